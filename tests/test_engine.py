@@ -788,16 +788,41 @@ def test_the_mix_of_instructions(tmp_path, monkeypatch):
 
 
 def test_what_python_shares_with_the_sources():
-    """Named problems and limits, and the members of SdpaParams in their order."""
+    """Named problems and limits."""
     named = re.search(r"named_shapes\[\] = {(.*?)};", builds.Tree().read("harness.cu"), re.DOTALL)[1]
     assert {name: ",".join(map(str, sizes)) for name, sizes in engine.SHAPES.items()} == dict(re.findall(r'{"(\w+)", +"([\d,]+)"}', named))
     types = re.findall(r"constexpr Type \w+{\"(\w+)\".*?{([-\d.e]+), ([-\d.e]+), ([-\d.e]+)", builds.Tree().read("reference.cpp"))
     assert engine.LIMITS == {name: tuple(map(float, limits)) for name, *limits in types}
     sums = re.search(r"constexpr Tolerance fp16_sums{(.*?)}", builds.Tree().read("reference.cpp"))[1]
     assert engine.FP16_SUMS == tuple(map(float, sums.split(", ")))
-    struct = re.search(r"typedef struct SdpaParams {(.*?)} SdpaParams;", builds.Tree().read("bindings/sdpa.h"), re.DOTALL)[1]
-    members = re.findall(r"(\w+)\s*[,;]", re.sub(r"/\*.*?\*/", "", struct, flags=re.DOTALL))
-    assert [name for name, _ in engine.SdpaParams._fields_] == members
+
+
+def test_the_structs_of_the_header():
+    """Each has the members of sdpa.cu's and no other, by name, place and kind; and ctypes, which reads them in the header, as well."""
+    program = '''#include "bindings/library.cu"
+template <class T> constexpr int kind = (std::is_pointer_v<T> ? 1 : std::is_floating_point_v<T> ? 2 : 3) * 1000 + sizeof(T);
+'''
+    for ours, theirs in ((engine.Strides, "Strides"), (engine.Descale, "Descale"), (engine.SdpaParams, "SdpaParams")):
+        names = [name for name, _ in ours._fields_]
+        program += f"void all_of(const sdpa::{theirs}& x) {{ const auto& [{', '.join(names)}] = x; }}\n"
+        for name, of_ctypes in ours._fields_:
+            number = {engine.ctypes.c_void_p: 1000, engine.ctypes.c_float: 2000}.get(of_ctypes, 3000) + engine.ctypes.sizeof(of_ctypes)
+            for struct in (ours.__name__, "sdpa::" + theirs):
+                program += (f"static_assert(offsetof({struct}, {name}) == {getattr(ours, name).offset} && "
+                            f"kind<decltype({struct}::{name})> == {number}, \"{struct} has another {name}\");\n")
+    done = subprocess.run([builds.CXX, *"-std=c++17 -fsyntax-only -w -I. -Icpu_backend -x c++ -".split()], cwd=builds.ROOT, input=program,
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and program.count("static_assert") > 70, done.stderr[:1000]
+
+
+def test_a_header_that_ctypes_cannot_follow():
+    """One sentence, before a library is called with members in other places."""
+    structs = builds.structs_of("typedef struct A { /* int x; */ int64_t a, b; } A;\ntypedef struct B { const float* p; A a; void *q, *r; int n; } B;")
+    assert [[(name, engine.ctypes.sizeof(kind)) for name, kind in struct._fields_] for struct in structs.values()] == [
+        [("a", 8), ("b", 8)], [("p", 8), ("a", 16), ("q", 8), ("r", 8), ("n", 4)]]
+    for member in ("unsigned n", "int a[3]", "int a : 3", "float* const p", "void** p", "int* p, n", "B b", "int (*f)(int)", "const int"):
+        with pytest.raises(builds.Refused, match="^" + re.escape(f"bindings/sdpa.h: A has {member}; want int, float, int64_t, a struct")):
+            builds.structs_of(f"typedef struct A {{ int n; {member}; }} A; typedef struct B {{ int n; }} B;")
 
 
 class Driver:

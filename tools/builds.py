@@ -6,6 +6,7 @@ Everything that was typed is judged before anything is compiled. A library is co
 bindings/library.cu and sdpa.cu of its commit, with the same options for all, and kept under BUILD/engine by what
 it was compiled from.
 """
+import ctypes
 import difflib
 import functools
 import hashlib
@@ -37,7 +38,7 @@ TORCH_BACKENDS = dict(cudnn="CUDNN_ATTENTION", flash="FLASH_ATTENTION", efficien
 # Else scalar; USE_CUBLAS is of older commits.
 FAMILIES = {"wmma": "USE_WMMA", "mma": "USE_MMA_SYNC", "wgmma": "USE_WGMMA", "cublas": "USE_CUBLAS"}
 NVCC_OPTIONS = "-O3 -DNDEBUG -std=c++17 --no-compress -Xptxas=-v".split()
-LIBRARY, CUBLAS = "bindings/library.cu", "tools/cublas.cu"
+LIBRARY, HEADER, CUBLAS = "bindings/library.cu", "bindings/sdpa.h", "tools/cublas.cu"
 LIBRARY_FUNCTIONS = ("sdpa_library_params_bytes", "sdpa_library_workspace_bytes", "sdpa_library_forward")
 # A line of configs.txt with what it has from its base; words: its knobs, arch=ARCH and expect=FAIL where it has them.
 ConfigLine = namedtuple("ConfigLine", "base words knobs gates")
@@ -154,6 +155,24 @@ class Tree:
         text = self.read("sdpa.cu").split("// ==== COPY TO HERE")[0]
         stripped = run([CXX, "-fpreprocessed", "-dD", "-E", "-P", "-x", "c++", "-"], input=text)
         return text if stripped.returncode else stripped.stdout
+
+
+def structs_of(header):
+    """{name: struct of ctypes} of a C header. Members are int, float, int64_t, structs before theirs, and pointers."""
+    kinds, structs = dict(int=ctypes.c_int, float=ctypes.c_float, int64_t=ctypes.c_int64), {}
+    text = " ".join(re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL).split())
+    for name, body in re.findall(r"\bstruct (\w+) {(.*?)}", text):
+        fields = []
+        for declaration in filter(None, map(str.strip, body.split(";"))):
+            form = re.fullmatch(r"(?:const )?(\w+) (\*?\w+(?:, \*?\w+)*)", re.sub(r"\* (\w+)$", r" *\1", declaration))
+            for member in form[2].split(", ") if form else [""]:
+                kind = ctypes.c_void_p if member[:1] == "*" else form and (kinds | structs).get(form[1])
+                if not kind:
+                    raise Refused(f"{HEADER}: {name} has {declaration}; want int, float, int64_t, a struct that stands "
+                                  "before it, or pointers")
+                fields.append((member.strip("*"), kind))
+        structs[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    return structs
 
 
 @functools.lru_cache(None)

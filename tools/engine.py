@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 from scipy import special, stats
 
-from builds import PACKAGES, ROOT, TORCH_BACKENDS, Torch, Tree, run
+from builds import HEADER, PACKAGES, ROOT, TORCH_BACKENDS, Torch, Tree, run, structs_of
 from cli import Refused
 
 SHAPES = {"small": (1, 1, 1, 32, 32), "mission": (1, 8, 8, 512, 512), "mission2": (2, 8, 8, 512, 512),
@@ -255,26 +255,8 @@ class Nvml:
 
 # ---- contenders on the GPU ----
 
-class Strides(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("batch", "head", "row")]
-
-
-class Descale(ctypes.Structure):
-    _fields_ = [("factor", ctypes.c_void_p), ("batch", ctypes.c_int64), ("head", ctypes.c_int64)]
-
-
-class SdpaParams(ctypes.Structure):
-    """sdpa.cu's SdpaParams, member by member. An older commit has the first of them: members are appended only."""
-    _fields_ = ([(name, ctypes.c_void_p) for name in ("Q", "K", "V", "O", "LSE")] +
-                [(name, ctypes.c_int) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D")] +
-                [(name, Strides) for name in "qkvo"] +
-                [("scale", ctypes.c_float), ("causal", ctypes.c_int), ("workspace", ctypes.c_void_p),
-                 ("max_ctas", ctypes.c_int), ("window_left", ctypes.c_int), ("window_right", ctypes.c_int)] +
-                [(f"{name}_descale", Descale) for name in "qkv"] + [("window_alignment", ctypes.c_int)] +
-                [("softcap", ctypes.c_float), ("sinks", ctypes.c_void_p), ("k_lengths", ctypes.c_void_p),
-                 ("q_starts", ctypes.c_void_p), ("k_starts", ctypes.c_void_p), ("most_keys", ctypes.c_int),
-                 ("page_table", ctypes.c_void_p)] +
-                [(name, ctypes.c_int) for name in ("page_stride", "page_size", "pages", "Dv")])
+# Of bindings/sdpa.h. An older commit's SdpaParams has the first members of this one: they are appended only.
+Strides, Descale, SdpaParams = map(structs_of(Tree().read(HEADER)).get, ("SdpaStrides", "SdpaDescale", "SdpaParams"))
 
 
 def params_of(p):
@@ -305,8 +287,8 @@ class LoadedLine:
             getattr(self.library, name).restype = ctypes.c_size_t
         size = self.library.sdpa_library_params_bytes()
         if not is_prefix(size):
-            raise Refused(f"{self.text}: its SdpaParams has {size} bytes and is not the one that tools/engine.py "
-                          f"knows, which has {ctypes.sizeof(SdpaParams)}; it cannot be compared from this checkout")
+            raise Refused(f"{self.text}: its SdpaParams has {size} bytes and is not the one of {HEADER}, "
+                          f"which has {ctypes.sizeof(SdpaParams)}; it cannot be compared from this checkout")
 
     def prepare(self, gpu, tensors, problem):
         """The function that enqueues one launch, where it writes O and LSE, and its workspace."""
