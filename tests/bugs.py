@@ -22,10 +22,10 @@ from dataclasses import dataclass
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "tools"))
-from builds import CXX, auto_var_init  # noqa: E402
+from builds import CXX, HEADER, Tree, auto_var_init, structs_of  # noqa: E402
 
 # Not optimised: a bug takes longer to compile than to run.
-FLAGS = ["-std=c++17", "-O0", "-march=native", "-ffp-contract=off", *auto_var_init(), "-w", "-pthread", "-I" + ROOT,
+FLAGS = ["-std=c++17", "-O0", "-march=native", "-ffp-contract=off", *auto_var_init(), "-w", "-pthread", "-I.", "-I" + ROOT,
          "-I" + os.path.join(ROOT, "cpu_backend")]
 SANITIZE = {"plain": [], "thread": ["-fsanitize=thread", "-g1"],
             "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1"]}
@@ -97,6 +97,8 @@ class Builder:
         self.folder = folder
         with open(os.path.join(ROOT, "sdpa.cu")) as file:
             self.source = file.read()
+        names = [name for name, _ in structs_of(Tree().read(HEADER))["SdpaParams"]._fields_]
+        self.write("sdpa_members.h", f"#define SDPA_MEMBERS {', '.join(names)}\n")  # as CMakeLists.txt has it
         self.engine, self.headers, self.harness = once(self.engine), once(self.headers), once(self.harness)
         self.doctest = once(self.doctest)
 

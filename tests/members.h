@@ -2,11 +2,7 @@
 #pragma once
 #include <string>
 
-// In order: one that is missing here does not compile.
-#define SDPA_MEMBERS                                                                                                     \
-  Q, K, V, O, LSE, B, Hq, Hkv, Sq, Sk, D, q, k, v, o, scale, causal, workspace, max_ctas, window_left, window_right,     \
-      q_descale, k_descale, v_descale, window_alignment, softcap, sinks, k_lengths, q_starts, k_starts, most_keys,       \
-      page_table, page_stride, page_size, pages, Dv
+#include "sdpa_members.h"  // SDPA_MEMBERS, as bindings/sdpa.h has them: one that is missing does not compile
 
 // see(name, bytes) of each.
 template <class Params, class See> void for_each_member(const Params& params, const See& see) {
