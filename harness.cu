@@ -437,18 +437,9 @@ class DeviceFactors : public Guarded {
 // over the keys twice: m = max of S, then P = exp((S - m) * scale), l = sum of P, O = P @ V / l.
 
 struct WitnessArgs {
-  const void *Q, *K, *V;
-  Strides q, k, v;
-  int B, Hq, Hkv, Sq, Sk, D, Dv;
+  SdpaParams p;    // without pages; the inputs are of the line's type
   int first_head;  // counted over batches: b * Hq + h
-  Causal causal, alignment;
-  int window_left, window_right;
-  const int *q_starts, *k_starts, *k_lengths;
-  int most_keys;
-  float scale;
-  Descale q_factor, k_factor, v_factor;
-  float v_unit, softcap;
-  const float* sinks;
+  float scale, v_unit;
   float *O, *LSE;  // [heads,Sq,D] and [heads,Sq] from first_head on
 };
 
@@ -482,43 +473,44 @@ template <class T, int D>
 __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs a) {
   using W = WitnessShared<D>;
   W& s = dynamic_shared<W>();
-  const int row_tiles = (a.Sq + W::ROWS - 1) / W::ROWS, slice = threadIdx.x % W::LANES;
+  const SdpaParams& p = a.p;
+  const int row_tiles = (p.Sq + W::ROWS - 1) / W::ROWS, slice = threadIdx.x % W::LANES;
   const int of_grid = int(blockIdx.x) / row_tiles, head = a.first_head + of_grid;
   const int row = int(blockIdx.x) % row_tiles * W::ROWS + int(threadIdx.x) / W::LANES;
-  const int b = head / a.Hq, h = head % a.Hq, h_kv = h / (a.Hq / a.Hkv);
-  const T* const Q_g = static_cast<const T*>(a.Q) + b * a.q.batch + h * a.q.head;
-  const int q_row = row < a.Sq ? row : a.Sq - 1;  // threads past the end work for nothing
+  const int b = head / p.Hq, h = head % p.Hq, h_kv = h / (p.Hq / p.Hkv);
+  const T* const Q_g = reinterpret_cast<const T*>(p.Q) + b * p.q.batch + h * p.q.head;
+  const int q_row = row < p.Sq ? row : p.Sq - 1;  // threads past the end work for nothing
   float q[W::SLICE], O[W::SLICE] = {}, m = -INFINITY, l = 0;
 #pragma unroll
   for (int d = 0; d < W::SLICE; d++) {
-    q[d] = slice * W::SLICE + d < a.D ? number(Q_g[q_row * a.q.row + slice * W::SLICE + d]) : 0.0f;
+    q[d] = slice * W::SLICE + d < p.D ? number(Q_g[q_row * p.q.row + slice * W::SLICE + d]) : 0.0f;
   }
 
   // The row's sequence, and its rows in the tensors.
-  int own = b, Sq = a.Sq, Sk = a.Sk, first_query = 0, first_key = 0;
+  int own = b, Sq = p.Sq, Sk = p.Sk, first_query = 0, first_key = 0;
   const auto row_at = [](int start, int rows) { return start < 0 ? 0 : start > rows ? rows : start; };
-  if (a.q_starts) {
-    for (own = 0; a.q_starts[own + 1] <= q_row;) own++;
-    first_query = row_at(a.q_starts[own], a.Sq), Sq = row_at(a.q_starts[own + 1], a.Sq) - first_query;
+  if (p.q_starts) {
+    for (own = 0; p.q_starts[own + 1] <= q_row;) own++;
+    first_query = row_at(p.q_starts[own], p.Sq), Sq = row_at(p.q_starts[own + 1], p.Sq) - first_query;
   }
-  if (a.k_starts) first_key = row_at(a.k_starts[own], a.Sk), Sk = row_at(a.k_starts[own + 1], a.Sk) - first_key;
-  if (a.k_lengths) Sk = max(0, min(a.k_lengths[own], Sk));
-  if (a.most_keys > 0 && Sk > a.most_keys) Sk = a.most_keys;
-  const float of_logit = a.scale * factor(a.q_factor, own, h) * factor(a.k_factor, own, h_kv);
-  const float scale = a.softcap != 0 ? a.softcap : of_logit;
-  const float v_factor = a.v_unit * factor(a.v_factor, own, h_kv);
+  if (p.k_starts) first_key = row_at(p.k_starts[own], p.Sk), Sk = row_at(p.k_starts[own + 1], p.Sk) - first_key;
+  if (p.k_lengths) Sk = max(0, min(p.k_lengths[own], Sk));
+  if (p.most_keys > 0 && Sk > p.most_keys) Sk = p.most_keys;
+  const float of_logit = a.scale * factor(p.q_descale, own, h) * factor(p.k_descale, own, h_kv);
+  const float scale = p.softcap != 0 ? p.softcap : of_logit;
+  const float v_factor = a.v_unit * factor(p.v_descale, own, h_kv);
 
   // Key k < Sk of a sequence is visible to its query q if first <= k - q <= last.
   const int none = 2000000000;
   const auto position = [&](Causal by) { return by == Causal::bottom_right ? Sk - Sq : 0; };
-  const int windows_own = position(a.alignment == Causal::off ? a.causal : a.alignment);
-  const int first = a.window_left < 0 ? -none : windows_own - a.window_left;
-  int last = a.causal == Causal::off ? none : position(a.causal);
-  if (a.window_right >= 0) last = min(last, windows_own + a.window_right);
+  const int windows_own = position(p.window_alignment == Causal::off ? p.causal : p.window_alignment);
+  const int first = p.window_left < 0 ? -none : windows_own - p.window_left;
+  int last = p.causal == Causal::off ? none : position(p.causal);
+  if (p.window_right >= 0) last = min(last, windows_own + p.window_right);
 
   // Where rows of several sequences are in one tile, each goes over the keys of all.
-  const bool is_mixed = a.q_starts && !a.k_starts;
-  const int first_batch = a.k_starts || is_mixed ? 0 : b, batches = is_mixed ? a.B : 1;
+  const bool is_mixed = p.q_starts && !p.k_starts;
+  const int first_batch = p.k_starts || is_mixed ? 0 : b, batches = is_mixed ? p.B : 1;
   // Q[q_row] @ K[k0 + j] of a batch, -inf where that key is not visible
   const auto score = [&](int batch, int k0, int j) {
     float4 sum{};
@@ -530,18 +522,18 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
     }
     float S = (sum.x + sum.y) + (sum.z + sum.w);
     for (int n = 1; n < W::LANES; n *= 2) S += __shfl_xor_sync(0xffffffffu, S, n);
-    if (a.softcap != 0) S = tanhf(S * of_logit / a.softcap);
+    if (p.softcap != 0) S = tanhf(S * of_logit / p.softcap);
     const int k = k0 + j - first_key, distance = k - (q_row - first_query);
     const bool is_own = (!is_mixed || batch == own) && k >= 0 && k < Sk;
     return is_own && distance >= first && distance <= last ? S : -INFINITY;
   };
   const auto each_tile = [&](const auto& use) {
     for (int batch = first_batch; batch < first_batch + batches; batch++) {
-      const T* const K_g = static_cast<const T*>(a.K) + batch * a.k.batch + h_kv * a.k.head;
-      const T* const V_g = static_cast<const T*>(a.V) + batch * a.v.batch + h_kv * a.v.head;
-      for (int k0 = 0; k0 < a.Sk; k0 += W::KEYS) {
+      const T* const K_g = reinterpret_cast<const T*>(p.K) + batch * p.k.batch + h_kv * p.k.head;
+      const T* const V_g = reinterpret_cast<const T*>(p.V) + batch * p.v.batch + h_kv * p.v.head;
+      for (int k0 = 0; k0 < p.Sk; k0 += W::KEYS) {
         __syncthreads();  // hazard: K and V still being read
-        W::load(s.K, K_g, a.k.row, k0, a.Sk, a.D), W::load(s.V, V_g, a.v.row, k0, a.Sk, a.Dv);
+        W::load(s.K, K_g, p.k.row, k0, p.Sk, p.D), W::load(s.V, V_g, p.v.row, k0, p.Sk, p.Dv);
         __syncthreads();
         use(batch, k0);
       }
@@ -565,18 +557,18 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
 #pragma unroll
     for (int d = 0; d < W::SLICE; d++) O[d] += tile_O[d];
   });
-  if (row >= a.Sq) return;
-  const int64_t out = int64_t(of_grid) * a.Sq + row;
+  if (row >= p.Sq) return;
+  const int64_t out = int64_t(of_grid) * p.Sq + row;
   float most = m == -INFINITY ? m : m * scale, of_keys = 1;  // a factor may be 0
-  if (a.sinks && a.sinks[h] > -INFINITY) {
-    most = fmaxf(most, a.sinks[h]), of_keys = l == 0 ? 0 : expf(m * scale - most);
-    l = l * of_keys + expf(a.sinks[h] - most);
+  if (p.sinks && p.sinks[h] > -INFINITY) {
+    most = fmaxf(most, p.sinks[h]), of_keys = l == 0 ? 0 : expf(m * scale - most);
+    l = l * of_keys + expf(p.sinks[h] - most);
   }
   if (slice == 0) a.LSE[out] = most + logf(l);
 #pragma unroll
   for (int d = 0; d < W::SLICE; d++) {
-    if (slice * W::SLICE + d >= a.Dv) break;
-    a.O[out * a.Dv + slice * W::SLICE + d] = l == 0 || of_keys == 0 ? 0.0f : O[d] * of_keys / l * v_factor;
+    if (slice * W::SLICE + d >= p.Dv) break;
+    a.O[out * p.Dv + slice * W::SLICE + d] = l == 0 || of_keys == 0 ? 0.0f : O[d] * of_keys / l * v_factor;
   }
 }
 
@@ -586,7 +578,7 @@ template <class T, int D> cudaError_t launch_witness(const WitnessArgs& a, int h
       witness<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(sizeof(W)));
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(heads * ((a.Sq + W::ROWS - 1) / W::ROWS));
+  config.gridDim = dim3(heads * ((a.p.Sq + W::ROWS - 1) / W::ROWS));
   config.blockDim = dim3(W::THREADS);
   config.dynamicSmemBytes = sizeof(W);
   return cudaLaunchKernelEx(&config, witness<T, D>, a);
@@ -597,12 +589,7 @@ template <class T>
 cudaError_t launch_witness(const SdpaParams& p, int first, int heads, float* O, float* LSE) {
   const double unit = unit_of(line.input);
   const double scale = (p.scale == 0 ? 1 / std::sqrt(double(p.D)) : p.scale) * unit * unit;
-  const WitnessArgs a{p.Q,          p.K,         p.V,         p.q,         p.k,         p.v,
-                      p.B,          p.Hq,        p.Hkv,       p.Sq,        p.Sk,
-                      line.D,       line.Dv,     first,
-                      p.causal,     p.window_alignment,       p.window_left,            p.window_right,
-                      p.q_starts,   p.k_starts,  p.k_lengths, p.most_keys, float(scale), p.q_descale, p.k_descale,
-                      p.v_descale,  float(unit), p.softcap,   p.sinks,     O,           LSE};
+  const WitnessArgs a{p, first, float(scale), float(unit), O, LSE};
   const int widest = std::max(line.D, line.Dv);
   return widest <= 64    ? launch_witness<T, 64>(a, heads)
          : widest <= 128 ? launch_witness<T, 128>(a, heads)
@@ -1398,22 +1385,40 @@ void print_csv(const vector<Column>& columns, bool header) {
   fflush(stdout);  // whatever happens next, this row is out
 }
 
+struct Option {
+  const char *name, *value, *help;                  // value: its name in the help; "" of a flag
+  std::function<string(const string&)> take;        // returns what is wanted instead, or ""
+  std::function<string(const Problem&)> given = {}; // the value with which a problem has it, "" where that is the default
+};
+
+// Of a member of Problem.
+template <class T, class Of> auto given(T Of::*member) {
+  return [member](const Problem& p) -> string {
+    if (p.*member == Problem().*member) return "";
+    if constexpr (std::is_same_v<T, string>) return p.*member;
+    else return format("%.9g", double(p.*member));
+  };
+}
+
+// All that is not the default in a problem, as it is typed, each behind `before`.
+string words_of(const vector<Option>& options, const Problem& p, const char* before) {
+  string text;
+  for (const Option& o : options) {
+    const string value = o.given ? o.given(p) : "";
+    if (!value.empty()) text += string(before) + (o.name + 2) + (*o.value ? " " + value : "");
+  }
+  return text;
+}
+
 // For who reads along: stdout is a terminal.
-void print_block(const Run& r, const Device& d) {
+void print_block(const Run& r, const Device& d, const vector<Option>& options) {
   const Problem& p = r.problem;
   const Figures& f = r.figures;
   const reference::Tolerance tol = tolerance_of(p);
   const string changed = knob_texts(true);
   fprintf(stderr, "sdpa_%s (%s) on %s\n", line.name, line.family, d.name.c_str());
-  string more = p.has_window() ? ", window " + window_text(p, ",") : "";
-  if (p.softcap != 0) more += format(", softcap %g", p.softcap);
-  if (p.has_sinks) more += ", sinks";
-  if (p.has_lengths) more += ", lengths";
-  if (*packed_text(p)) more += format(", packed %s", packed_text(p));
-  if (p.page_size) more += format(", pages of %d", p.page_size);
-  fprintf(stderr, "  problem  %s: B=%d Hq=%d Hkv=%d Sq=%d Sk=%d D=%d %s, causal %s%s\n",
-          p.shape.c_str(), p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.D, input_type.name,
-          causal_names[int(p.mask)], more.c_str());
+  fprintf(stderr, "  problem  %s: B=%d Hq=%d Hkv=%d Sq=%d Sk=%d D=%d %s%s\n", p.shape.c_str(), p.B, p.Hq, p.Hkv,
+          p.Sq, p.Sk, p.D, input_type.name, words_of(options, p, ", ").c_str());
   fprintf(stderr, "  knobs    %s\n", changed.empty() ? "all at their defaults" : changed.c_str());
   if (r.exit == exit_pass && !r.note.empty()) fprintf(stderr, "  note     %s\n", r.note.c_str());
   if (!r.check.empty()) {
@@ -1444,11 +1449,6 @@ struct Options {
   int warmup = 20, iterations = 100, repeats = 1;
   bool check_only = false, config = false, header = false, help = false, shape_given = false;
   int passed = 0;  // problems
-};
-
-struct Option {
-  const char *name, *value, *help;            // value: its name in the help; "" of a flag
-  std::function<string(const string&)> take;  // returns what is wanted instead, or ""
 };
 
 // Whole numbers separated by commas, each in [low, high]; none if `text` is anything else.
@@ -1531,7 +1531,8 @@ vector<Option> options_of(Options& o) {
          const auto found = std::find(names, end, text);
          if (found != end) o.common.mask = reference::Mask(found - names);
          return found != end ? "" : "want br (bottom-right), tl or off";
-       }},
+       },
+       [](const Problem& p) { return p.mask == reference::Mask::none ? "" : causal_names[int(p.mask)]; }},
       {"--window", "L,R[,br|,tl]",
        "a query sees L keys before its own position and R after it; -1: no limit; br, tl: as --causal has the position",
        [&o](const string& text) {
@@ -1546,29 +1547,33 @@ vector<Option> options_of(Options& o) {
          o.common.window_left = int(n[0]), o.common.window_right = int(n[1]);
          o.common.window_alignment = reference::Mask(found - names);
          return "";
-       }},
+       },
+       [](const Problem& p) { return window_text(p, ","); }},
       {"--dist", "D", "inputs: normal (the default), outliers, large (logits) or uniform (logits)",
        [&o](const string& text) {
          string names;
          for (const reference::Dist& d : reference::dists) names += string(" ") + d.name;
          if (reference::dist_named(text)) o.common.dist = text;
          return reference::dist_named(text) ? "" : "want one of" + names;
-       }},
-      {"--scale", "X", "of the logits (default: 1/sqrt(D))", positive(o.common.scale)},
-      {"--softcap", "X", "logits x become X * tanh(x / X) (a build with USE_SOFTCAP)", positive(o.common.softcap)},
+       },
+       given(&Problem::dist)},
+      {"--scale", "X", "of the logits (default: 1/sqrt(D))", positive(o.common.scale), given(&Problem::scale)},
+      {"--softcap", "X", "logits x become X * tanh(x / X) (a build with USE_SOFTCAP)", positive(o.common.softcap),
+       given(&Problem::softcap)},
       {"--sinks", "", "a logit more in the sum of each row, drawn for each head (a build with USE_SINKS)",
-       flag(o.common.has_sinks)},
+       flag(o.common.has_sinks), given(&Problem::has_sinks)},
       {"--lengths", "", "sequences have as many keys as is drawn for each, Sk at most (a build with USE_LENGTHS)",
-       flag(o.common.has_lengths)},
+       flag(o.common.has_lengths), given(&Problem::has_lengths)},
       {"--packed", "q|k|qk", "Sq, Sk or both are those of all sequences, drawn for each (a build with USE_LENGTHS)",
        [&o](const string& text) {
          o.common.packs_q = text[0] == 'q', o.common.packs_k = text.back() == 'k';
          return text == packed_text(o.common) ? "" : "want q, k or qk";
-       }},
+       },
+       packed_text},
       {"--most-keys", "N", "keys that a sequence has at most, whatever its length says (a build with USE_LENGTHS)",
-       count(o.common.most_keys, 1)},
+       count(o.common.most_keys, 1), given(&Problem::most_keys)},
       {"--pages", "N", "keys of a page, a multiple of 16 (a build with USE_PAGES; default 64)",
-       count(o.common.page_size, 1)},
+       count(o.common.page_size, 1), given(&Problem::page_size)},
       {"--seeds", "0,1,2", "of the inputs (default 0); the check is done for each",
        [&o](const string& text) {
          const vector<long long> n = parse_numbers(text, 0, 1ll << 40);
@@ -1581,7 +1586,7 @@ vector<Option> options_of(Options& o) {
        count(o.repeats, 1)},
       {"--max-ctas", "N",
        "USE_PERSISTENT_CTA=1: CTAs of all launches but the checked one (0: all that fit)",
-       count(o.common.max_ctas, 0)},
+       count(o.common.max_ctas, 0), given(&Problem::max_ctas)},
       {"--check-only", "", "time nothing", flag(o.check_only)},
       {"--config", "", "print the knobs of this build and stop", flag(o.config)},
       {"--header", "", "print the CSV header first (alone without --shape)", flag(o.header)},
@@ -1650,25 +1655,9 @@ void print_config(const Device& d) {
 // ---- main ----
 
 // The options that repeat this one problem.
-string command_of(const Problem& p) {
-  string text = format("--check-only --shape %d,%d,%d,%d,%d --seeds %llu", p.B, p.Hq, p.Hkv, p.Sq,
-                       p.Sk, (unsigned long long)p.seed);
-  if (p.mask != reference::Mask::none) text += string(" --causal ") + causal_names[int(p.mask)];
-  if (p.has_window()) text += " --window " + window_text(p, ",");
-  if (p.layout != "bhsd") text += " --layout " + p.layout;
-  if (p.dist != "normal") text += " --dist " + p.dist;
-  if (p.descale != "heads") text += " --descale " + p.descale;
-  if (p.scale != 0) text += format(" --scale %.9g", p.scale);
-  if (p.softcap != 0) text += format(" --softcap %.9g", p.softcap);
-  if (p.has_sinks) text += " --sinks";
-  if (p.has_lengths) text += " --lengths";
-  if (*packed_text(p)) text += format(" --packed %s", packed_text(p));
-  if (p.page_size) text += format(" --pages %d", p.page_size);
-  if (p.narrow_table) text += " --narrow-table";
-  if (p.most_keys) text += format(" --most-keys %d", p.most_keys);
-  if (p.max_ctas != 0) text += format(" --max-ctas %d", p.max_ctas);
-  if (!p.machine.empty()) text += " --machine " + p.machine;
-  return text;
+string command_of(const vector<Option>& options, const Problem& p) {
+  return format("--check-only --shape %d,%d,%d,%d,%d --seeds %llu", p.B, p.Hq, p.Hkv, p.Sq, p.Sk,
+                (unsigned long long)p.seed) + words_of(options, p, " --");
 }
 
 // Checks and times; what happened stands in the run.
@@ -1691,7 +1680,7 @@ void measure(Run& r, const Options& o) {
 }
 
 // One problem, start to end.
-ExitCode run_problem(const Problem& p, const Options& o, const Device& device) {
+ExitCode run_problem(const Problem& p, const Options& o, const vector<Option>& options, const Device& device) {
   Run r;
   r.problem = p, r.seeds = o.seeds.empty() ? vector<uint64_t>{p.seed} : o.seeds;
   const auto stop = [&](const char* status, const string& sentence, ExitCode exit) {
@@ -1722,12 +1711,12 @@ ExitCode run_problem(const Problem& p, const Options& o, const Device& device) {
     stop("error", "the problem does not fit in this machine's memory", exit_cuda);
   }
   const bool reader = isatty(STDOUT_FILENO);
-  if (reader) print_block(r, device);
+  if (reader) print_block(r, device, options);
   if (r.exit != exit_pass) {
     fprintf(stderr, "sdpa_%s: %s %s: %s\n", line.name,
             r.check == "FAIL" ? "FAIL" : r.status.c_str(), p.shape.c_str(), r.note.c_str());
   }
-  if (r.exit == exit_wrong) fprintf(stderr, "repeat with: %s\n", command_of(r.problem).c_str());
+  if (r.exit == exit_wrong) fprintf(stderr, "repeat with: %s\n", command_of(options, r.problem).c_str());
   if (!reader || o.header) print_csv(columns(r, device), false);
   return r.exit;
 }
@@ -1746,7 +1735,7 @@ ExitCode run(Options& o, const vector<Option>& options) {
   if (o.config) return print_config(device), exit_pass;
   int counts[128] = {};
   for (const Problem& p : o.problems) {
-    counts[run_problem(p, o, device)]++;
+    counts[run_problem(p, o, options, device)]++;
     if (ferror(stdout)) break;
   }
   o.passed = counts[exit_pass];

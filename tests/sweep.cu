@@ -747,7 +747,8 @@ vector<Option> sweep_options(SweepOptions& o) {
            if (text == name) o.common.layout = text, o.common.same_heads = text == "zero";
          }
          return o.common.layout == text ? "" : "want one of" + names;
-       }},
+       },
+       given(&Problem::layout)},
       {"--descale", "D",
        "factors of 8-bit inputs: heads: one to a head; gaps: with others between them; zeros: some "
        "are 0; shared: one to a tensor; none",
@@ -756,16 +757,18 @@ vector<Option> sweep_options(SweepOptions& o) {
            if (text == name) o.common.descale = text;
          }
          return o.common.descale == text ? "" : "want heads, gaps, zeros, shared or none";
-       }},
+       },
+       given(&Problem::descale)},
       {"--narrow-table", "", "a table of pages for Sk keys and no more, with lengths above Sk",
-       [&o](const string&) { return o.common.narrow_table = true, ""; }},
+       [&o](const string&) { return o.common.narrow_table = true, ""; }, given(&Problem::narrow_table)},
       {"--schedule", "S",
        "CPU backend: forward, reverse or random:SEED (default: the first two in turn)",
        set_schedule},
       {"--machine", "SMS,L2_KB,CTAS,KEYS",
        "CPU backend: SMs, L2, CTAs that an SM holds at most, and keys of which a sum is one "
        "(default: 3,120,1,65536)",
-       [&o](const string& text) { return o.common.machine = text, refuse_machine(text); }},
+       [&o](const string& text) { return o.common.machine = text, refuse_machine(text); },
+       given(&Problem::machine)},
       {"--alone", "", "leave out the check of kernels that follow each other", [&o](const string&) { return o.alone = true, ""; }},
       {"--tile", "", "CPU backend: count what one more K/V tile costs, and stop",
        [&o](const string&) { return o.tile = true, ""; }}};
@@ -776,10 +779,10 @@ vector<Option> sweep_options(SweepOptions& o) {
 string parse_sweep(const vector<Option>& options, const vector<string>& args, SweepOptions& o) {
   const string refusal = parse(options, args, o);
   if (!refusal.empty() || (!o.sweep && !o.edges)) return refusal;
-  for (const char* drawn : {"--shape", "--causal", "--window", "--softcap", "--sinks", "--lengths", "--packed", "--pages", "--most-keys", "--narrow-table", "--dist", "--layout", "--scale",
-                            "--descale", "--max-ctas", "--machine"}) {
-    if (std::count(args.begin(), args.end(), drawn)) {
-      return string("--sweep and --edges have their own problems; drop ") + drawn;
+  for (const Option& option : options) {
+    const bool is_drawn = option.given || option.name == string("--shape");
+    if (is_drawn && std::count(args.begin(), args.end(), option.name)) {
+      return string("--sweep and --edges have their own problems; drop ") + option.name;
     }
   }
   o.check_only = o.shape_given = true;

@@ -521,6 +521,10 @@ TEST_CASE("witness") {
   }
 }
 
+static std::string command_of(const Problem& p) {
+  SweepOptions o;
+  return command_of(sweep_options(o), p);
+}
 static SweepOptions parse(const std::vector<std::string>& args, std::string& refusal) {
   SweepOptions o;
   refusal = parse_sweep(sweep_options(o), args, o);
@@ -608,6 +612,8 @@ TEST_CASE("command_line") {
     const Problem& q = o2.problems[0];
     CHECK((q.B == p.B && q.Hq == p.Hq && q.Hkv == p.Hkv && q.Sq == p.Sq && q.Sk == p.Sk));
     CHECK((q.mask == p.mask && q.layout == p.layout && q.dist == p.dist && q.scale == p.scale));
+    CHECK((q.window_left == p.window_left && q.window_right == p.window_right && q.machine == p.machine));
+    CHECK((!p.has_window() || q.window_alignment == p.window_alignment));
   }
   CHECK((kinds.size() == reference::dists.size() + std::size(layouts) && ratios.size() == 8));
   CHECK((takes_layout("far") && takes_layout("zero") && takes_layout("reversed")));
