@@ -1386,9 +1386,9 @@ void print_csv(const vector<Column>& columns, bool header) {
 }
 
 struct Option {
-  const char *name, *value, *help;                  // value: its name in the help; "" of a flag
-  std::function<string(const string&)> take;        // returns what is wanted instead, or ""
-  std::function<string(const Problem&)> given = {}; // the value with which a problem has it, "" where that is the default
+  const char *name, *value, *help;                   // value: its name in the help; "" of a flag
+  std::function<string(const string&)> take;         // returns what is wanted instead, or ""
+  std::function<string(const Problem&)> given = {};  // the value that a problem has, as it is typed; "" of the default
 };
 
 // Of a member of Problem.

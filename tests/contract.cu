@@ -323,12 +323,9 @@ class Workspace {
 
 // True if this build does not refuse the member.
 static bool is_of_build(const string& member) {
-  const auto is_one_of = [&](const char* names) { return (" " + string(names) + " ").find(" " + member + " ") != string::npos; };
-  return !((!Build::use_persistent_cta && is_one_of("max_ctas")) || (!Build::use_softcap && is_one_of("softcap")) ||
-           (!Build::is_8bit && is_one_of("q_descale k_descale v_descale")) || (!Build::use_sinks && is_one_of("sinks")) ||
-           (Build::use_pages && is_one_of("k_starts")) || (Build::head_dim != Build::d_v && is_one_of("Dv")) ||
-           (!Build::use_lengths && is_one_of("k_lengths q_starts k_starts most_keys")) ||
-           (!Build::use_pages && is_one_of("page_table page_stride page_size pages")));
+  if (member == "Dv" && Build::head_dim != Build::d_v) return false;
+  return takes_member({Build::use_persistent_cta != 0, Build::use_softcap != 0, Build::is_8bit, Build::use_sinks != 0,
+                       Build::use_lengths != 0, Build::use_pages != 0}, member);
 }
 
 // A call after one that differs from it in a single member, or in what a member points to: of either nothing is left.

@@ -350,12 +350,8 @@ bool takes_dist(const string& dist) {
 
 // True if every problem of this build has the same value there.
 bool is_fixed(const string& member) {
-  const auto is_one_of = [&](const char* names) { return (" " + string(names) + " ").find(" " + member + " ") != string::npos; };
-  return is_one_of("D Dv") || (!line.has_queue && is_one_of("max_ctas")) || (!line.has_softcap && is_one_of("softcap")) ||
-         (element_bytes(line.input) > 1 && is_one_of("q_descale k_descale v_descale")) ||
-         (!line.has_sinks && is_one_of("sinks")) || (line.has_pages && is_one_of("k_starts")) ||
-         (!line.has_lengths && is_one_of("k_lengths q_starts k_starts most_keys")) ||
-         (!line.has_pages && is_one_of("page_table page_stride page_size pages"));
+  return member == "D" || member == "Dv" || !takes_member({line.has_queue, line.has_softcap, element_bytes(line.input) == 1,
+                                                           line.has_sinks, line.has_lengths, line.has_pages}, member);
 }
 
 // What of a problem is in device memory.
