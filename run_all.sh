@@ -140,7 +140,7 @@ find_python() {
 
 # ml_dtypes 0.6 wants NumPy 2, for which Debian's SciPy is not compiled.
 engine_packages=(numpy scipy pyelftools 'ml_dtypes==0.5.*')
-extract_packages=('tree-sitter==0.*' 'tree-sitter-cpp==0.*')
+extract_packages=('tree-sitter==0.*' 'tree-sitter-cpp==0.*' 'clang-format==23.*')
 
 # For the tests of bindings/, beside the other packages: without its 2 GB of libraries that the CUDA Toolkit has as well.
 install_pytorch() {

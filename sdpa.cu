@@ -2306,6 +2306,8 @@ template <class B, class Shared> struct WgmmaProducer {
   StageRing<Shared::Q_STAGES> q_ring;
   int last_parity = 0;  // USE_LENGTHS: of last_landed
 
+  __device__ WgmmaProducer(Shared& s_, const KernelArgs& a_) : s(s_), a(a_) {}
+
   // Item number i, which past the last item has no rounds.
   __device__ __forceinline__ WgmmaItem<B> find_item(uint32_t i) const {
     if (B::use_persistent_cta && !B::use_lengths && i >= a.work_items) return {};
@@ -2710,7 +2712,7 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
   using Base = WgmmaProducer<B, Shared>;
   using Base::s, Base::a, Base::q_ring;
 
-  __device__ Wgmma16Producer(Shared& s_, const KernelArgs& a_) : Base{s_, a_} {}
+  using Base::Base;
 
   // One thread stores O of all items. TMA leaves out rows past Sq, but a box must not begin before row 0.
   __device__ __forceinline__ void store_items() {
@@ -3052,7 +3054,7 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
   using Base = WgmmaProducer<B, Shared>;
   StageRing<Shared::Q_STAGES> last_q{Shared::Q_STAGES - 1, 1};  // of the item before, whose Q lies in the one buffer
 
-  __device__ E4m3Producer(Shared& s, const KernelArgs& a) : Base{s, a} {}
+  using Base::Base;
 
   // Transposes V of a slice's tiles of all items. Of two warps each takes every other 16 of d.
   __device__ __forceinline__ void transpose_items(int slice, int part) {

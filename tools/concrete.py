@@ -5,7 +5,7 @@ import copy
 import re
 import textwrap
 
-from minimal import BANNERS, WIDTH, declared, descendants, enclosing, listed, minimal, name_of, parse, units_of, words_of
+from minimal import BANNERS, WIDTH, Folding, declared, descendants, enclosing, listed, minimal, name_of, parse, units_of, words_of
 
 PUBLIC = {"Causal", "Strides", "Descale", "SdpaParams", "SdpaStatus"}
 
@@ -30,8 +30,8 @@ def until_stable(change, text):
 # ---- the template parameter B ----
 
 def is_selector(parameter, text):
-    """Whether a template's parameter has no name, and so only chooses a version."""
-    return re.match(r"(bool|Path) =", text[parameter.start_byte:parameter.end_byte])
+    """Whether a struct template's parameter only chooses a version."""
+    return declared(parameter.parent.parent).type == "struct_specifier" and re.match(r"(bool|Path)( [A-Z]+)? =", text[parameter.start_byte:parameter.end_byte])
 
 
 def owner_of(function):
@@ -44,10 +44,10 @@ def owner_of(function):
     return name_of(name.child_by_field_name("scope")) if name and name.type == "qualified_identifier" else None
 
 
-def versions(root, text, members):
+def versions(root, text):
     """What is known of templates with B: {name: parameters without B and selectors}, {name: parameters with them},
     names whose members are defined outside, and the versions that no build chooses."""
-    kept, all_of, outside, gone, primary = {}, {}, set(), [], {}
+    kept, all_of, outside, gone, primary, folding = {}, {}, set(), [], {}, Folding(text, set())
     for node in descendants(root, "template_declaration"):
         inner, parameters = declared(node), [one for one in node.child_by_field_name("parameters").named_children]
         if not parameters or text[parameters[0].start_byte:parameters[0].end_byte] != "class B":
@@ -63,8 +63,8 @@ def versions(root, text, members):
             all_of.setdefault(name, len(parameters))
             kept.setdefault(name, [one for one in parameters[1:] if not is_selector(one, text)])
             if is_selector(parameters[-1], text):
-                default = parameters[-1].child_by_field_name("default_value")
-                primary.setdefault(name, (node, members.get(name_of(default), "false")))
+                chosen = folding.value(parameters[-1].child_by_field_name("default_value"))
+                primary.setdefault(name, (node, "true" if chosen else "false"))
     return kept, all_of, outside, gone
 
 
@@ -82,7 +82,7 @@ def without_build(text):
         kernel.update(re.findall(r"(?:using|constexpr auto) (\w+) = ([^;]+);", text[inner.start_byte:inner.end_byte])
                       if name == "KernelOf" else [])
         edits.append((node.start_byte, node.end_byte + 1, ""))
-    kept, all_of, outside, gone = versions(root, text, members)
+    kept, all_of, outside, gone = versions(root, text)
     edits += [(node.start_byte, node.end_byte + 1, "") for node in gone]
     text = edited(text, edits)
 
@@ -158,14 +158,15 @@ def type_of(name, node, text):
     while place is not None:
         for one in descendants(place, "parameter_declaration", "declaration", "field_declaration") if place.type in (
                 "function_definition", "lambda_expression", "struct_specifier") else []:
-            names = {name_of(each) for each in one.children_by_field_name("declarator")}
+            plain = {"identifier", "field_identifier", "init_declarator", "reference_declarator"}
+            names = {name_of(each) for each in one.children_by_field_name("declarator") if each.type in plain}
             if name in names and one.child_by_field_name("type"):
                 return text[one.child_by_field_name("type").start_byte:one.child_by_field_name("type").end_byte]
         place = place.parent
     return None
 
 
-def without_template_parameters(text):
+def without_template_parameters(text, but):
     """One parameter less of a template of which all uses give it the same, be it written or deduced."""
     root = parse(text)
     defined = collections.defaultdict(list)
@@ -179,7 +180,7 @@ def without_template_parameters(text):
     for name, nodes in defined.items():
         parameters = nodes[0].child_by_field_name("parameters").named_children
         node, is_function = nodes[0], declared(nodes[0]).type == "function_definition"
-        if len(nodes) != 1 or name in plain and is_function or not parameters:
+        if len(nodes) != 1 or name in but or name in plain and is_function or not parameters:
             continue
         for n, parameter in enumerate(parameters):
             default = parameter.child_by_field_name("default_value") or parameter.child_by_field_name("default_type")
@@ -226,7 +227,7 @@ def deduced(node, parameter, call, text):
     return None
 
 
-def without_unused_parameters(text):
+def without_unused_parameters(text, but):
     """One parameter less of a function that does not read it, and one argument less of its calls."""
     root = parse(text)
     functions = collections.defaultdict(list)
@@ -236,7 +237,7 @@ def without_unused_parameters(text):
     named = collections.Counter(re.findall(r"\w+", re.sub(r"//.*", "", text)))
     for name, nodes in functions.items():
         declarators = descendants(nodes[0], "function_declarator")
-        if len(nodes) != 1 or not declarators or name in structs | {"sdpa_forward", "sdpa_workspace_bytes"} or "__global__" in text[
+        if len(nodes) != 1 or not declarators or name in structs | but | {"sdpa_forward", "sdpa_workspace_bytes"} or "__global__" in text[
                 nodes[0].start_byte - 60:nodes[0].end_byte].split("{")[0]:
             continue
         calls = [call for call in descendants(root, "call_expression") if name_of(call.child_by_field_name("function").child_by_field_name(
@@ -277,8 +278,8 @@ def without_options(text):
     text = text.replace(table[1], ", ".join(f"{{{name}, {of}, {rest}}}" if is_open else f"{{{name}, {rest}}}" for name, of, rest in kept))
     if is_open:
         return text
-    text = text.replace('if (x.value && *x.of) return failure(refused, "%s is for builds with %s; set it to 0", x.name, x.of);', "")
-    text = re.sub(r"const char \*name, \*of;.*\n", "const char* name;\n", text)
+    text = re.sub(r"^ *if \(x\.value && \*x\.\w+\) return .*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"const char \*name, \*\w+;.*\n", "const char* name;\n", text)
     return re.sub(r"^ *const char ?\*[^;]*\bof_\w+ = [^;]*;\n", "", text, flags=re.MULTILINE)
 
 
@@ -377,7 +378,8 @@ def sentences_without(words, about):
     words = re.sub(rf",? (?:or|and) with {about.pattern}(?:=\w+)?[^,.;:]*", "", words)
     parts = re.split(r"(?<=[.;])\s+", words)
     kept = [part for part in parts if not about.search(part)]
-    return " ".join(kept).rstrip(";") if any(re.search(r"\w", part) for part in kept) else ""
+    kept = " ".join(kept) if any(re.search(r"\w", part) for part in kept) else ""
+    return re.sub(r";$", ".", kept) if words.endswith(".") else kept.rstrip(";")
 
 
 # ---- definitions before their uses ----
@@ -530,14 +532,14 @@ def wgmma_function(kind, element, n, trans_b, trans_a=0):
         "      : " + "\n        ".join(operands), f'      : "r"(int(accumulate)), "l"(b), {a_operands});', "}", ""])
 
 
-def concrete(text):
-    """The text of one build, by chapters."""
+def concrete(text, instructions):
+    """The text of one build, by chapters. instructions: functions that stay as they are, named after PTX's."""
     text, constants = without_build(text)
     text = re.sub(r"(?=^// ==== 2 PROBLEM)", lambda m: constants + "\n", text, count=1, flags=re.MULTILINE)
 
     def simpler(text):
-        for change in (lambda text: minimal(text, set()), without_template_parameters, without_unused_parameters,
-                       without_unread_members):
+        for change in (lambda text: minimal(text, set()), lambda text: without_template_parameters(text, instructions),
+                       lambda text: without_unused_parameters(text, instructions), without_unread_members):
             text = until_stable(change, text)
         return text
     text = re.sub(r"(?<=\.|:)template (?=\w+\()", "", until_stable(simpler, text))

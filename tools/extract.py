@@ -1,10 +1,12 @@
-"""usage: ./run_all.sh extract NAME [--namespace WORD] > my_kernel.cu
-The kernel of one line of configs.txt as a file that compiles alone, knows no knob and has the machine code of the line.
+"""usage: ./run_all.sh extract NAME [KNOB=VALUE ...] [--namespace WORD] [--main] > my_kernel.cu
+The kernel of one line of configs.txt as a file that compiles alone and knows no knob.
   NAME              a line of configs.txt
+  KNOB=VALUE        in the place of the line's, as in BLOCK_N=32
   --namespace WORD  the namespace of its functions (default: the line's name)
-Sections of sdpa.cu for other families and knobs stay behind. Conditions that the line's knobs decide are decided. What
-sdpa_forward() and sdpa_workspace_bytes() do not reach goes, with its comments. HEAD_DIM, BLOCK_M, BLOCK_N, NUM_WARPS,
-STAGES and VEC_WIDTH decide nothing: they are constants of one struct and can be changed there.
+  --main            with a program that checks one problem against a naive kernel and times it
+Sections of sdpa.cu for other families and knobs stay behind. Conditions that the knobs decide are decided. What
+sdpa_forward() and sdpa_workspace_bytes() do not reach goes, with its comments, and so do options of other builds. A line
+without USE_TUNED is one build: no template says which, and what is defined stands before what names it.
 environment: SDPA_CONFIGS, CXX
 """
 import itertools
@@ -96,6 +98,12 @@ def numbers(text, knobs, rows):
     return [*out, "};", ""]
 
 
+def instructions(source):
+    """The names that the CPU backend has versions of."""
+    return {name for part in re.findall(r"^#(?:if|else)[^\n]*\n((?:(?!^#if).)*?)^#endif  // SDPA_SIMT$", source, re.MULTILINE | re.DOTALL)
+            for name in re.findall(r"\w+(?=(?:<\w+>)?\()|(?<=using )\w+(?= =)|(?<=constexpr int )\w+", re.sub(r"//.*", "", part))}
+
+
 def sections(source, knobs, rows, namespace):
     """The marked region without the sections that the line has no use for, and with its numbers."""
     chosen = [rows[row] for row in rows if row >= 0] or [rows[-1]]
@@ -119,8 +127,8 @@ def sections(source, knobs, rows, namespace):
     return "\n".join(out[:at] + numbers("\n".join(out), knobs, rows) + out[at:])
 
 
-def extract(name, namespace="", given=()):
-    """The text of the file. given: KNOB=VALUE in the place of the line's."""
+def extract(name, namespace="", given=(), is_program=False):
+    """The text of the file. given: KNOB=VALUE in the place of the line's. is_program: with main()."""
     tree = builds.Tree()
     lines, trouble = tree.read_configs()
     if name not in lines and trouble:
@@ -128,6 +136,9 @@ def extract(name, namespace="", given=()):
     line, source, knobs = builds.config_line(tree, name, name), tree.read("sdpa.cu"), tree.knob_rows()
     if "expect=FAIL" in line.words:
         say(f"extract: {name} is marked expect=FAIL: it is there to be found wrong")
+    unknown = [word.split("=")[0] for word in given if word.split("=")[0] not in knobs]
+    if unknown:
+        raise Refused(f"no knob is called {unknown[0]}")
     typed = [word for word in line.words if word.split("=")[0] not in [one.split("=")[0] for one in given]] + [*given]
     rows, sizes, space = rows_of(tree, name, knobs, typed), {knobs[knob].member for knob in SIZES}, namespace or name
     builds_of = [rows[row] for row in rows if row >= 0] or [rows[-1]]
@@ -140,15 +151,68 @@ def extract(name, namespace="", given=()):
         text = minimal.minimal(concrete.until_stable(concrete.without_unread_members, text), sizes)
     else:
         head, tail = re.split(r"(?=^// Before a loop)", text, maxsplit=1, flags=re.MULTILINE)
-        text = f"{head}#pragma nv_diag_suppress 177  // functions that this program does not call\n\nnamespace {space} {{\n\n{concrete.concrete(tail)}\n}}  // namespace {space}\n\n#pragma nv_diag_default 177\n"
-    text = concrete.without_words_about(text, {knob for knob in knobs if not any(row[knob] for row in builds_of)})
+        text = f"{head}#pragma nv_diag_suppress 177  // functions that this program does not call\n\nnamespace {space} {{\n\n{concrete.concrete(tail, instructions(source))}\n}}  // namespace {space}\n\n#pragma nv_diag_default 177\n"
+    text = concrete.without_words_about(text, {knob for knob in knobs if not any(row[knob] for row in builds_of)} | (
+        {"KernelOf"} if not rows[-1]["USE_TUNED"] else set()))
     arch = builds.Line(tree, name).knob("arch", "80")
     return formatted("\n".join([
-        f"// Compile: nvcc -O3 -std=c++17 -gencode arch=compute_{arch},code=sm_{arch} -c my_kernel.cu",
+        f"// Compile: nvcc -O3 -std=c++17 -gencode arch=compute_{arch},code=sm_{arch} {'-o my_kernel' if is_program else '-c'} my_kernel.cu",
         f"// Call:    {space}::sdpa_forward(params, stream), below it or in a file that includes it",
         textwrap.fill(f"// From sdpa, line {name}: {' '.join(word for word in typed if '=' in word) or 'all knobs as they are by default'}", 120,
                       subsequent_indent="//   "),
-        "// SPDX-License-Identifier: MIT. " + tree.read("LICENSE").strip().split("\n\n")[1].replace("\n", " "), "", text.strip(), ""]))
+        "// SPDX-License-Identifier: MIT. " + tree.read("LICENSE").strip().split("\n\n")[1].replace("\n", " "), "", text.strip(), program(space, builds_of[0]) * is_program]))
+
+
+PROGRAM = """// ==== a program: one problem, checked against a naive kernel and timed ===========================
+using namespace SPACE;
+constexpr int64_t B = 2, H = 16, S = 2048, ROWS = B * H * S;
+__managed__ Input Q[ROWS * D_QK], K[ROWS * D_QK], V[ROWS * DV];  // [B,H,S,D]
+__managed__ Output O[ROWS * DV];
+__managed__ float expected[ROWS * DV];
+__global__ void naive() {  // A thread has one query.
+  const int64_t row = blockIdx.x * 64 + threadIdx.x, first = row / S * S;
+  float m = -INFINITY, l = 0, sums[DV] = {};
+  for (int64_t k = first; k < first + S; k++) {
+    float score = 0;
+    for (int d = 0; d < D_QK; d++) score += NUMBER(Q[row * D_QK + d]) * NUMBER(K[k * D_QK + d]);
+    const float m_new = fmaxf(m, score *= rsqrtf(D_QK)), alpha = expf(m - m_new), weight = expf(score - m_new);
+    for (int d = 0; d < DV; d++) sums[d] = sums[d] * alpha + weight * NUMBER(V[k * DV + d]);
+    m = m_new, l = l * alpha + weight;
+  }
+  for (int d = 0; d < DV; d++) expected[row * DV + d] = sums[d] / l;
+}
+int main() {
+  for (unsigned char* x : {(unsigned char*)Q, (unsigned char*)K, (unsigned char*)V}) {
+    for (size_t i = 0; i < (x == (void*)V ? sizeof V : sizeof Q); i++) x[i] = LAST ? (rand() & 0x87) | 0x30 : rand();
+  }
+  SdpaParams p{Q, K, V, O, nullptr, B, H, H, S, S, D_QK};
+  p.q = p.k = {H * S * D_QK, S * D_QK, D_QK}, p.v = p.o = {H * S * DV, S * DV, DV};
+  if (const size_t bytes = sdpa_workspace_bytes(p)) cudaMalloc(&p.workspace, bytes), cudaMemset(p.workspace, 0, bytes);
+  cudaEvent_t start, end;
+  cudaEventCreate(&start), cudaEventCreate(&end);
+  for (int n = -3; n < 20; n++) {
+    if (n == 0) cudaEventRecord(start);
+    if (const SdpaStatus status = sdpa_forward(p, nullptr); !status.ok()) return puts(status.text), 1;
+  }
+  cudaEventRecord(end), naive<<<ROWS / 64, 64>>>();
+  if (const cudaError_t error = cudaDeviceSynchronize()) return puts(cudaGetErrorString(error)), 1;
+  float ms, largest = 0, wrong = 0;
+  cudaEventElapsedTime(&ms, start, end);
+  for (float x : expected) largest = fmaxf(largest, fabsf(x));
+  for (int64_t i = 0; i < ROWS * DV; i++) wrong += !(fabsf(float(O[i]) - expected[i]) <= TOLERANCE * largest);
+  printf("%.1f us, %.1f TFLOP/s, %.0f elements wrong\\n", ms * 50, 4e-8 * ROWS * S * (D_QK + DV) / ms, wrong);
+  return wrong > 0;
+}
+"""
+
+
+def program(space, row):
+    """The text of --main for a build with these knobs."""
+    is_8bit, is_u8 = row["DTYPE"] >= 2, row["DTYPE"] == 3
+    words = {"SPACE": space, "D_QK": row["HEAD_DIM"], "DV": row["HEAD_DIM_V"] or row["HEAD_DIM"], "LAST": "true" if is_8bit else "i % 2",
+             "TOLERANCE": "0.1f" if is_8bit else "0.01f"}
+    text = re.sub(r"NUMBER\((.*?\])\)", r"(\1 - 128) * 3.5275591f" if is_u8 else r"float(\1)", PROGRAM)
+    return re.sub(r"\b(?:" + "|".join(words) + r")\b", lambda m: str(words[m[0]]), text)
 
 
 def formatted(text):
@@ -171,4 +235,4 @@ def main():
         raise Refused(f"one line, not {' and '.join(names)}" if names else "which line?")
     if options.namespace and not re.fullmatch(r"[A-Za-z_]\w*", options.namespace):
         raise Refused(f"--namespace {options.namespace}: want a name of C++")
-    print(extract(names[0], options.namespace or "", given))
+    print(extract(names[0], options.namespace or "", given, options.main))
