@@ -156,7 +156,8 @@ def extract(name, namespace="", given=(), is_program=False):
         {"KernelOf"} if not rows[-1]["USE_TUNED"] else set()))
     arch = builds.Line(tree, name).knob("arch", "80")
     return formatted("\n".join([
-        f"// Compile: nvcc -O3 -std=c++17 -gencode arch=compute_{arch},code=sm_{arch} {'-o my_kernel' if is_program else '-c'} my_kernel.cu",
+        f"// Compile: nvcc -O3 -std=c++17 -gencode arch=compute_{arch},code={'compute' if is_program and arch.isdigit() else 'sm'}_{arch} "
+        f"{'-o my_kernel' if is_program else '-c'} my_kernel.cu",
         f"// Call:    {space}::sdpa_forward(params, stream), below it or in a file that includes it",
         textwrap.fill(f"// From sdpa, line {name}: {' '.join(word for word in typed if '=' in word) or 'all knobs as they are by default'}", 120,
                       subsequent_indent="//   "),
@@ -166,7 +167,7 @@ def extract(name, namespace="", given=(), is_program=False):
 PROGRAM = """// ==== a program: one problem, checked against a naive kernel and timed ===========================
 using namespace SPACE;
 constexpr int64_t B = 2, H = 16, S = 2048, ROWS = B * H * S;
-__managed__ Input Q[ROWS * D_QK], K[ROWS * D_QK], V[ROWS * DV];  // [B,H,S,D]
+__managed__ Input qkv[3][ROWS * MOST];  // [B,H,S,D] each
 __managed__ Output O[ROWS * DV];
 __managed__ float expected[ROWS * DV];
 __global__ void naive() {  // A thread has one query.
@@ -174,18 +175,18 @@ __global__ void naive() {  // A thread has one query.
   float m = -INFINITY, l = 0, sums[DV] = {};
   for (int64_t k = first; k < first + S; k++) {
     float score = 0;
-    for (int d = 0; d < D_QK; d++) score += NUMBER(Q[row * D_QK + d]) * NUMBER(K[k * D_QK + d]);
+    for (int d = 0; d < D_QK; d++) score += NUMBER(qkv[0][row * D_QK + d]) * NUMBER(qkv[1][k * D_QK + d]);
     const float m_new = fmaxf(m, score *= rsqrtf(D_QK)), alpha = expf(m - m_new), weight = expf(score - m_new);
-    for (int d = 0; d < DV; d++) sums[d] = sums[d] * alpha + weight * NUMBER(V[k * DV + d]);
+    for (int d = 0; d < DV; d++) sums[d] = sums[d] * alpha + weight * NUMBER(qkv[2][k * DV + d]);
     m = m_new, l = l * alpha + weight;
   }
   for (int d = 0; d < DV; d++) expected[row * DV + d] = sums[d] / l;
 }
 int main() {
-  for (unsigned char* x : {(unsigned char*)Q, (unsigned char*)K, (unsigned char*)V}) {
-    for (size_t i = 0; i < (x == (void*)V ? sizeof V : sizeof Q); i++) x[i] = LAST ? (rand() & 0x87) | 0x30 : rand();
-  }
-  SdpaParams p{Q, K, V, O, nullptr, B, H, H, S, S, D_QK};
+  cudaFuncAttributes known;  // none where the GPU cannot run what this was compiled for
+  if (const cudaError_t error = cudaFuncGetAttributes(&known, naive)) return puts(cudaGetErrorString(error)), 1;
+  for (size_t i = 0; i < sizeof qkv; i++) ((unsigned char*)qkv)[i] = LAST ? (rand() & 0x87) | 0x30 : rand();
+  SdpaParams p{qkv[0], qkv[1], qkv[2], O, nullptr, B, H, H, S, S, D_QK};
   p.q = p.k = {H * S * D_QK, S * D_QK, D_QK}, p.v = p.o = {H * S * DV, S * DV, DV};
   if (const size_t bytes = sdpa_workspace_bytes(p)) cudaMalloc(&p.workspace, bytes), cudaMemset(p.workspace, 0, bytes);
   cudaEvent_t start, end;
@@ -209,9 +210,10 @@ int main() {
 def program(space, row):
     """The text of --main for a build with these knobs."""
     is_8bit, is_u8 = row["DTYPE"] >= 2, row["DTYPE"] == 3
-    words = {"SPACE": space, "D_QK": row["HEAD_DIM"], "DV": row["HEAD_DIM_V"] or row["HEAD_DIM"], "LAST": "true" if is_8bit else "i % 2",
+    D, Dv = row["HEAD_DIM"], row["HEAD_DIM_V"] or row["HEAD_DIM"]
+    words = {"SPACE": space, "D_QK": D, "DV": Dv, "MOST": max(D, Dv), "LAST": "true" if is_8bit else "i % 2",
              "TOLERANCE": "0.1f" if is_8bit else "0.01f"}
-    text = re.sub(r"NUMBER\((.*?\])\)", r"(\1 - 128) * 3.5275591f" if is_u8 else r"float(\1)", PROGRAM)
+    text = re.sub(r"NUMBER\((\w+\[\d\]\[.*?\])\)", r"(\1 - 128) * 3.5275591f" if is_u8 else r"float(\1)", PROGRAM)
     return re.sub(r"\b(?:" + "|".join(words) + r")\b", lambda m: str(words[m[0]]), text)
 
 
