@@ -330,35 +330,32 @@ struct PlanArgs {  // USE_LENGTHS: room in the workspace for one group of heads
   Divisor page_size;  // USE_PAGES
   int box_rows = 0;   // keys that TMA copies at once: of one page and of one tile
 };
-struct Scales {
-  float log2, inverse_log2;  // log2_scale(): softmax is taken in powers of 2
-  float cap = 0;             // softcap: S is tanh(Q @ K.T * cap); 0: Q @ K.T
-};
 struct Grid {  // which item has which rows
   alignas(64) int unmasked_rounds = 0;  // over all keys, 1 or more, if there is no mask; else 0
-  uint32_t work_items = 0;   // B * q_heads * q_blocks
-  Divisor q_blocks;          // ceil(Sq / BLOCK_M), or with PACK_GQA of item_queries
-  Divisor q_heads;           // Hq / item_heads
-  Divisor q_heads_per_kv;    // Hq / Hkv
-  Divisor items_in_l2;       // heads_in_l2 * q_blocks
-  uint32_t heads_in_l2 = 1;  // of q_heads: whose K and V take about 8/15 of L2, at least 1
-  Divisor item_queries;      // PACK_GQA: queries of an item per head, and heads
+  uint32_t work_items = 0;              // B * q_heads * q_blocks
+  Divisor q_blocks;                     // ceil(Sq / BLOCK_M), or with PACK_GQA of item_queries
+  Divisor q_heads;                      // Hq / item_heads
+  Divisor q_heads_per_kv;               // Hq / Hkv
+  Divisor items_in_l2;                  // heads_in_l2 * q_blocks
+  uint32_t heads_in_l2 = 1;             // of q_heads: whose K and V take about 8/15 of L2, at least 1
+  float scale_log2 = 0;                 // of set_scales(), here in the first line
+  Divisor item_queries;                 // PACK_GQA: queries of an item per head, and heads
   int item_heads = 1;
-  Divisor ranges;           // SPLIT_CTAS: CTAs of an item
-  uint32_t first_item = 0;  // merges_by_kernel: of the launch
+  Divisor ranges;  // SPLIT_CTAS: CTAs of an item
 };
-// SdpaParams, and what every CTA would compute again. What locates an item is first, in a line of the constant cache.
+// SdpaParams, and what every CTA would compute again. What locates an item and the scale are the first line of the
+// constant cache: a kernel that needs another one before its first tile takes 0.04 us longer.
 struct KernelArgs : Grid {
   Mask mask;
   SdpaParams p;
-  Scales scale;
+  uint32_t first_item = 0;  // merges_by_kernel: of the launch
+  float inverse_scale_log2 = 0, cap_scale = 0;  // of set_scales()
   std::conditional_t<Build::loads_by_tma, TensorMaps, Nothing> maps;
   std::conditional_t<Build::use_lengths, PlanArgs, Nothing> plan;
-  KernelArgs(const SdpaParams& params, int rows, int keys_of_tile, const Scales& scales = {}, const Grid& grid = {})
+  KernelArgs(const SdpaParams& params, int rows, int keys_of_tile, const Grid& grid = {})
       : Grid(grid),
         mask{{{params, params.Sq, params.Sk}, rows, keys_of_tile}, {params, params.Sq, params.Sk}},
-        p(params),
-        scale(scales) {}
+        p(params) {}
 };
 
 // The work of a CTA: rows [q0, q0 + BLOCK_M) of O, of head h in batch b. USE_LENGTHS has items of its own.
@@ -504,7 +501,7 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
   hide([&](int j, int q) { return j >= keys.end(q) - k0; });
   if (keys.from > -most_rows) hide([&](int j, int q) { return j < keys.begin(q) - k0; });
 }
-// USE_SOFTCAP: x becomes tanh(x * scale.cap) in this thread's columns [first, last) of S.
+// USE_SOFTCAP: x becomes tanh(x * cap_scale) in this thread's columns [first, last) of S.
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int first = 0, int last = View::COLS);
 // Caps and masks the scores of a tile before the softmax. all: every key is visible to every query.
@@ -1355,7 +1352,7 @@ template <class B, bool = B::is_8bit> struct ItemScale {
   __device__ __forceinline__ explicit ItemScale(const KernelArgs& a_) : a(a_) {}
   __device__ __forceinline__ ItemScale(const KernelArgs& a_, const Item<B>&) : a(a_) {}
   __device__ void start(const Item<B>&, int) {}
-  __device__ __forceinline__ operator ScoreScale<B>() const { return ScoreScale<B>{a.scale.log2}; }
+  __device__ __forceinline__ operator ScoreScale<B>() const { return ScoreScale<B>{a.scale_log2}; }
 };
 template <class B> struct ItemScale<B, true> {
   const KernelArgs& a;
@@ -2204,8 +2201,8 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
     // P, and O brought to its maximum
     float alpha[2];
     finish_scores<B>(S, a, mask, item.q0, k0, mask.tiles.cover(item.q0, k0));
-    softmax_max<B>(S, a.scale.log2, m, alpha);
-    softmax_sum<B>(S, a.scale.log2, m, alpha, l);
+    softmax_max<B>(S, a.scale_log2, m, alpha);
+    softmax_sum<B>(S, a.scale_log2, m, alpha, l);
     scale_rows(O, alpha);
     WgmmaProbabilities<B> P;
     SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
@@ -2813,7 +2810,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     const bool fits = softmax.sum[0] + softmax.sum[1] < 0x1p120f;
     if (B::use_softcap != 0 || !__all_sync(0xffffffffu, fits)) return multiply_qk_again(P);
     SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) {
-      P.x.d[i] = fmaf(lg2_approx_ftz(P.x.d[i]), a.scale.inverse_log2, rows.m[i / 2 % 2]);
+      P.x.d[i] = fmaf(lg2_approx_ftz(P.x.d[i]), a.inverse_scale_log2, rows.m[i / 2 % 2]);
     }
   }
   // Rounds P, and holds it before the fence. Otherwise nvcc rounds a part after it, ptxas splits P @ V into two
@@ -3583,11 +3580,11 @@ template <class B> struct WgmmaColumns {
     float m_new = column_max(S), alpha;
     if (!FIRST) {
       m_new = fmaxf(m, m_new);
-      alpha = softmax_exp2<B>((m - finite_max(m_new)) * a.scale.log2);
+      alpha = softmax_exp2<B>((m - finite_max(m_new)) * a.scale_log2);
       l *= alpha;
     }
     m = m_new;
-    float own_m_log2 = finite_max(m) * a.scale.log2;
+    float own_m_log2 = finite_max(m) * a.scale_log2;
     bool may_be_kept = m != -INFINITY;
     if (!__all_sync(0xffffffffu, fabsf(own_m_log2) <= shift_limit)) {
       SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
@@ -3615,8 +3612,8 @@ template <class B> struct WgmmaColumns {
         SDPA_UNROLL for (int j = 0; j < (ROWS < 4 ? 2 : 4); j++) {
           const int i = q / 4 + j / 2 * 2;
           const float* const s = S.x.d[block] + q / 2 + 2 * j;
-          const float x = softmax_exp2<B>(fmaf(s[0], a.scale.log2, -m_log2[i]));
-          const float y = softmax_exp2<B>(fmaf(s[1], a.scale.log2, -m_log2[i + 1]));
+          const float x = softmax_exp2<B>(fmaf(s[0], a.scale_log2, -m_log2[i]));
+          const float y = softmax_exp2<B>(fmaf(s[1], a.scale_log2, -m_log2[i + 1]));
           sum[i] += x, sum[i + 1] += y;
           P[j] = pack<Input>(x, y);
         }
@@ -4122,11 +4119,11 @@ template <> struct VectorCopy<false, true> {
 
 // ---- 5f softcap ----
 
-// USE_SOFTCAP: tanh(x * scale.cap), of which the exact form is 1 - 2 / (1 + e^2t).
+// USE_SOFTCAP: tanh(x * cap_scale), of which the exact form is 1 - 2 / (1 + e^2t).
 template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a) {
-  if (B::use_softcap == 0 || a.scale.cap == 0) return x;
-  if (B::use_softcap == 1) return tanh_approx(x * a.scale.cap);
-  return 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(x * a.scale.cap * 2.88539008f));  // 2 * log2(e)
+  if (B::use_softcap == 0 || a.cap_scale == 0) return x;
+  if (B::use_softcap == 1) return tanh_approx(x * a.cap_scale);
+  return 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(x * a.cap_scale * 2.88539008f));  // 2 * log2(e)
 }
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int first, int last) {
@@ -4143,10 +4140,10 @@ template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f
 
 // Where e4m3 becomes fp16 (mma and PACK_GQA), scores have been multiplied by the factor of Q.
 template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const Item<B>& item) {
-  if constexpr (!B::is_8bit) return a.scale.log2;
+  if constexpr (!B::is_8bit) return a.scale_log2;
   const int h_kv = int(a.q_heads_per_kv.divide(item.h));
   const float q_descale = B::converts_operands ? 1 : a.p.q_descale.of_head(item.b, item.h);
-  const float scale_log2 = a.scale.log2 * q_descale * a.p.k_descale.of_head(item.b, h_kv);
+  const float scale_log2 = a.scale_log2 * q_descale * a.p.k_descale.of_head(item.b, h_kv);
   return max_nan(scale_log2, 1.2e-38f);  // of a factor of 0: -inf times the scale stays -inf
 }
 template <class B> __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const Item<B>& item) {
@@ -5130,12 +5127,11 @@ float log2_scale(const SdpaParams& p) {  // scale * log2(e), of products of to_f
   const double unit = 1.4426950408889634 * element_unit<Build> * element_unit<Build>;
   return float((p.scale == 0 ? 1 / std::sqrt(double(p.D)) : double(p.scale)) * unit);
 }
-template <class B> Scales scales_of(const SdpaParams& p) {
-  Scales scale{log2_scale(p), 1 / log2_scale(p)};
-  if (B::use_softcap != 0 && p.softcap != 0) {
-    scale.cap = std::fmax(scale.log2 * ln2 / p.softcap, 1.2e-38f), scale.log2 = p.softcap / ln2;
-  }
-  return scale;
+// The softmax is taken in powers of 2. Softcap: S is tanh(Q @ K.T * cap_scale); with a cap_scale of 0, Q @ K.T.
+template <class B> void set_scales(KernelArgs& a) {
+  a.scale_log2 = log2_scale(a.p), a.inverse_scale_log2 = 1 / a.scale_log2;
+  if (B::use_softcap == 0 || a.p.softcap == 0) return;
+  a.cap_scale = std::fmax(a.scale_log2 * ln2 / a.p.softcap, 1.2e-38f), a.scale_log2 = a.p.softcap / ln2;
 }
 
 template <class B> Grid grid_of(const SdpaParams& p, const Items& items) {
@@ -5180,7 +5176,8 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
                    most_split_items, (long long)items.count);
   }
   const int rows = B::pack_gqa ? items.queries : mask_rows<B>;
-  KernelArgs a(p, rows, B::block_n, scales_of<B>(p), grid_of<B>(p, items));
+  KernelArgs a(p, rows, B::block_n, grid_of<B>(p, items));
+  set_scales<B>(a);
   if constexpr (B::use_lengths) {
     const PlanArgs plan = plan_args<B>(p, items);
     const uint64_t heads = p.Hq / items.heads;

@@ -171,11 +171,11 @@ __managed__ Input qkv[3][ROWS * MOST];  // [B,H,S,D] each
 __managed__ Output O[ROWS * DV];
 __managed__ float expected[ROWS * DV];
 __global__ void naive() {  // A thread has one query.
-  const int64_t row = blockIdx.x * 64 + threadIdx.x, first = row / S * S;
+  const int64_t row = blockIdx.x * 64 + threadIdx.x, q = row * D_QK, first = row / S * S;
   float m = -INFINITY, l = 0, sums[DV] = {};
   for (int64_t k = first; k < first + S; k++) {
     float score = 0;
-    for (int d = 0; d < D_QK; d++) score += NUMBER(qkv[0][row * D_QK + d]) * NUMBER(qkv[1][k * D_QK + d]);
+    for (int d = 0; d < D_QK; d++) score += NUMBER(qkv[0][q + d]) * NUMBER(qkv[1][k * D_QK + d]);
     const float m_new = fmaxf(m, score *= rsqrtf(D_QK)), alpha = expf(m - m_new), weight = expf(score - m_new);
     for (int d = 0; d < DV; d++) sums[d] = sums[d] * alpha + weight * NUMBER(qkv[2][k * DV + d]);
     m = m_new, l = l * alpha + weight;
