@@ -2313,7 +2313,7 @@ template <class B, class Shared> struct WgmmaProducer {
   // The queue has the items after the first of every CTA, so that there are as many draws as items, and the last puts
   // the counter back. A CTA draws before its item's last loads: a sooner draw would keep an item from an idle CTA.
   __device__ __forceinline__ uint32_t draw_item() const {
-    return B::use_persistent_cta && issues ? atomicInc(Item<B>::queue(a), a.work_items - 1) : 0;
+    return B::use_persistent_cta ? atomicInc(Item<B>::queue(a), a.work_items - 1) : 0;
   }
   // Loads Q of an item, once `empty` is complete, and sets s.item; q_full tells the others.
   __device__ __forceinline__ void start_item(const WgmmaItem<B>& item, uint64_t* empty, int parity) {
@@ -2386,7 +2386,7 @@ template <class B, class Shared> struct WgmmaProducer {
       if (item.rounds == 0) break;
       uint32_t drawn = 0;
       for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
-        if (starts && round == 0) drawn = draw_item();
+        if (starts && issues && round == 0) drawn = draw_item();
         load_round(role, item, round, slice, v);
       }
       if (!B::use_persistent_cta) break;
