@@ -2301,7 +2301,7 @@ template <class B, class Shared> struct WgmmaProducer {
   const bool issues = threadIdx.x % 32 == 0;
   StageRing<B::stages> ring;
   StageRing<Shared::Q_STAGES> q_ring;
-  int last_parity = 0;  // USE_LENGTHS: of last_landed
+  int keys_at_end = B::block_n, last_parity = 0;  // USE_LENGTHS: keys of V's next tile; of last_landed
 
   __device__ WgmmaProducer(Shared& s_, const KernelArgs& a_) : s(s_), a(a_) {}
 
@@ -2354,12 +2354,12 @@ template <class B, class Shared> struct WgmmaProducer {
   }
   // USE_LENGTHS: loads V of the tile in which a sequence ends. Others see it with rows past the last key emptied.
   template <class V>
-  __device__ __forceinline__ void load_last_v(const WgmmaItem<B>& item, int round, int slice, V& v, int keys) {
+  __device__ __forceinline__ void load_last_v(const WgmmaItem<B>& item, int round, int slice, V& v) {
     uint64_t* const landed = s.slice[slice].landed_last();
     const int n = ring.stage;
     load<B::d_v>(item, round, slice, &tensor_maps<B>(a).v, v.V[n], landed, &v.v_empty[n]);
     mbarrier_wait(landed, last_parity), last_parity ^= 1;
-    clear_rows_of_v<B>(v.V[n], keys, threadIdx.x % 32, 32);
+    clear_rows_of_v<B>(v.V[n], keys_at_end, threadIdx.x % 32, 32), keys_at_end = B::block_n;
     fence_proxy_async();
     arrive_by_warp(&v.v_full[n], threadIdx.x % 32);
   }
@@ -2368,10 +2368,10 @@ template <class B, class Shared> struct WgmmaProducer {
   __device__ __forceinline__ void load_round(int role, const WgmmaItem<B>& item, int round, int slice, V& v) {
     auto& t = s.slice[slice];
     const auto& maps = tensor_maps<B>(a);
-    const int n = ring.stage, keys = item.keys_in_tile(first_key_of<B>(item, round, slice));
+    const int n = ring.stage;
     if (role & load_k) load<B::head_dim>(item, round, slice, &maps.k, t.K[n], &t.k_full[n], &t.k_empty[n]);
     if (!(role & load_v)) return;
-    if (B::use_lengths && keys < B::block_n) return load_last_v(item, round, slice, v, keys);
+    if (B::use_lengths && keys_at_end < B::block_n) return load_last_v(item, round, slice, v);
     load<B::d_v>(item, round, slice, &maps.v, v.V[n], &v.v_full[n], &v.v_empty[n]);
   }
   // Loads a slice's tiles of all items. A copy that waits for its stage would hold up the other kind: so one warp loads
@@ -2385,6 +2385,7 @@ template <class B, class Shared> struct WgmmaProducer {
       if (!starts && B::use_persistent_cta) item = follow_item();
       if (item.rounds == 0) break;
       uint32_t drawn = 0;
+      keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, slice));  // the loop lacks registers for it
       for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
         if (starts && issues && round == 0) drawn = draw_item();
         load_round(role, item, round, slice, v);
