@@ -2385,7 +2385,7 @@ template <class B, class Shared> struct WgmmaProducer {
       if (!starts && B::use_persistent_cta) item = follow_item();
       if (item.rounds == 0) break;
       uint32_t drawn = 0;
-      keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, slice));  // the loop lacks registers for it
+      keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, slice));  // the loop lacks registers
       for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
         if (starts && issues && round == 0) drawn = draw_item();
         load_round(role, item, round, slice, v);
