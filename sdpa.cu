@@ -2352,16 +2352,12 @@ template <class B, class Shared> struct WgmmaProducer {
     if (B::use_pages) mbarrier_wait(empty, ring.parity ^ 1);
     box.load(a, map, tile_s, full);
   }
-  // USE_LENGTHS: loads V of the tile in which a sequence ends. Others see it with rows past the last key emptied.
-  template <class V>
-  __device__ __forceinline__ void load_last_v(const WgmmaItem<B>& item, int round, int slice, V& v) {
-    uint64_t* const landed = s.slice[slice].landed_last();
-    const int n = ring.stage;
-    load<B::d_v>(item, round, slice, &tensor_maps<B>(a).v, v.V[n], landed, &v.v_empty[n]);
+  // Empties the rows of V past the last key, once they have landed, and only then lets others see the tile.
+  __device__ __forceinline__ void finish_last_tile(Input* V_s, uint64_t* landed, uint64_t* full) {
     mbarrier_wait(landed, last_parity), last_parity ^= 1;
-    clear_rows_of_v<B>(v.V[n], keys_at_end, threadIdx.x % 32, 32), keys_at_end = B::block_n;
+    clear_rows_of_v<B>(V_s, keys_at_end, threadIdx.x % 32, 32), keys_at_end = B::block_n;
     fence_proxy_async();
-    arrive_by_warp(&v.v_full[n], threadIdx.x % 32);
+    arrive_by_warp(full, threadIdx.x % 32);
   }
   // Loads a slice's tile of a round: K, or V to the stages of v, or both.
   template <class V>
@@ -2371,8 +2367,9 @@ template <class B, class Shared> struct WgmmaProducer {
     const int n = ring.stage;
     if (role & load_k) load<B::head_dim>(item, round, slice, &maps.k, t.K[n], &t.k_full[n], &t.k_empty[n]);
     if (!(role & load_v)) return;
-    if (B::use_lengths && keys_at_end < B::block_n) return load_last_v(item, round, slice, v);
-    load<B::d_v>(item, round, slice, &maps.v, v.V[n], &v.v_full[n], &v.v_empty[n]);
+    uint64_t* const full = B::use_lengths && keys_at_end < B::block_n ? t.landed_last() : &v.v_full[n];
+    load<B::d_v>(item, round, slice, &maps.v, v.V[n], full, &v.v_empty[n]);
+    if (B::use_lengths && keys_at_end < B::block_n) finish_last_tile(v.V[n], full, &v.v_full[n]);
   }
   // Loads a slice's tiles of all items. A copy that waits for its stage would hold up the other kind: so one warp loads
   // K and another V, where there are enough of them. The warp that starts an item, by start(item), is a loader as well.
