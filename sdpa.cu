@@ -344,7 +344,7 @@ struct Grid {  // which item has which rows
   Divisor ranges;  // SPLIT_CTAS: CTAs of an item
 };
 // SdpaParams, and what every CTA would compute again. What locates an item and the scale are the first line of the
-// constant cache: a kernel that needs another one before its first tile takes 0.04 us longer.
+// constant cache: a kernel that needs another one before its first tile takes some 0.04 us longer.
 struct KernelArgs : Grid {
   Mask mask;
   SdpaParams p;
