@@ -1,13 +1,16 @@
 """An extract of one build as one would write it by hand: no template parameter B, no choice of a kernel, definitions before
 their uses, no word about options that are not there. For tools/extract.py, after tools/minimal.py."""
 import collections
-import copy
 import re
 import textwrap
 
 from minimal import BANNERS, WIDTH, Folding, declared, descendants, enclosing, listed, minimal, name_of, parse, units_of, words_of
 
 PUBLIC = {"Causal", "Strides", "Descale", "SdpaParams", "SdpaStatus"}
+
+
+def source(node, text):
+    return text[node.start_byte:node.end_byte]
 
 
 def edited(text, edits):
@@ -31,7 +34,7 @@ def until_stable(change, text):
 
 def is_selector(parameter, text):
     """Whether a struct template's parameter only chooses a version."""
-    return declared(parameter.parent.parent).type == "struct_specifier" and re.match(r"(bool|Path)( [A-Z]+)? =", text[parameter.start_byte:parameter.end_byte])
+    return declared(parameter.parent.parent).type == "struct_specifier" and re.match(r"(bool|Path)( [A-Z]+)? =", source(parameter, text))
 
 
 def owner_of(function):
@@ -50,11 +53,11 @@ def versions(root, text):
     kept, all_of, outside, gone, primary, folding = {}, {}, set(), [], {}, Folding(text, set())
     for node in descendants(root, "template_declaration"):
         inner, parameters = declared(node), [one for one in node.child_by_field_name("parameters").named_children]
-        if not parameters or text[parameters[0].start_byte:parameters[0].end_byte] != "class B":
+        if not parameters or source(parameters[0], text) != "class B":
             continue
         name, own = name_of(inner), inner.child_by_field_name("name")
         if own is not None and own.type == "template_type":  # a specialisation
-            value = re.search(r"(true|false)>$", text[own.start_byte:own.end_byte])
+            value = re.search(r"(true|false)>$", source(own, text))
             if value and name in primary:
                 gone.append(primary[name][0] if value[1] == primary[name][1] else node)
         elif inner.type == "function_definition" and owner_of(inner):
@@ -78,8 +81,8 @@ def without_build(text):
             continue
         for field in descendants(node, "field_declaration") * (name != "KernelOf"):
             members.update((member, re.sub(r"\bK::", "", value).strip()) for member, value in re.findall(
-                r"(\w+) = ([^;,]*\([^;]*\)|[^;,]+)(?=[;,])", text[field.start_byte:field.end_byte]))
-        kernel.update(re.findall(r"(?:using|constexpr auto) (\w+) = ([^;]+);", text[inner.start_byte:inner.end_byte])
+                r"(\w+) = ([^;,]*\([^;]*\)|[^;,]+)(?=[;,])", source(field, text)))
+        kernel.update(re.findall(r"(?:using|constexpr auto) (\w+) = ([^;]+);", source(inner, text))
                       if name == "KernelOf" else [])
         edits.append((node.start_byte, node.end_byte + 1, ""))
     kept, all_of, outside, gone = versions(root, text)
@@ -89,7 +92,7 @@ def without_build(text):
     def without_arguments(text):
         edits = []
         for node in descendants(parse(text), "template_argument_list"):
-            given = [text[one.start_byte:one.end_byte] for one in node.named_children]
+            given = [source(one, text) for one in node.named_children]
             if not given or given[0] not in ("B", "Build") or any("<B" in one for one in given):
                 continue
             name = re.search(r"\w+$", text[:node.start_byte])[0]
@@ -103,10 +106,10 @@ def without_build(text):
     edits = []
     for node in descendants(parse(text), "template_parameter_list"):
         parameters, owner = node.named_children, node.parent
-        if not parameters or text[parameters[0].start_byte:parameters[0].end_byte] != "class B":
+        if not parameters or source(parameters[0], text) != "class B":
             continue
         names = {name_of(one) for one in descendants(declared(owner), "qualified_identifier")} if name_of(declared(owner)) else set()
-        rest = [text[one.start_byte:one.end_byte] for one in parameters[1:] if not is_selector(one, text)]
+        rest = [source(one, text) for one in parameters[1:] if not is_selector(one, text)]
         rest = [one for one in rest if not re.fullmatch(r"bool [A-Z]+", one) or not re.search(
             rf"^[^(]*\b(?:{'|'.join(outside) or '-'})::", text[node.end_byte:owner.end_byte])]
         after = node.end_byte + len(re.match(r"\s*", text[node.end_byte:])[0])
@@ -148,7 +151,7 @@ def template_uses(root, text):
     found = collections.defaultdict(list)
     for node in descendants(root, "template_type", "template_function", "template_method"):
         arguments = node.child_by_field_name("arguments")
-        found[name_of(node)].append((arguments, [text[one.start_byte:one.end_byte] for one in arguments.named_children]))
+        found[name_of(node)].append((arguments, [source(one, text) for one in arguments.named_children]))
     return found
 
 
@@ -161,7 +164,7 @@ def type_of(name, node, text):
             plain = {"identifier", "field_identifier", "init_declarator", "reference_declarator"}
             names = {name_of(each) for each in one.children_by_field_name("declarator") if each.type in plain}
             if name in names and one.child_by_field_name("type"):
-                return text[one.child_by_field_name("type").start_byte:one.child_by_field_name("type").end_byte]
+                return source(one.child_by_field_name("type"), text)
         place = place.parent
     return None
 
@@ -175,7 +178,8 @@ def without_template_parameters(text, but):
     plain = {name_of(node) for node in descendants(root, "function_definition") if node.parent.type != "template_declaration"}
     uses, own = template_uses(root, text), {name_of(node) for node in descendants(root, "parameter_declaration")}
     inner = {name_of(one) for one in descendants(root, "type_parameter_declaration", "optional_type_parameter_declaration")}
-    inner |= {name_of(one) for node in descendants(root, "template_parameter_list") for one in descendants(node, "parameter_declaration", "optional_parameter_declaration")}
+    inner |= {name_of(one) for node in descendants(root, "template_parameter_list")
+              for one in descendants(node, "parameter_declaration", "optional_parameter_declaration")}
     top = {name for unit in units_of(root, text.split("\n")) for name in unit.names} | {"true", "false", "float", "uint32_t", "float4"}
     for name, nodes in defined.items():
         parameters = nodes[0].child_by_field_name("parameters").named_children
@@ -186,26 +190,30 @@ def without_template_parameters(text, but):
             default = parameter.child_by_field_name("default_value") or parameter.child_by_field_name("default_type")
             given = set()
             for _, arguments in uses[name]:
-                given.add(arguments[n] if n < len(arguments) else default and text[default.start_byte:default.end_byte])
+                given.add(arguments[n] if n < len(arguments) else default and source(default, text))
             if is_function:
                 for call in descendants(root, "call_expression"):
                     function = call.child_by_field_name("function")
-                    if name_of(function.child_by_field_name("field") or function) == name and not descendants(function, "template_argument_list"):
-                        given.add(deduced(node, parameter, call, text) or default and text[default.start_byte:default.end_byte])
+                    is_call = name_of(function.child_by_field_name("field") or function) == name
+                    if is_call and not descendants(function, "template_argument_list"):
+                        given.add(deduced(node, parameter, call, text) or default and source(default, text))
             value = next(iter(given)) if len(given) == 1 else None
             users = [one for one in descendants(root, "struct_specifier") if name_of(one) in words_of(value or "")]
-            if is_function and any(name in words_of(text[one.start_byte:one.end_byte]) for one in users):
+            if is_function and any(name in words_of(source(one, text)) for one in users):
                 continue  # they would need each other
             if not value or {word for word in words_of(value) if not word.isdigit()} - top or words_of(value) & inner:
                 continue
             body = declared(node)
-            if any(name_of(one) == name_of(parameter) for one in descendants(body, "parameter_declaration", "init_declarator", "alias_declaration")):
+            if any(name_of(one) == name_of(parameter)
+                   for one in descendants(body, "parameter_declaration", "init_declarator", "alias_declaration")):
                 continue
             def instead(part):
-                return [(one.start_byte, one.end_byte, value) for one in descendants(part, "identifier", "type_identifier", "namespace_identifier")
-                        if text[one.start_byte:one.end_byte] == name_of(parameter)]
+                return [(one.start_byte, one.end_byte, value)
+                        for one in descendants(part, "identifier", "type_identifier", "namespace_identifier")
+                        if source(one, text) == name_of(parameter)]
             edits = instead(body)
-            rest = [edited(text, instead(one) + [(one.end_byte, len(text), "")])[one.start_byte:] for one in parameters if one != parameter]
+            rest = [edited(text, instead(one) + [(one.end_byte, len(text), "")])[one.start_byte:]
+                    for one in parameters if one != parameter]
             lists = node.child_by_field_name("parameters")
             after = lists.end_byte + len(re.match(r"\s*", text[lists.end_byte:])[0])
             edits.append((lists.start_byte, lists.end_byte, f"<{', '.join(rest)}>") if rest else (node.start_byte, after, ""))
@@ -222,8 +230,8 @@ def deduced(node, parameter, call, text):
     function = next(iter(descendants(declared(node), "function_declarator")))
     for one, argument in zip(listed(function, "parameters"), listed(call, "arguments")):
         of = one.child_by_field_name("type")
-        if of and text[of.start_byte:of.end_byte] == name_of(parameter) and argument.type == "identifier":
-            return type_of(text[argument.start_byte:argument.end_byte], argument, text)
+        if of and source(of, text) == name_of(parameter) and argument.type == "identifier":
+            return type_of(source(argument, text), argument, text)
     return None
 
 
@@ -246,10 +254,10 @@ def without_unused_parameters(text, but):
         body = nodes[0].child_by_field_name("body")
         if not body or len(calls) + 1 != named[name] or any(len(listed(call, "arguments")) != len(parameters) for call in calls):
             continue
-        code = re.sub(r"//.*", "", text[body.start_byte:body.end_byte])
+        code = re.sub(r"//.*", "", source(body, text))
         for n, parameter in enumerate(parameters):
-            if parameter.type == "comment" or name_of(parameter.child_by_field_name("declarator") or parameter) in words_of(code) and name_of(
-                    parameter.child_by_field_name("declarator") or parameter):
+            own_name = name_of(parameter.child_by_field_name("declarator") or parameter)
+            if parameter.type == "comment" or own_name and own_name in words_of(code):
                 continue
             edits = [without_one(listed(call, "arguments"), n) for call in calls] + [without_one(parameters, n)]
             return edited(text, [(start, end, "") for start, end in edits])
@@ -290,26 +298,28 @@ def without_unread_members(text):
     root = parse(text)
     code = re.sub(r"//.*", lambda m: " " * len(m[0]), text)
     words = collections.Counter(re.findall(r"\w+", code))
-    positional = set(re.findall(r"\b([A-Z]\w+)(?: \w+)?\{(?!\})", code)) | set(re.findall(r"\b([A-Z]\w+) \w+\([^)]*\)(?: const)? \{\s*return \{", code))
+    positional = {*re.findall(r"\b([A-Z]\w+)(?: \w+)?\{(?!\})", code),
+                  *re.findall(r"\b([A-Z]\w+) \w+\([^)]*\)(?: const)? \{\s*return \{", code)}
     writes = collections.defaultdict(list)
     for node in descendants(root, "assignment_expression"):
         left = node.child_by_field_name("left")
-        if left.type == "field_expression" and text[node.start_byte:node.end_byte].split(left.text.decode())[1].startswith(" = "):
+        if left.type == "field_expression" and source(node, text).split(left.text.decode())[1].startswith(" = "):
             writes[name_of(left.child_by_field_name("field"))].append(node)
     for node in descendants(root, "field_initializer"):
-        writes[text[node.start_byte:node.end_byte].split("(")[0].split("{")[0]].append(node)
+        writes[source(node, text).split("(")[0].split("{")[0]].append(node)
     declared_in = collections.Counter(name_of(one) for node in descendants(root, "field_declaration")
                                       for one in node.children_by_field_name("declarator"))
     for struct in descendants(root, "struct_specifier"):
         for node in descendants(struct, "field_declaration"):
-            if descendants(node, "function_declarator") or "static" in text[node.start_byte:node.end_byte].split() or not struct.child_by_field_name(
+            if descendants(node, "function_declarator") or "static" in source(node, text).split() or not struct.child_by_field_name(
                     "name") or name_of(struct) in positional or enclosing(node.parent, "struct_specifier") != struct:
                 continue
             names = [name_of(one) for one in node.children_by_field_name("declarator")]
             for name in names:
                 places = writes[name]
-                if words[name] == 1 + len(places) and declared_in[name] == 1 and all(
-                        write.type == "field_initializer" or write.parent.type in ("expression_statement", "comma_expression") for write in places):
+                is_plain = all(write.type == "field_initializer" or write.parent.type in ("expression_statement", "comma_expression")
+                               for write in places)
+                if words[name] == 1 + len(places) and declared_in[name] == 1 and is_plain:
                     return edited(text, [place_of(write, text) for write in places] + members_without(node, [name], text))
     return text
 
@@ -387,38 +397,25 @@ def sentences_without(words, about):
 class Part:
     """A declaration of the file with the comment above it, and the names whose definitions must come before."""
 
-    def __init__(self, unit, lines, note):
-        self.unit, self.names, self.note = unit, unit.names - {""}, note
-        above = lines[unit.first:unit.last + 1]
-        self.text = "\n".join(above).strip("\n")
-        self.first, self.last = unit.first, unit.last
+    def __init__(self, unit, lines):
+        self.unit, self.names, self.first, self.last = unit, unit.names - {""}, unit.first, unit.last
+        self.text = "\n".join(lines[unit.first:unit.last + 1]).strip("\n")
         self.uses = set(unit.uses).union(*(part.uses for part in unit.parts))
-        code = re.sub(r"//.*", "", self.text)
-        self.is_kernel = "__global__" in code
-        self.is_declaration = bool(re.search(r"\)(?: const)?;$|^(?:template <.*?> )?struct \w+;$", code.strip(), re.DOTALL)) and "{" not in code
-        self.is_struct = unit.kind == "struct_specifier" or "struct " in code.split("{")[0]
-        self.is_special = bool(re.match(r"template <>", code.strip()))
+        code = re.sub(r"//.*", "", self.text).strip()
+        self.is_kernel, self.is_special = "__global__" in code, code.startswith("template <>")
+        self.is_declaration = "{" not in code and bool(re.search(r"\)(?: const)?;$|^(?:template <.*?> )?struct \w+;$", code, re.DOTALL))
         self.has_defaults = bool(re.search(r"= [^;]*[,)>]", code))
-
-
-    def prototype(self):
-        other = copy.copy(self)
-        other.text = re.sub(r"^ *//.*\n", "", self.text.split(" {\n")[0], flags=re.MULTILINE) + ";"
-        other.first = other.last = -1
-        return other
 
 
 def parts_of(text):
     """The parts of a file in their order. What is written below a section's title goes to its kernel, or to its first part."""
     lines = text.split("\n")
-    parts, note, titles = [], [], [n for n, line in enumerate(lines) if line.startswith(BANNERS)]
-    for unit in sorted(units_of(parse(text), lines), key=lambda unit: unit.first):
-        parts.append(Part(unit, lines, ""))
-    for title in titles:
+    parts = [Part(unit, lines) for unit in sorted(units_of(parse(text), lines), key=lambda unit: unit.first)]
+    titles = [n for n, line in enumerate(lines) if line.startswith(BANNERS)]
+    for title, following in zip(titles, [*titles[1:], len(lines)]):
         end = next(n for n in range(title + 1, len(lines)) if not lines[n].startswith("//"))
-        section = [part for part in parts if part.first > title and not any(title < other < part.first for other in titles)]
-        note = "\n".join(lines[title + 1:end]).strip("/\n ")
-        if note and section and section[0].first >= end:
+        section = [part for part in parts if title < part.first < following]
+        if "\n".join(lines[title + 1:end]).strip("/\n ") and section and section[0].first >= end:
             owner = next((part for part in section if part.is_kernel), section[0])
             owner.text = "\n".join([*lines[title + 1:end], owner.text])
     return parts
@@ -430,58 +427,40 @@ def in_order(parts):
     for part in parts:
         for name in part.names:
             named[name].append(part)
-    kept = [part for part in parts if not part.is_declaration or not (others := [
-        one for name in part.names for one in named[name] if not one.is_declaration]) or part.has_defaults or any(
-            one.is_special for one in others)]
-    out, seen, open_parts, later = [], set(), [], collections.defaultdict(list)
 
-    def needed(part):
-        for name in sorted(part.uses & named.keys(), key=lambda name: named[name][0].first):
-            for other in named[name]:
-                is_own_member = part.unit.kind == "struct_specifier" and any(name in one.names for one in part.unit.parts)
-                if other in kept and not is_own_member and (not part.names & other.names or other.first < part.first):
-                    yield other
+    def is_needless(part):
+        others = [one for name in part.names for one in named[name] if not one.is_declaration]
+        return part.is_declaration and others and not part.has_defaults and not any(one.is_special for one in others)
+    out, seen = [], {id(part) for part in parts if is_needless(part)}
 
     def add(part):
-        if id(part) in seen or part not in kept:
+        if id(part) in seen:
             return
-        waits_for = [other for other in needed(part) if other in open_parts and other.is_struct and not part.is_struct]
         seen.add(id(part))
-        if waits_for:  # they need each other
-            out.append(part.prototype())
-            later[id(waits_for[0])].append(part)
-            return
-        finish(part)
-
-    def finish(part):
-        open_parts.append(part)
-        for other in needed(part):
-            add(other)
-        open_parts.remove(part)
+        members = {name for one in part.unit.parts for name in one.names} if part.unit.kind == "struct_specifier" else set()
+        for name in sorted((part.uses & named.keys()) - members, key=lambda name: named[name][0].first):
+            for other in named[name]:
+                if not part.names & other.names or other.first < part.first:
+                    add(other)
         out.append(part)
-        for other in later.pop(id(part), []):
-            finish(other)
-    return add, out, kept
+    for part in parts:
+        add(part)
+    return out
 
 
 def chapters(text):
     """The file in four chapters."""
     parts = parts_of(text)
-    add, out, kept = in_order(parts)
-    public = [part for part in kept if part.names & PUBLIC]
-    call = [part for part in kept if part.names & {"sdpa_forward", "sdpa_workspace_bytes"}]
-    for part in public:
-        add(part)
-    problem = out[:]
-    for part in kept:
-        if part not in call:
-            add(part)
-    inner = out[len(problem):]
+    public, call = ([part for part in parts if part.names & names] for names in (PUBLIC, {"sdpa_forward", "sdpa_workspace_bytes"}))
+    ordered = in_order([*public, *(part for part in parts if part not in public)])
+    last = max(n for n, part in enumerate(ordered) if part in public) + 1
+    inner = [part for part in ordered[last:] if part not in call]
     kernels = [n for n, part in enumerate(inner) if part.is_kernel]
-    cut = [kernels[0], kernels[-1] + 1]
-    chapter = lambda title: f"// ==== {title} ".ljust(101, "=") + "\n"
-    return [chapter("the problem"), *texts(problem), "namespace {\n", chapter("the steps"), *texts(inner[:cut[0]]),
-            chapter("the kernel"), *texts(inner[cut[0]:cut[1]]), chapter("the call"), *texts(inner[cut[1]:]),
+
+    def chapter(title, parts):
+        return [f"// ==== {title} ".ljust(101, "=") + "\n", *texts(parts)]
+    return [*chapter("the problem", ordered[:last]), "namespace {\n", *chapter("the steps", inner[:kernels[0]]),
+            *chapter("the kernel", inner[kernels[0]:kernels[-1] + 1]), *chapter("the call", inner[kernels[-1] + 1:]),
             "}  // namespace\n", *texts(call)]
 
 

@@ -151,7 +151,9 @@ def extract(name, namespace="", given=(), is_program=False):
         text = minimal.minimal(concrete.until_stable(concrete.without_unread_members, text), sizes)
     else:
         head, tail = re.split(r"(?=^// Before a loop)", text, maxsplit=1, flags=re.MULTILINE)
-        text = f"{head}#pragma nv_diag_suppress 177  // functions that this program does not call\n\nnamespace {space} {{\n\n{concrete.concrete(tail, instructions(source))}\n}}  // namespace {space}\n\n#pragma nv_diag_default 177\n"
+        text = "\n".join([head + "#pragma nv_diag_suppress 177  // functions that this program does not call", "",
+                          f"namespace {space} {{", "", concrete.concrete(tail, instructions(source)),
+                          f"}}  // namespace {space}", "", "#pragma nv_diag_default 177", ""])
     text = concrete.without_words_about(text, {knob for knob in knobs if not any(row[knob] for row in builds_of)} | (
         {"KernelOf"} if not rows[-1]["USE_TUNED"] else set()))
     arch = builds.Line(tree, name).knob("arch", "80")
@@ -159,9 +161,10 @@ def extract(name, namespace="", given=(), is_program=False):
         f"// Compile: nvcc -O3 -std=c++17 -gencode arch=compute_{arch},code={'compute' if is_program and arch.isdigit() else 'sm'}_{arch} "
         f"{'-o my_kernel' if is_program else '-c'} my_kernel.cu",
         f"// Call:    {space}::sdpa_forward(params, stream), below it or in a file that includes it",
-        textwrap.fill(f"// From sdpa, line {name}: {' '.join(word for word in typed if '=' in word) or 'all knobs as they are by default'}", 120,
-                      subsequent_indent="//   "),
-        "// SPDX-License-Identifier: MIT. " + tree.read("LICENSE").strip().split("\n\n")[1].replace("\n", " "), "", text.strip(), program(space, builds_of[0]) * is_program]))
+        textwrap.fill(f"// From sdpa, line {name}: " + (
+            " ".join(word for word in typed if "=" in word) or "all knobs as they are by default"), 120, subsequent_indent="//   "),
+        "// SPDX-License-Identifier: MIT. " + tree.read("LICENSE").strip().split("\n\n")[1].replace("\n", " "), "",
+        text.strip(), program(space, builds_of[0]) * is_program]))
 
 
 PROGRAM = """// ==== a program: one problem, checked against a naive kernel and timed ===========================
@@ -223,7 +226,8 @@ def formatted(text):
     with tempfile.TemporaryDirectory() as folder:
         with open(f"{folder}/style", "w") as file:
             file.write(style)
-        done = builds.run([clang_format.get_executable("clang-format"), f"--style=file:{folder}/style", "--assume-filename=x.cu"], input=text)
+        done = builds.run([clang_format.get_executable("clang-format"), f"--style=file:{folder}/style", "--assume-filename=x.cu"],
+                          input=text)
     if done.returncode:
         raise Refused(f"clang-format: {done.stderr.strip()}")
     return re.sub(r"\n{3,}", "\n\n", done.stdout).rstrip()
