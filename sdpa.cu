@@ -4125,9 +4125,10 @@ template <class B> __device__ __forceinline__ float capped(float x, const Kernel
 }
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int first, int last) {
-  if (B::use_softcap == 0) return;
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    SDPA_UNROLL for (int j = first; j < last; j++) S.x[i][j] = capped<B>(S.x[i][j], a);
+  if constexpr (B::use_softcap != 0) {
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      SDPA_UNROLL for (int j = first; j < last; j++) S.x[i][j] = capped<B>(S.x[i][j], a);
+    }
   }
 }
 
