@@ -189,7 +189,8 @@ int main() {
   cudaFuncAttributes known;  // none where the GPU cannot run what this was compiled for
   if (const cudaError_t error = cudaFuncGetAttributes(&known, naive)) return puts(cudaGetErrorString(error)), 1;
   for (size_t i = 0; i < sizeof qkv; i++) ((unsigned char*)qkv)[i] = LAST ? (rand() & 0x87) | 0x30 : rand();
-  SdpaParams p{qkv[0], qkv[1], qkv[2], O, nullptr, B, H, H, S, S, D_QK};
+  SdpaParams p{};
+  p.Q = qkv[0], p.K = qkv[1], p.V = qkv[2], p.O = O, p.B = B, p.Hq = p.Hkv = H, p.Sq = p.Sk = S, p.D = D_QK;
   p.q = p.k = {H * S * D_QK, S * D_QK, D_QK}, p.v = p.o = {H * S * DV, S * DV, DV};
   if (const size_t bytes = sdpa_workspace_bytes(p)) cudaMalloc(&p.workspace, bytes), cudaMemset(p.workspace, 0, bytes);
   cudaEvent_t start, end;
@@ -204,8 +205,7 @@ int main() {
   cudaEventElapsedTime(&ms, start, end);
   for (float x : expected) largest = fmaxf(largest, fabsf(x));
   for (int64_t i = 0; i < ROWS * DV; i++) wrong += !(fabsf(float(O[i]) - expected[i]) <= TOLERANCE * largest);
-  printf("%.1f us, %.1f TFLOP/s, %.0f elements wrong\\n", ms * 50, 4e-8 * ROWS * S * (D_QK + DV) / ms, wrong);
-  return wrong > 0;
+  return printf("%.1f us, %.1f TFLOP/s, %.0f wrong\\n", ms * 50, 4e-8 * ROWS * S * (D_QK + DV) / ms, wrong), wrong > 0;
 }
 """
 
