@@ -140,7 +140,8 @@ find_python() {
 
 # ml_dtypes 0.6 wants NumPy 2, for which Debian's SciPy is not compiled.
 engine_packages=(numpy scipy pyelftools 'ml_dtypes==0.5.*')
-extract_packages=('tree-sitter==0.*' 'tree-sitter-cpp==0.*' 'clang-format==23.*')
+extract_packages=('tree-sitter==0.*' 'tree-sitter-cpp==0.*')
+layout_packages=("${extract_packages[@]}" 'clang-format==23.*')  # without the last one extract does with lines as they fall
 
 # For the tests of bindings/, beside the other packages: without its 2 GB of libraries that the CUDA Toolkit has as well.
 install_pytorch() {
@@ -559,7 +560,7 @@ prepare_tests() {
     refuse "doctest is missing; install it with: sudo apt-get install doctest-dev"
   # ONNX is not Debian's, which is older than its operator Attention.
   if find_python "${engine_packages[@]}" 'allpairspy==2.*' jsonschema matplotlib 'onnx==1.23.*' 'optuna==4.*' pytest \
-    "${extract_packages[@]}"; then
+    "${layout_packages[@]}"; then
     export PYTHON=$python
     if ! install_pytorch; then
       say "---- tests: those of bindings/pytorch.py are left out; they need PyTorch 2.11"
@@ -648,7 +649,7 @@ case ${1-} in
   extract)
     need cmake cmake
     command -v "${CXX:-g++}" >/dev/null || need g++ g++
-    need_python pyelftools "${extract_packages[@]}"
+    find_python pyelftools "${layout_packages[@]}" || need_python pyelftools "${extract_packages[@]}"
     exec "$python" tools extract "${@:2}"
     ;;
   list) list_lines "${@:2}" ;;

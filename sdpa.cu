@@ -338,7 +338,7 @@ struct Grid {  // which item has which rows
   Divisor q_heads_per_kv;               // Hq / Hkv
   Divisor items_in_l2;                  // heads_in_l2 * q_blocks
   uint32_t heads_in_l2 = 1;             // of q_heads: whose K and V take about 8/15 of L2, at least 1
-  float scale_log2 = 0;                 // of set_scales(), here in the first line
+  float scale_log2 = 0;                 // of set_scales(); the first line ends here
   Divisor item_queries;                 // PACK_GQA: queries of an item per head, and heads
   int item_heads = 1;
   Divisor ranges;  // SPLIT_CTAS: CTAs of an item
@@ -2382,7 +2382,7 @@ template <class B, class Shared> struct WgmmaProducer {
       if (!starts && B::use_persistent_cta) item = follow_item();
       if (item.rounds == 0) break;
       uint32_t drawn = 0;
-      keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, slice));  // the loop lacks registers
+      keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, slice));  // in the loop it takes registers
       for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
         if (starts && issues && round == 0) drawn = draw_item();
         load_round(role, item, round, slice, v);

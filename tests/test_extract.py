@@ -23,7 +23,9 @@ LINES = """scalar_minimal scalar_e4m3 wmma_all wmma_u8 mma_lazy mma_decode_d128_
 if os.environ.get("SDPA_TEST_QUICK"):
     LINES = ["scalar_minimal", "mma_lazy", "hopper_d128"]
 MOST = dict(scalar_minimal=880, mma_lazy=1140, wgmma_plain=1060, wgmma_causal=1680, wgmma_decode_d128=1560,
-            hopper_d128=3110, hopper_e4m3_d128=3430)
+            hopper_d128=3000, hopper_e4m3_d128=3430)
+# Lines whose kernels nvcc schedules anew when arguments that they do not have are left out.
+REORDERED = {"scalar_e4m3", "wgmma_plain"}
 ARCHS = re.findall(r"\d+a?", os.environ.get("SDPA_ARCHS", "")) or ["80", "89", "90a"]
 PYTORCH = """-D__CUDA_NO_HALF_OPERATORS__ -D__CUDA_NO_HALF_CONVERSIONS__ -D__CUDA_NO_BFLOAT16_CONVERSIONS__
              -D__CUDA_NO_HALF2_OPERATORS__ --expt-relaxed-constexpr""".split()
@@ -91,9 +93,9 @@ def test_machine_code_is_the_lines(texts, tmp_path):
             assert not words, name
             assert len(extracted) * archs == len(own) > 0, name
             for instructions in map(opcodes, extracted):
-                # Arguments lie elsewhere, since some are left out: loads of them may be others, and their order.
-                assert min((instructions - other).total() + (other - instructions).total()
-                           for other in map(opcodes, own)) <= 0.04 * instructions.total(), name
+                # Arguments lie elsewhere, since some are left out: nvcc may put loads of them in another order.
+                others = min((instructions - other).total() + (other - instructions).total() for other in map(opcodes, own))
+                assert others <= (0.01 * instructions.total() if name in REORDERED else 0), (name, others)
 
 
 def opcodes(code):
@@ -162,7 +164,6 @@ def test_bits_on_the_cpu_backend(texts, tmp_path, name):
     text = without_instructions(texts[name], extract_module.instructions(tree.read("sdpa.cu")))
     (tmp_path / f"{name}.cu").write_text(text)
     sizes = [2, 2, 1, 1]
-    is_8bit = row["DTYPE"] >= 2
     (tmp_path / "program.cu").write_text(CPU_PROGRAM.format(
         undefined="\n".join(f"#undef {knob}" for knob in tree.knobs()), name=name, d=row["HEAD_DIM"], dv=row["HEAD_DIM_V"] or row["HEAD_DIM"], in_bytes=sizes[row["DTYPE"]],
         out_bytes=2 if row["OUT_DTYPE"] == 0 or row["OUT_DTYPE"] < 3 else 1))

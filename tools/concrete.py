@@ -108,7 +108,6 @@ def without_build(text):
         parameters, owner = node.named_children, node.parent
         if not parameters or source(parameters[0], text) != "class B":
             continue
-        names = {name_of(one) for one in descendants(declared(owner), "qualified_identifier")} if name_of(declared(owner)) else set()
         rest = [source(one, text) for one in parameters[1:] if not is_selector(one, text)]
         rest = [one for one in rest if not re.fullmatch(r"bool [A-Z]+", one) or not re.search(
             rf"^[^(]*\b(?:{'|'.join(outside) or '-'})::", text[node.end_byte:owner.end_byte])]
@@ -176,7 +175,7 @@ def without_template_parameters(text, but):
     for node in descendants(root, "template_declaration"):
         defined[name_of(declared(node))].append(node)
     plain = {name_of(node) for node in descendants(root, "function_definition") if node.parent.type != "template_declaration"}
-    uses, own = template_uses(root, text), {name_of(node) for node in descendants(root, "parameter_declaration")}
+    uses = template_uses(root, text)
     inner = {name_of(one) for one in descendants(root, "type_parameter_declaration", "optional_type_parameter_declaration")}
     inner |= {name_of(one) for node in descendants(root, "template_parameter_list")
               for one in descendants(node, "parameter_declaration", "optional_parameter_declaration")}
@@ -350,7 +349,6 @@ def members_without(node, gone, text):
         start, end, _ = line_of(node, text)
         more = re.match(r"(?: {20,}//.*\n)*", text[end:])[0] if text[end - 1] == "\n" else ""
         return [(start, end + len(more), "")]
-    defaults = {one.start_byte: one.end_byte for one in node.children_by_field_name("default_value")}
     whole = text[node.start_byte:node.end_byte - 1]
     head = whole[:names[0].start_byte - node.start_byte]
     parts = [part for part in re.split(r", (?![^{(]*[})])", whole[len(head):]) if re.match(r"\W*(\w+)", part)[1] not in gone]

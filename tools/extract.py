@@ -15,8 +15,6 @@ import re
 import tempfile
 import textwrap
 
-import clang_format
-
 import builds
 import cli
 import concrete
@@ -143,13 +141,13 @@ def extract(name, namespace="", given=(), is_program=False):
     rows, sizes, space = rows_of(tree, name, knobs, typed), {knobs[knob].member for knob in SIZES}, namespace or name
     builds_of = [rows[row] for row in rows if row >= 0] or [rows[-1]]
     text = concrete.without_options(minimal.minimal(sections(source, knobs, rows, space), sizes))
-    if "wgmma_ss" in text:
-        text = concrete.wgmma(text, builds_of)
     if rows[-1]["USE_TUNED"]:  # without the rows of the table of tiles that do not fit
         number = itertools.count()
         text = re.sub(r"^    tile\(.*\n", lambda m: m[0] * (next(number) in rows), text, flags=re.MULTILINE)
         text = minimal.minimal(concrete.until_stable(concrete.without_unread_members, text), sizes)
     else:
+        if "wgmma_ss" in text:  # of tiles there are so many shapes that all of them are shorter
+            text = concrete.wgmma(text, builds_of)
         head, tail = re.split(r"(?=^// Before a loop)", text, maxsplit=1, flags=re.MULTILINE)
         text = "\n".join([head + "#pragma nv_diag_suppress 177  // functions that this program does not call", "",
                           f"namespace {space} {{", "", concrete.concrete(tail, instructions(source)),
@@ -221,7 +219,12 @@ def program(space, row):
 
 
 def formatted(text):
-    """As clang-format has the repository's own sources, with short structs on one line."""
+    """As clang-format has the repository's own sources, with short structs on one line. Without it, lines as they fall."""
+    try:
+        import clang_format
+    except ModuleNotFoundError:
+        say("extract: lines stand as they fall; to have them laid out: python3 -m pip install 'clang-format==23.*'")
+        return text.rstrip()
     style = open(os.path.join(builds.ROOT, ".clang-format")).read() + "AllowShortRecordOnASingleLine: Always\n"
     with tempfile.TemporaryDirectory() as folder:
         with open(f"{folder}/style", "w") as file:
