@@ -40,6 +40,7 @@ struct Line {
   DType input, output;
   int fp16_acc;  // bits: of Q @ K.T, of P @ V
   bool has_softcap, has_sinks, has_lengths, has_pages, tanh_is_approximate;
+  int use_bias;
   bool is_wgmma, has_queue, is_tuned, sums_end;
   TunedTile tiles[most_tiles];  // one, or those that it may take
   int tile_count;
@@ -98,6 +99,7 @@ Line describe_build() {
   l.input = Build::input, l.output = Build::output, l.fp16_acc = Build::fp16_acc;
   l.has_softcap = Build::use_softcap != 0, l.tanh_is_approximate = Build::use_softcap == 1;
   l.has_sinks = Build::use_sinks, l.has_lengths = Build::use_lengths, l.has_pages = Build::use_pages;
+  l.use_bias = Build::use_bias;
   l.is_wgmma = is_wgmma;
   l.has_queue = Build::use_persistent_cta, l.is_tuned = Build::use_tuned;
   l.sums_end = sums_end<Build> && !Build::use_tuned;
@@ -201,9 +203,16 @@ struct Problem : reference::Problem {
   int page_size;                                // 0: K and V do not lie in pages
   bool narrow_table = false;                    // of pages: it ends with Sk, and lengths may be above
   int most_keys = 0;                            // as SdpaParams has it
+  // What the bias is like, one of bias_kinds, and which of b, h and q it has dimensions for; "": there is none.
+  string bias_kind, bias_dims = "q";
 
   Problem() : reference::Problem{}, page_size(line.has_pages ? 64 : 0) { D = line.D, Dv = line.Dv; }
 };
+
+// add and bool: at random, with rows that see nothing. tree: the last keys alone, each seen by what descends from it.
+// causal, documents: what a causal mask hides, and all keys of 15 others of 16 documents.
+constexpr const char* bias_kinds[] = {"add", "bool", "tree", "causal", "documents"};
+string bias_text(const Problem& p) { return p.bias_kind.empty() ? "" : p.bias_kind + "," + p.bias_dims; }
 
 // Elements of a row.
 int width_of(Tensor t) { return t == Tensor::V || t == Tensor::O ? line.Dv : line.D; }
@@ -441,6 +450,7 @@ struct WitnessArgs {
   int first_head;  // counted over batches: b * Hq + h
   float scale, v_unit;
   float *O, *LSE;  // [heads,Sq,D] and [heads,Sq] from first_head on
+  int use_bias;
 };
 
 inline __device__ float number(__half x) { return float(x); }
@@ -497,7 +507,8 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
   if (p.k_lengths) Sk = max(0, min(p.k_lengths[own], Sk));
   if (p.most_keys > 0 && Sk > p.most_keys) Sk = p.most_keys;
   const float of_logit = a.scale * factor(p.q_descale, own, h) * factor(p.k_descale, own, h_kv);
-  const float scale = p.softcap != 0 ? p.softcap : of_logit;
+  // Beside a bias S is the logit itself.
+  const float unit = p.softcap != 0 ? p.softcap : of_logit, scale = p.bias ? 1 : unit;
   const float v_factor = a.v_unit * factor(p.v_descale, own, h_kv);
 
   // Key k < Sk of a sequence is visible to its query q if first <= k - q <= last.
@@ -525,7 +536,14 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
     if (p.softcap != 0) S = tanhf(S * of_logit / p.softcap);
     const int k = k0 + j - first_key, distance = k - (q_row - first_query);
     const bool is_own = (!is_mixed || batch == own) && k >= 0 && k < Sk;
-    return is_own && distance >= first && distance <= last ? S : -INFINITY;
+    if (!is_own || distance < first || distance > last) return -INFINITY;
+    const int column = k - (p.bias_keys > 0 ? Sk - p.bias_keys : 0);
+    if (!p.bias) return S;
+    const int64_t at = own * p.bias_strides.batch + h * p.bias_strides.head + (q_row - first_query) * p.bias_strides.row + column;
+    const float bias = column < 0          ? 0
+                       : a.use_bias == 2 ? static_cast<const uint8_t*>(p.bias)[at] ? 0 : -INFINITY
+                                           : number(static_cast<const T*>(p.bias)[at]);
+    return bias == -INFINITY ? bias : S * unit + bias;
   };
   const auto each_tile = [&](const auto& use) {
     for (int batch = first_batch; batch < first_batch + batches; batch++) {
@@ -589,7 +607,7 @@ template <class T>
 cudaError_t launch_witness(const SdpaParams& p, int first, int heads, float* O, float* LSE) {
   const double unit = unit_of(line.input);
   const double scale = (p.scale == 0 ? 1 / std::sqrt(double(p.D)) : p.scale) * unit * unit;
-  const WitnessArgs a{p, first, float(scale), float(unit), O, LSE};
+  const WitnessArgs a{p, first, float(scale), float(unit), O, LSE, line.use_bias};
   const int widest = std::max(line.D, line.Dv);
   return widest <= 64    ? launch_witness<T, 64>(a, heads)
          : widest <= 128 ? launch_witness<T, 128>(a, heads)
@@ -661,6 +679,7 @@ class Instance {
     };
     hold(p.has_lengths, lengths_, params.k_lengths, p.B);
     hold(p.packs_q, starts_[0], params.q_starts, p.B + 1), hold(p.packs_k, starts_[1], params.k_starts, p.B + 1);
+    if (!p.bias_kind.empty()) hold_bias();
     if (p.page_size) hold_pages();
     workspace_.reset(new Guarded("the workspace", line.facts_of(params).workspace_bytes));
     workspace_->fill(0);
@@ -688,6 +707,7 @@ class Instance {
       const vector<float> sinks = drawn_sinks(problem, seed);
       sinks_->store(sinks), problem.sinks.assign(sinks.begin(), sinks.end());
     }
+    if (bias_) set_bias(seed);
     if (table_) set_pages(seed);
     problem.Q = inputs_[0].data(), problem.K = inputs_[1].data(), problem.V = inputs_[2].data();
   }
@@ -1029,7 +1049,62 @@ class Instance {
     return (size_t(at.b) * problem.Hq + at.h) * problem.Sq + at.q;
   }
 
-  std::unique_ptr<Guarded> lse_, workspace_, sinks_, lengths_, starts_[2];  // of Q, of K
+  // A tensor that begins at an odd element and has rows of an odd stride, but for `causal` and `documents`.
+  void hold_bias() {
+    reference::Bias& bias = problem.bias;
+    const auto size_of = [&](char dim, int size) { return problem.bias_dims.find(dim) == string::npos ? 1 : size; };
+    bias.batches = size_of('b', problem.B), bias.heads = size_of('h', problem.Hq), bias.rows = size_of('q', problem.Sq);
+    bias.of_last_keys = problem.bias_kind == "tree";
+    bias.keys = bias.of_last_keys ? std::max(std::min(problem.Sk, problem.Sq), std::min(problem.Sk, 1)) : problem.Sk;
+    params.bias_keys = bias.of_last_keys ? bias.keys : 0;
+    const bool timed = problem.bias_kind == "causal" || problem.bias_kind == "documents";
+    bias_row_ = bias.keys + (timed ? 0 : 1 - bias.keys % 2);
+    params.bias_strides = {bias.batches > 1 ? bias_row_ * bias.rows * bias.heads : 0,
+                           bias.heads > 1 ? bias_row_ * bias.rows : 0, bias.rows > 1 ? bias_row_ : 0};
+    const size_t elements = size_t(bias.batches) * bias.heads * bias.rows * bias_row_ + 1;
+    bias_.reset(new Guarded("the bias", elements * bias_bytes()));
+    params.bias = bias_->data<char>() + (timed ? 0 : bias_bytes());
+  }
+  static int bias_bytes() { return line.use_bias == 2 ? 1 : 2; }
+  void set_bias(uint64_t seed) {
+    reference::Bias& bias = problem.bias;
+    const float infinity = std::numeric_limits<float>::infinity();
+    bias.x.assign(size_t(bias.batches) * bias.heads * bias.rows * bias.keys, 0);
+    const string& kind = problem.bias_kind;
+    reference::parallel_for(bias.x.size() / std::max(bias.keys, 1), [&](size_t row) {
+      const int q = int(row % bias.rows);
+      const uint64_t of_row = reference::mix(reference::mix(seed + 33) + row);
+      for (int k = 0; k < bias.keys; k++) {
+        float& x = bias.x[row * bias.keys + k];
+        const uint64_t r = reference::mix(of_row + k);
+        bool seen = true;
+        if (kind == "causal") seen = k <= q;
+        if (kind == "documents") seen = int64_t(k) * 16 / bias.keys == int64_t(q) * 16 / bias.rows;
+        if (kind == "tree") {  // key k is node k of a tree whose node n has the parent (n - 1) / 2
+          int node = q % bias.keys;
+          while (node > k) node = (node - 1) / 2;
+          seen = node == k;
+        }
+        if (kind == "add" || kind == "bool") {
+          // Whole stretches of 200 keys as well, and of 32 rows one that sees nothing.
+          seen = r % 16 > 0 && reference::mix(of_row % 64 * 999 + k / 200 + seed) % 4 > 0 && of_row % 32 > 0;
+        }
+        if (kind == "add") x = 2 * reference::normal(seed + 34, Tensor::O, row * bias.keys + k);
+        if (kind == "add" && line.input == DType::bf16 && (r % 64 == 33 || of_row % 32 == 1)) x = -3.3e38f;
+        x = seen ? element_value(line.input, element_bits(line.input, x)) : -infinity;
+      }
+    });
+    vector<char> bytes(bias_->bytes, char(0xff));  // what is no element is NaN, or true
+    const size_t start = static_cast<const char*>(params.bias) - bias_->data<char>();
+    for (size_t i = 0; i < bias.x.size(); i++) {
+      const uint16_t bits = line.use_bias == 2 ? bias.x[i] == 0 : element_bits(line.input, bias.x[i]);
+      memcpy(&bytes[start + (i / bias.keys * bias_row_ + i % bias.keys) * bias_bytes()], &bits, bias_bytes());
+    }
+    bias_->store(bytes);
+  }
+
+  std::unique_ptr<Guarded> lse_, workspace_, sinks_, lengths_, bias_, starts_[2];  // of Q, of K
+  int64_t bias_row_ = 0;                       // elements from a row of the bias to the next
   std::unique_ptr<DeviceTensor> pages_[2];     // of K, of V
   std::unique_ptr<Guarded> table_;
   std::unique_ptr<DeviceFactors> factors_[3];  // of Q, K and V with 8 bits
@@ -1369,7 +1444,7 @@ vector<Column> columns(const Run& r, const Device& d) {
       {"window", window_text(p, ":")},
       {"out_dtype", output_type.name}, {"softcap", p.softcap != 0 ? format("%.9g", p.softcap) : ""},
       {"sinks", p.has_sinks ? "1" : ""}, {"lengths", p.has_lengths ? "1" : ""},
-      {"packed", packed_text(p)}, {"pages", p.page_size ? to_string(p.page_size) : ""}};
+      {"packed", packed_text(p)}, {"pages", p.page_size ? to_string(p.page_size) : ""}, {"bias", bias_text(p)}};
   // clang-format on
 }
 
@@ -1570,6 +1645,20 @@ vector<Option> options_of(Options& o) {
          return text == packed_text(o.common) ? "" : "want q, k or qk";
        },
        packed_text},
+      {"--bias", "KIND[,bhq]",
+       "a bias of each query and key, shared but for the batches, heads and queries named (default q): add, bool, or of "
+       "the last keys tree; or what is hidden otherwise, causal or documents (a build with USE_BIAS)",
+       [&o](const string& text) {
+         const size_t comma = std::min(text.find(','), text.size());
+         o.common.bias_kind = text.substr(0, comma);
+         if (comma < text.size()) o.common.bias_dims = text.substr(comma + 1);
+         const bool is_known = std::count(std::begin(bias_kinds), std::end(bias_kinds), o.common.bias_kind) > 0;
+         const bool named = o.common.bias_dims.find_first_not_of("bhq") == string::npos;
+         const bool suits = o.common.bias_kind != (line.use_bias == 2 ? "add" : line.use_bias == 1 ? "bool" : "");
+         return is_known && named && suits ? "" : "want add (USE_BIAS=1), bool (USE_BIAS=2), tree, causal or documents, and "
+                                                  "perhaps letters of b, h and q, such as tree,bq";
+       },
+       bias_text},
       {"--most-keys", "N", "keys that a sequence has at most, whatever its length says (a build with USE_LENGTHS)",
        count(o.common.most_keys, 1), given(&Problem::most_keys)},
       {"--pages", "N", "keys of a page, a multiple of 16 (a build with USE_PAGES; default 64)",

@@ -4,7 +4,8 @@
 //
 //   O = softmax(scale * Q @ K.T + mask) @ V,   LSE = log(sum(exp(scale * Q @ K.T + mask)))
 //
-// A softcap c makes a logit x to c * tanh(x / c) before the mask. A sink is a logit more of each row, with no V.
+// A softcap c makes a logit x to c * tanh(x / c) before the mask. A bias is added to that. A sink is a logit more of
+// each row, with no V.
 
 #ifndef SDPA_REFERENCE_CPP
 #define SDPA_REFERENCE_CPP
@@ -26,6 +27,21 @@ namespace reference {
 
 enum class Mask { none, bottom_right, top_left };
 
+// [batches,heads,rows,keys], contiguous; what has one batch, head or row has it for all. -inf hides a key.
+struct Bias {
+  std::vector<float> x;
+  int batches = 0, heads = 0, rows = 0, keys = 0;
+  bool of_last_keys = false;  // of each sequence; else of the first
+
+  // What a logit of sequence b, head h, its query q and its key k of Sk gets.
+  double of(int b, int h, int q, int k, int Sk) const {
+    const int column = of_last_keys ? k - (Sk - keys) : k;
+    if (x.empty() || column < 0) return 0;
+    const auto at = [](int i, int size) { return size == 1 ? 0 : i; };
+    return x[((size_t(at(b, batches)) * heads + at(h, heads)) * rows + at(q, rows)) * keys + column];
+  }
+};
+
 struct Problem {
   int B, Hq, Hkv, Sq, Sk, D;
   Mask mask;
@@ -44,6 +60,7 @@ struct Problem {
   bool packs_q = false, packs_k = false;
   std::vector<int> q_starts, k_starts;
 
+  Bias bias;   // none if it is empty
   int Dv = 0;  // of V and O; 0: D
   int d_v() const { return Dv ? Dv : D; }
   bool has_window() const { return window_left >= 0 || window_right >= 0; }
@@ -243,12 +260,17 @@ inline Result attend(const Problem& p, const Row& row) {
     if (k < first || k >= end) leave_open(k);
   }
   std::vector<double> logits(end);
+  std::vector<char> hidden(end);
   const double sink = p.sinks.empty() ? -infinity : p.sinks[row.h];
   double max = sink;
   bool any_nan = false;
   for (size_t k = first; k < end; k++) {
     logits[k] = scale * dot(Q, K + k * D, D);
     if (p.softcap != 0) logits[k] = p.softcap * std::tanh(logits[k] / p.softcap);
+    const double bias = p.bias.of(s.b, row.h, row.q - s.first_query, int(k) - s.first_key, s.Sk);
+    hidden[k] = bias == -infinity;  // whatever the logit was
+    logits[k] = hidden[k] ? bias : logits[k] + bias;
+    if (hidden[k]) leave_open(k);
     if (std::isnan(logits[k])) any_nan = true;
     if (logits[k] > max) max = logits[k];
   }
@@ -259,6 +281,7 @@ inline Result attend(const Problem& p, const Row& row) {
   double sum = std::exp(sink - max);
   for (size_t k = first; k < end; k++) {
     const double weight = std::exp(logits[k] - max);  // inf - inf = NaN: a row with a logit of +inf
+    if (hidden[k]) continue;
     sum += weight;
     for (int d = 0; d < Dv; d++) result.O[d] += weight * double(V[k * Dv + d]);
   }

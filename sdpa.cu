@@ -105,6 +105,7 @@ namespace {  // two builds in one program must not share their constants and ker
   X(SPLIT_CTAS, 1, split_ctas, "0..256", "wmma mma wgmma", "CTAs that share a tile's keys; 0: by the problem") \
   X(USE_SOFTCAP, 0, use_softcap, "0 1 2", "scalar mma wgmma", "logits in c * tanh(x / c): 1 tanh.approx, 2 exactly") \
   X(USE_SINKS, 0, use_sinks, "0 1", "scalar mma wgmma", "a logit of the head that has no key joins the sum of a row") \
+  X(USE_BIAS, 0, use_bias, "0 1 2", "scalar mma wgmma", "a tensor joins the logits: 1 added to them, 2 hides keys") \
   X(USE_LENGTHS, 0, use_lengths, "0 1", "scalar mma wgmma", "a sequence has as many keys as device memory says") \
   X(USE_PAGES, 0, use_pages, "0 1", "scalar mma wgmma", "K and V lie in pages that a table names (with USE_LENGTHS)") \
   X(USE_TUNED, 0, use_tuned, "0 1", "mma wgmma", "the tile by the problem, from a table; typed knobs narrow it") \
@@ -206,6 +207,7 @@ using ElementOf = std::conditional_t<
     std::conditional_t<T == DType::bf16, __nv_bfloat16, std::conditional_t<T == DType::e4m3, __nv_fp8_e4m3, uint8_t>>>;
 using Input = ElementOf<Build::input>;    // of Q, K and V
 using Output = ElementOf<Build::output>;  // of O
+using Bias = std::conditional_t<Build::use_bias == 2, uint8_t, Input>;
 // The type of their elements in shared memory.
 template <class B> using Element = std::conditional_t<B::converts, __half, Input>;
 using Half = std::conditional_t<Build::is_8bit, __half, Input>;  // of 16-bit operands
@@ -252,6 +254,9 @@ struct SdpaParams {
   int most_keys = 0;                        // USE_LENGTHS=1: that a sequence has; 0: Sk
   const int* page_table = nullptr;          // USE_PAGES=1: as page_of() has it
   int page_stride = 0, page_size = 0, pages = 0, Dv = 0;  // Dv: of V and O, must equal HEAD_DIM_V; 0: D
+  const void* bias = nullptr;               // USE_BIAS: as add_bias() has it, or null
+  Strides bias_strides = {0, 0, 0};         // in elements, any; 0 where batches, heads or queries share it
+  int bias_keys = 0;                        // that it speaks of, each sequence's last ones; 0: all
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf or its sink. NaN and inf come out as
 // the formula has them; those of V at a masked key may reach the row (0 * inf is NaN), of rows that are no key none.
@@ -293,15 +298,16 @@ struct KeyBounds {
 struct TileBounds {
   int touch_from, touch_to, cover_from, cover_to, whole_to;
 
-  __host__ __device__ TileBounds(const KeyBounds& b, int rows, int keys)
+  // plain_keys: the first so many of the sequence's have no bias.
+  __host__ __device__ TileBounds(const KeyBounds& b, int rows, int keys, int plain_keys)
       : touch_from(b.from - keys + 1),
         touch_to(b.to + rows - 1),
         cover_from(b.from + rows - 1),
         cover_to(b.to - keys),
-        whole_to(b.Sk - keys) {}
+        whole_to(plain_keys - keys) {}
   // True if one of the queries may see one of the keys.
   __device__ __forceinline__ bool touch(int q, int k0) const { return k0 - q >= touch_from && k0 - q < touch_to; }
-  // True if all queries see all keys, so that there is nothing to mask.
+  // True if all queries see all keys and these have no bias, so that there is nothing to mask.
   __device__ __forceinline__ bool cover(int q, int k0) const {
     return k0 - q >= cover_from && k0 - q <= cover_to && k0 <= whole_to;
   }
@@ -309,7 +315,19 @@ struct TileBounds {
   __device__ __forceinline__ KeyRange covered(int q) const { return {q + cover_from, min(q + cover_to, whole_to) + 1}; }
 };
 
-struct Mask { TileBounds tiles; KeyBounds keys; };  // the launch's, or with USE_LENGTHS that of an item's sequence
+// USE_BIAS: the first key of so many that the bias speaks of.
+__host__ __device__ inline int first_biased_key(const SdpaParams& p, int keys) {
+  return Build::use_bias == 0 || !p.bias ? keys : p.bias_keys > 0 ? keys - p.bias_keys : 0;
+}
+struct Mask {  // the launch's, or with USE_LENGTHS that of an item's sequence
+  TileBounds tiles;
+  KeyBounds keys;
+  // Of tiles of `rows` queries and `tile_keys` keys, and so many queries and keys in all.
+  __host__ __device__ Mask(const SdpaParams& p, int rows, int tile_keys, int all_queries, int all_keys)
+      : Mask(p, rows, tile_keys, KeyBounds(p, all_queries, all_keys)) {}
+  __host__ __device__ Mask(const SdpaParams& p, int rows, int tile_keys, const KeyBounds& bounds)
+      : tiles(bounds, rows, tile_keys, first_biased_key(p, bounds.Sk)), keys(bounds) {}
+};
 // Division of n < 2^31 by a number that the host knows. With 2^(s-1) < divisor <= 2^s and multiplier = ceil(2^(31+s) /
 // divisor) the quotient is too large by less than 2^-s <= 1 / divisor, which never carries to the next integer.
 struct Divisor {
@@ -349,12 +367,12 @@ struct KernelArgs : Grid {
   Mask mask;
   SdpaParams p;
   uint32_t first_item = 0;  // merges_by_kernel: of the launch
-  float inverse_scale_log2 = 0, cap_scale = 0;  // of set_scales()
+  float inverse_scale_log2 = 0, cap_scale = 0, logit_scale = 1;  // of set_scales()
   std::conditional_t<Build::loads_by_tma, TensorMaps, Nothing> maps;
   std::conditional_t<Build::use_lengths, PlanArgs, Nothing> plan;
   KernelArgs(const SdpaParams& params, int rows, int keys_of_tile, const Grid& grid = {})
       : Grid(grid),
-        mask{{{params, params.Sq, params.Sk}, rows, keys_of_tile}, {params, params.Sq, params.Sk}},
+        mask(params, rows, keys_of_tile, params.Sq, params.Sk),
         p(params) {}
 };
 
@@ -486,10 +504,15 @@ template <class View> __device__ __forceinline__ void scale_rows(View& T, const 
 template <class B> __device__ __forceinline__ int query_of(const KernelArgs& a, int q0, int r) {
   return q0 + (B::pack_gqa ? int(a.item_queries.remainder(uint32_t(r))) : r);
 }
-// S = -inf where key k0 + j is not visible to the query of row r.
+// USE_BIAS: S + bias, or -inf where a bias of 0 hides the key. S is scale * Q @ K.T, with a softcap behind it.
 template <class B, class View>
-__device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const Mask& mask, int q0, int k0) {
+__device__ __forceinline__ void add_bias(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0);
+// Adds the bias, and makes S = -inf where key k0 + j is not visible to the query of row r.
+template <class B, class View>
+__device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const Item<B>& item, const Mask& mask, int q0,
+                                            int k0) {
   const KeyBounds& keys = mask.keys;
+  if (B::use_bias != 0) add_bias<B>(S, a, item, keys.Sk, q0, k0);
   const auto hide = [&](const auto& hidden) {
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       const int q = query_of<B>(a, q0, S.row(i));
@@ -504,11 +527,12 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
 // USE_SOFTCAP: x becomes tanh(x * cap_scale) in this thread's columns [first, last) of S.
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int first = 0, int last = View::COLS);
-// Caps and masks the scores of a tile before the softmax. all: every key is visible to every query.
+// Caps and masks the scores of a tile before the softmax. all: every key is visible to every query, and has no bias.
 template <class B, class View>
-__device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Mask& mask, int q, int k, bool all) {
+__device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Item<B>& item, const Mask& mask, int q,
+                                              int k, bool all) {
   cap_scores<B>(S, a);
-  if (!all) mask_scores<B>(S, a, mask, q, k);
+  if (!all) mask_scores<B>(S, a, item, mask, q, k);
 }
 
 // ---- the scale of an item ----
@@ -840,7 +864,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(
   for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
     const int stage = feed.acquire(k0);
     scalar_qk<B>(S, s.Q, s.K[stage]);
-    finish_scores<B>(S, a, t.mask, item.q0, k0, t.mask.tiles.cover(item.q0, k0));
+    finish_scores<B>(S, a, item, t.mask, item.q0, k0, t.mask.tiles.cover(item.q0, k0));
     float alpha[O.ROWS];
     softmax.step(s, S, scale_log2, alpha);
     scalar_pv<B>(O, alpha, s.P, s.V[stage]);
@@ -1639,11 +1663,11 @@ template <class B> struct MmaRows {
   }
   // P of the tile at key k0, which is masked unless it is clean. O and l are rescaled to its maximum.
   __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScale<B>& scale_log2,
-                                      const Mask& mask, int q0, int k0, bool clean, int lane) {
+                                      const Item<B>& item, const Mask& mask, int k0, bool clean, int lane) {
     Scores S;
     S.first_row = O.first_row, S.first_col = O.first_col;
     multiply_qk(S, Q, K_s, lane);
-    finish_scores<B>(S, scale_log2.a, mask, q0, k0, clean);
+    finish_scores<B>(S, scale_log2.a, item, mask, item.q0, k0, clean);
     float alpha[ROWS];
     softmax_max<B>(S, scale_log2, m, alpha);
     const bool may_be_kept = softmax_sum<B>(S, scale_log2, m, alpha, l);
@@ -1756,7 +1780,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
       if (rows.stale_max_will_do && clean) {
         done = rows.attend_by_stale_max(Q, K_s, scale_log2, lane);
       }
-      if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, t.mask, s.item.q0, k0, clean, lane);
+      if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item, t.mask, k0, clean, lane);
       rows.multiply(V_s, lane);
     }
     feed.release();
@@ -2200,7 +2224,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
 
     // P, and O brought to its maximum
     float alpha[2];
-    finish_scores<B>(S, a, mask, item.q0, k0, mask.tiles.cover(item.q0, k0));
+    finish_scores<B>(S, a, item, mask, item.q0, k0, mask.tiles.cover(item.q0, k0));
     softmax_max<B>(S, a.scale_log2, m, alpha);
     softmax_sum<B>(S, a.scale_log2, m, alpha, l);
     scale_rows(O, alpha);
@@ -2438,6 +2462,7 @@ template <class B> struct WgmmaRows {
   int q = 0, k0 = 0;         // first query, and first key of this tile
   bool accumulates = false;  // an earlier tile of the item has begun O
   ItemScale<B> scale_log2;   // of the item
+  const Item<B>* item = nullptr;  // in shared memory
   typename Item<B>::HeldMask mask;  // of the item
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the stale maximum.
   int stale_from = 0;
@@ -2475,7 +2500,7 @@ template <class B> struct WgmmaRows {
     if (has_mask()) {  // rows and columns are asked for no earlier, since they take registers
       const uint32_t tid = B::pack_gqa ? thread_index_anew() - B::producer_threads : thread_index_anew() % 128;
       S.first_row = tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
-      mask_scores<B>(S, a, mask, q, k0);
+      mask_scores<B>(S, a, *item, mask, q, k0);
     }
     softmax_max<B>(S, scale_log2, m, alpha);
     keep_max(softmax_sum<B>(S, scale_log2, m, alpha, l));
@@ -2526,6 +2551,7 @@ template <class B, class Shared> struct WgmmaConsumer {
       const int rounds = uniform(item().rounds);
       if (rounds == 0) break;
       rows.q = uniform(item().q0 + (B::pack_gqa ? 0 : row_group * 64));
+      rows.item = &item();
       if constexpr (B::use_lengths) rows.mask = item().mask(a);
       const KeyRange rounds_here = own_rounds<B>(a, rows.mask, item(), rounds, rows.q);
       begin();
@@ -2806,7 +2832,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   // where a P may have overflowed. From m and an argument, since m_log2 or the scale kept for it slows exp() down.
   __device__ __forceinline__ void take_scores_back(Scores& P, const StaleSoftmax<B, 2>& softmax) const {
     const bool fits = softmax.sum[0] + softmax.sum[1] < 0x1p120f;
-    if (B::use_softcap != 0 || !__all_sync(0xffffffffu, fits)) return multiply_qk_again(P);
+    if (B::use_softcap != 0 || B::use_bias == 1 || !__all_sync(0xffffffffu, fits)) return multiply_qk_again(P);
     SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) {
       P.x.d[i] = fmaf(lg2_approx_ftz(P.x.d[i]), a.inverse_scale_log2, rows.m[i / 2 % 2]);
     }
@@ -3651,7 +3677,7 @@ template <class B> struct WgmmaColumns {
     }
     cap_scores<B>(S, a);
     const Mask& mask = item.mask(a);
-    if (!mask.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, mask, item.q0, k0 + S.first_col());
+    if (!mask.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item, mask, item.q0, k0 + S.first_col());
     float sum[ROWS];
     softmax<FIRST>(S, O, sum);
     Sums later;
@@ -4006,7 +4032,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
     __syncwarp();  // hazard: S written by the other lanes
     load_scores(S, reinterpret_cast<const WmmaScore<B>*>(s.P), SCORE_STRIDE<B>);
     if (B::qk_in_fp16) __syncwarp();  // hazard: S read by the lanes in whose place P comes
-    finish_scores<B>(S, a, t.mask, item.q0, k0, t.mask.tiles.cover(item.q0, k0));
+    finish_scores<B>(S, a, item, t.mask, item.q0, k0, t.mask.tiles.cover(item.q0, k0));
     float alpha[ScalarOutput<B>::ROWS];
     softmax.step(s, S, scale_log2, alpha);
     sums.multiply(O, alpha, s, first_row, s.V[stage]);
@@ -4117,17 +4143,47 @@ template <> struct VectorCopy<false, true> {
 
 // ---- 5f softcap ----
 
-// USE_SOFTCAP: tanh(x * cap_scale), of which the exact form is 1 - 2 / (1 + e^2t).
+// USE_SOFTCAP: tanh(x * cap_scale), of which the exact form is 1 - 2 / (1 + e^2t). USE_BIAS=1: the logit, to which a
+// bias is added.
 template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a) {
-  if (B::use_softcap == 0 || a.cap_scale == 0) return x;
-  if (B::use_softcap == 1) return tanh_approx(x * a.cap_scale);
-  return 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(x * a.cap_scale * 2.88539008f));  // 2 * log2(e)
+  if (B::use_softcap != 0 && a.cap_scale != 0) {
+    x = B::use_softcap == 1 ? tanh_approx(x * a.cap_scale)
+                            : 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(x * a.cap_scale * 2.88539008f));  // 2 * log2(e)
+  }
+  return B::use_bias == 1 ? x * a.logit_scale : x;
 }
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int first, int last) {
-  if constexpr (B::use_softcap != 0) {
+  if constexpr (B::use_softcap != 0 || B::use_bias == 1) {
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       SDPA_UNROLL for (int j = first; j < last; j++) S.x[i][j] = capped<B>(S.x[i][j], a);
+    }
+  }
+}
+
+// ---- 5f bias ----
+
+// The bias has a row of elements for each query of a sequence, contiguous along its last bias_keys keys, at strides
+// that may be 0; keys before these have none. USE_BIAS=1: what is added to a logit, of the type of Q; -inf hides the
+// key. USE_BIAS=2: bytes, 0 hides the key. q0, k0: the first query and key of the tile; keys: the sequence's.
+template <class B, class View>
+__device__ __forceinline__ void add_bias(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
+  const SdpaParams& p = a.p;
+  if (!p.bias) return;
+  const int first = first_biased_key(p, keys), col = k0 - first + S.col(0), cols = keys - first;
+  const auto add = [](float& x, Bias bias) {
+    if (B::use_bias == 1) x += to_float(bias);
+    else if (bias == 0) x = -INFINITY;
+  };
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    // Of rows that have no query, or no head, any will do.
+    const int q = min(max(query_of<B>(a, q0, S.row(i)), 0), item.query_count(p) - 1);
+    const int h = min(item.h + (B::pack_gqa ? int(a.item_queries.divide(uint32_t(S.row(i)))) : 0), p.Hq - 1);
+    const Bias* const row = static_cast<const Bias*>(p.bias) + item.b * p.bias_strides.batch +
+                            h * p.bias_strides.head + q * p.bias_strides.row + col;
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
+      const int at = S.col(j) - S.col(0);
+      if (uint32_t(col + at) < uint32_t(cols)) add(S.x[i][j], ld_global_nc<Bias>(row + at));
     }
   }
 }
@@ -4544,8 +4600,7 @@ template <class B> struct Item<B, true> : PlannedItem {
   __device__ bool ends_before(int q) const { return q > sequence.Sq; }
   __device__ int keys_in_tile(int k0) const { return min(max(sequence.Sk - k0, 0), B::block_n); }
   __device__ Mask mask(const KernelArgs& a) const {
-    const KeyBounds bounds(a.p, sequence.Sq, sequence.Sk);
-    return {{bounds, B::pack_gqa ? queries_of_item<B>(a) : mask_rows<B>, B::block_n}, bounds};
+    return {a.p, B::pack_gqa ? queries_of_item<B>(a) : mask_rows<B>, B::block_n, sequence.Sq, sequence.Sk};
   }
   __device__ KeyRange keys_of_cta(const KernelArgs&, const Mask&) const { return {first_tile_key<B>(keys), keys.end}; }
   __device__ uint32_t range_count(const KernelArgs&) const { return ranges; }
@@ -5129,8 +5184,10 @@ float log2_scale(const SdpaParams& p) {  // scale * log2(e), of products of to_f
 // The softmax is taken in powers of 2. Softcap: S is tanh(Q @ K.T * cap_scale); with a cap_scale of 0, Q @ K.T.
 template <class B> void set_scales(KernelArgs& a) {
   a.scale_log2 = log2_scale(a.p), a.inverse_scale_log2 = 1 / a.scale_log2;
-  if (B::use_softcap == 0 || a.p.softcap == 0) return;
-  a.cap_scale = std::fmax(a.scale_log2 * ln2 / a.p.softcap, 1.2e-38f), a.scale_log2 = a.p.softcap / ln2;
+  if (B::use_softcap != 0 && a.p.softcap != 0) {
+    a.cap_scale = std::fmax(a.scale_log2 * ln2 / a.p.softcap, 1.2e-38f), a.scale_log2 = a.p.softcap / ln2;
+  }
+  if (B::use_bias == 1) a.logit_scale = a.scale_log2 * ln2, a.scale_log2 = 1 / ln2, a.inverse_scale_log2 = ln2;
 }
 
 template <class B> Grid grid_of(const SdpaParams& p, const Items& items) {
@@ -5236,7 +5293,8 @@ SdpaStatus check_params(SdpaParams& p) {
     int value, least = 0, most = most_rows;
   } numbers[] = {{"B", p.B}, {"Hq", p.Hq}, {"Hkv", p.Hkv}, {"Sq", p.Sq}, {"Sk", p.Sk}, {"max_ctas", p.max_ctas},
                  {"window_left", p.window_left, -1}, {"window_right", p.window_right, -1},
-                 {"causal", int(p.causal), 0, 2}, {"window_alignment", int(p.window_alignment), 0, 2}};
+                 {"causal", int(p.causal), 0, 2}, {"window_alignment", int(p.window_alignment), 0, 2},
+                 {"bias_keys", p.bias_keys, 0, Build::use_lengths ? most_rows : p.Sk}};
   for (const auto& x : numbers) {
     if (x.value >= x.least && x.value <= x.most) continue;
     return failure(refused, "%s=%d is outside [%d, %d]", x.name, x.value, x.least, x.most);
@@ -5262,7 +5320,8 @@ SdpaStatus check_params(SdpaParams& p) {
                  {"v_descale", of_8bit, uintptr_t(p.v_descale.factor)}, {"workspace", "", uintptr_t(p.workspace), 256},
                  {"k_lengths", of_lengths, uintptr_t(p.k_lengths)}, {"page_table", of_pages, uintptr_t(p.page_table)},
                  {"sinks", Build::use_sinks ? "" : "USE_SINKS=1", uintptr_t(p.sinks)}, {"LSE", "", uintptr_t(p.LSE)},
-                 {"max_ctas", of_queue, uintptr_t(p.max_ctas), 1}, {"softcap", of_cap, p.softcap != 0, 1}};
+                 {"max_ctas", of_queue, uintptr_t(p.max_ctas), 1}, {"softcap", of_cap, p.softcap != 0, 1},
+                 {"bias", Build::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias), int(sizeof(Bias))}};
   for (const auto& x : options) {
     if (x.value && *x.builds) return failure(refused, "%s is for builds with %s; set it to 0", x.name, x.builds);
     if (x.value % x.alignment) return failure(refused, "%s is not aligned to %d bytes", x.name, x.alignment);
@@ -5321,6 +5380,8 @@ SDPA_REFUSE(Build::input == DType::u8 && (is_mma || is_wgmma),
             "DTYPE=U8: only the scalar and wmma kernels take it; type DTYPE=FP8_E4M3 or USE_WMMA=1");
 SDPA_REFUSE(Build::use_softcap != 0 && Build::is_8bit,
             "USE_SOFTCAP: scores of 8-bit types have factors that come after it; type DTYPE=FP16 or DTYPE=BF16");
+SDPA_REFUSE(Build::use_bias != 0 && Build::is_8bit,
+            "USE_BIAS: scores of 8-bit types have factors that come after it; type DTYPE=FP16 or DTYPE=BF16");
 SDPA_REFUSE(Build::use_pages && !Build::use_lengths,
             "USE_PAGES=1: pages are found by the sequence of an item; add USE_LENGTHS=1");
 SDPA_REFUSE(FP8_FLUSH_changed && !Build::is_e4m3,
