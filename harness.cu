@@ -543,7 +543,7 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
     const float bias = column < 0          ? 0
                        : a.use_bias == 2 ? static_cast<const uint8_t*>(p.bias)[at] ? 0 : -INFINITY
                                            : number(static_cast<const T*>(p.bias)[at]);
-    return bias == -INFINITY ? bias : S * unit + bias;
+    return a.use_bias == 2 && bias == -INFINITY ? bias : S * unit + bias;
   };
   const auto each_tile = [&](const auto& use) {
     for (int batch = first_batch; batch < first_batch + batches; batch++) {
@@ -1049,21 +1049,21 @@ class Instance {
     return (size_t(at.b) * problem.Hq + at.h) * problem.Sq + at.q;
   }
 
-  // A tensor that begins at an odd element and has rows of an odd stride, but for `causal` and `documents`.
+  // Contiguous, or with another layout a tensor that begins at an odd element and has rows of an odd stride.
   void hold_bias() {
     reference::Bias& bias = problem.bias;
     const auto size_of = [&](char dim, int size) { return problem.bias_dims.find(dim) == string::npos ? 1 : size; };
     bias.batches = size_of('b', problem.B), bias.heads = size_of('h', problem.Hq), bias.rows = size_of('q', problem.Sq);
-    bias.of_last_keys = problem.bias_kind == "tree";
+    bias.of_last_keys = problem.bias_kind == "tree", bias.hides = line.use_bias == 2;
     bias.keys = bias.of_last_keys ? std::max(std::min(problem.Sk, problem.Sq), std::min(problem.Sk, 1)) : problem.Sk;
     params.bias_keys = bias.of_last_keys ? bias.keys : 0;
-    const bool timed = problem.bias_kind == "causal" || problem.bias_kind == "documents";
-    bias_row_ = bias.keys + (timed ? 0 : 1 - bias.keys % 2);
+    const bool is_dense = problem.layout == "bhsd";
+    bias_row_ = bias.keys + (is_dense ? 0 : 1 - bias.keys % 2);
     params.bias_strides = {bias.batches > 1 ? bias_row_ * bias.rows * bias.heads : 0,
                            bias.heads > 1 ? bias_row_ * bias.rows : 0, bias.rows > 1 ? bias_row_ : 0};
     const size_t elements = size_t(bias.batches) * bias.heads * bias.rows * bias_row_ + 1;
     bias_.reset(new Guarded("the bias", elements * bias_bytes()));
-    params.bias = bias_->data<char>() + (timed ? 0 : bias_bytes());
+    params.bias = bias_->data<char>() + (is_dense ? 0 : bias_bytes());
   }
   static int bias_bytes() { return line.use_bias == 2 ? 1 : 2; }
   void set_bias(uint64_t seed) {

@@ -27,11 +27,12 @@ namespace reference {
 
 enum class Mask { none, bottom_right, top_left };
 
-// [batches,heads,rows,keys], contiguous; what has one batch, head or row has it for all. -inf hides a key.
+// [batches,heads,rows,keys], contiguous; what has one batch, head or row has it for all.
 struct Bias {
   std::vector<float> x;
   int batches = 0, heads = 0, rows = 0, keys = 0;
   bool of_last_keys = false;  // of each sequence; else of the first
+  bool hides = false;         // -inf hides a key, whatever its logit and V are; else it is added as any number is
 
   // What a logit of sequence b, head h, its query q and its key k of Sk gets.
   double of(int b, int h, int q, int k, int Sk) const {
@@ -268,7 +269,7 @@ inline Result attend(const Problem& p, const Row& row) {
     logits[k] = scale * dot(Q, K + k * D, D);
     if (p.softcap != 0) logits[k] = p.softcap * std::tanh(logits[k] / p.softcap);
     const double bias = p.bias.of(s.b, row.h, row.q - s.first_query, int(k) - s.first_key, s.Sk);
-    hidden[k] = bias == -infinity;  // whatever the logit was
+    hidden[k] = p.bias.hides && bias == -infinity;
     logits[k] = hidden[k] ? bias : logits[k] + bias;
     if (hidden[k]) leave_open(k);
     if (std::isnan(logits[k])) any_nan = true;

@@ -298,16 +298,15 @@ struct KeyBounds {
 struct TileBounds {
   int touch_from, touch_to, cover_from, cover_to, whole_to;
 
-  // plain_keys: the first so many of the sequence's have no bias.
-  __host__ __device__ TileBounds(const KeyBounds& b, int rows, int keys, int plain_keys)
+  __host__ __device__ TileBounds(const KeyBounds& b, int rows, int keys)
       : touch_from(b.from - keys + 1),
         touch_to(b.to + rows - 1),
         cover_from(b.from + rows - 1),
         cover_to(b.to - keys),
-        whole_to(plain_keys - keys) {}
+        whole_to(b.Sk - keys) {}
   // True if one of the queries may see one of the keys.
   __device__ __forceinline__ bool touch(int q, int k0) const { return k0 - q >= touch_from && k0 - q < touch_to; }
-  // True if all queries see all keys and these have no bias, so that there is nothing to mask.
+  // True if all queries see all keys, so that there is nothing to mask.
   __device__ __forceinline__ bool cover(int q, int k0) const {
     return k0 - q >= cover_from && k0 - q <= cover_to && k0 <= whole_to;
   }
@@ -315,19 +314,11 @@ struct TileBounds {
   __device__ __forceinline__ KeyRange covered(int q) const { return {q + cover_from, min(q + cover_to, whole_to) + 1}; }
 };
 
-// USE_BIAS: the first key of so many that the bias speaks of.
-__host__ __device__ inline int first_biased_key(const SdpaParams& p, int keys) {
-  return Build::use_bias == 0 || !p.bias ? keys : p.bias_keys > 0 ? keys - p.bias_keys : 0;
+struct Mask { TileBounds tiles; KeyBounds keys; };  // the launch's, or with USE_LENGTHS that of an item's sequence
+// USE_BIAS: the first of so many keys that has a bias; without one their number.
+__device__ __forceinline__ int first_biased_key(const SdpaParams& p, int keys) {
+  return p.bias ? p.bias_keys > 0 ? keys - p.bias_keys : 0 : keys;
 }
-struct Mask {  // the launch's, or with USE_LENGTHS that of an item's sequence
-  TileBounds tiles;
-  KeyBounds keys;
-  // Of tiles of `rows` queries and `tile_keys` keys, and so many queries and keys in all.
-  __host__ __device__ Mask(const SdpaParams& p, int rows, int tile_keys, int all_queries, int all_keys)
-      : Mask(p, rows, tile_keys, KeyBounds(p, all_queries, all_keys)) {}
-  __host__ __device__ Mask(const SdpaParams& p, int rows, int tile_keys, const KeyBounds& bounds)
-      : tiles(bounds, rows, tile_keys, first_biased_key(p, bounds.Sk)), keys(bounds) {}
-};
 // Division of n < 2^31 by a number that the host knows. With 2^(s-1) < divisor <= 2^s and multiplier = ceil(2^(31+s) /
 // divisor) the quotient is too large by less than 2^-s <= 1 / divisor, which never carries to the next integer.
 struct Divisor {
@@ -367,12 +358,13 @@ struct KernelArgs : Grid {
   Mask mask;
   SdpaParams p;
   uint32_t first_item = 0;  // merges_by_kernel: of the launch
-  float inverse_scale_log2 = 0, cap_scale = 0, logit_scale = 1;  // of set_scales()
+  float inverse_scale_log2 = 0, cap_scale = 0;  // of set_scales()
+  float logit_scale = 1, inverse_logit_scale = 1, scores_log2 = 0;
   std::conditional_t<Build::loads_by_tma, TensorMaps, Nothing> maps;
   std::conditional_t<Build::use_lengths, PlanArgs, Nothing> plan;
   KernelArgs(const SdpaParams& params, int rows, int keys_of_tile, const Grid& grid = {})
       : Grid(grid),
-        mask(params, rows, keys_of_tile, params.Sq, params.Sk),
+        mask{{{params, params.Sq, params.Sk}, rows, keys_of_tile}, {params, params.Sq, params.Sk}},
         p(params) {}
 };
 
@@ -504,15 +496,10 @@ template <class View> __device__ __forceinline__ void scale_rows(View& T, const 
 template <class B> __device__ __forceinline__ int query_of(const KernelArgs& a, int q0, int r) {
   return q0 + (B::pack_gqa ? int(a.item_queries.remainder(uint32_t(r))) : r);
 }
-// USE_BIAS: S + bias, or -inf where a bias of 0 hides the key. S is scale * Q @ K.T, with a softcap behind it.
+// S = -inf where key k0 + j is not visible to the query of row r.
 template <class B, class View>
-__device__ __forceinline__ void add_bias(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0);
-// Adds the bias, and makes S = -inf where key k0 + j is not visible to the query of row r.
-template <class B, class View>
-__device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const Item<B>& item, const Mask& mask, int q0,
-                                            int k0) {
+__device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const Mask& mask, int q0, int k0) {
   const KeyBounds& keys = mask.keys;
-  if (B::use_bias != 0) add_bias<B>(S, a, item, keys.Sk, q0, k0);
   const auto hide = [&](const auto& hidden) {
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       const int q = query_of<B>(a, q0, S.row(i));
@@ -527,12 +514,31 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
 // USE_SOFTCAP: x becomes tanh(x * cap_scale) in this thread's columns [first, last) of S.
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int first = 0, int last = View::COLS);
-// Caps and masks the scores of a tile before the softmax. all: every key is visible to every query, and has no bias.
-template <class B, class View>
+// USE_BIAS: whether keys of the tile at key k0 have a bias. To such a tile add() adds it, and makes -inf of scores that
+// it hides. Scores become logits (USE_BIAS=1: times scale); those of other tiles do by scale_scores().
+template <class B> __device__ __forceinline__ bool has_bias(const KernelArgs& a, const Mask& mask, int k0) {
+  return B::use_bias != 0 && k0 + B::block_n > first_biased_key(a.p, mask.keys.Sk);
+}
+template <class B> struct BiasInMemory;
+template <class B, class View> __device__ __forceinline__ void scale_scores(View& S, const KernelArgs& a) {
+  if (B::use_bias != 1) return;
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) S.x[i][j] *= a.logit_scale;
+  }
+}
+// True if all queries see all keys of the tile, and these have no bias: scores are logits as they are.
+template <class B>
+__device__ __forceinline__ bool is_plain(const KernelArgs& a, const Mask& mask, int q, int k0) {
+  return mask.tiles.cover(q, k0) && !has_bias<B>(a, mask, k0);
+}
+// Caps the scores of a tile, adds the bias and masks them before the softmax, unless the tile is plain.
+template <class B, class View, class OfBias = BiasInMemory<B>>
 __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Item<B>& item, const Mask& mask, int q,
-                                              int k, bool all) {
+                                              int k, bool plain) {
   cap_scores<B>(S, a);
-  if (!all) mask_scores<B>(S, a, item, mask, q, k);
+  if (plain) return scale_scores<B>(S, a);
+  if constexpr (B::use_bias != 0) OfBias().add(S, a, item, mask.keys.Sk, q, k);
+  mask_scores<B>(S, a, mask, q, k);
 }
 
 // ---- the scale of an item ----
@@ -864,7 +870,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(
   for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
     const int stage = feed.acquire(k0);
     scalar_qk<B>(S, s.Q, s.K[stage]);
-    finish_scores<B>(S, a, item, t.mask, item.q0, k0, t.mask.tiles.cover(item.q0, k0));
+    finish_scores<B>(S, a, item, t.mask, item.q0, k0, is_plain<B>(a, t.mask, item.q0, k0));
     float alpha[O.ROWS];
     softmax.step(s, S, scale_log2, alpha);
     scalar_pv<B>(O, alpha, s.P, s.V[stage]);
@@ -1245,6 +1251,15 @@ template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelA
 template <class B>  // USE_PAGES
 __device__ __forceinline__ int page_of(const KernelArgs& a, const Item<B>& item, int k, int keys = 1);
 template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a);  // USE_SOFTCAP
+// What the softmax takes of a score that nothing masks.
+template <class B> __device__ __forceinline__ float logit(float x, const KernelArgs& a) {
+  return capped<B>(x, a) * (B::use_bias == 1 ? a.logit_scale : 1);
+}
+// USE_BIAS: where the elements for row r of a tile begin.
+template <class B> __device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r);
+using BiasPair = VectorType<2 * sizeof(Bias)>;
+__device__ __forceinline__ void add_pair(float& x, float& y, uint32_t pair, const KernelArgs& a);
+__device__ __forceinline__ Bias no_bias();
 // Stores the result of the CTA's keys: O / l, or with SPLIT_CTAS the partial result of its range.
 template <class B, class View, class R>
 __device__ __forceinline__ void store_sums(const View&, const R& m, const R& l, const KernelArgs&, const Item<B>&);
@@ -1377,6 +1392,10 @@ template <class B, bool = B::is_8bit> struct ItemScale {
   __device__ __forceinline__ ItemScale(const KernelArgs& a_, const Item<B>&) : a(a_) {}
   __device__ void start(const Item<B>&, int) {}
   __device__ __forceinline__ operator ScoreScale<B>() const { return ScoreScale<B>{a.scale_log2}; }
+  // USE_BIAS=1: that of scores which may be no logits yet.
+  __device__ ScoreScale<B> of_scores(bool are_logits) const {
+    return B::use_bias == 1 && !are_logits ? a.scores_log2 : a.scale_log2;
+  }
 };
 template <class B> struct ItemScale<B, true> {
   const KernelArgs& a;
@@ -1397,6 +1416,7 @@ template <class B> struct ItemScale<B, true> {
     }
   }
   __device__ __forceinline__ operator ScoreScale<B>() const { return scale; }
+  __device__ ScoreScale<B> of_scores(bool) const { return scale; }
 };
 
 // USE_LAZY_MAX: a stale maximum is kept while each thread's sum of P, over its part of the tile, is at most this; so
@@ -1410,8 +1430,11 @@ template <class B, int ROWS> struct StaleSoftmax {
   const ScoreScale<B> scale_log2;
   float m_log2[ROWS], sum[ROWS];
 
-  __device__ __forceinline__ StaleSoftmax(const float (&m)[ROWS], ScoreScale<B> scale) : scale_log2(scale) {
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) { m_log2[i] = m[i] * of_row(scale_log2, i) - p_log2<B>, sum[i] = 0; }
+  // are_logits: as USE_BIAS has them.
+  __device__ __forceinline__ StaleSoftmax(const float (&m)[ROWS], const ItemScale<B>& scale, bool are_logits = false)
+      : scale_log2(scale.of_scores(are_logits)) {
+    const ScoreScale<B> of_m = scale;
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) { m_log2[i] = m[i] * of_row(of_m, i) - p_log2<B>, sum[i] = 0; }
   }
   // Replaces the columns [first, last) of S by P.
   template <class View> __device__ __forceinline__ void exp(View& S, int first, int last) {
@@ -1661,13 +1684,13 @@ template <class B> struct MmaRows {
     }
     return softmax.add_to(l);
   }
-  // P of the tile at key k0, which is masked unless it is clean. O and l are rescaled to its maximum.
+  // P of the tile at key k0, which is masked unless it is plain. O and l are rescaled to its maximum.
   __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScale<B>& scale_log2,
-                                      const Item<B>& item, const Mask& mask, int k0, bool clean, int lane) {
+                                      const Item<B>& item, const Mask& mask, int k0, bool plain, int lane) {
     Scores S;
     S.first_row = O.first_row, S.first_col = O.first_col;
     multiply_qk(S, Q, K_s, lane);
-    finish_scores<B>(S, scale_log2.a, item, mask, item.q0, k0, clean);
+    finish_scores<B>(S, scale_log2.a, item, mask, item.q0, k0, plain);
     float alpha[ROWS];
     softmax_max<B>(S, scale_log2, m, alpha);
     const bool may_be_kept = softmax_sum<B>(S, scale_log2, m, alpha, l);
@@ -1773,14 +1796,14 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
   for (int round = t.keys.begin; round < t.keys.end; round += B::round_keys) {
     const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
     if (q < item.query_count(p) && k0 < t.keys.end && t.mask.tiles.touch(q, k0)) {
-      const bool clean = t.mask.tiles.cover(q, k0);
+      const bool plain = is_plain<B>(a, t.mask, q, k0);
       const Element<B>* const K_s = s.in.group[group].K[stage];
       const Element<B>* const V_s = s.in.group[group].V[stage];
       bool done = false;
-      if (rows.stale_max_will_do && clean) {
+      if (rows.stale_max_will_do && plain) {
         done = rows.attend_by_stale_max(Q, K_s, scale_log2, lane);
       }
-      if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item, t.mask, k0, clean, lane);
+      if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item, t.mask, k0, plain, lane);
       rows.multiply(V_s, lane);
     }
     feed.release();
@@ -2224,7 +2247,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
 
     // P, and O brought to its maximum
     float alpha[2];
-    finish_scores<B>(S, a, item, mask, item.q0, k0, mask.tiles.cover(item.q0, k0));
+    finish_scores<B>(S, a, item, mask, item.q0, k0, is_plain<B>(a, mask, item.q0, k0));
     softmax_max<B>(S, a.scale_log2, m, alpha);
     softmax_sum<B>(S, a.scale_log2, m, alpha, l);
     scale_rows(O, alpha);
@@ -2269,12 +2292,33 @@ template <class B> struct KernelOf<B, Path::wgmma_plain> {
 // next three: all warps of the warpgroup have read Q; partials: the partial results of both slices are written.
 constexpr int turn = 1, q_read = 5, partials = 9;
 
+// USE_BIAS: the bias of the 16 rows of a warp beside a tile. A chunk of 16 bytes lies where its XOR with the row says,
+// so that 8 rows of a column are in all banks.
+template <class B> struct alignas(16) BiasTile {
+  static constexpr int CHUNK = 16 / sizeof(Bias), CHUNKS = B::block_n / CHUNK;
+  static constexpr unsigned SWIZZLED = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
+  Bias x[16][B::block_n];
+
+  __device__ __forceinline__ Bias* at(int row, int chunk) {
+    return &x[row][(chunk ^ static_cast<unsigned>(row) / (8 / SWIZZLED) % SWIZZLED) * CHUNK];
+  }
+};
+// Whether shared memory has room for the bias beside K, V and so many Q; without it elements are read where they are
+// used. 3 KB are left for barriers and items.
+template <class B> constexpr bool bias_fits(int q_stages) {
+  const int rows = B::split_kv * B::block_m, ring = B::split_kv * B::stages * B::block_n * (B::head_dim + B::d_v) * 2;
+  const int bias = rows * B::block_n * int(sizeof(Bias)), partial = (B::split_kv > 1) * rows * (B::d_v + 8) * 4;
+  return q_stages * B::block_m * B::head_dim * 2 + ring + bias + partial <= 224 * 1024;
+}
+template <class B> constexpr bool bias_has_room = B::use_bias != 0 && bias_fits<B>(1);
+
 // The stages of a slice's tiles. Full: the tile has landed. Empty: all who read it have done so.
 template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
   alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
   alignas(1024) Input V[B::stages][V_ELEMENTS];                // [BLOCK_N][D]
   uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
   std::conditional_t<B::use_lengths, uint64_t, Nothing> last_landed;  // V of a tile in which a sequence ends
+  std::conditional_t<bias_has_room<B>, BiasTile<B>[B::group_warps], Nothing> bias;  // of the slice's warps
   __device__ __forceinline__ uint64_t* landed_last() { return reinterpret_cast<uint64_t*>(&last_landed); }
   __device__ __forceinline__ void init_full(int v_arrivals) {
     for (int n = 0; n < B::stages; n++) mbarrier_init(&k_full[n], 1), mbarrier_init(&v_full[n], v_arrivals);
@@ -2450,6 +2494,70 @@ __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& 
   return {min((seen.begin - first_key) / B::round_keys, end - 1), end};
 }
 
+// Adds the bias to the rows of a warp. That of the next tile comes to shared memory while this one is computed.
+template <class B, bool = bias_has_room<B>> struct BiasOfWarp : BiasInMemory<B> {
+  __device__ explicit BiasOfWarp(TileRing<B>&) {}
+  __device__ void start() {}
+};
+template <class B> struct BiasOfWarp<B, true> {
+  using Tile = BiasTile<B>;
+  Tile& tile;
+  int ready = -1;  // the first key of the tile that is there or on its way
+
+  __device__ explicit BiasOfWarp(TileRing<B>& ring)
+      : tile(ring.bias[(threadIdx.x - B::producer_threads) / 32 % B::group_warps]) {}
+  __device__ __forceinline__ void start() { ready = -1; }
+  // Copies the bias of rows [row, row + 16) of the tile at key k0: by whole vectors, or one by one at edges.
+  __device__ __forceinline__ void load(const KernelArgs& a, const Item<B>& item, int keys, int q0, int row, int k0) {
+    const int first = first_biased_key(a.p, keys), column = k0 - first;
+    const int64_t elements = a.p.bias_strides.batch | a.p.bias_strides.head | a.p.bias_strides.row | column;
+    const bool is_aligned = (elements * sizeof(Bias) | reinterpret_cast<uintptr_t>(a.p.bias)) % 16 == 0;
+    const int lane = int(thread_index_anew() % 32);
+    cp_async_wait_group<0>();  // of a tile that nobody wanted
+    __syncwarp();              // hazard: the tile before read by all lanes
+    if (is_aligned && column >= 0 && k0 + B::block_n <= keys) {
+      // LANES of them take a row; those that are left over take none.
+      constexpr int LANES = Tile::CHUNKS < 32 ? Tile::CHUNKS : 32, ROWS = 32 / LANES;
+      const int chunk = lane % LANES, q = q0 + row + lane / LANES, queries = item.query_count(a.p);
+      const Bias* from = bias_row<B>(a, item, 0, 0) + q * a.p.bias_strides.row + column + chunk * Tile::CHUNK;
+      SDPA_UNROLL for (int n = 0; n < ceil_div(16, ROWS); n++, from += ROWS * a.p.bias_strides.row) {
+        const int r = lane / LANES + ROWS * n;
+        if (LANES * ROWS == 32 || (lane < LANES * ROWS && r < 16)) {
+          if (B::pack_gqa) from = bias_row<B>(a, item, q0, row + r) + column + chunk * Tile::CHUNK;  // of any head
+          cp_async<16>(tile.at(r, chunk), from, B::pack_gqa || uint32_t(q + ROWS * n) < uint32_t(queries));
+        }
+      }
+    } else {
+#pragma unroll 1
+      for (int i = lane; i < 16 * B::block_n; i += 32) {
+        const int r = i / B::block_n, at = i % B::block_n, k = column + at;
+        const bool has_bias = k >= 0 && k < keys - first;
+        st_shared(tile.at(r, at / Tile::CHUNK) + at % Tile::CHUNK,
+                  has_bias ? ld_global_nc<Bias>(bias_row<B>(a, item, q0, row + r) + k) : no_bias());
+      }
+    }
+    cp_async_commit_group();
+    ready = k0;
+  }
+  template <class View>
+  __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
+    const int row = S.row(0) / 16 * 16, next = k0 - B::round_keys;
+    if (ready != k0) load(a, item, keys, q0, row, k0);
+    cp_async_wait_group<0>();
+    __syncwarp();  // hazard: the tile copied by all lanes
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      uint32_t pairs[View::COLS / 2];
+      SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) {
+        const Bias* const at = tile.at(S.row(i) - row, S.col(j) / Tile::CHUNK) + S.col(j) % Tile::CHUNK;
+        pairs[j / 2] = ld_shared<BiasPair>(at);
+      }
+      hold(pairs);  // or nvcc reads element by element
+      SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) add_pair(S.x[i][j], S.x[i][j + 1], pairs[j / 2], a);
+    }
+    if (next >= 0 && next + B::block_n > first_biased_key(a.p, keys)) load(a, item, keys, q0, row, next);
+  }
+};
+
 // The 64 rows of a warpgroup over its slice of the keys, in registers.
 template <class B> struct WgmmaRows {
   using Scores = WgmmaAccumulator<B::block_n>;
@@ -2464,24 +2572,26 @@ template <class B> struct WgmmaRows {
   ItemScale<B> scale_log2;   // of the item
   const Item<B>* item = nullptr;  // in shared memory
   typename Item<B>::HeldMask mask;  // of the item
+  BiasOfWarp<B> bias;
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the stale maximum.
   int stale_from = 0;
   uint32_t stale_keys = 0;
 
-  __device__ explicit WgmmaRows(const KernelArgs& a_) : a(a_), scale_log2(a_), mask(Item<B>{}.mask(a_)) {}
+  __device__ WgmmaRows(const KernelArgs& a_, TileRing<B>& ring)
+      : a(a_), scale_log2(a_), mask(Item<B>{}.mask(a_)), bias(ring) {}
 
   __device__ __forceinline__ void start() {
-    accumulates = false, stale_keys = 0;
+    accumulates = false, stale_keys = 0, bias.start();
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
   }
   __device__ __forceinline__ bool has_mask() const { return !mask.tiles.cover(q, k0); }
   // Without a mask a score of the item's first tile becomes the stale maximum. That of more columns lasts longer.
   __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
-    if (!B::use_lazy_max || has_mask()) return;
+    if (!B::use_lazy_max || has_mask() || has_bias<B>(a, mask, k0)) return;
     constexpr int columns = B::is_e4m3 ? Scores::COLS : B::input == DType::bf16 || Scores::COLS < 16 ? 4 : 16;
     float alpha[ROWS];
     softmax_max<B, Scores, columns>(S, scale_log2, m, alpha);
-    m[0] = capped<B>(m[0], a), m[1] = capped<B>(m[1], a);
+    m[0] = logit<B>(m[0], a), m[1] = logit<B>(m[1], a);
     keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * largest(scale_log2) <= shift_limit);
   }
   // From now on tiles without mask may take m as the stale maximum, if it will do for all rows of the warp.
@@ -2494,14 +2604,31 @@ template <class B> struct WgmmaRows {
   __device__ __forceinline__ bool may_take_stale_max() const {
     return B::use_lazy_max && uint32_t(k0 - stale_from) < stale_keys;
   }
-  // P in the place of S, and l. The caller multiplies O by alpha.
-  __device__ __forceinline__ void softmax_by_exact_max(Scores& S, float (&alpha)[ROWS]) {
-    cap_scores<B>(S, a);
-    if (has_mask()) {  // rows and columns are asked for no earlier, since they take registers
-      const uint32_t tid = B::pack_gqa ? thread_index_anew() - B::producer_threads : thread_index_anew() % 128;
-      S.first_row = tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
-      mask_scores<B>(S, a, *item, mask, q, k0);
+  // Rows and columns are asked for no earlier than they are needed, since they take registers.
+  static __device__ __forceinline__ void locate(Scores& S) {
+    const uint32_t tid = B::pack_gqa ? thread_index_anew() - B::producer_threads : thread_index_anew() % 128;
+    S.first_row = tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
+  }
+  // Adds the bias of this tile, if it has one.
+  __device__ __forceinline__ bool add_bias(Scores& S) {
+    if (!has_bias<B>(a, mask, k0)) return false;
+    locate(S);
+    if constexpr (B::use_bias != 0) bias.add(S, a, *item, mask.keys.Sk, q, k0);
+    return true;
+  }
+  // Caps the columns [first, last) for a softmax by the stale maximum; at the first ones with a bias all are finished.
+  // True if the scores are logits then.
+  __device__ __forceinline__ bool finish_for_stale_max(Scores& S, int first, int last) {
+    if (B::use_bias == 0) return cap_scores<B>(S, a, first, last), false;
+    return first == 0 && (cap_scores<B>(S, a), add_bias(S));
+  }
+  // P in the place of S, and l. The caller multiplies O by alpha. are_logits: S is capped, with the bias.
+  __device__ __forceinline__ void softmax_by_exact_max(Scores& S, float (&alpha)[ROWS], bool are_logits = false) {
+    if (!are_logits) {
+      cap_scores<B>(S, a);
+      if (!add_bias(S)) scale_scores<B>(S, a);
     }
+    if (has_mask()) locate(S), mask_scores<B>(S, a, mask, q, k0);
     softmax_max<B>(S, scale_log2, m, alpha);
     keep_max(softmax_sum<B>(S, scale_log2, m, alpha, l));
   }
@@ -2538,7 +2665,7 @@ template <class B, class Shared> struct WgmmaConsumer {
         Q(wgmma_descriptor(uniform(shared_address(s.queries(0, row_group))), 16, PANEL_ATOM<B::head_dim>)),
         K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B::head_dim>)),
         V(wgmma_descriptor(uniform(shared_address(s.slice[slice].V[0])), v_leading_bytes, v_stride_bytes)),
-        rows(a_) {}
+        rows(a_, s_.slice[slice]) {}
 
   __device__ __forceinline__ const WgmmaItem<B>& item() const { return s.item[q_ring.stage]; }
   // For each item: begin(), compute(turns) if this warpgroup has rows of it, end().
@@ -2699,7 +2826,8 @@ __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePart
 
 template <class B> struct WgmmaShared {
   // Q of the next item is loaded while an item is computed, if there is room.
-  static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta && B::head_dim <= 128 ? 2 : 1;
+  static constexpr bool FITS_TWICE = B::head_dim <= 128 && (!bias_has_room<B> || bias_fits<B>(2));
+  static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta && FITS_TWICE ? 2 : 1;
   alignas(1024) Input Q[Q_STAGES][ROW_GROUPS][64 * B::head_dim];  // [64][D] each; afterwards O on its way out
   TileRing<B> slice[B::split_kv];
   SlicePartials<B> partial;
@@ -2830,11 +2958,17 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   }
   // The scores in the place of P, for which the stale maximum was too small: by their logarithm, or multiplied again
   // where a P may have overflowed. From m and an argument, since m_log2 or the scale kept for it slows exp() down.
-  __device__ __forceinline__ void take_scores_back(Scores& P, const StaleSoftmax<B, 2>& softmax) const {
+  __device__ __forceinline__ void take_scores_back(Scores& P, const StaleSoftmax<B, 2>& softmax, bool& are_logits) const {
     const bool fits = softmax.sum[0] + softmax.sum[1] < 0x1p120f;
-    if (B::use_softcap != 0 || B::use_bias == 1 || !__all_sync(0xffffffffu, fits)) return multiply_qk_again(P);
+    const bool scaled = B::use_bias == 1 && are_logits;
+    if ((B::use_softcap != 0 && !scaled) || !__all_sync(0xffffffffu, fits)) {
+      are_logits = false;
+      return multiply_qk_again(P);
+    }
+    const float step = scaled ? ln2 : a.inverse_scale_log2, of_m = scaled ? 1 : a.inverse_logit_scale;
     SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) {
-      P.x.d[i] = fmaf(lg2_approx_ftz(P.x.d[i]), a.inverse_scale_log2, rows.m[i / 2 % 2]);
+      const float m = B::use_bias == 1 ? rows.m[i / 2 % 2] * of_m : rows.m[i / 2 % 2];
+      P.x.d[i] = fmaf(lg2_approx_ftz(P.x.d[i]), step, m);
     }
   }
   // Rounds P, and holds it before the fence. Otherwise nvcc rounds a part after it, ptxas splits P @ V into two
@@ -2847,34 +2981,35 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   __device__ __forceinline__ void attend(Scores& S, Probabilities& P, const End& end_last_pv) {
     const bool stale = rows.may_take_stale_max();
     bool done = false;
-    StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2);
-    if (stale) cap_scores<B>(S, a, 0, FIRST), softmax.exp(S, 0, FIRST);
+    bool are_logits = stale && rows.finish_for_stale_max(S, 0, FIRST);
+    StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2, are_logits);
+    if (stale) softmax.exp(S, 0, FIRST);
     end_last_pv();
     if (stale) {
-      cap_scores<B>(S, a, FIRST);
+      rows.finish_for_stale_max(S, FIRST, S.COLS);
       softmax.exp(S, FIRST, S.COLS);
       pack_all(P, S);
       done = softmax.add_to(rows.l);
-      if (!done) take_scores_back(S, softmax);
+      if (!done) take_scores_back(S, softmax, are_logits);
     }
     float alpha[2];  // three conditions: under one, nvcc puts P into the registers of S
-    if (!done) rows.softmax_by_exact_max(S, alpha);
+    if (!done) rows.softmax_by_exact_max(S, alpha, are_logits);
     if (!done && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(rows.O, alpha);
     if (!done) pack_all(P, S);
   }
   // The wait stands at the end: all of the softmax goes on beside the P @ V before.
   template <class End>
   __device__ __forceinline__ void attend_beside_pv(Scores& S, Probabilities& P, const End& end_last_pv) {
-    bool stale = false;
+    bool stale = false, are_logits = false;
     float alpha[2];
     if (rows.may_take_stale_max()) {
-      StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2);
-      cap_scores<B>(S, a);
+      are_logits = rows.finish_for_stale_max(S, 0, S.COLS);
+      StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2, are_logits);
       softmax.exp(S, 0, S.COLS);
       stale = softmax.add_to(rows.l);
-      if (!stale) take_scores_back(S, softmax);
+      if (!stale) take_scores_back(S, softmax, are_logits);
     }
-    if (!stale) rows.softmax_by_exact_max(S, alpha);
+    if (!stale) rows.softmax_by_exact_max(S, alpha, are_logits);
     end_last_pv();
     if (!stale && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(rows.O, alpha);
     pack_all(P, S);
@@ -3675,9 +3810,8 @@ template <class B> struct WgmmaColumns {
       mbarrier_wait(&mine().v_full[ring.stage], ring.parity);
       clear_rows_of_v<B>(mine().V[ring.stage], item.keys_in_tile(k0), threadIdx.x % 128, 128);  // write_p() fences
     }
-    cap_scores<B>(S, a);
     const Mask& mask = item.mask(a);
-    if (!mask.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item, mask, item.q0, k0 + S.first_col());
+    finish_scores<B>(S, a, item, mask, item.q0, k0 + S.first_col(), is_plain<B>(a, mask, item.q0, k0));
     float sum[ROWS];
     softmax<FIRST>(S, O, sum);
     Sums later;
@@ -4032,7 +4166,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
     __syncwarp();  // hazard: S written by the other lanes
     load_scores(S, reinterpret_cast<const WmmaScore<B>*>(s.P), SCORE_STRIDE<B>);
     if (B::qk_in_fp16) __syncwarp();  // hazard: S read by the lanes in whose place P comes
-    finish_scores<B>(S, a, item, t.mask, item.q0, k0, t.mask.tiles.cover(item.q0, k0));
+    finish_scores<B>(S, a, item, t.mask, item.q0, k0, is_plain<B>(a, t.mask, item.q0, k0));
     float alpha[ScalarOutput<B>::ROWS];
     softmax.step(s, S, scale_log2, alpha);
     sums.multiply(O, alpha, s, first_row, s.V[stage]);
@@ -4143,18 +4277,15 @@ template <> struct VectorCopy<false, true> {
 
 // ---- 5f softcap ----
 
-// USE_SOFTCAP: tanh(x * cap_scale), of which the exact form is 1 - 2 / (1 + e^2t). USE_BIAS=1: the logit, to which a
-// bias is added.
+// USE_SOFTCAP: tanh(x * cap_scale), of which the exact form is 1 - 2 / (1 + e^2t).
 template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a) {
-  if (B::use_softcap != 0 && a.cap_scale != 0) {
-    x = B::use_softcap == 1 ? tanh_approx(x * a.cap_scale)
-                            : 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(x * a.cap_scale * 2.88539008f));  // 2 * log2(e)
-  }
-  return B::use_bias == 1 ? x * a.logit_scale : x;
+  if (B::use_softcap == 0 || a.cap_scale == 0) return x;
+  if (B::use_softcap == 1) return tanh_approx(x * a.cap_scale);
+  return 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(x * a.cap_scale * 2.88539008f));  // 2 * log2(e)
 }
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int first, int last) {
-  if constexpr (B::use_softcap != 0 || B::use_bias == 1) {
+  if constexpr (B::use_softcap != 0) {
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       SDPA_UNROLL for (int j = first; j < last; j++) S.x[i][j] = capped<B>(S.x[i][j], a);
     }
@@ -4165,28 +4296,47 @@ __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int fir
 
 // The bias has a row of elements for each query of a sequence, contiguous along its last bias_keys keys, at strides
 // that may be 0; keys before these have none. USE_BIAS=1: what is added to a logit, of the type of Q; -inf hides the
-// key. USE_BIAS=2: bytes, 0 hides the key. q0, k0: the first query and key of the tile; keys: the sequence's.
-template <class B, class View>
-__device__ __forceinline__ void add_bias(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
+// key. USE_BIAS=2: bytes, 0 hides the key. Of rows that have no query, or no head, any will do.
+template <class B> __device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r) {
   const SdpaParams& p = a.p;
-  if (!p.bias) return;
-  const int first = first_biased_key(p, keys), col = k0 - first + S.col(0), cols = keys - first;
-  const auto add = [](float& x, Bias bias) {
-    if (B::use_bias == 1) x += to_float(bias);
-    else if (bias == 0) x = -INFINITY;
-  };
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    // Of rows that have no query, or no head, any will do.
-    const int q = min(max(query_of<B>(a, q0, S.row(i)), 0), item.query_count(p) - 1);
-    const int h = min(item.h + (B::pack_gqa ? int(a.item_queries.divide(uint32_t(S.row(i)))) : 0), p.Hq - 1);
-    const Bias* const row = static_cast<const Bias*>(p.bias) + item.b * p.bias_strides.batch +
-                            h * p.bias_strides.head + q * p.bias_strides.row + col;
-    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-      const int at = S.col(j) - S.col(0);
-      if (uint32_t(col + at) < uint32_t(cols)) add(S.x[i][j], ld_global_nc<Bias>(row + at));
+  const int q = min(max(query_of<B>(a, q0, r), 0), item.query_count(p) - 1);
+  const int h = min(item.h + (B::pack_gqa ? int(a.item_queries.divide(uint32_t(r))) : 0), p.Hq - 1);
+  return static_cast<const Bias*>(p.bias) + item.b * p.bias_strides.batch + h * p.bias_strides.head +
+         q * p.bias_strides.row;
+}
+__device__ __forceinline__ float with_bias(float x, uint8_t seen, float) { return seen ? x : -INFINITY; }
+template <class E> __device__ __forceinline__ float with_bias(float x, E bias, float logit_scale) {
+  return fmaf(x, logit_scale, to_float(bias));
+}
+__device__ __forceinline__ Bias no_bias() { return rounded<Bias>(Build::use_bias == 2); }
+// Adds two neighbours, of which the first is in the low bits.
+__device__ __forceinline__ void add_pair(float& x, float& y, uint32_t pair, const KernelArgs& a) {
+  Bias bias[2];
+  memcpy(bias, &pair, sizeof bias);
+  x = with_bias(x, bias[0], a.logit_scale), y = with_bias(y, bias[1], a.logit_scale);
+}
+template <class B> struct BiasInMemory {
+  template <class View>
+  __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) const {
+    const int first = first_biased_key(a.p, keys), col = k0 - first + S.col(0), cols = keys - first;
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      const Bias* const row = bias_row<B>(a, item, q0, S.row(i)) + col;
+      const bool has_pairs = View::COLS % 2 == 0 && S.col(1) - S.col(0) == 1 && k0 >= first && k0 + B::block_n <= keys;
+      if (has_pairs && reinterpret_cast<uintptr_t>(row) % sizeof(BiasPair) == 0) {
+        SDPA_UNROLL for (int j = 0; j + 1 < View::COLS; j += 2) {
+          add_pair(S.x[i][j], S.x[i][j + 1], ld_global_nc<BiasPair>(row + (S.col(j) - S.col(0))), a);
+        }
+      } else {
+        SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
+          const int at = S.col(j) - S.col(0);
+          const bool has_bias = uint32_t(col + at) < uint32_t(cols);
+          if (has_bias) S.x[i][j] = with_bias(S.x[i][j], ld_global_nc<Bias>(row + at), a.logit_scale);
+          else if (B::use_bias == 1) S.x[i][j] *= a.logit_scale;
+        }
+      }
     }
   }
-}
+};
 
 // ---- 5f factors of 8-bit tensors, sinks ----
 
@@ -4600,7 +4750,8 @@ template <class B> struct Item<B, true> : PlannedItem {
   __device__ bool ends_before(int q) const { return q > sequence.Sq; }
   __device__ int keys_in_tile(int k0) const { return min(max(sequence.Sk - k0, 0), B::block_n); }
   __device__ Mask mask(const KernelArgs& a) const {
-    return {a.p, B::pack_gqa ? queries_of_item<B>(a) : mask_rows<B>, B::block_n, sequence.Sq, sequence.Sk};
+    const KeyBounds bounds(a.p, sequence.Sq, sequence.Sk);
+    return {{bounds, B::pack_gqa ? queries_of_item<B>(a) : mask_rows<B>, B::block_n}, bounds};
   }
   __device__ KeyRange keys_of_cta(const KernelArgs&, const Mask&) const { return {first_tile_key<B>(keys), keys.end}; }
   __device__ uint32_t range_count(const KernelArgs&) const { return ranges; }
@@ -5187,7 +5338,9 @@ template <class B> void set_scales(KernelArgs& a) {
   if (B::use_softcap != 0 && a.p.softcap != 0) {
     a.cap_scale = std::fmax(a.scale_log2 * ln2 / a.p.softcap, 1.2e-38f), a.scale_log2 = a.p.softcap / ln2;
   }
-  if (B::use_bias == 1) a.logit_scale = a.scale_log2 * ln2, a.scale_log2 = 1 / ln2, a.inverse_scale_log2 = ln2;
+  a.scores_log2 = a.scale_log2;
+  if (B::use_bias != 1) return;
+  a.logit_scale = a.scale_log2 * ln2, a.inverse_logit_scale = 1 / a.logit_scale, a.scale_log2 = 1 / ln2;
 }
 
 template <class B> Grid grid_of(const SdpaParams& p, const Items& items) {
