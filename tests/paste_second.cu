@@ -1,5 +1,5 @@
 // The marked region of sdpa.cu on its own (test_paste.py cuts it out into pasted_region.cuh), with other knobs than
-// README's example, in the same program.
+// the example of docs/USING.md, in the same program.
 #define SDPA_NAMESPACE attention128
 #define HEAD_DIM 128
 #define DTYPE BF16

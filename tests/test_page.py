@@ -1,6 +1,8 @@
 """README.md and docs/: their figures are those of results/, their links lead somewhere, their commands work word for word."""
+import csv
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -16,11 +18,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 import builds  # noqa: E402
-from report_rows import newest  # noqa: E402
+from report_rows import OURS, fastest, newest  # noqa: E402
 from test_report import CHROMIUM, HARNESS  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README, USING, NUMBERS = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/USING.md", "docs/NUMBERS.md"))
 NAMES = re.findall(r"^(\w+)", (ROOT / "configs.txt").read_text(encoding="utf-8"), re.M)
 KNOBS = re.findall(r"^  X\((\w+),", (ROOT / "sdpa.cu").read_text(encoding="utf-8"), re.M)
 
@@ -70,12 +72,17 @@ def test_pages_are_those_of_results(tmp_path):
 
 
 def test_figures_written_by_hand():
-    """README's output and verdicts have their rows."""
+    """README's first sentence and verdicts and USING's output have their rows."""
     found = newest(ROOT / "results")
-    shape = re.search(r"\n(\w+), D=64 fp16, base ", README)[1]
+    problems = [at for at in fastest(found["peers"][-1]).values() if at[OURS][1]["shape"] != "small"]
+    gains = [min(us for name, (us, _) in at.items() if name != OURS) / at[OURS][0] for at in problems]
+    said = re.search(r"is\s([\d.]+) to ([\d.]+) times as fast as the best of .* on \[(\d+) problems\].*\s([\d.]+) times in\sthe geometric",
+                     README.partition("<img")[0], re.S)
+    assert said.groups() == (f"{min(gains):.2f}", f"{max(gains):.2f}", f"{len(gains)}", f"{math.prod(gains) ** (1 / len(gains)):.2f}")
+    shape = re.search(r"\n(\w+), D=64 fp16, base ", USING)[1]
     rows = {row["config"]: row for row in found["lines"][0].rows if row["shape"] == shape}
     base, = (float(row["graph_us"]) for name, row in rows.items() if name == NAMES[0])
-    shown = re.findall(r"^(\w+) +PASS +([\d.]+) +([\d.]+) +[\d.]+% +([\d.]+)x", README, re.M)
+    shown = re.findall(r"^(\w+) +PASS +([\d.]+) +([\d.]+) +[\d.]+% +([\d.]+)x", USING, re.M)
     assert len(shown) >= 5
     for name, us, tflops, gain in shown:
         row = rows[name]
@@ -92,9 +99,24 @@ def test_figures_written_by_hand():
 
 
 def test_every_line_is_explained():
-    results = re.search(r"<!-- results:begin.*?<!-- results:end -->", README, re.S)
-    for name in re.findall(r"^\| [^|]*\d fp16[^|]* \| (\w+) \|", results[0], re.M):
-        assert f"`{name}`" in README[results.end():], f"{name} wins a problem, and README does not say what it is"
+    before, table = re.search(r"^(.*)<!-- peers:begin(.*?)<!-- peers:end -->", NUMBERS, re.S).groups()
+    winners = re.findall(r"^\| [^|]*\d [bf]+p?16[^|]* \| (\w+) \|", table, re.M)
+    assert len(winners) >= 26
+    for name in winners:
+        assert f"`{name}`" in before, f"{name} wins a problem, and NUMBERS does not say what it is"
+
+
+def test_every_problem_has_a_name():
+    """README's table of eight, of which each was measured, and its picture."""
+    rows = re.findall(r"^\| (\w[^|]*) \| (\d[^|]*) \| [\d.]+ \| \d+ \| \d+% \|", README, re.M)
+    assert len(rows) == 8
+    named = [name for name, _ in rows]
+    assert [text for text in texts(ROOT / "results/peers/peers.svg") if text in named] == named
+    for name, what in rows:
+        assert ("causal" in name) == ("causal" in what) and re.search(r"D=(\d+)", name)[1] == what.split()[0].split(",")[-1]
+
+
+def test_every_step_has_a_sentence():
     ladder = (ROOT / "docs/LADDER.md").read_text(encoding="utf-8")
     for name in NAMES:
         row = re.search(rf"^\| {name} \|(?:[^|\n]*\|){{3}} ([^|\n]*) \|$", ladder, re.M)
@@ -102,7 +124,7 @@ def test_every_line_is_explained():
 
 
 def test_links_and_lengths():
-    most = {"README.md": 170, "HOPPER.md": 250, "LADDER.md": 250, "READING.md": 34}
+    most = {"README.md": 150, "HOPPER.md": 250, "LADDER.md": 250, "READING.md": 34}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         assert text.count("\n") <= most.get(page.name, 1000), page.name
@@ -184,8 +206,8 @@ def make_sample(tmp_path):
     (tmp_path / "configs.txt").write_text("scalar_minimal\nwmma_all\nmma_split2\nmma_split4 : mma_split2 SPLIT_KV=4\n",
                                           encoding="utf-8")
     (tmp_path / "docs").mkdir()
-    old = "| mma_split4 |  |  |  | by hand |\n"
-    sections = {"README.md": ["results"], "docs/LADDER.md": ["ladder", "ablation"], "docs/HOPPER.md": ["wgmma", "rested", "decode", "e4m3", "accuracy"]}
+    old = "| mma_split4 |  |  |  | by hand |\n| Named | 1,8,8,512,512,64 fp16 |\n| Unmeasured | 9,9,9,9,9,64 fp16 |\n| nowhere |  |  |  | by hand too |\n"
+    sections = {"README.md": ["results", "story"], "docs/NUMBERS.md": ["peers"], "docs/LADDER.md": ["ladder", "ablation"], "docs/HOPPER.md": ["wgmma", "rested", "decode", "e4m3", "accuracy"]}
     for name, parts in sections.items():
         (tmp_path / name).write_text("".join(f"before {p}\n<!-- {p}:begin -->\nold\n{old}"
                                              f"<!-- {p}:end -->\nafter {p}\n" for p in parts), encoding="utf-8")
@@ -204,6 +226,14 @@ def test_sample(sample):
     (lines / f"{name}.csv").rename(lines / f"{name}-10.csv")
     for other in (f"{name}-2", name, "2026-01-01-Sample-GPU-11"):
         spoil(lines / f"{name}-10.csv", lines / f"{other}.csv", "scalar_minimal,", "not_the_newest,")
+    with open(lines / f"{name}-10.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    with open(lines / f"{name}-10.csv", "w", newline="", encoding="utf-8") as file:
+        out = csv.DictWriter(file, [*rows[0], "peak_share", "bound"])
+        out.writeheader()
+        for row in rows:  # of a peak of 400 TFLOP/s, in e4m3 of 800
+            out.writerow({**row, "bound": "matrix", "peak_share": f"{float(row['tflops']) / 400:.3f}" if row["tflops"] else ""})
+        out.writerow({**rows[0], "config": "e4m3", "dtype": "e4m3", "tflops": "640", "peak_share": "0.8", "bound": "matrix"})
     spoil(results / f"peers/{name}.csv", results / "peers/2026-01-03-Other-GPU.csv", "Sample GPU", "Other GPU")
     spoil(results / f"peers/{name}.csv", results / "peers/2026-01-03-Sample-GPU-more.csv", "mma_split4,", "not_the_newest,")
     spoil(results / f"ablation/{name}-wmma_all.csv", results / "ablation/2026-01-01-Sample-GPU-wmma_all.csv", "__STAGES", "__OLDER")
@@ -212,10 +242,24 @@ def test_sample(sample):
     assert done.returncode == 0, done.stderr
     readme = (sample / "README.md").read_text(encoding="utf-8")
     ladder = (sample / "docs/LADDER.md").read_text(encoding="utf-8")
-    for line in ("| mission: 1,8,8,512,512,64 fp16 | mma_split4 | 6.36 | 84 | 9.07 | 9.91 | 1.42x |", "before results",
-                 "| mission2: 2,8,8,512,512,64 fp16 | mma_split2_8warps | 8.18 | 131 | 9.30 | 12.7 | 1.14x |", "after results",
+    numbers = (sample / "docs/NUMBERS.md").read_text(encoding="utf-8")
+    for line in ("before results", "| Named | 1,8,8,512,512,64 fp16 | 6.36 | 84 | 21% | 9.07 | 9.91 | 1.42x |",
+                 "| Unmeasured | 9,9,9,9,9,64 fp16 |  |  |  |  |  |  |", "The peak is 400 TFLOP/s. ", "after results",
+                 "| mma_split4 | 6.34 | 1.0x | 85 | by hand |", "| nowhere |  |  |  | by hand too |",
                  "Sample GPU, driver 1.2.3, CUDA 13.0, commit "):
-        assert line in readme
+        assert line in readme, line
+    for line in ("| mission: 1,8,8,512,512,64 fp16 | mma_split4 | 6.36 | 84 | 21% | 9.07 | 9.91 | 1.42x |", "before peers",
+                 "| mission2: 2,8,8,512,512,64 fp16 | mma_split2_8warps | 8.18 | 131 | 33% | 9.30 | 12.7 | 1.14x |", "after peers"):
+        assert line in numbers, line
+    # A run without a problem that README names leaves its rows, and the picture has all problems.
+    spoil(results / f"peers/{name}.csv", results / "peers/2026-01-04-Sample-GPU.csv", "^.*,mission,.*\n", "")
+    copied = draw(sample)
+    assert copied.returncode == 0, copied.stderr
+    assert "| Named | 1,8,8,512,512,64 fp16 |\n" in (sample / "README.md").read_text(encoding="utf-8")
+    assert "2,8,8,512,512,64" in texts(results / "peers/peers.svg")
+    (results / "peers/2026-01-04-Sample-GPU.csv").unlink()
+    assert draw(sample).returncode == 0
+    assert {"Named", "sdpa"} <= set(texts(results / "peers/peers.svg")) and "Named" not in texts(results / "peers/all.svg")
     for line in ("| scalar_minimal |  | 88.0 | 799 |  |", "| mma_split4 | mma_split2: ", "| 37.7 (0.80x) | by hand |",
                  "| wmma_all | 14.8 |  | 88.9 |  |",
                  "| USE_WARP_SPECIALIZATION=0 SYNC_POLICY=2 | 31.4 | +113% | 144 | +62% |",
@@ -223,7 +267,7 @@ def test_sample(sample):
         assert line in ladder, line
     hopper = (sample / "docs/HOPPER.md").read_text(encoding="utf-8")
     assert "| 1,8,8,512,512,64 fp16 | 84 |" in hopper and "None on this GPU yet: `tools/peers.py --rested " in hopper
-    assert not re.search("not_the_newest|Other GPU|OLDER|old", readme + ladder)
+    assert not re.search("not_the_newest|Other GPU|OLDER|old", readme + numbers + ladder)
     assert not (results / "ablation/gone.svg").exists()
     bars = texts(results / "ladder/scalar-long.svg")
     assert "799" in bars and not any("racy" in bar for bar in bars)
@@ -321,24 +365,27 @@ def test_refusals(sample):
 
 # ---- commands, word for word ----
 
+ONE = "scalar_vec8"  # the line that these commands check
+
+
 def commands():
-    """Every command line of README's sh blocks."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", README, re.M | re.S)
+    """Every command line of the sh blocks of README and of how to run and to paste in USING."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", README + re.search(r"^## Run it.*?^## C and", USING, re.M | re.S)[0], re.M | re.S)
     return [re.sub(r"\s+# .*", "", line) for block in blocks for line in block.splitlines()]
 
 
 def needs_time_or_gpu(command):
     """Commands that time something, or take minutes on the CPU: their words are checked instead."""
-    words = command.split()
+    words = shlex.split(command)
     slow = words[0] == "./run_all.sh" and ("--shape" in words or words[1:2] in (["ab"], ["ablate"], ["profile"], ["test"]))
-    return slow or words[0].startswith("build/")
+    return slow or words[0].startswith("build/") or "--only" in words and not re.search(words[words.index("--only") + 1], ONE)
 
 
 @pytest.fixture(name="clone", scope="module")
 def make_clone(tmp_path_factory):
     """A copy in which commands leave what they leave; of configs.txt the one line that README checks by itself."""
     folder = copy(tmp_path_factory.mktemp("clone"), ".")
-    (folder / "one.txt").write_text("scalar_vec8 VEC_WIDTH=8 SYNC_POLICY=1\n", encoding="utf-8")
+    (folder / "one.txt").write_text(f"{ONE} VEC_WIDTH=8 SYNC_POLICY=1\n", encoding="utf-8")
     done = sh("./run_all.sh --cpu", folder, SDPA_CONFIGS=str(folder / "one.txt"))
     assert done.returncode == 0, done.stderr
     return folder
@@ -352,6 +399,16 @@ def test_commands_that_need_no_gpu(clone):
         done = sh(command, clone, **with_lines)
         assert done.returncode == 0, command + ":\n" + done.stdout + done.stderr
     assert "namespace wgmma_causal" in (clone / "my_kernel.cu").read_text(encoding="utf-8")
+
+
+def test_the_output_that_readme_shows(clone):
+    """Of its first command, with the lines of configs.txt, but for the last digits of errors and what "..." stands for."""
+    command, shown = re.search(r"^```sh\n(.*?)\n```\n+```\n(.*?)```", README, re.M | re.S).groups()
+    done = sh(command, clone)
+    said = re.sub(r"(0\.000\d)\d*", r"\1", done.stdout + done.stderr).splitlines()
+    assert done.returncode == 0, done.stderr
+    for line in re.sub(r"(0\.000\d)\d*", r"\1", shown).splitlines():
+        assert line == "  ..." or line in said, (line, said)
 
 
 @pytest.mark.long
@@ -396,14 +453,14 @@ def judge_words(words, clone):
             assert re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", help_of(*command)), (command, word)
         elif re.fullmatch(r"[A-Z_]{3,}=\w+", word):
             assert word.split("=")[0] in KNOBS + ["KNOB"], word
-        elif re.fullmatch(r"(?:[\w~.]+:)?(?:scalar|wmma|mma|wgmma|hopper)\w*", word):
-            assert word.split(":")[-1] in NAMES, word
+        elif re.fullmatch(r"(?:[\w~.]+:)?\^?(?:scalar|wmma|mma|wgmma|hopper|ampere)\w*\$?", word):
+            assert word.split(":")[-1].strip("^$") in NAMES, word
         elif word.startswith("torch:"):
             assert word in builds.PACKAGES or word.split(":")[1] in builds.TORCH_BACKENDS
 
 
 def test_words_of_all_other_commands(clone):
-    found = [("README.md", command) for command in commands() if needs_time_or_gpu(command)]
+    found = [("README.md or USING.md", command) for command in commands() if needs_time_or_gpu(command)]
     for page in PAGES:
         text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
         spans = re.findall(r"`((?:\./run_all\.sh|tools/peers\.py|build(?:-cpu)?/sdpa_)[^`]*)`", text)

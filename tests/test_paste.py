@@ -1,6 +1,6 @@
-"""README's example of pasting, word for word, as a program: with its knobs and with those of one line of each family, some of
-which need a workspace; beside it a second build out of the marked region. On the CPU backend it runs, by nvcc it compiles
-and, where there is a GPU, runs.  usage: python3 -m pytest tests/test_paste.py"""
+"""The example of pasting in docs/USING.md, word for word, as a program: with its knobs and with those of one line of each
+family, some of which need a workspace; beside it a second build out of the marked region. On the CPU backend it runs, by
+nvcc it compiles and, where there is a GPU, runs.  usage: python3 -m pytest tests/test_paste.py"""
 import os
 import re
 import subprocess
@@ -13,10 +13,10 @@ sys.path.insert(0, os.path.join(ROOT, "tools"))
 import builds  # noqa: E402
 
 TREE = builds.Tree()
-HEAD, BODY = re.search(r"^## Paste it.*?```cpp\n(.*?#include \"sdpa.cu\"\n)(.*?)```", TREE.read("README.md"),
+HEAD, BODY = re.search(r"^## Paste it.*?```cpp\n(.*?#include \"sdpa.cu\"\n)(.*?)```", TREE.read("docs/USING.md"),
                        re.DOTALL | re.MULTILINE).groups()
 CPU = [os.environ.get("CXX", "g++"), "-march=native", "-ffp-contract=off", "-pthread", "-I" + os.path.join(ROOT, "cpu_backend")]
-FAMILIES = "README scalar_async2 wmma_persistent mma_lazy wgmma_192x128 wgmma_swap32 hopper".split()
+FAMILIES = "USING scalar_async2 wmma_persistent mma_lazy wgmma_192x128 wgmma_swap32 hopper".split()
 PROGRAM = """%s
 #include <vector>
 
@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
     text = TREE.read("sdpa.cu")
     (path / "pasted_region.cuh").write_text(text[text.index("// ==== COPY FROM HERE"):text.index("// ==== COPY TO HERE")])
     for name in FAMILIES:
-        knobs = [] if name == "README" else [word.replace("=", " ") for word in TREE.config_lines()[name].knobs]
+        knobs = [] if name == "USING" else [word.replace("=", " ") for word in TREE.config_lines()[name].knobs]
         head = "\n".join(["#define SDPA_NO_MAIN", *("#define " + knob for knob in knobs), '#include "sdpa.cu"']) if knobs else HEAD
         (path / f"{name}.cu").write_text(PROGRAM % (head, BODY))
     subprocess.run([*CPU, "-O1", "-std=c++17", "-c", os.path.join(ROOT, "cpu_backend", "engine.cpp"), "-o", "engine.o"], cwd=path,

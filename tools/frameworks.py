@@ -33,8 +33,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, restore_flash_attention_impl, sdpa_kernel
 from torch.utils.benchmark import Timer
 
-ROOT = Path(engine.ROOT)
-sys.path.insert(0, str(ROOT / "bindings"))
+sys.path.insert(0, str(Path(engine.ROOT) / "bindings"))
 import pytorch as sdpa  # noqa: E402
 
 PROBLEMS = ("1,8,8,512,512,64 1,8,8,2048,2048,64 4,32,32,4096,4096,64 4,32,32,4096,4096,64c 16,16,16,1024,1024,128 "

@@ -3,7 +3,7 @@
        tests/bugs.py | tools/page.py --bugs
 Redraws what stands between <!-- NAME:begin --> and <!-- NAME:end --> in README.md and docs/, and the pictures of
 results/, from the CSVs there: those that are named, else the newest of each kind by its name. The last column of the
-ladder's tables is written by hand and stays.
+story's and the ladder's tables, and README's names of problems, are written by hand and stay.
   --bugs  redraws instead the table of injected bugs in docs/TESTING.md, from stdin
 exit: 0, 2 bad usage or a file that cannot be read
 """
@@ -59,27 +59,51 @@ def times(at, names):
     return {f"{name}, µs": short(at[name][0]) if name in at else None for name in names}
 
 
-# ---- the sections: the first three return their Markdown and {picture: drawing}, the others a table ----
+# ---- the sections: those with pictures return their Markdown and {picture: drawing}, the others a table ----
 
-def results_section(source):
-    """README's table and picture: the fastest line of each problem beside the peers."""
+def by_hand(path, section, row=r"^\| (\w+) \|(?:[^|\n]*\|){3} ([^|\n]*) \|$"):
+    """The cells of a section's rows that are written by hand and stay: by default the name, and the last of five."""
+    text = (ROOT / path).read_text(encoding="utf-8").partition(f"<!-- {section}:begin")[2]
+    return re.findall(row, text.partition(f"<!-- {section}:end")[0], re.M)
+
+
+def peers_sections(source, main):
+    """The fastest line of each problem beside the peers: of all, and of those that README's table names, which stay."""
     best = {what: at for what, at in fastest(source).items() if at[OURS][1]["shape"] != "small"}
     names = [name for name in PEERS.values() if any(name in at for at in best.values())]
-    cells, drawn = {}, []
+    shares = [(float(row["peak_share"]), row["tflops"]) for row, _ in timed(main)
+              if row.get("bound") == "matrix" and row["dtype"] != "e4m3"]
+    peak = round(max(shares)[1] / max(shares)[0], -1) if shares else None  # the largest share is rounded least
+    titles, cells, bars = {}, {}, {}
     for what, at in best.items():
-        us, row = at[OURS]
-        least = min((at[name][0] for name in names if name in at), default=None)
-        gain = f"{least / us:.2f}x" if least else ""
-        shape = row["shape"] + ": " if row["shape"][:1].isalpha() else ""
-        cells[shape + what, row["config"]] = {"µs": short(us), "TFLOP/s": rate(row), **times(at, names),
-                                              "times as fast": gain}
-        values = {name: row["tflops"] or 0 for name, (_, row) in at.items()}
-        drawn.append((what.replace(" fp16", ""), values, gain))
+        (us, row), others = at[OURS], [at[name][0] for name in names if name in at]
+        gain = f"{min(others) / us:.2f}x" if others else ""
+        titles[what] = (row["shape"] + ": ") * row["shape"][:1].isalpha() + what, row["config"]
+        share = {"of peak": f"{100 * row['tflops'] / peak:.0f}%"} if peak and row["tflops"] else {}
+        cells[what] = {"µs": short(us), "TFLOP/s": rate(row), **share, **times(at, names), "times as fast": gain}
+        bars[what] = {name.replace(OURS, "sdpa"): row["tflops"] or 0 for name, (_, row) in at.items()}, gain
     torch = next((row["note"].partition(";")[0] for row in source.rows if peer(row) and row["note"]), "")
-    words = (f"The peers through {torch}. " if torch else "") + provenance(source)
-    chart = against(drawn, [OURS, *names], "TFLOP/s of the fastest line and of peers on each problem",
-                    "TFLOP/s; right: times the best peer")
-    return pivot(["problem (B,Hq,Hkv,Sq,Sk,D)", OURS], cells) + "\n" + words, {"peers/peers.svg": chart}
+    words = (f"The peak is {peak:,.0f} TFLOP/s. " if peak else "") + f"The peers through {torch}. " * bool(torch)
+    named = by_hand("README.md", "results", r"^\| (\w[^|]*) \| (\d[^|]*) \|")
+    few = pivot(["problem", "B,Hq,Hkv,Sq,Sk,D"], {(name, what): cells.get(what, {}) for name, what in named})
+    whole = picture("peers/all.svg", "TFLOP/s of sdpa and of peers") + "\n" + pivot(
+        ["problem (B,Hq,Hkv,Sq,Sk,D)", OURS], {titles[what]: cells[what] for what in best})
+    every = [(what.replace(" fp16", ""), *bars[what]) for what in best]
+    drawings = {f"peers/{name}.svg": against(rows, ["sdpa", *names], width) for name, rows, width in (
+        ("peers", [(name, *bars[what]) for name, what in named if what in bars] or every, 500), ("all", every, 380))}
+    return {"results": f"{few}\n{words}{provenance(source)}",
+            "peers": f"{whole}\n{words}{provenance(source, '../')}"}, drawings
+
+
+def story_section(source):
+    """README's few lines from the slowest to the fastest at mission, which stay, as do their sentences."""
+    at = {row["config"]: (us, rate(row)) for row, us in timed(source) if row["shape"] == "mission"}
+    rows, first = [], None
+    for name, words in by_hand("README.md", "story"):
+        us, tflops = at.get(name, (None, None))
+        first = first or us
+        rows.append([name, *((short(us), f"{first / us:.1f}x") if us else (None, None)), tflops, words])
+    return table(["line, by time", "#µs", "#speed-up", "#TFLOP/s", "what is new"], rows) + "\n" + provenance(source)
 
 
 def ladder_section(source):
@@ -93,9 +117,7 @@ def ladder_section(source):
     us = collections.defaultdict(dict)
     for row, t in timed(source):
         us[row["config"]][row["shape"]] = t
-    page = (ROOT / "docs/LADDER.md").read_text(encoding="utf-8")
-    ladder = page.partition("<!-- ladder:begin")[2].partition("<!-- ladder:end")[0]
-    sentences = dict(re.findall(r"^\| (\w+) \|(?:[^|\n]*\|){3} ([^|\n]*) \|$", ladder, re.M))
+    sentences = dict(by_hand("docs/LADDER.md", "ladder"))
     text, drawings, base = [], {}, bases(source)
     for family, lines in families.items():
         pictures, rows = "", []
@@ -103,8 +125,7 @@ def ladder_section(source):
             rungs = [(name, us[base.get(name)].get(shape), us[name][shape]) for name in lines if shape in us[name]]
             if len(rungs) > 1:
                 name = f"ladder/{re.sub('[^a-zA-Z0-9]+', '-', family)}-{shape}.svg"
-                words = f"Steps of the {family} lines at {shape}"
-                drawings[name] = steps(rungs, words)
+                drawings[name] = steps(rungs, words := f"Steps of the {family} lines at {shape}")
                 pictures += picture(name, words)
         for name in lines:
             at, before, step = us[name], us[base.get(name)], None
@@ -139,32 +160,28 @@ def ablation_section(sources):
         drawings[f"ablation/{full}.svg"] = drawing
         rows = [[full, *(cell for t in whole.values() for cell in (short(t), None))]]
         for change, us in changes.items():
-            rows.append([change])
-            for shape, t in whole.items():
-                rows[-1] += [short(us[shape]), f"{100 * (us[shape] / t - 1):+.0f}%"] if shape in us else [None, None]
+            rows.append([change, *(cell for shape, t in whole.items() for cell in (
+                (short(us[shape]), f"{100 * (us[shape] / t - 1):+.0f}%") if shape in us else (None, None)))])
         headers = ["taken back", *(h for shape in whole for h in (f"#{shape} µs", "#costs"))]
-        words = f"What each knob of {full} is worth"
-        text += [f"### {full}\n", picture(f"ablation/{full}.svg", words, 480), table(headers, rows)]
+        drawn_as = picture(f"ablation/{full}.svg", f"What each knob of {full} is worth", 480)
         refused = {taken_back(row, full): row["note"] or f"{row['status']} {row['check']}" for row in source.rows}
-        text += [f"`{change}` is not legal alone: {why.strip()}\n" for change, why in refused.items()
-                 if change and change not in changes]
-        text.append(provenance(source, "../"))
+        text += [f"### {full}\n", drawn_as, table(headers, rows),
+                 *(f"`{change}` is not legal alone: {why.strip()}\n" for change, why in refused.items()
+                   if change and change not in changes), provenance(source, "../")]
     return "\n".join(text), drawings
 
 
 def draw_ablation(name):
     """The picture of one CSV of results/ablation/, for `ablate --svg`."""
-    _, drawings = ablation_section([read(ROOT / name, ["ablation"])])
-    for picture_name, drawing in drawings.items():
+    for picture_name, drawing in ablation_section([read(ROOT / name, ["ablation"])])[1].items():
         write(ROOT / "results" / picture_name, drawing)
 
 
 def wgmma_section(source):
     """TFLOP/s of every wgmma line at the peers' problems: a row a problem, a table per head size."""
     tables = collections.defaultdict(lambda: collections.defaultdict(dict))
-    for row, _ in timed(source):
-        if not peer(row):
-            tables[row["D"]][problem(row),][row["config"]] = rate(row)
+    for row in (row for row, _ in timed(source) if not peer(row)):
+        tables[row["D"]][problem(row),][row["config"]] = rate(row)
     return "\n".join(pivot(["TFLOP/s"], cells) for cells in tables.values())
 
 
@@ -176,7 +193,7 @@ def rates_section(source):
         cells[what, ours["config"]] = {"TFLOP/s": rate(ours), **{name: rate(row) for name, (_, row) in at.items()}}
         if source.kind == "e4m3":
             peer_error = at["cuDNN"][1]["rel_rms"] if "cuDNN" in at else None
-            cells[what, ours["config"]].update({"rel_rms": ours["rel_rms"], "cuDNN's, O in e4m3": peer_error})
+            cells[what, ours["config"]] |= {"rel_rms": ours["rel_rms"], "cuDNN's, O in e4m3": peer_error}
     return pivot(["problem", OURS], cells)
 
 
@@ -196,9 +213,8 @@ def accuracy_section(source):
     """Errors by the number of keys: a row for each contender and measure."""
     cells = collections.defaultdict(dict)
     for row in source.rows:
-        name = f"`{row['contender']}` D={row['D']} {row['dtype']}"
         what, value = ("rel_rms", row["rel_rms"]) if row["input"] == "N(0,1)" else ("mean of O", row["mean"])
-        cells[name, what][f"{int(row['Sk']):,} keys"] = value
+        cells[f"`{row['contender']}` D={row['D']} {row['dtype']}", what][f"{int(row['Sk']):,} keys"] = value
     return pivot(["contender", "what"], dict(sorted(cells.items(), key=lambda item: item[0][1])))
 
 
@@ -206,15 +222,12 @@ def bugs_section(words):
     """The outcome of tests/bugs.py: how many bugs of which kind each net catches."""
     kinds, missed, kind = collections.defaultdict(collections.Counter), [], ""
     for title, net, name in re.findall(r"^# (.+)|^\S+ +caught +(\w+)|^(\S+) +MISSED", words, re.M):
-        if title:
-            kind = title
-        elif net:
-            kinds[kind][net] += 1
-        else:
-            missed.append(name)
+        kind = title or kind
+        kinds[kind].update(filter(None, [net]))
+        missed += filter(None, [name])
     if not kinds:
         raise Refused("stdin has no line of tests/bugs.py")
-    nets, total = ("check", "backend", "thread", "address", "unit", "pytest"), sum(kinds.values(), collections.Counter())
+    nets, total = "check backend thread address unit pytest".split(), sum(kinds.values(), collections.Counter())
     rows = [[kind, *(count[net] or None for net in nets)] for kind, count in kinds.items()]
     rows.append([f"all: {sum(total.values())}", *(total[net] for net in nets)])
     return table(["bugs", *("#" + net for net in nets)], rows) + (f"\nMissed: {', '.join(missed)}\n" if missed else "")
@@ -241,24 +254,22 @@ def drawn(results, named=()):
     main = found["lines"][-1]
     if not any(row["shape"] in ("mission", "long") for row, _ in timed(main)):
         raise Refused(f"{main.path} has no row with a time for mission or long; measure on a GPU with ./run_all.sh")
-    results, chart = results_section(found.get("peers", [main])[-1])
+    sections, charts = peers_sections(found.get("peers", [main])[-1], main)
     ladder, rungs = ladder_section(main)
     ablation, waterfalls = ablation_section(found["ablation"])
-    sections = {"results": results, "ladder": ladder, "ablation": ablation}
+    sections.update(story=story_section(main), ladder=ladder, ablation=ablation)
     for name, section in (("wgmma", wgmma_section), ("rested", rates_section), ("e4m3", rates_section),
                           ("decode", decode_section), ("accuracy", accuracy_section)):
-        source = found.get(name, [None])[-1]
-        sections[name] = section(source) + "\n" + provenance(source, "../") if source else ""
+        sections[name] = "".join(section(source) + "\n" + provenance(source, "../") for source in found[name][-1:])
     for name in [name for name, text in sections.items() if not text]:
         sections[name] = f"None on this GPU yet: `{KINDS[name].command}` measures it.\n"
-    return sections, {**chart, **rungs, **waterfalls}
+    return sections, {**charts, **rungs, **waterfalls}
 
 
 def main():
     options = cli.parse_options(__doc__, cli.MOST)
     if options.bugs:
-        put({"bugs": bugs_section(sys.stdin.read())})
-        return
+        return put({"bugs": bugs_section(sys.stdin.read())})
     for word in options.words:
         if not Path(word).is_file():
             raise Refused(f"{word}: no such file")
@@ -266,10 +277,9 @@ def main():
     put(sections)
     for name, drawing in pictures.items():
         write(ROOT / "results" / name, drawing)
-    for folder in {Path(name).parent for name in pictures}:
-        for path in (ROOT / "results" / folder).glob("*.svg"):  # of a line without ablation any more, for one
-            if str(folder / path.name) not in pictures:
-                path.unlink()
+    for folder in {(ROOT / "results" / name).parent for name in pictures}:
+        for path in set(folder.glob("*.svg")) - {ROOT / "results" / name for name in pictures}:
+            path.unlink()  # of a line without ablation any more, for one
     cli.say(f"drawn: {', '.join(sections)}; {', '.join(pictures)}")
 
 

@@ -8,7 +8,7 @@ usage: tools/peers.py CONTENDER... [--shape PROBLEM]... [--suite] [--e4m3] [--ch
   --shape S  a name of ./run_all.sh --help or B,Hq,Hkv,Sq,Sk, and behind it if wanted ,D ,DTYPE and
              ,CAUSAL, as in 4,32,32,4096,4096,64,fp16,br; only lines with that D and DTYPE take part;
              repeatable; default mission, mission2 and long
-  --suite    the problems of README's table
+  --suite    all problems of README, which docs/NUMBERS.md has in a table
   --e4m3     the problems of e4m3 in docs/HOPPER.md, where torch:cudnn is cuDNN's own front end (nvidia-cudnn-frontend)
   --chunks   the problems of few rows and many keys in docs/HOPPER.md; with --drawn, that many of the kind instead
   --drawn N  problems drawn at random: sizes log-uniform, D, type, mask and heads to a key head uniform, a quarter of

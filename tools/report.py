@@ -38,8 +38,8 @@ def to_html(text, pictures):
         if block.startswith("|"):
             parts.append(table_to_html(block))
         elif block.startswith("<img"):
-            images = re.findall(r'<img src="../results/([^"]*)"[^>]*alt="([^"]*)">', block)
-            figures = (f"<figure><b>{words}</b>{pictures[name]}</figure>" for name, words in images)
+            figures = (f"<figure><b>{words}</b>{pictures[name]}</figure>" for name, words in
+                       re.findall(r'<img src="../results/([^"]*)"[^>]*alt="([^"]*)">', block))
             parts.append('<div class="charts">\n' + "\n".join(figures) + "\n</div>")
         elif block.startswith("<"):
             parts.append(block)
@@ -124,8 +124,7 @@ def ab_section(found):
                 medians[name].append(statistics.median(row["us"] for row in turn))
             ratios, title = {}, f"{' against '.join(medians)} at {key[1]}"
             for row in verdicts[key]:
-                a, b = row["a"], row["b"]
-                of_turns = [of_b / of_a for of_b, of_a in zip(medians[b], medians[a])]
+                b, of_turns = row["b"], [of_b / of_a for of_b, of_a in zip(medians[row["b"]], medians[row["a"]])]
                 ratios[b] = of_turns, row["ratio"], row["low"], row["high"]
                 words += (f"{title}: {b}: {row['verdict']}, {row['pairs']} pairs, {row['thrown_out']} thrown out as "
                           "disturbed.\n\n")
@@ -158,9 +157,8 @@ def whole(results):
     comparisons, more = ab_section(found)
     shown = {source.path for sources in found.values() for source in sources}
     files = [(path.relative_to(results.parent), "shown" * (path in shown)) for path in sorted(results.rglob("*.csv"))]
-    sections = [
-        ("peers", "Beside the peers",
-         page.picture("peers/peers.svg", "TFLOP/s of the fastest line and of peers") + "\n" + drawn["results"]),
+    sections = [section for section in [
+        ("peers", "Beside the peers", drawn["peers"]),
         ("ranked", "All lines, ranked by problem", ranked_section([main, *found["peers"][-1:]])),
         ("ladder", "The ladder: from a base's time (stroke) to the line's (dot), hatched if slower", drawn["ladder"]),
         ("ablation", "Ablations: what each knob costs if it is taken back", drawn["ablation"]),
@@ -172,12 +170,11 @@ def whole(results):
         ("ab", "A/B comparisons", comparisons),
         ("tables", "Claims and checks", tables_section(found)),
         ("files", "All files of results/", page.table(["file", "here"], files)),
-    ]
+    ] if section[2]]
     # In one page a picture is as wide as its place, and has ids that no other one has.
     for count, (name, drawing) in enumerate({**pictures, **more}.items()):
         drawing = re.sub("^<svg .*? viewBox", "<svg viewBox", drawing)
         pictures[name] = re.sub(r'( id="|href="#|url\(#)', rf"\1picture{count}-", drawing)
-    sections = [section for section in sections if section[2]]
     template = string.Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
     return template.substitute(
         gpu=html.escape(main.rows[0]["device"]), date=main.path.name[:10], measured_on=html.escape(main.measured_on),
@@ -192,6 +189,5 @@ def main():
     output = options.output or results / "report.html"
     if not results.is_dir():
         raise Refused(f"{results}: no such folder; measure first with ./run_all.sh")
-    text = whole(results.resolve())
-    builds.replace_file(output, text)
-    say(f"{output}: {len(text.encode()) / 1024:.0f} KB")
+    builds.replace_file(output, whole(results.resolve()))
+    say(f"{output}: {Path(output).stat().st_size / 1024:.0f} KB")

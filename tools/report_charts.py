@@ -1,7 +1,7 @@
 """The charts of results/report.html, README.md and docs/, drawn by matplotlib as SVG.
 
-Every chart is 380 units wide, a phone's width, and as high as its rows need. Colour is never alone: bars
-differ in their pattern, points in their marker, and each has its value beside it.
+A chart is as wide as a phone, 380 units, but for README's first, and as high as its rows need. Colour is never alone:
+bars differ in their pattern, points in their marker, and each has its value beside it.
 """
 import html
 import io
@@ -54,11 +54,11 @@ def svg(figure, label):
 
 # ---- parts ----
 
-def canvas(left, height, top=6, right=8, bottom=34):
+def canvas(left, height, top=6, right=8, bottom=34, width=WIDTH):
     """A figure and its axes, HEIGHT units high, with LEFT units for the labels of rows."""
     total = top + height + bottom
-    figure = Figure(figsize=(WIDTH / 72, total / 72))
-    return figure, figure.add_axes([left / WIDTH, bottom / total, (WIDTH - left - right) / WIDTH, height / total])
+    figure = Figure(figsize=(width / 72, total / 72))
+    return figure, figure.add_axes([left / width, bottom / total, (width - left - right) / width, height / total])
 
 
 def name_rows(axes, names):
@@ -145,13 +145,11 @@ def waterfall(full, whole, changes):
     return svg(figure, f"Ablation of {full}")
 
 
-def against(rows, series, label, xlabel):
-    """A row per problem, a marker per contender. ROWS: (title, {contender: value}, text at the end of the row).
-
-    The first of SERIES is filled, and a line joins it to the best of the others.
-    """
+def against(rows, series, width):
+    """TFLOP/s, a row per problem, a marker per contender. ROWS: (title, {contender: TFLOP/s}, text at the row's end).
+    The first of SERIES is filled, and a line joins it to the best of the others."""
     left = 10 + 5.1 * max(len(title) for title, _, _ in rows)
-    figure, axes = canvas(left, 19 * len(rows) + 4, top=12 * -(-len(series) // 3) + 12, right=40)
+    figure, axes = canvas(left, 19 * len(rows) + 4, top=12 * -(-len(series) // 3) + 12, right=40, width=width)
     most = 1.04 * max(value for _, values, _ in rows for value in values.values())
     axes.set_xlim(0, most)
     for y, (_, values, text) in enumerate(rows):
@@ -164,9 +162,9 @@ def against(rows, series, label, xlabel):
         at = [(values[name], y) for y, (_, values, _) in enumerate(rows) if name in values]
         axes.plot(*zip(*at), marker, color=INK, markerfacecolor=fill, markersize=6, markeredgewidth=0.9, label=name)
     name_rows(axes, [title for title, _, _ in rows])
-    axes.set_xlabel(xlabel)
+    axes.set_xlabel("TFLOP/s; right: times as fast as the best peer")
     figure.legend(bbox_to_anchor=(0, 1), ncol=3)
-    return svg(figure, label)
+    return svg(figure, "TFLOP/s of sdpa and of peers on each problem")
 
 
 def pairs(ratios, base, label):

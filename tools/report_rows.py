@@ -143,12 +143,9 @@ def timed(source):
 
 def fastest(source, group=lambda row: OURS):
     """{problem: {what GROUP says of a line, or a peer's name: (µs, row) of its fastest}}, if a line has the problem."""
-    best, ours = collections.defaultdict(dict), set()
+    best, ours = collections.defaultdict(dict), {problem(row) for row, _ in timed(source) if not peer(row)}
     for row, us in timed(source):
-        what = problem(row)
-        if not peer(row):
-            ours.add(what)
-        name = name_of(row) if peer(row) else group(row)
+        what, name = problem(row), name_of(row) if peer(row) else group(row)
         if us < best[what].get(name, (math.inf,))[0]:
             best[what][name] = us, row
     return {what: at for what, at in best.items() if what in ours}
