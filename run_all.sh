@@ -16,6 +16,7 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--causal C] [--csv] [
        ./run_all.sh ab main~20:NAME NAME     is it faster than it was? or than another line?
        ./run_all.sh ablate NAME [--svg]      what each knob of a line is worth. ablate --help
        ./run_all.sh tune [--shape S]...      the best line for a problem on this GPU. tune --help
+       ./run_all.sh micro [--family F]       what an iteration of a tile loop takes, tile by tile. micro --help
        ./run_all.sh fit [--check]            does TUNED_TILES choose well on this GPU? fit --help
        ./run_all.sh list [REGEX]             the lines, the step of each over its base, what it needs
        ./run_all.sh gates [--only REGEX]     registers, spills, shared memory, duplicates, steps
@@ -630,7 +631,7 @@ help_of() {
 }
 
 case ${1-} in
-  ab|ablate|extract|fit|gates|report|sanitize|stress|sweep|tune) tool=tools/$1.py ;;
+  ab|ablate|extract|fit|gates|micro|report|sanitize|stress|sweep|tune) tool=tools/$1.py ;;
   profile) tool=tools/ncu.py ;;
   results) tool=tools/page.py ;;
   *) tool= ;;
@@ -640,7 +641,7 @@ for word in "$@"; do
   [ -z "$tool" ] || [[ ! $word =~ ^(-h|--help)$ ]] || help_of "$tool"
 done
 case ${1-} in
-  ab|ablate|fit|gates|profile|sanitize|stress|sweep|tune)
+  ab|ablate|fit|gates|micro|profile|sanitize|stress|sweep|tune)
     [ "$1" != tune ] || engine_packages+=(matplotlib 'optuna==4.*')
     need_python "${engine_packages[@]}"
     name_files "${@:2}"

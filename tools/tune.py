@@ -15,6 +15,8 @@ best with LINE, or with the best line of configs.txt. docs/TUNING.md says how it
   --budget MIN    minutes in all, also those of earlier runs of the same command (default 8)
   --fix KNOB=V    the knob keeps this value; V,V...: takes one of these; repeatable
   --seed N        of the search, from 0 (default 0)
+  --seed-from CSV  of ./run_all.sh micro: behind the starting line the search begins with the best tiles of it
+  --top N         so many of these (default 8)
   --log FILE      of Optuna; default results/tuning/DATE-DEVICE-NAME.jsonl. The same command again goes on there
   --dry-run       walks the search without a GPU, by a cost model fitted to the newest rows of results/
   --all           every combination of the fixed knobs' values instead of a search; the others stay as LINE has them
@@ -50,6 +52,7 @@ import builds
 import cli
 import engine
 import fit
+import micro
 import report_rows
 from cli import Refused, say
 from search import Space, base_line, chooses, family_lines, identity, knobs_of, parse_line, refusal
@@ -460,12 +463,14 @@ def run_search(options, gpu, more=()):
     space = Space(line, fixed, options.all)
     starts = space.starts(problems[0])
     space.base = next(itertools.filterfalse(chooses, starts), starts[0])
+    seeds = micro.seeds(options.seed_from, space, gpu.arch if gpu else "90a", options.top) if options.seed_from else []
+    lines = [starts[0], *seeds, *starts[1:], *more]
     count = math.prod(map(len, space.values.values()))
     if options.all and count > MOST:
         raise Refused(f"--all: {count} combinations are more than {MOST}; give fewer values")
     device = gpu.name if gpu else "none"
     asked = dict(problems=[[str(p), p.D, p.dtype] for p in problems], base=space.base.text, space=space.values,
-                 all=options.all, starts=[line.text for line in [*starts, *more]], seed=options.seed, gpu=device,
+                 all=options.all, starts=[line.text for line in lines], seed=options.seed, gpu=device,
                  driver=gpu.nvml.driver if gpu else "", program=builds.digest(space.tree.program()))
     log = Log(options.log or log_path(options, asked, space, problems), asked)
 
@@ -481,7 +486,7 @@ def run_search(options, gpu, more=()):
     def write(trial):
         log.add(trial)
         show(study, trial, max(0, end_s - judge.seconds()))
-    lines = [*starts[:1], *space.all()] if options.all else [*starts, *more]
+    lines = [*starts[:1], *space.all()] if options.all else lines
     try:
         search(study, space, judge, lines, lambda: judge.seconds() < end_s, write,
                ahead=2 * builds.JOBS if options.all else AHEAD, breed=not options.all)
@@ -590,6 +595,8 @@ def replay(options):
     all_lines = [parse_line(tree, one.user_attrs["line"]) for one in study.trials]
     lines, base, family = space.starts(problem), space.base.name, space.base.family
     kinds = {"random search": [], f"from {base}": lines[:1], "from the family's lines": lines}
+    if options.seed_from:
+        kinds[f"from {base} and micro's"] = lines[:1] + micro.seeds(options.seed_from, space, "", options.top)
     print(f"{name}, {family}, D={D} {dtype}: {len(known)} candidates, {count} of them fit to time; "
           f"judged until one is within {100 - 100 * WITHIN:.0f}% of the best")
     print(f"{'search':<36} {'median':>6} {'18 of 20':>8} {'of the list':>11}  within {100 * SHARE:.0f}%")
@@ -637,6 +644,8 @@ def main():
                       f"{options.words[0]}: only --export takes a file by itself")
     if options.export:
         return export(options.words[0], options.export)
+    if options.seed_from and (options.all or options.table):
+        raise Refused("--seed-from goes with a search or --replay; drop it")
     if options.replay:
         return replay(options)
     if not re.fullmatch(r"\d{1,4}(\.\d+)?", options.budget):
