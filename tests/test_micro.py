@@ -59,7 +59,7 @@ def test_a_line_of_another_gpu():
 
 # ---- which tiles ----
 
-def test_the_default_line_is_the_quickest_of_its_kind():
+def test_the_default_line_is_the_quickest_of_its_kind(monkeypatch):
     """Of the family, with the D and the type with which tune begins; whose CTAs walk over all keys."""
     source, = report_rows.newest(Path(ROOT, "results"))["lines"]
     us = {row["config"]: us for row, us in report_rows.timed(source) if row["shape"] == "long"}
@@ -68,6 +68,9 @@ def test_the_default_line_is_the_quickest_of_its_kind():
         own = [one for one in search.family_lines(line.tree, family) if (one.D, one.dtype) == (D, "fp16") and
                (one.knob("USE_TUNED"), one.knob("PACK_GQA"), one.knob("SPLIT_CTAS")) in (("", "", ""), ("0", "0", "1"))]
         assert line.name == min(own, key=lambda one: us[one.name]).name and len(own) > 3
+    monkeypatch.setattr(report_rows, "timed", lambda source: [(dict(config=name, shape="long"), us) for name, us in (
+        ("wgmma_d128_bf16", 1), ("wgmma", 2), ("hopper_d128", 3), ("wgmma_d128_ws", 4), ("wgmma_d128_lazy", 5))])
+    assert micro.loop_line(asked(family="wgmma", head_dim="128"), "90a").name == "wgmma_d128_ws"
 
 
 def test_tiles_are_the_nearest_legal_ones_of_tunes_space():
@@ -106,6 +109,9 @@ def test_ctas_per_sm_are_those_that_cuda_counts():
         counts.add(int(row["ctas_per_sm"]))
         assert micro.ctas_per_sm(gpu, facts) == int(row["ctas_per_sm"]), name
     assert len(rows) > 50 and len(counts) > 4
+    # 33 registers are 40, of which a partition has 12 warps; 136 leave it room for 3 warps, not for 3.76.
+    for registers, threads, ctas in ((33, 128, 12), (136, 96, 4)):
+        assert micro.ctas_per_sm(gpu, builds.Facts(registers, threads=threads)) == ctas
     assert micro.ctas_per_sm(gpu, builds.Facts(255, threads=1024)) == 1  # none fits; the launch says why
 
 
@@ -285,8 +291,9 @@ def test_a_broken_csv(tmp_path, text):
         assert code == 2 and err.startswith(f"tune: {path}: ") and err.count("\n") == 1 and not out, err
 
 
-def test_a_replay_beside_the_tiles(tmp_path):
+def test_a_replay_beside_the_tiles(tmp_path, monkeypatch):
     """Of a list of four candidates, of which the CSV ranks the best first: it is judged right behind the base."""
+    monkeypatch.setattr(tune, "KNOWN", 20)  # proposals: of four candidates most are known
     lines = [line_of("mma_lazy", f"BLOCK_N={n}") for n in (64, 32, 48, 80)]
     space = search.Space(lines[0], {"BLOCK_N": ["64", "32", "48", "80"]}, True)
     log = tune.Log(str(tmp_path / "all.jsonl"), dict(all=True, gpu="Fake", base="mma_lazy", space=space.values,
