@@ -53,6 +53,12 @@ typedef struct SdpaParams {
   const int* page_table;
   int page_stride, page_size, pages;
   int Dv;                  /* the line's HEAD_DIM_V, of V and O; 0: D */
+  /* Lines with USE_BIAS, or null: a row of elements for each query of a sequence, contiguous along its last bias_keys keys (0:
+     all; keys before them have none), at strides in elements, 0 where batches, heads or queries share rows. USE_BIAS=1: of
+     the line's DTYPE, added to scale * Q @ K.T, behind a softcap. USE_BIAS=2: bytes, of which 0 hides the key. */
+  const void* bias;
+  SdpaStrides bias_strides;
+  int bias_keys;
 } SdpaParams;
 
 struct CUstream_st; /* cudaStream_t is a pointer to it */

@@ -128,6 +128,16 @@ class Attention {
         of.q_factor = {unit * p.q_descale.of_head(b, h)}, of.k_factor = {unit * p.k_descale.of_head(b, h_kv)};
         of.v_factor = {unit * p.v_descale.of_head(b, h_kv)};
         if (p.sinks) of.sinks = {p.sinks[h]};
+        if (p.bias) {
+          const int columns = p.bias_keys ? p.bias_keys : keys;
+          of.bias = {{}, 1, 1, queries.count, columns, p.bias_keys > 0, Build::use_bias == 2};
+          for (int at = 0; at < queries.count * columns; at++) {
+            const int64_t element = b * p.bias_strides.batch + h * p.bias_strides.head +
+                                    at / columns * p.bias_strides.row + at % columns;
+            const float x = to_float(static_cast<const Bias*>(p.bias)[element]);
+            of.bias.x.push_back(Build::use_bias == 1 ? x : x == to_float(Bias(0)) ? -INFINITY : 0);
+          }
+        }
         for (int q = 0; q < queries.count; q++) {
           const Output* const O = p.O + q_batch * p.o.batch + h * p.o.head + (queries.first + q) * p.o.row;
           const size_t row = (size_t(q_batch) * p.Hq + h) * p.Sq + queries.first + q, at = O - this->p.O;
@@ -325,7 +335,7 @@ class Workspace {
 static bool is_of_build(const string& member) {
   if (member == "Dv" && Build::head_dim != Build::d_v) return false;
   return takes_member({Build::use_persistent_cta != 0, Build::use_softcap != 0, Build::is_8bit, Build::use_sinks != 0,
-                       Build::use_lengths != 0, Build::use_pages != 0}, member);
+                       Build::use_lengths != 0, Build::use_pages != 0, Build::use_bias != 0}, member);
 }
 
 // A call after one that differs from it in a single member, or in what a member points to: of either nothing is left.
@@ -334,12 +344,18 @@ TEST_CASE("changed_members") {
   const Attention a(3, 4, 2, Q_ROWS, K_ROWS);
   const Ints lengths({70, 41}), other_lengths({12, 66}), q_starts({0, 5, 12}), k_starts({0, 30, 70});
   const Ints table({3, 1, 11, 0, 5, 9, 2, 6, 8, 10, 7, 1}), other_table({9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 10, 2});
+  vector<Bias> elements(12000);  // numbers from -2 to 2, or bytes of which some are 0
+  for (int i = 0; i < int(elements.size()); i++) {
+    elements[i] = rounded<Bias>(Build::use_bias == 2 ? float(i % 8 * (i % 11)) : float(i * 37 % 64) / 16 - 2);
+  }
+  const Held<Bias> bias(elements);
   const Floats sinks({1, -2, 3, 0}), other_sinks({-1, 2, 0, 3}), factors({0.5, 1, 0.75, 1.25, 0.625, 1.5, 0.875, 1});
   SdpaParams base = a.p;
   base.B = 2, base.Sq = 12, base.Sk = 70;
   base.o.batch = 5 * base.o.head;
   if (Build::use_lengths) base.k_lengths = lengths;
   if (Build::use_sinks) base.sinks = sinks;
+  if (Build::use_bias) base.bias = static_cast<const Bias*>(bias), base.bias_strides = {3600, 900, 75};
   if (Build::is_8bit) {
     for (Descale* d : {&base.q_descale, &base.k_descale, &base.v_descale}) *d = {factors, 2, 1};
   }
@@ -388,6 +404,13 @@ TEST_CASE("changed_members") {
   add(Build::use_softcap != 0, "softcap", [](SdpaParams& p) { p.softcap = 2; });
   add(Build::use_sinks, "sinks", [](SdpaParams& p) { p.sinks = nullptr; });
   add(Build::use_sinks, "sinks", [&](SdpaParams& p) { p.sinks = other_sinks; });
+  constexpr bool has_bias = Build::use_bias != 0;
+  add(has_bias, "bias", [](SdpaParams& p) { p.bias = nullptr; });
+  add(has_bias, "bias", [](SdpaParams& p) { p.bias = static_cast<const Bias*>(p.bias) + 1; });
+  add(has_bias, "bias_strides", [](SdpaParams& p) { p.bias_strides.batch = 0; });
+  add(has_bias, "bias_strides", [](SdpaParams& p) { p.bias_strides.head = 0; });
+  add(has_bias, "bias_strides", [](SdpaParams& p) { p.bias_strides.row = 0; });
+  add(has_bias, "bias_keys", [](SdpaParams& p) { p.bias_keys = 9; });
   add(lengths_, "k_lengths", [](SdpaParams& p) { p.k_lengths = nullptr; });
   add(lengths_, "k_lengths", [&](SdpaParams& p) { p.k_lengths = other_lengths; });
   add(lengths_, "q_starts", [&](SdpaParams& p) { p.q_starts = p.q_starts ? nullptr : static_cast<const int*>(q_starts); });

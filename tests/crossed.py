@@ -32,7 +32,7 @@ except ModuleNotFoundError as error:
 KNOBS = dict(
     HEAD_DIM="64 96 128", HEAD_DIM_V="0 64 128 48", DTYPE="FP16 BF16 FP8_E4M3 U8", OUT_DTYPE="AUTO BF16 FP16",
     BLOCK_M="32 64 128 16", NUM_WARPS="4 8 2 16", SPLIT_KV="1 2 4", BLOCK_N="64 32 128", VEC_WIDTH="8 16 1", USE_LENGTHS="1 0",
-    USE_PAGES="1 0", USE_SINKS="1 0", SPLIT_CTAS="3 0 1", PACK_GQA="1 0", USE_SOFTCAP="2 0", STAGES="3 1", USE_CP_ASYNC="1 0",
+    USE_PAGES="1 0", USE_SINKS="1 0", USE_BIAS="1 2 0", SPLIT_CTAS="3 0 1", PACK_GQA="1 0", USE_SOFTCAP="2 0", STAGES="3 1", USE_CP_ASYNC="1 0",
     USE_LAZY_MAX="1 0", SWIZZLE_XOR="1 0", USE_PERSISTENT_CTA="1 0", USE_FAST_EXP="0 1", OVERLAP="1 0", USE_PING_PONG="0 1",
     SKIP_MASKED="1 0", FP8_FLUSH="8 0 1", SYNC_POLICY="1 5", USE_WMMA_PV="1 0", FP16_ACC="NONE BOTH",
     NUM_PRODUCER_WARPS="1 2", USE_WARP_SPECIALIZATION="1 0")
@@ -50,7 +50,7 @@ KINDS = dict(
     tuned_mma=dict(TILE, USE_MMA_SYNC="1", HEAD_DIM_V="0 128 48", DTYPE="FP16 BF16", VEC_WIDTH="8", USE_CP_ASYNC="1", SWIZZLE_XOR="1"),
     tuned_wgmma=dict(TILE, **ROLES, HEAD_DIM_V="0 64 96",
                      OVERLAP="1", USE_PERSISTENT_CTA="0", USE_PING_PONG="0", SKIP_MASKED="0", FP8_FLUSH="8"))
-TYPED = ("HEAD_DIM", "HEAD_DIM_V", "DTYPE", "OUT_DTYPE", "VEC_WIDTH", "BLOCK_M", "USE_FAST_EXP", "USE_SOFTCAP", "USE_SINKS",
+TYPED = ("HEAD_DIM", "HEAD_DIM_V", "DTYPE", "OUT_DTYPE", "VEC_WIDTH", "BLOCK_M", "USE_FAST_EXP", "USE_SOFTCAP", "USE_SINKS", "USE_BIAS",
          "USE_LENGTHS", "USE_PAGES", "USE_MMA_SYNC", "USE_WGMMA")
 
 PROBLEMS = 3  # of a build at least
@@ -65,6 +65,7 @@ MEMBERS = dict(
     most_keys=["", "--most-keys 21"],
     pages=["", "--pages 16", "--pages 48", "--pages 64"],
     sinks=["", "--sinks"],
+    bias=["", "--bias add", "--bias add,bhq", "--bias bool", "--bias bool,bq", "--bias tree,hq"],
     softcap=["", "--softcap 2", "--softcap 50"],
     layout=["", "--layout packed", "--layout padded", "--layout zero", "--layout reversed"],
     descale=["", "--descale gaps", "--descale zeros", "--descale shared", "--descale none"],
@@ -82,6 +83,8 @@ def takes(build, problem):
             bool(problem["pages"]) == ("USE_PAGES" in has) and not (problem["pages"] and "k" in problem["packed"][9:]) and
             # A sink may leave nothing of such keys.
             (not problem["sinks"] or "USE_SINKS" in has and dist not in ("negative", "stairs")) and
+            (not problem["bias"] or build["USE_BIAS"] in ("1", "2") and
+             ("bool" if build["USE_BIAS"] == "1" else "add") not in problem["bias"] and dist not in ("stairs", "huge", "negative")) and
             (not problem["softcap"] or "USE_SOFTCAP" in has) and (not problem["descale"] or is_8bit) and
             not (is_wgmma and "reversed" in problem["layout"]) and  # TMA takes no strides below 0
             (not problem["max_ctas"] or "USE_PERSISTENT_CTA" in has) and

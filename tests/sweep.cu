@@ -351,7 +351,8 @@ bool takes_dist(const string& dist) {
 // True if every problem of this build has the same value there.
 bool is_fixed(const string& member) {
   return member == "D" || member == "Dv" || !takes_member({line.has_queue, line.has_softcap, element_bytes(line.input) == 1,
-                                                           line.has_sinks, line.has_lengths, line.has_pages}, member);
+                                                           line.has_sinks, line.has_lengths, line.has_pages,
+                                                           line.use_bias != 0}, member);
 }
 
 // What of a problem is in device memory.
@@ -417,6 +418,9 @@ class Kinds {
     if (has_machines) takes("machine", "default set"), takes("summed", has_ranges() ? "64 200 65536" : "65536");
     if (element_bytes(line.input) == 1) takes("descale", "heads gaps shared none zeros");
     if (line.has_sinks) takes("sinks", "none usual -inf large small");
+    if (line.use_bias) {
+      takes("bias", line.use_bias == 1 ? "none add tree" : "none bool tree"), takes("bias_of", "all b h q bh bq hq bhq");
+    }
     if (line.has_lengths) {
       takes("lengths", "none below_0 0 1 usual Sk above"), takes("packed", line.has_pages ? "none q" : "none q k qk");
       takes("q_start", "below usual beyond empty");
@@ -495,6 +499,7 @@ class Kinds {
     add("machine", p.machine.empty() ? "default" : "set");
     add("summed", p.machine.empty() ? "65536" : p.machine.substr(p.machine.rfind(',') + 1));
     add("packed", *packed_text(p) ? packed_text(p) : "none");
+    add("bias", p.bias_kind.empty() ? "none" : p.bias_kind), add("bias_of", p.bias_dims.empty() ? "all" : p.bias_dims);
     if (!p.has_sinks) add("sinks", "none");
     for (float x : c.sinks) add("sinks", x == -INFINITY ? "-inf" : x == 100 ? "large" : x == -150 ? "small" : "usual");
     if (!p.has_lengths) add("lengths", "none");
@@ -575,13 +580,17 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   p.same_heads = p.layout == "zero";
   if (element_bytes(line.input) == 1) p.descale = descales[draw(2) ? 0 : draw(DESCALES)];
   p.has_sinks = line.has_sinks && p.dist != "negative" && draw(4);
+  const bool exact = p.dist == "huge" || p.dist == "stairs";  // to which no number is added without a loss
+  if (line.use_bias && draw(4) && !(exact && line.use_bias == 1)) {
+    constexpr const char* dims[] = {"", "b", "h", "q", "bh", "bq", "hq", "bhq"};
+    p.bias_kind = draw(3) == 0 ? "tree" : line.use_bias == 1 ? "add" : "bool", p.bias_dims = dims[draw(8)];
+  }
   p.has_lengths = line.has_lengths && draw(2);
   if (line.has_lengths && p.layout.compare(0, 3, "far") != 0 && draw(3)) {
     p.packs_q = draw(2), p.packs_k = draw(2) && !line.has_pages, p.B = 1 + draw(p.packs_q && p.packs_k ? 12 : 4);
   }
   constexpr int page_sizes[] = {16, 48, 64, 256};
   if (line.has_pages) p.page_size = page_sizes[draw(4)];
-  const bool exact = p.dist == "huge" || p.dist == "stairs";
   if (exact &&
       draw(2) == 0) {  // up to 1e10 or down to 1e-10; bf16's huge logits leave no room above
     float scale = 1;

@@ -664,6 +664,9 @@ TEST_CASE("preconditions") {
         "softcap is for builds with USE_SOFTCAP; set it to 0");
   static const float sinks[8] = {};
   CHECK(refusal([](SdpaParams& p) { p.sinks = sinks; }) == "sinks is for builds with USE_SINKS=1; set it to 0");
+  CHECK(refusal([](SdpaParams& p) { p.bias = sinks; }) == "bias is for builds with USE_BIAS; set it to 0");
+  CHECK(refusal([](SdpaParams& p) { p.bias_keys = p.Sk + 1; }).find("bias_keys=") == 0);
+  CHECK(refusal([](SdpaParams& p) { p.bias_keys = -1; }).find("bias_keys=-1 is outside [0, ") == 0);
   CHECK(refusal([](SdpaParams& p) { p.k_lengths = reinterpret_cast<const int*>(sinks); }) ==
         "k_lengths is for builds with USE_LENGTHS=1; set it to 0");
   CHECK(refusal([](SdpaParams& p) { p.page_table = reinterpret_cast<const int*>(sinks); }) ==
