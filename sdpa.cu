@@ -531,12 +531,17 @@ template <class B>
 __device__ __forceinline__ bool is_plain(const KernelArgs& a, const Mask& mask, int q, int k0) {
   return mask.tiles.cover(q, k0) && !has_bias<B>(a, mask, k0);
 }
+// The column of a tile that a view counts from, asked for where it is needed, since it takes a register.
+template <class View> __device__ __forceinline__ int first_col(const View&) { return 0; }
+template <class B, int BLOCKS> struct WgmmaColumnsView;
+template <class B, int BLOCKS> __device__ __forceinline__ int first_col(const WgmmaColumnsView<B, BLOCKS>&);
 // Caps the scores of a tile, adds the bias and masks them before the softmax, unless the tile is plain.
 template <class B, class View, class OfBias = BiasInMemory<B>>
 __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Item<B>& item, const Mask& mask, int q,
                                               int k, bool plain) {
   cap_scores<B>(S, a);
   if (plain) return scale_scores<B>(S, a);
+  k += first_col(S);
   if constexpr (B::use_bias != 0) OfBias().add(S, a, item, mask.keys.Sk, q, k);
   mask_scores<B>(S, a, mask, q, k);
 }
@@ -3615,6 +3620,10 @@ template <class B, int BLOCKS> struct WgmmaColumnsView {
   __device__ __forceinline__ void hold_all() { SDPA_UNROLL for (auto& block : x.d) hold(block); }
 };
 
+template <class B, int BLOCKS> __device__ __forceinline__ int first_col(const WgmmaColumnsView<B, BLOCKS>& S) {
+  return S.first_col();
+}
+
 template <class B> struct WgmmaColumns {
   using Shared = WgmmaColumnsShared<B>;
   static constexpr int KEY_BLOCKS = B::block_n / 64, D_BLOCKS = B::d_v / 64;
@@ -3811,7 +3820,7 @@ template <class B> struct WgmmaColumns {
       clear_rows_of_v<B>(mine().V[ring.stage], item.keys_in_tile(k0), threadIdx.x % 128, 128);  // write_p() fences
     }
     const Mask& mask = item.mask(a);
-    finish_scores<B>(S, a, item, mask, item.q0, k0 + S.first_col(), is_plain<B>(a, mask, item.q0, k0));
+    finish_scores<B>(S, a, item, mask, item.q0, k0, is_plain<B>(a, mask, item.q0, k0));
     float sum[ROWS];
     softmax<FIRST>(S, O, sum);
     Sums later;
