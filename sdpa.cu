@@ -1691,11 +1691,11 @@ template <class B> struct MmaRows {
   }
   // P of the tile at key k0, which is masked unless it is plain. O and l are rescaled to its maximum.
   __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScale<B>& scale_log2,
-                                      const Item<B>& item, const Mask& mask, int k0, bool plain, int lane) {
+                                      const Item<B>& item, const Mask& mask, int q0, int k0, bool plain, int lane) {
     Scores S;
     S.first_row = O.first_row, S.first_col = O.first_col;
     multiply_qk(S, Q, K_s, lane);
-    finish_scores<B>(S, scale_log2.a, item, mask, item.q0, k0, plain);
+    finish_scores<B>(S, scale_log2.a, item, mask, q0, k0, plain);
     float alpha[ROWS];
     softmax_max<B>(S, scale_log2, m, alpha);
     const bool may_be_kept = softmax_sum<B>(S, scale_log2, m, alpha, l);
@@ -1808,7 +1808,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
       if (rows.stale_max_will_do && plain) {
         done = rows.attend_by_stale_max(Q, K_s, scale_log2, lane);
       }
-      if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item, t.mask, k0, plain, lane);
+      if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item, t.mask, s.item.q0, k0, plain, lane);
       rows.multiply(V_s, lane);
     }
     feed.release();
