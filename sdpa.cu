@@ -254,7 +254,7 @@ struct SdpaParams {
   int most_keys = 0;                        // USE_LENGTHS=1: that a sequence has; 0: Sk
   const int* page_table = nullptr;          // USE_PAGES=1: as page_of() has it
   int page_stride = 0, page_size = 0, pages = 0, Dv = 0;  // Dv: of V and O, must equal HEAD_DIM_V; 0: D
-  const void* bias = nullptr;               // USE_BIAS: as add_bias() has it, or null
+  const void* bias = nullptr;               // USE_BIAS: as bias_row() has it, or null
   Strides bias_strides = {0, 0, 0};         // in elements, any; 0 where batches, heads or queries share it
   int bias_keys = 0;                        // that it speaks of, each sequence's last ones; 0: all
 };
@@ -517,7 +517,7 @@ __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int fir
 // USE_BIAS: whether keys of the tile at key k0 have a bias. To such a tile add() adds it, and makes -inf of scores that
 // it hides. Scores become logits (USE_BIAS=1: times scale); those of other tiles do by scale_scores().
 template <class B> __device__ __forceinline__ bool has_bias(const KernelArgs& a, const Mask& mask, int k0) {
-  return B::use_bias != 0 && k0 + B::block_n > first_biased_key(a.p, mask.keys.Sk);
+  return B::use_bias != 0 && a.p.bias && k0 + B::block_n > first_biased_key(a.p, mask.keys.Sk);
 }
 template <class B> struct BiasInMemory;
 template <class B, class View> __device__ __forceinline__ void scale_scores(View& S, const KernelArgs& a) {
@@ -541,8 +541,9 @@ __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, cons
                                               int k, bool plain) {
   cap_scores<B>(S, a);
   if (plain) return scale_scores<B>(S, a);
+  const bool biased = has_bias<B>(a, mask, k);
   k += first_col(S);
-  if constexpr (B::use_bias != 0) OfBias().add(S, a, item, mask.keys.Sk, q, k);
+  if constexpr (B::use_bias != 0) biased ? OfBias().add(S, a, item, mask.keys.Sk, q, k) : scale_scores<B>(S, a);
   mask_scores<B>(S, a, mask, q, k);
 }
 

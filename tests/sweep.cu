@@ -580,8 +580,9 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   p.same_heads = p.layout == "zero";
   if (element_bytes(line.input) == 1) p.descale = descales[draw(2) ? 0 : draw(DESCALES)];
   p.has_sinks = line.has_sinks && p.dist != "negative" && draw(4);
-  const bool exact = p.dist == "huge" || p.dist == "stairs";  // to which no number is added without a loss
-  if (line.use_bias && draw(4) && !(exact && line.use_bias == 1)) {
+  const bool exact = p.dist == "huge" || p.dist == "stairs";
+  const bool loses = line.use_bias == 1 && (exact || p.dist == "ramps");  // logits past 10^5, to which a float adds in steps
+  if (line.use_bias && draw(4) && !loses) {
     constexpr const char* dims[] = {"", "b", "h", "q", "bh", "bq", "hq", "bhq"};
     p.bias_kind = draw(3) == 0 ? "tree" : line.use_bias == 1 ? "add" : "bool", p.bias_dims = dims[draw(8)];
   }
