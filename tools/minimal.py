@@ -4,6 +4,7 @@ tree-sitter gives the extents of declarations, statements and operators. A decla
 reached names it, in whatever scope. Order and layout are kept. For tools/extract.py.
 """
 import collections
+import functools
 import itertools
 import operator
 import re
@@ -27,7 +28,8 @@ NEUTRAL = {"*": ("1", "1"), "/": ("", "1"), "+": ("0", "0"), "-": ("", "0"), "&&
 
 # ---- the syntax tree ----
 
-PARSER = tree_sitter.Parser(tree_sitter.Language(tree_sitter_cpp.language()))
+LANGUAGE = tree_sitter.Language(tree_sitter_cpp.language())
+PARSER = tree_sitter.Parser(LANGUAGE)
 # What the grammar of C++ does not have.
 MASKED = re.compile(r"SDPA_UNROLL(?= (?:for|while))|__(?:device|global|host|forceinline|grid_constant|shared)__|"
                     r"__align__\(\w+\)|__launch_bounds__\((?:[^()]|\([^()]*\))*\)|(?<=\" )#(?=\w)")
@@ -35,14 +37,22 @@ MASKED = re.compile(r"SDPA_UNROLL(?= (?:for|while))|__(?:device|global|host|forc
 REPLACED = re.compile(r"(?<= )<(?=\s)|[^\x00-\x7f]")
 
 
+@functools.lru_cache(4)
 def parse(text):
     """The root of a text's tree. Its offsets are those of the text."""
     return PARSER.parse(REPLACED.sub("^", MASKED.sub(lambda m: " " * len(m[0]), text)).encode()).root_node
 
 
+@functools.lru_cache(None)
+def pattern(types):
+    return tree_sitter.Query(LANGUAGE, f"[({') ('.join(types)})] @found")
+
+
+@functools.lru_cache(1000)  # most callers ask for those of a whole file
 def descendants(node, *types):
     """All of these types at and below a node, in order."""
-    return [node] * (node.type in types) + [one for child in node.children for one in descendants(child, *types)]
+    found = tree_sitter.QueryCursor(pattern(types)).captures(node).get("found", [])
+    return sorted(found, key=lambda one: (one.start_byte, -one.end_byte))
 
 
 def enclosing(node, *types):
