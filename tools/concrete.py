@@ -4,23 +4,10 @@ import collections
 import re
 import textwrap
 
-from minimal import BANNERS, WIDTH, Folding, declared, descendants, enclosing, listed, minimal, name_of, parse, units_of, words_of
+from inlining import edited, inlined, source, type_of_expression
+from minimal import BANNERS, ROOTS, WIDTH, Folding, declared, descendants, enclosing, listed, minimal, name_of, parse, units_of, words_of
 
 PUBLIC = {"Causal", "Strides", "Descale", "SdpaParams", "SdpaStatus"}
-
-
-def source(node, text):
-    return text[node.start_byte:node.end_byte]
-
-
-def edited(text, edits):
-    """The text with [(start, end, instead)] done; what lies within another one goes with it."""
-    out, at = [], 0
-    for start, end, instead in sorted(edits, key=lambda edit: (edit[0], -edit[1])):
-        if start >= at:
-            out += [text[at:start], instead]
-            at = end
-    return "".join([*out, text[at:]])
 
 
 def until_stable(change, text):
@@ -154,20 +141,6 @@ def template_uses(root, text):
     return found
 
 
-def type_of(name, node, text):
-    """The type of a local name, a parameter or a member where a node stands, as it is written; None if that does not say."""
-    place = node
-    while place is not None:
-        for one in descendants(place, "parameter_declaration", "declaration", "field_declaration") if place.type in (
-                "function_definition", "lambda_expression", "struct_specifier") else []:
-            plain = {"identifier", "field_identifier", "init_declarator", "reference_declarator"}
-            names = {name_of(each) for each in one.children_by_field_name("declarator") if each.type in plain}
-            if name in names and one.child_by_field_name("type"):
-                return source(one.child_by_field_name("type"), text)
-        place = place.parent
-    return None
-
-
 def without_template_parameters(text, but):
     """One parameter less of a template of which all uses give it the same, be it written or deduced."""
     root = parse(text)
@@ -198,7 +171,8 @@ def without_template_parameters(text, but):
                         given.add(deduced(node, parameter, call, text) or default and source(default, text))
             value = next(iter(given)) if len(given) == 1 else None
             users = [one for one in descendants(root, "struct_specifier") if name_of(one) in words_of(value or "")]
-            if is_function and any(name in words_of(source(one, text)) for one in users):
+            owner = enclosing(node, "struct_specifier")
+            if any({name, owner and name_of(owner)} & words_of(source(one, text)) for one in users):
                 continue  # they would need each other
             if not value or {word for word in words_of(value) if not word.isdigit()} - top or words_of(value) & inner:
                 continue
@@ -225,13 +199,26 @@ def without_template_parameters(text, but):
 
 
 def deduced(node, parameter, call, text):
-    """What a call gives a template's parameter that is the type of one of its arguments."""
+    """What a call gives a template's parameter that is the type of one of its arguments, or the bound of an array."""
     function = next(iter(descendants(declared(node), "function_declarator")))
     for one, argument in zip(listed(function, "parameters"), listed(call, "arguments")):
-        of = one.child_by_field_name("type")
-        if of and source(of, text) == name_of(parameter) and argument.type == "identifier":
-            return type_of(source(argument, text), argument, text)
+        of, whole = one.child_by_field_name("type"), source(one, text)
+        while argument.type == "binary_expression" and "*" in whole:  # an address and an offset
+            argument = argument.child_by_field_name("left")
+        if of and source(of, text) == name_of(parameter):
+            return type_of_expression(argument, text)
+        if re.search(rf"\(&\w*\)\[{name_of(parameter)}\]$", whole) and argument.type == "identifier":
+            return bound_of(source(argument, text), argument, text)
     return None
+
+
+def bound_of(name, node, text):
+    """The bound of the array of one dimension that a name stands for; None if that is not plain to see."""
+    function = enclosing(node, "function_definition")
+    found = {source(one.child_by_field_name("size"), text) for one in descendants(function, "array_declarator")
+             if name_of(one) == name and one.child_by_field_name("size") and one.parent.type != "array_declarator" and (
+                 one.child_by_field_name("declarator").type != "array_declarator")}
+    return found.pop() if len(found) == 1 and not found & {""} else None
 
 
 def without_unused_parameters(text, but):
@@ -509,15 +496,19 @@ def wgmma_function(kind, element, n, trans_b, trans_a=0):
         "      : " + "\n        ".join(operands), f'      : "r"(int(accumulate)), "l"(b), {a_operands});', "}", ""])
 
 
+def shortest(text, instructions, sizes=()):
+    """The text with what its one value decides decided, and calls replaced. instructions: functions that stay as they are."""
+    def step(text):
+        for change in (lambda text: minimal(text, {*sizes}), lambda text: without_template_parameters(text, instructions),
+                       lambda text: without_unused_parameters(text, instructions), without_unread_members,
+                       lambda text: minimal(inlined(text, instructions | ROOTS), {*sizes})):
+            text = until_stable(change, text)
+        return text
+    return re.sub(r"(?<=\.|:)template (?=\w+\()", "", until_stable(step, text))
+
+
 def concrete(text, instructions):
     """The text of one build, by chapters. instructions: functions that stay as they are, named after PTX's."""
     text, constants = without_build(text)
     text = re.sub(r"(?=^// ==== 2 PROBLEM)", lambda m: constants + "\n", text, count=1, flags=re.MULTILINE)
-
-    def simpler(text):
-        for change in (lambda text: minimal(text, set()), lambda text: without_template_parameters(text, instructions),
-                       lambda text: without_unused_parameters(text, instructions), without_unread_members):
-            text = until_stable(change, text)
-        return text
-    text = re.sub(r"(?<=\.|:)template (?=\w+\()", "", until_stable(simpler, text))
-    return "\n".join(chapters(text))
+    return "\n".join(chapters(shortest(text, instructions)))

@@ -144,7 +144,7 @@ def extract(name, namespace="", given=(), is_program=False):
     if rows[-1]["USE_TUNED"]:  # without the rows of the table of tiles that do not fit
         number = itertools.count()
         text = re.sub(r"^    tile\(.*\n", lambda m: m[0] * (next(number) in rows), text, flags=re.MULTILINE)
-        text = minimal.minimal(concrete.until_stable(concrete.without_unread_members, text), sizes)
+        text = concrete.shortest(text, instructions(source), sizes)
     else:
         if "wgmma_ss" in text:  # of tiles there are so many shapes that all of them are shorter
             text = concrete.wgmma(text, builds_of)

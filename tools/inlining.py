@@ -1,0 +1,361 @@
+"""Calls in whose place the function's body stands. For tools/concrete.py."""
+import collections
+import re
+import textwrap
+
+from minimal import declared, descendants, enclosing, listed, name_of, parse, words_of
+
+SCALARS = {"int", "unsigned", "uint32_t", "int64_t", "uint64_t", "size_t", "float", "double", "bool", "uint16_t", "uint8_t", "char"}
+# Where an expression needs no brackets, and expressions that never do.
+WHOLE = {"argument_list", "initializer_list", "init_declarator", "return_statement", "parenthesized_expression", "subscript_argument_list",
+         "condition_clause", "expression_statement"}
+ATOMS = {"identifier", "number_literal", "field_expression", "call_expression", "subscript_expression", "parenthesized_expression", "true",
+         "false", "string_literal", "qualified_identifier", "this", "null"}
+MOST_LINES = 14  # of a body that goes into another function
+
+
+def source(node, text):
+    return text[node.start_byte:node.end_byte]
+
+
+def edited(text, edits):
+    """The text with [(start, end, instead)] done; what lies within another one goes with it."""
+    out, at = [], 0
+    for start, end, instead in sorted(edits, key=lambda edit: (edit[0], -edit[1])):
+        if start >= at:
+            out += [text[at:start], instead]
+            at = end
+    return "".join([*out, text[at:]])
+
+
+def callee(call):
+    function = call.child_by_field_name("function")
+    return function.child_by_field_name("field") or function
+
+
+def names_made(node):
+    """The names that declarations at and below a node make."""
+    made = {name_of(one) for one in descendants(node, "parameter_declaration", "init_declarator")
+            if one.type == "init_declarator" or one.child_by_field_name("declarator")}
+    for one in descendants(node, "declaration", "for_range_loop"):
+        made |= {name_of(each) for each in one.children_by_field_name("declarator")}
+    return made | {each.text.decode() for one in descendants(node, "structured_binding_declarator") for each in one.named_children}
+
+
+def is_static(node):
+    return b"static" in [one.text for one in node.children]
+
+
+class Inlining:
+    """The text with calls replaced, as `out`."""
+
+    def __init__(self, text, but):
+        self.text, self.root = text, parse(text)
+        self.fields = collections.defaultdict(set)  # types by a member's name
+        for node in descendants(self.root, "field_declaration"):
+            for one in node.children_by_field_name("declarator"):
+                self.fields[name_of(one)].add(source(node.child_by_field_name("type"), text) if one.type == "field_identifier" else "")
+        functions = collections.defaultdict(list)
+        for node in descendants(self.root, "function_definition"):
+            functions[name_of(node)].append(node)
+        self.returns = {name: self.type_text(nodes[0]) for name, nodes in functions.items()
+                        if len(nodes) == 1 and nodes[0].child_by_field_name("type")}
+        calls, used = collections.defaultdict(list), collections.Counter()
+        for call in descendants(self.root, "call_expression"):
+            calls[name_of(callee(call))].append(call)
+        for one in descendants(self.root, "identifier", "type_identifier"):
+            used[one.text.decode()] += one.parent.type not in ("function_declarator", "parameter_declaration")
+        edits, busy = [], set()
+        for name, nodes in functions.items():
+            is_method = enclosing(nodes[0].parent, "struct_specifier") is not None
+            own = [call for call in calls[name] if not nodes[0].start_byte <= call.start_byte < nodes[0].end_byte]
+            others = used[name] - sum(callee(call).type != "field_identifier" for call in own)
+            if len(nodes) == 1 and own and len(own) == len(calls[name]) and name not in but and (is_method or not others):
+                edits += self.replaced(nodes[0], own, busy)
+        for node in descendants(self.root, "lambda_expression"):
+            if node.parent.type != "init_declarator" or node.parent.parent.type != "declaration":
+                continue
+            scope, name = enclosing(node.parent, "function_definition"), name_of(node.parent)
+            own = [call for call in descendants(scope, "call_expression") if source(call.child_by_field_name("function"), text) == name]
+            uses = [one for one in descendants(scope, "identifier") if one.text.decode() == name]
+            if own and len(uses) == len(own) + 1:
+                done = self.replaced(node, own, busy)
+                edits += done and [*done, (node.parent.parent.start_byte, node.parent.parent.end_byte, "")]
+        self.out = edited(text, edits)
+
+    def kind(self, node):
+        """The scalar type of an expression; None if that is not plain to see."""
+        text, field = source(node, self.text), node.child_by_field_name
+        if node.type == "number_literal":
+            return "int" if text.isdigit() else "float" if text.endswith("f") else "uint32_t" if text[:-1].isdigit() else None
+        if node.type in ("true", "false"):
+            return "bool"
+        if node.type == "parenthesized_expression":
+            return self.kind(node.named_children[0])
+        if node.type == "identifier":
+            return type_of(text, node, self.text)
+        if node.type == "subscript_expression":  # of an array of scalars, whatever its dimensions
+            while node.type == "subscript_expression":
+                node = node.child_by_field_name("argument")
+            return type_of(source(node, self.text), node, self.text, "array_declarator", "pointer_declarator") if (
+                node.type == "identifier") else self.kind(node)
+        if node.type == "qualified_identifier":
+            types = self.fields.get(name_of(node), set())
+            return next(iter(types)) if len(types) == 1 else None
+        if node.type == "field_expression":
+            if re.fullmatch(r"(thread|block)Idx\.\w", text):
+                return "uint32_t"
+            types = self.fields.get(name_of(field("field")), set())
+            return next(iter(types)) if len(types) == 1 else None
+        if node.type == "unary_expression":
+            return "bool" if text[0] == "!" else self.kind(field("argument"))
+        if node.type == "call_expression":
+            name = source(field("function"), self.text)
+            if name in SCALARS:
+                return name
+            if name in ("min", "max"):
+                kinds = {self.kind(one) for one in listed(node, "arguments")}
+                return kinds.pop() if len(kinds) == 1 else None
+            return self.returns.get(name_of(callee(node)))
+        if node.type in ("binary_expression", "conditional_expression"):
+            sides = field("left") or field("consequence"), field("right") or field("alternative")
+            sign = field("operator") and source(field("operator"), self.text)
+            kinds = {self.kind(one) for one in sides}
+            if sign in ("<", ">", "<=", ">=", "==", "!=", "&&", "||"):
+                return "bool"
+            return kinds.pop() if len(kinds) == 1 else None
+        return None
+
+    def bound(self, function, call):
+        """({parameter: what stands for it}, declarations that come first, names that an argument has) for a call; None if it will
+        not do."""
+        body, given = function.child_by_field_name("body"), listed(call, "arguments")
+        parameters = [one for one in listed((descendants(function, "function_declarator", "abstract_function_declarator") or [function])[0],
+                                            "parameters") if one.type != "comment"]
+        if len(given) != len(parameters):
+            return None
+        written = [source(one.child_by_field_name("left") or one.child_by_field_name("argument"), self.text)
+                   for one in descendants(body, "assignment_expression", "update_expression")]
+        bound, first, words = {}, [], set()
+        for parameter, argument in zip(parameters, given):
+            declarator, value = parameter.child_by_field_name("declarator"), source(argument, self.text)
+            name = name_of(declarator) if declarator else ""
+            whole, own_type = source(parameter, self.text), source(parameter.child_by_field_name("type"), self.text)
+            uses = [one for one in descendants(body, "identifier", "type_identifier") if one.text.decode() == name]
+            is_plain = argument.type in ("identifier", "number_literal", "true", "false") or (
+                re.fullmatch(r"\w+(\.\w+|\[\w+\]|::\w+)*", value) is not None)
+            is_reference = "&" in whole
+            is_same = own_type not in SCALARS or is_reference or self.kind(argument) == own_type
+            if not uses and is_plain:
+                continue
+            words |= words_of(value)
+            if value == name and is_same and name not in written:
+                bound[name] = value
+            elif is_reference and "const" not in whole and not is_plain:
+                return None
+            elif is_same and (is_plain or len(uses) == 1 or is_reference and not descendants(argument, "call_expression")) and (
+                    is_reference or name not in written) and argument.type not in ("initializer_list", "lambda_expression"):
+                bound[name] = value if argument.type in ATOMS else f"({value})"
+            elif declarator is not None and argument.type != "lambda_expression" and "*" not in whole.replace("const ", "") + "&":
+                first.append(f"{'' if name in written or 'const' in whole else 'const '}{whole} = {value};")
+            else:
+                first.append(f"{whole} = {value};")
+        templates = listed(function.parent, "parameters") if function.parent.type == "template_declaration" else []
+        arguments = descendants(call.child_by_field_name("function"), "template_argument_list")
+        explicit = [source(one, self.text) for one in arguments[0].named_children] if arguments else []
+        for n, one in enumerate(templates):
+            if n >= len(explicit):
+                return None
+            bound[name_of(one)] = explicit[n] if re.fullmatch(r"[\w:<>]+", explicit[n]) else f"({explicit[n]})"
+        return bound, first, words
+
+    def rendered(self, part, function, bound, owner):
+        """A part of a function's body with what stands for its parameters; members get their owner."""
+        made = names_made(function)
+        struct = enclosing(function.parent, "struct_specifier") if function.type == "function_definition" else None
+        members, statics = set(), set()
+        if struct is not None and owner is not None:
+            for one in struct.child_by_field_name("body").named_children:
+                of = declared(one)
+                names = {name_of(each) for field in ("declarator", "name") for each in of.children_by_field_name(field)}
+                (statics if is_static(of) or of.type in ("alias_declaration", "struct_specifier", "enum_specifier") else members).update(names)
+        edits = []
+        for one in descendants(part, "identifier", "type_identifier", "namespace_identifier"):
+            name = one.text.decode()
+            if name in bound:
+                value = bound[name]
+                if value[:1] == "(" and one.parent.type in WHOLE:
+                    value = value[1:-1]
+                edits.append((one.start_byte, one.end_byte, value))
+            elif name in made or one.parent.type == "field_initializer" or one.parent.child_by_field_name("name") == one:
+                continue
+            elif name in members:
+                edits.append((one.start_byte, one.end_byte, f"{owner}.{name}"))
+            elif name in statics:
+                edits.append((one.start_byte, one.end_byte, f"{name_of(struct)}::{name}"))
+        inside = [(start - part.start_byte, end - part.start_byte, to) for start, end, to in edits]
+        return edited(source(part, self.text), inside)
+
+    def replaced(self, function, calls, busy):
+        """The edits that put a function's body in the place of its calls; none where that will not do."""
+        body = function.child_by_field_name("body")
+        head = self.head(function)
+        code = source(body, self.text) if body else ""
+        if not body or "__global__" in head or "operator" in head or re.search(r"\basm\b|va_list|thread_local|__shared__|#|\bthis\b", code):
+            return []
+        if descendants(function, "field_initializer_list") or "override" in head:
+            return []
+        statements = [one for one in body.named_children if one.type != "comment"]
+        struct = enclosing(function.parent, "struct_specifier") if function.type == "function_definition" else None
+        if struct is not None and (struct.parent.type == "template_declaration" or name_of(struct) == name_of(function) or any(
+                one.type == "base_class_clause" for one in struct.children)):
+            return []
+        if not statements:
+            return []
+        is_expression = len(statements) == 1 and statements[0].type == "return_statement" and statements[0].named_children
+        comment = self.comment_of(function)
+        if is_expression:
+            value = statements[0].named_children[0]
+            size = len(source(value, self.text))
+            if "__device__" in head and (self.type_text(function) == "bool" or "?" in source(value, self.text)):
+                return []  # nvcc would branch where it computes a value, or the other way round
+            if size > (40 if struct is not None else 110) or len(calls) > 1 and not re.fullmatch(r"[\w.]+", source(value, self.text)):
+                return []
+            if value.type in ("initializer_list", "lambda_expression") or struct is not None and value.type == "identifier" and len(calls) > 1:
+                return []
+            return self.expressions(function, value, calls)
+        if len(calls) > 1 or code.count("\n") > MOST_LINES:
+            return []
+        return self.statements(function, statements, calls[0], comment, busy)
+
+    def owner(self, call, function):
+        """What a member's call names before the dot; None if nothing, "" if that will not do."""
+        target = call.child_by_field_name("function")
+        if target.type != "field_expression":
+            return None
+        value = source(target.child_by_field_name("argument"), self.text)
+        return value if re.fullmatch(r"\w+(\.\w+|\[\w+\])*", value) and "->" not in source(target, self.text) else ""
+
+    def expressions(self, function, value, calls):
+        edits = []
+        own_type = self.type_text(function)
+        for call in calls:
+            bound, owner = self.bound(function, call), self.owner(call, function)
+            if not bound or bound[1] or owner == "":
+                return []
+            if any(len([one for one in descendants(value, "identifier") if one.text.decode() == name]) > 1 and not re.fullmatch(
+                    r"[\w.]+", to) for name, to in bound[0].items()):
+                return []
+            if names_made(value) & bound[2] or names_made(value) and owner:
+                return []
+            text = self.rendered(value, function, bound[0], owner)
+            is_whole = call.parent.type in WHOLE or value.type in ATOMS or (
+                call.parent.type == "assignment_expression" and call.parent.child_by_field_name("right") == call)
+            declares_same = call.parent.type == "init_declarator" and own_type in SCALARS
+            if own_type in SCALARS and self.kind(value) != own_type and not declares_same and not text.startswith(own_type + "("):
+                text = f"{own_type}({text})"
+            elif not is_whole:
+                text = f"({text})"
+            edits.append((call.start_byte, call.end_byte, text))
+        return edits
+
+    def statements(self, function, statements, call, comment, busy):
+        bound, owner, place = self.bound(function, call), self.owner(call, function), call.parent
+        scope = enclosing(call, "function_definition", "lambda_expression")
+        outer = enclosing(call, "function_definition")
+        body = function.child_by_field_name("body")
+        returns = [one for one in descendants(body, "return_statement")
+                   if enclosing(one, "lambda_expression", "function_definition") == function]
+        made = names_made(body)
+        if not bound or owner == "" or outer is None or outer.start_byte in busy:
+            return []
+        first = bound[1]
+        top = {name_of(one) for statement in statements if statement.type == "declaration"
+               for one in statement.children_by_field_name("declarator")} | {re.search(r"(\w+)(\[\w*\])* =", one)[1] for one in first}
+        if (top | made) & (bound[2] | words_of(owner or "")) - {name for name, to in bound[0].items() if name == to}:
+            return []
+        code = textwrap.dedent(self.rendered(body, function, bound[0], owner)[1:-1].strip("\n").rstrip())
+        elsewhere = {one.text.decode() for one in descendants(outer, "identifier")
+                     if not call.start_byte <= one.start_byte < call.end_byte and not function.start_byte <= one.start_byte < function.end_byte}
+        clashes = bool(top & elsewhere)
+        plain = {name: to for name, to in bound[0].items() if re.fullmatch(r"\w+", to)}
+        head = "".join(re.sub(r"\b[A-Za-z_]\w*\b", lambda m: plain.get(m[0], m[0]), line) + "\n" for line in comment)
+        if place.type == "expression_statement" and place.parent.type in ("compound_statement", "if_statement", "else_clause"):
+            if returns or place.parent.type != "compound_statement" and "__device__" in self.head(function):
+                return []  # nvcc keeps other values for a branch
+            text = head + "\n".join([*first, code])
+            text = f"{{\n{text}\n}}" if clashes or place.parent.type != "compound_statement" else text
+        elif place.type == "return_statement" and place.parent.type == "compound_statement":
+            if scope.type == "lambda_expression" or clashes or self.type_text(outer) != self.type_text(function):
+                return []
+            text = head + "\n".join([*first, code])
+        elif place.type == "init_declarator" and place.parent.type == "declaration" and place.parent.parent.type == "compound_statement":
+            if clashes or len(returns) != 1 or returns[0] != statements[-1] or len(place.parent.children_by_field_name("declarator")) != 1:
+                return []
+            value = returns[0].named_children[0]
+            before = textwrap.dedent(self.rendered(body, function, bound[0], owner))
+            at = before.rindex("return")
+            result = self.rendered(value, function, bound[0], owner)
+            code = textwrap.dedent(before[1:at].strip("\n").rstrip())
+            target = name_of(place)
+            declaration = next((one for one in statements if one.type == "declaration" and source(value, self.text) in {
+                name_of(each) for each in one.children_by_field_name("declarator")}), None)
+            if declaration is not None and len(declaration.children_by_field_name("declarator")) == 1 and source(
+                    declaration.child_by_field_name("type"), self.text) == source(place.parent.child_by_field_name("type"), self.text) and (
+                    target not in words_of(code)):
+                code = re.sub(rf"(?<![.>\w]){re.escape(result)}\b", target, code)
+                text = head + "\n".join([*first, code])
+            else:
+                text = head + "\n".join([*first, code, self.text[place.parent.start_byte:call.start_byte] + result + self.text[
+                    call.end_byte:place.parent.end_byte]])
+            place = place.parent
+        else:
+            return []
+        busy.add(outer.start_byte)
+        return [(place.start_byte, place.end_byte, textwrap.indent(text, " " * place.start_point[1]).lstrip())]
+
+    def type_text(self, function):
+        """What a function returns, as it is written."""
+        own, declarator = function.child_by_field_name("type"), function.child_by_field_name("declarator")
+        stars = re.match(r"[&* ]*", source(declarator, self.text))[0].strip() if declarator else ""
+        return own and source(own, self.text) + stars
+
+    def head(self, function):
+        """What stands before a function's body, from the beginning of the line on."""
+        return self.text[self.text.rfind("\n", 0, function.start_byte) + 1:function.end_byte].split("{")[0]
+
+    def comment_of(self, function):
+        lines = self.text[:self.text.rfind("\n", 0, function.start_byte) + 1].split("\n")[:-1]
+        out = []
+        while lines and re.match(r" *//(?! ----| ====)", lines[-1]):
+            out.insert(0, lines.pop().strip())
+        return out
+
+
+def type_of(name, node, text, *more):
+    """The type of a local name, a parameter or a member where a node stands, as it is written; None if that does not say."""
+    place = node
+    while place is not None:
+        for one in descendants(place, "parameter_declaration", "declaration", "field_declaration") if place.type in (
+                "function_definition", "lambda_expression", "struct_specifier", "translation_unit") else []:
+            plain = {"identifier", "field_identifier", "init_declarator", "reference_declarator", *more}
+            names = {name_of(each) for each in one.children_by_field_name("declarator") if each.type in plain}
+            if name in names and one.child_by_field_name("type"):
+                return source(one.child_by_field_name("type"), text)
+        place = place.parent
+    return None
+
+
+def type_of_expression(node, text):
+    """The type of a name, or of a member if all of that name have the same; None of others."""
+    if node.type == "identifier":
+        return type_of(source(node, text), node, text)
+    if node.type != "field_expression" or node.child_by_field_name("field").type != "field_identifier":
+        return None
+    types = {source(one.child_by_field_name("type"), text) for one in descendants(parse(text), "field_declaration")
+             if name_of(node.child_by_field_name("field")) in map(name_of, one.children_by_field_name("declarator"))}
+    return types.pop() if len(types) == 1 else None
+
+
+def inlined(text, but):
+    return Inlining(text, but).out
