@@ -259,22 +259,33 @@ def without_one(nodes, n):
 
 # ---- options of other builds ----
 
+# Members of SdpaParams that mean nothing without an option.
+WITH = {"page_table": ("page_stride", "page_size", "pages"), "k_lengths": ("most_keys",), "bias": ("bias_strides", "bias_keys")}
+
+
 def without_options(text):
-    """Without the rows that refuse options of other builds, and without their limits."""
+    """Without the members of SdpaParams that only other builds have, which are 0, and without the rows that refuse them."""
     table = re.search(r"\boptions\[\] = \{(.*?)\};", text, re.DOTALL)
-    rows = re.findall(r"\{(\"\w+\"), (\w+|\"[^\"]*\"), ([^{}]*)\}", table[1])
+    rows = re.findall(r"\{\"(\w+)\", (\w+|\"[^\"]*\"), ([^{}]*)\}", table[1])
     known = dict(re.findall(r"\b(of_\w+) = (\"[^\"]*\")", text))
-    kept = [(name, of, rest) for name, of, rest in rows if known.get(of, of) == '""' or of not in known and of.isidentifier()]
-    for name, of, rest in rows:
-        if (name, of, rest) not in kept:
-            text = re.sub(rf",\s+\{{{name}, p\.\w+\}}", "", text)
-    is_open = any(of.isidentifier() and of not in known for _, of, _ in kept)
-    text = text.replace(table[1], ", ".join(f"{{{name}, {of}, {rest}}}" if is_open else f"{{{name}, {rest}}}" for name, of, rest in kept))
-    if is_open:
-        return text
-    text = re.sub(r"^ *if \(x\.value && \*x\.\w+\) return .*\n", "", text, flags=re.MULTILINE)
-    text = re.sub(r"const char \*name, \*\w+;.*\n", "const char* name;\n", text)
-    return re.sub(r"^ *const char ?\*[^;]*\bof_\w+ = [^;]*;\n", "", text, flags=re.MULTILINE)
+    kept = [row for row in rows if known.get(row[1], row[1]) == '""' or row[1].isidentifier() and row[1] not in known]
+    is_open = any(of.isidentifier() and of not in known for _, of, _ in kept)  # a row of the table of tiles has it or has not
+    text = text.replace(table[1], ", ".join(f'{{"{name}", {known.get(of, of)}, {rest}}}' if is_open else f'{{"{name}", {rest}}}'
+                                            for name, of, rest in kept))
+    if not is_open:
+        text = re.sub(r"^ *if \(x\.value && \*x\.\w+\) return .*\n", "", text, flags=re.MULTILINE)
+        text = re.sub(r"const char \*name, \*\w+;.*\n", "const char* name;\n", text)
+    text = re.sub(r"^ *const char ?\*[^;]*\bof_\w+ = \"[^;]*;\n", "", text, flags=re.MULTILINE)
+    gone = {name for name, *_ in rows} - {name for name, *_ in kept}
+    gone |= {name for option in gone for name in WITH.get(option, ())}
+    for name in gone:
+        text = re.sub(rf",\s+\{{\"{name}\", p\.[^{{}}]*\}}|; {name}=%g[^\"]*(?=\")|,\s*double\(p\.{name}\)", "", text)
+        text = re.sub(rf"\b(?:\w+\.)+{name}\b(?! =[^=])", "0", text)
+    text = re.sub(r", given = !0 [^;]*|\bgiven,\s*", "", text)
+    params = next(one for one in descendants(parse(text), "struct_specifier") if name_of(one) == "SdpaParams")
+    return edited(text, [edit for node in descendants(params, "field_declaration")
+                         if gone & {name_of(one) for one in node.children_by_field_name("declarator")}
+                         for edit in members_without(node, gone, text)])
 
 
 # ---- members that nobody reads ----
@@ -423,8 +434,12 @@ def in_order(parts):
             return
         seen.add(id(part))
         members = {name for one in part.unit.parts for name in one.names} if part.unit.kind == "struct_specifier" else set()
-        for name in sorted((part.uses & named.keys()) - members, key=lambda name: named[name][0].first):
+        made = {name for name in named if part.unit.begins and name.startswith(part.unit.begins)}
+        for name in sorted((part.uses & named.keys() | made) - members, key=lambda name: named[name][0].first):
+            is_declared = any(one.is_declaration and not is_needless(one) for one in named[name])
             for other in named[name]:
+                if is_declared and not other.is_declaration and not other.is_special:
+                    continue  # it comes in its turn
                 if not part.names & other.names or other.first < part.first:
                     add(other)
         out.append(part)
@@ -453,8 +468,8 @@ def texts(parts):
     """Their texts, with an empty line between those that were not neighbours."""
     out = []
     for part, after in zip(parts, [*parts[1:], None]):
-        short = part.first == part.last and after and after.first == after.last
-        out.append(part.text + "\n" * (not (after and (short or part.last + 1 == after.first))))
+        is_short = after and max(part.text.count("\n"), after.text.count("\n")) < 4
+        out.append(part.text + "\n" * (not is_short))
     return out
 
 

@@ -145,6 +145,10 @@ def extract(name, namespace="", given=(), is_program=False):
         number = itertools.count()
         text = re.sub(r"^    tile\(.*\n", lambda m: m[0] * (next(number) in rows), text, flags=re.MULTILINE)
         text = concrete.shortest(text, instructions(source), sizes)
+        head, tail = re.split(r"(?=^// Before a loop)", text, maxsplit=1, flags=re.MULTILINE)
+        text = "\n".join([head + "#pragma nv_diag_suppress 177  // functions that this program does not call", "",
+                          f"namespace {space} {{", "", "\n".join(concrete.chapters(tail)),
+                          f"}}  // namespace {space}", "", "#pragma nv_diag_default 177", ""])
     else:
         if "wgmma_ss" in text:  # of tiles there are so many shapes that all of them are shorter
             text = concrete.wgmma(text, builds_of)
@@ -218,6 +222,13 @@ def program(space, row):
     return re.sub(r"\b(?:" + "|".join(words) + r")\b", lambda m: str(words[m[0]]), text)
 
 
+STYLE = """AllowShortRecordOnASingleLine: Always
+AllowShortBlocksOnASingleLine: Always
+BreakBeforeInlineASMColon: Never
+PackConstructorInitializers: BinPack
+"""
+
+
 def formatted(text):
     """As clang-format has the repository's own sources, with short structs on one line. Without it, lines as they fall."""
     try:
@@ -225,7 +236,7 @@ def formatted(text):
     except ModuleNotFoundError:
         say("extract: lines stand as they fall; to have them laid out: python3 -m pip install 'clang-format==23.*'")
         return text.rstrip()
-    style = open(os.path.join(builds.ROOT, ".clang-format")).read() + "AllowShortRecordOnASingleLine: Always\n"
+    style = open(os.path.join(builds.ROOT, ".clang-format")).read() + STYLE
     with tempfile.TemporaryDirectory() as folder:
         with open(f"{folder}/style", "w") as file:
             file.write(style)

@@ -510,7 +510,7 @@ def without_unread_names(text):
     for function in descendants(parse(text), "function_definition", "lambda_expression"):
         outer, own = enclosing(function, "function_definition"), function.child_by_field_name("declarator")
         signature = text[text.rfind("\n", 0, outer.start_byte) + 1:outer.start_byte + text[outer.start_byte:].find("{")] if outer else ""
-        if own is None or "__device__" in signature:
+        if own is None or "__device__" in signature and "__host__" not in signature:
             continue
         code = re.sub("//.*", "", text[function.start_byte:function.end_byte])
         for one in descendants(own, "parameter_declaration"):
