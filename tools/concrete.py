@@ -4,7 +4,7 @@ import collections
 import re
 import textwrap
 
-from inlining import edited, inlined, source, type_of_expression
+from inlining import callee, edited, inlined, source, type_of_expression
 from minimal import BANNERS, ROOTS, WIDTH, Folding, declared, descendants, enclosing, listed, minimal, name_of, parse, units_of, words_of
 
 PUBLIC = {"Causal", "Strides", "Descale", "SdpaParams", "SdpaStatus"}
@@ -105,7 +105,7 @@ def without_build(text):
     text = re.sub(r"^ *using Kernel = KernelOf;\n|^ *template <Path = path> struct KernelOf;\n|^ *struct KernelOf;\n", "", text,
                   flags=re.MULTILINE)
     text = re.sub(r"(?:typename )?\bKernel(?:Of)?::(\w+)", lambda m: kernel[m[1]], text)
-    text = re.sub(r"^using Build = .*\n|^template <class Use> auto with_build.*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^using Build = .*\n|^template <class Use> auto with_build(?:.*}|(?:.*\n)*?})\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"with_build\(p, \[&\]\(auto build\) \{ return (\w+)<decltype\(build\)>\((.*?)\); \}\)", r"\1(\2)", text)
     return named_constants(text, members)
 
@@ -221,33 +221,37 @@ def bound_of(name, node, text):
     return found.pop() if len(found) == 1 and not found & {""} else None
 
 
-def without_unused_parameters(text, but):
-    """One parameter less of a function that does not read it, and one argument less of its calls."""
-    root = parse(text)
-    functions = collections.defaultdict(list)
-    for node in descendants(root, "function_definition"):
-        functions[name_of(node)].append(node)
-    structs = {name_of(node) for node in descendants(root, "struct_specifier")}
-    named = collections.Counter(re.findall(r"\w+", re.sub(r"//.*", "", text)))
-    for name, nodes in functions.items():
-        declarators = descendants(nodes[0], "function_declarator")
-        if len(nodes) != 1 or not declarators or name in structs | but | {"sdpa_forward", "sdpa_workspace_bytes"} or "__global__" in text[
-                nodes[0].start_byte - 60:nodes[0].end_byte].split("{")[0]:
+def without_unread_parameters(text, but):
+    """The text without the parameters that functions do not read: where all calls are known they go with their arguments, and
+    others of the host lose their names, of which compilers warn. but: functions that stay as they are."""
+    root, edits, names = parse(text), [], collections.Counter(re.findall(r"\w+", re.sub(r"//.*", "", text)))
+    functions = descendants(root, "function_definition", "lambda_expression")
+    made = collections.Counter(name_of(node) for node in functions)
+    structs, calls = {name_of(node) for node in descendants(root, "struct_specifier")}, collections.defaultdict(list)
+    for call in descendants(root, "call_expression"):
+        calls[name_of(callee(call))].append(listed(call, "arguments"))
+    for node in functions:
+        name, body = name_of(node), node.child_by_field_name("body")
+        declarators = descendants(node, "function_declarator", "abstract_function_declarator")
+        outer = enclosing(node, "function_definition") or node
+        head = text[text.rfind("\n", 0, outer.start_byte) + 1:outer.end_byte].split("{")[0]
+        if not body or not declarators or name in but or "__global__" in text[outer.start_byte - 60:outer.end_byte].split("{")[0]:
             continue
-        calls = [call for call in descendants(root, "call_expression") if name_of(call.child_by_field_name("function").child_by_field_name(
-            "field") or call.child_by_field_name("function")) == name]
-        parameters = listed(declarators[0], "parameters")
-        body = nodes[0].child_by_field_name("body")
-        if not body or len(calls) + 1 != named[name] or any(len(listed(call, "arguments")) != len(parameters) for call in calls):
-            continue
-        code = re.sub(r"//.*", "", source(body, text))
+        parameters, code = listed(declarators[0], "parameters"), re.sub("//.*", "", text[declarators[0].end_byte:node.end_byte])
+        is_known = made[name] == 1 and name not in structs | ROOTS and len(calls[name]) + 1 == names[name] and all(
+            len(given) == len(parameters) for given in calls[name])
         for n, parameter in enumerate(parameters):
-            own_name = name_of(parameter.child_by_field_name("declarator") or parameter)
-            if parameter.type == "comment" or own_name and own_name in words_of(code):
+            declarator = parameter.child_by_field_name("declarator")
+            identifier = next(iter(descendants(declarator, "identifier")), None) if declarator else None
+            if parameter.type == "comment" or identifier and source(identifier, text) in words_of(code):
                 continue
-            edits = [without_one(listed(call, "arguments"), n) for call in calls] + [without_one(parameters, n)]
-            return edited(text, [(start, end, "") for start, end in edits])
-    return text
+            if is_known:
+                places = [without_one(given, n) for given in calls[name]] + [without_one(parameters, n)]
+                return edited(text, edits + [(start, end, "") for start, end in places]) if not edits else edited(text, edits)
+            if identifier and ("__device__" not in head or "__host__" in head):
+                space = len(text[:identifier.start_byte]) - len(text[:identifier.start_byte].rstrip(" "))
+                edits.append((identifier.start_byte - space, identifier.end_byte, ""))
+    return edited(text, edits)
 
 
 def without_one(nodes, n):
@@ -515,10 +519,10 @@ def shortest(text, instructions, sizes=()):
     """The text with what its one value decides decided, and calls replaced. instructions: functions that stay as they are."""
     def step(text):
         for change in (lambda text: minimal(text, {*sizes}), lambda text: without_template_parameters(text, instructions),
-                       lambda text: without_unused_parameters(text, instructions), without_unread_members,
+                       lambda text: without_unread_parameters(text, instructions), without_unread_members,
                        lambda text: minimal(inlined(text, instructions | ROOTS), {*sizes})):
             text = until_stable(change, text)
-        return text
+        return re.sub(r"(?:const )?[A-Z]\w+ (\w+) = ([^;]*);\s*return \1;", r"return \2;", text)
     return re.sub(r"(?<=\.|:)template (?=\w+\()", "", until_stable(step, text))
 
 

@@ -3,7 +3,7 @@ import collections
 import re
 import textwrap
 
-from minimal import declared, descendants, enclosing, listed, name_of, parse, words_of
+from minimal import declared, descendants, enclosing, listed, name_of, parameters_of, parse, words_of
 
 SCALARS = {"int", "unsigned", "uint32_t", "int64_t", "uint64_t", "size_t", "float", "double", "bool", "uint16_t", "uint8_t", "char"}
 # Where an expression needs no brackets, and expressions that never do.
@@ -221,8 +221,10 @@ class Inlining:
                 return []  # nvcc would branch where it computes a value, or the other way round
             if size > (40 if struct is not None else 110) or len(calls) > 1 and not re.fullmatch(r"[\w.]+", source(value, self.text)):
                 return []
-            if value.type in ("initializer_list", "lambda_expression") or struct is not None and value.type == "identifier" and len(calls) > 1:
-                return []
+            if value.type in ("initializer_list", "lambda_expression") or (
+                    struct is not None and len(calls) > 1 and source(value, self.text) in parameters_of(
+                        descendants(function, "function_declarator")[0])):
+                return []  # a member that gives what it takes: without it nvcc puts instructions in another order
             return self.expressions(function, value, calls)
         if len(calls) > 1 or code.count("\n") > MOST_LINES:
             return []

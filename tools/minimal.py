@@ -97,8 +97,6 @@ GONE = "\0"  # stands for a statement that is left out
 WHOLE = {"condition_clause", "init_declarator", "field_declaration", "return_statement", "parenthesized_expression"}
 # What has the value of the one thing in it.
 SINGLE = {"parenthesized_expression", "type_descriptor", "condition_clause", "compound_statement", "return_statement"}
-JOINED = {"declaration", "field_declaration", "return_statement", "expression_statement", "condition_clause",
-          "alias_declaration", "static_assert_declaration"}
 
 
 class Folding:
@@ -117,7 +115,6 @@ class Folding:
                         if declared(node).type == "alias_declaration"}
         self.bound = {}  # parameters of the alias that is being expanded
         self.elements = self.find_elements(root)
-        self.layers = self.find_layers(root)
         # Functions that do nothing, in every version.
         bodies = collections.defaultdict(set)
         for node in descendants(root, "function_definition"):
@@ -143,39 +140,6 @@ class Folding:
         types = {self.source(node.child_by_field_name("type")) for node in descendants(root, "alias_declaration")}
         found = {text for text in types if ELEMENTS & words_of(text)}
         return found if found <= ELEMENTS else set()
-
-    def find_layers(self, root):
-        """{function: (its parameters, the name that it returns)} of those that need not all of what they take, and of
-        members that take something and give a number."""
-        found = collections.defaultdict(list)
-        for node in descendants(root, "function_definition"):
-            body, function = node.child_by_field_name("body"), descendants(node, "function_declarator")
-            if body and function:
-                parameters, is_member = parameters_of(function[0]), enclosing(node, "field_declaration_list")
-                if is_member and self.source(node.child_by_field_name("type") or node) not in ("bool", "int", "uint32_t"):
-                    continue
-                value = self.source(body)[1:-1].strip().removeprefix("return ").removesuffix(";")
-                # A member that gives something of a parameter stays: without it nvcc puts instructions in another order.
-                passes_on = re.fullmatch(r"[\w.:]*[a-z][\w.:]*", value) and (
-                    {*parameters} - words_of(value) if not is_member else parameters and not {*parameters} & words_of(value))
-                found[name_of(node)].append((parameters_of(node.parent) + parameters, value) if passes_on else None)
-        return {name: ones[0] for name, ones in found.items() if len(ones) == 1 and ones[0]}
-
-    def without_layer(self, call):
-        """What a call gives by way of a function that only passes on a name; else None."""
-        function = call.child_by_field_name("function")
-        member = function.child_by_field_name("field")
-        if name_of(member or function) not in self.layers or not member and name_of(function) in self.local:
-            return None
-        parameters, value = self.layers[name_of(member or function)]
-        given = dict(zip(parameters, map(self.source, listed(function, "arguments") + listed(call, "arguments"))))
-        if value in given and len(given) == len(parameters):
-            is_whole = call.parent.type in ("argument_list", "initializer_list", *WHOLE)
-            return given[value] if is_whole or re.fullmatch(r"[\w.]+", given[value]) else f"({given[value]})"
-        if len(given) < len(parameters) or not all(given[one].isidentifier() for one in words_of(value) & given.keys()):
-            return None
-        owner = self.source(function)[:-len(name_of(member))] if member and value.isidentifier() else ""
-        return owner + re.sub(r"\w+", lambda m: given.get(m[0], m[0]), value)
 
     def find_constants(self, root, sizes):
         """Values of constexpr members and variables and of functions, if all of one name have the same."""
@@ -267,8 +231,7 @@ class Folding:
             value = self.value(node)
             if isinstance(value, bool):
                 return "true" if value else "false"
-        instead = (self.without_layer(node) if kind == "call_expression" else
-                   self.expand(node) if kind in ("template_type", "template_function") else None)
+        instead = self.expand(node) if kind in ("template_type", "template_function") else None
         if instead:
             return instead
         if kind == "conditional_expression":
@@ -289,9 +252,10 @@ class Folding:
         does_nothing = {"static_assert_declaration": True, "while_statement": False}.get(kind)
         if does_nothing is not None and self.value(field("condition")) is does_nothing or self.is_unselected(node):
             return GONE
-        if kind == "function_definition" and name_of(node) in self.layers and enclosing(node, "field_declaration_list") and (
-                len(re.findall(rf"\b{name_of(node)}\(", self.text)) == 1):  # what called it has what it gave
-            return GONE
+        name = name_of(declared(node)) if node.parent and node.parent.type == "field_declaration_list" else ""
+        if name[:1].islower() and declared(node).type == "function_definition" and (
+                len(re.findall(rf"\b{name}\b(?:<[^;()]*>)?\(|[(,] ?{name}[,)]", self.text)) == 1):
+            return GONE  # a member that nobody calls, though others have its name
         if kind == "expression_statement" and node.named_children and self.does_nothing(node.named_children[0]):
             return GONE
         if kind == "comma_expression":
@@ -326,15 +290,6 @@ class Folding:
             b"constexpr" in [one.text for one in node.children] or self.source(node).endswith("{};")) and (
             len(re.findall(rf"\b{names[0]}\b", self.source(function))) == 1)
 
-    def returned(self, declaration, statement):
-        """The value that a declaration gives a name, if all that follows is a return of that name; else None."""
-        if [one and one.type for one in (declaration, statement)] != ["declaration", "return_statement"]:
-            return None
-        init, function = declaration.child_by_field_name("declarator"), enclosing(statement, "function_definition")
-        types = [self.source(one.child_by_field_name("type")) for one in (declaration, function)]
-        returned = [self.source(one) for one in statement.named_children]
-        return init.child_by_field_name("value") if returned == [name_of(init)] and types[0] == types[1] else None
-
     def emit_macro(self, node):
         """The conditions on types in a macro decided."""
         before, source = self.text, self.source(node)
@@ -345,34 +300,17 @@ class Folding:
         return " \\\n".join([*(line.ljust(width - 1) for line in lines[:-1]), lines[-1]]) + "\n" * source.endswith("\n")
 
     def emit_children(self, node):
-        out, at, unreachable = [], node.start_byte, False
+        out, at, unreachable, in_block = [], node.start_byte, False, node.type == "compound_statement"
         for child in node.children:
-            value, in_block = self.returned(child.prev_named_sibling, child), node.type == "compound_statement"
-            is_gone = (unreachable and child.is_named or self.returned(child, child.next_named_sibling) or
-                       in_block and child.type == "declaration" and self.is_idle(child))
-            text = GONE if is_gone else f"return {self.emit(value)};" if value else self.emit(child)
-            out += [self.text[at:child.start_byte], text]
+            is_gone = unreachable and child.is_named or in_block and child.type == "declaration" and self.is_idle(child)
+            out += [self.text[at:child.start_byte], GONE if is_gone else self.emit(child)]
             at = child.end_byte
             chosen = in_block and child.type == "if_statement" and self.chosen(child)
             unreachable = unreachable or in_block and child.type == "return_statement" or chosen and "return_statement" in [
                 one.type for one in (chosen, *chosen.named_children[-1:])]
         text = "".join([*out, self.text[at:node.end_byte]])
-        return text if text == self.source(node) else self.laid_out(text, node)
-
-    def laid_out(self, text, node):
-        """A changed text in as few lines as it needs."""
-        indent = len(self.text[self.text.rfind("\n", 0, node.start_byte) + 1:node.start_byte])
-        if node.type == "parenthesized_expression" and node.parent.type != "sizeof_expression" and (
-                re.fullmatch(r"\([\w:.<>]+(\(\))?\)", text)):
-            return text[1:-1]
-        line = None
-        if (node.type in JOINED or node.type == "template_declaration" and text.count("\n") == 1) and (
-                "//" not in text and GONE not in text):
-            line = re.sub(r"(\()?\s*\n\s*", lambda m: m[1] or " ", text)
-        body = node.type == "function_definition" and re.fullmatch(r"([^\n]*){\s*([^\n{}]*)\s*}", without_gone(text))
-        if body and "//" not in body[2]:
-            line = f"{body[1]}{{ {body[2]} }}".replace("{  }", "{}")
-        return line if line and indent + len(line) <= WIDTH else text
+        is_bare = node.type == "parenthesized_expression" and node.parent.type != "sizeof_expression" and text != self.source(node)
+        return text[1:-1] if is_bare and re.fullmatch(r"\([\w:.<>]+(\(\))?\)", text) else text
 
     def chosen(self, node):
         """The branch that an if-statement's condition decides on; None if it does not, or if there is none."""
@@ -406,7 +344,7 @@ class Folding:
 
 def without_gone(text):
     """The text without statements that are gone, and without the comments above them."""
-    gone = rf"(?:^ *//(?! ----| ====).*\n)*^ *(?:(?:static )?__device__ |SDPA_UNROLL )?{GONE}[{GONE} ]*(?://.*)?\n"
+    gone = rf"(?:^ *//(?! ----| ====).*\n)*^ *(?:static |__host__ |__device__ |__forceinline__ |SDPA_UNROLL )*{GONE}[{GONE} ]*(?://.*)?\n"
     return re.sub(gone, "", text, flags=re.MULTILINE).replace(GONE, "")
 
 
@@ -504,45 +442,9 @@ def tidy(text):
     return re.sub(r"\n(?=\n *};?\n)|(?<={\n)\n(?= )|\n(?=\n\n)", "", text)
 
 
-def without_unread_names(text):
-    """The text with the types alone of parameters that a function of the host has and does not read, of which compilers warn."""
-    found = []
-    for function in descendants(parse(text), "function_definition", "lambda_expression"):
-        outer, own = enclosing(function, "function_definition"), function.child_by_field_name("declarator")
-        signature = text[text.rfind("\n", 0, outer.start_byte) + 1:outer.start_byte + text[outer.start_byte:].find("{")] if outer else ""
-        if own is None or "__device__" in signature and "__host__" not in signature:
-            continue
-        code = re.sub("//.*", "", text[function.start_byte:function.end_byte])
-        for one in descendants(own, "parameter_declaration"):
-            while one and one.type != "identifier":
-                one = one.child_by_field_name("declarator") or next(
-                    (each for each in one.children[1:] if each.type.endswith(("declarator", "identifier"))), None)
-            if one and len(re.findall(rf"\b{one.text.decode()}\b", code)) == 1:
-                found.append(one)
-    for name in sorted(found, key=lambda name: -name.start_byte):
-        text = text[:name.start_byte].rstrip(" ") + text[name.end_byte:]
-    return text
-
-
-def side_by_side(text, before):
-    """The text with the comments behind lines in one column again, where lines have become shorter or have gone."""
-    lines = [re.match(r"(.*?)(\s*)(//.*)?$", line).groups() for line in text.split("\n")]
-    out, first = [], 0
-    for end, (code, space, comment) in enumerate([*lines, ("", "", None)]):
-        is_behind = comment and (code or end > first and len(space) == len("".join(lines[end - 1][:2])))
-        if not is_behind:
-            group = lines[first:end]
-            width = max((len(code) for code, _, _ in group), default=0) + 2
-            own = ["".join(parts) for parts in group]
-            out += own if "\n".join(own) in before else [code.ljust(width) + comment for code, _, comment in group]
-            out += ["".join((code, space, comment or ""))] * (end < len(lines))
-            first = end + 1
-    return "\n".join(out)
-
-
 def minimal(text, sizes):
     """The text with what the line decides decided, and with what it needs."""
-    first, before = text, None
+    before = None
     while text != before:
         before, text = text, tidy(without_unused(without_gone(Folding(text, sizes).out)))
-    return side_by_side(without_unread_names(text), first)
+    return text
