@@ -15,6 +15,7 @@ pytest.importorskip("tree_sitter_cpp")
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "tools"))
 import builds  # noqa: E402
+import concrete  # noqa: E402
 import extract as extract_module  # noqa: E402
 import minimal  # noqa: E402
 
@@ -214,10 +215,15 @@ def test_programs(tmp_path):
         assert done.returncode == 0 and not done.stderr, done.stderr[:2000]
 
 
-def test_minimal():
-    """What constants decide, and which comments go with what they describe."""
-    before, after = open(os.path.join(ROOT, "tests", "data", "minimal.cu")).read().split("// ======== becomes\n")
-    assert minimal.minimal(before, {"block_m"}) == after
+@pytest.mark.parametrize("name,change", [
+    ("minimal", lambda text: minimal.minimal(text, {"block_m"})),
+    ("shortest", lambda text: concrete.shortest(text, {"of_ptx"}))])
+def test_changes(name, change):
+    """minimal: what constants decide, and which comments go with what they describe. shortest: which calls have the function's
+    body in their place, and which parameters and members go."""
+    pytest.importorskip("clang_format")
+    before, after = open(os.path.join(ROOT, "tests", "data", f"{name}.cu")).read().split("// ======== becomes\n")
+    assert extract_module.formatted(change(before)) + "\n" == after
 
 
 @pytest.mark.parametrize("words,sentence", [

@@ -144,9 +144,7 @@ template <class B> constexpr int rows = B::block_m;
 // Two versions, of which one stays.
 template <class B, bool = B::packs> struct Copy {
   // Stays.
-  int copy(int n) const {
-    return n;
-  }
+  int copy(int n) const { return n; }
   int left;  // data stays
 };
 
@@ -162,10 +160,8 @@ static_assert(B::block_m > 8, "open");
 float to_float(__half x) { return __half2float(x); }
 template <class E> float unit(E x) { return to_float(x); }
 template <class E, int N> float shape() {
-#define SHAPE(n)              \
-  if constexpr (N == n) {     \
-    return measure("f16" #n); \
-  }
+#define SHAPE(n) \
+  if constexpr (N == n) { return measure("f16" #n); }
   SHAPE(8)
 }
 
@@ -178,12 +174,16 @@ struct Args {  // data that nobody reads keeps its place, but at the end where i
   Nothing between;
   Options options;
 };
-Number product(const Args& a, int x) { return x + a.options.read; }
+template <class B> int count(const Args& a, int b) { return a.options.read; }  // needs no b
+Number product(const Args& a, int x) {
+  Number y = x + count<B>(a, x);
+  return y;
+}
 
 // What nobody reads has no name, but on the device, where a macro may read it.
 __device__ int of_device(int x, int y) { return x + 1; }
-template <class B> int of_host(const Args&, int (&)[2], int*, int d) {
-  const auto both = [&](int e, int) { return e + d; };  // f
+template <class B> int of_host(const Args& a, int (&b)[2], int* c, int d) {
+  const auto both = [&](int e, int f) { return e + d; };  // f
   return both(1, 2);
 }
 

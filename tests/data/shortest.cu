@@ -1,0 +1,192 @@
+#include <cstring>
+
+struct Args {
+  int Sq, Sk;
+  float scale;
+  int forgotten;  // goes with what gives it its value
+};
+// A view, of which one member is called once.
+struct View {
+  static constexpr int ROWS = 4;
+  float x[ROWS];
+  int first, last;
+  int row(int i) const { return first + i; }
+  int rows_before(int i) const { return row(i) - first; }
+  void clear() {
+    for (int i = 0; i < ROWS; i++) x[i] = 0;
+  }
+};
+struct Derived : View {
+  int own(int i) const { return i + last; }
+};
+
+// Stays: an instruction.
+__device__ float of_ptx(float x) { return x; }
+// Stays: it branches, and nvcc computes the value.
+__device__ float finite(float m) { return m < 0 ? 0.0f : m; }
+// Stays: its bool decides a branch.
+__device__ bool is_first(int lane) { return lane == 0; }
+
+// Gives what it takes, to all who call it.
+const Args& same(const Args& a) { return a; }
+// n / size, rounded up.
+int rounds_of(int n, int size) { return (n + size - 1) / size; }
+// Is called twice, and is no name: stays.
+int doubled(int n) { return n + n; }
+
+// x = y, scaled.
+void scale_all(View& x, const float (&y)[4], float scale) {
+  for (int i = 0; i < 4; i++) x.x[i] = y[i] * scale;
+}
+// Has a name of its own that is one there as well: goes into braces.
+void count_up(int& total, int by) {
+  const int k = by * 2;
+  total += k;
+}
+// Would hide what it is given: stays.
+int hides(int x) {
+  const int three = x + 1;
+  return three * three;
+}
+// Changes its parameter, which therefore is declared.
+int halved(int n) {
+  while (n % 2 == 0) n /= 2;
+  return n;
+}
+// Returns early, which is no matter where its value is returned.
+int sign_of(int n) {
+  if (n < 0) return -1;
+  return n > 0;
+}
+// Takes a whole number, which an argument of another type becomes.
+int whole(int n) { return n / 2; }
+
+template <int N, class T> T sum_of(const T (&x)[N], int unread) {
+  T sum = 0;
+  for (int i = 0; i < N; i++) sum += x[i];
+  for (int i = 0; i < N; i++) sum -= x[i];
+  for (int i = 0; i < N; i++) sum += x[i];
+  for (int i = 0; i < N; i++) sum -= x[i];
+  for (int i = 0; i < N; i++) sum += x[i];
+  for (int i = 0; i < N; i++) sum -= x[i];
+  for (int i = 0; i < N; i++) sum += x[i];
+  for (int i = 0; i < N; i++) sum -= x[i];
+  for (int i = 0; i < N; i++) sum += x[i];
+  for (int i = 0; i < N; i++) sum -= x[i];
+  for (int i = 0; i < N; i++) sum += x[i];
+  for (int i = 0; i < N; i++) sum -= x[i];
+  return sum;
+}
+
+// What nobody reads has no name where a pointer to the function is taken; on the device, where a macro may read it, it keeps it.
+int callback(int read, int unread) { return read; }
+__device__ int of_device(int read, int unread) { return read; }
+
+int sign(int n) { return sign_of(n); }
+
+int sdpa_forward(const Args& a, float x, int lane) {
+  View S;
+  Derived D;
+  Args own = a;
+  own.forgotten = 3;
+  const float y[4] = {1, 2, 3, 4};
+  S.clear();
+  scale_all(S, y, a.scale);
+  int total = rounds_of(same(a).Sq, same(a).Sk), k = doubled(lane) + doubled(total);
+  count_up(total, lane);
+  const int three = 3;
+  const int more = hides(three);
+  const int odd = halved(total);
+  const auto plus = [&](int i) { return i + three; };
+  total += plus(k) * S.rows_before(k) + D.own(k) + whole(x) + more + odd;
+  total += call(callback) + call(of_device) + sign(total) + own.Sq;
+  if (is_first(lane)) total += finite(x) + of_ptx(x);
+  return total + sum_of(y, 7);
+}
+// ======== becomes
+#include <cstring>
+
+struct Args {
+  int Sq, Sk;
+  float scale;
+};
+// A view, of which one member is called once.
+struct View {
+  static constexpr int ROWS = 4;
+  float x[ROWS];
+  int first, last;
+};
+struct Derived : View {
+  int own(int i) const { return i + last; }
+};
+
+// Stays: an instruction.
+__device__ float of_ptx(float x) { return x; }
+// Stays: it branches, and nvcc computes the value.
+__device__ float finite(float m) { return m < 0 ? 0.0f : m; }
+// Stays: its bool decides a branch.
+__device__ bool is_first(int lane) { return lane == 0; }
+
+// Is called twice, and is no name: stays.
+int doubled(int n) { return n + n; }
+
+// Would hide what it is given: stays.
+int hides(int x) {
+  const int three = x + 1;
+  return three * three;
+}
+// Returns early, which is no matter where its value is returned.
+int sign_of(int n) {
+  if (n < 0) return -1;
+  return n > 0;
+}
+// Takes a whole number, which an argument of another type becomes.
+int whole(int n) { return n / 2; }
+
+float sum_of(const float (&x)[4]) {
+  float sum = 0;
+  for (int i = 0; i < 4; i++) sum += x[i];
+  for (int i = 0; i < 4; i++) sum -= x[i];
+  for (int i = 0; i < 4; i++) sum += x[i];
+  for (int i = 0; i < 4; i++) sum -= x[i];
+  for (int i = 0; i < 4; i++) sum += x[i];
+  for (int i = 0; i < 4; i++) sum -= x[i];
+  for (int i = 0; i < 4; i++) sum += x[i];
+  for (int i = 0; i < 4; i++) sum -= x[i];
+  for (int i = 0; i < 4; i++) sum += x[i];
+  for (int i = 0; i < 4; i++) sum -= x[i];
+  for (int i = 0; i < 4; i++) sum += x[i];
+  for (int i = 0; i < 4; i++) sum -= x[i];
+  return sum;
+}
+
+// What nobody reads has no name where a pointer to the function is taken; on the device, where a macro may read it, it keeps it.
+int callback(int read, int) { return read; }
+__device__ int of_device(int read, int unread) { return read; }
+
+int sdpa_forward(const Args& a, float x, int lane) {
+  View S;
+  Derived D;
+  Args own = a;
+  const float y[4] = {1, 2, 3, 4};
+  for (int i = 0; i < View::ROWS; i++) S.x[i] = 0;
+  // S = y, scaled.
+  for (int i = 0; i < 4; i++) S.x[i] = y[i] * a.scale;
+  int total = (a.Sq + a.Sk - 1) / a.Sk, k = doubled(lane) + doubled(total);
+  {
+    // Has a name of its own that is one there as well: goes into braces.
+    const int k = lane * 2;
+    total += k;
+  }
+  const int three = 3;
+  const int more = hides(three);
+  // Changes its parameter, which therefore is declared.
+  int n = total;
+  while (n % 2 == 0) n /= 2;
+  const int odd = n;
+
+  total += (k + three) * ((S.first + k) - S.first) + D.own(k) + whole(x) + more + odd;
+  total += call(callback) + call(of_device) + sign_of(total) + own.Sq;
+  if (is_first(lane)) total += finite(x) + of_ptx(x);
+  return total + sum_of(y);
+}
