@@ -65,6 +65,15 @@ def test_one_build_has_no_templates_on_it(texts, name):
     assert texts[name].index("__global__") > texts[name].index("// ==== the kernel")
 
 
+def test_options_of_other_builds_are_gone(texts):
+    """No member of SdpaParams is there to be ignored."""
+    options = "softcap sinks bias bias_strides bias_keys k_lengths q_starts k_starts most_keys page_table page_size pages".split()
+    for name, text in texts.items():
+        members = re.search(r"^struct SdpaParams \{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL)[1]
+        assert not {*options} & {*re.findall(r"\w+", re.sub("//.*", "", members))}, name
+        assert "e4m3" in name or "u8" in name or "descale" not in members, name
+
+
 @pytest.mark.parametrize("name", [name for name in LINES if name in MOST])
 def test_is_short(texts, name):
     assert len(texts[name].splitlines()) <= MOST[name]

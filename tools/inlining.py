@@ -1,5 +1,6 @@
 """Calls in whose place the function's body stands. For tools/concrete.py."""
 import collections
+import itertools
 import re
 import textwrap
 
@@ -85,46 +86,34 @@ class Inlining:
 
     def kind(self, node):
         """The scalar type of an expression; None if that is not plain to see."""
-        text, field = source(node, self.text), node.child_by_field_name
-        if node.type == "number_literal":
+        text, field, kind = source(node, self.text), node.child_by_field_name, node.type
+        while node.type == "subscript_expression":  # of an array of scalars, whatever its dimensions
+            node = node.child_by_field_name("argument")
+        if kind == "number_literal":
             return "int" if text.isdigit() else "float" if text.endswith("f") else "uint32_t" if text[:-1].isdigit() else None
-        if node.type in ("true", "false"):
+        if kind in ("true", "false") or kind == "unary_expression" and text[0] == "!":
             return "bool"
-        if node.type == "parenthesized_expression":
-            return self.kind(node.named_children[0])
-        if node.type == "identifier":
+        if re.fullmatch(r"(thread|block)Idx\.\w", text):
+            return "uint32_t"
+        if kind == "identifier":
             return type_of(text, node, self.text)
-        if node.type == "subscript_expression":  # of an array of scalars, whatever its dimensions
-            while node.type == "subscript_expression":
-                node = node.child_by_field_name("argument")
-            return type_of(source(node, self.text), node, self.text, "array_declarator", "pointer_declarator") if (
-                node.type == "identifier") else self.kind(node)
-        if node.type == "qualified_identifier":
-            types = self.fields.get(name_of(node), set())
+        if kind == "subscript_expression" and node.type == "identifier":
+            return type_of(source(node, self.text), node, self.text, "array_declarator", "pointer_declarator")
+        if node.type in ("qualified_identifier", "field_expression"):
+            types = self.fields.get(name_of(node.child_by_field_name("field") or node), ())
             return next(iter(types)) if len(types) == 1 else None
-        if node.type == "field_expression":
-            if re.fullmatch(r"(thread|block)Idx\.\w", text):
-                return "uint32_t"
-            types = self.fields.get(name_of(field("field")), set())
-            return next(iter(types)) if len(types) == 1 else None
-        if node.type == "unary_expression":
-            return "bool" if text[0] == "!" else self.kind(field("argument"))
-        if node.type == "call_expression":
+        if kind == "call_expression":
             name = source(field("function"), self.text)
-            if name in SCALARS:
-                return name
-            if name in ("min", "max"):
-                kinds = {self.kind(one) for one in listed(node, "arguments")}
-                return kinds.pop() if len(kinds) == 1 else None
-            return self.returns.get(name_of(callee(node)))
-        if node.type in ("binary_expression", "conditional_expression"):
-            sides = field("left") or field("consequence"), field("right") or field("alternative")
-            sign = field("operator") and source(field("operator"), self.text)
-            kinds = {self.kind(one) for one in sides}
-            if sign in ("<", ">", "<=", ">=", "==", "!=", "&&", "||"):
-                return "bool"
-            return kinds.pop() if len(kinds) == 1 else None
-        return None
+            sides = listed(node, "arguments") if name in ("min", "max") else []
+            if not sides:
+                return name if name in SCALARS else self.returns.get(name_of(callee(node)))
+        elif kind == "binary_expression" and source(field("operator"), self.text) in ("<", ">", "<=", ">=", "==", "!=", "&&", "||"):
+            return "bool"
+        else:
+            sides = [one for name in ("left", "right", "consequence", "alternative", "argument") for one in node.children_by_field_name(name)]
+            sides = node.named_children if kind == "parenthesized_expression" else sides
+        kinds = {self.kind(one) for one in sides}
+        return kinds.pop() if len(kinds) == 1 else None
 
     def bound(self, function, call):
         """({parameter: what stands for it}, declarations that come first, names that an argument has) for a call; None if it will
@@ -172,7 +161,7 @@ class Inlining:
     def rendered(self, part, function, bound, owner):
         """A part of a function's body with what stands for its parameters; members get their owner."""
         made = names_made(function)
-        struct = enclosing(function.parent, "struct_specifier") if function.type == "function_definition" else None
+        struct = self.struct_of(function)
         members, statics = set(), set()
         if struct is not None and owner is not None:
             for one in struct.child_by_field_name("body").named_children:
@@ -198,37 +187,31 @@ class Inlining:
 
     def replaced(self, function, calls, busy):
         """The edits that put a function's body in the place of its calls; none where that will not do."""
-        body = function.child_by_field_name("body")
-        head = self.head(function)
-        code = source(body, self.text) if body else ""
-        if not body or "__global__" in head or "operator" in head or re.search(r"\basm\b|va_list|thread_local|__shared__|#|\bthis\b", code):
-            return []
-        if descendants(function, "field_initializer_list") or "override" in head:
-            return []
-        statements = [one for one in body.named_children if one.type != "comment"]
-        struct = enclosing(function.parent, "struct_specifier") if function.type == "function_definition" else None
-        if struct is not None and (struct.parent.type == "template_declaration" or name_of(struct) == name_of(function) or any(
-                one.type == "base_class_clause" for one in struct.children)):
-            return []
-        if not statements:
+        body, head = function.child_by_field_name("body"), self.head(function)
+        code, struct = source(body, self.text) if body else "", self.struct_of(function)
+        statements = [one for one in body.named_children if one.type != "comment"] if body else []
+        is_odd = re.search(r"__global__|operator|override", head) or re.search(
+            r"\basm\b|va_list|thread_local|__shared__|#|\bthis\b", code) or descendants(function, "field_initializer_list")
+        if not statements or is_odd or struct is not None and (
+                struct.parent.type == "template_declaration" or name_of(struct) == name_of(function) or
+                any(one.type == "base_class_clause" for one in struct.children)):
             return []
         is_expression = len(statements) == 1 and statements[0].type == "return_statement" and statements[0].named_children
-        comment = self.comment_of(function)
         if is_expression:
             value = statements[0].named_children[0]
-            size = len(source(value, self.text))
-            if "__device__" in head and (self.type_text(function) == "bool" or "?" in source(value, self.text)):
+            text = source(value, self.text)
+            if "__device__" in head and (self.type_text(function) == "bool" or "?" in text):
                 return []  # nvcc would branch where it computes a value, or the other way round
-            if size > (40 if struct is not None else 110) or len(calls) > 1 and not re.fullmatch(r"[\w.]+", source(value, self.text)):
+            if len(text) > (40 if struct is not None else 110) or len(calls) > 1 and not re.fullmatch(r"[\w.]+", text):
                 return []
-            if value.type in ("initializer_list", "lambda_expression") or (
-                    struct is not None and len(calls) > 1 and source(value, self.text) in parameters_of(
-                        descendants(function, "function_declarator")[0])):
+            if struct is not None and len(calls) > 1 and text in parameters_of(descendants(function, "function_declarator")[0]):
                 return []  # a member that gives what it takes: without it nvcc puts instructions in another order
+            if value.type in ("initializer_list", "lambda_expression"):
+                return []
             return self.expressions(function, value, calls)
         if len(calls) > 1 or code.count("\n") > MOST_LINES:
             return []
-        return self.statements(function, statements, calls[0], comment, busy)
+        return self.statements(function, statements, calls[0], busy)
 
     def owner(self, call, function):
         """What a member's call names before the dot; None if nothing, "" if that will not do."""
@@ -261,60 +244,50 @@ class Inlining:
             edits.append((call.start_byte, call.end_byte, text))
         return edits
 
-    def statements(self, function, statements, call, comment, busy):
-        bound, owner, place = self.bound(function, call), self.owner(call, function), call.parent
-        scope = enclosing(call, "function_definition", "lambda_expression")
-        outer = enclosing(call, "function_definition")
-        body = function.child_by_field_name("body")
-        returns = [one for one in descendants(body, "return_statement")
-                   if enclosing(one, "lambda_expression", "function_definition") == function]
-        made = names_made(body)
+    def statements(self, function, statements, call, busy):
+        """The edits that put a body of several statements in the place of a statement that is its one call."""
+        bound, owner, place, body = self.bound(function, call), self.owner(call, function), call.parent, function.child_by_field_name("body")
+        scope, outer = enclosing(call, "function_definition", "lambda_expression"), enclosing(call, "function_definition")
         if not bound or owner == "" or outer is None or outer.start_byte in busy:
             return []
-        first = bound[1]
+        bound, first, given = bound
+        returns = [one for one in descendants(body, "return_statement")
+                   if enclosing(one, "lambda_expression", "function_definition") == function]
         top = {name_of(one) for statement in statements if statement.type == "declaration"
                for one in statement.children_by_field_name("declarator")} | {re.search(r"(\w+)(\[\w*\])* =", one)[1] for one in first}
-        if (top | made) & (bound[2] | words_of(owner or "")) - {name for name, to in bound[0].items() if name == to}:
-            return []
-        code = textwrap.dedent(self.rendered(body, function, bound[0], owner)[1:-1].strip("\n").rstrip())
-        elsewhere = {one.text.decode() for one in descendants(outer, "identifier")
-                     if not call.start_byte <= one.start_byte < call.end_byte and not function.start_byte <= one.start_byte < function.end_byte}
-        clashes = bool(top & elsewhere)
-        plain = {name: to for name, to in bound[0].items() if re.fullmatch(r"\w+", to)}
-        head = "".join(re.sub(r"\b[A-Za-z_]\w*\b", lambda m: plain.get(m[0], m[0]), line) + "\n" for line in comment)
+        if (top | names_made(body)) & (given | words_of(owner or "")) - {name for name, to in bound.items() if name == to}:
+            return []  # a name of the body would hide what the call gives
+        inside = [(one.start_byte, one.end_byte) for one in (call, function)]
+        clashes = any(source(one, self.text) in top and not any(start <= one.start_byte < end for start, end in inside)
+                      for one in descendants(outer, "identifier"))
+        plain = {name: to for name, to in bound.items() if re.fullmatch(r"\w+", to)}
+        lines = [re.sub(r"\b[A-Za-z_]\w*\b", lambda m: plain.get(m[0], m[0]), line) for line in self.comment_of(function)] + first
+        code = textwrap.dedent(self.rendered(body, function, bound, owner)[1:-1].strip("\n").rstrip())
+        in_block = place.parent.type == "compound_statement"
         if place.type == "expression_statement" and place.parent.type in ("compound_statement", "if_statement", "else_clause"):
-            if returns or place.parent.type != "compound_statement" and "__device__" in self.head(function):
+            if returns or not in_block and "__device__" in self.head(function):
                 return []  # nvcc keeps other values for a branch
-            text = head + "\n".join([*first, code])
-            text = f"{{\n{text}\n}}" if clashes or place.parent.type != "compound_statement" else text
-        elif place.type == "return_statement" and place.parent.type == "compound_statement":
+            text = "\n".join([*lines, code])
+            text = f"{{\n{text}\n}}" if clashes or not in_block else text
+        elif place.type == "return_statement" and in_block:
             if scope.type == "lambda_expression" or clashes or self.type_text(outer) != self.type_text(function):
                 return []
-            text = head + "\n".join([*first, code])
+            text = "\n".join([*lines, code])
         elif place.type == "init_declarator" and place.parent.type == "declaration" and place.parent.parent.type == "compound_statement":
-            if clashes or len(returns) != 1 or returns[0] != statements[-1] or len(place.parent.children_by_field_name("declarator")) != 1:
-                return []
-            value = returns[0].named_children[0]
-            before = textwrap.dedent(self.rendered(body, function, bound[0], owner))
-            at = before.rindex("return")
-            result = self.rendered(value, function, bound[0], owner)
-            code = textwrap.dedent(before[1:at].strip("\n").rstrip())
-            target = name_of(place)
-            declaration = next((one for one in statements if one.type == "declaration" and source(value, self.text) in {
-                name_of(each) for each in one.children_by_field_name("declarator")}), None)
-            if declaration is not None and len(declaration.children_by_field_name("declarator")) == 1 and source(
-                    declaration.child_by_field_name("type"), self.text) == source(place.parent.child_by_field_name("type"), self.text) and (
-                    target not in words_of(code)):
-                code = re.sub(rf"(?<![.>\w]){re.escape(result)}\b", target, code)
-                text = head + "\n".join([*first, code])
-            else:
-                text = head + "\n".join([*first, code, self.text[place.parent.start_byte:call.start_byte] + result + self.text[
-                    call.end_byte:place.parent.end_byte]])
             place = place.parent
+            if clashes or len(returns) != 1 or returns[0] != statements[-1] or len(place.children_by_field_name("declarator")) != 1:
+                return []
+            result = self.rendered(returns[0].named_children[0], function, bound, owner)
+            text = "\n".join([*lines, code[:code.rindex("return")].rstrip(),
+                              self.text[place.start_byte:call.start_byte] + result + self.text[call.end_byte:place.end_byte]])
         else:
             return []
         busy.add(outer.start_byte)
         return [(place.start_byte, place.end_byte, textwrap.indent(text, " " * place.start_point[1]).lstrip())]
+
+    @staticmethod
+    def struct_of(function):
+        return enclosing(function.parent, "struct_specifier") if function.type == "function_definition" else None
 
     def type_text(self, function):
         """What a function returns, as it is written."""
@@ -327,11 +300,9 @@ class Inlining:
         return self.text[self.text.rfind("\n", 0, function.start_byte) + 1:function.end_byte].split("{")[0]
 
     def comment_of(self, function):
-        lines = self.text[:self.text.rfind("\n", 0, function.start_byte) + 1].split("\n")[:-1]
-        out = []
-        while lines and re.match(r" *//(?! ----| ====)", lines[-1]):
-            out.insert(0, lines.pop().strip())
-        return out
+        """The lines of the comment above a function."""
+        above = self.text[:self.text.rfind("\n", 0, function.start_byte) + 1].split("\n")[-2::-1]
+        return [line.strip() for line in itertools.takewhile(re.compile(r" *//(?! ----| ====)").match, above)][::-1]
 
 
 def type_of(name, node, text, *more):

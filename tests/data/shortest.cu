@@ -34,6 +34,9 @@ int rounds_of(int n, int size) { return (n + size - 1) / size; }
 // Is called twice, and is no name: stays.
 int doubled(int n) { return n + n; }
 
+// Two values of N: both stay.
+template <int N> int times(int n) { return N * n; }
+
 // x = y, scaled.
 void scale_all(View& x, const float (&y)[4], float scale) {
   for (int i = 0; i < 4; i++) x.x[i] = y[i] * scale;
@@ -99,7 +102,7 @@ int sdpa_forward(const Args& a, float x, int lane) {
   const int odd = halved(total);
   const auto plus = [&](int i) { return i + three; };
   total += plus(k) * S.rows_before(k) + D.own(k) + whole(x) + more + odd;
-  total += call(callback) + call(of_device) + sign(total) + own.Sq;
+  total += times<2>(k) + times<3>(k) + call(callback) + call(of_device) + sign(total) + own.Sq;
   if (is_first(lane)) total += finite(x) + of_ptx(x);
   return total + sum_of(y, 7);
 }
@@ -129,6 +132,9 @@ __device__ bool is_first(int lane) { return lane == 0; }
 
 // Is called twice, and is no name: stays.
 int doubled(int n) { return n + n; }
+
+// Two values of N: both stay.
+template <int N> int times(int n) { return N * n; }
 
 // Would hide what it is given: stays.
 int hides(int x) {
@@ -186,7 +192,7 @@ int sdpa_forward(const Args& a, float x, int lane) {
   const int odd = n;
 
   total += (k + three) * ((S.first + k) - S.first) + D.own(k) + whole(x) + more + odd;
-  total += call(callback) + call(of_device) + sign_of(total) + own.Sq;
+  total += times<2>(k) + times<3>(k) + call(callback) + call(of_device) + sign_of(total) + own.Sq;
   if (is_first(lane)) total += finite(x) + of_ptx(x);
   return total + sum_of(y);
 }
