@@ -154,7 +154,8 @@ class Builder:
     def tree(self, bug):
         """A folder with all that the tests read, one file of it with the bug."""
         shutil.copytree(ROOT, self.path(bug.name), ignore=lambda folder, names: [
-            name for name in names if name == "__pycache__" or (folder == ROOT and (name == "results" or name.startswith(("build", "."))))])
+            name for name in names if name == "__pycache__" or folder == ROOT and name != ".clang-format" and (
+                name == "results" or name.startswith(("build", ".")))])
         os.symlink(os.path.join(ROOT, "results"), self.path(f"{bug.name}/results"))
         self.write(f"{bug.name}/{bug.file}", self.edited(bug))
         return self.path(bug.name)

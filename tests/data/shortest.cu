@@ -46,7 +46,11 @@ void count_up(int& total, int by) {
   const int k = by * 2;
   total += k;
 }
-// Would hide what it is given: stays.
+// Both would hide what they are given: they stay.
+void count_down(int& total, int by) {
+  const int k = by * 3;
+  total -= k;
+}
 int hides(int x) {
   const int three = x + 1;
   return three * three;
@@ -97,6 +101,7 @@ int sdpa_forward(const Args& a, float x, int lane) {
   scale_all(S, y, a.scale);
   int total = rounds_of(same(a).Sq, same(a).Sk), k = doubled(lane) + doubled(total);
   count_up(total, lane);
+  count_down(total, k);
   const int three = 3;
   const int more = hides(three);
   const int odd = halved(total);
@@ -136,7 +141,11 @@ int doubled(int n) { return n + n; }
 // Two values of N: both stay.
 template <int N> int times(int n) { return N * n; }
 
-// Would hide what it is given: stays.
+// Both would hide what they are given: they stay.
+void count_down(int& total, int by) {
+  const int k = by * 3;
+  total -= k;
+}
 int hides(int x) {
   const int three = x + 1;
   return three * three;
@@ -184,6 +193,7 @@ int sdpa_forward(const Args& a, float x, int lane) {
     const int k = lane * 2;
     total += k;
   }
+  count_down(total, k);
   const int three = 3;
   const int more = hides(three);
   // Changes its parameter, which therefore is declared.
