@@ -166,6 +166,7 @@ class Inlining:
         if struct is not None and owner is not None:
             for one in struct.child_by_field_name("body").named_children:
                 of = declared(one)
+                statics |= {name_of(each) for each in of.children_by_field_name("type") if each.child_by_field_name("body")}
                 names = {name_of(each) for field in ("declarator", "name") for each in of.children_by_field_name(field)}
                 (statics if is_static(of) or of.type in ("alias_declaration", "struct_specifier", "enum_specifier") else members).update(names)
         edits = []

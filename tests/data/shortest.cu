@@ -8,12 +8,16 @@ struct Args {
 // A view, of which one member is called once.
 struct View {
   static constexpr int ROWS = 4;
+  struct Pair { int low, high; };  // a member's name outside
   float x[ROWS];
   int first, last;
+  Pair pair;
   int row(int i) const { return first + i; }
   int rows_before(int i) const { return row(i) - first; }
   void clear() {
     for (int i = 0; i < ROWS; i++) x[i] = 0;
+    Pair& both = pair;
+    both.low = both.high = 0;
   }
 };
 struct Derived : View {
@@ -121,8 +125,10 @@ struct Args {
 // A view, of which one member is called once.
 struct View {
   static constexpr int ROWS = 4;
+  struct Pair {};  // a member's name outside
   float x[ROWS];
   int first, last;
+  Pair pair;
 };
 struct Derived : View {
   int own(int i) const { return i + last; }
@@ -185,6 +191,7 @@ int sdpa_forward(const Args& a, float x, int lane) {
   Args own = a;
   const float y[4] = {1, 2, 3, 4};
   for (int i = 0; i < View::ROWS; i++) S.x[i] = 0;
+  View::Pair& both = S.pair;
   // S = y, scaled.
   for (int i = 0; i < 4; i++) S.x[i] = y[i] * a.scale;
   int total = (a.Sq + a.Sk - 1) / a.Sk, k = doubled(lane) + doubled(total);
