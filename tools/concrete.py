@@ -1,11 +1,12 @@
-"""An extract of one build as one would write it by hand: no template parameter B, no choice of a kernel, definitions before
-their uses, no word about options that are not there. For tools/extract.py, after tools/minimal.py."""
+"""An extract of one build as one would write it by hand: no template parameter B, no choice of a kernel, definitions
+before their uses, no word about options that are not there. For tools/extract.py, after tools/minimal.py."""
 import collections
 import re
 import textwrap
 
 from inlining import callee, edited, inlined, source, type_of_expression
-from minimal import BANNERS, ROOTS, WIDTH, Folding, declared, descendants, enclosing, listed, minimal, name_of, parse, units_of, words_of
+from minimal import (BANNERS, ROOTS, WIDTH, Folding, declared, descendants, enclosing, listed, minimal, name_of, parse,
+                     units_of, words_of)
 
 PUBLIC = {"Causal", "Strides", "Descale", "SdpaParams", "SdpaStatus"}
 
@@ -21,7 +22,8 @@ def until_stable(change, text):
 
 def is_selector(parameter, text):
     """Whether a struct template's parameter only chooses a version."""
-    return declared(parameter.parent.parent).type == "struct_specifier" and re.match(r"(bool|Path)( [A-Z]+)? =", source(parameter, text))
+    is_of_struct = declared(parameter.parent.parent).type == "struct_specifier"
+    return is_of_struct and re.match(r"(bool|Path)( [A-Z]+)? =", source(parameter, text))
 
 
 def owner_of(function):
@@ -87,7 +89,8 @@ def without_build(text):
             rest = [one for one in rest if not (name in outside and one.isupper() and one.isalpha())]
             has_defaults = kept.get(name) and all(one.child_by_field_name("default_value") for one in kept[name])
             is_call = text[node.end_byte:node.end_byte + 1] == "("
-            edits.append((node.start_byte, node.end_byte, f"<{', '.join(rest)}>" if rest or has_defaults and not is_call else ""))
+            edits.append((node.start_byte, node.end_byte, f"<{', '.join(rest)}>" if rest or has_defaults and not is_call
+                          else ""))
         return edited(text, edits)
     text = until_stable(without_arguments, text)
     edits = []
@@ -99,14 +102,19 @@ def without_build(text):
         rest = [one for one in rest if not re.fullmatch(r"bool [A-Z]+", one) or not re.search(
             rf"^[^(]*\b(?:{'|'.join(outside) or '-'})::", text[node.end_byte:owner.end_byte])]
         after = node.end_byte + len(re.match(r"\s*", text[node.end_byte:])[0])
-        edits.append((node.start_byte, node.end_byte, f"<{', '.join(rest)}>") if rest else (owner.start_byte, after, ""))
+        edits.append((node.start_byte, node.end_byte, f"<{', '.join(rest)}>") if rest
+                     else (owner.start_byte, after, ""))
     text = edited(text, edits)
-    kernel = {name: re.sub(r"<B(?:, )?(.*)>", lambda m: f"<{m[1]}>" * bool(m[1]), value) for name, value in kernel.items()}
-    text = re.sub(r"^ *using Kernel = KernelOf;\n|^ *template <Path = path> struct KernelOf;\n|^ *struct KernelOf;\n", "", text,
+    kernel = {name: re.sub(r"<B(?:, )?(.*)>", lambda m: f"<{m[1]}>" * bool(m[1]), value) for name,
+              value in kernel.items()}
+    text = re.sub(r"^ *using Kernel = KernelOf;\n|^ *template <Path = path> struct KernelOf;\n|^ *struct KernelOf;\n",
+                  "", text,
                   flags=re.MULTILINE)
     text = re.sub(r"(?:typename )?\bKernel(?:Of)?::(\w+)", lambda m: kernel[m[1]], text)
-    text = re.sub(r"^using Build = .*\n|^template <class Use> auto with_build(?:.*}|(?:.*\n)*?})\n", "", text, flags=re.MULTILINE)
-    text = re.sub(r"with_build\(p, \[&\]\(auto build\) \{ return (\w+)<decltype\(build\)>\((.*?)\); \}\)", r"\1(\2)", text)
+    text = re.sub(r"^using Build = .*\n|^template <class Use> auto with_build(?:.*}|(?:.*\n)*?})\n", "", text,
+                  flags=re.MULTILINE)
+    text = re.sub(r"with_build\(p, \[&\]\(auto build\) \{ return (\w+)<decltype\(build\)>\((.*?)\); \}\)", r"\1(\2)",
+                  text)
     return named_constants(text, members)
 
 
@@ -147,12 +155,15 @@ def without_template_parameters(text, but):
     defined = collections.defaultdict(list)
     for node in descendants(root, "template_declaration"):
         defined[name_of(declared(node))].append(node)
-    plain = {name_of(node) for node in descendants(root, "function_definition") if node.parent.type != "template_declaration"}
+    plain = {name_of(node) for node in descendants(root, "function_definition")
+             if node.parent.type != "template_declaration"}
     uses = template_uses(root, text)
-    inner = {name_of(one) for one in descendants(root, "type_parameter_declaration", "optional_type_parameter_declaration")}
+    inner = {name_of(one) for one in descendants(root, "type_parameter_declaration",
+                                                 "optional_type_parameter_declaration")}
     inner |= {name_of(one) for node in descendants(root, "template_parameter_list")
               for one in descendants(node, "parameter_declaration", "optional_parameter_declaration")}
-    top = {name for unit in units_of(root, text.split("\n")) for name in unit.names} | {"true", "false", "float", "uint32_t", "float4"}
+    top = {name for unit in units_of(root, text.split("\n"))
+           for name in unit.names} | {"true", "false", "float", "uint32_t", "float4"}
     for name, nodes in defined.items():
         parameters = nodes[0].child_by_field_name("parameters").named_children
         node, is_function = nodes[0], declared(nodes[0]).type == "function_definition"
@@ -189,11 +200,13 @@ def without_template_parameters(text, but):
                     for one in parameters if one != parameter]
             lists = node.child_by_field_name("parameters")
             after = lists.end_byte + len(re.match(r"\s*", text[lists.end_byte:])[0])
-            edits.append((lists.start_byte, lists.end_byte, f"<{', '.join(rest)}>") if rest else (node.start_byte, after, ""))
+            edits.append((lists.start_byte, lists.end_byte, f"<{', '.join(rest)}>") if rest
+                         else (node.start_byte, after, ""))
             for where, arguments in uses[name]:
                 kept = arguments[:n] + arguments[n + 1:]
                 if where and (n < len(arguments) or not rest):
-                    edits.append((where.start_byte, where.end_byte, f"<{', '.join(kept)}>" if kept or rest and not is_function else ""))
+                    edits.append((where.start_byte, where.end_byte, f"<{', '.join(kept)}>" if kept or rest and
+                                  not is_function else ""))
             return edited(text, edits)
     return text
 
@@ -222,8 +235,8 @@ def bound_of(name, node, text):
 
 
 def without_unread_parameters(text, but):
-    """The text without the parameters that functions do not read: where all calls are known they go with their arguments, and
-    others of the host lose their names, of which compilers warn. but: functions that stay as they are."""
+    """The text without the parameters that functions do not read: where all calls are known they go with their
+    arguments, and others of the host lose their names, of which compilers warn. but: functions that stay."""
     root, edits, names = parse(text), [], collections.Counter(re.findall(r"\w+", re.sub(r"//.*", "", text)))
     functions = descendants(root, "function_definition", "lambda_expression")
     made = collections.Counter(name_of(node) for node in functions)
@@ -235,9 +248,11 @@ def without_unread_parameters(text, but):
         declarators = descendants(node, "function_declarator", "abstract_function_declarator")
         outer = enclosing(node, "function_definition") or node
         head = text[text.rfind("\n", 0, outer.start_byte) + 1:outer.end_byte].split("{")[0]
-        if not body or not declarators or name in but or "__global__" in text[outer.start_byte - 60:outer.end_byte].split("{")[0]:
+        before = text[outer.start_byte - 60:outer.end_byte].split("{")[0]
+        if not body or not declarators or name in but or "__global__" in before:
             continue
-        parameters, code = listed(declarators[0], "parameters"), re.sub("//.*", "", text[declarators[0].end_byte:node.end_byte])
+        parameters = listed(declarators[0], "parameters")
+        code = re.sub("//.*", "", text[declarators[0].end_byte:node.end_byte])
         is_known = made[name] == 1 and name not in structs | ROOTS and len(calls[name]) + 1 == names[name] and all(
             len(given) == len(parameters) for given in calls[name])
         for n, parameter in enumerate(parameters):
@@ -247,7 +262,8 @@ def without_unread_parameters(text, but):
                 continue
             if is_known:
                 places = [without_one(given, n) for given in calls[name]] + [without_one(parameters, n)]
-                return edited(text, edits + [(start, end, "") for start, end in places]) if not edits else edited(text, edits)
+                return edited(text, edits + [(start, end, "") for start,
+                                             end in places]) if not edits else edited(text, edits)
             if identifier and ("__device__" not in head or "__host__" in head):
                 space = len(text[:identifier.start_byte]) - len(text[:identifier.start_byte].rstrip(" "))
                 edits.append((identifier.start_byte - space, identifier.end_byte, ""))
@@ -264,17 +280,20 @@ def without_one(nodes, n):
 # ---- options of other builds ----
 
 # Members of SdpaParams that mean nothing without an option.
-WITH = {"page_table": ("page_stride", "page_size", "pages"), "k_lengths": ("most_keys",), "bias": ("bias_strides", "bias_keys")}
+WITH = {"page_table": ("page_stride", "page_size", "pages"), "k_lengths": ("most_keys",),
+        "bias": ("bias_strides", "bias_keys")}
 
 
 def without_options(text):
-    """Without the members of SdpaParams that only other builds have, which are 0, and without the rows that refuse them."""
+    """Without the members of SdpaParams that only other builds have, which are 0, and the rows that refuse them."""
     table = re.search(r"\boptions\[\] = \{(.*?)\};", text, re.DOTALL)
     rows = re.findall(r"\{\"(\w+)\", (\w+|\"[^\"]*\"), ([^{}]*)\}", table[1])
     known = dict(re.findall(r"\b(of_\w+) = (\"[^\"]*\")", text))
     kept = [row for row in rows if known.get(row[1], row[1]) == '""' or row[1].isidentifier() and row[1] not in known]
-    is_open = any(of.isidentifier() and of not in known for _, of, _ in kept)  # a row of the table of tiles has it or has not
-    text = text.replace(table[1], ", ".join(f'{{"{name}", {known.get(of, of)}, {rest}}}' if is_open else f'{{"{name}", {rest}}}'
+    is_open = any(of.isidentifier() and of not in known for _, of,
+                  _ in kept)  # a row of the table of tiles has it or has not
+    text = text.replace(table[1], ", ".join(f'{{"{name}", {known.get(of, of)}, {rest}}}' if is_open
+                                            else f'{{"{name}", {rest}}}'
                                             for name, of, rest in kept))
     if not is_open:
         text = re.sub(r"^ *if \(x\.value && \*x\.\w+\) return .*\n", "", text, flags=re.MULTILINE)
@@ -312,16 +331,19 @@ def without_unread_members(text):
                                       for one in node.children_by_field_name("declarator"))
     for struct in descendants(root, "struct_specifier"):
         for node in descendants(struct, "field_declaration"):
-            if descendants(node, "function_declarator") or "static" in source(node, text).split() or not struct.child_by_field_name(
+            is_static = "static" in source(node, text).split()
+            if descendants(node, "function_declarator") or is_static or not struct.child_by_field_name(
                     "name") or name_of(struct) in positional or enclosing(node.parent, "struct_specifier") != struct:
                 continue
             names = [name_of(one) for one in node.children_by_field_name("declarator")]
             for name in names:
                 places = writes[name]
-                is_plain = all(write.type == "field_initializer" or write.parent.type in ("expression_statement", "comma_expression")
+                is_plain = all(write.type == "field_initializer" or
+                               write.parent.type in ("expression_statement", "comma_expression")
                                for write in places)
                 if words[name] == 1 + len(places) and declared_in[name] == 1 and is_plain:
-                    return edited(text, [place_of(write, text) for write in places] + members_without(node, [name], text))
+                    return edited(text, [place_of(write, text) for write in places] +
+                                  members_without(node, [name], text))
     return text
 
 
@@ -353,7 +375,8 @@ def members_without(node, gone, text):
         return [(start, end + len(more), "")]
     whole = text[node.start_byte:node.end_byte - 1]
     head = whole[:names[0].start_byte - node.start_byte]
-    parts = [part for part in re.split(r", (?![^{(]*[})])", whole[len(head):]) if re.match(r"\W*(\w+)", part)[1] not in gone]
+    parts = [part for part in re.split(r", (?![^{(]*[})])", whole[len(head):])
+             if re.match(r"\W*(\w+)", part)[1] not in gone]
     return [(node.start_byte, node.end_byte, head + ", ".join(parts) + ";")]
 
 
@@ -365,7 +388,8 @@ def without_words_about(text, absent):
     lines, out = text.split("\n"), []
     while lines:
         indent = re.match(r" *(?=// )", lines[0])
-        n = next((n for n, line in enumerate(lines) if not indent or not line.startswith(indent[0] + "// ")), len(lines))
+        n = next((n for n, line in enumerate(lines) if not indent or not line.startswith(indent[0] + "// ")),
+                 len(lines))
         if not indent or not n:
             line = lines[0]
             behind = re.match(r"(.*?[^\s/].*?)(\s+// )(.*)$", line)
@@ -384,7 +408,7 @@ def without_words_about(text, absent):
 
 
 def sentences_without(words, about):
-    """What is left of a comment: sentences that do not say it, and those that say it beside something else without that."""
+    """What is left of a comment: sentences that do not say it, and others without the part that does."""
     words = re.sub(rf",? (?:or|and) with {about.pattern}(?:=\w+)?[^,.;:]*", "", words)
     parts = re.split(r"(?<=[.;])\s+", words)
     kept = [part for part in parts if not about.search(part)]
@@ -403,12 +427,13 @@ class Part:
         self.uses = set(unit.uses).union(*(part.uses for part in unit.parts))
         code = re.sub(r"//.*", "", self.text).strip()
         self.is_kernel, self.is_special = "__global__" in code, code.startswith("template <>")
-        self.is_declaration = "{" not in code and bool(re.search(r"\)(?: const)?;$|^(?:template <.*?> )?struct \w+;$", code, re.DOTALL))
+        self.is_declaration = "{" not in code and bool(re.search(
+            r"\)(?: const)?;$|^(?:template <.*?> )?struct \w+;$", code, re.DOTALL))
         self.has_defaults = bool(re.search(r"= [^;]*[,)>]", code))
 
 
 def parts_of(text):
-    """The parts of a file in their order. What is written below a section's title goes to its kernel, or to its first part."""
+    """The parts of a file in their order. What is below a section's title goes to its kernel, or to its first part."""
     lines = text.split("\n")
     parts = [Part(unit, lines) for unit in sorted(units_of(parse(text), lines), key=lambda unit: unit.first)]
     titles = [n for n, line in enumerate(lines) if line.startswith(BANNERS)]
@@ -437,7 +462,8 @@ def in_order(parts):
         if id(part) in seen:
             return
         seen.add(id(part))
-        members = {name for one in part.unit.parts for name in one.names} if part.unit.kind == "struct_specifier" else set()
+        members = {name for one in part.unit.parts
+                   for name in one.names} if part.unit.kind == "struct_specifier" else set()
         made = {name for name in named if part.unit.begins and name.startswith(part.unit.begins)}
         for name in sorted((part.uses & named.keys() | made) - members, key=lambda name: named[name][0].first):
             is_declared = any(one.is_declaration and not is_needless(one) for one in named[name])
@@ -455,7 +481,8 @@ def in_order(parts):
 def chapters(text):
     """The file in four chapters."""
     parts = parts_of(text)
-    public, call = ([part for part in parts if part.names & names] for names in (PUBLIC, {"sdpa_forward", "sdpa_workspace_bytes"}))
+    public, call = ([part for part in parts if part.names & names]
+                    for names in (PUBLIC, {"sdpa_forward", "sdpa_workspace_bytes"}))
     ordered = in_order([*public, *(part for part in parts if part not in public)])
     last = max(n for n, part in enumerate(ordered) if part in public) + 1
     inner = [part for part in ordered[last:] if part not in call]
@@ -480,8 +507,8 @@ def texts(parts):
 # ---- wgmma in the shapes that occur ----
 
 def wgmma(text, rows):
-    """The text with one function for each shape of wgmma that its kernels have, instead of those for all shapes. rows: the
-    knobs of its builds."""
+    """The text with one function for each shape of wgmma that its kernels have, instead of those for all shapes. rows:
+    the knobs of its builds."""
     def columns(word, row):
         of_v = {"D_V": row["HEAD_DIM_V"] or row["HEAD_DIM"]}
         return (row | of_v)[re.sub(r"\w+::", "", word).upper()]
@@ -489,16 +516,20 @@ def wgmma(text, rows):
                     for kind, word, trans in re.findall(r"\bwgmma_(ss|rs)<Input, ([\w:]+)((?:, \d)+)>\(", text)})
     element = re.search(r"using Input = (\w+);", text)[1]
     functions = "\n".join(wgmma_function(kind, element, n, *trans) for kind, n, *trans in calls)
-    text = re.sub(r"(?:^//.*\n)*^#define SDPA_D4\((?:.|\n)*?(?=^template <class E, int N, int TRANS_B, int TRANS_A>)", "", text,
+    text = re.sub(r"(?:^//.*\n)*^#define SDPA_D4\((?:.|\n)*?(?=^template <class E, int N, int TRANS_B, int TRANS_A>)",
+                  "", text,
                   flags=re.MULTILINE)
-    text = re.sub(r"^template <class E, int N, int TRANS_B, int TRANS_A>\n(?:.*\n)*?}\n", lambda m: functions, text, flags=re.MULTILINE)
-    return re.sub(r"^template <class E, int N, int TRANS_B>\n.*wgmma_rs.*\{\n(?:.*\n)*?}\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^template <class E, int N, int TRANS_B, int TRANS_A>\n(?:.*\n)*?}\n", lambda m: functions, text,
+                  flags=re.MULTILINE)
+    return re.sub(r"^template <class E, int N, int TRANS_B>\n.*wgmma_rs.*\{\n(?:.*\n)*?}\n", "", text,
+                  flags=re.MULTILINE)
 
 
 def wgmma_function(kind, element, n, trans_b, trans_a=0):
     """One wgmma with N columns. Operand N / 2 tells whether D is added to, the next one is the descriptor of B."""
     r, is_8bit = n // 2, element == "__nv_fp8_e4m3"
-    types = "k32.f32.e4m3.e4m3" if is_8bit else {"__half": "k16.f32.f16.f16", "__nv_bfloat16": "k16.f32.bf16.bf16"}[element]
+    types = "k32.f32.e4m3.e4m3" if is_8bit else {"__half": "k16.f32.f16.f16",
+                                                 "__nv_bfloat16": "k16.f32.bf16.bf16"}[element]
     a_text = f"%{r + 2}" if kind == "ss" else "{" + ", ".join(f"%{r + 2 + i}" for i in range(4)) + "}"
     immediates = "1, 1" + ("" if is_8bit else f", {trans_a}, {trans_b}" if kind == "ss" else f", {trans_b}")
     a_type, a_operands = ("uint64_t a", '"l"(a)') if kind == "ss" else (
@@ -510,15 +541,17 @@ def wgmma_function(kind, element, n, trans_b, trans_a=0):
     operands = textwrap.wrap(", ".join(f'"+f"(d[{i}])' for i in range(r)), WIDTH - 10)
     arguments = f"Input, {n}, {trans_b}" + (f", {trans_a}" if kind == "ss" else "")
     return "\n".join([
-        f"template <> __device__ __forceinline__ void wgmma_{kind}<{arguments}>(float (&d)[{r}], {a_type}, uint64_t b, bool accumulate) {{",
+        f"template <> __device__ __forceinline__ void wgmma_{kind}<{arguments}>(",
+        f"    float (&d)[{r}], {a_type}, uint64_t b, bool accumulate) {{",
         "  asm volatile(", *("      " + line for line in words),
         "      : " + "\n        ".join(operands), f'      : "r"(int(accumulate)), "l"(b), {a_operands});', "}", ""])
 
 
 def shortest(text, instructions, sizes=()):
-    """The text with what its one value decides decided, and calls replaced. instructions: functions that stay as they are."""
+    """The text with what its one value decides decided, and calls replaced. instructions: functions that stay."""
     def step(text):
-        for change in (lambda text: minimal(text, {*sizes}), lambda text: without_template_parameters(text, instructions),
+        for change in (lambda text: minimal(text, {*sizes}),
+                       lambda text: without_template_parameters(text, instructions),
                        lambda text: without_unread_parameters(text, instructions), without_unread_members,
                        lambda text: minimal(inlined(text, instructions | ROOTS), {*sizes})):
             text = until_stable(change, text)

@@ -5,8 +5,10 @@ The kernel of one line of configs.txt as a file that compiles alone and knows no
   --namespace WORD  the namespace of its functions (default: the line's name)
   --main            with a program that checks one problem against a naive kernel and times it
 Sections of sdpa.cu for other families and knobs stay behind. Conditions that the knobs decide are decided. What
-sdpa_forward() and sdpa_workspace_bytes() do not reach goes, with its comments, and so do options of other builds. A line
-without USE_TUNED is one build: no template says which, and what is defined stands before what names it.
+sdpa_forward() and sdpa_workspace_bytes() do not reach goes, with its comments, and so do options of other builds. A
+line without USE_TUNED is one build: no template says which. What is defined stands before what names it, and small
+functions that are called once stand in the place of their call. clang-format lays the lines out; without it they stand
+as they fall, and compile.
 environment: SDPA_CONFIGS, CXX
 """
 import itertools
@@ -98,15 +100,18 @@ def numbers(text, knobs, rows):
 
 def instructions(source):
     """The names that the CPU backend has versions of."""
-    return {name for part in re.findall(r"^#(?:if|else)[^\n]*\n((?:(?!^#if).)*?)^#endif  // SDPA_SIMT$", source, re.MULTILINE | re.DOTALL)
-            for name in re.findall(r"\w+(?=(?:<\w+>)?\()|(?<=using )\w+(?= =)|(?<=constexpr int )\w+", re.sub(r"//.*", "", part))}
+    return {name for part in re.findall(r"^#(?:if|else)[^\n]*\n((?:(?!^#if).)*?)^#endif  // SDPA_SIMT$", source,
+                                        re.MULTILINE | re.DOTALL)
+            for name in re.findall(r"\w+(?=(?:<\w+>)?\()|(?<=using )\w+(?= =)|(?<=constexpr int )\w+",
+                                   re.sub(r"//.*", "", part))}
 
 
 def sections(source, knobs, rows, namespace):
     """The marked region without the sections that the line has no use for, and with its numbers."""
     chosen = [rows[row] for row in rows if row >= 0] or [rows[-1]]
     text = source.split("// ==== COPY FROM HERE")[1].split("// ==== COPY TO HERE")[0].split("\n", 1)[1]
-    text = re.sub(r"#if(?:def SDPA_SIMT\n.*?#else|ndef SDPA_SIMT)\n(.*?)#endif  // SDPA_SIMT\n", r"\1", text, flags=re.DOTALL)
+    text = re.sub(r"#if(?:def SDPA_SIMT\n.*?#else|ndef SDPA_SIMT)\n(.*?)#endif  // SDPA_SIMT\n", r"\1", text,
+                  flags=re.DOTALL)
     text = re.sub(r"#ifndef SDPA_NAMESPACE.*?#endif\n|#pragma GCC .*?\n", "", text, flags=re.DOTALL)
     text = re.sub(r"#if (USE_\w+)\n(.*?)#endif  // \1\n", lambda m: m[2] * rows[-1][m[1]], text, flags=re.DOTALL)
     text = re.sub(r"^ *// clang-format o.*\n", "", text.replace("SDPA_NAMESPACE", namespace), flags=re.MULTILINE)
@@ -159,12 +164,14 @@ def extract(name, namespace="", given=(), is_program=False):
     text = concrete.without_words_about(text, {knob for knob in knobs if not any(row[knob] for row in builds_of)} | (
         {"KernelOf"} if not rows[-1]["USE_TUNED"] else set()))
     arch = builds.Line(tree, name).knob("arch", "80")
+    code = "compute" if is_program and arch.isdigit() else "sm"
     return formatted("\n".join([
-        f"// Compile: nvcc -O3 -std=c++17 -gencode arch=compute_{arch},code={'compute' if is_program and arch.isdigit() else 'sm'}_{arch} "
+        f"// Compile: nvcc -O3 -std=c++17 -gencode arch=compute_{arch},code={code}_{arch} "
         f"{'-o my_kernel' if is_program else '-c'} my_kernel.cu",
         f"// Call:    {space}::sdpa_forward(params, stream), below it or in a file that includes it",
         textwrap.fill(f"// From sdpa, line {name}: " + (
-            " ".join(word for word in typed if "=" in word) or "all knobs as they are by default"), 120, subsequent_indent="//   "),
+            " ".join(word for word in typed if "=" in
+                     word) or "all knobs as they are by default"), 120, subsequent_indent="//   "),
         "// SPDX-License-Identifier: MIT. " + tree.read("LICENSE").strip().split("\n\n")[1].replace("\n", " "), "",
         text.strip(), program(space, builds_of[0]) * is_program]))
 
@@ -188,7 +195,7 @@ PackConstructorInitializers: BinPack
 
 
 def formatted(text):
-    """As clang-format has the repository's own sources, with short structs on one line. Without it, lines as they fall."""
+    """As clang-format has the repository's own sources, but shorter. Without it, lines as they fall."""
     try:
         import clang_format
     except ModuleNotFoundError:
@@ -198,7 +205,8 @@ def formatted(text):
     with tempfile.TemporaryDirectory() as folder:
         with open(f"{folder}/style", "w") as file:
             file.write(style)
-        done = builds.run([clang_format.get_executable("clang-format"), f"--style=file:{folder}/style", "--assume-filename=x.cu"],
+        done = builds.run([clang_format.get_executable("clang-format"), f"--style=file:{folder}/style",
+                           "--assume-filename=x.cu"],
                           input=text)
     if done.returncode:
         raise Refused(f"clang-format: {done.stderr.strip()}")

@@ -6,11 +6,14 @@ import textwrap
 
 from minimal import declared, descendants, enclosing, listed, name_of, parameters_of, parse, words_of
 
-SCALARS = {"int", "unsigned", "uint32_t", "int64_t", "uint64_t", "size_t", "float", "double", "bool", "uint16_t", "uint8_t", "char"}
+SCALARS = {"int", "unsigned", "uint32_t", "int64_t", "uint64_t", "size_t", "float", "double", "bool", "uint16_t",
+           "uint8_t", "char"}
 # Where an expression needs no brackets, and expressions that never do.
-WHOLE = {"argument_list", "initializer_list", "init_declarator", "return_statement", "parenthesized_expression", "subscript_argument_list",
+WHOLE = {"argument_list", "initializer_list", "init_declarator", "return_statement", "parenthesized_expression",
+         "subscript_argument_list",
          "condition_clause", "expression_statement"}
-ATOMS = {"identifier", "number_literal", "field_expression", "call_expression", "subscript_expression", "parenthesized_expression", "true",
+ATOMS = {"identifier", "number_literal", "field_expression", "call_expression", "subscript_expression",
+         "parenthesized_expression", "true",
          "false", "string_literal", "qualified_identifier", "this", "null"}
 MOST_LINES = 14  # of a body that goes into another function
 
@@ -40,7 +43,8 @@ def names_made(node):
             if one.type == "init_declarator" or one.child_by_field_name("declarator")}
     for one in descendants(node, "declaration", "for_range_loop"):
         made |= {name_of(each) for each in one.children_by_field_name("declarator")}
-    return made | {each.text.decode() for one in descendants(node, "structured_binding_declarator") for each in one.named_children}
+    return made | {each.text.decode() for one in descendants(node, "structured_binding_declarator")
+                   for each in one.named_children}
 
 
 def is_static(node):
@@ -55,7 +59,8 @@ class Inlining:
         self.fields = collections.defaultdict(set)  # types by a member's name
         for node in descendants(self.root, "field_declaration"):
             for one in node.children_by_field_name("declarator"):
-                self.fields[name_of(one)].add(source(node.child_by_field_name("type"), text) if one.type == "field_identifier" else "")
+                self.fields[name_of(one)].add(source(node.child_by_field_name("type"), text)
+                                              if one.type == "field_identifier" else "")
         functions = collections.defaultdict(list)
         for node in descendants(self.root, "function_definition"):
             functions[name_of(node)].append(node)
@@ -71,13 +76,15 @@ class Inlining:
             is_method = enclosing(nodes[0].parent, "struct_specifier") is not None
             own = [call for call in calls[name] if not nodes[0].start_byte <= call.start_byte < nodes[0].end_byte]
             others = used[name] - sum(callee(call).type != "field_identifier" for call in own)
-            if len(nodes) == 1 and own and len(own) == len(calls[name]) and name not in but and (is_method or not others):
+            is_called = own and len(own) == len(calls[name]) and (is_method or not others)
+            if is_called and len(nodes) == 1 and name not in but:
                 edits += self.replaced(nodes[0], own, busy)
         for node in descendants(self.root, "lambda_expression"):
             if node.parent.type != "init_declarator" or node.parent.parent.type != "declaration":
                 continue
             scope, name = enclosing(node.parent, "function_definition"), name_of(node.parent)
-            own = [call for call in descendants(scope, "call_expression") if source(call.child_by_field_name("function"), text) == name]
+            own = [call for call in descendants(scope, "call_expression")
+                   if source(call.child_by_field_name("function"), text) == name]
             uses = [one for one in descendants(scope, "identifier") if one.text.decode() == name]
             if own and len(uses) == len(own) + 1:
                 done = self.replaced(node, own, busy)
@@ -90,7 +97,8 @@ class Inlining:
         while node.type == "subscript_expression":  # of an array of scalars, whatever its dimensions
             node = node.child_by_field_name("argument")
         if kind == "number_literal":
-            return "int" if text.isdigit() else "float" if text.endswith("f") else "uint32_t" if text[:-1].isdigit() else None
+            known = {r"\d+": "int", r"[\d.]+f": "float", r"\d+u": "uint32_t"}
+            return next((one for pattern, one in known.items() if re.fullmatch(pattern, text)), None)
         if kind in ("true", "false") or kind == "unary_expression" and text[0] == "!":
             return "bool"
         if re.fullmatch(r"(thread|block)Idx\.\w", text):
@@ -107,19 +115,22 @@ class Inlining:
             sides = listed(node, "arguments") if name in ("min", "max") else []
             if not sides:
                 return name if name in SCALARS else self.returns.get(name_of(callee(node)))
-        elif kind == "binary_expression" and source(field("operator"), self.text) in ("<", ">", "<=", ">=", "==", "!=", "&&", "||"):
+        elif kind == "binary_expression" and source(field("operator"),
+                                                    self.text) in ("<", ">", "<=", ">=", "==", "!=", "&&", "||"):
             return "bool"
         else:
-            sides = [one for name in ("left", "right", "consequence", "alternative", "argument") for one in node.children_by_field_name(name)]
+            sides = [one for name in ("left", "right", "consequence", "alternative", "argument")
+                     for one in node.children_by_field_name(name)]
             sides = node.named_children if kind == "parenthesized_expression" else sides
         kinds = {self.kind(one) for one in sides}
         return kinds.pop() if len(kinds) == 1 else None
 
     def bound(self, function, call):
-        """({parameter: what stands for it}, declarations that come first, names that an argument has) for a call; None if it will
-        not do."""
+        """({parameter: what stands for it}, declarations that come first, names that an argument has) for a call; None
+        if it will not do."""
         body, given = function.child_by_field_name("body"), listed(call, "arguments")
-        parameters = [one for one in listed((descendants(function, "function_declarator", "abstract_function_declarator") or [function])[0],
+        parameters = [one for one in listed((descendants(function, "function_declarator",
+                                                         "abstract_function_declarator") or [function])[0],
                                             "parameters") if one.type != "comment"]
         if len(given) != len(parameters):
             return None
@@ -142,10 +153,12 @@ class Inlining:
                 bound[name] = value
             elif is_reference and "const" not in whole and not is_plain:
                 return None
-            elif is_same and (is_plain or len(uses) == 1 or is_reference and not descendants(argument, "call_expression")) and (
-                    is_reference or name not in written) and argument.type not in ("initializer_list", "lambda_expression"):
+            elif is_same and (is_plain or len(uses) == 1 or is_reference and
+                              not descendants(argument, "call_expression")) and (
+                    is_reference or name not in written) and (
+                    argument.type not in ("initializer_list", "lambda_expression")):
                 bound[name] = value if argument.type in ATOMS else f"({value})"
-            elif declarator is not None and argument.type != "lambda_expression" and "*" not in whole.replace("const ", "") + "&":
+            elif declarator is not None and argument.type != "lambda_expression" and "*" not in whole:
                 first.append(f"{'' if name in written or 'const' in whole else 'const '}{whole} = {value};")
             else:
                 first.append(f"{whole} = {value};")
@@ -166,9 +179,11 @@ class Inlining:
         if struct is not None and owner is not None:
             for one in struct.child_by_field_name("body").named_children:
                 of = declared(one)
-                statics |= {name_of(each) for each in of.children_by_field_name("type") if each.child_by_field_name("body")}
+                statics |= {name_of(each) for each in of.children_by_field_name("type")
+                            if each.child_by_field_name("body")}
                 names = {name_of(each) for field in ("declarator", "name") for each in of.children_by_field_name(field)}
-                (statics if is_static(of) or of.type in ("alias_declaration", "struct_specifier", "enum_specifier") else members).update(names)
+                (statics if is_static(of) or of.type in ("alias_declaration", "struct_specifier", "enum_specifier")
+                 else members).update(names)
         edits = []
         for one in descendants(part, "identifier", "type_identifier", "namespace_identifier"):
             name = one.text.decode()
@@ -177,7 +192,7 @@ class Inlining:
                 if value[:1] == "(" and one.parent.type in WHOLE:
                     value = value[1:-1]
                 edits.append((one.start_byte, one.end_byte, value))
-            elif name in made or one.parent.type == "field_initializer" or one.parent.child_by_field_name("name") == one:
+            elif name in made or one.parent.child_by_field_name("name") == one:
                 continue
             elif name in members:
                 edits.append((one.start_byte, one.end_byte, f"{owner}.{name}"))
@@ -191,13 +206,14 @@ class Inlining:
         body, head = function.child_by_field_name("body"), self.head(function)
         code, struct = source(body, self.text) if body else "", self.struct_of(function)
         statements = [one for one in body.named_children if one.type != "comment"] if body else []
-        is_odd = re.search(r"__global__|operator|override", head) or re.search(
-            r"\basm\b|va_list|thread_local|__shared__|#|\bthis\b", code) or descendants(function, "field_initializer_list")
+        is_odd = re.search(r"__global__|operator|override", head) or descendants(
+            function, "field_initializer_list") or re.search(
+                r"\basm\b|va_list|thread_local|__shared__|#|\bthis\b", code)
         if not statements or is_odd or struct is not None and (
                 struct.parent.type == "template_declaration" or name_of(struct) == name_of(function) or
                 any(one.type == "base_class_clause" for one in struct.children)):
             return []
-        is_expression = len(statements) == 1 and statements[0].type == "return_statement" and statements[0].named_children
+        is_expression = [one.type for one in statements] == ["return_statement"] and statements[0].named_children
         if is_expression:
             value = statements[0].named_children[0]
             text = source(value, self.text)
@@ -205,7 +221,8 @@ class Inlining:
                 return []  # nvcc would branch where it computes a value, or the other way round
             if len(text) > (40 if struct is not None else 110) or len(calls) > 1 and not re.fullmatch(r"[\w.]+", text):
                 return []
-            if struct is not None and len(calls) > 1 and text in parameters_of(descendants(function, "function_declarator")[0]):
+            own = parameters_of(descendants(function, "function_declarator", "abstract_function_declarator")[0])
+            if struct is not None and len(calls) > 1 and text in own:
                 return []  # a member that gives what it takes: without it nvcc puts instructions in another order
             if value.type in ("initializer_list", "lambda_expression"):
                 return []
@@ -229,7 +246,8 @@ class Inlining:
             bound, owner = self.bound(function, call), self.owner(call, function)
             if not bound or bound[1] or owner == "":
                 return []
-            if any(len([one for one in descendants(value, "identifier") if one.text.decode() == name]) > 1 and not re.fullmatch(
+            if any(len([one for one in descendants(value, "identifier") if one.text.decode() == name]) > 1 and
+                   not re.fullmatch(
                     r"[\w.]+", to) for name, to in bound[0].items()):
                 return []
             if names_made(value) & bound[2] or names_made(value) and owner:
@@ -238,7 +256,8 @@ class Inlining:
             is_whole = call.parent.type in WHOLE or value.type in ATOMS or (
                 call.parent.type == "assignment_expression" and call.parent.child_by_field_name("right") == call)
             declares_same = call.parent.type == "init_declarator" and own_type in SCALARS
-            if own_type in SCALARS and self.kind(value) != own_type and not declares_same and not text.startswith(own_type + "("):
+            is_cast = text.startswith(f"{own_type}(")
+            if own_type in SCALARS and self.kind(value) != own_type and not declares_same and not is_cast:
                 text = f"{own_type}({text})"
             elif not is_whole:
                 text = f"({text})"
@@ -247,25 +266,30 @@ class Inlining:
 
     def statements(self, function, statements, call, busy):
         """The edits that put a body of several statements in the place of a statement that is its one call."""
-        bound, owner, place, body = self.bound(function, call), self.owner(call, function), call.parent, function.child_by_field_name("body")
-        scope, outer = enclosing(call, "function_definition", "lambda_expression"), enclosing(call, "function_definition")
+        bound, owner, place = self.bound(function, call), self.owner(call, function), call.parent
+        body, outer = function.child_by_field_name("body"), enclosing(call, "function_definition")
+        scope = enclosing(call, "function_definition", "lambda_expression")
         if not bound or owner == "" or outer is None or outer.start_byte in busy:
             return []
         bound, first, given = bound
         returns = [one for one in descendants(body, "return_statement")
                    if enclosing(one, "lambda_expression", "function_definition") == function]
         top = {name_of(one) for statement in statements if statement.type == "declaration"
-               for one in statement.children_by_field_name("declarator")} | {re.search(r"(\w+)(\[\w*\])* =", one)[1] for one in first}
-        if (top | names_made(body)) & (given | words_of(owner or "")) - {name for name, to in bound.items() if name == to}:
+               for one in statement.children_by_field_name("declarator")}
+        top |= {re.search(r"(\w+)(\[\w*\])* =", one)[1] for one in first}
+        given = given.union(words_of(owner or "")) - {name for name, to in bound.items() if name == to}
+        if (top | names_made(body)) & given:
             return []  # a name of the body would hide what the call gives
         inside = [(one.start_byte, one.end_byte) for one in (call, function)]
         clashes = any(source(one, self.text) in top and not any(start <= one.start_byte < end for start, end in inside)
                       for one in descendants(outer, "identifier"))
         plain = {name: to for name, to in bound.items() if re.fullmatch(r"\w+", to)}
-        lines = [re.sub(r"\b[A-Za-z_]\w*\b", lambda m: plain.get(m[0], m[0]), line) for line in self.comment_of(function)] + first
+        lines = [re.sub(r"\b[A-Za-z_]\w*\b", lambda m: plain.get(m[0], m[0]), line)
+                 for line in self.comment_of(function)] + first
         code = textwrap.dedent(self.rendered(body, function, bound, owner)[1:-1].strip("\n").rstrip())
         in_block = place.parent.type == "compound_statement"
-        if place.type == "expression_statement" and place.parent.type in ("compound_statement", "if_statement", "else_clause"):
+        if place.type == "expression_statement" and place.parent.type in (
+                "compound_statement", "if_statement", "else_clause"):
             if returns or not in_block and "__device__" in self.head(function):
                 return []  # nvcc keeps other values for a branch
             text = "\n".join([*lines, code])
@@ -274,13 +298,17 @@ class Inlining:
             if scope.type == "lambda_expression" or clashes or self.type_text(outer) != self.type_text(function):
                 return []
             text = "\n".join([*lines, code])
-        elif place.type == "init_declarator" and place.parent.type == "declaration" and place.parent.parent.type == "compound_statement":
+        elif place.type == "init_declarator" and [one.type for one in (place.parent, place.parent.parent)] == [
+                "declaration", "compound_statement"]:
             place = place.parent
-            if clashes or len(returns) != 1 or returns[0] != statements[-1] or len(place.children_by_field_name("declarator")) != 1:
+            is_alone = len(place.children_by_field_name("declarator")) == 1
+            if clashes or len(returns) != 1 or returns[0] != statements[-1] or not is_alone:
                 return []
             result = self.rendered(returns[0].named_children[0], function, bound, owner)
             text = "\n".join([*lines, code[:code.rindex("return")].rstrip(),
-                              self.text[place.start_byte:call.start_byte] + result + self.text[call.end_byte:place.end_byte]])
+                              edited(self.text, [(call.start_byte, call.end_byte, result),
+                                                 (place.end_byte, len(self.text), "")])[
+                                  place.start_byte:]])
         else:
             return []
         busy.add(outer.start_byte)
@@ -307,7 +335,7 @@ class Inlining:
 
 
 def type_of(name, node, text, *more):
-    """The type of a local name, a parameter or a member where a node stands, as it is written; None if that does not say."""
+    """The type of a local name, a parameter or a member where a node stands, as written; None if that does not say."""
     place = node
     while place is not None:
         for one in descendants(place, "parameter_declaration", "declaration", "field_declaration") if place.type in (

@@ -51,7 +51,8 @@ def pattern(types):
 @functools.lru_cache(1000)  # most callers ask for those of a whole file
 def descendants(node, *types):
     """All of these types at and below a node, in order."""
-    found = tree_sitter.QueryCursor(pattern(types)).captures(node).get("found", [])
+    query = pattern(types)  # releases before 0.25 have no cursor
+    found = getattr(tree_sitter, "QueryCursor", lambda query: query)(query).captures(node).get("found", [])
     return sorted(found, key=lambda one: (one.start_byte, -one.end_byte))
 
 
@@ -119,7 +120,8 @@ class Folding:
         bodies = collections.defaultdict(set)
         for node in descendants(root, "function_definition"):
             bodies[name_of(node)].add(self.source(node.child_by_field_name("body") or node))
-        self.idle = {name for name, texts in bodies.items() if all(re.fullmatch(r"{\s*(return;)?\s*}", text) for text in texts)}
+        self.idle = {name for name, texts in bodies.items()
+                     if all(re.fullmatch(r"{\s*(return;)?\s*}", text) for text in texts)}
         self.constants = {}  # by name; of functions by "name()"
         self.find_constants(root, sizes)
         # Of each template the values of its defaults, and of the arguments of each use.
@@ -182,7 +184,8 @@ class Folding:
                 return text
             return None if scope.startswith("std") else self.constants.get(name)
         if kind == "call_expression":
-            name, arguments = name_of(field("function").child_by_field_name("field") or field("function")), listed(node, "arguments")
+            name, arguments = name_of(field("function").child_by_field_name("field") or
+                                      field("function")), listed(node, "arguments")
             if name not in self.enums or len(arguments) != 1:
                 return None if name in self.local else self.constants.get(name + "()")
             number = self.value(arguments[0])
@@ -211,8 +214,9 @@ class Folding:
         if node.type == "call_expression":
             return name_of(field("function").child_by_field_name("field") or field("function")) in self.idle
         if node.type == "assignment_expression":
-            return self.source(field("operator")) == "=" and self.emit(field("left")) == self.emit(field("right")).strip("()")
-        return node.type == "comma_expression" and self.does_nothing(field("left")) and self.does_nothing(field("right"))
+            sides = self.emit(field("left")), self.emit(field("right")).strip("()")
+            return self.source(field("operator")) == "=" and sides[0] == sides[1]
+        return node.type == "comma_expression" and all(map(self.does_nothing, (field("left"), field("right"))))
 
     def is_unselected(self, node):
         """Whether a specialisation has an argument that no use of the template has."""
@@ -306,11 +310,12 @@ class Folding:
             out += [self.text[at:child.start_byte], GONE if is_gone else self.emit(child)]
             at = child.end_byte
             chosen = in_block and child.type == "if_statement" and self.chosen(child)
-            unreachable = unreachable or in_block and child.type == "return_statement" or chosen and "return_statement" in [
-                one.type for one in (chosen, *chosen.named_children[-1:])]
+            ends = (child, *((chosen, *chosen.named_children[-1:]) if chosen else ()))
+            unreachable = unreachable or in_block and "return_statement" in [one.type for one in ends]
         text = "".join([*out, self.text[at:node.end_byte]])
-        is_bare = node.type == "parenthesized_expression" and node.parent.type != "sizeof_expression" and text != self.source(node)
-        return text[1:-1] if is_bare and re.fullmatch(r"\([\w:.<>]+(\(\))?\)", text) else text
+        is_bare = node.type == "parenthesized_expression" and node.parent.type != "sizeof_expression"
+        is_bare = is_bare and text != self.source(node) and re.fullmatch(r"\([\w:.<>]+(\(\))?\)", text)
+        return text[1:-1] if is_bare else text
 
     def chosen(self, node):
         """The branch that an if-statement's condition decides on; None if it does not, or if there is none."""
@@ -344,7 +349,8 @@ class Folding:
 
 def without_gone(text):
     """The text without statements that are gone, and without the comments above them."""
-    gone = rf"(?:^ *//(?! ----| ====).*\n)*^ *(?:static |__host__ |__device__ |__forceinline__ |SDPA_UNROLL )*{GONE}[{GONE} ]*(?://.*)?\n"
+    words = "static |__host__ |__device__ |__forceinline__ |SDPA_UNROLL "
+    gone = rf"(?:^ *//(?! ----| ====).*\n)*^ *(?:{words})*{GONE}[{GONE} ]*(?://.*)?\n"
     return re.sub(gone, "", text, flags=re.MULTILINE).replace(GONE, "")
 
 
