@@ -545,8 +545,7 @@ template <class B> __device__ __forceinline__ bool has_bias(const KernelArgs& a,
   return B::use_bias != 0 && a.p.bias && k0 + B::block_n > first_biased_key(a.p, mask.keys.Sk);
 }
 template <class B> struct BiasInMemory;
-template <class B, class View> __device__ __forceinline__ void scale_scores(View& S, const KernelArgs& a) {
-  if (B::use_bias != 1) return;
+template <class View> __device__ __forceinline__ void scale_scores(View& S, const KernelArgs& a) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     SDPA_UNROLL for (int j = 0; j < View::COLS; j++) S.x[i][j] *= a.logit_scale;
   }
@@ -561,14 +560,17 @@ template <class View> __device__ __forceinline__ int first_col(const View&) { re
 template <class B, int BLOCKS> struct WgmmaColumnsView;
 template <class B, int BLOCKS> __device__ __forceinline__ int first_col(const WgmmaColumnsView<B, BLOCKS>&);
 // Caps the scores of a tile, adds the bias and masks them before the softmax, unless the tile is plain.
-template <class B, class View, class OfBias = BiasInMemory<B>>
+template <class B, class View>
 __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Item<B>& item, const Mask& mask, int q,
                                               int k, bool plain) {
   cap_scores<B>(S, a);
-  if (plain) return scale_scores<B>(S, a);
   const bool biased = has_bias<B>(a, mask, k);
+  if (B::use_bias == 1 && !biased) scale_scores(S, a);
+  if (plain) return;
   k += first_col(S);
-  if constexpr (B::use_bias != 0) biased ? OfBias().add(S, a, item, mask.keys.Sk, q, k) : scale_scores<B>(S, a);
+  if constexpr (B::use_bias != 0) {
+    if (biased) BiasInMemory<B>().add(S, a, item, mask.keys.Sk, q, k);
+  }
   mask_scores<B>(S, a, mask, q, k);
 }
 
@@ -2608,16 +2610,16 @@ template <class B> struct WgmmaRows {
     return true;
   }
   // Caps the columns [first, last) for a softmax by the stale maximum; at the first ones with a bias all are finished.
-  // True if the scores are logits then.
-  __device__ __forceinline__ bool finish_for_stale_max(Scores& S, int first, int last) {
-    if (B::use_bias == 0) return cap_scores<B>(S, a, first, last), false;
-    return first == 0 && (cap_scores<B>(S, a), add_bias(S));
+  // are_logits: that the scores are logits then.
+  __device__ __forceinline__ void finish_for_stale_max(Scores& S, int first, int last, bool& are_logits) {
+    if (B::use_bias == 0) cap_scores<B>(S, a, first, last);
+    else if (first == 0) cap_scores<B>(S, a), are_logits = add_bias(S);
   }
   // P in the place of S, and l. The caller multiplies O by alpha. are_logits: S is capped, with the bias.
   __device__ __forceinline__ void softmax_by_exact_max(Scores& S, float (&alpha)[ROWS], bool are_logits = false) {
     if (!are_logits) {
       cap_scores<B>(S, a);
-      if (!add_bias(S)) scale_scores<B>(S, a);
+      if (!add_bias(S) && B::use_bias == 1) scale_scores(S, a);
     }
     if (has_mask()) locate(S), mask_scores<B>(S, a, mask, q, k0);
     softmax_max<B>(S, scale_log2, m, alpha);
@@ -2972,12 +2974,13 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   __device__ __forceinline__ void attend(Scores& S, Probabilities& P, const End& end_last_pv) {
     const bool stale = rows.may_take_stale_max();
     bool done = false;
-    bool are_logits = stale && rows.finish_for_stale_max(S, 0, FIRST);
+    bool are_logits = false;
+    if (stale) rows.finish_for_stale_max(S, 0, FIRST, are_logits);
     StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2, are_logits);
     if (stale) softmax.exp(S, 0, FIRST);
     end_last_pv();
     if (stale) {
-      rows.finish_for_stale_max(S, FIRST, S.COLS);
+      rows.finish_for_stale_max(S, FIRST, S.COLS, are_logits);
       softmax.exp(S, FIRST, S.COLS);
       pack_all(P, S);
       done = softmax.add_to(rows.l);
@@ -2994,7 +2997,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     bool stale = false, are_logits = false;
     float alpha[2];
     if (rows.may_take_stale_max()) {
-      are_logits = rows.finish_for_stale_max(S, 0, S.COLS);
+      rows.finish_for_stale_max(S, 0, S.COLS, are_logits);
       StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2, are_logits);
       softmax.exp(S, 0, S.COLS);
       stale = softmax.add_to(rows.l);
