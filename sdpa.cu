@@ -2285,33 +2285,18 @@ template <class B> struct KernelOf<B, Path::wgmma_plain> {
 // next three: all warps of the warpgroup have read Q; partials: the partial results of both slices are written.
 constexpr int turn = 1, q_read = 5, partials = 9;
 
-// USE_BIAS: the bias of the 16 rows of a warp beside a tile. A chunk of 16 bytes lies where its XOR with the row says,
-// so that 8 rows of a column are in all banks.
-template <class B> struct alignas(16) BiasTile {
-  static constexpr int CHUNK = 16 / sizeof(Bias), CHUNKS = B::block_n / CHUNK;
-  static constexpr unsigned SWIZZLED = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
-  Bias x[16][B::block_n];
-
-  __device__ __forceinline__ Bias* at(int row, int chunk) {
-    return &x[row][(chunk ^ static_cast<unsigned>(row) / (8 / SWIZZLED) % SWIZZLED) * CHUNK];
-  }
-};
-// Whether shared memory has room for the bias beside K, V and so many Q; without it elements are read where they are
-// used. 3 KB are left for barriers and items.
-template <class B> constexpr bool bias_fits(int q_stages) {
-  const int rows = B::split_kv * B::block_m, ring = B::split_kv * B::stages * B::block_n * (B::head_dim + B::d_v) * 2;
-  const int bias = rows * B::block_n * int(sizeof(Bias)), partial = (B::split_kv > 1) * rows * (B::d_v + 8) * 4;
-  return q_stages * B::block_m * B::head_dim * 2 + ring + bias + partial <= 224 * 1024;
-}
+// USE_BIAS: the bias of the slice's warps beside a tile.
+template <class B> struct BiasTiles;
+template <class B, bool HAS_ROOM> struct BiasOfWarp;
+template <class B> constexpr bool bias_fits(int q_stages);
 template <class B> constexpr bool bias_has_room = B::use_bias != 0 && bias_fits<B>(1);
-
 // The stages of a slice's tiles. Full: the tile has landed. Empty: all who read it have done so.
 template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
   alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
   alignas(1024) Input V[B::stages][V_ELEMENTS];                // [BLOCK_N][D]
   uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
   std::conditional_t<B::use_lengths, uint64_t, Nothing> last_landed;  // V of a tile in which a sequence ends
-  std::conditional_t<bias_has_room<B>, BiasTile<B>[B::group_warps], Nothing> bias;  // of the slice's warps
+  std::conditional_t<B::use_bias != 0, BiasTiles<B>, Nothing> bias;
   __device__ __forceinline__ uint64_t* landed_last() { return reinterpret_cast<uint64_t*>(&last_landed); }
   __device__ __forceinline__ void init_full(int v_arrivals) {
     for (int n = 0; n < B::stages; n++) mbarrier_init(&k_full[n], 1), mbarrier_init(&v_full[n], v_arrivals);
@@ -2487,70 +2472,6 @@ __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& 
   return {min((seen.begin - first_key) / B::round_keys, end - 1), end};
 }
 
-// Adds the bias to the rows of a warp. That of the next tile comes to shared memory while this one is computed.
-template <class B, bool = bias_has_room<B>> struct BiasOfWarp : BiasInMemory<B> {
-  __device__ explicit BiasOfWarp(TileRing<B>&) {}
-  __device__ void start() {}
-};
-template <class B> struct BiasOfWarp<B, true> {
-  using Tile = BiasTile<B>;
-  Tile& tile;
-  int ready = -1;  // the first key of the tile that is there or on its way
-
-  __device__ explicit BiasOfWarp(TileRing<B>& ring)
-      : tile(ring.bias[(threadIdx.x - B::producer_threads) / 32 % B::group_warps]) {}
-  __device__ __forceinline__ void start() { ready = -1; }
-  // Copies the bias of rows [row, row + 16) of the tile at key k0: by whole vectors, or one by one at edges.
-  __device__ __forceinline__ void load(const KernelArgs& a, const Item<B>& item, int keys, int q0, int row, int k0) {
-    const int first = first_biased_key(a.p, keys), column = k0 - first;
-    const int64_t elements = a.p.bias_strides.batch | a.p.bias_strides.head | a.p.bias_strides.row | column;
-    const bool is_aligned = (elements * sizeof(Bias) | reinterpret_cast<uintptr_t>(a.p.bias)) % 16 == 0;
-    const int lane = int(thread_index_anew() % 32);
-    cp_async_wait_group<0>();  // of a tile that nobody wanted
-    __syncwarp();              // hazard: the tile before read by all lanes
-    if (is_aligned && column >= 0 && k0 + B::block_n <= keys) {
-      // LANES of them take a row; those that are left over take none.
-      constexpr int LANES = Tile::CHUNKS < 32 ? Tile::CHUNKS : 32, ROWS = 32 / LANES;
-      const int chunk = lane % LANES, q = q0 + row + lane / LANES, queries = item.query_count(a.p);
-      const Bias* from = bias_row<B>(a, item, 0, 0) + q * a.p.bias_strides.row + column + chunk * Tile::CHUNK;
-      SDPA_UNROLL for (int n = 0; n < ceil_div(16, ROWS); n++, from += ROWS * a.p.bias_strides.row) {
-        const int r = lane / LANES + ROWS * n;
-        if (LANES * ROWS == 32 || (lane < LANES * ROWS && r < 16)) {
-          if (B::pack_gqa) from = bias_row<B>(a, item, q0, row + r) + column + chunk * Tile::CHUNK;  // of any head
-          cp_async<16>(tile.at(r, chunk), from, B::pack_gqa || uint32_t(q + ROWS * n) < uint32_t(queries));
-        }
-      }
-    } else {
-#pragma unroll 1
-      for (int i = lane; i < 16 * B::block_n; i += 32) {
-        const int r = i / B::block_n, at = i % B::block_n, k = column + at;
-        const bool has_bias = k >= 0 && k < keys - first;
-        st_shared(tile.at(r, at / Tile::CHUNK) + at % Tile::CHUNK,
-                  has_bias ? ld_global_nc<Bias>(bias_row<B>(a, item, q0, row + r) + k) : no_bias());
-      }
-    }
-    cp_async_commit_group();
-    ready = k0;
-  }
-  template <class View>
-  __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
-    const int row = S.row(0) / 16 * 16, next = k0 - B::round_keys;
-    if (ready != k0) load(a, item, keys, q0, row, k0);
-    cp_async_wait_group<0>();
-    __syncwarp();  // hazard: the tile copied by all lanes
-    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-      uint32_t pairs[View::COLS / 2];
-      SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) {
-        const Bias* const at = tile.at(S.row(i) - row, S.col(j) / Tile::CHUNK) + S.col(j) % Tile::CHUNK;
-        pairs[j / 2] = ld_shared<BiasPair>(at);
-      }
-      hold(pairs);  // or nvcc reads element by element
-      SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) add_pair(S.x[i][j], S.x[i][j + 1], pairs[j / 2], a);
-    }
-    if (next >= 0 && next + B::block_n > first_biased_key(a.p, keys)) load(a, item, keys, q0, row, next);
-  }
-};
-
 // The 64 rows of a warpgroup over its slice of the keys, in registers.
 template <class B> struct WgmmaRows {
   using Scores = WgmmaAccumulator<B::block_n>;
@@ -2565,16 +2486,16 @@ template <class B> struct WgmmaRows {
   ItemScale<B> scale_log2;   // of the item
   const Item<B>* item = nullptr;  // in shared memory
   typename Item<B>::HeldMask mask;  // of the item
-  BiasOfWarp<B> bias;
+  std::conditional_t<B::use_bias != 0, BiasOfWarp<B, bias_has_room<B>>, Nothing> bias;
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the stale maximum.
   int stale_from = 0;
   uint32_t stale_keys = 0;
 
-  __device__ WgmmaRows(const KernelArgs& a_, TileRing<B>& ring)
-      : a(a_), scale_log2(a_), mask(Item<B>{}.mask(a_)), bias(ring) {}
+  __device__ explicit WgmmaRows(const KernelArgs& a_) : a(a_), scale_log2(a_), mask(Item<B>{}.mask(a_)) {}
 
   __device__ __forceinline__ void start() {
-    accumulates = false, stale_keys = 0, bias.start();
+    accumulates = false, stale_keys = 0;
+    if constexpr (B::use_bias != 0) bias.start();
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
   }
   __device__ __forceinline__ bool has_mask() const { return !mask.tiles.cover(q, k0); }
@@ -2658,7 +2579,9 @@ template <class B, class Shared> struct WgmmaConsumer {
         Q(wgmma_descriptor(uniform(shared_address(s.queries(0, row_group))), 16, PANEL_ATOM<B::head_dim>)),
         K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B::head_dim>)),
         V(wgmma_descriptor(uniform(shared_address(s.slice[slice].V[0])), v_leading_bytes, v_stride_bytes)),
-        rows(a_, s_.slice[slice]) {}
+        rows(a_) {
+    if constexpr (B::use_bias != 0) rows.bias.hold(s.slice[slice].bias);
+  }
 
   __device__ __forceinline__ const WgmmaItem<B>& item() const { return s.item[q_ring.stage]; }
   // For each item: begin(), compute(turns) if this warpgroup has rows of it, end().
@@ -2770,6 +2693,95 @@ __device__ __forceinline__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const
   }
 }
 
+// ---- 5d the bias of a warp (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS) ----
+
+// USE_BIAS: the bias of the 16 rows of a warp beside a tile. A chunk of 16 bytes lies where its XOR with the row says,
+// so that 8 rows of a column are in all banks.
+template <class B> struct alignas(16) BiasTile {
+  static constexpr int CHUNK = 16 / sizeof(Bias), CHUNKS = B::block_n / CHUNK;
+  static constexpr unsigned SWIZZLED = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
+  Bias x[16][B::block_n];
+
+  __device__ __forceinline__ Bias* at(int row, int chunk) {
+    return &x[row][(chunk ^ static_cast<unsigned>(row) / (8 / SWIZZLED) % SWIZZLED) * CHUNK];
+  }
+};
+// Whether shared memory has room for the bias beside K, V and so many Q; without it elements are read where they are
+// used. 3 KB are left for barriers and items.
+template <class B> constexpr bool bias_fits(int q_stages) {
+  const int rows = B::split_kv * B::block_m, ring = B::split_kv * B::stages * B::block_n * (B::head_dim + B::d_v) * 2;
+  const int bias = rows * B::block_n * int(sizeof(Bias)), partial = (B::split_kv > 1) * rows * (B::d_v + 8) * 4;
+  return q_stages * B::block_m * B::head_dim * 2 + ring + bias + partial <= 224 * 1024;
+}
+template <class B> struct BiasTiles {
+  std::conditional_t<bias_has_room<B>, BiasTile<B>[B::group_warps], Nothing> of_warp;
+};
+
+// Adds the bias to the rows of a warp. That of the next tile comes to shared memory while this one is computed.
+template <class B, bool HAS_ROOM> struct BiasOfWarp : BiasInMemory<B> {
+  __device__ void hold(BiasTiles<B>&) {}
+  __device__ void start() {}
+};
+template <class B> struct BiasOfWarp<B, true> {
+  using Tile = BiasTile<B>;
+  Tile* tile;
+  int ready = -1;  // the first key of the tile that is there or on its way
+
+  __device__ void hold(BiasTiles<B>& tiles) {
+    tile = &tiles.of_warp[(threadIdx.x - B::producer_threads) / 32 % B::group_warps];
+  }
+  __device__ __forceinline__ void start() { ready = -1; }
+  // Copies the bias of rows [row, row + 16) of the tile at key k0: by whole vectors, or one by one at edges.
+  __device__ __forceinline__ void load(const KernelArgs& a, const Item<B>& item, int keys, int q0, int row, int k0) {
+    const int first = first_biased_key(a.p, keys), column = k0 - first;
+    const int64_t elements = a.p.bias_strides.batch | a.p.bias_strides.head | a.p.bias_strides.row | column;
+    const bool is_aligned = (elements * sizeof(Bias) | reinterpret_cast<uintptr_t>(a.p.bias)) % 16 == 0;
+    const int lane = int(thread_index_anew() % 32);
+    cp_async_wait_group<0>();  // of a tile that nobody wanted
+    __syncwarp();              // hazard: the tile before read by all lanes
+    if (is_aligned && column >= 0 && k0 + B::block_n <= keys) {
+      // LANES of them take a row; those that are left over take none.
+      constexpr int LANES = Tile::CHUNKS < 32 ? Tile::CHUNKS : 32, ROWS = 32 / LANES;
+      const int chunk = lane % LANES, q = q0 + row + lane / LANES, queries = item.query_count(a.p);
+      const Bias* from = bias_row<B>(a, item, 0, 0) + q * a.p.bias_strides.row + column + chunk * Tile::CHUNK;
+      SDPA_UNROLL for (int n = 0; n < ceil_div(16, ROWS); n++, from += ROWS * a.p.bias_strides.row) {
+        const int r = lane / LANES + ROWS * n;
+        if (LANES * ROWS == 32 || (lane < LANES * ROWS && r < 16)) {
+          if (B::pack_gqa) from = bias_row<B>(a, item, q0, row + r) + column + chunk * Tile::CHUNK;  // of any head
+          cp_async<16>(tile->at(r, chunk), from, B::pack_gqa || uint32_t(q + ROWS * n) < uint32_t(queries));
+        }
+      }
+    } else {
+#pragma unroll 1
+      for (int i = lane; i < 16 * B::block_n; i += 32) {
+        const int r = i / B::block_n, at = i % B::block_n, k = column + at;
+        const bool has_bias = k >= 0 && k < keys - first;
+        st_shared(tile->at(r, at / Tile::CHUNK) + at % Tile::CHUNK,
+                  has_bias ? ld_global_nc<Bias>(bias_row<B>(a, item, q0, row + r) + k) : no_bias());
+      }
+    }
+    cp_async_commit_group();
+    ready = k0;
+  }
+  template <class View>
+  __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
+    const int row = S.row(0) / 16 * 16, next = k0 - B::round_keys;
+    if (ready != k0) load(a, item, keys, q0, row, k0);
+    cp_async_wait_group<0>();
+    __syncwarp();  // hazard: the tile copied by all lanes
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      uint32_t pairs[View::COLS / 2];
+      SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) {
+        const Bias* const at = tile->at(S.row(i) - row, S.col(j) / Tile::CHUNK) + S.col(j) % Tile::CHUNK;
+        pairs[j / 2] = ld_shared<BiasPair>(at);
+      }
+      SDPA_NAMESPACE::hold(pairs);  // or nvcc reads element by element
+      SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) add_pair(S.x[i][j], S.x[i][j + 1], pairs[j / 2], a);
+    }
+    if (next >= 0 && next + B::block_n > first_biased_key(a.p, keys)) load(a, item, keys, q0, row, next);
+  }
+};
+
 // ---- 5d merge of slices (wgmma and USE_WARP_SPECIALIZATION and SPLIT_KV > 1) ----
 
 // Merges the partial results of both slices, of which each finishes half of the rows. Stores LSE and calls store(share,
@@ -2819,7 +2831,7 @@ __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePart
 
 template <class B> struct WgmmaShared {
   // Q of the next item is loaded while an item is computed, if there is room.
-  static constexpr bool FITS_TWICE = B::head_dim <= 128 && (!bias_has_room<B> || bias_fits<B>(2));
+  static constexpr bool FITS_TWICE = B::head_dim <= 128 && (B::use_bias == 0 || !bias_has_room<B> || bias_fits<B>(2));
   static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta && FITS_TWICE ? 2 : 1;
   alignas(1024) Input Q[Q_STAGES][ROW_GROUPS][64 * B::head_dim];  // [64][D] each; afterwards O on its way out
   TileRing<B> slice[B::split_kv];
@@ -4286,7 +4298,7 @@ __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int fir
   }
 }
 
-// ---- 5f bias ----
+// ---- 5f bias (USE_BIAS) ----
 
 // The bias has a row of elements for each query of a sequence, contiguous along its last bias_keys keys, at strides
 // that may be 0; keys before these have none. USE_BIAS=1: what is added to a logit, of the type of Q; -inf hides the
