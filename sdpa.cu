@@ -406,12 +406,6 @@ template <class T> __device__ __forceinline__ T& dynamic_shared() {
   return *reinterpret_cast<T*>(dynamic_shared_bytes);
 }
 
-// An address in shared memory, for arithmetic that the compiler would do in 64 bits on a pointer.
-using SharedAddress = uint32_t;
-__device__ __forceinline__ SharedAddress shared_address(const void* p_s) {
-  return static_cast<SharedAddress>(__cvta_generic_to_shared(p_s));
-}
-
 // Accesses of a T (1 to 16 bytes) at an address aligned to its size. They are plain so that the compiler folds offsets.
 template <class T> __device__ __forceinline__ T ld_shared(const void* src_s) { return *static_cast<const T*>(src_s); }
 template <class T> __device__ __forceinline__ void st_shared(void* dst_s, T value) { *static_cast<T*>(dst_s) = value; }
@@ -443,25 +437,6 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
-}
-// cp.async of BYTES (4, 8, 16); when !valid, reads nothing and writes zeros.
-template <int BYTES> __device__ __forceinline__ void cp_async(void* dst_s, const void* src_g, bool valid) {
-  const SharedAddress dst = shared_address(dst_s);
-  const int src_bytes = valid ? BYTES : 0;
-  if constexpr (BYTES == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src_g), "r"(src_bytes) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(src_g), "n"(BYTES), "r"(src_bytes)
-                 : "memory");
-  }
-}
-__device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void cp_async_wait_group() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-// Arrives when all earlier cp.async of this thread have landed.
-__device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier_s) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier_s)) : "memory");
 }
 #endif  // SDPA_SIMT
 
@@ -717,13 +692,14 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
   }
 }
 
-// ---- what the tiles of a kernel are called; their copies stand behind the first one ----
+// ---- what the copies of a kernel are called; they stand behind the first one ----
 
 // The item of a CTA that has one alone.
 template <class B> __device__ __forceinline__ Item<B> item_of_cta(const KernelArgs& a);
-// An item's keys and mask. copy_q() copies its rows of Q, begin() begins with K and V; acquire(k0) gives the stage of
-// the tile at key k0 once it is there, release() says that this warp has read it.
-template <class B, class Shared> struct ItemTiles;
+// An item's keys and mask; copy_q() copies its rows of Q, copy_kv() the next tile of K and V.
+template <class B> struct ItemTiles;
+// acquire(k0) gives the stage of the tile at key k0 once it is there, release() says that this warp has read it.
+template <class B, class Shared> struct CopyTogether;
 
 // ---- scores in shared memory (scalar, wmma) ----
 
@@ -890,9 +866,9 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(
 
   const Item<B> item = item_of_cta<B>(a);
   if (!item.exists()) return;
-  ItemTiles<B, ScalarShared<B>> t(a, item, s, 0, tid, B::threads);
+  const ItemTiles<B> t(a, item, 0, tid, B::threads);
   t.template copy_q<B::block_m>(s.Q, 0, tid, B::threads);
-  t.begin();
+  CopyTogether<B, ScalarShared<B>> feed(s, t);
 
   clear(O);
   TileSoftmax<B, ScalarShared<B>> softmax;
@@ -900,13 +876,13 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(
   const float scale_log2 = item_scale_log2<B>(a, item);
 
   for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
-    const int stage = t.acquire(k0);
+    const int stage = feed.acquire(k0);
     scalar_qk<B>(S, s.Q, s.K[stage]);
     finish_scores<B>(S, a, item, t.mask, item.q0, k0, is_plain<B>(a, t.mask, item.q0, k0));
     float alpha[O.ROWS];
     softmax.step(s, S, scale_log2, alpha);
     scalar_pv<B>(O, alpha, s.P, s.V[stage]);
-    t.release();
+    feed.release();
   }
 
   float m[O.ROWS], l[O.ROWS];
@@ -921,28 +897,21 @@ template <class B> struct KernelOf<B, Path::scalar> {
 
 // ---- copies of vectors (scalar, wmma, mma) ----
 
-// dst_s = the fp16 that U8 elements become.
-template <class Vector> __device__ __forceinline__ void store_halves(void* dst_s, const Vector& elements);
-// Copies VEC_WIDTH elements, zeros if !valid. With USE_CP_ASYNC they are there only after a wait.
-template <class B> __device__ __forceinline__ void copy_vector(Element<B>* dst_s, const Input* src_g, bool valid) {
-  constexpr int BYTES = B::vec_width * sizeof(Input);
-  if constexpr (B::use_cp_async) {
-    cp_async<BYTES>(dst_s, src_g, valid);
-  } else {
-    VectorType<BYTES> x{};
-    if (valid) x = ld_global_nc<VectorType<BYTES>>(src_g);
-    if constexpr (B::converts) store_halves(dst_s, x);
-    else st_shared(dst_s, x);
+// copy() copies a vector, zeros if !valid; commit() ends a group of copies; wait() leaves at most IN_FLIGHT unfinished.
+template <bool ASYNC, bool CONVERTS = false> struct VectorCopy;  // CONVERTS: to fp16
+
+// ---- copies through registers (scalar, wmma, mma and USE_CP_ASYNC = 0) ----
+
+template <> struct VectorCopy<false> {
+  template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
+    using Vector = VectorType<BYTES>;
+    Vector x{};
+    if (valid) x = ld_global_nc<Vector>(src_g);
+    st_shared(dst_s, x);
   }
-}
-// Ends a group of copies.
-template <class B> __device__ __forceinline__ void commit_copies() {
-  if constexpr (B::use_cp_async) cp_async_commit_group();
-}
-// Waits until at most IN_FLIGHT of this thread's groups are unfinished.
-template <class B, int IN_FLIGHT> __device__ __forceinline__ void wait_for_copies() {
-  if constexpr (B::use_cp_async) cp_async_wait_group<IN_FLIGHT>();
-}
+  __device__ static __forceinline__ void commit() {}
+  template <int IN_FLIGHT> __device__ static __forceinline__ void wait() {}
+};
 
 // ---- copies of tiles (scalar, wmma, mma) ----
 
@@ -959,16 +928,18 @@ template <class B, int D = B::head_dim> struct TileCopy {
         col(tid % PER_ROW * B::vec_width) {}
 
   // dst_s [ROWS][D] = the tile, zeros where it does not exist. src_g is this thread's first vector; `rows` rows exist
-  // from there on.
+  // from there on. With USE_CP_ASYNC the data is there only after a wait.
   template <int ROWS, class Rows>
   __device__ __forceinline__ void copy(Element<B>* dst_s, Rows src_g, int64_t row_stride, int rows) const {
+    using Copy = VectorCopy<B::use_cp_async, B::converts>;
     [[maybe_unused]] constexpr int unrolled = B::use_cp_async ? 16 : 8;  // a plain load in flight takes registers
 #pragma unroll unrolled
     for (int r = 0; r < ROWS; r += row_step, src_g += row_step * row_stride) {
       if ((ROWS % row_step != 0 && row + r >= ROWS) || row >= row_step) break;
       SDPA_UNROLL for (int c = 0; c < D; c += col_step) {
         if (D % col_step != 0 && col + c >= D) break;
-        copy_vector<B>(dst_s + tile_offset<B, D>(row + r, col + c), src_g + c, r < rows);
+        Element<B>* const to_s = dst_s + tile_offset<B, D>(row + r, col + c);
+        Copy::template copy<B::vec_width * sizeof(Input)>(to_s, src_g + c, r < rows);
       }
     }
   }
@@ -991,40 +962,33 @@ template <class B, bool GROUP> __device__ __forceinline__ void group_sync() {
 
 template <class B> struct PagedRows;  // K or V in pages
 
-// An item's keys and mask, and the copies of its rows of Q and its tiles of K and V by a group of nthreads threads, of
-// which this is tid. Of the K/V tiles group g takes g, SPLIT_KV + g, ..., STAGES - 1 of them ahead. Past the end groups
-// of copies are empty: wait counts stay constant.
-template <class B, class Shared> struct ItemTiles {
-  using Rows = std::conditional_t<B::use_pages, PagedRows<B>, const Input*>;
-  // mma.sync with two stages or more: a warp that passes the barrier of acquire() knows that all warps have read the
-  // tile before, so that tile's stage is refilled after it. Elsewhere release() has a barrier for that.
-  static constexpr bool COPIES_LAST = B::family == Family::mma && B::stages > 1;
+// The item of a group of warps (by default the CTA) and its copies. Of the K/V tiles group g takes g, SPLIT_KV + g, ...
+template <class B> struct ItemTiles {
   const SdpaParams& p;
   const Item<B>& item;
-  Shared& s;
   typename Item<B>::HeldMask mask;
   TileCopy<B> k_copy;  // this thread's share of the group's copies of K
   TileCopy<B, B::d_v> v_copy;
+  using Rows = std::conditional_t<B::use_pages, PagedRows<B>, const Input*>;
   Rows K_g, V_g;  // this thread's first vectors of the next tile
   KeyRange keys;  // of the item's rows
   int first_key;  // of the group
-  int stage = B::stages - 1;  // of the tile acquired last
 
-  __device__ __forceinline__ ItemTiles(const KernelArgs& a, const Item<B>& item_, Shared& s_, int group, int tid,
-                                       int nthreads)
-      : p(a.p), item(item_), s(s_), mask(item.mask(a)), k_copy(tid, nthreads), v_copy(tid, nthreads) {
+  __device__ __forceinline__ ItemTiles(const KernelArgs& a, const Item<B>& item_, int group, int tid, int nthreads)
+      : p(a.p), item(item_), mask(item.mask(a)), k_copy(tid, nthreads), v_copy(tid, nthreads) {
     const int h_kv = item.h / (p.Hq / p.Hkv);
     keys = item.keys_of_cta(a, mask);
     first_key = keys.begin + group * B::block_n;
-    const auto first = [&](const Input* tensor, const Strides& strides, int row, int col) -> Rows {
-      if constexpr (B::use_pages) {
-        return {&a, &item, &strides, tensor + h_kv * strides.head + col, first_key + row};
-      } else {
-        return tensor + item.b * strides.batch + h_kv * strides.head + item.k_row(first_key) * strides.row +
-               row * strides.row + col;
-      }
-    };
-    K_g = first(p.K, p.k, k_copy.row, k_copy.col), V_g = first(p.V, p.v, v_copy.row, v_copy.col);
+    if constexpr (B::use_pages) {
+      K_g = {&a, &item, &p.k, p.K + h_kv * p.k.head + k_copy.col, first_key + k_copy.row};
+      V_g = {&a, &item, &p.v, p.V + h_kv * p.v.head + v_copy.col, first_key + v_copy.row};
+    } else {
+      const auto first = [&](const Input* tensor, const Strides& strides, int row, int col) {
+        return tensor + item.b * strides.batch + h_kv * strides.head +
+               item.k_row(first_key) * strides.row + row * strides.row + col;
+      };
+      K_g = first(p.K, p.k, k_copy.row, k_copy.col), V_g = first(p.V, p.v, v_copy.row, v_copy.col);
+    }
   }
   // Copies ROWS query rows of the item, from first_row on, to Q_s by nthreads threads.
   template <int ROWS>
@@ -1034,30 +998,43 @@ template <class B, class Shared> struct ItemTiles {
     const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + item.q_row(q) * p.q.row;
     share.template copy<ROWS>(Q_s, Q_g + share.row * p.q.row + share.col, p.q.row, item.query_count(p) - q - share.row);
   }
-  // Copies the next tile of K and V, at key k0, into a stage; past the end nothing.
-  __device__ __forceinline__ void copy_kv(int to_stage, int k0) {
-    if (k0 >= keys.end) return;
-    const int64_t k_step = B::use_pages ? 1 : p.k.row, v_step = B::use_pages ? 1 : p.v.row;  // to the next row
-    k_copy.template copy<B::block_n>(s.K[to_stage], K_g, k_step, keys.end - k0 - k_copy.row);
-    v_copy.template copy<B::block_n>(s.V[to_stage], V_g, v_step, keys.end - k0 - v_copy.row);
-    K_g += B::round_keys * k_step, V_g += B::round_keys * v_step;  // the group's next tile
+  // Copies the next tile of K and V, at key k0, into its stage; past the end nothing.
+  template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
+    if (k0 < keys.end) {
+      const int rows = keys.end - k0;
+      const auto step = [](const Strides& strides) { return B::use_pages ? 1 : strides.row; };  // to the next row
+      k_copy.template copy<B::block_n>(s.K[stage], K_g, step(p.k), rows - k_copy.row);
+      v_copy.template copy<B::block_n>(s.V[stage], V_g, step(p.v), rows - v_copy.row);
+      K_g += B::round_keys * step(p.k), V_g += B::round_keys * step(p.v);  // the group's next tile
+    }
   }
+};
+
+// All threads of a group copy, STAGES - 1 tiles ahead. Past the end groups are empty: wait counts stay constant.
+template <class B, class Shared> struct CopyTogether {
+  using Copy = VectorCopy<B::use_cp_async>;
+  ItemTiles<B> t;
+  Shared& s;
+  int stage = B::stages - 1;  // of the tile acquired last
+  // mma.sync with two stages or more: a warp that passes the barrier of acquire() knows that all warps have read the
+  // tile before, so that tile's stage is refilled after it. Elsewhere release() has a barrier for that.
+  static constexpr bool COPIES_LAST = B::family == Family::mma && B::stages > 1;
+
   // Begins the copies of the first STAGES - 1 tiles, as one group each.
-  __device__ __forceinline__ void begin() {
-    for (int n = 0; n < B::stages - 1; n++) copy_kv(n, first_key + n * B::round_keys), commit_copies<B>();
+  __device__ __forceinline__ CopyTogether(Shared& s_, const ItemTiles<B>& t_) : t(t_), s(s_) {
+    for (int n = 0; n < B::stages - 1; n++) t.copy_kv(s, n, t.first_key + n * B::round_keys), Copy::commit();
   }
-  // The stage of the tile at key k0, once it is there. The tile STAGES - 1 further goes into that of the tile before.
+  // The tile STAGES - 1 further goes into the stage of the tile before.
   __device__ __forceinline__ int acquire(int k0) {
     stage = stage + 1 == B::stages ? 0 : stage + 1;
     const int last = stage == 0 ? B::stages - 1 : stage - 1, ahead = k0 + (B::stages - 1) * B::round_keys;
     group_sync<B, (B::family != Family::mma && B::sync_policy == 5)>();  // hazard: Q copied by all warps
-    if (!COPIES_LAST) copy_kv(last, ahead), commit_copies<B>();
-    wait_for_copies<B, COPIES_LAST ? B::stages - 2 : B::stages - 1>();
+    if (!COPIES_LAST) t.copy_kv(s, last, ahead), Copy::commit();
+    Copy::template wait<COPIES_LAST ? B::stages - 2 : B::stages - 1>();
     group_sync<B, (B::sync_policy >= 1)>();  // hazard: K and V copied by all warps
-    if (COPIES_LAST) copy_kv(last, ahead), commit_copies<B>();
+    if (COPIES_LAST) t.copy_kv(s, last, ahead), Copy::commit();
     return stage;
   }
-  // This warp has read the tile.
   __device__ __forceinline__ void release() {
     group_sync<B, (!COPIES_LAST && B::sync_policy >= 1)>();  // hazard: K, V and P read by all warps, about to change
   }
@@ -1074,6 +1051,12 @@ static_assert(!(is_mma && Build::is_e4m3),
 
 // Most keys that one accumulator sums: tensor cores cut off what they add, and of 524,288 equal addends 0.13% is lost.
 constexpr int most_keys_at_once = 65536;
+
+// An address in shared memory, for arithmetic that the compiler would do in 64 bits on a pointer.
+using SharedAddress = uint32_t;
+__device__ __forceinline__ SharedAddress shared_address(const void* p_s) {
+  return static_cast<SharedAddress>(__cvta_generic_to_shared(p_s));
+}
 
 // tanh x to 2^-11 of itself.
 __device__ __forceinline__ float tanh_approx(float x) {
@@ -1222,6 +1205,28 @@ __device__ __forceinline__ uint32_t cvt_rn_satfinite_e4m3x4(float a, float b, fl
   return out;
 }
 
+// ---- cp.async (USE_CP_ASYNC) ----
+
+// cp.async of BYTES (4, 8, 16); when !valid, reads nothing and writes zeros.
+template <int BYTES> __device__ __forceinline__ void cp_async(void* dst_s, const void* src_g, bool valid) {
+  const SharedAddress dst = shared_address(dst_s);
+  const int src_bytes = valid ? BYTES : 0;
+  if constexpr (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src_g), "r"(src_bytes) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(src_g), "n"(BYTES), "r"(src_bytes)
+                 : "memory");
+  }
+}
+__device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+// Arrives when all earlier cp.async of this thread have landed.
+__device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier_s) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier_s)) : "memory");
+}
+
 #endif  // SDPA_SIMT
 
 // ---- swizzled rows (mma, SWIZZLE_XOR) ----
@@ -1235,6 +1240,16 @@ template <class B, int D> __device__ __forceinline__ int swizzled(int row, int c
   // Unsigned, so that the compiler sees that rows 8 apart are swizzled alike.
   return col ^ static_cast<unsigned>(row) / (8 / SWIZZLED<B, D>) % SWIZZLED<B, D> * CHUNK<B>;
 }
+
+// ---- copies by cp.async (USE_CP_ASYNC) ----
+
+template <> struct VectorCopy<true> {
+  template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
+    cp_async<BYTES>(dst_s, src_g, valid);
+  }
+  __device__ static __forceinline__ void commit() { cp_async_commit_group(); }
+  template <int IN_FLIGHT> __device__ static __forceinline__ void wait() { cp_async_wait_group<IN_FLIGHT>(); }
+};
 
 // ---- what stands behind the kernels, since few builds have it ----
 
@@ -1766,16 +1781,16 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
 
   const Item<B> item = item_of_cta<B>(a);
   if (!item.exists()) return;
-  ItemTiles<B, typename MmaShared<B>::Tiles> t(a, item, s.in.group[group], group, tid, B::group_threads);
+  const ItemTiles<B> t(a, item, group, tid, B::group_threads);
   if constexpr (B::pack_gqa) {
-    MmaPacked<B>::copy_q(s, item, a);
+    MmaPacked<B>::copy_q(s, t, a);
   } else {
     t.template copy_q<B::block_m>(s.in.Q, 0, threadIdx.x, B::threads);
   }
   if (threadIdx.x == 0) s.item = item;
-  commit_copies<B>();
-  t.begin();
-  wait_for_copies<B, B::stages - 1>();
+  VectorCopy<B::use_cp_async>::commit();
+  CopyTogether<B, typename MmaShared<B>::Tiles> feed(s.in.group[group], t);
+  VectorCopy<B::use_cp_async>::template wait<B::stages - 1>();
   __syncthreads();  // hazard: Q copied by all warps, s.item written by thread 0
   MmaQueries<B> Q;
   MmaRows<B> rows;
@@ -1787,7 +1802,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
   if constexpr (B::converts_operands) MmaPacked<B>::read_factors(rows, a, s.item);
   // Every group takes part in every round, the last one perhaps without a tile.
   for (int round = t.keys.begin; round < t.keys.end; round += B::round_keys) {
-    const int k0 = round + group * B::block_n, stage = t.acquire(k0);
+    const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
     if (q < item.query_count(p) && k0 < t.keys.end && t.mask.tiles.touch(q, k0)) {
       const bool plain = is_plain<B>(a, t.mask, q, k0);
       const Element<B>* const K_s = s.in.group[group].K[stage];
@@ -1799,7 +1814,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
       if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item, t.mask, s.item.q0, k0, plain, lane);
       rows.multiply(V_s, lane);
     }
-    t.release();
+    feed.release();
   }
 
   rows.finish();
@@ -4013,7 +4028,7 @@ __device__ __forceinline__ void mbarrier_spin(uint64_t* barrier_s, int parity) {
   }
 }
 
-// What acquire() and release() are where producer warps copy. The ring goes on from item to item.
+// CopyTogether's counterpart where producer warps copy. The ring goes on from item to item.
 template <class B> struct CopyByProducers {
   WmmaShared<B>& s;
   StageRing<B::stages>& ring;
@@ -4030,11 +4045,10 @@ template <class B> struct CopyByProducers {
 
 // The producer warps' part in an item.
 template <class B>
-__device__ __forceinline__ void wmma_produce(WmmaShared<B>& s, ItemTiles<B, WmmaShared<B>>& t,
-                                             StageRing<B::stages>& ring) {
+__device__ __forceinline__ void wmma_produce(WmmaShared<B>& s, ItemTiles<B>& t, StageRing<B::stages>& ring) {
   for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
     mbarrier_spin(&s.empty[ring.stage], ring.parity ^ 1);  // the first round finds them empty
-    t.copy_kv(ring.stage, k0);
+    t.copy_kv(s, ring.stage, k0);
     if constexpr (B::use_cp_async) {
       cp_async_mbarrier_arrive_noinc(&s.full[ring.stage]);
     } else {
@@ -4148,7 +4162,7 @@ template <class B> struct WmmaOutput<B, false> {
 // A consumer warp's part in an item: its 16 rows, with the tiles that the feed gives.
 template <class B, class Feed>
 __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs& a, const Item<B>& item,
-                                             const ItemTiles<B, WmmaShared<B>>& t, Feed& feed) {
+                                             const ItemTiles<B>& t, Feed& feed) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_row = warp * 16;
   float* const S_s = s.P + first_row * s.P_STRIDE;
 
@@ -4160,7 +4174,8 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   // A warp copies its own rows of Q.
   Element<B>* const Q_s = s.Q + tile_offset<B>(first_row, 0);
   t.template copy_q<16>(Q_s, first_row, lane, 32);
-  commit_copies<B>(), wait_for_copies<B, 0>();
+  VectorCopy<B::use_cp_async>::commit();
+  VectorCopy<B::use_cp_async>::template wait<0>();
   __syncwarp();  // hazard: Q copied by the other lanes
   Operand<wmma::matrix_a, wmma::row_major> Q[B::head_dim / 16];
   SDPA_UNROLL for (int d = 0; d < B::head_dim; d += 16) { wmma::load_matrix_sync(Q[d / 16], Q_s + d, TILE_STRIDE<B>); }
@@ -4227,16 +4242,15 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(co
 
   std::conditional_t<B::use_persistent_cta, ItemQueue, OneItemPerCta> scheduler;
   for (Item<B> item; scheduler.template next<B>(a, s.drawn, item);) {
-    using Tiles = ItemTiles<B, WmmaShared<B>>;
     if constexpr (!B::use_warp_specialization) {
-      Tiles t(a, item, s, 0, tid, consumers);
-      t.begin();
-      wmma_consume<B>(s, a, item, t, t);
+      const ItemTiles<B> t(a, item, 0, tid, consumers);
+      CopyTogether<B, WmmaShared<B>> feed(s, t);
+      wmma_consume<B>(s, a, item, t, feed);
     } else if (tid >= consumers) {
-      Tiles t(a, item, s, 0, tid - consumers, B::producer_threads);
+      ItemTiles<B> t(a, item, 0, tid - consumers, B::producer_threads);
       wmma_produce<B>(s, t, ring);
     } else {
-      const Tiles t(a, item, s, 0, tid, consumers);
+      const ItemTiles<B> t(a, item, 0, tid, consumers);
       CopyByProducers<B> feed{s, ring};
       wmma_consume<B>(s, a, item, t, feed);
     }
@@ -4271,15 +4285,20 @@ __device__ __forceinline__ uint32_t halves_of_bytes(uint32_t word, bool high) {
   constexpr uint32_t halves_of_1152 = 0x64806480;
   return sub_f16x2(prmt(word, 0x64646464, high ? 0x4342 : 0x4140), halves_of_1152);
 }
-template <class Vector> __device__ __forceinline__ void store_halves(void* dst_s, const Vector& elements) {
-  uint32_t words[sizeof elements / 4];
-  memcpy(words, &elements, sizeof elements);
-  SDPA_UNROLL for (int i = 0; i < int(sizeof elements / 4); i += 2) {
-    const uint32_t low = words[i], high = words[i + 1];
-    st_shared(static_cast<uint4*>(dst_s) + i / 2, uint4{halves_of_bytes(low, false), halves_of_bytes(low, true),
-                                                        halves_of_bytes(high, false), halves_of_bytes(high, true)});
+// Copies a vector of 8 or 16 elements, converted to the fp16 that the products take.
+template <> struct VectorCopy<false, true> {
+  template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
+    VectorType<BYTES> vector{};
+    if (valid) vector = ld_global_nc<decltype(vector)>(src_g);
+    uint32_t words[BYTES / 4];
+    memcpy(words, &vector, sizeof vector);
+    SDPA_UNROLL for (int i = 0; i < BYTES / 4; i += 2) {
+      const uint32_t low = words[i], high = words[i + 1];
+      st_shared(static_cast<uint4*>(dst_s) + i / 2, uint4{halves_of_bytes(low, false), halves_of_bytes(low, true),
+                                                          halves_of_bytes(high, false), halves_of_bytes(high, true)});
+    }
   }
-}
+};
 
 // ---- 5f softcap ----
 
@@ -4626,15 +4645,17 @@ template <class B> struct MmaPartials<B, true> {
 };
 
 template <class B> struct MmaPacked {
-  static __device__ __forceinline__ void copy_q(MmaShared<B>& s, const Item<B>& item, const KernelArgs& a) {
+  static __device__ __forceinline__ void copy_q(MmaShared<B>& s, const ItemTiles<B>& t, const KernelArgs& a) {
     constexpr int per_row = TileCopy<B>::PER_ROW;
     const SdpaParams& p = a.p;
     const int rows = rows_of_item<B>(a);
     for (int i = threadIdx.x; i < B::block_m * per_row; i += B::threads) {
       const int row = i / per_row, col = i % per_row * B::vec_width;
-      const Item<B> from = row_item<B>(a, item, row);
-      const Input* const Q_g = p.Q + from.b * p.q.batch + from.h * p.q.head + from.q_row(from.q0) * p.q.row + col;
-      copy_vector<B>(s.in.Q + tile_offset<B>(row, col), Q_g, row < rows && from.q0 < from.query_count(p));
+      const Item<B> from = row_item<B>(a, t.item, row);
+      VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(
+          s.in.Q + tile_offset<B>(row, col),
+          p.Q + from.b * p.q.batch + from.h * p.q.head + from.q_row(from.q0) * p.q.row + col,
+          row < rows && from.q0 < from.query_count(p));
     }
   }
   // Rows past those of the tile get the factor of some head.
