@@ -536,8 +536,8 @@ template <class B, int BLOCKS> struct WgmmaColumnsView;
 template <class B, int BLOCKS> __device__ __forceinline__ int first_col(const WgmmaColumnsView<B, BLOCKS>&);
 // Caps the scores of a tile, adds the bias and masks them before the softmax, unless the tile is plain.
 template <class B, class View>
-__device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Item<B>& item, const Mask& mask, int q,
-                                              int k, bool plain) {
+__device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Item<B>& item, const Mask& mask,
+                                              int q, int k, bool plain) {
   cap_scores<B>(S, a);
   const bool biased = has_bias<B>(a, mask, k);
   if (B::use_bias == 1 && !biased) scale_scores(S, a);
@@ -1263,8 +1263,8 @@ template <class B> __device__ __forceinline__ float capped(float x, const Kernel
 template <class B> __device__ __forceinline__ float logit(float x, const KernelArgs& a) {
   return capped<B>(x, a) * (B::use_bias == 1 ? a.logit_scale : 1);
 }
-// USE_BIAS: where the elements for row r of a tile begin.
-template <class B> __device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r);
+template <class B>  // USE_BIAS: where the elements for row r of a tile begin
+__device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r);
 using BiasPair = VectorType<2 * sizeof(Bias)>;
 __device__ __forceinline__ void add_pair(float& x, float& y, uint32_t pair, const KernelArgs& a);
 __device__ __forceinline__ Bias no_bias();
@@ -2978,7 +2978,8 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   }
   // The scores in the place of P, for which the stale maximum was too small: by their logarithm, or multiplied again
   // where a P may have overflowed. From m and an argument, since m_log2 or the scale kept for it slows exp() down.
-  __device__ __forceinline__ void take_scores_back(Scores& P, const StaleSoftmax<B, 2>& softmax, bool& are_logits) const {
+  __device__ __forceinline__ void take_scores_back(Scores& P, const StaleSoftmax<B, 2>& softmax,
+                                                   bool& are_logits) const {
     const bool fits = softmax.sum[0] + softmax.sum[1] < 0x1p120f;
     const bool scaled = B::use_bias == 1 && are_logits;
     if ((B::use_softcap != 0 && !scaled) || !__all_sync(0xffffffffu, fits)) {
@@ -4322,7 +4323,8 @@ __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int fir
 // The bias has a row of elements for each query of a sequence, contiguous along its last bias_keys keys, at strides
 // that may be 0; keys before these have none. USE_BIAS=1: what is added to a logit, of the type of Q; -inf hides the
 // key. USE_BIAS=2: bytes, 0 hides the key. Of rows that have no query, or no head, any will do.
-template <class B> __device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r) {
+template <class B>
+__device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r) {
   const SdpaParams& p = a.p;
   const int q = min(max(query_of<B>(a, q0, r), 0), item.query_count(p) - 1);
   const int h = min(item.h + (B::pack_gqa ? int(a.item_queries.divide(uint32_t(r))) : 0), p.Hq - 1);
@@ -4342,7 +4344,7 @@ __device__ __forceinline__ void add_pair(float& x, float& y, uint32_t pair, cons
 }
 template <class B> struct BiasInMemory {
   template <class View>
-  __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) const {
+  __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
     const int first = first_biased_key(a.p, keys), col = k0 - first + S.col(0), cols = keys - first;
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       const Bias* const row = bias_row<B>(a, item, q0, S.row(i)) + col;
