@@ -253,6 +253,8 @@ def without_unread_parameters(text, but):
             continue
         parameters = listed(declarators[0], "parameters")
         code = re.sub("//.*", "", text[declarators[0].end_byte:node.end_byte])
+        deduced_by = words_of(source(node.parent.child_by_field_name("parameters"), text)) if (
+            node.parent.type == "template_declaration") else set()
         is_known = made[name] == 1 and name not in structs | ROOTS and len(calls[name]) + 1 == names[name] and all(
             len(given) == len(parameters) for given in calls[name])
         for n, parameter in enumerate(parameters):
@@ -260,7 +262,7 @@ def without_unread_parameters(text, but):
             identifier = next(iter(descendants(declarator, "identifier")), None) if declarator else None
             if parameter.type == "comment" or identifier and source(identifier, text) in words_of(code):
                 continue
-            if is_known:
+            if is_known and not deduced_by & words_of(source(parameter, text)):
                 places = [without_one(given, n) for given in calls[name]] + [without_one(parameters, n)]
                 return edited(text, edits + [(start, end, "") for start,
                                              end in places]) if not edits else edited(text, edits)
@@ -303,7 +305,7 @@ def without_options(text):
     gone |= {name for option in gone for name in WITH.get(option, ())}
     for name in gone:
         text = re.sub(rf",\s+\{{\"{name}\", p\.[^{{}}]*\}}|; {name}=%g[^\"]*(?=\")|,\s*double\(p\.{name}\)", "", text)
-        text = re.sub(rf"\b(?:\w+\.)+{name}\b(?! =[^=])", "0", text)
+        text = re.sub(rf"\b(?:\w+\.)+{name}\b(?:\.\w+)*(?! =[^=])", "0", text)
     text = re.sub(r", given = !0 [^;]*|\bgiven,\s*", "", text)
     params = next(one for one in descendants(parse(text), "struct_specifier") if name_of(one) == "SdpaParams")
     return edited(text, [edit for node in descendants(params, "field_declaration")

@@ -262,6 +262,10 @@ class Folding:
             return GONE  # a member that nobody calls, though others have its name
         if kind == "expression_statement" and node.named_children and self.does_nothing(node.named_children[0]):
             return GONE
+        if kind == "return_statement" and node.named_children and self.does_nothing(node.named_children[0]):
+            return "return;"
+        if kind == "expression_statement" and isinstance(self.value((node.named_children or [None])[0]), bool):
+            return GONE
         if kind == "comma_expression":
             for side, other in (("left", "right"), ("right", "left")):
                 if self.does_nothing(field(side)):

@@ -96,7 +96,17 @@ template <class B> int of_host(const Args& a, int (&b)[2], int* c, int d) {
   return both(1, 2);
 }
 
+// Does nothing, and decides.
+void idle_of(int n) { return; }
+bool decided(int& n) { return false; }
+void early(int n) {
+  if (n > 3) return idle_of(n);
+  decided(n);
+  of_device(n, n);
+}
+
 int sdpa_forward(int a, int b, int c) {
+  early(a);
   constexpr int idle = 1;
   Element<B> n = rows<B> + product({}, a) + unit(Input()) + shape<Input, 8>();
   // Stays: a branch does.
@@ -187,7 +197,13 @@ template <class B> int of_host(const Args& a, int (&b)[2], int* c, int d) {
   return both(1, 2);
 }
 
+void early(int n) {
+  if (n > 3) return;
+  of_device(n, n);
+}
+
 int sdpa_forward(int a, int b, int c) {
+  early(a);
   Other n = rows<B> + product({}, a) + unit(Input()) + shape<Input, 8>();
   // Stays: a branch does.
   if (a < b || b > c) {
