@@ -359,7 +359,7 @@ struct KernelArgs : Grid {
   SdpaParams p;
   uint32_t first_item = 0;  // merges_by_kernel: of the launch
   float inverse_scale_log2 = 0, cap_scale = 0;  // of set_scales()
-  float logit_scale = 1, inverse_logit_scale = 1, scores_log2 = 0;
+  float logit_scale = 1, inverse_logit_scale = 1, scores_log2 = 0;  // USE_BIAS=1: of scores, which it makes logits
   std::conditional_t<Build::loads_by_tma, TensorMaps, Nothing> maps;
   std::conditional_t<Build::use_lengths, PlanArgs, Nothing> plan;
   KernelArgs(const SdpaParams& params, int rows, int keys_of_tile, const Grid& grid = {})
@@ -1205,7 +1205,7 @@ __device__ __forceinline__ uint32_t cvt_rn_satfinite_e4m3x4(float a, float b, fl
   return out;
 }
 
-// ---- cp.async (USE_CP_ASYNC) ----
+// ---- cp.async (USE_CP_ASYNC, USE_BIAS = 1, USE_BIAS = 2) ----
 
 // cp.async of BYTES (4, 8, 16); when !valid, reads nothing and writes zeros.
 template <int BYTES> __device__ __forceinline__ void cp_async(void* dst_s, const void* src_g, bool valid) {
@@ -1438,7 +1438,7 @@ template <class B, int ROWS> struct StaleSoftmax {
   const ScoreScale<B> scale_log2;
   float m_log2[ROWS], sum[ROWS];
 
-  // are_logits: as USE_BIAS has them.
+  // are_logits: a bias has been added to the scores (USE_BIAS).
   __device__ __forceinline__ StaleSoftmax(const float (&m)[ROWS], const ItemScale<B>& scale, bool are_logits = false)
       : scale_log2(scale.of_scores(are_logits)) {
     const ScoreScale<B> of_m = scale;
@@ -2283,6 +2283,96 @@ template <class B> struct KernelOf<B, Path::wgmma_plain> {
   static constexpr auto entry = sdpa_wgmma_plain<B>;
 };
 
+// ---- 5d the bias of a warp (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2) ----
+
+// The bias of the 16 rows of a warp beside a tile. A chunk of 16 bytes lies where its XOR with the row says,
+// so that 8 rows of a column are in all banks.
+template <class B> struct alignas(16) BiasTile {
+  static constexpr int CHUNK = 16 / sizeof(Bias), CHUNKS = B::block_n / CHUNK;
+  static constexpr unsigned SWIZZLED = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
+  Bias x[16][B::block_n];
+
+  __device__ __forceinline__ Bias* at(int row, int chunk) {
+    return &x[row][(chunk ^ static_cast<unsigned>(row) / (8 / SWIZZLED) % SWIZZLED) * CHUNK];
+  }
+};
+// Whether shared memory has room for the bias beside K, V and so many Q; without it elements are read where they are
+// used. 3 KB are left for barriers and items.
+template <class B> constexpr bool bias_fits(int q_stages) {
+  const int rows = B::split_kv * B::block_m, ring = B::split_kv * B::stages * B::block_n * (B::head_dim + B::d_v) * 2;
+  const int bias = rows * B::block_n * int(sizeof(Bias)), partial = (B::split_kv > 1) * rows * (B::d_v + 8) * 4;
+  return q_stages * B::block_m * B::head_dim * 2 + ring + bias + partial <= 224 * 1024;
+}
+template <class B> constexpr bool bias_has_room = B::use_bias != 0 && bias_fits<B>(1);
+template <class B> struct BiasTiles {
+  std::conditional_t<bias_has_room<B>, BiasTile<B>[B::group_warps], Nothing> of_warp;
+};
+
+// Adds the bias to the rows of a warp. That of the next tile comes to shared memory while this one is computed.
+template <class B, bool = bias_has_room<B>> struct BiasOfWarp : BiasInMemory<B> {
+  __device__ void hold(BiasTiles<B>&) {}
+  __device__ void start() {}
+};
+template <class B> struct BiasOfWarp<B, true> {
+  using Tile = BiasTile<B>;
+  Tile* tile;
+  int ready = -1;  // the first key of the tile that is there or on its way
+
+  __device__ void hold(BiasTiles<B>& tiles) {
+    tile = &tiles.of_warp[(threadIdx.x - B::producer_threads) / 32 % B::group_warps];
+  }
+  __device__ __forceinline__ void start() { ready = -1; }
+  // Copies the bias of rows [row, row + 16) of the tile at key k0: by whole vectors, or one by one at edges.
+  __device__ __forceinline__ void load(const KernelArgs& a, const Item<B>& item, int keys, int q0, int row, int k0) {
+    const int first = first_biased_key(a.p, keys), column = k0 - first;
+    const int64_t elements = a.p.bias_strides.batch | a.p.bias_strides.head | a.p.bias_strides.row | column;
+    const bool is_aligned = (elements * sizeof(Bias) | reinterpret_cast<uintptr_t>(a.p.bias)) % 16 == 0;
+    const int lane = int(thread_index_anew() % 32);
+    cp_async_wait_group<0>();  // of a tile that nobody wanted
+    __syncwarp();              // hazard: the tile before read by all lanes
+    if (is_aligned && column >= 0 && k0 + B::block_n <= keys) {
+      // LANES of them take a row; those that are left over take none.
+      constexpr int LANES = Tile::CHUNKS < 32 ? Tile::CHUNKS : 32, ROWS = 32 / LANES;
+      const int chunk = lane % LANES, q = q0 + row + lane / LANES, queries = item.query_count(a.p);
+      const Bias* from = bias_row<B>(a, item, 0, 0) + q * a.p.bias_strides.row + column + chunk * Tile::CHUNK;
+      SDPA_UNROLL for (int n = 0; n < ceil_div(16, ROWS); n++, from += ROWS * a.p.bias_strides.row) {
+        const int r = lane / LANES + ROWS * n;
+        if (LANES * ROWS == 32 || (lane < LANES * ROWS && r < 16)) {
+          if (B::pack_gqa) from = bias_row<B>(a, item, q0, row + r) + column + chunk * Tile::CHUNK;  // of any head
+          cp_async<16>(tile->at(r, chunk), from, B::pack_gqa || uint32_t(q + ROWS * n) < uint32_t(queries));
+        }
+      }
+    } else {
+#pragma unroll 1
+      for (int i = lane; i < 16 * B::block_n; i += 32) {
+        const int r = i / B::block_n, at = i % B::block_n, k = column + at;
+        const bool exists = k >= 0 && k < keys - first;
+        st_shared(tile->at(r, at / Tile::CHUNK) + at % Tile::CHUNK,
+                  exists ? ld_global_nc<Bias>(bias_row<B>(a, item, q0, row + r) + k) : no_bias());
+      }
+    }
+    cp_async_commit_group();
+    ready = k0;
+  }
+  template <class View>
+  __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
+    const int row = S.row(0) / 16 * 16, next = k0 - B::round_keys;
+    if (ready != k0) load(a, item, keys, q0, row, k0);
+    cp_async_wait_group<0>();
+    __syncwarp();  // hazard: the tile copied by all lanes
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      uint32_t pairs[View::COLS / 2];
+      SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) {
+        const Bias* const at = tile->at(S.row(i) - row, S.col(j) / Tile::CHUNK) + S.col(j) % Tile::CHUNK;
+        pairs[j / 2] = ld_shared<BiasPair>(at);
+      }
+      SDPA_NAMESPACE::hold(pairs);  // or nvcc reads element by element
+      SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) add_pair(S.x[i][j], S.x[i][j + 1], pairs[j / 2], a);
+    }
+    if (next >= 0 && next + B::block_n > first_biased_key(a.p, keys)) load(a, item, keys, q0, row, next);
+  }
+};
+
 // ---- 5d producers and consumers: what their kernels share (wgmma and USE_WARP_SPECIALIZATION) ----
 //
 //   warps of the producer warpgroup           warpgroups that compute, 64 rows each
@@ -2300,11 +2390,6 @@ template <class B> struct KernelOf<B, Path::wgmma_plain> {
 // next three: all warps of the warpgroup have read Q; partials: the partial results of both slices are written.
 constexpr int turn = 1, q_read = 5, partials = 9;
 
-// USE_BIAS: the bias of the slice's warps beside a tile.
-template <class B> struct BiasTiles;
-template <class B, bool HAS_ROOM> struct BiasOfWarp;
-template <class B> constexpr bool bias_fits(int q_stages);
-template <class B> constexpr bool bias_has_room = B::use_bias != 0 && bias_fits<B>(1);
 // The stages of a slice's tiles. Full: the tile has landed. Empty: all who read it have done so.
 template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
   alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
@@ -2501,7 +2586,7 @@ template <class B> struct WgmmaRows {
   ItemScale<B> scale_log2;   // of the item
   const Item<B>* item = nullptr;  // in shared memory
   typename Item<B>::HeldMask mask;  // of the item
-  std::conditional_t<B::use_bias != 0, BiasOfWarp<B, bias_has_room<B>>, Nothing> bias;
+  std::conditional_t<B::use_bias != 0, BiasOfWarp<B>, Nothing> bias;
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the stale maximum.
   int stale_from = 0;
   uint32_t stale_keys = 0;
@@ -2707,95 +2792,6 @@ __device__ __forceinline__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const
     }
   }
 }
-
-// ---- 5d the bias of a warp (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS) ----
-
-// USE_BIAS: the bias of the 16 rows of a warp beside a tile. A chunk of 16 bytes lies where its XOR with the row says,
-// so that 8 rows of a column are in all banks.
-template <class B> struct alignas(16) BiasTile {
-  static constexpr int CHUNK = 16 / sizeof(Bias), CHUNKS = B::block_n / CHUNK;
-  static constexpr unsigned SWIZZLED = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
-  Bias x[16][B::block_n];
-
-  __device__ __forceinline__ Bias* at(int row, int chunk) {
-    return &x[row][(chunk ^ static_cast<unsigned>(row) / (8 / SWIZZLED) % SWIZZLED) * CHUNK];
-  }
-};
-// Whether shared memory has room for the bias beside K, V and so many Q; without it elements are read where they are
-// used. 3 KB are left for barriers and items.
-template <class B> constexpr bool bias_fits(int q_stages) {
-  const int rows = B::split_kv * B::block_m, ring = B::split_kv * B::stages * B::block_n * (B::head_dim + B::d_v) * 2;
-  const int bias = rows * B::block_n * int(sizeof(Bias)), partial = (B::split_kv > 1) * rows * (B::d_v + 8) * 4;
-  return q_stages * B::block_m * B::head_dim * 2 + ring + bias + partial <= 224 * 1024;
-}
-template <class B> struct BiasTiles {
-  std::conditional_t<bias_has_room<B>, BiasTile<B>[B::group_warps], Nothing> of_warp;
-};
-
-// Adds the bias to the rows of a warp. That of the next tile comes to shared memory while this one is computed.
-template <class B, bool HAS_ROOM> struct BiasOfWarp : BiasInMemory<B> {
-  __device__ void hold(BiasTiles<B>&) {}
-  __device__ void start() {}
-};
-template <class B> struct BiasOfWarp<B, true> {
-  using Tile = BiasTile<B>;
-  Tile* tile;
-  int ready = -1;  // the first key of the tile that is there or on its way
-
-  __device__ void hold(BiasTiles<B>& tiles) {
-    tile = &tiles.of_warp[(threadIdx.x - B::producer_threads) / 32 % B::group_warps];
-  }
-  __device__ __forceinline__ void start() { ready = -1; }
-  // Copies the bias of rows [row, row + 16) of the tile at key k0: by whole vectors, or one by one at edges.
-  __device__ __forceinline__ void load(const KernelArgs& a, const Item<B>& item, int keys, int q0, int row, int k0) {
-    const int first = first_biased_key(a.p, keys), column = k0 - first;
-    const int64_t elements = a.p.bias_strides.batch | a.p.bias_strides.head | a.p.bias_strides.row | column;
-    const bool is_aligned = (elements * sizeof(Bias) | reinterpret_cast<uintptr_t>(a.p.bias)) % 16 == 0;
-    const int lane = int(thread_index_anew() % 32);
-    cp_async_wait_group<0>();  // of a tile that nobody wanted
-    __syncwarp();              // hazard: the tile before read by all lanes
-    if (is_aligned && column >= 0 && k0 + B::block_n <= keys) {
-      // LANES of them take a row; those that are left over take none.
-      constexpr int LANES = Tile::CHUNKS < 32 ? Tile::CHUNKS : 32, ROWS = 32 / LANES;
-      const int chunk = lane % LANES, q = q0 + row + lane / LANES, queries = item.query_count(a.p);
-      const Bias* from = bias_row<B>(a, item, 0, 0) + q * a.p.bias_strides.row + column + chunk * Tile::CHUNK;
-      SDPA_UNROLL for (int n = 0; n < ceil_div(16, ROWS); n++, from += ROWS * a.p.bias_strides.row) {
-        const int r = lane / LANES + ROWS * n;
-        if (LANES * ROWS == 32 || (lane < LANES * ROWS && r < 16)) {
-          if (B::pack_gqa) from = bias_row<B>(a, item, q0, row + r) + column + chunk * Tile::CHUNK;  // of any head
-          cp_async<16>(tile->at(r, chunk), from, B::pack_gqa || uint32_t(q + ROWS * n) < uint32_t(queries));
-        }
-      }
-    } else {
-#pragma unroll 1
-      for (int i = lane; i < 16 * B::block_n; i += 32) {
-        const int r = i / B::block_n, at = i % B::block_n, k = column + at;
-        const bool has_bias = k >= 0 && k < keys - first;
-        st_shared(tile->at(r, at / Tile::CHUNK) + at % Tile::CHUNK,
-                  has_bias ? ld_global_nc<Bias>(bias_row<B>(a, item, q0, row + r) + k) : no_bias());
-      }
-    }
-    cp_async_commit_group();
-    ready = k0;
-  }
-  template <class View>
-  __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
-    const int row = S.row(0) / 16 * 16, next = k0 - B::round_keys;
-    if (ready != k0) load(a, item, keys, q0, row, k0);
-    cp_async_wait_group<0>();
-    __syncwarp();  // hazard: the tile copied by all lanes
-    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-      uint32_t pairs[View::COLS / 2];
-      SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) {
-        const Bias* const at = tile->at(S.row(i) - row, S.col(j) / Tile::CHUNK) + S.col(j) % Tile::CHUNK;
-        pairs[j / 2] = ld_shared<BiasPair>(at);
-      }
-      SDPA_NAMESPACE::hold(pairs);  // or nvcc reads element by element
-      SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) add_pair(S.x[i][j], S.x[i][j + 1], pairs[j / 2], a);
-    }
-    if (next >= 0 && next + B::block_n > first_biased_key(a.p, keys)) load(a, item, keys, q0, row, next);
-  }
-};
 
 // ---- 5d merge of slices (wgmma and USE_WARP_SPECIALIZATION and SPLIT_KV > 1) ----
 
@@ -4318,7 +4314,7 @@ __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int fir
   }
 }
 
-// ---- 5f bias (USE_BIAS) ----
+// ---- 5f bias (USE_BIAS = 1, USE_BIAS = 2) ----
 
 // The bias has a row of elements for each query of a sequence, contiguous along its last bias_keys keys, at strides
 // that may be 0; keys before these have none. USE_BIAS=1: what is added to a logit, of the type of Q; -inf hides the
@@ -4356,8 +4352,8 @@ template <class B> struct BiasInMemory {
       } else {
         SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
           const int at = S.col(j) - S.col(0);
-          const bool has_bias = uint32_t(col + at) < uint32_t(cols);
-          if (has_bias) S.x[i][j] = with_bias(S.x[i][j], ld_global_nc<Bias>(row + at), a.logit_scale);
+          const bool exists = uint32_t(col + at) < uint32_t(cols);
+          if (exists) S.x[i][j] = with_bias(S.x[i][j], ld_global_nc<Bias>(row + at), a.logit_scale);
           else if (B::use_bias == 1) S.x[i][j] *= a.logit_scale;
         }
       }

@@ -84,7 +84,9 @@ def takes(build, problem):
             # A sink may leave nothing of such keys.
             (not problem["sinks"] or "USE_SINKS" in has and dist not in ("negative", "stairs")) and
             (not problem["bias"] or build["USE_BIAS"] in ("1", "2") and
-             ("bool" if build["USE_BIAS"] == "1" else "add") not in problem["bias"] and dist not in ("stairs", "huge", "negative")) and
+             ("bool" if build["USE_BIAS"] == "1" else "add") not in problem["bias"] and
+             # Beside such logits a float loses what is added.
+             (build["USE_BIAS"] == "2" or dist not in ("stairs", "huge"))) and
             (not problem["softcap"] or "USE_SOFTCAP" in has) and (not problem["descale"] or is_8bit) and
             not (is_wgmma and "reversed" in problem["layout"]) and  # TMA takes no strides below 0
             (not problem["max_ctas"] or "USE_PERSISTENT_CTA" in has) and

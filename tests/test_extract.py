@@ -109,6 +109,21 @@ def test_machine_code_is_the_lines(texts, tmp_path):
                 assert others <= (0.01 * instructions.total() if name in REORDERED else 0), (name, others)
 
 
+@needs_nvcc
+def test_bias_may_be_asked_for(tmp_path):
+    """Of builds that no line has, with what they need of other chapters."""
+    lines = ["wgmma_d128_lazy USE_BIAS=2", "scalar_minimal USE_BIAS=1", "hopper_d128 USE_BIAS=1 BLOCK_M=128 BLOCK_N=128"]
+    for words in lines[:1] if os.environ.get("SDPA_TEST_QUICK") else lines:
+        status, text, trouble = extract(*words.split())
+        assert status == 0, trouble
+        assert re.search(r"^  const (?:void|Bias|Input|uint8_t)\* bias\b", text, re.MULTILINE), words
+        (tmp_path / "kernel.cu").write_text(text)
+        command = re.search(r"^// Compile: nvcc (.*) -c my_kernel.cu$", text, re.MULTILINE)[1]
+        done = builds.run([builds.nvcc(), *shlex.split(command), "-Xcompiler=-Wall,-Wextra", "-c", "kernel.cu", "-o", "kernel.o"],
+                          cwd=tmp_path)
+        assert done.returncode == 0 and not done.stderr, (words, done.stderr[:2000])
+
+
 def opcodes(code):
     """How often a kernel has each instruction: the low 12 bits of its 16 bytes."""
     return collections.Counter(int.from_bytes(code[at:at + 2], "little") & 0xfff for at in range(0, len(code), 16))
