@@ -31,6 +31,7 @@ struct KernelFacts {  // of the kernel that takes a problem
   int item_rows;  // query rows of a work item
   size_t workspace_bytes;
   size_t zeroed_bytes;  // of the workspace: zero before a launch and after it
+  size_t bias_map_bytes;
 };
 
 struct Line {
@@ -47,6 +48,7 @@ struct Line {
   TunedTile (*tile_of)(const SdpaParams&);
   KernelFacts (*facts_of)(const SdpaParams&);
   SdpaStatus (*forward)(const SdpaParams&, cudaStream_t);
+  SdpaStatus (*map_bias)(const SdpaParams&, cudaStream_t);
 };
 
 }  // namespace
@@ -85,7 +87,7 @@ KernelFacts facts_of(const SdpaParams& p) {
   return with_build(p, [&](auto build) {
     using B = decltype(build);
     return KernelFacts{reinterpret_cast<const void*>(+KernelOf<B>::entry), B::threads, shared_bytes<B>, B::block_m,
-                       workspace_bytes<B>(p), zeroed_bytes<B>};
+                       workspace_bytes<B>(p), zeroed_bytes<B>, bias_map_bytes<B>(p)};
   });
 }
 
@@ -107,7 +109,7 @@ Line describe_build() {
     l.tiles[l.tile_count++] = TUNED_TILES[n];
   }
   if (!Build::use_tuned) l.tiles[l.tile_count++] = tile_of({});
-  l.tile_of = tile_of, l.facts_of = facts_of, l.forward = sdpa_forward;
+  l.tile_of = tile_of, l.facts_of = facts_of, l.forward = sdpa_forward, l.map_bias = sdpa_map_bias;
   return l;
 }
 
@@ -203,7 +205,8 @@ struct Problem : reference::Problem {
   int page_size;                                // 0: K and V do not lie in pages
   bool narrow_table = false;                    // of pages: it ends with Sk, and lengths may be above
   int most_keys = 0;                            // as SdpaParams has it
-  // What the bias is like, one of bias_kinds, and which of b, h and q it has dimensions for; "": there is none.
+  // What the bias is like, one of bias_kinds, which of b, h and q it has dimensions for, and m if its map is made once for
+  // all launches; "": there is none.
   string bias_kind, bias_dims = "q";
 
   Problem() : reference::Problem{}, page_size(line.has_pages ? 64 : 0) { D = line.D, Dv = line.Dv; }
@@ -933,6 +936,7 @@ class Instance {
     got.O = at(Tensor::O).read(trouble);
     got.LSE = lse_->fetch<uint32_t>(lse_->bytes);
     lse_->expect_guards(trouble), workspace_->expect_guards(trouble);
+    if (bias_map_) bias_map_->expect_guards(trouble);
     if (!trouble.empty()) return trouble;
     for (uint32_t word : workspace_->fetch<uint32_t>(line.facts_of(params).zeroed_bytes)) {
       if (word) return format("the kernel left %u in the workspace, which must be zero", word);
@@ -1064,6 +1068,10 @@ class Instance {
     const size_t elements = size_t(bias.batches) * bias.heads * bias.rows * bias_row_ + 1;
     bias_.reset(new Guarded("the bias", elements * bias_bytes()));
     params.bias = bias_->data<char>() + (is_dense ? 0 : bias_bytes());
+    params.bias_map_bytes = problem.bias_dims.find('m') == string::npos ? 0 : line.facts_of(params).bias_map_bytes;
+    if (params.bias_map_bytes == 0) return;
+    bias_map_.reset(new Guarded("the map of the bias", params.bias_map_bytes));
+    params.bias_map = bias_map_->data();
   }
   static int bias_bytes() { return line.use_bias == 2 ? 1 : 2; }
   void set_bias(uint64_t seed) {
@@ -1102,9 +1110,13 @@ class Instance {
       memcpy(&bytes[start + (i / bias.keys * bias_row_ + i % bias.keys) * bias_bytes()], &bits, bias_bytes());
     }
     bias_->store(bytes);
+    if (!bias_map_) return;
+    bias_map_->fill(0xff);
+    const SdpaStatus status = line.map_bias(params, nullptr);
+    if (!status.ok()) throw CudaError{status.text};
   }
 
-  std::unique_ptr<Guarded> lse_, workspace_, sinks_, lengths_, bias_, starts_[2];  // of Q, of K
+  std::unique_ptr<Guarded> lse_, workspace_, sinks_, lengths_, bias_, bias_map_, starts_[2];  // of Q, of K
   int64_t bias_row_ = 0;                       // elements from a row of the bias to the next
   std::unique_ptr<DeviceTensor> pages_[2];     // of K, of V
   std::unique_ptr<Guarded> table_;
@@ -1646,18 +1658,19 @@ vector<Option> options_of(Options& o) {
          return text == packed_text(o.common) ? "" : "want q, k or qk";
        },
        packed_text},
-      {"--bias", "KIND[,bhq]",
+      {"--bias", "KIND[,bhqm]",
        "a bias of each query and key, shared but for the batches, heads and queries named (default q): add, bool, or of "
-       "the last keys tree; or what is hidden otherwise, causal or documents (a build with USE_BIAS)",
+       "the last keys tree; or what is hidden otherwise, causal or documents; m: one map of it for all launches (a build "
+       "with USE_BIAS)",
        [&o](const string& text) {
          const size_t comma = std::min(text.find(','), text.size());
          o.common.bias_kind = text.substr(0, comma);
          if (comma < text.size()) o.common.bias_dims = text.substr(comma + 1);
          const bool is_known = std::count(std::begin(bias_kinds), std::end(bias_kinds), o.common.bias_kind) > 0;
-         const bool named = o.common.bias_dims.find_first_not_of("bhq") == string::npos;
+         const bool named = o.common.bias_dims.find_first_not_of("bhqm") == string::npos;
          const bool suits = o.common.bias_kind != (line.use_bias == 2 ? "add" : line.use_bias == 1 ? "bool" : "");
          return is_known && named && suits ? "" : "want add (USE_BIAS=1), bool (USE_BIAS=2), tree, causal or documents, and "
-                                                  "perhaps letters of b, h and q, such as tree,bq";
+                                                  "perhaps letters of b, h, q and m, such as tree,bq";
        },
        bias_text},
       {"--most-keys", "N", "keys that a sequence has at most, whatever its length says (a build with USE_LENGTHS)",

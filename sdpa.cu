@@ -257,6 +257,8 @@ struct SdpaParams {
   const void* bias = nullptr;               // USE_BIAS: as bias_row() has it, or null
   Strides bias_strides = {0, 0, 0};         // in elements, any; 0 where batches, heads or queries share it
   int bias_keys = 0;                        // that it speaks of, each sequence's last ones; 0: all
+  void* bias_map = nullptr;                 // USE_BIAS: written by sdpa_map_bias(), or null: launches make their own
+  size_t bias_map_bytes = 0;                // of bias_map, as sdpa_bias_map_bytes() has it
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf or its sink. NaN and inf come out as
 // the formula has them; those of V at a masked key may reach the row (0 * inf is NaN), of rows that are no key none.
@@ -339,6 +341,10 @@ struct PlanArgs {  // USE_LENGTHS: room in the workspace for one group of heads
   Divisor page_size;  // USE_PAGES
   int box_rows = 0;   // keys that TMA copies at once: of one page and of one tile
 };
+struct BiasMap {  // USE_BIAS: a list for each item, or for those that share a bias; null: none
+  uint32_t *lists = nullptr, list_words = 0;
+  Divisor heads, batches;
+};
 struct Grid {  // which item has which rows
   alignas(64) int unmasked_rounds = 0;  // over all keys, 1 or more, if there is no mask; else 0
   uint32_t work_items = 0;              // B * q_heads * q_blocks
@@ -360,6 +366,7 @@ struct KernelArgs : Grid {
   uint32_t first_item = 0;  // merges_by_kernel: of the launch
   float inverse_scale_log2 = 0, cap_scale = 0;  // of set_scales()
   float logit_scale = 1, inverse_logit_scale = 1, scores_log2 = 0;  // USE_BIAS=1: of scores, which it makes logits
+  BiasMap bias_map;
   std::conditional_t<Build::loads_by_tma, TensorMaps, Nothing> maps;
   std::conditional_t<Build::use_lengths, PlanArgs, Nothing> plan;
   KernelArgs(const SdpaParams& params, int rows, int keys_of_tile, const Grid& grid = {})
@@ -1301,6 +1308,13 @@ template <class B> __device__ __forceinline__ Item<B> row_item(const KernelArgs&
 // A name that depends on B, since other KernelArgs have no such numbers.
 template <class B> __host__ __device__ __forceinline__ const auto& plan_room(const KernelArgs& a) { return a.plan; }
 
+// USE_BIAS: whether lists tell which rounds of an item to leave out: in the kernel with roles, of items in one range.
+template <class B>
+constexpr bool lists_rounds = B::use_bias != 0 && path<B> == Path::wgmma_roles && !B::use_lengths && B::split_ctas == 1;
+template <class B> __device__ __forceinline__ bool has_map(const KernelArgs& a) {
+  return lists_rounds<B> && a.bias_map.lists;
+}
+
 // The item of q-block `block` in head number `head`, counted through all batches.
 template <class B> __device__ __forceinline__ Item<B> tile_of(const KernelArgs& a, uint32_t head, uint32_t block) {
   Item<B> item;
@@ -1316,7 +1330,7 @@ template <class B> __device__ __forceinline__ Item<B> tile_of(const KernelArgs& 
 template <class B> __device__ __forceinline__ Item<B> work_item(const KernelArgs& a, uint32_t i) {
   if constexpr (B::use_lengths) return item_of_plan<B>(a, i);
   uint32_t head, block;
-  if (a.mask.keys.all()) {
+  if (a.mask.keys.all() && !has_map<B>(a)) {
     head = a.q_blocks.divide(i), block = a.q_blocks.remainder(i);
   } else {
     const uint32_t from_end = a.work_items - 1 - i;
@@ -2078,14 +2092,27 @@ constexpr uint64_t evict_first = 0x12f0000000000000, evict_last = 0x14f000000000
 template <class B>
 constexpr bool stores_by_tma = path<B> == Path::wgmma_roles && B::split_kv == 1 && B::split_ctas == 1;
 
+// Where an item's rounds are among its keys: one after the other, or as a list has it of those that a bias shows.
+template <class B, bool = lists_rounds<B>> struct Rounds {
+  __device__ bool listed() const { return false; }
+  __device__ int number(int round) const { return round; }
+};
+template <class B> struct Rounds<B, true> {
+  const uint32_t* list = nullptr;  // of 2 * number + 1, or 2 * number if nobody needs to read the bias
+  __device__ bool listed() const { return list; }
+  __device__ uint32_t entry(int round) const { return list ? ld_global<uint32_t>(list + round) : 2 * round + 1; }
+  __device__ int number(int round) const { return int(entry(round) / 2); }
+};
+
 // An item and its rounds, in each of which every slice (SPLIT_KV) takes one tile of BLOCK_N keys. The last round comes
 // first, so that tiles with a causal mask leave a maximum that holds for most of the others.
-template <class B> struct alignas(16) WgmmaItem : Item<B> {
+template <class B> struct alignas(16) WgmmaItem : Item<B>, Rounds<B> {
   int h_kv, first_key, rounds;  // no rounds: there are no more items
 };
 template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem<B>& item, int round, int slice) {
-  return item.first_key + (round * B::split_kv + slice) * B::block_n;
+  return item.first_key + (item.number(round) * B::split_kv + slice) * B::block_n;
 }
+template <class B> __device__ __forceinline__ void take_list(const KernelArgs& a, WgmmaItem<B>& item);
 
 // Item number i. EARLY: with a mask, all items of a head move up by the warpgroups (64 rows) that have no row, so that
 // these come before query 0, where own_rounds() gives them no rounds. The head's first item, which has them then, sees
@@ -2094,6 +2121,14 @@ template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem<B
 //                queries of item 0               of item 1                       keys that the items load
 //   not EARLY      0- 63   64-127  128-191  |  192-199  none     none            192, 200
 //   EARLY        none     none       0- 63  |   64-127  128-191  192-199          64, 200
+template <class B, bool EARLY> __device__ __forceinline__ void set_rounds(const KernelArgs& a, WgmmaItem<B>& item) {
+  if (EARLY && !B::use_lengths) item.q0 -= (int(a.q_blocks.divisor) * B::block_m - a.p.Sq) / 64 * 64;
+  const int last = min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1;
+  KeyRange keys = item.mask(a).keys.of_rows(max(item.q0, 0), last);
+  if constexpr (B::use_lengths) keys = item.keys_of_cta(a, item.mask(a));
+  item.first_key = keys.begin;
+  item.rounds = max(ceil_div(keys.end - keys.begin, B::round_keys), int(item.exists()));
+}
 template <class B, bool EARLY = false>
 __device__ __forceinline__ WgmmaItem<B> wgmma_item(const KernelArgs& a, uint32_t i) {
   WgmmaItem<B> item;
@@ -2102,13 +2137,9 @@ __device__ __forceinline__ WgmmaItem<B> wgmma_item(const KernelArgs& a, uint32_t
     item.first_key = 0, item.rounds = a.unmasked_rounds;
   } else {
     static_cast<Item<B>&>(item) = work_item<B>(a, i);
-    if (EARLY && !B::use_lengths) item.q0 -= (int(a.q_blocks.divisor) * B::block_m - a.p.Sq) / 64 * 64;
-    const int last = min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1;
-    KeyRange keys = item.mask(a).keys.of_rows(max(item.q0, 0), last);
-    if constexpr (B::use_lengths) keys = item.keys_of_cta(a, item.mask(a));
-    item.first_key = keys.begin;
-    item.rounds = max(ceil_div(keys.end - keys.begin, B::round_keys), int(item.exists()));
+    set_rounds<B, EARLY>(a, item);
   }
+  if (has_map<B>(a)) take_list<B>(a, item);
   if (!B::use_lengths && B::split_ctas != 1) {
     const KeyRange part = range_of_rounds(a, item.rounds);
     item.first_key += part.begin * B::round_keys, item.rounds = part.end - part.begin;
@@ -2287,9 +2318,9 @@ template <class B> struct KernelOf<B, Path::wgmma_plain> {
 
 // The bias of the 16 rows of a warp beside a tile. A chunk of 16 bytes lies where its XOR with the row says,
 // so that 8 rows of a column are in all banks.
-template <class B> struct alignas(16) BiasTile {
+template <class B> struct alignas(128) BiasTile {
   static constexpr int CHUNK = 16 / sizeof(Bias), CHUNKS = B::block_n / CHUNK;
-  static constexpr unsigned SWIZZLED = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
+  static constexpr int SWIZZLED = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
   Bias x[16][B::block_n];
 
   __device__ __forceinline__ Bias* at(int row, int chunk) {
@@ -2312,6 +2343,7 @@ template <class B> struct BiasTiles {
 template <class B, bool = bias_has_room<B>> struct BiasOfWarp : BiasInMemory<B> {
   __device__ void hold(BiasTiles<B>&) {}
   __device__ void start() {}
+  __device__ void load(const KernelArgs&, const Item<B>&, int, int, int) {}
 };
 template <class B> struct BiasOfWarp<B, true> {
   using Tile = BiasTile<B>;
@@ -2322,33 +2354,40 @@ template <class B> struct BiasOfWarp<B, true> {
     tile = &tiles.of_warp[(threadIdx.x - B::producer_threads) / 32 % B::group_warps];
   }
   __device__ __forceinline__ void start() { ready = -1; }
-  // Copies the bias of rows [row, row + 16) of the tile at key k0: by whole vectors, or one by one at edges.
-  __device__ __forceinline__ void load(const KernelArgs& a, const Item<B>& item, int keys, int q0, int row, int k0) {
-    const int first = first_biased_key(a.p, keys), column = k0 - first;
+  // Of the warp: among the rows of its warpgroup, or with PACK_GQA of the item.
+  __device__ static int first_row() {
+    return int(thread_index_anew() - B::producer_threads) / 32 % (B::pack_gqa ? B::group_warps : 4) * 16;
+  }
+  // Copies the bias of the warp's rows of the tile at key k0, if it is not on its way: chunks, or elements at edges.
+  __device__ __forceinline__ void load(const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
+    if (ready == k0) return;
+    const int row = first_row();
+    // LANES of them take a row; those that are left over take none.
+    constexpr int LANES = Tile::CHUNKS < 32 ? Tile::CHUNKS : 32, ROWS = 32 / LANES;
+    const int first = first_biased_key(a.p, keys), lane = int(thread_index_anew() % 32), chunk = lane % LANES;
+    const int column = k0 - first + chunk * Tile::CHUNK;  // of the lane's chunk
     const int64_t elements = a.p.bias_strides.batch | a.p.bias_strides.head | a.p.bias_strides.row | column;
     const bool is_aligned = (elements * sizeof(Bias) | reinterpret_cast<uintptr_t>(a.p.bias)) % 16 == 0;
-    const int lane = int(thread_index_anew() % 32);
     cp_async_wait_group<0>();  // of a tile that nobody wanted
     __syncwarp();              // hazard: the tile before read by all lanes
-    if (is_aligned && column >= 0 && k0 + B::block_n <= keys) {
-      // LANES of them take a row; those that are left over take none.
-      constexpr int LANES = Tile::CHUNKS < 32 ? Tile::CHUNKS : 32, ROWS = 32 / LANES;
-      const int chunk = lane % LANES, q = q0 + row + lane / LANES, queries = item.query_count(a.p);
-      const Bias* from = bias_row<B>(a, item, 0, 0) + q * a.p.bias_strides.row + column + chunk * Tile::CHUNK;
+    if (is_aligned && column >= 0 && column + Tile::CHUNK <= keys - first) {
+      const int q = q0 + row + lane / LANES, queries = item.query_count(a.p);
+      const Bias* from = bias_row<B>(a, item, 0, 0) + q * a.p.bias_strides.row + column;
       SDPA_UNROLL for (int n = 0; n < ceil_div(16, ROWS); n++, from += ROWS * a.p.bias_strides.row) {
         const int r = lane / LANES + ROWS * n;
-        if (LANES * ROWS == 32 || (lane < LANES * ROWS && r < 16)) {
-          if (B::pack_gqa) from = bias_row<B>(a, item, q0, row + r) + column + chunk * Tile::CHUNK;  // of any head
+        if ((LANES * ROWS == 32 && ROWS <= 16) || (lane < LANES * ROWS && r < 16)) {
+          if (B::pack_gqa) from = bias_row<B>(a, item, q0, row + r) + column;  // of any head
           cp_async<16>(tile->at(r, chunk), from, B::pack_gqa || uint32_t(q + ROWS * n) < uint32_t(queries));
         }
       }
-    } else {
+    } else if (lane < LANES * ROWS) {
 #pragma unroll 1
-      for (int i = lane; i < 16 * B::block_n; i += 32) {
-        const int r = i / B::block_n, at = i % B::block_n, k = column + at;
-        const bool exists = k >= 0 && k < keys - first;
-        st_shared(tile->at(r, at / Tile::CHUNK) + at % Tile::CHUNK,
-                  exists ? ld_global_nc<Bias>(bias_row<B>(a, item, q0, row + r) + k) : no_bias());
+      for (int r = lane / LANES; r < 16; r += ROWS) {
+        const Bias* const from = bias_row<B>(a, item, q0, row + r) + column;
+        SDPA_UNROLL for (int i = 0; i < Tile::CHUNK; i++) {
+          const bool exists = uint32_t(column + i) < uint32_t(keys - first);
+          st_shared(tile->at(r, chunk) + i, exists ? ld_global_nc<Bias>(from + i) : no_bias());
+        }
       }
     }
     cp_async_commit_group();
@@ -2356,20 +2395,53 @@ template <class B> struct BiasOfWarp<B, true> {
   }
   template <class View>
   __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
-    const int row = S.row(0) / 16 * 16, next = k0 - B::round_keys;
-    if (ready != k0) load(a, item, keys, q0, row, k0);
     cp_async_wait_group<0>();
     __syncwarp();  // hazard: the tile copied by all lanes
-    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-      uint32_t pairs[View::COLS / 2];
-      SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) {
-        const Bias* const at = tile->at(S.row(i) - row, S.col(j) / Tile::CHUNK) + S.col(j) % Tile::CHUNK;
-        pairs[j / 2] = ld_shared<BiasPair>(at);
+    uint32_t pairs[View::ROWS][View::COLS / 2];
+    if constexpr (sizeof(Bias) == 2) {
+      // Rows 0-7 and 8-15 of two chunks, whose elements are where those of the accumulators are.
+      const int lane = int(thread_index_anew() % 32);
+      const SharedAddress from = shared_address(tile->at(lane % 16, lane / 16));
+      SDPA_UNROLL for (int j = 0; j < View::COLS / 2; j += 2) {
+        uint32_t x[4];
+        ldmatrix_x4<false>(x, (from ^ j % Tile::SWIZZLED * 16) + j / Tile::SWIZZLED * Tile::SWIZZLED * 16);
+        SDPA_UNROLL for (int i = 0; i < 4; i++) pairs[i % 2][j + i / 2] = x[i];
       }
-      SDPA_NAMESPACE::hold(pairs);  // or nvcc reads element by element
-      SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) add_pair(S.x[i][j], S.x[i][j + 1], pairs[j / 2], a);
+    } else {
+      SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+        SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) {
+          const Bias* const at = tile->at(S.row(i) % 16, S.col(j) / Tile::CHUNK) + S.col(j) % Tile::CHUNK;
+          pairs[i][j / 2] = ld_shared<BiasPair>(at);
+        }
+        SDPA_NAMESPACE::hold(pairs[i]);  // or nvcc reads element by element
+      }
     }
-    if (next >= 0 && next + B::block_n > first_biased_key(a.p, keys)) load(a, item, keys, q0, row, next);
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) add_pair(S.x[i][j], S.x[i][j + 1], pairs[i][j / 2], a);
+    }
+  }
+};
+
+// Where a warpgroup is among the rounds of an item.
+template <class B, bool = lists_rounds<B>> struct RoundWalk {
+  __device__ void start(const WgmmaItem<B>&, int) {}
+  __device__ bool looks() const { return true; }                        // whether the tile's bias may do anything
+  __device__ bool looks_next() const { return true; }                   // that of the next one
+  __device__ int step() const { return B::round_keys; }                 // keys back to that
+  __device__ void go_on(const WgmmaItem<B>&) {}
+};
+template <class B> struct RoundWalk<B, true> {
+  int round;
+  uint32_t entry, next;  // of this round and the next one, which is read a round ahead
+  __device__ __forceinline__ void start(const WgmmaItem<B>& item, int first) {
+    round = first + 1, next = item.entry(first), go_on(item);
+  }
+  __device__ bool looks() const { return entry % 2; }
+  __device__ bool looks_next() const { return next % 2; }
+  __device__ int step() const { return int(entry / 2 - next / 2) * B::round_keys; }
+  __device__ __forceinline__ void go_on(const WgmmaItem<B>& item) {
+    entry = uniform(next), round--;
+    next = round > 0 ? item.entry(round - 1) : 0;
   }
 };
 
@@ -2564,7 +2636,7 @@ template <class B>
 __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& mask, const WgmmaItem<B>& item,
                                                int rounds, int q) {
   if (wgmma_may_pass<B> && (q < 0 || q >= item.query_count(a.p))) return {0, 0};
-  if (!B::skip_masked) return {0, rounds};
+  if (!B::skip_masked || item.listed()) return {0, rounds};
   const int last = item.query_count(a.p) - 1;
   const KeyRange seen = mask.keys.of_rows(min(q, last), min(q + 63, last));
   const int first_key = uniform(item.first_key);
@@ -2584,7 +2656,8 @@ template <class B> struct WgmmaRows {
   int q = 0, k0 = 0;         // first query, and first key of this tile
   bool accumulates = false;  // an earlier tile of the item has begun O
   ItemScale<B> scale_log2;   // of the item
-  const Item<B>* item = nullptr;  // in shared memory
+  const WgmmaItem<B>* item = nullptr;  // in shared memory
+  RoundWalk<B> walk;
   typename Item<B>::HeldMask mask;  // of the item
   std::conditional_t<B::use_bias != 0, BiasOfWarp<B>, Nothing> bias;
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the stale maximum.
@@ -2601,7 +2674,7 @@ template <class B> struct WgmmaRows {
   __device__ __forceinline__ bool has_mask() const { return !mask.tiles.cover(q, k0); }
   // Without a mask a score of the item's first tile becomes the stale maximum. That of more columns lasts longer.
   __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
-    if (!B::use_lazy_max || has_mask() || has_bias<B>(a, mask, k0)) return;
+    if (!B::use_lazy_max || has_mask() || (has_bias<B>(a, mask, k0) && walk.looks())) return;
     constexpr int columns = B::is_e4m3 ? Scores::COLS : B::input == DType::bf16 || Scores::COLS < 16 ? 4 : 16;
     float alpha[ROWS];
     softmax_max<B, Scores, columns>(S, scale_log2, m, alpha);
@@ -2623,12 +2696,23 @@ template <class B> struct WgmmaRows {
     const uint32_t tid = B::pack_gqa ? thread_index_anew() - B::producer_threads : thread_index_anew() % 128;
     S.first_row = tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
   }
-  // Adds the bias of this tile, if it has one.
+  // Lets the bias of the tile at key k, if it has one, come to shared memory.
+  __device__ __forceinline__ void fetch_bias(bool looks, int k) {
+    if (!looks || k < 0 || !has_bias<B>(a, mask, k)) return;
+    if constexpr (B::use_bias != 0) bias.load(a, *item, mask.keys.Sk, q, k);
+  }
+  // Adds the bias of this tile, if it has one, and fetches that of the next, which has one only if this one's keys have.
   __device__ __forceinline__ bool add_bias(Scores& S) {
-    if (!has_bias<B>(a, mask, k0)) return false;
-    locate(S);
-    if constexpr (B::use_bias != 0) bias.add(S, a, *item, mask.keys.Sk, q, k0);
-    return true;
+    if (!has_bias<B>(a, mask, k0) || !(walk.looks() || walk.looks_next())) return false;
+    if constexpr (B::use_bias != 0) {
+      if (walk.looks()) locate(S), bias.add(S, a, *item, mask.keys.Sk, q, k0);
+    }
+    fetch_bias(walk.looks_next(), k0 - walk.step());
+    return walk.looks();
+  }
+  __device__ __forceinline__ void go_on() {
+    k0 -= walk.step();
+    walk.go_on(*item);
   }
   // Caps the columns [first, last) for a softmax by the stale maximum; at the first ones with a bias all are finished.
   // are_logits: that the scores are logits then.
@@ -2702,6 +2786,8 @@ template <class B, class Shared> struct WgmmaConsumer {
       if (rounds_here.end > 0) {
         rows.k0 = uniform(first_key_of<B>(item(), rounds_here.end - 1, slice));
         last_k0 = uniform(first_key_of<B>(item(), rounds_here.begin, slice));
+        rows.walk.start(item(), rounds_here.end - 1);
+        rows.fetch_bias(rows.walk.looks(), rows.k0);
         rows.scale_log2.start(item(), row_group * 64 + int(thread_index_anew() % 128 / 32 * 16 + lane / 4));
         compute(turns);
       }
@@ -2725,7 +2811,7 @@ template <class B, class Shared> struct WgmmaConsumer {
     };
     consumer.begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
     rows.take_some_score_as_max(S);
-    for (;; rows.k0 -= B::round_keys) {
+    for (;; rows.go_on()) {
       arrive_by_warp(&t.k_empty[ring.stage], lane);
       StageRing<B::stages> next = ring;
       next.advance();
@@ -3039,7 +3125,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     TileRing<B>& t = s.slice[slice];
     Scores S;
     Probabilities P;
-    for (bool first = true;; first = false, rows.k0 -= B::round_keys) {
+    for (bool first = true;; first = false, rows.go_on()) {
       begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
       arrive_by_warp(&t.k_empty[ring.stage], lane);
       const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
@@ -4361,6 +4447,97 @@ template <class B> struct BiasInMemory {
   }
 };
 
+// ---- 5f the map of a bias (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2) ----
+//
+// A list for each item, or for those that share the rows of a bias: how many rounds have a key that the bias shows, and
+// which these are. A round that it hides whole is left out, even of scores that are NaN; of one that it leaves as it is
+// (all bytes true, or all elements 0) nobody reads it.
+
+// The list of an item, which wgmma_item() may have moved up by less than its rows.
+template <class B> __device__ __forceinline__ uint32_t* list_of(const KernelArgs& a, const Item<B>& item) {
+  const int queries = queries_of_item<B>(a), block = (item.q0 + queries - 1) / queries;
+  const int head = B::pack_gqa ? item.h / a.item_heads : item.h;
+  const BiasMap& map = a.bias_map;
+  const uint32_t of_head = map.batches.remainder(item.b) * map.heads.divisor + map.heads.remainder(head);
+  return map.lists + size_t(of_head * a.q_blocks.divisor + block) * map.list_words;
+}
+template <class B> __device__ __forceinline__ void take_list(const KernelArgs& a, WgmmaItem<B>& item) {
+  if constexpr (lists_rounds<B>) {
+    griddepcontrol_wait();  // the map has been made
+    const uint32_t* const list = list_of<B>(a, item);
+    item.rounds = int(ld_global<uint32_t>(list)), item.list = list + 1;
+  }
+}
+// What is in four bytes of a bias, bits: 1: an element that shows its key; 2: one that changes anything.
+__device__ __forceinline__ int effects_of(uint32_t word) {
+  constexpr uint32_t hidden = Build::use_bias == 2 ? 0 : Build::input == DType::bf16 ? 0xff80ff80 : 0xfc00fc00;
+  const uint32_t changed = Build::use_bias == 2 ? (word - 0x01010101) & ~word & 0x80808080 : word & 0x7fff7fff;
+  return int(word != hidden) + 2 * (changed != 0);
+}
+// The effects of the bias on a round of an item, as a warp finds them out.
+template <class B> __device__ __forceinline__ int effects_on_round(const KernelArgs& a, const Item<B>& item, int k0) {
+  constexpr int chunk = 16 / sizeof(Bias), rows_at_once = 8;
+  constexpr uint32_t one_in_each = sizeof(Bias) == 1 ? 0x01010101 : 0x00010001;  // element of four bytes
+  const int first = first_biased_key(a.p, a.p.Sk), begin = max(k0, first) - first;
+  const int keys = min(k0 + B::round_keys, a.p.Sk) - first - begin;
+  const Strides& strides = a.p.bias_strides;
+  const int64_t elements = strides.batch | strides.head | strides.row | begin | keys;
+  const bool by_chunks = (elements * sizeof(Bias) | reinterpret_cast<uintptr_t>(a.p.bias)) % 16 == 0;
+  const int columns = by_chunks ? keys / chunk : keys, lane = threadIdx.x % 32;
+  // `lanes` of them take a row.
+  const int lanes = min(max(columns, 1), 32), step = 32 / lanes, rows = lane < lanes * step ? rows_of_item<B>(a) : 0;
+  int effects = k0 < first;
+  for (int column = 0; column < columns; column += lanes) {
+    const int own = column + lane % lanes;
+    for (int row = 0; row < rows_of_item<B>(a) && effects < 3; row += rows_at_once * step) {
+      uint4 x[rows_at_once];
+      bool there[rows_at_once];
+      SDPA_UNROLL for (int n = 0; n < rows_at_once; n++) {
+        const int r = row + n * step + lane / lanes, q = query_of<B>(a, item.q0, r);
+        there[n] = own < columns && r < rows && q >= 0 && q < a.p.Sq;
+        const Bias* const at = bias_row<B>(a, item, item.q0, r) + begin + own * (by_chunks ? chunk : 1);
+        if (there[n] && by_chunks) x[n] = ld_global_nc<uint4>(at);
+        if (there[n] && !by_chunks) x[n].x = ld_global_nc<VectorType<sizeof(Bias)>>(at) * one_in_each;
+      }
+      SDPA_UNROLL for (int n = 0; n < rows_at_once; n++) {
+        if (there[n]) effects |= effects_of(x[n].x);
+        if (there[n] && by_chunks) effects |= effects_of(x[n].y) | effects_of(x[n].z) | effects_of(x[n].w);
+      }
+      effects = __any_sync(0xffffffffu, effects & 1) + 2 * __any_sync(0xffffffffu, effects & 2);
+    }
+  }
+  return effects;
+}
+
+constexpr int map_threads = 1024;
+template <class B> __global__ void __launch_bounds__(map_threads) sdpa_map(const __grid_constant__ KernelArgs a) {
+  wait_then_let_next_kernel_start();
+  constexpr uint32_t hidden = 0xffffffff;
+  const uint32_t head = a.q_blocks.divide(blockIdx.x);  // of those that share nothing
+  const uint32_t b = a.bias_map.heads.divide(head), h = a.bias_map.heads.remainder(head);
+  WgmmaItem<B> item;
+  static_cast<Item<B>&>(item) = tile_of<B>(a, b * a.q_heads.divisor + h, a.q_blocks.remainder(blockIdx.x));
+  set_rounds<B, wgmma_may_pass<B>>(a, item);
+  uint32_t* const list = list_of<B>(a, item);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int round = warp; round < item.rounds; round += map_threads / 32) {
+    const int effects = effects_on_round<B>(a, item, item.first_key + round * B::round_keys);
+    if (lane == 0) st_global(list + 1 + round, effects & 1 ? uint32_t(2 * round + effects / 2) : hidden);
+  }
+  __syncthreads();  // hazard: entries written by all warps
+  if (warp > 0) return;
+  int count = 0;
+  for (int first = 0; first < item.rounds; first += 32) {
+    const uint32_t entry = first + lane < item.rounds ? ld_global<uint32_t>(list + 1 + first + lane) : hidden;
+    const uint32_t shown = __ballot_sync(0xffffffffu, entry != hidden);  // hazard: entries read before others are moved
+    if (entry != hidden) st_global(list + 1 + count + __popc(shown & ((1u << lane) - 1)), entry);
+    count += __popc(shown);
+  }
+  // An item has one round at least, whose bias then hides all of it.
+  if (lane == 0) st_global(list, uint32_t(max(count, 1)));
+  if (lane == 0 && count == 0) st_global(list + 1, 1u);
+}
+
 // ---- 5f factors of 8-bit tensors, sinks ----
 
 // The value of an element that to_float() gives as 1.
@@ -5185,8 +5362,27 @@ template <class B> int64_t items_at_once(const Items& items) {
   return max(min(items.count, int64_t(32 * sm_count() / items.ranges)), int64_t(1));
 }
 
+// USE_BIAS: the map of a problem, without its lists.
+template <class B> BiasMap bias_map_of(const SdpaParams& p, const Items& items) {
+  BiasMap map;
+  map.heads = Divisor(p.bias_strides.head ? uint32_t(p.Hq / items.heads) : 1);
+  map.batches = Divisor(p.bias_strides.batch ? uint32_t(p.B) : 1);
+  map.list_words = 1 + max(int(ceil_div(p.Sk, B::round_keys)), 1);
+  return map;
+}
+template <class B> size_t bias_map_bytes(const SdpaParams& p) {
+  if (!lists_rounds<B> || !p.bias) return 0;
+  const Items items = items_of<B>(p);
+  const BiasMap map = bias_map_of<B>(p, items);
+  return sizeof(uint32_t) * map.list_words * map.batches.divisor * map.heads.divisor * ceil_div(p.Sq, items.queries);
+}
+// Whether a launch makes a map of its own, which has to have rounds to leave out.
+template <class B> bool makes_bias_map(const SdpaParams& p) {
+  return lists_rounds<B> && p.bias && !p.bias_map && (p.bias_keys > 0 ? p.bias_keys : p.Sk) >= 16 * B::round_keys;
+}
+
 // The workspace of the queue or of the ranges, whose counters are zero again after every launch.
-template <class B> size_t workspace_bytes(const SdpaParams& p) {
+template <class B> size_t item_workspace_bytes(const SdpaParams& p) {
   if constexpr (B::use_lengths) {
     const Items items = items_of<B>(p);
     const PlanArgs plan = plan_args<B>(p, items);
@@ -5196,6 +5392,11 @@ template <class B> size_t workspace_bytes(const SdpaParams& p) {
   const Items items = items_of<B>(p);
   const bool stores = items.ranges > 1 || merges_by_kernel<B>;
   return range_counter_bytes + (stores ? items_at_once<B>(items) * items.ranges * sizeof(RangePartial<B>) : 0);
+}
+
+template <class B> size_t workspace_bytes(const SdpaParams& p) {
+  const size_t bytes = item_workspace_bytes<B>(p);
+  return makes_bias_map<B>(p) ? ceil_div(bytes, 256) * 256 + bias_map_bytes<B>(p) : bytes;
 }
 
 // ---- tensor maps (wgmma) ----
@@ -5366,6 +5567,19 @@ template <class B> void set_scales(KernelArgs& a) {
   a.logit_scale = a.scale_log2 * ln2, a.inverse_logit_scale = 1 / a.logit_scale, a.scale_log2 = 1 / ln2;
 }
 
+// USE_BIAS: launches the kernel that writes the map.
+template <class B> SdpaStatus make_bias_map(const KernelArgs& a, cudaStream_t stream) {
+  if constexpr (lists_rounds<B>) {
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization, early.val.programmaticStreamSerializationAllowed = 1;
+    const uint32_t lists = a.bias_map.heads.divisor * a.bias_map.batches.divisor * a.q_blocks.divisor;
+    const cudaLaunchConfig_t launch{dim3(lists), dim3(map_threads), 0, stream, &early, 1};
+    const cudaError_t error = cudaLaunchKernelEx(&launch, sdpa_map<B>, a);
+    if (error != cudaSuccess) return cuda_failure(error, "launching the map of the bias");
+  }
+  return {};
+}
+
 template <class B> Grid grid_of(const SdpaParams& p, const Items& items) {
   Grid grid;
   const uint32_t q_blocks = uint32_t(ceil_div(p.Sq, items.queries));
@@ -5391,8 +5605,16 @@ template <class B>
 constexpr bool sums_end = B::split_ctas == 1 && (B::family == Family::mma || B::use_wmma_pv ||
                                                  (B::family == Family::wgmma && !B::swap_ab && !B::is_e4m3));
 
-template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) {
-  const size_t bytes = p.workspace ? 0 : workspace_bytes<B>(p);
+// USE_BIAS: with a map no item has all rounds, and the longest may be anywhere.
+template <class B> void set_bias_map(KernelArgs& a, const Items& items) {
+  char* const own = static_cast<char*>(a.p.workspace) + ceil_div(item_workspace_bytes<B>(a.p), 256) * 256;
+  a.bias_map = bias_map_of<B>(a.p, items), a.unmasked_rounds = 0;
+  a.bias_map.lists = reinterpret_cast<uint32_t*>(a.p.bias_map ? a.p.bias_map : own);
+}
+
+// map_alone: launches only the kernel that writes bias_map.
+template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream, bool map_alone) {
+  const size_t bytes = p.workspace || map_alone ? 0 : workspace_bytes<B>(p);
   if (bytes > 0) return failure(refused, "workspace is null, but this problem needs %zu zeroed bytes", bytes);
   const Items items = items_of<B>(p);
   constexpr int most = 2147483647;  // of a grid
@@ -5421,6 +5643,17 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
     const SdpaStatus status = encode_tensor_maps<B>(a.maps, a);
     if (!status.ok()) return status;
   }
+  const bool makes_map = map_alone || makes_bias_map<B>(p);
+  if ((map_alone || p.bias_map) && p.bias_map_bytes != bias_map_bytes<B>(p)) {
+    return failure(refused, "bias_map_bytes=%zu, but the map of this problem has %zu; ask sdpa_bias_map_bytes()",
+                   p.bias_map_bytes, bias_map_bytes<B>(p));
+  }
+  if (lists_rounds<B> && (makes_map || p.bias_map)) {
+    set_bias_map<B>(a, items);
+    const SdpaStatus status = makes_map ? make_bias_map<B>(a, stream) : SdpaStatus{};
+    if (!status.ok()) return status;
+  }
+  if (map_alone) return {};
   if constexpr (merges_by_kernel<B> && !B::use_lengths) {
     const int64_t at_once = items_at_once<B>(items);
     SdpaStatus status;
@@ -5497,7 +5730,8 @@ SdpaStatus check_params(SdpaParams& p) {
                  {"k_lengths", of_lengths, uintptr_t(p.k_lengths)}, {"page_table", of_pages, uintptr_t(p.page_table)},
                  {"sinks", Build::use_sinks ? "" : "USE_SINKS=1", uintptr_t(p.sinks)}, {"LSE", "", uintptr_t(p.LSE)},
                  {"max_ctas", of_queue, uintptr_t(p.max_ctas), 1}, {"softcap", of_cap, p.softcap != 0, 1},
-                 {"bias", Build::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias), int(sizeof(Bias))}};
+                 {"bias", Build::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias), int(sizeof(Bias))},
+                 {"bias_map", Build::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias_map)}};
   for (const auto& x : options) {
     if (x.value && *x.builds) return failure(refused, "%s is for builds with %s; set it to 0", x.name, x.builds);
     if (x.value % x.alignment) return failure(refused, "%s is not aligned to %d bytes", x.name, x.alignment);
@@ -5669,7 +5903,9 @@ constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, 
   // A row is for every D, the larger of Q's and V's, of which its own is the next in the table.
   const int typed = Build::head_dim > Build::d_v ? Build::head_dim : Build::d_v;
   const bool is_next = head_dim == typed || head_dim == (typed <= 64 ? 64 : typed <= 128 ? 128 : 256);
-  if (!is_next) t.head_dim = head_dim == Build::head_dim ? 0 : head_dim;  // 0: V is too wide for this row
+  // A bias takes registers that 16 warps of one slice have not.
+  const bool suits = on("USE_BIAS") ? Build::use_bias != 0 : Build::use_bias == 0 || num_warps < 16 || split_kv > 1;
+  if (!is_next || !suits) t.head_dim = head_dim == Build::head_dim ? 0 : head_dim;  // 0: V is too wide for this row
   t.block_m = block_m, t.block_n = block_n;
   t.num_warps = num_warps, t.stages = stages, t.split_kv = split_kv;
   if ((on("USE_MMA_SYNC") && Build::is_e4m3) || is_mma) t.use_mma_sync = t.use_cp_async = t.swizzle_xor = true;
@@ -5687,6 +5923,7 @@ constexpr std::array HOPPER_TILES = {
     tile(64, 128, 64, 16, 4, 2, "OVERLAP USE_PING_PONG", 1, 6220, 9.23),
     tile(64, 256, 64, 16, 4, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 2670, 9.55),
     tile(64, 256, 64, 16, 3, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 2320, 8.88),
+    tile(64, 192, 128, 12, 2, 1, "OVERLAP USE_PERSISTENT_CTA USE_BIAS", 1, 2600, 9),
     tile(64, 64, 64, 4, 2, 1, "OVERLAP USE_PERSISTENT_CTA", 2, 1560, 6.61),
     tile(64, 192, 96, 12, 4, 1, "OVERLAP PACK_GQA", 1, 9950, 8.86),
     tile(64, 128, 128, 8, 4, 1, "OVERLAP PACK_GQA", 1, 9090, 7.09),
@@ -5900,6 +6137,17 @@ template <class Use> auto with_build(const SdpaParams& p, const Use& use) {
   }
 }
 
+SdpaStatus call(const SdpaParams& params, cudaStream_t stream, bool map_alone) {
+  SdpaParams p = params;
+  SdpaStatus status = check_params(p);
+  if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;
+  // The status alone tells of an error: the thread's last one is cleared, unless the caller had left it.
+  const bool clean = cudaPeekAtLastError() == cudaSuccess;
+  status = with_build(p, [&](auto build) { return forward<decltype(build)>(p, stream, map_alone); });
+  if (!status.ok() && clean) cudaGetLastError();
+  return status;
+}
+
 }  // namespace
 
 // Bytes of device memory that SdpaParams::workspace must have for this problem (0: none).
@@ -5907,18 +6155,17 @@ static inline size_t sdpa_workspace_bytes(const SdpaParams& p) {
   return with_build(p, [&](auto build) { return workspace_bytes<decltype(build)>(p); });
 }
 
+// USE_BIAS: bytes of device memory of the map that sdpa_map_bias() writes; 0: there is none for this problem.
+static inline size_t sdpa_bias_map_bytes(const SdpaParams& p) {
+  return with_build(p, [&](auto build) { return bias_map_bytes<decltype(build)>(p); });
+}
+
 // O, LSE = attention(Q, K, V), enqueued on the stream of the current device. Returns without waiting; never prints,
 // never allocates. Refuses what this build cannot do, before anything is launched. Safe inside stream capture.
-static inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
-  SdpaParams p = params;
-  SdpaStatus status = check_params(p);
-  if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;
-  // The status alone tells of an error: the thread's last one is cleared, unless the caller had left it.
-  const bool clean = cudaPeekAtLastError() == cudaSuccess;
-  status = with_build(p, [&](auto build) { return forward<decltype(build)>(p, stream); });
-  if (!status.ok() && clean) cudaGetLastError();
-  return status;
-}
+static inline SdpaStatus sdpa_forward(const SdpaParams& p, cudaStream_t stream) { return call(p, stream, false); }
+
+// USE_BIAS: writes bias_map, for launches with this bias and these sizes, whatever Q, K, V and O. Enqueued as they are.
+static inline SdpaStatus sdpa_map_bias(const SdpaParams& p, cudaStream_t stream) { return call(p, stream, true); }
 
 }  // namespace SDPA_NAMESPACE
 

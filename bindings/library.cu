@@ -29,10 +29,16 @@ extern "C" {
 size_t sdpa_library_params_bytes() { return sizeof(SdpaParams); }
 void sdpa_library_defaults(SdpaParams* p) { *reinterpret_cast<sdpa::SdpaParams*>(p) = {}; }
 size_t sdpa_library_workspace_bytes(const SdpaParams* p) { return sdpa::sdpa_workspace_bytes(params_of(p)); }
-int sdpa_library_forward(const SdpaParams* p, CUstream_st* stream, char* text, size_t text_bytes) {
-  const sdpa::SdpaStatus status = sdpa::sdpa_forward(params_of(p), stream);
+size_t sdpa_library_bias_map_bytes(const SdpaParams* p) { return sdpa::sdpa_bias_map_bytes(params_of(p)); }
+static int told(const sdpa::SdpaStatus& status, char* text, size_t text_bytes) {
   if (text && text_bytes) snprintf(text, text_bytes, "%s", status.text);
   return status.code;
+}
+int sdpa_library_forward(const SdpaParams* p, CUstream_st* stream, char* text, size_t text_bytes) {
+  return told(sdpa::sdpa_forward(params_of(p), stream), text, text_bytes);
+}
+int sdpa_library_map_bias(const SdpaParams* p, CUstream_st* stream, char* text, size_t text_bytes) {
+  return told(sdpa::sdpa_map_bias(params_of(p), stream), text, text_bytes);
 }
 
 // The rows of the table of tiles, and the clocks that the cost model gives problems with tiles, which need be none of

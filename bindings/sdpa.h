@@ -59,6 +59,8 @@ typedef struct SdpaParams {
   const void* bias;
   SdpaStrides bias_strides;
   int bias_keys;
+  void* bias_map;          /* of sdpa_library_map_bias(), for several launches with one bias; null: each makes its own */
+  size_t bias_map_bytes;   /* sdpa_library_bias_map_bytes() */
 } SdpaParams;
 
 struct CUstream_st; /* cudaStream_t is a pointer to it */
@@ -71,6 +73,14 @@ void sdpa_library_defaults(SdpaParams* p);
 
 /* Bytes that p->workspace must have for this problem, on the current device; 0: it may be null. */
 size_t sdpa_library_workspace_bytes(const SdpaParams* p);
+
+/* Lines with USE_BIAS leave out tiles whose keys a bias hides, and do not read it where it does nothing, by a map of it.
+   Bytes of that map; 0: this problem has none. */
+size_t sdpa_library_bias_map_bytes(const SdpaParams* p);
+
+/* Enqueues the kernel that writes p->bias_map, for launches with this bias and these sizes, whatever Q, K, V and O. Returns
+   as sdpa_library_forward() does. */
+int sdpa_library_map_bias(const SdpaParams* p, struct CUstream_st* stream, char* text, size_t text_bytes);
 
 /* Enqueues O, LSE = attention(Q, K, V) on the stream of the current device, and returns at once. Allocates nothing, and
    may be captured into a CUDA graph. Returns 0, or a cudaError_t with one sentence in text (text_bytes of it at most,

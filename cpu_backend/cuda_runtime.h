@@ -105,6 +105,7 @@ template <class T> T __shfl_sync(unsigned mask, T value, int lane, SIMT_CALLER) 
 inline unsigned __ballot_sync(unsigned mask, bool predicate, SIMT_CALLER) {
   return simt::ballot(mask, predicate, at);
 }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline bool __any_sync(unsigned mask, bool predicate, SIMT_CALLER) {
   return simt::ballot(mask, predicate, at) != 0;
 }
