@@ -6,7 +6,9 @@ after each step, which leaves them further from the truth than a line's. O must 
 rtol (1e-3) and atol (1e-7), in bf16 within the rtol of 2^-6 that ONNX's runner takes there. The stored outputs have to agree
 with the reference as nearly.
 D is padded with zeros to HEAD_DIM. Past keys and values are put in front of the new ones here; present_key and
-present_value, which are no more than that, are not compared. Batches with lengths of their own are a launch each.
+present_value, which are no more than that, are not compared, nor is qk_matmul_output, which no kernel writes. Batches with
+lengths of their own are a launch each. A case with attn_mask runs by the line with USE_BIAS=1, or with USE_BIAS=2 if it is
+bool; what a mask hides is told by the mask alone, and a mask that broadcasts has strides of 0.
 Of each case ONNX has a variant `_expanded` as well, with the same inputs and outputs, in which other operators stand for
 Attention.
 
@@ -54,16 +56,16 @@ class Case:
         self.outputs = dict(zip(filter(None, node.output), outputs))
 
     def left_out(self):
-        """Why it is not run; "" if it is."""
-        if "attn_mask" in self.inputs:
-            return "not ours: the mask is a tensor"
-        if "qk_matmul_output" in self.outputs:
-            return "not ours: Q @ K.T is an output"
-        return ""
+        """What of it is not compared; "" if that is nothing."""
+        return "Q @ K.T is an output: Y alone is compared" if "qk_matmul_output" in self.outputs else ""
 
-    def suits(self, line):
+    def knobs(self):
+        """What its build has besides those of the line."""
+        return f" USE_BIAS={1 + (self.inputs['attn_mask'].dtype == bool)}" if "attn_mask" in self.inputs else ""
+
+    def suits(self, text):
         """Whether the line has what it needs."""
-        return "softcap" not in self.attributes or line.line.knob("USE_SOFTCAP", "0") != "0"
+        return ("softcap" not in self.attributes or "USE_SOFTCAP" in text) and not (self.knobs() and "wmma" in text)
 
     def launches(self, Sq, Sk, past):
         """(batches, their keys, the key at which query 0 stands) of each launch."""
@@ -75,7 +77,7 @@ class Case:
 
     def expected(self, dtype):
         """Y by ONNX's reference in float32, of inputs rounded to a type."""
-        inputs = {name: x if x.dtype == np.int64 else x.astype(dtype).astype(np.float32)
+        inputs = {name: x if x.dtype in (np.int64, bool) else x.astype(dtype).astype(np.float32)
                   for name, x in self.inputs.items()}
         return ReferenceEvaluator(self.model).run(None, inputs)[0]
 
@@ -86,7 +88,6 @@ class Case:
 
 
 CASES = [Case(case) for case in onnx_nodes._NodeTestCases if case.model.graph.node[0].op_type == "Attention"]
-OURS = [case for case in CASES if not case.left_out()]
 
 
 # ---- a line ----
@@ -137,9 +138,21 @@ class Line:
         tensor[..., :D] = values
         return tensor
 
-    def launch(self, tensors, harm, **more):
+    def mask(self, mask, sizes):
+        """[B,Hq,Sq,keys] of which dimensions that the case's mask shares have strides of 0. Keys behind it are hidden."""
+        mask = np.asarray(mask)[(None,) * (4 - mask.ndim)]
+        whole = np.full((*mask.shape[:3], sizes[3]), False if mask.dtype == bool else -np.inf)
+        whole[..., :mask.shape[3]] = mask
+        array = self.array(whole.shape, np.uint8 if mask.dtype == bool else self.dtype)
+        array[...] = whole
+        return np.broadcast_to(array, sizes)
+
+    def launch(self, tensors, mask, harm, **more):
         Q, K = tensors["Q"], tensors["K"]
         p = engine.SdpaParams(B=len(Q), Hq=Q.shape[1], Hkv=K.shape[1], Sq=Q.shape[2], Sk=K.shape[2], D=self.line.D, **more)
+        if mask is not None:
+            p.bias = mask.__array_interface__["data"][0]
+            p.bias_strides = engine.Strides(*(stride // mask.itemsize for stride in mask.strides[:3]))
         for name, tensor in tensors.items():
             setattr(p, name, tensor.ctypes.data)
             setattr(p, name.lower(), engine.Strides(*(stride // tensor.itemsize for stride in tensor.strides[:3])))
@@ -161,11 +174,13 @@ class Line:
         (B, _, Sq, D), Sk = Q.shape, K.shape[2]
         unwritten = np.full((*Q.shape[:3], self.line.D), np.nan)
         tensors = {name: self.tensor(values, is_3d) for name, values in zip("QKVO", (Q, K, V, unwritten))}
+        seen = self.mask(case.inputs["attn_mask"], (B, Q.shape[1], Sq, Sk)) if "attn_mask" in case.inputs else None
         for batches, keys, past in case.launches(Sq, Sk, past):
             first, mask = visible(Sq, keys, past, attributes.get("is_causal", 0), attributes.get("left_window_size", -1),
                                   attributes.get("right_window_size", -1))
             part = {name: x[batches, :, first:keys] if name in "KV" else x[batches] for name, x in tensors.items()}
-            self.launch(part, harm, scale=attributes.get("scale", D ** -0.5), softcap=attributes.get("softcap", 0), **mask)
+            part_seen = None if seen is None else seen[batches, :, :, first:keys]
+            self.launch(part, part_seen, harm, scale=attributes.get("scale", D ** -0.5), softcap=attributes.get("softcap", 0), **mask)
         Y = tensors["O"][..., :V.shape[3]].copy()
         self.free()
         return Y.swapaxes(1, 2).reshape(B, Sq, -1) if is_3d else Y
@@ -175,10 +190,11 @@ line_of = functools.cache(Line)
 
 
 @functools.cache
-def failures(line, harm=lambda p: None):
-    """{name: why} of the cases whose Y is wrong."""
+def failures(text, harm=lambda p: None):
+    """{name: why} of the cases whose Y is wrong by a line."""
     found = {}
-    for case in (case for case in OURS if case.suits(line)):
+    for case in (case for case in CASES if case.suits(text)):
+        line = line_of(text + case.knobs())
         try:
             case.compare(line.run(case, harm), case.expected(line.dtype))
         except AssertionError as error:
@@ -192,10 +208,11 @@ def table():
     """What docs/TESTING.md has."""
     rows = []
     for text in LINES:
-        failed = failures(line_of(text))
-        rows.append([f"`{text}`", sum(case.suits(line_of(text)) for case in OURS) - len(failed), len(failed)])
+        suited = [case for case in CASES if case.suits(text)]
+        masked = sum("attn_mask" in case.inputs for case in suited)
+        rows.append([f"`{text}`", len(suited) - len(failures(text)), len(failures(text)), masked])
     reasons = Counter(filter(None, (case.left_out() for case in CASES)))
-    return page.table(["line", "#passed", "#failed"], rows) + "\n" + page.table(
+    return page.table(["line", "#passed", "#failed", "#with a mask tensor"], rows) + "\n" + page.table(
         ["left out", "#cases"], [row for row in sorted(reasons.items()) if row[0]])
 
 
@@ -203,25 +220,29 @@ def table():
 
 @pytest.mark.parametrize("text", [LINES[0], *(pytest.param(text, marks=pytest.mark.long) for text in LINES[1:])])
 def test_the_cases_of_onnx(text):
-    assert failures(line_of(text)) == {}
+    assert failures(text) == {}
 
 
 def test_the_reference_gives_what_onnx_stores():
-    for case in OURS:
+    for case in CASES:
         stored = case.outputs["Y"]
         case.compare(case.expected(np.float32).astype(stored.dtype), stored)
 
 
 @pytest.mark.parametrize("change,wrong", [
-    (lambda p: dict(scale=1.25 * p.scale), 38),  # not where Q = 0, nor where a row has one key
-    (lambda p: dict(causal=-p.causal % 3), 17),  # the other causal mask
-    (lambda p: dict(window_left=-1, window_right=-1), 4),
-    (lambda p: dict(Hkv=1), 37)])  # not where there is one already
+    (lambda p: dict(scale=1.25 * p.scale), 89),  # not where Q = 0, nor where a row has one key
+    (lambda p: dict(causal=-p.causal % 3), 27),  # the other causal mask
+    (lambda p: dict(window_left=-1, window_right=-1), 11),
+    (lambda p: dict(Hkv=1), 87),  # not where there is one already
+    (lambda p: dict(bias=None), 48),  # not where the mask hides nothing
+    (lambda p: dict(bias_keys=p.Sk - 1), 48),
+    (lambda p: dict(bias_strides=engine.Strides(0, p.bias_strides.head, p.bias_strides.row)), 11),
+    (lambda p: dict(bias_strides=engine.Strides(p.bias_strides.batch, 0, p.bias_strides.row)), 9)])
 def test_a_wrong_launch_fails(change, wrong):
     def harm(p):
         for name, value in change(p).items():
             setattr(p, name, value)
-    assert len(failures(line_of(LINES[0]), harm)) == wrong
+    assert len(failures(LINES[0], harm)) == wrong
 
 
 @pytest.mark.long
