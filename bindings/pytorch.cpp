@@ -6,14 +6,19 @@
 #include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/SDPBackend.h>
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/_cudnn_attention_backward.h>
 #include <ATen/ops/_cudnn_attention_forward.h>
 #include <ATen/ops/_flash_attention_backward.h>
 #include <ATen/ops/_flash_attention_forward.h>
 #include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention_native.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/scaled_dot_product_attention_native.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -27,6 +32,7 @@
 #include <algorithm>
 #include <array>
 #include <cfloat>
+#include <cmath>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -50,7 +56,9 @@ enum Feature {
   softcap = 1,
   sinks = 2,
   lengths = 4,
-  pages = 8
+  pages = 8,
+  biases = 16,
+  masks = 32
 };  // of what a problem asks beyond a line's own: builds of their own
 static auto& lines = *new std::map<std::array<int, 5>, Line>;  // by device, dtype, D, D of v, and features
 static std::mutex mutex;                                       // of `lines`
@@ -141,6 +149,33 @@ static Tensor readable(const Tensor& x, bool may_be_expanded) {
   return fit(x) && !is_expanded(x, may_be_expanded ? 2 : 0, 2) ? x : x.clone(at::MemoryFormat::Contiguous);
 }
 
+static int feature_of(const Tensor& bias) { return bias.scalar_type() == at::kBool ? masks : biases; }
+
+// Whether x is a mask (bool, true: visible) or an additive bias for these queries and keys of [B,Hq].
+static std::string why_not_bias(const char* name, const Tensor& x, const Tensor& q, int64_t B, int64_t queries,
+                                int64_t keys) {
+  if (x.device() != q.device()) return c10::str(name, " is on ", x.device(), ", not beside q");
+  if (x.scalar_type() != at::kBool && !x.is_floating_point()) {
+    return c10::str(name, " is of ", x.scalar_type(), ", neither bool nor floating point");
+  }
+  const int64_t sizes[] = {B, q.size(1), queries, keys};
+  if (at::is_expandable_to(x.sizes(), sizes)) return "";
+  return c10::str(name, " is of shape ", x.sizes(), ", which does not expand to ", at::IntArrayRef(sizes));
+}
+
+// What kernels read of it, [B or 1,Hq or 1,queries or 1,keys]: bool, or of q's type, with contiguous keys; a view if it
+// has both already. Of dimensions that have been expanded one element is left.
+static Tensor bias_of(const Tensor& x, const Tensor& q, int64_t keys) {
+  Tensor bias = x;
+  while (bias.dim() < 4) bias = bias.unsqueeze(0);
+  for (int i = 0; i < 3; i++) {
+    if (bias.stride(i) == 0 && bias.size(i) > 1) bias = bias.narrow(i, 0, 1);
+  }
+  if (bias.scalar_type() != at::kBool) bias = bias.to(q.scalar_type());
+  if (bias.size(3) == keys && (bias.stride(3) == 1 || keys <= 1)) return bias;
+  return bias.expand({bias.size(0), bias.size(1), bias.size(2), keys}).contiguous();
+}
+
 // What F.scaled_dot_product_attention asks of one of the operators that it chooses from.
 struct Asked {
   at::SDPBackend behind;  // whose operator it is
@@ -153,6 +188,9 @@ struct Asked {
 static bool needs_grad(const Tensor& q, const Tensor& k, const Tensor& v) {
   return at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
 }
+static bool needs_grad(const OptionalTensor& mask) {
+  return mask && at::GradMode::is_enabled() && mask->requires_grad();
+}
 
 // PyTorch's setting by which cuDNN's backward takes an LSE that lies otherwise than ours.
 static bool lse_lies_otherwise() {
@@ -162,11 +200,14 @@ static bool lse_lies_otherwise() {
 
 // Why a problem of F.scaled_dot_product_attention's runs PyTorch's own kernel: this decides, and why_not() says it.
 static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, const Asked& asked) {
-  if (asked.mask) return "there is an attn_mask; sdpa.attention has causal, window, lengths and starts";
   if (asked.dropout != 0) return "there is dropout";
   if (asked.debug_mask) return "a debug mask is asked for";
   std::string why = why_not_scale(asked.scale);
   if (why.empty()) why = why_not_tensors(q, k, v, false, false);
+  if (why.empty() && asked.mask) {
+    why = needs_grad(asked.mask) ? "attn_mask needs a gradient"
+                                 : why_not_bias("attn_mask", *asked.mask, q, q.size(0), q.size(2), k.size(2));
+  }
   if (!why.empty()) return why;
   if (q.stride(3) != 1 || k.stride(3) != 1 || v.stride(3) != 1) return bad_rows;
   if (asked.needs_grad) {  // the backward reads the same tensors
@@ -175,20 +216,48 @@ static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, co
       return "gradients are needed, and TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 lets cuDNN's backward take its own LSE alone";
     }
   }
-  return why_not_line(q, v, 0);
+  return why_not_line(q, v, asked.mask ? feature_of(*asked.mask) : 0);
 }
 
-static std::string why_not_op(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
-                              double dropout, bool causal, std::optional<double> scale, bool gqa) {
+// What F.scaled_dot_product_attention is given, made what PyTorch's fused kernels take: without it they leave tensors of
+// three dimensions, and masks of other layouts, to the math kernel.
+struct Given {
+  Tensor q, k, v;
+  OptionalTensor mask;
+  bool is_3d = false;  // O is then, too
+
+  Given(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any, const OptionalTensor& mask_any)
+      : q(q_any), k(k_any), v(v_any), mask(mask_any) {
+    const auto dims = std::minmax({q.dim(), k.dim(), v.dim()});
+    if (q.is_nested() || k.is_nested() || v.is_nested() || dims.first < 3 || dims.second > 4) return;
+    is_3d = dims.second == 3;
+    for (Tensor* x : {&q, &k, &v}) {
+      if (x->dim() == 3) *x = x->unsqueeze(0);
+    }
+    const c10::SymInt B = std::max({q.sym_size(0), k.sym_size(0), v.sym_size(0)});
+    for (Tensor* x : {&q, &k, &v}) {
+      if (x->sym_size(0) == B || x->sym_size(0) != 1) continue;
+      *x = x->expand_symint({B, x->sym_size(1), x->sym_size(2), x->sym_size(3)}).contiguous();
+    }
+    if (!mask || mask->requires_grad() || mask->dim() > 4) return;
+    while (mask->dim() < 4) mask = mask->unsqueeze(0);
+    if (mask->sym_size(3) == 1) {
+      mask = mask->expand_symint({mask->sym_size(0), mask->sym_size(1), mask->sym_size(2), k.sym_size(2)});
+    }
+    if (mask->sym_stride(3) != 1) mask = mask->contiguous();
+  }
+};
+
+static std::string why_not_op(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any,
+                              const OptionalTensor& mask_any, double dropout, bool causal, std::optional<double> scale,
+                              bool gqa) {
+  const auto [q, k, v, mask, is_3d] = Given(q_any, k_any, v_any, mask_any);
   const bool on_gpu = q.is_cuda() && k.is_cuda() && v.is_cuda();
   auto choice = at::SDPBackend::cudnn_attention;
   if (on_gpu) choice = at::SDPBackend(at::_fused_sdp_choice(q, k, v, mask, dropout, causal, scale, gqa));
   const std::string why = why_not(q, k, v, {choice, mask, dropout, causal, false, needs_grad(q, k, v), scale});
-  if (!why.empty() || choice == at::SDPBackend::cudnn_attention || choice == at::SDPBackend::flash_attention)
-    return why;
-  return c10::str("PyTorch chooses neither cuDNN nor its FlashAttention, but its ",
-                  choice == at::SDPBackend::math ? "math" : "memory-efficient",
-                  " kernel: they are disabled or do not take this");
+  if (!why.empty() || choice != at::SDPBackend::math) return why;
+  return "PyTorch chooses its math kernel: the others are disabled or do not take this";
 }
 
 // ---- workspaces ----
@@ -297,21 +366,26 @@ static Tensor empty_like(const Tensor& x, at::ScalarType dtype) {
 
 static SdpaStrides strides_of(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(2)}; }
 
-static int features_of(const SdpaParams& p) {
+static int features_of(const SdpaParams& p, const OptionalTensor& bias) {
   const bool has_lengths = p.k_lengths || p.q_starts || p.k_starts || p.page_table;
   return (p.softcap != 0 ? softcap : 0) | (p.sinks ? sinks : 0) | (has_lengths ? lengths : 0) |
-         (p.page_table ? pages : 0);
+         (p.page_table ? pages : 0) | (bias ? feature_of(*bias) : 0);
 }
 
 // A scale as the C function has it, where 0 stands for the default: one of 0, or too small for a float, is the least
 // float, with which logits vanish.
 static float scale_of(std::optional<double> scale) { return scale ? std::max(float(*scale), FLT_MIN) : 0; }
 
-// O, LSE = attention(q, k, v), with p's mask, scale and the like. Returns why not, in one sentence; empty if it was
-// enqueued. Shapes have been checked. p.B: sequences of packed tensors, else 0. LSE may be undefined.
+// O, LSE = attention(q, k, v), with p's mask, scale and the like, and a bias of bias_of(). Returns why not, in one
+// sentence; empty if it was enqueued. Shapes have been checked. p.B: sequences of packed tensors, else 0. LSE may be
+// undefined.
 static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
-                          SdpaParams p) {
-  const Line& line = line_for(q, v, features_of(p));
+                          SdpaParams p, const OptionalTensor& bias) {
+  const Line& line = line_for(q, v, features_of(p, bias));
+  if (bias) {
+    const auto shared = [&](int dim) { return bias->size(dim) == 1 ? 0 : bias->stride(dim); };
+    p.bias = bias->const_data_ptr(), p.bias_strides = {shared(0), shared(1), shared(2)};
+  }
   p.Q = q.const_data_ptr(), p.K = k.const_data_ptr(), p.V = v.const_data_ptr(), p.O = o.mutable_data_ptr();
   if (lse.defined()) p.LSE = static_cast<float*>(lse.mutable_data_ptr());
   if (p.B == 0) p.B = int(q.size(0));
@@ -334,20 +408,39 @@ static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, con
 
 // ---- the operators that F.scaled_dot_product_attention chooses from ----
 
+// Of rows that see no key LSE is -inf, for which cuDNN's backward would take P for exp(inf), and with inf for 0, as it is.
+static void hide_empty_rows(Tensor& lse) { lse.masked_fill_(lse.eq(-INFINITY), INFINITY); }
+
+// The bias for cuDNN, which wants q's type, but takes other bytes for it; -inf is -65504 there, as PyTorch has it.
+static Tensor for_cudnn(const Tensor& bias, const Tensor& q) {
+  if (!bias.defined() || bias.scalar_type() != at::kBool) return bias.defined() ? bias.to(q.scalar_type()) : bias;
+  const auto value = [&](double x) { return at::scalar_tensor(x, q.options()); };
+  return at::where(bias, value(0), value(-65504));
+}
+
 // Whether a line takes a problem; then o and lse are its results. O has the strides that PyTorch's meta functions
-// promise, those of empty_like(q), also where rows that do not fit() are copied. cuDNN's LSE has a last dimension of 1.
+// promise, those of empty_like(q), also where rows that do not fit() are copied; behind the memory-efficient operator it
+// is [B,Sq,H,D]. cuDNN's LSE has a last dimension of 1.
 static bool taken(const Tensor& q, const Tensor& k, const Tensor& v, const Asked& asked, Tensor& o, Tensor& lse) {
   if (!why_not(q, k, v, asked).empty()) return false;
   const bool is_cudnns = asked.behind == at::SDPBackend::cudnn_attention;
+  const bool is_flashs = asked.behind == at::SDPBackend::flash_attention;
   const std::array<int64_t, 4> sizes{q.size(0), q.size(1), q.size(2), 1};
-  if (!is_cudnns || asked.needs_grad) lse = empty(at::IntArrayRef(sizes).slice(0, 3 + is_cudnns), at::kFloat, q);
-  o = empty_like(q, q.scalar_type());
+  if (is_flashs || asked.needs_grad) lse = empty(at::IntArrayRef(sizes).slice(0, 3 + is_cudnns), at::kFloat, q);
+  if (is_cudnns || is_flashs) o = empty_like(q, q.scalar_type());
+  else o = empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.scalar_type(), q).transpose(1, 2);
   const Tensor written = fit(o) ? o : empty(q.sizes(), q.scalar_type(), q);
   SdpaParams p{};
-  p.causal = !asked.causal ? SDPA_CAUSAL_OFF : is_cudnns ? SDPA_CAUSAL_TOP_LEFT : SDPA_CAUSAL_BOTTOM_RIGHT;
+  p.causal = !asked.causal ? SDPA_CAUSAL_OFF : is_flashs ? SDPA_CAUSAL_BOTTOM_RIGHT : SDPA_CAUSAL_TOP_LEFT;
   p.window_left = p.window_right = -1, p.scale = scale_of(asked.scale);
-  const std::string why = launch(readable(q, false), readable(k, true), readable(v, true), written, lse, p);
-  if (!why.empty()) TORCH_WARN_ONCE("sdpa: ", why, "; PyTorch's own kernel runs instead");
+  OptionalTensor bias;
+  if (asked.mask) bias = bias_of(*asked.mask, q, k.size(2));
+  const std::string why = launch(readable(q, false), readable(k, true), readable(v, true), written, lse, p, bias);
+  if (bias && asked.needs_grad) hide_empty_rows(lse);
+  if (!why.empty()) {
+    TORCH_WARN_ONCE("sdpa: ", why, "; PyTorch's own kernel runs instead");
+    o = Tensor();
+  }
   if (why.empty() && !written.is_same(o)) o.copy_(written);
   return why.empty();
 }
@@ -361,8 +454,8 @@ static Result cudnn(const Tensor& q, const Tensor& k, const Tensor& v, const Opt
   const Asked asked{at::SDPBackend::cudnn_attention, mask, dropout, causal, debug_mask, with_lse, scale};
   Tensor o, lse;
   if (!taken(q, k, v, asked, o, lse)) {
-    return at::_cudnn_attention_forward(q, k, v, mask, {}, {}, q.size(2), k.size(2), with_lse, dropout, causal,
-                                        debug_mask, scale);
+    return at::_cudnn_attention_forward(q, k, v, mask ? for_cudnn(*mask, q) : mask, {}, {}, q.size(2), k.size(2),
+                                        with_lse, dropout, causal, debug_mask, scale);
   }
   const auto unused = [&] { return empty({}, at::kLong, q); };  // a random generator's state, read with dropout alone
   return {o, lse, Tensor(), Tensor(), q.size(2), k.size(2), unused(), unused(), Tensor()};
@@ -378,8 +471,8 @@ static std::tuple<Tensor, Tensor, Tensor> cudnn_backward(const Tensor& grad, con
                                                          std::optional<double> scale) {
   const c10::cuda::CUDAGuard guard(q.device());
   const Tensor like_o = grad.strides() == o.strides() && fit(grad) ? grad : at::empty_like(o).copy_(grad);
-  return at::_cudnn_attention_backward(like_o, q, k, v, o, lse, seed, offset, bias, q_starts, k_starts, most_q, most_k,
-                                       dropout, causal, scale);
+  return at::_cudnn_attention_backward(like_o, q, k, v, o, lse, seed, offset, for_cudnn(bias, q), q_starts, k_starts,
+                                       most_q, most_k, dropout, causal, scale);
 }
 
 // FlashAttention-2 fails with "misaligned address" on some rows that do not fit(), which are copied for it too.
@@ -410,6 +503,43 @@ static Result flash(const Tensor& q_any, const Tensor& k_any, const Tensor& v_an
   return {out, out_lse, Tensor(), Tensor(), q.size(1), k.size(1), state, unused, mask};
 }
 
+// PyTorch's choice for masks on most GPUs, and for causal ones with Sq != Sk. Its backward takes O and an LSE of whole
+// runs of 32 rows, with inf behind the last.
+static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                            const OptionalTensor& mask, bool with_lse, double dropout,
+                                                            bool causal, std::optional<double> scale) {
+  const c10::cuda::CUDAGuard guard(q.device());
+  const Asked asked{at::SDPBackend::efficient_attention, mask, dropout, causal, false, with_lse, scale};
+  Tensor o, lse;
+  if (!taken(q, k, v, asked, o, lse)) {
+    return at::native::_scaled_dot_product_efficient_attention_cuda(q, k, v, mask, with_lse, dropout, causal, scale);
+  }
+  const int64_t Sq = q.size(2);
+  const Tensor padded = empty({q.size(0), q.size(1), with_lse ? (Sq + 31) / 32 * 32 : 0}, at::kFloat, q);
+  if (with_lse) padded.fill_(INFINITY), padded.narrow(2, 0, Sq).copy_(lse);
+  const auto unused = [&] { return empty({}, at::kLong, q); };
+  return {o, padded, unused(), unused()};
+}
+
+// F.scaled_dot_product_attention itself. Where nothing is differentiated or traced a mask is read as it is: PyTorch would
+// make a bool one additive, with -65504 for cuDNN, by which rows that see no key become softmax(Q @ K.T) @ V.
+static Tensor chosen(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any, const OptionalTensor& mask_any,
+                     double dropout, bool causal, std::optional<double> scale, bool gqa) {
+  const auto pytorchs = at::native::scaled_dot_product_attention;
+  if (!q_any.is_cuda()) return pytorchs(q_any, k_any, v_any, mask_any, dropout, causal, scale, gqa);
+  const auto [q, k, v, mask, is_3d] = Given(q_any, k_any, v_any, mask_any);
+  Tensor o, lse;
+  const auto has_tangent = [](const Tensor& x) { return x._fw_grad(0).defined(); };
+  if (mask && dropout == 0 && !causal && !needs_grad(q, k, v) && !needs_grad(mask) &&
+      !at::areAnyTensorSubclassLike({q, k, v, *mask}) && !has_tangent(q) && !has_tangent(k) && !has_tangent(v)) {
+    const c10::cuda::CUDAGuard guard(q.device());
+    const auto choice = at::SDPBackend(at::_fused_sdp_choice(q, k, v, mask, 0, false, scale, gqa));
+    if (choice != at::SDPBackend::math) taken(q, k, v, {choice, mask, 0, false, false, false, scale}, o, lse);
+  }
+  if (!o.defined()) o = pytorchs(q, k, v, mask, dropout, causal, scale, gqa);
+  return is_3d ? o.squeeze(0) : o;
+}
+
 // ---- sdpa::attention ----
 
 // A factor for each head of `of`: x is float32, of a shape that expands to [B,H], or of q one for each key head.
@@ -429,14 +559,14 @@ static SdpaDescale descale(const char* name, const OptionalTensor& x, const Tens
 
 // Whether it is a problem of F.scaled_dot_product_attention's, whose causal mask is top-left, for which PyTorch would
 // choose cuDNN.
-static bool is_for_cudnn(const Tensor& q, const Tensor& k, const Tensor& v, int64_t causal, bool limited,
-                         std::optional<double> scale) {
+static bool is_for_cudnn(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias, int64_t causal,
+                         bool limited, std::optional<double> scale) {
   if (limited || lse_lies_otherwise() || (causal == SDPA_CAUSAL_BOTTOM_RIGHT && q.size(2) != k.size(2))) return false;
   try {
     const bool masked = causal != SDPA_CAUSAL_OFF;
     const at::AutoGradMode with_gradients(true);  // some sizes have a forward alone
     const Tensor asked = q.detach().requires_grad_();
-    const int64_t choice = at::_fused_sdp_choice(asked, k, v, {}, 0, masked, scale, q.size(1) != k.size(1));
+    const int64_t choice = at::_fused_sdp_choice(asked, k, v, bias, 0, masked, scale, q.size(1) != k.size(1));
     return at::SDPBackend(choice) == at::SDPBackend::cudnn_attention;
   } catch (const c10::Error&) {  // there is no choice, since those that take it have been disabled
     return false;
@@ -449,7 +579,8 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q_any, const Tensor& k
                                             const OptionalTensor& k_descale, const OptionalTensor& v_descale,
                                             const OptionalTensor& sink, const OptionalTensor& k_lengths,
                                             const OptionalTensor& q_starts, const OptionalTensor& k_starts,
-                                            const OptionalTensor& page_table, int64_t most_keys) {
+                                            const OptionalTensor& page_table, int64_t most_keys,
+                                            const OptionalTensor& bias_any, int64_t bias_keys) {
   const c10::cuda::CUDAGuard guard(q_any.device());
   const auto check = [](const std::string& why) { TORCH_CHECK(why.empty(), "sdpa.attention: ", why); };
   const bool has_lengths = k_lengths || q_starts || k_starts || page_table;
@@ -460,11 +591,14 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q_any, const Tensor& k
     TORCH_CHECK(x >= least && x <= 1000000000, "sdpa.attention: ", name, "=", x, " is outside [", least, ", 1000000000]");
   };
   within("window_left", left, -1), within("window_right", right, -1), within("most_keys", most_keys, 0);
+  within("bias_keys", bias_keys, 0);
   TORCH_CHECK(most_keys == 0 || has_lengths, "sdpa.attention: most_keys is for sequences of k_lengths, starts or pages");
   TORCH_CHECK(cap == 0 || float(cap) != 0, "sdpa.attention: softcap=", cap, " is not from 1e-18 to 1e18");
   const Tensor q = readable(q_any, false), k = readable(k_any, true), v = readable(v_any, true);
   const bool e4m3 = q.scalar_type() == at::kFloat8_e4m3fn;
   TORCH_CHECK(!(e4m3 && cap != 0), "sdpa.attention: e4m3 has no softcap");
+  TORCH_CHECK(!(e4m3 && bias_any), "sdpa.attention: e4m3 has no bias");
+  TORCH_CHECK(bias_any || bias_keys == 0, "sdpa.attention: bias_keys is for a bias");
   TORCH_CHECK(!sink || (sink->device() == q.device() && sink->sizes() == q.sizes().slice(1, 1)),
               "sdpa.attention: sinks is not a tensor [Hq] beside q");
   Tensor sinks_kept;
@@ -501,8 +635,15 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q_any, const Tensor& k
   p.scale = scale_of(scale), p.causal = int(causal), p.window_left = int(left), p.window_right = int(right);
   p.window_alignment = int(window_alignment), p.softcap = float(cap);
   p.sinks = sink ? sinks_kept.const_data_ptr<float>() : nullptr;
+  OptionalTensor bias;
+  if (bias_any) {
+    const int64_t Sk = page_table ? p.Sk : k.size(2), most = most_keys ? std::min(most_keys, Sk) : Sk;
+    const int64_t queries = !q_starts ? q.size(2) : bias_any->dim() > 1 ? bias_any->size(-2) : 1;
+    check(why_not_bias("bias", *bias_any, q, B, queries, bias_keys ? bias_keys : most));
+    bias = bias_of(*bias_any, q, bias_keys ? bias_keys : most), p.bias_keys = int(bias_keys);
+  }
   const bool same_sizes = v.size(3) == q.size(3);
-  check(why_not_line(q, v, features_of(p)));
+  check(why_not_line(q, v, features_of(p, bias)));
   Tensor kept[3];
   const int64_t key_batches = page_table ? B : k.size(0);
   p.q_descale = descale("q_descale", q_descale, q, q.size(0), k.size(1), kept[0]);
@@ -511,7 +652,7 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q_any, const Tensor& k
   const auto type = e4m3 ? at::kHalf : q.scalar_type();
   const Tensor o = same_sizes ? empty_like(q_any, type) : empty({q.size(0), q.size(1), q.size(2), v.size(3)}, type, q);
   const Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, at::kFloat, q);
-  check(launch(q, k, v, o, lse, p));
+  check(launch(q, k, v, o, lse, p, bias));
   return {o, lse};
 }
 
@@ -532,19 +673,25 @@ static std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad,
                                                              const Tensor& k_any, const Tensor& v_any, const Tensor& o,
                                                              const Tensor& lse, int64_t causal, int64_t left,
                                                              int64_t right, int64_t window_alignment,
-                                                             std::optional<double> scale) {
+                                                             std::optional<double> scale,
+                                                             const OptionalTensor& bias_any) {
   const c10::cuda::CUDAGuard guard(q_any.device());
   const Tensor q = readable(q_any, false), k = readable(k_any, false), v = readable(v_any, false);
+  OptionalTensor bias;
+  if (bias_any) bias = bias_of(bias_any->detach(), q, k.size(2));
   const int64_t Sq = q.size(2), Sk = k.size(2), by = window_alignment ? window_alignment : causal;
   const bool limited = left >= 0 || right >= 0;
   Tensor dq, dk, dv;
   if (q.numel() == 0 || k.numel() == 0) {
     dq = at::zeros_like(q), dk = at::zeros_like(k), dv = at::zeros_like(v);
-  } else if (is_for_cudnn(q, k, v, causal, limited, scale)) {
+  } else if (is_for_cudnn(q, k, v, bias, causal, limited, scale)) {
     const Tensor unused = empty({}, at::kLong, q);
-    std::tie(dq, dk, dv) = cudnn_backward(grad, q, k, v, laid_out_by(q, o), lse.unsqueeze(-1), unused, unused,
-                                          {}, {}, {}, Sq, Sk, 0, causal != SDPA_CAUSAL_OFF, scale);
+    Tensor rows = lse.unsqueeze(-1);
+    if (bias) hide_empty_rows(rows = rows.clone());
+    std::tie(dq, dk, dv) = cudnn_backward(grad, q, k, v, laid_out_by(q, o), rows, unused, unused, bias.value_or(Tensor()),
+                                          {}, {}, Sq, Sk, 0, causal != SDPA_CAUSAL_OFF, scale);
   } else {
+    TORCH_CHECK_NOT_IMPLEMENTED(!bias, "sdpa.attention: there is a backward with a bias where PyTorch would choose cuDNN");
     const bool bottom_right = causal != SDPA_CAUSAL_TOP_LEFT && (!limited || by == SDPA_CAUSAL_BOTTOM_RIGHT);
     TORCH_CHECK_NOT_IMPLEMENTED(q.size(3) == v.size(3) && (Sq == Sk || bottom_right),
                                 "sdpa.attention: no backward of PyTorch's takes this v's own D, or top-left masks or "
@@ -568,26 +715,31 @@ static std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad,
 
 using torch::autograd::variable_list;
 // Places of the operator's arguments.
-constexpr int at_causal = 3, at_softcap = 8, at_sinks = 12, at_page_table = 16, arguments = 18;
+constexpr int at_causal = 3, at_softcap = 8, at_sinks = 12, at_page_table = 16, at_bias = 18, arguments = 20;
 
 struct Attention : torch::autograd::Function<Attention> {
   static variable_list forward(torch::autograd::AutogradContext* ctx, at::TensorList tensors,
                                const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
                                Tensor* lse) {
-    const size_t first = stack->size() - arguments;
-    bool has_none = (*stack)[first + at_softcap].toDouble() != 0 || tensors.size() > 3 ||
+    const auto argument = [&](int at) -> const c10::IValue& { return (*stack)[stack->size() - arguments + at]; };
+    const auto bias = argument(at_bias).toOptional<Tensor>();
+    const bool to_bias = bias && bias->requires_grad();
+    bool has_none = argument(at_softcap).toDouble() != 0 || tensors.size() > 3 + size_t(to_bias) ||
                     tensors[0].scalar_type() == at::kFloat8_e4m3fn;
-    for (int i = at_sinks; i <= at_page_table; i++) has_none = has_none || !(*stack)[first + i].isNone();
+    for (int i = at_sinks; i <= at_page_table; i++) has_none = has_none || !argument(i).isNone();
     ctx->saved_data["has_none"] = has_none;
+    const bool is_masked = argument(at_causal).toInt() != 0 || argument(at_causal + 1).toInt() >= 0 ||
+                           argument(at_causal + 2).toInt() >= 0 || argument(at_bias + 1).toInt() != 0;
+    ctx->saved_data["bias_has_none"] = to_bias || (bias && is_masked);
     static const char* const names[] = {"causal", "left", "right", "window_alignment", "scale"};
-    for (int i = 0; i < 5; i++) ctx->saved_data[names[i]] = (*stack)[first + at_causal + i];
+    for (int i = 0; i < 5; i++) ctx->saved_data[names[i]] = argument(at_causal + i);
     {
       const at::AutoDispatchBelowADInplaceOrView guard;
       op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
     }
     *lse = torch::jit::pop(*stack).toTensor();  // no output of this function, since it has no gradient
     const Tensor o = torch::jit::pop(*stack).toTensor();
-    ctx->save_for_backward({tensors[0], tensors[1], tensors[2], o, *lse});
+    ctx->save_for_backward({tensors[0], tensors[1], tensors[2], o, *lse, bias.value_or(Tensor())});
     return {o};
   }
 
@@ -595,14 +747,17 @@ struct Attention : torch::autograd::Function<Attention> {
     auto& data = ctx->saved_data;
     TORCH_CHECK_NOT_IMPLEMENTED(!data["has_none"].toBool(),
                                 "sdpa.attention: no backward for e4m3, softcap, sinks, lengths, starts, pages");
+    TORCH_CHECK_NOT_IMPLEMENTED(!data["bias_has_none"].toBool(), "sdpa.attention: no gradient of a bias, and no backward "
+                                                                 "for one beside a causal mask, a window or bias_keys");
     static const auto op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("sdpa::attention_backward", "")
                                .typed<decltype(attention_backward)>();
     const variable_list x = ctx->get_saved_variables();
     const auto scale = data["scale"].toOptional<double>();
+    const OptionalTensor bias = x[5].defined() ? OptionalTensor(x[5]) : std::nullopt;
     const auto [dq, dk, dv] =
         op.call(grads[0], x[0], x[1], x[2], x[3], x[4], data["causal"].toInt(), data["left"].toInt(),
-                data["right"].toInt(), data["window_alignment"].toInt(), scale);
+                data["right"].toInt(), data["window_alignment"].toInt(), scale, bias);
     return {dq, dk, dv, Tensor(), Tensor(), Tensor(), Tensor()};  // and of op, keys, stack and lse
   }
 };
@@ -611,7 +766,7 @@ static void attention_autograd(const c10::OperatorHandle& op, c10::DispatchKeySe
   const size_t first = stack->size() - arguments;
   variable_list tensors;
   bool requires_grad = false;
-  for (int i = 0; i <= at_sinks; i++) {
+  for (int i = 0; i <= at_bias; i++) {
     const c10::IValue& x = (*stack)[first + i];
     if (!x.isTensor() || !x.toTensor().defined()) continue;
     TORCH_CHECK_NOT_IMPLEMENTED(!x.toTensor()._fw_grad(0).defined(), "sdpa.attention: no forward-mode derivative");
@@ -653,7 +808,12 @@ TORCH_LIBRARY_IMPL(sdpa, AutocastCUDA, m) {
   m.impl("attention", torch::CppFunction::makeFromBoxedFunction<&autocast>());
   m.impl("why_not", torch::CppFunction::makeFromBoxedFunction<&autocast>());
 }
-TORCH_LIBRARY_IMPL(sdpa, CompositeExplicitAutograd, m) { m.impl("why_not", why_not_op); }
+TORCH_LIBRARY_IMPL(sdpa, CompositeExplicitAutograd, m) {
+  m.impl("why_not", why_not_op);
+  m.impl("bias_of", [](const Tensor& x, const Tensor& q, int64_t keys, bool cudnns) {
+    return cudnns ? for_cudnn(bias_of(x, q, keys), q) : bias_of(x, q, keys);
+  });
+}
 
 extern "C" {
 
@@ -661,8 +821,8 @@ void sdpa_torch_load_lines_by(Load function) { load = function; }
 
 // Puts ours behind PyTorch's operators, or takes them away again.
 void sdpa_torch_activate(bool on) {
-  static std::unique_ptr<torch::Library> library;
-  library.reset();
+  static std::unique_ptr<torch::Library> library, composite;
+  library.reset(), composite.reset();
   if (!on) return;
   struct : c10::WarningHandler {
     void process(const c10::Warning&) override {}
@@ -672,5 +832,9 @@ void sdpa_torch_activate(bool on) {
   library->impl("_scaled_dot_product_cudnn_attention", cudnn);
   library->impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward);
   library->impl("_scaled_dot_product_flash_attention", flash);
+  library->impl("_scaled_dot_product_efficient_attention", efficient);
+  const auto for_all = c10::DispatchKey::CompositeImplicitAutograd;
+  composite = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", for_all, __FILE__, __LINE__);
+  composite->impl("scaled_dot_product_attention", chosen);
 }
 }

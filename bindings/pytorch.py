@@ -23,7 +23,7 @@ import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DTYPES = {torch.float16: "", torch.bfloat16: "_bf16", torch.float8_e4m3fn: "_e4m3"}  # and the names of their lines
-FEATURES = ("USE_SOFTCAP", "USE_SINKS", "USE_LENGTHS", "USE_PAGES")  # by the bits of pytorch.cpp's Feature
+FEATURES = ("USE_SOFTCAP", "USE_SINKS", "USE_LENGTHS", "USE_PAGES", "USE_BIAS=1", "USE_BIAS=2")  # by the bits of pytorch.cpp's Feature
 MASKS = {None: 0, False: 0, "off": 0, True: 1, "br": 1, "tl": 2}
 NO_WINDOW = (None, None)
 
@@ -145,9 +145,12 @@ def glue():
 LIBRARY = torch.library.Library("sdpa", "DEF")
 TENSORS, MASK = "(Tensor q, Tensor k, Tensor v, ", "int causal, int left, int right, int window_alignment, float? scale"
 LIBRARY.define(f"attention{TENSORS}{MASK}, float softcap, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? sinks, "
-               "Tensor? k_lengths, Tensor? q_starts, Tensor? k_starts, Tensor? page_table, int most_keys) -> (Tensor, Tensor)")
-LIBRARY.define(f"attention_backward(Tensor grad, {TENSORS[1:]}Tensor o, Tensor lse, {MASK}) -> (Tensor, Tensor, Tensor)")
+               "Tensor? k_lengths, Tensor? q_starts, Tensor? k_starts, Tensor? page_table, int most_keys, Tensor? bias=None, "
+               "int bias_keys=0) -> (Tensor, Tensor)")
+LIBRARY.define(f"attention_backward(Tensor grad, {TENSORS[1:]}Tensor o, Tensor lse, {MASK}, Tensor? bias=None) -> "
+               "(Tensor, Tensor, Tensor)")
 LIBRARY.define(f"why_not{TENSORS}Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, bool enable_gqa) -> str")
+LIBRARY.define("bias_of(Tensor bias, Tensor q, int keys, bool for_cudnn) -> Tensor")  # what the kernels, or cuDNN's, are given
 OPERATOR = torch.ops.sdpa.attention.default
 
 
@@ -181,7 +184,8 @@ first_call.library.impl("attention_backward", first_call(torch.ops.sdpa.attentio
 
 
 def attention(q, k, v, causal=None, window=NO_WINDOW, scale=None, q_descale=None, k_descale=None, v_descale=None,
-              return_lse=False, softcap=None, sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0, page_table=None):
+              return_lse=False, softcap=None, sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0, page_table=None,
+              bias=None, bias_keys=0):
     """O = softmax(scale * q @ k.T) @ v, and its LSE [B,Hq,Sq] if asked for, which has no gradient.
     q [B,Hq,Sq,D], k and v [B,Hkv,Sk,D]: CUDA tensors of one dtype (float16, bfloat16, float8_e4m3fn), D 64, 128 or 256 (of 16 bits 32
     to 256 by 16, of v and O another if you like), Hq a multiple of Hkv; any strides in multiples of 16 bytes, rows contiguous; k and
@@ -192,8 +196,11 @@ def attention(q, k, v, causal=None, window=NO_WINDOW, scale=None, q_descale=None
     sinks [Hq]: exp(sink) joins a row's sum and its LSE. Read by the kernels, int32: k_lengths [B], of its keys a sequence has the
     first so many, also for the mask; q_starts, k_starts [B+1], sequence b has the rows from starts[b] to starts[b+1] of q, or of k and
     v, whose batch is 1 (rows of O and LSE of no sequence are not written: they hold anything, NaN too); page_table [B,N], with k and v
-    [pages,Hkv,keys of a page,D], the pages of a sequence in order. most_keys: that a sequence has; 0: Sk. Under autocast q, k and v
-    take its type. Raises for what no line takes.
+    [pages,Hkv,keys of a page,D], the pages of a sequence in order. most_keys: that a sequence has; 0: Sk. bias: what expands to
+    [B,Hq,Sq,keys], read as it lies if the keys are contiguous, else copied: bool, of which False hides the key, or added to the
+    logits behind a softcap, in q's type, to which another is converted; causal and window hold besides. Its keys are all keys of a
+    sequence, or with bias_keys so many last ones; those before them have none. With q_starts its row is the query's in its sequence,
+    and there must be one for each. Under autocast q, k and v take its type. Raises for what no line takes.
     """
     left = right = -1
     by = None
@@ -205,13 +212,13 @@ def attention(q, k, v, causal=None, window=NO_WINDOW, scale=None, q_descale=None
         raise ValueError(f"sdpa.attention: a mask of {by if causal in MASKS else causal!r} is none of None, 'br', 'tl'")
     if not q.is_cuda:
         raise ValueError(f"sdpa.attention: q is on {q.device}; sdpa's kernels run on CUDA devices")
-    if k_lengths is not None or q_starts is not None or k_starts is not None or page_table is not None or sinks is not None:
+    if not (k_lengths is q_starts is k_starts is page_table is sinks is bias is None):
         for name, x in (("k_lengths", k_lengths), ("q_starts", q_starts), ("k_starts", k_starts), ("page_table", page_table),
-                        ("sinks", sinks)):
+                        ("sinks", sinks), ("bias", bias)):
             if x is not None and not isinstance(x, torch.Tensor):
                 raise TypeError(f"sdpa.attention: {name} is a {type(x).__name__}, not a tensor beside q")
     out, lse = OPERATOR(q, k, v, MASKS[causal], left, right, MASKS[by], scale, softcap or 0.0, q_descale, k_descale, v_descale, sinks,
-                        k_lengths, q_starts, k_starts, page_table, most_keys)
+                        k_lengths, q_starts, k_starts, page_table, most_keys, bias, bias_keys)
     return (out, lse) if return_lse else out
 
 
@@ -228,7 +235,7 @@ class Active:
 
 
 def activate():
-    """Puts the kernels behind PyTorch's cuDNN and FlashAttention backends, until torch.nn.attention.restore_flash_attention_impl().
+    """Puts the kernels behind PyTorch's cuDNN, FlashAttention and memory-efficient backends, until torch.nn.attention.restore_flash_attention_impl().
     It does not initialise CUDA, so that a process may still fork, and PyTorch's order of backends stays as it is."""
     if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
         raise Unavailable(f"PyTorch {torch.__version__} takes no other FlashAttention; 2.11 is the first that does")
