@@ -5,7 +5,8 @@
     model.set_attn_implementation("attention_cu")
 
 A model asks mask() for a mask before its layers, once for each kind of layer, and each layer hands the answer to attention().
-It is no matrix but a few numbers for each sequence, from which the kernel's arguments follow. What these cannot say raises."""
+It is no matrix but a few numbers for each sequence, from which the kernel's arguments follow. What these cannot say is a bool tensor
+[B,1,Sq,Sk], which the kernels read as they read one of the caller's, and T5's position_bias. What they cannot honour raises."""
 import inspect
 
 import torch
@@ -22,7 +23,7 @@ NAME = "attention_cu"  # "sdpa" or "flash" in a name would mean another attentio
 IGNORED = {"position_ids", "position_embeddings", "use_cache", "cache", "past_key_values", "cache_position", "return_dict",
            "output_hidden_states", "output_router_logits", "num_items_in_batch", "logits_to_keep", "layer_idx", "deterministic",
            "max_length_q", "max_length_k"}
-IGNORED_BY_MASK = {"allow_is_causal_skip", "allow_is_bidirectional_skip", "local_size", "dtype", "config", "use_vmap"}
+IGNORED_BY_MASK = {"allow_is_causal_skip", "allow_is_bidirectional_skip", "local_size", "dtype", "config"}
 
 # Mask functions are closures, and those of one factory have one code. 5.22 has no positions of packed sequences.
 FACTORIES = {"and": ("and_masks", bool), "causal window": ("sliding_window_overlay", 1), "chunks": ("chunked_overlay", 1, None),
@@ -30,6 +31,10 @@ FACTORIES = {"and": ("and_masks", bool), "causal window": ("sliding_window_overl
              "positions": ("remap_positions_for_packed_sequence", None, None)}
 NAMES = {getattr(masking_utils, factory)(*arguments).__code__: name for name, (factory, *arguments) in FACTORIES.items()
          if hasattr(masking_utils, factory)}
+
+
+class NeedsTensor(Exception):
+    """Of a mask that the numbers cannot say."""
 
 
 def read(function):
@@ -42,14 +47,12 @@ def read(function):
     code = getattr(function, "__code__", None)
     name = NAMES.get(code)
     if name is None:
-        called = getattr(function, "__qualname__", function)
-        raise ValueError(f"sdpa: the model's mask_function {called} is none that is known here "
-                         "(causal, bidirectional, windows, chunks, packed); take 'sdpa' attention for this model")
+        raise NeedsTensor
     of = dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__)))
     if name == "and":
         parts = [read(part) for part in of["mask_functions"]]
         if sum(map(len, parts)) != len({key for part in parts for key in part}):
-            raise ValueError("sdpa: the model's mask_function has two windows, or two of another kind")
+            raise NeedsTensor  # two windows, or two of another kind
         return {key: value for part in parts for key, value in part.items()}
     if name == "positions":
         return {**read(of["mask_function"]), "positions": of["position_ids"]}
@@ -76,17 +79,26 @@ def described(form, says, numbers):
 
 @torch.compiler.disable(reason="sdpa's mask() reads the mask; a graph gets what it returns")
 def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=masking_utils.causal_mask_function,
-         attention_mask=None, device="cpu", **others):
-    """The mask of a kind of layer, described. The host waits for attention_mask [B,keys so far] if there is one, and for packed
-    position_ids; for the length of a static cache it does not."""
+         attention_mask=None, device="cpu", use_vmap=False, **others):
+    """The mask of a kind of layer, described, or else transformers' own for torch's sdpa."""
     for name in others.keys() - IGNORED_BY_MASK:
         raise ValueError(f"sdpa: transformers makes a mask with an argument {name}, which is not known here")
+    asked = batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask
+    try:
+        return numbers_of(*asked, device)
+    except NeedsTensor:
+        return masking_utils.sdpa_mask(*asked, allow_is_causal_skip=False, use_vmap=use_vmap, device=device)
+
+
+def numbers_of(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device):
+    """A mask, described. The host waits for attention_mask [B,keys so far] if there is one, and for packed position_ids; for the
+    length of a static cache it does not."""
     says = read(mask_function)
     causal, chunk, kv_end = says.get("causal", False), says.get("chunk"), kv_offset + kv_length
     if not causal and not says.keys() <= {"left", "right"}:
-        raise ValueError("sdpa: the model's mask_function has chunks or packed sequences without being causal")
+        raise NeedsTensor  # chunks or packed sequences
     if not causal and "left" in says and (isinstance(q_offset, torch.Tensor) or q_offset != kv_offset):
-        raise ValueError("sdpa: the model's mask_function has a bidirectional window over a cache")
+        raise NeedsTensor  # a window over a cache
     arange = lambda n: torch.arange(n, device=device)  # noqa: E731
     if "packed" in says:
         new = F.pad(says["packed"].diff(dim=1) != 0, (1, 0), value=True)
@@ -106,10 +118,10 @@ def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function
         facts = torch.stack([first.max(), last.min(), (last - first - count).max(), (zero + end).max()])
         padded, shortest, holes, known = facts.tolist()
         short = shortest < known
-        if holes:
-            raise ValueError("sdpa: attention_mask has zeros between tokens of a sequence; pad on the left to generate, or pack")
         if own.shape[1] < known:
             raise ValueError(f"sdpa: attention_mask has {own.shape[1]} columns and not {known}, for the cache and the new tokens")
+        if holes:
+            raise NeedsTensor
     if known is not None and known > kv_end:
         raise ValueError("sdpa: the queries stand behind the last key of the cache")
 
@@ -120,7 +132,7 @@ def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function
         if not padded:
             return described("lengths", says, k[:, None, 2:].expand(-1, 1, 2))
         if "left" in says and q_length != kv_length:
-            raise ValueError("sdpa: a bidirectional window has as many queries as keys")
+            raise NeedsTensor
         # With a window queries are tokens of the same places. Else all of them are of the sequence in the middle.
         return described("starts", says, torch.stack([k, k if "left" in says else k * 0 + q_length * (arange(3) > 1)], 2))
 
@@ -140,20 +152,27 @@ def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function
 
 
 def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None, softcap=None, s_aux=None,
-              is_causal=None, cu_seq_lens_q=None, cu_seq_lens_k=None, **others):
+              is_causal=None, cu_seq_lens_q=None, cu_seq_lens_k=None, position_bias=None, **others):
     """O [B,Sq,Hq,D] of a layer, and None for weights that no kernel has."""
     for name, given in [("dropout", dropout or None), *others.items()]:
         if name not in IGNORED and given is not None and given is not False:
             raise ValueError(f"sdpa: the kernels cannot honour {name} of {type(module).__name__}; take 'eager' attention for it")
     (B, Hq, Sq, _), (_, Hkv, Sk, _) = query.shape, key.shape
-    if attention_mask is None:  # no one has asked for a mask
+    bias, dtype = position_bias, getattr(attention_mask, "dtype", torch.int32)
+    if dtype == torch.bool or dtype.is_floating_point:
+        form, causal, left, right = "plain", False, None, None  # the tensor says all
+        if bias is None:
+            bias = attention_mask
+        else:
+            bias = bias.masked_fill(~attention_mask, -torch.inf) if dtype == torch.bool else bias + attention_mask
+    elif attention_mask is None:  # no one has asked for a mask
         form, right = "plain", None
         causal = Sq > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
         left = sliding_window - 1 if sliding_window else None
         if (causal and Sq != Sk) or (sliding_window and not causal):
             raise ValueError(f"sdpa: attention_mask is None, which does not say what {Sq} queries see of {Sk} keys")
     else:
-        ours = getattr(attention_mask, "dtype", None) == torch.int32 and attention_mask.dim() == 4
+        ours = isinstance(attention_mask, torch.Tensor) and dtype == torch.int32 and attention_mask.dim() == 4
         place = attention_mask.shape[1] - 1 if ours else -1
         if not 0 <= place < len(KINDS):
             raise ValueError("sdpa: attention_mask is none that the kernels can take; pass [batch,tokens] of ones and zeros")
@@ -163,7 +182,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
         if sliding_window and (left is None or (causal and left != sliding_window - 1)) and Sk > sliding_window:
             raise ValueError(f"sdpa: sliding_window is {sliding_window}, and of attention_mask it is {left and left + 1}")
     window = (None, None) if left is None else (left, 0) if causal else (left, right, "tl")
-    options = dict(causal="br" if causal else None, window=window, scale=scaling, softcap=softcap, sinks=s_aux)
+    options = dict(causal="br" if causal else None, window=window, scale=scaling, softcap=softcap, sinks=s_aux, bias=bias)
     if cu_seq_lens_q is not None and (form in ("lengths", "starts") or Sq != Sk):
         raise ValueError("sdpa: cu_seq_lens_q is given beside padding, tokens in a cache or cross attention")
     by_user = cu_seq_lens_q is not None and form == "plain"
@@ -173,6 +192,8 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
         lengths = attention_mask[:, 0, 0, 0].contiguous()
         return sdpa.attention(query, key, value, **options, k_lengths=lengths).transpose(1, 2), None
 
+    if bias is not None:
+        raise ValueError("sdpa: a bias or a mask tensor beside sequences that begin at tokens of their own; pad on the right")
     # Sequences lie behind each other in one batch: as rows [B*S] of all heads, a view unless a cache has written [B,H,S,D]; then
     # as rows [B*Hkv*S] of one head of K and V, whose queries are those of its group (which sinks, one for each head, are not).
     by_rows = by_user or B == 1 or s_aux is not None or key.stride(0) == Sk * key.stride(2)

@@ -32,7 +32,7 @@ TOKENS = 40
 
 
 def reference(q, k, v, causal=None, window=(None, None), scale=None, softcap=None, sinks=None, k_lengths=None, q_starts=None,
-              k_starts=None, most_keys=0):
+              k_starts=None, most_keys=0, bias=None):
     """attention() of bindings/pytorch.py. What no query sees is not read, and rows of no sequence are NaN."""
     (B, Hq, Sq, D), (_, Hkv, Sk, _) = q.shape, k.shape
     rows, keys = torch.arange(Sq, dtype=torch.int32)[:, None], torch.arange(Sk, dtype=torch.int32)
@@ -63,7 +63,12 @@ def reference(q, k, v, causal=None, window=(None, None), scale=None, softcap=Non
     seen = seen.expand(B, 1, Sq, Sk)
     k, v = (x.masked_fill(~seen.any(2)[..., None], 0).repeat_interleave(Hq // Hkv, 1) for x in (k, v))
     S = q @ k.mT * (D ** -0.5 if scale is None else scale)
-    S = (softcap * torch.tanh(S / softcap) if softcap else S).masked_fill(~seen, -torch.inf)
+    S = softcap * torch.tanh(S / softcap) if softcap else S
+    if bias is not None:
+        assert q_starts is None and bias.shape[-1] == Sk
+        hides = bias.dtype == torch.bool
+        seen, S = (seen & bias, S) if hides else (seen & (bias > torch.finfo(bias.dtype).min), S + bias)
+    S = S.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         S = torch.cat([S, sinks[:, None, None].expand(B, Hq, Sq, 1)], 3)
     P = torch.softmax(S, -1)[..., :Sk].masked_fill(~seen, 0)  # a row that sees no key is 0
@@ -249,6 +254,60 @@ def test_a_bidirectional_window():
         assert_close(got, want, mask)
 
 
+HOLES = torch.ones(3, TOKENS, dtype=torch.long, device=DEVICE)
+HOLES[0, 7:9] = HOLES[1, :4] = HOLES[1, 20] = HOLES[2, 30:35] = 0
+
+
+@pytest.mark.parametrize("kind", [*DECODERS, "Bert"])
+def test_holes(kind, calls):
+    """Zeros between tokens: the mask is a tensor, also of a window, of chunks, and over a cache."""
+    model, tokens = model_of(kind), tokens_of(3)
+    more = {} if kind == "Bert" else dict(position_ids=positions(HOLES))
+    want, got = both(model, lambda: model(tokens, attention_mask=HOLES, **more).logits)
+    assert_close(got, want, HOLES)
+    assert any(one["bias"] is not None and one["bias"].dtype == torch.bool for one in calls)
+    if kind != "Bert":
+        want, got = both(model, lambda: steps(model, tokens, HOLES, DynamicCache(config=model.config), (25, 1, 14)))
+        assert_close(got, want, HOLES)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2", "GptOss"])
+def test_a_mask_of_four_dimensions(kind, calls):
+    """Of the caller, added to the logits or bool, which says all."""
+    model, tokens = model_of(kind), tokens_of()
+    seen = (torch.rand(2, 1, TOKENS, TOKENS, device=DEVICE) > 0.5) | torch.eye(TOKENS, dtype=torch.bool, device=DEVICE)
+    added = torch.zeros(seen.shape, device=DEVICE, dtype=DTYPE).masked_fill(~seen, torch.finfo(DTYPE).min)
+    want, got = both(model, lambda: model(tokens, attention_mask=added).logits)
+    assert_close(got, want)
+    assert all(one["bias"] is added and one["causal"] is None and one["window"] == (None, None) for one in calls)
+    with torch.no_grad():
+        assert_close(model(tokens, attention_mask=seen).logits, want)
+
+
+def test_a_mask_function_that_it_does_not_know(calls):
+    """Gemma 3's with images, whose tokens see each other."""
+    model, tokens = model_of("Gemma3", use_bidirectional_attention=True), tokens_of()
+    for mask in (None, padding((5, 0), (0, 0))):
+        want, got = both(model, lambda: model(tokens, attention_mask=mask).logits)
+        assert_close(got, want, mask)
+    assert any(one["bias"] is not None for one in calls)
+
+
+@pytest.mark.parametrize("name", ["none", "right", "holes"])
+def test_position_bias(name, calls):
+    """T5's, beside padding and without, in the encoder, the decoder and between them; and its tokens from a cache."""
+    config = transformers.T5Config(vocab_size=97, d_model=64, d_kv=64, d_ff=96, num_layers=2, num_heads=2, pad_token_id=0,
+                                   decoder_start_token_id=0, eos_token_id=None, dropout_rate=0.0)
+    torch.manual_seed(0)
+    model, tokens = drawn(transformers.T5ForConditionalGeneration(config)), tokens_of(3)
+    mask = dict(none=None, right=padding(*PADDINGS["right"]), holes=HOLES)[name]
+    want, got = both(model, lambda: model(tokens, attention_mask=mask, decoder_input_ids=tokens[:, :17]).logits)
+    assert_close(got, want)
+    assert all(one["bias"] is not None for one in calls)
+    want, got = both(model, lambda: model.generate(tokens, attention_mask=mask, max_new_tokens=8, do_sample=False))
+    assert GPU or torch.equal(got, want)
+
+
 def gradients(model, **inputs):
     model.zero_grad()
     logits = model(**inputs, use_cache=False).logits
@@ -302,12 +361,7 @@ def test_refusals():
     raises("dropout of LlamaAttention", train=True, config=dict(attention_dropout=0.1))
     raises("output_attentions", output_attentions=True)
     raises("some_new_argument", some_new_argument=1)
-    raises("attention_mask is none that", attention_mask=torch.ones(2, 1, TOKENS, TOKENS, dtype=bool, device=DEVICE))
-    holes = padding((0, 0), (0, 0))
-    holes[0, 7] = 0
-    raises("zeros between tokens", attention_mask=holes)
-    raises("zeros between tokens", "Bert", attention_mask=holes)
-    raises("mask_function", "Gemma3", config=dict(use_bidirectional_attention=True))
+    raises("attention_mask is none that", attention_mask=torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.long, device=DEVICE))
     starts = torch.tensor([0, TOKENS], device=DEVICE)
     raises("cu_seq_lens_q is given beside padding", attention_mask=padding((5, 0), (0, 0)), cu_seq_lens_q=starts)
     q = torch.zeros(2, 2, 8, 64, device=DEVICE, dtype=DTYPE)
@@ -322,7 +376,7 @@ def test_refusals():
         model(tokens_of(), cache=cache, attention_mask=padding((0, 0), (0, 0)))
 
 
-@pytest.mark.parametrize("name", ["head_mask", "position_bias", "block_table", "dropout"])
+@pytest.mark.parametrize("name", ["head_mask", "block_table", "dropout"])
 def test_an_argument_that_it_does_not_know(name):
     q = torch.zeros(1, 2, 8, 64, device=DEVICE, dtype=DTYPE)
     for nothing in (None, False):
@@ -338,9 +392,10 @@ def test_an_argument_that_it_does_not_know(name):
 def test_an_argument_of_a_mask():
     with pytest.raises(ValueError, match="an argument cache_position"):
         ours.mask(1, 8, 8, cache_position=torch.arange(8))
-    other = transformers.masking_utils.or_masks(transformers.masking_utils.causal_mask_function)
-    with pytest.raises(ValueError, match="mask_function or_masks"):
-        ours.mask(1, 8, 8, mask_function=other)
+    q = torch.zeros(2, 2, 8, 64, device=DEVICE, dtype=DTYPE)
+    padded = ours.mask(2, 8, 8, attention_mask=padding((5, 0), (0, 0), count=8), device=DEVICE)
+    with pytest.raises(ValueError, match="a bias or a mask tensor beside sequences that begin at tokens of their own; pad on the right"):
+        ours.attention(torch.nn.Module(), q, q, q, padded, position_bias=torch.zeros(1, 2, 8, 8, device=DEVICE, dtype=DTYPE))
 
 
 def test_the_documentation():
