@@ -219,8 +219,8 @@ static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, co
   return why_not_line(q, v, asked.mask ? feature_of(*asked.mask) : 0);
 }
 
-// What F.scaled_dot_product_attention is given, made what PyTorch's fused kernels take: without it they leave tensors of
-// three dimensions, and masks of other layouts, to the math kernel.
+// What F.scaled_dot_product_attention is given, as PyTorch's fused kernels take it: tensors of four dimensions of one
+// batch, and a mask of four with contiguous keys. All else PyTorch leaves to its math kernel.
 struct Given {
   Tensor q, k, v;
   OptionalTensor mask;
@@ -239,7 +239,7 @@ struct Given {
       if (x->sym_size(0) == B || x->sym_size(0) != 1) continue;
       *x = x->expand_symint({B, x->sym_size(1), x->sym_size(2), x->sym_size(3)}).contiguous();
     }
-    if (!mask || mask->requires_grad() || mask->dim() > 4) return;
+    if (!mask || needs_grad(mask) || mask->dim() > 4) return;
     while (mask->dim() < 4) mask = mask->unsqueeze(0);
     if (mask->sym_size(3) == 1) {
       mask = mask->expand_symint({mask->sym_size(0), mask->sym_size(1), mask->sym_size(2), k.sym_size(2)});
@@ -408,10 +408,10 @@ static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, con
 
 // ---- the operators that F.scaled_dot_product_attention chooses from ----
 
-// Of rows that see no key LSE is -inf, for which cuDNN's backward would take P for exp(inf), and with inf for 0, as it is.
+// The LSE of rows that see no key is -inf, which would make their P exp(inf) in a backward; with inf it is 0.
 static void hide_empty_rows(Tensor& lse) { lse.masked_fill_(lse.eq(-INFINITY), INFINITY); }
 
-// The bias for cuDNN, which wants q's type, but takes other bytes for it; -inf is -65504 there, as PyTorch has it.
+// The bias for cuDNN, which reads any bytes as elements of q's type. A hidden key has -65504, as PyTorch has it.
 static Tensor for_cudnn(const Tensor& bias, const Tensor& q) {
   if (!bias.defined() || bias.scalar_type() != at::kBool) return bias.defined() ? bias.to(q.scalar_type()) : bias;
   const auto value = [&](double x) { return at::scalar_tensor(x, q.options()); };
@@ -525,8 +525,10 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(const Tensor& q, con
 // make a bool one additive, with -65504 for cuDNN, by which rows that see no key become softmax(Q @ K.T) @ V.
 static Tensor chosen(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any, const OptionalTensor& mask_any,
                      double dropout, bool causal, std::optional<double> scale, bool gqa) {
-  const auto pytorchs = at::native::scaled_dot_product_attention;
-  if (!q_any.is_cuda()) return pytorchs(q_any, k_any, v_any, mask_any, dropout, causal, scale, gqa);
+  const auto pytorchs = [&](const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask) {
+    return at::native::scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale, gqa);
+  };
+  if (!q_any.is_cuda()) return pytorchs(q_any, k_any, v_any, mask_any);
   const auto [q, k, v, mask, is_3d] = Given(q_any, k_any, v_any, mask_any);
   Tensor o, lse;
   const auto has_tangent = [](const Tensor& x) { return x._fw_grad(0).defined(); };
@@ -536,7 +538,7 @@ static Tensor chosen(const Tensor& q_any, const Tensor& k_any, const Tensor& v_a
     const auto choice = at::SDPBackend(at::_fused_sdp_choice(q, k, v, mask, 0, false, scale, gqa));
     if (choice != at::SDPBackend::math) taken(q, k, v, {choice, mask, 0, false, false, false, scale}, o, lse);
   }
-  if (!o.defined()) o = pytorchs(q, k, v, mask, dropout, causal, scale, gqa);
+  if (!o.defined()) o = pytorchs(q, k, v, mask);
   return is_3d ? o.squeeze(0) : o;
 }
 
