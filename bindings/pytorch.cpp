@@ -215,6 +215,10 @@ static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, co
     if (asked.behind == at::SDPBackend::cudnn_attention && lse_lies_otherwise()) {
       return "gradients are needed, and TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 lets cuDNN's backward take its own LSE alone";
     }
+    const bool is_efficients = asked.behind == at::SDPBackend::efficient_attention;
+    if (is_efficients && asked.mask && asked.mask->is_floating_point() && asked.mask->scalar_type() != q.scalar_type()) {
+      return "gradients are needed, and PyTorch's memory-efficient backward takes an attn_mask of q's type alone";
+    }
   }
   return why_not_line(q, v, asked.mask ? feature_of(*asked.mask) : 0);
 }
