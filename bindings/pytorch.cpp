@@ -216,7 +216,8 @@ static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, co
       return "gradients are needed, and TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 lets cuDNN's backward take its own LSE alone";
     }
     const bool is_efficients = asked.behind == at::SDPBackend::efficient_attention;
-    if (is_efficients && asked.mask && asked.mask->is_floating_point() && asked.mask->scalar_type() != q.scalar_type()) {
+    if (is_efficients && asked.mask && asked.mask->is_floating_point() &&
+        asked.mask->scalar_type() != q.scalar_type()) {
       return "gradients are needed, and PyTorch's memory-efficient backward takes an attn_mask of q's type alone";
     }
   }
@@ -431,8 +432,10 @@ static bool taken(const Tensor& q, const Tensor& k, const Tensor& v, const Asked
   const bool is_flashs = asked.behind == at::SDPBackend::flash_attention;
   const std::array<int64_t, 4> sizes{q.size(0), q.size(1), q.size(2), 1};
   if (is_flashs || asked.needs_grad) lse = empty(at::IntArrayRef(sizes).slice(0, 3 + is_cudnns), at::kFloat, q);
-  if (is_cudnns || is_flashs) o = empty_like(q, q.scalar_type());
-  else o = empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.scalar_type(), q).transpose(1, 2);
+  if (is_cudnns || is_flashs)
+    o = empty_like(q, q.scalar_type());
+  else
+    o = empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.scalar_type(), q).transpose(1, 2);
   const Tensor written = fit(o) ? o : empty(q.sizes(), q.scalar_type(), q);
   SdpaParams p{};
   p.causal = !asked.causal ? SDPA_CAUSAL_OFF : is_flashs ? SDPA_CAUSAL_BOTTOM_RIGHT : SDPA_CAUSAL_TOP_LEFT;
@@ -694,10 +697,11 @@ static std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad,
     const Tensor unused = empty({}, at::kLong, q);
     Tensor rows = lse.unsqueeze(-1);
     if (bias) hide_empty_rows(rows = rows.clone());
-    std::tie(dq, dk, dv) = cudnn_backward(grad, q, k, v, laid_out_by(q, o), rows, unused, unused, bias.value_or(Tensor()),
-                                          {}, {}, Sq, Sk, 0, causal != SDPA_CAUSAL_OFF, scale);
+    std::tie(dq, dk, dv) = cudnn_backward(grad, q, k, v, laid_out_by(q, o), rows, unused, unused,
+                                          bias.value_or(Tensor()), {}, {}, Sq, Sk, 0, causal != SDPA_CAUSAL_OFF, scale);
   } else {
-    TORCH_CHECK_NOT_IMPLEMENTED(!bias, "sdpa.attention: there is a backward with a bias where PyTorch would choose cuDNN");
+    TORCH_CHECK_NOT_IMPLEMENTED(!bias,
+                                "sdpa.attention: there is a backward with a bias where PyTorch would choose cuDNN");
     const bool bottom_right = causal != SDPA_CAUSAL_TOP_LEFT && (!limited || by == SDPA_CAUSAL_BOTTOM_RIGHT);
     TORCH_CHECK_NOT_IMPLEMENTED(q.size(3) == v.size(3) && (Sq == Sk || bottom_right),
                                 "sdpa.attention: no backward of PyTorch's takes this v's own D, or top-left masks or "
@@ -753,8 +757,9 @@ struct Attention : torch::autograd::Function<Attention> {
     auto& data = ctx->saved_data;
     TORCH_CHECK_NOT_IMPLEMENTED(!data["has_none"].toBool(),
                                 "sdpa.attention: no backward for e4m3, softcap, sinks, lengths, starts, pages");
-    TORCH_CHECK_NOT_IMPLEMENTED(!data["bias_has_none"].toBool(), "sdpa.attention: no gradient of a bias, and no backward "
-                                                                 "for one beside a causal mask, a window or bias_keys");
+    TORCH_CHECK_NOT_IMPLEMENTED(!data["bias_has_none"].toBool(),
+                                "sdpa.attention: no gradient of a bias, and no backward "
+                                "for one beside a causal mask, a window or bias_keys");
     static const auto op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("sdpa::attention_backward", "")
                                .typed<decltype(attention_backward)>();

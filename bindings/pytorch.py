@@ -235,8 +235,9 @@ class Active:
 
 
 def activate():
-    """Puts the kernels behind PyTorch's cuDNN, FlashAttention and memory-efficient backends, until torch.nn.attention.restore_flash_attention_impl().
-    It does not initialise CUDA, so that a process may still fork, and PyTorch's order of backends stays as it is."""
+    """Puts the kernels behind PyTorch's cuDNN, FlashAttention and memory-efficient backends, until
+    torch.nn.attention.restore_flash_attention_impl(). It does not initialise CUDA, so that a process may still fork, and PyTorch's order
+    of backends stays as it is."""
     if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
         raise Unavailable(f"PyTorch {torch.__version__} takes no other FlashAttention; 2.11 is the first that does")
     torch.nn.attention.register_flash_attention_impl("sdpa", register_fn=Active)

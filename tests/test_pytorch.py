@@ -821,8 +821,8 @@ def test_bias(dtype, D, softcap):
             out = out[0].unflatten(1, (2, Sq)).transpose(0, 1) if "q_starts" in more else out
             for b, n in enumerate(lengths.tolist()):
                 one = F.pad(tree[b:b + 1], (n - 50, 0), value=True)
-                one = (*(y[b:b + 1, :, :rows] for y, rows in ((q, Sq), (k, n), (v, n))), visible(Sq, n, causal, window), None, softcap, None, one)
-                want = reference(*one)[0]
+                tensors = [y[b:b + 1, :, :rows] for y, rows in ((q, Sq), (k, n), (v, n))]
+                want = reference(*tensors, visible(Sq, n, causal, window), softcap=softcap, bias=one)[0]
                 assert rel_rms(out[b:b + 1], want) <= LIMITS[dtype], list(more)
     bias = torch.randn(8, 1, Sk, device="cuda")
     assert torch.equal(torch.compile(lambda *x: sdpa.attention(*x, **options, bias=bias), fullgraph=True)(q, k, v),
