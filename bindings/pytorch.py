@@ -6,6 +6,7 @@
     sdpa.attention(q, k, v, causal="br", window=(1024, 0))  # what that function cannot say
 
 Kernels are lines of configs.txt, built by nvcc when first needed (20 to 60 s each) and kept in $SDPA_CACHE (or ~/.cache/sdpa)."""
+import contextlib
 import ctypes
 import fcntl
 import functools
@@ -60,44 +61,65 @@ def nvcc():
     raise Unavailable("nvcc is missing; install the CUDA Toolkit 12.4 or newer, or put its bin folder on PATH")
 
 
+def digest(*parts):
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
 def built(what, sources, *options):
-    """The path of a shared library that nvcc makes of the first source, which includes the others; from the cache if there."""
-    folder = os.environ.get("SDPA_CACHE") or os.path.expanduser("~/.cache/sdpa")
+    """The path of a shared library that nvcc makes of the first source, which includes the others; from the cache if there. Its name
+    has a digest of all that it is made of, and one of nvcc's version, so that it is found without nvcc as well."""
+    folder = pathlib.Path(os.environ.get("SDPA_CACHE") or os.path.expanduser("~/.cache/sdpa"))
     texts = [pathlib.Path(ROOT, path).read_bytes() for path in sources]
-    version = subprocess.run([nvcc(), "--version"], capture_output=True).stdout
-    digest = hashlib.sha256(b"\0".join([*texts, version, *map(os.fsencode, options)])).hexdigest()[:16]
-    path = os.path.join(folder, f"{what}-{digest}.so")
-    if os.path.exists(path):
-        return path
+    name = f"{what}-{digest(*texts, *(os.fsencode(x) for x in options if x[:2] not in ('-I', '-L')))}"  # of any folder of PyTorch
     try:
+        version = subprocess.run([nvcc(), "--version"], capture_output=True).stdout
+        path = os.path.join(folder, f"{name}-{digest(version)}.so")
+        if os.path.exists(path):
+            return path
         os.makedirs(folder, exist_ok=True)
         lock = open(path + ".lock", "w")
-    except OSError as error:
+    except (Unavailable, OSError) as error:
+        others = sorted(folder.glob(f"{name}-*.so"), key=os.path.getmtime)  # the same, by another nvcc
+        if others:
+            return str(others[-1])
+        if isinstance(error, Unavailable):
+            raise
         raise Unavailable(f"{folder} cannot be written to ({error.strerror}); set SDPA_CACHE to a folder that can") from None
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits for the first one's
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second thread or process waits for the first one's
         if not os.path.exists(path):
-            print(f"sdpa: building {what} by nvcc, once ...", end="", file=sys.stderr, flush=True)
+            print(f"sdpa: building {what} by nvcc, 20 to 60 s, once ...", file=sys.stderr, flush=True)
             since = time.monotonic()
             new = f"{path}.{os.getpid()}"
             done = subprocess.run([nvcc(), "-shared", *options, sources[0], "-o", new], cwd=ROOT, capture_output=True,
                                   text=True)
-            print(f" {time.monotonic() - since:.0f} s", file=sys.stderr)
             if done.returncode:
                 said = re.search(r"error.*", done.stderr)
                 raise Unavailable(f"nvcc could not build {what}: {said.group() if said else done.stderr.strip()[-300:]}")
             os.rename(new, path)
+            print(f"sdpa: building {what} took {time.monotonic() - since:.0f} s", file=sys.stderr, flush=True)
     return path
+
+
+def build_of(name, capability, *features):
+    """The arguments of built() for a line with these knobs besides, 1 if they have no value."""
+    arch = f"{capability[0]}{capability[1]}{'a' if capability[0] == 9 else ''}"
+    knobs = [f"-D{knob}={value}" for knob, value in {**knobs_of(name), **dict((f + "=1").split("=")[:2] for f in features)}.items()]
+    return ("-".join((name, *features, f"sm_{arch}")), ("bindings/library.cu", "sdpa.cu", "bindings/sdpa.h"), "-std=c++17", "-O3",
+            f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xcompiler=-fPIC,-fno-gnu-unique", *knobs)
 
 
 @functools.cache
 def library_of(name, capability, *features):
-    """A line with these knobs besides, 1 if they have no value, as a library of C functions, loaded."""
-    arch = f"{capability[0]}{capability[1]}{'a' if capability[0] == 9 else ''}"
-    knobs = [f"-D{knob}={value}" for knob, value in {**knobs_of(name), **dict((f + "=1").split("=")[:2] for f in features)}.items()]
-    return ctypes.CDLL(built("-".join((name, *features, f"sm_{arch}")), ("bindings/library.cu", "sdpa.cu", "bindings/sdpa.h"),
-                             "-std=c++17", "-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}",
-                             "-Xcompiler=-fPIC,-fno-gnu-unique", *knobs))
+    """That line as a library of C functions, loaded."""
+    return ctypes.CDLL(built(*build_of(name, capability, *features)))
+
+
+def line_with(capability, dtype, D, Dv, features):
+    """The arguments of library_of() for a problem: its line, and the knobs of its sizes and features."""
+    knobs = [f"HEAD_DIM={D}"] * (D not in (64, 128, 256)) + [f"HEAD_DIM_V={Dv}"] * (Dv != D)
+    knobs += [knob for bit, knob in enumerate(FEATURES) if features >> bit & 1]
+    return line_of(capability, dtype, D, Dv), capability, *knobs
 
 
 class Line(ctypes.Structure):
@@ -112,10 +134,8 @@ BUILDING = threading.Lock()
 def load_line(device, dtype, D, Dv, features, line):
     try:
         capability = torch.cuda.get_device_capability(device)
-        knobs = [f"HEAD_DIM={D}"] * (D not in (64, 128, 256)) + [f"HEAD_DIM_V={Dv}"] * (Dv != D)
-        knobs += [knob for bit, knob in enumerate(FEATURES) if features >> bit & 1]
         with BUILDING:
-            library = library_of(line_of(capability, list(DTYPES)[dtype], D, Dv), capability, *knobs)
+            library = library_of(*line_with(capability, list(DTYPES)[dtype], D, Dv, features))
         for name in ("workspace_bytes", "forward"):
             setattr(line[0], name, ctypes.cast(getattr(library, "sdpa_library_" + name), ctypes.c_void_p).value)
     except Exception as trouble:  # an exception would be lost between here and C++; an interrupt is told there by the empty line
@@ -123,17 +143,21 @@ def load_line(device, dtype, D, Dv, features, line):
         print(f"sdpa: {trouble}; PyTorch's own kernel runs instead", file=sys.stderr)
 
 
+def build_of_glue():
+    """The arguments of built() for pytorch.cpp."""
+    if not torch.version.cuda:
+        raise Unavailable("this PyTorch is built without CUDA")
+    of_torch = os.path.dirname(torch.__file__)
+    return (f"pytorch-{torch.__version__}", ("bindings/pytorch.cpp", "bindings/sdpa.h"), "-std=c++20", "-O2", "-x=c++",
+            "-Xcompiler=-fPIC", "-DAT_PER_OPERATOR_HEADERS", f"-I{of_torch}/include", f"-I{of_torch}/include/torch/csrc/api/include",
+            f"-L{of_torch}/lib", "-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch_cuda", "-ltorch")
+
+
 @functools.cache
 def glue():
     """pytorch.cpp, compiled and loaded."""
     with BUILDING:
-        if not torch.version.cuda:
-            raise Unavailable("this PyTorch is built without CUDA")
-        of_torch = os.path.dirname(torch.__file__)
-        path = built(f"pytorch-{torch.__version__}", ("bindings/pytorch.cpp", "bindings/sdpa.h"), "-std=c++20", "-O2", "-x=c++",
-                     "-Xcompiler=-fPIC",
-                     "-DAT_PER_OPERATOR_HEADERS", f"-I{of_torch}/include", f"-I{of_torch}/include/torch/csrc/api/include",
-                     f"-L{of_torch}/lib", "-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch_cuda", "-ltorch")
+        path = built(*build_of_glue())
         first_call.library = None  # its place is taken by what is loaded now
         library = ctypes.CDLL(path)
     library.sdpa_torch_load_lines_by(load_line)
@@ -169,9 +193,25 @@ def fake_backward(grad, q, k, v, *_):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
+def build_ahead(operator, arguments):
+    """Builds the line that attention() with these arguments will load, whose call says what goes wrong. None for what is not known here."""
+    given = {argument.name: x for argument, x in zip(operator._schema.arguments, arguments) if x is not None}
+    tensors = {name for name, x in given.items() if isinstance(x, torch.Tensor)}
+    lengths = bool(tensors & {"k_lengths", "q_starts", "k_starts", "page_table"})
+    features = (given["softcap"] != 0, "sinks" in tensors, lengths, "page_table" in tensors)
+    if tensors - {"q", "k", "v", "q_descale", "k_descale", "v_descale", "sinks", "k_lengths", "q_starts", "k_starts", "page_table"}:
+        return
+    with contextlib.suppress(Exception):
+        q, v = given["q"], given["v"]
+        built(*build_of(*line_with(torch.cuda.get_device_capability(q.device), q.dtype, q.shape[3], v.shape[3],
+                                   sum(bit << i for i, bit in enumerate(features)))))
+
+
 def first_call(operator):
-    """The operator until pytorch.cpp is there, which a trace or a compiled graph may be the first to need."""
+    """The operator until pytorch.cpp is there, which a trace or a compiled graph may be the first to need. Its line is built meanwhile."""
     def load(*arguments):
+        if operator is OPERATOR:
+            threading.Thread(target=build_ahead, args=(operator, arguments), daemon=True).start()
         glue()
         return operator(*arguments)
     return load

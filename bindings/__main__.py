@@ -1,0 +1,83 @@
+"""usage: python -m sdpa build WORD ... [--jobs N]    or of a clone: python3 bindings build ...
+       python -m sdpa path
+
+build fills $SDPA_CACHE (or ~/.cache/sdpa) with every build of these words, without a GPU, so many nvcc at a time (all cores):
+  sm_80 sm_90a ...     GPUs
+  fp16 bf16 e4m3       types
+  64 128 192x128 ...   D, or that of Q and K by that of V
+  plain softcap sinks lengths pages, or several as in sinks+lengths: options of attention() (plain, if none is named)
+and with what is between PyTorch and the kernels. Where they are all there, nvcc is not needed.
+path prints what PYTHONPATH needs, so that `import flash_attn_interface` finds sdpa's, and transformers a FlashAttention-3."""
+import itertools
+import os
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+import pytorch as sdpa
+
+TYPES = {"fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
+OPTIONS = [knob.removeprefix("USE_").lower() for knob in sdpa.FEATURES]
+
+
+def lines_of(words):
+    """The arguments of build_of() for each build of the words; a build that no line has is said and left out."""
+    kinds = {"a GPU, as in sm_90a": [], "a type, as in bf16": [], "a D, as in 128": [], "options": []}
+    gpus, types, sizes, options = kinds.values()
+    for word in words:
+        if gpu := re.fullmatch(r"sm_(\d+)(\d)a?", word):
+            gpus.append((int(gpu[1]), int(gpu[2])))
+        elif word in TYPES:
+            types.append(getattr(sdpa.torch, TYPES[word]))
+        elif size := re.fullmatch(r"(\d+)(?:x(\d+))?", word):
+            sizes.append((int(size[1]), int(size[2] or size[1])))
+        elif word == "plain" or set(word.split("+")) <= set(OPTIONS):
+            has = word.split("+") + ["lengths"] * ("pages" in word)
+            options.append(sum((name in has) << i for i, name in enumerate(OPTIONS)))
+        else:
+            raise SystemExit(f"sdpa: {word} is no GPU, type, D or option; python -m sdpa --help lists them")
+    options[:] = options or [0]
+    for kind, found in kinds.items():
+        if not found:
+            raise SystemExit(f"sdpa: build needs {kind}; python -m sdpa --help has the words")
+    lines = []
+    for gpu, dtype, (D, Dv), features in itertools.product(*kinds.values()):
+        try:
+            lines.append(sdpa.line_with(gpu, dtype, D, Dv, features))
+        except sdpa.Unavailable as why:
+            print(f"sdpa: left out: {why}", file=sys.stderr)
+    return lines
+
+
+def build(words):
+    jobs = os.cpu_count()
+    if "--jobs" in words[:-1]:
+        at = words.index("--jobs")
+        jobs = int(words[at + 1])
+        del words[at:at + 2]
+    builds = dict.fromkeys([sdpa.build_of_glue(), *(sdpa.build_of(*line) for line in lines_of(words))])
+    failed = 0
+    with ThreadPoolExecutor(jobs) as pool:
+        for done, future in enumerate(as_completed([pool.submit(sdpa.built, *one) for one in builds]), 1):
+            try:
+                print(f"{done} of {len(builds)}: {future.result()}", flush=True)
+            except sdpa.Unavailable as why:
+                failed += 1
+                print(f"{done} of {len(builds)}: {why}", file=sys.stderr)
+    return failed > 0
+
+
+def main(words):
+    here = os.path.dirname(os.path.abspath(__file__))
+    if words == ["path"]:
+        print(os.pathsep.join((here, os.path.join(here, "flash_attn_3"))))
+    elif words[:1] == ["build"] and words[1:] not in (["--help"], ["-h"]):
+        return build(words[1:])
+    else:
+        print(__doc__)
+        return 0 if words[-1:] in (["--help"], ["-h"]) else 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

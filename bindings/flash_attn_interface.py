@@ -1,0 +1,183 @@
+"""FlashAttention-3's functions by sdpa.cu's kernels: arguments, order, defaults, shapes and results are those of its
+module of this name, so that code written for it runs as it is. docs/USING.md says how callers find this one.
+
+Tensors are [B,S,H,D], with cu_seqlens [rows,H,D]; LSE is [B,H,S], with cu_seqlens_q [H,rows]. O lies as q does and has its
+type, of e4m3 bfloat16. Masks and windows count from the last key. learnable_sink [Hq] is FlashAttention-4's. Hints change
+nothing: num_splits, pack_gqa, sm_margin, scheduler_metadata, max_seqlen_q. What the kernels cannot do raises a sentence
+that names the argument."""
+import torch
+
+import pytorch as sdpa
+
+# Arguments of FlashAttention-2 and -3 that the kernels do not know, and what to do instead.
+UNKNOWN = {
+    **dict.fromkeys(("rotary_cos", "rotary_sin", "rotary_seqlens"), "rotate q and k before the call"),
+    **dict.fromkeys(("cache_leftpad", "leftpad_k"), "pass caches that begin with their first key"),
+    **dict.fromkeys(("qv", "alibi_slopes"), "leave it out"), "dropout_p": "pass 0",
+    "seqused_q": "pack the rows in use and pass cu_seqlens_q",
+    "attention_chunk": "make each chunk a sequence of flash_attn_varlen_func"}
+
+
+def refuse(function, **arguments):
+    """Raises for an argument that asks for what is unknown here; None, 0 and False ask for nothing."""
+    for name, value in arguments.items():
+        if name not in UNKNOWN:
+            raise TypeError(f"{function}() has no argument {name}")
+        if isinstance(value, torch.Tensor) or value:
+            raise ValueError(f"{function}: sdpa's kernels have no {name}; {UNKNOWN[name]}")
+
+
+def check_pages(function, k_cache, other, name):
+    """The size of pages, and what may not be beside a page_table."""
+    if other is not None:
+        raise ValueError(f"{function}: {name} is not for K and V in pages, whose order is the page_table's alone")
+    if k_cache.shape[1] % 16 or not k_cache.shape[1]:
+        raise ValueError(f"{function}: page_table is of pages of {k_cache.shape[1]} keys; sdpa's kernels read pages of "
+                         "a multiple of 16 keys")
+
+
+def of_one_batch(function, name, factor, starts):
+    """A factor of e4m3. The kernels take those of a batch, which is 1 of packed rows: there it is one for all sequences."""
+    if factor is None or starts is None or factor.dim() < 2 or factor.shape[0] == 1:
+        return factor
+    if factor.stride(0):
+        raise ValueError(f"{function}: sdpa's kernels have no {name} of each sequence of packed rows; pass one [1,Hkv]")
+    return factor[:1]  # expanded: it is the same for all
+
+
+def attend(function, q, k, v, scale, causal, window_size, softcap, q_descale, k_descale, v_descale, sinks, q_starts=None,
+           k_starts=None, k_lengths=None, page_table=None, most_keys=0):
+    """O and LSE of attention(), in FlashAttention's shapes."""
+    left, right = (None if keys is None or keys < 0 else keys for keys in window_size)
+    if causal or (right == 0 and left is None):
+        causal, right = "br", None if left is None else 0
+    window = sdpa.NO_WINDOW if left is None and right is None else (left, right, "br")
+    numbers = dict(q_starts=q_starts, k_starts=k_starts, k_lengths=k_lengths, page_table=page_table)
+    numbers = {name: x.to(torch.int32).contiguous() for name, x in numbers.items() if x is not None}
+    tensors = []
+    for x, starts in ((q, q_starts), (k, k_starts), (v, k_starts)):
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        tensors.append((x if starts is None else x[None]).transpose(1, 2))
+    out, lse = sdpa.attention(
+        *tensors, causal=causal or None, window=window, scale=scale, softcap=softcap, sinks=sinks, return_lse=True,
+        q_descale=of_one_batch(function, "q_descale", q_descale, q_starts),
+        k_descale=of_one_batch(function, "k_descale", k_descale, k_starts),
+        v_descale=of_one_batch(function, "v_descale", v_descale, k_starts),
+        most_keys=most_keys if numbers else 0, **numbers)
+    out = out.transpose(1, 2)
+    if q.shape[-1] != v.shape[-1]:
+        out = out.contiguous()  # attention() has written [B,H,S,Dv]
+    if q.dtype == torch.float8_e4m3fn:
+        out = out.to(torch.bfloat16)
+    return (out, lse) if q_starts is None else (out[0], lse[0])
+
+
+def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
+                    window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
+                    sm_margin=0, return_attn_probs=False, *, learnable_sink=None, **others):
+    """O [B,Sq,Hq,Dv] of q [B,Sq,Hq,D], k [B,Sk,Hkv,D] and v [B,Sk,Hkv,Dv], and with return_attn_probs its LSE. It has the
+    backward of attention()."""
+    refuse("flash_attn_func", qv=qv, attention_chunk=attention_chunk, **others)
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if deterministic and needs_grad and not torch.are_deterministic_algorithms_enabled():
+        raise ValueError("flash_attn_func: deterministic is of the backward, which is PyTorch's; call "
+                         "torch.use_deterministic_algorithms(True)")
+    out, lse = attend("flash_attn_func", q, k, v, softmax_scale, causal, window_size, softcap, q_descale, k_descale,
+                      v_descale, learnable_sink)
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None,
+                           seqused_k=None, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None,
+                           v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1,
+                           pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False, *, page_table=None,
+                           learnable_sink=None, **others):
+    """flash_attn_func() of sequences behind each other: b has the rows from cu_seqlens[b] to cu_seqlens[b + 1], and of its
+    keys the first seqused_k[b]. If cu_seqlens_q or _k is None, q, or k and v, are [B,S,H,D]; with page_table k and v are
+    pages. max_seqlen_k bounds the keys of a sequence if it is no tensor, which the host would wait for. No backward."""
+    refuse("flash_attn_varlen_func", qv=qv, attention_chunk=attention_chunk, seqused_q=seqused_q, **others)
+    if page_table is not None:
+        check_pages("flash_attn_varlen_func", k, cu_seqlens_k, "cu_seqlens_k")
+    most_keys = 0 if isinstance(max_seqlen_k, torch.Tensor) else max_seqlen_k or 0
+    out, lse = attend("flash_attn_varlen_func", q, k, v, softmax_scale, causal, window_size, softcap, q_descale, k_descale,
+                      v_descale, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, most_keys)
+    return (out, lse) if return_attn_probs else out
+
+
+def bits(x):
+    """A tensor as one that PyTorch's indexing takes, which has no e4m3."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+def append(k_cache, v_cache, k, v, lengths, page_table, cache_batch_idx, starts):
+    """Writes k and v behind the keys of the caches, each by one operation of the device, and returns the new lengths. Rows
+    of k and v behind the last sequence of `starts` repeat the row before them, so that they change nothing."""
+    if starts is None:
+        owner, new = torch.arange(k.shape[0], device=k.device)[:, None], k.shape[1]
+        place = lengths[:, None] + torch.arange(new, device=k.device)
+    else:
+        starts = starts.to(torch.int32)
+        row = torch.arange(k.shape[0], dtype=torch.int32, device=k.device).minimum(starts[-1] - 1).clamp(min=0)
+        owner = (torch.searchsorted(starts, row, right=True) - 1).clamp(max=starts.shape[0] - 2)
+        place, new = lengths[owner] + row - starts[owner], starts.diff()
+        k, v = (bits(x)[row].view(x.dtype) for x in (k, v))
+    if page_table is not None:
+        page_size = k_cache.shape[1]
+        owner, place = page_table[owner, place // page_size], place % page_size
+    elif cache_batch_idx is not None:
+        owner = cache_batch_idx[owner]
+    with torch.no_grad():
+        for cache, x in ((k_cache, k), (v_cache, v)):
+            bits(cache).index_put_((owner, place), bits(x))
+    return lengths + new
+
+
+def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
+                            cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None,
+                            cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
+                            q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
+                            window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+                            scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
+                            *, learnable_sink=None, **others):
+    """flash_attn_func() of caches [B,Sk,Hkv,D] whose first cache_seqlens (an int or [B]) keys count, of those of
+    cache_batch_idx [B], or of pages [pages,keys,Hkv,D] with page_table [B,N]. k and v [B,new,Hkv,D], or [rows,Hkv,D] with
+    cu_seqlens_k_new, are written behind these keys and count as well. With return_softmax_lse also LSE and two empty
+    tensors, which stand for the partial results of splits."""
+    name = "flash_attn_with_kvcache"
+    refuse(name, qv=qv, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens,
+           cache_leftpad=cache_leftpad, attention_chunk=attention_chunk, **others)
+    if page_table is not None:
+        check_pages(name, k_cache, cache_batch_idx, "cache_batch_idx")
+    if (k is None) != (v is None):
+        raise ValueError(f"{name}: {'k' if k is None else 'v'} is missing; keys are appended together with their values")
+    if k is not None and cache_seqlens is None:
+        raise ValueError(f"{name}: cache_seqlens is missing, which says where k and v are appended")
+    if cache_seqlens is not None and not isinstance(cache_seqlens, torch.Tensor):
+        sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        cache_seqlens = torch.full((sequences,), cache_seqlens, dtype=torch.int32, device=k_cache.device)
+    if k is not None:
+        cache_seqlens = append(k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_k_new)
+    if cache_batch_idx is not None and k_cache.shape[1] % 16 == 0:
+        page_table = cache_batch_idx[:, None]  # a cache is a page
+    elif cache_batch_idx is not None:
+        k_cache, v_cache = (bits(x).index_select(0, cache_batch_idx).view(x.dtype) for x in (k_cache, v_cache))
+    out, lse = attend(name, q, k_cache, v_cache, softmax_scale, causal, window_size, softcap, q_descale, k_descale,
+                      v_descale, learnable_sink, cu_seqlens_q, None, cache_seqlens, page_table)
+    none = torch.empty(0, device=q.device)
+    return (out, lse, none, none) if return_softmax_lse else out
+
+
+def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
+    """O [B,S,H,D] and LSE [B,S,H] of n partial results [n,B,S,H,D] over different keys, and their LSEs [n,B,S,H], in fp32."""
+    lse = lse_partial.logsumexp(0)
+    weights = (lse_partial - lse.where(lse > -torch.inf, 0)).exp()[..., None]
+    whole = (out_partial.where(weights > 0, 0) * weights).sum(0)  # a part that has seen no key may hold anything
+    return whole.to(out_dtype or out_partial.dtype) if out is None else out.copy_(whole), lse
+
+
+def get_scheduler_metadata(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens,
+                           qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
+                           cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1),
+                           attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0):
+    """An empty tensor, which callers hand on as scheduler_metadata: the kernels plan their work themselves."""
+    return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
