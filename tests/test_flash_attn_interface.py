@@ -19,7 +19,7 @@ import flash_attn_interface as fa  # noqa: E402
 import pytorch as sdpa  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
 
-GPU = torch.cuda.is_available()
+GPU, ATTENTION = torch.cuda.is_available(), sdpa.attention
 DEVICE, DTYPE, LIMIT = ("cuda", torch.bfloat16, 1.6e-2) if GPU else ("cpu", torch.float32, 1e-5)
 E4M3 = torch.float8_e4m3fn
 LIMITS = {DTYPE: LIMIT, E4M3: 6e-2 if GPU else 5e-3}  # O of e4m3 is rounded to bf16
@@ -82,9 +82,8 @@ def attention(q, k, v, causal=None, window=(None, None), scale=None, q_descale=N
         assert page_table.dtype == torch.int32 and page_table.stride(1) == 1 and len(page_table) == B
         assert k_starts is None and k.shape[2] % 16 == 0
     assert most_keys == 0 or any(x is not None for x in (k_lengths, q_starts, k_starts, page_table))
-    wide = []
-    for x, factor, batch in ((q, q_descale, len(q)), (k, k_descale, B if page_table is not None else len(k)), (v, v_descale, None)):
-        batch = batch or (B if page_table is not None else len(v))
+    wide, batch_of_k = [], B if page_table is not None else len(k)
+    for x, factor, batch in ((q, q_descale, len(q)), (k, k_descale, batch_of_k), (v, v_descale, batch_of_k)):
         if factor is not None:
             assert q.dtype == E4M3 and factor.dtype == torch.float32
             heads = factor.repeat_interleave(Hq // Hkv, -1) if x is q and factor.dim() and factor.shape[-1] == Hkv < Hq else factor
@@ -102,8 +101,8 @@ def attention(q, k, v, causal=None, window=(None, None), scale=None, q_descale=N
         count = one_k.shape[1] if k_lengths is None else min(int(k_lengths[b]), one_k.shape[1])
         count = min(count, most_keys) if most_keys else count
         one_k, one_v = one_k[:, :count], one_v[:, :count]
-        one_q, one_k, one_v = (x if factor is None else x * factor[min(i, len(factor) - 1)] for x, (_, factor), i in zip(
-            (one_q, one_k, one_v), wide, (at, b if page_table is not None else own, b if page_table is not None else own)))
+        one_q, one_k, one_v = (x if factor is None else x * factor[min(b, len(factor) - 1)]
+                               for x, (_, factor) in zip((one_q, one_k, one_v), wide))
         place, key = torch.arange(one_q.shape[1], device=q.device)[:, None] + count - one_q.shape[1], torch.arange(count, device=q.device)
         seen = (key <= place) if causal else torch.ones_like(key <= place)
         seen &= (key >= place - window[0]) if window[0] is not None else seen
@@ -218,15 +217,13 @@ def test_func():
 ROWS, KEYS, USED = (3, 0, 5, 1), (4, 2, 0, 9), (2, 2, 0, 7)
 
 
-def paged(x, lengths, size=16):
-    """Rows [T,H,D] of sequences in pages in no order, with one too many for each, and their table."""
-    count = max(lengths) // size + 2
-    table = torch.randperm(len(lengths) * count, device=DEVICE).view(len(lengths), count)
-    pages = drawn(len(lengths) * count, size, *x.shape[1:]).to(x.dtype)
-    for b, part in enumerate(x.split(lengths)):
+def in_pages(x, lengths, table):
+    """Rows [T,H,D] of sequences in pages of 16."""
+    pages = drawn(table.numel(), 16, *x.shape[1:]).to(x.dtype)
+    for own, part in zip(table, x.split(lengths)):
         for i, row in enumerate(part):
-            bits(pages)[table[b, i // size], i % size] = bits(row)
-    return pages, table.int()
+            bits(pages)[own[i // 16], i % 16] = bits(row)
+    return pages
 
 
 def bits(x):
@@ -250,14 +247,8 @@ def test_varlen(calls):
         given_q, given = q if c.rows == "packed" else q.view(4, 3, Hq, D), [k, v]
         more = dict(seqused_k=ints(*used) if used != lengths else None)
         if c.keys == "pages":
-            (pages_k, table), torch_state = paged(k, lengths), None
-            given = [pages_k, torch.empty_like(pages_k)]
-            for x, pages in ((k, given[0]), (v, given[1])):
-                bits(pages).zero_()
-                for b, part in enumerate(x.split(lengths)):
-                    for i, row in enumerate(part):
-                        bits(pages)[table[b, i // 16].long(), i % 16] = bits(row)
-            more["page_table"] = table
+            table = torch.randperm(8, device=DEVICE).view(4, 2)
+            given, more["page_table"] = [in_pages(x, lengths, table) for x in (k, v)], table.int()
         elif c.keys == "batch":
             given = [x.view(4, 9, Hkv, D) for x in (k, v)]
         most = {None: None, "tensor": ints(9).max(), 9: 9, 4: 4}[c.most]
@@ -483,13 +474,11 @@ def test_no_graph_break():
         torch.compiler.reset()
         torch.compile(function, fullgraph=True, backend=lambda graph, _: nodes.append([
             x.target for x in graph.graph.nodes if x.op.startswith("call")]) or graph)()
-        return [x if isinstance(x, str) else getattr(x, "__name__", str(x)) for x in nodes[-1]]
+        return nodes[-1]
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode():
-        patch.undo()
         empty = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, device="cuda", dtype=dtype)  # noqa: E731
         q, k, cache, pages = empty(2, 1, 8, 128), empty(2, 1, 2, 128), empty(2, 64, 2, 128), empty(9, 16, 2, 128)
         lengths, starts, table = (empty(*shape, dtype=torch.int32) for shape in ((2,), (3,), (2, 4)))
-        real = sys.modules["pytorch"].OPERATOR
         patch.setattr(sdpa, "attention", ATTENTION)
         for function, writes in (
                 (lambda: fa.flash_attn_func(q, cache, cache, causal=True, window_size=(5, 0), return_attn_probs=True), 0),
@@ -499,10 +488,7 @@ def test_no_graph_break():
                 (lambda: fa.flash_attn_with_kvcache(q, pages, pages, k[:, 0], k[:, 0], cache_seqlens=lengths, page_table=table,
                                                     cu_seqlens_k_new=starts, return_softmax_lse=True), 2)):
             found = graph_of(function)
-            assert sum(str(real) in name or name == real.__name__ for name in found) == 1 and found.count("index_put_") == writes, found
-
-
-ATTENTION = sdpa.attention
+            assert found.count(sdpa.OPERATOR) == 1 and found.count("index_put_") == writes, found
 
 
 # ---- transformers ----
@@ -510,24 +496,59 @@ ATTENTION = sdpa.attention
 PROGRAM = """
 import sys
 sys.path[:0] = ["tests", "bindings"]
+exec(BLOCK.splitlines()[0])
 import torch
-GPU = torch.cuda.is_available()
-torch.cuda.is_available = lambda: True  # what transformers asks for before it takes a FlashAttention
 import pytorch as sdpa, test_flash_attn_interface as here
-if not GPU:
-    sdpa.attention, called = here.attention, []
-    torch.cuda.is_available = lambda: True
-import flash_attn_interface as ours
-calls = []
-for name in ("flash_attn_func", "flash_attn_varlen_func"):
-    setattr(ours, name, (lambda name, function: __import__("functools").wraps(function)(
-        lambda *x, **more: calls.append(name) or function(*x, **more)))(name, getattr(ours, name)))
+if not here.GPU:  # without one transformers takes no FlashAttention, which it finds out once
+    torch.cuda.is_available, real = lambda: True, torch.cuda.is_available
+    sdpa.attention = here.attention
+from transformers.utils import is_flash_attn_3_available
+assert is_flash_attn_3_available()
+if not here.GPU:
+    torch.cuda.is_available = real
+import test_transformers as models
+kernel, calls = sdpa.attention, []
+sdpa.attention = lambda *x, **more: calls.append(more) or kernel(*x, **more)
+tokens = models.tokens_of()
+ids = torch.cat([torch.arange(n) for n in (3, 25, 12)])[None].to(models.DEVICE)
+for kind in ("Llama", "Mistral", "Gemma2", "Bert"):
+    model = models.model_of(kind)
+    runs = [lambda: model(tokens).logits, lambda: model(tokens, attention_mask=mask).logits[mask.bool()]]
+    mask = models.padding((5, 0), (0, 0))
+    if kind != "Bert":
+        runs += [lambda: model(tokens[:1], position_ids=ids, use_cache=False).logits,
+                 lambda: torch.stack(model.generate(tokens[:, :24], attention_mask=mask[:, :24], max_new_tokens=1 if here.GPU else 8, do_sample=False,
+                                                    output_logits=True, return_dict_in_generate=True, pad_token_id=0).logits)]
+    with torch.no_grad():
+        want = [run() for run in runs]
+        exec(BLOCK)
+        calls.clear()
+        for run, expected in zip(runs, want):
+            models.assert_close(run(), expected)
+    assert len(calls) >= 2 * len(runs) and any("q_starts" in more for more in calls) and any("q_starts" not in more for more in calls), kind
+    assert kind != "Gemma2" or all(more["softcap"] == 2.0 for more in calls)
+import flash_attn_interface, transformers.modeling_flash_attention_utils as loaded
+assert loaded._flash_fn is flash_attn_interface.flash_attn_func and loaded._loaded_implementation == "flash_attention_3"
 """
 
 
-def test_the_transformers_example(tmp_path):
-    """The block of docs/USING.md: transformers' own FlashAttention-3, by ours, gives the logits and tokens of eager attention."""
+def test_the_transformers_example():
+    """The block of docs/USING.md: transformers' own FlashAttention-3, by ours, gives the logits of eager attention for whole batches,
+    padded ones, packed ones and generated tokens."""
     pytest.importorskip("transformers", minversion="5.24")
-    done = subprocess.run([sys.executable, os.path.join(ROOT, "tests", "transformers_example.py")], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", f"BLOCK = {blocks()[1]!r}" + PROGRAM], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.fullmatch(r"(\w+: \d+ calls of flash_attn_func, \d+ of flash_attn_varlen_func\n)+", done.stdout)
+
+
+def blocks():
+    text = open(os.path.join(ROOT, "docs/USING.md")).read()
+    section = re.search(r"^## FlashAttention-3's module.*?(?=^## )", text, re.DOTALL | re.MULTILINE).group()
+    return re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+
+
+def test_the_documentation(calls, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    space = {}
+    exec(blocks()[0].replace("cuda", DEVICE), space)
+    assert space["out"].shape == space["q"].shape and space["lse"].shape == (2, 32, 128) and space["packed"].shape == (256, 32, 128)
+    assert space["step"].shape == (2, 1, 32, 128) and space["pages"][0][:, :, 0].any(2).sum() == 2 and len(calls) == 3

@@ -242,7 +242,8 @@ def test_two_processes_build_a_line_once(monkeypatch, tmp_path):
                  for _ in range(2)]
     paths, said = zip(*(process.communicate() for process in processes))
     assert paths[0] == paths[1] and open(paths[0].strip()).read() == "library\n"
-    assert (tmp_path / "calls").read_text() == "run\n" and "".join(said).count("sdpa: building a by nvcc, once ... 0 s") == 1
+    assert (tmp_path / "calls").read_text() == "run\n" and "".join(said).count("sdpa: building a by nvcc, 20 to 60 s, once ...\n") == 1
+    assert "".join(said).count("sdpa: building a took 0 s\n") == 1
     other = sdpa.built("a", ["bindings/library.cu"], "-DKNOB=2")
     assert other != paths[0].strip() and (tmp_path / "calls").read_text() == "run\n" * 2
 
@@ -273,6 +274,49 @@ def test_what_cannot_be_built(monkeypatch, tmp_path, capsys):
     sdpa.load_line(0, 1, 128, 128, 0, line)
     assert line.trouble.startswith(b"nvcc is missing") and not line.forward
     assert "PyTorch's own kernel runs instead" in capsys.readouterr().err
+
+
+def test_a_cache_without_nvcc(monkeypatch, tmp_path):
+    """What another nvcc has made of the same sources is taken where there is none, or where nothing can be written: the newest."""
+    in_cache(monkeypatch, tmp_path, FAKE_NVCC.replace("--version ]", f"--version ] && cat {tmp_path}/version").replace("sleep 0.3", "") % "")
+    monkeypatch.setattr(sdpa, "ROOT", str(tmp_path))
+    (tmp_path / "a").write_text("one")
+    paths = []
+    for version in ("13.0", "12.4"):
+        (tmp_path / "version").write_text(version)
+        paths.append(sdpa.built("x", ("a",), "-DA=1", "-I/torch"))
+    os.utime(paths[1], (1, 1))
+    path = os.environ["PATH"]
+
+    def refused(*_, **__):
+        raise OSError(30, "Read-only file system")
+    for changes in (dict(PATH=str(tmp_path / "empty"), CUDA_HOME=str(tmp_path)), dict(PATH=path)):
+        for name, value in changes.items():
+            monkeypatch.setenv(name, value)
+        if changes["PATH"] == path:  # with an nvcc that has made nothing yet, in a folder that takes nothing
+            monkeypatch.delenv("CUDA_HOME")
+            (tmp_path / "version").write_text("13.1")
+            monkeypatch.setattr(sdpa, "open", refused, raising=False)
+        assert sdpa.built("x", ("a",), "-DA=1", "-I/elsewhere/torch") == paths[0]
+        with pytest.raises(sdpa.Unavailable, match="nvcc is missing|cannot be written to"):
+            sdpa.built("x", ("a",), "-DA=2")
+    assert (tmp_path / "calls").read_text() == "run\n" * 2
+
+
+def test_a_first_call_builds_its_line_beside_pytorch_cpp(monkeypatch):
+    """Both at once, with the knobs that the call will ask for."""
+    both, asked = threading.Barrier(2), []
+    operator = type("Operator", (), {"_schema": sdpa.OPERATOR._schema, "__call__": lambda self, *x: len(x)})()
+    monkeypatch.setattr(sdpa, "OPERATOR", operator)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(sdpa, "glue", lambda: both.wait(10))
+    monkeypatch.setattr(sdpa, "built", lambda *x: asked.append(x) or both.wait(10))
+    q, v, ints = on_meta(2, 8, 100, 192, dtype=torch.bfloat16), on_meta(2, 4, 300, 128, dtype=torch.bfloat16), torch.zeros(2)
+    for given, features in ({}, 0), ({"softcap": 2.0}, 1), ({"sinks": ints}, 2), ({"k_lengths": ints}, 4), ({"q_starts": ints}, 4), (
+            {"sinks": ints, "page_table": ints}, 14), ({"k_starts": ints, "q_descale": ints}, 4):
+        arguments = [given.get(argument.name, dict(q=q, k=q, v=v, softcap=0.0).get(argument.name)) for argument in operator._schema.arguments]
+        assert sdpa.first_call(operator)(*arguments) == len(arguments)
+        assert asked.pop() == sdpa.build_of(*sdpa.line_with((9, 0), torch.bfloat16, 192, 128, features)) and not asked
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
