@@ -483,6 +483,7 @@ def test_no_graph_break():
         for function, writes in (
                 (lambda: fa.flash_attn_func(q, cache, cache, causal=True, window_size=(5, 0), return_attn_probs=True), 0),
                 (lambda: fa.flash_attn_varlen_func(q[0], k[0], k[0], starts, starts, 1, 1, seqused_k=lengths), 0),
+                (lambda: fa.flash_attn_varlen_func(q[0], k[0], k[0], starts, starts, lengths[0], lengths[0]), 0),
                 (lambda: fa.flash_attn_with_kvcache(q, cache, cache, k, k, cache_seqlens=lengths, causal=True), 2),
                 (lambda: fa.flash_attn_with_kvcache(q, cache, cache, k, k, cache_seqlens=5, cache_batch_idx=lengths), 2),
                 (lambda: fa.flash_attn_with_kvcache(q, pages, pages, k[:, 0], k[:, 0], cache_seqlens=lengths, page_table=table,
