@@ -1,13 +1,14 @@
 """usage: python -m sdpa build WORD ... [--jobs N]    or of a clone: python3 bindings build ...
        python -m sdpa path
 
-build fills $SDPA_CACHE (or ~/.cache/sdpa) with every build of these words, without a GPU, so many nvcc at a time (all cores):
+build fills $SDPA_CACHE (or ~/.cache/sdpa) with every build of these words, without a GPU, N at a time (one a core):
   sm_80 sm_90a ...     GPUs
   fp16 bf16 e4m3       types
   64 128 192x128 ...   D, or that of Q and K by that of V
   plain softcap sinks lengths pages, or several as in sinks+lengths: options of attention() (plain, if none is named)
-and with what is between PyTorch and the kernels. Where they are all there, nvcc is not needed.
-path prints what PYTHONPATH needs, so that `import flash_attn_interface` finds sdpa's, and transformers a FlashAttention-3."""
+and with what is between PyTorch and the kernels. A program that finds all it needs there does without nvcc.
+path prints what PYTHONPATH needs so that `import flash_attn_interface` finds sdpa's, and transformers finds a
+FlashAttention-3."""
 import itertools
 import os
 import re

@@ -1,17 +1,17 @@
 """FlashAttention-3's functions by sdpa.cu's kernels: arguments, order, defaults, shapes and results are those of its
 module of this name, so that code written for it runs as it is. docs/USING.md says how callers find this one.
 
-Tensors are [B,S,H,D], with cu_seqlens [rows,H,D]; LSE is [B,H,S], with cu_seqlens_q [H,rows]. O lies as q does and has its
-type, of e4m3 bfloat16. Masks and windows count from the last key. learnable_sink [Hq] is FlashAttention-4's. Hints change
-nothing: num_splits, pack_gqa, sm_margin, scheduler_metadata, max_seqlen_q. What the kernels cannot do raises a sentence
-that names the argument."""
+Tensors are [B,S,H,D], with cu_seqlens [rows,H,D]; LSE is [B,H,S], with cu_seqlens_q [H,rows]. O lies as q does and has
+its type, of e4m3 bfloat16. Masks and windows count from the last key. learnable_sink [Hq] is FlashAttention-4's. Hints
+change nothing: num_splits, pack_gqa, sm_margin, scheduler_metadata, max_seqlen_q. What the kernels cannot do raises a
+sentence that names the argument."""
 import torch
 
 import pytorch as sdpa
 
 # Arguments of FlashAttention-2 and -3 that the kernels do not know, and what to do instead.
 UNKNOWN = {
-    **dict.fromkeys(("rotary_cos", "rotary_sin", "rotary_seqlens"), "rotate q and k before the call"),
+    **dict.fromkeys(("rotary_cos", "rotary_sin"), "rotate q and k before the call"),
     **dict.fromkeys(("cache_leftpad", "leftpad_k"), "pass caches that begin with their first key"),
     **dict.fromkeys(("qv", "alibi_slopes"), "leave it out"), "dropout_p": "pass 0",
     "seqused_q": "pack the rows in use and pass cu_seqlens_q",
@@ -37,7 +37,7 @@ def check_pages(function, k_cache, other, name):
 
 
 def of_one_batch(function, name, factor, starts):
-    """A factor of e4m3. The kernels take those of a batch, which is 1 of packed rows: there it is one for all sequences."""
+    """A factor of e4m3. The kernels take those of a batch, which is 1 of packed rows, so sequences share them."""
     if factor is None or starts is None or factor.dim() < 2 or factor.shape[0] == 1:
         return factor
     if factor.stride(0):
@@ -45,10 +45,10 @@ def of_one_batch(function, name, factor, starts):
     return factor[:1]  # expanded: it is the same for all
 
 
-def attend(function, q, k, v, scale, causal, window_size, softcap, q_descale, k_descale, v_descale, sinks, q_starts=None,
-           k_starts=None, k_lengths=None, page_table=None, most_keys=0):
+def attend(function, q, k, v, scale, causal, window_size, softcap, q_descale, k_descale, v_descale, sinks,
+           q_starts=None, k_starts=None, k_lengths=None, page_table=None, most_keys=0):
     """O and LSE of attention(), in FlashAttention's shapes."""
-    left, right = (None if keys is None or keys < 0 else keys for keys in window_size)
+    left, right = (None if keys is None or keys < 0 else int(keys) for keys in window_size)
     if causal or (right == 0 and left is None):
         causal, right = "br", None if left is None else 0
     window = sdpa.NO_WINDOW if left is None and right is None else (left, right, "br")
@@ -73,10 +73,10 @@ def attend(function, q, k, v, scale, causal, window_size, softcap, q_descale, k_
 
 
 def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
-                    window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
-                    sm_margin=0, return_attn_probs=False, *, learnable_sink=None, **others):
-    """O [B,Sq,Hq,Dv] of q [B,Sq,Hq,D], k [B,Sk,Hkv,D] and v [B,Sk,Hkv,Dv], and with return_attn_probs its LSE. It has the
-    backward of attention()."""
+                    window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None,
+                    deterministic=False, sm_margin=0, return_attn_probs=False, *, learnable_sink=None, **others):
+    """O [B,Sq,Hq,Dv] of q [B,Sq,Hq,D], k [B,Sk,Hkv,D] and v [B,Sk,Hkv,Dv], and with return_attn_probs its LSE. It has
+    the backward of attention()."""
     refuse("flash_attn_func", qv=qv, attention_chunk=attention_chunk, **others)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if deterministic and needs_grad and not torch.are_deterministic_algorithms_enabled():
@@ -92,15 +92,17 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
                            v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1,
                            pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False, *, page_table=None,
                            learnable_sink=None, **others):
-    """flash_attn_func() of sequences behind each other: b has the rows from cu_seqlens[b] to cu_seqlens[b + 1], and of its
-    keys the first seqused_k[b]. If cu_seqlens_q or _k is None, q, or k and v, are [B,S,H,D]; with page_table k and v are
-    pages. max_seqlen_k bounds the keys of a sequence if it is no tensor, which the host would wait for. No backward."""
+    """flash_attn_func() of sequences behind each other: b has the rows from cu_seqlens[b] to cu_seqlens[b + 1], and of
+    its keys the first seqused_k[b]. If cu_seqlens_q or _k is None, q, or k and v, are [B,S,H,D]; with page_table k and
+    v are pages. max_seqlen_k bounds the keys of a sequence if it is no tensor, which the host would wait for. There is
+    no backward."""
     refuse("flash_attn_varlen_func", qv=qv, attention_chunk=attention_chunk, seqused_q=seqused_q, **others)
     if page_table is not None:
         check_pages("flash_attn_varlen_func", k, cu_seqlens_k, "cu_seqlens_k")
     most_keys = 0 if isinstance(max_seqlen_k, torch.Tensor) else max_seqlen_k or 0
-    out, lse = attend("flash_attn_varlen_func", q, k, v, softmax_scale, causal, window_size, softcap, q_descale, k_descale,
-                      v_descale, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, most_keys)
+    out, lse = attend("flash_attn_varlen_func", q, k, v, softmax_scale, causal, window_size, softcap, q_descale,
+                      k_descale, v_descale, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table,
+                      most_keys)
     return (out, lse) if return_attn_probs else out
 
 
@@ -110,8 +112,8 @@ def bits(x):
 
 
 def append(k_cache, v_cache, k, v, lengths, page_table, cache_batch_idx, starts):
-    """Writes k and v behind the keys of the caches, each by one operation of the device, and returns the new lengths. Rows
-    of k and v behind the last sequence of `starts` repeat the row before them, so that they change nothing."""
+    """Writes k and v behind the keys of the caches, each by one operation of the device, and returns the new lengths.
+    Rows of k and v behind the last sequence of `starts` repeat the row before them, so that they change nothing."""
     if starts is None:
         owner, new = torch.arange(k.shape[0], device=k.device)[:, None], k.shape[1]
         place = lengths[:, None] + torch.arange(new, device=k.device)
@@ -140,16 +142,16 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
                             scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
                             *, learnable_sink=None, **others):
     """flash_attn_func() of caches [B,Sk,Hkv,D] whose first cache_seqlens (an int or [B]) keys count, of those of
-    cache_batch_idx [B], or of pages [pages,keys,Hkv,D] with page_table [B,N]. k and v [B,new,Hkv,D], or [rows,Hkv,D] with
-    cu_seqlens_k_new, are written behind these keys and count as well. With return_softmax_lse also LSE and two empty
-    tensors, which stand for the partial results of splits."""
+    cache_batch_idx [B], or of pages [pages,keys,Hkv,D] with page_table [B,N]. k and v [B,new,Hkv,D], or [rows,Hkv,D]
+    with cu_seqlens_k_new, are written behind these keys and count as well. With return_softmax_lse also LSE and two
+    empty tensors, which stand for the partial results of splits. rotary_seqlens is rotary_cos's, and alone nothing."""
     name = "flash_attn_with_kvcache"
-    refuse(name, qv=qv, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_seqlens=rotary_seqlens,
-           cache_leftpad=cache_leftpad, attention_chunk=attention_chunk, **others)
+    refuse(name, qv=qv, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad,
+           attention_chunk=attention_chunk, **others)
     if page_table is not None:
         check_pages(name, k_cache, cache_batch_idx, "cache_batch_idx")
     if (k is None) != (v is None):
-        raise ValueError(f"{name}: {'k' if k is None else 'v'} is missing; keys are appended together with their values")
+        raise ValueError(f"{name}: {'k' if k is None else 'v'} is missing; keys are appended with their values")
     if k is not None and cache_seqlens is None:
         raise ValueError(f"{name}: cache_seqlens is missing, which says where k and v are appended")
     if cache_seqlens is not None and not isinstance(cache_seqlens, torch.Tensor):
@@ -168,7 +170,8 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
 
 
 def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
-    """O [B,S,H,D] and LSE [B,S,H] of n partial results [n,B,S,H,D] over different keys, and their LSEs [n,B,S,H], in fp32."""
+    """O [B,S,H,D] and LSE [B,S,H] of n partial results [n,B,S,H,D] over different keys and their LSEs [n,B,S,H], all
+    fp32."""
     lse = lse_partial.logsumexp(0)
     weights = (lse_partial - lse.where(lse > -torch.inf, 0)).exp()[..., None]
     whole = (out_partial.where(weights > 0, 0) * weights).sum(0)  # a part that has seen no key may hold anything

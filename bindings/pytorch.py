@@ -66,11 +66,12 @@ def digest(*parts):
 
 
 def built(what, sources, *options):
-    """The path of a shared library that nvcc makes of the first source, which includes the others; from the cache if there. Its name
-    has a digest of all that it is made of, and one of nvcc's version, so that it is found without nvcc as well."""
+    """The path of a shared library that nvcc makes of the first source, which includes the others; from the cache if
+    there. Its name has a digest of all that it is made of, and one of nvcc's version, so that it is found without nvcc too."""
     folder = pathlib.Path(os.environ.get("SDPA_CACHE") or os.path.expanduser("~/.cache/sdpa"))
     texts = [pathlib.Path(ROOT, path).read_bytes() for path in sources]
-    name = f"{what}-{digest(*texts, *(os.fsencode(x) for x in options if x[:2] not in ('-I', '-L')))}"  # of any folder of PyTorch
+    own = [os.fsencode(x) for x in options if x[:2] not in ("-I", "-L")]  # wherever PyTorch is
+    name = f"{what}-{digest(*texts, *own)}"
     try:
         version = subprocess.run([nvcc(), "--version"], capture_output=True).stdout
         path = os.path.join(folder, f"{name}-{digest(version)}.so")
@@ -105,8 +106,9 @@ def build_of(name, capability, *features):
     """The arguments of built() for a line with these knobs besides, 1 if they have no value."""
     arch = f"{capability[0]}{capability[1]}{'a' if capability[0] == 9 else ''}"
     knobs = [f"-D{knob}={value}" for knob, value in {**knobs_of(name), **dict((f + "=1").split("=")[:2] for f in features)}.items()]
-    return ("-".join((name, *features, f"sm_{arch}")), ("bindings/library.cu", "sdpa.cu", "bindings/sdpa.h"), "-std=c++17", "-O3",
-            f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xcompiler=-fPIC,-fno-gnu-unique", *knobs)
+    return ("-".join((name, *features, f"sm_{arch}")), ("bindings/library.cu", "sdpa.cu", "bindings/sdpa.h"),
+            "-std=c++17", "-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xcompiler=-fPIC,-fno-gnu-unique",
+            *knobs)
 
 
 @functools.cache
@@ -149,8 +151,9 @@ def build_of_glue():
         raise Unavailable("this PyTorch is built without CUDA")
     of_torch = os.path.dirname(torch.__file__)
     return (f"pytorch-{torch.__version__}", ("bindings/pytorch.cpp", "bindings/sdpa.h"), "-std=c++20", "-O2", "-x=c++",
-            "-Xcompiler=-fPIC", "-DAT_PER_OPERATOR_HEADERS", f"-I{of_torch}/include", f"-I{of_torch}/include/torch/csrc/api/include",
-            f"-L{of_torch}/lib", "-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch_cuda", "-ltorch")
+            "-Xcompiler=-fPIC", "-DAT_PER_OPERATOR_HEADERS", f"-I{of_torch}/include",
+            f"-I{of_torch}/include/torch/csrc/api/include", f"-L{of_torch}/lib", "-lc10", "-lc10_cuda", "-ltorch_cpu",
+            "-ltorch_cuda", "-ltorch")
 
 
 @functools.cache
@@ -194,13 +197,14 @@ def fake_backward(grad, q, k, v, *_):
 
 
 def build_ahead(operator, arguments):
-    """Builds the line that attention() with these arguments will load, whose call says what goes wrong. None for what is not known here."""
+    """Builds the line that attention() with these arguments will load. That call says what goes wrong."""
     given = {argument.name: x for argument, x in zip(operator._schema.arguments, arguments) if x is not None}
     tensors = {name for name, x in given.items() if isinstance(x, torch.Tensor)}
     lengths = bool(tensors & {"k_lengths", "q_starts", "k_starts", "page_table"})
-    features = (given["softcap"] != 0, "sinks" in tensors, lengths, "page_table" in tensors)
-    if tensors - {"q", "k", "v", "q_descale", "k_descale", "v_descale", "sinks", "k_lengths", "q_starts", "k_starts", "page_table"}:
-        return
+    features = (given["softcap"] != 0, "sinks" in tensors, lengths, "page_table" in tensors)  # as in FEATURES
+    known = "q k v q_descale k_descale v_descale sinks k_lengths q_starts k_starts page_table"
+    if tensors - set(known.split()):
+        return  # an option that has no number here yet
     with contextlib.suppress(Exception):
         q, v = given["q"], given["v"]
         built(*build_of(*line_with(torch.cuda.get_device_capability(q.device), q.dtype, q.shape[3], v.shape[3],
@@ -208,7 +212,8 @@ def build_ahead(operator, arguments):
 
 
 def first_call(operator):
-    """The operator until pytorch.cpp is there, which a trace or a compiled graph may be the first to need. Its line is built meanwhile."""
+    """The operator until pytorch.cpp is there, which a trace or a compiled graph may be the first to need. Its line is
+    built meanwhile."""
     def load(*arguments):
         if operator is OPERATOR:
             threading.Thread(target=build_ahead, args=(operator, arguments), daemon=True).start()

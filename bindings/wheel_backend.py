@@ -1,5 +1,5 @@
-"""What pip calls to install ./bindings (PEP 517). The wheel has this folder's files and the sources that nvcc needs, in the places of the
-repository, so one wheel is for every Python, PyTorch and GPU. Nothing is compiled."""
+"""What pip calls to install ./bindings (PEP 517). The wheel has this folder's files and the sources that nvcc needs, in
+the places of the repository, so one wheel is for every Python, PyTorch and GPU. Nothing is compiled."""
 import base64
 import hashlib
 import os
@@ -51,8 +51,8 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     found[record] = "\n".join([*rows, f"{record},,", ""]).encode()
     wheel = f"{NAME}-{VERSION}-py3-none-any.whl"
     with zipfile.ZipFile(os.path.join(wheel_directory, wheel), "w", zipfile.ZIP_DEFLATED) as file:
-        for name, text in found.items():
-            file.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED)  # without a date: the same files, the same wheel
+        for name, text in found.items():  # without dates, so that the same files make the same wheel
+            file.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED)
     return wheel
 
 

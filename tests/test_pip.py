@@ -1,5 +1,5 @@
-"""pip install ./bindings: the wheel, in an environment of its own, on tensors without memory; `python -m sdpa build` with a stand-in for
-nvcc, and its cache without one.  usage: python3 -m pytest tests/test_pip.py"""
+"""pip install ./bindings: the wheel, in an environment of its own, on tensors without memory; `python -m sdpa build`
+with a stand-in for nvcc, and its cache without one.  usage: python3 -m pytest tests/test_pip.py"""
 import base64
 import hashlib
 import itertools
@@ -38,7 +38,8 @@ def run(*command, folder=None, **environment):
 def wheel(tmp_path_factory):
     """As pip makes it of the folder, without network and without setuptools."""
     folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "-w", str(folder), os.path.join(ROOT, "bindings"))
+    source = os.path.join(ROOT, "bindings")
+    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "-w", str(folder), source)
     made, = folder.iterdir()
     return made
 
@@ -51,12 +52,13 @@ def python(wheel, tmp_path_factory):
     run(str(folder / "bin/python"), "-m", "pip", "install", "--no-deps", "--no-index", str(wheel))
 
     def call(*words, path="", **environment):
-        return run(str(folder / "bin/python"), *words, folder=folder, PYTHONPATH=os.pathsep.join(filter(None, (path, LIBRARIES))), **environment)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (path, LIBRARIES)))
+        return run(str(folder / "bin/python"), *words, folder=folder, **environment)
     return call
 
 
 def test_the_wheel(wheel):
-    """One for all, small, with what nvcc needs, nothing compiled, and a RECORD that is true; no module is at the top but sdpa."""
+    """One for all, small, with what nvcc needs, nothing compiled, and a RECORD that is true; sdpa alone is at the top."""
     assert wheel.name.endswith("-py3-none-any.whl") and wheel.stat().st_size < 1_000_000
     with zipfile.ZipFile(wheel) as file:
         found = {name: file.read(name) for name in file.namelist()}
@@ -67,7 +69,8 @@ def test_the_wheel(wheel):
     for name in needed:
         with open(os.path.join(ROOT, name), "rb") as file:
             assert found["sdpa/" + name] == file.read()
-    assert {os.path.splitext(name)[1] for name in found if name.startswith("sdpa/")} <= {".py", ".cu", ".cpp", ".h", ".txt", ""}
+    kinds = {os.path.splitext(name)[1] for name in found if name.startswith("sdpa/")}
+    assert kinds <= {".py", ".cu", ".cpp", ".h", ".txt", ""}
     rows = [row.rsplit(",", 2) for row in found.pop(info + "/RECORD").decode().splitlines()]
     assert rows.pop() == [info + "/RECORD", "", ""] and [name for name, *_ in rows] == list(found)
     for name, digest, size in rows:
@@ -80,13 +83,13 @@ import sys, torch, importlib.util
 from torch._subclasses import FakeTensorMode
 import sdpa
 from sdpa import flash_attn_interface as fa
-assert sdpa.attention.__module__ == "sdpa.pytorch" and fa.sdpa is sys.modules["sdpa.pytorch"] and "pytorch" not in sys.modules
-assert sdpa.pytorch.line_of((9, 0), torch.bfloat16, 128) == "hopper_d128_bf16" and sdpa.pytorch.knobs_of("hopper")["USE_WGMMA"] == "1"
+assert sdpa.attention.__module__ == "sdpa.pytorch" and fa.sdpa is sys.modules["sdpa.pytorch"]
+assert "pytorch" not in sys.modules and sdpa.pytorch.knobs_of("hopper")["USE_WGMMA"] == "1"
 with FakeTensorMode():
     q, k = (torch.empty(2, H, 100, 128, device="cuda", dtype=torch.bfloat16) for H in (8, 2))
     out, lse = sdpa.attention(q, k, k, causal="br", return_lse=True)
     rows = fa.flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2), causal=True)
-print(tuple(out.shape), tuple(lse.shape), tuple(rows.shape), importlib.util.find_spec("flash_attn_interface") is not None)
+print(*(tuple(x.shape) for x in (out, lse, rows)), importlib.util.find_spec("flash_attn_interface"))
 """
 PATH = """
 import importlib.metadata, flash_attn_interface, sdpa, sys
@@ -97,8 +100,8 @@ print(importlib.metadata.version("flash_attn_3"))
 
 
 def test_installed(python):
-    """import sdpa, on fake tensors. flash_attn_interface is on the path only if `python -m sdpa path` has put it there."""
-    assert python("-c", FAKE) == "(2, 8, 100, 128) (2, 8, 100) (2, 100, 8, 128) False\n"
+    """import sdpa, on fake tensors. flash_attn_interface is on the path only where `python -m sdpa path` has put it."""
+    assert python("-c", FAKE) == "(2, 8, 100, 128) (2, 8, 100) (2, 100, 8, 128) None\n"
     assert python("-c", PATH, path=python("-m", "sdpa", "path").strip()).startswith("3.")
 
 
@@ -111,8 +114,14 @@ def test_transformers_attention_installed(python):
 def nvcc(tmp_path):
     (tmp_path / "nvcc").write_text(NVCC)
     (tmp_path / "nvcc").chmod(0o755)
-    return dict(PATH=f"{tmp_path}:{os.environ['PATH']}", CALLS=str(tmp_path / "calls"), SDPA_CACHE=str(tmp_path / "cache"), CUDA_HOME="",
-                CUDA_PATH="")
+    return dict(PATH=f"{tmp_path}:{os.environ['PATH']}", CALLS=str(tmp_path / "calls"), CUDA_HOME="", CUDA_PATH="",
+                SDPA_CACHE=str(tmp_path / "cache"))
+
+
+def program(*words, **environment):
+    """The folder as one, in a clone."""
+    return subprocess.run([sys.executable, "bindings", *words], cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, **environment})
 
 
 def test_build(python, nvcc, tmp_path):
@@ -120,41 +129,39 @@ def test_build(python, nvcc, tmp_path):
     words = ("sm_90a", "sm_80", "bf16", "e4m3", "128", "192x128", "plain", "sinks+pages")
     said = python("-m", "sdpa", "build", *words, "--jobs", "3", **nvcc)
     calls = (tmp_path / "calls").read_text().split()
-    names = {re.sub(r"-[0-9a-f]{16}-[0-9a-f]{16}\.so$", "", name) for name in os.listdir(tmp_path / "cache") if name.endswith(".so")}
+    names = {re.sub(r"-[0-9a-f]{16}-[0-9a-f]{16}\.so$", "", path.name) for path in (tmp_path / "cache").glob("*.so")}
     want = {f"pytorch-{torch.__version__}"}
-    for gpu, dtype, D, Dv in ((gpu, dtype, *sizes) for gpu in ((9, 0), (8, 0)) for dtype in (torch.bfloat16, torch.float8_e4m3fn)
-                              for sizes in ((128, 128), (192, 128))):
-        for features in (0, 2 + 4 + 8):
-            if dtype != torch.bfloat16 and gpu != (9, 0):
-                continue
-            want.add(sdpa.build_of(*sdpa.line_with(gpu, dtype, D, Dv, features))[0])
+    kinds = ((9, 0), torch.bfloat16), ((9, 0), torch.float8_e4m3fn), ((8, 0), torch.bfloat16)  # e4m3 is sm_90's
+    for kind, D, features in itertools.product(kinds, (128, 192), (0, 2 + 4 + 8)):
+        want.add(sdpa.build_of(*sdpa.line_with(*kind, D, 128, features))[0])
     assert names == want and len(calls) == 2 * len(want)
     assert max(itertools.accumulate(1 if call == "begin" else -1 for call in calls)) == 3  # at a time
-    assert re.findall(r"^(\d+) of (\d+): .*\.so$", said, re.M) == [(str(i), str(len(want))) for i in range(1, len(want) + 1)]
-    again = python("-m", "sdpa", "build", *words, **{**nvcc, "PATH": "/usr/bin:/bin", "CUDA_HOME": str(tmp_path / "no")})
-    assert sorted(line.partition(": ")[2] for line in said.splitlines()) == sorted(line.partition(": ")[2] for line in again.splitlines())
+    numbers, paths = zip(*re.findall(r"^(\d+ of \d+): (.*\.so)$", said, re.M))
+    assert numbers == tuple(f"{i} of {len(want)}" for i in range(1, len(want) + 1))
+    without = {**nvcc, "PATH": "/usr/bin:/bin", "CUDA_HOME": str(tmp_path / "no")}
+    again = python("-m", "sdpa", "build", *words, **without)
+    assert sorted(re.findall(r": (.*\.so)$", again, re.M)) == sorted(paths)
     assert (tmp_path / "calls").read_text().split() == calls
 
 
 @pytest.mark.parametrize("words, sentence", [
-    (("sm_90a", "bf16", "128", "fast"), "sdpa: fast is no GPU, type, D or option"), (("bf16", "128"), "sdpa: build needs a GPU, as in sm_90a"),
-    (("sm_90a", "bf16"), "sdpa: build needs a D, as in 128"), (("sm_90a", "128"), "sdpa: build needs a type, as in bf16")])
+    ("sm_90a bf16 128 fast", "sdpa: fast is no GPU, type, D or option"),
+    ("sm_90a 128", "sdpa: build needs a type, as in bf16"),
+    ("sm_90a bf16", "sdpa: build needs a D, as in 128"), ("bf16 128", "sdpa: build needs a GPU, as in sm_90a")])
 def test_words_that_are_none(nvcc, words, sentence):
-    """In a clone, whose folder is a program too."""
-    done = subprocess.run([sys.executable, "bindings", "build", *words], cwd=ROOT, capture_output=True, text=True, env={**os.environ, **nvcc})
+    done = program("build", *words.split(), **nvcc)
     assert done.returncode == 1 and done.stderr.startswith(sentence) and done.stderr.count("\n") == 1
     assert not os.path.exists(nvcc["CALLS"])
 
 
 def test_a_build_that_fails(nvcc, tmp_path):
     (tmp_path / "nvcc").write_text("#!/bin/sh\necho 'error: no room' >&2; exit 1\n")
-    done = subprocess.run([sys.executable, "bindings", "build", "sm_90a", "bf16", "128"], cwd=ROOT, capture_output=True, text=True,
-                          env={**os.environ, **nvcc})
+    done = program("build", "sm_90a", "bf16", "128", **nvcc)
     assert done.returncode == 1 and done.stderr.count("nvcc could not build") == 2 and "error: no room" in done.stderr
 
 
 def test_help_in_a_clone():
-    said = run(sys.executable, "bindings", "--help", folder=ROOT)
-    for knob in sdpa.FEATURES:
-        assert knob.removeprefix("USE_").lower() in said
-    assert run(sys.executable, "bindings", "path", folder=ROOT).split(os.pathsep)[0] == os.path.join(ROOT, "bindings")
+    said = program("--help")
+    assert said.returncode == 0 and all(knob.removeprefix("USE_").lower() in said.stdout for knob in sdpa.FEATURES)
+    assert program("path").stdout.split(os.pathsep)[0] == os.path.join(ROOT, "bindings")
+    assert program("paths").returncode == 2
