@@ -39,7 +39,8 @@ SIGNATURES = {
         "q k_cache v_cache k=None v=None qv=None rotary_cos=None rotary_sin=None cache_seqlens=None "
         "cache_batch_idx=None cache_leftpad=None page_table=None cu_seqlens_q=None cu_seqlens_k_new=None "
         f"max_seqlen_q=None rotary_seqlens=None {DESCALES} softmax_scale=None causal=False {WINDOW} softcap=0.0 "
-        "rotary_interleaved=True scheduler_metadata=None num_splits=0 pack_gqa=None sm_margin=0 return_softmax_lse=False",
+        "rotary_interleaved=True scheduler_metadata=None num_splits=0 pack_gqa=None sm_margin=0 "
+        "return_softmax_lse=False",
     "flash_attn_combine": "out_partial lse_partial out=None out_dtype=None",
     "get_scheduler_metadata":
         "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim cache_seqlens qkv_dtype=torch.bfloat16 "

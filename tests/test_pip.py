@@ -58,7 +58,7 @@ def python(wheel, tmp_path_factory):
 
 
 def test_the_wheel(wheel):
-    """One for all, small, with what nvcc needs, nothing compiled, and a RECORD that is true; sdpa alone is at the top."""
+    """One for all, small, with what nvcc needs, nothing compiled, and a true RECORD; sdpa alone is at the top."""
     assert wheel.name.endswith("-py3-none-any.whl") and wheel.stat().st_size < 1_000_000
     with zipfile.ZipFile(wheel) as file:
         found = {name: file.read(name) for name in file.namelist()}
