@@ -560,12 +560,22 @@ for kind in ("Llama", "Mistral", "Gemma2", "Bert"):
     assert kind != "Gemma2" or all(more["softcap"] == 2.0 for more in calls)
 import flash_attn_interface, transformers.modeling_flash_attention_utils as loaded
 assert loaded._flash_fn is flash_attn_interface.flash_attn_func and loaded._loaded_implementation == "flash_attention_3"
+# Its step of continuous batching: pages, to which keys are appended, of sequences of 20 and 7 keys.
+q, k, v = (here.drawn(1, 2, H, 64) for H in (4, 2, 2))
+caches, table = [here.drawn(8, 16, 2, 64) for _ in "kv"], here.ints(5, 0, 3, 2).view(2, 2)
+got = loaded._flash_attention_forward(
+    q, k, v, None, 1, True, attn_implementation="flash_attention_3", block_table=table, k_cache=caches[0],
+    v_cache=caches[1], cu_seq_lens_k=here.ints(0, 20, 27), max_length_q=1, max_length_k=20)
+for b, count in enumerate((20, 7)):
+    own = [x[table[b].long()].flatten(0, 1)[:count] for x in caches]
+    assert torch.equal(own[0][-1], k[0, b]) and torch.equal(own[1][-1], v[0, b])
+    here.close(got[0, b:b + 1], here.one(q[0, b:b + 1], *own)[0])
 """
 
 
 def test_the_transformers_example():
     """The block of docs/USING.md: transformers' own FlashAttention-3, by ours, gives the logits of eager attention for
-    whole batches, padded ones, packed ones and generated tokens."""
+    whole batches, padded ones, packed ones and generated tokens; its continuous batching appends to pages."""
     pytest.importorskip("transformers", minversion="5.24")
     program = f"BLOCK = {blocks()[1]!r}" + PROGRAM
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
