@@ -5,7 +5,8 @@ build fills $SDPA_CACHE (or ~/.cache/sdpa) with every build of these words, with
   sm_80 sm_90a ...     GPUs
   fp16 bf16 e4m3       types
   64 128 192x128 ...   D, or that of Q and K by that of V
-  plain softcap sinks lengths pages, or several as in sinks+lengths: options of attention() (plain, if none is named)
+  plain softcap sinks lengths pages bias mask, or several as in sinks+lengths: options of attention() (plain, if none is
+                       named; mask: a bias of bools)
 and with what is between PyTorch and the kernels. A program that finds all it needs there does without nvcc.
 path prints what PYTHONPATH needs so that `import flash_attn_interface` finds sdpa's, and transformers finds a
 FlashAttention-3."""
@@ -18,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 import pytorch as sdpa
 
 TYPES = {"fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
-OPTIONS = [knob.removeprefix("USE_").lower() for knob in sdpa.FEATURES]
+OPTIONS = ["softcap", "sinks", "lengths", "pages", "bias", "mask"]  # those of sdpa.FEATURES
 
 
 def lines_of(words):

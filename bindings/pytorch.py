@@ -201,10 +201,9 @@ def build_ahead(operator, arguments):
     given = {argument.name: x for argument, x in zip(operator._schema.arguments, arguments) if x is not None}
     tensors = {name for name, x in given.items() if isinstance(x, torch.Tensor)}
     lengths = bool(tensors & {"k_lengths", "q_starts", "k_starts", "page_table"})
-    features = (given["softcap"] != 0, "sinks" in tensors, lengths, "page_table" in tensors)  # as in FEATURES
-    known = "q k v q_descale k_descale v_descale sinks k_lengths q_starts k_starts page_table"
-    if tensors - set(known.split()):
-        return  # an option that has no number here yet
+    bias = given["bias"].dtype if "bias" in tensors else None
+    features = (given["softcap"] != 0, "sinks" in tensors, lengths, "page_table" in tensors,
+                bias not in (None, torch.bool), bias == torch.bool)  # as in FEATURES
     with contextlib.suppress(Exception):
         q, v = given["q"], given["v"]
         built(*build_of(*line_with(torch.cuda.get_device_capability(q.device), q.dtype, q.shape[3], v.shape[3],

@@ -315,7 +315,7 @@ def test_a_first_call_builds_its_line_beside_pytorch_cpp(monkeypatch):
     needed = dict(q=q, k=q, v=v, softcap=0.0)
     for given, features in (({}, 0), ({"softcap": 2.0}, 1), ({"sinks": ints}, 2), ({"k_lengths": ints}, 4),
                             ({"q_starts": ints}, 4), ({"sinks": ints, "page_table": ints}, 14),
-                            ({"k_starts": ints, "q_descale": ints}, 4)):
+                            ({"k_starts": ints, "q_descale": ints}, 4), ({"bias": ints}, 16), ({"bias": ints > 0}, 32)):
         arguments = [(needed | given).get(argument.name) for argument in operator._schema.arguments]
         assert sdpa.first_call(operator)(*arguments) == len(arguments)
         assert asked.pop() == sdpa.build_of(*sdpa.line_with((9, 0), torch.bfloat16, 192, 128, features)) and not asked
