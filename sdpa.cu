@@ -2428,20 +2428,22 @@ template <class B, bool = lists_rounds<B>> struct RoundWalk {
   __device__ bool looks() const { return true; }                        // whether the tile's bias may do anything
   __device__ bool looks_next() const { return true; }                   // that of the next one
   __device__ int step() const { return B::round_keys; }                 // keys back to that
-  __device__ void go_on(const WgmmaItem<B>&) {}
+  __device__ void go_on() {}
 };
 template <class B> struct RoundWalk<B, true> {
+  Rounds<B> rounds;
   int round;
-  uint32_t entry, next;  // of this round and the next one, which is read a round ahead
+  uint32_t entries[2];  // of this round and the next one, which is read a round ahead
   __device__ __forceinline__ void start(const WgmmaItem<B>& item, int first) {
-    round = first + 1, next = item.entry(first), go_on(item);
+    rounds = item, round = first + 1, entries[1] = rounds.entry(first), go_on();
   }
-  __device__ bool looks() const { return entry % 2; }
-  __device__ bool looks_next() const { return next % 2; }
-  __device__ int step() const { return int(entry / 2 - next / 2) * B::round_keys; }
-  __device__ __forceinline__ void go_on(const WgmmaItem<B>& item) {
-    entry = uniform(next), round--;
-    next = round > 0 ? item.entry(round - 1) : 0;
+  __device__ bool looks() const { return entries[0] % 2; }
+  __device__ bool looks_next() const { return entries[1] % 2; }
+  __device__ int step() const { return int(entries[0] / 2 - entries[1] / 2) * B::round_keys; }
+  __device__ __forceinline__ void go_on() {
+    hold(entries);  // or nvcc waits for one where it is read
+    entries[0] = uniform(entries[1]), round--;
+    entries[1] = round > 0 ? rounds.entry(round - 1) : 0;
   }
 };
 
@@ -2712,7 +2714,7 @@ template <class B> struct WgmmaRows {
   }
   __device__ __forceinline__ void go_on() {
     k0 -= walk.step();
-    walk.go_on(*item);
+    walk.go_on();
   }
   // Caps the columns [first, last) for a softmax by the stale maximum; at the first ones with a bias all are finished.
   // are_logits: that the scores are logits then.
@@ -5376,9 +5378,10 @@ template <class B> size_t bias_map_bytes(const SdpaParams& p) {
   const BiasMap map = bias_map_of<B>(p, items);
   return sizeof(uint32_t) * map.list_words * map.batches.divisor * map.heads.divisor * ceil_div(p.Sq, items.queries);
 }
-// Whether a launch makes a map of its own, which has to have rounds to leave out.
+// Whether a launch makes a map of its own: where there are rounds to leave out, and all heads share them.
 template <class B> bool makes_bias_map(const SdpaParams& p) {
-  return lists_rounds<B> && p.bias && !p.bias_map && (p.bias_keys > 0 ? p.bias_keys : p.Sk) >= 16 * B::round_keys;
+  const int keys = p.bias_keys > 0 ? p.bias_keys : p.Sk;
+  return lists_rounds<B> && p.bias && !p.bias_map && p.bias_strides.head == 0 && keys >= 16 * B::round_keys;
 }
 
 // The workspace of the queue or of the ranges, whose counters are zero again after every launch.
