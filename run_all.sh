@@ -21,6 +21,7 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--causal C] [--csv] [
        ./run_all.sh list [REGEX]             the lines, the step of each over its base, what it needs
        ./run_all.sh gates [--only REGEX]     registers, spills, shared memory, duplicates, steps
        ./run_all.sh profile NAME [--shape S] what binds a line's kernel, by ncu
+       ./run_all.sh rungs                    what each rung of docs/LADDER.md takes, and what binds it
        ./run_all.sh stress [NAME...]         the same bits whatever runs beside it? stress --help
        ./run_all.sh sweep [N]                random problems on every line, counted. sweep --help
        ./run_all.sh sanitize [REGEX]         what NVIDIA's compute-sanitizer says. sanitize --help
@@ -631,7 +632,7 @@ help_of() {
 }
 
 case ${1-} in
-  ab|ablate|extract|fit|gates|micro|report|sanitize|stress|sweep|tune) tool=tools/$1.py ;;
+  ab|ablate|extract|fit|gates|micro|report|rungs|sanitize|stress|sweep|tune) tool=tools/$1.py ;;
   profile) tool=tools/ncu.py ;;
   results) tool=tools/page.py ;;
   *) tool= ;;
@@ -641,8 +642,9 @@ for word in "$@"; do
   [ -z "$tool" ] || [[ ! $word =~ ^(-h|--help)$ ]] || help_of "$tool"
 done
 case ${1-} in
-  ab|ablate|fit|gates|micro|profile|sanitize|stress|sweep|tune)
-    [ "$1" != tune ] || engine_packages+=(matplotlib 'optuna==4.*')
+  ab|ablate|fit|gates|micro|profile|rungs|sanitize|stress|sweep|tune)
+    [ "$1" != tune ] || engine_packages+=('optuna==4.*')
+    [[ $1 != @(rungs|tune) ]] || engine_packages+=(matplotlib)
     need_python "${engine_packages[@]}"
     name_files "${@:2}"
     exec "$python" tools "$1" ${words[@]+"${words[@]}"}
@@ -655,7 +657,13 @@ case ${1-} in
     ;;
   list) list_lines "${@:2}" ;;
   test) shift; run_tests "$@" ;;
-  results) need_python matplotlib pyelftools; name_files "${@:2}"; exec "$python" tools/page.py ${words[@]+"${words[@]}"} ;;
+  results)
+    page_packages=(matplotlib pyelftools)
+    [ "${2-}" != --diffs ] || page_packages+=("${layout_packages[@]}")  # they are those of extracts
+    need_python "${page_packages[@]}"
+    name_files "${@:2}"
+    exec "$python" tools/page.py ${words[@]+"${words[@]}"}
+    ;;
   report) need_python matplotlib pyelftools; name_files "${@:2}"; exec "$python" tools report ${words[@]+"${words[@]}"} ;;
   *) main_job "$@" ;;
 esac

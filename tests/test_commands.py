@@ -401,7 +401,7 @@ def test_help_needs_nothing(no_python):
     code, out, err = run(RUN_ALL, "--help", PATH=no_python)
     assert (code, err) == (0, "") and (0, out, "") == run(RUN_ALL, "-h", PATH=no_python)
     commands = list(dict.fromkeys(re.findall(r"^       \./run_all\.sh ([a-z]+)", out, re.MULTILINE)))
-    assert {"ab", "profile", "results", "test", "list", "tune", "micro"} <= set(commands) and len(commands) == 15
+    assert {"ab", "profile", "results", "test", "list", "tune", "micro", "rungs"} <= set(commands) and len(commands) == 16
     for command in commands:
         code, out, err = run(RUN_ALL, command, "--help", PATH=no_python)
         if command in ("list", "test"):  # of run_all.sh itself

@@ -117,14 +117,15 @@ def test_every_problem_has_a_name():
 
 
 def test_every_step_has_a_sentence():
-    ladder = (ROOT / "docs/LADDER.md").read_text(encoding="utf-8")
+    table = re.search(r"<!-- ladder:begin.*?<!-- ladder:end -->", NUMBERS, re.S)[0]
     for name in NAMES:
-        row = re.search(rf"^\| {name} \|(?:[^|\n]*\|){{3}} ([^|\n]*) \|$", ladder, re.M)
-        assert row is None or row[1].endswith("."), f"docs/LADDER.md has no sentence on {name}"
+        row = re.search(rf"^\| {name} \|(?:[^|\n]*\|){{3}} ([^|\n]*) \|$", table, re.M)
+        assert row is None or row[1].endswith("."), f"docs/NUMBERS.md has no sentence on {name}"
+    assert table.count("\n| ") > len(NAMES) - 5
 
 
 def test_links_and_lengths():
-    most = {"README.md": 150, "HOPPER.md": 250, "LADDER.md": 250, "READING.md": 34}
+    most = {"README.md": 150, "HOPPER.md": 250, "LADDER.md": 480, "READING.md": 34}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         assert text.count("\n") <= most.get(page.name, 1000), page.name
@@ -207,7 +208,8 @@ def make_sample(tmp_path):
                                           encoding="utf-8")
     (tmp_path / "docs").mkdir()
     old = "| mma_split4 |  |  |  | by hand |\n| Named | 1,8,8,512,512,64 fp16 |\n| Unmeasured | 9,9,9,9,9,64 fp16 |\n| nowhere |  |  |  | by hand too |\n"
-    sections = {"README.md": ["results", "story"], "docs/NUMBERS.md": ["peers"], "docs/LADDER.md": ["ladder", "ablation"], "docs/HOPPER.md": ["wgmma", "rested", "decode", "e4m3", "accuracy"]}
+    sections = {"README.md": ["results", "story"], "docs/NUMBERS.md": ["peers", "ladder", "ablation"], "docs/LADDER.md": ["scalar_rungs", "wgmma_rungs", "decode_rungs"],
+                "docs/HOPPER.md": ["wgmma", "rested", "decode", "e4m3", "accuracy"]}
     for name, parts in sections.items():
         (tmp_path / name).write_text("".join(f"before {p}\n<!-- {p}:begin -->\nold\n{old}"
                                              f"<!-- {p}:end -->\nafter {p}\n" for p in parts), encoding="utf-8")
@@ -264,13 +266,13 @@ def test_sample(sample):
                  "| wmma_all | 14.8 |  | 88.9 |  |",
                  "| USE_WARP_SPECIALIZATION=0 SYNC_POLICY=2 | 31.4 | +113% | 144 | +62% |",
                  "`SYNC_POLICY=5` is not legal alone: SYNC_POLICY=5 needs the producer warps gone"):
-        assert line in ladder, line
+        assert line in numbers, line
+    assert ladder.count("None on this GPU yet: `./run_all.sh rungs` measures it.") == 3
     hopper = (sample / "docs/HOPPER.md").read_text(encoding="utf-8")
     assert "| 1,8,8,512,512,64 fp16 | 84 |" in hopper and "None on this GPU yet: `tools/peers.py --rested " in hopper
     assert not re.search("not_the_newest|Other GPU|OLDER|old", readme + numbers + ladder)
     assert not (results / "ablation/gone.svg").exists()
-    bars = texts(results / "ladder/scalar-long.svg")
-    assert "799" in bars and not any("racy" in bar for bar in bars)
+    assert re.search(r"^\| scalar_racy \|[^|]*\|  \|  \|", numbers, re.M)
     before = {path: path.read_bytes() for path in (*sample.rglob("*.md"), *results.rglob("*.svg"))}
     assert results / "peers/peers.svg" in before
     assert draw(sample).returncode == 0 and before == {path: path.read_bytes() for path in before}  # also each picture
@@ -281,7 +283,7 @@ def test_sample(sample):
     subprocess.run([sys.executable, "-c", draw_one], cwd=sample, env={**os.environ, "PYTHONPATH": "tools"}, check=True)
     assert texts(picture) == drawn
     draw(sample, str(lines / "2026-01-01-Sample-GPU-11.csv"))  # a file that is named is taken
-    assert "not_the_newest" in (sample / "docs/LADDER.md").read_text(encoding="utf-8")
+    assert "not_the_newest" in (sample / "docs/NUMBERS.md").read_text(encoding="utf-8")
 
 
 def test_e4m3_tables(sample):
@@ -442,7 +444,7 @@ def judge_words(words, clone):
         sub = words[1:2] if words[1:] and words[1][0] not in "-<>" else []
         assert not sub or re.search(rf"^  +\S+/?run_all.sh {sub[0]}\b|^usage: ./run_all.sh {sub[0]}\b|^  {sub[0]}\s",
                                     help_of("./run_all.sh"), re.M), sub
-        command = ["./run_all.sh", *(sub if sub not in (["results"], ["report"], ["list"]) else [])]
+        command = ["./run_all.sh", *(sub if sub not in (["report"], ["list"]) else [])]
         words = words[1 + len(sub):]
     else:
         command, words = words[:1], words[1:]

@@ -106,7 +106,7 @@ def verdict(family):
     csv.writer(out, quoting=csv.QUOTE_ALL).writerows(zip(*[("ID", "", "0"), ("Host Name", "", "127.0.0.1"), *REPORT]))
     row = dict(zip("config,family,shape,B,Hq,Hkv,Sq,Sk,D,sm,device,causal".split(","),
                    f"line,{family},mission,1,2,1,512,512,64,90,GPU,br".split(",")))
-    return ncu.verdict(row, ncu.counters_of("==PROF== words\n" + out.getvalue()))
+    return ncu.verdict(row, ncu.launches_of("==PROF== words\n" + out.getvalue())[0])
 
 
 @pytest.mark.parametrize("sentence", [
@@ -126,7 +126,7 @@ def test_wgmma_is_not_held_against_the_limit_of_mma_sync():
 
 def test_no_profile_without_counters():
     with pytest.raises(ValueError):
-        ncu.counters_of("==ERROR== nothing")
+        ncu.launches_of("==ERROR== nothing")
 
 
 def printed_by_ncu():

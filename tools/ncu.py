@@ -14,6 +14,7 @@ import builds
 import cli
 import engine
 from cli import Refused
+from report_rows import FULL
 
 STALLS = """barrier branch_resolving dispatch_stall drain gmma imc_miss lg_throttle long_scoreboard math_pipe_throttle
 membar mio_throttle no_instruction not_selected selected short_scoreboard sleeping wait""".split()
@@ -36,13 +37,42 @@ METRICS = [*UNITS.values(), *map(STALLED.format, STALLS), WAVES, "l1tex__data_ba
 MMA_SYNC_REACH = 2640 / 4096
 
 
-def counters_of(text):
-    """{name: value} of what `ncu --csv --page raw` printed: words, then lines of names, of units, of values."""
+def launches_of(text):
+    """A launch's {name: value} each of what `ncu --csv --page raw` printed: words, then lines of names, units, values."""
     rows = list(csv.reader(text[text.index('"ID"'):].splitlines())) if '"ID"' in text else []
     if len(rows) < 3:
         raise ValueError("no counters")
-    return defaultdict(float, {name: float(value.replace(",", "")) for name, _, value in zip(*rows[:3])
-                               if re.fullmatch(r"[\d,]+(\.\d+)?", value)})
+    return [defaultdict(float, {name: float(value.replace(",", "")) for name, value in zip(rows[0], row)
+                                if re.fullmatch(r"[\d,]+(\.\d+)?", value)}) for row in rows[2:]]
+
+
+def command_of(*words):
+    """ncu with the counters and more words."""
+    return ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base", "--metrics",
+            ",".join(METRICS), *words]
+
+
+def judge_words(said):
+    """Refuses what only an administrator may see."""
+    if "ERR_NVGPUCTRPERM" in said:
+        raise Refused("this user may not read the GPU's counters (ERR_NVGPUCTRPERM): run as root, or load the driver "
+                      "with NVreg_RestrictProfilingToAdminUsers=0")
+
+
+def held_against_mma_sync(row):
+    """Whether the kernel of an executable's row multiplies by mma.sync on Hopper."""
+    return row["sm"].startswith("9") and row["family"] in ("mma", "wmma")
+
+
+def bound_of(row, counters):
+    """The busiest unit, how much of its limit it uses, in %, and what warps wait for: [(reason, %)], the longest first."""
+    use = {unit: counters[name] for unit, name in UNITS.items()}
+    use["tensor pipe"] /= MMA_SYNC_REACH if held_against_mma_sync(row) else 1
+    busiest = max(use, key=use.get)
+    stalls = {reason: counters[STALLED.format(reason)] for reason in STALLS}
+    total = sum(stalls.values()) or 1
+    return busiest, use[busiest], [(reason, 100 * stalls[reason] / total) for reason in
+                                   sorted(stalls, key=stalls.get, reverse=True) if reason != "selected"]
 
 
 def verdict(row, counters):
@@ -52,18 +82,14 @@ def verdict(row, counters):
     l2, moved = counters["lts__t_bytes.sum"], counters["dram__bytes_read.sum"] + counters["dram__bytes_write.sum"]
     conflicts = counters["l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"] / (counters[WAVES] or 1)
     busy = {unit: counters[name] for unit, name in UNITS.items()}
-    limited = row["sm"].startswith("9") and row["family"] in ("mma", "wmma")
-    use = {**busy, "tensor pipe": busy["tensor pipe"] / (MMA_SYNC_REACH if limited else 1)}
-    of_reach = f"{use['tensor pipe']:.0f}% of what mma.sync can reach on Hopper ({100 * MMA_SYNC_REACH:.1f}%)"
-    busiest = max(use, key=use.get)
-    stalls = {reason: counters[STALLED.format(reason)] for reason in STALLS}
-    total = sum(stalls.values()) or 1
-    waits = [f"{reason} {100 * stalls[reason] / total:.0f}%" for reason in sorted(stalls, key=stalls.get, reverse=True)
-             if reason != "selected"][:3]
-    bound = f"{busiest}, at {use[busiest]:.0f}% of its limit"
-    if use[busiest] < 80:
+    of_reach = (f"{busy['tensor pipe'] / MMA_SYNC_REACH:.0f}% of what mma.sync can reach on Hopper "
+                f"({100 * MMA_SYNC_REACH:.1f}%)")
+    busiest, use, stalls = bound_of(row, counters)
+    waits = [f"{reason} {share:.0f}%" for reason, share in stalls[:3]]
+    bound = f"{busiest}, at {use:.0f}% of its limit"
+    if use < FULL:
         bound = f"latency: the busiest unit is the {bound.replace(',', '')}; warps wait for {waits[0]}"
-    units = {"tensor pipe": of_reach if limited else "", "XU (MUFU)": "", "FMA pipes": f"{busy['ALU']:.1f}%",
+    units = {"tensor pipe": of_reach if held_against_mma_sync(row) else "", "XU (MUFU)": "", "FMA pipes": f"{busy['ALU']:.1f}%",
              "issue slots": f"{counters['sm__warps_active.avg.per_cycle_active']:.1f} warps on an SM",
              "shared memory": f"{100 * conflicts:.1f}% of its wavefronts are bank conflicts",
              "L2": f"{l2 / 1e6:.1f} MB, {l2 / tensors:.1f} times the tensors",
@@ -102,15 +128,11 @@ def main():
     if checked.returncode:
         raise Refused(f"{line.text} does not run on this problem: {checked.stderr.strip()}")
     # The second launch: the first one finds L2 cold.
-    done = builds.run(["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base",
-                       "--metrics", ",".join(METRICS), "--kernel-name", "regex:sdpa_", "--launch-skip", "1",
-                       "--launch-count", "1", *command])
+    done = builds.run(command_of("--kernel-name", "regex:sdpa_", "--launch-skip", "1", "--launch-count", "1", *command))
     said = done.stdout + done.stderr
-    if "ERR_NVGPUCTRPERM" in said:
-        raise Refused("this user may not read the GPU's counters (ERR_NVGPUCTRPERM): run as root, or load the driver "
-                      "with NVreg_RestrictProfilingToAdminUsers=0")
+    judge_words(said)
     try:
-        counters = counters_of(done.stdout)
+        counters = launches_of(done.stdout)[0]
     except ValueError:
         report = f"{builds.BUILD}/ncu.csv"
         builds.replace_file(report, said)

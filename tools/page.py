@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """usage: ./run_all.sh results [CSV]...
+       ./run_all.sh results --diffs [REGEX]...
        tests/bugs.py | tools/page.py --bugs
 Redraws what stands between <!-- NAME:begin --> and <!-- NAME:end --> in README.md and docs/, and the pictures of
 results/, from the CSVs there: those that are named, else the newest of each kind by its name. The last column of the
 story's and the ladder's tables, and README's names of problems, are written by hand and stay.
-  --bugs  redraws instead the table of injected bugs in docs/TESTING.md, from stdin
+  --diffs  redraws instead docs/LADDER.md's diffs of extracts, in some 4 minutes; with words those of such rungs alone
+  --bugs   redraws instead the table of injected bugs in docs/TESTING.md, from stdin
 exit: 0, 2 bad usage or a file that cannot be read
 """
 import collections
@@ -14,9 +16,10 @@ import sys
 from pathlib import Path
 
 import cli
+import ladders
 from builds import replace_file as write
 from cli import Refused
-from report_charts import against, short, steps, waterfall
+from report_charts import against, short, waterfall
 from report_rows import KINDS, OURS, PEERS, bases, fastest, newest, peer, problem, read, timed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -107,7 +110,7 @@ def story_section(source):
 
 
 def ladder_section(source):
-    """Every line of configs.txt beside its base, in tables with the kept sentences, and pictures of the steps."""
+    """Every line of configs.txt beside its base, in tables with the kept sentences."""
     row_of, families = {}, collections.defaultdict(list)
     for row in source.rows:
         if row["family"] and row["config"] not in row_of:
@@ -117,16 +120,10 @@ def ladder_section(source):
     us = collections.defaultdict(dict)
     for row, t in timed(source):
         us[row["config"]][row["shape"]] = t
-    sentences = dict(by_hand("docs/LADDER.md", "ladder"))
-    text, drawings, base = [], {}, bases(source)
+    sentences = dict(by_hand("docs/NUMBERS.md", "ladder"))
+    text, base = [], bases(source)
     for family, lines in families.items():
-        pictures, rows = "", []
-        for shape in ("mission", "long"):
-            rungs = [(name, us[base.get(name)].get(shape), us[name][shape]) for name in lines if shape in us[name]]
-            if len(rungs) > 1:
-                name = f"ladder/{re.sub('[^a-zA-Z0-9]+', '-', family)}-{shape}.svg"
-                drawings[name] = steps(rungs, words := f"Steps of the {family} lines at {shape}")
-                pictures += picture(name, words)
+        rows = []
         for name in lines:
             at, before, step = us[name], us[base.get(name)], None
             if name in base:
@@ -136,8 +133,8 @@ def ladder_section(source):
                      if shape in at else None for shape in ("mission", "long")]
             rows.append([name, step, *gains, sentences.get(name)])
         headers = ["line", "step from: what it changes", "#mission µs (gain)", "#long µs (gain)", "what it shows"]
-        text += filter(None, [f"### {family}\n", pictures, table(headers, rows)])
-    return "\n".join(text) + "\n" + provenance(source, "../"), drawings
+        text += [f"### {family}\n", table(headers, rows)]
+    return "\n".join(text) + "\n" + provenance(source, "../")
 
 
 def taken_back(row, full):
@@ -255,21 +252,23 @@ def drawn(results, named=()):
     if not any(row["shape"] in ("mission", "long") for row, _ in timed(main)):
         raise Refused(f"{main.path} has no row with a time for mission or long; measure on a GPU with ./run_all.sh")
     sections, charts = peers_sections(found.get("peers", [main])[-1], main)
-    ladder, rungs = ladder_section(main)
+    rungs, drawings = ladders.sections(next(iter(found["rungs"][-1:]), None), table, picture, provenance)
     ablation, waterfalls = ablation_section(found["ablation"])
-    sections.update(story=story_section(main), ladder=ladder, ablation=ablation)
+    sections.update(rungs, story=story_section(main), ladder=ladder_section(main), ablation=ablation)
     for name, section in (("wgmma", wgmma_section), ("rested", rates_section), ("e4m3", rates_section),
                           ("decode", decode_section), ("accuracy", accuracy_section)):
         sections[name] = "".join(section(source) + "\n" + provenance(source, "../") for source in found[name][-1:])
     for name in [name for name, text in sections.items() if not text]:
         sections[name] = f"None on this GPU yet: `{KINDS[name].command}` measures it.\n"
-    return sections, {**charts, **rungs, **waterfalls}
+    return sections, {**charts, **drawings, **waterfalls}
 
 
 def main():
     options = cli.parse_options(__doc__, cli.MOST)
     if options.bugs:
         return put({"bugs": bugs_section(sys.stdin.read())})
+    if options.diffs:
+        return put(ladders.diff_sections("|".join(options.words)))
     for word in options.words:
         if not Path(word).is_file():
             raise Refused(f"{word}: no such file")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import builds
 import cli
+import ladders
 import page
 from cli import Refused, say
 from report_charts import pairs
@@ -160,7 +161,8 @@ def whole(results):
     sections = [section for section in [
         ("peers", "Beside the peers", drawn["peers"]),
         ("ranked", "All lines, ranked by problem", ranked_section([main, *found["peers"][-1:]])),
-        ("ladder", "The ladder: from a base's time (stroke) to the line's (dot), hatched if slower", drawn["ladder"]),
+        ("rungs", "The ladders' rungs and the peers", "\n".join(drawn[name + "_rungs"] for name in ladders.LADDERS)),
+        ("ladder", "All lines, each beside its base", drawn["ladder"]),
         ("ablation", "Ablations: what each knob costs if it is taken back", drawn["ablation"]),
         ("wgmma", "Lines on the problems of the peers", drawn["wgmma"]),
         ("rested", "After a rest", drawn["rested"]),

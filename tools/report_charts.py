@@ -27,7 +27,7 @@ WIDTH = 380
 ROW = 15
 # Fill and pattern of the first, second, ... series of a chart.
 SERIES = [("#1f5fa8", ""), ("#f3d9a4", "////"), ("#ffffff", "||||"), ("#c7e3d4", "xxxx"), ("#e6d3ea", "----")]
-FASTER, SLOWER = ("#1f5fa8", ""), ("#f6c6b8", "////")
+OURS, PEER = "#1f5fa8", "#b3401f"
 
 
 def svg(figure, label):
@@ -94,22 +94,31 @@ def short(t):
 
 # ---- charts ----
 
-def steps(rungs, label):
-    """A ladder: each line's time, with a bar from the time of its base. RUNGS: (name, base µs or None, µs)."""
-    left = 8 + 6.3 * max(len(name) for name, _, _ in rungs)
-    figure, axes = canvas(left, ROW * len(rungs) + 6)
-    times = [t for _, base, us in rungs for t in (base, us) if t]
-    # The values stand right of the bars: room for 14 characters.
-    log_axis(axes, min(times) / 1.12, max(times), 80 / (WIDTH - left - 88))
-    for y, (_, base, us) in enumerate(rungs):
-        if base:
-            fill, hatch = FASTER if us <= base else SLOWER
-            axes.barh(y, us - base, left=base, height=0.62, color=fill, hatch=hatch, edgecolor=INK, linewidth=0.5)
-            axes.plot([base, base], [y - 0.42, y + 0.42], color=INK, linewidth=1)
-        axes.plot(us, y, "o", color=INK, markersize=3.6)
-        write(axes, short(us) + (f" ({base / us:.2f}x)" if base else ""), (max(us, base or 0), y), 5)
-    name_rows(axes, [name for name, _, _ in rungs])
-    axes.set_xlabel("µs, log axis")
+def rungs(names, panels, label):
+    """A ladder: each rung's time, and peers as lines. PANELS: (title, [µs or None of each of NAMES], {peer: µs})."""
+    left, right, gap, width = 8 + 6.4 * max(map(len, names)), 4, 10, 500
+    height, room = ROW * len(names) + 6, (width - left - right - gap * (len(panels) - 1)) / len(panels)
+    total = height + 66
+    figure = Figure(figsize=(width / 72, total / 72))
+    styles = dict(zip(dict.fromkeys(name for _, _, peers in panels for name in peers), itertools.cycle(("-", "--", ":"))))
+    for number, (title, values, peers) in enumerate(panels):
+        axes = figure.add_axes([(left + number * (room + gap)) / width, 22 / total, room / width, height / total])
+        at = [(us, y) for y, us in enumerate(values) if us]
+        every = [us for us, _ in at] + [*peers.values()]
+        low, high = (min(every), max(every)) if every else (1, 10)
+        log_axis(axes, low / 1.15, high * 1.05, 0.4)
+        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1,) if high > 40 * low else (1, 3), numticks=20))
+        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x / 1000:g}k" if x > 3e3 else f"{x:g}"))
+        for name, us in peers.items():
+            axes.axvline(us, color=PEER, linestyle=styles[name], linewidth=1.2)
+        axes.plot([us for us, _ in at], [y for _, y in at], "o-", color=OURS, markersize=4, linewidth=0.8)
+        for us, y in at:
+            write(axes, short(us), (us, y), 5, bbox=dict(facecolor="white", edgecolor="none", pad=0.2))
+        name_rows(axes, names if not number else [""] * len(names))
+        axes.set_title(title, fontsize=9.5, pad=5)
+    figure.legend(bbox_to_anchor=(0, 1), ncol=3, handles=[
+        matplotlib.lines.Line2D([], [], color=PEER, linestyle=style, label=name) for name, style in styles.items()])
+    figure.text(1 - right / width, 1 - 3 / total, "µs, log axes", ha="right", va="top")
     return svg(figure, label)
 
 

@@ -20,6 +20,7 @@ KINDS = {
     "rested": Kind("peers", "-rested", RUN, "tools/peers.py --rested LINE... --shape S..."),
     "peers": Kind("peers", "", RUN, "tools/peers.py LINE... --shape S..."),
     "wgmma": Kind("ladder", "-wgmma", RUN, "tools/peers.py LINE... --shape S..."),
+    "rungs": Kind("ladder", "-rungs", (*RUN, "peak_share", "unit", "unit_share", "waits_for"), "./run_all.sh rungs"),
     "claims": Kind("ladder", "-claims", (), "./run_all.sh gates --time"),
     "ablation": Kind("ablation", ANY, RUN, "./run_all.sh ablate LINE"),
     "accuracy": Kind("accuracy", "", "contender input D dtype Sk rel_rms mean".split(), "tools/accuracy.py LINE..."),
@@ -32,6 +33,7 @@ PEERS = {"torch_cudnn": "cuDNN", "torch_flash": "FlashAttention-2", "torch_effic
          "torch_math": "PyTorch math", "torch_fa3": "FlashAttention-3", "torch_fa4": "FlashAttention-4",
          "flashinfer": "FlashInfer"}
 OURS = "fastest line"
+FULL = 80  # % of its limit that a unit uses which binds a kernel; below, warps wait for something
 NUMBERS = ("graph_us", "tflops", "us", "ratio", "low", "high")
 
 
@@ -91,9 +93,10 @@ def read(path, kinds):
 
 
 def kinds_of(path, device):
-    """The kinds that a file may be of by its folder and its name; DEVICE is a regular expression."""
-    return [kind for kind, about in KINDS.items()
-            if about.folder == path.parent.name and re.fullmatch(device + about.name, device_slug(path))]
+    """The kinds that a file may be of by its folder and its name; DEVICE is a regular expression. The rungs and the peers
+    are compared within their file alone, so it may be of any device."""
+    return [kind for kind, about in KINDS.items() if about.folder == path.parent.name and
+            re.fullmatch((".*" if kind == "rungs" else device) + about.name, device_slug(path))]
 
 
 def newest(results, named=()):

@@ -1,0 +1,320 @@
+"""docs/LADDER.md: its diffs are those of extracts, its tables those of a CSV; and ./run_all.sh rungs, which writes such a
+CSV, with a GPU and an ncu that are fakes.  usage: python3 -m pytest tests/test_rungs.py"""
+import csv
+import io
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+import builds  # noqa: E402
+import engine  # noqa: E402
+import ladders  # noqa: E402
+import ncu  # noqa: E402
+import page  # noqa: E402
+import report_rows  # noqa: E402
+import rungs  # noqa: E402
+import tool  # noqa: E402
+from test_engine import FakeGpu, FakeKernel  # noqa: E402
+
+PAGE = (ROOT / "docs/LADDER.md").read_text(encoding="utf-8")
+RUNGS = {rung.name: rung for one in ladders.LADDERS.values() for rung in one.rungs}
+BLOCKS = dict(re.findall(r"<!-- rung_(\w+):begin[^\n]*\n(.*?)<!-- rung_\1:end -->", PAGE, re.S))
+
+
+# ---- the page ----
+
+def test_every_rung_has_its_paragraph_and_its_diff():
+    """In the order of the ladders; what a line loses at by its own words, the newest rows say as well (below)."""
+    assert re.findall(r"^\*\*([\w]+)[.:]", PAGE, re.M) == [rung.name for one in ladders.LADDERS.values() for rung in one.rungs]
+    assert [*BLOCKS] == [name for name, rung in RUNGS.items() if rung.base and rung.shows != "-"]
+    for name, block in BLOCKS.items():
+        lines = re.findall(r"^[-+ ]", block, re.M)
+        assert bool(lines) == bool(RUNGS[name].shows) and len(lines) <= 30, f"{name} shows {len(lines)} lines"
+        paragraph = re.search(rf"\*\*{name}[.:].*?\n<!--", PAGE, re.S)[0]
+        assert 100 < len(paragraph) < 700, name
+
+
+def test_rungs_are_lines_one_step_from_their_base():
+    for one in ladders.LADDERS.values():
+        for rung in one.rungs:
+            assert rung.base in [before.name for before in one.rungs[:one.rungs.index(rung)]] + [""]
+            assert not rung.base or ladders.step(rung, RUNGS[rung.base])
+            for what in one.problems.values():
+                line = ladders.contender(rung, what)
+                assert line is None or f",{line.D} {line.dtype}" in what and line.name in builds.Tree().config_lines()
+
+
+def shown_today(pattern):
+    """The blocks of the rungs with such names beside those of the page."""
+    found = ladders.diff_sections(pattern)
+    assert found
+    for name, text in found.items():
+        assert BLOCKS[name[len("rung_"):]] == text, f"docs/LADDER.md is behind sdpa.cu: ./run_all.sh results --diffs '^{name[5:]}$'"
+
+
+def test_quick_diffs_are_todays():
+    shown_today("^scalar_(vec8|swizzle|tile32x64)$")
+
+
+@pytest.mark.long
+def test_all_diffs_are_todays():
+    shown_today("")
+
+
+def test_only_the_named_diffs_are_drawn(monkeypatch):
+    monkeypatch.setattr(ladders, "code", lambda line: ["a;", "alpha = exp2;" if line.name == "mma_fast_exp" else "b;", "c;"])
+    assert [*ladders.diff_sections("tile32|split4")] == ["rung_scalar_tile32x64", "rung_mma_split4"]
+    with pytest.raises(builds.Refused, match="^mma_fast_exp: no line of its diff to mma_lazy has fmaf"):
+        ladders.diff_sections("fast_exp")
+
+
+# ---- passages of a diff ----
+
+OLD = "first();\n\nvoid f() {\n  a();\n  b();\n  c();\n}\nlast();\nend();".split("\n")
+
+
+def passages(new):
+    return ["\n".join(passage) for passage in ladders.passages(OLD, new.split("\n"))]
+
+
+@pytest.mark.parametrize("new,found", [
+    ("\n".join(OLD), []),
+    ("first();\n\nvoid f() {\n  a();\n  B();\n  c();\n}\nlast();\nend();", ["-  b();\n+  B();"]),
+    # One line that stays belongs to the passage, as its context; two do not.
+    ("first();\n\nvoid f() {\n  A();\n  b();\n  C();\n}\nlast();\nend();", ["-  a();\n+  A();\n   b();\n-  c();\n+  C();"]),
+    ("first();\n\nvoid f() {\n  A();\n  b();\n  c();\n  D();\n}\nlast();\nend();", ["-  a();\n+  A();", "+  D();"]),
+    # A function is one, and so is what an empty line parts.
+    ("first();\n\nvoid g() {\n  x();\n}\nint y;\n\nint z;\nvoid f() {\n  a();\n  b();\n  c();\n}\nlast();\nend();",
+     ["+void g() {\n+  x();\n+}", "+int y;", "+int z;"])])
+def test_passages(new, found):
+    assert passages(new) == found
+
+
+def test_what_goes_and_what_comes_are_apart_if_one_is_long():
+    many = "\n".join(f"  x{n}();" for n in range(12))
+    gone, came = passages(f"first();\n\n{many}\nlast();\nend();")
+    assert set(re.findall("^.", gone, re.M)) == {"-"} and set(re.findall("^.", came, re.M)) == {"+"}
+
+
+def test_excerpts_are_what_matches_and_the_lines_around():
+    passage = [f"+{n}" for n in range(40)]
+    assert ladders.excerpts(passage, r"\+(20|22)$") == [passage[15:28]]
+    assert ladders.excerpts(passage, r"\+(3|39)$") == [passage[:9], passage[34:]] and ladders.excerpts(passage, "x") == []
+
+
+# ---- the tables ----
+
+def rows_of(times, **more):
+    """A Source of {(a line's or a peer's name, problem): µs}."""
+    columns = dict.fromkeys((*report_rows.KINDS["rungs"].columns, "driver", "cuda"), "")
+    rows = []
+    for (name, what), us in times.items():
+        sizes, dtype = what.split()
+        peer = name in report_rows.PEERS
+        rows.append(dict(columns, config=name, check="" if peer else "PASS", graph_us=us, tflops=1000 / us, dtype=dtype,
+                         causal="off", device="GPU", peak_share=f"{1 / us:.4f}", unit="" if peer else "shared memory",
+                         unit_share="" if peer else f"{us:.1f}", waits_for="" if peer else "barrier",
+                         note="PyTorch 2.0 with cuDNN 9; 400 W" if peer else "", **dict(zip("B Hq Hkv Sq Sk D".split(), sizes.split(","))), **more))
+    return report_rows.Source(Path("2026-01-02-GPU-rungs.csv"), "rungs", rows)
+
+
+def sections(source):
+    return ladders.sections(source, page.table, page.picture, page.provenance)
+
+
+def measured():
+    """Every rung in 50, 51, ... µs."""
+    return {(ladders.contender(rung, what).label, what): 50.0 + n for one in ladders.LADDERS.values() for what in one.problems.values()
+            for n, rung in enumerate(one.rungs) if ladders.contender(rung, what)}
+
+
+def test_a_table_of_rungs():
+    mission, long, big = ladders.SQUARE.values()
+    times = measured() | {("scalar_vec8", mission): 25, ("scalar_vec8", long): 90, ("torch_cudnn", mission): 40,
+                          ("torch_fa3", big.replace("fp16", "bf16")): 10}
+    text, drawings = sections(rows_of(times))
+    assert [*text] == ["scalar_rungs", "wgmma_rungs", "decode_rungs"] and [*drawings] == [f"ladder/{name}.svg" for name in ladders.LADDERS]
+    for line in ("| rung | mission, µs | long, µs | 4,16,16,4096,4096, µs | TFLOP/s | of peak | what binds |",
+                 "| scalar_minimal | 50.0 | 50.0 | 50.0 | 20 / 20 / 20 | 2.0% / 2.0% / 2.0% | " + " / ".join(["shared memory 50%, barrier"] * 3) + " |",
+                 "| scalar_vec8 | 25.0 (2.00x) | 90.0 (0.56x) | 51.0 (0.98x) | 40 / 11 / 20 | 4.0% / 1.1% / 2.0% | "
+                 "shared memory 25%, barrier / shared memory 90% / shared memory 51%, barrier |",
+                 # mma_tile64 is compared with wmma_async2, not with the rung before it
+                 "| mma_tile64 | 57.0 (0.96x) | 57.0 (0.96x) |", "| cuDNN | 40.0 | – | – | 25 / – / – | 2.5% / – / – |  |",
+                 "| FlashAttention-3 (bf16) | – | – | 10.0 | – / – / 100 |",
+                 "Peers: PyTorch 2.0 with cuDNN 9. GPU, 2026-01-02: [results/ladder/2026-01-02-GPU-rungs.csv](../results/"):
+        assert line in text["scalar_rungs"], text["scalar_rungs"]
+    assert "| wgmma_split2 | 55.0 (0.96x) | 55.0 (0.96x) | – | 18 / 18 / – |" in text["wgmma_rungs"]
+    assert "has no row" not in "".join(text.values())
+    for name in ("scalar_vec8", "90.0", "cuDNN", "mission"):
+        assert f">{name}<" in drawings["ladder/scalar.svg"], name
+
+
+def test_a_rung_without_a_row_is_said():
+    times = measured()
+    del times["mma_lazy", ladders.SQUARE["long"]]
+    text, _ = sections(rows_of(times))
+    assert "`mma_lazy` has no row for each of its problems: `./run_all.sh rungs` measures it." in text["scalar_rungs"]
+    assert "| mma_lazy | 58.0 (0.98x) | – | 58.0 (0.98x) |" in text["scalar_rungs"] and "| mma_fast_exp | 59.0 (0.98x) | 59.0 |" in text["scalar_rungs"]
+    assert sum(part.count("has no row") for part in text.values()) == 1
+    text, drawings = sections(None)
+    assert set(text.values()) == {"None on this GPU yet: `./run_all.sh rungs` measures it.\n"} and not drawings
+
+
+def test_rungs_that_lose_do():
+    """By the newest CSV: `It loses at long.` and `It loses everywhere.` of a paragraph, and no others at these problems."""
+    source = report_rows.newest(ROOT / "results")["rungs"][-1:]
+    if not source:
+        pytest.skip("./run_all.sh rungs has not been measured yet")
+    check_losers(source[0])
+
+
+def check_losers(source):
+    at = ladders.measured(source)
+    for one in ladders.LADDERS.values():
+        for rung in filter(lambda rung: rung.base, one.rungs):
+            said = re.search(rf"\*\*{rung.name}[.:][^*]*It loses (at long|everywhere)\.\*\*", PAGE)
+            for title, what in one.problems.items():
+                lines = [ladders.contender(each, what) for each in (rung, RUNGS[rung.base])]
+                if all(lines) and said and said[1] in ("everywhere", f"at {title}"):
+                    us, before = (at[what][line.label]["graph_us"] for line in lines)
+                    assert us > before, f"{rung.name} gains at {title}, and docs/LADDER.md says that it loses"
+
+
+def test_a_loser_that_gains_is_found():
+    times = {key: us for key, us in measured().items()}  # each rung is slower than the one before
+    check_losers(rows_of(times))
+    with pytest.raises(AssertionError, match="^mma_split4 gains at long"):
+        check_losers(rows_of(times | {("mma_split4", ladders.SQUARE["long"]): 1}))
+
+
+# ---- rungs, on a fake GPU ----
+
+SMALL = {"mission": "1,2,1,40,50,64 fp16", "4,16,16,4096,4096": "1,2,1,40,50,128 fp16"}
+
+
+class Gpu(FakeGpu):
+    """Writes down what it is asked for by name."""
+    attribute = {engine.SM_COUNT: 132, 13: 1_980_000, 36: 3_201_000, 37: 6144}.get
+
+    def __init__(self):
+        super().__init__(noise=1e-5)
+        self.calls = []
+
+    def __call__(self, function, *_):
+        self.calls.append(function)
+
+
+@pytest.fixture(name="ran")
+def make_ran(monkeypatch, tmp_path, capsys):
+    """Runs the command: its exit code, the CSV's rows, stderr, the GPU and ncu's words."""
+    monkeypatch.setattr(ladders, "LADDERS", {"scalar": ladders.ladder(SMALL, "scalar_minimal\nscalar_vec8 | | - | x")})
+
+    def run(*words, harm=None, peers=("torch:cudnn", "torch:fa3"), ncu_said=None, path="/usr/bin/ncu"):
+        gpu, output, commands = Gpu(), tmp_path / "rungs.csv", []
+
+        def load(one, gpu, built):
+            if isinstance(one, builds.Torch) and one.text not in peers:
+                raise builds.Refused(f"{one.text}: it is missing")
+            kernel = FakeKernel(harm if harm and one.label == "scalar_vec8" else lambda O, LSE: None, 40.0 if isinstance(one, builds.Torch) else 20.0, one)
+            kernel.text = one.text
+            kernel.torch = types.SimpleNamespace(__version__="2.0", backends=types.SimpleNamespace(cudnn=types.SimpleNamespace(version=lambda: 9)))
+            return kernel
+
+        def run_ncu(command, **_):
+            if command[0] == "ncu":
+                commands.append(command)
+                return subprocess.CompletedProcess(command, 0, ncu_said if ncu_said is not None else printed(3), "")
+            return subprocess.run(command, capture_output=True, text=True, check=False)
+        monkeypatch.setattr(engine, "need_gpu", lambda *_: gpu)
+        monkeypatch.setattr(engine, "load", load)
+        monkeypatch.setattr(builds, "build", lambda lines, arch, **_: dict.fromkeys(lines))
+        monkeypatch.setattr(builds, "facts", lambda built: builds.Facts(40, 8))
+        monkeypatch.setattr(builds, "run", run_ncu)
+        monkeypatch.setattr(rungs.shutil, "which", lambda name: path)
+        monkeypatch.setattr(rungs.importlib.metadata, "version", lambda name: "3.1")
+        monkeypatch.setattr(sys, "argv", ["rungs", "--output", str(output), *words])
+        code, err = rungs.main(), capsys.readouterr().err
+        rows = list(csv.DictReader(io.StringIO(output.read_text()))) if output.exists() else []
+        assert not rows or report_rows.read(output, ["rungs"]).rows
+        return code, rows, err, gpu, commands
+    return run
+
+
+def printed(launches):
+    """What ncu prints of so many launches, in the first of which shared memory is the busiest, by 90%, else issue slots."""
+    names = ["ID", ncu.UNITS["shared memory"], ncu.UNITS["issue slots"], ncu.STALLED.format("barrier"), ncu.STALLED.format("wait")]
+    out = io.StringIO()
+    csv.writer(out, quoting=csv.QUOTE_ALL).writerows([names, [""] * 5, *([n, 90 if n == 0 else 10, 40, 3, 1] for n in range(launches))])
+    return "==PROF== words\n" + out.getvalue()
+
+
+def test_rungs_and_peers_are_rows(ran):
+    code, rows, err, _, (command,) = ran()
+    assert code == 0 and [(row["config"], row["D"], row["dtype"], row["check"]) for row in rows] == [
+        ("scalar_minimal", "64", "fp16", "PASS"), ("scalar_vec8", "64", "fp16", "PASS"), ("torch_cudnn", "64", "fp16", ""),
+        ("torch_fa3", "64", "bf16", ""), ("scalar_minimal__HEAD_DIM_128", "128", "fp16", "PASS"), ("torch_cudnn", "128", "fp16", ""),
+        ("torch_fa3", "128", "bf16", "")]
+    assert all(abs(float(row["graph_us"]) - (40 if row["config"].startswith("torch") else 20)) < 0.1 for row in rows)
+    assert [(row["unit"], row["unit_share"], row["waits_for"]) for row in rows if row["check"]] == [
+        ("shared memory", "90.0", "barrier"), ("issue slots", "40.0", "barrier"), ("issue slots", "40.0", "barrier")]
+    # 4 * 64 * 40 * 50 * 2 FLOP at 4096 * 132 * 1.98e9 are 0.96 ns; 2 * 64 * 2 * (2 * 40 + 50) bytes at 4917 GB/s 6.8 ns
+    assert (rows[0]["bound"], rows[0]["peak_share"]) == ("memory", "0.0003") and rows[0]["device"] == "Fake"
+    assert rows[2]["note"].startswith("PyTorch 2.0 with cuDNN 9; ") and rows[3]["note"].startswith("fa3-fwd 3.1; ")
+    assert err.startswith("rungs: without torch:flash: it is missing\n")
+    assert command[-2:] == ["rungs", "--launch"] and "--profile-from-start" in command
+    filtered = command[command.index("--kernel-name") + 1]
+    assert all(re.search(filtered[len("regex:"):], f"sdpa_{kernel}") for kernel in ("scalar", "wmma", "mma", "wgmma_columns"))
+    assert not re.search(filtered[len("regex:"):], "sdpa_merge sdpa_plan")
+
+
+def test_peak_shares():
+    problem = engine.parse_problem("4,16,16,4096,4096,128,fp16")
+    flops, bytes_s = rungs.peaks(Gpu())
+    assert round(flops / 1e12) == 1071 and round(bytes_s / 1e9) == 4917
+    assert rungs.share(problem, 1000, flops, bytes_s) == dict(peak_share="0.5135", bound="matrix")
+    decode = engine.parse_problem("32,32,8,1,8192,128,fp16")
+    assert rungs.share(decode, 239, flops, bytes_s) == dict(peak_share="0.9142", bound="memory")
+
+
+def test_a_wrong_rung_fails(ran):
+    def harm(O, LSE):
+        O[...] *= 2
+    code, rows, *_ = ran(harm=harm)
+    assert code == 1 and [row["check"] for row in rows if row["config"] == "scalar_vec8"] == ["FAIL"]
+
+
+@pytest.mark.parametrize("more,sentence", [
+    (dict(path=None), "ncu is missing; it is Nsight Compute"), (dict(ncu_said="==ERROR== ERR_NVGPUCTRPERM"), "this user may not read"),
+    (dict(ncu_said=printed(2)), "ncu saw 2 of 3 launches: ==PROF== words"),
+    (dict(ncu_said="==PROF== a\nrungs: mma: it is out of memory\n"), "ncu saw 0 of 3 launches: rungs: mma: it is out of memory")])
+def test_without_counters_there_are_times(ran, more, sentence):
+    code, rows, err, *_ = ran(peers=(), **more)
+    assert code == 0 and len(rows) == 3 and not any(row["unit"] for row in rows) and all(row["graph_us"] for row in rows)
+    assert f"rungs: without the units that bind: {sentence}" in err
+
+
+def test_what_ncu_looks_at(ran):
+    """Of each launch at each problem the second one."""
+    code, rows, _, gpu, commands = ran("--launch")
+    assert not code and not rows and not commands and gpu.calls == ["cuProfilerStart", "cuProfilerStop"] * 3
+    assert not gpu.memory
+
+
+def test_refusals(tmp_path):
+    (tmp_path / "there.csv").touch()
+    for words, sentence in ((["x"], "x: no such option"), (["--output", f"{tmp_path}/there.csv"], f"--output {tmp_path}/there.csv: there is such a file already")):
+        code, out, err = tool.run("rungs", *words)
+        assert (code, out, err) == (2, "", f"rungs: {sentence}\n")
+    if engine.find_gpu() is None:
+        assert tool.run("rungs") == (2, "", "rungs: it times kernels and there is no GPU here\n")
+
+
+def test_no_rung_is_refused_by_its_knobs():
+    """Nor by sdpa.cu's limits; that the lines of configs.txt compile is tested with them."""
+    assert [len(lines) for lines in rungs.wanted().values()] == [21, 21, 18, 5, 5, 5]
