@@ -98,7 +98,7 @@ def test_passages(new, found):
 
 def test_what_goes_and_what_comes_are_apart_if_one_is_long():
     many = "\n".join(f"  x{n}();" for n in range(12))
-    gone, came = passages(f"first();\n\n{many}\nlast();\nend();")
+    gone, came = passages(f"first();\n\nvoid f() {{\n{many}\n}}\nlast();\nend();")
     assert set(re.findall("^.", gone, re.M)) == {"-"} and set(re.findall("^.", came, re.M)) == {"+"}
 
 

@@ -40,7 +40,7 @@ LADDERS = {
         scalar_tile32x64
         scalar_async2    | | | \.copy_kv|cp_async<BYTES>
         wmma_async2      | | wmma_async2 HEAD_DIM=128 BLOCK_N=32 | mma_sync\(S
-        wmma_ws1         | | wmma_ws1 HEAD_DIM=128 BLOCK_N=32 | mbarrier_spin\(&|\.arrive\(&feed|mbarrier_arrive_noinc\(&s
+        wmma_ws1         | | wmma_ws1 HEAD_DIM=128 BLOCK_N=32 | mbarrier_spin\(&|mbarrier_arrive_noinc\(&s
         mma_tile64       | wmma_async2 | | multiply_columns<MmaHalves>\(S|k = Q @
         mma_lazy         | | | = __all_sync
         mma_fast_exp     | | | fmaf\(fmaf\(fmaf
@@ -48,7 +48,7 @@ LADDERS = {
         mma_split4"""),
     "wgmma": ladder(SQUARE, r"""
         wgmma_plain      | | wgmma_d128_plain
-        wgmma_ws         | | wgmma_d128_ws | mbarrier_wait\(empty|setmaxnreg_(dec|inc)<Reg|__syncthreads\(\);  // hazard: K and V read
+        wgmma_ws         | | wgmma_d128_ws | mbarrier_wait\(empty|setmaxnreg_(dec|inc)<R|rds\(\);  // hazard: K
         wgmma_overlap    | | wgmma_d128_ws OVERLAP=1 | wgmma_wait_group<1>
         wgmma_lazy       | | wgmma_d128_lazy | if \(rows\.may_take_stale|keep_max\(softmax|__all_sync\(0xffffffffu, all
         wgmma            | | wgmma_d128_tile128 | barrier_(sync|arrive)\(turn \+|return atomicInc
@@ -90,7 +90,7 @@ def code(line):
 
 
 def passages(old, new):
-    """What is removed and added, parted at empty lines, behind functions, where two lines or more stay, and between what
+    """What goes and what comes, parted at empty lines, behind functions, where two lines or more stay, and between what
     goes and what comes if either is long."""
     found = [[]]
     for kind, i, i_end, j, j_end in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
@@ -98,8 +98,9 @@ def passages(old, new):
             parts = [(" ", old[i:i_end] if i_end == i + 1 and found[-1] else [""])]
         else:
             parts = [("-", old[i:i_end]), ("+", new[j:j_end])]
+        is_long = any(len(lines) > LONG for _, lines in parts)
         for sign, lines in parts:
-            for text in lines + [""] * (len(lines) > LONG):
+            for text in lines + [""] * is_long:
                 if text.strip():
                     found[-1].append(sign + text)
                 if not text.strip() or re.match(" {0,2}}", text):
@@ -149,14 +150,6 @@ def diff_sections(only=""):
 
 # ---- what was measured ----
 
-def bound_by(row):
-    """What binds a row's kernel: the busiest unit, and below 80% of its limit what its warps wait for."""
-    if not row["unit"]:
-        return "–"
-    share = float(row["unit_share"])
-    return f"{row['unit']} {share:.0f}%" + f", {row['waits_for']}" * (share < FULL)
-
-
 def measured(source):
     """{problem: {a line's or peer's name in rows: its row}}. A peer that takes bf16 alone stands with the others."""
     found = {}
@@ -166,49 +159,53 @@ def measured(source):
     return found
 
 
-def ladder_table(one, source):
-    """The cells of a ladder's table, a row for each rung and peer, the names of rungs without a row, and its picture."""
-    at = measured(source)
-    us, cells, missing = {}, [], []
+def bound_by(row):
+    """What binds a row's kernel: the busiest unit, and if it is not full what the warps wait for."""
+    if not row["unit"]:
+        return "–"
+    share = float(row["unit_share"])
+    return f"{row['unit']} {share:.0f}%" + f", {row['waits_for']}" * (share < FULL)
 
-    def cells_of(title, rows, before):
-        """Of the rows at each problem; before: {problem: the base's time}."""
-        times = [f"{short(row['graph_us'])}" + (f" ({before[what] / row['graph_us']:.2f}x)" if what in before else "")
-                 if row else "–" for what, row in rows.items()]
-        each = [[form(row) if row else "–" for row in rows.values()] for form in (
-            lambda row: f"{row['tflops'] or 0:.0f}", lambda row: f"{100 * float(row['peak_share'] or 0):.1f}%", bound_by)]
-        return [title, *times, " / ".join(each[0]), " / ".join(each[1]), " / ".join(each[2]).replace("– / – / –", "")]
+
+def cells_of(title, rows, before):
+    """A table's row: times with the gain over those before, and of each problem TFLOP/s, share of the peak, what binds."""
+    def time_of(what, row):
+        gain = f" ({before[what] / row['graph_us']:.2f}x)" if what in before else ""
+        return short(row["graph_us"]) + gain
+    forms = (lambda row: f"{row['tflops'] or 0:.0f}", lambda row: f"{100 * float(row['peak_share'] or 0):.1f}%", bound_by)
+    return [title, *(time_of(what, row) if row else "–" for what, row in rows.items()),
+            *(" / ".join(form(row) if row else "–" for row in rows.values()) for form in forms)]
+
+
+def ladder_table(one, source):
+    """The cells of a ladder's table, the names of rungs that lack a row, and the panels of its picture."""
+    at, us, cells, missing = measured(source), {}, [], []
     for rung in one.rungs:
         lines = {what: contender(rung, what) for what in one.problems.values()}
         rows = {what: line and at.get(what, {}).get(line.label) for what, line in lines.items()}
         missing += [rung.name] * any(line and not rows[what] for what, line in lines.items())
         us[rung.name] = {what: row["graph_us"] for what, row in rows.items() if row}
         cells.append(cells_of(rung.name, rows, us.get(rung.base, {})))
-    for config, name in PEERS.items():
-        rows = {what: at.get(what, {}).get(config) for what in one.problems.values()}
-        kinds = {row["dtype"] for row in rows.values() if row} - {"fp16"}
-        if any(rows.values()):
-            cells.append(cells_of(name + "".join(f" ({kind})" for kind in kinds), rows, {}))
-    panels = [(title, [us[rung.name].get(what) for rung in one.rungs],
-               {name: row["graph_us"] for config, name in PEERS.items() if (row := at.get(what, {}).get(config))})
-              for title, what in one.problems.items()]
-    return cells, missing, panels
+    peers = {name: {what: at.get(what, {}).get(config) for what in one.problems.values()} for config, name in PEERS.items()}
+    for name, rows in peers.items():
+        kinds = {row["dtype"] for row in rows.values() if row}
+        cells += [[*cells_of(name + " (bf16)" * ("bf16" in kinds), rows, {})[:-1], ""]] if kinds else []
+    return cells, missing, [(title, [us[rung.name].get(what) for rung in one.rungs],
+                             {name: rows[what]["graph_us"] for name, rows in peers.items() if rows[what]})
+                            for title, what in one.problems.items()]
 
 
 def sections(source, table, picture, provenance):
-    """{the name of a ladder's markers: its picture and table}, {picture: drawing}; the page gives how it writes these."""
-    text, drawings = {}, {}
-    for name, one in LADDERS.items():
-        if not source:
-            text[name + "_rungs"] = f"None on this GPU yet: `{COMMAND}` measures it.\n"
-            continue
+    """{the name of a ladder's markers: what stands there}, {picture: drawing}, by the page's own ways to write these."""
+    text, drawings = {name + "_rungs": f"None on this GPU yet: `{COMMAND}` measures it.\n" for name in LADDERS}, {}
+    for name, one in LADDERS.items() if source else ():
         cells, missing, panels = ladder_table(one, source)
-        drawings[f"ladder/{name}.svg"] = report_charts.rungs([rung.name for rung in one.rungs], panels, words := (
-            f"µs of the {name} ladder's rungs, beside peers"))
-        peers = {row["note"].partition("; ")[0]: 1 for row, _ in timed(source) if row["config"] in PEERS}
+        path, words = f"ladder/{name}.svg", f"µs of the {name} ladder's rungs, beside peers"
+        drawings[path] = report_charts.rungs([rung.name for rung in one.rungs], panels, words)
+        peers = dict.fromkeys(row["note"].partition("; ")[0] for row, _ in timed(source) if row["config"] in PEERS)
         headers = ["rung", *(f"#{title}, µs" for title in one.problems), "#TFLOP/s", "#of peak", "what binds"]
         text[name + "_rungs"] = "\n".join([
-            picture(f"ladder/{name}.svg", words, 640), table(headers, cells),
+            picture(path, words, 640), table(headers, cells),
             *(f"`{rung}` has no row for each of its problems: `{COMMAND}` measures it.\n" for rung in missing),
             f"Peers: {', '.join(peers)}. " * bool(peers) + provenance(source, "../")])
     return text, drawings

@@ -38,7 +38,7 @@ MMA_SYNC_REACH = 2640 / 4096
 
 
 def launches_of(text):
-    """A launch's {name: value} each of what `ncu --csv --page raw` printed: words, then lines of names, units, values."""
+    """[{name: value}] of what `ncu --csv --page raw` printed: words, then lines of names, of units, of each launch."""
     rows = list(csv.reader(text[text.index('"ID"'):].splitlines())) if '"ID"' in text else []
     if len(rows) < 3:
         raise ValueError("no counters")
@@ -65,7 +65,7 @@ def held_against_mma_sync(row):
 
 
 def bound_of(row, counters):
-    """The busiest unit, how much of its limit it uses, in %, and what warps wait for: [(reason, %)], the longest first."""
+    """The busiest unit, how much of its limit it uses, in %, and [(what warps wait for, %)], the longest first."""
     use = {unit: counters[name] for unit, name in UNITS.items()}
     use["tensor pipe"] /= MMA_SYNC_REACH if held_against_mma_sync(row) else 1
     busiest = max(use, key=use.get)
@@ -89,7 +89,8 @@ def verdict(row, counters):
     bound = f"{busiest}, at {use:.0f}% of its limit"
     if use < FULL:
         bound = f"latency: the busiest unit is the {bound.replace(',', '')}; warps wait for {waits[0]}"
-    units = {"tensor pipe": of_reach if held_against_mma_sync(row) else "", "XU (MUFU)": "", "FMA pipes": f"{busy['ALU']:.1f}%",
+    units = {"tensor pipe": of_reach if held_against_mma_sync(row) else "",
+             "XU (MUFU)": "", "FMA pipes": f"{busy['ALU']:.1f}%",
              "issue slots": f"{counters['sm__warps_active.avg.per_cycle_active']:.1f} warps on an SM",
              "shared memory": f"{100 * conflicts:.1f}% of its wavefronts are bank conflicts",
              "L2": f"{l2 / 1e6:.1f} MB, {l2 / tensors:.1f} times the tensors",

@@ -100,7 +100,8 @@ def rungs(names, panels, label):
     height, room = ROW * len(names) + 6, (width - left - right - gap * (len(panels) - 1)) / len(panels)
     total = height + 66
     figure = Figure(figsize=(width / 72, total / 72))
-    styles = dict(zip(dict.fromkeys(name for _, _, peers in panels for name in peers), itertools.cycle(("-", "--", ":"))))
+    every_peer = dict.fromkeys(name for _, _, peers in panels for name in peers)
+    styles = dict(zip(every_peer, itertools.cycle(("-", "--", ":"))))
     for number, (title, values, peers) in enumerate(panels):
         axes = figure.add_axes([(left + number * (room + gap)) / width, 22 / total, room / width, height / total])
         at = [(us, y) for y, us in enumerate(values) if us]

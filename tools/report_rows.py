@@ -93,8 +93,8 @@ def read(path, kinds):
 
 
 def kinds_of(path, device):
-    """The kinds that a file may be of by its folder and its name; DEVICE is a regular expression. The rungs and the peers
-    are compared within their file alone, so it may be of any device."""
+    """The kinds that a file may be of by its folder and its name; DEVICE is a regular expression. Rungs and peers are
+    compared within their file alone, so it may be of any device."""
     return [kind for kind, about in KINDS.items() if about.folder == path.parent.name and
             re.fullmatch((".*" if kind == "rungs" else device) + about.name, device_slug(path))]
 

@@ -1,7 +1,8 @@
 """usage: ./run_all.sh rungs [--output FILE] [--launch]
-Times the rungs of docs/LADDER.md and the peers (PyTorch's cuDNN and FlashAttention-2; FlashAttention-3 where its wheel is)
-at the problems of each ladder, as tools/peers.py does, and asks ncu, if it may read the GPU's counters, which unit binds
-each rung's kernel. The builds take some 2 minutes on 16 cores, all else some 3. `./run_all.sh results` makes the page's tables and pictures of it.
+Times the rungs of docs/LADDER.md and the peers (PyTorch's cuDNN and FlashAttention-2, and FlashAttention-3 if its wheel
+is there) at the problems of each ladder, as tools/peers.py does, and asks ncu, if it may read the GPU's counters, which
+unit binds each rung's kernel. The builds take some 2 minutes on 16 cores, all else some 3. `./run_all.sh results` makes
+the page's tables and pictures of it.
   --output FILE  the CSV (default: results/ladder/DATE-DEVICE-rungs.csv); there must be none
   --launch       only launches each rung at each problem, which is what ncu is asked to look at
 exit: 0, 1 a rung is wrong, 2 bad usage
@@ -94,11 +95,14 @@ def share(problem, us, flops, bytes_s):
 
 def version(kernel):
     """What a peer is, for its note."""
-    torch, words = kernel.torch, f"PyTorch {kernel.torch.__version__}"
-    if kernel.text == "torch:cudnn":
-        return f"{words} with cuDNN {torch.backends.cudnn.version()}"
-    package = builds.PACKAGES.get(kernel.text)
-    return f"{package[2]} {importlib.metadata.version(package[2])}" if package else words
+    if kernel.text in builds.PACKAGES:
+        package = builds.PACKAGES[kernel.text][2]
+        try:
+            return f"{package} {importlib.metadata.version(package)}"
+        except importlib.metadata.PackageNotFoundError:  # it was built by hand
+            return package
+    words = f"PyTorch {kernel.torch.__version__}"
+    return words + f" with cuDNN {kernel.torch.backends.cudnn.version()}" * (kernel.text == "torch:cudnn")
 
 
 def main():
@@ -129,8 +133,8 @@ def main():
         here = {line.text: kernels[line.text] for line in of_problem}
         here |= {text: kernel for text, kernel in others.items() if text not in builds.PACKAGES}
         rows = [*peers.run_problem(gpu, here, problem, facts, engine.STEADY, 2)]
-        for text in builds.PACKAGES.keys() & others:  # which take bf16 alone
-            rows += peers.run_problem(gpu, {text: others[text]}, problem._replace(dtype="bf16"), facts, engine.STEADY, 2)
+        in_bf16 = {text: kernel for text, kernel in others.items() if text in builds.PACKAGES}  # which takes it alone
+        rows += peers.run_problem(gpu, in_bf16, problem._replace(dtype="bf16"), {}, engine.STEADY, 2) if in_bf16 else []
         for row in rows:
             failed |= row.get("check") == "FAIL"
             if row.get("graph_us"):
