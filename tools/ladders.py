@@ -17,7 +17,7 @@ Ladder = namedtuple("Ladder", "problems rungs")  # problems: {what they are call
 SQUARE = {"mission": "1,8,8,512,512,64 fp16", "long": "1,8,8,2048,2048,64 fp16",
           "4,16,16,4096,4096": "4,16,16,4096,4096,128 fp16"}
 DECODE = {"32 caches of 8,192": "32,32,8,1,8192,128 fp16", "one of 32,768": "1,32,8,1,32768,128 fp16",
-          "4 queries to 8 of 8,192": "8,32,8,4,8192,128 fp16"}
+          "4 rows, 8 of 8,192": "8,32,8,4,8192,128 fp16"}
 LONG, AROUND = 8, 5  # lines of a passage that is parted; those beside a line that is shown
 COMMAND = "./run_all.sh rungs"
 

@@ -96,7 +96,7 @@ def short(t):
 
 def rungs(names, panels, label):
     """A ladder: each rung's time, and peers as lines. PANELS: (title, [µs or None of each of NAMES], {peer: µs})."""
-    left, right, gap, width = 8 + 6.4 * max(map(len, names)), 4, 10, 500
+    left, right, gap, width = 8 + 6.4 * max(map(len, names)), 4, 8, 430
     height, room = ROW * len(names) + 6, (width - left - right - gap * (len(panels) - 1)) / len(panels)
     total = height + 66
     figure = Figure(figsize=(width / 72, total / 72))
@@ -114,9 +114,9 @@ def rungs(names, panels, label):
             axes.axvline(us, color=PEER, linestyle=styles[name], linewidth=1.2)
         axes.plot([us for us, _ in at], [y for _, y in at], "o-", color=OURS, markersize=4, linewidth=0.8)
         for us, y in at:
-            write(axes, short(us), (us, y), 5, bbox=dict(facecolor="white", edgecolor="none", pad=0.2))
+            write(axes, short(us) if us < 1e4 else f"{us / 1000:.1f}k", (us, y), 5, bbox=dict(facecolor="white", edgecolor="none", pad=0.2))
         name_rows(axes, names if not number else [""] * len(names))
-        axes.set_title(title, fontsize=9.5, pad=5)
+        axes.set_title(title, fontsize=9.5, pad=5, loc="left")
     figure.legend(bbox_to_anchor=(0, 1), ncol=3, handles=[
         matplotlib.lines.Line2D([], [], color=PEER, linestyle=style, label=name) for name, style in styles.items()])
     figure.text(1 - right / width, 1 - 3 / total, "µs, log axes", ha="right", va="top")
