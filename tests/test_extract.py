@@ -19,7 +19,7 @@ import concrete  # noqa: E402
 import extract as extract_module  # noqa: E402
 import minimal  # noqa: E402
 
-LINES = """scalar_minimal scalar_e4m3 wmma_all wmma_u8 mma_lazy mma_decode_d128_bf16 mma_e4m3_d128 wgmma_plain wgmma_causal
+LINES = """scalar_minimal scalar_e4m3 wmma_async2 wmma_all wmma_u8 mma_lazy mma_decode_d128_bf16 mma_e4m3_d128 wgmma_plain wgmma_causal
            wgmma_d128_bf16 wgmma_decode_d128 wgmma_e4m3_split2 ampere hopper_d128 hopper_e4m3_d128""".split()
 if os.environ.get("SDPA_TEST_QUICK"):
     LINES = ["scalar_minimal", "mma_lazy", "hopper_d128"]

@@ -341,9 +341,11 @@ def type_of(name, node, text, *more):
         for one in descendants(place, "parameter_declaration", "declaration", "field_declaration") if place.type in (
                 "function_definition", "lambda_expression", "struct_specifier", "translation_unit") else []:
             plain = {"identifier", "field_identifier", "init_declarator", "reference_declarator", *more}
-            names = {name_of(each) for each in one.children_by_field_name("declarator") if each.type in plain}
-            if name in names and one.child_by_field_name("type"):
+            kinds = {each.type for each in one.children_by_field_name("declarator") if name_of(each) == name}
+            if kinds & plain and one.child_by_field_name("type"):
                 return source(one.child_by_field_name("type"), text)
+            if kinds and one.type == "field_declaration" and place.type == "struct_specifier":
+                return None  # an array, which hides what has its name farther out
         place = place.parent
     return None
 
