@@ -643,8 +643,7 @@ for word in "$@"; do
 done
 case ${1-} in
   ab|ablate|fit|gates|micro|profile|rungs|sanitize|stress|sweep|tune)
-    [ "$1" != tune ] || engine_packages+=('optuna==4.*')
-    [[ $1 != @(rungs|tune) ]] || engine_packages+=(matplotlib)
+    [ "$1" != tune ] || engine_packages+=(matplotlib 'optuna==4.*')
     need_python "${engine_packages[@]}"
     name_files "${@:2}"
     exec "$python" tools "$1" ${words[@]+"${words[@]}"}

@@ -5,9 +5,7 @@ import re
 from collections import namedtuple
 
 import builds
-import report_charts
-from report_charts import short
-from report_rows import FULL, PEERS, problem, timed
+from report_rows import FULL, PEERS, problem, short, timed
 
 # A build, and the rung that its time and its code are compared with. wide: the build for D=128 where that is not the
 # line with HEAD_DIM=128; "-" if there is none. shows: a regular expression for the changed lines of the diff that are
@@ -197,6 +195,7 @@ def ladder_table(one, source):
 
 def sections(source, table, picture, provenance):
     """{the name of a ladder's markers: what stands there}, {picture: drawing}, by the page's own ways to write these."""
+    import report_charts  # and matplotlib, without which `rungs` does
     text, drawings = {name + "_rungs": f"None on this GPU yet: `{COMMAND}` measures it.\n" for name in LADDERS}, {}
     for name, one in LADDERS.items() if source else ():
         cells, missing, panels = ladder_table(one, source)

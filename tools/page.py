@@ -19,8 +19,8 @@ import cli
 import ladders
 from builds import replace_file as write
 from cli import Refused
-from report_charts import against, short, waterfall
-from report_rows import KINDS, OURS, PEERS, bases, fastest, newest, peer, problem, read, timed
+from report_charts import against, waterfall
+from report_rows import KINDS, OURS, PEERS, bases, fastest, newest, peer, problem, read, short, timed
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -13,6 +13,8 @@ import matplotlib
 from matplotlib import ticker
 from matplotlib.figure import Figure
 
+from report_rows import short
+
 INK, DIM, GRID = "#1f2328", "#57606a", "#e3e7eb"
 matplotlib.use("svg")
 matplotlib.rcParams.update({
@@ -87,11 +89,6 @@ def log_axis(axes, low, high, room, unit=""):
     axes.xaxis.set_minor_locator(ticker.NullLocator())
 
 
-def short(t):
-    """A time with three digits."""
-    return f"{t:.2f}" if t < 9.995 else f"{t:.1f}" if t < 99.95 else f"{t:.0f}"
-
-
 # ---- charts ----
 
 def rungs(names, panels, label):
@@ -114,7 +111,8 @@ def rungs(names, panels, label):
             axes.axvline(us, color=PEER, linestyle=styles[name], linewidth=1.2)
         axes.plot([us for us, _ in at], [y for _, y in at], "o-", color=OURS, markersize=4, linewidth=0.8)
         for us, y in at:
-            write(axes, short(us) if us < 1e4 else f"{us / 1000:.1f}k", (us, y), 5, bbox=dict(facecolor="white", edgecolor="none", pad=0.2))
+            write(axes, short(us) if us < 1e4 else f"{us / 1000:.1f}k", (us, y), 5,
+                  bbox=dict(facecolor="white", edgecolor="none", pad=0.2))
         name_rows(axes, names if not number else [""] * len(names))
         axes.set_title(title, fontsize=9.5, pad=5, loc="left")
     figure.legend(bbox_to_anchor=(0, 1), ncol=3, handles=[

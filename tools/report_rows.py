@@ -144,6 +144,11 @@ def timed(source):
             yield row, row["graph_us"]
 
 
+def short(t):
+    """A time with three digits."""
+    return f"{t:.2f}" if t < 9.995 else f"{t:.1f}" if t < 99.95 else f"{t:.0f}"
+
+
 def fastest(source, group=lambda row: OURS):
     """{problem: {what GROUP says of a line, or a peer's name: (µs, row) of its fastest}}, if a line has the problem."""
     best, ours = collections.defaultdict(dict), {problem(row) for row, _ in timed(source) if not peer(row)}

@@ -1,8 +1,7 @@
 """usage: ./run_all.sh rungs [--output FILE] [--launch]
 Times the rungs of docs/LADDER.md and the peers (PyTorch's cuDNN and FlashAttention-2, and FlashAttention-3 if its wheel
 is there) at the problems of each ladder, as tools/peers.py does, and asks ncu, if it may read the GPU's counters, which
-unit binds each rung's kernel. The builds take some 2 minutes on 16 cores, all else some 3. `./run_all.sh results` makes
-the page's tables and pictures of it.
+unit binds each rung's kernel. `./run_all.sh results` makes the page's tables and pictures of it.
   --output FILE  the CSV (default: results/ladder/DATE-DEVICE-rungs.csv); there must be none
   --launch       only launches each rung at each problem, which is what ncu is asked to look at
 exit: 0, 1 a rung is wrong, 2 bad usage
