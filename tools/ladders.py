@@ -166,11 +166,12 @@ def bound_by(row):
 
 
 def cells_of(title, rows, before):
-    """A table's row: times with the gain over those before, and of each problem TFLOP/s, share of the peak, what binds."""
+    """A table's row: times, their gain over those before; TFLOP/s, share of the peak and what binds."""
     def time_of(what, row):
         gain = f" ({before[what] / row['graph_us']:.2f}x)" if what in before else ""
         return short(row["graph_us"]) + gain
-    forms = (lambda row: f"{row['tflops'] or 0:.0f}", lambda row: f"{100 * float(row['peak_share'] or 0):.1f}%", bound_by)
+    forms = (lambda row: f"{row['tflops'] or 0:.0f}",
+             lambda row: f"{100 * float(row['peak_share'] or 0):.1f}%", bound_by)
     return [title, *(time_of(what, row) if row else "–" for what, row in rows.items()),
             *(" / ".join(form(row) if row else "–" for row in rows.values()) for form in forms)]
 
@@ -184,7 +185,8 @@ def ladder_table(one, source):
         missing += [rung.name] * any(line and not rows[what] for what, line in lines.items())
         us[rung.name] = {what: row["graph_us"] for what, row in rows.items() if row}
         cells.append(cells_of(rung.name, rows, us.get(rung.base, {})))
-    peers = {name: {what: at.get(what, {}).get(config) for what in one.problems.values()} for config, name in PEERS.items()}
+    peers = {name: {what: at.get(what, {}).get(config) for what in one.problems.values()}
+             for config, name in PEERS.items()}
     for name, rows in peers.items():
         kinds = {row["dtype"] for row in rows.values() if row}
         cells += [[*cells_of(name + " (bf16)" * ("bf16" in kinds), rows, {})[:-1], ""]] if kinds else []
@@ -194,7 +196,7 @@ def ladder_table(one, source):
 
 
 def sections(source, table, picture, provenance):
-    """{the name of a ladder's markers: what stands there}, {picture: drawing}, by the page's own ways to write these."""
+    """{the name of a ladder's markers: what stands there}, {picture: drawing}."""
     import report_charts  # and matplotlib, without which `rungs` does
     text, drawings = {name + "_rungs": f"None on this GPU yet: `{COMMAND}` measures it.\n" for name in LADDERS}, {}
     for name, one in LADDERS.items() if source else ():
