@@ -131,9 +131,8 @@ def diff_section(rung, base):
     shown = [part for passage in found for part in excerpts(passage, rung.shows)]
     if not shown:
         raise builds.Refused(f"{rung.name}: no line of its diff to {base.name} has {rung.shows}")
-    count, whole = (sum(text[0] != " " for part in some for text in part) for some in (shown, found))
     text = "\n...\n".join("\n".join(part) for part in shown)
-    return f"```diff\n@@ {base.name} with {step(rung, base)}: {count} of {whole} changed lines @@\n{text}\n```\n"
+    return f"```diff\n@@ {base.name} with {step(rung, base)} @@\n{text}\n```\n"
 
 
 def diff_sections(only=""):
