@@ -158,8 +158,8 @@ class Tree:
 
 
 def structs_of(header):
-    """{name: struct of ctypes} of a C header. Members are int, float, int64_t, structs before theirs, and pointers."""
-    kinds, structs = dict(int=ctypes.c_int, float=ctypes.c_float, int64_t=ctypes.c_int64), {}
+    """{name: struct of ctypes} of a C header. Members are int, float, int64_t, size_t, structs before theirs, and pointers."""
+    kinds, structs = dict(int=ctypes.c_int, float=ctypes.c_float, int64_t=ctypes.c_int64, size_t=ctypes.c_size_t), {}
     text = " ".join(re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL).split())
     for name, body in re.findall(r"\bstruct (\w+) {(.*?)}", text):
         fields = []
@@ -168,8 +168,8 @@ def structs_of(header):
             for member in form[2].split(", ") if form else [""]:
                 kind = ctypes.c_void_p if member[:1] == "*" else form and (kinds | structs).get(form[1])
                 if not kind:
-                    raise Refused(f"{HEADER}: {name} has {declaration}; want int, float, int64_t, a struct that stands "
-                                  "before it, or pointers")
+                    raise Refused(f"{HEADER}: {name} has {declaration}; want int, float, int64_t, size_t, a struct that "
+                                  "stands before it, or pointers")
                 fields.append((member.strip("*"), kind))
         structs[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
     return structs
