@@ -546,14 +546,12 @@ template <class B, class View>
 __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Item<B>& item, const Mask& mask,
                                               int q, int k, bool plain) {
   cap_scores<B>(S, a);
-  const bool biased = has_bias<B>(a, mask, k);
-  if (B::use_bias == 1 && !biased) scale_scores(S, a);
+  if (B::use_bias == 1 && !has_bias<B>(a, mask, k)) scale_scores(S, a);
   if (plain) return;
-  k += first_col(S);
   if constexpr (B::use_bias != 0) {
-    if (biased) BiasInMemory<B>().add(S, a, item, mask.keys.Sk, q, k);
+    if (has_bias<B>(a, mask, k)) BiasInMemory<B>().add(S, a, item, mask.keys.Sk, q, k + first_col(S));
   }
-  mask_scores<B>(S, a, mask, q, k);
+  mask_scores<B>(S, a, mask, q, k + first_col(S));
 }
 
 // ---- the scale of an item ----
@@ -1314,6 +1312,11 @@ constexpr bool lists_rounds = B::use_bias != 0 && path<B> == Path::wgmma_roles &
 template <class B> __device__ __forceinline__ bool has_map(const KernelArgs& a) {
   return lists_rounds<B> && a.bias_map.lists;
 }
+
+struct ListOfRounds {  // of those of an item that a bias shows
+  const uint32_t* list = nullptr;  // of 2 * number + 1, or 2 * number if nobody needs to read the bias; null: all rounds
+  __device__ uint32_t entry(int round) const { return list ? ld_global<uint32_t>(list + round) : 2 * round + 1; }
+};
 
 // The item of q-block `block` in head number `head`, counted through all batches.
 template <class B> __device__ __forceinline__ Item<B> tile_of(const KernelArgs& a, uint32_t head, uint32_t block) {
@@ -2092,25 +2095,16 @@ constexpr uint64_t evict_first = 0x12f0000000000000, evict_last = 0x14f000000000
 template <class B>
 constexpr bool stores_by_tma = path<B> == Path::wgmma_roles && B::split_kv == 1 && B::split_ctas == 1;
 
-// Where an item's rounds are among its keys: one after the other, or as a list has it of those that a bias shows.
-template <class B, bool = lists_rounds<B>> struct Rounds {
-  __device__ bool listed() const { return false; }
-  __device__ int number(int round) const { return round; }
-};
-template <class B> struct Rounds<B, true> {
-  const uint32_t* list = nullptr;  // of 2 * number + 1, or 2 * number if nobody needs to read the bias
-  __device__ bool listed() const { return list; }
-  __device__ uint32_t entry(int round) const { return list ? ld_global<uint32_t>(list + round) : 2 * round + 1; }
-  __device__ int number(int round) const { return int(entry(round) / 2); }
-};
 
 // An item and its rounds, in each of which every slice (SPLIT_KV) takes one tile of BLOCK_N keys. The last round comes
 // first, so that tiles with a causal mask leave a maximum that holds for most of the others.
-template <class B> struct alignas(16) WgmmaItem : Item<B>, Rounds<B> {
+template <class B>
+struct alignas(16) WgmmaItem : Item<B>, std::conditional_t<lists_rounds<B>, ListOfRounds, Nothing> {
   int h_kv, first_key, rounds;  // no rounds: there are no more items
 };
 template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem<B>& item, int round, int slice) {
-  return item.first_key + (item.number(round) * B::split_kv + slice) * B::block_n;
+  if constexpr (lists_rounds<B>) round = int(item.entry(round) / 2);
+  return item.first_key + (round * B::split_kv + slice) * B::block_n;
 }
 template <class B> __device__ __forceinline__ void take_list(const KernelArgs& a, WgmmaItem<B>& item);
 
@@ -2431,7 +2425,7 @@ template <class B, bool = lists_rounds<B>> struct RoundWalk {
   __device__ void go_on() {}
 };
 template <class B> struct RoundWalk<B, true> {
-  Rounds<B> rounds;
+  ListOfRounds rounds;
   int round;
   uint32_t entries[2];  // of this round and the next one, which is read a round ahead
   __device__ __forceinline__ void start(const WgmmaItem<B>& item, int first) {
@@ -2638,7 +2632,10 @@ template <class B>
 __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& mask, const WgmmaItem<B>& item,
                                                int rounds, int q) {
   if (wgmma_may_pass<B> && (q < 0 || q >= item.query_count(a.p))) return {0, 0};
-  if (!B::skip_masked || item.listed()) return {0, rounds};
+  if (!B::skip_masked) return {0, rounds};
+  if constexpr (lists_rounds<B>) {
+    if (item.list) return {0, rounds};
+  }
   const int last = item.query_count(a.p) - 1;
   const KeyRange seen = mask.keys.of_rows(min(q, last), min(q + 63, last));
   const int first_key = uniform(item.first_key);
@@ -2659,7 +2656,7 @@ template <class B> struct WgmmaRows {
   bool accumulates = false;  // an earlier tile of the item has begun O
   ItemScale<B> scale_log2;   // of the item
   const WgmmaItem<B>* item = nullptr;  // in shared memory
-  RoundWalk<B> walk;
+  std::conditional_t<B::use_bias != 0, RoundWalk<B>, Nothing> walk;
   typename Item<B>::HeldMask mask;  // of the item
   std::conditional_t<B::use_bias != 0, BiasOfWarp<B>, Nothing> bias;
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the stale maximum.
@@ -2676,7 +2673,7 @@ template <class B> struct WgmmaRows {
   __device__ __forceinline__ bool has_mask() const { return !mask.tiles.cover(q, k0); }
   // Without a mask a score of the item's first tile becomes the stale maximum. That of more columns lasts longer.
   __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
-    if (!B::use_lazy_max || has_mask() || (has_bias<B>(a, mask, k0) && walk.looks())) return;
+    if (!B::use_lazy_max || has_mask() || looks_at_bias()) return;
     constexpr int columns = B::is_e4m3 ? Scores::COLS : B::input == DType::bf16 || Scores::COLS < 16 ? 4 : 16;
     float alpha[ROWS];
     softmax_max<B, Scores, columns>(S, scale_log2, m, alpha);
@@ -2698,23 +2695,30 @@ template <class B> struct WgmmaRows {
     const uint32_t tid = B::pack_gqa ? thread_index_anew() - B::producer_threads : thread_index_anew() % 128;
     S.first_row = tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
   }
+  // USE_BIAS: whether this tile has a bias that may do anything.
+  __device__ __forceinline__ bool looks_at_bias() const {
+    if constexpr (B::use_bias != 0) return has_bias<B>(a, mask, k0) && walk.looks();
+    return false;
+  }
   // Lets the bias of the tile at key k, if it has one, come to shared memory.
   __device__ __forceinline__ void fetch_bias(bool looks, int k) {
-    if (!looks || k < 0 || !has_bias<B>(a, mask, k)) return;
-    if constexpr (B::use_bias != 0) bias.load(a, *item, mask.keys.Sk, q, k);
+    if constexpr (B::use_bias != 0) {
+      if (looks && k >= 0 && has_bias<B>(a, mask, k)) bias.load(a, *item, mask.keys.Sk, q, k);
+    }
   }
   // Adds the bias of this tile, if it has one, and fetches that of the next, which has one only if this one's keys have.
   __device__ __forceinline__ bool add_bias(Scores& S) {
-    if (!has_bias<B>(a, mask, k0) || !(walk.looks() || walk.looks_next())) return false;
     if constexpr (B::use_bias != 0) {
+      if (!has_bias<B>(a, mask, k0) || !(walk.looks() || walk.looks_next())) return false;
       if (walk.looks()) locate(S), bias.add(S, a, *item, mask.keys.Sk, q, k0);
+      fetch_bias(walk.looks_next(), k0 - walk.step());
+      return walk.looks();
     }
-    fetch_bias(walk.looks_next(), k0 - walk.step());
-    return walk.looks();
+    return false;
   }
   __device__ __forceinline__ void go_on() {
-    k0 -= walk.step();
-    walk.go_on();
+    if constexpr (B::use_bias != 0) k0 -= walk.step(), walk.go_on();
+    else k0 -= B::round_keys;
   }
   // Caps the columns [first, last) for a softmax by the stale maximum; at the first ones with a bias all are finished.
   // are_logits: that the scores are logits then.
@@ -2788,8 +2792,10 @@ template <class B, class Shared> struct WgmmaConsumer {
       if (rounds_here.end > 0) {
         rows.k0 = uniform(first_key_of<B>(item(), rounds_here.end - 1, slice));
         last_k0 = uniform(first_key_of<B>(item(), rounds_here.begin, slice));
-        rows.walk.start(item(), rounds_here.end - 1);
-        rows.fetch_bias(rows.walk.looks(), rows.k0);
+        if constexpr (B::use_bias != 0) {
+          rows.walk.start(item(), rounds_here.end - 1);
+          rows.fetch_bias(rows.walk.looks(), rows.k0);
+        }
         rows.scale_log2.start(item(), row_group * 64 + int(thread_index_anew() % 128 / 32 * 16 + lane / 4));
         compute(turns);
       }
@@ -5358,48 +5364,30 @@ template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   return plan;
 }
 
+constexpr size_t queue_bytes = 256;  // of the workspace, before the map of a bias
+
 // Items of a launch: all, or with sdpa_merge() 32 CTAs to an SM, so that partial results take 0.6 GB at most.
 template <class B> int64_t items_at_once(const Items& items) {
   if (!merges_by_kernel<B>) return items.count;
   return max(min(items.count, int64_t(32 * sm_count() / items.ranges)), int64_t(1));
 }
 
-// USE_BIAS: the map of a problem, without its lists.
-template <class B> BiasMap bias_map_of(const SdpaParams& p, const Items& items) {
-  BiasMap map;
-  map.heads = Divisor(p.bias_strides.head ? uint32_t(p.Hq / items.heads) : 1);
-  map.batches = Divisor(p.bias_strides.batch ? uint32_t(p.B) : 1);
-  map.list_words = 1 + max(int(ceil_div(p.Sk, B::round_keys)), 1);
-  return map;
-}
-template <class B> size_t bias_map_bytes(const SdpaParams& p) {
-  if (!lists_rounds<B> || !p.bias) return 0;
-  const Items items = items_of<B>(p);
-  const BiasMap map = bias_map_of<B>(p, items);
-  return sizeof(uint32_t) * map.list_words * map.batches.divisor * map.heads.divisor * ceil_div(p.Sq, items.queries);
-}
-// Whether a launch makes a map of its own: where there are rounds to leave out, and all heads share them.
-template <class B> bool makes_bias_map(const SdpaParams& p) {
-  const int keys = p.bias_keys > 0 ? p.bias_keys : p.Sk;
-  return lists_rounds<B> && p.bias && !p.bias_map && p.bias_strides.head == 0 && keys >= 16 * B::round_keys;
-}
-
 // The workspace of the queue or of the ranges, whose counters are zero again after every launch.
-template <class B> size_t item_workspace_bytes(const SdpaParams& p) {
+template <class B> size_t bytes_of_own_map(const SdpaParams& p);  // USE_BIAS: of a launch without p.bias_map
+template <class B> size_t workspace_bytes(const SdpaParams& p) {
   if constexpr (B::use_lengths) {
     const Items items = items_of<B>(p);
     const PlanArgs plan = plan_args<B>(p, items);
     return range_counter_bytes + plan_bytes(plan) + size_t(plan.parts) * (p.Hq / items.heads) * sizeof(RangePartial<B>);
   }
+  if constexpr (B::use_bias != 0) {
+    const size_t bytes = bytes_of_own_map<B>(p);
+    if (bytes > 0) return queue_bytes + bytes;
+  }
   if (B::split_ctas == 1) return B::use_persistent_cta ? sizeof(uint32_t) : 0;
   const Items items = items_of<B>(p);
   const bool stores = items.ranges > 1 || merges_by_kernel<B>;
   return range_counter_bytes + (stores ? items_at_once<B>(items) * items.ranges * sizeof(RangePartial<B>) : 0);
-}
-
-template <class B> size_t workspace_bytes(const SdpaParams& p) {
-  const size_t bytes = item_workspace_bytes<B>(p);
-  return makes_bias_map<B>(p) ? ceil_div(bytes, 256) * 256 + bias_map_bytes<B>(p) : bytes;
 }
 
 // ---- tensor maps (wgmma) ----
@@ -5570,19 +5558,6 @@ template <class B> void set_scales(KernelArgs& a) {
   a.logit_scale = a.scale_log2 * ln2, a.inverse_logit_scale = 1 / a.logit_scale, a.scale_log2 = 1 / ln2;
 }
 
-// USE_BIAS: launches the kernel that writes the map.
-template <class B> SdpaStatus make_bias_map(const KernelArgs& a, cudaStream_t stream) {
-  if constexpr (lists_rounds<B>) {
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization, early.val.programmaticStreamSerializationAllowed = 1;
-    const uint32_t lists = a.bias_map.heads.divisor * a.bias_map.batches.divisor * a.q_blocks.divisor;
-    const cudaLaunchConfig_t launch{dim3(lists), dim3(map_threads), 0, stream, &early, 1};
-    const cudaError_t error = cudaLaunchKernelEx(&launch, sdpa_map<B>, a);
-    if (error != cudaSuccess) return cuda_failure(error, "launching the map of the bias");
-  }
-  return {};
-}
-
 template <class B> Grid grid_of(const SdpaParams& p, const Items& items) {
   Grid grid;
   const uint32_t q_blocks = uint32_t(ceil_div(p.Sq, items.queries));
@@ -5608,16 +5583,72 @@ template <class B>
 constexpr bool sums_end = B::split_ctas == 1 && (B::family == Family::mma || B::use_wmma_pv ||
                                                  (B::family == Family::wgmma && !B::swap_ab && !B::is_e4m3));
 
-// USE_BIAS: with a map no item has all rounds, and the longest may be anywhere.
+// ---- the map of a bias (USE_BIAS = 1, USE_BIAS = 2) ----
+
+// Takes p.bias_map, or the room in the workspace.
 template <class B> void set_bias_map(KernelArgs& a, const Items& items) {
-  char* const own = static_cast<char*>(a.p.workspace) + ceil_div(item_workspace_bytes<B>(a.p), 256) * 256;
-  a.bias_map = bias_map_of<B>(a.p, items), a.unmasked_rounds = 0;
-  a.bias_map.lists = reinterpret_cast<uint32_t*>(a.p.bias_map ? a.p.bias_map : own);
+  const SdpaParams& p = a.p;
+  char* const own = static_cast<char*>(p.workspace) + queue_bytes;
+  BiasMap& map = a.bias_map;
+  map.lists = static_cast<uint32_t*>(p.bias_map ? p.bias_map : own);
+  map.heads = Divisor(p.bias_strides.head ? uint32_t(p.Hq / items.heads) : 1);
+  map.batches = Divisor(p.bias_strides.batch ? uint32_t(p.B) : 1);
+  map.list_words = 1 + max(int(ceil_div(p.Sk, B::round_keys)), 1);
+  a.unmasked_rounds = 0;  // no item has all rounds
+}
+template <class B> size_t bias_map_bytes(const SdpaParams& p) {
+  if (!lists_rounds<B> || !p.bias) return 0;
+  const Items items = items_of<B>(p);
+  KernelArgs a(p, B::block_m, B::block_n, grid_of<B>(p, items));
+  set_bias_map<B>(a, items);
+  return sizeof(uint32_t) * a.bias_map.list_words * a.bias_map.batches.divisor * a.bias_map.heads.divisor *
+         a.q_blocks.divisor;
+}
+// A launch makes a map where there are rounds to leave out, and all heads share them.
+template <class B> size_t bytes_of_own_map(const SdpaParams& p) {
+  const int keys = p.bias_keys > 0 ? p.bias_keys : p.Sk;
+  return p.bias_map || p.bias_strides.head != 0 || keys < 16 * B::round_keys ? 0 : bias_map_bytes<B>(p);
+}
+template <class B> SdpaStatus launch_map(const KernelArgs& a, cudaStream_t stream) {
+  if constexpr (lists_rounds<B>) {
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization, early.val.programmaticStreamSerializationAllowed = 1;
+    const uint32_t lists = a.bias_map.heads.divisor * a.bias_map.batches.divisor * a.q_blocks.divisor;
+    const cudaLaunchConfig_t launch{dim3(lists), dim3(map_threads), 0, stream, &early, 1};
+    const cudaError_t error = cudaLaunchKernelEx(&launch, sdpa_map<B>, a);
+    if (error != cudaSuccess) return cuda_failure(error, "launching the map of the bias");
+  }
+  return {};
+}
+template <class B> SdpaStatus check_bias_map(const SdpaParams& p) {
+  const size_t bytes = bias_map_bytes<B>(p);
+  if (p.bias_map_bytes == bytes && (p.bias_map || bytes == 0)) return {};
+  return failure(refused, "bias_map has %zu bytes, and the map of this problem %zu; ask sdpa_bias_map_bytes()",
+                 p.bias_map ? p.bias_map_bytes : 0, bytes);
+}
+// Before the kernel: a launch without a map makes its own.
+template <class B> SdpaStatus take_bias_map(KernelArgs& a, const Items& items, cudaStream_t stream) {
+  const bool makes = bytes_of_own_map<B>(a.p) > 0;
+  if (a.p.bias_map) {
+    const SdpaStatus status = check_bias_map<B>(a.p);
+    if (!status.ok()) return status;
+  }
+  if (makes || (a.p.bias_map && a.p.bias_map_bytes > 0)) set_bias_map<B>(a, items);
+  return makes ? launch_map<B>(a, stream) : SdpaStatus{};
+}
+template <class B> SdpaStatus map_bias(const SdpaParams& p, cudaStream_t stream) {
+  const SdpaStatus status = check_bias_map<B>(p);
+  if (!status.ok() || p.bias_map_bytes == 0) return status;
+  const Items items = items_of<B>(p);
+  KernelArgs a(p, B::block_m, B::block_n, grid_of<B>(p, items));
+  set_bias_map<B>(a, items);
+  return launch_map<B>(a, stream);
 }
 
-// map_alone: launches only the kernel that writes bias_map.
-template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream, bool map_alone) {
-  const size_t bytes = p.workspace || map_alone ? 0 : workspace_bytes<B>(p);
+// ---- the launch of a build ----
+
+template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) {
+  const size_t bytes = p.workspace ? 0 : workspace_bytes<B>(p);
   if (bytes > 0) return failure(refused, "workspace is null, but this problem needs %zu zeroed bytes", bytes);
   const Items items = items_of<B>(p);
   constexpr int most = 2147483647;  // of a grid
@@ -5646,17 +5677,10 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream, 
     const SdpaStatus status = encode_tensor_maps<B>(a.maps, a);
     if (!status.ok()) return status;
   }
-  const bool makes_map = map_alone || makes_bias_map<B>(p);
-  if ((map_alone || p.bias_map) && p.bias_map_bytes != bias_map_bytes<B>(p)) {
-    return failure(refused, "bias_map_bytes=%zu, but the map of this problem has %zu; ask sdpa_bias_map_bytes()",
-                   p.bias_map_bytes, bias_map_bytes<B>(p));
-  }
-  if (lists_rounds<B> && (makes_map || p.bias_map)) {
-    set_bias_map<B>(a, items);
-    const SdpaStatus status = makes_map ? make_bias_map<B>(a, stream) : SdpaStatus{};
+  if constexpr (B::use_bias != 0) {
+    const SdpaStatus status = take_bias_map<B>(a, items, stream);
     if (!status.ok()) return status;
   }
-  if (map_alone) return {};
   if constexpr (merges_by_kernel<B> && !B::use_lengths) {
     const int64_t at_once = items_at_once<B>(items);
     SdpaStatus status;
@@ -5906,11 +5930,9 @@ constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, 
   // A row is for every D, the larger of Q's and V's, of which its own is the next in the table.
   const int typed = Build::head_dim > Build::d_v ? Build::head_dim : Build::d_v;
   const bool is_next = head_dim == typed || head_dim == (typed <= 64 ? 64 : typed <= 128 ? 128 : 256);
-  // A bias takes registers that 16 warps of one slice have not.
-  const bool suits = on("USE_BIAS") ? Build::use_bias != 0 : Build::use_bias == 0 || num_warps < 16 || split_kv > 1;
-  if (!is_next || !suits) t.head_dim = head_dim == Build::head_dim ? 0 : head_dim;  // 0: V is too wide for this row
+  if (!is_next) t.head_dim = head_dim == Build::head_dim ? 0 : head_dim;  // 0: V is too wide for this row
   t.block_m = block_m, t.block_n = block_n;
-  t.num_warps = num_warps, t.stages = stages, t.split_kv = split_kv;
+  t.num_warps = num_warps, t.stages = stages, t.split_kv = split_kv, t.use_bias += on("USE_BIAS") && t.use_bias == 0;
   if ((on("USE_MMA_SYNC") && Build::is_e4m3) || is_mma) t.use_mma_sync = t.use_cp_async = t.swizzle_xor = true;
   t.overlap = on("OVERLAP"), t.use_warp_specialization = on("USE_WARP_SPECIALIZATION") || t.overlap;
   t.use_persistent_cta = on("USE_PERSISTENT_CTA"), t.use_ping_pong = on("USE_PING_PONG");
@@ -6007,7 +6029,8 @@ template <int ROW> constexpr Config config_of() { return TUNED_TILES[ROW]; }
 constexpr bool tile_fits(const TunedTile& t) {
   constexpr Config typed{};
   const bool no_room = (is_wgmma && (t.swap_ab ? Build::d_v % 64 != 0 : t.split_kv > 1 && 256 % Build::d_v != 0)) ||
-                        (t.head_dim == 192 && t.block_n == 128 && Build::d_v > 128);
+                        (t.head_dim == 192 && t.block_n == 128 && Build::d_v > 128) || t.use_bias != Build::use_bias ||
+                        (Build::use_bias != 0 && t.num_warps == 16 && t.split_kv == 1);  // a bias takes registers
   return typed.use_tuned && t.head_dim == typed.head_dim && !no_room SDPA_KNOBS(SDPA_IS_ROWS);
 }
 
@@ -6140,35 +6163,41 @@ template <class Use> auto with_build(const SdpaParams& p, const Use& use) {
   }
 }
 
-SdpaStatus call(const SdpaParams& params, cudaStream_t stream, bool map_alone) {
+}  // namespace
+
+// ---- the map of a bias, for several launches (USE_BIAS = 1, USE_BIAS = 2) ----
+
+// Bytes of device memory of the map that sdpa_map_bias() writes; 0: there is none for this problem.
+static inline size_t sdpa_bias_map_bytes(const SdpaParams& p) {
+  return with_build(p, [&](auto build) { return bias_map_bytes<decltype(build)>(p); });
+}
+// Writes bias_map, for launches with this bias and these sizes, whatever Q, K, V and O. Enqueued as they are.
+static inline SdpaStatus sdpa_map_bias(const SdpaParams& params, cudaStream_t stream) {
   SdpaParams p = params;
-  SdpaStatus status = check_params(p);
+  const SdpaStatus status = check_params(p);
   if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;
-  // The status alone tells of an error: the thread's last one is cleared, unless the caller had left it.
-  const bool clean = cudaPeekAtLastError() == cudaSuccess;
-  status = with_build(p, [&](auto build) { return forward<decltype(build)>(p, stream, map_alone); });
-  if (!status.ok() && clean) cudaGetLastError();
-  return status;
+  return with_build(p, [&](auto build) { return map_bias<decltype(build)>(p, stream); });
 }
 
-}  // namespace
+// ---- one launch ----
 
 // Bytes of device memory that SdpaParams::workspace must have for this problem (0: none).
 static inline size_t sdpa_workspace_bytes(const SdpaParams& p) {
   return with_build(p, [&](auto build) { return workspace_bytes<decltype(build)>(p); });
 }
 
-// USE_BIAS: bytes of device memory of the map that sdpa_map_bias() writes; 0: there is none for this problem.
-static inline size_t sdpa_bias_map_bytes(const SdpaParams& p) {
-  return with_build(p, [&](auto build) { return bias_map_bytes<decltype(build)>(p); });
-}
-
 // O, LSE = attention(Q, K, V), enqueued on the stream of the current device. Returns without waiting; never prints,
 // never allocates. Refuses what this build cannot do, before anything is launched. Safe inside stream capture.
-static inline SdpaStatus sdpa_forward(const SdpaParams& p, cudaStream_t stream) { return call(p, stream, false); }
-
-// USE_BIAS: writes bias_map, for launches with this bias and these sizes, whatever Q, K, V and O. Enqueued as they are.
-static inline SdpaStatus sdpa_map_bias(const SdpaParams& p, cudaStream_t stream) { return call(p, stream, true); }
+static inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
+  SdpaParams p = params;
+  SdpaStatus status = check_params(p);
+  if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;
+  // The status alone tells of an error: the thread's last one is cleared, unless the caller had left it.
+  const bool clean = cudaPeekAtLastError() == cudaSuccess;
+  status = with_build(p, [&](auto build) { return forward<decltype(build)>(p, stream); });
+  if (!status.ok() && clean) cudaGetLastError();
+  return status;
+}
 
 }  // namespace SDPA_NAMESPACE
 

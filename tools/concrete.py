@@ -283,7 +283,7 @@ def without_one(nodes, n):
 
 # Members of SdpaParams that mean nothing without an option.
 WITH = {"page_table": ("page_stride", "page_size", "pages"), "k_lengths": ("most_keys",),
-        "bias": ("bias_strides", "bias_keys")}
+        "bias": ("bias_strides", "bias_keys"), "bias_map": ("bias_map_bytes",)}
 
 
 def without_options(text):
