@@ -214,7 +214,7 @@ struct Problem : reference::Problem {
 
 // add and bool: at random, with rows that see nothing. tree: the last keys alone, each seen by what descends from it.
 // causal, documents: what a causal mask hides, and all keys of 15 others of 16 documents.
-constexpr const char* bias_kinds[] = {"add", "bool", "tree", "causal", "documents"};
+constexpr const char* bias_kinds[] = {"add", "bool", "tree", "causal", "documents", "blocks"};
 string bias_text(const Problem& p) { return p.bias_kind.empty() ? "" : p.bias_kind + "," + p.bias_dims; }
 
 // Elements of a row.
@@ -1087,7 +1087,9 @@ class Instance {
         const uint64_t r = reference::mix(of_row + k);
         bool seen = true;
         if (kind == "causal") seen = k <= q;
-        if (kind == "documents") seen = int64_t(k) * 16 / bias.keys == int64_t(q) * 16 / bias.rows;
+        const int64_t column = int64_t(k) * 16 / bias.keys, of_rows = int64_t(q) * 16 / bias.rows;
+        if (kind == "documents") seen = column == of_rows;
+        if (kind == "blocks") seen = (column ^ of_rows ^ int64_t(row / bias.rows)) % 4 == 0;  // others for each head
         if (kind == "tree") {  // key k is node k of a tree whose node n has the parent (n - 1) / 2
           int node = q % bias.keys;
           while (node > k) node = (node - 1) / 2;
@@ -1660,7 +1662,7 @@ vector<Option> options_of(Options& o) {
        packed_text},
       {"--bias", "KIND[,bhqm]",
        "a bias of each query and key, shared but for the batches, heads and queries named (default q): add, bool, or of "
-       "the last keys tree; or what is hidden otherwise, causal or documents; m: one map of it for all launches (a build "
+       "the last keys tree; or what is hidden otherwise, causal, documents or blocks; m: one map of it for all launches (a build "
        "with USE_BIAS)",
        [&o](const string& text) {
          const size_t comma = std::min(text.find(','), text.size());
@@ -1669,8 +1671,8 @@ vector<Option> options_of(Options& o) {
          const bool is_known = std::count(std::begin(bias_kinds), std::end(bias_kinds), o.common.bias_kind) > 0;
          const bool named = o.common.bias_dims.find_first_not_of("bhqm") == string::npos;
          const bool suits = o.common.bias_kind != (line.use_bias == 2 ? "add" : line.use_bias == 1 ? "bool" : "");
-         return is_known && named && suits ? "" : "want add (USE_BIAS=1), bool (USE_BIAS=2), tree, causal or documents, and "
-                                                  "perhaps letters of b, h, q and m, such as tree,bq";
+         return is_known && named && suits ? "" : "want add (USE_BIAS=1), bool (USE_BIAS=2), tree, causal, documents or blocks, "
+                                                  "and perhaps letters of b, h, q and m, such as tree,bq";
        },
        bias_text},
       {"--most-keys", "N", "keys that a sequence has at most, whatever its length says (a build with USE_LENGTHS)",

@@ -2389,6 +2389,7 @@ template <class B> struct BiasOfWarp<B, true> {
   }
   template <class View>
   __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
+    load(a, item, keys, q0, k0);  // once more, if scores came from K again
     cp_async_wait_group<0>();
     __syncwarp();  // hazard: the tile copied by all lanes
     uint32_t pairs[View::ROWS][View::COLS / 2];

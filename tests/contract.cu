@@ -334,6 +334,7 @@ class Workspace {
 // True if this build does not refuse the member.
 static bool is_of_build(const string& member) {
   if (member == "Dv" && Build::head_dim != Build::d_v) return false;
+  if (member == "bias_map_bytes" && !lists_rounds<Build>) return false;
   return takes_member({Build::use_persistent_cta != 0, Build::use_softcap != 0, Build::is_8bit, Build::use_sinks != 0,
                        Build::use_lengths != 0, Build::use_pages != 0, Build::use_bias != 0}, member);
 }
@@ -412,6 +413,11 @@ TEST_CASE("changed_members") {
   add(has_bias, "bias_strides", [](SdpaParams& p) { p.bias_strides.head = 0; });
   add(has_bias, "bias_strides", [](SdpaParams& p) { p.bias_strides.row = 0; });
   add(has_bias, "bias_keys", [](SdpaParams& p) { p.bias_keys = 9; });
+  const Workspace map(4096);
+  add(has_bias, "bias_map", [&](SdpaParams& p) {
+    p.bias_map = map, p.bias_map_bytes = sdpa_bias_map_bytes(p);
+    CHECK((p.bias_map_bytes <= map.bytes && sdpa_map_bias(p, nullptr).ok()));
+  });
   add(lengths_, "k_lengths", [](SdpaParams& p) { p.k_lengths = nullptr; });
   add(lengths_, "k_lengths", [&](SdpaParams& p) { p.k_lengths = other_lengths; });
   add(lengths_, "q_starts", [&](SdpaParams& p) { p.q_starts = p.q_starts ? nullptr : static_cast<const int*>(q_starts); });
@@ -462,6 +468,12 @@ TEST_CASE("changed_members") {
     INFO(member);
     CHECK((changed.count(member) || !is_of_build(member)));
   });
+  if (has_bias) {
+    SdpaParams p = base;
+    p.workspace = one, p.bias_map = map, p.bias_map_bytes = sdpa_bias_map_bytes(p) + 4;
+    CHECK(a.forward(p).find("bias_map has") == 0);
+    CHECK(string(sdpa_map_bias(p, nullptr).text).find("bias_map has") == 0);
+  }
   // The same memory with other contents.
   if (!lengths_) return;
   SdpaParams p = bases[2];
