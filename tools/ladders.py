@@ -170,9 +170,10 @@ def cells_of(title, rows, before):
         gain = f" ({before[what] / row['graph_us']:.2f}x)" if what in before else ""
         return short(row["graph_us"]) + gain
     forms = (lambda row: f"{row['tflops'] or 0:.0f}",
-             lambda row: f"{100 * float(row['peak_share'] or 0):.1f}%", bound_by)
+             lambda row: f"{100 * float(row['peak_share']):.1f}%" if row["peak_share"] else "–", bound_by)
+    facts = [[form(row) if row else "–" for row in rows.values()] for form in forms]
     return [title, *(time_of(what, row) if row else "–" for what, row in rows.items()),
-            *(" / ".join(form(row) if row else "–" for row in rows.values()) for form in forms)]
+            *(" / ".join(of_all) if {*of_all} != {"–"} else "–" for of_all in facts)]
 
 
 def ladder_table(one, source):
@@ -200,12 +201,15 @@ def sections(source, table, picture, provenance):
     text, drawings = {name + "_rungs": f"None on this GPU yet: `{COMMAND}` measures it.\n" for name in LADDERS}, {}
     for name, one in LADDERS.items() if source else ():
         cells, missing, panels = ladder_table(one, source)
+        if not any(us for _, times, _ in panels for us in times):
+            continue
         path, words = f"ladder/{name}.svg", f"µs of the {name} ladder's rungs, beside peers"
         drawings[path] = report_charts.rungs([rung.name for rung in one.rungs], panels, words)
         peers = dict.fromkeys(row["note"].partition("; ")[0] for row, _ in timed(source) if row["config"] in PEERS)
         headers = ["rung", *(f"#{title}, µs" for title in one.problems), "#TFLOP/s", "#of peak", "what binds"]
         text[name + "_rungs"] = "\n".join([
             picture(path, words, 640), table(headers, cells),
-            *(f"`{rung}` has no row for each of its problems: `{COMMAND}` measures it.\n" for rung in missing),
+            f"Without a row for each of their problems, which `{COMMAND}` measures: {', '.join(f'`{x}`' for x in missing)}.\n\n"
+            * bool(missing),
             f"Peers: {', '.join(peers)}. " * bool(peers) + provenance(source, "../")])
     return text, drawings
