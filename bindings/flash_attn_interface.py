@@ -36,15 +36,6 @@ def check_pages(function, k_cache, other, name):
                          "a multiple of 16 keys")
 
 
-def of_one_batch(function, name, factor, starts):
-    """A factor of e4m3. The kernels take those of a batch, which is 1 of packed rows, so sequences share them."""
-    if factor is None or starts is None or factor.dim() < 2 or factor.shape[0] == 1:
-        return factor
-    if factor.stride(0):
-        raise ValueError(f"{function}: sdpa's kernels have no {name} of each sequence of packed rows; pass one [1,Hkv]")
-    return factor[:1]  # expanded: it is the same for all
-
-
 def attend(function, q, k, v, scale, causal, window_size, softcap, q_descale, k_descale, v_descale, sinks,
            q_starts=None, k_starts=None, k_lengths=None, page_table=None, most_keys=0):
     """O and LSE of attention(), in FlashAttention's shapes."""
@@ -60,9 +51,7 @@ def attend(function, q, k, v, scale, causal, window_size, softcap, q_descale, k_
         tensors.append((x if starts is None else x[None]).transpose(1, 2))
     out, lse = sdpa.attention(
         *tensors, causal=causal or None, window=window, scale=scale, softcap=softcap, sinks=sinks, return_lse=True,
-        q_descale=of_one_batch(function, "q_descale", q_descale, q_starts),
-        k_descale=of_one_batch(function, "k_descale", k_descale, k_starts),
-        v_descale=of_one_batch(function, "v_descale", v_descale, k_starts),
+        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         most_keys=most_keys if numbers else 0, **numbers)
     out = out.transpose(1, 2)
     if q.shape[-1] != v.shape[-1]:

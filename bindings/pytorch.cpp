@@ -654,8 +654,8 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q_any, const Tensor& k
   const bool same_sizes = v.size(3) == q.size(3);
   check(why_not_line(q, v, features_of(p, bias)));
   Tensor kept[3];
-  const int64_t key_batches = page_table ? B : k.size(0);
-  p.q_descale = descale("q_descale", q_descale, q, q.size(0), k.size(1), kept[0]);
+  const int64_t key_batches = page_table || k_starts ? B : k.size(0);  // packed sequences have factors of their own
+  p.q_descale = descale("q_descale", q_descale, q, q_starts ? B : q.size(0), k.size(1), kept[0]);
   p.k_descale = descale("k_descale", k_descale, k, key_batches, 0, kept[1]);
   p.v_descale = descale("v_descale", v_descale, v, key_batches, 0, kept[2]);
   const auto type = e4m3 ? at::kHalf : q.scalar_type();

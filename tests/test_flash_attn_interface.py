@@ -97,9 +97,9 @@ def attention(q, k, v, causal=None, window=(None, None), scale=None, q_descale=N
         by_key_head = x is q and factor.dim() and factor.shape[-1] == k.shape[1]
         factor = factor.repeat_interleave(q.shape[1] // k.shape[1], -1) if by_key_head else factor
         return factor.expand(batch, x.shape[1])
-    key_batch = B if has_pages else len(k)
+    key_batch = len(k) if k_starts is None and not has_pages else B
     wide = [x.double() for x in (q, k, v)]
-    scales = [factors(q, q_descale, len(q)), factors(k, k_descale, key_batch), factors(v, v_descale, key_batch)]
+    scales = [factors(q, q_descale, len(q) if q_starts is None else B), factors(k, k_descale, key_batch), factors(v, v_descale, key_batch)]
     out, lse = (wide[0].new_full((*q.shape[:3], size), torch.nan) for size in (v.shape[3], 1))
     results = []
     for b in range(B):
@@ -203,14 +203,13 @@ def options_of(c):
                 learnable_sink=sink)
 
 
-def factors_of(c, B, packs_q=False, packs_k=False):
-    """{name: [B,Hkv]}, and the three of each sequence, those of q for its heads. Packed rows have one for all
-    sequences, given once or expanded."""
+def factors_of(c, B):
+    """{name: [B,Hkv], or [1,Hkv] of all sequences}, and the three of each sequence, those of q for its heads."""
     if c.dtype != E4M3 or not c.with_factors:
         return {}, [(1, 1, 1)] * B
     Hq, Hkv = c.heads
-    factors = [torch.rand(1 if packs else B, Hkv, device=DEVICE) + 0.5 for packs in (packs_q, packs_k, packs_k)]
-    named = {name + "_descale": x if c.causal else x.expand(B, -1) for name, x in zip("qkv", factors)}
+    factors = [torch.rand(B if c.causal else 1, Hkv, device=DEVICE) + 0.5 for _ in "qkv"]
+    named = {name + "_descale": x for name, x in zip("qkv", factors)}
     q, k, v = (x.expand(B, -1) for x in factors)
     return named, list(zip(q.repeat_interleave(Hq // Hkv, 1), k, v))
 
@@ -264,7 +263,7 @@ def test_varlen(calls):
                    most=["none", "tensor", "right", "short"], **COMMON):
         packs_q, packs_k = c.rows == "packed", c.keys == "packed"
         (Hq, Hkv), options = c.heads, options_of(c)
-        named, factors = factors_of(c, 4, packs_q, packs_k)
+        named, factors = factors_of(c, 4)
         rows, lengths = ROWS if packs_q else (3,) * 4, (9,) * 4 if c.keys == "batch" else KEYS
         used = USED if c.used or c.keys == "pages" else lengths
         q = drawn(sum(rows), Hq, D, dtype=c.dtype)
@@ -308,7 +307,7 @@ def test_kvcache():
     for c in pairs(is_none, cache=list(CACHES), lengths=["tensor", "int64", "int", "none"],
                    new=["none", "rows", "packed", "spare"], rows=["packed", "batch"], **COMMON):
         (Hq, Hkv), options, size, packs = c.heads, options_of(c), CACHES[c.cache], c.rows == "packed"
-        named, factors = factors_of(c, 3, packs)
+        named, factors = factors_of(c, 3)
         caches = [drawn({"pages": 16, "plain": 3}.get(c.cache, 5), size, Hkv, D, dtype=c.dtype) for _ in "kv"]
         before = {"none": (size,) * 3, "int": (11,) * 3}.get(c.lengths, LENGTHS)
         given = {"none": None, "int": 11, "int64": ints(*before, dtype=torch.int64), "tensor": ints(*before)}
@@ -486,9 +485,6 @@ def test_refusals():
                 lambda: fa.flash_attn_varlen_func(q, of_8, of_8, None, None, 5, 8, page_table=table)):
         with pytest.raises(ValueError, match="page_table is of pages of 8 keys; .* a multiple of 16 keys$"):
             run()
-    for word in ("q_descale", "k_descale", "v_descale"):
-        raises("flash_attn_varlen_func", f"sdpa's kernels have no {word} of each sequence of packed rows",
-               **{word: torch.ones(2, 2, device=DEVICE)})
 
 
 # ---- graphs ----
