@@ -259,6 +259,7 @@ struct SdpaParams {
   int bias_keys = 0;                        // that it speaks of, each sequence's last ones; 0: all
   void* bias_map = nullptr;                 // USE_BIAS: written by sdpa_map_bias(), or null: launches make their own
   size_t bias_map_bytes = 0;                // of bias_map, as sdpa_bias_map_bytes() has it
+  const int* q_lengths = nullptr;           // USE_LENGTHS=1: as struct Sequence has it
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf or its sink. NaN and inf come out as
 // the formula has them; those of V at a masked key may reach the row (0 * inf is NaN), of rows that are no key none.
@@ -4913,8 +4914,9 @@ template <class B, int D> struct TileBox<B, D, true> {
 
 // USE_LENGTHS: where a sequence is in the tensors, and how many rows it has there. With starts [B + 1], sequence b has
 // the rows from starts[b] to starts[b + 1] of all Sq of Q and O, or Sk of K and V; such tensors have a batch of 1, LSE
-// is [Hq,Sq]. Rows of no sequence are not written. Of a sequence's keys the first k_lengths[b] count, [B], and no more
-// than most_keys. All are in device memory; what is not within the tensors is cut off.
+// is [Hq,Sq]. Of a sequence's queries the first q_lengths[b] count, [B], of its keys the first k_lengths[b], and no more
+// than most_keys. Rows that are none of these are not written. All are in device memory; what is not within the tensors
+// is cut off.
 struct Sequence {
   int q_row, k_row, Sq, Sk;
 
@@ -4925,6 +4927,7 @@ struct Sequence {
       row = min(max(starts[b], 0), rows), rows = max(min(starts[b + 1], rows), row) - row;
     };
     find(p.q_starts, q_row, Sq), find(p.k_starts, k_row, Sk);
+    if (p.q_lengths) Sq = min(max(p.q_lengths[b], 0), Sq);
     if (p.k_lengths) Sk = min(max(p.k_lengths[b], 0), Sk);
     if (p.most_keys > 0) Sk = min(Sk, p.most_keys);
   }
@@ -5759,7 +5762,8 @@ SdpaStatus check_params(SdpaParams& p) {
                  {"sinks", Build::use_sinks ? "" : "USE_SINKS=1", uintptr_t(p.sinks)}, {"LSE", "", uintptr_t(p.LSE)},
                  {"max_ctas", of_queue, uintptr_t(p.max_ctas), 1}, {"softcap", of_cap, p.softcap != 0, 1},
                  {"bias", Build::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias), int(sizeof(Bias))},
-                 {"bias_map", Build::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias_map)}};
+                 {"bias_map", Build::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias_map)},
+                 {"q_lengths", of_lengths, uintptr_t(p.q_lengths)}};
   for (const auto& x : options) {
     if (x.value && *x.builds) return failure(refused, "%s is for builds with %s; set it to 0", x.name, x.builds);
     if (x.value % x.alignment) return failure(refused, "%s is not aligned to %d bytes", x.name, x.alignment);

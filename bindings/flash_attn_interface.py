@@ -14,7 +14,6 @@ UNKNOWN = {
     **dict.fromkeys(("rotary_cos", "rotary_sin"), "rotate q and k before the call"),
     **dict.fromkeys(("cache_leftpad", "leftpad_k"), "pass caches that begin with their first key"),
     **dict.fromkeys(("qv", "alibi_slopes"), "leave it out"), "dropout_p": "pass 0",
-    "seqused_q": "pack the rows in use and pass cu_seqlens_q",
     "attention_chunk": "make each chunk a sequence of flash_attn_varlen_func"}
 
 
@@ -37,13 +36,13 @@ def check_pages(function, k_cache, other, name):
 
 
 def attend(function, q, k, v, scale, causal, window_size, softcap, q_descale, k_descale, v_descale, sinks,
-           q_starts=None, k_starts=None, k_lengths=None, page_table=None, most_keys=0):
+           q_starts=None, k_starts=None, k_lengths=None, page_table=None, most_keys=0, q_lengths=None):
     """O and LSE of attention(), in FlashAttention's shapes."""
     left, right = (None if keys is None or keys < 0 else int(keys) for keys in window_size)
     if causal or (right == 0 and left is None):
         causal, right = "br", None if left is None else 0
     window = sdpa.NO_WINDOW if left is None and right is None else (left, right, "br")
-    numbers = dict(q_starts=q_starts, k_starts=k_starts, k_lengths=k_lengths, page_table=page_table)
+    numbers = dict(q_starts=q_starts, k_starts=k_starts, k_lengths=k_lengths, page_table=page_table, q_lengths=q_lengths)
     numbers = {name: x.to(torch.int32).contiguous() for name, x in numbers.items() if x is not None}
     tensors = []
     for x, starts in ((q, q_starts), (k, k_starts), (v, k_starts)):
@@ -81,17 +80,17 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
                            v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1,
                            pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False, *, page_table=None,
                            learnable_sink=None, **others):
-    """flash_attn_func() of sequences behind each other: b has the rows from cu_seqlens[b] to cu_seqlens[b + 1], and of
-    its keys the first seqused_k[b]. If cu_seqlens_q or _k is None, q, or k and v, are [B,S,H,D]; with page_table k and
-    v are pages. max_seqlen_k bounds the keys of a sequence if it is no tensor, which the host would wait for. There is
-    no backward."""
-    refuse("flash_attn_varlen_func", qv=qv, attention_chunk=attention_chunk, seqused_q=seqused_q, **others)
+    """flash_attn_func() of sequences behind each other: b has the rows from cu_seqlens[b] to cu_seqlens[b + 1], of them
+    the first seqused_q[b], and of its keys the first seqused_k[b]; other rows of O and LSE are not written. If
+    cu_seqlens_q or _k is None, q, or k and v, are [B,S,H,D]; with page_table k and v are pages. max_seqlen_k bounds the
+    keys of a sequence if it is no tensor, which the host would wait for. There is no backward."""
+    refuse("flash_attn_varlen_func", qv=qv, attention_chunk=attention_chunk, **others)
     if page_table is not None:
         check_pages("flash_attn_varlen_func", k, cu_seqlens_k, "cu_seqlens_k")
     most_keys = 0 if isinstance(max_seqlen_k, torch.Tensor) else max_seqlen_k or 0
     out, lse = attend("flash_attn_varlen_func", q, k, v, softmax_scale, causal, window_size, softcap, q_descale,
                       k_descale, v_descale, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table,
-                      most_keys)
+                      most_keys, seqused_q)
     return (out, lse) if return_attn_probs else out
 
 

@@ -372,7 +372,7 @@ static Tensor empty_like(const Tensor& x, at::ScalarType dtype) {
 static SdpaStrides strides_of(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(2)}; }
 
 static int features_of(const SdpaParams& p, const OptionalTensor& bias) {
-  const bool has_lengths = p.k_lengths || p.q_starts || p.k_starts || p.page_table;
+  const bool has_lengths = p.k_lengths || p.q_lengths || p.q_starts || p.k_starts || p.page_table;
   return (p.softcap != 0 ? softcap : 0) | (p.sinks ? sinks : 0) | (has_lengths ? lengths : 0) |
          (p.page_table ? pages : 0) | (bias ? feature_of(*bias) : 0);
 }
@@ -589,10 +589,11 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q_any, const Tensor& k
                                             const OptionalTensor& sink, const OptionalTensor& k_lengths,
                                             const OptionalTensor& q_starts, const OptionalTensor& k_starts,
                                             const OptionalTensor& page_table, int64_t most_keys,
-                                            const OptionalTensor& bias_any, int64_t bias_keys) {
+                                            const OptionalTensor& bias_any, int64_t bias_keys,
+                                            const OptionalTensor& q_lengths) {
   const c10::cuda::CUDAGuard guard(q_any.device());
   const auto check = [](const std::string& why) { TORCH_CHECK(why.empty(), "sdpa.attention: ", why); };
-  const bool has_lengths = k_lengths || q_starts || k_starts || page_table;
+  const bool has_lengths = k_lengths || q_lengths || q_starts || k_starts || page_table;
   check(why_not_tensors(q_any, k_any, v_any, true, has_lengths));
   check(why_not_scale(scale));
   check(fit(q_any) && fit(k_any) && fit(v_any) ? "" : bad_rows);
@@ -636,6 +637,7 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q_any, const Tensor& k
   p.q_starts = ints("q_starts", q_starts, B + 1, q, q_starts.has_value());
   p.k_starts = ints("k_starts", k_starts, B + 1, keys, packs_k);
   p.k_lengths = ints("k_lengths", k_lengths, B, keys, packs_k);
+  p.q_lengths = ints("q_lengths", q_lengths, B, q, q_starts.has_value());
   if (page_table) {
     p.page_table = page_table->const_data_ptr<int>(), p.page_stride = int(page_table->stride(0));
     p.page_size = int(k.size(2)), p.pages = int(k.size(0)), p.Sk = int(page_table->size(1) * k.size(2));
@@ -725,7 +727,7 @@ static std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad,
 
 using torch::autograd::variable_list;
 // Places of the operator's arguments.
-constexpr int at_causal = 3, at_softcap = 8, at_sinks = 12, at_page_table = 16, at_bias = 18, arguments = 20;
+constexpr int at_causal = 3, at_softcap = 8, at_sinks = 12, at_page_table = 16, at_bias = 18, at_q_lengths = 20, arguments = 21;
 
 struct Attention : torch::autograd::Function<Attention> {
   static variable_list forward(torch::autograd::AutogradContext* ctx, at::TensorList tensors,
@@ -737,6 +739,7 @@ struct Attention : torch::autograd::Function<Attention> {
     bool has_none = argument(at_softcap).toDouble() != 0 || tensors.size() > 3 + size_t(to_bias) ||
                     tensors[0].scalar_type() == at::kFloat8_e4m3fn;
     for (int i = at_sinks; i <= at_page_table; i++) has_none = has_none || !argument(i).isNone();
+    has_none = has_none || !argument(at_q_lengths).isNone();
     ctx->saved_data["has_none"] = has_none;
     const bool is_masked = argument(at_causal).toInt() != 0 || argument(at_causal + 1).toInt() >= 0 ||
                            argument(at_causal + 2).toInt() >= 0 || argument(at_bias + 1).toInt() != 0;

@@ -173,7 +173,7 @@ LIBRARY = torch.library.Library("sdpa", "DEF")
 TENSORS, MASK = "(Tensor q, Tensor k, Tensor v, ", "int causal, int left, int right, int window_alignment, float? scale"
 LIBRARY.define(f"attention{TENSORS}{MASK}, float softcap, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? sinks, "
                "Tensor? k_lengths, Tensor? q_starts, Tensor? k_starts, Tensor? page_table, int most_keys, Tensor? bias=None, "
-               "int bias_keys=0) -> (Tensor, Tensor)")
+               "int bias_keys=0, Tensor? q_lengths=None) -> (Tensor, Tensor)")
 LIBRARY.define(f"attention_backward(Tensor grad, {TENSORS[1:]}Tensor o, Tensor lse, {MASK}, Tensor? bias=None) -> "
                "(Tensor, Tensor, Tensor)")
 LIBRARY.define(f"why_not{TENSORS}Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, bool enable_gqa) -> str")
@@ -200,7 +200,7 @@ def build_ahead(operator, arguments):
     """Builds the line that attention() with these arguments will load. That call says what goes wrong."""
     given = {argument.name: x for argument, x in zip(operator._schema.arguments, arguments) if x is not None}
     tensors = {name for name, x in given.items() if isinstance(x, torch.Tensor)}
-    lengths = bool(tensors & {"k_lengths", "q_starts", "k_starts", "page_table"})
+    lengths = bool(tensors & {"k_lengths", "q_lengths", "q_starts", "k_starts", "page_table"})
     bias = given["bias"].dtype if "bias" in tensors else None
     features = (given["softcap"] != 0, "sinks" in tensors, lengths, "page_table" in tensors,
                 bias not in (None, torch.bool), bias == torch.bool)  # as in FEATURES
@@ -229,7 +229,7 @@ first_call.library.impl("attention_backward", first_call(torch.ops.sdpa.attentio
 
 def attention(q, k, v, causal=None, window=NO_WINDOW, scale=None, q_descale=None, k_descale=None, v_descale=None,
               return_lse=False, softcap=None, sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0, page_table=None,
-              bias=None, bias_keys=0):
+              bias=None, bias_keys=0, q_lengths=None):
     """O = softmax(scale * q @ k.T) @ v, and its LSE [B,Hq,Sq] if asked for, which has no gradient.
     q [B,Hq,Sq,D], k and v [B,Hkv,Sk,D]: CUDA tensors of one dtype (float16, bfloat16, float8_e4m3fn), D 64, 128 or 256 (of 16 bits 32
     to 256 by 16, of v and O another if you like), Hq a multiple of Hkv; any strides in multiples of 16 bytes, rows contiguous; k and
@@ -237,8 +237,8 @@ def attention(q, k, v, causal=None, window=NO_WINDOW, scale=None, q_descale=None
     how many keys a query sees before and after its own position, None for all; a third member "br" or "tl" says whose position that
     is (default: causal's). scale: 1/sqrt(D) by default; with 0 all visible keys weigh alike. descales: float32, [B,H] or what expands
     to it, q's also [B,Hkv]; e4m3 only, whose O is float16. softcap: logits x become softcap * tanh(x / softcap), by tanh.approx.
-    sinks [Hq]: exp(sink) joins a row's sum and its LSE. Read by the kernels, int32: k_lengths [B], of its keys a sequence has the
-    first so many, also for the mask; q_starts, k_starts [B+1], sequence b has the rows from starts[b] to starts[b+1] of q, or of k and
+    sinks [Hq]: exp(sink) joins a row's sum and its LSE. Read by the kernels, int32: k_lengths [B] and q_lengths [B], of its keys and
+    of its queries a sequence has the first so many, also for the mask; q_starts, k_starts [B+1], sequence b has the rows from starts[b] to starts[b+1] of q, or of k and
     v, whose batch is 1 (rows of O and LSE of no sequence are not written: they hold anything, NaN too); page_table [B,N], with k and v
     [pages,Hkv,keys of a page,D], the pages of a sequence in order. most_keys: that a sequence has; 0: Sk. bias: what expands to
     [B,Hq,Sq,keys], read as it lies if the keys are contiguous, else copied: bool, of which False hides the key, or added to the
@@ -256,13 +256,13 @@ def attention(q, k, v, causal=None, window=NO_WINDOW, scale=None, q_descale=None
         raise ValueError(f"sdpa.attention: a mask of {by if causal in MASKS else causal!r} is none of None, 'br', 'tl'")
     if not q.is_cuda:
         raise ValueError(f"sdpa.attention: q is on {q.device}; sdpa's kernels run on CUDA devices")
-    if not (k_lengths is q_starts is k_starts is page_table is sinks is bias is None):
-        for name, x in (("k_lengths", k_lengths), ("q_starts", q_starts), ("k_starts", k_starts), ("page_table", page_table),
+    if not (k_lengths is q_lengths is q_starts is k_starts is page_table is sinks is bias is None):
+        for name, x in (("k_lengths", k_lengths), ("q_lengths", q_lengths), ("q_starts", q_starts), ("k_starts", k_starts), ("page_table", page_table),
                         ("sinks", sinks), ("bias", bias)):
             if x is not None and not isinstance(x, torch.Tensor):
                 raise TypeError(f"sdpa.attention: {name} is a {type(x).__name__}, not a tensor beside q")
     out, lse = OPERATOR(q, k, v, MASKS[causal], left, right, MASKS[by], scale, softcap or 0.0, q_descale, k_descale, v_descale, sinks,
-                        k_lengths, q_starts, k_starts, page_table, most_keys, bias, bias_keys)
+                        k_lengths, q_starts, k_starts, page_table, most_keys, bias, bias_keys, q_lengths)
     return (out, lse) if return_lse else out
 
 

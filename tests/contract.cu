@@ -28,6 +28,10 @@ static Rows rows_of(const int* starts, int b, int rows) {
   const auto cut_off = [&](int start) { return std::max(0, std::min(start, rows)); };
   return {cut_off(starts[b]), std::max(0, cut_off(starts[b + 1]) - cut_off(starts[b]))};
 }
+static Rows queries_of(const SdpaParams& p, int b) {
+  const Rows rows = rows_of(p.q_starts, b, p.Sq);
+  return {rows.first, p.q_lengths ? std::max(0, std::min(p.q_lengths[b], rows.count)) : rows.count};
+}
 static int keys_of(const SdpaParams& p, int b) {
   int keys = rows_of(p.k_starts, b, p.Sk).count;
   if (p.k_lengths) keys = std::max(0, std::min(p.k_lengths[b], keys));
@@ -103,7 +107,7 @@ class Attention {
     vector<char> is_written(o_elements_, 0), has_lse(o_elements_ / D, 0);
     bool right = true;
     for (int b = 0; b < p.B; b++) {
-      const Rows queries = rows_of(p.q_starts, b, p.Sq), of_k = rows_of(p.k_starts, b, p.Sk);
+      const Rows queries = queries_of(p, b), of_k = rows_of(p.k_starts, b, p.Sk);
       const int keys = keys_of(p, b), q_batch = p.q_starts ? 0 : b, k_batch = p.k_starts ? 0 : b;
       for (int h = 0; h < p.Hq; h++) {
         const int h_kv = h / (p.Hq / p.Hkv);
@@ -343,7 +347,7 @@ static bool is_of_build(const string& member) {
 TEST_CASE("changed_members") {
   constexpr int D = Build::head_dim, Q_ROWS = 24, K_ROWS = 80;
   const Attention a(3, 4, 2, Q_ROWS, K_ROWS);
-  const Ints lengths({70, 41}), other_lengths({12, 66}), q_starts({0, 5, 12}), k_starts({0, 30, 70});
+  const Ints lengths({70, 41}), other_lengths({12, 66}), few_queries({3, 11}), q_starts({0, 5, 12}), k_starts({0, 30, 70});
   const Ints table({3, 1, 11, 0, 5, 9, 2, 6, 8, 10, 7, 1}), other_table({9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 10, 2});
   // Numbers from -2 to 2, or bytes of which some are 0; nothing behind the last key of the last query.
   vector<Bias> elements(1 + 3600 + 3 * 900 + 11 * 75 + 70);
@@ -420,6 +424,7 @@ TEST_CASE("changed_members") {
   });
   add(lengths_, "k_lengths", [](SdpaParams& p) { p.k_lengths = nullptr; });
   add(lengths_, "k_lengths", [&](SdpaParams& p) { p.k_lengths = other_lengths; });
+  add(lengths_, "q_lengths", [&](SdpaParams& p) { p.q_lengths = few_queries; });
   add(lengths_, "q_starts", [&](SdpaParams& p) { p.q_starts = p.q_starts ? nullptr : static_cast<const int*>(q_starts); });
   add(starts, "k_starts", [&](SdpaParams& p) { p.k_starts = p.k_starts ? nullptr : static_cast<const int*>(k_starts); });
   add(lengths_, "most_keys", [](SdpaParams& p) { p.most_keys = 20; });
@@ -907,11 +912,12 @@ TEST_CASE("starts" * doctest::skip(!Build::use_lengths)) {
   constexpr int most = 2147483647, least = -most - 1, Sq = 60, Sk = Build::use_pages ? 96 : 90;
   CHECK((Build::use_pages || sdpa_workspace_bytes(SdpaParams{}) > 0));  // without a head
   const Attention a(1, 2, 1, Sq, Sk);
-  const auto run = [&](const vector<int>& q, const vector<int>& k, const vector<int>& lengths, int most_keys = 0) {
+  const auto run = [&](const vector<int>& q, const vector<int>& k, const vector<int>& lengths, int most_keys = 0, bool of_queries = false) {
     const Ints q_starts(q), k_starts(k), k_lengths(lengths), table({0, 1, 2, 3, 4, 5});
     SdpaParams p = a.p;
     p.B = int(q.size()) - 1, p.q_starts = q_starts, p.k_starts = k_starts, p.most_keys = most_keys;
     if (!lengths.empty()) p.k_lengths = k_lengths;
+    if (of_queries) p.q_lengths = p.k_lengths;
     p.k.batch = p.v.batch = 0;
     if (k.empty()) p.k_starts = nullptr;  // all have the same keys
     if (Build::use_pages) {
@@ -937,7 +943,7 @@ TEST_CASE("starts" * doctest::skip(!Build::use_lengths)) {
     for (const auto& q : q_starts[n]) {
       for (const auto& k : k_starts[n]) {
         INFO(B << " sequences, case " << i);
-        CHECK(run(q, k, lengths[i % lengths.size()], i % 3 == 0 ? 0 : i % 3 == 1 ? 25 : Sk + 100));
+        CHECK(run(q, k, lengths[i % lengths.size()], i % 3 == 0 ? 0 : i % 3 == 1 ? 25 : Sk + 100, i % 2));
         i++;
       }
     }

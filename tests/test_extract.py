@@ -67,7 +67,7 @@ def test_one_build_has_no_templates_on_it(texts, name):
 
 def test_options_of_other_builds_are_gone(texts):
     """No member of SdpaParams is there to be ignored."""
-    options = "softcap sinks bias bias_strides bias_keys k_lengths q_starts k_starts most_keys page_table page_size pages".split()
+    options = "softcap sinks bias bias_strides bias_keys bias_map bias_map_bytes k_lengths q_lengths q_starts k_starts most_keys page_table page_size pages".split()
     for name, text in texts.items():
         members = re.search(r"^struct SdpaParams \{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL)[1]
         assert not {*options} & {*re.findall(r"\w+", re.sub("//.*", "", members))}, name

@@ -75,19 +75,19 @@ def formula(q, k, v, seen, scale, softcap, sinks):
 
 def attention(q, k, v, causal=None, window=(None, None), scale=None, q_descale=None, k_descale=None, v_descale=None,
               return_lse=False, softcap=None, sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0,
-              page_table=None):
+              page_table=None, q_lengths=None):
     """attention() of bindings/pytorch.py, and what pytorch.cpp checks. Rows of no sequence are NaN."""
     assert causal in (None, "br") and (window == (None, None) or window[2] == "br")
     assert all(x.dim() == 4 and x.stride(3) == 1 and x.dtype == q.dtype for x in (q, k, v))
     B = next((len(x) - 1 for x in (q_starts, k_starts) if x is not None), len(q))
-    for x, length in ((q_starts, B + 1), (k_starts, B + 1), (k_lengths, B)):
+    for x, length in ((q_starts, B + 1), (k_starts, B + 1), (k_lengths, B), (q_lengths, B)):
         assert x is None or (x.dtype == torch.int32 and x.is_contiguous() and x.shape == (length,))
     has_pages = page_table is not None
     if has_pages:
         assert page_table.dtype == torch.int32 and page_table.stride(1) == 1 and len(page_table) == B
         assert k_starts is None and k.shape[2] % 16 == 0
     assert len(q) == (B if q_starts is None else 1) and (has_pages or len(k) == (B if k_starts is None else 1))
-    assert most_keys == 0 or has_pages or any(x is not None for x in (k_lengths, q_starts, k_starts))
+    assert most_keys == 0 or has_pages or any(x is not None for x in (k_lengths, q_lengths, q_starts, k_starts))
 
     def factors(x, factor, batch):
         """[batch,H]; of q also by key head."""
@@ -109,21 +109,21 @@ def attention(q, k, v, causal=None, window=(None, None), scale=None, q_descale=N
                 for x in wide[1:]]
         count = keys[0].shape[1] if k_lengths is None else min(int(k_lengths[b]), keys[0].shape[1])
         count = min(count, most_keys) if most_keys else count
+        queries = rows(wide[0], q_starts)
+        queries = queries if q_lengths is None else queries[:, :int(q_lengths[b])]
         one_q, *keys = (x * factor[min(b, len(factor) - 1)][:, None, None]
-                        for x, factor in zip((rows(wide[0], q_starts), *(x[:, :count] for x in keys)), scales))
+                        for x, factor in zip((queries, *(x[:, :count] for x in keys)), scales))
         key = torch.arange(count, device=q.device)
         place = torch.arange(one_q.shape[1], device=q.device)[:, None] + count - one_q.shape[1]
         seen = (key <= place) if causal else (key >= 0) & (place >= place)
         seen = seen if window[0] is None else seen & (key >= place - window[0])
         seen = seen if window[1] is None else seen & (key <= place + window[1])
         results.append(formula(one_q, *keys, seen, scale, softcap, sinks))
-    if q_starts is None:
-        out, lse = (torch.stack(x) for x in zip(*results))
-    else:
-        lse = lse[..., 0]
-        for b, (one_out, one_lse) in enumerate(results):
-            own = slice(int(q_starts[b]), int(q_starts[b + 1]))
-            out[0, :, own], lse[0, :, own] = one_out, one_lse
+    lse = lse[..., 0]
+    for b, (one_out, one_lse) in enumerate(results):
+        batch, first = (b, 0) if q_starts is None else (0, int(q_starts[b]))
+        own = slice(first, first + one_out.shape[1])
+        out[batch, :, own], lse[batch, :, own] = one_out, one_lse
     dtype = torch.half if q.dtype == E4M3 else q.dtype
     like = torch.empty_like(q, dtype=dtype) if v.shape[3] == q.shape[3] else out.new_empty(out.shape, dtype=dtype)
     out = like.copy_(out)
@@ -256,10 +256,11 @@ def in_pages(x, lengths, table):
 
 def test_varlen(calls):
     def is_none(c):
-        plain = c.get("rows") == "batch" and c.get("keys") == "batch" and not c.get("used", True)
+        plain = (c.get("rows") == "batch" and c.get("keys") == "batch" and not c.get("used", True)
+                 and not c.get("used_q", True))
         return (c.get("dtype") == E4M3 and (c.get("softcap") or (c.get("keys") == "pages" and GPU))
                 or plain and c.get("most") == "short")
-    for c in pairs(is_none, keys=["packed", "batch", "pages"], rows=["packed", "batch"], used=[False, True],
+    for c in pairs(is_none, keys=["packed", "batch", "pages"], rows=["packed", "batch"], used=[False, True], used_q=[False, True],
                    most=["none", "tensor", "right", "short"], **COMMON):
         packs_q, packs_k = c.rows == "packed", c.keys == "packed"
         (Hq, Hkv), options = c.heads, options_of(c)
@@ -269,6 +270,8 @@ def test_varlen(calls):
         q = drawn(sum(rows), Hq, D, dtype=c.dtype)
         k, v = given = [drawn(sum(lengths), Hkv, D, dtype=c.dtype) for _ in "kv"]
         more = dict(seqused_k=ints(*used) if used != lengths else None)
+        used_q = [max(n - b, 0) if c.used_q else n for b, n in enumerate(rows)]
+        more["seqused_q"] = ints(*used_q) if c.used_q else None
         if c.keys == "pages":
             table = torch.randperm(8, device=DEVICE).view(4, 2)
             given, more["page_table"] = [in_pages(x, lengths, table) for x in (k, v)], table.int()
@@ -287,10 +290,11 @@ def test_varlen(calls):
             lse = lse if packs_q else lse.transpose(0, 1).flatten(1)
         parts = zip(q.split(rows), k.split(lengths), v.split(lengths), out.view(-1, Hq, D).split(rows))
         for b, (part_q, part_k, part_v, got) in enumerate(parts):
+            part_q, got = part_q[:used_q[b]], got[:used_q[b]]
             want, want_lse = one(part_q, part_k[:seen[b]], part_v[:seen[b]], **options, factors=factors[b])
             close(got, want, c.dtype)
             if c.with_lse:
-                close_lse(lse[:, sum(rows[:b]):sum(rows[:b + 1])], want_lse)
+                close_lse(lse[:, sum(rows[:b]):sum(rows[:b]) + used_q[b]], want_lse)
     assert any(call["most_keys"] for call in calls)
 
 
@@ -460,7 +464,7 @@ def test_refusals():
         "flash_attn_with_kvcache":
             lambda **more: fa.flash_attn_with_kvcache(q, k, k, **dict(cache_seqlens=lengths) | more)}
     unknown = {"flash_attn_func": "qv dropout_p alibi_slopes attention_chunk",
-               "flash_attn_varlen_func": "qv dropout_p alibi_slopes attention_chunk seqused_q leftpad_k",
+               "flash_attn_varlen_func": "qv dropout_p alibi_slopes attention_chunk leftpad_k",
                "flash_attn_with_kvcache": "qv dropout_p attention_chunk rotary_cos rotary_sin cache_leftpad"}
     for name, words in unknown.items():
         for word in words.split():

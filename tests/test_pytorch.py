@@ -102,8 +102,9 @@ def test_numbers_that_python_and_cpp_share(monkeypatch):
     places = dict(re.findall(r"\b(?:at_)?(\w+) = (\d+)[,;]", re.search(r"constexpr int at_causal.*;", cpp)[0]))
     names = [argument.name for argument in sdpa.OPERATOR._schema.arguments]
     assert {name: int(place) for name, place in places.items()} == {
-        **{name: names.index(name) for name in ("causal", "softcap", "sinks", "page_table", "bias")}, "arguments": len(names)}
-    assert names[:5] + names[12:] == ("q k v causal left sinks k_lengths q_starts k_starts page_table most_keys bias bias_keys").split()
+        **{name: names.index(name) for name in ("causal", "softcap", "sinks", "page_table", "bias", "q_lengths")}, "arguments": len(names)}
+    assert names[:5] + names[12:] == ("q k v causal left sinks k_lengths q_starts k_starts page_table most_keys bias bias_keys "
+                                      "q_lengths").split()
     # Each argument of the callback is what C++ hands over under that name.
     order = re.search(r"using Load = void \(\*\)\((.*?), Line\* line\);", cpp)[1].replace("int ", "").split(", ")
     of = dict(device=5, dtype=2, D=64, Dv=64, features=0b100110)
@@ -181,7 +182,7 @@ def test_each_argument_gets_to_its_place(monkeypatch):
     asked = []
     monkeypatch.setattr(sdpa, "OPERATOR", lambda *x: asked.append(dict(zip(names, x, strict=True))) or ("O", "LSE"))
     q, tensors = SimpleNamespace(is_cuda=True), {name: torch.empty(0) for name in (
-        "q_descale", "k_descale", "v_descale", "sinks", "k_lengths", "q_starts", "k_starts", "page_table", "bias")}
+        "q_descale", "k_descale", "v_descale", "sinks", "k_lengths", "q_lengths", "q_starts", "k_starts", "page_table", "bias")}
     nothing = dict.fromkeys(tensors) | dict(q=q, k="k", v="v", causal=0, left=-1, right=-1, window_alignment=0, scale=None, softcap=0.0,
                                             most_keys=0, bias_keys=0)
 
@@ -314,7 +315,7 @@ def test_a_first_call_builds_its_line_beside_pytorch_cpp(monkeypatch):
     q, v, ints = on_meta(2, 8, 100, 192, dtype=torch.bfloat16), on_meta(2, 4, 300, 128, dtype=torch.bfloat16), torch.zeros(2)
     needed = dict(q=q, k=q, v=v, softcap=0.0)
     for given, features in (({}, 0), ({"softcap": 2.0}, 1), ({"sinks": ints}, 2), ({"k_lengths": ints}, 4),
-                            ({"q_starts": ints}, 4), ({"sinks": ints, "page_table": ints}, 14),
+                            ({"q_lengths": ints}, 4), ({"q_starts": ints}, 4), ({"sinks": ints, "page_table": ints}, 14),
                             ({"k_starts": ints, "q_descale": ints}, 4), ({"bias": ints}, 16), ({"bias": ints > 0}, 32)):
         arguments = [(needed | given).get(argument.name) for argument in operator._schema.arguments]
         assert sdpa.first_call(operator)(*arguments) == len(arguments)
@@ -415,7 +416,7 @@ def test_refusals():
             sdpa.attention(q, q, q, window=window)
     with FakeTensorMode():
         q = torch.empty(1, 1, 1, 64, device="cuda", dtype=torch.half)
-        for name in ("k_lengths", "q_starts", "k_starts", "page_table", "sinks", "bias"):
+        for name in ("k_lengths", "q_lengths", "q_starts", "k_starts", "page_table", "sinks", "bias"):
             with pytest.raises(TypeError, match=f"^sdpa.attention: {name} is a list, not a tensor beside q$"):
                 sdpa.attention(q, q, q, **{name: [1]})
         with pytest.raises(ValueError, match="^sdpa.attention: a tensor has 3 dimensions, not"):
@@ -596,7 +597,7 @@ def by_operator(q, k, v, mask=0, scale=None, **options):
     """attention() without its check that q is on a GPU."""
     names = "q_descale", "k_descale", "v_descale", "sinks", "k_lengths", "q_starts", "k_starts", "page_table"
     bias = options.get("bias"), options.get("bias_keys", 0)
-    return sdpa.OPERATOR(q, k, v, mask, -1, -1, 0, scale, 0.0, *map(options.get, names), 0, *bias)
+    return sdpa.OPERATOR(q, k, v, mask, -1, -1, 0, scale, 0.0, *map(options.get, names), 0, *bias, options.get("q_lengths"))
 
 
 @pytest.fixture
@@ -661,7 +662,7 @@ def test_autograd_on_stand_ins(on_cpu):
         assert not by_operator(q, k, v)[0].requires_grad
     assert not by_operator(*(x.detach() for x in (q, k, v)))[0].requires_grad
     ints = torch.zeros(2, dtype=torch.int32)
-    for options in ({name: ints} for name in ("k_lengths", "q_starts", "k_starts", "page_table")), [{"sinks": torch.zeros(4)}]:
+    for options in ({name: ints} for name in ("k_lengths", "q_lengths", "q_starts", "k_starts", "page_table")), [{"sinks": torch.zeros(4)}]:
         for option in options:
             with pytest.raises(NotImplementedError, match="^sdpa.attention: no backward for e4m3, softcap, sinks, lengths, starts, pages$"):
                 by_operator(q, k, v, **option)[0].sum().backward()
