@@ -42,7 +42,7 @@ struct Line {
   int fp16_acc;  // bits: of Q @ K.T, of P @ V
   bool has_softcap, has_sinks, has_lengths, has_pages, tanh_is_approximate;
   int use_bias;
-  bool is_wgmma, has_queue, is_tuned, sums_end;
+  bool has_bias_maps, is_wgmma, has_queue, is_tuned, sums_end;
   TunedTile tiles[most_tiles];  // one, or those that it may take
   int tile_count;
   TunedTile (*tile_of)(const SdpaParams&);
@@ -102,6 +102,7 @@ Line describe_build() {
   l.has_softcap = Build::use_softcap != 0, l.tanh_is_approximate = Build::use_softcap == 1;
   l.has_sinks = Build::use_sinks, l.has_lengths = Build::use_lengths, l.has_pages = Build::use_pages;
   l.use_bias = Build::use_bias;
+  l.has_bias_maps = is_wgmma && Build::use_bias != 0 && !Build::use_lengths && (Build::use_tuned || lists_rounds<Build>);
   l.is_wgmma = is_wgmma;
   l.has_queue = Build::use_persistent_cta, l.is_tuned = Build::use_tuned;
   l.sums_end = sums_end<Build> && !Build::use_tuned;
@@ -201,7 +202,7 @@ struct Problem : reference::Problem {
   // none.
   string descale = "heads";
   string machine;                              // --machine of tests/sweep.cu
-  bool has_sinks = false, has_lengths = false;  // of the seed
+  bool has_sinks = false, has_lengths = false, has_q_lengths = false;  // of the seed
   int page_size;                                // 0: K and V do not lie in pages
   bool narrow_table = false;                    // of pages: it ends with Sk, and lengths may be above
   int most_keys = 0;                            // as SdpaParams has it
@@ -508,6 +509,7 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
   }
   if (p.k_starts) first_key = row_at(p.k_starts[own], p.Sk), Sk = row_at(p.k_starts[own + 1], p.Sk) - first_key;
   if (p.k_lengths) Sk = max(0, min(p.k_lengths[own], Sk));
+  if (p.q_lengths) Sq = max(0, min(p.q_lengths[own], Sq));
   if (p.most_keys > 0 && Sk > p.most_keys) Sk = p.most_keys;
   const float of_logit = a.scale * factor(p.q_descale, own, h) * factor(p.k_descale, own, h_kv);
   // Beside a bias S is the logit itself.
@@ -680,7 +682,7 @@ class Instance {
       of.reset(new Guarded("the lengths", count * sizeof(int)));
       pointer = of->data<int>();
     };
-    hold(p.has_lengths, lengths_, params.k_lengths, p.B);
+    hold(p.has_lengths, lengths_, params.k_lengths, p.B), hold(p.has_q_lengths, q_lengths_, params.q_lengths, p.B);
     hold(p.packs_q, starts_[0], params.q_starts, p.B + 1), hold(p.packs_k, starts_[1], params.k_starts, p.B + 1);
     if (!p.bias_kind.empty()) hold_bias();
     if (p.page_size) hold_pages();
@@ -695,6 +697,7 @@ class Instance {
     if (starts_[1]) starts_[1]->store(beyond_tensor(problem.k_starts = drawn_starts(problem, Tensor::K, seed), problem.Sk, seed));
     if (lengths_) lengths_->store(drawn_lengths(problem, seed));
     if (problem.has_lengths || problem.most_keys) problem.k_lengths = keys_that_count(problem, seed);
+    if (q_lengths_) q_lengths_->store(problem.q_lengths = drawn_q_lengths(problem, seed));
     vector<double>* const factors[] = {&problem.q_factor, &problem.k_factor, &problem.v_factor};
     for (int t = 0; t < 3; t++) {
       vector<float>& x = inputs_[t];
@@ -738,6 +741,12 @@ class Instance {
       if (turn == 4) lengths[b] = (seed + b) / 8 % 2 ? 0 : p.Sk;
       if (turn >= 5) lengths[b] = turn == 5 ? most : turn == 6 ? -4 : std::min(1, most);
     }
+    return lengths;
+  }
+  // From less than nothing to more rows than there are.
+  static vector<int> drawn_q_lengths(const Problem& p, uint64_t seed) {
+    vector<int> lengths(p.B);
+    for (int b = 0; b < p.B; b++) lengths[b] = int(reference::mix(seed * 1000033 + b) % (p.Sq + 12)) - 4;
     return lengths;
   }
   // What the lengths and most_keys leave of each sequence's keys.
@@ -952,13 +961,17 @@ class Instance {
 
   // `got` with the reference and, where that has not seen every row, with the witness.
   string compare(Figures& figures) {
-    for (size_t i = 0; i < got.O.size(); i++) {
-      if (got.O[i] == 0xffff) return "O" + where(i) + " was never written";
-    }
-    for (size_t row = 0; row < got.LSE.size(); row++) {
-      if (got.LSE[row] == ~0u) return "LSE" + where(row * line.Dv) + " was never written";
-    }
     const Problem& p = problem;
+    size_t queries = 0;
+    for (size_t row = 0; row < got.LSE.size(); row++) {
+      const bool is_query = reference::is_query(p, row_at(row));
+      const char* const trouble = is_query ? " was never written" : " was written, and its row is no query";
+      for (size_t i = row * line.Dv; i < (row + 1) * line.Dv; i++) {
+        if ((got.O[i] != 0xffff) != is_query) return "O" + where(i) + trouble;
+      }
+      if ((got.LSE[row] != ~0u) != is_query) return "LSE" + where(row * line.Dv) + trouble;
+      queries += is_query;
+    }
     const auto rows = reference::rows_to_check(p, p.seed, line.facts_of(params).item_rows, affordable_macs);
     const auto want = reference::attend(p, rows);
     reference::Comparison comparison(output_type, judges_rounding());
@@ -969,7 +982,7 @@ class Instance {
     const string trouble = comparison.verdict(tolerance_of(problem));
     figures.include(comparison);
     figures.rows_checked += comparison.rows;
-    if (!trouble.empty() || rows.size() == got.LSE.size() || problem.dist == "nonfinite")
+    if (!trouble.empty() || rows.size() == queries || problem.dist == "nonfinite")
       return trouble;
     return has_witness ? compare_with_witness(figures, rows, want) : all_finite();
   }
@@ -1008,6 +1021,7 @@ class Instance {
         const int b = int(first + i) / problem.Hq, h = int(first + i) % problem.Hq;
         for (size_t row = i * S; row < (i + 1) * S; row++) {
           const reference::Row at{b, h, int(row - i * S)};
+          if (!reference::is_query(problem, at)) continue;
           const Row ours = output_row(at);
           of_head[i].add(at, line.Dv, &O[row * D], LSE[row], nullptr, ours.O, ours.LSE);
         }
@@ -1034,7 +1048,8 @@ class Instance {
 
   string all_finite() const {
     for (size_t i = 0; i < got.O.size(); i++) {
-      if (!std::isfinite(output_value(got.O[i]))) return "O" + where(i) + " is not finite";
+      const bool is_query = reference::is_query(problem, row_at(i / line.Dv));
+      if (is_query && !std::isfinite(output_value(got.O[i]))) return "O" + where(i) + " is not finite";
     }
     return "";
   }
@@ -1051,6 +1066,10 @@ class Instance {
   }
   size_t row_number(const reference::Row& at) const {  // in [B,Hq,Sq]
     return (size_t(at.b) * problem.Hq + at.h) * problem.Sq + at.q;
+  }
+  reference::Row row_at(size_t number) const {
+    const size_t S = problem.Sq, H = problem.Hq;
+    return {int(number / S / H), int(number / S % H), int(number % S)};
   }
 
   // Contiguous, or with another layout a tensor that begins at an odd element and has rows of an odd stride.
@@ -1118,7 +1137,7 @@ class Instance {
     if (!status.ok()) throw CudaError{status.text};
   }
 
-  std::unique_ptr<Guarded> lse_, workspace_, sinks_, lengths_, bias_, bias_map_, starts_[2];  // of Q, of K
+  std::unique_ptr<Guarded> lse_, workspace_, sinks_, lengths_, q_lengths_, bias_, bias_map_, starts_[2];  // of Q, of K
   int64_t bias_row_ = 0;                       // elements from a row of the bias to the next
   std::unique_ptr<DeviceTensor> pages_[2];     // of K, of V
   std::unique_ptr<Guarded> table_;
@@ -1458,7 +1477,7 @@ vector<Column> columns(const Run& r, const Device& d) {
       {"bound", has_peak ? r.memory_binds(d) ? "memory" : "matrix" : ""},
       {"window", window_text(p, ":")},
       {"out_dtype", output_type.name}, {"softcap", p.softcap != 0 ? format("%.9g", p.softcap) : ""},
-      {"sinks", p.has_sinks ? "1" : ""}, {"lengths", p.has_lengths ? "1" : ""},
+      {"sinks", p.has_sinks ? "1" : ""}, {"lengths", p.has_q_lengths ? p.has_lengths ? "kq" : "q" : p.has_lengths ? "1" : ""},
       {"packed", packed_text(p)}, {"pages", p.page_size ? to_string(p.page_size) : ""}, {"bias", bias_text(p)}};
   // clang-format on
 }
@@ -1654,6 +1673,8 @@ vector<Option> options_of(Options& o) {
        flag(o.common.has_sinks), given(&Problem::has_sinks)},
       {"--lengths", "", "sequences have as many keys as is drawn for each, Sk at most (a build with USE_LENGTHS)",
        flag(o.common.has_lengths), given(&Problem::has_lengths)},
+      {"--q-lengths", "", "sequences have as many queries as is drawn for each, Sq at most (a build with USE_LENGTHS)",
+       flag(o.common.has_q_lengths), given(&Problem::has_q_lengths)},
       {"--packed", "q|k|qk", "Sq, Sk or both are those of all sequences, drawn for each (a build with USE_LENGTHS)",
        [&o](const string& text) {
          o.common.packs_q = text[0] == 'q', o.common.packs_k = text.back() == 'k';

@@ -57,6 +57,7 @@ struct Problem {
   double softcap = 0;          // 0: none
   std::vector<double> sinks;   // of query heads 0 ... Hq - 1; empty: none
   std::vector<int> k_lengths;  // keys of each sequence, of those that it has else; empty: all
+  std::vector<int> q_lengths;  // the same of queries, whose other rows are no queries
   // Sequence b has the rows from starts[b] to starts[b + 1], and these tensors no batches.
   bool packs_q = false, packs_k = false;
   std::vector<int> q_starts, k_starts;
@@ -186,11 +187,16 @@ inline Sequence sequence_of(const Problem& p, int b) {
   if (p.packs_q) s.first_query = p.q_starts[b], s.Sq = p.q_starts[b + 1] - s.first_query;
   if (p.packs_k) s.first_key = p.k_starts[b], s.Sk = p.k_starts[b + 1] - s.first_key;
   if (!p.k_lengths.empty()) s.Sk = std::min(s.Sk, p.k_lengths[b]);
+  if (!p.q_lengths.empty()) s.Sq = std::max(0, std::min(s.Sq, p.q_lengths[b]));
   return s;
 }
 inline Sequence sequence_of(const Problem& p, const Row& row) {
   if (!p.packs_q) return sequence_of(p, row.b);
   return sequence_of(p, int(std::upper_bound(p.q_starts.begin(), p.q_starts.end(), row.q) - p.q_starts.begin()) - 1);
+}
+inline bool is_query(const Problem& p, const Row& row) {
+  const Sequence s = sequence_of(p, row);
+  return row.q - s.first_query < s.Sq;
 }
 // The first key that query q of a sequence sees, and the one past the last. Its own position is key q, or with
 // bottom-right such that the last query has the sequence's last key; a mask hides all keys after it.
@@ -213,7 +219,7 @@ inline size_t past_last_key(const Problem& p, const Sequence& s, long long q) {
 
 // Visible (query, key) pairs of one head, on average over the sequences.
 inline double visible_pairs(const Problem& p) {
-  const int sequences = p.k_lengths.empty() && !p.packs_q && !p.packs_k ? 1 : p.B;
+  const int sequences = p.k_lengths.empty() && p.q_lengths.empty() && !p.packs_q && !p.packs_k ? 1 : p.B;
   double pairs = 0;
   for (int b = 0; b < sequences; b++) {
     const Sequence s = sequence_of(p, b);
@@ -299,7 +305,7 @@ inline std::vector<Result> attend(const Problem& p, const std::vector<Row>& rows
 
 // ---- which rows to compare ----
 
-// In order: all rows, if that is affordable. Otherwise of every work item of `item_rows` rows at least one,
+// In order: all rows that are queries, if that is affordable. Otherwise of every work item of `item_rows` rows at least one,
 // chosen by a hash, and of the first and last head those beside the edges of items, and in the first and
 // last item those beside the edges of groups of 64 rows.
 inline std::vector<Row> rows_to_check(const Problem& p, uint64_t seed, int item_rows,
@@ -327,7 +333,10 @@ inline std::vector<Row> rows_to_check(const Problem& p, uint64_t seed, int item_
       }
       std::sort(of_item.begin(), of_item.end());
       of_item.erase(std::unique(of_item.begin(), of_item.end()), of_item.end());
-      for (int q : of_item) rows.push_back({head / p.Hq, head % p.Hq, q});
+      for (int q : of_item) {
+        const Row row{head / p.Hq, head % p.Hq, q};
+        if (is_query(p, row)) rows.push_back(row);
+      }
     }
   }
   return rows;

@@ -5932,12 +5932,13 @@ constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, 
   TunedTile t{{}, ctas, item_clocks, scores_per_clock};
   size_t known = 0;  // letters of knobs that are on, and of the spaces between them
   const auto on = [&](std::string_view knob) { return knobs.find(knob) != knobs.npos && (known += knob.size() + 1); };
+  const bool of_bias = on("USE_BIAS");  // it is for builds with a bias alone
   // A row is for every D, the larger of Q's and V's, of which its own is the next in the table.
   const int typed = Build::head_dim > Build::d_v ? Build::head_dim : Build::d_v;
   const bool is_next = head_dim == typed || head_dim == (typed <= 64 ? 64 : typed <= 128 ? 128 : 256);
   if (!is_next) t.head_dim = head_dim == Build::head_dim ? 0 : head_dim;  // 0: V is too wide for this row
-  t.block_m = block_m, t.block_n = block_n;
-  t.num_warps = num_warps, t.stages = stages, t.split_kv = split_kv, t.use_bias += on("USE_BIAS") && t.use_bias == 0;
+  if (of_bias && (Build::use_bias == 0 || !is_next)) t.head_dim = 0;
+  t.block_m = block_m, t.block_n = block_n, t.num_warps = num_warps, t.stages = stages, t.split_kv = split_kv;
   if ((on("USE_MMA_SYNC") && Build::is_e4m3) || is_mma) t.use_mma_sync = t.use_cp_async = t.swizzle_xor = true;
   t.overlap = on("OVERLAP"), t.use_warp_specialization = on("USE_WARP_SPECIALIZATION") || t.overlap;
   t.use_persistent_cta = on("USE_PERSISTENT_CTA"), t.use_ping_pong = on("USE_PING_PONG");
@@ -5953,7 +5954,6 @@ constexpr std::array HOPPER_TILES = {
     tile(64, 128, 64, 16, 4, 2, "OVERLAP USE_PING_PONG", 1, 6220, 9.23),
     tile(64, 256, 64, 16, 4, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 2670, 9.55),
     tile(64, 256, 64, 16, 3, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 2320, 8.88),
-    tile(64, 192, 128, 12, 2, 1, "OVERLAP USE_PERSISTENT_CTA USE_BIAS", 1, 2600, 9),
     tile(64, 64, 64, 4, 2, 1, "OVERLAP USE_PERSISTENT_CTA", 2, 1560, 6.61),
     tile(64, 192, 96, 12, 4, 1, "OVERLAP PACK_GQA", 1, 9950, 8.86),
     tile(64, 128, 128, 8, 4, 1, "OVERLAP PACK_GQA", 1, 9090, 7.09),
@@ -5981,6 +5981,7 @@ constexpr std::array HOPPER_TILES = {
     tile(256, 64, 64, 4, 2, 1, "OVERLAP PACK_GQA", 1, 18600, 2.12),
     tile(256, 8, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 1, 5000, 0.306),
     tile(256, 32, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 1, 8240, 0.823),
+    tile(64, 192, 128, 12, 2, 1, "OVERLAP USE_PERSISTENT_CTA USE_BIAS", 1, 2600, 9),
 };
 constexpr std::array AMPERE_TILES = {
     tile(64, 32, 32, 8, 2, 4, "", 2, 7710, 4.5),
@@ -6034,7 +6035,7 @@ template <int ROW> constexpr Config config_of() { return TUNED_TILES[ROW]; }
 constexpr bool tile_fits(const TunedTile& t) {
   constexpr Config typed{};
   const bool no_room = (is_wgmma && (t.swap_ab ? Build::d_v % 64 != 0 : t.split_kv > 1 && 256 % Build::d_v != 0)) ||
-                        (t.head_dim == 192 && t.block_n == 128 && Build::d_v > 128) || t.use_bias != Build::use_bias ||
+                        (t.head_dim == 192 && t.block_n == 128 && Build::d_v > 128) ||
                         (Build::use_bias != 0 && t.num_warps == 16 && t.split_kv == 1);  // a bias takes registers
   return typed.use_tuned && t.head_dim == typed.head_dim && !no_room SDPA_KNOBS(SDPA_IS_ROWS);
 }

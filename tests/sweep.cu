@@ -350,6 +350,7 @@ bool takes_dist(const string& dist) {
 
 // True if every problem of this build has the same value there.
 bool is_fixed(const string& member) {
+  if (member == "bias_map" || member == "bias_map_bytes") return !line.has_bias_maps;
   return member == "D" || member == "Dv" || !takes_member({line.has_queue, line.has_softcap, element_bytes(line.input) == 1,
                                                            line.has_sinks, line.has_lengths, line.has_pages,
                                                            line.use_bias != 0}, member);
@@ -421,6 +422,8 @@ class Kinds {
     if (line.use_bias) {
       takes("bias", line.use_bias == 1 ? "none add tree" : "none bool tree"), takes("bias_of", "all b h q bh bq hq bhq");
     }
+    if (line.has_bias_maps) takes("bias_map", "own kept");
+    if (line.has_lengths) takes("q_lengths", "none some");
     if (line.has_lengths) {
       takes("lengths", "none below_0 0 1 usual Sk above"), takes("packed", line.has_pages ? "none q" : "none q k qk");
       takes("q_start", "below usual beyond empty");
@@ -495,11 +498,14 @@ class Kinds {
     add("scale", p.scale == 0 ? "default" : "set"), add("layout", p.layout), add("dist", p.dist);
     add("queries", p.Sq == 1 ? "one" : p.Sq > p.Sk ? "more" : "none_more"), add("keys", p.Sk == 0 ? "none" : "some");
     add("batches", p.B == 1 ? "1" : "more"), add("groups", p.Hq == p.Hkv ? "1" : "more");
+    const string of_dims = p.bias_dims.substr(0, p.bias_dims.find('m'));
     add("softcap", format("%g", p.softcap)), add("max_ctas", p.max_ctas ? "set" : "0"), add("descale", p.descale);
     add("machine", p.machine.empty() ? "default" : "set");
     add("summed", p.machine.empty() ? "65536" : p.machine.substr(p.machine.rfind(',') + 1));
     add("packed", *packed_text(p) ? packed_text(p) : "none");
-    add("bias", p.bias_kind.empty() ? "none" : p.bias_kind), add("bias_of", p.bias_dims.empty() ? "all" : p.bias_dims);
+    add("bias", p.bias_kind.empty() ? "none" : p.bias_kind), add("bias_of", of_dims.empty() ? "all" : of_dims);
+    if (line.has_bias_maps) add("bias_map", of_dims == p.bias_dims ? "own" : "kept");
+    if (line.has_lengths) add("q_lengths", p.has_q_lengths ? "some" : "none");
     if (!p.has_sinks) add("sinks", "none");
     for (float x : c.sinks) add("sinks", x == -INFINITY ? "-inf" : x == 100 ? "large" : x == -150 ? "small" : "usual");
     if (!p.has_lengths) add("lengths", "none");
@@ -585,8 +591,9 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   if (line.use_bias && draw(4) && !loses) {
     constexpr const char* dims[] = {"", "b", "h", "q", "bh", "bq", "hq", "bhq"};
     p.bias_kind = draw(3) == 0 ? "tree" : line.use_bias == 1 ? "add" : "bool", p.bias_dims = dims[draw(8)];
+    if (line.has_bias_maps && draw(2)) p.bias_dims += "m";
   }
-  p.has_lengths = line.has_lengths && draw(2);
+  p.has_lengths = line.has_lengths && draw(2), p.has_q_lengths = line.has_lengths && draw(2);
   if (line.has_lengths && p.layout.compare(0, 3, "far") != 0 && draw(3)) {
     p.packs_q = draw(2), p.packs_k = draw(2) && !line.has_pages, p.B = 1 + draw(p.packs_q && p.packs_k ? 12 : 4);
   }

@@ -58,7 +58,8 @@ def test_rows_are_printed_as_they_stand_in_sdpa_cu():
     text = builds.Tree().read("sdpa.cu")
     for array, line in (("HOPPER", "hopper"), ("AMPERE", "ampere"), ("E4M3", "hopper_e4m3")):
         table = re.search(rf"constexpr std::array {array}_TILES = \{{\n(.*?)\n\}};", text, re.DOTALL).group(1)
-        assert "\n".join(tile.row(line) for tile in fit.Model(line).tiles) == table
+        rows = [row for row in table.splitlines() if "USE_BIAS" not in row]  # builds with a bias are not timed here
+        assert [tile.row(line) for tile in fit.Model(line).tiles] == rows
 
 
 @pytest.mark.long

@@ -127,7 +127,7 @@ class Model:
         self.library = ctypes.CDLL(builds.host_library(*knobs.split()))
         first = ctypes.POINTER(Tile)()
         count = self.library.sdpa_library_tiles(ctypes.byref(first))
-        self.tiles = first[:count]
+        self.tiles = [tile for tile in first[:count] if tile.head_dim]  # those of builds with a bias have none here
 
     def clocks(self, tiles, params, sms):
         """[problem][tile], of the problems that params() was given."""
