@@ -55,7 +55,8 @@ typedef struct SdpaParams {
   int Dv;                  /* the line's HEAD_DIM_V, of V and O; 0: D */
   /* Lines with USE_BIAS, or null: a row of elements for each query of a sequence, contiguous along its last bias_keys keys (0:
      all; keys before them have none), at strides in elements, 0 where batches, heads or queries share rows. USE_BIAS=1: of
-     the line's DTYPE, added to scale * Q @ K.T, behind a softcap. USE_BIAS=2: bytes, of which 0 hides the key. */
+     the line's DTYPE, added to scale * Q @ K.T, behind a softcap; -inf hides the key. USE_BIAS=2: bytes, of which 0 hides
+     the key. A tile that is hidden whole may be left out, even where a score is NaN. */
   const void* bias;
   SdpaStrides bias_strides;
   int bias_keys;

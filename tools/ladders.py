@@ -192,7 +192,7 @@ def ladder_table(one, source):
         cells += [[*cells_of(name + " (bf16)" * ("bf16" in kinds), rows, {})[:-1], ""]] if kinds else []
     return cells, missing, [(title, [us[rung.name].get(what) for rung in one.rungs],
                              {name: rows[what]["graph_us"] for name, rows in peers.items() if rows[what]})
-                            for title, what in one.problems.items()]
+                            for title, what in one.problems.items() if any(what in of_rung for of_rung in us.values())]
 
 
 def sections(source, table, picture, provenance):
@@ -201,7 +201,7 @@ def sections(source, table, picture, provenance):
     text, drawings = {name + "_rungs": f"None on this GPU yet: `{COMMAND}` measures it.\n" for name in LADDERS}, {}
     for name, one in LADDERS.items() if source else ():
         cells, missing, panels = ladder_table(one, source)
-        if not any(us for _, times, _ in panels for us in times):
+        if not panels:
             continue
         path, words = f"ladder/{name}.svg", f"µs of the {name} ladder's rungs, beside peers"
         drawings[path] = report_charts.rungs([rung.name for rung in one.rungs], panels, words)

@@ -93,7 +93,7 @@ def log_axis(axes, low, high, room, unit=""):
 
 def rungs(names, panels, label):
     """A ladder: each rung's time, and peers as lines. PANELS: (title, [µs or None of each of NAMES], {peer: µs})."""
-    left, right, gap, width = 8 + 6.4 * max(map(len, names)), 4, 8, 430
+    left, right, gap, width = 8 + 6.4 * max(map(len, names)), 16, 8, 430
     height, room = ROW * len(names) + 6, (width - left - right - gap * (len(panels) - 1)) / len(panels)
     total = height + 66
     figure = Figure(figsize=(width / 72, total / 72))
