@@ -1315,7 +1315,7 @@ template <class B> __device__ __forceinline__ bool has_map(const KernelArgs& a) 
 }
 
 struct ListOfRounds {  // of those of an item that a bias shows
-  const uint32_t* list = nullptr;  // of 2 * number + 1, or 2 * number if nobody needs to read the bias; null: all rounds
+  const uint32_t* list = nullptr;  // of 2 * number + 1, or 2 * number if the bias does nothing; null: all rounds
   __device__ uint32_t entry(int round) const { return list ? ld_global<uint32_t>(list + round) : 2 * round + 1; }
 };
 
@@ -2708,7 +2708,7 @@ template <class B> struct WgmmaRows {
       if (looks && k >= 0 && has_bias<B>(a, mask, k)) bias.load(a, *item, mask.keys.Sk, q, k);
     }
   }
-  // Adds the bias of this tile, if it has one, and fetches that of the next, which has one only if this one's keys have.
+  // Adds the bias of this tile, if it has one, and fetches that of the next, whose keys have one only if these have.
   __device__ __forceinline__ bool add_bias(Scores& S) {
     if constexpr (B::use_bias != 0) {
       if (!has_bias<B>(a, mask, k0) || !(walk.looks() || walk.looks_next())) return false;
@@ -4914,9 +4914,9 @@ template <class B, int D> struct TileBox<B, D, true> {
 
 // USE_LENGTHS: where a sequence is in the tensors, and how many rows it has there. With starts [B + 1], sequence b has
 // the rows from starts[b] to starts[b + 1] of all Sq of Q and O, or Sk of K and V; such tensors have a batch of 1, LSE
-// is [Hq,Sq]. Of a sequence's queries the first q_lengths[b] count, [B], of its keys the first k_lengths[b], and no more
-// than most_keys. Rows that are none of these are not written. All are in device memory; what is not within the tensors
-// is cut off.
+// is [Hq,Sq]. Of a sequence's queries the first q_lengths[b] count, [B], of its keys the first k_lengths[b], and no
+// more than most_keys. Rows that are none of these are not written. All are in device memory; what is not within the
+// tensors is cut off.
 struct Sequence {
   int q_row, k_row, Sq, Sk;
 
