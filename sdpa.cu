@@ -2096,7 +2096,6 @@ constexpr uint64_t evict_first = 0x12f0000000000000, evict_last = 0x14f000000000
 template <class B>
 constexpr bool stores_by_tma = path<B> == Path::wgmma_roles && B::split_kv == 1 && B::split_ctas == 1;
 
-
 // An item and its rounds, in each of which every slice (SPLIT_KV) takes one tile of BLOCK_N keys. The last round comes
 // first, so that tiles with a causal mask leave a maximum that holds for most of the others.
 template <class B>
@@ -2109,7 +2108,7 @@ template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem<B
 }
 template <class B> __device__ __forceinline__ void take_list(const KernelArgs& a, WgmmaItem<B>& item);
 
-// Item number i. EARLY: with a mask, all items of a head move up by the warpgroups (64 rows) that have no row, so that
+// An item's rows. EARLY: with a mask, all items of a head move up by the warpgroups (64 rows) that have no row, so that
 // these come before query 0, where own_rounds() gives them no rounds. The head's first item, which has them then, sees
 // fewer keys, while the last sees them all anyway. Sq = 200, BLOCK_M = 192, causal: (2 * 192 - 200) / 64 * 64 = 128.
 //
@@ -2421,9 +2420,9 @@ template <class B> struct BiasOfWarp<B, true> {
 // Where a warpgroup is among the rounds of an item.
 template <class B, bool = lists_rounds<B>> struct RoundWalk {
   __device__ void start(const WgmmaItem<B>&, int) {}
-  __device__ bool looks() const { return true; }                        // whether the tile's bias may do anything
-  __device__ bool looks_next() const { return true; }                   // that of the next one
-  __device__ int step() const { return B::round_keys; }                 // keys back to that
+  __device__ bool looks() const { return true; }         // whether the tile's bias may do anything
+  __device__ bool looks_next() const { return true; }    // that of the next one
+  __device__ int step() const { return B::round_keys; }  // keys back to that
   __device__ void go_on() {}
 };
 template <class B> struct RoundWalk<B, true> {
@@ -2704,9 +2703,7 @@ template <class B> struct WgmmaRows {
   }
   // Lets the bias of the tile at key k, if it has one, come to shared memory.
   __device__ __forceinline__ void fetch_bias(bool looks, int k) {
-    if constexpr (B::use_bias != 0) {
-      if (looks && k >= 0 && has_bias<B>(a, mask, k)) bias.load(a, *item, mask.keys.Sk, q, k);
-    }
+    if (looks && k >= 0 && has_bias<B>(a, mask, k)) bias.load(a, *item, mask.keys.Sk, q, k);
   }
   // Adds the bias of this tile, if it has one, and fetches that of the next, whose keys have one only if these have.
   __device__ __forceinline__ bool add_bias(Scores& S) {
@@ -5368,16 +5365,15 @@ template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   return plan;
 }
 
-constexpr size_t queue_bytes = 256;  // of the workspace, before the map of a bias
-
 // Items of a launch: all, or with sdpa_merge() 32 CTAs to an SM, so that partial results take 0.6 GB at most.
 template <class B> int64_t items_at_once(const Items& items) {
   if (!merges_by_kernel<B>) return items.count;
   return max(min(items.count, int64_t(32 * sm_count() / items.ranges)), int64_t(1));
 }
 
-// The workspace of the queue or of the ranges, whose counters are zero again after every launch.
-template <class B> size_t bytes_of_own_map(const SdpaParams& p);  // USE_BIAS: of a launch without p.bias_map
+template <class B> size_t bias_map_bytes(const SdpaParams& p);
+template <class B> bool makes_map(const SdpaParams& p);
+// The workspace of the queue or of the ranges, whose counters are zero again after every launch: a map is behind them.
 template <class B> size_t workspace_bytes(const SdpaParams& p) {
   if constexpr (B::use_lengths) {
     const Items items = items_of<B>(p);
@@ -5385,8 +5381,7 @@ template <class B> size_t workspace_bytes(const SdpaParams& p) {
     return range_counter_bytes + plan_bytes(plan) + size_t(plan.parts) * (p.Hq / items.heads) * sizeof(RangePartial<B>);
   }
   if constexpr (B::use_bias != 0) {
-    const size_t bytes = bytes_of_own_map<B>(p);
-    if (bytes > 0) return queue_bytes + bytes;
+    if (makes_map<B>(p)) return range_counter_bytes + bias_map_bytes<B>(p);
   }
   if (B::split_ctas == 1) return B::use_persistent_cta ? sizeof(uint32_t) : 0;
   const Items items = items_of<B>(p);
@@ -5589,40 +5584,23 @@ constexpr bool sums_end = B::split_ctas == 1 && (B::family == Family::mma || B::
 
 // ---- the map of a bias (USE_BIAS = 1, USE_BIAS = 2) ----
 
-// Takes p.bias_map, or the room in the workspace.
-template <class B> void set_bias_map(KernelArgs& a, const Items& items) {
-  const SdpaParams& p = a.p;
-  char* const own = static_cast<char*>(p.workspace) + queue_bytes;
-  BiasMap& map = a.bias_map;
-  map.lists = static_cast<uint32_t*>(p.bias_map ? p.bias_map : own);
+template <class B> BiasMap bias_map_of(const SdpaParams& p, const Items& items) {  // its lists are nowhere yet
+  BiasMap map;
   map.heads = Divisor(p.bias_strides.head ? uint32_t(p.Hq / items.heads) : 1);
   map.batches = Divisor(p.bias_strides.batch ? uint32_t(p.B) : 1);
   map.list_words = 1 + max(int(ceil_div(p.Sk, B::round_keys)), 1);
-  a.unmasked_rounds = 0;  // no item has all rounds
+  return map;
 }
 template <class B> size_t bias_map_bytes(const SdpaParams& p) {
   if (!lists_rounds<B> || !p.bias) return 0;
   const Items items = items_of<B>(p);
-  KernelArgs a(p, B::block_m, B::block_n, grid_of<B>(p, items));
-  set_bias_map<B>(a, items);
-  return sizeof(uint32_t) * a.bias_map.list_words * a.bias_map.batches.divisor * a.bias_map.heads.divisor *
-         a.q_blocks.divisor;
+  const BiasMap map = bias_map_of<B>(p, items);
+  return sizeof(uint32_t) * map.list_words * map.batches.divisor * map.heads.divisor * ceil_div(p.Sq, items.queries);
 }
 // A launch makes a map where there are rounds to leave out, and all heads share them.
-template <class B> size_t bytes_of_own_map(const SdpaParams& p) {
+template <class B> bool makes_map(const SdpaParams& p) {
   const int keys = p.bias_keys > 0 ? p.bias_keys : p.Sk;
-  return p.bias_map || p.bias_strides.head != 0 || keys < 16 * B::round_keys ? 0 : bias_map_bytes<B>(p);
-}
-template <class B> SdpaStatus launch_map(const KernelArgs& a, cudaStream_t stream) {
-  if constexpr (lists_rounds<B>) {
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization, early.val.programmaticStreamSerializationAllowed = 1;
-    const uint32_t lists = a.bias_map.heads.divisor * a.bias_map.batches.divisor * a.q_blocks.divisor;
-    const cudaLaunchConfig_t launch{dim3(lists), dim3(map_threads), 0, stream, &early, 1};
-    const cudaError_t error = cudaLaunchKernelEx(&launch, sdpa_map<B>, a);
-    if (error != cudaSuccess) return cuda_failure(error, "launching the map of the bias");
-  }
-  return {};
+  return lists_rounds<B> && p.bias && !p.bias_map && p.bias_strides.head == 0 && keys >= 16 * B::round_keys;
 }
 template <class B> SdpaStatus check_bias_map(const SdpaParams& p) {
   const size_t bytes = bias_map_bytes<B>(p);
@@ -5630,23 +5608,35 @@ template <class B> SdpaStatus check_bias_map(const SdpaParams& p) {
   return failure(refused, "bias_map has %zu bytes, and the map of this problem %zu; ask sdpa_bias_map_bytes()",
                  p.bias_map ? p.bias_map_bytes : 0, bytes);
 }
-// Before the kernel: a launch without a map makes its own.
-template <class B> SdpaStatus take_bias_map(KernelArgs& a, const Items& items, cudaStream_t stream) {
-  const bool makes = bytes_of_own_map<B>(a.p) > 0;
-  if (a.p.bias_map) {
-    const SdpaStatus status = check_bias_map<B>(a.p);
-    if (!status.ok()) return status;
+// Lets a launch take the map at `lists`, which is made first if it has to be.
+template <class B>
+SdpaStatus set_bias_map(KernelArgs& a, const Items& items, void* lists, bool makes, cudaStream_t stream) {
+  a.bias_map = bias_map_of<B>(a.p, items), a.bias_map.lists = static_cast<uint32_t*>(lists);
+  a.unmasked_rounds = 0;  // no item has all rounds
+  if constexpr (lists_rounds<B>) {
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization, early.val.programmaticStreamSerializationAllowed = 1;
+    const uint32_t count = a.bias_map.heads.divisor * a.bias_map.batches.divisor * a.q_blocks.divisor;
+    const cudaLaunchConfig_t launch{dim3(count), dim3(map_threads), 0, stream, &early, 1};
+    const cudaError_t error = makes ? cudaLaunchKernelEx(&launch, sdpa_map<B>, a) : cudaSuccess;
+    if (error != cudaSuccess) return cuda_failure(error, "launching the map of the bias");
   }
-  if (makes || (a.p.bias_map && a.p.bias_map_bytes > 0)) set_bias_map<B>(a, items);
-  return makes ? launch_map<B>(a, stream) : SdpaStatus{};
+  return {};
+}
+template <class B> SdpaStatus take_bias_map(KernelArgs& a, const Items& items, cudaStream_t stream) {
+  if (makes_map<B>(a.p)) {
+    return set_bias_map<B>(a, items, static_cast<char*>(a.p.workspace) + range_counter_bytes, true, stream);
+  }
+  if (!a.p.bias_map) return {};
+  const SdpaStatus status = check_bias_map<B>(a.p);
+  return status.ok() && a.p.bias_map_bytes > 0 ? set_bias_map<B>(a, items, a.p.bias_map, false, stream) : status;
 }
 template <class B> SdpaStatus map_bias(const SdpaParams& p, cudaStream_t stream) {
   const SdpaStatus status = check_bias_map<B>(p);
   if (!status.ok() || p.bias_map_bytes == 0) return status;
   const Items items = items_of<B>(p);
   KernelArgs a(p, B::block_m, B::block_n, grid_of<B>(p, items));
-  set_bias_map<B>(a, items);
-  return launch_map<B>(a, stream);
+  return set_bias_map<B>(a, items, p.bias_map, true, stream);
 }
 
 // ---- the launch of a build ----
@@ -6180,9 +6170,12 @@ static inline size_t sdpa_bias_map_bytes(const SdpaParams& p) {
 // Writes bias_map, for launches with this bias and these sizes, whatever Q, K, V and O. Enqueued as they are.
 static inline SdpaStatus sdpa_map_bias(const SdpaParams& params, cudaStream_t stream) {
   SdpaParams p = params;
-  const SdpaStatus status = check_params(p);
+  SdpaStatus status = check_params(p);
   if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;
-  return with_build(p, [&](auto build) { return map_bias<decltype(build)>(p, stream); });
+  const bool clean = cudaPeekAtLastError() == cudaSuccess;  // as in sdpa_forward()
+  status = with_build(p, [&](auto build) { return map_bias<decltype(build)>(p, stream); });
+  if (!status.ok() && clean) cudaGetLastError();
+  return status;
 }
 
 // ---- one launch ----

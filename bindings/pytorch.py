@@ -238,9 +238,9 @@ def attention(q, k, v, causal=None, window=NO_WINDOW, scale=None, q_descale=None
     is (default: causal's). scale: 1/sqrt(D) by default; with 0 all visible keys weigh alike. descales: float32, [B,H] or what expands
     to it, q's also [B,Hkv]; e4m3 only, whose O is float16. softcap: logits x become softcap * tanh(x / softcap), by tanh.approx.
     sinks [Hq]: exp(sink) joins a row's sum and its LSE. Read by the kernels, int32: k_lengths [B] and q_lengths [B], of its keys and
-    of its queries a sequence has the first so many, also for the mask; q_starts, k_starts [B+1], sequence b has the rows from starts[b] to starts[b+1] of q, or of k and
-    v, whose batch is 1 (rows of O and LSE of no sequence are not written: they hold anything, NaN too); page_table [B,N], with k and v
-    [pages,Hkv,keys of a page,D], the pages of a sequence in order. most_keys: that a sequence has; 0: Sk. bias: what expands to
+    of its queries a sequence has the first so many, also for the mask; q_starts, k_starts [B+1], sequence b has the rows from starts[b]
+    to starts[b+1] of q, or of k and v, whose batch is 1 (rows of O and LSE that are no query of a sequence are not written: they hold
+    anything, NaN too); page_table [B,N], with k and v [pages,Hkv,keys of a page,D], the pages of a sequence in order. most_keys: that a sequence has; 0: Sk. bias: what expands to
     [B,Hq,Sq,keys], read as it lies if the keys are contiguous, else copied: bool, of which False hides the key, or added to the
     logits behind a softcap, in q's type, to which another is converted; causal and window hold besides. Its keys are all keys of a
     sequence, or with bias_keys so many last ones; those before them have none. With q_starts its row is the query's in its sequence,
@@ -257,8 +257,8 @@ def attention(q, k, v, causal=None, window=NO_WINDOW, scale=None, q_descale=None
     if not q.is_cuda:
         raise ValueError(f"sdpa.attention: q is on {q.device}; sdpa's kernels run on CUDA devices")
     if not (k_lengths is q_lengths is q_starts is k_starts is page_table is sinks is bias is None):
-        for name, x in (("k_lengths", k_lengths), ("q_lengths", q_lengths), ("q_starts", q_starts), ("k_starts", k_starts), ("page_table", page_table),
-                        ("sinks", sinks), ("bias", bias)):
+        for name, x in (("k_lengths", k_lengths), ("q_lengths", q_lengths), ("q_starts", q_starts), ("k_starts", k_starts),
+                        ("page_table", page_table), ("sinks", sinks), ("bias", bias)):
             if x is not None and not isinstance(x, torch.Tensor):
                 raise TypeError(f"sdpa.attention: {name} is a {type(x).__name__}, not a tensor beside q")
     out, lse = OPERATOR(q, k, v, MASKS[causal], left, right, MASKS[by], scale, softcap or 0.0, q_descale, k_descale, v_descale, sinks,

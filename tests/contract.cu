@@ -548,6 +548,26 @@ TEST_CASE("tile_history" * doctest::skip(!Build::use_tuned)) {
   }
 }
 
+// A workspace of a launch that maps a bias is one for ranges as well, whose counters have to be zero.
+TEST_CASE("map_and_ranges" * doctest::skip(!Build::use_bias || !Build::use_tuned || !is_wgmma)) {
+  simt::gpu.sms[0] = 132;
+  const Attention a(1, 70, 70, 200, 4200);
+  const Held<Bias> bias(vector<Bias>(200 * 4200, rounded<Bias>(Build::use_bias == 2)));
+  SdpaParams many = a.p;  // rows
+  many.bias = static_cast<const Bias*>(bias), many.bias_strides = {0, 0, 4200};
+  SdpaParams few = many;
+  few.Sq = 3;
+  const bool maps = with_build(many, [&](auto build) { return makes_map<decltype(build)>(many); });
+  const bool counts = with_build(few, [&](auto build) {
+    return !merges_by_kernel<decltype(build)> && items_of<decltype(build)>(few).ranges > 1;
+  });
+  CHECK((maps && counts));
+  const Workspace memory(std::max(sdpa_workspace_bytes(many), sdpa_workspace_bytes(few)));
+  many.workspace = few.workspace = memory;
+  CHECK((a.forward(many) == "" && a.forward(few) == "" && a.is_right(few)));
+  simt::gpu = {};
+}
+
 TEST_CASE("no_keys") {
   const Attention a(1, 2, 1, 40, 0);
   SdpaParams p = a.p;
