@@ -78,14 +78,16 @@ def write(axes, text, at, right=0, **more):
     axes.annotate(text, at, (right, 0), textcoords="offset points", va="center" if right else "baseline", **more)
 
 
-def log_axis(axes, low, high, room, unit=""):
-    """A log axis from LOW to HIGH, with ROOM at the right, a share of its length, and plain numbers at its ticks."""
-    ratio = high / low
+def log_axis(axes, low, high, room, name=lambda x: f"{x:g}", most=6):
+    """A log axis from LOW to HIGH, with ROOM at the right, a share of its length, and plain numbers at MOST ticks or
+    fewer. They are chosen here: matplotlib's versions differ where an axis has a single power of ten."""
+    end = high * (high / low) ** room
+    choices = [[step * 10 ** power for power in range(-3, 8) for step in steps if low <= step * 10 ** power <= end]
+               for steps in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 5), (1, 3), (1,))]
     axes.set_xscale("log")
-    axes.set_xlim(low, high * ratio ** room)
-    subs = (1,) if ratio > 1000 else (1, 3) if ratio > 60 else (1, 2, 5) if ratio > 4 else (1, 1.5, 2, 3, 4, 5, 6, 8)
-    axes.xaxis.set_major_locator(ticker.LogLocator(subs=subs, numticks=20))
-    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}{unit}"))
+    axes.set_xlim(low, end)
+    axes.xaxis.set_major_locator(ticker.FixedLocator(next((of for of in choices if len(of) <= most), choices[-1])))
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: name(x)))
     axes.xaxis.set_minor_locator(ticker.NullLocator())
 
 
@@ -104,9 +106,7 @@ def rungs(names, panels, label):
         at = [(us, y) for y, us in enumerate(values) if us]
         every = [us for us, _ in at] + [*peers.values()]
         low, high = (min(every), max(every)) if every else (1, 10)
-        log_axis(axes, low / 1.15, high * 1.05, 0.4)
-        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1,) if high > 40 * low else (1, 3), numticks=20))
-        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x / 1000:g}k" if x > 3e3 else f"{x:g}"))
+        log_axis(axes, low / 1.15, high * 1.05, 0.4, lambda x: f"{x / 1000:g}k" if x > 3e3 else f"{x:g}", most=4)
         for name, us in peers.items():
             axes.axvline(us, color=PEER, linestyle=styles[name], linewidth=1.2)
         axes.plot([us for us, _ in at], [y for _, y in at], "o-", color=OURS, markersize=4, linewidth=0.8)
@@ -131,7 +131,7 @@ def waterfall(full, whole, changes):
     height = sum(ROW + 13 * len(bars) + 5 for _, bars in groups)
     figure, axes = canvas(8, height, top=24)
     ratios = [1, *(ratio for _, bars in groups for ratio in bars.values())]
-    log_axis(axes, min(ratios) / 1.02, max(ratios), 84 / (WIDTH - 100), "x")
+    log_axis(axes, min(ratios) / 1.02, max(ratios), 84 / (WIDTH - 100), lambda x: f"{x:g}x")
     name_rows(axes, [])
     axes.set_ylim(height, 0)
     axes.set_xlabel(f"time as a multiple of {shorten(full, 36)}, log axis")
