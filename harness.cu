@@ -49,6 +49,10 @@ struct Line {
   KernelFacts (*facts_of)(const SdpaParams&);
   SdpaStatus (*forward)(const SdpaParams&, cudaStream_t);
   SdpaStatus (*map_bias)(const SdpaParams&, cudaStream_t);
+  bool takes(int d, int d_v) const {  // as widths of a problem
+    const auto fits = [&](int n, int most) { return n == most || (is_wgmma && n > 0 && n < most && n % 8 == 0); };
+    return fits(d, D) && fits(d_v, Dv);
+  }
 };
 
 }  // namespace
@@ -166,7 +170,7 @@ reference::Tolerance tolerance_of(const reference::Problem& p) {
   // An e4m3 logit is the scale times a sum of D products, each of which wgmma cuts off: twice as much is lost at D=256
   // as at 128, or at twice the scale.
   if (line.is_wgmma && line.input == DType::e4m3) {
-    t.lse *= std::max(1.0, line.D / 128.0) * std::max(1.0, std::fabs(p.scale) * std::sqrt(line.D));
+    t.lse *= std::max(1.0, p.D / 128.0) * std::max(1.0, std::fabs(p.scale) * std::sqrt(p.D));
   }
   // tanh.approx moves a logit by softcap / 2^11 at most, and its weight by as much of itself.
   if (line.tanh_is_approximate) {
@@ -219,14 +223,14 @@ constexpr const char* bias_kinds[] = {"add", "bool", "tree", "causal", "document
 string bias_text(const Problem& p) { return p.bias_kind.empty() ? "" : p.bias_kind + "," + p.bias_dims; }
 
 // Elements of a row.
-int width_of(Tensor t) { return t == Tensor::V || t == Tensor::O ? line.Dv : line.D; }
+int width_of(const Problem& p, Tensor t) { return t == Tensor::V || t == Tensor::O ? p.Dv : p.D; }
 // Which tensors have the sequences one after the other.
 const char* packed_text(const Problem& p) { return p.packs_q ? p.packs_k ? "qk" : "q" : p.packs_k ? "k" : ""; }
 
 SdpaParams params_of(const Problem& p) {  // but for the tensors
   SdpaParams params{};
   params.B = p.B, params.Hq = p.Hq, params.Hkv = p.Hkv, params.Sq = p.Sq, params.Sk = p.Sk;
-  params.D = line.D, params.Dv = line.Dv, params.scale = float(p.scale), params.causal = Causal(int(p.mask));
+  params.D = p.D, params.Dv = p.Dv, params.scale = float(p.scale), params.causal = Causal(int(p.mask));
   params.window_left = p.window_left, params.window_right = p.window_right;
   params.window_alignment = Causal(int(p.window_alignment));
   params.softcap = float(p.softcap), params.most_keys = p.most_keys;
@@ -364,10 +368,10 @@ class DeviceTensor : public Guarded {
   DeviceTensor(const Problem& p, Tensor t, size_t elements)
       : Guarded(string(1, "QKVO"[int(t)]), elements * bytes_of(t)), element_bytes(bytes_of(t)) {
     const int64_t S = of_query(t) ? p.Sq : p.Sk, H = of_query(t) ? p.Hq : p.Hkv;
-    const int64_t D = width_of(t);
+    const int64_t D = width_of(p, t);
     strides = {H * S * D, S * D, D};
   }
-  DeviceTensor(const Problem& p, Tensor t) : DeviceTensor(p, t, rows_of(p, t) * width_of(t)) {}
+  DeviceTensor(const Problem& p, Tensor t) : DeviceTensor(p, t, rows_of(p, t) * width_of(p, t)) {}
 
   virtual void* first() const { return data(); }  // element (0,0,0,0)
   virtual void poison() { fill(0xff); }
@@ -613,7 +617,7 @@ cudaError_t launch_witness(const SdpaParams& p, int first, int heads, float* O, 
   const double unit = unit_of(line.input);
   const double scale = (p.scale == 0 ? 1 / std::sqrt(double(p.D)) : p.scale) * unit * unit;
   const WitnessArgs a{p, first, float(scale), float(unit), O, LSE, line.use_bias};
-  const int widest = std::max(line.D, line.Dv);
+  const int widest = std::max(p.D, p.Dv);
   return widest <= 64    ? launch_witness<T, 64>(a, heads)
          : widest <= 128 ? launch_witness<T, 128>(a, heads)
                          : launch_witness<T, 256>(a, heads);
@@ -653,7 +657,7 @@ class Instance {
     // Inputs as floats and as elements, outputs twice, and of one tensor what it holds and must hold.
     // In double: a problem may have any sizes.
     const double host_need =
-        (14.0 * p.B * p.Hq * p.Sq + 12.0 * p.B * p.Hkv * p.Sk) * std::max(line.D, line.Dv);
+        (14.0 * p.B * p.Hq * p.Sq + 12.0 * p.B * p.Hkv * p.Sk) * std::max(p.D, p.Dv);
     const double host_bytes = double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGESIZE));
     if (host_need > host_bytes) {
       throw CudaError{format("checking the problem needs %.1f GB of host memory of %.1f GB",
@@ -792,7 +796,7 @@ class Instance {
   }
   // Rows that are a key of no sequence may hold anything, and nothing of it may reach O or LSE.
   void poison_what_is_no_key(Tensor t) {
-    const size_t Sk = problem.Sk, D = width_of(t), batches = batches_of(problem, t);
+    const size_t Sk = problem.Sk, D = width_of(problem, t), batches = batches_of(problem, t);
     vector<char> is_key(batches * Sk, 0);
     for (int b = 0; b < problem.B; b++) {
       const reference::Sequence own = reference::sequence_of(problem, b);
@@ -817,7 +821,7 @@ class Instance {
     const bool by_heads = problem.layout == "bhsd";
     const int64_t gap = problem.layout == "padded" ? line.vec_width : 0;
     for (int t = 0; t < 2; t++) {
-      const int64_t D = width_of(Tensor(1 + t)) + gap, page = H * size * D + gap;
+      const int64_t D = width_of(problem, Tensor(1 + t)) + gap, page = H * size * D + gap;
       pages_[t].reset(new DeviceTensor(problem, Tensor(1 + t), pages * page));
       (t ? params.v : params.k) = {page, by_heads ? size * D : D, by_heads ? D : H * D};
     }
@@ -853,7 +857,7 @@ class Instance {
     for (int t = 0; t < 2; t++) {
       const Strides& s = t ? params.v : params.k;
       const Bits& x = held_[1 + t];
-      const int D = width_of(Tensor(1 + t));
+      const int D = width_of(problem, Tensor(1 + t));
       Bits paged(size_t(pages) * s.batch);
       for (size_t i = 0; i < paged.size(); i++) paged[i] = poison_of_row(i / D);
       for (int64_t row = 0; row < int64_t(x.size()) / D; row++) {
@@ -923,7 +927,7 @@ class Instance {
 
   // The place of an element of O.
   string where(size_t i) const {
-    const size_t D = line.Dv, S = problem.Sq, H = problem.Hq;
+    const size_t D = problem.Dv, S = problem.Sq, H = problem.Hq;
     return format("(b=%d,h=%d,q=%d,d=%d)", int(i / D / S / H), int(i / D / S % H), int(i / D % S),
                   int(i % D));
   }
@@ -966,10 +970,10 @@ class Instance {
     for (size_t row = 0; row < got.LSE.size(); row++) {
       const bool is_query = reference::is_query(p, row_at(row));
       const char* const trouble = is_query ? " was never written" : " was written, and its row is no query";
-      for (size_t i = row * line.Dv; i < (row + 1) * line.Dv; i++) {
+      for (size_t i = row * p.Dv; i < (row + 1) * p.Dv; i++) {
         if ((got.O[i] != 0xffff) != is_query) return "O" + where(i) + trouble;
       }
-      if ((got.LSE[row] != ~0u) != is_query) return "LSE" + where(row * line.Dv) + trouble;
+      if ((got.LSE[row] != ~0u) != is_query) return "LSE" + where(row * p.Dv) + trouble;
       queries += is_query;
     }
     const auto rows = reference::rows_to_check(p, p.seed, line.facts_of(params).item_rows, affordable_macs);
@@ -990,7 +994,7 @@ class Instance {
   // Every row with the witness, and the witness with the reference on the rows of `sample`.
   string compare_with_witness(Figures& figures, const vector<reference::Row>& sample,
                               const vector<reference::Result>& want) {
-    const size_t D = line.Dv, S = problem.Sq, heads = heads_of(problem, Tensor::O);
+    const size_t D = problem.Dv, S = problem.Sq, heads = heads_of(problem, Tensor::O);
     const size_t most_heads = std::min(heads, std::max<size_t>(1, witness_elements / (S * D)));
     const Guarded O_g("O of the witness", most_heads * S * D * sizeof(float));
     const Guarded LSE_g("LSE of the witness", most_heads * S * sizeof(float));
@@ -1023,7 +1027,7 @@ class Instance {
           const reference::Row at{b, h, int(row - i * S)};
           if (!reference::is_query(problem, at)) continue;
           const Row ours = output_row(at);
-          of_head[i].add(at, line.Dv, &O[row * D], LSE[row], nullptr, ours.O, ours.LSE);
+          of_head[i].add(at, int(D), &O[row * D], LSE[row], nullptr, ours.O, ours.LSE);
         }
       });
       for (const reference::Comparison& c : of_head) with_witness.merge(c);
@@ -1048,7 +1052,7 @@ class Instance {
 
   string all_finite() const {
     for (size_t i = 0; i < got.O.size(); i++) {
-      const bool is_query = reference::is_query(problem, row_at(i / line.Dv));
+      const bool is_query = reference::is_query(problem, row_at(i / problem.Dv));
       if (is_query && !std::isfinite(output_value(got.O[i]))) return "O" + where(i) + " is not finite";
     }
     return "";
@@ -1060,7 +1064,7 @@ class Instance {
   Row output_row(const reference::Row& at) const {
     const size_t n = row_number(at);
     Row row;
-    for (int d = 0; d < line.Dv; d++) row.O[d] = output_value(got.O[n * line.Dv + d]);
+    for (int d = 0; d < problem.Dv; d++) row.O[d] = output_value(got.O[n * problem.Dv + d]);
     row.LSE = float_of(got.LSE[n]);
     return row;
   }
@@ -1386,7 +1390,7 @@ Resources resources_of(const KernelFacts& k) {
 // ---- a run of a problem, and its row ----
 
 // Two products, each a multiply and an add for every visible pair and element of D.
-double flops_of(const Problem& p) { return 2.0 * (line.D + line.Dv) * p.B * p.Hq * reference::visible_pairs(p); }
+double flops_of(const Problem& p) { return 2.0 * (p.D + p.Dv) * p.B * p.Hq * reference::visible_pairs(p); }
 
 struct Run {
   Problem problem;
@@ -1408,7 +1412,7 @@ struct Run {
     for (int b = 0; b < problem.B; b++) keys += reference::sequence_of(problem, b).Sk;
     for (Tensor t : {Tensor::Q, Tensor::K, Tensor::V, Tensor::O}) {
       const DType type = t == Tensor::O ? line.output : line.input;
-      bytes += (of_query(t) ? double(rows_of(problem, t)) : problem.Hkv * keys) * width_of(t) * element_bytes(type);
+      bytes += (of_query(t) ? double(rows_of(problem, t)) : problem.Hkv * keys) * width_of(problem, t) * element_bytes(type);
     }
     return bytes / d.memory_bytes * 1e6;
   }
@@ -1597,12 +1601,13 @@ string parse_shape(const string& text, Problem& p) {
   const bool is_named = sizes != text;
   std::replace(sizes.begin(), sizes.end(), 'x', ',');  // as rows have them
   const vector<long long> n = parse_numbers(sizes, 0, most_rows);
-  if (n.size() != 5 && n.size() != 6) {
+  if (n.size() < 5 || n.size() > 7) {
     return "want " + shape_names() +
-           " or sizes B,Hq,Hkv,Sq,Sk from 0 to 10^9 and if wanted D, such as 1,8,2,512,512 or 1,8,2,512,512,64";
+           " or sizes B,Hq,Hkv,Sq,Sk from 0 to 10^9 and if wanted D or D,Dv, such as 1,8,2,512,512 or 1,8,2,512,512,64";
   }
   p.B = int(n[0]), p.Hq = int(n[1]), p.Hkv = int(n[2]), p.Sq = int(n[3]), p.Sk = int(n[4]);
-  if (n.size() == 6) p.D = int(n[5]);
+  if (n.size() > 5) p.D = int(n[5]), p.Dv = line.Dv == line.D ? p.D : std::min(p.D, line.Dv);
+  if (n.size() > 6) p.Dv = int(n[6]);
   p.shape = is_named ? text : format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
   return p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv) ? "Hq must be a multiple of Hkv" : "";
 }
@@ -1628,7 +1633,7 @@ vector<Option> options_of(Options& o) {
   };
   return {
       {"--shape", "S",
-       "B,Hq,Hkv,Sq,Sk[,D], small, mission (the default), mission2, long, decode, decode1 or chunk; "
+       "B,Hq,Hkv,Sq,Sk[,D[,Dv]], small, mission (the default), mission2, long, decode, decode1 or chunk; "
        "repeatable",
        [](const string& text) {
          Problem p;
@@ -1782,8 +1787,10 @@ void print_config(const Device& d) {
 
 // The options that repeat this one problem.
 string command_of(const vector<Option>& options, const Problem& p) {
-  return format("--check-only --shape %d,%d,%d,%d,%d --seeds %llu", p.B, p.Hq, p.Hkv, p.Sq, p.Sk,
-                (unsigned long long)p.seed) + words_of(options, p, " --");
+  const bool is_short = p.D != line.D || p.Dv != line.Dv;
+  return format("--check-only --shape %d,%d,%d,%d,%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk) +
+         (is_short ? format(",%d,%d", p.D, p.Dv) : "") + format(" --seeds %llu", (unsigned long long)p.seed) +
+         words_of(options, p, " --");
 }
 
 // Checks and times; what happened stands in the run.
@@ -1821,7 +1828,7 @@ ExitCode run_problem(const Problem& p, const Options& o, const vector<Option>& o
       r.note = format("tile BLOCK_M=%d BLOCK_N=%d STAGES=%d SPLIT_KV=%d", t.block_m, t.block_n,
                       t.stages, t.split_kv);
     }
-    if (p.D != line.D) {
+    if (!line.takes(p.D, p.Dv)) {
       stop("skipped", format("built with HEAD_DIM=%d and the shape has D=%d", line.D, p.D), exit_skipped);
     } else if (!device.missing.empty()) {
       stop("skipped", device.missing, exit_skipped);

@@ -238,7 +238,7 @@ struct SdpaParams {
   Output* O;               // [B,Hq,Sq,D], written whole; no element of it may alias an input
   float* LSE = nullptr;    // [B,Hq,Sq] contiguous, aligned to 4 bytes, natural logarithm, or null
   int B, Hq, Hkv, Sq, Sk;  // Hq a multiple of Hkv; query head h reads key head h / (Hq / Hkv)
-  int D;                   // must equal HEAD_DIM
+  int D;                   // HEAD_DIM; USE_WGMMA=1: or fewer, a multiple of 8
   Strides q, k, v, o;      // in multiples of VEC_WIDTH, of inputs also 0 or negative; of dimensions of size 1 any
   float scale = 0;         // 0: 1/sqrt(D). For a scale of 0, by which all visible keys weigh alike: FLT_MIN
   Causal causal = Causal::off;
@@ -253,7 +253,7 @@ struct SdpaParams {
   const int *k_lengths = nullptr, *q_starts = nullptr, *k_starts = nullptr;  // USE_LENGTHS=1: as struct Sequence has it
   int most_keys = 0;                        // USE_LENGTHS=1: that a sequence has; 0: Sk
   const int* page_table = nullptr;          // USE_PAGES=1: as page_of() has it
-  int page_stride = 0, page_size = 0, pages = 0, Dv = 0;  // Dv: of V and O, must equal HEAD_DIM_V; 0: D
+  int page_stride = 0, page_size = 0, pages = 0, Dv = 0;  // Dv: of V and O, to HEAD_DIM_V as D to HEAD_DIM; 0: D
   const void* bias = nullptr;               // USE_BIAS: as bias_row() has it, or null
   Strides bias_strides = {0, 0, 0};         // in elements, any; 0 where batches, heads or queries share it
   int bias_keys = 0;                        // that it speaks of, each sequence's last ones; 0: all
@@ -274,7 +274,8 @@ template <class T> __host__ __device__ constexpr T ceil_div(T n, typename std::c
   return (n + size - 1) / size;
 }
 
-struct TensorMaps { CUtensorMap q, k, v, o; };  // of tensors as [B][H][panels][S][elements of a panel]
+// Of tensors as [B][H][panels][S][elements of a panel], or as [B][H][1][S][D] for copies of single panels.
+struct TensorMaps { CUtensorMap q, k, v, o; };
 struct Nothing {};
 
 struct KeyRange { int begin, end; };  // [begin, end)
@@ -363,6 +364,7 @@ struct Grid {  // which item has which rows
 // constant cache: a kernel that needs another one before its first tile takes some 0.04 us longer.
 struct KernelArgs : Grid {
   Mask mask;
+  bool has_short_rows;  // USE_WGMMA: of Q and K, or of V and O: fewer elements than those of the build
   SdpaParams p;
   uint32_t first_item = 0;  // merges_by_kernel: of the launch
   float inverse_scale_log2 = 0, cap_scale = 0;  // of set_scales()
@@ -373,6 +375,7 @@ struct KernelArgs : Grid {
   KernelArgs(const SdpaParams& params, int rows, int keys_of_tile, const Grid& grid = {})
       : Grid(grid),
         mask{{{params, params.Sq, params.Sk}, rows, keys_of_tile}, {params, params.Sq, params.Sk}},
+        has_short_rows(params.D < Build::head_dim || params.Dv < Build::d_v),
         p(params) {}
 };
 
@@ -692,7 +695,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
       }
       Vector x;
       memcpy(&x, e, sizeof x);
-      st_global(O_g + item.q_row(q) * p.o.row + O.col(j), x);
+      if (!B::use_wgmma || O.col(j) < p.Dv) st_global(O_g + item.q_row(q) * p.o.row + O.col(j), x);
     }
     if (O.col(0) == 0) store_lse<B>(m[i], sum, a, item, q);  // the first lane of the row
   }
@@ -2045,7 +2048,8 @@ __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, 
 // The panels of a tile with rows of D elements have lines of 128 bytes, or of 64 where 128 does not divide a row.
 template <int D> constexpr int ROW_BYTES = int(sizeof(Input)) * D;
 template <int D> constexpr int PANEL_BYTES = ROW_BYTES<D> % 128 ? 64 : 128;
-template <int D> constexpr int PANELS = ROW_BYTES<D> / PANEL_BYTES<D>;
+template <int D> constexpr int PANEL_WIDTH = PANEL_BYTES<D> / int(sizeof(Input));
+template <int D> constexpr int PANELS = D / PANEL_WIDTH<D>;
 template <int D> constexpr int PANEL_ATOM = 8 * PANEL_BYTES<D>;  // 8 lines of a panel
 constexpr int STEP_BYTES = 32;                                     // of K that an instruction takes
 
@@ -2142,6 +2146,16 @@ __device__ __forceinline__ WgmmaItem<B> wgmma_item(const KernelArgs& a, uint32_t
   return item;
 }
 
+// Copies ROWS rows of D elements from c on: in one box, or short ones panel by panel, so that TMA knows where they end.
+template <int D, int ROWS>
+__device__ __forceinline__ void load_rows(const KernelArgs& a, Input* to_s, const CUtensorMap* map, const int (&c)[5],
+                                          uint64_t* full, uint64_t cache_policy) {
+  for (int n = 0; n < (a.has_short_rows ? PANELS<D> : 1); n++) {
+    const int of_panel[5] = {n * PANEL_WIDTH<D>, c[1], 0, c[3], c[4]};
+    cp_async_bulk_tensor_load(to_s + n * ROWS * PANEL_WIDTH<D>, map, of_panel, full, cache_policy);
+  }
+}
+
 // A warp's copy of a tile of K or V from key k0 on, with zeros past the last key. Without pages one lane issues it.
 template <class B, int D, bool = B::use_pages> struct TileBox {
   int box_origin[5];  // coordinates in the tensor map
@@ -2152,7 +2166,7 @@ template <class B, int D, bool = B::use_pages> struct TileBox {
     if (threadIdx.x % 32 > 0) return;
     if (a.mask.keys.Sk == 0) return mbarrier_arrive(full);  // every score of this tile is masked
     mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D>);
-    cp_async_bulk_tensor_load(to_s, map, box_origin, full, B::swap_ab && B::pack_gqa ? evict_first : evict_last);
+    load_rows<D, B::block_n>(a, to_s, map, box_origin, full, B::swap_ab && B::pack_gqa ? evict_first : evict_last);
   }
 };
 
@@ -2246,7 +2260,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
     mbarrier_arrive_expect_tx(&s.q_full, sizeof s.Q);
     for (int g = 0; g < B::warpgroups; g++) {
       const int box_origin[5] = {0, item.q_row(item.q0 + 64 * g), 0, item.h, item.batch(p.q_starts)};
-      cp_async_bulk_tensor_load(s.Q[g], &tensor_maps<B>(a).q, box_origin, &s.q_full, evict_first);
+      load_rows<B::head_dim, 64>(a, s.Q[g], &tensor_maps<B>(a).q, box_origin, &s.q_full, evict_first);
     }
   }
   if (tid < 32) {
@@ -2539,13 +2553,14 @@ template <class B, class Shared> struct WgmmaProducer {
       s.item[stage] = item;
       const int rows = B::pack_gqa ? rows_of_item<B>(a) : B::block_m;
       mbarrier_arrive_expect_tx(full, item.rounds > 0 ? rows * ROW_BYTES<B::head_dim> : 0);
-      // A box has 64 rows of one head; PACK_GQA: a panel of all heads.
+      const CUtensorMap* const map = &tensor_maps<B>(a).q;
+      const int b = item.batch(a.p.q_starts), q = item.q_row(item.q0);
+      // 64 rows of one head; PACK_GQA: a panel of all heads.
       for (int n = 0; item.rounds > 0 && n < (B::pack_gqa ? PANELS<B::head_dim> : Shared::ROW_GROUPS); n++) {
-        const int b = item.batch(a.p.q_starts), q = item.q_row(item.q0);
-        const int plain[5] = {0, q + n * 64, 0, item.h, b}, packed[5] = {0, q, item.h, n, b};
-        Input* const Q_s = B::pack_gqa ? s.queries(stage, 0) + n * B::block_m * (B::head_dim / PANELS<B::head_dim>)
-                                       : s.queries(stage, n);
-        cp_async_bulk_tensor_load(Q_s, &tensor_maps<B>(a).q, B::pack_gqa ? packed : plain, full, evict_first);
+        const int plain[5] = {0, q + n * 64, 0, item.h, b}, packed[5] = {n * PANEL_WIDTH<B::head_dim>, q, item.h, 0, b};
+        Input* const packed_s = s.queries(stage, 0) + n * B::block_m * PANEL_WIDTH<B::head_dim>;
+        if (B::pack_gqa) cp_async_bulk_tensor_load(packed_s, map, packed, full, evict_first);
+        else load_rows<B::head_dim, 64>(a, s.queries(stage, n), map, plain, full, evict_first);
       }
     }
     q_ring.advance();
@@ -2873,12 +2888,13 @@ __device__ __forceinline__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const
     float* const d = S.x.d + 4 * n;
     d[0] = d[1] = d[2] = d[3] = 0;
 #pragma unroll 1
-    for (int byte = 0; byte < ROW_BYTES<B::head_dim>; byte += STEP_BYTES) {
+    for (int byte = 0; byte < p.D * int(sizeof(Input)); byte += STEP_BYTES) {
       uint32_t of_q[4], of_k[2];
       read_q(of_q, byte);
       SDPA_UNROLL for (int i = 0; i < 2; i++) {
         const int k = k0 + lane / 4 + 8 * n, k_byte = byte + i * 16 + lane % 4 * 4;
-        if constexpr (B::use_pages) of_k[i] = word(PagedRows<B>{&a, &item, &p.k, K_g, k} + 0, 0, 0, k_byte);
+        if (k_byte >= p.D * int(sizeof(Input))) of_k[i] = 0;
+        else if constexpr (B::use_pages) of_k[i] = word(PagedRows<B>{&a, &item, &p.k, K_g, k} + 0, 0, 0, k_byte);
         else of_k[i] = word(K_g, item.k_row(k), p.k.row, k_byte);
       }
       mma_32_bytes<Input>(d[0], d[1], d[2], d[3], of_q, of_k[0], of_k[1]);
@@ -2982,9 +2998,11 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
       for (int group = 0; group < s.ROW_GROUPS; group++) {
         mbarrier_wait(&s.o_done[stage][group], q_ring.parity);
         const int q = item.q0 + group * 64;
-        const int box_origin[5] = {0, item.q_row(q), 0, item.h, item.batch(a.p.q_starts)};
         if (q < 0 || item.ends_before(q + 64)) continue;
-        cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, box_origin, s.Q[stage][group]);
+        for (int n = 0; n < (a.has_short_rows ? PANELS<B::d_v> : 1); n++) {
+          const int of_panel[5] = {n * PANEL_WIDTH<B::d_v>, item.q_row(q), 0, item.h, item.batch(a.p.q_starts)};
+          cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, of_panel, s.Q[stage][group] + n * 64 * PANEL_WIDTH<B::d_v>);
+        }
         cp_async_bulk_commit_group();
       }
       cp_async_bulk_wait_group_read<0>();
@@ -3195,7 +3213,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     for (int i = lane; i < 16 * chunks; i += 32) {
       const int row = first_row + i / chunks, col = i % chunks * 8, q = rows.q + row;
       const uint4 o = ld_shared<uint4>(O_s + panel_offset<64, PANEL_BYTES<B::d_v>>(row, col));
-      if (q < item.query_count(a.p)) st_global_v4(O_g + item.q_row(q) * a.p.o.row + col, o);
+      if (q < item.query_count(a.p) && col < a.p.Dv) st_global_v4(O_g + item.q_row(q) * a.p.o.row + col, o);
     }
   }
   // Stores the merged rows of both slices by way of shared memory, so that a lane stores 16 bytes.
@@ -3218,7 +3236,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head + col;
       SDPA_UNROLL for (int i = 0; i < TIMES; i++) {
         const int r = rows.q + row - int(lane / 4) + first + i * ROWS_AT_ONCE;
-        if (r < item.query_count(a.p)) st_global_v4(O_g + item.q_row(r) * a.p.o.row, o[i]);
+        if (r < item.query_count(a.p) && col < a.p.Dv) st_global_v4(O_g + item.q_row(r) * a.p.o.row, o[i]);
       }
     });
   }
@@ -3567,6 +3585,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
         Output* const O_g = a.p.O + cta_item.b * a.p.o.batch + cta_item.h * a.p.o.head + cta_item.q_row(q) * a.p.o.row;
         SDPA_UNROLL for (int v = 0; v < B::head_dim / 16 && q < cta_item.query_count(a.p); v++) {
           const float* const x = share + 4 * v;
+          if (16 * v + lane % 4 * 4 >= a.p.Dv) continue;
           st_global(O_g + 16 * v + lane % 4 * 4, uint2{pack<Output>(x[0], x[2]), pack<Output>(x[1], x[3])});
         }
       });
@@ -3664,18 +3683,14 @@ template <class B> struct WgmmaColumnsLoader {
     if (!loads_q() || !issues()) return;
     const CUtensorMap* map = &tensor_maps<B>(a).q;
     s.item = item;
-    constexpr int panels = PANELS<B::head_dim>, of_panel = PANEL_BYTES<B::head_dim> / int(sizeof(Input));
     const int rows = B::pack_gqa ? rows_of_item<B>(a) : B::block_m;
-    mbarrier_arrive_expect_tx(&s.q_full, panels * rows * of_panel * sizeof(Input));
+    mbarrier_arrive_expect_tx(&s.q_full, rows * ROW_BYTES<B::head_dim>);
     hold(map), griddepcontrol_wait();  // as late as possible: the kernel before this one has ended
-    if (B::pack_gqa) {
-      for (int panel = 0; panel < panels; panel++) {
-        const int box_origin[5] = {0, item.q_row(item.q0), item.h, panel, item.batch(a.p.q_starts)};
-        cp_async_bulk_tensor_load(s.Q + panel * B::block_m * of_panel, map, box_origin, &s.q_full, evict_first);
-      }
-    } else {
-      const int box_origin[5] = {0, item.q_row(item.q0), 0, item.h, item.batch(a.p.q_starts)};
-      cp_async_bulk_tensor_load(s.Q, map, box_origin, &s.q_full, evict_first);
+    const int b = item.batch(a.p.q_starts), q = item.q_row(item.q0), plain[5] = {0, q, 0, item.h, b};
+    if (!B::pack_gqa) return load_rows<B::head_dim, B::block_m>(a, s.Q, map, plain, &s.q_full, evict_first);
+    for (int n = 0; n < PANELS<B::head_dim>; n++) {
+      const int packed[5] = {n * PANEL_WIDTH<B::head_dim>, q, item.h, 0, b};
+      cp_async_bulk_tensor_load(s.Q + n * B::block_m * PANEL_WIDTH<B::head_dim>, map, packed, &s.q_full, evict_first);
     }
   }
   // Loads the slice's tile of a round into a stage that has been read. FIRST: it is the warp's first tile.
@@ -4571,7 +4586,7 @@ template <class B>
 __device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const Item<B>& item) {
   if (!B::use_sinks) return l;
   const float above_m = fmaf(-finite_max(m), item_scale_log2<B>(a, item), sink_of<B>(a, item) * (1 / ln2));
-  return l + ex2_approx_ftz(fminf(above_m + p_log2<B>, 126));
+  return l + ex2_approx_ftz(fminf(above_m + p_log2<B>, 127));  // at 127 1 / sum is flushed to 0
 }
 
 // ---- 5f operands of e4m3 (mma and DTYPE = FP8_E4M3) ----
@@ -4894,14 +4909,14 @@ template <class B, int D> struct TileBox<B, D, true> {
   __device__ __forceinline__ TileBox(const KernelArgs& a, const Item<B>& item, int h_kv, int k0)
       : box_origin{0, 0, 0, h_kv, 0} {
     const int lane = threadIdx.x % 32, rows = plan_room<B>(a).box_rows;
-    row = lane / PANELS<D> * rows, box_origin[2] = lane % PANELS<D>;
+    row = lane / PANELS<D> * rows, box_origin[0] = lane % PANELS<D> * PANEL_WIDTH<D>;
     box_origin[1] = int(plan_room<B>(a).page_size.remainder(uint32_t(k0 + row)));
     box_origin[4] = page_of<B>(a, item, k0 + row, rows);
   }
   __device__ __forceinline__ void load(const KernelArgs&, const CUtensorMap* map, Input* to_s, uint64_t* full) const {
     if (row >= B::block_n) return;
     if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D>);
-    to_s += (box_origin[2] * B::block_n + row) * (PANEL_BYTES<D> / int(sizeof(Input)));
+    to_s += box_origin[0] * B::block_n + row * PANEL_WIDTH<D>;
     cp_async_bulk_tensor_load(to_s, map, box_origin, full, B::swap_ab && B::pack_gqa ? evict_first : evict_last);
   }
 };
@@ -5429,6 +5444,7 @@ inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* bas
 bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
   constexpr size_t sizes = offsetof(SdpaParams, B), end = offsetof(SdpaParams, scale);  // and strides
   return a.Q == b.Q && a.K == b.K && a.V == b.V && a.O == b.O && a.page_size == b.page_size && a.pages == b.pages &&
+         a.Dv == b.Dv &&
          memcmp(reinterpret_cast<const char*>(&a) + sizes, reinterpret_cast<const char*>(&b) + sizes, end - sizes) == 0;
 }
 
@@ -5461,18 +5477,20 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
                        t.name, dim.name, (long long)dim.stride);
       }
     }
-    const uint32_t D = map < &maps.v ? B::head_dim : B::d_v, panel_bytes = D * t.element_bytes % 128 ? 64 : 128;
-    const uint32_t panel = panel_bytes / t.element_bytes, panels = D / panel;
+    const bool of_v = map >= &maps.v, packs = B::pack_gqa && is_q, has_pages = B::use_pages && !of_queries;
+    const uint32_t widest = of_v ? B::d_v : B::head_dim, panel_bytes = widest * t.element_bytes % 128 ? 64 : 128;
+    const uint32_t panel = panel_bytes / t.element_bytes, panels = widest / panel;
     const cuuint64_t H = t.dims[1].size;
     cuuint64_t sizes[5] = {panel, cuuint64_t(S), panels, H, cuuint64_t(t.dims[2].size)};
     cuuint64_t strides[4] = {bytes[0], panel_bytes, bytes[1], bytes[2]};
     uint32_t box[5] = {panel, uint32_t(!of_queries ? B::block_n : B::swap_ab ? B::block_m : 64), panels, 1, 1};
+    if (packs || has_pages || a.has_short_rows) sizes[0] = uint32_t(of_v ? p.Dv : p.D), sizes[2] = box[2] = 1;
     if constexpr (B::use_pages) {
-      if (!of_queries) box[1] = uint32_t(plan_room<B>(a).box_rows), box[2] = 1;
+      if (has_pages) box[1] = uint32_t(plan_room<B>(a).box_rows);
     }
-    if (B::pack_gqa && is_q) {  // heads before panels, so that they are rows of one
-      sizes[2] = H, sizes[3] = panels, strides[1] = bytes[1], strides[2] = panel_bytes;
-      box[1] = a.item_queries.divisor, box[2] = uint32_t(a.item_heads), box[3] = 1;
+    if (packs) {  // heads before panels, so that they are rows of one
+      std::swap(sizes[2], sizes[3]), std::swap(strides[1], strides[2]);
+      box[1] = a.item_queries.divisor, box[2] = uint32_t(a.item_heads);
     }
     const cudaError_t error = encode_tensor_map(*map++, 5, t.data, sizes, strides, box, t.element_bytes,
                                                 B::swap_ab && B::pack_gqa);
@@ -5730,9 +5748,12 @@ SdpaStatus check_params(SdpaParams& p) {
     return failure(refused, "%s=%d is outside [%d, %d]", x.name, x.value, x.least, x.most);
   }
   if (double(p.B) * p.Hq * p.Sq > 1e18) return failure(refused, "B*Hq*Sq is over 10^18 rows; split the batch");
-  if (p.D != Build::head_dim || (p.Dv ? p.Dv : p.D) != Build::d_v) {
-    return failure(refused, "D=%d, Dv=%d, but HEAD_DIM=%d, %d of V; rebuild", p.D, p.Dv, Build::head_dim, Build::d_v);
+  const auto fits = [](int D, int most) { return D == most || (is_wgmma && D > 0 && D < most && D % 8 == 0); };
+  if (!fits(p.D, Build::head_dim) || !fits(p.Dv ? p.Dv : p.D, Build::d_v)) {
+    return failure(refused, "D=%d, Dv=%d, but HEAD_DIM=%d, %d of V%s; rebuild", p.D, p.Dv, Build::head_dim, Build::d_v,
+                   is_wgmma ? " or fewer in multiples of 8" : "");
   }
+  if (p.Dv == 0) p.Dv = p.D;
   if (p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv)) return failure(refused, "Hq=%d is not a multiple of Hkv=%d", p.Hq, p.Hkv);
   if (!(p.scale >= 0 && log2_scale(p) < INFINITY) || (p.softcap != 0 && !(p.softcap >= 1e-18 && p.softcap <= 1e18))) {
     return failure(refused, "scale=%g: want 0 or more, below 10^38; softcap=%g: want 0, or 1e-18 to 1e18",

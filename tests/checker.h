@@ -696,7 +696,7 @@ TEST_CASE("columns") {
   CHECK((cell("tflops") == "0.20" && cell("window") == "9:0"));
   r.problem.window_alignment = Hides::bottom_right;
   CHECK((cell("tflops") == "0.20" && cell("window") == "9:0:br"));
-  changed.now.Dv = 32;
+  changed.now.Dv = r.problem.Dv = 32;
   CHECK(cell("tflops") == "0.15");
   r.problem = Problem(), r.problem.B = 3, r.problem.Hq = r.problem.Hkv = 1, r.problem.Sq = 10, r.problem.Sk = 400;
   r.problem.has_lengths = r.problem.has_sinks = true, r.problem.softcap = 2.5, r.problem.page_size = 32, r.problem.packs_q = true;

@@ -25,7 +25,7 @@ struct Placement {
 // elements apart.
 Placement place(const Problem& p, Tensor tensor) {
   const bool is_input = tensor != Tensor::O;
-  const int64_t D = width_of(tensor), H = of_query(tensor) ? p.Hq : p.Hkv, S = of_query(tensor) ? p.Sq : p.Sk;
+  const int64_t D = width_of(p, tensor), H = of_query(tensor) ? p.Hq : p.Hkv, S = of_query(tensor) ? p.Sq : p.Sk;
   const auto nested = [&](int64_t row, int64_t head_gap, int64_t batch_gap) {
     const int64_t head = S * row + head_gap;
     return Strides{H * head + batch_gap, head, row};
@@ -78,7 +78,7 @@ class PlacedTensor : public DeviceTensor {
   const Placement at;
 
   PlacedTensor(const Problem& p, Tensor tensor, const Placement& at)
-      : DeviceTensor(p, tensor, size_t(2 * MARGIN + at.span)), at(at), D(width_of(tensor)) {
+      : DeviceTensor(p, tensor, size_t(2 * MARGIN + at.span)), at(at), D(width_of(p, tensor)) {
     strides = at.strides;
     H_ = of_query(tensor) ? p.Hq : p.Hkv;
     S_ = of_query(tensor) ? p.Sq : p.Sk;

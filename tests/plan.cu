@@ -90,7 +90,7 @@ Planned problem_of_sizes(int sequences, int Hq, int Hkv, int rows, int keys) {
   alignas(16) static const unsigned char anything[16] = {};
   Planned c;
   SdpaParams& p = c.p;
-  p.B = sequences, p.Hq = Hq, p.Hkv = Hkv, p.Sq = rows, p.Sk = keys, p.D = Build::head_dim;
+  p.B = sequences, p.Hq = Hq, p.Hkv = Hkv, p.Sq = rows, p.Sk = keys, p.D = Build::head_dim, p.Dv = Build::d_v;
   p.Q = p.K = p.V = reinterpret_cast<const Input*>(anything), p.O = const_cast<Output*>(p.Q);
   p.q.row = p.k.row = p.v.row = p.o.row = p.D;
   p.page_size = 64, p.pages = 5;

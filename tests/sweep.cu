@@ -351,9 +351,9 @@ bool takes_dist(const string& dist) {
 // True if every problem of this build has the same value there.
 bool is_fixed(const string& member) {
   if (member == "bias_map" || member == "bias_map_bytes") return !line.has_bias_maps;
-  return member == "D" || member == "Dv" || !takes_member({line.has_queue, line.has_softcap, element_bytes(line.input) == 1,
-                                                           line.has_sinks, line.has_lengths, line.has_pages,
-                                                           line.use_bias != 0}, member);
+  if (member == "D" || member == "Dv") return !line.is_wgmma;
+  return !takes_member({line.has_queue, line.has_softcap, element_bytes(line.input) == 1, line.has_sinks, line.has_lengths,
+                        line.has_pages, line.use_bias != 0}, member);
 }
 
 // What of a problem is in device memory.
@@ -415,6 +415,7 @@ class Kinds {
     takes("scale", "default set"), takes("queries", "none_more more one"), takes("keys", "none some");
     takes("batches", "1 more"), takes("groups", "1 more"), takes("layout", all_layouts), takes("dist", all_dists);
     if (line.has_softcap) takes("softcap", "0 2 50");
+    if (line.is_wgmma) takes("D", "whole short"), takes("Dv", "whole short");
     if (line.has_queue) takes("max_ctas", "0 set");
     if (has_machines) takes("machine", "default set"), takes("summed", has_ranges() ? "64 200 65536" : "65536");
     if (element_bytes(line.input) == 1) takes("descale", "heads gaps shared none zeros");
@@ -498,6 +499,7 @@ class Kinds {
     add("scale", p.scale == 0 ? "default" : "set"), add("layout", p.layout), add("dist", p.dist);
     add("queries", p.Sq == 1 ? "one" : p.Sq > p.Sk ? "more" : "none_more"), add("keys", p.Sk == 0 ? "none" : "some");
     add("batches", p.B == 1 ? "1" : "more"), add("groups", p.Hq == p.Hkv ? "1" : "more");
+    add("D", p.D == line.D ? "whole" : "short"), add("Dv", p.Dv == line.Dv ? "whole" : "short");
     const string of_dims = p.bias_dims.substr(0, p.bias_dims.find('m'));
     add("softcap", format("%g", p.softcap)), add("max_ctas", p.max_ctas ? "set" : "0"), add("descale", p.descale);
     add("machine", p.machine.empty() ? "default" : "set");
@@ -584,6 +586,8 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
     if (p.layout == "far_rows") p.Sq = 2 + draw(2), p.Sk = 2 + draw(2);
   }
   p.same_heads = p.layout == "zero";
+  const int unit = std::max(8, line.vec_width);  // of widths
+  if (line.is_wgmma && draw(2)) p.D = unit * (1 + draw(line.D / unit)), p.Dv = unit * (1 + draw(line.Dv / unit));
   if (element_bytes(line.input) == 1) p.descale = descales[draw(2) ? 0 : draw(DESCALES)];
   p.has_sinks = line.has_sinks && p.dist != "negative" && draw(4);
   const bool exact = p.dist == "huge" || p.dist == "stairs";

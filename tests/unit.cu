@@ -555,8 +555,8 @@ TEST_CASE("command_line") {
       {{"--check-only=1"}, "--check-only: it takes no value"},
       {{"--shape", "1,2,3"},
        "--shape 1,2,3: want small, mission, mission2, long, decode, decode1, chunk or sizes B,Hq,Hkv,Sq,Sk from 0 "
-       "to 10^9 and if wanted D, such as 1,8,2,512,512 or 1,8,2,512,512,64"},
-      {{"--shape", "1,8,8,64,64,64,1"}, "--shape 1,8,8,64,64,64,1: want small"},
+       "to 10^9 and if wanted D or D,Dv, such as 1,8,2,512,512 or 1,8,2,512,512,64"},
+      {{"--shape", "1,8,8,64,64,64,64,1"}, "--shape 1,8,8,64,64,64,64,1: want small"},
       {{"--shape", "1,8,3,64,64"}, "--shape 1,8,3,64,64: Hq must be a multiple of Hkv"},
       {{"--shape", "1,8,0,64,64"}, "--shape 1,8,0,64,64: Hq must be a multiple of Hkv"},
       {{"--shape", "-1,8,8,64,64"}, "--shape -1,8,8,64,64: want small"},
