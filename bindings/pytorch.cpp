@@ -103,12 +103,10 @@ static std::string why_not_tensors(const Tensor& q, const Tensor& k, const Tenso
   if (type != at::kHalf && type != at::kBFloat16 && !(own && type == at::kFloat8_e4m3fn)) {
     return c10::str("there is no line for ", type);
   }
-  const bool other_sizes = own && q.element_size() == 2;
   for (const int64_t D : {q.size(3), v.size(3)}) {
-    const bool has_line = D == 64 || D == 128 || D == 256 || (other_sizes && D % 16 == 0 && D >= 32 && D <= 256);
-    if (!has_line) return c10::str("there is no line for D=", D);
+    if (D <= 0 || D > 256 || D * q.element_size() % 16) return c10::str("there is no line for D=", D);
   }
-  if (!other_sizes && v.size(3) != q.size(3)) return "q, k and v differ in B or D";
+  if (!own && v.size(3) != q.size(3)) return "q, k and v differ in B or D";
   if (k.sizes().slice(0, 3) != v.sizes().slice(0, 3)) return "k and v have different shapes";
   if (k.size(1) == 0 || q.size(1) % k.size(1)) return "the heads of q are no multiple of those of k";
   for (const int64_t size : {q.size(0), q.size(1), q.size(2), k.size(2)}) {

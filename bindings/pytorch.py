@@ -34,13 +34,26 @@ NO_WINDOW = (None, None)
 class Unavailable(RuntimeError):
     """Why a kernel cannot be had, in one sentence."""
 
+def widths(capability, dtype, D, Dv=0):
+    """HEAD_DIM and HEAD_DIM_V of the build that takes a problem of D and Dv: on sm_90 the next of those that have tuned tiles."""
+    Dv = Dv or D
+    if capability[0] != 9:
+        if D % 16 or Dv % 16 or min(D, Dv) < 32:
+            raise Unavailable(f"there is no line for D={D}, Dv={Dv} but on sm_90; here both are multiples of 16 from 32 on")
+        return D, Dv
+    sizes = (64, 128, 256) if dtype == torch.float8_e4m3fn else (64, 96, 128, 192, 256)
+    of_q, of_v = (next(size for size in sizes if size >= most) for most in (max(D, Dv), Dv))
+    return of_q, of_q if dtype == torch.float8_e4m3fn else of_v
+
+
 def line_of(capability, dtype, D, Dv=0):
     """The line of configs.txt for a GPU, by compute capability, and a problem; its D is the next one that has a line."""
-    family = "hopper" if capability[0] == 9 and {D, Dv or D} <= {64, 96, 128, 192, 256} and Dv <= D else "ampere"
+    family = "hopper" if capability[0] == 9 else "ampere"
     if capability < (8, 0):
         raise Unavailable(f"this GPU is of sm_{capability[0]}{capability[1]}; sdpa's kernels need sm_80 or newer")
     if dtype == torch.float8_e4m3fn and family != "hopper":
         raise Unavailable("e4m3 has a tuned line for sm_90 alone")
+    D, _ = widths(capability, dtype, D, Dv)
     size = "" if D <= 64 else "_d128" if D <= 128 else "_d256"
     return family + (DTYPES[dtype] + size if "e4m3" in DTYPES[dtype] else size + DTYPES[dtype])
 
@@ -119,9 +132,10 @@ def library_of(name, capability, *features):
 
 def line_with(capability, dtype, D, Dv, features):
     """The arguments of library_of() for a problem: its line, and the knobs of its sizes and features."""
+    line, (D, Dv) = line_of(capability, dtype, D, Dv), widths(capability, dtype, D, Dv)
     knobs = [f"HEAD_DIM={D}"] * (D not in (64, 128, 256)) + [f"HEAD_DIM_V={Dv}"] * (Dv != D)
     knobs += [knob for bit, knob in enumerate(FEATURES) if features >> bit & 1]
-    return line_of(capability, dtype, D, Dv), capability, *knobs
+    return line, capability, *knobs
 
 
 class Line(ctypes.Structure):
@@ -231,8 +245,8 @@ def attention(q, k, v, causal=None, window=NO_WINDOW, scale=None, q_descale=None
               return_lse=False, softcap=None, sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0, page_table=None,
               bias=None, bias_keys=0, q_lengths=None):
     """O = softmax(scale * q @ k.T) @ v, and its LSE [B,Hq,Sq] if asked for, which has no gradient.
-    q [B,Hq,Sq,D], k and v [B,Hkv,Sk,D]: CUDA tensors of one dtype (float16, bfloat16, float8_e4m3fn), D 64, 128 or 256 (of 16 bits 32
-    to 256 by 16, of v and O another if you like), Hq a multiple of Hkv; any strides in multiples of 16 bytes, rows contiguous; k and
+    q [B,Hq,Sq,D], k and v [B,Hkv,Sk,D]: CUDA tensors of one dtype (float16, bfloat16, float8_e4m3fn), D 8 to 256 by 8
+    (e4m3 and GPUs other than sm_90 by 16, from 32 on there; of v and O another if you like), Hq a multiple of Hkv; any strides in multiples of 16 bytes, rows contiguous; k and
     v may be expanded. causal: None, "br" or True (the last query sees the last key), "tl" (the first sees the first alone). window:
     how many keys a query sees before and after its own position, None for all; a third member "br" or "tl" says whose position that
     is (default: causal's). scale: 1/sqrt(D) by default; with 0 all visible keys weigh alike. descales: float32, [B,H] or what expands

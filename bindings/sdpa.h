@@ -31,7 +31,7 @@ typedef struct SdpaParams {
   void* O;                 /* [B,Hq,Sq,D] of OUT_DTYPE */
   float* LSE;              /* [B,Hq,Sq] contiguous, natural logarithm; or null */
   int B, Hq, Hkv, Sq, Sk;  /* Hq is a multiple of Hkv; strides of inputs may be 0 */
-  int D;                   /* the line's HEAD_DIM */
+  int D;                   /* the line's HEAD_DIM; of a line with USE_WGMMA=1 or fewer, a multiple of 8 */
   SdpaStrides q, k, v, o;
   float scale;             /* 0: 1/sqrt(D). A scale of 0, by which all visible keys weigh alike, is FLT_MIN */
   int causal;              /* SDPA_CAUSAL_... */
@@ -52,7 +52,7 @@ typedef struct SdpaParams {
      and V [pages,Hkv,page_size,D], whose batch strides go from page to page. page_size is a multiple of 16. */
   const int* page_table;
   int page_stride, page_size, pages;
-  int Dv;                  /* the line's HEAD_DIM_V, of V and O; 0: D */
+  int Dv;                  /* of V and O, to the line's HEAD_DIM_V as D to HEAD_DIM; 0: D */
   /* Lines with USE_BIAS, or null: a row of elements for each query of a sequence, contiguous along its last bias_keys keys (0:
      all; keys before them have none), at strides in elements, 0 where batches, heads or queries share rows. USE_BIAS=1: of
      the line's DTYPE, added to scale * Q @ K.T, behind a softcap; -inf hides the key. USE_BIAS=2: bytes, of which 0 hides

@@ -584,6 +584,22 @@ def test_one_line_and_knobs_are_two_contenders(repository):
     assert str(problems[0][0]) == "long br" and problems[0][0].D == 64
 
 
+def test_d_below_that_of_lines():
+    """Lines of wgmma take it, and what they are compared with is the same problem; of several one is enough."""
+    contenders, problems, *_ = ab.parse("hopper_d128 hopper_d256 --shape long,80 --shape long --shape 1,2,2,9,9,72".split(), [])
+    assert [(a.D, b.D, a.dtype, a.Dv) for a, b in problems] == [(n, n, "fp16", 0) for n in (80, 128, 72)]
+    contenders, problems, *_ = ab.parse("hopper_d192_v128 OVERLAP=0 --shape long,160 --shape long,96".split(), [])
+    assert [(a.D, a.Dv) for a, _ in problems] == [(160, 128), (96, 96)]
+    for words in ("hopper_d128 hopper_d256 --shape long,129", "mma_tile64 mma_lazy --shape long,56", "hopper_d128 ampere_d128 --shape long,80",
+                  "hopper_d128 hopper_d256_bf16"):
+        with pytest.raises(builds.Refused, match="is asked for|do not compute the same"):
+            ab.parse(words.split(), ["mission"])
+    lines = builds.parse_contenders("hopper hopper_d256 hopper_d128 ampere_d128 hopper_d128_bf16".split())
+    for shape, names in {"long,80": "hopper_d128 hopper_d128_bf16", "long,80,fp16": "hopper_d128", "long,64": "hopper", "long,40": "hopper",
+                         "long,128,fp16": "hopper_d128 ampere_d128", "long,136": "hopper_d256", "long,100": ""}.items():
+        assert [line.text for line in engine.parse_problem(shape).lines_for(lines)] == names.split(), shape
+
+
 def test_what_a_gpu_cannot_run_is_refused(repository, monkeypatch):
     repository("configs.txt", "kept arch=90a\n")
     line, = builds.parse_contenders(["kept"])

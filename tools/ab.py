@@ -45,11 +45,12 @@ def parse(argv, default_shapes):
     if len(b_shapes) != len(shapes):
         raise Refused("give as many --b-shape as --shape")
     kinds = {(line.D, line.dtype, line.Dv): line for line in contenders if line.D}
-    if len(kinds) > 1:
+    takes_fewer = all(line.takes_fewer for line in contenders)  # than their own D: then these may differ
+    if len({kind[takes_fewer:] for kind in kinds}) > 1:
         raise Refused("the contenders do not compute the same: " + ", ".join(
             f"{line.text} has D={D}{f',{Dv}' if Dv else ''} {dtype}" for (D, dtype, Dv), line in kinds.items()))
-    kind = next(iter(kinds), (64, "fp16"))
-    problems = [[engine.parse_problem(text, options.causal).typed(*kind) for text in pair]
+    kind = min(kinds, default=(64, "fp16"))
+    problems = [[engine.parse_problem(text, options.causal).typed(*kind, takes_fewer) for text in pair]
                 for pair in zip(shapes, b_shapes)]
     return contenders, problems, engine.SUSTAINED if options.sustained else engine.PACE, options.budget
 

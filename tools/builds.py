@@ -257,6 +257,11 @@ class Line:
         return int(self.knob("HEAD_DIM_V", 0))
 
     @property
+    def takes_fewer(self):
+        """Whether a problem's D and Dv may be fewer, in multiples of 8."""
+        return self.family == "wgmma"
+
+    @property
     def dtype(self):
         """As rows have it."""
         return self.knob("DTYPE", "FP16").lower().replace("fp8_", "")
@@ -283,7 +288,7 @@ class Cublas(Line):
 class Torch(namedtuple("Torch", "text")):
     """A kernel behind PyTorch's scaled_dot_product_attention, or of a package that takes PyTorch's tensors."""
     D = dtype = None  # any
-    family, words = "torch", ()
+    family, words, takes_fewer = "torch", (), True
 
     @property
     def backend(self):

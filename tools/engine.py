@@ -54,16 +54,26 @@ class Problem(namedtuple("Problem", "shape B Hq Hkv Sq Sk D dtype causal Dv", de
     def __str__(self):
         return self.shape + ("" if self.causal == "off" else " " + self.causal)
 
-    def typed(self, D, dtype, Dv=0):
-        """The problem with the D, the type and the Dv of a line; refused if it names others."""
+    def typed(self, D, dtype, Dv=0, takes_fewer=False):
+        """The problem with the D, the type and the Dv of a line; refused if it names others. A line that takes_fewer
+        (builds.Line) has these at most."""
+        if takes_fewer and 0 < self.D < D and self.D % 8 == 0:
+            D, Dv = self.D, Dv and min(Dv, self.D)
         if self.D not in (0, D) or self.dtype not in ("", dtype):
             raise Refused(f"--shape {self.shape}: D={self.D or D} {self.dtype or dtype} is asked for, and the line "
                           f"has D={D} {dtype}")
         return self._replace(D=D, dtype=dtype, Dv=Dv)
 
     def fits(self, line):
-        """Whether a contender computes this problem's D and type."""
+        """Whether a contender computes this problem's type, and its D as the whole of its own."""
         return line.D in (None, self.D or line.D) and line.dtype in (None, self.dtype or line.dtype)
+
+    def lines_for(self, lines):
+        """Those that fit; without one, of those that take fewer elements than their own D the narrowest."""
+        fewer = [line for line in lines if line.takes_fewer and self._replace(D=0).fits(line) and self.D % 8 == 0
+                 and self.D < line.D]
+        return [line for line in lines if self.fits(line)] or [
+            line for line in fewer if line.D == min(one.D for one in fewer)]
 
     def visible(self):
         """How many keys each query sees."""

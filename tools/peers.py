@@ -84,7 +84,9 @@ def drawn_by(options):
 
 def run_problem(gpu, kernels, problem, facts, pace, blocks):
     """Rows of all contenders for one problem."""
-    kernels = {key: kernel for key, kernel in kernels.items() if problem.fits(kernel.line)}
+    lines = problem.lines_for([kernel.line for kernel in kernels.values() if isinstance(kernel.line, builds.Line)])
+    kernels = {key: kernel for key, kernel in kernels.items()
+               if kernel.line in lines or (isinstance(kernel.line, builds.Torch) and problem.fits(kernel.line))}
     bench = engine.Bench(gpu, kernels, dict.fromkeys(kernels, problem))
     series = engine.measure(gpu, bench.fit_to_time(), pace, blocks)
     values = {key: O.astype(np.float32) for key, (O, _) in bench.results.items()}
@@ -125,7 +127,7 @@ def main():
     failed = False
     for problem in problems:
         course = (engine.RESTED, 1) if options.rested else (DRAWN, 1) if problem in drawn else (engine.STEADY, 2)
-        kinds = sorted({(line.D, line.dtype) for line in lines if problem.fits(line)})
+        kinds = sorted({(problem.D or line.D, line.dtype) for line in problem.lines_for(lines)})
         if not kinds:
             say(f"peers.py: no line for D={problem.D} {problem.dtype}: {problem} is left out")
         for kind in kinds:
