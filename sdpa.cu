@@ -274,8 +274,7 @@ template <class T> __host__ __device__ constexpr T ceil_div(T n, typename std::c
   return (n + size - 1) / size;
 }
 
-// Of tensors as [B][H][panels][S][elements of a panel], or as [B][H][1][S][D] for copies of single panels.
-struct TensorMaps { CUtensorMap q, k, v, o; };
+struct TensorMaps { CUtensorMap q, k, v, o; };  // of [B][H][panels][S][elements of a panel], or [B][H][1][S][D]
 struct Nothing {};
 
 struct KeyRange { int begin, end; };  // [begin, end)
@@ -318,7 +317,8 @@ struct TileBounds {
   __device__ __forceinline__ KeyRange covered(int q) const { return {q + cover_from, min(q + cover_to, whole_to) + 1}; }
 };
 
-struct Mask { TileBounds tiles; KeyBounds keys; };  // the launch's, or with USE_LENGTHS that of an item's sequence
+// The launch's, or with USE_LENGTHS that of an item's sequence.
+struct Mask { TileBounds tiles; KeyBounds keys; };
 // USE_BIAS: the first of so many keys that has a bias; without one their number.
 __device__ __forceinline__ int first_biased_key(const SdpaParams& p, int keys) {
   return p.bias ? p.bias_keys > 0 ? keys - p.bias_keys : 0 : keys;
@@ -364,7 +364,7 @@ struct Grid {  // which item has which rows
 // constant cache: a kernel that needs another one before its first tile takes some 0.04 us longer.
 struct KernelArgs : Grid {
   Mask mask;
-  bool has_short_rows;  // USE_WGMMA: of Q and K, or of V and O: fewer elements than those of the build
+  bool has_short_rows;  // USE_WGMMA: D or Dv is lower than the build's
   SdpaParams p;
   uint32_t first_item = 0;  // merges_by_kernel: of the launch
   float inverse_scale_log2 = 0, cap_scale = 0;  // of set_scales()
@@ -2048,8 +2048,7 @@ __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, 
 // The panels of a tile with rows of D elements have lines of 128 bytes, or of 64 where 128 does not divide a row.
 template <int D> constexpr int ROW_BYTES = int(sizeof(Input)) * D;
 template <int D> constexpr int PANEL_BYTES = ROW_BYTES<D> % 128 ? 64 : 128;
-template <int D> constexpr int PANEL_WIDTH = PANEL_BYTES<D> / int(sizeof(Input));
-template <int D> constexpr int PANELS = D / PANEL_WIDTH<D>;
+template <int D> constexpr int PANELS = ROW_BYTES<D> / PANEL_BYTES<D>;
 template <int D> constexpr int PANEL_ATOM = 8 * PANEL_BYTES<D>;  // 8 lines of a panel
 constexpr int STEP_BYTES = 32;                                     // of K that an instruction takes
 
@@ -2146,14 +2145,22 @@ __device__ __forceinline__ WgmmaItem<B> wgmma_item(const KernelArgs& a, uint32_t
   return item;
 }
 
-// Copies ROWS rows of D elements from c on: in one box, or short ones panel by panel, so that TMA knows where they end.
-template <int D, int ROWS>
+// Copies ROWS rows of D elements from c on: in one box, or BY_PANELS, so that TMA knows where rows of fewer end.
+template <int D, int ROWS, bool BY_PANELS = false>
 __device__ __forceinline__ void load_rows(const KernelArgs& a, Input* to_s, const CUtensorMap* map, const int (&c)[5],
                                           uint64_t* full, uint64_t cache_policy) {
-  for (int n = 0; n < (a.has_short_rows ? PANELS<D> : 1); n++) {
-    const int of_panel[5] = {n * PANEL_WIDTH<D>, c[1], 0, c[3], c[4]};
-    cp_async_bulk_tensor_load(to_s + n * ROWS * PANEL_WIDTH<D>, map, of_panel, full, cache_policy);
+  for (int n = 0; n < (BY_PANELS || a.has_short_rows ? PANELS<D> : 1); n++) {
+    const int of_panel[5] = {n * (D / PANELS<D>), c[1], c[2], c[3], c[4]};
+    cp_async_bulk_tensor_load(to_s + n * ROWS * (D / PANELS<D>), map, of_panel, full, cache_policy);
   }
+}
+// Copies ROWS rows of Q, from query q of the item on. PACK_GQA: those of all its heads.
+template <class B, int ROWS>
+__device__ __forceinline__ void load_rows_of_q(const KernelArgs& a, Input* Q_s, const CUtensorMap* map,
+                                               const Item<B>& item, int q, uint64_t* full) {
+  const int row = item.q_row(q), b = item.batch(a.p.q_starts), h = item.h;
+  const int box_origin[5] = {0, row, B::pack_gqa ? h : 0, B::pack_gqa ? 0 : h, b};
+  load_rows<B::head_dim, ROWS, B::pack_gqa>(a, Q_s, map, box_origin, full, evict_first);
 }
 
 // A warp's copy of a tile of K or V from key k0 on, with zeros past the last key. Without pages one lane issues it.
@@ -2259,8 +2266,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
   if (tid == 0) {
     mbarrier_arrive_expect_tx(&s.q_full, sizeof s.Q);
     for (int g = 0; g < B::warpgroups; g++) {
-      const int box_origin[5] = {0, item.q_row(item.q0 + 64 * g), 0, item.h, item.batch(p.q_starts)};
-      load_rows<B::head_dim, 64>(a, s.Q[g], &tensor_maps<B>(a).q, box_origin, &s.q_full, evict_first);
+      load_rows_of_q<B, 64>(a, s.Q[g], &tensor_maps<B>(a).q, item, item.q0 + 64 * g, &s.q_full);
     }
   }
   if (tid < 32) {
@@ -2553,14 +2559,9 @@ template <class B, class Shared> struct WgmmaProducer {
       s.item[stage] = item;
       const int rows = B::pack_gqa ? rows_of_item<B>(a) : B::block_m;
       mbarrier_arrive_expect_tx(full, item.rounds > 0 ? rows * ROW_BYTES<B::head_dim> : 0);
-      const CUtensorMap* const map = &tensor_maps<B>(a).q;
-      const int b = item.batch(a.p.q_starts), q = item.q_row(item.q0);
-      // 64 rows of one head; PACK_GQA: a panel of all heads.
-      for (int n = 0; item.rounds > 0 && n < (B::pack_gqa ? PANELS<B::head_dim> : Shared::ROW_GROUPS); n++) {
-        const int plain[5] = {0, q + n * 64, 0, item.h, b}, packed[5] = {n * PANEL_WIDTH<B::head_dim>, q, item.h, 0, b};
-        Input* const packed_s = s.queries(stage, 0) + n * B::block_m * PANEL_WIDTH<B::head_dim>;
-        if (B::pack_gqa) cp_async_bulk_tensor_load(packed_s, map, packed, full, evict_first);
-        else load_rows<B::head_dim, 64>(a, s.queries(stage, n), map, plain, full, evict_first);
+      for (int n = 0; item.rounds > 0 && n < Shared::ROW_GROUPS; n++) {  // 64 rows of one head; PACK_GQA: all heads'
+        load_rows_of_q<B, Q_PANEL_ROWS<B>>(a, s.queries(stage, n), &tensor_maps<B>(a).q, item, item.q0 + n * 64, full);
+        if (B::pack_gqa) break;
       }
     }
     q_ring.advance();
@@ -2751,8 +2752,9 @@ template <class B> struct WgmmaRows {
     keep_max(softmax_sum<B>(S, scale_log2, m, alpha, l));
   }
   // Words of a tensor's rows in global memory, as mma.sync takes them.
-  static __device__ __forceinline__ uint32_t word(const Input* tensor, int row, int64_t stride, int byte) {
-    return ld_global<uint32_t>(reinterpret_cast<const char*>(tensor + row * stride) + byte);
+  __device__ __forceinline__ uint32_t word(const Input* K_g, int row, int64_t stride, int byte) const {
+    const bool is_there = byte < a.p.D * int(sizeof(Input));
+    return is_there ? ld_global<uint32_t>(reinterpret_cast<const char*>(K_g + row * stride) + byte) : 0;
   }
   // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may be overwritten
   // by now. read_q(q, byte) gives the A operand of STEP_BYTES of Q. Rare, so short rather than fast.
@@ -2888,13 +2890,12 @@ __device__ __forceinline__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const
     float* const d = S.x.d + 4 * n;
     d[0] = d[1] = d[2] = d[3] = 0;
 #pragma unroll 1
-    for (int byte = 0; byte < p.D * int(sizeof(Input)); byte += STEP_BYTES) {
+    for (int byte = 0; byte < ROW_BYTES<B::head_dim>; byte += STEP_BYTES) {
       uint32_t of_q[4], of_k[2];
       read_q(of_q, byte);
       SDPA_UNROLL for (int i = 0; i < 2; i++) {
         const int k = k0 + lane / 4 + 8 * n, k_byte = byte + i * 16 + lane % 4 * 4;
-        if (k_byte >= p.D * int(sizeof(Input))) of_k[i] = 0;
-        else if constexpr (B::use_pages) of_k[i] = word(PagedRows<B>{&a, &item, &p.k, K_g, k} + 0, 0, 0, k_byte);
+        if constexpr (B::use_pages) of_k[i] = word(PagedRows<B>{&a, &item, &p.k, K_g, k} + 0, 0, 0, k_byte);
         else of_k[i] = word(K_g, item.k_row(k), p.k.row, k_byte);
       }
       mma_32_bytes<Input>(d[0], d[1], d[2], d[3], of_q, of_k[0], of_k[1]);
@@ -3000,8 +3001,8 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
         const int q = item.q0 + group * 64;
         if (q < 0 || item.ends_before(q + 64)) continue;
         for (int n = 0; n < (a.has_short_rows ? PANELS<B::d_v> : 1); n++) {
-          const int of_panel[5] = {n * PANEL_WIDTH<B::d_v>, item.q_row(q), 0, item.h, item.batch(a.p.q_starts)};
-          cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, of_panel, s.Q[stage][group] + n * 64 * PANEL_WIDTH<B::d_v>);
+          const int of_panel[5] = {n * (B::d_v / PANELS<B::d_v>), item.q_row(q), 0, item.h, item.batch(a.p.q_starts)};
+          cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, of_panel, s.Q[stage][group] + 64 * of_panel[0]);
         }
         cp_async_bulk_commit_group();
       }
@@ -3686,12 +3687,7 @@ template <class B> struct WgmmaColumnsLoader {
     const int rows = B::pack_gqa ? rows_of_item<B>(a) : B::block_m;
     mbarrier_arrive_expect_tx(&s.q_full, rows * ROW_BYTES<B::head_dim>);
     hold(map), griddepcontrol_wait();  // as late as possible: the kernel before this one has ended
-    const int b = item.batch(a.p.q_starts), q = item.q_row(item.q0), plain[5] = {0, q, 0, item.h, b};
-    if (!B::pack_gqa) return load_rows<B::head_dim, B::block_m>(a, s.Q, map, plain, &s.q_full, evict_first);
-    for (int n = 0; n < PANELS<B::head_dim>; n++) {
-      const int packed[5] = {n * PANEL_WIDTH<B::head_dim>, q, item.h, 0, b};
-      cp_async_bulk_tensor_load(s.Q + n * B::block_m * PANEL_WIDTH<B::head_dim>, map, packed, &s.q_full, evict_first);
-    }
+    load_rows_of_q<B, B::block_m>(a, s.Q, map, item, item.q0, &s.q_full);
   }
   // Loads the slice's tile of a round into a stage that has been read. FIRST: it is the warp's first tile.
   template <bool FIRST> __device__ __forceinline__ void load_tile(int round, int stage) {
@@ -4909,14 +4905,14 @@ template <class B, int D> struct TileBox<B, D, true> {
   __device__ __forceinline__ TileBox(const KernelArgs& a, const Item<B>& item, int h_kv, int k0)
       : box_origin{0, 0, 0, h_kv, 0} {
     const int lane = threadIdx.x % 32, rows = plan_room<B>(a).box_rows;
-    row = lane / PANELS<D> * rows, box_origin[0] = lane % PANELS<D> * PANEL_WIDTH<D>;
+    row = lane / PANELS<D> * rows, box_origin[0] = lane % PANELS<D> * (D / PANELS<D>);
     box_origin[1] = int(plan_room<B>(a).page_size.remainder(uint32_t(k0 + row)));
     box_origin[4] = page_of<B>(a, item, k0 + row, rows);
   }
   __device__ __forceinline__ void load(const KernelArgs&, const CUtensorMap* map, Input* to_s, uint64_t* full) const {
     if (row >= B::block_n) return;
     if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D>);
-    to_s += box_origin[0] * B::block_n + row * PANEL_WIDTH<D>;
+    to_s += box_origin[0] * B::block_n + row * (D / PANELS<D>);
     cp_async_bulk_tensor_load(to_s, map, box_origin, full, B::swap_ab && B::pack_gqa ? evict_first : evict_last);
   }
 };
@@ -5395,7 +5391,7 @@ template <class B> size_t workspace_bytes(const SdpaParams& p) {
     const PlanArgs plan = plan_args<B>(p, items);
     return range_counter_bytes + plan_bytes(plan) + size_t(plan.parts) * (p.Hq / items.heads) * sizeof(RangePartial<B>);
   }
-  if constexpr (B::use_bias != 0) {
+  if constexpr (lists_rounds<B>) {
     if (makes_map<B>(p)) return range_counter_bytes + bias_map_bytes<B>(p);
   }
   if (B::split_ctas == 1) return B::use_persistent_cta ? sizeof(uint32_t) : 0;
@@ -5471,25 +5467,23 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
       const auto& dim = t.dims[i];
       bytes[i] = dim.size > 1 ? uint64_t(dim.stride) * t.element_bytes : 16;
       if (dim.size > 1 && (dim.stride < 0 || bytes[i] >= uint64_t(1) << 40)) {
-        return failure(refused,
-                       "%s has a %s stride of %lld elements, and TMA takes strides from 0 to 2^40 bytes; copy it or "
-                       "use a build without USE_WGMMA",
+        return failure(refused, "%s has a %s stride of %lld; TMA takes 0 to 2^40 bytes: copy it or drop USE_WGMMA",
                        t.name, dim.name, (long long)dim.stride);
       }
     }
-    const bool of_v = map >= &maps.v, packs = B::pack_gqa && is_q, has_pages = B::use_pages && !of_queries;
-    const uint32_t widest = of_v ? B::d_v : B::head_dim, panel_bytes = widest * t.element_bytes % 128 ? 64 : 128;
-    const uint32_t panel = panel_bytes / t.element_bytes, panels = widest / panel;
-    const cuuint64_t H = t.dims[1].size;
-    cuuint64_t sizes[5] = {panel, cuuint64_t(S), panels, H, cuuint64_t(t.dims[2].size)};
+    const uint32_t D = map < &maps.v ? B::head_dim : B::d_v, panel_bytes = D * t.element_bytes % 128 ? 64 : 128;
+    const uint32_t panel = panel_bytes / t.element_bytes, panels = D / panel;
+    cuuint64_t sizes[5] = {panel, cuuint64_t(S), panels, cuuint64_t(t.dims[1].size), cuuint64_t(t.dims[2].size)};
     cuuint64_t strides[4] = {bytes[0], panel_bytes, bytes[1], bytes[2]};
     uint32_t box[5] = {panel, uint32_t(!of_queries ? B::block_n : B::swap_ab ? B::block_m : 64), panels, 1, 1};
-    if (packs || has_pages || a.has_short_rows) sizes[0] = uint32_t(of_v ? p.Dv : p.D), sizes[2] = box[2] = 1;
-    if constexpr (B::use_pages) {
-      if (has_pages) box[1] = uint32_t(plan_room<B>(a).box_rows);
+    if (a.has_short_rows || (B::pack_gqa && is_q) || (B::use_pages && !of_queries)) {
+      sizes[0] = uint32_t(map < &maps.v ? p.D : p.Dv), sizes[2] = box[2] = 1;
     }
-    if (packs) {  // heads before panels, so that they are rows of one
-      std::swap(sizes[2], sizes[3]), std::swap(strides[1], strides[2]);
+    if constexpr (B::use_pages) {
+      if (!of_queries) box[1] = uint32_t(plan_room<B>(a).box_rows);
+    }
+    if (B::pack_gqa && is_q) {  // heads are rows of a panel
+      sizes[2] = sizes[3], sizes[3] = 1, strides[1] = bytes[1];
       box[1] = a.item_queries.divisor, box[2] = uint32_t(a.item_heads);
     }
     const cudaError_t error = encode_tensor_map(*map++, 5, t.data, sizes, strides, box, t.element_bytes,
@@ -5571,8 +5565,9 @@ template <class B> void set_scales(KernelArgs& a) {
     a.cap_scale = std::fmax(a.scale_log2 * ln2 / a.p.softcap, 1.2e-38f), a.scale_log2 = a.p.softcap / ln2;
   }
   a.scores_log2 = a.scale_log2;
-  if (B::use_bias != 1) return;
-  a.logit_scale = a.scale_log2 * ln2, a.inverse_logit_scale = 1 / a.logit_scale, a.scale_log2 = 1 / ln2;
+  if (B::use_bias == 1) {
+    a.logit_scale = a.scale_log2 * ln2, a.inverse_logit_scale = 1 / a.logit_scale, a.scale_log2 = 1 / ln2;
+  }
 }
 
 template <class B> Grid grid_of(const SdpaParams& p, const Items& items) {
@@ -5615,10 +5610,10 @@ template <class B> size_t bias_map_bytes(const SdpaParams& p) {
   const BiasMap map = bias_map_of<B>(p, items);
   return sizeof(uint32_t) * map.list_words * map.batches.divisor * map.heads.divisor * ceil_div(p.Sq, items.queries);
 }
-// A launch makes a map where there are rounds to leave out, and all heads share them.
+// lists_rounds: a launch makes a map where there are rounds to leave out, and all heads share them.
 template <class B> bool makes_map(const SdpaParams& p) {
   const int keys = p.bias_keys > 0 ? p.bias_keys : p.Sk;
-  return lists_rounds<B> && p.bias && !p.bias_map && p.bias_strides.head == 0 && keys >= 16 * B::round_keys;
+  return p.bias && !p.bias_map && p.bias_strides.head == 0 && keys >= 16 * B::round_keys;
 }
 template <class B> SdpaStatus check_bias_map(const SdpaParams& p) {
   const size_t bytes = bias_map_bytes<B>(p);
@@ -5642,8 +5637,9 @@ SdpaStatus set_bias_map(KernelArgs& a, const Items& items, void* lists, bool mak
   return {};
 }
 template <class B> SdpaStatus take_bias_map(KernelArgs& a, const Items& items, cudaStream_t stream) {
-  if (makes_map<B>(a.p)) {
-    return set_bias_map<B>(a, items, static_cast<char*>(a.p.workspace) + range_counter_bytes, true, stream);
+  if constexpr (lists_rounds<B>) {
+    char* const behind_counters = static_cast<char*>(a.p.workspace) + range_counter_bytes;
+    if (makes_map<B>(a.p)) return set_bias_map<B>(a, items, behind_counters, true, stream);
   }
   if (!a.p.bias_map) return {};
   const SdpaStatus status = check_bias_map<B>(a.p);
@@ -5660,8 +5656,9 @@ template <class B> SdpaStatus map_bias(const SdpaParams& p, cudaStream_t stream)
 // ---- the launch of a build ----
 
 template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) {
-  const size_t bytes = p.workspace ? 0 : workspace_bytes<B>(p);
-  if (bytes > 0) return failure(refused, "workspace is null, but this problem needs %zu zeroed bytes", bytes);
+  if (!p.workspace && workspace_bytes<B>(p) > 0) {
+    return failure(refused, "workspace is null, but this problem needs %zu zeroed bytes", workspace_bytes<B>(p));
+  }
   const Items items = items_of<B>(p);
   constexpr int most = 2147483647;  // of a grid
   if (double(items.count) * items.ranges > most) {
@@ -5715,16 +5712,12 @@ SdpaStatus check_tensors(SdpaParams& p) {
     const bool has_rows = t.dims[0].size > 0;
     if (has_rows && !t.data) return failure(refused, "%s is a null pointer", t.name);
     if (has_rows && reinterpret_cast<uintptr_t>(t.data) % alignment) {
-      return failure(refused,
-                     "%s is not aligned to %d bytes as VEC_WIDTH=%d needs; align it or build with a smaller VEC_WIDTH",
-                     t.name, alignment, vec);
+      return failure(refused, "%s is not aligned to %d bytes; align it or lower VEC_WIDTH=%d", t.name, alignment, vec);
     }
     for (const auto& dim : t.dims) {
       if (dim.size <= 1) dim.stride = 0;
       if (has_rows && dim.stride % vec) {
-        return failure(refused,
-                       "%s has a %s stride of %lld elements, not a multiple of VEC_WIDTH=%d; pad it or build with a "
-                       "smaller VEC_WIDTH",
+        return failure(refused, "%s has a %s stride of %lld; pad it to a multiple of VEC_WIDTH=%d or lower that",
                        t.name, dim.name, (long long)dim.stride, vec);
       }
       if (t.written && dim.size > 1 && dim.stride == 0) {
@@ -5748,12 +5741,11 @@ SdpaStatus check_params(SdpaParams& p) {
     return failure(refused, "%s=%d is outside [%d, %d]", x.name, x.value, x.least, x.most);
   }
   if (double(p.B) * p.Hq * p.Sq > 1e18) return failure(refused, "B*Hq*Sq is over 10^18 rows; split the batch");
-  const auto fits = [](int D, int most) { return D == most || (is_wgmma && D > 0 && D < most && D % 8 == 0); };
-  if (!fits(p.D, Build::head_dim) || !fits(p.Dv ? p.Dv : p.D, Build::d_v)) {
-    return failure(refused, "D=%d, Dv=%d, but HEAD_DIM=%d, %d of V%s; rebuild", p.D, p.Dv, Build::head_dim, Build::d_v,
-                   is_wgmma ? " or fewer in multiples of 8" : "");
-  }
   if (p.Dv == 0) p.Dv = p.D;
+  constexpr int D = Build::head_dim, Dv = Build::d_v;
+  if (is_wgmma ? p.D <= 0 || p.D > D || p.D % 8 || p.Dv <= 0 || p.Dv > Dv || p.Dv % 8 : p.D != D || p.Dv != Dv) {
+    return failure(refused, "D=%d, Dv=%d, but HEAD_DIM=%d, %d (wgmma: or less by 8); rebuild", p.D, p.Dv, D, Dv);
+  }
   if (p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv)) return failure(refused, "Hq=%d is not a multiple of Hkv=%d", p.Hq, p.Hkv);
   if (!(p.scale >= 0 && log2_scale(p) < INFINITY) || (p.softcap != 0 && !(p.softcap >= 1e-18 && p.softcap <= 1e18))) {
     return failure(refused, "scale=%g: want 0 or more, below 10^38; softcap=%g: want 0, or 1e-18 to 1e18",

@@ -648,7 +648,7 @@ TEST_CASE("preconditions") {
   };
   CHECK(refusal([](SdpaParams& p) { p.Q = nullptr; }) == "Q is a null pointer");
   CHECK(refusal([](SdpaParams& p) { p.D = 96; }) ==
-        "D=96, Dv=0, but HEAD_DIM=64, 64 of V; rebuild");
+        "D=96, Dv=96, but HEAD_DIM=64, 64 (wgmma: or less by 8); rebuild");
   CHECK(refusal([](SdpaParams& p) { p.Dv = 128; }).find("D=64, Dv=128, but HEAD_DIM=64") == 0);
   CHECK(refusal([](SdpaParams& p) { p.Hkv = 3; }) == "Hq=4 is not a multiple of Hkv=3");
   CHECK(refusal([](SdpaParams& p) { p.Sk = -1; }) == "Sk=-1 is outside [0, 1000000000]");
@@ -678,8 +678,7 @@ TEST_CASE("preconditions") {
   CHECK(refusal([](SdpaParams& p) { p.max_ctas = 8; }) ==
         "max_ctas is for builds with USE_PERSISTENT_CTA=1; set it to 0");
   CHECK(refusal([](SdpaParams& p) { p.k.row = 65; }) ==
-        "K has a row stride of 65 elements, not a multiple of VEC_WIDTH=8; pad it or build with a "
-        "smaller VEC_WIDTH");
+        "K has a row stride of 65; pad it to a multiple of VEC_WIDTH=8 or lower that");
   CHECK(refusal([](SdpaParams& p) { p.V = p.V + 1; }).find("V is not aligned to 16 bytes") == 0);
   CHECK(refusal([](SdpaParams& p) { p.o.head = 0; }) ==
         "O has a head stride of 0: its rows would overlap");

@@ -210,7 +210,14 @@ def formatted(text):
                           input=text)
     if done.returncode:
         raise Refused(f"clang-format: {done.stderr.strip()}")
-    return re.sub(r"\n{3,}", "\n\n", done.stdout).rstrip()
+    lines = []
+    for line in re.sub(r"\n{3,}", "\n\n", done.stdout).rstrip().split("\n"):
+        joined = f"{lines[-1]} {line.strip()}" if lines else ""
+        if re.match(r' +\{".*}', line) and joined.endswith(("},", "};")) and len(joined) <= 120 and '{"' in lines[-1]:
+            lines[-1] = joined  # members of a list of lists, which clang-format gives a line each
+        else:
+            lines.append(line)
+    return "\n".join(lines)
 
 
 def main():
