@@ -522,9 +522,15 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
   hide([&](int j, int q) { return j >= keys.end(q) - k0; });
   if (keys.from > -most_rows) hide([&](int j, int q) { return j < keys.begin(q) - k0; });
 }
+// A factor of a thread's scores: one number, or with e4m3 and PACK_GQA one for each row.
+struct RowScales;
+template <class B> using ScoreScale = std::conditional_t<B::scales_rows, RowScales, float>;
+// What an item's scores are multiplied by: item_scale_log2(), or with a softcap what makes them arguments of tanh.
+template <class B> __device__ __forceinline__ float item_score_scale(const KernelArgs& a, const Item<B>& item);
 // USE_SOFTCAP: x becomes tanh(x * cap_scale) in this thread's columns [first, last) of S.
 template <class B, class View>
-__device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int first = 0, int last = View::COLS);
+__device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> cap_scale, int first = 0,
+                                           int last = View::COLS);
 // USE_BIAS: whether keys of the tile at key k0 have a bias. To such a tile add() adds it, and makes -inf of scores that
 // it hides. Scores become logits (USE_BIAS=1: times scale); those of other tiles do by scale_scores().
 template <class B> __device__ __forceinline__ bool has_bias(const KernelArgs& a, const Mask& mask, int k0) {
@@ -549,7 +555,7 @@ template <class B, int BLOCKS> __device__ __forceinline__ int first_col(const Wg
 template <class B, class View>
 __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Item<B>& item, const Mask& mask,
                                               int q, int k, bool plain) {
-  cap_scores<B>(S, a);
+  cap_scores<B>(S, a, item_score_scale<B>(a, item));
   if (B::use_bias == 1 && !has_bias<B>(a, mask, k)) scale_scores(S, a);
   if (plain) return;
   if constexpr (B::use_bias != 0) {
@@ -563,9 +569,6 @@ __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, cons
 // The scale of an item's scores times log2(e), with the factors of its heads; and the factor of its V.
 template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const Item<B>& item);
 template <class B> __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const Item<B>& item);
-// The factor of a thread's scores: one number, or with e4m3 and PACK_GQA one for each row.
-struct RowScales;
-template <class B> using ScoreScale = std::conditional_t<B::scales_rows, RowScales, float>;
 __device__ __forceinline__ float of_row(float scale, int) { return scale; }
 __device__ __forceinline__ float largest(float scale) { return scale; }
 
@@ -1267,10 +1270,13 @@ template <class B> __device__ __forceinline__ void clear_rows_without_query(Inpu
 template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelArgs& a, uint32_t i);  // USE_LENGTHS
 template <class B>  // USE_PAGES
 __device__ __forceinline__ int page_of(const KernelArgs& a, const Item<B>& item, int k, int keys = 1);
-template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a);  // USE_SOFTCAP
+template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a, float cap_scale);
+template <class B> __device__ __forceinline__ bool is_capped(const KernelArgs& a) {
+  return B::use_softcap != 0 && a.cap_scale != 0;
+}
 // What the softmax takes of a score that nothing masks.
-template <class B> __device__ __forceinline__ float logit(float x, const KernelArgs& a) {
-  return capped<B>(x, a) * (B::use_bias == 1 ? a.logit_scale : 1);
+template <class B> __device__ __forceinline__ float logit(float x, const KernelArgs& a, float cap_scale) {
+  return capped<B>(x, a, cap_scale) * (B::use_bias == 1 ? a.logit_scale : 1);
 }
 template <class B>  // USE_BIAS: where the elements for row r of a tile begin
 __device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r);
@@ -1425,10 +1431,12 @@ template <class B, bool = B::is_8bit> struct ItemScale {
   __device__ ScoreScale<B> of_scores(bool are_logits) const {
     return B::use_bias == 1 && !are_logits ? a.scores_log2 : a.scale_log2;
   }
+  __device__ ScoreScale<B> of_cap() const { return a.cap_scale; }
 };
+// With a softcap only cap_scale depends on the item.
 template <class B> struct ItemScale<B, true> {
   const KernelArgs& a;
-  ScoreScale<B> scale{};
+  ScoreScale<B> scale{};  // of scores as they are
 
   __device__ __forceinline__ explicit ItemScale(const KernelArgs& a_) : a(a_) {}
   __device__ __forceinline__ ItemScale(const KernelArgs& a_, const Item<B>& item) : a(a_) { start(item, 0); }
@@ -1438,14 +1446,19 @@ template <class B> struct ItemScale<B, true> {
       SDPA_UNROLL for (int i = 0; i < 2; i++) {
         Item<B> head = row_item<B>(a, item, row + 8 * i);
         head.h = min(head.h, a.p.Hq - 1);
-        scale.factor[i] = item_scale_log2<B>(a, head);
+        scale.factor[i] = item_score_scale<B>(a, head);
       }
     } else {
-      scale = item_scale_log2<B>(a, item);
+      scale = item_score_scale<B>(a, item);
     }
   }
-  __device__ __forceinline__ operator ScoreScale<B>() const { return scale; }
-  __device__ ScoreScale<B> of_scores(bool) const { return scale; }
+  __device__ __forceinline__ operator ScoreScale<B>() const {
+    if (!is_capped<B>(a)) return scale;
+    if constexpr (B::scales_rows) return {a.scale_log2, a.scale_log2};
+    else return a.scale_log2;
+  }
+  __device__ ScoreScale<B> of_scores(bool) const { return *this; }
+  __device__ ScoreScale<B> of_cap() const { return scale; }
 };
 
 // USE_LAZY_MAX: a stale maximum is kept while each thread's sum of P, over its part of the tile, is at most this; so
@@ -1706,7 +1719,7 @@ template <class B> struct MmaRows {
                                       int lane) {
     Scores S;
     multiply_qk(S, Q, K_s, lane);
-    cap_scores<B>(S, scale_log2.a);
+    cap_scores<B>(S, scale_log2.a, scale_log2.of_cap());
     StaleSoftmax<B, ROWS> softmax(m, scale_log2);
     SDPA_UNROLL for (int step = 0; step < P.STEPS; step++) {
       softmax.exp(S, P.COLS * step, P.COLS * (step + 1)), P.pack_step(S, step);
@@ -2694,7 +2707,7 @@ template <class B> struct WgmmaRows {
     constexpr int columns = B::is_e4m3 ? Scores::COLS : B::input == DType::bf16 || Scores::COLS < 16 ? 4 : 16;
     float alpha[ROWS];
     softmax_max<B, Scores, columns>(S, scale_log2, m, alpha);
-    m[0] = logit<B>(m[0], a), m[1] = logit<B>(m[1], a);
+    SDPA_UNROLL for (int i = 0; i < 2; i++) m[i] = logit<B>(m[i], a, of_row(scale_log2.of_cap(), i));
     keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * largest(scale_log2) <= shift_limit);
   }
   // From now on tiles without mask may take m as the stale maximum, if it will do for all rows of the warp.
@@ -2738,13 +2751,13 @@ template <class B> struct WgmmaRows {
   // Caps the columns [first, last) for a softmax by the stale maximum; at the first ones with a bias all are finished.
   // are_logits: that the scores are logits then.
   __device__ __forceinline__ void finish_for_stale_max(Scores& S, int first, int last, bool& are_logits) {
-    if (B::use_bias == 0) cap_scores<B>(S, a, first, last);
-    else if (first == 0) cap_scores<B>(S, a), are_logits = add_bias(S);
+    if (B::use_bias == 0) cap_scores<B>(S, a, scale_log2.of_cap(), first, last);
+    else if (first == 0) cap_scores<B>(S, a, scale_log2.of_cap()), are_logits = add_bias(S);
   }
   // P in the place of S, and l. The caller multiplies O by alpha. are_logits: S is capped, with the bias.
   __device__ __forceinline__ void softmax_by_exact_max(Scores& S, float (&alpha)[ROWS], bool are_logits = false) {
     if (!are_logits) {
-      cap_scores<B>(S, a);
+      cap_scores<B>(S, a, scale_log2.of_cap());
       if (!add_bias(S) && B::use_bias == 1) scale_scores(S, a);
     }
     if (has_mask()) locate(S), mask_scores<B>(S, a, mask, q, k0);
@@ -3487,6 +3500,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     bool stale = may_be_stale;
     StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2);
     if (may_be_stale) {
+      cap_scores<B>(S, a, rows.scale_log2.of_cap());
       softmax.exp(S, 0, S.COLS);
       stale = softmax.add_to(rows.l);
     }
@@ -4404,16 +4418,16 @@ template <> struct VectorCopy<false, true> {
 // ---- 5f softcap ----
 
 // USE_SOFTCAP: tanh(x * cap_scale), of which the exact form is 1 - 2 / (1 + e^2t).
-template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a) {
-  if (B::use_softcap == 0 || a.cap_scale == 0) return x;
-  if (B::use_softcap == 1) return tanh_approx(x * a.cap_scale);
-  return 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(x * a.cap_scale * 2.88539008f));  // 2 * log2(e)
+template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a, float cap_scale) {
+  if (!is_capped<B>(a)) return x;
+  if (B::use_softcap == 1) return tanh_approx(x * cap_scale);
+  return 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(x * cap_scale * 2.88539008f));  // 2 * log2(e)
 }
 template <class B, class View>
-__device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int first, int last) {
+__device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> cap_scale, int first, int last) {
   if constexpr (B::use_softcap != 0) {
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-      SDPA_UNROLL for (int j = first; j < last; j++) S.x[i][j] = capped<B>(S.x[i][j], a);
+      SDPA_UNROLL for (int j = first; j < last; j++) S.x[i][j] = capped<B>(S.x[i][j], a, of_row(cap_scale, i));
     }
   }
 }
@@ -4562,12 +4576,17 @@ template <class B> __global__ void __launch_bounds__(map_threads) sdpa_map(const
 template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;
 
 // Where e4m3 becomes fp16 (mma and PACK_GQA), scores have been multiplied by the factor of Q.
-template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const Item<B>& item) {
-  if constexpr (!B::is_8bit) return a.scale_log2;
+template <class B> __device__ __forceinline__ float item_score_scale(const KernelArgs& a, const Item<B>& item) {
+  if constexpr (!B::is_8bit) return B::use_softcap != 0 ? a.cap_scale : a.scale_log2;
   const int h_kv = int(a.q_heads_per_kv.divide(item.h));
   const float q_descale = B::converts_operands ? 1 : a.p.q_descale.of_head(item.b, item.h);
-  const float scale_log2 = a.scale_log2 * q_descale * a.p.k_descale.of_head(item.b, h_kv);
-  return max_nan(scale_log2, 1.2e-38f);  // of a factor of 0: -inf times the scale stays -inf
+  const float scale = (B::use_softcap != 0 && a.cap_scale != 0 ? a.cap_scale : a.scale_log2) * q_descale *
+                      a.p.k_descale.of_head(item.b, h_kv);
+  return max_nan(scale, 1.2e-38f);  // of a factor of 0: -inf times the scale stays -inf
+}
+template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const Item<B>& item) {
+  if (!B::is_8bit || is_capped<B>(a)) return a.scale_log2;
+  return item_score_scale<B>(a, item);
 }
 template <class B> __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const Item<B>& item) {
   if constexpr (!B::is_8bit) return 1;
@@ -5823,8 +5842,6 @@ SDPA_REFUSE(NUM_PRODUCER_WARPS_changed && !Build::use_warp_specialization,
 SDPA_REFUSE(Build::is_e4m3 && is_wmma, "DTYPE=FP8_E4M3: nvcuda::wmma has no e4m3; drop USE_WMMA or type DTYPE=U8");
 SDPA_REFUSE(Build::input == DType::u8 && (is_mma || is_wgmma),
             "DTYPE=U8: only the scalar and wmma kernels take it; type DTYPE=FP8_E4M3 or USE_WMMA=1");
-SDPA_REFUSE(Build::use_softcap != 0 && Build::is_8bit,
-            "USE_SOFTCAP: scores of 8-bit types have factors that come after it; type DTYPE=FP16 or DTYPE=BF16");
 SDPA_REFUSE(Build::use_bias != 0 && Build::is_8bit,
             "USE_BIAS: scores of 8-bit types have factors that come after it; type DTYPE=FP16 or DTYPE=BF16");
 SDPA_REFUSE(Build::use_pages && !Build::use_lengths,
