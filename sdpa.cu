@@ -2058,12 +2058,16 @@ template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
 // x, the same in all lanes. So the compiler keeps what follows from it in uniform registers, as descriptors must be.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-// The panels of a tile with rows of D elements have lines of 128 bytes, or of 64 where 128 does not divide a row.
-template <int D> constexpr int ROW_BYTES = int(sizeof(Input)) * D;
+// The panels of a tile with rows of D elements have lines of 128 bytes, or of 64 where 128 does not divide a row. Rows
+// of 96 bytes (e4m3) are one line: TMA brings zeros from outside the tensor to their ends, which no product reads.
+template <int D> constexpr int ROW_BYTES = ceil_div(int(sizeof(Input)) * D, 64) * 64;
+template <int D> constexpr int ROW_ELEMENTS = ROW_BYTES<D> / int(sizeof(Input));
 template <int D> constexpr int PANEL_BYTES = ROW_BYTES<D> % 128 ? 64 : 128;
+template <int D> constexpr int PANEL_WIDTH = PANEL_BYTES<D> / int(sizeof(Input));
 template <int D> constexpr int PANELS = ROW_BYTES<D> / PANEL_BYTES<D>;
 template <int D> constexpr int PANEL_ATOM = 8 * PANEL_BYTES<D>;  // 8 lines of a panel
 constexpr int STEP_BYTES = 32;                                     // of K that an instruction takes
+template <int D> constexpr int STEPS = D * int(sizeof(Input)) / STEP_BYTES;
 
 // The place of a row's byte in a tile that lies in panels of ROWS lines of LINE bytes.
 template <int ROWS, int LINE = 128> __device__ __forceinline__ uint32_t panel_byte(uint32_t row, uint32_t byte) {
@@ -2163,8 +2167,8 @@ template <int D, int ROWS, bool BY_PANELS = false>
 __device__ __forceinline__ void load_rows(const KernelArgs& a, Input* to_s, const CUtensorMap* map, const int (&c)[5],
                                           uint64_t* full, uint64_t cache_policy) {
   for (int n = 0; n < (BY_PANELS || a.has_short_rows ? PANELS<D> : 1); n++) {
-    const int of_panel[5] = {n * (D / PANELS<D>), c[1], c[2], c[3], c[4]};
-    cp_async_bulk_tensor_load(to_s + n * ROWS * (D / PANELS<D>), map, of_panel, full, cache_policy);
+    const int of_panel[5] = {n * PANEL_WIDTH<D>, c[1], c[2], c[3], c[4]};
+    cp_async_bulk_tensor_load(to_s + n * ROWS * PANEL_WIDTH<D>, map, of_panel, full, cache_policy);
   }
 }
 // Copies ROWS rows of Q, from query q of the item on. PACK_GQA: those of all its heads.
@@ -2203,7 +2207,7 @@ template <class B> constexpr int Q_PANEL_ROWS = B::pack_gqa ? B::block_m : 64;
 template <class B> __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, uint64_t Q, uint64_t K) {
   forget(S.x.d);
   wgmma_fence();
-  SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B::head_dim> / STEP_BYTES; step++) {
+  SDPA_UNROLL for (int step = 0; step < STEPS<B::head_dim>; step++) {
     wgmma_ss<Input, B::block_n, 0>(S.x.d, descriptor_at(Q, panel_step<PANEL_BYTES<B::head_dim>>(step, Q_PANEL_ROWS<B>)),
                                    descriptor_at(K, panel_step<PANEL_BYTES<B::head_dim>>(step, B::block_n)), step > 0);
   }
@@ -2494,7 +2498,7 @@ constexpr int turn = 1, q_read = 5, partials = 9;
 
 // The stages of a slice's tiles. Full: the tile has landed. Empty: all who read it have done so.
 template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
-  alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+  alignas(1024) Input K[B::stages][B::block_n * ROW_ELEMENTS<B::head_dim>];  // [BLOCK_N][D]
   alignas(1024) Input V[B::stages][V_ELEMENTS];                // [BLOCK_N][D]
   uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
   std::conditional_t<B::use_lengths, uint64_t, Nothing> last_landed;  // V of a tile in which a sequence ends
@@ -3014,7 +3018,7 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
         const int q = item.q0 + group * 64;
         if (q < 0 || item.ends_before(q + 64)) continue;
         for (int n = 0; n < (a.has_short_rows ? PANELS<B::d_v> : 1); n++) {
-          const int of_panel[5] = {n * (B::d_v / PANELS<B::d_v>), item.q_row(q), 0, item.h, item.batch(a.p.q_starts)};
+          const int of_panel[5] = {n * PANEL_WIDTH<B::d_v>, item.q_row(q), 0, item.h, item.batch(a.p.q_starts)};
           cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, of_panel, s.Q[stage][group] + 64 * of_panel[0]);
         }
         cp_async_bulk_commit_group();
@@ -3305,13 +3309,13 @@ template <class B> struct E4m3Shared {
   // Sums take Q's place where shared memory has no room for both: nothing is flushed before Q is read.
   static constexpr bool Q_IN_FLUSHED = Q_IN_REGISTERS && FLUSHES && B::head_dim == 256;
   struct Landed {  // V as TMA brings it
-    alignas(1024) Input V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+    alignas(1024) Input V[B::stages][B::block_n * ROW_ELEMENTS<B::d_v>];  // [BLOCK_N][D]
     uint64_t v_full[B::stages], v_empty[B::stages];
   };
-  using Queries = Input[ROW_GROUPS][64 * B::head_dim];
-  using Flushed = float4[B::warpgroups][B::head_dim / 8][128];  // thread by thread
+  using Queries = Input[ROW_GROUPS][64 * ROW_ELEMENTS<B::head_dim>];
+  using Flushed = float4[B::warpgroups][B::d_v / 8][128];  // thread by thread
   alignas(1024) std::conditional_t<Q_IN_FLUSHED, Flushed, Queries> Q;
-  TileRing<B, ceil_div(B::block_n, V_LINE<B>) * V_LINE<B> * B::head_dim> slice[B::split_kv];  // V [D][BLOCK_N]
+  TileRing<B, ceil_div(B::block_n, V_LINE<B>) * V_LINE<B> * B::d_v> slice[B::split_kv];  // V [D][BLOCK_N]
   Landed landed[B::split_kv];
   SlicePartials<B> partial;
   WgmmaItem<B> item[Q_STAGES];
@@ -3377,22 +3381,22 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
   // 16 d and 32 keys at a time. ldmatrix gives a lane bytes of d = 2g and 2g + 1 of two keys; prmt parts them, and so
   // the keys come in the order of P. Of 16 d the even ones come first: their lines lie in different banks.
   static __device__ __forceinline__ void transpose(SharedAddress to, SharedAddress from, int part) {
-    constexpr int LINE = PANEL_BYTES<B::head_dim>, LINE_V = V_LINE<B>, STEP = 16 * Shared::TRANSPOSERS;
+    constexpr int LINE = PANEL_BYTES<B::d_v>, LINE_V = V_LINE<B>, STEP = 16 * Shared::TRANSPOSERS;
     constexpr int MOST = B::warpgroups == 2 && B::split_kv == 1 ? 4 : 2;  // by registers; loads wait behind stores
-    constexpr int AT_ONCE = B::head_dim / STEP < MOST ? B::head_dim / STEP : MOST;
+    constexpr int AT_ONCE = B::d_v / STEP < MOST ? B::d_v / STEP : MOST;
     const uint32_t lane = threadIdx.x % 32;
     from += panel_byte<B::block_n, LINE>(lane, part * 16);
-    to += panel_byte<B::head_dim, LINE_V>(part * 16 + lane % 16, lane / 16 * 16);
+    to += panel_byte<B::d_v, LINE_V>(part * 16 + lane % 16, lane / 16 * 16);
     SDPA_UNROLL for (int key = 0; key < B::block_n; key += 32) {
-      const SharedAddress line = (to ^ key % LINE_V) + key / LINE_V * B::head_dim * LINE_V;
-      SDPA_UNROLL for (int d0 = 0; d0 < B::head_dim; d0 += STEP * AT_ONCE) {
+      const SharedAddress line = (to ^ key % LINE_V) + key / LINE_V * B::d_v * LINE_V;
+      SDPA_UNROLL for (int d0 = 0; d0 < B::d_v; d0 += STEP * AT_ONCE) {
         uint32_t v[AT_ONCE][4];
         // the swizzle is an XOR of low bits, and so is a step
-        SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
+        SDPA_UNROLL for (int n = 0; n < AT_ONCE && d0 + n * STEP < B::d_v; n++) {
           const int d = d0 + n * STEP;
           ldmatrix_x4<true>(v[n], (from ^ d % LINE) + (d / LINE * B::block_n + key) * LINE);
         }
-        SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
+        SDPA_UNROLL for (int n = 0; n < AT_ONCE && d0 + n * STEP < B::d_v; n++) {
           const uint32_t out[4] = {prmt(v[n][0], v[n][1], 0x6420), prmt(v[n][0], v[n][1], 0x7531),
                                    prmt(v[n][2], v[n][3], 0x6420), prmt(v[n][2], v[n][3], 0x7531)};
           stmatrix_x4<false>(line + (d0 + n * STEP) * LINE_V, out);
@@ -3419,7 +3423,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   using Scores = typename Base::Scores;
   using Probabilities = uint32_t[B::block_n / 32][4];  // A operands
   using Base::a, Base::s, Base::lane, Base::slice, Base::row_group, Base::rows, Base::ring, Base::q_ring, Base::last_k0;
-  uint32_t queries[ROW_BYTES<B::head_dim> / STEP_BYTES][4];  // Q as A operands, if Q_IN_REGISTERS
+  uint32_t queries[STEPS<B::head_dim>][4];  // Q as A operands, if Q_IN_REGISTERS
   uint32_t tiles = 0;                              // whose P @ V has ended
 
   __device__ E4m3Consumer(Shared& s_, const KernelArgs& a_, int thread) : Base(s_, a_, thread, 16, 8 * V_LINE<B>) {}
@@ -3429,7 +3433,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   __device__ __forceinline__ void load_queries() {
     const uint32_t tid = thread_index_anew() % 128;
     const SharedAddress Q_s = shared_address(s.queries(0, row_group));
-    SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B::head_dim> / STEP_BYTES; step++) {
+    SDPA_UNROLL for (int step = 0; step < STEPS<B::head_dim>; step++) {
       const uint32_t row = tid / 32 * 16 + tid % 16, byte = step * STEP_BYTES + tid / 16 % 2 * 16;
       ldmatrix_x4<false>(queries[step], Q_s + panel_byte<Q_PANEL_ROWS<B>, PANEL_BYTES<B::head_dim>>(row, byte));
     }
@@ -3446,7 +3450,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     if constexpr (Shared::Q_IN_REGISTERS) {
       forget(S.x.d);
       wgmma_fence();
-      SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B::head_dim> / STEP_BYTES; step++) {
+      SDPA_UNROLL for (int step = 0; step < STEPS<B::head_dim>; step++) {
         const uint64_t K_step = descriptor_at(K_at, panel_step<PANEL_BYTES<B::head_dim>>(step, B::block_n));
         wgmma_rs<Input, B::block_n, 0>(S.x.d, queries[step], K_step, step > 0);
       }
@@ -3464,8 +3468,8 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     wgmma_fence();
     SDPA_UNROLL for (int step = 0; step < B::block_n / 32; step++) {
       constexpr int steps = V_LINE<B> / STEP_BYTES;  // of a panel
-      const int bytes = step / steps * B::head_dim * V_LINE<B> + step % steps * STEP_BYTES;
-      wgmma_rs<Input, B::head_dim, 0>(O.x.d, P[step], descriptor_at(V_at, bytes), step > 0 || rows.accumulates);
+      const int bytes = step / steps * B::d_v * V_LINE<B> + step % steps * STEP_BYTES;
+      wgmma_rs<Input, B::d_v, 0>(O.x.d, P[step], descriptor_at(V_at, bytes), step > 0 || rows.accumulates);
     }
     wgmma_commit_group();
     rows.accumulates = true;
@@ -3550,7 +3554,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     if constexpr (Shared::FLUSHES) {
       const uint32_t tid = thread_index_anew() % 128;
       auto& sums = s.flushed(Base::warpgroup);
-      SDPA_UNROLL for (int n = 0; n < B::head_dim / 8; n++) what(&sums[n][tid], rows.O.x.d + 4 * n);
+      SDPA_UNROLL for (int n = 0; n < B::d_v / 8; n++) what(&sums[n][tid], rows.O.x.d + 4 * n);
     }
   }
   // After FP8_FLUSH tiles, and before the next P @ V, adds O to the sums in shared memory, which have the same maximum.
@@ -3595,10 +3599,10 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     const Item<B>& item = Base::item();
     if constexpr (B::split_kv > 1) {
       const Item<B> cta_item = item;  // read before the barrier, which hides the latency
-      merge_slices<B>(rows, s.partial[row_group], slice, cta_item, [&](const float (&share)[B::head_dim / 4], int row) {
+      merge_slices<B>(rows, s.partial[row_group], slice, cta_item, [&](const float (&share)[B::d_v / 4], int row) {
         const int q = rows.q + row;
         Output* const O_g = a.p.O + cta_item.b * a.p.o.batch + cta_item.h * a.p.o.head + cta_item.q_row(q) * a.p.o.row;
-        SDPA_UNROLL for (int v = 0; v < B::head_dim / 16 && q < cta_item.query_count(a.p); v++) {
+        SDPA_UNROLL for (int v = 0; v < B::d_v / 16 && q < cta_item.query_count(a.p); v++) {
           const float* const x = share + 4 * v;
           if (16 * v + lane % 4 * 4 >= a.p.Dv) continue;
           st_global(O_g + 16 * v + lane % 4 * 4, uint2{pack<Output>(x[0], x[2]), pack<Output>(x[1], x[3])});
@@ -3606,7 +3610,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       });
     } else {
       const uint32_t tid = thread_index_anew() % 128;
-      QuadRuns<2, B::head_dim, 4> four;  // V has the even d of every 16 first
+      QuadRuns<2, B::d_v, 4> four;  // V has the even d of every 16 first
       four.first_row = (B::split_ctas != 1 ? row_group * 64 : rows.q - item.q0) + tid / 32 * 16 + tid % 32 / 4;
       four.first_col = tid % 4 * 4;
       SDPA_UNROLL for (int i = 0; i < four.ROWS; i++) {
@@ -4924,14 +4928,14 @@ template <class B, int D> struct TileBox<B, D, true> {
   __device__ __forceinline__ TileBox(const KernelArgs& a, const Item<B>& item, int h_kv, int k0)
       : box_origin{0, 0, 0, h_kv, 0} {
     const int lane = threadIdx.x % 32, rows = plan_room<B>(a).box_rows;
-    row = lane / PANELS<D> * rows, box_origin[0] = lane % PANELS<D> * (D / PANELS<D>);
+    row = lane / PANELS<D> * rows, box_origin[0] = lane % PANELS<D> * PANEL_WIDTH<D>;
     box_origin[1] = int(plan_room<B>(a).page_size.remainder(uint32_t(k0 + row)));
     box_origin[4] = page_of<B>(a, item, k0 + row, rows);
   }
   __device__ __forceinline__ void load(const KernelArgs&, const CUtensorMap* map, Input* to_s, uint64_t* full) const {
     if (row >= B::block_n) return;
     if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D>);
-    to_s += box_origin[0] * B::block_n + row * (D / PANELS<D>);
+    to_s += box_origin[0] * B::block_n + row * PANEL_WIDTH<D>;
     cp_async_bulk_tensor_load(to_s, map, box_origin, full, B::swap_ab && B::pack_gqa ? evict_first : evict_last);
   }
 };
@@ -5490,9 +5494,10 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
                        t.name, dim.name, (long long)dim.stride);
       }
     }
-    const uint32_t D = map < &maps.v ? B::head_dim : B::d_v, panel_bytes = D * t.element_bytes % 128 ? 64 : 128;
-    const uint32_t panel = panel_bytes / t.element_bytes, panels = D / panel;
-    cuuint64_t sizes[5] = {panel, cuuint64_t(S), panels, cuuint64_t(t.dims[1].size), cuuint64_t(t.dims[2].size)};
+    const uint32_t D = map < &maps.v ? B::head_dim : B::d_v, row_bytes = ceil_div(D * t.element_bytes, 64) * 64;
+    const uint32_t panel_bytes = row_bytes % 128 ? 64 : 128, panel = panel_bytes / t.element_bytes;
+    const uint32_t panels = row_bytes / panel_bytes;
+    cuuint64_t sizes[5] = {min(panel, D), cuuint64_t(S), panels, cuuint64_t(t.dims[1].size), cuuint64_t(t.dims[2].size)};
     cuuint64_t strides[4] = {bytes[0], panel_bytes, bytes[1], bytes[2]};
     uint32_t box[5] = {panel, uint32_t(!of_queries ? B::block_n : B::swap_ab ? B::block_m : 64), panels, 1, 1};
     if (a.has_short_rows || (B::pack_gqa && is_q) || (B::use_pages && !of_queries)) {
@@ -5898,8 +5903,7 @@ template <class B> constexpr bool check() {
   constexpr bool usual = D == Dv && (D == 64 || D == 128 || D == 256);
   SDPA_REFUSE(D % 16 != 0 || Dv % 16 != 0 || Dv < 32 || (mma && B::is_e4m3 && (D % 32 != 0 || Dv % 32 != 0)),
               "HEAD_DIM and HEAD_DIM_V: kernels take 32 to 256 by 16, mma.sync of e4m3 by 32; type HEAD_DIM=64");
-  SDPA_REFUSE((wmma || (wgmma && B::is_e4m3)) && !usual,
-              "HEAD_DIM: nvcuda::wmma, and wgmma of e4m3, take 64, 128 and 256; type one or USE_MMA_SYNC=1");
+  SDPA_REFUSE(wmma && !usual, "HEAD_DIM: nvcuda::wmma takes 64, 128 and 256; type one or USE_MMA_SYNC=1");
   SDPA_REFUSE(wgmma && ((D % 64 != 0 && D != 96) || (Dv % 64 != 0 && Dv != 96) || Dv > D),
               "HEAD_DIM: wgmma takes 64, 96, 128, 192, 256, and of V the same or less; type one or USE_MMA_SYNC=1");
   SDPA_REFUSE(wgmma && (B::swap_ab ? Dv % 64 != 0 : B::split_kv > 1 && 256 % Dv != 0),
@@ -6039,6 +6043,9 @@ constexpr std::array E4M3_TILES = {
     tile(256, 128, 64, 8, 2, 1, "OVERLAP PACK_GQA", 1, 17600, 3.72),
     tile(256, 64, 64, 4, 2, 1, "OVERLAP PACK_GQA", 1, 13800, 2.84),
     tile(256, 16, 32, 2, 2, 2, "PACK_GQA USE_MMA_SYNC", 3, 15000, 0.612),
+    tile(96, 192, 96, 12, 3, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 4600, 8.6),
+    tile(192, 128, 128, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 4700, 5.8),
+    tile(192, 128, 128, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 4700, 5.9),
 };
 constexpr auto TUNED_TILES = [] {
   if constexpr (Build::is_e4m3) return E4M3_TILES;
@@ -6054,7 +6061,8 @@ template <int ROW> constexpr Config config_of() { return TUNED_TILES[ROW]; }
 // True if this build may take the tile: the knobs that were typed are its.
 constexpr bool tile_fits(const TunedTile& t) {
   constexpr Config typed{};
-  const bool no_room = (is_wgmma && (t.swap_ab ? Build::d_v % 64 != 0 : t.split_kv > 1 && 256 % Build::d_v != 0)) ||
+  const bool wgmma = is_wgmma && !t.use_mma_sync;
+  const bool no_room = (wgmma && (t.swap_ab ? Build::d_v % 64 != 0 : t.split_kv > 1 && 256 % Build::d_v != 0)) ||
                         (t.head_dim == 192 && t.block_n == 128 && Build::d_v > 128) ||
                         (Build::use_bias != 0 && t.num_warps == 16 && t.split_kv == 1);  // a bias takes registers
   return typed.use_tuned && t.head_dim == typed.head_dim && !no_room SDPA_KNOBS(SDPA_IS_ROWS);
