@@ -3492,7 +3492,8 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
           Q_g = p.Q + one_row.b * p.q.batch + min(one_row.h, p.Hq - 1) * p.q.head, query = one_row.q0;
         }
         query = item.q_row(min(query, item.query_count(p) - 1));
-        q[i] = rows.word(Q_g, query, p.q.row, step_byte + i / 2 * 16 + byte);
+        // What stands for an element behind the row is multiplied by 0, but may not be another row's NaN.
+        q[i] = rows.word(Q_g, query, p.q.row, min(step_byte + i / 2 * 16 + byte, p.D - 4));
       }
     });
   }
