@@ -70,7 +70,7 @@ def test_accepted(knobs):
     ("HEAD_DIM=128 HEAD_DIM_V=128", "V and O have that D anyway; drop HEAD_DIM_V"),
     ("HEAD_DIM=40", "kernels take 32 to 256 by 16, mma.sync of e4m3 by 32; type HEAD_DIM=64"),
     ("USE_MMA_SYNC=1 BLOCK_M=64 DTYPE=FP8_E4M3 HEAD_DIM=80", "mma.sync of e4m3 by 32"),
-    ("@wmma HEAD_DIM=96", "nvcuda::wmma, and wgmma of e4m3, take 64, 128 and 256"),
+    ("@wmma HEAD_DIM=96", "nvcuda::wmma takes 64, 128 and 256"),
     ("@wmma HEAD_DIM_V=128", "HEAD_DIM_V: only kernels of these families have it: scalar mma wgmma"),
     ("@wgmma BLOCK_M=64 HEAD_DIM=80", "wgmma takes 64, 96, 128, 192, 256, and of V the same or less"),
     ("@wgmma BLOCK_M=64 HEAD_DIM_V=128", "wgmma takes 64, 96, 128, 192, 256, and of V the same or less"),
