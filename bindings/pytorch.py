@@ -41,9 +41,7 @@ def widths(capability, dtype, D, Dv=0):
         if D % 16 or Dv % 16 or min(D, Dv) < 32:
             raise Unavailable(f"there is no line for D={D}, Dv={Dv} but on sm_90; here both are multiples of 16 from 32 on")
         return D, Dv
-    sizes = (64, 128, 256) if dtype == torch.float8_e4m3fn else (64, 96, 128, 192, 256)
-    of_q, of_v = (next(size for size in sizes if size >= most) for most in (max(D, Dv), Dv))
-    return of_q, of_q if dtype == torch.float8_e4m3fn else of_v
+    return tuple(next(size for size in (64, 96, 128, 192, 256) if size >= most) for most in (max(D, Dv), Dv))
 
 
 def line_of(capability, dtype, D, Dv=0):

@@ -224,7 +224,7 @@ LAYOUTS = {"plain": lambda B, S, H, size, dtype: drawn(B, S, H, size, dtype=dtyp
 
 def test_func():
     def is_none(c):
-        return c.get("dtype") == E4M3 and (c.get("softcap") or c.get("Dv", D) != D)
+        return c.get("dtype") == E4M3 and c.get("Dv", D) != D  # 32 is none of e4m3's
     sizes = [(5, 9), (9, 5), (7, 7), (1, 12)]
     for c in pairs(is_none, sizes=sizes, layout=list(LAYOUTS), Dv=[D] if GPU else [D, 32], **COMMON):
         (Sq, Sk), (Hq, Hkv), options = c.sizes, c.heads, options_of(c)
@@ -258,8 +258,7 @@ def test_varlen(calls):
     def is_none(c):
         plain = (c.get("rows") == "batch" and c.get("keys") == "batch" and not c.get("used", True)
                  and not c.get("used_q", True))
-        return (c.get("dtype") == E4M3 and (c.get("softcap") or (c.get("keys") == "pages" and GPU))
-                or plain and c.get("most") == "short")
+        return (c.get("dtype") == E4M3 and c.get("keys") == "pages" and GPU) or (plain and c.get("most") == "short")
     for c in pairs(is_none, keys=["packed", "batch", "pages"], rows=["packed", "batch"], used=[False, True], used_q=[False, True],
                    most=["none", "tensor", "right", "short"], **COMMON):
         packs_q, packs_k = c.rows == "packed", c.keys == "packed"
@@ -307,7 +306,7 @@ def test_kvcache():
     def is_none(c):
         pages = c.get("cache") in ("pages", "indexed")  # of e4m3 builds of their own
         return (c.get("lengths") == "none" and (c.get("new", "none") != "none" or c.get("cache") == "pages")
-                or c.get("dtype") == E4M3 and (c.get("softcap") or pages and GPU))
+                or c.get("dtype") == E4M3 and pages and GPU)
     for c in pairs(is_none, cache=list(CACHES), lengths=["tensor", "int64", "int", "none"],
                    new=["none", "rows", "packed", "spare"], rows=["packed", "batch"], **COMMON):
         (Hq, Hkv), options, size, packs = c.heads, options_of(c), CACHES[c.cache], c.rows == "packed"

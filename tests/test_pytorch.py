@@ -86,6 +86,11 @@ def test_lines_of_all_sizes(D, Dv, line, widths, monkeypatch):
         assert filled.forward == ctypes.cast(library.free, ctypes.c_void_p).value
         assert filled.workspace_bytes == ctypes.cast(library.malloc, ctypes.c_void_p).value
         words = builds.changed(tree.config_lines()[name].knobs, knobs[:-1])
+        if device == 3:  # of e4m3 likewise
+            of_e4m3, _, *more = sdpa.line_with(capability, torch.float8_e4m3fn, D, Dv or D, 0b1101)
+            assert of_e4m3 == line.replace("hopper", "hopper_e4m3") and more == knobs[:-1] + ["USE_SOFTCAP", "USE_LENGTHS", "USE_PAGES"]
+            more = [word if "=" in word else word + "=1" for word in more]
+            assert tree.refusal(builds.changed(tree.config_lines()[of_e4m3].knobs, more)) == ""
         for bias in range(3):
             assert tree.refusal(builds.changed(words, [f"USE_BIAS={bias}"] * (bias > 0))) == "", (words, bias)
 
@@ -962,7 +967,7 @@ def test_attention(case):
 
 @needs_gpu
 @pytest.mark.parametrize("dtype, D, softcap", [(torch.float16, 64, None), (torch.bfloat16, 128, 5.0), (torch.bfloat16, 256, 50.0),
-                                               (torch.float8_e4m3fn, 128, None), (torch.float16, 128, 5.0)], ids=str)
+                                               (torch.float8_e4m3fn, 128, None), (torch.float8_e4m3fn, 128, 5.0), (torch.float16, 128, 5.0)], ids=str)
 def test_softcap_sinks_and_lengths(dtype, D, softcap):
     """Short queries and long ones, by the tiles for both, with sinks and without; sequences of different lengths."""
     for Sq, Sk, mask in (1, 3000, None), (200, 333, "br"):
@@ -997,13 +1002,12 @@ def test_softcap_sinks_and_lengths(dtype, D, softcap):
         sdpa.attention(q, k, v, sinks=torch.zeros(7, device="cuda"))
     with pytest.raises(NotImplementedError, match="^sdpa.attention: no backward for e4m3, softcap, sinks"):
         sdpa.attention(q.half().requires_grad_(), k.half(), v.half(), sinks=torch.zeros(8, device="cuda")).sum().backward()
-    with pytest.raises(RuntimeError, match="e4m3 has no softcap"):
-        sdpa.attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)), softcap=3.0)
 
 
 @needs_gpu
 @pytest.mark.parametrize("dtype, D, Dv", [(torch.float16, 96, 96), (torch.bfloat16, 192, 128), (torch.bfloat16, 80, 48),
-                                          (torch.float16, 8, 8), (torch.bfloat16, 72, 72), (torch.float16, 64, 128), (torch.bfloat16, 160, 160)], ids=str)
+                                          (torch.float16, 8, 8), (torch.bfloat16, 72, 72), (torch.float16, 64, 128), (torch.bfloat16, 160, 160),
+                                          (torch.float8_e4m3fn, 96, 96), (torch.float8_e4m3fn, 192, 128)], ids=str)
 def test_head_sizes(dtype, D, Dv):
     """Sizes without a line of their own, and a size of v."""
     for Sq, Sk, mask in (1, 3000, None), (200, 333, "br"):
