@@ -34,7 +34,7 @@ NO_WINDOW = (None, None)
 class Unavailable(RuntimeError):
     """Why a kernel cannot be had, in one sentence."""
 
-def widths(capability, dtype, D, Dv=0):
+def widths(capability, D, Dv=0):
     """HEAD_DIM and HEAD_DIM_V of the build that takes a problem of D and Dv: on sm_90 the next of those that have tuned tiles."""
     Dv = Dv or D
     if capability[0] != 9:
@@ -51,7 +51,7 @@ def line_of(capability, dtype, D, Dv=0):
         raise Unavailable(f"this GPU is of sm_{capability[0]}{capability[1]}; sdpa's kernels need sm_80 or newer")
     if dtype == torch.float8_e4m3fn and family != "hopper":
         raise Unavailable("e4m3 has a tuned line for sm_90 alone")
-    D, _ = widths(capability, dtype, D, Dv)
+    D, _ = widths(capability, D, Dv)
     size = "" if D <= 64 else "_d128" if D <= 128 else "_d256"
     return family + (DTYPES[dtype] + size if "e4m3" in DTYPES[dtype] else size + DTYPES[dtype])
 
@@ -130,7 +130,7 @@ def library_of(name, capability, *features):
 
 def line_with(capability, dtype, D, Dv, features):
     """The arguments of library_of() for a problem: its line, and the knobs of its sizes and features."""
-    line, (D, Dv) = line_of(capability, dtype, D, Dv), widths(capability, dtype, D, Dv)
+    line, (D, Dv) = line_of(capability, dtype, D, Dv), widths(capability, D, Dv)
     knobs = [f"HEAD_DIM={D}"] * (D not in (64, 128, 256)) + [f"HEAD_DIM_V={Dv}"] * (Dv != D)
     knobs += [knob for bit, knob in enumerate(FEATURES) if features >> bit & 1]
     return line, capability, *knobs

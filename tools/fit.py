@@ -88,8 +88,8 @@ class Tile(ctypes.Structure):
         base = table or ("ampere" if self.use_mma_sync else "hopper")
         if self.use_mma_sync and base != "ampere":
             words = ("USE_WGMMA=0", "USE_CP_ASYNC=1", "SWIZZLE_XOR=1", *words)
-        elif base == "hopper_e4m3" and self.block_n != 128:  # 8 tiles is the default
-            words = (f"FP8_FLUSH={1024 // self.block_n}", *words)
+        elif base == "hopper_e4m3" and self.block_n <= 64:  # 8 tiles is the default
+            words = ("FP8_FLUSH=16", *words)
         return builds.Line(tree, base, ("USE_TUNED=0", *self.knobs.split(), *words))
 
     def suits(self, problem):
