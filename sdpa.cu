@@ -2767,9 +2767,9 @@ template <class B> struct WgmmaRows {
     keep_max(softmax_sum<B>(S, scale_log2, m, alpha, l));
   }
   // Words of a tensor's rows in global memory, as mma.sync takes them.
-  __device__ __forceinline__ uint32_t word(const Input* K_g, int row, int64_t stride, int byte) const {
+  __device__ __forceinline__ uint32_t word(const Input* tensor, int row, int64_t stride, int byte) const {
     const bool is_there = byte < a.p.D * int(sizeof(Input));
-    return is_there ? ld_global<uint32_t>(reinterpret_cast<const char*>(K_g + row * stride) + byte) : 0;
+    return is_there ? ld_global<uint32_t>(reinterpret_cast<const char*>(tensor + row * stride) + byte) : 0;
   }
   // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may be overwritten
   // by now. read_q(q, byte) gives the A operand of STEP_BYTES of Q. Rare, so short rather than fast.
@@ -3490,8 +3490,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
           Q_g = p.Q + one_row.b * p.q.batch + min(one_row.h, p.Hq - 1) * p.q.head, query = one_row.q0;
         }
         query = item.q_row(min(query, item.query_count(p) - 1));
-        // What stands for an element behind the row is multiplied by 0, but may not be another row's NaN.
-        q[i] = rows.word(Q_g, query, p.q.row, min(step_byte + i / 2 * 16 + byte, p.D - 4));
+        q[i] = rows.word(Q_g, query, p.q.row, step_byte + i / 2 * 16 + byte);
       }
     });
   }
@@ -5496,7 +5495,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
     const uint32_t D = map < &maps.v ? B::head_dim : B::d_v, row_bytes = ceil_div(D * t.element_bytes, 64) * 64;
     const uint32_t panel_bytes = row_bytes % 128 ? 64 : 128, panel = panel_bytes / t.element_bytes;
     const uint32_t panels = row_bytes / panel_bytes;
-    cuuint64_t sizes[5] = {min(panel, D), cuuint64_t(S), panels, cuuint64_t(t.dims[1].size), cuuint64_t(t.dims[2].size)};
+    cuuint64_t sizes[5] = {min(panel, D), uint32_t(S), panels, uint32_t(t.dims[1].size), uint32_t(t.dims[2].size)};
     cuuint64_t strides[4] = {bytes[0], panel_bytes, bytes[1], bytes[2]};
     uint32_t box[5] = {panel, uint32_t(!of_queries ? B::block_n : B::swap_ab ? B::block_m : 64), panels, 1, 1};
     if (a.has_short_rows || (B::pack_gqa && is_q) || (B::use_pages && !of_queries)) {
