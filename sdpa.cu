@@ -260,6 +260,7 @@ struct SdpaParams {
   void* bias_map = nullptr;                 // USE_BIAS: written by sdpa_map_bias(), or null: launches make their own
   size_t bias_map_bytes = 0;                // of bias_map, as sdpa_bias_map_bytes() has it
   const int* q_lengths = nullptr;           // USE_LENGTHS=1: as struct Sequence has it
+  int batch_invariant = 0;                  // 1: a row's bits are the same whatever sequences are in the batch with it
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf or its sink. NaN and inf come out as
 // the formula has them; those of V at a masked key may reach the row (0 * inf is NaN), of rows that are no key none.
@@ -1267,6 +1268,9 @@ template <> struct VectorCopy<true> {
 
 template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, int keys, int thread, int threads);
 template <class B> __device__ __forceinline__ void clear_rows_without_query(Input* Q_s, const KernelArgs& a);
+template <class B>
+__device__ __forceinline__ bool clear_queries_of_others(Input* Q_s, int panel_rows, const KernelArgs& a,
+                                                        const Item<B>& item, int first_row, int rows, int thread);
 template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelArgs& a, uint32_t i);  // USE_LENGTHS
 template <class B>  // USE_PAGES
 __device__ __forceinline__ int page_of(const KernelArgs& a, const Item<B>& item, int k, int keys = 1);
@@ -2805,6 +2809,13 @@ template <class B, class Shared> struct WgmmaConsumer {
   }
 
   __device__ __forceinline__ const WgmmaItem<B>& item() const { return s.item[q_ring.stage]; }
+  // Both slices have the same rows of Q.
+  __device__ __forceinline__ void clear_queries() {
+    Input* const Q_s = s.queries(q_ring.stage, row_group);
+    if (!clear_queries_of_others<B>(Q_s, Q_PANEL_ROWS<B>, a, item(), row_group * 64, 64, threadIdx.x % 128)) return;
+    const int number = B::split_kv > 1 ? partials : q_read + warpgroup;
+    barrier_sync(number, B::split_kv > 1 ? B::warpgroups * 128 : 128);  // hazard: rows emptied by all who read them
+  }
   // For each item: begin(), compute(turns) if this warpgroup has rows of it, end().
   template <class Begin, class Compute, class End>
   __device__ __forceinline__ void run_items(const Begin& begin, const Compute& compute, const End& end) {
@@ -2818,6 +2829,7 @@ template <class B, class Shared> struct WgmmaConsumer {
       rows.item = &item();
       if constexpr (B::use_lengths) rows.mask = item().mask(a);
       const KeyRange rounds_here = own_rounds<B>(a, rows.mask, item(), rounds, rows.q);
+      if constexpr (B::use_lengths) clear_queries();
       begin();
       t.skip(ring, rounds - rounds_here.end, lane);
       if (rounds_here.end > 0) {
@@ -3994,6 +4006,10 @@ template <class B> struct WgmmaColumns {
   __device__ __forceinline__ void run() {
     mbarrier_wait(&s.q_full, 0);
     const WgmmaItem<B> item = s.item;
+    if constexpr (B::use_lengths) {
+      const bool emptied = clear_queries_of_others<B>(s.Q, B::block_m, a, item, 0, B::block_m, int(threadIdx.x));
+      if (emptied) __syncthreads();  // hazard: rows emptied by all warps
+    }
     Sums O;
     int round = item.rounds - 1;
     if (B::split_ctas == 1 || round >= 0) {
@@ -4688,9 +4704,15 @@ template <class B> struct MmaE4m3AsHalves {
 // ---- 5f ranges of keys, and the merge of their results (wmma, mma, wgmma) ----
 
 // SPLIT_CTAS: the workspace has a counter of partial results for each item, and the partial results after all counters.
-constexpr uint32_t most_split_items = 16384;
+constexpr uint32_t most_split_items = Build::use_lengths ? 131072 : 16384;
 constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
 constexpr int ranges_at_once = 16, few_ranges = 4;  // that a thread merges; of few it takes more columns
+// batch_invariant, SPLIT_CTAS=0: rounds of a range at most, in a sequence whose tiles have `rounds` at most. K and V of
+// a range have 512 KB, or more where all tiles of the sequence in a group of heads would have over `parts` ranges.
+__host__ __device__ __forceinline__ int invariant_rounds(int rounds, int round_keys, int tiles, int parts) {
+  const int least = max((512 << 10) / int(round_keys * Build::head_dim * sizeof(Input) * 2), 1);
+  return min(max(least, ceil_div(rounds, max(parts / max(tiles, 1), 1))), max(most_keys_at_once / round_keys, 1));
+}
 template <class B> struct alignas(256) RangePartial {
   float O[B::block_m][B::d_v];
   float2 m_l[B::block_m];
@@ -5043,11 +5065,38 @@ template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, in
   }
 }
 
+// batch_invariant: empties those of `rows` rows of Q from first_row of the tile on that are behind the sequence's last
+// query. Rows of a warp decide together how long a stale maximum will do, and these are another sequence's. True if
+// the tile has such rows: then its readers have to wait for all who call it.
+template <class B>
+__device__ __forceinline__ bool clear_queries_of_others(Input* Q_s, int panel_rows, const KernelArgs& a,
+                                                        const Item<B>& item, int first_row, int rows, int thread) {
+  if (!a.p.batch_invariant || !item.ends_before(item.q0 + queries_of_item<B>(a))) return false;
+  constexpr int line = PANEL_BYTES<B::head_dim> / 16, threads = B::swap_ab ? B::threads : 128;
+  for (int i = thread; i < PANELS<B::head_dim> * rows * line; i += threads) {
+    const int row = i / line % rows, panel = i / line / rows;
+    if (query_of<B>(a, item.q0, first_row + row) < item.query_count(a.p)) continue;
+    st_shared(reinterpret_cast<uint4*>(Q_s) + (panel * panel_rows + row) * line + i % line, uint4{});
+  }
+  fence_proxy_async();
+  return true;
+}
+
 // ---- 5f the kernel that plans items (USE_LENGTHS) ----
 
 // How many rounds one accumulator sums at most.
 template <class B> __host__ __device__ __forceinline__ int rounds_at_once() {
   return max(most_keys_at_once / B::round_keys, 1);
+}
+// batch_invariant: the ranges of a tile with so many rounds, of that sequence.
+template <class B>
+__device__ __forceinline__ uint32_t invariant_ranges(const KernelArgs& a, const Sequence& sequence, uint32_t rounds) {
+  const KeyBounds keys(a.p, sequence.Sq, sequence.Sk);
+  const int queries = queries_of_item<B>(a), most_keys = min(sequence.Sk, keys.to - keys.from + queries + B::block_n);
+  const int limit = B::split_ctas != 0 ? rounds_at_once<B>()
+                                       : invariant_rounds(ceil_div(most_keys, B::round_keys), B::round_keys,
+                                                          ceil_div(sequence.Sq, queries), plan_room<B>(a).free_parts);
+  return B::split_ctas == 1 ? 1 : max(ceil_div(rounds, limit), uint32_t(max(B::split_ctas, 1)));
 }
 // One CTA plans. It sorts items into classes by their rounds.
 constexpr int plan_threads = 1024, plan_classes = 64;
@@ -5100,15 +5149,18 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
   const uint64_t rounds_of_all = uint64_t(s.rounds_65536) * 65536 + s.rounds;
   const uint32_t even = free > 0 ? uint32_t(min(2 * rounds_of_all / free + 1, uint64_t(0x7fffffff))) : 0x7fffffff;
   const uint32_t limit = max(even, B::split_ctas == 0 ? min(least, most) : most);
-  const auto ranges_of_tile = [&](uint32_t rounds) { return max(ceil_div(rounds, limit), typed); };
+  const auto ranges_of_tile = [&](const Sequence& sequence, uint32_t rounds) {
+    if (a.p.batch_invariant) return invariant_ranges<B>(a, sequence, rounds);
+    return max(ceil_div(rounds, limit), typed);
+  };
   // Classes go by rounds: of a range, or of the sequence, so that its tiles follow each other while L2 has its K and V.
-  const uint32_t longest = max(min(s.most_rounds, limit), 1u);
+  const uint32_t longest = max(a.p.batch_invariant ? s.most_rounds : min(s.most_rounds, limit), 1u);
   const auto class_of = [&](const Sequence& sequence, uint32_t rounds, uint32_t ranges) {
     const uint32_t cost = B::split_ctas == 1 ? rounds_of({0, sequence.Sk}) : ceil_div(rounds, ranges);
     return plan_classes - 1 - int(cost * (plan_classes - 1) / longest);
   };
   each_tile([&](int, const Sequence& sequence, int, const KeyRange& keys) {
-    const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(rounds);
+    const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(sequence, rounds);
     atomicAdd(&s.count_of[class_of(sequence, rounds, ranges)], ranges);
   });
   __syncthreads();  // hazard: counted by all threads
@@ -5123,7 +5175,7 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
   PlannedItem* const items = planned_items(a);
   uint32_t* const merges = reinterpret_cast<uint32_t*>(items + plan_room<B>(a).items);
   each_tile([&](int b, const Sequence& sequence, int q0, const KeyRange& keys) {
-    const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(rounds);
+    const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(sequence, rounds);
     const uint32_t part = ranges > 1 ? atomicAdd(&s.parts, ranges) : 0;
     const uint32_t each = rounds / ranges, rest = rounds % ranges;  // so many have one round more
     for (uint32_t range = 0; range < ranges; range++) {  // a warp's tiles of the same keys follow each other
@@ -5343,6 +5395,10 @@ int ranges_of(const SdpaParams& p, const Items& items, bool by_kernel, int round
               int sms) {
   const int keys = max(most_visible_keys(p), 1), rounds = int(ceil_div(keys, round_keys));
   const double round_kb = round_keys * p.D * sizeof(Input) / 512.0;  // K and V
+  if (p.batch_invariant) {
+    const int tiles = ceil_div(p.Sq, items.queries), parts = sms / max(p.Hq / items.heads, 1);
+    return ceil_div(rounds, invariant_rounds(rounds, round_keys, tiles, parts));
+  }
   const int most = by_kernel || items.count <= most_split_items ? min(rounds, 256) : 1;
   int best = 0;
   double best_kb = 0;
@@ -5367,7 +5423,8 @@ Items items_of_packed_tile(const SdpaParams& p, int block_m) {
   const int group = p.Hkv > 0 ? max(p.Hq / p.Hkv, 1) : 1;
   int heads = min(group, block_m);
   while (group % heads) heads--;
-  return items_of_tile(p, heads, min(block_m / heads, max(p.Sq, 1)));
+  const bool knows_queries = !p.batch_invariant || !(p.q_starts || p.q_lengths);
+  return items_of_tile(p, heads, knows_queries ? min(block_m / heads, max(p.Sq, 1)) : block_m / heads);
 }
 
 template <class B> Items items_of(const SdpaParams& p) {
@@ -5389,6 +5446,18 @@ template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   const int page_size = max(p.page_size, 1), bits = page_size | B::block_n;
   plan.page_size = Divisor(uint32_t(page_size)), plan.box_rows = bits & -bits;  // 2^n that divides both
   if (B::split_ctas == 1) return plan;
+  if (p.batch_invariant) {  // parts of a sequence, and of all of them: one of more than `most` rounds may need more
+    plan.free_parts = max(sm_count() / int(heads), 1);
+    const int keys = p.most_keys > 0 ? min(p.most_keys, p.Sk) : p.Sk, most = rounds_at_once<B>();
+    const int rounds = int(ceil_div(keys, B::round_keys)), least = invariant_rounds(1, B::round_keys, 1, 1);
+    const auto all = [&](int limit) { return uint64_t(tiles) * max(int(ceil_div(rounds, limit)), B::split_ctas); };
+    uint64_t parts = all(B::split_ctas > 1 ? most : least);
+    if (B::split_ctas == 0) {
+      parts = min(parts, uint64_t(p.B) * plan.free_parts + (rounds > most ? all(most) : 0)) * (rounds > least);
+    }
+    plan.parts = uint32_t(min(parts, uint64_t(0x7fffffff))), plan.items += plan.parts;
+    return plan;
+  }
   const uint32_t counters = merges_by_kernel<B> ? 0x7fffffff : most_split_items / heads;
   plan.free_parts = min(2 * ceil_div(4 * uint32_t(most_resident_ctas<B>() * sm_count()), heads), counters);
   const uint64_t typed = B::split_ctas > 1 ? uint64_t(B::split_ctas) * tiles : 0;
@@ -5687,7 +5756,8 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
     return failure(refused, "B*Hq*ceil(Sq/%d) is over %d tiles; split the batch", items.queries, most);
   }
   if (sums_end<B> && most_visible_keys(p) > most_keys_at_once) {
-    return failure(refused, "a query sees %d keys, but this build sums over %d at most; use one with SPLIT_CTAS=0",
+    return failure(refused,
+                   "a query sees %d keys, but this build sums over %d at most; use one with SPLIT_CTAS=0 or say most_keys",
                    most_visible_keys(p), most_keys_at_once);
   }
   if (B::split_ctas != 1 && !merges_by_kernel<B> && items.ranges > 1 && items.count > most_split_items) {
@@ -5701,6 +5771,10 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
     const PlanArgs plan = plan_args<B>(p, items);
     const uint64_t heads = p.Hq / items.heads;
     if (plan.items * heads > most) return failure(refused, "B*Hq*Sq is over %d tiles; split the batch", most);
+    if (!merges_by_kernel<B> && plan.parts * heads > most_split_items) {
+      return failure(refused, "batch_invariant: %llu ranges of keys are over %u; split the batch or pass most_keys",
+                     (unsigned long long)(plan.parts * heads), most_split_items);
+    }
     [&](auto& args) { args.plan = plan; }(a);
     a.work_items = uint32_t(plan.items * heads);
   }
@@ -5757,7 +5831,8 @@ SdpaStatus check_params(SdpaParams& p) {
   } numbers[] = {{"B", p.B}, {"Hq", p.Hq}, {"Hkv", p.Hkv}, {"Sq", p.Sq}, {"Sk", p.Sk}, {"max_ctas", p.max_ctas},
                  {"window_left", p.window_left, -1}, {"window_right", p.window_right, -1},
                  {"causal", int(p.causal), 0, 2}, {"window_alignment", int(p.window_alignment), 0, 2},
-                 {"bias_keys", p.bias_keys, 0, Build::use_lengths ? most_rows : p.Sk}};
+                 {"bias_keys", p.bias_keys, 0, Build::use_lengths ? most_rows : p.Sk},
+                 {"batch_invariant", p.batch_invariant, 0, 1}};
   for (const auto& x : numbers) {
     if (x.value >= x.least && x.value <= x.most) continue;
     return failure(refused, "%s=%d is outside [%d, %d]", x.name, x.value, x.least, x.most);
@@ -6156,22 +6231,38 @@ SdpaParams of_equal_lengths(SdpaParams p, int sequences) {
   return p;
 }
 
+// batch_invariant: the problem by which a tile is chosen, with a few sequences. What is the batch's, or is in device
+// memory, becomes a usual number.
+SdpaParams of_any_batch(SdpaParams p) {
+  if (p.q_starts || p.q_lengths) p.Sq = 2048;
+  if (p.k_lengths || p.k_starts) p.Sk = p.k_starts && !p.k_lengths && p.q_starts ? p.Sq : max(p.Sq, 8192);
+  p.q_starts = p.q_lengths = p.k_starts = nullptr, p.most_keys = 0, p.B = 4;
+  return p;
+}
+
 // The row of the quickest tile; the model takes up to 20 us, and callers repeat. No bit may depend on max_ctas.
 int choose_tile(const SdpaParams& p) {
-  const int sms = sm_count(), given = !p.k_lengths + 2 * !p.q_starts + 4 * !p.k_starts;
-  const std::array now{sms, given, p.B, p.Hq, p.Hkv, p.Sq, p.Sk, int(p.causal), p.window_left, p.window_right,
-                       int(p.window_alignment), p.most_keys};
+  const int invariant = p.batch_invariant;
+  const int sms = sm_count(), of_q = !p.q_starts + 2 * !p.q_lengths, given = !p.k_lengths + 2 * !p.k_starts + 4 * of_q;
+  const std::array now{sms, given, invariant, p.B, p.Hq, p.Hkv, p.Sq, p.Sk, int(p.causal), p.window_left,
+                       p.window_right, int(p.window_alignment), p.most_keys};
   thread_local auto last = now;
   thread_local int best = -1;
   if (best >= 0 && now == last) return best;
   best = -1, last = now;
   double best_clocks = 0;
+  const SdpaParams one = invariant ? of_any_batch(p) : Build::use_lengths ? of_equal_lengths(p, p.B) : p;
+  // Sums of most_keys_at_once end, and of caches that are in device memory some may be as long.
+  const bool has_many_keys = invariant ? p.k_lengths || most_visible_keys(one) > most_keys_at_once
+                                       : most_visible_keys(p) > most_keys_at_once;
   for (int n = next_tile(0); n < tile_count; n = next_tile(n + 1)) {
     const TunedTile& t = TUNED_TILES[n];
-    double clocks = tuned_clocks(t, Build::use_lengths ? of_equal_lengths(p, p.B) : p, sms);
+    double clocks = tuned_clocks(t, one, sms);
     // One cache may have nearly all keys: such a problem counts sqrt(B) times beside the one of equal caches.
-    if (Build::use_lengths && p.k_lengths) clocks += std::sqrt(p.B) * tuned_clocks(t, of_equal_lengths(p, 1), sms);
-    if (t.split_ctas == 1 && !t.swap_ab && most_visible_keys(p) > most_keys_at_once) clocks *= 1e9;  // its sums end
+    if (Build::use_lengths && p.k_lengths && !invariant) {
+      clocks += std::sqrt(p.B) * tuned_clocks(t, of_equal_lengths(p, 1), sms);
+    }
+    if (t.split_ctas == 1 && !t.swap_ab && has_many_keys) clocks *= 1e9;
     if (best < 0 || clocks < best_clocks) best = n, best_clocks = clocks;
   }
   return best;

@@ -63,6 +63,7 @@ typedef struct SdpaParams {
   void* bias_map;          /* of sdpa_library_map_bias(), for several launches with one bias; null: each makes its own */
   size_t bias_map_bytes;   /* sdpa_library_bias_map_bytes() */
   const int* q_lengths;    /* lines with USE_LENGTHS, [B] in device memory: of its queries the first so many count; or null */
+  int batch_invariant;     /* 1: a row's bits are the same whatever sequences are in the batch with it, see docs/USING.md */
 } SdpaParams;
 
 struct CUstream_st; /* cudaStream_t is a pointer to it */

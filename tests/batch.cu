@@ -1,0 +1,215 @@
+// SdpaParams' batch_invariant, on the CPU backend: each sequence alone has the bits that it has in drawn batches, in every
+// kind of call that the build takes. Without it some bits differ, so that the batches are ones in which they may.
+#define SDPA_NO_MAIN
+#ifndef SDPA_SOURCE
+#define SDPA_SOURCE "../sdpa.cu"
+#endif
+#include SDPA_SOURCE
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "../reference.cpp"
+#include <doctest/doctest.h>
+
+using namespace SDPA_NAMESPACE;
+using std::string;
+using std::vector;
+
+namespace {
+
+constexpr int D = Build::head_dim, Dv = Build::d_v;
+
+struct Rng {
+  uint64_t state;
+  int operator()(int below) { return int((state = reference::mix(state)) % uint64_t(below)); }
+};
+
+// A sequence with numbers of its own, which is number `id` of all.
+struct Own { int id, Sq, Sk; };
+
+// Element d of a row of a tensor. Some rows of Q are so large that a maximum of some keys does not hold for those behind
+// them, and all of the rows of each fifth sequence are NaN.
+float element(int tensor, int id, int head, int row, int d) {
+  const uint64_t of_row = reference::mix(reference::mix(uint64_t(id) * 4 + tensor) + uint64_t(head) * 1000003 + row);
+  const float x = float(reference::mix(of_row + d) % 4096) / 1024 - 2;
+  if (tensor != 0) return x;
+  if (id % 5 == 4) return NAN;
+  constexpr float factors[] = {1, 1, 0.25f, 12};
+  return x * factors[of_row % 4];
+}
+
+// Where the sequences of a call are: behind each other, or each in a batch of its own; K and V likewise, or in pages.
+enum class Layout { plain, lengths, packed, packed_q, pages, packed_pages };
+struct Kind {
+  Layout layout;
+  bool packs_q() const { return layout == Layout::packed || layout == Layout::packed_q || layout == Layout::packed_pages; }
+  bool packs_k() const { return layout == Layout::packed; }
+  bool has_pages() const { return layout == Layout::pages || layout == Layout::packed_pages; }
+};
+
+// Device memory of a call.
+struct Memory {
+  vector<void*> all;
+  template <class T> T* hold(const vector<T>& x) {
+    void* pointer = nullptr;
+    cudaMalloc(&pointer, x.size() * sizeof(T)), all.push_back(pointer);
+    memcpy(pointer, x.data(), x.size() * sizeof(T));
+    return static_cast<T*>(pointer);
+  }
+  ~Memory() {
+    for (void* x : all) cudaFree(x);
+  }
+};
+
+using Bits = vector<unsigned char>;  // of O and LSE of one sequence
+
+// One call; `change` sets the mask, the heads and batch_invariant. Rows of no sequence are NaN. Of a batch `spare` says
+// how much room its tensors have besides.
+vector<Bits> results(const Kind& kind, const vector<Own>& sequences, Rng draw, bool spare, SdpaParams p) {
+  Memory memory;
+  const int B = int(sequences.size()), Hq = p.Hq, Hkv = p.Hkv;
+  const bool is_plain = kind.layout == Layout::plain;
+  const auto room = [&](int most) { return spare && !is_plain ? draw(most) : 0; };
+  vector<int> q_starts = {0}, k_starts = {0}, q_lengths, k_lengths;
+  int Sq = 0, Sk = 0;
+  for (const Own& x : sequences) {
+    Sq = std::max(Sq, x.Sq), Sk = std::max(Sk, x.Sk), q_lengths.push_back(x.Sq), k_lengths.push_back(x.Sk);
+    q_starts.push_back(q_starts.back() + x.Sq), k_starts.push_back(k_starts.back() + x.Sk);
+  }
+  p.B = B, p.D = D, p.Dv = Dv;
+  p.Sq = (kind.packs_q() ? q_starts.back() : Sq) + room(100), p.Sk = (kind.packs_k() ? k_starts.back() : Sk) + room(3000);
+  constexpr int page = 16;
+  if (kind.has_pages()) p.Sk = (p.Sk + page - 1) / page * page;
+  const int q_batches = kind.packs_q() ? 1 : B, k_batches = kind.packs_k() ? 1 : B, page_stride = p.Sk / page;
+  vector<int> table(size_t(B) * page_stride);
+  if (kind.has_pages()) {
+    std::iota(table.begin(), table.end(), 0);
+    for (size_t i = table.size(); i > 1; i--) std::swap(table[i - 1], table[draw(int(i))]);
+  }
+  vector<Input> Q(size_t(q_batches) * Hq * p.Sq * D, rounded<Input>(NAN)), K(size_t(k_batches) * Hkv * p.Sk * D, rounded<Input>(NAN));
+  vector<Input> V(K.size() / D * Dv, rounded<Input>(NAN));
+  const auto q_row = [&](int b, int h, int row) {
+    return kind.packs_q() ? size_t(h) * p.Sq + q_starts[b] + row : (size_t(b) * Hq + h) * p.Sq + row;
+  };
+  const auto k_row = [&](int b, int h, int row) {
+    if (kind.has_pages()) return (size_t(table[size_t(b) * page_stride + row / page]) * Hkv + h) * page + row % page;
+    return kind.packs_k() ? size_t(h) * p.Sk + k_starts[b] + row : (size_t(b) * Hkv + h) * p.Sk + row;
+  };
+  for (int b = 0; b < B; b++) {
+    const Own& x = sequences[b];
+    for (int h = 0; h < Hq; h++) {
+      for (int i = 0; i < x.Sq * D; i++) Q[q_row(b, h, i / D) * D + i % D] = rounded<Input>(element(0, x.id, h, i / D, i % D));
+    }
+    for (int h = 0; h < Hkv; h++) {
+      for (int i = 0; i < x.Sk * D; i++) K[k_row(b, h, i / D) * D + i % D] = rounded<Input>(element(1, x.id, h, i / D, i % D));
+      for (int i = 0; i < x.Sk * Dv; i++) V[k_row(b, h, i / Dv) * Dv + i % Dv] = rounded<Input>(element(2, x.id, h, i / Dv, i % Dv));
+    }
+  }
+  p.Q = memory.hold(Q), p.K = memory.hold(K), p.V = memory.hold(V);
+  p.O = memory.hold(vector<Output>(Q.size() / D * Dv)), p.LSE = memory.hold(vector<float>(Q.size() / D));
+  const int rows = kind.has_pages() ? page : p.Sk;
+  p.q = {int64_t(Hq) * p.Sq * D, int64_t(p.Sq) * D, D}, p.o = {int64_t(Hq) * p.Sq * Dv, int64_t(p.Sq) * Dv, Dv};
+  p.k = {int64_t(Hkv) * rows * D, int64_t(rows) * D, D}, p.v = {int64_t(Hkv) * rows * Dv, int64_t(rows) * Dv, Dv};
+  if (!is_plain) {
+    if (kind.packs_q()) p.q_starts = memory.hold(q_starts);
+    else p.q_lengths = memory.hold(q_lengths);
+    if (kind.packs_k()) p.k_starts = memory.hold(k_starts);
+    else p.k_lengths = memory.hold(k_lengths);
+  }
+  if (kind.has_pages()) {
+    p.page_table = memory.hold(table), p.page_stride = page_stride, p.page_size = page, p.pages = int(table.size());
+  }
+  if (!is_plain && spare && draw(2)) p.most_keys = Sk + draw(100);
+  vector<float> factors(size_t(3) * B * Hq);  // of a sequence and a head
+  for (size_t i = 0; i < factors.size(); i++) factors[i] = 0.5f + float((sequences[i / Hq % B].id + i % Hq) % 7) / 8;
+  if (Build::is_8bit) {
+    const float* const held = memory.hold(factors);
+    p.q_descale = {held, Hq, 1}, p.k_descale = {held + B * Hq, Hq, 1}, p.v_descale = {held + 2 * B * Hq, Hq, 1};
+  }
+  p.workspace = memory.hold(vector<unsigned char>(sdpa_workspace_bytes(p)));
+  const SdpaStatus status = sdpa_forward(p, /*stream=*/0);
+  REQUIRE(string(status.text) == "");
+  REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+  vector<Bits> bits(B);
+  for (int b = 0; b < B; b++) {
+    for (int h = 0; h < Hq; h++) {
+      for (int row = 0; row < sequences[b].Sq; row++) {
+        const auto add = [&](const void* x, size_t bytes) {
+          bits[b].insert(bits[b].end(), static_cast<const unsigned char*>(x), static_cast<const unsigned char*>(x) + bytes);
+        };
+        add(p.O + q_row(b, h, row) * Dv, Dv * sizeof(Output)), add(p.LSE + q_row(b, h, row), sizeof(float));
+      }
+    }
+  }
+  return bits;
+}
+
+// How many sequences of `batches` drawn batches have other bits than alone. `rows` and `keys` are what the sequences have;
+// of a plain call the first ones.
+struct Sizes { vector<int> rows, keys; };
+int different(const Kind& kind, const Sizes& sizes, SdpaParams p, int batches, uint64_t seed) {
+  constexpr int count = 6, most = 8;
+  const bool is_plain = kind.layout == Layout::plain;
+  Rng draw{seed};
+  vector<Own> own;
+  for (int i = 0; i < count; i++) {
+    own.push_back({i, sizes.rows[is_plain ? 0 : i % sizes.rows.size()], sizes.keys[is_plain ? 0 : i % sizes.keys.size()]});
+  }
+  vector<Bits> alone;
+  for (const Own& x : own) alone.push_back(results(kind, {x}, draw, /*spare=*/false, p)[0]);
+  int wrong = 0;
+  for (int n = 0; n < batches; n++) {
+    vector<Own> batch;
+    for (int i = 1 + draw(most); i >= 0; i--) batch.push_back(own[draw(count)]);
+    const vector<Bits> together = results(kind, batch, Rng{seed + 1000 + n}, /*spare=*/true, p);
+    for (size_t b = 0; b < batch.size(); b++) wrong += together[b] != alone[batch[b].id];
+  }
+  return wrong;
+}
+
+vector<Kind> kinds() {
+  vector<Kind> all = {{Layout::plain}};
+  if (Build::use_pages) return {{Layout::pages}, {Layout::packed_pages}};
+  if (Build::use_lengths) all.insert(all.end(), {{Layout::lengths}, {Layout::packed}, {Layout::packed_q}});
+  return all;
+}
+
+// Bits may depend on the batch at all.
+constexpr bool may_differ = Build::use_tuned || Build::split_ctas == 0 || (Build::use_lengths && is_wgmma && Build::use_lazy_max);
+
+}  // namespace
+
+TEST_CASE("batches") {
+  const struct {
+    const char* name;
+    Sizes sizes;
+    int sms, keys_at_once;
+    Causal causal;
+    int window_left;
+  } problems[] = {{"prefill", {{200, 3, 70, 129}, {200, 90, 129, 333}}, 16, 65536, Causal::bottom_right, -1},
+                  {"chunks", {{20, 33, 5}, {400, 170, 1000}}, 6, 192, Causal::bottom_right, -1},
+                  {"window", {{130, 64, 7}, {260, 64, 90}}, 132, 65536, Causal::top_left, 50},
+                  {"decode", {{1}, {700, 64, 1200, 129}}, 132, 128, Causal::off, -1},
+                  {"long decode", {{1}, {5000, 100, 2500}}, 12, 65536, Causal::bottom_right, -1}};
+  int without = 0;
+  for (const auto& x : problems) {
+    for (const Kind& kind : kinds()) {
+      for (const int heads : {4, 2}) {
+        if ((heads == 4) != (x.causal == Causal::bottom_right)) continue;
+        INFO(string(x.name) << ", layout " << int(kind.layout));
+        simt::gpu.sms[0] = x.sms;
+        if (!sums_end<Build> || Build::use_tuned) simt::gpu.keys_at_once = x.keys_at_once;
+        SdpaParams p{};
+        p.Hq = heads, p.Hkv = 2, p.causal = x.causal, p.window_left = x.window_left;
+        without += different(kind, x.sizes, p, 4, 7);
+        p.batch_invariant = 1;
+        CHECK(different(kind, x.sizes, p, 20, 7) == 0);
+        simt::gpu = {};
+      }
+    }
+  }
+  CHECK((without > 0) == may_differ);
+}
