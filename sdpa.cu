@@ -4707,11 +4707,15 @@ template <class B> struct MmaE4m3AsHalves {
 constexpr uint32_t most_split_items = Build::use_lengths ? 131072 : 16384;
 constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
 constexpr int ranges_at_once = 16, few_ranges = 4;  // that a thread merges; of few it takes more columns
-// batch_invariant, SPLIT_CTAS=0: rounds of a range at most, in a sequence whose tiles have `rounds` at most. K and V of
-// a range have 512 KB, or more where all tiles of the sequence in a group of heads would have over `parts` ranges.
+// SPLIT_CTAS=0: rounds in which K and V have 256 KB, of which a planned range has no less.
+__host__ __device__ __forceinline__ int least_rounds(int round_keys) {
+  return max(1, 256 * 1024 / int(round_keys * Build::head_dim * sizeof(Input) * 2));
+}
+// batch_invariant, SPLIT_CTAS=0: rounds of a range at most, in a sequence whose tiles have `rounds` at most: the least, or
+// more where the sequence's tiles in a group of heads would have over `parts` ranges.
 __host__ __device__ __forceinline__ int invariant_rounds(int rounds, int round_keys, int tiles, int parts) {
-  const int least = max((512 << 10) / int(round_keys * Build::head_dim * sizeof(Input) * 2), 1);
-  return min(max(least, ceil_div(rounds, max(parts / max(tiles, 1), 1))), max(most_keys_at_once / round_keys, 1));
+  const int share = ceil_div(rounds, max(parts / max(tiles, 1), 1));
+  return min(max(least_rounds(round_keys), share), max(most_keys_at_once / round_keys, 1));
 }
 template <class B> struct alignas(256) RangePartial {
   float O[B::block_m][B::d_v];
@@ -5143,7 +5147,7 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
 
   // Rounds of a range at most, and how many ranges a tile has. There is room for all: a tile of more than `even` rounds
   // has 2 * rounds / even ranges at most. Where that is over `most`, sums are longer than one accumulator should be.
-  const uint32_t least = max(1, 256 * 1024 / int(B::round_keys * B::head_dim * sizeof(Input) * 2));
+  const uint32_t least = least_rounds(B::round_keys);
   const auto& room = plan_room<B>(a);
   const uint32_t most = rounds_at_once<B>(), free = room.free_parts, typed = room.parts > free ? B::split_ctas : 1;
   const uint64_t rounds_of_all = uint64_t(s.rounds_65536) * 65536 + s.rounds;
@@ -5757,7 +5761,8 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   }
   if (sums_end<B> && most_visible_keys(p) > most_keys_at_once) {
     return failure(refused,
-                   "a query sees %d keys, but this build sums over %d at most; use one with SPLIT_CTAS=0 or say most_keys",
+                   "a query sees %d keys, but this build sums over %d at most; use one with SPLIT_CTAS=0, or say "
+                   "most_keys",
                    most_visible_keys(p), most_keys_at_once);
   }
   if (B::split_ctas != 1 && !merges_by_kernel<B> && items.ranges > 1 && items.count > most_split_items) {
@@ -6231,12 +6236,12 @@ SdpaParams of_equal_lengths(SdpaParams p, int sequences) {
   return p;
 }
 
-// batch_invariant: the problem by which a tile is chosen, with a few sequences. What is the batch's, or is in device
-// memory, becomes a usual number.
+// batch_invariant: the problem by which a tile is chosen, of 8 sequences. What belongs to the batch or is in device
+// memory becomes a usual number.
 SdpaParams of_any_batch(SdpaParams p) {
   if (p.q_starts || p.q_lengths) p.Sq = 2048;
   if (p.k_lengths || p.k_starts) p.Sk = p.k_starts && !p.k_lengths && p.q_starts ? p.Sq : max(p.Sq, 8192);
-  p.q_starts = p.q_lengths = p.k_starts = nullptr, p.most_keys = 0, p.B = 4;
+  p.q_starts = p.q_lengths = p.k_starts = nullptr, p.most_keys = 0, p.B = 8;
   return p;
 }
 
