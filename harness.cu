@@ -210,6 +210,7 @@ struct Problem : reference::Problem {
   int page_size;                                // 0: K and V do not lie in pages
   bool narrow_table = false;                    // of pages: it ends with Sk, and lengths may be above
   int most_keys = 0;                            // as SdpaParams has it
+  bool batch_invariant = false;
   // What the bias is like, one of bias_kinds, which of b, h and q it has dimensions for, and m if its map is made once for
   // all launches; "": there is none.
   string bias_kind, bias_dims = "q";
@@ -234,7 +235,7 @@ SdpaParams params_of(const Problem& p) {  // but for the tensors
   params.window_left = p.window_left, params.window_right = p.window_right;
   params.window_alignment = Causal(int(p.window_alignment));
   params.softcap = float(p.softcap), params.most_keys = p.most_keys;
-  params.page_size = p.page_size;
+  params.page_size = p.page_size, params.batch_invariant = p.batch_invariant;
   // A table as wide as a cache could become, whatever the lengths are; no wider where a sum ends.
   if (p.page_size && p.has_lengths && !p.narrow_table) params.Sk = line.sums_end && !p.most_keys ? 1 << 16 : 1 << 20;
   return params;
@@ -1482,7 +1483,8 @@ vector<Column> columns(const Run& r, const Device& d) {
       {"window", window_text(p, ":")},
       {"out_dtype", output_type.name}, {"softcap", p.softcap != 0 ? format("%.9g", p.softcap) : ""},
       {"sinks", p.has_sinks ? "1" : ""}, {"lengths", p.has_q_lengths ? p.has_lengths ? "kq" : "q" : p.has_lengths ? "1" : ""},
-      {"packed", packed_text(p)}, {"pages", p.page_size ? to_string(p.page_size) : ""}, {"bias", bias_text(p)}};
+      {"packed", packed_text(p)}, {"pages", p.page_size ? to_string(p.page_size) : ""}, {"bias", bias_text(p)},
+      {"batch_invariant", p.batch_invariant ? "1" : ""}};
   // clang-format on
 }
 
@@ -1703,6 +1705,8 @@ vector<Option> options_of(Options& o) {
        bias_text},
       {"--most-keys", "N", "keys that a sequence has at most, whatever its length says (a build with USE_LENGTHS)",
        count(o.common.most_keys, 1), given(&Problem::most_keys)},
+      {"--batch-invariant", "", "a row's bits are the same whatever sequences are in the batch with it",
+       flag(o.common.batch_invariant), given(&Problem::batch_invariant)},
       {"--pages", "N", "keys of a page, a multiple of 16 (a build with USE_PAGES; default 64)",
        count(o.common.page_size, 1), given(&Problem::page_size)},
       {"--seeds", "0,1,2", "of the inputs (default 0); the check is done for each",

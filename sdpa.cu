@@ -6248,7 +6248,7 @@ SdpaParams of_any_batch(SdpaParams p) {
 // The row of the quickest tile; the model takes up to 20 us, and callers repeat. No bit may depend on max_ctas.
 int choose_tile(const SdpaParams& p) {
   const int invariant = p.batch_invariant;
-  const int sms = sm_count(), of_q = !p.q_starts + 2 * !p.q_lengths, given = !p.k_lengths + 2 * !p.k_starts + 4 * of_q;
+  const int sms = sm_count(), given = !p.k_lengths + 2 * !p.q_starts + 4 * !p.k_starts + 8 * !p.q_lengths;
   const std::array now{sms, given, invariant, p.B, p.Hq, p.Hkv, p.Sq, p.Sk, int(p.causal), p.window_left,
                        p.window_right, int(p.window_alignment), p.most_keys};
   thread_local auto last = now;

@@ -588,7 +588,7 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q_any, const Tensor& k
                                             const OptionalTensor& q_starts, const OptionalTensor& k_starts,
                                             const OptionalTensor& page_table, int64_t most_keys,
                                             const OptionalTensor& bias_any, int64_t bias_keys,
-                                            const OptionalTensor& q_lengths) {
+                                            const OptionalTensor& q_lengths, bool batch_invariant) {
   const c10::cuda::CUDAGuard guard(q_any.device());
   const auto check = [](const std::string& why) { TORCH_CHECK(why.empty(), "sdpa.attention: ", why); };
   const bool has_lengths = k_lengths || q_lengths || q_starts || k_starts || page_table;
@@ -639,7 +639,7 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q_any, const Tensor& k
     p.page_table = page_table->const_data_ptr<int>(), p.page_stride = int(page_table->stride(0));
     p.page_size = int(k.size(2)), p.pages = int(k.size(0)), p.Sk = int(page_table->size(1) * k.size(2));
   }
-  p.most_keys = int(most_keys);
+  p.most_keys = int(most_keys), p.batch_invariant = batch_invariant;
   p.scale = scale_of(scale), p.causal = int(causal), p.window_left = int(left), p.window_right = int(right);
   p.window_alignment = int(window_alignment), p.softcap = float(cap);
   p.sinks = sink ? sinks_kept.const_data_ptr<float>() : nullptr;
@@ -724,7 +724,7 @@ static std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad,
 
 using torch::autograd::variable_list;
 // Places of the operator's arguments.
-constexpr int at_causal = 3, at_softcap = 8, at_sinks = 12, at_page_table = 16, at_bias = 18, at_q_lengths = 20, arguments = 21;
+constexpr int at_causal = 3, at_softcap = 8, at_sinks = 12, at_page_table = 16, at_bias = 18, at_q_lengths = 20, arguments = 22;
 
 struct Attention : torch::autograd::Function<Attention> {
   static variable_list forward(torch::autograd::AutogradContext* ctx, at::TensorList tensors,

@@ -185,7 +185,7 @@ LIBRARY = torch.library.Library("sdpa", "DEF")
 TENSORS, MASK = "(Tensor q, Tensor k, Tensor v, ", "int causal, int left, int right, int window_alignment, float? scale"
 LIBRARY.define(f"attention{TENSORS}{MASK}, float softcap, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? sinks, "
                "Tensor? k_lengths, Tensor? q_starts, Tensor? k_starts, Tensor? page_table, int most_keys, Tensor? bias=None, "
-               "int bias_keys=0, Tensor? q_lengths=None) -> (Tensor, Tensor)")
+               "int bias_keys=0, Tensor? q_lengths=None, bool batch_invariant=False) -> (Tensor, Tensor)")
 LIBRARY.define(f"attention_backward(Tensor grad, {TENSORS[1:]}Tensor o, Tensor lse, {MASK}, Tensor? bias=None) -> "
                "(Tensor, Tensor, Tensor)")
 LIBRARY.define(f"why_not{TENSORS}Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, bool enable_gqa) -> str")
@@ -241,7 +241,7 @@ first_call.library.impl("attention_backward", first_call(torch.ops.sdpa.attentio
 
 def attention(q, k, v, causal=None, window=NO_WINDOW, scale=None, q_descale=None, k_descale=None, v_descale=None,
               return_lse=False, softcap=None, sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0, page_table=None,
-              bias=None, bias_keys=0, q_lengths=None):
+              bias=None, bias_keys=0, q_lengths=None, batch_invariant=False):
     """O = softmax(scale * q @ k.T) @ v, and its LSE [B,Hq,Sq] if asked for, which has no gradient.
     q [B,Hq,Sq,D], k and v [B,Hkv,Sk,D]: CUDA tensors of one dtype (float16, bfloat16, float8_e4m3fn), D 8 to 256 by 8
     (e4m3 and GPUs other than sm_90 by 16, from 32 on there; of v and O another if you like), Hq a multiple of Hkv; any strides in multiples of 16 bytes, rows contiguous; k and
@@ -256,7 +256,9 @@ def attention(q, k, v, causal=None, window=NO_WINDOW, scale=None, q_descale=None
     [B,Hq,Sq,keys], read as it lies if the keys are contiguous, else copied: bool, of which False hides the key, or added to the
     logits behind a softcap, in q's type, to which another is converted; causal and window hold besides. Its keys are all keys of a
     sequence, or with bias_keys so many last ones; those before them have none. With q_starts its row is the query's in its sequence,
-    and there must be one for each. Under autocast q, k and v take its type. Raises for what no line takes.
+    and there must be one for each. batch_invariant: the bits of a sequence's O and LSE are the same whatever sequences are in the batch
+    with it, as docs/USING.md has it; those of gradients are PyTorch's. Under autocast q, k and v take its type. Raises for what no line
+    takes.
     """
     left = right = -1
     by = None
@@ -274,7 +276,7 @@ def attention(q, k, v, causal=None, window=NO_WINDOW, scale=None, q_descale=None
             if x is not None and not isinstance(x, torch.Tensor):
                 raise TypeError(f"sdpa.attention: {name} is a {type(x).__name__}, not a tensor beside q")
     out, lse = OPERATOR(q, k, v, MASKS[causal], left, right, MASKS[by], scale, softcap or 0.0, q_descale, k_descale, v_descale, sinks,
-                        k_lengths, q_starts, k_starts, page_table, most_keys, bias, bias_keys, q_lengths)
+                        k_lengths, q_starts, k_starts, page_table, most_keys, bias, bias_keys, q_lengths, batch_invariant)
     return (out, lse) if return_lse else out
 
 

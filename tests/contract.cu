@@ -429,6 +429,7 @@ TEST_CASE("changed_members") {
   add(starts, "k_starts", [&](SdpaParams& p) { p.k_starts = p.k_starts ? nullptr : static_cast<const int*>(k_starts); });
   add(lengths_, "most_keys", [](SdpaParams& p) { p.most_keys = 20; });
   add(lengths_, "most_keys", [](SdpaParams& p) { p.most_keys = 50; });
+  add(true, "batch_invariant", [](SdpaParams& p) { p.batch_invariant = 1; });
   add(Build::use_pages, "page_table", [&](SdpaParams& p) { p.page_table = other_table; });
   add(Build::use_pages, "page_stride", [](SdpaParams& p) { p.page_stride = 5; });
   add(Build::use_pages, "page_size", [](SdpaParams& p) { p.page_size = 32; });
@@ -521,6 +522,8 @@ TEST_CASE("tile_history" * doctest::skip(!Build::use_tuned)) {
         {"k_lengths", lengths, [&](SdpaParams& p) { p.k_lengths = pointer(draw(2)); }},
         {"q_starts", lengths, [&](SdpaParams& p) { p.q_starts = pointer(draw(2)); }},
         {"k_starts", starts, [&](SdpaParams& p) { p.k_starts = pointer(draw(2)); }},
+        {"q_lengths", lengths, [&](SdpaParams& p) { p.q_lengths = pointer(draw(2)), p.batch_invariant = 1; }},
+        {"batch_invariant", true, [&](SdpaParams& p) { p.batch_invariant = draw(2); }},
         {"most_keys", lengths, [&](SdpaParams& p) { p.most_keys = draw(2) ? 0 : 1 << draw(18); }}};
     SdpaParams elsewhere{};
     elsewhere.B = 77, elsewhere.Hq = elsewhere.Hkv = 7, elsewhere.Sq = elsewhere.Sk = 777, elsewhere.D = Build::head_dim;

@@ -62,7 +62,7 @@ MEMBERS = dict(
     window=["", "--window 20,-1", "--window -1,7", "--window 33,20,br", "--window 9,3,tl"],
     lengths=["", "--lengths"],
     packed=["", "--packed q", "--packed k", "--packed qk"],
-    most_keys=["", "--most-keys 21"],
+    most_keys=["", "--most-keys 21"], batch_invariant=["", "--batch-invariant"],
     pages=["", "--pages 16", "--pages 48", "--pages 64"],
     sinks=["", "--sinks"],
     bias=["", "--bias add", "--bias add,bhq", "--bias bool", "--bias bool,bq", "--bias tree,hq"],

@@ -413,7 +413,8 @@ class Kinds {
     for (const Dist& d : reference::dists) all_dists += takes_dist(d.name) ? string(d.name) + " " : "";
     takes("mask", "off br tl"), takes("window", "none left right both"), takes("aligned", "off br tl");
     takes("scale", "default set"), takes("queries", "none_more more one"), takes("keys", "none some");
-    takes("batches", "1 more"), takes("groups", "1 more"), takes("layout", all_layouts), takes("dist", all_dists);
+    takes("batches", "1 more"), takes("groups", "1 more"), takes("batch_invariant", "0 1");
+    takes("layout", all_layouts), takes("dist", all_dists);
     if (line.has_softcap) takes("softcap", "0 2 50");
     if (line.is_wgmma) takes("D", "whole short"), takes("Dv", "whole short");
     if (line.has_queue) takes("max_ctas", "0 set");
@@ -498,7 +499,7 @@ class Kinds {
     if (left || right) add("aligned", masks[int(p.window_alignment)]);
     add("scale", p.scale == 0 ? "default" : "set"), add("layout", p.layout), add("dist", p.dist);
     add("queries", p.Sq == 1 ? "one" : p.Sq > p.Sk ? "more" : "none_more"), add("keys", p.Sk == 0 ? "none" : "some");
-    add("batches", p.B == 1 ? "1" : "more"), add("groups", p.Hq == p.Hkv ? "1" : "more");
+    add("batch_invariant", p.batch_invariant ? "1" : "0"), add("batches", p.B == 1 ? "1" : "more"), add("groups", p.Hq == p.Hkv ? "1" : "more");
     add("D", p.D == line.D ? "whole" : "short"), add("Dv", p.Dv == line.Dv ? "whole" : "short");
     const string of_dims = p.bias_dims.substr(0, p.bias_dims.find('m'));
     add("softcap", format("%g", p.softcap)), add("max_ctas", p.max_ctas ? "set" : "0"), add("descale", p.descale);
@@ -618,6 +619,7 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
     const int most_keys[] = {0, longest, fewer, p.Sk + 1 + draw(300)};
     p.most_keys = most_keys[draw(4)];
   }
+  p.batch_invariant = draw(3) == 0;
   p.shape = format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
   return p;
 }

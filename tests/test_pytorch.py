@@ -114,7 +114,7 @@ def test_numbers_that_python_and_cpp_share(monkeypatch):
     assert {name: int(place) for name, place in places.items()} == {
         **{name: names.index(name) for name in ("causal", "softcap", "sinks", "page_table", "bias", "q_lengths")}, "arguments": len(names)}
     assert names[:5] + names[12:] == ("q k v causal left sinks k_lengths q_starts k_starts page_table most_keys bias bias_keys "
-                                      "q_lengths").split()
+                                      "q_lengths batch_invariant").split()
     # Each argument of the callback is what C++ hands over under that name.
     order = re.search(r"using Load = void \(\*\)\((.*?), Line\* line\);", cpp)[1].replace("int ", "").split(", ")
     of = dict(device=5, dtype=2, D=64, Dv=64, features=0b100110)
@@ -194,13 +194,13 @@ def test_each_argument_gets_to_its_place(monkeypatch):
     q, tensors = SimpleNamespace(is_cuda=True), {name: torch.empty(0) for name in (
         "q_descale", "k_descale", "v_descale", "sinks", "k_lengths", "q_lengths", "q_starts", "k_starts", "page_table", "bias")}
     nothing = dict.fromkeys(tensors) | dict(q=q, k="k", v="v", causal=0, left=-1, right=-1, window_alignment=0, scale=None, softcap=0.0,
-                                            most_keys=0, bias_keys=0)
+                                            most_keys=0, bias_keys=0, batch_invariant=False)
 
     def handed_over(**options):
         assert sdpa.attention(q, "k", "v", **options) == "O"
         return asked.pop()
     assert handed_over() == handed_over(causal=False, window=(None, None), softcap=None) == nothing
-    numbers = dict(scale=0.0, softcap=5.0, most_keys=9, bias_keys=3)
+    numbers = dict(scale=0.0, softcap=5.0, most_keys=9, bias_keys=3, batch_invariant=True)
     found = handed_over(**tensors, **numbers)
     assert {name: found[name] for name in numbers} == numbers
     assert all(found[name] is x for name, x in tensors.items())
@@ -608,7 +608,8 @@ def by_operator(q, k, v, mask=0, scale=None, **options):
     """attention() without its check that q is on a GPU."""
     names = "q_descale", "k_descale", "v_descale", "sinks", "k_lengths", "q_starts", "k_starts", "page_table"
     bias = options.get("bias"), options.get("bias_keys", 0)
-    return sdpa.OPERATOR(q, k, v, mask, -1, -1, 0, scale, 0.0, *map(options.get, names), 0, *bias, options.get("q_lengths"))
+    return sdpa.OPERATOR(q, k, v, mask, -1, -1, 0, scale, 0.0, *map(options.get, names), 0, *bias, options.get("q_lengths"),
+                         options.get("batch_invariant", False))
 
 
 @pytest.fixture
