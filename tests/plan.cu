@@ -13,8 +13,10 @@
 #include SDPA_SOURCE
 
 #include <algorithm>
+#include <map>
 #include <mutex>
 #include <numeric>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -99,16 +101,17 @@ Planned problem_of_sizes(int sequences, int Hq, int Hkv, int rows, int keys) {
 }
 
 // B sequences of at most `rows` queries each, of packed ones some without a row. What differs besides goes by the number n.
-template <class B> Planned problem(int n, int sequences, int rows, bool packs_q) {
+template <class B> Planned problem(int n, int sequences, int rows, bool packs_q, bool invariant = false) {
   constexpr int heads[][2] = {{1, 1}, {8, 2}, {71, 1}, {24, 2}, {3, 3}}, sms[] = {3, 132, 1}, sums[] = {65536, 200, 64};
   constexpr int64_t most_keys[] = {300, 70000, most_rows, 3000000};
   Rng draw{uint64_t(n)};
   simt::gpu.sms[0] = sms[n % 3], simt::gpu.keys_at_once = sums_end<B> ? 65536 : sums[n / 2 % 3];
-  const int most = int(std::min(most_keys[n % 4], sums_end<B> ? int64_t(65536) : int64_t(most_rows)));
+  const int most = int(std::min({most_keys[n % 4], sums_end<B> ? int64_t(65536) : int64_t(most_rows),
+                                 invariant ? int64_t(20000) : int64_t(most_rows)}));  // else there is no memory for it
   Planned c = problem_of_sizes(sequences, heads[n % 5][0], heads[n % 5][1], rows, most);
   SdpaParams& p = c.p;
   reference::Problem& of = c.of;
-  p.page_size = n % 2 ? 48 : 64;
+  p.page_size = n % 2 ? 48 : 64, p.batch_invariant = invariant;
   if (n % 7 == 3) p.most_keys = std::max(most / 3, 1);
   if (packs_q) {
     of.packs_q = true, of.q_starts = {n % 3};
@@ -161,7 +164,11 @@ template <class B> struct PlanCheck {
     }
     return most;
   }
-  int queries() const { return B::pack_gqa ? std::min(B::block_m / heads(), std::max(p.Sq, 1)) : B::block_m; }
+  // batch_invariant: the number of queries of all sequences means nothing.
+  int queries() const {
+    const int most = p.batch_invariant && p.q_starts ? B::block_m : std::max(p.Sq, 1);
+    return B::pack_gqa ? std::min(B::block_m / heads(), most) : B::block_m;
+  }
   uint64_t rounds_of(int64_t keys) const { return keys <= 0 ? 0 : uint64_t(keys + B::round_keys - 1) / B::round_keys; }
   // A tile of keys begins at a multiple of BLOCK_N where TMA copies pages.
   int64_t first_of(int64_t key) const { return B::use_pages ? key / B::block_n * B::block_n : key; }
@@ -196,17 +203,19 @@ template <class B> struct PlanCheck {
     const uint64_t most_tiles = p.q_starts ? p.B + blocks : p.B * blocks;
     const uint64_t counters = merges_by_kernel<B> ? 1u << 31 : most_split_items / groups;
     const uint64_t ctas = (228 << 10) / (sizeof(typename KernelOf<B>::Shared) + 1024) * simt::gpu.sms[0];
-    const uint64_t free = B::split_ctas == 1 ? 0 : std::min(2 * ((4 * ctas + groups - 1) / groups), counters);
+    const uint64_t share = std::max<uint64_t>(simt::gpu.sms[0] / groups, 1);  // batch_invariant: of a sequence
+    const uint64_t free = B::split_ctas == 1 ? 0 : p.batch_invariant ? share : std::min(2 * ((4 * ctas + groups - 1) / groups), counters);
     const uint64_t of_typed = B::split_ctas > 1 ? B::split_ctas * most_tiles : 0;
     const bool is_typed = of_typed > 0 && of_typed + free <= std::min<uint64_t>(counters, most_split_items);
-    const uint64_t parts = free + (is_typed ? of_typed : 0);
+    const uint64_t parts = p.batch_invariant ? invariant_parts(most_tiles, share) : free + (is_typed ? of_typed : 0);
     expect(items.heads == heads() && items.queries == queries(), "rows of an item");
     expect(room.free_parts == free && room.parts == parts && room.items == most_tiles + parts,
            format("room for %u items and %u parts, want %d and %d", room.items, room.parts, int(most_tiles + parts), int(parts)));
     SdpaParams other = p;  // what the host does not know
     other.Sk = 1, other.most_keys = 5, other.causal = Causal::off, other.k_lengths = other.k_starts = nullptr;
     const size_t bytes = workspace_bytes<B>(p);
-    expect(workspace_bytes<B>(other) == bytes, "room depends on the number of keys");
+    expect(workspace_bytes<B>(other) == bytes || p.batch_invariant, "room depends on the number of keys");
+    if (bytes > size_t(4) << 30) return "";
 
     // The call, whose last launch fails: the merge, or if there are many items the kernel.
     SdpaParams call = p;
@@ -222,6 +231,10 @@ template <class B> struct PlanCheck {
     simt::fail_next("cudaLaunchKernelEx", 0), cudaGetLastError();
     cudaDeviceSynchronize();
     const bool is_whole = has_kernel && !merges_by_kernel<B>;
+    if (p.batch_invariant && !merges_by_kernel<B> && parts * groups > most_split_items) {
+      expect(string(status.text).find("batch_invariant: ") == 0, string("not refused, but: ") + status.text);
+      return trouble;
+    }
     expect(status.code == (is_whole ? cudaSuccess : cudaErrorUnknown), string("it says: ") + status.text);
 
     KernelArgs a(call, mask_rows<B>, B::block_n);
@@ -243,6 +256,32 @@ template <class B> struct PlanCheck {
     return trouble;
   }
 
+  uint64_t at_once() const { return std::max(simt::gpu.keys_at_once / B::round_keys, 1); }
+  uint64_t rounds_of_256_kb() const { return std::max(1, int((256 << 10) / (2 * sizeof(Input) * p.D * B::round_keys))); }
+  // batch_invariant: `share` ranges of each sequence, or of each tile as many as a sum takes, and no more than have 256 KB.
+  uint64_t invariant_parts(uint64_t tiles, uint64_t share) const {
+    const uint64_t rounds = rounds_of(p.most_keys ? std::min(p.most_keys, p.Sk) : p.Sk), sums = (rounds + at_once() - 1) / at_once();
+    const uint64_t least = std::min(rounds_of_256_kb(), at_once()), split = B::split_ctas;
+    if (split == 1 || (split == 0 && rounds <= least)) return 0;
+    if (split > 1) return tiles * std::max(sums, split);
+    return std::min(tiles * ((rounds + least - 1) / least), p.B * share + (sums > 1 ? tiles * sums : 0));
+  }
+  // batch_invariant: the ranges of the plan's tiles, which are those of the sequence alone (see "invariant").
+  void take_ranges(vector<Tile>& all, const Plan& plan, const PlannedItem* planned, uint64_t share) {
+    std::map<std::pair<int, int>, uint64_t> found;
+    vector<uint64_t> of_sequence(p.B, 0), most(p.B, 0);
+    for (uint32_t i = 0; i < plan.count; i++) found[{planned[i].b, planned[i].q0}] = planned[i].ranges;
+    for (Tile& t : all) {
+      t.ranges = std::max<uint64_t>(found[{t.b, t.rows_from}], 1);
+      of_sequence[t.b] += t.ranges > 1 ? t.ranges : 0, most[t.b] += (t.rounds + at_once() - 1) / at_once();
+      const uint64_t least = std::min(rounds_of_256_kb(), at_once());
+      expect(B::split_ctas == 1 || t.ranges * at_once() >= t.rounds, "a range is longer than a sum");
+      expect(B::split_ctas != 0 || t.ranges <= std::max<uint64_t>((t.rounds + least - 1) / least, 1), "a range is shorter than 256 KB");
+      expect(B::split_ctas <= 1 || t.ranges >= uint64_t(B::split_ctas), "fewer ranges than typed");
+    }
+    for (int b = 0; b < p.B; b++) expect(B::split_ctas != 0 || of_sequence[b] <= std::max(share, most[b]), "more than a share");
+  }
+
   // Every tile once, in ranges that are disjoint, in order, alike, and cover its keys; the longest first.
   void check_items(const Plan& plan, const PlannedItem* planned, const uint32_t* merges, const PlanArgs& room, bool is_typed) {
     vector<Tile> all = tiles();
@@ -252,12 +291,12 @@ template <class B> struct PlanCheck {
     }
     // Rounds of a range at most: of an accumulator, unless there is no room for so many ranges; SPLIT_CTAS=0 reads no
     // more than 256 KB.
-    const uint64_t at_once = std::max(simt::gpu.keys_at_once / B::round_keys, 1), free = room.free_parts;
-    const uint64_t read = std::max(1, int((256 << 10) / (2 * sizeof(Input) * p.D * B::round_keys)));
-    const uint64_t even = free ? 2 * rounds / free + 1 : uint64_t(1) << 40;
-    const uint64_t limit = std::max(even, B::split_ctas == 0 ? std::min(read, at_once) : at_once);
+    const uint64_t at_once = this->at_once(), free = room.free_parts;
+    const uint64_t even = p.batch_invariant && free ? 0 : free ? 2 * rounds / free + 1 : uint64_t(1) << 40;
+    const uint64_t limit = p.batch_invariant ? ~uint64_t(0) : std::max(even, B::split_ctas == 0 ? std::min(rounds_of_256_kb(), at_once) : at_once);
+    if (p.batch_invariant) take_ranges(all, plan, planned, free);
     for (Tile& t : all) {
-      t.ranges = std::max<uint64_t>((t.rounds + limit - 1) / limit, is_typed ? B::split_ctas : 1);
+      if (!p.batch_invariant) t.ranges = std::max<uint64_t>((t.rounds + limit - 1) / limit, is_typed ? B::split_ctas : 1);
       count += t.ranges, several += t.ranges > 1;
     }
     if (!expect(plan.count == count, format("%u items, want %llu", plan.count, (unsigned long long)count))) return;
@@ -370,7 +409,7 @@ template <class B> void check_room() {
       const int split = std::max(B::split_ctas, 1), most = merges_by_kernel<B> ? most_split_items : most_split_items / heads;
       const int fit = (most - free) / split;
       for (const int tiles : {fit, fit + 1}) {
-        if (tiles > 0 && tiles * heads < 20000) check_alike<B>(tiles, heads, 2, sms, 65536);
+        if (tiles > 0 && int64_t(tiles) * heads < 200000) check_alike<B>(tiles, heads, 2, sms, 65536);
       }
       const int64_t longest = most_rows / B::round_keys;
       check_alike<B>(int((int64_t(1) << 32) / longest + 1), heads, longest, sms, 65536);  // over 2^32 rounds in all
@@ -395,15 +434,68 @@ template <class B> void check_plans() {
   int n = 0;
   for (const auto& shape : shapes) {
     const int rows = (shape[1] - 1) * B::block_m + 1;
-    check_plan<B>(problem<B>(n++, shape[0], rows, false));
-    check_plan<B>(problem<B>(n++, shape[0], rows, true));
+    for (const bool invariant : {false, true}) {
+      check_plan<B>(problem<B>(n, shape[0], rows, false, invariant));
+      check_plan<B>(problem<B>(n + 1, shape[0], rows, true, invariant));
+    }
+    n += 2;
   }
+}
+
+// The items of a call's plan, each as its sequence, tile, keys and range.
+using Places = std::multiset<std::array<int, 6>>;
+template <class B> Places places_of(SdpaParams p, int only = -1) {
+  const size_t bytes = workspace_bytes<B>(p);
+  if (bytes > size_t(1) << 30) return {};
+  REQUIRE(cudaMalloc(&p.workspace, bytes) == cudaSuccess);
+  memset(p.workspace, 0, range_counter_bytes);
+  simt::fail_next("cudaLaunchKernelEx", cudaErrorUnknown, 1);
+  const SdpaStatus status = forward<B>(p, /*stream=*/0);
+  simt::fail_next("cudaLaunchKernelEx", 0), cudaGetLastError();
+  cudaDeviceSynchronize();
+  Places found;
+  if (status.code != cudaErrorInvalidValue) {
+    KernelArgs a(p, mask_rows<B>, B::block_n);
+    const Plan& plan = plan_of(a);
+    for (uint32_t i = 0; i < plan.count; i++) {
+      const PlannedItem& x = planned_items(a)[i];
+      if (only < 0 || x.b == only) found.insert({x.q0, x.keys.begin, x.keys.end, x.range, x.ranges, x.sequence.Sk});
+    }
+  }
+  cudaFree(p.workspace);
+  return found;
+}
+// batch_invariant: a sequence's items are those that it has alone, with tensors of its own.
+template <class B> void check_alone() {
+  int compared = 0;
+  for (int n = 0; n < 24; n++) {
+    const Planned c = problem<B>(n, 9, n % 3 == 0 ? 1 : 200, n % 2, true);
+    for (int b = 0; b < c.p.B; b++) {
+      const reference::Sequence own = sequence_of(c.of, b);
+      SdpaParams alone = c.p;
+      const int starts[] = {0, own.Sq};
+      alone.B = 1, alone.most_keys = 0;
+      if (alone.k_lengths) alone.Sk = own.Sk, alone.k_lengths = &own.Sk;
+      else if (c.p.most_keys) alone.Sk = own.Sk;
+      if (alone.q_starts) alone.Sq = own.Sq, alone.q_starts = starts;
+      if (own.Sq == 0) continue;
+      const Places together = places_of<B>(c.p, b), by_itself = places_of<B>(alone);
+      if (together.empty()) continue;  // no memory for it
+      INFO("n=", n, " b=", b);
+      CHECK(together == by_itself);
+      compared++;
+    }
+  }
+  CHECK(compared > 100);
+  simt::gpu = {};
 }
 
 }  // namespace
 }  // namespace SDPA_NAMESPACE
 
 using namespace SDPA_NAMESPACE;
+
+TEST_CASE("invariant") { check_alone<Chunk>(), check_alone<Chunk3>(), check_alone<Decode>(), check_alone<Decode3>(), check_alone<Paged>(); }
 
 // Rows of starts and lengths that no caller can mean lie within the tensors.
 TEST_CASE("sequences") {
