@@ -91,7 +91,8 @@ vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng 
   }
   p.B = B, p.D = D, p.Dv = Dv;
   p.Sq = (kind.packs_q() ? q_starts.back() : Sq) + room(100), p.Sk = (kind.packs_k() ? k_starts.back() : Sk) + room(3000);
-  constexpr int page = 16;
+  const int pages[] = {16, 48, 64}, page = pages[room(3)];
+  const bool rows_first = room(2);  // Q and O are [B,S,H,D]
   if (kind.has_pages()) p.Sk = (p.Sk + page - 1) / page * page;
   const int q_batches = kind.packs_q() ? 1 : B, k_batches = kind.packs_k() ? 1 : B, page_stride = p.Sk / page;
   vector<int> table(size_t(B) * page_stride);
@@ -102,6 +103,10 @@ vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng 
   vector<Input> Q(size_t(q_batches) * Hq * p.Sq * D, rounded<Input>(NAN)), K(size_t(k_batches) * Hkv * p.Sk * D, rounded<Input>(NAN));
   vector<Input> V(K.size() / D * Dv, rounded<Input>(NAN));
   const auto q_row = [&](int b, int h, int row) {
+    const size_t of_head = kind.packs_q() ? q_starts[b] + row : row, batch = kind.packs_q() ? 0 : size_t(b) * Hq * p.Sq;
+    return batch + (rows_first ? of_head * Hq + h : h * p.Sq + of_head);
+  };
+  const auto lse_row = [&](int b, int h, int row) {
     return kind.packs_q() ? size_t(h) * p.Sq + q_starts[b] + row : (size_t(b) * Hq + h) * p.Sq + row;
   };
   const auto k_row = [&](int b, int h, int row) {
@@ -120,6 +125,7 @@ vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng 
   p.O = memory.hold(vector<Output>(Q.size() / D * Dv)), p.LSE = memory.hold(vector<float>(Q.size() / D));
   const int rows = kind.has_pages() ? page : p.Sk;
   p.q = {int64_t(Hq) * p.Sq * D, int64_t(p.Sq) * D, D}, p.o = {int64_t(Hq) * p.Sq * Dv, int64_t(p.Sq) * Dv, Dv};
+  if (rows_first) p.q.head = D, p.q.row = Hq * D, p.o.head = Dv, p.o.row = Hq * Dv;
   p.k = {int64_t(Hkv) * rows * D, int64_t(rows) * D, D}, p.v = {int64_t(Hkv) * rows * Dv, int64_t(rows) * Dv, Dv};
   if (!is_plain) {
     if (kind.packs_q()) p.q_starts = memory.hold(q_starts);
@@ -148,7 +154,7 @@ vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng 
         const auto add = [&](const void* x, size_t bytes) {
           bits[b].insert(bits[b].end(), static_cast<const unsigned char*>(x), static_cast<const unsigned char*>(x) + bytes);
         };
-        add(p.O + q_row(b, h, row) * Dv, Dv * sizeof(Output)), add(p.LSE + q_row(b, h, row), sizeof(float));
+        add(p.O + q_row(b, h, row) * Dv, Dv * sizeof(Output)), add(p.LSE + lse_row(b, h, row), sizeof(float));
       }
     }
   }

@@ -789,6 +789,8 @@ TEST_CASE("many_keys") {
     if constexpr (Build::use_tuned) {
       CHECK(TUNED_TILES[choose_tile(long_ones)].split_ctas == 0);
       CHECK(TUNED_TILES[choose_tile(of_few)].split_ctas == 1);
+      of_few.batch_invariant = 1, of_few.k_lengths = length;  // of which some may be long in another batch
+      CHECK(TUNED_TILES[choose_tile(of_few)].split_ctas == 0);
     }
   }
   CHECK((bytes(2, 1 << 20) >= bytes(2, 65537) && bytes(2, 65537) >= bytes(2, 65536)));
