@@ -5082,8 +5082,7 @@ __device__ __forceinline__ bool clear_queries_of_others(Input* Q_s, int panel_ro
     if (query_of<B>(a, item.q0, first_row + row) < item.query_count(a.p)) continue;
     st_shared(reinterpret_cast<uint4*>(Q_s) + (panel * panel_rows + row) * line + i % line, uint4{});
   }
-  fence_proxy_async();
-  return true;
+  return fence_proxy_async(), true;
 }
 
 // ---- 5f the kernel that plans items (USE_LENGTHS) ----

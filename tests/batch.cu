@@ -143,6 +143,17 @@ vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng 
     const float* const held = memory.hold(factors);
     p.q_descale = {held, Hq, 1}, p.k_descale = {held + B * Hq, Hq, 1}, p.v_descale = {held + 2 * B * Hq, Hq, 1};
   }
+  if (Build::use_bias != 0) {  // of a sequence, for all heads
+    vector<Bias> bias(size_t(B) * Sq * Sk, rounded<Bias>(1));
+    for (int b = 0; b < B; b++) {
+      const Own& x = *sequences[b];
+      for (int i = 0; i < x.Sq * x.Sk; i++) {
+        const float drawn = element(3, x.id, 0, i / x.Sk, i % x.Sk);
+        bias[(size_t(b) * Sq + i / x.Sk) * Sk + i % x.Sk] = rounded<Bias>(Build::use_bias == 1 ? drawn : drawn > -1);
+      }
+    }
+    p.bias = memory.hold(bias), p.bias_strides = {int64_t(Sq) * Sk, 0, Sk};
+  }
   p.workspace = memory.hold(vector<unsigned char>(sdpa_workspace_bytes(p)));
   const SdpaStatus status = sdpa_forward(p, /*stream=*/0);
   REQUIRE(string(status.text) == "");
