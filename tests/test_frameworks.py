@@ -218,6 +218,28 @@ def test_sequences(timed, monkeypatch, are_installed):
     assert own == ([997, 998] if are_installed else [999])  # the second turn goes the other way round
 
 
+def test_invariant(timed, monkeypatch):
+    """Each call of ours with batch_invariant and without; a graph keeps what it was captured with."""
+    monkeypatch.setattr(frameworks, "SEQUENCES", {"packed": (None, [5, 70, 3]), "decode": (1, [7, 140])})
+    monkeypatch.setattr(frameworks, "INVARIANT", ["2,4,2,3,9c", "1,2,2,1,5"])
+    monkeypatch.setattr(frameworks, "installed", lambda module, function: PACKAGES[function])
+    asked, by_kernels = [], frameworks.sdpa.attention
+
+    def with_bits(*x, batch_invariant=None, **options):
+        asked.append(batch_invariant)
+        return by_kernels(*x, **options) * (1 + batch_invariant)
+    monkeypatch.setattr(frameworks.sdpa, "attention", with_bits)
+    monkeypatch.setattr(frameworks, "graph_of", lambda call: call() is not None and asked[-1])
+    monkeypatch.setattr(frameworks, "loop_us", lambda is_on, repeats, calls: 60 if is_on else 40)
+    rows = list(frameworks.invariant(2))
+    names = [("packed", "sdpa"), *(("decode", "sdpa" + pages) for pages in ("", ", pages of 16", ", pages of 64", ", pages of 256")),
+             ("2,4,2,3,9 causal", "sdpa"), ("1,2,2,1,5", "sdpa")]
+    assert [(row["problem"], row["contender"]) for row in rows] == [
+        (problem, name + on) for problem, name in names for on in ("", ", batch_invariant")]
+    assert [(row["us"], row["ratio"]) for row in rows] == len(names) * [(2, 1), (3, 1.5)]
+    assert [row["rel_rms"] for row in rows] == len(names) * [0, 1]
+
+
 def test_clocks(monkeypatch):
     """The least of so many means, in us: of a call, of one of 20 in a graph, of the host's part."""
     asked, means = [], iter((3e-6, 2e-6, 4e-6, 9e-6, 8e-6))
@@ -316,7 +338,7 @@ def test_models(timed, monkeypatch):
 def test_rows_of_the_command(monkeypatch, capsys):
     monkeypatch.setattr(engine, "need_gpu", lambda: None)
     monkeypatch.setattr(engine, "measured_on", lambda gpu: dict(device="Fake", git_sha="abc"))
-    for name in ("problems", "models", "sequences", "training", "host"):
+    for name in ("problems", "models", "sequences", "invariant", "training", "host"):
         monkeypatch.setattr(frameworks, name, lambda repeats, name=name: [
             dict(what=name, problem="p", contender="c", us=1234.56, rel_rms=0.00123456,
                  **dict(ratio=1.23456) if name == "training" else {})])
@@ -328,7 +350,7 @@ def test_rows_of_the_command(monkeypatch, capsys):
     tail = ("Fake", "abc", torch.__version__)
     assert rows() == [] and rows("--training", "--lengths") == [("sequences", "p", "c", "1235", "", "1.23e-03", *tail),
                                                                 ("training", "p", "c", "1235", "1.235", "1.23e-03", *tail)]
-    assert [row[0] for row in rows("--models", "--host", "--problems")] == ["problems", "models", "host"]
+    assert [row[0] for row in rows("--models", "--host", "--invariant", "--problems")] == ["problems", "models", "invariant", "host"]
 
 
 # ---- packages beside a line, in tools/engine.py ----

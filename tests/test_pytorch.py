@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import itertools
 import os
+import random
 import re
 import subprocess
 import sys
@@ -897,6 +898,56 @@ def test_bias(dtype, D, softcap):
             sdpa.attention(q, k, v, **options, **more)
     with pytest.raises(RuntimeError, match="e4m3 has no bias"):
         sdpa.attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)), bias=bias)
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float8_e4m3fn), ids=str)
+@pytest.mark.parametrize("kind", ("plain", "lengths", "packed", "pages", "packed_pages"))
+@pytest.mark.parametrize("queries", (1, 256, 1500))
+def test_batch_invariant(dtype, kind, queries):
+    """Each sequence alone has the bits that it has in 20 drawn batches. Some rows of q are so large that a stale maximum does not last;
+    what lies between sequences is NaN."""
+    rng, D, size = random.Random(queries), 128, 16
+    sizes = [(queries if kind in ("plain", "lengths", "pages") else rng.choice((1, 7, queries)),
+              4000 if kind == "plain" else rng.randrange(1600, 9000)) for _ in range(5)]
+
+    def drawn(H, S):
+        return torch.randn(H, S, D, device="cuda") * torch.tensor([1, 1, 0.25, 12], device="cuda")[torch.randint(4, (S, 1), device="cuda")]
+    own = [[drawn(H, S).to(dtype) for H, S in ((32, rows), (8, keys), (8, keys))] for rows, keys in sizes]
+
+    def side_by_side(tensors, spare):
+        out = torch.full((len(tensors), tensors[0].shape[0], max(x.shape[1] for x in tensors) + spare, D), torch.nan, device="cuda").to(dtype)
+        for row, x in zip(out, tensors):
+            row[:, :x.shape[1]].copy_(x)
+        return out
+
+    def attend(batch, spare):
+        q, k, v = ([own[b][i] for b in batch] for i in range(3))
+        options = {} if kind == "plain" else {"k_lengths": ints([x.shape[1] for x in k])}
+        if kind.startswith("packed"):
+            options["q_starts"] = ints([sum(x.shape[1] for x in q[:b]) for b in range(len(q) + 1)])
+        if kind == "packed":
+            options["k_starts"] = ints([sum(x.shape[1] for x in k[:b]) for b in range(len(k) + 1)])
+        packs_q, packs_k = "q_starts" in options, "k_starts" in options
+        bits = torch.uint8 if dtype.itemsize == 1 else dtype  # which torch.cat takes
+        pack = lambda x: torch.cat([one.view(bits) for one in x], 1).view(dtype)[None]  # noqa: E731
+        beside = 0 if kind == "plain" else -max(x.shape[1] for x in k) % size + spare * size
+        k, v = (pack(x) if packs_k else side_by_side(x, beside) for x in (k, v))
+        if "pages" in kind:
+            order = torch.randperm(len(batch) * k.shape[2] // size, device="cuda")
+            options["page_table"] = torch.argsort(order).int().view(len(batch), -1)
+            k, v = (x.view(bits).unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)[order].view(dtype) for x in (k, v))
+        out, lse = sdpa.attention(pack(q) if packs_q else side_by_side(q, 0), k, v, "br", return_lse=True, batch_invariant=True, **options)
+        starts = options["q_starts"].tolist() if packs_q else None
+        return [(out[0][:, starts[b]:starts[b + 1]], lse[0][:, starts[b]:starts[b + 1]]) if packs_q else (out[b], lse[b])
+                for b in range(len(batch))]
+    ints = lambda x: torch.tensor(x, dtype=torch.int32, device="cuda")  # noqa: E731
+    alone = [attend([b], 0)[0] for b in range(len(own))]
+    for _ in range(20):
+        batch = [rng.randrange(len(own)) for _ in range(rng.randrange(1, 40 if queries == 1 else 9))]
+        for b, found in zip(batch, attend(batch, rng.randrange(9))):
+            for x, y in zip(found, alone[b]):
+                assert x.isfinite().all() and torch.equal(x, y), (b, batch)
 
 
 @needs_gpu

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""usage: tools/frameworks.py [--problems] [--models] [--lengths] [--training] [--host] [--repeats N] >rows.csv
+"""usage: tools/frameworks.py [--problems] [--models] [--lengths] [--invariant] [--training] [--host]
+                           [--repeats N] >rows.csv
 What bindings/pytorch.py is worth, measured on this GPU, as CSV: needs PyTorch 2.11 and transformers 5.
   --problems   README's problems: a loop of calls and a CUDA graph of them, by the line's C function, by
                F.scaled_dot_product_attention with sdpa's kernels, and by that function as PyTorch has it
@@ -7,6 +8,8 @@ What bindings/pytorch.py is worth, measured on this GPU, as CSV: needs PyTorch 2
                of generate()
   --lengths    sequences of mixed lengths, packed, in caches and in pages, by attention(), and by FlashAttention-3
                (fa3-fwd) and FlashInfer (flashinfer-python) where they are installed; bf16, D=128, 32 heads to 8
+  --invariant  the same sequences, and problems of one length, by attention() with and without batch_invariant; ratio is
+               the time with it over that without
   --training   a training step of F.scaled_dot_product_attention, bf16: forward and backward as PyTorch has them, and with
                sdpa's kernels; ratio is PyTorch's time over a contender's, rel_rms the largest of the gradients'
   --host       the CPU's time of a call of a tiny problem: F.scaled_dot_product_attention as PyTorch has it and with
@@ -61,6 +64,11 @@ SEQUENCES = {"32 of 100 to 8,192, packed": (None, drawn(32, 100, 8192)),
              "256 to one of 131,072 and 31 of 1,024": (256, [131072] + [1024] * 31),
              "256 to 8 of 16,384": (256, [16384] * 8), "512 to 32 of 512 to 8,192": (512, drawn(32, 512, 8192)),
              "2,048 to 8 of 2,048": (2048, [2048] * 8), "8,192 to 4 of 8,192": (8192, [8192] * 4)}
+
+
+# Alone and in batches: decode, chunks and prefill.
+INVARIANT = ("1,32,8,1,8192 8,32,8,1,8192 32,32,8,1,8192 128,32,8,1,2048 1,32,8,1,131072 1,32,8,256,16384c 8,32,8,256,16384c "
+             "1,32,8,2048,2048c 8,32,8,2048,2048c 1,16,16,512,512 16,16,16,512,512").split()
 
 
 def loop_us(run, repeats, count=50):
@@ -281,9 +289,9 @@ def by_flashinfer(q, k, v, lengths, places):
     return lambda: call.run(packed, (k, v)).view(B, Sq, Hq, D).transpose(1, 2)
 
 
-def calls_of(queries, lengths):
+def calls_of(queries, lengths, more):
     """{contender: a function that gives O} of so many queries to each of these caches; without queries, of sequences
-    whose rows lie behind each other."""
+    whose rows lie behind each other. `more` has other arguments of attention() at the time of a call."""
     B, Sq, Sk = (len(lengths), queries, max(lengths)) if queries else (1, *[sum(lengths)] * 2)
     q, k, v = (torch.randn(B, H, S, 128, device="cuda", dtype=torch.bfloat16) for H, S in ((32, Sq), (8, Sk), (8, Sk)))
     rows = [x.transpose(1, 2) for x in (q, k, v)]
@@ -291,11 +299,11 @@ def calls_of(queries, lengths):
     if not queries:
         starts = torch.tensor([sum(lengths[:b]) for b in range(len(lengths) + 1)], dtype=torch.int32, device="cuda")
         limits = dict(q_starts=starts, k_starts=starts, most_keys=max(lengths))
-        calls = {"sdpa": lambda: sdpa.attention(q, k, v, "br", **limits)}
+        calls = {"sdpa": lambda: sdpa.attention(q, k, v, "br", **limits, **more)}
         packed = [x[0] for x in rows] + [starts] * 2 + [max(lengths)] * 2
         return calls | ({"FlashAttention-3": lambda: fa3(*packed, causal=True)[None].transpose(1, 2)} if fa3 else {})
     limits = dict(causal="br", k_lengths=torch.tensor(lengths, dtype=torch.int32, device="cuda"))
-    calls = {"sdpa": lambda: sdpa.attention(q, k, v, **limits)}
+    calls = {"sdpa": lambda: sdpa.attention(q, k, v, **limits, **more)}
     if fa3:
         calls["FlashAttention-3"] = lambda: fa3(*rows, cache_seqlens=limits["k_lengths"], causal=True).transpose(1, 2)
     for size in (16, 64, 256):
@@ -303,7 +311,7 @@ def calls_of(queries, lengths):
         places = torch.randperm(sum(counts)).split(counts)
         pages = [in_pages(x, lengths, size, places) for x in (k, v)]
         table = torch.nn.utils.rnn.pad_sequence(places, batch_first=True).int().cuda()
-        calls[f"sdpa, pages of {size}"] = lambda kv=pages, to=table: sdpa.attention(q, *kv, page_table=to, **limits)
+        calls[f"sdpa, pages of {size}"] = lambda kv=pages, to=table: sdpa.attention(q, *kv, page_table=to, **limits, **more)
         if installed("flashinfer", "__version__"):
             calls[f"FlashInfer, pages of {size}"] = by_flashinfer(q, *pages, lengths, places)
     return calls
@@ -312,7 +320,7 @@ def calls_of(queries, lengths):
 def sequences(repeats):
     """Rows of sequences of mixed lengths; the contenders take turns."""
     for problem, (queries, lengths) in SEQUENCES.items():
-        calls = calls_of(queries, lengths)
+        calls = calls_of(queries, lengths, {})
         want = calls["sdpa"]()
         error = {name: rel_rms(call(), want) for name, call in calls.items()}
         replays = {name: graph_of(call) for name, call in calls.items()}
@@ -324,13 +332,37 @@ def sequences(repeats):
         del calls, replays, want
 
 
+def invariant(repeats):
+    """Rows of the time with batch_invariant and without, which take turns."""
+    for problem, numbers in (*SEQUENCES.items(), *((text, None) for text in INVARIANT)):
+        more = {}
+        if numbers:
+            calls = {name: call for name, call in calls_of(*numbers, more).items() if name.startswith("sdpa")}
+        else:
+            B, Hq, Hkv, Sq, Sk = map(int, problem.rstrip("c").split(","))
+            x = [torch.randn(B, H, S, 128, device="cuda", dtype=torch.bfloat16) for H, S in [(Hq, Sq)] + 2 * [(Hkv, Sk)]]
+            calls = {"sdpa": lambda x=x, causal=problem[-1] == "c", more=more: sdpa.attention(*x, "br" if causal else None, **more)}
+        for name, call in calls.items():
+            replays, results = {}, {}
+            for on in (False, True):
+                more["batch_invariant"] = on
+                results[on], replays[on] = call(), graph_of(call)
+            times = dict.fromkeys(replays, math.inf)
+            for on in [on for turn in range(2 * repeats) for on in (False, True)[::(-1) ** turn]]:
+                times[on] = min(times[on], loop_us(replays[on], 1, 2) / 20)
+            for on, us in times.items():
+                yield dict(what="graph", problem=problem if numbers else problem.replace("c", " causal"),
+                           contender=name + ", batch_invariant" * on, us=us, ratio=us / times[False],
+                           rel_rms=rel_rms(results[on], results[False]))
+
+
 def main():
     options = cli.parse_options(__doc__)
     facts = dict(engine.measured_on(engine.need_gpu()), torch=torch.__version__)
     writer = csv.DictWriter(sys.stdout, ["what", "problem", "contender", "us", "ratio", "rel_rms", *facts])
     writer.writeheader()
     for is_wanted, measure in ((options.problems, problems), (options.models, models), (options.lengths, sequences),
-                              (options.training, training), (options.host, host)):
+                              (options.invariant, invariant), (options.training, training), (options.host, host)):
         for row in measure(options.repeats) if is_wanted else ():
             ratio = f"{row['ratio']:.3f}" if "ratio" in row else ""
             writer.writerow({**facts, **row, "us": f"{row['us']:.4g}", "ratio": ratio, "rel_rms": f"{row['rel_rms']:.2e}"})
