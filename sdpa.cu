@@ -5542,7 +5542,9 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
   SdpaParams& p = a.p;
   thread_local SdpaParams last{};
   thread_local TensorMaps last_maps;
-  if (same_tensors(last, p) && batches_of(last, last.k) == batches_of(p, p.k)) {
+  thread_local uint32_t last_queries = 0;  // of a box of Q
+  const uint32_t queries = a.item_queries.divisor;
+  if (same_tensors(last, p) && batches_of(last, last.k) == batches_of(p, p.k) && last_queries == queries) {
     maps = last_maps;
     return {};
   }
@@ -5578,7 +5580,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
     }
     if (B::pack_gqa && is_q) {  // heads are rows of a panel
       sizes[2] = sizes[3], sizes[3] = 1, strides[1] = bytes[1];
-      box[1] = a.item_queries.divisor, box[2] = uint32_t(a.item_heads);
+      box[1] = queries, box[2] = uint32_t(a.item_heads);
     }
     const cudaError_t error = encode_tensor_map(*map++, 5, t.data, sizes, strides, box, t.element_bytes,
                                                 B::swap_ab && B::pack_gqa);
@@ -5586,7 +5588,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
       return failure(error, "the driver makes no tensor map of %s: %s", t.name, cudaGetErrorString(error));
     }
   }
-  last = p, last_maps = maps;
+  last = p, last_maps = maps, last_queries = queries;
   return {};
 }
 
@@ -6246,10 +6248,10 @@ SdpaParams of_any_batch(SdpaParams p) {
 
 // The row of the quickest tile; the model takes up to 20 us, and callers repeat. No bit may depend on max_ctas.
 int choose_tile(const SdpaParams& p) {
-  const int invariant = p.batch_invariant;
+  const bool invariant = p.batch_invariant;
   const int sms = sm_count(), given = !p.k_lengths + 2 * !p.q_starts + 4 * !p.k_starts + 8 * !p.q_lengths;
-  const std::array now{sms, given, invariant, p.B, p.Hq, p.Hkv, p.Sq, p.Sk, int(p.causal), p.window_left,
-                       p.window_right, int(p.window_alignment), p.most_keys};
+  const std::array now{sms, given, p.B, p.Hq, p.Hkv, p.Sq, p.Sk, int(p.causal), p.window_left, p.window_right,
+                       int(p.window_alignment), p.most_keys, p.batch_invariant};
   thread_local auto last = now;
   thread_local int best = -1;
   if (best >= 0 && now == last) return best;

@@ -923,11 +923,12 @@ def test_batch_invariant(dtype, kind, queries):
 
     def attend(batch, spare):
         q, k, v = ([own[b][i] for b in batch] for i in range(3))
-        options = {} if kind == "plain" else {"k_lengths": ints([x.shape[1] for x in k])}
+        options = {} if kind in ("plain", "packed") else {"k_lengths": ints([x.shape[1] for x in k])}
         if kind.startswith("packed"):
             options["q_starts"] = ints([sum(x.shape[1] for x in q[:b]) for b in range(len(q) + 1)])
         if kind == "packed":
             options["k_starts"] = ints([sum(x.shape[1] for x in k[:b]) for b in range(len(k) + 1)])
+            options["most_keys"] = max(x.shape[1] for x in k) + spare
         packs_q, packs_k = "q_starts" in options, "k_starts" in options
         bits = torch.uint8 if dtype.itemsize == 1 else dtype  # which torch.cat takes
         pack = lambda x: torch.cat([one.view(bits) for one in x], 1).view(dtype)[None]  # noqa: E731
