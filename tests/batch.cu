@@ -76,6 +76,7 @@ struct Memory {
 };
 
 using Bits = vector<unsigned char>;  // of O and LSE of one sequence
+constexpr float unwritten = -12345;
 
 // One call, with the mask, the heads and batch_invariant of p. Rows of no sequence are NaN; `spare`: of a tensor some are.
 vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng draw, bool spare, SdpaParams p) {
@@ -122,7 +123,7 @@ vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng 
     }
   }
   p.Q = memory.hold(Q), p.K = memory.hold(K), p.V = memory.hold(V);
-  p.O = memory.hold(vector<Output>(Q.size() / D * Dv)), p.LSE = memory.hold(vector<float>(Q.size() / D));
+  p.O = memory.hold(vector<Output>(Q.size() / D * Dv)), p.LSE = memory.hold(vector<float>(Q.size() / D, unwritten));
   const int rows = kind.has_pages() ? page : p.Sk;
   p.q = {int64_t(Hq) * p.Sq * D, int64_t(p.Sq) * D, D}, p.o = {int64_t(Hq) * p.Sq * Dv, int64_t(p.Sq) * Dv, Dv};
   if (rows_first) p.q.head = D, p.q.row = Hq * D, p.o.head = Dv, p.o.row = Hq * Dv;
@@ -159,6 +160,7 @@ vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng 
   REQUIRE(string(status.text) == "");
   REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
   vector<Bits> bits(B);
+  bool is_whole = true;
   for (int b = 0; b < B; b++) {
     for (int h = 0; h < Hq; h++) {
       for (int row = 0; row < sequences[b]->Sq; row++) {
@@ -166,9 +168,11 @@ vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng 
           bits[b].insert(bits[b].end(), static_cast<const unsigned char*>(x), static_cast<const unsigned char*>(x) + bytes);
         };
         add(p.O + q_row(b, h, row) * Dv, Dv * sizeof(Output)), add(p.LSE + lse_row(b, h, row), sizeof(float));
+        is_whole = is_whole && p.LSE[lse_row(b, h, row)] != unwritten;
       }
     }
   }
+  REQUIRE(is_whole);
   return bits;
 }
 

@@ -468,7 +468,7 @@ template <class B> Places places_of(SdpaParams p, int only = -1) {
 // batch_invariant: a sequence's items are those that it has alone, with tensors of its own.
 template <class B> void check_alone() {
   int compared = 0;
-  for (int n = 0; n < 24; n++) {
+  for (int n = 0; n < 48; n++) {
     const Planned c = problem<B>(n, 9, n % 3 == 0 ? 1 : 200, n % 2, true);
     for (int b = 0; b < c.p.B; b++) {
       const reference::Sequence own = sequence_of(c.of, b);
