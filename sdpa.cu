@@ -5426,8 +5426,9 @@ Items items_of_packed_tile(const SdpaParams& p, int block_m) {
   const int group = p.Hkv > 0 ? max(p.Hq / p.Hkv, 1) : 1;
   int heads = min(group, block_m);
   while (group % heads) heads--;
-  const bool knows_queries = !p.batch_invariant || !(p.q_starts || p.q_lengths);
-  return items_of_tile(p, heads, knows_queries ? min(block_m / heads, max(p.Sq, 1)) : block_m / heads);
+  int queries = max(p.Sq, 1);
+  if (Build::use_lengths && p.batch_invariant && (p.q_starts || p.q_lengths)) queries = block_m;  // Sq is the batch's
+  return items_of_tile(p, heads, min(block_m / heads, queries));
 }
 
 template <class B> Items items_of(const SdpaParams& p) {
@@ -6237,12 +6238,11 @@ SdpaParams of_equal_lengths(SdpaParams p, int sequences) {
   return p;
 }
 
-// batch_invariant: the problem by which a tile is chosen, of 8 sequences. What belongs to the batch or is in device
-// memory becomes a usual number.
-SdpaParams of_any_batch(SdpaParams p) {
+// The same with batch_invariant: what the batch has, or device memory, becomes a usual number.
+SdpaParams of_any_lengths(SdpaParams p) {
   if (p.q_starts || p.q_lengths) p.Sq = 2048;
   if (p.k_lengths || p.k_starts) p.Sk = p.k_starts && !p.k_lengths && p.q_starts ? p.Sq : max(p.Sq, 8192);
-  p.q_starts = p.q_lengths = p.k_starts = nullptr, p.most_keys = 0, p.B = 8;
+  p.q_starts = p.q_lengths = p.k_starts = nullptr, p.most_keys = 0;
   return p;
 }
 
@@ -6257,10 +6257,11 @@ int choose_tile(const SdpaParams& p) {
   if (best >= 0 && now == last) return best;
   best = -1, last = now;
   double best_clocks = 0;
-  const SdpaParams one = invariant ? of_any_batch(p) : Build::use_lengths ? of_equal_lengths(p, p.B) : p;
-  // Sums of most_keys_at_once end, and of caches that are in device memory some may be as long.
-  const bool has_many_keys = invariant ? p.k_lengths || most_visible_keys(one) > most_keys_at_once
-                                       : most_visible_keys(p) > most_keys_at_once;
+  SdpaParams one = p;
+  if (Build::use_lengths) one = invariant ? of_any_lengths(p) : of_equal_lengths(p, p.B);
+  if (invariant) one.B = 8;
+  bool has_many_keys = most_visible_keys(invariant ? one : p) > most_keys_at_once;  // its sums end
+  if (Build::use_lengths && p.k_lengths && invariant) has_many_keys = true;  // some caches may have
   for (int n = next_tile(0); n < tile_count; n = next_tile(n + 1)) {
     const TunedTile& t = TUNED_TILES[n];
     double clocks = tuned_clocks(t, one, sms);
