@@ -4711,8 +4711,8 @@ constexpr int ranges_at_once = 16, few_ranges = 4;  // that a thread merges; of 
 __host__ __device__ __forceinline__ int least_rounds(int round_keys) {
   return max(1, 256 * 1024 / int(round_keys * Build::head_dim * sizeof(Input) * 2));
 }
-// batch_invariant, SPLIT_CTAS=0: rounds of a range at most, in a sequence whose tiles have `rounds` at most: the least, or
-// more where the sequence's tiles in a group of heads would have over `parts` ranges.
+// batch_invariant, SPLIT_CTAS=0: rounds of a range at most, in a sequence whose tiles have `rounds` at most: the least,
+// or more where the sequence's tiles in a group of heads would have over `parts` ranges.
 __host__ __device__ __forceinline__ int invariant_rounds(int rounds, int round_keys, int tiles, int parts) {
   const int share = ceil_div(rounds, max(parts / max(tiles, 1), 1));
   return min(max(least_rounds(round_keys), share), max(most_keys_at_once / round_keys, 1));

@@ -1,5 +1,5 @@
-// SdpaParams' batch_invariant, on the CPU backend: each sequence alone has the bits that it has in drawn batches, in every
-// kind of call that the build takes. Without it some bits differ, so that the batches are ones in which they may.
+// SdpaParams' batch_invariant, on the CPU backend: each sequence alone has the bits that it has in drawn batches, in
+// every kind of call that the build takes. Without it some bits differ, so that the batches are such as may do it.
 #define SDPA_NO_MAIN
 #ifndef SDPA_SOURCE
 #define SDPA_SOURCE "../sdpa.cu"
@@ -27,8 +27,8 @@ struct Rng {
   int operator()(int below) { return int((state = reference::mix(state)) % uint64_t(below)); }
 };
 
-// Element d of a row of a tensor. Some rows of Q are so large that a maximum of some keys does not hold for those behind
-// them, and all of the rows of each fifth sequence are NaN.
+// Element d of a row of a tensor. Some rows of Q are so large that a maximum of some keys does not hold for those
+// behind them, and all of the rows of each fifth sequence are NaN.
 float element(int tensor, int id, int head, int row, int d) {
   const uint64_t of_row = reference::mix(reference::mix(uint64_t(id) * 4 + tensor) + uint64_t(head) * 1000003 + row);
   const float x = float(reference::mix(of_row + d) % 4096) / 1024 - 2;
@@ -56,8 +56,8 @@ struct Own {
 enum class Layout { plain, lengths, packed, packed_q, pages, packed_pages };
 struct Kind {
   Layout layout;
-  bool packs_q() const { return layout == Layout::packed || layout == Layout::packed_q || layout == Layout::packed_pages; }
   bool packs_k() const { return layout == Layout::packed; }
+  bool packs_q() const { return packs_k() || layout == Layout::packed_q || layout == Layout::packed_pages; }
   bool has_pages() const { return layout == Layout::pages || layout == Layout::packed_pages; }
 };
 
@@ -78,7 +78,8 @@ struct Memory {
 using Bits = vector<unsigned char>;  // of O and LSE of one sequence
 constexpr float unwritten = -12345;
 
-// One call, with the mask, the heads and batch_invariant of p. Rows of no sequence are NaN; `spare`: of a tensor some are.
+// One call, with the mask, the heads and batch_invariant of p. Rows of no sequence, of which there are with `spare`, are
+// NaN.
 vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng draw, bool spare, SdpaParams p) {
   Memory memory;
   const int B = int(sequences.size()), Hq = p.Hq, Hkv = p.Hkv;
@@ -91,7 +92,8 @@ vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng 
     q_starts.push_back(q_starts.back() + x->Sq), k_starts.push_back(k_starts.back() + x->Sk);
   }
   p.B = B, p.D = D, p.Dv = Dv;
-  p.Sq = (kind.packs_q() ? q_starts.back() : Sq) + room(100), p.Sk = (kind.packs_k() ? k_starts.back() : Sk) + room(3000);
+  p.Sq = (kind.packs_q() ? q_starts.back() : Sq) + room(100);
+  p.Sk = (kind.packs_k() ? k_starts.back() : Sk) + room(3000);
   const int pages[] = {16, 48, 64}, page = pages[room(3)];
   const bool rows_first = room(2);  // Q and O are [B,S,H,D]
   if (kind.has_pages()) p.Sk = (p.Sk + page - 1) / page * page;
@@ -101,7 +103,8 @@ vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng 
     std::iota(table.begin(), table.end(), 0);
     for (size_t i = table.size(); i > 1; i--) std::swap(table[i - 1], table[draw(int(i))]);
   }
-  vector<Input> Q(size_t(q_batches) * Hq * p.Sq * D, rounded<Input>(NAN)), K(size_t(k_batches) * Hkv * p.Sk * D, rounded<Input>(NAN));
+  vector<Input> Q(size_t(q_batches) * Hq * p.Sq * D, rounded<Input>(NAN));
+  vector<Input> K(size_t(k_batches) * Hkv * p.Sk * D, rounded<Input>(NAN));
   vector<Input> V(K.size() / D * Dv, rounded<Input>(NAN));
   const auto q_row = [&](int b, int h, int row) {
     const size_t of_head = kind.packs_q() ? q_starts[b] + row : row, batch = kind.packs_q() ? 0 : size_t(b) * Hq * p.Sq;
@@ -165,7 +168,8 @@ vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng 
     for (int h = 0; h < Hq; h++) {
       for (int row = 0; row < sequences[b]->Sq; row++) {
         const auto add = [&](const void* x, size_t bytes) {
-          bits[b].insert(bits[b].end(), static_cast<const unsigned char*>(x), static_cast<const unsigned char*>(x) + bytes);
+          const auto* const first = static_cast<const unsigned char*>(x);
+          bits[b].insert(bits[b].end(), first, first + bytes);
         };
         add(p.O + q_row(b, h, row) * Dv, Dv * sizeof(Output)), add(p.LSE + lse_row(b, h, row), sizeof(float));
         is_whole = is_whole && p.LSE[lse_row(b, h, row)] != unwritten;
@@ -176,8 +180,8 @@ vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng 
   return bits;
 }
 
-// How many sequences of `batches` drawn batches have other bits than alone. `rows` and `keys` are what the sequences have;
-// of a plain call the first ones.
+// How many sequences of `batches` drawn batches have other bits than alone. `rows` and `keys` are what the sequences
+// have; of a plain call the first ones.
 struct Sizes { vector<int> rows, keys; };
 int different(const Kind& kind, const Sizes& sizes, SdpaParams p, int batches, uint64_t seed) {
   constexpr int count = 6, most = 6;
@@ -236,7 +240,8 @@ constexpr bool has_ranges = Build::use_tuned || Build::split_ctas == 0;
 }  // namespace
 
 TEST_CASE("prefill") {
-  check({{{150, 3, 70, 129}, {150, 90, 129, 333}}, 16, 65536, Causal::bottom_right, -1}, meets_others || Build::use_tuned);
+  check({{{150, 3, 70, 129}, {150, 90, 129, 333}}, 16, 65536, Causal::bottom_right, -1},
+        meets_others || Build::use_tuned);
 }
 TEST_CASE("chunks") { check({{{20, 33, 5}, {400, 170, 1000}}, 6, 192, Causal::bottom_right, -1}, meets_others); }
 TEST_CASE("window") { check({{{130, 64, 7}, {260, 64, 90}}, 132, 65536, Causal::top_left, 50}, false); }
