@@ -495,7 +495,13 @@ template <class B> void check_alone() {
 
 using namespace SDPA_NAMESPACE;
 
-TEST_CASE("invariant") { check_alone<Chunk>(), check_alone<Chunk3>(), check_alone<Decode>(), check_alone<Decode3>(), check_alone<Paged>(); }
+TEST_CASE("invariant") {
+  check_alone<Chunk>(), check_alone<Chunk3>(), check_alone<Decode>(), check_alone<Decode3>(), check_alone<Paged>();
+  // Tiles that see a tenth of the keys, by which ranges of a sequence are as long as those of a batch never are.
+  Planned c = problem_of_sizes(1, 1, 1, 64, 64000);
+  c.p.window_right = c.of.window_right = 6400, c.p.batch_invariant = 1, simt::gpu.sms[0] = 132;
+  check_plan<Decode>(c);
+}
 
 // Rows of starts and lengths that no caller can mean lie within the tensors.
 TEST_CASE("sequences") {
