@@ -5,9 +5,10 @@ build fills $SDPA_CACHE (or ~/.cache/sdpa) with every build of these words, with
   sm_80 sm_90a ...     GPUs
   fp16 bf16 e4m3       types
   64 128 192x128 ...   D, or that of Q and K by that of V
-  plain softcap sinks lengths pages bias mask, or several as in sinks+lengths: options of attention() (plain, if none is
-                       named; mask: a bias of bools)
-and with what is between PyTorch and the kernels. A program that finds all it needs there does without nvcc.
+  plain softcap sinks lengths pages bias mask bf16_out, or several as in sinks+lengths: options of attention() (plain,
+                       if none is named; mask: a bias of bools; bf16_out: O of e4m3)
+and with what is between PyTorch and the kernels and what appends to caches. A program that finds all it needs there
+does without nvcc.
 path prints what PYTHONPATH needs so that `import flash_attn_interface` finds sdpa's, and transformers finds a
 FlashAttention-3."""
 import itertools
@@ -19,11 +20,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 import pytorch as sdpa
 
 TYPES = {"fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
-OPTIONS = ["softcap", "sinks", "lengths", "pages", "bias", "mask"]  # those of sdpa.FEATURES
+OPTIONS = ["softcap", "sinks", "lengths", "pages", "bias", "mask", "bf16_out"]  # those of sdpa.FEATURES
 
 
-def lines_of(words):
-    """The arguments of build_of() for each build of the words; a build that no line has is said and left out."""
+def builds_of(words):
+    """The arguments of built() for each build of the words; a build that no line has is said and left out."""
     kinds = {"a GPU, as in sm_90a": [], "a type, as in bf16": [], "a D, as in 128": [], "options": []}
     gpus, types, sizes, options = kinds.values()
     for word in words:
@@ -42,13 +43,13 @@ def lines_of(words):
     for kind, found in kinds.items():
         if not found:
             raise SystemExit(f"sdpa: build needs {kind}; python -m sdpa --help has the words")
-    lines = []
+    builds = [sdpa.build_of_appender(gpu) for gpu in gpus]
     for gpu, dtype, (D, Dv), features in itertools.product(*kinds.values()):
         try:
-            lines.append(sdpa.line_with(gpu, dtype, D, Dv, features))
+            builds.append(sdpa.build_of(*sdpa.line_with(gpu, dtype, D, Dv, features)))
         except sdpa.Unavailable as why:
             print(f"sdpa: left out: {why}", file=sys.stderr)
-    return lines
+    return builds
 
 
 def build(words):
@@ -57,7 +58,7 @@ def build(words):
         at = words.index("--jobs")
         jobs = int(words[at + 1])
         del words[at:at + 2]
-    builds = dict.fromkeys([sdpa.build_of_glue(), *(sdpa.build_of(*line) for line in lines_of(words))])
+    builds = dict.fromkeys([sdpa.build_of_glue(), *builds_of(words)])
     failed = 0
     with ThreadPoolExecutor(jobs) as pool:
         for done, future in enumerate(as_completed([pool.submit(sdpa.built, *one) for one in builds]), 1):

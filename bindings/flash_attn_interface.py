@@ -9,6 +9,8 @@ import torch
 
 import pytorch as sdpa
 
+APPEND = torch.ops.sdpa.append.default  # writes k and v behind the keys of the caches, and returns the new lengths
+
 # Arguments of FlashAttention-2 and -3 that the kernels do not know, and what to do instead.
 UNKNOWN = {
     **dict.fromkeys(("rotary_cos", "rotary_sin"), "rotate q and k before the call"),
@@ -43,7 +45,8 @@ def attend(function, q, k, v, scale, causal, window_size, softcap, q_descale, k_
         causal, right = "br", None if left is None else 0
     window = sdpa.NO_WINDOW if left is None and right is None else (left, right, "br")
     numbers = dict(q_starts=q_starts, k_starts=k_starts, k_lengths=k_lengths, page_table=page_table, q_lengths=q_lengths)
-    numbers = {name: x.to(torch.int32).contiguous() for name, x in numbers.items() if x is not None}
+    numbers = {name: x if x.dtype == torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
+               for name, x in numbers.items() if x is not None}
     tensors = []
     for x, starts in ((q, q_starts), (k, k_starts), (v, k_starts)):
         x = x if x.stride(-1) == 1 else x.contiguous()
@@ -51,12 +54,11 @@ def attend(function, q, k, v, scale, causal, window_size, softcap, q_descale, k_
     out, lse = sdpa.attention(
         *tensors, causal=causal or None, window=window, scale=scale, softcap=softcap, sinks=sinks, return_lse=True,
         q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-        most_keys=most_keys if numbers else 0, **numbers)
+        most_keys=most_keys if numbers else 0, **numbers,
+        out_dtype=torch.bfloat16 if q.dtype == torch.float8_e4m3fn else None)
     out = out.transpose(1, 2)
     if q.shape[-1] != v.shape[-1]:
         out = out.contiguous()  # attention() has written [B,H,S,Dv]
-    if q.dtype == torch.float8_e4m3fn:
-        out = out.to(torch.bfloat16)
     return (out, lse) if q_starts is None else (out[0], lse[0])
 
 
@@ -99,29 +101,6 @@ def bits(x):
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
-def append(k_cache, v_cache, k, v, lengths, page_table, cache_batch_idx, starts):
-    """Writes k and v behind the keys of the caches, each by one operation of the device, and returns the new lengths.
-    Rows of k and v behind the last sequence of `starts` repeat the row before them, so that they change nothing."""
-    if starts is None:
-        owner, new = torch.arange(k.shape[0], device=k.device)[:, None], k.shape[1]
-        place = lengths[:, None] + torch.arange(new, device=k.device)
-    else:
-        starts = starts.to(torch.int32)
-        row = torch.arange(k.shape[0], dtype=torch.int32, device=k.device).minimum(starts[-1] - 1).clamp(min=0)
-        owner = (torch.searchsorted(starts, row, right=True) - 1).clamp(max=starts.shape[0] - 2)
-        place, new = lengths[owner] + row - starts[owner], starts.diff()
-        k, v = (bits(x)[row].view(x.dtype) for x in (k, v))
-    if page_table is not None:
-        page_size = k_cache.shape[1]
-        owner, place = page_table[owner, place // page_size], place % page_size
-    elif cache_batch_idx is not None:
-        owner = cache_batch_idx[owner]
-    with torch.no_grad():
-        for cache, x in ((k_cache, k), (v_cache, v)):
-            bits(cache).index_put_((owner, place), bits(x))
-    return lengths + new
-
-
 def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
                             cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None,
                             cu_seqlens_q=None, cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None,
@@ -146,15 +125,17 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
         sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         cache_seqlens = torch.full((sequences,), cache_seqlens, dtype=torch.int32, device=k_cache.device)
     if k is not None:
-        cache_seqlens = append(k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_k_new)
+        cache_seqlens = APPEND(k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_k_new)
     if cache_batch_idx is not None and k_cache.shape[1] % 16 == 0:
         page_table = cache_batch_idx[:, None]  # a cache is a page
     elif cache_batch_idx is not None:
         k_cache, v_cache = (bits(x).index_select(0, cache_batch_idx).view(x.dtype) for x in (k_cache, v_cache))
     out, lse = attend(name, q, k_cache, v_cache, softmax_scale, causal, window_size, softcap, q_descale, k_descale,
                       v_descale, learnable_sink, cu_seqlens_q, None, cache_seqlens, page_table)
+    if not return_softmax_lse:
+        return out
     none = torch.empty(0, device=q.device)
-    return (out, lse, none, none) if return_softmax_lse else out
+    return out, lse, none, none
 
 
 def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):

@@ -11,9 +11,10 @@
 #include <ATen/ops/_cudnn_attention_backward.h>
 #include <ATen/ops/_cudnn_attention_forward.h>
 #include <ATen/ops/_flash_attention_backward.h>
-#include <ATen/ops/_flash_attention_forward.h>
+#include <ATen/ops/_flash_attention_forward_native.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention_native.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/scaled_dot_product_attention_native.h>
@@ -28,6 +29,18 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
+#include <torch/version.h>
+
+#define PYTORCH_2(minor) (TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= minor)  // this one or newer
+#if PYTORCH_2(12)
+#include <ATen/ops/_flash_attention_forward_no_dropout_inplace_native.h>
+#endif
+#if PYTORCH_2(14)
+#include <ATen/ops/_cudnn_attention_forward_native.h>
+#endif
+#if PYTORCH_2(15)
+#include <ATen/ops/_cudnn_attention_forward_no_dropout_inplace_native.h>
+#endif
 
 #include <algorithm>
 #include <array>
@@ -40,6 +53,7 @@
 #include <tuple>
 #include <vector>
 
+#include "append.h"
 #include "sdpa.h"
 
 using at::Tensor;
@@ -58,7 +72,8 @@ enum Feature {
   lengths = 4,
   pages = 8,
   biases = 16,
-  masks = 32
+  masks = 32,
+  bf16_out = 64
 };  // of what a problem asks beyond a line's own: builds of their own
 static auto& lines = *new std::map<std::array<int, 5>, Line>;  // by device, dtype, D, D of v, and features
 static std::mutex mutex;                                       // of `lines`
@@ -369,10 +384,10 @@ static Tensor empty_like(const Tensor& x, at::ScalarType dtype) {
 
 static SdpaStrides strides_of(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(2)}; }
 
-static int features_of(const SdpaParams& p, const OptionalTensor& bias) {
+static int features_of(const SdpaParams& p, const OptionalTensor& bias, bool in_bf16) {
   const bool has_lengths = p.k_lengths || p.q_lengths || p.q_starts || p.k_starts || p.page_table;
   return (p.softcap != 0 ? softcap : 0) | (p.sinks ? sinks : 0) | (has_lengths ? lengths : 0) |
-         (p.page_table ? pages : 0) | (bias ? feature_of(*bias) : 0);
+         (p.page_table ? pages : 0) | (bias ? feature_of(*bias) : 0) | (in_bf16 ? bf16_out : 0);
 }
 
 // A scale as the C function has it, where 0 stands for the default: one of 0, or too small for a float, is the least
@@ -381,10 +396,10 @@ static float scale_of(std::optional<double> scale) { return scale ? std::max(flo
 
 // O, LSE = attention(q, k, v), with p's mask, scale and the like, and a bias of bias_of(). Returns why not, in one
 // sentence; empty if it was enqueued. Shapes have been checked. p.B: sequences of packed tensors, else 0. LSE may be
-// undefined.
+// undefined. in_bf16: O of e4m3 is, else fp16.
 static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
-                          SdpaParams p, const OptionalTensor& bias) {
-  const Line& line = line_for(q, v, features_of(p, bias));
+                          SdpaParams p, const OptionalTensor& bias, bool in_bf16 = false) {
+  const Line& line = line_for(q, v, features_of(p, bias, in_bf16));
   if (bias) {
     const auto shared = [&](int dim) { return bias->size(dim) == 1 ? 0 : bias->stride(dim); };
     p.bias = bias->const_data_ptr(), p.bias_strides = {shared(0), shared(1), shared(2)};
@@ -502,7 +517,7 @@ static Result flash(const Tensor& q_any, const Tensor& k_any, const Tensor& v_an
   const auto fitting = [](const Tensor& x) { return (x.dim() != 4 || fit(x) ? x : x.contiguous()).transpose(1, 2); };
   const Tensor q = fitting(q_any), k = fitting(k_any), v = fitting(v_any);
   auto [out, out_lse, state, unused, mask] =
-      at::_flash_attention_forward(q, k, v, {}, {}, q.size(1), k.size(1), dropout, causal, debug_mask, scale);
+      at::native::_flash_attention_forward(q, k, v, {}, {}, q.size(1), k.size(1), dropout, causal, debug_mask, scale);
   out = out.transpose(1, 2);
   if (q_any.dim() == 4 && !fit(q_any)) out = empty_like(q_any, out.scalar_type()).copy_(out);
   return {out, out_lse, Tensor(), Tensor(), q.size(1), k.size(1), state, unused, mask};
@@ -580,15 +595,25 @@ static bool is_for_cudnn(const Tensor& q, const Tensor& k, const Tensor& v, cons
   }
 }
 
-static std::tuple<Tensor, Tensor> attention(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any,
-                                            int64_t causal, int64_t left, int64_t right, int64_t window_alignment,
-                                            std::optional<double> scale, double cap, const OptionalTensor& q_descale,
-                                            const OptionalTensor& k_descale, const OptionalTensor& v_descale,
-                                            const OptionalTensor& sink, const OptionalTensor& k_lengths,
-                                            const OptionalTensor& q_starts, const OptionalTensor& k_starts,
-                                            const OptionalTensor& page_table, int64_t most_keys,
-                                            const OptionalTensor& bias_any, int64_t bias_keys,
-                                            const OptionalTensor& q_lengths, bool batch_invariant) {
+// The arguments of sdpa::attention, in its order.
+struct Call {
+  const Tensor &q, &k, &v;
+  int64_t causal, left, right, window_alignment;
+  std::optional<double> scale;
+  double softcap;
+  const OptionalTensor &q_descale, &k_descale, &v_descale, &sinks, &k_lengths, &q_starts, &k_starts, &page_table;
+  int64_t most_keys;
+  const OptionalTensor& bias;
+  int64_t bias_keys;
+  const OptionalTensor& q_lengths;
+  bool batch_invariant, bf16_out;
+};
+
+// LSE; O is written into `o`, or into a new tensor if that is undefined.
+static Tensor attend(const Call& call, Tensor& o) {
+  const auto& [q_any, k_any, v_any, causal, left, right, window_alignment, scale, cap, q_descale, k_descale, v_descale,
+               sink, k_lengths, q_starts, k_starts, page_table, most_keys, bias_any, bias_keys, q_lengths,
+               batch_invariant, in_bf16] = call;
   const c10::cuda::CUDAGuard guard(q_any.device());
   const auto check = [](const std::string& why) { TORCH_CHECK(why.empty(), "sdpa.attention: ", why); };
   const bool has_lengths = k_lengths || q_lengths || q_starts || k_starts || page_table;
@@ -604,6 +629,7 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q_any, const Tensor& k
   TORCH_CHECK(cap == 0 || float(cap) != 0, "sdpa.attention: softcap=", cap, " is not from 1e-18 to 1e18");
   const Tensor q = readable(q_any, false), k = readable(k_any, true), v = readable(v_any, true);
   const bool e4m3 = q.scalar_type() == at::kFloat8_e4m3fn;
+  TORCH_CHECK(e4m3 || !in_bf16, "sdpa.attention: O has the type of q, and another one with e4m3 alone");
   TORCH_CHECK(!(e4m3 && bias_any), "sdpa.attention: e4m3 has no bias");
   TORCH_CHECK(bias_any || bias_keys == 0, "sdpa.attention: bias_keys is for a bias");
   TORCH_CHECK(!sink || (sink->device() == q.device() && sink->sizes() == q.sizes().slice(1, 1)),
@@ -651,16 +677,36 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q_any, const Tensor& k
     bias = bias_of(*bias_any, q, bias_keys ? bias_keys : most), p.bias_keys = int(bias_keys);
   }
   const bool same_sizes = v.size(3) == q.size(3);
-  check(why_not_line(q, v, features_of(p, bias)));
+  check(why_not_line(q, v, features_of(p, bias, in_bf16)));
   Tensor kept[3];
   const int64_t key_batches = page_table || k_starts ? B : k.size(0);  // packed sequences have factors of their own
   p.q_descale = descale("q_descale", q_descale, q, q_starts ? B : q.size(0), k.size(1), kept[0]);
   p.k_descale = descale("k_descale", k_descale, k, key_batches, 0, kept[1]);
   p.v_descale = descale("v_descale", v_descale, v, key_batches, 0, kept[2]);
-  const auto type = e4m3 ? at::kHalf : q.scalar_type();
-  const Tensor o = same_sizes ? empty_like(q_any, type) : empty({q.size(0), q.size(1), q.size(2), v.size(3)}, type, q);
+  const auto type = in_bf16 ? at::kBFloat16 : e4m3 ? at::kHalf : q.scalar_type();
+  if (!o.defined()) {
+    o = same_sizes ? empty_like(q_any, type) : empty({q.size(0), q.size(1), q.size(2), v.size(3)}, type, q);
+  }
+  const Tensor written = fit(o) ? o : empty(o.sizes(), type, q);
   const Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, at::kFloat, q);
-  check(launch(q, k, v, o, lse, p, bias));
+  check(launch(q, k, v, written, lse, p, bias, in_bf16));
+  if (!written.is_same(o)) o.copy_(written);
+  return lse;
+}
+
+static std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v, int64_t causal,
+                                            int64_t left, int64_t right, int64_t window_alignment,
+                                            std::optional<double> scale, double cap, const OptionalTensor& q_descale,
+                                            const OptionalTensor& k_descale, const OptionalTensor& v_descale,
+                                            const OptionalTensor& sink, const OptionalTensor& k_lengths,
+                                            const OptionalTensor& q_starts, const OptionalTensor& k_starts,
+                                            const OptionalTensor& page_table, int64_t most_keys,
+                                            const OptionalTensor& bias, int64_t bias_keys,
+                                            const OptionalTensor& q_lengths, bool batch_invariant, bool in_bf16) {
+  Tensor o;
+  const Tensor lse = attend({q, k, v, causal, left, right, window_alignment, scale, cap, q_descale, k_descale,
+                             v_descale, sink, k_lengths, q_starts, k_starts, page_table, most_keys, bias, bias_keys,
+                             q_lengths, batch_invariant, in_bf16}, o);
   return {o, lse};
 }
 
@@ -720,11 +766,367 @@ static std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad,
   return {laid_out(dq, q_any), laid_out(dk, k_any), laid_out(dv, v_any)};
 }
 
+// ---- PyTorch's FlashAttention and cuDNN themselves, which varlen_attn calls, and 8 bits ----
+
+// What a call asks besides q, k and v, [rows,H,D] with starts, else [B,S,H,D]. Masks and windows count from the last
+// key, but for a packed cuDNN's.
+struct Sequences {
+  const OptionalTensor &q_starts, &k_starts, &k_lengths, &page_table;  // k and v of a table are [pages,keys,Hkv,D]
+  int64_t most_keys;
+  double dropout;
+  bool causal, debug_mask;
+  std::optional<double> scale;
+  std::optional<int64_t> left, right;
+  bool top_left = false;
+  bool has_slopes = false;
+  std::optional<int64_t> splits;  // 1: the bits of a sequence do not depend on the others
+};
+struct Descales {
+  OptionalTensor q, k, v;
+};
+
+static Tensor heads_first(const Tensor& x) {
+  return x.dim() == 3 ? x.transpose(0, 1).unsqueeze(0) : x.transpose(1, 2);
+}
+
+// Why not, of a call with tensors as attention() has them.
+static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, const Sequences& asked) {
+  if (asked.dropout != 0) return "there is dropout";
+  if (asked.debug_mask) return "a debug mask is asked for";
+  if (asked.has_slopes) return "there are alibi_slopes";
+  if (asked.page_table && !asked.k_lengths) return "there is a block_table without seqused_k";
+  if (asked.page_table && k.dim() == 4 && k.size(2) % 16) {
+    return c10::str("pages are of ", k.size(2), " keys, no multiple of 16");
+  }
+  if (!asked.page_table && asked.q_starts.has_value() != asked.k_starts.has_value()) {
+    return "cum_seq_q or cum_seq_k is missing";
+  }
+  std::string why = why_not_scale(asked.scale);
+  const bool has_lengths = asked.q_starts || asked.k_starts || asked.k_lengths || asked.page_table;
+  if (why.empty()) why = why_not_tensors(q, k, v, true, has_lengths);
+  if (!why.empty()) return why;
+  if (v.size(3) != q.size(3)) return "q and v differ in D";
+  if (q.numel() == 0 || k.numel() == 0) return "a tensor is empty";
+  if (asked.page_table && !(fit(k) && fit(v))) return bad_rows;  // a copy would be of all pages
+  return "";
+}
+
+// O and LSE of a call on [1 or B,H,S,D], or why not. A given O is written into.
+static std::string taken(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any, const Sequences& asked,
+                         const Descales& descales, Tensor& o, Tensor& lse) {
+  std::string why = why_not(q_any, k_any, v_any, asked);
+  if (!why.empty()) return why;
+  const auto limit = [](std::optional<int64_t> keys) { return std::clamp<int64_t>(keys.value_or(-1), -1, 1000000000); };
+  int64_t left = limit(asked.left), right = limit(asked.right);
+  const bool causal = asked.causal || (left < 0 && right == 0);
+  if (causal) right = -1;
+  const bool has_lengths = asked.q_starts || asked.k_starts || asked.k_lengths || asked.page_table;
+  const int mask = !causal ? SDPA_CAUSAL_OFF : asked.top_left ? SDPA_CAUSAL_TOP_LEFT : SDPA_CAUSAL_BOTTOM_RIGHT;
+  const int alignment = left < 0 && right < 0 ? SDPA_CAUSAL_OFF : SDPA_CAUSAL_BOTTOM_RIGHT;
+  const OptionalTensor none, k_starts = asked.page_table ? none : asked.k_starts;
+  const Tensor q = readable(q_any, false), k = readable(k_any, true), v = readable(v_any, true);
+  const Call call{q, k, v, mask, left, right, alignment, asked.scale, 0, descales.q, descales.k, descales.v, none,
+                  asked.k_lengths, asked.q_starts, k_starts, asked.page_table,
+                  has_lengths ? std::clamp<int64_t>(asked.most_keys, 0, 1000000000) : 0, none, 0, none,
+                  asked.splits == 1, q.scalar_type() == at::kFloat8_e4m3fn};
+  if (q.is_cuda()) {
+    int features = has_lengths ? lengths : 0;
+    if (asked.page_table) features |= pages;
+    if (call.bf16_out) features |= bf16_out;
+    why = why_not_line(q, v, features);
+    if (why.empty()) lse = attend(call, o);
+    return why;
+  }
+  // Beside a test's tensors whatever stands in for the operator.
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("sdpa::attention", "").typed<decltype(attention)>();
+  Tensor out;
+  std::tie(out, lse) = op.call(q, k, v, call.causal, left, right, alignment, call.scale, 0, descales.q, descales.k,
+                               descales.v, none, call.k_lengths, call.q_starts, k_starts, call.page_table,
+                               call.most_keys, none, 0, none, call.batch_invariant, call.bf16_out);
+  o = o.defined() ? o.copy_(out) : out;
+  return "";
+}
+
+// The same on tensors as these operators have them: LSE is [H,rows] with starts, else [B,H,S].
+static std::string rows_taken(const Tensor& q, const Tensor& k, const Tensor& v, const Sequences& asked,
+                              const Descales& descales, Tensor& o, Tensor& lse) {
+  if (q.dim() != (asked.q_starts ? 3 : 4)) return c10::str("q has ", q.dim(), " dimensions");
+  if (k.dim() != (asked.page_table ? 4 : q.dim()) || v.dim() != k.dim()) {
+    return c10::str("k and v have ", k.dim(), " and ", v.dim(), " dimensions");
+  }
+  if (o.defined() && (o.sizes() != q.sizes() || o.scalar_type() != q.scalar_type() || o.device() != q.device())) {
+    return "out is of another shape or type than q";
+  }
+  Tensor by_heads = o.defined() ? heads_first(o) : o;
+  std::string why = taken(heads_first(q), heads_first(k), heads_first(v), asked, descales, by_heads, lse);
+  if (!why.empty()) return why;
+  if (!o.defined()) o = by_heads.transpose(1, 2);
+  if (asked.q_starts) {
+    if (o.dim() == 4) o = o.squeeze(0);
+    lse = lse.squeeze(0);
+  }
+  return "";
+}
+
+static void warn_of_pytorchs(const std::string& why) {
+  TORCH_WARN_ONCE("sdpa: ", why, "; PyTorch's own kernel runs instead");
+}
+[[noreturn]] static void refuse_8_bits(const std::string& why) {
+  TORCH_CHECK(false, "sdpa: ", why, "; PyTorch has no kernel of its own for 8 bits");
+}
+// A random generator's state, which is read with dropout alone, and a debug mask.
+static std::tuple<Tensor, Tensor, Tensor> unused_of_flash(const Tensor& q) {
+  const auto state = q.options().dtype(at::kUInt64);
+  return {at::empty({2}, state), at::empty({}, state), at::empty({0}, q.options())};
+}
+
+#if PYTORCH_2(12)
+#define MORE_OF_FLASH , const OptionalTensor &page_table, std::optional<int64_t> splits
+#define ITS_MORE , page_table, splits
+#else
+#define MORE_OF_FLASH
+#define ITS_MORE
+#endif
+
+using FlashResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+static FlashResult flash_forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& q_starts,
+                                 const OptionalTensor& k_starts, int64_t most_q, int64_t most_k, double dropout,
+                                 bool causal, bool debug_mask, std::optional<double> scale,
+                                 std::optional<int64_t> left, std::optional<int64_t> right,
+                                 const OptionalTensor& k_lengths, const OptionalTensor& slopes MORE_OF_FLASH) {
+#if !PYTORCH_2(12)
+  const OptionalTensor page_table;
+  const std::optional<int64_t> splits;
+#endif
+  Tensor o, lse;
+  const std::string why =
+      rows_taken(q, k, v, {q_starts, k_starts, k_lengths, page_table, most_k, dropout, causal, debug_mask, scale, left,
+                           right, false, slopes.has_value(), splits}, {}, o, lse);
+  if (why.empty()) return std::tuple_cat(std::make_tuple(o, lse), unused_of_flash(q));
+  warn_of_pytorchs(why);
+  const c10::OptionalDeviceGuard guard(q.device());
+  return at::native::_flash_attention_forward(q, k, v, q_starts, k_starts, most_q, most_k, dropout, causal, debug_mask,
+                                              scale, left, right, k_lengths, slopes ITS_MORE);
+}
+
+#if PYTORCH_2(12)
+static Tensor flash_forward_into(Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v,
+                                 const OptionalTensor& q_starts, const OptionalTensor& k_starts, int64_t most_q,
+                                 int64_t most_k, double dropout, bool causal, bool debug_mask,
+                                 std::optional<double> scale, std::optional<int64_t> left,
+                                 std::optional<int64_t> right, const OptionalTensor& k_lengths,
+                                 const OptionalTensor& slopes MORE_OF_FLASH) {
+  Tensor lse;
+  const std::string why =
+      rows_taken(q, k, v, {q_starts, k_starts, k_lengths, page_table, most_k, dropout, causal, debug_mask, scale, left,
+                           right, false, slopes.has_value(), splits}, {}, out, lse);
+  if (why.empty()) return lse;
+  warn_of_pytorchs(why);
+  const c10::OptionalDeviceGuard guard(q.device());
+  return at::native::_flash_attention_forward_no_dropout_inplace(out, q, k, v, q_starts, k_starts, most_q, most_k,
+                                                                 dropout, causal, debug_mask, scale, left, right,
+                                                                 k_lengths, slopes ITS_MORE);
+}
+#endif
+
+// O of 8 bits is bf16. PyTorch has no backward for them, and says so.
+static FlashResult flash_forward_8_bits(const Tensor& q, const Tensor& k, const Tensor& v,
+                                        const OptionalTensor& q_starts, const OptionalTensor& k_starts, int64_t most_q,
+                                        int64_t most_k, double dropout, bool causal, bool debug_mask,
+                                        const OptionalTensor& q_descale, const OptionalTensor& k_descale,
+                                        const OptionalTensor& v_descale, std::optional<double> scale,
+                                        std::optional<int64_t> left, std::optional<int64_t> right,
+                                        const OptionalTensor& k_lengths, const OptionalTensor& slopes) {
+  Tensor o, lse;
+  const std::string why =
+      rows_taken(q, k, v, {q_starts, k_starts, k_lengths, {}, most_k, dropout, causal, debug_mask, scale, left, right,
+                           false, slopes.has_value()}, {q_descale, k_descale, v_descale}, o, lse);
+  if (!why.empty()) refuse_8_bits(why);
+  return std::tuple_cat(std::make_tuple(o, lse), unused_of_flash(q));
+}
+static Result flash_8_bits(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& q_descale,
+                           const OptionalTensor& k_descale, const OptionalTensor& v_descale, double dropout,
+                           bool causal, bool debug_mask, std::optional<double> scale) {
+  Tensor o, lse;
+  const OptionalTensor none;
+  const std::string why = taken(q, k, v, {none, none, none, none, 0, dropout, causal, debug_mask, scale},
+                                {q_descale, k_descale, v_descale}, o, lse);
+  if (!why.empty()) refuse_8_bits(why);
+  const auto [state, offset, mask] = unused_of_flash(q);
+  return {o, lse, Tensor(), Tensor(), q.size(2), k.size(2), state, offset, mask};
+}
+
+#if PYTORCH_2(14)
+// varlen_attn calls cuDNN too, whose causal mask is top-left unless there are lengths. Its LSE is [H,rows] from 2.14
+// on; what has no starts is F.scaled_dot_product_attention's.
+static std::string cudnn_rows_taken(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& q_starts,
+                                    const OptionalTensor& k_starts, int64_t most_k, double dropout, bool causal,
+                                    bool debug_mask, std::optional<double> scale, const OptionalTensor& k_lengths,
+                                    const OptionalTensor& page_table, Tensor& o, Tensor& lse) {
+  return rows_taken(q, k, v, {q_starts, k_starts, k_lengths, page_table, most_k, dropout, causal, debug_mask, scale, {},
+                              {}, !k_lengths}, {}, o, lse);
+}
+static Result cudnn_forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
+                            const OptionalTensor& q_starts, const OptionalTensor& k_starts, int64_t most_q,
+                            int64_t most_k, bool with_lse, double dropout, bool causal, bool debug_mask,
+                            std::optional<double> scale, const OptionalTensor& k_lengths,
+                            const OptionalTensor& page_table) {
+  if (q_starts && !bias) {
+    Tensor o, lse;
+    const std::string why = cudnn_rows_taken(q, k, v, q_starts, k_starts, most_k, dropout, causal, debug_mask, scale,
+                                             k_lengths, page_table, o, lse);
+    if (why.empty()) {
+      const Tensor unused = at::empty({}, q.options().dtype(at::kLong));
+      return {o, with_lse ? lse : Tensor(), *q_starts, k_starts.value_or(Tensor()), most_q, most_k, unused, unused,
+              Tensor()};
+    }
+    warn_of_pytorchs(why);
+  }
+  const c10::OptionalDeviceGuard guard(q.device());
+  return at::native::_cudnn_attention_forward(q, k, v, bias, q_starts, k_starts, most_q, most_k, with_lse, dropout,
+                                              causal, debug_mask, scale, k_lengths, page_table);
+}
+#endif
+#if PYTORCH_2(15)
+static Tensor cudnn_forward_into(Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v,
+                                 const Tensor& q_starts, const OptionalTensor& k_starts, int64_t most_q,
+                                 int64_t most_k, bool causal, std::optional<double> scale,
+                                 const OptionalTensor& k_lengths, const OptionalTensor& page_table) {
+  Tensor lse;
+  const std::string why = cudnn_rows_taken(q, k, v, q_starts, k_starts, most_k, 0, causal, false, scale, k_lengths,
+                                           page_table, out, lse);
+  if (why.empty()) return lse;
+  warn_of_pytorchs(why);
+  const c10::OptionalDeviceGuard guard(q.device());
+  return at::native::_cudnn_attention_forward_no_dropout_inplace(out, q, k, v, q_starts, k_starts, most_q, most_k,
+                                                                 causal, scale, k_lengths, page_table);
+}
+#endif
+
+static void put_behind(torch::Library& m) {
+  m.impl("_flash_attention_forward", flash_forward);
+  m.impl("_flash_attention_forward.quantized", flash_forward_8_bits);
+  m.impl("_scaled_dot_product_flash_attention.quantized", flash_8_bits);
+#if PYTORCH_2(12)
+  m.impl("_flash_attention_forward_no_dropout_inplace", flash_forward_into);
+#endif
+#if PYTORCH_2(14)
+  m.impl("_cudnn_attention_forward", cudnn_forward);
+#endif
+#if PYTORCH_2(15)
+  m.impl("_cudnn_attention_forward_no_dropout_inplace", cudnn_forward_into);
+#endif
+}
+
+// ---- sdpa::append ----
+
+struct Appender {
+  decltype(&sdpa_append) append;
+  char trouble[512];  // why there is none
+};
+static auto& appenders = *new std::map<int, Appender>;  // by device
+using LoadAppender = void (*)(int device, Appender* appender);
+static LoadAppender load_appender;
+
+static const Appender& appender_for(int device) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = appenders.find(device);
+    if (found != appenders.end()) return found->second;
+  }
+  thread_local Appender loaded;
+  loaded = {};
+  load_appender(device, &loaded);
+  if (!loaded.append) return loaded;  // the next call tries again
+  const std::lock_guard<std::mutex> lock(mutex);
+  return appenders.emplace(device, loaded).first->second;
+}
+
+// Of a cache [caches or pages,keys,H,D] and of x, [B,rows,H,D] or with starts [rows,H,D].
+static SdpaNewRows new_rows_of(const Tensor& cache, const Tensor& x) {
+  const int64_t size = x.element_size();
+  const int last = int(x.dim());
+  return {static_cast<const char*>(x.const_data_ptr()), static_cast<char*>(cache.mutable_data_ptr()),
+          last == 4 ? x.stride(0) * size : 0, x.stride(last - 3) * size, x.stride(last - 2) * size,
+          cache.stride(0) * size, cache.stride(1) * size, cache.stride(2) * size, int(x.size(last - 1) * size)};
+}
+
+// Rows of k and v behind the first lengths[b] ones of caches, in place; returns the new lengths.
+static Tensor append(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k_any, const Tensor& v_any,
+                     const Tensor& lengths_any, const OptionalTensor& page_table, const OptionalTensor& caches,
+                     const OptionalTensor& starts) {
+  const c10::OptionalDeviceGuard guard(k_cache.device());
+  const auto check = [](bool holds, const auto&... words) {
+    TORCH_CHECK(holds, "flash_attn_with_kvcache: ", words...);
+  };
+  const auto with_rows = [](const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); };
+  const auto ints = [&](const char* name, const Tensor& x, int64_t dims, int64_t length) {
+    check(x.device() == k_cache.device() && at::isIntegralType(x.scalar_type(), false) && x.dim() == dims &&
+              x.size(0) == length, name, " has no ", length, " integers beside the caches");
+    const Tensor whole = x.scalar_type() == at::kInt ? x : x.to(at::kInt);
+    return whole.stride(-1) == 1 || whole.size(-1) <= 1 ? whole : whole.contiguous();
+  };
+  const int64_t B = lengths_any.numel();
+  for (const Tensor* x : {&k_any, &v_any}) {
+    const Tensor& cache = x == &k_any ? k_cache : v_cache;
+    check(cache.dim() == 4 && x->dim() == (starts ? 3 : 4), "the caches have ", cache.dim(), " dimensions, and k or v ",
+          x->dim());
+    check(x->device() == cache.device() && x->scalar_type() == cache.scalar_type() && x->size(-1) == cache.size(3) &&
+              x->size(-2) == cache.size(2) && (starts || x->size(0) == B),
+          "k and v are not of the caches' device, type, heads and D, or not of ", B, " sequences");
+    check(cache.stride(3) == 1, "rows of the caches are not contiguous");
+    check(page_table || caches || cache.size(0) == B, "there are ", cache.size(0), " caches for ", B, " sequences");
+  }
+  check(k_any.sizes().slice(0, k_any.dim() - 1) == v_any.sizes().slice(0, v_any.dim() - 1) &&
+            k_cache.sizes().slice(0, 3) == v_cache.sizes().slice(0, 3), "k and v, or their caches, differ in shape");
+  const Tensor k = with_rows(k_any), v = with_rows(v_any), lengths = ints("cache_seqlens", lengths_any, 1, B);
+  const Tensor new_lengths = at::empty({B}, lengths.options());
+  SdpaAppend a{};
+  a.k = new_rows_of(k_cache, k), a.v = new_rows_of(v_cache, v);
+  a.B = int(B), a.heads = int(k.size(-2)), a.new_rows = int(k.size(starts ? 0 : 1));
+  a.count = int(k_cache.size(0)), a.keys = int(k_cache.size(1));
+  a.lengths = lengths.const_data_ptr<int>(), a.new_lengths = new_lengths.mutable_data_ptr<int>();
+  Tensor kept[3];
+  if (starts) kept[0] = ints("cu_seqlens_k_new", *starts, 1, B + 1), a.starts = kept[0].const_data_ptr<int>();
+  if (caches) kept[1] = ints("cache_batch_idx", *caches, 1, B), a.caches = kept[1].const_data_ptr<int>();
+  if (page_table) {
+    kept[2] = ints("page_table", *page_table, 2, B), a.page_table = kept[2].const_data_ptr<int>();
+    a.page_stride = int(kept[2].stride(0)), a.sequence_pages = int(kept[2].size(1));
+  }
+  const Appender& appender = appender_for(k_cache.get_device());
+  check(appender.append, appender.trouble);
+  cudaStream_t stream = nullptr;
+  std::optional<c10::cuda::CUDAStreamCaptureModeGuard> relaxed;  // the kernel's module may be loaded
+  if (k_cache.is_cuda()) {                                       // else a test's, whose kernel runs on the CPU
+    const bool captured = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+    if (captured) relaxed.emplace(cudaStreamCaptureModeRelaxed);
+    stream = c10::cuda::getCurrentCUDAStream();
+  }
+  const auto error = cudaError_t(appender.append(&a, stream));
+  check(error == cudaSuccess, cudaGetErrorString(error));
+  return new_lengths;
+}
+
+// There is no gradient; that the caches have changed is told to what has saved them for one.
+static Tensor append_autograd(c10::DispatchKeySet keys, const Tensor& k_cache, const Tensor& v_cache, const Tensor& k,
+                              const Tensor& v, const Tensor& lengths, const OptionalTensor& page_table,
+                              const OptionalTensor& caches, const OptionalTensor& starts) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("sdpa::append", "").typed<decltype(append)>();
+  for (const Tensor* cache : {&k_cache, &v_cache}) {
+    if (!cache->is_inference()) cache->unsafeGetTensorImpl()->bump_version();
+  }
+  return op.redispatch(keys & c10::after_autograd_keyset, k_cache, v_cache, k, v, lengths, page_table, caches, starts);
+}
+
 // ---- autograd and autocast, for whatever else the operator's arguments are ----
 
 using torch::autograd::variable_list;
 // Places of the operator's arguments.
-constexpr int at_causal = 3, at_softcap = 8, at_sinks = 12, at_page_table = 16, at_bias = 18, at_q_lengths = 20, arguments = 22;
+constexpr int at_causal = 3, at_softcap = 8, at_sinks = 12, at_page_table = 16, at_bias = 18, at_q_lengths = 20,
+              arguments = 23;
 
 struct Attention : torch::autograd::Function<Attention> {
   static variable_list forward(torch::autograd::AutogradContext* ctx, at::TensorList tensors,
@@ -810,10 +1212,12 @@ static void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 TORCH_LIBRARY_IMPL(sdpa, CUDA, m) {
   m.impl("attention", attention);
   m.impl("attention_backward", attention_backward);
+  m.impl("append", append);
 }
 TORCH_LIBRARY_IMPL(sdpa, Autograd, m) {
   m.impl("attention", torch::CppFunction::makeFromBoxedFunction<&attention_autograd>());
   m.impl("attention_backward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("append", append_autograd);
 }
 TORCH_LIBRARY_IMPL(sdpa, AutocastCUDA, m) {
   m.impl("attention", torch::CppFunction::makeFromBoxedFunction<&autocast>());
@@ -829,6 +1233,7 @@ TORCH_LIBRARY_IMPL(sdpa, CompositeExplicitAutograd, m) {
 extern "C" {
 
 void sdpa_torch_load_lines_by(Load function) { load = function; }
+void sdpa_torch_load_appender_by(LoadAppender function) { load_appender = function; }
 
 // Puts ours behind PyTorch's operators, or takes them away again.
 void sdpa_torch_activate(bool on) {
@@ -844,8 +1249,21 @@ void sdpa_torch_activate(bool on) {
   library->impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward);
   library->impl("_scaled_dot_product_flash_attention", flash);
   library->impl("_scaled_dot_product_efficient_attention", efficient);
+  put_behind(*library);
   const auto for_all = c10::DispatchKey::CompositeImplicitAutograd;
   composite = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", for_all, __FILE__, __LINE__);
   composite->impl("scaled_dot_product_attention", chosen);
+}
+
+// For tests: those of packed sequences and of 8 bits behind the CPU's as well, of which PyTorch has none, and append().
+void sdpa_torch_activate_on_cpu(bool on) {
+  static std::unique_ptr<torch::Library> library, own;
+  library.reset(), own.reset();
+  if (!on) return;
+  const auto key = c10::DispatchKey::CPU;
+  library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+  put_behind(*library);
+  own = std::make_unique<torch::Library>(torch::Library::IMPL, "sdpa", key, __FILE__, __LINE__);
+  own->impl("append", append);
 }
 }

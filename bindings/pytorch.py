@@ -24,7 +24,8 @@ import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DTYPES = {torch.float16: "", torch.bfloat16: "_bf16", torch.float8_e4m3fn: "_e4m3"}  # and the names of their lines
-FEATURES = ("USE_SOFTCAP", "USE_SINKS", "USE_LENGTHS", "USE_PAGES", "USE_BIAS=1", "USE_BIAS=2")  # by the bits of pytorch.cpp's Feature
+FEATURES = ("USE_SOFTCAP", "USE_SINKS", "USE_LENGTHS", "USE_PAGES", "USE_BIAS=1", "USE_BIAS=2",
+            "OUT_DTYPE=BF16")  # by the bits of pytorch.cpp's Feature
 MASKS = {None: 0, False: 0, "off": 0, True: 1, "br": 1, "tl": 2}
 NO_WINDOW = (None, None)
 
@@ -113,9 +114,13 @@ def built(what, sources, *options):
     return path
 
 
+def arch_of(capability):
+    return f"{capability[0]}{capability[1]}{'a' if capability[0] == 9 else ''}"
+
+
 def build_of(name, capability, *features):
     """The arguments of built() for a line with these knobs besides, 1 if they have no value."""
-    arch = f"{capability[0]}{capability[1]}{'a' if capability[0] == 9 else ''}"
+    arch = arch_of(capability)
     knobs = [f"-D{knob}={value}" for knob, value in {**knobs_of(name), **dict((f + "=1").split("=")[:2] for f in features)}.items()]
     return ("-".join((name, *features, f"sm_{arch}")), ("bindings/library.cu", "sdpa.cu", "bindings/sdpa.h"),
             "-std=c++17", "-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xcompiler=-fPIC,-fno-gnu-unique",
@@ -130,6 +135,8 @@ def library_of(name, capability, *features):
 
 def line_with(capability, dtype, D, Dv, features):
     """The arguments of library_of() for a problem: its line, and the knobs of its sizes and features."""
+    if features >> FEATURES.index("OUT_DTYPE=BF16") & 1 and dtype != torch.float8_e4m3fn:
+        raise Unavailable("O has the type of q, and another one with e4m3 alone")
     line, (D, Dv) = line_of(capability, dtype, D, Dv), widths(capability, D, Dv)
     knobs = [f"HEAD_DIM={D}"] * (D not in (64, 128, 256)) + [f"HEAD_DIM_V={Dv}"] * (Dv != D)
     knobs += [knob for bit, knob in enumerate(FEATURES) if features >> bit & 1]
@@ -139,6 +146,11 @@ def line_with(capability, dtype, D, Dv, features):
 class Line(ctypes.Structure):
     """pytorch.cpp's Line."""
     _fields_ = [("workspace_bytes", ctypes.c_void_p), ("forward", ctypes.c_void_p), ("trouble", ctypes.c_char * 512)]
+
+
+class Appender(ctypes.Structure):
+    """pytorch.cpp's Appender."""
+    _fields_ = [("append", ctypes.c_void_p), ("trouble", ctypes.c_char * 512)]
 
 
 BUILDING = threading.Lock()
@@ -157,13 +169,30 @@ def load_line(device, dtype, D, Dv, features, line):
         print(f"sdpa: {trouble}; PyTorch's own kernel runs instead", file=sys.stderr)
 
 
+def build_of_appender(capability):
+    """The arguments of built() for append.cu."""
+    arch = arch_of(capability)
+    return (f"append-sm_{arch}", ("bindings/append.cu", "bindings/append.h"), "-std=c++17", "-O3",
+            f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xcompiler=-fPIC")
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.POINTER(Appender))
+def load_appender(device, appender):
+    try:
+        with BUILDING:
+            library = ctypes.CDLL(built(*build_of_appender(torch.cuda.get_device_capability(device))))
+        appender[0].append = ctypes.cast(library.sdpa_append, ctypes.c_void_p).value
+    except Exception as trouble:
+        appender[0].trouble = (str(trouble) or type(trouble).__name__).encode()[:511]
+
+
 def build_of_glue():
     """The arguments of built() for pytorch.cpp."""
     if not torch.version.cuda:
         raise Unavailable("this PyTorch is built without CUDA")
     of_torch = os.path.dirname(torch.__file__)
-    return (f"pytorch-{torch.__version__}", ("bindings/pytorch.cpp", "bindings/sdpa.h"), "-std=c++20", "-O2", "-x=c++",
-            "-Xcompiler=-fPIC", "-DAT_PER_OPERATOR_HEADERS", f"-I{of_torch}/include",
+    return (f"pytorch-{torch.__version__}", ("bindings/pytorch.cpp", "bindings/append.h", "bindings/sdpa.h"),
+            "-std=c++20", "-O2", "-x=c++", "-Xcompiler=-fPIC", "-DAT_PER_OPERATOR_HEADERS", f"-I{of_torch}/include",
             f"-I{of_torch}/include/torch/csrc/api/include", f"-L{of_torch}/lib", "-lc10", "-lc10_cuda", "-ltorch_cpu",
             "-ltorch_cuda", "-ltorch")
 
@@ -176,6 +205,7 @@ def glue():
         first_call.library = None  # its place is taken by what is loaded now
         library = ctypes.CDLL(path)
     library.sdpa_torch_load_lines_by(load_line)
+    library.sdpa_torch_load_appender_by(load_appender)
     return library
 
 
@@ -185,20 +215,24 @@ LIBRARY = torch.library.Library("sdpa", "DEF")
 TENSORS, MASK = "(Tensor q, Tensor k, Tensor v, ", "int causal, int left, int right, int window_alignment, float? scale"
 LIBRARY.define(f"attention{TENSORS}{MASK}, float softcap, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? sinks, "
                "Tensor? k_lengths, Tensor? q_starts, Tensor? k_starts, Tensor? page_table, int most_keys, Tensor? bias=None, "
-               "int bias_keys=0, Tensor? q_lengths=None, bool batch_invariant=False) -> (Tensor, Tensor)")
+               "int bias_keys=0, Tensor? q_lengths=None, bool batch_invariant=False, "
+               "bool bf16_out=False) -> (Tensor, Tensor)")
 LIBRARY.define(f"attention_backward(Tensor grad, {TENSORS[1:]}Tensor o, Tensor lse, {MASK}, Tensor? bias=None) -> "
                "(Tensor, Tensor, Tensor)")
+LIBRARY.define("append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor lengths, Tensor? page_table, "
+               "Tensor? caches, Tensor? starts) -> Tensor")  # of flash_attn_interface.py
 LIBRARY.define(f"why_not{TENSORS}Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, bool enable_gqa) -> str")
 LIBRARY.define("bias_of(Tensor bias, Tensor q, int keys, bool for_cudnn) -> Tensor")  # what the kernels, or cuDNN's, are given
 OPERATOR = torch.ops.sdpa.attention.default
 
 
 @torch.library.register_fake("sdpa::attention")
-def fake(q, k, v, *_):
+def fake(q, k, v, *rest):
     for x in (q, k, v):
         if x.dim() != 4:
             raise ValueError(f"sdpa.attention: a tensor has {x.dim()} dimensions, not [B,H,S,D]")
-    dtype = torch.float16 if q.dtype == torch.float8_e4m3fn else q.dtype
+    bf16_out = dict(zip((argument.name for argument in OPERATOR._schema.arguments[3:]), rest)).get("bf16_out")
+    dtype = torch.bfloat16 if bf16_out else torch.float16 if q.dtype == torch.float8_e4m3fn else q.dtype
     out = torch.empty_like(q, dtype=dtype) if v.shape[3] == q.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]), dtype=dtype)
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
@@ -208,6 +242,11 @@ def fake_backward(grad, q, k, v, *_):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
+@torch.library.register_fake("sdpa::append")
+def fake_append(k_cache, v_cache, k, v, lengths, *_):
+    return lengths.new_empty(lengths.shape, dtype=torch.int32)
+
+
 def build_ahead(operator, arguments):
     """Builds the line that attention() with these arguments will load. That call says what goes wrong."""
     given = {argument.name: x for argument, x in zip(operator._schema.arguments, arguments) if x is not None}
@@ -215,7 +254,7 @@ def build_ahead(operator, arguments):
     lengths = bool(tensors & {"k_lengths", "q_lengths", "q_starts", "k_starts", "page_table"})
     bias = given["bias"].dtype if "bias" in tensors else None
     features = (given["softcap"] != 0, "sinks" in tensors, lengths, "page_table" in tensors,
-                bias not in (None, torch.bool), bias == torch.bool)  # as in FEATURES
+                bias not in (None, torch.bool), bias == torch.bool, given.get("bf16_out", False))  # as in FEATURES
     with contextlib.suppress(Exception):
         q, v = given["q"], given["v"]
         built(*build_of(*line_with(torch.cuda.get_device_capability(q.device), q.dtype, q.shape[3], v.shape[3],
@@ -236,29 +275,33 @@ def first_call(operator):
 first_call.library = torch.library.Library("sdpa", "IMPL")
 for key in ("CUDA", "Autograd"):
     first_call.library.impl("attention", first_call(OPERATOR), key)
-first_call.library.impl("attention_backward", first_call(torch.ops.sdpa.attention_backward.default), "CUDA")
+for operator in (torch.ops.sdpa.attention_backward.default, torch.ops.sdpa.append.default):
+    first_call.library.impl(operator.name(), first_call(operator), "CUDA")
 
 
 def attention(q, k, v, causal=None, window=NO_WINDOW, scale=None, q_descale=None, k_descale=None, v_descale=None,
               return_lse=False, softcap=None, sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0, page_table=None,
-              bias=None, bias_keys=0, q_lengths=None, batch_invariant=False):
+              bias=None, bias_keys=0, q_lengths=None, batch_invariant=False,
+              out_dtype=None):
     """O = softmax(scale * q @ k.T) @ v, and its LSE [B,Hq,Sq] if asked for, which has no gradient.
     q [B,Hq,Sq,D], k and v [B,Hkv,Sk,D]: CUDA tensors of one dtype (float16, bfloat16, float8_e4m3fn), D 8 to 256 by 8
-    (e4m3 and GPUs other than sm_90 by 16, from 32 on there; of v and O another if you like), Hq a multiple of Hkv; any strides in multiples of 16 bytes, rows contiguous; k and
-    v may be expanded. causal: None, "br" or True (the last query sees the last key), "tl" (the first sees the first alone). window:
-    how many keys a query sees before and after its own position, None for all; a third member "br" or "tl" says whose position that
-    is (default: causal's). scale: 1/sqrt(D) by default; with 0 all visible keys weigh alike. descales: float32, [B,H] or what expands
-    to it, q's also [B,Hkv]; e4m3 only, whose O is float16. softcap: logits x become softcap * tanh(x / softcap), by tanh.approx.
-    sinks [Hq]: exp(sink) joins a row's sum and its LSE. Read by the kernels, int32: k_lengths [B] and q_lengths [B], of its keys and
-    of its queries a sequence has the first so many, also for the mask; q_starts, k_starts [B+1], sequence b has the rows from starts[b]
-    to starts[b+1] of q, or of k and v, whose batch is 1 (rows of O and LSE that are no query of a sequence are not written: they hold
-    anything, NaN too); page_table [B,N], with k and v [pages,Hkv,keys of a page,D], the pages of a sequence in order. most_keys: that a sequence has; 0: Sk. bias: what expands to
-    [B,Hq,Sq,keys], read as it lies if the keys are contiguous, else copied: bool, of which False hides the key, or added to the
-    logits behind a softcap, in q's type, to which another is converted; causal and window hold besides. Its keys are all keys of a
-    sequence, or with bias_keys so many last ones; those before them have none. With q_starts its row is the query's in its sequence,
-    and there must be one for each. batch_invariant: the bits of a sequence's O and LSE are the same whatever sequences are in the batch
-    with it, as docs/USING.md has it; those of gradients are PyTorch's. Under autocast q, k and v take its type. Raises for what no line
-    takes.
+    (e4m3 and GPUs other than sm_90 by 16, from 32 on there; of v and O another if you like), Hq a multiple of Hkv; any
+    strides in multiples of 16 bytes, rows contiguous; k and v may be expanded. causal: None, "br" or True (the last
+    query sees the last key), "tl" (the first sees the first alone). window: how many keys a query sees before and after
+    its own position, None for all; a third member "br" or "tl" says whose position that is (default: causal's). scale:
+    1/sqrt(D) by default; with 0 all visible keys weigh alike. descales: float32, [B,H] or what expands to it, q's also
+    [B,Hkv]; e4m3 only. out_dtype: of e4m3's O, float16 (default) or bfloat16. softcap: logits x become softcap * tanh(x
+    / softcap), by tanh.approx. sinks [Hq]: exp(sink) joins a row's sum and its LSE. Read by the kernels, int32:
+    k_lengths [B] and q_lengths [B], of its keys and of its queries a sequence has the first so many, also for the mask;
+    q_starts, k_starts [B+1], sequence b has the rows from starts[b] to starts[b+1] of q, or of k and v, whose batch is
+    1 (rows of O and LSE that are no query of a sequence are not written: they hold anything, NaN too); page_table
+    [B,N], with k and v [pages,Hkv,keys of a page,D], the pages of a sequence in order. most_keys: that a sequence has;
+    0: Sk. bias: what expands to [B,Hq,Sq,keys], read as it lies if the keys are contiguous, else copied: bool, of which
+    False hides the key, or added to the logits behind a softcap, in q's type, to which another is converted; causal and
+    window hold besides. Its keys are all keys of a sequence, or with bias_keys so many last ones; those before them
+    have none. With q_starts its row is the query's in its sequence, and there must be one for each. batch_invariant:
+    the bits of a sequence's O and LSE are the same whatever sequences are in the batch with it, as docs/USING.md has
+    it; those of gradients are PyTorch's. Under autocast q, k and v take its type. Raises for what no line takes.
     """
     left = right = -1
     by = None
@@ -268,6 +311,9 @@ def attention(q, k, v, causal=None, window=NO_WINDOW, scale=None, q_descale=None
         left, right, by = *(-1 if keys is None else keys for keys in window[:2]), window[2] if len(window) > 2 else None
     if causal not in MASKS or by not in MASKS:
         raise ValueError(f"sdpa.attention: a mask of {by if causal in MASKS else causal!r} is none of None, 'br', 'tl'")
+    if out_dtype not in (None, torch.float16, torch.bfloat16) or out_dtype and q.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"sdpa.attention: out_dtype={out_dtype} is not for a q of {q.dtype}; e4m3's O is torch.float16 "
+                         "or torch.bfloat16")
     if not q.is_cuda:
         raise ValueError(f"sdpa.attention: q is on {q.device}; sdpa's kernels run on CUDA devices")
     if not (k_lengths is q_lengths is q_starts is k_starts is page_table is sinks is bias is None):
@@ -276,7 +322,8 @@ def attention(q, k, v, causal=None, window=NO_WINDOW, scale=None, q_descale=None
             if x is not None and not isinstance(x, torch.Tensor):
                 raise TypeError(f"sdpa.attention: {name} is a {type(x).__name__}, not a tensor beside q")
     out, lse = OPERATOR(q, k, v, MASKS[causal], left, right, MASKS[by], scale, softcap or 0.0, q_descale, k_descale, v_descale, sinks,
-                        k_lengths, q_starts, k_starts, page_table, most_keys, bias, bias_keys, q_lengths, batch_invariant)
+                        k_lengths, q_starts, k_starts, page_table, most_keys, bias, bias_keys, q_lengths,
+                        batch_invariant, out_dtype == torch.bfloat16)
     return (out, lse) if return_lse else out
 
 

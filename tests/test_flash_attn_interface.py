@@ -1,6 +1,8 @@
 """bindings/flash_attn_interface.py: its signatures, values against a reference in double for each sequence by itself,
 what it writes into caches, what it refuses, and transformers' own FlashAttention-3. Without a GPU a reference stands in
 for the kernels.  usage: python3 -m pytest tests/test_flash_attn_interface.py"""
+import ctypes
+import functools
 import inspect
 import itertools
 import os
@@ -13,9 +15,10 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path[:0] = [os.path.join(ROOT, "bindings"), os.path.dirname(os.path.abspath(__file__))]
+sys.path[:0] = [os.path.join(ROOT, "bindings"), os.path.join(ROOT, "tools"), os.path.dirname(os.path.abspath(__file__))]
 torch = pytest.importorskip("torch", minversion="2.11", reason="PyTorch 2.11 or newer is missing")
 AllPairs = pytest.importorskip("allpairspy").AllPairs
+import builds  # noqa: E402
 import flash_attn_interface as fa  # noqa: E402
 import pytorch as sdpa  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
@@ -75,7 +78,7 @@ def formula(q, k, v, seen, scale, softcap, sinks):
 
 def attention(q, k, v, causal=None, window=(None, None), scale=None, q_descale=None, k_descale=None, v_descale=None,
               return_lse=False, softcap=None, sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0,
-              page_table=None, q_lengths=None):
+              page_table=None, q_lengths=None, out_dtype=None):
     """attention() of bindings/pytorch.py, and what pytorch.cpp checks. Rows of no sequence are NaN."""
     assert causal in (None, "br") and (window == (None, None) or window[2] == "br")
     assert all(x.dim() == 4 and x.stride(3) == 1 and x.dtype == q.dtype for x in (q, k, v))
@@ -124,10 +127,43 @@ def attention(q, k, v, causal=None, window=(None, None), scale=None, q_descale=N
         batch, first = (b, 0) if q_starts is None else (0, int(q_starts[b]))
         own = slice(first, first + one_out.shape[1])
         out[batch, :, own], lse[batch, :, own] = one_out, one_lse
-    dtype = torch.half if q.dtype == E4M3 else q.dtype
+    assert out_dtype is None or q.dtype == E4M3
+    dtype = out_dtype or (torch.half if q.dtype == E4M3 else q.dtype)
     like = torch.empty_like(q, dtype=dtype) if v.shape[3] == q.shape[3] else out.new_empty(out.shape, dtype=dtype)
     out = like.copy_(out)
     return (out, lse.float()) if return_lse else out
+
+
+@functools.cache
+def appender():
+    """append.cu on the CPU backend, and its structs."""
+    structs = builds.structs_of(builds.Tree().read("bindings/append.h"))
+    library = ctypes.CDLL(builds.host_library(program="tests/host_append.cu"))
+    return library, structs["SdpaAppend"], structs["SdpaNewRows"]
+
+
+def append(k_cache, v_cache, k, v, lengths, page_table, caches, starts):
+    """sdpa::append as pytorch.cpp has it."""
+    library, SdpaAppend, SdpaNewRows = appender()
+
+    def rows_of(cache, x):
+        size = x.element_size()
+        strides = *((0, *x.stride()) if starts is not None else x.stride())[:3], *cache.stride()[:3]
+        return SdpaNewRows(x.data_ptr(), cache.data_ptr(), *(n * size for n in strides), x.shape[-1] * size)
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    ints = [x if x is None else x.to(torch.int32).contiguous() for x in (lengths, starts, page_table, caches)]
+    pointers = [x if x is None else x.data_ptr() for x in ints]
+    new = torch.empty_like(ints[0])
+    table = (0, 0) if page_table is None else (ints[2].stride(0), ints[2].shape[1])
+    sizes = len(lengths), k.shape[-2], k.shape[0 if starts is not None else 1], *k_cache.shape[:2]
+    a = SdpaAppend(rows_of(k_cache, k), rows_of(v_cache, v), *sizes, pointers[0], new.data_ptr(), *pointers[1:], *table)
+    assert library.sdpa_append(ctypes.byref(a), None) == 0
+    return new
+
+
+if not GPU:
+    ON_CPU = torch.library.Library("sdpa", "IMPL")
+    ON_CPU.impl("append", append, "CPU")
 
 
 @pytest.fixture(autouse=True)
@@ -448,7 +484,7 @@ def test_caches_need_no_gradient():
         kept = [x.clone() for x in caches]
         for x in kept:
             x[0, 4], x[1, 5] = new[:, 0]
-    fa.append(*caches, new.requires_grad_(), new, ints(4, 5), None, None, None)
+    fa.APPEND(*caches, new.requires_grad_(), new, ints(4, 5), None, None, None)
     assert all(x.grad_fn is None and torch.equal(x, want) for x, want in zip(caches, kept))
 
 
@@ -493,7 +529,7 @@ def test_refusals():
 # ---- graphs ----
 
 def test_no_graph_break():
-    """Each function is one call of attention() in one graph, in which no host waits; what is appended is two nodes."""
+    """Each function is one call of attention() in one graph, in which no host waits; what is appended is one node."""
     nodes = []
 
     def graph_of(function):
@@ -512,11 +548,11 @@ def test_no_graph_break():
                 (lambda: fa.flash_attn_func(q, cache, cache, causal=True, window_size=(5, 0)), 0),
                 (lambda: fa.flash_attn_varlen_func(q[0], k[0], k[0], starts, starts, 1, 1, seqused_k=lengths), 0),
                 (lambda: fa.flash_attn_varlen_func(q[0], k[0], k[0], starts, starts, lengths[0], lengths[0]), 0),
-                (lambda: fa.flash_attn_with_kvcache(q, cache, cache, k, k, cache_seqlens=lengths, causal=True), 2),
-                (lambda: fa.flash_attn_with_kvcache(q, cache, cache, k, k, **by_index), 2),
-                (lambda: fa.flash_attn_with_kvcache(q, pages, pages, k[:, 0], k[:, 0], **in_pages), 2)):
+                (lambda: fa.flash_attn_with_kvcache(q, cache, cache, k, k, cache_seqlens=lengths, causal=True), 1),
+                (lambda: fa.flash_attn_with_kvcache(q, cache, cache, k, k, **by_index), 1),
+                (lambda: fa.flash_attn_with_kvcache(q, pages, pages, k[:, 0], k[:, 0], **in_pages), 1)):
             found = graph_of(function)
-            assert found.count(sdpa.OPERATOR) == 1 and found.count("index_put_") == writes, found
+            assert found.count(sdpa.OPERATOR) == 1 and found.count(fa.APPEND) == writes, found
 
 
 # ---- transformers ----

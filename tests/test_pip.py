@@ -65,8 +65,9 @@ def test_the_wheel(wheel):
         found = {name: file.read(name) for name in file.namelist()}
     info, = {name.split("/")[0] for name in found} - {"sdpa"}
     assert re.fullmatch(r"sdpa-[\d.]+\.dist-info", info)
-    needed = {path for name in ("library.cu", "pytorch.cpp") for path in builds.Tree().sources("bindings/" + name)
-              if not path.startswith("cpu_backend/")} - {"harness.cu", "reference.cpp"} | {"configs.txt"}
+    needed = {path for name in ("library.cu", "append.cu", "pytorch.cpp")
+              for path in builds.Tree().sources("bindings/" + name) if not path.startswith("cpu_backend/")}
+    needed = needed - {"harness.cu", "reference.cpp"} | {"configs.txt"}
     for name in needed:
         with open(os.path.join(ROOT, name), "rb") as file:
             assert found["sdpa/" + name] == file.read()
@@ -131,7 +132,7 @@ def test_build(python, nvcc, tmp_path):
     said = python("-m", "sdpa", "build", *words, "--jobs", "3", **nvcc)
     calls = (tmp_path / "calls").read_text().split()
     names = {re.sub(r"-[0-9a-f]{16}-[0-9a-f]{16}\.so$", "", path.name) for path in (tmp_path / "cache").glob("*.so")}
-    want = {f"pytorch-{torch.__version__}"}
+    want = {f"pytorch-{torch.__version__}", "append-sm_90a", "append-sm_80"}
     kinds = ((9, 0), torch.bfloat16), ((9, 0), torch.float8_e4m3fn), ((8, 0), torch.bfloat16)  # e4m3 is sm_90's
     for kind, D, features in itertools.product(kinds, (128, 192), (0, 2 + 4 + 8)):
         want.add(sdpa.build_of(*sdpa.line_with(*kind, D, 128, features))[0])
@@ -158,7 +159,7 @@ def test_words_that_are_none(nvcc, words, sentence):
 def test_a_build_that_fails(nvcc, tmp_path):
     (tmp_path / "nvcc").write_text("#!/bin/sh\necho 'error: no room' >&2; exit 1\n")
     done = program("build", "sm_90a", "bf16", "128", **nvcc)
-    assert done.returncode == 1 and done.stderr.count("nvcc could not build") == 2 and "error: no room" in done.stderr
+    assert done.returncode == 1 and done.stderr.count("nvcc could not build") == 3 and "error: no room" in done.stderr
 
 
 def test_help_in_a_clone():

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import threading
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +29,7 @@ import pytorch as sdpa  # noqa: E402
 
 GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not GPU and not os.environ.get("SDPA_TEST_GPU"), reason="no GPU")
-HALVES, SIZES = (torch.float16, torch.bfloat16), (64, 128, 256)
+HALVES, SIZES, E4M3 = (torch.float16, torch.bfloat16), (64, 128, 256), torch.float8_e4m3fn
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float8_e4m3fn: 6e-2}  # of rel_rms, twice a line's
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 FAKE_NVCC = """#!/bin/sh
@@ -94,13 +95,21 @@ def test_lines_of_all_sizes(D, Dv, line, widths, monkeypatch):
             assert tree.refusal(builds.changed(tree.config_lines()[of_e4m3].knobs, more)) == ""
         for bias in range(3):
             assert tree.refusal(builds.changed(words, [f"USE_BIAS={bias}"] * (bias > 0))) == "", (words, bias)
+    if Dv in (0, D) and D in SIZES:  # e4m3's O in bf16, by a build of its own
+        name, _, *knobs = sdpa.line_with((9, 0), E4M3, D, D, 64 + 4)
+        assert knobs == ["USE_LENGTHS", "OUT_DTYPE=BF16"]
+        changes = ["USE_LENGTHS=1", "OUT_DTYPE=BF16"]
+        assert tree.refusal(builds.changed(tree.config_lines()[name].knobs, changes)) == ""
+        with pytest.raises(sdpa.Unavailable, match="^O has the type of q, and another one with e4m3 alone$"):
+            sdpa.line_with((9, 0), torch.bfloat16, D, D, 64)
 
 
 def test_numbers_that_python_and_cpp_share(monkeypatch):
     """The bits of features, the numbers of types and masks, struct Line, and the operator's arguments."""
     cpp, header = (builds.Tree().read("bindings/" + name) for name in ("pytorch.cpp", "sdpa.h"))
     bits = re.findall(r"(\w+) = (\d+)", re.search(r"enum Feature {(.*?)}", cpp, re.DOTALL)[1])
-    knobs = {**{name: "USE_" + name.upper() for name, _ in bits}, "biases": "USE_BIAS=1", "masks": "USE_BIAS=2"}
+    knobs = {**{name: "USE_" + name.upper() for name, _ in bits}, "biases": "USE_BIAS=1", "masks": "USE_BIAS=2",
+             "bf16_out": "OUT_DTYPE=BF16"}
     assert [(knobs[name], int(bit)) for name, bit in bits] == [(knob, 1 << i) for i, knob in enumerate(sdpa.FEATURES)]
     assert {knob.partition("=")[0] for knob in sdpa.FEATURES} <= set(builds.Tree().knobs())
     types = re.findall(r"scalar_type\(\) == at::k(\w+) \? (\d)", cpp)
@@ -108,22 +117,25 @@ def test_numbers_that_python_and_cpp_share(monkeypatch):
     causal = re.search(r"enum { SDPA_CAUSAL_(\w+), SDPA_CAUSAL_(\w+), SDPA_CAUSAL_(\w+) };", header).groups()
     numbers = {word: causal.index(name) for word, name in (("off", "OFF"), ("br", "BOTTOM_RIGHT"), ("tl", "TOP_LEFT"))}
     assert sdpa.MASKS == {None: 0, False: 0, True: numbers["br"], **numbers}
-    members = re.findall(r"(\w+)(?:\[(\d+)\])?;", re.search(r"struct Line {(.*?)}", cpp, re.DOTALL)[1])
-    assert [(name, int(size or 8)) for name, size in members] == [(name, ctypes.sizeof(kind)) for name, kind in sdpa.Line._fields_]
-    places = dict(re.findall(r"\b(?:at_)?(\w+) = (\d+)[,;]", re.search(r"constexpr int at_causal.*;", cpp)[0]))
+    for struct in (sdpa.Line, sdpa.Appender):
+        body = re.search(rf"struct {struct.__name__} {{(.*?)}}", cpp, re.DOTALL)[1]
+        members = [(name, int(size or 8)) for name, size in re.findall(r"(\w+)(?:\[(\d+)\])?;", body)]
+        assert members == [(name, ctypes.sizeof(kind)) for name, kind in struct._fields_]
+    places = re.search(r"constexpr int at_causal.*?;", cpp, re.DOTALL)[0]
+    places = dict(re.findall(r"\b(?:at_)?(\w+) = (\d+)[,;]", places))
     names = [argument.name for argument in sdpa.OPERATOR._schema.arguments]
     assert {name: int(place) for name, place in places.items()} == {
         **{name: names.index(name) for name in ("causal", "softcap", "sinks", "page_table", "bias", "q_lengths")}, "arguments": len(names)}
     assert names[:5] + names[12:] == ("q k v causal left sinks k_lengths q_starts k_starts page_table most_keys bias bias_keys "
-                                      "q_lengths batch_invariant").split()
+                                      "q_lengths batch_invariant bf16_out").split()
     # Each argument of the callback is what C++ hands over under that name.
     order = re.search(r"using Load = void \(\*\)\((.*?), Line\* line\);", cpp)[1].replace("int ", "").split(", ")
-    of = dict(device=5, dtype=2, D=64, Dv=64, features=0b100110)
+    of = dict(device=5, dtype=2, D=64, Dv=64, features=0b1100110)
     asked = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device))
     monkeypatch.setattr(sdpa, "library_of", lambda *x: asked.append(x))
     sdpa.load_line(*map(of.get, order), sdpa.Line())
-    assert asked == [("hopper_e4m3", (9, 5), "USE_SINKS", "USE_LENGTHS", "USE_BIAS=2")]
+    assert asked == [("hopper_e4m3", (9, 5), "USE_SINKS", "USE_LENGTHS", "USE_BIAS=2", "OUT_DTYPE=BF16")]
 
 
 def test_what_a_library_is_built_of(monkeypatch):
@@ -144,10 +156,11 @@ def test_what_a_library_is_built_of(monkeypatch):
     built.clear()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(sdpa, "first_call", SimpleNamespace(library=None))
-    monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(sdpa_torch_load_lines_by=built.append))
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(sdpa_torch_load_lines_by=built.append,
+                                                                     sdpa_torch_load_appender_by=built.append))
     sdpa.glue.__wrapped__()
-    (what, sources, *_), callback = built
-    assert what == "pytorch-" + torch.__version__ and callback is sdpa.load_line
+    (what, sources, *_), *callbacks = built
+    assert what == "pytorch-" + torch.__version__ and callbacks == [sdpa.load_line, sdpa.load_appender]
     assert sources[0] == "bindings/pytorch.cpp" and set(sources) == set(builds.Tree().sources("bindings/pytorch.cpp"))
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(sdpa.Unavailable, match="^this PyTorch is built without CUDA$"):
@@ -181,6 +194,9 @@ def test_shapes_of_the_fake_kernel(dtype, D, Dv):
     assert out.shape == (2, 8, 100, Dv) and out.dtype == (torch.half if dtype == torch.float8_e4m3fn else dtype)
     assert out.stride() == (q.stride() if D == Dv else (8 * 100 * Dv, 100 * Dv, Dv, 1))
     assert (lse.shape, lse.dtype, lse.stride()) == ((2, 8, 100), torch.float32, (800, 100, 1))
+    if dtype == torch.float8_e4m3fn:
+        out, _ = sdpa.fake(q, k, v, 0, -1, -1, 0, None, 0.0, *[None] * 8, 0, None, 0, None, False, True)
+        assert out.dtype == torch.bfloat16
     for x, dx in zip((q, k, v), sdpa.fake_backward(out, q, k, v, out, lse, 0)):
         assert (dx.shape, dx.stride(), dx.dtype) == (x.shape, x.stride(), x.dtype)
     for bad in ((q[0], k, v), (q, k[0], v), (q, k, v[0])):
@@ -192,10 +208,11 @@ def test_each_argument_gets_to_its_place(monkeypatch):
     names = [argument.name for argument in sdpa.OPERATOR._schema.arguments]
     asked = []
     monkeypatch.setattr(sdpa, "OPERATOR", lambda *x: asked.append(dict(zip(names, x, strict=True))) or ("O", "LSE"))
-    q, tensors = SimpleNamespace(is_cuda=True), {name: torch.empty(0) for name in (
+    q, tensors = SimpleNamespace(is_cuda=True, dtype=torch.float8_e4m3fn), {name: torch.empty(0) for name in (
         "q_descale", "k_descale", "v_descale", "sinks", "k_lengths", "q_lengths", "q_starts", "k_starts", "page_table", "bias")}
     nothing = dict.fromkeys(tensors) | dict(q=q, k="k", v="v", causal=0, left=-1, right=-1, window_alignment=0, scale=None, softcap=0.0,
-                                            most_keys=0, bias_keys=0, batch_invariant=False)
+                                            most_keys=0, bias_keys=0, batch_invariant=False,
+                                            bf16_out=False)
 
     def handed_over(**options):
         assert sdpa.attention(q, "k", "v", **options) == "O"
@@ -209,6 +226,7 @@ def test_each_argument_gets_to_its_place(monkeypatch):
                              (dict(window=(3, None)), dict(left=3)),
                              (dict(causal="br", window=[None, 0]), dict(causal=1, right=0)),
                              (dict(window=(0, 7, "tl")), dict(left=0, right=7, window_alignment=2)),
+                             (dict(out_dtype=torch.bfloat16), dict(bf16_out=True)), (dict(out_dtype=torch.half), {}),
                              (dict(causal="tl", window=(1, 2, "br")), dict(causal=2, left=1, right=2, window_alignment=1))):
         assert handed_over(**options) == nothing | changes, options
     assert sdpa.attention(q, "k", "v", return_lse=True) == ("O", "LSE")
@@ -221,12 +239,23 @@ def test_each_argument_gets_to_its_place(monkeypatch):
 
 def test_activate_and_restore(monkeypatch):
     """Ours is put behind PyTorch's operators, once what it takes the place of is known, and taken away again."""
-    told = []
+    told, attention = [], torch.nn.attention
     monkeypatch.setattr(sdpa, "glue", lambda: SimpleNamespace(sdpa_torch_activate=told.append))
     sdpa.activate()
-    assert told == [True] and torch.nn.attention.current_flash_attention_impl() == "sdpa"
-    torch.nn.attention.restore_flash_attention_impl()
-    assert told == [True, False] and torch.nn.attention.current_flash_attention_impl() != "sdpa"
+    assert told == [True] and attention.current_flash_attention_impl() == "sdpa"
+    attention.restore_flash_attention_impl()
+    assert told == [True, False] and attention.current_flash_attention_impl() is None
+    removed = []
+    for name in "ab":
+        handle = SimpleNamespace(remove=lambda name=name: removed.append(name))
+        attention.register_flash_attention_impl(name, register_fn=lambda handle=handle: handle)
+    for name in ("a", "sdpa", "b", "sdpa", "sdpa"):  # each takes the place of the one before
+        attention.activate_flash_attention_impl(name)
+        assert attention.current_flash_attention_impl() == name
+    assert {"sdpa", "a", "b"} <= set(attention.list_flash_attention_impls())
+    assert told == [True, False, *[True, False] * 2, True] and removed == ["a", "b"]
+    attention.restore_flash_attention_impl()
+    assert told[-1] is False
     assert sdpa.first_call(lambda *x: x)(1, 2) == (1, 2)
     monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl")
     with pytest.raises(sdpa.Unavailable, match=f"^PyTorch {re.escape(torch.__version__)} takes no other FlashAttention; 2.11 is the first"):
@@ -327,10 +356,12 @@ def test_a_first_call_builds_its_line_beside_pytorch_cpp(monkeypatch):
     needed = dict(q=q, k=q, v=v, softcap=0.0)
     for given, features in (({}, 0), ({"softcap": 2.0}, 1), ({"sinks": ints}, 2), ({"k_lengths": ints}, 4),
                             ({"q_lengths": ints}, 4), ({"q_starts": ints}, 4), ({"sinks": ints, "page_table": ints}, 14),
-                            ({"k_starts": ints, "q_descale": ints}, 4), ({"bias": ints}, 16), ({"bias": ints > 0}, 32)):
+                            ({"k_starts": ints, "q_descale": ints}, 4), ({"bias": ints}, 16), ({"bias": ints > 0}, 32),
+                            ({"q": q.to(E4M3), "v": v.to(E4M3), "k_lengths": ints, "bf16_out": True}, 64 + 4)):
+        dtype = (needed | given)["q"].dtype
         arguments = [(needed | given).get(argument.name) for argument in operator._schema.arguments]
         assert sdpa.first_call(operator)(*arguments) == len(arguments)
-        assert asked.pop() == sdpa.build_of(*sdpa.line_with((9, 0), torch.bfloat16, 192, 128, features)) and not asked
+        assert asked.pop() == sdpa.build_of(*sdpa.line_with((9, 0), dtype, 192, 128, features)) and not asked
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -364,6 +395,13 @@ OPERATORS = {
                                            "scale=None) -> " + RESULTS.replace("philox_seed", "rng_state").replace("philox_offset", "unused"),
     "_flash_attention_forward": HEAD + "Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, "
                                 "bool return_debug_mask, *, float? scale=None",
+    "_flash_attention_forward.quantized":
+        HEAD + "Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, "
+        "bool return_debug_mask, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, *, float? scale=None, SymInt? "
+        "window_size_left=None, SymInt? window_size_right=None, Tensor? seqused_k=None, Tensor? alibi_slopes=None) -> ",
+    "_scaled_dot_product_flash_attention.quantized":
+        HEAD + "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, float dropout_p=0., bool is_causal=False, "
+        "bool return_debug_mask=False, *, float? scale=None) -> ",
     "_flash_attention_backward": "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor " +
                                  SEQUENCES + "float dropout_p, bool is_causal, Tensor rng_state, Tensor unused, *, float? scale=None, SymInt? "
                                  "window_size_left=None, SymInt? window_size_right=None) -> (Tensor, Tensor, Tensor)",
@@ -380,7 +418,9 @@ def test_what_is_used_of_pytorchs_inside():
     missing = [name for name in NAMES if not hasattr(eval("torch." + name.rpartition(".")[0]), name.rpartition(".")[2])]
     changed = {}
     for name, schema in OPERATORS.items():
-        there = str(getattr(torch.ops.aten, name).default._schema) if hasattr(torch.ops.aten, name) else "gone"
+        operator, _, overload = name.partition(".")
+        operator = getattr(torch.ops.aten, operator, None)
+        there = str(getattr(operator, overload or "default")._schema) if operator else "gone"
         if not there.startswith(f"aten::{name}{schema}"):
             changed[name] = there
     assert not missing and not changed
@@ -425,6 +465,9 @@ def test_refusals():
     for window in 10, (1,), "br":
         with pytest.raises(ValueError, match=r"^sdpa.attention: window=.* is not \(keys before, keys after\) or \(before, after, 'br'"):
             sdpa.attention(q, q, q, window=window)
+    for q, dtype in ((q, torch.half), (q, torch.bfloat16), (q.to(E4M3), torch.float), (q.to(E4M3), E4M3)):
+        with pytest.raises(ValueError, match=f"^sdpa.attention: out_dtype={dtype} is not for a q of {q.dtype}; e4m3's O is"):
+            sdpa.attention(q, q, q, out_dtype=dtype)
     with FakeTensorMode():
         q = torch.empty(1, 1, 1, 64, device="cuda", dtype=torch.half)
         for name in ("k_lengths", "q_lengths", "q_starts", "k_starts", "page_table", "sinks", "bias"):
@@ -566,11 +609,13 @@ def test_what_pytorch_is_given(glue):
     cases = [((2, 3, 5, 64), (2, 3, 7, 64), None), ((3, 5, 64), (3, 7, 64), None), ((3, 5, 64), (2, 3, 7, 64), (5, 7)),
              ((2, 3, 5, 64), (1, 3, 7, 64), (7,)), ((3, 5, 64), (3, 7, 64), (3, 5, 1)),
              *(((2, 3, 5, 64), (2, 3, 7, 64), shape) for shape in BIASES)]
+    x = torch.zeros(3, 5, 64)
+    with Seen() as without, sdpa_kernel(SDPBackend.MATH):
+        F.scaled_dot_product_attention(x, x, x)
     glue.sdpa_torch_activate(True)
     try:
-        with Seen() as seen:
-            x = torch.zeros(3, 5, 64)
-            assert F.scaled_dot_product_attention(x, x, x).shape == x.shape and seen.q == x.shape
+        with Seen() as seen, sdpa_kernel(SDPBackend.MATH):
+            assert F.scaled_dot_product_attention(x, x, x).shape == x.shape and seen.q == without.q
         for q_shape, k_shape, mask_shape in cases:
             for dtype, transposed in itertools.product((torch.half, torch.bool), (False, True)):
                 with FakeTensorMode(), sdpa_kernel(SDPBackend.MATH):
@@ -683,6 +728,400 @@ def test_autograd_on_stand_ins(on_cpu):
         by_operator(*(x.detach() for x in (q, k, v)), sinks=torch.zeros(4, requires_grad=True))[0].sum().backward()
 
 
+# ---- packed sequences and 8 bits: PyTorch's operators, with stand-ins for ours ----
+
+FLASH, CUDNN = torch.ops.aten._flash_attention_forward, torch.ops.aten._cudnn_attention_forward
+NEWER_OPERATORS = [name for name in ("_flash_attention_forward_no_dropout_inplace",
+                                     "_cudnn_attention_forward_no_dropout_inplace") if hasattr(torch.ops.aten, name)]
+HAS_TABLES, CUDNN_HAS_TABLES = ("block_table" in str(operator.default._schema) for operator in (FLASH, CUDNN))
+OF_GROUPS = dict(enable_gqa=True) if HAS_TABLES else {}
+NEWER_OPERATORS += ["_cudnn_attention_forward"] * CUDNN_HAS_TABLES
+
+
+def of_sequences(q, k, v, q_starts, k_starts, used=None, scale=None, causal=None, window=(None, None), factors=None):
+    """O [rows,H,D] and LSE [H,rows] in double of packed q, k and v, a sequence at a time."""
+    outs, lses = [], []
+    for b in range(len(q_starts) - 1):
+        own = [x[int(starts[b]):int(starts[b + 1])] for x, starts in ((q, q_starts), (k, k_starts), (v, k_starts))]
+        own = own if used is None else [own[0], *(x[:int(used[b])] for x in own[1:])]
+        own = [x.double().transpose(0, 1)[None] for x in own]
+        if factors is not None:  # one a key head
+            own = [x * f[b].double()[:, None, None].repeat_interleave(x.shape[1] // f.shape[1], 0)
+                   for x, f in zip(own, factors)]
+        mask = visible(own[0].shape[2], own[1].shape[2], causal, window, q.device)
+        out, lse = reference(*own, mask, scale)
+        outs.append(out[0].transpose(0, 1)), lses.append(lse[0])
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def attention_on_cpu(seen):
+    """sdpa::attention by of_sequences()."""
+    names = [argument.name for argument in sdpa.OPERATOR._schema.arguments]
+
+    def attention(q, k, v, *rest):
+        a = SimpleNamespace(**dict.fromkeys(names) | dict(zip(names[3:], rest)))
+        seen.append(a)
+        assert a.sinks is a.bias is a.q_lengths is None and not a.softcap
+        packs, has_pages = a.q_starts is not None, a.page_table is not None
+        batch = len(a.q_starts) - 1 if packs else len(q)
+        rows = a.q_starts if packs else torch.arange(batch + 1) * q.shape[2]
+        flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+        size = k.shape[2]
+        if has_pages:
+            assert a.k_starts is None
+            size *= a.page_table.shape[1]
+            flat[1:] = [x.transpose(1, 2)[a.page_table.long()].flatten(0, 2) for x in (k, v)]
+        keys = torch.arange(batch + 1) * size if a.k_starts is None else a.k_starts
+        used = keys.diff() if a.k_lengths is None else keys.diff().minimum(a.k_lengths)
+        assert not a.most_keys or packs or has_pages or a.k_lengths is not None
+        used = used.clamp(max=a.most_keys) if a.most_keys else used
+        causal, by = ([None, "br", "tl"][mask] for mask in (a.causal, a.window_alignment))
+        window = [None if limit < 0 else limit for limit in (a.left, a.right)]
+        factors = [a.q_descale, a.k_descale, a.v_descale]
+        assert q.dtype == E4M3 or factors == [None] * 3
+        factors = [torch.ones(batch, 1) if f is None else f for f in factors]
+        out, lse = of_sequences(*flat, rows, keys, used, a.scale, causal, (*window, by or causal), factors)
+        dtype = torch.bfloat16 if a.bf16_out else torch.half if q.dtype == E4M3 else q.dtype
+        shape = (1 if packs else batch, -1)
+        out, lse = out.unflatten(0, shape).transpose(1, 2), lse.unflatten(1, shape).transpose(0, 1)
+        return torch.empty_like(q, dtype=dtype).copy_(out), lse.float().contiguous()
+    return attention
+
+
+def flash_backward_on_cpu(grad, q, k, v, out, lse, q_starts, k_starts, max_q, max_k, dropout, causal, *_, scale=None,
+                          window_size_left=None, window_size_right=None):
+    """FlashAttention-2's backward, from O and an LSE of [H,rows]."""
+    assert lse.shape == (q.shape[1], len(q)) and lse.dtype == torch.float32 and lse.is_contiguous()
+    assert out.shape == grad.shape == q.shape
+    scale, grads = q.shape[2] ** -0.5 if scale is None else scale, [torch.zeros_like(x) for x in (q, k, v)]
+    window = [None if n is None or n < 0 else n for n in (window_size_left, window_size_right)]
+    for (a, b), (c, d) in zip(itertools.pairwise(q_starts.tolist()), itertools.pairwise(k_starts.tolist())):
+        Q, dO, O, K, V = (x.double().transpose(0, 1) for x in (q[a:b], grad[a:b], out[a:b], k[c:d], v[c:d]))
+        K, V = (x.repeat_interleave(q.shape[1] // k.shape[1], 0) for x in (K, V))
+        mask = visible(b - a, d - c, "br" if causal else None, (*window, "br"), "cpu")
+        P = ((Q @ K.mT * scale).masked_fill(~mask, -torch.inf) - lse[:, a:b, None].clamp(min=-1e9)).exp()
+        dS = P * (dO @ V.mT - (dO * O).sum(-1, keepdim=True)) * scale
+        for x, (first, end), dx in zip(grads, ((a, b), (c, d), (c, d)), (dS @ K, dS.mT @ Q, P.mT @ dO)):
+            x[first:end] = dx.unflatten(0, (x.shape[1], -1)).sum(1).transpose(0, 1)
+    return tuple(grads)
+
+
+@pytest.fixture
+def doors(glue):
+    """PyTorch's operators lead to ours on the CPU as well; the arguments of the calls of ours."""
+    seen, own, pytorchs = [], torch.library.Library("sdpa", "IMPL"), torch.library.Library("aten", "IMPL")
+    own.impl("attention", attention_on_cpu(seen), "CPU")
+    pytorchs.impl("_flash_attention_backward", flash_backward_on_cpu, "CPU")
+    glue.sdpa_torch_activate_on_cpu(True)
+    yield seen
+    glue.sdpa_torch_activate_on_cpu(False)
+    own._destroy(), pytorchs._destroy()
+
+
+def starts_of(lengths, device="cpu"):
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def near(got, want, limit=2e-3):
+    return got.shape == want.shape and rel_rms(got, want) <= limit
+
+
+def near_lse(got, want):
+    finite = want > -torch.inf
+    return (got.dtype == torch.float32 and torch.equal(got > -torch.inf, finite) and
+            near(got.where(finite, 0), want.where(finite, 0)))
+
+
+ROWS, KEYS = (5, 0, 9, 1), (7, 3, 4, 0)
+WINDOWS = {(-1, -1): {}, (-1, 0): dict(causal="br"), (3, 0): dict(window=(3, 0, "br")),
+           (2, 2): dict(window=(2, 2, "br")), (-1, 4): dict(window=(None, 4, "br")),
+           (5, -1): dict(window=(5, None, "br"))}
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_varlen_attn(doors, dtype, window):
+    """O as q lies, LSE [H,rows], gradients by PyTorch's own backward, and the same in a graph."""
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+    options = dict(return_aux=AuxRequest(lse=True), window_size=window, **OF_GROUPS)
+    for Hkv, lengths, keys, scale in ((4, ROWS, ROWS, None), (4, ROWS, KEYS, 0.3), (2, ROWS, KEYS, None)):
+        tensors = [half(sum(n), H, 64, dtype=dtype) for n, H in ((lengths, 4), (keys, Hkv), (keys, Hkv))]
+        if lengths == keys:
+            tensors = half(sum(keys), 3, 4, 64, dtype=dtype).unbind(1)
+        tensors = [x.detach().requires_grad_() for x in tensors]
+        starts = starts_of(lengths), starts_of(keys)
+
+        def call(*tensors):
+            return varlen_attn(*tensors, *starts, max(lengths), max(keys), scale=scale, **options)
+        out, lse = call(*tensors)
+        mask = dict(scale=scale, **WINDOWS[window])
+        want, want_lse = of_sequences(*tensors, *starts, **mask)
+        assert near(out, want, LIMITS[dtype]) and near_lse(lse, want_lse)
+        assert out.stride() == torch.empty_like(tensors[0]).stride()
+        assert doors[-1].most_keys == max(keys) and doors[-1].causal == (window == (-1, 0))
+        grad = half(*out.shape, dtype=dtype)
+        got, doubles = torch.autograd.grad(out, tensors, grad), wide(tensors)
+        for a, b in zip(got, torch.autograd.grad(of_sequences(*doubles, *starts, **mask)[0], doubles, grad.double())):
+            assert near(a, b, 2 * LIMITS[dtype])
+        torch.compiler.reset()
+        compiled, its_lse = torch.compile(call, backend="aot_eager", fullgraph=True)(*tensors)
+        assert torch.equal(compiled, out) and compiled.stride() == out.stride() and torch.equal(its_lse, lse)
+        for a, b in zip(torch.autograd.grad(compiled, tensors, grad), got):
+            assert torch.equal(a, b)
+
+
+def test_flash_attention_forward(doors):
+    """The operator itself: of a batch [B,S,H,D] as well, with lengths, and with a causal mask beside a window."""
+    q, k, v = half(3, 5, 4, 64), half(3, 9, 2, 64), half(3, 9, 2, 64)
+    rows, keys = starts_of((5,) * 3), starts_of((9,) * 3)
+    for used, (causal, left, right) in itertools.product(
+            (None, torch.tensor([9, 0, 4], dtype=torch.int32)),
+            ((False, None, None), (True, None, None), (True, 3, None), (True, 2, 5), (False, -1, 0),
+             (False, 10**12, 1))):
+        window = (None if left in (None, -1) else left, right, "br")
+        flat = [x.flatten(0, 1) for x in (q, k, v)]
+        want, want_lse = of_sequences(*flat, rows, keys, used, causal="br" if causal else None, window=window)
+        options = dict(window_size_left=left, window_size_right=right, seqused_k=used)
+        out, lse, state, unused, mask = FLASH(q, k, v, None, None, 5, 9, 0.0, causal, False, **options)
+        assert near(out.flatten(0, 1), want) and near_lse(lse.transpose(0, 1).flatten(1), want_lse)
+        assert lse.shape == (3, 4, 5) and doors[-1].most_keys == (0 if used is None else 9)
+        assert (state.shape, unused.shape, mask.shape, state.dtype) == ((2,), (), (0,), torch.uint64)
+        out, lse, *_ = FLASH(*flat, rows, keys, 5, 9, 0.0, causal, False, **options)
+        assert near(out, want) and near_lse(lse, want_lse)
+    assert (doors[-1].left, doors[-1].right, doors[-1].window_alignment) == (10**9, 1, 1)
+    expanded = half(1, 9, 1, 65)[..., 1:].expand(3, 9, 2, 64)  # copied: its rows do not start at multiples of 16 bytes
+    out = FLASH(q, expanded, expanded, None, None, 5, 9, 0.0, False, False)[0]
+    assert near(out, reference(*(x.transpose(1, 2) for x in (q, expanded, expanded)))[0].transpose(1, 2))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_8_bits(doors, monkeypatch):
+    """_scaled_dot_product_attention_quantized: O in bf16 lies as q does, in a graph too, and there is no backward, as a
+    warning says."""
+    from torch.nn.attention.experimental import _scaled_dot_product_attention_quantized as module
+    function = module._scaled_dot_product_attention_quantized
+    monkeypatch.setattr(module, "_validate_descale", lambda *_: None)  # which wants a GPU
+
+    def quantized(*shape):
+        return half(*shape).to(E4M3)
+    for (Hkv, causal), order in itertools.product(((4, False), (2, True), (1, True)), itertools.permutations(range(3))):
+        q = quantized(*((2, 4, 5, 64)[i] for i in (*order, 3))).permute(*(order.index(i) for i in range(3)), 3)
+        k, v, factors = quantized(2, Hkv, 9, 64), quantized(2, Hkv, 9, 64), [torch.rand(2, Hkv) + 0.5 for _ in "qkv"]
+
+        def call(q, k, v, factors):
+            return function(q, k, v, causal, 0.2, *factors)
+        out = call(q, k, v, factors)
+        flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+        mask = dict(scale=0.2, causal="br" if causal else None)
+        want, _ = of_sequences(*flat, starts_of((5, 5)), starts_of((9, 9)), factors=factors, **mask)
+        assert out.dtype == torch.bfloat16 and near(out.transpose(1, 2).flatten(0, 1), want, 1e-2)
+        assert out.stride() == q.stride() and out.permute(*order, 3).is_contiguous()
+        torch.compiler.reset()
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)(q, k, v, factors)
+        assert torch.equal(compiled, out) and (compiled.stride(), compiled.dtype) == (out.stride(), out.dtype)
+    assert torch.equal(function(q, k, v), function(q, k, v, q_descale=torch.ones(2, 1)))
+    with pytest.warns(UserWarning, match="does not support backward pass"):
+        out = function(q.detach().requires_grad_(), k, v)
+    with pytest.raises(RuntimeError, match="derivative|does not require grad"):
+        out.sum().backward()
+    starts = starts_of(ROWS), starts_of(KEYS)
+    tensors = quantized(sum(ROWS), 4, 64), quantized(sum(KEYS), 2, 64), quantized(sum(KEYS), 2, 64)
+    used, factors = torch.tensor([2, 3, 1, 0], dtype=torch.int32), [torch.rand(4, 2) + 0.5 for _ in "qkv"]
+    out, lse, *_ = FLASH.quantized(*tensors, *starts, 9, 7, 0.0, True, False, *factors, seqused_k=used)
+    want, want_lse = of_sequences(*tensors, *starts, used, causal="br", factors=factors)
+    assert out.dtype == torch.bfloat16 and near(out, want, 1e-2) and near_lse(lse, want_lse)
+
+
+TABLE, OF_TWO = torch.zeros(2, 1, dtype=torch.int32), torch.tensor([3, 4], dtype=torch.int32)
+DECLINED = {"there is dropout": dict(dropout=0.1), "a debug mask is asked for": dict(debug=True),
+            "there is no line for D=76": dict(D=76), "there is no line for Float": dict(dtype=torch.float),
+            "scale=-1 is not from 0 to 10^38": dict(more=dict(scale=-1.0)), "a tensor is empty": dict(keys=0),
+            "there are alibi_slopes": dict(more=dict(alibi_slopes=torch.zeros(4))), "q and v differ in D": dict(Dv=96),
+            "cum_seq_q or cum_seq_k is missing": dict(k_starts=None), "q has 4 dimensions": dict(q_dim=4),
+            "k and v have 4 and 3 dimensions": dict(k_dim=4),
+            "the heads of q are no multiple of those of k": dict(Hkv=3)}
+if HAS_TABLES:
+    paged = dict(k_dim=4, v_dim=4, more=dict(block_table=TABLE, seqused_k=OF_TWO))
+    DECLINED |= {"there is a block_table without seqused_k": dict(k_dim=4, v_dim=4, more=dict(block_table=TABLE)),
+                 "pages are of 10 keys, no multiple of 16": paged, BAD_ROWS: paged | dict(keys=16, gap=1),
+                 "k and v have 3 and 3 dimensions": dict(more=paged["more"])}
+
+
+def warned_by(run, capfd):
+    """Warnings, which older PyTorches write to stderr, of a call that PyTorch's own kernel, one for GPUs, then fails."""
+    torch.set_warn_always(True)  # not once
+    try:
+        with warnings.catch_warnings(record=True) as seen, pytest.raises(RuntimeError):
+            warnings.simplefilter("always")
+            run()
+    finally:
+        torch.set_warn_always(False)
+    return "\n".join([capfd.readouterr().err, *(str(one.message) for one in seen)])
+
+
+needs_no_gpu = pytest.mark.skipif(GPU, reason="PyTorch's own kernels might take a CPU's tensors for a GPU's")
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("why", DECLINED)
+def test_what_goes_to_pytorchs_own(doors, why, capfd):
+    """With a warning that says why; of 8 bits, for which PyTorch has no kernel, it is an error."""
+    c = SimpleNamespace(**dict(D=64, Dv=0, dtype=torch.half, dropout=0.0, debug=False, k_starts=starts_of((4, 6)),
+                               q_dim=3, k_dim=3, v_dim=3, keys=10, Hkv=4, gap=0, more={}) | DECLINED[why])
+
+    def make(dims, n, H, size):
+        return torch.randn(*(1,) * (dims - 3), n, H, size + c.gap).to(c.dtype)[..., c.gap:]
+    q, k, v = make(c.q_dim, 10, 4, c.D), make(c.k_dim, c.keys, c.Hkv, c.D), make(c.v_dim, c.keys, c.Hkv, c.Dv or c.D)
+    arguments = starts_of((4, 6)), c.k_starts, 10, 10, c.dropout, False, c.debug
+    said = warned_by(lambda: FLASH(q, k, v, *arguments, **c.more), capfd)
+    assert f"sdpa: {why}; PyTorch's own kernel runs instead" in said
+    if c.D == 76:
+        q, k, v = (x.to(E4M3) for x in (q, k, v))
+        heads_first = [x[None].transpose(1, 2) for x in (q, k, v)]
+        for run in (lambda: FLASH.quantized(q, k, v, *arguments, None, None, None),
+                    lambda: torch.ops.aten._scaled_dot_product_flash_attention.quantized(*heads_first, *[None] * 3)):
+            with pytest.raises(RuntimeError, match=f"^sdpa: {why}; PyTorch has no kernel of its own for 8 bits"):
+                run()
+    assert not doors
+
+
+@pytest.mark.skipif(not HAS_TABLES, reason="a PyTorch before 2.12")
+def test_varlen_attn_of_caches(doors, capfd):
+    """seqused_k, pages, num_splits, and a given output of any layout."""
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
+    q, rows, used = half(6, 4, 64), starts_of((2, 0, 4)), torch.tensor([20, 3, 30], dtype=torch.int32)
+    pages, table = [half(9, 16, 2, 64) for _ in "kv"], torch.tensor([[5, 0], [7, 7], [2, 8]], dtype=torch.int32)
+    packed, keys = [x[table.long()].flatten(0, 2) for x in pages], starts_of((32,) * 3)
+    want, want_lse = of_sequences(q, *packed, rows, keys, used, causal="br")
+    options = dict(return_aux=AuxRequest(lse=True), window_size=(-1, 0), enable_gqa=True, seqused_k=used)
+    for kind, tensors, more in (("packed", (*packed, rows, keys), {}),
+                                ("pages", (*pages, rows, None), dict(block_table=table)),
+                                ("both", (*pages, rows, keys), dict(block_table=table, num_splits=4)),
+                                ("alone", (*packed, rows, keys), dict(num_splits=1))):
+        out, lse = varlen_attn(q, *tensors, 4, 32, **options, **more)
+        assert near(out, want) and near_lse(lse, want_lse), kind
+        assert (doors[-1].page_table is None) == (doors[-1].k_starts is not None) == (kind in ("packed", "alone"))
+        assert doors[-1].batch_invariant == (kind == "alone")
+        of_layouts = half(4, 6, 64).transpose(0, 1), half(6, 4, 72)[..., :64], half(6, 4, 65)[..., 1:]
+        for given in (half(6, 4, 64), *of_layouts):
+            its_lse = varlen_attn_out(given, q, *tensors, 4, 32, **options, **more)[1]
+            assert torch.equal(given, out) and torch.equal(its_lse, lse), kind
+    if GPU:
+        return
+    said = warned_by(lambda: varlen_attn_out(half(6, 4, 72), q, *packed, rows, keys, 4, 32, **options), capfd)
+    assert "sdpa: out is of another shape or type than q; PyTorch's own kernel runs instead" in said
+
+
+@pytest.mark.skipif(not CUDNN_HAS_TABLES, reason="varlen_attn calls cuDNN from PyTorch 2.14 on")
+def test_varlen_attn_by_cudnns_operators(doors):
+    """Top-left, but with seqused_k bottom-right; LSE is [H,rows] there too."""
+    starts = rows, keys = starts_of(ROWS), starts_of(KEYS)
+    used = torch.tensor([5, 2, 4, 0], dtype=torch.int32)
+    q, k, v = half(sum(ROWS), 4, 64), half(sum(KEYS), 2, 64), half(sum(KEYS), 2, 64)
+    into = getattr(torch.ops.aten, "_cudnn_attention_forward_no_dropout_inplace", None)
+    for lengths, causal, mask in ((None, False, None), (None, True, "tl"), (used, False, None), (used, True, "br")):
+        want, want_lse = of_sequences(q, k, v, *starts, lengths, 0.3, mask)
+        more = dict(scale=0.3, seqused_k=lengths)
+        out, lse, *rest = CUDNN(q, k, v, None, *starts, 9, 7, True, 0.0, causal, False, **more)
+        assert near(out, want) and near_lse(lse, want_lse) and lse.is_contiguous()
+        assert torch.equal(rest[0], rows) and torch.equal(rest[1], keys) and rest[2:4] == [9, 7]
+        if into:
+            given = torch.empty_like(q)
+            assert torch.equal(into(given, q, k, v, *starts, 9, 7, causal, **more), lse) and torch.equal(given, out)
+    if GPU:
+        return
+    count = len(doors)
+    with pytest.raises(RuntimeError):  # without starts it is F.scaled_dot_product_attention's, and runs on GPUs
+        CUDNN(*(x[None].transpose(1, 2) for x in (q, q, q)), None, None, None, 5, 5, True)
+    assert len(doors) == count
+
+
+# ---- new rows of caches ----
+
+def with_append_on_cpu(glue):
+    """sdpa::append by append.cu on the CPU backend."""
+    library = ctypes.CDLL(builds.host_library(program="tests/host_append.cu"))
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.POINTER(sdpa.Appender))
+    def load(device, appender):
+        appender[0].append = ctypes.cast(library.sdpa_append, ctypes.c_void_p).value
+    glue.sdpa_torch_load_appender_by(load), glue.sdpa_torch_activate_on_cpu(True)
+    return load
+
+
+@pytest.fixture
+def append(glue):
+    kept = None if GPU else with_append_on_cpu(glue)
+    yield torch.ops.sdpa.append
+    if kept:
+        glue.sdpa_torch_activate_on_cpu(False), glue.sdpa_torch_load_appender_by(sdpa.load_appender)
+
+
+# Ways to lie in memory: contiguous, by heads or of a packed QKV, of wider rows or by columns, and misaligned.
+OF_CACHES = [lambda *S: torch.randn(S), lambda *S: torch.randn(S[0], S[2], S[1], S[3]).transpose(1, 2),
+             lambda *S: torch.randn(*S[:3], S[3] + 8)[..., :S[3]], lambda *S: torch.randn(*S[:3], S[3] + 1)[..., 1:]]
+OF_ROWS = [lambda *S: torch.randn(S), lambda *S: torch.randn(*S[:-2], 3, *S[-2:])[..., 1, :, :],
+           lambda *S: torch.randn(*S[:-2], S[-1], S[-2]).mT, lambda *S: torch.randn(*S[:-1], S[-1] + 1)[..., 1:]]
+
+
+@pytest.mark.parametrize("dtype", (torch.half, E4M3, torch.float), ids=str)
+def test_append(append, dtype):
+    """To caches, some of them, or pages, from batches and from packed rows; what has no place is left out."""
+    device = "cuda" if GPU else "cpu"
+
+    def placed(x):
+        return torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device).copy_(x)
+    table = torch.tensor([[5, 0], [7, 3], [2, -1]], device=device)
+    index, lengths = (torch.tensor(x, device=device) for x in ([4, 0, 3], [0, 10, 15]))
+    for layout, kind, packs in itertools.product(range(4), ("plain", "caches", "pages"), (False, True)):
+        count, size = {"plain": (3, 12), "caches": (5, 12), "pages": (9, 16)}[kind]
+        added = (3, 0, 4) if packs else (4,) * 3  # the last sequence has no place for all
+        caches = [placed(OF_CACHES[layout](count, size, 2, D)) for D in (32, 48)]
+        new = [placed(OF_ROWS[layout](*((9,) if packs else (3, 4)), 2, D)) for D in (32, 48)]
+        want = [x.clone() for x in caches]
+        for cache, x in zip(want, new):
+            for b, part in enumerate(x[:7].split(added) if packs else x):
+                for place, row in enumerate(part, int(lengths[b])):
+                    owner, at = int(index[b]) if kind == "caches" else b, place
+                    if kind == "pages":
+                        owner, at = int(table[b, place // 16]) if place < 32 else -1, place % 16
+                    if owner >= 0 and at < size:
+                        cache[owner, at] = row
+        now = append(*caches, *new, lengths, table if kind == "pages" else None, index if kind == "caches" else None,
+                     starts_of(added, device) if packs else None)
+        assert now.dtype == torch.int32 and now.tolist() == [n + m for n, m in zip(lengths.tolist(), added)]
+        for cache, expected in zip(caches, want):
+            assert torch.equal(cache.float(), expected.float()), (layout, kind, packs)
+
+
+def test_append_of_many_rows(append):
+    """More than a sequence has CTAs. It has no gradient, and tells autograd that the caches have changed."""
+    k, v, new = (torch.zeros(2, 5000, 1, 8), torch.zeros(2, 5000, 1, 8), torch.ones(2, 4999, 1, 8))
+    k, v, new, lengths = (x.to("cuda" if GPU else "cpu") for x in (k, v, new, torch.tensor([1, 0])))
+    versions = [x._version for x in (k.requires_grad_(), v)]
+    append(k, v, new, new, lengths, None, None, None)
+    assert k[0, 1:].all() and v[1, :-1].all() and not k[0, 0].any() and not v[1, -1].any()
+    assert [x._version for x in (k, v)] == [n + 1 for n in versions] and k.grad_fn is None
+
+
+def test_what_append_refuses(append):
+    k, lengths = torch.zeros(2, 8, 2, 32), torch.tensor([1, 2])
+    k, lengths = (x.to("cuda" if GPU else "cpu") for x in (k, lengths))
+    for bad, words in ((dict(k=k[:, :, :1]), "k and v are not of the caches' device, type, heads and D, or not of 2"),
+                       (dict(k=k.half()), "k and v are not of"), (dict(k=k[:1], v=k[:1]), "k and v are not of"),
+                       (dict(v=k[:, :1]), "k and v, or their caches, differ in shape"),
+                       (dict(k_cache=k[:1]), "there are 1 caches for 2 sequences"),
+                       (dict(k_cache=k.mT.contiguous().mT), "rows of the caches are not contiguous"),
+                       (dict(k=k[0]), "the caches have 4 dimensions, and k or v 3"),
+                       (dict(lengths=lengths.float()), "cache_seqlens has no 2 integers"),
+                       (dict(starts=lengths, k=k[0], v=k[0]), "cu_seqlens_k_new has no 3 integers"),
+                       (dict(caches=lengths[:1]), "cache_batch_idx has no 2 integers"),
+                       (dict(page_table=lengths), "page_table has no 2 integers")):
+        given = dict(k_cache=k, v_cache=k, k=k, v=k, lengths=lengths, page_table=None, caches=None, starts=None) | bad
+        with pytest.raises(RuntimeError, match=f"^flash_attn_with_kvcache: {words}"):
+            append(**given)
+
+
 def test_pytorch_cpp_compiles_and_takes_its_place(tmp_path):
     """In a process of its own, with the real nvcc: built, loaded, put behind PyTorch's operators without a warning, taken away. CUDA is
     not initialised, so that a child may be forked."""
@@ -693,8 +1132,16 @@ def test_pytorch_cpp_compiles_and_takes_its_place(tmp_path):
                "sdpa.activate(); assert torch.nn.attention.current_flash_attention_impl() == 'sdpa'\n"
                "assert not torch.cuda.is_initialized() and torch._C._get_sdp_priority_order() == order\n"
                "q = torch.zeros(1, 1, 1, 64).half(); print(sdpa.why_not(q, q, q), flush=True)\n"
-               "tables = lambda: [torch._C._dispatch_dump(f'aten::{prefix}scaled_dot_product_{name}attention') for prefix, name in "
-               "(('_', 'cudnn_'), ('_', 'flash_'), ('_', 'efficient_'), ('', ''))]\n"
+               "names = [f'_scaled_dot_product_{name}_attention' for name in ('cudnn', 'flash', 'efficient')]\n"
+               "names += ['scaled_dot_product_attention', '_scaled_dot_product_flash_attention.quantized']\n"
+               f"names += ['_flash_attention_forward', '_flash_attention_forward.quantized', *{NEWER_OPERATORS}]\n"
+               "tables = lambda: [torch._C._dispatch_dump('aten::' + name) for name in names]\n"
+               "assert all('bindings/pytorch.cpp' in table for table in tables())\n"
+               "other = type('Other', (), {'remove': lambda self: None})\n"
+               "torch.nn.attention.register_flash_attention_impl('other', register_fn=other)\n"
+               "torch.nn.attention.activate_flash_attention_impl('other')\n"
+               "assert not any('bindings/pytorch.cpp' in table for table in tables())\n"
+               "torch.nn.attention.activate_flash_attention_impl('sdpa')\n"
                "assert all('bindings/pytorch.cpp' in table for table in tables())\n"
                f"if {GPU}:\n"
                "    child = os.fork()\n"
@@ -1225,6 +1672,83 @@ def test_scale(active, glue, scale):
     for bad in (-1.0, float("nan"), float("inf")):
         with pytest.raises(RuntimeError, match=f"^sdpa.attention: scale={bad:g} is not from 0 to 10"):
             sdpa.attention(*tensors, scale=bad)
+
+
+@needs_gpu
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_varlen_attn_on_a_gpu(active, window):
+    """Ours run, and PyTorch's own backward takes their O and LSE, whether it is FlashAttention's or cuDNN's."""
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+    for dtype, Hkv, rows, keys in ((torch.bfloat16, 8, (100, 0, 333, 1), None), (torch.half, 8, (200, 30), (333, 500)),
+                                   (torch.bfloat16, 2, (5, 300), (700, 300))):
+        if Hkv != 8 and not HAS_TABLES:
+            continue
+        starts = starts_of(rows, "cuda")
+        k_starts = starts if keys is None else starts_of(keys, "cuda")
+        sizes = (sum(rows), 8), (sum(keys or rows), Hkv), (sum(keys or rows), Hkv)
+        tensors = [half(*size, 128, dtype=dtype, device="cuda").requires_grad_() for size in sizes]
+        options = dict(return_aux=AuxRequest(lse=True), window_size=window, **OF_GROUPS)
+
+        def call(*tensors):
+            return varlen_attn(*tensors, starts, k_starts, max(rows), max(keys or rows), **options)
+        (out, lse), names = kernels(lambda: call(*tensors))
+        assert any("sdpa::" in name for name in names) and not any("pytorch_flash" in name for name in names), names
+        want, want_lse = of_sequences(*tensors, starts, k_starts, **WINDOWS[window])
+        seen = want_lse > -torch.inf
+        assert near(out, want, LIMITS[dtype]) and torch.equal(lse > -torch.inf, seen)
+        assert lse.shape == want_lse.shape and (lse - want_lse)[seen].abs().max() <= 1e-2
+        grad, doubles = torch.randn_like(out), wide(tensors)
+        got = torch.autograd.grad(out, tensors, grad)
+        expected = of_sequences(*doubles, starts, k_starts, **WINDOWS[window])[0]
+        for a, b in zip(got, torch.autograd.grad(expected, doubles, grad.double())):
+            assert near(a, b, 2 * LIMITS[dtype])
+        torch.compiler.reset()
+        compiled, _ = torch.compile(call, fullgraph=True)(*tensors)
+        assert compiled.stride() == out.stride() and near(compiled, want, LIMITS[dtype])
+        for a, b in zip(torch.autograd.grad(compiled, tensors, grad), got):
+            assert near(a, b, LIMITS[dtype])
+    torch.nn.attention.restore_flash_attention_impl()
+    assert not any("sdpa::" in name for name in kernels(lambda: call(*tensors))[1])
+    sdpa.activate()
+
+
+@needs_gpu
+@pytest.mark.skipif(not HAS_TABLES, reason="a PyTorch before 2.12")
+def test_varlen_attn_of_pages_on_a_gpu(active):
+    from torch.nn.attention.varlen import varlen_attn, varlen_attn_out
+    q, rows = half(5, 8, 128, dtype=torch.bfloat16, device="cuda"), starts_of((1, 4), "cuda")
+    pages = [half(64, 16, 2, 128, dtype=torch.bfloat16, device="cuda") for _ in "kv"]
+    table, used = torch.randperm(64, device="cuda").view(2, 32).int(), starts_of((7, 493), "cuda")[1:]
+    packed = (x[table.long()].flatten(0, 2) for x in pages)
+    want, _ = of_sequences(q, *packed, rows, starts_of((512, 512)), used, causal="br")
+    options = dict(window_size=(-1, 0), enable_gqa=True, seqused_k=used, block_table=table)
+    out, names = kernels(lambda: varlen_attn(q, *pages, rows, None, 4, 512, **options))
+    assert near(out, want, LIMITS[torch.bfloat16]) and any("sdpa::" in name for name in names)
+    given = torch.empty_like(q)
+    names = kernels(lambda: varlen_attn_out(given, q, *pages, rows, None, 4, 512, **options))[1]
+    assert torch.equal(given, out) and not any("copy" in name.lower() for name in names), names
+
+
+@needs_gpu
+def test_8_bits_on_a_gpu(active):
+    from torch.nn.attention.experimental._scaled_dot_product_attention_quantized import \
+        _scaled_dot_product_attention_quantized as function
+    for order, causal in itertools.product(itertools.permutations(range(3)), (False, True)):
+        shapes = (2, 8, 200, 128), (2, 2, 333, 128), (2, 2, 333, 128)
+        q, k, v = (half(*(shape[i] for i in (*order, 3)), device="cuda").to(E4M3)
+                   .permute(*(order.index(i) for i in range(3)), 3) for shape in shapes)
+        factors = [torch.rand(2, 2, device="cuda") + 0.5 for _ in "qkv"]
+        out, names = kernels(lambda: function(q, k, v, causal, None, *factors))
+        heads = [x.double() * f.double().repeat_interleave(x.shape[1] // 2, 1)[..., None, None]
+                 for x, f in zip((q, k, v), factors)]
+        want, _ = reference(*heads, visible(200, 333, "br" if causal else None, (None, None)))
+        assert near(out, want, LIMITS[E4M3]) and out.dtype == torch.bfloat16 and out.stride() == q.stride()
+        assert any("sdpa::" in name for name in names) and not any("copy" in name.lower() for name in names), names
+        torch.compiler.reset()
+        compiled = torch.compile(lambda *x: function(*x[:3], causal, None, *x[3:]), fullgraph=True)(q, k, v, *factors)
+        assert torch.equal(compiled, out) and compiled.stride() == out.stride()
+    halves = sdpa.attention(q, k, v, "br", q_descale=factors[0], out_dtype=torch.float16)
+    assert rel_rms(sdpa.attention(q, k, v, "br", q_descale=factors[0], out_dtype=torch.bfloat16), halves) <= 1e-2
 
 
 @needs_gpu

@@ -1,0 +1,2 @@
+// bindings/append.cu for the CPU backend.
+#include "../bindings/append.cu"
