@@ -5,6 +5,8 @@
 
 #include "append.h"
 
+namespace sdpa {
+
 constexpr int threads = 128, most_ctas = 4096;
 
 // A row of all heads, by all threads of the CTA.
@@ -36,6 +38,8 @@ template <class Word> static __global__ void __launch_bounds__(threads) append(S
   }
 }
 
+}  // namespace sdpa
+
 extern "C" int sdpa_append(const SdpaAppend* a, CUstream_st* stream) {
   if (a->B == 0) return cudaSuccess;
   int64_t all = 0;  // the lowest bit that is set says to which size everything is aligned
@@ -43,9 +47,9 @@ extern "C" int sdpa_append(const SdpaAppend* a, CUstream_st* stream) {
     all |= int64_t(x->source) | int64_t(x->target) | x->bytes;
     all |= x->source_sequence | x->source_row | x->source_head | x->target_cache | x->target_row | x->target_head;
   }
-  const unsigned parts = unsigned(min(max(a->new_rows, 1), max(most_ctas / a->B, 1)));
-  const cudaLaunchConfig_t launch{dim3(unsigned(a->B), parts, 2), dim3(threads), 0, stream, nullptr, 0};
-  return all % 16 == 0  ? cudaLaunchKernelEx(&launch, append<uint4>, *a)
-         : all % 2 == 0 ? cudaLaunchKernelEx(&launch, append<unsigned short>, *a)
-                        : cudaLaunchKernelEx(&launch, append<char>, *a);
+  const unsigned parts = unsigned(min(max(a->new_rows, 1), max(sdpa::most_ctas / a->B, 1)));
+  const cudaLaunchConfig_t launch{dim3(unsigned(a->B), parts, 2), dim3(sdpa::threads), 0, stream, nullptr, 0};
+  return all % 16 == 0  ? cudaLaunchKernelEx(&launch, sdpa::append<uint4>, *a)
+         : all % 2 == 0 ? cudaLaunchKernelEx(&launch, sdpa::append<unsigned short>, *a)
+                        : cudaLaunchKernelEx(&launch, sdpa::append<char>, *a);
 }

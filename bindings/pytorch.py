@@ -2,7 +2,7 @@
 
     import sys; sys.path.insert(0, ".../bindings")
     import pytorch as sdpa
-    sdpa.activate()                                # F.scaled_dot_product_attention runs them where they fit
+    sdpa.activate()                                # F.scaled_dot_product_attention and varlen_attn run them where they fit
     sdpa.attention(q, k, v, causal="br", window=(1024, 0))  # what that function cannot say
 
 Kernels are lines of configs.txt, built by nvcc when first needed (20 to 60 s each) and kept in $SDPA_CACHE (or ~/.cache/sdpa)."""
@@ -340,9 +340,9 @@ class Active:
 
 
 def activate():
-    """Puts the kernels behind PyTorch's cuDNN, FlashAttention and memory-efficient backends, until
-    torch.nn.attention.restore_flash_attention_impl(). It does not initialise CUDA, so that a process may still fork, and PyTorch's order
-    of backends stays as it is."""
+    """Puts the kernels behind PyTorch's cuDNN, FlashAttention and memory-efficient backends, behind varlen_attn and behind
+    its attention of 8 bits, until torch.nn.attention.restore_flash_attention_impl(). It does not initialise CUDA, so that a
+    process may still fork, and PyTorch's order of backends stays as it is."""
     if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
         raise Unavailable(f"PyTorch {torch.__version__} takes no other FlashAttention; 2.11 is the first that does")
     torch.nn.attention.register_flash_attention_impl("sdpa", register_fn=Active)

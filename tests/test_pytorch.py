@@ -762,6 +762,8 @@ def attention_on_cpu(seen):
         a = SimpleNamespace(**dict.fromkeys(names) | dict(zip(names[3:], rest)))
         seen.append(a)
         assert a.sinks is a.bias is a.q_lengths is None and not a.softcap
+        assert all(x.data_ptr() % 16 == 0 and x.stride(3) == 1 for x in (q, k, v))
+        assert all(n * x.element_size() % 16 == 0 for x in (q, k, v) for n in x.stride()[:3])
         packs, has_pages = a.q_starts is not None, a.page_table is not None
         batch = len(a.q_starts) - 1 if packs else len(q)
         rows = a.q_starts if packs else torch.arange(batch + 1) * q.shape[2]
@@ -885,6 +887,7 @@ def test_flash_attention_forward(doors):
         out, lse, state, unused, mask = FLASH(q, k, v, None, None, 5, 9, 0.0, causal, False, **options)
         assert near(out.flatten(0, 1), want) and near_lse(lse.transpose(0, 1).flatten(1), want_lse)
         assert lse.shape == (3, 4, 5) and doors[-1].most_keys == (0 if used is None else 9)
+        assert doors[-1].causal == (causal or window[:2] == (None, 0))
         assert (state.shape, unused.shape, mask.shape, state.dtype) == ((2,), (), (0,), torch.uint64)
         out, lse, *_ = FLASH(*flat, rows, keys, 5, 9, 0.0, causal, False, **options)
         assert near(out, want) and near_lse(lse, want_lse)
