@@ -50,7 +50,7 @@ struct Line {
   SdpaStatus (*forward)(const SdpaParams&, cudaStream_t);
   SdpaStatus (*map_bias)(const SdpaParams&, cudaStream_t);
   bool takes(int d, int d_v) const {  // as widths of a problem
-    const auto fits = [&](int n, int most) { return n == most || (is_wgmma && n > 0 && n < most && n % 8 == 0); };
+    const auto fits = [&](int n, int most) { return n == most || (is_wgmma && n > 0 && n < most && n % vec_width == 0); };
     return fits(d, D) && fits(d_v, Dv);
   }
 };

@@ -238,7 +238,7 @@ struct SdpaParams {
   Output* O;               // [B,Hq,Sq,D], written whole; no element of it may alias an input
   float* LSE = nullptr;    // [B,Hq,Sq] contiguous, aligned to 4 bytes, natural logarithm, or null
   int B, Hq, Hkv, Sq, Sk;  // Hq a multiple of Hkv; query head h reads key head h / (Hq / Hkv)
-  int D;                   // HEAD_DIM; USE_WGMMA=1: or fewer, a multiple of 8
+  int D;                   // HEAD_DIM; USE_WGMMA=1: or fewer, a multiple of VEC_WIDTH
   Strides q, k, v, o;      // in multiples of VEC_WIDTH, of inputs also 0 or negative; of dimensions of size 1 any
   float scale = 0;         // 0: 1/sqrt(D). For a scale of 0, by which all visible keys weigh alike: FLT_MIN
   Causal causal = Causal::off;
@@ -1016,8 +1016,10 @@ template <class B> struct ItemTiles {
     if (k0 < keys.end) {
       const int rows = keys.end - k0;
       const auto step = [](const Strides& strides) { return B::use_pages ? 1 : strides.row; };  // to the next row
-      k_copy.template copy<B::block_n>(s.K[stage], K_g, step(p.k), rows - k_copy.row);
-      v_copy.template copy<B::block_n>(s.V[stage], V_g, step(p.v), rows - v_copy.row);
+      // Tiles of USE_WGMMA=1 take shorter rows, in which a thread has one vector at most.
+      const bool has_k = !B::use_wgmma || k_copy.col < p.D, has_v = !B::use_wgmma || v_copy.col < p.Dv;
+      k_copy.template copy<B::block_n>(s.K[stage], K_g, step(p.k), has_k ? rows - k_copy.row : 0);
+      v_copy.template copy<B::block_n>(s.V[stage], V_g, step(p.v), has_v ? rows - v_copy.row : 0);
       K_g += B::round_keys * step(p.k), V_g += B::round_keys * step(p.v);  // the group's next tile
     }
   }
@@ -4895,7 +4897,7 @@ template <class B> struct MmaPacked {
       VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(
           s.in.Q + tile_offset<B>(row, col),
           p.Q + from.b * p.q.batch + from.h * p.q.head + from.q_row(from.q0) * p.q.row + col,
-          row < rows && from.q0 < from.query_count(p));
+          row < rows && from.q0 < from.query_count(p) && (!B::use_wgmma || col < p.D));
     }
   }
   // Rows past those of the tile get the factor of some head.
@@ -5846,9 +5848,10 @@ SdpaStatus check_params(SdpaParams& p) {
   }
   if (double(p.B) * p.Hq * p.Sq > 1e18) return failure(refused, "B*Hq*Sq is over 10^18 rows; split the batch");
   if (p.Dv == 0) p.Dv = p.D;
-  constexpr int D = Build::head_dim, Dv = Build::d_v;
-  if (is_wgmma ? p.D <= 0 || p.D > D || p.D % 8 || p.Dv <= 0 || p.Dv > Dv || p.Dv % 8 : p.D != D || p.Dv != Dv) {
-    return failure(refused, "D=%d, Dv=%d, but HEAD_DIM=%d, %d (wgmma: or less by 8); rebuild", p.D, p.Dv, D, Dv);
+  constexpr int D = Build::head_dim, Dv = Build::d_v, by = Build::vec_width;
+  if (is_wgmma ? p.D <= 0 || p.D > D || p.D % by || p.Dv <= 0 || p.Dv > Dv || p.Dv % by : p.D != D || p.Dv != Dv) {
+    return failure(refused, "D=%d, Dv=%d, but HEAD_DIM=%d, %d (wgmma: or less by 8, of e4m3 by 16); rebuild", p.D, p.Dv,
+                   D, Dv);
   }
   if (p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv)) return failure(refused, "Hq=%d is not a multiple of Hkv=%d", p.Hq, p.Hkv);
   if (!(p.scale >= 0 && log2_scale(p) < INFINITY) || (p.softcap != 0 && !(p.softcap >= 1e-18 && p.softcap <= 1e18))) {

@@ -31,7 +31,7 @@ typedef struct SdpaParams {
   void* O;                 /* [B,Hq,Sq,D] of OUT_DTYPE */
   float* LSE;              /* [B,Hq,Sq] contiguous, natural logarithm; or null */
   int B, Hq, Hkv, Sq, Sk;  /* Hq is a multiple of Hkv; strides of inputs may be 0 */
-  int D;                   /* the line's HEAD_DIM; of a line with USE_WGMMA=1 or fewer, a multiple of 8 */
+  int D;                   /* the line's HEAD_DIM; of a line with USE_WGMMA=1 or fewer, a multiple of 8, of e4m3 of 16 */
   SdpaStrides q, k, v, o;
   float scale;             /* 0: 1/sqrt(D). A scale of 0, by which all visible keys weigh alike, is FLT_MIN */
   int causal;              /* SDPA_CAUSAL_... */
