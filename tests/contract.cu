@@ -290,11 +290,13 @@ TEST_CASE("changed_tensors") {
     p.B = 2, p.Hq = p.Hkv = 2;
     for (Strides* s : {&p.q, &p.k, &p.v, &p.o}) s->batch = 2 * s->head;
   };
+  const Change narrow_v = [](SdpaParams& p) { p.Sk = 33, p.Dv = is_wgmma ? 32 : p.Dv; };
   const Change other_way = [](SdpaParams& p) {  // [B,S,H,D]
     for (Strides* s : {&p.q, &p.k, &p.v, &p.o}) s->head = p.D, s->row = 4 * p.D;
   };
   for (Change change : {same, fewer_rows, later_q, fewer_rows, later_o, same, fewer_keys, later_k, fewer_keys, same,
-                        one_tensor, same, causal, window, same, groups, fewer_heads, same, batches, same, other_way, same}) {
+                        one_tensor, same, causal, window, same, groups, fewer_heads, same, batches, same, other_way, same,
+                        narrow_v, fewer_keys}) {
     SdpaParams p = a.p;
     change(p);
     for (int sms : {1, 132}) {  // a tuned line takes another tile
