@@ -281,8 +281,7 @@ for operator in (torch.ops.sdpa.attention_backward.default, torch.ops.sdpa.appen
 
 def attention(q, k, v, causal=None, window=NO_WINDOW, scale=None, q_descale=None, k_descale=None, v_descale=None,
               return_lse=False, softcap=None, sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0, page_table=None,
-              bias=None, bias_keys=0, q_lengths=None, batch_invariant=False,
-              out_dtype=None):
+              bias=None, bias_keys=0, q_lengths=None, batch_invariant=False, out_dtype=None):
     """O = softmax(scale * q @ k.T) @ v, and its LSE [B,Hq,Sq] if asked for, which has no gradient.
     q [B,Hq,Sq,D], k and v [B,Hkv,Sk,D]: CUDA tensors of one dtype (float16, bfloat16, float8_e4m3fn), D 8 to 256 by 8
     (e4m3 and GPUs other than sm_90 by 16, from 32 on there; of v and O another if you like), Hq a multiple of Hkv; any
