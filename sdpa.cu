@@ -1016,10 +1016,10 @@ template <class B> struct ItemTiles {
     if (k0 < keys.end) {
       const int rows = keys.end - k0;
       const auto step = [](const Strides& strides) { return B::use_pages ? 1 : strides.row; };  // to the next row
-      // Tiles of USE_WGMMA=1 take shorter rows, in which a thread has one vector at most.
-      const bool has_k = !B::use_wgmma || k_copy.col < p.D, has_v = !B::use_wgmma || v_copy.col < p.Dv;
-      k_copy.template copy<B::block_n>(s.K[stage], K_g, step(p.k), has_k ? rows - k_copy.row : 0);
-      v_copy.template copy<B::block_n>(s.V[stage], V_g, step(p.v), has_v ? rows - v_copy.row : 0);
+      k_copy.template copy<B::block_n>(s.K[stage], K_g, step(p.k),
+                                       !B::use_wgmma || k_copy.col < p.D ? rows - k_copy.row : 0);
+      v_copy.template copy<B::block_n>(s.V[stage], V_g, step(p.v),
+                                       !B::use_wgmma || v_copy.col < p.Dv ? rows - v_copy.row : 0);
       K_g += B::round_keys * step(p.k), V_g += B::round_keys * step(p.v);  // the group's next tile
     }
   }
@@ -2065,13 +2065,11 @@ __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, 
 
 // The panels of a tile with rows of D elements have lines of 128 bytes, or of 64 where 128 does not divide a row.
 template <int D> constexpr int ROW_BYTES = ceil_div(int(sizeof(Input)) * D, 64) * 64;  // of 96, zeros by TMA behind it
-template <int D> constexpr int ROW_ELEMENTS = ROW_BYTES<D> / int(sizeof(Input));
 template <int D> constexpr int PANEL_BYTES = ROW_BYTES<D> % 128 ? 64 : 128;
 template <int D> constexpr int PANEL_WIDTH = PANEL_BYTES<D> / int(sizeof(Input));
 template <int D> constexpr int PANELS = ROW_BYTES<D> / PANEL_BYTES<D>;
 template <int D> constexpr int PANEL_ATOM = 8 * PANEL_BYTES<D>;  // 8 lines of a panel
 constexpr int STEP_BYTES = 32;                                     // of K that an instruction takes
-template <int D> constexpr int STEPS = D * int(sizeof(Input)) / STEP_BYTES;
 
 // The place of a row's byte in a tile that lies in panels of ROWS lines of LINE bytes.
 template <int ROWS, int LINE = 128> __device__ __forceinline__ uint32_t panel_byte(uint32_t row, uint32_t byte) {
@@ -2211,7 +2209,7 @@ template <class B> constexpr int Q_PANEL_ROWS = B::pack_gqa ? B::block_m : 64;
 template <class B> __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, uint64_t Q, uint64_t K) {
   forget(S.x.d);
   wgmma_fence();
-  SDPA_UNROLL for (int step = 0; step < STEPS<B::head_dim>; step++) {
+  SDPA_UNROLL for (int step = 0; step < B::head_dim * int(sizeof(Input)) / STEP_BYTES; step++) {
     wgmma_ss<Input, B::block_n, 0>(S.x.d, descriptor_at(Q, panel_step<PANEL_BYTES<B::head_dim>>(step, Q_PANEL_ROWS<B>)),
                                    descriptor_at(K, panel_step<PANEL_BYTES<B::head_dim>>(step, B::block_n)), step > 0);
   }
@@ -2502,7 +2500,7 @@ constexpr int turn = 1, q_read = 5, partials = 9;
 
 // The stages of a slice's tiles. Full: the tile has landed. Empty: all who read it have done so.
 template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
-  alignas(1024) Input K[B::stages][B::block_n * ROW_ELEMENTS<B::head_dim>];  // [BLOCK_N][D]
+  alignas(1024) Input K[B::stages][B::block_n * ROW_BYTES<B::head_dim> / sizeof(Input)];  // [BLOCK_N][D]
   alignas(1024) Input V[B::stages][V_ELEMENTS];                // [BLOCK_N][D]
   uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
   std::conditional_t<B::use_lengths, uint64_t, Nothing> last_landed;  // V of a tile in which a sequence ends
@@ -2715,7 +2713,9 @@ template <class B> struct WgmmaRows {
     constexpr int columns = B::is_e4m3 ? Scores::COLS : B::input == DType::bf16 || Scores::COLS < 16 ? 4 : 16;
     float alpha[ROWS];
     softmax_max<B, Scores, columns>(S, scale_log2, m, alpha);
-    SDPA_UNROLL for (int i = 0; i < 2; i++) m[i] = logit<B>(m[i], a, of_row(scale_log2.of_cap(), i));
+    if constexpr (B::use_softcap != 0 || B::use_bias == 1) {
+      SDPA_UNROLL for (int i = 0; i < 2; i++) m[i] = logit<B>(m[i], a, of_row(scale_log2.of_cap(), i));
+    }
     keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * largest(scale_log2) <= shift_limit);
   }
   // From now on tiles without mask may take m as the stale maximum, if it will do for all rows of the warp.
@@ -3321,10 +3321,10 @@ template <class B> struct E4m3Shared {
   // Sums take Q's place where shared memory has no room for both: nothing is flushed before Q is read.
   static constexpr bool Q_IN_FLUSHED = Q_IN_REGISTERS && FLUSHES && B::head_dim == 256;
   struct Landed {  // V as TMA brings it
-    alignas(1024) Input V[B::stages][B::block_n * ROW_ELEMENTS<B::d_v>];  // [BLOCK_N][D]
+    alignas(1024) Input V[B::stages][B::block_n * ROW_BYTES<B::d_v> / sizeof(Input)];  // [BLOCK_N][D]
     uint64_t v_full[B::stages], v_empty[B::stages];
   };
-  using Queries = Input[ROW_GROUPS][64 * ROW_ELEMENTS<B::head_dim>];
+  using Queries = Input[ROW_GROUPS][64 * ROW_BYTES<B::head_dim> / sizeof(Input)];
   using Flushed = float4[B::warpgroups][B::d_v / 8][128];  // thread by thread
   alignas(1024) std::conditional_t<Q_IN_FLUSHED, Flushed, Queries> Q;
   TileRing<B, ceil_div(B::block_n, V_LINE<B>) * V_LINE<B> * B::d_v> slice[B::split_kv];  // V [D][BLOCK_N]
@@ -3435,7 +3435,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   using Scores = typename Base::Scores;
   using Probabilities = uint32_t[B::block_n / 32][4];  // A operands
   using Base::a, Base::s, Base::lane, Base::slice, Base::row_group, Base::rows, Base::ring, Base::q_ring, Base::last_k0;
-  uint32_t queries[STEPS<B::head_dim>][4];  // Q as A operands, if Q_IN_REGISTERS
+  uint32_t queries[B::head_dim * int(sizeof(Input)) / STEP_BYTES][4];  // Q as A operands, if Q_IN_REGISTERS
   uint32_t tiles = 0;                              // whose P @ V has ended
 
   __device__ E4m3Consumer(Shared& s_, const KernelArgs& a_, int thread) : Base(s_, a_, thread, 16, 8 * V_LINE<B>) {}
@@ -3445,7 +3445,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   __device__ __forceinline__ void load_queries() {
     const uint32_t tid = thread_index_anew() % 128;
     const SharedAddress Q_s = shared_address(s.queries(0, row_group));
-    SDPA_UNROLL for (int step = 0; step < STEPS<B::head_dim>; step++) {
+    SDPA_UNROLL for (int step = 0; step < B::head_dim * int(sizeof(Input)) / STEP_BYTES; step++) {
       const uint32_t row = tid / 32 * 16 + tid % 16, byte = step * STEP_BYTES + tid / 16 % 2 * 16;
       ldmatrix_x4<false>(queries[step], Q_s + panel_byte<Q_PANEL_ROWS<B>, PANEL_BYTES<B::head_dim>>(row, byte));
     }
@@ -3462,7 +3462,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     if constexpr (Shared::Q_IN_REGISTERS) {
       forget(S.x.d);
       wgmma_fence();
-      SDPA_UNROLL for (int step = 0; step < STEPS<B::head_dim>; step++) {
+      SDPA_UNROLL for (int step = 0; step < B::head_dim * int(sizeof(Input)) / STEP_BYTES; step++) {
         const uint64_t K_step = descriptor_at(K_at, panel_step<PANEL_BYTES<B::head_dim>>(step, B::block_n));
         wgmma_rs<Input, B::block_n, 0>(S.x.d, queries[step], K_step, step > 0);
       }
@@ -4598,10 +4598,9 @@ template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f
 // Where e4m3 becomes fp16 (mma and PACK_GQA), scores have been multiplied by the factor of Q.
 template <class B> __device__ __forceinline__ float item_score_scale(const KernelArgs& a, const Item<B>& item) {
   if constexpr (!B::is_8bit) return B::use_softcap != 0 ? a.cap_scale : a.scale_log2;
-  const int h_kv = int(a.q_heads_per_kv.divide(item.h));
   const float q_descale = B::converts_operands ? 1 : a.p.q_descale.of_head(item.b, item.h);
   const float scale = (B::use_softcap != 0 && a.cap_scale != 0 ? a.cap_scale : a.scale_log2) * q_descale *
-                      a.p.k_descale.of_head(item.b, h_kv);
+                      a.p.k_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
   return max_nan(scale, 1.2e-38f);  // of a factor of 0: -inf times the scale stays -inf
 }
 template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const Item<B>& item) {
@@ -5324,8 +5323,8 @@ SdpaStatus cuda_failure(cudaError_t code, const char* what) {
 // The most keys that a query of the problem sees.
 int most_visible_keys(const SdpaParams& p) {
   const KeyBounds bounds(p, p.Sq, p.Sk);
-  const int most = Build::use_lengths && p.most_keys > 0 ? min(p.most_keys, p.Sk) : bounds.end(p.Sq - 1);
-  return max(min(most, bounds.to - bounds.from), 0);
+  return max(min(Build::use_lengths && p.most_keys > 0 ? min(p.most_keys, p.Sk) : bounds.end(p.Sq - 1),
+                 bounds.to - bounds.from), 0);
 }
 
 // ---- tensors, the GPU, items and workspace ----
@@ -5418,6 +5417,11 @@ int ranges_of(const SdpaParams& p, const Items& items, bool by_kernel, int round
   return best;
 }
 
+// batch_invariant: the queries of a packed tile do not depend on Sq, which is the batch's.
+bool has_queries_of_batch(const SdpaParams& p) {
+  return Build::use_lengths && p.batch_invariant && (p.q_starts || p.q_lengths);
+}
+
 // How a problem is cut into items, in one range.
 Items items_of_tile(const SdpaParams& p, int heads, int queries) {
   const int64_t groups = p.Hq / heads, tiles = ceil_div(p.Sq, queries);
@@ -5428,9 +5432,7 @@ Items items_of_packed_tile(const SdpaParams& p, int block_m) {
   const int group = p.Hkv > 0 ? max(p.Hq / p.Hkv, 1) : 1;
   int heads = min(group, block_m);
   while (group % heads) heads--;
-  int queries = max(p.Sq, 1);
-  if (Build::use_lengths && p.batch_invariant && (p.q_starts || p.q_lengths)) queries = block_m;  // Sq is the batch's
-  return items_of_tile(p, heads, min(block_m / heads, queries));
+  return items_of_tile(p, heads, min(block_m / heads, has_queries_of_batch(p) ? block_m : max(p.Sq, 1)));
 }
 
 template <class B> Items items_of(const SdpaParams& p) {
@@ -5536,7 +5538,7 @@ inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* bas
 bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
   constexpr size_t sizes = offsetof(SdpaParams, B), end = offsetof(SdpaParams, scale);  // and strides
   return a.Q == b.Q && a.K == b.K && a.V == b.V && a.O == b.O && a.page_size == b.page_size && a.pages == b.pages &&
-         a.Dv == b.Dv &&
+         a.Dv == b.Dv && has_queries_of_batch(a) == has_queries_of_batch(b) &&
          memcmp(reinterpret_cast<const char*>(&a) + sizes, reinterpret_cast<const char*>(&b) + sizes, end - sizes) == 0;
 }
 
@@ -5545,9 +5547,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
   SdpaParams& p = a.p;
   thread_local SdpaParams last{};
   thread_local TensorMaps last_maps;
-  thread_local uint32_t last_queries = 0;  // of a box of Q
-  const uint32_t queries = a.item_queries.divisor;
-  if (same_tensors(last, p) && batches_of(last, last.k) == batches_of(p, p.k) && last_queries == queries) {
+  if (same_tensors(last, p) && batches_of(last, last.k) == batches_of(p, p.k)) {
     maps = last_maps;
     return {};
   }
@@ -5570,10 +5570,9 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
       }
     }
     const uint32_t D = map < &maps.v ? B::head_dim : B::d_v, row_bytes = ceil_div(D * t.element_bytes, 64) * 64;
-    const uint32_t panel_bytes = row_bytes % 128 ? 64 : 128, panel = panel_bytes / t.element_bytes;
-    const uint32_t panels = row_bytes / panel_bytes;
+    const uint32_t line = row_bytes % 128 ? 64 : 128, panel = line / t.element_bytes, panels = row_bytes / line;
     cuuint64_t sizes[5] = {min(panel, D), uint32_t(S), panels, uint32_t(t.dims[1].size), uint32_t(t.dims[2].size)};
-    cuuint64_t strides[4] = {bytes[0], panel_bytes, bytes[1], bytes[2]};
+    cuuint64_t strides[4] = {bytes[0], line, bytes[1], bytes[2]};
     uint32_t box[5] = {panel, uint32_t(!of_queries ? B::block_n : B::swap_ab ? B::block_m : 64), panels, 1, 1};
     if (a.has_short_rows || (B::pack_gqa && is_q) || (B::use_pages && !of_queries)) {
       sizes[0] = uint32_t(map < &maps.v ? p.D : p.Dv), sizes[2] = box[2] = 1;
@@ -5583,7 +5582,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
     }
     if (B::pack_gqa && is_q) {  // heads are rows of a panel
       sizes[2] = sizes[3], sizes[3] = 1, strides[1] = bytes[1];
-      box[1] = queries, box[2] = uint32_t(a.item_heads);
+      box[1] = a.item_queries.divisor, box[2] = uint32_t(a.item_heads);
     }
     const cudaError_t error = encode_tensor_map(*map++, 5, t.data, sizes, strides, box, t.element_bytes,
                                                 B::swap_ab && B::pack_gqa);
@@ -5591,7 +5590,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
       return failure(error, "the driver makes no tensor map of %s: %s", t.name, cudaGetErrorString(error));
     }
   }
-  last = p, last_maps = maps, last_queries = queries;
+  last = p, last_maps = maps;
   return {};
 }
 
@@ -5764,17 +5763,14 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
     return failure(refused, "B*Hq*ceil(Sq/%d) is over %d tiles; split the batch", items.queries, most);
   }
   if (sums_end<B> && most_visible_keys(p) > most_keys_at_once) {
-    return failure(refused,
-                   "a query sees %d keys, but this build sums over %d at most; use one with SPLIT_CTAS=0, or say "
-                   "most_keys",
+    return failure(refused, "a query sees %d keys, but this build sums over %d at most; type SPLIT_CTAS=0 or most_keys",
                    most_visible_keys(p), most_keys_at_once);
   }
   if (B::split_ctas != 1 && !merges_by_kernel<B> && items.ranges > 1 && items.count > most_split_items) {
     return failure(refused, "SPLIT_CTAS=%d takes %u items at most, and here are %lld; split the batch", items.ranges,
                    most_split_items, (long long)items.count);
   }
-  const int rows = B::pack_gqa ? items.queries : mask_rows<B>;
-  KernelArgs a(p, rows, B::block_n, grid_of<B>(p, items));
+  KernelArgs a(p, B::pack_gqa ? items.queries : mask_rows<B>, B::block_n, grid_of<B>(p, items));
   set_scales<B>(a);
   if constexpr (B::use_lengths) {
     const PlanArgs plan = plan_args<B>(p, items);
@@ -5850,8 +5846,7 @@ SdpaStatus check_params(SdpaParams& p) {
   if (p.Dv == 0) p.Dv = p.D;
   constexpr int D = Build::head_dim, Dv = Build::d_v, by = Build::vec_width;
   if (is_wgmma ? p.D <= 0 || p.D > D || p.D % by || p.Dv <= 0 || p.Dv > Dv || p.Dv % by : p.D != D || p.Dv != Dv) {
-    return failure(refused, "D=%d, Dv=%d, but HEAD_DIM=%d, %d (wgmma: or less by 8, of e4m3 by 16); rebuild", p.D, p.Dv,
-                   D, Dv);
+    return failure(refused, "D=%d, Dv=%d, but HEAD_DIM=%d, %d (wgmma: or less by VEC_WIDTH)", p.D, p.Dv, D, Dv);
   }
   if (p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv)) return failure(refused, "Hq=%d is not a multiple of Hkv=%d", p.Hq, p.Hkv);
   if (!(p.scale >= 0 && log2_scale(p) < INFINITY) || (p.softcap != 0 && !(p.softcap >= 1e-18 && p.softcap <= 1e18))) {
@@ -6106,8 +6101,7 @@ constexpr std::array AMPERE_TILES = {
     tile(256, 64, 64, 4, 1, 1, "PACK_GQA", 2, 35400, 1.13),
     tile(256, 16, 16, 2, 2, 2, "PACK_GQA", 3, 19800, 0.64),
 };
-// Few rows of e4m3 go to mma.sync, since the transposed kernel takes no bytes. The costs of the rows of D 96 and 192
-// are not fitted: they lie between those of their neighbours.
+// Few rows of e4m3 go to mma.sync: the transposed kernel takes no bytes. The costs of D=96 and 192 are not fitted.
 constexpr std::array E4M3_TILES = {
     tile(64, 64, 128, 8, 3, 2, "OVERLAP", 1, 7150, 7.71),
     tile(64, 128, 64, 16, 4, 2, "OVERLAP USE_PING_PONG", 1, 8080, 10.7),
@@ -6241,17 +6235,21 @@ SdpaParams of_equal_lengths(SdpaParams p, int sequences) {
   return p;
 }
 
-// The same with batch_invariant: what the batch has, or device memory, becomes a usual number.
-SdpaParams of_any_lengths(SdpaParams p) {
+// batch_invariant: what the batch has, or device memory, becomes a usual number.
+SdpaParams of_any_batch(SdpaParams p) {
   if (p.q_starts || p.q_lengths) p.Sq = 2048;
   if (p.k_lengths || p.k_starts) p.Sk = p.k_starts && !p.k_lengths && p.q_starts ? p.Sq : max(p.Sq, 8192);
-  p.q_starts = p.q_lengths = p.k_starts = nullptr, p.most_keys = 0;
+  p.q_starts = p.q_lengths = p.k_starts = nullptr, p.most_keys = 0, p.B = 8;
   return p;
+}
+// The keys of a sum, which ends with most_keys_at_once: of caches whose lengths are in device memory some have any.
+int keys_of_sum(const SdpaParams& p) {
+  if (!p.batch_invariant) return most_visible_keys(p);
+  return p.k_lengths ? most_rows : most_visible_keys(of_any_batch(p));
 }
 
 // The row of the quickest tile; the model takes up to 20 us, and callers repeat. No bit may depend on max_ctas.
 int choose_tile(const SdpaParams& p) {
-  const bool invariant = p.batch_invariant;
   const int sms = sm_count(), given = !p.k_lengths + 2 * !p.q_starts + 4 * !p.k_starts + 8 * !p.q_lengths;
   const std::array now{sms, given, p.B, p.Hq, p.Hkv, p.Sq, p.Sk, int(p.causal), p.window_left, p.window_right,
                        int(p.window_alignment), p.most_keys, p.batch_invariant};
@@ -6260,19 +6258,15 @@ int choose_tile(const SdpaParams& p) {
   if (best >= 0 && now == last) return best;
   best = -1, last = now;
   double best_clocks = 0;
-  SdpaParams one = p;
-  if (Build::use_lengths) one = invariant ? of_any_lengths(p) : of_equal_lengths(p, p.B);
-  if (invariant) one.B = 8;
-  bool has_many_keys = most_visible_keys(invariant ? one : p) > most_keys_at_once;  // its sums end
-  if (Build::use_lengths && p.k_lengths && invariant) has_many_keys = true;  // some caches may have
   for (int n = next_tile(0); n < tile_count; n = next_tile(n + 1)) {
     const TunedTile& t = TUNED_TILES[n];
-    double clocks = tuned_clocks(t, one, sms);
+    double clocks = tuned_clocks(
+        t, p.batch_invariant ? of_any_batch(p) : Build::use_lengths ? of_equal_lengths(p, p.B) : p, sms);
     // One cache may have nearly all keys: such a problem counts sqrt(B) times beside the one of equal caches.
-    if (Build::use_lengths && p.k_lengths && !invariant) {
+    if (Build::use_lengths && !p.batch_invariant && p.k_lengths) {
       clocks += std::sqrt(p.B) * tuned_clocks(t, of_equal_lengths(p, 1), sms);
     }
-    if (t.split_ctas == 1 && !t.swap_ab && has_many_keys) clocks *= 1e9;
+    if (t.split_ctas == 1 && !t.swap_ab && keys_of_sum(p) > most_keys_at_once) clocks *= 1e9;
     if (best < 0 || clocks < best_clocks) best = n, best_clocks = clocks;
   }
   return best;

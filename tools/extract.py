@@ -145,7 +145,12 @@ def extract(name, namespace="", given=(), is_program=False):
     typed = [word for word in line.words if word.split("=")[0] not in [one.split("=")[0] for one in given]] + [*given]
     rows, sizes, space = rows_of(tree, name, knobs, typed), {knobs[knob].member for knob in SIZES}, namespace or name
     builds_of = [rows[row] for row in rows if row >= 0] or [rows[-1]]
-    text = concrete.without_options(minimal.minimal(sections(source, knobs, rows, space), sizes))
+    own = sections(source, knobs, rows, space)
+    if not rows[-1]["USE_LENGTHS"]:  # the promise needs a choice of tiles of its own, and no other code
+        own = re.sub(r"^.*\bbatch_invariant = 0;.*\n", "", own, flags=re.MULTILINE)
+        own = re.sub(r",\s*(?:\{\"batch_invariant\".*?\}|p\.batch_invariant)(?=\};)", "", own)
+        own = re.sub(r"\b(?:a\.)?p\.batch_invariant", "false", own)
+    text = concrete.without_options(minimal.minimal(own, sizes))
     if rows[-1]["USE_TUNED"]:  # without the rows of the table of tiles that do not fit
         number = itertools.count()
         text = re.sub(r"^    tile\(.*\n", lambda m: m[0] * (next(number) in rows), text, flags=re.MULTILINE)
@@ -213,8 +218,8 @@ def formatted(text):
     lines = []
     for line in re.sub(r"\n{3,}", "\n\n", done.stdout).rstrip().split("\n"):
         joined = f"{lines[-1]} {line.strip()}" if lines else ""
-        if re.match(r' +\{".*}', line) and joined.endswith(("},", "};")) and len(joined) <= 120 and '{"' in lines[-1]:
-            lines[-1] = joined  # members of a list of lists, which clang-format gives a line each
+        if re.match(r' +(?:\{".*}[,;}]|[\w.]+(?:\(.*\))?}?[,;])+$', line) and len(joined) <= 120 and re.search(r"\{.*,$", joined[:-len(line.strip()) - 1]):
+            lines[-1] = joined  # members of a list, which clang-format gives a line each
         else:
             lines.append(line)
     return "\n".join(lines)
