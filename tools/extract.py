@@ -218,7 +218,8 @@ def formatted(text):
     lines = []
     for line in re.sub(r"\n{3,}", "\n\n", done.stdout).rstrip().split("\n"):
         joined = f"{lines[-1]} {line.strip()}" if lines else ""
-        if re.match(r' +(?:\{".*}[,;}]|[\w.]+(?:\(.*\))?}?[,;])+$', line) and len(joined) <= 120 and re.search(r"\{.*,$", joined[:-len(line.strip()) - 1]):
+        is_member = lines and re.search(r"\{.*,$", lines[-1]) and re.fullmatch(r'\s+(\{".*}|[\w.]+(\(.*\))?)[,;}]+', line)
+        if is_member and len(joined) <= 120:
             lines[-1] = joined  # members of a list, which clang-format gives a line each
         else:
             lines.append(line)
