@@ -2773,9 +2773,8 @@ template <class B> struct WgmmaRows {
     keep_max(softmax_sum<B>(S, scale_log2, m, alpha, l));
   }
   // Words of a tensor's rows in global memory, as mma.sync takes them.
-  __device__ __forceinline__ uint32_t word(const Input* tensor, int row, int64_t stride, int byte) const {
-    const bool is_there = byte < a.p.D * int(sizeof(Input));
-    return is_there ? ld_global<uint32_t>(reinterpret_cast<const char*>(tensor + row * stride) + byte) : 0;
+  static __device__ __forceinline__ uint32_t word(const Input* tensor, int row, int64_t stride, int byte) {
+    return ld_global<uint32_t>(reinterpret_cast<const char*>(tensor + row * stride) + byte);
   }
   // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may be overwritten
   // by now. read_q(q, byte) gives the A operand of STEP_BYTES of Q. Rare, so short rather than fast.
@@ -2919,11 +2918,12 @@ __device__ __forceinline__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const
     float* const d = S.x.d + 4 * n;
     d[0] = d[1] = d[2] = d[3] = 0;
 #pragma unroll 1
-    for (int byte = 0; byte < ROW_BYTES<B::head_dim>; byte += STEP_BYTES) {
-      uint32_t of_q[4], of_k[2];
+    for (int byte = 0; byte < p.D * int(sizeof(Input)); byte += STEP_BYTES) {
+      uint32_t of_q[4], of_k[2] = {0, 0};  // 0 behind a short row
       read_q(of_q, byte);
       SDPA_UNROLL for (int i = 0; i < 2; i++) {
         const int k = k0 + lane / 4 + 8 * n, k_byte = byte + i * 16 + lane % 4 * 4;
+        if (k_byte >= p.D * int(sizeof(Input))) continue;
         if constexpr (B::use_pages) of_k[i] = word(PagedRows<B>{&a, &item, &p.k, K_g, k} + 0, 0, 0, k_byte);
         else of_k[i] = word(K_g, item.k_row(k), p.k.row, k_byte);
       }
@@ -3504,7 +3504,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
           Q_g = p.Q + one_row.b * p.q.batch + min(one_row.h, p.Hq - 1) * p.q.head, query = one_row.q0;
         }
         query = item.q_row(min(query, item.query_count(p) - 1));
-        q[i] = rows.word(Q_g, query, p.q.row, step_byte + i / 2 * 16 + byte);
+        q[i] = rows.word(Q_g, query, p.q.row, min(step_byte + i / 2 * 16 + byte, p.D - 4));
       }
     });
   }
