@@ -687,6 +687,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
   constexpr int run = View::RUN < 8 ? View::RUN : 8, width = B::vec_width < run ? B::vec_width : run;  // to 16 bytes
   using Vector = VectorType<width * sizeof(Output)>;
   const SdpaParams& p = a.p;
+  const int columns = a.has_short_rows ? p.Dv : B::d_v;
   Output* const O_g = p.O + item.b * p.o.batch + item.h * p.o.head;
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     const int q = item.q0 + O.row(i);
@@ -699,7 +700,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
       }
       Vector x;
       memcpy(&x, e, sizeof x);
-      if (!B::use_wgmma || O.col(j) < p.Dv) st_global(O_g + item.q_row(q) * p.o.row + O.col(j), x);
+      if (!B::use_wgmma || O.col(j) < columns) st_global(O_g + item.q_row(q) * p.o.row + O.col(j), x);
     }
     if (O.col(0) == 0) store_lse<B>(m[i], sum, a, item, q);  // the first lane of the row
   }
@@ -2578,9 +2579,8 @@ template <class B, class Shared> struct WgmmaProducer {
       s.item[stage] = item;
       const int rows = B::pack_gqa ? rows_of_item<B>(a) : B::block_m;
       mbarrier_arrive_expect_tx(full, item.rounds > 0 ? rows * ROW_BYTES<B::head_dim> : 0);
-      for (int n = 0; item.rounds > 0 && n < Shared::ROW_GROUPS; n++) {  // 64 rows of one head; PACK_GQA: all heads'
+      for (int n = 0; item.rounds > 0 && n < (B::pack_gqa ? 1 : Shared::ROW_GROUPS); n++) {  // 64 rows, or all heads'
         load_rows_of_q<B, Q_PANEL_ROWS<B>>(a, s.queries(stage, n), &tensor_maps<B>(a).q, item, item.q0 + n * 64, full);
-        if (B::pack_gqa) break;
       }
     }
     q_ring.advance();
@@ -3504,7 +3504,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
           Q_g = p.Q + one_row.b * p.q.batch + min(one_row.h, p.Hq - 1) * p.q.head, query = one_row.q0;
         }
         query = item.q_row(min(query, item.query_count(p) - 1));
-        q[i] = rows.word(Q_g, query, p.q.row, min(step_byte + i / 2 * 16 + byte, p.D - 4));
+        q[i] = rows.word(Q_g, query, p.q.row, min(step_byte + i / 2 * 16 + byte, p.D - 4));  // K is 0 behind the row
       }
     });
   }
@@ -4599,7 +4599,7 @@ template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f
 template <class B> __device__ __forceinline__ float item_score_scale(const KernelArgs& a, const Item<B>& item) {
   if constexpr (!B::is_8bit) return B::use_softcap != 0 ? a.cap_scale : a.scale_log2;
   const float q_descale = B::converts_operands ? 1 : a.p.q_descale.of_head(item.b, item.h);
-  const float scale = (B::use_softcap != 0 && a.cap_scale != 0 ? a.cap_scale : a.scale_log2) * q_descale *
+  const float scale = (is_capped<B>(a) ? a.cap_scale : a.scale_log2) * q_descale *
                       a.p.k_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
   return max_nan(scale, 1.2e-38f);  // of a factor of 0: -inf times the scale stays -inf
 }

@@ -23,11 +23,10 @@ LINES = """scalar_minimal scalar_e4m3 wmma_async2 wmma_all wmma_u8 mma_lazy mma_
            wgmma_d128_bf16 wgmma_decode_d128 wgmma_e4m3_split2 ampere hopper_d128 hopper_e4m3_d128""".split()
 if os.environ.get("SDPA_TEST_QUICK"):
     LINES = ["scalar_minimal", "mma_lazy", "hopper_d128"]
-MOST = dict(scalar_minimal=820, mma_lazy=1079, wgmma_plain=997, wgmma_causal=1649, wgmma_decode_d128=1515,
+MOST = dict(scalar_minimal=822, mma_lazy=1081, wgmma_plain=998, wgmma_causal=1649, wgmma_decode_d128=1516,
             hopper_d128=2898, hopper_e4m3_d128=3257)
-# Lines whose kernels nvcc schedules anew when arguments that they do not have are left out, and the share of other
-# instructions. Of hopper_d128 these are transposed kernels, which have known the width of O since rows may be short.
-REORDERED = {"scalar_e4m3": 0.01, "wgmma_plain": 0.01, "hopper_d128": 0.025}
+# Lines whose kernels nvcc schedules anew when arguments that they do not have are left out.
+REORDERED = {"scalar_e4m3", "wgmma_plain"}
 ARCHS = re.findall(r"\d+a?", os.environ.get("SDPA_ARCHS", "")) or ["80", "89", "90a"]
 PYTORCH = """-D__CUDA_NO_HALF_OPERATORS__ -D__CUDA_NO_HALF_CONVERSIONS__ -D__CUDA_NO_BFLOAT16_CONVERSIONS__
              -D__CUDA_NO_HALF2_OPERATORS__ --expt-relaxed-constexpr""".split()
@@ -107,7 +106,7 @@ def test_machine_code_is_the_lines(texts, tmp_path):
             for instructions in map(opcodes, extracted):
                 # Arguments lie elsewhere, since some are left out: nvcc may put loads of them in another order.
                 others = min((instructions - other).total() + (other - instructions).total() for other in map(opcodes, own))
-                assert others <= REORDERED.get(name, 0) * instructions.total(), (name, others)
+                assert others <= (0.01 * instructions.total() if name in REORDERED else 0), (name, others)
 
 
 @needs_nvcc
