@@ -7,6 +7,7 @@ all alike. The logarithm of the ratio of two contenders' times in one half of a 
 import contextlib
 import csv
 import ctypes
+import importlib.metadata
 import importlib.util
 import itertools
 import math
@@ -381,6 +382,17 @@ class LoadedTorch:
         self.output = launch().contiguous()
         written = {self.torch.float16: "fp16", self.torch.bfloat16: "bf16"}[self.output.dtype]
         return launch, Outputs(self.output.data_ptr(), 0, written, LIMITS[p.dtype]), (0, 0)
+
+    def version(self):
+        """What runs, with its version, for a row's note."""
+        if self.text in PACKAGES:
+            package = PACKAGES[self.text][2]
+            try:
+                return f"{package} {importlib.metadata.version(package)}"
+            except importlib.metadata.PackageNotFoundError:  # it was built by hand
+                return package
+        words = f"PyTorch {self.torch.__version__}"
+        return words + f" with cuDNN {self.torch.backends.cudnn.version()}" * (self.text == "torch:cudnn")
 
     def of_pytorch(self, q, k, v, problem):
         from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -94,7 +94,7 @@ def run_problem(gpu, kernels, problem, facts, pace, blocks):
     for key, kernel in kernels.items():
         row = engine.result_row(bench, key, facts.get(key), series)
         if key not in bench.skipped:
-            notes = ["PyTorch " + kernel.torch.__version__] if key in peers else [
+            notes = [kernel.version()] if key in peers else [
                 row["note"], *(f"max diff to {name} {np.abs(values[key] - values[peer]).max():.1e}"
                                for peer, name in peers.items() if peer in values)]
             notes += [f"{series.power(key):.0f} W"] if key in series.graphs and series.power(key) else []

@@ -7,7 +7,6 @@ unit binds each rung's kernel. `./run_all.sh results` makes the page's tables an
 exit: 0, 1 a rung is wrong, 2 bad usage
 """
 import functools
-import importlib.metadata
 import os
 import re
 import shutil
@@ -92,18 +91,6 @@ def share(problem, us, flops, bytes_s):
     return dict(peak_share=f"{1e6 * least[bound] / us:.4f}", bound=bound)
 
 
-def version(kernel):
-    """What a peer is, for its note."""
-    if kernel.text in builds.PACKAGES:
-        package = builds.PACKAGES[kernel.text][2]
-        try:
-            return f"{package} {importlib.metadata.version(package)}"
-        except importlib.metadata.PackageNotFoundError:  # it was built by hand
-            return package
-    words = f"PyTorch {kernel.torch.__version__}"
-    return words + f" with cuDNN {kernel.torch.backends.cudnn.version()}" * (kernel.text == "torch:cudnn")
-
-
 def main():
     options = cli.parse_options(__doc__)
     lines = [line for of_problem in wanted().values() for line in of_problem]
@@ -138,8 +125,6 @@ def main():
             failed |= row.get("check") == "FAIL"
             if row.get("graph_us"):
                 row |= share(problem, float(row["graph_us"]), flops, bytes_s)
-            if row["config"].startswith("torch_"):
-                row["note"] = "; ".join([version(others[row["config"].replace("_", ":")]), row["note"]])
             if (key := (problem, row["config"])) in counters:
                 unit, use, stalls = ncu.bound_of(row, counters[key])
                 row |= dict(unit=unit, unit_share=f"{use:.1f}", waits_for=stalls[0][0])
