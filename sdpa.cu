@@ -2651,14 +2651,18 @@ template <class B, bool = B::use_ping_pong> struct WgmmaTurns {  // without it, 
   __device__ void leave() const {}
 };
 template <class B> struct WgmmaTurns<B, true> {
+  // A warpgroup's barrier is the one that it passes its turn on by, since ptxas computes the number anew each time: what
+  // stands before pass_on() all others wait for, what stands before await() nobody.
   const int warpgroup;
   __device__ explicit WgmmaTurns(int number) : warpgroup(number) {
-    if (warpgroup == B::warpgroups - 1) barrier_arrive(turn, 256);
+    if (warpgroup == B::warpgroups - 1) pass_on();
   }
-  __device__ __forceinline__ void await() const { barrier_sync(turn + warpgroup, 256); }
-  __device__ __forceinline__ void pass_on() const { barrier_arrive(turn + (warpgroup + 1) % B::warpgroups, 256); }
+  __device__ __forceinline__ void await() const {
+    barrier_sync(turn + (warpgroup > 0 ? warpgroup : B::warpgroups) - 1, 256);
+  }
+  __device__ __forceinline__ void pass_on() const { barrier_arrive(turn + warpgroup, 256); }
   __device__ __forceinline__ void leave() const {
-    if (warpgroup == 0) barrier_sync(turn, 256);
+    if (warpgroup == 0) await();
   }
 };
 
@@ -2777,8 +2781,7 @@ template <class B> struct WgmmaRows {
     return ld_global<uint32_t>(reinterpret_cast<const char*>(tensor + row * stride) + byte);
   }
   // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may be overwritten
-  // by now. read_q(q, byte) gives the A operand of STEP_BYTES of Q. Rare, and so short rather than fast: a loop that is
-  // not unrolled, since code between the loops that run costs these up to 5%.
+  // by now. read_q(q, byte) gives the A operand of STEP_BYTES of Q. Rare, so short rather than fast.
   template <class ReadQ>
   __device__ __forceinline__ void multiply_qk_again(Scores& S, const WgmmaItem<B>& item, const ReadQ& read_q) const;
 };
@@ -2915,7 +2918,8 @@ __device__ __forceinline__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const
   const SdpaParams& p = a.p;
   const uint32_t lane = thread_index_anew() % 32;
   const Input* const K_g = p.K + (B::use_pages ? 0 : item.b * p.k.batch) + item.h_kv * p.k.head;
-#pragma unroll 1
+  constexpr int at_once = B::is_e4m3 ? B::block_n / 8 : 1;  // by registers
+#pragma unroll at_once
   for (int n = 0; n < B::block_n / 8; n++) {
     float d[4] = {};
     const int k = k0 + lane / 4 + 8 * n;
@@ -2923,7 +2927,7 @@ __device__ __forceinline__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const
     if constexpr (B::use_pages) K_row = PagedRows<B>{&a, &item, &p.k, K_g, k} + 0;
     else K_row = K_g + item.k_row(k) * p.k.row;
 #pragma unroll 1
-    for (int byte = 0; byte < p.D * int(sizeof(Input)); byte += STEP_BYTES) {
+    for (int byte = 0; byte < ROW_BYTES<B::head_dim>; byte += STEP_BYTES) {
       uint32_t of_q[4], of_k[2] = {0, 0};  // 0 behind a short row
       read_q(of_q, byte);
       SDPA_UNROLL for (int i = 0; i < 2; i++) {
