@@ -1925,6 +1925,12 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier_s, in
 __device__ __forceinline__ bool mbarrier_peek_parity(uint64_t* barrier_s, int parity) {
   return mbarrier_test_wait_parity(barrier_s, parity);
 }
+// True in one lane of a warp that calls it together; no register keeps which.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 %0, 1, 0, p; }" : "=r"(elected));
+  return elected;
+}
 // Makes mbarriers that this thread has initialised visible to the async proxy.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -2089,9 +2095,9 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier_s, int parity) {
 }
 
 // Arrives once all lanes have come here.
-__device__ __forceinline__ void arrive_by_warp(uint64_t* barrier_s, uint32_t lane) {
+__device__ __forceinline__ void arrive_by_warp(uint64_t* barrier_s) {
   __syncwarp();
-  if (lane == 0) mbarrier_arrive(barrier_s);
+  if (elect_one()) mbarrier_arrive(barrier_s);
 }
 
 // A name that depends on B, since other families' KernelArgs have no maps.
@@ -2517,12 +2523,12 @@ template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
     }
   }
   // A warp that computes calls it: releases stages unread, each once it is full.
-  __device__ __forceinline__ void skip(StageRing<B::stages>& ring, int tiles, int lane) {
+  __device__ __forceinline__ void skip(StageRing<B::stages>& ring, int tiles) {
     for (; tiles > 0; tiles--, ring.advance()) {
       mbarrier_wait(&k_full[ring.stage], ring.parity);
-      arrive_by_warp(&k_empty[ring.stage], lane);
+      arrive_by_warp(&k_empty[ring.stage]);
       mbarrier_wait(&v_full[ring.stage], ring.parity);
-      arrive_by_warp(&v_empty[ring.stage], lane);
+      arrive_by_warp(&v_empty[ring.stage]);
     }
   }
 };
@@ -2607,7 +2613,7 @@ template <class B, class Shared> struct WgmmaProducer {
     mbarrier_wait(landed, last_parity), last_parity ^= 1;
     clear_rows_of_v<B>(V_s, keys_at_end, threadIdx.x % 32, 32), keys_at_end = B::block_n;
     fence_proxy_async();
-    arrive_by_warp(full, threadIdx.x % 32);
+    arrive_by_warp(full);
   }
   // Loads a slice's tile of a round: K, or V to the stages of v, or both.
   template <class V>
@@ -2836,7 +2842,7 @@ template <class B, class Shared> struct WgmmaConsumer {
       const KeyRange rounds_here = own_rounds<B>(a, rows.mask, item(), rounds, rows.q);
       if constexpr (B::use_lengths) clear_queries();
       begin();
-      t.skip(ring, rounds - rounds_here.end, lane);
+      t.skip(ring, rounds - rounds_here.end);
       if (rounds_here.end > 0) {
         rows.k0 = uniform(first_key_of<B>(item(), rounds_here.end - 1, slice));
         last_k0 = uniform(first_key_of<B>(item(), rounds_here.begin, slice));
@@ -2847,7 +2853,7 @@ template <class B, class Shared> struct WgmmaConsumer {
         rows.scale_log2.start(item(), row_group * 64 + int(thread_index_anew() % 128 / 32 * 16 + lane / 4));
         compute(turns);
       }
-      t.skip(ring, own_rounds<B>(a, rows.mask, item(), rounds, rows.q).begin, lane);
+      t.skip(ring, own_rounds<B>(a, rows.mask, item(), rounds, rows.q).begin);
       end();
       q_ring.advance();
     } while (B::use_persistent_cta);
@@ -2862,13 +2868,12 @@ template <class B, class Shared> struct WgmmaConsumer {
     int last_stage = 0;  // V of the P @ V before
     const auto end_last_pv = [&] {
       wgmma_wait_group<0>(), hold(rows.O.x.d), hold(S.x.d);  // of S nothing is rounded before
-      __syncwarp();
-      if (lane == 0 && rows.accumulates) mbarrier_arrive(&t.v_empty[last_stage]);
+      if (rows.accumulates) arrive_by_warp(&t.v_empty[last_stage]);
     };
     consumer.begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
     rows.take_some_score_as_max(S);
     for (;; rows.go_on()) {
-      arrive_by_warp(&t.k_empty[ring.stage], lane);
+      arrive_by_warp(&t.k_empty[ring.stage]);
       StageRing<B::stages> next = ring;
       next.advance();
       // The next K and this V have mostly landed; to ask takes time, which the softmax hides.
@@ -2886,7 +2891,7 @@ template <class B, class Shared> struct WgmmaConsumer {
       if (rows.k0 == last_k0) break;
     }
     wgmma_wait_group<0>(), hold(rows.O.x.d);
-    arrive_by_warp(&t.v_empty[last_stage], lane);
+    arrive_by_warp(&t.v_empty[last_stage]);
   }
 };
 
@@ -2916,23 +2921,23 @@ template <class ReadQ>
 __device__ __forceinline__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const WgmmaItem<B>& item,
                                                                 const ReadQ& read_q) const {
   const SdpaParams& p = a.p;
-  const uint32_t lane = thread_index_anew() % 32;
   const Input* const K_g = p.K + (B::use_pages ? 0 : item.b * p.k.batch) + item.h_kv * p.k.head;
   constexpr int at_once = B::is_e4m3 ? B::block_n / 8 : 1;  // by registers
 #pragma unroll at_once
   for (int n = 0; n < B::block_n / 8; n++) {
+    const uint32_t lane = thread_index_anew() % 32;
     float d[4] = {};
     const int k = k0 + lane / 4 + 8 * n;
     const Input* K_row;
     if constexpr (B::use_pages) K_row = PagedRows<B>{&a, &item, &p.k, K_g, k} + 0;
     else K_row = K_g + item.k_row(k) * p.k.row;
+    K_row += lane % 4 * 4 / sizeof(Input);
 #pragma unroll 1
     for (int byte = 0; byte < ROW_BYTES<B::head_dim>; byte += STEP_BYTES) {
       uint32_t of_q[4], of_k[2] = {0, 0};  // 0 behind a short row
       read_q(of_q, byte);
       SDPA_UNROLL for (int i = 0; i < 2; i++) {
-        const int k_byte = byte + i * 16 + lane % 4 * 4;
-        if (k_byte < p.D * int(sizeof(Input))) of_k[i] = word(K_row, 0, 0, k_byte);
+        if (byte + i * 16 < p.D * int(sizeof(Input))) of_k[i] = word(K_row, 0, 0, byte + i * 16);
       }
       mma_32_bytes<Input>(d[0], d[1], d[2], d[3], of_q, of_k[0], of_k[1]);
     }
@@ -3101,7 +3106,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   // Waits for the P @ V whose V is in that stage, and releases it.
   __device__ __forceinline__ void end_pv(int stage) {
     wgmma_wait_group<0>(), hold(rows.O.x.d);
-    arrive_by_warp(&s.slice[slice].v_empty[stage], lane);
+    arrive_by_warp(&s.slice[slice].v_empty[stage]);
   }
 
   // ---- the softmax: the stale maximum is tried first, the exact one is the fallback ----
@@ -3190,7 +3195,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     Probabilities P;
     for (bool first = true;; first = false, rows.go_on()) {
       begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
-      arrive_by_warp(&t.k_empty[ring.stage], lane);
+      arrive_by_warp(&t.k_empty[ring.stage]);
       const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
       if (first) rows.take_some_score_as_max(S);
       attend<S.COLS>(S, P, [] {});
@@ -3299,7 +3304,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       }
     };
     Base::run_items([] {}, compute, [&] {
-      if (stores_by_tma<B>) arrive_by_warp(&s.o_done[q_ring.stage][row_group], lane);
+      if (stores_by_tma<B>) arrive_by_warp(&s.o_done[q_ring.stage][row_group]);
     });
     if constexpr (B::split_ctas != 1) store_range_of_rows();
   }
@@ -3461,7 +3466,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   // Q's buffer may be filled anew.
   __device__ __forceinline__ void release_queries() {
     fence_proxy_async();  // read before TMA writes it
-    arrive_by_warp(&s.q_empty[q_ring.stage], lane);
+    arrive_by_warp(&s.q_empty[q_ring.stage]);
   }
   // S = Q @ K.T, begun.   [64][BLOCK_N]
   __device__ __forceinline__ void begin_qk(Scores& S, const StageRing<B::stages>& k_ring, bool k_is_there) {
