@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -338,6 +339,8 @@ def test_rounding():
 
 class FakeKernel:
     """Attention of one head after the other in float32, with what `harm` does to O and LSE."""
+    torch = types.SimpleNamespace(__version__="2.0", backends=types.SimpleNamespace(cudnn=types.SimpleNamespace(version=lambda: 9)))
+    version = engine.LoadedTorch.version  # by its text and torch
     text = "fake"
 
     def __init__(self, harm=lambda O, LSE: None, us=20.0, line=builds.Torch("torch:math")):
@@ -1101,7 +1104,7 @@ def test_problems_are_drawn_by_their_seed():
 
 def test_peers_have_times_and_no_check(lines):
     torch = FakeKernel(us=40.0)
-    torch.torch = type("torch", (), {"__version__": "2.0"})
+    torch.text = "torch:math"
     kernels = {"kept": FakeKernel(line=lines[0]), "torch:math": torch}
     line, peer = peers.run_problem(FakeGpu(), kernels, engine.parse_problem("1,2,1,40,50,64,fp16"),
                                    {"kept": builds.Facts(40, 8)}, engine.STEADY, 2)

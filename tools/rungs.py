@@ -1,7 +1,8 @@
 """usage: ./run_all.sh rungs [--output FILE] [--launch]
 Times the rungs of docs/LADDER.md and the peers (PyTorch's cuDNN and FlashAttention-2, and FlashAttention-3 if its wheel
 is there) at the problems of each ladder, as tools/peers.py does, and asks ncu, if it may read the GPU's counters, which
-unit binds each rung's kernel. `./run_all.sh results` makes the page's tables and pictures of it.
+unit binds each rung's kernel, which comes last: the times are in the file by then. `./run_all.sh results` makes the
+page's tables and pictures of it.
   --output FILE  the CSV (default: results/ladder/DATE-DEVICE-rungs.csv); there must be none
   --launch       only launches each rung at each problem, which is what ncu is asked to look at
 exit: 0, 1 a rung is wrong, 2 bad usage
@@ -107,13 +108,9 @@ def main():
             others[text] = engine.load(builds.Torch(text), gpu, {})
         except Refused as error:
             say(f"rungs: without {error}")
-    try:
-        counters = profiled()
-    except Refused as error:
-        say(f"rungs: without the units that bind: {error}")
-        counters = {}
     path = options.output or engine.results_path("ladder", gpu.name, "rungs", new=True)
-    table, failed, (flops, bytes_s) = engine.Table(path, [*engine.row_columns(), *COLUMNS]), False, peaks(gpu)
+    columns, failed, (flops, bytes_s), found = [*engine.row_columns(), *COLUMNS], False, peaks(gpu), {}
+    table = engine.Table(path, columns)
     facts = {line.text: builds.facts(built[line]) for line in lines}
     for problem, of_problem in wanted().items():
         here = {line.text: kernels[line.text] for line in of_problem}
@@ -125,10 +122,19 @@ def main():
             failed |= row.get("check") == "FAIL"
             if row.get("graph_us"):
                 row |= share(problem, float(row["graph_us"]), flops, bytes_s)
-            if (key := (problem, row["config"])) in counters:
-                unit, use, stalls = ncu.bound_of(row, counters[key])
-                row |= dict(unit=unit, unit_share=f"{use:.1f}", waits_for=stalls[0][0])
-            table.add(**{name: str(value).replace(",", ";") for name, value in row.items()})
+            row = {name: str(value).replace(",", ";") for name, value in row.items()}
+            found[problem, row["config"]] = row
+            table.add(**row)
         say(f"rungs: {problem} done")
+    try:  # last, since it takes longest: the times are in the file by now
+        for key, counters in profiled().items():
+            unit, use, stalls = ncu.bound_of(found[key], counters)
+            found[key] |= dict(unit=unit, unit_share=f"{use:.1f}", waits_for=stalls[0][0])
+        whole = engine.Table(path + ".whole", columns)
+        for row in found.values():
+            whole.add(**row)
+        os.replace(path + ".whole", path)
+    except Refused as error:
+        say(f"rungs: without the units that bind: {error}")
     say(f"rows: {table.name}; ./run_all.sh results makes the tables of docs/LADDER.md of them")
     return 1 if failed else 0
