@@ -350,7 +350,7 @@ class FakeKernel:
         out = "fp16" if p.dtype in engine.FACTORS else p.dtype
 
         def launch():
-            O = np.zeros((p.B, p.Hq, p.Sq, p.D))
+            O = np.zeros((p.B, p.Hq, p.Sq, p.v_dim))
             LSE = np.zeros((p.B, p.Hq, p.Sq), np.float32)
             for b in range(p.B):
                 for h in range(p.Hq):

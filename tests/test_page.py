@@ -208,7 +208,7 @@ def make_sample(tmp_path):
                                           encoding="utf-8")
     (tmp_path / "docs").mkdir()
     old = "| mma_split4 |  |  |  | by hand |\n| Named | 1,8,8,512,512,64 fp16 |\n| Unmeasured | 9,9,9,9,9,64 fp16 |\n| nowhere |  |  |  | by hand too |\n"
-    sections = {"README.md": ["results", "story"], "docs/NUMBERS.md": ["peers", "ladder", "ablation"], "docs/LADDER.md": ["scalar_rungs", "wgmma_rungs", "decode_rungs"],
+    sections = {"README.md": ["results", "story"], "docs/NUMBERS.md": ["peers", "ladder", "ablation", "field"], "docs/LADDER.md": ["scalar_rungs", "wgmma_rungs", "decode_rungs"],
                 "docs/HOPPER.md": ["wgmma", "rested", "decode", "e4m3", "accuracy"]}
     for name, parts in sections.items():
         (tmp_path / name).write_text("".join(f"before {p}\n<!-- {p}:begin -->\nold\n{old}"
@@ -284,6 +284,30 @@ def test_sample(sample):
     assert texts(picture) == drawn
     draw(sample, str(lines / "2026-01-01-Sample-GPU-11.csv"))  # a file that is named is taken
     assert "not_the_newest" in (sample / "docs/NUMBERS.md").read_text(encoding="utf-8")
+
+
+def test_the_fields_picture(sample):
+    """A panel for each D and mask, a line for each contender, and the versions of peers."""
+    numbers, path = sample / "docs/NUMBERS.md", sample / "results/peers/2026-01-02-Sample-GPU-field.csv"
+    names = (sample / "results/peers/2026-01-02-Sample-GPU.csv").read_text(encoding="utf-8").splitlines()[0].split(",")
+    assert draw(sample).returncode == 0
+    assert "None on this GPU yet: `tools/peers.py LINE... --field` measures it." in numbers.read_text(encoding="utf-8")
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        out = csv.DictWriter(file, names, restval="")
+        out.writeheader()
+        for D, causal, S in itertools.product((64, 128), ("off", "br"), (512, 16384)):
+            sizes = dict(B=16384 // S, Hq=2048 // D, Hkv=2048 // D, Sq=S, Sk=S, D=D, causal=causal, dtype="bf16", device="Sample GPU")
+            for config, check, us, tflops, note in (("hopper", "PASS", 10, S // 32, ""), ("slower", "PASS", 11, 9, ""),
+                                                    ("torch_cudnn", "", 12.5, 300, "PyTorch 2 with cuDNN 92700; 700 W"),
+                                                    ("torch_flash", "", 20, 200, "PyTorch 2; 700 W"), ("torch_fa3", "", 13, 310, "fa3-fwd 1")):
+                out.writerow({**sizes, "config": config, "check": check, "status": "ok", "graph_us": us, "tflops": tflops, "note": note})
+    assert draw(sample).returncode == 0
+    text = numbers.read_text(encoding="utf-8")
+    for line in ("| TFLOP/s (times the best peer's) | 512 | 16,384 |", "| D=64 | 16 (1.25x) | 512 (1.25x) |", "| D=128, causal | 16 (1.25x) | 512 (1.25x) |",
+                 "The peers through PyTorch 2 with cuDNN 92700, fa3-fwd 1. Sample GPU"):
+        assert line in text, line
+    drawn = texts(sample / "results/peers/field.svg")
+    assert {"sdpa", "cuDNN", "FlashAttention-2", "FlashAttention-3", "D=64", "D=64, causal", "D=128", "512", "16k"} <= set(drawn)
 
 
 def test_e4m3_tables(sample):

@@ -234,6 +234,15 @@ def test_peers_of_a_problem_that_no_line_takes(compared):
     assert all(row["note"].endswith("in 10 ms after 0.3 s of rest") for row in rows)
 
 
+def test_peers_of_another_head_dim_v(compared):
+    """Lines whose V has other rows than K do not meet; who reads a row finds it in the note."""
+    def run(*words):
+        return compared(*words, "torch:math", "--shape", "1,1,1,9,9,64")
+    rows = run("scalar_vec8", "scalar_vec8", "HEAD_DIM_V=32")[1]
+    assert [(row["config"], row["note"].partition("; V of 32")[1]) for row in rows] == [
+        ("scalar_vec8", ""), ("torch_math", ""), ("scalar_vec8__HEAD_DIM_V_32", "; V of 32"), ("torch_math", "; V of 32")]
+
+
 def test_which_problems_peers_take(compared, monkeypatch):
     asked = []
 
@@ -254,6 +263,11 @@ def test_which_problems_peers_take(compared, monkeypatch):
     assert problems("--e4m3") == parsed(peers.E4M3) and problems("--chunks") == parsed(
         f"{text},{D},bf16" for D in (64, 128, 256) for text in peers.CHUNKS)
     assert asked[0][1] == (engine.STEADY, 2)
+    field = problems("--field")
+    assert field == parsed(peers.FIELD) and len(set(field)) == 36
+    assert {(p.B * p.Sq, p.Hq * p.D, p.Sq == p.Sk, p.Hq == p.Hkv) for p in field} == {(16384, 2048, True, True)}
+    published = problems("hopper_d192_v128", "DTYPE=BF16", "--published")  # the only line of D=192, whose V has 128
+    assert {(p.D, p.Dv) for p in published} == {(128, 0), (192, 128)} and len(published) == len(peers.PUBLISHED) == 12
     drawn = [p for p in peers.draw(9, 2, True) if p in parsed([f"{p.shape.replace('x', ',')},{p.D},{p.dtype},{p.causal}"])]
     assert problems("--chunks", "--drawn", "9", "--seed", "2") == drawn != []
     assert {course for _, course in asked} == {(peers.DRAWN, 1)}

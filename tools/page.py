@@ -19,7 +19,7 @@ import cli
 import ladders
 from builds import replace_file as write
 from cli import Refused
-from report_charts import against, waterfall
+from report_charts import against, over_lengths, waterfall
 from report_rows import KINDS, OURS, PEERS, bases, fastest, newest, peer, problem, read, short, timed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,8 +85,7 @@ def peers_sections(source, main):
         share = {"of peak": f"{100 * row['tflops'] / peak:.0f}%"} if peak and row["tflops"] else {}
         cells[what] = {"µs": short(us), "TFLOP/s": rate(row), **share, **times(at, names), "times as fast": gain}
         bars[what] = {name.replace(OURS, "sdpa"): row["tflops"] or 0 for name, (_, row) in at.items()}, gain
-    torch = next((row["note"].partition(";")[0] for row in source.rows if peer(row) and row["note"]), "")
-    words = (f"The peak is {peak:,.0f} TFLOP/s. " if peak else "") + f"The peers through {torch}. " * bool(torch)
+    words = (f"The peak is {peak:,.0f} TFLOP/s. " if peak else "") + versions(source)
     named = by_hand("README.md", "results", r"^\| (\w[^|]*) \| (\d[^|]*) \|")
     few = pivot(["problem", "B,Hq,Hkv,Sq,Sk,D"], {(name, what): cells.get(what, {}) for name, what in named})
     whole = picture("peers/all.svg", "TFLOP/s of sdpa and of peers") + "\n" + pivot(
@@ -96,6 +95,30 @@ def peers_sections(source, main):
         ("peers", [(name, *bars[what]) for name, what in named if what in bars] or every, 500), ("all", every, 380))}
     return {"results": f"{few}\n{words}{provenance(source)}",
             "peers": f"{whole}\n{words}{provenance(source, '../')}"}, drawings
+
+
+def versions(source):
+    """What ran as peers, with versions, as a sentence; "" where no row says it."""
+    every = dict.fromkeys(row["note"].partition(";")[0] for row in source.rows if peer(row) and row["note"])
+    named = [one for one in every if not any(other != one and other.startswith(one) for other in every)]
+    return f"The peers through {', '.join(named)}. " * bool(named)
+
+
+def field_section(source):
+    """TFLOP/s over the length of sequences, of the fastest line and of peers: a panel and a table for each D and mask."""
+    panels, cells = collections.defaultdict(lambda: collections.defaultdict(dict)), collections.defaultdict(dict)
+    for at in fastest(source).values():
+        row = at[OURS][1]
+        title, length = f"D={row['D']}" + ", causal" * (row["causal"] != "off"), int(row["Sk"])
+        for name, (_, one) in at.items():
+            panels[title][name.replace(OURS, "sdpa")][length] = one["tflops"] or 0
+        others = [us for name, (us, _) in at.items() if name != OURS]
+        cells[title,][f"{length:,}"] = rate(row) + (f" ({min(others) / at[OURS][0]:.2f}x)" if others else "")
+    series = ["sdpa", *(name for name in PEERS.values() if any(name in values for values in panels.values()))]
+    drawn_as = picture("peers/field.svg", "TFLOP/s over the length of sequences", 600)
+    rates = pivot(["TFLOP/s (times the best peer's)"], cells)
+    return f"{drawn_as}\n{rates}\n{versions(source)}{provenance(source, '../')}", {
+        "peers/field.svg": over_lengths([*panels.items()], series)}
 
 
 def story_section(source):
@@ -254,13 +277,14 @@ def drawn(results, named=()):
     sections, charts = peers_sections(found.get("peers", [main])[-1], main)
     rungs, drawings = ladders.sections(next(iter(found["rungs"][-1:]), None), table, picture, provenance)
     ablation, waterfalls = ablation_section(found["ablation"])
+    sections["field"], field = field_section(found["field"][-1]) if found["field"] else ("", {})
     sections.update(rungs, story=story_section(main), ladder=ladder_section(main), ablation=ablation)
     for name, section in (("wgmma", wgmma_section), ("rested", rates_section), ("e4m3", rates_section),
                           ("decode", decode_section), ("accuracy", accuracy_section)):
         sections[name] = "".join(section(source) + "\n" + provenance(source, "../") for source in found[name][-1:])
     for name in [name for name, text in sections.items() if not text]:
         sections[name] = f"None on this GPU yet: `{KINDS[name].command}` measures it.\n"
-    return sections, {**charts, **drawings, **waterfalls}
+    return sections, {**charts, **drawings, **waterfalls, **field}
 
 
 def main():

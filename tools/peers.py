@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Times contenders against PyTorch's SDPA backends: one process, one run, the same tensors.
 
-usage: tools/peers.py CONTENDER... [--shape PROBLEM]... [--suite] [--e4m3] [--chunks] [--drawn N [--seed S]] [--rested]
+usage: tools/peers.py CONTENDER... [--shape PROBLEM]... [--suite] [--e4m3] [--field] [--published] [--chunks]
+                       [--drawn N [--seed S]] [--rested]
 
   CONTENDER  as for ab: a line of configs.txt with or without KNOB=VALUE..., COMMIT:LINE, or torch:cudnn,
              torch:flash, torch:efficient, torch:math (default: all four of these)
@@ -10,6 +11,10 @@ usage: tools/peers.py CONTENDER... [--shape PROBLEM]... [--suite] [--e4m3] [--ch
              repeatable; default mission, mission2 and long
   --suite    all problems of README, which docs/NUMBERS.md has in a table
   --e4m3     the problems of e4m3 in docs/HOPPER.md, where torch:cudnn is cuDNN's own front end (nvidia-cudnn-frontend)
+  --field    the picture that FlashAttention's papers draw: 512 to 16,384 queries and keys, 16,384 queries in all,
+             2,048 elements of all heads, D of 64, 128 and 256, in bf16 with a mask and without; of each, lines that have it
+  --published  problems whose figures others publish: tritonbench's, and cuDNN's of Llama 3.1 and DeepSeek V3, whose
+             D=192 wants a line with HEAD_DIM_V=128
   --chunks   the problems of few rows and many keys in docs/HOPPER.md; with --drawn, that many of the kind instead
   --drawn N  problems drawn at random: sizes log-uniform, D, type, mask and heads to a key head uniform, a quarter of
              them with one query row
@@ -49,6 +54,11 @@ E4M3 = """1,16,16,16384,16384,128,e4m3 1,16,16,16384,16384,128,e4m3,br
 1,32,32,16384,16384,64,e4m3 long,64,e4m3""".split()
 CHUNKS = """1,8,1,512,32768 1,4,1,256,65536 1,16,2,128,16384 1,32,8,64,8192 1,2,2,1024,32768 2,64,4,7,9000
 1,32,8,16,32768 1,8,2,300,10000""".split()
+FIELD = [f"{16384 // S},{2048 // D},{2048 // D},{S},{S},{D},bf16,{causal}" for D in (64, 128, 256)
+         for causal in ("off", "br") for S in (512, 1024, 2048, 4096, 8192, 16384)]
+PUBLISHED = [f"{heads},{S},{S},{D},bf16,br" for heads, D, lengths in (
+    ("4,48,48", 128, (512, 1024, 2048, 4096, 8192, 16384)), ("1,64,8", 128, (2048, 4096, 8192)),
+    ("1,128,128", 192, (2048, 4096, 8192))) for S in lengths]
 DRAWN = engine.Pace(40e3, 10e3)  # shorter turns, since there are many
 MOST_ELEMENTS, MOST_FLOPS = 3 << 26, 2e12  # of a drawn problem
 
@@ -85,6 +95,7 @@ def drawn_by(options):
 def run_problem(gpu, kernels, problem, facts, pace, blocks):
     """Rows of all contenders for one problem."""
     lines = problem.lines_for([kernel.line for kernel in kernels.values() if isinstance(kernel.line, builds.Line)])
+    lines = [line for line in lines if line.Dv == problem.Dv or problem.D < line.D]
     kernels = {key: kernel for key, kernel in kernels.items()
                if kernel.line in lines or (isinstance(kernel.line, builds.Torch) and problem.fits(kernel.line))}
     bench = engine.Bench(gpu, kernels, dict.fromkeys(kernels, problem))
@@ -97,6 +108,7 @@ def run_problem(gpu, kernels, problem, facts, pace, blocks):
             notes = [kernel.version()] if key in peers else [
                 row["note"], *(f"max diff to {name} {np.abs(values[key] - values[peer]).max():.1e}"
                                for peer, name in peers.items() if peer in values)]
+            notes += [f"V of {problem.Dv}"] if problem.Dv else []
             notes += [f"{series.power(key):.0f} W"] if key in series.graphs and series.power(key) else []
             notes += [f"in 10 ms after {pace.rest_s} s of rest"] if pace.rest_s else []
             row["note"] = "; ".join(filter(None, notes))
@@ -113,6 +125,7 @@ def main():
     peers = [one for one in contenders if isinstance(one, builds.Torch)] or \
             [builds.Torch("torch:" + backend) for backend in builds.TORCH_BACKENDS]
     texts, drawn = (options.shape or []) + SUITE * options.suite + E4M3 * options.e4m3, drawn_by(options)
+    texts += FIELD * options.field + PUBLISHED * options.published
     texts += [f"{text},{D},bf16" for D in (64, 128, 256) for text in CHUNKS] * (options.chunks and not drawn)
     texts = texts if texts or drawn else ["mission", "mission2", "long"]
     problems = [*map(engine.parse_problem, texts), *drawn]
@@ -127,7 +140,7 @@ def main():
     failed = False
     for problem in problems:
         course = (engine.RESTED, 1) if options.rested else (DRAWN, 1) if problem in drawn else (engine.STEADY, 2)
-        kinds = sorted({(problem.D or line.D, line.dtype) for line in problem.lines_for(lines)})
+        kinds = sorted({(problem.D or line.D, line.dtype, line.Dv) for line in problem.lines_for(lines)})
         if not kinds:
             say(f"peers.py: no line for D={problem.D} {problem.dtype}: {problem} is left out")
         for kind in kinds:

@@ -175,6 +175,36 @@ def against(rows, series, width):
     return svg(figure, "TFLOP/s of sdpa and of peers on each problem")
 
 
+def over_lengths(panels, series, columns=2):
+    """TFLOP/s over the length of sequences, as FlashAttention's papers draw it: a panel for each (title, {contender:
+    {length: TFLOP/s}}), so many side by side, from the same 0. A line for each of SERIES, of which the first is bold."""
+    lengths = sorted({length for _, values in panels for at in values.values() for length in at})
+    left, top, gap, height, width = 34, 38, 16, 112, 600
+    lines = -(-len(panels) // columns)
+    total, each = top + lines * (height + 34), (width - left - 8 - gap * (columns - 1)) / columns
+    most = 1.08 * max(rate for _, values in panels for at in values.values() for rate in at.values())
+    figure = Figure(figsize=(width / 72, total / 72))
+    styles = {name: dict(marker=marker, color=OURS if not n else INK, linewidth=1.8 if not n else 0.8, markersize=4,
+                         markerfacecolor=OURS if not n else "white")
+              for n, (name, marker) in enumerate(zip(series, "oD^s*"))}
+    for number, (title, values) in enumerate(panels):
+        line, column = divmod(number, columns)
+        bottom = total - top - (line + 1) * (height + 34) + 34
+        axes = figure.add_axes([(left + column * (each + gap)) / width, bottom / total, each / width, height / total])
+        for name, at in values.items():
+            axes.plot([lengths.index(length) for length in at], [*at.values()], label=name, **styles[name])
+        axes.set_title(title, fontsize=9.5, pad=4, loc="left")
+        axes.set_xticks(range(len(lengths)), [f"{n // 1024}k" if n >= 1024 else f"{n}" for n in lengths])
+        axes.set_ylim(0, most)
+        axes.yaxis.set_major_locator(ticker.MultipleLocator(200))
+        axes.grid(axis="y")
+        if column:
+            axes.set_yticklabels([])
+    figure.legend(bbox_to_anchor=(0, 1), ncol=len(styles), handles=[
+        matplotlib.lines.Line2D([], [], label=name, **style) for name, style in styles.items()])
+    return svg(figure, "TFLOP/s of sdpa and of peers over the length of sequences")
+
+
 def pairs(ratios, base, label):
     """The ratio of every pair of turns, and the verdict. RATIOS: {name: ([each ratio to BASE], ratio, low, high)}."""
     figure, axes = canvas(8, 38 * len(ratios))

@@ -17,6 +17,7 @@ KINDS = {
     "lines": Kind("lines", "", RUN, "./run_all.sh"),
     "e4m3": Kind("peers", "-e4m3", (*RUN, "rel_rms"), "tools/peers.py LINE... --e4m3"),
     "decode": Kind("peers", "-decode", RUN, "tools/peers.py LINE... --shape S..."),
+    "field": Kind("peers", "-field", RUN, "tools/peers.py LINE... --field"),
     "rested": Kind("peers", "-rested", RUN, "tools/peers.py --rested LINE... --shape S..."),
     "peers": Kind("peers", "", RUN, "tools/peers.py LINE... --shape S..."),
     "wgmma": Kind("ladder", "-wgmma", RUN, "tools/peers.py LINE... --shape S..."),
