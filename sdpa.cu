@@ -2657,8 +2657,8 @@ template <class B, bool = B::use_ping_pong> struct WgmmaTurns {  // without it, 
   __device__ void leave() const {}
 };
 template <class B> struct WgmmaTurns<B, true> {
-  // A warpgroup's barrier is the one that it passes its turn on by, since ptxas computes the number anew each time: what
-  // stands before pass_on() all others wait for, what stands before await() nobody.
+  // A warpgroup's barrier is the one that it passes its turn on by, since ptxas may compute its number anew each time:
+  // the others wait for what stands before pass_on(), nobody for what stands before await().
   const int warpgroup;
   __device__ explicit WgmmaTurns(int number) : warpgroup(number) {
     if (warpgroup == B::warpgroups - 1) pass_on();
@@ -2782,9 +2782,9 @@ template <class B> struct WgmmaRows {
     softmax_max<B>(S, scale_log2, m, alpha);
     keep_max(softmax_sum<B>(S, scale_log2, m, alpha, l));
   }
-  // Words of a tensor's rows in global memory, as mma.sync takes them.
-  static __device__ __forceinline__ uint32_t word(const Input* tensor, int row, int64_t stride, int byte) {
-    return ld_global<uint32_t>(reinterpret_cast<const char*>(tensor + row * stride) + byte);
+  // A word of a row in global memory, as mma.sync takes them.
+  static __device__ __forceinline__ uint32_t word(const Input* row_g, int byte) {
+    return ld_global<uint32_t>(reinterpret_cast<const char*>(row_g) + byte);
   }
   // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may be overwritten
   // by now. read_q(q, byte) gives the A operand of STEP_BYTES of Q. Rare, so short rather than fast.
@@ -2937,7 +2937,7 @@ __device__ __forceinline__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const
       uint32_t of_q[4], of_k[2] = {0, 0};  // 0 behind a short row
       read_q(of_q, byte);
       SDPA_UNROLL for (int i = 0; i < 2; i++) {
-        if (byte + i * 16 < p.D * int(sizeof(Input))) of_k[i] = word(K_row, 0, 0, byte + i * 16);
+        if (byte + i * 16 < p.D * int(sizeof(Input))) of_k[i] = word(K_row, byte + i * 16);
       }
       mma_32_bytes<Input>(d[0], d[1], d[2], d[3], of_q, of_k[0], of_k[1]);
     }
@@ -3517,7 +3517,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
           Q_g = p.Q + one_row.b * p.q.batch + min(one_row.h, p.Hq - 1) * p.q.head, query = one_row.q0;
         }
         query = item.q_row(min(query, item.query_count(p) - 1));
-        q[i] = rows.word(Q_g, query, p.q.row, min(step_byte + i / 2 * 16 + byte, p.D - 4));  // K is 0 behind the row
+        q[i] = rows.word(Q_g + query * p.q.row, min(step_byte + i / 2 * 16 + byte, p.D - 4));  // K is 0 behind it
       }
     });
   }
