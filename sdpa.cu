@@ -1905,6 +1905,11 @@ __device__ __forceinline__ void st_global_v4(void* dst_g, uint4 value) {
                : "memory");
 }
 
+// Arrives once all lanes have come here, in one that is elected, so that no register keeps which.
+__device__ __forceinline__ void arrive_by_warp(uint64_t* barrier_s) {
+  asm volatile("{ .reg .pred p; bar.warp.sync -1; elect.sync _|p, -1; @p mbarrier.arrive.shared::cta.b64 _, [%0]; }" ::
+                   "r"(shared_address(barrier_s)) : "memory");
+}
 // Arrives, and announces bytes that asynchronous copies will bring before the phase is complete.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier_s, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier_s)), "r"(bytes)
@@ -1924,12 +1929,6 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier_s, in
 // mbarrier_test_wait_parity, under a name of its own: there the CPU backend lets other threads run, here it must not.
 __device__ __forceinline__ bool mbarrier_peek_parity(uint64_t* barrier_s, int parity) {
   return mbarrier_test_wait_parity(barrier_s, parity);
-}
-// True in one lane of a warp that calls it together; no register keeps which.
-__device__ __forceinline__ bool elect_one() {
-  uint32_t elected;
-  asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 %0, 1, 0, p; }" : "=r"(elected));
-  return elected;
 }
 // Makes mbarriers that this thread has initialised visible to the async proxy.
 __device__ __forceinline__ void fence_mbarrier_init() {
@@ -2092,12 +2091,6 @@ template <int ROWS, int LINE = 128> __device__ __forceinline__ uint32_t panel_of
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier_s, int parity) {
   while (!mbarrier_try_wait_parity(barrier_s, parity)) {
   }
-}
-
-// Arrives once all lanes have come here.
-__device__ __forceinline__ void arrive_by_warp(uint64_t* barrier_s) {
-  __syncwarp();
-  if (elect_one()) mbarrier_arrive(barrier_s);
 }
 
 // A name that depends on B, since other families' KernelArgs have no maps.
@@ -2657,16 +2650,13 @@ template <class B, bool = B::use_ping_pong> struct WgmmaTurns {  // without it, 
   __device__ void leave() const {}
 };
 template <class B> struct WgmmaTurns<B, true> {
-  // A warpgroup's barrier is the one that it passes its turn on by, since ptxas may compute its number anew each time:
-  // the others wait for what stands before pass_on(), nobody for what stands before await().
+  // Numbered by who passes on: ptxas may compute a number anew each time, and all wait for what delays pass_on().
   const int warpgroup;
   __device__ explicit WgmmaTurns(int number) : warpgroup(number) {
     if (warpgroup == B::warpgroups - 1) pass_on();
   }
-  __device__ __forceinline__ void await() const {
-    barrier_sync(turn + (warpgroup > 0 ? warpgroup : B::warpgroups) - 1, 256);
-  }
-  __device__ __forceinline__ void pass_on() const { barrier_arrive(turn + warpgroup, 256); }
+  __device__ void await() const { barrier_sync(turn + (warpgroup > 0 ? warpgroup : B::warpgroups) - 1, 256); }
+  __device__ void pass_on() const { barrier_arrive(turn + warpgroup, 256); }
   __device__ __forceinline__ void leave() const {
     if (warpgroup == 0) await();
   }
@@ -2782,7 +2772,6 @@ template <class B> struct WgmmaRows {
     softmax_max<B>(S, scale_log2, m, alpha);
     keep_max(softmax_sum<B>(S, scale_log2, m, alpha, l));
   }
-  // A word of a row in global memory, as mma.sync takes them.
   static __device__ __forceinline__ uint32_t word(const Input* row_g, int byte) {
     return ld_global<uint32_t>(reinterpret_cast<const char*>(row_g) + byte);
   }
@@ -2918,27 +2907,23 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(c
 
 template <class B>
 template <class ReadQ>
-__device__ __forceinline__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const WgmmaItem<B>& item,
-                                                                const ReadQ& read_q) const {
-  const SdpaParams& p = a.p;
-  const Input* const K_g = p.K + (B::use_pages ? 0 : item.b * p.k.batch) + item.h_kv * p.k.head;
-  constexpr int at_once = B::is_e4m3 ? B::block_n / 8 : 1;  // by registers
+__device__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const WgmmaItem<B>& item, const ReadQ& read_q) const {
+  const Input* const K_g = a.p.K + (B::use_pages ? 0 : item.b * a.p.k.batch) + item.h_kv * a.p.k.head;
+  [[maybe_unused]] constexpr int at_once = B::is_e4m3 ? B::block_n / 8 : 1;  // by registers
 #pragma unroll at_once
   for (int n = 0; n < B::block_n / 8; n++) {
-    const uint32_t lane = thread_index_anew() % 32;
+    const int lane = int(thread_index_anew() % 32), k = k0 + lane / 4 + 8 * n;
     float d[4] = {};
-    const int k = k0 + lane / 4 + 8 * n;
     const Input* K_row;
-    if constexpr (B::use_pages) K_row = PagedRows<B>{&a, &item, &p.k, K_g, k} + 0;
-    else K_row = K_g + item.k_row(k) * p.k.row;
+    if constexpr (B::use_pages) K_row = PagedRows<B>{&a, &item, &a.p.k, K_g, k} + 0;
+    else K_row = K_g + item.k_row(k) * a.p.k.row;
     K_row += lane % 4 * 4 / sizeof(Input);
 #pragma unroll 1
     for (int byte = 0; byte < ROW_BYTES<B::head_dim>; byte += STEP_BYTES) {
       uint32_t of_q[4], of_k[2] = {0, 0};  // 0 behind a short row
       read_q(of_q, byte);
-      SDPA_UNROLL for (int i = 0; i < 2; i++) {
-        if (byte + i * 16 < p.D * int(sizeof(Input))) of_k[i] = word(K_row, byte + i * 16);
-      }
+      if (byte < a.p.D * int(sizeof(Input))) of_k[0] = word(K_row, byte);
+      if (byte + 16 < a.p.D * int(sizeof(Input))) of_k[1] = word(K_row, byte + 16);
       mma_32_bytes<Input>(d[0], d[1], d[2], d[3], of_q, of_k[0], of_k[1]);
     }
     SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) S.x.d[i] = i / 4 == n ? d[i % 4] : S.x.d[i];

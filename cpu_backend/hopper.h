@@ -9,7 +9,10 @@ inline bool mbarrier_try_wait_parity(uint64_t* barrier_s, int parity, SIMT_CALLE
   simt::mbarrier_wait(barrier_s, parity, at);
   return true;
 }
-inline bool elect_one() { return threadIdx.x % 32 == 0; }
+inline void arrive_by_warp(uint64_t* barrier_s, SIMT_CALLER) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) simt::mbarrier_arrive(barrier_s, 0, at);
+}
 inline bool mbarrier_peek_parity(uint64_t* barrier_s, int parity, SIMT_CALLER) {
   return simt::mbarrier_peek(barrier_s, parity, at);
 }
