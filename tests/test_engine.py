@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import types
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -339,7 +338,7 @@ def test_rounding():
 
 class FakeKernel:
     """Attention of one head after the other in float32, with what `harm` does to O and LSE."""
-    torch = types.SimpleNamespace(__version__="2.0", backends=types.SimpleNamespace(cudnn=types.SimpleNamespace(version=lambda: 9)))
+    torch = SimpleNamespace(__version__="2.0", backends=SimpleNamespace(cudnn=SimpleNamespace(version=lambda: 9)))
     version = engine.LoadedTorch.version  # by its text and torch
     text = "fake"
 
