@@ -687,7 +687,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
   constexpr int run = View::RUN < 8 ? View::RUN : 8, width = B::vec_width < run ? B::vec_width : run;  // to 16 bytes
   using Vector = VectorType<width * sizeof(Output)>;
   const SdpaParams& p = a.p;
-  const int columns = a.has_short_rows ? p.Dv : B::d_v;
+  const int columns = B::use_wgmma && a.has_short_rows ? p.Dv : B::d_v;
   Output* const O_g = p.O + item.b * p.o.batch + item.h * p.o.head;
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     const int q = item.q0 + O.row(i);
