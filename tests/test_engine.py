@@ -338,7 +338,7 @@ def test_rounding():
 
 class FakeKernel:
     """Attention of one head after the other in float32, with what `harm` does to O and LSE."""
-    torch = SimpleNamespace(__version__="2.0", backends=SimpleNamespace(cudnn=SimpleNamespace(version=lambda: 9)))
+    torch = SimpleNamespace(__version__="2.0", backends=SimpleNamespace(cudnn=SimpleNamespace(version=lambda: 92700)))
     version = engine.LoadedTorch.version  # by its text and torch
     text = "fake"
 

@@ -264,7 +264,7 @@ def test_rungs_and_peers_are_rows(ran):
         ("shared memory", "90.0", "barrier"), ("issue slots", "40.0", "barrier"), ("issue slots", "40.0", "barrier")]
     # 4 * 64 * 40 * 50 * 2 FLOP at 4096 * 132 * 1.98e9 are 0.96 ns; 2 * 64 * 2 * (2 * 40 + 50) bytes at 4917 GB/s 6.8 ns
     assert (rows[0]["bound"], rows[0]["peak_share"]) == ("memory", "0.0003") and rows[0]["device"] == "Fake"
-    assert rows[2]["note"] == "PyTorch 2.0 with cuDNN 9" and rows[3]["note"] == "fa3-fwd 3.1"
+    assert rows[2]["note"] == "PyTorch 2.0 with cuDNN 9.27.0" and rows[3]["note"] == "fa3-fwd 3.1"
     assert err.startswith("rungs: without torch:flash: it is missing\n")
     assert command[-2:] == ["rungs", "--launch"] and "--profile-from-start" in command
     filtered = command[command.index("--kernel-name") + 1]

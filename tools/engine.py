@@ -392,7 +392,10 @@ class LoadedTorch:
             except importlib.metadata.PackageNotFoundError:  # it was built by hand
                 return package
         words = f"PyTorch {self.torch.__version__}"
-        return words + f" with cuDNN {self.torch.backends.cudnn.version()}" * (self.text == "torch:cudnn")
+        if self.text != "torch:cudnn":
+            return words
+        major, minor, patch = (self.torch.backends.cudnn.version() // n % 100 for n in (10000, 100, 1))
+        return f"{words} with cuDNN {major}.{minor}.{patch}"
 
     def of_pytorch(self, q, k, v, problem):
         from torch.nn.attention import SDPBackend, sdpa_kernel
