@@ -86,7 +86,9 @@ def log_axis(axes, low, high, room, name=lambda x: f"{x:g}", most=6):
                for steps in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 5), (1, 3), (1,))]
     axes.set_xscale("log")
     axes.set_xlim(low, end)
-    axes.xaxis.set_major_locator(ticker.FixedLocator(next((of for of in choices if len(of) <= most), choices[-1])))
+    apart = (end / low) ** (0.9 / most)  # the least ratio of two ticks whose numbers have room
+    fit = (ticks for ticks in choices if len(ticks) <= most and all(b >= a * apart for a, b in itertools.pairwise(ticks)))
+    axes.xaxis.set_major_locator(ticker.FixedLocator(next(fit, choices[-1])))
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: name(x)))
     axes.xaxis.set_minor_locator(ticker.NullLocator())
 
