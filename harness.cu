@@ -38,7 +38,7 @@ struct Line {
   const char *name, *family, *archs;
   const Knob* knobs;
   int knob_count, D, Dv, vec_width, barriers_per_tile;
-  DType input, output;
+  DType query, input, output;  // of Q; of K and V; of O
   int fp16_acc;  // bits: of Q @ K.T, of P @ V
   bool has_softcap, has_sinks, has_lengths, has_pages, tanh_is_approximate;
   int use_bias;
@@ -102,7 +102,7 @@ Line describe_build() {
   l.knobs = all_knobs, l.knob_count = sizeof all_knobs / sizeof all_knobs[0];
   l.D = Build::head_dim, l.Dv = Build::d_v, l.vec_width = Build::vec_width;
   l.barriers_per_tile = barriers_per_tile();
-  l.input = Build::input, l.output = Build::output, l.fp16_acc = Build::fp16_acc;
+  l.query = Build::query, l.input = Build::input, l.output = Build::output, l.fp16_acc = Build::fp16_acc;
   l.has_softcap = Build::use_softcap != 0, l.tanh_is_approximate = Build::use_softcap == 1;
   l.has_sinks = Build::use_sinks, l.has_lengths = Build::use_lengths, l.has_pages = Build::use_pages;
   l.use_bias = Build::use_bias;
@@ -162,14 +162,17 @@ const reference::Type& type_of(DType t) {
                                               &reference::u8};
   return *types[int(t)];
 }
-const reference::Type &input_type = type_of(line.input), &output_type = type_of(line.output);
+const reference::Type &query_type = type_of(line.query), &output_type = type_of(line.output);
+// The types of Q, K and V in rows; the type of a tensor's elements.
+const string dtype = line.query == line.input ? query_type.name : string(query_type.name) + "/" + type_of(line.input).name;
+DType dtype_of(Tensor t) { return t == Tensor::O ? line.output : t == Tensor::Q ? line.query : line.input; }
 // What an error may be in this problem.
 reference::Tolerance tolerance_of(const reference::Problem& p) {
-  reference::Tolerance t = max(type_of(line.input).tolerance, type_of(line.output).tolerance);
+  reference::Tolerance t = max(query_type.tolerance, output_type.tolerance);
   if (line.fp16_acc) t = max(t, reference::fp16_sums);
   // An e4m3 logit is the scale times a sum of D products, each of which wgmma cuts off: twice as much is lost at D=256
   // as at 128, or at twice the scale.
-  if (line.is_wgmma && line.input == DType::e4m3) {
+  if (line.is_wgmma && line.query == DType::e4m3) {
     t.lse *= std::max(1.0, p.D / 128.0) * std::max(1.0, std::fabs(p.scale) * std::sqrt(p.D));
   }
   // tanh.approx moves a logit by softcap / 2^11 at most, and its weight by as much of itself.
@@ -291,26 +294,26 @@ template <class F> void for_all(size_t n, const F& f) {
   });
 }
 
-// x / step in the type of the inputs, as bits and, in the place of x, as numbers.
-Bits round_to_elements(vector<float>& x, float step) {
+// x / step in an input's type, as bits and, in the place of x, as numbers.
+Bits round_to_elements(vector<float>& x, float step, DType type = line.input) {
   Bits bits(x.size());
   for_all(x.size(), [&](size_t i) {
-    bits[i] = element_bits(line.input, x[i] / step);
-    x[i] = element_value(line.input, bits[i]);
+    bits[i] = element_bits(type, x[i] / step);
+    x[i] = element_value(type, bits[i]);
   });
   return bits;
 }
 
 // A power of 2 by which 8-bit elements are multiplied to have the range of x.
-float step_for(const vector<float>& x) {
-  if (element_bytes(line.input) == 2) return 1;
+float step_for(const vector<float>& x, DType type) {
+  if (element_bytes(type) == 2) return 1;
   float largest = 0;
   for (float value : x) {
     if (std::isfinite(value)) largest = std::max(largest, std::fabs(value));
   }
-  const float range = line.input == DType::u8 ? 127 : 448;
+  const float range = type == DType::u8 ? 127 : 448;
   const float step = largest > 0 ? std::exp2(std::ceil(std::log2(largest / range))) : 1;
-  return line.input == DType::u8 ? step : std::max(step, 1.0f);
+  return type == DType::u8 ? step : std::max(step, 1.0f);
 }
 
 // ---- tensors in device memory ----
@@ -401,7 +404,7 @@ class DeviceTensor : public Guarded {
 
  private:
   static size_t bytes_of(Tensor t) {
-    return SDPA_NAMESPACE::element_bytes(t == Tensor::O ? line.output : line.input);
+    return SDPA_NAMESPACE::element_bytes(dtype_of(t));
   }
 };
 
@@ -488,7 +491,7 @@ template <int D> struct WitnessShared {
   }
 };
 
-template <class T, int D>
+template <class Q, class T, int D>
 __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs a) {
   using W = WitnessShared<D>;
   W& s = dynamic_shared<W>();
@@ -497,7 +500,7 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
   const int of_grid = int(blockIdx.x) / row_tiles, head = a.first_head + of_grid;
   const int row = int(blockIdx.x) % row_tiles * W::ROWS + int(threadIdx.x) / W::LANES;
   const int b = head / p.Hq, h = head % p.Hq, h_kv = h / (p.Hq / p.Hkv);
-  const T* const Q_g = reinterpret_cast<const T*>(p.Q) + b * p.q.batch + h * p.q.head;
+  const Q* const Q_g = reinterpret_cast<const Q*>(p.Q) + b * p.q.batch + h * p.q.head;
   const int q_row = row < p.Sq ? row : p.Sq - 1;  // threads past the end work for nothing
   float q[W::SLICE], O[W::SLICE] = {}, m = -INFINITY, l = 0;
 #pragma unroll
@@ -600,28 +603,28 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
   }
 }
 
-template <class T, int D> cudaError_t launch_witness(const WitnessArgs& a, int heads) {
+template <class Q, class T, int D> cudaError_t launch_witness(const WitnessArgs& a, int heads) {
   using W = WitnessShared<D>;
   const cudaError_t error = cudaFuncSetAttribute(
-      witness<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(sizeof(W)));
+      witness<Q, T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(sizeof(W)));
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(heads * ((a.p.Sq + W::ROWS - 1) / W::ROWS));
   config.blockDim = dim3(W::THREADS);
   config.dynamicSmemBytes = sizeof(W);
-  return cudaLaunchKernelEx(&config, witness<T, D>, a);
+  return cudaLaunchKernelEx(&config, witness<Q, T, D>, a);
 }
 
 // O [heads,Sq,D] and LSE [heads,Sq] of query heads [first, first + heads), counted over batches.
-template <class T>
+template <class Q, class T>
 cudaError_t launch_witness(const SdpaParams& p, int first, int heads, float* O, float* LSE) {
   const double unit = unit_of(line.input);
   const double scale = (p.scale == 0 ? 1 / std::sqrt(double(p.D)) : p.scale) * unit * unit;
   const WitnessArgs a{p, first, float(scale), float(unit), O, LSE, line.use_bias};
   const int widest = std::max(p.D, p.Dv);
-  return widest <= 64    ? launch_witness<T, 64>(a, heads)
-         : widest <= 128 ? launch_witness<T, 128>(a, heads)
-                         : launch_witness<T, 256>(a, heads);
+  return widest <= 64    ? launch_witness<Q, T, 64>(a, heads)
+         : widest <= 128 ? launch_witness<Q, T, 128>(a, heads)
+                         : launch_witness<Q, T, 256>(a, heads);
 }
 
 // ---- Instance: a problem on the GPU, ready to launch and to check ----
@@ -674,7 +677,8 @@ class Instance {
     set(params.V, params.v, Tensor::V), set(params.O, params.o, Tensor::O);
     params.LSE = lse_->data<float>();
     Descale* const descales[] = {&params.q_descale, &params.k_descale, &params.v_descale};
-    for (int t = 0; t < 3 && element_bytes(line.input) == 1; t++) {
+    for (int t = 0; t < 3; t++) {
+      if (element_bytes(dtype_of(Tensor(t))) == 2) continue;
       factors_[t].reset(new DeviceFactors(p, Tensor(t)));
       *descales[t] = factors_[t]->descale;
     }
@@ -708,9 +712,9 @@ class Instance {
       vector<float>& x = inputs_[t];
       x = make_input(problem, Tensor(t), *reference::dist_named(problem.dist), seed,
                      problem.same_heads);
-      const float step = problem.descale == "none" ? float(unit_of(line.input)) : step_for(x);
+      const float step = problem.descale == "none" ? float(unit_of(line.input)) : step_for(x, dtype_of(Tensor(t)));
       if (factors_[t]) *factors[t] = factors_[t]->set(step, seed);
-      held_[t] = round_to_elements(x, step);
+      held_[t] = round_to_elements(x, step, dtype_of(Tensor(t)));
       if (t > 0 && line.has_lengths) poison_what_is_no_key(Tensor(t));
       tensors[t]->write(held_[t]);
     }
@@ -1004,10 +1008,11 @@ class Instance {
     size_t next = 0;  // of the sample, which is in order
     for (size_t first = 0; first < heads; first += most_heads) {
       const size_t count = std::min(most_heads, heads - first);
-      constexpr decltype(&launch_witness<__half>) launches[] = {
-          launch_witness<__half>, launch_witness<__nv_bfloat16>, launch_witness<__nv_fp8_e4m3>,
-          launch_witness<uint8_t>};
-      const auto launch = launches[int(line.input)];
+      constexpr auto of_e4m3 = launch_witness<__nv_fp8_e4m3, __nv_fp8_e4m3>;
+      constexpr decltype(of_e4m3) launches[] = {launch_witness<__half, __half>, launch_witness<__nv_bfloat16, __nv_bfloat16>,
+                                                of_e4m3, launch_witness<uint8_t, uint8_t>};
+      constexpr decltype(of_e4m3) of_both[] = {launch_witness<__half, __nv_fp8_e4m3>, launch_witness<__nv_bfloat16, __nv_fp8_e4m3>};
+      const auto launch = line.query == line.input ? launches[int(line.input)] : of_both[int(line.query)];
       SdpaParams plain = params;  // without pages, whose table may have room for more keys than there are
       plain.Sk = problem.Sk;
       plain.K = static_cast<const Input*>(tensors[1]->first()), plain.k = tensors[1]->strides;
@@ -1048,7 +1053,7 @@ class Instance {
   bool judges_rounding() const {
     if (line.tanh_is_approximate && problem.softcap != 0) return false;
     return !line.fp16_acc && line.input != DType::u8 && problem.Sk <= 1 << 14 &&
-           input_type.mantissa_bits >= output_type.mantissa_bits;
+           query_type.mantissa_bits >= output_type.mantissa_bits;
   }
 
   string all_finite() const {
@@ -1331,7 +1336,7 @@ void find_peaks(Device& d, const cudaDeviceProp& prop) {
   } rates[] = {{80, 2048}, {86, 1024}, {89, 1024}, {90, 4096}, {100, 8192}, {120, 1024}};
   for (const auto& rate : rates) {
     if (rate.sm != prop.major * 10 + prop.minor) continue;
-    const int in_16_bits = line.input == DType::e4m3 ? 2 : 1;  // products to one of 16-bit elements
+    const int in_16_bits = line.query == DType::e4m3 ? 2 : 1;  // products to one of 16-bit elements
     d.matrix_flops = 1e3 * rate.flops * in_16_bits * prop.multiProcessorCount *
                      device_attribute(cudaDevAttrClockRate, 0);
   }
@@ -1412,8 +1417,7 @@ struct Run {
     double bytes = 0, keys = 0;
     for (int b = 0; b < problem.B; b++) keys += reference::sequence_of(problem, b).Sk;
     for (Tensor t : {Tensor::Q, Tensor::K, Tensor::V, Tensor::O}) {
-      const DType type = t == Tensor::O ? line.output : line.input;
-      bytes += (of_query(t) ? double(rows_of(problem, t)) : problem.Hkv * keys) * width_of(problem, t) * element_bytes(type);
+      bytes += (of_query(t) ? double(rows_of(problem, t)) : problem.Hkv * keys) * width_of(problem, t) * element_bytes(dtype_of(t));
     }
     return bytes / d.memory_bytes * 1e6;
   }
@@ -1465,7 +1469,7 @@ vector<Column> columns(const Run& r, const Device& d) {
       {"tflops", r.timed() ? format("%.2f", r.tflops()) : ""}, {"rel_rms", error(f.rel_rms)},
       {"max_abs_err", error(f.max_abs_err)}, {"rows_checked", rows(f.rows_checked)},
       {"B", to_string(p.B)}, {"Hq", to_string(p.Hq)}, {"Hkv", to_string(p.Hkv)},
-      {"Sq", to_string(p.Sq)}, {"Sk", to_string(p.Sk)}, {"D", to_string(p.D)}, {"dtype", input_type.name},
+      {"Sq", to_string(p.Sq)}, {"Sk", to_string(p.Sk)}, {"D", to_string(p.D)}, {"dtype", dtype},
       {"causal", causal_names[int(p.mask)]}, {"seed", seeds}, {"regs", of_gpu(r.resources.regs)},
       {"spill_bytes", of_gpu(r.resources.spill_bytes)},
       {"smem_bytes", to_string(r.kernel.shared_bytes)},
@@ -1533,7 +1537,7 @@ void print_block(const Run& r, const Device& d, const vector<Option>& options) {
   const string changed = knob_texts(true);
   fprintf(stderr, "sdpa_%s (%s) on %s\n", line.name, line.family, d.name.c_str());
   fprintf(stderr, "  problem  %s: B=%d Hq=%d Hkv=%d Sq=%d Sk=%d D=%d %s%s\n", p.shape.c_str(), p.B, p.Hq, p.Hkv,
-          p.Sq, p.Sk, p.D, input_type.name, words_of(options, p, ", ").c_str());
+          p.Sq, p.Sk, p.D, dtype.c_str(), words_of(options, p, ", ").c_str());
   fprintf(stderr, "  knobs    %s\n", changed.empty() ? "all at their defaults" : changed.c_str());
   if (r.exit == exit_pass && !r.note.empty()) fprintf(stderr, "  note     %s\n", r.note.c_str());
   if (!r.check.empty()) {

@@ -50,9 +50,9 @@ class Attention {
     p.q = p.o = {int64_t(Hq) * Sq * D, int64_t(Sq) * D, D};
     p.k = p.v = {int64_t(Hkv) * Sk * D, int64_t(Sk) * D, D};
     o_elements_ = size_t(B) * Hq * Sq * D;
-    p.Q = input(q_, o_elements_, seed);
-    p.K = input(k_, size_t(B) * Hkv * Sk * D, seed + 1);
-    p.V = input(v_, k_.size(), seed + 2);
+    p.Q = input<Query>(q_, o_elements_, seed);
+    p.K = input<Input>(k_, size_t(B) * Hkv * Sk * D, seed + 1);
+    p.V = input<Input>(v_, k_.size(), seed + 2);
     p.O = allocate<Output>(o_elements_);
     p.LSE = allocate<float>(o_elements_ / D);
     const size_t bytes = sdpa_workspace_bytes(p);
@@ -87,7 +87,7 @@ class Attention {
     vector<float> LSE(o_elements_ / p.D);
     cudaMemcpy(O.data(), p.O, O.size() * sizeof(Output), cudaMemcpyDeviceToHost);
     cudaMemcpy(LSE.data(), p.LSE, LSE.size() * sizeof(float), cudaMemcpyDeviceToHost);
-    const bool bf16 = Build::input == DType::bf16 || Build::output == DType::bf16;
+    const bool bf16 = Build::query == DType::bf16 || Build::output == DType::bf16;
     const double limit = bf16 ? 2e-2 : 2e-3;
     for (size_t row = 0; row < LSE.size(); row++) {
       const int q = int(row % p.Sq), h = int(row / p.Sq % p.Hq), b = int(row / p.Sq / p.Hq);
@@ -103,7 +103,7 @@ class Attention {
   // It reads device memory, which here is the host's.
   bool is_right(const SdpaParams& p) const {
     constexpr int D = Build::head_dim, Dv = Build::d_v;
-    const double unit = element_unit<Build>, limit = Build::input == DType::bf16 || Build::output == DType::bf16 ? 2e-2 : 2e-3;
+    const double unit = element_unit<Build>, limit = Build::query == DType::bf16 || Build::output == DType::bf16 ? 2e-2 : 2e-3;
     vector<char> is_written(o_elements_, 0), has_lse(o_elements_ / D, 0);
     bool right = true;
     for (int b = 0; b < p.B; b++) {
@@ -112,7 +112,7 @@ class Attention {
       for (int h = 0; h < p.Hq; h++) {
         const int h_kv = h / (p.Hq / p.Hkv);
         vector<float> Q, K, V;
-        const auto append = [](vector<float>& x, const Input* row, int width) {
+        const auto append = [](vector<float>& x, const auto* row, int width) {
           for (int d = 0; d < width; d++) x.push_back(to_float(row[d]));
         };
         const auto key = [&](const Input* tensor, const Strides& s, int k) {
@@ -174,17 +174,17 @@ class Attention {
     return pointer;
   }
   // Numbers from -2 to 2, on the device and, rounded alike, in `host`.
-  const Input* input(vector<float>& host, size_t elements, uint32_t seed) {
-    vector<Input> x(elements);
+  template <class E> const E* input(vector<float>& host, size_t elements, uint32_t seed) {
+    vector<E> x(elements);
     host.resize(elements);
     for (size_t i = 0; i < elements; i++) {
       uint32_t h = (uint32_t(i) + 77 * seed) * 2654435761u;
       h = (h ^ h >> 15) * 0x85ebca6bu;
-      x[i] = rounded<Input>(float(h >> 8 & 0xffff) / 16384 - 2);
+      x[i] = rounded<E>(float(h >> 8 & 0xffff) / 16384 - 2);
       host[i] = to_float(x[i]);
     }
-    Input* const pointer = allocate<Input>(elements);
-    cudaMemcpy(pointer, x.data(), elements * sizeof(Input), cudaMemcpyHostToDevice);
+    E* const pointer = allocate<E>(elements);
+    cudaMemcpy(pointer, x.data(), elements * sizeof(E), cudaMemcpyHostToDevice);
     return pointer;
   }
 
@@ -229,9 +229,10 @@ TEST_CASE("pointers") {
   for (Descale SdpaParams::*d :
        {&SdpaParams::q_descale, &SdpaParams::k_descale, &SdpaParams::v_descale}) {
     const std::string no = refusal([&](SdpaParams& p) { (p.*d).factor = moved(factors, 2); });
-    CHECK(contains(no, Build::is_8bit
-                           ? "_descale is not aligned to 4 bytes"
-                           : "_descale is for builds with an 8-bit DTYPE; set it to 0"));
+    const bool of_q = d == &SdpaParams::q_descale;
+    CHECK(contains(no, (of_q ? Build::query > DType::bf16 : Build::is_8bit) ? "_descale is not aligned to 4 bytes"
+                       : of_q ? "_descale is for builds with an 8-bit DTYPE; set it to 0"
+                              : "_descale is for builds with an 8-bit DTYPE or KV_DTYPE; set it to 0"));
   }
   if (sdpa_workspace_bytes(a.p)) {
     CHECK(begins(refusal([](SdpaParams& p) { p.workspace = nullptr; }), "workspace is null"));
@@ -341,7 +342,7 @@ class Workspace {
 static bool is_of_build(const string& member) {
   if (member == "Dv" && Build::head_dim != Build::d_v) return false;
   if (member == "bias_map_bytes" && !lists_rounds<Build>) return false;
-  return takes_member({Build::use_persistent_cta != 0, Build::use_softcap != 0, Build::is_8bit, Build::use_sinks != 0,
+  return takes_member({Build::use_persistent_cta != 0, Build::use_softcap != 0, Build::is_8bit, Build::query > DType::bf16, Build::use_sinks != 0,
                        Build::use_lengths != 0, Build::use_pages != 0, Build::use_bias != 0}, member);
 }
 
@@ -365,7 +366,8 @@ TEST_CASE("changed_members") {
   if (Build::use_sinks) base.sinks = sinks;
   if (Build::use_bias) base.bias = static_cast<const Bias*>(bias), base.bias_strides = {3600, 900, 75};
   if (Build::is_8bit) {
-    for (Descale* d : {&base.q_descale, &base.k_descale, &base.v_descale}) *d = {factors, 2, 1};
+    base.k_descale = base.v_descale = {factors, 2, 1};
+    if (!Build::mixes_types) base.q_descale = base.k_descale;
   }
   if (Build::use_pages) {
     base.page_table = table, base.page_stride = 6, base.page_size = 16, base.pages = 11;
@@ -404,10 +406,11 @@ TEST_CASE("changed_members") {
   static const std::pair<const char*, Descale SdpaParams::*> descales[] = {
       {"q_descale", &SdpaParams::q_descale}, {"k_descale", &SdpaParams::k_descale}, {"v_descale", &SdpaParams::v_descale}};
   for (const auto& [name, member] : descales) {
-    add(Build::is_8bit, name, [m = member](SdpaParams& p) { (p.*m).factor++; });
-    add(Build::is_8bit, name, [m = member](SdpaParams& p) { (p.*m).factor = nullptr; });
-    add(Build::is_8bit, name, [m = member](SdpaParams& p) { (p.*m).head = 0; });
-    add(Build::is_8bit, name, [m = member](SdpaParams& p) { (p.*m).batch = 0; });
+    const bool has = Build::is_8bit && (!Build::mixes_types || member != &SdpaParams::q_descale);
+    add(has, name, [m = member](SdpaParams& p) { (p.*m).factor++; });
+    add(has, name, [m = member](SdpaParams& p) { (p.*m).factor = nullptr; });
+    add(has, name, [m = member](SdpaParams& p) { (p.*m).head = 0; });
+    add(has, name, [m = member](SdpaParams& p) { (p.*m).batch = 0; });
   }
   add(Build::use_softcap != 0, "softcap", [](SdpaParams& p) { p.softcap = 2; });
   add(Build::use_sinks, "sinks", [](SdpaParams& p) { p.sinks = nullptr; });

@@ -184,7 +184,7 @@ string check_chain(Instance& instance) {
   if (line.input != line.output) return "";                          // O is no Q
   const auto O2 = make_tensor(instance.problem, Tensor::O);
   SdpaParams second = instance.params;
-  second.Q = reinterpret_cast<const Input*>(instance.params.O), second.q = instance.params.o,
+  second.Q = reinterpret_cast<decltype(second.Q)>(instance.params.O), second.q = instance.params.o,
   second.LSE = nullptr;
   second.O = static_cast<decltype(second.O)>(O2->first());
   O2->poison();
@@ -352,7 +352,7 @@ bool takes_dist(const string& dist) {
 bool is_fixed(const string& member) {
   if (member == "bias_map" || member == "bias_map_bytes") return !line.has_bias_maps;
   if (member == "D" || member == "Dv") return !line.is_wgmma;
-  return !takes_member({line.has_queue, line.has_softcap, element_bytes(line.input) == 1, line.has_sinks, line.has_lengths,
+  return !takes_member({line.has_queue, line.has_softcap, element_bytes(line.input) == 1, element_bytes(line.query) == 1, line.has_sinks, line.has_lengths,
                         line.has_pages, line.use_bias != 0}, member);
 }
 
@@ -620,6 +620,8 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
     p.most_keys = most_keys[draw(4)];
   }
   p.batch_invariant = draw(3) == 0;
+  // The ranges of as many keys as a wide table could hold are more than some lines take.
+  if (p.batch_invariant && line.has_pages && !p.narrow_table && p.most_keys == 0) p.most_keys = p.Sk + 1;
   p.shape = format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
   return p;
 }

@@ -263,13 +263,15 @@ class Line:
 
     @property
     def dtype(self):
-        """As rows have it."""
-        return self.knob("DTYPE", "FP16").lower().replace("fp8_", "")
+        """As rows have it: one type, or Q's and that of K and V."""
+        types = [self.knob("DTYPE", "FP16"), self.knob("KV_DTYPE", "AUTO")]
+        return "/".join(types[:1 if types[1] == "AUTO" else 2]).lower().replace("fp8_", "")
 
     @property
     def out_dtype(self):
         own = self.knob("OUT_DTYPE", "AUTO").lower()
-        return own if own != "auto" else self.dtype if self.dtype in ("fp16", "bf16") else "fp16"
+        of_q = self.dtype.partition("/")[0]
+        return own if own != "auto" else of_q if of_q in ("fp16", "bf16") else "fp16"
 
     @property
     def family(self):

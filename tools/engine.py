@@ -33,6 +33,7 @@ CAUSAL = ("off", "br", "tl")
 # By type, as reference.cpp has them: of rel_rms, the largest error over max(1, max|ref|), LSE's over max(1, |ref|).
 LIMITS = {"fp16": (1e-3, 1e-3, 1e-3), "bf16": (8e-3, 8e-3, 1e-3), "e4m3": (4e-2, 6e-2, 4e-3),
           "u8": (1.5e-3, 2e-3, 1e-3)}
+LIMITS |= {f"{dtype}/e4m3": LIMITS[dtype] for dtype in ("fp16", "bf16")}  # Q's type, and that of K and V
 FP16_SUMS = (5e-3, 5e-3, 5e-3)  # with FP16_ACC
 FACTORS = {"e4m3": 1.0, "u8": 4 / 448}  # of 8-bit tensors: a u8 of 127 is 4 then
 TYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "e4m3": ml_dtypes.float8_e4m3fn}
@@ -374,7 +375,7 @@ class LoadedTorch:
                 with as_cuda_error():
                     return self.prepare_e4m3(gpu, tensors, p)
         sizes = {"Q": (p.B, p.Hq, p.Sq, p.D), "K": (p.B, p.Hkv, p.Sk, p.D), "V": (p.B, p.Hkv, p.Sk, p.v_dim)}
-        q, k, v = (self.tensor(tensors.address[name], sizes[name], p.dtype) for name in "QKV")
+        q, k, v = (self.tensor(tensors.address[name], sizes[name], type_of(name, p.dtype)) for name in "QKV")
 
         def launch():
             with as_cuda_error():
@@ -479,6 +480,11 @@ def load(contender, gpu, built):
 RANDOM_BLOCK = 4194301  # no multiple of a row's elements, so that no two rows are alike
 
 
+def type_of(name, dtype):
+    """Of a tensor among those of a problem's dtype."""
+    return dtype.split("/")[-1 if name in "KV" else 0]
+
+
 def as_bits(values, dtype):
     """float32 values as words of a type, rounded to the nearest, ties to even; 8-bit ones over its factor."""
     if dtype == "u8":
@@ -511,7 +517,8 @@ class Tensors:
         k, v = (max(p.B * p.Hkv * p.Sk * getattr(p, dim) for p in problems) for dim in ("D", "v_dim"))
         self.host, self.address, self.workspaces = {}, {}, []
         for name, count in (("Q", q), ("K", k), ("V", v)):
-            self.host[name] = np.resize(as_bits(draw(rng, name, min(count, RANDOM_BLOCK)), self.dtype), count)
+            drawn = as_bits(draw(rng, name, min(count, RANDOM_BLOCK)), type_of(name, self.dtype))
+            self.host[name] = np.resize(drawn, count)
             self.address[name] = gpu.allocate(self.host[name].nbytes)
             gpu.upload(self.address[name], self.host[name])
         if self.dtype in FACTORS:
@@ -532,7 +539,7 @@ class Tensors:
         heads, rows = (problem.Hq, problem.Sq) if name == "Q" else (problem.Hkv, problem.Sk)
         D = problem.v_dim if name == "V" else problem.D
         at = (b * heads + h) * rows * D
-        return as_values(self.host[name][at:at + rows * D], self.dtype).reshape(rows, D)
+        return as_values(self.host[name][at:at + rows * D], type_of(name, self.dtype)).reshape(rows, D)
 
     def free(self):
         for address in (*self.address.values(), *dict(self.workspaces)):

@@ -43,7 +43,9 @@ def svg(figure, label):
         f'width="{m[1]}" height="{m[2]}" font-family="system-ui,Arial,sans-serif" '
         f'viewBox="0 0 {m[1]} {m[2]}" role="img" aria-label="{html.escape(label)}">'), text)
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', text))
-    text = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", text)
+    short = {name: f"i{n}" for n, name in enumerate(sorted(used))}
+    text = re.sub(r' id="([^"]*)"', lambda m: f' id="{short[m[1]]}"' if m[1] in used else "", text)
+    text = re.sub(r'(href="#|url\(#)([^")]+)', lambda m: m[1] + short[m[2]], text)
     # The page's font, and a tenth of a unit of precision: smaller, and nobody sees it.
     text = re.sub(r"font: (bold |700 )?([\d.]+)px [^;\"]*", lambda m: "font-size: " + m[2] + "px"
                   + ("; font-weight: bold" if m[1] else ""), text)
@@ -51,7 +53,14 @@ def svg(figure, label):
     text = re.sub(r''' font-family: [^;"]*;?| transform="rotate\(-0 [^"]*\)"''', "", text)
     text = re.sub(r"<(?:path|use|text) [^>]*>", lambda tag: re.sub(
         r"\d+\.\d{2,}", lambda m: f"{float(m[0]):.1f}", tag[0]), text)
-    return re.sub(r">\s+<", "><", re.sub(r"\s*\n\s*", " ", text)) + "\n"
+    text = re.sub(r">\s+<", "><", re.sub(r"\s*\n\s*", " ", text)).replace("<g/>", "")
+    text = text.replace("; stroke-linecap: square", "")
+    bare = 1
+    while bare:  # groups that say nothing
+        text, bare = re.subn(r"<g>((?:<(?:use|path) [^>]*/>|<text [^>]*>[^<]*</text>)*)</g>", r"\1", text)
+    # Neighbouring markers have one style, which their group may have.
+    return re.sub(r'(?:<use [^>]*? style="([^"]*)"/>)(?:<use [^>]*? style="\1"/>)+', lambda m: (
+        f'<g style="{m[1]}">' + m[0].replace(f' style="{m[1]}"', "") + "</g>"), text) + "\n"
 
 
 # ---- parts ----
@@ -181,7 +190,7 @@ def over_lengths(panels, series, columns=2):
     """TFLOP/s over the length of sequences, as FlashAttention's papers draw it: a panel for each (title, {contender:
     {length: TFLOP/s}}), so many side by side, from the same 0. A line for each of SERIES, of which the first is bold."""
     lengths = sorted({length for _, values in panels for at in values.values() for length in at})
-    left, top, gap, height, width = 34, 38, 16, 112, 600
+    left, top, gap, height, width = 34, 52, 12, 100, 400
     lines = -(-len(panels) // columns)
     total, each = top + lines * (height + 34), (width - left - 8 - gap * (columns - 1)) / columns
     most = 1.08 * max(rate for _, values in panels for at in values.values() for rate in at.values())
@@ -202,7 +211,7 @@ def over_lengths(panels, series, columns=2):
         axes.grid(axis="y")
         if column:
             axes.set_yticklabels([])
-    figure.legend(bbox_to_anchor=(0, 1), ncol=len(styles), handles=[
+    figure.legend(bbox_to_anchor=(0, 1), ncol=3, handles=[
         matplotlib.lines.Line2D([], [], label=name, **style) for name, style in styles.items()])
     return svg(figure, "TFLOP/s of sdpa and of peers over the length of sequences")
 
