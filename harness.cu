@@ -102,7 +102,7 @@ Line describe_build() {
   l.knobs = all_knobs, l.knob_count = sizeof all_knobs / sizeof all_knobs[0];
   l.D = Build::head_dim, l.Dv = Build::d_v, l.vec_width = Build::vec_width;
   l.barriers_per_tile = barriers_per_tile();
-  l.query = Build::query, l.input = Build::input, l.output = Build::output, l.fp16_acc = Build::fp16_acc;
+  l.query = Build::q_type, l.input = Build::input, l.output = Build::output, l.fp16_acc = Build::fp16_acc;
   l.has_softcap = Build::use_softcap != 0, l.tanh_is_approximate = Build::use_softcap == 1;
   l.has_sinks = Build::use_sinks, l.has_lengths = Build::use_lengths, l.has_pages = Build::use_pages;
   l.use_bias = Build::use_bias;
@@ -168,7 +168,7 @@ const string dtype = line.query == line.input ? query_type.name : string(query_t
 DType dtype_of(Tensor t) { return t == Tensor::O ? line.output : t == Tensor::Q ? line.query : line.input; }
 // What an error may be in this problem.
 reference::Tolerance tolerance_of(const reference::Problem& p) {
-  reference::Tolerance t = max(query_type.tolerance, output_type.tolerance);
+  reference::Tolerance t = max(type_of(line.query).tolerance, type_of(line.output).tolerance);
   if (line.fp16_acc) t = max(t, reference::fp16_sums);
   // An e4m3 logit is the scale times a sum of D products, each of which wgmma cuts off: twice as much is lost at D=256
   // as at 128, or at twice the scale.

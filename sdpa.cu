@@ -170,13 +170,14 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
                                                    : Family::scalar;
   // Kernels of wgmma start before those before them have ended (griddepcontrol), and TMA copies their tiles.
   static constexpr bool starts_early = family == Family::wgmma, loads_by_tma = family == Family::wgmma;
-  static constexpr DType query = DType(K::dtype);  // of Q
-  static constexpr DType input = K::kv_dtype != 0 ? DType::e4m3 : query;  // of K and V
+  static constexpr DType q_type = DType(K::dtype);  // of Q
+  static constexpr DType input = K::kv_dtype != 0 ? DType::e4m3 : q_type;  // of K and V
   static constexpr bool is_e4m3 = input == DType::e4m3, is_8bit = is_e4m3 || input == DType::u8;
-  static constexpr DType output = K::out_dtype != 0 ? DType(K::out_dtype - 1) : query > DType::bf16 ? DType::fp16 : query;
-  // KV_DTYPE: Q has 16 bits, K and V have 8.
-  static constexpr bool mixes_types = K::kv_dtype != 0;
-  // e4m3 gets 16 bits as an operand of a product is read.
+  static constexpr bool mixes_types = K::kv_dtype != 0;  // Q has 16 bits, K and V have 8
+  static constexpr DType output = K::out_dtype != 0          ? DType(K::out_dtype - 1)
+                                  : is_8bit && !mixes_types ? DType::fp16
+                                                            : q_type;
+  // e4m3 becomes fp16 as an operand of a product is read.
   static constexpr bool converts_operands = is_e4m3 && family == Family::mma && (K::pack_gqa || mixes_types);
   // FP16_ACC: S is summed in fp16, and so is what a tile adds to O.
   static constexpr bool qk_in_fp16 = K::fp16_acc & 1, pv_in_fp16 = K::fp16_acc & 2;
@@ -188,12 +189,12 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
                                                                           : K::num_producer_warps * 32;
   static constexpr int threads = K::num_warps * 32 + producer_threads;
   static constexpr int d_v = K::head_dim_v > 0 ? K::head_dim_v : K::head_dim;  // elements of a row of V and O
+  static constexpr int d_q = mixes_types ? 2 * K::head_dim : K::head_dim;      // elements of K as long as a row of Q
   static constexpr int round_keys = K::split_kv * K::block_n;  // of a round, in which every slice takes one tile
   static constexpr int group_warps = K::num_warps / K::split_kv;
   static constexpr int group_threads = group_warps * 32;
   static constexpr int warpgroups = K::num_warps / 4;  // that compute
-  // Each row of scores has a scale, since rows of different heads have different factors.
-  static constexpr bool scales_rows = is_e4m3 && family == Family::wgmma && K::pack_gqa;
+  static constexpr bool scales_rows = is_e4m3 && family == Family::wgmma && K::pack_gqa;  // heads have factors
 };
 
 using Build = BuildOf<-1>;
@@ -209,14 +210,12 @@ template <DType T>
 using ElementOf = std::conditional_t<
     T == DType::fp16, __half,
     std::conditional_t<T == DType::bf16, __nv_bfloat16, std::conditional_t<T == DType::e4m3, __nv_fp8_e4m3, uint8_t>>>;
-using Query = ElementOf<Build::query>;    // of Q
 using Input = ElementOf<Build::input>;    // of K and V
 using Output = ElementOf<Build::output>;  // of O
+template <class B> using Query = std::conditional_t<B::mixes_types, ElementOf<B::q_type>, Input>;  // of Q
 using Bias = std::conditional_t<Build::use_bias == 2, uint8_t, Input>;
-// The type of their elements in shared memory; and how many of them a row of Q has the room of.
+// The type of their elements in shared memory.
 template <class B> using Element = std::conditional_t<B::converts, __half, Input>;
-constexpr int query_elements = sizeof(Query) / sizeof(Input);  // in the room of one of Q
-template <class B> constexpr int Q_WIDTH = B::head_dim * query_elements;
 using Half = std::conditional_t<Build::is_8bit, __half, Input>;  // of 16-bit operands
 
 // Query q's own position among the keys. With a mask it sees no key after it.
@@ -239,7 +238,7 @@ struct Descale {
 };
 
 struct SdpaParams {
-  const Query* Q;          // [B,Hq,Sq,D]
+  const Query<Build>* Q;   // [B,Hq,Sq,D]
   const Input* K;          // [B,Hkv,Sk,D]
   const Input* V;          // [B,Hkv,Sk,D]
   Output* O;               // [B,Hq,Sq,D], written whole; no element of it may alias an input
@@ -1014,11 +1013,15 @@ template <class B> struct ItemTiles {
   // Copies ROWS query rows of the item, from first_row on, to Q_s by nthreads threads.
   template <int ROWS>
   __device__ __forceinline__ void copy_q(Element<B>* Q_s, int first_row, int tid, int nthreads) const {
-    const TileCopy<B, Q_WIDTH<B>> share(tid, nthreads);
+    const TileCopy<B, B::d_q> share(tid, nthreads);
     const int q = item.q0 + first_row;
-    const auto* const Q_g = reinterpret_cast<const Input*>(p.Q + item.b * p.q.batch + item.h * p.q.head +
-                                                           item.q_row(q) * p.q.row + share.row * p.q.row);
-    share.template copy<ROWS>(Q_s, Q_g + share.col, p.q.row * query_elements, item.query_count(p) - q - share.row);
+    const Query<B>* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + item.q_row(q) * p.q.row;
+    if constexpr (B::mixes_types) {
+      const auto* const row_g = reinterpret_cast<const Input*>(Q_g + share.row * p.q.row);
+      share.template copy<ROWS>(Q_s, row_g + share.col, 2 * p.q.row, item.query_count(p) - q - share.row);
+    } else {
+      share.template copy<ROWS>(Q_s, Q_g + share.row * p.q.row + share.col, p.q.row, item.query_count(p) - q - share.row);
+    }
   }
   // Copies the next tile of K and V, at key k0, into its stage; past the end nothing.
   template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
@@ -1586,7 +1589,7 @@ template <class B> struct MmaShared {
     Element<B> V[B::stages][B::block_n * B::d_v];       // [BLOCK_N][Dv]
   };
   struct Inputs {
-    Element<B> Q[B::block_m * Q_WIDTH<B>];  // [BLOCK_M][D]
+    Element<B> Q[B::block_m * B::d_q];  // [BLOCK_M][D]
     Tiles group[B::split_kv];
   };
   union {
@@ -1648,18 +1651,19 @@ template <class B> struct MmaQueries {
   static constexpr int ROOM = O_AND_S < 184 ? (184 - O_AND_S) / (REGISTERS * M_TILES) : 0;
   static constexpr int KEPT = ROOM < STEPS ? ROOM : STEPS;
   uint32_t kept[KEPT ? KEPT : 1][M_TILES][REGISTERS];
-  SharedAddress lane_address;  // of what this lane reads first of the first 16 rows and MMA_K columns
+  SharedAddress lane_address;  // of this lane's row in the first 16 rows and MMA_K columns
 
   __device__ void read(uint32_t (&a)[M_TILES][REGISTERS], int step) const {
     SDPA_UNROLL for (int m = 0; m < M_TILES; m++) {
-      const int column = MMA_K<B> * query_elements * step;
-      MmaOperands<B>::read(a[m], tile_step<B, Q_WIDTH<B>>(lane_address, 16 * m, column));
+      MmaOperands<B>::read(a[m], tile_step<B, B::d_q>(lane_address, 16 * m,
+                                                      B::mixes_types ? 2 * MMA_K<B> * step : MMA_K<B> * step));
     }
   }
   // Called once Q has landed in Q_s.
   __device__ void start(const Element<B>* Q_s, int warp, int lane) {
-    const int row = B::mixes_types ? lane / 4 : lane % 16, column = B::mixes_types ? lane % 4 * 8 : lane / 16 * CHUNK<B>;
-    lane_address = shared_address(Q_s + tile_offset<B, Q_WIDTH<B>>(warp * 16 * M_TILES + row, column));
+    lane_address = shared_address(
+        Q_s + (B::mixes_types ? tile_offset<B, B::d_q>(warp * 16 * M_TILES + lane / 4, lane % 4 * 8)
+                              : tile_offset<B>(warp * 16 * M_TILES + lane % 16, lane / 16 * CHUNK<B>)));
     SDPA_UNROLL for (int step = 0; step < KEPT; step++) read(kept[step], step);
   }
   __device__ void get(uint32_t (&a)[M_TILES][REGISTERS], int step) const {
@@ -1707,8 +1711,6 @@ template <class B> struct MmaProbabilities {
   }
 };
 
-// Scores are multiplied by the factors of Q's heads, of which a tile has several.
-template <class B> constexpr bool multiplies_q = B::converts_operands && !B::mixes_types;
 // The state of a warp's rows: sums over the tiles so far, and P of the last tile.
 template <class B> struct MmaRows {
   using Scores = MmaAccumulator<B, B::block_n>;
@@ -1717,7 +1719,7 @@ template <class B> struct MmaRows {
   Sums O;
   MmaProbabilities<B> P;
   float m[ROWS], l[ROWS];
-  float q_descale[multiplies_q<B> ? ROWS : 1];  // of the rows' heads
+  float q_descale[B::converts_operands && !B::mixes_types ? ROWS : 1];  // of the rows' heads
   bool stale_max_will_do;                            // USE_LAZY_MAX: softmax_shift() said so of all rows of the warp
 
   __device__ void start(int first_row, int first_col) {
@@ -1734,7 +1736,7 @@ template <class B> struct MmaRows {
   // S = Q @ K.T, with the factors of several heads.
   __device__ void multiply_qk(Scores& S, const MmaQueries<B>& Q, const Element<B>* K_s, int lane) {
     mma_qk<B>(S, Q, K_s, lane);
-    if constexpr (multiplies_q<B>) scale_rows(S, q_descale);
+    if constexpr (B::converts_operands && !B::mixes_types) scale_rows(S, q_descale);
   }
   // P of a tile without mask, by the stale maximum. False if that was too small.
   __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScale<B>& scale_log2,
@@ -1855,7 +1857,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
   const int q = item.q0 + (B::pack_gqa ? 0 : warp * WARP_ROWS);
   Q.start(s.in.Q, warp, lane);
   rows.start(warp * WARP_ROWS + lane / 4, lane % 4 * 2);
-  if constexpr (multiplies_q<B>) MmaPacked<B>::read_factors(rows, a, s.item);
+  if constexpr (B::converts_operands && !B::mixes_types) MmaPacked<B>::read_factors(rows, a, s.item);
   // Every group takes part in every round, the last one perhaps without a tile.
   for (int round = t.keys.begin; round < t.keys.end; round += B::round_keys) {
     const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
@@ -4669,18 +4671,16 @@ template <class B> struct MmaE4m3 {
   }
 };
 
-// Converts four bytes to two pairs of fp16; or to what Q has, which holds e4m3 exactly in both types.
+// Converts four bytes to two pairs of fp16.
 __device__ __forceinline__ void make_halves(uint32_t (&pairs)[2], uint32_t bytes) {
   SDPA_UNROLL for (int n = 0; n < 2; n++) pairs[n] = cvt_rn_f16x2_e4m3x2(bytes >> 16 * n);
 }
-using MmaQuery = std::conditional_t<sizeof(Query) == 2, Query, __half>;
-__device__ __forceinline__ void make_pairs_for_q(uint32_t (&pairs)[2], uint32_t bytes) {
-  make_halves(pairs, bytes);
-  if constexpr (std::is_same_v<MmaQuery, __half>) return;
-  SDPA_UNROLL for (int n = 0; n < 2; n++) {
+// KV_DTYPE: rounds pairs of fp16 to Q's type, which holds e4m3 exactly.
+template <class E> __device__ __forceinline__ void make_type_of_q(uint32_t (&pairs)[2]) {
+  SDPA_UNROLL for (int n = 0; n < 2 && !std::is_same_v<E, __half>; n++) {
     __half x[2];
     memcpy(x, &pairs[n], sizeof x);
-    pairs[n] = pack<MmaQuery>(to_float(x[0]), to_float(x[1]));
+    pairs[n] = pack<E>(to_float(x[0]), to_float(x[1]));
   }
 }
 // A step is two products; the first has k = 4q ... 4q + 3 of the lane's bytes, the second the same 16 k further.
@@ -4692,8 +4692,9 @@ template <class B> struct MmaE4m3AsHalves {
     const uint32_t b[2] = {b0, b1};
     SDPA_UNROLL for (int n = 0; n < 2; n++) {
       uint32_t pairs[2], part[4];
-      make_pairs_for_q(pairs, b[n]), memcpy(part, a + 4 * n, sizeof part);
-      mma_m16n8k16<MmaQuery>(d0, d1, d2, d3, part, pairs[0], pairs[1]);
+      make_halves(pairs, b[n]), memcpy(part, a + 4 * n, sizeof part);
+      if constexpr (B::mixes_types) make_type_of_q<Query<B>>(pairs);
+      mma_m16n8k16<std::conditional_t<B::mixes_types, Query<B>, Half>>(d0, d1, d2, d3, part, pairs[0], pairs[1]);
     }
   }
   static __device__ __forceinline__ void read(uint32_t (&a)[8], SharedAddress from) {
@@ -4701,7 +4702,7 @@ template <class B> struct MmaE4m3AsHalves {
     if constexpr (!B::mixes_types) ldmatrix_x4<false>(bytes, from);
     SDPA_UNROLL for (int i = 0; i < 4; i++) {  // rows g and g + 8 of 16 k, then of the next
       if constexpr (B::mixes_types) {
-        ld_shared_pair(pairs, tile_step<B, Q_WIDTH<B>>(from, i % 2 * 8, i / 2 * 16 * query_elements));
+        ld_shared_pair(pairs, tile_step<B, B::d_q>(from, i % 2 * 8, i / 2 * 32));
       } else {
         make_halves(pairs, bytes[i]);
       }
@@ -4915,17 +4916,17 @@ template <class B> struct MmaPartials<B, true> {
 
 template <class B> struct MmaPacked {
   static __device__ __forceinline__ void copy_q(MmaShared<B>& s, const ItemTiles<B>& t, const KernelArgs& a) {
-    constexpr int per_row = TileCopy<B, Q_WIDTH<B>>::PER_ROW;
+    constexpr int per_row = TileCopy<B, B::d_q>::PER_ROW;
     const SdpaParams& p = a.p;
     const int rows = rows_of_item<B>(a);
     for (int i = threadIdx.x; i < B::block_m * per_row; i += B::threads) {
       const int row = i / per_row, col = i % per_row * B::vec_width;
       const Item<B> from = row_item<B>(a, t.item, row);
       VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(
-          s.in.Q + tile_offset<B, Q_WIDTH<B>>(row, col),
-          reinterpret_cast<const Input*>(p.Q + from.b * p.q.batch + from.h * p.q.head +
-                                         from.q_row(from.q0) * p.q.row) + col,
-          row < rows && from.q0 < from.query_count(p) && (!B::use_wgmma || col < p.D * query_elements));
+          s.in.Q + tile_offset<B, B::d_q>(row, col),
+          p.Q + from.b * p.q.batch + from.h * p.q.head + from.q_row(from.q0) * p.q.row +
+              (B::mixes_types ? col / 2 : col),
+          row < rows && from.q0 < from.query_count(p) && (!B::use_wgmma || col < p.D));
     }
   }
   // Rows past those of the tile get the factor of some head.
@@ -5377,12 +5378,12 @@ int batches_of(const SdpaParams& p, const Strides& s) {
   return p.B;
 }
 std::array<TensorView, 4> tensors_of(SdpaParams& p) {
-  const int in = sizeof(Input), of_q = sizeof(Query), out = sizeof(Output), rows = Build::use_pages ? p.page_size : p.Sk;
+  const int in = sizeof(Input), out = sizeof(Output), rows = Build::use_pages ? p.page_size : p.Sk;
   const auto view = [&](const char* name, const void* data, Strides& s, int H, int S, int bytes, bool written) {
     const int B = batches_of(p, s);
     return TensorView{name, data, bytes, written, {{"row", S, s.row}, {"head", H, s.head}, {"batch", B, s.batch}}};
   };
-  return {{view("Q", p.Q, p.q, p.Hq, p.Sq, of_q, false), view("K", p.K, p.k, p.Hkv, rows, in, false),
+  return {{view("Q", p.Q, p.q, p.Hq, p.Sq, Build::mixes_types ? 2 : in, false), view("K", p.K, p.k, p.Hkv, rows, in, false),
            view("V", p.V, p.v, p.Hkv, rows, in, false), view("O", p.O, p.o, p.Hq, p.Sq, out, true)}};
 }
 
@@ -5882,7 +5883,7 @@ SdpaStatus check_params(SdpaParams& p) {
     return failure(refused, "scale=%g: want 0 or more, below 10^38; softcap=%g: want 0, or 1e-18 to 1e18",
                    double(p.scale), double(p.softcap));
   }
-  const char* of_8bit_q = Build::query > DType::bf16 ? "" : "an 8-bit DTYPE";
+  const char* of_8bit_q = Build::is_8bit && !Build::mixes_types ? "" : "an 8-bit DTYPE";
   const char *of_8bit = Build::is_8bit ? "" : "an 8-bit DTYPE or KV_DTYPE", *of_cap = Build::use_softcap ? "" : "USE_SOFTCAP";
   const char *of_lengths = Build::use_lengths ? "" : "USE_LENGTHS=1", *of_pages = Build::use_pages ? "" : "USE_PAGES=1";
   const char* of_queue = Build::use_persistent_cta ? "" : "USE_PERSISTENT_CTA=1";
@@ -5944,9 +5945,9 @@ SDPA_KNOBS(SDPA_LEGAL)
 SDPA_KNOBS(SDPA_FAMILIES)
 SDPA_REFUSE(USE_WMMA_changed + USE_MMA_SYNC_changed + USE_WGMMA_changed > 1,
             "USE_WMMA=1, USE_MMA_SYNC=1 and USE_WGMMA=1: a build has one kernel; keep one of them");
-SDPA_REFUSE(Build::mixes_types && Build::query > DType::bf16,
+SDPA_REFUSE(Build::mixes_types && Build::q_type > DType::bf16,
             "KV_DTYPE=FP8_E4M3: Q of 16 bits alone goes with K and V in 8; type DTYPE=FP16 or DTYPE=BF16, or drop it");
-SDPA_REFUSE(OUT_DTYPE_changed && DType(Build::out_dtype - 1) == (Build::query > DType::bf16 ? DType::fp16 : Build::query),
+SDPA_REFUSE(OUT_DTYPE_changed && DType(Build::out_dtype - 1) == (Build::q_type > DType::bf16 ? DType::fp16 : Build::q_type),
             "OUT_DTYPE: O has that type anyway; drop OUT_DTYPE");
 SDPA_REFUSE(HEAD_DIM_V_changed && Build::head_dim_v == Build::head_dim,
             "HEAD_DIM_V: V and O have that D anyway; drop HEAD_DIM_V");

@@ -5,8 +5,9 @@ build fills $SDPA_CACHE (or ~/.cache/sdpa) with every build of these words, with
   sm_80 sm_90a ...     GPUs
   fp16 bf16 e4m3       types
   64 128 192x128 ...   D, or that of Q and K by that of V
-  plain softcap sinks lengths pages bias mask bf16_out, or several as in sinks+lengths: options of attention() (plain,
-                       if none is named; mask: a bias of bools; bf16_out: O of e4m3)
+  plain softcap sinks lengths pages bias mask bf16_out kv8, or several as in sinks+lengths: options of attention()
+                       (plain, if none is named; mask: a bias of bools; bf16_out: O of e4m3; kv8: k and v are e4m3,
+                       beside a q of 16 bits)
 and with what is between PyTorch and the kernels and what appends to caches. A program that finds all it needs there
 does without nvcc.
 path prints what PYTHONPATH needs so that `import flash_attn_interface` finds sdpa's, and transformers finds a
@@ -20,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 import pytorch as sdpa
 
 TYPES = {"fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
-OPTIONS = ["softcap", "sinks", "lengths", "pages", "bias", "mask", "bf16_out"]  # those of sdpa.FEATURES
+OPTIONS = ["softcap", "sinks", "lengths", "pages", "bias", "mask", "bf16_out", "kv8"]  # those of sdpa.FEATURES
 
 
 def builds_of(words):

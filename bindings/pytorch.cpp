@@ -73,7 +73,8 @@ enum Feature {
   pages = 8,
   biases = 16,
   masks = 32,
-  bf16_out = 64
+  bf16_out = 64,
+  kv_in_8_bits = 128
 };  // of what a problem asks beyond a line's own: builds of their own
 static auto& lines = *new std::map<std::array<int, 5>, Line>;  // by device, dtype, D, D of v, and features
 static std::mutex mutex;                                       // of `lines`
@@ -83,6 +84,7 @@ using Load = void (*)(int device, int dtype, int D, int Dv, int features, Line* 
 static Load load;
 
 static const Line& line_for(const Tensor& q, const Tensor& v, int features) {
+  if (v.scalar_type() != q.scalar_type()) features |= kv_in_8_bits;
   const int dtype = q.scalar_type() == at::kHalf ? 0 : q.scalar_type() == at::kBFloat16 ? 1 : 2;
   const std::array<int, 5> key{q.get_device(), dtype, int(q.size(3)), int(v.size(3)), features};
   {
@@ -110,7 +112,7 @@ static std::string why_not_tensors(const Tensor& q, const Tensor& k, const Tenso
   for (const Tensor* x : {&q, &k, &v}) {
     if (x->dim() != 4) return c10::str("a tensor has ", x->dim(), " dimensions, not [B,H,S,D]");
     if (x->device() != q.device()) return c10::str("tensors are on ", q.device(), " and ", x->device());
-    if (x->scalar_type() != q.scalar_type()) return "q, k and v have different dtypes";
+    if (x->scalar_type() != (x == &q ? q : v).scalar_type()) return "q, k and v have different dtypes";
     if ((x != &v && x->size(3) != q.size(3)) || (!has_lengths && x->size(0) != q.size(0)))
       return "q, k and v differ in B or D";
   }
@@ -118,8 +120,10 @@ static std::string why_not_tensors(const Tensor& q, const Tensor& k, const Tenso
   if (type != at::kHalf && type != at::kBFloat16 && !(own && type == at::kFloat8_e4m3fn)) {
     return c10::str("there is no line for ", type);
   }
+  const bool mixed = v.scalar_type() != type;
+  if (mixed && !(own && v.scalar_type() == at::kFloat8_e4m3fn)) return "q, k and v have different dtypes";
   for (const int64_t D : {q.size(3), v.size(3)}) {
-    if (D <= 0 || D > 256 || D * q.element_size() % 16) return c10::str("there is no line for D=", D);
+    if (D <= 0 || D > 256 || D % (mixed ? 32 : 16 / q.element_size())) return c10::str("there is no line for D=", D);
   }
   if (!own && v.size(3) != q.size(3)) return "q, k and v differ in B or D";
   if (k.sizes().slice(0, 3) != v.sizes().slice(0, 3)) return "k and v have different shapes";
@@ -630,7 +634,7 @@ static Tensor attend(const Call& call, Tensor& o) {
   const Tensor q = readable(q_any, false), k = readable(k_any, true), v = readable(v_any, true);
   const bool e4m3 = q.scalar_type() == at::kFloat8_e4m3fn;
   TORCH_CHECK(e4m3 || !in_bf16, "sdpa.attention: O has the type of q, and another one with e4m3 alone");
-  TORCH_CHECK(!(e4m3 && bias_any), "sdpa.attention: e4m3 has no bias");
+  TORCH_CHECK(!(v.scalar_type() == at::kFloat8_e4m3fn && bias_any), "sdpa.attention: e4m3 has no bias");
   TORCH_CHECK(bias_any || bias_keys == 0, "sdpa.attention: bias_keys is for a bias");
   TORCH_CHECK(!sink || (sink->device() == q.device() && sink->sizes() == q.sizes().slice(1, 1)),
               "sdpa.attention: sinks is not a tensor [Hq] beside q");
@@ -1136,7 +1140,7 @@ struct Attention : torch::autograd::Function<Attention> {
     const auto bias = argument(at_bias).toOptional<Tensor>();
     const bool to_bias = bias && bias->requires_grad();
     bool has_none = argument(at_softcap).toDouble() != 0 || tensors.size() > 3 + size_t(to_bias) ||
-                    tensors[0].scalar_type() == at::kFloat8_e4m3fn;
+                    tensors[2].scalar_type() == at::kFloat8_e4m3fn;
     for (int i = at_sinks; i <= at_page_table; i++) has_none = has_none || !argument(i).isNone();
     has_none = has_none || !argument(at_q_lengths).isNone();
     ctx->saved_data["has_none"] = has_none;

@@ -25,7 +25,7 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DTYPES = {torch.float16: "", torch.bfloat16: "_bf16", torch.float8_e4m3fn: "_e4m3"}  # and the names of their lines
 FEATURES = ("USE_SOFTCAP", "USE_SINKS", "USE_LENGTHS", "USE_PAGES", "USE_BIAS=1", "USE_BIAS=2",
-            "OUT_DTYPE=BF16")  # by the bits of pytorch.cpp's Feature
+            "OUT_DTYPE=BF16", "KV_DTYPE=FP8_E4M3")  # by the bits of pytorch.cpp's Feature
 MASKS = {None: 0, False: 0, "off": 0, True: 1, "br": 1, "tl": 2}
 NO_WINDOW = (None, None)
 
@@ -137,8 +137,15 @@ def line_with(capability, dtype, D, Dv, features):
     """The arguments of library_of() for a problem: its line, and the knobs of its sizes and features."""
     if features >> FEATURES.index("OUT_DTYPE=BF16") & 1 and dtype != torch.float8_e4m3fn:
         raise Unavailable("O has the type of q, and another one with e4m3 alone")
-    line, (D, Dv) = line_of(capability, dtype, D, Dv), widths(capability, D, Dv)
-    knobs = [f"HEAD_DIM={D}"] * (D not in (64, 128, 256)) + [f"HEAD_DIM_V={Dv}"] * (Dv != D)
+    if features >> FEATURES.index("KV_DTYPE=FP8_E4M3") & 1:
+        if capability < (8, 9) or dtype == torch.float8_e4m3fn:
+            raise Unavailable("k and v of e4m3 beside a q of 16 bits have a line from sm_89 on")
+        line = "mma_decode_kv8_d128_bf16"
+        knobs = [f"HEAD_DIM={D}"] * (D != 128) + ["DTYPE=FP16"] * (dtype == torch.float16)
+    else:
+        line, (D, Dv) = line_of(capability, dtype, D, Dv), widths(capability, D, Dv)
+        knobs = [f"HEAD_DIM={D}"] * (D not in (64, 128, 256))
+    knobs += [f"HEAD_DIM_V={Dv}"] * (Dv != D)
     knobs += [knob for bit, knob in enumerate(FEATURES) if features >> bit & 1]
     return line, capability, *knobs
 
@@ -254,7 +261,8 @@ def build_ahead(operator, arguments):
     lengths = bool(tensors & {"k_lengths", "q_lengths", "q_starts", "k_starts", "page_table"})
     bias = given["bias"].dtype if "bias" in tensors else None
     features = (given["softcap"] != 0, "sinks" in tensors, lengths, "page_table" in tensors,
-                bias not in (None, torch.bool), bias == torch.bool, given.get("bf16_out", False))  # as in FEATURES
+                bias not in (None, torch.bool), bias == torch.bool, given.get("bf16_out", False),
+                given["v"].dtype != given["q"].dtype)  # as in FEATURES
     with contextlib.suppress(Exception):
         q, v = given["q"], given["v"]
         built(*build_of(*line_with(torch.cuda.get_device_capability(q.device), q.dtype, q.shape[3], v.shape[3],
@@ -289,7 +297,8 @@ def attention(q, k, v, causal=None, window=NO_WINDOW, scale=None, q_descale=None
     query sees the last key), "tl" (the first sees the first alone). window: how many keys a query sees before and after
     its own position, None for all; a third member "br" or "tl" says whose position that is (default: causal's). scale:
     1/sqrt(D) by default; with 0 all visible keys weigh alike. descales: float32, [B,H] or what expands to it, q's also
-    [B,Hkv]; e4m3 only. out_dtype: of e4m3's O, float16 (default) or bfloat16. softcap: logits x become softcap * tanh(x
+    [B,Hkv]; e4m3 only. A q of 16 bits may have k and v of e4m3 (from sm_89 on, D by 32; the kernel is made for few
+    queries). out_dtype: of e4m3's O, float16 (default) or bfloat16. softcap: logits x become softcap * tanh(x
     / softcap), by tanh.approx. sinks [Hq]: exp(sink) joins a row's sum and its LSE. Read by the kernels, int32:
     k_lengths [B] and q_lengths [B], of its keys and of its queries a sequence has the first so many, also for the mask;
     q_starts, k_starts [B+1], sequence b has the rows from starts[b] to starts[b+1] of q, or of k and v, whose batch is

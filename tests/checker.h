@@ -72,7 +72,7 @@ TEST_CASE("tolerances") {
   constexpr const char* names[] = {"fp16", "bf16", "e4m3", "u8"};
   ChangedLine changed;
   const auto tolerance = [&](DType input, DType output, double scale = 0, double softcap = 0) {
-    changed.now.input = input, changed.now.output = output;
+    changed.now.query = changed.now.input = input, changed.now.output = output;
     Problem p;
     p.scale = scale, p.softcap = softcap;
     return tolerance_of(p);
@@ -89,6 +89,8 @@ TEST_CASE("tolerances") {
       CHECK(same(tolerance(DType(in), DType(out)), larger));
     }
   }
+  changed.now.query = DType::fp16, changed.now.input = DType::e4m3, changed.now.output = DType::fp16;  // KV_DTYPE
+  CHECK(same(tolerance_of(Problem()), fp16.tolerance));
   changed.now.fp16_acc = 2;
   CHECK(same(tolerance(DType::fp16, DType::fp16), reference::fp16_sums));
   changed.now.fp16_acc = 0, changed.now.is_wgmma = true, changed.now.D = 256;
@@ -191,8 +193,8 @@ TEST_CASE("formula") {
 
 // ---- the witness ----
 
-template <class T> static cudaError_t witness_of(const Instance& instance, float* O, float* LSE) {
-  return launch_witness<T>(instance.params, 0, int(heads_of(instance.problem, Tensor::O)), O, LSE);
+template <class Q, class T = Q> static cudaError_t witness_of(const Instance& instance, float* O, float* LSE) {
+  return launch_witness<Q, T>(instance.params, 0, int(heads_of(instance.problem, Tensor::O)), O, LSE);
 }
 
 // The witness against the reference, for inputs of each type and everything that a problem may have.
@@ -204,10 +206,13 @@ TEST_CASE("witness_of_all") {
   const auto draw = [&](int size) { return int((state = reference::mix(state)) % uint64_t(size)); };
   constexpr int sizes[][2] = {{64, 64}, {32, 48}, {48, 32}, {128, 128}, {96, 64}, {64, 192}, {256, 40}, {80, 80}};
   constexpr decltype(&witness_of<__half>) witnesses[] = {witness_of<__half>, witness_of<__nv_bfloat16>, witness_of<__nv_fp8_e4m3>,
-                                                         witness_of<uint8_t>};
+                                                         witness_of<uint8_t>, witness_of<__half, __nv_fp8_e4m3>,
+                                                         witness_of<__nv_bfloat16, __nv_fp8_e4m3>};
   const char* const dists_of_all[] = {"normal", "outliers", "uniform", "ramps"};
-  for (int n = 0; n < 64; n++) {
-    changed.now.input = DType(n % 4), changed.now.D = sizes[n / 4 % 8][0], changed.now.Dv = sizes[n / 4 % 8][1];
+  for (int n = 0; n < 96; n++) {
+    const int types = n % 6;  // of the last two Q has 16 bits, and K and V have 8
+    changed.now.query = DType(types % 4), changed.now.input = types > 3 ? DType::e4m3 : changed.now.query;
+    changed.now.D = sizes[n / 6 % 8][0], changed.now.Dv = sizes[n / 6 % 8][1];
     Problem p;
     p.B = 1 + draw(5), p.Hkv = 1 + draw(2), p.Hq = p.Hkv * (1 + draw(3)), p.Sq = 1 + draw(40), p.Sk = draw(90);
     p.mask = Hides(draw(3)), p.dist = dists_of_all[draw(4)], p.layout = layouts[draw(6)], p.same_heads = p.layout == "zero";
@@ -223,7 +228,7 @@ TEST_CASE("witness_of_all") {
     const auto rows = reference::rows_to_check(instance.problem, 0, 32, 1e12);
     const auto want = reference::attend(instance.problem, rows);
     std::vector<float> O(rows.size() * line.Dv), LSE(rows.size());
-    CHECK(witnesses[n % 4](instance, O.data(), LSE.data()) == cudaSuccess);
+    CHECK(witnesses[types](instance, O.data(), LSE.data()) == cudaSuccess);
     Comparison comparison(fp16, false);
     for (size_t i = 0; i < rows.size(); i++) comparison.add(rows[i], want[i], &O[i * line.Dv], LSE[i]);
     const double limit = 1e-5 * std::max(1.0, comparison.largest_lse / 32);
@@ -243,7 +248,7 @@ TEST_CASE("given") {
   changed.now.has_lengths = true;
   for (int n = 0; n < 48; n++) {
     const bool paged = n % 3 == 0;
-    changed.now.input = n % 2 ? DType::e4m3 : DType::fp16, changed.now.Dv = n % 4 < 2 ? 64 : 48;
+    changed.now.query = changed.now.input = n % 2 ? DType::e4m3 : DType::fp16, changed.now.Dv = n % 4 < 2 ? 64 : 48;
     Problem p;
     p.B = 9, p.Hkv = 2, p.Hq = 8, p.Sq = 21, p.Sk = 70, p.has_sinks = true, p.has_lengths = n % 5 > 0;
     p.packs_q = n % 7 > 3, p.packs_k = !paged && n % 7 % 2, p.page_size = paged ? 16 : 0;

@@ -50,7 +50,7 @@ class Attention {
     p.q = p.o = {int64_t(Hq) * Sq * D, int64_t(Sq) * D, D};
     p.k = p.v = {int64_t(Hkv) * Sk * D, int64_t(Sk) * D, D};
     o_elements_ = size_t(B) * Hq * Sq * D;
-    p.Q = input<Query>(q_, o_elements_, seed);
+    p.Q = input<Query<Build>>(q_, o_elements_, seed);
     p.K = input<Input>(k_, size_t(B) * Hkv * Sk * D, seed + 1);
     p.V = input<Input>(v_, k_.size(), seed + 2);
     p.O = allocate<Output>(o_elements_);
@@ -87,7 +87,7 @@ class Attention {
     vector<float> LSE(o_elements_ / p.D);
     cudaMemcpy(O.data(), p.O, O.size() * sizeof(Output), cudaMemcpyDeviceToHost);
     cudaMemcpy(LSE.data(), p.LSE, LSE.size() * sizeof(float), cudaMemcpyDeviceToHost);
-    const bool bf16 = Build::query == DType::bf16 || Build::output == DType::bf16;
+    const bool bf16 = Build::q_type == DType::bf16 || Build::output == DType::bf16;
     const double limit = bf16 ? 2e-2 : 2e-3;
     for (size_t row = 0; row < LSE.size(); row++) {
       const int q = int(row % p.Sq), h = int(row / p.Sq % p.Hq), b = int(row / p.Sq / p.Hq);
@@ -103,7 +103,7 @@ class Attention {
   // It reads device memory, which here is the host's.
   bool is_right(const SdpaParams& p) const {
     constexpr int D = Build::head_dim, Dv = Build::d_v;
-    const double unit = element_unit<Build>, limit = Build::query == DType::bf16 || Build::output == DType::bf16 ? 2e-2 : 2e-3;
+    const double unit = element_unit<Build>, limit = Build::q_type == DType::bf16 || Build::output == DType::bf16 ? 2e-2 : 2e-3;
     vector<char> is_written(o_elements_, 0), has_lse(o_elements_ / D, 0);
     bool right = true;
     for (int b = 0; b < p.B; b++) {
@@ -230,7 +230,7 @@ TEST_CASE("pointers") {
        {&SdpaParams::q_descale, &SdpaParams::k_descale, &SdpaParams::v_descale}) {
     const std::string no = refusal([&](SdpaParams& p) { (p.*d).factor = moved(factors, 2); });
     const bool of_q = d == &SdpaParams::q_descale;
-    CHECK(contains(no, (of_q ? Build::query > DType::bf16 : Build::is_8bit) ? "_descale is not aligned to 4 bytes"
+    CHECK(contains(no, (of_q ? Build::q_type > DType::bf16 : Build::is_8bit) ? "_descale is not aligned to 4 bytes"
                        : of_q ? "_descale is for builds with an 8-bit DTYPE; set it to 0"
                               : "_descale is for builds with an 8-bit DTYPE or KV_DTYPE; set it to 0"));
   }
@@ -342,7 +342,7 @@ class Workspace {
 static bool is_of_build(const string& member) {
   if (member == "Dv" && Build::head_dim != Build::d_v) return false;
   if (member == "bias_map_bytes" && !lists_rounds<Build>) return false;
-  return takes_member({Build::use_persistent_cta != 0, Build::use_softcap != 0, Build::is_8bit, Build::query > DType::bf16, Build::use_sinks != 0,
+  return takes_member({Build::use_persistent_cta != 0, Build::use_softcap != 0, Build::is_8bit, Build::q_type > DType::bf16, Build::use_sinks != 0,
                        Build::use_lengths != 0, Build::use_pages != 0, Build::use_bias != 0}, member);
 }
 

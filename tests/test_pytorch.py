@@ -102,6 +102,17 @@ def test_lines_of_all_sizes(D, Dv, line, widths, monkeypatch):
         assert tree.refusal(builds.changed(tree.config_lines()[name].knobs, changes)) == ""
         with pytest.raises(sdpa.Unavailable, match="^O has the type of q, and another one with e4m3 alone$"):
             sdpa.line_with((9, 0), torch.bfloat16, D, D, 64)
+    if D % 32 == 0 and (Dv or D) % 32 == 0:  # k and v in 8 bits beside a q of 16
+        for dtype, type_ in ((torch.bfloat16, "BF16"), (torch.float16, "FP16")):
+            name, _, *knobs = sdpa.line_with((8, 9), dtype, D, Dv or D, 128 + 8 + 4 + 1)
+            own = {"HEAD_DIM": str(D), "HEAD_DIM_V": str(Dv or D), "DTYPE": type_}
+            of_line = {**dict(word.split("=") for word in tree.config_lines()[name].knobs), **dict(word.split("=") for word in knobs if "=" in word)}
+            assert {**{"HEAD_DIM_V": own["HEAD_DIM"]}, **of_line}.items() >= {**own, "KV_DTYPE": "FP8_E4M3"}.items()
+            changes = [word if "=" in word else word + "=1" for word in knobs]
+            assert tree.refusal(builds.changed(tree.config_lines()[name].knobs, changes)) == "", (D, Dv)
+        for capability, dtype in (((8, 6), torch.bfloat16), ((9, 0), E4M3)):
+            with pytest.raises(sdpa.Unavailable, match="^k and v of e4m3 beside a q of 16 bits have a line from sm_89 on$"):
+                sdpa.line_with(capability, dtype, D, D, 128)
 
 
 def test_numbers_that_python_and_cpp_share(monkeypatch):
@@ -109,7 +120,7 @@ def test_numbers_that_python_and_cpp_share(monkeypatch):
     cpp, header = (builds.Tree().read("bindings/" + name) for name in ("pytorch.cpp", "sdpa.h"))
     bits = re.findall(r"(\w+) = (\d+)", re.search(r"enum Feature {(.*?)}", cpp, re.DOTALL)[1])
     knobs = {**{name: "USE_" + name.upper() for name, _ in bits}, "biases": "USE_BIAS=1", "masks": "USE_BIAS=2",
-             "bf16_out": "OUT_DTYPE=BF16"}
+             "bf16_out": "OUT_DTYPE=BF16", "kv_in_8_bits": "KV_DTYPE=FP8_E4M3"}
     assert [(knobs[name], int(bit)) for name, bit in bits] == [(knob, 1 << i) for i, knob in enumerate(sdpa.FEATURES)]
     assert {knob.partition("=")[0] for knob in sdpa.FEATURES} <= set(builds.Tree().knobs())
     types = re.findall(r"scalar_type\(\) == at::k(\w+) \? (\d)", cpp)
@@ -357,7 +368,8 @@ def test_a_first_call_builds_its_line_beside_pytorch_cpp(monkeypatch):
     for given, features in (({}, 0), ({"softcap": 2.0}, 1), ({"sinks": ints}, 2), ({"k_lengths": ints}, 4),
                             ({"q_lengths": ints}, 4), ({"q_starts": ints}, 4), ({"sinks": ints, "page_table": ints}, 14),
                             ({"k_starts": ints, "q_descale": ints}, 4), ({"bias": ints}, 16), ({"bias": ints > 0}, 32),
-                            ({"q": q.to(E4M3), "v": v.to(E4M3), "k_lengths": ints, "bf16_out": True}, 64 + 4)):
+                            ({"q": q.to(E4M3), "v": v.to(E4M3), "k_lengths": ints, "bf16_out": True}, 64 + 4),
+                            ({"k": q.to(E4M3), "v": v.to(E4M3), "k_lengths": ints}, 128 + 4)):
         dtype = (needed | given)["q"].dtype
         arguments = [(needed | given).get(argument.name) for argument in operator._schema.arguments]
         assert sdpa.first_call(operator)(*arguments) == len(arguments)
@@ -492,6 +504,7 @@ WHY_NOT = [({"attn_mask": half(4, 5)}, "attn_mask is of shape [1, 1, 4, 5], whic
            ({"scale": float("nan")}, "scale=nan is not from 0 to 10^38"), ({"scale": float("inf")}, "scale=inf is not from 0 to 10^38"),
            ({"q": half(2, 2, 4, 64), "k": half(3, 2, 4, 64)}, "q, k and v differ in B or D"),
            ({"k": half(1, 2, 4, 64).bfloat16()}, "q, k and v have different dtypes"),
+           ({"k": half(1, 2, 4, 64).to(E4M3), "v": half(1, 2, 4, 64).to(E4M3)}, "q, k and v have different dtypes"),
            ({"q": half(1, 2, 4, 128)}, "q, k and v differ in B or D"), ({"v": half(1, 2, 4, 128)}, "q, k and v differ in B or D"),
            ({"all": half(1, 2, 4, 64).float()}, "there is no line for Float"), ({"all": half(1, 2, 4, 76)}, "there is no line for D=76"),
            ({"all": half(1, 2, 4, 264)}, "there is no line for D=264"), ({"all": half(1, 2, 4, 8)}, ON_CPU),

@@ -507,7 +507,7 @@ TEST_CASE("witness") {
     const auto want = reference::attend(instance.problem, rows);
     const int heads = p.B * p.Hq, first = heads / 2;  // the second half alone
     std::vector<float> O(size_t(heads - first) * p.Sq * D), LSE(size_t(heads - first) * p.Sq);
-    CHECK(launch_witness<__half>(instance.params, first, heads - first, O.data(), LSE.data()) ==
+    CHECK(launch_witness<__half, __half>(instance.params, first, heads - first, O.data(), LSE.data()) ==
           cudaSuccess);
     Comparison comparison(fp16, true);
     for (size_t i = size_t(first) * p.Sq; i < rows.size(); i++) {
