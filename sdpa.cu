@@ -1020,7 +1020,8 @@ template <class B> struct ItemTiles {
       const auto* const row_g = reinterpret_cast<const Input*>(Q_g + share.row * p.q.row);
       share.template copy<ROWS>(Q_s, row_g + share.col, 2 * p.q.row, item.query_count(p) - q - share.row);
     } else {
-      share.template copy<ROWS>(Q_s, Q_g + share.row * p.q.row + share.col, p.q.row, item.query_count(p) - q - share.row);
+      share.template copy<ROWS>(Q_s, Q_g + share.row * p.q.row + share.col, p.q.row,
+                                item.query_count(p) - q - share.row);
     }
   }
   // Copies the next tile of K and V, at key k0, into its stage; past the end nothing.
@@ -5383,8 +5384,9 @@ std::array<TensorView, 4> tensors_of(SdpaParams& p) {
     const int B = batches_of(p, s);
     return TensorView{name, data, bytes, written, {{"row", S, s.row}, {"head", H, s.head}, {"batch", B, s.batch}}};
   };
-  return {{view("Q", p.Q, p.q, p.Hq, p.Sq, Build::mixes_types ? 2 : in, false), view("K", p.K, p.k, p.Hkv, rows, in, false),
-           view("V", p.V, p.v, p.Hkv, rows, in, false), view("O", p.O, p.o, p.Hq, p.Sq, out, true)}};
+  return {{view("Q", p.Q, p.q, p.Hq, p.Sq, Build::mixes_types ? 2 : in, false),
+           view("K", p.K, p.k, p.Hkv, rows, in, false), view("V", p.V, p.v, p.Hkv, rows, in, false),
+           view("O", p.O, p.o, p.Hq, p.Sq, out, true)}};
 }
 
 // The attribute of the current device, or `otherwise` if there is no device.
@@ -5884,14 +5886,16 @@ SdpaStatus check_params(SdpaParams& p) {
                    double(p.scale), double(p.softcap));
   }
   const char* of_8bit_q = Build::is_8bit && !Build::mixes_types ? "" : "an 8-bit DTYPE";
-  const char *of_8bit = Build::is_8bit ? "" : "an 8-bit DTYPE or KV_DTYPE", *of_cap = Build::use_softcap ? "" : "USE_SOFTCAP";
+  const char *of_8bit = Build::is_8bit ? "" : "an 8-bit DTYPE or KV_DTYPE",
+             *of_cap = Build::use_softcap ? "" : "USE_SOFTCAP";
   const char *of_lengths = Build::use_lengths ? "" : "USE_LENGTHS=1", *of_pages = Build::use_pages ? "" : "USE_PAGES=1";
   const char* of_queue = Build::use_persistent_cta ? "" : "USE_PERSISTENT_CTA=1";
   const struct {
     const char *name, *builds;  // the builds that have it, if not all
     uintptr_t value;
     int alignment = 4;
-  } options[] = {{"q_descale", of_8bit_q, uintptr_t(p.q_descale.factor)}, {"q_starts", of_lengths, uintptr_t(p.q_starts)},
+  } options[] = {{"q_descale", of_8bit_q, uintptr_t(p.q_descale.factor)},
+                 {"q_starts", of_lengths, uintptr_t(p.q_starts)},
                  {"k_descale", of_8bit, uintptr_t(p.k_descale.factor)}, {"k_starts", of_lengths, uintptr_t(p.k_starts)},
                  {"v_descale", of_8bit, uintptr_t(p.v_descale.factor)}, {"workspace", "", uintptr_t(p.workspace), 256},
                  {"k_lengths", of_lengths, uintptr_t(p.k_lengths)}, {"page_table", of_pages, uintptr_t(p.page_table)},
@@ -5947,7 +5951,8 @@ SDPA_REFUSE(USE_WMMA_changed + USE_MMA_SYNC_changed + USE_WGMMA_changed > 1,
             "USE_WMMA=1, USE_MMA_SYNC=1 and USE_WGMMA=1: a build has one kernel; keep one of them");
 SDPA_REFUSE(Build::mixes_types && Build::q_type > DType::bf16,
             "KV_DTYPE=FP8_E4M3: Q of 16 bits alone goes with K and V in 8; type DTYPE=FP16 or DTYPE=BF16, or drop it");
-SDPA_REFUSE(OUT_DTYPE_changed && DType(Build::out_dtype - 1) == (Build::q_type > DType::bf16 ? DType::fp16 : Build::q_type),
+SDPA_REFUSE(OUT_DTYPE_changed &&
+                DType(Build::out_dtype - 1) == (Build::q_type > DType::bf16 ? DType::fp16 : Build::q_type),
             "OUT_DTYPE: O has that type anyway; drop OUT_DTYPE");
 SDPA_REFUSE(HEAD_DIM_V_changed && Build::head_dim_v == Build::head_dim,
             "HEAD_DIM_V: V and O have that D anyway; drop HEAD_DIM_V");
