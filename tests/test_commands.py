@@ -64,7 +64,7 @@ SENTENCES = """3: no knob is called BLOK_N; did you mean BLOCK_M or BLOCK_N?
 21: 'selected' is no name for a line: the build uses it
 22: 'a234567890123456789012345678901234567890123456789012345678901' is no name for a line
 23: BLOCK_N is given twice
-24: no knob is called WARP_COLOUR; the knobs are HEAD_DIM HEAD_DIM_V DTYPE OUT_DTYPE BLOCK_M BLOCK_N"""
+24: no knob is called WARP_COLOUR; the knobs are HEAD_DIM HEAD_DIM_V DTYPE KV_DTYPE OUT_DTYPE BLOCK_M BLOCK_N"""
 SENTENCES = ["bad.txt:" + sentence for sentence in SENTENCES.splitlines()]
 
 

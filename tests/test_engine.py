@@ -641,6 +641,7 @@ def test_what_a_line_says_of_itself(repository, monkeypatch):
                           ("DTYPE=FP8_E4M3 USE_WGMMA=1 HEAD_DIM_V=96", ("e4m3", "fp16", "wgmma", 64, 96)),
                           ("DTYPE=U8 OUT_DTYPE=BF16 USE_MMA_SYNC=1", ("u8", "bf16", "mma", 64, 0)),
                           ("OUT_DTYPE=BF16", ("fp16", "bf16", "scalar", 64, 0)),
+                          ("KV_DTYPE=FP8_E4M3 DTYPE=BF16 USE_MMA_SYNC=1", ("bf16/e4m3", "bf16", "mma", 64, 0)),
                           ("OUT_DTYPE=AUTO DTYPE=BF16 USE_MMA_SYNC=0", ("bf16", "bf16", "scalar", 64, 0))):
         line = builds.Line(tree, "kept", tuple(words.split()))
         assert (line.dtype, line.out_dtype, line.family, line.D, line.Dv) == wanted
@@ -810,7 +811,8 @@ def test_what_python_shares_with_the_sources():
     named = re.search(r"named_shapes\[\] = {(.*?)};", builds.Tree().read("harness.cu"), re.DOTALL)[1]
     assert {name: ",".join(map(str, sizes)) for name, sizes in engine.SHAPES.items()} == dict(re.findall(r'{"(\w+)", +"([\d,]+)"}', named))
     types = re.findall(r"constexpr Type \w+{\"(\w+)\".*?{([-\d.e]+), ([-\d.e]+), ([-\d.e]+)", builds.Tree().read("reference.cpp"))
-    assert engine.LIMITS == {name: tuple(map(float, limits)) for name, *limits in types}
+    limits = {name: tuple(map(float, limits)) for name, *limits in types}
+    assert engine.LIMITS == limits | {f"{name}/e4m3": limits[name] for name in ("fp16", "bf16")}  # of Q and of K and V
     sums = re.search(r"constexpr Tolerance fp16_sums{(.*?)}", builds.Tree().read("reference.cpp"))[1]
     assert engine.FP16_SUMS == tuple(map(float, sums.split(", ")))
 
