@@ -185,7 +185,7 @@ def test_pictures_in_a_browser(tmp_path):
     pictures = sorted((ROOT / "results").rglob("*.svg"))
     overlaps = HARNESS[HARNESS.index("function overlaps"):HARNESS.index("function examine")]
     page = tmp_path / "page.html"
-    page.write_text("<body style='width:400px'><style>svg{width:400px;height:auto;display:block}</style>"
+    page.write_text("<meta charset='utf-8'><body style='width:400px'><style>svg{width:400px;height:auto;display:block}</style>"
                     + "".join(picture.read_text(encoding="utf-8") for picture in pictures)
                     + f"""<pre></pre><script>{overlaps}
 const svgs = [...document.querySelectorAll("svg")], texts = [...document.querySelectorAll("svg text")];
