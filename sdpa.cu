@@ -194,7 +194,7 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   static constexpr int group_warps = K::num_warps / K::split_kv;
   static constexpr int group_threads = group_warps * 32;
   static constexpr int warpgroups = K::num_warps / 4;  // that compute
-  static constexpr bool scales_rows = is_e4m3 && family == Family::wgmma && K::pack_gqa;  // heads have factors
+  static constexpr bool scales_rows = is_e4m3 && family == Family::wgmma && K::pack_gqa;  // by the factors of heads
 };
 
 using Build = BuildOf<-1>;
@@ -1641,9 +1641,12 @@ template <class B> struct MmaHalves {
 };
 template <class B> struct MmaE4m3;          // e4m3 as it is
 template <class B> struct MmaE4m3AsHalves;  // fp16 that is made of it in registers
+template <class B> struct MmaMixedTypes;    // Q as it is, fp16 or bf16 of K
 template <class B>
-using MmaOperands = std::conditional_t<B::converts_operands, MmaE4m3AsHalves<B>,
-                                       std::conditional_t<B::is_e4m3, MmaE4m3<B>, MmaHalves<B>>>;
+using MmaOperands = std::conditional_t<
+    B::mixes_types, MmaMixedTypes<B>,
+    std::conditional_t<B::converts_operands, MmaE4m3AsHalves<B>,
+                       std::conditional_t<B::is_e4m3, MmaE4m3<B>, MmaHalves<B>>>>;
 // The warp's query rows as A operands. Steps that fit beside O and S stay in registers; others are read at each use.
 template <class B> struct MmaQueries {
   static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::head_dim / MMA_K<B>;
@@ -1721,7 +1724,7 @@ template <class B> struct MmaRows {
   MmaProbabilities<B> P;
   float m[ROWS], l[ROWS];
   float q_descale[B::converts_operands && !B::mixes_types ? ROWS : 1];  // of the rows' heads
-  bool stale_max_will_do;                            // USE_LAZY_MAX: softmax_shift() said so of all rows of the warp
+  bool stale_max_will_do;  // USE_LAZY_MAX: softmax_shift() said so of all rows of the warp
 
   __device__ void start(int first_row, int first_col) {
     O.first_row = first_row, O.first_col = first_col, stale_max_will_do = false;
@@ -4676,12 +4679,12 @@ template <class B> struct MmaE4m3 {
 __device__ __forceinline__ void make_halves(uint32_t (&pairs)[2], uint32_t bytes) {
   SDPA_UNROLL for (int n = 0; n < 2; n++) pairs[n] = cvt_rn_f16x2_e4m3x2(bytes >> 16 * n);
 }
-// KV_DTYPE: rounds pairs of fp16 to Q's type, which holds e4m3 exactly.
-template <class E> __device__ __forceinline__ void make_type_of_q(uint32_t (&pairs)[2]) {
-  SDPA_UNROLL for (int n = 0; n < 2 && !std::is_same_v<E, __half>; n++) {
+// Makes pairs of bf16, which holds e4m3 exactly, of such pairs of fp16.
+__device__ __forceinline__ void make_bf16(uint32_t (&pairs)[2]) {
+  SDPA_UNROLL for (int n = 0; n < 2; n++) {
     __half x[2];
     memcpy(x, &pairs[n], sizeof x);
-    pairs[n] = pack<E>(to_float(x[0]), to_float(x[1]));
+    pairs[n] = pack<__nv_bfloat16>(to_float(x[0]), to_float(x[1]));
   }
 }
 // A step is two products; the first has k = 4q ... 4q + 3 of the lane's bytes, the second the same 16 k further.
@@ -4694,19 +4697,15 @@ template <class B> struct MmaE4m3AsHalves {
     SDPA_UNROLL for (int n = 0; n < 2; n++) {
       uint32_t pairs[2], part[4];
       make_halves(pairs, b[n]), memcpy(part, a + 4 * n, sizeof part);
-      if constexpr (B::mixes_types) make_type_of_q<Query<B>>(pairs);
+      if constexpr (B::mixes_types && B::q_type == DType::bf16) make_bf16(pairs);
       mma_m16n8k16<std::conditional_t<B::mixes_types, Query<B>, Half>>(d0, d1, d2, d3, part, pairs[0], pairs[1]);
     }
   }
   static __device__ __forceinline__ void read(uint32_t (&a)[8], SharedAddress from) {
     uint32_t bytes[4], pairs[2];
-    if constexpr (!B::mixes_types) ldmatrix_x4<false>(bytes, from);
+    ldmatrix_x4<false>(bytes, from);
     SDPA_UNROLL for (int i = 0; i < 4; i++) {  // rows g and g + 8 of 16 k, then of the next
-      if constexpr (B::mixes_types) {
-        ld_shared_pair(pairs, tile_step<B, B::d_q>(from, i % 2 * 8, i / 2 * 32));
-      } else {
-        make_halves(pairs, bytes[i]);
-      }
+      make_halves(pairs, bytes[i]);
       a[i / 2 * 4 + i % 2] = pairs[0], a[i / 2 * 4 + i % 2 + 2] = pairs[1];
     }
   }
@@ -4905,6 +4904,19 @@ __device__ __forceinline__ void store_rows(const Partials& partials_s, const Ker
   ranges > few_ranges ? merge_ranges<B, ranges_at_once, 4>(first, a, item, thread)
                       : merge_ranges<B, 2, 16>(first, a, item, thread);
 }
+
+// ---- 5f operands where Q has 16 bits (mma and KV_DTYPE = FP8_E4M3) ----
+
+template <class B> struct MmaMixedTypes : MmaE4m3AsHalves<B> {
+  // Of each row and 16 k the lane's 4 are 8 bytes.
+  static __device__ __forceinline__ void read(uint32_t (&a)[8], SharedAddress from) {
+    SDPA_UNROLL for (int i = 0; i < 4; i++) {  // rows g and g + 8 of 16 k, then of the next
+      uint32_t pairs[2];
+      ld_shared_pair(pairs, tile_step<B, B::d_q>(from, i % 2 * 8, i / 2 * 32));
+      a[i / 2 * 4 + i % 2] = pairs[0], a[i / 2 * 4 + i % 2 + 2] = pairs[1];
+    }
+  }
+};
 
 // ---- 5f rows of several heads with mma.sync (mma and PACK_GQA) ----
 

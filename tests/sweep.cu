@@ -352,8 +352,8 @@ bool takes_dist(const string& dist) {
 bool is_fixed(const string& member) {
   if (member == "bias_map" || member == "bias_map_bytes") return !line.has_bias_maps;
   if (member == "D" || member == "Dv") return !line.is_wgmma;
-  return !takes_member({line.has_queue, line.has_softcap, element_bytes(line.input) == 1, element_bytes(line.query) == 1, line.has_sinks, line.has_lengths,
-                        line.has_pages, line.use_bias != 0}, member);
+  return !takes_member({line.has_queue, line.has_softcap, element_bytes(line.input) == 1, element_bytes(line.query) == 1,
+                        line.has_sinks, line.has_lengths, line.has_pages, line.use_bias != 0}, member);
 }
 
 // What of a problem is in device memory.
@@ -620,8 +620,9 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
     p.most_keys = most_keys[draw(4)];
   }
   p.batch_invariant = draw(3) == 0;
-  // The ranges of as many keys as a wide table could hold are more than some lines take.
-  if (p.batch_invariant && line.has_pages && !p.narrow_table && p.most_keys == 0) p.most_keys = p.Sk + 1;
+  // Lines whose ranges the last CTA merges refuse as many as the keys that a wide table could hold have.
+  const bool by_cta = !line.is_wgmma && value_of_knob("PACK_GQA") == "1" && value_of_knob("SPLIT_KV") != "1";
+  if (p.batch_invariant && by_cta && line.has_pages && !p.narrow_table && p.most_keys == 0) p.most_keys = p.Sk + 1;
   p.shape = format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
   return p;
 }

@@ -102,7 +102,10 @@ def test_lines_of_all_sizes(D, Dv, line, widths, monkeypatch):
         assert tree.refusal(builds.changed(tree.config_lines()[name].knobs, changes)) == ""
         with pytest.raises(sdpa.Unavailable, match="^O has the type of q, and another one with e4m3 alone$"):
             sdpa.line_with((9, 0), torch.bfloat16, D, D, 64)
-    if D % 32 == 0 and (Dv or D) % 32 == 0:  # k and v in 8 bits beside a q of 16
+    if D % 32 or (Dv or D) % 32:
+        with pytest.raises(sdpa.Unavailable, match="take D in multiples of 32, not "):
+            sdpa.line_with((9, 0), torch.bfloat16, D, Dv or D, 128)
+    else:  # k and v in 8 bits beside a q of 16
         for dtype, type_ in ((torch.bfloat16, "BF16"), (torch.float16, "FP16")):
             name, _, *knobs = sdpa.line_with((8, 9), dtype, D, Dv or D, 128 + 8 + 4 + 1)
             own = {"HEAD_DIM": str(D), "HEAD_DIM_V": str(Dv or D), "DTYPE": type_}
