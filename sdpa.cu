@@ -4643,7 +4643,7 @@ __device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a
   return l + ex2_approx_ftz(fminf(above_m + p_log2<B>, 127));  // at 127 1 / sum is flushed to 0
 }
 
-// ---- 5f operands of e4m3 (mma and DTYPE = FP8_E4M3) ----
+// ---- 5f operands of e4m3 (mma and DTYPE = FP8_E4M3, KV_DTYPE = FP8_E4M3) ----
 
 // With e4m3 an operand's k = 4q + i (16 + 4q + i) is key i / 2 * 8 + 2q + i % 2 (16 more). A register of V from
 // ldmatrix has bytes d = 2g, 2g + 1 of two keys. prmt parts even from odd d: so a lane has 4 neighbouring d of 16.

@@ -19,14 +19,14 @@ import concrete  # noqa: E402
 import extract as extract_module  # noqa: E402
 import minimal  # noqa: E402
 
-LINES = """scalar_minimal scalar_e4m3 wmma_async2 wmma_all wmma_u8 mma_lazy mma_decode_d128_bf16 mma_e4m3_d128 wgmma_plain wgmma_causal
-           wgmma_d128_bf16 wgmma_decode_d128 wgmma_e4m3_split2 ampere hopper_d128 hopper_e4m3_d128""".split()
+LINES = """scalar_minimal scalar_e4m3 wmma_async2 wmma_all wmma_u8 mma_lazy mma_decode_d128_bf16 mma_decode_kv8_d128_bf16
+           mma_e4m3_d128 wgmma_plain wgmma_causal wgmma_d128_bf16 wgmma_decode_d128 wgmma_e4m3_split2 ampere hopper_d128 hopper_e4m3_d128""".split()
 if os.environ.get("SDPA_TEST_QUICK"):
-    LINES = ["scalar_minimal", "mma_lazy", "hopper_d128"]
+    LINES = ["scalar_minimal", "mma_lazy", "mma_decode_kv8_d128_bf16", "hopper_d128"]
 MOST = dict(scalar_minimal=821, mma_lazy=1080, wgmma_plain=998, wgmma_causal=1647, wgmma_decode_d128=1516,
             hopper_d128=2898, hopper_e4m3_d128=3257)
 # Lines whose kernels nvcc schedules anew when arguments that they do not have are left out.
-REORDERED = {"scalar_e4m3", "wgmma_plain"}
+REORDERED = {"scalar_e4m3", "wgmma_plain", "mma_decode_kv8_d128_bf16"}
 ARCHS = re.findall(r"\d+a?", os.environ.get("SDPA_ARCHS", "")) or ["80", "89", "90a"]
 PYTORCH = """-D__CUDA_NO_HALF_OPERATORS__ -D__CUDA_NO_HALF_CONVERSIONS__ -D__CUDA_NO_BFLOAT16_CONVERSIONS__
              -D__CUDA_NO_HALF2_OPERATORS__ --expt-relaxed-constexpr""".split()
@@ -72,7 +72,7 @@ def test_options_of_other_builds_are_gone(texts):
         members = re.search(r"^struct SdpaParams \{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL)[1]
         assert not {*options} & {*re.findall(r"\w+", re.sub("//.*", "", members))}, name
         assert not re.search(rf"\b(?:p|params)\.(?:{'|'.join(options)})\b", re.sub("//.*", "", text)), name
-        assert "e4m3" in name or "u8" in name or "descale" not in members, name
+        assert re.search("e4m3|u8|kv8", name) or "descale" not in members, name
 
 
 @pytest.mark.parametrize("name", [name for name in LINES if name in MOST])
@@ -146,9 +146,9 @@ struct Memory {{
 
 template <class Params, class Status, class Causal>
 std::vector<unsigned char> run(Status (*forward)(const Params&, cudaStream_t), size_t (*workspace)(const Params&), Causal causal) {{
-  constexpr int D = {d}, Dv = {dv}, B = 2, Hq = 4, Hkv = 2, Sq = 75, Sk = 203, in = {in_bytes}, out = {out_bytes};
+  constexpr int D = {d}, Dv = {dv}, B = 2, Hq = 4, Hkv = 2, Sq = 75, Sk = 203, of_q = {q_bytes}, in = {in_bytes}, out = {out_bytes};
   std::mt19937 random(7);
-  Memory Q(B * Hq * Sq * D * in), K(B * Hkv * Sk * D * in), V(B * Hkv * Sk * Dv * in), O(B * Hq * Sq * Dv * out), LSE(B * Hq * Sq * 4);
+  Memory Q(B * Hq * Sq * D * of_q), K(B * Hkv * Sk * D * in), V(B * Hkv * Sk * Dv * in), O(B * Hq * Sq * Dv * out), LSE(B * Hq * Sq * 4);
   for (Memory* tensor : {{&Q, &K, &V}}) {{  // numbers of either sign, of which the largest are some times the smallest
     for (size_t i = 0; i < tensor->bytes; i++) tensor->first[i] = i % in == in - 1 ? (random() & 0x87) | 0x30 : random() & 255;
   }}
@@ -191,7 +191,7 @@ def test_bits_on_the_cpu_backend(texts, tmp_path, name):
     (tmp_path / f"{name}.cu").write_text(text)
     sizes = [2, 2, 1, 1]
     (tmp_path / "program.cu").write_text(CPU_PROGRAM.format(
-        undefined="\n".join(f"#undef {knob}" for knob in tree.knobs()), name=name, d=row["HEAD_DIM"], dv=row["HEAD_DIM_V"] or row["HEAD_DIM"], in_bytes=sizes[row["DTYPE"]],
+        undefined="\n".join(f"#undef {knob}" for knob in tree.knobs()), name=name, d=row["HEAD_DIM"], dv=row["HEAD_DIM_V"] or row["HEAD_DIM"], q_bytes=sizes[row["DTYPE"]], in_bytes=1 if row["KV_DTYPE"] else sizes[row["DTYPE"]],
         out_bytes=2 if row["OUT_DTYPE"] == 0 or row["OUT_DTYPE"] < 3 else 1))
     backend = os.path.join(ROOT, "cpu_backend")
     command = [builds.CXX, "-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-w", "-pthread", "-I" + ROOT, "-I" + backend,
@@ -230,7 +230,7 @@ int main() { printf("%s\\n%s", mma_decode_d128_bf16::sdpa_forward({}, 0).text, o
 @needs_nvcc
 def test_programs(tmp_path):
     """--main adds 40 lines or fewer, and compiles by the command on top of the file; a size is what was asked for."""
-    for words in "scalar_u8 --main", "wgmma_causal STAGES=2 --main":
+    for words in "scalar_u8 --main", "mma_kv8 --main", "wgmma_causal STAGES=2 --main":
         text = extract(*words.split())[1]
         assert len(text.splitlines()) - len(extract(*words.split()[:-1])[1].splitlines()) <= 40
         assert "STAGES=2" not in words or re.search(r"\bSTAGES = 2\b", text)

@@ -183,11 +183,13 @@ def extract(name, namespace="", given=(), is_program=False):
 
 def program(space, row):
     """The text of --main, which is extract_main.cu for a build with these knobs."""
-    is_8bit, is_u8 = row["DTYPE"] >= 2, row["DTYPE"] == 3
+    is_8bit, is_u8, mixes_types = row["DTYPE"] >= 2, row["DTYPE"] == 3, row["KV_DTYPE"] > 0  # Q as long as two of K
     D, Dv = row["HEAD_DIM"], row["HEAD_DIM_V"] or row["HEAD_DIM"]
-    words = {"SPACE": space, "D_QK": D, "DV": Dv, "MOST": max(D, Dv), "LAST": "true" if is_8bit else "i % 2",
+    words = {"SPACE": space, "D_QK": D, "DV": Dv, "MOST": max(D, Dv) * (1 + mixes_types),
+             "QUERIES": ("((__half*)qkv[0])", "((__nv_bfloat16*)qkv[0])")[row["DTYPE"]] if mixes_types else "qkv[0]",
+             "LAST": "true" if is_8bit or mixes_types else "i % 2",
              "TOLERANCE": "0.1f" if is_8bit else "0.01f"}
-    text = re.sub(r"NUMBER\((\w+\[\d\]\[.*?\])\)", r"(\1 - 128) * 3.5275591f" if is_u8 else r"float(\1)",
+    text = re.sub(r"NUMBER\((\w+(?:\[\d\])?\[.*?\])\)", r"(\1 - 128) * 3.5275591f" if is_u8 else r"float(\1)",
                   builds.Tree().read("tools/extract_main.cu"))
     return re.sub(r"\b(?:" + "|".join(words) + r")\b", lambda m: str(words[m[0]]), text)
 

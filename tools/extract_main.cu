@@ -9,7 +9,7 @@ __global__ void naive() {  // A thread has one query.
   float m = -INFINITY, l = 0, sums[DV] = {};
   for (int64_t k = first; k < first + S; k++) {
     float score = 0;
-    for (int d = 0; d < D_QK; d++) score += NUMBER(qkv[0][q + d]) * NUMBER(qkv[1][k * D_QK + d]);
+    for (int d = 0; d < D_QK; d++) score += NUMBER(QUERIES[q + d]) * NUMBER(qkv[1][k * D_QK + d]);
     const float m_new = fmaxf(m, score *= rsqrtf(D_QK)), alpha = expf(m - m_new), weight = expf(score - m_new);
     for (int d = 0; d < DV; d++) sums[d] = sums[d] * alpha + weight * NUMBER(qkv[2][k * DV + d]);
     m = m_new, l = l * alpha + weight;
@@ -21,7 +21,7 @@ int main() {
   if (const cudaError_t error = cudaFuncGetAttributes(&known, naive)) return puts(cudaGetErrorString(error)), 1;
   for (size_t i = 0; i < sizeof qkv; i++) ((unsigned char*)qkv)[i] = LAST ? (rand() & 0x87) | 0x30 : rand();
   SdpaParams p{};
-  p.Q = qkv[0], p.K = qkv[1], p.V = qkv[2], p.O = O, p.B = B, p.Hq = p.Hkv = H, p.Sq = p.Sk = S, p.D = D_QK;
+  p.Q = QUERIES, p.K = qkv[1], p.V = qkv[2], p.O = O, p.B = B, p.Hq = p.Hkv = H, p.Sq = p.Sk = S, p.D = D_QK;
   p.q = p.k = {H * S * D_QK, S * D_QK, D_QK}, p.v = p.o = {H * S * DV, S * DV, DV};
   if (const size_t bytes = sdpa_workspace_bytes(p)) cudaMalloc(&p.workspace, bytes), cudaMemset(p.workspace, 0, bytes);
   cudaEvent_t start, end;
