@@ -78,7 +78,7 @@ namespace {  // two builds in one program must not share their constants and ker
   X(HEAD_DIM, 64, head_dim, "32..256", "all", "D; every row of Q and K has this many elements") \
   X(HEAD_DIM_V, 0, head_dim_v, "0..256", "scalar mma wgmma", "D of V and O; 0: HEAD_DIM") \
   X(DTYPE, FP16, dtype, "FP16 BF16 FP8_E4M3 U8", "all", "type of Q, K and V; sums are fp32") \
-  X(KV_DTYPE, AUTO, kv_dtype, "AUTO FP8_E4M3", "mma", "type of K and V, where Q and O alone have that of DTYPE") \
+  X(KV_DTYPE, AUTO, kv_dtype, "AUTO FP8_E4M3", "mma wgmma", "type of K and V, where Q and O alone have that of DTYPE") \
   X(OUT_DTYPE, AUTO, out_dtype, "AUTO FP16 BF16", "all", "type of O; AUTO: DTYPE, or FP16 where that has 8 bits") \
   X(BLOCK_M, 32, block_m, "4..256", "all", "query rows of a tile: more reuse of K and V, fewer CTAs") \
   X(BLOCK_N, 32, block_n, "8..256", "all", "key rows of a tile: fewer barriers, more shared memory") \
@@ -177,8 +177,10 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   static constexpr DType output = K::out_dtype != 0          ? DType(K::out_dtype - 1)
                                   : is_8bit && !mixes_types ? DType::fp16
                                                             : q_type;
-  // e4m3 becomes fp16 as an operand of a product is read.
+  // e4m3 becomes 16 bits as an operand of a product is read (mma), or as a tile is made of what has landed (wgmma).
   static constexpr bool converts_operands = is_e4m3 && family == Family::mma && (K::pack_gqa || mixes_types);
+  static constexpr bool converts_tiles = mixes_types && family == Family::wgmma;
+  static constexpr bool multiplies_e4m3 = is_e4m3 && family != Family::scalar && !converts_operands && !converts_tiles;
   // FP16_ACC: S is summed in fp16, and so is what a tile adds to O.
   static constexpr bool qk_in_fp16 = K::fp16_acc & 1, pv_in_fp16 = K::fp16_acc & 2;
   // U8 becomes fp16 while a tile is copied.
@@ -194,7 +196,7 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   static constexpr int group_warps = K::num_warps / K::split_kv;
   static constexpr int group_threads = group_warps * 32;
   static constexpr int warpgroups = K::num_warps / 4;  // that compute
-  static constexpr bool scales_rows = is_e4m3 && family == Family::wgmma && K::pack_gqa;  // by the factors of heads
+  static constexpr bool scales_rows = multiplies_e4m3 && family == Family::wgmma && K::pack_gqa;  // by factors of heads
 };
 
 using Build = BuildOf<-1>;
@@ -215,7 +217,8 @@ using Output = ElementOf<Build::output>;  // of O
 template <class B> using Query = std::conditional_t<B::mixes_types, ElementOf<B::q_type>, Input>;  // of Q
 using Bias = std::conditional_t<Build::use_bias == 2, uint8_t, Input>;
 // The type of their elements in shared memory.
-template <class B> using Element = std::conditional_t<B::converts, __half, Input>;
+template <class B>
+using Element = std::conditional_t<B::converts, __half, std::conditional_t<B::converts_tiles, Query<B>, Input>>;
 using Half = std::conditional_t<Build::is_8bit, __half, Input>;  // of 16-bit operands
 
 // Query q's own position among the keys. With a mask it sees no key after it.
@@ -589,8 +592,7 @@ template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
 
 // P and l are 2^p_log2 times what the formula has, since e4m3 reaches from 2^-9 to 448. With 8 instead of 3 a
 // stale maximum would soon be too small; with 0 the error of long rows grows.
-template <class B> constexpr bool rounds_p_to_e4m3 = B::is_e4m3&& B::family != Family::scalar && !B::converts_operands;
-template <class B> constexpr float p_log2 = rounds_p_to_e4m3<B> ? 3 : 0;
+template <class B> constexpr float p_log2 = B::multiplies_e4m3 ? 3 : 0;
 
 // The maximum to subtract: 0 for a row with no visible key yet, so that -inf - -inf never happens.
 __device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
@@ -838,7 +840,7 @@ constexpr Path path = B::use_mma_sync               ? Path::mma
                       : B::use_wmma                 ? Path::wmma
                       : !B::use_wgmma               ? Path::scalar
                       : B::swap_ab                  ? Path::wgmma_swapped
-                      : B::is_e4m3                  ? Path::wgmma_e4m3
+                      : B::multiplies_e4m3          ? Path::wgmma_e4m3
                       : B::use_warp_specialization  ? Path::wgmma_roles
                                                     : Path::wgmma_plain;
 // Query rows that skip a masked tile of keys together: a warp's, a warpgroup's or the CTA's.
@@ -1286,9 +1288,9 @@ template <> struct VectorCopy<true> {
 // ---- what stands behind the kernels, since few builds have it ----
 
 template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, int keys, int thread, int threads);
-template <class B> __device__ __forceinline__ void clear_rows_without_query(Input* Q_s, const KernelArgs& a);
+template <class B> __device__ __forceinline__ void clear_rows_without_query(void* Q_s, const KernelArgs& a);
 template <class B>
-__device__ __forceinline__ bool clear_queries_of_others(Input* Q_s, int panel_rows, const KernelArgs& a,
+__device__ __forceinline__ bool clear_queries_of_others(void* Q_s, int panel_rows, const KernelArgs& a,
                                                         const Item<B>& item, int first_row, int rows, int thread);
 template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelArgs& a, uint32_t i);  // USE_LENGTHS
 template <class B>  // USE_PAGES
@@ -1485,7 +1487,7 @@ template <class B> struct ItemScale<B, true> {
 
 // USE_LAZY_MAX: a stale maximum is kept while each thread's sum of P, over its part of the tile, is at most this; so
 // every P is. The largest e4m3 is 448, the largest fp16 65504, and bf16 has the exponents of fp32.
-template <class B> constexpr float lazy_limit = rounds_p_to_e4m3<B> ? 448 : B::input == DType::bf16 ? 0x1p60f : 65504;
+template <class B> constexpr float lazy_limit = B::multiplies_e4m3 ? 448 : B::input == DType::bf16 ? 0x1p60f : 65504;
 
 // USE_LAZY_MAX: P and l relative to the stale maximum m [ROWS]: no new maximum, no alpha, no rescale of O, and an
 // exponential waits for its own score alone. m need not be the maximum as long as P does not overflow. P
@@ -2092,11 +2094,12 @@ template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // The panels of a tile with rows of D elements have lines of 128 bytes, or of 64 where 128 does not divide a row.
-template <int D> constexpr int ROW_BYTES = ceil_div(int(sizeof(Input)) * D, 64) * 64;  // of 96, zeros by TMA behind it
-template <int D> constexpr int PANEL_BYTES = ROW_BYTES<D> % 128 ? 64 : 128;
-template <int D> constexpr int PANEL_WIDTH = PANEL_BYTES<D> / int(sizeof(Input));
-template <int D> constexpr int PANELS = ROW_BYTES<D> / PANEL_BYTES<D>;
-template <int D> constexpr int PANEL_ATOM = 8 * PANEL_BYTES<D>;  // 8 lines of a panel
+template <int D, class E = Input>
+constexpr int ROW_BYTES = ceil_div(int(sizeof(E)) * D, 64) * 64;  // of 96 bytes, zeros by TMA behind it
+template <int D, class E = Input> constexpr int PANEL_BYTES = ROW_BYTES<D, E> % 128 ? 64 : 128;
+template <int D, class E = Input> constexpr int PANEL_WIDTH = PANEL_BYTES<D, E> / int(sizeof(E));
+template <int D, class E = Input> constexpr int PANELS = ROW_BYTES<D, E> / PANEL_BYTES<D, E>;
+template <int D, class E = Input> constexpr int PANEL_ATOM = 8 * PANEL_BYTES<D, E>;  // 8 lines of a panel
 constexpr int STEP_BYTES = 32;                                     // of K that an instruction takes
 
 // The place of a row's byte in a tile that lies in panels of ROWS lines of LINE bytes.
@@ -2187,17 +2190,17 @@ __device__ __forceinline__ WgmmaItem<B> wgmma_item(const KernelArgs& a, uint32_t
 }
 
 // Copies ROWS rows of D elements from c on: in one box, or BY_PANELS, so that TMA knows where rows of fewer end.
-template <int D, int ROWS, bool BY_PANELS = false>
-__device__ __forceinline__ void load_rows(const KernelArgs& a, Input* to_s, const CUtensorMap* map, const int (&c)[5],
+template <int D, int ROWS, bool BY_PANELS = false, class E>
+__device__ __forceinline__ void load_rows(const KernelArgs& a, E* to_s, const CUtensorMap* map, const int (&c)[5],
                                           uint64_t* full, uint64_t cache_policy) {
-  for (int n = 0; n < (BY_PANELS || a.has_short_rows ? PANELS<D> : 1); n++) {
-    const int of_panel[5] = {n * PANEL_WIDTH<D>, c[1], c[2], c[3], c[4]};
-    cp_async_bulk_tensor_load(to_s + n * ROWS * PANEL_WIDTH<D>, map, of_panel, full, cache_policy);
+  for (int n = 0; n < (BY_PANELS || a.has_short_rows ? PANELS<D, E> : 1); n++) {
+    const int of_panel[5] = {n * PANEL_WIDTH<D, E>, c[1], c[2], c[3], c[4]};
+    cp_async_bulk_tensor_load(to_s + n * ROWS * PANEL_WIDTH<D, E>, map, of_panel, full, cache_policy);
   }
 }
 // Copies ROWS rows of Q, from query q of the item on. PACK_GQA: those of all its heads.
 template <class B, int ROWS>
-__device__ __forceinline__ void load_rows_of_q(const KernelArgs& a, Input* Q_s, const CUtensorMap* map,
+__device__ __forceinline__ void load_rows_of_q(const KernelArgs& a, Element<B>* Q_s, const CUtensorMap* map,
                                                const Item<B>& item, int q, uint64_t* full) {
   const int row = item.q_row(q), b = item.batch(a.p.q_starts), h = item.h;
   const int box_origin[5] = {0, row, B::pack_gqa ? h : 0, B::pack_gqa ? 0 : h, b};
@@ -2231,9 +2234,11 @@ template <class B> constexpr int Q_PANEL_ROWS = B::pack_gqa ? B::block_m : 64;
 template <class B> __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, uint64_t Q, uint64_t K) {
   forget(S.x.d);
   wgmma_fence();
-  SDPA_UNROLL for (int step = 0; step < B::head_dim * int(sizeof(Input)) / STEP_BYTES; step++) {
-    wgmma_ss<Input, B::block_n, 0>(S.x.d, descriptor_at(Q, panel_step<PANEL_BYTES<B::head_dim>>(step, Q_PANEL_ROWS<B>)),
-                                   descriptor_at(K, panel_step<PANEL_BYTES<B::head_dim>>(step, B::block_n)), step > 0);
+  using E = Element<B>;
+  constexpr int line = PANEL_BYTES<B::head_dim, E>;
+  SDPA_UNROLL for (int step = 0; step < B::head_dim * int(sizeof(E)) / STEP_BYTES; step++) {
+    wgmma_ss<E, B::block_n, 0>(S.x.d, descriptor_at(Q, panel_step<line>(step, Q_PANEL_ROWS<B>)),
+                               descriptor_at(K, panel_step<line>(step, B::block_n)), step > 0);
   }
   wgmma_commit_group();
 }
@@ -2248,7 +2253,8 @@ __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::d_v>& O, const Wgmm
   hold(O.x.d);
   wgmma_fence();
   SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
-    wgmma_rs<Input, B::d_v, 1>(O.x.d, P[step], descriptor_at(V, step * 16 * PANEL_BYTES<B::d_v>), step || accumulate);
+    wgmma_rs<Half, B::d_v, 1>(O.x.d, P[step], descriptor_at(V, step * 16 * PANEL_BYTES<B::d_v, Half>),
+                              step || accumulate);
   }
   wgmma_commit_group();
 }
@@ -2522,14 +2528,15 @@ constexpr int turn = 1, q_read = 5, partials = 9;
 
 // The stages of a slice's tiles. Full: the tile has landed. Empty: all who read it have done so.
 template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
-  alignas(1024) Input K[B::stages][B::block_n * ROW_BYTES<B::head_dim> / sizeof(Input)];  // [BLOCK_N][D]
-  alignas(1024) Input V[B::stages][V_ELEMENTS];                // [BLOCK_N][D]
+  using E = Element<B>;
+  alignas(1024) E K[B::stages][B::block_n * ROW_BYTES<B::head_dim, E> / sizeof(E)];  // [BLOCK_N][D]
+  alignas(1024) E V[B::stages][V_ELEMENTS];                                          // [BLOCK_N][D]
   uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
   std::conditional_t<B::use_lengths, uint64_t, Nothing> last_landed;  // V of a tile in which a sequence ends
   std::conditional_t<B::use_bias != 0, BiasTiles<B>, Nothing> bias;
   __device__ __forceinline__ uint64_t* landed_last() { return reinterpret_cast<uint64_t*>(&last_landed); }
-  __device__ __forceinline__ void init_full(int v_arrivals) {
-    for (int n = 0; n < B::stages; n++) mbarrier_init(&k_full[n], 1), mbarrier_init(&v_full[n], v_arrivals);
+  __device__ __forceinline__ void init_full(int k_arrivals, int v_arrivals) {
+    for (int n = 0; n < B::stages; n++) mbarrier_init(&k_full[n], k_arrivals), mbarrier_init(&v_full[n], v_arrivals);
     if constexpr (B::use_lengths) mbarrier_init(&last_landed, 1);
   }
   __device__ __forceinline__ void init_empty() {
@@ -2559,9 +2566,9 @@ template <class B>
 using SlicePartials = std::conditional_t<(B::split_kv > 1), SlicePartial<B>[B::block_m / 64], Nothing>;
 
 // Registers of a thread: all start with as many, then producers give some away. setmaxnreg counts in eights.
-template <class B, int PRODUCER> struct WgmmaRegisters {
+template <class B, int PRODUCER, int BESIDE_MANY = 32> struct WgmmaRegisters {
   static constexpr int at_start = 65536 / B::threads / 8 * 8;
-  static constexpr int producer = B::warpgroups > 2 ? 32 : PRODUCER;
+  static constexpr int producer = B::warpgroups > 2 ? BESIDE_MANY : PRODUCER;
   static constexpr int spare = at_start * (B::warpgroups + 1) - producer;
   static constexpr int consumer = spare / B::warpgroups < 240 ? spare / B::warpgroups / 8 * 8 : 240;
   // One warpgroup that computes has enough as it is.
@@ -2599,7 +2606,7 @@ template <class B, class Shared> struct WgmmaProducer {
     if (issues) {
       s.item[stage] = item;
       const int rows = B::pack_gqa ? rows_of_item<B>(a) : B::block_m;
-      mbarrier_arrive_expect_tx(full, item.rounds > 0 ? rows * ROW_BYTES<B::head_dim> : 0);
+      mbarrier_arrive_expect_tx(full, item.rounds > 0 ? rows * ROW_BYTES<B::head_dim, Element<B>> : 0);
       for (int n = 0; item.rounds > 0 && n < (B::pack_gqa ? 1 : Shared::ROW_GROUPS); n++) {  // 64 rows, or all heads'
         load_rows_of_q<B, Q_PANEL_ROWS<B>>(a, s.queries(stage, n), &tensor_maps<B>(a).q, item, item.q0 + n * 64, full);
       }
@@ -2630,22 +2637,22 @@ template <class B, class Shared> struct WgmmaProducer {
     fence_proxy_async();
     arrive_by_warp(full);
   }
-  // Loads a slice's tile of a round: K, or V to the stages of v, or both.
-  template <class V>
-  __device__ __forceinline__ void load_round(int role, const WgmmaItem<B>& item, int round, int slice, V& v) {
-    auto& t = s.slice[slice];
+  // Loads a slice's tile of a round: K to the stages of k, or V to those of v, or both.
+  template <class K, class V>
+  __device__ __forceinline__ void load_round(int role, const WgmmaItem<B>& item, int round, int slice, K& k, V& v) {
     const auto& maps = tensor_maps<B>(a);
     const int n = ring.stage;
-    if (role & load_k) load<B::head_dim>(item, round, slice, &maps.k, t.K[n], &t.k_full[n], &t.k_empty[n]);
+    if (role & load_k) load<B::head_dim>(item, round, slice, &maps.k, k.K[n], &k.k_full[n], &k.k_empty[n]);
     if (!(role & load_v)) return;
-    uint64_t* const full = B::use_lengths && keys_at_end < B::block_n ? t.landed_last() : &v.v_full[n];
+    uint64_t* const full =
+        B::use_lengths && keys_at_end < B::block_n ? s.slice[slice].landed_last() : &v.v_full[n];
     load<B::d_v>(item, round, slice, &maps.v, v.V[n], full, &v.v_empty[n]);
     if (B::use_lengths && keys_at_end < B::block_n) finish_last_tile(v.V[n], full, &v.v_full[n]);
   }
   // Loads a slice's tiles of all items. A copy that waits for its stage would hold up the other kind: so one warp loads
   // K and another V, where there are enough of them. The warp that starts an item, by start(item), is a loader as well.
-  template <class V, class Start>
-  __device__ __forceinline__ void load_items(int role, int slice, V& v, bool starts, const Start& start) {
+  template <class K, class V, class Start>
+  __device__ __forceinline__ void load_items(int role, int slice, K& k, V& v, bool starts, const Start& start) {
     WgmmaItem<B> item = find_item(item_number_of_cta<B>(a));
     griddepcontrol_wait();  // the kernel before this one has ended, and its writes are visible
     while (true) {
@@ -2656,7 +2663,7 @@ template <class B, class Shared> struct WgmmaProducer {
       keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, slice));  // in the loop it takes registers
       for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
         if (starts && issues && round == 0) drawn = draw_item();
-        load_round(role, item, round, slice, v);
+        load_round(role, item, round, slice, k, v);
       }
       if (!B::use_persistent_cta) break;
       if (starts) item = find_item(gridDim.x + uniform(drawn));
@@ -2701,6 +2708,7 @@ __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& 
   return {min((seen.begin - first_key) / B::round_keys, end - 1), end};
 }
 
+template <class B> __device__ __forceinline__ uint32_t converted_pair(const Input* from_g);
 // The 64 rows of a warpgroup over its slice of the keys, in registers.
 template <class B> struct WgmmaRows {
   using Scores = WgmmaAccumulator<B::block_n>;
@@ -2732,7 +2740,7 @@ template <class B> struct WgmmaRows {
   // Without a mask a score of the item's first tile becomes the stale maximum. That of more columns lasts longer.
   __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
     if (!B::use_lazy_max || has_mask() || looks_at_bias()) return;
-    constexpr int columns = B::is_e4m3 ? Scores::COLS : B::input == DType::bf16 || Scores::COLS < 16 ? 4 : 16;
+    constexpr int columns = B::multiplies_e4m3 ? Scores::COLS : B::input == DType::bf16 || Scores::COLS < 16 ? 4 : 16;
     float alpha[ROWS];
     softmax_max<B, Scores, columns>(S, scale_log2, m, alpha);
     if constexpr (B::use_softcap != 0 || B::use_bias == 1) {
@@ -2794,7 +2802,9 @@ template <class B> struct WgmmaRows {
     softmax_max<B>(S, scale_log2, m, alpha);
     keep_max(softmax_sum<B>(S, scale_log2, m, alpha, l));
   }
+  // Four bytes of a row of operands from `byte` on.
   static __device__ __forceinline__ uint32_t word(const Input* row_g, int byte) {
+    if constexpr (B::converts_tiles) return converted_pair<B>(row_g + byte / 2);
     return ld_global<uint32_t>(reinterpret_cast<const char*>(row_g) + byte);
   }
   // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may be overwritten
@@ -2823,8 +2833,8 @@ template <class B, class Shared> struct WgmmaConsumer {
         warpgroup(uniform(thread / 128)),
         slice(warpgroup / Shared::ROW_GROUPS),
         row_group(warpgroup % Shared::ROW_GROUPS),
-        Q(wgmma_descriptor(uniform(shared_address(s.queries(0, row_group))), 16, PANEL_ATOM<B::head_dim>)),
-        K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B::head_dim>)),
+        Q(wgmma_descriptor(uniform(shared_address(s.queries(0, row_group))), 16, PANEL_ATOM<B::head_dim, Element<B>>)),
+        K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B::head_dim, Element<B>>)),
         V(wgmma_descriptor(uniform(shared_address(s.slice[slice].V[0])), v_leading_bytes, v_stride_bytes)),
         rows(a_) {
     if constexpr (B::use_bias != 0) rows.bias.hold(s.slice[slice].bias);
@@ -2833,7 +2843,7 @@ template <class B, class Shared> struct WgmmaConsumer {
   __device__ __forceinline__ const WgmmaItem<B>& item() const { return s.item[q_ring.stage]; }
   // Both slices have the same rows of Q.
   __device__ __forceinline__ void clear_queries() {
-    Input* const Q_s = s.queries(q_ring.stage, row_group);
+    auto* const Q_s = s.queries(q_ring.stage, row_group);
     if (!clear_queries_of_others<B>(Q_s, Q_PANEL_ROWS<B>, a, item(), row_group * 64, 64, threadIdx.x % 128)) return;
     const int number = B::split_kv > 1 ? partials : q_read + warpgroup;
     barrier_sync(number, B::split_kv > 1 ? B::warpgroups * 128 : 128);  // hazard: rows emptied by all who read them
@@ -2891,10 +2901,10 @@ template <class B, class Shared> struct WgmmaConsumer {
       const bool k_is_there = mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
       const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
       consumer.overlap(S, P, end_last_pv);
-      if constexpr (B::is_e4m3) consumer.flush(/*beside_qk=*/false);
+      if constexpr (B::multiplies_e4m3) consumer.flush(/*beside_qk=*/false);
       turns.await();
       if (rows.k0 != last_k0) consumer.begin_qk(S, next, k_is_there);
-      if constexpr (B::is_e4m3) consumer.flush(/*beside_qk=*/true);
+      if constexpr (B::multiplies_e4m3) consumer.flush(/*beside_qk=*/true);
       consumer.begin_pv(P, v_is_there);
       turns.pass_on();
       last_stage = ring.stage, ring = next;
@@ -2931,7 +2941,7 @@ template <class B>
 template <class ReadQ>
 __device__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const WgmmaItem<B>& item, const ReadQ& read_q) const {
   const Input* const K_g = a.p.K + (B::use_pages ? 0 : item.b * a.p.k.batch) + item.h_kv * a.p.k.head;
-  [[maybe_unused]] constexpr int at_once = B::is_e4m3 ? B::block_n / 8 : 1;  // by registers
+  [[maybe_unused]] constexpr int at_once = B::multiplies_e4m3 ? B::block_n / 8 : 1;  // by registers
 #pragma unroll at_once
   for (int n = 0; n < B::block_n / 8; n++) {
     const int lane = int(thread_index_anew() % 32), k = k0 + lane / 4 + 8 * n;
@@ -2939,14 +2949,14 @@ __device__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const WgmmaItem<B>& i
     const Input* K_row;
     if constexpr (B::use_pages) K_row = PagedRows<B>{&a, &item, &a.p.k, K_g, k} + 0;
     else K_row = K_g + item.k_row(k) * a.p.k.row;
-    K_row += lane % 4 * 4 / sizeof(Input);
+    K_row += lane % 4 * 4 / sizeof(Element<B>);
 #pragma unroll 1
-    for (int byte = 0; byte < ROW_BYTES<B::head_dim>; byte += STEP_BYTES) {
+    for (int byte = 0; byte < ROW_BYTES<B::head_dim, Element<B>>; byte += STEP_BYTES) {
       uint32_t of_q[4], of_k[2] = {0, 0};  // 0 behind a short row
       read_q(of_q, byte);
-      if (byte < a.p.D * int(sizeof(Input))) of_k[0] = word(K_row, byte);
-      if (byte + 16 < a.p.D * int(sizeof(Input))) of_k[1] = word(K_row, byte + 16);
-      mma_32_bytes<Input>(d[0], d[1], d[2], d[3], of_q, of_k[0], of_k[1]);
+      if (byte < a.p.D * int(sizeof(Element<B>))) of_k[0] = word(K_row, byte);
+      if (byte + 16 < a.p.D * int(sizeof(Element<B>))) of_k[1] = word(K_row, byte + 16);
+      mma_32_bytes<Element<B>>(d[0], d[1], d[2], d[3], of_q, of_k[0], of_k[1]);
     }
     SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) S.x.d[i] = i / 4 == n ? d[i % 4] : S.x.d[i];
   }
@@ -2999,25 +3009,35 @@ __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePart
 
 // ---- 5d 16 bits: the kernel (wgmma and USE_WARP_SPECIALIZATION and DTYPE = FP16, DTYPE = BF16) ----
 
+// KV_DTYPE: K and V as they land, and the warps that make tiles of 16 bits of them.
+template <class B> struct LandedTiles;
+template <class B> struct WgmmaConverter;
+constexpr int converter_warps = 4;
+template <class B>
+using ConverterRegisters = WgmmaRegisters<B, (B::head_dim > 128 ? 64 : 48), (B::head_dim > 64 ? 40 : 32)>;
+
 template <class B> struct WgmmaShared {
   // Q of the next item is loaded while an item is computed, if there is room.
   static constexpr bool FITS_TWICE = B::head_dim <= 128 && (B::use_bias == 0 || !bias_has_room<B> || bias_fits<B>(2));
   static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta && FITS_TWICE ? 2 : 1;
-  alignas(1024) Input Q[Q_STAGES][ROW_GROUPS][64 * B::head_dim];  // [64][D] each; afterwards O on its way out
+  alignas(1024) Element<B> Q[Q_STAGES][ROW_GROUPS][64 * B::head_dim];  // [64][D] each; afterwards O on its way out
   TileRing<B> slice[B::split_kv];
+  std::conditional_t<B::converts_tiles, LandedTiles<B>, Nothing> landed;
   SlicePartials<B> partial;
   WgmmaItem<B> item[Q_STAGES];  // whose Q it is
   // Full: Q has landed, and item is set. Done: every warp has written its O over Q. Empty: O has been stored.
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
 
-  __device__ __forceinline__ Input* queries(int stage, int row_group) {
-    return Q[stage][0] + row_group * 64 * B::head_dim / (B::pack_gqa ? PANELS<B::head_dim> : 1);
+  __device__ __forceinline__ Element<B>* queries(int stage, int row_group) {
+    return Q[stage][0] + row_group * 64 * B::head_dim / (B::pack_gqa ? PANELS<B::head_dim, Element<B>> : 1);
   }
   // Two threads initialise them; a barrier of the CTA must follow.
   __device__ __forceinline__ void init_mbarriers(int warp) {
     if (warp == 1 && threadIdx.x % 32 == 0) {
       for (uint64_t& full : q_full) mbarrier_init(&full, 1);
-      for (auto& t : slice) t.init_full(1);
+      constexpr int arrivals = B::converts_tiles ? converter_warps : 1;
+      for (auto& t : slice) t.init_full(arrivals, arrivals);
+      if constexpr (B::converts_tiles) landed.init_mbarriers();
       fence_mbarrier_init();
     }
     if (warp == 2 && threadIdx.x % 32 == 0) {
@@ -3049,8 +3069,8 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
         mbarrier_wait(&s.o_done[stage][group], q_ring.parity);
         const int q = item.q0 + group * 64;
         if (q < 0 || item.ends_before(q + 64)) continue;
-        for (int n = 0; n < (a.has_short_rows ? PANELS<B::d_v> : 1); n++) {
-          const int of_panel[5] = {n * PANEL_WIDTH<B::d_v>, item.q_row(q), 0, item.h, item.batch(a.p.q_starts)};
+        for (int n = 0; n < (a.has_short_rows ? PANELS<B::d_v, Output> : 1); n++) {
+          const int of_panel[5] = {n * PANEL_WIDTH<B::d_v, Output>, item.q_row(q), 0, item.h, item.batch(a.p.q_starts)};
           cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, of_panel, s.Q[stage][group] + 64 * of_panel[0]);
         }
         cp_async_bulk_commit_group();
@@ -3070,7 +3090,8 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
     // The loader of V begins an item, so that Q and K are asked for at once; with a queue that of K, which is early.
     constexpr int starts = B::use_persistent_cta ? 0 : 1;
     if (role & (load_k | load_v)) {
-      Base::load_items(role, warp / 2, s.slice[warp / 2], warp == starts, [&](const WgmmaItem<B>& item) {
+      auto& t = s.slice[warp / 2];
+      Base::load_items(role, warp / 2, t, t, warp == starts, [&](const WgmmaItem<B>& item) {
         Base::start_item(item, &s.q_empty[q_ring.stage], q_ring.parity ^ 1);
       });
     } else if (role == store_o && Base::issues) {
@@ -3094,7 +3115,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   using Base::a, Base::s, Base::lane, Base::slice, Base::row_group, Base::rows, Base::ring, Base::q_ring, Base::last_k0;
 
   __device__ Wgmma16Consumer(WgmmaShared<B>& s_, const KernelArgs& a_, int thread)
-      : Base(s_, a_, thread, B::block_n * PANEL_BYTES<B::d_v>, PANEL_ATOM<B::d_v>) {}
+      : Base(s_, a_, thread, B::block_n * PANEL_BYTES<B::d_v, Half>, PANEL_ATOM<B::d_v, Half>) {}
 
   // ---- the products ----
 
@@ -3129,8 +3150,9 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   __device__ __forceinline__ void multiply_qk_again(Scores& S) const {
     const uint32_t tid = thread_index_anew() % 128, row = tid / 32 * 16 + tid % 16, byte = tid % 32 / 16 * 16;
     const SharedAddress Q_s = shared_address(s.queries(q_ring.stage, row_group));
+    constexpr int line = PANEL_BYTES<B::head_dim, Element<B>>;
     rows.multiply_qk_again(S, Base::item(), [&](uint32_t (&q)[4], int step_byte) {
-      ldmatrix_x4<false>(q, Q_s + panel_byte<Q_PANEL_ROWS<B>, PANEL_BYTES<B::head_dim>>(row, step_byte + byte));
+      ldmatrix_x4<false>(q, Q_s + panel_byte<Q_PANEL_ROWS<B>, line>(row, step_byte + byte));
     });
   }
   // The scores in the place of P, for which the stale maximum was too small: by their logarithm, or multiplied again
@@ -3143,7 +3165,8 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       are_logits = false;
       return multiply_qk_again(P);
     }
-    const float step = scaled ? ln2 : a.inverse_scale_log2, of_m = scaled ? 1 : a.inverse_logit_scale;
+    const float step = scaled ? ln2 : B::is_8bit ? 1 / rows.scale_log2 : a.inverse_scale_log2;
+    const float of_m = scaled ? 1 : a.inverse_logit_scale;
     SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) {
       const float m = B::use_bias == 1 ? rows.m[i / 2 % 2] * of_m : rows.m[i / 2 % 2];
       P.x.d[i] = fmaf(lg2_approx_ftz(P.x.d[i]), step, m);
@@ -3152,7 +3175,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   // Rounds P, and holds it before the fence. Otherwise nvcc rounds a part after it, ptxas splits P @ V into two
   // groups (C7519), and the wait for the next scores waits for the first of these as well.
   static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
-    SDPA_UNROLL for (int n = 0; n < B::block_n / 16; n++) pack_step<Input>(out[n], P, n), hold(out[n]);
+    SDPA_UNROLL for (int n = 0; n < B::block_n / 16; n++) pack_step<Half>(out[n], P, n), hold(out[n]);
   }
   // The wait stands in the middle: FIRST columns of a stale softmax go on beside the P @ V before.
   template <int FIRST, class End>
@@ -3248,21 +3271,21 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       scale_rows(part, inverse);
       uint32_t o[4];
       pack_step<Output>(o, part, 0);
-      const int o_offset = panel_offset<64, PANEL_BYTES<B::d_v>>(first_row + lane % 16, n * 16 + lane / 16 * 8);
+      const int o_offset = panel_offset<64, PANEL_BYTES<B::d_v, Output>>(first_row + lane % 16, n * 16 + lane / 16 * 8);
       stmatrix_x4<false>(shared_address(s.Q[stage][row_group] + o_offset), o);
     }
     fence_proxy_async();
     if constexpr (B::use_lengths) store_partial_rows(s.item[stage], s.Q[stage][row_group], first_row, lane);
   }
   // USE_LENGTHS: O of the warp's rows out of shared memory, if the sequence ends among the warpgroup's.
-  __device__ __forceinline__ void store_partial_rows(const Item<B>& item, const Input* O_s, int first_row, int lane) {
+  __device__ __forceinline__ void store_partial_rows(const Item<B>& item, const void* O_s, int first_row, int lane) {
     if (!item.ends_before(rows.q + 64)) return;
     __syncwarp();  // hazard: written by all lanes
-    constexpr int chunks = B::d_v / 8;
+    constexpr int chunks = B::d_v / 8, line = PANEL_BYTES<B::d_v, Output>;
     Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head;
     for (int i = lane; i < 16 * chunks; i += 32) {
       const int row = first_row + i / chunks, col = i % chunks * 8, q = rows.q + row;
-      const uint4 o = ld_shared<uint4>(O_s + panel_offset<64, PANEL_BYTES<B::d_v>>(row, col));
+      const uint4 o = ld_shared<uint4>(static_cast<const Output*>(O_s) + panel_offset<64, line>(row, col));
       if (q < item.query_count(a.p) && col < a.p.Dv) st_global_v4(O_g + item.q_row(q) * a.p.o.row + col, o);
     }
   }
@@ -3319,9 +3342,9 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
 
 template <class B> struct KernelOf<B, Path::wgmma_roles> {
   using Shared = WgmmaShared<B>;
-  using Producer = Wgmma16Producer<B>;
+  using Producer = std::conditional_t<B::converts_tiles, WgmmaConverter<B>, Wgmma16Producer<B>>;
   using Consumer = Wgmma16Consumer<B>;
-  using Registers = WgmmaRegisters<B, 24>;
+  using Registers = std::conditional_t<B::converts_tiles, ConverterRegisters<B>, WgmmaRegisters<B, 24>>;
   static constexpr auto entry = sdpa_wgmma<B>;
 };
 
@@ -3370,7 +3393,7 @@ template <class B> struct E4m3Shared {
   __device__ __forceinline__ void init_mbarriers(int warp) {
     if (warp == 1 && threadIdx.x % 32 == 0) {
       for (uint64_t& full : q_full) mbarrier_init(&full, 1);
-      for (auto& t : slice) t.init_full(TRANSPOSERS);
+      for (auto& t : slice) t.init_full(1, TRANSPOSERS);
       for (Landed& t : landed) {
         for (int n = 0; n < B::stages; n++) mbarrier_init(&t.v_full[n], 1), mbarrier_init(&t.v_empty[n], TRANSPOSERS);
       }
@@ -3441,7 +3464,9 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
     if (warp >= 2) return transpose_items((warp - 2) % B::split_kv, (warp - 2) / B::split_kv);
     const int slice = warp % B::split_kv, starts = B::use_persistent_cta || B::split_kv > 1 ? 0 : 1;
     const int role = B::split_kv > 1 ? load_k | load_v : warp == 0 ? load_k : load_v;
-    this->load_items(role, slice, this->s.landed[slice], warp == starts, [&](const WgmmaItem<B>& item) {
+    auto& k = this->s.slice[slice];
+    auto& v = this->s.landed[slice];
+    this->load_items(role, slice, k, v, warp == starts, [&](const WgmmaItem<B>& item) {
       const StageRing<Shared::Q_STAGES> stage = this->q_ring;
       this->start_item(item, &this->s.q_empty[last_q.stage], last_q.parity);
       last_q = stage;
@@ -4867,12 +4892,13 @@ __device__ __forceinline__ void merge_groups(const Partials& partials_s, const I
 }
 
 // PACK_GQA: empties rows of Q without a query, since what lies there would decide how other rows are rounded.
-template <class B> __device__ __forceinline__ void clear_rows_without_query(Input* Q_s, const KernelArgs& a) {
+template <class B> __device__ __forceinline__ void clear_rows_without_query(void* Q_s, const KernelArgs& a) {
   if (!B::pack_gqa) return;
-  const int rows = rows_of_item<B>(a), chunks = (B::block_m - rows) * (PANEL_BYTES<B::head_dim> / 16);
-  for (int i = threadIdx.x; i < PANELS<B::head_dim> * chunks; i += B::threads) {
+  constexpr int line = PANEL_BYTES<B::head_dim, Element<B>> / 16;
+  const int rows = rows_of_item<B>(a), chunks = (B::block_m - rows) * line;
+  for (int i = threadIdx.x; i < PANELS<B::head_dim, Element<B>> * chunks; i += B::threads) {
     const int row = i / chunks * B::block_m + rows;
-    st_shared(reinterpret_cast<uint4*>(Q_s + row * (PANEL_BYTES<B::head_dim> / sizeof(Input))) + i % chunks, uint4{});
+    st_shared(static_cast<uint4*>(Q_s) + row * line + i % chunks, uint4{});
   }
   fence_proxy_async();
 }
@@ -4918,6 +4944,108 @@ template <class B> struct MmaMixedTypes : MmaE4m3AsHalves<B> {
   }
 };
 
+// ---- 5f tiles where Q has 16 bits (wgmma and KV_DTYPE = FP8_E4M3) ----
+//
+// Of tiles as they land the producer warps make what wgmma reads: K in the type of Q, V in fp16, as P is. For each
+// element that reads 1 byte of shared memory and writes 2, where TMA writes 1 and the wgmma of each warpgroup reads 2.
+
+// The stages of K and V in 8 bits. Full: the tile has landed. Empty: all producer warps have read it.
+template <class B> struct LandedTiles {
+  alignas(1024) Input K[B::stages][B::block_n * ROW_BYTES<B::head_dim>];  // [BLOCK_N][D]
+  alignas(1024) Input V[B::stages][B::block_n * ROW_BYTES<B::d_v>];       // [BLOCK_N][Dv]
+  uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
+
+  __device__ __forceinline__ void init_mbarriers() {
+    for (int n = 0; n < B::stages; n++) {
+      mbarrier_init(&k_full[n], 1), mbarrier_init(&v_full[n], 1);
+      mbarrier_init(&k_empty[n], converter_warps), mbarrier_init(&v_empty[n], converter_warps);
+    }
+  }
+};
+
+// Two neighbouring elements of K, in the type of Q.
+template <class B> __device__ __forceinline__ uint32_t converted_pair(const Input* from_g) {
+  uint32_t pairs[2];
+  make_halves(pairs, ld_global<uint16_t>(from_g));
+  if (B::q_type == DType::bf16) make_bf16(pairs);
+  return pairs[0];
+}
+
+// A producer warp, which loads tiles if it is the first, and makes its share of each.
+template <class B> struct WgmmaConverter : Wgmma16Producer<B> {
+  using Base = Wgmma16Producer<B>;
+  using Base::s, Base::a, Base::ring, Base::issues, Base::Base;
+  StageRing<B::stages> tile;  // which is made; `ring`: which is loaded
+
+  // Makes elements E of a tile's rows, of which the warp takes every fourth eight. Eight lanes have 64 bytes of two
+  // rows that differ in the bits 0 and 2: so neither their reads nor their writes, twice as long, meet in a bank.
+  template <int D, class E> static __device__ __forceinline__ void convert(void* to_s, const void* from_s, int warp) {
+    constexpr int LINE = PANEL_BYTES<D, E>, LANDED_LINE = PANEL_BYTES<D>;
+    constexpr int AT_ONCE = ceil_div(D, 64), STEP = 8 * converter_warps;
+    const uint32_t lane = threadIdx.x % 32, row = warp * 8 + (lane / 8 ^ lane / 4 % 2 * 5), byte = lane % 4 * 16;
+    uint4 x[2][AT_ONCE];  // of these eight rows and of the next
+    const auto load = [&](int first) {
+      if (B::block_n % STEP != 0 && first + warp * 8 >= B::block_n) return;
+      SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
+        const uint32_t at = panel_byte<B::block_n, LANDED_LINE>(row, 64 * n + byte) + first * LANDED_LINE;
+        x[first / STEP % 2][n] = ld_shared<uint4>(static_cast<const char*>(from_s) + at);
+      }
+    };
+    load(0);
+    SDPA_UNROLL for (int first = 0; first < B::block_n; first += STEP) {
+      if (first + STEP < B::block_n) load(first + STEP);
+      if (B::block_n % STEP != 0 && first + warp * 8 >= B::block_n) break;
+      SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
+        if (D % 64 != 0 && 64 * n + byte >= D) continue;
+        uint32_t words[4], pairs[4][2];
+        memcpy(words, &x[first / STEP % 2][n], sizeof words);
+        SDPA_UNROLL for (int i = 0; i < 4; i++) {
+          make_halves(pairs[i], words[i]);
+          if constexpr (std::is_same_v<E, __nv_bfloat16>) make_bf16(pairs[i]);
+        }
+        const uint32_t at = panel_byte<B::block_n, LINE>(row, 2 * (64 * n + byte));
+        char *const low_s = static_cast<char*>(to_s) + at, *const high_s = static_cast<char*>(to_s) + (at ^ 16);
+        st_shared(low_s + first * LINE, uint4{pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]});
+        st_shared(high_s + first * LINE, uint4{pairs[2][0], pairs[2][1], pairs[3][0], pairs[3][1]});
+      }
+    }
+  }
+  // The warp's share of a tile, once it has landed and its place in 16 bits is empty.
+  template <int D, class E>
+  __device__ __forceinline__ void convert_tile(void* to_s, uint64_t* empty, uint64_t* full, const void* from_s,
+                                               uint64_t* landed, uint64_t* read, int warp) {
+    mbarrier_wait(empty, tile.parity ^ 1);
+    mbarrier_wait(landed, tile.parity);
+    convert<D, E>(to_s, from_s, warp);
+    fence_proxy_async();  // what was written before wgmma reads it, what was read before TMA writes it
+    __syncwarp();
+    if (issues) mbarrier_arrive(read), mbarrier_arrive(full);
+  }
+  // Warp 0 loads the first STAGES rounds at once, and then a tile into the place of each that has been made.
+  __device__ __forceinline__ void run(int warp) {
+    auto& to = s.slice[0];
+    auto& from = s.landed;
+    const WgmmaItem<B> item = Base::find_item(item_number_of_cta<B>(a));
+    griddepcontrol_wait();  // the kernel before this one has ended, and its writes are visible
+    const auto load = [&](int role, int round) {
+      if (warp == 0 && round >= 0) Base::load_round(role, item, round, 0, from, from);
+    };
+    if (warp == 0) Base::start_item(item, nullptr, 0);
+    Base::keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, 0));
+    for (int n = 1; n <= B::stages; n++, ring.advance()) load(load_k | load_v, item.rounds - n);
+    for (int round = item.rounds - 1; round >= 0; round--, tile.advance(), ring.advance()) {
+      const int n = tile.stage;
+      convert_tile<B::head_dim, Query<B>>(to.K[n], &to.k_empty[n], &to.k_full[n], from.K[n], &from.k_full[n],
+                                          &from.k_empty[n], warp);
+      load(load_k, round - B::stages);
+      convert_tile<B::d_v, Half>(to.V[n], &to.v_empty[n], &to.v_full[n], from.V[n], &from.v_full[n],
+                                 &from.v_empty[n], warp);
+      load(load_v, round - B::stages);
+    }
+    if (stores_by_tma<B> && warp == 0 && issues) Base::q_ring = {}, Base::store_items();
+  }
+};
+
 // ---- 5f rows of several heads with mma.sync (mma and PACK_GQA) ----
 
 template <class B> struct MmaPartials<B, true> {
@@ -4933,13 +5061,12 @@ template <class B> struct MmaPacked {
     const SdpaParams& p = a.p;
     const int rows = rows_of_item<B>(a);
     for (int i = threadIdx.x; i < B::block_m * per_row; i += B::threads) {
-      const int row = i / per_row, col = i % per_row * B::vec_width;
+      const int row = i / per_row, col = i % per_row * B::vec_width, column_of_q = B::mixes_types ? col / 2 : col;
       const Item<B> from = row_item<B>(a, t.item, row);
       VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(
           s.in.Q + tile_offset<B, B::d_q>(row, col),
-          p.Q + from.b * p.q.batch + from.h * p.q.head + from.q_row(from.q0) * p.q.row +
-              (B::mixes_types ? col / 2 : col),
-          row < rows && from.q0 < from.query_count(p) && (!B::use_wgmma || col < p.D));
+          p.Q + from.b * p.q.batch + from.h * p.q.head + from.q_row(from.q0) * p.q.row + column_of_q,
+          row < rows && from.q0 < from.query_count(p) && (!B::use_wgmma || column_of_q < p.D));
     }
   }
   // Rows past those of the tile get the factor of some head.
@@ -5117,14 +5244,14 @@ template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, in
 // query. Rows of a warp decide together how long a stale maximum will do, and these are another sequence's. True if
 // the tile has such rows: then its readers have to wait for all who call it.
 template <class B>
-__device__ __forceinline__ bool clear_queries_of_others(Input* Q_s, int panel_rows, const KernelArgs& a,
+__device__ __forceinline__ bool clear_queries_of_others(void* Q_s, int panel_rows, const KernelArgs& a,
                                                         const Item<B>& item, int first_row, int rows, int thread) {
   if (!a.p.batch_invariant || !item.ends_before(item.q0 + queries_of_item<B>(a))) return false;
-  constexpr int line = PANEL_BYTES<B::head_dim> / 16, threads = B::swap_ab ? B::threads : 128;
-  for (int i = thread; i < PANELS<B::head_dim> * rows * line; i += threads) {
+  constexpr int line = PANEL_BYTES<B::head_dim, Element<B>> / 16, threads = B::swap_ab ? B::threads : 128;
+  for (int i = thread; i < PANELS<B::head_dim, Element<B>> * rows * line; i += threads) {
     const int row = i / line % rows, panel = i / line / rows;
     if (query_of<B>(a, item.q0, first_row + row) < item.query_count(a.p)) continue;
-    st_shared(reinterpret_cast<uint4*>(Q_s) + (panel * panel_rows + row) * line + i % line, uint4{});
+    st_shared(static_cast<uint4*>(Q_s) + (panel * panel_rows + row) * line + i % line, uint4{});
   }
   return fence_proxy_async(), true;
 }
@@ -5735,7 +5862,7 @@ template <class B> Grid grid_of(const SdpaParams& p, const Items& items) {
 // of e4m3 with wgmma, are in fp32; SPLIT_CTAS has ranges of keys.
 template <class B>
 constexpr bool sums_end = B::split_ctas == 1 && (B::family == Family::mma || B::use_wmma_pv ||
-                                                 (B::family == Family::wgmma && !B::swap_ab && !B::is_e4m3));
+                                                 (B::family == Family::wgmma && !B::swap_ab && !B::multiplies_e4m3));
 
 // ---- the map of a bias (USE_BIAS = 1, USE_BIAS = 2) ----
 
@@ -5979,7 +6106,7 @@ SDPA_REFUSE(Build::use_bias != 0 && Build::is_8bit,
             "USE_BIAS: scores of 8-bit types have factors that come after it; type DTYPE=FP16 or DTYPE=BF16");
 SDPA_REFUSE(Build::use_pages && !Build::use_lengths,
             "USE_PAGES=1: pages are found by the sequence of an item; add USE_LENGTHS=1");
-SDPA_REFUSE(FP8_FLUSH_changed && !Build::is_e4m3,
+SDPA_REFUSE(FP8_FLUSH_changed && !Build::multiplies_e4m3,
             "FP8_FLUSH: only the wgmma kernel with DTYPE=FP8_E4M3 has sums of 14 bits; drop it");
 SDPA_REFUSE(FP16_ACC_changed && Build::input != DType::fp16,
             "FP16_ACC: only the wmma kernel with DTYPE=FP16 has such sums; drop it");
@@ -5994,8 +6121,11 @@ template <class B> constexpr bool check_wgmma() {
               "16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8");
   SDPA_REFUSE(wgmma && B::use_pages && B::block_n * B::head_dim / (B::head_dim % 64 || B::d_v % 64 ? 512 : 1024) > 32,
               "USE_PAGES=1: a lane copies a box, and there may be more than 32 in this tile; type a smaller BLOCK_N");
-  SDPA_REFUSE(wgmma && B::is_e4m3 && (!roles || !B::overlap),
+  SDPA_REFUSE(wgmma && B::multiplies_e4m3 && (!roles || !B::overlap),
               "DTYPE=FP8_E4M3: producer warps transpose V beside the softmax; add USE_WARP_SPECIALIZATION=1 OVERLAP=1");
+  SDPA_REFUSE(B::converts_tiles && (!roles || B::use_persistent_cta || B::split_kv > 1),
+              "KV_DTYPE: with wgmma all producer warps make tiles of one slice, and none is left to store O meanwhile; "
+              "add USE_WARP_SPECIALIZATION=1, drop USE_PERSISTENT_CTA and SPLIT_KV");
   SDPA_REFUSE(wgmma && B::vec_width != (B::is_8bit ? 16 : 8),
               "VEC_WIDTH: TMA wants addresses and strides by 16 bytes; type VEC_WIDTH=8, or 16 with an 8-bit DTYPE");
   SDPA_REFUSE(wgmma && !roles && (B::overlap || B::use_persistent_cta || B::use_ping_pong),
@@ -6036,7 +6166,7 @@ template <class B> constexpr bool check() {
               "HEAD_DIM: wgmma takes 64, 96, 128, 192, 256, and of V the same or less; type one or USE_MMA_SYNC=1");
   SDPA_REFUSE(wgmma && (B::swap_ab ? Dv % 64 != 0 : B::split_kv > 1 && 256 % Dv != 0),
               "SWAP_AB=1 takes D of V by 64, SPLIT_KV=2 a power of 2; type HEAD_DIM=128 or drop it");
-  SDPA_REFUSE(B::block_n % (scalar ? 8 : B::is_e4m3 && !B::converts_operands ? 32 : 16) != 0,
+  SDPA_REFUSE(B::block_n % (scalar ? 8 : B::multiplies_e4m3 ? 32 : 16) != 0,
               "BLOCK_N: the scalar kernel takes keys by 8, the others by 16, e4m3 by 32; type BLOCK_N=64");
   SDPA_REFUSE(path<B> == Path::wgmma_plain && B::pack_gqa,
               "PACK_GQA: the plain wgmma kernel lacks it; add USE_WARP_SPECIALIZATION=1 or SWAP_AB=1 or drop it");
@@ -6097,7 +6227,7 @@ constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, 
   t.skip_masked = on("SKIP_MASKED"), t.swap_ab = on("SWAP_AB"), t.use_lazy_max = true;
   t.pack_gqa = on("PACK_GQA"), t.split_ctas = on("SPLIT_CTAS") || t.pack_gqa ? 0 : 1;
   if (known != knobs.size() + !knobs.empty()) a_row_of_tiles_names_an_unknown_knob();
-  if (Build::is_e4m3) t.fp8_flush = block_n > 64 ? 8 : 16;  // wgmma flushes O after some 1,024 keys
+  if (Build::multiplies_e4m3) t.fp8_flush = block_n > 64 ? 8 : 16;  // wgmma flushes O after some 1,024 keys
   return t;
 }
 constexpr std::array HOPPER_TILES = {
@@ -6175,8 +6305,27 @@ constexpr std::array E4M3_TILES = {
     tile(192, 128, 128, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 4700, 5.8),
     tile(192, 128, 128, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 4700, 5.9),
 };
+// KV_DTYPE. Costs are those of such rows in 16 bits, by the ratio of both times at some problems.
+constexpr std::array KV_TILES = {
+    tile(64, 256, 64, 16, 3, 1, "OVERLAP USE_PING_PONG", 1, 2670, 8.7),
+    tile(64, 64, 64, 4, 2, 1, "OVERLAP", 2, 2500, 5.5),
+    tile(64, 192, 96, 12, 3, 1, "OVERLAP PACK_GQA", 1, 9950, 7.5),
+    tile(64, 64, 128, 4, 3, 1, "OVERLAP PACK_GQA", 1, 8190, 4.5),
+    tile(64, 16, 64, 4, 3, 4, "PACK_GQA USE_MMA_SYNC", 2, 9240, 3.23),
+    tile(128, 128, 128, 8, 2, 1, "OVERLAP USE_PING_PONG", 1, 3430, 4.6),
+    tile(128, 192, 64, 12, 3, 1, "OVERLAP SKIP_MASKED", 1, 2960, 4.5),
+    tile(128, 64, 64, 4, 2, 1, "OVERLAP", 1, 2500, 3.0),
+    tile(128, 128, 128, 8, 2, 1, "OVERLAP PACK_GQA", 1, 13000, 4.6),
+    tile(128, 64, 128, 4, 2, 1, "OVERLAP PACK_GQA", 1, 11100, 3.0),
+    tile(128, 16, 32, 4, 3, 4, "PACK_GQA USE_MMA_SYNC", 2, 9800, 1.53),
+    tile(256, 128, 48, 8, 2, 1, "OVERLAP SKIP_MASKED", 1, 7140, 2.05),
+    tile(256, 128, 48, 8, 2, 1, "OVERLAP PACK_GQA", 1, 23100, 1.8),
+    tile(256, 64, 48, 4, 2, 1, "OVERLAP PACK_GQA", 1, 18600, 1.5),
+    tile(256, 16, 32, 2, 2, 2, "PACK_GQA USE_MMA_SYNC", 3, 15000, 0.612),
+};
 constexpr auto TUNED_TILES = [] {
-  if constexpr (Build::is_e4m3) return E4M3_TILES;
+  if constexpr (Build::mixes_types) return KV_TILES;
+  else if constexpr (Build::is_e4m3) return E4M3_TILES;
   else if constexpr (is_mma) return AMPERE_TILES;
   else return HOPPER_TILES;
 }();

@@ -140,9 +140,11 @@ def line_with(capability, dtype, D, Dv, features):
     if features >> FEATURES.index("KV_DTYPE=FP8_E4M3") & 1:
         if capability < (8, 9) or dtype == torch.float8_e4m3fn:
             raise Unavailable("k and v of e4m3 beside a q of 16 bits have a line from sm_89 on")
-        if D % 32 or Dv % 32:
-            raise Unavailable(f"k and v of e4m3 beside a q of 16 bits take D in multiples of 32, not D={D}, Dv={Dv}")
-        line = "mma_decode_kv8_d128_bf16"
+        multiple = 16 if capability[0] == 9 else 32
+        if D % multiple or Dv % multiple:
+            raise Unavailable(f"k and v of e4m3 beside a q of 16 bits take D in multiples of {multiple}, not D={D}, Dv={Dv}")
+        line = "hopper_kv8_d128_bf16" if capability[0] == 9 else "mma_decode_kv8_d128_bf16"
+        D, Dv = widths(capability, D, Dv)
         knobs = [f"HEAD_DIM={D}"] * (D != 128) + ["DTYPE=FP16"] * (dtype == torch.float16)
     else:
         line, (D, Dv) = line_of(capability, dtype, D, Dv), widths(capability, D, Dv)
@@ -299,8 +301,8 @@ def attention(q, k, v, causal=None, window=NO_WINDOW, scale=None, q_descale=None
     query sees the last key), "tl" (the first sees the first alone). window: how many keys a query sees before and after
     its own position, None for all; a third member "br" or "tl" says whose position that is (default: causal's). scale:
     1/sqrt(D) by default; with 0 all visible keys weigh alike. descales: float32, [B,H] or what expands to it, q's also
-    [B,Hkv]; e4m3 only. A q of 16 bits may have k and v of e4m3, with k_descale and v_descale (from sm_89 on, D by 32;
-    the kernel is made for few queries). out_dtype: of e4m3's O, float16 (default) or bfloat16. softcap: logits x become
+    [B,Hkv]; e4m3 only. A q of 16 bits may have k and v of e4m3, with k_descale and v_descale (on sm_90 D by 16; on others
+    from sm_89 on by 32, and few queries are what that kernel is made for). out_dtype: of e4m3's O, float16 (default) or bfloat16. softcap: logits x become
     softcap * tanh(x / softcap), by tanh.approx. sinks [Hq]: exp(sink) joins a row's sum and its LSE. Read by the kernels, int32:
     k_lengths [B] and q_lengths [B], of its keys and of its queries a sequence has the first so many, also for the mask;
     q_starts, k_starts [B+1], sequence b has the rows from starts[b] to starts[b+1] of q, or of k and v, whose batch is

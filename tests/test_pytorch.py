@@ -102,20 +102,23 @@ def test_lines_of_all_sizes(D, Dv, line, widths, monkeypatch):
         assert tree.refusal(builds.changed(tree.config_lines()[name].knobs, changes)) == ""
         with pytest.raises(sdpa.Unavailable, match="^O has the type of q, and another one with e4m3 alone$"):
             sdpa.line_with((9, 0), torch.bfloat16, D, D, 64)
-    if D % 32 or (Dv or D) % 32:
-        with pytest.raises(sdpa.Unavailable, match="take D in multiples of 32, not "):
-            sdpa.line_with((9, 0), torch.bfloat16, D, Dv or D, 128)
-    else:  # k and v in 8 bits beside a q of 16
+    for capability, multiple in ((8, 9), 32), ((9, 0), 16):  # k and v in 8 bits beside a q of 16
+        if D % multiple or (Dv or D) % multiple:
+            with pytest.raises(sdpa.Unavailable, match=f"take D in multiples of {multiple}, not "):
+                sdpa.line_with(capability, torch.bfloat16, D, Dv or D, 128)
+            continue
         for dtype, type_ in ((torch.bfloat16, "BF16"), (torch.float16, "FP16")):
-            name, _, *knobs = sdpa.line_with((8, 9), dtype, D, Dv or D, 128 + 8 + 4 + 1)
-            own = {"HEAD_DIM": str(D), "HEAD_DIM_V": str(Dv or D), "DTYPE": type_}
+            name, _, *knobs = sdpa.line_with(capability, dtype, D, Dv or D, 128 + 8 + 4 + 1)
+            sizes = sdpa.widths(capability, D, Dv or D)
+            own = {"HEAD_DIM": str(sizes[0]), "HEAD_DIM_V": str(sizes[1]), "DTYPE": type_}
             of_line = {**dict(word.split("=") for word in tree.config_lines()[name].knobs), **dict(word.split("=") for word in knobs if "=" in word)}
             assert {**{"HEAD_DIM_V": own["HEAD_DIM"]}, **of_line}.items() >= {**own, "KV_DTYPE": "FP8_E4M3"}.items()
             changes = [word if "=" in word else word + "=1" for word in knobs]
-            assert tree.refusal(builds.changed(tree.config_lines()[name].knobs, changes)) == "", (D, Dv)
-        for capability, dtype in (((8, 6), torch.bfloat16), ((9, 0), E4M3)):
-            with pytest.raises(sdpa.Unavailable, match="^k and v of e4m3 beside a q of 16 bits have a line from sm_89 on$"):
-                sdpa.line_with(capability, dtype, D, D, 128)
+            assert tree.refusal(builds.changed(tree.config_lines()[name].knobs, changes)) == "", (capability, D, Dv)
+        assert name == ("hopper" if capability[0] == 9 else "mma_decode") + "_kv8_d128_bf16"
+    for capability, dtype in (((8, 6), torch.bfloat16), ((9, 0), E4M3)):
+        with pytest.raises(sdpa.Unavailable, match="^k and v of e4m3 beside a q of 16 bits have a line from sm_89 on$"):
+            sdpa.line_with(capability, dtype, D, D, 128)
 
 
 def test_numbers_that_python_and_cpp_share(monkeypatch):
