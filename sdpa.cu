@@ -220,6 +220,7 @@ using Bias = std::conditional_t<Build::use_bias == 2, uint8_t, Input>;
 template <class B>
 using Element = std::conditional_t<B::converts, __half, std::conditional_t<B::converts_tiles, Query<B>, Input>>;
 using Half = std::conditional_t<Build::is_8bit, __half, Input>;  // of 16-bit operands
+template <class B> using ElementOfV = std::conditional_t<B::converts_tiles, __half, Element<B>>;
 
 // Query q's own position among the keys. With a mask it sees no key after it.
 enum class Causal : int {
@@ -834,13 +835,14 @@ using TileSoftmax = std::conditional_t<B::sync_policy == 1, WarpSoftmax<B, Share
 
 // ---- the path to a kernel ----
 
-enum class Path { scalar, wmma, mma, wgmma_plain, wgmma_roles, wgmma_e4m3, wgmma_swapped };
+enum class Path { scalar, wmma, mma, wgmma_plain, wgmma_roles, wgmma_converting, wgmma_e4m3, wgmma_swapped };
 template <class B>
 constexpr Path path = B::use_mma_sync               ? Path::mma
                       : B::use_wmma                 ? Path::wmma
                       : !B::use_wgmma               ? Path::scalar
                       : B::swap_ab                  ? Path::wgmma_swapped
                       : B::multiplies_e4m3          ? Path::wgmma_e4m3
+                      : B::converts_tiles           ? Path::wgmma_converting
                       : B::use_warp_specialization  ? Path::wgmma_roles
                                                     : Path::wgmma_plain;
 // Query rows that skip a masked tile of keys together: a warp's, a warpgroup's or the CTA's.
@@ -1288,9 +1290,9 @@ template <> struct VectorCopy<true> {
 // ---- what stands behind the kernels, since few builds have it ----
 
 template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, int keys, int thread, int threads);
-template <class B> __device__ __forceinline__ void clear_rows_without_query(void* Q_s, const KernelArgs& a);
+template <class B> __device__ __forceinline__ void clear_rows_without_query(Element<B>* Q_s, const KernelArgs& a);
 template <class B>
-__device__ __forceinline__ bool clear_queries_of_others(void* Q_s, int panel_rows, const KernelArgs& a,
+__device__ __forceinline__ bool clear_queries_of_others(Element<B>* Q_s, int panel_rows, const KernelArgs& a,
                                                         const Item<B>& item, int first_row, int rows, int thread);
 template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelArgs& a, uint32_t i);  // USE_LENGTHS
 template <class B>  // USE_PAGES
@@ -2141,7 +2143,8 @@ constexpr uint64_t evict_first = 0x12f0000000000000, evict_last = 0x14f000000000
 
 // True if a producer warp stores O out of shared memory; otherwise those that compute do.
 template <class B>
-constexpr bool stores_by_tma = path<B> == Path::wgmma_roles && B::split_kv == 1 && B::split_ctas == 1;
+constexpr bool stores_by_tma = (path<B> == Path::wgmma_roles || path<B> == Path::wgmma_converting) &&
+                               B::split_kv == 1 && B::split_ctas == 1;
 
 // An item and its rounds, in each of which every slice (SPLIT_KV) takes one tile of BLOCK_N keys. The last round comes
 // first, so that tiles with a causal mask leave a maximum that holds for most of the others.
@@ -2234,11 +2237,10 @@ template <class B> constexpr int Q_PANEL_ROWS = B::pack_gqa ? B::block_m : 64;
 template <class B> __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, uint64_t Q, uint64_t K) {
   forget(S.x.d);
   wgmma_fence();
-  using E = Element<B>;
-  constexpr int line = PANEL_BYTES<B::head_dim, E>;
-  SDPA_UNROLL for (int step = 0; step < B::head_dim * int(sizeof(E)) / STEP_BYTES; step++) {
-    wgmma_ss<E, B::block_n, 0>(S.x.d, descriptor_at(Q, panel_step<line>(step, Q_PANEL_ROWS<B>)),
-                               descriptor_at(K, panel_step<line>(step, B::block_n)), step > 0);
+  constexpr int line = PANEL_BYTES<B::head_dim, Element<B>>;
+  SDPA_UNROLL for (int step = 0; step < B::head_dim * int(sizeof(Element<B>)) / STEP_BYTES; step++) {
+    wgmma_ss<Element<B>, B::block_n, 0>(S.x.d, descriptor_at(Q, panel_step<line>(step, Q_PANEL_ROWS<B>)),
+                                        descriptor_at(K, panel_step<line>(step, B::block_n)), step > 0);
   }
   wgmma_commit_group();
 }
@@ -2253,8 +2255,8 @@ __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::d_v>& O, const Wgmm
   hold(O.x.d);
   wgmma_fence();
   SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
-    wgmma_rs<Half, B::d_v, 1>(O.x.d, P[step], descriptor_at(V, step * 16 * PANEL_BYTES<B::d_v, Half>),
-                              step || accumulate);
+    wgmma_rs<ElementOfV<B>, B::d_v, 1>(O.x.d, P[step], descriptor_at(V, step * 16 * PANEL_BYTES<B::d_v, Element<B>>),
+                                       step || accumulate);
   }
   wgmma_commit_group();
 }
@@ -3009,12 +3011,9 @@ __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePart
 
 // ---- 5d 16 bits: the kernel (wgmma and USE_WARP_SPECIALIZATION and DTYPE = FP16, DTYPE = BF16) ----
 
-// KV_DTYPE: K and V as they land, and the warps that make tiles of 16 bits of them.
+// KV_DTYPE: K and V as they land, and how many warps make tiles of 16 bits of them.
 template <class B> struct LandedTiles;
-template <class B> struct WgmmaConverter;
 constexpr int converter_warps = 4;
-template <class B>
-using ConverterRegisters = WgmmaRegisters<B, (B::head_dim > 128 ? 64 : 48), (B::head_dim > 64 ? 40 : 32)>;
 
 template <class B> struct WgmmaShared {
   // Q of the next item is loaded while an item is computed, if there is room.
@@ -3115,7 +3114,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   using Base::a, Base::s, Base::lane, Base::slice, Base::row_group, Base::rows, Base::ring, Base::q_ring, Base::last_k0;
 
   __device__ Wgmma16Consumer(WgmmaShared<B>& s_, const KernelArgs& a_, int thread)
-      : Base(s_, a_, thread, B::block_n * PANEL_BYTES<B::d_v, Half>, PANEL_ATOM<B::d_v, Half>) {}
+      : Base(s_, a_, thread, B::block_n * PANEL_BYTES<B::d_v, Element<B>>, PANEL_ATOM<B::d_v, Element<B>>) {}
 
   // ---- the products ----
 
@@ -3175,7 +3174,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   // Rounds P, and holds it before the fence. Otherwise nvcc rounds a part after it, ptxas splits P @ V into two
   // groups (C7519), and the wait for the next scores waits for the first of these as well.
   static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
-    SDPA_UNROLL for (int n = 0; n < B::block_n / 16; n++) pack_step<Half>(out[n], P, n), hold(out[n]);
+    SDPA_UNROLL for (int n = 0; n < B::block_n / 16; n++) pack_step<ElementOfV<B>>(out[n], P, n), hold(out[n]);
   }
   // The wait stands in the middle: FIRST columns of a stale softmax go on beside the P @ V before.
   template <int FIRST, class End>
@@ -3278,14 +3277,15 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     if constexpr (B::use_lengths) store_partial_rows(s.item[stage], s.Q[stage][row_group], first_row, lane);
   }
   // USE_LENGTHS: O of the warp's rows out of shared memory, if the sequence ends among the warpgroup's.
-  __device__ __forceinline__ void store_partial_rows(const Item<B>& item, const void* O_s, int first_row, int lane) {
+  __device__ __forceinline__ void store_partial_rows(const Item<B>& item, const Element<B>* O_s, int first_row,
+                                                     int lane) {
     if (!item.ends_before(rows.q + 64)) return;
     __syncwarp();  // hazard: written by all lanes
     constexpr int chunks = B::d_v / 8, line = PANEL_BYTES<B::d_v, Output>;
     Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head;
     for (int i = lane; i < 16 * chunks; i += 32) {
       const int row = first_row + i / chunks, col = i % chunks * 8, q = rows.q + row;
-      const uint4 o = ld_shared<uint4>(static_cast<const Output*>(O_s) + panel_offset<64, line>(row, col));
+      const uint4 o = ld_shared<uint4>(O_s + panel_offset<64, line>(row, col));
       if (q < item.query_count(a.p) && col < a.p.Dv) st_global_v4(O_g + item.q_row(q) * a.p.o.row + col, o);
     }
   }
@@ -3342,9 +3342,9 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
 
 template <class B> struct KernelOf<B, Path::wgmma_roles> {
   using Shared = WgmmaShared<B>;
-  using Producer = std::conditional_t<B::converts_tiles, WgmmaConverter<B>, Wgmma16Producer<B>>;
+  using Producer = Wgmma16Producer<B>;
   using Consumer = Wgmma16Consumer<B>;
-  using Registers = std::conditional_t<B::converts_tiles, ConverterRegisters<B>, WgmmaRegisters<B, 24>>;
+  using Registers = WgmmaRegisters<B, 24>;
   static constexpr auto entry = sdpa_wgmma<B>;
 };
 
@@ -4892,13 +4892,13 @@ __device__ __forceinline__ void merge_groups(const Partials& partials_s, const I
 }
 
 // PACK_GQA: empties rows of Q without a query, since what lies there would decide how other rows are rounded.
-template <class B> __device__ __forceinline__ void clear_rows_without_query(void* Q_s, const KernelArgs& a) {
+template <class B> __device__ __forceinline__ void clear_rows_without_query(Element<B>* Q_s, const KernelArgs& a) {
   if (!B::pack_gqa) return;
   constexpr int line = PANEL_BYTES<B::head_dim, Element<B>> / 16;
   const int rows = rows_of_item<B>(a), chunks = (B::block_m - rows) * line;
   for (int i = threadIdx.x; i < PANELS<B::head_dim, Element<B>> * chunks; i += B::threads) {
     const int row = i / chunks * B::block_m + rows;
-    st_shared(static_cast<uint4*>(Q_s) + row * line + i % chunks, uint4{});
+    st_shared(reinterpret_cast<uint4*>(Q_s) + row * line + i % chunks, uint4{});
   }
   fence_proxy_async();
 }
@@ -5038,12 +5038,17 @@ template <class B> struct WgmmaConverter : Wgmma16Producer<B> {
       convert_tile<B::head_dim, Query<B>>(to.K[n], &to.k_empty[n], &to.k_full[n], from.K[n], &from.k_full[n],
                                           &from.k_empty[n], warp);
       load(load_k, round - B::stages);
-      convert_tile<B::d_v, Half>(to.V[n], &to.v_empty[n], &to.v_full[n], from.V[n], &from.v_full[n],
+      convert_tile<B::d_v, ElementOfV<B>>(to.V[n], &to.v_empty[n], &to.v_full[n], from.V[n], &from.v_full[n],
                                  &from.v_empty[n], warp);
       load(load_v, round - B::stages);
     }
     if (stores_by_tma<B> && warp == 0 && issues) Base::q_ring = {}, Base::store_items();
   }
+};
+
+template <class B> struct KernelOf<B, Path::wgmma_converting> : KernelOf<B, Path::wgmma_roles> {
+  using Producer = WgmmaConverter<B>;
+  using Registers = WgmmaRegisters<B, (B::head_dim > 128 ? 64 : 48), (B::head_dim > 64 ? 40 : 32)>;
 };
 
 // ---- 5f rows of several heads with mma.sync (mma and PACK_GQA) ----
@@ -5244,14 +5249,14 @@ template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, in
 // query. Rows of a warp decide together how long a stale maximum will do, and these are another sequence's. True if
 // the tile has such rows: then its readers have to wait for all who call it.
 template <class B>
-__device__ __forceinline__ bool clear_queries_of_others(void* Q_s, int panel_rows, const KernelArgs& a,
+__device__ __forceinline__ bool clear_queries_of_others(Element<B>* Q_s, int panel_rows, const KernelArgs& a,
                                                         const Item<B>& item, int first_row, int rows, int thread) {
   if (!a.p.batch_invariant || !item.ends_before(item.q0 + queries_of_item<B>(a))) return false;
   constexpr int line = PANEL_BYTES<B::head_dim, Element<B>> / 16, threads = B::swap_ab ? B::threads : 128;
   for (int i = thread; i < PANELS<B::head_dim, Element<B>> * rows * line; i += threads) {
     const int row = i / line % rows, panel = i / line / rows;
     if (query_of<B>(a, item.q0, first_row + row) < item.query_count(a.p)) continue;
-    st_shared(static_cast<uint4*>(Q_s) + (panel * panel_rows + row) * line + i % line, uint4{});
+    st_shared(reinterpret_cast<uint4*>(Q_s) + (panel * panel_rows + row) * line + i % line, uint4{});
   }
   return fence_proxy_async(), true;
 }
@@ -6172,7 +6177,7 @@ template <class B> constexpr bool check() {
               "PACK_GQA: the plain wgmma kernel lacks it; add USE_WARP_SPECIALIZATION=1 or SWAP_AB=1 or drop it");
   SDPA_REFUSE(merges_by_kernel<B> && (B::use_persistent_cta || (wgmma && (B::split_kv > 1 || B::skip_masked))),
               "SPLIT_CTAS: a CTA has one range; drop USE_PERSISTENT_CTA, and with wgmma SPLIT_KV and SKIP_MASKED");
-  SDPA_REFUSE((path<B> == Path::wgmma_roles || path<B> == Path::wgmma_e4m3) && B::pack_gqa && B::split_ctas == 1,
+  SDPA_REFUSE(wgmma && B::use_warp_specialization && B::pack_gqa && B::split_ctas == 1,
               "PACK_GQA: with producer warps its rows are stored in ranges alone; type SPLIT_CTAS=0");
   SDPA_REFUSE(wmma && B::use_warp_specialization && B::sync_policy != 1,
               "USE_WARP_SPECIALIZATION: barriers stop producers, so every warp must keep its rows; type SYNC_POLICY=1");

@@ -123,7 +123,7 @@ static std::string why_not_tensors(const Tensor& q, const Tensor& k, const Tenso
   const bool mixed = v.scalar_type() != type;
   if (mixed && !(own && v.scalar_type() == at::kFloat8_e4m3fn)) return "q, k and v have different dtypes";
   for (const int64_t D : {q.size(3), v.size(3)}) {
-    if (D <= 0 || D > 256 || D % (mixed ? 32 : 16 / q.element_size())) return c10::str("there is no line for D=", D);
+    if (D <= 0 || D > 256 || D % (16 / v.element_size())) return c10::str("there is no line for D=", D);
   }
   if (!own && v.size(3) != q.size(3)) return "q, k and v differ in B or D";
   if (k.sizes().slice(0, 3) != v.sizes().slice(0, 3)) return "k and v have different shapes";
@@ -618,7 +618,6 @@ static Tensor attend(const Call& call, Tensor& o) {
   const auto& [q_any, k_any, v_any, causal, left, right, window_alignment, scale, cap, q_descale, k_descale, v_descale,
                sink, k_lengths, q_starts, k_starts, page_table, most_keys, bias_any, bias_keys, q_lengths,
                batch_invariant, in_bf16] = call;
-  const c10::cuda::CUDAGuard guard(q_any.device());
   const auto check = [](const std::string& why) { TORCH_CHECK(why.empty(), "sdpa.attention: ", why); };
   const bool has_lengths = k_lengths || q_lengths || q_starts || k_starts || page_table;
   check(why_not_tensors(q_any, k_any, v_any, true, has_lengths));
@@ -631,6 +630,7 @@ static Tensor attend(const Call& call, Tensor& o) {
   within("bias_keys", bias_keys, 0);
   TORCH_CHECK(most_keys == 0 || has_lengths, "sdpa.attention: most_keys is for sequences of k_lengths, starts or pages");
   TORCH_CHECK(cap == 0 || float(cap) != 0, "sdpa.attention: softcap=", cap, " is not from 1e-18 to 1e18");
+  const c10::cuda::CUDAGuard guard(q_any.device());
   const Tensor q = readable(q_any, false), k = readable(k_any, true), v = readable(v_any, true);
   const bool e4m3 = q.scalar_type() == at::kFloat8_e4m3fn;
   TORCH_CHECK(e4m3 || !in_bf16, "sdpa.attention: O has the type of q, and another one with e4m3 alone");

@@ -30,7 +30,7 @@ def refusal(knobs, section=SECTION):
 
 
 def test_a_misspelt_knob_in_a_row_of_tiles():
-    for row in ('"OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 2320', '"SWAP_AB", 1, 4710', '"PACK_GQA USE_MMA_SYNC", 2, 9240'):
+    for row in ('"OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 2320', '"SWAP_AB", 1, 4710', '"PACK_GQA USE_MMA_SYNC", 3, 15000, 0.612),\n    tile(96'):
         assert SECTION.count(row) == 1
         for wrong in (row.replace('", ', 'D", '), row.replace('"', '"OVERLAPS ', 1), row.replace('"', '" ', 1)):
             assert "a_row_of_tiles_names_an_unknown_knob" in refusal(TUNED, SECTION.replace(row, wrong))

@@ -535,6 +535,14 @@ def test_why_not(glue, options, why):
         assert "gradients" not in sdpa.why_not(q, k, v, **options)
 
 
+@pytest.mark.parametrize("D", (64, 80, 72, 272))
+def test_sizes_of_k_and_v_of_8_bits(glue, D):
+    """Beside a q of 16 bits attention() leaves D that is a multiple of 16 to its lines; what comes next wants a GPU."""
+    q, k = half(1, 2, 4, D), half(1, 2, 4, D).to(E4M3)
+    with pytest.raises(RuntimeError, match="CUDA" if D <= 256 and D % 16 == 0 else f"^sdpa.attention: there is no line for D={D}"):
+        sdpa.OPERATOR.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), q, k, k, 0, -1, -1, 0, None, 0.0, *[None] * 8, 0)
+
+
 def layouts(B, H, S, D, make):
     """Tensors of this shape, made of contiguous ones: [B,S,H,D], packed QKV, expanded, with gaps, misaligned, odd."""
     yield make(B, H, S, D)
@@ -1528,6 +1536,28 @@ def test_softcap_sinks_and_lengths(dtype, D, softcap):
         sdpa.attention(q, k, v, sinks=torch.zeros(7, device="cuda"))
     with pytest.raises(NotImplementedError, match="^sdpa.attention: no backward for e4m3, softcap, sinks"):
         sdpa.attention(q.half().requires_grad_(), k.half(), v.half(), sinks=torch.zeros(8, device="cuda")).sum().backward()
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype, D, Dv", [(torch.bfloat16, 128, 128), (torch.float16, 64, 64), (torch.bfloat16, 80, 48), (torch.bfloat16, 256, 256)], ids=str)
+def test_k_and_v_of_8_bits(dtype, D, Dv):
+    """Beside a q of 16 bits, with their factors: decode, prompts and chunks, caches with lengths and in pages."""
+    for Sq, Sk, mask in (1, 3000, None), (300, 300, "br"), (70, 900, "br"):
+        q, k, v, _ = case_tensors(dtype, 2, 8, 2, Sq, Sk, D, mask, (None, None))
+        k, v = (x[..., :size].to(E4M3) for x, size in ((k, D), (v, Dv)))
+        factors = [torch.rand(2, 2, device="cuda") + 0.5 for _ in range(2)]
+        exact = [x.float() * factor[..., None, None] for x, factor in zip((k, v), factors)]
+        given = dict(zip(("k_descale", "v_descale"), factors))
+        out, lse = sdpa.attention(q, k, v, mask, return_lse=True, **given)
+        want, want_lse = reference(q, *exact, visible(Sq, Sk, mask, (None, None)))
+        assert out.dtype == dtype and rel_rms(out, want) <= LIMITS[dtype] and (lse - want_lse).abs().max() <= 1e-2
+        lengths = torch.tensor([Sk, Sk - 101 if Sq < Sk else Sk], dtype=torch.int32, device="cuda")
+        out = sdpa.attention(q, k, v, mask, k_lengths=lengths, **given)
+        for b, n in enumerate(lengths.tolist()):
+            want, _ = reference(q[b:b + 1], *(x[b:b + 1, :, :n] for x in exact), visible(Sq, n, mask, (None, None)))
+            assert rel_rms(out[b:b + 1], want) <= LIMITS[dtype]
+        paged, table = in_pages((k, v), 64)
+        assert rel_rms(sdpa.attention(q, *paged, mask, k_lengths=lengths, page_table=table, **given), out) <= LIMITS[dtype]
 
 
 @needs_gpu
