@@ -4,7 +4,7 @@ import collections
 import re
 import textwrap
 
-from inlining import callee, edited, inlined, source, type_of_expression
+from inlining import callee, edited, inlined, source, type_of, type_of_expression
 from minimal import (BANNERS, ROOTS, WIDTH, Folding, declared, descendants, enclosing, listed, minimal, name_of, parse,
                      units_of, words_of)
 
@@ -167,14 +167,17 @@ def without_template_parameters(text, but):
     for name, nodes in defined.items():
         parameters = nodes[0].child_by_field_name("parameters").named_children
         node, is_function = nodes[0], declared(nodes[0]).type == "function_definition"
-        if len(nodes) != 1 or name in but or name in plain and is_function or not parameters:
+        if len(nodes) != 1 or name in but or not parameters:
             continue
         for n, parameter in enumerate(parameters):
             default = parameter.child_by_field_name("default_value") or parameter.child_by_field_name("default_type")
-            given = set()
+            given, is_shared = set(), is_function and name in plain  # the name with functions without a template
+            if is_shared and (default or name_of(parameter) in words_of("".join(
+                    source(one, text) for one in descendants(declared(node), "parameter_list")[:1]))):
+                continue
             for _, arguments in uses[name]:
                 given.add(arguments[n] if n < len(arguments) else default and source(default, text))
-            if is_function:
+            if is_function and not is_shared:
                 for call in descendants(root, "call_expression"):
                     function = call.child_by_field_name("function")
                     is_call = name_of(function.child_by_field_name("field") or function) == name
@@ -185,7 +188,8 @@ def without_template_parameters(text, but):
             owner = enclosing(node, "struct_specifier")
             if any({name, owner and name_of(owner)} & words_of(source(one, text)) for one in users):
                 continue  # they would need each other
-            if not value or {word for word in words_of(value) if not word.isdigit()} - top or words_of(value) & inner:
+            words = words_of(re.sub(r"::\w+", "", value or ""))
+            if not words or {word for word in words if not word.isdigit()} - top or words & inner:
                 continue
             body = declared(node)
             if any(name_of(one) == name_of(parameter)
@@ -219,7 +223,8 @@ def deduced(node, parameter, call, text):
         while argument.type == "binary_expression" and "*" in whole:  # an address and an offset
             argument = argument.child_by_field_name("left")
         if of and source(of, text) == name_of(parameter):
-            return type_of_expression(argument, text)
+            return type_of_expression(argument, text) or "*" in whole and argument.type == "identifier" and type_of(
+                source(argument, text), argument, text, "pointer_declarator")
         if re.search(rf"\(&\w*\)\[{name_of(parameter)}\]$", whole) and argument.type == "identifier":
             return bound_of(source(argument, text), argument, text)
     return None
@@ -277,6 +282,91 @@ def without_one(nodes, n):
     if n + 1 < len(nodes):
         return nodes[n].start_byte, nodes[n + 1].start_byte
     return (nodes[n - 1].end_byte if n else nodes[n].start_byte), nodes[n].end_byte
+
+
+# ---- names for what has one meaning ----
+
+def types_of(node, text):
+    """The arguments of a template's name as they are written, but for aliases of types: what these stand for."""
+    known = dict(re.findall(r"^using (\w+) = (\w+);", text, re.MULTILINE))
+    return [known.get(source(one, text), source(one, text)) for one in node.named_children]
+
+
+def without_other_versions(text, but):
+    """Of a template with versions for some arguments the one that all uses ask for, without the template."""
+    root, defined, edits = parse(text), collections.defaultdict(list), []
+    for node in descendants(root, "template_declaration"):
+        defined[name_of(declared(node))].append(node)
+    lists = collections.defaultdict(list)
+    for node in descendants(root, "template_argument_list"):
+        lists[name_of(node.parent)].append(node)
+    words = collections.Counter(re.findall(r"\w+", re.sub(r"//.*", "", text)))
+    for name, (first, *others) in defined.items():
+        defaults = [one.child_by_field_name("default_value") for one in listed(first, "parameters")]
+        if not others or not defaults or name in but or any(listed(one, "parameters") for one in others):
+            continue
+
+        def given(node):
+            own = types_of(node, text)
+            return tuple(own + [source(one, text) for one in defaults[len(own):] if one])
+        own = {}  # the version for some arguments
+        for one in others:
+            inside = next((each for each in lists[name] if declared(one).start_byte <= each.start_byte < (
+                declared(one).child_by_field_name("body") or one).start_byte), None)
+            own[given(inside) if inside else (source(declared(one).child_by_field_name("type"), text),)] = one, inside
+        uses = [one for one in lists[name] if one not in [inside for _, inside in own.values()]]
+        asked = {given(one) for one in uses}
+        if len(asked) != 1 or words[name] != len(lists[name]) + 1 + sum(not inside for _, inside in own.values()):
+            continue
+        node, inside = own.get(asked.pop(), (None, None))
+        if not node:
+            continue
+        edits = [(one.start_byte, one.end_byte, "") for one in [*uses, *([inside] if inside else [])]]
+        edits += [line_of(one, text) for one in [first, *others] if one != node]
+        return edited(text, [*edits, (node.start_byte, node.start_byte + len("template <> "), "")])
+    return text
+
+
+def without_aliases(text):
+    """The text with what an alias stands for in its place: of constants for others, and of types in functions."""
+    root = parse(text)
+    for node in descendants(root, "declaration", "alias_declaration"):
+        is_type = node.type == "alias_declaration"
+        found = re.fullmatch(r"using (\w+) = ([^;]+);" if is_type else r"constexpr int (\w+) = ([A-Za-z]\w*);",
+                             source(node, text))
+        scope = enclosing(node, "function_definition", "struct_specifier", "translation_unit")
+        if not found or is_type == (scope.type == "translation_unit") or node.parent.type == "template_declaration":
+            continue
+        uses = [one for one in descendants(scope, "identifier", "type_identifier", "namespace_identifier")
+                if source(one, text) == found[1] and not node.start_byte <= one.start_byte < node.end_byte]
+        places = [(one.start_byte, one.end_byte) for one in uses]
+        if scope.type == "struct_specifier":
+            places += [one.span() for one in re.finditer(
+                rf"(?:typename )?\b{name_of(scope)}::{found[1]}\b", text)]
+            if len(re.findall(rf"\b{found[1]}\b", text)) != len(places) + 1:
+                continue
+        if is_type and len(places) > (2 if re.fullmatch(r"[\w:<>]+", found[2]) else 1):
+            continue
+        return edited(text, [line_of(node, text), *((*place, found[2]) for place in places)])
+    return text
+
+
+def with_members_inside(text):
+    """The text with the members of structs defined where they are declared."""
+    root = parse(text)
+    structs = {name_of(one): one for one in descendants(root, "struct_specifier")}
+    for node in descendants(root, "function_definition"):
+        owner = owner_of(node)
+        if owner not in structs or node.parent.type == "template_declaration":
+            continue
+        struct, name, start = structs[owner], name_of(node), text.rfind("\n", 0, node.start_byte) + 1
+        inside = [one for one in descendants(struct, "field_declaration") if name_of(one) == name]
+        needs = [one for one in words_of(source(node, text)) & structs.keys() if one != owner]
+        if len(inside) == 1 and not any(owner in words_of(source(structs[one], text)) for one in needs):
+            first = text.rfind("\n", 0, inside[0].start_byte) + 1
+            return edited(text, [(first, inside[0].end_byte, text[start:node.end_byte].replace(f"{owner}::", "", 1)),
+                                 (start, node.end_byte + 1, "")])
+    return text
 
 
 # ---- options of other builds ----
@@ -343,7 +433,7 @@ def without_unread_members(text):
                 is_plain = all(write.type == "field_initializer" or
                                write.parent.type in ("expression_statement", "comma_expression")
                                for write in places)
-                if words[name] == 1 + len(places) and declared_in[name] == 1 and is_plain:
+                if words[name] == declared_in[name] + len(places) and (declared_in[name] == 1 or not places) and is_plain:
                     return edited(text, [place_of(write, text) for write in places] +
                                   members_without(node, [name], text))
     return text
@@ -411,7 +501,7 @@ def without_words_about(text, absent):
 
 def sentences_without(words, about):
     """What is left of a comment: sentences that do not say it, and others without the part that does."""
-    words = re.sub(rf",? (?:or|and) with {about.pattern}(?:=\w+)?[^,.;:]*", "", words)
+    words = re.sub(rf",? (?:or|and) (?:\w+ ){{1,3}}{about.pattern}(?:=\w+)?[^,.;:]*", "", words)
     parts = re.split(r"(?<=[.;])\s+", words)
     kept = [part for part in parts if not about.search(part)]
     kept = " ".join(kept) if any(re.search(r"\w", part) for part in kept) else ""
@@ -426,7 +516,7 @@ class Part:
     def __init__(self, unit, lines):
         self.unit, self.names, self.first, self.last = unit, unit.names - {""}, unit.first, unit.last
         self.text = "\n".join(lines[unit.first:unit.last + 1]).strip("\n")
-        self.uses = set(unit.uses).union(*(part.uses for part in unit.parts))
+        self.uses = {name.strip(".(") for name in set(unit.uses).union(*(part.uses for part in unit.parts))}
         code = re.sub(r"//.*", "", self.text).strip()
         self.is_kernel, self.is_special = "__global__" in code, code.startswith("template <>")
         self.is_declaration = "{" not in code and bool(re.search(
@@ -501,7 +591,7 @@ def texts(parts):
     """Their texts, with an empty line between those that were not neighbours."""
     out = []
     for part, after in zip(parts, [*parts[1:], None]):
-        is_short = after and max(part.text.count("\n"), after.text.count("\n")) < 4
+        is_short = after and max(part.text.count("\n"), after.text.count("\n")) < 6
         out.append(part.text + "\n" * (not is_short))
     return out
 
@@ -545,18 +635,21 @@ def wgmma_function(kind, element, n, trans_b, trans_a=0):
     return "\n".join([
         f"template <> __device__ __forceinline__ void wgmma_{kind}<{arguments}>(",
         f"    float (&d)[{r}], {a_type}, uint64_t b, bool accumulate) {{",
-        "  asm volatile(", *("      " + line for line in words),
-        "      : " + "\n        ".join(operands), f'      : "r"(int(accumulate)), "l"(b), {a_operands});', "}", ""])
+        "  // clang-format off", "  asm volatile(", *("      " + line for line in words),
+        "      : " + "\n        ".join(operands), f'      : "r"(int(accumulate)), "l"(b), {a_operands});',
+        "  // clang-format on", "}", ""])
 
 
 def shortest(text, instructions, sizes=()):
     """The text with what its one value decides decided, and calls replaced. instructions: functions that stay."""
     def step(text):
-        for change in (lambda text: minimal(text, {*sizes}),
+        for change in (lambda text: minimal(text, {*sizes}), without_aliases, with_members_inside,
+                       lambda text: without_other_versions(text, instructions),
                        lambda text: without_template_parameters(text, instructions),
                        lambda text: without_unread_parameters(text, instructions), without_unread_members,
                        lambda text: minimal(inlined(text, instructions | ROOTS), {*sizes})):
             text = until_stable(change, text)
+        text = re.sub(r"\{\s*if \(([\w.]+)\) return;\s*([^{};]+;)\s*\}", r"{\n  if (!\1) \2\n}", text)
         return re.sub(r"(?:const )?[A-Z]\w+ (\w+) = ([^;]*);\s*return \1;", r"return \2;", text)
     return re.sub(r"(?<=\.|:)template (?=\w+\()", "", until_stable(step, text))
 

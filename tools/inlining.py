@@ -65,7 +65,7 @@ class Inlining:
         for node in descendants(self.root, "function_definition"):
             functions[name_of(node)].append(node)
         self.returns = {name: self.type_text(nodes[0]) for name, nodes in functions.items()
-                        if len(nodes) == 1 and nodes[0].child_by_field_name("type")}
+                        if len({self.type_text(node) for node in nodes}) == 1 and nodes[0].child_by_field_name("type")}
         calls, used = collections.defaultdict(list), collections.Counter()
         for call in descendants(self.root, "call_expression"):
             calls[name_of(callee(call))].append(call)
@@ -167,7 +167,9 @@ class Inlining:
         explicit = [source(one, self.text) for one in arguments[0].named_children] if arguments else []
         for n, one in enumerate(templates):
             if n >= len(explicit):
-                return None
+                if name_of(one) in words_of(source(body, self.text)):
+                    return None
+                continue
             bound[name_of(one)] = explicit[n] if re.fullmatch(r"[\w:<>]+", explicit[n]) else f"({explicit[n]})"
         return bound, first, words
 
@@ -217,14 +219,15 @@ class Inlining:
         if is_expression:
             value = statements[0].named_children[0]
             text = source(value, self.text)
-            if "__device__" in head and (self.type_text(function) == "bool" or "?" in text):
+            if "__device__" in head and self.type_text(function) == "bool" and value.type != "call_expression":
                 return []  # nvcc would branch where it computes a value, or the other way round
-            if len(text) > (40 if struct is not None else 110) or len(calls) > 1 and not re.fullmatch(r"[\w.]+", text):
+            if len(text) > (40 if struct is not None else 110) or len(calls) > 1 and not re.fullmatch(
+                    r"[\w.]+(\([\w., ]*\))?", text):
                 return []
             own = parameters_of(descendants(function, "function_declarator", "abstract_function_declarator")[0])
             if struct is not None and len(calls) > 1 and text in own:
                 return []  # a member that gives what it takes: without it nvcc puts instructions in another order
-            if value.type in ("initializer_list", "lambda_expression"):
+            if value.type == "lambda_expression":
                 return []
             return self.expressions(function, value, calls)
         if len(calls) > 1 or code.count("\n") > MOST_LINES:
@@ -259,6 +262,8 @@ class Inlining:
             is_cast = text.startswith(f"{own_type}(")
             if own_type in SCALARS and self.kind(value) != own_type and not declares_same and not is_cast:
                 text = f"{own_type}({text})"
+            elif value.type == "initializer_list" and call.parent.type != "init_declarator":
+                text = own_type + text
             elif not is_whole:
                 text = f"({text})"
             edits.append((call.start_byte, call.end_byte, text))
