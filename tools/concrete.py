@@ -332,10 +332,10 @@ def without_aliases(text):
     root = parse(text)
     for node in descendants(root, "declaration", "alias_declaration"):
         is_type = node.type == "alias_declaration"
-        found = re.fullmatch(r"using (\w+) = ([^;]+);" if is_type else r"constexpr int (\w+) = ([A-Za-z]\w*);",
-                             source(node, text))
         scope = enclosing(node, "function_definition", "struct_specifier", "translation_unit")
-        if not found or is_type == (scope.type == "translation_unit") or node.parent.type == "template_declaration":
+        found = re.fullmatch(r"using (\w+) = ([^;]+);" if is_type else r"constexpr int (\w+) = ([A-Za-z]\w*);" if (
+            scope.type == "translation_unit") else r"const bool (\w+) = (true|false);", source(node, text))
+        if not found or is_type and scope.type == "translation_unit" or node.parent.type == "template_declaration":
             continue
         uses = [one for one in descendants(scope, "identifier", "type_identifier", "namespace_identifier")
                 if source(one, text) == found[1] and not node.start_byte <= one.start_byte < node.end_byte]

@@ -56,11 +56,12 @@ class Inlining:
 
     def __init__(self, text, but):
         self.text, self.root = text, parse(text)
-        self.fields = collections.defaultdict(set)  # types by a member's name
+        self.fields = collections.defaultdict(set)  # types by a member's name, of an array's elements by "name[]"
         for node in descendants(self.root, "field_declaration"):
             for one in node.children_by_field_name("declarator"):
-                self.fields[name_of(one)].add(source(node.child_by_field_name("type"), text)
-                                              if one.type == "field_identifier" else "")
+                kind = source(node.child_by_field_name("type"), text)
+                self.fields[name_of(one)].add(kind if one.type == "field_identifier" else "")
+                self.fields[name_of(one) + "[]"].add(kind if one.type == "array_declarator" else "")
         functions = collections.defaultdict(list)
         for node in descendants(self.root, "function_definition"):
             functions[name_of(node)].append(node)
@@ -108,7 +109,8 @@ class Inlining:
         if kind == "subscript_expression" and node.type == "identifier":
             return type_of(source(node, self.text), node, self.text, "array_declarator", "pointer_declarator")
         if node.type in ("qualified_identifier", "field_expression"):
-            types = self.fields.get(name_of(node.child_by_field_name("field") or node), ())
+            name = name_of(node.child_by_field_name("field") or node)
+            types = self.fields.get(name + "[]" * (kind == "subscript_expression"), ())
             return next(iter(types)) if len(types) == 1 else None
         if kind == "call_expression":
             name = source(field("function"), self.text)
@@ -145,7 +147,7 @@ class Inlining:
             is_plain = argument.type in ("identifier", "number_literal", "true", "false") or (
                 re.fullmatch(r"\w+(\.\w+|\[\w+\]|::\w+)*", value) is not None)
             is_reference = "&" in whole
-            is_same = own_type not in SCALARS or is_reference or self.kind(argument) == own_type
+            is_same = own_type not in SCALARS or is_reference or "*" in whole or self.kind(argument) == own_type
             if not uses and is_plain:
                 continue
             words |= words_of(value)
@@ -158,6 +160,8 @@ class Inlining:
                     is_reference or name not in written) and (
                     argument.type not in ("initializer_list", "lambda_expression")):
                 bound[name] = value if argument.type in ATOMS else f"({value})"
+            elif is_plain and not re.search(r"[&*\[]", whole) and name not in written:
+                bound[name] = f"{own_type}({value})"
             elif declarator is not None and argument.type != "lambda_expression" and "*" not in whole:
                 first.append(f"{'' if name in written or 'const' in whole else 'const '}{whole} = {value};")
             else:
