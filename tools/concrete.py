@@ -286,18 +286,12 @@ def without_one(nodes, n):
 
 # ---- names for what has one meaning ----
 
-def types_of(node, text):
-    """The arguments of a template's name as they are written, but for aliases of types: what these stand for."""
-    known = dict(re.findall(r"^using (\w+) = (\w+);", text, re.MULTILINE))
-    return [known.get(source(one, text), source(one, text)) for one in node.named_children]
-
-
 def without_other_versions(text, but):
     """Of a template with versions for some arguments the one that all uses ask for, without the template."""
-    root, defined, edits = parse(text), collections.defaultdict(list), []
+    known = dict(re.findall(r"^using (\w+) = (\w+);", text, re.MULTILINE))  # aliases of types
+    root, defined, lists = parse(text), collections.defaultdict(list), collections.defaultdict(list)
     for node in descendants(root, "template_declaration"):
         defined[name_of(declared(node))].append(node)
-    lists = collections.defaultdict(list)
     for node in descendants(root, "template_argument_list"):
         lists[name_of(node.parent)].append(node)
     words = collections.Counter(re.findall(r"\w+", re.sub(r"//.*", "", text)))
@@ -307,34 +301,31 @@ def without_other_versions(text, but):
             continue
 
         def given(node):
-            own = types_of(node, text)
+            own = [known.get(source(one, text), source(one, text)) for one in listed(node, "arguments")]
             return tuple(own + [source(one, text) for one in defaults[len(own):] if one])
-        own = {}  # the version for some arguments
-        for one in others:
-            inside = next((each for each in lists[name] if declared(one).start_byte <= each.start_byte < (
-                declared(one).child_by_field_name("body") or one).start_byte), None)
-            own[given(inside) if inside else (source(declared(one).child_by_field_name("type"), text),)] = one, inside
-        uses = [one for one in lists[name] if one not in [inside for _, inside in own.values()]]
-        asked = {given(one) for one in uses}
-        if len(asked) != 1 or words[name] != len(lists[name]) + 1 + sum(not inside for _, inside in own.values()):
-            continue
-        node, inside = own.get(asked.pop(), (None, None))
-        if not node:
-            continue
-        edits = [(one.start_byte, one.end_byte, "") for one in [*uses, *([inside] if inside else [])]]
-        edits += [line_of(one, text) for one in [first, *others] if one != node]
-        return edited(text, [*edits, (node.start_byte, node.start_byte + len("template <> "), "")])
+        # Where a version says for which arguments it is; without such a place it returns what it is for.
+        places = [next((each for each in lists[name] if one.start_byte < each.start_byte < declared(
+            one).child_by_field_name("body").start_byte), None) for one in others]
+        own = {given(place.parent) if place else (source(declared(one).child_by_field_name("type"), text),): one
+               for one, place in zip(others, places)}
+        asked = {given(one.parent) for one in lists[name] if one not in places}
+        if len(asked) == 1 and asked <= own.keys() and words[name] == len(lists[name]) + 1 + places.count(None):
+            node = own[asked.pop()]
+            return edited(text, [*((one.start_byte, one.end_byte, "") for one in lists[name]),
+                                 *(line_of(one, text) for one in [first, *others] if one != node),
+                                 (node.start_byte, node.start_byte + len("template <> "), "")])
     return text
 
 
 def without_aliases(text):
     """The text with what an alias stands for in its place: of constants for others, and of types in functions."""
     root = parse(text)
+    top = {name for unit in units_of(root, text.split("\n")) for name in unit.names} | {"true", "false"}
     for node in descendants(root, "declaration", "alias_declaration"):
         is_type = node.type == "alias_declaration"
         scope = enclosing(node, "function_definition", "struct_specifier", "translation_unit")
-        found = re.fullmatch(r"using (\w+) = ([^;]+);" if is_type else r"constexpr int (\w+) = ([A-Za-z]\w*);" if (
-            scope.type == "translation_unit") else r"const bool (\w+) = (true|false);", source(node, text))
+        found = re.fullmatch(r"using (\w+) = ([^;[]+);" if is_type else
+                             r"const(?:expr)? (?:int|bool|auto) (\w+) = ([A-Za-z]\w*);", source(node, text))
         if not found or is_type and scope.type == "translation_unit" or node.parent.type == "template_declaration":
             continue
         uses = [one for one in descendants(scope, "identifier", "type_identifier", "namespace_identifier")
@@ -345,27 +336,22 @@ def without_aliases(text):
                 rf"(?:typename )?\b{name_of(scope)}::{found[1]}\b", text)]
             if len(re.findall(rf"\b{found[1]}\b", text)) != len(places) + 1:
                 continue
-        if is_type and len(places) > (2 if re.fullmatch(r"[\w:<>]+", found[2]) else 1):
+        most = 2 if re.fullmatch(r"[\w:<>]+", found[2]) else 1
+        if scope.type != "translation_unit" and (len(places) > most or not is_type and found[2] not in top):
             continue
         return edited(text, [line_of(node, text), *((*place, found[2]) for place in places)])
     return text
 
 
-def with_members_inside(text):
-    """The text with the members of structs defined where they are declared."""
-    root = parse(text)
-    structs = {name_of(one): one for one in descendants(root, "struct_specifier")}
-    for node in descendants(root, "function_definition"):
-        owner = owner_of(node)
-        if owner not in structs or node.parent.type == "template_declaration":
-            continue
-        struct, name, start = structs[owner], name_of(node), text.rfind("\n", 0, node.start_byte) + 1
-        inside = [one for one in descendants(struct, "field_declaration") if name_of(one) == name]
-        needs = [one for one in words_of(source(node, text)) & structs.keys() if one != owner]
-        if len(inside) == 1 and not any(owner in words_of(source(structs[one], text)) for one in needs):
-            first = text.rfind("\n", 0, inside[0].start_byte) + 1
-            return edited(text, [(first, inside[0].end_byte, text[start:node.end_byte].replace(f"{owner}::", "", 1)),
-                                 (start, node.end_byte + 1, "")])
+def with_numbers(text):
+    """The text with the numbers of a struct's members in their place, where others name them."""
+    structs = collections.defaultdict(list)
+    for node in descendants(parse(text), "struct_specifier"):
+        structs[name_of(node)].append(node)
+    for name, nodes in structs.items():
+        lists = re.findall(r"static constexpr int ([^;]*);", nodes[0].text.decode()) if len(nodes) == 1 and name else []
+        for member, value in re.findall(r"\b(\w+) = (\d+)(?=,|$)", "\n".join(lists), re.MULTILINE):
+            text = re.sub(rf"\b{name}(?:<\w+>)?::{member}\b", value, text)
     return text
 
 
@@ -406,7 +392,8 @@ def without_options(text):
 # ---- members that nobody reads ----
 
 def without_unread_members(text):
-    """The text without the members that are never read, and without what gives them values."""
+    """The text without the members that are never read, and without what gives them values. One that aligns its struct
+    stays, since nvcc loads those behind it several at once."""
     root = parse(text)
     code = re.sub(r"//.*", lambda m: " " * len(m[0]), text)
     words = collections.Counter(re.findall(r"\w+", code))
@@ -424,8 +411,9 @@ def without_unread_members(text):
     for struct in descendants(root, "struct_specifier"):
         for node in descendants(struct, "field_declaration"):
             is_static = "static" in source(node, text).split()
-            if descendants(node, "function_declarator") or is_static or not struct.child_by_field_name(
-                    "name") or name_of(struct) in positional or enclosing(node.parent, "struct_specifier") != struct:
+            if descendants(node, "function_declarator") or not struct.child_by_field_name("name") or (
+                    not is_static and name_of(struct) in positional) or "alignas" in source(node, text) or (
+                        enclosing(node.parent, "struct_specifier") != struct):
                 continue
             names = [name_of(one) for one in node.children_by_field_name("declarator")]
             for name in names:
@@ -433,7 +421,8 @@ def without_unread_members(text):
                 is_plain = all(write.type == "field_initializer" or
                                write.parent.type in ("expression_statement", "comma_expression")
                                for write in places)
-                if words[name] == declared_in[name] + len(places) and (declared_in[name] == 1 or not places) and is_plain:
+                if words[name] == declared_in[name] + len(places) and is_plain and (
+                        declared_in[name] == 1 or not places):
                     return edited(text, [place_of(write, text) for write in places] +
                                   members_without(node, [name], text))
     return text
@@ -643,7 +632,7 @@ def wgmma_function(kind, element, n, trans_b, trans_a=0):
 def shortest(text, instructions, sizes=()):
     """The text with what its one value decides decided, and calls replaced. instructions: functions that stay."""
     def step(text):
-        for change in (lambda text: minimal(text, {*sizes}), without_aliases, with_members_inside,
+        for change in (lambda text: minimal(text, {*sizes}), without_aliases, with_numbers,
                        lambda text: without_other_versions(text, instructions),
                        lambda text: without_template_parameters(text, instructions),
                        lambda text: without_unread_parameters(text, instructions), without_unread_members,

@@ -15,7 +15,7 @@ WHOLE = {"argument_list", "initializer_list", "init_declarator", "return_stateme
 ATOMS = {"identifier", "number_literal", "field_expression", "call_expression", "subscript_expression",
          "parenthesized_expression", "true",
          "false", "string_literal", "qualified_identifier", "this", "null"}
-MOST_LINES = 14  # of a body that goes into another function
+MOST_LINES = 20  # of a body that goes into another function
 
 
 def source(node, text):
@@ -171,7 +171,7 @@ class Inlining:
         explicit = [source(one, self.text) for one in arguments[0].named_children] if arguments else []
         for n, one in enumerate(templates):
             if n >= len(explicit):
-                if name_of(one) in words_of(source(body, self.text)):
+                if name_of(one) in words_of(source(body, self.text) + "".join(first)):
                     return None
                 continue
             bound[name_of(one)] = explicit[n] if re.fullmatch(r"[\w:<>]+", explicit[n]) else f"({explicit[n]})"
@@ -289,6 +289,10 @@ class Inlining:
         given = given.union(words_of(owner or "")) - {name for name, to in bound.items() if name == to}
         if (top | names_made(body)) & given:
             return []  # a name of the body would hide what the call gives
+        before = {source(one, self.text) for one in outer.child_by_field_name("body").named_children
+                  if one.start_byte < call.start_byte}
+        same = [one for one in statements if source(one, self.text) in before and one.type == "declaration"]
+        top -= {name_of(each) for one in same for each in one.children_by_field_name("declarator")}
         inside = [(one.start_byte, one.end_byte) for one in (call, function)]
         clashes = any(source(one, self.text) in top and not any(start <= one.start_byte < end for start, end in inside)
                       for one in descendants(outer, "identifier"))
@@ -296,6 +300,8 @@ class Inlining:
         lines = [re.sub(r"\b[A-Za-z_]\w*\b", lambda m: plain.get(m[0], m[0]), line)
                  for line in self.comment_of(function)] + first
         code = textwrap.dedent(self.rendered(body, function, bound, owner)[1:-1].strip("\n").rstrip())
+        for one in same:  # what the caller has said before
+            code = code.replace(source(one, self.text) + "\n", "", 1)
         in_block = place.parent.type == "compound_statement"
         if place.type == "expression_statement" and place.parent.type in (
                 "compound_statement", "if_statement", "else_clause"):

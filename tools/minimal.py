@@ -259,10 +259,6 @@ class Folding:
         does_nothing = {"static_assert_declaration": True, "while_statement": False}.get(kind)
         if does_nothing is not None and self.value(field("condition")) is does_nothing or self.is_unselected(node):
             return GONE
-        name = name_of(declared(node)) if node.parent and node.parent.type == "field_declaration_list" else ""
-        if name[:1].islower() and declared(node).type == "function_definition" and (
-                len(re.findall(rf"\b{name}\b(?:<[^;()]*>)?\(|[(,] ?{name}[,)]", self.text)) == 1):
-            return GONE  # a member that nobody calls, though others have its name
         if kind == "expression_statement" and node.named_children and self.does_nothing(node.named_children[0]):
             return GONE
         if kind == "return_statement" and node.named_children and self.does_nothing(node.named_children[0]):
@@ -376,15 +372,15 @@ class Unit:
             self.names |= {name_of(one) for one in descendants(inner, "enumerator")}
         self.is_data = inner.type == "field_declaration" and b"static" not in [one.text for one in inner.children] and (
             not descendants(inner, "function_declarator"))
-        # Structs whose members others name without a dot: the bases of a struct, and that of a member defined outside.
-        scopes = [one for one in descendants(inner, "qualified_identifier") if one.parent.type == "function_declarator"
-                  and one.start_byte < (body or inner).start_byte]
-        self.opens = {name_of(one.child_by_field_name("scope")) for one in scopes}.union(*(
-            words_of(one.text.decode()) for one in inner.children if one.type == "base_class_clause"))
+        # Structs whose members it names without a dot: its bases, and that of a member defined outside.
+        self.scopes = {name_of(one.child_by_field_name("scope")) for one in descendants(inner, "qualified_identifier")
+                       if one.parent.type == "function_declarator" and one.start_byte < (body or inner).start_byte}
+        self.bases = {word for one in inner.children if one.type == "base_class_clause"
+                      for word in words_of(one.text.decode())}
         self.has_default = inner.child_by_field_name("default_value") is not None
         self.types = signature_types(node) if inner.type == "function_definition" and not struct else set()
         self.made = {name_of(one) for one in descendants(inner, "parameter_declaration", "init_declarator")
-                     } if struct and inner.type == "function_definition" else set()
+                     } if struct or self.scopes else set()
         start, end = node.start_point[0], node.end_point[0] - (node.end_point[1] == 0)
         is_comment = re.compile(r"(?!// ----|// ====)\s*//").match
         above, below = (len(list(itertools.takewhile(is_comment, others)))
@@ -393,11 +389,8 @@ class Unit:
         self.first = start if lines[start - above - 1].startswith(BANNERS) else start - above
         self.last = end if lines[end + below + 1].strip() else end + below
         self.parts = units_of(body, lines, self) if inner.type == "struct_specifier" and body else []
-        own = [(part, name) for part in self.parts for name in part.names - self.names]
-        members = {name: f".{name}" + "(" * (not part.is_data) for part, name in own}
         for part in self.parts:
-            part.uses = {members.get(name, name) for name in part.uses - part.made if name[:-1] not in members} | {
-                f".{name}" for name in part.uses & members.keys() - part.made}
+            self.take_names_of(part)
         own = [lines[n] for n in range(start, end + 1) if not any(part.first <= n <= part.last for part in self.parts)]
         code = re.sub(r'//[^\n]*|"(?:[^"\\\n]|\\.)*"', " ", "\n".join(own))
         self.uses = {bool(dot) * "." + name for dot, name in re.findall(
@@ -405,6 +398,12 @@ class Unit:
         self.uses |= {f"{bool(dot) * '.'}{name}(" for dot, name in re.findall(
             r"(\.|->|::)?(?:template )?\b([A-Za-z_]\w*)(?=[(<])", code)}
         self.begins = tuple(re.findall(r"(\w+)##", code))  # of names that a macro makes
+
+    def take_names_of(self, part):
+        """Members that a part of this struct names without a dot are as others name them."""
+        own = {name: f".{name}" + "(" * (not one.is_data) for one in self.parts for name in one.names - self.names}
+        part.uses = {own.get(name, name) for name in part.uses - part.made if name[:-1] not in own} | {
+            f".{name}" for name in part.uses & own.keys() - part.made}
 
 
 def signature_types(node):
@@ -434,12 +433,16 @@ def without_unused(text):
     asserts = [unit for unit in units if unit.kind == "static_assert_declaration"]
     versions = collections.Counter(name for unit in top for name in unit.names)
     empty = {name for unit in top if unit.kind == "struct_specifier" and not unit.parts for name in unit.names}
-    open_ones = set().union(*(unit.opens for unit in top))
+    for unit, struct in itertools.product(top, top):
+        if struct.names & unit.scopes and struct.parts:
+            struct.take_names_of(unit)
+    bases = set().union(*(unit.bases for unit in top))
     names, begins, before = set(ROOTS), (), None
 
     def is_named(unit):
-        own = {f".{name}" + "(" * (unit.kind == "function_definition") for name in unit.names if unit.struct or unit.opens}
-        if not unit.struct or unit.struct.names & (unit.names | open_ones):
+        own = {f".{name}" + "(" * (unit.kind == "function_definition") for name in unit.names
+               if unit.struct or unit.scopes}
+        if not unit.struct or unit.struct.names & (unit.names | bases):
             own |= unit.names
         return own & names or any(name.startswith(begins) for name in unit.names)
     while before != len(names):
