@@ -165,6 +165,8 @@ def without_template_parameters(text, but):
     top = {name for unit in units_of(root, text.split("\n"))
            for name in unit.names} | {"true", "false", "float", "uint32_t", "float4"}
     for name, nodes in defined.items():
+        if all(listed(one, "parameters") for one in nodes):  # without declarations of what stands elsewhere
+            nodes = [one for one in nodes if declared(one).child_by_field_name("body") or "=" in source(one, text)] or nodes
         parameters = nodes[0].child_by_field_name("parameters").named_children
         node, is_function = nodes[0], declared(nodes[0]).type == "function_definition"
         if len(nodes) != 1 or name in but or not parameters:
@@ -199,7 +201,7 @@ def without_template_parameters(text, but):
                 return [(one.start_byte, one.end_byte, value)
                         for one in descendants(part, "identifier", "type_identifier", "namespace_identifier")
                         if source(one, text) == name_of(parameter)]
-            edits = instead(body)
+            edits = instead(body) + [line_of(one, text) for one in defined[name] if one != node]
             rest = [edited(text, instead(one) + [(one.end_byte, len(text), "")])[one.start_byte:]
                     for one in parameters if one != parameter]
             lists = node.child_by_field_name("parameters")
@@ -223,8 +225,9 @@ def deduced(node, parameter, call, text):
         while argument.type == "binary_expression" and "*" in whole:  # an address and an offset
             argument = argument.child_by_field_name("left")
         if of and source(of, text) == name_of(parameter):
-            return type_of_expression(argument, text) or "*" in whole and argument.type == "identifier" and type_of(
-                source(argument, text), argument, text, "pointer_declarator")
+            kinds = [kind for sign, kind in zip("*[", ("pointer_declarator", "array_declarator")) if sign in whole]
+            return type_of_expression(argument, text) or kinds and argument.type == "identifier" and type_of(
+                source(argument, text), argument, text, *kinds)
         if re.search(rf"\(&\w*\)\[{name_of(parameter)}\]$", whole) and argument.type == "identifier":
             return bound_of(source(argument, text), argument, text)
     return None
@@ -312,7 +315,8 @@ def without_other_versions(text, but):
         if len(asked) == 1 and asked <= own.keys() and words[name] == len(lists[name]) + 1 + places.count(None):
             node = own[asked.pop()]
             return edited(text, [*((one.start_byte, one.end_byte, "") for one in lists[name]),
-                                 *(line_of(one, text) for one in [first, *others] if one != node),
+                                 *(line_of(one, text) for one in others if one != node),
+                                 (first.start_byte, re.compile(r"\s*").match(text, line_of(first, text)[1]).end(), ""),
                                  (node.start_byte, node.start_byte + len("template <> "), "")])
     return text
 
@@ -339,7 +343,10 @@ def without_aliases(text):
         most = 2 if re.fullmatch(r"[\w:<>]+", found[2]) else 1
         if scope.type != "translation_unit" and (len(places) > most or not is_type and found[2] not in top):
             continue
-        return edited(text, [line_of(node, text), *((*place, found[2]) for place in places)])
+        start, end, _ = line_of(node, text)
+        if not text[end:].lstrip(" ")[:1].isalpha():  # its comment is not for those after it
+            start -= len(re.search(r"(?:^ *//(?! ----| ====).*\n)*\Z", text[:start], re.MULTILINE)[0])
+        return edited(text, [(start, end, ""), *((*place, found[2]) for place in places)])
     return text
 
 
@@ -639,8 +646,9 @@ def shortest(text, instructions, sizes=()):
                        lambda text: minimal(inlined(text, instructions | ROOTS), {*sizes})):
             text = until_stable(change, text)
         text = re.sub(r"\{\s*if \(([\w.]+)\) return;\s*([^{};]+;)\s*\}", r"{\n  if (!\1) \2\n}", text)
+        text = re.sub(r"(?<=\.|:)template (?=\w+\()", "", text)
         return re.sub(r"(?:const )?[A-Z]\w+ (\w+) = ([^;]*);\s*return \1;", r"return \2;", text)
-    return re.sub(r"(?<=\.|:)template (?=\w+\()", "", until_stable(step, text))
+    return until_stable(step, text)
 
 
 def concrete(text, instructions):

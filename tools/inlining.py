@@ -15,7 +15,7 @@ WHOLE = {"argument_list", "initializer_list", "init_declarator", "return_stateme
 ATOMS = {"identifier", "number_literal", "field_expression", "call_expression", "subscript_expression",
          "parenthesized_expression", "true",
          "false", "string_literal", "qualified_identifier", "this", "null"}
-MOST_LINES = 20  # of a body that goes into another function
+MOST_LINES = 22  # of a body that goes into another function
 
 
 def source(node, text):
@@ -355,11 +355,13 @@ def type_of(name, node, text, *more):
     while place is not None:
         for one in descendants(place, "parameter_declaration", "declaration", "field_declaration") if place.type in (
                 "function_definition", "lambda_expression", "struct_specifier", "translation_unit") else []:
-            plain = {"identifier", "field_identifier", "init_declarator", "reference_declarator", *more}
-            kinds = {each.type for each in one.children_by_field_name("declarator") if name_of(each) == name}
+            plain = {"identifier", "field_identifier", "reference_declarator", *more}
+            kinds = {(each.child_by_field_name("declarator") if each.type == "init_declarator" else each).type
+                     for each in one.children_by_field_name("declarator") if name_of(each) == name}
             if kinds & plain and one.child_by_field_name("type"):
                 return source(one.child_by_field_name("type"), text)
-            if kinds and one.type == "field_declaration" and place.type == "struct_specifier":
+            if kinds and place.type != "translation_unit" and (one.type == "field_declaration") == (
+                    place.type == "struct_specifier"):
                 return None  # an array, which hides what has its name farther out
         place = place.parent
     return None

@@ -26,7 +26,7 @@ struct Derived : View {
 
 // Stays: an instruction.
 __device__ float of_ptx(float x) { return x; }
-// Stays: it branches, and nvcc computes the value.
+// Goes, though it branches.
 __device__ float finite(float m) { return m < 0 ? 0.0f : m; }
 // Stays: its bool decides a branch.
 __device__ bool is_first(int lane) { return lane == 0; }
