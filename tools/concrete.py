@@ -178,7 +178,8 @@ def without_template_parameters(text, but):
                     source(one, text) for one in descendants(declared(node), "parameter_list")[:1]))):
                 continue
             for _, arguments in uses[name]:
-                given.add(arguments[n] if n < len(arguments) else default and source(default, text))
+                given.add(arguments[n].removeprefix("typename ") if n < len(arguments) else
+                          default and source(default, text))
             if is_function and not is_shared:
                 for call in descendants(root, "call_expression"):
                     function = call.child_by_field_name("function")
@@ -399,8 +400,7 @@ def without_options(text):
 # ---- members that nobody reads ----
 
 def without_unread_members(text):
-    """The text without the members that are never read, and without what gives them values. One that aligns its struct
-    stays, since nvcc loads those behind it several at once."""
+    """The text without the members that are never read, and without what gives them values."""
     root = parse(text)
     code = re.sub(r"//.*", lambda m: " " * len(m[0]), text)
     words = collections.Counter(re.findall(r"\w+", code))
@@ -419,7 +419,7 @@ def without_unread_members(text):
         for node in descendants(struct, "field_declaration"):
             is_static = "static" in source(node, text).split()
             if descendants(node, "function_declarator") or not struct.child_by_field_name("name") or (
-                    not is_static and name_of(struct) in positional) or "alignas" in source(node, text) or (
+                    not is_static and name_of(struct) in positional) or (
                         enclosing(node.parent, "struct_specifier") != struct):
                 continue
             names = [name_of(one) for one in node.children_by_field_name("declarator")]

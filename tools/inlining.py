@@ -231,7 +231,7 @@ class Inlining:
             own = parameters_of(descendants(function, "function_declarator", "abstract_function_declarator")[0])
             if struct is not None and len(calls) > 1 and text in own:
                 return []  # a member that gives what it takes: without it nvcc puts instructions in another order
-            if value.type == "lambda_expression":
+            if value.type in ("initializer_list", "lambda_expression"):
                 return []
             return self.expressions(function, value, calls)
         if len(calls) > 1 or code.count("\n") > MOST_LINES:
@@ -266,8 +266,6 @@ class Inlining:
             is_cast = text.startswith(f"{own_type}(")
             if own_type in SCALARS and self.kind(value) != own_type and not declares_same and not is_cast:
                 text = f"{own_type}({text})"
-            elif value.type == "initializer_list" and call.parent.type != "init_declarator":
-                text = own_type + text
             elif not is_whole:
                 text = f"({text})"
             edits.append((call.start_byte, call.end_byte, text))
@@ -373,8 +371,9 @@ def type_of_expression(node, text):
         return type_of(source(node, text), node, text)
     if node.type != "field_expression" or node.child_by_field_name("field").type != "field_identifier":
         return None
-    types = {source(one.child_by_field_name("type"), text) for one in descendants(parse(text), "field_declaration")
-             if name_of(node.child_by_field_name("field")) in map(name_of, one.children_by_field_name("declarator"))}
+    types = {source(one.child_by_field_name("type"), text) if each.type == "field_identifier" else None
+             for one in descendants(parse(text), "field_declaration") for each in one.children_by_field_name("declarator")
+             if name_of(each) == name_of(node.child_by_field_name("field"))}
     return types.pop() if len(types) == 1 else None
 
 
