@@ -4,7 +4,7 @@ import collections
 import re
 import textwrap
 
-from inlining import callee, edited, inlined, source, type_of, type_of_expression
+from inlining import callee, edited, inlined, source, type_of_expression
 from minimal import (BANNERS, ROOTS, WIDTH, Folding, declared, descendants, enclosing, listed, minimal, name_of, parse,
                      units_of, words_of)
 
@@ -166,7 +166,8 @@ def without_template_parameters(text, but):
            for name in unit.names} | {"true", "false", "float", "uint32_t", "float4"}
     for name, nodes in defined.items():
         if all(listed(one, "parameters") for one in nodes):  # without declarations of what stands elsewhere
-            nodes = [one for one in nodes if declared(one).child_by_field_name("body") or "=" in source(one, text)] or nodes
+            nodes = [one for one in nodes
+                     if declared(one).child_by_field_name("body") or "=" in source(one, text)] or nodes
         parameters = nodes[0].child_by_field_name("parameters").named_children
         node, is_function = nodes[0], declared(nodes[0]).type == "function_definition"
         if len(nodes) != 1 or name in but or not parameters:
@@ -226,9 +227,8 @@ def deduced(node, parameter, call, text):
         while argument.type == "binary_expression" and "*" in whole:  # an address and an offset
             argument = argument.child_by_field_name("left")
         if of and source(of, text) == name_of(parameter):
-            kinds = [kind for sign, kind in zip("*[", ("pointer_declarator", "array_declarator")) if sign in whole]
-            return type_of_expression(argument, text) or kinds and argument.type == "identifier" and type_of(
-                source(argument, text), argument, text, *kinds)
+            more = {"*": ("pointer_declarator", "array_declarator"), "[": ("array_declarator",)}
+            return type_of_expression(argument, text, *more.get(next(iter(re.findall(r"[*[]", whole)), ""), ()))
         if re.search(rf"\(&\w*\)\[{name_of(parameter)}\]$", whole) and argument.type == "identifier":
             return bound_of(source(argument, text), argument, text)
     return None

@@ -15,6 +15,7 @@ WHOLE = {"argument_list", "initializer_list", "init_declarator", "return_stateme
 ATOMS = {"identifier", "number_literal", "field_expression", "call_expression", "subscript_expression",
          "parenthesized_expression", "true",
          "false", "string_literal", "qualified_identifier", "this", "null"}
+NAMES = {"identifier", "field_identifier", "reference_declarator"}  # declarators of what has the type before them
 MOST_LINES = 22  # of a body that goes into another function
 
 
@@ -353,7 +354,7 @@ def type_of(name, node, text, *more):
     while place is not None:
         for one in descendants(place, "parameter_declaration", "declaration", "field_declaration") if place.type in (
                 "function_definition", "lambda_expression", "struct_specifier", "translation_unit") else []:
-            plain = {"identifier", "field_identifier", "reference_declarator", *more}
+            plain = {*NAMES, *more}
             kinds = {(each.child_by_field_name("declarator") if each.type == "init_declarator" else each).type
                      for each in one.children_by_field_name("declarator") if name_of(each) == name}
             if kinds & plain and one.child_by_field_name("type"):
@@ -365,14 +366,16 @@ def type_of(name, node, text, *more):
     return None
 
 
-def type_of_expression(node, text):
-    """The type of a name, or of a member if all of that name have the same; None of others."""
+def type_of_expression(node, text, *more):
+    """The type of a name, or of a member if all of that name have the same; None of others. more: declarators of what
+    counts by the type of its elements."""
     if node.type == "identifier":
-        return type_of(source(node, text), node, text)
+        return type_of(source(node, text), node, text, *more)
     if node.type != "field_expression" or node.child_by_field_name("field").type != "field_identifier":
         return None
-    types = {source(one.child_by_field_name("type"), text) if each.type == "field_identifier" else None
-             for one in descendants(parse(text), "field_declaration") for each in one.children_by_field_name("declarator")
+    types = {source(one.child_by_field_name("type"), text) if each.type in {*NAMES, *more} else None
+             for one in descendants(parse(text), "field_declaration")
+             for each in one.children_by_field_name("declarator")
              if name_of(each) == name_of(node.child_by_field_name("field"))}
     return types.pop() if len(types) == 1 else None
 
