@@ -24,7 +24,7 @@ import minimal
 from cli import Refused, say
 
 # What comments call the options of other builds.
-OPTIONS = {"USE_SINKS": "sinks?", "USE_PAGES": "[Pp]ages?", "USE_BIAS": "bias",
+OPTIONS = {"USE_SINKS": "sinks?", "USE_PAGES": "[Pp]ages?", "USE_BIAS": "(?<!exponent )bias",
            "USE_SOFTCAP": "[Ss]oftcap|cap_scale|Caps"}
 SIZES = {"HEAD_DIM", "BLOCK_M", "BLOCK_N", "NUM_WARPS", "STAGES", "VEC_WIDTH"}
 
