@@ -165,16 +165,23 @@ def without_template_parameters(text, but):
     top = {name for unit in units_of(root, text.split("\n"))
            for name in unit.names} | {"true", "false", "float", "uint32_t", "float4"}
     for name, nodes in defined.items():
+        if all(listed(one, "parameters") for one in nodes):  # without declarations of what stands elsewhere
+            nodes = [one for one in nodes
+                     if declared(one).child_by_field_name("body") or "=" in source(one, text)] or nodes
         parameters = nodes[0].child_by_field_name("parameters").named_children
         node, is_function = nodes[0], declared(nodes[0]).type == "function_definition"
-        if len(nodes) != 1 or name in but or name in plain and is_function or not parameters:
+        if len(nodes) != 1 or name in but or not parameters:
             continue
         for n, parameter in enumerate(parameters):
             default = parameter.child_by_field_name("default_value") or parameter.child_by_field_name("default_type")
-            given = set()
+            given, is_shared = set(), is_function and name in plain  # the name with functions without a template
+            if is_shared and (default or name_of(parameter) in words_of("".join(
+                    source(one, text) for one in descendants(declared(node), "parameter_list")[:1]))):
+                continue
             for _, arguments in uses[name]:
-                given.add(arguments[n] if n < len(arguments) else default and source(default, text))
-            if is_function:
+                given.add(arguments[n].removeprefix("typename ") if n < len(arguments) else
+                          default and source(default, text))
+            if is_function and not is_shared:
                 for call in descendants(root, "call_expression"):
                     function = call.child_by_field_name("function")
                     is_call = name_of(function.child_by_field_name("field") or function) == name
@@ -185,7 +192,8 @@ def without_template_parameters(text, but):
             owner = enclosing(node, "struct_specifier")
             if any({name, owner and name_of(owner)} & words_of(source(one, text)) for one in users):
                 continue  # they would need each other
-            if not value or {word for word in words_of(value) if not word.isdigit()} - top or words_of(value) & inner:
+            words = words_of(re.sub(r"::\w+", "", value or ""))
+            if not words or {word for word in words if not word.isdigit()} - top or words & inner:
                 continue
             body = declared(node)
             if any(name_of(one) == name_of(parameter)
@@ -195,7 +203,7 @@ def without_template_parameters(text, but):
                 return [(one.start_byte, one.end_byte, value)
                         for one in descendants(part, "identifier", "type_identifier", "namespace_identifier")
                         if source(one, text) == name_of(parameter)]
-            edits = instead(body)
+            edits = instead(body) + [line_of(one, text) for one in defined[name] if one != node]
             rest = [edited(text, instead(one) + [(one.end_byte, len(text), "")])[one.start_byte:]
                     for one in parameters if one != parameter]
             lists = node.child_by_field_name("parameters")
@@ -219,7 +227,8 @@ def deduced(node, parameter, call, text):
         while argument.type == "binary_expression" and "*" in whole:  # an address and an offset
             argument = argument.child_by_field_name("left")
         if of and source(of, text) == name_of(parameter):
-            return type_of_expression(argument, text)
+            more = {"*": ("pointer_declarator", "array_declarator"), "[": ("array_declarator",)}
+            return type_of_expression(argument, text, *more.get(next(iter(re.findall(r"[*[]", whole)), ""), ()))
         if re.search(rf"\(&\w*\)\[{name_of(parameter)}\]$", whole) and argument.type == "identifier":
             return bound_of(source(argument, text), argument, text)
     return None
@@ -279,6 +288,81 @@ def without_one(nodes, n):
     return (nodes[n - 1].end_byte if n else nodes[n].start_byte), nodes[n].end_byte
 
 
+# ---- names for what has one meaning ----
+
+def without_other_versions(text, but):
+    """Of a template with versions for some arguments the one that all uses ask for, without the template."""
+    known = dict(re.findall(r"^using (\w+) = (\w+);", text, re.MULTILINE))  # aliases of types
+    root, defined, lists = parse(text), collections.defaultdict(list), collections.defaultdict(list)
+    for node in descendants(root, "template_declaration"):
+        defined[name_of(declared(node))].append(node)
+    for node in descendants(root, "template_argument_list"):
+        lists[name_of(node.parent)].append(node)
+    words = collections.Counter(re.findall(r"\w+", re.sub(r"//.*", "", text)))
+    for name, (first, *others) in defined.items():
+        defaults = [one.child_by_field_name("default_value") for one in listed(first, "parameters")]
+        if not others or not defaults or name in but or any(listed(one, "parameters") for one in others):
+            continue
+
+        def given(node):
+            own = [known.get(source(one, text), source(one, text)) for one in listed(node, "arguments")]
+            return tuple(own + [source(one, text) for one in defaults[len(own):] if one])
+        # Where a version says for which arguments it is; without such a place it returns what it is for.
+        places = [next((each for each in lists[name] if one.start_byte < each.start_byte < declared(
+            one).child_by_field_name("body").start_byte), None) for one in others]
+        own = {given(place.parent) if place else (source(declared(one).child_by_field_name("type"), text),): one
+               for one, place in zip(others, places)}
+        asked = {given(one.parent) for one in lists[name] if one not in places}
+        if len(asked) == 1 and asked <= own.keys() and words[name] == len(lists[name]) + 1 + places.count(None):
+            node = own[asked.pop()]
+            return edited(text, [*((one.start_byte, one.end_byte, "") for one in lists[name]),
+                                 *(line_of(one, text) for one in others if one != node),
+                                 (first.start_byte, re.compile(r"\s*").match(text, line_of(first, text)[1]).end(), ""),
+                                 (node.start_byte, node.start_byte + len("template <> "), "")])
+    return text
+
+
+def without_aliases(text):
+    """The text with what an alias stands for in its place: of constants for others, and of types in functions."""
+    root = parse(text)
+    top = {name for unit in units_of(root, text.split("\n")) for name in unit.names} | {"true", "false"}
+    for node in descendants(root, "declaration", "alias_declaration"):
+        is_type = node.type == "alias_declaration"
+        scope = enclosing(node, "function_definition", "struct_specifier", "translation_unit")
+        found = re.fullmatch(r"using (\w+) = ([^;[]+);" if is_type else
+                             r"const(?:expr)? (?:int|bool|auto) (\w+) = ([A-Za-z]\w*);", source(node, text))
+        if not found or is_type and scope.type == "translation_unit" or node.parent.type == "template_declaration":
+            continue
+        uses = [one for one in descendants(scope, "identifier", "type_identifier", "namespace_identifier")
+                if source(one, text) == found[1] and not node.start_byte <= one.start_byte < node.end_byte]
+        places = [(one.start_byte, one.end_byte) for one in uses]
+        if scope.type == "struct_specifier":
+            places += [one.span() for one in re.finditer(
+                rf"(?:typename )?\b{name_of(scope)}::{found[1]}\b", text)]
+            if len(re.findall(rf"\b{found[1]}\b", text)) != len(places) + 1:
+                continue
+        most = 2 if re.fullmatch(r"[\w:<>]+", found[2]) else 1
+        if scope.type != "translation_unit" and (len(places) > most or not is_type and found[2] not in top):
+            continue
+        start, end, _ = line_of(node, text)
+        if not text[end:].lstrip(" ")[:1].isalpha():  # its comment is not for those after it
+            start -= len(re.search(r"(?:^ *//(?! ----| ====).*\n)*\Z", text[:start], re.MULTILINE)[0])
+        return edited(text, [(start, end, ""), *((*place, found[2]) for place in places)])
+    return text
+
+
+def with_numbers(text):
+    """The text with the numbers of a struct's members in their place, where others name them."""
+    structs = collections.defaultdict(list)
+    for node in descendants(parse(text), "struct_specifier"):
+        structs[name_of(node)].append(node)
+    for name, nodes in structs.items():
+        lists = re.findall(r"static constexpr int ([^;]*);", nodes[0].text.decode()) if len(nodes) == 1 and name else []
+        for member, value in re.findall(r"\b(\w+) = (\d+)(?=,|$)", "\n".join(lists), re.MULTILINE):
+            text = re.sub(rf"\b{name}(?:<\w+>)?::{member}\b", value, text)
+    return text
+
+
 # ---- options of other builds ----
 
 # Members of SdpaParams that mean nothing without an option.
@@ -334,8 +418,9 @@ def without_unread_members(text):
     for struct in descendants(root, "struct_specifier"):
         for node in descendants(struct, "field_declaration"):
             is_static = "static" in source(node, text).split()
-            if descendants(node, "function_declarator") or is_static or not struct.child_by_field_name(
-                    "name") or name_of(struct) in positional or enclosing(node.parent, "struct_specifier") != struct:
+            if descendants(node, "function_declarator") or not struct.child_by_field_name("name") or (
+                    not is_static and name_of(struct) in positional) or (
+                        enclosing(node.parent, "struct_specifier") != struct):
                 continue
             names = [name_of(one) for one in node.children_by_field_name("declarator")]
             for name in names:
@@ -343,7 +428,8 @@ def without_unread_members(text):
                 is_plain = all(write.type == "field_initializer" or
                                write.parent.type in ("expression_statement", "comma_expression")
                                for write in places)
-                if words[name] == 1 + len(places) and declared_in[name] == 1 and is_plain:
+                if words[name] == declared_in[name] + len(places) and is_plain and (
+                        declared_in[name] == 1 or not places):
                     return edited(text, [place_of(write, text) for write in places] +
                                   members_without(node, [name], text))
     return text
@@ -411,7 +497,7 @@ def without_words_about(text, absent):
 
 def sentences_without(words, about):
     """What is left of a comment: sentences that do not say it, and others without the part that does."""
-    words = re.sub(rf",? (?:or|and) with {about.pattern}(?:=\w+)?[^,.;:]*", "", words)
+    words = re.sub(rf",? (?:or|and) (?:\w+ ){{1,3}}{about.pattern}(?:=\w+)?[^,.;:]*", "", words)
     parts = re.split(r"(?<=[.;])\s+", words)
     kept = [part for part in parts if not about.search(part)]
     kept = " ".join(kept) if any(re.search(r"\w", part) for part in kept) else ""
@@ -426,7 +512,7 @@ class Part:
     def __init__(self, unit, lines):
         self.unit, self.names, self.first, self.last = unit, unit.names - {""}, unit.first, unit.last
         self.text = "\n".join(lines[unit.first:unit.last + 1]).strip("\n")
-        self.uses = set(unit.uses).union(*(part.uses for part in unit.parts))
+        self.uses = {name.strip(".(") for name in set(unit.uses).union(*(part.uses for part in unit.parts))}
         code = re.sub(r"//.*", "", self.text).strip()
         self.is_kernel, self.is_special = "__global__" in code, code.startswith("template <>")
         self.is_declaration = "{" not in code and bool(re.search(
@@ -501,7 +587,7 @@ def texts(parts):
     """Their texts, with an empty line between those that were not neighbours."""
     out = []
     for part, after in zip(parts, [*parts[1:], None]):
-        is_short = after and max(part.text.count("\n"), after.text.count("\n")) < 4
+        is_short = after and max(part.text.count("\n"), after.text.count("\n")) < 6
         out.append(part.text + "\n" * (not is_short))
     return out
 
@@ -545,20 +631,24 @@ def wgmma_function(kind, element, n, trans_b, trans_a=0):
     return "\n".join([
         f"template <> __device__ __forceinline__ void wgmma_{kind}<{arguments}>(",
         f"    float (&d)[{r}], {a_type}, uint64_t b, bool accumulate) {{",
-        "  asm volatile(", *("      " + line for line in words),
-        "      : " + "\n        ".join(operands), f'      : "r"(int(accumulate)), "l"(b), {a_operands});', "}", ""])
+        "  // clang-format off", "  asm volatile(", *("      " + line for line in words),
+        "      : " + "\n        ".join(operands), f'      : "r"(int(accumulate)), "l"(b), {a_operands});',
+        "  // clang-format on", "}", ""])
 
 
 def shortest(text, instructions, sizes=()):
     """The text with what its one value decides decided, and calls replaced. instructions: functions that stay."""
     def step(text):
-        for change in (lambda text: minimal(text, {*sizes}),
+        for change in (lambda text: minimal(text, {*sizes}), without_aliases, with_numbers,
+                       lambda text: without_other_versions(text, instructions),
                        lambda text: without_template_parameters(text, instructions),
                        lambda text: without_unread_parameters(text, instructions), without_unread_members,
                        lambda text: minimal(inlined(text, instructions | ROOTS), {*sizes})):
             text = until_stable(change, text)
+        text = re.sub(r"\{\s*if \(([\w.]+)\) return;\s*([^{};]+;)\s*\}", r"{\n  if (!\1) \2\n}", text)
+        text = re.sub(r"(?<=\.|:)template (?=\w+\()", "", text)
         return re.sub(r"(?:const )?[A-Z]\w+ (\w+) = ([^;]*);\s*return \1;", r"return \2;", text)
-    return re.sub(r"(?<=\.|:)template (?=\w+\()", "", until_stable(step, text))
+    return until_stable(step, text)
 
 
 def concrete(text, instructions):

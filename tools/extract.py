@@ -23,6 +23,9 @@ import concrete
 import minimal
 from cli import Refused, say
 
+# What comments call the options of other builds.
+OPTIONS = {"USE_SINKS": "sinks?", "USE_PAGES": "[Pp]ages?", "USE_BIAS": "(?<!exponent )bias",
+           "USE_SOFTCAP": "[Ss]oftcap|cap_scale|Caps"}
 SIZES = {"HEAD_DIM", "BLOCK_M", "BLOCK_N", "NUM_WARPS", "STAGES", "VEC_WIDTH"}
 
 
@@ -166,8 +169,10 @@ def extract(name, namespace="", given=(), is_program=False):
         text = "\n".join([head + "#pragma nv_diag_suppress 177  // functions that this program does not call", "",
                           f"namespace {space} {{", "", concrete.concrete(tail, instructions(source)),
                           f"}}  // namespace {space}", "", "#pragma nv_diag_default 177", ""])
-    text = concrete.without_words_about(text, {knob for knob in knobs if not any(row[knob] for row in builds_of)} | (
-        {"KernelOf"} if not rows[-1]["USE_TUNED"] else set()))
+    absent = {name for name in {*knobs} - SIZES if not any(row[name] for row in builds_of) or all(
+        row[name] == 1 for row in builds_of) and type_of(knobs[name]) == "int" and name not in re.sub("//.*", "", text)}
+    absent |= {OPTIONS[name] for name in absent & {*OPTIONS}}
+    text = concrete.without_words_about(text, absent | ({"KernelOf"} if not rows[-1]["USE_TUNED"] else set()))
     arch = builds.Line(tree, name).knob("arch", "80")
     code = "compute" if is_program and arch.isdigit() else "sm"
     return formatted("\n".join([
@@ -201,13 +206,19 @@ PackConstructorInitializers: BinPack
 """
 
 
+def in_a_line(match):
+    """A struct in a line, and the comment behind its first one behind all, if there is room."""
+    line = " ".join([match[1], *map(str.strip, match[3].split("\n")[:-1]), match[4] + (match[2] or "")])
+    return line if len(line) <= minimal.WIDTH else match[0]
+
+
 def formatted(text):
     """As clang-format has the repository's own sources, but shorter. Without it, lines as they fall."""
     try:
         import clang_format
     except ModuleNotFoundError:
         say("extract: lines stand as they fall; to have them laid out: python3 -m pip install 'clang-format==23.*'")
-        return text.rstrip()
+        return re.sub(r" *// clang-format o.*\n", "", text).rstrip()
     style = open(os.path.join(builds.ROOT, ".clang-format")).read() + STYLE
     with tempfile.TemporaryDirectory() as folder:
         with open(f"{folder}/style", "w") as file:
@@ -217,8 +228,11 @@ def formatted(text):
                           input=text)
     if done.returncode:
         raise Refused(f"clang-format: {done.stderr.strip()}")
-    lines = []
-    for line in re.sub(r"\n{3,}", "\n\n", done.stdout).rstrip().split("\n"):
+    lines, text = [], re.sub(r" *// clang-format o.*\n", "", re.sub(r"\n{3,}", "\n\n", done.stdout)).rstrip()
+    for comment in r"(  //.*)?", "()":  # a short struct in a line
+        text = re.sub(rf"^( *(?:const )?struct(?: \w+)? \{{){comment}\n((?: +[^/{{}}\n]+;\n){{1,4}}) *(\}}.*;)$",
+                      in_a_line, text, flags=re.MULTILINE)
+    for line in text.split("\n"):
         joined = f"{lines[-1]} {line.strip()}" if lines else ""
         is_member = lines and re.search(r"\{.*,$", lines[-1]) and re.fullmatch(r'\s+(\{".*}|[\w.]+(\(.*\))?)[,;}]+', line)
         if is_member and len(joined) <= 120:

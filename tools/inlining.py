@@ -15,7 +15,8 @@ WHOLE = {"argument_list", "initializer_list", "init_declarator", "return_stateme
 ATOMS = {"identifier", "number_literal", "field_expression", "call_expression", "subscript_expression",
          "parenthesized_expression", "true",
          "false", "string_literal", "qualified_identifier", "this", "null"}
-MOST_LINES = 14  # of a body that goes into another function
+NAMES = {"identifier", "field_identifier", "reference_declarator"}  # declarators of what has the type before them
+MOST_LINES = 22  # of a body that goes into another function
 
 
 def source(node, text):
@@ -56,16 +57,17 @@ class Inlining:
 
     def __init__(self, text, but):
         self.text, self.root = text, parse(text)
-        self.fields = collections.defaultdict(set)  # types by a member's name
+        self.fields = collections.defaultdict(set)  # types by a member's name, of an array's elements by "name[]"
         for node in descendants(self.root, "field_declaration"):
             for one in node.children_by_field_name("declarator"):
-                self.fields[name_of(one)].add(source(node.child_by_field_name("type"), text)
-                                              if one.type == "field_identifier" else "")
+                kind = source(node.child_by_field_name("type"), text)
+                self.fields[name_of(one)].add(kind if one.type == "field_identifier" else "")
+                self.fields[name_of(one) + "[]"].add(kind if one.type == "array_declarator" else "")
         functions = collections.defaultdict(list)
         for node in descendants(self.root, "function_definition"):
             functions[name_of(node)].append(node)
         self.returns = {name: self.type_text(nodes[0]) for name, nodes in functions.items()
-                        if len(nodes) == 1 and nodes[0].child_by_field_name("type")}
+                        if len({self.type_text(node) for node in nodes}) == 1 and nodes[0].child_by_field_name("type")}
         calls, used = collections.defaultdict(list), collections.Counter()
         for call in descendants(self.root, "call_expression"):
             calls[name_of(callee(call))].append(call)
@@ -108,7 +110,8 @@ class Inlining:
         if kind == "subscript_expression" and node.type == "identifier":
             return type_of(source(node, self.text), node, self.text, "array_declarator", "pointer_declarator")
         if node.type in ("qualified_identifier", "field_expression"):
-            types = self.fields.get(name_of(node.child_by_field_name("field") or node), ())
+            name = name_of(node.child_by_field_name("field") or node)
+            types = self.fields.get(name + "[]" * (kind == "subscript_expression"), ())
             return next(iter(types)) if len(types) == 1 else None
         if kind == "call_expression":
             name = source(field("function"), self.text)
@@ -145,7 +148,7 @@ class Inlining:
             is_plain = argument.type in ("identifier", "number_literal", "true", "false") or (
                 re.fullmatch(r"\w+(\.\w+|\[\w+\]|::\w+)*", value) is not None)
             is_reference = "&" in whole
-            is_same = own_type not in SCALARS or is_reference or self.kind(argument) == own_type
+            is_same = own_type not in SCALARS or is_reference or "*" in whole or self.kind(argument) == own_type
             if not uses and is_plain:
                 continue
             words |= words_of(value)
@@ -158,6 +161,8 @@ class Inlining:
                     is_reference or name not in written) and (
                     argument.type not in ("initializer_list", "lambda_expression")):
                 bound[name] = value if argument.type in ATOMS else f"({value})"
+            elif is_plain and not re.search(r"[&*\[]", whole) and name not in written:
+                bound[name] = f"{own_type}({value})"
             elif declarator is not None and argument.type != "lambda_expression" and "*" not in whole:
                 first.append(f"{'' if name in written or 'const' in whole else 'const '}{whole} = {value};")
             else:
@@ -167,7 +172,9 @@ class Inlining:
         explicit = [source(one, self.text) for one in arguments[0].named_children] if arguments else []
         for n, one in enumerate(templates):
             if n >= len(explicit):
-                return None
+                if name_of(one) in words_of(source(body, self.text) + "".join(first)):
+                    return None
+                continue
             bound[name_of(one)] = explicit[n] if re.fullmatch(r"[\w:<>]+", explicit[n]) else f"({explicit[n]})"
         return bound, first, words
 
@@ -217,9 +224,10 @@ class Inlining:
         if is_expression:
             value = statements[0].named_children[0]
             text = source(value, self.text)
-            if "__device__" in head and (self.type_text(function) == "bool" or "?" in text):
+            if "__device__" in head and self.type_text(function) == "bool" and value.type != "call_expression":
                 return []  # nvcc would branch where it computes a value, or the other way round
-            if len(text) > (40 if struct is not None else 110) or len(calls) > 1 and not re.fullmatch(r"[\w.]+", text):
+            if len(text) > (40 if struct is not None else 110) or len(calls) > 1 and not re.fullmatch(
+                    r"[\w.]+(\([\w., ]*\))?", text):
                 return []
             own = parameters_of(descendants(function, "function_declarator", "abstract_function_declarator")[0])
             if struct is not None and len(calls) > 1 and text in own:
@@ -280,6 +288,10 @@ class Inlining:
         given = given.union(words_of(owner or "")) - {name for name, to in bound.items() if name == to}
         if (top | names_made(body)) & given:
             return []  # a name of the body would hide what the call gives
+        before = {source(one, self.text) for one in outer.child_by_field_name("body").named_children
+                  if one.start_byte < call.start_byte}
+        same = [one for one in statements if source(one, self.text) in before and one.type == "declaration"]
+        top -= {name_of(each) for one in same for each in one.children_by_field_name("declarator")}
         inside = [(one.start_byte, one.end_byte) for one in (call, function)]
         clashes = any(source(one, self.text) in top and not any(start <= one.start_byte < end for start, end in inside)
                       for one in descendants(outer, "identifier"))
@@ -287,6 +299,8 @@ class Inlining:
         lines = [re.sub(r"\b[A-Za-z_]\w*\b", lambda m: plain.get(m[0], m[0]), line)
                  for line in self.comment_of(function)] + first
         code = textwrap.dedent(self.rendered(body, function, bound, owner)[1:-1].strip("\n").rstrip())
+        for one in same:  # what the caller has said before
+            code = code.replace(source(one, self.text) + "\n", "", 1)
         in_block = place.parent.type == "compound_statement"
         if place.type == "expression_statement" and place.parent.type in (
                 "compound_statement", "if_statement", "else_clause"):
@@ -340,24 +354,29 @@ def type_of(name, node, text, *more):
     while place is not None:
         for one in descendants(place, "parameter_declaration", "declaration", "field_declaration") if place.type in (
                 "function_definition", "lambda_expression", "struct_specifier", "translation_unit") else []:
-            plain = {"identifier", "field_identifier", "init_declarator", "reference_declarator", *more}
-            kinds = {each.type for each in one.children_by_field_name("declarator") if name_of(each) == name}
+            plain = {*NAMES, *more}
+            kinds = {(each.child_by_field_name("declarator") if each.type == "init_declarator" else each).type
+                     for each in one.children_by_field_name("declarator") if name_of(each) == name}
             if kinds & plain and one.child_by_field_name("type"):
                 return source(one.child_by_field_name("type"), text)
-            if kinds and one.type == "field_declaration" and place.type == "struct_specifier":
+            if kinds and place.type != "translation_unit" and (one.type == "field_declaration") == (
+                    place.type == "struct_specifier"):
                 return None  # an array, which hides what has its name farther out
         place = place.parent
     return None
 
 
-def type_of_expression(node, text):
-    """The type of a name, or of a member if all of that name have the same; None of others."""
+def type_of_expression(node, text, *more):
+    """The type of a name, or of a member if all of that name have the same; None of others. more: declarators of what
+    counts by the type of its elements."""
     if node.type == "identifier":
-        return type_of(source(node, text), node, text)
+        return type_of(source(node, text), node, text, *more)
     if node.type != "field_expression" or node.child_by_field_name("field").type != "field_identifier":
         return None
-    types = {source(one.child_by_field_name("type"), text) for one in descendants(parse(text), "field_declaration")
-             if name_of(node.child_by_field_name("field")) in map(name_of, one.children_by_field_name("declarator"))}
+    types = {source(one.child_by_field_name("type"), text) if each.type in {*NAMES, *more} else None
+             for one in descendants(parse(text), "field_declaration")
+             for each in one.children_by_field_name("declarator")
+             if name_of(each) == name_of(node.child_by_field_name("field"))}
     return types.pop() if len(types) == 1 else None
 
 

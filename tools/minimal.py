@@ -64,7 +64,8 @@ def enclosing(node, *types):
 
 def name_of(node):
     """The last name of an expression or a declarator, without template arguments."""
-    while node is not None and node.type not in ("identifier", "field_identifier", "type_identifier"):
+    while node is not None and node.type not in (
+            "identifier", "field_identifier", "type_identifier", "namespace_identifier"):
         node = (node.child_by_field_name("name") or node.child_by_field_name("declarator") or
                 next((one for one in node.children if one.type.endswith(("declarator", "identifier"))), None))
     return node.text.decode() if node else ""
@@ -231,6 +232,8 @@ class Folding:
     def emit(self, node):
         """The text of a node with its conditions decided."""
         kind, field = node.type, node.child_by_field_name
+        if not node.child_count:
+            return self.source(node)
         if kind in ("binary_expression", "unary_expression", "call_expression"):
             value = self.value(node)
             if isinstance(value, bool):
@@ -256,10 +259,6 @@ class Folding:
         does_nothing = {"static_assert_declaration": True, "while_statement": False}.get(kind)
         if does_nothing is not None and self.value(field("condition")) is does_nothing or self.is_unselected(node):
             return GONE
-        name = name_of(declared(node)) if node.parent and node.parent.type == "field_declaration_list" else ""
-        if name[:1].islower() and declared(node).type == "function_definition" and (
-                len(re.findall(rf"\b{name}\b(?:<[^;()]*>)?\(|[(,] ?{name}[,)]", self.text)) == 1):
-            return GONE  # a member that nobody calls, though others have its name
         if kind == "expression_statement" and node.named_children and self.does_nothing(node.named_children[0]):
             return GONE
         if kind == "return_statement" and node.named_children and self.does_nothing(node.named_children[0]):
@@ -295,7 +294,7 @@ class Folding:
         names = [name_of(one) for one in node.children_by_field_name("declarator")]
         function = enclosing(node, "function_definition")
         return len(names) == 1 and function is not None and not descendants(node, "call_expression") and (
-            b"constexpr" in [one.text for one in node.children] or self.source(node).endswith("{};")) and (
+            {b"const", b"constexpr"} & {one.text for one in node.children} or self.source(node).endswith("{};")) and (
             len(re.findall(rf"\b{names[0]}\b", self.source(function))) == 1)
 
     def emit_macro(self, node):
@@ -361,7 +360,8 @@ def without_gone(text):
 # ---- what nothing reaches ----
 
 class Unit:
-    """A declaration, with its comment and its lines: the names that it makes and those that it needs."""
+    """A declaration, with its comment and its lines: the names that it makes and those that it needs. ".name" is one
+    of a member, as it stands behind a dot, "name(" one of a function."""
 
     def __init__(self, node, lines, struct=None):
         inner = declared(node)
@@ -372,8 +372,15 @@ class Unit:
             self.names |= {name_of(one) for one in descendants(inner, "enumerator")}
         self.is_data = inner.type == "field_declaration" and b"static" not in [one.text for one in inner.children] and (
             not descendants(inner, "function_declarator"))
+        # Structs whose members it names without a dot: its bases, and that of a member defined outside.
+        self.scopes = {name_of(one.child_by_field_name("scope")) for one in descendants(inner, "qualified_identifier")
+                       if one.parent.type == "function_declarator" and one.start_byte < (body or inner).start_byte}
+        self.bases = {word for one in inner.children if one.type == "base_class_clause"
+                      for word in words_of(one.text.decode())}
         self.has_default = inner.child_by_field_name("default_value") is not None
         self.types = signature_types(node) if inner.type == "function_definition" and not struct else set()
+        self.made = {name_of(one) for one in descendants(inner, "parameter_declaration", "init_declarator")
+                     } if struct or self.scopes else set()
         start, end = node.start_point[0], node.end_point[0] - (node.end_point[1] == 0)
         is_comment = re.compile(r"(?!// ----|// ====)\s*//").match
         above, below = (len(list(itertools.takewhile(is_comment, others)))
@@ -382,10 +389,21 @@ class Unit:
         self.first = start if lines[start - above - 1].startswith(BANNERS) else start - above
         self.last = end if lines[end + below + 1].strip() else end + below
         self.parts = units_of(body, lines, self) if inner.type == "struct_specifier" and body else []
+        for part in self.parts:
+            self.take_names_of(part)
         own = [lines[n] for n in range(start, end + 1) if not any(part.first <= n <= part.last for part in self.parts)]
         code = re.sub(r'//[^\n]*|"(?:[^"\\\n]|\\.)*"', " ", "\n".join(own))
-        self.uses = set(re.findall(r"\b[A-Za-z_]\w*", code))
+        self.uses = {bool(dot) * "." + name for dot, name in re.findall(
+            r"(\.|->|::)?(?:template )?\b([A-Za-z_]\w*)", code)} - (self.names if self.is_data else set())
+        self.uses |= {f"{bool(dot) * '.'}{name}(" for dot, name in re.findall(
+            r"(\.|->|::)?(?:template )?\b([A-Za-z_]\w*)(?=[(<])", code)}
         self.begins = tuple(re.findall(r"(\w+)##", code))  # of names that a macro makes
+
+    def take_names_of(self, part):
+        """Members that a part of this struct names without a dot are as others name them."""
+        own = {name: f".{name}" + "(" * (not one.is_data) for one in self.parts for name in one.names - self.names}
+        part.uses = {own.get(name, name) for name in part.uses - part.made if name[:-1] not in own} | {
+            f".{name}" for name in part.uses & own.keys() - part.made}
 
 
 def signature_types(node):
@@ -415,14 +433,25 @@ def without_unused(text):
     asserts = [unit for unit in units if unit.kind == "static_assert_declaration"]
     versions = collections.Counter(name for unit in top for name in unit.names)
     empty = {name for unit in top if unit.kind == "struct_specifier" and not unit.parts for name in unit.names}
+    for unit, struct in itertools.product(top, top):
+        if struct.names & unit.scopes and struct.parts:
+            struct.take_names_of(unit)
+    bases = set().union(*(unit.bases for unit in top))
     names, begins, before = set(ROOTS), (), None
+
+    def is_named(unit):
+        own = {f".{name}" + "(" * (unit.kind == "function_definition") for name in unit.names
+               if unit.struct or unit.scopes}
+        if not unit.struct or unit.struct.names & (unit.names | bases):
+            own |= unit.names
+        return own & names or any(name.startswith(begins) for name in unit.names)
     while before != len(names):
         before = len(names)
         for unit in units:
             if unit.reached or unit in asserts or unit.struct and not unit.struct.reached:
                 continue
-            named = unit.names & names or any(name.startswith(begins) for name in unit.names)
-            if named and unit.types - names and any(versions[name] > 1 for name in unit.names):
+            named, plain = is_named(unit), {name.strip(".(") for name in names}
+            if named and unit.types - plain and any(versions[name] > 1 for name in unit.names):
                 continue  # a version for a type that nobody has
             is_needless = unit.is_data and (all(one.has_default for one in unit.struct.parts) or (
                 unit.uses & empty and unit is [one for one in unit.struct.parts if one.is_data][-1]))
@@ -430,9 +459,9 @@ def without_unused(text):
                 unit.reached = True
                 names |= unit.uses
                 begins += unit.begins
-    unused = {name for unit in units for name in unit.names} - names
+    unused = {name for unit in units for name in unit.names} - {name.strip(".(") for name in names}
     for unit in asserts:
-        unit.reached = not unit.uses & unused
+        unit.reached = not {name.strip(".(") for name in unit.uses} & unused
     gone = {n for unit in units if not unit.reached for n in range(unit.first, unit.last + 1)}
     return "\n".join(line for n, line in enumerate(lines) if n not in gone)
 

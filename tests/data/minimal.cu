@@ -142,10 +142,7 @@ int sdpa_forward(int a, int b, int c) {
 
 // ==== 1 KNOBS ====
 
-struct B {
-  static constexpr bool packs = false;
-  static constexpr int block_m = 32, mode = 0, stages = 1;
-};
+struct B { static constexpr bool packs = false; static constexpr int block_m = 32, mode = 0, stages = 1; };
 template <class B> constexpr int rows = B::block_m;
 
 // ---- of all ----
@@ -175,9 +172,7 @@ template <class E, int N> float shape() {
   SHAPE(8)
 }
 
-struct Options {  // may lose what nobody reads
-  int read = 1;
-};
+struct Options { int read = 1; };  // may lose what nobody reads
 struct Nothing {};
 struct Args {  // data that nobody reads keeps its place, but at the end where it has no size
   int unread;

@@ -26,7 +26,7 @@ struct Derived : View {
 
 // Stays: an instruction.
 __device__ float of_ptx(float x) { return x; }
-// Stays: it branches, and nvcc computes the value.
+// Goes, though it branches.
 __device__ float finite(float m) { return m < 0 ? 0.0f : m; }
 // Stays: its bool decides a branch.
 __device__ bool is_first(int lane) { return lane == 0; }
@@ -118,10 +118,7 @@ int sdpa_forward(const Args& a, float x, int lane) {
 // ======== becomes
 #include <cstring>
 
-struct Args {
-  int Sq, Sk;
-  float scale;
-};
+struct Args { int Sq, Sk; float scale; };
 // A view, of which one member is called once.
 struct View {
   static constexpr int ROWS = 4;
@@ -136,8 +133,6 @@ struct Derived : View {
 
 // Stays: an instruction.
 __device__ float of_ptx(float x) { return x; }
-// Stays: it branches, and nvcc computes the value.
-__device__ float finite(float m) { return m < 0 ? 0.0f : m; }
 // Stays: its bool decides a branch.
 __device__ bool is_first(int lane) { return lane == 0; }
 
@@ -161,8 +156,6 @@ int sign_of(int n) {
   if (n < 0) return -1;
   return n > 0;
 }
-// Takes a whole number, which an argument of another type becomes.
-int whole(int n) { return n / 2; }
 
 float sum_of(const float (&x)[4]) {
   float sum = 0;
@@ -190,7 +183,7 @@ int sdpa_forward(const Args& a, float x, int lane) {
   Derived D;
   Args own = a;
   const float y[4] = {1, 2, 3, 4};
-  for (int i = 0; i < View::ROWS; i++) S.x[i] = 0;
+  for (int i = 0; i < 4; i++) S.x[i] = 0;
   View::Pair& both = S.pair;
   // S = y, scaled.
   for (int i = 0; i < 4; i++) S.x[i] = y[i] * a.scale;
@@ -208,8 +201,8 @@ int sdpa_forward(const Args& a, float x, int lane) {
   while (n % 2 == 0) n /= 2;
   const int odd = n;
 
-  total += (k + three) * ((S.first + k) - S.first) + D.own(k) + whole(x) + more + odd;
+  total += (k + three) * ((S.first + k) - S.first) + D.own(k) + (int(x) / 2) + more + odd;
   total += times<2>(k) + times<3>(k) + call(callback) + call(of_device) + sign_of(total) + own.Sq;
-  if (is_first(lane)) total += finite(x) + of_ptx(x);
+  if (is_first(lane)) total += (x < 0 ? 0.0f : x) + of_ptx(x);
   return total + sum_of(y);
 }
