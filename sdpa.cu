@@ -191,6 +191,9 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
                                                                           : K::num_producer_warps * 32;
   static constexpr int threads = K::num_warps * 32 + producer_threads;
   static constexpr int d_v = K::head_dim_v > 0 ? K::head_dim_v : K::head_dim;  // elements of a row of V and O
+  // Bytes of an element of K and V, and of wgmma's tiles; of a row of its Q and K, and of V and O.
+  static constexpr int input_bytes = is_8bit ? 1 : 2, element_bytes = converts_tiles ? 2 : input_bytes;
+  static constexpr int qk_bytes = K::head_dim * element_bytes, v_bytes = d_v * element_bytes;
   static constexpr int d_q = mixes_types ? 2 * K::head_dim : K::head_dim;      // elements of K as long as a row of Q
   static constexpr int round_keys = K::split_kv * K::block_n;  // of a round, in which every slice takes one tile
   static constexpr int group_warps = K::num_warps / K::split_kv;
@@ -2095,13 +2098,11 @@ template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
 // x, the same in all lanes. So the compiler keeps what follows from it in uniform registers, as descriptors must be.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-// The panels of a tile with rows of D elements have lines of 128 bytes, or of 64 where 128 does not divide a row.
-template <int D, class E = Input>
-constexpr int ROW_BYTES = ceil_div(int(sizeof(E)) * D, 64) * 64;  // of 96 bytes, zeros by TMA behind it
-template <int D, class E = Input> constexpr int PANEL_BYTES = ROW_BYTES<D, E> % 128 ? 64 : 128;
-template <int D, class E = Input> constexpr int PANEL_WIDTH = PANEL_BYTES<D, E> / int(sizeof(E));
-template <int D, class E = Input> constexpr int PANELS = ROW_BYTES<D, E> / PANEL_BYTES<D, E>;
-template <int D, class E = Input> constexpr int PANEL_ATOM = 8 * PANEL_BYTES<D, E>;  // 8 lines of a panel
+// The panels of a tile whose rows have so many BYTES have lines of 128, or of 64 where 128 does not divide a row.
+template <int BYTES> constexpr int ROW_BYTES = ceil_div(BYTES, 64) * 64;  // of 96, zeros by TMA behind it
+template <int BYTES> constexpr int PANEL_BYTES = ROW_BYTES<BYTES> % 128 ? 64 : 128;
+template <int BYTES> constexpr int PANELS = ROW_BYTES<BYTES> / PANEL_BYTES<BYTES>;
+template <int BYTES> constexpr int PANEL_ATOM = 8 * PANEL_BYTES<BYTES>;  // 8 lines of a panel
 constexpr int STEP_BYTES = 32;                                     // of K that an instruction takes
 
 // The place of a row's byte in a tile that lies in panels of ROWS lines of LINE bytes.
@@ -2193,12 +2194,13 @@ __device__ __forceinline__ WgmmaItem<B> wgmma_item(const KernelArgs& a, uint32_t
 }
 
 // Copies ROWS rows of D elements from c on: in one box, or BY_PANELS, so that TMA knows where rows of fewer end.
-template <int D, int ROWS, bool BY_PANELS = false, class E>
-__device__ __forceinline__ void load_rows(const KernelArgs& a, E* to_s, const CUtensorMap* map, const int (&c)[5],
+template <int D, int SIZE, int ROWS, bool BY_PANELS = false>
+__device__ __forceinline__ void load_rows(const KernelArgs& a, void* to_s, const CUtensorMap* map, const int (&c)[5],
                                           uint64_t* full, uint64_t cache_policy) {
-  for (int n = 0; n < (BY_PANELS || a.has_short_rows ? PANELS<D, E> : 1); n++) {
-    const int of_panel[5] = {n * PANEL_WIDTH<D, E>, c[1], c[2], c[3], c[4]};
-    cp_async_bulk_tensor_load(to_s + n * ROWS * PANEL_WIDTH<D, E>, map, of_panel, full, cache_policy);
+  for (int n = 0; n < (BY_PANELS || a.has_short_rows ? PANELS<D * SIZE> : 1); n++) {
+    const int of_panel[5] = {n * PANEL_BYTES<D * SIZE> / SIZE, c[1], c[2], c[3], c[4]};
+    unsigned char* const panel_s = reinterpret_cast<unsigned char*>(to_s) + n * ROWS * PANEL_BYTES<D * SIZE>;
+    cp_async_bulk_tensor_load(panel_s, map, of_panel, full, cache_policy);
   }
 }
 // Copies ROWS rows of Q, from query q of the item on. PACK_GQA: those of all its heads.
@@ -2207,7 +2209,7 @@ __device__ __forceinline__ void load_rows_of_q(const KernelArgs& a, Element<B>* 
                                                const Item<B>& item, int q, uint64_t* full) {
   const int row = item.q_row(q), b = item.batch(a.p.q_starts), h = item.h;
   const int box_origin[5] = {0, row, B::pack_gqa ? h : 0, B::pack_gqa ? 0 : h, b};
-  load_rows<B::head_dim, ROWS, B::pack_gqa>(a, Q_s, map, box_origin, full, evict_first);
+  load_rows<B::head_dim, B::element_bytes, ROWS, B::pack_gqa>(a, Q_s, map, box_origin, full, evict_first);
 }
 
 // A warp's copy of a tile of K or V from key k0 on, with zeros past the last key. Without pages one lane issues it.
@@ -2219,8 +2221,9 @@ template <class B, int D, bool = B::use_pages> struct TileBox {
   __device__ __forceinline__ void load(const KernelArgs& a, const CUtensorMap* map, Input* to_s, uint64_t* full) const {
     if (threadIdx.x % 32 > 0) return;
     if (a.mask.keys.Sk == 0) return mbarrier_arrive(full);  // every score of this tile is masked
-    mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D>);
-    load_rows<D, B::block_n>(a, to_s, map, box_origin, full, B::swap_ab && B::pack_gqa ? evict_first : evict_last);
+    mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D * B::input_bytes>);
+    const uint64_t cache_policy = B::swap_ab && B::pack_gqa ? evict_first : evict_last;
+    load_rows<D, B::input_bytes, B::block_n>(a, to_s, map, box_origin, full, cache_policy);
   }
 };
 
@@ -2237,7 +2240,7 @@ template <class B> constexpr int Q_PANEL_ROWS = B::pack_gqa ? B::block_m : 64;
 template <class B> __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, uint64_t Q, uint64_t K) {
   forget(S.x.d);
   wgmma_fence();
-  constexpr int line = PANEL_BYTES<B::head_dim, Element<B>>;
+  constexpr int line = PANEL_BYTES<B::qk_bytes>;
   SDPA_UNROLL for (int step = 0; step < B::head_dim * int(sizeof(Element<B>)) / STEP_BYTES; step++) {
     wgmma_ss<Element<B>, B::block_n, 0>(S.x.d, descriptor_at(Q, panel_step<line>(step, Q_PANEL_ROWS<B>)),
                                         descriptor_at(K, panel_step<line>(step, B::block_n)), step > 0);
@@ -2255,7 +2258,7 @@ __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::d_v>& O, const Wgmm
   hold(O.x.d);
   wgmma_fence();
   SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
-    wgmma_rs<ElementOfV<B>, B::d_v, 1>(O.x.d, P[step], descriptor_at(V, step * 16 * PANEL_BYTES<B::d_v, Element<B>>),
+    wgmma_rs<ElementOfV<B>, B::d_v, 1>(O.x.d, P[step], descriptor_at(V, step * 16 * PANEL_BYTES<B::v_bytes>),
                                        step || accumulate);
   }
   wgmma_commit_group();
@@ -2330,7 +2333,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
   S.first_col = O.first_col = lane % 4 * 2;
   clear(O);
   float m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0};
-  const uint64_t Q = wgmma_descriptor(uniform(shared_address(s.Q[group])), 16, PANEL_ATOM<B::head_dim>);
+  const uint64_t Q = wgmma_descriptor(uniform(shared_address(s.Q[group])), 16, PANEL_ATOM<B::qk_bytes>);
   mbarrier_wait(&s.q_full, 0);
 
   for (int tile = 0; tile < tiles; tile++) {
@@ -2343,7 +2346,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
     }
 
     // S = Q @ K.T   [64][BLOCK_N]
-    const uint64_t K = wgmma_descriptor(uniform(shared_address(s.K[stage])), 16, PANEL_ATOM<B::head_dim>);
+    const uint64_t K = wgmma_descriptor(uniform(shared_address(s.K[stage])), 16, PANEL_ATOM<B::qk_bytes>);
     wgmma_qk<B>(S, Q, K);
     wgmma_wait_group<0>(), hold(S.x.d);
 
@@ -2359,8 +2362,8 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
     }
 
     // O = O + P @ V   [64][D]
-    const uint64_t V = wgmma_descriptor(uniform(shared_address(s.V[stage])), B::block_n * PANEL_BYTES<B::d_v>,
-                                        PANEL_ATOM<B::d_v>);
+    const uint64_t V = wgmma_descriptor(uniform(shared_address(s.V[stage])), B::block_n * PANEL_BYTES<B::v_bytes>,
+                                        PANEL_ATOM<B::v_bytes>);
     wgmma_pv<B>(O, P, V, true);
     wgmma_wait_group<0>(), hold(O.x.d);
 
@@ -2531,7 +2534,7 @@ constexpr int turn = 1, q_read = 5, partials = 9;
 // The stages of a slice's tiles. Full: the tile has landed. Empty: all who read it have done so.
 template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
   using E = Element<B>;
-  alignas(1024) E K[B::stages][B::block_n * ROW_BYTES<B::head_dim, E> / sizeof(E)];  // [BLOCK_N][D]
+  alignas(1024) E K[B::stages][B::block_n * ROW_BYTES<B::qk_bytes> / sizeof(E)];  // [BLOCK_N][D]
   alignas(1024) E V[B::stages][V_ELEMENTS];                                          // [BLOCK_N][D]
   uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
   std::conditional_t<B::use_lengths, uint64_t, Nothing> last_landed;  // V of a tile in which a sequence ends
@@ -2608,7 +2611,7 @@ template <class B, class Shared> struct WgmmaProducer {
     if (issues) {
       s.item[stage] = item;
       const int rows = B::pack_gqa ? rows_of_item<B>(a) : B::block_m;
-      mbarrier_arrive_expect_tx(full, item.rounds > 0 ? rows * ROW_BYTES<B::head_dim, Element<B>> : 0);
+      mbarrier_arrive_expect_tx(full, item.rounds > 0 ? rows * ROW_BYTES<B::qk_bytes> : 0);
       for (int n = 0; item.rounds > 0 && n < (B::pack_gqa ? 1 : Shared::ROW_GROUPS); n++) {  // 64 rows, or all heads'
         load_rows_of_q<B, Q_PANEL_ROWS<B>>(a, s.queries(stage, n), &tensor_maps<B>(a).q, item, item.q0 + n * 64, full);
       }
@@ -2670,6 +2673,29 @@ template <class B, class Shared> struct WgmmaProducer {
       if (!B::use_persistent_cta) break;
       if (starts) item = find_item(gridDim.x + uniform(drawn));
     }
+  }
+  // One thread stores O of all items. TMA leaves out rows past Sq, but a box must not begin before row 0.
+  __device__ __forceinline__ void store_items() {
+    do {
+      const int stage = q_ring.stage;
+      mbarrier_wait(&s.q_full[stage], q_ring.parity);
+      const WgmmaItem<B>& item = s.item[stage];
+      if (item.rounds == 0) break;
+      for (int group = 0; group < s.ROW_GROUPS; group++) {
+        mbarrier_wait(&s.o_done[stage][group], q_ring.parity);
+        const int q = item.q0 + group * 64;
+        if (q < 0 || item.ends_before(q + 64)) continue;
+        constexpr int width = PANEL_BYTES<B::v_bytes> / B::element_bytes;
+        for (int n = 0; n < (a.has_short_rows ? PANELS<B::v_bytes> : 1); n++) {
+          const int of_panel[5] = {n * width, item.q_row(q), 0, item.h, item.batch(a.p.q_starts)};
+          cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, of_panel, s.Q[stage][group] + 64 * of_panel[0]);
+        }
+        cp_async_bulk_commit_group();
+      }
+      cp_async_bulk_wait_group_read<0>();
+      mbarrier_arrive(&s.q_empty[stage]);
+      q_ring.advance();
+    } while (B::use_persistent_cta);
   }
 };
 
@@ -2835,8 +2861,8 @@ template <class B, class Shared> struct WgmmaConsumer {
         warpgroup(uniform(thread / 128)),
         slice(warpgroup / Shared::ROW_GROUPS),
         row_group(warpgroup % Shared::ROW_GROUPS),
-        Q(wgmma_descriptor(uniform(shared_address(s.queries(0, row_group))), 16, PANEL_ATOM<B::head_dim, Element<B>>)),
-        K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B::head_dim, Element<B>>)),
+        Q(wgmma_descriptor(uniform(shared_address(s.queries(0, row_group))), 16, PANEL_ATOM<B::qk_bytes>)),
+        K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B::qk_bytes>)),
         V(wgmma_descriptor(uniform(shared_address(s.slice[slice].V[0])), v_leading_bytes, v_stride_bytes)),
         rows(a_) {
     if constexpr (B::use_bias != 0) rows.bias.hold(s.slice[slice].bias);
@@ -2953,7 +2979,7 @@ __device__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const WgmmaItem<B>& i
     else K_row = K_g + item.k_row(k) * a.p.k.row;
     K_row += lane % 4 * 4 / sizeof(Element<B>);
 #pragma unroll 1
-    for (int byte = 0; byte < ROW_BYTES<B::head_dim, Element<B>>; byte += STEP_BYTES) {
+    for (int byte = 0; byte < ROW_BYTES<B::qk_bytes>; byte += STEP_BYTES) {
       uint32_t of_q[4], of_k[2] = {0, 0};  // 0 behind a short row
       read_q(of_q, byte);
       if (byte < a.p.D * int(sizeof(Element<B>))) of_k[0] = word(K_row, byte);
@@ -3028,7 +3054,7 @@ template <class B> struct WgmmaShared {
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
 
   __device__ __forceinline__ Element<B>* queries(int stage, int row_group) {
-    return Q[stage][0] + row_group * 64 * B::head_dim / (B::pack_gqa ? PANELS<B::head_dim, Element<B>> : 1);
+    return Q[stage][0] + row_group * 64 * B::head_dim / (B::pack_gqa ? PANELS<B::qk_bytes> : 1);
   }
   // Two threads initialise them; a barrier of the CTA must follow.
   __device__ __forceinline__ void init_mbarriers(int warp) {
@@ -3051,34 +3077,9 @@ template <class B> struct WgmmaShared {
 };
 
 template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
-  using Shared = WgmmaShared<B>;
-  using Base = WgmmaProducer<B, Shared>;
-  using Base::s, Base::a, Base::q_ring;
+  using Base = WgmmaProducer<B, WgmmaShared<B>>;
+  using Base::s, Base::q_ring, Base::Base;
 
-  using Base::Base;
-
-  // One thread stores O of all items. TMA leaves out rows past Sq, but a box must not begin before row 0.
-  __device__ __forceinline__ void store_items() {
-    do {
-      const int stage = q_ring.stage;
-      mbarrier_wait(&s.q_full[stage], q_ring.parity);
-      const WgmmaItem<B>& item = s.item[stage];
-      if (item.rounds == 0) break;
-      for (int group = 0; group < s.ROW_GROUPS; group++) {
-        mbarrier_wait(&s.o_done[stage][group], q_ring.parity);
-        const int q = item.q0 + group * 64;
-        if (q < 0 || item.ends_before(q + 64)) continue;
-        for (int n = 0; n < (a.has_short_rows ? PANELS<B::d_v, Output> : 1); n++) {
-          const int of_panel[5] = {n * PANEL_WIDTH<B::d_v, Output>, item.q_row(q), 0, item.h, item.batch(a.p.q_starts)};
-          cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, of_panel, s.Q[stage][group] + 64 * of_panel[0]);
-        }
-        cp_async_bulk_commit_group();
-      }
-      cp_async_bulk_wait_group_read<0>();
-      mbarrier_arrive(&s.q_empty[stage]);
-      q_ring.advance();
-    } while (B::use_persistent_cta);
-  }
   __device__ __forceinline__ void run(int warp) {
     // Two slices have two loaders each, and nobody stores: the slices do that themselves.
     const int role = warp == 0         ? load_k
@@ -3094,7 +3095,7 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
         Base::start_item(item, &s.q_empty[q_ring.stage], q_ring.parity ^ 1);
       });
     } else if (role == store_o && Base::issues) {
-      store_items();
+      Base::store_items();
     }
   }
 };
@@ -3114,7 +3115,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   using Base::a, Base::s, Base::lane, Base::slice, Base::row_group, Base::rows, Base::ring, Base::q_ring, Base::last_k0;
 
   __device__ Wgmma16Consumer(WgmmaShared<B>& s_, const KernelArgs& a_, int thread)
-      : Base(s_, a_, thread, B::block_n * PANEL_BYTES<B::d_v, Element<B>>, PANEL_ATOM<B::d_v, Element<B>>) {}
+      : Base(s_, a_, thread, B::block_n * PANEL_BYTES<B::v_bytes>, PANEL_ATOM<B::v_bytes>) {}
 
   // ---- the products ----
 
@@ -3149,7 +3150,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   __device__ __forceinline__ void multiply_qk_again(Scores& S) const {
     const uint32_t tid = thread_index_anew() % 128, row = tid / 32 * 16 + tid % 16, byte = tid % 32 / 16 * 16;
     const SharedAddress Q_s = shared_address(s.queries(q_ring.stage, row_group));
-    constexpr int line = PANEL_BYTES<B::head_dim, Element<B>>;
+    constexpr int line = PANEL_BYTES<B::qk_bytes>;
     rows.multiply_qk_again(S, Base::item(), [&](uint32_t (&q)[4], int step_byte) {
       ldmatrix_x4<false>(q, Q_s + panel_byte<Q_PANEL_ROWS<B>, line>(row, step_byte + byte));
     });
@@ -3270,7 +3271,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       scale_rows(part, inverse);
       uint32_t o[4];
       pack_step<Output>(o, part, 0);
-      const int o_offset = panel_offset<64, PANEL_BYTES<B::d_v, Output>>(first_row + lane % 16, n * 16 + lane / 16 * 8);
+      const int o_offset = panel_offset<64, PANEL_BYTES<B::v_bytes>>(first_row + lane % 16, n * 16 + lane / 16 * 8);
       stmatrix_x4<false>(shared_address(s.Q[stage][row_group] + o_offset), o);
     }
     fence_proxy_async();
@@ -3281,7 +3282,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
                                                      int lane) {
     if (!item.ends_before(rows.q + 64)) return;
     __syncwarp();  // hazard: written by all lanes
-    constexpr int chunks = B::d_v / 8, line = PANEL_BYTES<B::d_v, Output>;
+    constexpr int chunks = B::d_v / 8, line = PANEL_BYTES<B::v_bytes>;
     Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head;
     for (int i = lane; i < 16 * chunks; i += 32) {
       const int row = first_row + i / chunks, col = i % chunks * 8, q = rows.q + row;
@@ -3364,10 +3365,10 @@ template <class B> struct E4m3Shared {
   // Sums take Q's place where shared memory has no room for both: nothing is flushed before Q is read.
   static constexpr bool Q_IN_FLUSHED = Q_IN_REGISTERS && FLUSHES && B::head_dim == 256;
   struct Landed {  // V as TMA brings it
-    alignas(1024) Input V[B::stages][B::block_n * ROW_BYTES<B::d_v> / sizeof(Input)];  // [BLOCK_N][D]
+    alignas(1024) Input V[B::stages][B::block_n * ROW_BYTES<B::v_bytes> / sizeof(Input)];  // [BLOCK_N][D]
     uint64_t v_full[B::stages], v_empty[B::stages];
   };
-  using Queries = Input[ROW_GROUPS][64 * ROW_BYTES<B::head_dim> / sizeof(Input)];
+  using Queries = Input[ROW_GROUPS][64 * ROW_BYTES<B::qk_bytes> / sizeof(Input)];
   using Flushed = float4[B::warpgroups][B::d_v / 8][128];  // thread by thread
   alignas(1024) std::conditional_t<Q_IN_FLUSHED, Flushed, Queries> Q;
   TileRing<B, ceil_div(B::block_n, V_LINE<B>) * V_LINE<B> * B::d_v> slice[B::split_kv];  // V [D][BLOCK_N]
@@ -3379,7 +3380,7 @@ template <class B> struct E4m3Shared {
   std::conditional_t<FLUSHES && !Q_IN_FLUSHED, Flushed, Nothing> flushed_sums;
 
   __device__ __forceinline__ Input* queries(int, int row_group) {
-    if (B::pack_gqa) return reinterpret_cast<Input*>(Q[0]) + row_group * 64 * PANEL_BYTES<B::head_dim>;
+    if (B::pack_gqa) return reinterpret_cast<Input*>(Q[0]) + row_group * 64 * PANEL_BYTES<B::qk_bytes>;
     return reinterpret_cast<Input*>(Q[row_group]);
   }
   __device__ __forceinline__ auto& flushed(int warpgroup) {
@@ -3436,7 +3437,7 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
   // 16 d and 32 keys at a time. ldmatrix gives a lane bytes of d = 2g and 2g + 1 of two keys; prmt parts them, and so
   // the keys come in the order of P. Of 16 d the even ones come first: their lines lie in different banks.
   static __device__ __forceinline__ void transpose(SharedAddress to, SharedAddress from, int part) {
-    constexpr int LINE = PANEL_BYTES<B::d_v>, LINE_V = V_LINE<B>, STEP = 16 * Shared::TRANSPOSERS;
+    constexpr int LINE = PANEL_BYTES<B::v_bytes>, LINE_V = V_LINE<B>, STEP = 16 * Shared::TRANSPOSERS;
     constexpr int MOST = B::warpgroups == 2 && B::split_kv == 1 ? 4 : 2;  // by registers; loads wait behind stores
     constexpr int AT_ONCE = B::d_v / STEP < MOST ? B::d_v / STEP : MOST;
     const uint32_t lane = threadIdx.x % 32;
@@ -3492,7 +3493,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     const SharedAddress Q_s = shared_address(s.queries(0, row_group));
     SDPA_UNROLL for (int step = 0; step < B::head_dim * int(sizeof(Input)) / STEP_BYTES; step++) {
       const uint32_t row = tid / 32 * 16 + tid % 16, byte = step * STEP_BYTES + tid / 16 % 2 * 16;
-      ldmatrix_x4<false>(queries[step], Q_s + panel_byte<Q_PANEL_ROWS<B>, PANEL_BYTES<B::head_dim>>(row, byte));
+      ldmatrix_x4<false>(queries[step], Q_s + panel_byte<Q_PANEL_ROWS<B>, PANEL_BYTES<B::qk_bytes>>(row, byte));
     }
   }
   // Q's buffer may be filled anew.
@@ -3508,7 +3509,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       forget(S.x.d);
       wgmma_fence();
       SDPA_UNROLL for (int step = 0; step < B::head_dim * int(sizeof(Input)) / STEP_BYTES; step++) {
-        const uint64_t K_step = descriptor_at(K_at, panel_step<PANEL_BYTES<B::head_dim>>(step, B::block_n));
+        const uint64_t K_step = descriptor_at(K_at, panel_step<PANEL_BYTES<B::qk_bytes>>(step, B::block_n));
         wgmma_rs<Input, B::block_n, 0>(S.x.d, queries[step], K_step, step > 0);
       }
       wgmma_commit_group();
@@ -3760,7 +3761,7 @@ template <class B> struct WgmmaColumnsLoader {
     const CUtensorMap* map = &tensor_maps<B>(a).q;
     s.item = item;
     const int rows = B::pack_gqa ? rows_of_item<B>(a) : B::block_m;
-    mbarrier_arrive_expect_tx(&s.q_full, rows * ROW_BYTES<B::head_dim>);
+    mbarrier_arrive_expect_tx(&s.q_full, rows * ROW_BYTES<B::qk_bytes>);
     hold(map), griddepcontrol_wait();  // as late as possible: the kernel before this one has ended
     load_rows_of_q<B, B::block_m>(a, s.Q, map, item, item.q0, &s.q_full);
   }
@@ -3849,12 +3850,12 @@ template <class B> struct WgmmaColumns {
   // S.T = K @ Q.T of the tile there, begun.   [BLOCK_N][BLOCK_M]
   __device__ __forceinline__ void start_kq(Scores& S, const StageRing<B::stages>& k_ring) {
     mbarrier_wait(&mine().k_full[k_ring.stage], k_ring.parity);
-    const uint64_t Q = wgmma_descriptor(Q_s, 16, PANEL_ATOM<B::head_dim>);
-    const uint64_t K = wgmma_descriptor(K_s + k_ring.stage * sizeof s.slice[0].K[0], 16, PANEL_ATOM<B::head_dim>);
+    const uint64_t Q = wgmma_descriptor(Q_s, 16, PANEL_ATOM<B::qk_bytes>);
+    const uint64_t K = wgmma_descriptor(K_s + k_ring.stage * sizeof s.slice[0].K[0], 16, PANEL_ATOM<B::qk_bytes>);
     wgmma_fence();
     SDPA_UNROLL for (int block = 0; block < KEY_BLOCKS; block++) {
       SDPA_UNROLL for (int step = 0; step < B::head_dim / 16; step++) {
-        constexpr int line = PANEL_BYTES<B::head_dim>;
+        constexpr int line = PANEL_BYTES<B::qk_bytes>;
         const int K_step = panel_step<line>(step, B::block_n) + block * 64 * line;
         const int Q_step = panel_step<line>(step, B::block_m);
         wgmma_ss<Input, B::block_m, 0>(S.x.d[block], K + K_step / 16, Q + Q_step / 16, step > 0);
@@ -4640,10 +4641,10 @@ template <class B> __global__ void __launch_bounds__(map_threads) sdpa_map(const
 // The value of an element that to_float() gives as 1.
 template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;
 
-// Where e4m3 becomes fp16 (mma and PACK_GQA), scores have been multiplied by the factor of Q.
+// Where e4m3 becomes fp16 (mma and PACK_GQA), scores have been multiplied by the factor of Q; a Q of 16 bits has none.
 template <class B> __device__ __forceinline__ float item_score_scale(const KernelArgs& a, const Item<B>& item) {
   if constexpr (!B::is_8bit) return B::use_softcap != 0 ? a.cap_scale : a.scale_log2;
-  const float q_descale = B::converts_operands ? 1 : a.p.q_descale.of_head(item.b, item.h);
+  const float q_descale = B::converts_operands || B::mixes_types ? 1 : a.p.q_descale.of_head(item.b, item.h);
   const float scale = (is_capped<B>(a) ? a.cap_scale : a.scale_log2) * q_descale *
                       a.p.k_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
   return max_nan(scale, 1.2e-38f);  // of a factor of 0: -inf times the scale stays -inf
@@ -4666,6 +4667,21 @@ __device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a
   if (!B::use_sinks) return l;
   const float above_m = fmaf(-finite_max(m), item_scale_log2<B>(a, item), sink_of<B>(a, item) * (1 / ln2));
   return l + ex2_approx_ftz(fminf(above_m + p_log2<B>, 127));  // at 127 1 / sum is flushed to 0
+}
+
+// ---- 5f elements of e4m3 in 16 bits (DTYPE = FP8_E4M3, KV_DTYPE = FP8_E4M3) ----
+
+// Converts four bytes to two pairs of fp16.
+__device__ __forceinline__ void make_halves(uint32_t (&pairs)[2], uint32_t bytes) {
+  SDPA_UNROLL for (int n = 0; n < 2; n++) pairs[n] = cvt_rn_f16x2_e4m3x2(bytes >> 16 * n);
+}
+// Makes pairs of bf16, which holds e4m3 exactly, of such pairs of fp16.
+__device__ __forceinline__ void make_bf16(uint32_t (&pairs)[2]) {
+  SDPA_UNROLL for (int n = 0; n < 2; n++) {
+    __half x[2];
+    memcpy(x, &pairs[n], sizeof x);
+    pairs[n] = pack<__nv_bfloat16>(to_float(x[0]), to_float(x[1]));
+  }
 }
 
 // ---- 5f operands of e4m3 (mma and DTYPE = FP8_E4M3, KV_DTYPE = FP8_E4M3) ----
@@ -4700,18 +4716,6 @@ template <class B> struct MmaE4m3 {
   }
 };
 
-// Converts four bytes to two pairs of fp16.
-__device__ __forceinline__ void make_halves(uint32_t (&pairs)[2], uint32_t bytes) {
-  SDPA_UNROLL for (int n = 0; n < 2; n++) pairs[n] = cvt_rn_f16x2_e4m3x2(bytes >> 16 * n);
-}
-// Makes pairs of bf16, which holds e4m3 exactly, of such pairs of fp16.
-__device__ __forceinline__ void make_bf16(uint32_t (&pairs)[2]) {
-  SDPA_UNROLL for (int n = 0; n < 2; n++) {
-    __half x[2];
-    memcpy(x, &pairs[n], sizeof x);
-    pairs[n] = pack<__nv_bfloat16>(to_float(x[0]), to_float(x[1]));
-  }
-}
 // A step is two products; the first has k = 4q ... 4q + 3 of the lane's bytes, the second the same 16 k further.
 template <class B> struct MmaE4m3AsHalves {
   static constexpr int REGISTERS = 8, KEYS = 16;
@@ -4894,9 +4898,9 @@ __device__ __forceinline__ void merge_groups(const Partials& partials_s, const I
 // PACK_GQA: empties rows of Q without a query, since what lies there would decide how other rows are rounded.
 template <class B> __device__ __forceinline__ void clear_rows_without_query(Element<B>* Q_s, const KernelArgs& a) {
   if (!B::pack_gqa) return;
-  constexpr int line = PANEL_BYTES<B::head_dim, Element<B>> / 16;
+  constexpr int line = PANEL_BYTES<B::qk_bytes> / 16;
   const int rows = rows_of_item<B>(a), chunks = (B::block_m - rows) * line;
-  for (int i = threadIdx.x; i < PANELS<B::head_dim, Element<B>> * chunks; i += B::threads) {
+  for (int i = threadIdx.x; i < PANELS<B::qk_bytes> * chunks; i += B::threads) {
     const int row = i / chunks * B::block_m + rows;
     st_shared(reinterpret_cast<uint4*>(Q_s) + row * line + i % chunks, uint4{});
   }
@@ -4972,15 +4976,15 @@ template <class B> __device__ __forceinline__ uint32_t converted_pair(const Inpu
 }
 
 // A producer warp, which loads tiles if it is the first, and makes its share of each.
-template <class B> struct WgmmaConverter : Wgmma16Producer<B> {
-  using Base = Wgmma16Producer<B>;
+template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>> {
+  using Base = WgmmaProducer<B, WgmmaShared<B>>;
   using Base::s, Base::a, Base::ring, Base::issues, Base::Base;
   StageRing<B::stages> tile;  // which is made; `ring`: which is loaded
 
   // Makes elements E of a tile's rows, of which the warp takes every fourth eight. Eight lanes have 64 bytes of two
   // rows that differ in the bits 0 and 2: so neither their reads nor their writes, twice as long, meet in a bank.
   template <int D, class E> static __device__ __forceinline__ void convert(void* to_s, const void* from_s, int warp) {
-    constexpr int LINE = PANEL_BYTES<D, E>, LANDED_LINE = PANEL_BYTES<D>;
+    constexpr int LINE = PANEL_BYTES<D * B::element_bytes>, LANDED_LINE = PANEL_BYTES<D * B::input_bytes>;
     constexpr int AT_ONCE = ceil_div(D, 64), STEP = 8 * converter_warps;
     const uint32_t lane = threadIdx.x % 32, row = warp * 8 + (lane / 8 ^ lane / 4 % 2 * 5), byte = lane % 4 * 16;
     uint4 x[2][AT_ONCE];  // of these eight rows and of the next
@@ -5123,19 +5127,20 @@ template <class B> struct PagedRows {
 
 // A lane copies a box of one page, a panel's lines; its page is best looked up while the stage is full.
 template <class B, int D> struct TileBox<B, D, true> {
+  static constexpr int BYTES = D * B::input_bytes, PANEL_WIDTH = PANEL_BYTES<BYTES> / B::input_bytes;
   int box_origin[5], row;  // of this lane's box: coordinates in the tensor map, and its first row in the tile
 
   __device__ __forceinline__ TileBox(const KernelArgs& a, const Item<B>& item, int h_kv, int k0)
       : box_origin{0, 0, 0, h_kv, 0} {
     const int lane = threadIdx.x % 32, rows = plan_room<B>(a).box_rows;
-    row = lane / PANELS<D> * rows, box_origin[0] = lane % PANELS<D> * PANEL_WIDTH<D>;
+    row = lane / PANELS<BYTES> * rows, box_origin[0] = lane % PANELS<BYTES> * PANEL_WIDTH;
     box_origin[1] = int(plan_room<B>(a).page_size.remainder(uint32_t(k0 + row)));
     box_origin[4] = page_of<B>(a, item, k0 + row, rows);
   }
   __device__ __forceinline__ void load(const KernelArgs&, const CUtensorMap* map, Input* to_s, uint64_t* full) const {
     if (row >= B::block_n) return;
-    if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D>);
-    to_s += box_origin[0] * B::block_n + row * PANEL_WIDTH<D>;
+    if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<BYTES>);
+    to_s += box_origin[0] * B::block_n + row * PANEL_WIDTH;
     cp_async_bulk_tensor_load(to_s, map, box_origin, full, B::swap_ab && B::pack_gqa ? evict_first : evict_last);
   }
 };
@@ -5239,9 +5244,9 @@ template <class View> struct OneRow {
 
 // USE_LENGTHS: empties rows of V behind the last key, since 0 * NaN is NaN; its threads then fence the async proxy.
 template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, int keys, int thread, int threads) {
-  constexpr int line = PANEL_BYTES<B::d_v> / 16, panel = B::block_n * line;
+  constexpr int bytes = B::d_v * B::input_bytes, line = PANEL_BYTES<bytes> / 16, panel = B::block_n * line;
   for (int i = keys * line + thread; i < panel; i += threads) {
-    SDPA_UNROLL for (int n = 0; n < PANELS<B::d_v>; n++) st_shared(static_cast<uint4*>(V_s) + n * panel + i, uint4{});
+    SDPA_UNROLL for (int n = 0; n < PANELS<bytes>; n++) st_shared(static_cast<uint4*>(V_s) + n * panel + i, uint4{});
   }
 }
 
@@ -5252,8 +5257,8 @@ template <class B>
 __device__ __forceinline__ bool clear_queries_of_others(Element<B>* Q_s, int panel_rows, const KernelArgs& a,
                                                         const Item<B>& item, int first_row, int rows, int thread) {
   if (!a.p.batch_invariant || !item.ends_before(item.q0 + queries_of_item<B>(a))) return false;
-  constexpr int line = PANEL_BYTES<B::head_dim, Element<B>> / 16, threads = B::swap_ab ? B::threads : 128;
-  for (int i = thread; i < PANELS<B::head_dim, Element<B>> * rows * line; i += threads) {
+  constexpr int line = PANEL_BYTES<B::qk_bytes> / 16, threads = B::swap_ab ? B::threads : 128;
+  for (int i = thread; i < PANELS<B::qk_bytes> * rows * line; i += threads) {
     const int row = i / line % rows, panel = i / line / rows;
     if (query_of<B>(a, item.q0, first_row + row) < item.query_count(a.p)) continue;
     st_shared(reinterpret_cast<uint4*>(Q_s) + (panel * panel_rows + row) * line + i % line, uint4{});

@@ -600,10 +600,10 @@ def wgmma(text, rows):
     def columns(word, row):
         of_v = {"D_V": row["HEAD_DIM_V"] or row["HEAD_DIM"]}
         return (row | of_v)[re.sub(r"\w+::", "", word).upper()]
-    calls = sorted({(kind, columns(word, row), *map(int, re.findall(r"\d", trans))) for row in rows
-                    for kind, word, trans in re.findall(r"\bwgmma_(ss|rs)<Input, ([\w:]+)((?:, \d)+)>\(", text)})
-    element = re.search(r"using Input = (\w+);", text)[1]
-    functions = "\n".join(wgmma_function(kind, element, n, *trans) for kind, n, *trans in calls)
+    calls = sorted({(kind, element, columns(word, row), *map(int, re.findall(r"\d", trans))) for row in rows
+                    for kind, element, word, trans in
+                    re.findall(r"\bwgmma_(ss|rs)<(Input|__\w+), ([\w:]+)((?:, \d)+)>\(", text)})
+    functions = "\n".join(wgmma_function(text, *call) for call in calls)
     text = re.sub(r"(?:^//.*\n)*^#define SDPA_D4\((?:.|\n)*?(?=^template <class E, int N, int TRANS_B, int TRANS_A>)",
                   "", text,
                   flags=re.MULTILINE)
@@ -613,8 +613,10 @@ def wgmma(text, rows):
                   flags=re.MULTILINE)
 
 
-def wgmma_function(kind, element, n, trans_b, trans_a=0):
-    """One wgmma with N columns. Operand N / 2 tells whether D is added to, the next one is the descriptor of B."""
+def wgmma_function(text, kind, name, n, trans_b, trans_a=0):
+    """One wgmma of such elements with N columns. Operand N / 2 tells whether D is added to, the next one is the
+    descriptor of B."""
+    element = re.search(r"using Input = (\w+);", text)[1] if name == "Input" else name
     r, is_8bit = n // 2, element == "__nv_fp8_e4m3"
     types = "k32.f32.e4m3.e4m3" if is_8bit else {"__half": "k16.f32.f16.f16",
                                                  "__nv_bfloat16": "k16.f32.bf16.bf16"}[element]
@@ -627,7 +629,7 @@ def wgmma_function(kind, element, n, trans_b, trans_a=0):
         f"{{ .reg .pred p; setp.ne.b32 p, %{r}, 0; wgmma.mma_async.sync.aligned.m64n{n}{types} {{{sums}}}, "
         f"{a_text}, %{r + 1}, p, {immediates}; }}", WIDTH - 10)]
     operands = textwrap.wrap(", ".join(f'"+f"(d[{i}])' for i in range(r)), WIDTH - 10)
-    arguments = f"Input, {n}, {trans_b}" + (f", {trans_a}" if kind == "ss" else "")
+    arguments = f"{name}, {n}, {trans_b}" + (f", {trans_a}" if kind == "ss" else "")
     return "\n".join([
         f"template <> __device__ __forceinline__ void wgmma_{kind}<{arguments}>(",
         f"    float (&d)[{r}], {a_type}, uint64_t b, bool accumulate) {{",
