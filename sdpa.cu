@@ -2103,7 +2103,7 @@ template <int BYTES> constexpr int ROW_BYTES = ceil_div(BYTES, 64) * 64;  // of 
 template <int BYTES> constexpr int PANEL_BYTES = ROW_BYTES<BYTES> % 128 ? 64 : 128;
 template <int BYTES> constexpr int PANELS = ROW_BYTES<BYTES> / PANEL_BYTES<BYTES>;
 template <int BYTES> constexpr int PANEL_ATOM = 8 * PANEL_BYTES<BYTES>;  // 8 lines of a panel
-constexpr int STEP_BYTES = 32;                                     // of K that an instruction takes
+constexpr int STEP_BYTES = 32;  // of K that an instruction takes
 
 // The place of a row's byte in a tile that lies in panels of ROWS lines of LINE bytes.
 template <int ROWS, int LINE = 128> __device__ __forceinline__ uint32_t panel_byte(uint32_t row, uint32_t byte) {
@@ -2241,7 +2241,7 @@ template <class B> __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::
   forget(S.x.d);
   wgmma_fence();
   constexpr int line = PANEL_BYTES<B::qk_bytes>;
-  SDPA_UNROLL for (int step = 0; step < B::head_dim * int(sizeof(Element<B>)) / STEP_BYTES; step++) {
+  SDPA_UNROLL for (int step = 0; step < B::qk_bytes / STEP_BYTES; step++) {
     wgmma_ss<Element<B>, B::block_n, 0>(S.x.d, descriptor_at(Q, panel_step<line>(step, Q_PANEL_ROWS<B>)),
                                         descriptor_at(K, panel_step<line>(step, B::block_n)), step > 0);
   }
@@ -2535,7 +2535,7 @@ constexpr int turn = 1, q_read = 5, partials = 9;
 template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
   using E = Element<B>;
   alignas(1024) E K[B::stages][B::block_n * ROW_BYTES<B::qk_bytes> / sizeof(E)];  // [BLOCK_N][D]
-  alignas(1024) E V[B::stages][V_ELEMENTS];                                          // [BLOCK_N][D]
+  alignas(1024) E V[B::stages][V_ELEMENTS];                                       // [BLOCK_N][D]
   uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
   std::conditional_t<B::use_lengths, uint64_t, Nothing> last_landed;  // V of a tile in which a sequence ends
   std::conditional_t<B::use_bias != 0, BiasTiles<B>, Nothing> bias;
@@ -2736,7 +2736,8 @@ __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& 
   return {min((seen.begin - first_key) / B::round_keys, end - 1), end};
 }
 
-template <class B> __device__ __forceinline__ uint32_t converted_pair(const Input* from_g);
+template <class B> __device__ __forceinline__ uint32_t converted_pair(const Input* from_g);  // KV_DTYPE
+
 // The 64 rows of a warpgroup over its slice of the keys, in registers.
 template <class B> struct WgmmaRows {
   using Scores = WgmmaAccumulator<B::block_n>;
@@ -2977,13 +2978,13 @@ __device__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const WgmmaItem<B>& i
     const Input* K_row;
     if constexpr (B::use_pages) K_row = PagedRows<B>{&a, &item, &a.p.k, K_g, k} + 0;
     else K_row = K_g + item.k_row(k) * a.p.k.row;
-    K_row += lane % 4 * 4 / sizeof(Element<B>);
+    K_row += lane % 4 * 4 / B::element_bytes;
 #pragma unroll 1
     for (int byte = 0; byte < ROW_BYTES<B::qk_bytes>; byte += STEP_BYTES) {
       uint32_t of_q[4], of_k[2] = {0, 0};  // 0 behind a short row
       read_q(of_q, byte);
-      if (byte < a.p.D * int(sizeof(Element<B>))) of_k[0] = word(K_row, byte);
-      if (byte + 16 < a.p.D * int(sizeof(Element<B>))) of_k[1] = word(K_row, byte + 16);
+      if (byte < a.p.D * B::element_bytes) of_k[0] = word(K_row, byte);
+      if (byte + 16 < a.p.D * B::element_bytes) of_k[1] = word(K_row, byte + 16);
       mma_32_bytes<Element<B>>(d[0], d[1], d[2], d[3], of_q, of_k[0], of_k[1]);
     }
     SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) S.x.d[i] = i / 4 == n ? d[i % 4] : S.x.d[i];
@@ -3481,7 +3482,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   using Scores = typename Base::Scores;
   using Probabilities = uint32_t[B::block_n / 32][4];  // A operands
   using Base::a, Base::s, Base::lane, Base::slice, Base::row_group, Base::rows, Base::ring, Base::q_ring, Base::last_k0;
-  uint32_t queries[B::head_dim * int(sizeof(Input)) / STEP_BYTES][4];  // Q as A operands, if Q_IN_REGISTERS
+  uint32_t queries[B::qk_bytes / STEP_BYTES][4];  // Q as A operands, if Q_IN_REGISTERS
   uint32_t tiles = 0;                              // whose P @ V has ended
 
   __device__ E4m3Consumer(Shared& s_, const KernelArgs& a_, int thread) : Base(s_, a_, thread, 16, 8 * V_LINE<B>) {}
@@ -3491,7 +3492,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   __device__ __forceinline__ void load_queries() {
     const uint32_t tid = thread_index_anew() % 128;
     const SharedAddress Q_s = shared_address(s.queries(0, row_group));
-    SDPA_UNROLL for (int step = 0; step < B::head_dim * int(sizeof(Input)) / STEP_BYTES; step++) {
+    SDPA_UNROLL for (int step = 0; step < B::qk_bytes / STEP_BYTES; step++) {
       const uint32_t row = tid / 32 * 16 + tid % 16, byte = step * STEP_BYTES + tid / 16 % 2 * 16;
       ldmatrix_x4<false>(queries[step], Q_s + panel_byte<Q_PANEL_ROWS<B>, PANEL_BYTES<B::qk_bytes>>(row, byte));
     }
@@ -3508,7 +3509,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     if constexpr (Shared::Q_IN_REGISTERS) {
       forget(S.x.d);
       wgmma_fence();
-      SDPA_UNROLL for (int step = 0; step < B::head_dim * int(sizeof(Input)) / STEP_BYTES; step++) {
+      SDPA_UNROLL for (int step = 0; step < B::qk_bytes / STEP_BYTES; step++) {
         const uint64_t K_step = descriptor_at(K_at, panel_step<PANEL_BYTES<B::qk_bytes>>(step, B::block_n));
         wgmma_rs<Input, B::block_n, 0>(S.x.d, queries[step], K_step, step > 0);
       }
@@ -4955,8 +4956,8 @@ template <class B> struct MmaMixedTypes : MmaE4m3AsHalves<B> {
 
 // The stages of K and V in 8 bits. Full: the tile has landed. Empty: all producer warps have read it.
 template <class B> struct LandedTiles {
-  alignas(1024) Input K[B::stages][B::block_n * ROW_BYTES<B::head_dim>];  // [BLOCK_N][D]
-  alignas(1024) Input V[B::stages][B::block_n * ROW_BYTES<B::d_v>];       // [BLOCK_N][Dv]
+  alignas(1024) Input K[B::stages][B::block_n * ROW_BYTES<B::head_dim * B::input_bytes>];  // [BLOCK_N][D]
+  alignas(1024) Input V[B::stages][B::block_n * ROW_BYTES<B::d_v * B::input_bytes>];       // [BLOCK_N][Dv]
   uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
 
   __device__ __forceinline__ void init_mbarriers() {
