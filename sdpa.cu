@@ -180,7 +180,11 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   // e4m3 becomes 16 bits as an operand of a product is read (mma), or as a tile is made of what has landed (wgmma).
   static constexpr bool converts_operands = is_e4m3 && family == Family::mma && (K::pack_gqa || mixes_types);
   static constexpr bool converts_tiles = mixes_types && family == Family::wgmma;
+  static constexpr bool converts_q = converts_tiles && q_type == DType::bf16;
   static constexpr bool multiplies_e4m3 = is_e4m3 && family != Family::scalar && !converts_operands && !converts_tiles;
+  // USE_SOFTCAP: a polynomial caps scores whose exponential is taken by a stale maximum.
+  static constexpr bool caps_by_polynomial = K::use_softcap == 1 && family == Family::wgmma &&
+                                             K::use_warp_specialization && !is_8bit && K::use_bias == 0;
   // FP16_ACC: S is summed in fp16, and so is what a tile adds to O.
   static constexpr bool qk_in_fp16 = K::fp16_acc & 1, pv_in_fp16 = K::fp16_acc & 2;
   // U8 becomes fp16 while a tile is copied.
@@ -194,12 +198,15 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   // Bytes of an element of K and V, and of wgmma's tiles; of a row of its Q and K, and of V and O.
   static constexpr int input_bytes = is_8bit ? 1 : 2, element_bytes = converts_tiles ? 2 : input_bytes;
   static constexpr int qk_bytes = K::head_dim * element_bytes, v_bytes = d_v * element_bytes;
+  // Stages that TMA fills: of a tile that is converted one will do, while the other of K and V is made.
+  static constexpr int landed_stages = converts_tiles && K::head_dim > 128 ? 1 : K::stages;
   static constexpr int d_q = mixes_types ? 2 * K::head_dim : K::head_dim;      // elements of K as long as a row of Q
   static constexpr int round_keys = K::split_kv * K::block_n;  // of a round, in which every slice takes one tile
   static constexpr int group_warps = K::num_warps / K::split_kv;
   static constexpr int group_threads = group_warps * 32;
   static constexpr int warpgroups = K::num_warps / 4;  // that compute
-  static constexpr bool scales_rows = multiplies_e4m3 && family == Family::wgmma && K::pack_gqa;  // by factors of heads
+  // Rows of scores have scales of their own: of their heads, or of their rows of Q.
+  static constexpr bool scales_rows = (multiplies_e4m3 && family == Family::wgmma && K::pack_gqa) || converts_q;
 };
 
 using Build = BuildOf<-1>;
@@ -220,10 +227,8 @@ using Output = ElementOf<Build::output>;  // of O
 template <class B> using Query = std::conditional_t<B::mixes_types, ElementOf<B::q_type>, Input>;  // of Q
 using Bias = std::conditional_t<Build::use_bias == 2, uint8_t, Input>;
 // The type of their elements in shared memory.
-template <class B>
-using Element = std::conditional_t<B::converts, __half, std::conditional_t<B::converts_tiles, Query<B>, Input>>;
+template <class B> using Element = std::conditional_t<B::converts || B::converts_tiles, __half, Input>;
 using Half = std::conditional_t<Build::is_8bit, __half, Input>;  // of 16-bit operands
-template <class B> using ElementOfV = std::conditional_t<B::converts_tiles, __half, Element<B>>;
 
 // Query q's own position among the keys. With a mask it sees no key after it.
 enum class Causal : int {
@@ -357,6 +362,10 @@ struct PlanArgs {  // USE_LENGTHS: room in the workspace for one group of heads
   Divisor page_size;  // USE_PAGES
   int box_rows = 0;   // keys that TMA copies at once: of one page and of one tile
 };
+// USE_SOFTCAP: of a score s, tanh(s * cap_scale) * scale_log2 is about ((s^2 + shift)^2 + rest) * s * factor.
+struct CapPolynomial {
+  float shift = 0, rest = 0, factor = 0;  // factor 0: there is none
+};
 struct BiasMap {  // USE_BIAS: a list for each item, or for those that share a bias; null: none
   uint32_t *lists = nullptr, list_words = 0;
   Divisor heads, batches;
@@ -386,6 +395,7 @@ struct KernelArgs : Grid {
   BiasMap bias_map;
   std::conditional_t<Build::loads_by_tma, TensorMaps, Nothing> maps;
   std::conditional_t<Build::use_lengths, PlanArgs, Nothing> plan;
+  std::conditional_t<Build::use_softcap == 1, CapPolynomial, Nothing> cap_polynomial;
   KernelArgs(const SdpaParams& params, int rows, int keys_of_tile, const Grid& grid = {})
       : Grid(grid),
         mask{{{params, params.Sq, params.Sk}, rows, keys_of_tile}, {params, params.Sq, params.Sk}},
@@ -536,7 +546,7 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
   hide([&](int j, int q) { return j >= keys.end(q) - k0; });
   if (keys.from > -most_rows) hide([&](int j, int q) { return j < keys.begin(q) - k0; });
 }
-// A factor of a thread's scores: one number, or with e4m3 and PACK_GQA one for each row.
+// A factor of a thread's scores: one number, or with B::scales_rows one for each row.
 struct RowScales;
 template <class B> using ScoreScale = std::conditional_t<B::scales_rows, RowScales, float>;
 // What an item's scores are multiplied by: item_scale_log2(), or with a softcap what makes them arguments of tanh.
@@ -1306,7 +1316,7 @@ template <class B> __device__ __forceinline__ bool is_capped(const KernelArgs& a
 }
 // What the softmax takes of a score that nothing masks.
 template <class B> __device__ __forceinline__ float logit(float x, const KernelArgs& a, float cap_scale) {
-  return capped<B>(x, a, cap_scale) * (B::use_bias == 1 ? a.logit_scale : 1);
+  return (is_capped<B>(a) ? capped<B>(x, a, cap_scale) : x) * (B::use_bias == 1 ? a.logit_scale : 1);
 }
 template <class B>  // USE_BIAS: where the elements for row r of a tile begin
 __device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r);
@@ -1512,10 +1522,10 @@ template <class B, int ROWS> struct StaleSoftmax {
     softmax_exp<B>(S, first, last, scale_log2, m_log2, sum);
   }
   // Adds the sums to l. False, and l unchanged, if one of the warp's is over the limit or NaN: then P is of no use.
-  __device__ __forceinline__ bool add_to(float (&l)[ROWS]) const {
+  __device__ __forceinline__ bool add_to(float (&l)[ROWS], float limit = lazy_limit<B>) const {
     float all = 0;
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) all += sum[i];
-    if (!__all_sync(0xffffffffu, all <= lazy_limit<B>)) return false;
+    if (!__all_sync(0xffffffffu, all <= limit)) return false;
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) l[i] += sum[i];
     return true;
   }
@@ -2258,8 +2268,8 @@ __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::d_v>& O, const Wgmm
   hold(O.x.d);
   wgmma_fence();
   SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
-    wgmma_rs<ElementOfV<B>, B::d_v, 1>(O.x.d, P[step], descriptor_at(V, step * 16 * PANEL_BYTES<B::v_bytes>),
-                                       step || accumulate);
+    wgmma_rs<Element<B>, B::d_v, 1>(O.x.d, P[step], descriptor_at(V, step * 16 * PANEL_BYTES<B::v_bytes>),
+                                    step || accumulate);
   }
   wgmma_commit_group();
 }
@@ -2587,7 +2597,7 @@ template <class B, class Shared> struct WgmmaProducer {
   Shared& s;
   const KernelArgs& a;
   const bool issues = threadIdx.x % 32 == 0;
-  StageRing<B::stages> ring;
+  StageRing<B::landed_stages> ring;
   StageRing<Shared::Q_STAGES> q_ring;
   int keys_at_end = B::block_n, last_parity = 0;  // USE_LENGTHS: keys of V's next tile; of last_landed
 
@@ -2736,7 +2746,7 @@ __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& 
   return {min((seen.begin - first_key) / B::round_keys, end - 1), end};
 }
 
-template <class B> __device__ __forceinline__ uint32_t converted_pair(const Input* from_g);  // KV_DTYPE
+__device__ __forceinline__ uint32_t converted_pair(const Input* from_g);  // KV_DTYPE
 
 // The 64 rows of a warpgroup over its slice of the keys, in registers.
 template <class B> struct WgmmaRows {
@@ -2818,6 +2828,7 @@ template <class B> struct WgmmaRows {
   // Caps the columns [first, last) for a softmax by the stale maximum; at the first ones with a bias all are finished.
   // are_logits: that the scores are logits then.
   __device__ __forceinline__ void finish_for_stale_max(Scores& S, int first, int last, bool& are_logits) {
+    if (B::caps_by_polynomial) return;  // CappedSoftmax does it
     if (B::use_bias == 0) cap_scores<B>(S, a, scale_log2.of_cap(), first, last);
     else if (first == 0) cap_scores<B>(S, a, scale_log2.of_cap()), are_logits = add_bias(S);
   }
@@ -2833,7 +2844,7 @@ template <class B> struct WgmmaRows {
   }
   // Four bytes of a row of operands from `byte` on.
   static __device__ __forceinline__ uint32_t word(const Input* row_g, int byte) {
-    if constexpr (B::converts_tiles) return converted_pair<B>(row_g + byte / 2);
+    if constexpr (B::converts_tiles) return converted_pair(row_g + byte / 2);
     return ld_global<uint32_t>(reinterpret_cast<const char*>(row_g) + byte);
   }
   // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may be overwritten
@@ -3109,10 +3120,14 @@ template <class View> __device__ __forceinline__ void clear_empty_rows(View& O, 
   }
 }
 
+// USE_SOFTCAP: StaleSoftmax of scores that are not capped yet.
+template <class B> struct CappedSoftmax;
+
 template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   using Base = WgmmaConsumer<B, WgmmaShared<B>>;
   using Scores = typename Base::Scores;
   using Probabilities = WgmmaProbabilities<B>;
+  using Softmax = std::conditional_t<B::caps_by_polynomial, CappedSoftmax<B>, StaleSoftmax<B, 2>>;
   using Base::a, Base::s, Base::lane, Base::slice, Base::row_group, Base::rows, Base::ring, Base::q_ring, Base::last_k0;
 
   __device__ Wgmma16Consumer(WgmmaShared<B>& s_, const KernelArgs& a_, int thread)
@@ -3166,17 +3181,18 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       are_logits = false;
       return multiply_qk_again(P);
     }
-    const float step = scaled ? ln2 : B::is_8bit ? 1 / rows.scale_log2 : a.inverse_scale_log2;
+    const auto inverse = [&](int i) { return B::is_8bit ? 1 / of_row(rows.scale_log2, i) : a.inverse_scale_log2; };
+    const float step[2] = {scaled ? ln2 : inverse(0), scaled ? ln2 : inverse(B::scales_rows)};
     const float of_m = scaled ? 1 : a.inverse_logit_scale;
     SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) {
       const float m = B::use_bias == 1 ? rows.m[i / 2 % 2] * of_m : rows.m[i / 2 % 2];
-      P.x.d[i] = fmaf(lg2_approx_ftz(P.x.d[i]), step, m);
+      P.x.d[i] = fmaf(lg2_approx_ftz(P.x.d[i]), step[i / 2 % 2], m);
     }
   }
   // Rounds P, and holds it before the fence. Otherwise nvcc rounds a part after it, ptxas splits P @ V into two
   // groups (C7519), and the wait for the next scores waits for the first of these as well.
   static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
-    SDPA_UNROLL for (int n = 0; n < B::block_n / 16; n++) pack_step<ElementOfV<B>>(out[n], P, n), hold(out[n]);
+    SDPA_UNROLL for (int n = 0; n < B::block_n / 16; n++) pack_step<Element<B>>(out[n], P, n), hold(out[n]);
   }
   // The wait stands in the middle: FIRST columns of a stale softmax go on beside the P @ V before.
   template <int FIRST, class End>
@@ -3185,7 +3201,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     bool done = false;
     bool are_logits = false;
     if (stale) rows.finish_for_stale_max(S, 0, FIRST, are_logits);
-    StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2, are_logits);
+    Softmax softmax(rows.m, rows.scale_log2, are_logits);
     if (stale) softmax.exp(S, 0, FIRST);
     end_last_pv();
     if (stale) {
@@ -3207,7 +3223,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     float alpha[2];
     if (rows.may_take_stale_max()) {
       rows.finish_for_stale_max(S, 0, S.COLS, are_logits);
-      StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2, are_logits);
+      Softmax softmax(rows.m, rows.scale_log2, are_logits);
       softmax.exp(S, 0, S.COLS);
       stale = softmax.add_to(rows.l);
       if (!stale) take_scores_back(S, softmax, are_logits);
@@ -3316,6 +3332,10 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     });
   }
 
+  // KV_DTYPE with Q in bf16: makes fp16 of the warpgroup's rows of Q.
+  __device__ __forceinline__ void make_halves_of_q();
+  __device__ __forceinline__ void take_scale_of_q_back();
+
   // SPLIT_CTAS: stores the partial result of the CTA's range, which may have no keys.
   __device__ __forceinline__ void store_range_of_rows() {
     const int thread = int(threadIdx.x) - B::producer_threads;
@@ -3326,9 +3346,11 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   __device__ __forceinline__ void run() {
     const auto compute = [&](const WgmmaTurns<B>& turns) {
       rows.start();
+      if constexpr (B::converts_q) make_halves_of_q();
       if constexpr (B::overlap) Base::template overlapped<Probabilities>(*this, turns);
       else serial(turns);
       SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Base::Rows::Sums::LANES>(rows.l[i]);
+      if constexpr (B::converts_q) take_scale_of_q_back();
       if constexpr (B::split_kv > 1) {
         merge_and_store();
       } else if constexpr (stores_by_tma<B>) {
@@ -4486,18 +4508,72 @@ template <> struct VectorCopy<false, true> {
 
 // USE_SOFTCAP: tanh(x * cap_scale), of which the exact form is 1 - 2 / (1 + e^2t).
 template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a, float cap_scale) {
-  if (!is_capped<B>(a)) return x;
   if (B::use_softcap == 1) return tanh_approx(x * cap_scale);
   return 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(x * cap_scale * 2.88539008f));  // 2 * log2(e)
 }
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> cap_scale, int first, int last) {
   if constexpr (B::use_softcap != 0) {
+    if (!is_capped<B>(a)) return;  // asked once: nvcc would branch at each score
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       SDPA_UNROLL for (int j = first; j < last; j++) S.x[i][j] = capped<B>(S.x[i][j], a, of_row(cap_scale, i));
     }
   }
 }
+
+// ---- 5f softcap by a polynomial (wgmma and USE_WARP_SPECIALIZATION and USE_SOFTCAP = 1) ----
+//
+// The special-function unit takes as long for a tanh as for an exponential, and with both it is as busy as the tensor
+// cores. For |x| <= 0.85 tanh(x) is within 2^-11 of x * (k0 + k1 * x^2 + k2 * x^4), the minimax fit, as tanh.approx
+// is. Beyond, the polynomial grows faster than tanh, on both sides. So no score is looked at: one that is too large
+// makes P larger than 2^16, as the sum of P tells, and one that is too small has a P below 2^-30 in either form, where
+// m lies between these bounds. The square is completed, since constants are read sooner than a third register.
+
+template <class B, class Args> void set_cap_polynomial(Args& a) {
+  if constexpr (B::caps_by_polynomial) {
+    const double x = a.cap_scale, k0 = 0.9995825, k1 = -0.3226164, k2 = 0.08978852, shift = k1 / (2 * k2);
+    if (x < 1e-7 || x > 1e7) return;  // its powers have no place in a float
+    a.cap_polynomial = {float(shift / (x * x)), float((k0 / k2 - shift * shift) / (x * x * x * x)),
+                        float(k2 * x * x * x * x * x * a.scale_log2)};
+  }
+}
+
+// A name that depends on B, since other KernelArgs have none.
+template <class B> __device__ __forceinline__ const auto& cap_polynomial(const KernelArgs& a) {
+  return a.cap_polynomial;
+}
+
+template <class B> struct CappedSoftmax : StaleSoftmax<B, 2> {
+  using Base = StaleSoftmax<B, 2>;
+  using Base::m_log2, Base::sum;
+  const KernelArgs& a;
+  bool by_polynomial;
+
+  __device__ __forceinline__ CappedSoftmax(const float (&m)[2], const ItemScale<B>& scale, bool)
+      : Base(m, scale), a(scale.a) {
+    const float largest = 0.691f * a.scale_log2;  // tanh(0.85)
+    bool holds = cap_polynomial<B>(a).factor != 0;
+    SDPA_UNROLL for (int i = 0; i < 2; i++) holds &= 30 - largest <= m_log2[i] && m_log2[i] <= largest - 16;
+    by_polynomial = __all_sync(0xffffffffu, holds);
+  }
+  template <class View> __device__ __forceinline__ void exp(View& S, int first, int last) {
+    if (!by_polynomial) {
+      cap_scores<B>(S, a, a.cap_scale, first, last);
+      return Base::exp(S, first, last);
+    }
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      SDPA_UNROLL for (int j = first; j < last; j++) {
+        const auto& fit = cap_polynomial<B>(a);
+        const float s = S.x[i][j], y = fmaf(s, s, fit.shift);
+        S.x[i][j] = softmax_exp2<B>(fmaf(s * fmaf(y, y, fit.rest), fit.factor, -m_log2[i]));
+        sum[i] += S.x[i][j];
+      }
+    }
+  }
+  __device__ __forceinline__ bool add_to(float (&l)[2]) const {
+    return Base::add_to(l, by_polynomial ? fminf(lazy_limit<B>, 0x1p16f) : lazy_limit<B>);
+  }
+};
 
 // ---- 5f bias (USE_BIAS = 1, USE_BIAS = 2) ----
 
@@ -4951,64 +5027,114 @@ template <class B> struct MmaMixedTypes : MmaE4m3AsHalves<B> {
 
 // ---- 5f tiles where Q has 16 bits (wgmma and KV_DTYPE = FP8_E4M3) ----
 //
-// Of tiles as they land the producer warps make what wgmma reads: K in the type of Q, V in fp16, as P is. For each
-// element that reads 1 byte of shared memory and writes 2, where TMA writes 1 and the wgmma of each warpgroup reads 2.
+// Of tiles as they land the producer warps make fp16, which takes a quarter of the instructions of bf16, and which P
+// is too. For each element that reads 1 byte of shared memory and writes 2, where TMA writes 1 and the wgmma of each
+// warpgroup reads 2. Q in bf16 becomes fp16 once an item: each row times a power of two, which its scale takes back.
 
 // The stages of K and V in 8 bits. Full: the tile has landed. Empty: all producer warps have read it.
 template <class B> struct LandedTiles {
-  alignas(1024) Input K[B::stages][B::block_n * ROW_BYTES<B::head_dim * B::input_bytes>];  // [BLOCK_N][D]
-  alignas(1024) Input V[B::stages][B::block_n * ROW_BYTES<B::d_v * B::input_bytes>];       // [BLOCK_N][Dv]
-  uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
+  alignas(1024) Input K[B::landed_stages][B::block_n * ROW_BYTES<B::head_dim * B::input_bytes>];  // [BLOCK_N][D]
+  alignas(1024) Input V[B::landed_stages][B::block_n * ROW_BYTES<B::d_v * B::input_bytes>];       // [BLOCK_N][Dv]
+  uint64_t k_full[B::landed_stages], k_empty[B::landed_stages], v_full[B::landed_stages], v_empty[B::landed_stages];
 
   __device__ __forceinline__ void init_mbarriers() {
-    for (int n = 0; n < B::stages; n++) {
+    for (int n = 0; n < B::landed_stages; n++) {
       mbarrier_init(&k_full[n], 1), mbarrier_init(&v_full[n], 1);
       mbarrier_init(&k_empty[n], converter_warps), mbarrier_init(&v_empty[n], converter_warps);
     }
   }
 };
 
-// Two neighbouring elements of K, in the type of Q.
-template <class B> __device__ __forceinline__ uint32_t converted_pair(const Input* from_g) {
-  uint32_t pairs[2];
-  make_halves(pairs, ld_global<uint16_t>(from_g));
-  if (B::q_type == DType::bf16) make_bf16(pairs);
-  return pairs[0];
+// Two neighbouring elements of K.
+__device__ __forceinline__ uint32_t converted_pair(const Input* from_g) {
+  return cvt_rn_f16x2_e4m3x2(ld_global<uint16_t>(from_g));
+}
+
+// The largest element of a row lies below 2^15 then, and what underflows is less than 2^-38 of it. A row of tiny
+// elements keeps a factor of 2^64, so that its scale does not underflow.
+template <class B> __device__ void Wgmma16Consumer<B>::make_halves_of_q() {
+  const uint32_t tid = thread_index_anew() % 128, first_row = tid / 32 * 16 + tid % 32 / 4;
+  char* const Q_s = reinterpret_cast<char*>(s.queries(q_ring.stage, row_group));
+  SDPA_UNROLL for (int i = 0; i < 2; i++) {
+    constexpr int TIMES = ceil_div(B::qk_bytes, 64);  // of each 64 bytes of a row its four lanes have 16
+    uint32_t words[TIMES][4];                         // of two elements
+    const auto chunk = [&](int n) {
+      return Q_s + panel_byte<Q_PANEL_ROWS<B>, PANEL_BYTES<B::qk_bytes>>(first_row + 8 * i, 64 * n + tid % 4 * 16);
+    };
+    const auto is_of_row = [&](int n) { return B::qk_bytes % 64 == 0 || 64 * n + int(tid) % 4 * 16 < B::qk_bytes; };
+    float largest = 0;
+    SDPA_UNROLL for (int n = 0; n < TIMES; n++) {
+      const uint4 x = is_of_row(n) ? ld_shared<uint4>(chunk(n)) : uint4{};
+      memcpy(words[n], &x, sizeof x);
+      for (const uint32_t word : words[n]) {
+        largest = fmaxf(largest, fmaxf(fabsf(float_of(word << 16)), fabsf(float_of(word & 0xffff0000u))));
+      }
+    }
+    SDPA_UNROLL for (int lane = 1; lane < 4; lane *= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lane));
+    }
+    const int exponent = max(int(bits_of(largest) >> 23), 127 + 14 - 64) - (127 + 14);
+    const float factor = float_of(uint32_t(127 - exponent) << 23);
+    SDPA_UNROLL for (int n = 0; n < TIMES; n++) {
+      uint4 x;
+      for (uint32_t& word : words[n]) {
+        word = pack<__half>(float_of(word << 16) * factor, float_of(word & 0xffff0000u) * factor);
+      }
+      memcpy(&x, words[n], sizeof x);
+      if (is_of_row(n)) st_shared(chunk(n), x);
+    }
+    float& scale = rows.scale_log2.scale.factor[i];
+    scale = max_nan(scale * float_of(uint32_t(127 + exponent) << 23), 1.2e-38f);  // as item_score_scale() has it
+  }
+  fence_proxy_async();  // what was written before wgmma reads it
+  barrier_sync(q_read + Base::warpgroup, 128);  // hazard: rows written by all warps
+}
+// The maxima as they are of Q as it was, for the merge, the sink and LSE.
+template <class B> __device__ void Wgmma16Consumer<B>::take_scale_of_q_back() {
+  const uint32_t tid = thread_index_anew() % 128;
+  ItemScale<B> of_q(a);
+  of_q.start(Base::item(), row_group * 64 + tid / 32 * 16 + tid % 32 / 4);
+  SDPA_UNROLL for (int i = 0; i < 2; i++) {
+    if (!is_capped<B>(a)) rows.m[i] *= rows.scale_log2.scale.factor[i] / of_q.scale.factor[i];
+  }
 }
 
 // A producer warp, which loads tiles if it is the first, and makes its share of each.
 template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>> {
   using Base = WgmmaProducer<B, WgmmaShared<B>>;
   using Base::s, Base::a, Base::ring, Base::issues, Base::Base;
-  StageRing<B::stages> tile;  // which is made; `ring`: which is loaded
+  StageRing<B::stages> tile;  // which is made; `ring`: which is loaded, once what lies there has been read
 
-  // Makes elements E of a tile's rows, of which the warp takes every fourth eight. Eight lanes have 64 bytes of two
+  // Makes halves of a tile's rows, of which the warp takes every fourth eight. Eight lanes have 64 bytes of two
   // rows that differ in the bits 0 and 2: so neither their reads nor their writes, twice as long, meet in a bank.
-  template <int D, class E> static __device__ __forceinline__ void convert(void* to_s, const void* from_s, int warp) {
+  template <int D> static __device__ __forceinline__ void convert(void* to_s, const void* from_s, int warp) {
     constexpr int LINE = PANEL_BYTES<D * B::element_bytes>, LANDED_LINE = PANEL_BYTES<D * B::input_bytes>;
-    constexpr int AT_ONCE = ceil_div(D, 64), STEP = 8 * converter_warps;
+    constexpr int ROWS = 8 * converter_warps, CHUNKS = ceil_div(D, 64), AT_ONCE = CHUNKS < 2 ? CHUNKS : 2;
+    constexpr int TIMES = ceil_div(CHUNKS, AT_ONCE);  // for eight rows of a warp
     const uint32_t lane = threadIdx.x % 32, row = warp * 8 + (lane / 8 ^ lane / 4 % 2 * 5), byte = lane % 4 * 16;
-    uint4 x[2][AT_ONCE];  // of these eight rows and of the next
-    const auto load = [&](int first) {
-      if (B::block_n % STEP != 0 && first + warp * 8 >= B::block_n) return;
+    uint4 x[2][AT_ONCE];  // of this step and of the next
+    const auto is_of_tile = [&](int first, int column) {
+      return (B::block_n % ROWS == 0 || first + warp * 8 < B::block_n) && (D % 64 == 0 || column + byte < D);
+    };
+    const auto load = [&](int step) {
       SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
-        const uint32_t at = panel_byte<B::block_n, LANDED_LINE>(row, 64 * n + byte) + first * LANDED_LINE;
-        x[first / STEP % 2][n] = ld_shared<uint4>(static_cast<const char*>(from_s) + at);
+        const int first = step / TIMES * ROWS, column = (step % TIMES * AT_ONCE + n) * 64;
+        if (column >= D || !is_of_tile(first, column)) continue;
+        const uint32_t at = panel_byte<B::block_n, LANDED_LINE>(row, column + byte) + first * LANDED_LINE;
+        x[step % 2][n] = ld_shared<uint4>(static_cast<const char*>(from_s) + at);
       }
     };
+    constexpr int steps = ceil_div(B::block_n, ROWS) * TIMES;
     load(0);
-    SDPA_UNROLL for (int first = 0; first < B::block_n; first += STEP) {
-      if (first + STEP < B::block_n) load(first + STEP);
-      if (B::block_n % STEP != 0 && first + warp * 8 >= B::block_n) break;
+    SDPA_UNROLL for (int step = 0; step < steps; step++) {
+      if (step + 1 < steps) load(step + 1);
       SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
-        if (D % 64 != 0 && 64 * n + byte >= D) continue;
+        const int first = step / TIMES * ROWS, column = (step % TIMES * AT_ONCE + n) * 64;
+        if (column >= D || !is_of_tile(first, column)) continue;
         uint32_t words[4], pairs[4][2];
-        memcpy(words, &x[first / STEP % 2][n], sizeof words);
-        SDPA_UNROLL for (int i = 0; i < 4; i++) {
-          make_halves(pairs[i], words[i]);
-          if constexpr (std::is_same_v<E, __nv_bfloat16>) make_bf16(pairs[i]);
-        }
-        const uint32_t at = panel_byte<B::block_n, LINE>(row, 2 * (64 * n + byte));
+        memcpy(words, &x[step % 2][n], sizeof words);
+        SDPA_UNROLL for (int i = 0; i < 4; i++) make_halves(pairs[i], words[i]);
+        const uint32_t at = panel_byte<B::block_n, LINE>(row, 2 * (column + byte));
         char *const low_s = static_cast<char*>(to_s) + at, *const high_s = static_cast<char*>(to_s) + (at ^ 16);
         st_shared(low_s + first * LINE, uint4{pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]});
         st_shared(high_s + first * LINE, uint4{pairs[2][0], pairs[2][1], pairs[3][0], pairs[3][1]});
@@ -5016,12 +5142,12 @@ template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>> {
     }
   }
   // The warp's share of a tile, once it has landed and its place in 16 bits is empty.
-  template <int D, class E>
+  template <int D>
   __device__ __forceinline__ void convert_tile(void* to_s, uint64_t* empty, uint64_t* full, const void* from_s,
                                                uint64_t* landed, uint64_t* read, int warp) {
     mbarrier_wait(empty, tile.parity ^ 1);
-    mbarrier_wait(landed, tile.parity);
-    convert<D, E>(to_s, from_s, warp);
+    mbarrier_wait(landed, ring.parity ^ 1);
+    convert<D>(to_s, from_s, warp);
     fence_proxy_async();  // what was written before wgmma reads it, what was read before TMA writes it
     __syncwarp();
     if (issues) mbarrier_arrive(read), mbarrier_arrive(full);
@@ -5037,15 +5163,15 @@ template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>> {
     };
     if (warp == 0) Base::start_item(item, nullptr, 0);
     Base::keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, 0));
-    for (int n = 1; n <= B::stages; n++, ring.advance()) load(load_k | load_v, item.rounds - n);
+    for (int n = 1; n <= B::landed_stages; n++, ring.advance()) load(load_k | load_v, item.rounds - n);
     for (int round = item.rounds - 1; round >= 0; round--, tile.advance(), ring.advance()) {
-      const int n = tile.stage;
-      convert_tile<B::head_dim, Query<B>>(to.K[n], &to.k_empty[n], &to.k_full[n], from.K[n], &from.k_full[n],
-                                          &from.k_empty[n], warp);
-      load(load_k, round - B::stages);
-      convert_tile<B::d_v, ElementOfV<B>>(to.V[n], &to.v_empty[n], &to.v_full[n], from.V[n], &from.v_full[n],
-                                 &from.v_empty[n], warp);
-      load(load_v, round - B::stages);
+      const int n = tile.stage, at = ring.stage;
+      convert_tile<B::head_dim>(to.K[n], &to.k_empty[n], &to.k_full[n], from.K[at], &from.k_full[at],
+                                &from.k_empty[at], warp);
+      load(load_k, round - B::landed_stages);
+      convert_tile<B::d_v>(to.V[n], &to.v_empty[n], &to.v_full[n], from.V[at], &from.v_full[at], &from.v_empty[at],
+                           warp);
+      load(load_v, round - B::landed_stages);
     }
     if (stores_by_tma<B> && warp == 0 && issues) Base::q_ring = {}, Base::store_items();
   }
@@ -5053,7 +5179,7 @@ template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>> {
 
 template <class B> struct KernelOf<B, Path::wgmma_converting> : KernelOf<B, Path::wgmma_roles> {
   using Producer = WgmmaConverter<B>;
-  using Registers = WgmmaRegisters<B, (B::head_dim > 128 ? 64 : 48), (B::head_dim > 64 ? 40 : 32)>;
+  using Registers = WgmmaRegisters<B, (B::head_dim > 128 ? 56 : 48), (B::head_dim > 64 ? 40 : 32)>;
 };
 
 // ---- 5f rows of several heads with mma.sync (mma and PACK_GQA) ----
@@ -5843,6 +5969,7 @@ template <class B> void set_scales(KernelArgs& a) {
   a.scale_log2 = log2_scale(a.p), a.inverse_scale_log2 = 1 / a.scale_log2;
   if (B::use_softcap != 0 && a.p.softcap != 0) {
     a.cap_scale = std::fmax(a.scale_log2 * ln2 / a.p.softcap, 1.2e-38f), a.scale_log2 = a.p.softcap / ln2;
+    set_cap_polynomial<B>(a);
   }
   a.scores_log2 = a.scale_log2;
   if (B::use_bias == 1) {
@@ -6316,23 +6443,26 @@ constexpr std::array E4M3_TILES = {
     tile(192, 128, 128, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 4700, 5.8),
     tile(192, 128, 128, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 4700, 5.9),
 };
-// KV_DTYPE. Costs are those of such rows in 16 bits, by the ratio of both times at some problems.
+// KV_DTYPE, fitted with Q in bf16.
 constexpr std::array KV_TILES = {
-    tile(64, 256, 64, 16, 3, 1, "OVERLAP USE_PING_PONG", 1, 2670, 8.7),
-    tile(64, 64, 64, 4, 2, 1, "OVERLAP", 2, 2500, 5.5),
-    tile(64, 192, 96, 12, 3, 1, "OVERLAP PACK_GQA", 1, 9950, 7.5),
-    tile(64, 64, 128, 4, 3, 1, "OVERLAP PACK_GQA", 1, 8190, 4.5),
-    tile(64, 16, 64, 4, 3, 4, "PACK_GQA USE_MMA_SYNC", 2, 9240, 3.23),
-    tile(128, 128, 128, 8, 2, 1, "OVERLAP USE_PING_PONG", 1, 3430, 4.6),
-    tile(128, 192, 64, 12, 3, 1, "OVERLAP SKIP_MASKED", 1, 2960, 4.5),
-    tile(128, 64, 64, 4, 2, 1, "OVERLAP", 1, 2500, 3.0),
-    tile(128, 128, 128, 8, 2, 1, "OVERLAP PACK_GQA", 1, 13000, 4.6),
-    tile(128, 64, 128, 4, 2, 1, "OVERLAP PACK_GQA", 1, 11100, 3.0),
-    tile(128, 16, 32, 4, 3, 4, "PACK_GQA USE_MMA_SYNC", 2, 9800, 1.53),
-    tile(256, 128, 48, 8, 2, 1, "OVERLAP SKIP_MASKED", 1, 7140, 2.05),
-    tile(256, 128, 48, 8, 2, 1, "OVERLAP PACK_GQA", 1, 23100, 1.8),
-    tile(256, 64, 48, 4, 2, 1, "OVERLAP PACK_GQA", 1, 18600, 1.5),
-    tile(256, 16, 32, 2, 2, 2, "PACK_GQA USE_MMA_SYNC", 3, 15000, 0.612),
+    tile(64, 256, 64, 16, 3, 1, "OVERLAP USE_PING_PONG", 1, 10400, 9.2),
+    tile(64, 128, 128, 8, 2, 1, "OVERLAP USE_PING_PONG", 1, 8330, 7.76),
+    tile(64, 64, 64, 4, 2, 1, "OVERLAP", 2, 6300, 5.08),
+    tile(64, 192, 96, 12, 3, 1, "OVERLAP PACK_GQA", 1, 15600, 9.36),
+    tile(64, 64, 128, 4, 3, 1, "OVERLAP PACK_GQA", 1, 9960, 5.09),
+    tile(64, 16, 64, 4, 3, 4, "PACK_GQA USE_MMA_SYNC", 2, 7040, 2.75),
+    tile(128, 128, 128, 8, 2, 1, "OVERLAP USE_PING_PONG", 1, 10400, 5.67),
+    tile(128, 192, 64, 12, 3, 1, "OVERLAP SKIP_MASKED", 1, 9710, 4.94),
+    tile(128, 64, 128, 4, 2, 1, "OVERLAP", 1, 8250, 3.61),
+    tile(128, 64, 64, 4, 2, 1, "OVERLAP", 1, 6660, 2.58),
+    tile(128, 128, 128, 8, 2, 1, "OVERLAP PACK_GQA", 1, 16700, 5.17),
+    tile(128, 64, 128, 4, 2, 1, "OVERLAP PACK_GQA", 1, 12800, 3.62),
+    tile(128, 16, 32, 4, 2, 4, "PACK_GQA USE_MMA_SYNC", 3, 8020, 1.44),
+    tile(256, 128, 64, 8, 2, 1, "OVERLAP SKIP_MASKED", 1, 12400, 2.48),
+    tile(256, 64, 64, 4, 2, 1, "OVERLAP", 1, 9130, 1.82),
+    tile(256, 128, 64, 8, 2, 1, "OVERLAP PACK_GQA", 1, 21900, 2.46),
+    tile(256, 64, 64, 4, 2, 1, "OVERLAP PACK_GQA", 1, 15600, 1.67),
+    tile(256, 16, 32, 2, 2, 2, "PACK_GQA USE_MMA_SYNC", 3, 14000, 0.561),
 };
 constexpr auto TUNED_TILES = [] {
   if constexpr (Build::mixes_types) return KV_TILES;

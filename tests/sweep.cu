@@ -47,8 +47,9 @@ float huge(const InputAt& i) {
   const uint64_t kv_head = i.tensor == Tensor::Q ? i.head / (p.Hq / p.Hkv) : i.head;
   const uint64_t of_head = mix(mix(i.seed + 33) + kv_head);
   if (of_head % 4 == 0) return float((bytes ? 8 : 1000) * (1 + of_head / 4 % (bytes ? 15 : 60)));
-  const bool bf16 = line.input == DType::bf16;
-  const int low = bf16 ? -59 : bytes ? 0 : -14, high = bf16 ? 59 : bytes ? 6 : 15;
+  const DType type = dtype_of(i.tensor);
+  const int low = type == DType::bf16 ? -59 : type == DType::fp16 ? -14 : 0;
+  const int high = type == DType::bf16 ? 59 : type == DType::fp16 ? 15 : 6;
   const uint64_t stream = mix(i.seed * 4 + uint64_t(i.tensor) + 44);
   const int sign = int(mix(mix(stream) + i.index) % 3) - 1;
   return std::ldexp(float(sign), low + int(mix(stream + i.index / p.D) % (high - low + 1)));

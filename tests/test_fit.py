@@ -56,7 +56,7 @@ def run(*words):
 @pytest.mark.long
 def test_rows_are_printed_as_they_stand_in_sdpa_cu():
     text = builds.Tree().read("sdpa.cu")
-    for array, line in (("HOPPER", "hopper"), ("AMPERE", "ampere"), ("E4M3", "hopper_e4m3")):
+    for array, line in (("HOPPER", "hopper"), ("AMPERE", "ampere"), ("E4M3", "hopper_e4m3"), ("KV", "hopper_kv8_d128_bf16")):
         table = re.search(rf"constexpr std::array {array}_TILES = \{{\n(.*?)\n\}};", text, re.DOTALL).group(1)
         rows = [row for row in table.splitlines() if "USE_BIAS" not in row]  # builds with a bias are not timed here
         assert [tile.row(line) for tile in fit.Model(line).tiles] == rows
@@ -134,7 +134,7 @@ def test_which_rows_judge_a_table(monkeypatch, tmp_path):
         fit.committed("hopper_e4m3")
     monkeypatch.setattr(fit, "Model", lambda table: (_ for _ in ()).throw(builds.Refused(table)))
     for dtype, tile, table in (("fp16", "", "hopper"), ("bf16", "", "hopper_bf16"), ("e4m3", "", "hopper_e4m3"),
-                               ("fp16", "USE_MMA_SYNC=1", "ampere")):
+                               ("bf16/e4m3", "USE_MMA_SYNC=1", "hopper_kv8_d128_bf16"), ("fp16", "USE_MMA_SYNC=1", "ampere")):
         with pytest.raises(builds.Refused, match=f"^{table}$"):
             fit.check([dict(tile="BLOCK_M=64", dtype=dtype), dict(tile="BLOCK_M=64 " + tile)])
 
@@ -188,7 +188,7 @@ def test_only_decode_whose_keys_just_fit_l2_may_lose_more():
 @pytest.mark.parametrize("words,sentence", [
     (["--check", "/no/such.csv"], "fit: /no/such.csv: there is no such file"),
     (["--check", os.path.join(ROOT, "configs.txt")], "configs.txt: want rows that ./run_all.sh fit wrote, with"),
-    (["--table", "wgmma"], "fit: --table: invalid choice: 'wgmma' (choose from 'hopper', 'hopper_bf16', 'ampere', 'hopper_e4m3')"),
+    (["--table", "wgmma"], "fit: --table: invalid choice: 'wgmma' (choose from 'hopper', 'hopper_bf16', 'ampere', 'hopper_e4m3', 'hopper_kv8_d128_bf16')"),
     (["--head-dim", "96"], "fit: --head-dim: invalid choice: '96' (choose from '64', '128', '256')"),
     (["rows.csv"], "fit: rows.csv: only --check takes files by themselves"),
     (["--check", "--head-dim", "64"], "fit: --check takes files by themselves and judges all of their rows"),

@@ -4,7 +4,7 @@ Does TUNED_TILES choose well, and would other costs choose better? Times every t
 on a list of problems; fits the costs of sdpa.cu's model to the times; prints for each problem the tiles that both
 tables choose, the quickest one, and what the choices lose; and prints the rows with the fitted costs, to paste. A GPU
 other than the one of sdpa.cu's table gets its own table so. The times go to results/tuning/DATE-DEVICE-LINE[-chunks][-drawn].csv.
-  --table hopper|hopper_bf16|ampere|hopper_e4m3  whose tiles (default hopper); those of ampere are mma.sync's
+  --table hopper|hopper_bf16|ampere|hopper_e4m3|hopper_kv8_d128_bf16  whose tiles (default hopper); ampere: mma.sync's
   --head-dim 64|128|256  repeatable; default all that have two tiles or more
   --drawn N      not the list but N problems drawn at random, as tools/peers.py draws them: a test of the table
   --seed N       the series of these, from 0; default 0
@@ -54,7 +54,9 @@ WORST_LOSS, MEAN_LOSS, FOLDS = 0.08, 0.01, 6
 L2_EDGE, WORST_LOSS_THERE = (30e6, 55e6), 0.35
 # Line with USE_TUNED=1: its type, and the knobs of a build for the host that has its table.
 TABLES = {"hopper": ("fp16", ""), "hopper_bf16": ("bf16", "DTYPE=BF16"), "ampere": ("fp16", "USE_MMA_SYNC=1 BLOCK_M=64"),
-          "hopper_e4m3": ("e4m3", "DTYPE=FP8_E4M3 VEC_WIDTH=16")}
+          "hopper_e4m3": ("e4m3", "DTYPE=FP8_E4M3 VEC_WIDTH=16"),
+          "hopper_kv8_d128_bf16": ("bf16/e4m3", "DTYPE=BF16 KV_DTYPE=FP8_E4M3 VEC_WIDTH=16 USE_WGMMA=1 "
+                                   "USE_WARP_SPECIALIZATION=1 BLOCK_M=64 NUM_WARPS=4")}
 
 
 # ---- sdpa.cu's table and its model ----
@@ -280,7 +282,8 @@ def left_out(model, tiles, times, sms, mhz):
 
 def worst_loss(problem):
     """How much the table may lose on it."""
-    size = 2 * problem.B * problem.Hkv * problem.Sk * problem.D * (1 if problem.dtype in engine.FACTORS else 2)
+    bytes_of_kv = 1 if problem.dtype.rpartition("/")[2] in engine.FACTORS else 2
+    size = 2 * problem.B * problem.Hkv * problem.Sk * problem.D * bytes_of_kv
     return WORST_LOSS_THERE if problem.Sq == 1 and L2_EDGE[0] < size < L2_EDGE[1] else WORST_LOSS
 
 
@@ -314,7 +317,8 @@ def print_losses(title, found):
 def check(rows):
     """Judges the table in sdpa.cu by rows; prints what is bad. Whether nothing is."""
     has_mma, dtype = any("USE_MMA_SYNC=1" in row["tile"] for row in rows), rows[0]["dtype"]
-    model = Model({"e4m3": "hopper_e4m3", "bf16": "hopper_bf16"}.get(dtype, "ampere" if has_mma else "hopper"))
+    tables = {"e4m3": "hopper_e4m3", "bf16": "hopper_bf16", "bf16/e4m3": "hopper_kv8_d128_bf16"}
+    model = Model(tables.get(dtype, "ampere" if has_mma else "hopper"))
     times, sms, mhz = measured(rows)
     tiles = [tile for tile in model.tiles if any(map(tile.suits, times))]
     found = losses(model, tiles, times, sms)
