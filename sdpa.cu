@@ -182,8 +182,8 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   static constexpr bool converts_tiles = mixes_types && family == Family::wgmma;
   static constexpr bool converts_q = converts_tiles && q_type == DType::bf16;
   static constexpr bool multiplies_e4m3 = is_e4m3 && family != Family::scalar && !converts_operands && !converts_tiles;
-  // USE_SOFTCAP: a polynomial caps scores whose exponential is taken by a stale maximum.
-  static constexpr bool caps_by_polynomial = K::use_softcap == 1 && family == Family::wgmma &&
+  // USE_SOFTCAP: a polynomial caps scores whose exponential is taken by a stale maximum. At D=256 it gains nothing.
+  static constexpr bool caps_by_polynomial = K::use_softcap == 1 && family == Family::wgmma && K::head_dim <= 128 &&
                                              K::use_warp_specialization && !is_8bit && K::use_bias == 0;
   // FP16_ACC: S is summed in fp16, and so is what a tile adds to O.
   static constexpr bool qk_in_fp16 = K::fp16_acc & 1, pv_in_fp16 = K::fp16_acc & 2;
@@ -198,8 +198,6 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   // Bytes of an element of K and V, and of wgmma's tiles; of a row of its Q and K, and of V and O.
   static constexpr int input_bytes = is_8bit ? 1 : 2, element_bytes = converts_tiles ? 2 : input_bytes;
   static constexpr int qk_bytes = K::head_dim * element_bytes, v_bytes = d_v * element_bytes;
-  // Stages that TMA fills: of a tile that is converted one will do, while the other of K and V is made.
-  static constexpr int landed_stages = converts_tiles && K::head_dim > 128 ? 1 : K::stages;
   static constexpr int d_q = mixes_types ? 2 * K::head_dim : K::head_dim;      // elements of K as long as a row of Q
   static constexpr int round_keys = K::split_kv * K::block_n;  // of a round, in which every slice takes one tile
   static constexpr int group_warps = K::num_warps / K::split_kv;
@@ -1316,7 +1314,7 @@ template <class B> __device__ __forceinline__ bool is_capped(const KernelArgs& a
 }
 // What the softmax takes of a score that nothing masks.
 template <class B> __device__ __forceinline__ float logit(float x, const KernelArgs& a, float cap_scale) {
-  return (is_capped<B>(a) ? capped<B>(x, a, cap_scale) : x) * (B::use_bias == 1 ? a.logit_scale : 1);
+  return capped<B>(x, a, cap_scale) * (B::use_bias == 1 ? a.logit_scale : 1);
 }
 template <class B>  // USE_BIAS: where the elements for row r of a tile begin
 __device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r);
@@ -2593,11 +2591,11 @@ template <class B, int PRODUCER, int BESIDE_MANY = 32> struct WgmmaRegisters {
 enum WgmmaRole { idle = 0, load_k = 1, load_v = 2, store_o = 4 };  // what a producer warp does; bits
 
 // A producer warp. All its lanes have the same state, and one of them issues the copies.
-template <class B, class Shared> struct WgmmaProducer {
+template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
   Shared& s;
   const KernelArgs& a;
   const bool issues = threadIdx.x % 32 == 0;
-  StageRing<B::landed_stages> ring;
+  StageRing<LANDING> ring;
   StageRing<Shared::Q_STAGES> q_ring;
   int keys_at_end = B::block_n, last_parity = 0;  // USE_LENGTHS: keys of V's next tile; of last_landed
 
@@ -3181,12 +3179,11 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       are_logits = false;
       return multiply_qk_again(P);
     }
-    const auto inverse = [&](int i) { return B::is_8bit ? 1 / of_row(rows.scale_log2, i) : a.inverse_scale_log2; };
-    const float step[2] = {scaled ? ln2 : inverse(0), scaled ? ln2 : inverse(B::scales_rows)};
     const float of_m = scaled ? 1 : a.inverse_logit_scale;
     SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) {
+      const float step = scaled ? ln2 : B::is_8bit ? 1 / of_row(rows.scale_log2, i / 2 % 2) : a.inverse_scale_log2;
       const float m = B::use_bias == 1 ? rows.m[i / 2 % 2] * of_m : rows.m[i / 2 % 2];
-      P.x.d[i] = fmaf(lg2_approx_ftz(P.x.d[i]), step[i / 2 % 2], m);
+      P.x.d[i] = fmaf(lg2_approx_ftz(P.x.d[i]), step, m);
     }
   }
   // Rounds P, and holds it before the fence. Otherwise nvcc rounds a part after it, ptxas splits P @ V into two
@@ -4506,15 +4503,17 @@ template <> struct VectorCopy<false, true> {
 
 // ---- 5f softcap ----
 
-// USE_SOFTCAP: tanh(x * cap_scale), of which the exact form is 1 - 2 / (1 + e^2t).
+// USE_SOFTCAP: tanh(x * cap_scale), of which the exact form is 1 - 2 / (1 + e^2t). Whether there is a cap is asked at
+// each score: tanh.approx takes 2 to 4% longer where it is asked once, as beside the polynomial.
 template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a, float cap_scale) {
+  if (!is_capped<B>(a)) return x;
   if (B::use_softcap == 1) return tanh_approx(x * cap_scale);
   return 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(x * cap_scale * 2.88539008f));  // 2 * log2(e)
 }
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> cap_scale, int first, int last) {
   if constexpr (B::use_softcap != 0) {
-    if (!is_capped<B>(a)) return;  // asked once: nvcc would branch at each score
+    if (B::caps_by_polynomial && !is_capped<B>(a)) return;
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       SDPA_UNROLL for (int j = first; j < last; j++) S.x[i][j] = capped<B>(S.x[i][j], a, of_row(cap_scale, i));
     }
@@ -5033,12 +5032,13 @@ template <class B> struct MmaMixedTypes : MmaE4m3AsHalves<B> {
 
 // The stages of K and V in 8 bits. Full: the tile has landed. Empty: all producer warps have read it.
 template <class B> struct LandedTiles {
-  alignas(1024) Input K[B::landed_stages][B::block_n * ROW_BYTES<B::head_dim * B::input_bytes>];  // [BLOCK_N][D]
-  alignas(1024) Input V[B::landed_stages][B::block_n * ROW_BYTES<B::d_v * B::input_bytes>];       // [BLOCK_N][Dv]
-  uint64_t k_full[B::landed_stages], k_empty[B::landed_stages], v_full[B::landed_stages], v_empty[B::landed_stages];
+  static constexpr int COUNT = B::head_dim > 128 ? 1 : B::stages;  // one will do: of K and V one lands, one is made
+  alignas(1024) Input K[COUNT][B::block_n * ROW_BYTES<B::head_dim * B::input_bytes>];  // [BLOCK_N][D]
+  alignas(1024) Input V[COUNT][B::block_n * ROW_BYTES<B::d_v * B::input_bytes>];       // [BLOCK_N][Dv]
+  uint64_t k_full[COUNT], k_empty[COUNT], v_full[COUNT], v_empty[COUNT];
 
   __device__ __forceinline__ void init_mbarriers() {
-    for (int n = 0; n < B::landed_stages; n++) {
+    for (int n = 0; n < COUNT; n++) {
       mbarrier_init(&k_full[n], 1), mbarrier_init(&v_full[n], 1);
       mbarrier_init(&k_empty[n], converter_warps), mbarrier_init(&v_empty[n], converter_warps);
     }
@@ -5100,8 +5100,8 @@ template <class B> __device__ void Wgmma16Consumer<B>::take_scale_of_q_back() {
 }
 
 // A producer warp, which loads tiles if it is the first, and makes its share of each.
-template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>> {
-  using Base = WgmmaProducer<B, WgmmaShared<B>>;
+template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>, LandedTiles<B>::COUNT> {
+  using Base = WgmmaProducer<B, WgmmaShared<B>, LandedTiles<B>::COUNT>;
   using Base::s, Base::a, Base::ring, Base::issues, Base::Base;
   StageRing<B::stages> tile;  // which is made; `ring`: which is loaded, once what lies there has been read
 
@@ -5156,6 +5156,7 @@ template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>> {
   __device__ __forceinline__ void run(int warp) {
     auto& to = s.slice[0];
     auto& from = s.landed;
+    constexpr int landed_stages = LandedTiles<B>::COUNT;
     const WgmmaItem<B> item = Base::find_item(item_number_of_cta<B>(a));
     griddepcontrol_wait();  // the kernel before this one has ended, and its writes are visible
     const auto load = [&](int role, int round) {
@@ -5163,15 +5164,15 @@ template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>> {
     };
     if (warp == 0) Base::start_item(item, nullptr, 0);
     Base::keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, 0));
-    for (int n = 1; n <= B::landed_stages; n++, ring.advance()) load(load_k | load_v, item.rounds - n);
+    for (int n = 1; n <= landed_stages; n++, ring.advance()) load(load_k | load_v, item.rounds - n);
     for (int round = item.rounds - 1; round >= 0; round--, tile.advance(), ring.advance()) {
       const int n = tile.stage, at = ring.stage;
       convert_tile<B::head_dim>(to.K[n], &to.k_empty[n], &to.k_full[n], from.K[at], &from.k_full[at],
                                 &from.k_empty[at], warp);
-      load(load_k, round - B::landed_stages);
+      load(load_k, round - landed_stages);
       convert_tile<B::d_v>(to.V[n], &to.v_empty[n], &to.v_full[n], from.V[at], &from.v_full[at], &from.v_empty[at],
                            warp);
-      load(load_v, round - B::landed_stages);
+      load(load_v, round - landed_stages);
     }
     if (stores_by_tma<B> && warp == 0 && issues) Base::q_ring = {}, Base::store_items();
   }
