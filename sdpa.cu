@@ -3329,8 +3329,9 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     });
   }
 
-  // KV_DTYPE with Q in bf16: makes fp16 of the warpgroup's rows of Q.
+  // KV_DTYPE with Q in bf16: makes fp16 of the warpgroup's rows of Q, each times a power of two.
   __device__ __forceinline__ void make_halves_of_q();
+  // Makes the maxima those of Q as it was.
   __device__ __forceinline__ void take_scale_of_q_back();
 
   // SPLIT_CTAS: stores the partial result of the CTA's range, which may have no keys.
@@ -5050,8 +5051,8 @@ __device__ __forceinline__ uint32_t converted_pair(const Input* from_g) {
   return cvt_rn_f16x2_e4m3x2(ld_global<uint16_t>(from_g));
 }
 
-// The largest element of a row lies below 2^15 then, and what underflows is less than 2^-38 of it. A row of tiny
-// elements keeps a factor of 2^64, so that its scale does not underflow.
+// Each row is multiplied by the power of two that brings its largest element between 2^14 and 2^15: so none overflows,
+// and what is rounded away is below 2^-38 of the largest. Its scale takes that back, and so it is 2^64 at most.
 template <class B> __device__ void Wgmma16Consumer<B>::make_halves_of_q() {
   const uint32_t tid = thread_index_anew() % 128, first_row = tid / 32 * 16 + tid % 32 / 4;
   char* const Q_s = reinterpret_cast<char*>(s.queries(q_ring.stage, row_group));
@@ -5089,7 +5090,7 @@ template <class B> __device__ void Wgmma16Consumer<B>::make_halves_of_q() {
   fence_proxy_async();  // what was written before wgmma reads it
   barrier_sync(q_read + Base::warpgroup, 128);  // hazard: rows written by all warps
 }
-// The maxima as they are of Q as it was, for the merge, the sink and LSE.
+// For the merge, the sink and LSE. Of a capped score m is no multiple of Q.
 template <class B> __device__ void Wgmma16Consumer<B>::take_scale_of_q_back() {
   const uint32_t tid = thread_index_anew() % 128;
   ItemScale<B> of_q(a);
