@@ -4504,12 +4504,17 @@ template <> struct VectorCopy<false, true> {
 
 // ---- 5f softcap ----
 
-// USE_SOFTCAP: tanh(x * cap_scale), of which the exact form is 1 - 2 / (1 + e^2t). Whether there is a cap is asked at
-// each score: tanh.approx takes 2 to 4% longer where it is asked once, as beside the polynomial.
+// USE_SOFTCAP: tanh(x * cap_scale), of which the exact form is 1 - 2 / (1 + e^2t), or near 0, where that cancels, the
+// series. Whether there is a cap is asked at each score: tanh.approx takes 2 to 4% longer where it is asked once, as
+// beside the polynomial.
 template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a, float cap_scale) {
   if (!is_capped<B>(a)) return x;
   if (B::use_softcap == 1) return tanh_approx(x * cap_scale);
-  return 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(x * cap_scale * 2.88539008f));  // 2 * log2(e)
+  const float t = x * cap_scale, square = t * t;
+  if (square < 0.0625f) {
+    return t * fmaf(square, fmaf(square, fmaf(square, -17.0f / 315, 2.0f / 15), -1.0f / 3), 1);
+  }
+  return 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(t * 2.88539008f));  // 2 * log2(e)
 }
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> cap_scale, int first, int last) {
@@ -5051,8 +5056,8 @@ __device__ __forceinline__ uint32_t converted_pair(const Input* from_g) {
   return cvt_rn_f16x2_e4m3x2(ld_global<uint16_t>(from_g));
 }
 
-// Each row is multiplied by the power of two that brings its largest element between 2^14 and 2^15: so none overflows,
-// and what is rounded away is below 2^-38 of the largest. Its scale takes that back, and so it is 2^64 at most.
+// Each row is multiplied by the power of two that brings its largest element between 2^14 and 2^15, and by 2^126 at
+// most: so none overflows, and what is rounded away is below 2^-38 of the largest. Its scale takes that back.
 template <class B> __device__ void Wgmma16Consumer<B>::make_halves_of_q() {
   const uint32_t tid = thread_index_anew() % 128, first_row = tid / 32 * 16 + tid % 32 / 4;
   char* const Q_s = reinterpret_cast<char*>(s.queries(q_ring.stage, row_group));
@@ -5074,7 +5079,7 @@ template <class B> __device__ void Wgmma16Consumer<B>::make_halves_of_q() {
     SDPA_UNROLL for (int lane = 1; lane < 4; lane *= 2) {
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lane));
     }
-    const int exponent = max(int(bits_of(largest) >> 23), 127 + 14 - 64) - (127 + 14);
+    const int exponent = max(int(bits_of(largest) >> 23), 127 + 14 - 126) - (127 + 14);
     const float factor = float_of(uint32_t(127 - exponent) << 23);
     SDPA_UNROLL for (int n = 0; n < TIMES; n++) {
       uint4 x;
@@ -6160,9 +6165,11 @@ SdpaStatus check_params(SdpaParams& p) {
     return failure(refused, "D=%d, Dv=%d, but HEAD_DIM=%d, %d (wgmma: or less by VEC_WIDTH)", p.D, p.Dv, D, Dv);
   }
   if (p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv)) return failure(refused, "Hq=%d is not a multiple of Hkv=%d", p.Hq, p.Hkv);
-  if (!(p.scale >= 0 && log2_scale(p) < INFINITY) || (p.softcap != 0 && !(p.softcap >= 1e-18 && p.softcap <= 1e18))) {
-    return failure(refused, "scale=%g: want 0 or more, below 10^38; softcap=%g: want 0, or 1e-18 to 1e18",
-                   double(p.scale), double(p.softcap));
+  if (!(p.scale >= 0 && log2_scale(p) < INFINITY)) {
+    return failure(refused, "scale=%g: want 0 or more, below 10^38", double(p.scale));
+  }
+  if (p.softcap != 0 && !(p.softcap >= 1e-18 && p.softcap <= 1e18)) {
+    return failure(refused, "softcap=%g: want 0, or 1e-18 to 1e18", double(p.softcap));
   }
   const char* of_8bit_q = Build::is_8bit && !Build::mixes_types ? "" : "an 8-bit DTYPE";
   const char *of_8bit = Build::is_8bit ? "" : "an 8-bit DTYPE or KV_DTYPE",
@@ -6258,16 +6265,19 @@ template <class B> constexpr bool check_wgmma() {
   constexpr bool wgmma = B::family == Family::wgmma, roles = wgmma && B::use_warp_specialization && !B::swap_ab;
   SDPA_REFUSE(wgmma && !B::swap_ab && (B::group_warps % 4 != 0 || B::block_m != 16 * B::group_warps),
               "BLOCK_M and NUM_WARPS: a warpgroup has 4 warps and 64 query rows, so BLOCK_M must be "
-              "16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8");
+              "16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8, or half that BLOCK_M with SPLIT_KV=2");
   SDPA_REFUSE(wgmma && B::use_pages && B::block_n * B::head_dim / (B::head_dim % 64 || B::d_v % 64 ? 512 : 1024) > 32,
               "USE_PAGES=1: a lane copies a box, and there may be more than 32 in this tile; type a smaller BLOCK_N");
   SDPA_REFUSE(wgmma && B::multiplies_e4m3 && (!roles || !B::overlap),
               "DTYPE=FP8_E4M3: producer warps transpose V beside the softmax; add USE_WARP_SPECIALIZATION=1 OVERLAP=1");
+  SDPA_REFUSE(B::converts_tiles && B::swap_ab,
+              "KV_DTYPE: the transposed kernel lacks it; drop SWAP_AB, or build USE_MMA_SYNC=1 for few query rows");
   SDPA_REFUSE(B::converts_tiles && (!roles || B::use_persistent_cta || B::split_kv > 1),
               "KV_DTYPE: with wgmma all producer warps make tiles of one slice, and none is left to store O meanwhile; "
               "add USE_WARP_SPECIALIZATION=1, drop USE_PERSISTENT_CTA and SPLIT_KV");
   SDPA_REFUSE(wgmma && B::vec_width != (B::is_8bit ? 16 : 8),
-              "VEC_WIDTH: TMA wants addresses and strides by 16 bytes; type VEC_WIDTH=8, or 16 with an 8-bit DTYPE");
+              "VEC_WIDTH: TMA wants addresses and strides by 16 bytes; type VEC_WIDTH=8, or 16 with an 8-bit DTYPE or "
+              "KV_DTYPE");
   SDPA_REFUSE(wgmma && !roles && (B::overlap || B::use_persistent_cta || B::use_ping_pong),
               "OVERLAP, USE_PERSISTENT_CTA and USE_PING_PONG: only the wgmma kernel with producer warps has them; add "
               "USE_WARP_SPECIALIZATION=1 or drop them");

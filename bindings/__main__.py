@@ -47,6 +47,9 @@ def builds_of(words):
     builds = [sdpa.build_of_appender(gpu) for gpu in gpus]
     for gpu, dtype, (D, Dv), features in itertools.product(*kinds.values()):
         try:
+            named = {name for i, name in enumerate(OPTIONS) if features >> i & 1}
+            if named & {"bias", "mask"} and ("kv8" in named or dtype == sdpa.torch.float8_e4m3fn):
+                raise sdpa.Unavailable("a bias goes with k and v of 16 bits alone")
             builds.append(sdpa.build_of(*sdpa.line_with(gpu, dtype, D, Dv, features)))
         except sdpa.Unavailable as why:
             print(f"sdpa: left out: {why}", file=sys.stderr)

@@ -138,7 +138,9 @@ def line_with(capability, dtype, D, Dv, features):
     if features >> FEATURES.index("OUT_DTYPE=BF16") & 1 and dtype != torch.float8_e4m3fn:
         raise Unavailable("O has the type of q, and another one with e4m3 alone")
     if features >> FEATURES.index("KV_DTYPE=FP8_E4M3") & 1:
-        if capability < (8, 9) or dtype == torch.float8_e4m3fn:
+        if dtype == torch.float8_e4m3fn:
+            raise Unavailable("k and v of e4m3 beside a q of 16 bits (kv8): q is e4m3 itself")
+        if capability < (8, 9):
             raise Unavailable("k and v of e4m3 beside a q of 16 bits have a line from sm_89 on")
         multiple = 16 if capability[0] == 9 else 32
         if D % multiple or Dv % multiple:
@@ -300,7 +302,7 @@ def attention(q, k, v, causal=None, window=NO_WINDOW, scale=None, q_descale=None
     strides in multiples of 16 bytes, rows contiguous; k and v may be expanded. causal: None, "br" or True (the last
     query sees the last key), "tl" (the first sees the first alone). window: how many keys a query sees before and after
     its own position, None for all; a third member "br" or "tl" says whose position that is (default: causal's). scale:
-    1/sqrt(D) by default; with 0 all visible keys weigh alike. descales: float32, [B,H] or what expands to it, q's also
+    1/sqrt(D) by default; with 0 all visible keys weigh alike. descales: float32, 0 or more, [B,H] or what expands to it, q's also
     [B,Hkv]; e4m3 only. A q of 16 bits may have k and v of e4m3, with k_descale and v_descale (on sm_90 D by 16; on others
     from sm_89 on by 32, and few queries are what that kernel is made for). out_dtype: of e4m3's O, float16 (default) or bfloat16. softcap: logits x become
     softcap * tanh(x / softcap), by tanh.approx. sinks [Hq]: exp(sink) joins a row's sum and its LSE. Read by the kernels, int32:

@@ -19,7 +19,7 @@ typedef struct SdpaStrides { /* in elements; the D elements of a row are contigu
 } SdpaStrides;
 
 typedef struct SdpaDescale { /* of 8-bit tensors: element (b, h, ...) stands for itself * factor[b * batch + h * head] */
-  const float* factor;       /* in device memory; null: 1 */
+  const float* factor;       /* in device memory, none negative; null: 1. Q @ K.T without it must be finite too */
   int64_t batch, head;
 } SdpaDescale;
 
@@ -27,11 +27,11 @@ enum { SDPA_CAUSAL_OFF, SDPA_CAUSAL_BOTTOM_RIGHT, SDPA_CAUSAL_TOP_LEFT };
 
 /* The problem. sdpa.cu's SdpaParams says of each member what it may hold; all pointers are to device memory. */
 typedef struct SdpaParams {
-  const void *Q, *K, *V;   /* [B,Hq,Sq,D], [B,Hkv,Sk,D], [B,Hkv,Sk,D] of the line's DTYPE */
+  const void *Q, *K, *V;   /* [B,Hq,Sq,D], [B,Hkv,Sk,D], [B,Hkv,Sk,D] of the line's DTYPE; K, V of its KV_DTYPE */
   void* O;                 /* [B,Hq,Sq,D] of OUT_DTYPE */
   float* LSE;              /* [B,Hq,Sq] contiguous, natural logarithm; or null */
   int B, Hq, Hkv, Sq, Sk;  /* Hq is a multiple of Hkv; strides of inputs may be 0 */
-  int D;                   /* the line's HEAD_DIM; of a line with USE_WGMMA=1 or fewer, a multiple of 8, of e4m3 of 16 */
+  int D;                   /* the line's HEAD_DIM; of a line with USE_WGMMA=1 or fewer, a multiple of 8, of 8 bits of 16 */
   SdpaStrides q, k, v, o;
   float scale;             /* 0: 1/sqrt(D). A scale of 0, by which all visible keys weigh alike, is FLT_MIN */
   int causal;              /* SDPA_CAUSAL_... */

@@ -90,6 +90,10 @@ float negative(const InputAt& i) {
   return i.tensor == Tensor::V ? i.x : i.tensor == Tensor::Q ? i.x / 2 + mean : i.x / 2 - mean;
 }
 
+// Rows of Q below what fp16 holds, for a scale of TINY_SCALE.
+constexpr float TINY_SCALE = 0x1p97f;
+float tiny(const InputAt& i) { return i.tensor == Tensor::Q ? std::ldexp(i.x, -100) : i.x; }
+
 // Maxima that change along the keys, which a stale maximum meets or does not. Key heads take turns at eight kinds: from
 // their first key to the last, or backwards, logits at the default scale rise slowly, at once, at single keys, or fall and
 // rise; from 0, from +-512 (past 710 no maximum is stale), from +-524288, or from -inf. A query row takes 1, 1/2, 0 or -1
@@ -139,7 +143,8 @@ void add_dists() {
                         {"huge", huge},
                         {"stairs", stairs},
                         {"negative", negative},
-                        {"ramps", ramps}}) {
+                        {"ramps", ramps},
+                        {"tiny", tiny}}) {
     reference::dists.push_back(d);
   }
 }
@@ -346,6 +351,7 @@ bool takes_tile(const Problem& p, const TunedTile& t) {
 // wgmma's sums of e4m3 products have 14 bits, which logits in the hundreds show; sums in fp16 end at 65504.
 bool takes_dist(const string& dist) {
   if (line.fp16_acc) return dist == "normal" || dist == "nonfinite";
+  if (dist == "tiny") return line.query == DType::bf16;
   return !(line.is_wgmma && line.input == DType::e4m3 && (dist == "large" || dist == "negative"));
 }
 
@@ -416,7 +422,7 @@ class Kinds {
     takes("scale", "default set"), takes("queries", "none_more more one"), takes("keys", "none some");
     takes("batches", "1 more"), takes("groups", "1 more"), takes("batch_invariant", "0 1");
     takes("layout", all_layouts), takes("dist", all_dists);
-    if (line.has_softcap) takes("softcap", "0 2 50");
+    if (line.has_softcap) takes("softcap", line.tanh_is_approximate ? "0 2 50" : "0 2 50 1e+06");
     if (line.is_wgmma) takes("D", "whole short"), takes("Dv", "whole short");
     if (line.has_queue) takes("max_ctas", "0 set");
     if (has_machines) takes("machine", "default set"), takes("summed", has_ranges() ? "64 200 65536" : "65536");
@@ -592,7 +598,8 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   if (line.is_wgmma && draw(2)) p.D = unit * (1 + draw(line.D / unit)), p.Dv = unit * (1 + draw(line.Dv / unit));
   if (element_bytes(line.input) == 1) p.descale = descales[draw(2) ? 0 : draw(DESCALES)];
   p.has_sinks = line.has_sinks && p.dist != "negative" && draw(4);
-  const bool exact = p.dist == "huge" || p.dist == "stairs";
+  const bool exact = p.dist == "huge" || p.dist == "stairs", is_small = !exact && p.dist != "ramps" && p.dist != "large";
+  if (p.softcap == 50 && !line.tanh_is_approximate && is_small && draw(2)) p.softcap = 1e6;  // an fp32 has 1e-7 of that
   const bool loses = line.use_bias == 1 && (exact || p.dist == "ramps");  // logits past 10^5, to which a float adds in steps
   if (line.use_bias && draw(4) && !loses) {
     constexpr const char* dims[] = {"", "b", "h", "q", "bh", "bq", "hq", "bhq"};
@@ -613,6 +620,7 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   }
   // Larger logits still would measure fp32 itself: at 10^4 the last bit of S moves P by 1e-3.
   if (draw(4) == 0 && !exact && p.dist != "large" && p.dist != "ramps") p.scale = 0.05f * float(1 + draw(10));
+  if (p.dist == "tiny") p.scale = TINY_SCALE;
   if (line.has_queue && draw(4) == 0) p.max_ctas = 1 + draw(5);
   if (line.has_pages) p.narrow_table = draw(2);
   if (line.has_lengths) {

@@ -156,6 +156,15 @@ def test_words_that_are_none(nvcc, words, sentence):
     assert not os.path.exists(nvcc["CALLS"])
 
 
+def test_words_that_no_build_has_together(nvcc):
+    done = program("build", "sm_90a", "bf16", "e4m3", "128", "kv8", "kv8+bias", "mask", **nvcc)
+    q_is_e4m3 = "sdpa: left out: k and v of e4m3 beside a q of 16 bits (kv8): q is e4m3 itself"
+    no_bias = "sdpa: left out: a bias goes with k and v of 16 bits alone"
+    left_out = [line for line in done.stderr.splitlines() if "left out" in line]
+    assert done.returncode == 0 and sorted(left_out) == [no_bias] * 3 + [q_is_e4m3]
+    assert done.stdout.count(" of 4: ") == 4  # glue, append, and of bf16 kv8 and mask
+
+
 def test_a_build_that_fails(nvcc, tmp_path):
     (tmp_path / "nvcc").write_text("#!/bin/sh\necho 'error: no room' >&2; exit 1\n")
     done = program("build", "sm_90a", "bf16", "128", **nvcc)

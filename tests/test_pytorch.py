@@ -116,8 +116,10 @@ def test_lines_of_all_sizes(D, Dv, line, widths, monkeypatch):
             changes = [word if "=" in word else word + "=1" for word in knobs]
             assert tree.refusal(builds.changed(tree.config_lines()[name].knobs, changes)) == "", (capability, D, Dv)
         assert name == ("hopper" if capability[0] == 9 else "mma_decode") + "_kv8_d128_bf16"
-    for capability, dtype in (((8, 6), torch.bfloat16), ((9, 0), E4M3)):
-        with pytest.raises(sdpa.Unavailable, match="^k and v of e4m3 beside a q of 16 bits have a line from sm_89 on$"):
+    for capability, dtype, sentence in (
+            ((8, 6), torch.bfloat16, "k and v of e4m3 beside a q of 16 bits have a line from sm_89 on"),
+            ((9, 0), E4M3, r"k and v of e4m3 beside a q of 16 bits \(kv8\): q is e4m3 itself")):
+        with pytest.raises(sdpa.Unavailable, match=f"^{sentence}$"):
             sdpa.line_with(capability, dtype, D, D, 128)
 
 
