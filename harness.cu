@@ -1050,10 +1050,10 @@ class Instance {
 
   // Tensor cores truncate their sums, which adds up over very many keys; P of a coarser type than O, and sums in fp16,
   // hide how O was rounded; of u8 a single weight is often no power of two, and its own rounding shows in all of a row;
-  // on stairs O is a row of V, which in 8 bits has few values.
+  // on stairs O is a row of V, which in 8 bits has few values, and fewer yet where all heads are one.
   bool judges_rounding() const {
     if (line.tanh_is_approximate && problem.softcap != 0) return false;
-    if (problem.dist == "stairs" && element_bytes(line.input) == 1) return false;
+    if (problem.dist == "stairs" && problem.same_heads && element_bytes(line.input) == 1) return false;
     return !line.fp16_acc && line.input != DType::u8 && problem.Sk <= 1 << 14 &&
            query_type.mantissa_bits >= output_type.mantissa_bits;
   }

@@ -2744,8 +2744,6 @@ __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& 
   return {min((seen.begin - first_key) / B::round_keys, end - 1), end};
 }
 
-__device__ __forceinline__ uint32_t converted_pair(const Input* from_g);  // KV_DTYPE
-
 // The 64 rows of a warpgroup over its slice of the keys, in registers.
 template <class B> struct WgmmaRows {
   using Scores = WgmmaAccumulator<B::block_n>;
@@ -2842,7 +2840,7 @@ template <class B> struct WgmmaRows {
   }
   // Four bytes of a row of operands from `byte` on.
   static __device__ __forceinline__ uint32_t word(const Input* row_g, int byte) {
-    if constexpr (B::converts_tiles) return converted_pair(row_g + byte / 2);
+    if constexpr (B::converts_tiles) return cvt_rn_f16x2_e4m3x2(ld_global<uint16_t>(row_g + byte / 2));
     return ld_global<uint32_t>(reinterpret_cast<const char*>(row_g) + byte);
   }
   // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may be overwritten
@@ -4505,7 +4503,7 @@ template <> struct VectorCopy<false, true> {
 // ---- 5f softcap ----
 
 // USE_SOFTCAP: tanh(x * cap_scale), of which the exact form is 1 - 2 / (1 + e^2t), or near 0, where that cancels, the
-// series. Whether there is a cap is asked at each score: tanh.approx takes 2 to 4% longer where it is asked once, as
+// series. Whether there is a cap is asked at each score: tanh.approx takes up to 4% longer where it is asked once, as
 // beside the polynomial.
 template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a, float cap_scale) {
   if (!is_capped<B>(a)) return x;
@@ -5050,11 +5048,6 @@ template <class B> struct LandedTiles {
     }
   }
 };
-
-// Two neighbouring elements of K.
-__device__ __forceinline__ uint32_t converted_pair(const Input* from_g) {
-  return cvt_rn_f16x2_e4m3x2(ld_global<uint16_t>(from_g));
-}
 
 // Each row is multiplied by the power of two that brings its largest element between 2^14 and 2^15, and by 2^126 at
 // most: so none overflows, and what is rounded away is below 2^-38 of the largest. Its scale takes that back.

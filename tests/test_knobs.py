@@ -75,6 +75,8 @@ def test_accepted(knobs):
     ("@wgmma BLOCK_M=64 HEAD_DIM=80", "wgmma takes 64, 96, 128, 192, 256, and of V the same or less"),
     ("@wgmma BLOCK_M=64 HEAD_DIM_V=128", "wgmma takes 64, 96, 128, 192, 256, and of V the same or less"),
     ("@swap BLOCK_M=32 HEAD_DIM=96", "SWAP_AB=1 takes D of V by 64"),
+    ("@swap KV_DTYPE=FP8_E4M3 VEC_WIDTH=16", "KV_DTYPE: the transposed kernel lacks it; drop SWAP_AB"),
+    ("@wgmma KV_DTYPE=FP8_E4M3 USE_WARP_SPECIALIZATION=1 VEC_WIDTH=8", "16 with an 8-bit DTYPE or KV_DTYPE"),
     ("USE_PAGES=1", "pages are found by the sequence of an item; add USE_LENGTHS=1"),
     ("@wgmma BLOCK_M=64 HEAD_DIM=256 BLOCK_N=256 USE_LENGTHS=1 USE_PAGES=1", "there may be more than 32 in this tile; type a smaller BLOCK_N"),
     ("HEAD_DIM", "HEAD_DIM: not a legal value"),

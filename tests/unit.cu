@@ -570,6 +570,7 @@ TEST_CASE("command_line") {
        "--layout hsbd: want one of bhsd bshd packed padded zero reversed far far_heads far_rows"},
       {{"--schedule", "random:"}, "--schedule random:: want forward, reverse or random:SEED"},
       {{"--scale", "0"}, "--scale 0: want a number greater than 0, below 10^38"},
+      {{"--scale", "nan"}, "--scale nan: want a number greater than 0, below 10^38"},
       {{"--scale", "inf"}, "--scale inf: want a number greater than 0, below 10^38"},
       {{"--iters", "0"}, "--iters 0: want a whole number from 1 to 1000000"},
       {{"--max-ctas", "-1"}, "--max-ctas -1: want a whole number from 0 to 1000000"},

@@ -317,8 +317,8 @@ def print_losses(title, found):
 def check(rows):
     """Judges the table in sdpa.cu by rows; prints what is bad. Whether nothing is."""
     has_mma, dtype = any("USE_MMA_SYNC=1" in row["tile"] for row in rows), rows[0]["dtype"]
-    tables = {"e4m3": "hopper_e4m3", "bf16": "hopper_bf16", "bf16/e4m3": "hopper_kv8_d128_bf16"}
-    model = Model(tables.get(dtype, "ampere" if has_mma else "hopper"))
+    table_of = {type_: table for table, (type_, _) in TABLES.items() if type_ != "fp16"}
+    model = Model(table_of.get(dtype, "ampere" if has_mma else "hopper"))
     times, sms, mhz = measured(rows)
     tiles = [tile for tile in model.tiles if any(map(tile.suits, times))]
     found = losses(model, tiles, times, sms)
