@@ -1308,13 +1308,13 @@ __device__ __forceinline__ bool clear_queries_of_others(Element<B>* Q_s, int pan
 template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelArgs& a, uint32_t i);  // USE_LENGTHS
 template <class B>  // USE_PAGES
 __device__ __forceinline__ int page_of(const KernelArgs& a, const Item<B>& item, int k, int keys = 1);
-template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a, float cap_scale);
+template <class B> __device__ __forceinline__ float capped(float x, float cap_scale);
 template <class B> __device__ __forceinline__ bool is_capped(const KernelArgs& a) {
   return B::use_softcap != 0 && a.cap_scale != 0;
 }
 // What the softmax takes of a score that nothing masks.
 template <class B> __device__ __forceinline__ float logit(float x, const KernelArgs& a, float cap_scale) {
-  return capped<B>(x, a, cap_scale) * (B::use_bias == 1 ? a.logit_scale : 1);
+  return (is_capped<B>(a) ? capped<B>(x, cap_scale) : x) * (B::use_bias == 1 ? a.logit_scale : 1);
 }
 template <class B>  // USE_BIAS: where the elements for row r of a tile begin
 __device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r);
@@ -4503,23 +4503,25 @@ template <> struct VectorCopy<false, true> {
 // ---- 5f softcap ----
 
 // USE_SOFTCAP: tanh(x * cap_scale), of which the exact form is 1 - 2 / (1 + e^2t), or near 0, where that cancels, the
-// series. Whether there is a cap is asked at each score: tanh.approx takes up to 4% longer where it is asked once, as
-// beside the polynomial.
-template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a, float cap_scale) {
-  if (!is_capped<B>(a)) return x;
+// series.
+template <class B> __device__ __forceinline__ float capped(float x, float cap_scale) {
   if (B::use_softcap == 1) return tanh_approx(x * cap_scale);
   const float t = x * cap_scale, square = t * t;
-  if (square < 0.0625f) {
-    return t * fmaf(square, fmaf(square, fmaf(square, -17.0f / 315, 2.0f / 15), -1.0f / 3), 1);
-  }
-  return 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(t * 2.88539008f));  // 2 * log2(e)
+  const float series = t * fmaf(square, fmaf(square, fmaf(square, -17.0f / 315, 2.0f / 15), -1.0f / 3), 1);
+  const float exact = 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(t * 2.88539008f));  // 2 * log2(e)
+  return square < 0.0625f ? series : exact;
 }
+// Whether there is a cap is asked once, so that scores are capped beside each other. With tanh.approx alone it is asked
+// at each: asked once, that takes up to 4% longer.
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> cap_scale, int first, int last) {
   if constexpr (B::use_softcap != 0) {
-    if (B::caps_by_polynomial && !is_capped<B>(a)) return;
+    if ((B::use_softcap == 2 || B::caps_by_polynomial) && !is_capped<B>(a)) return;
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-      SDPA_UNROLL for (int j = first; j < last; j++) S.x[i][j] = capped<B>(S.x[i][j], a, of_row(cap_scale, i));
+      SDPA_UNROLL for (int j = first; j < last; j++) {
+        float& x = S.x[i][j];
+        x = B::use_softcap == 2 || is_capped<B>(a) ? capped<B>(x, of_row(cap_scale, i)) : x;
+      }
     }
   }
 }

@@ -317,9 +317,17 @@ def test_problems():
     p = engine.parse_problem("2,8,4,100,70,128,bf16,br")
     assert (p.shape, p.Hkv, p.Sk, p.D, p.dtype, p.causal) == ("2x8x4x100x70", 4, 70, 128, "bf16", "br")
     assert p.visible()[0] == 0 and p.visible()[99] == 70 and p.visible()[30] == 1
+    assert p.columns()["window"] == "" and str(p) == "2x8x4x100x70 br"
+    p = engine.parse_problem("1,2,2,100,70,64,bf16,br,9")  # a query's own key, and nine before it
+    begin, end = p.bounds()
+    assert [list(bound[[0, 30, 45, 99]]) for bound in (begin, end)] == [[0, 0, 6, 60], [0, 1, 16, 70]]
+    assert p.columns()["window"] == "9:-1" and str(p) == "1x2x2x100x70 br window 9" and engine.params_of(p).window_left == 9
+    assert p.flops() == 4 * 64 * 2 * sum(min(q + 1, 10) for q in range(70))
+    assert list(engine.parse_problem("1,1,1,3,8,64,bf16,off,1").visible()) == [8, 8, 7]
     assert engine.parse_problem("mission").typed(64, "fp16").flops() == 4 * 64 * 8 * 512 * 512
     assert engine.parse_problem("decode1").Sk == 32768
-    for text in ("huge", "1,2,3,4", "1,3,2,8,8", "1,1,1,0,8", "mission,64,fp8", "mission,64,fp16,up"):
+    for text in ("huge", "1,2,3,4", "1,3,2,8,8", "1,1,1,0,8", "mission,64,fp8", "mission,64,fp16,up", "mission,64,fp16,br,-1",
+                 "mission,64,fp16,br,9999999999"):
         with pytest.raises(builds.Refused, match="want small, mission"):
             engine.parse_problem(text)
 
@@ -463,7 +471,7 @@ def test_a_real_line_through_its_library(name, dtype):
     line, = builds.parse_contenders([name])
     kernel = engine.LoadedLine(line, builds.host_library(*line.words, program="tests/host_library.cu"))
     gpu = HostGpu(kernel.library)
-    problems = [engine.parse_problem(f"{text},64,{dtype},{causal}") for text, causal in (("1,4,2,70,90", "br"), ("1,4,2,40,50", "tl"))]
+    problems = [engine.parse_problem(f"{text},64,{dtype},{causal}") for text, causal in (("1,4,2,70,90", "br,20"), ("1,4,2,40,50", "tl"))]
     bench = engine.Bench(gpu, {"A": kernel, "B": kernel}, dict(zip("AB", problems)))
     assert not bench.skipped and all(check.passed for check in bench.checks.values()), (bench.skipped, bench.checks)
     assert dtype == "fp16" or bench.checks["A"].rel_rms < {"e4m3": 2e-3, "u8": 1e-3}[dtype]  # P is not rounded to it

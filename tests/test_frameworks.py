@@ -377,6 +377,8 @@ def test_of_a_package(text, causal):
 
     def function(q, k, v, causal, **options):
         asked.append(options)
+        if p.left >= 0:  # whose mask is not computed here
+            return q if text == "flashinfer" else (q, "LSE")
         rows = (q[None], k[None], v[None]) if text == "flashinfer" else (q, k, v)
         out = of_rows(*rows, causal=causal)
         return out[0] if text == "flashinfer" else (out, "LSE") if text == "torch:fa3" else out
@@ -384,16 +386,26 @@ def test_of_a_package(text, causal):
     tensors = qkv(p)
     want = attention(*tensors, None if causal == "off" else "br")
     assert torch.equal(loaded(text, function).of_package(*tensors, p), want)
-    assert asked == [{"torch:fa3": dict(num_splits=0), "torch:fa4": {}, "flashinfer": dict(backend="fa3")}[text]]
+    own = {"torch:fa3": dict(num_splits=0), "torch:fa4": {}, "flashinfer": dict(backend="fa3")}[text]
+    p = p._replace(left=5)
+    if causal != "off":
+        loaded(text, function).of_package(*tensors, p)
+        assert asked == [own, own | (dict(window_left=5) if text == "flashinfer" else dict(window_size=(5, 0)))]
+    p = p._replace(causal="off", Sk=p.Sq)
+    loaded(text, function).of_package(*(x[:, :, :p.Sq] for x in tensors), p)
+    unlimited = -1 if text == "torch:fa3" else None
+    assert asked[-1] == own | (dict(window_left=5) if text == "flashinfer" else dict(window_size=(5, unlimited)))
 
 
 def test_what_packages_do_not_compute():
     for text, p, words in (("torch:fa3", problem("1,1,1,4,5", "tl"), "its causal mask is the bottom-right one"),
+                           ("torch:fa4", problem("1,1,1,4,5")._replace(left=2), "its causal mask is the bottom-right one"),
                            ("flashinfer", problem("2,1,1,4,5"), "it is called for one sequence")):
         with pytest.raises(engine.CudaError, match=words):
             loaded(text).of_package(*qkv(p), p)
     for text, p, words in (("torch:flash", problem("1,1,1,4,5", "br"), "PyTorch's is_causal is top-left"),
                            ("torch:flash", problem("1,1,1,4,4")._replace(dtype="e4m3"), "it has no attention of e4m3"),
+                           ("torch:flash", problem("1,1,1,4,4")._replace(left=2), "it takes no window"),
                            ("torch:cudnn", problem("1,1,1,4,4")._replace(dtype="u8"), "it has no attention of u8")):
         with pytest.raises(engine.CudaError, match=words):
             loaded(text).prepare(None, None, p)

@@ -211,7 +211,7 @@ def make_sample(tmp_path):
                                           encoding="utf-8")
     (tmp_path / "docs").mkdir()
     old = "| mma_split4 |  |  |  | by hand |\n| Named | 1,8,8,512,512,64 fp16 |\n| Unmeasured | 9,9,9,9,9,64 fp16 |\n| nowhere |  |  |  | by hand too |\n"
-    sections = {"README.md": ["results", "story"], "docs/NUMBERS.md": ["peers", "ladder", "ablation", "field"], "docs/LADDER.md": ["scalar_rungs", "wgmma_rungs", "decode_rungs"],
+    sections = {"README.md": ["results", "story"], "docs/NUMBERS.md": ["peers", "ladder", "ablation", "field", "published"], "docs/LADDER.md": ["scalar_rungs", "wgmma_rungs", "decode_rungs"],
                 "docs/HOPPER.md": ["wgmma", "rested", "decode", "e4m3", "accuracy"]}
     for name, parts in sections.items():
         (tmp_path / name).write_text("".join(f"before {p}\n<!-- {p}:begin -->\nold\n{old}"
@@ -304,13 +304,39 @@ def test_the_fields_picture(sample):
                                                     ("torch_cudnn", "", 12.5, 300, "PyTorch 2 with cuDNN 92700; 700 W"),
                                                     ("torch_flash", "", 20, 200, "PyTorch 2; 700 W"), ("torch_fa3", "", 13, 310, "fa3-fwd 1")):
                 out.writerow({**sizes, "config": config, "check": check, "status": "ok", "graph_us": us, "tflops": tflops, "note": note})
+        out.writerow({"config": "torch_matmul", "shape": "8x9x10", "dtype": "bf16", "status": "ok", "graph_us": 5, "tflops": 700})
     assert draw(sample).returncode == 0
     text = numbers.read_text(encoding="utf-8")
     for line in ("| TFLOP/s (times the best peer's) | 512 | 16,384 |", "| D=64 | 16 (1.25x) | 512 (1.25x) |", "| D=128, causal | 16 (1.25x) | 512 (1.25x) |",
                  "The peers through PyTorch 2 with cuDNN 92700, fa3-fwd 1. Sample GPU"):
         assert line in text, line
     drawn = texts(sample / "results/peers/field.svg")
-    assert {"sdpa", "cuDNN", "FlashAttention-2", "FlashAttention-3", "D=64", "D=64, causal", "D=128", "512", "16k"} <= set(drawn)
+    assert {"sdpa", "cuDNN", "FlashAttention-2", "FlashAttention-3", "D=64", "D=64, causal", "D=128", "512", "16k",
+            "cuBLAS, 8x9x10"} <= set(drawn)
+
+
+def test_what_others_publish(sample):
+    """What stands by hand in the second column stays beside what is measured."""
+    numbers, path = sample / "docs/NUMBERS.md", sample / "results/peers/2026-01-02-Sample-GPU-published.csv"
+    names = (sample / "results/peers/2026-01-02-Sample-GPU.csv").read_text(encoding="utf-8").splitlines()[0].split(",") + ["window"]
+    text = numbers.read_text(encoding="utf-8")
+    begin, end = (text.index(f"<!-- published:{word}") for word in ("begin", "end"))
+    marker = text[begin:text.index("\n", begin) + 1]
+    kept = "| problem | published | x |\n|---|---|--:|\n| 2,64,8,9,9,64 bf16 causal window 3:-1 | 349, by hand | 1 |\n"
+    numbers.write_text(text[:begin] + marker + kept + text[end:], encoding="utf-8")
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        out = csv.DictWriter(file, names, restval="")
+        out.writeheader()
+        for window, config, check, us, tflops in (("3:-1", "hopper", "PASS", 10, 400), ("3:-1", "torch_cudnn", "", 15, 266),
+                                                  ("", "hopper", "PASS", 20, 500)):
+            out.writerow(dict(B=2, Hq=64, Hkv=8, Sq=9, Sk=9, D=64, causal="br", dtype="bf16", device="Sample GPU", window=window,
+                              config=config, check=check, status="ok", graph_us=us, tflops=tflops))
+    assert draw(sample).returncode == 0
+    text = numbers.read_text(encoding="utf-8")
+    for line in ("| problem | published | fastest line | cuDNN | times as fast |",
+                 "| 2,64,8,9,9,64 bf16 causal window 3:-1 | 349, by hand | 400 | 266 | 1.50x |",
+                 "| 2,64,8,9,9,64 bf16 causal |  | 500 |  |  |"):
+        assert line in text, line
 
 
 def test_e4m3_tables(sample):

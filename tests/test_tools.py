@@ -244,12 +244,13 @@ def test_peers_of_another_head_dim_v(compared):
 
 
 def test_which_problems_peers_take(compared, monkeypatch):
-    asked = []
+    asked, limits = [], []
 
     def run_problem(gpu, kernels, problem, facts, *course):
         asked.append((problem, course))
         return ()
     monkeypatch.setattr(peers, "run_problem", run_problem)
+    monkeypatch.setattr(peers, "product_of_matrices", lambda gpu: limits.append(1) or {})
 
     def problems(*words):
         asked.clear()
@@ -264,10 +265,11 @@ def test_which_problems_peers_take(compared, monkeypatch):
         f"{text},{D},bf16" for D in (64, 128, 256) for text in peers.CHUNKS)
     assert asked[0][1] == (engine.STEADY, 2)
     field = problems("--field")
-    assert field == parsed(peers.FIELD) and len(set(field)) == 36
+    assert field == parsed(peers.FIELD) and len(set(field)) == 36 and limits == [1]
     assert {(p.B * p.Sq, p.Hq * p.D, p.Sq == p.Sk, p.Hq == p.Hkv) for p in field} == {(16384, 2048, True, True)}
-    published = problems("hopper_d192_v128", "DTYPE=BF16", "--published")  # the only line of D=192, whose V has 128
-    assert {(p.D, p.Dv) for p in published} == {(128, 0), (192, 128)} and len(published) == len(peers.PUBLISHED) == 12
+    published = problems("hopper_d192_v128", "DTYPE=BF16", "hopper_e4m3_d128", "--published")  # the first: V of 128
+    assert {(p.D, p.Dv, p.dtype) for p in published} == {(64, 0, "bf16"), (128, 0, "bf16"), (192, 128, "bf16"), (128, 0, "e4m3")}
+    assert len(published) == len(peers.PUBLISHED) == 20 and {p.left for p in published} == {-1, 1023} and limits == [1]
     drawn = [p for p in peers.draw(9, 2, True) if p in parsed([f"{p.shape.replace('x', ',')},{p.D},{p.dtype},{p.causal}"])]
     assert problems("--chunks", "--drawn", "9", "--seed", "2") == drawn != []
     assert {course for _, course in asked} == {(peers.DRAWN, 1)}

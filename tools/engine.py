@@ -42,19 +42,22 @@ SM_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 
 # ---- problems ----
 
-class Problem(namedtuple("Problem", "shape B Hq Hkv Sq Sk D dtype causal Dv", defaults=(0, "", "off", 0))):
-    """Sizes of the tensors, their type, and which keys a query sees. D = 0 and no dtype: any line's. Dv = 0: D."""
+class Problem(namedtuple("Problem", "shape B Hq Hkv Sq Sk D dtype causal left Dv", defaults=(0, "", "off", -1, 0))):
+    """Sizes of the tensors, their type, and which keys a query sees: of those before its own so many (-1: all). D = 0
+    and no dtype: any line's. Dv = 0: D."""
 
     def columns(self):
         """Of a row of results; Dv is among the line's knobs."""
-        return {name: value for name, value in self._asdict().items() if name != "Dv"}
+        columns = {name: value for name, value in self._asdict().items() if name not in ("left", "Dv")}
+        return dict(columns, window="" if self.left < 0 else f"{self.left}:-1")
 
     @property
     def v_dim(self):
         return self.Dv or self.D
 
     def __str__(self):
-        return self.shape + ("" if self.causal == "off" else " " + self.causal)
+        return self.shape + ("" if self.causal == "off" else " " + self.causal) + (
+            "" if self.left < 0 else f" window {self.left}")
 
     def typed(self, D, dtype, Dv=0, takes_fewer=False):
         """The problem with the D, the type and the Dv of a line; refused if it names others. A line that takes_fewer
@@ -77,11 +80,16 @@ class Problem(namedtuple("Problem", "shape B Hq Hkv Sq Sk D dtype causal Dv", de
         return [line for line in lines if self.fits(line)] or [
             line for line in fewer if line.D == min(one.D for one in fewer)]
 
+    def bounds(self):
+        """The first key that each query sees, and the one behind the last."""
+        own = np.arange(self.Sq) + (self.Sk - self.Sq if self.causal == "br" else 0)
+        end = (own + 1 if self.causal != "off" else np.full(self.Sq, self.Sk)).clip(0, self.Sk)
+        return (own - self.left if self.left >= 0 else 0 * own).clip(0, end), end
+
     def visible(self):
         """How many keys each query sees."""
-        q = np.arange(self.Sq)
-        keys = {"off": np.full(self.Sq, self.Sk), "br": q + 1 + self.Sk - self.Sq, "tl": q + 1}[self.causal]
-        return keys.clip(0, self.Sk)
+        begin, end = self.bounds()
+        return end - begin
 
     @property
     def rows(self):
@@ -93,15 +101,17 @@ class Problem(namedtuple("Problem", "shape B Hq Hkv Sq Sk D dtype causal Dv", de
 
 
 def parse_problem(text, causal="off"):
-    """A name of SHAPES or B,Hq,Hkv,Sq,Sk; behind these if wanted ,D ,DTYPE and ,CAUSAL."""
+    """A name of SHAPES or B,Hq,Hkv,Sq,Sk; behind these if wanted ,D ,DTYPE ,CAUSAL and ,LEFT, keys before a query's."""
     sizes = "|".join(SHAPES) + r"|\d+,\d+,\d+,\d+,\d+"
-    found = re.fullmatch(rf"({sizes})(?:,(\d+)(?:,({'|'.join(LIMITS)})?(?:,({'|'.join(CAUSAL)})?)?)?)?", text)
-    name, D, dtype, own_causal = found.groups() if found else ("0,0,0,0,0", 0, "", "")
+    found = re.fullmatch(
+        rf"({sizes})(?:,(\d+)(?:,({'|'.join(LIMITS)})?(?:,({'|'.join(CAUSAL)})?(?:,(\d{{1,9}}))?)?)?)?", text)
+    name, D, dtype, own_causal, left = found.groups() if found else ("0,0,0,0,0", 0, "", "", None)
     B, Hq, Hkv, Sq, Sk = SHAPES.get(name) or map(int, name.split(","))
     if min(B, Hq, Hkv, Sq, Sk) < 1 or Hq % Hkv:
         raise Refused(f"--shape {text}: want {', '.join(SHAPES)} or B,Hq,Hkv,Sq,Sk with Hq a multiple "
-                      f"of Hkv, then if wanted ,D ,{'|'.join(LIMITS)} ,off|br|tl")
-    return Problem(name.replace(",", "x"), B, Hq, Hkv, Sq, Sk, int(D or 0), dtype or "", own_causal or causal)
+                      f"of Hkv, then if wanted ,D ,{'|'.join(LIMITS)} ,off|br|tl ,LEFT")
+    return Problem(name.replace(",", "x"), B, Hq, Hkv, Sq, Sk, int(D or 0), dtype or "", own_causal or causal,
+                   -1 if left is None else int(left))
 
 
 # ---- the GPU ----
@@ -274,7 +284,7 @@ Strides, Descale, SdpaParams = map(structs_of(Tree().read(HEADER)).get, ("SdpaSt
 def params_of(p):
     """The sizes of a problem as a kernel takes them."""
     sizes = {name: getattr(p, name) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv")}
-    return SdpaParams(**sizes, causal=CAUSAL.index(p.causal), window_left=-1, window_right=-1)
+    return SdpaParams(**sizes, causal=CAUSAL.index(p.causal), window_left=p.left, window_right=-1)
 
 
 def is_prefix(size):
@@ -371,9 +381,9 @@ class LoadedTorch:
             attention = self.of_pytorch
             if p.causal == "br" and p.Sq != p.Sk:
                 raise CudaError("PyTorch's is_causal is top-left")
-            if p.dtype in FACTORS:
+            if p.dtype in FACTORS or p.left >= 0:
                 with as_cuda_error():
-                    return self.prepare_e4m3(gpu, tensors, p)
+                    return self.by_front_end(gpu, tensors, p)
         sizes = {"Q": (p.B, p.Hq, p.Sq, p.D), "K": (p.B, p.Hkv, p.Sk, p.D), "V": (p.B, p.Hkv, p.Sk, p.v_dim)}
         q, k, v = (self.tensor(tensors.address[name], sizes[name], type_of(name, p.dtype)) for name in "QKV")
 
@@ -406,45 +416,55 @@ class LoadedTorch:
 
     def of_package(self, q, k, v, problem):
         """O [B,Hq,Sq,D] of packages that take [B,S,H,D], and whose causal mask is the bottom-right one."""
-        causal = problem.causal != "off"
-        if problem.causal == "tl" and problem.Sq != problem.Sk:
+        causal, windowed = problem.causal != "off", problem.left >= 0
+        if (problem.causal == "tl" or windowed and not causal) and problem.Sq != problem.Sk:
             raise CudaError("its causal mask is the bottom-right one")
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if self.text == "flashinfer":  # one sequence
             if problem.B > 1:
                 raise CudaError("it is called for one sequence")
-            return self.function(q[0], k[0], v[0], causal=causal, backend="fa3")[None].transpose(1, 2)
+            options = {"window_left": problem.left} if windowed else {}
+            return self.function(q[0], k[0], v[0], causal=causal, backend="fa3", **options)[None].transpose(1, 2)
+        none = -1 if self.text == "torch:fa3" else None
         options = {"num_splits": 0} if self.text == "torch:fa3" else {}  # 0: as many as it likes
+        options |= {"window_size": (problem.left, 0 if causal else none)} if windowed else {}
         out = self.function(q, k, v, causal=causal, **options)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
-    def prepare_e4m3(self, gpu, tensors, problem):
-        """PyTorch has no attention of e4m3: its cuDNN by cuDNN's own front end. O is e4m3."""
-        if (self.line.backend, problem.dtype) != ("cudnn", "e4m3"):
-            raise CudaError(f"it has no attention of {problem.dtype}")
+    def by_front_end(self, gpu, tensors, problem):
+        """What PyTorch's operator does not take, e4m3 and windows, by cuDNN's own front end. O has the type of Q."""
+        p = problem
+        if self.line.backend != "cudnn" or p.dtype not in TYPES:
+            raise CudaError(f"it has no attention of {p.dtype}" if p.dtype in FACTORS else "it takes no window")
         if not importlib.util.find_spec("cudnn"):
-            raise CudaError("of e4m3 it needs cuDNN's front end; install it with: pip install nvidia-cudnn-frontend")
+            what = "a window" if p.left >= 0 else p.dtype
+            raise CudaError(f"of {what} it needs cuDNN's front end; install it with: pip install nvidia-cudnn-frontend")
         import cudnn
-        p, kind = problem, cudnn.data_type
+        kind, is_e4m3 = cudnn.data_type, p.dtype == "e4m3"
+        element = {"e4m3": kind.FP8_E4M3, "fp16": kind.HALF, "bf16": kind.BFLOAT16}[p.dtype]
         handle = cudnn.create_handle()
         cudnn.set_stream(handle=handle, stream=gpu.stream.value)
-        graph = cudnn.pygraph(io_data_type=kind.FP8_E4M3, intermediate_data_type=kind.FLOAT,
-                              compute_data_type=kind.FLOAT, handle=handle)
+        graph = cudnn.pygraph(io_data_type=element, intermediate_data_type=kind.FLOAT, compute_data_type=kind.FLOAT,
+                              handle=handle)
+        dims = {"q": [p.B, p.Hq, p.Sq, p.D], "k": [p.B, p.Hkv, p.Sk, p.D], "v": [p.B, p.Hkv, p.Sk, p.v_dim]}
+        strides = {name: [heads * rows * D, rows * D, D, 1] for name, (_, heads, rows, D) in dims.items()}
+        inputs = {name: graph.tensor(name=name.upper(), dim=dims[name], stride=strides[name], data_type=element)
+                  for name in dims}
+        options = dict(generate_stats=False, attn_scale=1 / math.sqrt(p.D), use_causal_mask=p.causal != "off")
+        options |= {"sliding_window_length": p.left + 1} if p.left >= 0 else {}
         # P is at most 1, and 448 the largest e4m3.
         scales = dict(descale_q=1.0, descale_k=1.0, descale_v=1.0, descale_s=1 / 448, scale_s=448.0, scale_o=1.0)
-        dims = {"q": [p.B, p.Hq, p.Sq, p.D], "k": [p.B, p.Hkv, p.Sk, p.D], "v": [p.B, p.Hkv, p.Sk, p.D]}
-        strides = {name: [heads * rows * D, rows * D, D, 1] for name, (_, heads, rows, D) in dims.items()}
-        inputs = {name: graph.tensor(name=name.upper(), dim=dims[name], stride=strides[name], data_type=kind.FP8_E4M3)
-                  for name in dims}
+        scales = scales if is_e4m3 else {}
         factors = {name: graph.tensor(name=name, dim=[1] * 4, stride=[1] * 4, data_type=kind.FLOAT) for name in scales}
-        O, _, *largest = graph.sdpa_fp8(**inputs, **factors, generate_stats=False, attn_scale=1 / math.sqrt(p.D),
-                                        use_causal_mask=p.causal != "off")
-        O.set_output(True).set_dim(dims["q"]).set_stride(strides["q"]).set_data_type(kind.FP8_E4M3)
+        O, _, *largest = (graph.sdpa_fp8 if is_e4m3 else graph.sdpa)(**inputs, **factors, **options)
+        rows_of_o = [p.Hq * p.Sq * p.v_dim, p.Sq * p.v_dim, p.v_dim, 1]
+        O.set_output(True).set_dim([p.B, p.Hq, p.Sq, p.v_dim]).set_stride(rows_of_o).set_data_type(element)
         for one in largest:
             one.set_output(True).set_dim([1] * 4).set_stride([1] * 4).set_data_type(kind.FLOAT)
         graph.build([cudnn.heur_mode.A])
-        self.output = self.torch.full((p.rows * p.D,), 0x7f, dtype=self.torch.uint8, device="cuda")
-        scalars = [self.torch.tensor([value], device="cuda") for value in (*scales.values(), 0.0, 0.0)]
+        size = np.dtype(TYPES[p.dtype]).itemsize
+        self.output = self.torch.full((p.rows * p.v_dim * size,), 0x7f, dtype=self.torch.uint8, device="cuda")
+        scalars = [self.torch.tensor([value], device="cuda") for value in (*scales.values(), *[0.0] * len(largest))]
         places = {O: self.output.data_ptr(), **{inputs[name]: tensors.address[name.upper()] for name in inputs}}
         places |= {one: scalar.data_ptr() for one, scalar in zip((*factors.values(), *largest), scalars)}
         workspace = self.torch.zeros(max(graph.get_workspace_size(), 1), dtype=self.torch.uint8, device="cuda")
@@ -452,7 +472,7 @@ class LoadedTorch:
 
         def launch():
             graph.execute(places, workspace.data_ptr(), handle=handle)
-        return launch, Outputs(self.output.data_ptr(), 0, "e4m3", LIMITS["e4m3"]), (0, 0)
+        return launch, Outputs(self.output.data_ptr(), 0, p.dtype, LIMITS[p.dtype]), (0, 0)
 
     def capture(self, gpu, launch, launches):
         graph = self.torch.cuda.CUDAGraph()
@@ -575,7 +595,8 @@ class Reference:
         p = self.problem
         kv = h * p.Hkv // p.Hq
         s = tensors.rows("Q", p, b, h)[rows] @ tensors.rows("K", p, b, kv).T / math.sqrt(p.D)
-        s[np.arange(p.Sk)[None, :] >= p.visible()[rows][:, None]] = -np.inf
+        begin, end = (bound[rows][:, None] for bound in p.bounds())
+        s[(np.arange(p.Sk) < begin) | (np.arange(p.Sk) >= end)] = -np.inf
         LSE = special.logsumexp(s, 1)
         weights = np.exp(s - np.maximum(LSE, np.finfo(float).min)[:, None])
         return weights @ tensors.rows("V", p, b, kv), LSE

@@ -115,10 +115,24 @@ def field_section(source):
         others = [us for name, (us, _) in at.items() if name != OURS]
         cells[title,][f"{length:,}"] = rate(row) + (f" ({min(others) / at[OURS][0]:.2f}x)" if others else "")
     series = ["sdpa", *(name for name in PEERS.values() if any(name in values for values in panels.values()))]
+    limits = {f"cuBLAS, {row['shape']}": row["tflops"] for row in source.rows if row["config"] == "torch_matmul"}
     drawn_as = picture("peers/field.svg", "TFLOP/s over the length of sequences", 600)
     rates = pivot(["TFLOP/s (times the best peer's)"], cells)
     return f"{drawn_as}\n{rates}\n{versions(source)}{provenance(source, '../')}", {
-        "peers/field.svg": over_lengths([*panels.items()], series)}
+        "peers/field.svg": over_lengths([*panels.items()], series, limits)}
+
+
+def published_section(source):
+    """TFLOP/s of problems whose figures others publish, which stand by hand in the second column, beside ours and peers'."""
+    by_others, cells = dict(by_hand("docs/NUMBERS.md", "published", r"^\| (\d[^|]*) \| ([^|\n]*) \|")), {}
+    for what, at in fastest(source).items():
+        others = [us for name, (us, _) in at.items() if name != OURS]
+        gain = {"times as fast": f"{min(others) / at[OURS][0]:.2f}x"} if others else {}
+        rates = {name: rate(at[name][1]) if name in at else None for name in (OURS, *PEERS.values())}
+        cells[what, by_others.get(what, "")] = {**rates, **gain}
+    columns = [name for name in (OURS, *PEERS.values(), "times as fast") if any(row.get(name) for row in cells.values())]
+    cells = {title: {name: row.get(name) for name in columns} for title, row in cells.items()}
+    return pivot(["problem", "published"], cells) + "\n" + versions(source)
 
 
 def story_section(source):
@@ -279,7 +293,7 @@ def drawn(results, named=()):
     ablation, waterfalls = ablation_section(found["ablation"])
     sections["field"], field = field_section(found["field"][-1]) if found["field"] else ("", {})
     sections.update(rungs, story=story_section(main), ladder=ladder_section(main), ablation=ablation)
-    for name, section in (("wgmma", wgmma_section), ("rested", rates_section), ("e4m3", rates_section),
+    for name, section in (("wgmma", wgmma_section), ("rested", rates_section), ("published", published_section), ("e4m3", rates_section),
                           ("decode", decode_section), ("accuracy", accuracy_section)):
         sections[name] = "".join(section(source) + "\n" + provenance(source, "../") for source in found[name][-1:])
     for name in [name for name, text in sections.items() if not text]:

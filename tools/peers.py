@@ -6,15 +6,16 @@ usage: tools/peers.py CONTENDER... [--shape PROBLEM]... [--suite] [--e4m3] [--fi
 
   CONTENDER  as for ab: a line of configs.txt with or without KNOB=VALUE..., COMMIT:LINE, or torch:cudnn,
              torch:flash, torch:efficient, torch:math (default: all four of these)
-  --shape S  a name of ./run_all.sh --help or B,Hq,Hkv,Sq,Sk, and behind it if wanted ,D ,DTYPE and
-             ,CAUSAL, as in 4,32,32,4096,4096,64,fp16,br; only lines with that D and DTYPE take part;
-             repeatable; default mission, mission2 and long
+  --shape S  a name of ./run_all.sh --help or B,Hq,Hkv,Sq,Sk, and behind it if wanted ,D ,DTYPE ,CAUSAL and
+             ,LEFT (keys before a query's own that it sees), as in 4,32,32,4096,4096,64,fp16,br,1023; only lines
+             with that D and DTYPE take part; repeatable; default mission, mission2 and long
   --suite    all problems of README, which docs/NUMBERS.md has in a table
   --e4m3     the problems of e4m3 in docs/HOPPER.md, where torch:cudnn is cuDNN's own front end (nvidia-cudnn-frontend)
   --field    the picture that FlashAttention's papers draw: 512 to 16,384 queries and keys, 16,384 queries in all,
-             2,048 elements of all heads, D of 64, 128 and 256, in bf16 with a mask and without; of each, lines that have it
-  --published  problems whose figures others publish: tritonbench's, and cuDNN's of Llama 3.1 and DeepSeek V3, whose
-             D=192 wants a line with HEAD_DIM_V=128
+             2,048 elements of all heads, D of 64, 128 and 256, in bf16 with a mask and without; of each, lines that have
+             it. And PyTorch's product of two matrices, for scale
+  --published  problems whose figures others publish: tritonbench's, and cuDNN's of Llama 3.1 (also in e4m3), of
+             gpt-oss, with a window, and of DeepSeek V3, whose D=192 wants a line with HEAD_DIM_V=128
   --chunks   the problems of few rows and many keys in docs/HOPPER.md; with --drawn, that many of the kind instead
   --drawn N  problems drawn at random: sizes log-uniform, D, type, mask and heads to a key head uniform, a quarter of
              them with one query row
@@ -56,9 +57,11 @@ CHUNKS = """1,8,1,512,32768 1,4,1,256,65536 1,16,2,128,16384 1,32,8,64,8192 1,2,
 1,32,8,16,32768 1,8,2,300,10000""".split()
 FIELD = [f"{16384 // S},{2048 // D},{2048 // D},{S},{S},{D},bf16,{causal}" for D in (64, 128, 256)
          for causal in ("off", "br") for S in (512, 1024, 2048, 4096, 8192, 16384)]
-PUBLISHED = [f"{heads},{S},{S},{D},bf16,br" for heads, D, lengths in (
-    ("4,48,48", 128, (512, 1024, 2048, 4096, 8192, 16384)), ("1,64,8", 128, (2048, 4096, 8192)),
-    ("1,128,128", 192, (2048, 4096, 8192))) for S in lengths]
+PUBLISHED = [f"{heads},{S},{S},{kind}" for heads, kind, lengths in (
+    ("4,48,48", "128,bf16,br", (512, 1024, 2048, 4096, 8192, 16384)), ("1,64,8", "128,bf16,br", (2048, 4096, 8192)),
+    ("1,128,128", "192,bf16,br", (2048, 4096, 8192)), ("2,64,8", "64,bf16,br,1023", (8192, 32768)),
+    ("1,64,8", "128,e4m3", (2048, 8192, 32768)), ("1,64,8", "128,e4m3,br", (2048, 8192, 32768))) for S in lengths]
+MATRIX = 8192  # rows and columns
 DRAWN = engine.Pace(40e3, 10e3)  # shorter turns, since there are many
 MOST_ELEMENTS, MOST_FLOPS = 3 << 26, 2e12  # of a drawn problem
 
@@ -116,6 +119,25 @@ def run_problem(gpu, kernels, problem, facts, pace, blocks):
     bench.close()
 
 
+def product_of_matrices(gpu):
+    """The row of PyTorch's product of two matrices of N(0,1) in bf16, by cuBLAS: what tensor cores reach beside nothing
+    else, at the power limit."""
+    import torch
+    a, b, out = (torch.randn(MATRIX, MATRIX, device="cuda").bfloat16() for _ in range(3))
+    replay = torch.cuda.CUDAGraph()
+    torch.matmul(a, b, out=out)
+    with torch.cuda.graph(replay, stream=torch.cuda.current_stream()):
+        torch.matmul(a, b, out=out)
+    series = engine.measure(gpu, {"": engine.Graph(replay.replay, 1, 1e3)}, engine.STEADY, 2)
+    us, (low, high) = series.us(""), series.interval("")
+    version = torch.version.cuda
+    return dict(config="torch_matmul", family="torch", shape=f"{MATRIX}x{MATRIX}x{MATRIX}", dtype="bf16", status="ok",
+                graph_us=f"{us:.3f}", graph_lo_us=f"{low:.3f}", graph_hi_us=f"{high:.3f}", sm=gpu.arch.strip("a"),
+                tflops=f"{2 * MATRIX ** 3 / us * 1e-6:.2f}", clock_mhz=f"{series.clock(''):.0f}",
+                note=f"PyTorch {torch.__version__} with cuBLAS of CUDA {version}; {series.power(''):.0f} W",
+                **engine.measured_on(gpu))
+
+
 def main():
     options = cli.parse_options(__doc__, cli.MOST)
     contenders = builds.parse_contenders(options.words)
@@ -148,6 +170,8 @@ def main():
                 failed |= row.get("check") == "FAIL"
                 out.writerow({name: str(value).replace(",", ";") for name, value in row.items()})
             sys.stdout.flush()
+    if options.field:
+        out.writerow(product_of_matrices(gpu))
     return 1 if failed else 0
 
 

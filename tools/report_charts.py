@@ -186,14 +186,15 @@ def against(rows, series, width):
     return svg(figure, "TFLOP/s of sdpa and of peers on each problem")
 
 
-def over_lengths(panels, series, columns=2):
+def over_lengths(panels, series, limits, columns=2):
     """TFLOP/s over the length of sequences, as FlashAttention's papers draw it: a panel for each (title, {contender:
-    {length: TFLOP/s}}), so many side by side, from the same 0. A line for each of SERIES, of which the first is bold."""
+    {length: TFLOP/s}}), so many side by side, from the same 0. A line for each of SERIES, of which the first is bold,
+    and a level one for each of LIMITS {name: TFLOP/s}."""
     lengths = sorted({length for _, values in panels for at in values.values() for length in at})
     left, top, gap, height, width = 34, 52, 12, 100, 400
     lines = -(-len(panels) // columns)
     total, each = top + lines * (height + 34), (width - left - 8 - gap * (columns - 1)) / columns
-    most = 1.08 * max(rate for _, values in panels for at in values.values() for rate in at.values())
+    most = 1.08 * max(*limits.values(), *(rate for _, values in panels for at in values.values() for rate in at.values()))
     figure = Figure(figsize=(width / 72, total / 72))
     styles = {name: dict(marker=marker, color=OURS if not n else INK, linewidth=1.8 if not n else 0.8, markersize=4,
                          markerfacecolor=OURS if not n else "white")
@@ -204,6 +205,8 @@ def over_lengths(panels, series, columns=2):
         axes = figure.add_axes([(left + column * (each + gap)) / width, bottom / total, each / width, height / total])
         for name, at in values.items():
             axes.plot([lengths.index(length) for length in at], [*at.values()], label=name, **styles[name])
+        for limit in limits.values():
+            axes.axhline(limit, color=PEER, linestyle="--", linewidth=1.2)
         axes.set_title(title, fontsize=9.5, pad=4, loc="left")
         axes.set_xticks(range(len(lengths)), [f"{n // 1024}k" if n >= 1024 else f"{n}" for n in lengths])
         axes.set_ylim(0, most)
@@ -212,7 +215,8 @@ def over_lengths(panels, series, columns=2):
         if column:
             axes.set_yticklabels([])
     figure.legend(bbox_to_anchor=(0, 1), ncol=3, handles=[
-        matplotlib.lines.Line2D([], [], label=name, **style) for name, style in styles.items()])
+        *(matplotlib.lines.Line2D([], [], label=name, **style) for name, style in styles.items()),
+        *(matplotlib.lines.Line2D([], [], color=PEER, linestyle="--", label=name) for name in limits)])
     return svg(figure, "TFLOP/s of sdpa and of peers over the length of sequences")
 
 

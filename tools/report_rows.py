@@ -18,6 +18,7 @@ KINDS = {
     "e4m3": Kind("peers", "-e4m3", (*RUN, "rel_rms"), "tools/peers.py LINE... --e4m3"),
     "decode": Kind("peers", "-decode", RUN, "tools/peers.py LINE... --shape S..."),
     "field": Kind("peers", "-field", RUN, "tools/peers.py LINE... --field"),
+    "published": Kind("peers", "-published", RUN, "tools/peers.py LINE... --published"),
     "rested": Kind("peers", "-rested", RUN, "tools/peers.py --rested LINE... --shape S..."),
     "peers": Kind("peers", "", RUN, "tools/peers.py LINE... --shape S..."),
     "wgmma": Kind("ladder", "-wgmma", RUN, "tools/peers.py LINE... --shape S..."),
@@ -133,7 +134,8 @@ def name_of(row):
 def problem(row):
     """B,Hq,Hkv,Sq,Sk,D with type and mask."""
     words = ",".join(row[c] for c in ("B", "Hq", "Hkv", "Sq", "Sk", "D")) + " " + row["dtype"]
-    return words + {"off": "", "br": " causal"}.get(row["causal"], " causal " + row["causal"])
+    words += {"off": "", "br": " causal"}.get(row["causal"], " causal " + row["causal"])
+    return words + (f" window {row['window']}" if row.get("window") else "")
 
 
 def timed(source):
