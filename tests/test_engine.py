@@ -1027,7 +1027,10 @@ def test_a_check_on_the_cpu_backend(repository, monkeypatch, capsys, code, said,
     assert commands == [["executable", "--check-only", "--shape", "1,2,1,4,5", "--causal", "br"]]
     code = 0
     ab.check_on_cpu("B", line, "executable", problem)
-    assert capsys.readouterr().out == "B  1x2x1x4x5 br: PASS on the CPU backend\n"
+    ab.check_on_cpu("B", line, "executable", problem._replace(left=3))
+    assert capsys.readouterr().out == ("B  1x2x1x4x5 br: PASS on the CPU backend\n"
+                                       "B  1x2x1x4x5 br window 3: PASS on the CPU backend\n")
+    assert commands[1:] == [commands[0], [*commands[0], "--window", "3,-1"]]
 
 
 def test_rows_of_what_was_compiled(capsys):

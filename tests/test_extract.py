@@ -204,7 +204,11 @@ def test_bits_on_the_cpu_backend(texts, tmp_path, name):
 
 
 def without_instructions(text, names):
-    """The text with the CPU backend's versions in the place of the functions of these names."""
+    """The text with the CPU backend's versions in the place of the functions of these names. A wgmma of which there is one
+    shape is no template: its calls get the arguments of the CPU backend's, which its text has."""
+    for kind, accumulators, asm in re.findall(r"void wgmma_(ss|rs)\(float \(&d\)\[(\d+)\](.*?)\n}\n", text, re.DOTALL):
+        transposed = re.search(r"p, 1, 1((?:, \d)*);", re.sub(r'"\s*"', "", asm))[1].split(", ")[:0:-1]
+        text = re.sub(rf"(?<!void )\bwgmma_{kind}\(", f"wgmma_{kind}<{', '.join(['Input', str(2 * int(accumulators)), *(transposed or '0')])}>(", text)
     lines = text.split("\n")
     units = [unit for unit in minimal.units_of(minimal.parse(text), lines) if unit.names & names and unit.kind != "struct_specifier"]
     gone = {n for unit in units for n in range(unit.first, unit.last + 1)}

@@ -256,6 +256,7 @@ def test_refused_candidates_say_why(searched):
     (["--from", "nobody"], "nobody: no line of configs.txt has that name"), (["--head-dim", "100"], "--head-dim 100: want a multiple of 16 in 32..256"),
     (["--from", "mma_lazy", "--family", "wmma"], "--from mma_lazy is of the family mma; drop"), (["--frob"], "--frob: no such"),
     (["--shape", "long,64,fp16", "--head-dim", "128"], "--shape long has D=64 fp16, and 128 fp16 is asked for"),
+    (["--shape", "long,64,fp16,br,9"], "the search has no windows; leave the last number of --shape out"),
     (["--all"], "--all wants --from LINE"), (["--export", "t4"], "--export takes one log"), (["x"], "x: only --export takes"),
     (["--export", "t4", "/no/such"], "/no/such: there is no such file"), (["--replay", "/no/such"], "there is no such file"),
     pytest.param(["--log", os.path.join(ROOT, "configs.txt")], "configs.txt: want a log that ./run_all.sh tune wrote",

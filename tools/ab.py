@@ -10,8 +10,9 @@ first contender, and each of the others is compared with it. A contender is
 Both are checked first; then they take turns in one process until the interval decides: FASTER or SLOWER (all
 of it beyond 0.3% and 30 ns), SAME (all of it within 0.5% or 30 ns), or UNCLEAR when time is up or the GPU is
 shared. Without a GPU: the check on the CPU backend and what the compiler says, without times.
-  --shape S           the problem: a name of ./run_all.sh --help or B,Hq,Hkv,Sq,Sk[,D]; repeatable; default mission and
-                      long, without a GPU small and mission
+  --shape S           the problem: a name of ./run_all.sh --help or B,Hq,Hkv,Sq,Sk[,D[,DTYPE[,CAUSAL[,LEFT]]]], the last
+                      one keys before its own that a query sees; repeatable; default mission and long, without a GPU
+                      small and mission
   --b-shape S         B's problem, where it is not A's (as many as --shape); repeatable
   --causal off|br|tl  (default off)
   --sustained         turns of 0.3 s instead of 10 ms. At the power limit short turns share one clock, and what is
@@ -200,7 +201,8 @@ def cpu_executables(lines):
 def check_on_cpu(key, line, executable, problem):
     """Runs a line's own check of a problem; prints how it came out."""
     sizes = f"{problem.B},{problem.Hq},{problem.Hkv},{problem.Sq},{problem.Sk}"
-    done = builds.run([executable, "--check-only", "--shape", sizes, "--causal", problem.causal])
+    window = ["--window", f"{problem.left},-1"] if problem.left >= 0 else []
+    done = builds.run([executable, "--check-only", "--shape", sizes, "--causal", problem.causal, *window])
     if done.returncode:
         words = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[0]
         what, code = ("gives wrong results at", 1) if done.returncode == 1 else ("cannot compute", 3)

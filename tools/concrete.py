@@ -603,19 +603,28 @@ def wgmma(text, rows):
     calls = sorted({(kind, element, columns(word, row), *map(int, re.findall(r"\d", trans))) for row in rows
                     for kind, element, word, trans in
                     re.findall(r"\bwgmma_(ss|rs)<(Input|__\w+), ([\w:]+)((?:, \d)+)>\(", text)})
-    functions = "\n".join(wgmma_function(text, *call) for call in calls)
+    kinds = collections.Counter(kind for kind, *_ in calls)
+    alone = [kind for kind, count in kinds.items() if count == 1]  # one shape: it stands where the template was declared
+    functions = "\n".join(wgmma_function(text, *call) for call in calls if call[0] not in alone)
     text = re.sub(r"(?:^//.*\n)*^#define SDPA_D4\((?:.|\n)*?(?=^template <class E, int N, int TRANS_B, int TRANS_A>)",
                   "", text,
                   flags=re.MULTILINE)
     text = re.sub(r"^template <class E, int N, int TRANS_B, int TRANS_A>\n(?:.*\n)*?}\n", lambda m: functions, text,
                   flags=re.MULTILINE)
-    return re.sub(r"^template <class E, int N, int TRANS_B>\n.*wgmma_rs.*\{\n(?:.*\n)*?}\n", "", text,
+    text = re.sub(r"^template <class E, int N, int TRANS_B>\n.*wgmma_rs.*\{\n(?:.*\n)*?}\n", "", text,
                   flags=re.MULTILINE)
+    for call in calls:
+        if call[0] in alone:
+            own, name = wgmma_function(text, *call, is_alone=True), f"wgmma_{call[0]}"
+            text = re.sub(rf"^template <class E, int N[^>]*>\n[^\n]*\b{name}\([^\n]*;\n", lambda m, own=own: own, text,
+                          flags=re.MULTILINE)
+            text = re.sub(rf"\b{name}<[^<>]*>\(", name + "(", text)
+    return text
 
 
-def wgmma_function(text, kind, name, n, trans_b, trans_a=0):
-    """One wgmma of such elements with N columns. Operand N / 2 tells whether D is added to, the next one is the
-    descriptor of B."""
+def wgmma_function(text, kind, name, n, trans_b, trans_a=0, is_alone=False):
+    """One wgmma of such elements with N columns: a version of the template, or the only one. Operand N / 2 tells whether
+    D is added to, the next one is the descriptor of B."""
     element = re.search(r"using Input = (\w+);", text)[1] if name == "Input" else name
     r, is_8bit = n // 2, element == "__nv_fp8_e4m3"
     types = "k32.f32.e4m3.e4m3" if is_8bit else {"__half": "k16.f32.f16.f16",
@@ -630,8 +639,9 @@ def wgmma_function(text, kind, name, n, trans_b, trans_a=0):
         f"{a_text}, %{r + 1}, p, {immediates}; }}", WIDTH - 10)]
     operands = textwrap.wrap(", ".join(f'"+f"(d[{i}])' for i in range(r)), WIDTH - 10)
     arguments = f"{name}, {n}, {trans_b}" + (f", {trans_a}" if kind == "ss" else "")
+    version = f"<{arguments}>" * (not is_alone)
     return "\n".join([
-        f"template <> __device__ __forceinline__ void wgmma_{kind}<{arguments}>(",
+        f"{'template <> ' * (not is_alone)}__device__ __forceinline__ void wgmma_{kind}{version}(",
         f"    float (&d)[{r}], {a_type}, uint64_t b, bool accumulate) {{",
         "  // clang-format off", "  asm volatile(", *("      " + line for line in words),
         "      : " + "\n        ".join(operands), f'      : "r"(int(accumulate)), "l"(b), {a_operands});',

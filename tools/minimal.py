@@ -250,7 +250,8 @@ class Folding:
             for side, other, neutral in zip(sides, sides[::-1], NEUTRAL[self.source(field("operator"))]):
                 if repr(self.value(side)) == neutral:
                     is_whole = other.type == "parenthesized_expression" and node.parent.type in WHOLE
-                    return self.emit(other)[1:-1] if is_whole else self.emit(other)
+                    text = self.emit(other)  # perhaps without its brackets
+                    return text[1:-1] if is_whole and text[0] == "(" else text
         if re.match(r"(typename )?std::conditional(_t<(.|\n)*>|<(.|\n)*>::type)$", self.source(node)):
             condition, *types = descendants(node, "template_argument_list")[0].named_children
             value = self.value(condition)

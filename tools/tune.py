@@ -103,6 +103,8 @@ def parse_fixed(options, line):
 def parse_problems(options, line):
     """The problems with their D and type, which are the line's unless another one is asked for."""
     problems = [engine.parse_problem(text, options.causal) for text in options.shape or ["long"]]
+    if any(p.left >= 0 for p in problems):
+        raise Refused("the search has no windows; leave the last number of --shape out")
     kinds = {(int(options.head_dim or p.D or line.D), options.dtype or p.dtype or line.dtype) for p in problems}
     if len(kinds) > 1:
         raise Refused("the problems have different D or types; tune them one by one")

@@ -105,6 +105,9 @@ void early(int n) {
   of_device(n, n);
 }
 
+// Loses both brackets at once.
+bool either(bool open) { return (open && !B::packs) || B::packs; }
+
 int sdpa_forward(int a, int b, int c) {
   early(a);
   constexpr int idle = 1;
@@ -134,7 +137,7 @@ int sdpa_forward(int a, int b, int c) {
   n += of_device(a, b) + of_host<B>({}, pair, nullptr, c);
   // Goes: nothing is packed.
   if (B::packs) n = helper(n);
-  if (B::stages == 1) return n;
+  if (B::stages == 1) return n + either(a);
   return helper(n);
 }
 // ======== becomes
@@ -197,6 +200,9 @@ void early(int n) {
   of_device(n, n);
 }
 
+// Loses both brackets at once.
+bool either(bool open) { return open; }
+
 int sdpa_forward(int a, int b, int c) {
   early(a);
   Other n = rows<B> + product({}, a) + unit(Input()) + shape<Input, 8>();
@@ -213,5 +219,5 @@ int sdpa_forward(int a, int b, int c) {
   // A chain of decided ones.
   n += 3;
   n += of_device(a, b) + of_host<B>({}, pair, nullptr, c);
-  return n;
+  return n + either(a);
 }
