@@ -376,7 +376,7 @@ struct Grid {  // which item has which rows
   Divisor q_heads_per_kv;               // Hq / Hkv
   Divisor items_in_l2;                  // heads_in_l2 * q_blocks
   uint32_t heads_in_l2 = 1;             // of q_heads: whose K and V take about 8/15 of L2, at least 1
-  float scale_log2 = 0;                 // of set_scales(); the first line ends here
+  float scale_log2 = 0;                 // scale * log2(e); the first line ends here
   Divisor item_queries;                 // PACK_GQA: queries of an item per head, and heads
   int item_heads = 1;
   Divisor ranges;  // SPLIT_CTAS: CTAs of an item
@@ -443,7 +443,7 @@ template <class T> __device__ __forceinline__ T& dynamic_shared() {
 template <class T> __device__ __forceinline__ T ld_shared(const void* src_s) { return *static_cast<const T*>(src_s); }
 template <class T> __device__ __forceinline__ void st_shared(void* dst_s, T value) { *static_cast<T*>(dst_s) = value; }
 template <class T> __device__ __forceinline__ T ld_global(const void* src_g) { return *static_cast<const T*>(src_g); }
-// Use it only for data that nobody writes while this kernel runs, the time before griddepcontrol_wait() included.
+// Use it only for data that nobody writes while this kernel runs, the time before it waits for another included.
 template <class T> __device__ __forceinline__ T ld_global_nc(const void* src_g) {
   return __ldg(static_cast<const T*>(src_g));
 }
@@ -624,12 +624,12 @@ __device__ __forceinline__ void softmax_max(const View& S, ScoreScale<B> scale_l
   }
 }
 
-// The largest |m * scale_log2| that softmax_exp() may subtract: its rounding moves P by 2^-15 at most.
+// The largest |m * scale_log2| that may be subtracted in the exponent: its rounding moves P by 2^-15 at most.
 constexpr float shift_limit = 1024;
 
-// m_log2 = m * scale_log2, for softmax_exp(), which subtracts it in the FMA that scales S. Beyond shift_limit the
-// rounding of that product would show (near 2^31 it is a factor of 2^64 in P): there S becomes S - m, which is exact
-// near the maximum, and m_log2 is 0. True if every m may be kept as a stale maximum: a score, and within the limit.
+// m_log2 = m * scale_log2, which is subtracted in the FMA that scales S. Beyond shift_limit the rounding of that product
+// would show (near 2^31 it is a factor of 2^64 in P): there S becomes S - m, which is exact near the maximum, and m_log2
+// is 0. True if every m may be kept as a stale maximum: a score, and within the limit.
 template <class B, class View>
 __device__ __forceinline__ bool softmax_shift(View& S, ScoreScale<B> scale_log2, const float (&m)[View::ROWS],
                                               float (&m_log2)[View::ROWS]) {
@@ -2123,7 +2123,7 @@ template <int ROWS, int LINE = 128> __device__ __forceinline__ uint32_t panel_of
   return panel_byte<ROWS, LINE>(row, column * 2) / 2;
 }
 
-// As mbarrier_spin(), but the hardware can put the thread to sleep meanwhile.
+// Waits for the phase of this parity; the hardware can put the thread to sleep meanwhile.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier_s, int parity) {
   while (!mbarrier_try_wait_parity(barrier_s, parity)) {
   }
@@ -5962,7 +5962,7 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
   return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, "launching the kernel");
 }
 
-float log2_scale(const SdpaParams& p) {  // scale * log2(e), of products of to_float()
+float log2_scale(const SdpaParams& p) {  // scale * log2(e), times the units of 8-bit elements
   const double unit = 1.4426950408889634 * element_unit<Build> * element_unit<Build>;
   return float((p.scale == 0 ? 1 / std::sqrt(double(p.D)) : double(p.scale)) * unit);
 }

@@ -43,7 +43,7 @@ def attend(function, q, k, v, scale, causal, window_size, softcap, q_descale, k_
     left, right = (None if keys is None or keys < 0 else int(keys) for keys in window_size)
     if causal or (right == 0 and left is None):
         causal, right = "br", None if left is None else 0
-    window = sdpa.NO_WINDOW if left is None and right is None else (left, right, "br")
+    window = (None, None) if left is None and right is None else (left, right, "br")
     numbers = dict(q_starts=q_starts, k_starts=k_starts, k_lengths=k_lengths, page_table=page_table, q_lengths=q_lengths)
     numbers = {name: x if x.dtype == torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
                for name, x in numbers.items() if x is not None}

@@ -557,7 +557,8 @@ static Tensor chosen(const Tensor& q_any, const Tensor& k_any, const Tensor& v_a
   Tensor o, lse;
   const auto has_tangent = [](const Tensor& x) { return x._fw_grad(0).defined(); };
   if (mask && dropout == 0 && !causal && !needs_grad(q, k, v) && !needs_grad(mask) &&
-      !at::areAnyTensorSubclassLike({q, k, v, *mask}) && !has_tangent(q) && !has_tangent(k) && !has_tangent(v)) {
+      !at::areAnyTensorSubclassLike({q, k, v, *mask}) && !has_tangent(q) && !has_tangent(k) && !has_tangent(v) &&
+      !has_tangent(*mask)) {
     const c10::cuda::CUDAGuard guard(q.device());
     const auto choice = at::SDPBackend(at::_fused_sdp_choice(q, k, v, mask, 0, false, scale, gqa));
     if (choice != at::SDPBackend::math) taken(q, k, v, {choice, mask, 0, false, false, false, scale}, o, lse);
@@ -726,13 +727,16 @@ static Tensor laid_out_by(const Tensor& q, const Tensor& o) {
 }
 
 // dQ, dK, dV by cuDNN where PyTorch would choose it, else by FlashAttention-2, whose masks and windows are bottom-right
-// ones, and which takes a limit of -1 for all keys if both are. Each needs O and LSE alone.
+// ones, and which takes a limit of -1 for all keys if both are. Each needs O and LSE alone. `without`: why there is none,
+// which is said when it runs, so that a graph that is compiled ahead may have it.
 static std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const Tensor& q_any,
                                                              const Tensor& k_any, const Tensor& v_any, const Tensor& o,
                                                              const Tensor& lse, int64_t causal, int64_t left,
                                                              int64_t right, int64_t window_alignment,
                                                              std::optional<double> scale,
-                                                             const OptionalTensor& bias_any) {
+                                                             const OptionalTensor& bias_any,
+                                                             std::string_view without) {
+  TORCH_CHECK_NOT_IMPLEMENTED(without.empty(), "sdpa.attention: ", without);
   const c10::cuda::CUDAGuard guard(q_any.device());
   const Tensor q = readable(q_any, false), k = readable(k_any, false), v = readable(v_any, false);
   OptionalTensor bias;
@@ -1132,50 +1136,68 @@ using torch::autograd::variable_list;
 constexpr int at_causal = 3, at_softcap = 8, at_sinks = 12, at_page_table = 16, at_bias = 18, at_q_lengths = 20,
               arguments = 23;
 
+// What an operator of ours gives, whose numbers may be a graph's symbols.
+static torch::jit::Stack called(const char* name, torch::jit::Stack stack) {
+  c10::Dispatcher::singleton().findSchemaOrThrow(name, "").callBoxed(stack);
+  return stack;
+}
+
 struct Attention : torch::autograd::Function<Attention> {
   static variable_list forward(torch::autograd::AutogradContext* ctx, at::TensorList tensors,
-                               const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
-                               Tensor* lse) {
+                               const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     const auto argument = [&](int at) -> const c10::IValue& { return (*stack)[stack->size() - arguments + at]; };
+    const auto is_given = [&](int at, int64_t least) { return argument(at).toSymInt() >= least; };
     const auto bias = argument(at_bias).toOptional<Tensor>();
     const bool to_bias = bias && bias->requires_grad();
     bool has_none = argument(at_softcap).toDouble() != 0 || tensors.size() > 3 + size_t(to_bias) ||
                     tensors[2].scalar_type() == at::kFloat8_e4m3fn;
     for (int i = at_sinks; i <= at_page_table; i++) has_none = has_none || !argument(i).isNone();
     has_none = has_none || !argument(at_q_lengths).isNone();
-    ctx->saved_data["has_none"] = has_none;
-    const bool is_masked = argument(at_causal).toInt() != 0 || argument(at_causal + 1).toInt() >= 0 ||
-                           argument(at_causal + 2).toInt() >= 0 || argument(at_bias + 1).toInt() != 0;
-    ctx->saved_data["bias_has_none"] = to_bias || (bias && is_masked);
+    const bool bias_has_none = to_bias || (bias && (argument(at_causal).toInt() != 0 || is_given(at_causal + 1, 0) ||
+                                                    is_given(at_causal + 2, 0) || is_given(at_bias + 1, 1)));
+    ctx->saved_data["without"] =
+        has_none ? "no backward for e4m3, softcap, sinks, lengths, starts, pages"
+        : bias_has_none ? "no gradient of a bias, and no backward for one beside a causal mask, a window or bias_keys"
+                        : "";
     static const char* const names[] = {"causal", "left", "right", "window_alignment", "scale"};
     for (int i = 0; i < 5; i++) ctx->saved_data[names[i]] = argument(at_causal + i);
     {
       const at::AutoDispatchBelowADInplaceOrView guard;
       op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
     }
-    *lse = torch::jit::pop(*stack).toTensor();  // no output of this function, since it has no gradient
-    const Tensor o = torch::jit::pop(*stack).toTensor();
-    ctx->save_for_backward({tensors[0], tensors[1], tensors[2], o, *lse, bias.value_or(Tensor())});
-    return {o};
+    const Tensor lse = torch::jit::pop(*stack).toTensor(), o = torch::jit::pop(*stack).toTensor();
+    ctx->save_for_backward({tensors[0], tensors[1], tensors[2], o, lse, bias.value_or(Tensor())});
+    ctx->set_materialize_grads(false);  // of LSE, which few use
+    return {o, lse};
   }
 
   static variable_list backward(torch::autograd::AutogradContext* ctx, variable_list grads) {
     auto& data = ctx->saved_data;
-    TORCH_CHECK_NOT_IMPLEMENTED(!data["has_none"].toBool(),
-                                "sdpa.attention: no backward for e4m3, softcap, sinks, lengths, starts, pages");
-    TORCH_CHECK_NOT_IMPLEMENTED(!data["bias_has_none"].toBool(),
-                                "sdpa.attention: no gradient of a bias, and no backward "
-                                "for one beside a causal mask, a window or bias_keys");
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("sdpa::attention_backward", "")
-                               .typed<decltype(attention_backward)>();
     const variable_list x = ctx->get_saved_variables();
-    const auto scale = data["scale"].toOptional<double>();
-    const OptionalTensor bias = x[5].defined() ? OptionalTensor(x[5]) : std::nullopt;
-    const auto [dq, dk, dv] =
-        op.call(grads[0], x[0], x[1], x[2], x[3], x[4], data["causal"].toInt(), data["left"].toInt(),
-                data["right"].toInt(), data["window_alignment"].toInt(), scale, bias);
-    return {dq, dk, dv, Tensor(), Tensor(), Tensor(), Tensor()};  // and of op, keys, stack and lse
+    const Tensor &q = x[0], &k = x[1], of_o = grads[0], of_lse = grads[1];
+    const c10::IValue none, bias = x[5].defined() ? c10::IValue(x[5]) : none;
+    const auto &causal = data["causal"], &left = data["left"], &right = data["right"], &by = data["window_alignment"];
+    const auto &scale = data["scale"], &without = data["without"];
+    // {dq, dk, dv} of O = P @ v.
+    const auto of_product = [&](const Tensor& grad, const Tensor& v, const Tensor& o) {
+      return called("sdpa::attention_backward", {grad, q, k, v, o, x[4], causal, left, right, by, scale, bias, without});
+    };
+    variable_list out(6);  // and of op, keys and stack
+    if (of_o.defined() || (of_lse.defined() && !without.toStringRef().empty())) {
+      const auto d = of_product(of_o.defined() ? of_o : x[3], x[2], x[3]);
+      for (int i = 0; i < 3; i++) out[i] = d[i].toTensor();
+    }
+    // LSE's are scale * P @ k, and of k scale * P.T @ q: P.T @ (dLSE * scale * q) is dv of a product whose v is k.
+    if (of_lse.defined() && without.toStringRef().empty()) {
+      const double by_default = 1 / std::sqrt(double(q.sym_size(3).guard_int(__FILE__, __LINE__)));
+      const Tensor factor = (of_lse * scale.toOptional<double>().value_or(by_default)).unsqueeze(-1);
+      const auto scaled = [&](const Tensor& rows) { return (factor * rows).to(rows.scalar_type()); };
+      const Tensor sums = called("sdpa::attention", {q, k, k, causal, left, right, by, scale, 0.0, none, none, none, none,
+                                                     none, none, none, none, 0, bias, 0, none, false, false})[0].toTensor();
+      const Tensor d[] = {scaled(sums), of_product(scaled(q), k, sums)[2].toTensor()};
+      for (int i = 0; i < 2; i++) out[i] = out[i].defined() ? out[i] + d[i] : d[i];
+    }
+    return out;
   }
 };
 
@@ -1195,9 +1217,8 @@ static void attention_autograd(const c10::OperatorHandle& op, c10::DispatchKeySe
     const at::AutoDispatchBelowADInplaceOrView guard;
     return op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
   }
-  Tensor lse;
-  variable_list outputs = Attention::apply(at::TensorList(tensors), op, keys, stack, &lse);
-  torch::jit::push(*stack, std::move(outputs[0]), std::move(lse));
+  variable_list outputs = Attention::apply(at::TensorList(tensors), op, keys, stack);
+  torch::jit::push(*stack, std::move(outputs[0]), std::move(outputs[1]));
 }
 
 // As PyTorch does of its own function: q, k and v, the first arguments, become autocast's type, but not from 8 bits or

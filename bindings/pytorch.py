@@ -27,7 +27,6 @@ DTYPES = {torch.float16: "", torch.bfloat16: "_bf16", torch.float8_e4m3fn: "_e4m
 FEATURES = ("USE_SOFTCAP", "USE_SINKS", "USE_LENGTHS", "USE_PAGES", "USE_BIAS=1", "USE_BIAS=2",
             "OUT_DTYPE=BF16", "KV_DTYPE=FP8_E4M3")  # by the bits of pytorch.cpp's Feature
 MASKS = {None: 0, False: 0, "off": 0, True: 1, "br": 1, "tl": 2}
-NO_WINDOW = (None, None)
 
 
 # ---- building ----
@@ -179,7 +178,7 @@ def load_line(device, dtype, D, Dv, features, line):
             setattr(line[0], name, ctypes.cast(getattr(library, "sdpa_library_" + name), ctypes.c_void_p).value)
     except Exception as trouble:  # an exception would be lost between here and C++; an interrupt is told there by the empty line
         line[0].trouble = (str(trouble) or type(trouble).__name__).encode()[:511]
-        print(f"sdpa: {trouble}; PyTorch's own kernel runs instead", file=sys.stderr)
+        print(f"sdpa: {trouble}; where PyTorch has a kernel of its own, that runs instead", file=sys.stderr)
 
 
 def build_of_appender(capability):
@@ -225,12 +224,12 @@ def glue():
 # ---- attention() as an operator ----
 
 LIBRARY = torch.library.Library("sdpa", "DEF")
-TENSORS, MASK = "(Tensor q, Tensor k, Tensor v, ", "int causal, int left, int right, int window_alignment, float? scale"
+TENSORS, MASK = "(Tensor q, Tensor k, Tensor v, ", "int causal, SymInt left, SymInt right, int window_alignment, float? scale"
 LIBRARY.define(f"attention{TENSORS}{MASK}, float softcap, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? sinks, "
-               "Tensor? k_lengths, Tensor? q_starts, Tensor? k_starts, Tensor? page_table, int most_keys, Tensor? bias=None, "
-               "int bias_keys=0, Tensor? q_lengths=None, bool batch_invariant=False, "
+               "Tensor? k_lengths, Tensor? q_starts, Tensor? k_starts, Tensor? page_table, SymInt most_keys, Tensor? bias=None, "
+               "SymInt bias_keys=0, Tensor? q_lengths=None, bool batch_invariant=False, "
                "bool bf16_out=False) -> (Tensor, Tensor)")
-LIBRARY.define(f"attention_backward(Tensor grad, {TENSORS[1:]}Tensor o, Tensor lse, {MASK}, Tensor? bias=None) -> "
+LIBRARY.define(f"attention_backward(Tensor grad, {TENSORS[1:]}Tensor o, Tensor lse, {MASK}, Tensor? bias=None, str without='') -> "
                "(Tensor, Tensor, Tensor)")
 LIBRARY.define("append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor lengths, Tensor? page_table, "
                "Tensor? caches, Tensor? starts) -> Tensor")  # of flash_attn_interface.py
@@ -293,10 +292,10 @@ for operator in (torch.ops.sdpa.attention_backward.default, torch.ops.sdpa.appen
     first_call.library.impl(operator.name(), first_call(operator), "CUDA")
 
 
-def attention(q, k, v, causal=None, window=NO_WINDOW, scale=None, q_descale=None, k_descale=None, v_descale=None,
+def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_descale=None, v_descale=None,
               return_lse=False, softcap=None, sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0, page_table=None,
               bias=None, bias_keys=0, q_lengths=None, batch_invariant=False, out_dtype=None):
-    """O = softmax(scale * q @ k.T) @ v, and its LSE [B,Hq,Sq] if asked for, which has no gradient.
+    """O = softmax(scale * q @ k.T) @ v, and its LSE [B,Hq,Sq] if asked for.
     q [B,Hq,Sq,D], k and v [B,Hkv,Sk,D]: CUDA tensors of one dtype (float16, bfloat16, float8_e4m3fn), D 8 to 256 by 8
     (e4m3 and GPUs other than sm_90 by 16, from 32 on there; of v and O another if you like), Hq a multiple of Hkv; any
     strides in multiples of 16 bytes, rows contiguous; k and v may be expanded. causal: None, "br" or True (the last
@@ -319,7 +318,7 @@ def attention(q, k, v, causal=None, window=NO_WINDOW, scale=None, q_descale=None
     """
     left = right = -1
     by = None
-    if window is not NO_WINDOW:
+    if window is not None:
         if not isinstance(window, (tuple, list)) or len(window) not in (2, 3):
             raise ValueError(f"sdpa.attention: window={window!r} is not (keys before, keys after) or (before, after, 'br' or 'tl')")
         left, right, by = *(-1 if keys is None else keys for keys in window[:2]), window[2] if len(window) > 2 else None

@@ -333,7 +333,7 @@ def test_what_cannot_be_built(monkeypatch, tmp_path, capsys):
     line = sdpa.Line()
     sdpa.load_line(0, 1, 128, 128, 0, line)
     assert line.trouble.startswith(b"nvcc is missing") and not line.forward
-    assert "PyTorch's own kernel runs instead" in capsys.readouterr().err
+    assert "where PyTorch has a kernel of its own, that runs instead" in capsys.readouterr().err
 
 
 def test_a_cache_without_nvcc(monkeypatch, tmp_path):
@@ -677,6 +677,15 @@ def test_no_graph_break():
             torch.compile(lambda q: sdpa.attention(q, q, q, **options), fullgraph=True,
                           backend=lambda graph, _: nodes.append([x for x in graph.graph.nodes if x.op == "call_function"]) or graph)(q)
             assert nodes[-1][0].target == sdpa.OPERATOR and nodes[-1][0].args[3:8] == want and len(nodes[-1]) == 2
+        # Numbers that change from call to call: two graphs, one for the first and one for all.
+        for call in (lambda q, n: sdpa.attention(q, q, q, "br", k_lengths=lengths, most_keys=n), lambda q, n: sdpa.attention(q, q, q, "br", (n, 0)),
+                     lambda q, n: sdpa.attention(q, q, q, "br", (q.shape[2] // n, None)),
+                     lambda q, n: sdpa.attention(q, q, q, bias=torch.empty(100, n, device="cuda"), bias_keys=n)):
+            torch.compiler.reset(), nodes.clear()
+            compiled = torch.compile(call, fullgraph=True, backend=lambda graph, _: nodes.append(graph) or graph)
+            for n in range(9, 19):
+                compiled(q, n)
+            assert len(nodes) <= 2
 
 
 def by_operator(q, k, v, mask=0, scale=None, **options):
@@ -700,7 +709,9 @@ def on_cpu(glue):
         S = weights(q, k, [None, "br", "tl"][mask], scale, rest[9] if len(rest) > 9 else None)
         return S.softmax(-1) @ v, S.logsumexp(-1).float()
 
-    def backward(grad, q, k, v, o, lse, mask, left, right, by, scale, bias=None):
+    def backward(grad, q, k, v, o, lse, mask, left, right, by, scale, bias=None, without=""):
+        if without:
+            raise NotImplementedError("sdpa.attention: " + without)
         P, dP = weights(q, k, [None, "br", "tl"][mask], scale, bias).softmax(-1), grad @ v.mT
         dS = P * (dP - (grad * o).sum(-1, keepdim=True)) * (q.shape[3] ** -0.5 if scale is None else scale)
         return dS @ k, dS.mT @ q, P.mT @ grad
@@ -735,9 +746,17 @@ def test_autograd_on_stand_ins(on_cpu):
             by_operator(q, k, v, **options)[0].sum().backward()
     with pytest.raises(NotImplementedError, match="no gradient of a bias"):  # of a bias alone
         by_operator(*(x.detach() for x in (q, k, v)), bias=bias.clone().requires_grad_())[0].sum().backward()
+    for mask, scale in ((None, None), ("br", 0.3), ("tl", 0.0)):  # of LSE too, alone and beside O's, also compiled
+        seen = torch.ones(6, 9, dtype=torch.bool) if not mask else visible(6, 9, mask, (None, None), "cpu")
+        S = (q @ k.mT * (1 / 8 if scale is None else scale)).masked_fill(~seen, -torch.inf)
+        want = S.softmax(-1) @ v, S.logsumexp(-1)
+        call = lambda *x: by_operator(*x, sdpa.MASKS[mask], scale)  # noqa: E731, B023
+        for run in call, torch.compile(call, backend="aot_eager", fullgraph=True):
+            for weigh in (lambda out, lse: lse.sin().sum(), lambda out, lse: (out.sin().sum() + lse.square().sum()), lambda out, lse: out.sum()):
+                got = torch.autograd.grad(weigh(*run(q, k, v)), (q, k, v), allow_unused=True)
+                for a, b in zip(got, torch.autograd.grad(weigh(*want), (q, k, v), retain_graph=True, allow_unused=True)):
+                    assert torch.allclose(*(q.new_zeros(()) if x is None else x for x in (a, b)), atol=1e-5), (mask, scale)
     out, lse = by_operator(q, k, v)
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        lse.sum().backward()
     with pytest.raises(RuntimeError, match="derivative for sdpa::attention_backward is not implemented"):
         torch.autograd.grad(out.sum(), q, create_graph=True)[0].sum().backward()
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
@@ -753,6 +772,12 @@ def test_autograd_on_stand_ins(on_cpu):
         for option in options:
             with pytest.raises(NotImplementedError, match="^sdpa.attention: no backward for e4m3, softcap, sinks, lengths, starts, pages$"):
                 by_operator(q, k, v, **option)[0].sum().backward()
+            with pytest.raises(NotImplementedError, match="no backward for e4m3, softcap, sinks"):
+                by_operator(q, k, v, **option)[1].sum().backward()
+    torch.compiler.reset()  # a graph that is compiled ahead runs without its backward
+    out, _ = torch.compile(lambda *x: by_operator(*x, sinks=torch.zeros(4)), backend="aot_eager", fullgraph=True)(q, k, v)
+    with pytest.raises(NotImplementedError, match="no backward for e4m3, softcap, sinks"):
+        out.sum().backward()
     with pytest.raises(NotImplementedError, match="no backward for e4m3, softcap, sinks"):  # of a sink alone
         by_operator(*(x.detach() for x in (q, k, v)), sinks=torch.zeros(4, requires_grad=True))[0].sum().backward()
 

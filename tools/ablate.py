@@ -2,7 +2,8 @@
 Takes back each knob that the line NAME of configs.txt sets, once, to its default (with another one where they
 only go together; HEAD_DIM and DTYPE stay), checks these builds, times them in turns against the line, and
 prints what each knob is worth. The rows go to results/ablation/DATE-DEVICE-NAME.csv.
-  --shape S           the problem, as for ab; repeatable; default mission and long
+  --shape S           the problem, as for ab (the page of ablations knows it by its sizes); repeatable; default mission
+                      and long
   --causal off|br|tl  (default off)
   --svg               draw results/ablation/NAME.svg as well
 exit: 0 all builds pass their checks, 1 one does not, 2 bad usage, 3 one could not be run

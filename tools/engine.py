@@ -434,8 +434,10 @@ class LoadedTorch:
     def by_front_end(self, gpu, tensors, problem):
         """What PyTorch's operator does not take, e4m3 and windows, by cuDNN's own front end. O has the type of Q."""
         p = problem
-        if self.line.backend != "cudnn" or p.dtype not in TYPES:
-            raise CudaError(f"it has no attention of {p.dtype}" if p.dtype in FACTORS else "it takes no window")
+        if p.dtype not in TYPES or (self.line.backend != "cudnn" and p.dtype in FACTORS):
+            raise CudaError(f"it has no attention of {p.dtype}")
+        if self.line.backend != "cudnn":
+            raise CudaError("it takes no window")
         if not importlib.util.find_spec("cudnn"):
             what = "a window" if p.left >= 0 else p.dtype
             raise CudaError(f"of {what} it needs cuDNN's front end; install it with: pip install nvidia-cudnn-frontend")

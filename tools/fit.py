@@ -220,7 +220,8 @@ def committed(table):
 def problem_of(row):
     """The problem of a row of fit, or of an executable."""
     sizes = (int(row[name]) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D"))
-    return engine.Problem(row["shape"], *sizes, row["dtype"], row["causal"])
+    left = (row.get("window") or "-1").split(":")[0]
+    return engine.Problem(row["shape"], *sizes, row["dtype"], row["causal"], int(left))
 
 
 def measured(rows):

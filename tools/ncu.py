@@ -95,7 +95,8 @@ def verdict(row, counters):
              "shared memory": f"{100 * conflicts:.1f}% of its wavefronts are bank conflicts",
              "L2": f"{l2 / 1e6:.1f} MB, {l2 / tensors:.1f} times the tensors",
              "DRAM": f"{moved / 1e6:.1f} MB, {moved / tensors:.2f} of the {tensors / 1e6:.1f} MB of the tensors"}
-    return [f"{row['config']} at {row['shape']}{'' if row['causal'] == 'off' else ' causal ' + row['causal']} on "
+    mask = "".join(f" {name} {row[name]}" for name in ("causal", "window") if row.get(name, "") not in ("", "off"))
+    return [f"{row['config']} at {row['shape']}{mask} on "
             f"{row['device']}: {counters['gpu__time_duration.sum'] / 1e3:.2f} us under ncu, "
             f"SM at {counters['sm__cycles_elapsed.avg.per_second'] / 1e6:.0f} MHz",
             *(f"  {'FMA, ALU' if unit == 'FMA pipes' else unit:<15}{busy[unit]:5.1f}%  {words}"
