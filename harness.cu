@@ -591,7 +591,7 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
   if (row >= p.Sq) return;
   const int64_t out = int64_t(of_grid) * p.Sq + row;
   float most = m == -INFINITY ? m : m * scale, of_keys = 1;  // a factor may be 0
-  if (p.sinks && p.sinks[h] > -INFINITY) {
+  if (p.sinks && p.sinks[h] != -INFINITY) {
     most = fmaxf(most, p.sinks[h]), of_keys = l == 0 ? 0 : expf(m * scale - most);
     l = l * of_keys + expf(p.sinks[h] - most);
   }
@@ -599,7 +599,7 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
 #pragma unroll
   for (int d = 0; d < W::SLICE; d++) {
     if (slice * W::SLICE + d >= p.Dv) break;
-    a.O[out * p.Dv + slice * W::SLICE + d] = l == 0 || of_keys == 0 ? 0.0f : O[d] * of_keys / l * v_factor;
+    a.O[out * p.Dv + slice * W::SLICE + d] = l == 0 || (of_keys == 0 && l < INFINITY) ? 0.0f : O[d] * of_keys / l * v_factor;
   }
 }
 
@@ -727,14 +727,14 @@ class Instance {
     problem.Q = inputs_[0].data(), problem.K = inputs_[1].data(), problem.V = inputs_[2].data();
   }
 
-  // Of 8 heads one has no sink, one a sink that is nothing of its sum, and one, if others are left to compare, a sink that
-  // is all of it.
+  // Of 8 heads one has no sink (or, with such inputs, NaN or inf), one a sink that is nothing of its sum, and one, if others
+  // are left to compare, a sink that is all of it.
   static vector<float> drawn_sinks(const Problem& p, uint64_t seed) {
     vector<float> sinks(p.Hq);
     for (int h = 0; h < p.Hq; h++) {
       const uint64_t turn = (seed + h) % 8;
       sinks[h] = 2 * reference::normal(seed + 99, Tensor::O, h);
-      if (turn == 5) sinks[h] = -INFINITY;
+      if (turn == 5) sinks[h] = p.dist != "nonfinite" ? -INFINITY : seed % 2 ? NAN : INFINITY;
       if (turn == 6 && h > 0) sinks[h] = 100;
       if (turn == 7) sinks[h] = -150;
     }

@@ -270,7 +270,7 @@ inline Result attend(const Problem& p, const Row& row) {
   std::vector<char> hidden(end);
   const double sink = p.sinks.empty() ? -infinity : p.sinks[row.h];
   double max = sink;
-  bool any_nan = false;
+  bool sees_any = false;
   for (size_t k = first; k < end; k++) {
     logits[k] = scale * dot(Q, K + k * D, D);
     if (p.softcap != 0) logits[k] = p.softcap * std::tanh(logits[k] / p.softcap);
@@ -278,11 +278,12 @@ inline Result attend(const Problem& p, const Row& row) {
     hidden[k] = p.bias.hides && bias == -infinity;
     logits[k] = hidden[k] ? bias : logits[k] + bias;
     if (hidden[k]) leave_open(k);
-    if (std::isnan(logits[k])) any_nan = true;
+    sees_any |= logits[k] != -infinity;
     if (logits[k] > max) max = logits[k];
   }
-  if (max == -infinity && !any_nan) {  // every weight is 0
+  if (!sees_any) {  // every weight of a key is 0, whatever the sink is
     for (size_t k = first; k < end; k++) leave_open(k);
+    if (sink != -infinity) result.LSE = sink + std::log(std::exp(sink - sink));  // NaN of a sink of inf
     return result;
   }
   double sum = std::exp(sink - max);

@@ -627,9 +627,9 @@ __device__ __forceinline__ void softmax_max(const View& S, ScoreScale<B> scale_l
 // The largest |m * scale_log2| that may be subtracted in the exponent: its rounding moves P by 2^-15 at most.
 constexpr float shift_limit = 1024;
 
-// m_log2 = m * scale_log2, which is subtracted in the FMA that scales S. Beyond shift_limit the rounding of that product
-// would show (near 2^31 it is a factor of 2^64 in P): there S becomes S - m, which is exact near the maximum, and m_log2
-// is 0. True if every m may be kept as a stale maximum: a score, and within the limit.
+// m_log2 = m * scale_log2, which is subtracted in the FMA that scales S. Beyond shift_limit the rounding of that
+// product would show (near 2^31 it is a factor of 2^64 in P): there S becomes S - m, which is exact near the maximum,
+// and m_log2 is 0. True if every m may be kept as a stale maximum: a score, and within the limit.
 template <class B, class View>
 __device__ __forceinline__ bool softmax_shift(View& S, ScoreScale<B> scale_log2, const float (&m)[View::ROWS],
                                               float (&m_log2)[View::ROWS]) {
@@ -3614,8 +3614,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       SDPA_UNROLL for (int j = 0; j < P.COLS; j++) largest = fmaxf(largest, P.x[i][j]);
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      const int log2_largest = int(bits_of(largest) >> 23) - 127 + 1;
-      const int step = max(log2_largest - int(p_log2<B>), 0);
+      const int step = max(int(bits_of(largest) >> 23) - 126 - int(p_log2<B>), 0);  // from the power of two above it
       alpha[i] = float_of(uint32_t(127 - step) << 23);
       rows.m[i] += float(step) / of_row(rows.scale_log2, i);
       rows.l[i] = (rows.l[i] + softmax.sum[i]) * alpha[i];
@@ -4748,7 +4747,8 @@ template <class B>
 __device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const Item<B>& item) {
   if (!B::use_sinks) return l;
   const float above_m = fmaf(-finite_max(m), item_scale_log2<B>(a, item), sink_of<B>(a, item) * (1 / ln2));
-  return l + ex2_approx_ftz(fminf(above_m + p_log2<B>, 127));  // at 127 1 / sum is flushed to 0
+  const float x = above_m + p_log2<B>;
+  return l + ex2_approx_ftz(x < 127 ? x : x - x + 127);  // at 127 1 / sum is flushed to 0; NaN of a sink of NaN or inf
 }
 
 // ---- 5f elements of e4m3 in 16 bits (DTYPE = FP8_E4M3, KV_DTYPE = FP8_E4M3) ----
@@ -5970,7 +5970,8 @@ float log2_scale(const SdpaParams& p) {  // scale * log2(e), times the units of 
 template <class B> void set_scales(KernelArgs& a) {
   a.scale_log2 = log2_scale(a.p), a.inverse_scale_log2 = 1 / a.scale_log2;
   if (B::use_softcap != 0 && a.p.softcap != 0) {
-    a.cap_scale = std::fmax(a.scale_log2 * ln2 / a.p.softcap, 1.2e-38f), a.scale_log2 = a.p.softcap / ln2;
+    a.cap_scale = std::fmin(std::fmax(a.scale_log2 * ln2 / a.p.softcap, 1.2e-38f), 3.4e38f);
+    a.scale_log2 = a.p.softcap / ln2;
     set_cap_polynomial<B>(a);
   }
   a.scores_log2 = a.scale_log2;
@@ -6148,7 +6149,7 @@ SdpaStatus check_params(SdpaParams& p) {
                  {"window_left", p.window_left, -1}, {"window_right", p.window_right, -1},
                  {"causal", int(p.causal), 0, 2}, {"window_alignment", int(p.window_alignment), 0, 2},
                  {"bias_keys", p.bias_keys, 0, Build::use_lengths ? most_rows : p.Sk},
-                 {"batch_invariant", p.batch_invariant, 0, 1}};
+                 {"most_keys", p.most_keys}, {"batch_invariant", p.batch_invariant, 0, 1}};
   for (const auto& x : numbers) {
     if (x.value >= x.least && x.value <= x.most) continue;
     return failure(refused, "%s=%d is outside [%d, %d]", x.name, x.value, x.least, x.most);
@@ -6184,7 +6185,8 @@ SdpaStatus check_params(SdpaParams& p) {
                  {"max_ctas", of_queue, uintptr_t(p.max_ctas), 1}, {"softcap", of_cap, p.softcap != 0, 1},
                  {"bias", Build::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias), int(sizeof(Bias))},
                  {"bias_map", Build::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias_map)},
-                 {"q_lengths", of_lengths, uintptr_t(p.q_lengths)}};
+                 {"q_lengths", of_lengths, uintptr_t(p.q_lengths)},
+                 {"most_keys", of_lengths, uintptr_t(p.most_keys), 1}};
   for (const auto& x : options) {
     if (x.value && *x.builds) return failure(refused, "%s is for builds with %s; set it to 0", x.name, x.builds);
     if (x.value % x.alignment) return failure(refused, "%s is not aligned to %d bytes", x.name, x.alignment);
@@ -6598,7 +6600,7 @@ int keys_of_sum(const SdpaParams& p) {
 // The row of the quickest tile; the model takes up to 20 us, and callers repeat. No bit may depend on max_ctas.
 int choose_tile(const SdpaParams& p) {
   const int sms = sm_count(), given = !p.k_lengths + 2 * !p.q_starts + 4 * !p.k_starts + 8 * !p.q_lengths;
-  const std::array now{sms, given, p.B, p.Hq, p.Hkv, p.Sq, p.Sk, int(p.causal), p.window_left, p.window_right,
+  const std::array now{sms, given, p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.D, int(p.causal), p.window_left, p.window_right,
                        int(p.window_alignment), p.most_keys, p.batch_invariant};
   thread_local auto last = now;
   thread_local int best = -1;

@@ -529,13 +529,14 @@ TEST_CASE("tile_history" * doctest::skip(!Build::use_tuned)) {
         {"k_starts", starts, [&](SdpaParams& p) { p.k_starts = pointer(draw(2)); }},
         {"q_lengths", lengths, [&](SdpaParams& p) { p.q_lengths = pointer(draw(2)), p.batch_invariant = 1; }},
         {"batch_invariant", true, [&](SdpaParams& p) { p.batch_invariant = draw(2); }},
-        {"most_keys", lengths, [&](SdpaParams& p) { p.most_keys = draw(2) ? 0 : 1 << draw(18); }}};
+        {"most_keys", lengths, [&](SdpaParams& p) { p.most_keys = draw(2) ? 0 : 1 << draw(18); }},
+        {"D", is_wgmma, [&](SdpaParams& p) { p.D = 8 * (1 + draw(Build::head_dim / 8)); }}};
     SdpaParams elsewhere{};
     elsewhere.B = 77, elsewhere.Hq = elsewhere.Hkv = 7, elsewhere.Sq = elsewhere.Sk = 777, elsewhere.D = Build::head_dim;
     for (const Member& m : members) {
       if (!m.can) continue;
       int changed = 0, wrong = 0;
-      for (int n = 0; n < 20000 && changed < 20; n++) {
+      for (int n = 0; n < 40000 && changed < 20; n++) {
         SdpaParams p{};
         p.D = Build::head_dim, p.Hkv = 1, p.page_size = 16;
         for (const Member& each : members) {

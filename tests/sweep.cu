@@ -427,7 +427,7 @@ class Kinds {
     if (line.has_queue) takes("max_ctas", "0 set");
     if (has_machines) takes("machine", "default set"), takes("summed", has_ranges() ? "64 200 65536" : "65536");
     if (element_bytes(line.input) == 1) takes("descale", "heads gaps shared none zeros");
-    if (line.has_sinks) takes("sinks", "none usual -inf large small");
+    if (line.has_sinks) takes("sinks", "none usual -inf nonfinite large small");
     if (line.use_bias) {
       takes("bias", line.use_bias == 1 ? "none add tree" : "none bool tree"), takes("bias_of", "all b h q bh bq hq bhq");
     }
@@ -517,7 +517,7 @@ class Kinds {
     if (line.has_bias_maps) add("bias_map", of_dims == p.bias_dims ? "own" : "kept");
     if (line.has_lengths) add("q_lengths", p.has_q_lengths ? "some" : "none");
     if (!p.has_sinks) add("sinks", "none");
-    for (float x : c.sinks) add("sinks", x == -INFINITY ? "-inf" : x == 100 ? "large" : x == -150 ? "small" : "usual");
+    for (float x : c.sinks) add("sinks", x == -INFINITY ? "-inf" : std::isnan(x) || x == INFINITY ? "nonfinite" : x == 100 ? "large" : x == -150 ? "small" : "usual");
     if (!p.has_lengths) add("lengths", "none");
     for (int n : c.lengths) {
       add("lengths", n < 0 ? "below_0" : n == 0 ? "0" : n > p.Sk ? "above" : n == p.Sk ? "Sk" : n == 1 ? "1" : "usual");

@@ -674,6 +674,8 @@ TEST_CASE("preconditions") {
         "k_lengths is for builds with USE_LENGTHS=1; set it to 0");
   CHECK(refusal([](SdpaParams& p) { p.page_table = reinterpret_cast<const int*>(sinks); }) ==
         "page_table is for builds with USE_PAGES=1; set it to 0");
+  CHECK(refusal([](SdpaParams& p) { p.most_keys = 7; }) == "most_keys is for builds with USE_LENGTHS=1; set it to 0");
+  CHECK(refusal([](SdpaParams& p) { p.most_keys = -7; }) == "most_keys=-7 is outside [0, 1000000000]");
   CHECK(refusal([](SdpaParams& p) { p.window_left = -2; }) ==
         "window_left=-2 is outside [-1, 1000000000]");
   CHECK(refusal([](SdpaParams& p) { p.max_ctas = -1; }) ==

@@ -149,6 +149,7 @@ def extract(name, namespace="", given=(), is_program=False):
     rows, sizes, space = rows_of(tree, name, knobs, typed), {knobs[knob].member for knob in SIZES}, namespace or name
     builds_of = [rows[row] for row in rows if row >= 0] or [rows[-1]]
     own = sections(source, knobs, rows, space)
+    own = re.sub(r"; type SPLIT_CTAS=0 or most_keys| or drop USE_WGMMA", "", own)  # of refusals: no knob is left to type
     if not rows[-1]["USE_LENGTHS"]:  # the promise needs a choice of tiles of its own, and no other code
         own = re.sub(r"^.*\bbatch_invariant = 0;.*\n", "", own, flags=re.MULTILINE)
         own = re.sub(r",\s*(?:\{\"batch_invariant\".*?\}|p\.batch_invariant)(?=\};)", "", own)
