@@ -281,6 +281,45 @@ def without_unread_parameters(text, but):
     return edited(text, edits)
 
 
+def without_unused_results(text, but):
+    """The text whose functions give no bool that no call reads, without the sentence that says it; and without the bools
+    that are only written."""
+    root, calls = parse(text), collections.defaultdict(list)
+    for call in descendants(root, "call_expression"):
+        calls[name_of(callee(call))].append(call)
+    for node in descendants(root, "function_definition"):
+        body, kind, name = node.child_by_field_name("body"), node.child_by_field_name("type"), name_of(node)
+        returns = [one for one in descendants(body or node, "return_statement")
+                   if enclosing(one, "lambda_expression", "function_definition") == node]
+        if kind and source(kind, text) == "bool" and calls[name] and name not in but | ROOTS and len(
+                returns) == 1 and returns[0] == body.named_children[-1] and all(
+                    call.parent.type == "expression_statement" for call in calls[name]):
+            top = node.parent if node.parent.type == "template_declaration" else node
+            at = text.rfind("\n", 0, top.start_byte) + 1
+            above = re.search(r"(?:^ *//(?! ----| ====).*\n)*\Z", text[:at], re.MULTILINE)[0]
+            said = re.split(r"(?<=[.;])\s+", " ".join(line.strip()[3:] for line in above.splitlines()))
+            kept = textwrap.wrap(" ".join(one for one in said if not re.match("Returns |True if ", one)), WIDTH - 3)
+            return edited(text, [(at - len(above), at, "".join(f"// {line}\n" for line in kept)),
+                                 (kind.start_byte, kind.end_byte, "void"), line_of(returns[0], text)])
+        for one in descendants(body or node, "init_declarator"):
+            value, declaration = one.child_by_field_name("value"), one.parent
+            uses = [use for use in descendants(body or node, "identifier")
+                    if source(use, text) == name_of(one) and use.parent != one]
+            writes = [use.parent for use in uses if use.parent.type == "assignment_expression" and
+                      source(use.parent, text).startswith(name_of(one) + " = ")]
+            if not re.match("(const )?bool ", source(declaration, text)) or len(uses) > len(writes):
+                continue
+            if not uses and value.type == "call_expression":
+                only_reads = re.search(rf"\b{name_of(callee(value))}\([^()]*\) const {{", text)
+                return edited(text, [line_of(declaration, text) if only_reads else (
+                    declaration.start_byte, value.start_byte, "")])
+            if uses and value.type in ("true", "false"):
+                whole = [write.parent.parent if write.parent.parent.type == "if_statement" else None for write in writes]
+                return edited(text, [line_of(declaration, text), *(line_of(branch, text) if branch else place_of(
+                    write, text) for branch, write in zip(whole, writes))])
+    return text
+
+
 def without_one(nodes, n):
     """Where number n of a list stands, with its comma."""
     if n + 1 < len(nodes):
@@ -655,6 +694,7 @@ def shortest(text, instructions, sizes=()):
                        lambda text: without_other_versions(text, instructions),
                        lambda text: without_template_parameters(text, instructions),
                        lambda text: without_unread_parameters(text, instructions), without_unread_members,
+                       lambda text: without_unused_results(text, instructions),
                        lambda text: minimal(inlined(text, instructions | ROOTS), {*sizes})):
             text = until_stable(change, text)
         text = re.sub(r"\{\s*if \(([\w.]+)\) return;\s*([^{};]+;)\s*\}", r"{\n  if (!\1) \2\n}", text)

@@ -14,6 +14,7 @@ struct View {
   Pair pair;
   int row(int i) const { return first + i; }
   int rows_before(int i) const { return row(i) - first; }
+  bool is_empty() const { return first == last; }
   void clear() {
     for (int i = 0; i < ROWS; i++) x[i] = 0;
     Pair& both = pair;
@@ -89,6 +90,17 @@ template <int N, class T> T sum_of(const T (&x)[N], int unread) {
   return sum;
 }
 
+// Halves both. Returns whether one was odd, which nobody asks.
+bool halve(int (&x)[2]) {
+  bool odd = false;
+  for (int i = 0; i < 2; i++) {
+    if (x[i] % 2) odd = true;
+    if (x[i] < 0) odd = false, x[i] = 0;
+    x[i] /= 2;
+  }
+  return odd;
+}
+
 // What nobody reads has no name where a pointer to the function is taken; on the device, where a macro may read it, it keeps it.
 int callback(int read, int unread) { return read; }
 __device__ int of_device(int read, int unread) { return read; }
@@ -112,7 +124,11 @@ int sdpa_forward(const Args& a, float x, int lane) {
   const auto plus = [&](int i) { return i + three; };
   total += plus(k) * S.rows_before(k) + D.own(k) + whole(x) + more + odd;
   total += times<2>(k) + times<3>(k) + call(callback) + call(of_device) + sign(total) + own.Sq;
-  if (is_first(lane)) total += finite(x) + of_ptx(x);
+  int pair[2] = {lane, total};
+  halve(pair);
+  const bool again = halve(pair);
+  const bool no_time = S.is_empty();
+  if (is_first(lane)) total += finite(x) + of_ptx(x) + pair[0];
   return total + sum_of(y, 7);
 }
 // ======== becomes
@@ -174,6 +190,14 @@ float sum_of(const float (&x)[4]) {
   return sum;
 }
 
+// Halves both.
+void halve(int (&x)[2]) {
+  for (int i = 0; i < 2; i++) {
+    if (x[i] < 0) x[i] = 0;
+    x[i] /= 2;
+  }
+}
+
 // What nobody reads has no name where a pointer to the function is taken; on the device, where a macro may read it, it keeps it.
 int callback(int read, int) { return read; }
 __device__ int of_device(int read, int unread) { return read; }
@@ -203,6 +227,9 @@ int sdpa_forward(const Args& a, float x, int lane) {
 
   total += (k + three) * ((S.first + k) - S.first) + D.own(k) + (int(x) / 2) + more + odd;
   total += times<2>(k) + times<3>(k) + call(callback) + call(of_device) + sign_of(total) + own.Sq;
-  if (is_first(lane)) total += (x < 0 ? 0.0f : x) + of_ptx(x);
+  int pair[2] = {lane, total};
+  halve(pair);
+  halve(pair);
+  if (is_first(lane)) total += (x < 0 ? 0.0f : x) + of_ptx(x) + pair[0];
   return total + sum_of(y);
 }
