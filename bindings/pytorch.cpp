@@ -1168,6 +1168,7 @@ struct Attention : torch::autograd::Function<Attention> {
     const Tensor lse = torch::jit::pop(*stack).toTensor(), o = torch::jit::pop(*stack).toTensor();
     ctx->save_for_backward({tensors[0], tensors[1], tensors[2], o, lse, bias.value_or(Tensor())});
     ctx->set_materialize_grads(false);  // of LSE, which few use
+    ctx->saved_data["tensors"] = int64_t(tensors.size());
     return {o, lse};
   }
 
@@ -1182,7 +1183,7 @@ struct Attention : torch::autograd::Function<Attention> {
     const auto of_product = [&](const Tensor& grad, const Tensor& v, const Tensor& o) {
       return called("sdpa::attention_backward", {grad, q, k, v, o, x[4], causal, left, right, by, scale, bias, without});
     };
-    variable_list out(6);  // and of op, keys and stack
+    variable_list out(data["tensors"].toInt() + 3);  // and of op, keys and stack
     if (of_o.defined() || (of_lse.defined() && !without.toStringRef().empty())) {
       const auto d = of_product(of_o.defined() ? of_o : x[3], x[2], x[3]);
       for (int i = 0; i < 3; i++) out[i] = d[i].toTensor();
