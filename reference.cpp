@@ -283,7 +283,7 @@ inline Result attend(const Problem& p, const Row& row) {
   }
   if (!sees_any) {  // every weight of a key is 0, whatever the sink is
     for (size_t k = first; k < end; k++) leave_open(k);
-    if (sink != -infinity) result.LSE = sink + std::log(std::exp(sink - sink));  // NaN of a sink of inf
+    result.LSE = sink;
     return result;
   }
   double sum = std::exp(sink - max);
