@@ -4746,10 +4746,10 @@ template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a,
 template <class B>
 __device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const Item<B>& item) {
   if (!B::use_sinks) return l;
-  const float above_m = fmaf(-finite_max(m), item_scale_log2<B>(a, item), sink_of<B>(a, item) * (1 / ln2));
-  const float x = above_m + p_log2<B>;
-  // At 127 1 / sum is flushed to 0. A sink of NaN or inf makes NaN of a row, unless that sees no key.
-  return l + ex2_approx_ftz(x < 127 ? x : l == 0 ? 127 : x - x + 127);
+  const float sink = sink_of<B>(a, item);
+  if (!(sink < INFINITY) && l != 0) return NAN;  // of NaN or inf, unless no key is seen
+  const float above_m = fmaf(-finite_max(m), item_scale_log2<B>(a, item), sink * (1 / ln2));
+  return l + ex2_approx_ftz(fminf(above_m + p_log2<B>, 127));  // at 127 1 / sum is flushed to 0
 }
 
 // ---- 5f elements of e4m3 in 16 bits (DTYPE = FP8_E4M3, KV_DTYPE = FP8_E4M3) ----
