@@ -727,8 +727,8 @@ class Instance {
     problem.Q = inputs_[0].data(), problem.K = inputs_[1].data(), problem.V = inputs_[2].data();
   }
 
-  // Of 8 heads one has no sink (or, with such inputs, NaN or inf), one a sink that is nothing of its sum, and one, if others
-  // are left to compare, a sink that is all of it.
+  // Of 8 heads one has no sink (beside inputs of NaN and inf such a sink), one a sink that is nothing of its sum, and one, if
+  // others are left to compare, a sink that is all of it.
   static vector<float> drawn_sinks(const Problem& p, uint64_t seed) {
     vector<float> sinks(p.Hq);
     for (int h = 0; h < p.Hq; h++) {

@@ -376,7 +376,7 @@ struct Grid {  // which item has which rows
   Divisor q_heads_per_kv;               // Hq / Hkv
   Divisor items_in_l2;                  // heads_in_l2 * q_blocks
   uint32_t heads_in_l2 = 1;             // of q_heads: whose K and V take about 8/15 of L2, at least 1
-  float scale_log2 = 0;                 // scale * log2(e); the first line ends here
+  float scale_log2 = 0;                 // makes a score an exponent of 2; the first line ends here
   Divisor item_queries;                 // PACK_GQA: queries of an item per head, and heads
   int item_heads = 1;
   Divisor ranges;  // SPLIT_CTAS: CTAs of an item

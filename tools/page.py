@@ -132,7 +132,7 @@ def published_section(source):
         cells[what, by_others.get(what, "")] = {**rates, **gain}
     columns = [name for name in (OURS, *PEERS.values(), "times as fast") if any(row.get(name) for row in cells.values())]
     cells = {title: {name: row.get(name) for name in columns} for title, row in cells.items()}
-    return pivot(["problem", "published"], cells) + "\n" + versions(source)
+    return pivot(["problem", "published"], cells) + "\n" + versions(source).strip()
 
 
 def story_section(source):

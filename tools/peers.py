@@ -15,7 +15,8 @@ usage: tools/peers.py CONTENDER... [--shape PROBLEM]... [--suite] [--e4m3] [--fi
              2,048 elements of all heads, D of 64, 128 and 256, in bf16 with a mask and without; of each, lines that have
              it. And PyTorch's product of two matrices, for scale
   --published  problems whose figures others publish: tritonbench's, and cuDNN's of Llama 3.1 (also in e4m3), of
-             gpt-oss, with a window, and of DeepSeek V3, whose D=192 wants a line with HEAD_DIM_V=128
+             gpt-oss, with a window, and of DeepSeek V3, whose D=192 wants a line with HEAD_DIM_V=128; with a window and
+             in e4m3 torch:cudnn is cuDNN's own front end
   --chunks   the problems of few rows and many keys in docs/HOPPER.md; with --drawn, that many of the kind instead
   --drawn N  problems drawn at random: sizes log-uniform, D, type, mask and heads to a key head uniform, a quarter of
              them with one query row
