@@ -735,7 +735,7 @@ class Instance {
       const uint64_t turn = (seed + h) % 8;
       sinks[h] = 2 * reference::normal(seed + 99, Tensor::O, h);
       if (turn == 5) sinks[h] = p.dist != "nonfinite" ? -INFINITY : seed % 2 ? NAN : INFINITY;
-      if (turn == 6 && h > 0) sinks[h] = 100;
+      if (turn == 6 && h > (p.dist == "nonfinite")) sinks[h] = 100;
       if (turn == 7) sinks[h] = -150;
     }
     return sinks;

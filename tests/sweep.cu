@@ -513,7 +513,8 @@ class Kinds {
     add("machine", p.machine.empty() ? "default" : "set");
     add("summed", p.machine.empty() ? "65536" : p.machine.substr(p.machine.rfind(',') + 1));
     add("packed", *packed_text(p) ? packed_text(p) : "none");
-    add("bias", p.bias_kind.empty() ? "none" : p.bias_kind), add("bias_of", of_dims.empty() ? "all" : of_dims);
+    if (p.Sk > 0) add("bias", p.bias_kind.empty() ? "none" : p.bias_kind);  // without keys a tree is of none
+    add("bias_of", of_dims.empty() ? "all" : of_dims);
     if (line.has_bias_maps) add("bias_map", of_dims == p.bias_dims ? "own" : "kept");
     if (line.has_lengths) add("q_lengths", p.has_q_lengths ? "some" : "none");
     if (!p.has_sinks) add("sinks", "none");
