@@ -158,6 +158,12 @@ def without_template_parameters(text, but):
     plain = {name_of(node) for node in descendants(root, "function_definition")
              if node.parent.type != "template_declaration"}
     uses = template_uses(root, text)
+    calls, structs = collections.defaultdict(list), collections.defaultdict(list)
+    for one in descendants(root, "struct_specifier"):
+        structs[name_of(one)].append(one)
+    for call in descendants(root, "call_expression"):
+        function = call.child_by_field_name("function")
+        calls[name_of(function.child_by_field_name("field") or function)].append(call)
     inner = {name_of(one) for one in descendants(root, "type_parameter_declaration",
                                                  "optional_type_parameter_declaration")}
     inner |= {name_of(one) for node in descendants(root, "template_parameter_list")
@@ -182,13 +188,11 @@ def without_template_parameters(text, but):
                 given.add(arguments[n].removeprefix("typename ") if n < len(arguments) else
                           default and source(default, text))
             if is_function and not is_shared:
-                for call in descendants(root, "call_expression"):
-                    function = call.child_by_field_name("function")
-                    is_call = name_of(function.child_by_field_name("field") or function) == name
-                    if is_call and not descendants(function, "template_argument_list"):
+                for call in calls[name]:
+                    if not descendants(call.child_by_field_name("function"), "template_argument_list"):
                         given.add(deduced(node, parameter, call, text) or default and source(default, text))
             value = next(iter(given)) if len(given) == 1 else None
-            users = [one for one in descendants(root, "struct_specifier") if name_of(one) in words_of(value or "")]
+            users = [one for word in words_of(value or "") for one in structs[word]]
             owner = enclosing(node, "struct_specifier")
             if any({name, owner and name_of(owner)} & words_of(source(one, text)) for one in users):
                 continue  # they would need each other

@@ -20,7 +20,8 @@ HEADERS = {"cuda.h": r"\bCU[a-z_]", "cuda_bf16.h": "__nv_bf", "cuda_fp8.h": "__n
 BANNERS = "// ----", "// ===="
 WIDTH = 120
 OPERATORS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt,
-             ">=": operator.ge, "&": operator.and_}
+             ">=": operator.ge, "&": operator.and_, "+": operator.add, "-": operator.sub, "*": operator.mul,
+             "/": lambda a, b: a // b if a >= 0 < b else None, "%": lambda a, b: a % b if a >= 0 < b else None}
 # What changes nothing, on the left and on the right.
 NEUTRAL = {"*": ("1", "1"), "/": ("", "1"), "+": ("0", "0"), "-": ("", "0"), "&&": ("True", "True"),
            "||": ("False", "False")}
@@ -99,6 +100,9 @@ GONE = "\0"  # stands for a statement that is left out
 WHOLE = {"condition_clause", "init_declarator", "field_declaration", "return_statement", "parenthesized_expression"}
 # What has the value of the one thing in it.
 SINGLE = {"parenthesized_expression", "type_descriptor", "condition_clause", "compound_statement", "return_statement"}
+
+
+DECIDED = {}  # of declarations, by what decides their text
 
 
 class Folding:
@@ -202,7 +206,8 @@ class Folding:
             if sign in ("&&", "||"):
                 known = [one for one in sides if isinstance(one, bool)]
                 return (sign == "||") if (sign == "||") in known else None if len(known) < 2 else sign == "&&"
-            return OPERATORS[sign](*sides) if sign in OPERATORS and None not in sides else None
+            is_known = sign in OPERATORS and (sign in ("==", "!=") or all(isinstance(one, int) for one in sides))
+            return OPERATORS[sign](*sides) if is_known and None not in sides else None
         return None
 
     def arguments(self, node):
@@ -229,11 +234,32 @@ class Folding:
         return bool(uses) and any(value is not None and all(use[i] not in (None, value) for use in uses)
                                   for i, value in enumerate(self.arguments(name)))
 
+    def known(self, node):
+        """What decides a declaration's text: its words, those of the aliases among them, and what is known of each."""
+        words, more = set(), words_of(self.source(node))
+        while more:
+            words |= more
+            more = words_of(" ".join(self.source(self.aliases[word][1]) for word in more & self.aliases.keys())) - words
+        known = [(word, *(found.get(word) for found in (self.constants, self.uses, self.defaults, self.enums)),
+                  self.constants.get(word + "()"), word in self.local, word in self.idle,
+                  word in self.aliases and (self.aliases[word][0], self.source(self.aliases[word][1])))
+                 for word in sorted(words)]
+        return self.source(node), repr((node.start_point[1], self.elements, known))
+
     def emit(self, node):
         """The text of a node with its conditions decided."""
-        kind, field = node.type, node.child_by_field_name
         if not node.child_count:
             return self.source(node)
+        if not node.parent or node.parent.type not in ("translation_unit", "declaration_list") or (
+                node.type == "namespace_definition"):
+            return self.decided(node)
+        known = self.known(node)
+        if known not in DECIDED:
+            DECIDED[known] = self.decided(node)
+        return DECIDED[known]
+
+    def decided(self, node):
+        kind, field = node.type, node.child_by_field_name
         if kind in ("binary_expression", "unary_expression", "call_expression"):
             value = self.value(node)
             if isinstance(value, bool):
@@ -360,28 +386,15 @@ def without_gone(text):
 
 # ---- what nothing reaches ----
 
+FACTS = {}  # of declarations, by their text
+
+
 class Unit:
     """A declaration, with its comment and its lines: the names that it makes and those that it needs. ".name" is one
     of a member, as it stands behind a dot, "name(" one of a function."""
 
     def __init__(self, node, lines, struct=None):
-        inner = declared(node)
-        body = inner.child_by_field_name("body")
-        self.kind, self.struct, self.reached = inner.type, struct, False
-        self.names = {name_of(one) for field in ("declarator", "name") for one in inner.children_by_field_name(field)}
-        if b"class" not in [one.text for one in inner.children]:
-            self.names |= {name_of(one) for one in descendants(inner, "enumerator")}
-        self.is_data = inner.type == "field_declaration" and b"static" not in [one.text for one in inner.children] and (
-            not descendants(inner, "function_declarator"))
-        # Structs whose members it names without a dot: its bases, and that of a member defined outside.
-        self.scopes = {name_of(one.child_by_field_name("scope")) for one in descendants(inner, "qualified_identifier")
-                       if one.parent.type == "function_declarator" and one.start_byte < (body or inner).start_byte}
-        self.bases = {word for one in inner.children if one.type == "base_class_clause"
-                      for word in words_of(one.text.decode())}
-        self.has_default = inner.child_by_field_name("default_value") is not None
-        self.types = signature_types(node) if inner.type == "function_definition" and not struct else set()
-        self.made = {name_of(one) for one in descendants(inner, "parameter_declaration", "init_declarator")
-                     } if struct or self.scopes else set()
+        self.struct, self.reached = struct, False
         start, end = node.start_point[0], node.end_point[0] - (node.end_point[1] == 0)
         is_comment = re.compile(r"(?!// ----|// ====)\s*//").match
         above, below = (len(list(itertools.takewhile(is_comment, others)))
@@ -389,16 +402,40 @@ class Unit:
         # A comment may be the section's or the next one's.
         self.first = start if lines[start - above - 1].startswith(BANNERS) else start - above
         self.last = end if lines[end + below + 1].strip() else end + below
+        inner = declared(node)
+        body = inner.child_by_field_name("body")
         self.parts = units_of(body, lines, self) if inner.type == "struct_specifier" and body else []
+        own = [lines[n] for n in range(start, end + 1) if not any(part.first <= n <= part.last for part in self.parts)]
+        known = "\n".join(lines[start:end + 1]), node.start_point[1], bool(struct)
+        if known not in FACTS:
+            FACTS[known] = self.facts(node, inner, body, "\n".join(own))
+        self.__dict__.update(FACTS[known])
         for part in self.parts:
             self.take_names_of(part)
-        own = [lines[n] for n in range(start, end + 1) if not any(part.first <= n <= part.last for part in self.parts)]
-        code = re.sub(r'//[^\n]*|"(?:[^"\\\n]|\\.)*"', " ", "\n".join(own))
-        self.uses = {bool(dot) * "." + name for dot, name in re.findall(
-            r"(\.|->|::)?(?:template )?\b([A-Za-z_]\w*)", code)} - (self.names if self.is_data else set())
-        self.uses |= {f"{bool(dot) * '.'}{name}(" for dot, name in re.findall(
+
+    def facts(self, node, inner, body, own):
+        """Its members that follow from its text alone."""
+        names = {name_of(one) for field in ("declarator", "name") for one in inner.children_by_field_name(field)}
+        if b"class" not in [one.text for one in inner.children]:
+            names |= {name_of(one) for one in descendants(inner, "enumerator")}
+        is_data = inner.type == "field_declaration" and b"static" not in [one.text for one in inner.children] and (
+            not descendants(inner, "function_declarator"))
+        # Structs whose members it names without a dot: its bases, and that of a member defined outside.
+        scopes = {name_of(one.child_by_field_name("scope")) for one in descendants(inner, "qualified_identifier")
+                  if one.parent.type == "function_declarator" and one.start_byte < (body or inner).start_byte}
+        bases = {word for one in inner.children if one.type == "base_class_clause"
+                 for word in words_of(one.text.decode())}
+        made = {name_of(one) for one in descendants(inner, "parameter_declaration", "init_declarator")
+                } if self.struct or scopes else set()
+        code = re.sub(r'//[^\n]*|"(?:[^"\\\n]|\\.)*"', " ", own)
+        uses = {bool(dot) * "." + name for dot, name in re.findall(
+            r"(\.|->|::)?(?:template )?\b([A-Za-z_]\w*)", code)} - (names if is_data else set())
+        uses |= {f"{bool(dot) * '.'}{name}(" for dot, name in re.findall(
             r"(\.|->|::)?(?:template )?\b([A-Za-z_]\w*)(?=[(<])", code)}
-        self.begins = tuple(re.findall(r"(\w+)##", code))  # of names that a macro makes
+        return dict(kind=inner.type, names=names, is_data=is_data, scopes=scopes, bases=bases, made=made, uses=uses,
+                    has_default=inner.child_by_field_name("default_value") is not None,
+                    types=signature_types(node) if inner.type == "function_definition" and not self.struct else set(),
+                    begins=tuple(re.findall(r"(\w+)##", code)))  # of names that a macro makes
 
     def take_names_of(self, part):
         """Members that a part of this struct names without a dot are as others name them."""
@@ -451,8 +488,9 @@ def without_unused(text):
         for unit in units:
             if unit.reached or unit in asserts or unit.struct and not unit.struct.reached:
                 continue
-            named, plain = is_named(unit), {name.strip(".(") for name in names}
-            if named and unit.types - plain and any(versions[name] > 1 for name in unit.names):
+            named = is_named(unit)
+            if named and any(versions[name] > 1 for name in unit.names) and (
+                    unit.types - {name.strip(".(") for name in names}):
                 continue  # a version for a type that nobody has
             is_needless = unit.is_data and (all(one.has_default for one in unit.struct.parts) or (
                 unit.uses & empty and unit is [one for one in unit.struct.parts if one.is_data][-1]))
@@ -482,9 +520,13 @@ def tidy(text):
     return re.sub(r"\n(?=\n *};?\n)|(?<={\n)\n(?= )|\n(?=\n\n)", "", text)
 
 
+MINIMAL = set()  # texts, with their sizes, of which nothing more is decided
+
+
 def minimal(text, sizes):
     """The text with what the line decides decided, and with what it needs."""
-    before = None
-    while text != before:
+    sizes, before = frozenset(sizes), None
+    while text != before and (text, sizes) not in MINIMAL:
         before, text = text, tidy(without_unused(without_gone(Folding(text, sizes).out)))
+    MINIMAL.add((text, sizes))
     return text
