@@ -393,7 +393,7 @@ struct KernelArgs : Grid {
   BiasMap bias_map;
   std::conditional_t<Build::loads_by_tma, TensorMaps, Nothing> maps;
   std::conditional_t<Build::use_lengths, PlanArgs, Nothing> plan;
-  std::conditional_t<Build::use_softcap == 1, CapPolynomial, Nothing> cap_polynomial;
+  CapPolynomial cap_polynomial;
   KernelArgs(const SdpaParams& params, int rows, int keys_of_tile, const Grid& grid = {})
       : Grid(grid),
         mask{{{params, params.Sq, params.Sk}, rows, keys_of_tile}, {params, params.Sq, params.Sk}},
@@ -502,7 +502,15 @@ template <class B> constexpr int CHUNK = 16 / sizeof(Element<B>);  // elements i
 // Elements from one row of a tile to the next: with SWIZZLE_XOR wmma has rows that are 16 bytes longer.
 template <class B> constexpr bool pads_rows = B::swizzle_xor && B::family == Family::wmma;
 template <class B, int D = B::head_dim> constexpr int TILE_STRIDE = D + (pads_rows<B> ? CHUNK<B> : 0);
-template <class B, int D> __device__ __forceinline__ int swizzled(int row, int col);
+// With D elements to a row all rows start in one bank or a few, so that accesses to a column of several rows collide.
+// Therefore the index of a 16-byte chunk is XORed with the row, within the chunks that divide a row and 128 bytes,
+// so that any 8 neighbouring rows lie in all 32 banks. wmma wants a fixed stride, so there rows are longer instead.
+template <class B, int D, int N = D / CHUNK<B>>
+constexpr unsigned SWIZZLED = N % 8 == 0 ? 8 : N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1;
+template <class B, int D> __device__ __forceinline__ int swizzled(int row, int col) {
+  // Unsigned, so that the compiler sees that rows 8 apart are swizzled alike.
+  return col ^ static_cast<unsigned>(row) / (8 / SWIZZLED<B, D>) % SWIZZLED<B, D> * CHUNK<B>;
+}
 // Offset in elements of (row, col) in a tile.
 template <class B, int D = B::head_dim> __device__ __forceinline__ int tile_offset(int row, int col) {
   return row * TILE_STRIDE<B, D> + (B::swizzle_xor && !pads_rows<B> ? swizzled<B, D>(row, col) : col);
@@ -521,6 +529,39 @@ template <class View> __device__ __forceinline__ void scale_rows(View& T, const 
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     SDPA_UNROLL for (int j = 0; j < View::COLS; j++) T.x[i][j] *= factor[i];
   }
+}
+
+// ---- the scale of an item ----
+
+// A factor of a thread's scores: one number, or with B::scales_rows one for each row.
+struct RowScales { float factor[2]; };
+template <class B> using ScoreScale = std::conditional_t<B::scales_rows, RowScales, float>;
+__device__ __forceinline__ float of_row(float scale, int) { return scale; }
+__device__ __forceinline__ float of_row(const RowScales& scales, int i) { return scales.factor[i]; }
+__device__ __forceinline__ float largest(float scale) { return scale; }
+__device__ __forceinline__ float largest(const RowScales& scales) { return fmaxf(scales.factor[0], scales.factor[1]); }
+// The value of an element that to_float() gives as 1.
+template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;
+template <class B> __device__ __forceinline__ bool is_capped(const KernelArgs& a) {
+  return B::use_softcap != 0 && a.cap_scale != 0;
+}
+// What an item's scores are multiplied by: item_scale_log2(), or with a softcap what makes them arguments of tanh.
+// Where e4m3 becomes fp16 (mma and PACK_GQA), scores have been multiplied by the factor of Q; a Q of 16 bits has none.
+template <class B> __device__ __forceinline__ float item_score_scale(const KernelArgs& a, const Item<B>& item) {
+  if constexpr (!B::is_8bit) return B::use_softcap != 0 ? a.cap_scale : a.scale_log2;
+  const float q_descale = B::converts_operands || B::mixes_types ? 1 : a.p.q_descale.of_head(item.b, item.h);
+  const float scale = (is_capped<B>(a) ? a.cap_scale : a.scale_log2) * q_descale *
+                      a.p.k_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
+  return max_nan(scale, 1.2e-38f);  // of a factor of 0: -inf times the scale stays -inf
+}
+// The scale of an item's scores times log2(e), with the factors of its heads; and the factor of its V.
+template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const Item<B>& item) {
+  if (!B::is_8bit || is_capped<B>(a)) return a.scale_log2;
+  return item_score_scale<B>(a, item);
+}
+template <class B> __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const Item<B>& item) {
+  if constexpr (!B::is_8bit) return 1;
+  return element_unit<B> * a.p.v_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
 }
 
 // ---- mask ----
@@ -544,11 +585,6 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
   hide([&](int j, int q) { return j >= keys.end(q) - k0; });
   if (keys.from > -most_rows) hide([&](int j, int q) { return j < keys.begin(q) - k0; });
 }
-// A factor of a thread's scores: one number, or with B::scales_rows one for each row.
-struct RowScales;
-template <class B> using ScoreScale = std::conditional_t<B::scales_rows, RowScales, float>;
-// What an item's scores are multiplied by: item_scale_log2(), or with a softcap what makes them arguments of tanh.
-template <class B> __device__ __forceinline__ float item_score_scale(const KernelArgs& a, const Item<B>& item);
 // USE_SOFTCAP: x becomes tanh(x * cap_scale) in this thread's columns [first, last) of S.
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> cap_scale, int first = 0,
@@ -570,9 +606,10 @@ __device__ __forceinline__ bool is_plain(const KernelArgs& a, const Mask& mask, 
   return mask.tiles.cover(q, k0) && !has_bias<B>(a, mask, k0);
 }
 // The column of a tile that a view counts from, asked for where it is needed, since it takes a register.
-template <class View> __device__ __forceinline__ int first_col(const View&) { return 0; }
-template <class B, int BLOCKS> struct WgmmaColumnsView;
-template <class B, int BLOCKS> __device__ __forceinline__ int first_col(const WgmmaColumnsView<B, BLOCKS>&);
+template <class B, class View> __device__ __forceinline__ int first_col(const View& S) {
+  if constexpr (B::swap_ab) return S.first_col();
+  return 0;
+}
 // Caps the scores of a tile, adds the bias and masks them before the softmax, unless the tile is plain.
 template <class B, class View>
 __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Item<B>& item, const Mask& mask,
@@ -581,18 +618,10 @@ __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, cons
   if (B::use_bias == 1 && !has_bias<B>(a, mask, k)) scale_scores(S, a);
   if (plain) return;
   if constexpr (B::use_bias != 0) {
-    if (has_bias<B>(a, mask, k)) BiasInMemory<B>().add(S, a, item, mask.keys.Sk, q, k + first_col(S));
+    if (has_bias<B>(a, mask, k)) BiasInMemory<B>().add(S, a, item, mask.keys.Sk, q, k + first_col<B>(S));
   }
-  mask_scores<B>(S, a, mask, q, k + first_col(S));
+  mask_scores<B>(S, a, mask, q, k + first_col<B>(S));
 }
-
-// ---- the scale of an item ----
-
-// The scale of an item's scores times log2(e), with the factors of its heads; and the factor of its V.
-template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const Item<B>& item);
-template <class B> __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const Item<B>& item);
-__device__ __forceinline__ float of_row(float scale, int) { return scale; }
-__device__ __forceinline__ float largest(float scale) { return scale; }
 
 // ---- online softmax ----
 
@@ -677,10 +706,19 @@ template <int LANES> __device__ __forceinline__ float row_sum(float x) {
 // ---- epilogue ----
 
 constexpr float ln2 = 0.693147180559945f;
-// USE_SINKS: the sink of the item's head; and the row sum l with it.
-template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const Item<B>& item);
+// USE_SINKS: the sink of the item's head; -inf is none.
+template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const Item<B>& item) {
+  return a.p.sinks ? a.p.sinks[item.h] : -INFINITY;
+}
+// The row sum l with 2^p_log2 * e^sink, relative to m. Above 2^126 nothing of the keys is left in it.
 template <class B>
-__device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const Item<B>& item);
+__device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const Item<B>& item) {
+  if (!B::use_sinks) return l;
+  const float sink = sink_of<B>(a, item);
+  if (!(sink < INFINITY) && l != 0) return NAN;  // of NaN or inf, unless no key is seen
+  const float above_m = fmaf(-finite_max(m), item_scale_log2<B>(a, item), sink * (1 / ln2));
+  return l + ex2_approx_ftz(fminf(above_m + p_log2<B>, 127));  // at 127 1 / sum is flushed to 0
+}
 
 // LSE = ln2 * (m * scale_log2 + log2(sum) - p_log2) of query q, if it is wanted. m * scale_log2 alone may overflow.
 template <class B>
@@ -982,9 +1020,9 @@ template <class B, int D = B::head_dim> struct TileCopy {
 
 // ---- barriers ----
 template <class B> __device__ __forceinline__ void slice_sync();  // SPLIT_KV
-// A barrier of the warps that share a slice of the keys if GROUP, else of the warp alone.
-template <class B, bool GROUP> __device__ __forceinline__ void group_sync() {
-  if constexpr (!GROUP || B::group_threads == 32) {
+// A barrier of the warps that share a slice of the keys, or of the warp alone. `group` is a constant where it is called.
+template <class B> __device__ __forceinline__ void group_sync(bool group) {
+  if (!group || B::group_threads == 32) {
     __syncwarp();
   } else if constexpr (B::split_kv > 1) {
     slice_sync<B>();
@@ -1031,13 +1069,9 @@ template <class B> struct ItemTiles {
     const TileCopy<B, B::d_q> share(tid, nthreads);
     const int q = item.q0 + first_row;
     const Query<B>* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + item.q_row(q) * p.q.row;
-    if constexpr (B::mixes_types) {
-      const auto* const row_g = reinterpret_cast<const Input*>(Q_g + share.row * p.q.row);
-      share.template copy<ROWS>(Q_s, row_g + share.col, 2 * p.q.row, item.query_count(p) - q - share.row);
-    } else {
-      share.template copy<ROWS>(Q_s, Q_g + share.row * p.q.row + share.col, p.q.row,
-                                item.query_count(p) - q - share.row);
-    }
+    const auto* const row_g = reinterpret_cast<const Input*>(Q_g + share.row * p.q.row);
+    share.template copy<ROWS>(Q_s, row_g + share.col, (B::mixes_types ? 2 : 1) * p.q.row,
+                              item.query_count(p) - q - share.row);
   }
   // Copies the next tile of K and V, at key k0, into its stage; past the end nothing.
   template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
@@ -1071,15 +1105,15 @@ template <class B, class Shared> struct CopyTogether {
   __device__ __forceinline__ int acquire(int k0) {
     stage = stage + 1 == B::stages ? 0 : stage + 1;
     const int last = stage == 0 ? B::stages - 1 : stage - 1, ahead = k0 + (B::stages - 1) * B::round_keys;
-    group_sync<B, (B::family != Family::mma && B::sync_policy == 5)>();  // hazard: Q copied by all warps
+    group_sync<B>(B::family != Family::mma && B::sync_policy == 5);  // hazard: Q copied by all warps
     if (!COPIES_LAST) t.copy_kv(s, last, ahead), Copy::commit();
     Copy::template wait<COPIES_LAST ? B::stages - 2 : B::stages - 1>();
-    group_sync<B, (B::sync_policy >= 1)>();  // hazard: K and V copied by all warps
+    group_sync<B>(B::sync_policy >= 1);  // hazard: K and V copied by all warps
     if (COPIES_LAST) t.copy_kv(s, last, ahead), Copy::commit();
     return stage;
   }
   __device__ __forceinline__ void release() {
-    group_sync<B, (!COPIES_LAST && B::sync_policy >= 1)>();  // hazard: K, V and P read by all warps, about to change
+    group_sync<B>(!COPIES_LAST && B::sync_policy >= 1);  // hazard: K, V and P read by all warps, about to change
   }
 };
 
@@ -1119,11 +1153,7 @@ __device__ __forceinline__ float add_rm(float a, float b) {
   asm("add.rm.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
-__host__ __device__ __forceinline__ uint32_t bits_of(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
+__device__ __forceinline__ uint32_t bits_of(float x) { return __float_as_uint(x); }
 __host__ __device__ __forceinline__ float float_of(uint32_t bits) {
   float x;
   memcpy(&x, &bits, sizeof x);
@@ -1214,32 +1244,23 @@ __device__ __forceinline__ void ld_shared_pair(uint32_t (&r)[2], SharedAddress f
 
 // D += A @ B, [16][16] @ [16][8]. Lane 4g + q: d0, d1 are columns 2q, 2q + 1 of row g, d2, d3 of row g + 8; a[0], a[1]
 // hold k = 2q, 2q + 1 of rows g, g + 8, a[2], a[3] 8 k further; b0 holds k = 2q, 2q + 1 of column g, b1 8 k further.
+#define SDPA_MMA(types)                                                                                     \
+  asm volatile("mma.sync.aligned." types " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+               : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)                                                     \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
 template <class E>
 __device__ __forceinline__ void mma_m16n8k16(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
                                              uint32_t b0, uint32_t b1) {
   if constexpr (std::is_same_v<E, __half>) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
-        "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    SDPA_MMA("m16n8k16.row.col.f32.f16.f16.f32");
   } else {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
-        "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    SDPA_MMA("m16n8k16.row.col.f32.bf16.bf16.f32");
   }
 }
-
 // As mma_m16n8k16 with K = 32: operands hold k = 4q ... 4q + 3 instead of 2q, 2q + 1, and 16 k further instead of 8.
 __device__ __forceinline__ void mma_m16n8k32_e4m3(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
                                                   uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, "
-      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  SDPA_MMA("m16n8k32.row.col.f32.e4m3.e4m3.f32");
 }
 
 // Four numbers in e4m3, `a` in the low byte, to nearest even; beyond 448 they are 448, and NaN is NaN.
@@ -1276,18 +1297,6 @@ __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier
 
 #endif  // SDPA_SIMT
 
-// ---- swizzled rows (mma, SWIZZLE_XOR) ----
-
-// With D elements to a row all rows start in one bank or a few, so that accesses to a column of several rows collide.
-// Therefore the index of a 16-byte chunk is XORed with the row, within the chunks that divide a row and 128 bytes,
-// so that any 8 neighbouring rows lie in all 32 banks. wmma wants a fixed stride, so there rows are longer instead.
-template <class B, int D, int N = D / CHUNK<B>>
-constexpr unsigned SWIZZLED = N % 8 == 0 ? 8 : N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1;
-template <class B, int D> __device__ __forceinline__ int swizzled(int row, int col) {
-  // Unsigned, so that the compiler sees that rows 8 apart are swizzled alike.
-  return col ^ static_cast<unsigned>(row) / (8 / SWIZZLED<B, D>) % SWIZZLED<B, D> * CHUNK<B>;
-}
-
 // ---- copies by cp.async (USE_CP_ASYNC) ----
 
 template <> struct VectorCopy<true> {
@@ -1300,18 +1309,8 @@ template <> struct VectorCopy<true> {
 
 // ---- what stands behind the kernels, since few builds have it ----
 
-template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, int keys, int thread, int threads);
-template <class B> __device__ __forceinline__ void clear_rows_without_query(Element<B>* Q_s, const KernelArgs& a);
-template <class B>
-__device__ __forceinline__ bool clear_queries_of_others(Element<B>* Q_s, int panel_rows, const KernelArgs& a,
-                                                        const Item<B>& item, int first_row, int rows, int thread);
 template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelArgs& a, uint32_t i);  // USE_LENGTHS
-template <class B>  // USE_PAGES
-__device__ __forceinline__ int page_of(const KernelArgs& a, const Item<B>& item, int k, int keys = 1);
 template <class B> __device__ __forceinline__ float capped(float x, float cap_scale);
-template <class B> __device__ __forceinline__ bool is_capped(const KernelArgs& a) {
-  return B::use_softcap != 0 && a.cap_scale != 0;
-}
 // What the softmax takes of a score that nothing masks.
 template <class B> __device__ __forceinline__ float logit(float x, const KernelArgs& a, float cap_scale) {
   return (is_capped<B>(a) ? capped<B>(x, cap_scale) : x) * (B::use_bias == 1 ? a.logit_scale : 1);
@@ -1453,27 +1452,10 @@ __device__ __forceinline__ void mma_32_bytes(float& d0, float& d1, float& d2, fl
   }
 }
 
-struct RowScales { float factor[2]; };
-__device__ __forceinline__ float of_row(const RowScales& scales, int i) { return scales.factor[i]; }
-__device__ __forceinline__ float largest(const RowScales& scales) { return fmaxf(scales.factor[0], scales.factor[1]); }
-
 // item_scale_log2() of an item. With 16 bits it is a kernel argument, read where it is used, and takes no register.
-template <class B, bool = B::is_8bit> struct ItemScale {
+template <class B> struct ItemScale {
   const KernelArgs& a;
-
-  __device__ __forceinline__ explicit ItemScale(const KernelArgs& a_) : a(a_) {}
-  __device__ __forceinline__ ItemScale(const KernelArgs& a_, const Item<B>&) : a(a_) {}
-  __device__ void start(const Item<B>&, int) {}
-  __device__ __forceinline__ operator ScoreScale<B>() const { return ScoreScale<B>{a.scale_log2}; }
-  // USE_BIAS=1: that of scores which may be no logits yet.
-  __device__ ScoreScale<B> of_scores(bool are_logits) const {
-    return B::use_bias == 1 && !are_logits ? a.scores_log2 : a.scale_log2;
-  }
-  __device__ ScoreScale<B> of_cap() const { return a.cap_scale; }
-};
-template <class B> struct ItemScale<B, true> {
-  const KernelArgs& a;
-  ScoreScale<B> scale{};  // of scores as they are
+  ScoreScale<B> scale{};  // 8 bits: of scores as they are
 
   __device__ __forceinline__ explicit ItemScale(const KernelArgs& a_) : a(a_) {}
   __device__ __forceinline__ ItemScale(const KernelArgs& a_, const Item<B>& item) : a(a_) { start(item, 0); }
@@ -1485,17 +1467,24 @@ template <class B> struct ItemScale<B, true> {
         head.h = min(head.h, a.p.Hq - 1);
         scale.factor[i] = item_score_scale<B>(a, head);
       }
-    } else {
+    } else if constexpr (B::is_8bit) {
       scale = item_score_scale<B>(a, item);
     }
   }
   __device__ __forceinline__ operator ScoreScale<B>() const {
-    if (!is_capped<B>(a)) return scale;  // USE_SOFTCAP: what is capped has the factors of the item's heads
+    if (B::is_8bit && !is_capped<B>(a)) return scale;  // USE_SOFTCAP: what is capped has the factors of its heads
     if constexpr (B::scales_rows) return {a.scale_log2, a.scale_log2};
     else return a.scale_log2;
   }
-  __device__ ScoreScale<B> of_scores(bool) const { return *this; }
-  __device__ ScoreScale<B> of_cap() const { return scale; }
+  // USE_BIAS=1: that of scores which may be no logits yet.
+  __device__ ScoreScale<B> of_scores(bool are_logits) const {
+    if constexpr (B::use_bias == 1) return are_logits ? a.scale_log2 : a.scores_log2;
+    return *this;
+  }
+  __device__ ScoreScale<B> of_cap() const {
+    if constexpr (B::is_8bit) return scale;
+    else return a.cap_scale;
+  }
 };
 
 // USE_LAZY_MAX: a stale maximum is kept while each thread's sum of P, over its part of the tile, is at most this; so
@@ -1559,13 +1548,9 @@ template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
 // ---- 5c mma.sync: S, P and O in registers (mma) ----
 
 // A warp has M_TILES tiles of 16 rows. Lane 4g + q has rows g and g + 8 of each, columns 2q and 2q + 1 of every 8.
-template <class B, int WIDTH> struct MmaAccumulator {  // [16 * M_TILES of BLOCK_M][WIDTH]
-  static constexpr int M_TILES = B::block_m / B::group_warps / 16;
-  static constexpr int ROWS = 2 * M_TILES, COLS = WIDTH / 4, LANES = 4;
-  float x[ROWS][COLS];
-  int first_row, first_col;
-  __device__ int row(int i) const { return first_row + 8 * i; }
-  __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
+template <class B, int WIDTH>
+struct MmaAccumulator : QuadRuns<B::block_m / B::group_warps / 8, WIDTH, 2> {  // [16 * M_TILES of BLOCK_M][WIDTH]
+  static constexpr int M_TILES = B::block_m / B::group_warps / 16, LANES = 4;
 };
 template <class B> using MmaSums = MmaAccumulator<B, B::d_v>;            // O
 template <class B> using MmaStepOfP = uint32_t[MmaSums<B>::M_TILES][4];  // P of a step's keys, as A operands
@@ -1713,30 +1698,14 @@ __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const M
   }
 }
 
-// P, rounded, as A operands: these are the accumulators of P as they stand, so that nothing moves between lanes.
-template <class B> struct MmaProbabilities {
-  static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES;
-  static constexpr int KEYS = MmaOperands<B>::KEYS;
-  static constexpr int STEPS = B::block_n / KEYS, COLS = KEYS / 4;  // of a lane, in a step
-  MmaStepOfP<B> a[STEPS];
-
-  __device__ void pack_step(const MmaAccumulator<B, B::block_n>& P, int step) {
-    SDPA_UNROLL for (int m = 0; m < M_TILES; m++) {
-      SDPA_UNROLL for (int i = 0; i < 4; i++) {
-        const float* const x = &P.x[2 * m + i % 2][COLS * step + COLS / 2 * (i / 2)];
-        a[step][m][i] = MmaOperands<B>::pack_p(x);
-      }
-    }
-  }
-};
-
 // The state of a warp's rows: sums over the tiles so far, and P of the last tile.
 template <class B> struct MmaRows {
   using Scores = MmaAccumulator<B, B::block_n>;
   using Sums = MmaSums<B>;
   static constexpr int ROWS = Sums::ROWS;
+  static constexpr int STEPS = B::block_n / MmaOperands<B>::KEYS, COLS = MmaOperands<B>::KEYS / 4;  // COLS: of a step
   Sums O;
-  MmaProbabilities<B> P;
+  MmaStepOfP<B> P[STEPS];
   float m[ROWS], l[ROWS];
   float q_descale[B::converts_operands && !B::mixes_types ? ROWS : 1];  // of the rows' heads
   bool stale_max_will_do;  // USE_LAZY_MAX: softmax_shift() said so of all rows of the warp
@@ -1747,9 +1716,17 @@ template <class B> struct MmaRows {
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
   }
 
+  // P, rounded, as A operands: these are the accumulators of P as they stand, so that nothing moves between lanes.
+  __device__ void pack_step(const Scores& S, int step) {
+    SDPA_UNROLL for (int m = 0; m < O.M_TILES; m++) {
+      SDPA_UNROLL for (int i = 0; i < 4; i++) {
+        P[step][m][i] = MmaOperands<B>::pack_p(&S.x[2 * m + i % 2][COLS * step + COLS / 2 * (i / 2)]);
+      }
+    }
+  }
   // O += P @ V
   __device__ void multiply(const Element<B>* V_s, int lane) {
-    SDPA_UNROLL for (int step = 0; step < P.STEPS; step++) MmaOperands<B>::pv(O, P.a[step], V_s, step, lane);
+    SDPA_UNROLL for (int step = 0; step < STEPS; step++) MmaOperands<B>::pv(O, P[step], V_s, step, lane);
   }
 
   // S = Q @ K.T, with the factors of several heads.
@@ -1764,8 +1741,8 @@ template <class B> struct MmaRows {
     multiply_qk(S, Q, K_s, lane);
     cap_scores<B>(S, scale_log2.a, scale_log2.of_cap());
     StaleSoftmax<B, ROWS> softmax(m, scale_log2);
-    SDPA_UNROLL for (int step = 0; step < P.STEPS; step++) {
-      softmax.exp(S, P.COLS * step, P.COLS * (step + 1)), P.pack_step(S, step);
+    SDPA_UNROLL for (int step = 0; step < STEPS; step++) {
+      softmax.exp(S, COLS * step, COLS * (step + 1)), pack_step(S, step);
     }
     return softmax.add_to(l);
   }
@@ -1781,7 +1758,7 @@ template <class B> struct MmaRows {
     const bool may_be_kept = softmax_sum<B>(S, scale_log2, m, alpha, l);
     if (B::use_lazy_max) stale_max_will_do = __all_sync(0xffffffffu, may_be_kept);
     scale_rows(O, alpha);
-    SDPA_UNROLL for (int step = 0; step < P.STEPS; step++) P.pack_step(S, step);
+    SDPA_UNROLL for (int step = 0; step < STEPS; step++) pack_step(S, step);
   }
 
   // Sums l over the lanes of each row.
@@ -1885,7 +1862,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
       const Element<B>* const K_s = s.in.group[group].K[stage];
       const Element<B>* const V_s = s.in.group[group].V[stage];
       bool done = false;
-      if (rows.stale_max_will_do && plain) {
+      if (B::use_lazy_max && rows.stale_max_will_do && plain) {
         done = rows.attend_by_stale_max(Q, K_s, scale_log2, lane);
       }
       if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item, t.mask, s.item.q0, k0, plain, lane);
@@ -2277,6 +2254,42 @@ template <class B> __device__ __forceinline__ void prefetch_tensor_maps(const Ke
   if (threadIdx.x != 64) return;
   prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k);
   prefetch_tensormap(&tensor_maps<B>(a).v);
+}
+
+// PACK_GQA: empties rows of Q without a query, since what lies there would decide how other rows are rounded.
+template <class B> __device__ __forceinline__ void clear_rows_without_query(Element<B>* Q_s, const KernelArgs& a) {
+  if (!B::pack_gqa) return;
+  constexpr int line = PANEL_BYTES<B::qk_bytes> / 16;
+  const int rows = rows_of_item<B>(a), chunks = (B::block_m - rows) * line;
+  for (int i = threadIdx.x; i < PANELS<B::qk_bytes> * chunks; i += B::threads) {
+    const int row = i / chunks * B::block_m + rows;
+    st_shared(reinterpret_cast<uint4*>(Q_s) + row * line + i % chunks, uint4{});
+  }
+  fence_proxy_async();
+}
+
+// USE_LENGTHS: empties rows of V behind the last key, since 0 * NaN is NaN; its threads then fence the async proxy.
+template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, int keys, int thread, int threads) {
+  constexpr int bytes = B::d_v * B::input_bytes, line = PANEL_BYTES<bytes> / 16, panel = B::block_n * line;
+  for (int i = keys * line + thread; i < panel; i += threads) {
+    SDPA_UNROLL for (int n = 0; n < PANELS<bytes>; n++) st_shared(static_cast<uint4*>(V_s) + n * panel + i, uint4{});
+  }
+}
+
+// batch_invariant: empties those of `rows` rows of Q from first_row of the tile on that are behind the sequence's last
+// query. Rows of a warp decide together how long a stale maximum will do, and these are another sequence's. True if
+// the tile has such rows: then its readers have to wait for all who call it.
+template <class B>
+__device__ __forceinline__ bool clear_queries_of_others(Element<B>* Q_s, int panel_rows, const KernelArgs& a,
+                                                        const Item<B>& item, int first_row, int rows, int thread) {
+  if (!a.p.batch_invariant || !item.ends_before(item.q0 + queries_of_item<B>(a))) return false;
+  constexpr int line = PANEL_BYTES<B::qk_bytes> / 16, threads = B::swap_ab ? B::threads : 128;
+  for (int i = thread; i < PANELS<B::qk_bytes> * rows * line; i += threads) {
+    const int row = i / line % rows, panel = i / line / rows;
+    if (query_of<B>(a, item.q0, first_row + row) < item.query_count(a.p)) continue;
+    st_shared(reinterpret_cast<uint4*>(Q_s) + (panel * panel_rows + row) * line + i % line, uint4{});
+  }
+  return fence_proxy_async(), true;
 }
 
 // ---- 5d the plain kernel (wgmma and USE_WARP_SPECIALIZATION = 0 and SWAP_AB = 0) ----
@@ -3831,10 +3844,6 @@ template <class B, int BLOCKS> struct WgmmaColumnsView {
   __device__ __forceinline__ void hold_all() { SDPA_UNROLL for (auto& block : x.d) hold(block); }
 };
 
-template <class B, int BLOCKS> __device__ __forceinline__ int first_col(const WgmmaColumnsView<B, BLOCKS>& S) {
-  return S.first_col();
-}
-
 template <class B> struct WgmmaColumns {
   using Shared = WgmmaColumnsShared<B>;
   static constexpr int KEY_BLOCKS = B::block_n / 64, D_BLOCKS = B::d_v / 64;
@@ -4159,7 +4168,7 @@ template <class B, class Shared> struct CtaSoftmax {
   }
   __device__ void step(Shared& s, const ScalarScores<B>& scores, float scale_log2, float (&alpha_out)[ROWS]) {
     store_scores(s.P, s.P_STRIDE, scores);
-    group_sync<B, (B::sync_policy >= 2)>();  // hazard: S written, its rows about to change hands
+    group_sync<B>(B::sync_policy >= 2);  // hazard: S written, its rows about to change hands
 
     ScalarScores<B> S = dealt_rows();
     load_scores(S, s.P, s.P_STRIDE);
@@ -4170,7 +4179,7 @@ template <class B, class Shared> struct CtaSoftmax {
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       if (S.first_col == 0) s.m[S.row(i)] = m[i], s.alpha[S.row(i)] = alpha[i];
     }
-    group_sync<B, (B::sync_policy == 5)>();  // hazard: m and alpha of the rows written
+    group_sync<B>(B::sync_policy == 5);  // hazard: m and alpha of the rows written
 
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       m[i] = s.m[S.row(i)], alpha[i] = s.alpha[S.row(i)];
@@ -4182,7 +4191,7 @@ template <class B, class Shared> struct CtaSoftmax {
       l[i] = row_sum<COL_LANES>(l[i]);
       if (S.first_col == 0) s.l[S.row(i)] = l[i];
     }
-    group_sync<B, (B::sync_policy >= 2)>();  // hazard: l and P written, rows about to change hands again
+    group_sync<B>(B::sync_policy >= 2);  // hazard: l and P written, rows about to change hands again
 
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) alpha_out[i] = s.alpha[scores.row(i)];
   }
@@ -4533,18 +4542,13 @@ __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreSc
 // makes P larger than 2^16, as the sum of P tells, and one that is too small has a P below 2^-30 in either form, where
 // m lies between these bounds. The square is completed, since constants are read sooner than a third register.
 
-template <class B, class Args> void set_cap_polynomial(Args& a) {
+template <class B> void set_cap_polynomial(KernelArgs& a) {
   if constexpr (B::caps_by_polynomial) {
     const double x = a.cap_scale, k0 = 0.9995825, k1 = -0.3226164, k2 = 0.08978852, shift = k1 / (2 * k2);
     if (x < 1e-7 || x > 1e7) return;  // its powers have no place in a float
     a.cap_polynomial = {float(shift / (x * x)), float((k0 / k2 - shift * shift) / (x * x * x * x)),
                         float(k2 * x * x * x * x * x * a.scale_log2)};
   }
-}
-
-// A name that depends on B, since other KernelArgs have none.
-template <class B> __device__ __forceinline__ const auto& cap_polynomial(const KernelArgs& a) {
-  return a.cap_polynomial;
 }
 
 template <class B> struct CappedSoftmax : StaleSoftmax<B, 2> {
@@ -4556,7 +4560,7 @@ template <class B> struct CappedSoftmax : StaleSoftmax<B, 2> {
   __device__ __forceinline__ CappedSoftmax(const float (&m)[2], const ItemScale<B>& scale, bool)
       : Base(m, scale), a(scale.a) {
     const float largest = 0.691f * a.scale_log2;  // tanh(0.85)
-    bool holds = cap_polynomial<B>(a).factor != 0;
+    bool holds = a.cap_polynomial.factor != 0;
     SDPA_UNROLL for (int i = 0; i < 2; i++) holds &= 30 - largest <= m_log2[i] && m_log2[i] <= largest - 16;
     by_polynomial = __all_sync(0xffffffffu, holds);
   }
@@ -4567,7 +4571,7 @@ template <class B> struct CappedSoftmax : StaleSoftmax<B, 2> {
     }
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       SDPA_UNROLL for (int j = first; j < last; j++) {
-        const auto& fit = cap_polynomial<B>(a);
+        const CapPolynomial& fit = a.cap_polynomial;
         const float s = S.x[i][j], y = fmaf(s, s, fit.shift);
         S.x[i][j] = softmax_exp2<B>(fmaf(s * fmaf(y, y, fit.rest), fit.factor, -m_log2[i]));
         sum[i] += S.x[i][j];
@@ -4715,41 +4719,6 @@ template <class B> __global__ void __launch_bounds__(map_threads) sdpa_map(const
   // An item has one round at least, whose bias then hides all of it.
   if (lane == 0) st_global(list, uint32_t(max(count, 1)));
   if (lane == 0 && count == 0) st_global(list + 1, 1u);
-}
-
-// ---- 5f factors of 8-bit tensors, sinks ----
-
-// The value of an element that to_float() gives as 1.
-template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;
-
-// Where e4m3 becomes fp16 (mma and PACK_GQA), scores have been multiplied by the factor of Q; a Q of 16 bits has none.
-template <class B> __device__ __forceinline__ float item_score_scale(const KernelArgs& a, const Item<B>& item) {
-  if constexpr (!B::is_8bit) return B::use_softcap != 0 ? a.cap_scale : a.scale_log2;
-  const float q_descale = B::converts_operands || B::mixes_types ? 1 : a.p.q_descale.of_head(item.b, item.h);
-  const float scale = (is_capped<B>(a) ? a.cap_scale : a.scale_log2) * q_descale *
-                      a.p.k_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
-  return max_nan(scale, 1.2e-38f);  // of a factor of 0: -inf times the scale stays -inf
-}
-template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const Item<B>& item) {
-  if (!B::is_8bit || is_capped<B>(a)) return a.scale_log2;
-  return item_score_scale<B>(a, item);
-}
-template <class B> __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const Item<B>& item) {
-  if constexpr (!B::is_8bit) return 1;
-  return element_unit<B> * a.p.v_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
-}
-// USE_SINKS: the sink of the item's head; -inf is none.
-template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const Item<B>& item) {
-  return a.p.sinks ? a.p.sinks[item.h] : -INFINITY;
-}
-// The row sum l with 2^p_log2 * e^sink, relative to m. Above 2^126 nothing of the keys is left in it.
-template <class B>
-__device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const Item<B>& item) {
-  if (!B::use_sinks) return l;
-  const float sink = sink_of<B>(a, item);
-  if (!(sink < INFINITY) && l != 0) return NAN;  // of NaN or inf, unless no key is seen
-  const float above_m = fmaf(-finite_max(m), item_scale_log2<B>(a, item), sink * (1 / ln2));
-  return l + ex2_approx_ftz(fminf(above_m + p_log2<B>, 127));  // at 127 1 / sum is flushed to 0
 }
 
 // ---- 5f elements of e4m3 in 16 bits (DTYPE = FP8_E4M3, KV_DTYPE = FP8_E4M3) ----
@@ -4976,18 +4945,6 @@ __device__ __forceinline__ void merge_groups(const Partials& partials_s, const I
     }
     put(row, O, m, l);
   }
-}
-
-// PACK_GQA: empties rows of Q without a query, since what lies there would decide how other rows are rounded.
-template <class B> __device__ __forceinline__ void clear_rows_without_query(Element<B>* Q_s, const KernelArgs& a) {
-  if (!B::pack_gqa) return;
-  constexpr int line = PANEL_BYTES<B::qk_bytes> / 16;
-  const int rows = rows_of_item<B>(a), chunks = (B::block_m - rows) * line;
-  for (int i = threadIdx.x; i < PANELS<B::qk_bytes> * chunks; i += B::threads) {
-    const int row = i / chunks * B::block_m + rows;
-    st_shared(reinterpret_cast<uint4*>(Q_s) + row * line + i % chunks, uint4{});
-  }
-  fence_proxy_async();
 }
 
 // Stores O / l and LSE of the item's rows. SPLIT_CTAS: stores partial results, which the item's last CTA merges.
@@ -5234,7 +5191,7 @@ template <class B> struct MmaPacked {
 
 // The page of the item's keys [k, k + keys), which lie in one; if the item sees none, page p.pages: TMA gives zeros.
 template <class B>
-__device__ __forceinline__ int page_of(const KernelArgs& a, const Item<B>& item, int k, int keys) {
+__device__ __forceinline__ int page_of(const KernelArgs& a, const Item<B>& item, int k, int keys = 1) {
   if (max(k, item.keys.begin) >= min(k + keys, item.keys.end)) return a.p.pages;
   const int place = int(plan_room<B>(a).page_size.divide(uint32_t(k)));
   return min(max(ld_global<int>(a.p.page_table + int64_t(item.b) * a.p.page_stride + place), 0), a.p.pages - 1);
@@ -5371,30 +5328,6 @@ template <class View> struct OneRow {
   __device__ int row(int) const { return 0; }
   __device__ int col(int j) const { return view.col(j); }
 };
-
-// USE_LENGTHS: empties rows of V behind the last key, since 0 * NaN is NaN; its threads then fence the async proxy.
-template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, int keys, int thread, int threads) {
-  constexpr int bytes = B::d_v * B::input_bytes, line = PANEL_BYTES<bytes> / 16, panel = B::block_n * line;
-  for (int i = keys * line + thread; i < panel; i += threads) {
-    SDPA_UNROLL for (int n = 0; n < PANELS<bytes>; n++) st_shared(static_cast<uint4*>(V_s) + n * panel + i, uint4{});
-  }
-}
-
-// batch_invariant: empties those of `rows` rows of Q from first_row of the tile on that are behind the sequence's last
-// query. Rows of a warp decide together how long a stale maximum will do, and these are another sequence's. True if
-// the tile has such rows: then its readers have to wait for all who call it.
-template <class B>
-__device__ __forceinline__ bool clear_queries_of_others(Element<B>* Q_s, int panel_rows, const KernelArgs& a,
-                                                        const Item<B>& item, int first_row, int rows, int thread) {
-  if (!a.p.batch_invariant || !item.ends_before(item.q0 + queries_of_item<B>(a))) return false;
-  constexpr int line = PANEL_BYTES<B::qk_bytes> / 16, threads = B::swap_ab ? B::threads : 128;
-  for (int i = thread; i < PANELS<B::qk_bytes> * rows * line; i += threads) {
-    const int row = i / line % rows, panel = i / line / rows;
-    if (query_of<B>(a, item.q0, first_row + row) < item.query_count(a.p)) continue;
-    st_shared(reinterpret_cast<uint4*>(Q_s) + (panel * panel_rows + row) * line + i % line, uint4{});
-  }
-  return fence_proxy_async(), true;
-}
 
 // ---- 5f the kernel that plans items (USE_LENGTHS) ----
 
@@ -5637,13 +5570,12 @@ int most_visible_keys(const SdpaParams& p) {
                  bounds.to - bounds.from), 0);
 }
 
-// ---- tensors, the GPU, items and workspace ----
+// ---- tensors, the GPU and items ----
 
 struct TensorView {  // Q, K, V or O
   const char* name;
   const void* data;
   int element_bytes;
-  bool written;
   struct {
     const char* name;
     int size;
@@ -5651,21 +5583,15 @@ struct TensorView {  // Q, K, V or O
   } dims[3];
 };
 
-// Batches of a tensor with these strides; packed sequences have one.
-int batches_of(const SdpaParams& p, const Strides& s) {
-  if (Build::use_pages && (&s == &p.k || &s == &p.v)) return p.pages;
-  if (Build::use_lengths && (&s == &p.q || &s == &p.o ? p.q_starts : p.k_starts)) return min(p.B, 1);
-  return p.B;
-}
 std::array<TensorView, 4> tensors_of(SdpaParams& p) {
-  const int in = sizeof(Input), out = sizeof(Output), rows = Build::use_pages ? p.page_size : p.Sk;
-  const auto view = [&](const char* name, const void* data, Strides& s, int H, int S, int bytes, bool written) {
-    const int B = batches_of(p, s);
-    return TensorView{name, data, bytes, written, {{"row", S, s.row}, {"head", H, s.head}, {"batch", B, s.batch}}};
+  // Packed sequences are one batch.
+  const int of_q = Build::use_lengths && p.q_starts ? min(p.B, 1) : p.B, rows = Build::use_pages ? p.page_size : p.Sk;
+  const int of_k = Build::use_pages ? p.pages : Build::use_lengths && p.k_starts ? min(p.B, 1) : p.B;
+  const auto view = [](const char* name, auto* data, Strides& s, int B, int H, int S) {
+    return TensorView{name, data, sizeof *data, {{"row", S, s.row}, {"head", H, s.head}, {"batch", B, s.batch}}};
   };
-  return {{view("Q", p.Q, p.q, p.Hq, p.Sq, Build::mixes_types ? 2 : in, false),
-           view("K", p.K, p.k, p.Hkv, rows, in, false), view("V", p.V, p.v, p.Hkv, rows, in, false),
-           view("O", p.O, p.o, p.Hq, p.Sq, out, true)}};
+  return {{view("Q", p.Q, p.q, of_q, p.Hq, p.Sq), view("K", p.K, p.k, of_k, p.Hkv, rows),
+           view("V", p.V, p.v, of_k, p.Hkv, rows), view("O", p.O, p.o, of_q, p.Hq, p.Sq)}};
 }
 
 // The attribute of the current device, or `otherwise` if there is no device.
@@ -5791,36 +5717,7 @@ template <class B> int64_t items_at_once(const Items& items) {
   return max(min(items.count, int64_t(32 * sm_count() / items.ranges)), int64_t(1));
 }
 
-template <class B> size_t bias_map_bytes(const SdpaParams& p);
-template <class B> bool makes_map(const SdpaParams& p);
-// The workspace of the queue or of the ranges, whose counters are zero again after every launch: a map is behind them.
-template <class B> size_t workspace_bytes(const SdpaParams& p) {
-  if constexpr (B::use_lengths) {
-    const Items items = items_of<B>(p);
-    const PlanArgs plan = plan_args<B>(p, items);
-    return range_counter_bytes + plan_bytes(plan) + size_t(plan.parts) * (p.Hq / items.heads) * sizeof(RangePartial<B>);
-  }
-  if constexpr (lists_rounds<B>) {
-    if (makes_map<B>(p)) return range_counter_bytes + bias_map_bytes<B>(p);
-  }
-  if (B::split_ctas == 1) return B::use_persistent_cta ? sizeof(uint32_t) : 0;
-  const Items items = items_of<B>(p);
-  const bool stores = items.ranges > 1 || merges_by_kernel<B>;
-  return range_counter_bytes + (stores ? items_at_once<B>(items) * items.ranges * sizeof(RangePartial<B>) : 0);
-}
-
 // ---- tensor maps (wgmma) ----
-
-// A function of the driver, through the runtime, so that nothing has to be linked for it.
-#if CUDART_VERSION >= 12050
-inline cudaError_t driver_entry(const char* name, void** entry, cudaDriverEntryPointQueryResult* found) {
-  return cudaGetDriverEntryPointByVersion(name, entry, 12000, cudaEnableDefault, found);
-}
-#else
-inline cudaError_t driver_entry(const char* name, void** entry, cudaDriverEntryPointQueryResult* found) {
-  return cudaGetDriverEntryPoint(name, entry, cudaEnableDefault, found);
-}
-#endif
 
 // Describes a tensor of elements of 1 or 2 bytes to TMA: sizes (innermost first), byte strides of all dimensions but
 // the innermost (multiples of 16), the box that one copy moves, whose lines have 128 or 64 bytes and are swizzled.
@@ -5828,10 +5725,15 @@ inline cudaError_t driver_entry(const char* name, void** entry, cudaDriverEntryP
 inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base, const cuuint64_t* sizes,
                                      const cuuint64_t* strides_bytes, const cuuint32_t* box, int element_bytes = 2,
                                      bool read_once = false) {
-  thread_local void* encoder = nullptr;  // looked for until it is found
+  thread_local void* encoder = nullptr;  // looked for until it is found, by the runtime, so that nothing is linked
   if (!encoder) {
     cudaDriverEntryPointQueryResult found;
-    const cudaError_t error = driver_entry("cuTensorMapEncodeTiled", &encoder, &found);
+#if CUDART_VERSION >= 12050
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encoder, 12000, cudaEnableDefault, &found);
+#else
+    const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &encoder, cudaEnableDefault, &found);
+#endif
     if (error != cudaSuccess) return error;
     if (found != cudaDriverEntryPointSuccess || !encoder) return cudaErrorInsufficientDriver;
   }
@@ -5858,7 +5760,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
   SdpaParams& p = a.p;
   thread_local SdpaParams last{};
   thread_local TensorMaps last_maps;
-  if (same_tensors(last, p) && batches_of(last, last.k) == batches_of(p, p.k)) {
+  if (same_tensors(last, p) && !last.k_starts == !p.k_starts) {
     maps = last_maps;
     return {};
   }
@@ -6048,9 +5950,8 @@ SdpaStatus set_bias_map(KernelArgs& a, const Items& items, void* lists, bool mak
   return {};
 }
 template <class B> SdpaStatus take_bias_map(KernelArgs& a, const Items& items, cudaStream_t stream) {
-  if constexpr (lists_rounds<B>) {
-    char* const behind_counters = static_cast<char*>(a.p.workspace) + range_counter_bytes;
-    if (makes_map<B>(a.p)) return set_bias_map<B>(a, items, behind_counters, true, stream);
+  if (lists_rounds<B> && makes_map<B>(a.p)) {
+    return set_bias_map<B>(a, items, static_cast<char*>(a.p.workspace) + range_counter_bytes, true, stream);
   }
   if (!a.p.bias_map) return {};
   const SdpaStatus status = check_bias_map<B>(a.p);
@@ -6065,6 +5966,20 @@ template <class B> SdpaStatus map_bias(const SdpaParams& p, cudaStream_t stream)
 }
 
 // ---- the launch of a build ----
+
+// The workspace of the queue or of the ranges, whose counters are zero again after every launch: a map is behind them.
+template <class B> size_t workspace_bytes(const SdpaParams& p) {
+  if constexpr (B::use_lengths) {
+    const Items items = items_of<B>(p);
+    const PlanArgs plan = plan_args<B>(p, items);
+    return range_counter_bytes + plan_bytes(plan) + size_t(plan.parts) * (p.Hq / items.heads) * sizeof(RangePartial<B>);
+  }
+  if (lists_rounds<B> && makes_map<B>(p)) return range_counter_bytes + bias_map_bytes<B>(p);
+  if (B::split_ctas == 1) return B::use_persistent_cta ? sizeof(uint32_t) : 0;
+  const Items items = items_of<B>(p);
+  const bool stores = items.ranges > 1 || merges_by_kernel<B>;
+  return range_counter_bytes + (stores ? items_at_once<B>(items) * items.ranges * sizeof(RangePartial<B>) : 0);
+}
 
 template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) {
   if (!p.workspace && workspace_bytes<B>(p) > 0) {
@@ -6134,7 +6049,7 @@ SdpaStatus check_tensors(SdpaParams& p) {
         return failure(refused, "%s has a %s stride of %lld; pad it to a multiple of VEC_WIDTH=%d or lower that",
                        t.name, dim.name, (long long)dim.stride, vec);
       }
-      if (t.written && dim.size > 1 && dim.stride == 0) {
+      if (*t.name == 'O' && dim.size > 1 && dim.stride == 0) {
         return failure(refused, "%s has a %s stride of 0: its rows would overlap", t.name, dim.name);
       }
     }
@@ -6521,24 +6436,6 @@ static_assert(check_all<Build::use_tuned ? next_tile(0) : -1>(), "");
 
 // ---- the choice of a tile (USE_TUNED) ----
 
-struct ItemKeys { double most, least, mean; };  // that an item takes, in whole rounds
-ItemKeys item_keys(const TunedTile& t, const SdpaParams& p, const KeyBounds& bounds) {
-  const int round_keys = t.block_n * t.split_kv;
-  const auto in_rounds = [&](int keys) { return double(ceil_div(keys, round_keys)) * round_keys; };
-  const auto seen_by = [&](int q) { return bounds.end(q) - bounds.begin(q); };
-  ItemKeys keys{};
-  keys.most = keys.least = std::fmax(in_rounds(seen_by(p.Sq - 1)), round_keys);
-  for (int i = 1; i < 32; i += 2) {  // 16 rows
-    const int seen = seen_by(int(i / 32.0 * p.Sq));
-    keys.mean += seen / 16.0;
-    keys.most = std::fmax(keys.most, in_rounds(seen)), keys.least = std::fmin(keys.least, in_rounds(seen));
-  }
-  // An edge of the mask costs half a tile more than is seen, and the time of 64 keys.
-  const int edges = (bounds.to < p.Sk) + (bounds.from > -most_rows), edge_rows = t.skip_masked ? 64 : t.block_m;
-  keys.mean = std::fmin(keys.mean + edges * ((edge_rows + round_keys) / 2.0 + 64), in_rounds(p.Sk));
-  return keys;
-}
-
 // Clocks of the problem with this tile on `sms` SMs, by the tile's two costs and numbers that all tiles share.
 double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   const KeyBounds bounds(p, p.Sq, p.Sk);
@@ -6550,7 +6447,18 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   const double merge = by_kernel    ? merge_kernel_clocks(items, p.D, ranges, sms)
                        : ranges > 1 ? 500 + 2000.0 * merge_steps(items, p.D, threads, ranges)
                                     : 0;
-  ItemKeys keys = item_keys(t, p, bounds);
+  struct { double most, least, mean; } keys{};  // that an item takes, in whole rounds
+  const auto in_rounds = [&](int count) { return double(ceil_div(count, round_keys)) * round_keys; };
+  const auto seen_by = [&](int q) { return bounds.end(q) - bounds.begin(q); };
+  keys.most = keys.least = std::fmax(in_rounds(seen_by(p.Sq - 1)), round_keys);
+  for (int i = 1; i < 32; i += 2) {  // 16 rows
+    const int seen = seen_by(int(i / 32.0 * p.Sq));
+    keys.mean += seen / 16.0;
+    keys.most = std::fmax(keys.most, in_rounds(seen)), keys.least = std::fmin(keys.least, in_rounds(seen));
+  }
+  // An edge of the mask costs half a tile more than is seen, and the time of 64 keys.
+  const int edges = (bounds.to < p.Sk) + (bounds.from > -most_rows), edge_rows = t.skip_masked ? 64 : t.block_m;
+  keys.mean = std::fmin(keys.mean + edges * ((edge_rows + round_keys) / 2.0 + 64), in_rounds(p.Sk));
   const double share = ceil_div(int64_t(keys.most) / round_keys, ranges) * round_keys / keys.most;
   keys = {keys.most * share, keys.least * share, keys.mean * share};
   // Clocks of a key of an item that has its SM for itself. With a mask warpgroups that take turns wait for each other
