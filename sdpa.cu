@@ -1020,7 +1020,7 @@ template <class B, int D = B::head_dim> struct TileCopy {
 
 // ---- barriers ----
 template <class B> __device__ __forceinline__ void slice_sync();  // SPLIT_KV
-// A barrier of the warps that share a slice of the keys, or of the warp alone. `group` is a constant where it is called.
+// A barrier of the warps that share a slice of the keys, or of the warp alone. `group` is a constant of the caller.
 template <class B> __device__ __forceinline__ void group_sync(bool group) {
   if (!group || B::group_threads == 32) {
     __syncwarp();
@@ -1430,6 +1430,10 @@ template <int N> struct StageRing {
     if (++stage == N) stage = 0, parity ^= 1;
   }
 };
+// Initialises an array of mbarriers.
+template <int N> __device__ __forceinline__ void mbarriers_init(uint64_t (&barriers_s)[N], int arrivals) {
+  for (uint64_t& barrier : barriers_s) mbarrier_init(&barrier, arrivals);
+}
 
 // ---- pairs, scales of rows, stale maxima, weights of a merge (wmma, mma, wgmma) ----
 
@@ -1439,17 +1443,6 @@ template <class E> __device__ __forceinline__ uint32_t pack(float low, float hig
   uint32_t word;
   memcpy(&word, e, sizeof word);
   return word;
-}
-
-// mma of elements of that type: 16 of k if they have 16 bits, 32 if they have 8.
-template <class E>
-__device__ __forceinline__ void mma_32_bytes(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
-                                             uint32_t b0, uint32_t b1) {
-  if constexpr (std::is_same_v<E, __nv_fp8_e4m3>) {
-    mma_m16n8k32_e4m3(d0, d1, d2, d3, a, b0, b1);
-  } else {
-    mma_m16n8k16<E>(d0, d1, d2, d3, a, b0, b1);
-  }
 }
 
 // item_scale_log2() of an item. With 16 bits it is a kernel argument, read where it is used, and takes no register.
@@ -1670,13 +1663,6 @@ template <class B> struct MmaQueries {
                               : tile_offset<B>(warp * 16 * M_TILES + lane % 16, lane / 16 * CHUNK<B>)));
     SDPA_UNROLL for (int step = 0; step < KEPT; step++) read(kept[step], step);
   }
-  __device__ void get(uint32_t (&a)[M_TILES][REGISTERS], int step) const {
-    if (step < KEPT) {
-      memcpy(a, kept[step], sizeof a);
-    } else {
-      read(a, step);
-    }
-  }
 };
 
 // S = Q @ K.T   [16 * M_TILES][BLOCK_N] of a warp
@@ -1689,7 +1675,8 @@ __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const M
   clear(S);
   SDPA_UNROLL for (int step = 0; step < B::head_dim / MMA_K<B>; step++) {
     uint32_t q[MmaAccumulator<B, B::block_n>::M_TILES][MmaOperands<B>::REGISTERS];
-    Q.get(q, step);
+    if (step < Q.KEPT) memcpy(q, Q.kept[step], sizeof q);
+    else Q.read(q, step);
     SDPA_UNROLL for (int n = 0; n < B::block_n / 16; n++) {
       uint32_t k[4];
       ldmatrix_x4<false>(k, tile_step<B>(lane_address, 16 * n, MMA_K<B> * step));
@@ -1724,10 +1711,6 @@ template <class B> struct MmaRows {
       }
     }
   }
-  // O += P @ V
-  __device__ void multiply(const Element<B>* V_s, int lane) {
-    SDPA_UNROLL for (int step = 0; step < STEPS; step++) MmaOperands<B>::pv(O, P[step], V_s, step, lane);
-  }
 
   // S = Q @ K.T, with the factors of several heads.
   __device__ void multiply_qk(Scores& S, const MmaQueries<B>& Q, const Element<B>* K_s, int lane) {
@@ -1760,9 +1743,6 @@ template <class B> struct MmaRows {
     scale_rows(O, alpha);
     SDPA_UNROLL for (int step = 0; step < STEPS; step++) pack_step(S, step);
   }
-
-  // Sums l over the lanes of each row.
-  __device__ void finish() { SDPA_UNROLL for (int i = 0; i < ROWS; i++) l[i] = row_sum<Sums::LANES>(l[i]); }
 
   __device__ void store(MmaPartial<B>& partial, int tid) const {
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
@@ -1866,12 +1846,12 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
         done = rows.attend_by_stale_max(Q, K_s, scale_log2, lane);
       }
       if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item, t.mask, s.item.q0, k0, plain, lane);
-      rows.multiply(V_s, lane);
+      SDPA_UNROLL for (int n = 0; n < rows.STEPS; n++) MmaOperands<B>::pv(rows.O, rows.P[n], V_s, n, lane);
     }
     feed.release();
   }
 
-  rows.finish();
+  SDPA_UNROLL for (int i = 0; i < rows.ROWS; i++) rows.l[i] = row_sum<MmaSums<B>::LANES>(rows.l[i]);
   if constexpr (B::pack_gqa && !merges_by_kernel<B>) {
     MmaPacked<B>::store(s, rows, a, group, lane);
   } else {
@@ -2234,17 +2214,24 @@ template <class B> __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::
 }
 
 // P of a tile, rounded, as A operands.
-template <class B> using WgmmaProbabilities = uint32_t[B::block_n / 16][4];
+template <class B> using WgmmaProbabilities = uint32_t[B::block_n * B::element_bytes / STEP_BYTES][4];
+// e4m3: V transposed is [D][keys] in panels of 128 keys, or of 64 where a tile has no more.
+template <class B> constexpr int V_LINE = B::block_n > 64 ? 128 : 64;
 
-// O = P @ V (+ O if accumulate), begun. V [BLOCK_N][D] is that of the descriptor.   [64][D]
+// O = P @ V (+ O if accumulate), begun. V is that of the descriptor: [BLOCK_N][D], or of e4m3 [D][BLOCK_N].   [64][D]
 template <class B>
 __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::d_v>& O, const WgmmaProbabilities<B>& P, uint64_t V,
                                          bool accumulate) {
   hold(O.x.d);
   wgmma_fence();
-  SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
-    wgmma_rs<Element<B>, B::d_v, 1>(O.x.d, P[step], descriptor_at(V, step * 16 * PANEL_BYTES<B::v_bytes>),
-                                    step || accumulate);
+  SDPA_UNROLL for (int step = 0; step < B::block_n * B::element_bytes / STEP_BYTES; step++) {
+    if constexpr (B::multiplies_e4m3) {
+      const uint64_t V_step = descriptor_at(V, panel_step<V_LINE<B>>(step, B::d_v));
+      wgmma_rs<Element<B>, B::d_v, 0>(O.x.d, P[step], V_step, step || accumulate);
+    } else {
+      wgmma_rs<Element<B>, B::d_v, 1>(O.x.d, P[step], descriptor_at(V, step * 16 * PANEL_BYTES<B::v_bytes>),
+                                      step || accumulate);
+    }
   }
   wgmma_commit_group();
 }
@@ -2422,13 +2409,10 @@ template <class B> constexpr bool bias_fits(int q_stages) {
   return q_stages * B::block_m * B::head_dim * 2 + ring + bias + partial <= 224 * 1024;
 }
 template <class B> constexpr bool bias_has_room = B::use_bias != 0 && bias_fits<B>(1);
-template <class B> struct BiasTiles {
-  std::conditional_t<bias_has_room<B>, BiasTile<B>[B::group_warps], Nothing> of_warp;
-};
 
 // Adds the bias to the rows of a warp. That of the next tile comes to shared memory while this one is computed.
 template <class B, bool = bias_has_room<B>> struct BiasOfWarp : BiasInMemory<B> {
-  __device__ void hold(BiasTiles<B>&) {}
+  __device__ void hold(Nothing&) {}
   __device__ void start() {}
   __device__ void load(const KernelArgs&, const Item<B>&, int, int, int) {}
 };
@@ -2437,18 +2421,15 @@ template <class B> struct BiasOfWarp<B, true> {
   Tile* tile;
   int ready = -1;  // the first key of the tile that is there or on its way
 
-  __device__ void hold(BiasTiles<B>& tiles) {
-    tile = &tiles.of_warp[(threadIdx.x - B::producer_threads) / 32 % B::group_warps];
+  __device__ void hold(Tile (&tiles)[B::group_warps]) {
+    tile = &tiles[(threadIdx.x - B::producer_threads) / 32 % B::group_warps];
   }
   __device__ __forceinline__ void start() { ready = -1; }
-  // Of the warp: among the rows of its warpgroup, or with PACK_GQA of the item.
-  __device__ static int first_row() {
-    return int(thread_index_anew() - B::producer_threads) / 32 % (B::pack_gqa ? B::group_warps : 4) * 16;
-  }
   // Copies the bias of the warp's rows of the tile at key k0, if it is not on its way: chunks, or elements at edges.
   __device__ __forceinline__ void load(const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
     if (ready == k0) return;
-    const int row = first_row();
+    // Of the warp: among the rows of its warpgroup, or with PACK_GQA of the item.
+    const int row = int(thread_index_anew() - B::producer_threads) / 32 % (B::pack_gqa ? B::group_warps : 4) * 16;
     // LANES of them take a row; those that are left over take none.
     constexpr int LANES = Tile::CHUNKS < 32 ? Tile::CHUNKS : 32, ROWS = 32 / LANES;
     const int first = first_biased_key(a.p, keys), lane = int(thread_index_anew() % 32), chunk = lane % LANES;
@@ -2559,16 +2540,14 @@ template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
   alignas(1024) E V[B::stages][V_ELEMENTS];                                       // [BLOCK_N][D]
   uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
   std::conditional_t<B::use_lengths, uint64_t, Nothing> last_landed;  // V of a tile in which a sequence ends
-  std::conditional_t<B::use_bias != 0, BiasTiles<B>, Nothing> bias;
+  std::conditional_t<B::use_bias != 0 && bias_has_room<B>, BiasTile<B>[B::group_warps], Nothing> bias;
   __device__ __forceinline__ uint64_t* landed_last() { return reinterpret_cast<uint64_t*>(&last_landed); }
   __device__ __forceinline__ void init_full(int k_arrivals, int v_arrivals) {
-    for (int n = 0; n < B::stages; n++) mbarrier_init(&k_full[n], k_arrivals), mbarrier_init(&v_full[n], v_arrivals);
+    mbarriers_init(k_full, k_arrivals), mbarriers_init(v_full, v_arrivals);
     if constexpr (B::use_lengths) mbarrier_init(&last_landed, 1);
   }
   __device__ __forceinline__ void init_empty() {
-    for (int n = 0; n < B::stages; n++) {
-      mbarrier_init(&k_empty[n], B::group_warps), mbarrier_init(&v_empty[n], B::group_warps);
-    }
+    mbarriers_init(k_empty, B::group_warps), mbarriers_init(v_empty, B::group_warps);
   }
   // A warp that computes calls it: releases stages unread, each once it is full.
   __device__ __forceinline__ void skip(StageRing<B::stages>& ring, int tiles) {
@@ -2631,8 +2610,7 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
     if (B::use_persistent_cta) mbarrier_wait(empty, parity);
     if (issues) {
       s.item[stage] = item;
-      const int rows = B::pack_gqa ? rows_of_item<B>(a) : B::block_m;
-      mbarrier_arrive_expect_tx(full, item.rounds > 0 ? rows * ROW_BYTES<B::qk_bytes> : 0);
+      mbarrier_arrive_expect_tx(full, item.rounds > 0 ? rows_of_item<B>(a) * ROW_BYTES<B::qk_bytes> : 0);
       for (int n = 0; item.rounds > 0 && n < (B::pack_gqa ? 1 : Shared::ROW_GROUPS); n++) {  // 64 rows, or all heads'
         load_rows_of_q<B, Q_PANEL_ROWS<B>>(a, s.queries(stage, n), &tensor_maps<B>(a).q, item, item.q0 + n * 64, full);
       }
@@ -2746,10 +2724,7 @@ template <class B>
 __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& mask, const WgmmaItem<B>& item,
                                                int rounds, int q) {
   if (wgmma_may_pass<B> && (q < 0 || q >= item.query_count(a.p))) return {0, 0};
-  if (!B::skip_masked) return {0, rounds};
-  if constexpr (lists_rounds<B>) {
-    if (item.list) return {0, rounds};
-  }
+  if (!B::skip_masked || has_map<B>(a)) return {0, rounds};
   const int last = item.query_count(a.p) - 1;
   const KeyRange seen = mask.keys.of_rows(min(q, last), min(q + 63, last));
   const int first_key = uniform(item.first_key);
@@ -2781,7 +2756,6 @@ template <class B> struct WgmmaRows {
 
   __device__ __forceinline__ void start() {
     accumulates = false, stale_keys = 0;
-    if constexpr (B::use_bias != 0) bias.start();
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
   }
   __device__ __forceinline__ bool has_mask() const { return !mask.tiles.cover(q, k0); }
@@ -2868,24 +2842,21 @@ template <class B, class Shared> struct WgmmaConsumer {
   using Scores = typename Rows::Scores;
   Shared& s;
   const KernelArgs& a;
-  const int lane, warpgroup, slice, row_group;
-  const uint64_t Q, K, V;  // descriptors of the first stages; of Q of the warpgroup's rows
+  const int lane = int(threadIdx.x - B::producer_threads) % 32;
+  const int warpgroup = uniform(int(threadIdx.x - B::producer_threads) / 128);
+  const int slice = warpgroup / Shared::ROW_GROUPS, row_group = warpgroup % Shared::ROW_GROUPS;
+  // Descriptors of the first stages; of Q of the warpgroup's rows.
+  const uint64_t Q = wgmma_descriptor(uniform(shared_address(s.queries(0, row_group))), 16, PANEL_ATOM<B::qk_bytes>);
+  const uint64_t K = wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B::qk_bytes>);
+  const uint64_t V = wgmma_descriptor(uniform(shared_address(s.slice[slice].V[0])),
+                                      B::multiplies_e4m3 ? 16 : B::block_n * PANEL_BYTES<B::v_bytes>,
+                                      B::multiplies_e4m3 ? 8 * V_LINE<B> : PANEL_ATOM<B::v_bytes>);
   Rows rows;
   StageRing<Shared::Q_STAGES> q_ring;
   StageRing<B::stages> ring;  // where K and V of this tile are
   int last_k0 = 0;            // first key of the last tile
 
-  __device__ WgmmaConsumer(Shared& s_, const KernelArgs& a_, int thread, int v_leading_bytes, int v_stride_bytes)
-      : s(s_),
-        a(a_),
-        lane(thread % 32),
-        warpgroup(uniform(thread / 128)),
-        slice(warpgroup / Shared::ROW_GROUPS),
-        row_group(warpgroup % Shared::ROW_GROUPS),
-        Q(wgmma_descriptor(uniform(shared_address(s.queries(0, row_group))), 16, PANEL_ATOM<B::qk_bytes>)),
-        K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B::qk_bytes>)),
-        V(wgmma_descriptor(uniform(shared_address(s.slice[slice].V[0])), v_leading_bytes, v_stride_bytes)),
-        rows(a_) {
+  __device__ WgmmaConsumer(Shared& s_, const KernelArgs& a_) : s(s_), a(a_), rows(a_) {
     if constexpr (B::use_bias != 0) rows.bias.hold(s.slice[slice].bias);
   }
 
@@ -2917,7 +2888,7 @@ template <class B, class Shared> struct WgmmaConsumer {
         rows.k0 = uniform(first_key_of<B>(item(), rounds_here.end - 1, slice));
         last_k0 = uniform(first_key_of<B>(item(), rounds_here.begin, slice));
         if constexpr (B::use_bias != 0) {
-          rows.walk.start(item(), rounds_here.end - 1);
+          rows.bias.start(), rows.walk.start(item(), rounds_here.end - 1);
           rows.fetch_bias(rows.walk.looks(), rows.k0);
         }
         rows.scale_log2.start(item(), row_group * 64 + int(thread_index_anew() % 128 / 32 * 16 + lane / 4));
@@ -2929,12 +2900,18 @@ template <class B, class Shared> struct WgmmaConsumer {
     } while (B::use_persistent_cta);
     turns.leave();
   }
+  // O += P @ V, begun.   [64][D]
+  __device__ __forceinline__ void begin_pv(const WgmmaProbabilities<B>& P, bool v_is_there) {
+    if (!v_is_there) mbarrier_wait(&s.slice[slice].v_full[ring.stage], ring.parity);
+    wgmma_pv<B>(rows.O, P, descriptor_at(V, ring.stage * int(sizeof s.slice[0].V[0])), rows.accumulates);
+    rows.accumulates = true;
+  }
   // OVERLAP=1: the next scores are begun before P @ V, which goes on beside their softmax. `consumer` does them.
-  template <class Probabilities, class Consumer>
+  template <class Consumer>
   __device__ __forceinline__ void overlapped(Consumer& consumer, const WgmmaTurns<B>& turns) {
     auto& t = s.slice[slice];
     Scores S;
-    Probabilities P;
+    WgmmaProbabilities<B> P;
     int last_stage = 0;  // V of the P @ V before
     const auto end_last_pv = [&] {
       wgmma_wait_group<0>(), hold(rows.O.x.d), hold(S.x.d);  // of S nothing is rounded before
@@ -2954,7 +2931,7 @@ template <class B, class Shared> struct WgmmaConsumer {
       turns.await();
       if (rows.k0 != last_k0) consumer.begin_qk(S, next, k_is_there);
       if constexpr (B::multiplies_e4m3) consumer.flush(/*beside_qk=*/true);
-      consumer.begin_pv(P, v_is_there);
+      begin_pv(P, v_is_there);
       turns.pass_on();
       last_stage = ring.stage, ring = next;
       wgmma_wait_group<1>(), hold(S.x.d);
@@ -2982,7 +2959,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(c
   } else {
     if (Registers::dealt) setmaxnreg_inc<Registers::consumer>();
     wait_then_let_next_kernel_start();
-    typename Kernel::Consumer(s, a, threadIdx.x - B::producer_threads).run();
+    typename Kernel::Consumer(s, a).run();
   }
 }
 
@@ -3005,7 +2982,8 @@ __device__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const WgmmaItem<B>& i
       read_q(of_q, byte);
       if (byte < a.p.D * B::element_bytes) of_k[0] = word(K_row, byte);
       if (byte + 16 < a.p.D * B::element_bytes) of_k[1] = word(K_row, byte + 16);
-      mma_32_bytes<Element<B>>(d[0], d[1], d[2], d[3], of_q, of_k[0], of_k[1]);
+      if constexpr (B::multiplies_e4m3) mma_m16n8k32_e4m3(d[0], d[1], d[2], d[3], of_q, of_k[0], of_k[1]);
+      else mma_m16n8k16<Element<B>>(d[0], d[1], d[2], d[3], of_q, of_k[0], of_k[1]);
     }
     SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) S.x.d[i] = i / 4 == n ? d[i % 4] : S.x.d[i];
   }
@@ -3080,17 +3058,15 @@ template <class B> struct WgmmaShared {
   // Two threads initialise them; a barrier of the CTA must follow.
   __device__ __forceinline__ void init_mbarriers(int warp) {
     if (warp == 1 && threadIdx.x % 32 == 0) {
-      for (uint64_t& full : q_full) mbarrier_init(&full, 1);
+      mbarriers_init(q_full, 1);
       constexpr int arrivals = B::converts_tiles ? converter_warps : 1;
       for (auto& t : slice) t.init_full(arrivals, arrivals);
       if constexpr (B::converts_tiles) landed.init_mbarriers();
       fence_mbarrier_init();
     }
     if (warp == 2 && threadIdx.x % 32 == 0) {
-      for (int stage = 0; stage < Q_STAGES; stage++) {
-        mbarrier_init(&q_empty[stage], 1);
-        for (uint64_t& done : o_done[stage]) mbarrier_init(&done, 4);
-      }
+      mbarriers_init(q_empty, 1);
+      for (auto& of_item : o_done) mbarriers_init(of_item, 4);
       for (auto& t : slice) t.init_empty();
       fence_mbarrier_init();
     }
@@ -3121,14 +3097,6 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
   }
 };
 
-// O of rows without a visible key is 0, whatever V is.   l [ROWS]
-template <class View> __device__ __forceinline__ void clear_empty_rows(View& O, const float (&l)[View::ROWS]) {
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    if (l[i] != 0) continue;
-    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) O.x[i][j] = 0;
-  }
-}
-
 // USE_SOFTCAP: StaleSoftmax of scores that are not capped yet.
 template <class B> struct CappedSoftmax;
 
@@ -3138,9 +3106,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   using Probabilities = WgmmaProbabilities<B>;
   using Softmax = std::conditional_t<B::caps_by_polynomial, CappedSoftmax<B>, StaleSoftmax<B, 2>>;
   using Base::a, Base::s, Base::lane, Base::slice, Base::row_group, Base::rows, Base::ring, Base::q_ring, Base::last_k0;
-
-  __device__ Wgmma16Consumer(WgmmaShared<B>& s_, const KernelArgs& a_, int thread)
-      : Base(s_, a_, thread, B::block_n * PANEL_BYTES<B::v_bytes>, PANEL_ATOM<B::v_bytes>) {}
+  using Base::Base, Base::begin_pv;
 
   // ---- the products ----
 
@@ -3149,17 +3115,6 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     if (!k_is_there) mbarrier_wait(&s.slice[slice].k_full[k_ring.stage], k_ring.parity);
     wgmma_qk<B>(S, descriptor_at(Base::Q, q_ring.stage * int(sizeof s.Q[0])),
                 descriptor_at(Base::K, k_ring.stage * int(sizeof s.slice[0].K[0])));
-  }
-  // O += P @ V, begun.   [64][D]
-  __device__ __forceinline__ void begin_pv(const Probabilities& P, bool v_is_there) {
-    if (!v_is_there) mbarrier_wait(&s.slice[slice].v_full[ring.stage], ring.parity);
-    wgmma_pv<B>(rows.O, P, descriptor_at(Base::V, ring.stage * int(sizeof s.slice[0].V[0])), rows.accumulates);
-    rows.accumulates = true;
-  }
-  // Waits for the P @ V whose V is in that stage, and releases it.
-  __device__ __forceinline__ void end_pv(int stage) {
-    wgmma_wait_group<0>(), hold(rows.O.x.d);
-    arrive_by_warp(&s.slice[slice].v_empty[stage]);
   }
 
   // ---- the softmax: the stale maximum is tried first, the exact one is the fallback ----
@@ -3257,7 +3212,8 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       turns.await();
       begin_pv(P, v_is_there);
       turns.pass_on();
-      end_pv(ring.stage);
+      wgmma_wait_group<0>(), hold(rows.O.x.d);
+      arrive_by_warp(&t.v_empty[ring.stage]);
       ring.advance();
       if (rows.k0 == last_k0) break;
     }
@@ -3281,7 +3237,10 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
     const int first_row = tid / 32 * 16, stage = q_ring.stage;  // of the warp, in its group
     barrier_sync(q_read + Base::warpgroup, 128);                // hazard: Q read by all its warps
-    clear_empty_rows(O, rows.l);
+    SDPA_UNROLL for (int i = 0; i < 2; i++) {  // O of rows without a visible key is 0, whatever V is
+      if (rows.l[i] != 0) continue;
+      SDPA_UNROLL for (int j = 0; j < O.COLS; j++) O.x[i][j] = 0;
+    }
     SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = with_sink<B>(rows.m[i], rows.l[i], a, s.item[stage]);
     float inverse[2];
     SDPA_UNROLL for (int i = 0; i < 2; i++) inverse[i] = inverse_of_sum<B>(rows.l[i], a, s.item[stage]);
@@ -3356,7 +3315,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     const auto compute = [&](const WgmmaTurns<B>& turns) {
       rows.start();
       if constexpr (B::converts_q) make_halves_of_q();
-      if constexpr (B::overlap) Base::template overlapped<Probabilities>(*this, turns);
+      if constexpr (B::overlap) Base::overlapped(*this, turns);
       else serial(turns);
       SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Base::Rows::Sums::LANES>(rows.l[i]);
       if constexpr (B::converts_q) take_scale_of_q_back();
@@ -3385,9 +3344,6 @@ template <class B> struct KernelOf<B, Path::wgmma_roles> {
 //
 // wgmma transposes no bytes, so two producer warps transpose V. It adds in 14 bits, so that O would stop growing after
 // some thousand keys: every FP8_FLUSH tiles O is added to sums in shared memory and begins anew. OVERLAP is always 1.
-
-// V transposed is [D][keys] in panels of 128 keys, or of 64 where a tile has no more.
-template <class B> constexpr int V_LINE = B::block_n > 64 ? 128 : 64;
 
 template <class B> struct E4m3Shared {
   static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta ? 2 : 1;
@@ -3425,15 +3381,13 @@ template <class B> struct E4m3Shared {
   // Two threads do it; a barrier of the CTA must follow.
   __device__ __forceinline__ void init_mbarriers(int warp) {
     if (warp == 1 && threadIdx.x % 32 == 0) {
-      for (uint64_t& full : q_full) mbarrier_init(&full, 1);
+      mbarriers_init(q_full, 1);
       for (auto& t : slice) t.init_full(1, TRANSPOSERS);
-      for (Landed& t : landed) {
-        for (int n = 0; n < B::stages; n++) mbarrier_init(&t.v_full[n], 1), mbarrier_init(&t.v_empty[n], TRANSPOSERS);
-      }
+      for (Landed& t : landed) mbarriers_init(t.v_full, 1), mbarriers_init(t.v_empty, TRANSPOSERS);
       fence_mbarrier_init();
     }
     if (warp == 2 && threadIdx.x % 32 == 0) {
-      for (uint64_t& empty : q_empty) mbarrier_init(&empty, B::num_warps);
+      mbarriers_init(q_empty, B::num_warps);
       for (auto& t : slice) t.init_empty();
       fence_mbarrier_init();
     }
@@ -3511,12 +3465,11 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   using Shared = E4m3Shared<B>;
   using Base = WgmmaConsumer<B, Shared>;
   using Scores = typename Base::Scores;
-  using Probabilities = uint32_t[B::block_n / 32][4];  // A operands
+  using Probabilities = WgmmaProbabilities<B>;
   using Base::a, Base::s, Base::lane, Base::slice, Base::row_group, Base::rows, Base::ring, Base::q_ring, Base::last_k0;
+  using Base::Base, Base::begin_pv;
   uint32_t queries[B::qk_bytes / STEP_BYTES][4];  // Q as A operands, if Q_IN_REGISTERS
   uint32_t tiles = 0;                              // whose P @ V has ended
-
-  __device__ E4m3Consumer(Shared& s_, const KernelArgs& a_, int thread) : Base(s_, a_, thread, 16, 8 * V_LINE<B>) {}
 
   // ---- the products ----
 
@@ -3548,21 +3501,6 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     } else {
       wgmma_qk<B>(S, Base::Q, K_at);
     }
-  }
-  // O += P @ V, begun.   [64][D]
-  __device__ __forceinline__ void begin_pv(const Probabilities& P, bool v_is_there) {
-    if (!v_is_there) mbarrier_wait(&s.slice[slice].v_full[ring.stage], ring.parity);
-    const uint64_t V_at = descriptor_at(Base::V, ring.stage * int(sizeof s.slice[0].V[0]));
-    auto& O = rows.O;
-    hold(O.x.d);
-    wgmma_fence();
-    SDPA_UNROLL for (int step = 0; step < B::block_n / 32; step++) {
-      constexpr int steps = V_LINE<B> / STEP_BYTES;  // of a panel
-      const int bytes = step / steps * B::d_v * V_LINE<B> + step % steps * STEP_BYTES;
-      wgmma_rs<Input, B::d_v, 0>(O.x.d, P[step], descriptor_at(V_at, bytes), step > 0 || rows.accumulates);
-    }
-    wgmma_commit_group();
-    rows.accumulates = true;
   }
 
   // ---- the softmax ----
@@ -3647,7 +3585,9 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     }
   }
   // After FP8_FLUSH tiles, and before the next P @ V, adds O to the sums in shared memory, which have the same maximum.
-  __device__ __forceinline__ void flush_when_due() {
+  // At D=256 that runs beside Q @ K.T. With fewer columns it comes before, since P @ V would wait for it.
+  __device__ __forceinline__ void flush(bool beside_qk) {
+    if (beside_qk != (B::head_dim == 256)) return;
     if (!Shared::FLUSHES || !rows.accumulates || ++tiles % B::fp8_flush != 0) return;
     const bool first = tiles == B::fp8_flush;
     with_flushed([&](float4* place, float* d) {
@@ -3655,11 +3595,6 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       st_shared(place, float4{d[0], d[1], d[2], d[3]});
     });
     rows.accumulates = false;
-  }
-  // O += what was flushed.
-  __device__ __forceinline__ void add_flushed() {
-    if (tiles < B::fp8_flush) return;
-    with_flushed([](float4* place, float* d) { add(d, ld_shared<float4>(place), 1); });
   }
   // Rescales what was flushed, as scale_rows() does O.
   __device__ __forceinline__ void scale_flushed(const float (&alpha)[2]) {
@@ -3672,17 +3607,6 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
 
   // ---- items ----
 
-  // At D=256 a flush runs beside Q @ K.T. With fewer columns it comes before, since P @ V would wait for it.
-  __device__ __forceinline__ void flush(bool beside_qk) {
-    if (beside_qk == (B::head_dim == 256)) flush_when_due();
-  }
-  // Sums O, m and l over the tiles from rows.k0 down to last_k0.
-  __device__ __forceinline__ void sum_keys(const WgmmaTurns<B>& turns) {
-    rows.start(), tiles = 0;
-    Base::template overlapped<Probabilities>(*this, turns);
-    SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Base::Rows::Sums::LANES>(rows.l[i]);
-    add_flushed();
-  }
   // Stores O / l and LSE from registers: a thread has four neighbouring columns.
   __device__ __forceinline__ void store() {
     const Item<B>& item = Base::item();
@@ -3717,7 +3641,11 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       if (!q_stays) release_queries();
     };
     const auto compute = [&](const WgmmaTurns<B>& turns) {
-      sum_keys(turns);
+      rows.start(), tiles = 0;
+      Base::overlapped(*this, turns);
+      SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Base::Rows::Sums::LANES>(rows.l[i]);
+      // O += what was flushed.
+      if (tiles >= B::fp8_flush) with_flushed([](float4* place, float* d) { add(d, ld_shared<float4>(place), 1); });
       if constexpr (B::split_ctas == 1) store();
     };
     Base::run_items(begin, compute, [&] {
@@ -3791,8 +3719,7 @@ template <class B> struct WgmmaColumnsLoader {
     if (!loads_q() || !issues()) return;
     const CUtensorMap* map = &tensor_maps<B>(a).q;
     s.item = item;
-    const int rows = B::pack_gqa ? rows_of_item<B>(a) : B::block_m;
-    mbarrier_arrive_expect_tx(&s.q_full, rows * ROW_BYTES<B::qk_bytes>);
+    mbarrier_arrive_expect_tx(&s.q_full, rows_of_item<B>(a) * ROW_BYTES<B::qk_bytes>);
     hold(map), griddepcontrol_wait();  // as late as possible: the kernel before this one has ended
     load_rows_of_q<B, B::block_m>(a, s.Q, map, item, item.q0, &s.q_full);
   }
@@ -4099,7 +4026,10 @@ template <class B> struct WgmmaColumns {
       clear(O);
       write_m_l();
     }
-    write_o(O);
+    // O of the slice for the other slices, in the place of K, which nobody reads any more.
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      SDPA_UNROLL for (int j = 0; j < O.COLS; j++) st_shared(&mine().O[O.row(i)][O.first_col() + O.col(j)], O.x[i][j]);
+    }
     barrier_sync(1 + B::split_kv, B::warpgroups * 128);  // hazard: partial results written
     store_rows<B>(s.slice, a, item, int(threadIdx.x), s.is_last);
   }
@@ -4112,11 +4042,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_columns(const __grid
   if (!item_of_cta<B>(a).exists()) return;
   if (threadIdx.x == 32) {
     mbarrier_init(&s.q_full, 1);
-    for (auto& t : s.slice) {
-      for (int stage = 0; stage < B::stages; stage++) {
-        mbarrier_init(&t.k_full[stage], 1), mbarrier_init(&t.v_full[stage], 1);
-      }
-    }
+    for (auto& t : s.slice) mbarriers_init(t.k_full, 1), mbarriers_init(t.v_full, 1);
     fence_mbarrier_init();
   }
   prefetch_tensor_maps<B>(a);
@@ -4214,7 +4140,7 @@ template <class B> struct WmmaShared : ScalarShared<B> {
   static constexpr int P16_STRIDE = B::block_n + 8;  // 8 neighbouring rows fall into 8 groups of banks
   alignas(32) Element<B> P16[B::use_wmma_pv ? B::block_m * P16_STRIDE : 1];  // P for wmma, [BLOCK_M][BLOCK_N]
   uint64_t full[B::stages], empty[B::stages];  // mbarriers: tile landed, tile read by all consumers
-  uint32_t drawn;                              // ItemQueue
+  uint32_t drawn;                              // next_item()
 
   __device__ void store_probabilities(const ScalarScores<B>& S) {
     if constexpr (B::use_wmma_pv) {
@@ -4411,27 +4337,16 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   store_sums<B>(O, m, l, a, item);
 }
 
-struct OneItemPerCta {
-  bool done = false;
-  template <class B> __device__ bool next(const KernelArgs& a, uint32_t&, Item<B>& item) {
-    if (done) return false;
-    item = item_of_cta<B>(a);
-    return done = true;
-  }
-};
-
 // Resident CTAs draw item numbers from the workspace's counter, and each one past the end; the last draw clears it.
-struct ItemQueue {
-  template <class B> __device__ bool next(const KernelArgs& a, uint32_t& drawn_s, Item<B>& item) {
-    uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
-    __syncthreads();  // hazard: other warps still read drawn_s and the tiles of the last item
-    if (threadIdx.x == 0) drawn_s = atomicInc(counter, a.work_items + gridDim.x - 1);
-    __syncthreads();  // hazard: drawn_s just written by thread 0
-    if (drawn_s >= a.work_items) return false;
-    item = work_item<B>(a, drawn_s);
-    return true;
-  }
-};
+template <class B> __device__ __forceinline__ bool next_item(const KernelArgs& a, uint32_t& drawn_s, Item<B>& item) {
+  uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
+  __syncthreads();  // hazard: other warps still read drawn_s and the tiles of the last item
+  if (threadIdx.x == 0) drawn_s = atomicInc(counter, a.work_items + gridDim.x - 1);
+  __syncthreads();  // hazard: drawn_s just written by thread 0
+  if (drawn_s >= a.work_items) return false;
+  item = work_item<B>(a, drawn_s);
+  return true;
+}
 
 template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(const __grid_constant__ KernelArgs a) {
   WmmaShared<B>& s = dynamic_shared<WmmaShared<B>>();
@@ -4439,17 +4354,14 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(co
   constexpr int consumers = B::num_warps * 32;
   StageRing<B::stages> ring;
   if constexpr (B::use_warp_specialization) {
-    if (tid == 0) {
-      for (int stage = 0; stage < B::stages; stage++) {
-        mbarrier_init(&s.full[stage], B::producer_threads);
-        mbarrier_init(&s.empty[stage], consumers);
-      }
-    }
+    if (tid == 0) mbarriers_init(s.full, B::producer_threads), mbarriers_init(s.empty, consumers);
     __syncthreads();  // hazard: mbarriers just made by thread 0
   }
 
-  std::conditional_t<B::use_persistent_cta, ItemQueue, OneItemPerCta> scheduler;
-  for (Item<B> item; scheduler.template next<B>(a, s.drawn, item);) {
+  do {
+    Item<B> item;
+    if (!B::use_persistent_cta) item = item_of_cta<B>(a);
+    else if (!next_item<B>(a, s.drawn, item)) break;
     if constexpr (!B::use_warp_specialization) {
       const ItemTiles<B> t(a, item, 0, tid, consumers);
       CopyTogether<B, WmmaShared<B>> feed(s, t);
@@ -4462,7 +4374,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(co
       CopyByProducers<B> feed{s, ring};
       wmma_consume<B>(s, a, item, t, feed);
     }
-  }
+  } while (B::use_persistent_cta);
 }
 
 template <class B> struct KernelOf<B, Path::wmma> {
@@ -4833,14 +4745,11 @@ template <class B> struct alignas(256) RangePartial {
   float2 m_l[B::block_m];
 };
 
-template <class B> __device__ __forceinline__ size_t behind_plan(const KernelArgs& a, size_t bytes) {
-  if constexpr (B::use_lengths) return bytes + plan_bytes(plan_room<B>(a));
-  return bytes;
-}
 // The partial results of all CTAs in the workspace.
 template <class B> __device__ __forceinline__ RangePartial<B>* range_partials(const KernelArgs& a) {
-  unsigned char* const counters = static_cast<unsigned char*>(a.p.workspace);
-  return reinterpret_cast<RangePartial<B>*>(counters + behind_plan<B>(a, range_counter_bytes));
+  unsigned char* partials = static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes;
+  if constexpr (B::use_lengths) partials += plan_bytes(plan_room<B>(a));
+  return reinterpret_cast<RangePartial<B>*>(partials);
 }
 
 // Stores a view's rows of O, m and l in a partial result, by store(place, vector).
@@ -5002,10 +4911,8 @@ template <class B> struct LandedTiles {
   uint64_t k_full[COUNT], k_empty[COUNT], v_full[COUNT], v_empty[COUNT];
 
   __device__ __forceinline__ void init_mbarriers() {
-    for (int n = 0; n < COUNT; n++) {
-      mbarrier_init(&k_full[n], 1), mbarrier_init(&v_full[n], 1);
-      mbarrier_init(&k_empty[n], converter_warps), mbarrier_init(&v_empty[n], converter_warps);
-    }
+    mbarriers_init(k_full, 1), mbarriers_init(v_full, 1);
+    mbarriers_init(k_empty, converter_warps), mbarriers_init(v_empty, converter_warps);
   }
 };
 
