@@ -431,7 +431,7 @@ template <class B, bool = B::use_lengths> struct Item {
 #else
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-#error "sdpa.cu needs sm_80 or newer (cp.async, max.NaN); type -arch=sm_80 or -arch=native"
+#error "these kernels need sm_80 or newer (cp.async, max.NaN); type -arch=sm_80 or -arch=native"
 #endif
 // Dynamic shared memory of the CTA, aligned to 1024 bytes.
 template <class T> __device__ __forceinline__ T& dynamic_shared() {
@@ -470,6 +470,10 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
+}
+// Waits at barrier `id` (1 to 15; 0 is __syncthreads) for `threads` threads in whole warps.
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+  asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 #endif  // SDPA_SIMT
 
@@ -903,7 +907,7 @@ constexpr int mask_rows = B::use_mma_sync                              ? B::bloc
 template <class B>
 constexpr bool merges_by_kernel = B::split_ctas != 1 && !B::swap_ab &&
                                   !(B::use_mma_sync && B::pack_gqa && B::split_kv > 1);
-// What the launch needs to know of a kernel: `Shared`, its shared memory, and `entry`. Each chapter ends with its own.
+// KernelOf has what the launch needs of a kernel: `Shared`, its shared memory, and `entry`. Each chapter ends with one.
 template <class B, Path = path<B>> struct KernelOf;
 template <class B> constexpr size_t shared_bytes = sizeof(typename KernelOf<B>::Shared);
 
@@ -1019,13 +1023,14 @@ template <class B, int D = B::head_dim> struct TileCopy {
 };
 
 // ---- barriers ----
-template <class B> __device__ __forceinline__ void slice_sync();  // SPLIT_KV
 // A barrier of the warps that share a slice of the keys, or of the warp alone. `group` is a constant of the caller.
 template <class B> __device__ __forceinline__ void group_sync(bool group) {
   if (!group || B::group_threads == 32) {
     __syncwarp();
   } else if constexpr (B::split_kv > 1) {
-    slice_sync<B>();
+    SDPA_UNROLL for (int slice = 0; slice < B::split_kv; slice++) {  // a barrier's number is an immediate operand
+      if (int(threadIdx.x / B::group_threads) == slice) barrier_sync(1 + slice, B::group_threads);
+    }
   } else {
     __syncthreads();
   }
@@ -1185,10 +1190,6 @@ __device__ __forceinline__ uint32_t sub_f16x2(uint32_t a, uint32_t b) {
   uint32_t difference;
   asm("sub.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
   return difference;
-}
-// Waits at barrier `id` (1 to 15; 0 is __syncthreads) for `threads` threads in whole warps.
-__device__ __forceinline__ void barrier_sync(int id, int threads) {
-  asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 // Waits as barrier_sync() does; true if `vote` is true in all threads.
 __device__ __forceinline__ bool barrier_and(int id, int threads, bool vote) {
@@ -1548,12 +1549,6 @@ struct MmaAccumulator : QuadRuns<B::block_m / B::group_warps / 8, WIDTH, 2> {  /
 template <class B> using MmaSums = MmaAccumulator<B, B::d_v>;            // O
 template <class B> using MmaStepOfP = uint32_t[MmaSums<B>::M_TILES][4];  // P of a step's keys, as A operands
 
-template <class B> __device__ __forceinline__ void slice_sync() {
-  SDPA_UNROLL for (int group = 0; group < B::split_kv; group++) {  // a barrier's number is an immediate operand
-    if (int(threadIdx.x / B::group_threads) == group) barrier_sync(1 + group, B::group_threads);
-  }
-}
-
 // The address of (row + r, col + c) of a tile from `origin`, that of (row, col). r is a multiple of 8, c shares no bit
 // with col: the swizzle is an XOR of the column's low bits, and so is this step. High bits may be added, by an
 // immediate: at D=256 that saves registers, but at D=128 the few XORed addresses would stay in registers and spill.
@@ -1607,7 +1602,7 @@ __device__ __forceinline__ void multiply_columns(View& T, int n,
 
 // A step takes 32 bytes of each row of A and of each column of B.
 template <class B> constexpr int MMA_K = 2 * CHUNK<B>;
-// Operands of 16 bits in a step; section 5f has the same for e4m3.
+// Operands of 16 bits in a step. Those of DTYPE=FP8_E4M3 and KV_DTYPE are in section 5f.
 template <class B> struct MmaHalves {
   static constexpr int REGISTERS = 4;  // of A, in a step of 16 rows
   static constexpr int KEYS = 16;      // of P, in a step
@@ -1768,7 +1763,7 @@ template <class B> struct MmaRows {
   }
 };
 
-// A warp's rows in the runs in which they are stored: those of P @ V (with 8-bit V 4 columns), or 8 where 32 divides D.
+// A warp's rows in the runs in which they are stored: those of P @ V, or 8 where 32 divides D; of 8-bit V 4.
 template <class B>
 using MmaRuns = QuadRuns<MmaSums<B>::ROWS, B::d_v, sizeof(Element<B>) == 1 ? 4 : B::d_v % 32 ? 2 : 8>;
 
@@ -5738,7 +5733,7 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
     const char* const why = cudaGetErrorString(error);
     return failure(error, "this GPU cannot run this build (%zu bytes of shared memory a CTA): %s", most, why);
   }
-  if (error != cudaSuccess) return cuda_failure(error, "an earlier call or kernel of this process");
+  if (error != cudaSuccess) return cuda_failure(error, "preparing the launch, or work of this process before it,");
   cudaLaunchConfig_t launch{dim3(ctas), dim3(B::threads), bytes, stream, nullptr, 0};
   if (B::use_persistent_cta) {
     int ctas_per_sm = 0;
@@ -5772,7 +5767,7 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
   return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, "launching the kernel");
 }
 
-float log2_scale(const SdpaParams& p) {  // scale * log2(e), times the units of 8-bit elements
+float log2_scale(const SdpaParams& p) {  // scale * log2(e). DTYPE=U8: times its units
   const double unit = 1.4426950408889634 * element_unit<Build> * element_unit<Build>;
   return float((p.scale == 0 ? 1 / std::sqrt(double(p.D)) : double(p.scale)) * unit);
 }
@@ -5981,7 +5976,8 @@ SdpaStatus check_params(SdpaParams& p) {
   if (p.Dv == 0) p.Dv = p.D;
   constexpr int D = Build::head_dim, Dv = Build::d_v, by = Build::vec_width;
   if (is_wgmma ? p.D <= 0 || p.D > D || p.D % by || p.Dv <= 0 || p.Dv > Dv || p.Dv % by : p.D != D || p.Dv != Dv) {
-    return failure(refused, "D=%d, Dv=%d, but HEAD_DIM=%d, %d (wgmma: or less by VEC_WIDTH)", p.D, p.Dv, D, Dv);
+    return failure(refused, is_wgmma ? "D=%d, Dv=%d: this build takes 1 to %d and 1 to %d, in multiples of VEC_WIDTH"
+                                     : "D=%d, Dv=%d: this build takes HEAD_DIM=%d and %d", p.D, p.Dv, D, Dv);
   }
   if (p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv)) return failure(refused, "Hq=%d is not a multiple of Hkv=%d", p.Hq, p.Hkv);
   if (!(p.scale >= 0 && log2_scale(p) < INFINITY)) {
@@ -6045,7 +6041,7 @@ constexpr bool is_one_of(std::string_view value, std::string_view values) {  // 
 #define SDPA_LEGAL(name, fallback, member, values, families, meaning) \
   SDPA_NEW_LINE                                                       \
   SDPA_REFUSE(!is_one_of(name##_text, values),                        \
-              #name ": not a legal value; it takes one of: " values ". Type " #name "=" #fallback);
+              #name ": not a legal value; it takes one of: " values " (default " #fallback ")");
 SDPA_KNOBS(SDPA_LEGAL)
 #define SDPA_FAMILIES(name, fallback, member, values, families, meaning)                                      \
   SDPA_NEW_LINE                                                                                               \

@@ -651,8 +651,7 @@ TEST_CASE("errors") {
   const char* const set_attribute = "cudaFuncSetAttribute";
   CHECK(begins(failing(set_attribute, cudaErrorInvalidValue), "this GPU cannot run this build ("));
   CHECK(cudaPeekAtLastError() == cudaSuccess);
-  CHECK(
-      begins(failing(set_attribute, cudaErrorLaunchFailure), "an earlier call or kernel of this"));
+  CHECK(begins(failing(set_attribute, cudaErrorLaunchFailure), "preparing the launch, or work of this process before it"));
   CHECK(begins(failing("cudaLaunchKernelEx", cudaErrorInvalidConfiguration),
                Build::use_lengths ? "launching the plan failed" : "launching the kernel failed"));
   CHECK(cudaPeekAtLastError() == cudaSuccess);

@@ -123,7 +123,7 @@ def test_run_all_names_them_too_and_builds_the_good_lines(built):
     assert "lines checked on the CPU backend, " in err
     assert err.count("bad.txt:23") == 1, "a knob given four times is told more than once"
     assert "static_assert" not in err and "static assertion" not in err, "a refusal comes with the compiler's words"
-    assert ("bad.txt:13: sdpa_illegal does not compile: HEAD_DIM: not a legal value; it takes one of: 32..256. Type HEAD_DIM=64"
+    assert ("bad.txt:13: sdpa_illegal does not compile: HEAD_DIM: not a legal value; it takes one of: 32..256 (default 64)"
             in err)
     header, *rows = list(csv.reader(out.splitlines()))
     assert ",".join(header) + "\n" == run(folder / "build-cpu" / "sdpa_good1", "--header")[1]

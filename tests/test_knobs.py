@@ -66,7 +66,7 @@ def test_accepted(knobs):
 
 
 @pytest.mark.parametrize("knobs,sentence", [
-    ("HEAD_DIM=24", "HEAD_DIM: not a legal value; it takes one of: 32..256. Type HEAD_DIM=64"),
+    ("HEAD_DIM=24", "HEAD_DIM: not a legal value; it takes one of: 32..256 (default 64)"),
     ("HEAD_DIM=128 HEAD_DIM_V=128", "V and O have that D anyway; drop HEAD_DIM_V"),
     ("HEAD_DIM=40", "kernels take 32 to 256 by 16, mma.sync of e4m3 by 32; type HEAD_DIM=64"),
     ("USE_MMA_SYNC=1 BLOCK_M=64 DTYPE=FP8_E4M3 HEAD_DIM=80", "mma.sync of e4m3 by 32"),
@@ -81,14 +81,14 @@ def test_accepted(knobs):
     ("@wgmma BLOCK_M=64 HEAD_DIM=256 BLOCK_N=256 USE_LENGTHS=1 USE_PAGES=1", "there may be more than 32 in this tile; type a smaller BLOCK_N"),
     ("HEAD_DIM", "HEAD_DIM: not a legal value"),
     ("HEAD_DIM=", "HEAD_DIM: not a legal value"),
-    ("DTYPE=FP32", "DTYPE: not a legal value; it takes one of: FP16 BF16 FP8_E4M3 U8. Type DTYPE=FP16"),
+    ("DTYPE=FP32", "DTYPE: not a legal value; it takes one of: FP16 BF16 FP8_E4M3 U8 (default FP16)"),
     ("OUT_DTYPE=FP16", "O has that type anyway; drop OUT_DTYPE"),
     ("DTYPE=U8 OUT_DTYPE=FP16", "O has that type anyway; drop OUT_DTYPE"),
     ("USE_MMA_SYNC=1 BLOCK_M=64 FP16_ACC=QK", "FP16_ACC: only kernels of these families have it: wmma; drop it"),
     ("@wmma DTYPE=BF16 FP16_ACC=QK", "FP16_ACC: only the wmma kernel with DTYPE=FP16"),
     ("USE_WMMA=1 BLOCK_M=64 FP16_ACC=PV", "FP16_ACC=PV: P @ V is on the FMA pipes; add USE_WMMA_PV=1"),
-    ("USE_FAST_EXP=ON", "USE_FAST_EXP: not a legal value; it takes one of: 0 1. Type USE_FAST_EXP=0"),
-    ("NUM_WARPS=17", "NUM_WARPS: not a legal value; it takes one of: 1..16. Type NUM_WARPS=4"),
+    ("USE_FAST_EXP=ON", "USE_FAST_EXP: not a legal value; it takes one of: 0 1 (default 0)"),
+    ("NUM_WARPS=17", "NUM_WARPS: not a legal value; it takes one of: 1..16 (default 4)"),
     ("SYNC_POLICY=3", "SYNC_POLICY: not a legal value; it takes one of: 5 2 1 0"),
     ("VEC_WIDTH=3", "VEC_WIDTH: not a legal value; it takes one of: 1 2 4 8 16"),
     ("STAGES=5", "STAGES: not a legal value; it takes one of: 1..4"),

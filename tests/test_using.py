@@ -12,6 +12,7 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [os.path.join(ROOT, "bindings"), os.path.join(ROOT, "tools")]
 import builds  # noqa: E402
+import tool  # noqa: E402
 
 TEXT = builds.Tree().read("docs/USING.md")
 
@@ -54,6 +55,35 @@ def test_the_cpp_example(name, tmp_path):
     for program in ("outer/example", "./a.out"):
         done = run([program])
         assert (done.returncode, done.stdout) == (0, "O is right\n"), done.stdout + done.stderr
+
+
+EXTENSION = """
+import torch
+import torch.nn.functional as F
+from torch.utils.cpp_extension import load
+own = load("my_attention", ["my_attention.cu"], build_directory=".")
+q, k = (torch.randn(2, 99, heads, 64, dtype=torch.bfloat16, device="cuda" if torch.cuda.is_available() else "cpu").transpose(1, 2)
+        for heads in (8, 2))
+try:
+    o = own.attention(q, k, k, True)
+    assert (o - F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)).abs().max() < 0.02
+except RuntimeError as error:
+    assert not q.is_cuda and "want bf16 [B,H,S,D] on the GPU" in str(error), error
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not builds.nvcc() or not shutil.which("ninja"), reason="nvcc or ninja is missing")
+def test_the_extension_of_an_extract(tmp_path):
+    pytest.importorskip("torch")
+    name, word = re.search(r"extract (mma_lazy) (DTYPE=BF16) > mma_lazy.cu", TEXT).groups()
+    code, own, trouble = tool.run("extract", name, word)
+    assert code == 0, trouble
+    (tmp_path / "mma_lazy.cu").write_text(own)
+    (tmp_path / "my_attention.cu").write_text(next(one for one in blocks("Paste it", "cpp") if "PYBIND11_MODULE" in one))
+    done = subprocess.run([sys.executable, "-c", EXTENSION], cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, "TORCH_CUDA_ARCH_LIST": "8.0+PTX", "MAX_JOBS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.long

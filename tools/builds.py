@@ -339,7 +339,12 @@ def config_line(tree, name, typed):
 
 def nearest(name, names):
     """A question that names what is spelt most like it; "" if nothing is."""
-    return "".join(f"did you mean {near}?" for near in difflib.get_close_matches(name, names, 1, 0.7))
+    by_letters = {one.lower(): one for one in names}
+    return "".join(f"did you mean {by_letters[near]}?" for near in difflib.get_close_matches(name.lower(), by_letters, 1, 0.7))
+
+
+def no_knob(knob, names, place=""):
+    return f"no knob is called {knob}{place}; {nearest(knob, names) or 'the knobs are ' + ' '.join(names)}"
 
 
 def lines_named(pattern, option="--only"):
@@ -360,8 +365,7 @@ def change_line(line, word):
     if knob in ("expect", "arch") or not re.fullmatch(r"[A-Za-z_]\w*=[A-Za-z0-9_]+", word):
         raise Refused(f"{word} is no knob")
     if knob not in line.tree.knobs():
-        hint = nearest(knob, line.tree.knobs()) or f"the knobs are {' '.join(line.tree.knobs())}"
-        raise Refused(f"{word}: no knob is called {knob} in {line.tree}; {hint}")
+        raise Refused(f"{word}: {no_knob(knob, line.tree.knobs(), f' in {line.tree}')}")
     if isinstance(line, Cublas) and knob not in ("DTYPE", "HEAD_DIM"):
         raise Refused(f"{word}: of the knobs cublas has DTYPE and HEAD_DIM")
     return type(line)(line.tree, line.name, tuple(changed(line.changes, [word])))

@@ -142,9 +142,9 @@ def extract(name, namespace="", given=(), is_program=False):
     line, source, knobs = builds.config_line(tree, name, name), tree.read("sdpa.cu"), tree.knob_rows()
     if "expect=FAIL" in line.words:
         say(f"extract: {name} is marked expect=FAIL: it is there to be found wrong")
-    unknown = [word.split("=")[0] for word in given if word.split("=")[0] not in knobs]
-    if unknown:
-        raise Refused(f"no knob is called {unknown[0]}")
+    for knob in [word.split("=")[0] for word in given]:
+        if knob not in knobs:
+            raise Refused(builds.no_knob(knob, knobs))
     typed = [word for word in line.words if word.split("=")[0] not in [one.split("=")[0] for one in given]] + [*given]
     rows, sizes, space = rows_of(tree, name, knobs, typed), {knobs[knob].member for knob in SIZES}, namespace or name
     builds_of = [rows[row] for row in rows if row >= 0] or [rows[-1]]
@@ -247,6 +247,8 @@ def main():
     options = cli.parse_options(__doc__, cli.MOST)
     given = [word for word in options.words if "=" in word]
     names = [word for word in options.words if "=" not in word]
+    for knob in {*names} & {*builds.Tree().knobs()}:
+        raise Refused(f"{knob} has no value: write {knob}=VALUE")
     if len(names) != 1:
         raise Refused(f"one line, not {' and '.join(names)}" if names else "which line?")
     if options.namespace and not re.fullmatch(r"[A-Za-z_]\w*", options.namespace):
