@@ -907,7 +907,7 @@ constexpr int mask_rows = B::use_mma_sync                              ? B::bloc
 template <class B>
 constexpr bool merges_by_kernel = B::split_ctas != 1 && !B::swap_ab &&
                                   !(B::use_mma_sync && B::pack_gqa && B::split_kv > 1);
-// KernelOf has what the launch needs of a kernel: `Shared`, its shared memory, and `entry`. Each chapter ends with one.
+// KernelOf, which ends each chapter, has what the launch needs of a kernel: `Shared`, its shared memory, and `entry`.
 template <class B, Path = path<B>> struct KernelOf;
 template <class B> constexpr size_t shared_bytes = sizeof(typename KernelOf<B>::Shared);
 
@@ -1074,9 +1074,8 @@ template <class B> struct ItemTiles {
     const TileCopy<B, B::d_q> share(tid, nthreads);
     const int q = item.q0 + first_row;
     const Query<B>* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + item.q_row(q) * p.q.row;
-    const auto* const row_g = reinterpret_cast<const Input*>(Q_g + share.row * p.q.row);
-    share.template copy<ROWS>(Q_s, row_g + share.col, (B::mixes_types ? 2 : 1) * p.q.row,
-                              item.query_count(p) - q - share.row);
+    share.template copy<ROWS>(Q_s, reinterpret_cast<const Input*>(Q_g + share.row * p.q.row) + share.col,
+                              (B::mixes_types ? 2 : 1) * p.q.row, item.query_count(p) - q - share.row);
   }
   // Copies the next tile of K and V, at key k0, into its stage; past the end nothing.
   template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
@@ -2213,7 +2212,7 @@ template <class B> using WgmmaProbabilities = uint32_t[B::block_n * B::element_b
 // e4m3: V transposed is [D][keys] in panels of 128 keys, or of 64 where a tile has no more.
 template <class B> constexpr int V_LINE = B::block_n > 64 ? 128 : 64;
 
-// O = P @ V (+ O if accumulate), begun. V is that of the descriptor: [BLOCK_N][D], or of e4m3 [D][BLOCK_N].   [64][D]
+// O = P @ V (+ O if accumulate), begun. V [BLOCK_N][D] is the descriptor's. DTYPE=FP8_E4M3: [D][BLOCK_N].   [64][D]
 template <class B>
 __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::d_v>& O, const WgmmaProbabilities<B>& P, uint64_t V,
                                          bool accumulate) {
@@ -5486,7 +5485,7 @@ struct TensorView {  // Q, K, V or O
 };
 
 std::array<TensorView, 4> tensors_of(SdpaParams& p) {
-  // Packed sequences are one batch.
+  // USE_LENGTHS: packed sequences are one batch.
   const int of_q = Build::use_lengths && p.q_starts ? min(p.B, 1) : p.B, rows = Build::use_pages ? p.page_size : p.Sk;
   const int of_k = Build::use_pages ? p.pages : Build::use_lengths && p.k_starts ? min(p.B, 1) : p.B;
   const auto view = [](const char* name, auto* data, Strides& s, int B, int H, int S) {

@@ -274,7 +274,8 @@ class Folding:
         if kind == "binary_expression" and self.source(field("operator")) in NEUTRAL:
             sides = field("left"), field("right")
             for side, other, neutral in zip(sides, sides[::-1], NEUTRAL[self.source(field("operator"))]):
-                if repr(self.value(side)) == neutral:
+                is_number = neutral.isdigit()  # sums of sizes stay as they are written
+                if repr(self.value(side)) == neutral and not (is_number and descendants(side, "binary_expression")):
                     is_whole = other.type == "parenthesized_expression" and node.parent.type in WHOLE
                     text = self.emit(other)  # perhaps without its brackets
                     return text[1:-1] if is_whole and text[0] == "(" else text
