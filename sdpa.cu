@@ -5535,7 +5535,8 @@ constexpr double sole_rate = 0.75;
 // last CTA (fitted to an H200). None is longer than most_keys_at_once where 256 ranges suffice.
 int ranges_of(const SdpaParams& p, const Items& items, bool by_kernel, int round_keys, int threads, int resident,
               int sms) {
-  const int keys = max(most_visible_keys(p), 1), rounds = int(ceil_div(keys, round_keys));
+  const int64_t keys = max(most_visible_keys(p), 1);  // 64 bits: sizes are not checked before this is asked
+  const int rounds = int(ceil_div(keys, round_keys));
   const double round_kb = round_keys * p.D * sizeof(Input) / 512.0;  // K and V
   if (p.batch_invariant) {
     const int tiles = ceil_div(p.Sq, items.queries), parts = sms / max(p.Hq / items.heads, 1);
@@ -5798,8 +5799,9 @@ template <class B> Grid grid_of(const SdpaParams& p, const Items& items) {
   const double l2_bytes = device_attribute(cudaDevAttrL2CacheSize, 60 << 20);
   // Parts are alike, and each takes about 32 of 60 MB.
   const double kv_heads = double(p.B) * p.Hkv, parts = std::ceil(kv_heads * kv_bytes / (l2_bytes * 8 / 15));
-  grid.heads_in_l2 = uint32_t(std::fmax(1, std::ceil(kv_heads / std::fmax(parts, 1)) * (p.Hq / p.Hkv / items.heads)));
-  grid.items_in_l2 = Divisor(grid.heads_in_l2 * q_blocks);
+  const double heads = std::fmax(1, std::ceil(kv_heads / std::fmax(parts, 1)) * (p.Hq / p.Hkv / items.heads));
+  grid.heads_in_l2 = uint32_t(std::fmin(heads, most_rows));  // USE_LENGTHS, which does not read it, has more
+  grid.items_in_l2 = Divisor(uint32_t(std::fmin(double(grid.heads_in_l2) * q_blocks, 0x7fffffff)));
   return grid;
 }
 
@@ -5936,9 +5938,8 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
 
 // Strides of dimensions of size 1 may hold anything, as in PyTorch. They become 0, so that no address depends on them.
 SdpaStatus check_tensors(SdpaParams& p) {
-  constexpr int vec = Build::vec_width;
   for (const TensorView& t : tensors_of(p)) {
-    const int alignment = min(vec * t.element_bytes, 16);
+    const int vec = min(Build::vec_width, 16 / t.element_bytes), alignment = vec * t.element_bytes;
     const bool has_rows = t.dims[0].size > 0;
     if (has_rows && !t.data) return failure(refused, "%s is a null pointer", t.name);
     if (has_rows && reinterpret_cast<uintptr_t>(t.data) % alignment) {

@@ -48,6 +48,8 @@ def builds_of(words):
     for gpu, dtype, (D, Dv), features in itertools.product(*kinds.values()):
         try:
             named = {name for i, name in enumerate(OPTIONS) if features >> i & 1}
+            if named >= {"bias", "mask"}:
+                raise sdpa.Unavailable("a build has a bias or a mask, as a call has")
             if named & {"bias", "mask"} and ("kv8" in named or dtype == sdpa.torch.float8_e4m3fn):
                 raise sdpa.Unavailable("a bias goes with k and v of 16 bits alone")
             builds.append(sdpa.build_of(*sdpa.line_with(gpu, dtype, D, Dv, features)))
@@ -60,6 +62,8 @@ def build(words):
     jobs = os.cpu_count()
     if "--jobs" in words[:-1]:
         at = words.index("--jobs")
+        if not re.fullmatch("[1-9][0-9]*", words[at + 1]):
+            raise SystemExit(f"sdpa: --jobs {words[at + 1]}: want a whole number from 1")
         jobs = int(words[at + 1])
         del words[at:at + 2]
     builds = dict.fromkeys([sdpa.build_of_glue(), *builds_of(words)])

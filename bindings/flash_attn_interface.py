@@ -11,6 +11,8 @@ import pytorch as sdpa
 
 APPEND = torch.ops.sdpa.append.default  # writes k and v behind the keys of the caches, and returns the new lengths
 
+MOST_KEYS = 10**9  # that sdpa's kernels take; a window of more is none
+
 # Arguments of FlashAttention-2 and -3 that the kernels do not know, and what to do instead.
 UNKNOWN = {
     **dict.fromkeys(("rotary_cos", "rotary_sin"), "rotate q and k before the call"),
@@ -40,7 +42,7 @@ def check_pages(function, k_cache, other, name):
 def attend(function, q, k, v, scale, causal, window_size, softcap, q_descale, k_descale, v_descale, sinks,
            q_starts=None, k_starts=None, k_lengths=None, page_table=None, most_keys=0, q_lengths=None):
     """O and LSE of attention(), in FlashAttention's shapes."""
-    left, right = (None if keys is None or keys < 0 else int(keys) for keys in window_size)
+    left, right = (None if keys is None or keys < 0 else min(int(keys), MOST_KEYS) for keys in window_size)
     if causal or (right == 0 and left is None):
         causal, right = "br", None if left is None else 0
     window = (None, None) if left is None and right is None else (left, right, "br")
@@ -75,6 +77,21 @@ def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descal
     out, lse = attend("flash_attn_func", q, k, v, softmax_scale, causal, window_size, softcap, q_descale, k_descale,
                       v_descale, learnable_sink)
     return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_qkvpacked_func(qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None,
+                              window_size=(-1, -1), attention_chunk=0, softcap=0.0, deterministic=False,
+                              num_heads_q=None, sm_margin=0, return_attn_probs=False, **others):
+    """flash_attn_func() of qkv [B,S,3,H,D], or of [B,S,Hq + 2 * Hkv,D] with num_heads_q."""
+    if qkv.dim() == 5 and qkv.shape[2] == 3:
+        q, k, v = qkv.unbind(2)
+    elif qkv.dim() == 4 and num_heads_q is not None and 0 < num_heads_q < qkv.shape[2] and (qkv.shape[2] - num_heads_q) % 2 == 0:
+        q, k, v = qkv.split([num_heads_q, *[(qkv.shape[2] - num_heads_q) // 2] * 2], 2)
+    else:
+        raise ValueError(f"flash_attn_qkvpacked_func: qkv is {list(qkv.shape)}; want [B,S,3,H,D], or [B,S,Hq + 2 * Hkv,D] and "
+                         "num_heads_q")
+    return flash_attn_func(q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk,
+                           softcap, deterministic=deterministic, sm_margin=sm_margin, return_attn_probs=return_attn_probs, **others)
 
 
 def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None,

@@ -647,7 +647,8 @@ static Tensor attend(const Call& call, Tensor& o) {
     if (*starts) B = p.B = int((*starts)->numel() - 1);
   }
   TORCH_CHECK(!page_table || (page_table->scalar_type() == at::kInt && page_table->device() == q.device() &&
-                              page_table->dim() == 2 && page_table->size(0) == B && page_table->stride(1) == 1 &&
+                              page_table->dim() == 2 && page_table->size(0) == B &&
+                              (page_table->stride(1) == 1 || page_table->size(1) == 1) &&
                               k.size(2) % 16 == 0 && !k_starts && page_table->size(1) * k.size(2) <= 1000000000),
               "sdpa.attention: page_table is not an int32 tensor [", B,
               ",pages of a sequence] beside q, without k_starts, of pages of a multiple of 16 keys");
@@ -658,7 +659,7 @@ static Tensor attend(const Call& call, Tensor& o) {
     TORCH_CHECK(packed.size(0) == (packs ? 1 : B), "sdpa.attention: q or k has a batch of ", packed.size(0), ", not ",
                 packs ? 1 : B);
     TORCH_CHECK(!x || (x->scalar_type() == at::kInt && x->device() == q.device() && x->is_contiguous() &&
-                       x->dim() == 1 && x->size(0) == length && B > 0),
+                       x->dim() == 1 && x->size(0) == length && (B > 0 || q.numel() == 0)),
                 "sdpa.attention: ", name, " is not a contiguous int32 tensor [", length, "] beside q");
     return x ? x->const_data_ptr<int>() : nullptr;
   };

@@ -37,6 +37,8 @@ class Unavailable(RuntimeError):
 def widths(capability, D, Dv=0):
     """HEAD_DIM and HEAD_DIM_V of the build that takes a problem of D and Dv: on sm_90 the next of those that have tuned tiles."""
     Dv = Dv or D
+    if min(D, Dv) < 8 or max(D, Dv) > 256 or D % 8 or Dv % 8:
+        raise Unavailable(f"there is no line for D={D}, Dv={Dv}: both are multiples of 8 from 8 to 256")
     if capability[0] != 9:
         if D % 16 or Dv % 16 or min(D, Dv) < 32:
             raise Unavailable(f"there is no line for D={D}, Dv={Dv} but on sm_90; here both are multiples of 16 from 32 on")
@@ -79,7 +81,7 @@ def digest(*parts):
 def built(what, sources, *options):
     """The path of a shared library that nvcc makes of the first source, which includes the others; from the cache if
     there. Its name has a digest of all that it is made of, and one of nvcc's version, so that it is found without nvcc too."""
-    folder = pathlib.Path(os.environ.get("SDPA_CACHE") or os.path.expanduser("~/.cache/sdpa"))
+    folder = pathlib.Path(os.environ.get("SDPA_CACHE") or "~/.cache/sdpa").expanduser().absolute()  # nvcc runs elsewhere
     texts = [pathlib.Path(ROOT, path).read_bytes() for path in sources]
     own = [os.fsencode(x) for x in options if x[:2] not in ("-I", "-L")]  # wherever PyTorch is
     name = f"{what}-{digest(*texts, *own)}"

@@ -2,7 +2,7 @@
    Build:  cmake --build build --target sdpa_NAME_lib    (build/libsdpa_NAME_lib.so), or by hand with the line's knobs
            nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -DKNOB=VALUE ... -shared -Xcompiler -fPIC \
                 bindings/library.cu -o libattention.so
-   Every library has the same four names. A program that needs two lines opens each by dlopen(path, RTLD_LOCAL).
+   Every library has the same six names. A program that needs two lines opens each by dlopen(path, RTLD_LOCAL).
    docs/USING.md has examples that run. */
 #ifndef SDPA_H
 #define SDPA_H
@@ -12,6 +12,9 @@
 
 #ifdef __cplusplus
 extern "C" {
+#endif
+#ifdef __GNUC__ /* also where a project hides its symbols */
+#pragma GCC visibility push(default)
 #endif
 
 typedef struct SdpaStrides { /* in elements; the D elements of a row are contiguous */
@@ -90,6 +93,9 @@ int sdpa_library_map_bias(const SdpaParams* p, struct CUstream_st* stream, char*
    ended by 0; text may be null). */
 int sdpa_library_forward(const SdpaParams* p, struct CUstream_st* stream, char* text, size_t text_bytes);
 
+#ifdef __GNUC__
+#pragma GCC visibility pop
+#endif
 #ifdef __cplusplus
 }
 #endif

@@ -157,6 +157,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
     for name, given in [("dropout", dropout or None), *others.items()]:
         if name not in IGNORED and given is not None and given is not False:
             raise ValueError(f"sdpa: the kernels cannot honour {name} of {type(module).__name__}; take 'eager' attention for it")
+    query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
     (B, Hq, Sq, _), (_, Hkv, Sk, _) = query.shape, key.shape
     bias, dtype = position_bias, getattr(attention_mask, "dtype", torch.int32)
     if dtype == torch.bool or dtype.is_floating_point:
@@ -167,7 +168,10 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
             bias = bias.masked_fill(~attention_mask, -torch.inf) if dtype == torch.bool else bias + attention_mask
     elif attention_mask is None:  # no one has asked for a mask
         form, right = "plain", None
-        causal = Sq > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        if Sq > 1 and is_causal is None and getattr(module, "is_causal", True):  # 'sdpa' and 'eager' take that in two ways
+            raise ValueError(f"sdpa: {type(module).__name__} has is_causal and no attention_mask, which does not say what its queries "
+                             "see; pass is_causal, or take 'eager' attention for it")
+        causal = Sq > 1 and bool(is_causal)
         left = sliding_window - 1 if sliding_window else None
         if (causal and Sq != Sk) or (sliding_window and not causal):
             raise ValueError(f"sdpa: attention_mask is None, which does not say what {Sq} queries see of {Sk} keys")
@@ -187,10 +191,10 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
         raise ValueError("sdpa: cu_seq_lens_q is given beside padding, tokens in a cache or cross attention")
     by_user = cu_seq_lens_q is not None and form == "plain"
     if form == "plain" and not by_user:
-        return sdpa.attention(query, key, value, **options).transpose(1, 2), None
+        return sdpa.attention(query, key, value, **options).transpose(1, 2).contiguous(), None
     if form == "lengths":
         lengths = attention_mask[:, 0, 0, 0].contiguous()
-        return sdpa.attention(query, key, value, **options, k_lengths=lengths).transpose(1, 2), None
+        return sdpa.attention(query, key, value, **options, k_lengths=lengths).transpose(1, 2).contiguous(), None
 
     if bias is not None:
         raise ValueError("sdpa: a bias or a mask tensor beside sequences that begin at tokens of their own; pad on the right")
@@ -212,8 +216,8 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
     k_starts, q_starts = (F.pad(x.int(), (0, 1), value=count * S) for x, S in zip(starts, (Sk, Sq)))
     out = sdpa.attention(q, k, v, **options, q_starts=q_starts, k_starts=k_starts, most_keys=most)[0]
     if by_rows:
-        return out.unflatten(1, (B, Sq)).permute(1, 2, 0, 3), None
-    return out.unflatten(1, (B, Hkv, Sq)).permute(1, 3, 2, 0, 4).flatten(2, 3), None
+        return out.unflatten(1, (B, Sq)).permute(1, 2, 0, 3).contiguous(), None
+    return out.unflatten(1, (B, Hkv, Sq)).permute(1, 3, 2, 0, 4).flatten(2, 3).contiguous(), None
 
 
 AttentionInterface.register(NAME, attention)

@@ -7,6 +7,7 @@
 #endif
 #include SDPA_SOURCE
 
+#include <climits>
 #include <functional>
 #include <set>
 #include <string>
@@ -849,6 +850,15 @@ TEST_CASE("workspace") {
     CHECK(memcmp(together.data(), alone.data(), elements * sizeof(Output)) == 0);
   }
   cudaFree(workspace);
+  // Sizes are not checked before a caller asks for its bytes; nor has what only packed sequences reach a place in 32 bits.
+  SdpaParams absurd = c.p;
+  absurd.Sk = INT_MAX, absurd.window_left = 0, absurd.B = 1000000;
+  sdpa_workspace_bytes(absurd);
+  absurd = c.p, absurd.B = 65536, absurd.Hq = absurd.Hkv = 16, absurd.Sq = 65536, absurd.Sk = 0;
+  CHECK(with_build(absurd, [&](auto build) {
+    using B = decltype(build);
+    return grid_of<B>(absurd, items_of_tile(absurd, 1, 16)).items_in_l2.divisor > 0;
+  }));
 }
 
 // The workspace is no larger than what is written: its last partial result is one.

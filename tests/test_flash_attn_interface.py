@@ -35,6 +35,8 @@ WINDOW = "window_size=(-1,-1) attention_chunk=0 "
 HINTS = "num_splits=1 pack_gqa=None deterministic=False sm_margin=0 return_attn_probs=False"
 SIGNATURES = {
     "flash_attn_func": f"q k v softmax_scale=None causal=False qv=None {DESCALES} {WINDOW} softcap=0.0 {HINTS}",
+    "flash_attn_qkvpacked_func": f"qkv softmax_scale=None causal=False {DESCALES} {WINDOW} softcap=0.0 deterministic=False "
+                                 "num_heads_q=None sm_margin=0 return_attn_probs=False",
     "flash_attn_varlen_func":
         "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k seqused_q=None seqused_k=None softmax_scale=None "
         f"causal=False qv=None {DESCALES} {WINDOW} softcap=0.0 {HINTS}",
@@ -486,6 +488,17 @@ def test_caches_need_no_gradient():
             x[0, 4], x[1, 5] = new[:, 0]
     fa.APPEND(*caches, new.requires_grad_(), new, ints(4, 5), None, None, None)
     assert all(x.grad_fn is None and torch.equal(x, want) for x, want in zip(caches, kept))
+
+
+def test_qkv_in_one_tensor():
+    q, k, v = drawn(2, 20, 4, D), drawn(2, 20, 2, D), drawn(2, 20, 2, D)
+    want, lse = fa.flash_attn_func(q, k, v, causal=True, window_size=(2**31 - 1, 0), return_attn_probs=True)
+    got, own = fa.flash_attn_qkvpacked_func(torch.cat([q, k, v], 2), causal=True, num_heads_q=4, return_attn_probs=True)
+    assert torch.equal(got, want) and torch.equal(own, lse)
+    assert torch.equal(fa.flash_attn_qkvpacked_func(torch.stack([q, q, q], 2)), fa.flash_attn_func(q, q, q))
+    for shape, heads in (((2, 20, 4, D), None), ((2, 20, 4, D), 1), ((2, 20, 2, 4, D), None)):
+        with pytest.raises(ValueError, match="^flash_attn_qkvpacked_func: qkv is .*; want"):
+            fa.flash_attn_qkvpacked_func(drawn(*shape), num_heads_q=heads)
 
 
 # ---- what is refused ----

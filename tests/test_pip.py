@@ -149,7 +149,8 @@ def test_build(python, nvcc, tmp_path):
 @pytest.mark.parametrize("words, sentence", [
     ("sm_90a bf16 128 fast", "sdpa: fast is no GPU, type, D or option"),
     ("sm_90a 128", "sdpa: build needs a type, as in bf16"),
-    ("sm_90a bf16", "sdpa: build needs a D, as in 128"), ("bf16 128", "sdpa: build needs a GPU, as in sm_90a")])
+    ("sm_90a bf16", "sdpa: build needs a D, as in 128"), ("bf16 128", "sdpa: build needs a GPU, as in sm_90a"),
+    *((f"sm_90a bf16 128 --jobs {jobs}", f"sdpa: --jobs {jobs}: want a whole number from 1") for jobs in ("abc", "0"))])
 def test_words_that_are_none(nvcc, words, sentence):
     done = program("build", *words.split(), **nvcc)
     assert done.returncode == 1 and done.stderr.startswith(sentence) and done.stderr.count("\n") == 1
@@ -163,6 +164,20 @@ def test_words_that_no_build_has_together(nvcc):
     left_out = [line for line in done.stderr.splitlines() if "left out" in line]
     assert done.returncode == 0 and sorted(left_out) == [no_bias] * 3 + [q_is_e4m3]
     assert done.stdout.count(" of 4: ") == 4  # glue, append, and of bf16 kv8 and mask
+
+
+def test_what_no_line_has(nvcc):
+    done = program("build", "sm_90a", "bf16", "300", "60", "0", "plain", "bias+mask", **nvcc)
+    sizes = [f"sdpa: left out: there is no line for D={D}, Dv={D}: both are multiples of 8 from 8 to 256" for D in (0, 300, 60)]
+    left_out = [line for line in done.stderr.splitlines() if "left out" in line]
+    assert done.returncode == 0 and sorted(left_out) == sorted([*sizes, *["sdpa: left out: a build has a bias or a mask, as a call has"] * 3])
+
+
+def test_a_relative_cache(nvcc, tmp_path):
+    """nvcc runs in the clone; the cache is where the caller stands."""
+    done = subprocess.run([sys.executable, os.path.join(ROOT, "bindings"), "build", "sm_90a", "bf16", "128"], cwd=tmp_path,
+                          capture_output=True, text=True, env={**os.environ, **nvcc, "SDPA_CACHE": "of_mine"})
+    assert done.returncode == 0 and len([*(tmp_path / "of_mine").glob("*.so")]) == 3, done.stderr
 
 
 def test_a_build_that_fails(nvcc, tmp_path):

@@ -380,13 +380,27 @@ def test_refusals():
 def test_an_argument_that_it_does_not_know(name):
     q = torch.zeros(1, 2, 8, 64, device=DEVICE, dtype=DTYPE)
     for nothing in (None, False):
-        ours.attention(torch.nn.Module(), q, q, q, None, **{name: nothing})
+        ours.attention(torch.nn.Module(), q, q, q, None, is_causal=True, **{name: nothing})
     with pytest.raises(ValueError, match=f"cannot honour {name} of Module"):
         ours.attention(torch.nn.Module(), q, q, q, None, **{name: 0.5})
-    for words, more in (("what 8 queries see of 4 keys", dict(key=q[:, :, :4], value=q[:, :, :4])),
+    for words, more in (("what 8 queries see of 4 keys", dict(key=q[:, :, :4], value=q[:, :, :4], is_causal=True)),
+                        ("Module has is_causal and no attention_mask", {}),
                         ("what 8 queries see of 8 keys", dict(is_causal=False, sliding_window=4))):
         with pytest.raises(ValueError, match=words):
             ours.attention(torch.nn.Module(), **{**dict(query=q, key=q, value=q, attention_mask=None), **more})
+
+
+@pytest.mark.parametrize("pads", [None, *([(left, 0), (0, 0)] for left in (0, 5)), "static"])
+def test_o_is_contiguous(pads):
+    """Whatever q, k and v are, also rows that a convolution has left strided: models call view() on it."""
+    q = torch.randn(2, 64, 8, 4, device=DEVICE, dtype=DTYPE).permute(0, 3, 2, 1)
+    mask = ours.mask(2, 8, 8, attention_mask=padding(*pads, count=8) if isinstance(pads, list) else None, device=DEVICE,
+                     q_offset=torch.tensor(0, device=DEVICE) if pads == "static" else 0)
+    for key in (q[:, :2], q[:, :2].contiguous(), q):
+        o, _ = ours.attention(torch.nn.Module(), q, key, key, mask)
+        again, _ = ours.attention(torch.nn.Module(), q.contiguous(), key.contiguous(), key.contiguous(), mask)
+        assert o.is_contiguous() and o.shape == (2, 8, 4, 64)
+        assert_close(o, again, padding(*pads, count=8) if isinstance(pads, list) else None)
 
 
 def test_an_argument_of_a_mask():
