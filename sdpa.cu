@@ -660,24 +660,6 @@ __device__ __forceinline__ void softmax_max(const View& S, ScoreScale<B> scale_l
 // The largest |m * scale_log2| that may be subtracted in the exponent: its rounding moves P by 2^-15 at most.
 constexpr float shift_limit = 1024;
 
-// m_log2 = m * scale_log2, which is subtracted in the FMA that scales S. Beyond shift_limit the rounding of that
-// product would show (near 2^31 it is a factor of 2^64 in P): there S becomes S - m, which is exact near the maximum,
-// and m_log2 is 0. True if every m may be kept as a stale maximum: a score, and within the limit.
-template <class B, class View>
-__device__ __forceinline__ bool softmax_shift(View& S, ScoreScale<B> scale_log2, const float (&m)[View::ROWS],
-                                              float (&m_log2)[View::ROWS]) {
-  bool may_be_kept = true;
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    const float shift = finite_max(m[i]);
-    m_log2[i] = shift * of_row(scale_log2, i) - p_log2<B>;
-    if (m[i] == -INFINITY) may_be_kept = false;
-    if (fabsf(m_log2[i]) <= shift_limit) continue;
-    may_be_kept = false, m_log2[i] = 0 - p_log2<B>;
-    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) S.x[i][j] -= shift;
-  }
-  return may_be_kept;
-}
-
 // P = 2^(S * scale_log2 - m_log2) in place;  sum += P: this thread's columns [first, last) of its rows.
 template <class B, class View>
 __device__ __forceinline__ void softmax_exp(View& S, int first, int last, ScoreScale<B> scale_log2,
@@ -690,12 +672,23 @@ __device__ __forceinline__ void softmax_exp(View& S, int first, int last, ScoreS
   }
 }
 
-// P = 2^((S - m) * scale_log2) in place;  l' = l * alpha + this thread's sums of P. Returns what softmax_shift() does.
+// P = 2^((S - m) * scale_log2) in place;  l' = l * alpha + this thread's sums of P. m_log2 = m * scale_log2 is
+// subtracted in the FMA that scales S. Beyond shift_limit the rounding of that product would show (near 2^31 it is a
+// factor of 2^64 in P): there S becomes S - m, which is exact near the maximum, and m_log2 is 0. True if every m may
+// be kept as a stale maximum: a score, and within the limit.
 template <class B, class View>
 __device__ __forceinline__ bool softmax_sum(View& S, ScoreScale<B> scale_log2, const float (&m)[View::ROWS],
                                             const float (&alpha)[View::ROWS], float (&l)[View::ROWS]) {
   float m_log2[View::ROWS], sum[View::ROWS] = {};
-  const bool may_be_kept = softmax_shift<B>(S, scale_log2, m, m_log2);
+  bool may_be_kept = true;
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    const float shift = finite_max(m[i]);
+    m_log2[i] = shift * of_row(scale_log2, i) - p_log2<B>;
+    if (m[i] == -INFINITY) may_be_kept = false;
+    if (fabsf(m_log2[i]) <= shift_limit) continue;
+    may_be_kept = false, m_log2[i] = 0 - p_log2<B>;
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) S.x[i][j] -= shift;
+  }
   softmax_exp<B>(S, 0, View::COLS, scale_log2, m_log2, sum);
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) l[i] = fmaf(l[i], alpha[i], sum[i]);
   return may_be_kept;
@@ -1319,7 +1312,6 @@ template <class B>  // USE_BIAS: where the elements for row r of a tile begin
 __device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r);
 using BiasPair = VectorType<2 * sizeof(Bias)>;
 __device__ __forceinline__ void add_pair(float& x, float& y, uint32_t pair, const KernelArgs& a);
-__device__ __forceinline__ Bias no_bias();
 // Stores the result of the CTA's keys: O / l, or with SPLIT_CTAS the partial result of its range.
 template <class B, class View, class R>
 __device__ __forceinline__ void store_sums(const View&, const R& m, const R& l, const KernelArgs&, const Item<B>&);
@@ -1659,26 +1651,6 @@ template <class B> struct MmaQueries {
   }
 };
 
-// S = Q @ K.T   [16 * M_TILES][BLOCK_N] of a warp
-template <class B>
-__device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const MmaQueries<B>& Q, const Element<B>* K_s,
-                                       int lane) {
-  // ldmatrix of 16 keys by MMA_K d gives b0 and b1 of two column tiles.
-  const int key = lane / 16 * 8 + lane % 8, d = lane / 8 % 2 * CHUNK<B>;
-  const SharedAddress lane_address = shared_address(K_s + tile_offset<B>(key, d));
-  clear(S);
-  SDPA_UNROLL for (int step = 0; step < B::head_dim / MMA_K<B>; step++) {
-    uint32_t q[MmaAccumulator<B, B::block_n>::M_TILES][MmaOperands<B>::REGISTERS];
-    if (step < Q.KEPT) memcpy(q, Q.kept[step], sizeof q);
-    else Q.read(q, step);
-    SDPA_UNROLL for (int n = 0; n < B::block_n / 16; n++) {
-      uint32_t k[4];
-      ldmatrix_x4<false>(k, tile_step<B>(lane_address, 16 * n, MMA_K<B> * step));
-      multiply_columns<MmaOperands<B>>(S, n, q, k);
-    }
-  }
-}
-
 // The state of a warp's rows: sums over the tiles so far, and P of the last tile.
 template <class B> struct MmaRows {
   using Scores = MmaAccumulator<B, B::block_n>;
@@ -1689,7 +1661,7 @@ template <class B> struct MmaRows {
   MmaStepOfP<B> P[STEPS];
   float m[ROWS], l[ROWS];
   float q_descale[B::converts_operands && !B::mixes_types ? ROWS : 1];  // of the rows' heads
-  bool stale_max_will_do;  // USE_LAZY_MAX: softmax_shift() said so of all rows of the warp
+  bool stale_max_will_do;  // USE_LAZY_MAX: softmax_sum() said so of all rows of the warp
 
   __device__ void start(int first_row, int first_col) {
     O.first_row = first_row, O.first_col = first_col, stale_max_will_do = false;
@@ -1706,9 +1678,22 @@ template <class B> struct MmaRows {
     }
   }
 
-  // S = Q @ K.T, with the factors of several heads.
+  // S = Q @ K.T   [16 * M_TILES][BLOCK_N] of a warp, with the factors of several heads
   __device__ void multiply_qk(Scores& S, const MmaQueries<B>& Q, const Element<B>* K_s, int lane) {
-    mma_qk<B>(S, Q, K_s, lane);
+    // ldmatrix of 16 keys by MMA_K d gives b0 and b1 of two column tiles.
+    const int key = lane / 16 * 8 + lane % 8, d = lane / 8 % 2 * CHUNK<B>;
+    const SharedAddress lane_address = shared_address(K_s + tile_offset<B>(key, d));
+    clear(S);
+    SDPA_UNROLL for (int step = 0; step < B::head_dim / MMA_K<B>; step++) {
+      uint32_t q[Scores::M_TILES][MmaOperands<B>::REGISTERS];
+      if (step < Q.KEPT) memcpy(q, Q.kept[step], sizeof q);
+      else Q.read(q, step);
+      SDPA_UNROLL for (int n = 0; n < B::block_n / 16; n++) {
+        uint32_t k[4];
+        ldmatrix_x4<false>(k, tile_step<B>(lane_address, 16 * n, MMA_K<B> * step));
+        multiply_columns<MmaOperands<B>>(S, n, q, k);
+      }
+    }
     if constexpr (B::converts_operands && !B::mixes_types) scale_rows(S, q_descale);
   }
   // P of a tile without mask, by the stale maximum. False if that was too small.
@@ -2312,7 +2297,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
 
   if (tid == 0) {
     mbarrier_init(&s.q_full, 1);
-    for (uint64_t& full : s.full) mbarrier_init(&full, 2);
+    mbarriers_init(s.full, 2);
     fence_mbarrier_init();
   }
   __syncthreads();  // hazard: mbarriers initialised by thread 0
@@ -2448,7 +2433,7 @@ template <class B> struct BiasOfWarp<B, true> {
         const Bias* const from = bias_row<B>(a, item, q0, row + r) + column;
         SDPA_UNROLL for (int i = 0; i < Tile::CHUNK; i++) {
           const bool exists = uint32_t(column + i) < uint32_t(keys - first);
-          st_shared(tile->at(r, chunk) + i, exists ? ld_global_nc<Bias>(from + i) : no_bias());
+          st_shared(tile->at(r, chunk) + i, exists ? ld_global_nc<Bias>(from + i) : rounded<Bias>(B::use_bias == 2));
         }
       }
     }
@@ -3298,13 +3283,6 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   // Makes the maxima those of Q as it was.
   __device__ __forceinline__ void take_scale_of_q_back();
 
-  // SPLIT_CTAS: stores the partial result of the CTA's range, which may have no keys.
-  __device__ __forceinline__ void store_range_of_rows() {
-    const int thread = int(threadIdx.x) - B::producer_threads;
-    if (s.item[0].rounds == 0) rows.start(), clear(rows.O);
-    rows.O.first_row = thread / 32 * 16 + lane / 4, rows.O.first_col = lane % 4 * 2;
-    store_sums<B>(rows.O, rows.m, rows.l, a, s.item[0]);
-  }
   __device__ __forceinline__ void run() {
     const auto compute = [&](const WgmmaTurns<B>& turns) {
       rows.start();
@@ -3322,7 +3300,12 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     Base::run_items([] {}, compute, [&] {
       if (stores_by_tma<B>) arrive_by_warp(&s.o_done[q_ring.stage][row_group]);
     });
-    if constexpr (B::split_ctas != 1) store_range_of_rows();
+    if constexpr (B::split_ctas != 1) {  // the partial result of the CTA's range, which may have no keys
+      const int thread = int(threadIdx.x) - B::producer_threads;
+      if (s.item[0].rounds == 0) rows.start(), clear(rows.O);
+      rows.O.first_row = thread / 32 * 16 + lane / 4, rows.O.first_col = lane % 4 * 2;
+      store_sums<B>(rows.O, rows.m, rows.l, a, s.item[0]);
+    }
   }
 };
 
@@ -3883,7 +3866,7 @@ template <class B> struct WgmmaColumns {
 
   // ---- the softmax ----
 
-  // m' = max(m, column maxima of S), and l and O relative to it; FIRST: there are none yet. As softmax_shift(), but S
+  // m' = max(m, column maxima of S), and l and O relative to it; FIRST: there are none yet. As softmax_sum(), but S
   // of all queries becomes S - m if any of the warp's is beyond shift_limit.
   template <bool FIRST> __device__ __forceinline__ void renew_max(Scores& S, Sums& O) {
     float m_new = column_max(S), alpha;
@@ -3991,13 +3974,6 @@ template <class B> struct WgmmaColumns {
     const int i = int(lane) / 4 / owners;
     if (warp == 0 && lane / 4 % owners == 0) st_shared(&mine().m_l[Scores::row(i)], float2{m, l});
   }
-  // Writes O of the slice for the other slices, in the place of K, which nobody reads any more.
-  __device__ __forceinline__ void write_o(const Sums& O) {
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      SDPA_UNROLL for (int j = 0; j < O.COLS; j++) st_shared(&mine().O[O.row(i)][O.first_col() + O.col(j)], O.x[i][j]);
-    }
-  }
-
   // Computes the item, whose first tiles are on their way.
   __device__ __forceinline__ void run() {
     mbarrier_wait(&s.q_full, 0);
@@ -4137,11 +4113,7 @@ template <class B> struct WmmaShared : ScalarShared<B> {
   uint32_t drawn;                              // next_item()
 
   __device__ void store_probabilities(const ScalarScores<B>& S) {
-    if constexpr (B::use_wmma_pv) {
-      store_scores(P16, P16_STRIDE, S);
-    } else {
-      store_scores(this->P, this->P_STRIDE, S);
-    }
+    B::use_wmma_pv ? store_scores(P16, P16_STRIDE, S) : store_scores(this->P, this->P_STRIDE, S);
   }
   // WmmaOutput's rows are not those of the scores' lanes.
   __device__ void store_alpha(const ScalarScores<B>& S, const float (&row_alpha)[ScalarScores<B>::ROWS]) {
@@ -4170,21 +4142,6 @@ template <class B> struct CopyByProducers {
     ring.advance();
   }
 };
-
-// The producer warps' part in an item.
-template <class B>
-__device__ __forceinline__ void wmma_produce(WmmaShared<B>& s, ItemTiles<B>& t, StageRing<B::stages>& ring) {
-  for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
-    mbarrier_spin(&s.empty[ring.stage], ring.parity ^ 1);  // the first round finds them empty
-    t.copy_kv(s, ring.stage, k0);
-    if constexpr (B::use_cp_async) {
-      cp_async_mbarrier_arrive_noinc(&s.full[ring.stage]);
-    } else {
-      mbarrier_arrive(&s.full[ring.stage]);
-    }
-    ring.advance();
-  }
-}
 
 // S = Q @ K.T   [16][BLOCK_N] of a warp, to shared memory
 template <class B>
@@ -4362,7 +4319,11 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(co
       wmma_consume<B>(s, a, item, t, feed);
     } else if (tid >= consumers) {
       ItemTiles<B> t(a, item, 0, tid - consumers, B::producer_threads);
-      wmma_produce<B>(s, t, ring);
+      for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n, ring.advance()) {
+        mbarrier_spin(&s.empty[ring.stage], ring.parity ^ 1);  // the first round finds them empty
+        t.copy_kv(s, ring.stage, k0);
+        B::use_cp_async ? cp_async_mbarrier_arrive_noinc(&s.full[ring.stage]) : mbarrier_arrive(&s.full[ring.stage]);
+      }
     } else {
       const ItemTiles<B> t(a, item, 0, tid, consumers);
       CopyByProducers<B> feed{s, ring};
@@ -4506,7 +4467,6 @@ __device__ __forceinline__ float with_bias(float x, uint8_t seen, float) { retur
 template <class E> __device__ __forceinline__ float with_bias(float x, E bias, float logit_scale) {
   return fmaf(x, logit_scale, to_float(bias));
 }
-__device__ __forceinline__ Bias no_bias() { return rounded<Bias>(Build::use_bias == 2); }
 // Adds two neighbours, of which the first is in the low bits.
 __device__ __forceinline__ void add_pair(float& x, float& y, uint32_t pair, const KernelArgs& a) {
   Bias bias[2];
@@ -4820,7 +4780,6 @@ __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, con
 
 // ---- 5f rows of several heads ----
 
-using RowPart = QuadRuns<1, 16, 4>;  // four neighbouring columns of a row
 template <class B> struct RowsPartial {
   alignas(16) float O[B::block_m][PARTIAL_STRIDE<B>];
   float2 m_l[B::block_m];
@@ -4836,7 +4795,7 @@ __device__ __forceinline__ void merge_groups(const Partials& partials_s, const I
   for (int first = 0; first < B::block_m * parts; first += threads) {
     const int i = first + thread, row = i / parts;
     if (row >= rows) break;
-    RowPart O;
+    QuadRuns<1, 16, 4> O;  // four neighbouring columns of a row
     O.first_row = 0, O.first_col = i % parts * 4;
     clear(O);
     float m[1], l[1], weight[B::split_kv];
@@ -6328,11 +6287,7 @@ SDPA_REFUSE(Build::use_tuned && next_tile(0) == tile_count,
             "USE_TUNED=1: no tile of the table has all the knobs that were typed besides; drop some or USE_TUNED");
 // Checks the typed build, or its tiles from row N on.
 template <int N> constexpr bool check_all() {
-  if constexpr (N < 0) {
-    return check<BuildOf<N>>();
-  } else if constexpr (N < tile_count) {
-    return check<BuildOf<N>>() && check_all<next_tile(N + 1)>();
-  }
+  if constexpr (N < tile_count) return check<BuildOf<N>>() && check_all<(N < 0 ? tile_count : next_tile(N + 1))>();
   return true;
 }
 static_assert(check_all<Build::use_tuned ? next_tile(0) : -1>(), "");

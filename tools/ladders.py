@@ -47,8 +47,8 @@ LADDERS = {
     "wgmma": ladder(SQUARE, r"""
         wgmma_plain      | | wgmma_d128_plain
         wgmma_ws         | | wgmma_d128_ws | mbarrier_wait\(empty|setmaxnreg_(dec|inc)<R|rds\(\);  // hazard: K
-        wgmma_overlap    | | wgmma_d128_ws OVERLAP=1 | wgmma_wait_group<1>|begin_qk\(S, next
-        wgmma_lazy       | | wgmma_d128_lazy | if \(rows\.may_take_stale|keep_max\(softmax|__all_sync\(0xffffffffu, all
+        wgmma_overlap    | | wgmma_d128_ws OVERLAP=1 | begin_qk\(S, next
+        wgmma_lazy       | | wgmma_d128_lazy | if \(rows\.may_take_stale|keep_max\(softmax
         wgmma            | | wgmma_d128_tile128 | barrier_(sync|arrive)\(turn \+|return atomicInc
         wgmma_split2     | wgmma_lazy | - | fmaf\(others
         wgmma_split2_64  | | - |
