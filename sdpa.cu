@@ -3085,7 +3085,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   using Probabilities = WgmmaProbabilities<B>;
   using Softmax = std::conditional_t<B::caps_by_polynomial, CappedSoftmax<B>, StaleSoftmax<B, 2>>;
   using Base::a, Base::s, Base::lane, Base::slice, Base::row_group, Base::rows, Base::ring, Base::q_ring, Base::last_k0;
-  using Base::Base, Base::begin_pv;
+  using Base::Base;
 
   // ---- the products ----
 
@@ -3189,7 +3189,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       if (first) rows.take_some_score_as_max(S);
       attend<S.COLS>(S, P, [] {});
       turns.await();
-      begin_pv(P, v_is_there);
+      Base::begin_pv(P, v_is_there);
       turns.pass_on();
       wgmma_wait_group<0>(), hold(rows.O.x.d);
       arrive_by_warp(&t.v_empty[ring.stage]);
@@ -3444,7 +3444,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   using Scores = typename Base::Scores;
   using Probabilities = WgmmaProbabilities<B>;
   using Base::a, Base::s, Base::lane, Base::slice, Base::row_group, Base::rows, Base::ring, Base::q_ring, Base::last_k0;
-  using Base::Base, Base::begin_pv;
+  using Base::Base;
   uint32_t queries[B::qk_bytes / STEP_BYTES][4];  // Q as A operands, if Q_IN_REGISTERS
   uint32_t tiles = 0;                              // whose P @ V has ended
 

@@ -319,7 +319,9 @@ def without_unused_results(text, but):
                     declaration.start_byte, value.start_byte, "")])
             if uses and value.type in ("true", "false"):
                 whole = [write.parent.parent if write.parent.parent.type == "if_statement" else None for write in writes]
-                return edited(text, [line_of(declaration, text), *(line_of(branch, text) if branch else place_of(
+                place = line_of(declaration, text) if declaration.parent.type != "for_statement" else (
+                    declaration.start_byte, declaration.end_byte, ";")
+                return edited(text, [place, *(line_of(branch, text) if branch else place_of(
                     write, text) for branch, write in zip(whole, writes))])
     return text
 

@@ -121,10 +121,13 @@ class Folding:
                         if declared(node).type == "alias_declaration"}
         self.bound = {}  # parameters of the alias that is being expanded
         self.elements = self.find_elements(root)
-        # Functions that do nothing, in every version.
-        bodies = collections.defaultdict(set)
+        # Functions that do nothing, in every version, and those that do more than give a value.
+        bodies, self.acting = collections.defaultdict(set), set()
         for node in descendants(root, "function_definition"):
             bodies[name_of(node)].add(self.source(node.child_by_field_name("body") or node))
+            if descendants(node, "expression_statement", "gnu_asm_expression"):
+                self.acting.add(name_of(node))
+        self.defined = bodies.keys()
         self.idle = {name for name, texts in bodies.items()
                      if all(re.fullmatch(r"{\s*(return;)?\s*}", text) for text in texts)}
         self.constants = {}  # by name; of functions by "name()"
@@ -214,11 +217,20 @@ class Folding:
         values = [self.value(one) for one in listed(node, "arguments")]
         return values + self.defaults.get(name_of(node), [])[len(values):]
 
+    def called(self, node):
+        function = node.child_by_field_name("function")
+        return name_of(function.child_by_field_name("field") or function)
+
+    def acts(self, node):
+        """Whether an expression calls what does more than give a value, or may."""
+        return any(self.called(one) in self.acting or self.called(one) not in self.defined
+                   for one in descendants(node, "call_expression"))
+
     def does_nothing(self, node):
         """Whether an expression calls a function that does nothing, gives a name its own value, or joins such ones."""
         field = node.child_by_field_name
         if node.type == "call_expression":
-            return name_of(field("function").child_by_field_name("field") or field("function")) in self.idle
+            return self.called(node) in self.idle and not self.acts(field("arguments"))
         if node.type == "assignment_expression":
             sides = self.emit(field("left")), self.emit(field("right")).strip("()")
             return self.source(field("operator")) == "=" and sides[0] == sides[1]
@@ -241,7 +253,8 @@ class Folding:
             words |= more
             more = words_of(" ".join(self.source(self.aliases[word][1]) for word in more & self.aliases.keys())) - words
         known = [(word, *(found.get(word) for found in (self.constants, self.uses, self.defaults, self.enums)),
-                  self.constants.get(word + "()"), word in self.local, word in self.idle,
+                  self.constants.get(word + "()"),
+                  *(word in names for names in (self.local, self.idle, self.acting, self.defined)),
                   word in self.aliases and (self.aliases[word][0], self.source(self.aliases[word][1])))
                  for word in sorted(words)]
         return self.source(node), repr((node.start_point[1], self.elements, known))
@@ -291,6 +304,9 @@ class Folding:
             return GONE
         if kind == "return_statement" and node.named_children and self.does_nothing(node.named_children[0]):
             return "return;"
+        is_for_nothing = node.parent and node.parent.type in ("expression_statement", "comma_expression")
+        if kind == "call_expression" and is_for_nothing and self.called(node) in self.idle:  # its arguments do what they do
+            return ", ".join(self.emit(one) for one in listed(node, "arguments") if self.acts(one))
         if kind == "expression_statement" and isinstance(self.value((node.named_children or [None])[0]), bool):
             return GONE
         if kind == "comma_expression":

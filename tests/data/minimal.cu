@@ -108,8 +108,19 @@ void early(int n) {
 // Loses both brackets at once.
 bool either(bool open) { return (open && !B::packs) || B::packs; }
 
+// Goes, but what it is given does something.
+void keep(int n) {
+  if (B::packs) early(n);
+}
+int counted(int& n) {
+  n++;
+  return n;
+}
+
 int sdpa_forward(int a, int b, int c) {
   early(a);
+  keep(counted(a));
+  keep(either(a));
   constexpr int idle = 1;
   Element<B> n = rows<B> + product({}, a) + unit(Input()) + shape<Input, 8>();
   // Stays: a branch does.
@@ -203,8 +214,14 @@ void early(int n) {
 // Loses both brackets at once.
 bool either(bool open) { return open; }
 
+int counted(int& n) {
+  n++;
+  return n;
+}
+
 int sdpa_forward(int a, int b, int c) {
   early(a);
+  counted(a);
   Other n = rows<B> + product({}, a) + unit(Input()) + shape<Input, 8>();
   // Stays: a branch does.
   if (a < b || b > c) {

@@ -128,6 +128,9 @@ int sdpa_forward(const Args& a, float x, int lane) {
   halve(pair);
   const bool again = halve(pair);
   const bool no_time = S.is_empty();
+  for (bool first = true;; first = false, total++) {
+    if (total > k) break;
+  }
   if (is_first(lane)) total += finite(x) + of_ptx(x) + pair[0];
   return total + sum_of(y, 7);
 }
@@ -230,6 +233,9 @@ int sdpa_forward(const Args& a, float x, int lane) {
   int pair[2] = {lane, total};
   halve(pair);
   halve(pair);
+  for (;; total++) {
+    if (total > k) break;
+  }
   if (is_first(lane)) total += (x < 0 ? 0.0f : x) + of_ptx(x) + pair[0];
   return total + sum_of(y);
 }
