@@ -255,7 +255,7 @@ struct SdpaParams {
   float* LSE = nullptr;    // [B,Hq,Sq] contiguous, aligned to 4 bytes, natural logarithm, or null
   int B, Hq, Hkv, Sq, Sk;  // Hq a multiple of Hkv; query head h reads key head h / (Hq / Hkv)
   int D;                   // HEAD_DIM; USE_WGMMA=1: or fewer, a multiple of VEC_WIDTH
-  Strides q, k, v, o;      // in multiples of VEC_WIDTH, of inputs also 0 or negative; of dimensions of size 1 any
+  Strides q, k, v, o;      // in multiples of VEC_WIDTH, or of 16 bytes; of inputs also 0 or negative; of size 1 any
   float scale = 0;         // 0: 1/sqrt(D). For a scale of 0, by which all visible keys weigh alike: FLT_MIN
   Causal causal = Causal::off;
   void* workspace = nullptr;                // sdpa_workspace_bytes() of device memory, 256-byte aligned, zeroed once
