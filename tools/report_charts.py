@@ -207,7 +207,8 @@ def over_lengths(panels, series, limits, columns=2):
             axes.plot([lengths.index(length) for length in at], [*at.values()], label=name, **styles[name])
         for limit in limits.values():
             axes.axhline(limit, color=PEER, linestyle="--", linewidth=1.2)
-        axes.set_title(title + ": TFLOP/s over keys" * (number == 0), fontsize=9.5, pad=4, loc="left")
+        axes.set_title(title, fontsize=9.5, pad=4, loc="left")
+        axes.set_title("TFLOP/s over keys" * (number == 0), fontsize=9.5, pad=4, loc="right")
         axes.set_xticks(range(len(lengths)), [f"{n // 1024}k" if n >= 1024 else f"{n}" for n in lengths])
         axes.set_ylim(0, most)
         axes.yaxis.set_major_locator(ticker.MultipleLocator(200))
