@@ -852,7 +852,7 @@ TEST_CASE("workspace") {
   cudaFree(workspace);
   // Sizes are not checked before a caller asks for its bytes; nor has what only packed sequences reach a place in 32 bits.
   SdpaParams absurd = c.p;
-  absurd.Sk = INT_MAX, absurd.window_left = 0, absurd.B = 1000000;
+  absurd.Sk = INT_MAX - 1000, absurd.window_left = 0, absurd.B = 1000000;
   sdpa_workspace_bytes(absurd);
   absurd = c.p, absurd.B = 65536, absurd.Hq = absurd.Hkv = 16, absurd.Sq = 65536, absurd.Sk = 0;
   CHECK(with_build(absurd, [&](auto build) {
