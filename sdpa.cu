@@ -2388,10 +2388,13 @@ template <class B> constexpr bool bias_fits(int q_stages) {
   return q_stages * B::block_m * B::head_dim * 2 + ring + bias + partial <= 224 * 1024;
 }
 template <class B> constexpr bool bias_has_room = B::use_bias != 0 && bias_fits<B>(1);
+template <class B> struct BiasTiles {
+  std::conditional_t<bias_has_room<B>, BiasTile<B>[B::group_warps], Nothing> of_warp;
+};
 
 // Adds the bias to the rows of a warp. That of the next tile comes to shared memory while this one is computed.
 template <class B, bool = bias_has_room<B>> struct BiasOfWarp : BiasInMemory<B> {
-  __device__ void hold(Nothing&) {}
+  __device__ void hold(BiasTiles<B>&) {}
   __device__ void start() {}
   __device__ void load(const KernelArgs&, const Item<B>&, int, int, int) {}
 };
@@ -2400,8 +2403,8 @@ template <class B> struct BiasOfWarp<B, true> {
   Tile* tile;
   int ready = -1;  // the first key of the tile that is there or on its way
 
-  __device__ void hold(Tile (&tiles)[B::group_warps]) {
-    tile = &tiles[(threadIdx.x - B::producer_threads) / 32 % B::group_warps];
+  __device__ void hold(BiasTiles<B>& tiles) {
+    tile = &tiles.of_warp[(threadIdx.x - B::producer_threads) / 32 % B::group_warps];
   }
   __device__ __forceinline__ void start() { ready = -1; }
   // Copies the bias of the warp's rows of the tile at key k0, if it is not on its way: chunks, or elements at edges.
@@ -2519,7 +2522,7 @@ template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
   alignas(1024) E V[B::stages][V_ELEMENTS];                                       // [BLOCK_N][D]
   uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
   std::conditional_t<B::use_lengths, uint64_t, Nothing> last_landed;  // V of a tile in which a sequence ends
-  std::conditional_t<B::use_bias != 0 && bias_has_room<B>, BiasTile<B>[B::group_warps], Nothing> bias;
+  std::conditional_t<B::use_bias != 0, BiasTiles<B>, Nothing> bias;
   __device__ __forceinline__ uint64_t* landed_last() { return reinterpret_cast<uint64_t*>(&last_landed); }
   __device__ __forceinline__ void init_full(int k_arrivals, int v_arrivals) {
     mbarriers_init(k_full, k_arrivals), mbarriers_init(v_full, v_arrivals);
