@@ -19,8 +19,8 @@ struct Placement {
   int64_t piece_rows = 1, piece_span = 0;
 };
 
-// packed: Q, K and V as views of [B,S,Hq+2Hkv,D]. padded: rows and heads VEC_WIDTH apart, the least
-// alignment that the build accepts. zero: all batches and heads of an input are one [S,D]. reversed:
+// packed: Q, K and V as views of [B,S,Hq+2Hkv,D]. padded: rows and heads VEC_WIDTH or 16 bytes apart,
+// the least alignment that the build accepts. zero: all batches and heads of an input are one [S,D]. reversed:
 // rows and heads of the inputs run backwards. far, far_heads, far_rows: batches, heads or rows over 2^31
 // elements apart.
 Placement place(const Problem& p, Tensor tensor) {
@@ -30,7 +30,7 @@ Placement place(const Problem& p, Tensor tensor) {
     const int64_t head = S * row + head_gap;
     return Strides{H * head + batch_gap, head, row};
   };
-  const int64_t pad = line.vec_width, far = int64_t(1) << 31;
+  const int64_t pad = std::min<int64_t>(line.vec_width, 16 / element_bytes(dtype_of(tensor))), far = int64_t(1) << 31;
   Placement at;
   at.strides = nested(D, 0, 0);
   int together = 3;  // of row, head and batch: the dimensions inside a piece

@@ -4,8 +4,8 @@ import collections
 import re
 import textwrap
 
-from inlining import callee, edited, inlined, source, type_of_expression
-from minimal import (BANNERS, ROOTS, WIDTH, Folding, declared, descendants, enclosing, listed, minimal, name_of, parse,
+from inlining import edited, inlined, source, type_of_expression
+from minimal import (BANNERS, ROOTS, WIDTH, Folding, callee, declared, descendants, enclosing, listed, minimal, name_of, parse,
                      units_of, words_of)
 
 PUBLIC = {"Causal", "Strides", "Descale", "SdpaParams", "SdpaStatus"}
@@ -162,8 +162,7 @@ def without_template_parameters(text, but):
     for one in descendants(root, "struct_specifier"):
         structs[name_of(one)].append(one)
     for call in descendants(root, "call_expression"):
-        function = call.child_by_field_name("function")
-        calls[name_of(function.child_by_field_name("field") or function)].append(call)
+        calls[name_of(callee(call))].append(call)
     inner = {name_of(one) for one in descendants(root, "type_parameter_declaration",
                                                  "optional_type_parameter_declaration")}
     inner |= {name_of(one) for node in descendants(root, "template_parameter_list")

@@ -4,7 +4,7 @@ import itertools
 import re
 import textwrap
 
-from minimal import declared, descendants, enclosing, listed, name_of, parameters_of, parse, words_of
+from minimal import callee, declared, descendants, enclosing, listed, name_of, parameters_of, parse, words_of
 
 SCALARS = {"int", "unsigned", "uint32_t", "int64_t", "uint64_t", "size_t", "float", "double", "bool", "uint16_t",
            "uint8_t", "char"}
@@ -31,11 +31,6 @@ def edited(text, edits):
             out += [text[at:start], instead]
             at = end
     return "".join([*out, text[at:]])
-
-
-def callee(call):
-    function = call.child_by_field_name("function")
-    return function.child_by_field_name("field") or function
 
 
 def names_made(node):

@@ -83,6 +83,11 @@ def declared(node):
     return node
 
 
+def callee(call):
+    function = call.child_by_field_name("function")
+    return function.child_by_field_name("field") or function
+
+
 def listed(node, field):
     """What a node lists as its "parameters" or "arguments"; nothing if it has none."""
     found = node.child_by_field_name(field)
@@ -192,8 +197,7 @@ class Folding:
                 return text
             return None if scope.startswith("std") else self.constants.get(name)
         if kind == "call_expression":
-            name, arguments = name_of(field("function").child_by_field_name("field") or
-                                      field("function")), listed(node, "arguments")
+            name, arguments = name_of(callee(node)), listed(node, "arguments")
             if name not in self.enums or len(arguments) != 1:
                 return None if name in self.local else self.constants.get(name + "()")
             number = self.value(arguments[0])
@@ -217,20 +221,16 @@ class Folding:
         values = [self.value(one) for one in listed(node, "arguments")]
         return values + self.defaults.get(name_of(node), [])[len(values):]
 
-    def called(self, node):
-        function = node.child_by_field_name("function")
-        return name_of(function.child_by_field_name("field") or function)
-
     def acts(self, node):
         """Whether an expression calls what does more than give a value, or may."""
-        return any(self.called(one) in self.acting or self.called(one) not in self.defined
-                   for one in descendants(node, "call_expression"))
+        names = {name_of(callee(one)) for one in descendants(node, "call_expression")}
+        return bool(names & self.acting or names - self.defined)
 
     def does_nothing(self, node):
         """Whether an expression calls a function that does nothing, gives a name its own value, or joins such ones."""
         field = node.child_by_field_name
         if node.type == "call_expression":
-            return self.called(node) in self.idle and not self.acts(field("arguments"))
+            return name_of(callee(node)) in self.idle and not self.acts(field("arguments"))
         if node.type == "assignment_expression":
             sides = self.emit(field("left")), self.emit(field("right")).strip("()")
             return self.source(field("operator")) == "=" and sides[0] == sides[1]
@@ -272,6 +272,7 @@ class Folding:
         return DECIDED[known]
 
     def decided(self, node):
+        """emit() of what has parts."""
         kind, field = node.type, node.child_by_field_name
         if kind in ("binary_expression", "unary_expression", "call_expression"):
             value = self.value(node)
@@ -305,7 +306,7 @@ class Folding:
         if kind == "return_statement" and node.named_children and self.does_nothing(node.named_children[0]):
             return "return;"
         is_for_nothing = node.parent and node.parent.type in ("expression_statement", "comma_expression")
-        if kind == "call_expression" and is_for_nothing and self.called(node) in self.idle:  # its arguments do what they do
+        if kind == "call_expression" and is_for_nothing and name_of(callee(node)) in self.idle:  # its arguments do what they do
             return ", ".join(self.emit(one) for one in listed(node, "arguments") if self.acts(one))
         if kind == "expression_statement" and isinstance(self.value((node.named_children or [None])[0]), bool):
             return GONE
