@@ -571,7 +571,7 @@ def test_comments_change_no_program(repository):
     ("kept STAGES=", "STAGES= is no knob"),
     ("STAGES=3 kept", "STAGES=3: a changed knob stands behind the line"),
     ("torch:cudnn STAGES=3", "STAGES=3: a changed knob stands behind the line"),
-    ("torch:frob kept", "torch:frob: want torch:cudnn, torch:flash, torch:efficient, torch:math, torch:fa3, torch:fa4, flashinfer"),
+    ("torch:frob kept", "torch:frob: want torch:cudnn, torch:flash, torch:efficient, torch:math, torch:fa3, torch:fa3_tokenspeed, torch:fa4, flashinfer"),
     ("kept STAGES=5", "kept STAGES=5: STAGES: at most 4. Type STAGES=1"),
     ("kept", "give a line and at least one KNOB=VALUE, or two contenders"),
     ("kept wide", "the contenders do not compute the same: kept has D=64 fp16, wide has D=128 fp16"),

@@ -5,7 +5,8 @@ first contender, and each of the others is compared with it. A contender is
   NAME [KNOB=VALUE...]          a line of configs.txt, as it is here
   COMMIT:NAME [KNOB=VALUE...]   the line as that commit has it, as in main~20:hopper
   torch:cudnn                   a kernel of PyTorch: cudnn, flash, efficient or math; or a package that is
-                                installed: torch:fa3, torch:fa4 (FlashAttention-3 and -4), flashinfer
+                                installed: torch:fa3, torch:fa3_tokenspeed, torch:fa4 (FlashAttention-3
+                                and -4), flashinfer
   cublas [DTYPE=BF16]           the unfused baseline: both products by cuBLAS, S and P in global memory
 Both are checked first; then they take turns in one process until the interval decides: FASTER or SLOWER (all
 of it beyond 0.3% and 30 ns), SAME (all of it within 0.5% or 30 ns), or UNCLEAR when time is up or the GPU is

@@ -1,7 +1,7 @@
 """The lines of configs.txt, here or in another commit, as shared libraries; and what each takes of an SM.
 
 A contender is `LINE`, `LINE KNOB=VALUE...`, `COMMIT:LINE [KNOB=VALUE...]`, `cublas [DTYPE=BF16] [HEAD_DIM=128]` or
-`torch:cudnn|flash|efficient|math`, or a package: `torch:fa3`, `torch:fa4`, `flashinfer`.
+`torch:cudnn|flash|efficient|math`, or a package: `torch:fa3`, `torch:fa3_tokenspeed`, `torch:fa4`, `flashinfer`.
 Everything that was typed is judged before anything is compiled. A library is compiled by nvcc from
 bindings/library.cu and sdpa.cu of its commit, with the same options for all, and kept under BUILD/engine by what
 it was compiled from.
@@ -32,6 +32,7 @@ JOBS = int(os.environ.get("JOBS", os.cpu_count() or 2))
 CXX = os.environ.get("CXX", "g++")
 # Of packages of their own: the module, the function, and what pip calls it.
 PACKAGES = {"torch:fa3": ("fa3_fwd_interface", "flash_attn_func", "fa3-fwd"),
+            "torch:fa3_tokenspeed": ("flash_attn_interface", "flash_attn_func", "tokenspeed-fa3"),
             "torch:fa4": ("flash_attn.cute.interface", "flash_attn_func", "flash-attn-4"),
             "flashinfer": ("flashinfer", "single_prefill_with_kv_cache", "flashinfer-python")}
 TORCH_BACKENDS = dict(cudnn="CUDNN_ATTENTION", flash="FLASH_ATTENTION", efficient="EFFICIENT_ATTENTION", math="MATH")

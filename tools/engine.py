@@ -425,8 +425,9 @@ class LoadedTorch:
                 raise CudaError("it is called for one sequence")
             options = {"window_left": problem.left} if windowed else {}
             return self.function(q[0], k[0], v[0], causal=causal, backend="fa3", **options)[None].transpose(1, 2)
-        none = -1 if self.text == "torch:fa3" else None
-        options = {"num_splits": 0} if self.text == "torch:fa3" else {}  # 0: as many as it likes
+        is_fa3 = self.text.startswith("torch:fa3")
+        none = -1 if is_fa3 else None
+        options = {"num_splits": 0} if is_fa3 else {}  # 0: as many as it likes
         options |= {"window_size": (problem.left, 0 if causal else none)} if windowed else {}
         out = self.function(q, k, v, causal=causal, **options)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)

@@ -32,7 +32,8 @@ KINDS = {
     "stress": Kind("stress", ANY, (), "./run_all.sh stress"),
 }
 PEERS = {"torch_cudnn": "cuDNN", "torch_flash": "FlashAttention-2", "torch_efficient": "memory-efficient",
-         "torch_math": "PyTorch math", "torch_fa3": "FlashAttention-3", "torch_fa4": "FlashAttention-4",
+         "torch_math": "PyTorch math", "torch_fa3": "FlashAttention-3",
+         "torch_fa3_tokenspeed": "FlashAttention-3 (tokenspeed)", "torch_fa4": "FlashAttention-4",
          "flashinfer": "FlashInfer"}
 OURS = "fastest line"
 FULL = 80  # % of its limit that a unit uses which binds a kernel; below, warps wait for something
