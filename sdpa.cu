@@ -6309,7 +6309,7 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
                        : ranges > 1 ? 500 + 2000.0 * merge_steps(items, p.D, threads, ranges)
                                     : 0;
   struct { double most, least, mean; } keys{};  // that an item takes, in whole rounds
-  const auto in_rounds = [&](int count) { return double(ceil_div(count, round_keys)) * round_keys; };
+  const auto in_rounds = [&](int64_t count) { return double(ceil_div(count, round_keys)) * round_keys; };
   const auto seen_by = [&](int q) { return bounds.end(q) - bounds.begin(q); };
   keys.most = keys.least = std::fmax(in_rounds(seen_by(p.Sq - 1)), round_keys);
   for (int i = 1; i < 32; i += 2) {  // 16 rows
