@@ -21,6 +21,7 @@ import threading
 import time
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DTYPES = {torch.float16: "", torch.bfloat16: "_bf16", torch.float8_e4m3fn: "_e4m3"}  # and the names of their lines
@@ -259,6 +260,21 @@ def fake_backward(grad, q, k, v, *_):
 @torch.library.register_fake("sdpa::append")
 def fake_append(k_cache, v_cache, k, v, lengths, *_):
     return lengths.new_empty(lengths.shape, dtype=torch.int32)
+
+
+# What torch.utils.flop_counter counts, by shapes alone, as of PyTorch's own attention: whatever a mask hides counts.
+# Packed sequences count as equally long ones, caches and pages as full.
+@register_flop_formula(torch.ops.sdpa.attention)
+def flops(q, k, v, *rest, out_shape=None, **given):
+    given.update(zip((argument.name for argument in OPERATOR._schema.arguments[3:]), rest))
+    table, starts = given.get("page_table"), given.get("k_starts") or given.get("q_starts")
+    keys = table[1] * k[2] if table else k[0] * k[2] // max(starts[0] - 1 if starts else q[0], 1)  # of a sequence
+    return 2 * q[0] * q[1] * q[2] * keys * (q[3] + v[3])
+
+
+@register_flop_formula(torch.ops.sdpa.attention_backward)
+def flops_backward(grad, q, k, v, *_, out_shape=None, **__):
+    return 2 * q[0] * q[1] * q[2] * k[2] * (3 * q[3] + 2 * v[3])
 
 
 def build_ahead(operator, arguments):

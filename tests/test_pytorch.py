@@ -21,6 +21,7 @@ import torch.nn.functional as F  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [os.path.join(ROOT, "bindings"), os.path.join(ROOT, "tools")]
@@ -596,6 +597,32 @@ def test_the_fake_kernel(glue):
             got = [sdpa.attention(*x).dtype for x in ((q.float(), k.float(), k), (q, k, k), (e4m3, e4m3, e4m3))]
             torch.set_autocast_enabled("cuda", False), torch.clear_autocast_cache()
             assert got == [dtype, dtype, torch.float16]
+
+
+def test_flops():
+    """Of pairs of a query and a key of its sequence, as torch.utils.flop_counter has them of PyTorch's own."""
+    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+        q, pages = (torch.empty(*shape, device="cuda", dtype=torch.half) for shape in ((2, 8, 100, 128), (50, 4, 16, 128)))
+        k, v = (torch.empty(2, 4, 300, D, device="cuda", dtype=torch.half) for D in (128, 64))
+        starts, table = (torch.empty(*shape, device="cuda", dtype=torch.int32) for shape in ((6,), (2, 7)))
+        o = q[..., :64]
+        for call, count in ((lambda: sdpa.attention(q, k, v, causal="br"), 2 * 8 * 100 * 300 * 2 * (128 + 64)),
+                            (lambda: sdpa.attention(q[:1], q[:1], q[:1], q_starts=starts, k_starts=starts), 5 * 8 * 20 * 20 * 2 * 256),
+                            (lambda: sdpa.attention(q, pages, pages, k_lengths=starts[:2], page_table=table), 2 * 8 * 100 * 112 * 2 * 256),
+                            (lambda: sdpa.attention(q[:0], k[:0], v[:0]), 0),
+                            (lambda: torch.ops.sdpa.attention_backward(o, q, k, v, o, o[..., 0].float(), 0, -1, -1, 0, None),
+                             2 * 8 * 100 * 300 * 2 * (3 * 128 + 2 * 64))):
+            before = counter.get_total_flops()
+            call()
+            assert counter.get_total_flops() - before == count
+    x = torch.empty(2, 4, 100, 64, dtype=torch.half, device="meta")
+    for run, ours in ((lambda: torch.ops.aten._scaled_dot_product_flash_attention(x, x, x), sdpa.flops(*[x.shape] * 3)),
+                      (lambda: torch.ops.aten._scaled_dot_product_flash_attention_backward(
+                          x, x, x, x, x, x[..., 0].float(), None, None, 100, 100, 0.0, False, torch.empty(2), torch.empty(0)),
+                       sdpa.flops_backward(*[x.shape] * 4))):
+        with FlopCounterMode(display=False) as counter:
+            run()
+        assert counter.get_total_flops() == ours
 
 
 BIASES = [(5, 7), (7,), (1, 1), (5, 1), (3, 5, 7), (3, 1, 7), (2, 1, 1, 7), (1, 3, 5, 1), (2, 3, 5, 7)]  # of [2,3,5,7]
