@@ -71,7 +71,7 @@ def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descal
     the backward of attention()."""
     refuse("flash_attn_func", qv=qv, attention_chunk=attention_chunk, **others)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if deterministic and needs_grad and not torch.are_deterministic_algorithms_enabled():
+    if deterministic and needs_grad and torch.get_deterministic_debug_mode() != 2:  # 1 only warns
         raise ValueError("flash_attn_func: deterministic is of the backward, which is PyTorch's; call "
                          "torch.use_deterministic_algorithms(True)")
     out, lse = attend("flash_attn_func", q, k, v, softmax_scale, causal, window_size, softcap, q_descale, k_descale,
@@ -142,6 +142,8 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
         sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         cache_seqlens = torch.full((sequences,), cache_seqlens, dtype=torch.int32, device=k_cache.device)
     if k is not None:
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad) and not q.requires_grad:
+            q = q.detach().requires_grad_()  # so that a backward, which would give k and v none, says that there is none
         cache_seqlens = APPEND(k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_k_new)
     if cache_batch_idx is not None and k_cache.shape[1] % 16 == 0:
         page_table = cache_batch_idx[:, None]  # a cache is a page

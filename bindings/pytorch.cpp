@@ -242,7 +242,7 @@ static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, co
 }
 
 // What F.scaled_dot_product_attention is given, as PyTorch's fused kernels take it: tensors of four dimensions of one
-// batch, and a mask of four with contiguous keys. All else PyTorch leaves to its math kernel.
+// batch with contiguous rows, and a mask of four with contiguous keys. All else PyTorch leaves to its math kernel.
 struct Given {
   Tensor q, k, v;
   OptionalTensor mask;
@@ -261,6 +261,9 @@ struct Given {
       if (x->sym_size(0) == B || x->sym_size(0) != 1) continue;
       *x = x->expand_symint({B, x->sym_size(1), x->sym_size(2), x->sym_size(3)}).contiguous();
     }
+    for (Tensor* x : {&q, &k, &v}) {
+      if (x->sym_stride(3) != 1) *x = x->contiguous();
+    }
     if (!mask || needs_grad(mask) || mask->dim() > 4) return;
     while (mask->dim() < 4) mask = mask->unsqueeze(0);
     if (mask->sym_size(3) == 1) {
@@ -276,8 +279,13 @@ static std::string why_not_op(const Tensor& q_any, const Tensor& k_any, const Te
   const auto [q, k, v, mask, is_3d] = Given(q_any, k_any, v_any, mask_any);
   const bool on_gpu = q.is_cuda() && k.is_cuda() && v.is_cuda();
   auto choice = at::SDPBackend::cudnn_attention;
-  if (on_gpu) choice = at::SDPBackend(at::_fused_sdp_choice(q, k, v, mask, dropout, causal, scale, gqa));
+  try {
+    if (on_gpu) choice = at::SDPBackend(at::_fused_sdp_choice(q, k, v, mask, dropout, causal, scale, gqa));
+  } catch (const c10::Error&) {  // those that take it are disabled
+    choice = at::SDPBackend::error;
+  }
   const std::string why = why_not(q, k, v, {choice, mask, dropout, causal, false, needs_grad(q, k, v), scale});
+  if (choice == at::SDPBackend::error && why.empty()) return "PyTorch has no kernel: those that take this are disabled";
   if (!why.empty() || choice != at::SDPBackend::math) return why;
   return "PyTorch chooses its math kernel: the others are disabled or do not take this";
 }
@@ -555,10 +563,10 @@ static Tensor chosen(const Tensor& q_any, const Tensor& k_any, const Tensor& v_a
   if (!q_any.is_cuda()) return pytorchs(q_any, k_any, v_any, mask_any);
   const auto [q, k, v, mask, is_3d] = Given(q_any, k_any, v_any, mask_any);
   Tensor o, lse;
-  const auto has_tangent = [](const Tensor& x) { return x._fw_grad(0).defined(); };
+  // Whether its elements are not just those of its memory: a dual number, -x, 0.
+  const auto is_more = [](const Tensor& x) { return x._fw_grad(0).defined() || x.is_neg() || x._is_zerotensor(); };
   if (mask && dropout == 0 && !causal && !needs_grad(q, k, v) && !needs_grad(mask) &&
-      !at::areAnyTensorSubclassLike({q, k, v, *mask}) && !has_tangent(q) && !has_tangent(k) && !has_tangent(v) &&
-      !has_tangent(*mask)) {
+      !at::areAnyTensorSubclassLike({q, k, v, *mask}) && !is_more(q) && !is_more(k) && !is_more(v) && !is_more(*mask)) {
     const c10::cuda::CUDAGuard guard(q.device());
     const auto choice = at::SDPBackend(at::_fused_sdp_choice(q, k, v, mask, 0, false, scale, gqa));
     if (choice != at::SDPBackend::math) taken(q, k, v, {choice, mask, 0, false, false, false, scale}, o, lse);
@@ -668,7 +676,9 @@ static Tensor attend(const Call& call, Tensor& o) {
   p.k_lengths = ints("k_lengths", k_lengths, B, keys, packs_k);
   p.q_lengths = ints("q_lengths", q_lengths, B, q, q_starts.has_value());
   if (page_table) {
-    p.page_table = page_table->const_data_ptr<int>(), p.page_stride = int(page_table->stride(0));
+    // A table of no columns has no data, and a kernel that sees no key does not read it.
+    p.page_table = static_cast<const int*>(page_table->numel() ? page_table->const_data_ptr() : q.const_data_ptr());
+    p.page_stride = int(page_table->stride(0));
     p.page_size = int(k.size(2)), p.pages = int(k.size(0)), p.Sk = int(page_table->size(1) * k.size(2));
   }
   p.most_keys = int(most_keys), p.batch_invariant = batch_invariant;

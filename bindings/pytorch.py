@@ -345,7 +345,7 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
     if out_dtype not in (None, torch.float16, torch.bfloat16) or out_dtype and q.dtype != torch.float8_e4m3fn:
         raise ValueError(f"sdpa.attention: out_dtype={out_dtype} is not for a q of {q.dtype}; e4m3's O is torch.float16 "
                          "or torch.bfloat16")
-    if not q.is_cuda:
+    if not (q.is_cuda or q.is_meta):
         raise ValueError(f"sdpa.attention: q is on {q.device}; sdpa's kernels run on CUDA devices")
     if not (k_lengths is q_lengths is q_starts is k_starts is page_table is sinks is bias is None):
         for name, x in (("k_lengths", k_lengths), ("q_lengths", q_lengths), ("q_starts", q_starts), ("k_starts", k_starts),
@@ -383,4 +383,10 @@ def activate():
 def why_not(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """Why F.scaled_dot_product_attention(...) runs PyTorch's own kernel with these arguments after activate(); empty if ours."""
     glue()
-    return torch.ops.sdpa.why_not(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    for name, x in (("q", q), ("k", k), ("v", v), ("attn_mask", attn_mask)):
+        if isinstance(x, torch.Tensor) and (x.is_nested or x.layout is not torch.strided):
+            return f"{name} is a {'nested' if x.is_nested else 'sparse'} tensor, which PyTorch takes apart before a kernel is chosen"
+    try:
+        return torch.ops.sdpa.why_not(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    except NotImplementedError as error:  # of a subclass of tensors
+        return f"PyTorch says: {str(error).splitlines()[0]}"

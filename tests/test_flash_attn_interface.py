@@ -474,6 +474,14 @@ def test_gradients():
     out, lse = fa.flash_attn_func(*tensors, return_attn_probs=True)
     with pytest.raises(ValueError, match="^flash_attn_func: deterministic is of the backward.*_algorithms.True.$"):
         fa.flash_attn_func(*tensors, deterministic=True)
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)  # PyTorch's backward is not deterministic then
+        with pytest.raises(ValueError, match="^flash_attn_func: deterministic is of the backward"):
+            fa.flash_attn_func(*tensors, deterministic=True)
+        torch.use_deterministic_algorithms(True)
+        fa.flash_attn_func(*tensors, deterministic=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
     with torch.no_grad():
         fa.flash_attn_func(*tensors, deterministic=True)
 
@@ -488,6 +496,14 @@ def test_caches_need_no_gradient():
             x[0, 4], x[1, 5] = new[:, 0]
     fa.APPEND(*caches, new.requires_grad_(), new, ints(4, 5), None, None, None)
     assert all(x.grad_fn is None and torch.equal(x, want) for x, want in zip(caches, kept))
+
+
+def test_appended_keys_have_no_gradient():
+    q, cache, new = drawn(2, 1, 4, D), drawn(2, 32, 2, D), drawn(2, 1, 2, D).requires_grad_()
+    for k, v in (new, new.detach()), (new.detach(), new):  # so that a backward is asked of attention(), which has none of lengths
+        assert fa.flash_attn_with_kvcache(q, cache, cache.clone(), k, v, cache_seqlens=ints(4, 5)).requires_grad
+    with torch.no_grad():
+        assert not fa.flash_attn_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=ints(4, 5)).requires_grad
 
 
 def test_qkv_in_one_tensor():

@@ -519,7 +519,8 @@ WHY_NOT = [({"attn_mask": half(4, 5)}, "attn_mask is of shape [1, 1, 4, 5], whic
            ({"all": half(1, 2, 4, 264)}, "there is no line for D=264"), ({"all": half(1, 2, 4, 8)}, ON_CPU),
            ({"v": half(1, 2, 5, 64)}, "k and v have different shapes"),
            ({"q": half(1, 3, 4, 64)}, "the heads of q are no multiple of those of k"),
-           ({"q": half(1, 1, 1, 64).expand(1, 2, 10**9 + 1, 64)}, "a dimension is over 10^9"), ({"k": half(1, 2, 64, 4).mT}, BAD_ROWS),
+           ({"q": half(1, 1, 1, 64).expand(1, 2, 10**9 + 1, 64)}, "a dimension is over 10^9"),
+           ({"k": half(1, 2, 64, 4).mT, "grad": True}, ON_CPU),
            ({"k": half(1, 2, 4, 65)[..., 1:], "grad": True}, "gradients are needed, and " + BAD_ROWS),
            ({"grad": True}, ON_CPU), ({}, ON_CPU),
            ({"k": half(1, 2, 4, 65)[..., 1:]}, ON_CPU), ({"k": half(1, 1, 4, 64).expand(1, 2, 4, 64)}, ON_CPU)]
@@ -536,6 +537,26 @@ def test_why_not(glue, options, why):
     assert sdpa.why_not(q, k, v, **options) == why
     with torch.no_grad():
         assert "gradients" not in sdpa.why_not(q, k, v, **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*(Sparse CSR|nested tensors)")
+def test_why_not_of_other_layouts(glue):
+    x, mask = half(1, 2, 4, 64), torch.ones(4, 4)
+    sparse = [mask.to_sparse(), mask.to_sparse_csr(), half(4, 64).to_sparse()]
+    nested = [torch.nested.nested_tensor([half(3, 2, 64)], layout=layout) for layout in (torch.strided, torch.jagged)]
+    for kind, others in ("sparse", sparse), ("nested", nested):
+        for other in others:
+            why = f"is a {kind} tensor, which PyTorch takes apart before a kernel is chosen"
+            assert sdpa.why_not(x, x, x, attn_mask=other) == f"attn_mask {why}" and sdpa.why_not(x, other, x) == f"k {why}"
+
+
+def test_why_not_of_a_subclass(monkeypatch):
+    """Such as a DTensor, of which the operator knows nothing."""
+    def unknown(*_):
+        raise NotImplementedError("no rule for sdpa::why_not\nmore")
+    monkeypatch.setattr(sdpa, "glue", lambda: None)
+    monkeypatch.setattr(torch.ops.sdpa, "why_not", unknown, raising=False)
+    assert sdpa.why_not(*[half(1, 2, 4, 64)] * 3) == "PyTorch says: no rule for sdpa::why_not"
 
 
 @pytest.mark.parametrize("D", (64, 80, 72, 272))
@@ -590,6 +611,8 @@ def test_the_fake_kernel(glue):
         assert (out.shape, out.stride(), out.dtype) == (q.shape, q.stride(), q.dtype)
         assert lse.shape == (2, 8, 100) and lse.dtype == torch.float32
         assert sdpa.attention(q, k, k, bias=torch.empty(100, 300, device="cuda", dtype=torch.bool)).stride() == q.stride()
+        out, lse = sdpa.attention(*(x.to("meta") for x in (q, k, k)), return_lse=True)
+        assert out.is_meta and (out.shape, out.stride(), lse.shape) == (q.shape, q.stride(), q.shape[:3])
         e4m3 = q.to(torch.float8_e4m3fn)
         assert sdpa.attention(e4m3, k, k).dtype == torch.float16
         for dtype in HALVES:  # autocast's type, of float32 and of 16 bits, and of nothing else; torch.autocast() wants a GPU
@@ -648,12 +671,14 @@ def test_what_kernels_read_of_a_bias(glue, dtype):
 
 
 class Seen(TorchDispatchMode):
-    """The shapes of q and k, and the mask, of PyTorch's math kernel."""
+    """The shapes of q and k, how far apart the elements of their rows are, and the mask, of PyTorch's math kernel."""
+    rows = ()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.__name__.partition(".")[0]
-        if name in ("mul", "transpose"):
-            self.__dict__.setdefault({"mul": "q", "transpose": "k"}[name], tuple(args[0].shape))
+        of = {"mul": "q", "transpose": "k"}.get(name)
+        if of and of not in self.__dict__:
+            self.__dict__[of], self.rows = tuple(args[0].shape), (*self.rows, args[0].stride(-1))
         if name in ("add", "add_", "where"):
             self.__dict__.setdefault("mask", args[0] if name == "where" else args[1])
         return func(*args, **(kwargs or {}))
@@ -677,13 +702,14 @@ def test_what_pytorch_is_given(glue):
                 with FakeTensorMode(), sdpa_kernel(SDPBackend.MATH):
                     q, k = (torch.empty(x, device="cuda", dtype=torch.half) for x in (q_shape, k_shape))
                     mask = mask_shape and torch.empty(mask_shape, device="cuda", dtype=dtype)
-                    if transposed and mask_shape and len(mask_shape) > 1:
-                        mask = mask.mT.contiguous().mT
+                    if transposed:
+                        q, k = (x.mT.contiguous().mT for x in (q, k))
+                        mask = mask.mT.contiguous().mT if mask_shape and len(mask_shape) > 1 else mask
                     with Seen() as seen:
                         out = F.scaled_dot_product_attention(q, k, k, mask)
                 B = max((1, *q_shape)[-4], (1, *k_shape)[-4])
                 assert out.shape == (B, *q_shape[-3:])[len(q_shape) == len(k_shape) == 3:]
-                assert seen.q == (B, *q_shape[-3:]) and seen.k == (B, *k_shape[-3:])
+                assert seen.q == (B, *q_shape[-3:]) and seen.k == (B, *k_shape[-3:]) and seen.rows == (1, 1)
                 if mask_shape:
                     assert seen.mask.shape == (*(1,) * (4 - len(mask_shape)), *mask_shape[:-1], 7) and seen.mask.stride(3) == 1
                     assert seen.mask.dtype == dtype
@@ -1895,6 +1921,30 @@ def check_layout(q, k, v):
         assert any("sdpa::" in name for name in names) == (not why), (why, where)
         if len(entries) == 3 and 0 not in (*q.stride(), k.stride(2), v.stride(2)):  # nothing is copied
             assert not any("copy" in name for name in names), (where, names)
+
+
+@needs_gpu
+def test_other_rows(active):
+    """Rows that do not lie as they are read are copied, for gradients too, and a negative view is what it says."""
+    q = torch.randn(1, 4, 128, 200, device="cuda", dtype=torch.half).mT.requires_grad_()
+    k = torch.randn(1, 4, 200, 128, device="cuda", dtype=torch.half)
+    for run, wanted in ((lambda x: F.scaled_dot_product_attention(x, k, k), None), (lambda x: F.scaled_dot_product_attention(x, k, k, mask), "mask")):
+        mask = torch.rand(200, 200, device="cuda") > 0.3
+        (out, names), want = kernels(lambda: run(q)), reference(q.detach(), k, k, mask if wanted else None)[0]
+        assert rel_rms(out, want) <= 2e-3 and any("sdpa::" in name for name in names)
+        out.sum().backward()
+        assert q.grad.abs().sum() > 0
+        with torch.no_grad():
+            assert torch.equal(run(torch._neg_view(q.contiguous())), run(-q.contiguous()))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert sdpa.why_not(k.float(), k.float(), k.float()) == "there is no line for Float"
+
+
+@needs_gpu
+def test_a_page_table_of_no_columns():
+    q, pages = (torch.randn(*shape, device="cuda", dtype=torch.half) for shape in ((4, 2, 1, 64), (1, 2, 16, 64)))
+    out, lse = sdpa.attention(q, pages, pages, page_table=torch.empty(4, 0, device="cuda", dtype=torch.int32), return_lse=True)
+    assert not out.any() and (lse == -torch.inf).all()
 
 
 @needs_gpu
