@@ -279,6 +279,12 @@ racecheck_reports() {
 
 show_results() { "$build/sdpa_table" "$1"; }
 
+# need_lines: refuses a configs.txt of comments alone.
+need_lines() {
+  local file=${SDPA_CONFIGS:-configs.txt}
+  [ ! -r "$file" ] || grep -q '^[[:space:]]*[^#[:space:]]' "$file" || refuse "$file has no line"
+}
+
 # list [REGEX]: the lines of configs.txt, the one step of each over its base, and what they need.
 list_lines() {
   case ${1-} in
@@ -286,8 +292,9 @@ list_lines() {
   esac
   echo | grep -qE -- "${1-}" 2>/dev/null
   [ $? -le 1 ] || refuse "list $1: not a regular expression"
+  need_lines
   need cmake cmake
-  cmake -DCONFIGS="${SDPA_CONFIGS:-configs.txt}" -P configs.cmake | awk -F'\t' -v only="${1-}" '
+  cmake -DCONFIGS="${SDPA_CONFIGS:-configs.txt}" -P configs.cmake | awk -F'\t' -v only="${1-}" 2>/dev/null '
     {
       n = split($5, knob, " "); step = ""; split("", value)
       for (i = 1; i <= n; i++) {
@@ -305,7 +312,11 @@ list_lines() {
       if (also) print "sm_120 (RTX 50), compiled and gated, not timed:" also
       exit !found
     }'
-  [ "${PIPESTATUS[1]}" != 1 ] || refuse "list ${1-}: no line of configs.txt has such a name; without it all are listed"
+  case ${PIPESTATUS[1]} in
+    0) ;;
+    1) refuse "list ${1-}: no line of configs.txt has such a name; without it all are listed" ;;
+    *) refuse "list ${1-}: not a regular expression, or the list cannot be written" ;;
+  esac
 }
 
 # keep_rows ROWS: prints where the rows are now: in results/lines/DATE-DEVICE.csv, or a numbered one if that
@@ -373,6 +384,8 @@ main_job() {
   fi
   echo | grep -qE -- "$only" 2>/dev/null
   [ $? -le 1 ] || refuse "--only $only: not a regular expression"
+  [[ ! $only =~ (^|[\(|])[*+?]|\{|\[\[: ]] || refuse "--only $only: CMake reads it, whose regular" \
+    "expressions have no {N} and no [[:CLASS:]], and something before each *, + and ?"
 
   need_tools
   if [ $cpu = 1 ]; then
@@ -380,6 +393,7 @@ main_job() {
   else
     has_nvcc || refuse "nvcc is missing; install the CUDA Toolkit 12.4 or newer, or put its bin folder on PATH"
   fi
+  need_lines
   tty_line "reading configs.txt"
   configure -DSDPA_KEEP_GOING=ON -DSDPA_TESTS=OFF -DSDPA_ONLY="$only" -DSDPA_CPU=$cpu
   local names=() expects=() name expect selected sentence bad=0 failed=0 wrong=0 skipped=0 header='' csv i
@@ -403,7 +417,8 @@ main_job() {
     echo $? >"$run/$1.status"
   }
   # Every row is on disk as soon as it is measured.
-  trap 'end_line; cat "$run/$name.csv" >>"$rows" 2>/dev/null
+  local kept=0  # lines whose rows are in $rows
+  trap 'end_line; for name in "${names[@]:kept}"; do cat "$run/$name.csv" >>"$rows" 2>/dev/null; done
         say "stopped; rows: $(from_caller "$(keep_rows "$rows")")"; exit 130' INT TERM
   for i in "${!names[@]}"; do
     [ -x "$build/sdpa_${names[i]}" ] && header=$("$build/sdpa_${names[i]}" --header) && break
@@ -426,6 +441,8 @@ main_job() {
   fi
   for i in "${!names[@]}"; do
     name=${names[i]}
+    # shellcheck disable=SC2034  # the trap reads it
+    kept=$i
     local exe=$build/sdpa_$name status words
     if [ -e "$build/log/$name.log.failed" ] || [ ! -x "$exe" ]; then
       failed=1 wrong=$((wrong + 1))
@@ -532,6 +549,7 @@ test_in() {
   fi
   # Nothing is built for tests that the options leave out.
   if ctest --test-dir "$build" -N ${options[@]+"${options[@]}"} | grep -q '^Total Tests: 0$'; then return; fi
+  found=1
   build_tests && run_ctest
 }
 
@@ -575,7 +593,7 @@ prepare_tests() {
 }
 
 run_tests() {
-  local base=$build failed=0 which=ON stage=0 stages=3 listed=0
+  local base=$build failed=0 which=ON stage=0 stages=3 listed=0 found=0
   case ${1-} in
     -h|--help)
       say "usage: ./run_all.sh test [--all] [CTEST OPTION...]"
@@ -607,6 +625,7 @@ run_tests() {
     say "---- tests: CUDA: left out, nvcc is missing"
   fi
   [ $listed = 0 ] || return $failed
+  [ $found = 1 ] || refuse "test ${options[*]}: no test is left; ./run_all.sh test -N lists them"
   local took="$((SECONDS / 60)) min $((SECONDS % 60)) s"
   if [ $failed = 0 ]; then say "---- all tests passed, $took"; else say "---- some tests failed, $took"; fi
   return $failed

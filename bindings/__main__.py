@@ -55,6 +55,8 @@ def builds_of(words):
             builds.append(sdpa.build_of(*sdpa.line_with(gpu, dtype, D, Dv, features)))
         except sdpa.Unavailable as why:
             print(f"sdpa: left out: {why}", file=sys.stderr)
+    if len(builds) == len(gpus):
+        raise SystemExit("sdpa: no build of these words is left")
     return builds
 
 

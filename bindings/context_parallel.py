@@ -7,6 +7,7 @@ each (causal, dealt so that all have as much to do), and how far their results a
 """
 import argparse
 import os
+import re
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,10 @@ def main():
     parser.add_argument("--shape", default="1,16,16,131072,128")
     parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*){4}", options.shape):
+        parser.error(f"--shape {options.shape}: want B,Hq,Hkv,S,D")
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("start it with torchrun --nproc-per-node=N")
     B, Hq, Hkv, S, D = map(int, options.shape.split(","))
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))

@@ -382,7 +382,10 @@ def activate():
 
 def why_not(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """Why F.scaled_dot_product_attention(...) runs PyTorch's own kernel with these arguments after activate(); empty if ours."""
-    glue()
+    try:
+        glue()
+    except Unavailable as why:
+        return str(why)
     for name, x in (("q", q), ("k", k), ("v", v), ("attn_mask", attn_mask)):
         if isinstance(x, torch.Tensor) and (x.is_nested or x.layout is not torch.strided):
             return f"{name} is a {'nested' if x.is_nested else 'sparse'} tensor, which PyTorch takes apart before a kernel is chosen"

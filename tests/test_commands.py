@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -157,6 +158,9 @@ def test_run_all_names_them_too_and_builds_the_good_lines(built):
     ("test unit", 2, "test unit: want an option of ctest before it, as in -R unit"),
     ("--cpu --only a --only b", 2, "--only is given twice; write --only 'a|b'"),
     ("--cpu -- --check-only --header", 2, "-- --header: for one executable alone; type: build/sdpa_NAME --header"),
+    ("test -R zzz", 2, "test -R zzz: no test is left; ./run_all.sh test -N lists them"),
+    ("--cpu --only *", 2, "--only *: CMake reads it, whose regular expressions have no {N}"),
+    ("--cpu --only=scalar_vec(8){1}", 2, "--only scalar_vec(8){1}: CMake reads it"), ("list *", 2, "list *: not a regular expression, or"),
     ("list nobody", 2, "list nobody: no line of configs.txt has such a name"),
     ("list ^scalar_vec", 0, "scalar_vec8 sm_80 scalar_vec2 VEC_WIDTH=8"),
     ("list ^scalar_racy", 0, "scalar_racy sm_80, must fail scalar_vec8 SYNC_POLICY=0"),
@@ -207,6 +211,7 @@ def test_ctrl_c_while_building(tmp_path):
     (tmp_path / "c++").chmod(0o755)
     (tmp_path / "two.txt").write_text("first VEC_WIDTH=4\nsecond VEC_WIDTH=8\n")
     process = subprocess.Popen([RUN_ALL, "--cpu"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
                                start_new_session=True, env={**os.environ, "SDPA_CONFIGS": str(tmp_path / "two.txt"), "JOBS": "1",
                                                             "SDPA_BUILD_DIR": str(tmp_path / "build"), "CXX": str(tmp_path / "c++")})
     said = []
@@ -218,6 +223,23 @@ def test_ctrl_c_while_building(tmp_path):
     said = "".join(said) + process.stderr.read()
     assert process.wait() == 130, said
     assert f"stopped while building, 1 line of 2 compiled; the same command goes on there, in {tmp_path}/build-cpu" in said
+
+
+def test_ctrl_c_while_running(built):
+    """What lines that have run said is kept, with the first rows of the one that has not ended."""
+    (built[0] / "few.txt").write_text("good2 VEC_WIDTH=4 SYNC_POLICY=1\nnear : good2 SYNC_POLICY=2\n")
+    process = subprocess.Popen([RUN_ALL, "--cpu", "--shape", "small", "--shape", "1,1,1,60000,60000", "--", "--check-only"], text=True,
+                               stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL, start_new_session=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                               env={**os.environ, "SDPA_CONFIGS": str(built[0] / "few.txt"), "SDPA_BUILD_DIR": str(built[0] / "build"), "JOBS": "2"})
+    rows, runs = built[0] / "build-cpu/rows.csv", [built[0] / f"build-cpu/run/{name}.csv" for name in ("good2", "near")]
+    while process.poll() is None and not all(path.exists() and ",small," in path.read_text() for path in runs):
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.stderr.read()
+    assert process.wait() == 130 and "stopped; rows: " in said, said
+    with open(rows, newline="") as file:
+        assert [(row["config"], row["shape"], row["check"]) for row in csv.DictReader(file)] == [(name, "small", "PASS") for name in ("good2", "near")]
 
 
 @pytest.mark.long

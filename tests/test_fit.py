@@ -188,6 +188,9 @@ def test_only_decode_whose_keys_just_fit_l2_may_lose_more():
 @pytest.mark.parametrize("words,sentence", [
     (["--check", "/no/such.csv"], "fit: /no/such.csv: there is no such file"),
     (["--check", os.path.join(ROOT, "configs.txt")], "configs.txt: want rows that ./run_all.sh fit wrote, with"),
+    (["--check", os.path.join(ROOT, "results", "peers", "peers.svg")], "peers.svg: want rows that"),
+    (["--check", sys.executable], f"fit: {sys.executable} cannot be read: "),
+    (["--from", str(fit.newest("ampere"))], "fit: these rows are not of the tiles of hopper; type another --table of hopper, hopper_bf16, ampere"),
     (["--table", "wgmma"], "fit: --table: invalid choice: 'wgmma' (choose from 'hopper', 'hopper_bf16', 'ampere', 'hopper_e4m3', 'hopper_kv8_d128_bf16')"),
     (["--head-dim", "96"], "fit: --head-dim: invalid choice: '96' (choose from '64', '128', '256')"),
     (["rows.csv"], "fit: rows.csv: only --check takes files by themselves"),

@@ -404,6 +404,14 @@ def test_refusals(sample):
     main = sample / "results/lines/2026-01-02-Sample-GPU.csv"
     rows = main.read_text(encoding="utf-8")
     refuses("no such file", "none.csv")
+    shutil.copy(main, sample / "mine.csv")  # a page would link to where it is not
+    refuses("mine.csv: pages link to their rows; put it into the folder of results/", "mine.csv")
+    for regex, words in (("(", "--diffs (: not a regular expression"), ("nobody", "--diffs nobody: no rung of docs/LADDER.md has such a name")):
+        refuses(words, "--diffs", regex)
+    at = rows.splitlines()[0].split(",").index("graph_us")
+    for number in "nan", "-1", "inf", "0", "many":
+        main.write_text(re.sub(rf"^((?:[^,\n]*,){{{at}}})[0-9.]+,", rf"\g<1>{number},", rows, flags=re.M), encoding="utf-8")
+        refuses(f"has '{number}' in its column graph_us, which is no such number")
     refuses("stdin has no line", "--bugs")
     main.write_text("a,b\n", encoding="utf-8")
     refuses("lacks the columns config, family")

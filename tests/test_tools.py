@@ -415,6 +415,11 @@ def test_the_command_sweep(passed, skipped, code, monkeypatch, tmp_path, capsys)
     assert asked == {name: (101 + place(name), 5) for name in ("scalar_minimal", "scalar_vec2")}
     out, err = capsys.readouterr()
     assert [row["config"] for row in csv.DictReader(io.StringIO(out))] == list(asked) and "words of scalar_vec2" in err
+    (tmp_path / "two.txt").write_text("scalar_vec2 VEC_WIDTH=2\nbad FOO=1\n")
+    monkeypatch.setenv("SDPA_CONFIGS", str(tmp_path / "two.txt"))
+    left[:] = [(5, 0)]
+    monkeypatch.setattr(sys, "argv", "sweep 5 --series 100 --cpu --jobs 1".split())
+    assert sweep.main() == 1 and "two.txt:2: " in capsys.readouterr().err
 
 
 def test_the_tally_of_a_sweep(tmp_path):

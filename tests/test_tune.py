@@ -54,8 +54,10 @@ def test_the_space_is_asked_of_the_code():
     space = search.Space(line_of("scalar_vec8"), {})
     assert space.values["SYNC_POLICY"] == ["5", "2", "1"]  # 0 is the negative control's
     assert space.values["BLOCK_N"] == [str(16 * n) for n in range(1, 17)]
-    assert not {"USE_WMMA", "SPLIT_KV", "HEAD_DIM"} & set(space.values)
+    features = {"USE_BIAS", "USE_LENGTHS", "USE_PAGES", "USE_SINKS", "USE_SOFTCAP"}  # which a problem asks for
+    assert not {"USE_WMMA", "SPLIT_KV", "HEAD_DIM", *features} & set(space.values)
     space = search.Space(line_of("wgmma_ws"), {"BLOCK_M": ["64", "128"]})
+    assert not features & set(space.values)
     assert "USE_FAST_EXP" in space.free  # legal, though no wgmma line of configs.txt has it
     assert space.values["BLOCK_M"] == ["64", "128"] and "SWIZZLE_XOR" not in space.free
 

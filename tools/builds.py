@@ -122,6 +122,8 @@ class Tree:
         for name, base, expect, arch, knobs, gates in (line.split("\t") for line in done.stdout.splitlines()):
             words = knobs.split() + ["arch=" + arch] * bool(arch) + ["expect=FAIL"] * (expect == "FAIL")
             lines[name] = ConfigLine(base, words, knobs.split(), gates.split())
+        if not lines and not done.stderr.strip():
+            raise Refused(f"{file} has no line")
         return lines, done.stderr.strip()
 
     def config_lines(self):

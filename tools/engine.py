@@ -108,7 +108,7 @@ def parse_problem(text, causal="off"):
     name, D, dtype, own_causal, left = found.groups() if found else ("0,0,0,0,0", 0, "", "", None)
     B, Hq, Hkv, Sq, Sk = SHAPES.get(name) or map(int, name.split(","))
     if min(B, Hq, Hkv, Sq, Sk) < 1 or Hq % Hkv:
-        raise Refused(f"--shape {text}: want {', '.join(SHAPES)} or B,Hq,Hkv,Sq,Sk with Hq a multiple "
+        raise Refused(f"--shape {text}: want {', '.join(SHAPES)} or B,Hq,Hkv,Sq,Sk, each at least 1, with Hq a multiple "
                       f"of Hkv, then if wanted ,D ,{'|'.join(LIMITS)} ,off|br|tl ,LEFT")
     return Problem(name.replace(",", "x"), B, Hq, Hkv, Sq, Sk, int(D or 0), dtype or "", own_causal or causal,
                    -1 if left is None else int(left))

@@ -184,8 +184,11 @@ def read_rows(path):
     """The rows of a CSV of fit, all of them whole; else it is refused."""
     if not Path(path).exists():
         raise Refused(f"{path}: there is no such file")
-    with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise Refused(f"{path} cannot be read: {error}") from None
     if not rows or set(COLUMNS) - set(rows[0]) or None in rows[0]:
         raise Refused(f"{path}: want rows that ./run_all.sh fit wrote, with the columns {' '.join(COLUMNS)}")
     for number, row in enumerate(rows, 2):
@@ -344,6 +347,8 @@ def print_fit(model, tiles, rows):
     """Fits those of the tiles that rows have times of; prints what they choose, and the table to paste."""
     times, sms, mhz = measured(rows)
     tiles = [tile for tile in tiles if any(tile.knobs in us for us in times.values())]
+    if {problem.D for problem in times} - {tile.head_dim for tile in tiles}:
+        raise Refused(f"these rows are not of the tiles of {model.table}; type another --table of {', '.join(TABLES)}")
     fitted = fit_costs(model, tiles, times, sms, mhz)
     print_choices(tiles, times, {"sdpa.cu": losses(model, tiles, times, sms),
                                  "fitted": losses(model, fitted, times, sms)})

@@ -10,7 +10,6 @@ In configs.txt: gate:regs<=N  gate:smem<=BYTES  gate:spill<=BYTES:WHY  gate:also
   gate:step-over=NAME:FACTOR[@SHAPE]
 exit: 0 no gate failed, 1 one did, 2 bad usage or a missing tool
 """
-import csv
 import os
 import re
 from dataclasses import dataclass
@@ -172,10 +171,9 @@ def main():
         say(bad_lines)
     newest = max(Path(builds.ROOT, "results", "ladder").glob("*-claims*.csv"), key=report_rows.by_name, default=None)
     path = options.steps or (time_claims(options.only or "") if options.time else newest)
-    kernels = compiled(lines, re.findall(r"\d+a?", os.environ.get("SDPA_ARCHS", "")) or ["80", "89", "90a"])
     rows = None
     if path:
+        rows = report_rows.read(Path(path), ["claims"]).rows
         say(f"speed claims are judged by {os.path.relpath(path)}")
-        with open(path, newline="") as file:
-            rows = list(csv.DictReader(file))
+    kernels = compiled(lines, re.findall(r"\d+a?", os.environ.get("SDPA_ARCHS", "")) or ["80", "89", "90a"])
     return report(judge(kernels, rows)) or bool(bad_lines)

@@ -6,7 +6,7 @@ line in the kernels. Tiles are LINE with other BLOCK_M, BLOCK_N, STAGES, VEC_WID
 are the fewest steps away in tune's space.
   --family F    scalar, wmma, mma or wgmma; default wgmma where the GPU has it, else mma
   --from LINE   of configs.txt, and knobs behind it; default the family's quickest at long in results/lines
-  --head-dim D  64, 128 or 256; default LINE's
+  --head-dim D  a multiple of 16; default LINE's
   --tiles N     so many are timed, LINE's own among them (default 64)
   --top N       so many are printed (default 8); the CSV has all
   --output CSV  a new file; default results/tuning/DATE-DEVICE-micro-NAME.csv

@@ -306,10 +306,18 @@ def main():
     if options.bugs:
         return put({"bugs": bugs_section(sys.stdin.read())})
     if options.diffs:
-        return put(ladders.diff_sections("|".join(options.words)))
+        try:
+            sections = ladders.diff_sections("|".join(options.words))
+        except re.error:
+            raise Refused(f"--diffs {' '.join(options.words)}: not a regular expression") from None
+        if not sections:
+            raise Refused(f"--diffs {' '.join(options.words)}: no rung of docs/LADDER.md has such a name")
+        return put(sections)
     for word in options.words:
         if not Path(word).is_file():
             raise Refused(f"{word}: no such file")
+        if Path(word).resolve().parent.parent != ROOT / "results":
+            raise Refused(f"{word}: pages link to their rows; put it into the folder of results/ that has its kind (docs/NUMBERS.md)")
     sections, pictures = drawn(ROOT / "results", [Path(word).resolve() for word in options.words])
     put(sections)
     for name, drawing in pictures.items():

@@ -23,7 +23,7 @@ KINDS = {
     "peers": Kind("peers", "", RUN, "tools/peers.py LINE... --shape S..."),
     "wgmma": Kind("ladder", "-wgmma", RUN, "tools/peers.py LINE... --shape S..."),
     "rungs": Kind("ladder", "-rungs", (*RUN, "peak_share", "unit", "unit_share", "waits_for"), "./run_all.sh rungs"),
-    "claims": Kind("ladder", "-claims", (), "./run_all.sh gates --time"),
+    "claims": Kind("ladder", "-claims", "line over shape low high".split(), "./run_all.sh gates --time"),
     "ablation": Kind("ablation", ANY, RUN, "./run_all.sh ablate LINE"),
     "accuracy": Kind("accuracy", "", "contender input D dtype Sk rel_rms mean".split(), "tools/accuracy.py LINE..."),
     "samples": Kind("ab", ANY, "comparison contender problem turn replay us".split(), "./run_all.sh ab LINE KNOB=VALUE..."),
@@ -88,10 +88,16 @@ def read(path, kinds):
     if trouble:
         raise Refused(f"{path} {trouble}; measure it again with {KINDS[kind].command}, or delete it")
     for row, column in itertools.product(rows, [name for name in NUMBERS if name in columns]):
+        if not row[column]:
+            row[column] = None
+            continue
         try:
-            row[column] = float(row[column]) if row[column] else None
+            value = float(row[column])
         except ValueError:
-            raise Refused(f"{path} has {row[column]!r} in its column {column}, which is no number") from None
+            value = math.nan
+        if not 0 <= value < math.inf or (value == 0 and column != "tflops"):
+            raise Refused(f"{path} has {row[column]!r} in its column {column}, which is no such number")
+        row[column] = value
     return Source(path, kind, rows)
 
 

@@ -12,7 +12,7 @@ import builds
 from builds import Line
 from cli import Refused
 
-PROBLEMS_OWN = ("HEAD_DIM", "HEAD_DIM_V", "DTYPE", "OUT_DTYPE")
+PROBLEMS_OWN = ("HEAD_DIM", "HEAD_DIM_V", "DTYPE", "OUT_DTYPE", "USE_SOFTCAP", "USE_SINKS", "USE_LENGTHS", "USE_PAGES", "USE_BIAS")
 TRIES = 200  # mutations of a base that is not legal
 
 

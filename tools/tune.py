@@ -11,7 +11,7 @@ best with LINE, or with the best line of configs.txt. docs/TUNING.md says how it
   --shape S       the problem, as for ab; repeatable: the geometric mean of their times counts; default long
   --causal off|br|tl  (default off)
   --dtype fp16|bf16|e4m3|u8  default LINE's
-  --head-dim D    64, 128 or 256; default LINE's
+  --head-dim D    a multiple of 16; default LINE's
   --budget MIN    minutes in all, also those of earlier runs of the same command (default 8)
   --fix KNOB=V    the knob keeps this value; V,V...: takes one of these; repeatable
   --seed N        of the search, from 0 (default 0)
