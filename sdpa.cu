@@ -492,13 +492,11 @@ __host__ __device__ __forceinline__ float to_float(uint8_t x) { return static_ca
 template <class E> __host__ __device__ __forceinline__ E rounded(float x) { return static_cast<E>(x); }
 template <> __host__ __device__ __forceinline__ __half rounded(float x) { return __float2half_rn(x); }
 template <> __host__ __device__ __forceinline__ __nv_bfloat16 rounded(float x) { return __float2bfloat16_rn(x); }
-
 template <int BYTES, int SIZE, class T, class OTHERWISE>
 using IfBytes = std::conditional_t<BYTES == SIZE, T, OTHERWISE>;
 template <int N>
 using VectorType = IfBytes<
     N, 16, uint4, IfBytes<N, 8, uint2, IfBytes<N, 4, uint32_t, IfBytes<N, 2, uint16_t, IfBytes<N, 1, uint8_t, void>>>>>;
-
 template <class B> constexpr int CHUNK = 16 / sizeof(Element<B>);  // elements in 16 bytes, the unit of the swizzle
 
 // ---- tiles in shared memory (scalar, wmma, mma) ----
@@ -506,15 +504,7 @@ template <class B> constexpr int CHUNK = 16 / sizeof(Element<B>);  // elements i
 // Elements from one row of a tile to the next: with SWIZZLE_XOR wmma has rows that are 16 bytes longer.
 template <class B> constexpr bool pads_rows = B::swizzle_xor && B::family == Family::wmma;
 template <class B, int D = B::head_dim> constexpr int TILE_STRIDE = D + (pads_rows<B> ? CHUNK<B> : 0);
-// With D elements to a row all rows start in one bank or a few, so that accesses to a column of several rows collide.
-// Therefore the index of a 16-byte chunk is XORed with the row, within the chunks that divide a row and 128 bytes,
-// so that any 8 neighbouring rows lie in all 32 banks. wmma wants a fixed stride, so there rows are longer instead.
-template <class B, int D, int N = D / CHUNK<B>>
-constexpr unsigned SWIZZLED = N % 8 == 0 ? 8 : N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1;
-template <class B, int D> __device__ __forceinline__ int swizzled(int row, int col) {
-  // Unsigned, so that the compiler sees that rows 8 apart are swizzled alike.
-  return col ^ static_cast<unsigned>(row) / (8 / SWIZZLED<B, D>) % SWIZZLED<B, D> * CHUNK<B>;
-}
+template <class B, int D> __device__ __forceinline__ int swizzled(int row, int col);  // SWIZZLE_XOR
 // Offset in elements of (row, col) in a tile.
 template <class B, int D = B::head_dim> __device__ __forceinline__ int tile_offset(int row, int col) {
   return row * TILE_STRIDE<B, D> + (B::swizzle_xor && !pads_rows<B> ? swizzled<B, D>(row, col) : col);
@@ -527,7 +517,6 @@ template <class B, int D = B::head_dim> __device__ __forceinline__ int tile_offs
 template <class View> __device__ __forceinline__ void clear(View& T) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) { SDPA_UNROLL for (int j = 0; j < View::COLS; j++) T.x[i][j] = 0; }
 }
-
 // T = T * factor, by rows.   factor [ROWS]
 template <class View> __device__ __forceinline__ void scale_rows(View& T, const float (&factor)[View::ROWS]) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
@@ -538,14 +527,11 @@ template <class View> __device__ __forceinline__ void scale_rows(View& T, const 
 // ---- the scale of an item ----
 
 // A factor of a thread's scores: one number, or with B::scales_rows one for each row.
-struct RowScales { float factor[2]; };
+struct RowScales;
 template <class B> using ScoreScale = std::conditional_t<B::scales_rows, RowScales, float>;
 __device__ __forceinline__ float of_row(float scale, int) { return scale; }
-__device__ __forceinline__ float of_row(const RowScales& scales, int i) { return scales.factor[i]; }
 __device__ __forceinline__ float largest(float scale) { return scale; }
-__device__ __forceinline__ float largest(const RowScales& scales) { return fmaxf(scales.factor[0], scales.factor[1]); }
-// The value of an element that to_float() gives as 1.
-template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;
+template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;  // of to_float() = 1
 template <class B> __device__ __forceinline__ bool is_capped(const KernelArgs& a) {
   return B::use_softcap != 0 && a.cap_scale != 0;
 }
@@ -703,19 +689,9 @@ template <int LANES> __device__ __forceinline__ float row_sum(float x) {
 // ---- epilogue ----
 
 constexpr float ln2 = 0.693147180559945f;
-// USE_SINKS: the sink of the item's head; -inf is none.
-template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const Item<B>& item) {
-  return a.p.sinks ? a.p.sinks[item.h] : -INFINITY;
-}
-// The row sum l with 2^p_log2 * e^sink, relative to m. Above 2^126 nothing of the keys is left in it.
-template <class B>
-__device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const Item<B>& item) {
-  if (!B::use_sinks) return l;
-  const float sink = sink_of<B>(a, item);
-  if (!(sink < INFINITY) && l != 0) return NAN;  // of NaN or inf, unless no key is seen
-  const float above_m = fmaf(-finite_max(m), item_scale_log2<B>(a, item), sink * (1 / ln2));
-  return l + ex2_approx_ftz(fminf(above_m + p_log2<B>, 127));  // at 127 1 / sum is flushed to 0
-}
+// USE_SINKS: the sink of the item's head, and the row sum with it.
+template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const Item<B>& item);
+template <class B> __device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const Item<B>&);
 
 // LSE = ln2 * (m * scale_log2 + log2(sum) - p_log2) of query q, if it is wanted. m * scale_log2 alone may overflow.
 template <class B>
@@ -891,11 +867,6 @@ constexpr Path path = B::use_mma_sync               ? Path::mma
                       : B::converts_tiles           ? Path::wgmma_converting
                       : B::use_warp_specialization  ? Path::wgmma_roles
                                                     : Path::wgmma_plain;
-// Query rows that skip a masked tile of keys together: a warp's, a warpgroup's or the CTA's.
-template <class B>
-constexpr int mask_rows = B::use_mma_sync                              ? B::block_m / B::group_warps
-                          : B::use_wgmma && B::use_warp_specialization ? 64
-                                                                       : B::block_m;
 // True if sdpa_merge() merges an item's ranges. Rows that go through shared memory are merged by the item's last CTA.
 template <class B>
 constexpr bool merges_by_kernel = B::split_ctas != 1 && !B::swap_ab &&
@@ -964,6 +935,18 @@ template <class B> struct KernelOf<B, Path::scalar> {
   using Shared = ScalarShared<B>;
   static constexpr auto entry = sdpa_scalar<B>;
 };
+
+// ---- swizzled tiles (scalar, mma and SWIZZLE_XOR) ----
+
+// With D elements to a row all rows start in one bank or a few, so that accesses to a column of several rows collide.
+// Therefore the index of a 16-byte chunk is XORed with the row, within the chunks that divide a row and 128 bytes,
+// so that any 8 neighbouring rows lie in all 32 banks. wmma wants a fixed stride, so there rows are longer instead.
+template <class B, int D, int N = D / CHUNK<B>>
+constexpr unsigned SWIZZLED = N % 8 == 0 ? 8 : N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1;
+template <class B, int D> __device__ __forceinline__ int swizzled(int row, int col) {
+  // Unsigned, so that the compiler sees that rows 8 apart are swizzled alike.
+  return col ^ static_cast<unsigned>(row) / (8 / SWIZZLED<B, D>) % SWIZZLED<B, D> * CHUNK<B>;
+}
 
 // ---- copies of vectors (scalar, wmma, mma) ----
 
@@ -1322,6 +1305,11 @@ template <class B> constexpr int PARTIAL_STRIDE = B::d_v + 4;  // 4: against ban
 
 // ---- items: their rows, and the order in which CTAs take them ----
 
+// Query rows that skip a masked tile of keys together: a warp's, a warpgroup's or the CTA's.
+template <class B>
+constexpr int mask_rows = B::use_mma_sync                              ? B::block_m / B::group_warps
+                          : B::use_wgmma && B::use_warp_specialization ? 64
+                                                                       : B::block_m;
 // Queries of an item per head.
 template <class B> __device__ __forceinline__ int queries_of_item(const KernelArgs& a) {
   return B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
@@ -1428,6 +1416,10 @@ template <int N> __device__ __forceinline__ void mbarriers_init(uint64_t (&barri
 }
 
 // ---- pairs, scales of rows, stale maxima, weights of a merge (wmma, mma, wgmma) ----
+
+struct RowScales { float factor[2]; };
+__device__ __forceinline__ float of_row(const RowScales& scales, int i) { return scales.factor[i]; }
+__device__ __forceinline__ float largest(const RowScales& scales) { return fmaxf(scales.factor[0], scales.factor[1]); }
 
 // Two values of a row, rounded, as one register of an mma.sync operand.
 template <class E> __device__ __forceinline__ uint32_t pack(float low, float high) {
@@ -4377,6 +4369,22 @@ template <> struct VectorCopy<false, true> {
     }
   }
 };
+
+// ---- 5f sinks ----
+
+// The sink of the item's head; -inf is none.
+template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const Item<B>& item) {
+  return a.p.sinks ? a.p.sinks[item.h] : -INFINITY;
+}
+// The row sum l with 2^p_log2 * e^sink, relative to m. Above 2^126 nothing of the keys is left in it.
+template <class B>
+__device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const Item<B>& item) {
+  if (!B::use_sinks) return l;
+  const float sink = sink_of<B>(a, item);
+  if (!(sink < INFINITY) && l != 0) return NAN;  // of NaN or inf, unless no key is seen
+  const float above_m = fmaf(-finite_max(m), item_scale_log2<B>(a, item), sink * (1 / ln2));
+  return l + ex2_approx_ftz(fminf(above_m + p_log2<B>, 127));  // at 127 1 / sum is flushed to 0
+}
 
 // ---- 5f softcap ----
 
