@@ -2230,7 +2230,9 @@ template <class B> __device__ __forceinline__ void clear_rows_without_query(Elem
 template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, int keys, int thread, int threads) {
   constexpr int bytes = B::d_v * B::input_bytes, line = PANEL_BYTES<bytes> / 16, panel = B::block_n * line;
   for (int i = keys * line + thread; i < panel; i += threads) {
-    SDPA_UNROLL for (int n = 0; n < PANELS<bytes>; n++) st_shared(static_cast<uint4*>(V_s) + n * panel + i, uint4{});
+    SDPA_UNROLL for (int n = 0; n < PANELS<bytes>; n++) {
+      st_shared(reinterpret_cast<uint4*>(V_s) + n * panel + i, uint4{});
+    }
   }
 }
 
@@ -2946,10 +2948,9 @@ __device__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const WgmmaItem<B>& i
   for (int n = 0; n < B::block_n / 8; n++) {
     const int lane = int(thread_index_anew() % 32), k = k0 + lane / 4 + 8 * n;
     float d[4] = {};
-    const Input* K_row;
-    if constexpr (B::use_pages) K_row = PagedRows<B>{&a, &item, &a.p.k, K_g, k} + 0;
-    else K_row = K_g + item.k_row(k) * a.p.k.row;
-    K_row += lane % 4 * 4 / B::element_bytes;
+    const Input* K_row = K_g;
+    if constexpr (B::use_pages) K_row = PagedRows<B>{&a, &item, &a.p.k, K_g, k} + lane % 4 * 4 / B::element_bytes;
+    else K_row += item.k_row(k) * a.p.k.row, K_row += lane % 4 * 4 / B::element_bytes;
 #pragma unroll 1
     for (int byte = 0; byte < ROW_BYTES<B::qk_bytes>; byte += STEP_BYTES) {
       uint32_t of_q[4], of_k[2] = {0, 0};  // 0 behind a short row
@@ -4420,13 +4421,11 @@ __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreSc
 // makes P larger than 2^16, as the sum of P tells, and one that is too small has a P below 2^-30 in either form, where
 // m lies between these bounds. The square is completed, since constants are read sooner than a third register.
 
-template <class B> void set_cap_polynomial(KernelArgs& a) {
-  if constexpr (B::caps_by_polynomial) {
-    const double x = a.cap_scale, k0 = 0.9995825, k1 = -0.3226164, k2 = 0.08978852, shift = k1 / (2 * k2);
-    if (x < 1e-7 || x > 1e7) return;  // its powers have no place in a float
-    a.cap_polynomial = {float(shift / (x * x)), float((k0 / k2 - shift * shift) / (x * x * x * x)),
-                        float(k2 * x * x * x * x * x * a.scale_log2)};
-  }
+template <class Args> void set_cap_polynomial(Args& a) {
+  const double x = a.cap_scale, k0 = 0.9995825, k1 = -0.3226164, k2 = 0.08978852, shift = k1 / (2 * k2);
+  if (x < 1e-7 || x > 1e7) return;  // its powers have no place in a float
+  a.cap_polynomial = {float(shift / (x * x)), float((k0 / k2 - shift * shift) / (x * x * x * x)),
+                      float(k2 * x * x * x * x * x * a.scale_log2)};
 }
 
 template <class B> struct CappedSoftmax : StaleSoftmax<B, 2> {
@@ -4689,7 +4688,7 @@ template <class B> struct MmaE4m3AsHalves {
   }
 };
 
-// ---- 5f ranges of keys, and the merge of their results (wmma, mma, wgmma) ----
+// ---- 5f ranges of keys ----
 
 // SPLIT_CTAS: the workspace has a counter of partial results for each item, and the partial results after all counters.
 constexpr uint32_t most_split_items = Build::use_lengths ? 131072 : 16384;
@@ -4709,6 +4708,8 @@ template <class B> struct alignas(256) RangePartial {
   float O[B::block_m][B::d_v];
   float2 m_l[B::block_m];
 };
+
+// ---- 5f partial results of ranges, and their merge (wmma, mma, wgmma) ----
 
 // The partial results of all CTAs in the workspace.
 template <class B> __device__ __forceinline__ RangePartial<B>* range_partials(const KernelArgs& a) {
@@ -5747,7 +5748,7 @@ template <class B> void set_scales(KernelArgs& a) {
   if (B::use_softcap != 0 && a.p.softcap != 0) {
     a.cap_scale = std::fmin(std::fmax(a.scale_log2 * ln2 / a.p.softcap, 1.2e-38f), 3.4e38f);
     a.scale_log2 = a.p.softcap / ln2;
-    set_cap_polynomial<B>(a);
+    if constexpr (B::caps_by_polynomial) set_cap_polynomial(a);
   }
   a.scores_log2 = a.scale_log2;
   if (B::use_bias == 1) {

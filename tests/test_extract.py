@@ -110,13 +110,19 @@ def test_machine_code_is_the_lines(texts, tmp_path):
 
 
 @needs_nvcc
-def test_bias_may_be_asked_for(tmp_path):
+def test_features_may_be_asked_for(tmp_path):
     """Of builds that no line has, with what they need of other chapters."""
-    lines = ["wgmma_d128_lazy USE_BIAS=2", "scalar_minimal USE_BIAS=1", "hopper_d128 USE_BIAS=1 BLOCK_M=128 BLOCK_N=128"]
-    for words in lines[:1] if os.environ.get("SDPA_TEST_QUICK") else lines:
+    lines = ["wgmma_d128_lazy USE_BIAS=2", "mma_lazy USE_SOFTCAP=1 USE_SINKS=1", "scalar_vec8 USE_LENGTHS=1 USE_PAGES=1",
+             "wgmma_decode_d128 USE_LENGTHS=1 USE_PAGES=1", "mma_lazy USE_LENGTHS=1", "wgmma_d128_lazy USE_LENGTHS=1 USE_PAGES=1",
+             "wgmma_d128_lazy USE_SOFTCAP=1 DTYPE=BF16", "wgmma_kv8 USE_LENGTHS=1 USE_PAGES=1 USE_SINKS=1", "wgmma_chunk USE_LENGTHS=1",
+             "wgmma_e4m3_split2 USE_SOFTCAP=1", "scalar_minimal USE_BIAS=1", "hopper_d128 USE_BIAS=1 BLOCK_M=128 BLOCK_N=128"]
+    for words in lines[:4] if os.environ.get("SDPA_TEST_QUICK") else lines:
         status, text, trouble = extract(*words.split())
         assert status == 0, trouble
-        assert re.search(r"^  const (?:void|Bias|Input|uint8_t)\* bias\b", text, re.MULTILINE), words
+        members = {"BIAS": "bias", "SOFTCAP": "softcap", "LENGTHS": "k_lengths", "PAGES": "page_table", "SINKS": "sinks"}
+        params = re.search(r"^struct SdpaParams \{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL)[1]
+        for knob in re.findall(r"USE_(\w+)", words):
+            assert re.search(rf"^  [^/\n]*\b{members[knob]}\b", params, re.MULTILINE), words
         (tmp_path / "kernel.cu").write_text(text)
         command = re.search(r"^// Compile: nvcc (.*) -c my_kernel.cu$", text, re.MULTILINE)[1]
         done = builds.run([builds.nvcc(), *shlex.split(command), "-Xcompiler=-Wall,-Wextra", "-c", "kernel.cu", "-o", "kernel.o"],

@@ -39,7 +39,7 @@ def owner_of(function):
 def versions(root, text):
     """What is known of templates with B: {name: parameters without B and selectors}, {name: parameters with them},
     names whose members are defined outside, and the versions that no build chooses."""
-    kept, all_of, outside, gone, primary, folding = {}, {}, set(), [], {}, Folding(text, set())
+    kept, all_of, outside, gone, primary, folding = {}, {}, collections.defaultdict(list), [], {}, Folding(text, set())
     for node in descendants(root, "template_declaration"):
         inner, parameters = declared(node), [one for one in node.child_by_field_name("parameters").named_children]
         if not parameters or source(parameters[0], text) != "class B":
@@ -50,13 +50,15 @@ def versions(root, text):
             if value and name in primary:
                 gone.append(primary[name][0] if value[1] == primary[name][1] else node)
         elif inner.type == "function_definition" and owner_of(inner):
-            outside.add(owner_of(inner))
+            outside[owner_of(inner)].append(node)
         else:
             all_of.setdefault(name, len(parameters))
             kept.setdefault(name, [one for one in parameters[1:] if not is_selector(one, text)])
             if is_selector(parameters[-1], text):
                 chosen = folding.value(parameters[-1].child_by_field_name("default_value"))
                 primary.setdefault(name, (node, "true" if chosen else "false"))
+    for name in [name for name, (node, _) in primary.items() if node in gone]:
+        gone += outside.pop(name, [])
     return kept, all_of, outside, gone
 
 
@@ -76,6 +78,8 @@ def without_build(text):
         edits.append((node.start_byte, node.end_byte + 1, ""))
     kept, all_of, outside, gone = versions(root, text)
     edits += [(node.start_byte, node.end_byte + 1, "") for node in gone]
+    replaced = {name_of(declared(node)) for node in gone
+                if declared(node).type == "struct_specifier" and declared(node).child_by_field_name("name").type != "template_type"}
     text = edited(text, edits)
 
     def without_arguments(text):
@@ -93,6 +97,8 @@ def without_build(text):
                           else ""))
         return edited(text, edits)
     text = until_stable(without_arguments, text)
+    for name in replaced:  # a version becomes the template
+        text = re.sub(rf"(\bstruct {name})<[A-Z, ]+>(?= [:{{])", r"\1", text)
     edits = []
     for node in descendants(parse(text), "template_parameter_list"):
         parameters, owner = node.named_children, node.parent
