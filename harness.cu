@@ -1690,8 +1690,8 @@ vector<Option> options_of(Options& o) {
        flag(o.common.has_q_lengths), given(&Problem::has_q_lengths)},
       {"--packed", "q|k|qk", "Sq, Sk or both are those of all sequences, drawn for each (a build with USE_LENGTHS)",
        [&o](const string& text) {
-         o.common.packs_q = text[0] == 'q', o.common.packs_k = text.back() == 'k';
-         return text == packed_text(o.common) ? "" : "want q, k or qk";
+         o.common.packs_q = text.find('q') == 0, o.common.packs_k = !text.empty() && text.back() == 'k';
+         return !text.empty() && text == packed_text(o.common) ? "" : "want q, k or qk";
        },
        packed_text},
       {"--bias", "KIND[,bhqm]",
