@@ -282,7 +282,7 @@ show_results() { "$build/sdpa_table" "$1"; }
 # need_lines: refuses a configs.txt of comments alone.
 need_lines() {
   local file=${SDPA_CONFIGS:-configs.txt}
-  [ ! -r "$file" ] || grep -q '^[[:space:]]*[^#[:space:]]' "$file" || refuse "$file has no line"
+  [ ! -r "$file" ] || grep -q '^[[:space:]]*[^#[:space:]]' "$file" || refuse "$file: no configuration in it; a line is NAME KNOB=VALUE ..."
 }
 
 # list [REGEX]: the lines of configs.txt, the one step of each over its base, and what they need.

@@ -4989,7 +4989,7 @@ template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>, Land
     auto& from = s.landed;
     constexpr int landed_stages = LandedTiles<B>::COUNT;
     const WgmmaItem<B> item = Base::find_item(item_number_of_cta<B>(a));
-    griddepcontrol_wait();  // the kernel before this one has ended, and its writes are visible
+    griddepcontrol_wait();  // until the kernel before this one has ended, and its writes are visible
     const auto load = [&](int role, int round) {
       if (warp == 0 && round >= 0) Base::load_round(role, item, round, 0, from, from);
     };

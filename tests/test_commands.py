@@ -475,6 +475,7 @@ def test_on_a_terminal_it_asks_before(bare, answer, is_installed):
     ("sdpa_good2", "--check-only --causal off --shape 1x1x1x8x8", 0, "1x1x1x8x8,ok,PASS"),
     ("sdpa_good2", "--check-only --causal=off --shape=1x1x1x8x8", 0, "1x1x1x8x8,ok,PASS"),
     ("sdpa_good2", "--shape=huge", 2, "--shape huge: want small"), ("sdpa_good2", "--shape=", 2, "--shape : want small"),
+    ("sdpa_good2", "--packed=", 2, "--packed : want q, k or qk"),
     ("sdpa_good2", "--shape", 2, "--shape: its value is missing"), ("sdpa_good2", "--check-only=1", 2, "--check-only: it takes no value"),
     ("sdpa_good2", "--header=", 2, "--header: it takes no value"), ("sdpa_good2", "--frob=1", 2, "--frob: no such option"),
     ("sdpa_good2", "--causal=br --causal off", 2, "--causal is given twice"), ("sdpa_good2", "--dist=a=b", 2, "--dist a=b: want"),

@@ -123,7 +123,7 @@ class Tree:
             words = knobs.split() + ["arch=" + arch] * bool(arch) + ["expect=FAIL"] * (expect == "FAIL")
             lines[name] = ConfigLine(base, words, knobs.split(), gates.split())
         if not lines and not done.stderr.strip():
-            raise Refused(f"{file} has no line")
+            raise Refused(f"{file}: no configuration in it; a line is NAME KNOB=VALUE ...")
         return lines, done.stderr.strip()
 
     def config_lines(self):
