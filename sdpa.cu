@@ -5804,6 +5804,9 @@ template <class B> bool makes_map(const SdpaParams& p) {
 }
 template <class B> SdpaStatus check_bias_map(const SdpaParams& p) {
   const size_t bytes = bias_map_bytes<B>(p);
+  if (p.bias_map_bytes > 0 && !p.bias_map) {
+    return failure(refused, "bias_map_bytes is %zu, but bias_map is null; set both or neither", p.bias_map_bytes);
+  }
   if (p.bias_map_bytes == bytes && (p.bias_map || bytes == 0)) return {};
   return failure(refused, "bias_map has %zu bytes, and the map of this problem %zu; ask sdpa_bias_map_bytes()",
                  p.bias_map ? p.bias_map_bytes : 0, bytes);
@@ -5824,12 +5827,12 @@ SdpaStatus set_bias_map(KernelArgs& a, const Items& items, void* lists, bool mak
   return {};
 }
 template <class B> SdpaStatus take_bias_map(KernelArgs& a, const Items& items, cudaStream_t stream) {
-  if (lists_rounds<B> && makes_map<B>(a.p)) {
-    return set_bias_map<B>(a, items, static_cast<char*>(a.p.workspace) + range_counter_bytes, true, stream);
+  if (a.p.bias_map || a.p.bias_map_bytes > 0) {
+    const SdpaStatus status = check_bias_map<B>(a.p);
+    return status.ok() && a.p.bias_map_bytes > 0 ? set_bias_map<B>(a, items, a.p.bias_map, false, stream) : status;
   }
-  if (!a.p.bias_map) return {};
-  const SdpaStatus status = check_bias_map<B>(a.p);
-  return status.ok() && a.p.bias_map_bytes > 0 ? set_bias_map<B>(a, items, a.p.bias_map, false, stream) : status;
+  if (!lists_rounds<B> || !makes_map<B>(a.p)) return {};
+  return set_bias_map<B>(a, items, static_cast<char*>(a.p.workspace) + range_counter_bytes, true, stream);
 }
 template <class B> SdpaStatus map_bias(const SdpaParams& p, cudaStream_t stream) {
   const SdpaStatus status = check_bias_map<B>(p);
@@ -5930,7 +5933,8 @@ SdpaStatus check_tensors(SdpaParams& p) {
   return {};
 }
 
-SdpaStatus check_params(SdpaParams& p) {
+// Sizes within their limits, so that no later sum of them overflows. Sets Dv.
+SdpaStatus check_sizes(SdpaParams& p) {
   const struct {
     const char* name;
     int value, least = 0, most = most_rows;
@@ -5943,7 +5947,7 @@ SdpaStatus check_params(SdpaParams& p) {
     if (x.value >= x.least && x.value <= x.most) continue;
     return failure(refused, "%s=%d is outside [%d, %d]", x.name, x.value, x.least, x.most);
   }
-  if (double(p.B) * p.Hq * p.Sq > 1e18) return failure(refused, "B*Hq*Sq is over 10^18 rows; split the batch");
+  if (double(p.B) * p.Hq * p.Sq > 1e13) return failure(refused, "B*Hq*Sq is over 10^13 rows; split the batch");
   if (p.Dv == 0) p.Dv = p.D;
   constexpr int D = Build::head_dim, Dv = Build::d_v, by = Build::vec_width;
   if (is_wgmma ? p.D <= 0 || p.D > D || p.D % by || p.Dv <= 0 || p.Dv > Dv || p.Dv % by : p.D != D || p.Dv != Dv) {
@@ -5951,6 +5955,12 @@ SdpaStatus check_params(SdpaParams& p) {
                                      : "D=%d, Dv=%d: this build takes HEAD_DIM=%d and %d", p.D, p.Dv, D, Dv);
   }
   if (p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv)) return failure(refused, "Hq=%d is not a multiple of Hkv=%d", p.Hq, p.Hkv);
+  return {};
+}
+
+SdpaStatus check_params(SdpaParams& p) {
+  const SdpaStatus sizes = check_sizes(p);
+  if (!sizes.ok()) return sizes;
   if (!(p.scale >= 0 && log2_scale(p) < INFINITY)) {
     return failure(refused, "scale=%g: want 0 or more, below 10^38", double(p.scale));
   }
@@ -5975,6 +5985,10 @@ SdpaStatus check_params(SdpaParams& p) {
                  {"max_ctas", of_queue, uintptr_t(p.max_ctas), 1}, {"softcap", of_cap, p.softcap != 0, 1},
                  {"bias", Build::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias), int(sizeof(Bias))},
                  {"bias_map", Build::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias_map)},
+                 {"bias_map_bytes", Build::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias_map_bytes), 1},
+                 {"bias_keys", Build::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias_keys), 1},
+                 {"page_stride", of_pages, uintptr_t(p.page_stride), 1},
+                 {"page_size", of_pages, uintptr_t(p.page_size), 1}, {"pages", of_pages, uintptr_t(p.pages), 1},
                  {"q_lengths", of_lengths, uintptr_t(p.q_lengths)},
                  {"most_keys", of_lengths, uintptr_t(p.most_keys), 1}};
   for (const auto& x : options) {
@@ -6423,8 +6437,10 @@ template <class Use> auto with_build(const SdpaParams& p, const Use& use) {
 
 // ---- the map of a bias, for several launches (USE_BIAS = 1, USE_BIAS = 2) ----
 
-// Bytes of device memory of the map that sdpa_map_bias() writes; 0: there is none for this problem.
-static inline size_t sdpa_bias_map_bytes(const SdpaParams& p) {
+// Bytes of device memory of the map that sdpa_map_bias() writes. 0: this problem has none, or its sizes are refused.
+static inline size_t sdpa_bias_map_bytes(const SdpaParams& params) {
+  SdpaParams p = params;
+  if (!check_sizes(p).ok()) return 0;
   return with_build(p, [&](auto build) { return bias_map_bytes<decltype(build)>(p); });
 }
 // Writes bias_map, for launches with this bias and these sizes, whatever Q, K, V and O. Enqueued as they are.
@@ -6440,8 +6456,10 @@ static inline SdpaStatus sdpa_map_bias(const SdpaParams& params, cudaStream_t st
 
 // ---- one launch ----
 
-// Bytes of device memory that SdpaParams::workspace must have for this problem (0: none).
-static inline size_t sdpa_workspace_bytes(const SdpaParams& p) {
+// Bytes of device memory that SdpaParams::workspace must have for this problem. 0: none, or its sizes are refused.
+static inline size_t sdpa_workspace_bytes(const SdpaParams& params) {
+  SdpaParams p = params;
+  if (!check_sizes(p).ok()) return 0;
   return with_build(p, [&](auto build) { return workspace_bytes<decltype(build)>(p); });
 }
 

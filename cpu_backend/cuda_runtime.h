@@ -347,7 +347,9 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
       b.x > 1024 || !b.y || b.y > 1024 || !b.z || b.z > 64 || b.x * b.y * b.z > 1024) {
     return simt::result(cudaErrorInvalidConfiguration);
   }
+  const void* const function = reinterpret_cast<const void*>(kernel);
   simt::Launch launch{};
+  launch.kernel = function;
   launch.grid_dim = {g.x, g.y, g.z}, launch.block_dim = {b.x, b.y, b.z};
   launch.shared_bytes = config->dynamicSmemBytes;
   launch.device = simt::current_device, launch.stream = config->stream;
@@ -357,7 +359,6 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
       launch.dependent = attribute.val.programmaticStreamSerializationAllowed != 0;
     }
   }
-  const void* const function = reinterpret_cast<const void*>(kernel);
   if (launch.shared_bytes > size_t(simt::allowed_shared(function, launch.device))) {
     return simt::result(cudaErrorInvalidValue);
   }

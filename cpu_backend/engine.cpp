@@ -1120,6 +1120,8 @@ thread_local std::string latest_report;
 
 }  // namespace
 
+thread_local std::vector<Launch>* launch_log = nullptr;
+
 void synchronise() {
   const Lock lock(host_mutex);
   written.clear();
@@ -1135,6 +1137,7 @@ void synchronise(const void* stream) {
 bool launch(const Launch& l, void (*body)(const void*), const void* args) {
   const Lock lock(host_mutex);
   latest_launch = l, launches_of_thread++;
+  if (launch_log) launch_log->push_back(l);
   // What shared memory holds at the start: NaN, then numbers of 61,296 and -61,296 in fp16, since fmaxf() drops NaN.
   // Every other launch has zeros: where what is read changes a decision alone, its bits are others.
   constexpr unsigned char poisons[] = {0xff, 0x7b, 0xfb};

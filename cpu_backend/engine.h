@@ -189,6 +189,7 @@ struct Schedule {
 extern Schedule schedule;
 
 struct Launch {
+  const void* kernel;
   Index3 grid_dim, block_dim;
   size_t shared_bytes;
   int device;
@@ -199,6 +200,7 @@ struct Launch {
 // several host threads come one after another.
 bool launch(const Launch& l, void (*body)(const void*), const void* args);
 const Launch& last_launch();       // of this host thread
+extern thread_local std::vector<Launch>* launch_log;  // if not null, gets every launch of this host thread
 int launches();                    // of this host thread so far, without those that a test made fail
 const std::string& last_report();  // first line of the report that failed its last failed launch
 // All launches before, or those of one stream, have ended: a dependent launch has nothing to wait for.

@@ -4,17 +4,23 @@
 
 #include "sdpa_members.h"  // SDPA_MEMBERS, as bindings/sdpa.h has them: one that is missing does not compile
 
-// see(name, bytes) of each.
-template <class Params, class See> void for_each_member(const Params& params, const See& see) {
-  const auto& [SDPA_MEMBERS] = params;
+// visit(name, member) for each.
+template <class Params, class Visit> void visit_members(Params& params, const Visit& visit) {
+  auto& [SDPA_MEMBERS] = params;
   std::string names = SDPA_TEXT(SDPA_MEMBERS) ",";
-  const auto see_next = [&](const auto& member) {
+  const auto visit_next = [&](auto& member) {
     const size_t comma = names.find(',');
-    see(names.substr(0, comma), std::string(reinterpret_cast<const char*>(&member), sizeof member));
+    visit(names.substr(0, comma), member);
     names.erase(0, names.find_first_not_of(' ', comma + 1));
   };
-  const auto see_all = [&](const auto&... members) { (see_next(members), ...); };
-  see_all(SDPA_MEMBERS);
+  const auto visit_all = [&](auto&... members) { (visit_next(members), ...); };
+  visit_all(SDPA_MEMBERS);
+}
+// see(name, bytes) of each.
+template <class Params, class See> void for_each_member(const Params& params, const See& see) {
+  visit_members(params, [&](const std::string& name, const auto& member) {
+    see(name, std::string(reinterpret_cast<const char*>(&member), sizeof member));
+  });
 }
 
 // The members that a build takes, by its features: others it refuses, or has them the same in every problem.

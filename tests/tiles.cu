@@ -1,0 +1,78 @@
+// The tiles that a build with USE_TUNED chooses from, on the CPU backend. No kernel is called, so that none is compiled.
+#define SDPA_NO_MAIN
+#ifndef SDPA_SOURCE
+#define SDPA_SOURCE "../sdpa.cu"
+#endif
+#include SDPA_SOURCE
+
+#include <functional>
+
+#include <doctest/doctest.h>
+
+using namespace SDPA_NAMESPACE;
+
+// The tiles that this build may take have no more CTAs on an SM than its shared memory holds, and those that pack heads
+// just as many: ranges of keys are dealt so.
+template <int N> static void check_ctas() {
+  if constexpr (N < tile_count) {
+    constexpr TunedTile t = TUNED_TILES[N];
+    const int resident = most_resident_ctas<BuildOf<N>>();
+    INFO(t.block_m << " x " << t.block_n << " x " << t.split_kv << ": " << resident);
+    CHECK((t.pack_gqa ? t.ctas == resident : t.ctas <= resident));
+    check_ctas<next_tile(N + 1)>();
+  }
+}
+TEST_CASE("tile_ctas" * doctest::skip(!Build::use_tuned)) { check_ctas<next_tile(0)>(); }
+
+// The tile that is chosen, and the workspace, are those of the problem, whatever the problem before was.
+TEST_CASE("tile_history" * doctest::skip(!Build::use_tuned)) {
+  if constexpr (Build::use_tuned) {
+    uint32_t state = 1;
+    const auto draw = [&](int size) { return int((state = state * 1664525u + 1013904223u) >> 8) % size; };
+    static const int held[1] = {};
+    struct Member { const char* name; bool can; std::function<void(SdpaParams&)> draw; };
+    const auto pointer = [&](bool null) { return null ? nullptr : held; };
+    const bool lengths = Build::use_lengths, starts = lengths && !Build::use_pages;
+    const Member members[] = {
+        {"SMs", true, [&](SdpaParams&) { simt::gpu.sms[0] = 1 << draw(8); }},
+        {"B", true, [&](SdpaParams& p) { p.B = 1 + draw(64); }},
+        {"Hq", true, [&](SdpaParams& p) { p.Hq = p.Hkv << draw(5); }},
+        {"Hkv", true, [&](SdpaParams& p) { while (p.Hq % (p.Hkv = 1 << draw(5))) {} }},
+        {"Sq", true, [&](SdpaParams& p) { p.Sq = 1 << draw(13); }},
+        {"Sk", true, [&](SdpaParams& p) { p.Sk = 1 << draw(18); }},
+        {"causal", true, [&](SdpaParams& p) { p.causal = Causal(draw(3)); }},
+        {"window_left", true, [&](SdpaParams& p) { p.window_left = draw(2) ? -1 : 1 << draw(13); }},
+        {"window_right", true, [&](SdpaParams& p) { p.window_right = draw(2) ? -1 : 1 << draw(13); }},
+        {"window_alignment", true, [&](SdpaParams& p) { p.window_alignment = Causal(draw(3)); }},
+        {"k_lengths", lengths, [&](SdpaParams& p) { p.k_lengths = pointer(draw(2)); }},
+        {"q_starts", lengths, [&](SdpaParams& p) { p.q_starts = pointer(draw(2)); }},
+        {"k_starts", starts, [&](SdpaParams& p) { p.k_starts = pointer(draw(2)); }},
+        {"q_lengths", lengths, [&](SdpaParams& p) { p.q_lengths = pointer(draw(2)), p.batch_invariant = 1; }},
+        {"batch_invariant", true, [&](SdpaParams& p) { p.batch_invariant = draw(2); }},
+        {"most_keys", lengths, [&](SdpaParams& p) { p.most_keys = draw(2) ? 0 : 1 << draw(18); }},
+        {"D", is_wgmma, [&](SdpaParams& p) { p.D = 8 * (1 + draw(Build::head_dim / 8)); }}};
+    SdpaParams elsewhere{};
+    elsewhere.B = 77, elsewhere.Hq = elsewhere.Hkv = 7, elsewhere.Sq = elsewhere.Sk = 777, elsewhere.D = Build::head_dim;
+    for (const Member& m : members) {
+      if (!m.can) continue;
+      int changed = 0, wrong = 0;
+      for (int n = 0; n < 40000 && changed < 20; n++) {
+        SdpaParams p{};
+        p.D = Build::head_dim, p.Hkv = 1, p.page_size = 16;
+        for (const Member& each : members) {
+          if (each.can && &each != &members[3]) each.draw(p);
+        }
+        const int before = choose_tile(p);
+        m.draw(p);
+        const int tile = choose_tile(p);
+        const size_t bytes = sdpa_workspace_bytes(p);
+        choose_tile(elsewhere);
+        const int fresh = choose_tile(p);
+        changed += fresh != before, wrong += tile != fresh || bytes != sdpa_workspace_bytes(p);
+      }
+      INFO(m.name);
+      CHECK((changed == 20 && wrong == 0));
+    }
+    simt::gpu = {};
+  }
+}
