@@ -226,9 +226,9 @@ void check(const Problem& x, bool may_differ) {
     if (!sums_end<Build> || Build::use_tuned) simt::gpu.keys_at_once = x.keys_at_once;
     SdpaParams p{};
     p.Hq = x.causal == Causal::bottom_right ? 4 : 2, p.Hkv = 2, p.causal = x.causal, p.window_left = x.window_left;
-    without += different(kind, x.sizes, p, 4, 7);
+    if (may_differ) without += different(kind, x.sizes, p, 4, 7);
     p.batch_invariant = 1;
-    CHECK(different(kind, x.sizes, p, 10, 7) == 0);
+    CHECK(different(kind, x.sizes, p, 8, 7) == 0);
   }
   simt::gpu = {};
   CHECK((without > 0 || !may_differ));

@@ -676,7 +676,7 @@ template <class B> static void check_map(uint32_t seed) {
   const int row = draw(2) ? ceil_div(columns, by) * by : columns + draw(3);
   p.bias_strides.row = draw(6) ? row : 0;
   const int of_head = p.bias_strides.row ? p.Sq * row : row;
-  if (seed % 5 && draw(2)) p.bias_strides.head = of_head;
+  if (seed % 10 && draw(2)) p.bias_strides.head = of_head;
   if (draw(2)) p.bias_strides.batch = p.bias_strides.head ? p.Hq * of_head : of_head;
   const int first = draw(2);
   const int64_t last = (p.B - 1) * p.bias_strides.batch + (p.Hq - 1) * p.bias_strides.head + (p.Sq - 1) * p.bias_strides.row + columns - 1;
