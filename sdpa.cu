@@ -6438,8 +6438,7 @@ template <class Use> auto with_build(const SdpaParams& p, const Use& use) {
 // ---- the map of a bias, for several launches (USE_BIAS = 1, USE_BIAS = 2) ----
 
 // Bytes of device memory of the map that sdpa_map_bias() writes. 0: this problem has none, or its sizes are refused.
-static inline size_t sdpa_bias_map_bytes(const SdpaParams& params) {
-  SdpaParams p = params;
+static inline size_t sdpa_bias_map_bytes(SdpaParams p) {
   if (!check_sizes(p).ok()) return 0;
   return with_build(p, [&](auto build) { return bias_map_bytes<decltype(build)>(p); });
 }
@@ -6457,8 +6456,7 @@ static inline SdpaStatus sdpa_map_bias(const SdpaParams& params, cudaStream_t st
 // ---- one launch ----
 
 // Bytes of device memory that SdpaParams::workspace must have for this problem. 0: none, or its sizes are refused.
-static inline size_t sdpa_workspace_bytes(const SdpaParams& params) {
-  SdpaParams p = params;
+static inline size_t sdpa_workspace_bytes(SdpaParams p) {
   if (!check_sizes(p).ok()) return 0;
   return with_build(p, [&](auto build) { return workspace_bytes<decltype(build)>(p); });
 }
