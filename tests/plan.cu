@@ -397,22 +397,23 @@ template <class B> void check_alike(int sequences, int heads, int64_t rounds, in
 // as there is room for, and one more.
 template <class B> void check_room() {
   for (const int heads : {1, 3, 300, 20000}) {
-    const int sms = heads % 2 ? 3 : 1;
-    simt::gpu.sms[0] = sms;
-    const Planned one = problem_of_sizes(1, heads, heads, 1, 1);
-    const int free = int(plan_args<B>(one.p, items_of<B>(one.p)).free_parts);
-    for (const int tiles : {free / 2 - 1, free / 2, free - 1}) {
-      for (const int rounds : {free / 2 + 1, free, 3 * free}) {
-        if (tiles > 0) check_alike<B>(tiles, heads, rounds, sms, 64);
+    for (const int sms : {1, 3}) {
+      simt::gpu.sms[0] = sms;
+      const Planned one = problem_of_sizes(1, heads, heads, 1, 1);
+      const int free = int(plan_args<B>(one.p, items_of<B>(one.p)).free_parts);
+      for (const int tiles : {free / 2 - 1, free / 2, free - 1}) {
+        for (const int rounds : {free / 2 + 1, free, 3 * free}) {
+          if (tiles > 0) check_alike<B>(tiles, heads, rounds, sms, 64);
+        }
       }
+      const int split = std::max(B::split_ctas, 1), most = merges_by_kernel<B> ? most_split_items : most_split_items / heads;
+      const int fit = (most - free) / split;
+      for (const int tiles : {fit, fit + 1}) {
+        if (tiles > 0 && int64_t(tiles) * heads < 200000) check_alike<B>(tiles, heads, 2, sms, 65536);
+      }
+      const int64_t longest = most_rows / B::round_keys;
+      check_alike<B>(int((int64_t(1) << 32) / longest + 1), heads, longest, sms, 65536);  // over 2^32 rounds in all
     }
-    const int split = std::max(B::split_ctas, 1), most = merges_by_kernel<B> ? most_split_items : most_split_items / heads;
-    const int fit = (most - free) / split;
-    for (const int tiles : {fit, fit + 1}) {
-      if (tiles > 0 && int64_t(tiles) * heads < 200000) check_alike<B>(tiles, heads, 2, sms, 65536);
-    }
-    const int64_t longest = most_rows / B::round_keys;
-    check_alike<B>(int((int64_t(1) << 32) / longest + 1), heads, longest, sms, 65536);  // over 2^32 rounds in all
   }
   // A range is as long as a sum may be where there is room, and a round longer.
   for (const int sums : {65536, 200, 64}) {
