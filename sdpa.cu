@@ -5855,7 +5855,7 @@ template <class B> size_t workspace_bytes(const SdpaParams& p) {
   if (B::split_ctas == 1) return B::use_persistent_cta ? sizeof(uint32_t) : 0;
   const Items items = items_of<B>(p);
   const bool stores = items.ranges > 1 || merges_by_kernel<B>;
-  return range_counter_bytes + (stores ? items_at_once<B>(items) * items.ranges * sizeof(RangePartial<B>) : 0);
+  return range_counter_bytes + (stores ? size_t(items_at_once<B>(items)) * items.ranges * sizeof(RangePartial<B>) : 0);
 }
 
 template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) {
@@ -5947,7 +5947,7 @@ SdpaStatus check_sizes(SdpaParams& p) {
     if (x.value >= x.least && x.value <= x.most) continue;
     return failure(refused, "%s=%d is outside [%d, %d]", x.name, x.value, x.least, x.most);
   }
-  if (double(p.B) * p.Hq * p.Sq > 1e13) return failure(refused, "B*Hq*Sq is over 10^13 rows; split the batch");
+  if (double(p.B) * p.Hq * p.Sq > 1e16) return failure(refused, "B*Hq*Sq is over 10^16 rows; split the batch");
   if (p.Dv == 0) p.Dv = p.D;
   constexpr int D = Build::head_dim, Dv = Build::d_v, by = Build::vec_width;
   if (is_wgmma ? p.D <= 0 || p.D > D || p.D % by || p.Dv <= 0 || p.Dv > Dv || p.Dv % by : p.D != D || p.Dv != Dv) {

@@ -1103,7 +1103,7 @@ TEST_CASE("sizes") {
   p.Sq = 16 * 512;  // 2^31 items or more
   CHECK(contains(a.forward(p), " tiles; split the batch"));
   p.B = p.Hq = p.Hkv = p.Sq = 1000000000;  // 10^27 rows are more than 64 bits count
-  CHECK(a.forward(p) == "B*Hq*Sq is over 10^13 rows; split the batch");
+  CHECK(a.forward(p) == "B*Hq*Sq is over 10^16 rows; split the batch");
 }
 
 // Whatever the int members hold, the bytes that a problem needs can be asked for; of refused sizes they are 0.
