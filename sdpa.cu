@@ -5855,7 +5855,8 @@ template <class B> size_t workspace_bytes(const SdpaParams& p) {
   if (B::split_ctas == 1) return B::use_persistent_cta ? sizeof(uint32_t) : 0;
   const Items items = items_of<B>(p);
   const bool stores = items.ranges > 1 || merges_by_kernel<B>;
-  return range_counter_bytes + (stores ? size_t(items_at_once<B>(items)) * items.ranges * sizeof(RangePartial<B>) : 0);
+  const size_t one = 1;  // unsigned, since a product of sizes that are refused may wrap
+  return range_counter_bytes + (stores ? one * items_at_once<B>(items) * items.ranges * sizeof(RangePartial<B>) : 0);
 }
 
 template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) {
