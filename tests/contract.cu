@@ -772,23 +772,21 @@ TEST_CASE("bias_map_refusals" * doctest::skip(!Build::use_bias)) {
 
 // A workspace of a launch that maps a bias is one for ranges as well, whose counters have to be zero.
 TEST_CASE("map_and_ranges" * doctest::skip(!Build::use_bias || !Build::use_tuned || !is_wgmma)) {
-  const Attention many_rows(1, 2, 2, 70, 4200), many_items(1, 70, 70, 3, 1100);
-  const Held<Bias> bias(vector<Bias>(4200, rounded<Bias>(Build::use_bias == 2)));
-  SdpaParams many = many_rows.p, few = many_items.p;
-  many.bias = static_cast<const Bias*>(bias);
-  simt::gpu.sms[0] = 1;
-  const size_t bytes = sdpa_workspace_bytes(many);
-  CHECK(with_build(many, [&](auto build) { return makes_map<decltype(build)>(many); }));
   simt::gpu.sms[0] = 132;
-  CHECK(with_build(few, [&](auto build) {
+  const Attention a(1, 70, 70, 200, 4200);
+  const Held<Bias> bias(vector<Bias>(200 * 4200, rounded<Bias>(Build::use_bias == 2)));
+  SdpaParams many = a.p;  // rows
+  many.bias = static_cast<const Bias*>(bias), many.bias_strides = {0, 0, 4200};
+  SdpaParams few = many;
+  few.Sq = 3;
+  const bool maps = with_build(many, [&](auto build) { return makes_map<decltype(build)>(many); });
+  const bool counts = with_build(few, [&](auto build) {
     return !merges_by_kernel<decltype(build)> && items_of<decltype(build)>(few).ranges > 1;
-  }));
-  const Workspace memory(std::max(bytes, sdpa_workspace_bytes(few)));
+  });
+  CHECK((maps && counts));
+  const Workspace memory(std::max(sdpa_workspace_bytes(many), sdpa_workspace_bytes(few)));
   many.workspace = few.workspace = memory;
-  simt::gpu.sms[0] = 1;
-  CHECK((many_rows.forward(many) == "" && many_rows.is_right(many)));
-  simt::gpu.sms[0] = 132;
-  CHECK((many_items.forward(few) == "" && many_items.is_right(few)));
+  CHECK((a.forward(many) == "" && a.forward(few) == "" && a.is_right(few)));
   simt::gpu = {};
 }
 
@@ -1377,7 +1375,7 @@ TEST_CASE("backwards" * doctest::skip(!Build::use_lengths || Build::use_pages)) 
 
 // Room for partial results is the same however many keys a sequence could have, and no number of sequences is refused.
 TEST_CASE("room" * doctest::skip(!Build::use_lengths || (sums_end<Build> && !Build::use_tuned))) {
-  constexpr int B = 1100, most = 70000, D = Build::head_dim;
+  constexpr int B = 1100, most = 140000, D = Build::head_dim;
   SdpaParams wide{};
   wide.B = 4096, wide.Hq = 64, wide.Hkv = 8, wide.Sq = 1, wide.Sk = 1 << 20, wide.D = D;
   simt::gpu.sms[0] = 132;
