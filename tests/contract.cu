@@ -639,7 +639,8 @@ template <class B> struct ExpectedMap {
       for (int k = from; k < std::min(from + B::round_keys, p.Sk); k++) {
         const int column = k - (p.Sk - columns);
         for (int q = begin; q < end; q++) {
-          const float x = column < 0 ? 0 : bias[b * p.bias_strides.batch + h * p.bias_strides.head + q * p.bias_strides.row + column];
+          const int64_t row = b * p.bias_strides.batch + h * p.bias_strides.head + q * p.bias_strides.row;
+          const float x = column < 0 ? 0 : bias[row + column];
           shows |= x != -INFINITY;
           changes |= x != 0;
         }
@@ -679,13 +680,14 @@ template <class B> static void check_map(uint32_t seed) {
   if (seed % 10 && draw(2)) p.bias_strides.head = of_head;
   if (draw(2)) p.bias_strides.batch = p.bias_strides.head ? p.Hq * of_head : of_head;
   const int first = draw(2);
-  const int64_t last = (p.B - 1) * p.bias_strides.batch + (p.Hq - 1) * p.bias_strides.head + (p.Sq - 1) * p.bias_strides.row + columns - 1;
+  const Strides& strides = p.bias_strides;
+  const int64_t last = (p.B - 1) * strides.batch + (p.Hq - 1) * strides.head + (p.Sq - 1) * strides.row + columns - 1;
 
   // Blocks that are hidden, that change nothing, and mixed ones; or but for single elements all is hidden or unchanged.
   const int kind = draw(3);
   vector<float> numbers(last + 1, kind == 2 ? 0 : -INFINITY);
   const auto at = [&](int b, int h, int q, int k) -> float& {
-    return numbers[b * p.bias_strides.batch + h * p.bias_strides.head + q * p.bias_strides.row + k];
+    return numbers[b * strides.batch + h * strides.head + q * strides.row + k];
   };
   for (int n = 0; n < p.B * p.Hq; n++) {
     const int b = n / p.Hq, h = n % p.Hq;
@@ -697,9 +699,12 @@ template <class B> static void check_map(uint32_t seed) {
       }
     }
     for (int single = 0; kind && single < 3; single++) {
-      const int edges[] = {0, p.Sq - 1, std::min(B::block_m, p.Sq) - 1, std::min(B::block_m, p.Sq - 1), draw(p.Sq)};
-      const int round = B::round_keys, key_edges[] = {0, columns - 1, std::min(round, columns) - 1, std::min(round, columns - 1), draw(columns)};
-      at(b, h, edges[draw(5)], key_edges[draw(5)]) = kind == 1 ? 0 : -INFINITY;
+      const auto edge = [&](int block, int size) {
+        const int edges[] = {0, size - 1, std::min(block, size) - 1, std::min(block, size - 1), draw(size)};
+        return edges[draw(5)];
+      };
+      const int q = edge(B::block_m, p.Sq);
+      at(b, h, q, edge(B::round_keys, columns)) = kind == 1 ? 0 : -INFINITY;
     }
   }
   vector<Bias> elements(first, rounded<Bias>(1));
@@ -708,8 +713,8 @@ template <class B> static void check_map(uint32_t seed) {
   p.bias = static_cast<const Bias*>(bias) + first;
   vector<Memory> inputs = a.inputs();
   inputs.push_back(bias);
-  INFO("seed ", seed, ": B=", p.B, " Sq=", p.Sq, " Sk=", keys, " bias_keys=", p.bias_keys, " strides=", p.bias_strides.batch, ",",
-       p.bias_strides.head, ",", p.bias_strides.row, " first=", first, " kind=", kind);
+  INFO("seed ", seed, ": B=", p.B, " Sq=", p.Sq, " Sk=", keys, " bias_keys=", p.bias_keys, " strides=", strides.batch, ",",
+       strides.head, ",", strides.row, " first=", first, " kind=", kind);
 
   const ExpectedMap<B> expected{p, numbers};
   CHECK(bias_map_bytes<B>(p) == expected.bytes());
@@ -756,7 +761,8 @@ TEST_CASE("bias_map_refusals" * doctest::skip(!Build::use_bias)) {
   CHECK(featured.a.forward(p) == null_map);
   CHECK(map_bias_of(p).text == null_map);
   p.bias_map = map;
-  const string other_size = "bias_map has " + std::to_string(bytes + 4) + " bytes, and the map of this problem " + std::to_string(bytes);
+  const string other_size =
+      "bias_map has " + std::to_string(bytes + 4) + " bytes, and the map of this problem " + std::to_string(bytes);
   CHECK(begins(featured.a.forward(p), other_size.c_str()));
   CHECK(begins(map_bias_of(p).text, other_size.c_str()));
   if (bytes == 0) return;
