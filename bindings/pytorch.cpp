@@ -79,6 +79,9 @@ enum Feature {
 static auto& lines = *new std::map<std::array<int, 5>, Line>;  // by device, dtype, D, D of v, and features
 static std::mutex mutex;                                       // of `lines`
 
+// A test's switch: attend() takes tensors on the CPU too, for kernels that run there.
+static bool on_cpu = false;
+
 // pytorch.py's: builds a line if need be, and fills what it is given. Called without the mutex, since it takes the GIL.
 using Load = void (*)(int device, int dtype, int D, int Dv, int features, Line* line);
 static Load load;
@@ -140,7 +143,7 @@ static std::string why_not_scale(std::optional<double> scale) {
 }
 
 static std::string why_not_line(const Tensor& q, const Tensor& v, int features) {
-  if (!q.is_cuda()) return c10::str("a tensor is on ", q.device(), "; sdpa's kernels run on CUDA devices");
+  if (!q.is_cuda() && !on_cpu) return c10::str("a tensor is on ", q.device(), "; sdpa's kernels run on CUDA devices");
   return line_for(q, v, features).trouble;
 }
 
@@ -387,12 +390,28 @@ static void* workspace_for(const Line& line, size_t bytes, cudaStream_t stream, 
 // Tensors beside another one, without the dispatcher, which takes longer than the allocation: contiguous, or with its
 // sizes and, where they leave no gaps, its strides.
 static Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const Tensor& beside) {
+  if (!beside.is_cuda()) return at::empty(sizes, beside.options().dtype(dtype));
   return at::detail::empty_cuda(sizes, dtype, beside.device(), std::nullopt);
 }
 static Tensor empty_like(const Tensor& x, at::ScalarType dtype) {
-  if (!x.is_non_overlapping_and_dense()) return at::empty_like(x, x.options().dtype(dtype));
+  if (!x.is_cuda() || !x.is_non_overlapping_and_dense()) return at::empty_like(x, x.options().dtype(dtype));
   return at::detail::empty_strided_cuda(x.sizes(), x.strides(), dtype, x.device());
 }
+
+// The current stream of the tensor's device. While this lives, the launch may load a kernel's module and allocate memory
+// even if a graph is being captured.
+struct LaunchStream {
+  cudaStream_t stream = nullptr;
+  bool captured = false;
+  std::optional<c10::cuda::CUDAStreamCaptureModeGuard> relaxed;
+
+  explicit LaunchStream(const Tensor& beside) {
+    if (!beside.is_cuda()) return;  // a test's, whose kernel runs on the CPU
+    stream = c10::cuda::getCurrentCUDAStream();
+    captured = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+    if (captured) relaxed.emplace(cudaStreamCaptureModeRelaxed);
+  }
+};
 
 static SdpaStrides strides_of(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(2)}; }
 
@@ -425,15 +444,12 @@ static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, con
   p.q = strides_of(q), p.k = strides_of(k), p.v = strides_of(v), p.o = strides_of(o);
   // Expanded heads are one key head, of which GQA is faster than of so many that happen to be alike.
   if (p.k.head == 0 && p.v.head == 0 && p.k_descale.head == 0 && p.v_descale.head == 0) p.Hkv = std::min(p.Hkv, 1);
-  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  const bool captured = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-  std::optional<c10::cuda::CUDAStreamCaptureModeGuard> relaxed;  // the line's module may be loaded, memory be asked for
-  if (captured) relaxed.emplace(cudaStreamCaptureModeRelaxed);
+  const LaunchStream at(q);
   char text[256];
   const size_t bytes = line.workspace_bytes(&p);
   std::unique_lock<std::mutex> lock(launching, std::defer_lock);  // a call's kernels follow each other in their workspace
-  if (bytes > 0) lock.lock(), p.workspace = workspace_for(line, bytes, stream, captured);
-  return line.forward(&p, stream, text, sizeof text) ? text : "";
+  if (bytes > 0) lock.lock(), p.workspace = workspace_for(line, bytes, at.stream, at.captured);
+  return line.forward(&p, at.stream, text, sizeof text) ? text : "";
 }
 
 // ---- the operators that F.scaled_dot_product_attention chooses from ----
@@ -482,7 +498,7 @@ using Result = std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymI
 // PyTorch's autograd takes O and LSE to cuDNN's backward, which is content with ours.
 static Result cudnn(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask, bool with_lse,
                     double dropout, bool causal, bool debug_mask, std::optional<double> scale) {
-  const c10::cuda::CUDAGuard guard(q.device());
+  const c10::OptionalDeviceGuard guard(q.device());
   const Asked asked{at::SDPBackend::cudnn_attention, mask, dropout, causal, debug_mask, with_lse, scale};
   Tensor o, lse;
   if (!taken(q, k, v, asked, o, lse)) {
@@ -501,7 +517,7 @@ static std::tuple<Tensor, Tensor, Tensor> cudnn_backward(const Tensor& grad, con
                                                          const Tensor& q_starts, const Tensor& k_starts, int64_t most_q,
                                                          int64_t most_k, double dropout, bool causal,
                                                          std::optional<double> scale) {
-  const c10::cuda::CUDAGuard guard(q.device());
+  const c10::OptionalDeviceGuard guard(q.device());
   const Tensor like_o = grad.strides() == o.strides() && fit(grad) ? grad : at::empty_like(o).copy_(grad);
   return at::_cudnn_attention_backward(like_o, q, k, v, o, lse, seed, offset, for_cudnn(bias, q), q_starts, k_starts,
                                        most_q, most_k, dropout, causal, scale);
@@ -510,7 +526,7 @@ static std::tuple<Tensor, Tensor, Tensor> cudnn_backward(const Tensor& grad, con
 // FlashAttention-2 fails with "misaligned address" on some rows that do not fit(), which are copied for it too.
 static Result flash(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any, double dropout, bool causal,
                     bool debug_mask, std::optional<double> scale) {
-  const c10::cuda::CUDAGuard guard(q_any.device());
+  const c10::OptionalDeviceGuard guard(q_any.device());
   const bool with_grad = needs_grad(q_any, k_any, v_any);
   const Asked asked{at::SDPBackend::flash_attention, {}, dropout, causal, debug_mask, with_grad, scale};
   Tensor o, lse;
@@ -540,7 +556,7 @@ static Result flash(const Tensor& q_any, const Tensor& k_any, const Tensor& v_an
 static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(const Tensor& q, const Tensor& k, const Tensor& v,
                                                             const OptionalTensor& mask, bool with_lse, double dropout,
                                                             bool causal, std::optional<double> scale) {
-  const c10::cuda::CUDAGuard guard(q.device());
+  const c10::OptionalDeviceGuard guard(q.device());
   const Asked asked{at::SDPBackend::efficient_attention, mask, dropout, causal, false, with_lse, scale};
   Tensor o, lse;
   if (!taken(q, k, v, asked, o, lse)) {
@@ -567,7 +583,7 @@ static Tensor chosen(const Tensor& q_any, const Tensor& k_any, const Tensor& v_a
   const auto is_more = [](const Tensor& x) { return x._fw_grad(0).defined() || x.is_neg() || x._is_zerotensor(); };
   if (mask && dropout == 0 && !causal && !needs_grad(q, k, v) && !needs_grad(mask) &&
       !at::areAnyTensorSubclassLike({q, k, v, *mask}) && !is_more(q) && !is_more(k) && !is_more(v) && !is_more(*mask)) {
-    const c10::cuda::CUDAGuard guard(q.device());
+    const c10::OptionalDeviceGuard guard(q.device());
     const auto choice = at::SDPBackend(at::_fused_sdp_choice(q, k, v, mask, 0, false, scale, gqa));
     if (choice != at::SDPBackend::math) taken(q, k, v, {choice, mask, 0, false, false, false, scale}, o, lse);
   }
@@ -639,7 +655,7 @@ static Tensor attend(const Call& call, Tensor& o) {
   within("bias_keys", bias_keys, 0);
   TORCH_CHECK(most_keys == 0 || has_lengths, "sdpa.attention: most_keys is for sequences of k_lengths, starts or pages");
   TORCH_CHECK(cap == 0 || float(cap) != 0, "sdpa.attention: softcap=", cap, " is not from 1e-18 to 1e18");
-  const c10::cuda::CUDAGuard guard(q_any.device());
+  const c10::OptionalDeviceGuard guard(q_any.device());
   const Tensor q = readable(q_any, false), k = readable(k_any, true), v = readable(v_any, true);
   const bool e4m3 = q.scalar_type() == at::kFloat8_e4m3fn;
   TORCH_CHECK(e4m3 || !in_bf16, "sdpa.attention: O has the type of q, and another one with e4m3 alone");
@@ -748,7 +764,7 @@ static std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad,
                                                              const OptionalTensor& bias_any,
                                                              std::string_view without) {
   TORCH_CHECK_NOT_IMPLEMENTED(without.empty(), "sdpa.attention: ", without);
-  const c10::cuda::CUDAGuard guard(q_any.device());
+  const c10::OptionalDeviceGuard guard(q_any.device());
   const Tensor q = readable(q_any, false), k = readable(k_any, false), v = readable(v_any, false);
   OptionalTensor bias;
   if (bias_any) bias = bias_of(bias_any->detach(), q, k.size(2));
@@ -848,23 +864,12 @@ static std::string taken(const Tensor& q_any, const Tensor& k_any, const Tensor&
                   asked.k_lengths, asked.q_starts, k_starts, asked.page_table,
                   has_lengths ? std::clamp<int64_t>(asked.most_keys, 0, 1000000000) : 0, none, 0, none,
                   asked.splits == 1, q.scalar_type() == at::kFloat8_e4m3fn};
-  if (q.is_cuda()) {
-    int features = has_lengths ? lengths : 0;
-    if (asked.page_table) features |= pages;
-    if (call.bf16_out) features |= bf16_out;
-    why = why_not_line(q, v, features);
-    if (why.empty()) lse = attend(call, o);
-    return why;
-  }
-  // Beside a test's tensors whatever stands in for the operator.
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("sdpa::attention", "").typed<decltype(attention)>();
-  Tensor out;
-  std::tie(out, lse) = op.call(q, k, v, call.causal, left, right, alignment, call.scale, 0, descales.q, descales.k,
-                               descales.v, none, call.k_lengths, call.q_starts, k_starts, call.page_table,
-                               call.most_keys, none, 0, none, call.batch_invariant, call.bf16_out);
-  o = o.defined() ? o.copy_(out) : out;
-  return "";
+  int features = has_lengths ? lengths : 0;
+  if (asked.page_table) features |= pages;
+  if (call.bf16_out) features |= bf16_out;
+  why = why_not_line(q, v, features);
+  if (why.empty()) lse = attend(call, o);
+  return why;
 }
 
 // The same on tensors as these operators have them: LSE is [H,rows] with starts, else [B,H,S].
@@ -1024,6 +1029,10 @@ static Tensor cudnn_forward_into(Tensor& out, const Tensor& q, const Tensor& k, 
 #endif
 
 static void put_behind(torch::Library& m) {
+  m.impl("_scaled_dot_product_cudnn_attention", cudnn);
+  m.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward);
+  m.impl("_scaled_dot_product_flash_attention", flash);
+  m.impl("_scaled_dot_product_efficient_attention", efficient);
   m.impl("_flash_attention_forward", flash_forward);
   m.impl("_flash_attention_forward.quantized", flash_forward_8_bits);
   m.impl("_scaled_dot_product_flash_attention.quantized", flash_8_bits);
@@ -1115,14 +1124,8 @@ static Tensor append(const Tensor& k_cache, const Tensor& v_cache, const Tensor&
   }
   const Appender& appender = appender_for(k_cache.get_device());
   check(appender.append, appender.trouble);
-  cudaStream_t stream = nullptr;
-  std::optional<c10::cuda::CUDAStreamCaptureModeGuard> relaxed;  // the kernel's module may be loaded
-  if (k_cache.is_cuda()) {                                       // else a test's, whose kernel runs on the CPU
-    const bool captured = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-    if (captured) relaxed.emplace(cudaStreamCaptureModeRelaxed);
-    stream = c10::cuda::getCurrentCUDAStream();
-  }
-  const auto error = cudaError_t(appender.append(&a, stream));
+  const LaunchStream at(k_cache);
+  const auto error = cudaError_t(appender.append(&a, at.stream));
   check(error == cudaSuccess, cudaGetErrorString(error));
   return new_lengths;
 }
@@ -1282,25 +1285,25 @@ void sdpa_torch_activate(bool on) {
   } quiet;  // that the operators had kernels before is known
   const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
-  library->impl("_scaled_dot_product_cudnn_attention", cudnn);
-  library->impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward);
-  library->impl("_scaled_dot_product_flash_attention", flash);
-  library->impl("_scaled_dot_product_efficient_attention", efficient);
   put_behind(*library);
   const auto for_all = c10::DispatchKey::CompositeImplicitAutograd;
   composite = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", for_all, __FILE__, __LINE__);
   composite->impl("scaled_dot_product_attention", chosen);
 }
 
-// For tests: those of packed sequences and of 8 bits behind the CPU's as well, of which PyTorch has none, and append().
+// For tests without a GPU: all of these and sdpa's own operators for tensors on the CPU, of which PyTorch has none. The
+// test's Load and LoadAppender give them kernels that run there.
 void sdpa_torch_activate_on_cpu(bool on) {
   static std::unique_ptr<torch::Library> library, own;
   library.reset(), own.reset();
+  on_cpu = on;
   if (!on) return;
   const auto key = c10::DispatchKey::CPU;
   library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
   put_behind(*library);
   own = std::make_unique<torch::Library>(torch::Library::IMPL, "sdpa", key, __FILE__, __LINE__);
+  own->impl("attention", attention);
+  own->impl("attention_backward", attention_backward);
   own->impl("append", append);
 }
 }

@@ -24,9 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path[:0] = [os.path.join(ROOT, "bindings"), os.path.join(ROOT, "tools")]
+sys.path[:0] = [os.path.join(ROOT, name) for name in ("bindings", "tools", "tests")]
 import builds  # noqa: E402
 import pytorch as sdpa  # noqa: E402
+import stand_in  # noqa: E402
+from stand_in import reference, visible  # noqa: E402
 
 GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not GPU and not os.environ.get("SDPA_TEST_GPU"), reason="no GPU")
@@ -862,42 +864,6 @@ def of_sequences(q, k, v, q_starts, k_starts, used=None, scale=None, causal=None
     return torch.cat(outs), torch.cat(lses, 1)
 
 
-def attention_on_cpu(seen):
-    """sdpa::attention by of_sequences()."""
-    names = [argument.name for argument in sdpa.OPERATOR._schema.arguments]
-
-    def attention(q, k, v, *rest):
-        a = SimpleNamespace(**dict.fromkeys(names) | dict(zip(names[3:], rest)))
-        seen.append(a)
-        assert a.sinks is a.bias is a.q_lengths is None and not a.softcap
-        assert all(x.data_ptr() % 16 == 0 and x.stride(3) == 1 for x in (q, k, v))
-        assert all(n * x.element_size() % 16 == 0 for x in (q, k, v) for n in x.stride()[:3])
-        packs, has_pages = a.q_starts is not None, a.page_table is not None
-        batch = len(a.q_starts) - 1 if packs else len(q)
-        rows = a.q_starts if packs else torch.arange(batch + 1) * q.shape[2]
-        flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
-        size = k.shape[2]
-        if has_pages:
-            assert a.k_starts is None
-            size *= a.page_table.shape[1]
-            flat[1:] = [x.transpose(1, 2)[a.page_table.long()].flatten(0, 2) for x in (k, v)]
-        keys = torch.arange(batch + 1) * size if a.k_starts is None else a.k_starts
-        used = keys.diff() if a.k_lengths is None else keys.diff().minimum(a.k_lengths)
-        assert not a.most_keys or packs or has_pages or a.k_lengths is not None
-        used = used.clamp(max=a.most_keys) if a.most_keys else used
-        causal, by = ([None, "br", "tl"][mask] for mask in (a.causal, a.window_alignment))
-        window = [None if limit < 0 else limit for limit in (a.left, a.right)]
-        factors = [a.q_descale, a.k_descale, a.v_descale]
-        assert q.dtype == E4M3 or factors == [None] * 3
-        factors = [torch.ones(batch, 1) if f is None else f for f in factors]
-        out, lse = of_sequences(*flat, rows, keys, used, a.scale, causal, (*window, by or causal), factors)
-        dtype = torch.bfloat16 if a.bf16_out else torch.half if q.dtype == E4M3 else q.dtype
-        shape = (1 if packs else batch, -1)
-        out, lse = out.unflatten(0, shape).transpose(1, 2), lse.unflatten(1, shape).transpose(0, 1)
-        return torch.empty_like(q, dtype=dtype).copy_(out), lse.float().contiguous()
-    return attention
-
-
 def flash_backward_on_cpu(grad, q, k, v, out, lse, q_starts, k_starts, max_q, max_k, dropout, causal, *_, scale=None,
                           window_size_left=None, window_size_right=None):
     """FlashAttention-2's backward, from O and an LSE of [H,rows]."""
@@ -918,14 +884,12 @@ def flash_backward_on_cpu(grad, q, k, v, out, lse, q_starts, k_starts, max_q, ma
 
 @pytest.fixture
 def doors(glue):
-    """PyTorch's operators lead to ours on the CPU as well; the arguments of the calls of ours."""
-    seen, own, pytorchs = [], torch.library.Library("sdpa", "IMPL"), torch.library.Library("aten", "IMPL")
-    own.impl("attention", attention_on_cpu(seen), "CPU")
+    """PyTorch's operators lead to stand-ins on the CPU as well; the calls of the kernels."""
+    pytorchs = torch.library.Library("aten", "IMPL")
     pytorchs.impl("_flash_attention_backward", flash_backward_on_cpu, "CPU")
-    glue.sdpa_torch_activate_on_cpu(True)
-    yield seen
-    glue.sdpa_torch_activate_on_cpu(False)
-    own._destroy(), pytorchs._destroy()
+    with stand_in.kernels(glue) as calls:
+        yield calls
+    pytorchs._destroy()
 
 
 def starts_of(lengths, device="cpu"):
@@ -999,7 +963,7 @@ def test_flash_attention_forward(doors):
         assert (state.shape, unused.shape, mask.shape, state.dtype) == ((2,), (), (0,), torch.uint64)
         out, lse, *_ = FLASH(*flat, rows, keys, 5, 9, 0.0, causal, False, **options)
         assert near(out, want) and near_lse(lse, want_lse)
-    assert (doors[-1].left, doors[-1].right, doors[-1].window_alignment) == (10**9, 1, 1)
+    assert (doors[-1].window_left, doors[-1].window_right, doors[-1].window_alignment) == (10**9, 1, 1)
     expanded = half(1, 9, 1, 65)[..., 1:].expand(3, 9, 2, 64)  # copied: its rows do not start at multiples of 16 bytes
     out = FLASH(q, expanded, expanded, None, None, 5, 9, 0.0, False, False)[0]
     assert near(out, reference(*(x.transpose(1, 2) for x in (q, expanded, expanded)))[0].transpose(1, 2))
@@ -1150,23 +1114,10 @@ def test_varlen_attn_by_cudnns_operators(doors):
 
 # ---- new rows of caches ----
 
-def with_append_on_cpu(glue):
-    """sdpa::append by append.cu on the CPU backend."""
-    library = ctypes.CDLL(builds.host_library(program="tests/host_append.cu"))
-
-    @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.POINTER(sdpa.Appender))
-    def load(device, appender):
-        appender[0].append = ctypes.cast(library.sdpa_append, ctypes.c_void_p).value
-    glue.sdpa_torch_load_appender_by(load), glue.sdpa_torch_activate_on_cpu(True)
-    return load
-
-
 @pytest.fixture
 def append(glue):
-    kept = None if GPU else with_append_on_cpu(glue)
-    yield torch.ops.sdpa.append
-    if kept:
-        glue.sdpa_torch_activate_on_cpu(False), glue.sdpa_torch_load_appender_by(sdpa.load_appender)
+    with contextlib.nullcontext() if GPU else stand_in.kernels(glue):
+        yield torch.ops.sdpa.append
 
 
 # Ways to lie in memory: contiguous, by heads or of a packed QKV, of wider rows or by columns, and misaligned.
@@ -1289,32 +1240,6 @@ def kernels(run):
 def rel_rms(got, want):
     got, want = got.detach().double(), want.detach().double()
     return float((got - want).norm() / want.norm().clamp_min(1e-30))
-
-
-def reference(q, k, v, mask=None, scale=None, softcap=None, sinks=None, bias=None):
-    """In double: O and LSE. mask: True where a key is seen; bias: added behind a softcap, or bool as a mask."""
-    group = q.shape[1] // k.shape[1]
-    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
-    S = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
-    if softcap:
-        S = softcap * torch.tanh(S / softcap)
-    if bias is not None:
-        S = S.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else S + bias.double()
-    if mask is not None:
-        S = S.masked_fill(~mask, -torch.inf)
-    if sinks is not None:  # one more key, whose V is 0
-        S = torch.cat([S, sinks.double()[:, None, None].expand(*S.shape[:3], 1)], -1)
-        v = torch.cat([v, torch.zeros_like(v[:, :, :1])], 2)
-    sees_any = (S > -torch.inf).any(-1, keepdim=True)
-    return torch.softmax(S.where(sees_any, 0), -1) * sees_any @ v, torch.logsumexp(S, -1)
-
-
-def visible(Sq, Sk, causal, window, device="cuda"):
-    q, k = torch.arange(Sq, device=device)[:, None], torch.arange(Sk, device=device)
-    own = lambda by: q + (Sk - Sq if by == "br" else 0)  # noqa: E731
-    left, right = (1 << 30 if keys is None else keys for keys in window[:2])
-    by = window[2] if len(window) > 2 else causal
-    return (k >= own(by) - left) & (k <= own(by) + right) & (k <= own(causal) if causal else k >= 0)
 
 
 def samples(dtype, D, requires_grad):

@@ -1,0 +1,235 @@
+"""For tests of the bindings without a GPU: kernels that run on the CPU, and integer tensors in the layouts that users have.
+
+`kernels()` makes bindings/pytorch.cpp call a stand-in for a line's C functions. It records the SdpaParams of each call and
+computes O and LSE in double from what pointers, strides and numbers say, as bindings/sdpa.h defines them."""
+import contextlib
+import ctypes
+import os
+import sys
+from types import SimpleNamespace
+
+import torch
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path[:0] = [os.path.join(ROOT, "bindings"), os.path.join(ROOT, "tools")]
+import builds  # noqa: E402
+import pytorch as sdpa  # noqa: E402
+
+E4M3 = torch.float8_e4m3fn
+Params = builds.structs_of(builds.Tree().read(builds.HEADER))["SdpaParams"]
+Forward = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Params), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+WorkspaceBytes = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.POINTER(Params))
+
+
+# ---- memory ----
+
+def bits(x):
+    """The bytes of a tensor, row by row."""
+    return bytes(x.contiguous().view(torch.uint8).flatten().tolist())
+
+
+def view(address, shape, strides, dtype):
+    """The tensor of this shape and these strides, in elements, at an address."""
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    count = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides))
+    memory = (ctypes.c_uint8 * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).as_strided(shape, strides)
+
+
+def tensors_of(p, dtype, features):
+    """{member: tensor or None} for the pointers of an SdpaParams."""
+    of_q = list(sdpa.DTYPES)[dtype]
+    of_k = E4M3 if features >> sdpa.FEATURES.index("KV_DTYPE=FP8_E4M3") & 1 else of_q
+    of_o = torch.bfloat16 if features >> sdpa.FEATURES.index("OUT_DTYPE=BF16") & 1 else torch.half if of_q == E4M3 else of_q
+    Dv, q_batch = p.Dv or p.D, 1 if p.q_starts else p.B
+    k_batch, keys = (p.pages, p.page_size) if p.page_table else (1 if p.k_starts else p.B, p.Sk)
+    found = {}
+    for name, strides, shape, kind in (("Q", p.q, (q_batch, p.Hq, p.Sq, p.D), of_q), ("K", p.k, (k_batch, p.Hkv, keys, p.D), of_k),
+                                       ("V", p.v, (k_batch, p.Hkv, keys, Dv), of_k), ("O", p.o, (q_batch, p.Hq, p.Sq, Dv), of_o)):
+        strides, size = (strides.batch, strides.head, strides.row), kind.itemsize
+        assert getattr(p, name) or 0 in shape, f"{name} is a null pointer"
+        assert (getattr(p, name) or 0) % 16 == 0, f"{name} is not aligned to 16 bytes"
+        assert all(n <= 1 or stride * size % 16 == 0 for stride, n in zip(strides, shape)), f"a stride of {name} is no multiple of 16 bytes"
+        found[name] = view(getattr(p, name), shape, (*strides, 1), kind)
+    found["LSE"] = p.LSE and view(p.LSE, (q_batch, p.Hq, p.Sq), (p.Hq * p.Sq, p.Sq, 1), torch.float32)
+    for name, length in (("k_lengths", p.B), ("q_lengths", p.B), ("q_starts", p.B + 1), ("k_starts", p.B + 1)):
+        found[name] = getattr(p, name) and view(getattr(p, name), (length,), (1,), torch.int32)
+    found["page_table"] = p.page_table and view(p.page_table, (p.B, p.Sk // p.page_size), (p.page_stride, 1), torch.int32)
+    found["sinks"] = p.sinks and view(p.sinks, (p.Hq,), (1,), torch.float32)
+    for name, heads, batch in (("q_descale", p.Hq, p.B), ("k_descale", p.Hkv, p.B), ("v_descale", p.Hkv, p.B)):
+        one = getattr(p, name)
+        found[name] = one.factor and view(one.factor, (batch, heads), (one.batch, one.head), torch.float32)
+    if p.bias:
+        rows = p.Sq if not p.q_starts else int(found["q_starts"].diff().max())
+        most = min(p.most_keys or p.Sk, p.Sk)
+        kind = torch.bool if features >> sdpa.FEATURES.index("USE_BIAS=2") & 1 else of_q
+        strides = p.bias_strides.batch, p.bias_strides.head, p.bias_strides.row, 1
+        found["bias"] = view(p.bias, (p.B, p.Hq, rows, p.bias_keys or most), strides, kind)
+    return found
+
+
+# ---- the kernel ----
+
+def visible(Sq, Sk, causal, window, device="cuda"):
+    """[Sq,Sk]: whether a query sees a key. causal and the window's third member: None, "br" or "tl"."""
+    q, k = torch.arange(Sq, device=device)[:, None], torch.arange(Sk, device=device)
+    own = lambda by: q + (Sk - Sq if by == "br" else 0)  # noqa: E731
+    left, right = (1 << 30 if keys is None else keys for keys in window[:2])
+    by = window[2] if len(window) > 2 else causal
+    return (k >= own(by) - left) & (k <= own(by) + right) & (k <= own(causal) if causal else k >= 0)
+
+
+def reference(q, k, v, mask=None, scale=None, softcap=None, sinks=None, bias=None):
+    """In double: O and LSE. mask: True where a key is seen; bias: added behind a softcap, or bool as a mask."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
+    S = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
+    if softcap:
+        S = softcap * torch.tanh(S / softcap)
+    if bias is not None:
+        S = S.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else S + bias.double()
+    if mask is not None:
+        S = S.masked_fill(~mask, -torch.inf)
+    if sinks is not None:  # one more key, whose V is 0
+        S = torch.cat([S, sinks.double()[:, None, None].expand(*S.shape[:3], 1)], -1)
+        v = torch.cat([v, torch.zeros_like(v[:, :, :1])], 2)
+    sees_any = (S > -torch.inf).any(-1, keepdim=True)
+    return torch.softmax(S.where(sees_any, 0), -1) * sees_any @ v, torch.logsumexp(S, -1)
+
+
+def rows_of(starts, lengths, b, count):
+    """The rows of sequence b; what is not within the `count` rows of the tensor is cut off."""
+    first, end = 0, count
+    if starts is not None:
+        first = min(max(int(starts[b]), 0), count)
+        end = max(min(int(starts[b + 1]), count), first)
+    return first, end if lengths is None else min(first + max(int(lengths[b]), 0), end)
+
+
+def compute(p, t):
+    """Writes O and LSE. Rows of no sequence stay as they are."""
+    for b in range(p.B):
+        begin, end = rows_of(t["q_starts"], t["q_lengths"], b, p.Sq)
+        first, last = rows_of(t["k_starts"], t["k_lengths"], b, p.Sk)
+        last = min(last, first + p.most_keys) if p.most_keys else last
+        q_batch, k_batch = (0 if t[starts] is not None else b for starts in ("q_starts", "k_starts"))
+        q = t["Q"][q_batch, :, begin:end].double()
+        k, v = (t[name] if t["page_table"] is not None else t[name][k_batch] for name in "KV")
+        if t["page_table"] is not None:
+            pages = t["page_table"][b].clamp(0, p.pages - 1).long()
+            k, v = (x[pages].transpose(0, 1).flatten(1, 2) for x in (k.double(), v.double()))
+        k, v = (x[:, first:last].double() for x in (k, v))
+        q, k, v = (x if t[name] is None else x * t[name][b].double()[:, None, None]
+                   for x, name in ((q, "q_descale"), (k, "k_descale"), (v, "v_descale")))
+        if q.shape[1] == 0:
+            continue
+        causal, by = ([None, "br", "tl"][number] for number in (p.causal, p.window_alignment))
+        window = [None if keys < 0 else keys for keys in (p.window_left, p.window_right)]
+        bias, keys = t.get("bias"), last - first
+        if bias is not None:
+            most = min(p.most_keys or p.Sk, p.Sk)
+            own = torch.zeros(p.Hq, q.shape[1], most, dtype=torch.double)
+            of_last = bias[b, :, :q.shape[1]]
+            own[:, :, most - of_last.shape[2]:] = of_last.double() if of_last.dtype != torch.bool else \
+                torch.zeros(of_last.shape).double().masked_fill(~of_last, -torch.inf)
+            bias = own[:, :, :keys][None]
+        out, lse = reference(q[None], k[None], v[None], visible(q.shape[1], keys, causal, (*window, by or causal), "cpu"),
+                             p.scale or None, p.softcap, t["sinks"], bias)
+        t["O"][q_batch, :, begin:end] = out[0].to(t["O"].dtype)
+        if t["LSE"] is not None:
+            t["LSE"][q_batch, :, begin:end] = lse[0].float()
+
+
+MEMBERS_OF = {"USE_SOFTCAP": "softcap", "USE_SINKS": "sinks", "USE_LENGTHS": "k_lengths q_lengths q_starts k_starts page_table",
+              "USE_PAGES": "page_table"}  # a build without the option refuses them
+CALLS, LOADED = [], []
+
+
+def recorded(p, dtype, features):
+    """What a call says: the numbers of its SdpaParams, and what its pointers point to."""
+    for name, members in MEMBERS_OF.items():
+        given = any(getattr(p, member) for member in members.split())
+        assert given == bool(features >> sdpa.FEATURES.index(name) & 1), f"the build's {name} is not the call's"
+    t = tensors_of(p, dtype, features)
+    call = {name: getattr(p, name) for name, kind in p._fields_ if kind in (ctypes.c_int, ctypes.c_float)}
+    call |= {name: None if x is None else bits(x) if name in ("Q", "K", "V", "bias") else x.tolist()
+             for name, x in t.items() if name not in ("O", "LSE")}
+    kinds = {name: t[name].dtype for name in "QKVO"} | {"bias_dtype": None if "bias" not in t else t["bias"].dtype}
+    return t, SimpleNamespace(**{"bias": None} | call | dict(kinds=kinds))
+
+
+@ctypes.CFUNCTYPE(None, *[ctypes.c_int] * 5, ctypes.POINTER(sdpa.Line))
+def load_line(device, dtype, D, Dv, features, line):
+    """pytorch.cpp's Load. What it hands over stays for the life of the process, since pytorch.cpp keeps it."""
+    def forward(params, stream, text, text_bytes):
+        try:
+            p = params[0]
+            assert (p.D, p.Dv) == (D, Dv)
+            t, call = recorded(p, dtype, features)
+            CALLS.append(call)
+            compute(p, t)
+            return 0
+        except Exception as trouble:  # an exception would be lost between here and C++
+            words = f"the stand-in says {type(trouble).__name__}: {trouble}".encode()[:text_bytes - 1] + b"\0"
+            ctypes.memmove(text, words, len(words))
+            return 1
+    functions = Forward(forward), WorkspaceBytes(lambda params: 0)
+    LOADED.append(functions)
+    line[0].forward, line[0].workspace_bytes = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.POINTER(sdpa.Appender))
+def load_appender(device, appender):
+    library = ctypes.CDLL(builds.host_library(program="tests/host_append.cu"))
+    appender[0].append = ctypes.cast(library.sdpa_append, ctypes.c_void_p).value
+
+
+@contextlib.contextmanager
+def kernels(glue):
+    """PyTorch's operators and sdpa's lead to the stand-ins; the list of their calls."""
+    CALLS.clear()
+    glue.sdpa_torch_load_lines_by(load_line), glue.sdpa_torch_load_appender_by(load_appender)
+    glue.sdpa_torch_activate_on_cpu(True)
+    yield CALLS
+    glue.sdpa_torch_activate_on_cpu(False)
+    glue.sdpa_torch_load_lines_by(sdpa.load_line), glue.sdpa_torch_load_appender_by(sdpa.load_appender)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor on the CPU that attention() takes for one on a GPU."""
+    is_cuda = True
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def attention(q, *others, **options):
+    return sdpa.attention(q.as_subclass(OnGpu), *others, **options)
+
+
+# ---- integer tensors ----
+
+def integer_layouts(x):
+    """(name, tensor) with the values of x, [n] or [n,m] of int32, in the layouts and types that users have. What lies between
+    and around the elements of x are other values of its range."""
+    last = x.dim() - 1
+    pads = {"plain": {}, "from an offset": {0: (3, 1)}, "every second": {last: (1, 2)}}
+    if last:
+        pads |= {"columns of a wider one": {1: (2, 1)}, "every second row": {0: (0, 2)}, "rows and columns": {0: (1, 3), 1: (1, 1)}}
+    else:
+        pads |= {"a column": None}
+    for dtype in torch.int32, torch.int64:
+        for name, steps in pads.items():
+            shape = [*x.shape, 3] if steps is None else list(x.shape)
+            for dim, (first, step) in (steps or {}).items():
+                shape[dim] = first + x.shape[dim] * step + 2
+            low, high = (int(x.min()), int(x.max())) if x.numel() else (0, 0)
+            around = torch.randint(low, high + 2, shape, dtype=dtype)
+            if steps is None:
+                of = around[:, 1]
+            else:
+                of = around[tuple(slice(first, first + n * step, step) for n, (first, step) in
+                                  ((n, steps.get(dim, (0, 1))) for dim, n in enumerate(x.shape)))]
+            of.copy_(x)
+            yield f"{name}, {dtype}", of
+        if last:
+            yield f"transposed, {dtype}", x.to(dtype).T.contiguous().T
