@@ -1,6 +1,6 @@
 // Writes new rows of K and V behind those that caches have, and the new lengths: flash_attn_with_kvcache(k=, v=) in one
 // launch. The kernel reads where they belong, so that the host waits for nothing and a graph may be replayed with other
-// lengths. A row that has no place in its cache, or whose page is none, is left out.
+// lengths. Starts are clamped to the new rows. A row that has no place in its cache, or whose page is none, is left out.
 #include <cuda_runtime.h>
 
 #include "append.h"
@@ -22,7 +22,7 @@ template <class Word> static __device__ void copy_row(const SdpaNewRows& x, int 
 // CTA (b, i, 0 or 1) writes every gridDim.y-th new row of sequence b, of K or of V.
 template <class Word> static __global__ void __launch_bounds__(threads) append(SdpaAppend a) {
   const int b = int(blockIdx.x), before = a.lengths[b];
-  const int first = a.starts ? a.starts[b] : 0;
+  const int first = a.starts ? max(a.starts[b], 0) : 0;
   const int rows = a.starts ? max(min(a.starts[b + 1], a.new_rows) - first, 0) : a.new_rows;
   const SdpaNewRows& x = blockIdx.z == 0 ? a.k : a.v;
   if (blockIdx.y == 0 && blockIdx.z == 0 && threadIdx.x == 0) a.new_lengths[b] = before + rows;
@@ -32,7 +32,7 @@ template <class Word> static __global__ void __launch_bounds__(threads) append(S
       if (row < 0 || row / a.keys >= a.sequence_pages) continue;
       cache = a.page_table[int64_t(b) * a.page_stride + row / a.keys], row %= a.keys;
     }
-    if (first < 0 || row < 0 || row >= a.keys || cache < 0 || cache >= a.count) continue;
+    if (row < 0 || row >= a.keys || cache < 0 || cache >= a.count) continue;
     const char* const from = x.source + (a.starts ? 0 : b * x.source_sequence) + (first + i) * x.source_row;
     copy_row<Word>(x, a.heads, from, x.target + cache * x.target_cache + row * x.target_row);
   }

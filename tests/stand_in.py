@@ -4,6 +4,7 @@
 computes O and LSE in double from what pointers, strides and numbers say, as bindings/sdpa.h defines them."""
 import contextlib
 import ctypes
+import functools
 import os
 import sys
 from types import SimpleNamespace
@@ -108,7 +109,10 @@ def rows_of(starts, lengths, b, count):
 
 
 def compute(p, t):
-    """Writes O and LSE. Rows of no sequence stay as they are."""
+    """Writes O and LSE. Rows of no sequence may hold anything: they are NaN."""
+    t["O"].fill_(torch.nan)
+    if t["LSE"] is not None:
+        t["LSE"].fill_(torch.nan)
     for b in range(p.B):
         begin, end = rows_of(t["q_starts"], t["q_lengths"], b, p.Sq)
         first, last = rows_of(t["k_starts"], t["k_lengths"], b, p.Sk)
@@ -155,8 +159,9 @@ def recorded(p, dtype, features):
     call = {name: getattr(p, name) for name, kind in p._fields_ if kind in (ctypes.c_int, ctypes.c_float)}
     call |= {name: None if x is None else bits(x) if name in ("Q", "K", "V", "bias") else x.tolist()
              for name, x in t.items() if name not in ("O", "LSE")}
-    kinds = {name: t[name].dtype for name in "QKVO"} | {"bias_dtype": None if "bias" not in t else t["bias"].dtype}
-    return t, SimpleNamespace(**{"bias": None} | call | dict(kinds=kinds))
+    call |= {name + "_dtype": t[name].dtype for name in ("Q", "K", "O")}
+    call |= dict(bias_dtype=t["bias"].dtype) if p.bias else dict(bias=None, bias_dtype=None)
+    return t, SimpleNamespace(**call)
 
 
 @ctypes.CFUNCTYPE(None, *[ctypes.c_int] * 5, ctypes.POINTER(sdpa.Line))
@@ -202,8 +207,9 @@ class OnGpu(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
+@functools.wraps(sdpa.attention)
 def attention(q, *others, **options):
-    return sdpa.attention(q.as_subclass(OnGpu), *others, **options)
+    return attention.__wrapped__(q.as_subclass(OnGpu), *others, **options)
 
 
 # ---- integer tensors ----

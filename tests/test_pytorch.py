@@ -4,6 +4,7 @@ graphs, streams, workspaces and training.
 usage: python3 -m pytest tests/test_pytorch.py   (SDPA_TEST_GPU=1: no GPU is a failure; SDPA_TORCH_LATEST: a newer PyTorch's folder)"""
 import contextlib
 import ctypes
+import inspect
 import itertools
 import os
 import random
@@ -1129,33 +1130,39 @@ OF_ROWS = [lambda *S: torch.randn(S), lambda *S: torch.randn(*S[:-2], 3, *S[-2:]
 
 @pytest.mark.parametrize("dtype", (torch.half, E4M3, torch.float), ids=str)
 def test_append(append, dtype):
-    """To caches, some of them, or pages, from batches and from packed rows; what has no place is left out."""
+    """To caches, some of them, or pages, from batches and from packed rows, by integers in all layouts and types; what has no
+    place is left out. A length may be negative, and starts may be so too or go backwards."""
     device = "cuda" if GPU else "cpu"
 
     def placed(x):
         return torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device).copy_(x)
-    table = torch.tensor([[5, 0], [7, 3], [2, -1]], device=device)
-    index = torch.tensor([4, 0, 3], device=device)
-    for layout, kind, packs in itertools.product(range(4), ("plain", "caches", "pages"), (False, True)):
-        count, size = {"plain": (3, 12), "caches": (5, 12), "pages": (9, 16)}[kind]
-        added = (3, 0, 4) if packs else (4,) * 3  # not all sequences have a place for all
-        lengths = torch.tensor([0, 30 if kind == "pages" else 10, 15], device=device)
-        caches = [placed(OF_CACHES[layout](count, size, 2, D)) for D in (32, 48)]
-        new = [placed(OF_ROWS[layout](*((9,) if packs else (3, 4)), 2, D)) for D in (32, 48)]
-        want = [x.clone() for x in caches]
-        for cache, x in zip(want, new):
-            for b, part in enumerate(x[:7].split(added) if packs else x):
-                for place, row in enumerate(part, int(lengths[b])):
-                    owner, at = int(index[b]) if kind == "caches" else b, place
-                    if kind == "pages":
-                        owner, at = int(table[b, place // 16]) if place < 32 else -1, place % 16
-                    if owner >= 0 and at < size:
-                        cache[owner, at] = row
-        now = append(*caches, *new, lengths, table if kind == "pages" else None, index if kind == "caches" else None,
-                     starts_of(added, device) if packs else None)
-        assert now.dtype == torch.int32 and now.tolist() == [n + m for n, m in zip(lengths.tolist(), added)]
-        for cache, expected in zip(caches, want):
-            assert torch.equal(cache.float(), expected.float()), (layout, kind, packs)
+    table, index = int32(5, 0, 7, 3, 2, -1, 8, 99, 4, 1, 6, 6).view(6, 2), int32(4, 0, 3, 9, -1, 1)
+    starts = int32(-2, 3, 3, 7, 5, 8, 40)  # of 9 rows
+    for kind, packs in itertools.product(("plain", "caches", "pages"), (False, True)):
+        count, size = {"plain": (6, 12), "caches": (5, 12), "pages": (9, 16)}[kind]
+        lengths = int32(0, 30 if kind == "pages" else 10, 15, 2, -2, -9)
+        layouts = [itertools.cycle(stand_in.integer_layouts(x)) for x in (lengths, index, starts)]
+        for n, ((of_table, its_table), *others) in enumerate(zip(stand_in.integer_layouts(table), *layouts)):
+            used = {of for of, _ in others} | {of_table}
+            its_lengths, its_index, its_starts = (x.to(device) for _, x in others)
+            caches = [placed(OF_CACHES[n % 4](count, size, 2, D)) for D in (32, 48)]
+            new = [placed(OF_ROWS[n % 4](*((9,) if packs else (6, 4)), 2, D)) for D in (32, 48)]
+            want = [x.clone() for x in caches]
+            ranges = [(max(first, 0), min(end, 9)) for first, end in itertools.pairwise(starts.tolist())] if packs else [(0, 4)] * 6
+            for cache, x in zip(want, new):
+                for b, own in enumerate(ranges):
+                    for place, i in enumerate(range(*own), int(lengths[b])):
+                        owner, at = int(index[b]) if kind == "caches" else b, place
+                        if kind == "pages":
+                            owner, at = int(table[b, place // 16]) if 0 <= place < 32 else -1, place % 16
+                        if 0 <= owner < count and 0 <= at < size:
+                            cache[owner, at] = x[i] if packs else x[b, i]
+            now = append(*caches, *new, its_lengths, its_table.to(device) if kind == "pages" else None,
+                         its_index if kind == "caches" else None, its_starts if packs else None)
+            added = [max(end - first, 0) for first, end in ranges]
+            assert now.dtype == torch.int32 and now.tolist() == [n + m for n, m in zip(lengths.tolist(), added)], (kind, packs)
+            for cache, expected in zip(caches, want):
+                assert torch.equal(cache.float(), expected.float()), (n % 4, kind, packs, used)
 
 
 def test_append_of_many_rows(append):
@@ -1184,6 +1191,313 @@ def test_what_append_refuses(append):
         given = dict(k_cache=k, v_cache=k, k=k, v=k, lengths=lengths, page_table=None, caches=None, starts=None) | bad
         with pytest.raises(RuntimeError, match=f"^flash_attn_with_kvcache: {words}"):
             append(**given)
+
+
+# ---- each argument of each entry point, down to the kernel's parameters ----
+
+def drawn(*shape, dtype=torch.half, seed=0):
+    """Other values for each shape and seed, the same in each call."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+class Entry:
+    """A function, the arguments of a plain call, and rows: (other arguments, the members of SdpaParams that they change).
+    unused: arguments without a row. integers: "all" layouts and types of integer tensors are taken, or "some", and the others
+    refused by attention(), to which `names` translates arguments."""
+
+    def __init__(self, call, plain, rows, unused="", integers="all", names=None):
+        self.call, self.plain, self.rows, self.integers = call, plain, rows, integers
+        self.unused, self.names = set(unused.split()), names or {}
+
+    def run(self, calls, **changes):
+        """The parameters of its one launch, and O and LSE."""
+        calls.clear()
+        result = self.call(**self.plain | changes)
+        call, = calls
+        out = result[:2] if isinstance(result, tuple) else (result,)
+        return vars(call), [x.nan_to_num() for x in out if x is not None and x.numel()]
+
+
+def bits_of(x, *shape):
+    return stand_in.bits(x.expand(shape) if shape else x)
+
+
+def packed_rows(x):
+    return x.transpose(0, 1)[None]
+
+
+STARTS_Q, STARTS_K, USED = int32(0, 2, 5), int32(0, 4, 9), int32(3, 2)
+TABLE_OF_6 = int32(4, 1, 0, 3, 5, 2).view(2, 3)[:, :2]  # [[4,1],[3,5]] of rows of 3
+
+
+def with_pages(K, V):
+    """The members that change with pages of 16 keys, 6 of them, in TABLE_OF_6."""
+    return dict(K=bits_of(K), V=bits_of(V), page_table=TABLE_OF_6.tolist(), page_size=16, pages=6, Sk=32)
+
+
+def attention_entries():
+    q, k, v = drawn(2, 4, 5, 64), drawn(2, 2, 9, 64), drawn(2, 2, 9, 64, seed=1)
+    K, V = drawn(6, 2, 16, 64), drawn(6, 2, 16, 64, seed=1)
+    sinks, bias, hidden = drawn(4, dtype=torch.float), drawn(4, 5, 9), drawn(2, 1, 5, 9) > 0
+    last = drawn(4, 1, 3)
+    rows = [(dict(causal=value), dict(causal=number)) for value, number in ((True, 1), ("br", 1), ("tl", 2))]
+    rows += [
+        (dict(causal=False), {}), (dict(window=(3, None)), dict(window_left=3)), (dict(window=(None, 2)), dict(window_right=2)),
+        (dict(window=(3, 2, "tl")), dict(window_left=3, window_right=2, window_alignment=2)),
+        (dict(window=(0, 4, "br")), dict(window_left=0, window_right=4, window_alignment=1)),
+        (dict(scale=0.25), dict(scale=0.25)), (dict(scale=0.0), dict(scale=torch.finfo(torch.float).tiny)),
+        (dict(softcap=2.0), dict(softcap=2.0)), (dict(sinks=sinks), dict(sinks=sinks.tolist())),
+        (dict(sinks=sinks.half()), dict(sinks=sinks.half().tolist())), (dict(k_lengths=USED), dict(k_lengths=[3, 2])),
+        (dict(q_lengths=USED), dict(q_lengths=[3, 2])),
+        (dict(q_starts=STARTS_Q, q=q[:1]), dict(q_starts=[0, 2, 5], Q=bits_of(q[:1]))),
+        (dict(k_starts=STARTS_K, k=k[:1], v=v[:1]), dict(k_starts=[0, 4, 9], K=bits_of(k[:1]), V=bits_of(v[:1]))),
+        (dict(most_keys=7, k_lengths=USED), dict(most_keys=7, k_lengths=[3, 2])),
+        (dict(page_table=TABLE_OF_6, k=K, v=V), with_pages(K, V) | dict(page_stride=3)),
+        (dict(bias=bias), dict(bias=bits_of(bias, 2, 4, 5, 9), bias_dtype=torch.half)),
+        (dict(bias=hidden), dict(bias=bits_of(hidden, 2, 4, 5, 9), bias_dtype=torch.bool)),
+        (dict(bias_keys=3, bias=last), dict(bias_keys=3, bias=bits_of(last, 2, 4, 5, 3), bias_dtype=torch.half)),
+        (dict(batch_invariant=True), dict(batch_invariant=1)), (dict(out_dtype=None), {})]
+    yield "attention", Entry(stand_in.attention, dict(q=q, k=k, v=v, return_lse=True), rows, "return_lse", "some")
+    of_q, by_key_head, of_k, of_v = (drawn(*shape, dtype=torch.float, seed=i).abs() for i, shape in enumerate(((2, 4), (2, 2), (2, 2), (2, 2))))
+    of_keys = [(dict(k_descale=of_k), dict(k_descale=of_k.tolist())), (dict(v_descale=of_v), dict(v_descale=of_v.tolist())),
+               (dict(v_descale=of_v[0]), dict(v_descale=of_v[:1].expand(2, 2).tolist()))]
+    rows = [(dict(q_descale=of_q), dict(q_descale=of_q.tolist())),
+            (dict(q_descale=by_key_head), dict(q_descale=by_key_head.repeat_interleave(2, 1).tolist())), *of_keys,
+            (dict(out_dtype=torch.half), {}), (dict(out_dtype=torch.bfloat16), dict(O_dtype=torch.bfloat16))]
+    yield "attention of e4m3", Entry(stand_in.attention, as_e4m3(dict(q=q, k=k, v=v)), rows)
+    yield "attention of kv8", Entry(stand_in.attention, dict(q=q, k=k.to(E4M3), v=v.to(E4M3)), of_keys)
+
+
+def as_e4m3(arguments):
+    return {name: x.to(E4M3) if getattr(x, "dtype", None) == torch.half else x for name, x in arguments.items()}
+
+
+def flash_attn_entries():
+    import flash_attn_interface as fa
+
+    def of_keys(names, sink):
+        return [(dict(softmax_scale=0.25), dict(scale=0.25)), (dict(causal=True), dict(causal=1)),
+                (dict(window_size=(3, 2)), dict(window_left=3, window_right=2, window_alignment=1)),
+                (dict(window_size=(-1, 4)), dict(window_right=4, window_alignment=1)),
+                (dict(window_size=(3, 2), causal=True), dict(causal=1, window_left=3, window_right=0, window_alignment=1)),
+                (dict(softcap=2.0), dict(softcap=2.0)), (dict(learnable_sink=sink), dict(sinks=sink.tolist())),
+                *((dict([hint]), {}) for hint in dict(num_splits=3, pack_gqa=True, deterministic=True, sm_margin=2).items() if hint[0] in names)]
+    q, k, v = drawn(2, 5, 4, 64), drawn(2, 9, 2, 64), drawn(2, 9, 2, 64, seed=1)
+    q3, k3, v3 = q.flatten(0, 1)[:5], k.flatten(0, 1)[:9], v.flatten(0, 1)[:9]
+    K, V = drawn(6, 16, 2, 64), drawn(6, 16, 2, 64, seed=1)
+    heads = lambda x: x.transpose(1, 2)  # noqa: E731
+    of_pages = with_pages(heads(K), heads(V))
+    sink, factors = drawn(4, dtype=torch.float), [drawn(2, 2, dtype=torch.float, seed=i).abs() for i in range(3)]
+    q_factors = factors[0].repeat_interleave(2, 1)
+    names = {name: set(inspect.signature(getattr(fa, name)).parameters) for name in dir(fa) if name.startswith("flash_attn_")}
+    refused = " ".join(fa.UNKNOWN) + " others return_attn_probs return_softmax_lse"
+    hints = " num_splits pack_gqa deterministic sm_margin"
+
+    def entry(name, plain, rows, unused=""):
+        """The function, and with tensors of e4m3 for its descales."""
+        descales = [(dict(q_descale=factors[0]), dict(q_descale=q_factors.tolist())), (dict(k_descale=factors[1]), dict(k_descale=factors[1].tolist())),
+                    (dict(v_descale=factors[2]), dict(v_descale=factors[2].tolist()))]
+        with_lse = {"return_softmax_lse" if "return_softmax_lse" in names[name] else "return_attn_probs": True}
+        yield name, Entry(getattr(fa, name), plain | with_lse, of_keys(names[name], sink) + rows, refused + unused + " q_descale k_descale v_descale")
+        yield name + " of e4m3", Entry(getattr(fa, name), as_e4m3(plain), descales)
+    yield from entry("flash_attn_func", dict(q=q, k=k, v=v), [])
+    qkv, in_one = drawn(2, 5, 8, 64), drawn(2, 5, 3, 4, 64)
+    parts = [heads(x) for x in in_one.unbind(2)]
+    own = [(dict(qkv=qkv, num_heads_q=4), dict(Hkv=2) | {name: bits_of(heads(x)) for name, x in zip("QKV", qkv.split((4, 2, 2), 2))})]
+    for name, one in entry("flash_attn_qkvpacked_func", dict(qkv=in_one), own):
+        if "e4m3" in name:  # a key head for each head: factors are of all four
+            four = [drawn(2, 4, dtype=torch.float, seed=i).abs() for i in range(3)]
+            one.rows = [({name: x}, {name: x.tolist()}) for name, x in zip(("q_descale", "k_descale", "v_descale"), four)]
+        yield name, one
+    plain = dict(q=q3, k=k3, v=v3, cu_seqlens_q=STARTS_Q, cu_seqlens_k=STARTS_K, max_seqlen_q=3, max_seqlen_k=9)
+    yield from entry("flash_attn_varlen_func", plain, [
+        (dict(cu_seqlens_q=int32(0, 1, 5)), dict(q_starts=[0, 1, 5])), (dict(cu_seqlens_k=int32(0, 3, 9)), dict(k_starts=[0, 3, 9])),
+        (dict(max_seqlen_q=5), {}), (dict(max_seqlen_k=6), dict(most_keys=6)), (dict(max_seqlen_k=None), dict(most_keys=0)),
+        (dict(seqused_q=int32(1, 2)), dict(q_lengths=[1, 2])), (dict(seqused_k=USED), dict(k_lengths=[3, 2])),
+        (dict(page_table=TABLE_OF_6, k=K, v=V, cu_seqlens_k=None, seqused_k=USED),
+         of_pages | dict(k_starts=None, k_lengths=[3, 2], page_stride=2)),
+        (dict(cu_seqlens_q=None, q=q), dict(q_starts=None, Q=bits_of(heads(q)))),
+        (dict(cu_seqlens_k=None, k=k, v=v), dict(k_starts=None, K=bits_of(heads(k)), V=bits_of(heads(v))))])
+    caches = dict(k_cache=drawn(5, 16, 2, 64), v_cache=drawn(5, 16, 2, 64, seed=1))
+    odd = {name: x[:, :15] for name, x in caches.items()}
+    two = {name: x[:2] for name, x in caches.items()}
+    index = int32(4, 0)
+    as_pages = dict(zip("KV", (bits_of(heads(x)) for x in caches.values())))
+    chosen = dict(zip("KV", (bits_of(heads(x[index.long()])) for x in odd.values())))
+    new = drawn(2, 1, 2, 64), drawn(2, 1, 2, 64, seed=1)
+
+    def appended(cache, rows, at):
+        """The two caches with these rows of each sequence."""
+        cache = cache.clone()
+        for b, own in enumerate(rows):
+            cache[b, at[b]:at[b] + len(own)] = own
+        return bits_of(heads(cache))
+
+    def function(**given):
+        """On copies of the caches, which it writes to."""
+        return fa.flash_attn_with_kvcache(**given | {name: given[name].clone() for name in caches})
+    for name, one in entry("flash_attn_with_kvcache", dict(q=q, **two), [
+            (dict(cache_seqlens=USED), dict(k_lengths=[3, 2])), (dict(cache_seqlens=7), dict(k_lengths=[7, 7])),
+            (dict(cache_batch_idx=index, **caches), as_pages | dict(page_table=[[4], [0]], page_size=16, pages=5, page_stride=1)),
+            (dict(cache_batch_idx=index, **odd), chosen | dict(Sk=15)),
+            (dict(page_table=TABLE_OF_6, k_cache=K, v_cache=V, cache_seqlens=USED), of_pages | dict(k_lengths=[3, 2], page_stride=2)),
+            (dict(cu_seqlens_q=STARTS_Q, q=q3, max_seqlen_q=3), dict(q_starts=[0, 2, 5], Q=bits_of(packed_rows(q3)))),
+            (dict(k=new[0], v=new[1], cache_seqlens=USED),
+             {name: appended(x, rows, (3, 2)) for name, x, rows in zip("KV", two.values(), new)} | dict(k_lengths=[4, 3])),
+            (dict(cu_seqlens_k_new=int32(0, 2, 3), k=k3[:3], v=v3[:3], cache_seqlens=USED),
+             {name: appended(x, rows, (3, 2)) for name, x, rows in zip("KV", two.values(), (k3[:3].split((2, 1)), v3[:3].split((2, 1))))} |
+             dict(k_lengths=[5, 3])),
+            (dict(rotary_interleaved=False, rotary_seqlens=USED, scheduler_metadata=USED), {})]):
+        one.call = function
+        yield name, one
+
+
+def operator_entries():
+    """PyTorch's operators, which F.scaled_dot_product_attention, varlen_attn and its attention of 8 bits call."""
+    aten = torch.ops.aten
+    q, k, v = drawn(2, 4, 5, 64), drawn(2, 4, 9, 64), drawn(2, 4, 9, 64, seed=1)
+    bias, hidden = drawn(4, 5, 9), drawn(2, 4, 5, 9) > 0
+    plain, unused = dict(query=q, key=k, value=v), "dropout_p return_debug_mask"
+    scale = dict(scale=0.25), dict(scale=0.25)
+    masked = [scale, (dict(is_causal=True), dict(causal=2)),
+              (dict(attn_bias=bias), dict(bias=bits_of(bias, 2, 4, 5, 9), bias_dtype=torch.half)),
+              (dict(attn_bias=hidden), dict(bias=bits_of(hidden), bias_dtype=torch.bool)), (dict(compute_log_sumexp=False), {})]
+    whole = plain | dict(attn_bias=None, compute_log_sumexp=True)
+    yield "flash", Entry(aten._scaled_dot_product_flash_attention.default, plain, [scale, (dict(is_causal=True), dict(causal=1))], unused)
+    yield "cudnn", Entry(aten._scaled_dot_product_cudnn_attention.default, whole, masked, unused)
+    yield "efficient", Entry(aten._scaled_dot_product_efficient_attention.default, whole, masked, unused)
+    factors = [drawn(2, 4, dtype=torch.float, seed=i).abs() for i in range(3)]
+    descales = [({name: x}, {name: x.tolist()}) for name, x in zip(("q_descale", "k_descale", "v_descale"), factors)]
+    of_8_bits = as_e4m3(plain)
+    none = dict.fromkeys(("q_descale", "k_descale", "v_descale"))
+    yield "flash of 8 bits", Entry(aten._scaled_dot_product_flash_attention.quantized, of_8_bits | none,
+                                   [scale, (dict(is_causal=True), dict(causal=1)), *descales], unused)
+    rows = dict(query=q[0].transpose(0, 1), key=k[0].transpose(0, 1), value=v[0].transpose(0, 1), cum_seq_q=STARTS_Q, cum_seq_k=STARTS_K,
+                max_q=3, max_k=9, dropout_p=0.0, is_causal=False, return_debug_mask=False)
+    own = [scale, (dict(is_causal=True), dict(causal=1)), (dict(max_q=5), {}), (dict(max_k=7), dict(most_keys=7)),
+           (dict(window_size_left=3), dict(window_left=3, window_alignment=1)), (dict(window_size_right=2), dict(window_right=2, window_alignment=1)),
+           (dict(window_size_left=3, window_size_right=2), dict(window_left=3, window_right=2, window_alignment=1)),
+           (dict(cum_seq_q=int32(0, 1, 5)), dict(q_starts=[0, 1, 5])), (dict(cum_seq_k=int32(0, 3, 9)), dict(k_starts=[0, 3, 9])),
+           (dict(seqused_k=USED), dict(k_lengths=[3, 2]))]
+    names = dict(cum_seq_q="q_starts", cum_seq_k="k_starts", seqused_k="k_lengths", block_table="page_table")
+    # These options of newer PyTorches are test_varlen_attn_of_caches's.
+    yield "varlen", Entry(FLASH.default, rows, own, unused + " alibi_slopes block_table num_splits", "some", names)
+    of_8_bits = as_e4m3(rows) | none
+    yield "varlen of 8 bits", Entry(FLASH.quantized, of_8_bits, own + descales, unused + " alibi_slopes", "some", names)
+
+
+def transformers_entries():
+    ours = pytest.importorskip("transformers_attention", reason="transformers 5.24 is missing")
+    q, k, v = drawn(2, 4, 8, 64), drawn(2, 2, 8, 64), drawn(2, 2, 8, 64, seed=1)
+    plain = dict(module=torch.nn.Module(), query=q, key=k, value=v, attention_mask=None, is_causal=False)
+    sinks, bias = drawn(4, dtype=torch.float), drawn(1, 4, 8, 8)
+    in_one_row = {name: bits_of(x.transpose(0, 1).flatten(1, 2)) for name, x in (("Q", q), ("K", k), ("V", v))}
+    lengths = ours.described("lengths", dict(causal=True), int32(5, 3)[:, None, None].expand(-1, 1, 2))
+    yield "transformers", Entry(ours.attention, plain, [
+        (dict(scaling=0.25), dict(scale=0.25)), (dict(softcap=2.0), dict(softcap=2.0)), (dict(s_aux=sinks), dict(sinks=sinks.tolist())),
+        (dict(is_causal=True), dict(causal=1)), (dict(is_causal=True, sliding_window=4), dict(causal=1, window_left=3, window_right=0)),
+        (dict(position_bias=bias), dict(bias=bits_of(bias, 2, 4, 8, 8), bias_dtype=torch.half)),
+        (dict(attention_mask=bias > 0), dict(bias=bits_of(bias > 0, 2, 4, 8, 8), bias_dtype=torch.bool)),
+        (dict(attention_mask=lengths), dict(causal=1, k_lengths=[5, 3])),
+        (dict(cu_seq_lens_q=int32(0, 3, 8)), in_one_row | dict(B=3, Sq=16, Sk=16, q_starts=[0, 3, 8, 16], k_starts=[0, 3, 8, 16])),
+        (dict(cu_seq_lens_q=int32(0, 3, 8), cu_seq_lens_k=int32(0, 2, 8)),
+         in_one_row | dict(B=3, Sq=16, Sk=16, q_starts=[0, 3, 8, 16], k_starts=[0, 2, 8, 16]))], "dropout others")
+
+
+ENTRIES = dict(attention=attention_entries, flash_attn=flash_attn_entries, operators=operator_entries, transformers=transformers_entries)
+
+
+@pytest.fixture
+def launches(doors, monkeypatch):
+    """The calls of the kernels, by attention() as well."""
+    monkeypatch.setattr(sdpa, "attention", stand_in.attention)
+    return doors
+
+
+def arguments_of(function):
+    if schema := getattr(function, "_schema", None):
+        return {argument.name for argument in schema.arguments}
+    return set(inspect.signature(function).parameters)
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_each_argument_reaches_the_kernel(launches, kind):
+    """It changes the members of SdpaParams that it should, to what was given, and no other; no argument is left out."""
+    defaults, covered = {}, {}
+    for name, entry in ENTRIES[kind]():
+        plain, _ = entry.run(launches)
+        numbers = {member: x for member, x in plain.items() if member not in "B Hq Hkv Sq Sk Q K V q_starts k_starts most_keys".split()
+                   and not member.endswith("dtype")}
+        assert defaults.setdefault(kind, numbers) == numbers, name  # the same defaults in all of them
+        for changes, want in entry.rows:
+            got, _ = entry.run(launches, **changes)
+            different = {member: got[member] for member in got if got[member] != plain[member]}
+            assert different == {member: x for member, x in want.items() if x != plain[member]}, (name, list(changes))
+        seen = set(entry.plain).union(entry.unused, *(changes for changes, _ in entry.rows))
+        covered.setdefault(name.partition(" of ")[0], [set(), None])[0].update(seen)
+        if " of " not in name:
+            covered[name][1] = arguments_of(entry.call if kind != "flash_attn" else getattr(sys.modules["flash_attn_interface"], name))
+    for name, (seen, arguments) in covered.items():
+        assert arguments <= seen, (name, arguments - seen)
+
+
+def is_integer(x):
+    return isinstance(x, torch.Tensor) and x.dtype == torch.int32
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_integer_tensors_of_users(launches, kind):
+    """Of any layout and type they give what plain ones give, or a sentence that names them."""
+    right, refused = 0, 0
+    for name, entry in ENTRIES[kind]():
+        given = [changes for changes, _ in entry.rows if any(map(is_integer, changes.values()))]
+        if any(map(is_integer, entry.plain.values())):
+            given.append({argument: x for argument, x in entry.plain.items() if is_integer(x)})
+        for changes in given:
+            want, results = entry.run(launches, **changes)
+            for argument, x in changes.items():
+                if not is_integer(x) or argument in ("scheduler_metadata", "rotary_seqlens", "attention_mask"):
+                    continue
+                for layout, other in stand_in.integer_layouts(x):
+                    try:
+                        got, out = entry.run(launches, **changes | {argument: other})
+                    except RuntimeError as error:
+                        its_name = entry.names.get(argument, argument)
+                        assert entry.integers == "some" and layout != "plain, torch.int32", (name, argument, layout, error)
+                        assert re.search(rf"^sdpa.attention: {its_name} is not an? ", str(error)), (name, argument, layout, error)
+                        refused += 1
+                        continue
+                    right += 1
+                    same = {member for member in got if got[member] != want[member]} - {"page_stride"}
+                    assert not same and all(torch.equal(a, b) for a, b in zip(out, results, strict=True)), (name, argument, layout, same)
+    assert right and (refused > 0) == (kind in ("attention", "operators"))
+
+
+@needs_no_gpu
+def test_no_sequences(launches):
+    """Integer tensors without an element: nothing is computed, or a sentence says what is wrong."""
+    import flash_attn_interface as fa
+    q, k, packed, none, zero = drawn(2, 4, 5, 64), drawn(2, 2, 16, 64), drawn(1, 4, 5, 64), int32(), int32(0)
+    table, rows, caches = int32().view(0, 2), drawn(0, 5, 4, 64), drawn(6, 16, 2, 64)
+    new = drawn(0, 1, 2, 64)
+    for run, shape in (
+            (lambda: sdpa.attention(q[:0], k[:0], k[:0], k_lengths=none, q_lengths=none), (0, 4, 5, 64)),
+            (lambda: sdpa.attention(packed[:, :, :0], k[:1, :, :0], k[:1, :, :0], q_starts=zero, k_starts=zero), (1, 4, 0, 64)),
+            (lambda: sdpa.attention(q[:0], k, k, page_table=table), (0, 4, 5, 64)),
+            (lambda: fa.flash_attn_varlen_func(rows.flatten(0, 1), rows.flatten(0, 1), rows.flatten(0, 1), zero, zero, 0, 0), (0, 4, 64)),
+            (lambda: fa.flash_attn_with_kvcache(rows, caches, caches, new, new, cache_seqlens=none, page_table=table), (0, 5, 4, 64)),
+            (lambda: fa.flash_attn_with_kvcache(rows, caches, caches, cache_seqlens=none, cache_batch_idx=none), (0, 5, 4, 64))):
+        assert run().shape == shape
+    for options in (dict(q_starts=none), dict(q_starts=zero), dict(q_starts=zero, k_starts=zero)):
+        with pytest.raises(RuntimeError, match=r"^sdpa.attention: (q_starts is not a contiguous int32 tensor \[\d\] beside q|q or k has a batch)"):
+            sdpa.attention(packed, k[:1], k[:1], **options)
 
 
 def test_pytorch_cpp_compiles_and_takes_its_place(tmp_path):
