@@ -39,6 +39,12 @@ def check_pages(function, k_cache, other, name):
                          "a multiple of 16 keys")
 
 
+def check_integers(function, **tensors):
+    for name, x in tensors.items():
+        if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.dtype == torch.bool):
+            raise ValueError(f"{function}: {name} is of {x.dtype}; want int32 or another integer type")
+
+
 def attend(function, q, k, v, scale, causal, window_size, softcap, q_descale, k_descale, v_descale, sinks,
            q_starts=None, k_starts=None, k_lengths=None, page_table=None, most_keys=0, q_lengths=None):
     """O and LSE of attention(), in FlashAttention's shapes."""
@@ -104,6 +110,8 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     cu_seqlens_q or _k is None, q, or k and v, are [B,S,H,D]; with page_table k and v are pages. max_seqlen_k bounds the
     keys of a sequence if it is no tensor, which the host would wait for. There is no backward."""
     refuse("flash_attn_varlen_func", qv=qv, attention_chunk=attention_chunk, **others)
+    check_integers("flash_attn_varlen_func", cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
+                   seqused_k=seqused_k, page_table=page_table)
     if page_table is not None:
         check_pages("flash_attn_varlen_func", k, cu_seqlens_k, "cu_seqlens_k")
     most_keys = 0 if isinstance(max_seqlen_k, torch.Tensor) else max_seqlen_k or 0
@@ -132,6 +140,8 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
     name = "flash_attn_with_kvcache"
     refuse(name, qv=qv, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad,
            attention_chunk=attention_chunk, **others)
+    check_integers(name, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, page_table=page_table,
+                   cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new)
     if page_table is not None:
         check_pages(name, k_cache, cache_batch_idx, "cache_batch_idx")
     if (k is None) != (v is None):

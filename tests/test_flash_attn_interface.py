@@ -555,6 +555,20 @@ def test_refusals():
             run()
 
 
+def test_integer_tensors_of_another_type():
+    """Numbers that are no integers are not rounded."""
+    q, k, starts, lengths = drawn(2, 5, 4, D), drawn(2, 32, 2, D), ints(0, 5, 10), ints(3, 4)
+    rows = q.flatten(0, 1)
+    names = {fa.flash_attn_varlen_func: "cu_seqlens_q cu_seqlens_k seqused_q seqused_k page_table",
+             fa.flash_attn_with_kvcache: "cache_seqlens cache_batch_idx page_table cu_seqlens_q cu_seqlens_k_new"}
+    given = {fa.flash_attn_varlen_func: dict(q=rows, k=rows, v=rows, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=5, max_seqlen_k=5),
+             fa.flash_attn_with_kvcache: dict(q=q, k_cache=k, v_cache=k, cache_seqlens=lengths)}
+    for function, words in names.items():
+        for name, dtype in itertools.product(words.split(), (torch.float32, torch.half, torch.bool)):
+            with pytest.raises(ValueError, match=f"^{function.__name__}: {name} is of {dtype}; want int32 or another integer type$"):
+                function(**given[function] | {name: ints(0, 1, dtype=dtype)})
+
+
 # ---- graphs ----
 
 def test_no_graph_break():

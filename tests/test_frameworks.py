@@ -444,6 +444,8 @@ def test_context_parallel(monkeypatch, capsys):
         course.append("whole")
 
     def called(q, k, v, is_causal, enable_gqa):
+        assert is_causal and enable_gqa and q.dtype == torch.half and [x.shape[1:3] for x in (q, k, v)] == [(4, 6), (2, 6), (2, 6)]
+        assert {x.shape[0] for x in (q, k, v)} == {3} and {x.shape[3] for x in (q, k, v)} == {64}
         clock.ms += 1 if course[-1:] == ["shared"] else 3
         return PLAIN(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa) * (1.01 if course[-1:] == ["shared"] else 1)
     for name, stand_in in dict(init_process_group=lambda *_, **__: None, barrier=lambda: None, get_world_size=lambda: 2, get_rank=lambda: 0,
@@ -454,7 +456,7 @@ def test_context_parallel(monkeypatch, capsys):
                                    activate=lambda: course.append("ours"))).items():
         monkeypatch.setattr(context_parallel, name, stand_in)
     monkeypatch.setattr(F, "scaled_dot_product_attention", called)
-    monkeypatch.setattr(sys, "argv", "context_parallel.py --shape 1,4,2,6,64 --dtype float16".split())
+    monkeypatch.setattr(sys, "argv", "context_parallel.py --shape 3,4,2,6,64 --dtype float16".split())
     context_parallel.main()
     assert course == ["shared", "whole", "ours", "shared", "whole", "end"]
     times = "1 GPU     6.00 ms   2 GPUs     2.00 ms   3.00 times as fast   rel_rms 1.0e-02"  # of the slowest GPU

@@ -1480,6 +1480,67 @@ def test_integer_tensors_of_users(launches, kind):
     assert right and (refused > 0) == (kind in ("attention", "operators"))
 
 
+@pytest.fixture
+def backwards(glue):
+    """The backend that PyTorch would choose, and the arguments of its backwards, which give zeros."""
+    library, asked = torch.library.Library("aten", "IMPL"), SimpleNamespace(choice=SDPBackend.FLASH_ATTENTION, calls=[])
+
+    def recorder(name):
+        names = [argument.name for argument in getattr(torch.ops.aten, name).default._schema.arguments]
+
+        def backward(*x, **more):
+            given = dict(zip(names, x)) | more
+            asked.calls.append((name, given))
+            return tuple(torch.zeros_like(given[one]) for one in ("query", "key", "value"))
+        library.impl(name, backward, "CPU")
+    recorder("_flash_attention_backward"), recorder("_cudnn_attention_backward")
+    with warnings.catch_warnings(action="ignore"):  # PyTorch's own choice is known
+        library.impl("_fused_sdp_choice", lambda *_, **__: int(asked.choice), "CPU")
+    with stand_in.kernels(glue):
+        yield asked
+    library._destroy()
+
+
+@needs_no_gpu
+def test_each_argument_reaches_a_backward(backwards):
+    """Of attention(), by FlashAttention's and by cuDNN's. FlashAttention's takes a window of no limit as one of all keys if the other
+    side has one."""
+    q, k, v = (x.requires_grad_() for x in (drawn(2, 4, 5, 64), drawn(2, 2, 9, 64), drawn(2, 2, 9, 64, seed=1)))
+    bias, hidden = drawn(1, 4, 5, 9), drawn(2, 1, 5, 9) > 0
+    plain = dict(max_q=5, max_k=9, dropout_p=0.0, is_causal=False, scale=None)
+    cases = [(SDPBackend.FLASH_ATTENTION, options, dict(window_size_left=-1, window_size_right=-1) | want) for options, want in (
+        ({}, {}), (dict(causal="br"), dict(is_causal=True)), (dict(scale=0.25), dict(scale=0.25)),
+        (dict(window=(3, None, "br")), dict(window_size_left=3, window_size_right=9)),
+        (dict(window=(None, 2, "br")), dict(window_size_left=9, window_size_right=2)),
+        (dict(window=(3, 2, "br"), causal="br"), dict(is_causal=True, window_size_left=3, window_size_right=2)))]
+    cases += [(SDPBackend.CUDNN_ATTENTION, options, want) for options, want in (
+        ({}, {}), (dict(causal="tl"), dict(is_causal=True)), (dict(scale=0.25), dict(scale=0.25)), (dict(bias=bias), dict(attn_bias=bias)),
+        (dict(bias=hidden), dict(attn_bias=torch.where(hidden, 0.0, -65504.0).half())))]
+    for choice, options, want in cases:
+        is_flashs = choice == SDPBackend.FLASH_ATTENTION
+        backwards.choice = choice
+        stand_in.CALLS.clear(), backwards.calls.clear()
+        out, lse = stand_in.attention(q, k, v, return_lse=True, **options)
+        grad = drawn(2, 4, 5, 64, seed=2)
+        torch.autograd.grad(out, (q, k, v), grad)
+        (name, given), = backwards.calls
+        assert name == ("_flash_attention_backward" if is_flashs else "_cudnn_attention_backward")
+        tensors = dict(query=q, key=k, value=v, out=out, grad_out=grad)
+        for argument, x in tensors.items():
+            assert torch.equal(given[argument], x.transpose(1, 2) if is_flashs else x), (options, argument)
+        its_bias, got_bias = want.pop("attn_bias", None), given.get("attn_bias")
+        assert got_bias is its_bias is None or torch.equal(got_bias, its_bias)
+        rows = lse if its_bias is None else lse.where(lse > -torch.inf, torch.inf)  # those that see no key have P = 0
+        assert torch.equal(given["logsumexp"].squeeze(-1), rows)
+        assert {name: given.get(name) for name in plain | want} == plain | want, options
+        first, = stand_in.CALLS
+        out, lse = stand_in.attention(q, k, v, return_lse=True, **options)
+        torch.autograd.grad(lse.sum(), (q, k))  # by P @ K, with the same mask
+        *_, product = stand_in.CALLS
+        assert product.V == product.K == first.K and {name: x for name, x in vars(product).items() if name != "V"} == {
+            name: x for name, x in vars(first).items() if name != "V"}, options
+
+
 @needs_no_gpu
 def test_no_sequences(launches):
     """Integer tensors without an element: nothing is computed, or a sentence says what is wrong."""
