@@ -1,13 +1,21 @@
 """pip install ./bindings: the wheel, in an environment of its own, on tensors without memory; `python -m sdpa build`
-with a stand-in for nvcc, and its cache without one.  usage: python3 -m pytest tests/test_pip.py"""
+with a stand-in for nvcc, and its cache without one.  usage: python3 -m pytest tests/test_pip.py
+
+Importing PyTorch takes seconds, so few processes do: three have the installed package, one is a clone's command, and this
+one runs that command's other cases itself."""
 import base64
+import contextlib
 import hashlib
+import io
 import itertools
+import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,8 +57,9 @@ def wheel(tmp_path_factory):
 def python(wheel, tmp_path_factory):
     """A fresh environment that has it, and a function that runs its Python elsewhere than in the clone."""
     folder = tmp_path_factory.mktemp("environment")
-    run(sys.executable, "-m", "venv", "--system-site-packages", str(folder))
-    run(str(folder / "bin/python"), "-m", "pip", "install", "--no-deps", "--no-index", str(wheel))
+    run(sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", str(folder))
+    into = "--python", str(folder / "bin/python")  # of this Python's pip
+    run(sys.executable, "-m", "pip", *into, "install", "--no-deps", "--no-index", str(wheel))
 
     def call(*words, path="", **environment):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (path, LIBRARIES)))
@@ -80,8 +89,8 @@ def test_the_wheel(wheel):
         assert int(size) == len(found[name])
 
 
-FAKE = """
-import sys, torch, importlib.util
+INSTALLED = """
+import sys, torch, importlib.metadata, importlib.util
 from torch._subclasses import FakeTensorMode
 import sdpa
 from sdpa import flash_attn_interface as fa
@@ -92,24 +101,21 @@ with FakeTensorMode():
     out, lse = sdpa.attention(q, k, k, causal="br", return_lse=True)
     rows = fa.flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2), causal=True)
 print(*(tuple(x.shape) for x in (out, lse, rows)), importlib.util.find_spec("flash_attn_interface"))
-"""
-PATH = """
-import importlib.metadata, flash_attn_interface, sdpa, sys
+sys.path[:0] = sys.argv[1].split(":")
+import flash_attn_interface
 assert flash_attn_interface.sdpa is sys.modules["sdpa.pytorch"]
 assert importlib.metadata.packages_distributions()["flash_attn_interface"] == ["flash-attn-3"]
-print(importlib.metadata.version("flash_attn_3"))
+print(importlib.metadata.version("flash_attn_3")[:2])
+if importlib.util.find_spec("transformers"):
+    from sdpa import transformers_attention as ours
+    assert ours.NAME == "attention_cu"
 """
 
 
 def test_installed(python):
     """import sdpa, on fake tensors. flash_attn_interface is on the path only where `python -m sdpa path` has put it."""
-    assert python("-c", FAKE) == "(2, 8, 100, 128) (2, 8, 100) (2, 100, 8, 128) None\n"
-    assert python("-c", PATH, path=python("-m", "sdpa", "path").strip()).startswith("3.")
-
-
-def test_transformers_attention_installed(python):
-    pytest.importorskip("transformers", minversion="5.24")
-    assert python("-c", "from sdpa import transformers_attention as ours; print(ours.NAME)") == "attention_cu\n"
+    path = python("-m", "sdpa", "path").strip()
+    assert python("-c", INSTALLED, path) == "(2, 8, 100, 128) (2, 8, 100) (2, 100, 8, 128) None\n3.\n"
 
 
 @pytest.fixture
@@ -120,16 +126,39 @@ def nvcc(tmp_path):
                 SDPA_CACHE=str(tmp_path / "cache"))
 
 
-def program(*words, **environment):
-    """The folder as one, in a clone."""
-    return subprocess.run([sys.executable, "bindings", *words], cwd=ROOT, capture_output=True, text=True,
-                          env={**os.environ, **environment})
+def program(*words, folder=ROOT, **environment):
+    """The folder as a program, in a clone."""
+    out, error = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["bindings", *words])
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path(os.path.join(ROOT, "bindings"), run_name="__main__")
+        if isinstance(end.value.code, str):  # which Python prints
+            print(end.value.code, file=sys.stderr)
+    return SimpleNamespace(returncode=1 if isinstance(end.value.code, str) else int(end.value.code), stdout=out.getvalue(),
+                           stderr=error.getvalue())
+
+
+TWICE = """
+import json, os, runpy, sys
+for environment in json.loads(sys.argv.pop(1)):
+    os.environ.update(environment)
+    try:
+        runpy.run_module("sdpa", run_name="__main__")
+    except SystemExit as end:
+        assert end.code == 0
+    print("----")
+"""
 
 
 def test_build(python, nvcc, tmp_path):
     """Every build of the words, several at a time, and then without nvcc; the same names as those of a call."""
     words = ("sm_90a", "sm_80", "bf16", "e4m3", "128", "192x128", "plain", "sinks+pages")
-    said = python("-m", "sdpa", "build", *words, "--jobs", "3", **nvcc)
+    without = {**nvcc, "PATH": "/usr/bin:/bin", "CUDA_HOME": str(tmp_path / "no")}
+    said, again, _ = python("-c", TWICE, json.dumps([nvcc, without]), "build", *words, "--jobs", "3").split("----\n")
     calls = (tmp_path / "calls").read_text().split()
     names = {re.sub(r"-[0-9a-f]{16}-[0-9a-f]{16}\.so$", "", path.name) for path in (tmp_path / "cache").glob("*.so")}
     want = {f"pytorch-{torch.__version__}", "append-sm_90a", "append-sm_80"}
@@ -140,10 +169,7 @@ def test_build(python, nvcc, tmp_path):
     assert max(itertools.accumulate(1 if call == "begin" else -1 for call in calls)) == 3  # at a time
     numbers, paths = zip(*re.findall(r"^(\d+ of \d+): (.*\.so)$", said, re.M))
     assert numbers == tuple(f"{i} of {len(want)}" for i in range(1, len(want) + 1))
-    without = {**nvcc, "PATH": "/usr/bin:/bin", "CUDA_HOME": str(tmp_path / "no")}
-    again = python("-m", "sdpa", "build", *words, **without)
     assert sorted(re.findall(r": (.*\.so)$", again, re.M)) == sorted(paths)
-    assert (tmp_path / "calls").read_text().split() == calls
 
 
 @pytest.mark.parametrize("words, sentence", [
@@ -176,8 +202,7 @@ def test_what_no_line_has(nvcc):
 
 def test_a_relative_cache(nvcc, tmp_path):
     """nvcc runs in the clone; the cache is where the caller stands."""
-    done = subprocess.run([sys.executable, os.path.join(ROOT, "bindings"), "build", "sm_90a", "bf16", "128"], cwd=tmp_path,
-                          capture_output=True, text=True, env={**os.environ, **nvcc, "SDPA_CACHE": "of_mine"})
+    done = program("build", "sm_90a", "bf16", "128", folder=tmp_path, **nvcc | {"SDPA_CACHE": "of_mine"})
     assert done.returncode == 0 and len([*(tmp_path / "of_mine").glob("*.so")]) == 3, done.stderr
 
 
@@ -190,5 +215,5 @@ def test_a_build_that_fails(nvcc, tmp_path):
 def test_help_in_a_clone():
     said, options = program("--help"), re.findall(r"\w+", re.search(r"OPTIONS = \[(.*)\]", MAIN)[1])
     assert said.returncode == 0 and len(options) == len(sdpa.FEATURES) and all(option in said.stdout for option in options)
-    assert program("path").stdout.split(os.pathsep)[0] == os.path.join(ROOT, "bindings")
+    assert run(sys.executable, "bindings", "path", folder=ROOT).split(os.pathsep)[0] == os.path.join(ROOT, "bindings")
     assert program("paths").returncode == 2

@@ -1252,7 +1252,9 @@ def attention_entries():
         (dict(window=(0, 4, "br")), dict(window_left=0, window_right=4, window_alignment=1)),
         (dict(scale=0.25), dict(scale=0.25)), (dict(scale=0.0), dict(scale=torch.finfo(torch.float).tiny)),
         (dict(softcap=2.0), dict(softcap=2.0)), (dict(sinks=sinks), dict(sinks=sinks.tolist())),
-        (dict(sinks=sinks.half()), dict(sinks=sinks.half().tolist())), (dict(k_lengths=USED), dict(k_lengths=[3, 2])),
+        (dict(sinks=sinks.half()), dict(sinks=sinks.half().tolist())),
+        (dict(sinks=drawn(4, 2, dtype=torch.float)[:, 1]), dict(sinks=drawn(4, 2, dtype=torch.float)[:, 1].tolist())),
+        (dict(k_lengths=USED), dict(k_lengths=[3, 2])),
         (dict(q_lengths=USED), dict(q_lengths=[3, 2])),
         (dict(q_starts=STARTS_Q, q=q[:1]), dict(q_starts=[0, 2, 5], Q=bits_of(q[:1]))),
         (dict(k_starts=STARTS_K, k=k[:1], v=v[:1]), dict(k_starts=[0, 4, 9], K=bits_of(k[:1]), V=bits_of(v[:1]))),
@@ -1265,7 +1267,7 @@ def attention_entries():
     yield "attention", Entry(stand_in.attention, dict(q=q, k=k, v=v, return_lse=True), rows, "return_lse", "some")
     of_q, by_key_head, of_k, of_v = (drawn(*shape, dtype=torch.float, seed=i).abs() for i, shape in enumerate(((2, 4), (2, 2), (2, 2), (2, 2))))
     of_keys = [(dict(k_descale=of_k), dict(k_descale=of_k.tolist())), (dict(v_descale=of_v), dict(v_descale=of_v.tolist())),
-               (dict(v_descale=of_v[0]), dict(v_descale=of_v[:1].expand(2, 2).tolist()))]
+               (dict(v_descale=of_v[0]), dict(v_descale=of_v[:1].expand(2, 2).tolist())), (dict(k_descale=of_k.T), dict(k_descale=of_k.T.tolist()))]
     rows = [(dict(q_descale=of_q), dict(q_descale=of_q.tolist())),
             (dict(q_descale=by_key_head), dict(q_descale=by_key_head.repeat_interleave(2, 1).tolist())), *of_keys,
             (dict(out_dtype=torch.half), {}), (dict(out_dtype=torch.bfloat16), dict(O_dtype=torch.bfloat16))]
