@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import inspect
 import itertools
+import multiprocessing
 import os
 import random
 import re
@@ -296,20 +297,22 @@ def in_cache(monkeypatch, folder, nvcc=None):
         monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
-BUILD = ("import sys; sys.path.insert(0, 'bindings'); import pytorch as sdpa;"
-         "print(sdpa.built('a', ['bindings/library.cu'], '-DKNOB=1'))")
-
-
-def test_two_processes_build_a_line_once(monkeypatch, tmp_path):
+def test_two_processes_build_a_line_once(monkeypatch, tmp_path, capfd):
     in_cache(monkeypatch, tmp_path, FAKE_NVCC % "")
-    processes = [subprocess.Popen([sys.executable, "-c", BUILD], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-                 for _ in range(2)]
-    paths, said = zip(*(process.communicate() for process in processes))
-    assert paths[0] == paths[1] and open(paths[0].strip()).read() == "library\n"
+
+    def build(name):
+        (tmp_path / name).write_text(sdpa.built("a", ["bindings/library.cu"], "-DKNOB=1"))
+    processes = [multiprocessing.get_context("fork").Process(target=build, args=(name,)) for name in "ab"]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    path, same = ((tmp_path / name).read_text() for name in "ab")
+    assert path == same and open(path).read() == "library\n"
     assert (tmp_path / "calls").read_text() == "run\n"
-    assert "".join(said) == "sdpa: building a by nvcc, 20 to 60 s, once ...\nsdpa: building a took 0 s\n"
+    assert capfd.readouterr().err == "sdpa: building a by nvcc, 20 to 60 s, once ...\nsdpa: building a took 0 s\n"
     other = sdpa.built("a", ["bindings/library.cu"], "-DKNOB=2")
-    assert other != paths[0].strip() and (tmp_path / "calls").read_text() == "run\n" * 2
+    assert other != path and (tmp_path / "calls").read_text() == "run\n" * 2
 
 
 def test_what_cannot_be_built(monkeypatch, tmp_path, capsys):
@@ -471,6 +474,8 @@ def glue():
     with pytest.MonkeyPatch.context() as patch:
         if "SDPA_BUILD_DIR" in os.environ:
             patch.setenv("SDPA_CACHE", os.environ["SDPA_BUILD_DIR"] + "/pytorch")
+        patch.setattr(sdpa, "build_of_glue", sdpa.build_of_glue)  # the next line's change ends with the fixture
+        stand_in.build_without_optimization()
         library = sdpa.glue()
     yield library
 
@@ -1568,7 +1573,8 @@ def test_pytorch_cpp_compiles_and_takes_its_place(tmp_path):
     not initialised, so that a child may be forked."""
     if not builds.nvcc():
         pytest.skip("nvcc is missing")
-    program = ("import sys; sys.path.insert(0, 'bindings'); import os, torch, pytorch as sdpa\n"
+    program = ("import sys; sys.path[:0] = ['bindings', 'tests']; import os, torch, pytorch as sdpa, stand_in\n"
+               "stand_in.build_without_optimization()\n"
                "order = torch._C._get_sdp_priority_order()\n"
                "sdpa.activate(); assert torch.nn.attention.current_flash_attention_impl() == 'sdpa'\n"
                "assert not torch.cuda.is_initialized() and torch._C._get_sdp_priority_order() == order\n"
