@@ -4,6 +4,9 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: more threads would wait for each other, six times as long
 
+if "SDPA_BUILD_DIR" in os.environ:  # what bindings/pytorch.py builds, in processes that a test starts as well
+    os.environ.setdefault("SDPA_CACHE", os.path.join(os.environ["SDPA_BUILD_DIR"], "pytorch"))
+
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "long: takes long for what it finds; left out with SDPA_TEST_QUICK=1")

@@ -164,6 +164,7 @@ def append(k_cache, v_cache, k, v, lengths, page_table, caches, starts):
 
 
 if not GPU:
+    sdpa.first_call.library = None  # fake tensors and stand-ins do without pytorch.cpp
     ON_CPU = torch.library.Library("sdpa", "IMPL")
     ON_CPU.impl("append", append, "CPU")
 

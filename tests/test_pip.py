@@ -95,6 +95,7 @@ from torch._subclasses import FakeTensorMode
 import sdpa
 from sdpa import flash_attn_interface as fa
 assert sdpa.attention.__module__ == "sdpa.pytorch" and fa.sdpa is sys.modules["sdpa.pytorch"]
+sdpa.pytorch.first_call.library = None  # fake tensors do without pytorch.cpp
 assert "pytorch" not in sys.modules and sdpa.pytorch.knobs_of("hopper")["USE_WGMMA"] == "1"
 with FakeTensorMode():
     q, k = (torch.empty(2, H, 100, 128, device="cuda", dtype=torch.bfloat16) for H in (8, 2))
