@@ -390,6 +390,18 @@ def test_an_argument_that_it_does_not_know(name):
             ours.attention(torch.nn.Module(), **{**dict(query=q, key=q, value=q, attention_mask=None), **more})
 
 
+@pytest.mark.parametrize("window", [None, 1, 4, 8, 9])
+def test_no_mask(window, calls):
+    """With is_causal of the layer, and its sliding window."""
+    q, k = torch.randn(2, 4, 8, 64, device=DEVICE, dtype=DTYPE), torch.randn(2, 2, 8, 64, device=DEVICE, dtype=DTYPE)
+    got, _ = ours.attention(torch.nn.Module(), q, k, k, None, is_causal=True, sliding_window=window)
+    ahead = torch.arange(8, device=DEVICE) - torch.arange(8, device=DEVICE)[:, None]
+    seen = (ahead <= 0) & (ahead > -(window or 8))
+    want = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in (q, k, k)), attn_mask=seen, enable_gqa=True)
+    assert_close(got, want.transpose(1, 2))
+    assert len(calls) == 1 and calls[0]["bias"] is None
+
+
 @pytest.mark.parametrize("pads", [None, *([(left, 0), (0, 0)] for left in (0, 5)), "static"])
 def test_o_is_contiguous(pads):
     """Whatever q, k and v are, also rows that a convolution has left strided: models call view() on it."""
