@@ -8,6 +8,10 @@
 using Hides = reference::Mask;
 using reference::Tolerance;
 
+// What a kernel that is wrong does: tests below set both.
+static std::function<void(const SdpaParams&, int)> spoil;  // after a launch, with which one it is
+static SdpaStatus (*spoilt)(const SdpaParams&, cudaStream_t) = sdpa_forward;
+
 namespace {
 
 // The line, which a test may change; it is as before afterwards, and so is what else these tests change.
@@ -18,6 +22,7 @@ struct ChangedLine {
     now = before;
     has_witness = false, affordable_macs = 1.5e9, witness_elements = size_t(1) << 26;
     make_tensor = make_placed_tensor, check_more = [](Instance&) { return string(); };
+    spoil = nullptr, spoilt = sdpa_forward;
     simt::gpu = {};
   }
 };
@@ -105,6 +110,56 @@ TEST_CASE("tolerances") {
   changed.now.tanh_is_approximate = true;
   const Tolerance t = tolerance(DType::bf16, DType::bf16, 0, 64);
   CHECK((t.rel_rms == 8e-3 + 1 / 32.0 && t.max_abs == 8e-3 + 1 / 32.0 && t.lse == 1e-3 + 1 / 32.0));
+}
+
+// Heads are compared apart and then merged, as the comparison with the witness does: the verdict and the figures must be
+// those of one comparison of all rows. Each fault is one that another statistic of the merged rows must find.
+TEST_CASE("merged_rows") {
+  const Tolerance usual = fp16.tolerance, e4m3 = reference::e4m3.tolerance;
+  const struct {
+    const char* sentence;  // how the verdict begins
+    Tolerance tolerance;
+    double all, largest, lse;  // errors: of each element, of one element, of one LSE, relative to it
+    double inward;             // units of the last place by which every element is too small
+    double other_rows;         // the size of all rows but the first
+  } faults[] = {{"", usual, 0, 0, 0, 0, 1},
+                {"O(b=0,h=0,q=17,d=5) ref=", usual, 0, 0.02, 0, 0, 1},
+                {"rel_rms=0.002 tol=0.001; worst ", usual, 2e-3, 0, 0, 0, 1},
+                {"LSE(b=0,h=0,q=30) ref=", usual, 0, 0, 2e-3, 0, 1},
+                {"O is not rounded to nearest: its mean error is -0.4", usual, 0, 0, 0, 0.4, 1},
+                {"", usual, 0, 0, 0, 0.2, 1},
+                {"rel_rms=0.0422 tol=0.04; worst ", e4m3, 0.0422, 0, 0, 0, 1},
+                {"", e4m3, 0.0422, 0, 0, 0, 1e-3},  // in truth one row
+                {"", usual, 0, 0.01, 0, 0, 64},     // beside elements of 20 the error is small
+                {"O(b=0,h=0,q=17,d=5) ref=", usual, 0, 0.04, 0, 0, 64}};
+  for (const auto& fault : faults) {
+    for (int parts : {1, 3, 8}) {
+      const bool judges_rounding = fault.tolerance.weight_bits > 10;  // as for e4m3 it is not
+      Comparison whole(fp16, judges_rounding), merged(fp16, judges_rounding);
+      std::vector<Comparison> of_part(parts, Comparison(fp16, false));
+      for (int q = 0; q < 48; q++) {
+        std::vector<double> ref(64);
+        std::vector<float> got(64);
+        for (int d = 0; d < 64; d++) {
+          ref[d] = normal(q, Tensor::V, d) / 8 * (q ? fault.other_rows : 1);
+          const double rounded = fault.inward != 0 ? ref[d] - std::copysign(fault.inward * ulp(fp16, ref[d]), ref[d]) : ref[d];
+          got[d] = float(rounded * (1 + (d % 2 ? fault.all : -fault.all)) + (q == 17 && d == 5 ? fault.largest : 0));
+        }
+        const double lse = 1 + q;
+        const float got_lse = float(lse * (1 + (q == 30 ? fault.lse : 0)));
+        const reference::Result want{ref, lse, std::vector<char>(64)};
+        for (Comparison* c : {&whole, &of_part[q % parts]}) c->add({0, 0, q}, want, got.data(), got_lse);
+      }
+      for (const Comparison& c : of_part) merged.merge(c);
+      const std::string verdict = merged.verdict(fault.tolerance);
+      CAPTURE(parts);
+      CAPTURE(verdict);
+      CHECK((whole.verdict(fault.tolerance) == verdict && (*fault.sentence ? verdict.find(fault.sentence) == 0 : verdict == "")));
+      CHECK((merged.rows == 48 && merged.max_abs_err == whole.max_abs_err && merged.lse_err == whole.lse_err));
+      CHECK((merged.rel_rms == doctest::Approx(whole.rel_rms) && merged.rel_rms_limit == doctest::Approx(whole.rel_rms_limit)));
+      CHECK((merged.largest_lse == 48 && whole.largest_lse == 48));
+    }
+  }
 }
 
 // ---- the reference ----
@@ -339,8 +394,29 @@ TEST_CASE("given") {
 
 // ---- results that are wrong in one way ----
 
+// The witness as a kernel, rounded: of everything that a problem may have but pages. Rows that are no query stay as they are.
+static SdpaStatus forward_by_witness(const SdpaParams& p, cudaStream_t) {
+  const int heads = (p.q_starts ? 1 : p.B) * p.Hq, rows = heads * p.Sq;
+  std::vector<float> O(size_t(rows) * p.Dv), LSE(rows);
+  launch_witness<__half, __half>(p, 0, heads, O.data(), LSE.data());
+  cudaDeviceSynchronize();
+  for (int row = 0; row < rows; row++) {
+    const int head = row / p.Sq, q = row % p.Sq;
+    int own = head / p.Hq, first = 0, queries = p.Sq;
+    if (p.q_starts) {
+      for (own = 0; p.q_starts[own + 1] <= q;) own++;
+      first = std::max(p.q_starts[own], 0), queries = std::min(p.q_starts[own + 1], p.Sq) - first;
+    }
+    if (p.q_lengths) queries = std::min(queries, p.q_lengths[own]);
+    if (q - first >= queries) continue;
+    Output* const to = p.O + head / p.Hq * p.o.batch + head % p.Hq * p.o.head + q * p.o.row;
+    for (int d = 0; d < p.Dv; d++) to[d] = rounded<Output>(O[size_t(row) * p.Dv + d]);
+    if (p.LSE) p.LSE[row] = LSE[row];
+  }
+  return {};
+}
+
 // A kernel whose results are spoiled after it has run.
-static std::function<void(const SdpaParams&, int)> spoil;  // of a launch, and which one it is
 static std::vector<SdpaParams> launches;
 static bool was_poisoned;
 static SdpaStatus forward_and_spoil(const SdpaParams& p, cudaStream_t stream) {
@@ -354,7 +430,7 @@ static SdpaStatus forward_and_spoil(const SdpaParams& p, cudaStream_t stream) {
   if (p.Sk == 13) return failure(cudaErrorLaunchFailure, "no luck");
   SdpaParams ours = p;
   ours.max_ctas = 0, ours.workspace = nullptr;
-  const SdpaStatus status = sdpa_forward(ours, stream);
+  const SdpaStatus status = spoilt(ours, stream);
   cudaDeviceSynchronize();
   if (spoil) spoil(p, int(launches.size()));
   return status;
@@ -464,13 +540,6 @@ TEST_CASE("spoiled") {
     spoiled(words, "O of the second kernel(b=0,h=1,q=39,d=63) in a chain of kernels differs", [&](P p, int n) { if (n == nth) move(element(p, 79, 63), 1); });
     spoiled(words, "the kernel wrote after O", [&](P p, int n) { if (n == nth) element(p, 79, 64) = rounded<Output>(0); });
   }
-  for (const char* layout : {"padded", "bshd"}) {
-    const std::string placed = string(words) + " --layout " + layout;
-    spoiled(placed.c_str(), "the kernel wrote before O", [](P p, int n) { if (n == 1) p.O[-1] = rounded<Output>(0); });
-    spoiled(placed.c_str(), "the kernel wrote before Q", [](P p, int n) { if (n == 1) const_cast<Input*>(p.Q)[-1] = rounded<Input>(0); });
-    spoiled(placed.c_str(), "the kernel wrote before LSE", [](P p, int n) { if (n == 1) p.LSE[-1] = 0; });
-    spoiled(placed.c_str(), "the kernel wrote after LSE", [](P p, int n) { if (n == 1) p.LSE[80 + 127] = 0; });
-  }
   // O that is truncated; not judged where P is coarser than O, or the approximation of tanh is.
   const auto truncated = [](P p, int) {
     for (int i = 0; i < 80 * 64 && p.LSE; i++) {
@@ -484,7 +553,7 @@ TEST_CASE("spoiled") {
   spoiled(words, "O is not rounded to nearest", truncated);
   changed.now = changed.before, changed.now.forward = forward_and_spoil;
 
-  // The workspace: what must be zero after a launch, and its guards.
+  // The workspace: what must be zero after a launch.
   changed.now.facts_of = [](P p) {
     KernelFacts facts = facts_of(p);
     facts.workspace_bytes = 256, facts.zeroed_bytes = 64;
@@ -492,13 +561,123 @@ TEST_CASE("spoiled") {
   };
   CHECK(sweep(words).code == 0);
   spoiled(words, "the kernel left 7 in the workspace", [](P p, int n) { if (n == 1) static_cast<int*>(p.workspace)[15] = 7; });
-  spoiled(words, "the kernel wrote after the workspace", [](P p, int n) { if (n == 1) static_cast<int*>(p.workspace)[64] = 7; });
   CHECK(sweep(words, [](P p, int n) { if (n == 1) static_cast<int*>(p.workspace)[16] = 7; }).code == 0);
 
   // Of the launches the first has as many CTAs as are resident, the others what was asked for.
   changed.now.has_queue = true;
   CHECK(sweep("--check-only --shape 1,1,1,40,30 --max-ctas 3 --repeats 2").code == 0);
   for (size_t n = 0; n < launches.size(); n++) CHECK(launches[n].max_ctas == (n == 0 ? 0 : 3));
+}
+
+// The first row of [B,Hq,Sq] that is a query of its sequence, or that is none.
+static int first_row(const SdpaParams& p, bool is_query) {
+  for (int row = 0;; row++) {
+    if ((row % p.Sq < p.q_lengths[row / p.Sq / p.Hq]) == is_query) return row;
+  }
+}
+
+// Rows that are no query must stay as they are, and the others must be written. In each launch the same, so that runs do
+// not differ.
+TEST_CASE("spoiled_queries") {
+  ChangedLine changed;
+  changed.now.forward = forward_and_spoil, changed.now.has_lengths = true, spoilt = forward_by_witness;
+  for (const char* words : {"--check-only --shape 5,2,1,12,30 --q-lengths --seeds 2", "--check-only --shape 5,2,1,12,30 --q-lengths --lengths --seeds 3"}) {
+    CHECK(sweep(words).code == 0);
+    for (bool is_query : {false, true}) {
+      std::string row;
+      const auto spoils = [&](bool of_lse) {
+        return [&, of_lse](const SdpaParams& p, int) {
+          if (!p.LSE) return;
+          const int n = first_row(p, is_query), width = of_lse ? 4 : 2;
+          row = format("(b=%d,h=%d,q=%d,d=%d)", n / p.Sq / p.Hq, n / p.Sq % p.Hq, n % p.Sq, of_lse ? 0 : 63);
+          void* const at = of_lse ? static_cast<void*>(&p.LSE[n]) : &element(p, n, 63);
+          memset(at, is_query ? 255 : 0, width);
+        };
+      };
+      const char* const trouble = is_query ? " was never written" : " was written, and its row is no query";
+      for (bool of_lse : {false, true}) {
+        const Swept run = sweep(words, spoils(of_lse));
+        CHECK((run.code == 1 && says(run, (of_lse ? "LSE" : "O") + row + trouble)));
+      }
+    }
+  }
+  // Where NaN is right, poison is not.
+  changed.now = changed.before, changed.now.forward = forward_and_spoil, spoilt = sdpa_forward;
+  for (bool of_lse : {false, true}) {
+    bool has_nan = false;
+    const Swept run = sweep("--check-only --shape 1,4,2,20,30 --dist nonfinite --seeds 1", [&](const SdpaParams& p, int) {
+      for (int row = 0; p.LSE && row < 80; row++) {
+        if (!std::isnan(p.LSE[row]) || !std::isnan(to_float(element(p, row, 9)))) continue;
+        if (of_lse) memset(&p.LSE[row], 255, 4);
+        else memset(static_cast<void*>(&element(p, row, 9)), 255, 2);
+        has_nan = true;
+        break;
+      }
+    });
+    CHECK((has_nan && run.code == 1 && says(run, " was never written")));
+  }
+}
+
+// A byte beside each thing that a launch gets or writes, next to it and at the far end of its guard, in the checked launch
+// and in the repeated one; between rows; and an element of each input.
+TEST_CASE("guards") {
+  ChangedLine changed;
+  changed.now.forward = forward_and_spoil, changed.now.use_bias = 2, spoilt = forward_by_witness;
+  changed.now.facts_of = [](const SdpaParams& p) {
+    KernelFacts facts = facts_of(p);
+    facts.workspace_bytes = facts.bias_map_bytes = 256;
+    return facts;
+  };
+  changed.now.map_bias = [](const SdpaParams&, cudaStream_t) { return SdpaStatus{}; };
+  struct Place {
+    const char* name;
+    char *begin, *end;
+  };
+  const auto places = [](const SdpaParams& p) {
+    const auto tensor = [](const char* name, const void* x, const Strides& s, int heads, int rows) {
+      char* const first = static_cast<char*>(const_cast<void*>(x));
+      return Place{name, first, first + 2 * (s.batch + (heads - 1) * s.head + (rows - 1) * s.row + 64)};
+    };
+    const auto plain = [](const char* name, void* x, int bytes) { return Place{name, static_cast<char*>(x), static_cast<char*>(x) + bytes}; };
+    return std::vector<Place>{tensor("Q", p.Q, p.q, 2, 5), tensor("K", p.K, p.k, 1, 7), tensor("V", p.V, p.v, 1, 7),
+                              tensor("O", p.O, p.o, 2, 5), plain("LSE", p.LSE, 2 * 2 * 5 * 4),
+                              plain("the workspace", p.workspace, 256), plain("the map of the bias", p.bias_map, 256)};
+  };
+  const auto found = [&](const char* layout, const std::function<void(const SdpaParams&, int)>& how) {
+    Problem p;
+    p.B = 2, p.Hq = 2, p.Hkv = 1, p.Sq = 5, p.Sk = 7, p.layout = layout, p.bias_kind = "bool", p.bias_dims = "qm";
+    launches.clear(), spoil = nullptr;
+    Instance instance(p);
+    instance.set_inputs(0);
+    spoil = how;
+    Figures figures;
+    return instance.check(figures, 1);
+  };
+  for (const char* layout : {"", "bhsd", "padded"}) {
+    make_tensor = make_placed_tensor;
+    if (!*layout) make_tensor = [](const Problem& p, Tensor t) { return std::make_unique<DeviceTensor>(p, t); };
+    CHECK(found(layout, nullptr) == "");
+    for (int place = 0; place < 7; place++) {
+      for (int i = 0; i < 8; i++) {
+        const bool before = i & 1, is_far = i & 2;
+        const int launch = i & 4 ? 2 : 1, far = int(GUARD) + (place < 4 && *layout ? 2 * int(MARGIN) : 0);
+        std::string want;
+        const std::string trouble = found(layout, [&](const SdpaParams& p, int n) {
+          const Place at = places(p)[place];
+          want = string("the kernel wrote ") + (before ? "before " : "after ") + at.name;
+          if (n == launch) *(before ? at.begin - (is_far ? far : 1) : at.end + (is_far ? far - 1 : 0)) = 3;
+        });
+        CAPTURE(layout);
+        CHECK(trouble == want);
+      }
+    }
+  }
+  make_tensor = make_placed_tensor;
+  const auto set = [](const Input* x) { memset(static_cast<void*>(const_cast<Input*>(x)), 3, 1); };
+  CHECK(found("padded", [&](const SdpaParams& p, int) { set(p.Q + 64); }) == "the kernel wrote between the rows of Q");
+  CHECK(found("packed", [&](const SdpaParams& p, int) { set(p.Q + 70); }) == "the kernel wrote into Q");
+  CHECK(found("packed", [&](const SdpaParams& p, int) { set(p.K + p.k.row); }) == "the kernel wrote into K");
+  CHECK(found("packed", [&](const SdpaParams& p, int) { set(p.V + p.v.batch + p.v.row); }) == "the kernel wrote into V");
 }
 
 // The inputs of each seed, and a seed that fails among others that do not.
@@ -618,6 +797,17 @@ TEST_CASE("every_row_by_the_witness") {
       run = sweep(words, [&](const SdpaParams& p, int) { if (p.LSE) p.LSE[row] += 1; });
       CHECK((run.code == 1 && says(run, format("against the witness: LSE(b=%d,h=%d,q=37)", head / 3, head % 3))));
     }
+  }
+  // O that is truncated is found although the reference sees too few rows to judge, and so has each head.
+  for (int heads_at_once : {1, 4}) {
+    witness_elements = heads_at_once * 12 * 64;
+    const Swept run = sweep("--check-only --shape 2,3,1,12,9", [](const SdpaParams& p, int) {
+      for (int i = 0; i < 72 * 64 && p.LSE; i++) {
+        Output& x = element(p, i / 64, i % 64);
+        if (i % 4 && std::fabs(to_float(x)) < 0.5f) move(x, -1);
+      }
+    });
+    CHECK((run.code == 1 && says(run, "against the witness: O is not rounded to nearest")));
   }
   Problem p;
   p.B = 2, p.Hq = 3, p.Hkv = 1, p.Sq = 70, p.Sk = 9;

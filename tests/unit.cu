@@ -332,6 +332,24 @@ TEST_CASE("rounding") {
   CHECK(judged(32, -1).find("O is not rounded to nearest: its mean error is -0.") == 0);
   CHECK(judged(32, 1).find("O is not rounded to nearest: its mean error is 0.") == 0);
   CHECK(judged(31, -1) == "");
+  // Too small by a part of a unit each, of so many elements of 40 rows.
+  const auto too_small = [](int elements, double units) {
+    Comparison c(fp16, true);
+    for (int q = 0; q < 40; q++) {
+      std::vector<double> ref(elements);
+      std::vector<float> got(elements);
+      for (int d = 0; d < elements; d++) {
+        ref[d] = normal(q, Tensor::V, d) / 8;
+        got[d] = float(ref[d] - std::copysign(units * ulp(fp16, ref[d]), ref[d]));
+      }
+      c.add({0, 0, q}, {ref, 0, std::vector<char>(elements)}, got.data(), 0);
+    }
+    return c.verdict(fp16.tolerance);
+  };
+  CHECK((too_small(64, 0.24) == "" && too_small(64, -0.24) == "" && too_small(6, 0.4) == ""));
+  for (double units : {0.26, -0.26}) {
+    CHECK((too_small(64, units).find("O is not rounded") == 0 && too_small(7, units).find("O is not rounded") == 0));
+  }
 }
 
 // Of few rows with weights of 3 bits one error may be all there is; of many rows the same is wrong, and of types with
@@ -392,6 +410,19 @@ TEST_CASE("rows_to_check") {
     CHECK(int(rows.size()) <= 3 * 8 * items + 2 * (2 * items + 2 * 32 + 1));
   }
   CHECK(rows_to_check(256, 5e9).size() >= 300);  // 390 rows, less those drawn twice
+  // Of packed sequences the first and the last row of each as well, in the first head and the last, and no row that is no
+  // query.
+  p.packs_q = true, p.q_starts = {0, 101, 101, 700, 2000}, p.q_lengths = {99, 5, 2000, 1234};
+  std::set<std::array<int, 2>> seen;
+  for (const auto& row : rows_to_check(256, 1.0)) {
+    CHECK((row.b == 0 && reference::is_query(p, row)));
+    seen.insert({row.h, row.q});
+  }
+  for (int head : {0, 7}) {
+    for (int q : {0, 101, 699, 700}) CHECK(seen.count({head, q}));
+    for (int q : {99, 100, 1934, 1999}) CHECK(!seen.count({head, q}));
+  }
+  p.packs_q = false, p.q_starts.clear(), p.q_lengths.clear();
   // README's largest problem, 2.2e12 FLOP, takes 16 cores half a second.
   p.B = 1, p.Hq = p.Hkv = 32, p.Sq = p.Sk = 16384;
   CHECK(double(rows_to_check(256, 1.5e9).size()) * p.Sk * 64 * 2 < 7e9);
@@ -446,37 +477,6 @@ TEST_CASE("layouts") {
       CHECK(!memcmp(first + b * s.batch + h * s.head + k * s.row, &x[row * D], D * 2));
     }
   }
-}
-
-// Whatever but the outputs is written, the check names it.
-TEST_CASE("guards") {
-  const auto found = [](const char* layout, void (*write)(const SdpaParams&)) {
-    Problem p;
-    p.B = 2, p.Hq = p.Hkv = 2, p.Sq = 5, p.Sk = 7, p.layout = layout;
-    make_tensor = make_placed_tensor;
-    Instance instance(p);
-    instance.set_inputs(0);
-    CHECK(instance.run_once() == "");
-    write(instance.params);
-    return instance.run_once();
-  };
-  static const auto set_element = [](const Input* x) {
-    *const_cast<Input*>(x) = rounded<Input>(3);
-  };
-  constexpr int D = Build::head_dim;
-  CHECK(found("bhsd", [](const SdpaParams& p) { set_element(p.K - 1); }) ==
-        "the kernel wrote before K");
-  CHECK(found("bshd", [](const SdpaParams& p) { set_element(p.V + 2 * 2 * 7 * D + MARGIN - 1); }) ==
-        "the kernel wrote after V");
-  CHECK(found("padded", [](const SdpaParams& p) { set_element(p.Q + D); }) ==
-        "the kernel wrote between the rows of Q");
-  CHECK(found("packed", [](const SdpaParams& p) { set_element(p.V + p.v.batch + p.v.row); }) ==
-        "the kernel wrote into V");
-  CHECK(found("bhsd", [](const SdpaParams& p) { p.LSE[-1] = 0; }) == "the kernel wrote before LSE");
-  CHECK(found("bhsd", [](const SdpaParams& p) { p.LSE[2 * 2 * 5] = 0; }) ==
-        "the kernel wrote after LSE");
-  CHECK(found("bhsd", [](const SdpaParams& p) { static_cast<char*>(p.workspace)[-1] = 0; }) ==
-        "the kernel wrote before the workspace");
 }
 
 // The witness, which checks run on a GPU alone, against the reference.
