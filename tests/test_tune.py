@@ -31,8 +31,11 @@ from test_engine import FakeGpu, FakeKernel  # noqa: E402
 LISTS = sorted(glob.glob(os.path.join(ROOT, "results", "tuning", "*-all.jsonl")))
 
 
+TREE = builds.Tree()
+
+
 def line_of(*words):
-    return search.parse_line(builds.Tree(), " ".join(words))
+    return search.parse_line(TREE, " ".join(words))
 
 
 def run(*words):

@@ -2,10 +2,13 @@
 import contextlib
 import importlib
 import io
+import re
 import sys
 from unittest import mock
 
+import builds
 import cli
+import search
 
 
 def run(name, *words):
@@ -17,3 +20,27 @@ def run(name, *words):
             cli.command(name, module.main)
         except SystemExit as end:
             return end.code or 0, out.getvalue(), err.getvalue()
+
+
+def judge_quickly(patch):
+    """Lets these rules judge knobs in the place of the compiler, which takes 0.1 s for a candidate: for tests of what a search
+    makes of refusals. What sdpa.cu refuses is tests/test_knobs.py's."""
+    rows = re.findall(r'^  X\((\w+), (\w+), \w+, "[^"]*", "([^"]*)"', builds.Tree().read("sdpa.cu"), re.MULTILINE)
+    defaults, families = {row[0]: row[1] for row in rows}, {row[0]: row[2].split() for row in rows}
+
+    def refusal(tree, words):
+        knobs = defaults | dict(word.split("=") for word in words if word.split("=")[0] in defaults)
+        family = next((name for name, knob in builds.FAMILIES.items() if knobs.get(knob) == "1"), "scalar")
+        for knob, value in knobs.items():
+            if value != defaults[knob] and not {"all", family} & {*families[knob]}:
+                return f"{knob}: {family} lacks it"
+        rows_of_warps = 16 * int(knobs["NUM_WARPS"]) // int(knobs["SPLIT_KV"])
+        if family == "mma" and int(knobs["BLOCK_M"]) not in (rows_of_warps, 2 * rows_of_warps):
+            return "BLOCK_M: 16 or 32 for a warp"
+        if int(knobs["BLOCK_N"]) % 16 or knobs["VEC_WIDTH"] == "16":
+            return "BLOCK_N and VEC_WIDTH: not these"
+        if family != "wgmma" and knobs["USE_CP_ASYNC"] + knobs["USE_WARP_SPECIALIZATION"] == "00" and knobs["STAGES"] != "1":
+            return "STAGES: it does nothing here"
+        return ""
+    patch.setattr(builds.Tree, "refusal", refusal)
+    search.refusal.cache_clear()
