@@ -2,6 +2,7 @@
 import contextlib
 import importlib
 import io
+import os
 import re
 import sys
 from unittest import mock
@@ -44,3 +45,12 @@ def judge_quickly(patch):
         return ""
     patch.setattr(builds.Tree, "refusal", refusal)
     search.refusal.cache_clear()
+
+
+def unoptimized(folder):
+    """A compiler for CXX that takes half the time, for programs that have little to do."""
+    path = os.path.join(folder, "unoptimized-c++")
+    with open(path, "w") as file:
+        file.write(f'#!/bin/sh\nexec {builds.CXX} "$@" -O0\n')
+    os.chmod(path, 0o755)
+    return path
