@@ -18,13 +18,12 @@ import builds  # noqa: E402
 import concrete  # noqa: E402
 import extract as extract_module  # noqa: E402
 import minimal  # noqa: E402
+import tool  # noqa: E402
 
 LINES = """scalar_minimal scalar_e4m3 wmma_async2 wmma_all wmma_u8 mma_lazy mma_decode_d128_bf16 mma_decode_kv8_d128_bf16
            mma_e4m3_d128 wgmma_plain wgmma_ws wgmma_overlap wgmma_causal wgmma_d128_bf16 wgmma_decode_d128 wgmma_e4m3_split2 ampere hopper_d128 hopper_e4m3_d128""".split()
 if os.environ.get("SDPA_TEST_QUICK"):
-    LINES = ["scalar_minimal", "mma_lazy", "mma_decode_kv8_d128_bf16", "hopper_d128"]
-MOST = dict(scalar_minimal=743, mma_lazy=993, wgmma_plain=914, wgmma_causal=1555, wgmma_decode_d128=1448,
-            hopper_d128=2792, hopper_e4m3_d128=3123)
+    LINES = ["scalar_minimal", "mma_lazy", "hopper_d128"]
 # Lines whose kernels nvcc schedules anew when arguments that they do not have are left out.
 REORDERED = {"scalar_e4m3", "wgmma_plain", "mma_decode_kv8_d128_bf16"}
 ARCHS = re.findall(r"\d+a?", os.environ.get("SDPA_ARCHS", "")) or ["80", "89", "90a"]
@@ -34,16 +33,17 @@ KNOBS = "|".join(builds.Tree().knobs())
 needs_nvcc = pytest.mark.skipif(not builds.nvcc(), reason="nvcc is missing")
 
 
-def extract(*words, **environment):
-    done = subprocess.run([os.path.join(ROOT, "run_all.sh"), "extract", *words], capture_output=True, text=True,
-                          env={**os.environ, **environment})
-    return done.returncode, done.stdout, done.stderr
+def extract(*words):
+    """The exit code, stdout and stderr of the command."""
+    return tool.run("extract", *words)
 
 
 @pytest.fixture(scope="module")
 def texts():
+    def text(name):
+        return subprocess.run([os.path.join(ROOT, "run_all.sh"), "extract", name], capture_output=True, text=True).stdout
     with ThreadPoolExecutor(builds.JOBS) as pool:
-        return dict(zip(LINES, pool.map(lambda name: extract(name)[1], LINES)))
+        return dict(zip(LINES, pool.map(text, LINES)))
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -73,11 +73,6 @@ def test_options_of_other_builds_are_gone(texts):
         assert not {*options} & {*re.findall(r"\w+", re.sub("//.*", "", members))}, name
         assert not re.search(rf"\b(?:p|params)\.(?:{'|'.join(options)})\b", re.sub("//.*", "", text)), name
         assert re.search("e4m3|u8|kv8", name) or "descale" not in members, name
-
-
-@pytest.mark.parametrize("name", [name for name in LINES if name in MOST])
-def test_is_short(texts, name):
-    assert len(texts[name].splitlines()) <= MOST[name]
 
 
 @needs_nvcc
@@ -116,7 +111,7 @@ def test_features_may_be_asked_for(tmp_path):
              "wgmma_decode_d128 USE_LENGTHS=1 USE_PAGES=1", "mma_lazy USE_LENGTHS=1", "wgmma_d128_lazy USE_LENGTHS=1 USE_PAGES=1",
              "wgmma_d128_lazy USE_SOFTCAP=1 DTYPE=BF16", "wgmma_kv8 USE_LENGTHS=1 USE_PAGES=1 USE_SINKS=1", "wgmma_chunk USE_LENGTHS=1",
              "wgmma_e4m3_split2 USE_SOFTCAP=1", "scalar_minimal USE_BIAS=1", "hopper_d128 USE_BIAS=1 BLOCK_M=128 BLOCK_N=128"]
-    for words in lines[:4] if os.environ.get("SDPA_TEST_QUICK") else lines:
+    for words in lines[:3:2] if os.environ.get("SDPA_TEST_QUICK") else lines:
         status, text, trouble = extract(*words.split())
         assert status == 0, trouble
         members = {"BIAS": "bias", "SOFTCAP": "softcap", "LENGTHS": "k_lengths", "PAGES": "page_table", "SINKS": "sinks"}
@@ -239,15 +234,98 @@ int main() { printf("%s\\n%s", mma_decode_d128_bf16::sdpa_forward({}, 0).text, o
 
 @needs_nvcc
 def test_programs(tmp_path):
-    """--main adds 40 lines or fewer, and compiles by the command on top of the file; a size is what was asked for."""
-    for words in "scalar_u8 --main", "mma_kv8 --main", "wgmma_causal STAGES=2 --main":
+    """--main compiles by the command on top of the file; a size is what was asked for."""
+    for words in ["wgmma_causal STAGES=2 --main", "scalar_u8 --main", "mma_kv8 --main"][:1 if os.environ.get("SDPA_TEST_QUICK") else 3]:
         text = extract(*words.split())[1]
-        assert len(text.splitlines()) - len(extract(*words.split()[:-1])[1].splitlines()) <= 40
+        assert len(text[text.index("// ==== a program"):].splitlines()) <= 40
         assert "STAGES=2" not in words or re.search(r"\bSTAGES = 2\b", text)
         command = re.search(r"^// Compile: nvcc (.*) my_kernel.cu$", text, re.MULTILINE).group(1)
         (tmp_path / "my_kernel.cu").write_text(text)
         done = builds.run([builds.nvcc(), *shlex.split(command), "-Xcompiler=-Wall,-Wextra", "my_kernel.cu"], cwd=tmp_path)
         assert done.returncode == 0 and not done.stderr, done.stderr[:2000]
+
+
+# What the program of --main finds on the host: CUDA's functions, and a kernel in double, whose results are right but for one
+# element, which is wrong by so much of the largest one. Between two events each launch takes 0.2 us.
+HOST = """#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#define __managed__
+#define __global__
+struct Index { int x; } blockIdx, threadIdx;
+using cudaError_t = int;
+using cudaEvent_t = int;
+struct cudaFuncAttributes {};
+int cudaFuncGetAttributes(void*, void (*)()) { return 0; }
+const char* cudaGetErrorString(int) { return "no error"; }
+template <class T> int cudaMalloc(T** place, size_t bytes) { return *place = (T*)malloc(bytes), 0; }
+int cudaMemset(void* place, int byte, size_t bytes) { return memset(place, byte, bytes), 0; }
+int cudaDeviceSynchronize() { return 0; }
+float rsqrtf(float x) { return 1 / sqrtf(x); }
+int launches = 0;
+int cudaEventCreate(int*) { return 0; }
+int cudaEventRecord(int& event) { return event = launches, 0; }
+int cudaEventElapsedTime(float* ms, int start, int end) { return *ms = 2e-4f * float(end - start), 0; }
+namespace space {
+using Input = INPUT;
+using Output = float;
+struct Strides { int64_t batch, head, row; };
+struct SdpaParams { const void *Q, *K, *V; float* O; int B, Hq, Hkv, Sq, Sk, D; Strides q, k, v, o; void* workspace; };
+struct SdpaStatus { const char* text; bool ok() const { return true; } };
+size_t sdpa_workspace_bytes(const SdpaParams&) { return 8; }
+SdpaStatus sdpa_forward(const SdpaParams& p, void*);
+}
+"""
+KERNEL = """
+void run_naive() {
+  for (blockIdx.x = 0; blockIdx.x < ROWS / 64; blockIdx.x++) {
+    for (threadIdx.x = 0; threadIdx.x < 64; threadIdx.x++) naive();
+  }
+}
+double number(uint8_t x) { return (x - 128) * 448.0 / 127; }
+double number(_Float16 x) { return double(x); }
+space::SdpaStatus space::sdpa_forward(const SdpaParams& p, void*) {
+  const auto *Q = (const Input*)p.Q, *K = (const Input*)p.K, *V = (const Input*)p.V;
+  float largest = 0;
+  for (int row = 0; row < p.Hq * p.Sq && launches == 0; row++) {
+    const int h = row / p.Sq, q = row % p.Sq;
+    double scores[S] = {}, m = -INFINITY, l = 0, sums[DV] = {};
+    for (int k = 0; k < p.Sk; k++) {
+      for (int d = 0; d < p.D; d++) scores[k] += number(Q[h * p.q.head + q * p.q.row + d]) * number(K[h * p.k.head + k * p.k.row + d]);
+      m = fmax(m, scores[k] /= sqrt(p.D));
+    }
+    for (int k = 0; k < p.Sk; k++) {
+      const double weight = exp(scores[k] - m);
+      l += weight;
+      for (int d = 0; d < DV; d++) sums[d] += weight * number(V[h * p.v.head + k * p.v.row + d]);
+    }
+    for (int d = 0; d < DV; d++) p.O[h * p.o.head + q * p.o.row + d] = float(sums[d] / l);
+  }
+  for (int i = 0; i < ROWS * DV && launches == 0; i++) largest = fmaxf(largest, fabsf(p.O[i]));
+  if (launches++ == 0) p.O[atoi(getenv("AT"))] += float(atof(getenv("WRONG"))) * largest;
+  return {};
+}
+"""
+
+
+@pytest.mark.parametrize("kind,dtype,Dv,tolerance,tflops", [("_Float16", 0, 32, 0.01, 7.9), ("uint8_t", 3, 64, 0.1, 10.5)])
+def test_a_program_finds_one_wrong_element(tmp_path, kind, dtype, Dv, tolerance, tflops):
+    """Whatever it is, beyond 1% of the largest one, of 8 bits 10%; and what it says of the time."""
+    text = extract_module.program("space", dict(DTYPE=dtype, KV_DTYPE=0, HEAD_DIM=64, HEAD_DIM_V=Dv % 64))
+    text, changes = re.subn(r"B = 2, H = 16, S = 2048", "B = 1, H = 2, S = 64", text)
+    text, launches = re.subn(r"naive<<<ROWS / 64, 64>>>\(\)", "run_naive()", text)
+    assert changes == launches == 1
+    text = text.replace("int main() {", KERNEL + "int main() {")
+    done = builds.run([builds.CXX, "-std=c++17", "-O1", "-w", "-DINPUT=" + kind, f"-DDV={Dv}", "-x", "c++", "-", "-o", str(tmp_path / "program")],
+                      input=HOST + text)
+    assert done.returncode == 0, done.stderr[:2000]
+    for at in (0, Dv * 128 - 1):
+        for wrong, count in ((0, 0), (0.9 * tolerance, 0), (-0.9 * tolerance, 0), (1.1 * tolerance, 1), (-1.1 * tolerance, 1), ("nan", 1)):
+            done = builds.run([str(tmp_path / "program")], env=dict(AT=str(at), WRONG=str(wrong)))
+            # 20 launches of 2 * 2 * 64 * 64 * (64 + Dv) FLOP in 4 us
+            assert (done.stdout, done.returncode) == (f"0.2 us, {tflops} TFLOP/s, {count} wrong\n", count), (at, wrong)
 
 
 @pytest.mark.parametrize("name,change", [
@@ -265,12 +343,8 @@ def test_changes(name, change):
     ("", "extract: which line?"),
     ("mma_lasy3", "extract: mma_lasy3: no line of configs.txt has that name; did you mean mma_lazy"),
     ("mma_lazy mma_split2", "extract: one line, not mma_lazy and mma_split2"),
-    ("mma_lazy --frob", "extract: --frob: no such option"),
-    ("mma_lazy --namespace", "extract: --namespace: its value is missing"),
     ("mma_lazy BLOK_N=32", "extract: no knob is called BLOK_N; did you mean BLOCK_N?"),
-    ("mma_lazy block_n=32", "extract: no knob is called block_n; did you mean BLOCK_N?"),
     ("mma_lazy BLOCK_N", "extract: BLOCK_N has no value: write BLOCK_N=VALUE"),
-    ("MMA_LAZY", "extract: MMA_LAZY: no line of configs.txt has that name; did you mean mma_lazy?"),
     ("mma_lazy HEAD_DIM=24", "HEAD_DIM: not a legal value; it takes one of: 32..256"),
     ("mma_lazy --namespace 1x", "extract: --namespace 1x: want a name of C++")])
 def test_refusals(words, sentence):
@@ -278,17 +352,10 @@ def test_refusals(words, sentence):
     assert code == 2 and sentence in err and not out
 
 
-@pytest.mark.parametrize("name,sentence", [
-    ("typo", "bad.txt:1: no knob is called BLOK_N"),
-    ("illegal", "HEAD_DIM: not a legal value; it takes one of: 32..256"),
-    ("words", "bad.txt:3: BLOCK_N has no value: write BLOCK_N=VALUE")])
-def test_bad_lines(tmp_path, name, sentence):
+def test_bad_lines(tmp_path, monkeypatch):
     (tmp_path / "bad.txt").write_text("typo BLOK_N=64\nillegal HEAD_DIM=24\nwords BLOCK_N\n")
-    code, out, err = extract(name, SDPA_CONFIGS=str(tmp_path / "bad.txt"))
-    assert code == 2 and sentence in err and not out
-
-
-def test_words_on_stderr(tmp_path):
-    missing = str(tmp_path / "missing.txt")
-    assert "missing.txt: there is no such file" in extract("mma_lazy", SDPA_CONFIGS=missing)[2]
-    assert "scalar_racy is marked expect=FAIL" in extract("scalar_racy")[2]
+    monkeypatch.setenv("SDPA_CONFIGS", str(tmp_path / "bad.txt"))
+    for name, sentence in (("typo", "bad.txt:1: no knob is called BLOK_N"), ("words", "bad.txt:3: BLOCK_N has no value: write BLOCK_N=VALUE"),
+                           ("illegal", "HEAD_DIM: not a legal value; it takes one of: 32..256")):
+        code, out, err = extract(name)
+        assert code == 2 and sentence in err and not out
