@@ -205,7 +205,7 @@ def test_the_kernel_beside_compiles():
 @needs_nvcc
 def test_every_line_keeps_to_its_gates(monkeypatch, capsys):
     """Or one of each kind, with the base of each that has a step over it."""
-    few = ["--only", "^(scalar_minimal|wmma_all|mma_lazy|wgmma_192x128|ampere|hopper_d128|hopper_e4m3)$"]
+    few = ["--only", "^(scalar_minimal|wmma_all|mma_lazy|hopper_d128)$"]
     monkeypatch.setattr(sys, "argv", ["gates", *few * bool(os.environ.get("SDPA_TEST_QUICK"))])
     code = gates.main()
     assert code == 0, capsys.readouterr().out

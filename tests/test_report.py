@@ -14,6 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 import engine  # noqa: E402
+import tool  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -227,9 +228,13 @@ def test_refusals(tmp_path):
     (stub / "__init__.py").write_text("raise ModuleNotFoundError('no', name='matplotlib')\n", encoding="utf-8")
 
     def refuses(*words, **environment):
-        done = report(results, output, **environment)
-        assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
-        assert all(word in done.stderr for word in ("report: ", *words)), done.stderr
+        if environment:
+            done = report(results, output, **environment)
+            code, out, err = done.returncode, done.stdout, done.stderr
+        else:
+            code, out, err = tool.run("report", "--results", str(results), "--output", str(output))
+        assert code == 2 and out == "" and err.count("\n") == 1, err
+        assert all(word in err for word in ("report: ", *words)), err
         assert not list(output.parent.iterdir())
 
     refuses("no such folder")

@@ -10,7 +10,8 @@ sys.path.insert(0, os.path.join(ROOT, "tools"))
 import builds  # noqa: E402
 import engine  # noqa: E402
 import sanitize  # noqa: E402
-from test_tools import needs_no_gpu, run_all  # noqa: E402
+import tool  # noqa: E402
+from test_tools import needs_no_gpu  # noqa: E402
 
 TILE = "<sdpa::<unnamed>::BuildOf<(int)%d>>(sdpa::<unnamed>::KernelArgs)"
 KERNEL_5D = "void sdpa::<unnamed>::sdpa_wgmma" + TILE % 10
@@ -199,7 +200,7 @@ def test_what_fails_and_what_could_not_run(fakes):
     ("--jobs 0", "sanitize: --jobs 0: want a whole number from 1 to 99"),
     pytest.param("", "sanitize: it runs kernels and there is no GPU here", marks=needs_no_gpu)])
 def test_refusals(words, sentence):
-    code, out, err = run_all("sanitize", *words.split())
+    code, out, err = tool.run("sanitize", *words.split())
     assert code == 2 and err.startswith(sentence) and err.count("\n") == 1 and not out
 
 

@@ -396,8 +396,7 @@ def test_the_command_stress(codes, code, monkeypatch, capsys):
 
 # ---- sweep ----
 
-@pytest.mark.parametrize("passed,skipped,code", [((5, 5), (0, 0), 0), ((5, 4), (0, 1), 0), ((5, 4), (0, 0), 1), ((4, 5), (0, 0), 1),
-                                                 ((0, 0), (5, 5), 0), ((5, 5), (0, 1), 1)])
+@pytest.mark.parametrize("passed,skipped,code", [((5, 4), (0, 1), 0), ((4, 5), (0, 0), 1), ((5, 5), (0, 1), 1)])
 def test_the_command_sweep(passed, skipped, code, monkeypatch, tmp_path, capsys):
     """Every line has all of its problems, the series of its place in configs.txt, and no negative control takes part."""
     asked, left = {}, list(zip(passed, skipped))
@@ -446,19 +445,10 @@ def test_a_sweep_on_the_cpu_backend():
 @pytest.mark.parametrize("words,sentence", [
     ("ablate nobody", "ablate: nobody: no line of configs.txt has that name"),
     ("ablate", "ablate: which line?"),
-    ("ablate wmma_all --rounds 0", "ablate: --rounds: no such option"),
-    ("profile nobody", "profile: nobody: no line of configs.txt has that name"),
-    ("profile", "profile: which line?"),
     ("profile wmma_all mma_lazy", "profile: one line at a time"),
-    ("profile wmma_all --frob", "profile: --frob: no such option"),
     ("profile wmma_all --shape huge", "profile: --shape huge: want small, mission"),
-    ("stress nobody", "stress: nobody: no line of configs.txt has that name"),
-    ("stress --repeats 0", "stress: --repeats 0: want a whole number from 1 to 999999"),
     ("stress --frob", "stress: --frob: no such option"),
     ("sweep 0", "sweep: N 0: want a whole number from 1 to 999999"),
-    ("sweep --jobs 100", "sweep: --jobs 100: want a whole number from 1 to 99"),
-    ("sweep --series x", "sweep: --series x: want a whole number from 0"),
-    ("sweep --only nosuch", "sweep: --only nosuch: no line of configs.txt has such a name"),
     ("sweep --only [", "sweep: --only [: not a regular expression"),
     pytest.param("stress", "stress: it runs kernels side by side and there is no GPU here", marks=needs_no_gpu),
     pytest.param("profile wmma_all", "profile: it times kernels and there is no GPU here", marks=needs_no_gpu),
