@@ -111,7 +111,7 @@ def test_features_may_be_asked_for(tmp_path):
              "wgmma_decode_d128 USE_LENGTHS=1 USE_PAGES=1", "mma_lazy USE_LENGTHS=1", "wgmma_d128_lazy USE_LENGTHS=1 USE_PAGES=1",
              "wgmma_d128_lazy USE_SOFTCAP=1 DTYPE=BF16", "wgmma_kv8 USE_LENGTHS=1 USE_PAGES=1 USE_SINKS=1", "wgmma_chunk USE_LENGTHS=1",
              "wgmma_e4m3_split2 USE_SOFTCAP=1", "scalar_minimal USE_BIAS=1", "hopper_d128 USE_BIAS=1 BLOCK_M=128 BLOCK_N=128"]
-    for words in lines[:3:2] if os.environ.get("SDPA_TEST_QUICK") else lines:
+    for words in lines[1:2] if os.environ.get("SDPA_TEST_QUICK") else lines:
         status, text, trouble = extract(*words.split())
         assert status == 0, trouble
         members = {"BIAS": "bias", "SOFTCAP": "softcap", "LENGTHS": "k_lengths", "PAGES": "page_table", "SINKS": "sinks"}
@@ -195,7 +195,7 @@ def test_bits_on_the_cpu_backend(texts, tmp_path, name):
         undefined="\n".join(f"#undef {knob}" for knob in tree.knobs()), name=name, d=row["HEAD_DIM"], dv=row["HEAD_DIM_V"] or row["HEAD_DIM"], q_bytes=sizes[row["DTYPE"]], in_bytes=1 if row["KV_DTYPE"] else sizes[row["DTYPE"]],
         out_bytes=2 if row["OUT_DTYPE"] == 0 or row["OUT_DTYPE"] < 3 else 1))
     backend = os.path.join(ROOT, "cpu_backend")
-    command = [builds.CXX, "-std=c++17", "-O1", "-march=native", "-ffp-contract=off", "-w", "-pthread", "-I" + ROOT, "-I" + backend,
+    command = [builds.CXX, "-std=c++17", "-O0", "-march=native", "-ffp-contract=off", "-w", "-pthread", "-I" + ROOT, "-I" + backend,
                "-I" + str(tmp_path), *builds.definitions(line.words), "-x", "c++", str(tmp_path / "program.cu"),
                os.path.join(backend, "engine.cpp"), "-o", str(tmp_path / "program")]
     done = builds.run(command)
@@ -235,10 +235,10 @@ int main() { printf("%s\\n%s", mma_decode_d128_bf16::sdpa_forward({}, 0).text, o
 @needs_nvcc
 def test_programs(tmp_path):
     """--main compiles by the command on top of the file; a size is what was asked for."""
-    for words in ["wgmma_causal STAGES=2 --main", "scalar_u8 --main", "mma_kv8 --main"][:1 if os.environ.get("SDPA_TEST_QUICK") else 3]:
+    for words in ["mma_kv8 STAGES=3 --main", "scalar_u8 --main", "wgmma_causal --main"][:1 if os.environ.get("SDPA_TEST_QUICK") else 3]:
         text = extract(*words.split())[1]
         assert len(text[text.index("// ==== a program"):].splitlines()) <= 40
-        assert "STAGES=2" not in words or re.search(r"\bSTAGES = 2\b", text)
+        assert "STAGES=3" not in words or re.search(r"\bSTAGES = 3\b", text)
         command = re.search(r"^// Compile: nvcc (.*) my_kernel.cu$", text, re.MULTILINE).group(1)
         (tmp_path / "my_kernel.cu").write_text(text)
         done = builds.run([builds.nvcc(), *shlex.split(command), "-Xcompiler=-Wall,-Wextra", "my_kernel.cu"], cwd=tmp_path)

@@ -107,7 +107,8 @@ const char* ask%d() {
 
 
 @pytest.mark.skipif(not builds.nvcc(), reason="nvcc is missing")
-@pytest.mark.parametrize("name", [FAMILIES[0], *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES[1:])])
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
 def test_by_nvcc(folder, name):
     arch = "90a" if "wgmma" in name or name == "hopper" else "80"
     done = ran(folder, name, [builds.nvcc(), f"-gencode=arch=compute_{arch},code=sm_{arch}"])

@@ -697,8 +697,8 @@ TEST_CASE("preconditions") {
   CHECK(sdpa_forward(p, 0).ok());
 }
 
-// Every float in [-150, 0]. Where 2^t is a normal float the relative error is at most 1e-4; below,
-// the result is flushed to between 0 and the smallest normal.
+// Every seventh float in [-150, 0], and all floats near multiples of 1/2, where the argument is split. Where 2^t is a
+// normal float, the relative error is at most 1e-4; below that, the result is between 0 and the smallest normal float.
 TEST_CASE("exp2") {
   CHECK((exp2_polynomial<Build>(0.0f) == 1 && exp2_polynomial<Build>(-0.0f) == 1));
   CHECK((exp2_polynomial<Build>(-INFINITY) == 0 && std::isnan(exp2_polynomial<Build>(NAN))));
@@ -714,6 +714,8 @@ TEST_CASE("exp2") {
     const uint32_t begin = first + uint32_t(c) * chunk, end = std::min(last, begin + (chunk - 1));
     for (uint32_t bits = begin; bits <= end; bits++) {
       const float t = float_of(bits);
+      const float from_half = std::fabs(2 * t - std::round(2 * t));
+      if (bits % 7 != 0 && !(from_half < 1e-4f && t < -0.25f)) continue;
       const double got = exp2_polynomial<Build>(t);
       if (t < -126) {
         if (!(got >= 0 && got <= 0x1p-126)) chunk_flushed = false;
@@ -728,7 +730,7 @@ TEST_CASE("exp2") {
     if (!(chunk_worst <= worst)) worst = chunk_worst;
     flushed = flushed && chunk_flushed;
   });
-  printf("exp2_polynomial: largest relative error %.3g over all floats in [-126, 0]\n", worst);
+  printf("exp2_polynomial: largest relative error %.3g over floats in [-126, 0]\n", worst);
   CHECK(worst <= 1e-4);
   CHECK(flushed);
 }
