@@ -175,9 +175,9 @@ reference::Tolerance tolerance_of(const reference::Problem& p) {
   if (line.is_wgmma && line.query == DType::e4m3) {
     t.lse *= std::max(1.0, p.D / 128.0) * std::max(1.0, std::fabs(p.scale) * std::sqrt(p.D));
   }
-  // tanh.approx moves a logit by softcap / 2^11 at most, and its weight by as much of itself.
+  // tanh.approx moves a logit by 2^-11 of itself, and its weight by as much as the logit. No logit is over the softcap.
   if (line.tanh_is_approximate) {
-    const double of_weight = p.softcap / 2048;
+    const double of_weight = std::min(p.softcap, reference::largest_logit(p)) / 2048;
     t.rel_rms += of_weight, t.max_abs += of_weight, t.lse += of_weight;
   }
   return t;
@@ -641,6 +641,21 @@ struct Figures {  // of checks: the worst errors, and over how many rows
   }
 };
 
+// How the rows of a bias lie, by the layout of the other tensors.
+struct BiasRows {
+  const char *layout, *name;
+  int unit;      // the stride of a row is a multiple of so many elements; 0: odd
+  bool shifted;  // the tensor begins an element further
+};
+BiasRows bias_rows(const string& layout) {
+  const int chunk = line.use_bias == 2 ? 16 : 8;  // elements in 16 bytes
+  const BiasRows rows[] = {{"bhsd", "contiguous", 1, false}, {"bshd", "padded", chunk, false}, {"packed", "shifted", chunk, true}};
+  for (const BiasRows& r : rows) {
+    if (layout == r.layout) return r;
+  }
+  return {"", "odd", 0, true};
+}
+
 class Instance;
 
 // What tests/sweep.cu changes.
@@ -648,7 +663,7 @@ std::unique_ptr<DeviceTensor> (*make_tensor)(const Problem&, Tensor) =
     [](const Problem& p, Tensor t) { return std::make_unique<DeviceTensor>(p, t); };
 string (*check_more)(Instance&) = [](Instance&) { return string(); };  // a sentence on failure
 void (*set_machine)(const string&) = [](const string&) {};            // before anything is asked of the GPU
-void (*see_launch)(const SdpaParams&) = [](const SdpaParams&) {};     // of the kernel that is checked
+SdpaParams (*prepare_launch)(const SdpaParams&) = [](const SdpaParams& p) { return p; };  // what is launched for it
 // What tests/unit.cu changes: whether rows that the reference does not see are compared with the witness, what work of
 // the reference a check may cost, and how many elements of O the witness has at once.
 bool has_witness = has_clock;
@@ -903,8 +918,7 @@ class Instance {
 
   void poison() { at(Tensor::O).poison(), lse_->fill(0xff); }
   static void launch(const SdpaParams& p, cudaStream_t stream = 0) {
-    see_launch(p);
-    const SdpaStatus status = line.forward(p, stream);
+    const SdpaStatus status = line.forward(prepare_launch(p), stream);
     if (!status.ok()) throw CudaError{status.text};
   }
   // Launches once. Returns a sentence if something but the outputs was written.
@@ -1084,7 +1098,6 @@ class Instance {
     return {int(number / S / H), int(number / S % H), int(number % S)};
   }
 
-  // Contiguous, or with another layout a tensor that begins at an odd element and has rows of an odd stride.
   void hold_bias() {
     reference::Bias& bias = problem.bias;
     const auto size_of = [&](char dim, int size) { return problem.bias_dims.find(dim) == string::npos ? 1 : size; };
@@ -1092,13 +1105,13 @@ class Instance {
     bias.of_last_keys = problem.bias_kind == "tree", bias.hides = line.use_bias == 2;
     bias.keys = bias.of_last_keys ? std::max(std::min(problem.Sk, problem.Sq), std::min(problem.Sk, 1)) : problem.Sk;
     params.bias_keys = bias.of_last_keys ? bias.keys : 0;
-    const bool is_dense = problem.layout == "bhsd";
-    bias_row_ = bias.keys + (is_dense ? 0 : 1 - bias.keys % 2);
+    const BiasRows rows = bias_rows(problem.layout);
+    bias_row_ = rows.unit > 0 ? (bias.keys + rows.unit - 1) / rows.unit * rows.unit : bias.keys + 1 - bias.keys % 2;
     params.bias_strides = {bias.batches > 1 ? bias_row_ * bias.rows * bias.heads : 0,
                            bias.heads > 1 ? bias_row_ * bias.rows : 0, bias.rows > 1 ? bias_row_ : 0};
     const size_t elements = size_t(bias.batches) * bias.heads * bias.rows * bias_row_ + 1;
     bias_.reset(new Guarded("the bias", elements * bias_bytes()));
-    params.bias = bias_->data<char>() + (is_dense ? 0 : bias_bytes());
+    params.bias = bias_->data<char>() + rows.shifted * bias_bytes();
     params.bias_map_bytes = problem.bias_dims.find('m') == string::npos ? 0 : line.facts_of(params).bias_map_bytes;
     if (params.bias_map_bytes == 0) return;
     bias_map_.reset(new Guarded("the map of the bias", params.bias_map_bytes));

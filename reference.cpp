@@ -104,6 +104,26 @@ inline size_t rows_of(const Problem& p, Tensor t) {  // of all heads
   return heads_of(p, t) * (of_query(t) ? p.Sq : p.Sk);
 }
 
+// The scale, or its default.
+inline double scale_of(const Problem& p) { return p.scale == 0 ? 1 / std::sqrt(double(p.D)) : p.scale; }
+
+// A bound of all logits before a softcap: the longest row of Q times the longest of K (Cauchy and Schwarz). Infinite
+// where that is no number, or without inputs.
+inline double largest_logit(const Problem& p) {
+  const auto longest_row = [&](const float* x, Tensor t, const std::vector<double>& factors) {
+    double longest = 0;
+    for (size_t row = 0; x && row < rows_of(p, t); row++) {
+      double squares = 0;
+      for (int d = 0; d < p.D; d++) squares += double(x[row * p.D + d]) * x[row * p.D + d];
+      if (!std::isnan(squares)) longest = std::max(longest, squares);  // NaN: a row that is no key, or of no use
+    }
+    const auto largest_factor = std::max_element(factors.begin(), factors.end());
+    return std::sqrt(longest) * (factors.empty() ? 1 : *largest_factor);
+  };
+  if (!p.Q || !p.K) return INFINITY;
+  return longest_row(p.Q, Tensor::Q, p.q_factor) * longest_row(p.K, Tensor::K, p.k_factor) * scale_of(p);
+}
+
 // N(0,1) by the central limit theorem: the sum of 12 uniform 16-bit integers has variance
 // 12 * (2^32 - 1) / 12, so that dividing by 2^16 leaves a variance of 1. All of it is exact.
 inline float normal(uint64_t seed, Tensor tensor, uint64_t index) {
@@ -250,7 +270,7 @@ inline Result attend(const Problem& p, const Row& row) {
   const auto factor = [](const std::vector<double>& of_heads, size_t h) {
     return of_heads.empty() ? 1.0 : of_heads[h];
   };
-  const double scale = (p.scale == 0 ? 1 / std::sqrt(double(D)) : p.scale) *
+  const double scale = scale_of(p) *
                        factor(p.q_factor, size_t(s.b) * p.Hq + row.h) * factor(p.k_factor, own_kv_head);
   const double v_factor = factor(p.v_factor, own_kv_head);
   const float* const Q = p.Q + (head * p.Sq + row.q) * D;

@@ -5751,7 +5751,7 @@ template <class B> void set_scales(KernelArgs& a) {
     if constexpr (B::caps_by_polynomial) set_cap_polynomial(a);
   }
   a.scores_log2 = a.scale_log2;
-  if (B::use_bias == 1) {
+  if (B::use_bias == 1 && a.p.bias) {  // without one, differences of scores are exact, and products with a scale are not
     a.logit_scale = a.scale_log2 * ln2, a.inverse_logit_scale = 1 / a.logit_scale, a.scale_log2 = 1 / ln2;
   }
 }

@@ -7,6 +7,9 @@ namespace {
 const char* const layouts[] = {"bhsd",     "bshd", "packed",    "padded",  "zero",
                                "reversed", "far",  "far_heads", "far_rows"};
 
+// Batches, heads or rows are over 2^31 elements apart.
+bool is_far(const string& layout) { return layout.compare(0, 3, "far") == 0; }
+
 // TMA takes no strides below 0.
 bool takes_layout(const string& layout) { return !(line.is_wgmma && layout == "reversed"); }
 
@@ -148,6 +151,84 @@ class PlacedTensor : public DeviceTensor {
   const uint16_t POISON = element_bytes == 1 ? 0xff : 0xffff;
   int64_t H_, S_, rows_;
 };
+
+// ---- inputs that are spread ----
+
+// An input of SdpaParams that a harness lays out itself: rows of `run` elements of so many bytes.
+struct StridedInput {
+  const char** data;
+  size_t element_bytes;
+  int64_t run;
+  struct {
+    int64_t size;
+    int64_t* stride;  // null: there is no such dimension
+  } dims[3];          // row, head, batch
+};
+
+vector<StridedInput> strided_inputs(SdpaParams& p) {
+  const auto data = [](auto& pointer) { return reinterpret_cast<const char**>(&pointer); };
+  vector<StridedInput> inputs;
+  if (p.page_size) {
+    for (const bool is_v : {false, true}) {
+      Strides& s = is_v ? p.v : p.k;
+      inputs.push_back({is_v ? data(p.V) : data(p.K), element_bytes(line.input), is_v ? p.Dv : p.D,
+                        {{p.page_size, &s.row}, {p.Hkv, &s.head}, {p.pages, &s.batch}}});
+    }
+  }
+  if (p.bias) {
+    Strides& s = p.bias_strides;
+    inputs.push_back({data(p.bias), size_t(line.use_bias == 2 ? 1 : 2), p.bias_keys ? p.bias_keys : p.Sk,
+                      {{p.Sq, &s.row}, {p.Hq, &s.head}, {p.B, &s.batch}}});
+  }
+  const auto add_factors = [&](Descale& d, int heads) {
+    if (d.factor) inputs.push_back({data(d.factor), sizeof(float), 1, {{1, nullptr}, {heads, &d.head}, {p.B, &d.batch}}});
+  };
+  add_factors(p.q_descale, p.Hq), add_factors(p.k_descale, p.Hkv), add_factors(p.v_descale, p.Hkv);
+  return inputs;
+}
+
+// The launch with its other inputs as far apart as the batches, the heads or the rows of Q are, and with the rows of a
+// page table then. The copies live until the next launch; who launches has waited for the last one.
+SdpaParams spread_inputs(SdpaParams p) {
+  static vector<std::unique_ptr<Guarded>> copies;
+  copies.clear();
+  const int64_t far = int64_t(1) << 31;
+  const bool is_far[] = {p.q.row >= far, p.q.head >= far, p.q.batch >= far};
+  if (!is_far[0] && !is_far[1] && !is_far[2]) return p;
+  const auto copy = [](char* to, const char* from, size_t bytes) {
+    require(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToDevice), "spreading an input");
+  };
+  for (const StridedInput& x : strided_inputs(p)) {
+    int64_t extent = (x.run + 15) / 16 * 16, old_strides[3] = {}, strides[3] = {}, sizes[3];
+    for (int i = 0; i < 3; i++) {
+      const auto& dim = x.dims[i];
+      if (dim.stride) old_strides[i] = *dim.stride;
+      sizes[i] = old_strides[i] != 0 ? dim.size : 1;  // 0: all share it
+      if (old_strides[i] != 0) strides[i] = extent + (is_far[i] ? far : 0);
+      if (dim.stride) *dim.stride = strides[i];
+      extent = strides[i] * (sizes[i] - 1) + extent;
+    }
+    copies.emplace_back(new Guarded("a spread input", size_t(extent) * x.element_bytes));
+    char* const to = copies.back()->data();
+    for (int64_t n = 0; n < sizes[0] * sizes[1] * sizes[2]; n++) {
+      const int64_t at[] = {n % sizes[0], n / sizes[0] % sizes[1], n / sizes[0] / sizes[1]};
+      int64_t old_offset = 0, offset = 0;
+      for (int i = 0; i < 3; i++) old_offset += at[i] * old_strides[i], offset += at[i] * strides[i];
+      copy(to + offset * x.element_bytes, *x.data + old_offset * x.element_bytes, x.run * x.element_bytes);
+    }
+    *x.data = to;
+  }
+  if (p.page_table && is_far[2]) {  // an int, which passes 2^31 from the third sequence on
+    const int64_t stride = INT_MAX, old_stride = p.page_stride;
+    copies.emplace_back(new Guarded("a spread page table", size_t((p.B - 1) * stride + old_stride) * sizeof(int)));
+    int* const to = copies.back()->data<int>();
+    for (int b = 0; b < p.B; b++) {
+      copy(reinterpret_cast<char*>(to + b * stride), reinterpret_cast<const char*>(p.page_table + b * old_stride), old_stride * sizeof(int));
+    }
+    p.page_table = to, p.page_stride = int(stride);
+  }
+  return p;
+}
 
 std::unique_ptr<DeviceTensor> make_placed_tensor(const Problem& p, Tensor tensor) {
   const Placement at = place(p, tensor);

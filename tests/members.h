@@ -1,10 +1,11 @@
 // The members of SdpaParams by name, of which tests ask that each was drawn or changed. Included after sdpa.cu.
 #pragma once
 #include <string>
+#include <type_traits>
 
 #include "sdpa_members.h"  // SDPA_MEMBERS, as bindings/sdpa.h has them: one that is missing does not compile
 
-// visit(name, member) for each.
+// Calls visit(name, member) for each member, in order.
 template <class Params, class Visit> void visit_members(Params& params, const Visit& visit) {
   auto& [SDPA_MEMBERS] = params;
   std::string names = SDPA_TEXT(SDPA_MEMBERS) ",";
@@ -16,10 +17,27 @@ template <class Params, class Visit> void visit_members(Params& params, const Vi
   const auto visit_all = [&](auto&... members) { (visit_next(members), ...); };
   visit_all(SDPA_MEMBERS);
 }
-// see(name, bytes) of each.
+// The same with the bytes of each member.
 template <class Params, class See> void for_each_member(const Params& params, const See& see) {
   visit_members(params, [&](const std::string& name, const auto& member) {
     see(name, std::string(reinterpret_cast<const char*>(&member), sizeof member));
+  });
+}
+
+// Calls see(name, value) for each stride in a member: of Strides, of a Descale, or a member whose name ends in "stride".
+template <class Params, class See> void for_each_stride(const Params& params, const See& see) {
+  visit_members(params, [&](const std::string& name, const auto& member) {
+    using Member = std::decay_t<decltype(member)>;
+    if constexpr (std::is_same_v<Member, SDPA_NAMESPACE::Strides> || std::is_same_v<Member, SDPA_NAMESPACE::Descale>) {
+      see(name + ".batch", member.batch);
+      see(name + ".head", member.head);
+    }
+    if constexpr (std::is_same_v<Member, SDPA_NAMESPACE::Strides>) see(name + ".row", member.row);
+    if constexpr (std::is_integral_v<Member>) {
+      const std::string suffix = "stride";
+      const bool is_stride = name.size() > suffix.size() && name.substr(name.size() - suffix.size()) == suffix;
+      if (is_stride) see(name, int64_t(member));
+    }
   });
 }
 

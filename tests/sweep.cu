@@ -126,6 +126,8 @@ float ramps(const InputAt& i) {
   if (i.d == 1) {
     if (few_bits || (bytes && kind.start != -32 && kind.start != 32)) return 0;
     if (kind.start == INT_MIN) return k < 0.55f * last ? -INFINITY : 0;
+    // A float has no room for a bias beside such logits.
+    if (!p.bias.hides && p.bias.keys > 0 && kind.start > 1 << 10) return 0;
     return line.has_sinks || r / 4 % 2 ? std::abs(kind.start) : kind.start;
   }
   const float place = r / 8 % 2 ? last - 4 : last * float(r / 16 % 16) / 16, drawn = float(mix(r + uint64_t(k)) % 4096) / 4096;
@@ -186,7 +188,7 @@ void launch_copies(const Copies& c) {
 // then O2 = attention(O, K, V). O must have the bits of the checked run, and O2 those of the same launch
 // after a synchronisation; else a sentence.
 string check_chain(Instance& instance) {
-  if (instance.problem.layout.compare(0, 3, "far") == 0) return "";  // gigabytes to copy
+  if (is_far(instance.problem.layout)) return "";  // gigabytes to copy
   if (line.input != line.output) return "";                          // O is no Q
   const auto O2 = make_tensor(instance.problem, Tensor::O);
   SdpaParams second = instance.params;
@@ -330,6 +332,13 @@ ExitCode print_tile() {
 }
 #endif
 
+// Keys of which a sum is one, on the machine that the problem plays.
+int keys_at_once(const Problem& p) {
+  return p.machine.empty() ? 65536 : std::atoi(p.machine.c_str() + p.machine.rfind(',') + 1);
+}
+// Builds whose tiles may be computed by a stale maximum.
+bool has_stale_maximum() { return line.is_tuned || value_of_knob("USE_LAZY_MAX") == "1"; }
+
 // ---- what was drawn ----
 
 constexpr int DESCALES = 5;
@@ -361,6 +370,60 @@ bool is_fixed(const string& member) {
   if (member == "D" || member == "Dv") return !line.is_wgmma;
   return !takes_member({line.has_queue, line.has_softcap, element_bytes(line.input) == 1, element_bytes(line.query) == 1,
                         line.has_sinks, line.has_lengths, line.has_pages, line.use_bias != 0}, member);
+}
+
+// ---- features of a problem ----
+
+constexpr int far_stride = INT_MAX;  // strides from here on are far
+
+// What a problem may have besides its sizes. A sweep draws which features a problem keeps, so that each is met alone,
+// where no other one hides its faults, and with each other one.
+struct Feature {
+  const char* name;
+  bool in_build;
+  bool is_of_scores;  // it changes the weights of a row
+  bool (*is_on)(const Problem&);
+  void (*turn_off)(Problem&);
+};
+const vector<Feature>& features() {
+  const bool is_8bit = element_bytes(line.input) == 1;
+  static const vector<Feature> of_build = [&] {
+    vector<Feature> all = {
+        {"softcap", line.has_softcap, true, [](const Problem& p) { return p.softcap != 0; },
+         [](Problem& p) { p.softcap = 0; }},
+        {"bias", line.use_bias != 0, true, [](const Problem& p) { return !p.bias_kind.empty() && p.Sk > 0; },
+         [](Problem& p) { p.bias_kind = ""; }},
+        {"sinks", line.has_sinks, true, [](const Problem& p) { return p.has_sinks; },
+         [](Problem& p) { p.has_sinks = false; }},
+        {"lengths", line.has_lengths, true, [](const Problem& p) { return p.has_lengths; },
+         [](Problem& p) { p.has_lengths = false; }},
+        {"q_lengths", line.has_lengths, false, [](const Problem& p) { return p.has_q_lengths; },
+         [](Problem& p) { p.has_q_lengths = false; }},
+        {"packed_q", line.has_lengths, false, [](const Problem& p) { return p.packs_q; },
+         [](Problem& p) { p.packs_q = false; }},
+        {"packed_k", line.has_lengths && !line.has_pages, false, [](const Problem& p) { return p.packs_k; },
+         [](Problem& p) { p.packs_k = false; }},
+        {"most_keys", line.has_lengths, false, [](const Problem& p) { return p.most_keys != 0; },
+         [](Problem& p) { p.most_keys = 0; }},
+        {"batch_invariant", line.has_lengths, false, [](const Problem& p) { return p.batch_invariant; },
+         [](Problem& p) { p.batch_invariant = false; }},
+        {"causal", true, false, [](const Problem& p) { return p.mask != reference::Mask::none; },
+         [](Problem& p) { p.mask = reference::Mask::none; }},
+        {"window", true, false, [](const Problem& p) { return p.has_window(); },
+         [](Problem& p) { p.window_left = p.window_right = -1; }},
+        {"short_rows", line.is_wgmma, false, [](const Problem& p) { return p.D < line.D || p.Dv < line.Dv; },
+         [](Problem& p) { p.D = line.D, p.Dv = line.Dv; }},
+        {"ranges", has_machines && has_ranges(), false, [](const Problem& p) { return keys_at_once(p) < 65536; },
+         [](Problem& p) { p.machine = ""; }},
+        {"max_ctas", line.has_queue, false, [](const Problem& p) { return p.max_ctas != 0; },
+         [](Problem& p) { p.max_ctas = 0; }},
+        {"factors", is_8bit, false, [](const Problem& p) { return p.descale != "none"; },
+         [](Problem& p) { p.descale = "none"; }},
+    };
+    all.erase(std::remove_if(all.begin(), all.end(), [](const Feature& f) { return !f.in_build; }), all.end());
+    return all;
+  }();
+  return of_build;
 }
 
 // What of a problem is in device memory.
@@ -422,7 +485,25 @@ class Kinds {
     takes("scale", "default set"), takes("queries", "none_more more one"), takes("keys", "none some");
     takes("batches", "1 more"), takes("groups", "1 more"), takes("batch_invariant", "0 1");
     takes("layout", all_layouts), takes("dist", all_dists);
-    if (line.has_softcap) takes("softcap", line.tanh_is_approximate ? "0 2 50" : "0 2 50 1e+06");
+    if (line.has_softcap) takes("softcap", "none small usual large"), takes("extremes", "scale_down scale_up");
+    if (line.use_bias == 1) takes("beside_bias", "scale_down scale_up");
+    string alone = "none ", pairs, sets = "none ";
+    for (const Feature& f : features()) {
+      alone += f.name + string(" ");
+      if (f.is_of_scores) sets += f.name + string(" ");
+      for (const Feature* other = features().data(); other != &f; other++) {
+        pairs += pair_name(*other, f) + " ";
+        if (f.is_of_scores && other->is_of_scores) sets += pair_name(*other, f) + " ";
+      }
+    }
+    takes("alone", alone), takes("pair", pairs), takes("scores", sets);
+    if (has_stale_maximum() && takes_dist("ramps")) takes("stale", sets);
+    string of_far;
+    for (const char* layout : {"far", "far_heads", "far_rows"}) {
+      of_far += string(layout) + (line.use_bias ? "+bias " : " ");
+      if (has_machines && has_stale_maximum() && takes_dist("ramps")) of_far += string(layout) + "+ramps ";
+    }
+    takes("distance", of_far);
     if (line.is_wgmma) takes("D", "whole short"), takes("Dv", "whole short");
     if (line.has_queue) takes("max_ctas", "0 set");
     if (has_machines) takes("machine", "default set"), takes("summed", has_ranges() ? "64 200 65536" : "65536");
@@ -431,7 +512,8 @@ class Kinds {
     if (line.use_bias) {
       takes("bias", line.use_bias == 1 ? "none add tree" : "none bool tree"), takes("bias_of", "all b h q bh bq hq bhq");
     }
-    if (line.has_bias_maps) takes("bias_map", "own kept");
+    if (line.use_bias) takes("bias_rows", "contiguous padded shifted odd"), takes("padded_keys", "whole tail");
+    if (line.has_bias_maps) takes("bias_map", moves_rows_up() ? "none made kept made_moved kept_moved" : "none made kept");
     if (line.has_lengths) takes("q_lengths", "none some");
     if (line.has_lengths) {
       takes("lengths", "none below_0 0 1 usual Sk above"), takes("packed", line.has_pages ? "none q" : "none q k qk");
@@ -457,6 +539,9 @@ class Kinds {
   }
   void see(const SdpaParams& launched) {
     for_each_member(launched, [&](const string& name, const string& bytes) { values_[name].insert(bytes); });
+    for_each_stride(launched, [&](const string& name, int64_t stride) {
+      if (stride >= far_stride) far_.insert(name);
+    });
   }
 
   // Every kind with its number of problems, or of things in them.
@@ -473,6 +558,14 @@ class Kinds {
   string missing() const {
     string text;
     for (const Kind& kind : kinds_) text += kind.count ? "" : " " + kind.group + "=" + kind.name;
+    return text;
+  }
+  // The strides in SdpaParams that never were far.
+  string near_strides() const {
+    string text;
+    for_each_stride(SdpaParams{}, [&](const string& name, int64_t) {
+      if (!is_fixed(name.substr(0, name.find('.'))) && !far_.count(name)) text += " far:" + name;
+    });
     return text;
   }
   // The members of SdpaParams that had one value throughout.
@@ -509,13 +602,19 @@ class Kinds {
     add("batch_invariant", p.batch_invariant ? "1" : "0"), add("batches", p.B == 1 ? "1" : "more"), add("groups", p.Hq == p.Hkv ? "1" : "more");
     add("D", p.D == line.D ? "whole" : "short"), add("Dv", p.Dv == line.Dv ? "whole" : "short");
     const string of_dims = p.bias_dims.substr(0, p.bias_dims.find('m'));
-    add("softcap", format("%g", p.softcap)), add("max_ctas", p.max_ctas ? "set" : "0"), add("descale", p.descale);
-    add("machine", p.machine.empty() ? "default" : "set");
-    add("summed", p.machine.empty() ? "65536" : p.machine.substr(p.machine.rfind(',') + 1));
+    add("softcap", p.softcap == 0 ? "none" : p.softcap < 1 ? "small" : p.softcap < 1000 ? "usual" : "large");
+    const bool is_up = p.scale > 1e5, is_down = p.scale != 0 && p.scale < 1e-5;
+    if (p.softcap != 0 && (is_down ? p.softcap > 1e5 : is_up && p.softcap < 1e-5)) add("extremes", is_up ? "scale_up" : "scale_down");
+    if (!p.bias_kind.empty() && (is_up || is_down)) add("beside_bias", is_up ? "scale_up" : "scale_down");
+    add("max_ctas", p.max_ctas ? "set" : "0"), add("descale", p.descale);
+    add("machine", p.machine.empty() ? "default" : "set"), add("summed", to_string(keys_at_once(p)));
+    add_features(p, add);
+    const string feature_far = !p.bias_kind.empty() ? "+bias" : "";
+    if (is_far(p.layout)) add("distance", p.layout + feature_far), add("distance", p.layout + "+" + p.dist);
     add("packed", *packed_text(p) ? packed_text(p) : "none");
     if (p.Sk > 0) add("bias", p.bias_kind.empty() ? "none" : p.bias_kind);  // without keys a tree is of none
     add("bias_of", of_dims.empty() ? "all" : of_dims);
-    if (line.has_bias_maps) add("bias_map", of_dims == p.bias_dims ? "own" : "kept");
+    if (!p.bias_kind.empty()) add_bias(p, add);
     if (line.has_lengths) add("q_lengths", p.has_q_lengths ? "some" : "none");
     if (!p.has_sinks) add("sinks", "none");
     for (float x : c.sinks) add("sinks", x == -INFINITY ? "-inf" : std::isnan(x) || x == INFINITY ? "nonfinite" : x == 100 ? "large" : x == -150 ? "small" : "usual");
@@ -539,13 +638,75 @@ class Kinds {
     for (int page : c.pages) add("entry", page < 0 ? "below" : page >= pages ? "beyond" : page == pages - 1 ? "last" : "usual");
   }
 
+  static string pair_name(const Feature& a, const Feature& b) { return a.name + string("+") + b.name; }
+  // add() the features that the problem has: each two of them, one that it has alone, and what changes its scores if that
+  // are one or two.
+  template <class Add> static void add_features(const Problem& p, const Add& add) {
+    vector<const Feature*> on, of_scores;
+    for (const Feature& f : features()) {
+      if (!f.is_on(p)) continue;
+      for (const Feature* other : on) add("pair", pair_name(*other, f));
+      on.push_back(&f);
+      if (f.is_of_scores) of_scores.push_back(&f);
+    }
+    if (on.size() < 2) add("alone", on.empty() ? "none" : on[0]->name);
+    if (of_scores.size() > 2) return;
+    const string set = of_scores.empty()       ? "none"
+                       : of_scores.size() == 1 ? of_scores[0]->name
+                                               : pair_name(*of_scores[0], *of_scores[1]);
+    add("scores", set);
+    if (p.dist == "ramps" && p.mask == reference::Mask::none && !p.has_window()) add("stale", set);
+  }
+  // add() how the bias lies, and whether rounds are left out by a map: by one that the launch makes or that is kept.
+  template <class Add> static void add_bias(const Problem& p, const Add& add) {
+    const BiasRows rows = bias_rows(p.layout);
+    const bool is_tree = p.bias_kind == "tree";
+    const int keys = is_tree ? std::min(p.Sq, p.Sk) : p.Sk;
+    add("bias_rows", rows.name);
+    if (rows.unit > 1) add("padded_keys", keys % 16 ? "tail" : "whole");
+    if (!line.has_bias_maps) return;
+    const TunedTile t = line.is_tuned ? line.tile_of(params_of(p)) : line.tiles[0];
+    const bool has_lists = t.split_ctas == 1 && t.use_warp_specialization, is_kept = p.bias_dims.find('m') != string::npos;
+    const bool is_made = p.bias_dims.find('h') == string::npos && keys >= 16 * t.block_n * t.split_kv;
+    const bool is_moved = moves_rows_up(t) && p.mask != reference::Mask::none && (p.Sq + 63) / 64 * 64 % t.block_m != 0;
+    add("bias_map", !has_lists || (!is_kept && !is_made) ? string("none")
+                                                         : string(is_kept ? "kept" : "made") + (is_moved ? "_moved" : ""));
+  }
+  // Tiles whose rows move up to have the warpgroups without rows first.
+  static bool moves_rows_up(const TunedTile& t) { return t.block_m > 64 && t.split_kv == 1 && !t.use_ping_pong; }
+  static bool moves_rows_up() { return std::any_of(line.tiles, line.tiles + line.tile_count, [](const TunedTile& t) { return moves_rows_up(t); }); }
+
   vector<Kind> kinds_;
   std::unordered_map<string, size_t> number_of_;  // of GROUP=NAME
   std::map<string, std::set<string>> values_;     // of each member of SdpaParams
+  std::set<string> far_;                          // strides that were far in some launch
 };
 std::unique_ptr<Kinds> launched;
 
 // ---- random problems ----
+
+// Scales at the ends of what floats hold, which a softcap at the other end brings back, or beside a bias. Then all logits
+// are nearly 0, or they are steps far larger than the bias.
+template <class Draw> void draw_extremes(Problem& p, const Draw& draw) {
+  const bool adds = line.use_bias == 1 && !p.bias_kind.empty();
+  if (p.dist != "normal" || !(p.softcap != 0 || adds) || draw(4)) return;
+  const bool up = draw(2);
+  const int digits = 20 + draw(11);
+  p.scale = up ? std::pow(10.0, digits) : std::pow(10.0, -digits);
+  if (p.softcap != 0) p.softcap = up ? 1e-18 : 1e18;
+  // USE_BIAS=1 makes floats of logits, so that they must be finite.
+  if (adds && up && p.softcap == 0) p.dist = "stairs";
+}
+
+// Turns features off: none, all but one or two, or of those that change the scores all but one or two.
+template <class Draw> void keep_features(Problem& p, const Draw& draw) {
+  const vector<Feature>& all = features();
+  const int way = draw(3), first = draw(int(all.size())), second = draw(2) ? draw(int(all.size())) : first;
+  for (int i = 0; i < int(all.size()); i++) {
+    const bool is_kept = i == first || i == second;
+    if (way != 0 && !is_kept && (way == 1 || all[i].is_of_scores)) all[i].turn_off(p);
+  }
+}
 
 template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& tile, uint64_t seed) {
   const auto draw_size = [&](int unit) {  // half of them beside an edge of tiles or of 64 rows
@@ -588,27 +749,38 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   if (line.has_softcap && draw(4)) p.softcap = draw(2) ? 2 : 50;
   p.layout = layouts[draw(6)];
   if (!takes_layout(p.layout)) p.layout = "padded";
-  if (draw(32) == 0) {  // far apart, and no larger than 36 GB
+  const bool far = draw(16) == 0;
+  if (far) {
     p.layout = layouts[6 + draw(3)];
-    p.B = p.layout == "far" ? 2 : 1;
+    p.B = p.layout == "far" ? line.has_pages ? 3 : 2 : 1;  // so many, that the int page_stride leaves 2^31 behind
     p.Hq = p.Hkv = p.layout == "far_heads" ? 2 : 1;
-    if (p.layout == "far_rows") p.Sq = 2 + draw(2), p.Sk = 2 + draw(2);
+    if (p.layout == "far_rows") {
+      // On a GPU no more than 36 GB; the CPU backend has no memory where nobody writes.
+      p.Sq = 2 + draw(has_clock ? 2 : 20);
+      p.Sk = has_clock ? 2 + draw(2) : std::min(p.Sk, 300);
+    }
   }
   p.same_heads = p.layout == "zero";
   const int unit = std::max(8, line.vec_width);  // of widths
   if (line.is_wgmma && draw(2)) p.D = unit * (1 + draw(line.D / unit)), p.Dv = unit * (1 + draw(line.Dv / unit));
-  if (element_bytes(line.input) == 1) p.descale = descales[draw(2) ? 0 : draw(DESCALES)];
+  if (element_bytes(line.input) == 1) p.descale = descales[far || draw(2) ? 0 : draw(DESCALES)];
   p.has_sinks = line.has_sinks && p.dist != "negative" && draw(4);
   const bool exact = p.dist == "huge" || p.dist == "stairs", is_small = !exact && p.dist != "ramps" && p.dist != "large";
-  if (p.softcap == 50 && !line.tanh_is_approximate && is_small && draw(2)) p.softcap = 1e6;  // an fp32 has 1e-7 of that
-  const bool loses = line.use_bias == 1 && (exact || p.dist == "ramps");  // logits past 10^5, to which a float adds in steps
-  if (line.use_bias && draw(4) && !loses) {
+  const auto power_of_ten = [&](int least, int most) { return std::pow(10.0, least + draw(most - least + 1)); };
+  if (p.softcap == 50 && is_small && draw(2)) p.softcap = power_of_ten(3, 18);
+  if (p.softcap == 2 && is_small && draw(4) == 0) p.softcap = power_of_ten(-18, -1);
+  if (line.use_bias && draw(4) && !exact) {
     constexpr const char* dims[] = {"", "b", "h", "q", "bh", "bq", "hq", "bhq"};
-    p.bias_kind = draw(3) == 0 ? "tree" : line.use_bias == 1 ? "add" : "bool", p.bias_dims = dims[draw(8)];
+    p.bias_kind = draw(3) == 0 ? "tree" : line.use_bias == 1 ? "add" : "bool", p.bias_dims = far ? "bhq" : dims[draw(8)];
     if (line.has_bias_maps && draw(2)) p.bias_dims += "m";
+    // So many keys that the launch makes a map.
+    if (line.has_bias_maps && !far && draw(3) == 0) {
+      p.Sq = 1 + draw(2 * tile.block_m), p.Sk = (16 + draw(8)) * tile.block_n * tile.split_kv + draw(100), p.B = p.Hkv = 1;
+      p.Hq = 1 + draw(2);
+    }
   }
   p.has_lengths = line.has_lengths && draw(2), p.has_q_lengths = line.has_lengths && draw(2);
-  if (line.has_lengths && p.layout.compare(0, 3, "far") != 0 && draw(3)) {
+  if (line.has_lengths && !far && draw(3)) {
     p.packs_q = draw(2), p.packs_k = draw(2) && !line.has_pages, p.B = 1 + draw(p.packs_q && p.packs_k ? 12 : 4);
   }
   constexpr int page_sizes[] = {16, 48, 64, 256};
@@ -622,6 +794,7 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   // Larger logits still would measure fp32 itself: at 10^4 the last bit of S moves P by 1e-3.
   if (draw(4) == 0 && !exact && p.dist != "large" && p.dist != "ramps") p.scale = 0.05f * float(1 + draw(10));
   if (p.dist == "tiny") p.scale = TINY_SCALE;
+  draw_extremes(p, draw);
   if (line.has_queue && draw(4) == 0) p.max_ctas = 1 + draw(5);
   if (line.has_pages) p.narrow_table = draw(2);
   if (line.has_lengths) {
@@ -630,6 +803,7 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
     p.most_keys = most_keys[draw(4)];
   }
   p.batch_invariant = draw(3) == 0;
+  keep_features(p, draw);
   // Lines whose ranges the last CTA merges refuse as many as the keys that a wide table could hold have.
   const bool by_cta = !line.is_wgmma && value_of_knob("PACK_GQA") == "1" && value_of_knob("SPLIT_KV") != "1";
   if (p.batch_invariant && by_cta && line.has_pages && !p.narrow_table && p.most_keys == 0) p.most_keys = p.Sk + 1;
@@ -834,6 +1008,11 @@ int main(int argc, char** argv) {
   using namespace SDPA_NAMESPACE;
   signal(SIGPIPE, SIG_IGN);
   make_tensor = make_placed_tensor;
+  prepare_launch = [](const SdpaParams& p) {
+    const SdpaParams far = spread_inputs(p);
+    if (launched) launched->see(far);
+    return far;
+  };
   check_more = [](Instance& instance) {
     if (launched) launched->add(instance.problem, contents_of(instance.params));
     return check_chain(instance);
@@ -849,10 +1028,7 @@ int main(int argc, char** argv) {
     fprintf(stderr, "%d problems have none of:%s\n", int(o.problems.size()), o.not_drawn.c_str());
     return finish(exit_wrong);
   }
-  if (o.sweep) {
-    launched.reset(new Kinds);
-    see_launch = [](const SdpaParams& p) { launched->see(p); };
-  }
+  if (o.sweep) launched.reset(new Kinds);
   if (o.edges || o.alone) check_more = [](Instance&) { return std::string(); };  // half the time
   ExitCode exit = run(o, options);
   const auto taken = [&](const TunedTile& t) {
@@ -860,7 +1036,7 @@ int main(int argc, char** argv) {
   };
   const bool all_taken = line.is_tuned && std::all_of(line.tiles, line.tiles + line.tile_count, taken);
   if (o.sweep || o.edges) {
-    const std::string missing = launched ? launched->missing() + launched->constant_members() : "";
+    const std::string missing = launched ? launched->missing() + launched->constant_members() + launched->near_strides() : "";
     fprintf(stderr, "%d of %d passed%s%s%s%s\n", o.passed, int(o.problems.size()), all_taken ? ", on every tile" : "",
             o.sweep && missing.empty() ? ", of every kind" : "", launched ? (": " + launched->text()).c_str() : "",
             missing.empty() ? "" : ("; missing:" + missing).c_str());
