@@ -500,7 +500,7 @@ class Kinds {
     if (has_stale_maximum() && takes_dist("ramps")) takes("stale", sets);
     string of_far;
     for (const char* layout : {"far", "far_heads", "far_rows"}) {
-      of_far += string(layout) + (line.use_bias ? "+bias " : " ");
+      of_far += string(layout) + (line.use_bias ? "+bias " : element_bytes(line.input) == 1 ? "+factors " : " ");
       if (has_machines && has_stale_maximum() && takes_dist("ramps")) of_far += string(layout) + "+ramps ";
     }
     takes("distance", of_far);
@@ -609,8 +609,11 @@ class Kinds {
     add("max_ctas", p.max_ctas ? "set" : "0"), add("descale", p.descale);
     add("machine", p.machine.empty() ? "default" : "set"), add("summed", to_string(keys_at_once(p)));
     add_features(p, add);
-    const string feature_far = !p.bias_kind.empty() ? "+bias" : "";
-    if (is_far(p.layout)) add("distance", p.layout + feature_far), add("distance", p.layout + "+" + p.dist);
+    if (is_far(p.layout)) {
+      const bool has_factors = element_bytes(line.input) == 1 && p.descale != "none";
+      add("distance", p.layout + (!p.bias_kind.empty() ? "+bias" : has_factors ? "+factors" : ""));
+      add("distance", p.layout + "+" + p.dist);
+    }
     add("packed", *packed_text(p) ? packed_text(p) : "none");
     if (p.Sk > 0) add("bias", p.bias_kind.empty() ? "none" : p.bias_kind);  // without keys a tree is of none
     add("bias_of", of_dims.empty() ? "all" : of_dims);
@@ -708,6 +711,15 @@ template <class Draw> void keep_features(Problem& p, const Draw& draw) {
   }
 }
 
+// Makes the problem so small that the CPU backend takes a quarter of a second for it. Tiles of tuned builds are for more.
+void limit_size(Problem& p, const TunedTile& tile) {
+  const double most_pairs = line.is_tuned ? 8e5 : 2e5 * std::min(1.0, tile.block_m / 64.0);  // of a query and a key
+  const auto is_too_large = [&] { return double(p.packs_q && p.packs_k ? 1 : p.B) * p.Hq * p.Sq * p.Sk > most_pairs; };
+  if (is_too_large() && !p.packs_q) p.B = 1;
+  if (is_too_large()) p.Hq /= p.Hkv, p.Hkv = 1;
+  if (is_too_large()) p.Sq = std::max(1, int(most_pairs / p.Hq / p.Sk));
+}
+
 template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& tile, uint64_t seed) {
   const auto draw_size = [&](int unit) {  // half of them beside an edge of tiles or of 64 rows
     if (draw(2)) return draw(301);
@@ -735,10 +747,6 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
     const int keys = tile.block_n * tile.split_kv;
     p.Sq = 1 + draw(30), p.Sk = std::max(300, 2 * keys) + draw(3 * keys), p.Hkv = 4 + draw(5), ratio = 1 + draw(2);
   }
-  constexpr double most_pairs = 5e5;  // which the CPU backend takes less than a second for
-  const double pairs = double(p.Hkv) * ratio * p.Sq * p.Sk;
-  if (pairs * p.B > most_pairs) p.B = 1;
-  if (pairs > most_pairs) p.Hkv = 1;
   p.Hq = p.Hkv * ratio;
   p.mask = reference::Mask(lasts ? 0 : draw(3));
   if (!lasts && draw(3) == 0) {
@@ -775,7 +783,7 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
     if (line.has_bias_maps && draw(2)) p.bias_dims += "m";
     // So many keys that the launch makes a map.
     if (line.has_bias_maps && !far && draw(3) == 0) {
-      p.Sq = 1 + draw(2 * tile.block_m), p.Sk = (16 + draw(8)) * tile.block_n * tile.split_kv + draw(100), p.B = p.Hkv = 1;
+      p.Sq = 1 + draw(tile.block_m + 64), p.Sk = (16 + draw(8)) * tile.block_n * tile.split_kv + draw(100), p.B = p.Hkv = 1;
       p.Hq = 1 + draw(2);
     }
   }
@@ -804,6 +812,7 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   }
   p.batch_invariant = draw(3) == 0;
   keep_features(p, draw);
+  if (!far) limit_size(p, tile);
   // Lines whose ranges the last CTA merges refuse as many as the keys that a wide table could hold have.
   const bool by_cta = !line.is_wgmma && value_of_knob("PACK_GQA") == "1" && value_of_knob("SPLIT_KV") != "1";
   if (p.batch_invariant && by_cta && line.has_pages && !p.narrow_table && p.most_keys == 0) p.most_keys = p.Sk + 1;
