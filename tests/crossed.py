@@ -1,13 +1,20 @@
 #!/usr/bin/env python3
-"""Features crossed: builds and problems such that every two values meet, of two knobs, of a knob and a member of the problem, and
-of two members, on each kind of kernel. What sdpa.cu refuses is left out; a pair that no legal build has is found by trying to
-complete it. Each problem is checked against the reference on the CPU backend.
-usage: tests/crossed.py [REGEX] [--sample N] [--show]
+"""Covering arrays of builds, on the CPU backend. For each kind of kernel there are builds such that every two values of two
+knobs meet in one of them, except for pairs that sdpa.cu refuses; such a pair is found by trying to complete it.
+
+Of all knobs, with problems in which every two values of a knob and a member of the problem meet, and of two members. Each
+problem is checked against the reference.
+
+--features: of the knobs in FEATURES. Each build runs a sweep of random problems, until these are of all kinds that the build
+takes, and must take all its paths of tests/paths.py.
+usage: tests/crossed.py [REGEX] [--features] [--sample N] [--show] [--link FILE...]
   REGEX       the builds whose kind and knobs match, as in "mma.* HEAD_DIM_V"
   --sample N  so many of the builds, of all kinds, drawn by the commit
-  --show      print the builds, their problems and the pairs that no legal build has, and stop"""
+  --show      print the builds, their problems and the pairs that no legal build has, and stop
+  --link      objects and libraries of the sweep's harness and of the CPU backend; without it they are compiled"""
 import argparse
 import ctypes
+import functools
 import itertools
 import os
 import random
@@ -15,24 +22,24 @@ import re
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 import bugs
+import paths
 
 sys.path.insert(0, os.path.join(bugs.ROOT, "tools"))
 try:
-    from allpairspy import AllPairs
     from builds import Tree
 except ModuleNotFoundError as error:
-    print(f"skipped: a package is missing ({error.name}); python3 -m pip install 'allpairspy==2.*' pyelftools")
+    print(f"skipped: a package is missing ({error.name}); python3 -m pip install pyelftools")
     sys.exit(77)
 
 # The values to try of each knob. Knobs that are not here have their defaults, and those of KINDS.
 KNOBS = dict(
     HEAD_DIM="64 96 128", HEAD_DIM_V="0 64 128 48", DTYPE="FP16 BF16 FP8_E4M3 U8", OUT_DTYPE="AUTO BF16 FP16",
     BLOCK_M="32 64 128 16", NUM_WARPS="4 8 2 16", SPLIT_KV="1 2 4", BLOCK_N="64 32 128", VEC_WIDTH="8 16 1", USE_LENGTHS="1 0",
-    USE_PAGES="1 0", USE_SINKS="1 0", USE_BIAS="1 2 0", SPLIT_CTAS="3 0 1", PACK_GQA="1 0", USE_SOFTCAP="2 0", STAGES="3 1", USE_CP_ASYNC="1 0",
+    USE_PAGES="1 0", USE_SINKS="1 0", USE_BIAS="1 2 0", SPLIT_CTAS="3 0 1", PACK_GQA="1 0", USE_SOFTCAP="2 0 1", STAGES="3 1", USE_CP_ASYNC="1 0",
     USE_LAZY_MAX="1 0", SWIZZLE_XOR="1 0", USE_PERSISTENT_CTA="1 0", USE_FAST_EXP="0 1", OVERLAP="1 0", USE_PING_PONG="0 1",
     SKIP_MASKED="1 0", FP8_FLUSH="8 0 1", SYNC_POLICY="1 5", USE_WMMA_PV="1 0", FP16_ACC="NONE BOTH",
     NUM_PRODUCER_WARPS="1 2", USE_WARP_SPECIALIZATION="1 0")
@@ -42,9 +49,11 @@ TILE = dict(BLOCK_M="64", BLOCK_N="64", NUM_WARPS="4", SPLIT_KV="1", SPLIT_CTAS=
 KINDS = dict(
     scalar=dict(HEAD_DIM="64 96", HEAD_DIM_V="0 128 48", BLOCK_M="32 64", BLOCK_N="64 32", NUM_WARPS="4 2"),
     wmma=dict(USE_WMMA="1", HEAD_DIM="64 128", OUT_DTYPE="AUTO BF16", BLOCK_M="32 64", BLOCK_N="32"),
-    mma=dict(USE_MMA_SYNC="1", BLOCK_M="32 64 16", NUM_WARPS="4 2 8", BLOCK_N="64 32"),
+    mma=dict(USE_MMA_SYNC="1", BLOCK_M="32 64 16", NUM_WARPS="4 2 8", BLOCK_N="64 32", KV_DTYPE="AUTO FP8_E4M3"),
     wgmma_plain=dict(ROLES, HEAD_DIM_V="0 64 96", USE_WARP_SPECIALIZATION="0", BLOCK_N="64 32"),
     wgmma_roles=dict(ROLES, HEAD_DIM_V="0 64 96", DTYPE="FP16 BF16", BLOCK_N="64 32"),
+    wgmma_converting=dict(ROLES, DTYPE="FP16 BF16", KV_DTYPE="FP8_E4M3", HEAD_DIM_V="0 64 96", VEC_WIDTH="16", SPLIT_KV="1",
+                          USE_PERSISTENT_CTA="0", BLOCK_N="64 48 96"),
     wgmma_swapped=dict(USE_WGMMA="1", SWAP_AB="1", BLOCK_M="32 16 8"),
     wgmma_e4m3=dict(ROLES, DTYPE="FP8_E4M3", NUM_WARPS="4 8"),
     tuned_mma=dict(TILE, USE_MMA_SYNC="1", HEAD_DIM_V="0 128 48", DTYPE="FP16 BF16", VEC_WIDTH="8", USE_CP_ASYNC="1", SWIZZLE_XOR="1"),
@@ -52,6 +61,22 @@ KINDS = dict(
                      OVERLAP="1", USE_PERSISTENT_CTA="0", USE_PING_PONG="0", SKIP_MASKED="0", FP8_FLUSH="8"))
 TYPED = ("HEAD_DIM", "HEAD_DIM_V", "DTYPE", "OUT_DTYPE", "VEC_WIDTH", "BLOCK_M", "USE_FAST_EXP", "USE_SOFTCAP", "USE_SINKS", "USE_BIAS",
          "USE_LENGTHS", "USE_PAGES", "USE_MMA_SYNC", "USE_WGMMA")
+
+# --features: the knobs of which every two values meet, by the values to try; of a kind also its own. Other knobs take some
+# legal value. USE_SOFTCAP=2 is USE_SOFTCAP=1 with another tanh, but for a kernel that has a polynomial for the latter.
+FEATURES = dict(DTYPE="FP16 BF16", HEAD_DIM="64 96", USE_SOFTCAP="1 0", USE_BIAS="1 2 0", USE_SINKS="1 0", USE_LENGTHS="1 0", USE_PAGES="0 1",
+                SPLIT_KV="1 2", SPLIT_CTAS="1 0", PACK_GQA="0 1", USE_LAZY_MAX="1 0", OVERLAP="1 0", SKIP_MASKED="0 1")
+FEATURES_OF = dict(
+    scalar=dict(DTYPE="FP16 FP8_E4M3", USE_SOFTCAP="2 0", SPLIT_CTAS="1"),
+    wmma=dict(DTYPE="FP16 U8", HEAD_DIM="64", USE_SOFTCAP="0"),
+    mma=dict(DTYPE="FP16 BF16 FP8_E4M3", KV_DTYPE="AUTO FP8_E4M3", SPLIT_KV="1 4"),
+    wgmma_plain=dict(USE_SOFTCAP="2 0"),
+    wgmma_roles=dict(USE_SOFTCAP="1 2 0"),
+    wgmma_converting=dict(KV_DTYPE="FP8_E4M3", BLOCK_N="64 48"),
+    wgmma_swapped=dict(HEAD_DIM="64 128", USE_SOFTCAP="2 0"),
+    wgmma_e4m3=dict(DTYPE="FP8_E4M3", FP8_FLUSH="8 0 1"))
+
+CANDIDATES, PAIRS_AT_ONCE = 20, 12  # that are tried for a build
 
 PROBLEMS = 3  # of a build at least
 # The members of a problem, as options.
@@ -77,7 +102,7 @@ MEMBERS = dict(
 
 def takes(build, problem):
     """Whether such a problem is one for the build."""
-    has, is_8bit = {knob for knob, value in build.items() if value != "0"}, build["DTYPE"] in ("FP8_E4M3", "U8")
+    has, is_8bit = {knob for knob, value in build.items() if value != "0"}, "FP8_E4M3" in build.values() or build["DTYPE"] == "U8"
     is_wgmma, dist = build["USE_WGMMA"] == "1", problem["dist"].removeprefix("--dist ")
     return ((not problem["lengths"] + problem["packed"] + problem["most_keys"] or "USE_LENGTHS" in has) and
             bool(problem["pages"]) == ("USE_PAGES" in has) and not (problem["pages"] and "k" in problem["packed"][9:]) and
@@ -93,7 +118,7 @@ def takes(build, problem):
             # Builds without ranges refuse longer sums.
             (not problem["machine"] or problem["machine"].endswith("65536") or build["SPLIT_CTAS"] != "1") and
             (build["FP16_ACC"] == "NONE" or dist in ("", "nonfinite")) and  # others go past 65504
-            not (is_wgmma and is_8bit and dist in ("negative", "huge")) and  # sums of 14 bits
+            not (is_wgmma and build["DTYPE"] == "FP8_E4M3" and dist in ("negative", "huge")) and  # sums of 14 bits
             not (problem["scale"] and dist in ("stairs", "huge")))
 
 
@@ -208,17 +233,18 @@ class Domain(ctypes.Structure):
 
 
 class Kind:
-    """The legal builds of a kind of kernel, and which pairs of values they have."""
+    """The legal builds of a kind of kernel, and which pairs of values they have, of these knobs."""
 
-    def __init__(self, judge, name, own):
-        self.judge, self.name = judge, name
+    def __init__(self, judge, name, own, crossed):
+        self.judge, self.name, self.random = judge, name, random.Random(name)
         family = "wgmma" if own.get("USE_WGMMA") else "mma" if own.get("USE_MMA_SYNC") else "wmma" if own.get("USE_WMMA") else "scalar"
-        self.values = {knob: (own[knob] if knob in own else KNOBS[knob] if knob in KNOBS and {"all", family} & {*families}
+        domains = KNOBS | crossed
+        self.values = {knob: (own[knob] if knob in own else domains[knob] if knob in domains and {"all", family} & {*families}
                               else default).split() for knob, (default, _, families) in judge.rows.items()}
         self.near = [judge.complete(self.values, 10000000)]
         for knob, values in self.values.items():
             self.values[knob] = [value for value in values if self.complete({knob: value})]
-        self.free = [knob for knob in KNOBS if len(self.values[knob]) > 1]
+        self.free = [knob for knob in crossed if len(self.values[knob]) > 1]
         self.near = [self.complete({}) for _ in range(8)]
         self.pairs = {pair for build in self.near for pair in self.pairs_of(build)}
         self.impossible = []
@@ -245,31 +271,21 @@ class Kind:
         return set(itertools.combinations([(knob, build[knob]) for knob in self.free], 2))
 
     def builds(self):
-        """Builds that have all of its pairs."""
-        known = {}
-
-        def can_be_completed(values):
-            prefix = tuple(values)
-            if prefix not in known:
-                found = self.complete(dict(zip(self.free, prefix)))
-                known[prefix] = bool(found)
-                if found:
-                    row = tuple(found[knob] for knob in self.free)
-                    known.update({row[:n]: True for n in range(len(prefix), len(row) + 1)})
-            return known[prefix]
-        rows = AllPairs([self.values[knob] for knob in self.free], can_be_completed)
-        builds = [self.complete(dict(zip(self.free, row))) for row in rows]
-        left = self.pairs.difference(*map(self.pairs_of, builds))
-        while left:  # which allpairspy has given up
-            fixed = {}
-            for pair in sorted(left):
-                more = fixed | dict(pair)
-                if all(more[knob] == value for knob, value in (*fixed.items(), *pair)) and (found := self.complete(more)):
-                    fixed, best = more, found
-            builds.append(best)
-            left -= self.pairs_of(best)
+        """Builds that have all of its pairs. Each is the one with the most new pairs among several that have some of them."""
+        builds, left = [], set(self.pairs)
+        while left:
+            tried = []
+            for _ in range(CANDIDATES):
+                fixed, found = {}, None
+                for pair in self.random.sample(sorted(left), min(len(left), PAIRS_AT_ONCE)):
+                    more = fixed | dict(pair)
+                    if all(more[knob] == value for knob, value in (*fixed.items(), *pair)) and (one := self.complete(more)):
+                        fixed, found = more, one
+                tried += [found] if found else []
+            if tried:
+                builds.append(max(tried, key=lambda build: len(left & self.pairs_of(build))))
+                left -= self.pairs_of(builds[-1])
         return builds
-
 
 
 # ---- the problems ----
@@ -330,7 +346,7 @@ class Problems:
 
 @dataclass(frozen=True)
 class Crossed:
-    """A build, and the options of its problems."""
+    """A build, and the options of its problems, or of a sweep."""
     kind: str
     knobs: str
     problems: tuple
@@ -339,9 +355,25 @@ class Crossed:
         return f"{self.kind}: {self.knobs}"
 
 
+SWEEP = "--sweep 8 --all-kinds"
+
+
+def cross_features(judge, name, shows_impossible):
+    """The builds of a kind in which FEATURES meet, and how many legal pairs none of them has."""
+    kind = Kind(judge, name, KINDS[name] | FEATURES_OF[name], FEATURES)
+    builds = kind.builds()
+    covered = kind.pairs & set().union(*map(kind.pairs_of, builds))
+    print(f"{name:<16} {len(covered):>5} of {len(kind.pairs):<5} {len(kind.impossible):>4} {len(builds):>6}")
+    if shows_impossible:
+        print(*(f"  no legal build has {a}={x} {b}={y}" for (a, x), (b, y) in kind.impossible), sep="\n")
+    found = [Crossed(name, " ".join(f"{knob}={value}" for knob, value in build.items() if value != judge.rows[knob][0]), (SWEEP,))
+             for build in builds]
+    return found, len(kind.pairs) - len(covered)
+
+
 def cross(judge, name, shows_impossible):
     """The builds of a kind, and how many legal pairs none of them has."""
-    kind = Kind(judge, name, KINDS[name])
+    kind = Kind(judge, name, KINDS[name], KNOBS)
     builds = kind.builds()
     problems = Problems(kind, builds, PROBLEMS)
     is_tuned = name.startswith("tuned")
@@ -370,6 +402,33 @@ def try_build(builder, source, number, build):
     return [f"{build}; {options}: {words}" for options, words in found.items() if words != "nothing"]
 
 
+# The functions of sdpa.cu alone are counted, since those of the CPU backend would take four times as long. So would scalar
+# kernels, whose products are functions of sdpa.cu.
+COVERAGE = ["--coverage", "-fprofile-update=atomic", r"-fprofile-filter-files=.*\.cu"]
+UNCOVERED = ("scalar",)
+
+
+def sweep_build(builder, source, number, build, parts):
+    """What failed, in lines."""
+    name, coverage = f"features{number}", [] if build.kind in UNCOVERED else COVERAGE
+    try:
+        line = builder.compile("plain", "-O1", *coverage, *("-D" + knob for knob in build.knobs.split()),
+                               "-DSDPA_LINE_ONLY", "-x", "c++", "-c", source, "-o", name + ".o")
+        objects = parts or [builder.harness("plain"), builder.engine("plain")]
+        executable = builder.path(builder.compile("plain", *coverage, line, *objects, "-o", name))
+    except bugs.Broken as error:
+        return [f"{build}: {error}"]
+    done = subprocess.run([executable, *SWEEP.split()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+                          timeout=600)
+    words = [line for line in done.stdout.split("\n") if re.search(r"FAIL \S+:|^repeat|missing:|have none|rror", line) and "," not in line[:20]]
+    if not done.returncode:
+        words = coverage and paths.missing(builder.folder, name, build.knobs, builder.source)
+    elif not words:
+        words = [f"exit {done.returncode}: " + done.stdout[-500:]]
+    os.remove(executable)
+    return [f"{build}\n  {line[-600:]}" for line in words]
+
+
 def sample(builds, count):
     """So many of the builds, drawn by the commit, of each kind as many as of the others or one less."""
     draw = random.Random(bugs.git("rev-parse", "HEAD") or "no clone")
@@ -383,12 +442,15 @@ def main():
     parser.add_argument("only", nargs="?", default="")
     parser.add_argument("--sample", type=int)
     parser.add_argument("--show", action="store_true")
+    parser.add_argument("--features", action="store_true")
+    parser.add_argument("--link", nargs="+", default=[])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(int(os.environ.get("JOBS", os.cpu_count()))) as pool:
         judge, builds, uncovered = Judge(Tree(), folder), [], 0
-        print("pairs          of knobs       none  and of members   builds  problems")
-        for name in KINDS:
-            of_kind, missing = cross(judge, name, options.show)
+        print("pairs             of features  none builds" if options.features else
+              "pairs          of knobs       none  and of members   builds  problems")
+        for name in FEATURES_OF if options.features else KINDS:
+            of_kind, missing = (cross_features if options.features else cross)(judge, name, options.show)
             builds, uncovered = builds + of_kind, uncovered + missing
         chosen = [build for build in builds if re.search(options.only, str(build))]
         if options.sample:
@@ -401,9 +463,12 @@ def main():
             return 2
         builder = bugs.Builder(folder)
         source = os.path.join(bugs.ROOT, "sdpa.cu")
-        tried = [pool.submit(try_build, builder, source, number, build) for number, build in enumerate(chosen)]
-        failed = [words for one in tried for words in one.result()]
-    print(*failed, sep="\n")
+        try_one = functools.partial(sweep_build, parts=[os.path.abspath(part) for part in options.link]) if options.features else try_build
+        tried = [pool.submit(try_one, builder, source, number, build) for number, build in enumerate(chosen)]
+        failed = []
+        for one in as_completed(tried):
+            failed += one.result()
+            print(*one.result(), sep="\n", end="\n" * bool(one.result()), flush=True)
     part = f" of {len(builds)}" if len(chosen) < len(builds) else ""
     print(f"{len(chosen)}{part} builds, {sum(len(build.problems) for build in chosen)} problems: {len(failed)} failed; "
           f"{uncovered} legal pairs in none")

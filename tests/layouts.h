@@ -168,7 +168,7 @@ struct StridedInput {
 vector<StridedInput> strided_inputs(SdpaParams& p) {
   const auto data = [](auto& pointer) { return reinterpret_cast<const char**>(&pointer); };
   vector<StridedInput> inputs;
-  if (p.page_size) {
+  if (p.page_size && !has_clock) {  // a GPU has no room for so many pages
     for (const bool is_v : {false, true}) {
       Strides& s = is_v ? p.v : p.k;
       inputs.push_back({is_v ? data(p.V) : data(p.K), element_bytes(line.input), is_v ? p.Dv : p.D,
@@ -218,7 +218,7 @@ SdpaParams spread_inputs(SdpaParams p) {
     }
     *x.data = to;
   }
-  if (p.page_table && is_far[2]) {  // an int, which passes 2^31 from the third sequence on
+  if (p.page_table && is_far[2] && !has_clock) {  // an int, which passes 2^31 from the third sequence on
     const int64_t stride = INT_MAX, old_stride = p.page_stride;
     copies.emplace_back(new Guarded("a spread page table", size_t((p.B - 1) * stride + old_stride) * sizeof(int)));
     int* const to = copies.back()->data<int>();

@@ -514,6 +514,7 @@ class Kinds {
     }
     if (line.use_bias) takes("bias_rows", "contiguous padded shifted odd"), takes("padded_keys", "whole tail");
     if (line.has_bias_maps) takes("bias_map", moves_rows_up() ? "none made kept made_moved kept_moved" : "none made kept");
+    if (line.has_bias_maps) takes("rows_of_map", "contiguous padded shifted odd");
     if (line.has_lengths) takes("q_lengths", "none some");
     if (line.has_lengths) {
       takes("lengths", "none below_0 0 1 usual Sk above"), takes("packed", line.has_pages ? "none q" : "none q k qk");
@@ -563,6 +564,7 @@ class Kinds {
   // The strides in SdpaParams that never were far.
   string near_strides() const {
     string text;
+    if (has_clock) return text;  // a GPU has no room for all of them
     for_each_stride(SdpaParams{}, [&](const string& name, int64_t) {
       if (!is_fixed(name.substr(0, name.find('.'))) && !far_.count(name)) text += " far:" + name;
     });
@@ -672,8 +674,8 @@ class Kinds {
     const bool has_lists = t.split_ctas == 1 && t.use_warp_specialization, is_kept = p.bias_dims.find('m') != string::npos;
     const bool is_made = p.bias_dims.find('h') == string::npos && keys >= 16 * t.block_n * t.split_kv;
     const bool is_moved = moves_rows_up(t) && p.mask != reference::Mask::none && (p.Sq + 63) / 64 * 64 % t.block_m != 0;
-    add("bias_map", !has_lists || (!is_kept && !is_made) ? string("none")
-                                                         : string(is_kept ? "kept" : "made") + (is_moved ? "_moved" : ""));
+    if (!has_lists || (!is_kept && !is_made)) return add("bias_map", "none");
+    add("bias_map", string(is_kept ? "kept" : "made") + (is_moved ? "_moved" : "")), add("rows_of_map", rows.name);
   }
   // Tiles whose rows move up to have the warpgroups without rows first.
   static bool moves_rows_up(const TunedTile& t) { return t.block_m > 64 && t.split_kv == 1 && !t.use_ping_pong; }
@@ -792,7 +794,7 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
     p.packs_q = draw(2), p.packs_k = draw(2) && !line.has_pages, p.B = 1 + draw(p.packs_q && p.packs_k ? 12 : 4);
   }
   constexpr int page_sizes[] = {16, 48, 64, 256};
-  if (line.has_pages) p.page_size = page_sizes[draw(4)];
+  if (line.has_pages) p.page_size = page_sizes[draw(p.layout == "far_rows" ? 3 : 4)];  // TMA takes strides to 2^40 bytes
   if (exact &&
       draw(2) == 0) {  // up to 1e10 or down to 1e-10; bf16's huge logits leave no room above
     float scale = 1;

@@ -1,0 +1,88 @@
+#!/usr/bin/env python3
+"""The paths through the kernels, and which of them a build has that its problems never took. A line object that was compiled
+with --coverage and has run tells that by gcov, which knows for each line of the source whether the build has it."""
+import json
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+
+import bugs
+
+
+@dataclass(frozen=True)
+class Path:
+    name: str
+    line: str  # of sdpa.cu, as a regular expression; each line that matches must have run
+    whole: bool = False  # the line is a condition and its statement, and both must have run
+    builds: str = ""  # regular expression of the knobs of builds that must take it; "": all that have the line
+
+
+PATHS = [
+    # ---- the softmax ----
+    Path("a stale maximum, mma", r"done = rows\.attend_by_stale_max"),
+    Path("a stale maximum, wgmma", r"^      pack_all\(P, S\);|^      softmax\.exp\(S, 0, S\.COLS\);"),
+    Path("a stale maximum that is too small", r"if \(!__all_sync\(0xffffffffu, all <= limit\)\) return false;", whole=True),
+    Path("scores recovered by their logarithm", r"P\.x\.d\[i\] = fmaf\(lg2_approx_ftz", builds="USE_BIAS=1|^(?!.*USE_SOFTCAP)"),
+    Path("scores multiplied again", r"const int lane = int\(thread_index_anew\(\) % 32\), k = k0 \+ lane / 4"),
+    Path("a maximum too large to be subtracted in the exponent", r"may_be_kept = false, m_log2\[i\] = 0 - p_log2<B>;"),
+    Path("a softcap", r"x = B::use_softcap == 2 \|\| is_capped<B>\(a\) \?"),
+    Path("a softcap by a polynomial", r"S\.x\[i\]\[j\] = softmax_exp2<B>\(fmaf\(s \* fmaf\(y, y, fit\.rest\)"),
+    Path("a softcap without its polynomial", r"cap_scores<B>\(S, a, a\.cap_scale, first, last\);"),
+    Path("a cap beyond the polynomial", r"if \(x < 1e-7 \|\| x > 1e7\) return;", whole=True),
+    # ---- the bias ----
+    Path("a bias by chunks", r"cp_async<16>\(tile->at\(r, chunk\), from"),
+    Path("a bias by elements", r"st_shared\(tile->at\(r, chunk\) \+ i, exists"),
+    Path("a bias by pairs from memory", r"add_pair\(S\.x\[i\]\[j\], S\.x\[i\]\[j \+ 1\], ld_global_nc<BiasPair>"),
+    Path("a bias by elements from memory", r"const bool exists = uint32_t\(col \+ at\) < uint32_t\(cols\);"),
+    Path("tiles without a bias in a launch with one", r"S\.x\[i\]\[j\] \*= a\.logit_scale;$", builds="USE_BIAS=1"),
+    Path("a map of the bias", r"item\.rounds = int\(ld_global<uint32_t>\(list\)\)"),
+    Path("a map of the bias by the launch", r"return set_bias_map<B>\(a, items, static_cast<char\*>\(a\.p\.workspace\)"),
+    Path("a map by chunks", r"effects \|= effects_of\(x\[n\]\.y\)", whole=True),
+    Path("a map by elements", r"x\[n\]\.x = ld_global_nc<VectorType<sizeof\(Bias\)>>", whole=True),
+    # ---- items and their rounds ----
+    Path("items by their length", r"const uint32_t from_end = a\.work_items - 1 - i;"),
+    Path("items that move up", r"if \(EARLY && !B::use_lengths\) item\.q0 -="),
+    Path("tiles that a warpgroup skips", r"^      mbarrier_wait\(&k_full\[ring\.stage\], ring\.parity\);", builds="SKIP_MASKED=1"),
+    Path("a range without keys", r"if \(s\.item\[0\]\.rounds == 0\) rows\.start\(\)", whole=True),
+    Path("a page", r"return min\(max\(ld_global<int>\(a\.p\.page_table"),
+    Path("rows of V behind the last key", r"st_shared\(reinterpret_cast<uint4\*>\(V_s\) \+ n \* panel \+ i, uint4\{\}\);"),
+    Path("queries of another sequence", r"st_shared\(reinterpret_cast<uint4\*>\(Q_s\) \+ \(panel \* panel_rows"),
+    Path("rows of a sequence that ends in a tile", r"if \(q < item\.query_count\(a\.p\) && col < a\.p\.Dv\) st_global_v4"),
+    # ---- sums and their merge ----
+    Path("e4m3 sums that are flushed, and flushed again", r"if \(!first\) add\(d, ld_shared<float4>\(place\), 1\);", whole=True),
+    Path("e4m3 sums that are rescaled", r"st_shared\(place, float4\{x\.x \* alpha\[0\]"),
+    Path("an e4m3 maximum that is raised", r"rows\.m\[i\] \+= float\(step\)"),
+    Path("rows that see no key", r"^      SDPA_UNROLL for \(int j = 0; j < O\.COLS; j\+\+\) O\.x\[i\]\[j\] = 0;"),
+    Path("ranges that are merged", r"add\(O\.x\[0\] \+ 4 \* c, x\[n\]\[c\], weight\[1 \+ n\]\)"),
+    Path("ranges that the last CTA merges", r"const RangePartial<B>\* const first = partials \+ item\.first_part\(a\);"),
+    Path("an item in one range", r"^      store_output<B>\(O, m, l, a, row_item<B>\(a, item, row\)\);$"),
+    Path("slices that are merged", r"d = l == 0 \? 0 : fmaf\(others\[i\], weight\[1\] \* inverse"),
+    Path("a group's heads in one tile", r"const Item<B> from = row_item<B>\(a, t\.item, row\);"),
+]
+
+
+def lines_of(folder, name):
+    """{number: (count, whether a part of it never ran)} of the lines of the source that an object has."""
+    gcov = subprocess.run([bugs.CXX, "-print-prog-name=gcov"], capture_output=True, text=True, check=True).stdout.strip()
+    done = subprocess.run([gcov, "--json-format", "--stdout", name + ".gcda"], cwd=folder, capture_output=True, text=True, check=True)
+    lines = {}
+    for file in json.loads(done.stdout)["files"]:
+        for line in file["lines"] if os.path.basename(file["file"]) == "sdpa.cu" else ():
+            count, part = lines.get(line["line_number"], (0, False))
+            lines[line["line_number"]] = count + line["count"], part or line["unexecuted_block"]
+    return lines
+
+
+def missing(folder, name, knobs, source):
+    """The paths that an object has and that never ran, as sentences."""
+    lines, found = lines_of(folder, name), []
+    for path in PATHS:
+        places = [number for number, text in enumerate(source.split("\n"), 1) if re.search(path.line, text)]
+        if not places:
+            found.append(f"{path.name}: no line of sdpa.cu is like {path.line}")
+        for number in places:
+            count, part = lines.get(number, (1, False))
+            if re.search(path.builds, knobs) and (count == 0 or path.whole and part):
+                found.append(f"no problem took a path: {path.name} (sdpa.cu:{number})")
+    return found
