@@ -542,7 +542,8 @@ template <class B> __device__ __forceinline__ float item_score_scale(const Kerne
   const float q_descale = B::converts_operands || B::mixes_types ? 1 : a.p.q_descale.of_head(item.b, item.h);
   const float scale = (is_capped<B>(a) ? a.cap_scale : a.scale_log2) * q_descale *
                       a.p.k_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
-  return max_nan(scale, 1.2e-38f);  // of a factor of 0: -inf times the scale stays -inf
+  // Neither 0 nor infinite: -inf times the scale stays -inf, and 0 times the scale stays 0.
+  return scale > 3.4e38f ? 3.4e38f : max_nan(scale, 1.2e-38f);
 }
 // The scale of an item's scores times log2(e), with the factors of its heads; and the factor of its V.
 template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const Item<B>& item) {

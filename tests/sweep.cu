@@ -94,10 +94,17 @@ float negative(const InputAt& i) {
 constexpr float TINY_SCALE = 0x1p97f;
 float tiny(const InputAt& i) { return i.tensor == Tensor::Q ? std::ldexp(i.x, -100) : i.x; }
 
+// True if the head's logits rise beside a softcap.
+bool rises_beside_cap(const reference::Problem& p, uint64_t random) {
+  return p.softcap >= 1 && p.softcap < 1000 && element_bytes(line.input) == 2 && random / 512 % 8 > 1;
+}
+
 // Maxima that change along the keys, which a stale maximum meets or does not. Key heads take turns at eight kinds: from
 // their first key to the last, or backwards, logits at the default scale rise slowly, at once, at single keys, or fall and
 // rise; from 0, from +-512 (past 710 no maximum is stale), from +-524288, or from -inf. A query row takes 1, 1/2, 0 or -1
-// of the rise; in half of the heads 8 rows take all of it, and the next 8 its opposite. Scores are whole numbers below
+// of the rise; in half of the heads 8 rows take one of these, and the next 8 another one. Beside a softcap c
+// the logits of most heads rise slowly by c to 4 * c, from -2 * c to 0 on, so that scores are on both sides of where a
+// polynomial takes the place of tanh. Scores are whole numbers below
 // 2^24, exact in fp32; of e4m3 tensor cores sum 14 bits, and a rise of more keys is 24 at most. V is in most problems as large as the
 // sums of P @ V allow.
 float ramps(const InputAt& i) {
@@ -111,17 +118,27 @@ float ramps(const InputAt& i) {
   const float noise = float((i.x > 0.5f) - (i.x < -0.5f));
   if (i.tensor == Tensor::Q) {
     constexpr float parts[] = {4, 4, 2, 0, -4};
-    const int part = r % 2 ? (r / 2 + i.row / 8) % 2 * 4 : mix(r + i.row) % 5;
+    const int first = mix(r + 1) % 5, other = (first + 1 + mix(r + 2) % 4) % 5;
+    const bool is_second = i.row / 8 % 2;
+    constexpr int parts_beside_cap[][2] = {{3, 4}, {1, 1}, {2, 2}, {4, 3}};  // of 8 rows, and of the next 8
+    const int part = rises_beside_cap(p, r) ? parts_beside_cap[r / 64 % 4][is_second]
+                     : r % 2                ? (is_second ? other : first)
+                                            : mix(r + i.row) % 5;
     return i.d == 0 ? parts[line.has_sinks ? std::min(part, 3) : part] : i.d == 1 ? 128 : noise;
   }
   if (i.d > 1) return noise;
   enum Way { slowly, at_once, at_keys, after_a_fall };
-  constexpr struct {
+  struct Ramp {
     Way way;
     int rise, start;  // of logits; of scores, by 128
-  } kinds[] = {{slowly, 16, 0},    {at_once, 40, 0},        {at_once, 130, 0},       {at_keys, 200, 0},
+  };
+  constexpr Ramp kinds[] = {{slowly, 16, 0},    {at_once, 40, 0},        {at_once, 130, 0},       {at_keys, 200, 0},
                {slowly, 300, -32}, {after_a_fall, 100, 32}, {after_a_fall, 30, 1 << 15}, {slowly, 12, INT_MIN}};
-  const auto& kind = kinds[(of_seed + i.head) % 8];
+  Ramp kind = kinds[(of_seed + i.head) % 8];
+  if (rises_beside_cap(p, r)) {
+    const double score = p.softcap * std::sqrt(double(p.D));  // that becomes the softcap
+    kind = {slowly, int(p.softcap * double(16 + r / 1024 % 48) / 16), -int(score / 128 * double(r / 65536 % 32) / 16)};
+  }
   const float last = float(std::max(p.Sk - 1, 1)), k = r % 4 < 2 ? float(i.row) : last - float(i.row);
   if (i.d == 1) {
     if (few_bits || (bytes && kind.start != -32 && kind.start != 32)) return 0;
@@ -336,6 +353,11 @@ ExitCode print_tile() {
 int keys_at_once(const Problem& p) {
   return p.machine.empty() ? 65536 : std::atoi(p.machine.c_str() + p.machine.rfind(',') + 1);
 }
+// wgmma of e4m3: keys after which P @ V is added to O in fp32; 0: never.
+int keys_of_flush() {
+  if (!line.is_wgmma || line.query != DType::e4m3) return 0;
+  return std::stoi(value_of_knob("FP8_FLUSH")) * line.tiles[0].block_n * line.tiles[0].split_kv;
+}
 // Builds whose tiles may be computed by a stale maximum.
 bool has_stale_maximum() { return line.is_tuned || value_of_knob("USE_LAZY_MAX") == "1"; }
 
@@ -497,7 +519,13 @@ class Kinds {
       }
     }
     takes("alone", alone), takes("pair", pairs), takes("scores", sets);
+    if (keys_of_flush() > 0) takes("flushes", "none one several of_ramps");
     if (has_stale_maximum() && takes_dist("ramps")) takes("stale", sets);
+    // A polynomial takes the place of a tanh between bounds that depend on the softcap.
+    const bool has_polynomial = line.is_wgmma && line.tanh_is_approximate && line.use_bias == 0 && element_bytes(line.input) == 2;
+    if (has_stale_maximum() && line.has_softcap) takes("cap_of_stale", has_polynomial ? "30 50 100 200 large" : "50 large");
+    if (has_stale_maximum() && has_polynomial) takes("cap_of_negative", "1e+08 1e+09");
+
     string of_far;
     for (const char* layout : {"far", "far_heads", "far_rows"}) {
       of_far += string(layout) + (line.use_bias ? "+bias " : element_bytes(line.input) == 1 ? "+factors " : " ");
@@ -610,6 +638,9 @@ class Kinds {
     if (!p.bias_kind.empty() && (is_up || is_down)) add("beside_bias", is_up ? "scale_up" : "scale_down");
     add("max_ctas", p.max_ctas ? "set" : "0"), add("descale", p.descale);
     add("machine", p.machine.empty() ? "default" : "set"), add("summed", to_string(keys_at_once(p)));
+    const bool has_tiles = p.mask == reference::Mask::none && !p.has_window() && p.Sk > 2 * line.tiles[0].block_n * line.tiles[0].split_kv;
+    if (p.dist == "negative" && has_tiles) add("cap_of_negative", format("%g", p.softcap));
+    if (const int keys = keys_of_flush()) add("flushes", p.Sk < keys ? "none" : p.Sk < 2 * keys ? "one" : p.dist == "ramps" ? "of_ramps" : "several");
     add_features(p, add);
     if (is_far(p.layout)) {
       const bool has_factors = element_bytes(line.input) == 1 && p.descale != "none";
@@ -660,7 +691,9 @@ class Kinds {
                        : of_scores.size() == 1 ? of_scores[0]->name
                                                : pair_name(*of_scores[0], *of_scores[1]);
     add("scores", set);
-    if (p.dist == "ramps" && p.mask == reference::Mask::none && !p.has_window()) add("stale", set);
+    if (p.dist != "ramps" || p.mask != reference::Mask::none || p.has_window()) return;
+    add("stale", set);
+    if (set == "softcap") add("cap_of_stale", p.softcap < 1000 ? format("%g", p.softcap) : "large");
   }
   // add() how the bias lies, and whether rounds are left out by a map: by one that the launch makes or that is kept.
   template <class Add> static void add_bias(const Problem& p, const Add& add) {
@@ -749,6 +782,7 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
     const int keys = tile.block_n * tile.split_kv;
     p.Sq = 1 + draw(30), p.Sk = std::max(300, 2 * keys) + draw(3 * keys), p.Hkv = 4 + draw(5), ratio = 1 + draw(2);
   }
+  if (keys_of_flush() > 0 && draw(3) == 0) p.Sq = 1 + draw(30), p.Sk = (2 + draw(2)) * keys_of_flush() + draw(100);
   p.Hq = p.Hkv * ratio;
   p.mask = reference::Mask(lasts ? 0 : draw(3));
   if (!lasts && draw(3) == 0) {
@@ -778,6 +812,9 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   const bool exact = p.dist == "huge" || p.dist == "stairs", is_small = !exact && p.dist != "ramps" && p.dist != "large";
   const auto power_of_ten = [&](int least, int most) { return std::pow(10.0, least + draw(most - least + 1)); };
   if (p.softcap == 50 && is_small && draw(2)) p.softcap = power_of_ten(3, 18);
+  constexpr int caps_of_stale[] = {2, 30, 50, 100, 200};
+  if (p.softcap != 0 && p.dist == "negative" && draw(4)) p.softcap = power_of_ten(8, 9);
+  if (p.softcap != 0 && p.dist == "ramps") p.softcap = draw(3) ? caps_of_stale[draw(5)] : power_of_ten(3, 18);
   if (p.softcap == 2 && is_small && draw(4) == 0) p.softcap = power_of_ten(-18, -1);
   if (line.use_bias && draw(4) && !exact) {
     constexpr const char* dims[] = {"", "b", "h", "q", "bh", "bq", "hq", "bhq"};
@@ -844,7 +881,7 @@ Problem sweep_problem(uint64_t series, uint64_t n, Kinds& had) {
 // So many, and with `all_kinds` as many more as it takes, or those kinds that were not drawn.
 string draw_problems(uint64_t series, int count, bool all_kinds, vector<Problem>& problems) {
   Kinds had;
-  for (int n = 0; n < count || (all_kinds && !had.has_all() && n < 4 * count); n++) {
+  for (int n = 0; n < count || (all_kinds && !had.has_all() && n < 4 * count + 16); n++) {
     problems.push_back(sweep_problem(series, n, had));
   }
   return all_kinds ? had.missing() : "";
