@@ -1,8 +1,19 @@
 #!/usr/bin/env python3
-"""The checker checked: each bug of tests/bugs.txt is put into a copy of sdpa.cu, or of the file that it names, and must be caught
-by the net named beside it, on the CPU backend. Each set of knobs and options of a line is also run without a bug, and must pass.
+"""Puts bugs into copies of the sources and expects the tests to fail.
+
+The bugs of tests/bugs.txt are named, and each must be caught by the check that it names. Drawn bugs come from the
+mutation operators of tests/mutations.py; survivors are reported and fail nothing, since some are equivalent.
+tests/equivalent.txt lists mutations that are known to be equivalent.
+
+All bugs of one build are compiled into one program, in which the environment variable MUTANT selects one.
 usage: tests/bugs.py [REGEX] [--sample N]
-  --sample N  so many of them, drawn by the commit, and all those in functions that the last commit or the working tree changes"""
+       tests/bugs.py --drawn N [--seed S] [--touched] [--only REGEX] [FILE...]
+  REGEX       bugs whose names match (default: all)
+  --sample N  at least N of them: whole builds, drawn by the commit
+  --drawn N   N drawn bugs, of FILEs (default: sdpa.cu, harness.cu and reference.cpp)
+  --seed S    of the draw (default: the commit)
+  --touched   in functions that the last commit or the working tree changes, if they have any
+  --only R    in functions whose names match"""
 import argparse
 import functools
 import itertools
@@ -11,25 +22,29 @@ import random
 import re
 import shlex
 import shutil
+import signal
 import string
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "tools"))
+import mutations  # noqa: E402
 from builds import CXX, HEADER, Tree, auto_var_init, structs_of  # noqa: E402
 
-# Not optimised: a bug takes longer to compile than to run.
+# A bug takes longer to compile than to run, so nothing is optimised.
 FLAGS = ["-std=c++17", "-O0", "-march=native", "-ffp-contract=off", *auto_var_init(), "-w", "-pthread", "-I.", "-I" + ROOT,
          "-I" + os.path.join(ROOT, "cpu_backend")]
 SANITIZE = {"plain": [], "thread": ["-fsanitize=thread", "-g1"],
             "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1"]}
 ENGINE = {"plain": [], "thread": ["-DSIMT_TSAN"], "address": ["-DSIMT_ASAN"]}
+SWITCHED = ["sdpa.cu", "harness.cu", "reference.cpp"]  # compiled into the programs in C++
 
 
 class Broken(Exception):
@@ -37,46 +52,46 @@ class Broken(Exception):
 
 
 @dataclass(frozen=True)
-class Bug:
-    name: str
-    net: str
-    knobs: str
-    options: str
-    script: str
-    file: str  # that has the bug: sdpa.cu, or that before the script, with a colon
-    section: str  # of tests/bugs.txt
-
-    @property
-    def kind(self):
-        return self.net if self.net in SANITIZE else "plain"
-
-    @property
-    def tests(self):
-        """The file in C++ that the options name, as contract in "@contract errors"; or ""."""
-        return "".join(re.findall(r"^@(\w+)", self.options))
+class Program:
+    """A build of the sources: a line with the harness, or cases of one of the tests in C++."""
+    kind: str = "plain"  # or the sanitizer
+    knobs: str = ""
+    tests: str = ""  # "": tests/sweep.cu; else contract, plan, batch or unit
+    cases: frozenset = frozenset()  # compiled of tests/TESTS.cu; empty: all
 
 
-def edits_of(script):
-    """The edits of a script, s~OLD~NEW~FLAGS between semicolons."""
-    edits = re.findall("s~[^~]*~[^~]*~[a-z0-9]*", script)
-    if re.sub(r"[;\s]", "", script) != re.sub(r"[;\s]", "", "".join(edits)):
-        raise Broken(f"not edits alone: {script}")
-    return edits
+# ---- processes ----
+
+cpu_seconds = 0.0
+cpu_lock = threading.Lock()
 
 
-def read_bugs(path):
-    sets, section = {}, ""
-    with open(path) as file:
-        for line in file:
-            section = line.strip("#- \n") if line.startswith("# ----") else section
-            words = shlex.split(line) if not line.startswith("#") else []
-            if len(words) == 1:
-                name, _, knobs = words[0].partition("=")
-                sets[name] = string.Template(knobs).substitute(sets)
-            elif words:
-                name, net, knobs, options, script = words
-                file, edits = re.fullmatch(r"(?:([\w./]+): *)?(.*)", script, re.DOTALL).groups()
-                yield Bug(name, net, string.Template(knobs).substitute(sets), options, edits, file or "sdpa.cu", section)
+def run(words, limit=None, is_last=None, **options):
+    """(exit code, output) of a process; None for the code if it ran past the limit in seconds.
+    It is stopped at the first line of output that `is_last` matches, and the code is then 1."""
+    global cpu_seconds
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+                               start_new_session=True, **options)
+    ended = []
+
+    def kill(why):
+        ended.append(why)
+        os.killpg(process.pid, signal.SIGKILL)
+    timer = threading.Timer(limit or 1e6, kill, ["late"])
+    timer.start()
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if is_last and re.search(is_last, line):
+            kill("seen")
+            break
+    process.stdout.close()
+    _, status, usage = os.wait4(process.pid, 0)
+    timer.cancel()
+    process.returncode = os.waitstatus_to_exitcode(status)
+    with cpu_lock:
+        cpu_seconds += usage.ru_utime + usage.ru_stime
+    return None if "late" in ended else 1 if ended else process.returncode, "".join(lines)
 
 
 def once(function):
@@ -90,17 +105,21 @@ def once(function):
     return call
 
 
-class Builder:
-    """Executables in a folder."""
+# ---- programs with many bugs ----
 
-    def __init__(self, folder):
-        self.folder = folder
-        with open(os.path.join(ROOT, "sdpa.cu")) as file:
-            self.source = file.read()
+class Builder:
+    """Executables in a folder. switches: {file: [mutations.Switch]} of all bugs, by their numbers."""
+
+    def __init__(self, folder, switches, count):
+        self.folder, self.switches = folder, switches
+        self.rejected = set()  # numbers of bugs that do not compile in some program
+        self.texts = {name: read(name) for name in SWITCHED}
         names = [name for name, _ in structs_of(Tree().read(HEADER))["SdpaParams"]._fields_]
         self.write("sdpa_members.h", f"#define SDPA_MEMBERS {', '.join(names)}\n")  # as CMakeLists.txt has it
-        self.engine, self.headers, self.harness = once(self.engine), once(self.headers), once(self.harness)
-        self.doctest = once(self.doctest)
+        self.write("mutant.h", mutations.HEADER.replace("COUNT", str(max(count, 1))))
+        self.numbers = itertools.count()
+        for name in ("engine", "headers", "harness", "doctest", "clean"):
+            setattr(self, name, once(getattr(self, name)))
 
     def path(self, name):
         return os.path.join(self.folder, name)
@@ -110,154 +129,305 @@ class Builder:
             file.write(text)
 
     def compile(self, kind, *words):
-        done = subprocess.run([CXX, *FLAGS, *SANITIZE[kind], *words], cwd=self.folder,
-                              capture_output=True, text=True)
-        if done.returncode:
-            raise Broken("does not compile: " + (re.findall(".*error.*", done.stderr) or [done.stderr])[0])
-        return words[-1]
+        code, out = run([CXX, *FLAGS, *SANITIZE[kind], *words], cwd=self.folder)
+        if code:
+            raise Broken("does not compile: " + "\n".join(re.findall(".*error.*", out) or [out]))
+        return self.path(words[-1])
 
     def engine(self, kind):
-        return self.compile("plain", "-O2", *ENGINE[kind], "-c", os.path.join(ROOT, "cpu_backend", "engine.cpp"), "-o", f"engine_{kind}.o")
+        return self.compile("plain", "-O2", *ENGINE[kind], "-c", os.path.join(ROOT, "cpu_backend", "engine.cpp"), "-o",
+                            f"engine_{kind}.o")
 
     def headers(self, kind):
-        """The headers of others, which every bug includes, compiled."""
+        """The headers that every program includes, precompiled."""
         os.mkdir(self.path(kind))
-        with open(os.path.join(ROOT, "harness.cu")) as file:
-            found = re.findall(r"^#include <[\w.]+>", self.source + file.read(), re.MULTILINE)
-        self.write(f"{kind}/headers.h", "\n".join(found) + "\n")
+        found = re.findall(r"^#include <[\w.]+>", "".join(self.texts.values()), re.MULTILINE)
+        self.write(f"{kind}/headers.h", "\n".join(dict.fromkeys(found)) + "\n")
         self.compile(kind, "-x", "c++-header", f"{kind}/headers.h", "-o", f"{kind}/headers.h.gch")
         return f"{kind}/headers.h"
 
-    def object(self, kind, knobs, program, name, *words):
-        return self.compile(kind, *("-D" + knob for knob in knobs.split()), "-include", self.headers(kind), *words, "-x", "c++",
-                            "-c", program, "-o", name)
-
-    def harness(self, kind):
-        """The self-check of the clean sdpa.cu with what tests/sweep.cu adds, which knows nothing of a line's knobs."""
-        return self.object(kind, "", os.path.join(ROOT, "tests", "sweep.cu"), f"harness_{kind}.o", "-O1")
-
     def doctest(self, kind):
-        """main() of tests/contract.cu and tests/plan.cu."""
+        """main() of the tests in C++."""
         return self.compile(kind, "-c", os.path.join(ROOT, "tests", "doctest_main.cpp"), "-o", f"doctest_{kind}.o")
 
-    def edited(self, bug):
-        """The file with the bug."""
-        with open(os.path.join(ROOT, bug.file)) as file:
-            source = file.read()
-        for edit in edits_of(bug.script):
-            done = subprocess.run(["sed", "-E", edit], input=source, capture_output=True, text=True)
-            if done.stdout == source or done.returncode:
-                raise Broken(f"{bug.name}: no line of {bug.file} matches {edit}{done.stderr}")
-            source = done.stdout
-        return source
+    def harness(self, kind):
+        """The self-check with what tests/sweep.cu adds. It depends on no knob."""
+        return self.object(Program(kind), self.switches, "tests/sweep.cu", "-O1")
 
-    def tree(self, bug):
-        """A folder with all that the tests read, one file of it with the bug."""
-        shutil.copytree(ROOT, self.path(bug.name), ignore=lambda folder, names: [
-            name for name in names if name == "__pycache__" or folder == ROOT and name != ".clang-format" and (
-                name == "results" or name.startswith(("build", ".")))])
-        os.symlink(os.path.join(ROOT, "results"), self.path(f"{bug.name}/results"))
-        self.write(f"{bug.name}/{bug.file}", self.edited(bug))
-        return self.path(bug.name)
+    def tree(self, texts):
+        """A folder like ROOT with these texts: what is included from it is links."""
+        folder = self.path(f"tree{next(self.numbers)}")
+        for inner in ("", "tests"):
+            os.mkdir(os.path.join(folder, inner))
+            for name in os.listdir(os.path.join(ROOT, inner)):
+                if os.path.join(inner, name) not in texts and (inner or name in (*SWITCHED, "cpu_backend", "bindings")):
+                    os.symlink(os.path.join(ROOT, inner, name), os.path.join(folder, inner, name))
+        for name, text in texts.items():
+            self.write(os.path.join(folder, name), text)
+        return folder
 
-    def cases(self, path, options, name):
-        """A copy of a program in C++ with those of its test cases alone that the options name: half the time to compile."""
-        with open(path) as file:
-            program = re.sub(r'^TEST_CASE\("(\w+)"(?:[^\n]*}|.*?^})$', lambda case: case.group() if case[1] in options else "", file.read(),
-                             flags=re.MULTILINE | re.DOTALL)
-        self.write(name, program)
-        return [self.path(name), "-I" + os.path.dirname(path)]
+    def object(self, program, switches, source, *words, texts=()):
+        """An object of a source with these bugs; those that do not compile are left out, and go to self.rejected."""
+        knobs = ["-D" + knob for knob in program.knobs.split()]
+        while True:
+            kept = {name: [one for one in of_file if one.number not in self.rejected] for name, of_file in switches.items()}
+            made = {name: mutations.schemata(self.texts[name], of_file) for name, of_file in kept.items() if of_file}
+            folder = self.tree({**{name: text for name, (text, _) in made.items()}, **dict(texts)})
+            try:
+                return self.compile(program.kind, *knobs, "-include", self.headers(program.kind), "-include", "mutant.h",
+                                    *words, "-x", "c++", "-c", os.path.join(folder, source), "-o", f"{folder}.o")
+            except Broken as error:
+                bad = {made[name][1].get(int(line)) for name, line in re.findall(
+                    r"(?:^|/)([\w.]+):(\d+):\d+: (?:fatal )?error", str(error), re.MULTILINE) if name in made} - {None}
+                if not bad:
+                    raise
+                self.rejected |= bad
 
-    def line(self, source, kind, knobs, tests, options, name):
-        """The harness with the line of this source, or such cases of tests/contract.cu or tests/plan.cu with it."""
-        if tests:
-            program = [*self.cases(os.path.join(ROOT, "tests", tests + ".cu"), options, f"{name}-{tests}.cu"),
-                       f'-DSDPA_SOURCE="{self.path(source)}"']
+    def cases(self, program):
+        """{file: text} of a test in C++ with only some of its test cases, which halves the time to compile it."""
+        path = f"tests/{program.tests}.cu"
+        if not program.cases:
+            return {}
+        return {path: re.sub(r'^TEST_CASE\("(\w+)"(?:[^\n]*}|.*?^})$', lambda case: case.group() if case[1] in program.cases else "",
+                             read(path), flags=re.MULTILINE | re.DOTALL)}
+
+    def build(self, program, switches, texts=()):
+        """The executable of a program with these bugs in its line or its tests; texts: {file: text} instead."""
+        texts = dict(texts)
+        if program.tests:
+            parts = [self.object(program, switches, f"tests/{program.tests}.cu", texts={**self.cases(program), **texts}),
+                     self.doctest(program.kind)]
+        elif texts and "sdpa.cu" not in texts:
+            parts = [self.object(program, {}, "sdpa.cu", "-DSDPA_LINE_ONLY"),
+                     self.object(Program(program.kind), {}, "tests/sweep.cu", texts=texts)]
         else:
-            program = [source, "-DSDPA_LINE_ONLY"]
-        line = self.object(kind, knobs, program[0], name + ".o", *program[1:])
-        return self.executable(kind, line, self.doctest(kind) if tests else self.harness(kind), name)
+            line = {name: of_file for name, of_file in switches.items() if name == "sdpa.cu"}
+            parts = [self.object(program, line, "sdpa.cu", "-DSDPA_LINE_ONLY", texts=texts), self.harness(program.kind)]
+        return self.compile(program.kind, *parts, self.engine(program.kind), "-o", f"program{next(self.numbers)}")
 
-    def executable(self, kind, *parts):
-        """Of two objects, and a name."""
-        *objects, name = parts
-        return self.path(self.compile(kind, *objects, self.engine(kind), "-o", name))
-
-    def bugged(self, bug):
-        """The command that shows the bug, without its options."""
-        if bug.net == "pytest":
-            return [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--rootdir=" + self.tree(bug)]
-        if bug.net == "unit":
-            program = self.cases(f"{self.tree(bug)}/tests/unit.cu", bug.options.split(), bug.name + "-unit.cu")
-            unit = self.object("plain", "", program[0], bug.name + ".o", program[1])
-            return [self.executable("plain", unit, self.doctest("plain"), bug.name + ".exe")]
-        if bug.file != "sdpa.cu":
-            harness = self.object(bug.kind, "", f"{self.tree(bug)}/tests/sweep.cu", bug.name + ".o")
-            line = self.object(bug.kind, bug.knobs, os.path.join(ROOT, "sdpa.cu"), bug.name + "-line.o", "-DSDPA_LINE_ONLY")
-            return [self.executable(bug.kind, line, harness, bug.name + ".exe")]
-        self.write(bug.name + ".cu", self.edited(bug))
-        return [self.line(bug.name + ".cu", bug.kind, bug.knobs, bug.tests, bug.options.split(), bug.name)]
+    def clean(self, executable, words):
+        """(outcome, seconds, numbers of bugs whose code it reaches) of a run without a bug."""
+        reached, start = f"{executable}.{next(self.numbers)}", time.monotonic()
+        found = outcome([executable, *words], 300, {"MUTANTS_REACHED": reached})
+        numbers = set(map(int, open(reached).read().split())) if os.path.exists(reached) else set()
+        return found, time.monotonic() - start, numbers
 
 
-def outcome(command, net, options):
-    """"NET: evidence", or "nothing"."""
-    is_cases = net == "unit" or options.startswith("@")
-    words = options.split()
-    if is_cases:
-        words = ["--abort-after=1", "--test-case=" + ",".join(word for word in words if word[0] != "@")]
-    elif net != "pytest":
-        words = ["--check-only", *words]
-    folder = command[-1].partition("--rootdir=")[2] if net == "pytest" else None
-    try:
-        done = subprocess.run([*command, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-                              timeout=120, cwd=folder and os.path.join(folder, "tests"))
-    except subprocess.TimeoutExpired:
-        return "no end after 120 s"
-    code, out = done.returncode, done.stdout
-    if net == "pytest":
+def read(name):
+    with open(os.path.join(ROOT, name), encoding="utf-8") as file:
+        return file.read()
+
+
+EVIDENCE = re.compile(r": FAIL [^:]*: (.*)|^\d+ problems have (.*)|(CHECK\w*\(.*\)) is NOT correct", re.MULTILINE)
+
+
+def outcome(words, limit, environment=(), is_last=None, folder=None):
+    """"CHECK: evidence", or "nothing"."""
+    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1", **dict(environment)}
+    code, out = run(words, limit, is_last, env=environment, cwd=folder)
+    if code is None:
+        return f"no end after {limit:.0f} s"
+    if folder:
         failed = re.findall("^(?:FAILED|ERROR) (.*::.*)", out, re.MULTILINE)
         return "nothing" if code == 0 else f"pytest: {failed[0]}" if code == 1 and failed else f"exit {code}: {out[-200:]}"
     address = re.search("AddressSanitizer: [a-z-]*|runtime error: .*", out)
+    evidence, backend = EVIDENCE.search(out), re.search("^simt: (.*)", out, re.MULTILINE)
     if "ThreadSanitizer: data race" in out:
         return "thread: data race"
     if address:
         return "address: " + address.group()
-    if code == 1 and is_cases:
-        return ("unit: " if net == "unit" else "check: ") + "".join(re.findall(r"CHECK\w*\(.*\) is NOT correct", out)[:1])
-    backend = re.search("^simt: (.*)", out, re.MULTILINE)
+    if code == 1 and evidence and evidence[3]:
+        return "check: " + evidence[3]
     if backend:
-        return "backend: " + backend.group(1)
+        return "backend: " + backend[1]
     if code == 1:
-        return "check: " + "".join(re.findall(r"(?:: FAIL [^:]*: |^\d+ problems have )(.*)", out, re.MULTILINE)[:1])
-    return "nothing" if code == 0 else f"exit {code}: {out.splitlines()[:1]}"
+        return "check: " + next(filter(None, evidence.groups()), "") if evidence else "check: "
+    return "nothing" if code == 0 else f"exit {code}: {out.splitlines()[-1:]}"
 
 
-def try_bug(builder, bug):
-    """Whether it is caught, and a line that says by what."""
+# ---- the bugs of bugs.txt ----
+
+@dataclass(frozen=True)
+class Bug:
+    number: int
+    name: str
+    net: str
+    knobs: str
+    options: str
+    script: str
+    file: str  # that has the bug: sdpa.cu, or that before the script, with a colon
+    section: str  # of tests/bugs.txt
+
+    def program(self, cases=frozenset()):
+        """What shows the bug; cases: those of all bugs in this program."""
+        kind = self.net if self.net in SANITIZE else "plain"
+        tests = "unit" if self.net == "unit" else "".join(re.findall(r"^@(\w+)", self.options))
+        return Program(kind, self.knobs, tests, cases)
+
+    @property
+    def cases(self):
+        return frozenset(word for word in self.options.split() if word[0] != "@") if self.program().tests else frozenset()
+
+    def words(self):
+        """The arguments of the program."""
+        if self.cases:
+            return ["--abort-after=1", "--test-case=" + ",".join(sorted(self.cases))]
+        return ["--check-only", *self.options.split()]
+
+    def edited(self):
+        """The text of the file with the bug."""
+        edits = re.findall("s~[^~]*~[^~]*~[a-z0-9]*", self.script)
+        if re.sub(r"[;\s]", "", self.script) != re.sub(r"[;\s]", "", "".join(edits)):
+            raise Broken(f"{self.name}: not edits alone: {self.script}")
+        text = read(self.file)
+        for edit in edits:
+            done = subprocess.run(["sed", "-E", edit], input=text, capture_output=True, text=True, check=False)
+            if done.stdout == text or done.returncode:
+                raise Broken(f"{self.name}: no line of {self.file} matches {edit}{done.stderr}")
+            text = done.stdout
+        return text
+
+
+def read_bugs(path):
+    sets, section, number = {}, "", itertools.count()
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            section = line.strip("#- \n") if line.startswith("# ----") else section
+            words = shlex.split(line) if not line.startswith("#") else []
+            if len(words) == 1:
+                name, _, knobs = words[0].partition("=")
+                sets[name] = string.Template(knobs).substitute(sets)
+            elif words:
+                name, net, knobs, options, script = words
+                file_name, edits = re.fullmatch(r"(?:([\w./]+): *)?(.*)", script, re.DOTALL).groups()
+                yield Bug(next(number), name, net, string.Template(knobs).substitute(sets), options, edits,
+                          file_name or "sdpa.cu", section)
+
+
+def try_pytest(builder, bug, text):
+    folder = builder.path(bug.name)
+    shutil.copytree(ROOT, folder, ignore=lambda inside, names: [
+        name for name in names if name == "__pycache__" or inside == ROOT and name != ".clang-format" and (
+            name == "results" or name.startswith(("build", ".")))])
+    os.symlink(os.path.join(ROOT, "results"), os.path.join(folder, "results"))
+    builder.write(f"{bug.name}/{bug.file}", text)
+    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--rootdir=" + folder, *shlex.split(bug.options)]
+    return outcome(words, 120, folder=os.path.join(folder, "tests"))
+
+
+def try_program(builder, program, bugs, edited):
+    """[(bug, outcome)] of all bugs of a program, and what its clean runs find."""
+    switches = {name: [one for one in of_file if one.number in {bug.number for bug in bugs}]
+                for name, of_file in builder.switches.items()}
+    executable = builder.build(program, switches)
+    results, wrong = [], {}
+    for bug in bugs:
+        found, seconds, reached = builder.clean(executable, tuple(bug.words()))
+        wrong.update({(program, tuple(bug.words())): found} if found != "nothing" else {})
+        try:
+            if bug.number in reached and bug.number not in builder.rejected:
+                found = outcome([executable, *bug.words()], 10 + 10 * seconds, {"MUTANT": str(bug.number)})
+            else:  # no switch can stand in its place
+                alone = builder.build(program, {}, ((bug.file, edited[bug.number]),))
+                found = outcome([alone, *bug.words()], 10 + 10 * seconds)
+        except Broken as error:
+            found = str(error)
+        results.append((bug, found))
+    return results, wrong
+
+
+def try_edit(bug):
     try:
-        found = outcome(builder.bugged(bug), bug.net, bug.options)
+        return bug.edited()
     except Broken as error:
-        found = str(error)
-    caught = found.startswith(bug.net + ": ")
-    return caught, f"{bug.name:<26} {'caught' if caught else 'MISSED':<7} {found[:110]}"
+        return error
 
 
-def try_clean(builder, number, build, options):
-    """Runs a build without a bug with each of the options; a line for each that does not pass."""
-    kind, knobs, tests = build
-    try:
-        executable = builder.line(os.path.join(ROOT, "sdpa.cu"), kind, knobs, tests, " ".join(options).split(), f"clean{number}")
-        found = {one: outcome([executable], kind, one) for one in ([" ".join(sorted(options))] if tests else sorted(options))}
-    except Broken as error:
-        found = {"": str(error)}
-    return [f"without a bug ({kind}; {knobs}; {one}): {words}" for one, words in found.items() if words != "nothing"]
+def try_bugs(bugs, builder_of, pool):
+    """Tries bugs of bugs.txt; prints what became of them, and returns whether all is well."""
+    edited = dict(zip((bug.number for bug in bugs), pool.map(try_edit, bugs)))
+    stale = [str(text) for text in edited.values() if isinstance(text, Broken)]
+    if stale:
+        print(*stale, sep="\n")
+        return False
+    switches = defaultdict(list)
+    for bug in bugs:
+        if bug.file in SWITCHED:
+            switches[bug.file] += mutations.switches_of(read(bug.file), edited[bug.number], bug.number) or []
+    builder = builder_of(switches, max(bug.number for bug in bugs) + 1)
+    programs = defaultdict(list)
+    for bug in bugs:
+        programs[bug.program() if bug.net != "pytest" else bug].append(bug)
+    tried = []
+    for program, of_program in programs.items():
+        if isinstance(program, Bug):
+            tried.append(pool.submit(lambda bug: ([(bug, try_pytest(builder, bug, edited[bug.number]))], {}), program))
+        else:
+            cases = frozenset().union(*(bug.cases for bug in of_program))
+            tried.append(pool.submit(try_program, builder, of_program[0].program(cases), of_program, edited))
+    results, wrong = {}, {}
+    for future in tried:
+        of_program, wrong_runs = future.result()
+        results.update(of_program)
+        wrong.update(wrong_runs)
+    caught = 0
+    for section, of_section in itertools.groupby(bugs, lambda bug: bug.section):
+        print("# " + section)
+        for bug in of_section:
+            net = {"unit": "check"}.get(bug.net, bug.net)
+            is_caught = results[bug].startswith(net + ": ")
+            caught += is_caught
+            print(f"{bug.name:<26} {'caught' if is_caught else 'MISSED':<7} {results[bug].replace('check', bug.net, 1)[:110]}")
+    for (program, words), found in wrong.items():
+        print(f"without a bug ({program.kind}; {program.knobs}; {program.tests} {' '.join(words)}): {found}")
+    print(f"{caught} of {len(bugs)} bugs caught")
+    return caught == len(bugs) and not wrong
 
-
-# ---- a sample ----
 
 def git(*words):
-    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout if done.returncode == 0 else ""
+
+
+def sample(bugs, count, seed):
+    """At least so many of them: programs with all their bugs, in a drawn order."""
+    programs = defaultdict(list)
+    for bug in bugs:
+        programs[bug.program() if bug.net != "pytest" else bug].append(bug)
+    order = list(programs.values())
+    random.Random(seed).shuffle(order)
+    chosen = set()
+    for of_program in order:
+        if len(chosen) < count:
+            chosen |= {bug.number for bug in of_program}
+    return [bug for bug in bugs if bug.number in chosen]
+
+
+# ---- drawn bugs ----
+
+# Builds that together compile most of sdpa.cu, and the problems that each runs.
+SWEEP = "--sweep 4 --all-kinds --alone --check-only"
+ROLES = "USE_WGMMA=1 USE_WARP_SPECIALIZATION=1 OVERLAP=1 USE_LAZY_MAX=1 VEC_WIDTH=8 STAGES=2"
+DRAWN_PROGRAMS = {
+    "scalar": (Program(knobs="VEC_WIDTH=8 SYNC_POLICY=1 SWIZZLE_XOR=1 USE_CP_ASYNC=1 STAGES=2 USE_LENGTHS=1 USE_SINKS=1 "
+                       "USE_BIAS=1"), SWEEP),
+    "wmma": (Program(knobs="USE_WMMA=1 USE_WMMA_PV=1 BLOCK_M=32 NUM_WARPS=2 VEC_WIDTH=8 SYNC_POLICY=1 SWIZZLE_XOR=1 "
+                     "USE_CP_ASYNC=1 STAGES=2 USE_WARP_SPECIALIZATION=1 USE_PERSISTENT_CTA=1"), SWEEP),
+    "mma": (Program(knobs="USE_MMA_SYNC=1 VEC_WIDTH=8 SWIZZLE_XOR=1 USE_CP_ASYNC=1 STAGES=2 BLOCK_M=16 BLOCK_N=16 NUM_WARPS=2 "
+                    "SPLIT_KV=2 PACK_GQA=1 SPLIT_CTAS=3 USE_LAZY_MAX=1 USE_LENGTHS=1 USE_PAGES=1 USE_SOFTCAP=2"), SWEEP),
+    "plain": (Program(knobs="USE_WGMMA=1 VEC_WIDTH=8 BLOCK_M=64 BLOCK_N=32 STAGES=2 USE_LENGTHS=1"), SWEEP),
+    "roles": (Program(knobs=f"{ROLES} BLOCK_M=128 NUM_WARPS=8 BLOCK_N=32 USE_PERSISTENT_CTA=1 USE_BIAS=1"), SWEEP),
+    "softcap": (Program(knobs=f"{ROLES} BLOCK_M=64 NUM_WARPS=4 BLOCK_N=64 PACK_GQA=1 SPLIT_CTAS=0 USE_SOFTCAP=1 USE_LENGTHS=1 "
+                        "USE_PAGES=1 USE_SINKS=1"), SWEEP),
+    "e4m3": (Program(knobs=f"{ROLES.replace('VEC_WIDTH=8', 'VEC_WIDTH=16')} DTYPE=FP8_E4M3 BLOCK_M=64 NUM_WARPS=8 BLOCK_N=64 "
+                     "SPLIT_KV=2 FP8_FLUSH=2"), SWEEP),
+    "kv8": (Program(knobs=f"{ROLES.replace('VEC_WIDTH=8', 'VEC_WIDTH=16')} DTYPE=BF16 KV_DTYPE=FP8_E4M3 HEAD_DIM=128 BLOCK_M=64 "
+                    "NUM_WARPS=4 BLOCK_N=64"), SWEEP),
+    "decode": (Program(knobs="USE_WGMMA=1 VEC_WIDTH=8 SWAP_AB=1 BLOCK_M=16 NUM_WARPS=4 BLOCK_N=64 PACK_GQA=1 SPLIT_CTAS=0 STAGES=2 "
+                       "USE_LENGTHS=1 USE_LAZY_MAX=1 USE_BIAS=2"), SWEEP),
+    "contract": (Program(knobs=f"{ROLES} BLOCK_M=64 NUM_WARPS=4 BLOCK_N=16 USE_BIAS=2", tests="contract"), "--abort-after=1"),
+    "unit": (Program(tests="unit"), "--abort-after=1"),
+}
 
 
 def touched_lines(file):
@@ -266,55 +436,142 @@ def touched_lines(file):
     return {int(first) + i for first, count in hunks for i in range(int(count or 1))}
 
 
-def sample(builder, bugs, count):
-    """So many of them, drawn by the commit, and all those on touched lines."""
-    of_file = {file: touched_lines(file) for file in {bug.file for bug in bugs}}
+def read_equivalent():
+    """{(function, operator, "original -> mutated")} of tests/equivalent.txt."""
+    return {tuple(field.strip() for field in line.split(" | ")[:3]) for line in read("tests/equivalent.txt").splitlines()
+            if " | " in line}
 
-    def is_touched(bug):
-        with open(os.path.join(ROOT, bug.file)) as file:
-            pairs = zip(file.read().splitlines(), builder.edited(bug).splitlines())
-        return any(n in of_file[bug.file] for n, (old, new) in enumerate(pairs, 1) if old != new)
-    chosen = set(random.Random(git("rev-parse", "HEAD") or "no clone").sample(range(len(bugs)), min(count, len(bugs))))
-    return [bug for n, bug in enumerate(bugs) if n in chosen or is_touched(bug)]
+
+def in_drawn_order(found, seed):
+    """Mutations in a drawn order in which operators take turns, since some have many times as many as others."""
+    by_operator, generator = defaultdict(list), random.Random(seed)
+    for mutation in found:
+        by_operator[mutation.operator].append(mutation)
+    for of_operator in by_operator.values():
+        generator.shuffle(of_operator)
+    turns = itertools.zip_longest(*(by_operator[name] for name in sorted(by_operator)))
+    return [mutation for turn in turns for mutation in turn if mutation]
+
+
+def candidates(files, only, is_touched):
+    """The mutations of files from which bugs are drawn."""
+    headers = [name for name in ("bindings/sdpa.h", "bindings/append.h")]
+    declared = mutations.Declared(*(read(name) for name in {*SWITCHED, *headers, *files} if not name.endswith(".py")))
+    found, equivalent = [], read_equivalent()
+    for file in files:
+        text = read(file)
+        of_file = mutations.python_mutations(file, text) if file.endswith(".py") else mutations.mutations(file, text, declared)
+        found += [one for one in of_file if re.search(only, one.function) and
+                  (one.function, one.operator, f"{one.original} -> {mutations.one_line(one.mutated)}") not in equivalent]
+    touched = [one for one in found if is_touched and one.line in touched_lines_of(one.file)]
+    return touched or found
+
+
+touched_lines_of = functools.lru_cache(None)(touched_lines)
+
+
+def drawn_in_programs(builder_of, pool, order, count):
+    """Runs drawn bugs in the programs of DRAWN_PROGRAMS that reach them: [(mutation, outcome, programs)]."""
+    order = order[:2 * count + 20]  # some do not compile, and some are in no program
+    switches = defaultdict(list)
+    for number, one in enumerate(order):
+        switches[one.file].append(mutations.Switch(one.start, one.end, number, one.mutated))
+    builder = builder_of(switches, len(order))
+
+    def prepare(name):
+        program, words = DRAWN_PROGRAMS[name]
+        executable = builder.build(program, builder.switches)
+        return (name, executable, words.split(), *builder.clean(executable, tuple(words.split())))
+    prepared = sorted(pool.map(prepare, DRAWN_PROGRAMS), key=lambda one: one[4])
+    for name, _, _, found, *_ in prepared:
+        if found != "nothing":
+            raise Broken(f"{name} without a bug: {found}")
+
+    def attempt(number):
+        ran = []
+        for name, executable, words, _, seconds, reached in prepared:
+            if number in reached:
+                ran.append(name)
+                found = outcome([executable, *words], 5 + 5 * seconds, {"MUTANT": str(number)}, ": FAIL |^simt: ")
+                if found != "nothing":
+                    return order[number], found, ran
+        return order[number], "nothing", ran
+    compiled = [number for number in range(len(order)) if number not in builder.rejected]
+    reached = set().union(*(one[5] for one in prepared))
+    chosen = [number for number in compiled if number in reached][:count]
+    unreached = [order[number] for number in compiled if number not in reached and number < max(chosen, default=0)]
+    for name, *_, seconds, numbers in prepared:
+        print(f"{name}: {seconds:.1f} s, {len(numbers)} reached")
+    return list(pool.map(attempt, chosen)), unreached
+
+
+TESTS_OF = {"inlining": "extract", "minimal": "extract", "concrete": "extract", "builds": "engine", "cli": "tools", "ablate": "tools",
+            "peers": "tools", "ncu": "tools", "search": "tune", "ladders": "rungs", "report_charts": "page", "report_rows": "page",
+            "append": "flash_attn_interface", "transformers_attention": "transformers", "context_parallel": "frameworks",
+            "wheel_backend": "pip", "__main__": "pip", "accuracy": "page", "stress": "tools", "sweep": "tools"}
+
+
+def drawn_in_pytest(builder_of, pool, order, count):
+    """Runs drawn bugs, one at a time in a copy of all files, by the tests of their file."""
+    builder = builder_of({}, 0)
+
+    def attempt(pair):
+        number, one = pair
+        stem = os.path.splitext(os.path.basename(one.file))[0]
+        tests = f"test_{TESTS_OF.get(stem, stem)}.py"
+        text = read(one.file)
+        bug = Bug(number, f"drawn{number}", "pytest", "", tests, "", one.file, "")
+        mutated = one.mutated if one.file.endswith(".py") else f"({one.mutated})"
+        return one, try_pytest(builder, bug, text[:one.start] + mutated + text[one.end:]), [tests]
+    return list(pool.map(attempt, enumerate(order[:count]))), []
+
+
+def try_drawn(options, builder_of, pool):
+    files = options.files or SWITCHED
+    order = in_drawn_order(candidates(files, options.only or "", options.touched), options.seed)
+    tried, unreached = [], []
+    for attempt, here in ((drawn_in_programs, True), (drawn_in_pytest, False)):
+        own = [one for one in order if (one.file in SWITCHED) == here]
+        if own:
+            share = options.drawn * len(own) // len(order) or 1
+            results, missed = attempt(builder_of, pool, own, share)
+            tried += results
+            unreached += missed
+    survivors = [one for one in tried if one[1] == "nothing"]
+    for mutation, _, programs in survivors:
+        print(f"SURVIVED {mutation}\n    run by {' '.join(programs)}")
+    for mutation in unreached:
+        print(f"not reached: {mutation}")
+    print(f"{len(tried) - len(survivors)} of {len(tried)} drawn bugs caught, seed {options.seed}")
 
 
 def main():
     parser = argparse.ArgumentParser(usage=__doc__)
-    parser.add_argument("only", nargs="?", default="")
+    parser.add_argument("words", nargs="*")
     parser.add_argument("--sample", type=int)
+    parser.add_argument("--drawn", type=int)
+    parser.add_argument("--seed", default=git("rev-parse", "HEAD").strip() or "no clone")
+    parser.add_argument("--touched", action="store_true")
+    parser.add_argument("--only")
     options = parser.parse_args()
-    bugs = [bug for bug in read_bugs(os.path.join(ROOT, "tests", "bugs.txt")) if re.search(options.only, bug.name)]
-    if not bugs:
-        print(f"bugs.py: no bug has a name like {options.only}")
-        return 2
+    is_well = True
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        builder = Builder(folder)
-        stale = []
-        for bug in bugs:  # before anything is compiled: an edit of sdpa.cu is known to have outrun one here in a second
-            try:
-                builder.edited(bug)
-            except Broken as error:
-                stale.append(error)
-        if stale:
-            print(*stale, sep="\n")
-            return 1
-        all_bugs = len(bugs)
-        if options.sample:
-            bugs = sample(builder, bugs, options.sample)
-        clean = defaultdict(set)
-        for bug in bugs:
-            if bug.net not in ("unit", "pytest"):  # whose clean runs are tests of their own
-                clean[bug.kind, bug.knobs, bug.tests].add(bug.options)
-        tried = [pool.submit(try_bug, builder, bug) for bug in bugs]
-        passed = [pool.submit(try_clean, builder, number, *one) for number, one in enumerate(clean.items())]
-        results = [future.result() for future in tried]
-        failed = sum((future.result() for future in passed), [])
-    for section, of_section in itertools.groupby(zip(bugs, results), lambda one: one[0].section):
-        print("# " + section, *(text for _, (_, text) in of_section), sep="\n")
-    print(*failed, sep="\n")
-    caught = sum(was_caught for was_caught, _ in results)
-    print(f"{caught} of {len(bugs)} bugs caught" + (f", a sample of {all_bugs}" if len(bugs) < all_bugs else ""))
-    return 0 if caught == len(bugs) and not failed else 1
+        def builder_of(switches, count):
+            return Builder(tempfile.mkdtemp(dir=folder), switches, count)
+        if options.sample or not options.drawn:
+            pattern = "" if options.drawn else "|".join(options.words)
+            bugs = [bug for bug in read_bugs(os.path.join(ROOT, "tests", "bugs.txt")) if re.search(pattern, bug.name)]
+            if not bugs:
+                print(f"bugs.py: no bug has a name like {pattern}")
+                return 2
+            if options.sample:
+                bugs = sample(bugs, options.sample, options.seed)
+            is_well = try_bugs(bugs, builder_of, pool)
+        if options.drawn:
+            options.files = options.words
+            try_drawn(options, builder_of, pool)
+    print(f"{cpu_seconds:.0f} CPU-seconds")
+    return 0 if is_well else 1
 
 
 if __name__ == "__main__":
