@@ -213,6 +213,7 @@ class Builder:
         return found, time.monotonic() - start, numbers
 
 
+@functools.lru_cache(None)
 def read(name):
     with open(os.path.join(ROOT, name), encoding="utf-8") as file:
         return file.read()

@@ -63,7 +63,8 @@ def is_constant(node):
     parent = node.parent
     if parent is not None and parent.type == "if_statement" and node.type == "condition_clause":
         return any(child.type == "constexpr" for child in parent.children)
-    return parent is not None and parent.type == "case_statement" and parent.child_by_field_name("value") == node
+    field = {"case_statement": "value", "preproc_if": "condition", "preproc_elif": "condition"}
+    return parent is not None and parent.type in field and parent.child_by_field_name(field[parent.type]) == node
 
 
 def is_operand(node):
@@ -81,6 +82,7 @@ def is_operand(node):
 
 def switchable(root, text):
     """(function, node) of all nodes in functions that are not constant, in order."""
+    # What the CPU backend has instead is elsewhere.
     hidden = [range(*found.span()) for found in re.finditer(
         r"^#ifndef SDPA_SIMT\n.*?^#endif  // SDPA_SIMT", text, re.MULTILINE | re.DOTALL)]
 
@@ -413,28 +415,39 @@ def changed_pieces(old, new):
 
 def switches_of(old, new, number):
     """The difference of two texts as switches; None if it cannot be switched."""
-    root, new_root, found, done = parse(old), parse(new), [], -1
+    root, found, done = parse(old), [], -1
     pieces = changed_pieces(old, new)
+
+    def extent_in_new(node):
+        inside = [one for one in pieces if node.start_byte <= one[0] and one[1] <= node.end_byte]
+        return node.start_byte + inside[0][2] - inside[0][0], node.end_byte + inside[-1][3] - inside[-1][1]
+
+    def can_switch(node, function):
+        start, end = extent_in_new(node)
+        if node.type in STATEMENTS:
+            return is_balanced(new[start:end])
+        first, last = extent_in_new(function)
+        return is_operand(node) and not above_constant(node) and is_expression(
+            parse(new[first:last]), start - first, end - first)
     for start, end, *_ in pieces:
         if end <= done:
             continue
         node = root.descendant_for_byte_range(start, end)
-        while node is not None and node.type not in ("function_definition", "translation_unit"):
-            inside = [one for one in pieces if node.start_byte <= one[0] and one[1] <= node.end_byte]
-            new_start = node.start_byte + inside[0][2] - inside[0][0]
-            new_end = node.end_byte + inside[-1][3] - inside[-1][1]
-            is_statement = node.type in STATEMENTS
-            if (is_statement and is_balanced(new[new_start:new_end]) or is_operand(node) and not above_constant(node)
-                    and is_expression(new_root, new_start, new_end)) and enclosing(node, "function_definition"):
-                if is_statement and node.parent.type == "function_definition":  # keep the body's own braces
-                    pass
-                found.append(Switch(node.start_byte, node.end_byte, number, new[new_start:new_end], is_statement))
-                done = node.end_byte
-                break
+        function = enclosing_function(node)
+        while function is not None and node != function and not can_switch(node, function):
             node = node.parent
-        else:
+        if function is None or node == function:
             return None
+        found.append(Switch(node.start_byte, node.end_byte, number, new[slice(*extent_in_new(node))],
+                            node.type in STATEMENTS))
+        done = node.end_byte
     return found
+
+
+def enclosing_function(node):
+    while node is not None and not (node.type == "function_definition" and is_function(node)):
+        node = node.parent
+    return node
 
 
 def above_constant(node):
