@@ -45,6 +45,7 @@ SANITIZE = {"plain": [], "thread": ["-fsanitize=thread", "-g1"],
             "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1"]}
 ENGINE = {"plain": [], "thread": ["-DSIMT_TSAN"], "address": ["-DSIMT_ASAN"]}
 SWITCHED = ["sdpa.cu", "harness.cu", "reference.cpp"]  # compiled into the programs in C++
+PYTORCH = "bindings/pytorch.cpp"
 
 
 class Broken(Exception):
@@ -62,14 +63,9 @@ class Program:
 
 # ---- processes ----
 
-cpu_seconds = 0.0
-cpu_lock = threading.Lock()
-
-
 def run(words, limit=None, is_last=None, **options):
     """(exit code, output) of a process; None for the code if it ran past the limit in seconds.
     It is stopped at the first line of output that `is_last` matches, and the code is then 1."""
-    global cpu_seconds
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
                                start_new_session=True, **options)
     ended = []
@@ -86,11 +82,8 @@ def run(words, limit=None, is_last=None, **options):
             kill("seen")
             break
     process.stdout.close()
-    _, status, usage = os.wait4(process.pid, 0)
+    process.wait()
     timer.cancel()
-    process.returncode = os.waitstatus_to_exitcode(status)
-    with cpu_lock:
-        cpu_seconds += usage.ru_utime + usage.ru_stime
     return None if "late" in ended else 1 if ended else process.returncode, "".join(lines)
 
 
@@ -111,14 +104,14 @@ class Builder:
     """Executables in a folder. switches: {file: [mutations.Switch]} of all bugs, by their numbers."""
 
     def __init__(self, folder, switches, count):
-        self.folder, self.switches = folder, switches
+        self.folder, self.switches = folder, defaultdict(list, switches)
         self.rejected = set()  # numbers of bugs that do not compile in some program
         self.texts = {name: read(name) for name in SWITCHED}
         names = [name for name, _ in structs_of(Tree().read(HEADER))["SdpaParams"]._fields_]
         self.write("sdpa_members.h", f"#define SDPA_MEMBERS {', '.join(names)}\n")  # as CMakeLists.txt has it
         self.write("mutant.h", mutations.HEADER.replace("COUNT", str(max(count, 1))))
         self.numbers = itertools.count()
-        for name in ("engine", "headers", "harness", "doctest", "clean"):
+        for name in ("engine", "headers", "harness", "doctest", "clean", "switched_copy"):
             setattr(self, name, once(getattr(self, name)))
 
     def path(self, name):
@@ -152,7 +145,7 @@ class Builder:
 
     def harness(self, kind):
         """The self-check with what tests/sweep.cu adds. It depends on no knob."""
-        return self.object(Program(kind), self.switches, "tests/sweep.cu", "-O1")
+        return self.object(Program(kind), self.switches, "tests/sweep.cu", *["-O1"] * (kind != "address"))
 
     def tree(self, texts):
         """A folder like ROOT with these texts: what is included from it is links."""
@@ -170,7 +163,7 @@ class Builder:
         """An object of a source with these bugs; those that do not compile are left out, and go to self.rejected."""
         knobs = ["-D" + knob for knob in program.knobs.split()]
         while True:
-            kept = {name: [one for one in of_file if one.number not in self.rejected] for name, of_file in switches.items()}
+            kept = {name: [one for one in switches.get(name, ()) if one.number not in self.rejected] for name in SWITCHED}
             made = {name: mutations.schemata(self.texts[name], of_file) for name, of_file in kept.items() if of_file}
             folder = self.tree({**{name: text for name, (text, _) in made.items()}, **dict(texts)})
             try:
@@ -182,6 +175,22 @@ class Builder:
                 if not bad:
                     raise
                 self.rejected |= bad
+
+    def copy(self, texts):
+        """A copy of ROOT with these texts, for tests in Python."""
+        folder = self.path(f"copy{next(self.numbers)}")
+        shutil.copytree(ROOT, folder, ignore=lambda inside, names: [
+            name for name in names if name == "__pycache__" or inside == ROOT and name != ".clang-format" and (
+                name == "results" or name.startswith(("build", ".")))])
+        os.symlink(os.path.join(ROOT, "results"), os.path.join(folder, "results"))
+        for name, text in texts.items():
+            self.write(os.path.join(folder, name), text)
+        return folder
+
+    def switched_copy(self):
+        """A copy with all bugs of the PyTorch binding, whose compilation takes a minute."""
+        text = mutations.schemata(read(PYTORCH), self.switches[PYTORCH])[0]
+        return self.copy({PYTORCH: f'#include "{self.path("mutant.h")}"\n{text}'})
 
     def cases(self, program):
         """{file: text} of a test in C++ with only some of its test cases, which halves the time to compile it."""
@@ -306,20 +315,20 @@ def read_bugs(path):
 
 
 def try_pytest(builder, bug, text):
-    folder = builder.path(bug.name)
-    shutil.copytree(ROOT, folder, ignore=lambda inside, names: [
-        name for name in names if name == "__pycache__" or inside == ROOT and name != ".clang-format" and (
-            name == "results" or name.startswith(("build", ".")))])
-    os.symlink(os.path.join(ROOT, "results"), os.path.join(folder, "results"))
-    builder.write(f"{bug.name}/{bug.file}", text)
+    """Runs a bug's tests in Python in a copy of all files."""
+    if bug.file == PYTORCH and any(bug.number == one.number for one in builder.switches[PYTORCH]):
+        folder, mutant = builder.switched_copy(), {"MUTANT": str(bug.number)}
+    else:
+        folder, mutant = builder.copy({bug.file: text}), {}
     words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--rootdir=" + folder, *shlex.split(bug.options)]
-    return outcome(words, 120, folder=os.path.join(folder, "tests"))
+    # What is built of the same sources is built once.
+    return outcome(words, 300, {**mutant, "SDPA_BUILD_DIR": builder.path("pytest")}, folder=os.path.join(folder, "tests"))
 
 
 def try_program(builder, program, bugs, edited):
     """[(bug, outcome)] of all bugs of a program, and what its clean runs find."""
-    switches = {name: [one for one in of_file if one.number in {bug.number for bug in bugs}]
-                for name, of_file in builder.switches.items()}
+    numbers = {bug.number for bug in bugs}
+    switches = {name: [one for one in of_file if one.number in numbers] for name, of_file in builder.switches.items()}
     executable = builder.build(program, switches)
     results, wrong = [], {}
     for bug in bugs:
@@ -344,18 +353,8 @@ def try_edit(bug):
         return error
 
 
-def try_bugs(bugs, builder_of, pool):
+def try_bugs(bugs, edited, builder, pool):
     """Tries bugs of bugs.txt; prints what became of them, and returns whether all is well."""
-    edited = dict(zip((bug.number for bug in bugs), pool.map(try_edit, bugs)))
-    stale = [str(text) for text in edited.values() if isinstance(text, Broken)]
-    if stale:
-        print(*stale, sep="\n")
-        return False
-    switches = defaultdict(list)
-    for bug in bugs:
-        if bug.file in SWITCHED:
-            switches[bug.file] += mutations.switches_of(read(bug.file), edited[bug.number], bug.number) or []
-    builder = builder_of(switches, max(bug.number for bug in bugs) + 1)
     programs = defaultdict(list)
     for bug in bugs:
         programs[bug.program() if bug.net != "pytest" else bug].append(bug)
@@ -406,28 +405,29 @@ def sample(bugs, count, seed):
 
 # ---- drawn bugs ----
 
-# Builds that together compile most of sdpa.cu, and the problems that each runs.
-SWEEP = "--sweep 4 --all-kinds --alone --check-only"
-ROLES = "USE_WGMMA=1 USE_WARP_SPECIALIZATION=1 OVERLAP=1 USE_LAZY_MAX=1 VEC_WIDTH=8 STAGES=2"
+# Builds that together compile most of sdpa.cu, and what each runs.
+SWEEP = ["--sweep 4 --alone --check-only"]
+ROLES = "USE_WGMMA=1 USE_WARP_SPECIALIZATION=1 OVERLAP=1 USE_LAZY_MAX=1 STAGES=2"
 DRAWN_PROGRAMS = {
-    "scalar": (Program(knobs="VEC_WIDTH=8 SYNC_POLICY=1 SWIZZLE_XOR=1 USE_CP_ASYNC=1 STAGES=2 USE_LENGTHS=1 USE_SINKS=1 "
-                       "USE_BIAS=1"), SWEEP),
-    "wmma": (Program(knobs="USE_WMMA=1 USE_WMMA_PV=1 BLOCK_M=32 NUM_WARPS=2 VEC_WIDTH=8 SYNC_POLICY=1 SWIZZLE_XOR=1 "
-                     "USE_CP_ASYNC=1 STAGES=2 USE_WARP_SPECIALIZATION=1 USE_PERSISTENT_CTA=1"), SWEEP),
-    "mma": (Program(knobs="USE_MMA_SYNC=1 VEC_WIDTH=8 SWIZZLE_XOR=1 USE_CP_ASYNC=1 STAGES=2 BLOCK_M=16 BLOCK_N=16 NUM_WARPS=2 "
-                    "SPLIT_KV=2 PACK_GQA=1 SPLIT_CTAS=3 USE_LAZY_MAX=1 USE_LENGTHS=1 USE_PAGES=1 USE_SOFTCAP=2"), SWEEP),
+    "scalar": (Program(knobs="VEC_WIDTH=8 SYNC_POLICY=1 SWIZZLE_XOR=1 USE_CP_ASYNC=1 STAGES=2 USE_LENGTHS=1 USE_SINKS=1 USE_BIAS=1"),
+               SWEEP),
+    "wmma": (Program(knobs="USE_WMMA=1 USE_WMMA_PV=1 BLOCK_M=32 NUM_WARPS=2 VEC_WIDTH=8 SYNC_POLICY=1 SWIZZLE_XOR=1 USE_CP_ASYNC=1 "
+                     "STAGES=2 USE_WARP_SPECIALIZATION=1 USE_PERSISTENT_CTA=1"), SWEEP),
+    "mma": (Program(knobs="USE_MMA_SYNC=1 VEC_WIDTH=8 SWIZZLE_XOR=1 USE_CP_ASYNC=1 STAGES=2 BLOCK_M=16 BLOCK_N=16 NUM_WARPS=2 SPLIT_KV=2 "
+                    "PACK_GQA=1 SPLIT_CTAS=3 USE_LAZY_MAX=1 USE_LENGTHS=1 USE_PAGES=1 USE_SOFTCAP=2"), ["--seeds 3 " + SWEEP[0]]),
     "plain": (Program(knobs="USE_WGMMA=1 VEC_WIDTH=8 BLOCK_M=64 BLOCK_N=32 STAGES=2 USE_LENGTHS=1"), SWEEP),
-    "roles": (Program(knobs=f"{ROLES} BLOCK_M=128 NUM_WARPS=8 BLOCK_N=32 USE_PERSISTENT_CTA=1 USE_BIAS=1"), SWEEP),
-    "softcap": (Program(knobs=f"{ROLES} BLOCK_M=64 NUM_WARPS=4 BLOCK_N=64 PACK_GQA=1 SPLIT_CTAS=0 USE_SOFTCAP=1 USE_LENGTHS=1 "
-                        "USE_PAGES=1 USE_SINKS=1"), SWEEP),
-    "e4m3": (Program(knobs=f"{ROLES.replace('VEC_WIDTH=8', 'VEC_WIDTH=16')} DTYPE=FP8_E4M3 BLOCK_M=64 NUM_WARPS=8 BLOCK_N=64 "
-                     "SPLIT_KV=2 FP8_FLUSH=2"), SWEEP),
-    "kv8": (Program(knobs=f"{ROLES.replace('VEC_WIDTH=8', 'VEC_WIDTH=16')} DTYPE=BF16 KV_DTYPE=FP8_E4M3 HEAD_DIM=128 BLOCK_M=64 "
-                    "NUM_WARPS=4 BLOCK_N=64"), SWEEP),
+    "roles": (Program(knobs=f"{ROLES} VEC_WIDTH=8 BLOCK_M=128 NUM_WARPS=8 BLOCK_N=32 USE_PERSISTENT_CTA=1 USE_BIAS=1"), SWEEP),
+    "softcap": (Program(knobs=f"{ROLES} VEC_WIDTH=8 BLOCK_M=64 NUM_WARPS=4 BLOCK_N=64 PACK_GQA=1 SPLIT_CTAS=0 USE_SOFTCAP=1 "
+                        "USE_LENGTHS=1 USE_PAGES=1 USE_SINKS=1"), SWEEP),
+    "e4m3": (Program(knobs=f"{ROLES} DTYPE=FP8_E4M3 VEC_WIDTH=16 BLOCK_M=64 NUM_WARPS=8 BLOCK_N=64 SPLIT_KV=2 FP8_FLUSH=2"),
+             ["--seeds 2 " + SWEEP[0]]),
+    "kv8": (Program(knobs=f"{ROLES} DTYPE=BF16 KV_DTYPE=FP8_E4M3 VEC_WIDTH=16 HEAD_DIM=128 BLOCK_M=64 NUM_WARPS=4 BLOCK_N=64"), SWEEP),
     "decode": (Program(knobs="USE_WGMMA=1 VEC_WIDTH=8 SWAP_AB=1 BLOCK_M=16 NUM_WARPS=4 BLOCK_N=64 PACK_GQA=1 SPLIT_CTAS=0 STAGES=2 "
                        "USE_LENGTHS=1 USE_LAZY_MAX=1 USE_BIAS=2"), SWEEP),
-    "contract": (Program(knobs=f"{ROLES} BLOCK_M=64 NUM_WARPS=4 BLOCK_N=16 USE_BIAS=2", tests="contract"), "--abort-after=1"),
-    "unit": (Program(tests="unit"), "--abort-after=1"),
+    "contract": (Program(knobs=f"{ROLES} VEC_WIDTH=8 BLOCK_M=64 NUM_WARPS=4 BLOCK_N=16 USE_BIAS=2", tests="contract"),
+                 ["--test-case-exclude=changed_*,failed_launches,many_keys,workspace", "--test-case=changed_*,failed_launches,many_keys,workspace"]),
+    "unit": (Program(tests="unit"), ["--test-case-exclude=exp2,witness_of_all,every_row*,given,seeds,spoiled,inputs",
+                                     "--test-case=every_row,given,seeds,spoiled,inputs"]),
 }
 
 
@@ -471,38 +471,34 @@ def candidates(files, only, is_touched):
 touched_lines_of = functools.lru_cache(None)(touched_lines)
 
 
-def drawn_in_programs(builder_of, pool, order, count):
-    """Runs drawn bugs in the programs of DRAWN_PROGRAMS that reach them: [(mutation, outcome, programs)]."""
-    order = order[:2 * count + 20]  # some do not compile, and some are in no program
-    switches = defaultdict(list)
-    for number, one in enumerate(order):
-        switches[one.file].append(mutations.Switch(one.start, one.end, number, one.mutated))
-    builder = builder_of(switches, len(order))
-
+def drawn_in_programs(builder, pool, drawn, count):
+    """Runs drawn bugs, {number: mutation}, in the programs that reach them until so many have run:
+    [(mutation, outcome, names of programs)], and those that none reaches."""
     def prepare(name):
-        program, words = DRAWN_PROGRAMS[name]
-        executable = builder.build(program, builder.switches)
-        return (name, executable, words.split(), *builder.clean(executable, tuple(words.split())))
-    prepared = sorted(pool.map(prepare, DRAWN_PROGRAMS), key=lambda one: one[4])
-    for name, _, _, found, *_ in prepared:
+        program, runs = DRAWN_PROGRAMS[name]
+        switches = {name: [one for one in of_file if one.number in drawn] for name, of_file in builder.switches.items()}
+        executable = builder.build(program, switches)
+        for words in map(str.split, runs):
+            words += ["--abort-after=1"] * bool(program.tests)
+            yield name, [executable, *words], *builder.clean(executable, tuple(words))
+    prepared = sorted(itertools.chain.from_iterable(pool.map(lambda name: list(prepare(name)), DRAWN_PROGRAMS)), key=lambda one: one[3])
+    for name, words, found, *_ in prepared:
         if found != "nothing":
-            raise Broken(f"{name} without a bug: {found}")
+            raise Broken(f"{name} {' '.join(words[1:])} without a bug: {found}")
 
     def attempt(number):
         ran = []
-        for name, executable, words, _, seconds, reached in prepared:
+        for name, words, _, seconds, reached in prepared:
             if number in reached:
                 ran.append(name)
-                found = outcome([executable, *words], 5 + 5 * seconds, {"MUTANT": str(number)}, ": FAIL |^simt: ")
+                found = outcome(words, 5 + 5 * seconds, {"MUTANT": str(number)}, ": FAIL |^simt: ")
                 if found != "nothing":
-                    return order[number], found, ran
-        return order[number], "nothing", ran
-    compiled = [number for number in range(len(order)) if number not in builder.rejected]
-    reached = set().union(*(one[5] for one in prepared))
+                    return drawn[number], found, ran
+        return drawn[number], "nothing", ran
+    compiled = [number for number in drawn if number not in builder.rejected]
+    reached = set().union(*(one[4] for one in prepared))
     chosen = [number for number in compiled if number in reached][:count]
-    unreached = [order[number] for number in compiled if number not in reached and number < max(chosen, default=0)]
-    for name, *_, seconds, numbers in prepared:
-        print(f"{name}: {seconds:.1f} s, {len(numbers)} reached")
+    unreached = [drawn[number] for number in compiled if number not in reached and number < max(chosen, default=0)]
     return list(pool.map(attempt, chosen)), unreached
 
 
@@ -512,38 +508,32 @@ TESTS_OF = {"inlining": "extract", "minimal": "extract", "concrete": "extract", 
             "wheel_backend": "pip", "__main__": "pip", "accuracy": "page", "stress": "tools", "sweep": "tools"}
 
 
-def drawn_in_pytest(builder_of, pool, order, count):
+def drawn_in_pytest(builder, pool, drawn):
     """Runs drawn bugs, one at a time in a copy of all files, by the tests of their file."""
-    builder = builder_of({}, 0)
-
-    def attempt(pair):
-        number, one = pair
+    def attempt(number):
+        one = drawn[number]
         stem = os.path.splitext(os.path.basename(one.file))[0]
         tests = f"test_{TESTS_OF.get(stem, stem)}.py"
-        text = read(one.file)
-        bug = Bug(number, f"drawn{number}", "pytest", "", tests, "", one.file, "")
-        mutated = one.mutated if one.file.endswith(".py") else f"({one.mutated})"
+        bug = Bug(number, "", "pytest", "", tests, "", one.file, "")
+        text, mutated = read(one.file), one.mutated if one.file.endswith(".py") else f"({one.mutated})"
         return one, try_pytest(builder, bug, text[:one.start] + mutated + text[one.end:]), [tests]
-    return list(pool.map(attempt, enumerate(order[:count]))), []
+    return list(pool.map(attempt, drawn))
 
 
-def try_drawn(options, builder_of, pool):
-    files = options.files or SWITCHED
-    order = in_drawn_order(candidates(files, options.only or "", options.touched), options.seed)
+def try_drawn(drawn, count, seed, builder, pool):
+    """Tries drawn bugs, {number: mutation}, and prints the survivors."""
+    in_programs = {number: one for number, one in drawn.items() if one.file in SWITCHED}
+    in_python = {number: one for number, one in drawn.items() if one.file not in SWITCHED}
     tried, unreached = [], []
-    for attempt, here in ((drawn_in_programs, True), (drawn_in_pytest, False)):
-        own = [one for one in order if (one.file in SWITCHED) == here]
-        if own:
-            share = options.drawn * len(own) // len(order) or 1
-            results, missed = attempt(builder_of, pool, own, share)
-            tried += results
-            unreached += missed
+    if in_programs:
+        tried, unreached = drawn_in_programs(builder, pool, in_programs, count)
+    tried += drawn_in_pytest(builder, pool, dict(itertools.islice(in_python.items(), count - len(tried))))
     survivors = [one for one in tried if one[1] == "nothing"]
     for mutation, _, programs in survivors:
-        print(f"SURVIVED {mutation}\n    run by {' '.join(programs)}")
+        print(f"SURVIVED {mutation}\n    run by {' '.join(dict.fromkeys(programs))}")
     for mutation in unreached:
         print(f"not reached: {mutation}")
-    print(f"{len(tried) - len(survivors)} of {len(tried)} drawn bugs caught, seed {options.seed}")
+    print(f"{len(tried) - len(survivors)} of {len(tried)} drawn bugs caught, seed {seed}")
 
 
 def main():
@@ -553,25 +543,38 @@ def main():
     parser.add_argument("--drawn", type=int)
     parser.add_argument("--seed", default=git("rev-parse", "HEAD").strip() or "no clone")
     parser.add_argument("--touched", action="store_true")
-    parser.add_argument("--only")
+    parser.add_argument("--only", default="")
     options = parser.parse_args()
-    is_well = True
+    bugs, drawn = [], {}
+    if options.sample or not options.drawn:
+        pattern = "" if options.drawn else "|".join(options.words)
+        bugs = [bug for bug in read_bugs(os.path.join(ROOT, "tests", "bugs.txt")) if re.search(pattern, bug.name)]
+        if not bugs:
+            print(f"bugs.py: no bug has a name like {pattern}")
+            return 2
+        bugs = sample(bugs, options.sample, options.seed) if options.sample else bugs
+    if options.drawn:
+        order = in_drawn_order(candidates(options.words or SWITCHED, options.only, options.touched), options.seed)
+        # More than asked for: some do not compile, and some are reached by no program.
+        drawn = dict(enumerate(order[:2 * options.drawn + 20], max((bug.number for bug in bugs), default=0) + 1))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        def builder_of(switches, count):
-            return Builder(tempfile.mkdtemp(dir=folder), switches, count)
-        if options.sample or not options.drawn:
-            pattern = "" if options.drawn else "|".join(options.words)
-            bugs = [bug for bug in read_bugs(os.path.join(ROOT, "tests", "bugs.txt")) if re.search(pattern, bug.name)]
-            if not bugs:
-                print(f"bugs.py: no bug has a name like {pattern}")
-                return 2
-            if options.sample:
-                bugs = sample(bugs, options.sample, options.seed)
-            is_well = try_bugs(bugs, builder_of, pool)
-        if options.drawn:
-            options.files = options.words
-            try_drawn(options, builder_of, pool)
-    print(f"{cpu_seconds:.0f} CPU-seconds")
+        edited = dict(zip((bug.number for bug in bugs), pool.map(try_edit, bugs)))
+        stale = [str(text) for text in edited.values() if isinstance(text, Broken)]
+        if stale:
+            print(*stale, sep="\n")
+            return 1
+        switches = defaultdict(list)
+        for bug in bugs:
+            if bug.file in (*SWITCHED, PYTORCH):
+                switches[bug.file] += mutations.switches_of(read(bug.file), edited[bug.number], bug.number) or []
+        for number, one in drawn.items():
+            if one.file in SWITCHED:
+                switches[one.file].append(mutations.Switch(one.start, one.end, number, one.mutated))
+        builder = Builder(folder, switches, max(one.number for of_file in switches.values() for one in of_file) + 1 if switches else 1)
+        is_well = not bugs or try_bugs(bugs, edited, builder, pool)
+        if drawn:
+            try_drawn(drawn, options.drawn, options.seed, builder, pool)
+    print(f"{sum(os.times()[:4]):.0f} CPU-seconds")
     return 0 if is_well else 1
 
 

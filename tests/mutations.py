@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tools"))
 from inlining import ATOMS, source  # noqa: E402
-from minimal import callee, descendants, enclosing, listed, name_of, parse  # noqa: E402
+from minimal import callee, descendants, listed, name_of, parse  # noqa: E402
 
 EXPRESSIONS = {"binary_expression", "unary_expression", "call_expression", "field_expression", "subscript_expression",
                "identifier", "number_literal", "parenthesized_expression", "conditional_expression",
@@ -118,6 +118,7 @@ def qualified_name(function):
 SYNCHRONISES = re.compile(r"barrier|fence|wait|arrive|commit|sync|release")
 COMPARED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 SYMMETRIC = re.compile(r"^(f?(min|max)f?|(min|max)_nan|swap|CHECK\w*|fabs\w*)$")
+CONSTANTS = re.compile(r"(?:\b(?:B|Build)::\w+|\w+<B(?:, \w+)*>|\b[A-Z][A-Z_0-9]*\b|\b\d+\b|DType::\w+|[^\w:])*")  # of the build
 WIDE = {"int64_t": "int", "uint64_t": "uint32_t", "size_t": "uint32_t"}
 
 
@@ -178,7 +179,7 @@ def dropped_condition(node, text, _):
             node.type == "conditional_expression" or node.parent.type == "if_statement"):
         field = "value" if node.type == "condition_clause" else "condition"
         condition = node.child_by_field_name(field)
-        if condition is not None and condition.type in EXPRESSIONS:
+        if condition is not None and condition.type in EXPRESSIONS and not CONSTANTS.fullmatch(source(condition, text)):
             yield condition, "true"
             yield condition, "false"
 
