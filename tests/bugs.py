@@ -35,7 +35,11 @@ from dataclasses import dataclass
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "tools"))
-import mutations  # noqa: E402
+try:
+    import mutations
+except ImportError as missing:
+    print(f"skipped: {missing}; python3 -m pip install 'tree-sitter==0.*' 'tree-sitter-cpp==0.*'")
+    sys.exit(77)
 from builds import CXX, HEADER, Tree, auto_var_init, structs_of  # noqa: E402
 
 # A bug takes longer to compile than to run, so nothing is optimised.
@@ -101,15 +105,15 @@ def once(function):
 # ---- programs with many bugs ----
 
 class Builder:
-    """Executables in a folder. switches: {file: [mutations.Switch]} of all bugs, by their numbers."""
+    """Executables in a folder. switches: {file: [mutations.Switch]} of all bugs, whose numbers are below count."""
 
-    def __init__(self, folder, switches, count):
+    def __init__(self, folder, switches=(), count=1):
         self.folder, self.switches = folder, defaultdict(list, switches)
         self.rejected = set()  # numbers of bugs that do not compile in some program
         self.texts = {name: read(name) for name in SWITCHED}
         names = [name for name, _ in structs_of(Tree().read(HEADER))["SdpaParams"]._fields_]
         self.write("sdpa_members.h", f"#define SDPA_MEMBERS {', '.join(names)}\n")  # as CMakeLists.txt has it
-        self.write("mutant.h", mutations.HEADER.replace("COUNT", str(max(count, 1))))
+        self.write("mutant.h", mutations.HEADER.replace("COUNT", str(count)))
         self.numbers = itertools.count()
         for name in ("engine", "headers", "harness", "doctest", "clean", "switched_copy"):
             setattr(self, name, once(getattr(self, name)))
@@ -456,8 +460,8 @@ def in_drawn_order(found, seed):
 
 def candidates(files, only, is_touched):
     """The mutations of files from which bugs are drawn."""
-    headers = [name for name in ("bindings/sdpa.h", "bindings/append.h")]
-    declared = mutations.Declared(*(read(name) for name in {*SWITCHED, *headers, *files} if not name.endswith(".py")))
+    declaring = {*SWITCHED, "bindings/sdpa.h", "bindings/append.h", *(name for name in files if not name.endswith(".py"))}
+    declared = mutations.Declared(*map(read, sorted(declaring)))
     found, equivalent = [], read_equivalent()
     for file in files:
         text = read(file)

@@ -391,13 +391,13 @@ def cross(judge, name, shows_impossible):
     return found, len(kind.pairs) - len(covered) + len(problems.pairs) - len(with_members)
 
 
-def try_build(builder, source, number, build):
+def try_build(builder, build):
     """What failed, in lines."""
     try:
-        executable = builder.line(source, "plain", build.knobs, "", [], f"crossed{number}")
+        executable = builder.build(bugs.Program(knobs=build.knobs), {})
     except bugs.Broken as error:
         return [f"{build}: {error}"]
-    found = {options: bugs.outcome([executable], "plain", "--alone " + options) for options in build.problems}
+    found = {options: bugs.outcome([executable, "--check-only", "--alone", *options.split()], 120) for options in build.problems}
     os.remove(executable)
     return [f"{build}; {options}: {words}" for options, words in found.items() if words != "nothing"]
 
@@ -408,21 +408,22 @@ COVERAGE = ["--coverage", "-fprofile-update=atomic", r"-fprofile-filter-files=.*
 UNCOVERED = ("scalar",)
 
 
-def sweep_build(builder, source, number, build, parts):
+def sweep_build(builder, build, parts):
     """What failed, in lines."""
-    name, coverage = f"features{number}", [] if build.kind in UNCOVERED else COVERAGE
+    name = f"features{next(builder.numbers)}"
+    coverage = [] if build.kind in UNCOVERED else COVERAGE
     try:
         line = builder.compile("plain", "-O1", *coverage, *("-D" + knob for knob in build.knobs.split()),
-                               "-DSDPA_LINE_ONLY", "-x", "c++", "-c", source, "-o", name + ".o")
+                               "-DSDPA_LINE_ONLY", "-x", "c++", "-c", os.path.join(bugs.ROOT, "sdpa.cu"), "-o", name + ".o")
         objects = parts or [builder.harness("plain"), builder.engine("plain")]
-        executable = builder.path(builder.compile("plain", *coverage, line, *objects, "-o", name))
+        executable = builder.compile("plain", *coverage, line, *objects, "-o", name)
     except bugs.Broken as error:
         return [f"{build}: {error}"]
     done = subprocess.run([executable, *SWEEP.split()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
                           timeout=600)
     words = [line for line in done.stdout.split("\n") if re.search(r"FAIL \S+:|^repeat|missing:|have none|rror", line) and "," not in line[:20]]
     if not done.returncode:
-        words = coverage and paths.missing(builder.folder, name, build.knobs, builder.source)
+        words = coverage and paths.missing(builder.folder, name, build.knobs, builder.texts["sdpa.cu"])
     elif not words:
         words = [f"exit {done.returncode}: " + done.stdout[-500:]]
     os.remove(executable)
@@ -462,13 +463,14 @@ def main():
             print(f"crossed.py: no build is like {options.only}")
             return 2
         builder = bugs.Builder(folder)
-        source = os.path.join(bugs.ROOT, "sdpa.cu")
         try_one = functools.partial(sweep_build, parts=[os.path.abspath(part) for part in options.link]) if options.features else try_build
-        tried = [pool.submit(try_one, builder, source, number, build) for number, build in enumerate(chosen)]
+        tried = [pool.submit(try_one, builder, build) for build in chosen]
         failed = []
         for one in as_completed(tried):
             failed += one.result()
-            print(*one.result(), sep="\n", end="\n" * bool(one.result()), flush=True)
+            print(*one.result(), sep="
+", end="
+" * bool(one.result()), flush=True)
     part = f" of {len(builds)}" if len(chosen) < len(builds) else ""
     print(f"{len(chosen)}{part} builds, {sum(len(build.problems) for build in chosen)} problems: {len(failed)} failed; "
           f"{uncovered} legal pairs in none")
