@@ -15,6 +15,7 @@ usage: tests/bugs.py [REGEX] [--sample N]
   --touched   in functions that the last commit or the working tree changes, if they have any
   --only R    in functions whose names match"""
 import argparse
+import contextlib
 import functools
 import itertools
 import os
@@ -68,15 +69,16 @@ class Program:
 # ---- processes ----
 
 def run(words, limit=None, is_last=None, **options):
-    """(exit code, output) of a process; None for the code if it ran past the limit in seconds.
-    It is stopped at the first line of output that `is_last` matches, and the code is then 1."""
+    """(exit code, output) of a process. The code is None if it ran past the limit in seconds. At the first line of output
+    that `is_last` matches, the process is killed, and the code is 1."""
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
                                start_new_session=True, **options)
     ended = []
 
     def kill(why):
         ended.append(why)
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     timer = threading.Timer(limit or 1e6, kill, ["late"])
     timer.start()
     lines = []
@@ -201,8 +203,9 @@ class Builder:
         path = f"tests/{program.tests}.cu"
         if not program.cases:
             return {}
-        return {path: re.sub(r'^TEST_CASE\("(\w+)"(?:[^\n]*}|.*?^})$', lambda case: case.group() if case[1] in program.cases else "",
-                             read(path), flags=re.MULTILINE | re.DOTALL)}
+        return {path: re.sub(r'^TEST_CASE\("(\w+)"(?:[^\n]*}|.*?^})$',
+                             lambda case: case.group() if case[1] in program.cases else "", read(path),
+                             flags=re.MULTILINE | re.DOTALL)}
 
     def build(self, program, switches, texts=()):
         """The executable of a program with these bugs in its line or its tests; texts: {file: text} instead."""
@@ -324,9 +327,10 @@ def try_pytest(builder, bug, text):
         folder, mutant = builder.switched_copy(), {"MUTANT": str(bug.number)}
     else:
         folder, mutant = builder.copy({bug.file: text}), {}
-    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--rootdir=" + folder, *shlex.split(bug.options)]
-    # What is built of the same sources is built once.
-    return outcome(words, 300, {**mutant, "SDPA_BUILD_DIR": builder.path("pytest")}, folder=os.path.join(folder, "tests"))
+    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--rootdir=" + folder]
+    # A common build folder, so that the same sources are built once.
+    return outcome([*words, *shlex.split(bug.options)], 300, {**mutant, "SDPA_BUILD_DIR": builder.path("pytest")},
+                   folder=os.path.join(folder, "tests"))
 
 
 def try_program(builder, program, bugs, edited):
@@ -381,7 +385,8 @@ def try_bugs(bugs, edited, builder, pool):
             net = {"unit": "check"}.get(bug.net, bug.net)
             is_caught = results[bug].startswith(net + ": ")
             caught += is_caught
-            print(f"{bug.name:<26} {'caught' if is_caught else 'MISSED':<7} {results[bug].replace('check', bug.net, 1)[:110]}")
+            words = results[bug].replace("check", bug.net, 1) if bug.net == "unit" else results[bug]
+            print(f"{bug.name:<26} {'caught' if is_caught else 'MISSED':<7} {words[:110]}")
     for (program, words), found in wrong.items():
         print(f"without a bug ({program.kind}; {program.knobs}; {program.tests} {' '.join(words)}): {found}")
     print(f"{caught} of {len(bugs)} bugs caught")
@@ -413,23 +418,26 @@ def sample(bugs, count, seed):
 SWEEP = ["--sweep 4 --alone --check-only"]
 ROLES = "USE_WGMMA=1 USE_WARP_SPECIALIZATION=1 OVERLAP=1 USE_LAZY_MAX=1 STAGES=2"
 DRAWN_PROGRAMS = {
-    "scalar": (Program(knobs="VEC_WIDTH=8 SYNC_POLICY=1 SWIZZLE_XOR=1 USE_CP_ASYNC=1 STAGES=2 USE_LENGTHS=1 USE_SINKS=1 USE_BIAS=1"),
-               SWEEP),
-    "wmma": (Program(knobs="USE_WMMA=1 USE_WMMA_PV=1 BLOCK_M=32 NUM_WARPS=2 VEC_WIDTH=8 SYNC_POLICY=1 SWIZZLE_XOR=1 USE_CP_ASYNC=1 "
-                     "STAGES=2 USE_WARP_SPECIALIZATION=1 USE_PERSISTENT_CTA=1"), SWEEP),
-    "mma": (Program(knobs="USE_MMA_SYNC=1 VEC_WIDTH=8 SWIZZLE_XOR=1 USE_CP_ASYNC=1 STAGES=2 BLOCK_M=16 BLOCK_N=16 NUM_WARPS=2 SPLIT_KV=2 "
-                    "PACK_GQA=1 SPLIT_CTAS=3 USE_LAZY_MAX=1 USE_LENGTHS=1 USE_PAGES=1 USE_SOFTCAP=2"), ["--seeds 3 " + SWEEP[0]]),
+    "scalar": (Program(knobs="VEC_WIDTH=8 SYNC_POLICY=1 SWIZZLE_XOR=1 USE_CP_ASYNC=1 STAGES=2 USE_LENGTHS=1 USE_SINKS=1 "
+                       "USE_BIAS=1"), SWEEP),
+    "wmma": (Program(knobs="USE_WMMA=1 USE_WMMA_PV=1 BLOCK_M=32 NUM_WARPS=2 VEC_WIDTH=8 SYNC_POLICY=1 SWIZZLE_XOR=1 "
+                     "USE_CP_ASYNC=1 STAGES=2 USE_WARP_SPECIALIZATION=1 USE_PERSISTENT_CTA=1"), SWEEP),
+    "mma": (Program(knobs="USE_MMA_SYNC=1 VEC_WIDTH=8 SWIZZLE_XOR=1 USE_CP_ASYNC=1 STAGES=2 BLOCK_M=16 BLOCK_N=16 NUM_WARPS=2 "
+                    "SPLIT_KV=2 PACK_GQA=1 SPLIT_CTAS=3 USE_LAZY_MAX=1 USE_LENGTHS=1 USE_PAGES=1 USE_SOFTCAP=2"),
+            ["--seeds 3 " + SWEEP[0]]),
     "plain": (Program(knobs="USE_WGMMA=1 VEC_WIDTH=8 BLOCK_M=64 BLOCK_N=32 STAGES=2 USE_LENGTHS=1"), SWEEP),
     "roles": (Program(knobs=f"{ROLES} VEC_WIDTH=8 BLOCK_M=128 NUM_WARPS=8 BLOCK_N=32 USE_PERSISTENT_CTA=1 USE_BIAS=1"), SWEEP),
     "softcap": (Program(knobs=f"{ROLES} VEC_WIDTH=8 BLOCK_M=64 NUM_WARPS=4 BLOCK_N=64 PACK_GQA=1 SPLIT_CTAS=0 USE_SOFTCAP=1 "
                         "USE_LENGTHS=1 USE_PAGES=1 USE_SINKS=1"), SWEEP),
     "e4m3": (Program(knobs=f"{ROLES} DTYPE=FP8_E4M3 VEC_WIDTH=16 BLOCK_M=64 NUM_WARPS=8 BLOCK_N=64 SPLIT_KV=2 FP8_FLUSH=2"),
              ["--seeds 2 " + SWEEP[0]]),
-    "kv8": (Program(knobs=f"{ROLES} DTYPE=BF16 KV_DTYPE=FP8_E4M3 VEC_WIDTH=16 HEAD_DIM=128 BLOCK_M=64 NUM_WARPS=4 BLOCK_N=64"), SWEEP),
-    "decode": (Program(knobs="USE_WGMMA=1 VEC_WIDTH=8 SWAP_AB=1 BLOCK_M=16 NUM_WARPS=4 BLOCK_N=64 PACK_GQA=1 SPLIT_CTAS=0 STAGES=2 "
-                       "USE_LENGTHS=1 USE_LAZY_MAX=1 USE_BIAS=2"), SWEEP),
+    "kv8": (Program(knobs=f"{ROLES} DTYPE=BF16 KV_DTYPE=FP8_E4M3 VEC_WIDTH=16 HEAD_DIM=128 BLOCK_M=64 NUM_WARPS=4 "
+                    "BLOCK_N=64"), SWEEP),
+    "decode": (Program(knobs="USE_WGMMA=1 VEC_WIDTH=8 SWAP_AB=1 BLOCK_M=16 NUM_WARPS=4 BLOCK_N=64 PACK_GQA=1 SPLIT_CTAS=0 "
+                       "STAGES=2 USE_LENGTHS=1 USE_LAZY_MAX=1 USE_BIAS=2"), SWEEP),
     "contract": (Program(knobs=f"{ROLES} VEC_WIDTH=8 BLOCK_M=64 NUM_WARPS=4 BLOCK_N=16 USE_BIAS=2", tests="contract"),
-                 ["--test-case-exclude=changed_*,failed_launches,many_keys,workspace", "--test-case=changed_*,failed_launches,many_keys,workspace"]),
+                 ["--test-case-exclude=changed_*,failed_launches,many_keys,workspace",
+                  "--test-case=changed_*,failed_launches,many_keys,workspace"]),
     "unit": (Program(tests="unit"), ["--test-case-exclude=exp2,witness_of_all,every_row*,given,seeds,spoiled,inputs",
                                      "--test-case=every_row,given,seeds,spoiled,inputs"]),
 }
@@ -465,7 +473,8 @@ def candidates(files, only, is_touched):
     found, equivalent = [], read_equivalent()
     for file in files:
         text = read(file)
-        of_file = mutations.python_mutations(file, text) if file.endswith(".py") else mutations.mutations(file, text, declared)
+        is_python = file.endswith(".py")
+        of_file = mutations.python_mutations(file, text) if is_python else mutations.mutations(file, text, declared)
         found += [one for one in of_file if re.search(only, one.function) and
                   (one.function, one.operator, f"{one.original} -> {mutations.one_line(one.mutated)}") not in equivalent]
     touched = [one for one in found if is_touched and one.line in touched_lines_of(one.file)]
@@ -485,7 +494,8 @@ def drawn_in_programs(builder, pool, drawn, count):
         for words in map(str.split, runs):
             words += ["--abort-after=1"] * bool(program.tests)
             yield name, [executable, *words], *builder.clean(executable, tuple(words))
-    prepared = sorted(itertools.chain.from_iterable(pool.map(lambda name: list(prepare(name)), DRAWN_PROGRAMS)), key=lambda one: one[3])
+    runs = itertools.chain.from_iterable(pool.map(lambda name: list(prepare(name)), DRAWN_PROGRAMS))
+    prepared = sorted(runs, key=lambda one: one[3])  # cheapest first
     for name, words, found, *_ in prepared:
         if found != "nothing":
             raise Broken(f"{name} {' '.join(words[1:])} without a bug: {found}")
@@ -506,10 +516,12 @@ def drawn_in_programs(builder, pool, drawn, count):
     return list(pool.map(attempt, chosen)), unreached
 
 
-TESTS_OF = {"inlining": "extract", "minimal": "extract", "concrete": "extract", "builds": "engine", "cli": "tools", "ablate": "tools",
-            "peers": "tools", "ncu": "tools", "search": "tune", "ladders": "rungs", "report_charts": "page", "report_rows": "page",
-            "append": "flash_attn_interface", "transformers_attention": "transformers", "context_parallel": "frameworks",
-            "wheel_backend": "pip", "__main__": "pip", "accuracy": "page", "stress": "tools", "sweep": "tools"}
+# tests/test_NAME.py of a file that has another name.
+TESTS_OF = {"inlining": "extract", "minimal": "extract", "concrete": "extract", "builds": "engine", "cli": "tools",
+            "ablate": "tools", "peers": "tools", "ncu": "tools", "search": "tune", "ladders": "rungs",
+            "report_charts": "page", "report_rows": "page", "append": "flash_attn_interface",
+            "transformers_attention": "transformers", "context_parallel": "frameworks", "wheel_backend": "pip",
+            "__main__": "pip", "accuracy": "page", "stress": "tools", "sweep": "tools"}
 
 
 def drawn_in_pytest(builder, pool, drawn):
@@ -574,7 +586,7 @@ def main():
         for number, one in drawn.items():
             if one.file in SWITCHED:
                 switches[one.file].append(mutations.Switch(one.start, one.end, number, one.mutated))
-        builder = Builder(folder, switches, max(one.number for of_file in switches.values() for one in of_file) + 1 if switches else 1)
+        builder = Builder(folder, switches, 1 + max(itertools.chain((bug.number for bug in bugs), drawn)))
         is_well = not bugs or try_bugs(bugs, edited, builder, pool)
         if drawn:
             try_drawn(drawn, options.drawn, options.seed, builder, pool)

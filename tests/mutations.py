@@ -49,6 +49,7 @@ class Mutation:
 
 
 def one_line(text):
+    """Text of code without comments and line breaks."""
     return re.sub(r"\s+", " ", re.sub(r"//.*", "", text)).strip()
 
 
@@ -59,7 +60,7 @@ def is_constant(node):
     if node.type in CONSTANT:
         return True
     if node.type in ("declaration", "field_declaration"):
-        return any(child.text in (b"constexpr", b"using", b"static") for child in node.children)
+        return any(child.text in (b"constexpr", b"static") for child in node.children)
     parent = node.parent
     if parent is not None and parent.type == "if_statement" and node.type == "condition_clause":
         return any(child.type == "constexpr" for child in parent.children)
@@ -118,7 +119,8 @@ def qualified_name(function):
 SYNCHRONISES = re.compile(r"barrier|fence|wait|arrive|commit|sync|release")
 COMPARED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 SYMMETRIC = re.compile(r"^(f?(min|max)f?|(min|max)_nan|swap|CHECK\w*|fabs\w*)$")
-CONSTANTS = re.compile(r"(?:\b(?:B|Build)::\w+|\w+<B(?:, \w+)*>|\b[A-Z][A-Z_0-9]*\b|\b\d+\b|DType::\w+|[^\w:])*")  # of the build
+# A condition that the build decides.
+CONSTANTS = re.compile(r"(?:\b(?:B|Build)::\w+|\w+<B(?:, \w+)*>|\b[A-Z][A-Z_0-9]*\b|\b\d+\b|DType::\w+|[^\w:])*")
 WIDE = {"int64_t": "int", "uint64_t": "uint32_t", "size_t": "uint32_t"}
 
 
@@ -369,24 +371,30 @@ def schemata(text, switches):
         line += piece.count("\n")
         out.append(piece)
 
-    def render(start, end, inner, number=None):
+    def render(start, end, inside):
+        """Puts a part of the text; inside: the switches in it, outer ones first."""
         at = start
-        while inner:
-            place = inner[0].start, inner[0].end
-            same = [one for one in inner if (one.start, one.end) == place]
-            nested = [one for one in inner if place[0] <= one.start and one.end <= place[1] and one not in same]
-            inner = [one for one in inner if one not in same and one not in nested]
-            put(text[at:place[0]], None)
-            braces = any(one.is_statement for one in same)
-            put("{\n" if braces else "(\n")
-            for one in same:
-                opened, closed = (f"if (MUTANT({one.number})) {{\n", "\n} else ") if braces else (
-                    f"MUTANT({one.number}) ? (\n", "\n) :\n")
-                put(opened + one.mutated + ";" * braces + closed, one.number)
-            put("\n{\n" if braces else "(")
-            render(*place, nested)
-            put("\n}\n}" if braces else "))")
-            at = place[1]
+        while inside:
+            outer = inside[0]
+            same = [one for one in inside if (one.start, one.end) == (outer.start, outer.end)]
+            nested = [one for one in inside if one.end <= outer.end][len(same):]
+            inside = inside[len(same) + len(nested):]
+            put(text[at:outer.start])
+            at = outer.end
+            if outer.is_statement:
+                put("{\n")
+                for one in same:
+                    put(f"if (MUTANT({one.number})) {{\n{one.mutated};\n}} else ", one.number)
+                put("\n{\n")
+                render(outer.start, outer.end, nested)
+                put("\n}\n}")
+            else:
+                put("(\n")
+                for one in same:
+                    put(f"MUTANT({one.number}) ? (\n{one.mutated}\n) :\n", one.number)
+                put("(")
+                render(outer.start, outer.end, nested)
+                put("))")
         put(text[at:end])
     render(0, len(text), sorted(switches, key=lambda one: (one.start, -one.end, one.number)))
     return "".join(out), lines

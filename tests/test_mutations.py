@@ -60,7 +60,8 @@ def test_operators_on_python():
     found = {(one.function, one.operator, one.original, one.mutated) for one in mutations.python_mutations("x.py", source)}
     assert found == {
         ("g", "dropped condition", "a < len(b) and b", "True"), ("g", "dropped condition", "a < len(b) and b", "False"),
-        ("g", "dropped condition", "a < len(b) and b", "(a < len(b))"), ("g", "dropped condition", "a < len(b) and b", "(b)"),
+        ("g", "dropped condition", "a < len(b) and b", "(a < len(b))"),
+        ("g", "dropped condition", "a < len(b) and b", "(b)"),
         ("g", "comparison", "a < len(b)", "a <= len(b)"), ("g", "bound", "len(b)", "(len(b) + 1)"),
         ("g", "swapped arguments", "h(a, b)", "h(b, a)"), ("g", "comparison", "a == b", "a != b")}
 
@@ -94,7 +95,8 @@ def run(folder, text, count, **environment):
 
 
 def test_mutants_of_one_program(tmp_path):
-    found = [one for one in mutations.mutations("x.cu", PROGRAM, mutations.Declared(PROGRAM)) if one.operator == "comparison"]
+    found = [one for one in mutations.mutations("x.cu", PROGRAM, mutations.Declared(PROGRAM))
+             if one.operator == "comparison"]
     assert [one.mutated for one in found] == ["x <= 3", "i <= n"]
     edited = [PROGRAM.replace("all += i;", "all += i; all++;"), PROGRAM.replace("int all = 0", "int all = 5"),
               PROGRAM.replace("2 * x", "3 * x")]  # more statements, a declaration, a part of a constant expression
@@ -108,7 +110,8 @@ def test_mutants_of_one_program(tmp_path):
 
 def test_edits_that_cannot_be_switched():
     assert mutations.switches_of(PROGRAM, PROGRAM.replace("<cstdio>", "<stdio.h>"), 0) is None
-    assert mutations.switches_of("struct S { int x; };\nint g() { return 1; }", "struct S { long x; };\nint g() { return 1; }", 0) is None
+    struct = "struct S { int x; };\nint g() { return 1; }"
+    assert mutations.switches_of(struct, struct.replace("int x", "long x"), 0) is None
 
 
 def test_lines_of_mutants():
