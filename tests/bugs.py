@@ -414,7 +414,7 @@ def sample(bugs, count, seed):
 
 # ---- drawn bugs ----
 
-# Builds that together compile most of sdpa.cu, and what each runs.
+# Builds that together compile most of sdpa.cu, and what each runs; the last one only for functions of these names.
 SWEEP = ["--sweep 4 --alone --check-only"]
 ROLES = "USE_WGMMA=1 USE_WARP_SPECIALIZATION=1 OVERLAP=1 USE_LAZY_MAX=1 STAGES=2"
 DRAWN_PROGRAMS = {
@@ -440,6 +440,8 @@ DRAWN_PROGRAMS = {
                   "--test-case=changed_*,failed_launches,many_keys,workspace"]),
     "unit": (Program(tests="unit"), ["--test-case-exclude=exp2,witness_of_all,every_row*,given,seeds,spoiled,inputs",
                                      "--test-case=every_row,given,seeds,spoiled,inputs"]),
+    "plan": (Program(tests="plan"), ["--test-case=sequences,scalar,roles,chunk,decode,paged"],
+             "plan|^for_each_tile|^invariant|^rounds_at_once|^items_of|^grid_of|^workspace_bytes|^Sequence"),
 }
 
 
@@ -488,13 +490,15 @@ def drawn_in_programs(builder, pool, drawn, count):
     """Runs drawn bugs, {number: mutation}, in the programs that reach them until so many have run:
     [(mutation, outcome, names of programs)], and those that none reaches."""
     def prepare(name):
-        program, runs = DRAWN_PROGRAMS[name]
+        program, runs, *_ = DRAWN_PROGRAMS[name]
         switches = {name: [one for one in of_file if one.number in drawn] for name, of_file in builder.switches.items()}
         executable = builder.build(program, switches)
         for words in map(str.split, runs):
             words += ["--abort-after=1"] * bool(program.tests)
             yield name, [executable, *words], *builder.clean(executable, tuple(words))
-    runs = itertools.chain.from_iterable(pool.map(lambda name: list(prepare(name)), DRAWN_PROGRAMS))
+    needed = [name for name, (_, _, *only) in DRAWN_PROGRAMS.items()
+              if any(re.search("".join(only), one.function) for one in drawn.values())]
+    runs = itertools.chain.from_iterable(pool.map(lambda name: list(prepare(name)), needed))
     prepared = sorted(runs, key=lambda one: one[3])  # cheapest first
     for name, words, found, *_ in prepared:
         if found != "nothing":
