@@ -34,7 +34,7 @@ PATHS = [
     # ---- the bias ----
     Path("a bias by chunks", r"cp_async<16>\(tile->at\(r, chunk\), from"),
     Path("a bias by elements", r"st_shared\(tile->at\(r, chunk\) \+ i, exists"),
-    Path("a bias by pairs from memory", r"add_pair\(S\.x\[i\]\[j\], S\.x\[i\]\[j \+ 1\], ld_global_nc<BiasPair>"),
+    Path("a bias by pairs from memory", r"add_pair\(S\.x\[i\]\[j\], S\.x\[i\]\[j \+ 1\], ld_global_nc<BiasPair>", builds="^(?!.*SWAP_AB)"),
     Path("a bias by elements from memory", r"const bool exists = uint32_t\(col \+ at\) < uint32_t\(cols\);"),
     Path("tiles without a bias in a launch with one", r"S\.x\[i\]\[j\] \*= a\.logit_scale;$", builds="USE_BIAS=1"),
     Path("a map of the bias", r"item\.rounds = int\(ld_global<uint32_t>\(list\)\)"),

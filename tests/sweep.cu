@@ -94,17 +94,18 @@ float negative(const InputAt& i) {
 constexpr float TINY_SCALE = 0x1p97f;
 float tiny(const InputAt& i) { return i.tensor == Tensor::Q ? std::ldexp(i.x, -100) : i.x; }
 
-// True if the head's logits rise beside a softcap.
-bool rises_beside_cap(const reference::Problem& p, uint64_t random) {
+// Most heads of ramps beside a softcap have logits on both sides of where a polynomial takes the place of tanh. Parts of
+// these that 8 rows of Q take, and the next 8.
+bool is_beside_cap(const reference::Problem& p, uint64_t random) {
   return p.softcap >= 1 && p.softcap < 1000 && element_bytes(line.input) == 2 && random / 512 % 8 > 1;
 }
+constexpr int parts_beside_cap[][2] = {{3, 4}, {1, 1}, {0, 0}, {4, 3}};
 
 // Maxima that change along the keys, which a stale maximum meets or does not. Key heads take turns at eight kinds: from
 // their first key to the last, or backwards, logits at the default scale rise slowly, at once, at single keys, or fall and
 // rise; from 0, from +-512 (past 710 no maximum is stale), from +-524288, or from -inf. A query row takes 1, 1/2, 0 or -1
 // of the rise; in half of the heads 8 rows take one of these, and the next 8 another one. Beside a softcap c
-// the logits of most heads rise slowly by c to 4 * c, from -2 * c to 0 on, so that scores are on both sides of where a
-// polynomial takes the place of tanh. Scores are whole numbers below
+// most heads have logits of c to 4 * c throughout, or such as rise from about 0.7 * c to 1.2 * c. Scores are whole numbers below
 // 2^24, exact in fp32; of e4m3 tensor cores sum 14 bits, and a rise of more keys is 24 at most. V is in most problems as large as the
 // sums of P @ V allow.
 float ramps(const InputAt& i) {
@@ -120,8 +121,7 @@ float ramps(const InputAt& i) {
     constexpr float parts[] = {4, 4, 2, 0, -4};
     const int first = mix(r + 1) % 5, other = (first + 1 + mix(r + 2) % 4) % 5;
     const bool is_second = i.row / 8 % 2;
-    constexpr int parts_beside_cap[][2] = {{3, 4}, {1, 1}, {2, 2}, {4, 3}};  // of 8 rows, and of the next 8
-    const int part = rises_beside_cap(p, r) ? parts_beside_cap[r / 64 % 4][is_second]
+    const int part = is_beside_cap(p, r) ? parts_beside_cap[r / 64 % 4][is_second]
                      : r % 2                ? (is_second ? other : first)
                                             : mix(r + i.row) % 5;
     return i.d == 0 ? parts[line.has_sinks ? std::min(part, 3) : part] : i.d == 1 ? 128 : noise;
@@ -134,12 +134,14 @@ float ramps(const InputAt& i) {
   };
   constexpr Ramp kinds[] = {{slowly, 16, 0},    {at_once, 40, 0},        {at_once, 130, 0},       {at_keys, 200, 0},
                {slowly, 300, -32}, {after_a_fall, 100, 32}, {after_a_fall, 30, 1 << 15}, {slowly, 12, INT_MIN}};
-  Ramp kind = kinds[(of_seed + i.head) % 8];
-  if (rises_beside_cap(p, r)) {
-    const double score = p.softcap * std::sqrt(double(p.D));  // that becomes the softcap
-    kind = {slowly, int(p.softcap * double(16 + r / 1024 % 48) / 16), -int(score / 128 * double(r / 65536 % 32) / 16)};
-  }
+  const Ramp& kind = kinds[(of_seed + i.head) % 8];
   const float last = float(std::max(p.Sk - 1, 1)), k = r % 4 < 2 ? float(i.row) : last - float(i.row);
+  if (is_beside_cap(p, r)) {
+    const bool is_level = parts_beside_cap[r / 64 % 4][0] != parts_beside_cap[r / 64 % 4][1];
+    const float level = is_level ? 1 + r / 1024 % 32 / 10.0f : 0.4f + r / 1024 % 32 / 50.0f;
+    const float slope = is_level ? 0 : 0.2f + r / 32768 % 32 / 50.0f;
+    return i.d == 1 ? 0 : std::round(float(p.softcap) * (level + slope * k / last) * std::sqrt(float(p.D)) / 4);
+  }
   if (i.d == 1) {
     if (few_bits || (bytes && kind.start != -32 && kind.start != 32)) return 0;
     if (kind.start == INT_MIN) return k < 0.55f * last ? -INFINITY : 0;
@@ -152,7 +154,10 @@ float ramps(const InputAt& i) {
                      : kind.way == at_once ? float(k >= place)
                      : kind.way == at_keys ? std::max(0.0f, 48 * drawn - 47)
                                            : std::fabs(2 * k / last - 1);
-  const float rise = (few_bits && kind.way != at_keys ? std::min(kind.rise, 20) : kind.rise) * (0.8f + float(r / 256 % 256) / 640);
+  // Beside a bias no more than leaves scores their logarithm, of which a stale maximum makes 2^120 at most.
+  const bool adds = !p.bias.hides && p.bias.keys > 0;
+  const int most_rise = few_bits && kind.way != at_keys ? 20 : adds && r / 4096 % 4 ? 60 : INT_MAX;
+  const float rise = std::min(kind.rise, most_rise) * (0.8f + float(r / 256 % 256) / 640);
   return std::round(rise * std::sqrt(float(p.D)) / 4 * part);
 }
 
@@ -521,6 +526,9 @@ class Kinds {
     takes("alone", alone), takes("pair", pairs), takes("scores", sets);
     if (keys_of_flush() > 0) takes("flushes", "none one several of_ramps");
     if (has_stale_maximum() && takes_dist("ramps")) takes("stale", sets);
+    if (has_stale_maximum() && line.use_bias && takes_dist("ramps")) {
+      takes("bias_of_stale", line.use_bias == 1 ? "add tree shared" : "bool tree shared");  // by all queries
+    }
     // A polynomial takes the place of a tanh between bounds that depend on the softcap.
     const bool has_polynomial = line.is_wgmma && line.tanh_is_approximate && line.use_bias == 0 && element_bytes(line.input) == 2;
     if (has_stale_maximum() && line.has_softcap) takes("cap_of_stale", has_polynomial ? "30 50 100 200 large" : "50 large");
@@ -693,6 +701,7 @@ class Kinds {
     add("scores", set);
     if (p.dist != "ramps" || p.mask != reference::Mask::none || p.has_window()) return;
     add("stale", set);
+    if (set == "bias") add("bias_of_stale", p.bias_dims.find('q') == string::npos ? "shared" : p.bias_kind);
     if (set == "softcap") add("cap_of_stale", p.softcap < 1000 ? format("%g", p.softcap) : "large");
   }
   // add() how the bias lies, and whether rounds are left out by a map: by one that the launch makes or that is kept.
@@ -772,6 +781,7 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   if (draw(8) == 0) p.Sq = 1;
   if (draw(16) == 0) p.Sk = 0;
   p.machine = draw_machine(draw);
+  if (value_of_knob("SPLIT_CTAS") == "0" && draw(3) == 0) p.Sq = 1 + draw(4), p.Sk = 1000 + draw(3001);
   if (packs_heads()) {
     constexpr int ratios[] = {12, 24, 71};  // some larger than a tile
     if (draw(4) == 0) ratio = ratios[draw(3)];
