@@ -5752,7 +5752,8 @@ template <class B> void set_scales(KernelArgs& a) {
     if constexpr (B::caps_by_polynomial) set_cap_polynomial(a);
   }
   a.scores_log2 = a.scale_log2;
-  if (B::use_bias == 1 && a.p.bias) {  // without one, differences of scores are exact, and products with a scale are not
+  // Without a bias scores stay as they are: their differences are exact, and their products with a scale are not.
+  if (B::use_bias == 1 && a.p.bias) {
     a.logit_scale = a.scale_log2 * ln2, a.inverse_logit_scale = 1 / a.logit_scale, a.scale_log2 = 1 / ln2;
   }
 }

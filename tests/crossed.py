@@ -7,11 +7,10 @@ problem is checked against the reference.
 
 --features: of the knobs in FEATURES. Each build runs a sweep of random problems, until these are of all kinds that the build
 takes, and must take all its paths of tests/paths.py.
-usage: tests/crossed.py [REGEX] [--features] [--sample N] [--show] [--link FILE...]
-  REGEX       the builds whose kind and knobs match, as in "mma.* HEAD_DIM_V"
-  --sample N  so many of the builds, of all kinds, drawn by the commit
-  --show      print the builds, their problems and the pairs that no legal build has, and stop
-  --link      objects and libraries of the sweep's harness and of the CPU backend; without it they are compiled"""
+usage: tests/crossed.py [REGEX] [--features] [--show] [--link FILE...]
+  REGEX   the builds whose kind and knobs match, as in "mma.* HEAD_DIM_V"
+  --show  print the builds, their problems and the pairs that no legal build has, and stop
+  --link  objects and libraries of the sweep's harness and of the CPU backend; without it they are compiled"""
 import argparse
 import ctypes
 import functools
@@ -430,18 +429,9 @@ def sweep_build(builder, build, parts):
     return [f"{build}\n  {line[-600:]}" for line in words]
 
 
-def sample(builds, count):
-    """So many of the builds, drawn by the commit, of each kind as many as of the others or one less."""
-    draw = random.Random(bugs.git("rev-parse", "HEAD") or "no clone")
-    kinds = [[build for build in builds if build.kind == kind] for kind in KINDS]
-    turns = itertools.zip_longest(*(draw.sample(kind, len(kind)) for kind in draw.sample(kinds, len(kinds))))
-    return [build for turn in turns for build in turn if build][:count]
-
-
 def main():
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("only", nargs="?", default="")
-    parser.add_argument("--sample", type=int)
     parser.add_argument("--show", action="store_true")
     parser.add_argument("--features", action="store_true")
     parser.add_argument("--link", nargs="+", default=[])
@@ -454,8 +444,6 @@ def main():
             of_kind, missing = (cross_features if options.features else cross)(judge, name, options.show)
             builds, uncovered = builds + of_kind, uncovered + missing
         chosen = [build for build in builds if re.search(options.only, str(build))]
-        if options.sample:
-            chosen = sample(chosen, options.sample)
         if options.show:
             print(*("\n  ".join([str(build), *build.problems]) for build in chosen), sep="\n")
             return 0
