@@ -29,14 +29,11 @@ BLOCKS = dict(re.findall(r"<!-- rung_(\w+):begin[^\n]*\n(.*?)<!-- rung_\1:end --
 # ---- the page ----
 
 def test_every_rung_has_its_paragraph_and_its_diff():
-    """In the order of the ladders; what a line loses at by its own words, the newest rows say as well (below)."""
+    """In the order of the ladders."""
     assert re.findall(r"^\*\*([\w]+)[.:]", PAGE, re.M) == [rung.name for one in ladders.LADDERS.values() for rung in one.rungs]
     assert [*BLOCKS] == [name for name, rung in RUNGS.items() if rung.base and rung.shows != "-"]
     for name, block in BLOCKS.items():
-        lines = re.findall(r"^[-+ ]", block, re.M)
-        assert bool(lines) == bool(RUNGS[name].shows) and len(lines) <= 30, f"{name} shows {len(lines)} lines"
-        paragraph = re.search(rf"\*\*{name}[.:].*?\n<!--", PAGE, re.S)[0]
-        assert 100 < len(paragraph) < 700, name
+        assert bool(re.findall(r"^[-+ ]", block, re.M)) == bool(RUNGS[name].shows), name
 
 
 def test_rungs_are_lines_one_step_from_their_base():

@@ -195,9 +195,7 @@ def test_what_fails_and_what_could_not_run(fakes):
 
 
 @pytest.mark.parametrize("words,sentence", [
-    ("nosuch", "sanitize: REGEX nosuch: no line of configs.txt has such a name"), ("[", "sanitize: REGEX [: not a regular expression"),
-    ("--frob", "sanitize: --frob: no such option"), ("--tool lint", "sanitize: --tool: invalid choice"),
-    ("--jobs 0", "sanitize: --jobs 0: want a whole number from 1 to 99"),
+    ("[", "sanitize: REGEX [: not a regular expression"), ("--tool lint", "sanitize: --tool: invalid choice"),
     pytest.param("", "sanitize: it runs kernels and there is no GPU here", marks=needs_no_gpu)])
 def test_refusals(words, sentence):
     code, out, err = tool.run("sanitize", *words.split())
