@@ -524,7 +524,7 @@ class Kinds {
       }
     }
     takes("alone", alone), takes("pair", pairs), takes("scores", sets);
-    if (keys_of_flush() > 0) takes("flushes", "none one several of_ramps");
+    if (keys_of_flush() > 0) takes("flushes", "none several of_ramps");
     if (has_stale_maximum() && takes_dist("ramps")) takes("stale", sets);
     if (has_stale_maximum() && line.use_bias && takes_dist("ramps")) {
       takes("bias_of_stale", line.use_bias == 1 ? "add tree shared" : "bool tree shared");  // by all queries
@@ -642,15 +642,16 @@ class Kinds {
     const string of_dims = p.bias_dims.substr(0, p.bias_dims.find('m'));
     add("softcap", p.softcap == 0 ? "none" : p.softcap < 1 ? "small" : p.softcap < 1000 ? "usual" : "large");
     const bool is_up = p.scale > 1e5, is_down = p.scale != 0 && p.scale < 1e-5;
-    if (p.softcap != 0 && (is_down ? p.softcap > 1e5 : is_up && p.softcap < 1e-5)) add("extremes", is_up ? "scale_up" : "scale_down");
-    if (!p.bias_kind.empty() && (is_up || is_down)) add("beside_bias", is_up ? "scale_up" : "scale_down");
+    const bool has_scores = p.Sq > 0 && p.Sk > 1;  // else features change nothing
+    if (has_scores && p.softcap != 0 && (is_down ? p.softcap > 1e5 : is_up && p.softcap < 1e-5)) add("extremes", is_up ? "scale_up" : "scale_down");
+    if (has_scores && !p.bias_kind.empty() && (is_up || is_down)) add("beside_bias", is_up ? "scale_up" : "scale_down");
     add("max_ctas", p.max_ctas ? "set" : "0"), add("descale", p.descale);
     add("machine", p.machine.empty() ? "default" : "set"), add("summed", to_string(keys_at_once(p)));
     const bool has_tiles = p.mask == reference::Mask::none && !p.has_window() && p.Sk > 2 * line.tiles[0].block_n * line.tiles[0].split_kv;
     if (p.dist == "negative" && has_tiles) add("cap_of_negative", format("%g", p.softcap));
     if (const int keys = keys_of_flush()) add("flushes", p.Sk < keys ? "none" : p.Sk < 2 * keys ? "one" : p.dist == "ramps" ? "of_ramps" : "several");
-    add_features(p, add);
-    if (is_far(p.layout)) {
+    if (has_scores) add_features(p, add);
+    if (has_scores && is_far(p.layout)) {
       const bool has_factors = element_bytes(line.input) == 1 && p.descale != "none";
       add("distance", p.layout + (!p.bias_kind.empty() ? "+bias" : has_factors ? "+factors" : ""));
       add("distance", p.layout + "+" + p.dist);
@@ -738,11 +739,11 @@ template <class Draw> void draw_extremes(Problem& p, const Draw& draw) {
   const bool adds = line.use_bias == 1 && !p.bias_kind.empty();
   if (p.dist != "normal" || !(p.softcap != 0 || adds) || draw(4)) return;
   const bool up = draw(2);
-  const int digits = 20 + draw(11);
+  const int digits = up ? 22 + draw(9) : 28 + draw(9);  // a float holds neither the scale over the softcap nor its inverse
   p.scale = up ? std::pow(10.0, digits) : std::pow(10.0, -digits);
   if (p.softcap != 0) p.softcap = up ? 1e-18 : 1e18;
-  // USE_BIAS=1 makes floats of logits, so that they must be finite.
-  if (adds && up && p.softcap == 0) p.dist = "stairs";
+  // Scores that are 0 as well. Beside a bias they are steps; logits are floats there, so that they must be finite.
+  if (up && takes_dist("stairs")) p.dist = "stairs";
 }
 
 // Turns features off: none, all but one or two, or of those that change the scores all but one or two.
