@@ -1,6 +1,7 @@
 """README.md and docs/: their figures are those of results/, their links lead somewhere, their commands work word for word."""
 import collections
 import csv
+import functools
 import io
 import itertools
 import json
@@ -522,12 +523,18 @@ def test_compile_commands(clone):
         assert done.returncode == 0, command + ":\n" + done.stdout + done.stderr
 
 
+@functools.cache
+def said_by_help(clone, *command):
+    """What a command of a copy says of itself."""
+    done = subprocess.run([*command, "--help"], cwd=clone, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, command
+    return done.stdout + done.stderr
+
+
 def judge_words(words, clone):
     """The sub-command, options, lines and knobs of a command exist."""
     def help_of(*command):
-        done = subprocess.run([*command, "--help"], cwd=clone, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, command
-        return done.stdout + done.stderr
+        return said_by_help(clone, *command)
 
     executable = ["build-cpu/sdpa_scalar_vec8"]
     built = re.fullmatch(r"build(?:-cpu)?/sdpa_(\w+)", words[0])
