@@ -456,9 +456,7 @@ def main():
         failed = []
         for one in as_completed(tried):
             failed += one.result()
-            print(*one.result(), sep="
-", end="
-" * bool(one.result()), flush=True)
+            print(*one.result(), sep="\n", end="\n" * bool(one.result()), flush=True)
     part = f" of {len(builds)}" if len(chosen) < len(builds) else ""
     print(f"{len(chosen)}{part} builds, {sum(len(build.problems) for build in chosen)} problems: {len(failed)} failed; "
           f"{uncovered} legal pairs in none")
