@@ -19,14 +19,14 @@ TRIES = 200  # mutations of a base that is not legal
 @functools.lru_cache(None)
 def knobs_of(line):
     """{knob: value} of all knobs, also those at their defaults."""
-    return dict(word.split("=") for word in line.effective_knobs())
+    return dict(word.split("=", 1) for word in line.effective_knobs())
 
 
 @functools.lru_cache(None)
 def identity(line):
     """The knobs that are not at their defaults."""
     defaults = line.tree.knobs()
-    return " ".join(f"{knob}={value}" for knob, value in knobs_of(line).items() if defaults[knob] != value)
+    return builds.shlex.join(f"{knob}={value}" for knob, value in knobs_of(line).items() if defaults[knob] != value)
 
 
 def chooses(line):
