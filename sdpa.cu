@@ -565,8 +565,9 @@ template <class B> __device__ __forceinline__ bool is_capped(const KernelArgs& a
 template <class B> __device__ __forceinline__ float item_score_scale(const KernelArgs& a, const Item<B>& item) {
   if constexpr (!B::is_8bit) return B::use_softcap != 0 || ScoreMod<B>::changes_logits ? a.cap_scale : a.scale_log2;
   const float q_descale = B::converts_operands || B::mixes_types ? 1 : a.p.q_descale.of_head(item.b, item.h);
-  const float scale = (is_capped<B>(a) ? a.cap_scale : a.scale_log2) * q_descale *
-                      a.p.k_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
+  const float k_descale = a.p.k_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
+  // The factors first: one of them may be 0, and the other times a large scale infinite.
+  const float scale = (is_capped<B>(a) ? a.cap_scale : a.scale_log2) * (q_descale * k_descale);
   // Neither 0 nor infinite: -inf times the scale stays -inf, and 0 times the scale stays 0.
   return scale > 3.4e38f ? 3.4e38f : max_nan(scale, 1.2e-38f);
 }
@@ -715,6 +716,8 @@ __device__ __forceinline__ void softmax_max(const View& S, ScoreScale<B> scale_l
 
 // The largest |m * scale_log2| that may be subtracted in the exponent: its rounding moves P by 2^-15 at most.
 constexpr float shift_limit = 1024;
+// With a SCORE_MOD, whose terms may be as large as a sequence is long, P may be off by 2^-12.
+template <class B> constexpr float stale_limit = ScoreMod<B>::changes_logits ? 8192 : shift_limit;
 
 // P = 2^(S * scale_log2 - m_log2) in place;  sum += P: this thread's columns [first, last) of its rows.
 template <class B, class View>
@@ -741,7 +744,7 @@ __device__ __forceinline__ bool softmax_sum(View& S, ScoreScale<B> scale_log2, c
     const float shift = finite_max(m[i]);
     m_log2[i] = shift * of_row(scale_log2, i) - p_log2<B>;
     if (m[i] == -INFINITY) may_be_kept = false;
-    if (fabsf(m_log2[i]) <= shift_limit) continue;
+    if (fabsf(m_log2[i]) <= stale_limit<B>) continue;
     may_be_kept = false, m_log2[i] = 0 - p_log2<B>;
     SDPA_UNROLL for (int j = 0; j < View::COLS; j++) S.x[i][j] -= shift;
   }
@@ -2864,11 +2867,15 @@ template <class B> struct WgmmaRows {
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the stale maximum.
   int stale_from = 0;
   uint32_t stale_keys = 0;
+  // SCORE_MOD: the stale maximum was too small for a tile of the item. Where scores rise along the keys it would be too
+  // small for most of the following tiles.
+  bool gave_up = false;
 
   __device__ explicit WgmmaRows(const KernelArgs& a_) : a(a_), scale_log2(a_), mask(Item<B>{}.mask(a_)) {}
 
   __device__ __forceinline__ void start() {
     accumulates = false, stale_keys = 0;
+    if (ScoreMod<B>::changes_logits) gave_up = false;
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
   }
   __device__ __forceinline__ bool has_mask() const { return !mask.tiles.cover(q, k0); }
@@ -2879,13 +2886,14 @@ template <class B> struct WgmmaRows {
     float alpha[ROWS];
     softmax_max<B, Scores, columns>(S, scale_log2, m, alpha);
     SDPA_UNROLL for (int i = 0; i < 2; i++) m[i] = logit<B>(m[i], a, of_row(scale_log2.of_cap(), i));
-    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * largest(scale_log2) <= shift_limit);
+    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * largest(scale_log2) <= stale_limit<B>);
   }
   // From now on tiles without mask may take m as the stale maximum, if it will do for all rows of the warp.
   __device__ __forceinline__ void keep_max(bool will_do) {
     if (!B::use_lazy_max) return;
     const KeyRange covered = mask.tiles.covered(q);
     stale_from = covered.begin;
+    if (ScoreMod<B>::changes_logits) will_do &= !gave_up;
     stale_keys = __all_sync(0xffffffffu, will_do) ? max(covered.end - covered.begin, 0) : 0;
   }
   __device__ __forceinline__ bool may_take_stale_max() const {
@@ -3217,7 +3225,8 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   // Recovers the logits in place where the stale maximum was too small: log2(P) / scale + m. Where P may have overflowed,
   // Q @ K.T is computed again. From m and an argument, since m_log2 or the scale kept for it slows exp() down.
   template <class Softmax>
-  __device__ __forceinline__ void take_scores_back(Scores& P, const Softmax& softmax, bool& are_logits) const {
+  __device__ __forceinline__ void take_scores_back(Scores& P, const Softmax& softmax, bool& are_logits) {
+    if (ScoreMod<B>::changes_logits) rows.gave_up = true;
     const bool fits = softmax.sum[0] + softmax.sum[1] < 0x1p120f;
     are_logits = softmax.keeps_logits() && __all_sync(0xffffffffu, fits);
     if (!are_logits) return multiply_qk_again(P);

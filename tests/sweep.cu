@@ -750,6 +750,8 @@ template <class Draw> void draw_extremes(Problem& p, const Draw& draw) {
   if (p.softcap != 0) p.softcap = up ? 1e-18 : 1e18;
   // Scores that are 0 as well. Beside a bias they are steps; logits are floats there, so that they must be finite.
   if (up && takes_dist("stairs")) p.dist = "stairs";
+  // The least bias that a type holds would absorb all steps of a row.
+  if (up && adds) p.bias_kind = "tree";
 }
 
 // Turns features off: none, all but one or two, or of those that change the scores all but one or two.
@@ -831,7 +833,9 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   if (p.softcap == 50 && is_small && draw(2)) p.softcap = power_of_ten(3, 18);
   constexpr int caps_of_stale[] = {2, 30, 50, 100, 200};
   if (p.softcap != 0 && p.dist == "negative" && draw(4)) p.softcap = power_of_ten(8, 9);
-  if (p.softcap != 0 && p.dist == "ramps") p.softcap = draw(3) ? caps_of_stale[draw(5)] : power_of_ten(3, 18);
+  // Logits up to 2^19, which the exact form holds to 2^-4 at large softcaps.
+  const bool draws_large_cap = line.tanh_is_approximate && draw(3) == 0;
+  if (p.softcap != 0 && p.dist == "ramps") p.softcap = draws_large_cap ? power_of_ten(3, 18) : caps_of_stale[draw(5)];
   if (p.softcap == 2 && is_small && draw(4) == 0) p.softcap = power_of_ten(-18, -1);
   if (line.use_bias && draw(4) && !exact) {
     constexpr const char* dims[] = {"", "b", "h", "q", "bh", "bq", "hq", "bhq"};
