@@ -612,6 +612,9 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
 //
 // What is recovered from P has passed the hook (are_logits), and does not pass it again.
 
+// SCORE_MOD: terms of a score may be as large as a sequence is long, and rise along the keys.
+template <class B> constexpr bool has_long_terms = ScoreMod<B>::changes_logits;
+
 // A tile as the hook sees it. WgmmaRows is another one, which fetches a bias ahead.
 template <class B> struct ScoreTile {
   const KernelArgs& a;
@@ -716,8 +719,8 @@ __device__ __forceinline__ void softmax_max(const View& S, ScoreScale<B> scale_l
 
 // The largest |m * scale_log2| that may be subtracted in the exponent: its rounding moves P by 2^-15 at most.
 constexpr float shift_limit = 1024;
-// With a SCORE_MOD, whose terms may be as large as a sequence is long, P may be off by 2^-12.
-template <class B> constexpr float stale_limit = ScoreMod<B>::changes_logits ? 8192 : shift_limit;
+// The same for builds whose scores have terms as large as a sequence is long: P may be off by 2^-12.
+template <class B> constexpr float stale_limit = has_long_terms<B> ? 8192 : shift_limit;
 
 // P = 2^(S * scale_log2 - m_log2) in place;  sum += P: this thread's columns [first, last) of its rows.
 template <class B, class View>
@@ -2867,15 +2870,15 @@ template <class B> struct WgmmaRows {
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the stale maximum.
   int stale_from = 0;
   uint32_t stale_keys = 0;
-  // SCORE_MOD: the stale maximum was too small for a tile of the item. Where scores rise along the keys it would be too
-  // small for most of the following tiles.
+  // has_long_terms: the stale maximum was too small for a tile of the item. Where scores rise along the keys it would be
+  // too small for most of the following tiles.
   bool gave_up = false;
 
   __device__ explicit WgmmaRows(const KernelArgs& a_) : a(a_), scale_log2(a_), mask(Item<B>{}.mask(a_)) {}
 
   __device__ __forceinline__ void start() {
     accumulates = false, stale_keys = 0;
-    if (ScoreMod<B>::changes_logits) gave_up = false;
+    if (has_long_terms<B>) gave_up = false;
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
   }
   __device__ __forceinline__ bool has_mask() const { return !mask.tiles.cover(q, k0); }
@@ -2893,7 +2896,7 @@ template <class B> struct WgmmaRows {
     if (!B::use_lazy_max) return;
     const KeyRange covered = mask.tiles.covered(q);
     stale_from = covered.begin;
-    if (ScoreMod<B>::changes_logits) will_do &= !gave_up;
+    if (has_long_terms<B>) will_do &= !gave_up;
     stale_keys = __all_sync(0xffffffffu, will_do) ? max(covered.end - covered.begin, 0) : 0;
   }
   __device__ __forceinline__ bool may_take_stale_max() const {
@@ -3226,7 +3229,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   // Q @ K.T is computed again. From m and an argument, since m_log2 or the scale kept for it slows exp() down.
   template <class Softmax>
   __device__ __forceinline__ void take_scores_back(Scores& P, const Softmax& softmax, bool& are_logits) {
-    if (ScoreMod<B>::changes_logits) rows.gave_up = true;
+    if (has_long_terms<B>) rows.gave_up = true;
     const bool fits = softmax.sum[0] + softmax.sum[1] < 0x1p120f;
     are_logits = softmax.keeps_logits() && __all_sync(0xffffffffu, fits);
     if (!are_logits) return multiply_qk_again(P);

@@ -24,6 +24,8 @@ TYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "e4m3": ml_dtypes.float
 PATHS = ["scalar_vec8", "wmma_async2", "mma_tile128", "mma_lazy", "mma_split4", "mma_decode", "mma_kv8", "wgmma_plain",
          "wgmma_ws", "wgmma_lazy", "wgmma", "wgmma_causal", "wgmma_split2", "wgmma_swap32", "wgmma_decode", "wgmma_chunk",
          "wgmma_kv8", "wgmma_e4m3", "wgmma_lazy USE_LENGTHS=1", "mma_lazy USE_LENGTHS=1 USE_PAGES=1"]
+# Without --all these.
+QUICK = ("scalar_vec8", "mma_lazy", "wgmma_plain", "wgmma_lazy", "wgmma_swap32", "wgmma_e4m3")
 # Features of one program, each of which the arguments of a call turn on: a row has its knobs and what arguments it takes.
 MODS = ["SCORE_MOD=s - x0[h] * real(q + Sk - Sq - k)", "MASK_MOD=i0[q] == i0[k]"]
 KNOBS = ["USE_SOFTCAP=2", "USE_BIAS=1"]
@@ -120,7 +122,7 @@ def takes(path, features):
 
 
 @pytest.mark.parametrize("features", [MODS, KNOBS], ids=["mods", "softcap_and_bias"])
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [path if path in QUICK else pytest.param(path, marks=pytest.mark.long) for path in PATHS])
 def test_effect(path, features):
     if not takes(path, features):
         assert features is KNOBS, "every path takes SCORE_MOD and MASK_MOD"
@@ -189,7 +191,7 @@ USING = [(knob, text.replace("\\|", "|"))  # in a table
          for knob, text in re.findall(r"^\|.*`((?:SCORE|MASK)_MOD)='([^`]*)'` \|$", TREE.read("docs/USING.md"), re.MULTILINE)]
 
 
-@pytest.mark.parametrize("knob, expression", USING)
+@pytest.mark.parametrize("knob, expression", [*USING[:2], *(pytest.param(*one, marks=pytest.mark.long) for one in USING[2:])])
 def test_expression_of_using(knob, expression, tmp_path):
     """Compiled for the CPU backend, and equal to the reference."""
     assert not TREE.expression_trouble(f"{knob}={expression}")

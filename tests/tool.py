@@ -30,7 +30,7 @@ def judge_quickly(patch):
     defaults, families = {row[0]: row[1] for row in rows}, {row[0]: row[2].split() for row in rows}
 
     def refusal(tree, words):
-        knobs = defaults | dict(word.split("=") for word in words if word.split("=")[0] in defaults)
+        knobs = defaults | dict(word.split("=", 1) for word in words if word.split("=")[0] in defaults)
         family = next((name for name, knob in builds.FAMILIES.items() if knobs.get(knob) == "1"), "scalar")
         for knob, value in knobs.items():
             if value != defaults[knob] and not {"all", family} & {*families[knob]}:
