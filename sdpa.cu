@@ -6235,7 +6235,7 @@ template <class B> SdpaStatus take_bias_map(KernelArgs& a, const Items& items, c
     const SdpaStatus status = check_bias_map<B>(a.p);
     return status.ok() && a.p.bias_map_bytes > 0 ? set_bias_map<B>(a, items, a.p.bias_map, false, stream) : status;
   }
-  if (!makes_map<B>(a.p)) return {};
+  if (!lists_rounds<B> || !makes_map<B>(a.p)) return {};
   return set_bias_map<B>(a, items, static_cast<char*>(a.p.workspace) + range_counter_bytes, true, stream);
 }
 template <class B> SdpaStatus map_bias(const SdpaParams& p, cudaStream_t stream) {

@@ -6,7 +6,7 @@ Of all knobs, with problems in which every two values of a knob and a member of 
 problem is checked against the reference.
 
 --features: of the knobs in FEATURES. Each build runs a sweep of random problems, until these are of all kinds that the build
-takes, and must take all its paths of tests/paths.py.
+takes. Each path of tests/paths.py must be taken in a build of each kind that has it.
 usage: tests/crossed.py [REGEX] [--features] [--show] [--link FILE...]
   REGEX   the builds whose kind and knobs match, as in "mma.* HEAD_DIM_V"
   --show  print the builds, their problems and the pairs that no legal build has, and stop
@@ -407,8 +407,8 @@ COVERAGE = ["--coverage", "-fprofile-update=atomic", r"-fprofile-filter-files=.*
 UNCOVERED = ("scalar",)
 
 
-def sweep_build(builder, build, parts):
-    """What failed, in lines."""
+def sweep_build(builder, build, parts, taken):
+    """What failed, in lines. taken: {(kind, path): whether a build of the kind took it}, which grows."""
     name = f"features{next(builder.numbers)}"
     coverage = [] if build.kind in UNCOVERED else COVERAGE
     try:
@@ -421,8 +421,13 @@ def sweep_build(builder, build, parts):
     done = subprocess.run([executable, *SWEEP.split()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
                           timeout=600)
     words = [line for line in done.stdout.split("\n") if re.search(r"FAIL \S+:|^repeat|missing:|have none|rror", line) and "," not in line[:20]]
+    if not done.returncode and coverage:
+        for path, is_taken in paths.taken(builder.folder, name, build.knobs, builder.texts["sdpa.cu"]).items():
+            taken.setdefault((build.kind, path), False)
+            if is_taken:
+                taken[build.kind, path] = True
     if not done.returncode:
-        words = coverage and paths.missing(builder.folder, name, build.knobs, builder.texts["sdpa.cu"])
+        words = []
     elif not words:
         words = [f"exit {done.returncode}: " + done.stdout[-500:]]
     os.remove(executable)
@@ -451,12 +456,17 @@ def main():
             print(f"crossed.py: no build is like {options.only}")
             return 2
         builder = bugs.Builder(folder)
-        try_one = functools.partial(sweep_build, parts=[os.path.abspath(part) for part in options.link]) if options.features else try_build
+        taken = {}
+        try_one = functools.partial(
+            sweep_build, parts=[os.path.abspath(part) for part in options.link], taken=taken) if options.features else try_build
         tried = [pool.submit(try_one, builder, build) for build in chosen]
         failed = []
         for one in as_completed(tried):
             failed += one.result()
             print(*one.result(), sep="\n", end="\n" * bool(one.result()), flush=True)
+        untaken = [f"no problem of a {kind} build took a path: {path}" for (kind, path), is_taken in taken.items() if not is_taken]
+        failed += untaken if chosen == builds else []
+        print(*untaken, sep="\n", end="\n" * bool(untaken))
     part = f" of {len(builds)}" if len(chosen) < len(builds) else ""
     print(f"{len(chosen)}{part} builds, {sum(len(build.problems) for build in chosen)} problems: {len(failed)} failed; "
           f"{uncovered} legal pairs in none")

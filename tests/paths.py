@@ -76,15 +76,15 @@ def lines_of(folder, name):
     return lines
 
 
-def missing(folder, name, knobs, source):
-    """The paths that an object has and that never ran, as sentences."""
-    lines, found = lines_of(folder, name), []
+def taken(folder, name, knobs, source):
+    """{path: whether a problem took it} of the paths that an object has. A path is a sentence with its line."""
+    lines, found = lines_of(folder, name), {}
     for path in PATHS:
         places = [number for number, text in enumerate(source.split("\n"), 1) if re.search(path.line, text)]
         if not places:
-            found.append(f"{path.name}: no line of sdpa.cu is like {path.line}")
+            found[f"{path.name}: no line of sdpa.cu is like {path.line}"] = False
         for number in places:
-            count, part = lines.get(number, (1, False))
-            if re.search(path.builds, knobs) and (count == 0 or path.whole and part):
-                found.append(f"no problem took a path: {path.name} (sdpa.cu:{number})")
+            if number in lines and re.search(path.builds, knobs):
+                count, part = lines[number]
+                found[f"{path.name} (sdpa.cu:{number})"] = count > 0 and not (path.whole and part)
     return found

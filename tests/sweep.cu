@@ -533,7 +533,9 @@ class Kinds {
     }
     // A polynomial takes the place of a tanh between bounds that depend on the softcap.
     const bool has_polynomial = line.is_wgmma && line.tanh_is_approximate && line.use_bias == 0 && element_bytes(line.input) == 2;
-    if (has_stale_maximum() && line.has_softcap) takes("cap_of_stale", has_polynomial ? "30 50 100 200 large" : "50 large");
+    if (has_stale_maximum() && line.has_softcap) {
+      takes("cap_of_stale", has_polynomial ? "30 50 100 200 large" : line.tanh_is_approximate ? "50 large" : "50");
+    }
     if (has_stale_maximum() && has_polynomial) takes("cap_of_negative", "1e+08 1e+09");
 
     string of_far;
