@@ -146,7 +146,7 @@ struct Memory {{
 }};
 
 template <class Params, class Status, class Causal>
-std::vector<unsigned char> run(Status (*forward)(const Params&, cudaStream_t), size_t (*workspace)(const Params&), Causal causal) {{
+std::vector<unsigned char> run(Status (*forward)(const Params&, cudaStream_t), size_t (*workspace)(Params), Causal causal) {{
   constexpr int D = {d}, Dv = {dv}, B = 2, Hq = 4, Hkv = 2, Sq = 75, Sk = 203, of_q = {q_bytes}, in = {in_bytes}, out = {out_bytes};
   std::mt19937 random(7);
   Memory Q(B * Hq * Sq * D * of_q), K(B * Hkv * Sk * D * in), V(B * Hkv * Sk * Dv * in), O(B * Hq * Sq * Dv * out), LSE(B * Hq * Sq * 4);
