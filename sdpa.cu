@@ -535,6 +535,10 @@ template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f
 template <class B> __device__ __forceinline__ bool is_capped(const KernelArgs& a) {
   return B::use_softcap != 0 && a.cap_scale != 0;
 }
+// Neither 0 nor infinite: -inf times the scale stays -inf, and 0 times the scale stays 0.
+__device__ __forceinline__ float finite_scale(float scale) {
+  return scale > 3.4e38f ? 3.4e38f : max_nan(scale, 1.2e-38f);
+}
 // What an item's scores are multiplied by: item_scale_log2(), or with a softcap what makes them arguments of tanh.
 // Where e4m3 becomes fp16 (mma and PACK_GQA), scores have been multiplied by the factor of Q; a Q of 16 bits has none.
 template <class B> __device__ __forceinline__ float item_score_scale(const KernelArgs& a, const Item<B>& item) {
@@ -543,8 +547,7 @@ template <class B> __device__ __forceinline__ float item_score_scale(const Kerne
   const float k_descale = a.p.k_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
   // The factors first: one of them may be 0, and the other times a large scale infinite.
   const float scale = (is_capped<B>(a) ? a.cap_scale : a.scale_log2) * (q_descale * k_descale);
-  // Neither 0 nor infinite: -inf times the scale stays -inf, and 0 times the scale stays 0.
-  return scale > 3.4e38f ? 3.4e38f : max_nan(scale, 1.2e-38f);
+  return finite_scale(scale);
 }
 // The scale of an item's scores times log2(e), with the factors of its heads; and the factor of its V.
 template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const Item<B>& item) {
@@ -4917,7 +4920,7 @@ template <class B> __device__ void Wgmma16Consumer<B>::make_halves_of_q() {
       if (is_of_row(n)) st_shared(chunk(n), x);
     }
     float& scale = rows.scale_log2.scale.factor[i];
-    scale = max_nan(scale * float_of(uint32_t(127 + exponent) << 23), 1.2e-38f);  // as item_score_scale() has it
+    scale = finite_scale(scale * float_of(uint32_t(127 + exponent) << 23));
   }
   fence_proxy_async();  // what was written before wgmma reads it
   barrier_sync(q_read + Base::warpgroup, 128);  // hazard: rows written by all warps
@@ -5858,8 +5861,9 @@ template <class B> size_t workspace_bytes(const SdpaParams& p) {
   if (B::split_ctas == 1) return B::use_persistent_cta ? sizeof(uint32_t) : 0;
   const Items items = items_of<B>(p);
   const bool stores = items.ranges > 1 || merges_by_kernel<B>;
-  const size_t one = 1;  // unsigned, since a product of sizes that are refused may wrap
-  return range_counter_bytes + (stores ? one * items_at_once<B>(items) * items.ranges * sizeof(RangePartial<B>) : 0);
+  // Unsigned: the product wraps for sizes that the allocation refuses.
+  const size_t partials = size_t(items_at_once<B>(items)) * size_t(items.ranges);
+  return range_counter_bytes + (stores ? partials * sizeof(RangePartial<B>) : 0);
 }
 
 template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) {

@@ -448,7 +448,10 @@ static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, con
   char text[256];
   const size_t bytes = line.workspace_bytes(&p);
   std::unique_lock<std::mutex> lock(launching, std::defer_lock);  // a call's kernels follow each other in their workspace
-  if (bytes > 0) lock.lock(), p.workspace = workspace_for(line, bytes, at.stream, at.captured);
+  if (bytes > 0) {
+    lock.lock();
+    p.workspace = workspace_for(line, bytes, at.stream, at.captured);
+  }
   return line.forward(&p, at.stream, text, sizeof text) ? text : "";
 }
 

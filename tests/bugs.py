@@ -276,7 +276,7 @@ class Bug:
     section: str  # of tests/bugs.txt
 
     def program(self, cases=frozenset()):
-        """What shows the bug; cases: those of all bugs in this program."""
+        """The program that shows the bug. cases: those of all bugs in this program."""
         kind = self.net if self.net in SANITIZE else "plain"
         tests = "unit" if self.net == "unit" else "".join(re.findall(r"^@(\w+)", self.options))
         return Program(kind, self.knobs, tests, cases)
@@ -337,7 +337,10 @@ def try_program(builder, program, bugs, edited):
     """[(bug, outcome)] of all bugs of a program, and what its clean runs find."""
     numbers = {bug.number for bug in bugs}
     switches = {name: [one for one in of_file if one.number in numbers] for name, of_file in builder.switches.items()}
-    executable = builder.build(program, switches)
+    try:
+        executable = builder.build(program, switches)
+    except Broken as error:
+        return [(bug, str(error)) for bug in bugs], {}
     results, wrong = [], {}
     for bug in bugs:
         found, seconds, reached = builder.clean(executable, tuple(bug.words()))

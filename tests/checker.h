@@ -8,7 +8,7 @@
 using Hides = reference::Mask;
 using reference::Tolerance;
 
-// What a kernel that is wrong does: tests below set both.
+// The faults of a wrong kernel. Tests below set both.
 static std::function<void(const SdpaParams&, int)> spoil;  // after a launch, with which one it is
 static SdpaStatus (*spoilt)(const SdpaParams&, cudaStream_t) = sdpa_forward;
 
@@ -22,7 +22,8 @@ struct ChangedLine {
     now = before;
     has_witness = false, affordable_macs = 1.5e9, witness_elements = size_t(1) << 26;
     make_tensor = make_placed_tensor, check_more = [](Instance&) { return string(); };
-    spoil = nullptr, spoilt = sdpa_forward;
+    spoil = nullptr;
+    spoilt = sdpa_forward;
     simt::gpu = {};
   }
 };
@@ -405,7 +406,8 @@ static SdpaStatus forward_by_witness(const SdpaParams& p, cudaStream_t) {
     int own = head / p.Hq, first = 0, queries = p.Sq;
     if (p.q_starts) {
       for (own = 0; p.q_starts[own + 1] <= q;) own++;
-      first = std::max(p.q_starts[own], 0), queries = std::min(p.q_starts[own + 1], p.Sq) - first;
+      first = std::max(p.q_starts[own], 0);
+      queries = std::min(p.q_starts[own + 1], p.Sq) - first;
     }
     if (p.q_lengths) queries = std::min(queries, p.q_lengths[own]);
     if (q - first >= queries) continue;
@@ -580,7 +582,9 @@ static int first_row(const SdpaParams& p, bool is_query) {
 // not differ.
 TEST_CASE("spoiled_queries") {
   ChangedLine changed;
-  changed.now.forward = forward_and_spoil, changed.now.has_lengths = true, spoilt = forward_by_witness;
+  changed.now.forward = forward_and_spoil;
+  changed.now.has_lengths = true;
+  spoilt = forward_by_witness;
   for (const char* words : {"--check-only --shape 5,2,1,12,30 --q-lengths --seeds 2", "--check-only --shape 5,2,1,12,30 --q-lengths --lengths --seeds 3"}) {
     CHECK(sweep(words).code == 0);
     for (bool is_query : {false, true}) {
@@ -602,7 +606,9 @@ TEST_CASE("spoiled_queries") {
     }
   }
   // Where NaN is right, poison is not.
-  changed.now = changed.before, changed.now.forward = forward_and_spoil, spoilt = sdpa_forward;
+  changed.now = changed.before;
+  changed.now.forward = forward_and_spoil;
+  spoilt = sdpa_forward;
   for (bool of_lse : {false, true}) {
     bool has_nan = false;
     const Swept run = sweep("--check-only --shape 1,4,2,20,30 --dist nonfinite --seeds 1", [&](const SdpaParams& p, int) {
@@ -622,7 +628,9 @@ TEST_CASE("spoiled_queries") {
 // and in the repeated one; between rows; and an element of each input.
 TEST_CASE("guards") {
   ChangedLine changed;
-  changed.now.forward = forward_and_spoil, changed.now.use_bias = 2, spoilt = forward_by_witness;
+  changed.now.forward = forward_and_spoil;
+  changed.now.use_bias = 2;
+  spoilt = forward_by_witness;
   changed.now.facts_of = [](const SdpaParams& p) {
     KernelFacts facts = facts_of(p);
     facts.workspace_bytes = facts.bias_map_bytes = 256;
@@ -645,8 +653,16 @@ TEST_CASE("guards") {
   };
   const auto found = [&](const char* layout, const std::function<void(const SdpaParams&, int)>& how) {
     Problem p;
-    p.B = 2, p.Hq = 2, p.Hkv = 1, p.Sq = 5, p.Sk = 7, p.layout = layout, p.bias_kind = "bool", p.bias_dims = "qm";
-    launches.clear(), spoil = nullptr;
+    p.B = 2;
+    p.Hq = 2;
+    p.Hkv = 1;
+    p.Sq = 5;
+    p.Sk = 7;
+    p.layout = layout;
+    p.bias_kind = "bool";
+    p.bias_dims = "qm";
+    launches.clear();
+    spoil = nullptr;
     Instance instance(p);
     instance.set_inputs(0);
     spoil = how;

@@ -462,7 +462,10 @@ struct Featured {
       if (!Build::mixes_types) p.q_descale = p.k_descale;
     }
     if (Build::use_pages) {
-      p.page_table = table, p.page_stride = 6, p.page_size = 16, p.pages = 11;
+      p.page_table = table;
+      p.page_stride = 6;
+      p.page_size = 16;
+      p.pages = 11;
       for (Strides* s : {&p.k, &p.v}) *s = {40 * D, 16 * D, D};
     }
   }
@@ -607,7 +610,7 @@ TEST_CASE("changed_members") {
   CHECK(right());
 }
 
-// What the map of a bias must hold, by the comment over section 5f of sdpa.cu: for each tile of rows a list of the rounds
+// The expected map of a bias, by the comment over section 5f of sdpa.cu: for each tile of rows a list of the rounds
 // that have a key which the bias shows, each as 2 * round, plus 1 if the bias changes a score there.
 template <class B> struct ExpectedMap {
   const SdpaParams& p;
@@ -748,7 +751,7 @@ TEST_CASE("bias_map" * doctest::skip(!has_map_of_bias)) {
   });
 }
 
-// What stands for a map must be one, of these sizes; a launch that does not make one fails as such.
+// A bias_map that is no map of these sizes is refused. A failed launch of the map kernel fails the call.
 TEST_CASE("bias_map_refusals" * doctest::skip(!Build::use_bias)) {
   const Featured featured;
   SdpaParams p = featured.p;
@@ -1030,7 +1033,7 @@ TEST_CASE("refusals") {
   base.workspace = workspace;
   CHECK((featured.a.forward(base) == "" && featured.a.is_right(base)));
   const int launches = simt::launches();
-  // What the call says if change(member) returns true; else "-".
+  // The status text of the call if change(member) returns true; else "-".
   const auto refusal = [&](const string& name, const auto& change) {
     SdpaParams p = base;
     bool has_changed = false;

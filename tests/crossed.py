@@ -2,10 +2,10 @@
 """Covering arrays of builds, on the CPU backend. For each kind of kernel there are builds such that every two values of two
 knobs meet in one of them, except for pairs that sdpa.cu refuses; such a pair is found by trying to complete it.
 
-Of all knobs, with problems in which every two values of a knob and a member of the problem meet, and of two members. Each
-problem is checked against the reference.
+By default the arrays cover all knobs. In their problems every value of a knob meets every value of a member of the problem,
+and every two members meet. Each problem is checked against the reference.
 
---features: of the knobs in FEATURES. Each build runs a sweep of random problems, until these are of all kinds that the build
+--features covers the knobs in FEATURES. Each build runs a sweep of random problems, until these are of all kinds that the build
 takes. Each path of tests/paths.py must be taken in a build of each kind that has it.
 usage: tests/crossed.py [REGEX] [--features] [--show] [--link FILE...]
   REGEX   the builds whose kind and knobs match, as in "mma.* HEAD_DIM_V"
@@ -408,7 +408,7 @@ UNCOVERED = ("scalar",)
 
 
 def sweep_build(builder, build, parts, taken):
-    """What failed, in lines. taken: {(kind, path): whether a build of the kind took it}, which grows."""
+    """The failures, in lines. Updates taken: {(kind, path): whether a build of the kind took it}."""
     name = f"features{next(builder.numbers)}"
     coverage = [] if build.kind in UNCOVERED else COVERAGE
     try:

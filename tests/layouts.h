@@ -183,7 +183,9 @@ vector<StridedInput> strided_inputs(SdpaParams& p) {
   const auto add_factors = [&](Descale& d, int heads) {
     if (d.factor) inputs.push_back({data(d.factor), sizeof(float), 1, {{1, nullptr}, {heads, &d.head}, {p.B, &d.batch}}});
   };
-  add_factors(p.q_descale, p.Hq), add_factors(p.k_descale, p.Hkv), add_factors(p.v_descale, p.Hkv);
+  add_factors(p.q_descale, p.Hq);
+  add_factors(p.k_descale, p.Hkv);
+  add_factors(p.v_descale, p.Hkv);
   return inputs;
 }
 
@@ -225,7 +227,8 @@ SdpaParams spread_inputs(SdpaParams p) {
     for (int b = 0; b < p.B; b++) {
       copy(reinterpret_cast<char*>(to + b * stride), reinterpret_cast<const char*>(p.page_table + b * old_stride), old_stride * sizeof(int));
     }
-    p.page_table = to, p.page_stride = int(stride);
+    p.page_table = to;
+    p.page_stride = int(stride);
   }
   return p;
 }

@@ -83,7 +83,7 @@ def is_operand(node):
 
 def switchable(root, text):
     """(function, node) of all nodes in functions that are not constant, in order."""
-    # What the CPU backend has instead is elsewhere.
+    # The CPU backend's versions are in cpu_backend/.
     hidden = [range(*found.span()) for found in re.finditer(
         r"^#ifndef SDPA_SIMT\n.*?^#endif  // SDPA_SIMT", text, re.MULTILINE | re.DOTALL)]
 
@@ -214,7 +214,7 @@ OPERATORS = {"dropped call": dropped_call, "comparison": comparison, "bound": bo
 
 
 class Declared:
-    """What texts declare: parameters of functions, and members of structs."""
+    """The parameters of functions and the members of structs that texts declare."""
 
     def __init__(self, *texts):
         self.parameters = defaultdict(set)  # {(name, count): {types}}

@@ -154,7 +154,7 @@ CALLS, LOADED = [], []
 
 
 def recorded(p, dtype, features):
-    """What a call says: the numbers of its SdpaParams, and what its pointers point to."""
+    """The numbers of a call's SdpaParams, and the contents of its pointers."""
     for name, members in MEMBERS_OF.items():
         given = any(getattr(p, member) for member in members.split())
         assert given == bool(features >> sdpa.FEATURES.index(name) & 1), f"the build's {name} is not the call's"

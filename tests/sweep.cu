@@ -154,7 +154,7 @@ float ramps(const InputAt& i) {
                      : kind.way == at_once ? float(k >= place)
                      : kind.way == at_keys ? std::max(0.0f, 48 * drawn - 47)
                                            : std::fabs(2 * k / last - 1);
-  // Beside a bias no more than leaves scores their logarithm, of which a stale maximum makes 2^120 at most.
+  // A rise beyond 2^120 of P would leave no score to recover by logarithm. With a bias most rises stay below it.
   const bool adds = !p.bias.hides && p.bias.keys > 0;
   const int most_rise = few_bits && kind.way != at_keys ? 20 : adds && r / 4096 % 4 ? 60 : INT_MAX;
   const float rise = std::min(kind.rise, most_rise) * (0.8f + float(r / 256 % 256) / 640);
@@ -403,7 +403,7 @@ bool is_fixed(const string& member) {
 
 constexpr int far_stride = INT_MAX;  // strides from here on are far
 
-// What a problem may have besides its sizes. A sweep draws which features a problem keeps, so that each is met alone,
+// The optional features of a problem. A sweep draws which features a problem keeps, so that each is met alone,
 // where no other one hides its faults, and with each other one.
 struct Feature {
   const char* name;
@@ -512,7 +512,10 @@ class Kinds {
     takes("scale", "default set"), takes("queries", "none_more more one"), takes("keys", "none some");
     takes("batches", "1 more"), takes("groups", "1 more"), takes("batch_invariant", "0 1");
     takes("layout", all_layouts), takes("dist", all_dists);
-    if (line.has_softcap) takes("softcap", "none small usual large"), takes("extremes", "scale_down scale_up");
+    if (line.has_softcap) {
+      takes("softcap", "none small usual large");
+      takes("extremes", "scale_down scale_up");
+    }
     if (line.use_bias == 1) takes("beside_bias", "scale_down scale_up");
     string alone = "none ", pairs, sets = "none ";
     for (const Feature& f : features()) {
@@ -523,7 +526,9 @@ class Kinds {
         if (f.is_of_scores && other->is_of_scores) sets += pair_name(*other, f) + " ";
       }
     }
-    takes("alone", alone), takes("pair", pairs), takes("scores", sets);
+    takes("alone", alone);
+    takes("pair", pairs);
+    takes("scores", sets);
     if (keys_of_flush() > 0) takes("flushes", "none several of_ramps");
     if (has_stale_maximum() && takes_dist("ramps")) takes("stale", sets);
     if (has_stale_maximum() && line.use_bias && takes_dist("ramps")) {
@@ -550,7 +555,10 @@ class Kinds {
     if (line.use_bias) {
       takes("bias", line.use_bias == 1 ? "none add tree" : "none bool tree"), takes("bias_of", "all b h q bh bq hq bhq");
     }
-    if (line.use_bias) takes("bias_rows", "contiguous padded shifted odd"), takes("padded_keys", "whole tail");
+    if (line.use_bias) {
+      takes("bias_rows", "contiguous padded shifted odd");
+      takes("padded_keys", "whole tail");
+    }
     if (line.has_bias_maps) takes("bias_map", moves_rows_up() ? "none made kept made_moved kept_moved" : "none made kept");
     if (line.has_bias_maps) takes("rows_of_map", "contiguous padded shifted odd");
     if (line.has_lengths) takes("q_lengths", "none some");
@@ -720,7 +728,8 @@ class Kinds {
     const bool is_made = p.bias_dims.find('h') == string::npos && keys >= 16 * t.block_n * t.split_kv;
     const bool is_moved = moves_rows_up(t) && p.mask != reference::Mask::none && (p.Sq + 63) / 64 * 64 % t.block_m != 0;
     if (!has_lists || (!is_kept && !is_made)) return add("bias_map", "none");
-    add("bias_map", string(is_kept ? "kept" : "made") + (is_moved ? "_moved" : "")), add("rows_of_map", rows.name);
+    add("bias_map", string(is_kept ? "kept" : "made") + (is_moved ? "_moved" : ""));
+    add("rows_of_map", rows.name);
   }
   // Tiles whose rows move up to have the warpgroups without rows first.
   static bool moves_rows_up(const TunedTile& t) { return t.block_m > 64 && t.split_kv == 1 && !t.use_ping_pong; }

@@ -58,7 +58,9 @@ TEST_CASE("tile_history" * doctest::skip(!Build::use_tuned)) {
       int changed = 0, wrong = 0;
       for (int n = 0; n < 40000 && changed < 20; n++) {
         SdpaParams p{};
-        p.D = Build::head_dim, p.Hkv = 1, p.page_size = 16;
+        p.D = Build::head_dim;
+        p.Hkv = 1;
+        p.page_size = 16;
         for (const Member& each : members) {
           if (each.can && &each != &members[3]) each.draw(p);
         }
@@ -68,7 +70,8 @@ TEST_CASE("tile_history" * doctest::skip(!Build::use_tuned)) {
         const size_t bytes = sdpa_workspace_bytes(p);
         choose_tile(elsewhere);
         const int fresh = choose_tile(p);
-        changed += fresh != before, wrong += tile != fresh || bytes != sdpa_workspace_bytes(p);
+        changed += fresh != before;
+        wrong += tile != fresh || bytes != sdpa_workspace_bytes(p);
       }
       INFO(m.name);
       CHECK((changed == 20 && wrong == 0));

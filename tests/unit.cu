@@ -412,7 +412,9 @@ TEST_CASE("rows_to_check") {
   CHECK(rows_to_check(256, 5e9).size() >= 300);  // 390 rows, less those drawn twice
   // Of packed sequences the first and the last row of each as well, in the first head and the last, and no row that is no
   // query.
-  p.packs_q = true, p.q_starts = {0, 101, 101, 700, 2000}, p.q_lengths = {99, 5, 2000, 1234};
+  p.packs_q = true;
+  p.q_starts = {0, 101, 101, 700, 2000};
+  p.q_lengths = {99, 5, 2000, 1234};
   std::set<std::array<int, 2>> seen;
   for (const auto& row : rows_to_check(256, 1.0)) {
     CHECK((row.b == 0 && reference::is_query(p, row)));
@@ -422,7 +424,9 @@ TEST_CASE("rows_to_check") {
     for (int q : {0, 101, 699, 700}) CHECK(seen.count({head, q}));
     for (int q : {99, 100, 1934, 1999}) CHECK(!seen.count({head, q}));
   }
-  p.packs_q = false, p.q_starts.clear(), p.q_lengths.clear();
+  p.packs_q = false;
+  p.q_starts.clear();
+  p.q_lengths.clear();
   // README's largest problem, 2.2e12 FLOP, takes 16 cores half a second.
   p.B = 1, p.Hq = p.Hkv = 32, p.Sq = p.Sk = 16384;
   CHECK(double(rows_to_check(256, 1.5e9).size()) * p.Sk * 64 * 2 < 7e9);
