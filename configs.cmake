@@ -5,7 +5,10 @@
 #
 # read_configs(FILE SOURCE) sets config_names, for each NAME config_base_NAME, config_expect_NAME, config_arch_NAME,
 # config_knobs_NAME and config_gates_NAME, config_bad_lines: LINE<tab>NAME<tab>SENTENCE each, and config_bad_sentences.
-# `NAME : BASE KNOB=VALUE...` has the knobs and the architecture of an earlier line, with these changed.
+# `NAME : BASE KNOB=VALUE...` has the knobs and the architecture of an earlier line, with these changed. SCORE_MOD and
+# MASK_MOD have expressions between single quotes, which are compiled once here, so that an error names its line.
+#   cmake -DEXPRESSION=KNOB=VALUE [-DSOURCE=FILE] -P configs.cmake
+# prints why such an expression does not compile; nothing if it does.
 
 cmake_policy(VERSION 3.20)
 
@@ -28,6 +31,62 @@ function(nearest_knob word knobs result)
   endif()
 endfunction()
 
+# Why the value of SCORE_MOD or MASK_MOD does not compile; "" if it does, or if there is no compiler to ask. It is compiled
+# with the types that kernels give its names, which stand in SOURCE between two lines.
+function(expression_error word source result)
+  set(${result} "" PARENT_SCOPE)
+  find_program(SDPA_EXPRESSION_COMPILER NAMES $ENV{CXX} c++ g++ clang++)
+  if(NOT SDPA_EXPRESSION_COMPILER)
+    return()
+  endif()
+  file(READ "${source}" text)
+  string(FIND "${text}" "\n// ---- 5f expressions of scores" begin)
+  string(FIND "${text}" "\n}  // namespace expression\n" end)
+  math(EXPR length "${end} - ${begin}")
+  string(SUBSTRING "${text}" ${begin} ${length} text)
+  string(REGEX MATCH "^([A-Z_]+)=(.*)$" found "${word}")
+  string(RANDOM LENGTH 12 name)
+  set(file "/tmp/sdpa_expression_${name}.cpp")
+  file(WRITE "${file}" [=[
+#include <cstdint>
+#include <type_traits>
+#define __device__
+#define __forceinline__ inline
+#define SDPA_NAMESPACE sdpa
+#define INFINITY __builtin_inff()
+#ifndef SCORE_MOD
+#define SCORE_MOD NONE
+#endif
+#ifndef MASK_MOD
+#define MASK_MOD NONE
+#endif
+float expf(float), exp2f(float), logf(float), log2f(float), sqrtf(float), sinf(float), cosf(float), floorf(float);
+float powf(float, float), fabsf(float), fminf(float, float), fmaxf(float, float);
+namespace sdpa {
+constexpr float ln2 = 1;
+struct SdpaParams { const float *x0, *x1, *x2, *x3; const int *i0, *i1; };
+template <class T> T ld_global_nc(const T* from) { return *from; }
+float tanh_exact(float), tanh_approx(float);
+]=] "${text}\nfloat value(const SdpaParams& p) { return float(term(logit({}, 0, 0, {}, {}, 0, 0, p))); }\n}\n}\n")
+  execute_process(COMMAND ${SDPA_EXPRESSION_COMPILER} -std=c++17 -w -fsyntax-only "-D${word}" "${file}"
+                  ERROR_VARIABLE words RESULT_VARIABLE failed)
+  file(REMOVE "${file}")
+  if(NOT failed EQUAL 0)
+    string(REGEX MATCH "error: ([^\n]*)" found_error "${words}")
+    set(reason "${CMAKE_MATCH_1}")
+    string(REGEX REPLACE "^([A-Z_]+)=(.*)$" "\\1='\\2'" shown "${word}")
+    set(${result} "${shown} does not compile: ${reason}; it is a C++ expression of the names that docs/USING.md lists"
+        PARENT_SCOPE)
+  endif()
+endfunction()
+
+# A list of KNOB=VALUE as words of a shell: expressions between quotes.
+function(quoted knobs result)
+  list(TRANSFORM knobs REPLACE "^((SCORE|MASK)_MOD)=(.*[^A-Za-z0-9_].*)$" "\\1='\\3'")
+  string(REPLACE ";" " " knobs "${knobs}")
+  set(${result} "${knobs}" PARENT_SCOPE)
+endfunction()
+
 macro(bad_line sentence)
   string(APPEND config_bad_lines "${line_number}\t${name}\t${file_name}:${line_number}: ${sentence}\n")
   set(good FALSE)
@@ -47,14 +106,19 @@ function(read_configs file source)
   file(READ "${file}" text)
   string(ASCII 239 187 191 byte_order_mark)
   string(REGEX REPLACE "^${byte_order_mark}" "" text "${text}")
-  # CMake's lists give these characters a meaning; none is legal in a line, so any stand-in will do.
+  # CMake's lists give these characters a meaning. Brackets are legal in expressions alone, and get stand-ins until the
+  # words have been told apart; the others are legal nowhere, so any stand-in will do.
   string(REGEX REPLACE "#[^\n]*" "" text "${text}")
-  string(REGEX REPLACE "[][;\\]" "?" text "${text}")
+  string(REGEX REPLACE "[;\\]" "?" text "${text}")
+  string(ASCII 1 left_bracket)
+  string(ASCII 2 right_bracket)
+  string(REPLACE "[" "${left_bracket}" text "${text}")
+  string(REPLACE "]" "${right_bracket}" text "${text}")
   string(REGEX REPLACE "\r?\n" ";" lines "${text}")
   set(line_number 0)
   foreach(line IN LISTS lines)
     math(EXPR line_number "${line_number} + 1")
-    string(REGEX MATCHALL "[^ \t]+" words "${line}")
+    string(REGEX MATCHALL "[A-Z_]+='[^']*'|[^ \t]+" words "${line}")
     if(words STREQUAL "")
       continue()
     endif()
@@ -84,7 +148,15 @@ function(read_configs file source)
       endif()
     endif()
     foreach(word IN LISTS words)
-      if(word MATCHES "^([A-Za-z_][A-Za-z0-9_]*)=([A-Za-z0-9_]+)$")
+      set(expression FALSE)
+      if(word MATCHES "^(SCORE_MOD|MASK_MOD)='(.*)'$")
+        set(expression TRUE)
+        set(knob ${CMAKE_MATCH_1})
+        set(value "${CMAKE_MATCH_2}")
+        string(REPLACE "${left_bracket}" "[" value "${value}")
+        string(REPLACE "${right_bracket}" "]" value "${value}")
+        set(word "${knob}=${value}")
+      elseif(word MATCHES "^([A-Za-z_][A-Za-z0-9_]*)=([A-Za-z0-9_]+)$")
         set(knob ${CMAKE_MATCH_1})
         set(value ${CMAKE_MATCH_2})
       else()
@@ -117,9 +189,17 @@ gate:step-over=NAME:FACTOR[@SHAPE]")
       elseif(word IN_LIST knobs)
         bad_line("${base} has ${word} already")
       else()
-        list(APPEND seen ${knob})
-        list(FILTER knobs EXCLUDE REGEX "^${knob}=")
-        list(APPEND knobs ${word})
+        set(trouble "")
+        if(expression)
+          expression_error("${word}" "${source}" trouble)
+        endif()
+        if(trouble STREQUAL "")
+          list(APPEND seen ${knob})
+          list(FILTER knobs EXCLUDE REGEX "^${knob}=")
+          list(APPEND knobs "${word}")
+        else()
+          bad_line("${trouble}")
+        endif()
       endif()
     endforeach()
     if(good)
@@ -140,10 +220,15 @@ if(CMAKE_SCRIPT_MODE_FILE STREQUAL CMAKE_CURRENT_LIST_FILE)
   if(NOT SOURCE)
     set(SOURCE "${CMAKE_CURRENT_LIST_DIR}/sdpa.cu")
   endif()
+  if(EXPRESSION)
+    expression_error("${EXPRESSION}" "${SOURCE}" trouble)
+    execute_process(COMMAND ${CMAKE_COMMAND} -E echo "${trouble}")
+    return()
+  endif()
   read_configs("${CONFIGS}" "${SOURCE}")
   set(text "")
   foreach(name IN LISTS config_names)
-    string(REPLACE ";" " " knobs "${config_knobs_${name}}")
+    quoted("${config_knobs_${name}}" knobs)
     string(REPLACE ";" " " gates "${config_gates_${name}}")
     string(APPEND text "${name}\t${config_base_${name}}\t${config_expect_${name}}\t${config_arch_${name}}\t"
            "${knobs}\t${gates}\n")

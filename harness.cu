@@ -14,6 +14,236 @@
 namespace SDPA_NAMESPACE {
 namespace {
 
+// ---- SCORE_MOD and MASK_MOD as plain C++, for the reference and the witness ----
+
+struct ModPlace {  // of a score, in its sequence
+  int b, h, q, k, Sq, Sk;
+};
+
+// What the names in an expression are. `real` is double in the reference and float in the witness.
+namespace plain_expression {
+
+using std::abs, std::cos, std::exp, std::exp2, std::floor, std::log, std::log2, std::pow, std::sin, std::sqrt, std::tanh;
+template <class X, class Y> __host__ __device__ std::common_type_t<X, Y> min(X x, Y y) { return x < y ? x : y; }
+template <class X, class Y> __host__ __device__ std::common_type_t<X, Y> max(X x, Y y) { return x > y ? x : y; }
+
+// tanh_error is added to each tanh_approx.
+template <class real, class Reals>
+__host__ __device__ real logit(real s, const ModPlace& at, Reals x0, Reals x1, Reals x2, Reals x3, real tanh_error) {
+  [[maybe_unused]] const int b = at.b, h = at.h, q = at.q, k = at.k, Sq = at.Sq, Sk = at.Sk;
+  [[maybe_unused]] const real NONE = s;
+  [[maybe_unused]] const auto tanh_approx = [=](real x) { return std::tanh(x) + tanh_error; };
+  (void)x0, (void)x1, (void)x2, (void)x3;
+  return real(SCORE_MOD);
+}
+template <class real, class Reals, class Ints>
+__host__ __device__ bool sees(const ModPlace& at, Reals x0, Reals x1, Reals x2, Reals x3, Ints i0, Ints i1) {
+  [[maybe_unused]] const int b = at.b, h = at.h, q = at.q, k = at.k, Sq = at.Sq, Sk = at.Sk;
+  [[maybe_unused]] constexpr bool NONE = true;
+  (void)x0, (void)x1, (void)x2, (void)x3, (void)i0, (void)i1;
+  return MASK_MOD;
+}
+
+}  // namespace plain_expression
+
+struct NoMods {
+  static constexpr bool changes_logits = false;
+  static __device__ float logit(float s, const ModPlace&, const SdpaParams&) { return s; }
+  static __device__ bool sees(const ModPlace&, const SdpaParams&) { return true; }
+};
+struct OwnMods {  // of the build
+  static constexpr bool changes_logits = Build::score_mod != 0;
+  static __device__ float logit(float s, const ModPlace& at, const SdpaParams& p) {
+    return plain_expression::logit<float>(s, at, p.x0, p.x1, p.x2, p.x3, 0);
+  }
+  static __device__ bool sees(const ModPlace& at, const SdpaParams& p) {
+    return plain_expression::sees<float>(at, p.x0, p.x1, p.x2, p.x3, p.i0, p.i1);
+  }
+};
+
+// The arrays on the host, each of `size` elements.
+constexpr const char* mod_arrays[] = {"x0", "x1", "x2", "x3", "i0", "i1"};
+struct ModArrays {
+  const float* x[4] = {};
+  const int* i[2] = {};
+  size_t size = 0;
+  bool* outside = nullptr;  // set when an element is read that is none
+};
+
+// ---- the witness: every row on the GPU by another kernel ----
+// Sections 4 to 6 have no part in it: it has its own mask, heads and strides. All of it is fp32. It goes
+// over the keys twice: m = max of S, then P = exp((S - m) * scale), l = sum of P, O = P @ V / l.
+
+struct WitnessArgs {
+  SdpaParams p;    // without pages; the inputs are of the line's type
+  int first_head;  // counted over batches: b * Hq + h
+  float scale, v_unit;
+  float *O, *LSE;  // [heads,Sq,D] and [heads,Sq] from first_head on
+  int use_bias;
+};
+
+// How a kernel is launched for query heads [first, first + heads), counted over batches.
+using LaunchWitness = cudaError_t (*)(const WitnessArgs& a, int heads);
+
+inline __device__ float number(__half x) { return float(x); }
+inline __device__ float number(__nv_bfloat16 x) { return float(x); }
+inline __device__ float number(__nv_fp8_e4m3 x) { return float(x); }
+inline __device__ float number(uint8_t x) { return float(x) - 128; }
+inline __device__ float factor(const Descale& d, int b, int h) {
+  return d.factor ? d.factor[b * d.batch + h * d.head] : 1;
+}
+
+// A thread has 64 elements of a query row, and its neighbours the others, of D in all; rows that have fewer end in zeros. Tiles of K and V are in shared
+// memory, the parts of a row 4 floats apart, so that neighbours read from different banks.
+template <int D> struct WitnessShared {
+  static constexpr int SLICE = 64, LANES = D / SLICE, KEYS = 32, THREADS = 128;
+  static constexpr int ROWS = THREADS / LANES;
+  using TileRow = float[LANES][SLICE + 4];
+  TileRow K[KEYS], V[KEYS];
+
+  // tile[j] = row k0 + j of x, which has `width` elements; zeros past the end
+  template <class T>
+  static __device__ void load(TileRow* tile, const T* x, int64_t row_stride, int k0, int rows, int width) {
+    for (int i = threadIdx.x; i < KEYS * D; i += THREADS) {
+      const int j = i / D, d = i % D;
+      tile[j][d / SLICE][d % SLICE] = k0 + j < rows && d < width ? number(x[(k0 + j) * row_stride + d]) : 0.0f;
+    }
+  }
+};
+
+template <class Q, class T, class Mods, int D>
+__global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs a) {
+  using W = WitnessShared<D>;
+  W& s = dynamic_shared<W>();
+  const SdpaParams& p = a.p;
+  const int row_tiles = (p.Sq + W::ROWS - 1) / W::ROWS, slice = threadIdx.x % W::LANES;
+  const int of_grid = int(blockIdx.x) / row_tiles, head = a.first_head + of_grid;
+  const int row = int(blockIdx.x) % row_tiles * W::ROWS + int(threadIdx.x) / W::LANES;
+  const int b = head / p.Hq, h = head % p.Hq, h_kv = h / (p.Hq / p.Hkv);
+  const Q* const Q_g = reinterpret_cast<const Q*>(p.Q) + b * p.q.batch + h * p.q.head;
+  const int q_row = row < p.Sq ? row : p.Sq - 1;  // threads past the end work for nothing
+  float q[W::SLICE], O[W::SLICE] = {}, m = -INFINITY, l = 0;
+#pragma unroll
+  for (int d = 0; d < W::SLICE; d++) {
+    q[d] = slice * W::SLICE + d < p.D ? number(Q_g[q_row * p.q.row + slice * W::SLICE + d]) : 0.0f;
+  }
+
+  // The row's sequence, and its rows in the tensors.
+  int own = b, Sq = p.Sq, Sk = p.Sk, first_query = 0, first_key = 0;
+  const auto row_at = [](int start, int rows) { return start < 0 ? 0 : start > rows ? rows : start; };
+  if (p.q_starts) {
+    for (own = 0; p.q_starts[own + 1] <= q_row;) own++;
+    first_query = row_at(p.q_starts[own], p.Sq), Sq = row_at(p.q_starts[own + 1], p.Sq) - first_query;
+  }
+  if (p.k_starts) first_key = row_at(p.k_starts[own], p.Sk), Sk = row_at(p.k_starts[own + 1], p.Sk) - first_key;
+  if (p.k_lengths) Sk = max(0, min(p.k_lengths[own], Sk));
+  if (p.q_lengths) Sq = max(0, min(p.q_lengths[own], Sq));
+  if (p.most_keys > 0 && Sk > p.most_keys) Sk = p.most_keys;
+  const float of_logit = a.scale * factor(p.q_descale, own, h) * factor(p.k_descale, own, h_kv);
+  // With a bias or a SCORE_MOD S is the logit itself.
+  const float unit = p.softcap != 0 ? p.softcap : of_logit, scale = p.bias || Mods::changes_logits ? 1 : unit;
+  const float v_factor = a.v_unit * factor(p.v_descale, own, h_kv);
+
+  // Key k < Sk of a sequence is visible to its query q if first <= k - q <= last.
+  const int none = 2000000000;
+  const auto position = [&](Causal by) { return by == Causal::bottom_right ? Sk - Sq : 0; };
+  const int windows_own = position(p.window_alignment == Causal::off ? p.causal : p.window_alignment);
+  const int first = p.window_left < 0 ? -none : windows_own - p.window_left;
+  int last = p.causal == Causal::off ? none : position(p.causal);
+  if (p.window_right >= 0) last = min(last, windows_own + p.window_right);
+
+  // Where rows of several sequences are in one tile, each goes over the keys of all.
+  const bool is_mixed = p.q_starts && !p.k_starts;
+  const int first_batch = p.k_starts || is_mixed ? 0 : b, batches = is_mixed ? p.B : 1;
+  // Q[q_row] @ K[k0 + j] of a batch, -inf where that key is not visible
+  const auto score = [&](int batch, int k0, int j) {
+    float4 sum{};
+#pragma unroll
+    for (int d = 0; d < W::SLICE; d += 4) {
+      const float4 k = *reinterpret_cast<const float4*>(&s.K[j][slice][d]);
+      sum.x = fmaf(q[d], k.x, sum.x), sum.y = fmaf(q[d + 1], k.y, sum.y);
+      sum.z = fmaf(q[d + 2], k.z, sum.z), sum.w = fmaf(q[d + 3], k.w, sum.w);
+    }
+    float S = (sum.x + sum.y) + (sum.z + sum.w);
+    for (int n = 1; n < W::LANES; n *= 2) S += __shfl_xor_sync(0xffffffffu, S, n);
+    if (p.softcap != 0) S = tanhf(S * of_logit / p.softcap);
+    const int k = k0 + j - first_key, distance = k - (q_row - first_query);
+    const bool is_own = (!is_mixed || batch == own) && k >= 0 && k < Sk;
+    if (!is_own || distance < first || distance > last) return -INFINITY;
+    const ModPlace place{own, h, q_row - first_query, k, Sq, Sk};
+    if (!Mods::sees(place, p)) return -INFINITY;
+    if (Mods::changes_logits) S = Mods::logit(S * of_logit, place, p);
+    const int column = k - (p.bias_keys > 0 ? Sk - p.bias_keys : 0);
+    if (!p.bias) return S;
+    const int64_t at = own * p.bias_strides.batch + h * p.bias_strides.head + (q_row - first_query) * p.bias_strides.row + column;
+    const float bias = column < 0          ? 0
+                       : a.use_bias == 2 ? static_cast<const uint8_t*>(p.bias)[at] ? 0 : -INFINITY
+                                           : number(static_cast<const T*>(p.bias)[at]);
+    return a.use_bias == 2 && bias == -INFINITY ? bias : S * unit + bias;
+  };
+  const auto each_tile = [&](const auto& use) {
+    for (int batch = first_batch; batch < first_batch + batches; batch++) {
+      const T* const K_g = reinterpret_cast<const T*>(p.K) + batch * p.k.batch + h_kv * p.k.head;
+      const T* const V_g = reinterpret_cast<const T*>(p.V) + batch * p.v.batch + h_kv * p.v.head;
+      for (int k0 = 0; k0 < p.Sk; k0 += W::KEYS) {
+        __syncthreads();  // hazard: K and V still being read
+        W::load(s.K, K_g, p.k.row, k0, p.Sk, p.D), W::load(s.V, V_g, p.v.row, k0, p.Sk, p.Dv);
+        __syncthreads();
+        use(batch, k0);
+      }
+    }
+  };
+  each_tile([&](int batch, int k0) {
+#pragma unroll 1
+    for (int j = 0; j < W::KEYS; j++) m = fmaxf(m, score(batch, k0, j));
+  });
+  each_tile([&](int batch, int k0) {
+    float tile_O[W::SLICE] = {}, tile_l = 0;  // summed apart: fewer roundings of the long sum
+#pragma unroll 1
+    for (int j = 0; j < W::KEYS; j++) {
+      const float S = score(batch, k0, j), P = expf((S - m) * scale);
+      if (S == -INFINITY) continue;  // V may be anything there
+      tile_l += P;
+#pragma unroll
+      for (int d = 0; d < W::SLICE; d++) tile_O[d] = fmaf(P, s.V[j][slice][d], tile_O[d]);
+    }
+    l += tile_l;
+#pragma unroll
+    for (int d = 0; d < W::SLICE; d++) O[d] += tile_O[d];
+  });
+  if (row >= p.Sq) return;
+  const int64_t out = int64_t(of_grid) * p.Sq + row;
+  float most = m == -INFINITY ? m : m * scale, of_keys = 1;  // a factor may be 0
+  if (p.sinks && p.sinks[h] != -INFINITY) {
+    most = fmaxf(most, p.sinks[h]), of_keys = l == 0 ? 0 : expf(m * scale - most);
+    l = l * of_keys + expf(p.sinks[h] - most);
+  }
+  if (slice == 0) a.LSE[out] = most + logf(l);
+#pragma unroll
+  for (int d = 0; d < W::SLICE; d++) {
+    if (slice * W::SLICE + d >= p.Dv) break;
+    a.O[out * p.Dv + slice * W::SLICE + d] = l == 0 || (of_keys == 0 && l < INFINITY) ? 0.0f : O[d] * of_keys / l * v_factor;
+  }
+}
+
+template <class Q, class T, class Mods, int D> cudaError_t launch_witness_of(const WitnessArgs& a, int heads) {
+  using W = WitnessShared<D>;
+  constexpr auto kernel = witness<Q, T, Mods, D>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(sizeof(W)));
+  if (error != cudaSuccess) return error;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(heads * ((a.p.Sq + W::ROWS - 1) / W::ROWS));
+  config.blockDim = dim3(W::THREADS);
+  config.dynamicSmemBytes = sizeof(W);
+  return cudaLaunchKernelEx(&config, kernel, a);
+}
+template <class Q, class T, class Mods> cudaError_t launch_witness_of(const WitnessArgs& a, int heads) {
+  const int widest = max(a.p.D, a.p.Dv);
+  return widest <= 64    ? launch_witness_of<Q, T, Mods, 64>(a, heads)
+         : widest <= 128 ? launch_witness_of<Q, T, Mods, 128>(a, heads)
+                         : launch_witness_of<Q, T, Mods, 256>(a, heads);
+}
+
 // ---- the line: a build as the harness sees it ----
 
 struct Knob {
@@ -45,6 +275,11 @@ struct Line {
   bool has_bias_maps, is_wgmma, has_queue, is_tuned, sums_end;
   TunedTile tiles[most_tiles];  // one, or those that it may take
   int tile_count;
+  // SCORE_MOD and MASK_MOD: whether they name an array, their values in double, and the witness that has them; null: none.
+  bool names[6];  // of mod_arrays
+  double (*logit)(double s, const ModPlace&, const ModArrays&, double tanh_error);
+  bool (*sees)(const ModPlace&, const ModArrays&);
+  LaunchWitness witness;
   TunedTile (*tile_of)(const SdpaParams&);
   KernelFacts (*facts_of)(const SdpaParams&);
   SdpaStatus (*forward)(const SdpaParams&, cudaStream_t);
@@ -95,6 +330,26 @@ KernelFacts facts_of(const SdpaParams& p) {
   });
 }
 
+// Elements of an array of T, as Real.
+template <class T, class Real> struct HostArray {
+  const T* x;
+  const ModArrays& all;
+  __host__ __device__ Real operator[](int64_t i) const {
+    if (uint64_t(i) < all.size) return x[i];
+    *all.outside = true;
+    return 0;
+  }
+};
+double logit_on_host(double s, const ModPlace& at, const ModArrays& arrays, double tanh_error) {
+  const auto x = [&](int n) { return HostArray<float, double>{arrays.x[n], arrays}; };
+  return plain_expression::logit<double>(s, at, x(0), x(1), x(2), x(3), tanh_error);
+}
+bool sees_on_host(const ModPlace& at, const ModArrays& arrays) {
+  const auto x = [&](int n) { return HostArray<float, double>{arrays.x[n], arrays}; };
+  const auto i = [&](int n) { return HostArray<int, int>{arrays.i[n], arrays}; };
+  return plain_expression::sees<double>(at, x(0), x(1), x(2), x(3), i(0), i(1));
+}
+
 Line describe_build() {
   Line l{};
   l.name = SDPA_TEXT(SDPA_CONFIG_NAME), l.family = family_name;
@@ -106,7 +361,11 @@ Line describe_build() {
   l.has_softcap = Build::use_softcap != 0, l.tanh_is_approximate = Build::use_softcap == 1;
   l.has_sinks = Build::use_sinks, l.has_lengths = Build::use_lengths, l.has_pages = Build::use_pages;
   l.use_bias = Build::use_bias;
-  l.has_bias_maps = is_wgmma && Build::use_bias != 0 && !Build::use_lengths && (Build::use_tuned || lists_rounds<Build>);
+  l.has_bias_maps = is_wgmma && Build::hides_rounds && !Build::use_lengths && (Build::use_tuned || lists_rounds<Build>);
+  for (int n = 0; n < 6; n++) l.names[n] = names_array(mod_arrays[n]);
+  if (Build::score_mod) l.logit = logit_on_host;
+  if (Build::mask_mod) l.sees = sees_on_host;
+  if constexpr (Build::score_mod || Build::mask_mod) l.witness = launch_witness_of<Query<Build>, Input, OwnMods>;
   l.is_wgmma = is_wgmma;
   l.has_queue = Build::use_persistent_cta, l.is_tuned = Build::use_tuned;
   l.sums_end = sums_end<Build> && !Build::use_tuned;
@@ -165,7 +424,27 @@ const reference::Type& type_of(DType t) {
 const reference::Type &query_type = type_of(line.query), &output_type = type_of(line.output);
 // The types of Q, K and V in rows; the type of a tensor's elements.
 const string dtype = line.query == line.input ? query_type.name : string(query_type.name) + "/" + type_of(line.input).name;
+string knob_value(const string& name) {
+  for (const Knob* k = line.knobs; k < line.knobs + line.knob_count; k++) {
+    if (name == k->name) return k->value;
+  }
+  return "";
+}
 DType dtype_of(Tensor t) { return t == Tensor::O ? line.output : t == Tensor::Q ? line.query : line.input; }
+// What a tanh_approx of SCORE_MOD moves a logit by, at most: it is within 2^-11.
+double error_by_tanh_approx() {
+  if (!line.logit || !expression_names("tanh_approx", knob_value("SCORE_MOD"))) return 0;
+  const vector<float> ones(4096, 1.0f);
+  const vector<int> zeros(4096, 0);
+  bool outside = false;
+  const ModArrays arrays{{&ones[0], &ones[0], &ones[0], &ones[0]}, {&zeros[0], &zeros[0]}, ones.size(), &outside};
+  double most = 0;
+  for (double s = -32; s <= 32; s++) {
+    const ModPlace at{0, 0, 5, 3, 64, 64};
+    most = std::max(most, std::fabs(line.logit(s, at, arrays, 1.0 / 2048) - line.logit(s, at, arrays, 0)));
+  }
+  return most;
+}
 // What an error may be in this problem.
 reference::Tolerance tolerance_of(const reference::Problem& p) {
   reference::Tolerance t = max(type_of(line.query).tolerance, type_of(line.output).tolerance);
@@ -176,10 +455,9 @@ reference::Tolerance tolerance_of(const reference::Problem& p) {
     t.lse *= std::max(1.0, p.D / 128.0) * std::max(1.0, std::fabs(p.scale) * std::sqrt(p.D));
   }
   // tanh.approx moves a logit by 2^-11 of itself, and its weight by as much as the logit. No logit is over the softcap.
-  if (line.tanh_is_approximate) {
-    const double of_weight = std::min(p.softcap, reference::largest_logit(p)) / 2048;
-    t.rel_rms += of_weight, t.max_abs += of_weight, t.lse += of_weight;
-  }
+  const double of_weight = line.tanh_is_approximate ? std::min(p.softcap, reference::largest_logit(p)) / 2048
+                                                    : error_by_tanh_approx();
+  t.rel_rms += of_weight, t.max_abs += of_weight, t.lse += of_weight;
   return t;
 }
 
@@ -217,6 +495,7 @@ struct Problem : reference::Problem {
   // What the bias is like, one of bias_kinds, which of b, h and q it has dimensions for, and m if its map is made once for
   // all launches; "": there is none.
   string bias_kind, bias_dims = "q";
+  bool keeps_map = false;  // MASK_MOD: one map for all launches
 
   Problem() : reference::Problem{}, page_size(line.has_pages ? 64 : 0) { D = line.D, Dv = line.Dv; }
 };
@@ -453,178 +732,16 @@ class DeviceFactors : public Guarded {
   bool has_zeros_ = false;
 };
 
-// ---- the witness: every row on the GPU by another kernel ----
-// Sections 4 to 6 have no part in it: it has its own mask, heads and strides. All of it is fp32. It goes
-// over the keys twice: m = max of S, then P = exp((S - m) * scale), l = sum of P, O = P @ V / l.
+// ---- the witness of this line ----
 
-struct WitnessArgs {
-  SdpaParams p;    // without pages; the inputs are of the line's type
-  int first_head;  // counted over batches: b * Hq + h
-  float scale, v_unit;
-  float *O, *LSE;  // [heads,Sq,D] and [heads,Sq] from first_head on
-  int use_bias;
-};
-
-inline __device__ float number(__half x) { return float(x); }
-inline __device__ float number(__nv_bfloat16 x) { return float(x); }
-inline __device__ float number(__nv_fp8_e4m3 x) { return float(x); }
-inline __device__ float number(uint8_t x) { return float(x) - 128; }
-inline __device__ float factor(const Descale& d, int b, int h) {
-  return d.factor ? d.factor[b * d.batch + h * d.head] : 1;
-}
-
-// A thread has 64 elements of a query row, and its neighbours the others, of D in all; rows that have fewer end in zeros. Tiles of K and V are in shared
-// memory, the parts of a row 4 floats apart, so that neighbours read from different banks.
-template <int D> struct WitnessShared {
-  static constexpr int SLICE = 64, LANES = D / SLICE, KEYS = 32, THREADS = 128;
-  static constexpr int ROWS = THREADS / LANES;
-  using TileRow = float[LANES][SLICE + 4];
-  TileRow K[KEYS], V[KEYS];
-
-  // tile[j] = row k0 + j of x, which has `width` elements; zeros past the end
-  template <class T>
-  static __device__ void load(TileRow* tile, const T* x, int64_t row_stride, int k0, int rows, int width) {
-    for (int i = threadIdx.x; i < KEYS * D; i += THREADS) {
-      const int j = i / D, d = i % D;
-      tile[j][d / SLICE][d % SLICE] = k0 + j < rows && d < width ? number(x[(k0 + j) * row_stride + d]) : 0.0f;
-    }
-  }
-};
-
-template <class Q, class T, int D>
-__global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs a) {
-  using W = WitnessShared<D>;
-  W& s = dynamic_shared<W>();
-  const SdpaParams& p = a.p;
-  const int row_tiles = (p.Sq + W::ROWS - 1) / W::ROWS, slice = threadIdx.x % W::LANES;
-  const int of_grid = int(blockIdx.x) / row_tiles, head = a.first_head + of_grid;
-  const int row = int(blockIdx.x) % row_tiles * W::ROWS + int(threadIdx.x) / W::LANES;
-  const int b = head / p.Hq, h = head % p.Hq, h_kv = h / (p.Hq / p.Hkv);
-  const Q* const Q_g = reinterpret_cast<const Q*>(p.Q) + b * p.q.batch + h * p.q.head;
-  const int q_row = row < p.Sq ? row : p.Sq - 1;  // threads past the end work for nothing
-  float q[W::SLICE], O[W::SLICE] = {}, m = -INFINITY, l = 0;
-#pragma unroll
-  for (int d = 0; d < W::SLICE; d++) {
-    q[d] = slice * W::SLICE + d < p.D ? number(Q_g[q_row * p.q.row + slice * W::SLICE + d]) : 0.0f;
-  }
-
-  // The row's sequence, and its rows in the tensors.
-  int own = b, Sq = p.Sq, Sk = p.Sk, first_query = 0, first_key = 0;
-  const auto row_at = [](int start, int rows) { return start < 0 ? 0 : start > rows ? rows : start; };
-  if (p.q_starts) {
-    for (own = 0; p.q_starts[own + 1] <= q_row;) own++;
-    first_query = row_at(p.q_starts[own], p.Sq), Sq = row_at(p.q_starts[own + 1], p.Sq) - first_query;
-  }
-  if (p.k_starts) first_key = row_at(p.k_starts[own], p.Sk), Sk = row_at(p.k_starts[own + 1], p.Sk) - first_key;
-  if (p.k_lengths) Sk = max(0, min(p.k_lengths[own], Sk));
-  if (p.q_lengths) Sq = max(0, min(p.q_lengths[own], Sq));
-  if (p.most_keys > 0 && Sk > p.most_keys) Sk = p.most_keys;
-  const float of_logit = a.scale * factor(p.q_descale, own, h) * factor(p.k_descale, own, h_kv);
-  // Beside a bias S is the logit itself.
-  const float unit = p.softcap != 0 ? p.softcap : of_logit, scale = p.bias ? 1 : unit;
-  const float v_factor = a.v_unit * factor(p.v_descale, own, h_kv);
-
-  // Key k < Sk of a sequence is visible to its query q if first <= k - q <= last.
-  const int none = 2000000000;
-  const auto position = [&](Causal by) { return by == Causal::bottom_right ? Sk - Sq : 0; };
-  const int windows_own = position(p.window_alignment == Causal::off ? p.causal : p.window_alignment);
-  const int first = p.window_left < 0 ? -none : windows_own - p.window_left;
-  int last = p.causal == Causal::off ? none : position(p.causal);
-  if (p.window_right >= 0) last = min(last, windows_own + p.window_right);
-
-  // Where rows of several sequences are in one tile, each goes over the keys of all.
-  const bool is_mixed = p.q_starts && !p.k_starts;
-  const int first_batch = p.k_starts || is_mixed ? 0 : b, batches = is_mixed ? p.B : 1;
-  // Q[q_row] @ K[k0 + j] of a batch, -inf where that key is not visible
-  const auto score = [&](int batch, int k0, int j) {
-    float4 sum{};
-#pragma unroll
-    for (int d = 0; d < W::SLICE; d += 4) {
-      const float4 k = *reinterpret_cast<const float4*>(&s.K[j][slice][d]);
-      sum.x = fmaf(q[d], k.x, sum.x), sum.y = fmaf(q[d + 1], k.y, sum.y);
-      sum.z = fmaf(q[d + 2], k.z, sum.z), sum.w = fmaf(q[d + 3], k.w, sum.w);
-    }
-    float S = (sum.x + sum.y) + (sum.z + sum.w);
-    for (int n = 1; n < W::LANES; n *= 2) S += __shfl_xor_sync(0xffffffffu, S, n);
-    if (p.softcap != 0) S = tanhf(S * of_logit / p.softcap);
-    const int k = k0 + j - first_key, distance = k - (q_row - first_query);
-    const bool is_own = (!is_mixed || batch == own) && k >= 0 && k < Sk;
-    if (!is_own || distance < first || distance > last) return -INFINITY;
-    const int column = k - (p.bias_keys > 0 ? Sk - p.bias_keys : 0);
-    if (!p.bias) return S;
-    const int64_t at = own * p.bias_strides.batch + h * p.bias_strides.head + (q_row - first_query) * p.bias_strides.row + column;
-    const float bias = column < 0          ? 0
-                       : a.use_bias == 2 ? static_cast<const uint8_t*>(p.bias)[at] ? 0 : -INFINITY
-                                           : number(static_cast<const T*>(p.bias)[at]);
-    return a.use_bias == 2 && bias == -INFINITY ? bias : S * unit + bias;
-  };
-  const auto each_tile = [&](const auto& use) {
-    for (int batch = first_batch; batch < first_batch + batches; batch++) {
-      const T* const K_g = reinterpret_cast<const T*>(p.K) + batch * p.k.batch + h_kv * p.k.head;
-      const T* const V_g = reinterpret_cast<const T*>(p.V) + batch * p.v.batch + h_kv * p.v.head;
-      for (int k0 = 0; k0 < p.Sk; k0 += W::KEYS) {
-        __syncthreads();  // hazard: K and V still being read
-        W::load(s.K, K_g, p.k.row, k0, p.Sk, p.D), W::load(s.V, V_g, p.v.row, k0, p.Sk, p.Dv);
-        __syncthreads();
-        use(batch, k0);
-      }
-    }
-  };
-  each_tile([&](int batch, int k0) {
-#pragma unroll 1
-    for (int j = 0; j < W::KEYS; j++) m = fmaxf(m, score(batch, k0, j));
-  });
-  each_tile([&](int batch, int k0) {
-    float tile_O[W::SLICE] = {}, tile_l = 0;  // summed apart: fewer roundings of the long sum
-#pragma unroll 1
-    for (int j = 0; j < W::KEYS; j++) {
-      const float S = score(batch, k0, j), P = expf((S - m) * scale);
-      if (S == -INFINITY) continue;  // V may be anything there
-      tile_l += P;
-#pragma unroll
-      for (int d = 0; d < W::SLICE; d++) tile_O[d] = fmaf(P, s.V[j][slice][d], tile_O[d]);
-    }
-    l += tile_l;
-#pragma unroll
-    for (int d = 0; d < W::SLICE; d++) O[d] += tile_O[d];
-  });
-  if (row >= p.Sq) return;
-  const int64_t out = int64_t(of_grid) * p.Sq + row;
-  float most = m == -INFINITY ? m : m * scale, of_keys = 1;  // a factor may be 0
-  if (p.sinks && p.sinks[h] != -INFINITY) {
-    most = fmaxf(most, p.sinks[h]), of_keys = l == 0 ? 0 : expf(m * scale - most);
-    l = l * of_keys + expf(p.sinks[h] - most);
-  }
-  if (slice == 0) a.LSE[out] = most + logf(l);
-#pragma unroll
-  for (int d = 0; d < W::SLICE; d++) {
-    if (slice * W::SLICE + d >= p.Dv) break;
-    a.O[out * p.Dv + slice * W::SLICE + d] = l == 0 || (of_keys == 0 && l < INFINITY) ? 0.0f : O[d] * of_keys / l * v_factor;
-  }
-}
-
-template <class Q, class T, int D> cudaError_t launch_witness(const WitnessArgs& a, int heads) {
-  using W = WitnessShared<D>;
-  const cudaError_t error = cudaFuncSetAttribute(
-      witness<Q, T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(sizeof(W)));
-  if (error != cudaSuccess) return error;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(heads * ((a.p.Sq + W::ROWS - 1) / W::ROWS));
-  config.blockDim = dim3(W::THREADS);
-  config.dynamicSmemBytes = sizeof(W);
-  return cudaLaunchKernelEx(&config, witness<Q, T, D>, a);
-}
-
-// O [heads,Sq,D] and LSE [heads,Sq] of query heads [first, first + heads), counted over batches.
+// O [heads,Sq,D] and LSE [heads,Sq] of query heads [first, first + heads), counted over batches, by the line's own
+// witness if it has SCORE_MOD or MASK_MOD.
 template <class Q, class T>
 cudaError_t launch_witness(const SdpaParams& p, int first, int heads, float* O, float* LSE) {
   const double unit = unit_of(line.input);
   const double scale = (p.scale == 0 ? 1 / std::sqrt(double(p.D)) : p.scale) * unit * unit;
   const WitnessArgs a{p, first, float(scale), float(unit), O, LSE, line.use_bias};
-  const int widest = std::max(p.D, p.Dv);
-  return widest <= 64    ? launch_witness<Q, T, 64>(a, heads)
-         : widest <= 128 ? launch_witness<Q, T, 128>(a, heads)
-                         : launch_witness<Q, T, 256>(a, heads);
+  return line.witness ? line.witness(a, heads) : launch_witness_of<Q, T, NoMods>(a, heads);
 }
 
 // ---- Instance: a problem on the GPU, ready to launch and to check ----
@@ -709,6 +826,7 @@ class Instance {
     hold(p.has_lengths, lengths_, params.k_lengths, p.B), hold(p.has_q_lengths, q_lengths_, params.q_lengths, p.B);
     hold(p.packs_q, starts_[0], params.q_starts, p.B + 1), hold(p.packs_k, starts_[1], params.k_starts, p.B + 1);
     if (!p.bias_kind.empty()) hold_bias();
+    hold_mods();
     if (p.page_size) hold_pages();
     workspace_.reset(new Guarded("the workspace", line.facts_of(params).workspace_bytes));
     workspace_->fill(0);
@@ -738,6 +856,8 @@ class Instance {
       sinks_->store(sinks), problem.sinks.assign(sinks.begin(), sinks.end());
     }
     if (bias_) set_bias(seed);
+    set_mods(seed);
+    make_map();
     if (table_) set_pages(seed);
     problem.Q = inputs_[0].data(), problem.K = inputs_[1].data(), problem.V = inputs_[2].data();
   }
@@ -997,6 +1117,10 @@ class Instance {
     }
     const auto rows = reference::rows_to_check(p, p.seed, line.facts_of(params).item_rows, affordable_macs);
     const auto want = reference::attend(p, rows);
+    if (outside_) {
+      return format("SCORE_MOD or MASK_MOD reads an array past its end; in these checks it has B*Hq*(Sq+Sk)+1024 = %zu "
+                    "elements", mods_.size);
+    }
     reference::Comparison comparison(output_type, judges_rounding());
     for (size_t i = 0; i < rows.size(); i++) {
       const Row row = output_row(rows[i]);
@@ -1066,7 +1190,7 @@ class Instance {
   // hide how O was rounded; of u8 a single weight is often no power of two, and its own rounding shows in all of a row;
   // on stairs O is a row of V, which in 8 bits has few values, and fewer yet where all heads are one.
   bool judges_rounding() const {
-    if (line.tanh_is_approximate && problem.softcap != 0) return false;
+    if ((line.tanh_is_approximate && problem.softcap != 0) || error_by_tanh_approx() > 0) return false;
     if (problem.dist == "stairs" && problem.same_heads && element_bytes(line.input) == 1) return false;
     return !line.fp16_acc && line.input != DType::u8 && problem.Sk <= 1 << 14 &&
            query_type.mantissa_bits >= output_type.mantissa_bits;
@@ -1156,12 +1280,73 @@ class Instance {
       memcpy(&bytes[start + (i / bias.keys * bias_row_ + i % bias.keys) * bias_bytes()], &bits, bias_bytes());
     }
     bias_->store(bytes);
+  }
+
+  // The arrays that SCORE_MOD and MASK_MOD name. Each has an element for every row of Q, K and V and each query head, and
+  // 1,024 more, so that an index may be made of b, h, q and k in many ways.
+  void hold_mods() {
+    const Problem& p = problem;
+    mods_.size = size_t(p.B) * std::max(p.Hq, 1) * (p.Sq + p.Sk) + 1024, mods_.outside = &outside_;
+    const float** const x[] = {&params.x0, &params.x1, &params.x2, &params.x3};
+    const int** const i[] = {&params.i0, &params.i1};
+    for (int n = 0; n < 6; n++) {
+      if (!line.names[n]) continue;
+      mod_arrays_[n].reset(new Guarded(mod_arrays[n], mods_.size * sizeof(float)));
+      if (n < 4) *x[n] = mod_arrays_[n]->data<float>();
+      else *i[n - 4] = mod_arrays_[n]->data<int>();
+    }
+    if (!line.sees || !p.keeps_map) return;
+    params.bias_map_bytes = line.facts_of(params).bias_map_bytes;
+    if (params.bias_map_bytes == 0) return;
+    bias_map_.reset(new Guarded("the map of MASK_MOD", params.bias_map_bytes));
+    params.bias_map = bias_map_->data();
+  }
+  // x0: slopes, powers of two from 2^-8 to 1/2. x1 and x3: N(0,1). x2: uniform in [0.5, 1.5). i0: numbers of documents,
+  // which have a length from 1 to an eighth of the longer of Sq and Sk. i1: uniform among 0, 1, 2 and 3.
+  void set_mods(uint64_t seed) {
+    for (int n = 0; n < 6; n++) {
+      if (!mod_arrays_[n]) continue;
+      const auto drawn = [&](size_t i) { return reference::mix(reference::mix(seed + 44 + n) + i); };
+      if (n < 4) {
+        vector<float>& x = mod_reals_[n];
+        x.resize(mods_.size), mods_.x[n] = x.data();
+        for_all(x.size(), [&](size_t i) {
+          const uint64_t r = drawn(i);
+          x[i] = n == 0   ? std::exp2(-float(1 + r % 8))
+                 : n == 2 ? 0.5f + float(r % 4096) / 4096
+                          : reference::normal(seed + 44 + n, Tensor::O, i);
+        });
+        mod_arrays_[n]->store(x);
+      } else {
+        vector<int>& x = mod_ints_[n - 4];
+        x.resize(mods_.size), mods_.i[n - 4] = x.data();
+        const uint64_t longest = std::max(std::max(problem.Sq, problem.Sk) / 8, 1);
+        int document = 0;
+        for (size_t i = 0, end = 0; i < x.size(); i++) {
+          if (i == end) end += 1 + drawn(i) % longest, document++;
+          x[i] = n == 4 ? document : int(drawn(i) % 4);
+        }
+        mod_arrays_[n]->store(x);
+      }
+    }
+    const auto place = [](int b, int h, int q, int k, int Sq, int Sk) { return ModPlace{b, h, q, k, Sq, Sk}; };
+    if (line.logit) {
+      problem.logit = [=](double s, auto... at) { return line.logit(s, place(at...), mods_, 0); };
+    }
+    if (line.sees) problem.sees = [=](auto... at) { return line.sees(place(at...), mods_); };
+  }
+  void make_map() {
     if (!bias_map_) return;
     bias_map_->fill(0xff);
     const SdpaStatus status = line.map_bias(params, nullptr);
     if (!status.ok()) throw CudaError{status.text};
   }
 
+  std::unique_ptr<Guarded> mod_arrays_[6];  // named as mod_arrays
+  vector<float> mod_reals_[4];
+  vector<int> mod_ints_[2];
+  ModArrays mods_;
+  bool outside_ = false;  // an expression read what is no element of an array
   std::unique_ptr<Guarded> lse_, workspace_, sinks_, lengths_, q_lengths_, bias_, bias_map_, starts_[2];  // of Q, of K
   int64_t bias_row_ = 0;                       // elements from a row of the bias to the next
   std::unique_ptr<DeviceTensor> pages_[2];     // of K, of V
@@ -1446,7 +1631,8 @@ string knob_texts(bool changed_alone) {
   string text;
   for (const Knob* k = line.knobs; k < line.knobs + line.knob_count; k++) {
     if (changed_alone && !k->changed) continue;
-    text += (text.empty() ? "" : " ") + string(k->name) + "=" + k->value;
+    const string quote = strpbrk(k->value, " ()[]<>*&|?!'\"") ? "'" : "";  // of an expression
+    text += (text.empty() ? "" : " ") + string(k->name) + "=" + quote + k->value + quote;
   }
   return text;
 }
@@ -1722,6 +1908,8 @@ vector<Option> options_of(Options& o) {
                                                   "and perhaps letters of b, h, q and m, such as tree,bq";
        },
        bias_text},
+      {"--keep-map", "", "one map of what MASK_MOD hides for all launches; otherwise each makes its own",
+       flag(o.common.keeps_map), given(&Problem::keeps_map)},
       {"--most-keys", "N", "keys that a sequence has at most, whatever its length says (a build with USE_LENGTHS)",
        count(o.common.most_keys, 1), given(&Problem::most_keys)},
       {"--batch-invariant", "", "a row's bits are the same whatever sequences are in the batch with it",

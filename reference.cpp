@@ -4,8 +4,8 @@
 //
 //   O = softmax(scale * Q @ K.T + mask) @ V,   LSE = log(sum(exp(scale * Q @ K.T + mask)))
 //
-// A softcap c makes a logit x to c * tanh(x / c) before the mask. A bias is added to that. A sink is a logit more of
-// each row, with no V.
+// A softcap c turns a logit x into c * tanh(x / c) before the mask. SCORE_MOD then turns it into another one, and a bias
+// is added. MASK_MOD hides keys, as the mask does. A sink is one more logit of each row, with no V.
 
 #ifndef SDPA_REFERENCE_CPP
 #define SDPA_REFERENCE_CPP
@@ -62,6 +62,9 @@ struct Problem {
   bool packs_q = false, packs_k = false;
   std::vector<int> q_starts, k_starts;
 
+  // What a logit s becomes, and whether query q sees key k, of sequence b, its Sq queries and Sk keys, and head h.
+  std::function<double(double s, int b, int h, int q, int k, int Sq, int Sk)> logit;
+  std::function<bool(int b, int h, int q, int k, int Sq, int Sk)> sees;
   Bias bias;   // none if it is empty
   int Dv = 0;  // of V and O; 0: D
   int d_v() const { return Dv ? Dv : D; }
@@ -294,9 +297,11 @@ inline Result attend(const Problem& p, const Row& row) {
   for (size_t k = first; k < end; k++) {
     logits[k] = scale * dot(Q, K + k * D, D);
     if (p.softcap != 0) logits[k] = p.softcap * std::tanh(logits[k] / p.softcap);
-    const double bias = p.bias.of(s.b, row.h, row.q - s.first_query, int(k) - s.first_key, s.Sk);
-    hidden[k] = p.bias.hides && bias == -infinity;
-    logits[k] = hidden[k] ? bias : logits[k] + bias;
+    const int query = row.q - s.first_query, key = int(k) - s.first_key;
+    if (p.logit) logits[k] = p.logit(logits[k], s.b, row.h, query, key, s.Sq, s.Sk);
+    const double bias = p.bias.of(s.b, row.h, query, key, s.Sk);
+    hidden[k] = (p.bias.hides && bias == -infinity) || (p.sees && !p.sees(s.b, row.h, query, key, s.Sq, s.Sk));
+    logits[k] = hidden[k] ? -infinity : logits[k] + bias;
     if (hidden[k]) leave_open(k);
     sees_any |= logits[k] != -infinity;
     if (logits[k] > max) max = logits[k];

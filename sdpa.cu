@@ -44,6 +44,7 @@
 #include <cstring>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 
 #include <cuda.h>
 #include <cuda_bf16.h>
@@ -107,6 +108,8 @@ namespace {  // two builds in one program must not share their constants and ker
   X(USE_SOFTCAP, 0, use_softcap, "0 1 2", "scalar mma wgmma", "logits in c * tanh(x / c): 1 tanh.approx, 2 exactly") \
   X(USE_SINKS, 0, use_sinks, "0 1", "scalar mma wgmma", "a logit of the head that has no key joins the sum of a row") \
   X(USE_BIAS, 0, use_bias, "0 1 2", "scalar mma wgmma", "a tensor joins the logits: 1 added to them, 2 hides keys") \
+  X(SCORE_MOD, NONE, score_mod, "NONE expression", "all", "the logit, an expression of s, b, h, q, k, Sq, Sk, x0 to x3") \
+  X(MASK_MOD, NONE, mask_mod, "NONE expression", "all", "whether query q sees key k, of b, h, q, k, ..., x0 to x3, i0, i1") \
   X(USE_LENGTHS, 0, use_lengths, "0 1", "scalar mma wgmma", "a sequence has as many keys as device memory says") \
   X(USE_PAGES, 0, use_pages, "0 1", "scalar mma wgmma", "K and V lie in pages that a table names (with USE_LENGTHS)") \
   X(USE_TUNED, 0, use_tuned, "0 1", "mma wgmma", "the tile by the problem, from a table; typed knobs narrow it") \
@@ -125,8 +128,11 @@ constexpr int place_of(std::string_view word, std::string_view words) {
     words.remove_prefix(end + 1);
   }
 }
-// The number that a value is, or a word's place among the values; -1 if it is neither.
+// The values of SCORE_MOD and MASK_MOD: NONE, or any C++ expression of the names in section 5f.
+constexpr std::string_view expressions = "NONE expression";
+// The number that a value is, or a word's place among the values, or 1 for an expression; -1 if it is none of these.
 constexpr int value_of(std::string_view value, std::string_view values = "") {
+  if (values == expressions) return value != "NONE";
   int number = value.empty() ? -1 : 0;
   for (char c : value) number = number < 0 || number > 99999 || c < '0' || c > '9' ? -1 : number * 10 + (c - '0');
   return number < 0 ? place_of(value, values) : number;
@@ -155,6 +161,13 @@ template <int ROW> struct Knobs {
   static constexpr Config config = config_of<ROW>();
   SDPA_KNOBS(SDPA_CONSTANT)
 };
+// NONE is a name where the expressions are evaluated: the logit as it is, and true.
+#ifndef SCORE_MOD
+#define SCORE_MOD NONE
+#endif
+#ifndef MASK_MOD
+#define MASK_MOD NONE
+#endif
 
 // ---- what follows from the knobs ----
 
@@ -185,6 +198,8 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   // USE_SOFTCAP: a polynomial caps scores whose exponential is taken by a stale maximum. At D=256 it gains nothing.
   static constexpr bool caps_by_polynomial = K::use_softcap == 1 && family == Family::wgmma && K::head_dim <= 128 &&
                                              K::use_warp_specialization && !is_8bit && K::use_bias == 0;
+  // The score hook may hide all of a round of keys; it gives some tiles logits and others multiples of them.
+  static constexpr bool hides_rounds = K::use_bias != 0 || K::mask_mod != 0, has_two_units = K::use_bias == 1;
   // FP16_ACC: S is summed in fp16, and so is what a tile adds to O.
   static constexpr bool qk_in_fp16 = K::fp16_acc & 1, pv_in_fp16 = K::fp16_acc & 2;
   // U8 becomes fp16 while a tile is copied.
@@ -277,6 +292,13 @@ struct SdpaParams {
   size_t bias_map_bytes = 0;                // of bias_map, as sdpa_bias_map_bytes() has it
   const int* q_lengths = nullptr;           // USE_LENGTHS=1: as struct Sequence has it
   int batch_invariant = 0;                  // 1: a row's bits are the same whatever sequences are in the batch with it
+  // Arrays in device memory that SCORE_MOD and MASK_MOD name; nobody may write them while the kernel runs.
+  const float* x0 = nullptr;
+  const float* x1 = nullptr;
+  const float* x2 = nullptr;
+  const float* x3 = nullptr;
+  const int* i0 = nullptr;
+  const int* i1 = nullptr;
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf or its sink. NaN and inf come out as
 // the formula has them; those of V at a masked key may reach the row (0 * inf is NaN), of rows that are no key none.
@@ -389,7 +411,7 @@ struct KernelArgs : Grid {
   SdpaParams p;
   uint32_t first_item = 0;  // merges_by_kernel: of the launch
   float inverse_scale_log2 = 0, cap_scale = 0;  // of set_scales()
-  float logit_scale = 1, inverse_logit_scale = 1, scores_log2 = 0;  // USE_BIAS=1: of scores, which it makes logits
+  float logit_scale = 1, scores_log2 = 0;  // USE_BIAS=1: of scores, which it makes logits
   BiasMap bias_map;
   std::conditional_t<Build::loads_by_tma, TensorMaps, Nothing> maps;
   std::conditional_t<Build::use_lengths, PlanArgs, Nothing> plan;
@@ -524,7 +546,7 @@ template <class View> __device__ __forceinline__ void scale_rows(View& T, const 
   }
 }
 
-// ---- the scale of an item ----
+// ---- the score hook: the scales of scores ----
 
 // A factor of a thread's scores: one number, or with B::scales_rows one for each row.
 struct RowScales;
@@ -532,8 +554,11 @@ template <class B> using ScoreScale = std::conditional_t<B::scales_rows, RowScal
 __device__ __forceinline__ float of_row(float scale, int) { return scale; }
 __device__ __forceinline__ float largest(float scale) { return scale; }
 template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;  // of to_float() = 1
+// SCORE_MOD and MASK_MOD as functions of a score.
+template <class B> struct ScoreMod;
+// True if the hook turns scores into other units: softcap into tanh, SCORE_MOD into logits.
 template <class B> __device__ __forceinline__ bool is_capped(const KernelArgs& a) {
-  return B::use_softcap != 0 && a.cap_scale != 0;
+  return ScoreMod<B>::changes_logits || (B::use_softcap != 0 && a.cap_scale != 0);
 }
 // Neither 0 nor infinite: -inf times the scale stays -inf, and 0 times the scale stays 0.
 __device__ __forceinline__ float finite_scale(float scale) {
@@ -542,7 +567,7 @@ __device__ __forceinline__ float finite_scale(float scale) {
 // What an item's scores are multiplied by: item_scale_log2(), or with a softcap what makes them arguments of tanh.
 // Where e4m3 becomes fp16 (mma and PACK_GQA), scores have been multiplied by the factor of Q; a Q of 16 bits has none.
 template <class B> __device__ __forceinline__ float item_score_scale(const KernelArgs& a, const Item<B>& item) {
-  if constexpr (!B::is_8bit) return B::use_softcap != 0 ? a.cap_scale : a.scale_log2;
+  if constexpr (!B::is_8bit) return B::use_softcap != 0 || ScoreMod<B>::changes_logits ? a.cap_scale : a.scale_log2;
   const float q_descale = B::converts_operands || B::mixes_types ? 1 : a.p.q_descale.of_head(item.b, item.h);
   const float k_descale = a.p.k_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
   // The factors first: one of them may be 0, and the other times a large scale infinite.
@@ -580,22 +605,63 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
   hide([&](int j, int q) { return j >= keys.end(q) - k0; });
   if (keys.from > -most_rows) hide([&](int j, int q) { return j < keys.begin(q) - k0; });
 }
+// ---- the score hook ----
+//
+// Every kernel passes the scores of a tile through one of these functions between Q @ K.T and the softmax, and nothing else
+// changes a score:
+//
+//   finish_scores     S becomes what the exact maximum is taken of: softcap, bias, SCORE_MOD, MASK_MOD, causal mask, window
+//   exp_by_stale_max  (with the stale maxima below) S becomes P, relative to a maximum that is known, of a tile without mask
+//
+// What is recovered from P has passed the hook (are_logits), and does not pass it again.
+
+// SCORE_MOD: terms of a score may be as large as a sequence is long, and rise along the keys.
+template <class B> constexpr bool has_long_terms = ScoreMod<B>::changes_logits;
+
+// A tile as the hook sees it. WgmmaRows is another one, which fetches a bias ahead.
+template <class B> struct ScoreTile {
+  const KernelArgs& a;
+  const Item<B>& item;
+  const Mask& mask;
+  const int q, k0;  // first query and first key
+  const ScoreScale<B> scale;
+
+  __device__ ScoreScale<B> score_scale() const { return scale; }
+  // The row and the column that the thread's view begins with are set.
+  template <class View> static __device__ void locate(View&) {}
+  // True if SCORE_MOD or MASK_MOD may change the tile.
+  __device__ bool is_modified() const { return true; }
+  // USE_BIAS: adds the bias, if the tile has one; scores become logits, or -inf where it hides a key.
+  template <class View> __device__ __forceinline__ bool add_bias(View& S) const;
+};
+
 // USE_SOFTCAP: x becomes tanh(x * cap_scale) in this thread's columns [first, last) of S.
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> cap_scale, int first = 0,
                                            int last = View::COLS);
-// USE_BIAS: whether keys of the tile at key k0 have a bias. To such a tile add() adds it, and makes -inf of scores that
-// it hides. Scores become logits (USE_BIAS=1: times scale); those of other tiles do by scale_scores().
+// USE_BIAS: whether keys of the tile at key k0 have a bias.
 template <class B> __device__ __forceinline__ bool has_bias(const KernelArgs& a, const Mask& mask, int k0) {
   return B::use_bias != 0 && a.p.bias && k0 + B::block_n > first_biased_key(a.p, mask.keys.Sk);
 }
-template <class B> struct BiasInMemory;
-template <class View> __device__ __forceinline__ void scale_scores(View& S, const KernelArgs& a) {
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) S.x[i][j] *= a.logit_scale;
+// USE_BIAS=1: scores of a tile without bias become logits.
+template <class B, class View> __device__ __forceinline__ void scale_scores(View& S, const KernelArgs& a) {
+  if constexpr (B::use_bias == 1) {
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      SDPA_UNROLL for (int j = 0; j < View::COLS; j++) S.x[i][j] *= a.logit_scale;
+    }
   }
 }
-// True if all queries see all keys of the tile, and these have no bias: scores are logits as they are.
+template <class B> struct BiasInMemory;
+// SCORE_MOD, MASK_MOD: applies them to the tile. `plain`: all of its keys exist.
+template <class B, class View, class Tile>
+__device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool plain);
+
+// What the hook makes of one score of a tile in which it depends on nothing else.
+template <class B> __device__ __forceinline__ float capped(float x, float cap_scale);
+template <class B> __device__ __forceinline__ float logit(float x, const KernelArgs& a, float cap_scale) {
+  return (is_capped<B>(a) ? capped<B>(x, cap_scale) : x) * (B::use_bias == 1 ? a.logit_scale : 1);
+}
+// True if all queries see all keys of the tile, and these have no bias: there is nothing to mask or to add.
 template <class B>
 __device__ __forceinline__ bool is_plain(const KernelArgs& a, const Mask& mask, int q, int k0) {
   return mask.tiles.cover(q, k0) && !has_bias<B>(a, mask, k0);
@@ -605,17 +671,23 @@ template <class B, class View> __device__ __forceinline__ int first_col(const Vi
   if constexpr (B::swap_ab) return S.first_col();
   return 0;
 }
-// Caps the scores of a tile, adds the bias and masks them before the softmax, unless the tile is plain.
+// plain: all queries see all keys. are_logits: the scores have passed the hook, except for the mask.
+template <class B, class View, class Tile>
+__device__ __forceinline__ void finish_scores(View& S, Tile& tile, bool plain, bool are_logits = false) {
+  if (!are_logits) {
+    cap_scores<B>(S, tile.a, tile.score_scale());
+    if (tile.is_modified()) modify_scores<B>(S, tile, plain);
+    if (!tile.add_bias(S)) scale_scores<B>(S, tile.a);
+  }
+  if (plain) return;
+  tile.locate(S);
+  mask_scores<B>(S, tile.a, tile.mask, tile.q, tile.k0 + first_col<B>(S));
+}
 template <class B, class View>
 __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Item<B>& item, const Mask& mask,
-                                              int q, int k, bool plain) {
-  cap_scores<B>(S, a, item_score_scale<B>(a, item));
-  if (B::use_bias == 1 && !has_bias<B>(a, mask, k)) scale_scores(S, a);
-  if (plain) return;
-  if constexpr (B::use_bias != 0) {
-    if (has_bias<B>(a, mask, k)) BiasInMemory<B>().add(S, a, item, mask.keys.Sk, q, k + first_col<B>(S));
-  }
-  mask_scores<B>(S, a, mask, q, k + first_col<B>(S));
+                                              int q, int k0, bool plain) {
+  ScoreTile<B> tile{a, item, mask, q, k0, item_score_scale<B>(a, item)};
+  finish_scores<B>(S, tile, plain);
 }
 
 // ---- online softmax ----
@@ -650,6 +722,8 @@ __device__ __forceinline__ void softmax_max(const View& S, ScoreScale<B> scale_l
 
 // The largest |m * scale_log2| that may be subtracted in the exponent: its rounding moves P by 2^-15 at most.
 constexpr float shift_limit = 1024;
+// The same for builds whose scores have terms as large as a sequence is long: P may be off by 2^-12.
+template <class B> constexpr float stale_limit = has_long_terms<B> ? 8192 : shift_limit;
 
 // P = 2^(S * scale_log2 - m_log2) in place;  sum += P: this thread's columns [first, last) of its rows.
 template <class B, class View>
@@ -676,7 +750,7 @@ __device__ __forceinline__ bool softmax_sum(View& S, ScoreScale<B> scale_log2, c
     const float shift = finite_max(m[i]);
     m_log2[i] = shift * of_row(scale_log2, i) - p_log2<B>;
     if (m[i] == -INFINITY) may_be_kept = false;
-    if (fabsf(m_log2[i]) <= shift_limit) continue;
+    if (fabsf(m_log2[i]) <= stale_limit<B>) continue;
     may_be_kept = false, m_log2[i] = 0 - p_log2<B>;
     SDPA_UNROLL for (int j = 0; j < View::COLS; j++) S.x[i][j] -= shift;
   }
@@ -1291,11 +1365,6 @@ template <> struct VectorCopy<true> {
 // ---- what stands behind the kernels, since few builds have it ----
 
 template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelArgs& a, uint32_t i);  // USE_LENGTHS
-template <class B> __device__ __forceinline__ float capped(float x, float cap_scale);
-// What the softmax takes of a score that nothing masks.
-template <class B> __device__ __forceinline__ float logit(float x, const KernelArgs& a, float cap_scale) {
-  return (is_capped<B>(a) ? capped<B>(x, cap_scale) : x) * (B::use_bias == 1 ? a.logit_scale : 1);
-}
 template <class B>  // USE_BIAS: where the elements for row r of a tile begin
 __device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r);
 using BiasPair = VectorType<2 * sizeof(Bias)>;
@@ -1338,9 +1407,10 @@ template <class B> __device__ __forceinline__ Item<B> row_item(const KernelArgs&
 // A name that depends on B, since other KernelArgs have no such numbers.
 template <class B> __host__ __device__ __forceinline__ const auto& plan_room(const KernelArgs& a) { return a.plan; }
 
-// USE_BIAS: whether lists tell which rounds of an item to leave out: in the kernel with roles, of items in one range.
+// USE_BIAS, MASK_MOD: whether lists tell which rounds of an item to leave out: in the kernel with roles, of items in
+// one range.
 template <class B>
-constexpr bool lists_rounds = B::use_bias != 0 && path<B> == Path::wgmma_roles && !B::use_lengths && B::split_ctas == 1;
+constexpr bool lists_rounds = B::hides_rounds && path<B> == Path::wgmma_roles && !B::use_lengths && B::split_ctas == 1;
 template <class B> __device__ __forceinline__ bool has_map(const KernelArgs& a) {
   return lists_rounds<B> && a.bias_map.lists;
 }
@@ -1420,7 +1490,7 @@ template <int N> __device__ __forceinline__ void mbarriers_init(uint64_t (&barri
   for (uint64_t& barrier : barriers_s) mbarrier_init(&barrier, arrivals);
 }
 
-// ---- pairs, scales of rows, stale maxima, weights of a merge (wmma, mma, wgmma) ----
+// ---- pairs, scales of rows, stale maxima (wmma, mma, wgmma) ----
 
 struct RowScales { float factor[2]; };
 __device__ __forceinline__ float of_row(const RowScales& scales, int i) { return scales.factor[i]; }
@@ -1458,9 +1528,9 @@ template <class B> struct ItemScale {
     if constexpr (B::scales_rows) return {a.scale_log2, a.scale_log2};
     else return a.scale_log2;
   }
-  // USE_BIAS=1: that of scores which may be no logits yet.
+  // That of scores which may be no logits yet.
   __device__ ScoreScale<B> of_scores(bool are_logits) const {
-    if constexpr (B::use_bias == 1) return are_logits ? a.scale_log2 : a.scores_log2;
+    if constexpr (B::has_two_units) return are_logits ? a.scale_log2 : a.scores_log2;
     return *this;
   }
   __device__ ScoreScale<B> of_cap() const {
@@ -1477,12 +1547,11 @@ template <class B> constexpr float lazy_limit = B::multiplies_e4m3 ? 448 : B::in
 // exponential waits for its own score alone. m need not be the maximum as long as P does not overflow. P
 // does not vanish, since m is a score of the row. The sum of P bounds the largest P, so the sum decides.
 template <class B, int ROWS> struct StaleSoftmax {
-  const ScoreScale<B> scale_log2;
+  ScoreScale<B> scale_log2;
   float m_log2[ROWS], sum[ROWS];
 
-  // are_logits: a bias has been added to the scores (USE_BIAS).
-  __device__ __forceinline__ StaleSoftmax(const float (&m)[ROWS], const ItemScale<B>& scale, bool are_logits = false)
-      : scale_log2(scale.of_scores(are_logits)) {
+  __device__ __forceinline__ StaleSoftmax(const float (&m)[ROWS], const ItemScale<B>& scale)
+      : scale_log2(scale.of_scores(false)) {
     const ScoreScale<B> of_m = scale;
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) { m_log2[i] = m[i] * of_row(of_m, i) - p_log2<B>, sum[i] = 0; }
   }
@@ -1490,6 +1559,8 @@ template <class B, int ROWS> struct StaleSoftmax {
   template <class View> __device__ __forceinline__ void exp(View& S, int first, int last) {
     softmax_exp<B>(S, first, last, scale_log2, m_log2, sum);
   }
+  // True if the logarithm of P gives the logits back.
+  __device__ bool keeps_logits() const { return true; }
   // Adds the sums to l. False, and l unchanged, if one of the warp's is over the limit or NaN: then P is of no use.
   __device__ __forceinline__ bool add_to(float (&l)[ROWS], float limit = lazy_limit<B>) const {
     float all = 0;
@@ -1499,6 +1570,38 @@ template <class B, int ROWS> struct StaleSoftmax {
     return true;
   }
 };
+
+// ---- the score hook by a stale maximum (wmma, mma, wgmma) ----
+
+// The columns [first, last) of S become P, relative to the stale maximum, in a tile whose keys all queries see. The first
+// call has first = 0; it sets are_logits if it has made logits of all scores.
+template <class B, class View, class Tile, class Softmax>
+__device__ __forceinline__ void exp_by_stale_max(View& S, int first, int last, Softmax& softmax, Tile& tile,
+                                                 bool& are_logits) {
+  using Mod = ScoreMod<B>;
+  if constexpr (B::use_bias != 0) {
+    if (first == 0) {
+      cap_scores<B>(S, tile.a, tile.score_scale());
+      are_logits = tile.add_bias(S);
+      if (are_logits) softmax.scale_log2 = tile.a.scale_log2;
+    }
+  } else if constexpr (!B::caps_by_polynomial) {  // else CappedSoftmax does it
+    cap_scores<B>(S, tile.a, tile.score_scale(), first, last);
+  }
+  if constexpr (Mod::changes_logits || Mod::hides_keys) {
+    if (tile.is_modified()) {
+      const auto exp = [&](int i, int j, auto logit, bool seen) {
+        const float exponent = Mod::exponent(logit, of_row(softmax.scale_log2, i), softmax.m_log2[i]);
+        S.x[i][j] = softmax_exp2<B>(seen ? exponent : -INFINITY);
+        softmax.sum[i] += S.x[i][j];
+      };
+      return Mod::template each_in_parts<true, Mod::hides_keys || B::pack_gqa>(S, first, last, tile, exp);
+    }
+  }
+  softmax.exp(S, first, last);
+}
+
+// ---- weights of a merge (wmma, mma, wgmma) ----
 
 // Weights that merge a row's N partial results, and m and l of the merged row; O is the sum of O[n] * weight[n].
 //   m = max of m[n];  weight[n] = 2^((m[n] - m) * scale_log2);  l = sum of l[n] * weight[n];  m_l[n] = {m[n], l[n]}
@@ -1693,15 +1796,18 @@ template <class B> struct MmaRows {
     }
     if constexpr (B::converts_operands && !B::mixes_types) scale_rows(S, q_descale);
   }
-  // P of a tile without mask, by the stale maximum. False if that was too small.
+  // P of the tile at key k0, which has no mask, by the stale maximum. False if that was too small.
   __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScale<B>& scale_log2,
-                                      int lane) {
+                                      const Item<B>& item, const Mask& mask, int q0, int k0, int lane) {
     Scores S;
+    S.first_row = O.first_row, S.first_col = O.first_col;
     multiply_qk(S, Q, K_s, lane);
-    cap_scores<B>(S, scale_log2.a, scale_log2.of_cap());
+    ScoreTile<B> tile{scale_log2.a, item, mask, q0, k0, scale_log2.of_cap()};
     StaleSoftmax<B, ROWS> softmax(m, scale_log2);
+    bool are_logits = false;
     SDPA_UNROLL for (int step = 0; step < STEPS; step++) {
-      softmax.exp(S, COLS * step, COLS * (step + 1)), pack_step(S, step);
+      exp_by_stale_max<B>(S, COLS * step, COLS * (step + 1), softmax, tile, are_logits);
+      pack_step(S, step);
     }
     return softmax.add_to(l);
   }
@@ -1819,7 +1925,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
       const Element<B>* const V_s = s.in.group[group].V[stage];
       bool done = false;
       if (B::use_lazy_max && rows.stale_max_will_do && plain) {
-        done = rows.attend_by_stale_max(Q, K_s, scale_log2, lane);
+        done = rows.attend_by_stale_max(Q, K_s, scale_log2, s.item, t.mask, s.item.q0, k0, lane);
       }
       if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item, t.mask, s.item.q0, k0, plain, lane);
       SDPA_UNROLL for (int n = 0; n < rows.STEPS; n++) MmaOperands<B>::pv(rows.O, rows.P[n], V_s, n, lane);
@@ -2497,6 +2603,42 @@ template <class B> struct RoundWalk<B, true> {
   }
 };
 
+// ---- 5d the tiles of a warpgroup, for the hook (wgmma and USE_WARP_SPECIALIZATION) ----
+
+// Where a warpgroup is among the rounds of an item, and what of the features each tile has. Rows: WgmmaRows.
+template <class B> struct TileWalk : RoundWalk<B> {
+  using RoundWalk<B>::looks, RoundWalk<B>::looks_next, RoundWalk<B>::step;
+  BiasOfWarp<B> bias;
+
+  template <class Rows>
+  __device__ __forceinline__ void start_item(const Rows& rows, const WgmmaItem<B>& item, int first_round) {
+    bias.start(), RoundWalk<B>::start(item, first_round);
+    fetch_bias(rows, looks(), rows.k0);
+  }
+  // True if SCORE_MOD or MASK_MOD may change this tile.
+  __device__ __forceinline__ bool is_modified() const {
+    return ScoreMod<B>::changes_logits || (ScoreMod<B>::hides_keys && looks());
+  }
+  // True if the scores of this tile, whose first key is k0, are no multiples of logits, or some are hidden.
+  __device__ __forceinline__ bool is_changed(const KernelArgs& a, const Mask& mask, int k0) const {
+    return is_modified() || (has_bias<B>(a, mask, k0) && looks());
+  }
+  // Starts to copy the bias of the tile at key k to shared memory, if it has one.
+  template <class Rows> __device__ __forceinline__ void fetch_bias(const Rows& rows, bool looks, int k) {
+    if (looks && k >= 0 && has_bias<B>(rows.a, rows.mask, k)) bias.load(rows.a, *rows.item, rows.mask.keys.Sk, rows.q, k);
+  }
+  // Adds the bias of this tile, if it has one, and fetches that of the next, whose keys have one only if these have.
+  template <class View, class Rows> __device__ __forceinline__ bool add_bias(View& S, const Rows& rows) {
+    if constexpr (B::use_bias != 0) {
+      if (!has_bias<B>(rows.a, rows.mask, rows.k0) || !(looks() || looks_next())) return false;
+      if (looks()) rows.locate(S), bias.add(S, rows.a, *rows.item, rows.mask.keys.Sk, rows.q, rows.k0);
+      fetch_bias(rows, looks_next(), rows.k0 - step());
+      return looks();
+    }
+    return false;
+  }
+};
+
 // ---- 5d producers and consumers: what their kernels share (wgmma and USE_WARP_SPECIALIZATION) ----
 //
 //   warps of the producer warpgroup           warpgroups that compute, 64 rows each
@@ -2521,7 +2663,7 @@ template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
   alignas(1024) E V[B::stages][V_ELEMENTS];                                       // [BLOCK_N][D]
   uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
   std::conditional_t<B::use_lengths, uint64_t, Nothing> last_landed;  // V of a tile in which a sequence ends
-  std::conditional_t<B::use_bias != 0, BiasTiles<B>, Nothing> bias;
+  BiasTiles<B> bias;
   __device__ __forceinline__ uint64_t* landed_last() { return reinterpret_cast<uint64_t*>(&last_landed); }
   __device__ __forceinline__ void init_full(int k_arrivals, int v_arrivals) {
     mbarriers_init(k_full, k_arrivals), mbarriers_init(v_full, v_arrivals);
@@ -2726,36 +2868,38 @@ template <class B> struct WgmmaRows {
   bool accumulates = false;  // an earlier tile of the item has begun O
   ItemScale<B> scale_log2;   // of the item
   const WgmmaItem<B>* item = nullptr;  // in shared memory
-  std::conditional_t<B::use_bias != 0, RoundWalk<B>, Nothing> walk;
+  TileWalk<B> walk;
   typename Item<B>::HeldMask mask;  // of the item
-  std::conditional_t<B::use_bias != 0, BiasOfWarp<B>, Nothing> bias;
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the stale maximum.
   int stale_from = 0;
   uint32_t stale_keys = 0;
+  // has_long_terms: the stale maximum was too small for a tile of the item. Where scores rise along the keys it would be
+  // too small for most of the following tiles.
+  bool gave_up = false;
 
   __device__ explicit WgmmaRows(const KernelArgs& a_) : a(a_), scale_log2(a_), mask(Item<B>{}.mask(a_)) {}
 
   __device__ __forceinline__ void start() {
     accumulates = false, stale_keys = 0;
+    if (has_long_terms<B>) gave_up = false;
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
   }
   __device__ __forceinline__ bool has_mask() const { return !mask.tiles.cover(q, k0); }
   // Without a mask a score of the item's first tile becomes the stale maximum. That of more columns lasts longer.
   __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
-    if (!B::use_lazy_max || has_mask() || looks_at_bias()) return;
+    if (!B::use_lazy_max || has_mask() || walk.is_changed(a, mask, k0)) return;
     constexpr int columns = B::multiplies_e4m3 ? Scores::COLS : B::input == DType::bf16 || Scores::COLS < 16 ? 4 : 16;
     float alpha[ROWS];
     softmax_max<B, Scores, columns>(S, scale_log2, m, alpha);
-    if constexpr (B::use_softcap != 0 || B::use_bias == 1) {
-      SDPA_UNROLL for (int i = 0; i < 2; i++) m[i] = logit<B>(m[i], a, of_row(scale_log2.of_cap(), i));
-    }
-    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * largest(scale_log2) <= shift_limit);
+    SDPA_UNROLL for (int i = 0; i < 2; i++) m[i] = logit<B>(m[i], a, of_row(scale_log2.of_cap(), i));
+    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * largest(scale_log2) <= stale_limit<B>);
   }
   // From now on tiles without mask may take m as the stale maximum, if it will do for all rows of the warp.
   __device__ __forceinline__ void keep_max(bool will_do) {
     if (!B::use_lazy_max) return;
     const KeyRange covered = mask.tiles.covered(q);
     stale_from = covered.begin;
+    if (has_long_terms<B>) will_do &= !gave_up;
     stale_keys = __all_sync(0xffffffffu, will_do) ? max(covered.end - covered.begin, 0) : 0;
   }
   __device__ __forceinline__ bool may_take_stale_max() const {
@@ -2766,43 +2910,15 @@ template <class B> struct WgmmaRows {
     const uint32_t tid = B::pack_gqa ? thread_index_anew() - B::producer_threads : thread_index_anew() % 128;
     S.first_row = tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
   }
-  // USE_BIAS: whether this tile has a bias that may do anything.
-  __device__ __forceinline__ bool looks_at_bias() const {
-    if constexpr (B::use_bias != 0) return has_bias<B>(a, mask, k0) && walk.looks();
-    return false;
-  }
-  // Lets the bias of the tile at key k, if it has one, come to shared memory.
-  __device__ __forceinline__ void fetch_bias(bool looks, int k) {
-    if (looks && k >= 0 && has_bias<B>(a, mask, k)) bias.load(a, *item, mask.keys.Sk, q, k);
-  }
-  // Adds the bias of this tile, if it has one, and fetches that of the next, whose keys have one only if these have.
-  __device__ __forceinline__ bool add_bias(Scores& S) {
-    if constexpr (B::use_bias != 0) {
-      if (!has_bias<B>(a, mask, k0) || !(walk.looks() || walk.looks_next())) return false;
-      if (walk.looks()) locate(S), bias.add(S, a, *item, mask.keys.Sk, q, k0);
-      fetch_bias(walk.looks_next(), k0 - walk.step());
-      return walk.looks();
-    }
-    return false;
-  }
-  __device__ __forceinline__ void go_on() {
-    if constexpr (B::use_bias != 0) k0 -= walk.step(), walk.go_on();
-    else k0 -= B::round_keys;
-  }
-  // Caps the columns [first, last) for a softmax by the stale maximum; at the first ones with a bias all are finished.
-  // are_logits: that the scores are logits then.
-  __device__ __forceinline__ void finish_for_stale_max(Scores& S, int first, int last, bool& are_logits) {
-    if (B::caps_by_polynomial) return;  // CappedSoftmax does it
-    if (B::use_bias == 0) cap_scores<B>(S, a, scale_log2.of_cap(), first, last);
-    else if (first == 0) cap_scores<B>(S, a, scale_log2.of_cap()), are_logits = add_bias(S);
-  }
-  // P in the place of S, and l. The caller multiplies O by alpha. are_logits: S is capped, with the bias.
+  // What the hook asks of a tile.
+  __device__ __forceinline__ ScoreScale<B> score_scale() const { return scale_log2.of_cap(); }
+  __device__ __forceinline__ bool is_modified() const { return walk.is_modified(); }
+  __device__ __forceinline__ bool add_bias(Scores& S) { return walk.add_bias(S, *this); }
+
+  __device__ __forceinline__ void go_on() { k0 -= walk.step(), walk.go_on(); }
+  // P in the place of S, and l. The caller multiplies O by alpha. are_logits: S has passed the hook.
   __device__ __forceinline__ void softmax_by_exact_max(Scores& S, float (&alpha)[ROWS], bool are_logits = false) {
-    if (!are_logits) {
-      cap_scores<B>(S, a, scale_log2.of_cap());
-      if (!add_bias(S) && B::use_bias == 1) scale_scores(S, a);
-    }
-    if (has_mask()) locate(S), mask_scores<B>(S, a, mask, q, k0);
+    finish_scores<B>(S, *this, !has_mask(), are_logits);
     softmax_max<B>(S, scale_log2, m, alpha);
     keep_max(softmax_sum<B>(S, scale_log2, m, alpha, l));
   }
@@ -2838,7 +2954,7 @@ template <class B, class Shared> struct WgmmaConsumer {
   int last_k0 = 0;            // first key of the last tile
 
   __device__ WgmmaConsumer(Shared& s_, const KernelArgs& a_) : s(s_), a(a_), rows(a_) {
-    if constexpr (B::use_bias != 0) rows.bias.hold(s.slice[slice].bias);
+    rows.walk.bias.hold(s.slice[slice].bias);
   }
 
   __device__ __forceinline__ const WgmmaItem<B>& item() const { return s.item[q_ring.stage]; }
@@ -2868,10 +2984,7 @@ template <class B, class Shared> struct WgmmaConsumer {
       if (rounds_here.end > 0) {
         rows.k0 = uniform(first_key_of<B>(item(), rounds_here.end - 1, slice));
         last_k0 = uniform(first_key_of<B>(item(), rounds_here.begin, slice));
-        if constexpr (B::use_bias != 0) {
-          rows.bias.start(), rows.walk.start(item(), rounds_here.end - 1);
-          rows.fetch_bias(rows.walk.looks(), rows.k0);
-        }
+        rows.walk.start_item(rows, item(), rounds_here.end - 1);
         rows.scale_log2.start(item(), row_group * 64 + int(thread_index_anew() % 128 / 32 * 16 + lane / 4));
         compute(turns);
       }
@@ -3022,7 +3135,7 @@ constexpr int converter_warps = 4;
 
 template <class B> struct WgmmaShared {
   // Q of the next item is loaded while an item is computed, if there is room.
-  static constexpr bool FITS_TWICE = B::head_dim <= 128 && (B::use_bias == 0 || !bias_has_room<B> || bias_fits<B>(2));
+  static constexpr bool FITS_TWICE = B::head_dim <= 128 && (!bias_has_room<B> || bias_fits<B>(2));
   static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta && FITS_TWICE ? 2 : 1;
   alignas(1024) Element<B> Q[Q_STAGES][ROW_GROUPS][64 * B::head_dim];  // [64][D] each; afterwards O on its way out
   TileRing<B> slice[B::split_kv];
@@ -3115,21 +3228,17 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       ldmatrix_x4<false>(q, Q_s + panel_byte<Q_PANEL_ROWS<B>, line>(row, step_byte + byte));
     });
   }
-  // The scores in the place of P, for which the stale maximum was too small: by their logarithm, or multiplied again
-  // where a P may have overflowed. From m and an argument, since m_log2 or the scale kept for it slows exp() down.
-  __device__ __forceinline__ void take_scores_back(Scores& P, const StaleSoftmax<B, 2>& softmax,
-                                                   bool& are_logits) const {
+  // Recovers the logits in place where the stale maximum was too small: log2(P) / scale + m. Where P may have overflowed,
+  // Q @ K.T is computed again. From m and an argument, since m_log2 or the scale kept for it slows exp() down.
+  template <class Softmax>
+  __device__ __forceinline__ void take_scores_back(Scores& P, const Softmax& softmax, bool& are_logits) {
+    if (has_long_terms<B>) rows.gave_up = true;
     const bool fits = softmax.sum[0] + softmax.sum[1] < 0x1p120f;
-    const bool scaled = B::use_bias == 1 && are_logits;
-    if ((B::use_softcap != 0 && !scaled) || !__all_sync(0xffffffffu, fits)) {
-      are_logits = false;
-      return multiply_qk_again(P);
-    }
-    const float of_m = scaled ? 1 : a.inverse_logit_scale;
+    are_logits = softmax.keeps_logits() && __all_sync(0xffffffffu, fits);
+    if (!are_logits) return multiply_qk_again(P);
     SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) {
-      const float step = scaled ? ln2 : B::is_8bit ? 1 / of_row(rows.scale_log2, i / 2 % 2) : a.inverse_scale_log2;
-      const float m = B::use_bias == 1 ? rows.m[i / 2 % 2] * of_m : rows.m[i / 2 % 2];
-      P.x.d[i] = fmaf(lg2_approx_ftz(P.x.d[i]), step, m);
+      const float step = B::is_8bit ? 1 / of_row(rows.scale_log2, i / 2 % 2) : a.inverse_scale_log2;
+      P.x.d[i] = fmaf(lg2_approx_ftz(P.x.d[i]), step, rows.m[i / 2 % 2]);
     }
   }
   // Rounds P, and holds it before the fence. Otherwise nvcc rounds a part after it, ptxas splits P @ V into two
@@ -3143,13 +3252,11 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     const bool stale = rows.may_take_stale_max();
     bool done = false;
     bool are_logits = false;
-    if (stale) rows.finish_for_stale_max(S, 0, FIRST, are_logits);
-    Softmax softmax(rows.m, rows.scale_log2, are_logits);
-    if (stale) softmax.exp(S, 0, FIRST);
+    Softmax softmax(rows.m, rows.scale_log2);
+    if (stale) exp_by_stale_max<B>(S, 0, FIRST, softmax, rows, are_logits);
     end_last_pv();
     if (stale) {
-      rows.finish_for_stale_max(S, FIRST, S.COLS, are_logits);
-      softmax.exp(S, FIRST, S.COLS);
+      exp_by_stale_max<B>(S, FIRST, S.COLS, softmax, rows, are_logits);
       pack_all(P, S);
       done = softmax.add_to(rows.l);
       if (!done) take_scores_back(S, softmax, are_logits);
@@ -3165,9 +3272,8 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     bool stale = false, are_logits = false;
     float alpha[2];
     if (rows.may_take_stale_max()) {
-      rows.finish_for_stale_max(S, 0, S.COLS, are_logits);
-      Softmax softmax(rows.m, rows.scale_log2, are_logits);
-      softmax.exp(S, 0, S.COLS);
+      Softmax softmax(rows.m, rows.scale_log2);
+      exp_by_stale_max<B>(S, 0, S.COLS, softmax, rows, are_logits);
       stale = softmax.add_to(rows.l);
       if (!stale) take_scores_back(S, softmax, are_logits);
     }
@@ -3510,8 +3616,8 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     bool stale = may_be_stale;
     StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2);
     if (may_be_stale) {
-      cap_scores<B>(S, a, rows.scale_log2.of_cap());
-      softmax.exp(S, 0, S.COLS);
+      bool are_logits = false;
+      exp_by_stale_max<B>(S, 0, S.COLS, softmax, rows, are_logits);
       stale = softmax.add_to(rows.l);
     }
     if (!stale && !(may_be_stale && raise_max(S, softmax, alpha))) {
@@ -4392,16 +4498,274 @@ __device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a
   return l + ex2_approx_ftz(fminf(above_m + p_log2<B>, 127));  // at 127 1 / sum is flushed to 0
 }
 
-// ---- 5f softcap ----
+// ---- 5f tanh (USE_SOFTCAP = 1, USE_SOFTCAP = 2, SCORE_MOD, MASK_MOD) ----
 
-// USE_SOFTCAP: tanh(x * cap_scale), of which the exact form is 1 - 2 / (1 + e^2t), or near 0, where that cancels, the
-// series.
-template <class B> __device__ __forceinline__ float capped(float x, float cap_scale) {
-  if (B::use_softcap == 1) return tanh_approx(x * cap_scale);
-  const float t = x * cap_scale, square = t * t;
+// 1 - 2 / (1 + e^2t), or near 0, where that cancels, the series.
+__device__ __forceinline__ float tanh_exact(float t) {
+  const float square = t * t;
   const float series = t * fmaf(square, fmaf(square, fmaf(square, -17.0f / 315, 2.0f / 15), -1.0f / 3), 1);
   const float exact = 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(t * 2.88539008f));  // 2 * log2(e)
   return square < 0.0625f ? series : exact;
+}
+
+// ---- 5f expressions of scores (SCORE_MOD, MASK_MOD) ----
+//
+// What the names in an expression are. Types keep the form of a sum, so that the exponent of P takes two FMAs at most:
+//
+//   logit = score * factor + base + slope * column       factor and slope are the same in all columns of a tile, base in
+//                                                        all columns of a row, and column is a constant
+//   exponent = score * (factor * log2e) + ((slope * log2e) * column + (base * log2e - m_log2))
+//
+// An expression that is no such sum is a number.
+
+namespace expression {
+
+constexpr float log2e = 1 / ln2;
+// A query or a key: base + times * column.
+struct Position {
+  int base, times, column;
+  __device__ __forceinline__ operator int() const { return base + times * column; }
+};
+struct Number {
+  float value;
+  __device__ __forceinline__ operator float() const { return value; }
+};
+// base + slope * column. -0 is what adds nothing to any float, so that the compiler leaves out its addition.
+struct Linear {
+  float base = -0.0f, slope = -0.0f;
+  int column = 0;
+  __device__ __forceinline__ operator float() const { return slope * float(column) + base; }
+};
+struct Sum {
+  float score, factor;
+  Linear offset;
+  __device__ __forceinline__ operator float() const { return score * factor + float(offset); }
+};
+// s itself. Only if an expression returns it does the logit stay as it is.
+struct Score {
+  float score, factor;
+  __device__ __forceinline__ operator float() const { return score * factor; }
+};
+
+template <class T, class... Types> constexpr bool is_any_of = (std::is_same_v<T, Types> || ...);
+template <class T> constexpr bool is_value = is_any_of<T, Number, Linear, Sum, Score>;
+template <class T> constexpr bool is_position = is_any_of<T, Position>;
+// True if an operator of these two is one of those below: of a value, or of a position and a fraction.
+template <class X, class Y>
+constexpr bool is_of_values = is_value<X> || is_value<Y> || (is_position<X> && std::is_floating_point_v<Y>) ||
+                              (is_position<Y> && std::is_floating_point_v<X>);
+template <bool CONDITION> using If = std::enable_if_t<CONDITION, int>;
+
+// Any operand as a Number, a Linear or a Sum.
+__device__ __forceinline__ Linear term(Position x) {
+  return {float(x.base), x.times ? float(x.times) : -0.0f, x.column};
+}
+__device__ __forceinline__ Linear term(Linear x) { return x; }
+__device__ __forceinline__ Sum term(Sum x) { return x; }
+__device__ __forceinline__ Sum term(Score x) { return {x.score, x.factor, {}}; }
+__device__ __forceinline__ Number term(Number x) { return x; }
+template <class T, If<std::is_arithmetic_v<T>> = 0> __device__ __forceinline__ Number term(T x) { return {float(x)}; }
+
+__device__ __forceinline__ Number plus(Number x, Number y) { return {x.value + y.value}; }
+__device__ __forceinline__ Linear plus(Linear x, Number y) { return {x.base + y.value, x.slope, x.column}; }
+__device__ __forceinline__ Linear plus(Number x, Linear y) { return plus(y, x); }
+__device__ __forceinline__ Linear plus(Linear x, Linear y) {
+  return {x.base + y.base, x.slope + y.slope, x.column ? x.column : y.column};
+}
+template <class Y> __device__ __forceinline__ Sum plus(Sum x, Y y) { return {x.score, x.factor, plus(x.offset, y)}; }
+template <class X> __device__ __forceinline__ Sum plus(X x, Sum y) { return plus(y, x); }
+__device__ __forceinline__ Number plus(Sum x, Sum y) { return {float(x) + float(y)}; }
+
+__device__ __forceinline__ Number times(Number x, Number y) { return {x.value * y.value}; }
+__device__ __forceinline__ Linear times(Linear x, Number y) { return {x.base * y.value, x.slope * y.value, x.column}; }
+__device__ __forceinline__ Sum times(Sum x, Number y) { return {x.score, x.factor * y.value, times(x.offset, y)}; }
+template <class X> constexpr __device__ __forceinline__ auto times(Number x, X y) { return times(y, x); }
+template <class X, class Y> __device__ __forceinline__ Number times(X x, Y y) { return {float(x) * float(y)}; }
+
+template <class X, class Y, If<is_of_values<X, Y>> = 0> constexpr __device__ __forceinline__ auto operator+(X x, Y y) {
+  return plus(term(x), term(y));
+}
+template <class X, class Y, If<is_of_values<X, Y>> = 0> constexpr __device__ __forceinline__ auto operator*(X x, Y y) {
+  return times(term(x), term(y));
+}
+template <class X, If<is_value<X>> = 0> constexpr __device__ __forceinline__ auto operator-(X x) {
+  return times(term(x), Number{-1});
+}
+template <class X, class Y, If<is_of_values<X, Y>> = 0> constexpr __device__ __forceinline__ auto operator-(X x, Y y) {
+  return plus(term(x), times(term(y), Number{-1}));
+}
+template <class X, class Y, If<is_of_values<X, Y>> = 0> constexpr __device__ __forceinline__ auto operator/(X x, Y y) {
+  return times(term(x), Number{1 / float(y)});
+}
+__device__ __forceinline__ Position operator-(Position x) { return {-x.base, -x.times, x.column}; }
+__device__ __forceinline__ Position operator+(Position x, Position y) {
+  return {x.base + y.base, x.times + y.times, x.column};
+}
+__device__ __forceinline__ Position operator-(Position x, Position y) { return x + -y; }
+template <class N, If<std::is_integral_v<N>> = 0> __device__ __forceinline__ Position operator+(Position x, N n) {
+  return {x.base + int(n), x.times, x.column};
+}
+template <class N, If<std::is_integral_v<N>> = 0> __device__ __forceinline__ Position operator+(N n, Position x) {
+  return x + n;
+}
+template <class N, If<std::is_integral_v<N>> = 0> __device__ __forceinline__ Position operator-(Position x, N n) {
+  return x + -int(n);
+}
+template <class N, If<std::is_integral_v<N>> = 0> __device__ __forceinline__ Position operator-(N n, Position x) {
+  return -x + n;
+}
+
+// The functions that an expression may call.
+template <class X> constexpr __device__ __forceinline__ auto real(X x) { return term(x); }
+template <class X> __device__ __forceinline__ Number exp(X x) { return {::expf(float(x))}; }
+template <class X> __device__ __forceinline__ Number exp2(X x) { return {::exp2f(float(x))}; }
+template <class X> __device__ __forceinline__ Number log(X x) { return {::logf(float(x))}; }
+template <class X> __device__ __forceinline__ Number log2(X x) { return {::log2f(float(x))}; }
+template <class X> __device__ __forceinline__ Number sqrt(X x) { return {::sqrtf(float(x))}; }
+template <class X> __device__ __forceinline__ Number sin(X x) { return {::sinf(float(x))}; }
+template <class X> __device__ __forceinline__ Number cos(X x) { return {::cosf(float(x))}; }
+template <class X> __device__ __forceinline__ Number floor(X x) { return {::floorf(float(x))}; }
+template <class X, class Y> __device__ __forceinline__ Number pow(X x, Y y) { return {::powf(float(x), float(y))}; }
+template <class X> __device__ __forceinline__ Sum tanh(X x) { return {SDPA_NAMESPACE::tanh_exact(float(x)), 1, {}}; }
+// To 2^-11 of 1, in one instruction.
+template <class X> __device__ __forceinline__ Sum tanh_approx(X x) { return {SDPA_NAMESPACE::tanh_approx(float(x)), 1, {}}; }
+template <class T> constexpr bool is_whole = std::is_integral_v<T> || is_position<T>;
+template <class X> constexpr __device__ __forceinline__ auto abs(X x) {
+  if constexpr (is_whole<X>) return int(x) < 0 ? -int(x) : int(x);
+  else return Number{fabsf(float(x))};
+}
+template <class X, class Y> constexpr __device__ __forceinline__ auto min(X x, Y y) {
+  if constexpr (is_whole<X> && is_whole<Y>) return int(x) < int(y) ? int(x) : int(y);
+  else return Number{fminf(float(x), float(y))};
+}
+template <class X, class Y> constexpr __device__ __forceinline__ auto max(X x, Y y) {
+  if constexpr (is_whole<X> && is_whole<Y>) return int(x) > int(y) ? int(x) : int(y);
+  else return Number{fmaxf(float(x), float(y))};
+}
+struct Reals {
+  const float* at;
+  __device__ __forceinline__ Number operator[](int64_t i) const { return {ld_global_nc<float>(at + i)}; }
+};
+struct Ints {
+  const int* at;
+  __device__ __forceinline__ int operator[](int64_t i) const { return ld_global_nc<int>(at + i); }
+};
+
+// The two expressions. NONE is what they are if nobody typed them. The host asks for the type of a logit, which nvcc
+// allows of constexpr functions.
+template <class Params>
+constexpr __device__ __forceinline__ auto logit(Score s, int b, int h, Position q, Position k, int Sq, int Sk,
+                                                const Params& p) {
+  [[maybe_unused]] const Reals x0{p.x0}, x1{p.x1}, x2{p.x2}, x3{p.x3};
+  [[maybe_unused]] const Score NONE = s;
+  (void)b, (void)h, (void)q, (void)k, (void)Sq, (void)Sk;
+  return SCORE_MOD;
+}
+[[maybe_unused]] __device__ __forceinline__ bool sees(int b, int h, Position q, Position k, int Sq, int Sk,
+                                                      const SdpaParams& p) {
+  [[maybe_unused]] const Reals x0{p.x0}, x1{p.x1}, x2{p.x2}, x3{p.x3};
+  [[maybe_unused]] const Ints i0{p.i0}, i1{p.i1};
+  [[maybe_unused]] constexpr bool NONE = true;
+  (void)b, (void)h, (void)q, (void)k, (void)Sq, (void)Sk;
+  return MASK_MOD;
+}
+
+}  // namespace expression
+
+// True if the expression's text has the name.
+constexpr bool expression_names(std::string_view name, std::string_view text) {
+  const auto is_letter = [](char c) {
+    return c == '_' || (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
+  };
+  for (size_t at = text.find(name); at != text.npos; at = text.find(name, at + 1)) {
+    const size_t end = at + name.size();
+    if ((at == 0 || !is_letter(text[at - 1])) && (end == text.size() || !is_letter(text[end]))) return true;
+  }
+  return false;
+}
+constexpr bool names_array(std::string_view name) {
+  const bool is_array = name.size() == 2 && (name[0] == 'x' || name[0] == 'i');
+  return is_array && (expression_names(name, SCORE_MOD_text) || expression_names(name, MASK_MOD_text));
+}
+
+template <class B> struct ScoreMod {
+  using Logit = decltype(expression::logit({}, 0, 0, {}, {}, 0, 0, std::declval<const SdpaParams&>()));
+  static constexpr bool changes_logits = !std::is_same_v<Logit, expression::Score>, hides_keys = B::mask_mod != 0;
+
+  static __device__ __forceinline__ bool sees(int b, int h, int q, int k, int Sq, int Sk, const SdpaParams& p) {
+    return expression::sees(b, h, {q, 0, 0}, {k, 0, 0}, Sq, Sk, p);
+  }
+  // Calls use(i, j, logit, seen) for the thread's columns [first, last) of S. WHOLE: all of the tile's keys exist; if not,
+  // keys past the end are taken for the last one. Rows that are no query are taken for the first or the last.
+  template <bool WHOLE, class View, class Tile, class Use>
+  static __device__ __forceinline__ void each(View& S, int first, int last, const Tile& tile, const Use& use) {
+    const KernelArgs& a = tile.a;
+    const Item<B>& item = item_of(tile);
+    const int Sq = item.query_count(a.p), Sk = tile.mask.keys.Sk, last_key = max(Sk, 1) - 1;
+    const int k0 = tile.k0 + first_col<B>(S);
+    const ScoreScale<B> scale = tile.score_scale();
+    tile.locate(S);
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      const int row = S.row(i), q = min(max(query_of<B>(a, tile.q, row), 0), Sq - 1);
+      const int h = B::pack_gqa ? min(item.h + int(a.item_queries.divide(uint32_t(row))), a.p.Hq - 1) : item.h;
+      SDPA_UNROLL for (int j = first; j < last; j++) {
+        const int column = S.col(j) - S.col(0);
+        const expression::Position query{q, 0, column}, key = WHOLE
+                                       ? expression::Position{k0 + S.col(0), 1, column}
+                                       : expression::Position{min(k0 + S.col(j), last_key), 0, column};
+        const expression::Score score{S.x[i][j], of_row(scale, i)};
+        const bool seen = !hides_keys || expression::sees(item.b, h, query, key, Sq, Sk, a.p);
+        use(i, j, expression::logit(score, item.b, h, query, key, Sq, Sk, a.p), seen);
+      }
+    }
+  }
+  // The same. PARTS: a few columns at a time, where registers are few: the condition, which is never true, begins a basic
+  // block, without which ptxas spills.
+  template <bool WHOLE, bool PARTS, class View, class Tile, class Use>
+  static __device__ __forceinline__ void each_in_parts(View& S, int first, int last, const Tile& tile, const Use& use) {
+    const int at_once = PARTS && (last - first) % 8 == 0 ? 8 : last - first;
+    SDPA_UNROLL for (int part = first; part < last; part += at_once) {
+      if (PARTS && tile.a.scale_log2 == 0) return;
+      each<WHOLE>(S, part, part + at_once, tile, use);
+    }
+  }
+  static __device__ const Item<B>& item_of(const ScoreTile<B>& tile) { return tile.item; }
+  template <class Rows> static __device__ const Item<B>& item_of(const Rows& rows) { return *rows.item; }
+  // log2(P) relative to m_log2, of a logit as it is or of another one.
+  static __device__ __forceinline__ float exponent(expression::Score s, float scale_log2, float m_log2) {
+    return fmaf(s.score, scale_log2, -m_log2);
+  }
+  template <class T> static __device__ __forceinline__ float exponent(T logit, float, float m_log2) {
+    using namespace expression;
+    const auto y = term(logit);
+    if constexpr (std::is_same_v<decltype(y), const Sum>) {
+      const float offset = y.offset.slope * log2e * float(y.offset.column) + fmaf(y.offset.base, log2e, -m_log2);
+      return fmaf(y.score, y.factor * log2e, offset);
+    } else {
+      return fmaf(float(y), log2e, -m_log2);
+    }
+  }
+};
+
+template <class B, class View, class Tile>
+__device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool plain) {
+  using Mod = ScoreMod<B>;
+  if constexpr (Mod::changes_logits || Mod::hides_keys) {
+    const auto modify = [&](int i, int j, auto logit, bool seen) {
+      if constexpr (Mod::changes_logits) S.x[i][j] = float(logit);
+      if (!seen) S.x[i][j] = -INFINITY;
+    };
+    // Where a stale maximum takes most tiles, the others are too few for a second version.
+    if (!B::use_lazy_max && plain) Mod::template each<true>(S, 0, View::COLS, tile, modify);
+    else Mod::template each_in_parts<false, B::use_lazy_max>(S, 0, View::COLS, tile, modify);
+  }
+}
+
+// ---- 5f softcap ----
+
+// USE_SOFTCAP: tanh(x * cap_scale).
+template <class B> __device__ __forceinline__ float capped(float x, float cap_scale) {
+  return B::use_softcap == 1 ? tanh_approx(x * cap_scale) : tanh_exact(x * cap_scale);
 }
 // Whether there is a cap is asked once, so that scores are capped beside each other. With tanh.approx alone it is asked
 // at each: asked once, that takes up to 4% longer.
@@ -4439,7 +4803,7 @@ template <class B> struct CappedSoftmax : StaleSoftmax<B, 2> {
   const KernelArgs& a;
   bool by_polynomial;
 
-  __device__ __forceinline__ CappedSoftmax(const float (&m)[2], const ItemScale<B>& scale, bool)
+  __device__ __forceinline__ CappedSoftmax(const float (&m)[2], const ItemScale<B>& scale)
       : Base(m, scale), a(scale.a) {
     const float largest = 0.691f * a.scale_log2;  // tanh(0.85)
     bool holds = a.cap_polynomial.factor != 0;
@@ -4460,6 +4824,8 @@ template <class B> struct CappedSoftmax : StaleSoftmax<B, 2> {
       }
     }
   }
+  // Past its range the polynomial is no tanh.
+  __device__ bool keeps_logits() const { return !by_polynomial; }
   __device__ __forceinline__ bool add_to(float (&l)[2]) const {
     return Base::add_to(l, by_polynomial ? fminf(lazy_limit<B>, 0x1p16f) : lazy_limit<B>);
   }
@@ -4511,11 +4877,19 @@ template <class B> struct BiasInMemory {
   }
 };
 
-// ---- 5f the map of a bias (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2) ----
+template <class B>
+template <class View>
+__device__ __forceinline__ bool ScoreTile<B>::add_bias(View& S) const {
+  if (!has_bias<B>(a, mask, k0)) return false;
+  if constexpr (B::use_bias != 0) BiasInMemory<B>().add(S, a, item, mask.keys.Sk, q, k0 + first_col<B>(S));
+  return true;
+}
+
+// ---- 5f the map of what is hidden (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, MASK_MOD) ----
 //
-// A list for each item, or for those that share the rows of a bias: how many rounds have a key that the bias shows, and
-// which these are. A round that it hides whole is left out, even of scores that are NaN; of one that it leaves as it is
-// (all bytes true, or all elements 0) nobody reads it.
+// A list for each item, or for those that share the rows of a bias or the values of MASK_MOD: the number of rounds in which
+// some key is visible, and their indices. A round that is hidden whole is skipped, even where scores are NaN. Where the
+// bias or the mask changes nothing (all bytes true, all elements 0) it is not read either.
 
 // The list of an item, which wgmma_item() may have moved up by less than its rows.
 template <class B> __device__ __forceinline__ uint32_t* list_of(const KernelArgs& a, const Item<B>& item) {
@@ -4538,8 +4912,23 @@ __device__ __forceinline__ int effects_of(uint32_t word) {
   const uint32_t changed = Build::use_bias == 2 ? (word - 0x01010101) & ~word & 0x80808080 : word & 0x7fff7fff;
   return int(word != hidden) + 2 * (changed != 0);
 }
-// The effects of the bias on a round of an item, as a warp finds them out.
+// The same of MASK_MOD on a round of an item, as a warp finds them out: a lane takes every 32nd key.
+template <class B> __device__ __forceinline__ int effects_of_mask(const KernelArgs& a, const Item<B>& item, int k0) {
+  const int lane = threadIdx.x % 32, end = min(k0 + B::round_keys, a.p.Sk);
+  int effects = 0;
+  for (int first = k0; first < end && effects < 3; first += 32) {
+    for (int row = 0; row < rows_of_item<B>(a); row++) {
+      const Item<B> one = row_item<B>(a, item, row);
+      if (first + lane >= end || one.q0 < 0 || one.q0 >= a.p.Sq || one.h >= a.p.Hq) continue;
+      effects |= ScoreMod<B>::sees(one.b, one.h, one.q0, first + lane, a.p.Sq, a.p.Sk, a.p) ? 1 : 2;
+    }
+    effects = __any_sync(0xffffffffu, effects & 1) + 2 * __any_sync(0xffffffffu, effects & 2);
+  }
+  return effects;
+}
+// The effects of the bias, or of MASK_MOD, on a round of an item, as a warp finds them out.
 template <class B> __device__ __forceinline__ int effects_on_round(const KernelArgs& a, const Item<B>& item, int k0) {
+  if constexpr (ScoreMod<B>::hides_keys) return effects_of_mask<B>(a, item, k0);
   constexpr int chunk = 16 / sizeof(Bias), rows_at_once = 8;
   constexpr uint32_t one_in_each = sizeof(Bias) == 1 ? 0x01010101 : 0x00010001;  // element of four bytes
   const int first = first_biased_key(a.p, a.p.Sk), begin = max(k0, first) - first;
@@ -5747,20 +6136,24 @@ float log2_scale(const SdpaParams& p) {  // scale * log2(e). DTYPE=U8: times its
   const double unit = 1.4426950408889634 * element_unit<Build> * element_unit<Build>;
   return float((p.scale == 0 ? 1 / std::sqrt(double(p.D)) : double(p.scale)) * unit);
 }
+// ---- the score hook: its constants ----
+
 // The softmax is taken in powers of 2. Softcap: S is tanh(Q @ K.T * cap_scale); with a cap_scale of 0, Q @ K.T.
 template <class B> void set_scales(KernelArgs& a) {
-  a.scale_log2 = log2_scale(a.p), a.inverse_scale_log2 = 1 / a.scale_log2;
+  a.scale_log2 = log2_scale(a.p);
   if (B::use_softcap != 0 && a.p.softcap != 0) {
     a.cap_scale = std::fmin(std::fmax(a.scale_log2 * ln2 / a.p.softcap, 1.2e-38f), 3.4e38f);
     a.scale_log2 = a.p.softcap / ln2;
     if constexpr (B::caps_by_polynomial) set_cap_polynomial(a);
   }
   a.scores_log2 = a.scale_log2;
+  if (ScoreMod<B>::changes_logits) a.cap_scale = a.scale_log2 * ln2, a.scale_log2 = 1 / ln2;
   // Without a bias scores stay as they are: their differences are exact, and their products with a scale are not.
-  if (B::use_bias == 1 && a.p.bias) {
-    a.logit_scale = a.scale_log2 * ln2, a.inverse_logit_scale = 1 / a.logit_scale, a.scale_log2 = 1 / ln2;
-  }
+  if (B::use_bias == 1 && a.p.bias) a.logit_scale = a.scale_log2 * ln2, a.scale_log2 = 1 / ln2;
+  a.inverse_scale_log2 = 1 / a.scale_log2;
 }
+
+// ---- the grid ----
 
 template <class B> Grid grid_of(const SdpaParams& p, const Items& items) {
   Grid grid;
@@ -5788,17 +6181,25 @@ template <class B>
 constexpr bool sums_end = B::split_ctas == 1 && (B::family == Family::mma || B::use_wmma_pv ||
                                                  (B::family == Family::wgmma && !B::swap_ab && !B::multiplies_e4m3));
 
-// ---- the map of a bias (USE_BIAS = 1, USE_BIAS = 2) ----
+// ---- the map of what is hidden (USE_BIAS = 1, USE_BIAS = 2, MASK_MOD) ----
 
+// True if the launch may have a map, which depends on the head, on the batch.
+template <class B> bool may_have_map(const SdpaParams& p) { return lists_rounds<B> && (B::mask_mod || p.bias); }
+template <class B> bool differs_by_head(const SdpaParams& p) {
+  return B::mask_mod ? expression_names("h", MASK_MOD_text) : p.bias_strides.head != 0;
+}
+template <class B> bool differs_by_batch(const SdpaParams& p) {
+  return B::mask_mod ? expression_names("b", MASK_MOD_text) : p.bias_strides.batch != 0;
+}
 template <class B> BiasMap bias_map_of(const SdpaParams& p, const Items& items) {  // its lists are nowhere yet
   BiasMap map;
-  map.heads = Divisor(p.bias_strides.head ? uint32_t(p.Hq / items.heads) : 1);
-  map.batches = Divisor(p.bias_strides.batch ? uint32_t(p.B) : 1);
+  map.heads = Divisor(differs_by_head<B>(p) ? uint32_t(p.Hq / items.heads) : 1);
+  map.batches = Divisor(differs_by_batch<B>(p) ? uint32_t(p.B) : 1);
   map.list_words = 1 + max(int(ceil_div(p.Sk, B::round_keys)), 1);
   return map;
 }
 template <class B> size_t bias_map_bytes(const SdpaParams& p) {
-  if (!lists_rounds<B> || !p.bias) return 0;
+  if (!may_have_map<B>(p)) return 0;
   const Items items = items_of<B>(p);
   const BiasMap map = bias_map_of<B>(p, items);
   return sizeof(uint32_t) * map.list_words * map.batches.divisor * map.heads.divisor * ceil_div(p.Sq, items.queries);
@@ -5806,7 +6207,7 @@ template <class B> size_t bias_map_bytes(const SdpaParams& p) {
 // lists_rounds: a launch makes a map where there are rounds to leave out, and all heads share them.
 template <class B> bool makes_map(const SdpaParams& p) {
   const int keys = p.bias_keys > 0 ? p.bias_keys : p.Sk;
-  return p.bias && !p.bias_map && p.bias_strides.head == 0 && keys >= 16 * B::round_keys;
+  return may_have_map<B>(p) && !p.bias_map && !differs_by_head<B>(p) && keys >= 16 * B::round_keys;
 }
 template <class B> SdpaStatus check_bias_map(const SdpaParams& p) {
   const size_t bytes = bias_map_bytes<B>(p);
@@ -5857,7 +6258,7 @@ template <class B> size_t workspace_bytes(const SdpaParams& p) {
     const PlanArgs plan = plan_args<B>(p, items);
     return range_counter_bytes + plan_bytes(plan) + size_t(plan.parts) * (p.Hq / items.heads) * sizeof(RangePartial<B>);
   }
-  if (lists_rounds<B> && makes_map<B>(p)) return range_counter_bytes + bias_map_bytes<B>(p);
+  if (makes_map<B>(p)) return range_counter_bytes + bias_map_bytes<B>(p);
   if (B::split_ctas == 1) return B::use_persistent_cta ? sizeof(uint32_t) : 0;
   const Items items = items_of<B>(p);
   const bool stores = items.ranges > 1 || merges_by_kernel<B>;
@@ -5900,7 +6301,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
     const SdpaStatus status = encode_tensor_maps<B>(a.maps, a);
     if (!status.ok()) return status;
   }
-  if constexpr (B::use_bias != 0) {
+  if constexpr (B::hides_rounds) {
     const SdpaStatus status = take_bias_map<B>(a, items, stream);
     if (!status.ok()) return status;
   }
@@ -5980,6 +6381,9 @@ SdpaStatus check_params(SdpaParams& p) {
              *of_cap = Build::use_softcap ? "" : "USE_SOFTCAP";
   const char *of_lengths = Build::use_lengths ? "" : "USE_LENGTHS=1", *of_pages = Build::use_pages ? "" : "USE_PAGES=1";
   const char* of_queue = Build::use_persistent_cta ? "" : "USE_PERSISTENT_CTA=1";
+  const auto of_array = [](const char* name) {
+    return names_array(name) ? "" : "a SCORE_MOD or MASK_MOD that names it";
+  };
   const struct {
     const char *name, *builds;  // the builds that have it, if not all
     uintptr_t value;
@@ -5992,16 +6396,22 @@ SdpaStatus check_params(SdpaParams& p) {
                  {"sinks", Build::use_sinks ? "" : "USE_SINKS=1", uintptr_t(p.sinks)}, {"LSE", "", uintptr_t(p.LSE)},
                  {"max_ctas", of_queue, uintptr_t(p.max_ctas), 1}, {"softcap", of_cap, p.softcap != 0, 1},
                  {"bias", Build::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias), int(sizeof(Bias))},
-                 {"bias_map", Build::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias_map)},
-                 {"bias_map_bytes", Build::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias_map_bytes), 1},
+                 {"bias_map", Build::hides_rounds ? "" : "USE_BIAS or MASK_MOD", uintptr_t(p.bias_map)},
+                 {"bias_map_bytes", Build::hides_rounds ? "" : "USE_BIAS or MASK_MOD", uintptr_t(p.bias_map_bytes), 1},
                  {"bias_keys", Build::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias_keys), 1},
                  {"page_stride", of_pages, uintptr_t(p.page_stride), 1},
                  {"page_size", of_pages, uintptr_t(p.page_size), 1}, {"pages", of_pages, uintptr_t(p.pages), 1},
+                 {"x0", of_array("x0"), uintptr_t(p.x0)}, {"x1", of_array("x1"), uintptr_t(p.x1)},
+                 {"x2", of_array("x2"), uintptr_t(p.x2)}, {"x3", of_array("x3"), uintptr_t(p.x3)},
+                 {"i0", of_array("i0"), uintptr_t(p.i0)}, {"i1", of_array("i1"), uintptr_t(p.i1)},
                  {"q_lengths", of_lengths, uintptr_t(p.q_lengths)},
                  {"most_keys", of_lengths, uintptr_t(p.most_keys), 1}};
   for (const auto& x : options) {
     if (x.value && *x.builds) return failure(refused, "%s is for builds with %s; set it to 0", x.name, x.builds);
     if (x.value % x.alignment) return failure(refused, "%s is not aligned to %d bytes", x.name, x.alignment);
+    if (!x.value && names_array(x.name)) {
+      return failure(refused, "%s is a null pointer, and SCORE_MOD or MASK_MOD reads it", x.name);
+    }
   }
   if (Build::use_pages && (!p.page_table || p.k_starts || p.page_size <= 0 || p.page_size % 16 || p.pages <= 0 ||
                            p.page_stride < 0)) {
@@ -6026,6 +6436,7 @@ SdpaStatus check_params(SdpaParams& p) {
 #define SDPA_REFUSE(condition, sentence) static_assert(!(condition), sentence)
 constexpr const char* family_name = is_wgmma ? "wgmma" : is_mma ? "mma" : is_wmma ? "wmma" : "scalar";
 constexpr bool is_one_of(std::string_view value, std::string_view values) {  // "a b c" or "low..high"
+  if (values == expressions) return true;
   const size_t dots = values.find("..");
   if (dots == values.npos) return place_of(value, values) >= 0;
   const int n = value_of(value);
@@ -6060,6 +6471,9 @@ SDPA_REFUSE(Build::input == DType::u8 && (is_mma || is_wgmma),
             "DTYPE=U8: only the scalar and wmma kernels take it; type DTYPE=FP8_E4M3 or USE_WMMA=1");
 SDPA_REFUSE(Build::use_bias != 0 && Build::is_8bit,
             "USE_BIAS: scores of 8-bit types have factors that come after it; type DTYPE=FP16 or DTYPE=BF16");
+SDPA_REFUSE((SCORE_MOD_changed || MASK_MOD_changed) && (Build::use_softcap != 0 || Build::use_bias != 0),
+            "SCORE_MOD and MASK_MOD: the soft cap or the bias can be a part of the expression, as in 30 * tanh(s / 30); "
+            "drop USE_SOFTCAP and USE_BIAS");
 SDPA_REFUSE(Build::use_pages && !Build::use_lengths,
             "USE_PAGES=1: pages are found by the sequence of an item; add USE_LENGTHS=1");
 SDPA_REFUSE(FP8_FLUSH_changed && !Build::multiplies_e4m3,
@@ -6173,12 +6587,12 @@ constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, 
   TunedTile t{{}, ctas, item_clocks, scores_per_clock};
   size_t known = 0;  // letters of knobs that are on, and of the spaces between them
   const auto on = [&](std::string_view knob) { return knobs.find(knob) != knobs.npos && (known += knob.size() + 1); };
-  const bool of_bias = on("USE_BIAS");  // it is for builds with a bias alone
+  const bool for_maps = on("USE_BIAS");  // only for builds with a bias or a MASK_MOD
   // A row is for every D, the larger of Q's and V's, of which its own is the next in the table.
   const int typed = Build::head_dim > Build::d_v ? Build::head_dim : Build::d_v;
   const bool is_next = head_dim == typed || head_dim == (typed <= 64 ? 64 : typed <= 128 ? 128 : 256);
   if (!is_next) t.head_dim = head_dim == Build::head_dim ? 0 : head_dim;  // 0: V is too wide for this row
-  if (of_bias && (Build::use_bias == 0 || !is_next)) t.head_dim = 0;
+  if (for_maps && (!Build::hides_rounds || !is_next)) t.head_dim = 0;
   t.block_m = block_m, t.block_n = block_n, t.num_warps = num_warps, t.stages = stages, t.split_kv = split_kv;
   if ((on("USE_MMA_SYNC") && Build::is_e4m3) || is_mma) t.use_mma_sync = t.use_cp_async = t.swizzle_xor = true;
   t.overlap = on("OVERLAP"), t.use_warp_specialization = on("USE_WARP_SPECIALIZATION") || t.overlap;
@@ -6303,7 +6717,8 @@ constexpr bool tile_fits(const TunedTile& t) {
   const bool wgmma = is_wgmma && !t.use_mma_sync;
   const bool no_room = (wgmma && (t.swap_ab ? Build::d_v % 64 != 0 : t.split_kv > 1 && 256 % Build::d_v != 0)) ||
                         (t.head_dim == 192 && t.block_n == 128 && Build::d_v > 128) ||
-                        (Build::use_bias != 0 && t.num_warps == 16 && t.split_kv == 1);  // a bias takes registers
+                        (Build::hides_rounds && t.num_warps == 16 && t.split_kv == 1) ||  // maps take registers
+                        (Build::mask_mod && t.num_warps == 16 && !t.swap_ab);
   return typed.use_tuned && t.head_dim == typed.head_dim && !no_room SDPA_KNOBS(SDPA_IS_ROWS);
 }
 

@@ -67,6 +67,9 @@ typedef struct SdpaParams {
   size_t bias_map_bytes;   /* sdpa_library_bias_map_bytes() */
   const int* q_lengths;    /* lines with USE_LENGTHS, [B] in device memory: of its queries the first so many count; or null */
   int batch_invariant;     /* 1: a row's bits are the same whatever sequences are in the batch with it, see docs/USING.md */
+  /* Lines with SCORE_MOD or MASK_MOD: the arrays that the expressions name, in device memory; null if they are not named. */
+  const float *x0, *x1, *x2, *x3;
+  const int *i0, *i1;
 } SdpaParams;
 
 struct CUstream_st; /* cudaStream_t is a pointer to it */

@@ -49,5 +49,6 @@ inline bool takes_member(const Features& has, const std::string& member) {
          (has.factors || !is_one_of("k_descale v_descale")) && (has.q_factors || !is_one_of("q_descale")) && (has.sinks || !is_one_of("sinks")) &&
          (has.lengths || !is_one_of("k_lengths q_lengths q_starts k_starts most_keys")) && (!has.pages || !is_one_of("k_starts")) &&
          (has.pages || !is_one_of("page_table page_stride page_size pages")) &&
-         (has.bias || !is_one_of("bias bias_strides bias_keys bias_map bias_map_bytes"));
+         (has.bias || !is_one_of("bias bias_strides bias_keys bias_map bias_map_bytes")) &&
+         !is_one_of("x0 x1 x2 x3 i0 i1");  // only tests/mods.py builds lines with SCORE_MOD or MASK_MOD
 }

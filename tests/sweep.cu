@@ -386,6 +386,8 @@ bool takes_tile(const Problem& p, const TunedTile& t) {
 
 // wgmma's sums of e4m3 products have 14 bits, which logits in the hundreds show; sums in fp16 end at 65504.
 bool takes_dist(const string& dist) {
+  // SCORE_MOD adds to logits in floats, which past 10^5 is in steps.
+  if (line.logit && (dist == "huge" || dist == "stairs" || dist == "ramps")) return false;
   if (line.fp16_acc) return dist == "normal" || dist == "nonfinite";
   if (dist == "tiny") return line.query == DType::bf16;
   return !(line.is_wgmma && line.input == DType::e4m3 && (dist == "large" || dist == "negative"));
@@ -559,8 +561,11 @@ class Kinds {
       takes("bias_rows", "contiguous padded shifted odd");
       takes("padded_keys", "whole tail");
     }
-    if (line.has_bias_maps) takes("bias_map", moves_rows_up() ? "none made kept made_moved kept_moved" : "none made kept");
-    if (line.has_bias_maps) takes("rows_of_map", "contiguous padded shifted odd");
+    if (line.use_bias && line.has_bias_maps) {
+      takes("bias_map", moves_rows_up() ? "none made kept made_moved kept_moved" : "none made kept");
+      takes("rows_of_map", "contiguous padded shifted odd");
+    }
+    if (line.sees && line.has_bias_maps) takes("mask_map", "own kept");
     if (line.has_lengths) takes("q_lengths", "none some");
     if (line.has_lengths) {
       takes("lengths", "none below_0 0 1 usual Sk above"), takes("packed", line.has_pages ? "none q" : "none q k qk");
@@ -670,6 +675,7 @@ class Kinds {
     if (p.Sk > 0) add("bias", p.bias_kind.empty() ? "none" : p.bias_kind);  // without keys a tree is of none
     add("bias_of", of_dims.empty() ? "all" : of_dims);
     if (!p.bias_kind.empty()) add_bias(p, add);
+    add("mask_map", p.keeps_map ? "kept" : "own");
     if (line.has_lengths) add("q_lengths", p.has_q_lengths ? "some" : "none");
     if (!p.has_sinks) add("sinks", "none");
     for (float x : c.sinks) add("sinks", x == -INFINITY ? "-inf" : std::isnan(x) || x == INFINITY ? "nonfinite" : x == 100 ? "large" : x == -150 ? "small" : "usual");
@@ -852,6 +858,7 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
       p.Hq = 1 + draw(2);
     }
   }
+  p.keeps_map = line.sees && line.has_bias_maps && draw(2);
   p.has_lengths = line.has_lengths && draw(2), p.has_q_lengths = line.has_lengths && draw(2);
   if (line.has_lengths && !far && draw(3)) {
     p.packs_q = draw(2), p.packs_k = draw(2) && !line.has_pages, p.B = 1 + draw(p.packs_q && p.packs_k ? 12 : 4);

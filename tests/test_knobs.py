@@ -77,6 +77,7 @@ REFUSED = [
     ("@swap BLOCK_M=32 HEAD_DIM=96", "SWAP_AB=1 takes D of V by 64"),
     ("@swap KV_DTYPE=FP8_E4M3 VEC_WIDTH=16", "KV_DTYPE: the transposed kernel lacks it; drop SWAP_AB"),
     ("@wgmma BLOCK_M=64 KV_DTYPE=FP8_E4M3", "16 with an 8-bit DTYPE or KV_DTYPE"),
+    ("USE_SOFTCAP=2 SCORE_MOD=s", "SCORE_MOD and MASK_MOD: the soft cap or the bias can be a part of the expression"),
     ("USE_PAGES=1", "pages are found by the sequence of an item; add USE_LENGTHS=1"),
     ("@wgmma BLOCK_M=64 HEAD_DIM=256 BLOCK_N=256 USE_LENGTHS=1 USE_PAGES=1", "there may be more than 32 in this tile; type a smaller BLOCK_N"),
     ("HEAD_DIM", "HEAD_DIM: not a legal value"),

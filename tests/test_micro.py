@@ -3,6 +3,7 @@ search that begins with its tiles.  usage: python3 -m pytest tests/test_micro.py
 import csv
 import os
 import re
+import shlex
 import sys
 import types
 from pathlib import Path
@@ -114,7 +115,7 @@ def test_ctas_per_sm_are_those_that_cuda_counts():
             if row["ctas_per_sm"] and row["sm"] == "90" and "USE_TUNED=1" not in row["knobs"]}
     gpu, counts = types.SimpleNamespace(attribute=H200.get), set()
     for name, row in rows.items():
-        knobs = dict(word.split("=") for word in row["knobs"].split())
+        knobs = dict(word.split("=", 1) for word in shlex.split(row["knobs"]))
         producers = 128 if row["family"] == "wgmma" else 32 * int(knobs["NUM_PRODUCER_WARPS"])
         threads = 32 * int(knobs["NUM_WARPS"]) + producers * int(knobs["USE_WARP_SPECIALIZATION"])
         facts = builds.Facts(int(row["regs"]), threads=threads, shared_bytes=int(row["smem_bytes"]))

@@ -13,6 +13,7 @@ import hashlib
 import io
 import os
 import re
+import shlex
 import shutil
 import struct
 import subprocess
@@ -41,6 +42,7 @@ FAMILIES = {"wmma": "USE_WMMA", "mma": "USE_MMA_SYNC", "wgmma": "USE_WGMMA", "cu
 NVCC_OPTIONS = "-O3 -DNDEBUG -std=c++17 --no-compress -Xptxas=-v".split()
 LIBRARY, HEADER, CUBLAS = "bindings/library.cu", "bindings/sdpa.h", "tools/cublas.cu"
 LIBRARY_FUNCTIONS = ("sdpa_library_params_bytes", "sdpa_library_workspace_bytes", "sdpa_library_forward")
+EXPRESSIONS = ("SCORE_MOD", "MASK_MOD")  # knobs whose values are C++ expressions
 # A line of configs.txt with what it has from its base; words: its knobs, arch=ARCH and expect=FAIL where it has them.
 ConfigLine = namedtuple("ConfigLine", "base words knobs gates")
 Knob = namedtuple("Knob", "default member values")  # a row of SDPA_KNOBS; values: as it writes them
@@ -120,8 +122,9 @@ class Tree:
                     os.path.join(os.path.dirname(os.path.abspath(__file__)), "../configs.cmake")])
         lines = {}
         for name, base, expect, arch, knobs, gates in (line.split("\t") for line in done.stdout.splitlines()):
-            words = knobs.split() + ["arch=" + arch] * bool(arch) + ["expect=FAIL"] * (expect == "FAIL")
-            lines[name] = ConfigLine(base, words, knobs.split(), gates.split())
+            knobs = shlex.split(knobs)
+            words = knobs + ["arch=" + arch] * bool(arch) + ["expect=FAIL"] * (expect == "FAIL")
+            lines[name] = ConfigLine(base, words, knobs, gates.split())
         if not lines and not done.stderr.strip():
             raise Refused(f"{file}: no configuration in it; a line is NAME KNOB=VALUE ...")
         return lines, done.stderr.strip()
@@ -147,6 +150,11 @@ class Tree:
         if tables:
             tables = f"namespace {{\n//{path}\n//{tables}\n}}\n"
         return f"#include <array>\n#include <string_view>\n#include <type_traits>\n//{knobs}\n{tables}"
+
+    def expression_trouble(self, word):
+        """Why SCORE_MOD=... or MASK_MOD=... does not compile; "" if it does."""
+        return run(["cmake", "-DEXPRESSION=" + word, f"-DSOURCE={self.folder()}/sdpa.cu", "-P",
+                    os.path.join(os.path.dirname(os.path.abspath(__file__)), "../configs.cmake")]).stdout.strip()
 
     def refusal(self, words):
         """The sentence with which sdpa.cu refuses these knobs; "" if it does not."""
@@ -223,7 +231,7 @@ class Line:
     @property
     def target(self):
         """A name that a program can have."""
-        return self.label.rpartition(":")[2]
+        return re.sub(r"\W+", "_", self.label.rpartition(":")[2])
 
     @property
     def gates(self):
@@ -365,10 +373,13 @@ def lines_named(pattern, option="--only"):
 def change_line(line, word):
     """The line with one knob more changed."""
     knob = word.split("=")[0]
-    if knob in ("expect", "arch") or not re.fullmatch(r"[A-Za-z_]\w*=[A-Za-z0-9_]+", word):
+    if knob in ("expect", "arch") or not (knob in EXPRESSIONS or re.fullmatch(r"[A-Za-z_]\w*=[A-Za-z0-9_]+", word)):
         raise Refused(f"{word} is no knob")
     if knob not in line.tree.knobs():
         raise Refused(f"{word}: {no_knob(knob, line.tree.knobs(), f' in {line.tree}')}")
+    trouble = line.tree.expression_trouble(word) if knob in EXPRESSIONS else ""
+    if trouble:
+        raise Refused(trouble)
     if isinstance(line, Cublas) and knob not in ("DTYPE", "HEAD_DIM"):
         raise Refused(f"{word}: of the knobs cublas has DTYPE and HEAD_DIM")
     return type(line)(line.tree, line.name, tuple(changed(line.changes, [word])))
@@ -425,7 +436,9 @@ def build_one(line, archs, program, kind):
     of_kind = {"-shared": ["-shared", "-Xcompiler=-fPIC,-fno-gnu-unique"],
                "-fatbin": ["-fatbin", "-DSDPA_DEVICE_CODE_ALONE"], "": []}
     options = [*NVCC_OPTIONS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in line.archs(archs)),
-               "-DSDPA_CONFIG_NAME=" + line.target, *sorted(definitions(line.words)), *of_kind[kind]]
+               "-DSDPA_CONFIG_NAME=" + line.target,
+               # nvcc takes the words between commas for several macros.
+               *sorted(word.replace(",", r"\,") for word in definitions(line.words)), *of_kind[kind]]
     if line.family == "cublas" and kind != "-fatbin":
         folder = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(nvcc()))), "lib64")
         options += ["-lcublas", "-Xlinker=-rpath=" + folder]

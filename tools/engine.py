@@ -13,6 +13,7 @@ import itertools
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -922,7 +923,7 @@ def result_row(bench, key, facts, series):
     check = bench.checks[key]
     row.update(rel_rms=f"{check.rel_rms:.3g}")
     if facts:
-        row.update(knobs=" ".join(line.words), regs=facts.registers, spill_bytes=facts.spilled,
+        row.update(knobs=shlex.join(line.words), regs=facts.registers, spill_bytes=facts.spilled,
                    smem_bytes=facts.shared_bytes)
     if not isinstance(line, Torch):
         row.update(check="PASS" if check.passed else "FAIL", max_abs_err=f"{check.max_abs_err:.3g}",

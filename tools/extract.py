@@ -146,6 +146,9 @@ def extract(name, namespace="", given=(), is_program=False):
         if knob not in knobs:
             raise Refused(builds.no_knob(knob, knobs))
     typed = [word for word in line.words if word.split("=")[0] not in [one.split("=")[0] for one in given]] + [*given]
+    if any(word.startswith(f"{knob}=") and not word.endswith("=NONE") for word in typed for knob in builds.EXPRESSIONS):
+        raise Refused(f"{name}: lines with SCORE_MOD or MASK_MOD are not extracted yet; include sdpa.cu and define the "
+                      "line's knobs as macros, as in docs/USING.md")
     rows, sizes, space = rows_of(tree, name, knobs, typed), {knobs[knob].member for knob in SIZES}, namespace or name
     builds_of = [rows[row] for row in rows if row >= 0] or [rows[-1]]
     own = sections(source, knobs, rows, space)

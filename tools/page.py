@@ -12,6 +12,7 @@ exit: 0, 2 bad usage or a file that cannot be read
 import collections
 import math
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -164,7 +165,7 @@ def ladder_section(source):
         for name in lines:
             at, before, step = us[name], us[base.get(name)], None
             if name in base:
-                old, new = (row_of[line]["knobs"].split() for line in (base[name], name))
+                old, new = (shlex.split(row_of[line]["knobs"]) for line in (base[name], name))
                 step = f"{base[name]}: {' '.join(knob for knob in new if knob not in old)}"
             gains = [short(at[shape]) + (f" ({before[shape] / at[shape]:.2f}x)" if shape in before else "")
                      if shape in at else None for shape in ("mission", "long")]

@@ -4,6 +4,7 @@ A candidate is a Line: a line of configs.txt with knobs changed. Two are the sam
 """
 import functools
 import itertools
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -19,14 +20,14 @@ TRIES = 200  # mutations of a base that is not legal
 @functools.lru_cache(None)
 def knobs_of(line):
     """{knob: value} of all knobs, also those at their defaults."""
-    return dict(word.split("=") for word in line.effective_knobs())
+    return dict(word.split("=", 1) for word in line.effective_knobs())
 
 
 @functools.lru_cache(None)
 def identity(line):
     """The knobs that are not at their defaults."""
     defaults = line.tree.knobs()
-    return " ".join(f"{knob}={value}" for knob, value in knobs_of(line).items() if defaults[knob] != value)
+    return shlex.join(f"{knob}={value}" for knob, value in knobs_of(line).items() if defaults[knob] != value)
 
 
 def chooses(line):
@@ -46,8 +47,9 @@ def parse_line(tree, text):
 
 
 def family_lines(tree, family):
-    """The lines of configs.txt of a family, without the negative controls."""
-    lines = [Line(tree, name) for name, line in tree.config_lines().items() if "expect=FAIL" not in line.words]
+    """The lines of configs.txt of a family, without the negative controls and those that compute another function."""
+    lines = [Line(tree, name) for name, line in tree.config_lines().items()
+             if "expect=FAIL" not in line.words and not any(word.startswith(builds.EXPRESSIONS) for word in line.knobs)]
     return [line for line in lines if line.family == family]
 
 
@@ -94,7 +96,7 @@ class Space:
         for knob, (default, _, legal) in base.tree.knob_rows().items():
             if knob in fixed:
                 self.values[knob] = fixed[knob]
-            elif knob not in (*PROBLEMS_OWN, "USE_TUNED", *builds.FAMILIES.values()) and not vary_fixed_alone:
+            elif knob not in (*PROBLEMS_OWN, *builds.EXPRESSIONS, "USE_TUNED", *builds.FAMILIES.values()) and not vary_fixed_alone:
                 typed, own = {knobs_of(line)[knob] for line in lines}, knobs_of(base)[knob]
                 values = [value for value in spread(knob, legal, {*typed, own})
                           if value == own or f"{knob}={value}" not in wrong]

@@ -32,6 +32,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 import threading
@@ -237,7 +238,7 @@ class ModelJudge:
 
     def __init__(self, problems, family):
         source, = report_rows.newest(Path(builds.ROOT, "results"))["lines"]
-        rows = [(dict(word.split("=") for word in row["knobs"].split()), fit.problem_of(row), us)
+        rows = [(dict(word.split("=", 1) for word in shlex.split(row["knobs"])), fit.problem_of(row), us)
                 for row, us in report_rows.timed(source)
                 if row["family"] == family and "USE_TUNED=1" not in row["knobs"]]
         if not rows:
@@ -541,7 +542,7 @@ def t4(study):
         build_ms, check_ms, time_ms = (1e3 * record.get(name, 0) for name in ("build_s", "check_s", "time_s"))
         results.append(dict(
             timestamp=one.datetime_complete.isoformat(), objectives=["time"],
-            configuration=dict(word.split("=") for word in record["knobs"].split()),
+            configuration=dict(word.split("=", 1) for word in shlex.split(record["knobs"])),
             times=dict(compilation_time=build_ms, validation=check_ms, framework=time_ms, search_algorithm=0,
                        runtimes=[each / 1e3 for each in us.values()]),
             invalidity=invalidity, correctness=int(invalidity == "correct"),
