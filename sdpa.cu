@@ -44,7 +44,6 @@
 #include <cstring>
 #include <string_view>
 #include <type_traits>
-#include <utility>
 
 #include <cuda.h>
 #include <cuda_bf16.h>
@@ -198,8 +197,10 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   // USE_SOFTCAP: a polynomial caps scores whose exponential is taken by a stale maximum. At D=256 it gains nothing.
   static constexpr bool caps_by_polynomial = K::use_softcap == 1 && family == Family::wgmma && K::head_dim <= 128 &&
                                              K::use_warp_specialization && !is_8bit && K::use_bias == 0;
+  // SCORE_MOD=s leaves the logits as they are.
+  static constexpr bool changes_logits = K::score_mod != 0 && SCORE_MOD_text != "s", hides_keys = K::mask_mod != 0;
   // The score hook may hide all of a round of keys; it gives some tiles logits and others multiples of them.
-  static constexpr bool hides_rounds = K::use_bias != 0 || K::mask_mod != 0, has_two_units = K::use_bias == 1;
+  static constexpr bool hides_rounds = K::use_bias != 0 || hides_keys, has_two_units = K::use_bias == 1;
   // FP16_ACC: S is summed in fp16, and so is what a tile adds to O.
   static constexpr bool qk_in_fp16 = K::fp16_acc & 1, pv_in_fp16 = K::fp16_acc & 2;
   // U8 becomes fp16 while a tile is copied.
@@ -558,7 +559,7 @@ template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f
 template <class B> struct ScoreMod;
 // True if the hook turns scores into other units: softcap into tanh, SCORE_MOD into logits.
 template <class B> __device__ __forceinline__ bool is_capped(const KernelArgs& a) {
-  return ScoreMod<B>::changes_logits || (B::use_softcap != 0 && a.cap_scale != 0);
+  return B::changes_logits || (B::use_softcap != 0 && a.cap_scale != 0);
 }
 // Neither 0 nor infinite: -inf times the scale stays -inf, and 0 times the scale stays 0.
 __device__ __forceinline__ float finite_scale(float scale) {
@@ -567,7 +568,7 @@ __device__ __forceinline__ float finite_scale(float scale) {
 // What an item's scores are multiplied by: item_scale_log2(), or with a softcap what makes them arguments of tanh.
 // Where e4m3 becomes fp16 (mma and PACK_GQA), scores have been multiplied by the factor of Q; a Q of 16 bits has none.
 template <class B> __device__ __forceinline__ float item_score_scale(const KernelArgs& a, const Item<B>& item) {
-  if constexpr (!B::is_8bit) return B::use_softcap != 0 || ScoreMod<B>::changes_logits ? a.cap_scale : a.scale_log2;
+  if constexpr (!B::is_8bit) return B::use_softcap != 0 || B::changes_logits ? a.cap_scale : a.scale_log2;
   const float q_descale = B::converts_operands || B::mixes_types ? 1 : a.p.q_descale.of_head(item.b, item.h);
   const float k_descale = a.p.k_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
   // The factors first: one of them may be 0, and the other times a large scale infinite.
@@ -615,9 +616,6 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
 //
 // What is recovered from P has passed the hook (are_logits), and does not pass it again.
 
-// SCORE_MOD: terms of a score may be as large as a sequence is long, and rise along the keys.
-template <class B> constexpr bool has_long_terms = ScoreMod<B>::changes_logits;
-
 // A tile as the hook sees it. WgmmaRows is another one, which fetches a bias ahead.
 template <class B> struct ScoreTile {
   const KernelArgs& a;
@@ -630,7 +628,7 @@ template <class B> struct ScoreTile {
   // The row and the column that the thread's view begins with are set.
   template <class View> static __device__ void locate(View&) {}
   // True if SCORE_MOD or MASK_MOD may change the tile.
-  __device__ bool is_modified() const { return true; }
+  __device__ bool is_modified() const { return B::changes_logits || B::hides_keys; }
   // USE_BIAS: adds the bias, if the tile has one; scores become logits, or -inf where it hides a key.
   template <class View> __device__ __forceinline__ bool add_bias(View& S) const;
 };
@@ -676,7 +674,7 @@ template <class B, class View, class Tile>
 __device__ __forceinline__ void finish_scores(View& S, Tile& tile, bool plain, bool are_logits = false) {
   if (!are_logits) {
     cap_scores<B>(S, tile.a, tile.score_scale());
-    if (tile.is_modified()) modify_scores<B>(S, tile, plain);
+    if ((B::changes_logits || B::hides_keys) && tile.is_modified()) modify_scores<B>(S, tile, plain);
     if (!tile.add_bias(S)) scale_scores<B>(S, tile.a);
   }
   if (plain) return;
@@ -722,8 +720,8 @@ __device__ __forceinline__ void softmax_max(const View& S, ScoreScale<B> scale_l
 
 // The largest |m * scale_log2| that may be subtracted in the exponent: its rounding moves P by 2^-15 at most.
 constexpr float shift_limit = 1024;
-// The same for builds whose scores have terms as large as a sequence is long: P may be off by 2^-12.
-template <class B> constexpr float stale_limit = has_long_terms<B> ? 8192 : shift_limit;
+// The same with SCORE_MOD, whose terms may be as large as a sequence is long: P may be off by 2^-12.
+template <class B> constexpr float stale_limit = B::changes_logits ? 8192 : shift_limit;
 
 // P = 2^(S * scale_log2 - m_log2) in place;  sum += P: this thread's columns [first, last) of its rows.
 template <class B, class View>
@@ -1578,7 +1576,6 @@ template <class B, int ROWS> struct StaleSoftmax {
 template <class B, class View, class Tile, class Softmax>
 __device__ __forceinline__ void exp_by_stale_max(View& S, int first, int last, Softmax& softmax, Tile& tile,
                                                  bool& are_logits) {
-  using Mod = ScoreMod<B>;
   if constexpr (B::use_bias != 0) {
     if (first == 0) {
       cap_scores<B>(S, tile.a, tile.score_scale());
@@ -1588,14 +1585,15 @@ __device__ __forceinline__ void exp_by_stale_max(View& S, int first, int last, S
   } else if constexpr (!B::caps_by_polynomial) {  // else CappedSoftmax does it
     cap_scores<B>(S, tile.a, tile.score_scale(), first, last);
   }
-  if constexpr (Mod::changes_logits || Mod::hides_keys) {
+  if constexpr (B::changes_logits || B::hides_keys) {
+    using Mod = ScoreMod<B>;
     if (tile.is_modified()) {
       const auto exp = [&](int i, int j, auto logit, bool seen) {
         const float exponent = Mod::exponent(logit, of_row(softmax.scale_log2, i), softmax.m_log2[i]);
         S.x[i][j] = softmax_exp2<B>(seen ? exponent : -INFINITY);
         softmax.sum[i] += S.x[i][j];
       };
-      return Mod::template each_in_parts<true, Mod::hides_keys || B::pack_gqa>(S, first, last, tile, exp);
+      return Mod::template each_in_parts<true, B::hides_keys || B::pack_gqa>(S, first, last, tile, exp);
     }
   }
   softmax.exp(S, first, last);
@@ -2578,10 +2576,13 @@ template <class B> struct BiasOfWarp<B, true> {
   }
 };
 
-// Where a warpgroup is among the rounds of an item.
+// ---- 5d the rounds of an item by its list (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, MASK_MOD) ----
+
+// The position of a warpgroup among the rounds of an item.
 template <class B, bool = lists_rounds<B>> struct RoundWalk {
   __device__ void start(const WgmmaItem<B>&, int) {}
-  __device__ bool looks() const { return true; }         // whether the tile's bias may do anything
+  // False if the list says that the bias or MASK_MOD changes nothing in the tile.
+  __device__ bool looks() const { return true; }
   __device__ bool looks_next() const { return true; }    // that of the next one
   __device__ int step() const { return B::round_keys; }  // keys back to that
   __device__ void go_on() {}
@@ -2603,25 +2604,16 @@ template <class B> struct RoundWalk<B, true> {
   }
 };
 
-// ---- 5d the tiles of a warpgroup, for the hook (wgmma and USE_WARP_SPECIALIZATION) ----
-
-// Where a warpgroup is among the rounds of an item, and what of the features each tile has. Rows: WgmmaRows.
+// The position of a warpgroup among the rounds of an item, and the bias of the tile at it. Rows: WgmmaRows.
 template <class B> struct TileWalk : RoundWalk<B> {
   using RoundWalk<B>::looks, RoundWalk<B>::looks_next, RoundWalk<B>::step;
-  BiasOfWarp<B> bias;
+  std::conditional_t<B::use_bias != 0, BiasOfWarp<B>, Nothing> bias;
 
   template <class Rows>
   __device__ __forceinline__ void start_item(const Rows& rows, const WgmmaItem<B>& item, int first_round) {
-    bias.start(), RoundWalk<B>::start(item, first_round);
-    fetch_bias(rows, looks(), rows.k0);
-  }
-  // True if SCORE_MOD or MASK_MOD may change this tile.
-  __device__ __forceinline__ bool is_modified() const {
-    return ScoreMod<B>::changes_logits || (ScoreMod<B>::hides_keys && looks());
-  }
-  // True if the scores of this tile, whose first key is k0, are no multiples of logits, or some are hidden.
-  __device__ __forceinline__ bool is_changed(const KernelArgs& a, const Mask& mask, int k0) const {
-    return is_modified() || (has_bias<B>(a, mask, k0) && looks());
+    if constexpr (B::use_bias != 0) bias.start();
+    RoundWalk<B>::start(item, first_round);
+    if constexpr (B::use_bias != 0) fetch_bias(rows, looks(), rows.k0);
   }
   // Starts to copy the bias of the tile at key k to shared memory, if it has one.
   template <class Rows> __device__ __forceinline__ void fetch_bias(const Rows& rows, bool looks, int k) {
@@ -2629,13 +2621,10 @@ template <class B> struct TileWalk : RoundWalk<B> {
   }
   // Adds the bias of this tile, if it has one, and fetches that of the next, whose keys have one only if these have.
   template <class View, class Rows> __device__ __forceinline__ bool add_bias(View& S, const Rows& rows) {
-    if constexpr (B::use_bias != 0) {
-      if (!has_bias<B>(rows.a, rows.mask, rows.k0) || !(looks() || looks_next())) return false;
-      if (looks()) rows.locate(S), bias.add(S, rows.a, *rows.item, rows.mask.keys.Sk, rows.q, rows.k0);
-      fetch_bias(rows, looks_next(), rows.k0 - step());
-      return looks();
-    }
-    return false;
+    if (!has_bias<B>(rows.a, rows.mask, rows.k0) || !(looks() || looks_next())) return false;
+    if (looks()) rows.locate(S), bias.add(S, rows.a, *rows.item, rows.mask.keys.Sk, rows.q, rows.k0);
+    fetch_bias(rows, looks_next(), rows.k0 - step());
+    return looks();
   }
 };
 
@@ -2663,7 +2652,7 @@ template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
   alignas(1024) E V[B::stages][V_ELEMENTS];                                       // [BLOCK_N][D]
   uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
   std::conditional_t<B::use_lengths, uint64_t, Nothing> last_landed;  // V of a tile in which a sequence ends
-  BiasTiles<B> bias;
+  std::conditional_t<B::use_bias != 0, BiasTiles<B>, Nothing> bias;
   __device__ __forceinline__ uint64_t* landed_last() { return reinterpret_cast<uint64_t*>(&last_landed); }
   __device__ __forceinline__ void init_full(int k_arrivals, int v_arrivals) {
     mbarriers_init(k_full, k_arrivals), mbarriers_init(v_full, v_arrivals);
@@ -2868,12 +2857,12 @@ template <class B> struct WgmmaRows {
   bool accumulates = false;  // an earlier tile of the item has begun O
   ItemScale<B> scale_log2;   // of the item
   const WgmmaItem<B>* item = nullptr;  // in shared memory
-  TileWalk<B> walk;
+  std::conditional_t<B::hides_rounds, TileWalk<B>, Nothing> walk;
   typename Item<B>::HeldMask mask;  // of the item
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the stale maximum.
   int stale_from = 0;
   uint32_t stale_keys = 0;
-  // has_long_terms: the stale maximum was too small for a tile of the item. Where scores rise along the keys it would be
+  // SCORE_MOD: the stale maximum was too small for a tile of the item. Where scores rise along the keys it would be
   // too small for most of the following tiles.
   bool gave_up = false;
 
@@ -2881,13 +2870,13 @@ template <class B> struct WgmmaRows {
 
   __device__ __forceinline__ void start() {
     accumulates = false, stale_keys = 0;
-    if (has_long_terms<B>) gave_up = false;
+    if (B::changes_logits) gave_up = false;
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
   }
   __device__ __forceinline__ bool has_mask() const { return !mask.tiles.cover(q, k0); }
   // Without a mask a score of the item's first tile becomes the stale maximum. That of more columns lasts longer.
   __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
-    if (!B::use_lazy_max || has_mask() || walk.is_changed(a, mask, k0)) return;
+    if (!B::use_lazy_max || has_mask() || is_modified() || looks_at_bias()) return;
     constexpr int columns = B::multiplies_e4m3 ? Scores::COLS : B::input == DType::bf16 || Scores::COLS < 16 ? 4 : 16;
     float alpha[ROWS];
     softmax_max<B, Scores, columns>(S, scale_log2, m, alpha);
@@ -2899,7 +2888,7 @@ template <class B> struct WgmmaRows {
     if (!B::use_lazy_max) return;
     const KeyRange covered = mask.tiles.covered(q);
     stale_from = covered.begin;
-    if (has_long_terms<B>) will_do &= !gave_up;
+    if (B::changes_logits) will_do &= !gave_up;
     stale_keys = __all_sync(0xffffffffu, will_do) ? max(covered.end - covered.begin, 0) : 0;
   }
   __device__ __forceinline__ bool may_take_stale_max() const {
@@ -2912,10 +2901,23 @@ template <class B> struct WgmmaRows {
   }
   // What the hook asks of a tile.
   __device__ __forceinline__ ScoreScale<B> score_scale() const { return scale_log2.of_cap(); }
-  __device__ __forceinline__ bool is_modified() const { return walk.is_modified(); }
-  __device__ __forceinline__ bool add_bias(Scores& S) { return walk.add_bias(S, *this); }
+  __device__ __forceinline__ bool is_modified() const {
+    if constexpr (B::hides_keys && !B::changes_logits) return walk.looks();
+    return B::changes_logits;
+  }
+  __device__ __forceinline__ bool add_bias(Scores& S) {
+    if constexpr (B::use_bias != 0) return walk.add_bias(S, *this);
+    return false;
+  }
 
-  __device__ __forceinline__ void go_on() { k0 -= walk.step(), walk.go_on(); }
+  __device__ __forceinline__ bool looks_at_bias() const {
+    if constexpr (B::use_bias != 0) return has_bias<B>(a, mask, k0) && walk.looks();
+    return false;
+  }
+  __device__ __forceinline__ void go_on() {
+    if constexpr (B::hides_rounds) k0 -= walk.step(), walk.go_on();
+    else k0 -= B::round_keys;
+  }
   // P in the place of S, and l. The caller multiplies O by alpha. are_logits: S has passed the hook.
   __device__ __forceinline__ void softmax_by_exact_max(Scores& S, float (&alpha)[ROWS], bool are_logits = false) {
     finish_scores<B>(S, *this, !has_mask(), are_logits);
@@ -2954,7 +2956,7 @@ template <class B, class Shared> struct WgmmaConsumer {
   int last_k0 = 0;            // first key of the last tile
 
   __device__ WgmmaConsumer(Shared& s_, const KernelArgs& a_) : s(s_), a(a_), rows(a_) {
-    rows.walk.bias.hold(s.slice[slice].bias);
+    if constexpr (B::use_bias != 0) rows.walk.bias.hold(s.slice[slice].bias);
   }
 
   __device__ __forceinline__ const WgmmaItem<B>& item() const { return s.item[q_ring.stage]; }
@@ -2984,7 +2986,7 @@ template <class B, class Shared> struct WgmmaConsumer {
       if (rounds_here.end > 0) {
         rows.k0 = uniform(first_key_of<B>(item(), rounds_here.end - 1, slice));
         last_k0 = uniform(first_key_of<B>(item(), rounds_here.begin, slice));
-        rows.walk.start_item(rows, item(), rounds_here.end - 1);
+        if constexpr (B::hides_rounds) rows.walk.start_item(rows, item(), rounds_here.end - 1);
         rows.scale_log2.start(item(), row_group * 64 + int(thread_index_anew() % 128 / 32 * 16 + lane / 4));
         compute(turns);
       }
@@ -3135,7 +3137,7 @@ constexpr int converter_warps = 4;
 
 template <class B> struct WgmmaShared {
   // Q of the next item is loaded while an item is computed, if there is room.
-  static constexpr bool FITS_TWICE = B::head_dim <= 128 && (!bias_has_room<B> || bias_fits<B>(2));
+  static constexpr bool FITS_TWICE = B::head_dim <= 128 && (B::use_bias == 0 || !bias_has_room<B> || bias_fits<B>(2));
   static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta && FITS_TWICE ? 2 : 1;
   alignas(1024) Element<B> Q[Q_STAGES][ROW_GROUPS][64 * B::head_dim];  // [64][D] each; afterwards O on its way out
   TileRing<B> slice[B::split_kv];
@@ -3232,7 +3234,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   // Q @ K.T is computed again. From m and an argument, since m_log2 or the scale kept for it slows exp() down.
   template <class Softmax>
   __device__ __forceinline__ void take_scores_back(Scores& P, const Softmax& softmax, bool& are_logits) {
-    if (has_long_terms<B>) rows.gave_up = true;
+    if (B::changes_logits) rows.gave_up = true;
     const bool fits = softmax.sum[0] + softmax.sum[1] < 0x1p120f;
     are_logits = softmax.keeps_logits() && __all_sync(0xffffffffu, fits);
     if (!are_logits) return multiply_qk_again(P);
@@ -4579,22 +4581,22 @@ __device__ __forceinline__ Number plus(Sum x, Sum y) { return {float(x) + float(
 __device__ __forceinline__ Number times(Number x, Number y) { return {x.value * y.value}; }
 __device__ __forceinline__ Linear times(Linear x, Number y) { return {x.base * y.value, x.slope * y.value, x.column}; }
 __device__ __forceinline__ Sum times(Sum x, Number y) { return {x.score, x.factor * y.value, times(x.offset, y)}; }
-template <class X> constexpr __device__ __forceinline__ auto times(Number x, X y) { return times(y, x); }
+template <class X> __device__ __forceinline__ auto times(Number x, X y) { return times(y, x); }
 template <class X, class Y> __device__ __forceinline__ Number times(X x, Y y) { return {float(x) * float(y)}; }
 
-template <class X, class Y, If<is_of_values<X, Y>> = 0> constexpr __device__ __forceinline__ auto operator+(X x, Y y) {
+template <class X, class Y, If<is_of_values<X, Y>> = 0> __device__ __forceinline__ auto operator+(X x, Y y) {
   return plus(term(x), term(y));
 }
-template <class X, class Y, If<is_of_values<X, Y>> = 0> constexpr __device__ __forceinline__ auto operator*(X x, Y y) {
+template <class X, class Y, If<is_of_values<X, Y>> = 0> __device__ __forceinline__ auto operator*(X x, Y y) {
   return times(term(x), term(y));
 }
-template <class X, If<is_value<X>> = 0> constexpr __device__ __forceinline__ auto operator-(X x) {
+template <class X, If<is_value<X>> = 0> __device__ __forceinline__ auto operator-(X x) {
   return times(term(x), Number{-1});
 }
-template <class X, class Y, If<is_of_values<X, Y>> = 0> constexpr __device__ __forceinline__ auto operator-(X x, Y y) {
+template <class X, class Y, If<is_of_values<X, Y>> = 0> __device__ __forceinline__ auto operator-(X x, Y y) {
   return plus(term(x), times(term(y), Number{-1}));
 }
-template <class X, class Y, If<is_of_values<X, Y>> = 0> constexpr __device__ __forceinline__ auto operator/(X x, Y y) {
+template <class X, class Y, If<is_of_values<X, Y>> = 0> __device__ __forceinline__ auto operator/(X x, Y y) {
   return times(term(x), Number{1 / float(y)});
 }
 __device__ __forceinline__ Position operator-(Position x) { return {-x.base, -x.times, x.column}; }
@@ -4616,7 +4618,7 @@ template <class N, If<std::is_integral_v<N>> = 0> __device__ __forceinline__ Pos
 }
 
 // The functions that an expression may call.
-template <class X> constexpr __device__ __forceinline__ auto real(X x) { return term(x); }
+template <class X> __device__ __forceinline__ auto real(X x) { return term(x); }
 template <class X> __device__ __forceinline__ Number exp(X x) { return {::expf(float(x))}; }
 template <class X> __device__ __forceinline__ Number exp2(X x) { return {::exp2f(float(x))}; }
 template <class X> __device__ __forceinline__ Number log(X x) { return {::logf(float(x))}; }
@@ -4630,15 +4632,15 @@ template <class X> __device__ __forceinline__ Sum tanh(X x) { return {SDPA_NAMES
 // To 2^-11 of 1, in one instruction.
 template <class X> __device__ __forceinline__ Sum tanh_approx(X x) { return {SDPA_NAMESPACE::tanh_approx(float(x)), 1, {}}; }
 template <class T> constexpr bool is_whole = std::is_integral_v<T> || is_position<T>;
-template <class X> constexpr __device__ __forceinline__ auto abs(X x) {
+template <class X> __device__ __forceinline__ auto abs(X x) {
   if constexpr (is_whole<X>) return int(x) < 0 ? -int(x) : int(x);
   else return Number{fabsf(float(x))};
 }
-template <class X, class Y> constexpr __device__ __forceinline__ auto min(X x, Y y) {
+template <class X, class Y> __device__ __forceinline__ auto min(X x, Y y) {
   if constexpr (is_whole<X> && is_whole<Y>) return int(x) < int(y) ? int(x) : int(y);
   else return Number{fminf(float(x), float(y))};
 }
-template <class X, class Y> constexpr __device__ __forceinline__ auto max(X x, Y y) {
+template <class X, class Y> __device__ __forceinline__ auto max(X x, Y y) {
   if constexpr (is_whole<X> && is_whole<Y>) return int(x) > int(y) ? int(x) : int(y);
   else return Number{fmaxf(float(x), float(y))};
 }
@@ -4651,11 +4653,9 @@ struct Ints {
   __device__ __forceinline__ int operator[](int64_t i) const { return ld_global_nc<int>(at + i); }
 };
 
-// The two expressions. NONE is what they are if nobody typed them. The host asks for the type of a logit, which nvcc
-// allows of constexpr functions.
-template <class Params>
-constexpr __device__ __forceinline__ auto logit(Score s, int b, int h, Position q, Position k, int Sq, int Sk,
-                                                const Params& p) {
+// The two expressions. NONE is what they are if nobody typed them.
+[[maybe_unused]] __device__ __forceinline__ auto logit(Score s, int b, int h, Position q, Position k, int Sq, int Sk,
+                                                       const SdpaParams& p) {
   [[maybe_unused]] const Reals x0{p.x0}, x1{p.x1}, x2{p.x2}, x3{p.x3};
   [[maybe_unused]] const Score NONE = s;
   (void)b, (void)h, (void)q, (void)k, (void)Sq, (void)Sk;
@@ -4683,15 +4683,11 @@ constexpr bool expression_names(std::string_view name, std::string_view text) {
   }
   return false;
 }
-constexpr bool names_array(std::string_view name) {
-  const bool is_array = name.size() == 2 && (name[0] == 'x' || name[0] == 'i');
-  return is_array && (expression_names(name, SCORE_MOD_text) || expression_names(name, MASK_MOD_text));
+constexpr bool mods_name(std::string_view name) {
+  return expression_names(name, SCORE_MOD_text) || expression_names(name, MASK_MOD_text);
 }
 
 template <class B> struct ScoreMod {
-  using Logit = decltype(expression::logit({}, 0, 0, {}, {}, 0, 0, std::declval<const SdpaParams&>()));
-  static constexpr bool changes_logits = !std::is_same_v<Logit, expression::Score>, hides_keys = B::mask_mod != 0;
-
   static __device__ __forceinline__ bool sees(int b, int h, int q, int k, int Sq, int Sk, const SdpaParams& p) {
     return expression::sees(b, h, {q, 0, 0}, {k, 0, 0}, Sq, Sk, p);
   }
@@ -4714,7 +4710,7 @@ template <class B> struct ScoreMod {
                                        ? expression::Position{k0 + S.col(0), 1, column}
                                        : expression::Position{min(k0 + S.col(j), last_key), 0, column};
         const expression::Score score{S.x[i][j], of_row(scale, i)};
-        const bool seen = !hides_keys || expression::sees(item.b, h, query, key, Sq, Sk, a.p);
+        const bool seen = !B::hides_keys || expression::sees(item.b, h, query, key, Sq, Sk, a.p);
         use(i, j, expression::logit(score, item.b, h, query, key, Sq, Sk, a.p), seen);
       }
     }
@@ -4749,10 +4745,10 @@ template <class B> struct ScoreMod {
 
 template <class B, class View, class Tile>
 __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool plain) {
-  using Mod = ScoreMod<B>;
-  if constexpr (Mod::changes_logits || Mod::hides_keys) {
+  if constexpr (B::changes_logits || B::hides_keys) {
+    using Mod = ScoreMod<B>;
     const auto modify = [&](int i, int j, auto logit, bool seen) {
-      if constexpr (Mod::changes_logits) S.x[i][j] = float(logit);
+      if constexpr (B::changes_logits) S.x[i][j] = float(logit);
       if (!seen) S.x[i][j] = -INFINITY;
     };
     // Where a stale maximum takes most tiles, the others are too few for a second version.
@@ -4928,7 +4924,7 @@ template <class B> __device__ __forceinline__ int effects_of_mask(const KernelAr
 }
 // The effects of the bias, or of MASK_MOD, on a round of an item, as a warp finds them out.
 template <class B> __device__ __forceinline__ int effects_on_round(const KernelArgs& a, const Item<B>& item, int k0) {
-  if constexpr (ScoreMod<B>::hides_keys) return effects_of_mask<B>(a, item, k0);
+  if constexpr (B::hides_keys) return effects_of_mask<B>(a, item, k0);
   constexpr int chunk = 16 / sizeof(Bias), rows_at_once = 8;
   constexpr uint32_t one_in_each = sizeof(Bias) == 1 ? 0x01010101 : 0x00010001;  // element of four bytes
   const int first = first_biased_key(a.p, a.p.Sk), begin = max(k0, first) - first;
@@ -6147,7 +6143,7 @@ template <class B> void set_scales(KernelArgs& a) {
     if constexpr (B::caps_by_polynomial) set_cap_polynomial(a);
   }
   a.scores_log2 = a.scale_log2;
-  if (ScoreMod<B>::changes_logits) a.cap_scale = a.scale_log2 * ln2, a.scale_log2 = 1 / ln2;
+  if (B::changes_logits) a.cap_scale = a.scale_log2 * ln2, a.scale_log2 = 1 / ln2;
   // Without a bias scores stay as they are: their differences are exact, and their products with a scale are not.
   if (B::use_bias == 1 && a.p.bias) a.logit_scale = a.scale_log2 * ln2, a.scale_log2 = 1 / ln2;
   a.inverse_scale_log2 = 1 / a.scale_log2;
@@ -6184,12 +6180,12 @@ constexpr bool sums_end = B::split_ctas == 1 && (B::family == Family::mma || B::
 // ---- the map of what is hidden (USE_BIAS = 1, USE_BIAS = 2, MASK_MOD) ----
 
 // True if the launch may have a map, which depends on the head, on the batch.
-template <class B> bool may_have_map(const SdpaParams& p) { return lists_rounds<B> && (B::mask_mod || p.bias); }
+template <class B> bool may_have_map(const SdpaParams& p) { return lists_rounds<B> && (B::hides_keys || p.bias); }
 template <class B> bool differs_by_head(const SdpaParams& p) {
-  return B::mask_mod ? expression_names("h", MASK_MOD_text) : p.bias_strides.head != 0;
+  return B::hides_keys ? expression_names("h", MASK_MOD_text) : p.bias_strides.head != 0;
 }
 template <class B> bool differs_by_batch(const SdpaParams& p) {
-  return B::mask_mod ? expression_names("b", MASK_MOD_text) : p.bias_strides.batch != 0;
+  return B::hides_keys ? expression_names("b", MASK_MOD_text) : p.bias_strides.batch != 0;
 }
 template <class B> BiasMap bias_map_of(const SdpaParams& p, const Items& items) {  // its lists are nowhere yet
   BiasMap map;
@@ -6206,8 +6202,8 @@ template <class B> size_t bias_map_bytes(const SdpaParams& p) {
 }
 // lists_rounds: a launch makes a map where there are rounds to leave out, and all heads share them.
 template <class B> bool makes_map(const SdpaParams& p) {
-  const int keys = p.bias_keys > 0 ? p.bias_keys : p.Sk;
-  return may_have_map<B>(p) && !p.bias_map && !differs_by_head<B>(p) && keys >= 16 * B::round_keys;
+  return may_have_map<B>(p) && !p.bias_map && !differs_by_head<B>(p) &&
+         (p.bias_keys > 0 ? p.bias_keys : p.Sk) >= 16 * B::round_keys;
 }
 template <class B> SdpaStatus check_bias_map(const SdpaParams& p) {
   const size_t bytes = bias_map_bytes<B>(p);
@@ -6258,7 +6254,7 @@ template <class B> size_t workspace_bytes(const SdpaParams& p) {
     const PlanArgs plan = plan_args<B>(p, items);
     return range_counter_bytes + plan_bytes(plan) + size_t(plan.parts) * (p.Hq / items.heads) * sizeof(RangePartial<B>);
   }
-  if (makes_map<B>(p)) return range_counter_bytes + bias_map_bytes<B>(p);
+  if (lists_rounds<B> && makes_map<B>(p)) return range_counter_bytes + bias_map_bytes<B>(p);
   if (B::split_ctas == 1) return B::use_persistent_cta ? sizeof(uint32_t) : 0;
   const Items items = items_of<B>(p);
   const bool stores = items.ranges > 1 || merges_by_kernel<B>;
@@ -6381,9 +6377,7 @@ SdpaStatus check_params(SdpaParams& p) {
              *of_cap = Build::use_softcap ? "" : "USE_SOFTCAP";
   const char *of_lengths = Build::use_lengths ? "" : "USE_LENGTHS=1", *of_pages = Build::use_pages ? "" : "USE_PAGES=1";
   const char* of_queue = Build::use_persistent_cta ? "" : "USE_PERSISTENT_CTA=1";
-  const auto of_array = [](const char* name) {
-    return names_array(name) ? "" : "a SCORE_MOD or MASK_MOD that names it";
-  };
+  const char* of_mods = Build::changes_logits || Build::hides_keys ? "" : "SCORE_MOD or MASK_MOD";
   const struct {
     const char *name, *builds;  // the builds that have it, if not all
     uintptr_t value;
@@ -6401,16 +6395,19 @@ SdpaStatus check_params(SdpaParams& p) {
                  {"bias_keys", Build::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias_keys), 1},
                  {"page_stride", of_pages, uintptr_t(p.page_stride), 1},
                  {"page_size", of_pages, uintptr_t(p.page_size), 1}, {"pages", of_pages, uintptr_t(p.pages), 1},
-                 {"x0", of_array("x0"), uintptr_t(p.x0)}, {"x1", of_array("x1"), uintptr_t(p.x1)},
-                 {"x2", of_array("x2"), uintptr_t(p.x2)}, {"x3", of_array("x3"), uintptr_t(p.x3)},
-                 {"i0", of_array("i0"), uintptr_t(p.i0)}, {"i1", of_array("i1"), uintptr_t(p.i1)},
+                 {"x0", of_mods, uintptr_t(p.x0)}, {"x1", of_mods, uintptr_t(p.x1)}, {"x2", of_mods, uintptr_t(p.x2)},
+                 {"x3", of_mods, uintptr_t(p.x3)}, {"i0", of_mods, uintptr_t(p.i0)}, {"i1", of_mods, uintptr_t(p.i1)},
                  {"q_lengths", of_lengths, uintptr_t(p.q_lengths)},
                  {"most_keys", of_lengths, uintptr_t(p.most_keys), 1}};
   for (const auto& x : options) {
     if (x.value && *x.builds) return failure(refused, "%s is for builds with %s; set it to 0", x.name, x.builds);
     if (x.value % x.alignment) return failure(refused, "%s is not aligned to %d bytes", x.name, x.alignment);
-    if (!x.value && names_array(x.name)) {
-      return failure(refused, "%s is a null pointer, and SCORE_MOD or MASK_MOD reads it", x.name);
+    if constexpr (Build::changes_logits || Build::hides_keys) {
+      const bool is_array = x.name[0] == 'x' || x.name[0] == 'i';
+      if (is_array && !x.value != !mods_name(x.name)) {
+        return failure(refused, "%s is %s SCORE_MOD or MASK_MOD", x.name,
+                       x.value ? "set, but named by neither" : "a null pointer, but named by");
+      }
     }
   }
   if (Build::use_pages && (!p.page_table || p.k_starts || p.page_size <= 0 || p.page_size % 16 || p.pages <= 0 ||
@@ -6718,7 +6715,7 @@ constexpr bool tile_fits(const TunedTile& t) {
   const bool no_room = (wgmma && (t.swap_ab ? Build::d_v % 64 != 0 : t.split_kv > 1 && 256 % Build::d_v != 0)) ||
                         (t.head_dim == 192 && t.block_n == 128 && Build::d_v > 128) ||
                         (Build::hides_rounds && t.num_warps == 16 && t.split_kv == 1) ||  // maps take registers
-                        (Build::mask_mod && t.num_warps == 16 && !t.swap_ab);
+                        (Build::hides_keys && t.num_warps == 16 && !t.swap_ab);
   return typed.use_tuned && t.head_dim == typed.head_dim && !no_room SDPA_KNOBS(SDPA_IS_ROWS);
 }
 

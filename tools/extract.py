@@ -128,7 +128,7 @@ def sections(source, knobs, rows, namespace):
                 at = len(out)
             if "tiles that the typed knobs leave" in line and rows[-1]["USE_TUNED"]:
                 out += ["constexpr bool tile_fits(const TunedTile&) { return true; }  // the others are left out", ""]
-        if keep or line.startswith("}  // namespace"):
+        if keep or line == "}  // namespace":
             out.append(line)
     return "\n".join(out[:at] + numbers("\n".join(out), knobs, rows) + out[at:])
 

@@ -166,8 +166,9 @@ class Folding:
                 found += [(name_of(one), init) for part in (node, *node.children)
                           for one, equals, init in zip(part.children, part.children[1:], part.children[2:])
                           if equals.type == "="]
-        for _ in range(4):  # a constant may need those after it
-            seen = collections.defaultdict(set)
+        before = None
+        while self.constants != before:  # a constant may need those after it
+            before, seen = self.constants, collections.defaultdict(set)
             for name, init in found:
                 value = None if name in sizes else self.value(init)
                 seen[name].add((type(value), value))
