@@ -101,7 +101,7 @@ def test_machine_code_is_the_lines(texts, tmp_path):
             for instructions in map(opcodes, extracted):
                 # Arguments lie elsewhere, since some are left out: nvcc may put loads of them in another order.
                 others = min((instructions - other).total() + (other - instructions).total() for other in map(opcodes, own))
-                assert others <= (0.01 * instructions.total() if name in REORDERED else 0), (name, others)
+                assert others <= (0.03 * instructions.total() if name in REORDERED else 0), (name, others)
 
 
 @needs_nvcc
