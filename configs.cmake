@@ -63,11 +63,10 @@ function(expression_error word source result)
 float expf(float), exp2f(float), logf(float), log2f(float), sqrtf(float), sinf(float), cosf(float), floorf(float);
 float powf(float, float), fabsf(float), fminf(float, float), fmaxf(float, float);
 namespace sdpa {
-constexpr float ln2 = 1;
 struct SdpaParams { const float *x0, *x1, *x2, *x3; const int *i0, *i1; };
 template <class T> T ld_global_nc(const T* from) { return *from; }
 float tanh_exact(float), tanh_approx(float);
-]=] "${text}\nfloat value(const SdpaParams& p) { return float(term(logit({}, 0, 0, {}, {}, 0, 0, p))); }\n}\n}\n")
+]=] "${text}\nfloat value(const SdpaParams& p) { return float(term(score_mod({}, 0, 0, {}, {}, 0, 0, p))); }\n}\n}\n")
   execute_process(COMMAND ${SDPA_EXPRESSION_COMPILER} -std=c++17 -w -fsyntax-only "-D${word}" "${file}"
                   ERROR_VARIABLE words RESULT_VARIABLE failed)
   file(REMOVE "${file}")

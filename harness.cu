@@ -362,7 +362,7 @@ Line describe_build() {
   l.has_sinks = Build::use_sinks, l.has_lengths = Build::use_lengths, l.has_pages = Build::use_pages;
   l.use_bias = Build::use_bias;
   l.has_bias_maps = is_wgmma && Build::hides_rounds && !Build::use_lengths && (Build::use_tuned || lists_rounds<Build>);
-  for (int n = 0; n < 6; n++) l.names[n] = names_array(mod_arrays[n]);
+  for (int n = 0; n < 6; n++) l.names[n] = mods_name(mod_arrays[n]);
   if (Build::score_mod) l.logit = logit_on_host;
   if (Build::mask_mod) l.sees = sees_on_host;
   if constexpr (Build::score_mod || Build::mask_mod) l.witness = launch_witness_of<Query<Build>, Input, OwnMods>;

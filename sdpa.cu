@@ -293,7 +293,7 @@ struct SdpaParams {
   size_t bias_map_bytes = 0;                // of bias_map, as sdpa_bias_map_bytes() has it
   const int* q_lengths = nullptr;           // USE_LENGTHS=1: as struct Sequence has it
   int batch_invariant = 0;                  // 1: a row's bits are the same whatever sequences are in the batch with it
-  // Arrays in device memory that SCORE_MOD and MASK_MOD name; nobody may write them while the kernel runs.
+  // Arrays in device memory that SCORE_MOD and MASK_MOD name, which nobody writes while the kernel runs.
   const float* x0 = nullptr;
   const float* x1 = nullptr;
   const float* x2 = nullptr;
@@ -2604,16 +2604,31 @@ template <class B> struct RoundWalk<B, true> {
   }
 };
 
+// ---- 5d the score hook: the tiles of a warpgroup (wgmma and USE_WARP_SPECIALIZATION) ----
+
+// The bias of the tiles that a warpgroup computes, in shared memory.
+template <class B> using TileBias = std::conditional_t<B::use_bias != 0, BiasTiles<B>, Nothing>;
+// True if shared memory has room for it and for Q of two items.
+template <class B> constexpr bool bias_fits_twice = B::use_bias == 0 || !bias_has_room<B> || bias_fits<B>(2);
+
 // The position of a warpgroup among the rounds of an item, and the bias of the tile at it. Rows: WgmmaRows.
 template <class B> struct TileWalk : RoundWalk<B> {
-  using RoundWalk<B>::looks, RoundWalk<B>::looks_next, RoundWalk<B>::step;
   std::conditional_t<B::use_bias != 0, BiasOfWarp<B>, Nothing> bias;
 
+  __device__ __forceinline__ void hold(TileBias<B>& tiles) {
+    if constexpr (B::use_bias != 0) bias.hold(tiles);
+  }
   template <class Rows>
   __device__ __forceinline__ void start_item(const Rows& rows, const WgmmaItem<B>& item, int first_round) {
     if constexpr (B::use_bias != 0) bias.start();
     RoundWalk<B>::start(item, first_round);
-    if constexpr (B::use_bias != 0) fetch_bias(rows, looks(), rows.k0);
+    if constexpr (B::use_bias != 0) fetch_bias(rows, this->looks(), rows.k0);
+  }
+  // True if SCORE_MOD or MASK_MOD may change this tile.
+  __device__ __forceinline__ bool is_modified() const { return B::changes_logits || (B::hides_keys && this->looks()); }
+  // True if the tile whose first key is k0 has a bias that may change it.
+  __device__ __forceinline__ bool looks_at_bias(const KernelArgs& a, const Mask& mask, int k0) const {
+    return has_bias<B>(a, mask, k0) && this->looks();
   }
   // Starts to copy the bias of the tile at key k to shared memory, if it has one.
   template <class Rows> __device__ __forceinline__ void fetch_bias(const Rows& rows, bool looks, int k) {
@@ -2621,10 +2636,13 @@ template <class B> struct TileWalk : RoundWalk<B> {
   }
   // Adds the bias of this tile, if it has one, and fetches that of the next, whose keys have one only if these have.
   template <class View, class Rows> __device__ __forceinline__ bool add_bias(View& S, const Rows& rows) {
-    if (!has_bias<B>(rows.a, rows.mask, rows.k0) || !(looks() || looks_next())) return false;
-    if (looks()) rows.locate(S), bias.add(S, rows.a, *rows.item, rows.mask.keys.Sk, rows.q, rows.k0);
-    fetch_bias(rows, looks_next(), rows.k0 - step());
-    return looks();
+    if constexpr (B::use_bias != 0) {
+      if (!has_bias<B>(rows.a, rows.mask, rows.k0) || !(this->looks() || this->looks_next())) return false;
+      if (this->looks()) rows.locate(S), bias.add(S, rows.a, *rows.item, rows.mask.keys.Sk, rows.q, rows.k0);
+      fetch_bias(rows, this->looks_next(), rows.k0 - this->step());
+      return this->looks();
+    }
+    return false;
   }
 };
 
@@ -2652,7 +2670,7 @@ template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
   alignas(1024) E V[B::stages][V_ELEMENTS];                                       // [BLOCK_N][D]
   uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
   std::conditional_t<B::use_lengths, uint64_t, Nothing> last_landed;  // V of a tile in which a sequence ends
-  std::conditional_t<B::use_bias != 0, BiasTiles<B>, Nothing> bias;
+  TileBias<B> bias;
   __device__ __forceinline__ uint64_t* landed_last() { return reinterpret_cast<uint64_t*>(&last_landed); }
   __device__ __forceinline__ void init_full(int k_arrivals, int v_arrivals) {
     mbarriers_init(k_full, k_arrivals), mbarriers_init(v_full, v_arrivals);
@@ -2876,7 +2894,7 @@ template <class B> struct WgmmaRows {
   __device__ __forceinline__ bool has_mask() const { return !mask.tiles.cover(q, k0); }
   // Without a mask a score of the item's first tile becomes the stale maximum. That of more columns lasts longer.
   __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
-    if (!B::use_lazy_max || has_mask() || is_modified() || looks_at_bias()) return;
+    if (!B::use_lazy_max || has_mask() || is_changed()) return;
     constexpr int columns = B::multiplies_e4m3 ? Scores::COLS : B::input == DType::bf16 || Scores::COLS < 16 ? 4 : 16;
     float alpha[ROWS];
     softmax_max<B, Scores, columns>(S, scale_log2, m, alpha);
@@ -2902,17 +2920,17 @@ template <class B> struct WgmmaRows {
   // What the hook asks of a tile.
   __device__ __forceinline__ ScoreScale<B> score_scale() const { return scale_log2.of_cap(); }
   __device__ __forceinline__ bool is_modified() const {
-    if constexpr (B::hides_keys && !B::changes_logits) return walk.looks();
+    if constexpr (B::hides_rounds) return walk.is_modified();
     return B::changes_logits;
   }
   __device__ __forceinline__ bool add_bias(Scores& S) {
-    if constexpr (B::use_bias != 0) return walk.add_bias(S, *this);
+    if constexpr (B::hides_rounds) return walk.add_bias(S, *this);
     return false;
   }
-
-  __device__ __forceinline__ bool looks_at_bias() const {
-    if constexpr (B::use_bias != 0) return has_bias<B>(a, mask, k0) && walk.looks();
-    return false;
+  // True if the scores of this tile are no multiples of logits, or some are hidden.
+  __device__ __forceinline__ bool is_changed() const {
+    if constexpr (B::hides_rounds) return walk.is_modified() || walk.looks_at_bias(a, mask, k0);
+    return B::changes_logits;
   }
   __device__ __forceinline__ void go_on() {
     if constexpr (B::hides_rounds) k0 -= walk.step(), walk.go_on();
@@ -2956,7 +2974,7 @@ template <class B, class Shared> struct WgmmaConsumer {
   int last_k0 = 0;            // first key of the last tile
 
   __device__ WgmmaConsumer(Shared& s_, const KernelArgs& a_) : s(s_), a(a_), rows(a_) {
-    if constexpr (B::use_bias != 0) rows.walk.bias.hold(s.slice[slice].bias);
+    if constexpr (B::hides_rounds) rows.walk.hold(s.slice[slice].bias);
   }
 
   __device__ __forceinline__ const WgmmaItem<B>& item() const { return s.item[q_ring.stage]; }
@@ -3137,7 +3155,7 @@ constexpr int converter_warps = 4;
 
 template <class B> struct WgmmaShared {
   // Q of the next item is loaded while an item is computed, if there is room.
-  static constexpr bool FITS_TWICE = B::head_dim <= 128 && (B::use_bias == 0 || !bias_has_room<B> || bias_fits<B>(2));
+  static constexpr bool FITS_TWICE = B::head_dim <= 128 && bias_fits_twice<B>;
   static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta && FITS_TWICE ? 2 : 1;
   alignas(1024) Element<B> Q[Q_STAGES][ROW_GROUPS][64 * B::head_dim];  // [64][D] each; afterwards O on its way out
   TileRing<B> slice[B::split_kv];
@@ -4522,7 +4540,7 @@ __device__ __forceinline__ float tanh_exact(float t) {
 
 namespace expression {
 
-constexpr float log2e = 1 / ln2;
+constexpr float log2e = 1.44269504f;
 // A query or a key: base + times * column.
 struct Position {
   int base, times, column;
@@ -4543,7 +4561,7 @@ struct Sum {
   Linear offset;
   __device__ __forceinline__ operator float() const { return score * factor + float(offset); }
 };
-// s itself. Only if an expression returns it does the logit stay as it is.
+// s itself.
 struct Score {
   float score, factor;
   __device__ __forceinline__ operator float() const { return score * factor; }
@@ -4654,15 +4672,15 @@ struct Ints {
 };
 
 // The two expressions. NONE is what they are if nobody typed them.
-[[maybe_unused]] __device__ __forceinline__ auto logit(Score s, int b, int h, Position q, Position k, int Sq, int Sk,
-                                                       const SdpaParams& p) {
+[[maybe_unused]] __device__ __forceinline__ auto score_mod(Score s, int b, int h, Position q, Position k, int Sq,
+                                                           int Sk, const SdpaParams& p) {
   [[maybe_unused]] const Reals x0{p.x0}, x1{p.x1}, x2{p.x2}, x3{p.x3};
   [[maybe_unused]] const Score NONE = s;
   (void)b, (void)h, (void)q, (void)k, (void)Sq, (void)Sk;
   return SCORE_MOD;
 }
-[[maybe_unused]] __device__ __forceinline__ bool sees(int b, int h, Position q, Position k, int Sq, int Sk,
-                                                      const SdpaParams& p) {
+[[maybe_unused]] __device__ __forceinline__ bool mask_mod(int b, int h, Position q, Position k, int Sq, int Sk,
+                                                          const SdpaParams& p) {
   [[maybe_unused]] const Reals x0{p.x0}, x1{p.x1}, x2{p.x2}, x3{p.x3};
   [[maybe_unused]] const Ints i0{p.i0}, i1{p.i1};
   [[maybe_unused]] constexpr bool NONE = true;
@@ -4689,7 +4707,7 @@ constexpr bool mods_name(std::string_view name) {
 
 template <class B> struct ScoreMod {
   static __device__ __forceinline__ bool sees(int b, int h, int q, int k, int Sq, int Sk, const SdpaParams& p) {
-    return expression::sees(b, h, {q, 0, 0}, {k, 0, 0}, Sq, Sk, p);
+    return expression::mask_mod(b, h, {q, 0, 0}, {k, 0, 0}, Sq, Sk, p);
   }
   // Calls use(i, j, logit, seen) for the thread's columns [first, last) of S. WHOLE: all of the tile's keys exist; if not,
   // keys past the end are taken for the last one. Rows that are no query are taken for the first or the last.
@@ -4710,8 +4728,8 @@ template <class B> struct ScoreMod {
                                        ? expression::Position{k0 + S.col(0), 1, column}
                                        : expression::Position{min(k0 + S.col(j), last_key), 0, column};
         const expression::Score score{S.x[i][j], of_row(scale, i)};
-        const bool seen = !B::hides_keys || expression::sees(item.b, h, query, key, Sq, Sk, a.p);
-        use(i, j, expression::logit(score, item.b, h, query, key, Sq, Sk, a.p), seen);
+        const bool seen = !B::hides_keys || expression::mask_mod(item.b, h, query, key, Sq, Sk, a.p);
+        use(i, j, expression::score_mod(score, item.b, h, query, key, Sq, Sk, a.p), seen);
       }
     }
   }
@@ -4727,14 +4745,13 @@ template <class B> struct ScoreMod {
   }
   static __device__ const Item<B>& item_of(const ScoreTile<B>& tile) { return tile.item; }
   template <class Rows> static __device__ const Item<B>& item_of(const Rows& rows) { return *rows.item; }
-  // log2(P) relative to m_log2, of a logit as it is or of another one.
-  static __device__ __forceinline__ float exponent(expression::Score s, float scale_log2, float m_log2) {
-    return fmaf(s.score, scale_log2, -m_log2);
-  }
-  template <class T> static __device__ __forceinline__ float exponent(T logit, float, float m_log2) {
+  // log2(P) relative to m_log2. Without SCORE_MOD the logit is the score times scale_log2.
+  template <class T> static __device__ __forceinline__ float exponent(T logit, float scale_log2, float m_log2) {
     using namespace expression;
     const auto y = term(logit);
-    if constexpr (std::is_same_v<decltype(y), const Sum>) {
+    if constexpr (!B::changes_logits) {
+      return fmaf(y.score, scale_log2, -m_log2);
+    } else if constexpr (std::is_same_v<decltype(y), const Sum>) {
       const float offset = y.offset.slope * log2e * float(y.offset.column) + fmaf(y.offset.base, log2e, -m_log2);
       return fmaf(y.score, y.factor * log2e, offset);
     } else {

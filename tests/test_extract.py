@@ -21,11 +21,11 @@ import minimal  # noqa: E402
 import tool  # noqa: E402
 
 LINES = """scalar_minimal scalar_e4m3 wmma_async2 wmma_all wmma_u8 mma_lazy mma_decode_d128_bf16 mma_decode_kv8_d128_bf16
-           mma_e4m3_d128 wgmma_plain wgmma_ws wgmma_overlap wgmma_causal wgmma_d128_bf16 wgmma_decode_d128 wgmma_e4m3_split2 ampere hopper_d128 hopper_e4m3_d128""".split()
+           scalar_alibi hopper_documents_d128_bf16 mma_e4m3_d128 wgmma_plain wgmma_ws wgmma_overlap wgmma_causal wgmma_d128_bf16 wgmma_decode_d128 wgmma_e4m3_split2 ampere hopper_d128 hopper_e4m3_d128""".split()
 if os.environ.get("SDPA_TEST_QUICK"):
-    LINES = ["scalar_minimal", "mma_lazy", "hopper_d128"]
+    LINES = ["scalar_minimal", "scalar_alibi", "mma_lazy", "hopper_d128"]
 # Lines whose kernels nvcc schedules anew when arguments that they do not have are left out.
-REORDERED = {"scalar_e4m3", "wgmma_plain", "mma_decode_kv8_d128_bf16"}
+REORDERED = {"scalar_e4m3", "wgmma_plain", "mma_decode_kv8_d128_bf16", "hopper_documents_d128_bf16"}
 ARCHS = re.findall(r"\d+a?", os.environ.get("SDPA_ARCHS", "")) or ["80", "89", "90a"]
 PYTORCH = """-D__CUDA_NO_HALF_OPERATORS__ -D__CUDA_NO_HALF_CONVERSIONS__ -D__CUDA_NO_BFLOAT16_CONVERSIONS__
              -D__CUDA_NO_HALF2_OPERATORS__ --expt-relaxed-constexpr""".split()

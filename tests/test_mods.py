@@ -139,6 +139,12 @@ def test_effect(path, features):
         assert program.error(got, plain) > 5 * limit, f"{[*change]} without an effect"
 
 
+def test_score_in_brackets():
+    """An expression that has the type of s, but is not the text "s"."""
+    program = Program("wgmma_lazy", ["SCORE_MOD=(s)"])
+    assert program.error(program.attention(), program.reference()) < 4e-3
+
+
 # ---- where sdpa.cu knows of a feature ----
 
 FEATURES = {"use_softcap", "use_bias", "score_mod", "mask_mod", "USE_SOFTCAP", "USE_BIAS", "SCORE_MOD", "MASK_MOD", "ScoreMod",

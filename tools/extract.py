@@ -102,11 +102,35 @@ def numbers(text, knobs, rows):
 
 
 def instructions(source):
-    """The names that the CPU backend has versions of."""
-    return {name for part in re.findall(r"^#(?:if|else)[^\n]*\n((?:(?!^#if).)*?)^#endif  // SDPA_SIMT$", source,
+    """The names that the CPU backend has versions of, and of functions that expressions need."""
+    return NAMED_BY_EXPRESSIONS | {name for part in re.findall(r"^#(?:if|else)[^\n]*\n((?:(?!^#if).)*?)^#endif  // SDPA_SIMT$", source,
                                         re.MULTILINE | re.DOTALL)
             for name in re.findall(r"\w+(?=(?:<\w+>)?\()|(?<=using )\w+(?= =)|(?<=constexpr int )\w+",
                                    re.sub(r"//.*", "", part))}
+
+
+NAMED_BY_EXPRESSIONS = {"tanh_exact", "tanh_approx", "ld_global_nc"}  # of functions
+EXPRESSIONS = re.compile(r"^namespace expression \{.*?^\}  // namespace expression\n", re.MULTILINE | re.DOTALL)
+
+
+def with_mods(source, mods):
+    """The source with the expressions in the place of the macros SCORE_MOD and MASK_MOD."""
+    source = source.replace('SCORE_MOD_text != "s"', "true" if mods["SCORE_MOD"] not in ("NONE", "s") else "false")
+    for knob, expression in mods.items():
+        source = source.replace(f"  return {knob};", f"  return {expression};")
+        source = re.sub(rf"\b{knob}_text\b(?=\))", lambda _: f'"{expression}"', source)
+    return source
+
+
+def without_expressions(text):
+    """The text with a function that names all that the namespace of the expressions needs in its place, and the namespace,
+    which stays as it is."""
+    block = EXPRESSIONS.search(text)
+    if not block:
+        return text, ""
+    members = "".join(f", p.{name}" for name in sorted({*re.findall(r"p\.(\w+)", block[0])}))
+    calls = ", ".join(f"{name}(0)" for name in sorted(NAMED_BY_EXPRESSIONS))
+    return text.replace(block[0], f"__device__ void expression(const SdpaParams& p) {{ use({calls}{members}); }}\n"), block[0]
 
 
 def sections(source, knobs, rows, namespace):
@@ -146,12 +170,12 @@ def extract(name, namespace="", given=(), is_program=False):
         if knob not in knobs:
             raise Refused(builds.no_knob(knob, knobs))
     typed = [word for word in line.words if word.split("=")[0] not in [one.split("=")[0] for one in given]] + [*given]
-    if any(word.startswith(f"{knob}=") and not word.endswith("=NONE") for word in typed for knob in builds.EXPRESSIONS):
-        raise Refused(f"{name}: lines with SCORE_MOD or MASK_MOD are not extracted yet; include sdpa.cu and define the "
-                      "line's knobs as macros, as in docs/USING.md")
+    mods = {knob: next((word[len(knob) + 1:] for word in reversed(typed) if word.startswith(f"{knob}=")), "NONE")
+            for knob in builds.EXPRESSIONS}
     rows, sizes, space = rows_of(tree, name, knobs, typed), {knobs[knob].member for knob in SIZES}, namespace or name
     builds_of = [rows[row] for row in rows if row >= 0] or [rows[-1]]
-    own = sections(source, knobs, rows, space)
+    own = sections(with_mods(source, mods), knobs, rows, space)
+    own, expressions = without_expressions(own)
     own = re.sub(r"; type SPLIT_CTAS=0 or most_keys| or drop USE_WGMMA", "", own)  # of refusals: no knob is left to type
     if not rows[-1]["USE_LENGTHS"]:  # the promise needs a choice of tiles of its own, and no other code
         own = re.sub(r"^.*\bbatch_invariant = 0;.*\n", "", own, flags=re.MULTILINE)
@@ -173,6 +197,8 @@ def extract(name, namespace="", given=(), is_program=False):
         text = "\n".join([head + "#pragma nv_diag_suppress 177  // functions that this program does not call", "",
                           f"namespace {space} {{", "", concrete.concrete(tail, instructions(source)),
                           f"}}  // namespace {space}", "", "#pragma nv_diag_default 177", ""])
+    if expressions:
+        text = re.sub(r"^.*\bvoid expression\((?:.*\n)*?.*}\n", lambda _: expressions, text, flags=re.MULTILINE)
     absent = {name for name in {*knobs} - SIZES if not any(row[name] for row in builds_of) or all(
         row[name] == 1 for row in builds_of) and type_of(knobs[name]) == "int" and name not in re.sub("//.*", "", text)}
     absent |= {OPTIONS[name] for name in absent & {*OPTIONS}}
