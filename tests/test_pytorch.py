@@ -79,12 +79,14 @@ def test_lines_of_all_sizes(D, Dv, line, widths, monkeypatch):
     sizes take turns with biases and types."""
     turn = LINES_OF_SIZES.index((D, Dv, line, widths))
     asked, library, tree = [], ctypes.CDLL(None), builds.Tree()
-    library.sdpa_library_workspace_bytes, library.sdpa_library_forward = library.malloc, library.free
+    functions = dict(workspace_bytes=library.malloc, forward=library.free, bias_map_bytes=library.calloc, map_bias=library.realloc)
+    for function, x in functions.items():
+        setattr(library, "sdpa_library_" + function, x)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: {3: (9, 0), 4: (12, 0)}[device])
     monkeypatch.setattr(sdpa, "library_of", lambda *x: asked.append(x) or library)
     for device, family, own in ((3, "hopper", widths), (4, "ampere", (D, Dv or D))):
         filled = sdpa.Line()
-        sdpa.load_line(device, 1, D, Dv or D, 0b1000, filled)
+        sdpa.load_line(device, 1, D, Dv or D, 0b1000, b"", b"", filled)
         if device == 4 and D % 16:
             assert filled.trouble.decode() == f"there is no line for D={D}, Dv={D} but on sm_90; here both are multiples of 16 from 32 on"
             continue
@@ -95,8 +97,8 @@ def test_lines_of_all_sizes(D, Dv, line, widths, monkeypatch):
         assert device == 4 or name == line + "_bf16"
         assert knobs == [f"HEAD_DIM={n}" for n in own[:1] if n not in SIZES] + [f"HEAD_DIM_V={n}" for n in own[1:] if n != own[0]] + \
             ["USE_PAGES"]
-        assert filled.forward == ctypes.cast(library.free, ctypes.c_void_p).value
-        assert filled.workspace_bytes == ctypes.cast(library.malloc, ctypes.c_void_p).value
+        for function, x in functions.items():
+            assert getattr(filled, function) == ctypes.cast(x, ctypes.c_void_p).value
         words = builds.changed(tree.config_lines()[name].knobs, knobs[:-1])
         if device == 3:  # of e4m3 likewise
             of_e4m3, _, *more = sdpa.line_with(capability, torch.float8_e4m3fn, D, Dv or D, 0b1101)
@@ -153,18 +155,22 @@ def test_numbers_that_python_and_cpp_share(monkeypatch):
     places = re.search(r"constexpr int at_causal.*?;", cpp, re.DOTALL)[0]
     places = dict(re.findall(r"\b(?:at_)?(\w+) = (\d+)[,;]", places))
     names = [argument.name for argument in sdpa.OPERATOR._schema.arguments]
+    assert names == [argument.name for argument in sdpa.BLOCK_MASK._schema.arguments]
     assert {name: int(place) for name, place in places.items()} == {
-        **{name: names.index(name) for name in ("causal", "softcap", "sinks", "page_table", "bias", "q_lengths")}, "arguments": len(names)}
+        **{name: names.index(name) for name in ("causal", "softcap", "sinks", "page_table", "bias", "q_lengths", "score_mod",
+                                               "mask_mod", "i1")}, "arguments": len(names)}
     assert names[:5] + names[12:] == ("q k v causal left sinks k_lengths q_starts k_starts page_table most_keys bias bias_keys "
-                                      "q_lengths batch_invariant bf16_out").split()
+                                      "q_lengths batch_invariant bf16_out score_mod mask_mod x0 x1 x2 x3 i0 i1 block_mask made_for").split()
     # Each argument of the callback is what C++ hands over under that name.
-    order = re.search(r"using Load = void \(\*\)\((.*?), Line\* line\);", cpp)[1].replace("int ", "").split(", ")
-    of = dict(device=5, dtype=2, D=64, Dv=64, features=0b1100110)
+    order = re.search(r"using Load = void \(\*\)\((.*?),\s*Line\* line\);", cpp)[1]
+    order = order.replace("int ", "").replace("const char* ", "").split(", ")
+    of = dict(device=5, dtype=2, D=64, Dv=64, features=0b1100110, score_mod=b"-s", mask_mod=b"q<k")
     asked = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device))
     monkeypatch.setattr(sdpa, "library_of", lambda *x: asked.append(x))
     sdpa.load_line(*map(of.get, order), sdpa.Line())
-    assert asked == [("hopper_e4m3", (9, 5), "USE_SINKS", "USE_LENGTHS", "USE_BIAS=2", "OUT_DTYPE=BF16")]
+    assert asked == [("hopper_e4m3", (9, 5), "USE_SINKS", "USE_LENGTHS", "USE_BIAS=2", "OUT_DTYPE=BF16", "SCORE_MOD=- s",
+                      "MASK_MOD=q < k")]
 
 
 def test_what_a_library_is_built_of(monkeypatch):
@@ -174,7 +180,10 @@ def test_what_a_library_is_built_of(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda path: path)
     assert sdpa.library_of.__wrapped__("hopper_d256_bf16", (9, 0), "HEAD_DIM=192", "HEAD_DIM_V=128", "USE_SINKS") == "path"
     assert sdpa.library_of.__wrapped__("ampere", (8, 6), "USE_LENGTHS", "USE_BIAS=2") == "path"
-    (what, sources, *options), (other, _, *others) = built
+    sdpa.library_of.__wrapped__("ampere", (8, 6), "USE_SINKS", "SCORE_MOD=min ( s , q )", "MASK_MOD=i0 [ q ] == i0 [ k ]")
+    (what, sources, *options), (other, _, *others), (third, _, *of_mods) = built
+    assert third == "ampere-USE_SINKS-SCORE_MOD-MASK_MOD-sm_86"
+    assert {r"-DSCORE_MOD=min ( s \, q )", "-DMASK_MOD=i0 [ q ] == i0 [ k ]"} <= set(of_mods)
     assert what == "hopper_d256_bf16-HEAD_DIM=192-HEAD_DIM_V=128-USE_SINKS-sm_90a" and other == "ampere-USE_LENGTHS-USE_BIAS=2-sm_86"
     assert "-gencode=arch=compute_90a,code=sm_90a" in options and "-gencode=arch=compute_86,code=sm_86" in others
     assert sorted(option for option in options if option.startswith("-D")) == sorted(
@@ -236,7 +245,8 @@ def test_shapes_of_the_fake_kernel(dtype, D, Dv):
 def test_each_argument_gets_to_its_place(monkeypatch):
     names = [argument.name for argument in sdpa.OPERATOR._schema.arguments]
     asked = []
-    monkeypatch.setattr(sdpa, "OPERATOR", lambda *x: asked.append(dict(zip(names, x, strict=True))) or ("O", "LSE"))
+    monkeypatch.setattr(sdpa, "OPERATOR", lambda *x: asked.append(dict(zip(names, x))) or ("O", "LSE"))
+    monkeypatch.setattr(sdpa, "BLOCK_MASK", lambda *x: asked.append(dict(zip(names, x))) or ("tiles", "made for"))
     q, tensors = SimpleNamespace(is_cuda=True, dtype=torch.float8_e4m3fn), {name: torch.empty(0) for name in (
         "q_descale", "k_descale", "v_descale", "sinks", "k_lengths", "q_lengths", "q_starts", "k_starts", "page_table", "bias")}
     nothing = dict.fromkeys(tensors) | dict(q=q, k="k", v="v", causal=0, left=-1, right=-1, window_alignment=0, scale=None, softcap=0.0,
@@ -258,6 +268,20 @@ def test_each_argument_gets_to_its_place(monkeypatch):
                              (dict(out_dtype=torch.bfloat16), dict(bf16_out=True)), (dict(out_dtype=torch.half), {}),
                              (dict(causal="tl", window=(1, 2, "br")), dict(causal=2, left=1, right=2, window_alignment=1))):
         assert handed_over(**options) == nothing | changes, options
+    reals, ints = [torch.empty(0) for _ in range(4)], [torch.empty(0, dtype=torch.int32) for _ in range(2)]
+    made = sdpa.BlockMask("tiles", "made for")
+    none = dict(score_mod="", mask_mod="", **dict.fromkeys("x0 x1 x2 x3 i0 i1 block_mask".split()), made_for="")
+    for options, changes in (
+            (dict(score_mod="s * 2"), dict(score_mod="s * 2")), (dict(mask_mod="q < k", args=()), dict(mask_mod="q < k")),
+            (dict(score_mod="s - x0[h] + x1[k]", mask_mod="i0[q] == i0[k]", args=[ints[0], *reals[:2]]),
+             dict(score_mod="s - x0[h] + x1[k]", mask_mod="i0[q] == i0[k]", i0=ints[0], x0=reals[0], x1=reals[1])),
+            (dict(mask_mod="x0[q] + x1[q] + x2[q] < x3[k] + i0[q] + i1[k]", args=[*ints, *reals]),
+             dict(mask_mod="x0[q] + x1[q] + x2[q] < x3[k] + i0[q] + i1[k]", **dict(zip("x0 x1 x2 x3 i0 i1".split(), reals + ints)))),
+            (dict(mask_mod="q < k", block_mask=made), dict(mask_mod="q < k", block_mask="tiles", made_for="made for"))):
+        assert handed_over(**options) == nothing | none | changes, options
+        del (options := dict(options, causal=True))["block_mask" if "block_mask" in options else "causal"]
+        assert sdpa.block_mask(q, "k", "v", **options) == made
+        assert asked.pop() == nothing | none | changes | dict(causal=int("causal" in options), block_mask=None, made_for="")
     assert sdpa.attention(q, "k", "v", return_lse=True) == ("O", "LSE")
     monkeypatch.setattr(sdpa, "glue", lambda: asked.append("glue"))
     monkeypatch.setattr(torch.ops.sdpa, "why_not", lambda *x: x, raising=False)
@@ -343,7 +367,7 @@ def test_what_cannot_be_built(monkeypatch, tmp_path, capsys):
     # A line that cannot be had: the reason reaches C++, and stderr.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     line = sdpa.Line()
-    sdpa.load_line(0, 1, 128, 128, 0, line)
+    sdpa.load_line(0, 1, 128, 128, 0, b"", b"", line)
     assert line.trouble.startswith(b"nvcc is missing") and not line.forward
     assert "where PyTorch has a kernel of its own, that runs instead" in capsys.readouterr().err
 
@@ -389,11 +413,12 @@ def test_a_first_call_builds_its_line_beside_pytorch_cpp(monkeypatch):
                             ({"q_lengths": ints}, 4), ({"q_starts": ints}, 4), ({"sinks": ints, "page_table": ints}, 14),
                             ({"k_starts": ints, "q_descale": ints}, 4), ({"bias": ints}, 16), ({"bias": ints > 0}, 32),
                             ({"q": q.to(E4M3), "v": v.to(E4M3), "k_lengths": ints, "bf16_out": True}, 64 + 4),
-                            ({"k": q.to(E4M3), "v": v.to(E4M3), "k_lengths": ints}, 128 + 4)):
+                            ({"k": q.to(E4M3), "v": v.to(E4M3), "k_lengths": ints}, 128 + 4),
+                            ({"score_mod": "-s", "sinks": ints}, 2)):
         dtype = (needed | given)["q"].dtype
         arguments = [(needed | given).get(argument.name) for argument in operator._schema.arguments]
         assert sdpa.first_call(operator)(*arguments) == len(arguments)
-        assert asked.pop() == sdpa.build_of(*sdpa.line_with((9, 0), dtype, 192, 128, features)) and not asked
+        assert asked.pop() == sdpa.build_of(*sdpa.line_with((9, 0), dtype, 192, 128, features, given.get("score_mod"))) and not asked
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -403,10 +428,10 @@ def test_an_interrupted_build_is_tried_again(monkeypatch):
         raise KeyboardInterrupt
     monkeypatch.setattr(torch.cuda, "get_device_capability", interrupted)
     line = sdpa.Line()
-    sdpa.load_line(0, 1, 128, 128, 0, line)
+    sdpa.load_line(0, 1, 128, 128, 0, b"", b"", line)
     assert not line.trouble and not line.forward
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (_ for _ in ()).throw(MemoryError()))
-    sdpa.load_line(0, 1, 128, 128, 0, line)
+    sdpa.load_line(0, 1, 128, 128, 0, b"", b"", line)
     assert line.trouble == b"MemoryError"
 
 
@@ -753,7 +778,8 @@ def by_operator(q, k, v, mask=0, scale=None, **options):
     names = "q_descale", "k_descale", "v_descale", "sinks", "k_lengths", "q_starts", "k_starts", "page_table"
     bias = options.get("bias"), options.get("bias_keys", 0)
     return sdpa.OPERATOR(q, k, v, mask, -1, -1, 0, scale, 0.0, *map(options.get, names), 0, *bias, options.get("q_lengths"),
-                         options.get("batch_invariant", False))
+                         options.get("batch_invariant", False), False, options.get("score_mod", ""), options.get("mask_mod", ""),
+                         *map(options.get, sdpa.ARRAYS))
 
 
 @pytest.fixture
@@ -828,9 +854,11 @@ def test_autograd_on_stand_ins(on_cpu):
         assert not by_operator(q, k, v)[0].requires_grad
     assert not by_operator(*(x.detach() for x in (q, k, v)))[0].requires_grad
     ints = torch.zeros(2, dtype=torch.int32)
-    for options in ({name: ints} for name in ("k_lengths", "q_lengths", "q_starts", "k_starts", "page_table")), [{"sinks": torch.zeros(4)}]:
+    for options in ({name: ints} for name in ("k_lengths", "q_lengths", "q_starts", "k_starts", "page_table")), [
+            {"sinks": torch.zeros(4)}, {"score_mod": "-s"}, {"mask_mod": "q < k"}]:
         for option in options:
-            with pytest.raises(NotImplementedError, match="^sdpa.attention: no backward for e4m3, softcap, sinks, lengths, starts, pages$"):
+            with pytest.raises(NotImplementedError, match="^sdpa.attention: no backward for e4m3, softcap, sinks, lengths, starts, pages, "
+                                                          "score_mod, mask_mod$"):
                 by_operator(q, k, v, **option)[0].sum().backward()
             with pytest.raises(NotImplementedError, match="no backward for e4m3, softcap, sinks"):
                 by_operator(q, k, v, **option)[1].sum().backward()
@@ -841,6 +869,8 @@ def test_autograd_on_stand_ins(on_cpu):
             out.sum().backward()
     with pytest.raises(NotImplementedError, match="no backward for e4m3, softcap, sinks"):  # of a sink alone
         by_operator(*(x.detach() for x in (q, k, v)), sinks=torch.zeros(4, requires_grad=True))[0].sum().backward()
+    with pytest.raises(NotImplementedError, match="no backward for .*, score_mod, mask_mod$"):  # of an array alone
+        by_operator(*(x.detach() for x in (q, k, v)), score_mod="s + x3[k]", x3=torch.zeros(9, requires_grad=True))[0].sum().backward()
 
 
 # ---- packed sequences and 8 bits: PyTorch's operators, with stand-ins for ours ----
@@ -1268,6 +1298,17 @@ def attention_entries():
         (dict(bias=hidden), dict(bias=bits_of(hidden, 2, 4, 5, 9), bias_dtype=torch.bool)),
         (dict(bias_keys=3, bias=last), dict(bias_keys=3, bias=bits_of(last, 2, 4, 5, 3), bias_dtype=torch.half)),
         (dict(batch_invariant=True), dict(batch_invariant=1)), (dict(out_dtype=None), {})]
+    x, i = [drawn(9, dtype=torch.float, seed=n) for n in range(4)], [int32(*range(n, n + 9)) for n in range(2)]
+    addresses = {name: one.data_ptr() for name, one in zip(sdpa.ARRAYS, x + i)}
+    of = lambda *names: {name: addresses[name] for name in names}  # noqa: E731
+    alibi, documents = dict(score_mod="s - x0[h] * real(q + Sk - Sq - k)", args=x[:1]), dict(mask_mod="i0[q] == i0[k]", args=i[:1])
+    every = dict(score_mod="s+x0[k]*x1[k]", mask_mod="x2[q]>x3[k]||i0[q]>i1[k]", args=[x[0], i[0], *x[1:3], i[1], x[3]])
+    for mods, arrays in (alibi, of("x0")), (documents, of("i0")), (every, addresses):
+        texts = {name: text for name, text in mods.items() if name != "args"}
+        rows.append((mods, texts | arrays))
+        rows.append((mods | dict(causal="br", k_lengths=USED, sinks=sinks), texts | arrays | dict(causal=1, k_lengths=[3, 2], sinks=sinks.tolist())))
+        kept = sdpa.block_mask(q, k, v, **mods)
+        rows.append((mods | dict(block_mask=kept), texts | arrays | dict(bias_map=bits_of(kept.tiles) or None)))
     yield "attention", Entry(stand_in.attention, dict(q=q, k=k, v=v, return_lse=True), rows, "return_lse", "some")
     of_q, by_key_head, of_k, of_v = (drawn(*shape, dtype=torch.float, seed=i).abs() for i, shape in enumerate(((2, 4), (2, 2), (2, 2), (2, 2))))
     of_keys = [(dict(k_descale=of_k), dict(k_descale=of_k.tolist())), (dict(v_descale=of_v), dict(v_descale=of_v.tolist())),
@@ -1292,13 +1333,17 @@ def flash_attn_entries():
                 (dict(window_size=(-1, 4)), dict(window_right=4, window_alignment=1)),
                 (dict(window_size=(3, 2), causal=True), dict(causal=1, window_left=3, window_right=0, window_alignment=1)),
                 (dict(softcap=2.0), dict(softcap=2.0)), (dict(learnable_sink=sink), dict(sinks=sink.tolist())),
+                (dict(alibi_slopes=slopes[0]), dict(score_mod="s - x0[h] * real(abs(q + Sk - Sq - k))", x0=slopes.data_ptr())),
+                (dict(alibi_slopes=slopes, causal=True), dict(score_mod="s - x0[b * 4 + h] * real(q + Sk - Sq - k)", causal=1, x0=slopes.data_ptr())),
+                (dict(alibi_slopes=slopes[0], softcap=2.0),
+                 dict(score_mod="2 * tanh_approx(s / 2) - x0[h] * real(abs(q + Sk - Sq - k))", x0=slopes.data_ptr())),
                 *((dict([hint]), {}) for hint in dict(num_splits=3, pack_gqa=True, deterministic=True, sm_margin=2).items() if hint[0] in names)]
     q, k, v = drawn(2, 5, 4, 64), drawn(2, 9, 2, 64), drawn(2, 9, 2, 64, seed=1)
     q3, k3, v3 = q.flatten(0, 1)[:5], k.flatten(0, 1)[:9], v.flatten(0, 1)[:9]
     K, V = drawn(6, 16, 2, 64), drawn(6, 16, 2, 64, seed=1)
     heads = lambda x: x.transpose(1, 2)  # noqa: E731
     of_pages = with_pages(heads(K), heads(V))
-    sink, factors = drawn(4, dtype=torch.float), [drawn(2, 2, dtype=torch.float, seed=i).abs() for i in range(3)]
+    sink, slopes, factors = drawn(4, dtype=torch.float), drawn(2, 4, dtype=torch.float).abs(), [drawn(2, 2, dtype=torch.float, seed=i).abs() for i in range(3)]
     q_factors = factors[0].repeat_interleave(2, 1)
     names = {name: set(inspect.signature(getattr(fa, name)).parameters) for name in dir(fa) if name.startswith("flash_attn_")}
     refused = " ".join(fa.UNKNOWN) + " others return_attn_probs return_softmax_lse"
