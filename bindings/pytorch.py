@@ -412,7 +412,7 @@ BlockMask = collections.namedtuple("BlockMask", "tiles made_for")
 NEW_BLOCK_MASK = object()
 
 
-def modification(score_mod, mask_mod, args, block_mask):
+def modification(q, score_mod, mask_mod, args, block_mask):
     """The arguments of OPERATOR for those of attention() of the same names."""
     for name, text in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if not isinstance(text, (str, type(None))):
@@ -424,6 +424,8 @@ def modification(score_mod, mask_mod, args, block_mask):
         if not isinstance(x, torch.Tensor) or x.dtype not in (torch.float32, torch.int32):
             raise TypeError(f"sdpa.attention: args[{n}] is {f'of {x.dtype}' if isinstance(x, torch.Tensor) else f'a {type(x).__name__}'}; "
                             "want a tensor of float32 (x0 to x3) or of int32 (i0, i1)")
+        if x.device != q.device:
+            raise ValueError(f"sdpa.attention: args[{n}] is on {x.device}, not on {q.device}")
         free = [name for name in ARRAYS if arrays[name] is None and (name[0] == "i") == (x.dtype == torch.int32)]
         if not free:
             raise ValueError("sdpa.attention: args has more than 4 tensors of float32 or more than 2 of int32")
@@ -487,7 +489,7 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
             if x is not None and not isinstance(x, torch.Tensor):
                 raise TypeError(f"sdpa.attention: {name} is a {type(x).__name__}, not a tensor beside q")
     modifies = score_mod is not None or mask_mod is not None or len(args) > 0 or block_mask is not None
-    more = modification(score_mod, mask_mod, args, block_mask) if modifies else ()
+    more = modification(q, score_mod, mask_mod, args, block_mask) if modifies else ()
     arguments = (q, k, v, MASKS[causal], left, right, MASKS[by], scale, softcap or 0.0, q_descale, k_descale, v_descale, sinks,
                  k_lengths, q_starts, k_starts, page_table, most_keys, bias, bias_keys, q_lengths,
                  batch_invariant, out_dtype == torch.bfloat16, *more)

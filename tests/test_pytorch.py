@@ -247,7 +247,7 @@ def test_each_argument_gets_to_its_place(monkeypatch):
     asked = []
     monkeypatch.setattr(sdpa, "OPERATOR", lambda *x: asked.append(dict(zip(names, x))) or ("O", "LSE"))
     monkeypatch.setattr(sdpa, "BLOCK_MASK", lambda *x: asked.append(dict(zip(names, x))) or ("tiles", "made for"))
-    q, tensors = SimpleNamespace(is_cuda=True, dtype=torch.float8_e4m3fn), {name: torch.empty(0) for name in (
+    q, tensors = SimpleNamespace(is_cuda=True, dtype=torch.float8_e4m3fn, device=torch.device("cpu")), {name: torch.empty(0) for name in (
         "q_descale", "k_descale", "v_descale", "sinks", "k_lengths", "q_lengths", "q_starts", "k_starts", "page_table", "bias")}
     nothing = dict.fromkeys(tensors) | dict(q=q, k="k", v="v", causal=0, left=-1, right=-1, window_alignment=0, scale=None, softcap=0.0,
                                             most_keys=0, bias_keys=0, batch_invariant=False,
@@ -279,15 +279,97 @@ def test_each_argument_gets_to_its_place(monkeypatch):
              dict(mask_mod="x0[q] + x1[q] + x2[q] < x3[k] + i0[q] + i1[k]", **dict(zip("x0 x1 x2 x3 i0 i1".split(), reals + ints)))),
             (dict(mask_mod="q < k", block_mask=made), dict(mask_mod="q < k", block_mask="tiles", made_for="made for"))):
         assert handed_over(**options) == nothing | none | changes, options
-        del (options := dict(options, causal=True))["block_mask" if "block_mask" in options else "causal"]
-        assert sdpa.block_mask(q, "k", "v", **options) == made
-        assert asked.pop() == nothing | none | changes | dict(causal=int("causal" in options), block_mask=None, made_for="")
+        options.pop("block_mask", None)
+        assert sdpa.block_mask(q, "k", "v", causal=True, **options) == made
+        assert asked.pop() == nothing | none | changes | dict(causal=1, block_mask=None, made_for="")
     assert sdpa.attention(q, "k", "v", return_lse=True) == ("O", "LSE")
     monkeypatch.setattr(sdpa, "glue", lambda: asked.append("glue"))
     monkeypatch.setattr(torch.ops.sdpa, "why_not", lambda *x: x, raising=False)
     given = dict(q=1, k=2, v=3, attn_mask=4, dropout_p=5, is_causal=6, scale=7, enable_gqa=8)
     assert sdpa.why_not(**given) == tuple(given.values()) and sdpa.why_not(1, 2, 3) == (1, 2, 3, None, 0.0, False, None, False)
     assert asked[-2:] == ["glue"] * 2
+
+
+# ---- expressions, without a GPU ----
+
+ALLOWED = {  # with the arrays that they name
+    "score_mod": {
+        "s": "", "s - x0[h] * real(q + Sk - Sq - k)": "x0", "s+x1[h*32+min(abs(q+Sk-Sq-k)/16,31)]": "x1", "30. * tanh(s / 3e1f)": "",
+        "(q - k) % 4 == 0 ? s : s - .5 * pow(2, b)": "", "q < k ? k < 5 ? s : -s : exp(log(sqrt(exp2(log2(abs(s) + 1)))))": "",
+        "-+s * sin(cos(floor(max(s, x3[x2[0] > 0 ? q : k]))))": "x2 x3", "s + int(1.5f) * real(1) - tanh_approx(1e-3)": ""},
+    "mask_mod": {
+        "i0[q] == i0[k]": "i0", "k < 64 || k <= q + Sk - Sq": "", "q + Sk - Sq - k < 256 && (q + Sk - Sq - k) % 4 == 0": "",
+        "!(~i1[b] & 1 << h ^ 3 | k >> 1) != (x0[q] >= x1[k])": "i1 x0 x1"}}
+BAD_TOKENS = "= += -= *= /= %= &= |= ^= <<= >>= ++ -- -> :: . .. ; { } # ## \" ' \\ \n \t \r \0 $ @ ` // /* */ %: <% ??/ <=> , é ²".split(" ")
+BAD_NAMES = ("x4 i2 x S SQ NONE SCORE_MOD __LINE__ asm sizeof return new this true float double unsigned auto and not operand operator "
+             "p printf threadIdx system __trap std real2 _s s_").split() + ["0x1", "08", "00", "1u", "1l", "1.0l", "1'0", "1e", "1e+", "0b1", "1.2.3", "1f",
+                                                                           "1_s", "1e5k", '"a"', "'a'", "u8", "*s", "&s", "(int)", "int()", "[1]", "x0[]"]
+ATTACKS = [
+    "s; asm volatile(\"trap;\")", "s); system(\"rm -rf /\"); (s", "s }", "s\n#include \"/etc/passwd\"", "s # 1", "[]{ return s; }()",
+    "s -DX", "$(id)", "`id`", "s, 1", "(s, 1)", "min(s)", "min(s, 1, 2)", "exp(s, 1)", "exp()", "x0[1, 2]", "x0(h)", "exp[1]", "x0", "exp",
+    "x0[1][2]", "s(1)", "s[1]", "1(2)", "(s", "s)", "x0[h", "x0[h)", "(h]", "s ? 1", "s : 1", "s ? (1 : 2)", "s ? min(1, 2 : 3)", "s ? x0[1 : 2]", "s +",
+    "* s", "s s", "s 1", "1 s", "", " ", "s = 1", "s == 1 = 2", "q <: 0 :>", "s ? : 1", "*&s", "s - -- q", "x0[h] = 1", "x0[h]++", "(int) s", "- ! ~"]
+
+
+@pytest.mark.parametrize("argument", ALLOWED)
+def test_expressions_that_are_allowed(argument):
+    """A compiler of C++ makes the same of them as of what nvcc is given."""
+    numbers, arrays = (torch.arange(100) % 7).float() / 4, torch.arange(100, dtype=torch.int32) % 3
+    at = [x.data_ptr() for x in [numbers] * 4 + [arrays] * 2]
+    for text, names in ALLOWED[argument].items():
+        given, named = sdpa.parsed(argument, text)
+        assert named == set(names.split()) and given.replace(" ", "") == text.replace(" ", "")
+        both = [stand_in.expressions(*((x, "") if argument == "score_mod" else ("", x))) for x in (text, given)]
+        for point in itertools.product((0, 1), (0, 3), (0, 5), (1, 70), (9,), (80,)):
+            values = [library.score(0.75, *point, *at[:4]) if argument == "score_mod" else library.sees(*point, *at) for library in both]
+            assert values[0] == values[1] and values[0] == values[0]
+    assert len({stand_in.expressions("", text).sees(0, 0, q, 70, 9, 80, *at) for text in ALLOWED["mask_mod"] for q in (0, 6, 7)}) == 2
+
+
+@pytest.mark.parametrize("argument", ALLOWED)
+def test_expressions_that_are_refused(argument):
+    """Each bad token at each place of each allowed expression, each bad name in the place of each operand, and attacks as they are
+    known. What is refused is named, and is refused on each way to a compiler."""
+    count = 0
+    for text in ALLOWED[argument]:
+        tokens = sdpa.parsed(argument, text)[0].split()
+        for place in range(len(tokens) + 1):
+            for bad in BAD_TOKENS:
+                with pytest.raises(ValueError, match=f"^sdpa.attention: {argument}"):
+                    sdpa.parsed(argument, " ".join(tokens[:place] + [bad] + tokens[place:]))
+                count += 1
+            if place < len(tokens) and re.fullmatch(r"[.\d]\S*|[sbhqk]|S[qk]", tokens[place]):
+                others = BAD_NAMES + (["s", "s + i0[0]"] if argument == "mask_mod" else ["i0[0]", "i1[0]"])
+                for bad in others:
+                    with pytest.raises(ValueError, match=f"^sdpa.attention: {argument}"):
+                        sdpa.parsed(argument, " ".join(tokens[:place] + [bad] + tokens[place + 1:]))
+                    count += 1
+    assert count > 2000
+    for text in ATTACKS:
+        text = text if argument == "score_mod" else re.sub(r"\bs\b", "q", text)
+        with pytest.raises(ValueError, match=f"^sdpa.attention: {argument}( ends where |: .* at character [0-9]+ is not allowed there; docs/USING.md)"):
+            sdpa.parsed(argument, text)
+    with pytest.raises(ValueError, match=rf"^sdpa.attention: {argument}: '\+\+' at character 6 is not"):
+        sdpa.parsed(argument, "q + k++ + 1 ;")
+    assert sdpa.parsed(argument, "1+" * 499 + "11")
+    with pytest.raises(ValueError, match="has 1001 characters, more than 1000$"):
+        sdpa.parsed(argument, "1+" * 500 + "1")
+
+
+def test_no_expression_gets_to_nvcc_unseen(monkeypatch, capfd):
+    """By the operator alone, without attention(), in a call and in the build beside it."""
+    built = []
+    monkeypatch.setattr(sdpa, "built", lambda *x: built.append(x) or "path")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: None)
+    for place, name in enumerate(("score_mod", "mask_mod")):
+        line, texts = sdpa.Line(), [b"", b""]
+        texts[place] = b'q; asm("trap;")'
+        sdpa.load_line(0, 1, 128, 128, 0, *texts, line)
+        assert line.trouble.decode().startswith(f"sdpa.attention: {name}: ';' at character 2 is not allowed there")
+        q = on_meta(1, 1, 1, 64)
+        sdpa.build_ahead(sdpa.OPERATOR, [q, q, q, 0, -1, -1, 0, None, 0.0, *[None] * 8, 0, None, 0, None, False, False, *map(bytes.decode, texts)])
+    assert not built
 
 
 def test_activate_and_restore(monkeypatch):
@@ -528,6 +610,25 @@ def test_refusals():
                 sdpa.attention(q, q, q, **{name: [1]})
         with pytest.raises(ValueError, match="^sdpa.attention: a tensor has 3 dimensions, not"):
             sdpa.attention(q[0], q[0], q[0])
+        x, n = torch.empty(9, device="cuda"), torch.empty(9, device="cuda", dtype=torch.int32)
+        for options, error, words in (
+                (dict(score_mod="s - x1[h]", args=[x]), ValueError, "args has no x1; its float32 tensors are x0"),
+                (dict(score_mod="s - x0[h]", args=[n]), ValueError, "args has no x0; "),
+                (dict(mask_mod="i0[q] == 0"), ValueError, "args has no i0; "),
+                (dict(mask_mod="i0[q] == 0", args=[n, n]), ValueError, "args has i1, which neither score_mod nor mask_mod names$"),
+                (dict(args=[x]), ValueError, "args has x0, which neither"),
+                (dict(score_mod="s - x0[h]", args=[x] * 5), ValueError, "args has more than 4 tensors of float32 or more than 2 of int32"),
+                (dict(mask_mod="i0[h] < 1", args=[n] * 3), ValueError, "args has more than 4 tensors of float32 or more than 2 of int32"),
+                (dict(score_mod="s - x0[h]", args=[x.half()]), TypeError, r"args\[0\] is of torch.float16; want a tensor of float32"),
+                (dict(mask_mod="i0[h] < 1", args=[n.long()]), TypeError, r"args\[0\] is of torch.int64; want a tensor of float32"),
+                (dict(score_mod="s - x0[h]", args=[x, 1.0]), TypeError, r"args\[1\] is a float; want a tensor"),
+                (dict(score_mod="s - x0[h]", args=[torch.empty(9)]), ValueError, r"args\[0\] is on cpu, not on cuda:0$"),
+                (dict(score_mod="s - x0[h]", args=x), TypeError, "args is a FakeTensor, not a list of tensors"),
+                (dict(score_mod=lambda s: s), TypeError, "score_mod is a function, not the text of an expression"),
+                (dict(mask_mod="q < k", block_mask=x), TypeError, r"block_mask is a FakeTensor, not what block_mask\(\) returns"),
+                (dict(mask_mod="s < k"), ValueError, "mask_mod: 's' at character 1 is not allowed there; docs/USING.md lists")):
+            with pytest.raises(error, match="^sdpa.attention: " + words):
+                sdpa.attention(q, q, q, **options)
 
 
 BAD_ROWS = "the rows of q, k or v are not contiguous or do not all start at a multiple of 16 bytes"
@@ -755,13 +856,22 @@ def test_no_graph_break():
     with FakeTensorMode():
         q = torch.empty(2, 8, 100, 128, device="cuda", dtype=torch.bfloat16)
         lengths = torch.empty(2, device="cuda", dtype=torch.int32)
+        mods = dict(score_mod="s - x0[h]", mask_mod="i0[q] == i0[k]", args=[torch.empty(8, device="cuda"), lengths])
         for options, want in (({}, (0, -1, -1, 0, None)), ({"causal": "tl", "window": (10, None, "br"), "scale": 0.0}, (2, 10, -1, 1, 0.0)),
                               ({"causal": "br", "k_lengths": lengths}, (1, -1, -1, 0, None)),
-                              ({"bias": torch.empty(100, 9, device="cuda"), "bias_keys": 9}, (0, -1, -1, 0, None))):
+                              ({"bias": torch.empty(100, 9, device="cuda"), "bias_keys": 9}, (0, -1, -1, 0, None)),
+                              (mods | {"block_mask": sdpa.BlockMask(torch.empty(9, device="cuda", dtype=torch.uint8), "B=2\nHq=8")},
+                               (0, -1, -1, 0, None))):
             torch.compiler.reset()
             torch.compile(lambda q: sdpa.attention(q, q, q, **options), fullgraph=True,
                           backend=lambda graph, _: nodes.append([x for x in graph.graph.nodes if x.op == "call_function"]) or graph)(q)
             assert nodes[-1][0].target == sdpa.OPERATOR and nodes[-1][0].args[3:8] == want and len(nodes[-1]) == 2
+        assert nodes[-1][0].args[23:25] == (mods["score_mod"], mods["mask_mod"]) and nodes[-1][0].args[-1] == "B=2\nHq=8"
+        assert [x is None for x in nodes[-1][0].args[25:32]] == [False, True, True, True, False, True, False]
+        for bad in dict(mods, score_mod="s + system(1)"), dict(mods, args=mods["args"][:1]), dict(mods, mask_mod="i0[q] == i1[k]"):
+            torch.compiler.reset()
+            with pytest.raises(RuntimeError, match="sdpa.attention: (score_mod: 'system' at|args has no i[01]; )"):
+                torch.compile(lambda q: sdpa.attention(q, q, q, **bad), fullgraph=True, backend="eager")(q)  # noqa: B023
         # Numbers that change from call to call: two graphs, one for the first and one for all.
         for call in (lambda q, n: sdpa.attention(q, q, q, "br", k_lengths=lengths, most_keys=n), lambda q, n: sdpa.attention(q, q, q, "br", (n, 0)),
                      lambda q, n: sdpa.attention(q, q, q, "br", (q.shape[2] // n, None)),
@@ -1500,6 +1610,91 @@ def test_each_argument_reaches_the_kernel(launches, kind):
 
 def is_integer(x):
     return isinstance(x, torch.Tensor) and x.dtype == torch.int32
+
+
+@needs_no_gpu
+def test_what_modifications_refuse(launches):
+    """On their way to the kernel."""
+    q, x, n = drawn(1, 2, 4, 64), torch.ones(9), torch.ones(9, dtype=torch.int32)
+    for options, words in (
+            (dict(args=[torch.ones(9, 2)[:, 0]]), "x0 of args is not a contiguous float32 tensor with elements on cpu"),
+            (dict(args=[torch.ones(0)]), "x0 of args is not a contiguous float32 tensor with elements on cpu"),
+            (dict(mask_mod="i0[q] < i1[k]", args=[x, n, n[::2]]), "i1 of args is not a contiguous int32 tensor with elements on cpu"),
+            (dict(softcap=2.0), "softcap and bias are parts of the expression beside score_mod or mask_mod, as in "),
+            (dict(bias=torch.ones(4, 4)), "softcap and bias are parts of the expression beside score_mod or mask_mod, as in "),
+            (dict(score_mod=None, mask_mod="i0[q] < 2", args=[n], softcap=2.0), "softcap and bias are parts")):
+        with pytest.raises(RuntimeError, match=f"^sdpa.attention: {words}"):
+            sdpa.attention(q, q, q, **dict(score_mod="s - x0[h]", args=[x]) | options)
+    assert not launches
+
+
+@needs_no_gpu
+def test_block_mask(launches):
+    """It is made of what the call reads, taken by the same call and by calls that differ in what it does not depend on, and refused
+    with a sentence by each other one."""
+    q, k, v = drawn(2, 4, 5, 64), drawn(2, 2, 9, 64), drawn(2, 2, 9, 64, seed=1)
+    bias, hidden, docs = drawn(4, 5, 9), drawn(2, 1, 5, 9) > 0, int32(*range(9))
+    for options in (dict(mask_mod="i0[q] == i0[k]", args=[docs]), dict(bias=bias, causal="br"), dict(bias=hidden, bias_keys=9, batch_invariant=True),
+                    dict(mask_mod="q > k", window=(7, 3, "tl"), score_mod="-s"), dict(mask_mod="h < k", sinks=drawn(4), k_lengths=int32(9, 8))):
+        launches.clear()
+        kept = sdpa.block_mask(q, k, v, **options)
+        assert not launches and kept.tiles.shape == (2 * 4 * 5,) and kept.tiles.unique().tolist() == [len(stand_in.MAPS)]
+        want = sdpa.attention(q, k, v, **options)
+        assert torch.equal(sdpa.attention(q, k, v, **options, block_mask=kept), want)
+        with_it, plain = launches.pop(), launches.pop()
+        made = stand_in.MAPS[-1]
+        assert with_it.bias_map == stand_in.bits(kept.tiles) and plain.bias_map is None
+        assert vars(with_it) == vars(plain) | dict(bias_map=with_it.bias_map) == vars(made) | dict(bias_map=with_it.bias_map)
+    options = dict(mask_mod="i0[q] == i0[k]", args=[docs], causal="br", window=(7, None, "tl"))
+    kept, other = sdpa.block_mask(q, k, v, **options), dict(k=drawn(2, 2, 9, 64, seed=3), v=v)
+    as_views = dict(q=q.transpose(1, 2).contiguous().transpose(1, 2), args=[docs + 1])
+    for changes in other, as_views, dict(scale=0.5), dict(return_lse=True):
+        sdpa.attention(**dict(q=q, k=k, v=v) | options | changes, block_mask=kept)
+    more = dict(k=drawn(2, 2, 8, 64), v=drawn(2, 2, 8, 64))
+    for changes, words in (
+            (dict(mask_mod="i0[q] == i0[k] && q < 9"), r"mask_mod='i0\[q\] == i0\[k\]', and this call has mask_mod='i0\[q\] == i0\[k\] && q < 9'"),
+            (dict(score_mod="-s"), "score_mod='', and this call has score_mod='-s'"), (dict(causal="tl"), "causal=1, and this call has causal=2"),
+            (dict(causal=None), "causal=1, and this call has causal=0"), (dict(window=(6, None, "tl")), "window_left=7, and this call has window_left=6"),
+            (dict(window=(7, 0, "tl")), "window_right=-1, and this call has window_right=0"),
+            (dict(window=(7, None, "br")), "window_alignment=2, and this call has window_alignment=1"),
+            (dict(batch_invariant=True), "batch_invariant=0, and this call has batch_invariant=1"), (dict(sinks=drawn(4)), "options=0, and this call has options=2"),
+            (dict(q=q[:, :, :4]), "Sq=5, and this call has Sq=4"), (more, "Sk=9, and this call has Sk=8"), (dict(q=q[:, :2]), "Hq=4, and this call has Hq=2"),
+            (dict(k=k[:, :1], v=v[:, :1]), "Hkv=2, and this call has Hkv=1"), (dict(q=q[:1], k=k[:1], v=v[:1]), "B=2, and this call has B=1"),
+            (dict(q=q[..., :32], k=k[..., :32]), "D=64, and this call has D=32"), (dict(v=v[..., :32]), "Dv=64, and this call has Dv=32"),
+            (dict(q=q.bfloat16(), k=k.bfloat16(), v=v.bfloat16()), "dtype=float16, and this call has dtype=bfloat16")):
+        with pytest.raises(RuntimeError, match=f"^sdpa.attention: block_mask was made for {words}$"):
+            sdpa.attention(**dict(q=q, k=k, v=v) | options | changes, block_mask=kept)
+    of_bias = sdpa.block_mask(q, k, v, bias=bias)
+    for one, words in ((bias[:1], "bias of each head=1, and this call has bias of each head=0"), (hidden, "options=16, and this call has options=32"),
+                       (bias.expand(2, 4, 5, 9).contiguous(), "bias of each batch=0, and this call has bias of each batch=1")):
+        with pytest.raises(RuntimeError, match=f"^sdpa.attention: block_mask was made for {words}$"):
+            sdpa.attention(q, k, v, bias=one, block_mask=of_bias)
+    with pytest.raises(RuntimeError, match="^sdpa.attention: block_mask was made for bias_keys=0, and this call has bias_keys=3$"):
+        sdpa.attention(q, k, v, bias=bias[..., :3], bias_keys=3, block_mask=of_bias)
+    nothing = sdpa.block_mask(q[:0], k[:0], v[:0], mask_mod="q < k")
+    assert nothing.tiles.numel() == 0 and sdpa.attention(q[:0], k[:0], v[:0], mask_mod="q < k", block_mask=nothing).shape == (0, 4, 5, 64)
+    needs_grad = sdpa.block_mask(q.clone().requires_grad_(), k, v, **options)
+    assert needs_grad.made_for == kept.made_for
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("causal", (False, True))
+def test_alibi_slopes(launches, causal):
+    """FlashAttention's formula, for slopes of heads and of sequences' heads, padded and packed."""
+    import flash_attn_interface as fa
+    q, k, v = drawn(2, 5, 4, 64), drawn(2, 9, 2, 64), drawn(2, 9, 2, 64, seed=1)
+    for slopes, softcap in itertools.product((drawn(4, dtype=torch.float).abs(), drawn(2, 4, dtype=torch.float).abs()), (0.0, 2.0)):
+        options = dict(alibi_slopes=slopes, causal=causal, softcap=softcap)
+        rows = [x.flatten(0, 1)[:n] for x, n in ((q, 8), (k, 14), (v, 14))]
+        packed, lse = fa.flash_attn_varlen_func(*rows, int32(0, 5, 8), int32(0, 9, 14), 5, 9, return_attn_probs=True, **options)
+        out = fa.flash_attn_func(q, k, v, **options)
+        for got, lengths in ((out, [(5, 9), (5, 9)]), ([packed[:5], packed[5:8]], [(5, 9), (3, 5)])):
+            for b, (Sq, Sk) in enumerate(lengths):
+                i, j = torch.arange(Sq)[:, None], torch.arange(Sk)
+                bias = -slopes.expand(2, 4)[b, :, None, None] * (i + Sk - Sq - j).abs()
+                tensors = [x[b, :n].transpose(0, 1)[None] for x, n in ((q, Sq), (k, Sk), (v, Sk))]
+                want, _ = reference(*tensors, visible(Sq, Sk, "br" if causal else None, (None, None), "cpu"), softcap=softcap, bias=bias)
+                assert rel_rms(got[b].transpose(0, 1), want[0]) <= LIMITS[torch.half]
 
 
 @needs_no_gpu
