@@ -259,6 +259,57 @@ def load_line(device, dtype, D, Dv, features, score_mod, mask_mod, line):
         setattr(line[0], name, ctypes.cast(function, ctypes.c_void_p).value)
 
 
+def loader_of(text, arrays):
+    """A Load that gives pytorch.cpp a line with its changes, as in "wgmma BLOCK_N=64", on the CPU backend. Its kernels read and write copies in what the backend takes
+    for device memory. arrays: the tensors that a call may have as args, whose sizes SdpaParams does not have."""
+    arrays = {x.data_ptr(): x for x in arrays}
+
+    def load(device, dtype, D, Dv, features, score_mod, mask_mod, line):
+        name, *changes = text.split()
+        words = builds.Line(builds.Tree(), name, tuple(changes)).words
+        mods = [f"{sdpa.NUMBERS_AND_ARRAYS[argument][0]}={sdpa.parsed(argument, expression.decode())[0]}"
+                for argument, expression in (("score_mod", score_mod), ("mask_mod", mask_mod)) if expression]
+        library = ctypes.CDLL(builds.host_library(*words, *mods, program="tests/host_library.cu"))
+        library.host_allocate.restype = ctypes.c_void_p
+        library.sdpa_library_workspace_bytes.restype = library.sdpa_library_bias_map_bytes.restype = ctypes.c_size_t
+
+        def on_copies(function):
+            def run(params, stream, trouble, trouble_bytes):
+                """The function on copies of what p points to, and these copied back."""
+                p, copies = Params.from_buffer_copy(params[0]), []
+
+                def copy(member, address, nbytes):
+                    copies.append((address, library.host_allocate(ctypes.c_size_t(nbytes)), nbytes))
+                    ctypes.memmove(copies[-1][1], address, nbytes)
+                    setattr(p, member, copies[-1][1])
+                for member, x in tensors_of(p, dtype, features).items():
+                    if x is not None:
+                        copy(member, x.data_ptr(), (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))) * x.itemsize)
+                for member in sdpa.ARRAYS:
+                    if address := getattr(p, member):
+                        copy(member, address, arrays[address].nbytes)
+                if p.bias_map:
+                    copy("bias_map", p.bias_map, p.bias_map_bytes)
+                zeros = bytes(max(library.sdpa_library_workspace_bytes(ctypes.byref(p)), 1))
+                p.workspace = library.host_allocate(ctypes.c_size_t(len(zeros)))
+                ctypes.memmove(p.workspace, zeros, len(zeros))
+                code = function(ctypes.byref(p), None, ctypes.c_void_p(trouble), ctypes.c_size_t(trouble_bytes))
+                library.host_synchronize()
+                for address, copied, nbytes in copies:
+                    ctypes.memmove(address, copied, nbytes)
+                    library.host_free(ctypes.c_void_p(copied))
+                library.host_free(ctypes.c_void_p(p.workspace))
+                return code
+            return Forward(run)
+        functions = (WorkspaceBytes(lambda params: 0), on_copies(library.sdpa_library_forward),
+                     WorkspaceBytes(lambda params: library.sdpa_library_bias_map_bytes(params)), on_copies(library.sdpa_library_map_bias))
+        LOADED.append((functions, library))
+        for function_name, function in zip(sdpa.LINE_FUNCTIONS, functions, strict=True):
+            setattr(line[0], function_name, ctypes.cast(function, ctypes.c_void_p).value)
+    LOADED.append(sdpa.LOAD(load))
+    return LOADED[-1]
+
+
 @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.POINTER(sdpa.Appender))
 def load_appender(device, appender):
     library = ctypes.CDLL(builds.host_library(program="tests/host_append.cu"))
@@ -266,10 +317,10 @@ def load_appender(device, appender):
 
 
 @contextlib.contextmanager
-def kernels(glue):
+def kernels(glue, load=load_line):
     """PyTorch's operators and sdpa's lead to the stand-ins; the list of their calls."""
     CALLS.clear(), MAPS.clear()
-    glue.sdpa_torch_load_lines_by(load_line), glue.sdpa_torch_load_appender_by(load_appender)
+    glue.sdpa_torch_load_lines_by(load), glue.sdpa_torch_load_appender_by(load_appender)
     glue.sdpa_torch_activate_on_cpu(True)
     yield CALLS
     glue.sdpa_torch_activate_on_cpu(False)

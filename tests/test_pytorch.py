@@ -1678,6 +1678,35 @@ def test_block_mask(launches):
 
 
 @needs_no_gpu
+def test_a_kept_map_of_a_line(glue, monkeypatch):
+    """Of sdpa.cu on the CPU backend, with documents: the kernel takes the map, which holds what the documents were then."""
+    monkeypatch.setattr(sdpa, "attention", stand_in.attention)
+    q, k, v = drawn(1, 4, 256, 64), drawn(1, 2, 256, 64), drawn(1, 2, 256, 64, seed=1)
+    documents = (torch.arange(4 * 256).view(4, 256) // torch.tensor([128, 256, 128, 128])[:, None]).int() % 4
+    slopes = torch.tensor([0.5, 0.0, 0.125, 0.25])
+    options = dict(mask_mod="i0[h * Sq + q] == i0[h * Sk + k]", score_mod="s - x0[h] * abs(real(q - k))", args=[documents, slopes])
+
+    def want():
+        distance = (torch.arange(256)[:, None] - torch.arange(256)).abs()
+        return reference(q, k, v, documents[:, :, None] == documents[:, None], bias=-slopes[:, None, None] * distance)[0]
+    with stand_in.kernels(glue, stand_in.loader_of("wgmma_lazy BLOCK_M=128 NUM_WARPS=8 BLOCK_N=64", [documents, slopes])):
+        kept = sdpa.block_mask(q, k, v, **options)
+        first = want()
+        for block_mask in None, kept:
+            assert rel_rms(sdpa.attention(q, k, v, **options, block_mask=block_mask), first) <= LIMITS[torch.half]
+        documents.zero_()
+        second = want()
+        assert rel_rms(sdpa.attention(q, k, v, **options), second) <= LIMITS[torch.half] < 0.1 < rel_rms(first, second)
+        # The map still hides what it hid.
+        assert rel_rms(sdpa.attention(q, k, v, **options, block_mask=kept), first) <= LIMITS[torch.half]
+        with pytest.raises(RuntimeError, match="^sdpa.attention: x0 is a null pointer, and SCORE_MOD or MASK_MOD reads it$"):
+            by_operator(q, k, v, score_mod=options["score_mod"], mask_mod=options["mask_mod"], i0=documents)
+        tiles = kept.tiles[4:]
+        with pytest.raises(RuntimeError, match="^sdpa.attention: bias_map has [0-9]+ bytes, and the map of this problem [0-9]+; "):
+            sdpa.attention(q, k, v, **options, block_mask=kept._replace(tiles=tiles))
+
+
+@needs_no_gpu
 @pytest.mark.parametrize("causal", (False, True))
 def test_alibi_slopes(launches, causal):
     """FlashAttention's formula, for slopes of heads and of sequences' heads, padded and packed."""
