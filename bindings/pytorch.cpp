@@ -1262,7 +1262,7 @@ static Tensor append_autograd(c10::DispatchKeySet keys, const Tensor& k_cache, c
 using torch::autograd::variable_list;
 // Places of the operator's arguments.
 constexpr int at_causal = 3, at_softcap = 8, at_sinks = 12, at_page_table = 16, at_bias = 18, at_q_lengths = 20,
-              at_score_mod = 23, at_mask_mod = 24, at_i1 = 30, arguments = 33;
+              at_score_mod = 23, at_mask_mod = 24, at_x0 = 25, at_i1 = 30, arguments = 33;
 
 // What an operator of ours gives, whose numbers may be a graph's symbols.
 static torch::jit::Stack called(const char* name, torch::jit::Stack stack) {
@@ -1341,6 +1341,9 @@ static void attention_autograd(const c10::OperatorHandle& op, c10::DispatchKeySe
     const c10::IValue& x = (*stack)[first + i];
     if (!x.isTensor() || !x.toTensor().defined()) continue;
     TORCH_CHECK_NOT_IMPLEMENTED(!x.toTensor()._fw_grad(0).defined(), "sdpa.attention: no forward-mode derivative");
+    // Refused before the launch: a compiled graph would drop a backward that gives an array no gradient.
+    TORCH_CHECK(i < at_x0 || !x.toTensor().requires_grad() || !at::GradMode::is_enabled(),
+                "sdpa.attention: no gradient of args; detach them");
     if (i > at_softcap && !x.toTensor().requires_grad()) continue;
     tensors.push_back(x.toTensor());
     requires_grad = requires_grad || tensors.back().requires_grad();

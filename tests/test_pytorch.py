@@ -158,7 +158,7 @@ def test_numbers_that_python_and_cpp_share(monkeypatch):
     assert names == [argument.name for argument in sdpa.BLOCK_MASK._schema.arguments]
     assert {name: int(place) for name, place in places.items()} == {
         **{name: names.index(name) for name in ("causal", "softcap", "sinks", "page_table", "bias", "q_lengths", "score_mod",
-                                               "mask_mod", "i1")}, "arguments": len(names)}
+                                               "mask_mod", "x0", "i1")}, "arguments": len(names)}
     assert names[:5] + names[12:] == ("q k v causal left sinks k_lengths q_starts k_starts page_table most_keys bias bias_keys "
                                       "q_lengths batch_invariant bf16_out score_mod mask_mod x0 x1 x2 x3 i0 i1 block_mask made_for").split()
     # Each argument of the callback is what C++ hands over under that name.
@@ -979,8 +979,12 @@ def test_autograd_on_stand_ins(on_cpu):
             out.sum().backward()
     with pytest.raises(NotImplementedError, match="no backward for e4m3, softcap, sinks"):  # of a sink alone
         by_operator(*(x.detach() for x in (q, k, v)), sinks=torch.zeros(4, requires_grad=True))[0].sum().backward()
-    with pytest.raises(NotImplementedError, match="no backward for .*, score_mod, mask_mod$"):  # of an array alone
-        by_operator(*(x.detach() for x in (q, k, v)), score_mod="s + x3[k]", x3=torch.zeros(9, requires_grad=True))[0].sum().backward()
+    learned = dict(score_mod="s + x3[k]", x3=torch.zeros(9, requires_grad=True))
+    for run in by_operator, torch.compile(by_operator, backend="aot_eager", fullgraph=True):
+        with pytest.raises(RuntimeError, match="sdpa.attention: no gradient of args; detach them"):
+            run(*(x.detach() for x in (q, k, v)), **learned)
+    with torch.no_grad():
+        by_operator(q, k, v, **learned)
 
 
 # ---- packed sequences and 8 bits: PyTorch's operators, with stand-ins for ours ----
@@ -1629,6 +1633,30 @@ def test_what_modifications_refuse(launches):
 
 
 @needs_no_gpu
+def test_modifications_are_compiled(launches):
+    """Arrays and a kept map are inputs of a graph, whose contents may change; the operator keeps PyTorch's rules for operators."""
+    tensors = drawn(1, 2, 5, 64), drawn(1, 1, 9, 64), drawn(1, 1, 9, 64, seed=1)
+    documents, tiles = int32(*[0] * 4, *[1] * 5), torch.ones(1 * 2 * 5, dtype=torch.uint8)
+    mods, rest = ["s - x0[h] * real(q + Sk - Sq - k)", "i0[q] == i0[k]"], (0, -1, -1, 0, None, 0.0, *[None] * 8, 0, None, 0, None, False, False)
+    made_for = sdpa.block_mask(*tensors, score_mod=mods[0], mask_mod=mods[1], args=[torch.ones(2), documents]).made_for
+
+    def run(q, k, v, slopes, documents, tiles):
+        return sdpa.OPERATOR(q, k, v, *rest, *mods, slopes, None, None, None, documents, None, tiles, made_for)
+    compiled, outs = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=False), []
+    for slopes in torch.tensor([0.5, 0.25]), torch.tensor([0.0, 1.0]):
+        launches.clear()
+        outs += [compiled(*tensors, slopes, documents, tiles)[0], run(*tensors, slopes, documents, tiles)[0]]
+        assert [call.bias_map for call in launches] == [stand_in.bits(tiles)] * 2
+        bias = -slopes[:, None, None] * (torch.arange(5)[:, None] + 4 - torch.arange(9))
+        assert rel_rms(outs[-1], reference(*tensors, documents[:5, None] == documents, bias=bias)[0]) <= LIMITS[torch.half]
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[2], outs[3]) and not torch.equal(outs[0], outs[2])
+    tensors[0].requires_grad_()
+    torch.library.opcheck(sdpa.OPERATOR, (*(x.detach() for x in tensors), *rest, *mods, slopes, None, None, None, documents, None, tiles, made_for), test_utils=OPCHECKS)
+    with pytest.raises(NotImplementedError, match="^sdpa.attention: no backward for .* score_mod, mask_mod$"):
+        compiled(*tensors, slopes, documents, tiles)[0].sum().backward()
+
+
+@needs_no_gpu
 def test_block_mask(launches):
     """It is made of what the call reads, taken by the same call and by calls that differ in what it does not depend on, and refused
     with a sentence by each other one."""
@@ -2035,6 +2063,88 @@ def test_bias(dtype, D, softcap):
             sdpa.attention(q, k, v, **options, **more)
     with pytest.raises(RuntimeError, match="e4m3 has no bias"):
         sdpa.attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)), bias=bias)
+
+
+ALIBI, DOCUMENTS = "s - x0[h] * real(q + Sk - Sq - k)", "i0[q] == i0[k]"
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype, D", [(torch.half, 64), (torch.bfloat16, 128), (E4M3, 128)], ids=str)
+def test_modifications(dtype, D):
+    """ALiBi, documents and both against double: grouped heads, causal masks and windows, one query, lengths, packed rows and pages."""
+    slopes = 2.0 ** -torch.arange(1, 9, device="cuda")
+
+    def bias(Sq, Sk):
+        return -slopes[:, None, None] * (torch.arange(Sq, device="cuda")[:, None] + Sk - Sq - torch.arange(Sk, device="cuda"))
+    for Sq, Sk, causal, window in ((200, 333, None, (None, None)), (333, 333, "br", (None, None)), (200, 333, "br", (64, 0)), (1, 5000, None, (None, None))):
+        q, k, v, factors = case_tensors(dtype, 2, 8, 2, Sq, Sk, D, causal, window)
+        wide = [x.double() * factors[name].expand(2, x.shape[1])[..., None, None] if factors else x
+                for x, name in ((q, "q_descale"), (k, "k_descale"), (v, "v_descale"))]
+        documents = (torch.arange(max(Sq, Sk), device="cuda") // 70 % 3).int()
+        seen = visible(Sq, Sk, causal, window)
+        of_documents = documents[:Sq, None] == documents[:Sk]
+        options = dict(causal=causal, window=window, **factors)
+        for mods, own_bias, own_seen in ((dict(score_mod=ALIBI, args=[slopes]), bias(Sq, Sk), seen),
+                                         (dict(mask_mod=DOCUMENTS, args=[documents]), None, seen & of_documents),
+                                         (dict(score_mod=ALIBI, mask_mod=DOCUMENTS, args=[slopes, documents]), bias(Sq, Sk), seen & of_documents)):
+            want, want_lse = reference(*wide, own_seen, bias=own_bias)
+            kept = sdpa.block_mask(q, k, v, **options, **mods) if "mask_mod" in mods else None
+            for block_mask in (None, kept)[:1 + (kept is not None)]:
+                out, lse = sdpa.attention(q, k, v, **options, **mods, block_mask=block_mask, return_lse=True)
+                finite = torch.isfinite(want_lse)
+                assert rel_rms(out, want) <= LIMITS[dtype] and torch.equal(torch.isfinite(lse), finite), (Sq, Sk, mods.keys(), block_mask is None)
+                assert (lse - want_lse)[finite].abs().max() <= (1e-2 if dtype != E4M3 else 0.1)
+    if dtype == E4M3:
+        return
+    q, k, v, _ = case_tensors(dtype, 2, 8, 2, 100, 300, D, None, None)
+    lengths, starts = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([300, 177], [0, 100, 200]))
+    paged, table = in_pages((k, v), 16)
+    rows = q.transpose(0, 1).flatten(1, 2)[None]
+    for more, tensors in (({}, (q, k, v)), ({"page_table": table}, (q, *paged)), ({"q_starts": starts, "page_table": table}, (rows, *paged))):
+        out = sdpa.attention(*tensors, causal="br", k_lengths=lengths, score_mod=ALIBI, args=[slopes], **more)
+        out = out[0].unflatten(1, (2, 100)).transpose(0, 1) if "q_starts" in more else out
+        for b, n in enumerate(lengths.tolist()):
+            want = reference(q[b:b + 1], k[b:b + 1, :, :n], v[b:b + 1, :, :n], visible(100, n, "br", (None, None)), bias=bias(100, n))[0]
+            assert rel_rms(out[b:b + 1], want) <= LIMITS[dtype], list(more)
+
+
+@needs_gpu
+def test_modifications_in_graphs():
+    """CUDA graphs and compiled graphs read what arrays hold when they run; a kept map with more keys than a launch maps by itself."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, H, 4096, 128, device="cuda", dtype=torch.bfloat16) for H in (8, 2, 2))
+    slopes, documents = torch.zeros(8, device="cuda"), (torch.arange(4096, device="cuda") // 512).int()
+    mods = dict(score_mod=ALIBI, mask_mod=DOCUMENTS, args=[slopes, documents], causal="br")
+
+    def want():
+        distance = torch.arange(4096, device="cuda")[:, None] - torch.arange(4096, device="cuda")
+        return reference(q, k, v, (distance >= 0) & (documents[:, None] == documents), bias=-slopes[:, None, None] * distance)[0]
+    kept = sdpa.block_mask(q, k, v, **mods)
+    assert kept.tiles.numel() > 0 or torch.cuda.get_device_capability() != (9, 0)
+    run = lambda q, k, v, block_mask=None: sdpa.attention(q, k, v, **mods, block_mask=block_mask)  # noqa: E731
+    assert rel_rms(run(q, k, v), want()) <= LIMITS[q.dtype]  # builds
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        in_graph = [run(q, k, v, block_mask) for block_mask in (None, kept)]
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = [torch.compile(run, fullgraph=True), torch.compile(lambda *x: run(*x) * 1, mode="reduce-overhead")]
+    for value in 0.5, 0.01:
+        slopes.fill_(value)
+        graph.replay()
+        outs = [*in_graph, run(q, k, v, kept)]
+        for one in compiled:
+            outs += [one(q, k, v, block_mask).clone() for block_mask in (None, kept) for _ in range(3)]
+        for n, out in enumerate(outs):
+            assert rel_rms(out, want()) <= LIMITS[q.dtype], n
+    with pytest.raises(RuntimeError, match="block_mask was made for Sq=4096, and this call has Sq=100$"):
+        run(q[:, :, :100], k, v, kept)
+    with pytest.raises(RuntimeError, match="^sdpa.attention: block_mask is not on cuda:0$"):
+        run(q, k, v, kept._replace(tiles=kept.tiles.cpu()))
+    with pytest.raises(NotImplementedError, match="no backward for .* score_mod, mask_mod$"):
+        run(q.detach().requires_grad_(), k, v).sum().backward()
+    with pytest.raises(RuntimeError, match="nvcc could not build .*-SCORE_MOD-sm_.*: error"):
+        sdpa.attention(q, k, v, score_mod="s % 2")
 
 
 @needs_gpu
