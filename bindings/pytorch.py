@@ -349,6 +349,11 @@ def fake(q, k, v, *rest):
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
+@torch.library.register_fake("sdpa::block_mask")
+def fake_block_mask(q, *_):
+    return q.new_empty(0, dtype=torch.uint8), ""  # the build knows its size
+
+
 @torch.library.register_fake("sdpa::attention_backward")
 def fake_backward(grad, q, k, v, *_):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -503,7 +508,9 @@ def block_mask(q, k, v, **options):
     """Which tiles of scores mask_mod or a bias hides, for attention(q, k, v, **options, block_mask=...), whose options are the
     same: without it every call finds that out, or computes hidden tiles if the mask names h. It holds the contents of args
     and of the bias as they are now. attention() refuses it if its expressions, sizes, options or GPU are others. It does
-    not depend on what q, k and v hold, on scale or on sinks."""
+    not depend on what q, k and v hold, on scale or on the values of sinks. torch.compile leaves this function to Python."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError("sdpa.block_mask: it cannot be compiled; call it before, and pass what it returns")
     return attention(q, k, v, **options, block_mask=NEW_BLOCK_MASK)
 
 
