@@ -5,4 +5,4 @@ import os
 
 __path__ = [os.path.join(os.path.dirname(os.path.abspath(__file__)), "bindings")]
 
-from .pytorch import Unavailable, activate, attention, why_not  # noqa: E402, F401
+from .pytorch import Unavailable, activate, attention, block_mask, why_not  # noqa: E402, F401

@@ -8,6 +8,7 @@ build fills $SDPA_CACHE (or ~/.cache/sdpa) with every build of these words, with
   plain softcap sinks lengths pages bias mask bf16_out kv8, or several as in sinks+lengths: options of attention()
                        (plain, if none is named; mask: a bias of bools; bf16_out: O of e4m3; kv8: k and v are e4m3,
                        beside a q of 16 bits)
+  score_mod=TEXT mask_mod=TEXT    these arguments of attention(), for all builds
 and with what is between PyTorch and the kernels and what appends to caches. A program that finds all it needs there
 does without nvcc.
 path prints what PYTHONPATH needs so that `import flash_attn_interface` finds sdpa's, and transformers finds a
@@ -28,8 +29,15 @@ def builds_of(words):
     """The arguments of built() for each build of the words; a build that no line has is said and left out."""
     kinds = {"a GPU, as in sm_90a": [], "a type, as in bf16": [], "a D, as in 128": [], "options": []}
     gpus, types, sizes, options = kinds.values()
+    expressions = {}
     for word in words:
-        if gpu := re.fullmatch(r"sm_(\d+)(\d)a?", word):
+        name, equals, text = word.partition("=")
+        if equals and name in sdpa.NUMBERS_AND_ARRAYS:
+            try:
+                expressions[name] = sdpa.parsed(name, text)[0]
+            except ValueError as why:
+                raise SystemExit(str(why)) from None
+        elif gpu := re.fullmatch(r"sm_(\d+)(\d)a?", word):
             gpus.append((int(gpu[1]), int(gpu[2])))
         elif word in TYPES:
             types.append(getattr(sdpa.torch, TYPES[word]))
@@ -52,7 +60,9 @@ def builds_of(words):
                 raise sdpa.Unavailable("a build has a bias or a mask, as a call has")
             if named & {"bias", "mask"} and ("kv8" in named or dtype == sdpa.torch.float8_e4m3fn):
                 raise sdpa.Unavailable("a bias goes with k and v of 16 bits alone")
-            builds.append(sdpa.build_of(*sdpa.line_with(gpu, dtype, D, Dv, features)))
+            if expressions and named & {"softcap", "bias", "mask"}:
+                raise sdpa.Unavailable("a soft cap or a bias beside score_mod and mask_mod is a part of the expression")
+            builds.append(sdpa.build_of(*sdpa.line_with(gpu, dtype, D, Dv, features, **expressions)))
         except sdpa.Unavailable as why:
             print(f"sdpa: left out: {why}", file=sys.stderr)
     if len(builds) == len(gpus):

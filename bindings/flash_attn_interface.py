@@ -2,7 +2,8 @@
 module of this name, so that code written for it runs as it is. docs/USING.md says how callers find this one.
 
 Tensors are [B,S,H,D], with cu_seqlens [rows,H,D]; LSE is [B,H,S], with cu_seqlens_q [H,rows]. O lies as q does and has
-its type, of e4m3 bfloat16. Masks and windows count from the last key. learnable_sink [Hq] is FlashAttention-4's. Hints
+its type, of e4m3 bfloat16. Masks and windows count from the last key. learnable_sink [Hq] is FlashAttention-4's, and
+alibi_slopes, float32 of [Hq] or [B,Hq], FlashAttention-2's: they add -slope * |i + Sk - Sq - j| to a logit. Hints
 change nothing: num_splits, pack_gqa, sm_margin, scheduler_metadata, max_seqlen_q. What the kernels cannot do raises a
 sentence that names the argument."""
 import torch
@@ -17,7 +18,7 @@ MOST_KEYS = 10**9  # that sdpa's kernels take; a window of more is none
 UNKNOWN = {
     **dict.fromkeys(("rotary_cos", "rotary_sin"), "rotate q and k before the call"),
     **dict.fromkeys(("cache_leftpad", "leftpad_k"), "pass caches that begin with their first key"),
-    **dict.fromkeys(("qv", "alibi_slopes"), "leave it out"), "dropout_p": "pass 0",
+    "qv": "leave it out", "dropout_p": "pass 0",
     "attention_chunk": "make each chunk a sequence of flash_attn_varlen_func"}
 
 
@@ -45,7 +46,21 @@ def check_integers(function, **tensors):
             raise ValueError(f"{function}: {name} is of {x.dtype}; want int32 or another integer type")
 
 
-def attend(function, q, k, v, scale, causal, window_size, softcap, q_descale, k_descale, v_descale, sinks,
+def alibi(function, slopes, heads, sequences, causal, softcap):
+    """The arguments of attention() for alibi_slopes. softcap, which is a part of the expression then, comes first."""
+    if not isinstance(slopes, torch.Tensor):
+        raise ValueError(f"{function}: alibi_slopes is a {type(slopes).__name__}, not a tensor")
+    if slopes.dtype != torch.float32 or tuple(slopes.shape) not in ((heads,), (sequences, heads)):
+        what = f"{slopes.dtype} {list(slopes.shape)}"
+        raise ValueError(f"{function}: alibi_slopes is {what}; want float32 [{heads}] or [{sequences},{heads}]")
+    slope = "x0[h]" if slopes.dim() == 1 else f"x0[b * {heads} + h]"
+    # The causal mask hides the keys whose distance is negative. A multiple of the distance is cheaper than its abs().
+    distance = "real(q + Sk - Sq - k)" if causal else "real(abs(q + Sk - Sq - k))"
+    score = f"{softcap:.9g} * tanh_approx(s / {softcap:.9g})" if softcap else "s"
+    return dict(score_mod=f"{score} - {slope} * {distance}", args=[slopes.contiguous()])
+
+
+def attend(function, q, k, v, scale, causal, window_size, softcap, q_descale, k_descale, v_descale, sinks, slopes,
            q_starts=None, k_starts=None, k_lengths=None, page_table=None, most_keys=0, q_lengths=None):
     """O and LSE of attention(), in FlashAttention's shapes."""
     left, right = (None if keys is None or keys < 0 else min(int(keys), MOST_KEYS) for keys in window_size)
@@ -59,8 +74,12 @@ def attend(function, q, k, v, scale, causal, window_size, softcap, q_descale, k_
     for x, starts in ((q, q_starts), (k, k_starts), (v, k_starts)):
         x = x if x.stride(-1) == 1 else x.contiguous()
         tensors.append((x if starts is None else x[None]).transpose(1, 2))
+    mods = dict(softcap=softcap)
+    if slopes is not None:
+        sequences = q.shape[0] if q_starts is None else q_starts.shape[0] - 1
+        mods = alibi(function, slopes, q.shape[-2], sequences, causal == "br", softcap)
     out, lse = sdpa.attention(
-        *tensors, causal=causal or None, window=window, scale=scale, softcap=softcap, sinks=sinks, return_lse=True,
+        *tensors, causal=causal or None, window=window, scale=scale, sinks=sinks, return_lse=True, **mods,
         q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         most_keys=most_keys if numbers else 0, **numbers,
         out_dtype=torch.bfloat16 if q.dtype == torch.float8_e4m3fn else None)
@@ -72,7 +91,8 @@ def attend(function, q, k, v, scale, causal, window_size, softcap, q_descale, k_
 
 def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
                     window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None,
-                    deterministic=False, sm_margin=0, return_attn_probs=False, *, learnable_sink=None, **others):
+                    deterministic=False, sm_margin=0, return_attn_probs=False, *, learnable_sink=None, alibi_slopes=None,
+                    **others):
     """O [B,Sq,Hq,Dv] of q [B,Sq,Hq,D], k [B,Sk,Hkv,D] and v [B,Sk,Hkv,Dv], and with return_attn_probs its LSE. It has
     the backward of attention()."""
     refuse("flash_attn_func", qv=qv, attention_chunk=attention_chunk, **others)
@@ -81,7 +101,7 @@ def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descal
         raise ValueError("flash_attn_func: deterministic is of the backward, which is PyTorch's; call "
                          "torch.use_deterministic_algorithms(True)")
     out, lse = attend("flash_attn_func", q, k, v, softmax_scale, causal, window_size, softcap, q_descale, k_descale,
-                      v_descale, learnable_sink)
+                      v_descale, learnable_sink, alibi_slopes)
     return (out, lse) if return_attn_probs else out
 
 
@@ -104,7 +124,7 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
                            seqused_k=None, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None,
                            v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1,
                            pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False, *, page_table=None,
-                           learnable_sink=None, **others):
+                           learnable_sink=None, alibi_slopes=None, **others):
     """flash_attn_func() of sequences behind each other: b has the rows from cu_seqlens[b] to cu_seqlens[b + 1], of them
     the first seqused_q[b], and of its keys the first seqused_k[b]; other rows of O and LSE are not written. If
     cu_seqlens_q or _k is None, q, or k and v, are [B,S,H,D]; with page_table k and v are pages. max_seqlen_k bounds the
@@ -116,7 +136,7 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
         check_pages("flash_attn_varlen_func", k, cu_seqlens_k, "cu_seqlens_k")
     most_keys = 0 if isinstance(max_seqlen_k, torch.Tensor) else max_seqlen_k or 0
     out, lse = attend("flash_attn_varlen_func", q, k, v, softmax_scale, causal, window_size, softcap, q_descale,
-                      k_descale, v_descale, learnable_sink, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table,
+                      k_descale, v_descale, learnable_sink, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table,
                       most_keys, seqused_q)
     return (out, lse) if return_attn_probs else out
 
@@ -132,7 +152,7 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
                             q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
                             window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
                             scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
-                            *, learnable_sink=None, **others):
+                            *, learnable_sink=None, alibi_slopes=None, **others):
     """flash_attn_func() of caches [B,Sk,Hkv,D] whose first cache_seqlens (an int or [B]) keys count, of those of
     cache_batch_idx [B], or of pages [pages,keys,Hkv,D] with page_table [B,N]. k and v [B,new,Hkv,D], or [rows,Hkv,D]
     with cu_seqlens_k_new, are written behind these keys and count as well. With return_softmax_lse also LSE and two
@@ -160,7 +180,7 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
     elif cache_batch_idx is not None:
         k_cache, v_cache = (bits(x).index_select(0, cache_batch_idx).view(x.dtype) for x in (k_cache, v_cache))
     out, lse = attend(name, q, k_cache, v_cache, softmax_scale, causal, window_size, softcap, q_descale, k_descale,
-                      v_descale, learnable_sink, cu_seqlens_q, None, cache_seqlens, page_table)
+                      v_descale, learnable_sink, alibi_slopes, cu_seqlens_q, None, cache_seqlens, page_table)
     if not return_softmax_lse:
         return out
     none = torch.empty(0, device=q.device)

@@ -49,6 +49,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <sstream>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -64,6 +65,8 @@ using OptionalTensor = std::optional<Tensor>;
 struct Line {
   decltype(&sdpa_library_workspace_bytes) workspace_bytes;
   decltype(&sdpa_library_forward) forward;
+  decltype(&sdpa_library_bias_map_bytes) bias_map_bytes;
+  decltype(&sdpa_library_map_bias) map_bias;
   char trouble[512];  // why there is none
 };
 enum Feature {
@@ -76,20 +79,33 @@ enum Feature {
   bf16_out = 64,
   kv_in_8_bits = 128
 };  // of what a problem asks beyond a line's own: builds of their own
-static auto& lines = *new std::map<std::array<int, 5>, Line>;  // by device, dtype, D, D of v, and features
-static std::mutex mutex;                                       // of `lines`
+// The arguments of attention() that modify scores, and a kept map of the tiles that are hidden.
+struct Mods {
+  std::string score{}, mask{};             // expressions; empty: none
+  std::array<OptionalTensor, 6> arrays{};  // x0 to x3, i0, i1
+  OptionalTensor block_mask{};
+  std::string made_for{};  // dependencies_of() the map
+};
+// Device, dtype, D, D of v, features, SCORE_MOD and MASK_MOD.
+using LineKey = std::tuple<std::array<int, 5>, std::string, std::string>;
+static auto& lines = *new std::map<LineKey, Line>;
+static std::mutex mutex;  // of `lines`
 
 // A test's switch: attend() takes tensors on the CPU too, for kernels that run there.
 static bool on_cpu = false;
 
 // pytorch.py's: builds a line if need be, and fills what it is given. Called without the mutex, since it takes the GIL.
-using Load = void (*)(int device, int dtype, int D, int Dv, int features, Line* line);
+using Load = void (*)(int device, int dtype, int D, int Dv, int features, const char* score_mod, const char* mask_mod,
+                      Line* line);
 static Load load;
 
-static const Line& line_for(const Tensor& q, const Tensor& v, int features) {
+static LineKey key_of(const Tensor& q, const Tensor& v, int features, const Mods& mods) {
   if (v.scalar_type() != q.scalar_type()) features |= kv_in_8_bits;
   const int dtype = q.scalar_type() == at::kHalf ? 0 : q.scalar_type() == at::kBFloat16 ? 1 : 2;
-  const std::array<int, 5> key{q.get_device(), dtype, int(q.size(3)), int(v.size(3)), features};
+  return {{q.get_device(), dtype, int(q.size(3)), int(v.size(3)), features}, mods.score, mods.mask};
+}
+
+static const Line& line_for(const LineKey& key) {
   {
     const std::lock_guard<std::mutex> lock(mutex);
     const auto found = lines.find(key);
@@ -97,7 +113,9 @@ static const Line& line_for(const Tensor& q, const Tensor& v, int features) {
   }
   thread_local Line loaded;
   loaded = {};
-  load(key[0], dtype, key[2], key[3], features, &loaded);
+  const auto& [numbers, score_mod, mask_mod] = key;
+  const auto [device, dtype, D, Dv, features] = numbers;
+  load(device, dtype, D, Dv, features, score_mod.c_str(), mask_mod.c_str(), &loaded);
   if (!loaded.forward && !*loaded.trouble) {  // an interrupt: the next call tries again
     strcpy(loaded.trouble, "the line was not built, since it was interrupted");
     return loaded;
@@ -142,9 +160,9 @@ static std::string why_not_scale(std::optional<double> scale) {
   return c10::str("scale=", *scale, " is not from 0 to 10^38");
 }
 
-static std::string why_not_line(const Tensor& q, const Tensor& v, int features) {
+static std::string why_not_line(const Tensor& q, const Tensor& v, int features, const Mods& mods = {}) {
   if (!q.is_cuda() && !on_cpu) return c10::str("a tensor is on ", q.device(), "; sdpa's kernels run on CUDA devices");
-  return line_for(q, v, features).trouble;
+  return line_for(key_of(q, v, features, mods)).trouble;
 }
 
 // Whether all rows start at a multiple of 16 bytes and are contiguous, as the kernels' copies need.
@@ -425,12 +443,9 @@ static int features_of(const SdpaParams& p, const OptionalTensor& bias, bool in_
 // float, with which logits vanish.
 static float scale_of(std::optional<double> scale) { return scale ? std::max(float(*scale), FLT_MIN) : 0; }
 
-// O, LSE = attention(q, k, v), with p's mask, scale and the like, and a bias of bias_of(). Returns why not, in one
-// sentence; empty if it was enqueued. Shapes have been checked. p.B: sequences of packed tensors, else 0. LSE may be
-// undefined. in_bf16: O of e4m3 is, else fp16.
-static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
-                          SdpaParams p, const OptionalTensor& bias, bool in_bf16 = false) {
-  const Line& line = line_for(q, v, features_of(p, bias, in_bf16));
+// Sets the members of the tensors. p.B: the number of sequences if tensors are packed, else 0. LSE may be undefined.
+static void set_tensors(SdpaParams& p, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
+                        const Tensor& lse, const OptionalTensor& bias) {
   if (bias) {
     const auto shared = [&](int dim) { return bias->size(dim) == 1 ? 0 : bias->stride(dim); };
     p.bias = bias->const_data_ptr(), p.bias_strides = {shared(0), shared(1), shared(2)};
@@ -444,6 +459,44 @@ static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, con
   p.q = strides_of(q), p.k = strides_of(k), p.v = strides_of(v), p.o = strides_of(o);
   // Expanded heads are one key head, of which GQA is faster than of so many that happen to be alike.
   if (p.k.head == 0 && p.v.head == 0 && p.k_descale.head == 0 && p.v_descale.head == 0) p.Hkv = std::min(p.Hkv, 1);
+}
+
+// Everything that a map of hidden tiles depends on, except for the contents of arrays and biases: a line each.
+static std::string dependencies_of(const SdpaParams& p, const LineKey& key) {
+  const auto& [numbers, score_mod, mask_mod] = key;
+  const auto& [device, dtype, D, Dv, features] = numbers;
+  static const char* const types[] = {"float16", "bfloat16", "float8_e4m3fn"};
+  return c10::str("score_mod='", score_mod, "'\nmask_mod='", mask_mod, "'\ndevice=", device, "\ndtype=", types[dtype],
+                  "\noptions=", features, "\nB=", p.B, "\nHq=", p.Hq, "\nHkv=", p.Hkv, "\nSq=", p.Sq, "\nSk=", p.Sk,
+                  "\nD=", D, "\nDv=", Dv, "\ncausal=", p.causal, "\nwindow_left=", p.window_left, "\nwindow_right=",
+                  p.window_right, "\nwindow_alignment=", p.window_alignment, "\nbatch_invariant=", p.batch_invariant,
+                  "\nbias_keys=", p.bias_keys, "\nbias of each batch=", p.bias_strides.batch != 0,
+                  "\nbias of each head=", p.bias_strides.head != 0);
+}
+
+// Sets the kept map, if there is one. Returns the reason for refusing it, or an empty string.
+static std::string set_block_mask(SdpaParams& p, const LineKey& key, const Mods& mods) {
+  if (!mods.block_mask) return "";
+  std::istringstream made_for(mods.made_for), needed(dependencies_of(p, key));
+  for (std::string its, own; std::getline(needed, own);) {
+    if (!std::getline(made_for, its) || its != own) {
+      return c10::str("block_mask was made for ", its, ", and this call has ", own);
+    }
+  }
+  p.bias_map_bytes = size_t(mods.block_mask->numel());
+  p.bias_map = p.bias_map_bytes ? mods.block_mask->mutable_data_ptr() : nullptr;
+  return "";
+}
+
+// Enqueues O, LSE = attention(q, k, v) with the mask, the scale and the other members of p, and with a bias of bias_of().
+// Returns the reason for refusing, or an empty string. Shapes have been checked. in_bf16: O of e4m3 is bf16, else fp16.
+static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
+                          SdpaParams p, const OptionalTensor& bias, bool in_bf16 = false, const Mods& mods = {}) {
+  const LineKey key = key_of(q, v, features_of(p, bias, in_bf16), mods);
+  const Line& line = line_for(key);
+  set_tensors(p, q, k, v, o, lse, bias);
+  const std::string why = set_block_mask(p, key, mods);
+  if (!why.empty()) return why;
   const LaunchStream at(q);
   char text[256];
   const size_t bytes = line.workspace_bytes(&p);
@@ -453,6 +506,23 @@ static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, con
     p.workspace = workspace_for(line, bytes, at.stream, at.captured);
   }
   return line.forward(&p, at.stream, text, sizeof text) ? text : "";
+}
+
+// Enqueues the kernel that makes mods.block_mask for such a launch, and sets mods.made_for. The map is empty if the build
+// has none for these sizes. Returns as launch() does.
+static std::string make_block_mask(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
+                                   SdpaParams p, const OptionalTensor& bias, bool in_bf16, Mods& mods) {
+  const LineKey key = key_of(q, v, features_of(p, bias, in_bf16), mods);
+  const Line& line = line_for(key);
+  set_tensors(p, q, k, v, o, lse, bias);
+  mods.made_for = dependencies_of(p, key);
+  const size_t bytes = o.numel() > 0 ? line.bias_map_bytes(&p) : 0;
+  mods.block_mask = empty({int64_t(bytes)}, at::kByte, q);
+  if (bytes == 0) return "";
+  p.bias_map = mods.block_mask->mutable_data_ptr(), p.bias_map_bytes = bytes;
+  const LaunchStream at(q);
+  char text[256];
+  return line.map_bias(&p, at.stream, text, sizeof text) ? text : "";
 }
 
 // ---- the operators that F.scaled_dot_product_attention chooses from ----
@@ -639,13 +709,31 @@ struct Call {
   int64_t bias_keys;
   const OptionalTensor& q_lengths;
   bool batch_invariant, bf16_out;
+  Mods mods{};
 };
 
-// LSE; O is written into `o`, or into a new tensor if that is undefined.
-static Tensor attend(const Call& call, Tensor& o) {
+// Sets the members of the arrays that SCORE_MOD and MASK_MOD name. The kernel refuses an expression whose arrays are null.
+static void set_arrays(SdpaParams& p, const Mods& mods, const Tensor& q) {
+  const float** const reals[] = {&p.x0, &p.x1, &p.x2, &p.x3};
+  const int** const ints[] = {&p.i0, &p.i1};
+  for (int i = 0; i < 6; i++) {
+    const OptionalTensor& x = mods.arrays[i];
+    if (!x) continue;
+    TORCH_CHECK(x->device() == q.device() && x->is_contiguous() && x->scalar_type() == (i < 4 ? at::kFloat : at::kInt) &&
+                    x->numel() > 0, "sdpa.attention: ", i < 4 ? 'x' : 'i', i % 4, " of args is not a contiguous ",
+                i < 4 ? "float32" : "int32", " tensor with elements on ", q.device());
+    if (i < 4)
+      *reals[i] = x->const_data_ptr<float>();
+    else
+      *ints[i - 4] = x->const_data_ptr<int>();
+  }
+}
+
+// LSE; O is written into `o`, or into a new tensor if that is undefined. makes: instead of a launch, makes its block_mask.
+static Tensor attend(const Call& call, Tensor& o, Mods* makes = nullptr) {
   const auto& [q_any, k_any, v_any, causal, left, right, window_alignment, scale, cap, q_descale, k_descale, v_descale,
                sink, k_lengths, q_starts, k_starts, page_table, most_keys, bias_any, bias_keys, q_lengths,
-               batch_invariant, in_bf16] = call;
+               batch_invariant, in_bf16, mods] = call;
   const auto check = [](const std::string& why) { TORCH_CHECK(why.empty(), "sdpa.attention: ", why); };
   const bool has_lengths = k_lengths || q_lengths || q_starts || k_starts || page_table;
   check(why_not_tensors(q_any, k_any, v_any, true, has_lengths));
@@ -664,11 +752,18 @@ static Tensor attend(const Call& call, Tensor& o) {
   TORCH_CHECK(e4m3 || !in_bf16, "sdpa.attention: O has the type of q, and another one with e4m3 alone");
   TORCH_CHECK(!(v.scalar_type() == at::kFloat8_e4m3fn && bias_any), "sdpa.attention: e4m3 has no bias");
   TORCH_CHECK(bias_any || bias_keys == 0, "sdpa.attention: bias_keys is for a bias");
+  TORCH_CHECK((mods.score.empty() && mods.mask.empty()) || (cap == 0 && !bias_any),
+              "sdpa.attention: softcap and bias are parts of the expression beside score_mod or mask_mod, as in "
+              "score_mod='30 * tanh(s / 30) + x0[k]'");
+  TORCH_CHECK(!mods.block_mask || (mods.block_mask->device() == q.device() && mods.block_mask->is_contiguous() &&
+                                   mods.block_mask->scalar_type() == at::kByte),
+              "sdpa.attention: block_mask is not on ", q.device());
   TORCH_CHECK(!sink || (sink->device() == q.device() && sink->sizes() == q.sizes().slice(1, 1)),
               "sdpa.attention: sinks is not a tensor [Hq] beside q");
   Tensor sinks_kept;
   if (sink) sinks_kept = sink->scalar_type() == at::kFloat ? sink->contiguous() : sink->to(at::kFloat).contiguous();
   SdpaParams p{};
+  set_arrays(p, mods, q);
   int64_t B = q.size(0);
   for (const OptionalTensor* starts : {&q_starts, &k_starts}) {
     if (*starts) B = p.B = int((*starts)->numel() - 1);
@@ -712,7 +807,7 @@ static Tensor attend(const Call& call, Tensor& o) {
     bias = bias_of(*bias_any, q, bias_keys ? bias_keys : most), p.bias_keys = int(bias_keys);
   }
   const bool same_sizes = v.size(3) == q.size(3);
-  check(why_not_line(q, v, features_of(p, bias, in_bf16)));
+  check(why_not_line(q, v, features_of(p, bias, in_bf16), mods));
   Tensor kept[3];
   const int64_t key_batches = page_table || k_starts ? B : k.size(0);  // packed sequences have factors of their own
   p.q_descale = descale("q_descale", q_descale, q, q_starts ? B : q.size(0), k.size(1), kept[0]);
@@ -724,25 +819,41 @@ static Tensor attend(const Call& call, Tensor& o) {
   }
   const Tensor written = fit(o) ? o : empty(o.sizes(), type, q);
   const Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, at::kFloat, q);
-  check(launch(q, k, v, written, lse, p, bias, in_bf16));
+  if (makes) {
+    check(make_block_mask(q, k, v, written, lse, p, bias, in_bf16, *makes));
+    return lse;
+  }
+  check(launch(q, k, v, written, lse, p, bias, in_bf16, mods));
   if (!written.is_same(o)) o.copy_(written);
   return lse;
 }
 
-static std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v, int64_t causal,
-                                            int64_t left, int64_t right, int64_t window_alignment,
-                                            std::optional<double> scale, double cap, const OptionalTensor& q_descale,
-                                            const OptionalTensor& k_descale, const OptionalTensor& v_descale,
-                                            const OptionalTensor& sink, const OptionalTensor& k_lengths,
-                                            const OptionalTensor& q_starts, const OptionalTensor& k_starts,
-                                            const OptionalTensor& page_table, int64_t most_keys,
-                                            const OptionalTensor& bias, int64_t bias_keys,
-                                            const OptionalTensor& q_lengths, bool batch_invariant, bool in_bf16) {
+static std::tuple<Tensor, Tensor> attention(const Call& call) {
   Tensor o;
-  const Tensor lse = attend({q, k, v, causal, left, right, window_alignment, scale, cap, q_descale, k_descale,
-                             v_descale, sink, k_lengths, q_starts, k_starts, page_table, most_keys, bias, bias_keys,
-                             q_lengths, batch_invariant, in_bf16}, o);
+  const Tensor lse = attend(call, o);
   return {o, lse};
+}
+static std::tuple<Tensor, std::string> block_mask(const Call& call) {
+  Tensor o;
+  Mods made{call.mods.score, call.mods.mask};
+  attend(call, o, &made);
+  return {*made.block_mask, made.made_for};
+}
+
+// run() on the arguments of sdpa::attention and sdpa::block_mask.
+template <auto run>
+static auto with_call(const Tensor& q, const Tensor& k, const Tensor& v, int64_t causal, int64_t left, int64_t right,
+                      int64_t window_alignment, std::optional<double> scale, double cap, const OptionalTensor& q_descale,
+                      const OptionalTensor& k_descale, const OptionalTensor& v_descale, const OptionalTensor& sink,
+                      const OptionalTensor& k_lengths, const OptionalTensor& q_starts, const OptionalTensor& k_starts,
+                      const OptionalTensor& page_table, int64_t most_keys, const OptionalTensor& bias, int64_t bias_keys,
+                      const OptionalTensor& q_lengths, bool batch_invariant, bool in_bf16, std::string_view score_mod,
+                      std::string_view mask_mod, const OptionalTensor& x0, const OptionalTensor& x1,
+                      const OptionalTensor& x2, const OptionalTensor& x3, const OptionalTensor& i0,
+                      const OptionalTensor& i1, const OptionalTensor& kept, std::string_view made_for) {
+  return run({q, k, v, causal, left, right, window_alignment, scale, cap, q_descale, k_descale, v_descale, sink, k_lengths,
+              q_starts, k_starts, page_table, most_keys, bias, bias_keys, q_lengths, batch_invariant, in_bf16,
+              {std::string(score_mod), std::string(mask_mod), {x0, x1, x2, x3, i0, i1}, kept, std::string(made_for)}});
 }
 
 // O as PyTorch's cuDNN would have laid it out: as q, with v's D, since its plans are kept by how q lies.
@@ -1151,7 +1262,7 @@ static Tensor append_autograd(c10::DispatchKeySet keys, const Tensor& k_cache, c
 using torch::autograd::variable_list;
 // Places of the operator's arguments.
 constexpr int at_causal = 3, at_softcap = 8, at_sinks = 12, at_page_table = 16, at_bias = 18, at_q_lengths = 20,
-              arguments = 23;
+              at_score_mod = 23, at_mask_mod = 24, at_x0 = 25, at_i1 = 30, arguments = 33;
 
 // What an operator of ours gives, whose numbers may be a graph's symbols.
 static torch::jit::Stack called(const char* name, torch::jit::Stack stack) {
@@ -1169,11 +1280,12 @@ struct Attention : torch::autograd::Function<Attention> {
     bool has_none = argument(at_softcap).toDouble() != 0 || tensors.size() > 3 + size_t(to_bias) ||
                     tensors[2].scalar_type() == at::kFloat8_e4m3fn;
     for (int i = at_sinks; i <= at_page_table; i++) has_none = has_none || !argument(i).isNone();
-    has_none = has_none || !argument(at_q_lengths).isNone();
+    has_none = has_none || !argument(at_q_lengths).isNone() || !argument(at_score_mod).toStringRef().empty() ||
+               !argument(at_mask_mod).toStringRef().empty();
     const bool bias_has_none = to_bias || (bias && (argument(at_causal).toInt() != 0 || is_given(at_causal + 1, 0) ||
                                                     is_given(at_causal + 2, 0) || is_given(at_bias + 1, 1)));
     ctx->saved_data["without"] =
-        has_none ? "no backward for e4m3, softcap, sinks, lengths, starts, pages"
+        has_none ? "no backward for e4m3, softcap, sinks, lengths, starts, pages, score_mod, mask_mod"
         : bias_has_none ? "no gradient of a bias, and no backward for one beside a causal mask, a window or bias_keys"
                         : "";
     static const char* const names[] = {"causal", "left", "right", "window_alignment", "scale"};
@@ -1210,8 +1322,10 @@ struct Attention : torch::autograd::Function<Attention> {
       const double by_default = 1 / std::sqrt(double(q.sym_size(3).guard_int(__FILE__, __LINE__)));
       const Tensor factor = (of_lse * scale.toOptional<double>().value_or(by_default)).unsqueeze(-1);
       const auto scaled = [&](const Tensor& rows) { return (factor * rows).to(rows.scalar_type()); };
+      const std::string empty;
       const Tensor sums = called("sdpa::attention", {q, k, k, causal, left, right, by, scale, 0.0, none, none, none, none,
-                                                     none, none, none, none, 0, bias, 0, none, false, false})[0].toTensor();
+                                                     none, none, none, none, 0, bias, 0, none, false, false, empty, empty,
+                                                     none, none, none, none, none, none, none, empty})[0].toTensor();
       const Tensor d[] = {scaled(sums), of_product(scaled(q), k, sums)[2].toTensor()};
       for (int i = 0; i < 2; i++) out[i] = out[i].defined() ? out[i] + d[i] : d[i];
     }
@@ -1223,10 +1337,13 @@ static void attention_autograd(const c10::OperatorHandle& op, c10::DispatchKeySe
   const size_t first = stack->size() - arguments;
   variable_list tensors;
   bool requires_grad = false;
-  for (int i = 0; i <= at_bias; i++) {
+  for (int i = 0; i <= at_i1; i++) {
     const c10::IValue& x = (*stack)[first + i];
     if (!x.isTensor() || !x.toTensor().defined()) continue;
     TORCH_CHECK_NOT_IMPLEMENTED(!x.toTensor()._fw_grad(0).defined(), "sdpa.attention: no forward-mode derivative");
+    // Refused before the launch: a compiled graph would drop a backward that gives an array no gradient.
+    TORCH_CHECK(i < at_x0 || !x.toTensor().requires_grad() || !at::GradMode::is_enabled(),
+                "sdpa.attention: no gradient of args; detach them");
     if (i > at_softcap && !x.toTensor().requires_grad()) continue;
     tensors.push_back(x.toTensor());
     requires_grad = requires_grad || tensors.back().requires_grad();
@@ -1253,17 +1370,20 @@ static void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 TORCH_LIBRARY_IMPL(sdpa, CUDA, m) {
-  m.impl("attention", attention);
+  m.impl("attention", with_call<attention>);
+  m.impl("block_mask", with_call<block_mask>);
   m.impl("attention_backward", attention_backward);
   m.impl("append", append);
 }
 TORCH_LIBRARY_IMPL(sdpa, Autograd, m) {
   m.impl("attention", torch::CppFunction::makeFromBoxedFunction<&attention_autograd>());
   m.impl("attention_backward", torch::autograd::autogradNotImplementedFallback());
+  m.impl("block_mask", torch::CppFunction::makeFallthrough());
   m.impl("append", append_autograd);
 }
 TORCH_LIBRARY_IMPL(sdpa, AutocastCUDA, m) {
   m.impl("attention", torch::CppFunction::makeFromBoxedFunction<&autocast>());
+  m.impl("block_mask", torch::CppFunction::makeFromBoxedFunction<&autocast>());
   m.impl("why_not", torch::CppFunction::makeFromBoxedFunction<&autocast>());
 }
 TORCH_LIBRARY_IMPL(sdpa, CompositeExplicitAutograd, m) {
@@ -1305,7 +1425,8 @@ void sdpa_torch_activate_on_cpu(bool on) {
   library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
   put_behind(*library);
   own = std::make_unique<torch::Library>(torch::Library::IMPL, "sdpa", key, __FILE__, __LINE__);
-  own->impl("attention", attention);
+  own->impl("attention", with_call<attention>);
+  own->impl("block_mask", with_call<block_mask>);
   own->impl("attention_backward", attention_backward);
   own->impl("append", append);
 }

@@ -4,8 +4,10 @@
     import pytorch as sdpa
     sdpa.activate()                                # F.scaled_dot_product_attention and varlen_attn run them where they fit
     sdpa.attention(q, k, v, causal="br", window=(1024, 0))  # what that function cannot say
+    sdpa.attention(q, k, v, score_mod="s - x0[h] * real(q + Sk - Sq - k)", args=[slopes])  # any score
 
 Kernels are lines of configs.txt, built by nvcc when first needed (20 to 60 s each) and kept in $SDPA_CACHE (or ~/.cache/sdpa)."""
+import collections
 import contextlib
 import ctypes
 import fcntl
@@ -28,6 +30,86 @@ DTYPES = {torch.float16: "", torch.bfloat16: "_bf16", torch.float8_e4m3fn: "_e4m
 FEATURES = ("USE_SOFTCAP", "USE_SINKS", "USE_LENGTHS", "USE_PAGES", "USE_BIAS=1", "USE_BIAS=2",
             "OUT_DTYPE=BF16", "KV_DTYPE=FP8_E4M3")  # by the bits of pytorch.cpp's Feature
 MASKS = {None: 0, False: 0, "off": 0, True: 1, "br": 1, "tl": 2}
+
+
+# ---- expressions of scores ----
+
+# Arguments of attention() that nvcc compiles into the kernels: the knob, the numbers and the arrays that it may name.
+NUMBERS_AND_ARRAYS = {"score_mod": ("SCORE_MOD", "s b h q k Sq Sk".split(), "x0 x1 x2 x3".split()),
+                      "mask_mod": ("MASK_MOD", "b h q k Sq Sk".split(), "x0 x1 x2 x3 i0 i1".split())}
+EXPRESSIONS = tuple(knob for knob, _, _ in NUMBERS_AND_ARRAYS.values())
+ARRAYS = NUMBERS_AND_ARRAYS["mask_mod"][2]
+# Functions with their numbers of arguments.
+FUNCTIONS = dict.fromkeys("real int exp exp2 log log2 sqrt tanh tanh_approx sin cos abs floor".split(), 1) | \
+    dict.fromkeys("min max pow".split(), 2)
+UNARY, BINARY = "+ - ! ~".split(), "+ - * / % < > <= >= == != && || & | ^ << >>".split()
+# The words, numbers and operators of C++ as its compilers cut them, the longest first.
+TOKEN = re.compile(r"(?P<name>[A-Za-z_]\w*)|(?P<number>\.?\d(?:[eEpP][+-]|[\w.])*)|"
+                   r"\+\+|--|->|::|<<=|>>=|[-+*/%&|^=!<>]=|<<|>>|&&|\|\||.", re.ASCII | re.DOTALL)
+NUMBER = re.compile(r"0|[1-9]\d*|(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?f?|\d+[eE][+-]?\d+f?", re.ASCII)
+MOST_CHARACTERS = 1000
+
+
+@functools.lru_cache(1024)
+def parsed(argument, text):
+    """The expression as nvcc is given it, and the names of its arrays. Raises for all but the numbers, arrays, functions and
+    operators above in the order of an expression, so that text cannot become a statement, a directive or an option."""
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"sdpa.attention: {argument} has {len(text)} characters, more than {MOST_CHARACTERS}")
+    _, numbers, arrays = NUMBERS_AND_ARRAYS[argument]
+    tokens, named = [], set()
+    opened = []  # a bracket each: what closes it, and the number of its arguments that are to come
+    expected = "operand"  # or "operator", or the bracket behind the name of an array or a function
+    for match in TOKEN.finditer(text):
+        token, top = match[0], opened[-1] if opened else ("", 0)
+        if token == " ":
+            continue
+        tokens.append(token)
+        if expected == "operand" and (token in numbers or match["number"] and NUMBER.fullmatch(token)):
+            expected = "operator"
+        elif expected == "operand" and token in arrays:
+            expected, count = "[", 1
+            named.add(token)
+        elif expected == "operand" and token in FUNCTIONS:
+            expected, count = "(", FUNCTIONS[token]
+        elif expected == "operand" and token == "(":
+            opened.append((")", 1))
+        elif expected == "operand" and token in UNARY:
+            pass
+        elif expected == "operator" and token in BINARY:
+            expected = "operand"
+        elif expected == "operator" and token == "?":
+            expected = "operand"
+            opened.append((":", 1))
+        elif expected == "operator" and token == top[0] and top[1] == 1:
+            expected = "operand" if token == ":" else "operator"
+            opened.pop()
+        elif expected == "operator" and token == "," and top[1] > 1:
+            expected = "operand"
+            opened[-1] = (top[0], top[1] - 1)
+        elif token == expected and token in "([":
+            expected = "operand"
+            opened.append((")" if token == "(" else "]", count))
+        else:
+            raise ValueError(f"sdpa.attention: {argument}: {token!r} at character {match.start() + 1} is not allowed there; "
+                             "docs/USING.md lists the names, functions and operators of expressions")
+    if expected != "operator" or opened:
+        missing = repr(opened[-1][0]) if expected == "operator" else f"an {expected}" if expected == "operand" else repr(expected)
+        raise ValueError(f"sdpa.attention: {argument} ends where {missing} is missing")
+    return " ".join(tokens), frozenset(named)
+
+
+def check_expressions(score_mod, mask_mod, given):
+    """Raises if an expression is not allowed, or if the arrays that they name are not those that are given."""
+    named = set()
+    for argument, text in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if text:
+            named |= parsed(argument, text)[1]
+    for name in sorted(named - set(given)):
+        raise ValueError(f"sdpa.attention: args has no {name}; its float32 tensors are x0, x1, ... and its int32 tensors i0, i1, "
+                         "in their order")
+    for name in sorted(set(given) - named):
+        raise ValueError(f"sdpa.attention: args has {name}, which neither score_mod nor mask_mod names")
 
 
 # ---- building ----
@@ -123,8 +205,10 @@ def arch_of(capability):
 def build_of(name, capability, *features):
     """The arguments of built() for a line with these knobs besides, 1 if they have no value."""
     arch = arch_of(capability)
-    knobs = [f"-D{knob}={value}" for knob, value in {**knobs_of(name), **dict((f + "=1").split("=")[:2] for f in features)}.items()]
-    return ("-".join((name, *features, f"sm_{arch}")), ("bindings/library.cu", "sdpa.cu", "bindings/sdpa.h"),
+    own = {knob: value or "1" for knob, _, value in (feature.partition("=") for feature in features)}
+    knobs = [f"-D{knob}={value}".replace(",", "\\,") for knob, value in {**knobs_of(name), **own}.items()]  # nvcc splits at commas
+    words = [feature.partition("=")[0] if feature.startswith(EXPRESSIONS) else feature for feature in features]
+    return ("-".join((name, *words, f"sm_{arch}")), ("bindings/library.cu", "sdpa.cu", "bindings/sdpa.h"),
             "-std=c++17", "-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xcompiler=-fPIC,-fno-gnu-unique",
             *knobs)
 
@@ -135,8 +219,9 @@ def library_of(name, capability, *features):
     return ctypes.CDLL(built(*build_of(name, capability, *features)))
 
 
-def line_with(capability, dtype, D, Dv, features):
-    """The arguments of library_of() for a problem: its line, and the knobs of its sizes and features."""
+def line_with(capability, dtype, D, Dv, features, score_mod="", mask_mod=""):
+    """The arguments of library_of() for a problem: its line, and the knobs of its sizes, features and expressions. Every
+    expression passes here on its way to nvcc, and is refused if it is not allowed."""
     if features >> FEATURES.index("OUT_DTYPE=BF16") & 1 and dtype != torch.float8_e4m3fn:
         raise Unavailable("O has the type of q, and another one with e4m3 alone")
     if features >> FEATURES.index("KV_DTYPE=FP8_E4M3") & 1:
@@ -155,12 +240,18 @@ def line_with(capability, dtype, D, Dv, features):
         knobs = [f"HEAD_DIM={D}"] * (D not in (64, 128, 256))
     knobs += [f"HEAD_DIM_V={Dv}"] * (Dv != D)
     knobs += [knob for bit, knob in enumerate(FEATURES) if features >> bit & 1]
+    for argument, text in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if text:
+            knobs.append(f"{NUMBERS_AND_ARRAYS[argument][0]}={parsed(argument, text)[0]}")
     return line, capability, *knobs
+
+
+LINE_FUNCTIONS = ("workspace_bytes", "forward", "bias_map_bytes", "map_bias")
 
 
 class Line(ctypes.Structure):
     """pytorch.cpp's Line."""
-    _fields_ = [("workspace_bytes", ctypes.c_void_p), ("forward", ctypes.c_void_p), ("trouble", ctypes.c_char * 512)]
+    _fields_ = [*((name, ctypes.c_void_p) for name in LINE_FUNCTIONS), ("trouble", ctypes.c_char * 512)]
 
 
 class Appender(ctypes.Structure):
@@ -171,13 +262,16 @@ class Appender(ctypes.Structure):
 BUILDING = threading.Lock()
 
 
-@ctypes.CFUNCTYPE(None, *[ctypes.c_int] * 5, ctypes.POINTER(Line))
-def load_line(device, dtype, D, Dv, features, line):
+LOAD = ctypes.CFUNCTYPE(None, *[ctypes.c_int] * 5, ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(Line))  # pytorch.cpp's Load
+
+
+@LOAD
+def load_line(device, dtype, D, Dv, features, score_mod, mask_mod, line):
     try:
         capability = torch.cuda.get_device_capability(device)
         with BUILDING:
-            library = library_of(*line_with(capability, list(DTYPES)[dtype], D, Dv, features))
-        for name in ("workspace_bytes", "forward"):
+            library = library_of(*line_with(capability, list(DTYPES)[dtype], D, Dv, features, score_mod.decode(), mask_mod.decode()))
+        for name in LINE_FUNCTIONS:
             setattr(line[0], name, ctypes.cast(getattr(library, "sdpa_library_" + name), ctypes.c_void_p).value)
     except Exception as trouble:  # an exception would be lost between here and C++; an interrupt is told there by the empty line
         line[0].trouble = (str(trouble) or type(trouble).__name__).encode()[:511]
@@ -228,17 +322,19 @@ def glue():
 
 LIBRARY = torch.library.Library("sdpa", "DEF")
 TENSORS, MASK = "(Tensor q, Tensor k, Tensor v, ", "int causal, SymInt left, SymInt right, int window_alignment, float? scale"
-LIBRARY.define(f"attention{TENSORS}{MASK}, float softcap, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? sinks, "
-               "Tensor? k_lengths, Tensor? q_starts, Tensor? k_starts, Tensor? page_table, SymInt most_keys, Tensor? bias=None, "
-               "SymInt bias_keys=0, Tensor? q_lengths=None, bool batch_invariant=False, "
-               "bool bf16_out=False) -> (Tensor, Tensor)")
+CALL = (f"{TENSORS}{MASK}, float softcap, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? sinks, "
+        "Tensor? k_lengths, Tensor? q_starts, Tensor? k_starts, Tensor? page_table, SymInt most_keys, Tensor? bias=None, "
+        "SymInt bias_keys=0, Tensor? q_lengths=None, bool batch_invariant=False, bool bf16_out=False, str score_mod='', "
+        f"str mask_mod='', {', '.join(f'Tensor? {name}=None' for name in ARRAYS)}, Tensor? block_mask=None, str made_for='')")
+LIBRARY.define(f"attention{CALL} -> (Tensor, Tensor)")
+LIBRARY.define(f"block_mask{CALL} -> (Tensor, str)")
 LIBRARY.define(f"attention_backward(Tensor grad, {TENSORS[1:]}Tensor o, Tensor lse, {MASK}, Tensor? bias=None, str without='') -> "
                "(Tensor, Tensor, Tensor)")
 LIBRARY.define("append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor lengths, Tensor? page_table, "
                "Tensor? caches, Tensor? starts) -> Tensor")  # of flash_attn_interface.py
 LIBRARY.define(f"why_not{TENSORS}Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, bool enable_gqa) -> str")
 LIBRARY.define("bias_of(Tensor bias, Tensor q, int keys, bool for_cudnn) -> Tensor")  # what the kernels, or cuDNN's, are given
-OPERATOR = torch.ops.sdpa.attention.default
+OPERATOR, BLOCK_MASK = torch.ops.sdpa.attention.default, torch.ops.sdpa.block_mask.default
 
 
 @torch.library.register_fake("sdpa::attention")
@@ -246,10 +342,16 @@ def fake(q, k, v, *rest):
     for x in (q, k, v):
         if x.dim() != 4:
             raise ValueError(f"sdpa.attention: a tensor has {x.dim()} dimensions, not [B,H,S,D]")
-    bf16_out = dict(zip((argument.name for argument in OPERATOR._schema.arguments[3:]), rest)).get("bf16_out")
-    dtype = torch.bfloat16 if bf16_out else torch.float16 if q.dtype == torch.float8_e4m3fn else q.dtype
+    given = dict(zip((argument.name for argument in OPERATOR._schema.arguments[3:]), rest))
+    check_expressions(given.get("score_mod"), given.get("mask_mod"), [name for name in ARRAYS if given.get(name) is not None])
+    dtype = torch.bfloat16 if given.get("bf16_out") else torch.float16 if q.dtype == torch.float8_e4m3fn else q.dtype
     out = torch.empty_like(q, dtype=dtype) if v.shape[3] == q.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]), dtype=dtype)
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.register_fake("sdpa::block_mask")
+def fake_block_mask(q, *_):
+    return q.new_empty(0, dtype=torch.uint8), ""  # the build knows its size
 
 
 @torch.library.register_fake("sdpa::attention_backward")
@@ -289,14 +391,15 @@ def build_ahead(operator, arguments):
     with contextlib.suppress(Exception):
         q, v = given["q"], given["v"]
         built(*build_of(*line_with(torch.cuda.get_device_capability(q.device), q.dtype, q.shape[3], v.shape[3],
-                                   sum(bit << i for i, bit in enumerate(features)))))
+                                   sum(bit << i for i, bit in enumerate(features)), given.get("score_mod", ""),
+                                   given.get("mask_mod", ""))))
 
 
 def first_call(operator):
     """The operator until pytorch.cpp is there, which a trace or a compiled graph may be the first to need. Its line is
     built meanwhile."""
     def load(*arguments):
-        if operator is OPERATOR:
+        if operator in (OPERATOR, BLOCK_MASK):
             threading.Thread(target=build_ahead, args=(operator, arguments), daemon=True).start()
         glue()
         return operator(*arguments)
@@ -306,13 +409,47 @@ def first_call(operator):
 first_call.library = torch.library.Library("sdpa", "IMPL")
 for key in ("CUDA", "Autograd"):
     first_call.library.impl("attention", first_call(OPERATOR), key)
-for operator in (torch.ops.sdpa.attention_backward.default, torch.ops.sdpa.append.default):
+for operator in (torch.ops.sdpa.attention_backward.default, torch.ops.sdpa.append.default, BLOCK_MASK):
     first_call.library.impl(operator.name(), first_call(operator), "CUDA")
+
+
+BlockMask = collections.namedtuple("BlockMask", "tiles made_for")
+NEW_BLOCK_MASK = object()
+
+
+def modification(q, score_mod, mask_mod, args, block_mask):
+    """The arguments of OPERATOR for those of attention() of the same names."""
+    for name, text in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if not isinstance(text, (str, type(None))):
+            raise TypeError(f"sdpa.attention: {name} is a {type(text).__name__}, not the text of an expression")
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(f"sdpa.attention: args is a {type(args).__name__}, not a list of tensors")
+    arrays = dict.fromkeys(ARRAYS)
+    for n, x in enumerate(args):
+        if not isinstance(x, torch.Tensor) or x.dtype not in (torch.float32, torch.int32):
+            raise TypeError(f"sdpa.attention: args[{n}] is {f'of {x.dtype}' if isinstance(x, torch.Tensor) else f'a {type(x).__name__}'}; "
+                            "want a tensor of float32 (x0 to x3) or of int32 (i0, i1)")
+        if x.device != q.device:
+            raise ValueError(f"sdpa.attention: args[{n}] is on {x.device}, not on {q.device}")
+        free = [name for name in ARRAYS if arrays[name] is None and (name[0] == "i") == (x.dtype == torch.int32)]
+        if not free:
+            raise ValueError("sdpa.attention: args has more than 4 tensors of float32 or more than 2 of int32")
+        arrays[free[0]] = x
+    if not torch.compiler.is_compiling():  # else the fake kernel checks them
+        check_expressions(score_mod, mask_mod, [name for name, x in arrays.items() if x is not None])
+    if block_mask is None or block_mask is NEW_BLOCK_MASK:
+        kept = None, ""
+    elif isinstance(block_mask, BlockMask):
+        kept = block_mask
+    else:
+        raise TypeError(f"sdpa.attention: block_mask is a {type(block_mask).__name__}, not what block_mask() returns")
+    return score_mod or "", mask_mod or "", *arrays.values(), *kept
 
 
 def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_descale=None, v_descale=None,
               return_lse=False, softcap=None, sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0, page_table=None,
-              bias=None, bias_keys=0, q_lengths=None, batch_invariant=False, out_dtype=None):
+              bias=None, bias_keys=0, q_lengths=None, batch_invariant=False, out_dtype=None, score_mod=None, mask_mod=None, args=(),
+              block_mask=None):
     """O = softmax(scale * q @ k.T) @ v, and its LSE [B,Hq,Sq] if asked for.
     q [B,Hq,Sq,D], k and v [B,Hkv,Sk,D]: CUDA tensors of one dtype (float16, bfloat16, float8_e4m3fn), D 8 to 256 by 8
     (e4m3 and GPUs other than sm_90 by 16, from 32 on there; of v and O another if you like), Hq a multiple of Hkv; any
@@ -333,6 +470,10 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
     have none. With q_starts its row is the query's in its sequence, and there must be one for each. batch_invariant:
     the bits of a sequence's O and LSE are the same whatever sequences are in the batch with it, as docs/USING.md has
     it; those of gradients are PyTorch's. Under autocast q, k and v take its type. Raises for what no line takes.
+    score_mod: the logit as an expression of s, the scaled q @ k.T, such as "s - x0[h] * real(q + Sk - Sq - k)"; mask_mod:
+    one that is true where query q sees key k, such as "i0[q] == i0[k]"; docs/USING.md lists their names and functions. Each
+    text is compiled once, so never take it from somebody you do not trust. args: the tensors that they name, contiguous;
+    those of float32 are x0, x1, ... and those of int32 i0, i1. Nothing checks an index. block_mask: of block_mask().
     """
     left = right = -1
     by = None
@@ -352,10 +493,25 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
                         ("page_table", page_table), ("sinks", sinks), ("bias", bias)):
             if x is not None and not isinstance(x, torch.Tensor):
                 raise TypeError(f"sdpa.attention: {name} is a {type(x).__name__}, not a tensor beside q")
-    out, lse = OPERATOR(q, k, v, MASKS[causal], left, right, MASKS[by], scale, softcap or 0.0, q_descale, k_descale, v_descale, sinks,
-                        k_lengths, q_starts, k_starts, page_table, most_keys, bias, bias_keys, q_lengths,
-                        batch_invariant, out_dtype == torch.bfloat16)
+    modifies = score_mod is not None or mask_mod is not None or len(args) > 0 or block_mask is not None
+    more = modification(q, score_mod, mask_mod, args, block_mask) if modifies else ()
+    arguments = (q, k, v, MASKS[causal], left, right, MASKS[by], scale, softcap or 0.0, q_descale, k_descale, v_descale, sinks,
+                 k_lengths, q_starts, k_starts, page_table, most_keys, bias, bias_keys, q_lengths,
+                 batch_invariant, out_dtype == torch.bfloat16, *more)
+    if block_mask is NEW_BLOCK_MASK:
+        return BlockMask(*BLOCK_MASK(*arguments))
+    out, lse = OPERATOR(*arguments)
     return (out, lse) if return_lse else out
+
+
+def block_mask(q, k, v, **options):
+    """Which tiles of scores mask_mod or a bias hides, for attention(q, k, v, **options, block_mask=...), whose options are the
+    same: without it every call finds that out, or computes hidden tiles if the mask names h. It holds the contents of args
+    and of the bias as they are now. attention() refuses it if its expressions, sizes, options or GPU are others. It does
+    not depend on what q, k and v hold, on scale or on the values of sinks. torch.compile leaves this function to Python."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError("sdpa.block_mask: it cannot be compiled; call it before, and pass what it returns")
+    return attention(q, k, v, **options, block_mask=NEW_BLOCK_MASK)
 
 
 # ---- behind F.scaled_dot_product_attention ----

@@ -5,8 +5,12 @@ computes O and LSE in double from what pointers, strides and numbers say, as bin
 import contextlib
 import ctypes
 import functools
+import itertools
 import os
+import re
+import subprocess
 import sys
+import tempfile
 from types import SimpleNamespace
 
 import torch
@@ -73,6 +77,46 @@ def tensors_of(p, dtype, features):
     return found
 
 
+# ---- expressions ----
+
+EXPRESSIONS = r"""
+#include <cmath>
+using std::exp, std::exp2, std::log, std::log2, std::sqrt, std::tanh, std::sin, std::cos, std::abs, std::floor, std::pow;
+using real = double;
+static double tanh_approx(double x) { return tanh(x); }
+template <class X, class Y> static auto min(X x, Y y) { return y < x ? y : x; }
+template <class X, class Y> static auto max(X x, Y y) { return x < y ? y : x; }
+#define ARGUMENTS int b, int h, int q, int k, int Sq, int Sk, const float* x0, const float* x1, const float* x2, const float* x3
+extern "C" double score(double s, ARGUMENTS) { return SCORE_MOD; }
+extern "C" int sees(ARGUMENTS, const int* i0, const int* i1) { return bool(MASK_MOD); }
+"""
+
+
+@functools.cache
+def expressions(score_mod, mask_mod):
+    """score_mod and mask_mod as functions, by a compiler of C++, as a build of sdpa.cu has them."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "expressions.so")
+        subprocess.run([builds.CXX, "-std=c++17", "-shared", "-fPIC", "-w", f"-DSCORE_MOD={score_mod or 's'}", f"-DMASK_MOD={mask_mod or '1'}",
+                        "-x", "c++", "-", "-o", path], input=EXPRESSIONS, text=True, check=True)
+        library = ctypes.CDLL(path)
+    ints, pointers = [ctypes.c_int] * 6, [ctypes.c_void_p] * 4
+    library.score.restype, library.score.argtypes = ctypes.c_double, [ctypes.c_double, *ints, *pointers]
+    library.sees.argtypes = [*ints, *pointers, ctypes.c_void_p, ctypes.c_void_p]
+    return library
+
+
+def modified(S, p, b, mods):
+    """The scores [Hq,Sq,Sk] of sequence b as SCORE_MOD and MASK_MOD have them."""
+    library, arrays = expressions(*mods), [getattr(p, name) for name in sdpa.ARRAYS]
+    out = S.clone()
+    for h, q, k in itertools.product(*map(range, S.shape)):
+        at = b, h, q, k, *S.shape[1:]
+        seen = library.sees(*at, *arrays)
+        out[h, q, k] = library.score(float(S[h, q, k]), *at, *arrays[:4]) if seen else -torch.inf
+    return out
+
+
 # ---- the kernel ----
 
 def visible(Sq, Sk, causal, window, device="cuda"):
@@ -84,13 +128,16 @@ def visible(Sq, Sk, causal, window, device="cuda"):
     return (k >= own(by) - left) & (k <= own(by) + right) & (k <= own(causal) if causal else k >= 0)
 
 
-def reference(q, k, v, mask=None, scale=None, softcap=None, sinks=None, bias=None):
-    """In double: O and LSE. mask: True where a key is seen; bias: added behind a softcap, or bool as a mask."""
+def reference(q, k, v, mask=None, scale=None, softcap=None, sinks=None, bias=None, modify=None):
+    """In double: O and LSE. mask: True where a key is seen; bias: added behind a softcap, or bool as a mask. modify: a function
+    of the scaled logits."""
     group = q.shape[1] // k.shape[1]
     q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
     S = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
     if softcap:
         S = softcap * torch.tanh(S / softcap)
+    if modify:
+        S = modify(S)
     if bias is not None:
         S = S.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else S + bias.double()
     if mask is not None:
@@ -111,7 +158,7 @@ def rows_of(starts, lengths, b, count):
     return first, end if lengths is None else min(first + max(int(lengths[b]), 0), end)
 
 
-def compute(p, t):
+def compute(p, t, mods):
     """Writes O and LSE. Rows of no sequence may hold anything: they are NaN."""
     t["O"].fill_(torch.nan)
     if t["LSE"] is not None:
@@ -142,7 +189,8 @@ def compute(p, t):
                 torch.zeros(of_last.shape).double().masked_fill(~of_last, -torch.inf)
             bias = own[:, :, :keys][None]
         out, lse = reference(q[None], k[None], v[None], visible(q.shape[1], keys, causal, (*window, by or causal), "cpu"),
-                             p.scale or None, p.softcap, t["sinks"], bias)
+                             p.scale or None, p.softcap, t["sinks"], bias,
+                             (lambda S: modified(S[0], p, b, mods)[None]) if any(mods) else None)  # noqa: B023
         t["O"][q_batch, :, begin:end] = out[0].to(t["O"].dtype)
         if t["LSE"] is not None:
             t["LSE"][q_batch, :, begin:end] = lse[0].float()
@@ -150,16 +198,20 @@ def compute(p, t):
 
 MEMBERS_OF = {"USE_SOFTCAP": "softcap", "USE_SINKS": "sinks", "USE_LENGTHS": "k_lengths q_lengths q_starts k_starts page_table",
               "USE_PAGES": "page_table"}  # a build without the option refuses them
-CALLS, LOADED = [], []
+CALLS, MAPS, LOADED = [], [], []
 
 
-def recorded(p, dtype, features):
-    """The numbers of a call's SdpaParams, and the contents of its pointers."""
+def recorded(p, dtype, features, mods):
+    """The numbers of a call's SdpaParams, the contents of its pointers, and the expressions of its build."""
     for name, members in MEMBERS_OF.items():
         given = any(getattr(p, member) for member in members.split())
         assert given == bool(features >> sdpa.FEATURES.index(name) & 1), f"the build's {name} is not the call's"
+    for name in sdpa.ARRAYS:
+        assert bool(getattr(p, name)) == bool(re.search(rf"\b{name}\b", " ".join(mods))), f"{name} is not the expressions'"
     t = tensors_of(p, dtype, features)
-    call = {name: getattr(p, name) for name, kind in p._fields_ if kind in (ctypes.c_int, ctypes.c_float)}
+    call = dict(zip(("score_mod", "mask_mod"), mods)) | {name: getattr(p, name) for name in sdpa.ARRAYS} | {
+        "bias_map": p.bias_map and bits(view(p.bias_map, (p.bias_map_bytes,), (1,), torch.uint8))}
+    call |= {name: getattr(p, name) for name, kind in p._fields_ if kind in (ctypes.c_int, ctypes.c_float)}
     call |= {name: None if x is None else bits(x) if name in ("Q", "K", "V", "bias") else x.tolist()
              for name, x in t.items() if name not in ("O", "LSE")}
     call |= {name + "_dtype": t[name].dtype for name in ("Q", "K", "O")}
@@ -167,24 +219,95 @@ def recorded(p, dtype, features):
     return t, SimpleNamespace(**call)
 
 
-@ctypes.CFUNCTYPE(None, *[ctypes.c_int] * 5, ctypes.POINTER(sdpa.Line))
-def load_line(device, dtype, D, Dv, features, line):
-    """pytorch.cpp's Load. What it hands over stays for the life of the process, since pytorch.cpp keeps it."""
-    def forward(params, stream, text, text_bytes):
+def told(run):
+    """A function of sdpa.h's form that runs run(p) and tells of its exceptions, which would be lost between here and C++."""
+    def function(params, stream, text, text_bytes):
         try:
-            p = params[0]
-            assert (p.D, p.Dv) == (D, Dv)
-            t, call = recorded(p, dtype, features)
-            CALLS.append(call)
-            compute(p, t)
+            run(params[0])
             return 0
-        except Exception as trouble:  # an exception would be lost between here and C++
+        except Exception as trouble:
             words = f"the stand-in says {type(trouble).__name__}: {trouble}".encode()[:text_bytes - 1] + b"\0"
             ctypes.memmove(text, words, len(words))
             return 1
-    functions = Forward(forward), WorkspaceBytes(lambda params: 0)
+    return Forward(function)
+
+
+@sdpa.LOAD
+def load_line(device, dtype, D, Dv, features, score_mod, mask_mod, line):
+    """pytorch.cpp's Load. What it hands over stays for the life of the process, since pytorch.cpp keeps it."""
+    mods = score_mod.decode(), mask_mod.decode()
+    hides = bool(mods[1]) or features & sum(1 << sdpa.FEATURES.index(f"USE_BIAS={n}") for n in (1, 2)) != 0
+
+    def forward(p):
+        assert (p.D, p.Dv) == (D, Dv)
+        assert p.bias_map_bytes == (map_bytes(p) if p.bias_map else 0)
+        t, call = recorded(p, dtype, features, mods)
+        CALLS.append(call)
+        compute(p, t, mods)
+
+    def map_bytes(p):
+        return p.B * p.Hq * p.Sq if hides else 0
+
+    def map_bias(p):
+        """Its map has the number of the call that made it."""
+        assert p.bias_map_bytes == map_bytes(p) and p.O
+        MAPS.append(recorded(p, dtype, features, mods)[1])
+        view(p.bias_map, (p.bias_map_bytes,), (1,), torch.uint8).fill_(len(MAPS))
+    functions = WorkspaceBytes(lambda params: 0), told(forward), WorkspaceBytes(lambda params: map_bytes(params[0])), told(map_bias)
     LOADED.append(functions)
-    line[0].forward, line[0].workspace_bytes = (ctypes.cast(function, ctypes.c_void_p).value for function in functions)
+    for name, function in zip(sdpa.LINE_FUNCTIONS, functions, strict=True):
+        setattr(line[0], name, ctypes.cast(function, ctypes.c_void_p).value)
+
+
+def loader_of(text, arrays):
+    """A Load that gives pytorch.cpp a line with its changes, as in "wgmma BLOCK_N=64", on the CPU backend. Its kernels read and write copies in what the backend takes
+    for device memory. arrays: the tensors that a call may have as args, whose sizes SdpaParams does not have."""
+    arrays = {x.data_ptr(): x for x in arrays}
+
+    def load(device, dtype, D, Dv, features, score_mod, mask_mod, line):
+        name, *changes = text.split()
+        words = builds.Line(builds.Tree(), name, tuple(changes)).words
+        mods = [f"{sdpa.NUMBERS_AND_ARRAYS[argument][0]}={sdpa.parsed(argument, expression.decode())[0]}"
+                for argument, expression in (("score_mod", score_mod), ("mask_mod", mask_mod)) if expression]
+        library = ctypes.CDLL(builds.host_library(*words, *mods, program="tests/host_library.cu"))
+        library.host_allocate.restype = ctypes.c_void_p
+        library.sdpa_library_workspace_bytes.restype = library.sdpa_library_bias_map_bytes.restype = ctypes.c_size_t
+
+        def on_copies(function):
+            def run(params, stream, trouble, trouble_bytes):
+                """The function on copies of what p points to, and these copied back."""
+                p, copies = Params.from_buffer_copy(params[0]), []
+
+                def copy(member, address, nbytes):
+                    copies.append((address, library.host_allocate(ctypes.c_size_t(nbytes)), nbytes))
+                    ctypes.memmove(copies[-1][1], address, nbytes)
+                    setattr(p, member, copies[-1][1])
+                for member, x in tensors_of(p, dtype, features).items():
+                    if x is not None:
+                        copy(member, x.data_ptr(), (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))) * x.itemsize)
+                for member in sdpa.ARRAYS:
+                    if address := getattr(p, member):
+                        copy(member, address, arrays[address].nbytes)
+                if p.bias_map:
+                    copy("bias_map", p.bias_map, p.bias_map_bytes)
+                zeros = bytes(max(library.sdpa_library_workspace_bytes(ctypes.byref(p)), 1))
+                p.workspace = library.host_allocate(ctypes.c_size_t(len(zeros)))
+                ctypes.memmove(p.workspace, zeros, len(zeros))
+                code = function(ctypes.byref(p), None, ctypes.c_void_p(trouble), ctypes.c_size_t(trouble_bytes))
+                library.host_synchronize()
+                for address, copied, nbytes in copies:
+                    ctypes.memmove(address, copied, nbytes)
+                    library.host_free(ctypes.c_void_p(copied))
+                library.host_free(ctypes.c_void_p(p.workspace))
+                return code
+            return Forward(run)
+        functions = (WorkspaceBytes(lambda params: 0), on_copies(library.sdpa_library_forward),
+                     WorkspaceBytes(lambda params: library.sdpa_library_bias_map_bytes(params)), on_copies(library.sdpa_library_map_bias))
+        LOADED.append((functions, library))
+        for function_name, function in zip(sdpa.LINE_FUNCTIONS, functions, strict=True):
+            setattr(line[0], function_name, ctypes.cast(function, ctypes.c_void_p).value)
+    LOADED.append(sdpa.LOAD(load))
+    return LOADED[-1]
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.POINTER(sdpa.Appender))
@@ -194,10 +317,10 @@ def load_appender(device, appender):
 
 
 @contextlib.contextmanager
-def kernels(glue):
+def kernels(glue, load=load_line):
     """PyTorch's operators and sdpa's lead to the stand-ins; the list of their calls."""
-    CALLS.clear()
-    glue.sdpa_torch_load_lines_by(load_line), glue.sdpa_torch_load_appender_by(load_appender)
+    CALLS.clear(), MAPS.clear()
+    glue.sdpa_torch_load_lines_by(load), glue.sdpa_torch_load_appender_by(load_appender)
     glue.sdpa_torch_activate_on_cpu(True)
     yield CALLS
     glue.sdpa_torch_activate_on_cpu(False)

@@ -60,7 +60,7 @@ def test_signature(name):
     positional = [(x.name, x.default) for x in found if x.kind == x.POSITIONAL_OR_KEYWORD]
     words = [word.partition("=") for word in SIGNATURES[name].split()]
     assert positional == [(word, eval(value) if equals else inspect.Parameter.empty) for word, equals, value in words]
-    assert {x.name for x in found if x.kind == x.KEYWORD_ONLY} <= {"learnable_sink", "page_table"}
+    assert {x.name for x in found if x.kind == x.KEYWORD_ONLY} <= {"learnable_sink", "page_table", "alibi_slopes"}
     assert {x.name for x in found if x.kind not in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)} <= {"others"}
 
 
@@ -528,8 +528,8 @@ def test_refusals():
         "flash_attn_varlen_func": lambda **more: fa.flash_attn_varlen_func(*packed, **more),
         "flash_attn_with_kvcache":
             lambda **more: fa.flash_attn_with_kvcache(q, k, k, **dict(cache_seqlens=lengths) | more)}
-    unknown = {"flash_attn_func": "qv dropout_p alibi_slopes attention_chunk",
-               "flash_attn_varlen_func": "qv dropout_p alibi_slopes attention_chunk leftpad_k",
+    unknown = {"flash_attn_func": "qv dropout_p attention_chunk",
+               "flash_attn_varlen_func": "qv dropout_p attention_chunk leftpad_k",
                "flash_attn_with_kvcache": "qv dropout_p attention_chunk rotary_cos rotary_sin cache_leftpad"}
     for name, words in unknown.items():
         for word in words.split():
@@ -543,6 +543,10 @@ def test_refusals():
     def raises(name, words, **more):
         with pytest.raises(ValueError, match=f"^{name}: {words}"):
             functions[name](**more)
+    for name in functions:
+        raises(name, "alibi_slopes is a float, not a tensor$", alibi_slopes=0.5)
+        for slopes in torch.ones(3), torch.ones(3, 4), torch.ones(1, 2, 4), torch.ones(4, dtype=DTYPE).half():
+            raises(name, r"alibi_slopes is torch.float(32|16) \[.*\]; want float32 \[4\] or \[2,4\]$", alibi_slopes=slopes)
     table, of_8 = ints(0, 1)[:, None], drawn(2, 8, 2, D)
     raises("flash_attn_with_kvcache", "k is missing", v=q)
     raises("flash_attn_with_kvcache", "v is missing", k=q)

@@ -185,6 +185,7 @@ def test_build(python, nvcc, tmp_path):
 @pytest.mark.parametrize("words, sentence", [
     ("sm_90a bf16 128 fast", "sdpa: fast is no GPU, type, D or option"),
     ("sm_90a 128", "sdpa: build needs a type, as in bf16"),
+    ("sm_90a bf16 128 score_mod=s;1", "sdpa.attention: score_mod: ';' at character 2 is not allowed there; docs/USING.md"),
     ("sm_90a bf16", "sdpa: build needs a D, as in 128"), ("bf16 128", "sdpa: build needs a GPU, as in sm_90a"),
     *((f"sm_90a bf16 128 --jobs {jobs}", f"sdpa: --jobs {jobs}: want a whole number from 1") for jobs in ("abc", "0"))])
 def test_words_that_are_none(nvcc, words, sentence):
@@ -200,6 +201,20 @@ def test_words_that_no_build_has_together(nvcc):
     left_out = [line for line in done.stderr.splitlines() if "left out" in line]
     assert done.returncode == 0 and sorted(left_out) == [no_bias] * 3 + [q_is_e4m3]
     assert done.stdout.count(" of 4: ") == 4  # glue, append, and of bf16 kv8 and mask
+
+
+def test_expressions(nvcc, monkeypatch):
+    """The libraries of calls with these arguments, whose text may have other spaces."""
+    words = "score_mod=s-x0[h]*real(q-k)", "mask_mod=i0[q]==i0[k]"
+    done = program("build", "sm_90a", "bf16", "128", "plain", "sinks", "softcap", "mask", *words, **nvcc)
+    assert done.stdout.count(" of 4: ") == 4  # glue, append, plain and sinks
+    assert [line for line in done.stderr.splitlines() if "left out" in line] == [
+        "sdpa: left out: a soft cap or a bias beside score_mod and mask_mod is a part of the expression"] * 2
+    for name, value in nvcc.items():
+        monkeypatch.setenv(name, value)
+    for features in 0, 2:
+        calls = sdpa.build_of(*sdpa.line_with((9, 0), torch.bfloat16, 128, 128, features, "s - x0[h] * real(q - k)", "i0[q] == i0[k]"))
+        assert sdpa.built(*calls) in done.stdout.split()
 
 
 def test_what_no_line_has(nvcc):

@@ -79,12 +79,14 @@ def test_lines_of_all_sizes(D, Dv, line, widths, monkeypatch):
     sizes take turns with biases and types."""
     turn = LINES_OF_SIZES.index((D, Dv, line, widths))
     asked, library, tree = [], ctypes.CDLL(None), builds.Tree()
-    library.sdpa_library_workspace_bytes, library.sdpa_library_forward = library.malloc, library.free
+    functions = dict(workspace_bytes=library.malloc, forward=library.free, bias_map_bytes=library.calloc, map_bias=library.realloc)
+    for function, x in functions.items():
+        setattr(library, "sdpa_library_" + function, x)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: {3: (9, 0), 4: (12, 0)}[device])
     monkeypatch.setattr(sdpa, "library_of", lambda *x: asked.append(x) or library)
     for device, family, own in ((3, "hopper", widths), (4, "ampere", (D, Dv or D))):
         filled = sdpa.Line()
-        sdpa.load_line(device, 1, D, Dv or D, 0b1000, filled)
+        sdpa.load_line(device, 1, D, Dv or D, 0b1000, b"", b"", filled)
         if device == 4 and D % 16:
             assert filled.trouble.decode() == f"there is no line for D={D}, Dv={D} but on sm_90; here both are multiples of 16 from 32 on"
             continue
@@ -95,8 +97,8 @@ def test_lines_of_all_sizes(D, Dv, line, widths, monkeypatch):
         assert device == 4 or name == line + "_bf16"
         assert knobs == [f"HEAD_DIM={n}" for n in own[:1] if n not in SIZES] + [f"HEAD_DIM_V={n}" for n in own[1:] if n != own[0]] + \
             ["USE_PAGES"]
-        assert filled.forward == ctypes.cast(library.free, ctypes.c_void_p).value
-        assert filled.workspace_bytes == ctypes.cast(library.malloc, ctypes.c_void_p).value
+        for function, x in functions.items():
+            assert getattr(filled, function) == ctypes.cast(x, ctypes.c_void_p).value
         words = builds.changed(tree.config_lines()[name].knobs, knobs[:-1])
         if device == 3:  # of e4m3 likewise
             of_e4m3, _, *more = sdpa.line_with(capability, torch.float8_e4m3fn, D, Dv or D, 0b1101)
@@ -153,18 +155,22 @@ def test_numbers_that_python_and_cpp_share(monkeypatch):
     places = re.search(r"constexpr int at_causal.*?;", cpp, re.DOTALL)[0]
     places = dict(re.findall(r"\b(?:at_)?(\w+) = (\d+)[,;]", places))
     names = [argument.name for argument in sdpa.OPERATOR._schema.arguments]
+    assert names == [argument.name for argument in sdpa.BLOCK_MASK._schema.arguments]
     assert {name: int(place) for name, place in places.items()} == {
-        **{name: names.index(name) for name in ("causal", "softcap", "sinks", "page_table", "bias", "q_lengths")}, "arguments": len(names)}
+        **{name: names.index(name) for name in ("causal", "softcap", "sinks", "page_table", "bias", "q_lengths", "score_mod",
+                                               "mask_mod", "x0", "i1")}, "arguments": len(names)}
     assert names[:5] + names[12:] == ("q k v causal left sinks k_lengths q_starts k_starts page_table most_keys bias bias_keys "
-                                      "q_lengths batch_invariant bf16_out").split()
+                                      "q_lengths batch_invariant bf16_out score_mod mask_mod x0 x1 x2 x3 i0 i1 block_mask made_for").split()
     # Each argument of the callback is what C++ hands over under that name.
-    order = re.search(r"using Load = void \(\*\)\((.*?), Line\* line\);", cpp)[1].replace("int ", "").split(", ")
-    of = dict(device=5, dtype=2, D=64, Dv=64, features=0b1100110)
+    order = re.search(r"using Load = void \(\*\)\((.*?),\s*Line\* line\);", cpp)[1]
+    order = order.replace("int ", "").replace("const char* ", "").split(", ")
+    of = dict(device=5, dtype=2, D=64, Dv=64, features=0b1100110, score_mod=b"-s", mask_mod=b"q<k")
     asked = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device))
     monkeypatch.setattr(sdpa, "library_of", lambda *x: asked.append(x))
     sdpa.load_line(*map(of.get, order), sdpa.Line())
-    assert asked == [("hopper_e4m3", (9, 5), "USE_SINKS", "USE_LENGTHS", "USE_BIAS=2", "OUT_DTYPE=BF16")]
+    assert asked == [("hopper_e4m3", (9, 5), "USE_SINKS", "USE_LENGTHS", "USE_BIAS=2", "OUT_DTYPE=BF16", "SCORE_MOD=- s",
+                      "MASK_MOD=q < k")]
 
 
 def test_what_a_library_is_built_of(monkeypatch):
@@ -174,7 +180,10 @@ def test_what_a_library_is_built_of(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda path: path)
     assert sdpa.library_of.__wrapped__("hopper_d256_bf16", (9, 0), "HEAD_DIM=192", "HEAD_DIM_V=128", "USE_SINKS") == "path"
     assert sdpa.library_of.__wrapped__("ampere", (8, 6), "USE_LENGTHS", "USE_BIAS=2") == "path"
-    (what, sources, *options), (other, _, *others) = built
+    sdpa.library_of.__wrapped__("ampere", (8, 6), "USE_SINKS", "SCORE_MOD=min ( s , q )", "MASK_MOD=i0 [ q ] == i0 [ k ]")
+    (what, sources, *options), (other, _, *others), (third, _, *of_mods) = built
+    assert third == "ampere-USE_SINKS-SCORE_MOD-MASK_MOD-sm_86"
+    assert {r"-DSCORE_MOD=min ( s \, q )", "-DMASK_MOD=i0 [ q ] == i0 [ k ]"} <= set(of_mods)
     assert what == "hopper_d256_bf16-HEAD_DIM=192-HEAD_DIM_V=128-USE_SINKS-sm_90a" and other == "ampere-USE_LENGTHS-USE_BIAS=2-sm_86"
     assert "-gencode=arch=compute_90a,code=sm_90a" in options and "-gencode=arch=compute_86,code=sm_86" in others
     assert sorted(option for option in options if option.startswith("-D")) == sorted(
@@ -236,8 +245,9 @@ def test_shapes_of_the_fake_kernel(dtype, D, Dv):
 def test_each_argument_gets_to_its_place(monkeypatch):
     names = [argument.name for argument in sdpa.OPERATOR._schema.arguments]
     asked = []
-    monkeypatch.setattr(sdpa, "OPERATOR", lambda *x: asked.append(dict(zip(names, x, strict=True))) or ("O", "LSE"))
-    q, tensors = SimpleNamespace(is_cuda=True, dtype=torch.float8_e4m3fn), {name: torch.empty(0) for name in (
+    monkeypatch.setattr(sdpa, "OPERATOR", lambda *x: asked.append(dict(zip(names, x))) or ("O", "LSE"))
+    monkeypatch.setattr(sdpa, "BLOCK_MASK", lambda *x: asked.append(dict(zip(names, x))) or ("tiles", "made for"))
+    q, tensors = SimpleNamespace(is_cuda=True, dtype=torch.float8_e4m3fn, device=torch.device("cpu")), {name: torch.empty(0) for name in (
         "q_descale", "k_descale", "v_descale", "sinks", "k_lengths", "q_lengths", "q_starts", "k_starts", "page_table", "bias")}
     nothing = dict.fromkeys(tensors) | dict(q=q, k="k", v="v", causal=0, left=-1, right=-1, window_alignment=0, scale=None, softcap=0.0,
                                             most_keys=0, bias_keys=0, batch_invariant=False,
@@ -258,12 +268,108 @@ def test_each_argument_gets_to_its_place(monkeypatch):
                              (dict(out_dtype=torch.bfloat16), dict(bf16_out=True)), (dict(out_dtype=torch.half), {}),
                              (dict(causal="tl", window=(1, 2, "br")), dict(causal=2, left=1, right=2, window_alignment=1))):
         assert handed_over(**options) == nothing | changes, options
+    reals, ints = [torch.empty(0) for _ in range(4)], [torch.empty(0, dtype=torch.int32) for _ in range(2)]
+    made = sdpa.BlockMask("tiles", "made for")
+    none = dict(score_mod="", mask_mod="", **dict.fromkeys("x0 x1 x2 x3 i0 i1 block_mask".split()), made_for="")
+    for options, changes in (
+            (dict(score_mod="s * 2"), dict(score_mod="s * 2")), (dict(mask_mod="q < k", args=()), dict(mask_mod="q < k")),
+            (dict(score_mod="s - x0[h] + x1[k]", mask_mod="i0[q] == i0[k]", args=[ints[0], *reals[:2]]),
+             dict(score_mod="s - x0[h] + x1[k]", mask_mod="i0[q] == i0[k]", i0=ints[0], x0=reals[0], x1=reals[1])),
+            (dict(mask_mod="x0[q] + x1[q] + x2[q] < x3[k] + i0[q] + i1[k]", args=[*ints, *reals]),
+             dict(mask_mod="x0[q] + x1[q] + x2[q] < x3[k] + i0[q] + i1[k]", **dict(zip("x0 x1 x2 x3 i0 i1".split(), reals + ints)))),
+            (dict(mask_mod="q < k", block_mask=made), dict(mask_mod="q < k", block_mask="tiles", made_for="made for"))):
+        assert handed_over(**options) == nothing | none | changes, options
+        options.pop("block_mask", None)
+        assert sdpa.block_mask(q, "k", "v", causal=True, **options) == made
+        assert asked.pop() == nothing | none | changes | dict(causal=1, block_mask=None, made_for="")
     assert sdpa.attention(q, "k", "v", return_lse=True) == ("O", "LSE")
     monkeypatch.setattr(sdpa, "glue", lambda: asked.append("glue"))
     monkeypatch.setattr(torch.ops.sdpa, "why_not", lambda *x: x, raising=False)
     given = dict(q=1, k=2, v=3, attn_mask=4, dropout_p=5, is_causal=6, scale=7, enable_gqa=8)
     assert sdpa.why_not(**given) == tuple(given.values()) and sdpa.why_not(1, 2, 3) == (1, 2, 3, None, 0.0, False, None, False)
     assert asked[-2:] == ["glue"] * 2
+
+
+# ---- expressions, without a GPU ----
+
+ALLOWED = {  # with the arrays that they name
+    "score_mod": {
+        "s": "", "s - x0[h] * real(q + Sk - Sq - k)": "x0", "s+x1[h*32+min(abs(q+Sk-Sq-k)/16,31)]": "x1", "30. * tanh(s / 3e1f)": "",
+        "(q - k) % 4 == 0 ? s : s - .5 * pow(2, b)": "", "q < k ? k < 5 ? s : -s : exp(log(sqrt(exp2(log2(abs(s) + 1)))))": "",
+        "-+s * sin(cos(floor(max(s, x3[x2[0] > 0 ? q : k]))))": "x2 x3", "s + int(1.5f) * real(1) - tanh_approx(1e-3)": ""},
+    "mask_mod": {
+        "i0[q] == i0[k]": "i0", "k < 64 || k <= q + Sk - Sq": "", "q + Sk - Sq - k < 256 && (q + Sk - Sq - k) % 4 == 0": "",
+        "!(~i1[b] & 1 << h ^ 3 | k >> 1) != (x0[q] >= x1[k])": "i1 x0 x1"}}
+BAD_TOKENS = "= += -= *= /= %= &= |= ^= <<= >>= ++ -- -> :: . .. ; { } # ## \" ' \\ \n \t \r \0 $ @ ` // /* */ %: <% ??/ <=> , é ²".split(" ")
+BAD_NAMES = ("x4 i2 x S SQ NONE SCORE_MOD __LINE__ asm sizeof return new this true float double unsigned auto and not operand operator "
+             "p printf threadIdx system __trap std real2 _s s_").split() + ["0x1", "08", "00", "1u", "1l", "1.0l", "1'0", "1e", "1e+", "0b1", "1.2.3", "1f",
+                                                                           "1_s", "1e5k", '"a"', "'a'", "u8", "*s", "&s", "(int)", "int()", "[1]", "x0[]"]
+ATTACKS = [
+    "s; asm volatile(\"trap;\")", "s); system(\"rm -rf /\"); (s", "s }", "s\n#include \"/etc/passwd\"", "s # 1", "[]{ return s; }()",
+    "s -DX", "$(id)", "`id`", "s, 1", "(s, 1)", "min(s)", "min(s, 1, 2)", "exp(s, 1)", "exp()", "x0[1, 2]", "x0(h)", "exp[1]", "x0", "exp",
+    "x0[1][2]", "s(1)", "s[1]", "1(2)", "(s", "s)", "x0[h", "x0[h)", "(h]", "s ? 1", "s : 1", "s ? (1 : 2)", "s ? min(1, 2 : 3)", "s ? x0[1 : 2]", "s +",
+    "* s", "s s", "s 1", "1 s", "", " ", "s = 1", "s == 1 = 2", "q <: 0 :>", "s ? : 1", "*&s", "s - -- q", "x0[h] = 1", "x0[h]++", "(int) s", "- ! ~"]
+
+
+@pytest.mark.parametrize("argument", ALLOWED)
+def test_expressions_that_are_allowed(argument):
+    """A compiler of C++ makes the same of them as of what nvcc is given."""
+    numbers, arrays = (torch.arange(100) % 7).float() / 4, torch.arange(100, dtype=torch.int32) % 3
+    at = [x.data_ptr() for x in [numbers] * 4 + [arrays] * 2]
+    for text, names in ALLOWED[argument].items():
+        given, named = sdpa.parsed(argument, text)
+        assert named == set(names.split()) and given.replace(" ", "") == text.replace(" ", "")
+        both = [stand_in.expressions(*((x, "") if argument == "score_mod" else ("", x))) for x in (text, given)]
+        for point in itertools.product((0, 1), (0, 3), (0, 5), (1, 70), (9,), (80,)):
+            values = [library.score(0.75, *point, *at[:4]) if argument == "score_mod" else library.sees(*point, *at) for library in both]
+            assert values[0] == values[1] and values[0] == values[0]
+    assert len({stand_in.expressions("", text).sees(0, 0, q, 70, 9, 80, *at) for text in ALLOWED["mask_mod"] for q in (0, 6, 7)}) == 2
+
+
+@pytest.mark.parametrize("argument", ALLOWED)
+def test_expressions_that_are_refused(argument):
+    """Each bad token at each place of each allowed expression, each bad name in the place of each operand, and attacks as they are
+    known. What is refused is named, and is refused on each way to a compiler."""
+    count = 0
+    for text in ALLOWED[argument]:
+        tokens = sdpa.parsed(argument, text)[0].split()
+        for place in range(len(tokens) + 1):
+            for bad in BAD_TOKENS:
+                with pytest.raises(ValueError, match=f"^sdpa.attention: {argument}"):
+                    sdpa.parsed(argument, " ".join(tokens[:place] + [bad] + tokens[place:]))
+                count += 1
+            if place < len(tokens) and re.fullmatch(r"[.\d]\S*|[sbhqk]|S[qk]", tokens[place]):
+                others = BAD_NAMES + (["s", "s + i0[0]"] if argument == "mask_mod" else ["i0[0]", "i1[0]"])
+                for bad in others:
+                    with pytest.raises(ValueError, match=f"^sdpa.attention: {argument}"):
+                        sdpa.parsed(argument, " ".join(tokens[:place] + [bad] + tokens[place + 1:]))
+                    count += 1
+    assert count > 2000
+    for text in ATTACKS:
+        text = text if argument == "score_mod" else re.sub(r"\bs\b", "q", text)
+        with pytest.raises(ValueError, match=f"^sdpa.attention: {argument}( ends where |: .* at character [0-9]+ is not allowed there; docs/USING.md)"):
+            sdpa.parsed(argument, text)
+    with pytest.raises(ValueError, match=rf"^sdpa.attention: {argument}: '\+\+' at character 6 is not"):
+        sdpa.parsed(argument, "q + k++ + 1 ;")
+    assert sdpa.parsed(argument, "1+" * 499 + "11")
+    with pytest.raises(ValueError, match="has 1001 characters, more than 1000$"):
+        sdpa.parsed(argument, "1+" * 500 + "1")
+
+
+def test_no_expression_gets_to_nvcc_unseen(monkeypatch, capfd):
+    """By the operator alone, without attention(), in a call and in the build beside it."""
+    built = []
+    monkeypatch.setattr(sdpa, "built", lambda *x: built.append(x) or "path")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: None)
+    for place, name in enumerate(("score_mod", "mask_mod")):
+        line, texts = sdpa.Line(), [b"", b""]
+        texts[place] = b'q; asm("trap;")'
+        sdpa.load_line(0, 1, 128, 128, 0, *texts, line)
+        assert line.trouble.decode().startswith(f"sdpa.attention: {name}: ';' at character 2 is not allowed there")
+        q = on_meta(1, 1, 1, 64)
+        sdpa.build_ahead(sdpa.OPERATOR, [q, q, q, 0, -1, -1, 0, None, 0.0, *[None] * 8, 0, None, 0, None, False, False, *map(bytes.decode, texts)])
+    assert not built
 
 
 def test_activate_and_restore(monkeypatch):
@@ -343,7 +449,7 @@ def test_what_cannot_be_built(monkeypatch, tmp_path, capsys):
     # A line that cannot be had: the reason reaches C++, and stderr.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     line = sdpa.Line()
-    sdpa.load_line(0, 1, 128, 128, 0, line)
+    sdpa.load_line(0, 1, 128, 128, 0, b"", b"", line)
     assert line.trouble.startswith(b"nvcc is missing") and not line.forward
     assert "where PyTorch has a kernel of its own, that runs instead" in capsys.readouterr().err
 
@@ -389,11 +495,12 @@ def test_a_first_call_builds_its_line_beside_pytorch_cpp(monkeypatch):
                             ({"q_lengths": ints}, 4), ({"q_starts": ints}, 4), ({"sinks": ints, "page_table": ints}, 14),
                             ({"k_starts": ints, "q_descale": ints}, 4), ({"bias": ints}, 16), ({"bias": ints > 0}, 32),
                             ({"q": q.to(E4M3), "v": v.to(E4M3), "k_lengths": ints, "bf16_out": True}, 64 + 4),
-                            ({"k": q.to(E4M3), "v": v.to(E4M3), "k_lengths": ints}, 128 + 4)):
+                            ({"k": q.to(E4M3), "v": v.to(E4M3), "k_lengths": ints}, 128 + 4),
+                            ({"score_mod": "-s", "sinks": ints}, 2)):
         dtype = (needed | given)["q"].dtype
         arguments = [(needed | given).get(argument.name) for argument in operator._schema.arguments]
         assert sdpa.first_call(operator)(*arguments) == len(arguments)
-        assert asked.pop() == sdpa.build_of(*sdpa.line_with((9, 0), dtype, 192, 128, features)) and not asked
+        assert asked.pop() == sdpa.build_of(*sdpa.line_with((9, 0), dtype, 192, 128, features, given.get("score_mod"))) and not asked
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -403,10 +510,10 @@ def test_an_interrupted_build_is_tried_again(monkeypatch):
         raise KeyboardInterrupt
     monkeypatch.setattr(torch.cuda, "get_device_capability", interrupted)
     line = sdpa.Line()
-    sdpa.load_line(0, 1, 128, 128, 0, line)
+    sdpa.load_line(0, 1, 128, 128, 0, b"", b"", line)
     assert not line.trouble and not line.forward
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (_ for _ in ()).throw(MemoryError()))
-    sdpa.load_line(0, 1, 128, 128, 0, line)
+    sdpa.load_line(0, 1, 128, 128, 0, b"", b"", line)
     assert line.trouble == b"MemoryError"
 
 
@@ -503,6 +610,25 @@ def test_refusals():
                 sdpa.attention(q, q, q, **{name: [1]})
         with pytest.raises(ValueError, match="^sdpa.attention: a tensor has 3 dimensions, not"):
             sdpa.attention(q[0], q[0], q[0])
+        x, n = torch.empty(9, device="cuda"), torch.empty(9, device="cuda", dtype=torch.int32)
+        for options, error, words in (
+                (dict(score_mod="s - x1[h]", args=[x]), ValueError, "args has no x1; its float32 tensors are x0"),
+                (dict(score_mod="s - x0[h]", args=[n]), ValueError, "args has no x0; "),
+                (dict(mask_mod="i0[q] == 0"), ValueError, "args has no i0; "),
+                (dict(mask_mod="i0[q] == 0", args=[n, n]), ValueError, "args has i1, which neither score_mod nor mask_mod names$"),
+                (dict(args=[x]), ValueError, "args has x0, which neither"),
+                (dict(score_mod="s - x0[h]", args=[x] * 5), ValueError, "args has more than 4 tensors of float32 or more than 2 of int32"),
+                (dict(mask_mod="i0[h] < 1", args=[n] * 3), ValueError, "args has more than 4 tensors of float32 or more than 2 of int32"),
+                (dict(score_mod="s - x0[h]", args=[x.half()]), TypeError, r"args\[0\] is of torch.float16; want a tensor of float32"),
+                (dict(mask_mod="i0[h] < 1", args=[n.long()]), TypeError, r"args\[0\] is of torch.int64; want a tensor of float32"),
+                (dict(score_mod="s - x0[h]", args=[x, 1.0]), TypeError, r"args\[1\] is a float; want a tensor"),
+                (dict(score_mod="s - x0[h]", args=[torch.empty(9)]), ValueError, r"args\[0\] is on cpu, not on cuda:0$"),
+                (dict(score_mod="s - x0[h]", args=x), TypeError, "args is a FakeTensor, not a list of tensors"),
+                (dict(score_mod=lambda s: s), TypeError, "score_mod is a function, not the text of an expression"),
+                (dict(mask_mod="q < k", block_mask=x), TypeError, r"block_mask is a FakeTensor, not what block_mask\(\) returns"),
+                (dict(mask_mod="s < k"), ValueError, "mask_mod: 's' at character 1 is not allowed there; docs/USING.md lists")):
+            with pytest.raises(error, match="^sdpa.attention: " + words):
+                sdpa.attention(q, q, q, **options)
 
 
 BAD_ROWS = "the rows of q, k or v are not contiguous or do not all start at a multiple of 16 bytes"
@@ -730,13 +856,25 @@ def test_no_graph_break():
     with FakeTensorMode():
         q = torch.empty(2, 8, 100, 128, device="cuda", dtype=torch.bfloat16)
         lengths = torch.empty(2, device="cuda", dtype=torch.int32)
+        mods = dict(score_mod="s - x0[h]", mask_mod="i0[q] == i0[k]", args=[torch.empty(8, device="cuda"), lengths])
         for options, want in (({}, (0, -1, -1, 0, None)), ({"causal": "tl", "window": (10, None, "br"), "scale": 0.0}, (2, 10, -1, 1, 0.0)),
                               ({"causal": "br", "k_lengths": lengths}, (1, -1, -1, 0, None)),
-                              ({"bias": torch.empty(100, 9, device="cuda"), "bias_keys": 9}, (0, -1, -1, 0, None))):
+                              ({"bias": torch.empty(100, 9, device="cuda"), "bias_keys": 9}, (0, -1, -1, 0, None)),
+                              (mods | {"block_mask": sdpa.BlockMask(torch.empty(9, device="cuda", dtype=torch.uint8), "B=2\nHq=8")},
+                               (0, -1, -1, 0, None))):
             torch.compiler.reset()
             torch.compile(lambda q: sdpa.attention(q, q, q, **options), fullgraph=True,
                           backend=lambda graph, _: nodes.append([x for x in graph.graph.nodes if x.op == "call_function"]) or graph)(q)
             assert nodes[-1][0].target == sdpa.OPERATOR and nodes[-1][0].args[3:8] == want and len(nodes[-1]) == 2
+        assert nodes[-1][0].args[23:25] == (mods["score_mod"], mods["mask_mod"]) and nodes[-1][0].args[-1] == "B=2\nHq=8"
+        assert [x is None for x in nodes[-1][0].args[25:32]] == [False, True, True, True, False, True, False]
+        torch.compiler.reset()
+        with pytest.raises(RuntimeError, match="sdpa.block_mask: it cannot be compiled; call it before"):
+            torch.compile(lambda q: sdpa.block_mask(q, q, q, mask_mod="q < k").tiles, fullgraph=True, backend="eager")(q)
+        for bad in dict(mods, score_mod="s + system(1)"), dict(mods, args=mods["args"][:1]), dict(mods, mask_mod="i0[q] == i1[k]"):
+            torch.compiler.reset()
+            with pytest.raises(RuntimeError, match="sdpa.attention: (score_mod: 'system' at|args has no i[01]; )"):
+                torch.compile(lambda q: sdpa.attention(q, q, q, **bad), fullgraph=True, backend="eager")(q)  # noqa: B023
         # Numbers that change from call to call: two graphs, one for the first and one for all.
         for call in (lambda q, n: sdpa.attention(q, q, q, "br", k_lengths=lengths, most_keys=n), lambda q, n: sdpa.attention(q, q, q, "br", (n, 0)),
                      lambda q, n: sdpa.attention(q, q, q, "br", (q.shape[2] // n, None)),
@@ -753,7 +891,8 @@ def by_operator(q, k, v, mask=0, scale=None, **options):
     names = "q_descale", "k_descale", "v_descale", "sinks", "k_lengths", "q_starts", "k_starts", "page_table"
     bias = options.get("bias"), options.get("bias_keys", 0)
     return sdpa.OPERATOR(q, k, v, mask, -1, -1, 0, scale, 0.0, *map(options.get, names), 0, *bias, options.get("q_lengths"),
-                         options.get("batch_invariant", False))
+                         options.get("batch_invariant", False), False, options.get("score_mod", ""), options.get("mask_mod", ""),
+                         *map(options.get, sdpa.ARRAYS))
 
 
 @pytest.fixture
@@ -828,9 +967,11 @@ def test_autograd_on_stand_ins(on_cpu):
         assert not by_operator(q, k, v)[0].requires_grad
     assert not by_operator(*(x.detach() for x in (q, k, v)))[0].requires_grad
     ints = torch.zeros(2, dtype=torch.int32)
-    for options in ({name: ints} for name in ("k_lengths", "q_lengths", "q_starts", "k_starts", "page_table")), [{"sinks": torch.zeros(4)}]:
+    for options in ({name: ints} for name in ("k_lengths", "q_lengths", "q_starts", "k_starts", "page_table")), [
+            {"sinks": torch.zeros(4)}, {"score_mod": "-s"}, {"mask_mod": "q < k"}]:
         for option in options:
-            with pytest.raises(NotImplementedError, match="^sdpa.attention: no backward for e4m3, softcap, sinks, lengths, starts, pages$"):
+            with pytest.raises(NotImplementedError, match="^sdpa.attention: no backward for e4m3, softcap, sinks, lengths, starts, pages, "
+                                                          "score_mod, mask_mod$"):
                 by_operator(q, k, v, **option)[0].sum().backward()
             with pytest.raises(NotImplementedError, match="no backward for e4m3, softcap, sinks"):
                 by_operator(q, k, v, **option)[1].sum().backward()
@@ -841,6 +982,12 @@ def test_autograd_on_stand_ins(on_cpu):
             out.sum().backward()
     with pytest.raises(NotImplementedError, match="no backward for e4m3, softcap, sinks"):  # of a sink alone
         by_operator(*(x.detach() for x in (q, k, v)), sinks=torch.zeros(4, requires_grad=True))[0].sum().backward()
+    learned = dict(score_mod="s + x3[k]", x3=torch.zeros(9, requires_grad=True))
+    for run in by_operator, torch.compile(by_operator, backend="aot_eager", fullgraph=True):
+        with pytest.raises(RuntimeError, match="sdpa.attention: no gradient of args; detach them"):
+            run(*(x.detach() for x in (q, k, v)), **learned)
+    with torch.no_grad():
+        by_operator(q, k, v, **learned)
 
 
 # ---- packed sequences and 8 bits: PyTorch's operators, with stand-ins for ours ----
@@ -1268,6 +1415,17 @@ def attention_entries():
         (dict(bias=hidden), dict(bias=bits_of(hidden, 2, 4, 5, 9), bias_dtype=torch.bool)),
         (dict(bias_keys=3, bias=last), dict(bias_keys=3, bias=bits_of(last, 2, 4, 5, 3), bias_dtype=torch.half)),
         (dict(batch_invariant=True), dict(batch_invariant=1)), (dict(out_dtype=None), {})]
+    x, i = [drawn(9, dtype=torch.float, seed=n) for n in range(4)], [int32(*range(n, n + 9)) for n in range(2)]
+    addresses = {name: one.data_ptr() for name, one in zip(sdpa.ARRAYS, x + i)}
+    of = lambda *names: {name: addresses[name] for name in names}  # noqa: E731
+    alibi, documents = dict(score_mod="s - x0[h] * real(q + Sk - Sq - k)", args=x[:1]), dict(mask_mod="i0[q] == i0[k]", args=i[:1])
+    every = dict(score_mod="s+x0[k]*x1[k]", mask_mod="x2[q]>x3[k]||i0[q]>i1[k]", args=[x[0], i[0], *x[1:3], i[1], x[3]])
+    for mods, arrays in (alibi, of("x0")), (documents, of("i0")), (every, addresses):
+        texts = {name: text for name, text in mods.items() if name != "args"}
+        rows.append((mods, texts | arrays))
+        rows.append((mods | dict(causal="br", k_lengths=USED, sinks=sinks), texts | arrays | dict(causal=1, k_lengths=[3, 2], sinks=sinks.tolist())))
+        kept = sdpa.block_mask(q, k, v, **mods)
+        rows.append((mods | dict(block_mask=kept), texts | arrays | dict(bias_map=bits_of(kept.tiles) or None)))
     yield "attention", Entry(stand_in.attention, dict(q=q, k=k, v=v, return_lse=True), rows, "return_lse", "some")
     of_q, by_key_head, of_k, of_v = (drawn(*shape, dtype=torch.float, seed=i).abs() for i, shape in enumerate(((2, 4), (2, 2), (2, 2), (2, 2))))
     of_keys = [(dict(k_descale=of_k), dict(k_descale=of_k.tolist())), (dict(v_descale=of_v), dict(v_descale=of_v.tolist())),
@@ -1292,13 +1450,17 @@ def flash_attn_entries():
                 (dict(window_size=(-1, 4)), dict(window_right=4, window_alignment=1)),
                 (dict(window_size=(3, 2), causal=True), dict(causal=1, window_left=3, window_right=0, window_alignment=1)),
                 (dict(softcap=2.0), dict(softcap=2.0)), (dict(learnable_sink=sink), dict(sinks=sink.tolist())),
+                (dict(alibi_slopes=slopes[0]), dict(score_mod="s - x0[h] * real(abs(q + Sk - Sq - k))", x0=slopes.data_ptr())),
+                (dict(alibi_slopes=slopes, causal=True), dict(score_mod="s - x0[b * 4 + h] * real(q + Sk - Sq - k)", causal=1, x0=slopes.data_ptr())),
+                (dict(alibi_slopes=slopes[0], softcap=2.0),
+                 dict(score_mod="2 * tanh_approx(s / 2) - x0[h] * real(abs(q + Sk - Sq - k))", x0=slopes.data_ptr())),
                 *((dict([hint]), {}) for hint in dict(num_splits=3, pack_gqa=True, deterministic=True, sm_margin=2).items() if hint[0] in names)]
     q, k, v = drawn(2, 5, 4, 64), drawn(2, 9, 2, 64), drawn(2, 9, 2, 64, seed=1)
     q3, k3, v3 = q.flatten(0, 1)[:5], k.flatten(0, 1)[:9], v.flatten(0, 1)[:9]
     K, V = drawn(6, 16, 2, 64), drawn(6, 16, 2, 64, seed=1)
     heads = lambda x: x.transpose(1, 2)  # noqa: E731
     of_pages = with_pages(heads(K), heads(V))
-    sink, factors = drawn(4, dtype=torch.float), [drawn(2, 2, dtype=torch.float, seed=i).abs() for i in range(3)]
+    sink, slopes, factors = drawn(4, dtype=torch.float), drawn(2, 4, dtype=torch.float).abs(), [drawn(2, 2, dtype=torch.float, seed=i).abs() for i in range(3)]
     q_factors = factors[0].repeat_interleave(2, 1)
     names = {name: set(inspect.signature(getattr(fa, name)).parameters) for name in dir(fa) if name.startswith("flash_attn_")}
     refused = " ".join(fa.UNKNOWN) + " others return_attn_probs return_softmax_lse"
@@ -1455,6 +1617,144 @@ def test_each_argument_reaches_the_kernel(launches, kind):
 
 def is_integer(x):
     return isinstance(x, torch.Tensor) and x.dtype == torch.int32
+
+
+@needs_no_gpu
+def test_what_modifications_refuse(launches):
+    """On their way to the kernel."""
+    q, x, n = drawn(1, 2, 4, 64), torch.ones(9), torch.ones(9, dtype=torch.int32)
+    for options, words in (
+            (dict(args=[torch.ones(9, 2)[:, 0]]), "x0 of args is not a contiguous float32 tensor with elements on cpu"),
+            (dict(args=[torch.ones(0)]), "x0 of args is not a contiguous float32 tensor with elements on cpu"),
+            (dict(mask_mod="i0[q] < i1[k]", args=[x, n, n[::2]]), "i1 of args is not a contiguous int32 tensor with elements on cpu"),
+            (dict(softcap=2.0), "softcap and bias are parts of the expression beside score_mod or mask_mod, as in "),
+            (dict(bias=torch.ones(4, 4)), "softcap and bias are parts of the expression beside score_mod or mask_mod, as in "),
+            (dict(score_mod=None, mask_mod="i0[q] < 2", args=[n], softcap=2.0), "softcap and bias are parts")):
+        with pytest.raises(RuntimeError, match=f"^sdpa.attention: {words}"):
+            sdpa.attention(q, q, q, **dict(score_mod="s - x0[h]", args=[x]) | options)
+    assert not launches
+
+
+@needs_no_gpu
+def test_modifications_are_compiled(launches):
+    """Arrays and a kept map are inputs of a graph, whose contents may change; the operator keeps PyTorch's rules for operators."""
+    tensors = drawn(1, 2, 5, 64), drawn(1, 1, 9, 64), drawn(1, 1, 9, 64, seed=1)
+    documents, tiles = int32(*[0] * 4, *[1] * 5), torch.ones(1 * 2 * 5, dtype=torch.uint8)
+    mods, rest = ["s - x0[h] * real(q + Sk - Sq - k)", "i0[q] == i0[k]"], (0, -1, -1, 0, None, 0.0, *[None] * 8, 0, None, 0, None, False, False)
+    made_for = sdpa.block_mask(*tensors, score_mod=mods[0], mask_mod=mods[1], args=[torch.ones(2), documents]).made_for
+
+    def run(q, k, v, slopes, documents, tiles):
+        return sdpa.OPERATOR(q, k, v, *rest, *mods, slopes, None, None, None, documents, None, tiles, made_for)
+    compiled, outs = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=False), []
+    for slopes in torch.tensor([0.5, 0.25]), torch.tensor([0.0, 1.0]):
+        launches.clear()
+        outs += [compiled(*tensors, slopes, documents, tiles)[0], run(*tensors, slopes, documents, tiles)[0]]
+        assert [call.bias_map for call in launches] == [stand_in.bits(tiles)] * 2
+        bias = -slopes[:, None, None] * (torch.arange(5)[:, None] + 4 - torch.arange(9))
+        assert rel_rms(outs[-1], reference(*tensors, documents[:5, None] == documents, bias=bias)[0]) <= LIMITS[torch.half]
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[2], outs[3]) and not torch.equal(outs[0], outs[2])
+    tensors[0].requires_grad_()
+    torch.library.opcheck(sdpa.OPERATOR, (*(x.detach() for x in tensors), *rest, *mods, slopes, None, None, None, documents, None, tiles, made_for), test_utils=OPCHECKS)
+    with pytest.raises(NotImplementedError, match="^sdpa.attention: no backward for .* score_mod, mask_mod$"):
+        compiled(*tensors, slopes, documents, tiles)[0].sum().backward()
+
+
+@needs_no_gpu
+def test_block_mask(launches):
+    """It is made of what the call reads, taken by the same call and by calls that differ in what it does not depend on, and refused
+    with a sentence by each other one."""
+    q, k, v = drawn(2, 4, 5, 64), drawn(2, 2, 9, 64), drawn(2, 2, 9, 64, seed=1)
+    bias, hidden, docs = drawn(4, 5, 9), drawn(2, 1, 5, 9) > 0, int32(*range(9))
+    for options in (dict(mask_mod="i0[q] == i0[k]", args=[docs]), dict(bias=bias, causal="br"), dict(bias=hidden, bias_keys=9, batch_invariant=True),
+                    dict(mask_mod="q > k", window=(7, 3, "tl"), score_mod="-s"), dict(mask_mod="h < k", sinks=drawn(4), k_lengths=int32(9, 8))):
+        launches.clear()
+        kept = sdpa.block_mask(q, k, v, **options)
+        assert not launches and kept.tiles.shape == (2 * 4 * 5,) and kept.tiles.unique().tolist() == [len(stand_in.MAPS)]
+        want = sdpa.attention(q, k, v, **options)
+        assert torch.equal(sdpa.attention(q, k, v, **options, block_mask=kept), want)
+        with_it, plain = launches.pop(), launches.pop()
+        made = stand_in.MAPS[-1]
+        assert with_it.bias_map == stand_in.bits(kept.tiles) and plain.bias_map is None
+        assert vars(with_it) == vars(plain) | dict(bias_map=with_it.bias_map) == vars(made) | dict(bias_map=with_it.bias_map)
+    options = dict(mask_mod="i0[q] == i0[k]", args=[docs], causal="br", window=(7, None, "tl"))
+    kept, other = sdpa.block_mask(q, k, v, **options), dict(k=drawn(2, 2, 9, 64, seed=3), v=v)
+    as_views = dict(q=q.transpose(1, 2).contiguous().transpose(1, 2), args=[docs + 1])
+    for changes in other, as_views, dict(scale=0.5), dict(return_lse=True):
+        sdpa.attention(**dict(q=q, k=k, v=v) | options | changes, block_mask=kept)
+    more = dict(k=drawn(2, 2, 8, 64), v=drawn(2, 2, 8, 64))
+    for changes, words in (
+            (dict(mask_mod="i0[q] == i0[k] && q < 9"), r"mask_mod='i0\[q\] == i0\[k\]', and this call has mask_mod='i0\[q\] == i0\[k\] && q < 9'"),
+            (dict(score_mod="-s"), "score_mod='', and this call has score_mod='-s'"), (dict(causal="tl"), "causal=1, and this call has causal=2"),
+            (dict(causal=None), "causal=1, and this call has causal=0"), (dict(window=(6, None, "tl")), "window_left=7, and this call has window_left=6"),
+            (dict(window=(7, 0, "tl")), "window_right=-1, and this call has window_right=0"),
+            (dict(window=(7, None, "br")), "window_alignment=2, and this call has window_alignment=1"),
+            (dict(batch_invariant=True), "batch_invariant=0, and this call has batch_invariant=1"), (dict(sinks=drawn(4)), "options=0, and this call has options=2"),
+            (dict(q=q[:, :, :4]), "Sq=5, and this call has Sq=4"), (more, "Sk=9, and this call has Sk=8"), (dict(q=q[:, :2]), "Hq=4, and this call has Hq=2"),
+            (dict(k=k[:, :1], v=v[:, :1]), "Hkv=2, and this call has Hkv=1"), (dict(q=q[:1], k=k[:1], v=v[:1]), "B=2, and this call has B=1"),
+            (dict(q=q[..., :32], k=k[..., :32]), "D=64, and this call has D=32"), (dict(v=v[..., :32]), "Dv=64, and this call has Dv=32"),
+            (dict(q=q.bfloat16(), k=k.bfloat16(), v=v.bfloat16()), "dtype=float16, and this call has dtype=bfloat16")):
+        with pytest.raises(RuntimeError, match=f"^sdpa.attention: block_mask was made for {words}$"):
+            sdpa.attention(**dict(q=q, k=k, v=v) | options | changes, block_mask=kept)
+    of_bias = sdpa.block_mask(q, k, v, bias=bias)
+    for one, words in ((bias[:1], "bias of each head=1, and this call has bias of each head=0"), (hidden, "options=16, and this call has options=32"),
+                       (bias.expand(2, 4, 5, 9).contiguous(), "bias of each batch=0, and this call has bias of each batch=1")):
+        with pytest.raises(RuntimeError, match=f"^sdpa.attention: block_mask was made for {words}$"):
+            sdpa.attention(q, k, v, bias=one, block_mask=of_bias)
+    with pytest.raises(RuntimeError, match="^sdpa.attention: block_mask was made for bias_keys=0, and this call has bias_keys=3$"):
+        sdpa.attention(q, k, v, bias=bias[..., :3], bias_keys=3, block_mask=of_bias)
+    nothing = sdpa.block_mask(q[:0], k[:0], v[:0], mask_mod="q < k")
+    assert nothing.tiles.numel() == 0 and sdpa.attention(q[:0], k[:0], v[:0], mask_mod="q < k", block_mask=nothing).shape == (0, 4, 5, 64)
+    needs_grad = sdpa.block_mask(q.clone().requires_grad_(), k, v, **options)
+    assert needs_grad.made_for == kept.made_for
+
+
+@needs_no_gpu
+def test_a_kept_map_of_a_line(glue, monkeypatch):
+    """Of sdpa.cu on the CPU backend, with documents: the kernel takes the map, which holds what the documents were then."""
+    monkeypatch.setattr(sdpa, "attention", stand_in.attention)
+    q, k, v = drawn(1, 4, 256, 64), drawn(1, 2, 256, 64), drawn(1, 2, 256, 64, seed=1)
+    documents = (torch.arange(4 * 256).view(4, 256) // torch.tensor([128, 256, 128, 128])[:, None]).int() % 4
+    slopes = torch.tensor([0.5, 0.0, 0.125, 0.25])
+    options = dict(mask_mod="i0[h * Sq + q] == i0[h * Sk + k]", score_mod="s - x0[h] * abs(real(q - k))", args=[documents, slopes])
+
+    def want():
+        distance = (torch.arange(256)[:, None] - torch.arange(256)).abs()
+        return reference(q, k, v, documents[:, :, None] == documents[:, None], bias=-slopes[:, None, None] * distance)[0]
+    with stand_in.kernels(glue, stand_in.loader_of("wgmma_lazy BLOCK_M=128 NUM_WARPS=8 BLOCK_N=64", [documents, slopes])):
+        kept = sdpa.block_mask(q, k, v, **options)
+        first = want()
+        for block_mask in None, kept:
+            assert rel_rms(sdpa.attention(q, k, v, **options, block_mask=block_mask), first) <= LIMITS[torch.half]
+        documents.zero_()
+        second = want()
+        assert rel_rms(sdpa.attention(q, k, v, **options), second) <= LIMITS[torch.half] < 0.1 < rel_rms(first, second)
+        # The map still hides what it hid.
+        assert rel_rms(sdpa.attention(q, k, v, **options, block_mask=kept), first) <= LIMITS[torch.half]
+        with pytest.raises(RuntimeError, match="^sdpa.attention: x0 is a null pointer, and SCORE_MOD or MASK_MOD reads it$"):
+            by_operator(q, k, v, score_mod=options["score_mod"], mask_mod=options["mask_mod"], i0=documents)
+        tiles = kept.tiles[4:]
+        with pytest.raises(RuntimeError, match="^sdpa.attention: bias_map has [0-9]+ bytes, and the map of this problem [0-9]+; "):
+            sdpa.attention(q, k, v, **options, block_mask=kept._replace(tiles=tiles))
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("causal", (False, True))
+def test_alibi_slopes(launches, causal):
+    """FlashAttention's formula, for slopes of heads and of sequences' heads, padded and packed."""
+    import flash_attn_interface as fa
+    q, k, v = drawn(2, 5, 4, 64), drawn(2, 9, 2, 64), drawn(2, 9, 2, 64, seed=1)
+    for slopes, softcap in itertools.product((drawn(4, dtype=torch.float).abs(), drawn(2, 4, dtype=torch.float).abs()), (0.0, 2.0)):
+        options = dict(alibi_slopes=slopes, causal=causal, softcap=softcap)
+        rows = [x.flatten(0, 1)[:n] for x, n in ((q, 8), (k, 14), (v, 14))]
+        packed, lse = fa.flash_attn_varlen_func(*rows, int32(0, 5, 8), int32(0, 9, 14), 5, 9, return_attn_probs=True, **options)
+        out = fa.flash_attn_func(q, k, v, **options)
+        for got, lengths in ((out, [(5, 9), (5, 9)]), ([packed[:5], packed[5:8]], [(5, 9), (3, 5)])):
+            for b, (Sq, Sk) in enumerate(lengths):
+                i, j = torch.arange(Sq)[:, None], torch.arange(Sk)
+                bias = -slopes.expand(2, 4)[b, :, None, None] * (i + Sk - Sq - j).abs()
+                tensors = [x[b, :n].transpose(0, 1)[None] for x, n in ((q, Sq), (k, Sk), (v, Sk))]
+                want, _ = reference(*tensors, visible(Sq, Sk, "br" if causal else None, (None, None), "cpu"), softcap=softcap, bias=bias)
+                assert rel_rms(got[b].transpose(0, 1), want[0]) <= LIMITS[torch.half]
 
 
 @needs_no_gpu
@@ -1766,6 +2066,88 @@ def test_bias(dtype, D, softcap):
             sdpa.attention(q, k, v, **options, **more)
     with pytest.raises(RuntimeError, match="e4m3 has no bias"):
         sdpa.attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)), bias=bias)
+
+
+ALIBI, DOCUMENTS = "s - x0[h] * real(q + Sk - Sq - k)", "i0[q] == i0[k]"
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype, D", [(torch.half, 64), (torch.bfloat16, 128), (E4M3, 128)], ids=str)
+def test_modifications(dtype, D):
+    """ALiBi, documents and both against double: grouped heads, causal masks and windows, one query, lengths, packed rows and pages."""
+    slopes = 2.0 ** -torch.arange(1, 9, device="cuda")
+
+    def bias(Sq, Sk):
+        return -slopes[:, None, None] * (torch.arange(Sq, device="cuda")[:, None] + Sk - Sq - torch.arange(Sk, device="cuda"))
+    for Sq, Sk, causal, window in ((200, 333, None, (None, None)), (333, 333, "br", (None, None)), (200, 333, "br", (64, 0)), (1, 5000, None, (None, None))):
+        q, k, v, factors = case_tensors(dtype, 2, 8, 2, Sq, Sk, D, causal, window)
+        wide = [x.double() * factors[name].expand(2, x.shape[1])[..., None, None] if factors else x
+                for x, name in ((q, "q_descale"), (k, "k_descale"), (v, "v_descale"))]
+        documents = (torch.arange(max(Sq, Sk), device="cuda") // 70 % 3).int()
+        seen = visible(Sq, Sk, causal, window)
+        of_documents = documents[:Sq, None] == documents[:Sk]
+        options = dict(causal=causal, window=window, **factors)
+        for mods, own_bias, own_seen in ((dict(score_mod=ALIBI, args=[slopes]), bias(Sq, Sk), seen),
+                                         (dict(mask_mod=DOCUMENTS, args=[documents]), None, seen & of_documents),
+                                         (dict(score_mod=ALIBI, mask_mod=DOCUMENTS, args=[slopes, documents]), bias(Sq, Sk), seen & of_documents)):
+            want, want_lse = reference(*wide, own_seen, bias=own_bias)
+            kept = sdpa.block_mask(q, k, v, **options, **mods) if "mask_mod" in mods else None
+            for block_mask in (None, kept)[:1 + (kept is not None)]:
+                out, lse = sdpa.attention(q, k, v, **options, **mods, block_mask=block_mask, return_lse=True)
+                finite = torch.isfinite(want_lse)
+                assert rel_rms(out, want) <= LIMITS[dtype] and torch.equal(torch.isfinite(lse), finite), (Sq, Sk, mods.keys(), block_mask is None)
+                assert (lse - want_lse)[finite].abs().max() <= (1e-2 if dtype != E4M3 else 0.1)
+    if dtype == E4M3:
+        return
+    q, k, v, _ = case_tensors(dtype, 2, 8, 2, 100, 300, D, None, None)
+    lengths, starts = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([300, 177], [0, 100, 200]))
+    paged, table = in_pages((k, v), 16)
+    rows = q.transpose(0, 1).flatten(1, 2)[None]
+    for more, tensors in (({}, (q, k, v)), ({"page_table": table}, (q, *paged)), ({"q_starts": starts, "page_table": table}, (rows, *paged))):
+        out = sdpa.attention(*tensors, causal="br", k_lengths=lengths, score_mod=ALIBI, args=[slopes], **more)
+        out = out[0].unflatten(1, (2, 100)).transpose(0, 1) if "q_starts" in more else out
+        for b, n in enumerate(lengths.tolist()):
+            want = reference(q[b:b + 1], k[b:b + 1, :, :n], v[b:b + 1, :, :n], visible(100, n, "br", (None, None)), bias=bias(100, n))[0]
+            assert rel_rms(out[b:b + 1], want) <= LIMITS[dtype], list(more)
+
+
+@needs_gpu
+def test_modifications_in_graphs():
+    """CUDA graphs and compiled graphs read what arrays hold when they run; a kept map with more keys than a launch maps by itself."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, H, 4096, 128, device="cuda", dtype=torch.bfloat16) for H in (8, 2, 2))
+    slopes, documents = torch.zeros(8, device="cuda"), (torch.arange(4096, device="cuda") // 512).int()
+    mods = dict(score_mod=ALIBI, mask_mod=DOCUMENTS, args=[slopes, documents], causal="br")
+
+    def want():
+        distance = torch.arange(4096, device="cuda")[:, None] - torch.arange(4096, device="cuda")
+        return reference(q, k, v, (distance >= 0) & (documents[:, None] == documents), bias=-slopes[:, None, None] * distance)[0]
+    kept = sdpa.block_mask(q, k, v, **mods)
+    assert kept.tiles.numel() > 0 or torch.cuda.get_device_capability() != (9, 0)
+    run = lambda q, k, v, block_mask=None: sdpa.attention(q, k, v, **mods, block_mask=block_mask)  # noqa: E731
+    assert rel_rms(run(q, k, v), want()) <= LIMITS[q.dtype]  # builds
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        in_graph = [run(q, k, v, block_mask) for block_mask in (None, kept)]
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = [torch.compile(run, fullgraph=True), torch.compile(lambda *x: run(*x) * 1, mode="reduce-overhead")]
+    for value in 0.5, 0.01:
+        slopes.fill_(value)
+        graph.replay()
+        outs = [*in_graph, run(q, k, v, kept)]
+        for one in compiled:
+            outs += [one(q, k, v, block_mask).clone() for block_mask in (None, kept) for _ in range(3)]
+        for n, out in enumerate(outs):
+            assert rel_rms(out, want()) <= LIMITS[q.dtype], n
+    with pytest.raises(RuntimeError, match="block_mask was made for Sq=4096, and this call has Sq=100$"):
+        run(q[:, :, :100], k, v, kept)
+    with pytest.raises(RuntimeError, match="^sdpa.attention: block_mask is not on cuda:0$"):
+        run(q, k, v, kept._replace(tiles=kept.tiles.cpu()))
+    with pytest.raises(NotImplementedError, match="no backward for .* score_mod, mask_mod$"):
+        run(q.detach().requires_grad_(), k, v).sum().backward()
+    with pytest.raises(RuntimeError, match="nvcc could not build .*-SCORE_MOD-sm_.*: error"):
+        sdpa.attention(q, k, v, score_mod="s % 2")
 
 
 @needs_gpu
