@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""usage: tools/frameworks.py [--problems] [--models] [--lengths] [--invariant] [--training] [--host]
+"""usage: tools/frameworks.py [--problems] [--models] [--lengths] [--invariant] [--mods] [--training] [--host]
                            [--repeats N] >rows.csv
 What bindings/pytorch.py is worth, measured on this GPU, as CSV: needs PyTorch 2.11 and transformers 5.
   --problems   README's problems: a loop of calls and a CUDA graph of them, by the line's C function, by
@@ -10,6 +10,8 @@ What bindings/pytorch.py is worth, measured on this GPU, as CSV: needs PyTorch 2
                (fa3-fwd) and FlashInfer (flashinfer-python) where they are installed; bf16, D=128, 32 heads to 8
   --invariant  the same sequences, and problems of one length, by attention() with and without batch_invariant; ratio is
                the time with it over that without
+  --mods       score_mod and mask_mod of attention(), without them, and by FlexAttention, whose FLASH backend needs flash_attn.cute;
+               ratio is the time over that of the case's first row, rel_rms of one head, to its formula in float32
   --training   a training step of F.scaled_dot_product_attention, bf16: forward and backward as PyTorch has them, and with
                sdpa's kernels; ratio is PyTorch's time over a contender's, rel_rms the largest of the gradients'
   --host       the CPU's time of a call of a tiny problem: F.scaled_dot_product_attention as PyTorch has it and with
@@ -356,13 +358,91 @@ def invariant(repeats):
                            rel_rms=rel_rms(results[on], results[False]))
 
 
+# ---- score_mod and mask_mod ----
+
+def alibi_case(B, Hq, Hkv, Sq, Sk, D):
+    slopes = 2 ** (-8 / Hq * torch.arange(1, Hq + 1, device="cuda"))
+    return {}, dict(score_mod="s - x0[h] * real(q + Sk - Sq - k)", args=[slopes]), \
+        lambda s, b, h, q, k: s - slopes[h] * (q + Sk - Sq - k), None
+
+
+def softcap_case(*_):
+    return dict(softcap=30.0), dict(score_mod="30 * tanh_approx(s / 30)"), lambda s, b, h, q, k: 30 * torch.tanh(s / 30), None
+
+
+def causal_case(*_):
+    return dict(causal="br"), dict(mask_mod="k <= q + Sk - Sq"), None, lambda b, h, q, k: k <= q
+
+
+def documents_case(B, Hq, Hkv, Sq, Sk, D, count=16):
+    document = (torch.arange(Sk, device="cuda") * count // Sk).int()
+    return dict(bias=document[:, None] == document[None]), dict(mask_mod="i0[q] == i0[k]", args=[document]), None, \
+        lambda b, h, q, k: document[q] == document[k]
+
+
+# The case: attention()'s options without the expression and with it, and FlexAttention's score_mod and mask_mod.
+MODIFIED = [("identity", lambda *_: ({}, dict(score_mod="s + 0.f"), None, None), "4,16,16,4096,4096,128 4,32,32,4096,4096,64"),
+            ("ALiBi", alibi_case, "4,16,16,4096,4096,128 4,32,32,4096,4096,64 32,32,8,1,8192,128"),
+            ("softcap", softcap_case, "4,16,16,4096,4096,128 4,32,32,4096,4096,64"),
+            ("causal", causal_case, "4,16,16,4096,4096,128 4,32,32,4096,4096,64"),
+            ("16 documents", documents_case, "1,16,16,16384,16384,128")]
+
+
+def by_flex(q, k, v, score_mod, mask_mod, backend):
+    """FlexAttention, compiled, by one of its backends: a function that gives O."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    sizes = q.shape[2], k.shape[2]
+    kept = create_block_mask(mask_mod, None, None, *sizes, device="cuda") if mask_mod else None
+    compiled = torch.compile(flex_attention, dynamic=False)
+    options = dict(block_mask=kept, enable_gqa=q.shape[1] != k.shape[1], kernel_options={"BACKEND": backend})
+    return lambda: compiled(q, k, v, score_mod=score_mod, **options)
+
+
+def mods(repeats):
+    """Rows of modified scores; the contenders take turns."""
+    for case, make, problems_of_case in MODIFIED:
+        for problem in problems_of_case.split():
+            B, Hq, Hkv, Sq, Sk, D = sizes = [*map(int, problem.split(","))]
+            q, k, v = (torch.randn(B, H, S, D, device="cuda", dtype=torch.bfloat16) for H, S in [(Hq, Sq)] + 2 * [(Hkv, Sk)])
+            without, options, score_mod, mask_mod = make(*sizes)
+            calls = {}
+            for name, more in (("sdpa, without the expression", without), ("sdpa", options)):
+                kept = sdpa.block_mask(q, k, v, **more) if {"mask_mod", "bias"} & more.keys() else None
+                calls[name] = lambda more=more, kept=kept: sdpa.attention(q, k, v, block_mask=kept, **more)
+            backends = ["TRITON"] + ["FLASH"] * bool(importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute"))
+            calls |= {f"FlexAttention, {backend}": by_flex(q, k, v, score_mod, mask_mod, backend) for backend in backends}
+            # One head by its formula.
+            at_q, at_k = torch.arange(Sq, device="cuda")[:, None], torch.arange(Sk, device="cuda")
+            logits = q[0, -1].float() @ k[0, -1].float().T / math.sqrt(D)
+            logits = score_mod(logits, 0, Hq - 1, at_q, at_k) if score_mod else logits
+            logits = logits.masked_fill(~mask_mod(0, Hq - 1, at_q, at_k), -math.inf) if mask_mod else logits
+            want = logits.softmax(-1) @ v[0, -1].float()
+            del logits
+            error, replays = {}, {}
+            for name in [*calls]:
+                try:
+                    error[name], replays[name] = rel_rms(calls[name]()[0, -1], want), graph_of(calls[name])
+                except Exception as trouble:  # a backend of FlexAttention that does not take the case
+                    print(f"{case} {problem}: {name}: {str(trouble).splitlines()[0]}", file=sys.stderr)
+                    del calls[name]
+            times = {name: [] for name in calls}
+            for name in [name for turn in range(2 * repeats) for name in list(calls)[::(-1) ** turn]]:
+                times[name].append(loop_us(replays[name], 1, 1) / 20)
+            first = statistics.median(times["sdpa, without the expression"])
+            for name in calls:
+                us = statistics.median(times[name])
+                yield dict(what=case, problem=problem, contender=name, us=us, ratio=us / first, rel_rms=error[name])
+            del calls, replays
+
+
 def main():
     options = cli.parse_options(__doc__)
     facts = dict(engine.measured_on(engine.need_gpu()), torch=torch.__version__)
     writer = csv.DictWriter(sys.stdout, ["what", "problem", "contender", "us", "ratio", "rel_rms", *facts])
     writer.writeheader()
     for is_wanted, measure in ((options.problems, problems), (options.models, models), (options.lengths, sequences),
-                              (options.invariant, invariant), (options.training, training), (options.host, host)):
+                              (options.invariant, invariant), (options.mods, mods),
+                              (options.training, training), (options.host, host)):
         for row in measure(options.repeats) if is_wanted else ():
             ratio = f"{row['ratio']:.3f}" if "ratio" in row else ""
             writer.writerow({**facts, **row, "us": f"{row['us']:.4g}", "ratio": ratio, "rel_rms": f"{row['rel_rms']:.2e}"})
