@@ -625,6 +625,9 @@ template <class B> struct ScoreTile {
   const ScoreScale<B> scale;
 
   __device__ ScoreScale<B> score_scale() const { return scale; }
+  __device__ int batch_of_item() const { return item.b; }
+  __device__ int head_of_item() const { return item.h; }
+  __device__ int query_count() const { return item.query_count(a.p); }
   // The row and the column that the thread's view begins with are set.
   template <class View> static __device__ void locate(View&) {}
   // True if SCORE_MOD or MASK_MOD may change the tile.
@@ -2875,6 +2878,7 @@ template <class B> struct WgmmaRows {
   bool accumulates = false;  // an earlier tile of the item has begun O
   ItemScale<B> scale_log2;   // of the item
   const WgmmaItem<B>* item = nullptr;  // in shared memory
+  int b = 0, h = 0;                    // of the item, in uniform registers
   std::conditional_t<B::hides_rounds, TileWalk<B>, Nothing> walk;
   typename Item<B>::HeldMask mask;  // of the item
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the stale maximum.
@@ -2919,6 +2923,9 @@ template <class B> struct WgmmaRows {
   }
   // What the hook asks of a tile.
   __device__ __forceinline__ ScoreScale<B> score_scale() const { return scale_log2.of_cap(); }
+  __device__ int batch_of_item() const { return b; }
+  __device__ int head_of_item() const { return h; }
+  __device__ int query_count() const { return item->query_count(a.p); }
   __device__ __forceinline__ bool is_modified() const {
     if constexpr (B::hides_rounds) return walk.is_modified();
     return B::changes_logits;
@@ -2996,6 +3003,7 @@ template <class B, class Shared> struct WgmmaConsumer {
       if (rounds == 0) break;
       rows.q = uniform(item().q0 + (B::pack_gqa ? 0 : row_group * 64));
       rows.item = &item();
+      if constexpr (B::changes_logits || B::hides_keys) rows.b = uniform(item().b), rows.h = uniform(item().h);
       if constexpr (B::use_lengths) rows.mask = item().mask(a);
       const KeyRange rounds_here = own_rounds<B>(a, rows.mask, item(), rounds, rows.q);
       if constexpr (B::use_lengths) clear_queries();
@@ -4714,22 +4722,22 @@ template <class B> struct ScoreMod {
   template <bool WHOLE, class View, class Tile, class Use>
   static __device__ __forceinline__ void each(View& S, int first, int last, const Tile& tile, const Use& use) {
     const KernelArgs& a = tile.a;
-    const Item<B>& item = item_of(tile);
-    const int Sq = item.query_count(a.p), Sk = tile.mask.keys.Sk, last_key = max(Sk, 1) - 1;
+    const int item_b = tile.batch_of_item(), item_h = tile.head_of_item();
+    const int Sq = tile.query_count(), Sk = tile.mask.keys.Sk, last_key = max(Sk, 1) - 1;
     const int k0 = tile.k0 + first_col<B>(S);
     const ScoreScale<B> scale = tile.score_scale();
     tile.locate(S);
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       const int row = S.row(i), q = min(max(query_of<B>(a, tile.q, row), 0), Sq - 1);
-      const int h = B::pack_gqa ? min(item.h + int(a.item_queries.divide(uint32_t(row))), a.p.Hq - 1) : item.h;
+      const int h = B::pack_gqa ? min(item_h + int(a.item_queries.divide(uint32_t(row))), a.p.Hq - 1) : item_h;
       SDPA_UNROLL for (int j = first; j < last; j++) {
         const int column = S.col(j) - S.col(0);
         const expression::Position query{q, 0, column}, key = WHOLE
                                        ? expression::Position{k0 + S.col(0), 1, column}
                                        : expression::Position{min(k0 + S.col(j), last_key), 0, column};
         const expression::Score score{S.x[i][j], of_row(scale, i)};
-        const bool seen = !B::hides_keys || expression::mask_mod(item.b, h, query, key, Sq, Sk, a.p);
-        use(i, j, expression::score_mod(score, item.b, h, query, key, Sq, Sk, a.p), seen);
+        const bool seen = !B::hides_keys || expression::mask_mod(item_b, h, query, key, Sq, Sk, a.p);
+        use(i, j, expression::score_mod(score, item_b, h, query, key, Sq, Sk, a.p), seen);
       }
     }
   }
@@ -4743,8 +4751,6 @@ template <class B> struct ScoreMod {
       each<WHOLE>(S, part, part + at_once, tile, use);
     }
   }
-  static __device__ const Item<B>& item_of(const ScoreTile<B>& tile) { return tile.item; }
-  template <class Rows> static __device__ const Item<B>& item_of(const Rows& rows) { return *rows.item; }
   // log2(P) relative to m_log2. Without SCORE_MOD the logit is the score times scale_log2.
   template <class T> static __device__ __forceinline__ float exponent(T logit, float scale_log2, float m_log2) {
     using namespace expression;
