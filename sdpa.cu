@@ -626,7 +626,6 @@ template <class B> struct ScoreTile {
 
   __device__ ScoreScale<B> score_scale() const { return scale; }
   __device__ int batch_of_item() const { return item.b; }
-  __device__ int head_of_item() const { return item.h; }
   __device__ int query_count() const { return item.query_count(a.p); }
   // The row and the column that the thread's view begins with are set.
   template <class View> static __device__ void locate(View&) {}
@@ -2878,7 +2877,9 @@ template <class B> struct WgmmaRows {
   bool accumulates = false;  // an earlier tile of the item has begun O
   ItemScale<B> scale_log2;   // of the item
   const WgmmaItem<B>* item = nullptr;  // in shared memory
-  int b = 0, h = 0;                    // of the item, in uniform registers
+  // SCORE_MOD, MASK_MOD: of the item, in uniform registers.
+  int b = 0, h = 0;
+  float x_of_head[4] = {};  // x0[h] to x3[h]
   std::conditional_t<B::hides_rounds, TileWalk<B>, Nothing> walk;
   typename Item<B>::HeldMask mask;  // of the item
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the stale maximum.
@@ -2924,7 +2925,6 @@ template <class B> struct WgmmaRows {
   // What the hook asks of a tile.
   __device__ __forceinline__ ScoreScale<B> score_scale() const { return scale_log2.of_cap(); }
   __device__ int batch_of_item() const { return b; }
-  __device__ int head_of_item() const { return h; }
   __device__ int query_count() const { return item->query_count(a.p); }
   __device__ __forceinline__ bool is_modified() const {
     if constexpr (B::hides_rounds) return walk.is_modified();
@@ -3003,7 +3003,7 @@ template <class B, class Shared> struct WgmmaConsumer {
       if (rounds == 0) break;
       rows.q = uniform(item().q0 + (B::pack_gqa ? 0 : row_group * 64));
       rows.item = &item();
-      if constexpr (B::changes_logits || B::hides_keys) rows.b = uniform(item().b), rows.h = uniform(item().h);
+      if constexpr (B::changes_logits || B::hides_keys) ScoreMod<B>::start(rows);
       if constexpr (B::use_lengths) rows.mask = item().mask(a);
       const KeyRange rounds_here = own_rounds<B>(a, rows.mask, item(), rounds, rows.q);
       if constexpr (B::use_lengths) clear_queries();
@@ -4542,7 +4542,7 @@ __device__ __forceinline__ float tanh_exact(float t) {
 //
 //   logit = score * factor + base + slope * column       factor and slope are the same in all columns of a tile, base in
 //                                                        all columns of a row, and column is a constant
-//   exponent = score * (factor * log2e) + ((slope * log2e) * column + (base * log2e - m_log2))
+//   exponent = score * factor_log2 + ((slope * log2e) * column + (base * log2e - m_log2))
 //
 // An expression that is no such sum is a number.
 
@@ -4553,6 +4553,12 @@ constexpr float log2e = 1.44269504f;
 struct Position {
   int base, times, column;
   __device__ __forceinline__ operator int() const { return base + times * column; }
+};
+// A head, and what x0[h] to x3[h] are, which are read once for all tiles of an item.
+struct Head {
+  int h;
+  float x[4];
+  __device__ __forceinline__ operator int() const { return h; }
 };
 struct Number {
   float value;
@@ -4565,19 +4571,20 @@ struct Linear {
   __device__ __forceinline__ operator float() const { return slope * float(column) + base; }
 };
 struct Sum {
-  float score, factor;
+  float score, factor, factor_log2;  // factor_log2: factor * log2e
   Linear offset;
   __device__ __forceinline__ operator float() const { return score * factor + float(offset); }
 };
 // s itself.
 struct Score {
-  float score, factor;
+  float score, factor, factor_log2;
   __device__ __forceinline__ operator float() const { return score * factor; }
 };
 
 template <class T, class... Types> constexpr bool is_any_of = (std::is_same_v<T, Types> || ...);
 template <class T> constexpr bool is_value = is_any_of<T, Number, Linear, Sum, Score>;
 template <class T> constexpr bool is_position = is_any_of<T, Position>;
+template <class T> constexpr bool is_whole = std::is_integral_v<T> || is_any_of<T, Position, Head>;
 // True if an operator of these two is one of those below: of a value, or of a position and a fraction.
 template <class X, class Y>
 constexpr bool is_of_values = is_value<X> || is_value<Y> || (is_position<X> && std::is_floating_point_v<Y>) ||
@@ -4588,9 +4595,10 @@ template <bool CONDITION> using If = std::enable_if_t<CONDITION, int>;
 __device__ __forceinline__ Linear term(Position x) {
   return {float(x.base), x.times ? float(x.times) : -0.0f, x.column};
 }
+__device__ __forceinline__ Number term(Head x) { return {float(x.h)}; }
 __device__ __forceinline__ Linear term(Linear x) { return x; }
 __device__ __forceinline__ Sum term(Sum x) { return x; }
-__device__ __forceinline__ Sum term(Score x) { return {x.score, x.factor, {}}; }
+__device__ __forceinline__ Sum term(Score x) { return {x.score, x.factor, x.factor_log2, {}}; }
 __device__ __forceinline__ Number term(Number x) { return x; }
 template <class T, If<std::is_arithmetic_v<T>> = 0> __device__ __forceinline__ Number term(T x) { return {float(x)}; }
 
@@ -4600,13 +4608,17 @@ __device__ __forceinline__ Linear plus(Number x, Linear y) { return plus(y, x); 
 __device__ __forceinline__ Linear plus(Linear x, Linear y) {
   return {x.base + y.base, x.slope + y.slope, x.column ? x.column : y.column};
 }
-template <class Y> __device__ __forceinline__ Sum plus(Sum x, Y y) { return {x.score, x.factor, plus(x.offset, y)}; }
+template <class Y> __device__ __forceinline__ Sum plus(Sum x, Y y) {
+  return {x.score, x.factor, x.factor_log2, plus(x.offset, y)};
+}
 template <class X> __device__ __forceinline__ Sum plus(X x, Sum y) { return plus(y, x); }
 __device__ __forceinline__ Number plus(Sum x, Sum y) { return {float(x) + float(y)}; }
 
 __device__ __forceinline__ Number times(Number x, Number y) { return {x.value * y.value}; }
 __device__ __forceinline__ Linear times(Linear x, Number y) { return {x.base * y.value, x.slope * y.value, x.column}; }
-__device__ __forceinline__ Sum times(Sum x, Number y) { return {x.score, x.factor * y.value, times(x.offset, y)}; }
+__device__ __forceinline__ Sum times(Sum x, Number y) {
+  return {x.score, x.factor * y.value, x.factor_log2 * y.value, times(x.offset, y)};
+}
 template <class X> __device__ __forceinline__ auto times(Number x, X y) { return times(y, x); }
 template <class X, class Y> __device__ __forceinline__ Number times(X x, Y y) { return {float(x) * float(y)}; }
 
@@ -4654,10 +4666,13 @@ template <class X> __device__ __forceinline__ Number sin(X x) { return {::sinf(f
 template <class X> __device__ __forceinline__ Number cos(X x) { return {::cosf(float(x))}; }
 template <class X> __device__ __forceinline__ Number floor(X x) { return {::floorf(float(x))}; }
 template <class X, class Y> __device__ __forceinline__ Number pow(X x, Y y) { return {::powf(float(x), float(y))}; }
-template <class X> __device__ __forceinline__ Sum tanh(X x) { return {SDPA_NAMESPACE::tanh_exact(float(x)), 1, {}}; }
+template <class X> __device__ __forceinline__ Sum tanh(X x) {
+  return {SDPA_NAMESPACE::tanh_exact(float(x)), 1, log2e, {}};
+}
 // To 2^-11 of 1, in one instruction.
-template <class X> __device__ __forceinline__ Sum tanh_approx(X x) { return {SDPA_NAMESPACE::tanh_approx(float(x)), 1, {}}; }
-template <class T> constexpr bool is_whole = std::is_integral_v<T> || is_position<T>;
+template <class X> __device__ __forceinline__ Sum tanh_approx(X x) {
+  return {SDPA_NAMESPACE::tanh_approx(float(x)), 1, log2e, {}};
+}
 template <class X> __device__ __forceinline__ auto abs(X x) {
   if constexpr (is_whole<X>) return int(x) < 0 ? -int(x) : int(x);
   else return Number{fabsf(float(x))};
@@ -4672,6 +4687,8 @@ template <class X, class Y> __device__ __forceinline__ auto max(X x, Y y) {
 }
 struct Reals {
   const float* at;
+  int number;
+  __device__ __forceinline__ Number operator[](Head head) const { return {head.x[number]}; }
   __device__ __forceinline__ Number operator[](int64_t i) const { return {ld_global_nc<float>(at + i)}; }
 };
 struct Ints {
@@ -4680,16 +4697,16 @@ struct Ints {
 };
 
 // The two expressions. NONE is what they are if nobody typed them.
-[[maybe_unused]] __device__ __forceinline__ auto score_mod(Score s, int b, int h, Position q, Position k, int Sq,
-                                                           int Sk, const SdpaParams& p) {
-  [[maybe_unused]] const Reals x0{p.x0}, x1{p.x1}, x2{p.x2}, x3{p.x3};
+template <class H>  // int or Head
+__device__ __forceinline__ auto score_mod(Score s, int b, H h, Position q, Position k, int Sq, int Sk, const SdpaParams& p) {
+  [[maybe_unused]] const Reals x0{p.x0, 0}, x1{p.x1, 1}, x2{p.x2, 2}, x3{p.x3, 3};
   [[maybe_unused]] const Score NONE = s;
   (void)b, (void)h, (void)q, (void)k, (void)Sq, (void)Sk;
   return SCORE_MOD;
 }
-[[maybe_unused]] __device__ __forceinline__ bool mask_mod(int b, int h, Position q, Position k, int Sq, int Sk,
-                                                          const SdpaParams& p) {
-  [[maybe_unused]] const Reals x0{p.x0}, x1{p.x1}, x2{p.x2}, x3{p.x3};
+template <class H>
+__device__ __forceinline__ bool mask_mod(int b, H h, Position q, Position k, int Sq, int Sk, const SdpaParams& p) {
+  [[maybe_unused]] const Reals x0{p.x0, 0}, x1{p.x1, 1}, x2{p.x2, 2}, x3{p.x3, 3};
   [[maybe_unused]] const Ints i0{p.i0}, i1{p.i1};
   [[maybe_unused]] constexpr bool NONE = true;
   (void)b, (void)h, (void)q, (void)k, (void)Sq, (void)Sk;
@@ -4698,6 +4715,24 @@ struct Ints {
 
 }  // namespace expression
 
+// True if SCORE_MOD or MASK_MOD has x0[h], x1[h], ..., perhaps with spaces in it.
+constexpr bool reads_by_head(std::string_view text, int number) {
+  const char wanted[] = {'x', char('0' + number), '[', 'h', ']'};
+  for (size_t at = text.find(wanted[0]); at != text.npos; at = text.find(wanted[0], at + 1)) {
+    size_t end = at, found = 0;
+    for (; end < text.size() && found < 5 && (text[end] == wanted[found] || (text[end] == ' ' && found > 1)); end++) {
+      found += text[end] != ' ';
+    }
+    if (found == 5) return true;
+  }
+  return false;
+}
+template <int N> constexpr bool is_read_by_head = reads_by_head(SCORE_MOD_text, N) || reads_by_head(MASK_MOD_text, N);
+// x0[h], x1[h], ... of the array with the number N, in a uniform register; 0 if no expression reads that.
+template <int N> __device__ __forceinline__ float value_of_head(const float* array, int h) {
+  if constexpr (is_read_by_head<N>) return __shfl_sync(0xffffffffu, ld_global_nc<float>(array + h), 0);
+  return 0;
+}
 // True if the expression's text has the name.
 constexpr bool expression_names(std::string_view name, std::string_view text) {
   const auto is_letter = [](char c) {
@@ -4717,27 +4752,52 @@ template <class B> struct ScoreMod {
   static __device__ __forceinline__ bool sees(int b, int h, int q, int k, int Sq, int Sk, const SdpaParams& p) {
     return expression::mask_mod(b, h, {q, 0, 0}, {k, 0, 0}, Sq, Sk, p);
   }
+  static __device__ int head_of(const ScoreTile<B>& tile) { return tile.item.h; }
+  // 16 warps have no registers for what is read once, and rows of several heads have no head in common.
+  static constexpr bool keeps_head = B::num_warps < 16 && !B::pack_gqa;
+  template <class Rows> static __device__ __forceinline__ auto head_of(const Rows& rows) {
+    const auto& x = rows.x_of_head;
+    if constexpr (keeps_head) return expression::Head{rows.h, {x[0], x[1], x[2], x[3]}};
+    else return rows.h;
+  }
+  // At the start of an item: what the expressions read of it.
+  template <class Rows> static __device__ __forceinline__ void start(Rows& rows) {
+    rows.b = uniform(rows.item->b);
+    rows.h = uniform(rows.item->h);
+    if constexpr (!keeps_head) return;
+    const SdpaParams& p = rows.a.p;
+    rows.x_of_head[0] = value_of_head<0>(p.x0, rows.h);
+    rows.x_of_head[1] = value_of_head<1>(p.x1, rows.h);
+    rows.x_of_head[2] = value_of_head<2>(p.x2, rows.h);
+    rows.x_of_head[3] = value_of_head<3>(p.x3, rows.h);
+  }
+  template <class H> static __device__ __forceinline__ auto head_of_row(H h, const KernelArgs& a, int row) {
+    if constexpr (B::pack_gqa) return min(int(h) + int(a.item_queries.divide(uint32_t(row))), a.p.Hq - 1);
+    else return h;
+  }
   // Calls use(i, j, logit, seen) for the thread's columns [first, last) of S. WHOLE: all of the tile's keys exist; if not,
   // keys past the end are taken for the last one. Rows that are no query are taken for the first or the last.
   template <bool WHOLE, class View, class Tile, class Use>
   static __device__ __forceinline__ void each(View& S, int first, int last, const Tile& tile, const Use& use) {
     const KernelArgs& a = tile.a;
-    const int item_b = tile.batch_of_item(), item_h = tile.head_of_item();
+    const int b = tile.batch_of_item();
+    const auto item_h = head_of(tile);
     const int Sq = tile.query_count(), Sk = tile.mask.keys.Sk, last_key = max(Sk, 1) - 1;
     const int k0 = tile.k0 + first_col<B>(S);
     const ScoreScale<B> scale = tile.score_scale();
     tile.locate(S);
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       const int row = S.row(i), q = min(max(query_of<B>(a, tile.q, row), 0), Sq - 1);
-      const int h = B::pack_gqa ? min(item_h + int(a.item_queries.divide(uint32_t(row))), a.p.Hq - 1) : item_h;
+      const auto h = head_of_row(item_h, a, row);
       SDPA_UNROLL for (int j = first; j < last; j++) {
         const int column = S.col(j) - S.col(0);
         const expression::Position query{q, 0, column}, key = WHOLE
                                        ? expression::Position{k0 + S.col(0), 1, column}
                                        : expression::Position{min(k0 + S.col(j), last_key), 0, column};
-        const expression::Score score{S.x[i][j], of_row(scale, i)};
-        const bool seen = !B::hides_keys || expression::mask_mod(item_b, h, query, key, Sq, Sk, a.p);
-        use(i, j, expression::score_mod(score, item_b, h, query, key, Sq, Sk, a.p), seen);
+        const float factor = of_row(scale, i);
+        const expression::Score score{S.x[i][j], factor, B::is_8bit ? factor * expression::log2e : a.scores_log2};
+        const bool seen = !B::hides_keys || expression::mask_mod(b, h, query, key, Sq, Sk, a.p);
+        use(i, j, expression::score_mod(score, b, h, query, key, Sq, Sk, a.p), seen);
       }
     }
   }
@@ -4759,7 +4819,7 @@ template <class B> struct ScoreMod {
       return fmaf(y.score, scale_log2, -m_log2);
     } else if constexpr (std::is_same_v<decltype(y), const Sum>) {
       const float offset = y.offset.slope * log2e * float(y.offset.column) + fmaf(y.offset.base, log2e, -m_log2);
-      return fmaf(y.score, y.factor * log2e, offset);
+      return fmaf(y.score, y.factor_log2, offset);
     } else {
       return fmaf(float(y), log2e, -m_log2);
     }
