@@ -105,7 +105,8 @@ constexpr int parts_beside_cap[][2] = {{3, 4}, {1, 1}, {0, 0}, {4, 3}};
 // their first key to the last, or backwards, logits at the default scale rise slowly, at once, at single keys, or fall and
 // rise; from 0, from +-512 (past 710 no maximum is stale), from +-524288, or from -inf. A query row takes 1, 1/2, 0 or -1
 // of the rise; in half of the heads 8 rows take one of these, and the next 8 another one. Beside a softcap c
-// most heads have logits of c to 4 * c throughout, or such as rise from about 0.7 * c to 1.2 * c. Scores are whole numbers below
+// most heads have logits of c to 4 * c throughout, or such as rise from about 0.7 * c to 1.2 * c, or jump there at single
+// keys. Scores are whole numbers below
 // 2^24, exact in fp32; of e4m3 tensor cores sum 14 bits, and a rise of more keys is 24 at most. V is in most problems as large as the
 // sums of P @ V allow.
 float ramps(const InputAt& i) {
@@ -136,11 +137,18 @@ float ramps(const InputAt& i) {
                {slowly, 300, -32}, {after_a_fall, 100, 32}, {after_a_fall, 30, 1 << 15}, {slowly, 12, INT_MIN}};
   const Ramp& kind = kinds[(of_seed + i.head) % 8];
   const float last = float(std::max(p.Sk - 1, 1)), k = r % 4 < 2 ? float(i.row) : last - float(i.row);
+  const float drawn = float(mix(r + uint64_t(k)) % 4096) / 4096;
   if (is_beside_cap(p, r)) {
     const bool is_level = parts_beside_cap[r / 64 % 4][0] != parts_beside_cap[r / 64 % 4][1];
     const float level = is_level ? 1 + r / 1024 % 32 / 10.0f : 0.4f + r / 1024 % 32 / 50.0f;
     const float slope = is_level ? 0 : 0.2f + r / 32768 % 32 / 50.0f;
-    return i.d == 1 ? 0 : std::round(float(p.softcap) * (level + slope * k / last) * std::sqrt(float(p.D)) / 4);
+    // Or at single keys by 2^18 to 2^49 in P, to scores near the cap that differ by a few.
+    const bool jumps = !is_level && mix(r + 3) % 4;
+    const float high = 0.95f + r / 32768 % 32 / 128.0f, by = (18 + r / 1024 % 32) / (1.4427f * float(p.softcap));
+    const float low = std::atanh(std::max(std::tanh(high) - by, -0.3f));
+    const float beyond = high + 100 * drawn / float(p.softcap);
+    const float part = !jumps ? level + slope * k / last : k > 0.6f * last && drawn < 0.06f ? beyond : low;
+    return i.d == 1 ? 0 : std::round(float(p.softcap) * part * std::sqrt(float(p.D)) / 4);
   }
   if (i.d == 1) {
     if (few_bits || (bytes && kind.start != -32 && kind.start != 32)) return 0;
@@ -149,7 +157,7 @@ float ramps(const InputAt& i) {
     if (!p.bias.hides && p.bias.keys > 0 && kind.start > 1 << 10) return 0;
     return line.has_sinks || r / 4 % 2 ? std::abs(kind.start) : kind.start;
   }
-  const float place = r / 8 % 2 ? last - 4 : last * float(r / 16 % 16) / 16, drawn = float(mix(r + uint64_t(k)) % 4096) / 4096;
+  const float place = r / 8 % 2 ? last - 4 : last * float(r / 16 % 16) / 16;
   const float part = kind.way == slowly    ? k / last
                      : kind.way == at_once ? float(k >= place)
                      : kind.way == at_keys ? std::max(0.0f, 48 * drawn - 47)
