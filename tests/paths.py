@@ -28,6 +28,7 @@ PATHS = [
          builds="^(?!.*(^| )DTYPE=FP8_E4M3)"),
     Path("a maximum too large to be subtracted in the exponent", r"may_be_kept = false, m_log2\[i\] = 0 - p_log2<B>;",
          builds="^(?!.*FP8_E4M3)"),
+    Path("a maximum too large to be subtracted in the exponent, swapped", r"own_m_log2 = 0, may_be_kept = false;"),
     Path("a softcap", r"x = B::use_softcap == 2 \|\| is_capped<B>\(a\) \?"),
     Path("a softcap by a polynomial", r"S\.x\[i\]\[j\] = softmax_exp2<B>\(fmaf\(s \* fmaf\(y, y, fit\.rest\)"),
     Path("a softcap without its polynomial", r"cap_scores<B>\(S, a, a\.cap_scale, first, last\);"),
