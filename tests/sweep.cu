@@ -749,7 +749,7 @@ class Kinds {
   }
   // add() the sequences that end beside the edge of a tile, with a row of the tensor behind them.
   template <class Add> static void add_sequences(Problem p, const Add& add) {
-    if (p.has_lengths) p.k_lengths = Instance::keys_that_count(p, p.seed);
+    if (p.has_lengths || p.most_keys) p.k_lengths = Instance::keys_that_count(p, p.seed);
     if (p.has_q_lengths) p.q_lengths = Instance::drawn_q_lengths(p, p.seed);
     if (p.packs_q) p.q_starts = Instance::drawn_starts(p, Tensor::Q, p.seed);
     if (p.packs_k) p.k_starts = Instance::drawn_starts(p, Tensor::K, p.seed);
