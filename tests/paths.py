@@ -13,7 +13,7 @@ import bugs
 @dataclass(frozen=True)
 class Path:
     name: str
-    line: str  # of sdpa.cu, as a regular expression; each line that matches must have run. Calls of inlined functions do not count
+    line: str  # of sdpa.cu, as a regular expression; each line that matches must have run. gcov does not count calls that are inlined
     whole: bool = False  # the line is a condition and its statement, and both must have run
     builds: str = ""  # regular expression of the knobs of builds that must take it; "": all that have the line
 
@@ -21,7 +21,7 @@ class Path:
 PATHS = [
     # ---- the softmax ----
     Path("a stale maximum, mma", r"done = rows\.attend_by_stale_max"),
-    Path("a stale maximum, wgmma", r"^      (done|stale) = softmax\.add_to\(rows\.l\);"),
+    Path("a stale maximum that is kept", r"SDPA_UNROLL for \(int i = 0; i < ROWS; i\+\+\) l\[i\] \+= sum\[i\];"),
     Path("a stale maximum that is too small", r"if \(!__all_sync\(0xffffffffu, all <= limit\)\) return false;", whole=True),
     Path("scores recovered by their logarithm", r"P\.x\.d\[i\] = fmaf\(lg2_approx_ftz", builds="USE_BIAS=1|^(?!.*USE_SOFTCAP)"),
     Path("scores multiplied again", r"const int lane = int\(thread_index_anew\(\) % 32\), k = k0 \+ lane / 4",
