@@ -837,6 +837,10 @@ class Instance {
     problem.seed = seed;
     if (starts_[0]) starts_[0]->store(beyond_tensor(problem.q_starts = drawn_starts(problem, Tensor::Q, seed), problem.Sq, seed));
     if (starts_[1]) starts_[1]->store(beyond_tensor(problem.k_starts = drawn_starts(problem, Tensor::K, seed), problem.Sk, seed));
+    if (sinks_) {
+      const vector<float> sinks = drawn_sinks(problem, seed);
+      sinks_->store(sinks), problem.sinks.assign(sinks.begin(), sinks.end());
+    }
     if (lengths_) lengths_->store(drawn_lengths(problem, seed));
     if (problem.has_lengths || problem.most_keys) problem.k_lengths = keys_that_count(problem, seed);
     if (q_lengths_) q_lengths_->store(problem.q_lengths = drawn_q_lengths(problem, seed));
@@ -850,10 +854,6 @@ class Instance {
       held_[t] = round_to_elements(x, step, dtype_of(Tensor(t)));
       if (t > 0 && line.has_lengths) poison_what_is_no_key(Tensor(t));
       tensors[t]->write(held_[t]);
-    }
-    if (sinks_) {
-      const vector<float> sinks = drawn_sinks(problem, seed);
-      sinks_->store(sinks), problem.sinks.assign(sinks.begin(), sinks.end());
     }
     if (bias_) set_bias(seed);
     set_mods(seed);
@@ -875,13 +875,22 @@ class Instance {
     }
     return sinks;
   }
+  // Odd seeds: half of the lengths are a multiple of the tile's rows or keys, or one less or more.
+  static int near_edge(int length, int most, int unit, uint64_t seed, int b) {
+    const uint64_t r = reference::mix(seed * 1000037 + b);
+    if (seed % 2 == 0 || r % 2 || most < unit - 1) return length;
+    return std::min((1 + std::max(length, 0) % std::max(most / unit, 1)) * unit - 1 + int(r / 2 % 3), most);
+  }
+  static int rows_at_edge() { return std::min(line.tiles[0].block_m, 64); }  // a warpgroup's, or the tile's
+  static int keys_at_edge() { return line.tiles[0].block_n; }
+
   // Of 8 sequences one says more keys than there are, one less than none, one has a single key, and one all or none.
   static vector<int> drawn_lengths(const Problem& p, uint64_t seed) {
     const int most = p.page_size && !p.narrow_table ? p.Sk : p.Sk + 9;
     vector<int> lengths(p.B);
     for (int b = 0; b < p.B; b++) {
       const uint64_t turn = (seed + b) % 8;
-      lengths[b] = int(reference::mix(seed * 1000003 + b) % (p.Sk + 1));
+      lengths[b] = near_edge(int(reference::mix(seed * 1000003 + b) % (p.Sk + 1)), p.Sk, keys_at_edge(), seed, b);
       if (turn == 4) lengths[b] = (seed + b) / 8 % 2 ? 0 : p.Sk;
       if (turn >= 5) lengths[b] = turn == 5 ? most : turn == 6 ? -4 : std::min(1, most);
     }
@@ -890,7 +899,9 @@ class Instance {
   // From less than nothing to more rows than there are.
   static vector<int> drawn_q_lengths(const Problem& p, uint64_t seed) {
     vector<int> lengths(p.B);
-    for (int b = 0; b < p.B; b++) lengths[b] = int(reference::mix(seed * 1000033 + b) % (p.Sq + 12)) - 4;
+    for (int b = 0; b < p.B; b++) {
+      lengths[b] = near_edge(int(reference::mix(seed * 1000033 + b) % (p.Sq + 12)) - 4, p.Sq, rows_at_edge(), seed, b);
+    }
     return lengths;
   }
   // What the lengths and most_keys leave of each sequence's keys.
@@ -915,6 +926,10 @@ class Instance {
     std::sort(starts.begin(), starts.end());
     const int first = int(reference::mix(seed + 7) % (most_left + 1)), end = rows - int(reference::mix(seed + 8) % (most_left + 1));
     for (int& start : starts) start = std::max(first, std::min(start, end));
+    for (int b = 1; b < p.B; b++) {
+      const int length = starts[b] - starts[b - 1];
+      starts[b] = starts[b - 1] + near_edge(length, length, t == Tensor::Q ? rows_at_edge() : keys_at_edge(), seed, b);
+    }
     return starts;
   }
   // The same for the kernel, which cuts off what is not within the tensor: a start at its end may be beyond it.

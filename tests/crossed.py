@@ -75,6 +75,13 @@ FEATURES_OF = dict(
     wgmma_swapped=dict(HEAD_DIM="64 128", USE_SOFTCAP="2 0"),
     wgmma_e4m3=dict(DTYPE="FP8_E4M3", FP8_FLUSH="8 0 1"))
 
+# --features: also all combinations of these values meet. Other features switch off parts of the softmax by a stale maximum,
+# and the map of the bias.
+TOGETHER_OF = dict(
+    wgmma_roles=[dict(USE_LAZY_MAX="1", USE_SOFTCAP="1 0", USE_BIAS="0 1", DTYPE="BF16"),
+                 dict(USE_BIAS="1 2", USE_LENGTHS="0", SPLIT_CTAS="1", SPLIT_KV="1", BLOCK_M="128", USE_PING_PONG="0")],
+    wgmma_converting=[dict(USE_LAZY_MAX="1", USE_SOFTCAP="1 0", DTYPE="BF16")])
+
 CANDIDATES, PAIRS_AT_ONCE = 20, 12  # that are tried for a build
 
 PROBLEMS = 3  # of a build at least
@@ -233,9 +240,10 @@ class Domain(ctypes.Structure):
 
 
 class Kind:
-    """The legal builds of a kind of kernel, and which pairs of values they have, of these knobs."""
+    """The legal builds of a kind of kernel, and which pairs of values they have, of these knobs. Together: dicts
+    {knob: values} of which all combinations count as pairs do."""
 
-    def __init__(self, judge, name, own, crossed):
+    def __init__(self, judge, name, own, crossed, together=()):
         self.judge, self.name, self.random = judge, name, random.Random(name)
         family = "wgmma" if own.get("USE_WGMMA") else "mma" if own.get("USE_MMA_SYNC") else "wmma" if own.get("USE_WMMA") else "scalar"
         domains = KNOBS | crossed
@@ -246,11 +254,14 @@ class Kind:
             self.values[knob] = [value for value in values if self.complete({knob: value})]
         self.free = [knob for knob in crossed if len(self.values[knob]) > 1]
         self.near = [self.complete({}) for _ in range(8)]
+        of_two = [{a: self.values[a], b: self.values[b]} for a, b in itertools.combinations(self.free, 2)]
+        of_more = [{knob: values.split() for knob, values in one.items()} for one in together]
+        self.together = {tuple(zip(one, values)) for one in of_more for values in itertools.product(*one.values())}
         self.pairs = {pair for build in self.near for pair in self.pairs_of(build)}
         self.impossible = []
-        for a, b in itertools.combinations(self.free, 2):
-            for values in itertools.product(self.values[a], self.values[b]):
-                pair = tuple(zip((a, b), values))
+        for values_of in of_two + of_more:
+            for values in itertools.product(*values_of.values()):
+                pair = tuple(zip(values_of, values))
                 found = None if pair in self.pairs else self.complete(dict(pair))
                 if found:
                     self.pairs.update(self.pairs_of(found))
@@ -268,7 +279,8 @@ class Kind:
         return found
 
     def pairs_of(self, build):
-        return set(itertools.combinations([(knob, build[knob]) for knob in self.free], 2))
+        pairs = set(itertools.combinations([(knob, build[knob]) for knob in self.free], 2))
+        return pairs | {one for one in self.together if all(build[knob] == value for knob, value in one)}
 
     def builds(self):
         """Builds that have all of its pairs. Each is the one with the most new pairs among several that have some of them."""
@@ -360,12 +372,12 @@ SWEEP = "--sweep 8 --all-kinds"
 
 def cross_features(judge, name, shows_impossible):
     """The builds of a kind in which FEATURES meet, and how many legal pairs none of them has."""
-    kind = Kind(judge, name, KINDS[name] | FEATURES_OF[name], FEATURES)
+    kind = Kind(judge, name, KINDS[name] | FEATURES_OF[name], FEATURES, TOGETHER_OF.get(name, ()))
     builds = kind.builds()
     covered = kind.pairs & set().union(*map(kind.pairs_of, builds))
     print(f"{name:<16} {len(covered):>5} of {len(kind.pairs):<5} {len(kind.impossible):>4} {len(builds):>6}")
     if shows_impossible:
-        print(*(f"  no legal build has {a}={x} {b}={y}" for (a, x), (b, y) in kind.impossible), sep="\n")
+        print(*("  no legal build has " + " ".join(map("=".join, pair)) for pair in kind.impossible), sep="\n")
     found = [Crossed(name, " ".join(f"{knob}={value}" for knob, value in build.items() if value != judge.rows[knob][0]), (SWEEP,))
              for build in builds]
     return found, len(kind.pairs) - len(covered)
@@ -466,6 +478,8 @@ def main():
             failed += one.result()
             print(*one.result(), sep="\n", end="\n" * bool(one.result()), flush=True)
         untaken = [f"no problem of a {kind} build took a path: {path}" for (kind, path), is_taken in taken.items() if not is_taken]
+        if options.features and chosen == builds:
+            untaken += paths.missing(builder.texts["sdpa.cu"], {path for _, path in taken})
         failed += untaken if chosen == builds else []
         print(*untaken, sep="\n", end="\n" * bool(untaken))
     part = f" of {len(builds)}" if len(chosen) < len(builds) else ""

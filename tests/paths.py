@@ -13,7 +13,7 @@ import bugs
 @dataclass(frozen=True)
 class Path:
     name: str
-    line: str  # of sdpa.cu, as a regular expression; each line that matches must have run
+    line: str  # of sdpa.cu, as a regular expression; each line that matches must have run. gcov does not count calls that are inlined
     whole: bool = False  # the line is a condition and its statement, and both must have run
     builds: str = ""  # regular expression of the knobs of builds that must take it; "": all that have the line
 
@@ -21,13 +21,14 @@ class Path:
 PATHS = [
     # ---- the softmax ----
     Path("a stale maximum, mma", r"done = rows\.attend_by_stale_max"),
-    Path("a stale maximum, wgmma", r"^      pack_all\(P, S\);|^      softmax\.exp\(S, 0, S\.COLS\);"),
+    Path("a stale maximum that is kept", r"SDPA_UNROLL for \(int i = 0; i < ROWS; i\+\+\) l\[i\] \+= sum\[i\];"),
     Path("a stale maximum that is too small", r"if \(!__all_sync\(0xffffffffu, all <= limit\)\) return false;", whole=True),
     Path("scores recovered by their logarithm", r"P\.x\.d\[i\] = fmaf\(lg2_approx_ftz", builds="USE_BIAS=1|^(?!.*USE_SOFTCAP)"),
     Path("scores multiplied again", r"const int lane = int\(thread_index_anew\(\) % 32\), k = k0 \+ lane / 4",
          builds="^(?!.*(^| )DTYPE=FP8_E4M3)"),
     Path("a maximum too large to be subtracted in the exponent", r"may_be_kept = false, m_log2\[i\] = 0 - p_log2<B>;",
          builds="^(?!.*FP8_E4M3)"),
+    Path("a maximum too large to be subtracted in the exponent, swapped", r"S\.x\[i\]\[j\] -= row_m;"),
     Path("a softcap", r"x = B::use_softcap == 2 \|\| is_capped<B>\(a\) \?"),
     Path("a softcap by a polynomial", r"S\.x\[i\]\[j\] = softmax_exp2<B>\(fmaf\(s \* fmaf\(y, y, fit\.rest\)"),
     Path("a softcap without its polynomial", r"cap_scores<B>\(S, a, a\.cap_scale, first, last\);"),
@@ -76,15 +77,25 @@ def lines_of(folder, name):
     return lines
 
 
+def places(source):
+    """(path, number of its line, sentence) of each line of the source that a path has."""
+    lines = source.split("\n")
+    return [(path, number, f"{path.name} (sdpa.cu:{number})")
+            for path in PATHS for number, text in enumerate(lines, 1) if re.search(path.line, text)]
+
+
+def missing(source, of_builds):
+    """Sentences about paths of which no line is in the source, or that are not among those of the builds."""
+    found = places(source)
+    without_line = [f"{path.name}: no line of sdpa.cu is like {path.line}" for path in PATHS if path not in {one[0] for one in found}]
+    return without_line + [f"no build has this path: {sentence}" for _, _, sentence in found if sentence not in of_builds]
+
+
 def taken(folder, name, knobs, source):
     """{path: whether a problem took it} of the paths that an object has. A path is a sentence with its line."""
     lines, found = lines_of(folder, name), {}
-    for path in PATHS:
-        places = [number for number, text in enumerate(source.split("\n"), 1) if re.search(path.line, text)]
-        if not places:
-            found[f"{path.name}: no line of sdpa.cu is like {path.line}"] = False
-        for number in places:
-            if number in lines and re.search(path.builds, knobs):
-                count, part = lines[number]
-                found[f"{path.name} (sdpa.cu:{number})"] = count > 0 and not (path.whole and part)
+    for path, number, sentence in places(source):
+        if number in lines and re.search(path.builds, knobs):
+            count, part = lines[number]
+            found[sentence] = count > 0 and not (path.whole and part)
     return found

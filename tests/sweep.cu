@@ -101,16 +101,35 @@ bool is_beside_cap(const reference::Problem& p, uint64_t random) {
 }
 constexpr int parts_beside_cap[][2] = {{3, 4}, {1, 1}, {0, 0}, {4, 3}};
 
+enum Way { slowly, at_once, at_keys, after_a_fall };
+struct Ramp {
+  Way way;
+  int rise, start;  // of logits; of scores, by 128
+};
+const Ramp& ramp_of(uint64_t seed, uint64_t kv_head) {
+  static constexpr Ramp ramps[] = {{slowly, 16, 0}, {at_once, 40, 0}, {at_once, 130, 0}, {at_keys, 200, 0}, {slowly, 300, 32},
+                                   {after_a_fall, 100, 32}, {after_a_fall, 30, 1 << 15}, {slowly, 12, INT_MIN}};
+  return ramps[(mix(seed + 111) + kv_head) % 8];
+}
+bool has_few_bits() { return line.input == DType::e4m3 && line.family != string("scalar"); }
+// Scores that the type holds, above a sink, and not so large that a float has no room for a bias beside them.
+int start_of_ramp(uint64_t seed, uint64_t kv_head, bool has_sinks, bool adds_bias) {
+  const int start = ramp_of(seed, kv_head).start;
+  if (has_few_bits() || (element_bytes(line.input) == 1 && start != 32) || (adds_bias && start > 1 << 10)) return 0;
+  return start == INT_MIN || has_sinks || mix(mix(seed + 111) + kv_head) / 4 % 2 ? start : -start;
+}
+
 // Maxima that change along the keys, which a stale maximum meets or does not. Key heads take turns at eight kinds: from
 // their first key to the last, or backwards, logits at the default scale rise slowly, at once, at single keys, or fall and
 // rise; from 0, from +-512 (past 710 no maximum is stale), from +-524288, or from -inf. A query row takes 1, 1/2, 0 or -1
 // of the rise; in half of the heads 8 rows take one of these, and the next 8 another one. Beside a softcap c
-// most heads have logits of c to 4 * c throughout, or such as rise from about 0.7 * c to 1.2 * c. Scores are whole numbers below
+// most heads have logits of c to 4 * c throughout, or such as rise from about 0.7 * c to 1.2 * c, or jump there at single
+// keys. Scores are whole numbers below
 // 2^24, exact in fp32; of e4m3 tensor cores sum 14 bits, and a rise of more keys is 24 at most. V is in most problems as large as the
 // sums of P @ V allow.
 float ramps(const InputAt& i) {
   const reference::Problem& p = i.problem;
-  const bool bytes = element_bytes(line.input) == 1, few_bits = line.input == DType::e4m3 && line.family != string("scalar");
+  const bool few_bits = has_few_bits();
   const uint64_t of_seed = mix(i.seed + 111), r = mix(of_seed + i.head);
   if (i.tensor == Tensor::V) {
     const bool is_bf16 = line.input == DType::bf16 && line.output == DType::bf16;
@@ -124,32 +143,29 @@ float ramps(const InputAt& i) {
     const int part = is_beside_cap(p, r) ? parts_beside_cap[r / 64 % 4][is_second]
                      : r % 2                ? (is_second ? other : first)
                                             : mix(r + i.row) % 5;
-    return i.d == 0 ? parts[line.has_sinks ? std::min(part, 3) : part] : i.d == 1 ? 128 : noise;
+    return i.d == 0 ? parts[p.sinks.empty() ? part : std::min(part, 3)] : i.d == 1 ? 128 : noise;
   }
   if (i.d > 1) return noise;
-  enum Way { slowly, at_once, at_keys, after_a_fall };
-  struct Ramp {
-    Way way;
-    int rise, start;  // of logits; of scores, by 128
-  };
-  constexpr Ramp kinds[] = {{slowly, 16, 0},    {at_once, 40, 0},        {at_once, 130, 0},       {at_keys, 200, 0},
-               {slowly, 300, -32}, {after_a_fall, 100, 32}, {after_a_fall, 30, 1 << 15}, {slowly, 12, INT_MIN}};
-  const Ramp& kind = kinds[(of_seed + i.head) % 8];
+  const Ramp& kind = ramp_of(i.seed, i.head);
   const float last = float(std::max(p.Sk - 1, 1)), k = r % 4 < 2 ? float(i.row) : last - float(i.row);
+  const float drawn = float(mix(r + uint64_t(k)) % 4096) / 4096;
   if (is_beside_cap(p, r)) {
     const bool is_level = parts_beside_cap[r / 64 % 4][0] != parts_beside_cap[r / 64 % 4][1];
     const float level = is_level ? 1 + r / 1024 % 32 / 10.0f : 0.4f + r / 1024 % 32 / 50.0f;
     const float slope = is_level ? 0 : 0.2f + r / 32768 % 32 / 50.0f;
-    return i.d == 1 ? 0 : std::round(float(p.softcap) * (level + slope * k / last) * std::sqrt(float(p.D)) / 4);
+    // Or at single keys by 2^18 to 2^49 in P, to scores near the cap that differ by a few.
+    const bool jumps = !is_level && mix(r + 3) % 4;
+    const float high = 0.95f + r / 32768 % 32 / 128.0f, by = (18 + r / 1024 % 32) / (1.4427f * float(p.softcap));
+    const float low = std::atanh(std::max(std::tanh(high) - by, -0.3f));
+    const float beyond = high + 100 * drawn / float(p.softcap);
+    const float part = !jumps ? level + slope * k / last : k > 0.6f * last && drawn < 0.06f ? beyond : low;
+    return i.d == 1 ? 0 : std::round(float(p.softcap) * part * std::sqrt(float(p.D)) / 4);
   }
   if (i.d == 1) {
-    if (few_bits || (bytes && kind.start != -32 && kind.start != 32)) return 0;
-    if (kind.start == INT_MIN) return k < 0.55f * last ? -INFINITY : 0;
-    // A float has no room for a bias beside such logits.
-    if (!p.bias.hides && p.bias.keys > 0 && kind.start > 1 << 10) return 0;
-    return line.has_sinks || r / 4 % 2 ? std::abs(kind.start) : kind.start;
+    const int start = start_of_ramp(i.seed, i.head, !p.sinks.empty(), !p.bias.hides && p.bias.keys > 0);
+    return start == INT_MIN ? (k < 0.55f * last ? -INFINITY : 0) : start;
   }
-  const float place = r / 8 % 2 ? last - 4 : last * float(r / 16 % 16) / 16, drawn = float(mix(r + uint64_t(k)) % 4096) / 4096;
+  const float place = r / 8 % 2 ? last - 4 : last * float(r / 16 % 16) / 16;
   const float part = kind.way == slowly    ? k / last
                      : kind.way == at_once ? float(k >= place)
                      : kind.way == at_keys ? std::max(0.0f, 48 * drawn - 47)
@@ -532,7 +548,10 @@ class Kinds {
     takes("pair", pairs);
     takes("scores", sets);
     if (keys_of_flush() > 0) takes("flushes", "none several of_ramps");
-    if (has_stale_maximum() && takes_dist("ramps")) takes("stale", sets);
+    if (has_stale_maximum() && takes_dist("ramps")) {
+      takes("stale", sets);
+      takes("start", has_few_bits() ? "0" : element_bytes(line.input) == 1 ? "-32 0 32" : "-inf -32768 -32 0 32 32768");
+    }
     if (has_stale_maximum() && line.use_bias && takes_dist("ramps")) {
       takes("bias_of_stale", line.use_bias == 1 ? "add tree shared" : "bool tree shared");  // by all queries
     }
@@ -570,6 +589,7 @@ class Kinds {
     if (line.has_lengths) {
       takes("lengths", "none below_0 0 1 usual Sk above"), takes("packed", line.has_pages ? "none q" : "none q k qk");
       takes("q_start", "below usual beyond empty");
+      takes("rows_at_edge", "before at after"), takes("keys_at_edge", "before at after");
       if (!line.has_pages) takes("k_start", "below usual beyond empty");
       takes("most_keys", "0 fewer longest more");
     }
@@ -683,6 +703,7 @@ class Kinds {
     for (int n : c.lengths) {
       add("lengths", n < 0 ? "below_0" : n == 0 ? "0" : n > p.Sk ? "above" : n == p.Sk ? "Sk" : n == 1 ? "1" : "usual");
     }
+    if (line.has_lengths) add_sequences(p, add);
     for (const bool of_q : {true, false}) {
       const vector<int>& starts = of_q ? c.q_starts : c.k_starts;
       for (size_t b = 0; b < starts.size(); b++) {
@@ -718,8 +739,30 @@ class Kinds {
     add("scores", set);
     if (p.dist != "ramps" || p.mask != reference::Mask::none || p.has_window()) return;
     add("stale", set);
+    const bool adds = !p.bias_kind.empty() && p.bias_kind != "bool";
+    for (int head = 0; head < (p.same_heads ? 1 : p.packs_k ? p.Hkv : p.B * p.Hkv); head++) {
+      const int start = start_of_ramp(p.seed, head, p.has_sinks, adds);
+      if (!is_beside_cap(p, mix(mix(p.seed + 111) + head))) add("start", start == INT_MIN ? "-inf" : to_string(start));
+    }
     if (set == "bias") add("bias_of_stale", p.bias_dims.find('q') == string::npos ? "shared" : p.bias_kind);
     if (set == "softcap") add("cap_of_stale", p.softcap < 1000 ? format("%g", p.softcap) : "large");
+  }
+  // add() the sequences that end beside the edge of a tile, with a row of the tensor behind them.
+  template <class Add> static void add_sequences(Problem p, const Add& add) {
+    if (p.has_lengths || p.most_keys) p.k_lengths = Instance::keys_that_count(p, p.seed);
+    if (p.has_q_lengths) p.q_lengths = Instance::drawn_q_lengths(p, p.seed);
+    if (p.packs_q) p.q_starts = Instance::drawn_starts(p, Tensor::Q, p.seed);
+    if (p.packs_k) p.k_starts = Instance::drawn_starts(p, Tensor::K, p.seed);
+    for (int b = 0; b < p.B; b++) {
+      const reference::Sequence own = reference::sequence_of(p, b);
+      const auto add_edge = [&](const char* group, int first, int rows, int all, int unit) {
+        if (own.Sq == 0 || own.Sk == 0 || rows < unit - 1 || first + rows >= all) return;
+        const int past = (rows + 1) % unit;
+        if (past < 3) add(group, past == 0 ? "before" : past == 1 ? "at" : "after");
+      };
+      add_edge("rows_at_edge", own.first_query, own.Sq, p.Sq, Instance::rows_at_edge());
+      add_edge("keys_at_edge", own.first_key, own.Sk, p.Sk, Instance::keys_at_edge());
+    }
   }
   // add() how the bias lies, and whether rounds are left out by a map: by one that the launch makes or that is kept.
   template <class Add> static void add_bias(const Problem& p, const Add& add) {

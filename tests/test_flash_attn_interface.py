@@ -5,6 +5,7 @@ import ctypes
 import functools
 import inspect
 import itertools
+import math
 import os
 import random
 import re
@@ -141,6 +142,7 @@ def appender():
     """append.cu on the CPU backend, and its structs."""
     structs = builds.structs_of(builds.Tree().read("bindings/append.h"))
     library = ctypes.CDLL(builds.host_library(program="tests/host_append.cu"))
+    library.host_last_stream.restype = ctypes.c_void_p
     return library, structs["SdpaAppend"], structs["SdpaNewRows"]
 
 
@@ -153,13 +155,16 @@ def append(k_cache, v_cache, k, v, lengths, page_table, caches, starts):
         strides = *((0, *x.stride()) if starts is not None else x.stride())[:3], *cache.stride()[:3]
         return SdpaNewRows(x.data_ptr(), cache.data_ptr(), *(n * size for n in strides), x.shape[-1] * size)
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-    ints = [x if x is None else x.to(torch.int32).contiguous() for x in (lengths, starts, page_table, caches)]
+    ints = [x if x is None else x.to(torch.int32) for x in (lengths, starts, page_table, caches)]
+    ints = [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in ints]
     pointers = [x if x is None else x.data_ptr() for x in ints]
     new = torch.empty_like(ints[0])
     table = (0, 0) if page_table is None else (ints[2].stride(0), ints[2].shape[1])
     sizes = len(lengths), k.shape[-2], k.shape[0 if starts is not None else 1], *k_cache.shape[:2]
     a = SdpaAppend(rows_of(k_cache, k), rows_of(v_cache, v), *sizes, pointers[0], new.data_ptr(), *pointers[1:], *table)
-    assert library.sdpa_append(ctypes.byref(a), None) == 0
+    stream = ctypes.create_string_buffer(1)  # the CPU backend knows a stream by its address
+    assert library.sdpa_append(ctypes.byref(a), stream) == 0
+    assert library.host_last_stream() == ctypes.addressof(stream)
     return new
 
 
@@ -398,6 +403,39 @@ def test_kvcache():
             close(got, want, c.dtype)
             if c.with_lse:
                 close_lse(lse[:, sum(rows[:b]):sum(rows[:b + 1])], want_lse)
+
+
+FAR = 2**32 + 2**16  # bytes; 32 bits of it are another offset within the same tensor
+
+
+def far_tensor(path, shape, far):
+    """Bytes in a sparse file, with a stride of FAR in dimension `far`."""
+    strides = [math.prod(shape[dim + 1:]) for dim in range(len(shape))]
+    if far is not None:
+        strides[far] = FAR
+    count = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides))
+    x = torch.from_file(str(path), shared=True, size=count, dtype=torch.uint8).as_strided(shape, strides)
+    return x.copy_(torch.randint(256, shape, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("tensor, dim", [*itertools.product(["k_cache", "v_cache", "k", "v"], range(3)), ("page_table", 0)])
+def test_append_far_rows(tensor, dim, tmp_path):
+    """Offsets beyond 32 bits: each stride of each tensor in turn."""
+    shapes = dict(k_cache=(3, 32, 2, D), v_cache=(3, 32, 2, D), k=(3, 4, 2, D), v=(3, 4, 2, D))
+    x = {name: far_tensor(tmp_path / name, shape, dim if name == tensor else None) for name, shape in shapes.items()}
+    before, page_table = torch.tensor([3, 0, 11]), None
+    if tensor == "page_table":  # int page_stride counts elements
+        memory = torch.from_file(str(tmp_path / tensor), shared=True, size=2 * (2**31 - 1) + 1, dtype=torch.int32)
+        page_table = memory.as_strided((3, 1), (2**31 - 1, 1)).copy_(torch.tensor([[2], [0], [1]]))
+    want = {name: x[name].clone() for name in ("k_cache", "v_cache")}
+    for b, first in enumerate(before.tolist()):
+        cache = b if page_table is None else int(page_table[b, 0])
+        for name in "kv":
+            want[name + "_cache"][cache, first:first + 4] = x[name][b]
+    new = append(**x, lengths=before, page_table=page_table, caches=None, starts=None)
+    assert torch.equal(new, before.int() + 4)
+    for name, cache in want.items():
+        assert torch.equal(x[name], cache), name
 
 
 def test_no_new_rows():

@@ -1435,6 +1435,15 @@ def attention_entries():
             (dict(out_dtype=torch.half), {}), (dict(out_dtype=torch.bfloat16), dict(O_dtype=torch.bfloat16))]
     yield "attention of e4m3", Entry(stand_in.attention, as_e4m3(dict(q=q, k=k, v=v)), rows)
     yield "attention of kv8", Entry(stand_in.attention, dict(q=q, k=k.to(E4M3), v=v.to(E4M3)), of_keys)
+    # Heads of K and V that are expanded are one, unless a tensor differs between them.
+    own = as_e4m3(dict(q=q, k=k, v=v))
+    shared = {name: x if name == "q" else x[:, :1].expand_as(x) for name, x in own.items()}
+    two = dict(Hkv=2) | {name.upper(): bits_of(shared[name]) for name in "kv"}
+    rows = [({name: own[name]}, two | {name.upper(): bits_of(own[name])}) for name in "kv"]
+    for name, x in (("k_descale", of_k), ("v_descale", of_v)):
+        of_batch = x[:, :1]
+        rows += [({name: x}, two | {name: x.tolist()}), ({name: of_batch.expand(2, 2)}, {name: of_batch.tolist()})]
+    yield "attention of expanded heads", Entry(stand_in.attention, shared, rows)
 
 
 def as_e4m3(arguments):

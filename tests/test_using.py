@@ -121,25 +121,35 @@ class HostArray:
 
 
 def test_the_ctypes_example():
-    """Two lines in one process, each with its own type, and a refusal."""
+    """Two lines in one process, each with its own type, and a refusal. A library tells the launch that its calls have, or of
+    several tiles the most shared memory."""
     np = pytest.importorskip("numpy")
     space, header = {}, builds.structs_of(builds.Tree().read(builds.HEADER))["SdpaParams"]
     exec(blocks("Python without", "python")[0], space)
     for name, _ in space["Params"]._fields_:
         assert getattr(space["Params"], name).offset == getattr(header, name.replace("descales", "q_descale")).offset
     random = np.random.default_rng(0)
-    for name in ("scalar_async2", "mma_lazy"):
-        library = ctypes.CDLL(builds.host_library(*knobs(name), program="tests/host_library.cu"))
+    for name, more, shapes in (("scalar_async2", (), [(2, 30)]), ("ampere", ("STAGES=2",), [(2, 30), (2, 300)])):
+        path = builds.host_library(*knobs(name), *more, program="tests/host_library.cu")
+        library = ctypes.CDLL(path)
         assert library.sdpa_library_params_bytes() == ctypes.sizeof(header) >= ctypes.sizeof(space["Params"])
-        q, k, v = (random.standard_normal(shape).astype(np.float16) for shape in ((1, 4, 30, 64), (1, 2, 50, 64), (1, 2, 50, 64)))
-        arrays = [HostArray(library, x) for x in (q, k, v, np.zeros_like(q))]
-        space["attention"](library, *arrays, causal=1, window_left=20)
-        library.host_synchronize()
-        K, V = (x.astype(float).repeat(2, 1) for x in (k, v))
-        own = np.arange(30)[:, None] + 20
-        S = np.where((np.arange(50) <= own) & (np.arange(50) >= own - 20), q.astype(float) @ K.swapaxes(2, 3) / 8, -np.inf)
-        P = np.exp(S - S.max(-1, keepdims=True))
-        assert np.abs(arrays[3].numpy() - P / P.sum(-1, keepdims=True) @ V).max() < 2e-3
+        launches = set()
+        for group, Sq in shapes:
+            q, k, v = (random.standard_normal((1, heads, rows, 64)).astype(np.float16)
+                       for heads, rows in ((2 * group, Sq), (2, Sq + 20), (2, Sq + 20)))
+            arrays = [HostArray(library, x) for x in (q, k, v, np.zeros_like(q))]
+            space["attention"](library, *arrays, causal=1, window_left=20)
+            library.host_synchronize()
+            launches.add((library.host_last_threads(), library.host_last_shared_bytes()))
+            K, V = (x.astype(float).repeat(group, 1) for x in (k, v))
+            own = np.arange(Sq)[:, None] + 20
+            S = np.where((np.arange(Sq + 20) <= own) & (np.arange(Sq + 20) >= own - 20), q.astype(float) @ K.swapaxes(2, 3) / 8, -np.inf)
+            P = np.exp(S - S.max(-1, keepdims=True))
+            assert np.abs(arrays[3].numpy() - P / P.sum(-1, keepdims=True) @ V).max() < 2e-3
+        assert len(launches) == len(shapes), "a tile was not taken"
+        with open(path, "rb") as file:
+            threads, shared_bytes, _ = builds.launch_of(file.read())
+        assert threads in {x for x, _ in launches} and shared_bytes == max(x for _, x in launches)
         with pytest.raises(RuntimeError, match="Q is a null pointer"):
             space["attention"](library, *arrays, Q=None)
 

@@ -7,6 +7,7 @@
 #include <array>
 #include <mutex>
 #include <set>
+#include <tuple>
 
 #include <doctest/doctest.h>
 
@@ -742,6 +743,28 @@ TEST_CASE("exp2") {
   printf("exp2_polynomial: largest relative error %.3g over floats in [-126, 0]\n", worst);
   CHECK(worst <= 1e-4);
   CHECK(flushed);
+}
+
+// SCORE_MOD, MASK_MOD: the operators of every two kinds of operands give what numbers give.
+template <class X, class Y> static void check_operators(X x, Y y) {
+  const auto near = [](float got, float want) { CHECK(std::fabs(got - want) <= 1e-5f * (1 + std::fabs(want))); };
+  near(float(x + y), float(x) + float(y));
+  near(float(x - y), float(x) - float(y));
+  near(float(x * y), float(x) * float(y));
+  if constexpr (expression::is_whole<X> && expression::is_whole<Y>) CHECK(x / y == int(x) / int(y));
+  else near(float(x / y), float(x) / float(y));
+  near(float(-x), -float(x));
+  near(float(expression::min(x, y)), std::min(float(x), float(y)));
+  near(float(expression::max(x, y)), std::max(float(x), float(y)));
+}
+TEST_CASE("expressions") {
+  using namespace expression;
+  constexpr int column = 3;  // one of a tile
+  const auto values = std::make_tuple(7, 2.5f, Number{1.5f}, Position{5, 0, column}, Position{40, 1, column}, Position{40, -2, column},
+                                      Linear{2, 0.5f, column}, Score{0.75f, 3}, Sum{1.25f, 2, {1, -0.5f, column}});
+  std::apply([&](auto... x) {
+    ([&](auto one) { (check_operators(one, x), ...); }(x), ...);
+  }, values);
 }
 
 // Divisor against /, at every kind of divisor and beside its multiples.
