@@ -1627,10 +1627,12 @@ def test_what_modifications_refuse(launches):
             (dict(args=[torch.ones(9, 2)[:, 0]]), "x0 of args is not a contiguous float32 tensor with elements on cpu"),
             (dict(args=[torch.ones(0)]), "x0 of args is not a contiguous float32 tensor with elements on cpu"),
             (dict(mask_mod="i0[q] < i1[k]", args=[x, n, n[::2]]), "i1 of args is not a contiguous int32 tensor with elements on cpu"),
+            (dict(args=[]), "args has no x0; its float32 tensors are x0"), (dict(args=[x, x]), "args has x1, which neither score_mod nor"),
+            (dict(score_mod="s - x0[r]"), "score_mod: 'r' at character 8 is not allowed there"),
             (dict(softcap=2.0), "softcap and bias are parts of the expression beside score_mod or mask_mod, as in "),
             (dict(bias=torch.ones(4, 4)), "softcap and bias are parts of the expression beside score_mod or mask_mod, as in "),
             (dict(score_mod=None, mask_mod="i0[q] < 2", args=[n], softcap=2.0), "softcap and bias are parts")):
-        with pytest.raises(RuntimeError, match=f"^sdpa.attention: {words}"):
+        with pytest.raises((RuntimeError, ValueError), match=f"^sdpa.attention: {words}"):
             sdpa.attention(q, q, q, **dict(score_mod="s - x0[h]", args=[x]) | options)
     assert not launches
 
