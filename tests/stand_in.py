@@ -220,7 +220,7 @@ def recorded(p, dtype, features, mods):
 
 
 def told(run):
-    """A function of sdpa.h's form that runs run(p) and tells of its exceptions, which would be lost between here and C++."""
+    """A C function as in sdpa.h that calls run(p) and returns the text of an exception, which would be lost between Python and C++."""
     def function(params, stream, text, text_bytes):
         try:
             run(params[0])
@@ -260,8 +260,8 @@ def load_line(device, dtype, D, Dv, features, score_mod, mask_mod, line):
 
 
 def loader_of(text, arrays):
-    """A Load that gives pytorch.cpp a line with its changes, as in "wgmma BLOCK_N=64", on the CPU backend. Its kernels read and write copies in what the backend takes
-    for device memory. arrays: the tensors that a call may have as args, whose sizes SdpaParams does not have."""
+    """A Load that compiles a line with its changes, as in "wgmma BLOCK_N=64", for the CPU backend. Its kernels run on copies in the
+    backend's device memory. arrays: the tensors that calls pass as args, since SdpaParams does not have their sizes."""
     arrays = {x.data_ptr(): x for x in arrays}
 
     def load(device, dtype, D, Dv, features, score_mod, mask_mod, line):
@@ -275,7 +275,7 @@ def loader_of(text, arrays):
 
         def on_copies(function):
             def run(params, stream, trouble, trouble_bytes):
-                """The function on copies of what p points to, and these copied back."""
+                """Copies the tensors of p to the backend, calls the function and copies them back."""
                 p, copies = Params.from_buffer_copy(params[0]), []
 
                 def copy(member, address, nbytes):

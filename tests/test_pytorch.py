@@ -869,7 +869,7 @@ def test_no_graph_break():
         assert nodes[-1][0].args[23:25] == (mods["score_mod"], mods["mask_mod"]) and nodes[-1][0].args[-1] == "B=2\nHq=8"
         assert [x is None for x in nodes[-1][0].args[25:32]] == [False, True, True, True, False, True, False]
         torch.compiler.reset()
-        with pytest.raises(RuntimeError, match="sdpa.block_mask: it cannot be compiled; call it before"):
+        with pytest.raises(RuntimeError, match="sdpa.block_mask: it cannot be compiled; call it before the compiled"):
             torch.compile(lambda q: sdpa.block_mask(q, q, q, mask_mod="q < k").tiles, fullgraph=True, backend="eager")(q)
         for bad in dict(mods, score_mod="s + system(1)"), dict(mods, args=mods["args"][:1]), dict(mods, mask_mod="i0[q] == i1[k]"):
             torch.compiler.reset()
