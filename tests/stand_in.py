@@ -94,7 +94,7 @@ extern "C" int sees(ARGUMENTS, const int* i0, const int* i1) { return bool(MASK_
 
 @functools.cache
 def expressions(score_mod, mask_mod):
-    """score_mod and mask_mod as functions, by a compiler of C++, as a build of sdpa.cu has them."""
+    """A library with score_mod and mask_mod as functions, compiled as C++ in double."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "expressions.so")
         subprocess.run([builds.CXX, "-std=c++17", "-shared", "-fPIC", "-w", f"-DSCORE_MOD={score_mod or 's'}", f"-DMASK_MOD={mask_mod or '1'}",
@@ -107,7 +107,7 @@ def expressions(score_mod, mask_mod):
 
 
 def modified(S, p, b, mods):
-    """The scores [Hq,Sq,Sk] of sequence b as SCORE_MOD and MASK_MOD have them."""
+    """Applies SCORE_MOD and MASK_MOD to the scores [Hq,Sq,Sk] of sequence b."""
     library, arrays = expressions(*mods), [getattr(p, name) for name in sdpa.ARRAYS]
     out = S.clone()
     for h, q, k in itertools.product(*map(range, S.shape)):
@@ -249,7 +249,7 @@ def load_line(device, dtype, D, Dv, features, score_mod, mask_mod, line):
         return p.B * p.Hq * p.Sq if hides else 0
 
     def map_bias(p):
-        """Its map has the number of the call that made it."""
+        """Fills the map with the number of the call."""
         assert p.bias_map_bytes == map_bytes(p) and p.O
         MAPS.append(recorded(p, dtype, features, mods)[1])
         view(p.bias_map, (p.bias_map_bytes,), (1,), torch.uint8).fill_(len(MAPS))

@@ -334,8 +334,8 @@ def test_expressions_that_are_allowed():
 
 @pytest.mark.parametrize("argument", ALLOWED)
 def test_expressions_that_are_refused(argument):
-    """Each bad token at each place of each allowed expression, each bad name in the place of each operand, and attacks as they are
-    known. What is refused is named, and is refused on each way to a compiler."""
+    """Inserts each bad token at each place of each allowed expression, replaces each operand by each bad name, and tries known attacks.
+    The error names the token."""
     count = 0
     for text in ALLOWED[argument]:
         tokens = sdpa.parsed(argument, text)[0].split()
@@ -363,7 +363,7 @@ def test_expressions_that_are_refused(argument):
 
 
 def test_no_expression_gets_to_nvcc_unseen(monkeypatch, capfd):
-    """By the operator alone, without attention(), in a call and in the build beside it."""
+    """Without attention(), neither loading a line nor building it ahead passes a refused expression to nvcc."""
     built = []
     monkeypatch.setattr(sdpa, "built", lambda *x: built.append(x) or "path")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -1627,7 +1627,7 @@ def is_integer(x):
 
 @needs_no_gpu
 def test_what_modifications_refuse(launches):
-    """On their way to the kernel."""
+    """The errors of eager calls."""
     q, x, n = drawn(1, 2, 4, 64), torch.ones(9), torch.ones(9, dtype=torch.int32)
     for options, words in (
             (dict(args=[torch.ones(9, 2)[:, 0]]), "x0 of args is not a contiguous float32 tensor with elements on cpu"),
@@ -1645,7 +1645,7 @@ def test_what_modifications_refuse(launches):
 
 @needs_no_gpu
 def test_modifications_are_compiled(launches):
-    """Arrays and a kept map are inputs of a graph, whose contents may change; the operator keeps PyTorch's rules for operators."""
+    """A compiled graph reads the current contents of the arrays and of a kept map. The operator passes opcheck."""
     tensors = drawn(1, 2, 5, 64), drawn(1, 1, 9, 64), drawn(1, 1, 9, 64, seed=1)
     documents, tiles = int32(*[0] * 4, *[1] * 5), torch.ones(1 * 2 * 5, dtype=torch.uint8)
     mods, rest = ["s - x0[h] * real(q + Sk - Sq - k)", "i0[q] == i0[k]"], (0, -1, -1, 0, None, 0.0, *[None] * 8, 0, None, 0, None, False, False)
@@ -1669,8 +1669,8 @@ def test_modifications_are_compiled(launches):
 
 @needs_no_gpu
 def test_block_mask(launches):
-    """It is made of what the call reads, taken by the same call and by calls that differ in what it does not depend on, and refused
-    with a sentence by each other one."""
+    """The map is made with the parameters of the launch. The same call takes it, also with other contents, strides and scales. A call
+    that differs in anything else is refused with the first difference."""
     q, k, v = drawn(2, 4, 5, 64), drawn(2, 2, 9, 64), drawn(2, 2, 9, 64, seed=1)
     bias, hidden, docs = drawn(4, 5, 9), drawn(2, 1, 5, 9) > 0, int32(*range(9))
     for options in (dict(mask_mod="i0[q] == i0[k]", args=[docs]), dict(bias=bias, causal="br"), dict(bias=hidden, bias_keys=9, batch_invariant=True),
@@ -1718,7 +1718,7 @@ def test_block_mask(launches):
 
 @needs_no_gpu
 def test_a_kept_map_of_a_line(glue, monkeypatch):
-    """Of sdpa.cu on the CPU backend, with documents: the kernel takes the map, which holds what the documents were then."""
+    """sdpa.cu on the CPU backend, with documents. The kernel skips the tiles of the kept map even after the documents have changed."""
     monkeypatch.setattr(sdpa, "attention", stand_in.attention)
     q, k, v = drawn(1, 4, 256, 64), drawn(1, 2, 256, 64), drawn(1, 2, 256, 64, seed=1)
     documents = (torch.arange(4 * 256).view(4, 256) // torch.tensor([128, 256, 128, 128])[:, None]).int() % 4
@@ -1736,7 +1736,7 @@ def test_a_kept_map_of_a_line(glue, monkeypatch):
         documents.zero_()
         second = want()
         assert rel_rms(sdpa.attention(q, k, v, **options), second) <= LIMITS[torch.half] < 0.1 < rel_rms(first, second)
-        # The map still hides what it hid.
+        # The map still hides the tiles of the former documents.
         assert rel_rms(sdpa.attention(q, k, v, **options, block_mask=kept), first) <= LIMITS[torch.half]
         with pytest.raises(RuntimeError, match="^sdpa.attention: x0 is a null pointer, and SCORE_MOD or MASK_MOD reads it$"):
             by_operator(q, k, v, score_mod=options["score_mod"], mask_mod=options["mask_mod"], i0=documents)
@@ -1748,7 +1748,7 @@ def test_a_kept_map_of_a_line(glue, monkeypatch):
 @needs_no_gpu
 @pytest.mark.parametrize("causal", (False, True))
 def test_alibi_slopes(launches, causal):
-    """FlashAttention's formula, for slopes of heads and of sequences' heads, padded and packed."""
+    """FlashAttention's formula, with a slope for each head or for each sequence and head, for padded and packed sequences."""
     import flash_attn_interface as fa
     q, k, v = drawn(2, 5, 4, 64), drawn(2, 9, 2, 64), drawn(2, 9, 2, 64, seed=1)
     for slopes, softcap in itertools.product((drawn(4, dtype=torch.float).abs(), drawn(2, 4, dtype=torch.float).abs()), (0.0, 2.0)):
@@ -2082,7 +2082,7 @@ ALIBI, DOCUMENTS = "s - x0[h] * real(q + Sk - Sq - k)", "i0[q] == i0[k]"
 @needs_gpu
 @pytest.mark.parametrize("dtype, D", [(torch.half, 64), (torch.bfloat16, 128), (E4M3, 128)], ids=str)
 def test_modifications(dtype, D):
-    """ALiBi, documents and both against double: grouped heads, causal masks and windows, one query, lengths, packed rows and pages."""
+    """ALiBi, documents and both against a reference in double: GQA, causal masks and windows, one query, lengths, packed rows, pages."""
     slopes = 2.0 ** -torch.arange(1, 9, device="cuda")
 
     def bias(Sq, Sk):
@@ -2121,7 +2121,7 @@ def test_modifications(dtype, D):
 
 @needs_gpu
 def test_modifications_in_graphs():
-    """CUDA graphs and compiled graphs read what arrays hold when they run; a kept map with more keys than a launch maps by itself."""
+    """CUDA graphs and compiled graphs read the current contents of the arrays, with and without a kept map."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, H, 4096, 128, device="cuda", dtype=torch.bfloat16) for H in (8, 2, 2))
     slopes, documents = torch.zeros(8, device="cuda"), (torch.arange(4096, device="cuda") // 512).int()
