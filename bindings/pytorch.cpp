@@ -1378,7 +1378,6 @@ TORCH_LIBRARY_IMPL(sdpa, CUDA, m) {
 TORCH_LIBRARY_IMPL(sdpa, Autograd, m) {
   m.impl("attention", torch::CppFunction::makeFromBoxedFunction<&attention_autograd>());
   m.impl("attention_backward", torch::autograd::autogradNotImplementedFallback());
-  m.impl("block_mask", torch::CppFunction::makeFallthrough());
   m.impl("append", append_autograd);
 }
 TORCH_LIBRARY_IMPL(sdpa, AutocastCUDA, m) {

@@ -34,7 +34,7 @@ MASKS = {None: 0, False: 0, "off": 0, True: 1, "br": 1, "tl": 2}
 
 # ---- expressions of scores ----
 
-# Arguments of attention() that nvcc compiles into the kernels: the knob, the numbers and the arrays that it may name.
+# The arguments of attention() that nvcc compiles into the kernels: the knob, and the numbers and arrays that an expression may name.
 NUMBERS_AND_ARRAYS = {"score_mod": ("SCORE_MOD", "s b h q k Sq Sk".split(), "x0 x1 x2 x3".split()),
                       "mask_mod": ("MASK_MOD", "b h q k Sq Sk".split(), "x0 x1 x2 x3 i0 i1".split())}
 EXPRESSIONS = tuple(knob for knob, _, _ in NUMBERS_AND_ARRAYS.values())
@@ -43,7 +43,7 @@ ARRAYS = NUMBERS_AND_ARRAYS["mask_mod"][2]
 FUNCTIONS = dict.fromkeys("real int exp exp2 log log2 sqrt tanh tanh_approx sin cos abs floor".split(), 1) | \
     dict.fromkeys("min max pow".split(), 2)
 UNARY, BINARY = "+ - ! ~".split(), "+ - * / % < > <= >= == != && || & | ^ << >>".split()
-# The words, numbers and operators of C++ as its compilers cut them, the longest first.
+# A C++ token: a name, a number, or an operator, the longest first.
 TOKEN = re.compile(r"(?P<name>[A-Za-z_]\w*)|(?P<number>\.?\d(?:[eEpP][+-]|[\w.])*)|"
                    r"\+\+|--|->|::|<<=|>>=|[-+*/%&|^=!<>]=|<<|>>|&&|\|\||.", re.ASCII | re.DOTALL)
 NUMBER = re.compile(r"0|[1-9]\d*|(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?f?|\d+[eE][+-]?\d+f?", re.ASCII)
@@ -52,13 +52,13 @@ MOST_CHARACTERS = 1000
 
 @functools.lru_cache(1024)
 def parsed(argument, text):
-    """The expression as nvcc is given it, and the names of its arrays. Raises for all but the numbers, arrays, functions and
-    operators above in the order of an expression, so that text cannot become a statement, a directive or an option."""
+    """The expression as it goes to nvcc, and the names of its arrays. Raises for any token that is not in the lists above, and for any
+    order of tokens that is not an expression. So the text cannot contain a statement, a directive, a string or an option of nvcc."""
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"sdpa.attention: {argument} has {len(text)} characters, more than {MOST_CHARACTERS}")
     _, numbers, arrays = NUMBERS_AND_ARRAYS[argument]
     tokens, named = [], set()
-    opened = []  # a bracket each: what closes it, and the number of its arguments that are to come
+    opened = []  # for each open bracket or "?": the token that closes it, and the number of arguments that are missing
     expected = "operand"  # or "operator", or the bracket behind the name of an array or a function
     for match in TOKEN.finditer(text):
         token, top = match[0], opened[-1] if opened else ("", 0)
@@ -99,8 +99,9 @@ def parsed(argument, text):
     return " ".join(tokens), frozenset(named)
 
 
+@functools.lru_cache(1024)
 def check_expressions(score_mod, mask_mod, given):
-    """Raises if an expression is not allowed, or if the arrays that they name are not those that are given."""
+    """Raises if an expression is not allowed, or if the arrays that they name are not the given ones, a tuple of names."""
     named = set()
     for argument, text in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if text:
@@ -220,8 +221,8 @@ def library_of(name, capability, *features):
 
 
 def line_with(capability, dtype, D, Dv, features, score_mod="", mask_mod=""):
-    """The arguments of library_of() for a problem: its line, and the knobs of its sizes, features and expressions. Every
-    expression passes here on its way to nvcc, and is refused if it is not allowed."""
+    """The arguments of library_of() for a problem: its line, and the knobs of its sizes, features and expressions. This is the
+    only way of an expression to nvcc, so parsed() checks it here."""
     if features >> FEATURES.index("OUT_DTYPE=BF16") & 1 and dtype != torch.float8_e4m3fn:
         raise Unavailable("O has the type of q, and another one with e4m3 alone")
     if features >> FEATURES.index("KV_DTYPE=FP8_E4M3") & 1:
@@ -343,7 +344,7 @@ def fake(q, k, v, *rest):
         if x.dim() != 4:
             raise ValueError(f"sdpa.attention: a tensor has {x.dim()} dimensions, not [B,H,S,D]")
     given = dict(zip((argument.name for argument in OPERATOR._schema.arguments[3:]), rest))
-    check_expressions(given.get("score_mod"), given.get("mask_mod"), [name for name in ARRAYS if given.get(name) is not None])
+    check_expressions(given.get("score_mod"), given.get("mask_mod"), tuple(name for name in ARRAYS if given.get(name) is not None))
     dtype = torch.bfloat16 if given.get("bf16_out") else torch.float16 if q.dtype == torch.float8_e4m3fn else q.dtype
     out = torch.empty_like(q, dtype=dtype) if v.shape[3] == q.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]), dtype=dtype)
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -424,26 +425,25 @@ def modification(q, score_mod, mask_mod, args, block_mask):
             raise TypeError(f"sdpa.attention: {name} is a {type(text).__name__}, not the text of an expression")
     if not isinstance(args, (tuple, list)):
         raise TypeError(f"sdpa.attention: args is a {type(args).__name__}, not a list of tensors")
-    arrays = dict.fromkeys(ARRAYS)
+    reals, ints = [], []
     for n, x in enumerate(args):
         if not isinstance(x, torch.Tensor) or x.dtype not in (torch.float32, torch.int32):
             raise TypeError(f"sdpa.attention: args[{n}] is {f'of {x.dtype}' if isinstance(x, torch.Tensor) else f'a {type(x).__name__}'}; "
                             "want a tensor of float32 (x0 to x3) or of int32 (i0, i1)")
         if x.device != q.device:
             raise ValueError(f"sdpa.attention: args[{n}] is on {x.device}, not on {q.device}")
-        free = [name for name in ARRAYS if arrays[name] is None and (name[0] == "i") == (x.dtype == torch.int32)]
-        if not free:
-            raise ValueError("sdpa.attention: args has more than 4 tensors of float32 or more than 2 of int32")
-        arrays[free[0]] = x
+        (reals if x.dtype == torch.float32 else ints).append(x)
+    if len(reals) > 4 or len(ints) > 2:
+        raise ValueError("sdpa.attention: args has more than 4 tensors of float32 or more than 2 of int32")
     if not torch.compiler.is_compiling():  # else the fake kernel checks them
-        check_expressions(score_mod, mask_mod, [name for name, x in arrays.items() if x is not None])
+        check_expressions(score_mod, mask_mod, (*ARRAYS[:len(reals)], *ARRAYS[4:4 + len(ints)]))
     if block_mask is None or block_mask is NEW_BLOCK_MASK:
         kept = None, ""
     elif isinstance(block_mask, BlockMask):
         kept = block_mask
     else:
         raise TypeError(f"sdpa.attention: block_mask is a {type(block_mask).__name__}, not what block_mask() returns")
-    return score_mod or "", mask_mod or "", *arrays.values(), *kept
+    return score_mod or "", mask_mod or "", *reals, *[None] * (4 - len(reals)), *ints, *[None] * (2 - len(ints)), *kept
 
 
 def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_descale=None, v_descale=None,
@@ -471,9 +471,9 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
     the bits of a sequence's O and LSE are the same whatever sequences are in the batch with it, as docs/USING.md has
     it; those of gradients are PyTorch's. Under autocast q, k and v take its type. Raises for what no line takes.
     score_mod: the logit as an expression of s, the scaled q @ k.T, such as "s - x0[h] * real(q + Sk - Sq - k)"; mask_mod:
-    one that is true where query q sees key k, such as "i0[q] == i0[k]"; docs/USING.md lists their names and functions. Each
-    text is compiled once, so never take it from somebody you do not trust. args: the tensors that they name, contiguous;
-    those of float32 are x0, x1, ... and those of int32 i0, i1. Nothing checks an index. block_mask: of block_mask().
+    one that is true where query q sees key k, such as "i0[q] == i0[k]"; docs/USING.md lists their names and functions. The
+    texts are compiled and run: never take one from untrusted input. args: the arrays that they name, contiguous; float32
+    tensors are x0, x1, ... and int32 tensors i0, i1. Nothing checks an index. block_mask: the result of block_mask().
     """
     left = right = -1
     by = None
@@ -505,12 +505,12 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
 
 
 def block_mask(q, k, v, **options):
-    """Which tiles of scores mask_mod or a bias hides, for attention(q, k, v, **options, block_mask=...), whose options are the
-    same: without it every call finds that out, or computes hidden tiles if the mask names h. It holds the contents of args
-    and of the bias as they are now. attention() refuses it if its expressions, sizes, options or GPU are others. It does
-    not depend on what q, k and v hold, on scale or on the values of sinks. torch.compile leaves this function to Python."""
+    """A map of the tiles that mask_mod or a bias hides, for attention(q, k, v, **options, block_mask=...) with the same options.
+    Without it each call makes its own map, or computes hidden tiles if the mask differs between heads. The map holds for the
+    contents that args and bias have now. attention() refuses a map that was made for other expressions, shapes, options or
+    GPUs. The contents of q, k and v, scale and the values of sinks do not matter. Call it outside of compiled functions."""
     if torch.compiler.is_compiling():
-        raise RuntimeError("sdpa.block_mask: it cannot be compiled; call it before, and pass what it returns")
+        raise RuntimeError("sdpa.block_mask: it cannot be compiled; call it before the compiled function and pass its result")
     return attention(q, k, v, **options, block_mask=NEW_BLOCK_MASK)
 
 

@@ -83,12 +83,13 @@ void sdpa_library_defaults(SdpaParams* p);
 /* Bytes that p->workspace must have for this problem, on the current device; 0: it may be null. */
 size_t sdpa_library_workspace_bytes(const SdpaParams* p);
 
-/* Lines with USE_BIAS leave out tiles whose keys a bias hides, and do not read it where it does nothing, by a map of it.
-   Bytes of that map; 0: this problem has none. */
+/* Bytes of the map by which lines with USE_BIAS or MASK_MOD skip hidden tiles; 0: this problem has none. */
 size_t sdpa_library_bias_map_bytes(const SdpaParams* p);
 
-/* Enqueues the kernel that writes p->bias_map, for launches with this bias and these sizes, whatever Q, K, V and O. Returns
-   as sdpa_library_forward() does. */
+/* Enqueues the kernel that writes p->bias_map. The map depends on the contents of the bias, or of the arrays that MASK_MOD
+   names; on bias_keys and on which strides of the bias are 0; on B, Hq, Hkv, Sq, Sk, D and Dv; on causal, the window and its
+   alignment; on batch_invariant; on the library and on the GPU. Make a new map when one of these changes. Q, K, V, O, scale and
+   sinks may differ. Returns as sdpa_library_forward() does. */
 int sdpa_library_map_bias(const SdpaParams* p, struct CUstream_st* stream, char* text, size_t text_bytes);
 
 /* Enqueues O, LSE = attention(Q, K, V) on the stream of the current device, and returns at once. Allocates nothing, and

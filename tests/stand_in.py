@@ -94,7 +94,7 @@ extern "C" int sees(ARGUMENTS, const int* i0, const int* i1) { return bool(MASK_
 
 @functools.cache
 def expressions(score_mod, mask_mod):
-    """score_mod and mask_mod as functions, by a compiler of C++, as a build of sdpa.cu has them."""
+    """A library with score_mod and mask_mod as functions, compiled as C++ in double."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "expressions.so")
         subprocess.run([builds.CXX, "-std=c++17", "-shared", "-fPIC", "-w", f"-DSCORE_MOD={score_mod or 's'}", f"-DMASK_MOD={mask_mod or '1'}",
@@ -107,7 +107,7 @@ def expressions(score_mod, mask_mod):
 
 
 def modified(S, p, b, mods):
-    """The scores [Hq,Sq,Sk] of sequence b as SCORE_MOD and MASK_MOD have them."""
+    """Applies SCORE_MOD and MASK_MOD to the scores [Hq,Sq,Sk] of sequence b."""
     library, arrays = expressions(*mods), [getattr(p, name) for name in sdpa.ARRAYS]
     out = S.clone()
     for h, q, k in itertools.product(*map(range, S.shape)):
@@ -220,7 +220,7 @@ def recorded(p, dtype, features, mods):
 
 
 def told(run):
-    """A function of sdpa.h's form that runs run(p) and tells of its exceptions, which would be lost between here and C++."""
+    """A C function as in sdpa.h that calls run(p) and returns the text of an exception, which would be lost between Python and C++."""
     def function(params, stream, text, text_bytes):
         try:
             run(params[0])
@@ -249,7 +249,7 @@ def load_line(device, dtype, D, Dv, features, score_mod, mask_mod, line):
         return p.B * p.Hq * p.Sq if hides else 0
 
     def map_bias(p):
-        """Its map has the number of the call that made it."""
+        """Fills the map with the number of the call."""
         assert p.bias_map_bytes == map_bytes(p) and p.O
         MAPS.append(recorded(p, dtype, features, mods)[1])
         view(p.bias_map, (p.bias_map_bytes,), (1,), torch.uint8).fill_(len(MAPS))
@@ -260,8 +260,8 @@ def load_line(device, dtype, D, Dv, features, score_mod, mask_mod, line):
 
 
 def loader_of(text, arrays):
-    """A Load that gives pytorch.cpp a line with its changes, as in "wgmma BLOCK_N=64", on the CPU backend. Its kernels read and write copies in what the backend takes
-    for device memory. arrays: the tensors that a call may have as args, whose sizes SdpaParams does not have."""
+    """A Load that compiles a line with its changes, as in "wgmma BLOCK_N=64", for the CPU backend. Its kernels run on copies in the
+    backend's device memory. arrays: the tensors that calls pass as args, since SdpaParams does not have their sizes."""
     arrays = {x.data_ptr(): x for x in arrays}
 
     def load(device, dtype, D, Dv, features, score_mod, mask_mod, line):
@@ -275,7 +275,7 @@ def loader_of(text, arrays):
 
         def on_copies(function):
             def run(params, stream, trouble, trouble_bytes):
-                """The function on copies of what p points to, and these copied back."""
+                """Copies the tensors of p to the backend, calls the function and copies them back."""
                 p, copies = Params.from_buffer_copy(params[0]), []
 
                 def copy(member, address, nbytes):

@@ -311,25 +311,31 @@ ATTACKS = [
     "* s", "s s", "s 1", "1 s", "", " ", "s = 1", "s == 1 = 2", "q <: 0 :>", "s ? : 1", "*&s", "s - -- q", "x0[h] = 1", "x0[h]++", "(int) s", "- ! ~"]
 
 
-@pytest.mark.parametrize("argument", ALLOWED)
-def test_expressions_that_are_allowed(argument):
-    """A compiler of C++ makes the same of them as of what nvcc is given."""
-    numbers, arrays = (torch.arange(100) % 7).float() / 4, torch.arange(100, dtype=torch.int32) % 3
-    at = [x.data_ptr() for x in [numbers] * 4 + [arrays] * 2]
-    for text, names in ALLOWED[argument].items():
-        given, named = sdpa.parsed(argument, text)
-        assert named == set(names.split()) and given.replace(" ", "") == text.replace(" ", "")
-        both = [stand_in.expressions(*((x, "") if argument == "score_mod" else ("", x))) for x in (text, given)]
-        for point in itertools.product((0, 1), (0, 3), (0, 5), (1, 70), (9,), (80,)):
-            values = [library.score(0.75, *point, *at[:4]) if argument == "score_mod" else library.sees(*point, *at) for library in both]
-            assert values[0] == values[1] and values[0] == values[0]
-    assert len({stand_in.expressions("", text).sees(0, 0, q, 70, 9, 80, *at) for text in ALLOWED["mask_mod"] for q in (0, 6, 7)}) == 2
+def test_expressions_that_are_allowed():
+    """A C++ compiler computes the same from the text and from what nvcc is given, and sdpa.cu compiles with it."""
+    numbers, integers = (torch.arange(100) % 7).float() / 4, torch.arange(100, dtype=torch.int32) % 3
+    at = [x.data_ptr() for x in [numbers] * 4 + [integers] * 2]
+    results = []
+    for texts in itertools.zip_longest(*ALLOWED.values(), fillvalue="q < k"):
+        given = []
+        for argument, text in zip(ALLOWED, texts):
+            tokens, named = sdpa.parsed(argument, text)
+            assert named == set(ALLOWED[argument].get(text, "").split()) and tokens.replace(" ", "") == text.replace(" ", "")
+            given.append(tokens)
+        values = [[(library.score(0.75, *point, *at[:4]), library.sees(*point, *at))
+                   for point in itertools.product((0, 1), (0, 3), (0, 5), (1, 70), (9,), (80,))]
+                  for library in (stand_in.expressions(*texts), stand_in.expressions(*given))]
+        assert values[0] == values[1] and all(score == score for score, _ in values[0])
+        results += values[0]
+        knobs = builds.definitions(["VEC_WIDTH=8", f"SCORE_MOD={given[0]}", f"MASK_MOD={given[1]}"])
+        subprocess.run([builds.CXX, "-std=c++17", "-fsyntax-only", "-w", "-Icpu_backend", *knobs, "-x", "c++", "tests/host_library.cu"], cwd=ROOT, check=True)
+    assert {seen for _, seen in results} == {0, 1} and len({score for score, _ in results}) > 10
 
 
 @pytest.mark.parametrize("argument", ALLOWED)
 def test_expressions_that_are_refused(argument):
-    """Each bad token at each place of each allowed expression, each bad name in the place of each operand, and attacks as they are
-    known. What is refused is named, and is refused on each way to a compiler."""
+    """Inserts each bad token at each place of each allowed expression, replaces each operand by each bad name, and tries known attacks.
+    The error names the token."""
     count = 0
     for text in ALLOWED[argument]:
         tokens = sdpa.parsed(argument, text)[0].split()
@@ -357,7 +363,7 @@ def test_expressions_that_are_refused(argument):
 
 
 def test_no_expression_gets_to_nvcc_unseen(monkeypatch, capfd):
-    """By the operator alone, without attention(), in a call and in the build beside it."""
+    """Without attention(), neither loading a line nor building it ahead passes a refused expression to nvcc."""
     built = []
     monkeypatch.setattr(sdpa, "built", lambda *x: built.append(x) or "path")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -869,7 +875,7 @@ def test_no_graph_break():
         assert nodes[-1][0].args[23:25] == (mods["score_mod"], mods["mask_mod"]) and nodes[-1][0].args[-1] == "B=2\nHq=8"
         assert [x is None for x in nodes[-1][0].args[25:32]] == [False, True, True, True, False, True, False]
         torch.compiler.reset()
-        with pytest.raises(RuntimeError, match="sdpa.block_mask: it cannot be compiled; call it before"):
+        with pytest.raises(RuntimeError, match="sdpa.block_mask: it cannot be compiled; call it before the compiled"):
             torch.compile(lambda q: sdpa.block_mask(q, q, q, mask_mod="q < k").tiles, fullgraph=True, backend="eager")(q)
         for bad in dict(mods, score_mod="s + system(1)"), dict(mods, args=mods["args"][:1]), dict(mods, mask_mod="i0[q] == i1[k]"):
             torch.compiler.reset()
@@ -1630,23 +1636,25 @@ def is_integer(x):
 
 @needs_no_gpu
 def test_what_modifications_refuse(launches):
-    """On their way to the kernel."""
+    """The errors of eager calls."""
     q, x, n = drawn(1, 2, 4, 64), torch.ones(9), torch.ones(9, dtype=torch.int32)
     for options, words in (
             (dict(args=[torch.ones(9, 2)[:, 0]]), "x0 of args is not a contiguous float32 tensor with elements on cpu"),
             (dict(args=[torch.ones(0)]), "x0 of args is not a contiguous float32 tensor with elements on cpu"),
             (dict(mask_mod="i0[q] < i1[k]", args=[x, n, n[::2]]), "i1 of args is not a contiguous int32 tensor with elements on cpu"),
+            (dict(args=[]), "args has no x0; its float32 tensors are x0"), (dict(args=[x, x]), "args has x1, which neither score_mod nor"),
+            (dict(score_mod="s - x0[r]"), "score_mod: 'r' at character 8 is not allowed there"),
             (dict(softcap=2.0), "softcap and bias are parts of the expression beside score_mod or mask_mod, as in "),
             (dict(bias=torch.ones(4, 4)), "softcap and bias are parts of the expression beside score_mod or mask_mod, as in "),
             (dict(score_mod=None, mask_mod="i0[q] < 2", args=[n], softcap=2.0), "softcap and bias are parts")):
-        with pytest.raises(RuntimeError, match=f"^sdpa.attention: {words}"):
+        with pytest.raises((RuntimeError, ValueError), match=f"^sdpa.attention: {words}"):
             sdpa.attention(q, q, q, **dict(score_mod="s - x0[h]", args=[x]) | options)
     assert not launches
 
 
 @needs_no_gpu
 def test_modifications_are_compiled(launches):
-    """Arrays and a kept map are inputs of a graph, whose contents may change; the operator keeps PyTorch's rules for operators."""
+    """A compiled graph reads the current contents of the arrays and of a kept map. The operator passes opcheck."""
     tensors = drawn(1, 2, 5, 64), drawn(1, 1, 9, 64), drawn(1, 1, 9, 64, seed=1)
     documents, tiles = int32(*[0] * 4, *[1] * 5), torch.ones(1 * 2 * 5, dtype=torch.uint8)
     mods, rest = ["s - x0[h] * real(q + Sk - Sq - k)", "i0[q] == i0[k]"], (0, -1, -1, 0, None, 0.0, *[None] * 8, 0, None, 0, None, False, False)
@@ -1670,8 +1678,8 @@ def test_modifications_are_compiled(launches):
 
 @needs_no_gpu
 def test_block_mask(launches):
-    """It is made of what the call reads, taken by the same call and by calls that differ in what it does not depend on, and refused
-    with a sentence by each other one."""
+    """The map is made with the parameters of the launch. The same call takes it, also with other contents, strides and scales. A call
+    that differs in anything else is refused with the first difference."""
     q, k, v = drawn(2, 4, 5, 64), drawn(2, 2, 9, 64), drawn(2, 2, 9, 64, seed=1)
     bias, hidden, docs = drawn(4, 5, 9), drawn(2, 1, 5, 9) > 0, int32(*range(9))
     for options in (dict(mask_mod="i0[q] == i0[k]", args=[docs]), dict(bias=bias, causal="br"), dict(bias=hidden, bias_keys=9, batch_invariant=True),
@@ -1719,7 +1727,7 @@ def test_block_mask(launches):
 
 @needs_no_gpu
 def test_a_kept_map_of_a_line(glue, monkeypatch):
-    """Of sdpa.cu on the CPU backend, with documents: the kernel takes the map, which holds what the documents were then."""
+    """sdpa.cu on the CPU backend, with documents. The kernel skips the tiles of the kept map even after the documents have changed."""
     monkeypatch.setattr(sdpa, "attention", stand_in.attention)
     q, k, v = drawn(1, 4, 256, 64), drawn(1, 2, 256, 64), drawn(1, 2, 256, 64, seed=1)
     documents = (torch.arange(4 * 256).view(4, 256) // torch.tensor([128, 256, 128, 128])[:, None]).int() % 4
@@ -1737,7 +1745,7 @@ def test_a_kept_map_of_a_line(glue, monkeypatch):
         documents.zero_()
         second = want()
         assert rel_rms(sdpa.attention(q, k, v, **options), second) <= LIMITS[torch.half] < 0.1 < rel_rms(first, second)
-        # The map still hides what it hid.
+        # The map still hides the tiles of the former documents.
         assert rel_rms(sdpa.attention(q, k, v, **options, block_mask=kept), first) <= LIMITS[torch.half]
         with pytest.raises(RuntimeError, match="^sdpa.attention: x0 is a null pointer, and SCORE_MOD or MASK_MOD reads it$"):
             by_operator(q, k, v, score_mod=options["score_mod"], mask_mod=options["mask_mod"], i0=documents)
@@ -1749,7 +1757,7 @@ def test_a_kept_map_of_a_line(glue, monkeypatch):
 @needs_no_gpu
 @pytest.mark.parametrize("causal", (False, True))
 def test_alibi_slopes(launches, causal):
-    """FlashAttention's formula, for slopes of heads and of sequences' heads, padded and packed."""
+    """FlashAttention's formula, with a slope for each head or for each sequence and head, for padded and packed sequences."""
     import flash_attn_interface as fa
     q, k, v = drawn(2, 5, 4, 64), drawn(2, 9, 2, 64), drawn(2, 9, 2, 64, seed=1)
     for slopes, softcap in itertools.product((drawn(4, dtype=torch.float).abs(), drawn(2, 4, dtype=torch.float).abs()), (0.0, 2.0)):
@@ -2083,7 +2091,7 @@ ALIBI, DOCUMENTS = "s - x0[h] * real(q + Sk - Sq - k)", "i0[q] == i0[k]"
 @needs_gpu
 @pytest.mark.parametrize("dtype, D", [(torch.half, 64), (torch.bfloat16, 128), (E4M3, 128)], ids=str)
 def test_modifications(dtype, D):
-    """ALiBi, documents and both against double: grouped heads, causal masks and windows, one query, lengths, packed rows and pages."""
+    """ALiBi, documents and both against a reference in double: GQA, causal masks and windows, one query, lengths, packed rows, pages."""
     slopes = 2.0 ** -torch.arange(1, 9, device="cuda")
 
     def bias(Sq, Sk):
@@ -2122,7 +2130,7 @@ def test_modifications(dtype, D):
 
 @needs_gpu
 def test_modifications_in_graphs():
-    """CUDA graphs and compiled graphs read what arrays hold when they run; a kept map with more keys than a launch maps by itself."""
+    """CUDA graphs and compiled graphs read the current contents of the arrays, with and without a kept map."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, H, 4096, 128, device="cuda", dtype=torch.bfloat16) for H in (8, 2, 2))
     slopes, documents = torch.zeros(8, device="cuda"), (torch.arange(4096, device="cuda") // 512).int()
