@@ -66,7 +66,14 @@ namespace sdpa {
 struct SdpaParams { const float *x0, *x1, *x2, *x3; const int *i0, *i1; };
 template <class T> T ld_global_nc(const T* from) { return *from; }
 float tanh_exact(float), tanh_approx(float);
-]=] "${text}\nfloat value(const SdpaParams& p) { return float(term(score_mod({}, 0, 0, {}, {}, 0, 0, p))); }\n}\n}\n")
+]=] "${text}
+template <class H> float value(H h, const SdpaParams& p) {
+  return mask_mod(0, h, {}, {}, 0, 0, p) ? float(term(score_mod({}, 0, h, {}, {}, 0, 0, p))) : 0;
+}
+float values(const SdpaParams& p) { return value(0, p) + value(Head{}, p); }
+}
+}
+")
   execute_process(COMMAND ${SDPA_EXPRESSION_COMPILER} -std=c++17 -w -fsyntax-only "-D${word}" "${file}"
                   ERROR_VARIABLE words RESULT_VARIABLE failed)
   file(REMOVE "${file}")

@@ -2613,6 +2613,11 @@ template <class B> using TileBias = std::conditional_t<B::use_bias != 0, BiasTil
 // True if shared memory has room for it and for Q of two items.
 template <class B> constexpr bool bias_fits_twice = B::use_bias == 0 || !bias_has_room<B> || bias_fits<B>(2);
 
+// SCORE_MOD, MASK_MOD: reads what the expressions need of the item that the rows begin.
+template <class B, class Rows> __device__ __forceinline__ void start_expressions(Rows& rows) {
+  if constexpr (B::changes_logits || B::hides_keys) ScoreMod<B>::start(rows);
+}
+
 // The position of a warpgroup among the rounds of an item, and the bias of the tile at it. Rows: WgmmaRows.
 template <class B> struct TileWalk : RoundWalk<B> {
   std::conditional_t<B::use_bias != 0, BiasOfWarp<B>, Nothing> bias;
@@ -3003,7 +3008,7 @@ template <class B, class Shared> struct WgmmaConsumer {
       if (rounds == 0) break;
       rows.q = uniform(item().q0 + (B::pack_gqa ? 0 : row_group * 64));
       rows.item = &item();
-      if constexpr (B::changes_logits || B::hides_keys) ScoreMod<B>::start(rows);
+      start_expressions<B>(rows);
       if constexpr (B::use_lengths) rows.mask = item().mask(a);
       const KeyRange rounds_here = own_rounds<B>(a, rows.mask, item(), rounds, rows.q);
       if constexpr (B::use_lengths) clear_queries();

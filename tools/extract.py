@@ -118,7 +118,7 @@ def with_mods(source, mods):
     source = source.replace('SCORE_MOD_text != "s"', "true" if mods["SCORE_MOD"] not in ("NONE", "s") else "false")
     for knob, expression in mods.items():
         source = source.replace(f"  return {knob};", f"  return {expression};")
-        source = re.sub(rf"\b{knob}_text\b(?=\))", lambda _: f'"{expression}"', source)
+        source = re.sub(rf"\b{knob}_text\b(?=[,)])", lambda _: f'"{expression}"', source)
     return source
 
 

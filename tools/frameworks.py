@@ -392,6 +392,7 @@ def by_flex(q, k, v, score_mod, mask_mod, backend):
     """FlexAttention, compiled, by one of its backends: a function that gives O."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     sizes = q.shape[2], k.shape[2]
+    torch._dynamo.reset()  # or it stops compiling after 8 functions
     kept = create_block_mask(mask_mod, None, None, *sizes, device="cuda") if mask_mod else None
     compiled = torch.compile(flex_attention, dynamic=False)
     options = dict(block_mask=kept, enable_gqa=q.shape[1] != k.shape[1], kernel_options={"BACKEND": backend})
