@@ -4692,8 +4692,10 @@ template <class X, class Y> __device__ __forceinline__ auto max(X x, Y y) {
 }
 struct Reals {
   const float* at;
-  int number;
-  __device__ __forceinline__ Number operator[](Head head) const { return {head.x[number]}; }
+  int number = -1;  // of x0 to x3; -1: of another array
+  __device__ __forceinline__ Number operator[](Head head) const {
+    return {number < 0 ? ld_global_nc<float>(at + head.h) : head.x[number]};
+  }
   __device__ __forceinline__ Number operator[](int64_t i) const { return {ld_global_nc<float>(at + i)}; }
 };
 struct Ints {
@@ -4710,10 +4712,10 @@ __device__ __forceinline__ auto score_mod(Score s, int b, H h, Position q, Posit
   return SCORE_MOD;
 }
 template <class H>
-__device__ __forceinline__ bool mask_mod(int b, H h, Position q, Position k, int Sq, int Sk, const SdpaParams& p) {
+__device__ __forceinline__ auto mask_mod(int b, H h, Position q, Position k, int Sq, int Sk, const SdpaParams& p) {
   [[maybe_unused]] const Reals x0{p.x0, 0}, x1{p.x1, 1}, x2{p.x2, 2}, x3{p.x3, 3};
   [[maybe_unused]] const Ints i0{p.i0}, i1{p.i1};
-  [[maybe_unused]] constexpr bool NONE = true;
+  [[maybe_unused]] constexpr std::true_type NONE;
   (void)b, (void)h, (void)q, (void)k, (void)Sq, (void)Sk;
   return MASK_MOD;
 }
@@ -6815,6 +6817,18 @@ constexpr int next_tile(int n) {
   return n;
 }
 
+// ---- features of scores that Build does not know (typed) ----
+
+// The hook is left out of builds that neither change logits nor hide keys.
+[[maybe_unused]] __device__ inline void check_expressions(const SdpaParams& p) {
+  using Logit = decltype(expression::score_mod(expression::Score{}, 0, 0, {}, {}, 0, 0, p));
+  using Seen = decltype(expression::mask_mod(0, 0, {}, {}, 0, 0, p));
+  static_assert(Build::changes_logits || std::is_same_v<Logit, expression::Score>,
+                "score_mod() changes the logit in a build whose changes_logits is false: name the knob there");
+  static_assert(Build::hides_keys || std::is_same_v<Seen, std::true_type>,
+                "mask_mod() hides keys in a build whose hides_keys is false: name the knob there");
+}
+
 // ---- refusals of rows (typed) ----
 
 SDPA_REFUSE(Build::use_tuned && next_tile(0) == tile_count,
@@ -6943,14 +6957,15 @@ template <class Use> auto with_build(const SdpaParams& p, const Use& use) {
 
 }  // namespace
 
-// ---- the map of a bias, for several launches (USE_BIAS = 1, USE_BIAS = 2) ----
+// ---- the map of what is hidden, for several launches (USE_BIAS = 1, USE_BIAS = 2, MASK_MOD) ----
 
 // Bytes of device memory of the map that sdpa_map_bias() writes. 0: this problem has none, or its sizes are refused.
 static inline size_t sdpa_bias_map_bytes(SdpaParams p) {
   if (!check_sizes(p).ok()) return 0;
   return with_build(p, [&](auto build) { return bias_map_bytes<decltype(build)>(p); });
 }
-// Writes bias_map, for launches with this bias and these sizes, whatever Q, K, V and O. Enqueued as they are.
+// Writes bias_map. A launch may use it if it has the same build and GPU, the same contents of the bias or of the arrays that
+// MASK_MOD names, the same strides of the bias, bias_keys, sizes, causal mask, window and batch_invariant. Enqueued like it.
 static inline SdpaStatus sdpa_map_bias(const SdpaParams& params, cudaStream_t stream) {
   SdpaParams p = params;
   SdpaStatus status = check_params(p);
