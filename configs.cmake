@@ -66,6 +66,7 @@ namespace sdpa {
 struct SdpaParams { const float *x0, *x1, *x2, *x3; const int *i0, *i1; };
 template <class T> T ld_global_nc(const T* from) { return *from; }
 float tanh_exact(float), tanh_approx(float);
+template <int> constexpr bool is_read_by_head = false;
 ]=] "${text}
 template <class H> float value(H h, const SdpaParams& p) {
   return mask_mod(0, h, {}, {}, 0, 0, p) ? float(term(score_mod({}, 0, h, {}, {}, 0, 0, p))) : 0;

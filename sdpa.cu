@@ -4541,6 +4541,22 @@ __device__ __forceinline__ float tanh_exact(float t) {
   return square < 0.0625f ? series : exact;
 }
 
+// ---- 5f arrays that expressions read by head (SCORE_MOD, MASK_MOD) ----
+
+// True if the expression has x0[h], with this number for 0, and perhaps with spaces.
+constexpr bool reads_by_head(std::string_view text, int number) {
+  const char wanted[] = {'x', char('0' + number), '[', 'h', ']'};
+  for (size_t at = text.find(wanted[0]); at != text.npos; at = text.find(wanted[0], at + 1)) {
+    size_t end = at, found = 0;
+    for (; end < text.size() && found < 5 && (text[end] == wanted[found] || (text[end] == ' ' && found > 1)); end++) {
+      found += text[end] != ' ';
+    }
+    if (found == 5) return true;
+  }
+  return false;
+}
+template <int N> constexpr bool is_read_by_head = reads_by_head(SCORE_MOD_text, N) || reads_by_head(MASK_MOD_text, N);
+
 // ---- 5f expressions of scores (SCORE_MOD, MASK_MOD) ----
 //
 // What the names in an expression are. Types keep the form of a sum, so that the exponent of P takes two FMAs at most:
@@ -4559,7 +4575,7 @@ struct Position {
   int base, times, column;
   __device__ __forceinline__ operator int() const { return base + times * column; }
 };
-// A head, and what x0[h] to x3[h] are, which are read once for all tiles of an item.
+// A head, and x0[h] to x3[h], which are read once for all tiles of an item if an expression has them.
 struct Head {
   int h;
   float x[4];
@@ -4690,11 +4706,12 @@ template <class X, class Y> __device__ __forceinline__ auto max(X x, Y y) {
   if constexpr (is_whole<X> && is_whole<Y>) return int(x) > int(y) ? int(x) : int(y);
   else return Number{fmaxf(float(x), float(y))};
 }
-struct Reals {
+// NUMBER: of x0 to x3; -1: of another array.
+template <int NUMBER = -1> struct Reals {
   const float* at;
-  int number = -1;  // of x0 to x3; -1: of another array
   __device__ __forceinline__ Number operator[](Head head) const {
-    return {number < 0 ? ld_global_nc<float>(at + head.h) : head.x[number]};
+    if constexpr (NUMBER >= 0 && is_read_by_head<NUMBER>) return {head.x[NUMBER < 0 ? 0 : NUMBER]};
+    return {ld_global_nc<float>(at + head.h)};
   }
   __device__ __forceinline__ Number operator[](int64_t i) const { return {ld_global_nc<float>(at + i)}; }
 };
@@ -4706,14 +4723,20 @@ struct Ints {
 // The two expressions. NONE is what they are if nobody typed them.
 template <class H>  // int or Head
 __device__ __forceinline__ auto score_mod(Score s, int b, H h, Position q, Position k, int Sq, int Sk, const SdpaParams& p) {
-  [[maybe_unused]] const Reals x0{p.x0, 0}, x1{p.x1, 1}, x2{p.x2, 2}, x3{p.x3, 3};
+  [[maybe_unused]] const Reals<0> x0{p.x0};
+  [[maybe_unused]] const Reals<1> x1{p.x1};
+  [[maybe_unused]] const Reals<2> x2{p.x2};
+  [[maybe_unused]] const Reals<3> x3{p.x3};
   [[maybe_unused]] const Score NONE = s;
   (void)b, (void)h, (void)q, (void)k, (void)Sq, (void)Sk;
   return SCORE_MOD;
 }
 template <class H>
 __device__ __forceinline__ auto mask_mod(int b, H h, Position q, Position k, int Sq, int Sk, const SdpaParams& p) {
-  [[maybe_unused]] const Reals x0{p.x0, 0}, x1{p.x1, 1}, x2{p.x2, 2}, x3{p.x3, 3};
+  [[maybe_unused]] const Reals<0> x0{p.x0};
+  [[maybe_unused]] const Reals<1> x1{p.x1};
+  [[maybe_unused]] const Reals<2> x2{p.x2};
+  [[maybe_unused]] const Reals<3> x3{p.x3};
   [[maybe_unused]] const Ints i0{p.i0}, i1{p.i1};
   [[maybe_unused]] constexpr std::true_type NONE;
   (void)b, (void)h, (void)q, (void)k, (void)Sq, (void)Sk;
@@ -4722,19 +4745,6 @@ __device__ __forceinline__ auto mask_mod(int b, H h, Position q, Position k, int
 
 }  // namespace expression
 
-// True if SCORE_MOD or MASK_MOD has x0[h], x1[h], ..., perhaps with spaces in it.
-constexpr bool reads_by_head(std::string_view text, int number) {
-  const char wanted[] = {'x', char('0' + number), '[', 'h', ']'};
-  for (size_t at = text.find(wanted[0]); at != text.npos; at = text.find(wanted[0], at + 1)) {
-    size_t end = at, found = 0;
-    for (; end < text.size() && found < 5 && (text[end] == wanted[found] || (text[end] == ' ' && found > 1)); end++) {
-      found += text[end] != ' ';
-    }
-    if (found == 5) return true;
-  }
-  return false;
-}
-template <int N> constexpr bool is_read_by_head = reads_by_head(SCORE_MOD_text, N) || reads_by_head(MASK_MOD_text, N);
 // x0[h], x1[h], ... of the array with the number N, in a uniform register; 0 if no expression reads that.
 template <int N> __device__ __forceinline__ float value_of_head(const float* array, int h) {
   if constexpr (is_read_by_head<N>) return __shfl_sync(0xffffffffu, ld_global_nc<float>(array + h), 0);
@@ -4845,6 +4855,16 @@ __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool pl
     if (!B::use_lazy_max && plain) Mod::template each<true>(S, 0, View::COLS, tile, modify);
     else Mod::template each_in_parts<false, B::use_lazy_max>(S, 0, View::COLS, tile, modify);
   }
+}
+
+// The hook is left out of builds that neither change logits nor hide keys.
+[[maybe_unused]] __device__ inline void check_expressions(const SdpaParams& p) {
+  using Logit = decltype(expression::score_mod(expression::Score{}, 0, 0, {}, {}, 0, 0, p));
+  using Seen = decltype(expression::mask_mod(0, 0, {}, {}, 0, 0, p));
+  static_assert(Build::changes_logits || std::is_same_v<Logit, expression::Score>,
+                "score_mod() changes the logit in a build whose changes_logits is false: name the knob there");
+  static_assert(Build::hides_keys || std::is_same_v<Seen, std::true_type>,
+                "mask_mod() hides keys in a build whose hides_keys is false: name the knob there");
 }
 
 // ---- 5f softcap ----
@@ -6815,18 +6835,6 @@ constexpr bool tile_fits(const TunedTile& t) {
 constexpr int next_tile(int n) {
   while (n < tile_count && !tile_fits(TUNED_TILES[n])) n++;
   return n;
-}
-
-// ---- features of scores that Build does not know (typed) ----
-
-// The hook is left out of builds that neither change logits nor hide keys.
-[[maybe_unused]] __device__ inline void check_expressions(const SdpaParams& p) {
-  using Logit = decltype(expression::score_mod(expression::Score{}, 0, 0, {}, {}, 0, 0, p));
-  using Seen = decltype(expression::mask_mod(0, 0, {}, {}, 0, 0, p));
-  static_assert(Build::changes_logits || std::is_same_v<Logit, expression::Score>,
-                "score_mod() changes the logit in a build whose changes_logits is false: name the knob there");
-  static_assert(Build::hides_keys || std::is_same_v<Seen, std::true_type>,
-                "mask_mod() hides keys in a build whose hides_keys is false: name the knob there");
 }
 
 // ---- refusals of rows (typed) ----

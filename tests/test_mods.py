@@ -139,10 +139,12 @@ def test_effect(path, features):
         assert program.error(got, plain) > 5 * limit, f"{[*change]} without an effect"
 
 
-def test_score_in_brackets():
-    """An expression that has the type of s, but is not the text "s"."""
-    program = Program("wgmma_lazy", ["SCORE_MOD=(s)"])
-    assert program.error(program.attention(), program.reference()) < 4e-3
+@pytest.mark.parametrize("expression, arguments", [
+    ("(s)", {}), ("s - x0[(h)] * real(q + Sk - Sq - k)", dict(x0=np.float32([1 / 2, 1 / 32, -1 / 16, 1 / 128])))])
+def test_names_in_brackets(expression, arguments):
+    """What has the type of s, or of a head, without its text."""
+    program = Program("wgmma_lazy", ["SCORE_MOD=" + expression])
+    assert program.error(program.attention(**arguments), program.reference(**arguments)) < 4e-3
 
 
 # ---- where sdpa.cu knows of a feature ----

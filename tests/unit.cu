@@ -748,23 +748,35 @@ TEST_CASE("exp2") {
 // SCORE_MOD, MASK_MOD: the operators of every two kinds of operands give what numbers give.
 template <class X, class Y> static void check_operators(X x, Y y) {
   const auto near = [](float got, float want) { CHECK(std::fabs(got - want) <= 1e-5f * (1 + std::fabs(want))); };
-  near(float(x + y), float(x) + float(y));
-  near(float(x - y), float(x) - float(y));
-  near(float(x * y), float(x) * float(y));
+  const auto is = [&](auto got, float want) {
+    near(float(got), want);
+    if constexpr (std::is_same_v<decltype(got), expression::Sum>) near(got.factor_log2, got.factor * expression::log2e);
+  };
+  is(x + y, float(x) + float(y));
+  is(x - y, float(x) - float(y));
+  is(x * y, float(x) * float(y));
   if constexpr (expression::is_whole<X> && expression::is_whole<Y>) CHECK(x / y == int(x) / int(y));
-  else near(float(x / y), float(x) / float(y));
-  near(float(-x), -float(x));
+  else is(x / y, float(x) / float(y));
+  is(-x, -float(x));
   near(float(expression::min(x, y)), std::min(float(x), float(y)));
   near(float(expression::max(x, y)), std::max(float(x), float(y)));
 }
 TEST_CASE("expressions") {
   using namespace expression;
   constexpr int column = 3;  // one of a tile
-  const auto values = std::make_tuple(7, 2.5f, Number{1.5f}, Position{5, 0, column}, Position{40, 1, column}, Position{40, -2, column},
-                                      Linear{2, 0.5f, column}, Score{0.75f, 3}, Sum{1.25f, 2, {1, -0.5f, column}});
+  const auto values = std::make_tuple(7, 2.5f, Head{3, {}}, Number{1.5f}, Position{5, 0, column}, Position{40, 1, column}, Position{40, -2, column},
+                                      Linear{2, 0.5f, column}, Score{0.75f, 3, 3 * log2e},
+                                      Sum{1.25f, 2, 2 * log2e, {1, -0.5f, column}});
   std::apply([&](auto... x) {
     ([&](auto one) { (check_operators(one, x), ...); }(x), ...);
   }, values);
+}
+
+TEST_CASE("read_by_head") {
+  for (const char* text : {"x2[h]", "s - x2[h] * 3", "s+x2 [ h ]", "x2[x2[h]]", "x1[h] + x2[h]"}) CHECK(reads_by_head(text, 2));
+  for (const char* text : {"", "x2", "x2[h", "x2[h + 1]", "x1[h]", "x2[(h)]", "x 2[h]", "x2[q]", "s - x2[hh]"}) {
+    CHECK_FALSE(reads_by_head(text, 2));
+  }
 }
 
 // Divisor against /, at every kind of divisor and beside its multiples.
