@@ -151,7 +151,7 @@ def test_names_in_brackets(expression, arguments):
 
 FEATURES = {"use_softcap", "use_bias", "score_mod", "mask_mod", "USE_SOFTCAP", "USE_BIAS", "SCORE_MOD", "MASK_MOD", "ScoreMod",
             "SCORE_MOD_changed", "MASK_MOD_changed", "SCORE_MOD_text", "MASK_MOD_text"}
-ALLOWED = re.compile(r"knobs|hook|bias|softcap|expressions of scores|map of what is hidden|the checks|refusals")
+ALLOWED = re.compile(r"knobs|hook|bias|softcap|expressions|map of what is hidden|the checks|refusals")
 
 
 def mentions(source):
