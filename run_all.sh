@@ -146,9 +146,10 @@ extract_packages=('tree-sitter==0.*' 'tree-sitter-cpp==0.*')
 layout_packages=("${extract_packages[@]}" 'clang-format==23.*')  # without the last one extract does with lines as they fall
 
 # For the tests of bindings/, beside the other packages: without its 2 GB of libraries that the CUDA Toolkit has as well.
+pytorch_size="2.7 GB on the disk"
+has_pytorch() { "$python" -c 'import torch._dynamo' 2>/dev/null; }
 install_pytorch() {
-  "$python" -c 'import torch._dynamo' 2>/dev/null && return
-  [ "$python" = "$venv/bin/python3" ] && has_nvcc && may_install "PyTorch (pip, into $venv)" &&
+  [ "$python" = "$venv/bin/python3" ] && has_nvcc && may_install "PyTorch (pip, $pytorch_size, into $venv)" &&
     "$python" -m pip install --quiet expecttest filelock fsspec jinja2 networkx 'sympy>=1.13.3' typing-extensions 'transformers==5.*' >&2 &&
     "$python" -m pip install -qqq --no-deps 'torch==2.11.*' 'nvidia-cufile==1.*' 'nvidia-cusparselt-cu13==0.8.0' \
       'nvidia-nccl-cu13==2.28.*' 'nvidia-nvshmem-cu13==3.4.*' 'triton==3.6.*' >&2 && "$python" -c 'import torch._dynamo'
@@ -557,12 +558,12 @@ test_in() {
 judge_ctest() {
   local word before='' known
   known=$(ctest --help | grep -oE -- '[ ,]--?[A-Za-z][-A-Za-z0-9]*' | tr -d ' ,')
-  [ "${1-}" != --all ] || shift
+  while [[ ${1-} =~ ^--(all|no-pytorch)$ ]]; do shift; done
   for word in "$@"; do
     case $word in
       -j[0-9]*) ;;
       -*) grep -qxF -e "${word%%=*}" <<<"$known" ||
-            refuse "test $word: neither --all, which comes first, nor an option of ctest" ;;
+            refuse "test $word: neither --all or --no-pytorch, which come first, nor an option of ctest" ;;
       *) [[ $before = -* ]] || refuse "test $word: want an option of ctest before it, as in -R $word" ;;
     esac
     before=$word
@@ -582,7 +583,7 @@ prepare_tests() {
   if find_python "${engine_packages[@]}" 'allpairspy==2.*' jsonschema matplotlib 'onnx==1.23.*' 'optuna==4.*' pytest \
     "${layout_packages[@]}"; then
     export PYTHON=$python
-    if ! install_pytorch; then
+    if ! has_pytorch && ! { [ $wants_pytorch = 1 ] && install_pytorch; }; then
       say "---- tests: those of bindings/pytorch.py are left out; they need PyTorch 2.11"
     elif [ $which = ALL ] && ! install_newest_pytorch; then
       say "---- tests: bindings/pytorch.py is not tried with the newest PyTorch, which could not be installed"
@@ -593,26 +594,31 @@ prepare_tests() {
 }
 
 run_tests() {
-  local base=$build failed=0 which=ON stage=0 stages=3 listed=0 found=0
+  local base=$build failed=0 which=ON wants_pytorch=1 stage=0 stages=3 listed=0 found=0
   case ${1-} in
     -h|--help)
-      say "usage: ./run_all.sh test [--all] [CTEST OPTION...]"
-      say "  builds and runs the tests: on the CPU backend, under the sanitizers, and with nvcc where it is"
-      say "  what they need and is missing is installed (on a terminal it asks): compilers, CMake, Python, its packages"
-      say "  --all         everything there is, for who changes kernels; first. Without it: one line of each kind, a"
-      say "                sample of the injected bugs and of crossed knobs, and no test that takes long for what it is"
+      say "usage: ./run_all.sh test [--all] [--no-pytorch] [CTEST OPTION...]"
+      say "  builds and runs the tests: on the CPU backend, under the sanitizers, and with nvcc if it is there"
+      say "  what they need and is missing is installed (on a terminal it asks): compilers, CMake, Python and its packages;"
+      say "  with nvcc also PyTorch, $pytorch_size. Two cores take about 15 minutes"
+      say "  --all         everything, for changes of kernels. Without it: one line of each kind, a sample of the"
+      say "                injected bugs and of crossed knobs, and no test that takes long"
+      say "  --no-pytorch  does not install PyTorch; without it the tests that need it are left out"
       say "  CTEST OPTION  such as -R unit, for one test, or -N, to list them"
       return 0
       ;;
   esac
   need_tools
   judge_ctest "$@"
-  if [ "${1-}" = --all ]; then
-    which=ALL
+  while :; do
+    case ${1-} in
+      --all) which=ALL ;;
+      --no-pytorch) wants_pytorch=0 ;;
+      *) break ;;
+    esac
     shift
-  else
-    export SDPA_TEST_QUICK=1
-  fi
+  done
+  [ $which = ALL ] || export SDPA_TEST_QUICK=1
   local options=("$@")
   case " $* " in *' -N '* | *' --show-only'*) listed=1 ;; *) prepare_tests ;; esac
   has_nvcc && stages=4

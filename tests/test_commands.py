@@ -149,7 +149,7 @@ def test_run_all_names_them_too_and_builds_the_good_lines(built):
     ("--cpu --shape=small --causal=br --only=zzz=1", 2, "--only zzz=1: no line of configs.txt has such a name"),
     ("--cpu --only=scalar_vec(8){1}", 2, "--only scalar_vec(8){1}: CMake reads it, whose regular expressions have no {N}"),
     ("--cpu -- --check-only --header", 2, "-- --header: for one executable alone; type: build/sdpa_NAME --header"),
-    ("test --allines", 2, "test --allines: neither --all, which comes first, nor an option of ctest"),
+    ("test --allines", 2, "test --allines: neither --all or --no-pytorch, which come first, nor an option of ctest"),
     ("test unit", 2, "test unit: want an option of ctest before it, as in -R unit"),
     pytest.param("test -R zzz", 2, "test -R zzz: no test is left; ./run_all.sh test -N lists them", marks=pytest.mark.long),
     ("list nobody", 2, "list nobody: no line of configs.txt has such a name"), ("list (", 2, "list (: not a regular expression"),
