@@ -107,14 +107,19 @@ namespace {  // two builds in one program must not share their constants and ker
   X(USE_SOFTCAP, 0, use_softcap, "0 1 2", "scalar mma wgmma", "logits in c * tanh(x / c): 1 tanh.approx, 2 exactly") \
   X(USE_SINKS, 0, use_sinks, "0 1", "scalar mma wgmma", "a logit of the head that has no key joins the sum of a row") \
   X(USE_BIAS, 0, use_bias, "0 1 2", "scalar mma wgmma", "a tensor joins the logits: 1 added to them, 2 hides keys") \
-  X(SCORE_MOD, NONE, score_mod, "NONE expression", "all", "the logit, an expression of s, b, h, q, k, Sq, Sk, x0 to x3") \
-  X(MASK_MOD, NONE, mask_mod, "NONE expression", "all", "whether query q sees key k, of b, h, q, k, ..., x0 to x3, i0, i1") \
   X(USE_LENGTHS, 0, use_lengths, "0 1", "scalar mma wgmma", "a sequence has as many keys as device memory says") \
   X(USE_PAGES, 0, use_pages, "0 1", "scalar mma wgmma", "K and V lie in pages that a table names (with USE_LENGTHS)") \
   X(USE_TUNED, 0, use_tuned, "0 1", "mma wgmma", "the tile by the problem, from a table; typed knobs narrow it") \
   X(USE_WARP_SPECIALIZATION, 0, use_warp_specialization, "0 1", "wmma wgmma", "some warps copy, others compute") \
-  X(NUM_PRODUCER_WARPS, 1, num_producer_warps, "1 2 4", "wmma", "warps that only copy")
+  X(NUM_PRODUCER_WARPS, 1, num_producer_warps, "1 2 4", "wmma", "warps that only copy") \
+  SDPA_LOGIT_KNOBS(X) SDPA_MASK_KNOBS(X)
+// Knobs of the score hook: what changes logits, and what hides keys.
+#define SDPA_LOGIT_KNOBS(X) \
+  X(SCORE_MOD, NONE, score_mod, "NONE expression", "all", "the logit, an expression of s, b, h, q, k, Sq, Sk, x0 to x3")
+#define SDPA_MASK_KNOBS(X) \
+  X(MASK_MOD, NONE, mask_mod, "NONE expression", "all", "whether query q sees key k, of b, h, q, k, ..., x0 to x3, i0, i1")
 // clang-format on
+#define SDPA_IS_ON(name, fallback, member, values, families, meaning) K::member != 0 ||
 
 // ---- the knobs as typed (typed) ----
 
@@ -129,9 +134,10 @@ constexpr int place_of(std::string_view word, std::string_view words) {
 }
 // The values of SCORE_MOD and MASK_MOD: NONE, or any C++ expression of the names in section 5f.
 constexpr std::string_view expressions = "NONE expression";
-// The number that a value is, or a word's place among the values, or 1 for an expression; -1 if it is none of these.
+// The number that a value is, or a word's place among the values, or 1 for an expression that does anything (s does not);
+// -1 if it is none of these.
 constexpr int value_of(std::string_view value, std::string_view values = "") {
-  if (values == expressions) return value != "NONE";
+  if (values == expressions) return value != "NONE" && value != "s";
   int number = value.empty() ? -1 : 0;
   for (char c : value) number = number < 0 || number > 99999 || c < '0' || c > '9' ? -1 : number * 10 + (c - '0');
   return number < 0 ? place_of(value, values) : number;
@@ -197,8 +203,8 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   // USE_SOFTCAP: a polynomial caps scores whose exponential is taken by a stale maximum. At D=256 it gains nothing.
   static constexpr bool caps_by_polynomial = K::use_softcap == 1 && family == Family::wgmma && K::head_dim <= 128 &&
                                              K::use_warp_specialization && !is_8bit && K::use_bias == 0;
-  // SCORE_MOD=s leaves the logits as they are.
-  static constexpr bool changes_logits = K::score_mod != 0 && SCORE_MOD_text != "s", hides_keys = K::mask_mod != 0;
+  // True if one of the knobs is on.
+  static constexpr bool changes_logits = SDPA_LOGIT_KNOBS(SDPA_IS_ON) false, hides_keys = SDPA_MASK_KNOBS(SDPA_IS_ON) false;
   // The score hook may hide all of a round of keys; it gives some tiles logits and others multiples of them.
   static constexpr bool hides_rounds = K::use_bias != 0 || hides_keys, has_two_units = K::use_bias == 1;
   // FP16_ACC: S is summed in fp16, and so is what a tile adds to O.
@@ -4862,9 +4868,9 @@ __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool pl
   using Logit = decltype(expression::score_mod(expression::Score{}, 0, 0, {}, {}, 0, 0, p));
   using Seen = decltype(expression::mask_mod(0, 0, {}, {}, 0, 0, p));
   static_assert(Build::changes_logits || std::is_same_v<Logit, expression::Score>,
-                "score_mod() changes the logit in a build whose changes_logits is false: name the knob there");
+                "score_mod() changes the logit in a build without a knob of SDPA_LOGIT_KNOBS: its knob belongs there");
   static_assert(Build::hides_keys || std::is_same_v<Seen, std::true_type>,
-                "mask_mod() hides keys in a build whose hides_keys is false: name the knob there");
+                "mask_mod() hides keys in a build without a knob of SDPA_MASK_KNOBS: its knob belongs there");
 }
 
 // ---- 5f softcap ----

@@ -138,7 +138,6 @@ JUDGE = """
 #define SDPA_MEMBER(name, fallback, member, values, families, meaning) \\
   std::conditional_t<std::string_view(values) == "0 1", bool, int> member;
 struct K { SDPA_KNOBS(SDPA_MEMBER) };
-constexpr std::string_view SCORE_MOD_text = "NONE";  // no expression is crossed
 %(enums)s
 struct Build : K {
   explicit Build(const K& typed) : K(typed) {}

@@ -114,8 +114,11 @@ EXPRESSIONS = re.compile(r"^namespace expression \{.*?^\}  // namespace expressi
 
 
 def with_mods(source, mods):
-    """The source with the expressions in the place of the macros SCORE_MOD and MASK_MOD."""
-    source = source.replace('SCORE_MOD_text != "s"', "true" if mods["SCORE_MOD"] not in ("NONE", "s") else "false")
+    """The source with the expressions in the place of the macros SCORE_MOD and MASK_MOD, and with the lists of their knobs."""
+    for macro in ("SDPA_LOGIT_KNOBS", "SDPA_MASK_KNOBS"):
+        rows = re.search(rf"^#define {macro}\(X\) \\\n((?:  X\(.*\n)+)", source, re.MULTILINE)[1]
+        members = re.findall(r"X\(\w+, \w+, (\w+)", rows)
+        source = source.replace(f"{macro}(SDPA_IS_ON) false", " || ".join(f"K::{member} != 0" for member in members))
     for knob, expression in mods.items():
         source = source.replace(f"  return {knob};", f"  return {expression};")
         source = re.sub(rf"\b{knob}_text\b(?=[,)])", lambda _: f'"{expression}"', source)
