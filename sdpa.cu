@@ -4721,6 +4721,10 @@ template <int NUMBER = -1> struct Reals {
   }
   __device__ __forceinline__ Number operator[](int64_t i) const { return {ld_global_nc<float>(at + i)}; }
 };
+// What mask_mod() returns in builds that hide no key.
+struct Always {
+  __device__ __forceinline__ constexpr operator bool() const { return true; }
+};
 struct Ints {
   const int* at;
   __device__ __forceinline__ int operator[](int64_t i) const { return ld_global_nc<int>(at + i); }
@@ -4744,7 +4748,7 @@ __device__ __forceinline__ auto mask_mod(int b, H h, Position q, Position k, int
   [[maybe_unused]] const Reals<2> x2{p.x2};
   [[maybe_unused]] const Reals<3> x3{p.x3};
   [[maybe_unused]] const Ints i0{p.i0}, i1{p.i1};
-  [[maybe_unused]] constexpr std::true_type NONE;
+  [[maybe_unused]] constexpr Always NONE;
   (void)b, (void)h, (void)q, (void)k, (void)Sq, (void)Sk;
   return MASK_MOD;
 }
@@ -4869,7 +4873,7 @@ __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool pl
   using Seen = decltype(expression::mask_mod(0, 0, {}, {}, 0, 0, p));
   static_assert(Build::changes_logits || std::is_same_v<Logit, expression::Score>,
                 "score_mod() changes the logit in a build without a knob of SDPA_LOGIT_KNOBS: its knob belongs there");
-  static_assert(Build::hides_keys || std::is_same_v<Seen, std::true_type>,
+  static_assert(Build::hides_keys || std::is_same_v<Seen, expression::Always>,
                 "mask_mod() hides keys in a build without a knob of SDPA_MASK_KNOBS: its knob belongs there");
 }
 
