@@ -6493,10 +6493,10 @@ SdpaStatus check_params(SdpaParams& p) {
     if (x.value && *x.builds) return failure(refused, "%s is for builds with %s; set it to 0", x.name, x.builds);
     if (x.value % x.alignment) return failure(refused, "%s is not aligned to %d bytes", x.name, x.alignment);
     if constexpr (Build::changes_logits || Build::hides_keys) {
-      const bool is_array = x.name[0] == 'x' || x.name[0] == 'i';
+      const bool is_array = x.name[1] >= '0' && x.name[1] <= '9';  // x0 to x3, i0, i1
       if (is_array && !x.value != !mods_name(x.name)) {
-        return failure(refused, "%s is %s SCORE_MOD or MASK_MOD", x.name,
-                       x.value ? "set, but named by neither" : "a null pointer, but named by");
+        return failure(refused, x.value ? "%s is set, but neither SCORE_MOD nor MASK_MOD names it"
+                                        : "%s is a null pointer, but SCORE_MOD or MASK_MOD names it", x.name);
       }
     }
   }
@@ -6817,18 +6817,6 @@ constexpr int next_tile(int n) {
   return n;
 }
 
-// ---- features of scores that Build does not know (typed) ----
-
-// The hook is left out of builds that neither change logits nor hide keys.
-[[maybe_unused]] __device__ inline void check_expressions(const SdpaParams& p) {
-  using Logit = decltype(expression::score_mod(expression::Score{}, 0, 0, {}, {}, 0, 0, p));
-  using Seen = decltype(expression::mask_mod(0, 0, {}, {}, 0, 0, p));
-  static_assert(Build::changes_logits || std::is_same_v<Logit, expression::Score>,
-                "score_mod() changes the logit in a build whose changes_logits is false: name the knob there");
-  static_assert(Build::hides_keys || std::is_same_v<Seen, std::true_type>,
-                "mask_mod() hides keys in a build whose hides_keys is false: name the knob there");
-}
-
 // ---- refusals of rows (typed) ----
 
 SDPA_REFUSE(Build::use_tuned && next_tile(0) == tile_count,
@@ -6942,6 +6930,18 @@ template <int N, class Use> auto with_row(int row, const Use& use) {
     if (row != N) return with_row<next_tile(N + 1)>(row, use);
   }
   return use(BuildOf<N>());
+}
+
+// ---- features of scores that Build does not know (typed) ----
+
+// The hook is left out of builds that neither change logits nor hide keys.
+[[maybe_unused]] __device__ inline void check_expressions(const SdpaParams& p) {
+  using Logit = decltype(expression::score_mod(expression::Score{}, 0, 0, {}, {}, 0, 0, p));
+  using Seen = decltype(expression::mask_mod(0, 0, {}, {}, 0, 0, p));
+  static_assert(Build::changes_logits || std::is_same_v<Logit, expression::Score>,
+                "score_mod() changes the logit in a build whose changes_logits is false: name the knob there");
+  static_assert(Build::hides_keys || std::is_same_v<Seen, std::true_type>,
+                "mask_mod() hides keys in a build whose hides_keys is false: name the knob there");
 }
 
 // ==== 8 CALL =====================================================================================

@@ -169,6 +169,10 @@ def extract(name, namespace="", given=(), is_program=False):
     for knob in [word.split("=")[0] for word in given]:
         if knob not in knobs:
             raise Refused(builds.no_knob(knob, knobs))
+    for word in given:
+        trouble = word.split("=")[0] in builds.EXPRESSIONS and tree.expression_trouble(word)
+        if trouble:
+            raise Refused(trouble)
     typed = [word for word in line.words if word.split("=")[0] not in [one.split("=")[0] for one in given]] + [*given]
     mods = {knob: next((word[len(knob) + 1:] for word in reversed(typed) if word.startswith(f"{knob}=")), "NONE")
             for knob in builds.EXPRESSIONS}
@@ -210,8 +214,8 @@ def extract(name, namespace="", given=(), is_program=False):
         f"{'-o my_kernel' if is_program else '-c'} my_kernel.cu",
         f"// Call:    {space}::sdpa_forward(params, stream), below it or in a file that includes it",
         textwrap.fill(f"// From sdpa, line {name}: " + (
-            " ".join(word for word in typed if "=" in
-                     word) or "all knobs as they are by default"), 120, subsequent_indent="//   "),
+            " ".join(re.sub(r"^(SCORE_MOD|MASK_MOD)=(.*)$", r"\1='\2'", word) for word in typed if "=" in word) or
+            "all knobs as they are by default"), 120, subsequent_indent="//   "),
         "// SPDX-License-Identifier: MIT. " + tree.read("LICENSE").strip().split("\n\n")[1].replace("\n", " "), "",
         text.strip(), program(space, builds_of[0]) * is_program]))
 
