@@ -6558,7 +6558,8 @@ SDPA_REFUSE(Build::input == DType::u8 && (is_mma || is_wgmma),
             "DTYPE=U8: only the scalar and wmma kernels take it; type DTYPE=FP8_E4M3 or USE_WMMA=1");
 SDPA_REFUSE(Build::use_bias != 0 && Build::is_8bit,
             "USE_BIAS: scores of 8-bit types have factors that come after it; type DTYPE=FP16 or DTYPE=BF16");
-SDPA_REFUSE((SCORE_MOD_changed || MASK_MOD_changed) && (Build::use_softcap != 0 || Build::use_bias != 0),
+SDPA_REFUSE((SCORE_MOD_changed || Build::changes_logits || Build::hides_keys) &&
+                (Build::use_softcap != 0 || Build::use_bias != 0),
             "SCORE_MOD and MASK_MOD: the soft cap or the bias can be a part of the expression, as in 30 * tanh(s / 30); "
             "drop USE_SOFTCAP and USE_BIAS");
 SDPA_REFUSE(Build::use_pages && !Build::use_lengths,
