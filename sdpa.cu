@@ -6933,7 +6933,7 @@ template <int N, class Use> auto with_row(int row, const Use& use) {
   return use(BuildOf<N>());
 }
 
-// ---- features of scores that Build does not know (typed) ----
+// ---- features of the score hook that Build does not know (typed) ----
 
 // The hook is left out of builds that neither change logits nor hide keys.
 [[maybe_unused]] __device__ inline void check_expressions(const SdpaParams& p) {
