@@ -52,7 +52,7 @@ struct NoMods {
   static __device__ bool sees(const ModPlace&, const SdpaParams&) { return true; }
 };
 struct OwnMods {  // of the build
-  static constexpr bool changes_logits = Build::score_mod != 0;
+  static constexpr bool changes_logits = Build::changes_logits;
   static __device__ float logit(float s, const ModPlace& at, const SdpaParams& p) {
     return plain_expression::logit<float>(s, at, p.x0, p.x1, p.x2, p.x3, 0);
   }
@@ -363,9 +363,9 @@ Line describe_build() {
   l.use_bias = Build::use_bias;
   l.has_bias_maps = is_wgmma && Build::hides_rounds && !Build::use_lengths && (Build::use_tuned || lists_rounds<Build>);
   for (int n = 0; n < 6; n++) l.names[n] = mods_name(mod_arrays[n]);
-  if (Build::score_mod) l.logit = logit_on_host;
-  if (Build::mask_mod) l.sees = sees_on_host;
-  if constexpr (Build::score_mod || Build::mask_mod) l.witness = launch_witness_of<Query<Build>, Input, OwnMods>;
+  if (Build::changes_logits) l.logit = logit_on_host;
+  if (Build::hides_keys) l.sees = sees_on_host;
+  if constexpr (Build::changes_logits || Build::hides_keys) l.witness = launch_witness_of<Query<Build>, Input, OwnMods>;
   l.is_wgmma = is_wgmma;
   l.has_queue = Build::use_persistent_cta, l.is_tuned = Build::use_tuned;
   l.sums_end = sums_end<Build> && !Build::use_tuned;

@@ -120,6 +120,7 @@ namespace {  // two builds in one program must not share their constants and ker
   X(MASK_MOD, NONE, mask_mod, "NONE expression", "all", "whether query q sees key k, of b, h, q, k, ..., x0 to x3, i0, i1")
 // clang-format on
 #define SDPA_IS_ON(name, fallback, member, values, families, meaning) K::member != 0 ||
+#define SDPA_COUNT_ON(name, fallback, member, values, families, meaning) (K::member != 0) +
 
 // ---- the knobs as typed (typed) ----
 
@@ -205,6 +206,8 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
                                              K::use_warp_specialization && !is_8bit && K::use_bias == 0;
   // True if one of the knobs is on.
   static constexpr bool changes_logits = SDPA_LOGIT_KNOBS(SDPA_IS_ON) false, hides_keys = SDPA_MASK_KNOBS(SDPA_IS_ON) false;
+  // MASK_MOD is the only one that hides keys. What other knobs hide may differ between heads and sequences.
+  static constexpr bool only_expression_hides = (SDPA_MASK_KNOBS(SDPA_COUNT_ON) 0) == (K::mask_mod != 0);
   // The score hook may hide all of a round of keys; it gives some tiles logits and others multiples of them.
   static constexpr bool hides_rounds = K::use_bias != 0 || hides_keys, has_two_units = K::use_bias == 1;
   // FP16_ACC: S is summed in fp16, and so is what a tile adds to O.
@@ -4776,8 +4779,16 @@ constexpr bool mods_name(std::string_view name) {
 }
 
 template <class B> struct ScoreMod {
-  static __device__ __forceinline__ bool sees(int b, int h, int q, int k, int Sq, int Sk, const SdpaParams& p) {
-    return expression::mask_mod(b, h, {q, 0, 0}, {k, 0, 0}, Sq, Sk, p);
+  using Score = expression::Score;
+  using Position = expression::Position;
+  // The logit of a score, and whether query q sees key k. Features with a knob of their own stand here. H: int or Head.
+  template <class H>
+  static __device__ __forceinline__ auto logit(Score s, int b, H h, Position q, Position k, int Sq, int Sk, const SdpaParams& p) {
+    return expression::score_mod(s, b, h, q, k, Sq, Sk, p);
+  }
+  template <class H>
+  static __device__ __forceinline__ auto sees(int b, H h, Position q, Position k, int Sq, int Sk, const SdpaParams& p) {
+    return expression::mask_mod(b, h, q, k, Sq, Sk, p);
   }
   static __device__ int head_of(const ScoreTile<B>& tile) { return tile.item.h; }
   // 16 warps have no registers for what is read once, and rows of several heads have no head in common.
@@ -4818,13 +4829,12 @@ template <class B> struct ScoreMod {
       const auto h = head_of_row(item_h, a, row);
       SDPA_UNROLL for (int j = first; j < last; j++) {
         const int column = S.col(j) - S.col(0);
-        const expression::Position query{q, 0, column}, key = WHOLE
-                                       ? expression::Position{k0 + S.col(0), 1, column}
-                                       : expression::Position{min(k0 + S.col(j), last_key), 0, column};
+        const Position query{q, 0, column};
+        const Position key = WHOLE ? Position{k0 + S.col(0), 1, column} : Position{min(k0 + S.col(j), last_key), 0, column};
         const float factor = of_row(scale, i);
-        const expression::Score score{S.x[i][j], factor, B::is_8bit ? factor * expression::log2e : a.scores_log2};
-        const bool seen = !B::hides_keys || expression::mask_mod(b, h, query, key, Sq, Sk, a.p);
-        use(i, j, expression::score_mod(score, b, h, query, key, Sq, Sk, a.p), seen);
+        const Score score{S.x[i][j], factor, B::is_8bit ? factor * expression::log2e : a.scores_log2};
+        const bool seen = !B::hides_keys || sees(b, h, query, key, Sq, Sk, a.p);
+        use(i, j, logit(score, b, h, query, key, Sq, Sk, a.p), seen);
       }
     }
   }
@@ -4869,12 +4879,12 @@ __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool pl
 
 // The hook is left out of builds that neither change logits nor hide keys.
 [[maybe_unused]] __device__ inline void check_expressions(const SdpaParams& p) {
-  using Logit = decltype(expression::score_mod(expression::Score{}, 0, 0, {}, {}, 0, 0, p));
-  using Seen = decltype(expression::mask_mod(0, 0, {}, {}, 0, 0, p));
+  using Logit = decltype(ScoreMod<Build>::logit({}, 0, 0, {}, {}, 0, 0, p));
+  using Seen = decltype(ScoreMod<Build>::sees(0, 0, {}, {}, 0, 0, p));
   static_assert(Build::changes_logits || std::is_same_v<Logit, expression::Score>,
-                "score_mod() changes the logit in a build without a knob of SDPA_LOGIT_KNOBS: its knob belongs there");
+                "ScoreMod::logit() changes the logit in a build without a knob of SDPA_LOGIT_KNOBS: its knob belongs there");
   static_assert(Build::hides_keys || std::is_same_v<Seen, expression::Always>,
-                "mask_mod() hides keys in a build without a knob of SDPA_MASK_KNOBS: its knob belongs there");
+                "ScoreMod::sees() hides keys in a build without a knob of SDPA_MASK_KNOBS: its knob belongs there");
 }
 
 // ---- 5f softcap ----
@@ -5036,7 +5046,7 @@ template <class B> __device__ __forceinline__ int effects_of_mask(const KernelAr
     for (int row = 0; row < rows_of_item<B>(a); row++) {
       const Item<B> one = row_item<B>(a, item, row);
       if (first + lane >= end || one.q0 < 0 || one.q0 >= a.p.Sq || one.h >= a.p.Hq) continue;
-      effects |= ScoreMod<B>::sees(one.b, one.h, one.q0, first + lane, a.p.Sq, a.p.Sk, a.p) ? 1 : 2;
+      effects |= ScoreMod<B>::sees(one.b, one.h, {one.q0, 0, 0}, {first + lane, 0, 0}, a.p.Sq, a.p.Sk, a.p) ? 1 : 2;
     }
     effects = __any_sync(0xffffffffu, effects & 1) + 2 * __any_sync(0xffffffffu, effects & 2);
   }
@@ -6302,10 +6312,10 @@ constexpr bool sums_end = B::split_ctas == 1 && (B::family == Family::mma || B::
 // True if the launch may have a map, which depends on the head, on the batch.
 template <class B> bool may_have_map(const SdpaParams& p) { return lists_rounds<B> && (B::hides_keys || p.bias); }
 template <class B> bool differs_by_head(const SdpaParams& p) {
-  return B::hides_keys ? expression_names("h", MASK_MOD_text) : p.bias_strides.head != 0;
+  return B::hides_keys ? !B::only_expression_hides || expression_names("h", MASK_MOD_text) : p.bias_strides.head != 0;
 }
 template <class B> bool differs_by_batch(const SdpaParams& p) {
-  return B::hides_keys ? expression_names("b", MASK_MOD_text) : p.bias_strides.batch != 0;
+  return B::hides_keys ? !B::only_expression_hides || expression_names("b", MASK_MOD_text) : p.bias_strides.batch != 0;
 }
 template <class B> BiasMap bias_map_of(const SdpaParams& p, const Items& items) {  // its lists are nowhere yet
   BiasMap map;
@@ -6523,10 +6533,10 @@ SdpaStatus check_params(SdpaParams& p) {
     if (x.value && *x.builds) return failure(refused, "%s is for builds with %s; set it to 0", x.name, x.builds);
     if (x.value % x.alignment) return failure(refused, "%s is not aligned to %d bytes", x.name, x.alignment);
     if constexpr (Build::changes_logits || Build::hides_keys) {
-      const bool is_array = x.name[0] == 'x' || x.name[0] == 'i';
+      const bool is_array = x.name[1] >= '0' && x.name[1] <= '9';  // x0 to x3, i0, i1
       if (is_array && !x.value != !mods_name(x.name)) {
-        return failure(refused, "%s is %s SCORE_MOD or MASK_MOD", x.name,
-                       x.value ? "set, but named by neither" : "a null pointer, but named by");
+        return failure(refused, x.value ? "%s is set, but neither SCORE_MOD nor MASK_MOD names it"
+                                        : "%s is a null pointer, but SCORE_MOD or MASK_MOD names it", x.name);
       }
     }
   }
@@ -6588,7 +6598,8 @@ SDPA_REFUSE(Build::input == DType::u8 && (is_mma || is_wgmma),
             "DTYPE=U8: only the scalar and wmma kernels take it; type DTYPE=FP8_E4M3 or USE_WMMA=1");
 SDPA_REFUSE(Build::use_bias != 0 && Build::is_8bit,
             "USE_BIAS: scores of 8-bit types have factors that come after it; type DTYPE=FP16 or DTYPE=BF16");
-SDPA_REFUSE((SCORE_MOD_changed || MASK_MOD_changed) && (Build::use_softcap != 0 || Build::use_bias != 0),
+SDPA_REFUSE((SCORE_MOD_changed || Build::changes_logits || Build::hides_keys) &&
+                (Build::use_softcap != 0 || Build::use_bias != 0),
             "SCORE_MOD and MASK_MOD: the soft cap or the bias can be a part of the expression, as in 30 * tanh(s / 30); "
             "drop USE_SOFTCAP and USE_BIAS");
 SDPA_REFUSE(Build::use_pages && !Build::use_lengths,

@@ -345,6 +345,7 @@ def test_changes(name, change):
     ("mma_lazy mma_split2", "extract: one line, not mma_lazy and mma_split2"),
     ("mma_lazy BLOK_N=32", "extract: no knob is called BLOK_N; did you mean BLOCK_N?"),
     ("mma_lazy BLOCK_N", "extract: BLOCK_N has no value: write BLOCK_N=VALUE"),
+    ("mma_lazy SCORE_MOD=s+x9[k]", "extract: SCORE_MOD='s+x9[k]' does not compile: "),
     ("mma_lazy HEAD_DIM=24", "HEAD_DIM: not a legal value; it takes one of: 32..256"),
     ("mma_lazy --namespace 1x", "extract: --namespace 1x: want a name of C++")])
 def test_refusals(words, sentence):

@@ -115,10 +115,17 @@ EXPRESSIONS = re.compile(r"^namespace expression \{.*?^\}  // namespace expressi
 
 def with_mods(source, mods):
     """The source with the expressions in the place of the macros SCORE_MOD and MASK_MOD, and with the lists of their knobs."""
+    knobs = {}
     for macro in ("SDPA_LOGIT_KNOBS", "SDPA_MASK_KNOBS"):
         rows = re.search(rf"^#define {macro}\(X\) \\\n((?:  X\(.*\n)+)", source, re.MULTILINE)[1]
-        members = re.findall(r"X\(\w+, \w+, (\w+)", rows)
-        source = source.replace(f"{macro}(SDPA_IS_ON) false", " || ".join(f"K::{member} != 0" for member in members))
+        members = dict(re.findall(r"X\((\w+), \w+, (\w+)", rows))
+        source = source.replace(f"{macro}(SDPA_IS_ON) false", " || ".join(f"K::{member} != 0" for member in members.values()))
+        source = source.replace(f"{macro}(SDPA_COUNT_ON) 0", " + ".join(f"(K::{member} != 0)" for member in members.values()))
+        knobs[macro] = ", ".join(members)
+    # Sections for SCORE_MOD or MASK_MOD are for all features of the list.
+    both = ", ".join(knobs.values())
+    source = re.sub(r"^(// ---- .*)\bSCORE_MOD, MASK_MOD\) ----$", rf"\g<1>{both}) ----", source, flags=re.MULTILINE)
+    source = re.sub(r"^(// ---- .*, )MASK_MOD\) ----$", rf"\g<1>{knobs['SDPA_MASK_KNOBS']}) ----", source, flags=re.MULTILINE)
     for knob, expression in mods.items():
         source = source.replace(f"  return {knob};", f"  return {expression};")
         source = re.sub(rf"\b{knob}_text\b(?=[,)])", lambda _: f'"{expression}"', source)
@@ -172,6 +179,10 @@ def extract(name, namespace="", given=(), is_program=False):
     for knob in [word.split("=")[0] for word in given]:
         if knob not in knobs:
             raise Refused(builds.no_knob(knob, knobs))
+    for word in given:
+        trouble = word.split("=")[0] in builds.EXPRESSIONS and tree.expression_trouble(word)
+        if trouble:
+            raise Refused(trouble)
     typed = [word for word in line.words if word.split("=")[0] not in [one.split("=")[0] for one in given]] + [*given]
     mods = {knob: next((word[len(knob) + 1:] for word in reversed(typed) if word.startswith(f"{knob}=")), "NONE")
             for knob in builds.EXPRESSIONS}
@@ -213,8 +224,8 @@ def extract(name, namespace="", given=(), is_program=False):
         f"{'-o my_kernel' if is_program else '-c'} my_kernel.cu",
         f"// Call:    {space}::sdpa_forward(params, stream), below it or in a file that includes it",
         textwrap.fill(f"// From sdpa, line {name}: " + (
-            " ".join(word for word in typed if "=" in
-                     word) or "all knobs as they are by default"), 120, subsequent_indent="//   "),
+            " ".join(re.sub(r"^(SCORE_MOD|MASK_MOD)=(.*)$", r"\1='\2'", word) for word in typed if "=" in word) or
+            "all knobs as they are by default"), 120, subsequent_indent="//   "),
         "// SPDX-License-Identifier: MIT. " + tree.read("LICENSE").strip().split("\n\n")[1].replace("\n", " "), "",
         text.strip(), program(space, builds_of[0]) * is_program]))
 
