@@ -199,6 +199,8 @@ def compute(p, t, mods):
 MEMBERS_OF = {"USE_SOFTCAP": "softcap", "USE_SINKS": "sinks", "USE_LENGTHS": "k_lengths q_lengths q_starts k_starts page_table",
               "USE_PAGES": "page_table"}  # a build without the option refuses them
 CALLS, MAPS, LOADED = [], [], []
+STREAMS = []  # of the launches of loader_of(), to which OWN_STREAM is given
+OWN_STREAM = 77
 
 
 def recorded(p, dtype, features, mods):
@@ -270,7 +272,7 @@ def loader_of(text, arrays):
         mods = [f"{sdpa.NUMBERS_AND_ARRAYS[argument][0]}={sdpa.parsed(argument, expression.decode())[0]}"
                 for argument, expression in (("score_mod", score_mod), ("mask_mod", mask_mod)) if expression]
         library = ctypes.CDLL(builds.host_library(*words, *mods, program="tests/host_library.cu"))
-        library.host_allocate.restype = ctypes.c_void_p
+        library.host_allocate.restype = library.host_last_stream.restype = ctypes.c_void_p
         library.sdpa_library_workspace_bytes.restype = library.sdpa_library_bias_map_bytes.restype = ctypes.c_size_t
 
         def on_copies(function):
@@ -293,7 +295,8 @@ def loader_of(text, arrays):
                 zeros = bytes(max(library.sdpa_library_workspace_bytes(ctypes.byref(p)), 1))
                 p.workspace = library.host_allocate(ctypes.c_size_t(len(zeros)))
                 ctypes.memmove(p.workspace, zeros, len(zeros))
-                code = function(ctypes.byref(p), None, ctypes.c_void_p(trouble), ctypes.c_size_t(trouble_bytes))
+                code = function(ctypes.byref(p), ctypes.c_void_p(OWN_STREAM), ctypes.c_void_p(trouble), ctypes.c_size_t(trouble_bytes))
+                STREAMS.append(library.host_last_stream())
                 library.host_synchronize()
                 for address, copied, nbytes in copies:
                     ctypes.memmove(address, copied, nbytes)
@@ -319,7 +322,7 @@ def load_appender(device, appender):
 @contextlib.contextmanager
 def kernels(glue, load=load_line):
     """PyTorch's operators and sdpa's lead to the stand-ins; the list of their calls."""
-    CALLS.clear(), MAPS.clear()
+    CALLS.clear(), MAPS.clear(), STREAMS.clear()
     glue.sdpa_torch_load_lines_by(load), glue.sdpa_torch_load_appender_by(load_appender)
     glue.sdpa_torch_activate_on_cpu(True)
     yield CALLS

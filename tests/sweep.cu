@@ -388,6 +388,11 @@ constexpr int DESCALES = 5;
 const char* const descales[DESCALES] = {"heads", "gaps", "shared", "none", "zeros"};
 
 bool packs_heads() { return line.is_tuned || value_of_knob("PACK_GQA") == "1"; }
+// Builds in which rows of one tile may have several factors of Q; and whether O shows a wrong one in this problem.
+bool has_tiles_of_factors() { return packs_heads() && element_bytes(line.query) == 1; }
+bool shows_factors_of_tile(const Problem& p) {
+  return p.Hq > p.Hkv && (p.descale == "heads" || p.descale == "gaps") && (p.dist == "normal" || p.dist == "outliers") && p.Sk > 8;
+}
 
 bool same_tile(const TunedTile& a, const TunedTile& b) {
   const auto numbers = [](const TunedTile& t) {
@@ -572,6 +577,9 @@ class Kinds {
     if (line.has_queue) takes("max_ctas", "0 set");
     if (has_machines) takes("machine", "default set"), takes("summed", has_ranges() ? "64 200 65536" : "65536");
     if (element_bytes(line.input) == 1) takes("descale", "heads gaps shared none zeros");
+    // Tiles of one head of many queries, at the edge of a mask.
+    if (packs_heads() && !line.has_lengths) takes("mask_of_packed", "none br tl");
+    if (has_tiles_of_factors()) takes("factors_of_tile", "one several");
     if (line.has_sinks) takes("sinks", "none usual -inf nonfinite large small");
     if (line.use_bias) {
       takes("bias", line.use_bias == 1 ? "none add tree" : "none bool tree"), takes("bias_of", "all b h q bh bq hq bhq");
@@ -681,6 +689,9 @@ class Kinds {
     if (has_scores && p.softcap != 0 && (is_down ? p.softcap > 1e5 : is_up && p.softcap < 1e-5)) add("extremes", is_up ? "scale_up" : "scale_down");
     if (has_scores && !p.bias_kind.empty() && (is_up || is_down)) add("beside_bias", is_up ? "scale_up" : "scale_down");
     add("max_ctas", p.max_ctas ? "set" : "0"), add("descale", p.descale);
+    const bool fills_tile = p.Hq == p.Hkv && p.Sq > 64 && p.Sk > 64 && p.dist == "normal";
+    add("mask_of_packed", fills_tile && p.mask != reference::Mask::none ? masks[int(p.mask)] : "none");
+    add("factors_of_tile", shows_factors_of_tile(p) ? "several" : "one");
     add("machine", p.machine.empty() ? "default" : "set"), add("summed", to_string(keys_at_once(p)));
     const bool has_tiles = p.mask == reference::Mask::none && !p.has_window() && p.Sk > 2 * line.tiles[0].block_n * line.tiles[0].split_kv;
     if (p.dist == "negative" && has_tiles) add("cap_of_negative", format("%g", p.softcap));

@@ -1419,6 +1419,8 @@ def attention_entries():
         (dict(page_table=TABLE_OF_6, k=K, v=V), with_pages(K, V) | dict(page_stride=3)),
         (dict(bias=bias), dict(bias=bits_of(bias, 2, 4, 5, 9), bias_dtype=torch.half)),
         (dict(bias=hidden), dict(bias=bits_of(hidden, 2, 4, 5, 9), bias_dtype=torch.bool)),
+        (dict(most_keys=7, k_lengths=USED, bias=bias[..., :7]),
+         dict(most_keys=7, k_lengths=[3, 2], bias=bits_of(bias[..., :7], 2, 4, 5, 7), bias_dtype=torch.half)),
         (dict(bias_keys=3, bias=last), dict(bias_keys=3, bias=bits_of(last, 2, 4, 5, 3), bias_dtype=torch.half)),
         (dict(batch_invariant=True), dict(batch_invariant=1)), (dict(out_dtype=None), {})]
     x, i = [drawn(9, dtype=torch.float, seed=n) for n in range(4)], [int32(*range(n, n + 9)) for n in range(2)]
@@ -1440,6 +1442,11 @@ def attention_entries():
             (dict(q_descale=by_key_head), dict(q_descale=by_key_head.repeat_interleave(2, 1).tolist())), *of_keys,
             (dict(out_dtype=torch.half), {}), (dict(out_dtype=torch.bfloat16), dict(O_dtype=torch.bfloat16))]
     yield "attention of e4m3", Entry(stand_in.attention, as_e4m3(dict(q=q, k=k, v=v)), rows)
+    # As many query heads to a key head as there are not key heads.
+    six = as_e4m3(dict(q=drawn(2, 6, 5, 64), k=drawn(2, 3, 9, 64), v=drawn(2, 3, 9, 64, seed=1)))
+    by_key_head = drawn(2, 3, dtype=torch.float).abs()
+    yield "attention of e4m3 with six heads", Entry(
+        stand_in.attention, six, [(dict(q_descale=by_key_head), dict(q_descale=by_key_head.repeat_interleave(2, 1).tolist()))])
     yield "attention of kv8", Entry(stand_in.attention, dict(q=q, k=k.to(E4M3), v=v.to(E4M3)), of_keys)
     # Heads of K and V that are expanded are one, unless a tensor differs between them.
     own = as_e4m3(dict(q=q, k=k, v=v))
@@ -1630,6 +1637,16 @@ def test_each_argument_reaches_the_kernel(launches, kind):
         assert arguments <= seen, (name, arguments - seen)
 
 
+@needs_no_gpu
+@pytest.mark.parametrize("Sq", (1, 31, 32, 33, 64))
+def test_lse_of_the_efficient_operator(launches, Sq):
+    """It has as many rows as PyTorch's meta function promises; those behind the last query are infinite."""
+    operator, q, k = torch.ops.aten._scaled_dot_product_efficient_attention, drawn(2, 4, Sq, 64), drawn(2, 4, 9, 64)
+    lse = operator(q, k, k, None, True)[1]
+    assert lse.shape == operator(*(x.to("meta") for x in (q, k, k)), None, True)[1].shape
+    assert lse[..., Sq:].isposinf().all() and not lse[..., :Sq].isinf().any()
+
+
 def is_integer(x):
     return isinstance(x, torch.Tensor) and x.dtype == torch.int32
 
@@ -1747,11 +1764,12 @@ def test_a_kept_map_of_a_line(glue, monkeypatch):
         assert rel_rms(sdpa.attention(q, k, v, **options), second) <= LIMITS[torch.half] < 0.1 < rel_rms(first, second)
         # The map still hides the tiles of the former documents.
         assert rel_rms(sdpa.attention(q, k, v, **options, block_mask=kept), first) <= LIMITS[torch.half]
-        with pytest.raises(RuntimeError, match="^sdpa.attention: x0 is a null pointer, and SCORE_MOD or MASK_MOD reads it$"):
+        with pytest.raises(RuntimeError, match="^sdpa.attention: x0 is a null pointer, but .*SCORE_MOD or MASK_MOD"):
             by_operator(q, k, v, score_mod=options["score_mod"], mask_mod=options["mask_mod"], i0=documents)
         tiles = kept.tiles[4:]
         with pytest.raises(RuntimeError, match="^sdpa.attention: bias_map has [0-9]+ bytes, and the map of this problem [0-9]+; "):
             sdpa.attention(q, k, v, **options, block_mask=kept._replace(tiles=tiles))
+    assert {*stand_in.STREAMS} == {stand_in.OWN_STREAM}  # of the map and of the kernels
 
 
 @needs_no_gpu
