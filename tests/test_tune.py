@@ -74,6 +74,15 @@ def test_lines_that_fit_have_the_problems_type():
     assert len(starts) == 1 and not starts[0].tree.refusal(starts[0].words) and starts[0].knob("BLOCK_M") == "48"
 
 
+def test_candidates_have_the_expression_of_the_base():
+    """Also those that begin with another line, and in a log, which has them as text."""
+    base = line_of("mma_alibi")
+    expression = search.knobs_of(base)["SCORE_MOD"]
+    for line in search.Space(base, {}).starts(engine.parse_problem("long").typed(base.D, base.dtype)):
+        assert search.knobs_of(line)["SCORE_MOD"] == expression != "NONE"
+        assert search.parse_line(TREE, line.text) == line
+
+
 def test_a_line_to_paste_is_the_candidate(tmp_path, monkeypatch):
     line = line_of("mma_lazy", "BLOCK_M=64", "SPLIT_KV=2", "STAGES=3")
     text = tune.paste(line)

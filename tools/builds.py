@@ -221,7 +221,7 @@ class Line:
 
     @property
     def text(self):
-        return " ".join([f"{self.tree.commit}:{self.name}" if self.tree.commit else self.name, *self.changes])
+        return " ".join([f"{self.tree.commit}:{self.name}" if self.tree.commit else self.name, *map(shlex.quote, self.changes)])
 
     @property
     def label(self):

@@ -42,7 +42,7 @@ def refusal(line):
 
 def parse_line(tree, text):
     """The line whose text this is."""
-    name, *changes = text.split()
+    name, *changes = shlex.split(text)
     return Line(tree, name, tuple(changes))
 
 
@@ -60,7 +60,7 @@ def base_line(options, arch="90a"):
     if options.head_dim and options.head_dim not in spread("HEAD_DIM", dims, ()):
         raise Refused(f"--head-dim {options.head_dim}: want a multiple of 16 in {dims}")
     if options.from_:
-        line, *others = builds.parse_contenders(options.from_.split())
+        line, *others = builds.parse_contenders(shlex.split(options.from_))
         if others or not isinstance(line, Line):
             raise Refused(f"--from {options.from_}: want a line of configs.txt, and knobs behind it")
         if options.family not in (None, line.family):
@@ -116,6 +116,7 @@ class Space:
         none may, the base with other knobs changed at random until it is legal."""
         of_q, _, of_kv = ({"e4m3": "FP8_E4M3"}.get(one, one.upper()) for one in problem.dtype.partition("/"))
         own = {"HEAD_DIM": str(problem.D), "DTYPE": of_q, "KV_DTYPE": of_kv or "AUTO"}
+        own |= {knob: knobs_of(self.base)[knob] for knob in builds.EXPRESSIONS}
         lines, found = [], {}
         for line in [self.base, *family_lines(self.tree, self.base.family)]:
             fixed = {knob: values[0] for knob, values in self.fixed.items() if knobs_of(line)[knob] not in values}
