@@ -3109,10 +3109,14 @@ __device__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const WgmmaItem<B>& i
     const int lane = int(thread_index_anew() % 32), k = k0 + lane / 4 + 8 * n;
     float d[4] = {};
     const Input* K_row = K_g;
-    // Rows that are no query may see keys that no query of the item sees, which have no page here.
-    const int in_item = B::use_pages ? min(max(k, item.keys.begin), item.keys.end - 1) : k;
-    if constexpr (B::use_pages) K_row = PagedRows<B>{&a, &item, &a.p.k, K_g, in_item} + lane % 4 * 4 / B::element_bytes;
-    else K_row += item.k_row(k) * a.p.k.row, K_row += lane % 4 * 4 / B::element_bytes;
+    if constexpr (B::use_pages) {
+      // Rows that are no query may see keys that no query of the item sees, which have no page here.
+      const int in_item = min(max(k, item.keys.begin), item.keys.end - 1);
+      K_row = PagedRows<B>{&a, &item, &a.p.k, K_g, in_item} + lane % 4 * 4 / B::element_bytes;
+    } else {
+      K_row += item.k_row(k) * a.p.k.row;
+      K_row += lane % 4 * 4 / B::element_bytes;
+    }
 #pragma unroll 1
     for (int byte = 0; byte < ROW_BYTES<B::qk_bytes>; byte += STEP_BYTES) {
       uint32_t of_q[4], of_k[2] = {0, 0};  // 0 behind a short row
