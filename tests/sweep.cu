@@ -939,9 +939,8 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   p.batch_invariant = draw(3) == 0;
   keep_features(p, draw);
   if (!far) limit_size(p, tile);
-  // Lines whose ranges the last CTA merges refuse as many as the keys that a wide table could hold have.
-  const bool by_cta = !line.is_wgmma && value_of_knob("PACK_GQA") == "1" && value_of_knob("SPLIT_KV") != "1";
-  if (p.batch_invariant && by_cta && line.has_pages && !p.narrow_table && p.most_keys == 0) p.most_keys = p.Sk + 1;
+  // For all keys that a wide table could have, the ranges of such builds take gigabytes, or are refused.
+  if (p.batch_invariant && has_ranges() && line.has_pages && !p.narrow_table && p.most_keys == 0) p.most_keys = p.Sk + 1;
   p.shape = format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
   return p;
 }
