@@ -510,8 +510,11 @@ int width_of(const Problem& p, Tensor t) { return t == Tensor::V || t == Tensor:
 // Which tensors have the sequences one after the other.
 const char* packed_text(const Problem& p) { return p.packs_q ? p.packs_k ? "qk" : "q" : p.packs_k ? "k" : ""; }
 
+// Keys of the last problem that params_of() was asked for: SdpaParams::Sk is larger if its page table is wider.
+int keys_of_problem = 0;
 SdpaParams params_of(const Problem& p) {  // but for the tensors
   SdpaParams params{};
+  keys_of_problem = p.Sk;
   params.B = p.B, params.Hq = p.Hq, params.Hkv = p.Hkv, params.Sq = p.Sq, params.Sk = p.Sk;
   params.D = p.D, params.Dv = p.Dv, params.scale = float(p.scale), params.causal = Causal(int(p.mask));
   params.window_left = p.window_left, params.window_right = p.window_right;

@@ -177,7 +177,7 @@ vector<StridedInput> strided_inputs(SdpaParams& p) {
   }
   if (p.bias) {
     Strides& s = p.bias_strides;
-    inputs.push_back({data(p.bias), size_t(line.use_bias == 2 ? 1 : 2), p.bias_keys ? p.bias_keys : p.Sk,
+    inputs.push_back({data(p.bias), size_t(line.use_bias == 2 ? 1 : 2), p.bias_keys ? p.bias_keys : std::min(p.Sk, keys_of_problem),
                       {{p.Sq, &s.row}, {p.Hq, &s.head}, {p.B, &s.batch}}});
   }
   const auto add_factors = [&](Descale& d, int heads) {
