@@ -102,8 +102,8 @@ def numbers(text, knobs, rows):
 
 
 def instructions(source):
-    """The names that the CPU backend has versions of, and of functions that expressions need."""
-    return NAMED_BY_EXPRESSIONS | {name for part in re.findall(r"^#(?:if|else)[^\n]*\n((?:(?!^#if).)*?)^#endif  // SDPA_SIMT$", source,
+    """The names that the CPU backend has versions of."""
+    return {name for part in re.findall(r"^#(?:if|else)[^\n]*\n((?:(?!^#if).)*?)^#endif  // SDPA_SIMT$", source,
                                         re.MULTILINE | re.DOTALL)
             for name in re.findall(r"\w+(?=(?:<\w+>)?\()|(?<=using )\w+(?= =)|(?<=constexpr int )\w+",
                                    re.sub(r"//.*", "", part))}
@@ -199,7 +199,7 @@ def extract(name, namespace="", given=(), is_program=False):
     if rows[-1]["USE_TUNED"]:  # without the rows of the table of tiles that do not fit
         number = itertools.count()
         text = re.sub(r"^    tile\(.*\n", lambda m: m[0] * (next(number) in rows), text, flags=re.MULTILINE)
-        text = concrete.shortest(text, instructions(source), sizes)
+        text = concrete.shortest(text, instructions(source) | NAMED_BY_EXPRESSIONS, sizes)
         head, tail = re.split(r"(?=^// Before a loop)", text, maxsplit=1, flags=re.MULTILINE)
         text = "\n".join([head + "#pragma nv_diag_suppress 177  // functions that this program does not call", "",
                           f"namespace {space} {{", "", "\n".join(concrete.chapters(tail)),
@@ -209,7 +209,7 @@ def extract(name, namespace="", given=(), is_program=False):
             text = concrete.wgmma(text, builds_of)
         head, tail = re.split(r"(?=^// Before a loop)", text, maxsplit=1, flags=re.MULTILINE)
         text = "\n".join([head + "#pragma nv_diag_suppress 177  // functions that this program does not call", "",
-                          f"namespace {space} {{", "", concrete.concrete(tail, instructions(source)),
+                          f"namespace {space} {{", "", concrete.concrete(tail, instructions(source) | NAMED_BY_EXPRESSIONS),
                           f"}}  // namespace {space}", "", "#pragma nv_diag_default 177", ""])
     if expressions:
         text = re.sub(r"^.*\bvoid expression\((?:.*\n)*?.*}\n", lambda _: expressions, text, flags=re.MULTILINE)
