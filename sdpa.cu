@@ -2654,7 +2654,10 @@ template <class B> struct TileWalk : RoundWalk<B> {
   template <class View, class Rows> __device__ __forceinline__ bool add_bias(View& S, const Rows& rows) {
     if constexpr (B::use_bias != 0) {
       if (!has_bias<B>(rows.a, rows.mask, rows.k0) || !(this->looks() || this->looks_next())) return false;
-      if (this->looks()) rows.locate(S), bias.add(S, rows.a, *rows.item, rows.mask.keys.Sk, rows.q, rows.k0);
+      if (this->looks()) {
+        rows.locate(S);
+        bias.add(S, rows.a, *rows.item, rows.mask.keys.Sk, rows.q, rows.k0);
+      }
       fetch_bias(rows, this->looks_next(), rows.k0 - this->step());
       return this->looks();
     }
@@ -2954,8 +2957,12 @@ template <class B> struct WgmmaRows {
     return B::changes_logits;
   }
   __device__ __forceinline__ void go_on() {
-    if constexpr (B::hides_rounds) k0 -= walk.step(), walk.go_on();
-    else k0 -= B::round_keys;
+    if constexpr (B::hides_rounds) {
+      k0 -= walk.step();
+      walk.go_on();
+    } else {
+      k0 -= B::round_keys;
+    }
   }
   // P in the place of S, and l. The caller multiplies O by alpha. are_logits: S has passed the hook.
   __device__ __forceinline__ void softmax_by_exact_max(Scores& S, float (&alpha)[ROWS], bool are_logits = false) {
@@ -4730,7 +4737,7 @@ template <int NUMBER = -1> struct Reals {
   }
   __device__ __forceinline__ Number operator[](int64_t i) const { return {ld_global_nc<float>(at + i)}; }
 };
-// What mask_mod() returns in builds that hide no key.
+// The result of mask_mod() in builds that hide no key.
 struct Always {
   __device__ __forceinline__ constexpr operator bool() const { return true; }
 };

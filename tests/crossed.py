@@ -2,8 +2,8 @@
 """Covering arrays of builds, on the CPU backend. For each kind of kernel there are builds such that every two values of two
 knobs meet in one of them, except for pairs that sdpa.cu refuses; such a pair is found by trying to complete it.
 
-By default the arrays cover all knobs. In their problems every value of a knob meets every value of a member of the problem,
-and every two members meet. Each problem is checked against the reference.
+By default the arrays cover all knobs. Every value of a knob meets every value of a member of the problem, and every two
+members meet. Each problem is checked against the reference.
 
 --features covers the knobs in FEATURES. Each build runs a sweep of random problems, until these are of all kinds that the build
 takes. Each path of tests/paths.py must be taken in a build of each kind that has it.

@@ -142,7 +142,7 @@ def test_effect(path, features):
 @pytest.mark.parametrize("expression, arguments", [
     ("(s)", {}), ("s - x0[(h)] * real(q + Sk - Sq - k)", dict(x0=np.float32([1 / 2, 1 / 32, -1 / 16, 1 / 128])))])
 def test_names_in_brackets(expression, arguments):
-    """What has the type of s, or of a head, without its text."""
+    """Expressions that have the type of s, or of a head, but not its text."""
     program = Program("wgmma_lazy", ["SCORE_MOD=" + expression])
     assert program.error(program.attention(**arguments), program.reference(**arguments)) < 4e-3
 

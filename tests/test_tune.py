@@ -74,12 +74,13 @@ def test_lines_that_fit_have_the_problems_type():
     assert len(starts) == 1 and not starts[0].tree.refusal(starts[0].words) and starts[0].knob("BLOCK_M") == "48"
 
 
-def test_candidates_have_the_expression_of_the_base():
+@pytest.mark.parametrize("text, knob", [("mma_alibi", "SCORE_MOD"), ("mma_lazy USE_SOFTCAP=2", "USE_SOFTCAP")])
+def test_candidates_compute_the_function_of_the_base(text, knob):
     """Also those that begin with another line, and in a log, which has them as text."""
-    base = line_of("mma_alibi")
-    expression = search.knobs_of(base)["SCORE_MOD"]
+    base = line_of(text)
+    value = search.knobs_of(base)[knob]
     for line in search.Space(base, {}).starts(engine.parse_problem("long").typed(base.D, base.dtype)):
-        assert search.knobs_of(line)["SCORE_MOD"] == expression != "NONE"
+        assert search.knobs_of(line)[knob] == value != TREE.knobs()[knob]
         assert search.parse_line(TREE, line.text) == line
 
 

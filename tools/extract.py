@@ -109,7 +109,7 @@ def instructions(source):
                                    re.sub(r"//.*", "", part))}
 
 
-NAMED_BY_EXPRESSIONS = {"tanh_exact", "tanh_approx", "ld_global_nc", "is_read_by_head"}  # of functions
+NAMED_BY_EXPRESSIONS = {"tanh_exact", "tanh_approx", "ld_global_nc", "is_read_by_head"}
 EXPRESSIONS = re.compile(r"^namespace expression \{.*?^\}  // namespace expression\n", re.MULTILINE | re.DOTALL)
 
 

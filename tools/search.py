@@ -115,8 +115,8 @@ class Space:
         """The base and the family's lines, with the problem's D and type and the fixed knobs, if they may have them; if
         none may, the base with other knobs changed at random until it is legal."""
         of_q, _, of_kv = ({"e4m3": "FP8_E4M3"}.get(one, one.upper()) for one in problem.dtype.partition("/"))
-        own = {"HEAD_DIM": str(problem.D), "DTYPE": of_q, "KV_DTYPE": of_kv or "AUTO"}
-        own |= {knob: knobs_of(self.base)[knob] for knob in builds.EXPRESSIONS}
+        own = {knob: knobs_of(self.base)[knob] for knob in (*PROBLEMS_OWN, *builds.EXPRESSIONS)}
+        own |= {"HEAD_DIM": str(problem.D), "DTYPE": of_q, "KV_DTYPE": of_kv or "AUTO"}
         lines, found = [], {}
         for line in [self.base, *family_lines(self.tree, self.base.family)]:
             fixed = {knob: values[0] for knob, values in self.fixed.items() if knobs_of(line)[knob] not in values}
