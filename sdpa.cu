@@ -3481,8 +3481,9 @@ template <class B> struct KernelOf<B, Path::wgmma_roles> {
 
 // ---- 5d e4m3: Q in registers, V transposed, sums in fp32 (wgmma and DTYPE = FP8_E4M3) ----
 //
-// wgmma transposes no bytes, so two producer warps transpose V. It adds in 14 bits, so that O would stop growing after
-// some thousand keys: every FP8_FLUSH tiles O is added to sums in shared memory and begins anew. OVERLAP is always 1.
+// wgmma transposes no bytes, so two producer warps transpose V. It adds in 14 bits: every product is truncated to 2^-13 of
+// the accumulator. So O comes out low where V has a mean, and stops growing after some thousand keys. Every FP8_FLUSH tiles
+// O moves to sums in shared memory (flush()). OVERLAP is always 1.
 
 template <class B> struct E4m3Shared {
   static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta ? 2 : 1;
@@ -3723,17 +3724,19 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       SDPA_UNROLL for (int n = 0; n < B::d_v / 8; n++) what(&sums[n][tid], rows.O.x.d + 4 * n);
     }
   }
-  // After FP8_FLUSH tiles, and before the next P @ V, adds O to the sums in shared memory, which have the same maximum.
-  // At D=256 that runs beside Q @ K.T. With fewer columns it comes before, since P @ V would wait for it.
+  // After FP8_FLUSH tiles, and before the next P @ V, adds 3/2 O to the sums in shared memory, which have the same maximum,
+  // and leaves -O / 2. If the tiles add x, O thus goes from -x / 3 to 2x / 3 instead of from 0 to x, and truncation takes
+  // half as much. At D=256 Q @ K.T hides the flush. With fewer columns it comes before, since P @ V would wait for it.
   __device__ __forceinline__ void flush(bool beside_qk) {
     if (beside_qk != (B::head_dim == 256)) return;
     if (!Shared::FLUSHES || !rows.accumulates || ++tiles % B::fp8_flush != 0) return;
     const bool first = tiles == B::fp8_flush;
     with_flushed([&](float4* place, float* d) {
-      if (!first) add(d, ld_shared<float4>(place), 1);
-      st_shared(place, float4{d[0], d[1], d[2], d[3]});
+      SDPA_UNROLL for (int i = 0; i < 4; i++) d[i] *= -0.5f;
+      float sum[4] = {-3 * d[0], -3 * d[1], -3 * d[2], -3 * d[3]};
+      if (!first) add(sum, ld_shared<float4>(place), 1);
+      st_shared(place, float4{sum[0], sum[1], sum[2], sum[3]});
     });
-    rows.accumulates = false;
   }
   // Rescales what was flushed, as scale_rows() does O.
   __device__ __forceinline__ void scale_flushed(const float (&alpha)[2]) {

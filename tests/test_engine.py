@@ -525,6 +525,17 @@ def test_a_real_line_through_its_library(name, dtype):
     assert "HEAD_DIM" in engine.Bench(gpu, {"A": kernel}, {"A": wrong}).skipped["A"]
 
 
+def test_e4m3_sums_of_a_v_with_a_mean(monkeypatch):
+    """The CPU backend truncates wgmma's e4m3 products as the hardware does. A flush that leaves 0 loses 1.3% here."""
+    line, = builds.parse_contenders(["wgmma_e4m3"])
+    kernel = engine.LoadedLine(line, builds.host_library(*line.words, program="tests/host_library.cu"))
+    monkeypatch.setattr(accuracy, "HEADS", 1)
+    monkeypatch.setattr(accuracy, "QUERIES", 64)
+    rows = {row["input"]: row for row in accuracy.rows_of(HostGpu(kernel.library), [kernel], 64, "e4m3", 3072)}
+    assert 0.9905 < float(rows["V of mean 8"]["mean"]) < 1 and 0.993 < float(rows["V of mean 1"]["mean"]) < 1
+    assert abs(float(rows["equal logits"]["mean"]) - 1) < 2e-4
+
+
 def test_defaults_of_a_library():
     """A problem that names its tensors and sizes alone: all keys are seen, and the scale is 1/sqrt(D)."""
     line, = builds.parse_contenders(["scalar_vec8"])

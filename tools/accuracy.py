@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""How far O is off by the number of keys: of N(0,1) inputs, and of equal logits, which show what a sum loses.
+"""Errors of O by the number of keys: its relative rms error, and whether sums of one sign come out low.
 
 usage: tools/accuracy.py CONTENDER... [--keys N,N...]
 
-  CONTENDER  as for ab: a line of configs.txt with or without KNOB=VALUE..., or torch:cudnn, which takes part in every
-             type that the lines have
+  CONTENDER  as for ab: a line of configs.txt with or without KNOB=VALUE..., or torch:cudnn or torch:fa3, which take part
+             in every type that the lines have
   --keys N,N...  (default 1024,4096,16384,65536,131072)
 
-Each problem has one batch, 2 heads and 256 queries. CSV on stdout, kept as results/accuracy/DATE-DEVICE.csv too, a row
-for each contender, input and number of keys: rel_rms, the rms error over the rms of the reference in float64, and for
-equal logits (Q is 0, V from 1 to 2) the mean of O over the mean of V. A peer's O has the type of its inputs.
+Each problem has one batch, 2 heads and 256 queries. Inputs: N(0,1); the same with V of N(1,1) and of N(8,1); and equal
+logits (Q is 0, V is from 1 to 2). CSV on stdout, kept as results/accuracy/DATE-DEVICE.csv too, a row for each contender,
+input and number of keys: rel_rms is the rms error over the rms of the reference in float64, mean (where V has one) the
+mean of O over that of the reference. A peer's O has the type of its inputs.
 exit: 0, 2 bad usage, 3 the GPU failed
 """
 import builds
@@ -22,17 +23,25 @@ HEADS, QUERIES = 2, 256
 COLUMNS = "contender input D dtype Sk rel_rms mean device driver cuda git_sha".split()
 
 
-def equal_logits(rng, name, count):
-    """What Q, K or V is then, in float32."""
-    if name == "Q":
-        return np.zeros(count, np.float32)
-    return 1 + rng.random(count, np.float32) if name == "V" else engine.normal(rng, name, count)
+def with_v(draw_v, q_is_zero=False):
+    """A function that draws Q, K and V in float32, as engine.normal() does."""
+    def draw(rng, name, count):
+        if name == "V":
+            return draw_v(rng, count)
+        return np.zeros(count, np.float32) if name == "Q" and q_is_zero else engine.normal(rng, name, count)
+    return draw
+
+
+INPUTS = {"N(0,1)": engine.normal,
+          "V of mean 1": with_v(lambda rng, count: 1 + rng.standard_normal(count, np.float32)),
+          "V of mean 8": with_v(lambda rng, count: 8 + rng.standard_normal(count, np.float32)),
+          "equal logits": with_v(lambda rng, count: 1 + rng.random(count, np.float32), q_is_zero=True)}
 
 
 def rows_of(gpu, kernels, D, dtype, keys):
     """A row for each contender that takes D and dtype and each kind of input."""
     problem = engine.parse_problem(f"1,{HEADS},{HEADS},{QUERIES},{keys},{D},{dtype}")
-    for kind, draw in (("N(0,1)", engine.normal), ("equal logits", equal_logits)):
+    for kind, draw in INPUTS.items():
         bench = engine.Bench(gpu, {}, {"": problem}, draw=draw)
         for kernel in (one for one in kernels if problem.fits(one.line)):
             try:
@@ -42,9 +51,10 @@ def rows_of(gpu, kernels, D, dtype, keys):
                 continue
             row = dict(contender=kernel.text, input=kind, D=D, dtype=dtype, Sk=keys, rel_rms=f"{check.rel_rms:.4f}",
                        **engine.measured_on(gpu))
-            if draw is equal_logits:
-                true = np.mean([bench.tensors.rows("V", problem, 0, h) for h in range(HEADS)])
-                row["mean"] = f"{O.astype(float).mean() / true:.5f}"
+            if draw is not engine.normal:
+                reference = bench.references[problem]
+                got = O.reshape(1, HEADS, QUERIES, D)[tuple(np.transpose(reference.rows))]
+                row["mean"] = f"{got.astype(float).mean() / reference.O.mean():.5f}"
             yield row
         bench.close()
 

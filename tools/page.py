@@ -248,7 +248,8 @@ def accuracy_section(source):
     """Errors by the number of keys: a row for each contender and measure."""
     cells = collections.defaultdict(dict)
     for row in source.rows:
-        what, value = ("rel_rms", row["rel_rms"]) if row["input"] == "N(0,1)" else ("mean of O", row["mean"])
+        is_normal = row["input"] == "N(0,1)"
+        what, value = ("rel_rms", row["rel_rms"]) if is_normal else (f"mean of O, {row['input']}", row["mean"])
         cells[f"`{row['contender']}` D={row['D']} {row['dtype']}", what][f"{int(row['Sk']):,} keys"] = value
     return pivot(["contender", "what"], dict(sorted(cells.items(), key=lambda item: item[0][1])))
 
