@@ -510,11 +510,8 @@ int width_of(const Problem& p, Tensor t) { return t == Tensor::V || t == Tensor:
 // Which tensors have the sequences one after the other.
 const char* packed_text(const Problem& p) { return p.packs_q ? p.packs_k ? "qk" : "q" : p.packs_k ? "k" : ""; }
 
-// Keys of the last problem that params_of() was asked for: SdpaParams::Sk is larger if its page table is wider.
-int keys_of_problem = 0;
 SdpaParams params_of(const Problem& p) {  // but for the tensors
   SdpaParams params{};
-  keys_of_problem = p.Sk;
   params.B = p.B, params.Hq = p.Hq, params.Hkv = p.Hkv, params.Sq = p.Sq, params.Sk = p.Sk;
   params.D = p.D, params.Dv = p.Dv, params.scale = float(p.scale), params.causal = Causal(int(p.mask));
   params.window_left = p.window_left, params.window_right = p.window_right;
@@ -783,7 +780,8 @@ std::unique_ptr<DeviceTensor> (*make_tensor)(const Problem&, Tensor) =
     [](const Problem& p, Tensor t) { return std::make_unique<DeviceTensor>(p, t); };
 string (*check_more)(Instance&) = [](Instance&) { return string(); };  // a sentence on failure
 void (*set_machine)(const string&) = [](const string&) {};            // before anything is asked of the GPU
-SdpaParams (*prepare_launch)(const SdpaParams&) = [](const SdpaParams& p) { return p; };  // what is launched for it
+// What is launched for a problem.
+SdpaParams (*prepare_launch)(const Problem&, const SdpaParams&) = [](const Problem&, const SdpaParams& p) { return p; };
 // What tests/unit.cu changes: whether rows that the reference does not see are compared with the witness, what work of
 // the reference a check may cost, and how many elements of O the witness has at once.
 bool has_witness = has_clock;
@@ -1055,8 +1053,8 @@ class Instance {
   }
 
   void poison() { at(Tensor::O).poison(), lse_->fill(0xff); }
-  static void launch(const SdpaParams& p, cudaStream_t stream = 0) {
-    const SdpaStatus status = line.forward(prepare_launch(p), stream);
+  void launch(const SdpaParams& p, cudaStream_t stream = 0) const {
+    const SdpaStatus status = line.forward(prepare_launch(problem, p), stream);
     if (!status.ok()) throw CudaError{status.text};
   }
   // Launches once. Returns a sentence if something but the outputs was written.
@@ -1483,7 +1481,7 @@ class Timer {
   }
 
  private:
-  void launch() { Instance::launch(instance_.params, stream_); }
+  void launch() { instance_.launch(instance_.params, stream_); }
 
   // Runs the series; what its last launch left must have the bits of the checked run.
   template <class Series> void checked(const char* sentence, const Series& series) {
@@ -1711,14 +1709,17 @@ vector<Column> columns(const Run& r, const Device& d) {
   // clang-format on
 }
 
+// A cell as CSV has it: in one line, and between quotes where a comma or a quote would end it.
+string csv_cell(string text) {
+  std::replace(text.begin(), text.end(), '\n', ' ');
+  if (text.find_first_of(",\"") == string::npos) return text;
+  for (size_t at = 0; (at = text.find('"', at)) != string::npos; at += 2) text.insert(at, "\"");
+  return '"' + text + '"';
+}
+
 void print_csv(const vector<Column>& columns, bool header) {
   string text;
-  for (const Column& c : columns) {
-    string cell = header ? c.name : c.value;
-    std::replace_if(
-        cell.begin(), cell.end(), [](char x) { return strchr(",\n\"", x) && x; }, ';');
-    text += (text.empty() ? "" : ",") + cell;
-  }
+  for (const Column& c : columns) text += (text.empty() ? "" : ",") + csv_cell(header ? c.name : c.value);
   puts(text.c_str());
   fflush(stdout);  // whatever happens next, this row is out
 }
@@ -1852,7 +1853,8 @@ vector<Option> options_of(Options& o) {
     return [&value](const string& text) {
       char* end = nullptr;
       value = std::strtof(text.c_str(), &end);
-      const bool good = !text.empty() && !*end && value > 0 && !std::isinf(value);
+      const bool is_decimal = text.find_first_not_of("0123456789.eE+-") == string::npos;  // no 0x10, inf or blank
+      const bool good = is_decimal && !text.empty() && !*end && value > 0 && !std::isinf(value);
       return good ? "" : "want a number greater than 0, below 10^38";
     };
   };
@@ -1953,6 +1955,32 @@ vector<Option> options_of(Options& o) {
       {"--help", "", "print this and stop", flag(o.help)}};
 }
 
+// Edits that make one word of another; a swap of neighbours is one.
+size_t edits_between(const string& a, const string& b) {
+  vector<vector<size_t>> d(a.size() + 1, vector<size_t>(b.size() + 1));
+  for (size_t i = 0; i <= a.size(); i++) {
+    for (size_t j = 0; j <= b.size(); j++) {
+      size_t least = i == 0 ? j : j == 0 ? i : d[i - 1][j - 1] + (a[i - 1] != b[j - 1]);
+      if (i > 0) least = std::min(least, d[i - 1][j] + 1);
+      if (j > 0) least = std::min(least, d[i][j - 1] + 1);
+      if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1]) least = std::min(least, d[i - 2][j - 2] + 1);
+      d[i][j] = least;
+    }
+  }
+  return d[a.size()][b.size()];
+}
+
+// What to type instead of an option that there is none of: the one with the fewest edits, if those are few.
+string hint_for(const vector<Option>& options, const string& name) {
+  string nearest;
+  size_t fewest = (name.size() + 2) / 3 + 1;
+  for (const Option& o : options) {
+    const size_t edits = edits_between(name, o.name);
+    if (edits < fewest) fewest = edits, nearest = o.name;
+  }
+  return nearest.empty() ? "--help lists them" : "did you mean " + nearest + "?";
+}
+
 // Returns a sentence if the arguments are refused.
 string parse(const vector<Option>& options, const vector<string>& args, Options& o) {
   vector<string> given, shapes;
@@ -1961,7 +1989,7 @@ string parse(const vector<Option>& options, const vector<string>& args, Options&
     const string name = args[i].substr(0, equals);
     const auto option = std::find_if(options.begin(), options.end(),
                                      [&](const Option& x) { return name == x.name; });
-    if (option == options.end()) return name + ": no such option; --help lists them";
+    if (option == options.end()) return name + ": no such option; " + hint_for(options, name);
     const bool is_joined = equals != string::npos;
     if (is_joined && !*option->value) return name + ": it takes no value";
     if (*option->value && !is_joined && i + 1 == args.size()) return name + ": its value is missing";

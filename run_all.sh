@@ -7,10 +7,10 @@ export LC_NUMERIC=C
 # Before the change of folder: a relative name is the caller's.
 [ -z "${SDPA_CONFIGS-}" ] || SDPA_CONFIGS=$(realpath -m -- "$SDPA_CONFIGS")
 caller=$PWD
+typed=("$@")
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" || exit 2
 
-usage() {
-  cat <<'EOF'
+usage=$(cat <<'EOF'
 usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--causal C] [--csv] [-- OPTION...]
        ./run_all.sh ab NAME KNOB=VALUE...    is the line faster with these knobs? ab --help
        ./run_all.sh ab main~20:NAME NAME     is it faster than it was? or than another line?
@@ -42,13 +42,44 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--causal C] [--csv] [
   results         redraw the tables of README.md and docs/, and the pictures of results/, from the newest CSVs or these
   report          write results/report.html, a page to filter and share; needs python3-matplotlib
 environment: SDPA_BUILD_DIR (default build), SDPA_ARCHS (such as "80-real"), SDPA_CONFIGS, JOBS
-exit: 0 all lines did what they should, 1 a line did not, 2 bad usage or a missing tool
+exit: 0 all lines did what they should, 1 a line did not, 2 bad usage or a missing tool, 3 a full disk or closed output
 EOF
-}
+)
 
 say() { printf '%s\n' "$*" >&2; }
 refuse() { say "run_all.sh: $*"; exit 2; }
+# show TEXT: on stdout. Exits with the reason if stdout cannot be written to.
+show() {
+  local reason
+  { reason=$(printf '%s\n' "$1" 2>&1 >&3); } 3>&1 && return
+  reason=${reason##*: }
+  say "run_all.sh: stdout cannot be written to (${reason:-its reader has exited})"
+  exit 3
+}
+# nearest WORD NAME...: "; did you mean NAME?" for the name that takes the fewest edits, if those are few.
+nearest() {
+  printf '%s\n' "$@" | awk '
+    function edits(a, b,   i, j, least, d) {  # a swap of neighbours is one edit
+      for (i = 0; i <= length(a); i++) {
+        for (j = 0; j <= length(b); j++) {
+          least = i == 0 ? j : j == 0 ? i : d[i-1, j-1] + (substr(a, i, 1) != substr(b, j, 1))
+          if (i && d[i-1, j] + 1 < least) least = d[i-1, j] + 1
+          if (j && d[i, j-1] + 1 < least) least = d[i, j-1] + 1
+          if (i > 1 && j > 1 && substr(a, i-1, 2) == substr(b, j, 1) substr(b, j-1, 1) && d[i-2, j-2] + 1 < least)
+            least = d[i-2, j-2] + 1
+          d[i, j] = least
+        }
+      }
+      return d[length(a), length(b)]
+    }
+    NR == 1 { word = $0; fewest = int((length(word) + 2) / 3) + 1; next }
+    { n = edits(word, $0); if (n < fewest) { fewest = n; name = $0 } }
+    END { if (name) printf "; did you mean %s?", name }'
+}
 
+for path in "SDPA_BUILD_DIR=${SDPA_BUILD_DIR-}" "SDPA_CONFIGS=${SDPA_CONFIGS-}" "the folder of run_all.sh, $PWD"; do
+  [[ $path != *[\;$'\n']* ]] || refuse "$path: CMake splits paths at ';' and at line ends; take a path without them"
+done
 build=${SDPA_BUILD_DIR:-build}
 venv=$(realpath -m -- "$build/venv")  # tests run its Python in other folders
 jobs=${JOBS:-$(nproc 2>/dev/null || echo 2)}
@@ -93,6 +124,20 @@ apt_install() {
     "${apt[@]}" install -y --no-install-recommends "$@" >/dev/null
 }
 
+# refuse_full_disk WORDS: exits if a program failed for want of room: it says so, or next to nothing is left.
+refuse_full_disk() {
+  local full folder
+  full=$(grep -m1 -E 'No space left on device|Disk quota exceeded' <<<"$1")
+  for folder in "$build" "${TMPDIR:-/tmp}"; do
+    [ -n "$full" ] || full=$(df -Pk "$folder" | awk -v folder="$folder" 'NR == 2 && $4 < 4096 { print folder " has " $4 " KB left" }')
+  done
+  [ -n "$full" ] || return 0
+  end_line
+  say "run_all.sh: No space left on device: ${full#"${full%%[![:space:]]*}"}"
+  say "Free some space, or set SDPA_BUILD_DIR (now $build) or TMPDIR (now ${TMPDIR:-/tmp}) to a folder with more."
+  exit 3
+}
+
 # need COMMAND PACKAGE: a tool, installed if that is possible.
 need() {
   command -v "$1" >/dev/null || { apt_install "$2" && command -v "$1" >/dev/null; } ||
@@ -124,6 +169,7 @@ pip_install() {
   local base=$1
   shift
   command -v "$base" >/dev/null && may_install "$* (pip, into $venv)" || return
+  need_folder
   "$base" -c 'import ensurepip' 2>/dev/null || apt_install python3-venv  # which Debian's lacks
   "$venv/bin/python3" -m pip --version >/dev/null 2>&1 || "$base" -m venv --system-site-packages --clear "$venv" || return
   "$venv/bin/python3" -m pip install -qqq --retries 1 "$@" >"$build/pip.log" 2>&1 || tail -1 "$build/pip.log" >&2
@@ -171,10 +217,16 @@ install_newest_pytorch() {
 }
 
 need_python() {
+  judge "$@"
   find_python "$@" && return
   local words
-  words=$(lacking python3 "$@" | xargs)
-  refuse "python3 lacks $words; install with: python3 -m pip install $words"
+  words=$(lacking python3 "$@" | sed "s/.*[*<>=].*/'&'/" | tr '\n' ' ')  # a shell would expand or redirect them
+  refuse "python3 lacks ${words% }; install with: python3 -m pip install ${words% }"
+}
+
+# judge PACKAGE...: refuses what was typed, as far as that takes no package, before any of these are installed.
+judge() {
+  python_with "$@" || ! command -v python3 >/dev/null || python3 tools --judge "${typed[@]}" || exit
 }
 
 need_tools() {
@@ -190,11 +242,15 @@ has_nvcc() {
 
 has_gpu() { nvidia-smi -L 2>/dev/null | grep -q GPU; }
 
-# configure [CMAKE OPTION...]
-configure() {
+need_folder() {
   if ! mkdir -p "$build" 2>/dev/null || ! [ -w "$build" ]; then
     refuse "$build: no folder that can be written to; set SDPA_BUILD_DIR to one"
   fi
+}
+
+# configure [CMAKE OPTION...]
+configure() {
+  need_folder
   local generator=()
   if [ ! -e "$build/CMakeCache.txt" ] && command -v ninja >/dev/null; then generator=(-G Ninja); fi
   # One job at a time in a folder; the lock ends with this process.
@@ -203,11 +259,15 @@ configure() {
     flock -n 9 || refuse "$build: another run_all.sh is at work there; wait, or set SDPA_BUILD_DIR to another folder"
   fi
   # Both always, since CMake remembers what it was told last.
-  if ! cmake -S . -B "$build" ${generator[@]+"${generator[@]}"} -DSDPA_ARCHS="${SDPA_ARCHS-}" \
-      -DSDPA_CONFIGS="${SDPA_CONFIGS:-$PWD/configs.txt}" "$@" >"$build/configure.log" 2>&1; then
-    grep -A3 -E '^CMake Error|[Ee]rror:' "$build/configure.log" | head -20 >&2
-    refuse "CMake could not configure; all of its words are in $build/configure.log"
+  local words
+  if words=$(cmake -S . -B "$build" ${generator[@]+"${generator[@]}"} -DSDPA_ARCHS="${SDPA_ARCHS-}" \
+      -DSDPA_CONFIGS="${SDPA_CONFIGS:-$PWD/configs.txt}" "$@" 2>&1); then
+    return
   fi
+  refuse_full_disk "$words"
+  printf '%s\n' "$words" >"$build/configure.log"
+  grep -A3 -E '^CMake Error|[Ee]rror:' <<<"$words" | head -20 >&2
+  refuse "CMake could not configure; all of its words are in $build/configure.log"
 }
 
 # stopped HOW_FAR: for a trap while something is built.
@@ -227,7 +287,7 @@ compiled_count() {
 # build_selected COUNT: all lines that --only selected, whatever fails; progress for each. One target for all
 # of them, because make builds several targets one after the other.
 build_selected() {
-  local keep_going=-k done=0 line since=$SECONDS count=$1  # a trap sees the arguments of the function that it interrupts
+  local keep_going=-k done=0 line full='' since=$SECONDS count=$1  # a trap sees the arguments of the function that it interrupts
   trap 'stopped "$(lines "$(compiled_count)") of $count compiled"' INT TERM
   grep -q '^CMAKE_GENERATOR:INTERNAL=Ninja' "$build/CMakeCache.txt" && keep_going=-k0
   while IFS= read -r line; do
@@ -236,9 +296,17 @@ build_selected() {
         done=$((done + 1)) line=${line##*/line_}
         progress built $done "$count" "${line%%.dir/*}" "$since"
         ;;
+      *' space left on '*|*' quota '*) full=$line ;;
     esac
-  done < <(cmake --build "$build" -j "$jobs" --target sdpa_selected -- "$keep_going" 2>"$build/build.log")
+  done < <(cmake --build "$build" -j "$jobs" --target sdpa_selected -- "$keep_going" 2>&1 | tee "$build/build.log" 2>/dev/null)
   [ "$done" -gt 0 ] && end_line
+  local name
+  for name in "${names[@]}"; do
+    if [ ! -x "$build/sdpa_$name" ] || [ -e "$build/log/$name.log.failed" ]; then
+      refuse_full_disk "$full"
+      break
+    fi
+  done
   [ ! -e "$build/log/harness.log.failed" ] || refuse "the harness, which all lines share, $(compiler_words harness)"
 }
 
@@ -265,7 +333,7 @@ compiler_words() {
 error_row() {
   local column row=''
   for column in ${header//,/ }; do
-    case $column in config) row+=$1 ;; status) row+=error ;; note) row+=${2//[,\"]/;} ;; esac
+    case $column in config) row+=$1 ;; status) row+=error ;; note) row+=\"${2//\"/\"\"}\" ;; esac
     row+=,
   done
   echo "${row%,}"
@@ -278,7 +346,9 @@ racecheck_reports() {
       >"$build/racecheck.log" 2>&1 && grep -q 'hazard' "$build/racecheck.log"
 }
 
-show_results() { "$build/sdpa_table" "$1"; }
+# print_table ROWS, print_rows ROWS: on stdout.
+print_table() { "$build/sdpa_table" "$1"; }
+print_rows() { cat "$1"; }
 
 # need_lines: refuses a configs.txt of comments alone.
 need_lines() {
@@ -289,13 +359,24 @@ need_lines() {
 # list [REGEX]: the lines of configs.txt, the one step of each over its base, and what they need.
 list_lines() {
   case ${1-} in
-    -h|--help) say "usage: ./run_all.sh list [REGEX]: lines, what they need, the step of each over its base"; exit 0 ;;
+    -h|--help) show "usage: ./run_all.sh list [REGEX]: lines, what they need, the step of each over its base"; exit 0 ;;
+    -*) refuse "list $1: no such option; it takes a regular expression" ;;
   esac
+  [ $# -le 1 ] || refuse "list ${*:2}: it takes one regular expression"
   echo | grep -qE -- "${1-}" 2>/dev/null
   [ $? -le 1 ] || refuse "list $1: not a regular expression"
   need_lines
   need cmake cmake
-  cmake -DCONFIGS="${SDPA_CONFIGS:-configs.txt}" -P configs.cmake | awk -F'\t' -v only="${1-}" 2>/dev/null '
+  local text status
+  # Sentences about bad lines come through the same pipe, marked.
+  text=$( { cmake -DCONFIGS="${SDPA_CONFIGS:-configs.txt}" -P configs.cmake 2>&1 >&3 | sed 's/^/bad:/'; } 3>&1 |
+    awk -F'\t' -v only="${1-}" '
+    /^bad:/ {
+      sentence = substr($0, 5)
+      if (sentence != "") print sentence >"/dev/stderr"
+      if (match(sentence, /^[^:]*:[0-9]+: /) && !seen[substr(sentence, 1, RLENGTH)]++) bad++
+      next
+    }
     {
       n = split($5, knob, " "); step = ""; split("", value)
       for (i = 1; i <= n; i++) {
@@ -311,13 +392,13 @@ list_lines() {
     }
     END {
       if (also) print "sm_120 (RTX 50), compiled and gated, not timed:" also
-      exit !found
-    }'
-  case ${PIPESTATUS[1]} in
-    0) ;;
-    1) refuse "list ${1-}: no line of configs.txt has such a name; without it all are listed" ;;
-    *) refuse "list ${1-}: not a regular expression, or the list cannot be written" ;;
-  esac
+      if (bad) print "list: " bad (bad == 1 ? " line" : " lines") " more could not be read" >"/dev/stderr"
+      exit bad ? 1 : found ? 0 : 2
+    }')
+  status=$?
+  [ -z "$text" ] || show "$text"
+  [ $status != 2 ] || refuse "list ${1-}: no line of configs.txt has such a name; without it all are listed"
+  return $status
 }
 
 # keep_rows ROWS: prints where the rows are now: in results/lines/DATE-DEVICE.csv, or a numbered one if that
@@ -327,12 +408,10 @@ keep_rows() {
   device=$(awk -F, 'NR == 1 { for (i = 1; i <= NF; i++) if ($i == "device") d = i; next }
                     $d != "" { print $d; exit }' "$1" | tr -cs 'A-Za-z0-9\n' '-')
   case $device in ''|CPU-*) printf '%s' "$1"; return ;; esac
-  mkdir -p "$folder"
   stem=$folder/$(date +%Y-%m-%d)-$device
   path=$stem.csv
   while [ -e "$path" ]; do n=$((n + 1)); path=$stem-$n.csv; done
-  cp "$1" "$path"
-  printf '%s' "$path"
+  if mkdir -p "$folder" && cp "$1" "$path"; then printf '%s' "$path"; else printf '%s' "$1"; fi  # they say why not
 }
 
 # judge_shape S: before anything is built.
@@ -358,7 +437,7 @@ judge_more() {
 }
 
 main_job() {
-  local only='' show=show_results cpu=0 shapes=() more=()
+  local only='' print=print_table cpu=0 shapes=() more=()
   while [ $# -gt 0 ]; do
     case $1 in --only=*|--shape=*|--causal=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;; esac
     case $1 in --only|--shape|--causal) [ $# -gt 1 ] || refuse "$1: its value is missing" ;; esac
@@ -367,11 +446,14 @@ main_job() {
       --shape) judge_shape "$2"; shapes+=(--shape "$2"); shift ;;
       --causal) [[ $2 =~ ^(off|br|tl)$ ]] || refuse "--causal $2: want br (bottom-right), tl (top-left) or off"
                 more+=(--causal "$2"); shift ;;
-      --csv) show='cat' ;;
+      --csv) print=print_rows ;;
       --cpu) cpu=1 ;;
       --) judge_more "${@:2}"; more+=("${@:2}"); break ;;
-      -h|--help) usage; exit 0 ;;
-      *) usage >&2; refuse "$1: no such option or command" ;;
+      -h|--help) show "$usage"; exit 0 ;;
+      *) local hint
+         # shellcheck disable=SC2046  # names have no blanks
+         hint=$(nearest "$1" $(grep -oE '^  --[a-z]+' <<<"$usage") $(grep -oE 'run_all.sh [a-z]+' <<<"$usage" | cut -d' ' -f2))
+         refuse "$1: no such option or command${hint:-; --help lists them}" ;;
     esac
     shift
   done
@@ -425,9 +507,11 @@ main_job() {
     [ -x "$build/sdpa_${names[i]}" ] && header=$("$build/sdpa_${names[i]}" --header) && break
   done
   [ -n "$header" ] && echo "$header" >"$rows"
-  while IFS=$'\t' read -r _ name sentence; do
+  local number last=''
+  while IFS=$'\t' read -r number name sentence; do
     say "$sentence"
-    failed=1 bad=$((bad + 1))
+    [ "$number" != "$last" ] || continue  # one row for each line, however much is wrong with it
+    last=$number failed=1 bad=$((bad + 1))
     [ -n "$header" ] && error_row "$name" "$sentence" >>"$rows"
   done <"$build/bad_lines.txt"
   local since=$SECONDS
@@ -459,15 +543,26 @@ main_job() {
       run_line "$name"
     fi
     status=$(cat "$run/$name.status")
+    [ -n "$status" ] || refuse_full_disk "$run/$name.status: No space left on device"
     if [ "${expects[i]}" = FAIL ] && [ "$status" -le 1 ]; then
       local by='the check'
       if [ "$status" -eq 0 ] && racecheck_reports "$exe"; then status=1 by='racecheck (the check passed by luck)'; fi
       if [ "$status" -eq 1 ]; then
         status=0
-        awk -F, -v OFS=, -v header="$header" -v note="expected failure, reported by $by" '
-          BEGIN { n = split(header, c, ","); for (j = 1; j <= n; j++) at[c[j]] = j; gsub(/,/, ";", note) }
-          $at["check"] == "FAIL" || note ~ /racecheck/ { $at["note"] = note }
-          { print }' "$run/$name.csv" >>"$rows"
+        awk -v header="$header" -v note="\"expected failure, reported by $by\"" '
+          BEGIN { n = split(header, c, ","); for (j = 1; j <= n; j++) at[c[j]] = j }
+          {
+            text = ""
+            for (j = 1; j <= n; j++) {  # a cell may have commas between quotes
+              match($0, /^("[^"]*")+|^[^,]*/)
+              cell = substr($0, 1, RLENGTH)
+              $0 = substr($0, RLENGTH + 2)
+              if (j == at["check"]) fails = cell == "FAIL"
+              if (j == at["note"] && (fails || note ~ /racecheck/)) cell = note
+              text = text (j > 1 ? "," : "") cell
+            }
+            print text
+          }' "$run/$name.csv" >>"$rows"
       else
         status=1
         say "sdpa_$name was expected to fail and passed"
@@ -489,7 +584,7 @@ main_job() {
 
   [ -n "$header" ] || refuse "no line of configs.txt could be built"
   csv=$(keep_rows "$rows")
-  if ! $show "$csv"; then
+  if ! $print "$csv"; then
     say "stdout cannot be written to; the rows are in $(from_caller "$csv")"
     exit 3
   fi
@@ -508,17 +603,20 @@ main_job() {
 build_tests() {
   local line last=$SECONDS
   trap 'stopped "in the tests of $what"' INT TERM
-  cmake --build "$build" -j "$jobs" 2>&1 | tee "$build/build.log" | while IFS= read -r line; do
+  cmake --build "$build" -j "$jobs" 2>&1 | tee "$build/build.log" 2>/dev/null | while IFS= read -r line; do
     # Ninja counts files, make says percent. Where lines stay, one in 15 s is enough.
     if [[ $line =~ ^\[\ *([0-9]+(/[0-9]+|%))\] ]] && { is_terminal || [ $((SECONDS - last)) -ge 15 ]; }; then
       last=$SECONDS
       tty_line "building ${BASH_REMATCH[1]}: $what"
     fi
+    case $line in *' space left on '*|*' quota '*) refuse_full_disk "$line" ;; esac
   done
-  local status=${PIPESTATUS[0]}
+  local status=("${PIPESTATUS[@]}")
   trap - INT TERM
+  [ "${status[2]}" != 3 ] || exit 3
   end_line
-  [ "$status" = 0 ] && return
+  [ "${status[0]}" = 0 ] && return
+  refuse_full_disk ''
   grep -m1 -A20 -E 'error|FAILED' "$build/build.log" >&2 || tail -20 "$build/build.log" >&2
   say "the build failed; all of its words are in $build/build.log"
   return 1
@@ -543,15 +641,32 @@ test_in() {
   build=$1
   stage=$((stage + 1))
   say "---- tests, $stage of $stages: $what ($((SECONDS / 60)) min $((SECONDS % 60)) s)"
-  configure -DSDPA_TESTS="$which" -DSDPA_KEEP_GOING=OFF -DSDPA_ONLY= "${@:3}"
+  configure_tests "${@:3}"
   if [ $listed = 1 ]; then
     ctest --test-dir "$build" ${options[@]+"${options[@]}"} | grep -E '^( *Test |Total)'  # the rest says what is not built
     return
   fi
   # Nothing is built for tests that the options leave out.
-  if ctest --test-dir "$build" -N ${options[@]+"${options[@]}"} | grep -q '^Total Tests: 0$'; then return; fi
-  found=1
-  build_tests && run_ctest
+  ! has_tests || { build_tests && run_ctest; }
+}
+# Without doctest the tests can be listed. CMake is told where the compiler finds it.
+configure_tests() {
+  configure -DSDPA_TESTS="$which" -DSDPA_KEEP_GOING=OFF -DSDPA_ONLY= -DDOCTEST="$(doctest_folder || echo missing)" "$@"
+}
+has_tests() { ! ctest --test-dir "$build" -N ${options[@]+"${options[@]}"} | grep -q '^Total Tests: 0$'; }
+
+# any_tests: whether the options of ctest leave a test, in any of the sets.
+any_tests() {
+  local build=$base-cpu
+  configure_tests -DSDPA_CPU=ON
+  has_tests && return
+  build=$base-tsan
+  configure_tests -DSDPA_CPU=ON -DSDPA_SANITIZE=thread
+  has_tests && return
+  has_nvcc || return
+  build=$base
+  configure_tests
+  has_tests
 }
 
 # judge_ctest WORD...: ctest itself ignores an option that it does not know.
@@ -562,12 +677,21 @@ judge_ctest() {
   for word in "$@"; do
     case $word in
       -j[0-9]*) ;;
-      -*) grep -qxF -e "${word%%=*}" <<<"$known" ||
-            refuse "test $word: neither --all or --no-pytorch, which come first, nor an option of ctest" ;;
+      -*) # shellcheck disable=SC2086  # options have no blanks
+          grep -qxF -e "${word%%=*}" <<<"$known" ||
+            refuse "test $word: neither --all or --no-pytorch, which come first, nor an option of ctest$(
+              nearest "$word" --all --no-pytorch $known)" ;;
       *) [[ $before = -* ]] || refuse "test $word: want an option of ctest before it, as in -R $word" ;;
     esac
     before=$word
   done
+}
+
+# The folder in which the compiler, with its environment, finds doctest/doctest.h.
+doctest_folder() {
+  # shellcheck disable=SC2086  # several flags
+  echo '#include <doctest/doctest.h>' | "${CXX:-c++}" ${CXXFLAGS-} -x c++ -M - 2>/dev/null |
+    sed -n 's|^ *\(.*: \)\{0,1\}\(.*[^ ]\)/doctest/doctest\.h.*|\2|p' | grep -m1 .
 }
 
 # prepare_tests: installs what the tests need and is missing, as far as that is possible, and says what is left out.
@@ -577,7 +701,7 @@ prepare_tests() {
     command -v "$tool" >/dev/null || missing+=("$tool")
   done
   [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}" || say "---- tests: without ${missing[*]}"
-  echo '#include <doctest/doctest.h>' | "${CXX:-c++}" -x c++ -fsyntax-only - 2>/dev/null || apt_install doctest-dev ||
+  doctest_folder >/dev/null || { apt_install doctest-dev && doctest_folder >/dev/null; } ||
     refuse "doctest is missing; install it with: sudo apt-get install doctest-dev"
   # ONNX is not Debian's, which is older than its operator Attention.
   if find_python "${engine_packages[@]}" 'allpairspy==2.*' jsonschema matplotlib 'onnx==1.23.*' 'optuna==4.*' pytest \
@@ -593,18 +717,19 @@ prepare_tests() {
   fi
 }
 
+test_minutes=15
 run_tests() {
-  local base=$build failed=0 which=ON wants_pytorch=1 stage=0 stages=3 listed=0 found=0
+  local base=$build failed=0 which=ON wants_pytorch=1 stage=0 stages=3 listed=0
   case ${1-} in
     -h|--help)
-      say "usage: ./run_all.sh test [--all] [--no-pytorch] [CTEST OPTION...]"
-      say "  builds and runs the tests: on the CPU backend, under the sanitizers, and with nvcc if it is there"
-      say "  what they need and is missing is installed (on a terminal it asks): compilers, CMake, Python and its packages;"
-      say "  with nvcc also PyTorch, $pytorch_size. Two cores take about 15 minutes"
-      say "  --all         everything, for changes of kernels. Without it: one line of each kind, a sample of the"
-      say "                injected bugs and of crossed knobs, and no test that takes long"
-      say "  --no-pytorch  does not install PyTorch; without it the tests that need it are left out"
-      say "  CTEST OPTION  such as -R unit, for one test, or -N, to list them"
+      show "usage: ./run_all.sh test [--all] [--no-pytorch] [CTEST OPTION...]
+  builds and runs the tests: on the CPU backend, under the sanitizers, and with nvcc if it is there
+  what they need and is missing is installed (on a terminal it asks): compilers, CMake, Python and its packages;
+  with nvcc also PyTorch, $pytorch_size. Two cores take about $test_minutes minutes
+  --all         everything, for changes of kernels. Without it: one line of each kind, a sample of the
+                injected bugs and of crossed knobs, and no test that takes long
+  --no-pytorch  does not install PyTorch; without it the tests that need it are left out
+  CTEST OPTION  such as -R unit, for one test, or -N, to list them"
       return 0
       ;;
   esac
@@ -620,7 +745,12 @@ run_tests() {
   done
   [ $which = ALL ] || export SDPA_TEST_QUICK=1
   local options=("$@")
-  case " $* " in *' -N '* | *' --show-only'*) listed=1 ;; *) prepare_tests ;; esac
+  case " $* " in *' -N '* | *' --show-only'*) listed=1 ;; esac
+  if [ $listed = 0 ]; then
+    [ $# = 0 ] || any_tests || refuse "test ${options[*]}: no test is left; ./run_all.sh test -N lists them"
+    prepare_tests
+    if [ $# = 0 ] && [ $which = ON ]; then say "---- tests: two cores take about $test_minutes minutes"; fi
+  fi
   has_nvcc && stages=4
   test_in "$base-cpu" "the CPU backend" -DSDPA_CPU=ON || failed=1
   test_in "$base-asan" "AddressSanitizer and UBSan" -DSDPA_CPU=ON -DSDPA_SANITIZE=address || failed=1
@@ -631,7 +761,6 @@ run_tests() {
     say "---- tests: CUDA: left out, nvcc is missing"
   fi
   [ $listed = 0 ] || return $failed
-  [ $found = 1 ] || refuse "test ${options[*]}: no test is left; ./run_all.sh test -N lists them"
   local took="$((SECONDS / 60)) min $((SECONDS % 60)) s"
   if [ $failed = 0 ]; then say "---- all tests passed, $took"; else say "---- some tests failed, $took"; fi
   return $failed
@@ -652,7 +781,7 @@ name_files() {
 
 # help_of FILE: a tool's usage, which is its docstring, without Python and its packages.
 help_of() {
-  sed -n -e '1,/^"""$/{ /^#!/d; s/^"""//; /^$/!p; }' "$1"
+  show "$(sed -n -e '1,/^"""$/{ /^#!/d; s/^"""//; /^$/!p; }' "$1")"
   exit 0
 }
 
@@ -674,6 +803,7 @@ case ${1-} in
     exec "$python" tools "$1" ${words[@]+"${words[@]}"}
     ;;
   extract)
+    judge pyelftools "${layout_packages[@]}"
     need cmake cmake
     command -v "${CXX:-g++}" >/dev/null || need g++ g++
     find_python pyelftools "${layout_packages[@]}" || need_python pyelftools "${extract_packages[@]}"
@@ -686,7 +816,7 @@ case ${1-} in
     [ "${2-}" != --diffs ] || page_packages+=("${layout_packages[@]}")  # they are those of extracts
     need_python "${page_packages[@]}"
     name_files "${@:2}"
-    exec "$python" tools/page.py ${words[@]+"${words[@]}"}
+    exec "$python" tools results ${words[@]+"${words[@]}"}
     ;;
   report) need_python matplotlib pyelftools; name_files "${@:2}"; exec "$python" tools report ${words[@]+"${words[@]}"} ;;
   *) main_job "$@" ;;

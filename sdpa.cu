@@ -6579,7 +6579,7 @@ SdpaStatus check_params(SdpaParams& p) {
 #define SDPA_REFUSE(condition, sentence) static_assert(!(condition), sentence)
 constexpr const char* family_name = is_wgmma ? "wgmma" : is_mma ? "mma" : is_wmma ? "wmma" : "scalar";
 constexpr bool is_one_of(std::string_view value, std::string_view values) {  // "a b c" or "low..high"
-  if (values == expressions) return true;
+  if (values == expressions) return !value.empty() && value != "1";  // a knob without a value has the text 1
   const size_t dots = values.find("..");
   if (dots == values.npos) return place_of(value, values) >= 0;
   const int n = value_of(value);

@@ -1,11 +1,13 @@
 // The table of ./run_all.sh: the fastest line of each problem, then by problem all lines that were timed, the fastest
 // first, and in words what was not timed. At most 100 columns.
-// usage: sdpa_table ROWS.csv   (as the executables print them: no cell has a comma)
+// usage: sdpa_table ROWS.csv   (as the executables print them: no cell has the end of a line)
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <map>
 #include <set>
@@ -46,13 +48,17 @@ struct Problem {
   }
 };
 
-vector<string> split(const string& text, char by) {
-  vector<string> parts(1);
-  for (char c : text) {
-    if (c == by) parts.emplace_back();
-    else parts.back() += c;
+// The cells of a row of CSV. One between quotes may have commas, and two quotes for each of its own.
+vector<string> cells_of(const string& row) {
+  vector<string> cells(1);
+  bool is_quoted = false;
+  for (size_t i = 0; i < row.size(); i++) {
+    if (row[i] == '"' && is_quoted && row[i + 1] == '"') cells.back() += row[++i];
+    else if (row[i] == '"') is_quoted = !is_quoted;
+    else if (row[i] == ',' && !is_quoted) cells.emplace_back();
+    else cells.back() += row[i];
   }
-  return parts;
+  return cells;
 }
 
 // The file's problems in the order in which they come; of no problem are lines without an executable.
@@ -65,9 +71,9 @@ struct Table {
   explicit Table(std::istream& file) {
     string text;
     std::getline(file, text);
-    const vector<string> columns = split(text, ',');
+    const vector<string> columns = cells_of(text);
     while (std::getline(file, text)) {
-      const vector<string> cells = split(text, ',');
+      const vector<string> cells = cells_of(text);
       std::map<string, string> cell;
       for (size_t i = 0; i < std::min(columns.size(), cells.size()); i++) cell[columns[i]] = cells[i];
       add(cell);
@@ -123,7 +129,8 @@ void print_factor(const Row& r, const Row* base) { std::printf(" %8.2fx", base->
 // Words in lines of at most 66 columns, which stand below each other.
 void print_said(const string& text) {
   size_t column = 0;
-  for (const string& word : split(text, ' ')) {
+  string word;
+  for (std::istringstream words(text); words >> word;) {
     if (column && column + 1 + word.size() > 66) {
       std::printf("\n%33s", "");
       column = 0;
@@ -206,5 +213,7 @@ int main(int argc, char** argv) {
   std::ifstream file(argc == 2 ? argv[1] : "");
   if (!file) return std::fprintf(stderr, "usage: sdpa_table ROWS.csv\n"), 2;
   print(Table(file));
-  return std::fflush(stdout) || std::ferror(stdout);
+  if (!std::fflush(stdout) && !std::ferror(stdout)) return 0;
+  std::fprintf(stderr, "sdpa_table: stdout cannot be written to (%s)\n", std::strerror(errno));
+  return 1;
 }

@@ -13,6 +13,7 @@ and with what is between PyTorch and the kernels and what appends to caches. A p
 does without nvcc.
 path prints what PYTHONPATH needs so that `import flash_attn_interface` finds sdpa's, and transformers finds a
 FlashAttention-3."""
+import difflib
 import itertools
 import os
 import re
@@ -47,7 +48,10 @@ def builds_of(words):
             has = word.split("+") + ["lengths"] * ("pages" in word)
             options.append(sum((name in has) << i for i, name in enumerate(OPTIONS)))
         else:
-            raise SystemExit(f"sdpa: {word} is no GPU, type, D or option; python -m sdpa --help lists them")
+            known = [*TYPES, "plain", *OPTIONS, "--jobs", *sdpa.NUMBERS_AND_ARRAYS]
+            near = difflib.get_close_matches(name, known, 1, 0.7)
+            hint = f"did you mean {near[0]}?" if near else "python -m sdpa --help lists them"
+            raise SystemExit(f"sdpa: {word} is no GPU, type, D or option; {hint}")
     options[:] = options or [0]
     for kind, found in kinds.items():
         if not found:

@@ -116,10 +116,8 @@ static const Line& line_for(const LineKey& key) {
   const auto& [numbers, score_mod, mask_mod] = key;
   const auto [device, dtype, D, Dv, features] = numbers;
   load(device, dtype, D, Dv, features, score_mod.c_str(), mask_mod.c_str(), &loaded);
-  if (!loaded.forward && !*loaded.trouble) {  // an interrupt: the next call tries again
-    strcpy(loaded.trouble, "the line was not built, since it was interrupted");
-    return loaded;
-  }
+  if (!loaded.forward && !*loaded.trouble) strcpy(loaded.trouble, "the line was not built, since it was interrupted");
+  if (!loaded.forward) return loaded;  // the next call asks again
   const std::lock_guard<std::mutex> lock(mutex);
   return lines.emplace(key, loaded).first->second;
 }

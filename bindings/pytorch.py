@@ -13,6 +13,7 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import importlib.util
 import os
 import pathlib
 import re
@@ -118,6 +119,15 @@ def check_expressions(score_mod, mask_mod, given):
 class Unavailable(RuntimeError):
     """Why a kernel cannot be had, in one sentence."""
 
+
+class FullDisk(Unavailable):
+    """Some space may be free at the next call."""
+
+
+class FailedBefore(Unavailable):
+    """What a build failed with when it was last tried."""
+
+
 def widths(capability, D, Dv=0):
     """HEAD_DIM and HEAD_DIM_V of the build that takes a problem of D and Dv: on sm_90 the next of those that have tuned tiles."""
     Dv = Dv or D
@@ -149,13 +159,29 @@ def knobs_of(name):
     return {**(knobs_of(base) if base else {}), **dict(re.findall(r"\b([A-Z]\w*)=(\S+)", words))}
 
 
+def version_of(nvcc):
+    return subprocess.run([nvcc, "--version"], capture_output=True).stdout
+
+
 def nvcc():
-    """CUDA_HOME's, as PyTorch's extensions have it, else PATH's."""
+    """The first nvcc of the CUDA version that PyTorch is built for: CUDA_HOME's, as for PyTorch's extensions, PATH's, or that of
+    the packages that pip installs with bindings[nvcc13]."""
+    wanted = (torch.version.cuda or "").partition(".")[0]
     home, path = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"), os.environ.get("PATH", "")
-    for folder in (os.path.join(home, "bin"), path) if home else (path, "/usr/local/cuda/bin"):
+    folders = [os.path.join(home, "bin"), path] if home else [path, "/usr/local/cuda/bin"]
+    packages = importlib.util.find_spec("nvidia")
+    folders += [os.path.join(folder, f"cu{wanted}", "bin") for folder in (packages and packages.submodule_search_locations or ())]
+    other = ""
+    for folder in folders:
         if found := shutil.which("nvcc", path=folder):
-            return found
-    raise Unavailable("nvcc is missing; install the CUDA Toolkit 12.4 or newer, or put its bin folder on PATH")
+            release = re.search(r"release (\d+)", version_of(found).decode())
+            if not release or release[1] == wanted or not wanted:
+                return found
+            other = other or f"{found} is of CUDA {release[1]}, and this PyTorch is built for CUDA {wanted}"
+    hint = ', or in a clone type: pip install "./bindings[nvcc13]"' if wanted == "13" else ""
+    if other:
+        raise Unavailable(f"{other}; set CUDA_HOME to a CUDA Toolkit {wanted}{hint}")
+    raise Unavailable(f"nvcc is missing; install the CUDA Toolkit 12.4 or newer, or put its bin folder on PATH{hint}")
 
 
 def digest(*parts):
@@ -170,8 +196,8 @@ def built(what, sources, *options):
     own = [os.fsencode(x) for x in options if x[:2] not in ("-I", "-L")]  # wherever PyTorch is
     name = f"{what}-{digest(*texts, *own)}"
     try:
-        version = subprocess.run([nvcc(), "--version"], capture_output=True).stdout
-        path = os.path.join(folder, f"{name}-{digest(version)}.so")
+        compiler = nvcc()
+        path = os.path.join(folder, f"{name}-{digest(version_of(compiler))}.so")
         if os.path.exists(path):
             return path
         os.makedirs(folder, exist_ok=True)
@@ -189,14 +215,39 @@ def built(what, sources, *options):
             print(f"sdpa: building {what} by nvcc, 20 to 60 s, once ...", file=sys.stderr, flush=True)
             since = time.monotonic()
             new = f"{path}.{os.getpid()}"
-            done = subprocess.run([nvcc(), "-shared", *options, sources[0], "-o", new], cwd=ROOT, capture_output=True,
+            done = subprocess.run([compiler, "-shared", *options, sources[0], "-o", new], cwd=ROOT, capture_output=True,
                                   text=True)
             if done.returncode:
+                if full := re.search(".*(?:No space left on device|Disk quota exceeded).*", done.stderr):
+                    raise FullDisk(f"no space is left for building {what}: {full[0].strip()}; free some, or set SDPA_CACHE (now {folder}) "
+                                   "or TMPDIR to a folder with more")
                 said = re.search(r"error.*", done.stderr)
                 raise Unavailable(f"nvcc could not build {what}: {said.group() if said else done.stderr.strip()[-300:]}")
             os.rename(new, path)
             print(f"sdpa: building {what} took {time.monotonic() - since:.0f} s", file=sys.stderr, flush=True)
     return path
+
+
+LINE_SOURCES = "bindings/library.cu", "sdpa.cu", "bindings/sdpa.h"
+GLUE_SOURCES = "bindings/pytorch.cpp", "bindings/append.h", "bindings/sdpa.h"
+APPENDER_SOURCES = "bindings/append.cu", "bindings/append.h"
+FAILED = {}  # by what was built: what it was made of, and the sentence
+
+
+def tried(key, sources, build):
+    """build(), or the sentence with which it failed before, unless a source or an environment variable has changed since."""
+    files = [os.stat(os.path.join(ROOT, path)) for path in ("configs.txt", *sources)]
+    made_of = [*((file.st_mtime_ns, file.st_size) for file in files),
+               *map(os.environ.get, ("PATH", "CUDA_HOME", "CUDA_PATH", "SDPA_CACHE"))]
+    before, sentence = FAILED.get(key, (None, ""))
+    if before == made_of:
+        raise FailedBefore(sentence)
+    try:
+        return build()
+    except Exception as trouble:
+        if not isinstance(trouble, FullDisk):
+            FAILED[key] = made_of, str(trouble) or type(trouble).__name__
+        raise
 
 
 def arch_of(capability):
@@ -209,7 +260,7 @@ def build_of(name, capability, *features):
     own = {knob: value or "1" for knob, _, value in (feature.partition("=") for feature in features)}
     knobs = [f"-D{knob}={value}".replace(",", "\\,") for knob, value in {**knobs_of(name), **own}.items()]  # nvcc splits at commas
     words = [feature.partition("=")[0] if feature.startswith(EXPRESSIONS) else feature for feature in features]
-    return ("-".join((name, *words, f"sm_{arch}")), ("bindings/library.cu", "sdpa.cu", "bindings/sdpa.h"),
+    return ("-".join((name, *words, f"sm_{arch}")), LINE_SOURCES,
             "-std=c++17", "-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xcompiler=-fPIC,-fno-gnu-unique",
             *knobs)
 
@@ -270,27 +321,30 @@ LOAD = ctypes.CFUNCTYPE(None, *[ctypes.c_int] * 5, ctypes.c_char_p, ctypes.c_cha
 def load_line(device, dtype, D, Dv, features, score_mod, mask_mod, line):
     try:
         capability = torch.cuda.get_device_capability(device)
+        asked = capability, list(DTYPES)[dtype], D, Dv, features, score_mod.decode(), mask_mod.decode()
         with BUILDING:
-            library = library_of(*line_with(capability, list(DTYPES)[dtype], D, Dv, features, score_mod.decode(), mask_mod.decode()))
+            library = tried(asked, LINE_SOURCES, lambda: library_of(*line_with(*asked)))
         for name in LINE_FUNCTIONS:
             setattr(line[0], name, ctypes.cast(getattr(library, "sdpa_library_" + name), ctypes.c_void_p).value)
     except Exception as trouble:  # an exception would be lost between here and C++; an interrupt is told there by the empty line
         line[0].trouble = (str(trouble) or type(trouble).__name__).encode()[:511]
-        print(f"sdpa: {trouble}; where PyTorch has a kernel of its own, that runs instead", file=sys.stderr)
+        if not isinstance(trouble, FailedBefore):
+            print(f"sdpa: {trouble}; where PyTorch has a kernel of its own, that runs instead", file=sys.stderr)
 
 
 def build_of_appender(capability):
     """The arguments of built() for append.cu."""
     arch = arch_of(capability)
-    return (f"append-sm_{arch}", ("bindings/append.cu", "bindings/append.h"), "-std=c++17", "-O3",
+    return (f"append-sm_{arch}", APPENDER_SOURCES, "-std=c++17", "-O3",
             f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xcompiler=-fPIC")
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.POINTER(Appender))
 def load_appender(device, appender):
     try:
+        build = build_of_appender(torch.cuda.get_device_capability(device))
         with BUILDING:
-            library = ctypes.CDLL(built(*build_of_appender(torch.cuda.get_device_capability(device))))
+            library = tried("append", APPENDER_SOURCES, lambda: ctypes.CDLL(built(*build)))
         appender[0].append = ctypes.cast(library.sdpa_append, ctypes.c_void_p).value
     except Exception as trouble:
         appender[0].trouble = (str(trouble) or type(trouble).__name__).encode()[:511]
@@ -301,7 +355,7 @@ def build_of_glue():
     if not torch.version.cuda:
         raise Unavailable("this PyTorch is built without CUDA")
     of_torch = os.path.dirname(torch.__file__)
-    return (f"pytorch-{torch.__version__}", ("bindings/pytorch.cpp", "bindings/append.h", "bindings/sdpa.h"),
+    return (f"pytorch-{torch.__version__}", GLUE_SOURCES,
             "-std=c++20", "-O2", "-x=c++", "-Xcompiler=-fPIC", "-DAT_PER_OPERATOR_HEADERS", f"-I{of_torch}/include",
             f"-I{of_torch}/include/torch/csrc/api/include", f"-L{of_torch}/lib", "-lc10", "-lc10_cuda", "-ltorch_cpu",
             "-ltorch_cuda", "-ltorch")
@@ -311,7 +365,7 @@ def build_of_glue():
 def glue():
     """pytorch.cpp, compiled and loaded."""
     with BUILDING:
-        path = built(*build_of_glue())
+        path = tried("glue", GLUE_SOURCES, lambda: built(*build_of_glue()))
         first_call.library = None  # its place is taken by what is loaded now
         library = ctypes.CDLL(path)
     library.sdpa_torch_load_lines_by(load_line)
@@ -488,11 +542,18 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
                          "or torch.bfloat16")
     if not (q.is_cuda or q.is_meta):
         raise ValueError(f"sdpa.attention: q is on {q.device}; sdpa's kernels run on CUDA devices")
-    if not (k_lengths is q_lengths is q_starts is k_starts is page_table is sinks is bias is None):
+    if not q.device == k.device == v.device:
+        raise ValueError(f"sdpa.attention: q, k and v are on {q.device}, {k.device} and {v.device}, not on one device")
+    if not (k_lengths is q_lengths is q_starts is k_starts is page_table is sinks is bias is q_descale is k_descale is v_descale is None):
         for name, x in (("k_lengths", k_lengths), ("q_lengths", q_lengths), ("q_starts", q_starts), ("k_starts", k_starts),
-                        ("page_table", page_table), ("sinks", sinks), ("bias", bias)):
-            if x is not None and not isinstance(x, torch.Tensor):
+                        ("page_table", page_table), ("sinks", sinks), ("bias", bias), ("q_descale", q_descale),
+                        ("k_descale", k_descale), ("v_descale", v_descale)):
+            if x is None:
+                continue
+            if not isinstance(x, torch.Tensor):
                 raise TypeError(f"sdpa.attention: {name} is a {type(x).__name__}, not a tensor beside q")
+            if x.device != q.device:
+                raise ValueError(f"sdpa.attention: {name} is on {x.device}, not on {q.device}")
     modifies = score_mod is not None or mask_mod is not None or len(args) > 0 or block_mask is not None
     more = modification(q, score_mod, mask_mod, args, block_mask) if modifies else ()
     arguments = (q, k, v, MASKS[causal], left, right, MASKS[by], scale, softcap or 0.0, q_descale, k_descale, v_descale, sinks,
@@ -538,13 +599,15 @@ def activate():
 
 def why_not(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """Why F.scaled_dot_product_attention(...) runs PyTorch's own kernel with these arguments after activate(); empty if ours."""
+    for name, x in (("q", q), ("k", k), ("v", v), ("attn_mask", attn_mask)):
+        if isinstance(x, torch.Tensor) and (x.is_nested or x.layout is not torch.strided):
+            return f"{name} is a {'nested' if x.is_nested else 'sparse'} tensor, which PyTorch takes apart before a kernel is chosen"
+    if isinstance(q, torch.Tensor) and q.device.type == "cpu" and first_call.library:  # known without pytorch.cpp
+        return "a tensor is on cpu; sdpa's kernels run on CUDA devices"
     try:
         glue()
     except Unavailable as why:
         return str(why)
-    for name, x in (("q", q), ("k", k), ("v", v), ("attn_mask", attn_mask)):
-        if isinstance(x, torch.Tensor) and (x.is_nested or x.layout is not torch.strided):
-            return f"{name} is a {'nested' if x.is_nested else 'sparse'} tensor, which PyTorch takes apart before a kernel is chosen"
     try:
         return torch.ops.sdpa.why_not(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except NotImplementedError as error:  # of a subclass of tensors

@@ -10,6 +10,8 @@ import zipfile
 HERE = pathlib.Path(__file__).resolve().parent
 NAME, VERSION = "sdpa", "0.1.0"
 FOR_PIP = {"__init__.py", "wheel_backend.py", "pyproject.toml"}
+# nvcc for a PyTorch of CUDA 13. That of CUDA 12 has no package: nvidia-cuda-nvcc-cu12 has ptxas alone.
+NVCC13 = "nvidia-cuda-nvcc nvidia-cuda-crt nvidia-cuda-cccl nvidia-cuda-runtime nvidia-nvvm".split()
 METADATA = f"""Metadata-Version: 2.1
 Name: {NAME}
 Version: {VERSION}
@@ -17,7 +19,8 @@ Summary: The forward pass of attention for NVIDIA GPUs, in one file of CUDA, beh
 License: MIT
 Requires-Python: >=3.10
 Requires-Dist: torch>=2.11
-"""
+Provides-Extra: nvcc13
+""" + "".join(f'Requires-Dist: {package}==13.*; extra == "nvcc13"\n' for package in NVCC13)
 
 
 class UnsupportedOperation(Exception):

@@ -165,7 +165,8 @@ struct StridedInput {
   } dims[3];          // row, head, batch
 };
 
-vector<StridedInput> strided_inputs(SdpaParams& p) {
+// SdpaParams::Sk is larger than the problem's if its page table is wider.
+vector<StridedInput> strided_inputs(const Problem& problem, SdpaParams& p) {
   const auto data = [](auto& pointer) { return reinterpret_cast<const char**>(&pointer); };
   vector<StridedInput> inputs;
   if (p.page_size && !has_clock) {  // a GPU has no room for so many pages
@@ -177,7 +178,7 @@ vector<StridedInput> strided_inputs(SdpaParams& p) {
   }
   if (p.bias) {
     Strides& s = p.bias_strides;
-    inputs.push_back({data(p.bias), size_t(line.use_bias == 2 ? 1 : 2), p.bias_keys ? p.bias_keys : std::min(p.Sk, keys_of_problem),
+    inputs.push_back({data(p.bias), size_t(line.use_bias == 2 ? 1 : 2), p.bias_keys ? p.bias_keys : std::min(p.Sk, problem.Sk),
                       {{p.Sq, &s.row}, {p.Hq, &s.head}, {p.B, &s.batch}}});
   }
   const auto add_factors = [&](Descale& d, int heads) {
@@ -191,7 +192,7 @@ vector<StridedInput> strided_inputs(SdpaParams& p) {
 
 // The launch with its other inputs as far apart as the batches, the heads or the rows of Q are, and with the rows of a
 // page table then. The copies live until the next launch; who launches has waited for the last one.
-SdpaParams spread_inputs(SdpaParams p) {
+SdpaParams spread_inputs(const Problem& problem, SdpaParams p) {
   static vector<std::unique_ptr<Guarded>> copies;
   copies.clear();
   const int64_t far = int64_t(1) << 31;
@@ -200,7 +201,7 @@ SdpaParams spread_inputs(SdpaParams p) {
   const auto copy = [](char* to, const char* from, size_t bytes) {
     require(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToDevice), "spreading an input");
   };
-  for (const StridedInput& x : strided_inputs(p)) {
+  for (const StridedInput& x : strided_inputs(problem, p)) {
     int64_t extent = (x.run + 15) / 16 * 16, old_strides[3] = {}, strides[3] = {}, sizes[3];
     for (int i = 0; i < 3; i++) {
       const auto& dim = x.dims[i];

@@ -234,7 +234,7 @@ string check_chain(Instance& instance) {
   second.LSE = nullptr;
   second.O = static_cast<decltype(second.O)>(O2->first());
   O2->poison();
-  Instance::launch(second);  // O is that of the checked run
+  instance.launch(second);  // O is that of the checked run
   require(cudaDeviceSynchronize(), "running the kernel");
   string trouble;
   const Bits want = O2->read(trouble);
@@ -257,8 +257,8 @@ string check_chain(Instance& instance) {
 
   write.flipped = 0;
   launch_copies(write);
-  Instance::launch(instance.params);
-  Instance::launch(second);
+  instance.launch(instance.params);
+  instance.launch(second);
   const char* const sentence = "in a chain of kernels differs";
   trouble = instance.check_last(sentence);
   const Bits got = O2->read(trouble);
@@ -1142,8 +1142,8 @@ int main(int argc, char** argv) {
   using namespace SDPA_NAMESPACE;
   signal(SIGPIPE, SIG_IGN);
   make_tensor = make_placed_tensor;
-  prepare_launch = [](const SdpaParams& p) {
-    const SdpaParams far = spread_inputs(p);
+  prepare_launch = [](const Problem& problem, const SdpaParams& p) {
+    const SdpaParams far = spread_inputs(problem, p);
     if (launched) launched->see(far);
     return far;
   };

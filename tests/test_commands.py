@@ -123,6 +123,7 @@ def test_run_all_names_them_too_and_builds_the_good_lines(built):
     folder, code, out, err = built
     assert code == 1 and not [sentence for sentence in SENTENCES if sentence not in err]
     assert "lines checked on the CPU backend, " in err
+    assert f"{len({sentence.partition(': ')[0] for sentence in SENTENCES})} lines more could not be read" in err
     assert err.count("bad.txt:23") == 1, "a knob given four times is told more than once"
     assert "static_assert" not in err and "static assertion" not in err, "a refusal comes with the compiler's words"
     assert ("bad.txt:13: sdpa_illegal does not compile: HEAD_DIM: not a legal value; it takes one of: 32..256 (default 64)"
@@ -140,7 +141,9 @@ def test_run_all_names_them_too_and_builds_the_good_lines(built):
 
 @pytest.mark.parametrize("words,code,sentence", [
     ("--cpu --only (", 2, "--only (: not a regular expression"),
-    ("--frob", 2, "--frob: no such option or command"), ("--cpu=1", 2, "--cpu=1: no such option or command"),
+    ("--frob", 2, "--frob: no such option or command; --help lists them"), ("--cpu=1", 2, "--cpu=1: no such option or command"),
+    ("--onyl x", 2, "--onyl: no such option or command; did you mean --only?"),
+    ("extarct hopper", 2, "extarct: no such option or command; did you mean extract?"),
     ("--shape", 2, "--shape: its value is missing"), ("--shape=huge", 2, "--shape huge: want small, mission"),
     ("--cpu --shape mission --shape 1,3,2,8,8", 2, "--shape 1,3,2,8,8: want small, mission"),
     ("--cpu --shape 2147483648,1,1,1,1", 2, "--shape 2147483648,1,1,1,1: want small, mission"),
@@ -149,9 +152,10 @@ def test_run_all_names_them_too_and_builds_the_good_lines(built):
     ("--cpu --shape=small --causal=br --only=zzz=1", 2, "--only zzz=1: no line of configs.txt has such a name"),
     ("--cpu --only=scalar_vec(8){1}", 2, "--only scalar_vec(8){1}: CMake reads it, whose regular expressions have no {N}"),
     ("--cpu -- --check-only --header", 2, "-- --header: for one executable alone; type: build/sdpa_NAME --header"),
-    ("test --allines", 2, "test --allines: neither --all or --no-pytorch, which come first, nor an option of ctest"),
+    ("test --no-pytroch", 2, "test --no-pytroch: neither --all or --no-pytorch, which come first, nor an option of ctest; "
+                             "did you mean --no-pytorch?"),
     ("test unit", 2, "test unit: want an option of ctest before it, as in -R unit"),
-    pytest.param("test -R zzz", 2, "test -R zzz: no test is left; ./run_all.sh test -N lists them", marks=pytest.mark.long),
+    ("list --frob", 2, "list --frob: no such option"), ("list a b", 2, "list b: it takes one regular expression"),
     ("list nobody", 2, "list nobody: no line of configs.txt has such a name"), ("list (", 2, "list (: not a regular expression"),
     ("list ^scalar_vec", 0, "scalar_vec8 sm_80 scalar_vec2 VEC_WIDTH=8"),
     ("list ^scalar_racy", 0, "scalar_racy sm_80, must fail scalar_vec8 SYNC_POLICY=0"),
@@ -160,6 +164,14 @@ def test_arguments_are_judged_before_anything_is_built(tmp_path, words, code, se
     found, out, err = run(RUN_ALL, *words.split(), SDPA_BUILD_DIR=str(tmp_path / "none"))
     assert found == code and sentence in " ".join(out.split()) + err
     assert "zzz" in words or not list(tmp_path.iterdir())  # names are read by CMake
+
+
+def test_bad_lines_are_listed_and_counted_once_each(tmp_path):
+    (tmp_path / "bad.txt").write_text("good VEC_WIDTH=8\nbad FOO=1 BAR=2\nworse FOO\n")
+    code, out, err = run(RUN_ALL, "list", SDPA_CONFIGS=str(tmp_path / "bad.txt"))
+    assert code == 1 and out.splitlines()[1].split() == ["good", "sm_80", "VEC_WIDTH=8"]
+    assert all(sentence in err for sentence in ("bad.txt:2: no knob is called FOO", "bad.txt:2: no knob is called BAR", "bad.txt:3: FOO has no"))
+    assert err.endswith("list: 2 lines more could not be read")
 
 
 def test_few_lines_without_times_are_shown_each(built, german):
@@ -353,8 +365,6 @@ def test_the_table(table, german):
         shown = subprocess.run([table, os.path.join(DATA, "table.csv")], capture_output=True, text=True, env={**os.environ, **environment})
         assert shown.stdout == want, environment
     assert run(table)[0] == run(table, "nosuch.csv")[0] == 2
-    with open("/dev/full", "w") as full:
-        assert subprocess.run([table, os.path.join(DATA, "table.csv")], stdout=full).returncode == 1
 
 
 def test_the_table_on_a_terminal(table):
@@ -416,7 +426,7 @@ def test_help_needs_nothing(no_python):
     for command in commands:
         code, out, err = run(RUN_ALL, command, "--help", PATH=no_python)
         if command in ("list", "test"):  # of run_all.sh itself
-            assert code == 0 and err.startswith("usage: ./run_all.sh " + command) and not out
+            assert code == 0 and out.startswith("usage: ./run_all.sh " + command) and not err
             continue
         text = builds.Tree().read(f"tools/{ {'profile': 'ncu', 'results': 'page'}.get(command, command)}.py")
         usage = re.sub(r"\n+", "\n", ast.get_docstring(ast.parse(text)) + "\n")
@@ -454,10 +464,117 @@ def test_on_a_terminal_it_asks_before(bare, answer, is_installed):
     assert is_installed or "cmake is missing; install it with: sudo apt-get install cmake" in said
 
 
+# Before anything is installed or compiled: what each command can know without its packages.
+JUDGED = [("extract nosuch", "nosuch: no line of configs.txt has that name"), ("extract hoper", "hoper: .* did you mean hopper[?]"),
+          ("ab scalar_ve8 STAGES=1", "scalar_ve8: .* did you mean scalar_vec8[?]"), ("ab hopper --shap small", "--shap: .* did you mean --shape[?]"),
+          ("gates --only", "--only: its value is missing"), ("results --difs", "--difs: no such option; did you mean --diffs[?]"),
+          *((words, f"{words.split()[0]}: it .* and there is no GPU here") for words in ("tune", "stress", "rungs", "gates --time")),
+          # Last, since CMake lists tests in a build folder.
+          pytest.param("test -R nosuch", "test -R nosuch: no test is left", marks=pytest.mark.long)]
+
+
+@pytest.fixture(scope="module")
+def without_packages(tmp_path_factory):
+    """An environment whose Pythons lack all packages, and whose root could install them by an apt-get that only writes down
+    that it was called; doctest is missing as well."""
+    folder = tmp_path_factory.mktemp("bin")
+    programs = dict.fromkeys(("apt-get", "pip"), f"echo $0 $* >>{folder}/installs; exit 1")
+    programs["id"] = "echo 0"
+    programs["python3"] = f'case "$*" in *venv*|*pip*) echo $* >>{folder}/installs; exit 1 ;; esac; exec {sys.executable} -S "$@"'
+    programs["c++"] = 'case "$*" in *" -M -"|*"-fsyntax-only -") exit 1 ;; esac; exec g++ "$@"'
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    return folder, dict(PATH=f"{folder}:{os.environ['PATH']}", CXX=str(folder / "c++"), SDPA_BUILD_DIR=str(folder / "build"))
+
+
+@pytest.mark.skipif(engine.find_gpu() is not None, reason="there is a GPU")
+@pytest.mark.parametrize("words, sentence", JUDGED)
+def test_arguments_are_judged_before_anything_is_installed(without_packages, words, sentence):
+    folder, environment = without_packages
+    code, out, err = run(RUN_ALL, *words.split(), **environment)
+    assert code == 2 and re.search(sentence, err) and not out and not (folder / "installs").exists(), err
+    assert words.startswith("test ") or not (folder / "build").exists()
+
+
+def test_doctest_is_where_the_compiler_finds_it(tmp_path):
+    """Also where CMake would not look. Packages of pip are named between quotes, which a shell would expand."""
+    (tmp_path / "include/doctest").mkdir(parents=True)
+    (tmp_path / "include/doctest/doctest.h").touch()
+    source = open(RUN_ALL).read()
+    function = re.search(r"^doctest_folder\(\) \{.*?^\}", source, re.MULTILINE | re.DOTALL)[0]
+    for environment in (dict(CPATH=str(tmp_path / "include")), dict(CXXFLAGS=f"-O1 -I{tmp_path}/include")):
+        assert run("bash", "-c", f"{function}\ndoctest_folder", CXX="g++", **environment) == (0, f"{tmp_path}/include\n", "")
+    need = re.search(r"^need_python\(\) \{.*?^\}", source, re.MULTILINE | re.DOTALL)[0]
+    _, _, err = run("bash", "-c", "judge() { :; }\nfind_python() { false; }\nlacking() { printf '%s\\n' \"${@:2}\"; }\nrefuse() { echo $* >&2; }\n"
+                    f"{need}\nneed_python scipy 'optuna==4.*'")
+    assert err == "python3 lacks scipy 'optuna==4.*'; install with: python3 -m pip install scipy 'optuna==4.*'"
+
+
+# ---- a disk that is full or cannot be written to ----
+
+FULL = """#!/bin/sh
+for word; do [ "$last" = -o ] && out=$word; last=$word; done
+case "$*" in
+  *SDPA_LINE_ONLY*|*SDPA_HARNESS_ONLY*|*tests/sweep.cu*) exec head -c 9999999 /dev/zero >"$out" ;;
+  *) exec g++ "$@" ;;
+esac
+"""
+
+
+def in_own_mounts(script, *words, **environment):
+    """The output of run() behind mounts of its own."""
+    if subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode:
+        pytest.skip("only root may mount")
+    return run("unshare", "-m", "sh", "-c", f"{script} && exec \"$@\"", "sh", *words, **environment)
+
+
+@pytest.mark.parametrize("size, words", [("60k", "--cpu --only ^scalar_vec8$"), ("1m", "--cpu --only ^scalar_vec8$"),
+                                         ("60k", "sweep 1 --cpu --only ^scalar_vec8$"), ("1m", "sweep 1 --cpu --only ^scalar_vec8$"),
+                                         ("60k", "extract scalar_vec8"), ("60k", "ab scalar_vec8 VEC_WIDTH=4 --shape small")])
+def test_a_full_disk(tmp_path, size, words):
+    """While CMake configures, while a compiler writes its file, or while a tool does."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "c++").write_text(FULL)
+    (tmp_path / "c++").chmod(0o755)
+    code, out, err = in_own_mounts(f"mount -t tmpfs -o size={size} tmpfs {tmp_path}/disk", RUN_ALL, *words.split(), CXX=str(tmp_path / "c++"),
+                                   SDPA_BUILD_DIR=str(tmp_path / "disk/build"), TMPDIR=str(tmp_path / "disk"))
+    assert code == 3 and "No space left on device" in err and "not compile" not in err, err
+    assert str(tmp_path / "disk") in err or "head: error writing" in err, err
+
+
+@pytest.mark.parametrize("words", ["--cpu --only ^scalar_vec8$", "sweep 1 --cpu --only ^scalar_vec8$", "ab scalar_vec8 VEC_WIDTH=4"])
+def test_a_checkout_that_cannot_be_written_to(words):
+    code, _, err = in_own_mounts(f"mount --bind {ROOT} {ROOT} && mount -o remount,ro,bind {ROOT} && cd {ROOT}", os.path.join(ROOT, "run_all.sh"),
+                                 *words.split(), SDPA_BUILD_DIR="")
+    assert code in (2, 3) and re.search("set SDPA_BUILD_DIR to (one|a folder that can be written to)$", err), err
+
+
+@pytest.mark.parametrize("name, value", [("SDPA_BUILD_DIR", "a;b"), ("SDPA_BUILD_DIR", "a\nb"), ("SDPA_CONFIGS", "/a;b.txt")])
+def test_paths_that_cmake_splits(name, value):
+    code, _, err = run(RUN_ALL, "--cpu", **{name: value})
+    assert code == 2 and f"{' '.join(value.split())}: CMake splits paths at ';' and at line ends" in err
+
+
+@pytest.mark.parametrize("words", ["--help", "list", "list --help", "test --help", "ab --help", "report --help"])
+def test_stdout_that_cannot_be_written_to(words):
+    for target, reason in (("/dev/full", "No space left on device"), ("|true", "its reader has exited|stdout is closed")):
+        command = f"{RUN_ALL} {words} " + (f">{target}" if target[0] == "/" else "| true; exit ${PIPESTATUS[0]}")
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+        if target[0] == "/":
+            assert done.returncode == 3 and reason in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        else:
+            assert done.returncode in (0, 3) and re.fullmatch(f"(.*({reason}).*\n)?", done.stderr), done.stderr
+
+
 # ---- an executable ----
 
 @pytest.mark.parametrize("program,words,code,sentence", [
     ("sdpa_good1", "--frob", 2, "sdpa: --frob: no such option; --help lists them"),
+    ("sdpa_good1", "--shpae=small", 2, "sdpa: --shpae: no such option; did you mean --shape?"),
+    *(("sdpa_good1", f"--scale={scale}", 2, f"--scale {scale}: want a number greater than 0, below 10^38")
+      for scale in ("0x10", "inf", "nan", "-1", "1e39", "1.5.2", "")),
+    ("sdpa_good1", "--scale 1.5e-1 --shape 1,1,1,8,8 --check-only", 0, "PASS"),
     ("sdpa_good2", "--config", 0, "SYNC_POLICY 1"),
     ("sdpa_good3", "--config", 0, "changed: BLOCK_N=64 VEC_WIDTH=4 SYNC_POLICY=2"),
     ("sdpa_good2", "--check-only --causal off --shape 1x1x1x8x8", 0, "1x1x1x8x8,ok,PASS"),

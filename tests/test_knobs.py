@@ -82,6 +82,8 @@ REFUSED = [
     ("@wgmma BLOCK_M=64 HEAD_DIM=256 BLOCK_N=256 USE_LENGTHS=1 USE_PAGES=1", "there may be more than 32 in this tile; type a smaller BLOCK_N"),
     ("HEAD_DIM", "HEAD_DIM: not a legal value"),
     ("HEAD_DIM=", "HEAD_DIM: not a legal value"),
+    *((f"{knob}{value}", f"{knob}: not a legal value; it takes one of: NONE expression (default NONE)")
+      for knob in ("SCORE_MOD", "MASK_MOD") for value in ("", "=")),
     ("DTYPE=FP32", "DTYPE: not a legal value; it takes one of: FP16 BF16 FP8_E4M3 U8 (default FP16)"),
     ("OUT_DTYPE=FP16", "O has that type anyway; drop OUT_DTYPE"),
     ("DTYPE=U8 OUT_DTYPE=FP16", "O has that type anyway; drop OUT_DTYPE"),

@@ -5,6 +5,7 @@ Importing PyTorch takes seconds, so few processes do: three have the installed p
 one runs that command's other cases itself."""
 import base64
 import contextlib
+import email
 import hashlib
 import io
 import itertools
@@ -12,6 +13,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -90,6 +92,10 @@ def test_the_wheel(wheel):
             assert found["sdpa/" + name] == file.read()
     kinds = {os.path.splitext(name)[1] for name in found if name.startswith("sdpa/")}
     assert kinds <= {".py", ".cu", ".cpp", ".h", ".txt", ""}
+    metadata = email.message_from_bytes(found[info + "/METADATA"])
+    assert metadata["Name"] == "sdpa" and metadata.get_all("Provides-Extra") == ["nvcc13"]
+    assert sorted(metadata.get_all("Requires-Dist")) == sorted(["torch>=2.11", *(
+        f'nvidia-{name}==13.*; extra == "nvcc13"' for name in ("cuda-nvcc", "cuda-crt", "cuda-cccl", "cuda-runtime", "nvvm"))])
     rows = [row.rsplit(",", 2) for row in found.pop(info + "/RECORD").decode().splitlines()]
     assert rows.pop() == [info + "/RECORD", "", ""] and [name for name, *_ in rows] == list(found)
     for name, digest, size in rows:
@@ -125,6 +131,66 @@ def test_installed(python):
     """import sdpa, on fake tensors. flash_attn_interface is on the path only where `python -m sdpa path` has put it."""
     path = python("-m", "sdpa", "path").strip()
     assert python("-c", INSTALLED, path) == "(2, 8, 100, 128) (2, 8, 100) (2, 100, 8, 128) None\n3.\n"
+
+
+# The CUDA releases of the nvcc of CUDA_HOME, PATH and pip's packages; which of them a PyTorch of CUDA 13 takes.
+SEARCHES = [("13.1", "13.0", "13.5", "home"), ("", "13.0", "13.5", "path"), ("", "", "13.5", "pip"), ("12.4", "13.0", "", "path"),
+            ("12.4", "12.9", "13.5", "pip"), ("", "12.9", "", "path/nvcc is of CUDA 12, "), ("14.0", "12.9", "", "home/bin/nvcc is of CUDA 14, "),
+            ("", "", "", "nvcc is missing; install the CUDA Toolkit 12.4 or newer, or put its bin folder on PATH"),
+            ("?", "13.0", "13.5", "home")]  # one that does not tell
+
+
+@pytest.mark.parametrize("home, path, pip, found", SEARCHES)
+def test_which_nvcc(home, path, pip, found, tmp_path, monkeypatch):
+    need_torch()
+    folders = dict(home=tmp_path / "home/bin", path=tmp_path / "path", pip=tmp_path / "site-packages/nvidia/cu13/bin")
+    for folder, release in zip(folders.values(), (home, path, pip)):
+        folder.mkdir(parents=True)
+        if release:
+            (folder / "nvcc").write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.88'\n".replace("release ?", ""))
+            (folder / "nvcc").chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PATH", f"{tmp_path}/path:/bin")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site-packages")])
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    if found in folders:
+        assert sdpa.nvcc() == str(folders[found] / "nvcc")
+        return
+    with pytest.raises(sdpa.Unavailable) as refused:
+        sdpa.nvcc()
+    assert found in str(refused.value) and str(refused.value).endswith('or in a clone type: pip install "./bindings[nvcc13]"')
+    assert "is missing" in found or "this PyTorch is built for CUDA 13; set CUDA_HOME to a CUDA Toolkit 13" in str(refused.value)
+    monkeypatch.setattr(torch.version, "cuda", "12.6")  # whose nvcc pip does not have
+    with pytest.raises(sdpa.Unavailable, match="put its bin folder on PATH$|is of CUDA 14, .* a CUDA Toolkit 12$") if path != "12.9" else (
+            contextlib.nullcontext()):
+        assert sdpa.nvcc() == str(folders["path"] / "nvcc")
+
+
+@pytest.mark.long
+def test_nvcc_by_pip(wheel, tmp_path):
+    """What bindings[nvcc13] requires compiles a line and all else, where there is no other nvcc. pip loads 372 MB."""
+    need_torch()
+    if (torch.version.cuda or "").partition(".")[0] != "13":
+        pytest.skip("PyTorch is not of CUDA 13")
+    python = str(tmp_path / "environment/bin/python")
+    run(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "environment"))
+    install = sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps"
+    run(*install, "--no-index", str(wheel))
+    required = run(python, "-c", "import importlib.metadata as m; print(*(x.split(';')[0] for x in m.requires('sdpa') if 'extra' in x))").split()
+    done = subprocess.run([*install, *required], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"pip: {done.stderr.strip().splitlines()[-1]}")
+    program = """
+import sdpa
+assert "/environment/" in sdpa.pytorch.nvcc()
+for build in (sdpa.pytorch.build_of_appender((9, 0)), sdpa.pytorch.build_of("hopper_d128", (9, 0)), sdpa.pytorch.build_of_glue()):
+    print(sdpa.pytorch.built(*build))
+"""
+    without = dict(PATH="/usr/bin:/bin", CUDA_HOME=str(tmp_path / "none"), SDPA_CACHE=str(tmp_path / "cache"),
+                   PYTHONPATH=os.path.dirname(os.path.dirname(torch.__file__)))
+    assert shutil.which("nvcc", path=without["PATH"]) is None
+    assert run(python, "-c", program, folder=tmp_path, **without).count(".so\n") == 3
 
 
 @pytest.fixture
@@ -183,7 +249,9 @@ def test_build(python, nvcc, tmp_path):
 
 
 @pytest.mark.parametrize("words, sentence", [
-    ("sm_90a bf16 128 fast", "sdpa: fast is no GPU, type, D or option"),
+    ("sm_90a bf16 128 fast", "sdpa: fast is no GPU, type, D or option; python -m sdpa --help lists them"),
+    *((f"sm_90a {word} 128", f"sdpa: {word} is no GPU, type, D or option; did you mean {meant}?")
+      for word, meant in (("bf61", "bf16"), ("lenghts", "lengths"), ("--job", "--jobs"), ("scoremod=s", "score_mod"))),
     ("sm_90a 128", "sdpa: build needs a type, as in bf16"),
     ("sm_90a bf16 128 score_mod=s;1", "sdpa.attention: score_mod: ';' at character 2 is not allowed there; docs/USING.md"),
     ("sm_90a bf16", "sdpa: build needs a D, as in 128"), ("bf16 128", "sdpa: build needs a GPU, as in sm_90a"),

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -247,14 +248,15 @@ def test_each_argument_gets_to_its_place(monkeypatch):
     asked = []
     monkeypatch.setattr(sdpa, "OPERATOR", lambda *x: asked.append(dict(zip(names, x))) or ("O", "LSE"))
     monkeypatch.setattr(sdpa, "BLOCK_MASK", lambda *x: asked.append(dict(zip(names, x))) or ("tiles", "made for"))
-    q, tensors = SimpleNamespace(is_cuda=True, dtype=torch.float8_e4m3fn, device=torch.device("cpu")), {name: torch.empty(0) for name in (
+    q, k, v = (SimpleNamespace(is_cuda=True, dtype=torch.float8_e4m3fn, device=torch.device("cpu")) for _ in "qkv")
+    tensors = {name: torch.empty(0) for name in (
         "q_descale", "k_descale", "v_descale", "sinks", "k_lengths", "q_lengths", "q_starts", "k_starts", "page_table", "bias")}
-    nothing = dict.fromkeys(tensors) | dict(q=q, k="k", v="v", causal=0, left=-1, right=-1, window_alignment=0, scale=None, softcap=0.0,
+    nothing = dict.fromkeys(tensors) | dict(q=q, k=k, v=v, causal=0, left=-1, right=-1, window_alignment=0, scale=None, softcap=0.0,
                                             most_keys=0, bias_keys=0, batch_invariant=False,
                                             bf16_out=False)
 
     def handed_over(**options):
-        assert sdpa.attention(q, "k", "v", **options) == "O"
+        assert sdpa.attention(q, k, v, **options) == "O"
         return asked.pop()
     assert handed_over() == handed_over(causal=False, window=(None, None), softcap=None) == nothing
     numbers = dict(scale=0.0, softcap=5.0, most_keys=9, bias_keys=3, batch_invariant=True)
@@ -280,9 +282,9 @@ def test_each_argument_gets_to_its_place(monkeypatch):
             (dict(mask_mod="q < k", block_mask=made), dict(mask_mod="q < k", block_mask="tiles", made_for="made for"))):
         assert handed_over(**options) == nothing | none | changes, options
         options.pop("block_mask", None)
-        assert sdpa.block_mask(q, "k", "v", causal=True, **options) == made
+        assert sdpa.block_mask(q, k, v, causal=True, **options) == made
         assert asked.pop() == nothing | none | changes | dict(causal=1, block_mask=None, made_for="")
-    assert sdpa.attention(q, "k", "v", return_lse=True) == ("O", "LSE")
+    assert sdpa.attention(q, k, v, return_lse=True) == ("O", "LSE")
     monkeypatch.setattr(sdpa, "glue", lambda: asked.append("glue"))
     monkeypatch.setattr(torch.ops.sdpa, "why_not", lambda *x: x, raising=False)
     given = dict(q=1, k=2, v=3, attn_mask=4, dropout_p=5, is_causal=6, scale=7, enable_gqa=8)
@@ -460,6 +462,49 @@ def test_what_cannot_be_built(monkeypatch, tmp_path, capsys):
     assert "where PyTorch has a kernel of its own, that runs instead" in capsys.readouterr().err
 
 
+def test_a_failed_build_is_tried_again_when_a_source_has_changed(monkeypatch, tmp_path, capsys):
+    """Whatever is built: a line, what appends to caches, pytorch.cpp. A full disk may have room at the next call."""
+    in_cache(monkeypatch, tmp_path, FAKE_NVCC.replace('sleep 0.3', '') % 'rm -f "$word"; cat "$0.says" >&2; exit 1')
+    (tmp_path / "nvcc.says").write_text("x.cu(3): error: no such knob")
+    clone = tmp_path / "clone"
+    (clone / "bindings").mkdir(parents=True)
+    for path in ("configs.txt", *sdpa.LINE_SOURCES, *sdpa.GLUE_SOURCES, *sdpa.APPENDER_SOURCES):
+        shutil.copyfile(os.path.join(ROOT, path), clone / path)
+    monkeypatch.setattr(sdpa, "ROOT", str(clone))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    line, appender, seconds = sdpa.Line(), sdpa.Appender(), itertools.count()
+
+    def touch(path):
+        os.utime(clone / path, (next(seconds),) * 2)
+
+    def load_glue():
+        with pytest.raises(sdpa.Unavailable) as trouble:
+            sdpa.glue.__wrapped__()
+        return str(trouble.value)
+    loads = [(lambda: sdpa.load_line(0, 1, 128, 128, 0, b"", b"", line) or line.trouble.decode(), sdpa.LINE_SOURCES),
+             (lambda: sdpa.load_appender(0, appender) or appender.trouble.decode(), sdpa.APPENDER_SOURCES),
+             (load_glue, sdpa.GLUE_SOURCES)]
+    for load, sources in loads:
+        def runs():
+            before = len((tmp_path / "calls").read_text()) if (tmp_path / "calls").exists() else 0
+            sentence = load()
+            return sentence, (len((tmp_path / "calls").read_text()) - before) // len("run\n")
+        sentence, count = runs()
+        assert sentence.endswith("error: no such knob") and count == 1
+        assert runs() == (sentence, 0)
+        for path in sources:
+            touch(path)
+            assert runs() == (sentence, 1) and runs() == (sentence, 0), path
+        (tmp_path / "nvcc.says").write_text("fatal error: error writing to /tmp/x: No space left on device")
+        touch(sources[0])
+        for _ in range(2):
+            sentence, count = runs()
+            assert sentence.startswith("no space is left for building ") and "/tmp/x: No space left on device; free some" in sentence
+            assert count == 1 and str(tmp_path / "cache") in sentence
+        (tmp_path / "nvcc.says").write_text("x.cu(3): error: no such knob")
+    assert capsys.readouterr().err.count("where PyTorch has a kernel of its own, that runs instead") == 2 + len(sdpa.LINE_SOURCES) + 1
+
+
 def test_a_cache_without_nvcc(monkeypatch, tmp_path):
     """What another nvcc has made of the same sources is taken where there is none, or where nothing can be written: the newest."""
     in_cache(monkeypatch, tmp_path, FAKE_NVCC.replace("--version ]", f"--version ] && cat {tmp_path}/version") % "")
@@ -610,10 +655,15 @@ def test_refusals():
         with pytest.raises(ValueError, match=f"^sdpa.attention: out_dtype={dtype} is not for a q of {q.dtype}; e4m3's O is"):
             sdpa.attention(q, q, q, out_dtype=dtype)
     with FakeTensorMode():
-        q = torch.empty(1, 1, 1, 64, device="cuda", dtype=torch.half)
-        for name in ("k_lengths", "q_lengths", "q_starts", "k_starts", "page_table", "sinks", "bias"):
+        q, on_cpu = torch.empty(1, 1, 1, 64, device="cuda", dtype=torch.half), torch.empty(1, 1, 1, 64, dtype=torch.half)
+        for k, v, words in ((on_cpu, q, "cuda:0, cpu and cuda:0"), (q, on_cpu, "cuda:0, cuda:0 and cpu")):
+            with pytest.raises(ValueError, match=f"^sdpa.attention: q, k and v are on {words}, not on one device$"):
+                sdpa.attention(q, k, v)
+        for name in ("k_lengths", "q_lengths", "q_starts", "k_starts", "page_table", "sinks", "bias", "q_descale", "k_descale", "v_descale"):
             with pytest.raises(TypeError, match=f"^sdpa.attention: {name} is a list, not a tensor beside q$"):
                 sdpa.attention(q, q, q, **{name: [1]})
+            with pytest.raises(ValueError, match=f"^sdpa.attention: {name} is on cpu, not on cuda:0$"):
+                sdpa.attention(q, q, q, **{name: on_cpu})
         with pytest.raises(ValueError, match="^sdpa.attention: a tensor has 3 dimensions, not"):
             sdpa.attention(q[0], q[0], q[0])
         x, n = torch.empty(9, device="cuda"), torch.empty(9, device="cuda", dtype=torch.int32)
@@ -694,6 +744,7 @@ def test_why_not_of_a_subclass(monkeypatch):
     def unknown(*_):
         raise NotImplementedError("no rule for sdpa::why_not\nmore")
     monkeypatch.setattr(sdpa, "glue", lambda: None)
+    monkeypatch.setattr(sdpa.first_call, "library", None)  # as pytorch.cpp leaves it
     monkeypatch.setattr(torch.ops.sdpa, "why_not", unknown, raising=False)
     assert sdpa.why_not(*[half(1, 2, 4, 64)] * 3) == "PyTorch says: no rule for sdpa::why_not"
 
@@ -1048,6 +1099,26 @@ def doors(glue):
     with stand_in.kernels(glue) as calls:
         yield calls
     pytorchs._destroy()
+
+
+def test_a_line_that_failed_is_asked_for_again(glue):
+    """pytorch.cpp keeps lines that it has. Whether a failed one is built again pytorch.py decides."""
+    asked = []
+
+    @sdpa.LOAD
+    def load(*arguments):
+        asked.append(arguments)
+        arguments[-1][0].trouble = b"no such knob" if len(asked) < 3 else b""
+        if len(asked) == 3:
+            stand_in.load_line(*arguments)
+    q = half(1, 1, 4, 64)
+    with stand_in.kernels(glue, load) as calls:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no such knob"):
+                stand_in.attention(q, q, q, score_mod="s * 1.375")
+        for _ in range(2):
+            stand_in.attention(q, q, q, score_mod="s * 1.375")
+    assert len(asked) == 3 and len(calls) == 2
 
 
 def starts_of(lengths, device="cpu"):

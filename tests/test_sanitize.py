@@ -194,6 +194,13 @@ def test_what_fails_and_what_could_not_run(fakes):
     assert code == 1 and "it was not built" in err and out.count("FAIL") == 3
 
 
+def test_bad_lines_are_told(fakes, tmp_path, monkeypatch):
+    (tmp_path / "two.txt").write_text("scalar_vec8 VEC_WIDTH=8\nbad FOO=1\n")
+    monkeypatch.setenv("SDPA_CONFIGS", str(tmp_path / "two.txt"))
+    code, out, err = fakes(CLEAN["memcheck"], 0, "scalar", "--tool", "memcheck")
+    assert code == 1 and out.count("PASS") == 3 and "FAIL" not in out and "two.txt:2: no knob is called FOO" in err
+
+
 @pytest.mark.parametrize("words,sentence", [
     ("[", "sanitize: REGEX [: not a regular expression"), ("--tool lint", "sanitize: --tool: invalid choice"),
     pytest.param("", "sanitize: it runs kernels and there is no GPU here", marks=needs_no_gpu)])

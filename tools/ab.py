@@ -2,7 +2,8 @@
        ./run_all.sh ab CONTENDER CONTENDER...   [OPTION...]
 Is B faster than A? A is the line NAME of configs.txt and B the same with these knobs changed; or A is the
 first contender, and each of the others is compared with it. A contender is
-  NAME [KNOB=VALUE...]          a line of configs.txt, as it is here
+  NAME [KNOB=VALUE...]          a line of configs.txt, as it is here; SCORE_MOD and MASK_MOD take an expression, as in
+                                SCORE_MOD='s - x0[h] * real(q - k)'
   COMMIT:NAME [KNOB=VALUE...]   the line as that commit has it, as in main~20:hopper
   torch:cudnn                   a kernel of PyTorch: cudnn, flash, efficient or math; or a package that is
                                 installed: torch:fa3, torch:fa3_tokenspeed, torch:fa4 (FlashAttention-3

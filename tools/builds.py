@@ -7,7 +7,6 @@ bindings/library.cu and sdpa.cu of its commit, with the same options for all, an
 it was compiled from.
 """
 import ctypes
-import difflib
 import functools
 import hashlib
 import io
@@ -24,7 +23,7 @@ from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from cli import Refused
+from cli import Refused, nearest, no_line, refuse_full_disk, say
 from elftools.elf.elffile import ELFFile  # behind cli, which says what to do where it is missing
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -343,15 +342,8 @@ def config_line(tree, name, typed):
     """The ConfigLine of a name. One that no line has is refused, as it was typed."""
     lines = tree.config_lines()
     if name not in lines:
-        hint = nearest(name, lines) or "./run_all.sh list has them all"
-        raise Refused(f"{typed}: no line of configs.txt has that name; {hint}")
+        raise no_line(typed, name, lines)
     return lines[name]
-
-
-def nearest(name, names):
-    """A question that names what is spelt most like it; "" if nothing is."""
-    by_letters = {one.lower(): one for one in names}
-    return "".join(f"did you mean {by_letters[near]}?" for near in difflib.get_close_matches(name.lower(), by_letters, 1, 0.7))
 
 
 def no_knob(knob, names, place=""):
@@ -368,6 +360,14 @@ def lines_named(pattern, option="--only"):
     if not found:
         raise Refused(f"{option} {pattern}: no line of configs.txt has such a name")
     return found
+
+
+def has_bad_lines():
+    """Whether configs.txt has lines that cannot be read. Says what is wrong with them."""
+    sentences = Tree().read_configs()[1]
+    if sentences:
+        say(sentences)
+    return bool(sentences)
 
 
 def change_line(line, word):
@@ -495,9 +495,13 @@ def cmake_build(folder, source=ROOT, target="sdpa_selected", keep_going=False, p
     options = dict(SDPA_TESTS="OFF", SDPA_KEEP_GOING=keep_going, SDPA_ARCHS=os.environ.get("SDPA_ARCHS", ""),
                    SDPA_CONFIGS=os.path.join(ROOT, os.environ.get("SDPA_CONFIGS") or "configs.txt")) | options
     generator = {"CMAKE_GENERATOR": "Ninja"} if shutil.which("ninja") else {}  # of a new folder
+    os.makedirs(folder, exist_ok=True)
+    if not os.access(folder, os.W_OK):
+        raise Refused(f"{folder}: no folder that can be written to; set SDPA_BUILD_DIR to one")
     done = run(["cmake", "-S", source, "-B", folder, *(f"-D{name}={value}" for name, value in options.items())],
                env=generator | os.environ)
     if done.returncode:
+        refuse_full_disk(done.stdout + done.stderr, folder)
         raise Refused(f"CMake could not configure {folder}: {' '.join(done.stderr.split())[:300]}")
     with open(os.path.join(folder, "configs.tsv")) as file:
         count = sum(line.split("\t")[2] == "yes" for line in file)
@@ -510,14 +514,20 @@ def cmake_build(folder, source=ROOT, target="sdpa_selected", keep_going=False, p
         if re.search("Linking .* executable", line):
             linked += 1
             progress(linked, count, line.split("executable ")[1].partition("_")[2].strip())
-    return subprocess.CompletedProcess(command, process.wait(), text, "")
+    if process.wait():
+        refuse_full_disk(text, folder)
+    return subprocess.CompletedProcess(command, process.returncode, text, "")
 
 
 def replace_file(path, text):
     """Writes a file that is there whole or not at all."""
     new = own_name(path)
-    with open(new, "w") as out:
-        out.write(text)
+    try:
+        with open(new, "w") as out:
+            out.write(text)
+    except OSError as error:
+        error.filename = path  # which a failed write() lacks
+        raise
     os.rename(new, path)
 
 
@@ -531,7 +541,8 @@ def digest(*texts):
 
 
 def compiler_words(log):
-    """The sentence to show for a line that did not compile."""
+    """The sentence to show for a line that did not compile. Raises if it did not for want of room."""
+    refuse_full_disk(log, BUILD)
     errors = [line for line in log.splitlines() if re.search("error|fatal", line)]
     return assertion_words(log) or (errors or log.strip().splitlines()[-1:] or ["the compiler said nothing"])[0]
 

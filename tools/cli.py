@@ -1,13 +1,16 @@
 """What all commands share: their options, which are read from their usage, refusals of one sentence, exit codes."""
 import argparse
+import difflib
 import errno
 import functools
 import keyword
 import os
 import re
+import shutil
 import sys
+import tempfile
 
-MODULES = {"profile": "ncu"}  # of commands; Python has a profile of its own
+MODULES = {"profile": "ncu", "results": "page"}  # of commands; Python has a profile of its own
 MOST = 9999  # words of a command that takes any number
 
 
@@ -23,11 +26,31 @@ def say(*words):
     print(*words, file=sys.stderr, flush=True)
 
 
+def nearest(name, names):
+    """A question that names what is spelt most like it; "" if nothing is."""
+    by_letters = {one.lower(): one for one in names}
+    return "".join(f"did you mean {by_letters[near]}?" for near in difflib.get_close_matches(name.lower(), by_letters, 1, 0.7))
+
+
+def no_line(typed, name, lines):
+    """What to raise for a name that no line of configs.txt has."""
+    return Refused(f"{typed}: no line of configs.txt has that name; {nearest(name, lines) or './run_all.sh list has them all'}")
+
+
+def refuse_full_disk(words, *folders):
+    """Raises if a program that printed these words failed for want of room: it says so, or next to nothing is left in a folder."""
+    said = re.search(r".*(?:No space left on device|Disk quota exceeded).*((?<=:)\s+\S+)?", words)  # CMake has the file two lines below
+    left = {folder: shutil.disk_usage(folder).free for folder in (*folders, tempfile.gettempdir()) if os.path.exists(folder)}
+    full = [" ".join(said[0].split())] if said else [f"{folder} has {free >> 10} KB left" for folder, free in left.items() if free < 4 << 20]
+    if full:
+        raise Refused(f"{os.strerror(errno.ENOSPC)}: {full[0]}; free some, or set SDPA_BUILD_DIR or TMPDIR to a folder with more", 3)
+
+
 def explain(kind, error, trace):
     """A package of PyPI that is missing is told in a sentence as well."""
     if not isinstance(error, ModuleNotFoundError):
         return sys.__excepthook__(kind, error, trace)
-    package = {"elftools": "pyelftools", "optuna": "optuna==4.*"}.get(error.name, error.name)
+    package = {"elftools": "pyelftools", "ml_dtypes": "ml_dtypes==0.5.*", "optuna": "optuna==4.*"}.get(error.name, error.name)
     say(f"{os.path.basename(sys.argv[0])}: {sys.executable} lacks {package}; install it with: "
         f"python3 -m pip install '{package}'")
     os._exit(2)
@@ -59,7 +82,8 @@ def parse_options(usage, most_words=0, argv=None):
     except argparse.ArgumentError as error:
         raise Refused(str(error).replace("argument ", "").replace("expected one argument", "its value is missing"))
     for word in rest + options.words[most_words:]:
-        raise Refused(f"{word}: no such option")
+        hint = nearest(word.partition("=")[0], [name for action in parser._actions for name in action.option_strings])
+        raise Refused(f"{word}: no such option{hint and f'; {hint}'}")
     if options.help:
         print(usage.strip())
         sys.exit(0)
@@ -78,8 +102,9 @@ def words_of(error):
         return "stdout is closed, so not all of it was printed"
     if not getattr(error, "filename", None):
         return str(error)
-    hint = "; set SDPA_BUILD_DIR to a folder that can be written to" * (error.errno in (errno.EACCES, errno.EROFS, errno.EPERM))
-    return f"{error.filename}: {error.strerror}{hint}"
+    build = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.environ.get("SDPA_BUILD_DIR", "build"))
+    is_refused = error.errno in (errno.EACCES, errno.EROFS, errno.EPERM) and os.path.abspath(error.filename).startswith(build)
+    return f"{error.filename}: {error.strerror}{'; set SDPA_BUILD_DIR to a folder that can be written to' * is_refused}"
 
 
 def command(name, main):

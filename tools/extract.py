@@ -1,7 +1,7 @@
 """usage: ./run_all.sh extract NAME [KNOB=VALUE ...] [--namespace WORD] [--main] > my_kernel.cu
 The kernel of one line of configs.txt as a file that compiles alone and knows no knob.
   NAME              a line of configs.txt
-  KNOB=VALUE        in the place of the line's, as in BLOCK_N=32
+  KNOB=VALUE        in the place of the line's, as in BLOCK_N=32 or SCORE_MOD='s - x0[h] * real(q - k)'
   --namespace WORD  the namespace of its functions (default: the line's name)
   --main            with a program that checks one problem against a naive kernel and times it
 Sections of sdpa.cu for other families and knobs stay behind. Conditions that the knobs decide are decided. What
@@ -286,6 +286,12 @@ def formatted(text):
     return "\n".join(lines)
 
 
+def is_free_name(word):
+    """Whether a namespace may have this name: it is no keyword, no macro of the compiler and not the library's."""
+    return (re.fullmatch(r"[A-Za-z]\w*", word, re.ASCII) and "__" not in word and word != "std" and
+            not builds.run([builds.CXX, "-fsyntax-only", "-x", "c++", "-"], input=f"namespace {word} {{}}\n").returncode)
+
+
 def main():
     options = cli.parse_options(__doc__, cli.MOST)
     given = [word for word in options.words if "=" in word]
@@ -294,6 +300,6 @@ def main():
         raise Refused(f"{knob} has no value: write {knob}=VALUE")
     if len(names) != 1:
         raise Refused(f"one line, not {' and '.join(names)}" if names else "which line?")
-    if options.namespace and not re.fullmatch(r"[A-Za-z_]\w*", options.namespace):
-        raise Refused(f"--namespace {options.namespace}: want a name of C++")
+    if options.namespace and not is_free_name(options.namespace):
+        raise Refused(f"--namespace {options.namespace}: want a name that C++ and its library leave free, such as my_attention")
     print(extract(names[0], options.namespace or "", given, options.main))

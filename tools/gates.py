@@ -166,9 +166,7 @@ def main():
     if options.steps and not os.path.exists(options.steps):
         raise Refused(f"{options.steps}: there is no such file")
     lines = builds.lines_named(options.only or "")
-    bad_lines = builds.Tree().read_configs()[1]
-    if bad_lines:
-        say(bad_lines)
+    has_bad_lines = builds.has_bad_lines()
     newest = max(Path(builds.ROOT, "results", "ladder").glob("*-claims*.csv"), key=report_rows.by_name, default=None)
     path = options.steps or (time_claims(options.only or "") if options.time else newest)
     rows = None
@@ -176,4 +174,4 @@ def main():
         rows = report_rows.read(Path(path), ["claims"]).rows
         say(f"speed claims are judged by {os.path.relpath(path)}")
     kernels = compiled(lines, re.findall(r"\d+a?", os.environ.get("SDPA_ARCHS", "")) or ["80", "89", "90a"])
-    return report(judge(kernels, rows)) or bool(bad_lines)
+    return report(judge(kernels, rows)) or has_bad_lines

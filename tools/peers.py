@@ -169,7 +169,7 @@ def main():
         for kind in kinds:
             for row in run_problem(gpu, kernels, problem.typed(*kind), facts, *course):
                 failed |= row.get("check") == "FAIL"
-                out.writerow({name: str(value).replace(",", ";") for name, value in row.items()})
+                out.writerow(row)
             sys.stdout.flush()
     if options.field:
         out.writerow(product_of_matrices(gpu))

@@ -122,7 +122,6 @@ def main():
             failed |= row.get("check") == "FAIL"
             if row.get("graph_us"):
                 row |= share(problem, float(row["graph_us"]), flops, bytes_s)
-            row = {name: str(value).replace(",", ";") for name, value in row.items()}
             found[problem, row["config"]] = row
             table.add(**row)
         say(f"rungs: {problem} done")

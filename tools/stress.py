@@ -140,6 +140,7 @@ def stress_line(gpu, line, built, hog, repeats):
 
 def main():
     options = cli.parse_options(__doc__, cli.MOST)
+    has_bad_lines = not options.words and builds.has_bad_lines()
     lines = builds.parse_contenders(options.words) or [
         line for line in builds.lines_named("") if line.knob("USE_WGMMA") == "1" or line.knob("SPLIT_CTAS") == "0"]
     if any(type(line) is not builds.Line for line in lines):
@@ -154,4 +155,4 @@ def main():
         raise Refused(f"{HOG} does not compile: {beside.trouble}", 3)
     hog = Hog(gpu, beside.path)
     print("config,case,problem,repeats,check", flush=True)
-    return max([stress_line(gpu, line, built, hog, options.repeats) for line in lines])
+    return max([int(has_bad_lines), *(stress_line(gpu, line, built, hog, options.repeats) for line in lines)])
