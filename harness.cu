@@ -259,9 +259,8 @@ struct KernelFacts {  // of the kernel that takes a problem
   int threads;
   size_t shared_bytes;
   int item_rows;  // query rows of a work item
-  size_t workspace_bytes;
-  size_t zeroed_bytes;  // of the workspace: zero before a launch and after it
-  size_t bias_map_bytes;
+  size_t workspace_bytes;  // beside scratch memory: zero before a launch and after it
+  size_t scratch_bytes, bias_map_bytes;
 };
 
 struct Line {
@@ -318,15 +317,11 @@ TunedTile tile_of(const SdpaParams& p) {
   return Build::use_tuned ? TUNED_TILES[choose_tile(p)] : TunedTile{};
 }
 
-template <class B>
-constexpr size_t zeroed_bytes = B::split_ctas != 1 || B::use_lengths ? range_counter_bytes
-                                : B::use_persistent_cta ? sizeof(uint32_t)
-                                                        : 0;
 KernelFacts facts_of(const SdpaParams& p) {
   return with_build(p, [&](auto build) {
     using B = decltype(build);
     return KernelFacts{reinterpret_cast<const void*>(+KernelOf<B>::entry), B::threads, shared_bytes<B>, B::block_m,
-                       workspace_bytes<B>(p), zeroed_bytes<B>, bias_map_bytes<B>(p)};
+                       memory_of<B>(p).state, scratch_bytes<B>(p), bias_map_bytes<B>(p)};
   });
 }
 
@@ -829,9 +824,11 @@ class Instance {
     if (!p.bias_kind.empty()) hold_bias();
     hold_mods();
     if (p.page_size) hold_pages();
-    workspace_.reset(new Guarded("the workspace", line.facts_of(params).workspace_bytes));
+    const KernelFacts facts = line.facts_of(params);
+    workspace_.reset(new Guarded("the workspace", facts.workspace_bytes));
     workspace_->fill(0);
-    params.workspace = workspace_->data();
+    scratch_.reset(new Guarded("the scratch memory", facts.scratch_bytes));
+    params.workspace = workspace_->data(), params.scratch = scratch_->data();
   }
 
   void set_inputs(uint64_t seed) {
@@ -1052,7 +1049,7 @@ class Instance {
     return trouble.empty() ? difference(sentence) : trouble;
   }
 
-  void poison() { at(Tensor::O).poison(), lse_->fill(0xff); }
+  void poison() { at(Tensor::O).poison(), lse_->fill(0xff), scratch_->fill(0xff); }
   void launch(const SdpaParams& p, cudaStream_t stream = 0) const {
     const SdpaStatus status = line.forward(prepare_launch(problem, p), stream);
     if (!status.ok()) throw CudaError{status.text};
@@ -1103,10 +1100,10 @@ class Instance {
     string trouble;
     got.O = at(Tensor::O).read(trouble);
     got.LSE = lse_->fetch<uint32_t>(lse_->bytes);
-    lse_->expect_guards(trouble), workspace_->expect_guards(trouble);
+    for (const auto* memory : {&lse_, &workspace_, &scratch_}) (*memory)->expect_guards(trouble);
     if (bias_map_) bias_map_->expect_guards(trouble);
     if (!trouble.empty()) return trouble;
-    for (uint32_t word : workspace_->fetch<uint32_t>(line.facts_of(params).zeroed_bytes)) {
+    for (uint32_t word : workspace_->fetch<uint32_t>(workspace_->bytes)) {
       if (word) return format("the kernel left %u in the workspace, which must be zero", word);
     }
     return "";
@@ -1363,7 +1360,7 @@ class Instance {
   vector<int> mod_ints_[2];
   ModArrays mods_;
   bool outside_ = false;  // an expression read what is no element of an array
-  std::unique_ptr<Guarded> lse_, workspace_, sinks_, lengths_, q_lengths_, bias_, bias_map_, starts_[2];  // of Q, of K
+  std::unique_ptr<Guarded> lse_, workspace_, scratch_, sinks_, lengths_, q_lengths_, bias_, bias_map_, starts_[2];  // of Q, of K
   int64_t bias_row_ = 0;                       // elements from a row of the bias to the next
   std::unique_ptr<DeviceTensor> pages_[2];     // of K, of V
   std::unique_ptr<Guarded> table_;

@@ -309,6 +309,9 @@ struct SdpaParams {
   const float* x3 = nullptr;
   const int* i0 = nullptr;
   const int* i1 = nullptr;
+  // sdpa_scratch_bytes() of device memory, 256-byte aligned, with any contents, for this launch only. The workspace then
+  // needs less: it holds only what is zero between launches. Null: the scratch memory is a part of the workspace.
+  void* scratch = nullptr;
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf or its sink. NaN and inf come out as
 // the formula has them; those of V at a masked key may reach the row (0 * inf is NaN), of rows that are no key none.
@@ -387,7 +390,7 @@ struct Divisor {
   __device__ __forceinline__ uint32_t remainder(uint32_t n) const { return n - divide(n) * divisor; }
 };
 
-struct PlanArgs {  // USE_LENGTHS: room in the workspace for one group of heads
+struct PlanArgs {  // USE_LENGTHS: room in the scratch memory for one group of heads
   uint32_t items, parts, free_parts;  // partial results of ranges; free_parts lacks those of a typed SPLIT_CTAS
   Divisor page_size;  // USE_PAGES
   int box_rows = 0;   // keys that TMA copies at once: of one page and of one tile
@@ -959,6 +962,7 @@ constexpr Path path = B::use_mma_sync               ? Path::mma
 template <class B>
 constexpr bool merges_by_kernel = B::split_ctas != 1 && !B::swap_ab &&
                                   !(B::use_mma_sync && B::pack_gqa && B::split_kv > 1);
+template <class B> constexpr bool counts_ranges = B::split_ctas != 1 && !merges_by_kernel<B>;
 // KernelOf, which ends each chapter, has what the launch needs of a kernel: `Shared`, its shared memory, and `entry`.
 template <class B, Path = path<B>> struct KernelOf;
 template <class B> constexpr size_t shared_bytes = sizeof(typename KernelOf<B>::Shared);
@@ -3823,7 +3827,7 @@ template <class B> struct KernelOf<B, Path::wgmma_e4m3> {
 //   O / l of all slices
 //
 // Warps of the slice load its tiles. USE_LAZY_MAX: with a stale maximum a tile takes one barrier. SPLIT_CTAS: the last
-// of an item's CTAs to end merges the partial results that all of them have left in the workspace.
+// of an item's CTAs to end merges the partial results that all of them have left in the scratch memory.
 
 template <class B> struct WgmmaColumnsShared {
   struct Slice {
@@ -5226,9 +5230,8 @@ template <class B> struct MmaE4m3AsHalves {
 
 // ---- 5f ranges of keys ----
 
-// SPLIT_CTAS: the workspace has a counter of partial results for each item, and the partial results after all counters.
+// SPLIT_CTAS: items with several ranges that a launch may have, for which there are counters. USE_LENGTHS: their ranges.
 constexpr uint32_t most_split_items = Build::use_lengths ? 131072 : 16384;
-constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
 constexpr int ranges_at_once = 16, few_ranges = 4;  // that a thread merges; of few it takes more columns
 // SPLIT_CTAS=0: rounds in which K and V have 256 KB, of which a planned range has no less.
 __host__ __device__ __forceinline__ int least_rounds(int round_keys) {
@@ -5247,11 +5250,16 @@ template <class B> struct alignas(256) RangePartial {
 
 // ---- 5f partial results of ranges, and their merge (wmma, mma, wgmma) ----
 
-// The partial results of all CTAs in the workspace.
+// The partial results of all CTAs.
 template <class B> __device__ __forceinline__ RangePartial<B>* range_partials(const KernelArgs& a) {
-  unsigned char* partials = static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes;
+  unsigned char* partials = static_cast<unsigned char*>(a.p.scratch);
   if constexpr (B::use_lengths) partials += plan_bytes(plan_room<B>(a));
   return reinterpret_cast<RangePartial<B>*>(partials);
+}
+// A counter for each item with several ranges, zero when the kernel starts. USE_LENGTHS: behind the partial results.
+template <class B> __device__ __forceinline__ uint32_t* range_counters(const KernelArgs& a) {
+  if constexpr (!B::use_lengths) return static_cast<uint32_t*>(a.p.workspace);
+  else return reinterpret_cast<uint32_t*>(range_partials<B>(a) + plan_room<B>(a).parts * a.q_heads.divisor);
 }
 
 // Stores a view's rows of O, m and l in a partial result, by store(place, vector).
@@ -5369,7 +5377,7 @@ __device__ __forceinline__ void store_rows(const Partials& partials_s, const Ker
     });
     return;
   }
-  uint32_t* const counters = static_cast<uint32_t*>(a.p.workspace);
+  uint32_t* const counters = range_counters<B>(a);
   RangePartial<B>* const partials = range_partials<B>(a);
   merge_groups<B>(partials_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
     RangePartial<B>& partial = partials[item.part(a)];
@@ -5675,13 +5683,13 @@ struct alignas(16) PlannedItem {
   KeyRange keys;
   int range, ranges, first_of_parts;
 };
-// Behind the workspace's counters: how many items; how many to merge, whose numbers follow the items; how many drawn.
+// The scratch memory begins with it: how many items; how many to merge, whose numbers follow the items; how many drawn.
 struct Plan { uint32_t count, merges, drawn, unused; };
 __host__ __device__ constexpr size_t plan_bytes(const PlanArgs& plan) {
   return 256 + ceil_div(plan.items * (sizeof(PlannedItem) + sizeof(uint32_t)), 256) * 256;
 }
 __device__ __forceinline__ Plan& plan_of(const KernelArgs& a) {
-  return *reinterpret_cast<Plan*>(static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
+  return *static_cast<Plan*>(a.p.scratch);
 }
 template <class B> struct Item<B, true> : PlannedItem {
   using HeldMask = Mask;
@@ -5700,7 +5708,7 @@ template <class B> struct Item<B, true> : PlannedItem {
   __device__ uint32_t range_count(const KernelArgs&) const { return ranges; }
   __device__ uint32_t part(const KernelArgs&) const { return first_of_parts + range; }
   __device__ uint32_t first_part(const KernelArgs&) const { return first_of_parts; }
-  __device__ uint32_t counter(const KernelArgs&) const { return first_of_parts; }
+  __device__ uint32_t counter(const KernelArgs&) const { return first_of_parts / 2; }  // an item has two parts or more
   static __device__ uint32_t* queue(const KernelArgs& a) { return &plan_of(a).drawn; }
 };
 
@@ -5849,6 +5857,11 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
   });
   __syncthreads();  // hazard: counted by all threads
   if (tid == 0) st_global(&plan_of(a), uint4{s.count, s.count > 0 ? s.merges : 0, 0, 0});
+  if constexpr (counts_ranges<B>) {
+    const uint32_t counters = min(s.parts, plan_room<B>(a).parts) * a.q_heads.divisor / 2;
+#pragma unroll 1
+    for (uint32_t i = tid; i < counters; i += plan_threads) st_global(range_counters<B>(a) + i, 0u);
+  }
 }
 
 // ---- 5f the kernel that merges ranges (SPLIT_CTAS > 1) ----
@@ -6381,7 +6394,7 @@ template <class B> SdpaStatus take_bias_map(KernelArgs& a, const Items& items, c
     return status.ok() && a.p.bias_map_bytes > 0 ? set_bias_map<B>(a, items, a.p.bias_map, false, stream) : status;
   }
   if (!lists_rounds<B> || !makes_map<B>(a.p)) return {};
-  return set_bias_map<B>(a, items, static_cast<char*>(a.p.workspace) + range_counter_bytes, true, stream);
+  return set_bias_map<B>(a, items, a.p.scratch, true, stream);
 }
 template <class B> SdpaStatus map_bias(const SdpaParams& p, cudaStream_t stream) {
   const SdpaStatus status = check_bias_map<B>(p);
@@ -6393,20 +6406,33 @@ template <class B> SdpaStatus map_bias(const SdpaParams& p, cudaStream_t stream)
 
 // ---- the launch of a build ----
 
-// The workspace of the queue or of the ranges, whose counters are zero again after every launch: a map is behind them.
-template <class B> size_t workspace_bytes(const SdpaParams& p) {
-  if constexpr (B::use_lengths) {
-    const Items items = items_of<B>(p);
-    const PlanArgs plan = plan_args<B>(p, items);
-    return range_counter_bytes + plan_bytes(plan) + size_t(plan.parts) * (p.Hq / items.heads) * sizeof(RangePartial<B>);
-  }
-  if (lists_rounds<B> && makes_map<B>(p)) return range_counter_bytes + bias_map_bytes<B>(p);
-  if (B::split_ctas == 1) return B::use_persistent_cta ? sizeof(uint32_t) : 0;
+// The memory of a launch. state: a queue, or a counter for each item with several ranges; launches find them zero and leave
+// them zero. scratch: a plan, partial results or a map, which the launch writes before it reads them.
+struct LaunchMemory { size_t state, scratch; };
+template <class B> constexpr bool has_scratch = B::use_lengths || B::split_ctas != 1 || lists_rounds<B>;
+template <class B> LaunchMemory memory_of(const SdpaParams& p) {
+  const size_t queue_bytes = B::use_persistent_cta ? sizeof(uint32_t) : 0;
+  if (!has_scratch<B>) return {queue_bytes, 0};
+  if (lists_rounds<B>) return {queue_bytes, makes_map<B>(p) ? bias_map_bytes<B>(p) : 0};
   const Items items = items_of<B>(p);
-  const bool stores = items.ranges > 1 || merges_by_kernel<B>;
+  if constexpr (B::use_lengths) {
+    const PlanArgs plan = plan_args<B>(p, items);
+    const size_t parts = size_t(plan.parts) * (p.Hq / items.heads);
+    return {0, plan_bytes(plan) + parts * sizeof(RangePartial<B>) + (counts_ranges<B> ? parts / 2 * sizeof(uint32_t) : 0)};
+  }
+  if (items.ranges == 1 && counts_ranges<B>) return {0, 0};
+  const size_t counters = counts_ranges<B> ? size_t(min(items.count, int64_t(most_split_items))) : 0;
   // Unsigned: the product wraps for sizes that the allocation refuses.
   const size_t partials = size_t(items_at_once<B>(items)) * size_t(items.ranges);
-  return range_counter_bytes + (stores ? partials * sizeof(RangePartial<B>) : 0);
+  return {counters * sizeof(uint32_t), partials * sizeof(RangePartial<B>)};
+}
+template <class B> size_t scratch_bytes(const SdpaParams& p) { return memory_of<B>(p).scratch; }
+// Where scratch memory is a part of the workspace, it begins behind the most state, so that no launch writes another's.
+constexpr size_t most_state_bytes = Build::use_lengths ? 0 : most_split_items * sizeof(uint32_t);
+template <class B> size_t workspace_bytes(const SdpaParams& p) {
+  const LaunchMemory memory = memory_of<B>(p);
+  if (!has_scratch<B> || p.scratch || memory.scratch == 0) return memory.state;
+  return most_state_bytes + memory.scratch;
 }
 
 template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) {
@@ -6427,6 +6453,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
                    most_split_items, (long long)items.count);
   }
   KernelArgs a(p, B::pack_gqa ? items.queries : mask_rows<B>, B::block_n, grid_of<B>(p, items));
+  if (has_scratch<B> && !p.scratch && p.workspace) a.p.scratch = static_cast<char*>(p.workspace) + most_state_bytes;
   set_scales<B>(a);
   if constexpr (B::use_lengths) {
     const PlanArgs plan = plan_args<B>(p, items);
@@ -6532,6 +6559,7 @@ SdpaStatus check_params(SdpaParams& p) {
                  {"q_starts", of_lengths, uintptr_t(p.q_starts)},
                  {"k_descale", of_8bit, uintptr_t(p.k_descale.factor)}, {"k_starts", of_lengths, uintptr_t(p.k_starts)},
                  {"v_descale", of_8bit, uintptr_t(p.v_descale.factor)}, {"workspace", "", uintptr_t(p.workspace), 256},
+                 {"scratch", "", uintptr_t(p.scratch), 256},
                  {"k_lengths", of_lengths, uintptr_t(p.k_lengths)}, {"page_table", of_pages, uintptr_t(p.page_table)},
                  {"sinks", Build::use_sinks ? "" : "USE_SINKS=1", uintptr_t(p.sinks)}, {"LSE", "", uintptr_t(p.LSE)},
                  {"max_ctas", of_queue, uintptr_t(p.max_ctas), 1}, {"softcap", of_cap, p.softcap != 0, 1},
@@ -7023,10 +7051,16 @@ static inline SdpaStatus sdpa_map_bias(const SdpaParams& params, cudaStream_t st
 
 // ---- one launch ----
 
-// Bytes of device memory that SdpaParams::workspace must have for this problem. 0: none, or its sizes are refused.
+// Bytes of device memory that SdpaParams::workspace must have for this problem: less if `scratch` is set. 0: none, or its
+// sizes are refused.
 static inline size_t sdpa_workspace_bytes(SdpaParams p) {
   if (!check_sizes(p).ok()) return 0;
   return with_build(p, [&](auto build) { return workspace_bytes<decltype(build)>(p); });
+}
+// Bytes of device memory that SdpaParams::scratch must have for this problem, if it is set. 0: it may be null.
+static inline size_t sdpa_scratch_bytes(SdpaParams p) {
+  if (!check_sizes(p).ok()) return 0;
+  return with_build(p, [&](auto build) { return scratch_bytes<decltype(build)>(p); });
 }
 
 // O, LSE = attention(Q, K, V), enqueued on the stream of the current device. Returns without waiting; never prints,

@@ -29,6 +29,7 @@ extern "C" {
 size_t sdpa_library_params_bytes() { return sizeof(SdpaParams); }
 void sdpa_library_defaults(SdpaParams* p) { *reinterpret_cast<sdpa::SdpaParams*>(p) = {}; }
 size_t sdpa_library_workspace_bytes(const SdpaParams* p) { return sdpa::sdpa_workspace_bytes(params_of(p)); }
+size_t sdpa_library_scratch_bytes(const SdpaParams* p) { return sdpa::sdpa_scratch_bytes(params_of(p)); }
 size_t sdpa_library_bias_map_bytes(const SdpaParams* p) { return sdpa::sdpa_bias_map_bytes(params_of(p)); }
 static int told(const sdpa::SdpaStatus& status, char* text, size_t text_bytes) {
   if (text && text_bytes) snprintf(text, text_bytes, "%s", status.text);

@@ -64,6 +64,7 @@ using OptionalTensor = std::optional<Tensor>;
 
 struct Line {
   decltype(&sdpa_library_workspace_bytes) workspace_bytes;
+  decltype(&sdpa_library_scratch_bytes) scratch_bytes;
   decltype(&sdpa_library_forward) forward;
   decltype(&sdpa_library_bias_map_bytes) bias_map_bytes;
   decltype(&sdpa_library_map_bias) map_bias;
@@ -309,47 +310,47 @@ static std::string why_not_op(const Tensor& q_any, const Tensor& k_any, const Te
   return "PyTorch chooses its math kernel: the others are disabled or do not take this";
 }
 
-// ---- workspaces ----
+// ---- the state between launches ----
 
 #if CUDART_VERSION < 13000
 #define cudaStreamGetCaptureInfo cudaStreamGetCaptureInfo_v2
 #endif
 
-struct Workspace {
+constexpr size_t state_bytes = 65536;  // the largest workspace beside scratch memory, as sdpa.h says
+struct GraphState {
   void* data = nullptr;
-  size_t bytes = 0;
-  unsigned long long capture = 0;  // of a graph's
+  unsigned long long capture = 0;
 };
-using Place = std::tuple<decltype(Line::forward), int, cudaStream_t>;  // a line, a device, and a stream of it
-static auto& stream_workspaces = *new std::map<Place, Workspace>;      // never destroyed: CUDA may be gone by then
-static auto& graph_workspaces = *new std::map<Place, Workspace>;       // of the newest capture
-static std::mutex launching;                                           // of both, and of what uses them
+using Place = std::pair<int, cudaStream_t>;                    // a device, and a stream of it
+static auto& stream_states = *new std::map<Place, void*>;      // never destroyed: CUDA may be gone by then
+static auto& graph_states = *new std::map<Place, GraphState>;  // of the newest capture
+static std::mutex states_mutex;                                // of both
 static auto& of_dead_graphs = *new std::vector<void*>;
 static std::mutex of_dead_graphs_mutex;
 
 // Plain memory: PyTorch's belongs to the pool in use, a graph's or torch.cuda.use_mem_pool()'s.
-static void* allocated(size_t bytes) {
+static void* allocated_state() {
   void* data = nullptr;
   for (const bool again : {false, true}) {
     if (again) c10::cuda::CUDACachingAllocator::emptyCache();
-    const cudaError_t error = cudaMalloc(&data, bytes);
+    const cudaError_t error = cudaMalloc(&data, state_bytes);
     if (error != cudaErrorMemoryAllocation) {
       C10_CUDA_CHECK(error);
       return data;
     }
     (void)cudaGetLastError();
   }
-  TORCH_CHECK_WITH(OutOfMemoryError, false, "sdpa: the GPU has no memory for a workspace of ", bytes, " bytes");
+  TORCH_CHECK_WITH(OutOfMemoryError, false, "sdpa: the GPU has no memory for a workspace of ", state_bytes, " bytes");
 }
 
 // One that the graph owns. It is zeroed here and now: as a node of the graph that would cost each replay a launch.
-static void* graph_workspace(Workspace& workspace, size_t bytes, cudaStream_t captured) {
+static void* graph_state(GraphState& state, cudaStream_t captured) {
   cudaStreamCaptureStatus status;
   unsigned long long capture = 0;
   cudaGraph_t graph = nullptr;
   C10_CUDA_CHECK(cudaStreamGetCaptureInfo(captured, &status, &capture, &graph));
-  if (workspace.capture == capture && workspace.bytes >= bytes) return workspace.data;
-  void* data = allocated(bytes);
+  if (state.capture == capture) return state.data;
+  void* data = allocated_state();
   const auto free_later = [](void* dead) {  // CUDA may not be called here
     const std::lock_guard<std::mutex> lock(of_dead_graphs_mutex);
     of_dead_graphs.push_back(dead);
@@ -359,10 +360,10 @@ static void* graph_workspace(Workspace& workspace, size_t bytes, cudaStream_t ca
   C10_CUDA_CHECK(cudaGraphRetainUserObject(graph, owner, 1, cudaGraphUserObjectMove));
   cudaStream_t stream;
   C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  C10_CUDA_CHECK(cudaMemsetAsync(data, 0, bytes, stream));
+  C10_CUDA_CHECK(cudaMemsetAsync(data, 0, state_bytes, stream));
   C10_CUDA_CHECK(cudaStreamSynchronize(stream));
   C10_CUDA_CHECK(cudaStreamDestroy(stream));
-  workspace = {data, bytes, capture};
+  state = {data, capture};
   return data;
 }
 
@@ -376,29 +377,21 @@ static void free_of_dead_graphs() {
   for (void* data : dead) C10_CUDA_CHECK(cudaFree(data));
 }
 
-// The stream's, which grows to powers of 2, so that a growing problem seldom asks again.
-static void* stream_workspace(Workspace& workspace, size_t bytes, cudaStream_t stream) {
-  if (workspace.bytes >= bytes) return workspace.data;
+static void* stream_state(void*& state, cudaStream_t stream) {
+  if (state) return state;
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);  // for another thread's capture
-  if (workspace.data) {
-    C10_CUDA_CHECK(cudaStreamSynchronize(stream));  // kernels that are still using it
-    C10_CUDA_CHECK(cudaFree(workspace.data));
-    workspace = {};
-  }
-  while (bytes & (bytes - 1)) bytes += bytes & -bytes;
-  void* data = allocated(bytes);
-  C10_CUDA_CHECK(cudaMemsetAsync(data, 0, bytes, stream));
-  workspace = {data, bytes};
-  return data;
+  void* data = allocated_state();
+  C10_CUDA_CHECK(cudaMemsetAsync(data, 0, state_bytes, stream));
+  return state = data;
 }
 
-// Zeroed device memory for one launch of the line on the stream: the stream's, or the graph's that it is captured into.
-// The caller holds `launching`.
-static void* workspace_for(const Line& line, size_t bytes, cudaStream_t stream, bool captured) {
+// The workspace of a launch beside scratch memory: the stream's, or the graph's that the launch is captured into. Launches
+// of all lines share it, since each finds it zero and leaves it zero.
+static void* state_of(cudaStream_t stream, bool captured) {
+  const std::lock_guard<std::mutex> lock(states_mutex);
   if (!captured) free_of_dead_graphs();
-  const Place place{line.forward, c10::cuda::current_device(), stream};
-  return captured ? graph_workspace(graph_workspaces[place], bytes, stream)
-                  : stream_workspace(stream_workspaces[place], bytes, stream);
+  const Place place{c10::cuda::current_device(), stream};
+  return captured ? graph_state(graph_states[place], stream) : stream_state(stream_states[place], stream);
 }
 
 // ---- a launch ----
@@ -497,12 +490,12 @@ static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, con
   if (!why.empty()) return why;
   const LaunchStream at(q);
   char text[256];
-  const size_t bytes = line.workspace_bytes(&p);
-  std::unique_lock<std::mutex> lock(launching, std::defer_lock);  // a call's kernels follow each other in their workspace
-  if (bytes > 0) {
-    lock.lock();
-    p.workspace = workspace_for(line, bytes, at.stream, at.captured);
+  Tensor scratch;  // when the launch is enqueued, what follows it on the stream may have this memory
+  if (const size_t bytes = line.scratch_bytes(&p)) {
+    scratch = empty({int64_t(bytes)}, at::kByte, q);
+    p.scratch = scratch.mutable_data_ptr();
   }
+  if (line.workspace_bytes(&p) > 0) p.workspace = state_of(at.stream, at.captured);
   return line.forward(&p, at.stream, text, sizeof text) ? text : "";
 }
 

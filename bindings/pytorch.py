@@ -298,7 +298,7 @@ def line_with(capability, dtype, D, Dv, features, score_mod="", mask_mod=""):
     return line, capability, *knobs
 
 
-LINE_FUNCTIONS = ("workspace_bytes", "forward", "bias_map_bytes", "map_bias")
+LINE_FUNCTIONS = ("workspace_bytes", "scratch_bytes", "forward", "bias_map_bytes", "map_bias")
 
 
 class Line(ctypes.Structure):

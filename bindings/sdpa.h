@@ -2,7 +2,7 @@
    Build:  cmake --build build --target sdpa_NAME_lib    (build/libsdpa_NAME_lib.so), or by hand with the line's knobs
            nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -DKNOB=VALUE ... -shared -Xcompiler -fPIC \
                 bindings/library.cu -o libattention.so
-   Every library has the same six names. A program that needs two lines opens each by dlopen(path, RTLD_LOCAL).
+   Every library has the same seven names. A program that needs two lines opens each by dlopen(path, RTLD_LOCAL).
    docs/USING.md has examples that run. */
 #ifndef SDPA_H
 #define SDPA_H
@@ -70,6 +70,9 @@ typedef struct SdpaParams {
   /* Lines with SCORE_MOD or MASK_MOD: the arrays that the expressions name, in device memory; null if they are not named. */
   const float *x0, *x1, *x2, *x3;
   const int *i0, *i1;
+  /* sdpa_library_scratch_bytes(), with any contents, which only this launch uses; the workspace is then 64 KB or less, and all
+     libraries may share one per stream. Null: the scratch memory is a part of the workspace. */
+  void* scratch;
 } SdpaParams;
 
 struct CUstream_st; /* cudaStream_t is a pointer to it */
@@ -80,8 +83,11 @@ size_t sdpa_library_params_bytes(void);
 /* Fills *p: no tensor, no size, no mask, no limit of the window. Zeros alone would be a window of one key. */
 void sdpa_library_defaults(SdpaParams* p);
 
-/* Bytes that p->workspace must have for this problem, on the current device; 0: it may be null. */
+/* Bytes that p->workspace must have for this problem, on the current device: fewer if p->scratch is set. 0: it may be null. */
 size_t sdpa_library_workspace_bytes(const SdpaParams* p);
+
+/* Bytes that p->scratch must have if it is set; 0: it may be null. */
+size_t sdpa_library_scratch_bytes(const SdpaParams* p);
 
 /* Bytes of the map by which lines with USE_BIAS or MASK_MOD skip hidden tiles; 0: this problem has none. */
 size_t sdpa_library_bias_map_bytes(const SdpaParams* p);

@@ -158,6 +158,7 @@ vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng 
     }
     p.bias = memory.hold(bias), p.bias_strides = {int64_t(Sq) * Sk, 0, Sk};
   }
+  p.scratch = memory.hold(vector<unsigned char>(sdpa_scratch_bytes(p) + 1, 0xff));
   p.workspace = memory.hold(vector<unsigned char>(sdpa_workspace_bytes(p)));
   const SdpaStatus status = sdpa_forward(p, /*stream=*/0);
   REQUIRE(string(status.text) == "");

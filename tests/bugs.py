@@ -445,7 +445,7 @@ DRAWN_PROGRAMS = {
     "unit": (Program(tests="unit"), ["--test-case-exclude=exp2,witness_of_all,every_row*,given,seeds,spoiled,inputs",
                                      "--test-case=every_row,given,seeds,spoiled,inputs"]),
     "plan": (Program(tests="plan"), ["--test-case=sequences,scalar,roles,chunk,decode,paged"],
-             "plan|^for_each_tile|^invariant|^rounds_at_once|^items_of|^grid_of|^workspace_bytes|^Sequence"),
+             "plan|^for_each_tile|^invariant|^rounds_at_once|^items_of|^grid_of|^memory_of|^(workspace|scratch)_bytes|^Sequence"),
 }
 
 

@@ -435,7 +435,7 @@ static SdpaStatus forward_and_spoil(const SdpaParams& p, cudaStream_t stream) {
   launches.push_back(p);
   if (p.Sk == 13) return failure(cudaErrorLaunchFailure, "no luck");
   SdpaParams ours = p;
-  ours.max_ctas = 0, ours.workspace = nullptr;
+  ours.max_ctas = 0, ours.workspace = ours.scratch = nullptr;
   const SdpaStatus status = spoilt(ours, stream);
   cudaDeviceSynchronize();
   if (spoil) spoil(p, int(launches.size()));
@@ -562,12 +562,17 @@ TEST_CASE("spoiled") {
   // The workspace: what must be zero after a launch.
   changed.now.facts_of = [](P p) {
     KernelFacts facts = facts_of(p);
-    facts.workspace_bytes = 256, facts.zeroed_bytes = 64;
+    facts.workspace_bytes = 64, facts.scratch_bytes = 256;
     return facts;
   };
   CHECK(sweep(words).code == 0);
   spoiled(words, "the kernel left 7 in the workspace", [](P p, int n) { if (n == 1) static_cast<int*>(p.workspace)[15] = 7; });
-  CHECK(sweep(words, [](P p, int n) { if (n == 1) static_cast<int*>(p.workspace)[16] = 7; }).code == 0);
+  const auto scratch_is_poisoned = [](P p, int n) {
+    int* const scratch = static_cast<int*>(p.scratch);
+    if (n == 1 || n > 4) CHECK(std::count(scratch, scratch + 64, -1) == 64);  // before each launch outside the chain
+    std::fill(scratch, scratch + 64, 7);
+  };
+  CHECK((sweep(words, scratch_is_poisoned).code == 0 && launches.size() == 6));
 
   // Of the launches the first has as many CTAs as are resident, the others what was asked for.
   changed.now.has_queue = true;
@@ -637,7 +642,7 @@ TEST_CASE("guards") {
   spoilt = forward_by_witness;
   changed.now.facts_of = [](const SdpaParams& p) {
     KernelFacts facts = facts_of(p);
-    facts.workspace_bytes = facts.bias_map_bytes = 256;
+    facts.workspace_bytes = facts.scratch_bytes = facts.bias_map_bytes = 256;
     return facts;
   };
   changed.now.map_bias = [](const SdpaParams&, cudaStream_t) { return SdpaStatus{}; };
@@ -653,7 +658,8 @@ TEST_CASE("guards") {
     const auto plain = [](const char* name, void* x, int bytes) { return Place{name, static_cast<char*>(x), static_cast<char*>(x) + bytes}; };
     return std::vector<Place>{tensor("Q", p.Q, p.q, 2, 5), tensor("K", p.K, p.k, 1, 7), tensor("V", p.V, p.v, 1, 7),
                               tensor("O", p.O, p.o, 2, 5), plain("LSE", p.LSE, 2 * 2 * 5 * 4),
-                              plain("the workspace", p.workspace, 256), plain("the map of the bias", p.bias_map, 256)};
+                              plain("the workspace", p.workspace, 256), plain("the scratch memory", p.scratch, 256),
+                              plain("the map of the bias", p.bias_map, 256)};
   };
   const auto found = [&](const char* layout, const std::function<void(const SdpaParams&, int)>& how) {
     Problem p;
@@ -677,7 +683,7 @@ TEST_CASE("guards") {
     make_tensor = make_placed_tensor;
     if (!*layout) make_tensor = [](const Problem& p, Tensor t) { return std::make_unique<DeviceTensor>(p, t); };
     CHECK(found(layout, nullptr) == "");
-    for (int place = 0; place < 7; place++) {
+    for (int place = 0; place < 8; place++) {
       for (int i = 0; i < 8; i++) {
         const bool before = i & 1, is_far = i & 2;
         const int launch = i & 4 ? 2 : 1, far = int(GUARD) + (place < 4 && *layout ? 2 * int(MARGIN) : 0);

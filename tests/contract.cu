@@ -9,6 +9,7 @@
 
 #include <climits>
 #include <functional>
+#include <optional>
 #include <set>
 #include <string>
 #include <thread>
@@ -32,10 +33,45 @@ static void check(bool is_good, const char* text, int line) {
 #undef CHECK
 #define CHECK(...) check(bool(__VA_ARGS__), #__VA_ARGS__, __LINE__)
 
+// Device memory whose bytes are zero when it is allocated.
+class Workspace {
+ public:
+  explicit Workspace(size_t bytes) : bytes(bytes) { cudaMalloc(&memory_, bytes), cudaMemset(memory_, 0, bytes); }
+  ~Workspace() { cudaFree(memory_); }
+  Workspace(const Workspace&) = delete;
+  operator void*() const { return memory_; }
+  const size_t bytes;
+
+ private:
+  void* memory_;
+};
+// Scratch memory. on_stream() fills all of this thread's with 0xff before it calls anything.
+struct Scratch : Workspace {
+  explicit Scratch(size_t bytes) : Workspace(bytes) { all.insert(this); }
+  ~Scratch() { all.erase(this); }
+  static inline thread_local std::set<const Scratch*> all;
+};
+// The memory that a problem needs, no byte more: the backend reports accesses behind it.
+struct Owned {
+  Owned(SdpaParams& p, const LaunchMemory& memory) : workspace(memory.state), scratch(memory.scratch) {
+    p.workspace = workspace, p.scratch = scratch;
+  }
+  explicit Owned(SdpaParams& p) : Owned(p, memory_for(p)) {}
+  const Workspace workspace;
+  const Scratch scratch;
+
+ private:
+  static LaunchMemory memory_for(SdpaParams p) {
+    p.scratch = &p;
+    return {sdpa_workspace_bytes(p), sdpa_scratch_bytes(p)};
+  }
+};
+
 // Calls enqueue(stream) with a stream other than the default one. Every launch must go to it and to the current device.
 template <class Enqueue> static SdpaStatus on_stream(const Enqueue& enqueue, vector<simt::Launch>* launches = nullptr) {
   thread_local char stream;
   vector<simt::Launch> log;
+  for (const Scratch* scratch : Scratch::all) cudaMemset(*scratch, 0xff, scratch->bytes);
   simt::launch_log = &log;
   const SdpaStatus status = enqueue(static_cast<cudaStream_t>(&stream));
   simt::launch_log = nullptr;
@@ -115,9 +151,7 @@ class Attention {
     p.V = input<Input>(v_, k_.size(), seed + 2);
     p.O = allocate<Output>(o_elements_);
     p.LSE = allocate<float>(o_elements_ / D);
-    const size_t bytes = sdpa_workspace_bytes(p);
-    p.workspace = allocate<unsigned char>(bytes);  // no byte more: the backend reports the one behind it
-    cudaMemset(p.workspace, 0, bytes);
+    owned_.emplace(p);
   }
   ~Attention() {
     for (void* pointer : memory_) cudaFree(pointer);
@@ -256,6 +290,7 @@ class Attention {
   }
 
   vector<void*> memory_;
+  std::optional<Owned> owned_;
   vector<float> q_, k_, v_;
   size_t o_elements_;
 };
@@ -303,11 +338,14 @@ TEST_CASE("pointers") {
   }
   if (sdpa_workspace_bytes(a.p)) {
     CHECK(begins(refusal([](SdpaParams& p) { p.workspace = nullptr; }), "workspace is null"));
+  }
+  if (sdpa_scratch_bytes(a.p)) {
+    CHECK(begins(refusal([](SdpaParams& p) { p.workspace = p.scratch = nullptr; }), "workspace is null"));
+  }
+  for (const auto& [name, member] : {std::pair{"workspace", &SdpaParams::workspace}, {"scratch", &SdpaParams::scratch}}) {
     for (int bytes = 1; bytes < 256; bytes *= 2) {
-      CHECK(begins(refusal([&](SdpaParams& p) {
-                     p.workspace = moved(static_cast<char*>(p.workspace), bytes);
-                   }),
-                   "workspace is not aligned to"));
+      const string said = refusal([&, m = member](SdpaParams& p) { p.*m = moved(static_cast<char*>(p.*m), bytes); });
+      CHECK(begins(said, (name + string(" is not aligned to")).c_str()));
     }
   }
   // LSE is not wanted: nothing is written where it would be.
@@ -395,18 +433,6 @@ template <class T> class Held {
 };
 using Ints = Held<int>;
 using Floats = Held<float>;
-// The memory that all of some problems can have in turn.
-class Workspace {
- public:
-  explicit Workspace(size_t bytes) : bytes(bytes) { cudaMalloc(&memory_, bytes), cudaMemset(memory_, 0, bytes); }
-  ~Workspace() { cudaFree(memory_); }
-  Workspace(const Workspace&) = delete;
-  operator void*() const { return memory_; }
-  const size_t bytes;
-
- private:
-  void* memory_;
-};
 
 // use(B()) of each build B that this one chooses from.
 template <int N = next_tile(0), class Use> static void for_each_build(const Use& use) {
@@ -488,7 +514,7 @@ TEST_CASE("changed_members") {
 
   using Change = std::function<void(SdpaParams&)>;
   vector<std::pair<string, Change>> changes;
-  void *one = nullptr, *other = nullptr;  // workspaces
+  void *one = nullptr, *other = nullptr, *other_scratch = nullptr;  // workspaces, which have room for scratch memory
   const auto add = [&](bool can, const char* name, const Change& change) {
     if (can) changes.push_back({name, change});
   };
@@ -509,6 +535,7 @@ TEST_CASE("changed_members") {
   }
   add(true, "scale", [](SdpaParams& p) { p.scale = 0.3f; });
   add(true, "workspace", [&](SdpaParams& p) { p.workspace = other; });
+  add(true, "scratch", [&](SdpaParams& p) { p.scratch = other_scratch; });
   add(true, "causal", [](SdpaParams& p) { p.causal = Causal::bottom_right; });
   add(true, "causal", [](SdpaParams& p) { p.causal = Causal::top_left; });
   add(Build::use_persistent_cta, "max_ctas", [](SdpaParams& p) { p.max_ctas = 1; });
@@ -555,11 +582,13 @@ TEST_CASE("changed_members") {
   add(Build::head_dim == Build::d_v, "Dv", [](SdpaParams& p) { p.Dv = D; });
 
   // With batches of their own; with lengths also with inputs that all batches share, and packed.
-  SdpaParams shared = base, packed = base;
+  SdpaParams own = base;
+  own.scratch = nullptr;
+  SdpaParams shared = own, packed = own;
   shared.q.batch = 0;
   if (!Build::use_pages) shared.k.batch = shared.v.batch = 0, packed.k_starts = k_starts;
   packed.q_starts = q_starts;
-  vector<SdpaParams> bases = {base};
+  vector<SdpaParams> bases = {own};
   if (lengths_) bases.push_back(shared), bases.push_back(packed);
   size_t bytes = 0;
   for (const SdpaParams& from : bases) {
@@ -569,7 +598,8 @@ TEST_CASE("changed_members") {
     }
   }
   const Workspace memory(bytes), other_memory(bytes);
-  one = memory, other = other_memory;
+  const Scratch scratch(bytes);
+  one = memory, other = other_memory, other_scratch = scratch;
   std::set<string> changed = {"D"};
   for (SdpaParams from : bases) {
     from.workspace = one;
@@ -724,8 +754,8 @@ template <class B> static void check_map(uint32_t seed) {
 
   const ExpectedMap<B> expected{p, numbers};
   CHECK(bias_map_bytes<B>(p) == expected.bytes());
-  const Workspace map(expected.bytes()), memory(workspace_bytes<B>(p));
-  p.workspace = memory;
+  const Workspace map(expected.bytes());
+  const Owned memory(p, memory_of<B>(p));
   vector<vector<unsigned char>> held;
   const auto is_right = [&](const SdpaParams& call, bool maps_before, size_t count) {
     vector<simt::Launch> launches;
@@ -739,7 +769,7 @@ template <class B> static void check_map(uint32_t seed) {
   // A launch makes its own map of 16 rounds or more that all heads share.
   const bool has_own = p.bias_strides.head == 0 && columns >= 16 * B::round_keys;
   CHECK(is_right(p, false, has_own ? 3 : 2));
-  CHECK((!has_own || expected.is(static_cast<char*>(p.workspace) + range_counter_bytes)));
+  CHECK((!has_own || expected.is(static_cast<char*>(p.scratch))));
   p.bias_map = map;
   p.bias_map_bytes = expected.bytes();
   CHECK((is_right(p, true, 3) && expected.is(map)));
@@ -760,8 +790,8 @@ TEST_CASE("bias_map_refusals" * doctest::skip(!Build::use_bias)) {
   SdpaParams p = featured.p;
   const size_t bytes = sdpa_bias_map_bytes(p);
   CHECK((bytes > 0 || !has_map_of_bias || Build::use_tuned));
-  const Workspace workspace(sdpa_workspace_bytes(p)), map(bytes + 4);
-  p.workspace = workspace;
+  const Workspace map(bytes + 4);
+  const Owned memory(p);
   p.bias_map_bytes = bytes + 4;
   const string null_map = "bias_map_bytes is " + std::to_string(bytes + 4) + ", but bias_map is null; set both or neither";
   CHECK(featured.a.forward(p) == null_map);
@@ -788,7 +818,7 @@ TEST_CASE("map_and_ranges" * doctest::skip(!Build::use_bias || !Build::use_tuned
   const Attention a(1, 70, 70, 200, 4200);
   const Held<Bias> bias(vector<Bias>(200 * 4200, rounded<Bias>(Build::use_bias == 2)));
   SdpaParams many = a.p;  // rows
-  many.bias = static_cast<const Bias*>(bias), many.bias_strides = {0, 0, 4200};
+  many.bias = static_cast<const Bias*>(bias), many.bias_strides = {0, 0, 4200}, many.scratch = nullptr;
   SdpaParams few = many;
   few.Sq = 3;
   const bool maps = with_build(many, [&](auto build) { return makes_map<decltype(build)>(many); });
@@ -948,7 +978,7 @@ struct Launching {
     simt::gpu.sms[0] = 1;
     if (!has_map_of_bias) return;
     SdpaParams p = mapped.p;
-    p.bias = static_cast<const Bias*>(bias), p.workspace = workspace;
+    p.bias = static_cast<const Bias*>(bias), p.workspace = workspace, p.scratch = nullptr;
     REQUIRE(sdpa_workspace_bytes(p) <= workspace.bytes);
     calls.push_back({&mapped, p});
   }
@@ -999,12 +1029,14 @@ TEST_CASE("failed_launches") {
 TEST_CASE("waits" * doctest::skip(!Build::starts_early)) {
   const Featured featured;
   SdpaParams p = featured.p;
-  const Workspace workspace(sdpa_workspace_bytes(p));
-  p.workspace = workspace;
+  const Owned memory(p);
+  vector<Memory> inputs = featured.inputs();
+  inputs.push_back({memory.workspace, memory.workspace.bytes});
+  inputs.push_back({memory.scratch, memory.scratch.bytes});  // another operator's until then
   vector<vector<unsigned char>> held;
   for (int n = 0; n < 2; n++) {  // the second time tensor maps are those of the first one
     const SdpaStatus status = featured.a.call_by([&](cudaStream_t stream) {
-      write_by_kernel(featured.inputs(), held, stream);
+      write_by_kernel(inputs, held, stream);
       return sdpa_forward(p, stream);
     });
     CHECK((status.ok() && featured.a.is_right(p)));
@@ -1032,8 +1064,7 @@ template <class T> static std::enable_if_t<!std::is_pointer_v<T>, bool> move_poi
 TEST_CASE("refusals") {
   const Featured featured;
   SdpaParams base = featured.p;
-  const Workspace workspace(sdpa_workspace_bytes(base));
-  base.workspace = workspace;
+  const Owned memory(base);
   CHECK((featured.a.forward(base) == "" && featured.a.is_right(base)));
   const int launches = simt::launches();
   // The status text of the call if change(member) returns true; else "-".
@@ -1049,7 +1080,7 @@ TEST_CASE("refusals") {
     return string(status.text);
   };
   const auto alignment_of = [](const string& name) {
-    if (name == "workspace") return 256;
+    if (name == "workspace" || name == "scratch") return 256;
     if (name == "bias") return int(sizeof(Bias));
     if (name == "Q") return std::min(Build::vec_width * int(sizeof(Query<Build>)), 16);
     if (name == "K" || name == "V") return std::min(Build::vec_width * int(sizeof(Input)), 16);
@@ -1137,8 +1168,10 @@ TEST_CASE("extremes") {
     if (Build::use_lengths && draw(2)) p.q_starts = held;
     if (Build::use_lengths && draw(2)) p.k_lengths = held;
     if (Build::use_bias && draw(2)) p.bias = held;
-    const size_t bytes = sdpa_workspace_bytes(p) + sdpa_bias_map_bytes(p);
+    const size_t bytes = sdpa_workspace_bytes(p) + sdpa_bias_map_bytes(p) + sdpa_scratch_bytes(p);
     SdpaParams checked = p;
+    checked.scratch = some_memory();
+    CHECK(sdpa_workspace_bytes(checked) <= 65536);  // as sdpa.h says
     const bool is_refused = !check_sizes(checked).ok();
     if (is_refused) CHECK((bytes == 0 && sdpa_forward(p, /*stream=*/0).code == cudaErrorInvalidValue));
     (is_refused ? refused_ones : taken)++;
@@ -1188,27 +1221,30 @@ TEST_CASE("many_keys" * doctest::skip(Build::family == Family::scalar)) {
   if (Build::split_ctas != 1 && !Build::use_lengths) CHECK(items_of<Build>(problem(2, 1, 1 << 20)).ranges >= 16);
   if (Build::pack_gqa && !Build::use_lengths && !merges_by_kernel<Build>) {
     CHECK(items_of<Build>(problem(9000, 1, 1 << 20)).ranges == 1);  // 27,000 items have no counters
-    CHECK(sdpa_workspace_bytes(problem(9000, 1, 1 << 20)) == range_counter_bytes);
+    CHECK(sdpa_workspace_bytes(problem(9000, 1, 1 << 20)) == 0);
   }
   if constexpr (Build::use_tuned) CHECK(TUNED_TILES[choose_tile(problem(2, 999, 65537))].split_ctas == 0);
 }
 
-// One workspace, zeroed once, for problems of several sizes in turn; and a row does not depend on the batch around
-// it, where SPLIT_CTAS is fixed.
+// One workspace, zeroed once, for problems of several sizes in turn, with and without scratch memory beside it; and a row
+// does not depend on the batch around it, where SPLIT_CTAS is fixed.
 TEST_CASE("workspace") {
   const Attention a(1, 2, 1, 3, 300), b(3, 4, 2, 40, 500, Causal::bottom_right), c(1, 4, 1, 1, 30);
-  const size_t bytes = std::max(sdpa_workspace_bytes(a.p), sdpa_workspace_bytes(b.p));
-  void* workspace = nullptr;
-  cudaMalloc(&workspace, bytes + 1);
-  cudaMemset(workspace, 0, bytes);
-  for (int round = 0; round < 2; round++) {
+  const auto in_one = [](SdpaParams p) {
+    p.scratch = nullptr;
+    return p;
+  };
+  size_t bytes = 0;
+  for (const Attention* problem : {&a, &b, &c}) bytes = std::max(bytes, sdpa_workspace_bytes(in_one(problem->p)));
+  const Workspace workspace(bytes);
+  for (int round = 0; round < 4; round++) {
     for (const Attention* problem : {&a, &b, &c}) {
-      SdpaParams p = problem->p;
+      SdpaParams p = round % 2 ? problem->p : in_one(problem->p);
       p.workspace = workspace;
       CHECK((problem->forward(p) == "" && problem->is_right()));
     }
   }
-  SdpaParams p = b.p;
+  SdpaParams p = in_one(b.p);
   p.workspace = workspace;
   const size_t elements = size_t(b.p.Hq) * b.p.Sq * b.p.D;  // of a batch
   vector<Output> together(elements), alone(elements);
@@ -1220,7 +1256,6 @@ TEST_CASE("workspace") {
   if (Build::split_ctas != 0 && !Build::use_tuned) {
     CHECK(memcmp(together.data(), alone.data(), elements * sizeof(Output)) == 0);
   }
-  cudaFree(workspace);
   // Sizes are not checked before a caller asks for its bytes; nor has what only packed sequences reach a place in 32 bits.
   SdpaParams absurd = c.p;
   absurd.Sk = INT_MAX - 1000, absurd.window_left = 0, absurd.B = 1000000;
@@ -1232,20 +1267,18 @@ TEST_CASE("workspace") {
   }));
 }
 
-// The workspace is no larger than what is written: its last partial result is one.
+// Scratch memory is no larger than what is written: its last partial result is one.
 TEST_CASE("last_partial" * doctest::skip(Build::use_lengths)) {
   for (const int sms : {1, 3, 132}) {
     simt::gpu.sms[0] = sms;
     for (const int heads : {2, 90}) {
       const Attention a(1, heads, heads / 2, 3, 300);
-      const size_t bytes = sdpa_workspace_bytes(a.p);
-      if (bytes <= range_counter_bytes) continue;  // there are none
-      char* const partials = static_cast<char*>(a.p.workspace) + range_counter_bytes;
-      cudaMemset(partials, 0xff, bytes - range_counter_bytes);
+      const size_t bytes = sdpa_scratch_bytes(a.p);
+      if (bytes == 0) continue;  // there are none
       CHECK((a.forward() == "" && a.is_right()));
       float last;
       const size_t size = with_build(a.p, [](auto build) { return sizeof(RangePartial<decltype(build)>); });
-      cudaMemcpy(&last, partials + (bytes - range_counter_bytes) - size, sizeof last, cudaMemcpyDeviceToHost);
+      cudaMemcpy(&last, static_cast<char*>(a.p.scratch) + bytes - size, sizeof last, cudaMemcpyDeviceToHost);
       CHECK(!std::isnan(last));
     }
   }
@@ -1287,8 +1320,7 @@ TEST_CASE("pages" * doctest::skip(!Build::use_pages)) {
   for (Strides* s : {&p.k, &p.v}) s->batch = 16 * s->row, s->head = 16 * pages * s->row;
   const Ints starts({0, 20, 37, 50}), lengths({most, 40, 41}), table(vector<int>(3 * pages));
   p.q_starts = starts, p.k_lengths = lengths;
-  const Workspace workspace(sdpa_workspace_bytes(p));
-  p.workspace = workspace;
+  const Owned memory(p);
   for (int keys : {16 * pages, 43, 32}) {  // the table of the last sequence ends with its last page
     const int width = (keys + 15) / 16;
     vector<int> entries(3 * width);
@@ -1324,7 +1356,7 @@ TEST_CASE("starts" * doctest::skip(!Build::use_lengths)) {
   const Attention a(1, 2, 1, Sq, Sk);
   SdpaParams no_heads = a.p;
   no_heads.Hq = no_heads.Hkv = 0;
-  CHECK(sdpa_workspace_bytes(no_heads) > 0);
+  CHECK(sdpa_scratch_bytes(no_heads) > 0);
   const auto run = [&](const vector<int>& q, const vector<int>& k, const vector<int>& lengths, int most_keys = 0, bool of_queries = false) {
     const Ints q_starts(q), k_starts(k), k_lengths(lengths), table({0, 1, 2, 3, 4, 5});
     SdpaParams p = a.p;
@@ -1337,8 +1369,7 @@ TEST_CASE("starts" * doctest::skip(!Build::use_lengths)) {
       p.page_table = table, p.page_size = 16, p.pages = 6, p.k_starts = nullptr;
       for (Strides* s : {&p.k, &p.v}) s->batch = 16 * s->row;
     }
-    const Workspace workspace(sdpa_workspace_bytes(p));
-    p.workspace = workspace;
+    const Owned memory(p);
     return a.forward(p) == "" && a.is_right(p);
   };
   const vector<vector<int>> q_starts[] = {
@@ -1378,8 +1409,7 @@ TEST_CASE("backwards" * doctest::skip(!Build::use_lengths || Build::use_pages)) 
   const Ints twice_g(twice), one_g(one), keys_g(keys);
   SdpaParams p = a.p;
   p.B = B, p.q_starts = twice_g, p.k_starts = keys_g;
-  const Workspace workspace(sdpa_workspace_bytes(p));
-  p.workspace = workspace;
+  const Owned memory(p);
   CHECK(a.forward(p) == "");
   p.q_starts = one_g;
   CHECK((a.forward(p) == "" && a.is_right()));
@@ -1408,7 +1438,7 @@ TEST_CASE("room" * doctest::skip(!Build::use_lengths || (sums_end<Build> && !Bui
   cudaMalloc(&held, B * sizeof(int)), cudaMalloc(&p.O, B * 2 * D * sizeof(Output)), cudaMalloc(&p.LSE, B * 2 * sizeof(float));
   cudaMemcpy(held, lengths.data(), B * sizeof(int), cudaMemcpyHostToDevice);
   p.B = B, p.k_lengths = held, p.q.batch = p.k.batch = p.v.batch = 0, p.o.batch = 2 * D, p.o.head = D;
-  cudaMalloc(&p.workspace, sdpa_workspace_bytes(p)), cudaMemset(p.workspace, 0, sdpa_workspace_bytes(p));
+  const Owned memory(p);
   const SdpaStatus status = on_stream([&](cudaStream_t stream) { return sdpa_forward(p, stream); });
   CHECK(string(status.text) == "");
   vector<Output> O(B * 2 * D), one(2 * D);
@@ -1424,7 +1454,7 @@ TEST_CASE("room" * doctest::skip(!Build::use_lengths || (sums_end<Build> && !Bui
       }
     }
   }
-  cudaFree(held), cudaFree(p.O), cudaFree(p.LSE), cudaFree(p.workspace);
+  cudaFree(held), cudaFree(p.O), cudaFree(p.LSE);
 }
 
 // A head or a batch of stride 0 is one for all, TMA's maps included; a stride below 0 is refused by them in a sentence.

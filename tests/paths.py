@@ -40,7 +40,7 @@ PATHS = [
     Path("a bias by elements from memory", r"const bool exists = uint32_t\(col \+ at\) < uint32_t\(cols\);"),
     Path("tiles without a bias in a launch with one", r"S\.x\[i\]\[j\] \*= a\.logit_scale;$", builds="USE_BIAS=1"),
     Path("a map of the bias", r"item\.rounds = int\(ld_global<uint32_t>\(list\)\)"),
-    Path("a map of the bias by the launch", r"return set_bias_map<B>\(a, items, static_cast<char\*>\(a\.p\.workspace\)"),
+    Path("a map of the bias by the launch", r"return set_bias_map<B>\(a, items, a\.p\.scratch, true"),
     Path("a map by chunks", r"effects \|= effects_of\(x\[n\]\.y\)", whole=True),
     Path("a map by elements", r"x\[n\]\.x = ld_global_nc<VectorType<sizeof\(Bias\)>>", whole=True),
     # ---- items and their rounds ----

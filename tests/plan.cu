@@ -201,29 +201,30 @@ template <class B> struct PlanCheck {
     const PlanArgs room = plan_args<B>(p, items);
     const uint64_t blocks = (p.Sq + queries() - 1) / queries();
     const uint64_t most_tiles = p.q_starts ? p.B + blocks : p.B * blocks;
-    const uint64_t counters = merges_by_kernel<B> ? 1u << 31 : most_split_items / groups;
+    const uint64_t most_parts = merges_by_kernel<B> ? 1u << 31 : most_split_items / groups;
     const uint64_t ctas = (228 << 10) / (sizeof(typename KernelOf<B>::Shared) + 1024) * simt::gpu.sms[0];
     const uint64_t share = std::max<uint64_t>(simt::gpu.sms[0] / groups, 1);  // batch_invariant: of a sequence
-    const uint64_t free = B::split_ctas == 1 ? 0 : p.batch_invariant ? share : std::min(2 * ((4 * ctas + groups - 1) / groups), counters);
+    const uint64_t free = B::split_ctas == 1 ? 0 : p.batch_invariant ? share : std::min(2 * ((4 * ctas + groups - 1) / groups), most_parts);
     const uint64_t of_typed = B::split_ctas > 1 ? B::split_ctas * most_tiles : 0;
-    const bool is_typed = of_typed > 0 && of_typed + free <= std::min<uint64_t>(counters, most_split_items);
+    const bool is_typed = of_typed > 0 && of_typed + free <= std::min<uint64_t>(most_parts, most_split_items);
     const uint64_t parts = p.batch_invariant ? invariant_parts(most_tiles, share) : free + (is_typed ? of_typed : 0);
     expect(items.heads == heads() && items.queries == queries(), "rows of an item");
     expect(room.free_parts == free && room.parts == parts && room.items == most_tiles + parts,
            format("room for %u items and %u parts, want %d and %d", room.items, room.parts, int(most_tiles + parts), int(parts)));
     SdpaParams other = p;  // what the host does not know
     other.Sk = 1, other.most_keys = 5, other.causal = Causal::off, other.k_lengths = other.k_starts = nullptr;
-    const size_t bytes = workspace_bytes<B>(p);
-    expect(workspace_bytes<B>(other) == bytes || p.batch_invariant, "room depends on the number of keys");
+    const size_t bytes = scratch_bytes<B>(p);
+    expect(memory_of<B>(p).state == 0, "a plan's launch needs zeros");
+    expect(scratch_bytes<B>(other) == bytes || p.batch_invariant, "room depends on the number of keys");
     if (bytes > size_t(4) << 30) return "";
 
     // The call, whose last launch fails: the merge, or if there are many items the kernel.
     SdpaParams call = p;
-    REQUIRE(cudaMalloc(&call.workspace, bytes) == cudaSuccess);
-    unsigned char* const workspace = static_cast<unsigned char*>(call.workspace);
-    const size_t plan_end = range_counter_bytes + plan_bytes(room);
-    memset(workspace, 0, range_counter_bytes);
-    memset(workspace + range_counter_bytes, 0xa5, std::min(bytes, plan_end + 4096) - range_counter_bytes);
+    REQUIRE(cudaMalloc(&call.scratch, bytes) == cudaSuccess);
+    unsigned char* const scratch = static_cast<unsigned char*>(call.scratch);
+    const size_t plan_end = plan_bytes(room), counters_at = plan_end + parts * groups * sizeof(RangePartial<B>);
+    const size_t counters = B::split_ctas != 1 && !merges_by_kernel<B> ? parts * groups / 2 : 0;
+    memset(scratch, 0xa5, std::min(bytes, plan_end + 4096)), memset(scratch + counters_at, 0xa5, bytes - counters_at);
     const bool has_kernel = room.items * groups * B::threads < 200000;
     noted.clear();
     simt::fail_next("cudaLaunchKernelEx", cudaErrorUnknown, has_kernel ? 2 : 1);
@@ -244,15 +245,15 @@ template <class B> struct PlanCheck {
     const PlannedItem* const planned = planned_items(a);
     const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned + room.items);
     const auto* const end_of_parts = reinterpret_cast<unsigned char*>(range_partials<B>(a) + parts * groups);
-    expect(end_of_parts == workspace + bytes, "the partial results do not end with the workspace");
-    expect(reinterpret_cast<const unsigned char*>(merges + room.items) <= workspace + plan_end, "merges lie in the partial results");
-    expect(std::all_of(workspace, workspace + range_counter_bytes, [](int x) { return x == 0; }), "a counter is not zero");
-    expect(std::all_of(workspace + plan_end, workspace + std::min(bytes, plan_end + 4096), [](int x) { return x == 0xa5; }),
+    expect(end_of_parts == scratch + counters_at, "the counters are not behind the partial results");
+    expect(counters_at + counters * sizeof(uint32_t) == bytes, "the counters do not end with the scratch memory");
+    expect(reinterpret_cast<const unsigned char*>(merges + room.items) <= scratch + plan_end, "merges lie in the partial results");
+    expect(std::all_of(scratch + plan_end, scratch + std::min(counters_at, plan_end + 4096), [](int x) { return x == 0xa5; }),
            "written behind the plan");
     expect(plan.drawn == 0, "the queue does not begin with item 0");
     if (trouble.empty()) check_items(plan, planned, merges, room, is_typed);
-    if (trouble.empty()) check_heads(a, plan, planned, groups, parts, has_kernel);
-    cudaFree(call.workspace);
+    if (trouble.empty()) check_heads(a, plan, planned, groups, parts, counters, has_kernel);
+    cudaFree(call.scratch);
     return trouble;
   }
 
@@ -353,14 +354,15 @@ template <class B> struct PlanCheck {
 
   // What CTAs find: every item for every group of heads, with partial results and a counter of its own.
   void check_heads(const KernelArgs& a, const Plan& plan, const PlannedItem* planned, uint64_t groups, uint64_t parts,
-                   bool has_kernel) {
+                   size_t counters, bool has_kernel) {
     if (plan.count * groups > 2000000) return;
     vector<char> used(parts * groups, 0);
+    vector<int> counted(counters, -1);  // first_of_parts of the item that has a counter
     vector<PlannedItem> want;
     for (uint32_t i = 0; i < plan.count; i++) {
       for (int group = 0; group < int(groups); group++) {
         PlannedItem item = planned[i];
-        const PlannedItem found = planned_item<B>(a, i, group);
+        const Item<B> found = planned_item<B>(a, i, group);
         item.h = group * heads(), item.first_of_parts = found.first_of_parts;
         expect(memcmp(&item, &found, sizeof item) == 0, "an item's heads");
         if (has_kernel) want.push_back(found);
@@ -368,7 +370,13 @@ template <class B> struct PlanCheck {
         const int64_t part = found.first_of_parts, mine = part + found.range;
         if (!expect(part >= 0 && mine < int64_t(used.size()), "no room for a head's partial result")) return;
         expect(!used[mine]++, "two heads have one partial result");
-        expect(merges_by_kernel<B> || part < int64_t(most_split_items), "there is no such counter");
+        if constexpr (B::split_ctas != 1 && !merges_by_kernel<B>) {
+          const uint32_t counter = found.counter(a);
+          if (!expect(counter < counters, "there is no such counter")) return;
+          expect(range_counters<B>(a)[counter] == 0, "a counter is not zero");
+          expect(counted[counter] < 0 || counted[counter] == part, "two items have one counter");
+          counted[counter] = int(part);
+        }
       }
     }
     if (!has_kernel) return;
@@ -445,10 +453,9 @@ template <class B> void check_plans() {
 // The items of each sequence in a call's plan, as tile, keys and range; empty where there is no memory for the plan.
 using Places = std::multiset<std::array<int, 6>>;
 template <class B> vector<Places> places_of(SdpaParams p) {
-  const size_t bytes = workspace_bytes<B>(p);
+  const size_t bytes = scratch_bytes<B>(p);
   if (bytes > size_t(1) << 30) return {};
-  REQUIRE(cudaMalloc(&p.workspace, bytes) == cudaSuccess);
-  memset(p.workspace, 0, range_counter_bytes);
+  REQUIRE(cudaMalloc(&p.scratch, bytes) == cudaSuccess);
   simt::fail_next("cudaLaunchKernelEx", cudaErrorUnknown, 1);
   const SdpaStatus status = forward<B>(p, /*stream=*/0);
   simt::fail_next("cudaLaunchKernelEx", 0), cudaGetLastError();
@@ -462,7 +469,7 @@ template <class B> vector<Places> places_of(SdpaParams p) {
       found[x.b].insert({x.q0, x.keys.begin, x.keys.end, x.range, x.ranges, x.sequence.Sk});
     }
   }
-  cudaFree(p.workspace);
+  cudaFree(p.scratch);
   return found;
 }
 // batch_invariant: a sequence's items are those that it has alone, with tensors of its own.

@@ -25,7 +25,7 @@ sdpa.build_of_glue = lambda: tuple("-O0" if word == "-O2" else word for word in 
 E4M3 = torch.float8_e4m3fn
 Params = builds.structs_of(builds.Tree().read(builds.HEADER))["SdpaParams"]
 Forward = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Params), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-WorkspaceBytes = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.POINTER(Params))
+Bytes = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.POINTER(Params))
 
 
 # ---- memory ----
@@ -199,6 +199,7 @@ def compute(p, t, mods):
 MEMBERS_OF = {"USE_SOFTCAP": "softcap", "USE_SINKS": "sinks", "USE_LENGTHS": "k_lengths q_lengths q_starts k_starts page_table",
               "USE_PAGES": "page_table"}  # a build without the option refuses them
 CALLS, MAPS, LOADED = [], [], []
+SCRATCH = []  # address and size of the scratch memory of each call
 STREAMS = []  # of the launches of loader_of(), to which OWN_STREAM is given
 OWN_STREAM = 77
 
@@ -243,9 +244,14 @@ def load_line(device, dtype, D, Dv, features, score_mod, mask_mod, line):
     def forward(p):
         assert (p.D, p.Dv) == (D, Dv)
         assert p.bias_map_bytes == (map_bytes(p) if p.bias_map else 0)
+        SCRATCH.append((p.scratch, scratch_bytes(p)))
+        ctypes.memset(p.scratch, 0xff, scratch_bytes(p))
         t, call = recorded(p, dtype, features, mods)
         CALLS.append(call)
         compute(p, t, mods)
+
+    def scratch_bytes(p):
+        return 2000 * p.B + 2 * p.Sk + 1  # an odd number, as no tensor has
 
     def map_bytes(p):
         return p.B * p.Hq * p.Sq if hides else 0
@@ -255,7 +261,8 @@ def load_line(device, dtype, D, Dv, features, score_mod, mask_mod, line):
         assert p.bias_map_bytes == map_bytes(p) and p.O
         MAPS.append(recorded(p, dtype, features, mods)[1])
         view(p.bias_map, (p.bias_map_bytes,), (1,), torch.uint8).fill_(len(MAPS))
-    functions = WorkspaceBytes(lambda params: 0), told(forward), WorkspaceBytes(lambda params: map_bytes(params[0])), told(map_bias)
+    functions = (Bytes(lambda params: 0), Bytes(lambda params: scratch_bytes(params[0])), told(forward),
+                 Bytes(lambda params: map_bytes(params[0])), told(map_bias))
     LOADED.append(functions)
     for name, function in zip(sdpa.LINE_FUNCTIONS, functions, strict=True):
         setattr(line[0], name, ctypes.cast(function, ctypes.c_void_p).value)
@@ -273,7 +280,8 @@ def loader_of(text, arrays):
                 for argument, expression in (("score_mod", score_mod), ("mask_mod", mask_mod)) if expression]
         library = ctypes.CDLL(builds.host_library(*words, *mods, program="tests/host_library.cu"))
         library.host_allocate.restype = library.host_last_stream.restype = ctypes.c_void_p
-        library.sdpa_library_workspace_bytes.restype = library.sdpa_library_bias_map_bytes.restype = ctypes.c_size_t
+        for size in ("workspace_bytes", "scratch_bytes", "bias_map_bytes"):
+            getattr(library, "sdpa_library_" + size).restype = ctypes.c_size_t
 
         def on_copies(function):
             def run(params, stream, trouble, trouble_bytes):
@@ -292,6 +300,8 @@ def loader_of(text, arrays):
                         copy(member, address, arrays[address].nbytes)
                 if p.bias_map:
                     copy("bias_map", p.bias_map, p.bias_map_bytes)
+                if p.scratch:
+                    copy("scratch", p.scratch, library.sdpa_library_scratch_bytes(ctypes.byref(p)))
                 zeros = bytes(max(library.sdpa_library_workspace_bytes(ctypes.byref(p)), 1))
                 p.workspace = library.host_allocate(ctypes.c_size_t(len(zeros)))
                 ctypes.memmove(p.workspace, zeros, len(zeros))
@@ -304,8 +314,9 @@ def loader_of(text, arrays):
                 library.host_free(ctypes.c_void_p(p.workspace))
                 return code
             return Forward(run)
-        functions = (WorkspaceBytes(lambda params: 0), on_copies(library.sdpa_library_forward),
-                     WorkspaceBytes(lambda params: library.sdpa_library_bias_map_bytes(params)), on_copies(library.sdpa_library_map_bias))
+        functions = (Bytes(lambda params: 0), Bytes(lambda params: library.sdpa_library_scratch_bytes(params)),
+                     on_copies(library.sdpa_library_forward),
+                     Bytes(lambda params: library.sdpa_library_bias_map_bytes(params)), on_copies(library.sdpa_library_map_bias))
         LOADED.append((functions, library))
         for function_name, function in zip(sdpa.LINE_FUNCTIONS, functions, strict=True):
             setattr(line[0], function_name, ctypes.cast(function, ctypes.c_void_p).value)
@@ -322,7 +333,7 @@ def load_appender(device, appender):
 @contextlib.contextmanager
 def kernels(glue, load=load_line):
     """PyTorch's operators and sdpa's lead to the stand-ins; the list of their calls."""
-    CALLS.clear(), MAPS.clear(), STREAMS.clear()
+    CALLS.clear(), MAPS.clear(), SCRATCH.clear(), STREAMS.clear()
     glue.sdpa_torch_load_lines_by(load), glue.sdpa_torch_load_appender_by(load_appender)
     glue.sdpa_torch_activate_on_cpu(True)
     yield CALLS

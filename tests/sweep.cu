@@ -654,7 +654,9 @@ class Kinds {
     string text;
     for_each_member(SdpaParams{}, [&](const string& name, const string& bytes) {
       auto values = values_.count(name) ? values_.at(name) : std::set<string>{};
-      if (name == "Q" || name == "K" || name == "V" || name == "O" || name == "LSE" || name == "workspace") values.insert(bytes);
+      if (name == "Q" || name == "K" || name == "V" || name == "O" || name == "LSE" || name == "workspace" || name == "scratch") {
+        values.insert(bytes);
+      }
       if (!is_fixed(name) && values.size() < 2) text += " " + name;
     });
     return text;

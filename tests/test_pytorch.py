@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -80,7 +81,8 @@ def test_lines_of_all_sizes(D, Dv, line, widths, monkeypatch):
     sizes take turns with biases and types."""
     turn = LINES_OF_SIZES.index((D, Dv, line, widths))
     asked, library, tree = [], ctypes.CDLL(None), builds.Tree()
-    functions = dict(workspace_bytes=library.malloc, forward=library.free, bias_map_bytes=library.calloc, map_bias=library.realloc)
+    functions = dict(workspace_bytes=library.malloc, scratch_bytes=library.memcpy, forward=library.free, bias_map_bytes=library.calloc,
+                     map_bias=library.realloc)
     for function, x in functions.items():
         setattr(library, "sdpa_library_" + function, x)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: {3: (9, 0), 4: (12, 0)}[device])
@@ -1709,6 +1711,25 @@ def test_each_argument_reaches_the_kernel(launches, kind):
 
 
 @needs_no_gpu
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_scratch_memory(launches, kind):
+    """Each launch gets as much as its line asks for from PyTorch's allocator, which has it back when the call returns."""
+    def events(nodes):
+        for node in nodes:
+            yield node
+            yield from events(node.children)
+    stand_in.SCRATCH.clear()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True) as run:
+        for _, entry in ENTRIES[kind]():
+            entry.run(launches)
+    happened = [event.typed for event in events(run.profiler.kineto_results.experimental_event_tree())]
+    sizes = Counter((of.ptr, of.alloc_size) for event, of in happened if event == torch._C._profiler._EventType.Allocation)
+    assert stand_in.SCRATCH
+    for (place, size), count in Counter(stand_in.SCRATCH).items():
+        assert sizes[place, size] >= count and sizes[place, -size] >= count
+
+
+@needs_no_gpu
 @pytest.mark.parametrize("Sq", (1, 31, 32, 33, 64))
 def test_lse_of_the_efficient_operator(launches, Sq):
     """It has as many rows as PyTorch's meta function promises; those behind the last query are infinite."""
@@ -2562,7 +2583,7 @@ def test_plans_of_another_layout(expanded_first):
 
 @needs_gpu
 def test_threads_on_one_stream():
-    """A call's kernels follow each other in the stream's workspace, which may grow meanwhile; with lengths it is another size than without."""
+    """The kernels of several threads' calls follow each other in one stream: they share its workspace, and each call has scratch memory."""
     problems = []
     for B, Sk in ((2, 700), (8, 3000), (4, 9000)):
         q, k, v = (half(B, H, S, 128, dtype=torch.bfloat16, device="cuda") for H, S in ((8, 1), (2, Sk), (2, Sk)))
@@ -2753,7 +2774,7 @@ def test_misaligned_under_compile(active):
 @needs_gpu
 @pytest.mark.parametrize("entry", ("F.sdpa", "attention"))
 def test_reduce_overhead(active, entry):
-    """CUDA graph trees own every byte of their pools: a workspace comes from elsewhere."""
+    """CUDA graph trees own every byte of their pools: a workspace comes from elsewhere, and scratch memory is free after the call."""
     run = F.scaled_dot_product_attention if entry == "F.sdpa" else sdpa.attention
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
@@ -2765,6 +2786,49 @@ def test_reduce_overhead(active, entry):
                 torch.compiler.cudagraph_mark_step_begin()
                 assert rel_rms(compiled(q, k, v) / 2, reference(q, k, v)[0]) <= LIMITS[q.dtype], (Sq, Sk)
         assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+
+
+def outside_of_pytorch():
+    """Bytes of the GPU's memory that PyTorch's allocator does not have."""
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", (torch.half, E4M3))
+@pytest.mark.parametrize("kind", ("pages", "few keys", "many keys"))
+def test_memory_outside_of_pytorch(dtype, kind):
+    """35 graphs have 64 KB each beside what CUDA gives any graph, 64 streams 1 MB each, and all compute the same bits."""
+    B, Sk = 16, 500 if kind == "few keys" else 8000
+    q, k, v = (half(B, H, S, 128, device="cuda").to(dtype) for H, S in ((32, 1), (8, Sk), (8, Sk)))
+    options = {}
+    if kind == "pages":
+        (k, v), table = in_pages((k, v), 16)
+        options = dict(page_table=table, k_lengths=torch.randint(1, Sk + 1, (B,), dtype=torch.int32, device="cuda"))
+    want, pool, x = sdpa.attention(q, k, v, **options), torch.cuda.graph_pool_handle(), torch.zeros(9, device="cuda")
+
+    def bytes_of_graphs(run):
+        before, graphs = outside_of_pytorch(), [torch.cuda.CUDAGraph() for _ in range(35)]
+        for graph in graphs:
+            with torch.cuda.graph(graph, pool=pool):
+                graph.out = run()
+        for graph in graphs:
+            graph.replay()
+        return outside_of_pytorch() - before, graphs
+    of_any, kept = bytes_of_graphs(lambda: x + 1 - x)
+    of_ours, graphs = bytes_of_graphs(lambda: sdpa.attention(q, k, v, **options))
+    for graph in graphs:
+        graph.out.fill_(1)
+        graph.replay()
+        assert torch.equal(graph.out, want)
+    assert of_ours <= of_any + 35 * 65536 + (4 << 20), (of_ours, of_any)  # CUDA takes memory by 2 MB
+    streams = [torch.cuda.Stream(priority=-(i % 2)) for i in range(64)]
+    before = outside_of_pytorch()
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            assert torch.equal(sdpa.attention(q, k, v, **options), want)
+    assert len({stream.cuda_stream for stream in streams}) == 64 and outside_of_pytorch() <= before + (64 << 20)
 
 
 @needs_gpu

@@ -620,7 +620,7 @@ def chapters(text):
     """The file in four chapters."""
     parts = parts_of(text)
     public, call = ([part for part in parts if part.names & names]
-                    for names in (PUBLIC, {"sdpa_forward", "sdpa_workspace_bytes"}))
+                    for names in (PUBLIC, {"sdpa_forward", "sdpa_workspace_bytes", "sdpa_scratch_bytes"}))
     ordered = in_order([*public, *(part for part in parts if part not in public)])
     last = max(n for n, part in enumerate(ordered) if part in public) + 1
     inner = [part for part in ordered[last:] if part not in call]

@@ -5,10 +5,10 @@ The kernel of one line of configs.txt as a file that compiles alone and knows no
   --namespace WORD  the namespace of its functions (default: the line's name)
   --main            with a program that checks one problem against a naive kernel and times it
 Sections of sdpa.cu for other families and knobs stay behind. Conditions that the knobs decide are decided. What
-sdpa_forward() and sdpa_workspace_bytes() do not reach goes, with its comments, and so do options of other builds. A
-line without USE_TUNED is one build: no template says which. What is defined stands before what names it, and small
-functions that are called once stand in the place of their call. clang-format lays the lines out; without it they stand
-as they fall, and compile.
+sdpa_forward(), sdpa_workspace_bytes() and sdpa_scratch_bytes() do not reach goes, with its comments, and so do options
+of other builds. A line without USE_TUNED is one build: no template says which. What is defined stands before what names
+it, and small functions that are called once stand in the place of their call. clang-format lays the lines out; without
+it they stand as they fall, and compile.
 environment: SDPA_CONFIGS, CXX
 """
 import itertools

@@ -13,7 +13,7 @@ import textwrap
 import tree_sitter
 import tree_sitter_cpp
 
-ROOTS = {"sdpa_forward", "sdpa_workspace_bytes", "SdpaParams", "SdpaStatus", "ok"}
+ROOTS = {"sdpa_forward", "sdpa_workspace_bytes", "sdpa_scratch_bytes", "SdpaParams", "SdpaStatus", "ok"}
 ELEMENTS = {"__half", "__nv_bfloat16", "__nv_fp8_e4m3"}
 HEADERS = {"cuda.h": r"\bCU[a-z_]", "cuda_bf16.h": "__nv_bf", "cuda_fp8.h": "__nv_fp8", "cuda_fp16.h": "__half",
            "mma.h": "nvcuda", "string_view": "std::string_view", "type_traits": "std::(conditional|common_type)"}
