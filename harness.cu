@@ -178,7 +178,8 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
     const int64_t at = own * p.bias_strides.batch + h * p.bias_strides.head + (q_row - first_query) * p.bias_strides.row + column;
     const float bias = column < 0          ? 0
                        : a.use_bias == 2 ? static_cast<const uint8_t*>(p.bias)[at] ? 0 : -INFINITY
-                                           : number(static_cast<const T*>(p.bias)[at]);
+                       : a.use_bias == 3 ? static_cast<const float*>(p.bias)[at]
+                                         : number(static_cast<const T*>(p.bias)[at]);
     return a.use_bias == 2 && bias == -INFINITY ? bias : S * unit + bias;
   };
   const auto each_tile = [&](const auto& use) {
@@ -753,6 +754,9 @@ struct Figures {  // of checks: the worst errors, and over how many rows
   }
 };
 
+bool adds_bias() { return line.use_bias == 1 || line.use_bias == 3; }
+int bias_bytes() { return line.use_bias == 2 ? 1 : line.use_bias == 3 ? 4 : 2; }  // of an element
+
 // How the rows of a bias lie, by the layout of the other tensors.
 struct BiasRows {
   const char *layout, *name;
@@ -760,7 +764,7 @@ struct BiasRows {
   bool shifted;  // the tensor begins an element further
 };
 BiasRows bias_rows(const string& layout) {
-  const int chunk = line.use_bias == 2 ? 16 : 8;  // elements in 16 bytes
+  const int chunk = 16 / bias_bytes();  // elements in 16 bytes
   const BiasRows rows[] = {{"bhsd", "contiguous", 1, false}, {"bshd", "padded", chunk, false}, {"packed", "shifted", chunk, true}};
   for (const BiasRows& r : rows) {
     if (layout == r.layout) return r;
@@ -1254,11 +1258,11 @@ class Instance {
     bias_map_.reset(new Guarded("the map of the bias", params.bias_map_bytes));
     params.bias_map = bias_map_->data();
   }
-  static int bias_bytes() { return line.use_bias == 2 ? 1 : 2; }
   void set_bias(uint64_t seed) {
     reference::Bias& bias = problem.bias;
     const float infinity = std::numeric_limits<float>::infinity();
     bias.x.assign(size_t(bias.batches) * bias.heads * bias.rows * bias.keys, 0);
+    const bool has_floats = line.use_bias == 3;
     const string& kind = problem.bias_kind;
     reference::parallel_for(bias.x.size() / std::max(bias.keys, 1), [&](size_t row) {
       const int q = int(row % bias.rows);
@@ -1281,16 +1285,18 @@ class Instance {
           const bool is_special = q < 1024;
           seen = r % 16 > 0 && !(is_special && (reference::mix(of_row % 64 * 999 + k / 200 + seed) % 4 == 0 || of_row % 32 == 0));
           if (kind == "add") x = 2 * reference::normal(seed + 34, Tensor::O, row * bias.keys + k);
-          if (kind == "add" && line.input == DType::bf16 && is_special && (r % 64 == 33 || of_row % 32 == 1)) x = -3.3e38f;
+          if (kind == "add" && has_floats) x += 1000;  // where 16 bits would have steps of 0.5 or 4
+          if (kind == "add" && (line.input == DType::bf16 || has_floats) && is_special && (r % 64 == 33 || of_row % 32 == 1)) x = -3.3e38f;
         }
-        x = seen ? element_value(line.input, element_bits(line.input, x)) : -infinity;
+        x = !seen ? -infinity : has_floats ? x : element_value(line.input, element_bits(line.input, x));
       }
     });
     vector<char> bytes(bias_->bytes, char(0xff));  // what is no element is NaN, or true
     const size_t start = static_cast<const char*>(params.bias) - bias_->data<char>();
     for (size_t i = 0; i < bias.x.size(); i++) {
-      const uint16_t bits = line.use_bias == 2 ? bias.x[i] == 0 : element_bits(line.input, bias.x[i]);
-      memcpy(&bytes[start + (i / bias.keys * bias_row_ + i % bias.keys) * bias_bytes()], &bits, bias_bytes());
+      const uint16_t short_bits = line.use_bias == 2 ? bias.x[i] == 0 : element_bits(line.input, bias.x[i]);
+      const void* const bits = has_floats ? static_cast<const void*>(&bias.x[i]) : &short_bits;
+      memcpy(&bytes[start + (i / bias.keys * bias_row_ + i % bias.keys) * bias_bytes()], bits, bias_bytes());
     }
     bias_->store(bytes);
   }
@@ -1920,8 +1926,8 @@ vector<Option> options_of(Options& o) {
          if (comma < text.size()) o.common.bias_dims = text.substr(comma + 1);
          const bool is_known = std::count(std::begin(bias_kinds), std::end(bias_kinds), o.common.bias_kind) > 0;
          const bool named = o.common.bias_dims.find_first_not_of("bhqm") == string::npos;
-         const bool suits = o.common.bias_kind != (line.use_bias == 2 ? "add" : line.use_bias == 1 ? "bool" : "");
-         return is_known && named && suits ? "" : "want add (USE_BIAS=1), bool (USE_BIAS=2), tree, causal, documents or blocks, "
+         const bool suits = o.common.bias_kind != (line.use_bias == 2 ? "add" : line.use_bias ? "bool" : "");
+         return is_known && named && suits ? "" : "want add (USE_BIAS=1, 3), bool (USE_BIAS=2), tree, causal, documents or blocks, "
                                                   "and perhaps letters of b, h, q and m, such as tree,bq";
        },
        bias_text},

@@ -106,7 +106,7 @@ namespace {  // two builds in one program must not share their constants and ker
   X(SPLIT_CTAS, 1, split_ctas, "0..256", "wmma mma wgmma", "CTAs that share a tile's keys; 0: by the problem") \
   X(USE_SOFTCAP, 0, use_softcap, "0 1 2", "scalar mma wgmma", "logits in c * tanh(x / c): 1 tanh.approx, 2 exactly") \
   X(USE_SINKS, 0, use_sinks, "0 1", "scalar mma wgmma", "a logit of the head that has no key joins the sum of a row") \
-  X(USE_BIAS, 0, use_bias, "0 1 2", "scalar mma wgmma", "a tensor joins the logits: 1 added to them, 2 hides keys") \
+  X(USE_BIAS, 0, use_bias, "0 1 2 3", "scalar mma wgmma", "a tensor joins the logits: 1 added, 2 hides keys, 3 added (fp32)") \
   X(USE_LENGTHS, 0, use_lengths, "0 1", "scalar mma wgmma", "a sequence has as many keys as device memory says") \
   X(USE_PAGES, 0, use_pages, "0 1", "scalar mma wgmma", "K and V lie in pages that a table names (with USE_LENGTHS)") \
   X(USE_TUNED, 0, use_tuned, "0 1", "mma wgmma", "the tile by the problem, from a table; typed knobs narrow it") \
@@ -209,7 +209,8 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   // MASK_MOD is the only one that hides keys. What other knobs hide may differ between heads and sequences.
   static constexpr bool only_expression_hides = (SDPA_MASK_KNOBS(SDPA_COUNT_ON) 0) == (K::mask_mod != 0);
   // The score hook may hide all of a round of keys; it gives some tiles logits and others multiples of them.
-  static constexpr bool hides_rounds = K::use_bias != 0 || hides_keys, has_two_units = K::use_bias == 1;
+  static constexpr bool adds_bias = K::use_bias == 1 || K::use_bias == 3;  // of the type of Q, or fp32
+  static constexpr bool hides_rounds = K::use_bias != 0 || hides_keys, has_two_units = adds_bias;
   // FP16_ACC: S is summed in fp16, and so is what a tile adds to O.
   static constexpr bool qk_in_fp16 = K::fp16_acc & 1, pv_in_fp16 = K::fp16_acc & 2;
   // U8 becomes fp16 while a tile is copied.
@@ -248,7 +249,7 @@ using ElementOf = std::conditional_t<
 using Input = ElementOf<Build::input>;    // of K and V
 using Output = ElementOf<Build::output>;  // of O
 template <class B> using Query = std::conditional_t<B::mixes_types, ElementOf<B::q_type>, Input>;  // of Q
-using Bias = std::conditional_t<Build::use_bias == 2, uint8_t, Input>;
+using Bias = std::conditional_t<Build::use_bias == 2, uint8_t, std::conditional_t<Build::use_bias == 3, float, Input>>;
 // The type of their elements in shared memory.
 template <class B> using Element = std::conditional_t<B::converts || B::converts_tiles, __half, Input>;
 using Half = std::conditional_t<Build::is_8bit, __half, Input>;  // of 16-bit operands
@@ -402,6 +403,7 @@ struct CapPolynomial {
 struct BiasMap {  // USE_BIAS: a list for each item, or for those that share a bias; null: none
   uint32_t *lists = nullptr, list_words = 0;
   Divisor heads, batches;
+  uint64_t made_for = 0;  // a hash of what the lists depend on, and in the map, just before the lists, of the map's own
 };
 struct Grid {  // which item has which rows
   alignas(64) int unmasked_rounds = 0;  // over all keys, 1 or more, if there is no mask; else 0
@@ -424,7 +426,7 @@ struct KernelArgs : Grid {
   SdpaParams p;
   uint32_t first_item = 0;  // merges_by_kernel: of the launch
   float inverse_scale_log2 = 0, cap_scale = 0;  // of set_scales()
-  float logit_scale = 1, scores_log2 = 0;  // USE_BIAS=1: of scores, which it makes logits
+  float logit_scale = 1, scores_log2 = 0;  // USE_BIAS=1, 3: of scores, which it makes logits
   BiasMap bias_map;
   std::conditional_t<Build::loads_by_tma, TensorMaps, Nothing> maps;
   std::conditional_t<Build::use_lengths, PlanArgs, Nothing> plan;
@@ -655,9 +657,9 @@ __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreSc
 template <class B> __device__ __forceinline__ bool has_bias(const KernelArgs& a, const Mask& mask, int k0) {
   return B::use_bias != 0 && a.p.bias && k0 + B::block_n > first_biased_key(a.p, mask.keys.Sk);
 }
-// USE_BIAS=1: scores of a tile without bias become logits.
+// USE_BIAS=1, 3: scores of a tile without bias become logits.
 template <class B, class View> __device__ __forceinline__ void scale_scores(View& S, const KernelArgs& a) {
-  if constexpr (B::use_bias == 1) {
+  if constexpr (B::adds_bias) {
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       SDPA_UNROLL for (int j = 0; j < View::COLS; j++) S.x[i][j] *= a.logit_scale;
     }
@@ -671,7 +673,7 @@ __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool pl
 // What the hook makes of one score of a tile in which it depends on nothing else.
 template <class B> __device__ __forceinline__ float capped(float x, float cap_scale);
 template <class B> __device__ __forceinline__ float logit(float x, const KernelArgs& a, float cap_scale) {
-  return (is_capped<B>(a) ? capped<B>(x, cap_scale) : x) * (B::use_bias == 1 ? a.logit_scale : 1);
+  return (is_capped<B>(a) ? capped<B>(x, cap_scale) : x) * (B::adds_bias ? a.logit_scale : 1);
 }
 // True if all queries see all keys of the tile, and these have no bias: there is nothing to mask or to add.
 template <class B>
@@ -1341,7 +1343,7 @@ __device__ __forceinline__ uint32_t cvt_rn_satfinite_e4m3x4(float a, float b, fl
   return out;
 }
 
-// ---- cp.async (USE_CP_ASYNC, USE_BIAS = 1, USE_BIAS = 2) ----
+// ---- cp.async (USE_CP_ASYNC, USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3) ----
 
 // cp.async of BYTES (4, 8, 16); when !valid, reads nothing and writes zeros.
 template <int BYTES> __device__ __forceinline__ void cp_async(void* dst_s, const void* src_g, bool valid) {
@@ -1381,7 +1383,7 @@ template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelA
 template <class B>  // USE_BIAS: where the elements for row r of a tile begin
 __device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r);
 using BiasPair = VectorType<2 * sizeof(Bias)>;
-__device__ __forceinline__ void add_pair(float& x, float& y, uint32_t pair, const KernelArgs& a);
+template <class Pair> __device__ __forceinline__ void add_pair(float& x, float& y, Pair pair, const KernelArgs& a);
 // Stores the result of the CTA's keys: O / l, or with SPLIT_CTAS the partial result of its range.
 template <class B, class View, class R>
 __device__ __forceinline__ void store_sums(const View&, const R& m, const R& l, const KernelArgs&, const Item<B>&);
@@ -2485,17 +2487,18 @@ template <class B> struct KernelOf<B, Path::wgmma_plain> {
   static constexpr auto entry = sdpa_wgmma_plain<B>;
 };
 
-// ---- 5d the bias of a warp (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2) ----
+// ---- 5d the bias of a warp (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3) ----
 
-// The bias of the 16 rows of a warp beside a tile. A chunk of 16 bytes lies where its XOR with the row says,
-// so that 8 rows of a column are in all banks.
+// The bias of the 16 rows of a warp beside a tile. A chunk of 16 bytes lies where its XOR with the row says, so that the
+// chunks that lanes read at once are in all banks: one of each of 8 rows, or with floats two of each of 4.
 template <class B> struct alignas(128) BiasTile {
   static constexpr int CHUNK = 16 / sizeof(Bias), CHUNKS = B::block_n / CHUNK;
   static constexpr int SWIZZLED = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
   Bias x[16][B::block_n];
 
   __device__ __forceinline__ Bias* at(int row, int chunk) {
-    return &x[row][(chunk ^ static_cast<unsigned>(row) / (8 / SWIZZLED) % SWIZZLED) * CHUNK];
+    const unsigned by = static_cast<unsigned>(row) * (sizeof(Bias) == 4 ? 2 : 1);
+    return &x[row][(chunk ^ by / (8 / SWIZZLED) % SWIZZLED) * CHUNK];
   }
 };
 // Whether shared memory has room for the bias beside K, V and so many Q; without it elements are read where they are
@@ -2530,14 +2533,25 @@ template <class B> struct BiasOfWarp<B, true> {
     if (ready == k0) return;
     // Of the warp: among the rows of its warpgroup, or with PACK_GQA of the item.
     const int row = int(thread_index_anew() - B::producer_threads) / 32 % (B::pack_gqa ? B::group_warps : 4) * 16;
-    // LANES of them take a row; those that are left over take none.
-    constexpr int LANES = Tile::CHUNKS < 32 ? Tile::CHUNKS : 32, ROWS = 32 / LANES;
-    const int first = first_biased_key(a.p, keys), lane = int(thread_index_anew() % 32), chunk = lane % LANES;
+    SDPA_UNROLL for (int chunk = 0; chunk < Tile::CHUNKS; chunk += LANES) load_chunks(a, item, keys, q0, k0, row, chunk);
+    cp_async_commit_group();
+    ready = k0;
+  }
+  // LANES of a warp take a row, each a chunk; those that are left over take none.
+  static constexpr int LANES = Tile::CHUNKS < 32 ? Tile::CHUNKS : 32, ROWS = 32 / LANES;
+  static_assert(Tile::CHUNKS % LANES == 0 || sizeof(Bias) == 4);
+  // Copies LANES chunks of each row, the first of which is `first_chunk`.
+  __device__ __forceinline__ void load_chunks(const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0, int row,
+                                              int first_chunk) {
+    const int first = first_biased_key(a.p, keys), lane = int(thread_index_anew() % 32), chunk = first_chunk + lane % LANES;
     const int column = k0 - first + chunk * Tile::CHUNK;  // of the lane's chunk
     const int64_t elements = a.p.bias_strides.batch | a.p.bias_strides.head | a.p.bias_strides.row | column;
     const bool is_aligned = (elements * sizeof(Bias) | reinterpret_cast<uintptr_t>(a.p.bias)) % 16 == 0;
-    cp_async_wait_group<0>();  // of a tile that nobody wanted
-    __syncwarp();              // hazard: the tile before read by all lanes
+    if (first_chunk == 0) {
+      cp_async_wait_group<0>();  // of a tile that nobody wanted
+      __syncwarp();              // hazard: the tile before read by all lanes
+    }
+    if (Tile::CHUNKS % LANES && chunk >= Tile::CHUNKS) return;
     if (is_aligned && column >= 0 && column + Tile::CHUNK <= keys - first) {
       const int q = q0 + row + lane / LANES, queries = item.query_count(a.p);
       const Bias* from = bias_row<B>(a, item, 0, 0) + q * a.p.bias_strides.row + column;
@@ -2558,14 +2572,18 @@ template <class B> struct BiasOfWarp<B, true> {
         }
       }
     }
-    cp_async_commit_group();
-    ready = k0;
   }
   template <class View>
   __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
     load(a, item, keys, q0, k0);  // once more, if scores came from K again
     cp_async_wait_group<0>();
     __syncwarp();  // hazard: the tile copied by all lanes
+    if constexpr (sizeof(Bias) == 4)
+      add_as_read(S, a);
+    else
+      add_all(S, a);
+  }
+  template <class View> __device__ __forceinline__ void add_all(View& S, const KernelArgs& a) {
     uint32_t pairs[View::ROWS][View::COLS / 2];
     if constexpr (sizeof(Bias) == 2) {
       // Rows 0-7 and 8-15 of two chunks, whose elements are where those of the accumulators are.
@@ -2589,9 +2607,18 @@ template <class B> struct BiasOfWarp<B, true> {
       SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) add_pair(S.x[i][j], S.x[i][j + 1], pairs[i][j / 2], a);
     }
   }
+  // Adds each pair of floats as soon as it is read, since all of them would take as many registers as S.
+  template <class View> __device__ __forceinline__ void add_as_read(View& S, const KernelArgs& a) {
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) {
+        const Bias* const at = tile->at(S.row(i) % 16, S.col(j) / Tile::CHUNK) + S.col(j) % Tile::CHUNK;
+        add_pair(S.x[i][j], S.x[i][j + 1], ld_shared<BiasPair>(at), a);
+      }
+    }
+  }
 };
 
-// ---- 5d the rounds of an item by its list (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, MASK_MOD) ----
+// ---- 5d the rounds of an item by its list (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
 
 // The position of a warpgroup among the rounds of an item.
 template <class B, bool = lists_rounds<B>> struct RoundWalk {
@@ -4977,11 +5004,11 @@ template <class B> struct CappedSoftmax : StaleSoftmax<B, 2> {
   }
 };
 
-// ---- 5f bias (USE_BIAS = 1, USE_BIAS = 2) ----
+// ---- 5f bias (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3) ----
 
 // The bias has a row of elements for each query of a sequence, contiguous along its last bias_keys keys, at strides
-// that may be 0; keys before these have none. USE_BIAS=1: what is added to a logit, of the type of Q; -inf hides the
-// key. USE_BIAS=2: bytes, 0 hides the key. Of rows that have no query, or no head, any will do.
+// that may be 0; keys before these have none. USE_BIAS=1, 3: what is added to a logit, of the type of Q or fp32; -inf hides
+// the key. USE_BIAS=2: bytes, 0 hides the key. Of rows that have no query, or no head, any will do.
 template <class B>
 __device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r) {
   const SdpaParams& p = a.p;
@@ -4995,7 +5022,7 @@ template <class E> __device__ __forceinline__ float with_bias(float x, E bias, f
   return fmaf(x, logit_scale, to_float(bias));
 }
 // Adds two neighbours, of which the first is in the low bits.
-__device__ __forceinline__ void add_pair(float& x, float& y, uint32_t pair, const KernelArgs& a) {
+template <class Pair> __device__ __forceinline__ void add_pair(float& x, float& y, Pair pair, const KernelArgs& a) {
   Bias bias[2];
   memcpy(bias, &pair, sizeof bias);
   x = with_bias(x, bias[0], a.logit_scale), y = with_bias(y, bias[1], a.logit_scale);
@@ -5016,7 +5043,7 @@ template <class B> struct BiasInMemory {
           const int at = S.col(j) - S.col(0);
           const bool exists = uint32_t(col + at) < uint32_t(cols);
           if (exists) S.x[i][j] = with_bias(S.x[i][j], ld_global_nc<Bias>(row + at), a.logit_scale);
-          else if (B::use_bias == 1) S.x[i][j] *= a.logit_scale;
+          else if (B::adds_bias) S.x[i][j] *= a.logit_scale;
         }
       }
     }
@@ -5031,11 +5058,16 @@ __device__ __forceinline__ bool ScoreTile<B>::add_bias(View& S) const {
   return true;
 }
 
-// ---- 5f the map of what is hidden (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, MASK_MOD) ----
+// ---- 5f the map of what is hidden (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
 //
 // A list for each item, or for those that share the rows of a bias or the values of MASK_MOD: the number of rounds in which
 // some key is visible, and their indices. A round that is hidden whole is skipped, even where scores are NaN. Where the
-// bias or the mask changes nothing (all bytes true, all elements 0) it is not read either.
+// bias or the mask changes nothing (all bytes true, all elements 0) it is not read either. A map that was made for another
+// mask, window, size or tile is ignored: then all rounds are computed, as without a map.
+
+__device__ __forceinline__ uint64_t* map_header(const BiasMap& map) {
+  return reinterpret_cast<uint64_t*>(map.lists) - 1;
+}
 
 // The list of an item, which wgmma_item() may have moved up by less than its rows.
 template <class B> __device__ __forceinline__ uint32_t* list_of(const KernelArgs& a, const Item<B>& item) {
@@ -5049,13 +5081,20 @@ template <class B> __device__ __forceinline__ void take_list(const KernelArgs& a
   if constexpr (lists_rounds<B>) {
     griddepcontrol_wait();  // the map has been made
     const uint32_t* const list = list_of<B>(a, item);
-    item.rounds = int(ld_global<uint32_t>(list)), item.list = list + 1;
+    const int rounds = int(ld_global<uint32_t>(list));
+    if (ld_global<uint64_t>(map_header(a.bias_map)) != a.bias_map.made_for) return;
+    item.rounds = rounds, item.list = list + 1;
   }
 }
 // What is in four bytes of a bias, bits: 1: an element that shows its key; 2: one that changes anything.
 __device__ __forceinline__ int effects_of(uint32_t word) {
-  constexpr uint32_t hidden = Build::use_bias == 2 ? 0 : Build::input == DType::bf16 ? 0xff80ff80 : 0xfc00fc00;
-  const uint32_t changed = Build::use_bias == 2 ? (word - 0x01010101) & ~word & 0x80808080 : word & 0x7fff7fff;
+  constexpr uint32_t hidden = Build::use_bias == 2          ? 0
+                              : Build::use_bias == 3        ? 0xff800000
+                              : Build::input == DType::bf16 ? 0xff80ff80
+                                                            : 0xfc00fc00;
+  const uint32_t changed = Build::use_bias == 2   ? (word - 0x01010101) & ~word & 0x80808080
+                           : Build::use_bias == 3 ? word & 0x7fffffff
+                                                  : word & 0x7fff7fff;
   return int(word != hidden) + 2 * (changed != 0);
 }
 // The same of MASK_MOD on a round of an item, as a warp finds them out: a lane takes every 32nd key.
@@ -5076,7 +5115,7 @@ template <class B> __device__ __forceinline__ int effects_of_mask(const KernelAr
 template <class B> __device__ __forceinline__ int effects_on_round(const KernelArgs& a, const Item<B>& item, int k0) {
   if constexpr (B::hides_keys) return effects_of_mask<B>(a, item, k0);
   constexpr int chunk = 16 / sizeof(Bias), rows_at_once = 8;
-  constexpr uint32_t one_in_each = sizeof(Bias) == 1 ? 0x01010101 : 0x00010001;  // element of four bytes
+  constexpr uint32_t one_in_each = sizeof(Bias) == 1 ? 0x01010101 : sizeof(Bias) == 2 ? 0x00010001 : 1;  // element of 4 bytes
   const int first = first_biased_key(a.p, a.p.Sk), begin = max(k0, first) - first;
   const int keys = min(k0 + B::round_keys, a.p.Sk) - first - begin;
   const Strides& strides = a.p.bias_strides;
@@ -5111,6 +5150,7 @@ template <class B> __device__ __forceinline__ int effects_on_round(const KernelA
 constexpr int map_threads = 1024;
 template <class B> __global__ void __launch_bounds__(map_threads) sdpa_map(const __grid_constant__ KernelArgs a) {
   wait_then_let_next_kernel_start();
+  if (blockIdx.x == 0 && threadIdx.x == 0) st_global(map_header(a.bias_map), a.bias_map.made_for);
   constexpr uint32_t hidden = 0xffffffff;
   const uint32_t head = a.q_blocks.divide(blockIdx.x);  // of those that share nothing
   const uint32_t b = a.bias_map.heads.divide(head), h = a.bias_map.heads.remainder(head);
@@ -6304,7 +6344,7 @@ template <class B> void set_scales(KernelArgs& a) {
   a.scores_log2 = a.scale_log2;
   if (B::changes_logits) a.cap_scale = a.scale_log2 * ln2, a.scale_log2 = 1 / ln2;
   // Without a bias scores stay as they are: their differences are exact, and their products with a scale are not.
-  if (B::use_bias == 1 && a.p.bias) a.logit_scale = a.scale_log2 * ln2, a.scale_log2 = 1 / ln2;
+  if (B::adds_bias && a.p.bias) a.logit_scale = a.scale_log2 * ln2, a.scale_log2 = 1 / ln2;
   a.inverse_scale_log2 = 1 / a.scale_log2;
 }
 
@@ -6336,7 +6376,7 @@ template <class B>
 constexpr bool sums_end = B::split_ctas == 1 && (B::family == Family::mma || B::use_wmma_pv ||
                                                  (B::family == Family::wgmma && !B::swap_ab && !B::multiplies_e4m3));
 
-// ---- the map of what is hidden (USE_BIAS = 1, USE_BIAS = 2, MASK_MOD) ----
+// ---- the map of what is hidden (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
 
 // True if the launch may have a map, which depends on the head, on the batch.
 template <class B> bool may_have_map(const SdpaParams& p) { return lists_rounds<B> && (B::hides_keys || p.bias); }
@@ -6346,18 +6386,38 @@ template <class B> bool differs_by_head(const SdpaParams& p) {
 template <class B> bool differs_by_batch(const SdpaParams& p) {
   return B::hides_keys ? !B::only_expression_hides || expression_names("b", MASK_MOD_text) : p.bias_strides.batch != 0;
 }
+// A hash of everything that the lists of a map depend on, except for the contents of the bias or of the arrays that MASK_MOD
+// names. Maps that differ in a single number have different hashes.
+template <class B> uint64_t hash_of_map(const BiasMap& map, const SdpaParams& p, const Items& items) {
+  const KeyBounds keys(p, p.Sq, p.Sk);
+  const int64_t numbers[] = {B::block_m,    B::round_keys, wgmma_may_pass<B>,   items.heads,        items.queries,
+                             p.Sq,          p.Sk,          map.batches.divisor, map.heads.divisor,  p.bias_keys,
+                             keys.from,     keys.to};
+  uint64_t hash = 0;
+  const auto add = [&](int64_t number) {
+    hash = (hash ^ uint64_t(number)) * 0x9e3779b97f4a7c15;
+    hash ^= hash >> 32;
+  };
+  for (const int64_t number : numbers) add(number);
+  if constexpr (B::hides_keys) {
+    for (const char c : std::string_view(MASK_MOD_text)) add(c);
+  }
+  return hash;
+}
 template <class B> BiasMap bias_map_of(const SdpaParams& p, const Items& items) {  // its lists are nowhere yet
   BiasMap map;
   map.heads = Divisor(differs_by_head<B>(p) ? uint32_t(p.Hq / items.heads) : 1);
   map.batches = Divisor(differs_by_batch<B>(p) ? uint32_t(p.B) : 1);
   map.list_words = 1 + max(int(ceil_div(p.Sk, B::round_keys)), 1);
+  map.made_for = hash_of_map<B>(map, p, items);
   return map;
 }
 template <class B> size_t bias_map_bytes(const SdpaParams& p) {
   if (!may_have_map<B>(p)) return 0;
   const Items items = items_of<B>(p);
   const BiasMap map = bias_map_of<B>(p, items);
-  return sizeof(uint32_t) * map.list_words * map.batches.divisor * map.heads.divisor * ceil_div(p.Sq, items.queries);
+  const size_t lists = size_t(map.batches.divisor) * map.heads.divisor * ceil_div(p.Sq, items.queries);
+  return sizeof(map.made_for) + sizeof(uint32_t) * map.list_words * lists;
 }
 // lists_rounds: a launch makes a map where there are rounds to leave out, and all heads share them.
 template <class B> bool makes_map(const SdpaParams& p) {
@@ -6366,17 +6426,14 @@ template <class B> bool makes_map(const SdpaParams& p) {
 }
 template <class B> SdpaStatus check_bias_map(const SdpaParams& p) {
   const size_t bytes = bias_map_bytes<B>(p);
-  if (p.bias_map_bytes > 0 && !p.bias_map) {
-    return failure(refused, "bias_map_bytes is %zu, but bias_map is null; set both or neither", p.bias_map_bytes);
-  }
   if (p.bias_map_bytes == bytes && (p.bias_map || bytes == 0)) return {};
   return failure(refused, "bias_map has %zu bytes, and the map of this problem %zu; ask sdpa_bias_map_bytes()",
                  p.bias_map ? p.bias_map_bytes : 0, bytes);
 }
-// Lets a launch take the map at `lists`, which is made first if it has to be.
-template <class B>
-SdpaStatus set_bias_map(KernelArgs& a, const Items& items, void* lists, bool makes, cudaStream_t stream) {
-  a.bias_map = bias_map_of<B>(a.p, items), a.bias_map.lists = static_cast<uint32_t*>(lists);
+// Lets a launch take the map at `at`, which is made first if it has to be.
+template <class B> SdpaStatus set_bias_map(KernelArgs& a, const Items& items, void* at, bool makes, cudaStream_t stream) {
+  a.bias_map = bias_map_of<B>(a.p, items);
+  a.bias_map.lists = reinterpret_cast<uint32_t*>(static_cast<uint64_t*>(at) + 1);
   a.unmasked_rounds = 0;  // no item has all rounds
   if constexpr (lists_rounds<B>) {
     cudaLaunchAttribute early{};
@@ -6564,7 +6621,7 @@ SdpaStatus check_params(SdpaParams& p) {
                  {"sinks", Build::use_sinks ? "" : "USE_SINKS=1", uintptr_t(p.sinks)}, {"LSE", "", uintptr_t(p.LSE)},
                  {"max_ctas", of_queue, uintptr_t(p.max_ctas), 1}, {"softcap", of_cap, p.softcap != 0, 1},
                  {"bias", Build::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias), int(sizeof(Bias))},
-                 {"bias_map", Build::hides_rounds ? "" : "USE_BIAS or MASK_MOD", uintptr_t(p.bias_map)},
+                 {"bias_map", Build::hides_rounds ? "" : "USE_BIAS or MASK_MOD", uintptr_t(p.bias_map), 8},
                  {"bias_map_bytes", Build::hides_rounds ? "" : "USE_BIAS or MASK_MOD", uintptr_t(p.bias_map_bytes), 1},
                  {"bias_keys", Build::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias_keys), 1},
                  {"page_stride", of_pages, uintptr_t(p.page_stride), 1},
@@ -6583,6 +6640,9 @@ SdpaStatus check_params(SdpaParams& p) {
                                         : "%s is a null pointer, but SCORE_MOD or MASK_MOD names it", x.name);
       }
     }
+  }
+  if (Build::hides_rounds && p.bias_map_bytes > 0 && !p.bias_map) {
+    return failure(refused, "bias_map_bytes is %zu, but bias_map is null; set both or neither", p.bias_map_bytes);
   }
   if (Build::use_pages && (!p.page_table || p.k_starts || p.page_size <= 0 || p.page_size % 16 || p.pages <= 0 ||
                            p.page_stride < 0)) {
@@ -7030,15 +7090,16 @@ template <class Use> auto with_build(const SdpaParams& p, const Use& use) {
 
 }  // namespace
 
-// ---- the map of what is hidden, for several launches (USE_BIAS = 1, USE_BIAS = 2, MASK_MOD) ----
+// ---- the map of what is hidden, for several launches (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
 
 // Bytes of device memory of the map that sdpa_map_bias() writes. 0: this problem has none, or its sizes are refused.
 static inline size_t sdpa_bias_map_bytes(SdpaParams p) {
   if (!check_sizes(p).ok()) return 0;
   return with_build(p, [&](auto build) { return bias_map_bytes<decltype(build)>(p); });
 }
-// Writes bias_map. A launch may use it if it has the same build and GPU, the same contents of the bias or of the arrays that
-// MASK_MOD names, the same strides of the bias, bias_keys, sizes, causal mask, window and batch_invariant. Enqueued like it.
+// Writes bias_map. Enqueued like a launch. A launch that uses the map must have the same contents of the bias, or of the
+// arrays that MASK_MOD names: nothing checks these. If the tile, a size, the causal mask, the window, bias_keys, or whether
+// heads and batches share the bias differ from those of the map, the launch computes all rounds: O is right, only later.
 static inline SdpaStatus sdpa_map_bias(const SdpaParams& params, cudaStream_t stream) {
   SdpaParams p = params;
   SdpaStatus status = check_params(p);

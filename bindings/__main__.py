@@ -5,9 +5,9 @@ build fills $SDPA_CACHE (or ~/.cache/sdpa) with every build of these words, with
   sm_80 sm_90a ...     GPUs
   fp16 bf16 e4m3       types
   64 128 192x128 ...   D, or that of Q and K by that of V
-  plain softcap sinks lengths pages bias mask bf16_out kv8, or several as in sinks+lengths: options of attention()
-                       (plain, if none is named; mask: a bias of bools; bf16_out: O of e4m3; kv8: k and v are e4m3,
-                       beside a q of 16 bits)
+  plain softcap sinks lengths pages bias mask bf16_out kv8 fp32_bias, or several as in sinks+lengths: options of
+                       attention() (plain, if none is named; bias: of q's type; mask: a bias of bools; fp32_bias: one of
+                       another type; bf16_out: O of e4m3; kv8: k and v are e4m3, next to a q of 16 bits)
   score_mod=TEXT mask_mod=TEXT    these arguments of attention(), for all builds
 and with what is between PyTorch and the kernels and what appends to caches. A program that finds all it needs there
 does without nvcc.
@@ -23,7 +23,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 import pytorch as sdpa
 
 TYPES = {"fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
-OPTIONS = ["softcap", "sinks", "lengths", "pages", "bias", "mask", "bf16_out", "kv8"]  # those of sdpa.FEATURES
+OPTIONS = ["softcap", "sinks", "lengths", "pages", "bias", "mask", "bf16_out", "kv8", "fp32_bias"]  # those of sdpa.FEATURES
+BIASES = {"bias", "mask", "fp32_bias"}
 
 
 def builds_of(words):
@@ -60,11 +61,11 @@ def builds_of(words):
     for gpu, dtype, (D, Dv), features in itertools.product(*kinds.values()):
         try:
             named = {name for i, name in enumerate(OPTIONS) if features >> i & 1}
-            if named >= {"bias", "mask"}:
-                raise sdpa.Unavailable("a build has a bias or a mask, as a call has")
-            if named & {"bias", "mask"} and ("kv8" in named or dtype == sdpa.torch.float8_e4m3fn):
+            if len(named & BIASES) > 1:
+                raise sdpa.Unavailable("a build has one kind of bias or a mask, as a call has")
+            if named & BIASES and ("kv8" in named or dtype == sdpa.torch.float8_e4m3fn):
                 raise sdpa.Unavailable("a bias goes with k and v of 16 bits alone")
-            if expressions and named & {"softcap", "bias", "mask"}:
+            if expressions and named & ({"softcap"} | BIASES):
                 raise sdpa.Unavailable("a soft cap or a bias beside score_mod and mask_mod is a part of the expression")
             builds.append(sdpa.build_of(*sdpa.line_with(gpu, dtype, D, Dv, features, **expressions)))
         except sdpa.Unavailable as why:

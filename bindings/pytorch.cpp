@@ -13,6 +13,7 @@
 #include <ATen/ops/_flash_attention_backward.h>
 #include <ATen/ops/_flash_attention_forward_native.h>
 #include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention_backward.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention_native.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -20,6 +21,7 @@
 #include <ATen/ops/scaled_dot_product_attention_native.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -78,7 +80,8 @@ enum Feature {
   biases = 16,
   masks = 32,
   bf16_out = 64,
-  kv_in_8_bits = 128
+  kv_in_8_bits = 128,
+  biases_in_fp32 = 256
 };  // of what a problem asks beyond a line's own: builds of their own
 // The arguments of attention() that modify scores, and a kept map of the tiles that are hidden.
 struct Mods {
@@ -186,29 +189,32 @@ static Tensor readable(const Tensor& x, bool may_be_expanded) {
   return fit(x) && !is_expanded(x, may_be_expanded ? 2 : 0, 2) ? x : x.clone(at::MemoryFormat::Contiguous);
 }
 
-static int feature_of(const Tensor& bias) { return bias.scalar_type() == at::kBool ? masks : biases; }
+static int feature_of(const Tensor& bias) {
+  return bias.scalar_type() == at::kBool ? masks : bias.scalar_type() == at::kFloat ? biases_in_fp32 : biases;
+}
 
 // Whether x is a mask (bool, true: visible) or an additive bias for these queries and keys of [B,Hq].
 static std::string why_not_bias(const char* name, const Tensor& x, const Tensor& q, int64_t B, int64_t queries,
                                 int64_t keys) {
   if (x.device() != q.device()) return c10::str(name, " is on ", x.device(), ", not beside q");
-  if (x.scalar_type() != at::kBool && !x.is_floating_point()) {
-    return c10::str(name, " is of ", x.scalar_type(), ", neither bool nor floating point");
+  const at::ScalarType types[] = {at::kBool, at::kFloat, at::kHalf, at::kBFloat16};
+  if (std::count(std::begin(types), std::end(types), x.scalar_type()) == 0) {
+    return c10::str(name, " is of ", x.scalar_type(), ", not bool, float32, float16 or bfloat16");
   }
   const int64_t sizes[] = {B, q.size(1), queries, keys};
   if (at::is_expandable_to(x.sizes(), sizes)) return "";
   return c10::str(name, " is of shape ", x.sizes(), ", which does not expand to ", at::IntArrayRef(sizes));
 }
 
-// What kernels read of it, [B or 1,Hq or 1,queries or 1,keys]: bool, or of q's type, with contiguous keys; a view if it
-// has both already. Of dimensions that have been expanded one element is left.
+// What kernels read of it, [B or 1,Hq or 1,queries or 1,keys]: bool, of q's type or float32, with contiguous keys; a view if
+// it has both already. Another type of 16 bits becomes float32. Of dimensions that have been expanded one element is left.
 static Tensor bias_of(const Tensor& x, const Tensor& q, int64_t keys) {
   Tensor bias = x;
   while (bias.dim() < 4) bias = bias.unsqueeze(0);
   for (int i = 0; i < 3; i++) {
     if (bias.stride(i) == 0 && bias.size(i) > 1) bias = bias.narrow(i, 0, 1);
   }
-  if (bias.scalar_type() != at::kBool) bias = bias.to(q.scalar_type());
+  if (bias.scalar_type() != at::kBool && bias.scalar_type() != q.scalar_type()) bias = bias.to(at::kFloat);
   if (bias.size(3) == keys && (bias.stride(3) == 1 || keys <= 1)) return bias;
   return bias.expand({bias.size(0), bias.size(1), bias.size(2), keys}).contiguous();
 }
@@ -244,6 +250,10 @@ static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, co
   if (why.empty() && asked.mask) {
     why = needs_grad(asked.mask) ? "attn_mask needs a gradient"
                                  : why_not_bias("attn_mask", *asked.mask, q, q.size(0), q.size(2), k.size(2));
+    const auto type = asked.mask->scalar_type();
+    if (why.empty() && type != at::kBool && type != at::kFloat && type != q.scalar_type()) {
+      why = c10::str("attn_mask is of ", type, ", and PyTorch takes bool, float32 or q's type");
+    }
   }
   if (!why.empty()) return why;
   if (q.stride(3) != 1 || k.stride(3) != 1 || v.stride(3) != 1) return bad_rows;
@@ -521,7 +531,7 @@ static std::string make_block_mask(const Tensor& q, const Tensor& k, const Tenso
 // The LSE of rows that see no key is -inf, which would make their P exp(inf) in a backward; with inf it is 0.
 static void hide_empty_rows(Tensor& lse) { lse.masked_fill_(lse.eq(-INFINITY), INFINITY); }
 
-// The bias for cuDNN, which reads any bytes as elements of q's type. A hidden key has -65504, as PyTorch has it.
+// cuDNN reads a bias as q's type whatever its own, so convert it. A hidden key has -65504, as in PyTorch.
 static Tensor for_cudnn(const Tensor& bias, const Tensor& q) {
   if (!bias.defined() || bias.scalar_type() != at::kBool) return bias.defined() ? bias.to(q.scalar_type()) : bias;
   const auto value = [&](double x) { return at::scalar_tensor(x, q.options()); };
@@ -557,6 +567,39 @@ static bool taken(const Tensor& q, const Tensor& k, const Tensor& v, const Asked
   return why.empty();
 }
 
+// The additive bias [B,H,Sq,Sk] of PyTorch's memory-efficient kernels, of the given type, whose rows start at multiples of
+// 16 bytes.
+static Tensor for_efficient(const Tensor& bias_any, const Tensor& q, int64_t Sk, at::ScalarType type) {
+  const Tensor given = bias_of(bias_any, q, Sk);
+  const std::array<int64_t, 4> sizes{given.size(0), given.size(1), given.size(2), (Sk + 7) / 8 * 8};
+  const Tensor bias = at::zeros(sizes, q.options().dtype(type)).narrow(3, 0, Sk);
+  if (given.scalar_type() == at::kBool)
+    bias.masked_fill_(given.logical_not(), -INFINITY);
+  else
+    bias.copy_(given);
+  return bias.expand({q.size(0), q.size(1), q.size(2), Sk});
+}
+// k or v with a head for each of q's, which these kernels need, of the given type.
+static Tensor by_query_heads(const Tensor& x, const Tensor& q, at::ScalarType type) {
+  const int64_t group = q.size(1) / x.size(1);
+  return (group == 1 ? x : x.repeat_interleave(group, 1)).to(type);
+}
+
+// True if a bias has more bits than q's type, which cuDNN would round away.
+static bool is_wide(const Tensor& bias, const Tensor& q) {
+  return bias.defined() && bias.scalar_type() == at::kFloat && q.scalar_type() != at::kFloat;
+}
+// O and LSE [B,H,Sq] by the memory-efficient kernel in float32, the only one of PyTorch's that reads a float32 bias.
+static std::tuple<Tensor, Tensor> efficient_in_fp32(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bias,
+                                                    bool causal, std::optional<double> scale) {
+  const auto [o, lse, seed, offset] = at::native::_scaled_dot_product_efficient_attention_cuda(
+      q.to(at::kFloat), by_query_heads(k, q, at::kFloat), by_query_heads(v, q, at::kFloat),
+      for_efficient(bias, q, k.size(2), at::kFloat), true, 0, causal, scale);
+  Tensor rows = lse.narrow(2, 0, q.size(2)).contiguous();
+  hide_empty_rows(rows);
+  return {empty_like(q, q.scalar_type()).copy_(o), rows};
+}
+
 using Result = std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>;
 
 // PyTorch's autograd takes O and LSE to cuDNN's backward, which is content with ours.
@@ -565,12 +608,52 @@ static Result cudnn(const Tensor& q, const Tensor& k, const Tensor& v, const Opt
   const c10::OptionalDeviceGuard guard(q.device());
   const Asked asked{at::SDPBackend::cudnn_attention, mask, dropout, causal, debug_mask, with_lse, scale};
   Tensor o, lse;
-  if (!taken(q, k, v, asked, o, lse)) {
+  const bool is_ours = taken(q, k, v, asked, o, lse);
+  if (!is_ours && mask && is_wide(*mask, q) && dropout == 0 && !debug_mask && !lse_lies_otherwise()) {
+    std::tie(o, lse) = efficient_in_fp32(q, k, v, *mask, causal, scale);
+    lse = lse.unsqueeze(-1);
+  } else if (!is_ours) {
+    if (mask && is_wide(*mask, q)) TORCH_WARN_ONCE("sdpa: PyTorch's cuDNN kernel rounds attn_mask to q's type");
     return at::_cudnn_attention_forward(q, k, v, mask ? for_cudnn(*mask, q) : mask, {}, {}, q.size(2), k.size(2),
                                         with_lse, dropout, causal, debug_mask, scale);
   }
   const auto unused = [&] { return empty({}, at::kLong, q); };  // a random generator's state, read with dropout alone
   return {o, lse, Tensor(), Tensor(), q.size(2), k.size(2), unused(), unused(), Tensor()};
+}
+
+// LSE [B,H,Sq] as the memory-efficient backward reads it: padded with inf to a multiple of 32 rows.
+static Tensor padded_lse(const Tensor& lse) {
+  const int64_t Sq = lse.size(2);
+  const Tensor padded = empty({lse.size(0), lse.size(1), (Sq + 31) / 32 * 32}, at::kFloat, lse);
+  padded.fill_(INFINITY), padded.narrow(2, 0, Sq).copy_(lse);
+  return padded;
+}
+
+// dQ, dK, dV by PyTorch's memory-efficient backward, whose causal mask is top-left. It needs O contiguous as [B,Sq,H,D]. With
+// a float32 bias all of it is in float32, since the kernel takes a bias of q's type only.
+static std::tuple<Tensor, Tensor, Tensor> efficient_backward(const Tensor& grad, const Tensor& q, const Tensor& k,
+                                                             const Tensor& v, const Tensor& o, const Tensor& lse,
+                                                             const Tensor& bias_any, bool causal,
+                                                             std::optional<double> scale) {
+  const auto type = is_wide(bias_any, q) ? at::kFloat : q.scalar_type();
+  const Tensor bias = bias_any.defined() ? for_efficient(bias_any, q, k.size(2), type) : Tensor();
+  const int64_t key_heads = k.size(1), group = q.size(1) / key_heads;
+  const auto by_key_heads = [&](const Tensor& dx) {
+    return (group == 1 ? dx : dx.unflatten(1, {key_heads, group}).sum(2)).to(q.scalar_type());
+  };
+  const Tensor unused = empty({}, at::kLong, q);  // a random generator's state, read with dropout alone
+  const auto [dq, dk, dv, of_bias] = at::_scaled_dot_product_efficient_attention_backward(
+      grad.to(type), q.to(type), by_query_heads(k, q, type), by_query_heads(v, q, type), bias,
+      o.to(type).transpose(1, 2).contiguous().transpose(1, 2), padded_lse(lse), unused, unused, 0,
+      {true, true, true, false}, causal, scale);
+  return {dq.to(q.scalar_type()), by_key_heads(dk), by_key_heads(dv)};
+}
+
+// True if cuDNN's backward gives NaN once the LSE of a row is below about -88: with a single query, and with a bias where
+// the last tile of 128 queries is at most half full. LSE is device data, so the shape alone decides.
+static bool cudnn_may_give_nan(const Tensor& q, const Tensor& bias) {
+  const int64_t last = q.size(2) % 128;
+  return q.size(2) == 1 || (bias.defined() && q.size(3) <= 64 && last >= 1 && last <= 64);
 }
 
 // PyTorch keeps cuDNN's plans by how q, k and v lie, and each has dO as it lay in the first such call: so dO comes as O
@@ -582,6 +665,10 @@ static std::tuple<Tensor, Tensor, Tensor> cudnn_backward(const Tensor& grad, con
                                                          int64_t most_k, double dropout, bool causal,
                                                          std::optional<double> scale) {
   const c10::OptionalDeviceGuard guard(q.device());
+  const bool is_plain = dropout == 0 && !q_starts.defined() && !lse_lies_otherwise();
+  if (is_plain && (cudnn_may_give_nan(q, bias) || is_wide(bias, q))) {
+    return efficient_backward(grad, q, k, v, o, lse.reshape(q.sizes().slice(0, 3)), bias, causal, scale);
+  }
   const Tensor like_o = grad.strides() == o.strides() && fit(grad) ? grad : at::empty_like(o).copy_(grad);
   return at::_cudnn_attention_backward(like_o, q, k, v, o, lse, seed, offset, for_cudnn(bias, q), q_starts, k_starts,
                                        most_q, most_k, dropout, causal, scale);
@@ -615,8 +702,7 @@ static Result flash(const Tensor& q_any, const Tensor& k_any, const Tensor& v_an
   return {out, out_lse, Tensor(), Tensor(), q.size(1), k.size(1), state, unused, mask};
 }
 
-// PyTorch's choice for masks on most GPUs, and for causal ones with Sq != Sk. Its backward takes O and an LSE of whole
-// runs of 32 rows, with inf behind the last.
+// PyTorch's choice for masks on most GPUs, and for causal ones with Sq != Sk. Its backward takes O and a padded LSE.
 static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(const Tensor& q, const Tensor& k, const Tensor& v,
                                                             const OptionalTensor& mask, bool with_lse, double dropout,
                                                             bool causal, std::optional<double> scale) {
@@ -626,11 +712,8 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(const Tensor& q, con
   if (!taken(q, k, v, asked, o, lse)) {
     return at::native::_scaled_dot_product_efficient_attention_cuda(q, k, v, mask, with_lse, dropout, causal, scale);
   }
-  const int64_t Sq = q.size(2);
-  const Tensor padded = empty({q.size(0), q.size(1), with_lse ? (Sq + 31) / 32 * 32 : 0}, at::kFloat, q);
-  if (with_lse) padded.fill_(INFINITY), padded.narrow(2, 0, Sq).copy_(lse);
   const auto unused = [&] { return empty({}, at::kLong, q); };
-  return {o, padded, unused(), unused()};
+  return {o, with_lse ? padded_lse(lse) : empty({q.size(0), q.size(1), 0}, at::kFloat, q), unused(), unused()};
 }
 
 // F.scaled_dot_product_attention itself. Where nothing is differentiated or traced a mask is read as it is: PyTorch would
@@ -858,9 +941,10 @@ static Tensor laid_out_by(const Tensor& q, const Tensor& o) {
   return o.strides() == out.strides() ? o : out.copy_(o);
 }
 
-// dQ, dK, dV by cuDNN where PyTorch would choose it, else by FlashAttention-2, whose masks and windows are bottom-right
-// ones, and which takes a limit of -1 for all keys if both are. Each needs O and LSE alone. `without`: why there is none,
-// which is said when it runs, so that a graph that is compiled ahead may have it.
+// dQ, dK, dV from O and LSE: by cuDNN where PyTorch would choose it; else by FlashAttention-2, whose masks and windows are
+// bottom-right, and which takes a limit of -1 for all keys if both are; or by the memory-efficient backward, for a bias, a
+// top-left mask with Sq != Sk, and a v with its own D. `without`: the reason for having none. It is raised only when the
+// backward runs, so that a graph that is compiled ahead may contain it.
 static std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const Tensor& q_any,
                                                              const Tensor& k_any, const Tensor& v_any, const Tensor& o,
                                                              const Tensor& lse, int64_t causal, int64_t left,
@@ -875,28 +959,30 @@ static std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad,
   if (bias_any) bias = bias_of(bias_any->detach(), q, k.size(2));
   const int64_t Sq = q.size(2), Sk = k.size(2), by = window_alignment ? window_alignment : causal;
   const bool limited = left >= 0 || right >= 0;
+  const bool masked = causal != SDPA_CAUSAL_OFF;
+  const bool bottom_right = causal != SDPA_CAUSAL_TOP_LEFT && (!limited || by == SDPA_CAUSAL_BOTTOM_RIGHT);
+  Tensor rows_lse = lse;
+  if (bias) hide_empty_rows(rows_lse = rows_lse.clone());
+  const Tensor its_bias = bias.value_or(Tensor());
   Tensor dq, dk, dv;
   if (q.numel() == 0 || k.numel() == 0) {
     dq = at::zeros_like(q), dk = at::zeros_like(k), dv = at::zeros_like(v);
   } else if (is_for_cudnn(q, k, v, bias, causal, limited, scale)) {
     const Tensor unused = empty({}, at::kLong, q);
-    Tensor rows = lse.unsqueeze(-1);
-    if (bias) hide_empty_rows(rows = rows.clone());
-    std::tie(dq, dk, dv) = cudnn_backward(grad, q, k, v, laid_out_by(q, o), rows, unused, unused,
-                                          bias.value_or(Tensor()), {}, {}, Sq, Sk, 0, causal != SDPA_CAUSAL_OFF, scale);
-  } else {
-    TORCH_CHECK_NOT_IMPLEMENTED(!bias,
-                                "sdpa.attention: there is a backward with a bias where PyTorch would choose cuDNN");
-    const bool bottom_right = causal != SDPA_CAUSAL_TOP_LEFT && (!limited || by == SDPA_CAUSAL_BOTTOM_RIGHT);
-    TORCH_CHECK_NOT_IMPLEMENTED(q.size(3) == v.size(3) && (Sq == Sk || bottom_right),
-                                "sdpa.attention: no backward of PyTorch's takes this v's own D, or top-left masks or "
-                                "windows with Sq != Sk");
+    std::tie(dq, dk, dv) = cudnn_backward(grad, q, k, v, laid_out_by(q, o), rows_lse.unsqueeze(-1), unused, unused,
+                                          its_bias, {}, {}, Sq, Sk, 0, masked, scale);
+  } else if (!bias && q.size(3) == v.size(3) && (Sq == Sk || bottom_right)) {
     const auto rows = [](const Tensor& x) { return x.transpose(1, 2); };
     const Tensor unused = empty({2}, at::kUInt64, q);
     std::tie(dq, dk, dv) = at::_flash_attention_backward(
-        rows(readable(grad, false)), rows(q), rows(k), rows(v), rows(o), lse, {}, {}, Sq, Sk, 0,
-        causal != SDPA_CAUSAL_OFF, unused, unused, scale, limited && left < 0 ? Sk : left, limited && right < 0 ? Sk : right);
+        rows(readable(grad, false)), rows(q), rows(k), rows(v), rows(o), lse, {}, {}, Sq, Sk, 0, masked, unused, unused,
+        scale, limited && left < 0 ? Sk : left, limited && right < 0 ? Sk : right);
     dq = rows(dq), dk = rows(dk), dv = rows(dv);
+  } else {
+    const bool top_left = causal != SDPA_CAUSAL_BOTTOM_RIGHT || Sq == Sk;
+    TORCH_CHECK_NOT_IMPLEMENTED(!limited && top_left, "sdpa.attention: no backward of PyTorch's takes top-left windows "
+                                "with Sq != Sk, or v's own D beside a window or a bottom-right mask with Sq != Sk");
+    std::tie(dq, dk, dv) = efficient_backward(grad, q, k, v, o, rows_lse, its_bias, masked, scale);
   }
   // As the fake kernel promises them.
   const auto laid_out = [](const Tensor& dx, const Tensor& x) {

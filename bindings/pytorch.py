@@ -29,7 +29,7 @@ from torch.utils.flop_counter import register_flop_formula
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DTYPES = {torch.float16: "", torch.bfloat16: "_bf16", torch.float8_e4m3fn: "_e4m3"}  # and the names of their lines
 FEATURES = ("USE_SOFTCAP", "USE_SINKS", "USE_LENGTHS", "USE_PAGES", "USE_BIAS=1", "USE_BIAS=2",
-            "OUT_DTYPE=BF16", "KV_DTYPE=FP8_E4M3")  # by the bits of pytorch.cpp's Feature
+            "OUT_DTYPE=BF16", "KV_DTYPE=FP8_E4M3", "USE_BIAS=3")  # by the bits of pytorch.cpp's Feature
 MASKS = {None: 0, False: 0, "off": 0, True: 1, "br": 1, "tl": 2}
 
 
@@ -439,10 +439,10 @@ def build_ahead(operator, arguments):
     given = {argument.name: x for argument, x in zip(operator._schema.arguments, arguments) if x is not None}
     tensors = {name for name, x in given.items() if isinstance(x, torch.Tensor)}
     lengths = bool(tensors & {"k_lengths", "q_lengths", "q_starts", "k_starts", "page_table"})
-    bias = given["bias"].dtype if "bias" in tensors else None
+    bias, own = (given["bias"].dtype, given["q"].dtype) if "bias" in tensors else (None, None)
     features = (given["softcap"] != 0, "sinks" in tensors, lengths, "page_table" in tensors,
-                bias not in (None, torch.bool), bias == torch.bool, given.get("bf16_out", False),
-                given["v"].dtype != given["q"].dtype)  # as in FEATURES
+                bias is not None and bias == own, bias == torch.bool, given.get("bf16_out", False),
+                given["v"].dtype != given["q"].dtype, bias not in (None, torch.bool, own))  # as in FEATURES
     with contextlib.suppress(Exception):
         q, v = given["q"], given["v"]
         built(*build_of(*line_with(torch.cuda.get_device_capability(q.device), q.dtype, q.shape[3], v.shape[3],
@@ -519,8 +519,8 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
     1 (rows of O and LSE that are no query of a sequence are not written: they hold anything, NaN too); page_table
     [B,N], with k and v [pages,Hkv,keys of a page,D], the pages of a sequence in order. most_keys: that a sequence has;
     0: Sk. bias: what expands to [B,Hq,Sq,keys], read as it lies if the keys are contiguous, else copied: bool, of which
-    False hides the key, or added to the logits behind a softcap, in q's type, to which another is converted; causal and
-    window hold besides. Its keys are all keys of a sequence, or with bias_keys so many last ones; those before them
+    False hides the key, or added to the logits behind a softcap, in q's type or float32 (another 16-bit type becomes float32);
+    causal and window hold besides. Its keys are all keys of a sequence, or with bias_keys so many last ones; those before them
     have none. With q_starts its row is the query's in its sequence, and there must be one for each. batch_invariant:
     the bits of a sequence's O and LSE are the same whatever sequences are in the batch with it, as docs/USING.md has
     it; those of gradients are PyTorch's. Under autocast q, k and v take its type. Raises for what no line takes.

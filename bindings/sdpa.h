@@ -47,7 +47,8 @@ typedef struct SdpaParams {
   const float* sinks;   /* lines with USE_SINKS: [Hq], exp(sink) joins the sum of a row; or null */
   /* Lines with USE_LENGTHS, in device memory, each or null. Sequence b has the rows from starts[b] to starts[b + 1] of Sq
      or Sk in all; such tensors have a batch of 1, and LSE is [Hq,Sq]. O and LSE of rows of no sequence stay as they are.
-     Rows of K and V that are no key of a sequence may hold anything, NaN too. */
+     Rows of K and V that are no key of a sequence may hold anything, NaN too. Rows that causal, the window, a bias or
+     MASK_MOD hides must be finite in V: their weight is 0, and 0 * NaN is NaN in O, as in PyTorch. */
   const int* k_lengths;             /* [B]: of its keys the first so many count */
   const int *q_starts, *k_starts;   /* [B + 1] */
   int most_keys;                    /* that a sequence has, later ones do not count; 0: Sk */
@@ -58,12 +59,12 @@ typedef struct SdpaParams {
   int Dv;                  /* of V and O, to the line's HEAD_DIM_V as D to HEAD_DIM; 0: D */
   /* Lines with USE_BIAS, or null: a row of elements for each query of a sequence, contiguous along its last bias_keys keys (0:
      all; keys before them have none), at strides in elements, 0 where batches, heads or queries share rows. USE_BIAS=1: of
-     the line's DTYPE, added to scale * Q @ K.T, behind a softcap; -inf hides the key. USE_BIAS=2: bytes, of which 0 hides
-     the key. A tile that is hidden whole may be left out, even where a score is NaN. */
+     the line's DTYPE, added to scale * Q @ K.T, behind a softcap; -inf hides the key. USE_BIAS=3: the same in float32.
+     USE_BIAS=2: bytes, of which 0 hides the key. A tile that is hidden whole may be left out, even where a score is NaN. */
   const void* bias;
   SdpaStrides bias_strides;
   int bias_keys;
-  void* bias_map;          /* of sdpa_library_map_bias(), for several launches with one bias; null: each makes its own */
+  void* bias_map;          /* of sdpa_library_map_bias(), aligned to 8 bytes, for several launches; null: each makes its own */
   size_t bias_map_bytes;   /* sdpa_library_bias_map_bytes() */
   const int* q_lengths;    /* lines with USE_LENGTHS, [B] in device memory: of its queries the first so many count; or null */
   int batch_invariant;     /* 1: a row's bits are the same whatever sequences are in the batch with it, see docs/USING.md */
@@ -92,10 +93,12 @@ size_t sdpa_library_scratch_bytes(const SdpaParams* p);
 /* Bytes of the map by which lines with USE_BIAS or MASK_MOD skip hidden tiles; 0: this problem has none. */
 size_t sdpa_library_bias_map_bytes(const SdpaParams* p);
 
-/* Enqueues the kernel that writes p->bias_map. The map depends on the contents of the bias, or of the arrays that MASK_MOD
-   names; on bias_keys and on which strides of the bias are 0; on B, Hq, Hkv, Sq, Sk, D and Dv; on causal, the window and its
-   alignment; on batch_invariant; on the library and on the GPU. Make a new map when one of these changes. Q, K, V, O, scale and
-   sinks may differ. Returns as sdpa_library_forward() does. */
+/* Enqueues the kernel that writes p->bias_map. Make a new map when the contents of the bias change, or those of the arrays
+   that MASK_MOD names: nothing checks them, and a launch with an old map skips the tiles that were hidden then. A map also
+   depends on bias_keys and on which strides of the bias are 0; on B, Hq, Hkv, Sq, Sk, D and Dv; on causal, the window and its
+   alignment; on batch_invariant; on the library and on the GPU. A launch in which these differ ignores the map and skips
+   nothing (or is refused if bias_map_bytes differs): O is right, but the launch takes longer. Q, K, V, O, scale and sinks do
+   not matter. Returns as sdpa_library_forward() does. */
 int sdpa_library_map_bias(const SdpaParams* p, struct CUstream_st* stream, char* text, size_t text_bytes);
 
 /* Enqueues O, LSE = attention(Q, K, V) on the stream of the current device, and returns at once. Allocates nothing, and

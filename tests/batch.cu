@@ -153,7 +153,7 @@ vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng 
       const Own& x = *sequences[b];
       for (int i = 0; i < x.Sq * x.Sk; i++) {
         const float drawn = element(3, x.id, 0, i / x.Sk, i % x.Sk);
-        bias[(size_t(b) * Sq + i / x.Sk) * Sk + i % x.Sk] = rounded<Bias>(Build::use_bias == 1 ? drawn : drawn > -1);
+        bias[(size_t(b) * Sq + i / x.Sk) * Sk + i % x.Sk] = rounded<Bias>(Build::adds_bias ? drawn : drawn > -1);
       }
     }
     p.bias = memory.hold(bias), p.bias_strides = {int64_t(Sq) * Sk, 0, Sk};

@@ -280,7 +280,7 @@ TEST_CASE("witness_of_all") {
     p.has_sinks = draw(3) == 0, p.has_lengths = draw(2), p.packs_q = draw(3) == 0, p.packs_k = draw(3) == 0;
     if (p.has_sinks && p.dist == "ramps") p.dist = "normal";
     p.descale = descales[draw(DESCALES)];
-    changed.now.use_bias = types < 2 ? draw(3) : 0;  // of 16 bits
+    changed.now.use_bias = types < 2 ? draw(4) : 0;  // of 16 bits
     if (line.use_bias) p.bias_kind = draw(2) ? "tree" : line.use_bias == 2 ? "bool" : "add", p.bias_dims = draw(2) ? "bhq" : "q";
     p.shape = format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
     Instance instance(p);

@@ -240,7 +240,7 @@ class Attention {
             const int64_t element = b * p.bias_strides.batch + h * p.bias_strides.head +
                                     at / columns * p.bias_strides.row + at % columns;
             const float x = to_float(static_cast<const Bias*>(p.bias)[element]);
-            of.bias.x.push_back(Build::use_bias == 1 ? x : x == to_float(Bias(0)) ? -INFINITY : 0);
+            of.bias.x.push_back(Build::adds_bias ? x : x == to_float(Bias(0)) ? -INFINITY : 0);
           }
         }
         for (int q = 0; q < queries.count; q++) {
@@ -645,6 +645,7 @@ TEST_CASE("changed_members") {
 template <class B> struct ExpectedMap {
   const SdpaParams& p;
   const vector<float>& bias;  // as numbers to add, from p.bias on
+  static constexpr size_t header_bytes = 8;
 
   int blocks() const { return ceil_div(p.Sq, B::block_m); }
   // Warpgroups of 64 rows without a query are those before query 0 where a warpgroup can leave tiles out.
@@ -654,7 +655,7 @@ template <class B> struct ExpectedMap {
   int batches() const { return p.bias_strides.batch ? p.B : 1; }
   int heads() const { return p.bias_strides.head ? p.Hq : 1; }
   size_t list_words() const { return 1 + size_t(std::max(ceil_div(p.Sk, B::round_keys), 1)); }
-  size_t bytes() const { return 4 * size_t(batches()) * heads() * blocks() * list_words(); }
+  size_t bytes() const { return header_bytes + 4 * size_t(batches()) * heads() * blocks() * list_words(); }
 
   vector<uint32_t> list(int b, int h, int block) const {
     reference::Problem of{1, 1, 1, p.Sq, p.Sk, Build::head_dim, reference::Mask(int(p.causal)), 0, {}, {}, {}};
@@ -687,7 +688,8 @@ template <class B> struct ExpectedMap {
   bool is(const void* map) const {
     for (int n = 0; n < batches() * heads() * blocks(); n++) {
       const vector<uint32_t> want = list(n / blocks() / heads(), n / blocks() % heads(), n % blocks());
-      if (memcmp(static_cast<const char*>(map) + 4 * n * list_words(), want.data(), 4 * want.size())) return false;
+      const char* const list_n = static_cast<const char*>(map) + header_bytes + 4 * n * list_words();
+      if (memcmp(list_n, want.data(), 4 * want.size())) return false;
     }
     return true;
   }
@@ -744,7 +746,7 @@ template <class B> static void check_map(uint32_t seed) {
     }
   }
   vector<Bias> elements(first, rounded<Bias>(1));
-  for (const float x : numbers) elements.push_back(rounded<Bias>(Build::use_bias == 1 ? x : x == -INFINITY ? 0 : 1 + x));
+  for (const float x : numbers) elements.push_back(rounded<Bias>(Build::adds_bias ? x : x == -INFINITY ? 0 : 1 + x));
   const Held<Bias> bias(elements);
   p.bias = static_cast<const Bias*>(bias) + first;
   vector<Memory> inputs = a.inputs();
@@ -784,6 +786,71 @@ TEST_CASE("bias_map" * doctest::skip(!has_map_of_bias)) {
   });
 }
 
+// O is right with a map that was made for a problem that differs in a mask, a size or a way of sharing the bias, and with one
+// that was never made.
+template <class B> static void check_maps_of_others() {
+  const int Sq = B::block_m + std::min(B::block_m - 4, 70), Sk = 5 * B::round_keys - 3, row = Sk + 7;
+  const Attention a(2, 2, 1, Sq, Sk);
+  vector<Bias> elements(2 * 2 * Sq * row);
+  for (size_t i = 0; i < elements.size(); i++) {
+    const int q = int(i / row), k = int(i % row);
+    const uint32_t block = (q / 64 * 131 + k / B::round_keys * 31 + 7) * 2654435761u >> 28;
+    const bool hidden = block < 9 || (block < 12 && (q + k) % 5 == 0);
+    elements[i] = rounded<Bias>(Build::use_bias == 2 ? !hidden : hidden ? -INFINITY : 0);
+  }
+  const Held<Bias> bias(elements);
+  SdpaParams base = a.p;
+  base.Dv = base.D, base.bias = bias, base.bias_strides = {0, int64_t(Sq) * row, row};
+
+  using Change = std::function<void(SdpaParams&)>;
+  const std::pair<const char*, Change> changes[] = {
+      {"nothing", [](SdpaParams&) {}},
+      {"causal=br", [](SdpaParams& p) { p.causal = Causal::bottom_right; }},
+      {"causal=tl", [](SdpaParams& p) { p.causal = Causal::top_left; }},
+      {"window_left", [&](SdpaParams& p) { p.window_left = B::round_keys + 5; }},
+      {"window_right", [&](SdpaParams& p) { p.window_right = B::round_keys; }},
+      {"window_alignment", [&](SdpaParams& p) {
+         p.window_left = p.window_right = B::round_keys + 5, p.window_alignment = Causal::bottom_right;
+       }},
+      {"bias_keys", [&](SdpaParams& p) { p.bias_keys = Sk - B::round_keys - 20; }},
+      {"bias_strides", [&](SdpaParams& p) { p.bias_strides.head = 0, p.bias_strides.batch = int64_t(Sq - 64) * row; }},
+      {"Sq", [](SdpaParams& p) { p.Sq -= 20; }},  // whose rows move up by 64 more
+      {"Sk", [](SdpaParams& p) { p.Sk -= 40; }}};
+  vector<SdpaParams> problems;
+  size_t most = 0;
+  for (const auto& [name, change] : changes) {
+    problems.push_back(base), change(problems.back());
+    most = std::max(most, bias_map_bytes<B>(problems.back()));
+  }
+  const Workspace map(most), memory(sizeof(uint32_t));
+  const auto is_right = [&](SdpaParams p, const SdpaParams* made_for) {
+    p.bias_map = map, p.workspace = memory, p.bias_map_bytes = bias_map_bytes<B>(p);
+    cudaMemset(map, 0x01, most);  // of 0x01010101 rounds, if the map is never made
+    const SdpaStatus status = a.call_by([&](cudaStream_t stream) {
+      if (!made_for) return forward<B>(p, stream);
+      SdpaParams other = *made_for;
+      other.bias_map = map, other.bias_map_bytes = p.bias_map_bytes;
+      const SdpaStatus made = map_bias<B>(other, stream);
+      return made.ok() ? forward<B>(p, stream) : made;
+    });
+    return status.ok() && a.is_right(p);
+  };
+  CHECK(is_right(base, nullptr));
+  for (size_t i = 0; i < problems.size(); i++) {
+    for (size_t j = 0; j < problems.size(); j++) {
+      if (i != 0 && j != 0 && j != i + 1) continue;  // enough pairs
+      INFO("map for ", string(changes[i].first), ", launch with ", string(changes[j].first));
+      CHECK((bias_map_bytes<B>(problems[i]) == bias_map_bytes<B>(problems[j]) && is_right(problems[j], &problems[i])));
+    }
+  }
+}
+TEST_CASE("bias_map_of_others" * doctest::skip(!has_map_of_bias)) {
+  for_each_build([](auto build) {
+    using B = decltype(build);
+    if constexpr (lists_rounds<B>) check_maps_of_others<B>();
+  });
+}
+
 // A bias_map that is no map of these sizes is refused. A failed launch of the map kernel fails the call.
 TEST_CASE("bias_map_refusals" * doctest::skip(!Build::use_bias)) {
   const Featured featured;
@@ -794,8 +861,9 @@ TEST_CASE("bias_map_refusals" * doctest::skip(!Build::use_bias)) {
   const Owned memory(p);
   p.bias_map_bytes = bytes + 4;
   const string null_map = "bias_map_bytes is " + std::to_string(bytes + 4) + ", but bias_map is null; set both or neither";
-  CHECK(featured.a.forward(p) == null_map);
-  CHECK(map_bias_of(p).text == null_map);
+  SdpaParams without = p;
+  without.workspace = nullptr;
+  for (const SdpaParams& call : {p, without}) CHECK((featured.a.forward(call) == null_map && map_bias_of(call).text == null_map));
   p.bias_map = map;
   const string other_size =
       "bias_map has " + std::to_string(bytes + 4) + " bytes, and the map of this problem " + std::to_string(bytes);
@@ -1082,6 +1150,7 @@ TEST_CASE("refusals") {
   const auto alignment_of = [](const string& name) {
     if (name == "workspace" || name == "scratch") return 256;
     if (name == "bias") return int(sizeof(Bias));
+    if (name == "bias_map") return 8;
     if (name == "Q") return std::min(Build::vec_width * int(sizeof(Query<Build>)), 16);
     if (name == "K" || name == "V") return std::min(Build::vec_width * int(sizeof(Input)), 16);
     if (name == "O") return std::min(Build::vec_width * int(sizeof(Output)), 16);

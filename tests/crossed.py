@@ -38,7 +38,7 @@ except ModuleNotFoundError as error:
 KNOBS = dict(
     HEAD_DIM="64 96 128", HEAD_DIM_V="0 64 128 48", DTYPE="FP16 BF16 FP8_E4M3 U8", OUT_DTYPE="AUTO BF16 FP16",
     BLOCK_M="32 64 128 16", NUM_WARPS="4 8 2 16", SPLIT_KV="1 2 4", BLOCK_N="64 32 128", VEC_WIDTH="8 16 1", USE_LENGTHS="1 0",
-    USE_PAGES="1 0", USE_SINKS="1 0", USE_BIAS="1 2 0", SPLIT_CTAS="3 0 1", PACK_GQA="1 0", USE_SOFTCAP="2 0 1", STAGES="3 1", USE_CP_ASYNC="1 0",
+    USE_PAGES="1 0", USE_SINKS="1 0", USE_BIAS="1 2 3 0", SPLIT_CTAS="3 0 1", PACK_GQA="1 0", USE_SOFTCAP="2 0 1", STAGES="3 1", USE_CP_ASYNC="1 0",
     USE_LAZY_MAX="1 0", SWIZZLE_XOR="1 0", USE_PERSISTENT_CTA="1 0", USE_FAST_EXP="0 1", OVERLAP="1 0", USE_PING_PONG="0 1",
     SKIP_MASKED="1 0", FP8_FLUSH="8 0 1", SYNC_POLICY="1 5", USE_WMMA_PV="1 0", FP16_ACC="NONE BOTH",
     NUM_PRODUCER_WARPS="1 2", USE_WARP_SPECIALIZATION="1 0")
@@ -63,7 +63,7 @@ TYPED = ("HEAD_DIM", "HEAD_DIM_V", "DTYPE", "OUT_DTYPE", "VEC_WIDTH", "BLOCK_M",
 
 # --features: the knobs of which every two values meet, by the values to try; of a kind also its own. Other knobs take some
 # legal value. USE_SOFTCAP=2 is USE_SOFTCAP=1 with another tanh, but for a kernel that has a polynomial for the latter.
-FEATURES = dict(DTYPE="FP16 BF16", HEAD_DIM="64 96", USE_SOFTCAP="1 0", USE_BIAS="1 2 0", USE_SINKS="1 0", USE_LENGTHS="1 0", USE_PAGES="0 1",
+FEATURES = dict(DTYPE="FP16 BF16", HEAD_DIM="64 96", USE_SOFTCAP="1 0", USE_BIAS="1 2 3 0", USE_SINKS="1 0", USE_LENGTHS="1 0", USE_PAGES="0 1",
                 SPLIT_KV="1 2", SPLIT_CTAS="1 0", PACK_GQA="0 1", USE_LAZY_MAX="1 0", OVERLAP="1 0", SKIP_MASKED="0 1")
 FEATURES_OF = dict(
     scalar=dict(DTYPE="FP16 FP8_E4M3", USE_SOFTCAP="2 0", SPLIT_CTAS="1"),
@@ -79,7 +79,7 @@ FEATURES_OF = dict(
 # and the map of the bias.
 TOGETHER_OF = dict(
     wgmma_roles=[dict(USE_LAZY_MAX="1", USE_SOFTCAP="1 0", USE_BIAS="0 1", DTYPE="BF16"),
-                 dict(USE_BIAS="1 2", USE_LENGTHS="0", SPLIT_CTAS="1", SPLIT_KV="1", BLOCK_M="128", USE_PING_PONG="0")],
+                 dict(USE_BIAS="1 2 3", USE_LENGTHS="0", SPLIT_CTAS="1", SPLIT_KV="1", BLOCK_M="128", USE_PING_PONG="0")],
     wgmma_converting=[dict(USE_LAZY_MAX="1", USE_SOFTCAP="1 0", DTYPE="BF16")])
 
 CANDIDATES, PAIRS_AT_ONCE = 20, 12  # that are tried for a build
@@ -114,8 +114,8 @@ def takes(build, problem):
             bool(problem["pages"]) == ("USE_PAGES" in has) and not (problem["pages"] and "k" in problem["packed"][9:]) and
             # A sink may leave nothing of such keys.
             (not problem["sinks"] or "USE_SINKS" in has and dist not in ("negative", "stairs")) and
-            (not problem["bias"] or build["USE_BIAS"] in ("1", "2") and
-             ("bool" if build["USE_BIAS"] == "1" else "add") not in problem["bias"] and
+            (not problem["bias"] or build["USE_BIAS"] != "0" and
+             ("add" if build["USE_BIAS"] == "2" else "bool") not in problem["bias"] and
              # Beside such logits a float loses what is added.
              (build["USE_BIAS"] == "2" or dist not in ("stairs", "huge"))) and
             (not problem["softcap"] or "USE_SOFTCAP" in has) and (not problem["descale"] or is_8bit) and

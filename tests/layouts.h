@@ -178,7 +178,7 @@ vector<StridedInput> strided_inputs(const Problem& problem, SdpaParams& p) {
   }
   if (p.bias) {
     Strides& s = p.bias_strides;
-    inputs.push_back({data(p.bias), size_t(line.use_bias == 2 ? 1 : 2), p.bias_keys ? p.bias_keys : std::min(p.Sk, problem.Sk),
+    inputs.push_back({data(p.bias), size_t(bias_bytes()), p.bias_keys ? p.bias_keys : std::min(p.Sk, problem.Sk),
                       {{p.Sq, &s.row}, {p.Hq, &s.head}, {p.B, &s.batch}}});
   }
   const auto add_factors = [&](Descale& d, int heads) {

@@ -71,7 +71,8 @@ def tensors_of(p, dtype, features):
     if p.bias:
         rows = p.Sq if not p.q_starts else int(found["q_starts"].diff().max())
         most = min(p.most_keys or p.Sk, p.Sk)
-        kind = torch.bool if features >> sdpa.FEATURES.index("USE_BIAS=2") & 1 else of_q
+        has = lambda knob: features >> sdpa.FEATURES.index(knob) & 1  # noqa: E731
+        kind = torch.bool if has("USE_BIAS=2") else torch.float if has("USE_BIAS=3") else of_q
         strides = p.bias_strides.batch, p.bias_strides.head, p.bias_strides.row, 1
         found["bias"] = view(p.bias, (p.B, p.Hq, rows, p.bias_keys or most), strides, kind)
     return found
@@ -239,7 +240,7 @@ def told(run):
 def load_line(device, dtype, D, Dv, features, score_mod, mask_mod, line):
     """pytorch.cpp's Load. What it hands over stays for the life of the process, since pytorch.cpp keeps it."""
     mods = score_mod.decode(), mask_mod.decode()
-    hides = bool(mods[1]) or features & sum(1 << sdpa.FEATURES.index(f"USE_BIAS={n}") for n in (1, 2)) != 0
+    hides = bool(mods[1]) or features & sum(1 << sdpa.FEATURES.index(f"USE_BIAS={n}") for n in (1, 2, 3)) != 0
 
     def forward(p):
         assert (p.D, p.Dv) == (D, Dv)

@@ -539,7 +539,7 @@ class Kinds {
       takes("softcap", "none small usual large");
       takes("extremes", "scale_down scale_up");
     }
-    if (line.use_bias == 1) takes("beside_bias", "scale_down scale_up");
+    if (adds_bias()) takes("beside_bias", "scale_down scale_up");
     string alone = "none ", pairs, sets = "none ";
     for (const Feature& f : features()) {
       alone += f.name + string(" ");
@@ -558,7 +558,7 @@ class Kinds {
       takes("start", has_few_bits() ? "0" : element_bytes(line.input) == 1 ? "-32 0 32" : "-inf -32768 -32 0 32 32768");
     }
     if (has_stale_maximum() && line.use_bias && takes_dist("ramps")) {
-      takes("bias_of_stale", line.use_bias == 1 ? "add tree shared" : "bool tree shared");  // by all queries
+      takes("bias_of_stale", adds_bias() ? "add tree shared" : "bool tree shared");  // by all queries
     }
     // A polynomial takes the place of a tanh between bounds that depend on the softcap.
     const bool has_polynomial = line.is_wgmma && line.tanh_is_approximate && line.use_bias == 0 && element_bytes(line.input) == 2;
@@ -582,7 +582,7 @@ class Kinds {
     if (has_tiles_of_factors()) takes("factors_of_tile", "one several");
     if (line.has_sinks) takes("sinks", "none usual -inf nonfinite large small");
     if (line.use_bias) {
-      takes("bias", line.use_bias == 1 ? "none add tree" : "none bool tree"), takes("bias_of", "all b h q bh bq hq bhq");
+      takes("bias", adds_bias() ? "none add tree" : "none bool tree"), takes("bias_of", "all b h q bh bq hq bhq");
     }
     if (line.use_bias) {
       takes("bias_rows", "contiguous padded shifted odd");
@@ -809,7 +809,7 @@ std::unique_ptr<Kinds> launched;
 // Scales at the ends of what floats hold, which a softcap at the other end brings back, or beside a bias. Then all logits
 // are nearly 0, or they are steps far larger than the bias.
 template <class Draw> void draw_extremes(Problem& p, const Draw& draw) {
-  const bool adds = line.use_bias == 1 && !p.bias_kind.empty();
+  const bool adds = adds_bias() && !p.bias_kind.empty();
   if (p.dist != "normal" || !(p.softcap != 0 || adds) || draw(4)) return;
   const bool up = draw(2);
   const int digits = up ? 22 + draw(9) : 28 + draw(9);  // a float holds neither the scale over the softcap nor its inverse
@@ -906,7 +906,7 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   if (p.softcap == 2 && is_small && draw(4) == 0) p.softcap = power_of_ten(-18, -1);
   if (line.use_bias && draw(4) && !exact) {
     constexpr const char* dims[] = {"", "b", "h", "q", "bh", "bq", "hq", "bhq"};
-    p.bias_kind = draw(3) == 0 ? "tree" : line.use_bias == 1 ? "add" : "bool", p.bias_dims = far ? "bhq" : dims[draw(8)];
+    p.bias_kind = draw(3) == 0 ? "tree" : adds_bias() ? "add" : "bool", p.bias_dims = far ? "bhq" : dims[draw(8)];
     if (line.has_bias_maps && draw(2)) p.bias_dims += "m";
     // So many keys that the launch makes a map.
     if (line.has_bias_maps && !far && draw(3) == 0) {
