@@ -139,6 +139,10 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
   if (p.k_lengths) Sk = max(0, min(p.k_lengths[own], Sk));
   if (p.q_lengths) Sq = max(0, min(p.q_lengths[own], Sq));
   if (p.most_keys > 0 && Sk > p.most_keys) Sk = p.most_keys;
+  if (p.k_firsts) {
+    const int first = row_at(p.k_firsts[own], Sk);
+    first_key += first, Sk -= first;
+  }
   const float of_logit = a.scale * factor(p.q_descale, own, h) * factor(p.k_descale, own, h_kv);
   // With a bias or a SCORE_MOD S is the logit itself.
   const float unit = p.softcap != 0 ? p.softcap : of_logit, scale = p.bias || Mods::changes_logits ? 1 : unit;
@@ -270,7 +274,7 @@ struct Line {
   int knob_count, D, Dv, vec_width, barriers_per_tile;
   DType query, input, output;  // of Q; of K and V; of O
   int fp16_acc;  // bits: of Q @ K.T, of P @ V
-  bool has_softcap, has_sinks, has_lengths, has_pages, tanh_is_approximate;
+  bool has_softcap, has_sinks, has_lengths, has_pages, has_small_pages, tanh_is_approximate;
   int use_bias;
   bool has_bias_maps, is_wgmma, has_queue, is_tuned, sums_end;
   TunedTile tiles[most_tiles];  // one, or those that it may take
@@ -355,7 +359,8 @@ Line describe_build() {
   l.barriers_per_tile = barriers_per_tile();
   l.query = Build::q_type, l.input = Build::input, l.output = Build::output, l.fp16_acc = Build::fp16_acc;
   l.has_softcap = Build::use_softcap != 0, l.tanh_is_approximate = Build::use_softcap == 1;
-  l.has_sinks = Build::use_sinks, l.has_lengths = Build::use_lengths, l.has_pages = Build::use_pages;
+  l.has_sinks = Build::use_sinks, l.has_lengths = Build::use_lengths, l.has_pages = Build::use_pages != 0;
+  l.has_small_pages = Build::use_pages == 2;
   l.use_bias = Build::use_bias;
   l.has_bias_maps = is_wgmma && Build::hides_rounds && !Build::use_lengths && (Build::use_tuned || lists_rounds<Build>);
   for (int n = 0; n < 6; n++) l.names[n] = mods_name(mod_arrays[n]);
@@ -483,7 +488,7 @@ struct Problem : reference::Problem {
   // none.
   string descale = "heads";
   string machine;                              // --machine of tests/sweep.cu
-  bool has_sinks = false, has_lengths = false, has_q_lengths = false;  // of the seed
+  bool has_sinks = false, has_lengths = false, has_q_lengths = false, has_k_firsts = false;  // of the seed
   int page_size;                                // 0: K and V do not lie in pages
   bool narrow_table = false;                    // of pages: it ends with Sk, and lengths may be above
   int most_keys = 0;                            // as SdpaParams has it
@@ -824,6 +829,7 @@ class Instance {
       pointer = of->data<int>();
     };
     hold(p.has_lengths, lengths_, params.k_lengths, p.B), hold(p.has_q_lengths, q_lengths_, params.q_lengths, p.B);
+    hold(p.has_k_firsts, firsts_, params.k_firsts, p.B);
     hold(p.packs_q, starts_[0], params.q_starts, p.B + 1), hold(p.packs_k, starts_[1], params.k_starts, p.B + 1);
     if (!p.bias_kind.empty()) hold_bias();
     hold_mods();
@@ -846,6 +852,7 @@ class Instance {
     if (lengths_) lengths_->store(drawn_lengths(problem, seed));
     if (problem.has_lengths || problem.most_keys) problem.k_lengths = keys_that_count(problem, seed);
     if (q_lengths_) q_lengths_->store(problem.q_lengths = drawn_q_lengths(problem, seed));
+    if (firsts_) firsts_->store(problem.k_firsts = drawn_k_firsts(problem, seed));
     vector<double>* const factors[] = {&problem.q_factor, &problem.k_factor, &problem.v_factor};
     for (int t = 0; t < 3; t++) {
       vector<float>& x = inputs_[t];
@@ -905,6 +912,16 @@ class Instance {
       lengths[b] = near_edge(int(reference::mix(seed * 1000033 + b) % (p.Sq + 12)) - 4, p.Sq, rows_at_edge(), seed, b);
     }
     return lengths;
+  }
+  // Of 8 sequences one says less than nothing, one nothing, and one all of its keys or more.
+  static vector<int> drawn_k_firsts(const Problem& p, uint64_t seed) {
+    vector<int> firsts(p.B);
+    for (int b = 0; b < p.B; b++) {
+      const uint64_t turn = (seed + b) % 8;
+      firsts[b] = turn == 1 ? -3 : turn == 3 ? 0 : int(reference::mix(seed * 1000081 + b) % (p.Sk / 2 + 1));
+      if (turn == 4) firsts[b] = p.Sk + int(seed / 8 % 2);
+    }
+    return firsts;
   }
   // What the lengths and most_keys leave of each sequence's keys.
   static vector<int> keys_that_count(const Problem& p, uint64_t seed) {
@@ -998,12 +1015,13 @@ class Instance {
     for (int i = pages - 2; i > 0; i--) std::swap(order[i], order[reference::mix(seed * 77 + i) % (i + 1)]);
     for (int b = 0; b < problem.B; b++) {
       const reference::Sequence own = reference::sequence_of(problem, b);
-      size_t first = own.Sk, end = 0;  // keys that some query sees
+      size_t first = own.Sk, end = 0;  // keys that some query sees, then their rows
       for (int q = 0; q < own.Sq; q++) {
         if (reference::first_key(problem, own, q) >= reference::past_last_key(problem, own, q)) continue;
         first = std::min(first, reference::first_key(problem, own, q));
         end = std::max(end, reference::past_last_key(problem, own, q));
       }
+      first += own.first_key, end += own.first_key * (end > 0);
       for (int i = 0; i < params.page_stride; i++) {
         const size_t k = size_t(i) * size;
         const bool needed = k < end && k + size > first;
@@ -1366,7 +1384,7 @@ class Instance {
   vector<int> mod_ints_[2];
   ModArrays mods_;
   bool outside_ = false;  // an expression read what is no element of an array
-  std::unique_ptr<Guarded> lse_, workspace_, scratch_, sinks_, lengths_, q_lengths_, bias_, bias_map_, starts_[2];  // of Q, of K
+  std::unique_ptr<Guarded> lse_, workspace_, scratch_, sinks_, lengths_, q_lengths_, firsts_, bias_, bias_map_, starts_[2];  // of Q, of K
   int64_t bias_row_ = 0;                       // elements from a row of the bias to the next
   std::unique_ptr<DeviceTensor> pages_[2];     // of K, of V
   std::unique_ptr<Guarded> table_;
@@ -1910,6 +1928,8 @@ vector<Option> options_of(Options& o) {
        flag(o.common.has_lengths), given(&Problem::has_lengths)},
       {"--q-lengths", "", "sequences have as many queries as is drawn for each, Sq at most (a build with USE_LENGTHS)",
        flag(o.common.has_q_lengths), given(&Problem::has_q_lengths)},
+      {"--k-firsts", "", "sequences lack as many of their first keys as is drawn for each (a build with USE_LENGTHS)",
+       flag(o.common.has_k_firsts), given(&Problem::has_k_firsts)},
       {"--packed", "q|k|qk", "Sq, Sk or both are those of all sequences, drawn for each (a build with USE_LENGTHS)",
        [&o](const string& text) {
          o.common.packs_q = text.find('q') == 0, o.common.packs_k = !text.empty() && text.back() == 'k';

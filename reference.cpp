@@ -58,6 +58,7 @@ struct Problem {
   std::vector<double> sinks;   // of query heads 0 ... Hq - 1; empty: none
   std::vector<int> k_lengths;  // keys of each sequence, of those that it has else; empty: all
   std::vector<int> q_lengths;  // the same of queries, whose other rows are no queries
+  std::vector<int> k_firsts;   // of these keys of each sequence, how many at the beginning do not count; empty: none
   // Sequence b has the rows from starts[b] to starts[b + 1], and these tensors no batches.
   bool packs_q = false, packs_k = false;
   std::vector<int> q_starts, k_starts;
@@ -211,6 +212,10 @@ inline Sequence sequence_of(const Problem& p, int b) {
   if (p.packs_k) s.first_key = p.k_starts[b], s.Sk = p.k_starts[b + 1] - s.first_key;
   if (!p.k_lengths.empty()) s.Sk = std::min(s.Sk, p.k_lengths[b]);
   if (!p.q_lengths.empty()) s.Sq = std::max(0, std::min(s.Sq, p.q_lengths[b]));
+  if (!p.k_firsts.empty()) {
+    const int first = std::max(0, std::min(s.Sk, p.k_firsts[b]));
+    s.first_key += first, s.Sk -= first;
+  }
   return s;
 }
 inline Sequence sequence_of(const Problem& p, const Row& row) {
@@ -242,7 +247,7 @@ inline size_t past_last_key(const Problem& p, const Sequence& s, long long q) {
 
 // Visible (query, key) pairs of one head, on average over the sequences.
 inline double visible_pairs(const Problem& p) {
-  const int sequences = p.k_lengths.empty() && p.q_lengths.empty() && !p.packs_q && !p.packs_k ? 1 : p.B;
+  const int sequences = p.k_lengths.empty() && p.q_lengths.empty() && p.k_firsts.empty() && !p.packs_q && !p.packs_k ? 1 : p.B;
   double pairs = 0;
   for (int b = 0; b < sequences; b++) {
     const Sequence s = sequence_of(p, b);

@@ -108,7 +108,7 @@ namespace {  // two builds in one program must not share their constants and ker
   X(USE_SINKS, 0, use_sinks, "0 1", "scalar mma wgmma", "a logit of the head that has no key joins the sum of a row") \
   X(USE_BIAS, 0, use_bias, "0 1 2 3", "scalar mma wgmma", "a tensor joins the logits: 1 added, 2 hides keys, 3 added (fp32)") \
   X(USE_LENGTHS, 0, use_lengths, "0 1", "scalar mma wgmma", "a sequence has as many keys as device memory says") \
-  X(USE_PAGES, 0, use_pages, "0 1", "scalar mma wgmma", "K and V lie in pages that a table names (with USE_LENGTHS)") \
+  X(USE_PAGES, 0, use_pages, "0 1 2", "scalar mma wgmma", "K and V in pages that a table names: 1 of 16n keys, 2 of any size") \
   X(USE_TUNED, 0, use_tuned, "0 1", "mma wgmma", "the tile by the problem, from a table; typed knobs narrow it") \
   X(USE_WARP_SPECIALIZATION, 0, use_warp_specialization, "0 1", "wmma wgmma", "some warps copy, others compute") \
   X(NUM_PRODUCER_WARPS, 1, num_producer_warps, "1 2 4", "wmma", "warps that only copy") \
@@ -189,6 +189,8 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
                                                    : Family::scalar;
   // Kernels of wgmma start before those before them have ended (griddepcontrol), and TMA copies their tiles.
   static constexpr bool starts_early = family == Family::wgmma, loads_by_tma = family == Family::wgmma;
+  // Pages of fewer keys than a box of TMA should have: cp.async copies the rows of K and V.
+  static constexpr bool copies_rows = loads_by_tma && K::use_pages == 2;
   static constexpr DType q_type = DType(K::dtype);  // of Q
   static constexpr DType input = K::kv_dtype != 0 ? DType::e4m3 : q_type;  // of K and V
   static constexpr bool is_e4m3 = input == DType::e4m3, is_8bit = is_e4m3 || input == DType::u8;
@@ -294,7 +296,7 @@ struct SdpaParams {
   const float* sinks = nullptr;             // USE_SINKS=1: [Hq] in device memory; exp(sink) joins a row's sum; or null
   const int *k_lengths = nullptr, *q_starts = nullptr, *k_starts = nullptr;  // USE_LENGTHS=1: as struct Sequence has it
   int most_keys = 0;                        // USE_LENGTHS=1: that a sequence has; 0: Sk
-  const int* page_table = nullptr;          // USE_PAGES=1: as page_of() has it
+  const int* page_table = nullptr;          // USE_PAGES: as page_of() has it
   int page_stride = 0, page_size = 0, pages = 0, Dv = 0;  // Dv: of V and O, to HEAD_DIM_V as D to HEAD_DIM; 0: D
   const void* bias = nullptr;               // USE_BIAS: as bias_row() has it, or null
   Strides bias_strides = {0, 0, 0};         // in elements, any; 0 where batches, heads or queries share it
@@ -313,6 +315,7 @@ struct SdpaParams {
   // sdpa_scratch_bytes() of device memory, 256-byte aligned, with any contents, for this launch only. The workspace then
   // needs less: it holds only what is zero between launches. Null: the scratch memory is a part of the workspace.
   void* scratch = nullptr;
+  const int* k_firsts = nullptr;            // USE_LENGTHS=1 without USE_PAGES=1: as struct Sequence has it
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf or its sink. NaN and inf come out as
 // the formula has them; those of V at a masked key may reach the row (0 * inf is NaN), of rows that are no key none.
@@ -1343,7 +1346,7 @@ __device__ __forceinline__ uint32_t cvt_rn_satfinite_e4m3x4(float a, float b, fl
   return out;
 }
 
-// ---- cp.async (USE_CP_ASYNC, USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3) ----
+// ---- cp.async (USE_CP_ASYNC, USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_PAGES = 2) ----
 
 // cp.async of BYTES (4, 8, 16); when !valid, reads nothing and writes zeros.
 template <int BYTES> __device__ __forceinline__ void cp_async(void* dst_s, const void* src_g, bool valid) {
@@ -1363,6 +1366,10 @@ template <int N> __device__ __forceinline__ void cp_async_wait_group() {
 // Arrives when all earlier cp.async of this thread have landed.
 __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier_s) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier_s)) : "memory");
+}
+// Adds 1 to the pending count of the phase until all earlier cp.async of this thread have landed.
+__device__ __forceinline__ void cp_async_mbarrier_arrive(uint64_t* barrier_s) {
+  asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(shared_address(barrier_s)) : "memory");
 }
 
 #endif  // SDPA_SIMT
@@ -2274,6 +2281,13 @@ __device__ __forceinline__ void load_rows_of_q(const KernelArgs& a, Element<B>* 
   load_rows<B::head_dim, B::element_bytes, ROWS, B::pack_gqa>(a, Q_s, map, box_origin, full, evict_first);
 }
 
+// Waits until a tile of K or V has landed, unless it `is_there`, for a thread whose wgmma then reads it.
+template <class B>
+__device__ __forceinline__ void wait_for_tile(uint64_t* full, int parity, bool is_there = false) {
+  if (!is_there) mbarrier_wait(full, parity);
+  if (B::copies_rows) fence_proxy_async();  // cp.async has written through the generic proxy
+}
+
 // A warp's copy of a tile of K or V from key k0 on, with zeros past the last key. Without pages one lane issues it.
 template <class B, int D, bool = B::use_pages> struct TileBox {
   int box_origin[5];  // coordinates in the tensor map
@@ -2288,6 +2302,8 @@ template <class B, int D, bool = B::use_pages> struct TileBox {
     load_rows<D, B::input_bytes, B::block_n>(a, to_s, map, box_origin, full, cache_policy);
   }
 };
+template <class B, int D> struct TileRows;  // the same by cp.async, row by row
+template <class B, int D> using TileLoad = std::conditional_t<B::copies_rows, TileRows<B, D>, TileBox<B, D>>;
 
 // Bytes from the beginning of a tile of `rows` rows to number `step` of the STEP_BYTES of a row.
 template <int LINE> __host__ __device__ constexpr int panel_step(int step, int rows) {
@@ -2399,8 +2415,8 @@ template <class B> struct WgmmaPlainShared {
 template <class B>
 __device__ __forceinline__ void load_tile(WgmmaPlainShared<B>& s, const KernelArgs& a, int stage, int k0, int h_kv,
                                           const Item<B>& item) {
-  TileBox<B, B::head_dim>(a, item, h_kv, k0).load(a, &tensor_maps<B>(a).k, s.K[stage], &s.full[stage]);
-  TileBox<B, B::d_v>(a, item, h_kv, k0).load(a, &tensor_maps<B>(a).v, s.V[stage], &s.full[stage]);
+  TileLoad<B, B::head_dim>(a, item, h_kv, k0).load(a, &tensor_maps<B>(a).k, s.K[stage], &s.full[stage]);
+  TileLoad<B, B::d_v>(a, item, h_kv, k0).load(a, &tensor_maps<B>(a).v, s.V[stage], &s.full[stage]);
 }
 
 template <class B>
@@ -2445,7 +2461,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
 
   for (int tile = 0; tile < tiles; tile++) {
     const int stage = tile % B::stages, k0 = keys.begin + tile * B::block_n;
-    mbarrier_wait(&s.full[stage], tile / B::stages % 2);
+    wait_for_tile<B>(&s.full[stage], tile / B::stages % 2);
     if (B::use_lengths && item.keys_in_tile(k0) < B::block_n) {
       clear_rows_of_v<B>(s.V[stage], item.keys_in_tile(k0), tid, B::threads);
       fence_proxy_async();
@@ -2810,7 +2826,7 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
   __device__ __forceinline__ void load(const WgmmaItem<B>& item, int round, int slice, const CUtensorMap* map,
                                        Input* tile_s, uint64_t* full, uint64_t* empty) {
     if (!B::use_pages) mbarrier_wait(empty, ring.parity ^ 1);
-    const TileBox<B, D> box(a, item, item.h_kv, first_key_of<B>(item, round, slice));
+    TileLoad<B, D> box(a, item, item.h_kv, first_key_of<B>(item, round, slice));
     if (B::use_pages) mbarrier_wait(empty, ring.parity ^ 1);
     box.load(a, map, tile_s, full);
   }
@@ -3076,7 +3092,7 @@ template <class B, class Shared> struct WgmmaConsumer {
   }
   // O += P @ V, begun.   [64][D]
   __device__ __forceinline__ void begin_pv(const WgmmaProbabilities<B>& P, bool v_is_there) {
-    if (!v_is_there) mbarrier_wait(&s.slice[slice].v_full[ring.stage], ring.parity);
+    wait_for_tile<B>(&s.slice[slice].v_full[ring.stage], ring.parity, v_is_there);
     wgmma_pv<B>(rows.O, P, descriptor_at(V, ring.stage * int(sizeof s.slice[0].V[0])), rows.accumulates);
     rows.accumulates = true;
   }
@@ -3291,7 +3307,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
 
   // S = Q @ K.T, begun.   [64][BLOCK_N]
   __device__ __forceinline__ void begin_qk(Scores& S, const StageRing<B::stages>& k_ring, bool k_is_there) {
-    if (!k_is_there) mbarrier_wait(&s.slice[slice].k_full[k_ring.stage], k_ring.parity);
+    wait_for_tile<B>(&s.slice[slice].k_full[k_ring.stage], k_ring.parity, k_is_there);
     wgmma_qk<B>(S, descriptor_at(Base::Q, q_ring.stage * int(sizeof s.Q[0])),
                 descriptor_at(Base::K, k_ring.stage * int(sizeof s.slice[0].K[0])));
   }
@@ -3506,7 +3522,7 @@ template <class B> struct KernelOf<B, Path::wgmma_roles> {
   using Shared = WgmmaShared<B>;
   using Producer = Wgmma16Producer<B>;
   using Consumer = Wgmma16Consumer<B>;
-  using Registers = WgmmaRegisters<B, 24>;
+  using Registers = WgmmaRegisters<B, (B::copies_rows ? 56 : 24)>;
   static constexpr auto entry = sdpa_wgmma<B>;
 };
 
@@ -3659,7 +3675,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   }
   // S = Q @ K.T, begun.   [64][BLOCK_N]
   __device__ __forceinline__ void begin_qk(Scores& S, const StageRing<B::stages>& k_ring, bool k_is_there) {
-    if (!k_is_there) mbarrier_wait(&s.slice[slice].k_full[k_ring.stage], k_ring.parity);
+    wait_for_tile<B>(&s.slice[slice].k_full[k_ring.stage], k_ring.parity, k_is_there);
     const uint64_t K_at = descriptor_at(Base::K, k_ring.stage * int(sizeof s.slice[0].K[0]));
     if constexpr (Shared::Q_IN_REGISTERS) {
       forget(S.x.d);
@@ -3835,7 +3851,7 @@ template <class B> struct KernelOf<B, Path::wgmma_e4m3> {
   using Shared = E4m3Shared<B>;
   using Producer = E4m3Producer<B>;
   using Consumer = E4m3Consumer<B>;
-  using Registers = WgmmaRegisters<B, 40>;
+  using Registers = WgmmaRegisters<B, (B::copies_rows ? 56 : 40)>;
   static constexpr auto entry = sdpa_wgmma<B>;
 };
 
@@ -3904,7 +3920,7 @@ template <class B> struct WgmmaColumnsLoader {
   }
   template <int D, bool FIRST>
   __device__ __forceinline__ void load(int round, const CUtensorMap* map, Input* tile_s, uint64_t* full) {
-    const TileBox<B, D> box(a, item, item.h_kv, first_key_of<B>(item, round, slice));
+    TileLoad<B, D> box(a, item, item.h_kv, first_key_of<B>(item, round, slice));
     if (FIRST) hold(map), griddepcontrol_wait();
     box.load(a, map, tile_s, full);
   }
@@ -3976,7 +3992,7 @@ template <class B> struct WgmmaColumns {
 
   // S.T = K @ Q.T of the tile there, begun.   [BLOCK_N][BLOCK_M]
   __device__ __forceinline__ void start_kq(Scores& S, const StageRing<B::stages>& k_ring) {
-    mbarrier_wait(&mine().k_full[k_ring.stage], k_ring.parity);
+    wait_for_tile<B>(&mine().k_full[k_ring.stage], k_ring.parity);
     const uint64_t Q = wgmma_descriptor(Q_s, 16, PANEL_ATOM<B::qk_bytes>);
     const uint64_t K = wgmma_descriptor(K_s + k_ring.stage * sizeof s.slice[0].K[0], 16, PANEL_ATOM<B::qk_bytes>);
     wgmma_fence();
@@ -4111,7 +4127,7 @@ template <class B> struct WgmmaColumns {
     }
     if (FIRST) combine_pair<16>(sum, sum_of);  // while P is being written
     fence_proxy_async();
-    mbarrier_wait(&mine().v_full[ring.stage], ring.parity);
+    wait_for_tile<B>(&mine().v_full[ring.stage], ring.parity);
   }
   // Writes P of the scores S for all warps; where the stale maximum does not fit, renews m, l and O. l lacks `sum` yet.
   template <bool FIRST> __device__ __forceinline__ void softmax(Scores& S, Sums& O, float (&sum)[ROWS]) {
@@ -5640,16 +5656,16 @@ template <class B> struct MmaPacked {
   }
 };
 
-// ---- 5f pages (USE_PAGES) ----
+// ---- 5f pages (USE_PAGES = 1, USE_PAGES = 2) ----
 
-// K and V are [pages,Hkv,page_size,D], with batch strides from page to page. Key k of sequence b is row k % page_size
-// of page page_table[b * page_stride + k / page_size]; page_size is a multiple of 16, and a table's row has Sk keys.
+// K and V are [pages,Hkv,page_size,D], with batch strides from page to page. Row k of sequence b is row k % page_size
+// of page page_table[b * page_stride + k / page_size], and a table's row has Sk rows.
 
 // The page of the item's keys [k, k + keys), which lie in one; if the item sees none, page p.pages: TMA gives zeros.
 template <class B>
 __device__ __forceinline__ int page_of(const KernelArgs& a, const Item<B>& item, int k, int keys = 1) {
   if (max(k, item.keys.begin) >= min(k + keys, item.keys.end)) return a.p.pages;
-  const int place = int(plan_room<B>(a).page_size.divide(uint32_t(k)));
+  const int place = int(plan_room<B>(a).page_size.divide(uint32_t(B::use_pages == 1 ? k : item.k_row(k))));
   return min(max(ld_global<int>(a.p.page_table + int64_t(item.b) * a.p.page_stride + place), 0), a.p.pages - 1);
 }
 // Acts as a pointer to the vector of row k of K or V, for rows in pages. head_g: the vector of row 0 of page 0.
@@ -5661,12 +5677,12 @@ template <class B> struct PagedRows {
   int k;
   __device__ __forceinline__ void operator+=(int64_t rows) { k += int(rows); }
   __device__ __forceinline__ const Input* operator+(int column) const {
-    const int row = int(plan_room<B>(*a).page_size.remainder(uint32_t(k)));
+    const int row = int(plan_room<B>(*a).page_size.remainder(uint32_t(B::use_pages == 1 ? k : item->k_row(k))));
     return head_g + page_of<B>(*a, *item, k) * strides->batch + row * strides->row + column;
   }
 };
 
-// ---- 5f pages by TMA (wgmma and USE_PAGES) ----
+// ---- 5f pages by TMA (wgmma and USE_PAGES = 1) ----
 
 // A lane copies a box of one page, a panel's lines; its page is best looked up while the stage is full.
 template <class B, int D> struct TileBox<B, D, true> {
@@ -5688,14 +5704,54 @@ template <class B, int D> struct TileBox<B, D, true> {
   }
 };
 
+// ---- 5f pages of any size by cp.async (wgmma and USE_PAGES = 2) ----
+
+// A warp's copy of a tile, into the panels that TMA would have written. It takes 32 rows at a time: each lane finds the page
+// of one row, then all lanes copy neighbouring chunks of 16 bytes. Rows that the item does not see become zeros.
+template <class B, int D> struct TileRows {
+  static constexpr int BYTES = ROW_BYTES<D * B::input_bytes>, CHUNKS = BYTES / 16;
+  const Item<B>& item;
+  const int h_kv;
+  int key, page;  // of this lane's next row
+
+  __device__ __forceinline__ TileRows(const KernelArgs& a, const Item<B>& item_, int head, int k0)
+      : item(item_), h_kv(head), key(k0 + int(threadIdx.x % 32)), page(page_of<B>(a, item_, key)) {}
+  __device__ __forceinline__ void load(const KernelArgs& a, const CUtensorMap* map, Input* to_s, uint64_t* full) {
+    const SdpaParams& p = a.p;
+    const bool is_v = map == &tensor_maps<B>(a).v;
+    const Strides& strides = is_v ? p.v : p.k;
+    const int lane = threadIdx.x % 32, bytes = (is_v ? p.Dv : p.D) * B::input_bytes;
+#pragma unroll 1
+    for (int row = 0; row < B::block_n; row += 32) {
+      const int in_page = int(plan_room<B>(a).page_size.remainder(uint32_t(item.k_row(key))));
+      const Input* row_g = (is_v ? p.V : p.K) + h_kv * strides.head + page * strides.batch + in_page * strides.row;
+      if (page >= p.pages) row_g = nullptr;
+      key += 32;
+      if (row + 32 < B::block_n) page = page_of<B>(a, item, key);  // its latency is hidden by the copies
+#pragma unroll 2
+      for (int i = lane; i < 32 * CHUNKS; i += 32) {
+        const uint32_t r = uint32_t(row + i / CHUNKS), byte = uint32_t(i % CHUNKS * 16);
+        const char* const from_g = reinterpret_cast<const char*>(
+            __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(row_g), i / CHUNKS));
+        if (B::block_n % 32 != 0 && r >= B::block_n) continue;
+        cp_async<16>(reinterpret_cast<char*>(to_s) + panel_byte<B::block_n, PANEL_BYTES<BYTES>>(r, byte), from_g + byte,
+                     from_g && int(byte) < bytes);
+      }
+    }
+    cp_async_mbarrier_arrive(full);
+    __syncwarp();  // hazard: the phase must not end before every lane has raised its pending count
+    if (lane == 0) mbarrier_arrive(full);
+  }
+};
+
 // ---- 5f items that are planned (USE_LENGTHS) ----
 // A kernel before the others lists the items of all sequences for a group of heads, longest first, long ones in ranges.
 
 // USE_LENGTHS: where a sequence is in the tensors, and how many rows it has there. With starts [B + 1], sequence b has
 // the rows from starts[b] to starts[b + 1] of all Sq of Q and O, or Sk of K and V; such tensors have a batch of 1, LSE
 // is [Hq,Sq]. Of a sequence's queries the first q_lengths[b] count, [B], of its keys the first k_lengths[b], and no
-// more than most_keys. Rows that are none of these are not written. All are in device memory; what is not within the
-// tensors is cut off.
+// more than most_keys; of these the first k_firsts[b] do not count, so that key 0 is the one behind them. Rows that are no
+// query are not written. All are in device memory; what is not within the tensors is cut off.
 struct Sequence {
   int q_row, k_row, Sq, Sk;
 
@@ -5709,11 +5765,15 @@ struct Sequence {
     if (p.q_lengths) Sq = min(max(p.q_lengths[b], 0), Sq);
     if (p.k_lengths) Sk = min(max(p.k_lengths[b], 0), Sk);
     if (p.most_keys > 0) Sk = min(Sk, p.most_keys);
+    if (p.k_firsts) {
+      const int first = min(max(p.k_firsts[b], 0), Sk);
+      k_row += first, Sk -= first;
+    }
   }
 };
 // The first key of the tiles of these keys. With pages a tile begins where a box of TMA does.
 template <class B> __device__ __forceinline__ int first_tile_key(const KeyRange& keys) {
-  return B::use_pages && B::loads_by_tma ? keys.begin / B::block_n * B::block_n : keys.begin;
+  return B::use_pages && B::loads_by_tma && !B::copies_rows ? keys.begin / B::block_n * B::block_n : keys.begin;
 }
 // A tile of a sequence, whose rows q0 counts, and the keys of one of its ranges. Where there are several, their partial
 // results are numbers first_of_parts ... + ranges - 1. No ranges: there are no more items.
@@ -6231,7 +6291,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
     const bool is_q = map == &maps.q, of_queries = is_q || map == &maps.o;
     const int S = t.dims[0].size;
     // No key: nothing is loaded, but the kernel prefetches the map. Most kernels store O without one.
-    if (S == 0 || (map == &maps.o && !stores_by_tma<B>)) {
+    if (S == 0 || (map == &maps.o && !stores_by_tma<B>) || (B::copies_rows && !of_queries)) {
       *map++ = maps.q;
       continue;
     }
@@ -6249,7 +6309,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
     cuuint64_t sizes[5] = {min(panel, D), uint32_t(S), panels, uint32_t(t.dims[1].size), uint32_t(t.dims[2].size)};
     cuuint64_t strides[4] = {bytes[0], line, bytes[1], bytes[2]};
     uint32_t box[5] = {panel, uint32_t(!of_queries ? B::block_n : B::swap_ab ? B::block_m : 64), panels, 1, 1};
-    if (a.has_short_rows || (B::pack_gqa && is_q) || (B::use_pages && !of_queries)) {
+    if (a.has_short_rows || (B::pack_gqa && is_q) || (B::use_pages != 0 && !of_queries)) {
       sizes[0] = uint32_t(map < &maps.v ? p.D : p.Dv), sizes[2] = box[2] = 1;
     }
     if constexpr (B::use_pages) {
@@ -6606,6 +6666,7 @@ SdpaStatus check_params(SdpaParams& p) {
   const char *of_8bit = Build::is_8bit ? "" : "an 8-bit DTYPE or KV_DTYPE",
              *of_cap = Build::use_softcap ? "" : "USE_SOFTCAP";
   const char *of_lengths = Build::use_lengths ? "" : "USE_LENGTHS=1", *of_pages = Build::use_pages ? "" : "USE_PAGES=1";
+  const char* of_firsts = !Build::use_lengths ? "USE_LENGTHS=1" : Build::use_pages == 1 ? "USE_PAGES=2" : "";
   const char* of_queue = Build::use_persistent_cta ? "" : "USE_PERSISTENT_CTA=1";
   const char* of_mods = Build::changes_logits || Build::hides_keys ? "" : "SCORE_MOD or MASK_MOD";
   const struct {
@@ -6629,6 +6690,7 @@ SdpaStatus check_params(SdpaParams& p) {
                  {"x0", of_mods, uintptr_t(p.x0)}, {"x1", of_mods, uintptr_t(p.x1)}, {"x2", of_mods, uintptr_t(p.x2)},
                  {"x3", of_mods, uintptr_t(p.x3)}, {"i0", of_mods, uintptr_t(p.i0)}, {"i1", of_mods, uintptr_t(p.i1)},
                  {"q_lengths", of_lengths, uintptr_t(p.q_lengths)},
+                 {"k_firsts", of_firsts, uintptr_t(p.k_firsts)},
                  {"most_keys", of_lengths, uintptr_t(p.most_keys), 1}};
   for (const auto& x : options) {
     if (x.value && *x.builds) return failure(refused, "%s is for builds with %s; set it to 0", x.name, x.builds);
@@ -6644,12 +6706,13 @@ SdpaStatus check_params(SdpaParams& p) {
   if (Build::hides_rounds && p.bias_map_bytes > 0 && !p.bias_map) {
     return failure(refused, "bias_map_bytes is %zu, but bias_map is null; set both or neither", p.bias_map_bytes);
   }
-  if (Build::use_pages && (!p.page_table || p.k_starts || p.page_size <= 0 || p.page_size % 16 || p.pages <= 0 ||
-                           p.page_stride < 0)) {
+  if (Build::use_pages != 0 && (!p.page_table || p.k_starts || p.page_size <= 0 || p.pages <= 0 || p.page_stride < 0 ||
+                           (Build::use_pages == 1 && p.page_size % 16))) {
     return failure(refused,
-                   "page_size=%d, pages=%d, page_stride=%d: this build takes K and V in pages of a multiple of 16 "
-                   "keys, with a page_table and no k_starts",
-                   p.page_size, p.pages, p.page_stride);
+                   "page_size=%d, pages=%d, page_stride=%d: this build takes K and V in pages of %s, with a page_table "
+                   "and no k_starts",
+                   p.page_size, p.pages, p.page_stride,
+                   Build::use_pages == 1 ? "a multiple of 16 keys (USE_PAGES=2: of 1 or more)" : "1 key or more");
   }
   return p.B && p.Hq && p.Sq ? check_tensors(p) : SdpaStatus{};
 }
@@ -6707,7 +6770,7 @@ SDPA_REFUSE((SCORE_MOD_changed || Build::changes_logits || Build::hides_keys) &&
             "SCORE_MOD and MASK_MOD: the soft cap or the bias can be a part of the expression, as in 30 * tanh(s / 30); "
             "drop USE_SOFTCAP and USE_BIAS");
 SDPA_REFUSE(Build::use_pages && !Build::use_lengths,
-            "USE_PAGES=1: pages are found by the sequence of an item; add USE_LENGTHS=1");
+            "USE_PAGES: pages are found by the sequence of an item; add USE_LENGTHS=1");
 SDPA_REFUSE(FP8_FLUSH_changed && !Build::multiplies_e4m3,
             "FP8_FLUSH: only the wgmma kernel with DTYPE=FP8_E4M3 has sums of 14 bits; drop it");
 SDPA_REFUSE(FP16_ACC_changed && Build::input != DType::fp16,
@@ -6721,7 +6784,7 @@ template <class B> constexpr bool check_wgmma() {
   SDPA_REFUSE(wgmma && !B::swap_ab && (B::group_warps % 4 != 0 || B::block_m != 16 * B::group_warps),
               "BLOCK_M and NUM_WARPS: a warpgroup has 4 warps and 64 query rows, so BLOCK_M must be "
               "16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8, or half that BLOCK_M with SPLIT_KV=2");
-  SDPA_REFUSE(wgmma && B::use_pages && B::block_n * B::head_dim / (B::head_dim % 64 || B::d_v % 64 ? 512 : 1024) > 32,
+  SDPA_REFUSE(wgmma && B::use_pages == 1 && B::block_n * B::head_dim / (B::head_dim % 64 || B::d_v % 64 ? 512 : 1024) > 32,
               "USE_PAGES=1: a lane copies a box, and there may be more than 32 in this tile; type a smaller BLOCK_N");
   SDPA_REFUSE(wgmma && B::multiplies_e4m3 && (!roles || !B::overlap),
               "DTYPE=FP8_E4M3: producer warps transpose V beside the softmax; add USE_WARP_SPECIALIZATION=1 OVERLAP=1");

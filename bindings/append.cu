@@ -27,7 +27,7 @@ template <class Word> static __global__ void __launch_bounds__(threads) append(S
   const SdpaNewRows& x = blockIdx.z == 0 ? a.k : a.v;
   if (blockIdx.y == 0 && blockIdx.z == 0 && threadIdx.x == 0) a.new_lengths[b] = before + rows;
   for (int i = int(blockIdx.y); i < rows; i += int(gridDim.y)) {
-    int cache = a.caches ? a.caches[b] : b, row = before + i;
+    int cache = b, row = before + i;
     if (a.page_table) {
       if (row < 0 || row / a.keys >= a.sequence_pages) continue;
       cache = a.page_table[int64_t(b) * a.page_stride + row / a.keys], row %= a.keys;

@@ -22,7 +22,6 @@ typedef struct SdpaAppend {
   int* new_lengths;                /* [B]: with the new ones */
   const int* starts;               /* [B + 1], or null: the new rows of b are those from starts[b] to starts[b + 1] */
   const int* page_table;           /* [B,pages of a sequence] at page_stride, or null */
-  const int* caches;               /* [B]: whose cache is whose, or null: the b-th */
   int page_stride, sequence_pages;
 } SdpaAppend;
 

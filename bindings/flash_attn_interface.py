@@ -16,8 +16,7 @@ MOST_KEYS = 10**9  # that sdpa's kernels take; a window of more is none
 
 # Arguments of FlashAttention-2 and -3 that the kernels do not know, and what to do instead.
 UNKNOWN = {
-    **dict.fromkeys(("rotary_cos", "rotary_sin"), "rotate q and k before the call"),
-    **dict.fromkeys(("cache_leftpad", "leftpad_k"), "pass caches that begin with their first key"),
+    "leftpad_k": "pass keys that begin with the first one",
     "qv": "leave it out", "dropout_p": "pass 0",
     "attention_chunk": "make each chunk a sequence of flash_attn_varlen_func"}
 
@@ -31,19 +30,42 @@ def refuse(function, **arguments):
             raise ValueError(f"{function}: sdpa's kernels have no {name}; {UNKNOWN[name]}")
 
 
-def check_pages(function, k_cache, other, name):
-    """The size of pages, and what may not be beside a page_table."""
-    if other is not None:
-        raise ValueError(f"{function}: {name} is not for K and V in pages, whose order is the page_table's alone")
-    if k_cache.shape[1] % 16 or not k_cache.shape[1]:
-        raise ValueError(f"{function}: page_table is of pages of {k_cache.shape[1]} keys; sdpa's kernels read pages of "
-                         "a multiple of 16 keys")
-
-
 def check_integers(function, **tensors):
     for name, x in tensors.items():
         if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.dtype == torch.bool):
             raise ValueError(f"{function}: {name} is of {x.dtype}; want int32 or another integer type")
+
+
+def rotated(x, cos, sin, first, starts, turns_rows, interleaved):
+    """x [B,S,H,D], or [rows,H,D] with starts [B+1], whose first elements are rotated: as pairs of neighbours if interleaved,
+    else of the two halves. Row i of sequence b has the angles of position first[b] + i, or first[b] unless turns_rows."""
+    if starts is None:
+        position = first[:, None] + torch.arange(x.shape[1], device=x.device) * turns_rows
+    else:
+        row = torch.arange(x.shape[0], device=x.device, dtype=starts.dtype)
+        b = (torch.searchsorted(starts, row, right=True) - 1).clamp(0, first.shape[0] - 1)
+        position = first[b] + (row - starts[b]) * turns_rows
+    position = position.clamp(0, cos.shape[0] - 1)  # of rows that are no query's or key's
+    cos, sin = (angles[position].float()[..., None, :] for angles in (cos, sin))
+    size = 2 * cos.shape[-1]
+    turned = x[..., :size].float()
+    one, other = turned.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turned.chunk(2, -1)
+    turned = one * cos - other * sin, one * sin + other * cos
+    turned = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat([turned.to(x.dtype), x[..., size:]], -1)
+
+
+def check_rotary(function, q, k, cos, sin):
+    for name, x, other in (("rotary_cos", cos, "rotary_sin"), ("rotary_sin", sin, "rotary_cos")):
+        if x is None:
+            raise ValueError(f"{function}: {name} is missing beside {other}")
+        if x.dtype != q.dtype or x.dim() != 2 or x.shape != cos.shape or 2 * x.shape[1] > q.shape[-1] or x.shape[1] % 8:
+            raise ValueError(f"{function}: {name} is {x.dtype} {list(x.shape)}; want {q.dtype} [positions,d / 2] of both, d a "
+                             f"multiple of 16 up to {q.shape[-1]}")
+    if q.element_size() == 1:
+        raise ValueError(f"{function}: rotary_cos is not for {q.dtype}; rotate q and k before the call")
+    if k is None:
+        raise ValueError(f"{function}: rotary_cos is for k and v that are appended, and k is missing")
 
 
 def alibi(function, slopes, heads, sequences, causal, softcap):
@@ -61,13 +83,16 @@ def alibi(function, slopes, heads, sequences, causal, softcap):
 
 
 def attend(function, q, k, v, scale, causal, window_size, softcap, q_descale, k_descale, v_descale, sinks, slopes,
-           q_starts=None, k_starts=None, k_lengths=None, page_table=None, most_keys=0, q_lengths=None):
+           q_starts=None, k_starts=None, k_lengths=None, page_table=None, most_keys=0, q_lengths=None, k_firsts=None):
     """O and LSE of attention(), in FlashAttention's shapes."""
     left, right = (None if keys is None or keys < 0 else min(int(keys), MOST_KEYS) for keys in window_size)
     if causal or (right == 0 and left is None):
         causal, right = "br", None if left is None else 0
     window = (None, None) if left is None and right is None else (left, right, "br")
-    numbers = dict(q_starts=q_starts, k_starts=k_starts, k_lengths=k_lengths, page_table=page_table, q_lengths=q_lengths)
+    if page_table is not None and k.shape[1] == 0:
+        raise ValueError(f"{function}: page_table is of pages of 0 keys; sdpa's kernels read pages of 1 key or more")
+    numbers = dict(q_starts=q_starts, k_starts=k_starts, k_lengths=k_lengths, page_table=page_table, q_lengths=q_lengths,
+                   k_firsts=k_firsts)
     numbers = {name: x if x.dtype == torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
                for name, x in numbers.items() if x is not None}
     tensors = []
@@ -132,18 +157,14 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     refuse("flash_attn_varlen_func", qv=qv, attention_chunk=attention_chunk, **others)
     check_integers("flash_attn_varlen_func", cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
                    seqused_k=seqused_k, page_table=page_table)
-    if page_table is not None:
-        check_pages("flash_attn_varlen_func", k, cu_seqlens_k, "cu_seqlens_k")
+    if page_table is not None and cu_seqlens_k is not None:
+        raise ValueError("flash_attn_varlen_func: cu_seqlens_k is not for K and V in pages, whose order is the page_table's "
+                         "alone")
     most_keys = 0 if isinstance(max_seqlen_k, torch.Tensor) else max_seqlen_k or 0
     out, lse = attend("flash_attn_varlen_func", q, k, v, softmax_scale, causal, window_size, softcap, q_descale,
                       k_descale, v_descale, learnable_sink, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table,
                       most_keys, seqused_q)
     return (out, lse) if return_attn_probs else out
-
-
-def bits(x):
-    """A tensor as one that PyTorch's indexing takes, which has no e4m3."""
-    return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
@@ -153,17 +174,20 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
                             window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
                             scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
                             *, learnable_sink=None, alibi_slopes=None, **others):
-    """flash_attn_func() of caches [B,Sk,Hkv,D] whose first cache_seqlens (an int or [B]) keys count, of those of
-    cache_batch_idx [B], or of pages [pages,keys,Hkv,D] with page_table [B,N]. k and v [B,new,Hkv,D], or [rows,Hkv,D]
-    with cu_seqlens_k_new, are written behind these keys and count as well. With return_softmax_lse also LSE and two
-    empty tensors, which stand for the partial results of splits. rotary_seqlens is rotary_cos's, and alone nothing."""
+    """flash_attn_func() of caches [B,Sk,Hkv,D] whose first cache_seqlens (an int or [B]) keys count, or of pages
+    [pages,keys,Hkv,D] with page_table [B,N]; sequence b has the cache, or the row of the table, of cache_batch_idx[b]. k and
+    v [B,new,Hkv,D], or [rows,Hkv,D] with cu_seqlens_k_new, are written behind these keys and count as well. The first
+    cache_leftpad [B] of all these keys do not count. With rotary_cos and rotary_sin [positions,d / 2] the first d elements
+    of q and k are rotated, before k is written: row i by the angles of position rotary_seqlens[b] + i (cache_seqlens by
+    default), but all rows of q by those of the first one if there is neither a causal mask nor a window. With
+    return_softmax_lse also LSE and two empty tensors, which stand for the partial results of splits."""
     name = "flash_attn_with_kvcache"
-    refuse(name, qv=qv, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad,
-           attention_chunk=attention_chunk, **others)
+    refuse(name, qv=qv, attention_chunk=attention_chunk, **others)
     check_integers(name, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, page_table=page_table,
-                   cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new)
-    if page_table is not None:
-        check_pages(name, k_cache, cache_batch_idx, "cache_batch_idx")
+                   cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, cache_leftpad=cache_leftpad,
+                   rotary_seqlens=rotary_seqlens)
+    if rotary_cos is not None or rotary_sin is not None:
+        check_rotary(name, q, k, rotary_cos, rotary_sin)
     if (k is None) != (v is None):
         raise ValueError(f"{name}: {'k' if k is None else 'v'} is missing; keys are appended with their values")
     if k is not None and cache_seqlens is None:
@@ -171,16 +195,21 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
     if cache_seqlens is not None and not isinstance(cache_seqlens, torch.Tensor):
         sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         cache_seqlens = torch.full((sequences,), cache_seqlens, dtype=torch.int32, device=k_cache.device)
+    if rotary_cos is not None:
+        first = cache_seqlens if rotary_seqlens is None else rotary_seqlens
+        turns_rows = causal or any(keys is not None and keys >= 0 for keys in window_size)
+        q = rotated(q, rotary_cos, rotary_sin, first, cu_seqlens_q, turns_rows, rotary_interleaved)
+        k = rotated(k, rotary_cos, rotary_sin, first, cu_seqlens_k_new, True, rotary_interleaved)
+    if cache_batch_idx is not None:
+        # A cache is a page, and the table has one column.
+        page_table = cache_batch_idx[:, None] if page_table is None else page_table.index_select(0, cache_batch_idx)
     if k is not None:
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad) and not q.requires_grad:
             q = q.detach().requires_grad_()  # so that a backward, which would give k and v none, says that there is none
-        cache_seqlens = APPEND(k_cache, v_cache, k, v, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_k_new)
-    if cache_batch_idx is not None and k_cache.shape[1] % 16 == 0:
-        page_table = cache_batch_idx[:, None]  # a cache is a page
-    elif cache_batch_idx is not None:
-        k_cache, v_cache = (bits(x).index_select(0, cache_batch_idx).view(x.dtype) for x in (k_cache, v_cache))
+        cache_seqlens = APPEND(k_cache, v_cache, k, v, cache_seqlens, page_table, cu_seqlens_k_new)
     out, lse = attend(name, q, k_cache, v_cache, softmax_scale, causal, window_size, softcap, q_descale, k_descale,
-                      v_descale, learnable_sink, alibi_slopes, cu_seqlens_q, None, cache_seqlens, page_table)
+                      v_descale, learnable_sink, alibi_slopes, cu_seqlens_q, None, cache_seqlens, page_table,
+                      k_firsts=cache_leftpad)
     if not return_softmax_lse:
         return out
     none = torch.empty(0, device=q.device)

@@ -81,7 +81,8 @@ enum Feature {
   masks = 32,
   bf16_out = 64,
   kv_in_8_bits = 128,
-  biases_in_fp32 = 256
+  biases_in_fp32 = 256,
+  any_pages = 512  // instead of pages
 };  // of what a problem asks beyond a line's own: builds of their own
 // The arguments of attention() that modify scores, and a kept map of the tiles that are hidden.
 struct Mods {
@@ -434,10 +435,11 @@ struct LaunchStream {
 
 static SdpaStrides strides_of(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(2)}; }
 
+static int pages_of(int64_t keys, bool has_firsts) { return keys % 16 || has_firsts ? any_pages : pages; }
 static int features_of(const SdpaParams& p, const OptionalTensor& bias, bool in_bf16) {
-  const bool has_lengths = p.k_lengths || p.q_lengths || p.q_starts || p.k_starts || p.page_table;
+  const bool has_lengths = p.k_lengths || p.q_lengths || p.q_starts || p.k_starts || p.page_table || p.k_firsts;
   return (p.softcap != 0 ? softcap : 0) | (p.sinks ? sinks : 0) | (has_lengths ? lengths : 0) |
-         (p.page_table ? pages : 0) | (bias ? feature_of(*bias) : 0) | (in_bf16 ? bf16_out : 0);
+         (p.page_table ? pages_of(p.page_size, p.k_firsts) : 0) | (bias ? feature_of(*bias) : 0) | (in_bf16 ? bf16_out : 0);
 }
 
 // A scale as the C function has it, where 0 stands for the default: one of 0, or too small for a float, is the least
@@ -771,6 +773,7 @@ static bool is_for_cudnn(const Tensor& q, const Tensor& k, const Tensor& v, cons
   }
 }
 
+static const OptionalTensor no_tensor;
 // The arguments of sdpa::attention, in its order.
 struct Call {
   const Tensor &q, &k, &v;
@@ -784,6 +787,7 @@ struct Call {
   const OptionalTensor& q_lengths;
   bool batch_invariant, bf16_out;
   Mods mods{};
+  const OptionalTensor& k_firsts = no_tensor;
 };
 
 // Sets the members of the arrays that SCORE_MOD and MASK_MOD name. The kernel refuses an expression whose arrays are null.
@@ -807,9 +811,9 @@ static void set_arrays(SdpaParams& p, const Mods& mods, const Tensor& q) {
 static Tensor attend(const Call& call, Tensor& o, Mods* makes = nullptr) {
   const auto& [q_any, k_any, v_any, causal, left, right, window_alignment, scale, cap, q_descale, k_descale, v_descale,
                sink, k_lengths, q_starts, k_starts, page_table, most_keys, bias_any, bias_keys, q_lengths,
-               batch_invariant, in_bf16, mods] = call;
+               batch_invariant, in_bf16, mods, k_firsts] = call;
   const auto check = [](const std::string& why) { TORCH_CHECK(why.empty(), "sdpa.attention: ", why); };
-  const bool has_lengths = k_lengths || q_lengths || q_starts || k_starts || page_table;
+  const bool has_lengths = k_lengths || q_lengths || q_starts || k_starts || page_table || k_firsts;
   check(why_not_tensors(q_any, k_any, v_any, true, has_lengths));
   check(why_not_scale(scale));
   check(fit(q_any) && fit(k_any) && fit(v_any) ? "" : bad_rows);
@@ -845,9 +849,9 @@ static Tensor attend(const Call& call, Tensor& o, Mods* makes = nullptr) {
   TORCH_CHECK(!page_table || (page_table->scalar_type() == at::kInt && page_table->device() == q.device() &&
                               page_table->dim() == 2 && page_table->size(0) == B &&
                               (page_table->stride(1) == 1 || page_table->size(1) == 1) &&
-                              k.size(2) % 16 == 0 && !k_starts && page_table->size(1) * k.size(2) <= 1000000000),
+                              k.size(2) > 0 && !k_starts && page_table->size(1) * k.size(2) <= 1000000000),
               "sdpa.attention: page_table is not an int32 tensor [", B,
-              ",pages of a sequence] beside q, without k_starts, of pages of a multiple of 16 keys");
+              ",pages of a sequence] beside q, without k_starts, of pages of 1 key or more");
   const Tensor& keys = page_table ? q : k;  // whose batch is one of sequences
   const bool packs_k = (page_table ? q_starts : k_starts).has_value();
   // Its data, if x is a tensor [length] beside q; of starts `packed` has a batch of 1, else B.
@@ -863,6 +867,7 @@ static Tensor attend(const Call& call, Tensor& o, Mods* makes = nullptr) {
   p.k_starts = ints("k_starts", k_starts, B + 1, keys, packs_k);
   p.k_lengths = ints("k_lengths", k_lengths, B, keys, packs_k);
   p.q_lengths = ints("q_lengths", q_lengths, B, q, q_starts.has_value());
+  p.k_firsts = ints("k_firsts", k_firsts, B, keys, packs_k);
   if (page_table) {
     // A table of no columns has no data, and a kernel that sees no key does not read it.
     p.page_table = static_cast<const int*>(page_table->numel() ? page_table->const_data_ptr() : q.const_data_ptr());
@@ -924,10 +929,11 @@ static auto with_call(const Tensor& q, const Tensor& k, const Tensor& v, int64_t
                       const OptionalTensor& q_lengths, bool batch_invariant, bool in_bf16, std::string_view score_mod,
                       std::string_view mask_mod, const OptionalTensor& x0, const OptionalTensor& x1,
                       const OptionalTensor& x2, const OptionalTensor& x3, const OptionalTensor& i0,
-                      const OptionalTensor& i1, const OptionalTensor& kept, std::string_view made_for) {
+                      const OptionalTensor& i1, const OptionalTensor& kept, std::string_view made_for,
+                      const OptionalTensor& k_firsts) {
   return run({q, k, v, causal, left, right, window_alignment, scale, cap, q_descale, k_descale, v_descale, sink, k_lengths,
               q_starts, k_starts, page_table, most_keys, bias, bias_keys, q_lengths, batch_invariant, in_bf16,
-              {std::string(score_mod), std::string(mask_mod), {x0, x1, x2, x3, i0, i1}, kept, std::string(made_for)}});
+              {std::string(score_mod), std::string(mask_mod), {x0, x1, x2, x3, i0, i1}, kept, std::string(made_for)}, k_firsts});
 }
 
 // O as PyTorch's cuDNN would have laid it out: as q, with v's D, since its plans are kept by how q lies.
@@ -1021,9 +1027,6 @@ static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, co
   if (asked.debug_mask) return "a debug mask is asked for";
   if (asked.has_slopes) return "there are alibi_slopes";
   if (asked.page_table && !asked.k_lengths) return "there is a block_table without seqused_k";
-  if (asked.page_table && k.dim() == 4 && k.size(2) % 16) {
-    return c10::str("pages are of ", k.size(2), " keys, no multiple of 16");
-  }
   if (!asked.page_table && asked.q_starts.has_value() != asked.k_starts.has_value()) {
     return "cum_seq_q or cum_seq_k is missing";
   }
@@ -1056,7 +1059,7 @@ static std::string taken(const Tensor& q_any, const Tensor& k_any, const Tensor&
                   has_lengths ? std::clamp<int64_t>(asked.most_keys, 0, 1000000000) : 0, none, 0, none,
                   asked.splits == 1, q.scalar_type() == at::kFloat8_e4m3fn};
   int features = has_lengths ? lengths : 0;
-  if (asked.page_table) features |= pages;
+  if (asked.page_table) features |= pages_of(k.size(2), false);
   if (call.bf16_out) features |= bf16_out;
   why = why_not_line(q, v, features);
   if (why.empty()) lse = attend(call, o);
@@ -1273,8 +1276,7 @@ static SdpaNewRows new_rows_of(const Tensor& cache, const Tensor& x) {
 
 // Rows of k and v behind the first lengths[b] ones of caches, in place; returns the new lengths.
 static Tensor append(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k_any, const Tensor& v_any,
-                     const Tensor& lengths_any, const OptionalTensor& page_table, const OptionalTensor& caches,
-                     const OptionalTensor& starts) {
+                     const Tensor& lengths_any, const OptionalTensor& page_table, const OptionalTensor& starts) {
   const c10::OptionalDeviceGuard guard(k_cache.device());
   const auto check = [](bool holds, const auto&... words) {
     TORCH_CHECK(holds, "flash_attn_with_kvcache: ", words...);
@@ -1295,7 +1297,7 @@ static Tensor append(const Tensor& k_cache, const Tensor& v_cache, const Tensor&
               x->size(-2) == cache.size(2) && (starts || x->size(0) == B),
           "k and v are not of the caches' device, type, heads and D, or not of ", B, " sequences");
     check(cache.stride(3) == 1, "rows of the caches are not contiguous");
-    check(page_table || caches || cache.size(0) == B, "there are ", cache.size(0), " caches for ", B, " sequences");
+    check(page_table || cache.size(0) == B, "there are ", cache.size(0), " caches for ", B, " sequences");
   }
   check(k_any.sizes().slice(0, k_any.dim() - 1) == v_any.sizes().slice(0, v_any.dim() - 1) &&
             k_cache.sizes().slice(0, 3) == v_cache.sizes().slice(0, 3), "k and v, or their caches, differ in shape");
@@ -1306,12 +1308,12 @@ static Tensor append(const Tensor& k_cache, const Tensor& v_cache, const Tensor&
   a.B = int(B), a.heads = int(k.size(-2)), a.new_rows = int(k.size(starts ? 0 : 1));
   a.count = int(k_cache.size(0)), a.keys = int(k_cache.size(1));
   a.lengths = lengths.const_data_ptr<int>(), a.new_lengths = new_lengths.mutable_data_ptr<int>();
-  Tensor kept[3];
+  Tensor kept[2];
   if (starts) kept[0] = ints("cu_seqlens_k_new", *starts, 1, B + 1), a.starts = kept[0].const_data_ptr<int>();
-  if (caches) kept[1] = ints("cache_batch_idx", *caches, 1, B), a.caches = kept[1].const_data_ptr<int>();
   if (page_table) {
-    kept[2] = ints("page_table", *page_table, 2, B), a.page_table = kept[2].const_data_ptr<int>();
-    a.page_stride = int(kept[2].stride(0)), a.sequence_pages = int(kept[2].size(1));
+    check(k_cache.size(1) > 0, "page_table is of pages of 0 keys");
+    kept[1] = ints("page_table", *page_table, 2, B), a.page_table = kept[1].const_data_ptr<int>();
+    a.page_stride = int(kept[1].stride(0)), a.sequence_pages = int(kept[1].size(1));
   }
   const Appender& appender = appender_for(k_cache.get_device());
   check(appender.append, appender.trouble);
@@ -1324,14 +1326,14 @@ static Tensor append(const Tensor& k_cache, const Tensor& v_cache, const Tensor&
 // There is no gradient; that the caches have changed is told to what has saved them for one.
 static Tensor append_autograd(c10::DispatchKeySet keys, const Tensor& k_cache, const Tensor& v_cache, const Tensor& k,
                               const Tensor& v, const Tensor& lengths, const OptionalTensor& page_table,
-                              const OptionalTensor& caches, const OptionalTensor& starts) {
+                              const OptionalTensor& starts) {
   const at::AutoDispatchBelowADInplaceOrView guard;
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("sdpa::append", "").typed<decltype(append)>();
   for (const Tensor* cache : {&k_cache, &v_cache}) {
     if (!cache->is_inference()) cache->unsafeGetTensorImpl()->bump_version();
   }
-  return op.redispatch(keys & c10::after_autograd_keyset, k_cache, v_cache, k, v, lengths, page_table, caches, starts);
+  return op.redispatch(keys & c10::after_autograd_keyset, k_cache, v_cache, k, v, lengths, page_table, starts);
 }
 
 // ---- autograd and autocast, for whatever else the operator's arguments are ----
@@ -1339,7 +1341,7 @@ static Tensor append_autograd(c10::DispatchKeySet keys, const Tensor& k_cache, c
 using torch::autograd::variable_list;
 // Places of the operator's arguments.
 constexpr int at_causal = 3, at_softcap = 8, at_sinks = 12, at_page_table = 16, at_bias = 18, at_q_lengths = 20,
-              at_score_mod = 23, at_mask_mod = 24, at_x0 = 25, at_i1 = 30, arguments = 33;
+              at_score_mod = 23, at_mask_mod = 24, at_x0 = 25, at_i1 = 30, at_k_firsts = 33, arguments = 34;
 
 // What an operator of ours gives, whose numbers may be a graph's symbols.
 static torch::jit::Stack called(const char* name, torch::jit::Stack stack) {
@@ -1357,7 +1359,7 @@ struct Attention : torch::autograd::Function<Attention> {
     bool has_none = argument(at_softcap).toDouble() != 0 || tensors.size() > 3 + size_t(to_bias) ||
                     tensors[2].scalar_type() == at::kFloat8_e4m3fn;
     for (int i = at_sinks; i <= at_page_table; i++) has_none = has_none || !argument(i).isNone();
-    has_none = has_none || !argument(at_q_lengths).isNone() || !argument(at_score_mod).toStringRef().empty() ||
+    has_none = has_none || !argument(at_q_lengths).isNone() || !argument(at_k_firsts).isNone() || !argument(at_score_mod).toStringRef().empty() ||
                !argument(at_mask_mod).toStringRef().empty();
     const bool bias_has_none = to_bias || (bias && (argument(at_causal).toInt() != 0 || is_given(at_causal + 1, 0) ||
                                                     is_given(at_causal + 2, 0) || is_given(at_bias + 1, 1)));
@@ -1402,7 +1404,8 @@ struct Attention : torch::autograd::Function<Attention> {
       const std::string empty;
       const Tensor sums = called("sdpa::attention", {q, k, k, causal, left, right, by, scale, 0.0, none, none, none, none,
                                                      none, none, none, none, 0, bias, 0, none, false, false, empty, empty,
-                                                     none, none, none, none, none, none, none, empty})[0].toTensor();
+                                                     none, none, none, none, none, none, none, empty, none})[0]
+                              .toTensor();
       const Tensor d[] = {scaled(sums), of_product(scaled(q), k, sums)[2].toTensor()};
       for (int i = 0; i < 2; i++) out[i] = out[i].defined() ? out[i] + d[i] : d[i];
     }

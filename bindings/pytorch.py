@@ -29,7 +29,7 @@ from torch.utils.flop_counter import register_flop_formula
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DTYPES = {torch.float16: "", torch.bfloat16: "_bf16", torch.float8_e4m3fn: "_e4m3"}  # and the names of their lines
 FEATURES = ("USE_SOFTCAP", "USE_SINKS", "USE_LENGTHS", "USE_PAGES", "USE_BIAS=1", "USE_BIAS=2",
-            "OUT_DTYPE=BF16", "KV_DTYPE=FP8_E4M3", "USE_BIAS=3")  # by the bits of pytorch.cpp's Feature
+            "OUT_DTYPE=BF16", "KV_DTYPE=FP8_E4M3", "USE_BIAS=3", "USE_PAGES=2")  # by the bits of pytorch.cpp's Feature
 MASKS = {None: 0, False: 0, "off": 0, True: 1, "br": 1, "tl": 2}
 
 
@@ -380,13 +380,13 @@ TENSORS, MASK = "(Tensor q, Tensor k, Tensor v, ", "int causal, SymInt left, Sym
 CALL = (f"{TENSORS}{MASK}, float softcap, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? sinks, "
         "Tensor? k_lengths, Tensor? q_starts, Tensor? k_starts, Tensor? page_table, SymInt most_keys, Tensor? bias=None, "
         "SymInt bias_keys=0, Tensor? q_lengths=None, bool batch_invariant=False, bool bf16_out=False, str score_mod='', "
-        f"str mask_mod='', {', '.join(f'Tensor? {name}=None' for name in ARRAYS)}, Tensor? block_mask=None, str made_for='')")
+        f"str mask_mod='', {', '.join(f'Tensor? {name}=None' for name in ARRAYS)}, Tensor? block_mask=None, str made_for='', Tensor? k_firsts=None)")
 LIBRARY.define(f"attention{CALL} -> (Tensor, Tensor)")
 LIBRARY.define(f"block_mask{CALL} -> (Tensor, str)")
 LIBRARY.define(f"attention_backward(Tensor grad, {TENSORS[1:]}Tensor o, Tensor lse, {MASK}, Tensor? bias=None, str without='') -> "
                "(Tensor, Tensor, Tensor)")
 LIBRARY.define("append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor lengths, Tensor? page_table, "
-               "Tensor? caches, Tensor? starts) -> Tensor")  # of flash_attn_interface.py
+               "Tensor? starts) -> Tensor")  # of flash_attn_interface.py
 LIBRARY.define(f"why_not{TENSORS}Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, bool enable_gqa) -> str")
 LIBRARY.define("bias_of(Tensor bias, Tensor q, int keys, bool for_cudnn) -> Tensor")  # what the kernels, or cuDNN's, are given
 OPERATOR, BLOCK_MASK = torch.ops.sdpa.attention.default, torch.ops.sdpa.block_mask.default
@@ -399,6 +399,14 @@ def fake(q, k, v, *rest):
             raise ValueError(f"sdpa.attention: a tensor has {x.dim()} dimensions, not [B,H,S,D]")
     given = dict(zip((argument.name for argument in OPERATOR._schema.arguments[3:]), rest))
     check_expressions(given.get("score_mod"), given.get("mask_mod"), tuple(name for name in ARRAYS if given.get(name) is not None))
+    for name in ("k_lengths", "q_lengths", "q_starts", "k_starts", "k_firsts"):
+        x = given.get(name)
+        if x is not None and (x.dtype != torch.int32 or x.dim() != 1):
+            raise ValueError(f"sdpa.attention: {name} is {x.dtype} {list(x.shape)}, not a contiguous int32 tensor of one dimension")
+    table = given.get("page_table")
+    if table is not None and (table.dtype != torch.int32 or table.dim() != 2 or k.shape[2] == 0 or given.get("k_starts") is not None):
+        raise ValueError("sdpa.attention: page_table is not an int32 tensor [B,pages of a sequence] beside q, without k_starts, of "
+                         "pages of 1 key or more")
     dtype = torch.bfloat16 if given.get("bf16_out") else torch.float16 if q.dtype == torch.float8_e4m3fn else q.dtype
     out = torch.empty_like(q, dtype=dtype) if v.shape[3] == q.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]), dtype=dtype)
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -415,7 +423,14 @@ def fake_backward(grad, q, k, v, *_):
 
 
 @torch.library.register_fake("sdpa::append")
-def fake_append(k_cache, v_cache, k, v, lengths, *_):
+def fake_append(k_cache, v_cache, k, v, lengths, page_table, starts):
+    for cache, x in ((k_cache, k), (v_cache, v)):
+        if cache.dim() != 4 or x.dim() != (4 if starts is None else 3):
+            raise ValueError(f"flash_attn_with_kvcache: the caches have {cache.dim()} dimensions, and k or v {x.dim()}")
+        if x.dtype != cache.dtype or x.shape[-2:] != cache.shape[-2:]:
+            raise ValueError("flash_attn_with_kvcache: k and v are not of the caches' device, type, heads and D")
+    if page_table is not None and k_cache.shape[1] == 0:
+        raise ValueError("flash_attn_with_kvcache: page_table is of pages of 0 keys")
     return lengths.new_empty(lengths.shape, dtype=torch.int32)
 
 
@@ -438,11 +453,12 @@ def build_ahead(operator, arguments):
     """Builds the line that attention() with these arguments will load. That call says what goes wrong."""
     given = {argument.name: x for argument, x in zip(operator._schema.arguments, arguments) if x is not None}
     tensors = {name for name, x in given.items() if isinstance(x, torch.Tensor)}
-    lengths = bool(tensors & {"k_lengths", "q_lengths", "q_starts", "k_starts", "page_table"})
+    lengths = bool(tensors & {"k_lengths", "q_lengths", "q_starts", "k_starts", "page_table", "k_firsts"})
+    any_pages = "page_table" in tensors and (given["k"].shape[2] % 16 != 0 or "k_firsts" in tensors)
     bias, own = (given["bias"].dtype, given["q"].dtype) if "bias" in tensors else (None, None)
-    features = (given["softcap"] != 0, "sinks" in tensors, lengths, "page_table" in tensors,
+    features = (given["softcap"] != 0, "sinks" in tensors, lengths, "page_table" in tensors and not any_pages,
                 bias is not None and bias == own, bias == torch.bool, given.get("bf16_out", False),
-                given["v"].dtype != given["q"].dtype, bias not in (None, torch.bool, own))  # as in FEATURES
+                given["v"].dtype != given["q"].dtype, bias not in (None, torch.bool, own), any_pages)  # as in FEATURES
     with contextlib.suppress(Exception):
         q, v = given["q"], given["v"]
         built(*build_of(*line_with(torch.cuda.get_device_capability(q.device), q.dtype, q.shape[3], v.shape[3],
@@ -503,7 +519,7 @@ def modification(q, score_mod, mask_mod, args, block_mask):
 def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_descale=None, v_descale=None,
               return_lse=False, softcap=None, sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0, page_table=None,
               bias=None, bias_keys=0, q_lengths=None, batch_invariant=False, out_dtype=None, score_mod=None, mask_mod=None, args=(),
-              block_mask=None):
+              block_mask=None, k_firsts=None):
     """O = softmax(scale * q @ k.T) @ v, and its LSE [B,Hq,Sq] if asked for.
     q [B,Hq,Sq,D], k and v [B,Hkv,Sk,D]: CUDA tensors of one dtype (float16, bfloat16, float8_e4m3fn), D 8 to 256 by 8
     (e4m3 and GPUs other than sm_90 by 16, from 32 on there; of v and O another if you like), Hq a multiple of Hkv; any
@@ -517,7 +533,8 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
     k_lengths [B] and q_lengths [B], of its keys and of its queries a sequence has the first so many, also for the mask;
     q_starts, k_starts [B+1], sequence b has the rows from starts[b] to starts[b+1] of q, or of k and v, whose batch is
     1 (rows of O and LSE that are no query of a sequence are not written: they hold anything, NaN too); page_table
-    [B,N], with k and v [pages,Hkv,keys of a page,D], the pages of a sequence in order. most_keys: that a sequence has;
+    [B,N], with k and v [pages,Hkv,keys of a page,D], the pages of a sequence in order; k_firsts [B], of the keys that a
+    sequence has the first so many do not count: its keys begin with the next one, also for the mask. most_keys: that a sequence has;
     0: Sk. bias: what expands to [B,Hq,Sq,keys], read as it lies if the keys are contiguous, else copied: bool, of which
     False hides the key, or added to the logits behind a softcap, in q's type or float32 (another 16-bit type becomes float32);
     causal and window hold besides. Its keys are all keys of a sequence, or with bias_keys so many last ones; those before them
@@ -529,6 +546,8 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
     texts are compiled and run: never take one from untrusted input. args: the arrays that they name, contiguous; float32
     tensors are x0, x1, ... and int32 tensors i0, i1. Nothing checks an index. block_mask: the result of block_mask().
     """
+    if type(q).__name__ == "DTensor" and not torch.compiler.is_compiling():
+        importlib.import_module(f"{__package__}.dtensor_sharding" if __package__ else "dtensor_sharding")
     left = right = -1
     by = None
     if window is not None:
@@ -544,9 +563,10 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
         raise ValueError(f"sdpa.attention: q is on {q.device}; sdpa's kernels run on CUDA devices")
     if not q.device == k.device == v.device:
         raise ValueError(f"sdpa.attention: q, k and v are on {q.device}, {k.device} and {v.device}, not on one device")
-    if not (k_lengths is q_lengths is q_starts is k_starts is page_table is sinks is bias is q_descale is k_descale is v_descale is None):
+    if not (k_lengths is q_lengths is q_starts is k_starts is k_firsts is page_table is sinks is bias is q_descale is k_descale is
+            v_descale is None):
         for name, x in (("k_lengths", k_lengths), ("q_lengths", q_lengths), ("q_starts", q_starts), ("k_starts", k_starts),
-                        ("page_table", page_table), ("sinks", sinks), ("bias", bias), ("q_descale", q_descale),
+                        ("k_firsts", k_firsts), ("page_table", page_table), ("sinks", sinks), ("bias", bias), ("q_descale", q_descale),
                         ("k_descale", k_descale), ("v_descale", v_descale)):
             if x is None:
                 continue
@@ -556,12 +576,13 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
                 raise ValueError(f"sdpa.attention: {name} is on {x.device}, not on {q.device}")
     modifies = score_mod is not None or mask_mod is not None or len(args) > 0 or block_mask is not None
     more = modification(q, score_mod, mask_mod, args, block_mask) if modifies else ()
+    firsts = {} if k_firsts is None else dict(k_firsts=k_firsts)
     arguments = (q, k, v, MASKS[causal], left, right, MASKS[by], scale, softcap or 0.0, q_descale, k_descale, v_descale, sinks,
                  k_lengths, q_starts, k_starts, page_table, most_keys, bias, bias_keys, q_lengths,
                  batch_invariant, out_dtype == torch.bfloat16, *more)
     if block_mask is NEW_BLOCK_MASK:
-        return BlockMask(*BLOCK_MASK(*arguments))
-    out, lse = OPERATOR(*arguments)
+        return BlockMask(*BLOCK_MASK(*arguments, **firsts))
+    out, lse = OPERATOR(*arguments, **firsts)
     return (out, lse) if return_lse else out
 
 

@@ -53,7 +53,7 @@ typedef struct SdpaParams {
   const int *q_starts, *k_starts;   /* [B + 1] */
   int most_keys;                    /* that a sequence has, later ones do not count; 0: Sk */
   /* Lines with USE_PAGES: key k of sequence b is row k % page_size of page page_table[b * page_stride + k / page_size] of K
-     and V [pages,Hkv,page_size,D], whose batch strides go from page to page. page_size is a multiple of 16. */
+     and V [pages,Hkv,page_size,D], whose batch strides go from page to page. With USE_PAGES=1 page_size is a multiple of 16. */
   const int* page_table;
   int page_stride, page_size, pages;
   int Dv;                  /* of V and O, to the line's HEAD_DIM_V as D to HEAD_DIM; 0: D */
@@ -74,6 +74,8 @@ typedef struct SdpaParams {
   /* sdpa_library_scratch_bytes(), with any contents, which only this launch uses; the workspace is then 64 KB or less, and all
      libraries may share one per stream. Null: the scratch memory is a part of the workspace. */
   void* scratch;
+  const int* k_firsts;     /* lines with USE_LENGTHS but not USE_PAGES=1, [B] in device memory: of the keys that k_lengths and
+                              most_keys leave, the first so many do not count either, and key 0 is the next one; or null */
 } SdpaParams;
 
 struct CUstream_st; /* cudaStream_t is a pointer to it */

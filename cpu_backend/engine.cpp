@@ -207,11 +207,11 @@ struct Barrier {
 
 struct Mark {             // the last write to 4 bytes of shared memory through the generic proxy
   uint16_t thread_and_1;  // 0: none
-  uint16_t padding;
-  uint32_t fences;  // that this thread had passed
+  uint16_t tracker;       // of cp.async place_of() the mbarrier that tracks it, else 0
+  uint32_t fences;        // that this thread had passed; with a tracker the number of the landing
 };
 
-struct Transfer {  // a bulk load in flight
+struct Transfer {  // a bulk load in flight, or the cp.async of a thread that an mbarrier tracks
   Fiber* issuer;
   Site at;
   unsigned char* dst;
@@ -219,7 +219,9 @@ struct Transfer {  // a bulk load in flight
   std::vector<std::pair<unsigned char*, int>> pieces;  // in global memory, null: zeros
   int bytes;
   uint64_t* barrier;
-  int parity = 0;  // of the mbarrier's phase when this was issued
+  int parity = 0;                 // of the mbarrier's phase when this was issued
+  bool is_copies = false;         // cp.async: has no pieces
+  std::vector<AsyncCopy> copies;  // in any order
 };
 
 // The accumulators of a warpgroup from the first product that is in flight on them to the wait that
@@ -305,6 +307,7 @@ struct Block {  // a CTA
   Barrier all, named[16];
   std::vector<std::vector<Meeting>> meetings;  // by warp; none ever moves
   std::vector<Mark> marks;
+  uint32_t landings = 0;  // of cp.async that mbarriers track
   struct Unfenced {
     const uint64_t* mbarrier;
     const Thread* thread;  // that has initialised it
@@ -610,6 +613,17 @@ void arrive(uint64_t* barrier, int expect_bytes, Site at) {
   m.store(barrier, *self->block->runner);
 }
 
+// Of 8 bytes in shared memory, from 1.
+uint16_t place_of(const Block& b, const uint64_t* word) {
+  return uint16_t((reinterpret_cast<const unsigned char*>(word) - b.shared) / 8 + 1);
+}
+// This thread has waited for the mbarrier.
+void note_wait(const uint64_t* barrier, int parity) {
+  acquire(Mbarrier::clock(barrier, parity));
+  const Block& b = *self->block;
+  if (b.landings > 0) self->landings_seen[place_of(b, barrier)] = b.landings;
+}
+
 std::string Fiber::missing() const {
   if (!mbarrier) return "";
   Mbarrier m;
@@ -904,7 +918,7 @@ void mbarrier_wait(uint64_t* barrier, int parity, Site at) {
       },
       &phase, "an mbarrier phase", at);
   f.mbarrier = nullptr;
-  acquire(Mbarrier::clock(barrier, parity));
+  note_wait(barrier, parity);
 }
 
 bool mbarrier_peek(uint64_t* barrier, int parity, Site at) {
@@ -912,7 +926,7 @@ bool mbarrier_peek(uint64_t* barrier, int parity, Site at) {
   check_shared(barrier, 8, at);
   Mbarrier::load(barrier, at);
   const bool complete = Mbarrier::see(barrier, parity);
-  if (complete) acquire(Mbarrier::clock(barrier, parity));
+  if (complete) note_wait(barrier, parity);
   return complete;
 }
 

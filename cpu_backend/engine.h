@@ -63,6 +63,8 @@ struct Thread {  // one CUDA thread
   std::map<const void*, uint64_t> accesses_at;      // by site, for the conflict counters
   std::deque<std::deque<BulkStore>> stores;         // bulk groups; the last is open
   uint32_t proxy_fences;                            // fence.proxy.async so far
+  // By mbarrier that tracks cp.async: how many had landed at the last wait, and at the last wait before the last fence.
+  std::map<uint16_t, uint32_t> landings_seen, landings_fenced;
   int registers;                                    // setmaxnreg
 };
 
@@ -111,6 +113,8 @@ void bulk_wait(int groups, bool read_only);
 // through plain pointers do not come by here: for those only the missing barrier shows.
 void note_write(const void* dst, int bytes);
 void fence_proxy_async();
+// cp.async.mbarrier.arrive: the thread's copies land later, and the phase does not end before.
+void arrive_after_copies(uint64_t* barrier, Site at);
 
 enum class Element { fp16, bf16, e4m3 };  // of matrices
 

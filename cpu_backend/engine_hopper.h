@@ -3,6 +3,8 @@
 //   bulk loads    The destination is poison from the issue on. A load lands when no thread can go on
 //                 without it: the oldest, the newest or any one first, as the schedule says; in
 //                 random order also earlier.
+//   cp.async      that an mbarrier tracks lands as a bulk load does. It writes through the generic
+//                 proxy: who waits for the mbarrier has to pass a fence.proxy.async afterwards.
 //   bulk stores   read shared memory at the wait_group.read that covers them, and write global memory
 //                 at the wait_group or at the end of the kernel.
 //   wgmma         reads its operands, registers of A included, at the wait_group that covers it; until
@@ -75,7 +77,8 @@ void check_shared_range(const void* pointer, uint64_t bytes, int alignment, cons
 
 // ---- writes through the generic proxy ----
 
-// Fails if [offset, offset + bytes) holds a write whose thread has passed no fence.proxy.async since.
+// Fails if [offset, offset + bytes) holds a write whose thread has passed no fence.proxy.async since. If cp.async has
+// written it, its thread or this one must have passed the fence, after a wait for the mbarrier.
 void check_marks(uint64_t offset, int bytes, Site at) {
   const Block& b = *self->block;
   if (bytes == 16) {  // mostly there is none: quickly
@@ -87,7 +90,11 @@ void check_marks(uint64_t offset, int bytes, Site at) {
     const Mark& mark = b.marks[i];
     if (!mark.thread_and_1) continue;
     const Thread& writer = b.fibers[mark.thread_and_1 - 1].thread;
-    if (writer.proxy_fences == mark.fences) {
+    const auto has_fenced = [&](const Thread& thread) {
+      const auto landings = thread.landings_fenced.find(mark.tracker);
+      return landings != thread.landings_fenced.end() && landings->second >= mark.fences;
+    };
+    if (mark.tracker ? !has_fenced(writer) && !has_fenced(*self) : writer.proxy_fences == mark.fences) {
       fail(at, "offset %llu of shared memory was written by %s without a fence.proxy.async since",
            (unsigned long long)(4 * i), name_of(writer).c_str());
     }
@@ -203,6 +210,19 @@ void start_load(Transfer t) {
   b.runner->in_flight.push_back(std::move(t));
 }
 
+void write_copies(Block& b, const Transfer& t) {
+  const Mark mark = {uint16_t(t.issuer->thread.linear + 1), place_of(b, t.barrier), ++b.landings};
+  for (auto copy = t.copies.rbegin(); copy != t.copies.rend(); ++copy) {
+    if (copy->src) {
+      memcpy(copy->dst, copy->src, copy->bytes);
+    } else {
+      memset(copy->dst, 0, copy->bytes);
+    }
+    const size_t offset = copy->dst - b.shared;
+    std::fill(b.marks.begin() + offset / 4, b.marks.begin() + (offset + copy->bytes + 3) / 4, mark);
+  }
+}
+
 // By the scheduler.
 void land_one(Runner& c) {
   const Unobserved unobserved;
@@ -218,6 +238,7 @@ void land_one(Runner& c) {
       memset(s, 0, bytes);
     }
   });
+  if (t.is_copies) write_copies(c.block, t);
   Mbarrier m;
   memcpy(&m, t.barrier, sizeof m);
   if (m.unused) return report_for(*t.issuer, t.at, "its mbarrier is gone when the load lands");
@@ -226,6 +247,7 @@ void land_one(Runner& c) {
     release(Mbarrier::clock(t.barrier, m.phase));
   }
   m.bytes -= t.bytes;
+  m.pending -= t.is_copies;
   if (m.pending == 0 && m.bytes < 0) {
     return report_for(
         *t.issuer, t.at,
@@ -665,7 +687,24 @@ void note_write(const void* dst, int bytes) {
   for (size_t i = offset / 4; 4 * i < offset + bytes; i++) marks[i] = mark;
 }
 
-void fence_proxy_async() { self->proxy_fences++; }
+void fence_proxy_async() {
+  self->proxy_fences++;
+  self->landings_fenced = self->landings_seen;
+}
+
+void arrive_after_copies(uint64_t* barrier, Site at) {
+  const Unobserved unobserved;
+  check_shared(barrier, 8, at);
+  Mbarrier m = Mbarrier::load(barrier, at);
+  m.pending++;
+  m.store(barrier, *self->block->runner);
+  Transfer t{&fiber_of(self), at, nullptr, 0, {}, 0, barrier};
+  t.is_copies = true;
+  for (auto& group : self->copy_groups) t.copies.insert(t.copies.end(), group.begin(), group.end());
+  t.copies.insert(t.copies.end(), self->open_copies.begin(), self->open_copies.end());
+  self->copy_groups.clear(), self->open_copies.clear();
+  start_load(std::move(t));
+}
 
 void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, Site at) {
   observe_write(dst, bytes);

@@ -309,6 +309,9 @@ inline void cp_async_mbarrier_arrive_noinc(uint64_t* barrier_s, SIMT_CALLER) {
   cp_async_wait_group<0>();
   simt::mbarrier_arrive(barrier_s, 0, at);
 }
+inline void cp_async_mbarrier_arrive(uint64_t* barrier_s, SIMT_CALLER) {
+  simt::arrive_after_copies(barrier_s, at);
+}
 // The hardware returns false if the phase is not complete; here the thread sleeps until it is.
 inline bool mbarrier_test_wait_parity(uint64_t* barrier_s, int parity, SIMT_CALLER) {
   simt::mbarrier_wait(barrier_s, parity, at);

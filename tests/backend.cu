@@ -664,6 +664,63 @@ TEST_CASE("tma_stores") {
                        {"may reach past the tensor's end, but not begin at -1"});
 }
 
+enum class Fence { none, before_wait, after_wait, by_writers };
+// A warp copies the first rows of the tensor by cp.async, whose landing an mbarrier of one arrival waits for. Thread 64 reads
+// one of them before the wait and stores all to rows 16 ... of head 2 by TMA after it.
+template <Fence WHERE> static void copy_rows(const HopperArgs a) {
+  HopperScratch& s = dynamic_shared<HopperScratch>();
+  init_barriers(s);
+  const int tid = threadIdx.x;
+  if (tid < 32) {
+    for (int i = tid; i < BOX * 8; i += 32) {
+      cp_async<16>(s.a + swizzled(i / 8, i % 8 * 8), a.tensor + i / 8 * ROW_STRIDE + i % 8 * 8, i / 8 != 3);
+    }
+    cp_async_mbarrier_arrive(&s.barriers[0]);
+    __syncwarp();
+    if (tid == 0) mbarrier_arrive(&s.barriers[0]);
+  }
+  if (WHERE == Fence::before_wait) fence_proxy_async();
+  const float early = ld_shared<__half>(s.a + 1);
+  wait_for(&s.barriers[0], 0);
+  if (WHERE == Fence::after_wait || (WHERE == Fence::by_writers && tid < 32)) fence_proxy_async();
+  if (WHERE == Fence::by_writers) __syncthreads();
+  if (tid == 64) {
+    a.out[0] = early, a.out[1] = float(s.a[1]), a.out[2] = float(s.a[swizzled(3, 1)]);
+    cp_async_bulk_tensor_store<3>(&a.map, {0, 16, 2}, s.a);
+    cp_async_bulk_commit_group();
+    cp_async_bulk_wait_group<0>();
+  }
+}
+
+TEST_CASE("cp_async_and_mbarriers") {
+  under_all_orders([] {
+    for (HopperKernel kernel : {copy_rows<Fence::after_wait>, copy_rows<Fence::by_writers>}) {
+      std::string report;
+      std::vector<float> tensor;
+      const std::vector<float> out = run_hopper(kernel, report, 128, &tensor);
+      CHECK(report == "");
+      if (simt::schedule.order != simt::Order::random) CHECK(std::isnan(out[0]));  // there copies may land sooner
+      CHECK((out[1] == tensor_value(0, 0, 1) && out[2] == 0));
+      for (int r = 0; r < BOX; r++) {
+        CHECK(tensor[(2 * ROWS + 16 + r) * ROW_STRIDE + 1] == (r == 3 ? 0 : tensor_value(0, r, 1)));
+      }
+    }
+  });
+  for (HopperKernel kernel : {copy_rows<Fence::none>, copy_rows<Fence::before_wait>}) {
+    expect_hopper_report("no proxy fence after the wait", kernel, {"without a fence.proxy.async since"});
+  }
+  expect_hopper_report("a phase that ends before its copies land",
+                       [](const HopperArgs a) {
+                         HopperScratch& s = dynamic_shared<HopperScratch>();
+                         init_barriers(s);
+                         cp_async<16>(s.a + 8 * threadIdx.x, a.tensor, true);
+                         if (threadIdx.x == 0) mbarrier_arrive(&s.barriers[0]);
+                         wait_for(&s.barriers[0], 0);
+                         cp_async_mbarrier_arrive(&s.barriers[0]);
+                       },
+                       {"may be in flight when its CTA is gone"});
+}
+
 // D [64][N] = A [64][64] @ B [64][N], twice, + what was there; all small integers.
 static float wgmma_a(int i, int k) { return float((i * 3 + k * 5) % 7 - 3); }
 static float wgmma_b(int k, int j) { return float((k * 2 + j * 11) % 9 - 4); }

@@ -128,11 +128,14 @@ static Rows queries_of(const SdpaParams& p, int b) {
   const Rows rows = rows_of(p.q_starts, b, p.Sq);
   return {rows.first, p.q_lengths ? std::max(0, std::min(p.q_lengths[b], rows.count)) : rows.count};
 }
-static int keys_of(const SdpaParams& p, int b) {
-  int keys = rows_of(p.k_starts, b, p.Sk).count;
-  if (p.k_lengths) keys = std::max(0, std::min(p.k_lengths[b], keys));
-  return p.most_keys > 0 ? std::min(keys, p.most_keys) : keys;
+static Rows keys_of(const SdpaParams& p, int b) {
+  Rows keys = rows_of(p.k_starts, b, p.Sk);
+  if (p.k_lengths) keys.count = std::max(0, std::min(p.k_lengths[b], keys.count));
+  if (p.most_keys > 0) keys.count = std::min(keys.count, p.most_keys);
+  const int left_out = p.k_firsts ? std::max(0, std::min(p.k_firsts[b], keys.count)) : 0;
+  return {keys.first + left_out, keys.count - left_out};
 }
+constexpr bool takes_firsts = Build::use_lengths && Build::use_pages != 1;
 
 // A problem with its tensors on the current device, contiguous as [B,H,S,D].
 class Attention {
@@ -208,8 +211,8 @@ class Attention {
     vector<char> is_written(o_elements_, 0), has_lse(o_elements_ / D, 0);
     bool right = true;
     for (int b = 0; b < p.B; b++) {
-      const Rows queries = queries_of(p, b), of_k = rows_of(p.k_starts, b, p.Sk);
-      const int keys = keys_of(p, b), q_batch = p.q_starts ? 0 : b, k_batch = p.k_starts ? 0 : b;
+      const Rows queries = queries_of(p, b), of_k = keys_of(p, b);
+      const int keys = of_k.count, q_batch = p.q_starts ? 0 : b, k_batch = p.k_starts ? 0 : b;
       for (int h = 0; h < p.Hq; h++) {
         const int h_kv = h / (p.Hq / p.Hkv);
         vector<float> Q, K, V;
@@ -218,8 +221,8 @@ class Attention {
         };
         const auto key = [&](const Input* tensor, const Strides& s, int k) {
           if (!p.page_table) return tensor + k_batch * s.batch + h_kv * s.head + (of_k.first + k) * s.row;
-          const int page = p.page_table[b * p.page_stride + k / p.page_size];
-          return tensor + std::max(0, std::min(page, p.pages - 1)) * s.batch + h_kv * s.head + k % p.page_size * s.row;
+          const int row = of_k.first + k, page = p.page_table[b * p.page_stride + row / p.page_size];
+          return tensor + std::max(0, std::min(page, p.pages - 1)) * s.batch + h_kv * s.head + row % p.page_size * s.row;
         };
         for (int q = 0; q < queries.count; q++) {
           append(Q, p.Q + q_batch * p.q.batch + h * p.q.head + (queries.first + q) * p.q.row, D);
@@ -458,7 +461,7 @@ static bool is_of_build(const string& member) {
   if (member == "Dv" && Build::head_dim != Build::d_v) return false;
   if (member == "bias_map_bytes" && !lists_rounds<Build>) return false;
   return takes_member({Build::use_persistent_cta != 0, Build::use_softcap != 0, Build::is_8bit, Build::q_type > DType::bf16, Build::use_sinks != 0,
-                       Build::use_lengths != 0, Build::use_pages != 0, Build::use_bias != 0}, member);
+                       Build::use_lengths != 0, Build::use_pages != 0, takes_firsts, Build::use_bias != 0}, member);
 }
 
 // A problem with all that this build takes.
@@ -508,7 +511,7 @@ TEST_CASE("changed_members") {
   const Featured featured;
   const Attention& a = featured.a;
   const SdpaParams& base = featured.p;
-  const Ints other_lengths({12, 66}), few_queries({3, 11}), q_starts({0, 5, 12}), k_starts({0, 30, 70});
+  const Ints other_lengths({12, 66}), few_queries({3, 11}), firsts({7, 33}), q_starts({0, 5, 12}), k_starts({0, 30, 70});
   const Ints other_table({9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 10, 2});
   const Floats other_sinks({-1, 2, 0, 3});
 
@@ -569,6 +572,7 @@ TEST_CASE("changed_members") {
   add(lengths_, "k_lengths", [](SdpaParams& p) { p.k_lengths = nullptr; });
   add(lengths_, "k_lengths", [&](SdpaParams& p) { p.k_lengths = other_lengths; });
   add(lengths_, "q_lengths", [&](SdpaParams& p) { p.q_lengths = few_queries; });
+  add(takes_firsts, "k_firsts", [&](SdpaParams& p) { p.k_firsts = firsts; });
   add(lengths_, "q_starts", [&](SdpaParams& p) { p.q_starts = p.q_starts ? nullptr : static_cast<const int*>(q_starts); });
   add(starts, "k_starts", [&](SdpaParams& p) { p.k_starts = p.k_starts ? nullptr : static_cast<const int*>(k_starts); });
   add(lengths_, "most_keys", [](SdpaParams& p) { p.most_keys = 20; });
@@ -1382,16 +1386,16 @@ TEST_CASE("groups" * doctest::skip(!Build::pack_gqa && !Build::use_tuned)) {
 // K and V as pages. What a table may not say is refused, and what it says of pages that there are not is cut off, as are
 // lengths for which it has no entries: nothing outside the tensors is read.
 TEST_CASE("pages" * doctest::skip(!Build::use_pages)) {
-  constexpr int most = 2147483647, pages = 19;
-  const Attention a(1, 2, 1, 50, 16 * pages);
+  constexpr int most = 2147483647, size = Build::use_pages == 2 ? 3 : 16, pages = 19 * 16 / size;
+  const Attention a(1, 2, 1, 50, size * pages);
   SdpaParams p = a.p;
-  p.B = 3, p.page_size = 16, p.pages = pages;
-  for (Strides* s : {&p.k, &p.v}) s->batch = 16 * s->row, s->head = 16 * pages * s->row;
+  p.B = 3, p.page_size = size, p.pages = pages;
+  for (Strides* s : {&p.k, &p.v}) s->batch = size * s->row, s->head = size * pages * s->row;
   const Ints starts({0, 20, 37, 50}), lengths({most, 40, 41}), table(vector<int>(3 * pages));
   p.q_starts = starts, p.k_lengths = lengths;
   const Owned memory(p);
-  for (int keys : {16 * pages, 43, 32}) {  // the table of the last sequence ends with its last page
-    const int width = (keys + 15) / 16;
+  for (int keys : {size * pages, 43, 32}) {  // the table of the last sequence ends with its last page
+    const int width = (keys + size - 1) / size;
     vector<int> entries(3 * width);
     for (int step : {1, 7, 100000000, -100000000, -1}) {
       for (int i = 0; i < 3 * width; i++) entries[i] = int(i * int64_t(step) % most) - (step == 7 ? 30 : 0);
@@ -1404,15 +1408,19 @@ TEST_CASE("pages" * doctest::skip(!Build::use_pages)) {
       }
     }
   }
-  p.page_table = table, p.page_stride = pages, p.Sk = 16 * pages, p.k_lengths = lengths;
+  p.page_table = table, p.page_stride = pages, p.Sk = size * pages, p.k_lengths = lengths;
   const auto refused = [&](const auto& change) {
     SdpaParams changed = p;
     change(changed);
-    return a.forward(changed).find("this build takes K and V in pages of a multiple of 16 keys") != string::npos;
+    const char* const pages_of = Build::use_pages == 2 ? "1 key or more, with" : "a multiple of 16 keys (USE_PAGES=2";
+    return a.forward(changed).find(string("this build takes K and V in pages of ") + pages_of) != string::npos;
   };
   CHECK(a.forward(p) == "");
   CHECK(refused([](SdpaParams& x) { x.page_table = nullptr; }));
-  CHECK(refused([](SdpaParams& x) { x.page_size = 24; }));
+  for (int keys : {-16, -1, 0, 1, 24}) {
+    const bool is_size = keys > 0 && Build::use_pages == 2;
+    CHECK((refused([&](SdpaParams& x) { x.page_size = keys; }) != is_size));
+  }
   CHECK(refused([](SdpaParams& x) { x.pages = 0; }));
   CHECK(refused([](SdpaParams& x) { x.page_stride = -19; }));
   CHECK(refused([](SdpaParams& x) { x.k_starts = x.page_table; }));

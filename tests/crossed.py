@@ -38,7 +38,7 @@ except ModuleNotFoundError as error:
 KNOBS = dict(
     HEAD_DIM="64 96 128", HEAD_DIM_V="0 64 128 48", DTYPE="FP16 BF16 FP8_E4M3 U8", OUT_DTYPE="AUTO BF16 FP16",
     BLOCK_M="32 64 128 16", NUM_WARPS="4 8 2 16", SPLIT_KV="1 2 4", BLOCK_N="64 32 128", VEC_WIDTH="8 16 1", USE_LENGTHS="1 0",
-    USE_PAGES="1 0", USE_SINKS="1 0", USE_BIAS="1 2 3 0", SPLIT_CTAS="3 0 1", PACK_GQA="1 0", USE_SOFTCAP="2 0 1", STAGES="3 1", USE_CP_ASYNC="1 0",
+    USE_PAGES="1 2 0", USE_SINKS="1 0", USE_BIAS="1 2 3 0", SPLIT_CTAS="3 0 1", PACK_GQA="1 0", USE_SOFTCAP="2 0 1", STAGES="3 1", USE_CP_ASYNC="1 0",
     USE_LAZY_MAX="1 0", SWIZZLE_XOR="1 0", USE_PERSISTENT_CTA="1 0", USE_FAST_EXP="0 1", OVERLAP="1 0", USE_PING_PONG="0 1",
     SKIP_MASKED="1 0", FP8_FLUSH="8 0 1", SYNC_POLICY="1 5", USE_WMMA_PV="1 0", FP16_ACC="NONE BOTH",
     NUM_PRODUCER_WARPS="1 2", USE_WARP_SPECIALIZATION="1 0")
@@ -63,7 +63,7 @@ TYPED = ("HEAD_DIM", "HEAD_DIM_V", "DTYPE", "OUT_DTYPE", "VEC_WIDTH", "BLOCK_M",
 
 # --features: the knobs of which every two values meet, by the values to try; of a kind also its own. Other knobs take some
 # legal value. USE_SOFTCAP=2 is USE_SOFTCAP=1 with another tanh, but for a kernel that has a polynomial for the latter.
-FEATURES = dict(DTYPE="FP16 BF16", HEAD_DIM="64 96", USE_SOFTCAP="1 0", USE_BIAS="1 2 3 0", USE_SINKS="1 0", USE_LENGTHS="1 0", USE_PAGES="0 1",
+FEATURES = dict(DTYPE="FP16 BF16", HEAD_DIM="64 96", USE_SOFTCAP="1 0", USE_BIAS="1 2 3 0", USE_SINKS="1 0", USE_LENGTHS="1 0", USE_PAGES="0 1 2",
                 SPLIT_KV="1 2", SPLIT_CTAS="1 0", PACK_GQA="0 1", USE_LAZY_MAX="1 0", OVERLAP="1 0", SKIP_MASKED="0 1")
 FEATURES_OF = dict(
     scalar=dict(DTYPE="FP16 FP8_E4M3", USE_SOFTCAP="2 0", SPLIT_CTAS="1"),
@@ -94,7 +94,7 @@ MEMBERS = dict(
     lengths=["", "--lengths"],
     packed=["", "--packed q", "--packed k", "--packed qk"],
     most_keys=["", "--most-keys 21"], batch_invariant=["", "--batch-invariant"],
-    pages=["", "--pages 16", "--pages 48", "--pages 64"],
+    pages=["", "--pages 16", "--pages 48", "--pages 64", "--pages 3"],
     sinks=["", "--sinks"],
     bias=["", "--bias add", "--bias add,bhq", "--bias bool", "--bias bool,bq", "--bias tree,hq"],
     softcap=["", "--softcap 2", "--softcap 50"],
@@ -112,6 +112,7 @@ def takes(build, problem):
     is_wgmma, dist = build["USE_WGMMA"] == "1", problem["dist"].removeprefix("--dist ")
     return ((not problem["lengths"] + problem["packed"] + problem["most_keys"] or "USE_LENGTHS" in has) and
             bool(problem["pages"]) == ("USE_PAGES" in has) and not (problem["pages"] and "k" in problem["packed"][9:]) and
+            (problem["pages"] != "--pages 3" or build["USE_PAGES"] == "2") and
             # A sink may leave nothing of such keys.
             (not problem["sinks"] or "USE_SINKS" in has and dist not in ("negative", "stairs")) and
             (not problem["bias"] or build["USE_BIAS"] != "0" and
@@ -309,7 +310,7 @@ class Problems:
         # For each build the members that a problem may have beside the first ones of all others.
         self.domains = []
         for build in builds:
-            first = {member: values[build["USE_PAGES"] == "1" and member == "pages"] for member, values in MEMBERS.items()}
+            first = {member: values[build["USE_PAGES"] != "0" and member == "pages"] for member, values in MEMBERS.items()}
             self.domains.append({member: [value for value in values if takes(build, first | {member: value})]
                                  for member, values in MEMBERS.items()})
         several = {member for domain in self.domains for member, values in domain.items() if len(values) > 1}

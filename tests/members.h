@@ -42,12 +42,13 @@ template <class Params, class See> void for_each_stride(const Params& params, co
 }
 
 // The members that a build takes, by its features: others it refuses, or has them the same in every problem.
-struct Features { bool queue, softcap, factors, q_factors, sinks, lengths, pages, bias; };
+struct Features { bool queue, softcap, factors, q_factors, sinks, lengths, pages, firsts, bias; };
 inline bool takes_member(const Features& has, const std::string& member) {
   const auto is_one_of = [&](const char* names) { return (" " + std::string(names) + " ").find(" " + member + " ") != std::string::npos; };
   return (has.queue || !is_one_of("max_ctas")) && (has.softcap || !is_one_of("softcap")) &&
          (has.factors || !is_one_of("k_descale v_descale")) && (has.q_factors || !is_one_of("q_descale")) && (has.sinks || !is_one_of("sinks")) &&
-         (has.lengths || !is_one_of("k_lengths q_lengths q_starts k_starts most_keys")) && (!has.pages || !is_one_of("k_starts")) &&
+         (has.lengths || !is_one_of("k_lengths q_lengths q_starts k_starts most_keys k_firsts")) && (!has.pages || !is_one_of("k_starts")) &&
+         (has.firsts || !is_one_of("k_firsts")) &&
          (has.pages || !is_one_of("page_table page_stride page_size pages")) &&
          (has.bias || !is_one_of("bias bias_strides bias_keys bias_map bias_map_bytes")) &&
          !is_one_of("x0 x1 x2 x3 i0 i1");  // only tests/mods.py builds lines with SCORE_MOD or MASK_MOD

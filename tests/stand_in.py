@@ -61,7 +61,8 @@ def tensors_of(p, dtype, features):
         assert all(n <= 1 or stride * size % 16 == 0 for stride, n in zip(strides, shape)), f"a stride of {name} is no multiple of 16 bytes"
         found[name] = view(getattr(p, name), shape, (*strides, 1), kind)
     found["LSE"] = p.LSE and view(p.LSE, (q_batch, p.Hq, p.Sq), (p.Hq * p.Sq, p.Sq, 1), torch.float32)
-    for name, length in (("k_lengths", p.B), ("q_lengths", p.B), ("q_starts", p.B + 1), ("k_starts", p.B + 1)):
+    for name, length in (("k_lengths", p.B), ("q_lengths", p.B), ("q_starts", p.B + 1), ("k_starts", p.B + 1),
+                         ("k_firsts", p.B)):
         found[name] = getattr(p, name) and view(getattr(p, name), (length,), (1,), torch.int32)
     found["page_table"] = p.page_table and view(p.page_table, (p.B, p.Sk // p.page_size), (p.page_stride, 1), torch.int32)
     found["sinks"] = p.sinks and view(p.sinks, (p.Hq,), (1,), torch.float32)
@@ -168,6 +169,7 @@ def compute(p, t, mods):
         begin, end = rows_of(t["q_starts"], t["q_lengths"], b, p.Sq)
         first, last = rows_of(t["k_starts"], t["k_lengths"], b, p.Sk)
         last = min(last, first + p.most_keys) if p.most_keys else last
+        first = first if t["k_firsts"] is None else min(first + max(int(t["k_firsts"][b]), 0), last)
         q_batch, k_batch = (0 if t[starts] is not None else b for starts in ("q_starts", "k_starts"))
         q = t["Q"][q_batch, :, begin:end].double()
         k, v = (t[name] if t["page_table"] is not None else t[name][k_batch] for name in "KV")
@@ -197,8 +199,8 @@ def compute(p, t, mods):
             t["LSE"][q_batch, :, begin:end] = lse[0].float()
 
 
-MEMBERS_OF = {"USE_SOFTCAP": "softcap", "USE_SINKS": "sinks", "USE_LENGTHS": "k_lengths q_lengths q_starts k_starts page_table",
-              "USE_PAGES": "page_table"}  # a build without the option refuses them
+# A build without the option refuses its members.
+MEMBERS_OF = {"USE_SOFTCAP": "softcap", "USE_SINKS": "sinks", "USE_LENGTHS": "k_lengths q_lengths q_starts k_starts page_table k_firsts"}
 CALLS, MAPS, LOADED = [], [], []
 SCRATCH = []  # address and size of the scratch memory of each call
 STREAMS = []  # of the launches of loader_of(), to which OWN_STREAM is given
@@ -210,6 +212,9 @@ def recorded(p, dtype, features, mods):
     for name, members in MEMBERS_OF.items():
         given = any(getattr(p, member) for member in members.split())
         assert given == bool(features >> sdpa.FEATURES.index(name) & 1), f"the build's {name} is not the call's"
+    of_pages = [bool(features >> sdpa.FEATURES.index(name) & 1) for name in ("USE_PAGES", "USE_PAGES=2")]
+    has_any = bool(p.page_table and (p.page_size % 16 or p.k_firsts))
+    assert of_pages == [bool(p.page_table) and not has_any, has_any], "the build's USE_PAGES is not the call's"
     for name in sdpa.ARRAYS:
         assert bool(getattr(p, name)) == bool(re.search(rf"\b{name}\b", " ".join(mods))), f"{name} is not the expressions'"
     t = tensors_of(p, dtype, features)

@@ -414,12 +414,13 @@ bool takes_dist(const string& dist) {
   return !(line.is_wgmma && line.input == DType::e4m3 && (dist == "large" || dist == "negative"));
 }
 
+bool takes_k_firsts() { return line.has_lengths && (!line.has_pages || line.has_small_pages); }
 // True if every problem of this build has the same value there.
 bool is_fixed(const string& member) {
   if (member == "bias_map" || member == "bias_map_bytes") return !line.has_bias_maps;
   if (member == "D" || member == "Dv") return !line.is_wgmma;
   return !takes_member({line.has_queue, line.has_softcap, element_bytes(line.input) == 1, element_bytes(line.query) == 1,
-                        line.has_sinks, line.has_lengths, line.has_pages, line.use_bias != 0}, member);
+                        line.has_sinks, line.has_lengths, line.has_pages, takes_k_firsts(), line.use_bias != 0}, member);
 }
 
 // ---- features of a problem ----
@@ -449,6 +450,8 @@ const vector<Feature>& features() {
          [](Problem& p) { p.has_lengths = false; }},
         {"q_lengths", line.has_lengths, false, [](const Problem& p) { return p.has_q_lengths; },
          [](Problem& p) { p.has_q_lengths = false; }},
+        {"k_firsts", takes_k_firsts(), false, [](const Problem& p) { return p.has_k_firsts; },
+         [](Problem& p) { p.has_k_firsts = false; }},
         {"packed_q", line.has_lengths, false, [](const Problem& p) { return p.packs_q; },
          [](Problem& p) { p.packs_q = false; }},
         {"packed_k", line.has_lengths && !line.has_pages, false, [](const Problem& p) { return p.packs_k; },
@@ -478,7 +481,7 @@ const vector<Feature>& features() {
 
 // What of a problem is in device memory.
 struct Contents {
-  vector<int> lengths, q_starts, k_starts, pages;
+  vector<int> lengths, q_starts, k_starts, pages, k_firsts;
   vector<float> sinks;
 };
 int pages_of(const Problem& p) { return p.page_size ? p.B * ((p.Sk + p.page_size - 1) / p.page_size) + 1 : 0; }
@@ -489,12 +492,13 @@ template <class T> vector<T> fetch(const T* from, size_t count) {
 }
 Contents contents_of(const SdpaParams& p) {
   return {fetch(p.k_lengths, p.B), fetch(p.q_starts, p.B + 1), fetch(p.k_starts, p.B + 1),
-          fetch(p.page_table, size_t(p.B) * p.page_stride), fetch(p.sinks, p.Hq)};
+          fetch(p.page_table, size_t(p.B) * p.page_stride), fetch(p.k_firsts, p.B), fetch(p.sinks, p.Hq)};
 }
 // The same before there is a launch; of pages one of each kind, as nearly every table has it.
 Contents drawn_contents(const Problem& p) {
   Contents c;
   if (p.has_lengths) c.lengths = Instance::drawn_lengths(p, p.seed);
+  if (p.has_k_firsts) c.k_firsts = Instance::drawn_k_firsts(p, p.seed);
   if (p.has_sinks) c.sinks = Instance::drawn_sinks(p, p.seed);
   const auto starts = [&](Tensor t, int rows) {
     return Instance::beyond_tensor(Instance::drawn_starts(p, t, p.seed), rows, p.seed);
@@ -594,6 +598,7 @@ class Kinds {
     }
     if (line.sees && line.has_bias_maps) takes("mask_map", "own kept");
     if (line.has_lengths) takes("q_lengths", "none some");
+    if (takes_k_firsts()) takes("k_firsts", "none below_0 0 usual all");
     if (line.has_lengths) {
       takes("lengths", "none below_0 0 1 usual Sk above"), takes("packed", line.has_pages ? "none q" : "none q k qk");
       takes("q_start", "below usual beyond empty");
@@ -601,7 +606,7 @@ class Kinds {
       if (!line.has_pages) takes("k_start", "below usual beyond empty");
       takes("most_keys", "0 fewer longest more");
     }
-    if (line.has_pages) takes("page", "16 48 64 256"), takes("table", "narrow wide"), takes("entry", "below usual last beyond");
+    if (line.has_pages) takes("page", line.has_small_pages ? "1 3 4 8 16 24 64 256" : "16 48 64 256"), takes("table", "narrow wide"), takes("entry", "below usual last beyond");
   }
   // Kinds that this problem would be the first of; of larger groups they count more.
   int count_new(const Problem& p, const Contents& c) const {
@@ -710,6 +715,8 @@ class Kinds {
     if (!p.bias_kind.empty()) add_bias(p, add);
     add("mask_map", p.keeps_map ? "kept" : "own");
     if (line.has_lengths) add("q_lengths", p.has_q_lengths ? "some" : "none");
+    if (takes_k_firsts() && !p.has_k_firsts) add("k_firsts", "none");
+    for (int first : c.k_firsts) add("k_firsts", first < 0 ? "below_0" : first == 0 ? "0" : first < p.Sk ? "usual" : "all");
     if (!p.has_sinks) add("sinks", "none");
     for (float x : c.sinks) add("sinks", x == -INFINITY ? "-inf" : std::isnan(x) || x == INFINITY ? "nonfinite" : x == 100 ? "large" : x == -150 ? "small" : "usual");
     if (!p.has_lengths) add("lengths", "none");
@@ -764,6 +771,7 @@ class Kinds {
   template <class Add> static void add_sequences(Problem p, const Add& add) {
     if (p.has_lengths || p.most_keys) p.k_lengths = Instance::keys_that_count(p, p.seed);
     if (p.has_q_lengths) p.q_lengths = Instance::drawn_q_lengths(p, p.seed);
+    if (p.has_k_firsts) p.k_firsts = Instance::drawn_k_firsts(p, p.seed);
     if (p.packs_q) p.q_starts = Instance::drawn_starts(p, Tensor::Q, p.seed);
     if (p.packs_k) p.k_starts = Instance::drawn_starts(p, Tensor::K, p.seed);
     for (int b = 0; b < p.B; b++) {
@@ -916,11 +924,15 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   }
   p.keeps_map = line.sees && line.has_bias_maps && draw(2);
   p.has_lengths = line.has_lengths && draw(2), p.has_q_lengths = line.has_lengths && draw(2);
+  p.has_k_firsts = takes_k_firsts() && draw(3) == 0;
   if (line.has_lengths && !far && draw(3)) {
     p.packs_q = draw(2), p.packs_k = draw(2) && !line.has_pages, p.B = 1 + draw(p.packs_q && p.packs_k ? 12 : 4);
   }
-  constexpr int page_sizes[] = {16, 48, 64, 256};
-  if (line.has_pages) p.page_size = page_sizes[draw(p.layout == "far_rows" ? 3 : 4)];  // TMA takes strides to 2^40 bytes
+  // TMA takes strides to 2^40 bytes, and so no page of 256 rows that are far apart.
+  const bool largest = p.layout != "far_rows";
+  constexpr int page_sizes[] = {16, 48, 64, 256}, small_page_sizes[] = {1, 3, 4, 8, 16, 24, 64, 256};
+  if (line.has_pages) p.page_size = line.has_small_pages ? small_page_sizes[draw(7 + largest)] : page_sizes[draw(3 + largest)];
+  if (line.has_pages && far) p.Sk = std::min(p.Sk, 60 * p.page_size);  // no address space for more pages
   if (exact &&
       draw(2) == 0) {  // up to 1e10 or down to 1e-10; bf16's huge logits leave no room above
     float scale = 1;
@@ -933,14 +945,16 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   draw_extremes(p, draw);
   if (line.has_queue && draw(4) == 0) p.max_ctas = 1 + draw(5);
   if (line.has_pages) p.narrow_table = draw(2);
+  bool is_longest = false;  // most_keys
   if (line.has_lengths) {
     const int longest = longest_sequence(p), fewer = longest > 1 ? 1 + draw(longest - 1) : 0;
-    const int most_keys[] = {0, longest, fewer, p.Sk + 1 + draw(300)};
-    p.most_keys = most_keys[draw(4)];
+    const int most_keys[] = {0, longest, fewer, p.Sk + 1 + draw(300)}, which = draw(4);
+    p.most_keys = most_keys[which], is_longest = which == 1;
   }
   p.batch_invariant = draw(3) == 0;
   keep_features(p, draw);
   if (!far) limit_size(p, tile);
+  if (is_longest && p.most_keys) p.most_keys = longest_sequence(p);
   // For all keys that a wide table could have, the ranges of such builds take gigabytes, or are refused.
   if (p.batch_invariant && has_ranges() && line.has_pages && !p.narrow_table && p.most_keys == 0) p.most_keys = p.Sk + 1;
   p.shape = format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);

@@ -81,17 +81,17 @@ def formula(q, k, v, seen, scale, softcap, sinks):
 
 def attention(q, k, v, causal=None, window=(None, None), scale=None, q_descale=None, k_descale=None, v_descale=None,
               return_lse=False, softcap=None, sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0,
-              page_table=None, q_lengths=None, out_dtype=None):
+              page_table=None, q_lengths=None, out_dtype=None, k_firsts=None):
     """attention() of bindings/pytorch.py, and what pytorch.cpp checks. Rows of no sequence are NaN."""
     assert causal in (None, "br") and (window == (None, None) or window[2] == "br")
     assert all(x.dim() == 4 and x.stride(3) == 1 and x.dtype == q.dtype for x in (q, k, v))
     B = next((len(x) - 1 for x in (q_starts, k_starts) if x is not None), len(q))
-    for x, length in ((q_starts, B + 1), (k_starts, B + 1), (k_lengths, B), (q_lengths, B)):
+    for x, length in ((q_starts, B + 1), (k_starts, B + 1), (k_lengths, B), (q_lengths, B), (k_firsts, B)):
         assert x is None or (x.dtype == torch.int32 and x.is_contiguous() and x.shape == (length,))
     has_pages = page_table is not None
     if has_pages:
         assert page_table.dtype == torch.int32 and page_table.stride(1) == 1 and len(page_table) == B
-        assert k_starts is None and k.shape[2] % 16 == 0
+        assert k_starts is None and k.shape[2] > 0
     assert len(q) == (B if q_starts is None else 1) and (has_pages or len(k) == (B if k_starts is None else 1))
     assert most_keys == 0 or has_pages or any(x is not None for x in (k_lengths, q_lengths, q_starts, k_starts))
 
@@ -115,10 +115,12 @@ def attention(q, k, v, causal=None, window=(None, None), scale=None, q_descale=N
                 for x in wide[1:]]
         count = keys[0].shape[1] if k_lengths is None else min(int(k_lengths[b]), keys[0].shape[1])
         count = min(count, most_keys) if most_keys else count
+        first = 0 if k_firsts is None else min(max(int(k_firsts[b]), 0), count)
         queries = rows(wide[0], q_starts)
         queries = queries if q_lengths is None else queries[:, :int(q_lengths[b])]
         one_q, *keys = (x * factor[min(b, len(factor) - 1)][:, None, None]
-                        for x, factor in zip((queries, *(x[:, :count] for x in keys)), scales))
+                        for x, factor in zip((queries, *(x[:, first:count] for x in keys)), scales))
+        count -= first
         key = torch.arange(count, device=q.device)
         place = torch.arange(one_q.shape[1], device=q.device)[:, None] + count - one_q.shape[1]
         seen = (key <= place) if causal else (key >= 0) & (place >= place)
@@ -146,7 +148,7 @@ def appender():
     return library, structs["SdpaAppend"], structs["SdpaNewRows"]
 
 
-def append(k_cache, v_cache, k, v, lengths, page_table, caches, starts):
+def append(k_cache, v_cache, k, v, lengths, page_table, starts):
     """sdpa::append as pytorch.cpp has it."""
     library, SdpaAppend, SdpaNewRows = appender()
 
@@ -155,7 +157,7 @@ def append(k_cache, v_cache, k, v, lengths, page_table, caches, starts):
         strides = *((0, *x.stride()) if starts is not None else x.stride())[:3], *cache.stride()[:3]
         return SdpaNewRows(x.data_ptr(), cache.data_ptr(), *(n * size for n in strides), x.shape[-1] * size)
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-    ints = [x if x is None else x.to(torch.int32) for x in (lengths, starts, page_table, caches)]
+    ints = [x if x is None else x.to(torch.int32) for x in (lengths, starts, page_table)]
     ints = [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in ints]
     pointers = [x if x is None else x.data_ptr() for x in ints]
     new = torch.empty_like(ints[0])
@@ -341,40 +343,66 @@ def test_varlen(calls):
     assert any(call["most_keys"] for call in calls)
 
 
-CACHES = {"plain": 32, "indexed": 32, "indexed, odd": 29, "pages": 16}
-LENGTHS, NEW = (7, 0, 20), (3, 1, 4)
+# Keys of a cache or of a page. Of caches and of rows of the table cache_batch_idx takes the last but one, and others.
+CACHES = {"plain": 32, "indexed": 32, "indexed, odd": 29, "pages": 16, "pages of 1": 1, "pages of 4": 4, "pages of 128": 128,
+          "indexed pages": 16, "indexed pages of 1": 1, "indexed pages of 4": 4}
+LENGTHS, NEW, LEFTPAD, ROTARY_SEQLENS = (7, 0, 20), (3, 1, 4), (2, 1, 9), (5, 2, 0)
+
+
+def turned(x, angles, interleaved):
+    """x [H,D] whose first elements are pairs, as complex numbers, times e^(i * angles)."""
+    x, size = x.double(), 2 * len(angles)
+    pairs = x[:, :size].unflatten(1, (-1, 2) if interleaved else (2, -1))
+    z = torch.complex(*pairs.unbind(2 if interleaved else 1)) * torch.polar(torch.ones_like(angles), angles)
+    both = torch.stack([z.real, z.imag], 2 if interleaved else 1).flatten(1)
+    return torch.cat([both, x[:, size:]], 1)
 
 
 def test_kvcache():
     """O, LSE, and that the caches have the new keys and nothing else is changed."""
     def is_none(c):
-        pages = c.get("cache") in ("pages", "indexed")  # of e4m3 builds of their own
-        return (c.get("lengths") == "none" and (c.get("new", "none") != "none" or c.get("cache") == "pages")
-                or c.get("dtype") == E4M3 and pages and GPU)
+        of_pages = c.get("cache", "plain") != "plain"  # of e4m3 builds of their own
+        return (c.get("lengths") == "none" and (c.get("new", "none") != "none" or "pages" in c.get("cache", ""))
+                or c.get("dtype") == E4M3 and (of_pages and GPU or c.get("rotary", "none") != "none")
+                or c.get("rotary", "none") != "none" and c.get("new") == "none")
     for c in pairs(is_none, cache=list(CACHES), lengths=["tensor", "int64", "int", "none"],
-                   new=["none", "rows", "packed", "spare"], rows=["packed", "batch"], **COMMON):
+                   new=["none", "rows", "packed", "spare"], rows=["packed", "batch"], leftpad=[False, True],
+                   rotary=["none", "interleaved", "halves", "interleaved, seqlens", "halves of 32, seqlens"], **COMMON):
         (Hq, Hkv), options, size, packs = c.heads, options_of(c), CACHES[c.cache], c.rows == "packed"
         named, factors = factors_of(c, 3)
-        caches = [drawn({"pages": 16, "plain": 3}.get(c.cache, 5), size, Hkv, D, dtype=c.dtype) for _ in "kv"]
+        is_paged, index = "pages" in c.cache, [4, 0, 3] if "indexed" in c.cache else [0, 1, 2]
+        width = -(-24 // size)  # of the table
+        caches = [drawn(5 * width + 3 if is_paged else 3 if c.cache == "plain" else 5, size, Hkv, D, dtype=c.dtype) for _ in "kv"]
         before = {"none": (size,) * 3, "int": (11,) * 3}.get(c.lengths, LENGTHS)
         given = {"none": None, "int": 11, "int64": ints(*before, dtype=torch.int64), "tensor": ints(*before)}
-        more, index = dict(cache_seqlens=given[c.lengths]), [0, 1, 2] if c.cache == "plain" else [4, 0, 3]
-        table = torch.randperm(16, device=DEVICE)[:9].view(3, 3)
-        if c.cache == "pages":
-            more["page_table"] = table.int()
-        elif c.cache != "plain":
+        more = dict(cache_seqlens=given[c.lengths])
+        table = torch.randperm(5 * width + 3, device=DEVICE)[:5 * width].view(5, width)
+        if is_paged:
+            more["page_table"] = (table if "indexed" in c.cache else table[:3]).int()
+        if "indexed" in c.cache:
             more["cache_batch_idx"] = ints(*index)
+        if c.leftpad:
+            more["cache_leftpad"] = ints(*LEFTPAD)
 
         def where(b, i):
-            return (int(table[b, i // 16]), i % 16) if c.cache == "pages" else (index[b], i)
+            return (int(table[index[b], i // size]), i % size) if is_paged else (index[b], i)
         added = {"none": (0,) * 3, "rows": (2,) * 3}.get(c.new, NEW)
+        angles = torch.rand(64, 16 if "32" in c.rotary else D // 2, device=DEVICE, dtype=torch.double) * 7
+        if c.rotary != "none":
+            more |= dict(rotary_cos=angles.cos().to(DTYPE), rotary_sin=angles.sin().to(DTYPE),
+                         rotary_interleaved="interleaved" in c.rotary)
+        position = ROTARY_SEQLENS if "seqlens" in c.rotary else before
+        more |= dict(rotary_seqlens=ints(*position)) if "seqlens" in c.rotary else {}
+
+        def at_position(x, b, i):
+            return x if c.rotary == "none" else turned(x, angles[position[b] + i], "interleaved" in c.rotary).to(x.dtype)
         want_caches = [x.clone() for x in caches]
         if c.new != "none":
             new = [drawn(sum(added) + 2 * (c.new == "spare"), Hkv, D, dtype=c.dtype) for _ in "kv"]
-            for x, cache in zip(new, want_caches):
+            for n, (x, cache) in enumerate(zip(new, want_caches)):
                 for b, part in enumerate(x[:sum(added)].split(added)):
                     for i, row in enumerate(part):
-                        bits(cache)[where(b, before[b] + i)] = bits(row)
+                        bits(cache)[where(b, before[b] + i)] = bits(row if n else at_position(row, b, i))
             if c.new == "rows":
                 new = [x.view(3, 2, Hkv, D) for x in new]
             else:
@@ -386,7 +414,12 @@ def test_kvcache():
             more |= dict(cu_seqlens_q=starts_of(rows), max_seqlen_q=3)
         result = fa.flash_attn_with_kvcache(q if packs else q.view(3, 2, Hq, D), *caches, **more, **options, **named,
                                             return_softmax_lse=c.with_lse)
-        for got, want in zip(caches, want_caches):
+        for n, (got, want) in enumerate(zip(caches, want_caches)):
+            if n == 0 and c.rotary != "none":
+                changed = {where(b, before[b] + i) for b in range(3) for i in range(added[b])}
+                for place in changed:
+                    close(got[place], want[place])
+                    got[place] = want[place]
             assert torch.equal(bits(got), bits(want)), c
         out = result
         if c.with_lse:
@@ -399,6 +432,9 @@ def test_kvcache():
             for x, cache in zip(keys, want_caches):
                 for i in range(count):
                     bits(x)[i] = bits(cache)[where(b, i)]
+            keys = [x[LEFTPAD[b] if c.leftpad else 0:] for x in keys]
+            turns_rows = c.causal or c.window_size != (-1, -1)
+            part = torch.stack([at_position(row, b, i if turns_rows else 0) for i, row in enumerate(part)]) if len(part) else part
             want, want_lse = one(part, *keys, **options, factors=factors[b])
             close(got, want, c.dtype)
             if c.with_lse:
@@ -432,7 +468,7 @@ def test_append_far_rows(tensor, dim, tmp_path):
         cache = b if page_table is None else int(page_table[b, 0])
         for name in "kv":
             want[name + "_cache"][cache, first:first + 4] = x[name][b]
-    new = append(**x, lengths=before, page_table=page_table, caches=None, starts=None)
+    new = append(**x, lengths=before, page_table=page_table, starts=None)
     assert torch.equal(new, before.int() + 4)
     for name, cache in want.items():
         assert torch.equal(x[name], cache), name
@@ -533,7 +569,7 @@ def test_caches_need_no_gradient():
         kept = [x.clone() for x in caches]
         for x in kept:
             x[0, 4], x[1, 5] = new[:, 0]
-    fa.APPEND(*caches, new.requires_grad_(), new, ints(4, 5), None, None, None)
+    fa.APPEND(*caches, new.requires_grad_(), new, ints(4, 5), None, None)
     assert all(x.grad_fn is None and torch.equal(x, want) for x, want in zip(caches, kept))
 
 
@@ -568,7 +604,7 @@ def test_refusals():
             lambda **more: fa.flash_attn_with_kvcache(q, k, k, **dict(cache_seqlens=lengths) | more)}
     unknown = {"flash_attn_func": "qv dropout_p attention_chunk",
                "flash_attn_varlen_func": "qv dropout_p attention_chunk leftpad_k",
-               "flash_attn_with_kvcache": "qv dropout_p attention_chunk rotary_cos rotary_sin cache_leftpad"}
+               "flash_attn_with_kvcache": "qv dropout_p attention_chunk"}
     for name, words in unknown.items():
         for word in words.split():
             for value in (ints(1, 1), 1, 0.5):
@@ -585,16 +621,25 @@ def test_refusals():
         raises(name, "alibi_slopes is a float, not a tensor$", alibi_slopes=0.5)
         for slopes in torch.ones(3), torch.ones(3, 4), torch.ones(1, 2, 4), torch.ones(4, dtype=DTYPE).half():
             raises(name, r"alibi_slopes is torch.float(32|16) \[.*\]; want float32 \[4\] or \[2,4\]$", alibi_slopes=slopes)
-    table, of_8 = ints(0, 1)[:, None], drawn(2, 8, 2, D)
+    table, of_0 = ints(0, 1)[:, None], drawn(2, 0, 2, D)
     raises("flash_attn_with_kvcache", "k is missing", v=q)
     raises("flash_attn_with_kvcache", "v is missing", k=q)
     raises("flash_attn_with_kvcache", "cache_seqlens is missing", k=k, v=k, cache_seqlens=None)
-    raises("flash_attn_with_kvcache", "cache_batch_idx is not for K and V in pages", page_table=table,
-           cache_batch_idx=lengths)
+    half, new, kvcache = drawn(9, D // 4), dict(k=k[:, :1], v=k[:, :1]), "flash_attn_with_kvcache"
+    for one_of, other in (("rotary_cos", "rotary_sin"), ("rotary_sin", "rotary_cos")):
+        raises(kvcache, f"{other} is missing beside {one_of}$", **new, **{one_of: half})
+    wrong = drawn(9, D // 4 + 4), drawn(9, D), drawn(9), drawn(9, D // 4, dtype=torch.half if GPU else torch.double)
+    for x in wrong:
+        raises(kvcache, r"rotary_cos is torch.\w+ \[.*\]; want torch.\w+ \[positions,d / 2\] of both", **new, rotary_cos=x, rotary_sin=x)
+    raises(kvcache, "rotary_sin is torch", **new, rotary_cos=half, rotary_sin=half[:8])
+    raises(kvcache, "rotary_cos is for k and v that are appended, and k is missing$", rotary_cos=half, rotary_sin=half)
+    eight = {name: x.to(E4M3) for name, x in dict(new, q=q, rotary_cos=half, rotary_sin=half).items()}
+    with pytest.raises(ValueError, match="rotary_cos is not for torch.float8_e4m3fn; rotate q and k before the call$"):
+        fa.flash_attn_with_kvcache(k_cache=k.to(E4M3), v_cache=k.to(E4M3), cache_seqlens=lengths, **eight)
     raises("flash_attn_varlen_func", "cu_seqlens_k is not for K and V in pages", page_table=table)
-    for run in (lambda: fa.flash_attn_with_kvcache(q, of_8, of_8, page_table=table, cache_seqlens=lengths),
-                lambda: fa.flash_attn_varlen_func(q, of_8, of_8, None, None, 5, 8, page_table=table)):
-        with pytest.raises(ValueError, match="page_table is of pages of 8 keys; .* a multiple of 16 keys$"):
+    for run in (lambda: fa.flash_attn_with_kvcache(q, of_0, of_0, page_table=table, cache_seqlens=lengths),
+                lambda: fa.flash_attn_varlen_func(q, of_0, of_0, None, None, 5, 8, page_table=table)):
+        with pytest.raises(ValueError, match="page_table is of pages of 0 keys; .* of 1 key or more$"):
             run()
 
 
@@ -603,7 +648,8 @@ def test_integer_tensors_of_another_type():
     q, k, starts, lengths = drawn(2, 5, 4, D), drawn(2, 32, 2, D), ints(0, 5, 10), ints(3, 4)
     rows = q.flatten(0, 1)
     names = {fa.flash_attn_varlen_func: "cu_seqlens_q cu_seqlens_k seqused_q seqused_k page_table",
-             fa.flash_attn_with_kvcache: "cache_seqlens cache_batch_idx page_table cu_seqlens_q cu_seqlens_k_new"}
+             fa.flash_attn_with_kvcache: "cache_seqlens cache_batch_idx page_table cu_seqlens_q cu_seqlens_k_new cache_leftpad "
+                                         "rotary_seqlens"}
     given = {fa.flash_attn_varlen_func: dict(q=rows, k=rows, v=rows, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=5, max_seqlen_k=5),
              fa.flash_attn_with_kvcache: dict(q=q, k_cache=k, v_cache=k, cache_seqlens=lengths)}
     for function, words in names.items():

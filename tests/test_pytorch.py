@@ -143,7 +143,7 @@ def test_numbers_that_python_and_cpp_share(monkeypatch):
     cpp, header = (builds.Tree().read("bindings/" + name) for name in ("pytorch.cpp", "sdpa.h"))
     bits = re.findall(r"(\w+) = (\d+)", re.search(r"enum Feature {(.*?)}", cpp, re.DOTALL)[1])
     knobs = {**{name: "USE_" + name.upper() for name, _ in bits}, "biases": "USE_BIAS=1", "masks": "USE_BIAS=2",
-             "bf16_out": "OUT_DTYPE=BF16", "kv_in_8_bits": "KV_DTYPE=FP8_E4M3", "biases_in_fp32": "USE_BIAS=3"}
+             "bf16_out": "OUT_DTYPE=BF16", "kv_in_8_bits": "KV_DTYPE=FP8_E4M3", "biases_in_fp32": "USE_BIAS=3", "any_pages": "USE_PAGES=2"}
     assert [(knobs[name], int(bit)) for name, bit in bits] == [(knob, 1 << i) for i, knob in enumerate(sdpa.FEATURES)]
     assert {knob.partition("=")[0] for knob in sdpa.FEATURES} <= set(builds.Tree().knobs())
     types = re.findall(r"scalar_type\(\) == at::k(\w+) \? (\d)", cpp)
@@ -161,9 +161,10 @@ def test_numbers_that_python_and_cpp_share(monkeypatch):
     assert names == [argument.name for argument in sdpa.BLOCK_MASK._schema.arguments]
     assert {name: int(place) for name, place in places.items()} == {
         **{name: names.index(name) for name in ("causal", "softcap", "sinks", "page_table", "bias", "q_lengths", "score_mod",
-                                               "mask_mod", "x0", "i1")}, "arguments": len(names)}
+                                               "mask_mod", "x0", "i1", "k_firsts")}, "arguments": len(names)}
     assert names[:5] + names[12:] == ("q k v causal left sinks k_lengths q_starts k_starts page_table most_keys bias bias_keys "
-                                      "q_lengths batch_invariant bf16_out score_mod mask_mod x0 x1 x2 x3 i0 i1 block_mask made_for").split()
+                                      "q_lengths batch_invariant bf16_out score_mod mask_mod x0 x1 x2 x3 i0 i1 block_mask made_for "
+                                      "k_firsts").split()
     # Each argument of the callback is what C++ hands over under that name.
     order = re.search(r"using Load = void \(\*\)\((.*?),\s*Line\* line\);", cpp)[1]
     order = order.replace("int ", "").replace("const char* ", "").split(", ")
@@ -248,7 +249,7 @@ def test_shapes_of_the_fake_kernel(dtype, D, Dv):
 def test_each_argument_gets_to_its_place(monkeypatch):
     names = [argument.name for argument in sdpa.OPERATOR._schema.arguments]
     asked = []
-    monkeypatch.setattr(sdpa, "OPERATOR", lambda *x: asked.append(dict(zip(names, x))) or ("O", "LSE"))
+    monkeypatch.setattr(sdpa, "OPERATOR", lambda *x, **more: asked.append(dict(zip(names, x), **more)) or ("O", "LSE"))
     monkeypatch.setattr(sdpa, "BLOCK_MASK", lambda *x: asked.append(dict(zip(names, x))) or ("tiles", "made for"))
     q, k, v = (SimpleNamespace(is_cuda=True, dtype=torch.float8_e4m3fn, device=torch.device("cpu")) for _ in "qkv")
     tensors = {name: torch.empty(0) for name in (
@@ -265,6 +266,7 @@ def test_each_argument_gets_to_its_place(monkeypatch):
     found = handed_over(**tensors, **numbers)
     assert {name: found[name] for name in numbers} == numbers
     assert all(found[name] is x for name, x in tensors.items())
+    assert handed_over(k_firsts=tensors["sinks"]) == nothing | dict(k_firsts=tensors["sinks"])
     for options, changes in ((dict(causal=True), dict(causal=1)), (dict(causal="tl"), dict(causal=2)),
                              (dict(window=(3, None)), dict(left=3)),
                              (dict(causal="br", window=[None, 0]), dict(causal=1, right=0)),
@@ -545,7 +547,9 @@ def test_a_first_call_builds_its_line_beside_pytorch_cpp(monkeypatch):
     q, v, ints = on_meta(2, 8, 100, 192, dtype=torch.bfloat16), on_meta(2, 4, 300, 128, dtype=torch.bfloat16), torch.zeros(2)
     needed = dict(q=q, k=q, v=v, softcap=0.0)
     for given, features in (({}, 0), ({"softcap": 2.0}, 1), ({"sinks": ints}, 2), ({"k_lengths": ints}, 4),
-                            ({"q_lengths": ints}, 4), ({"q_starts": ints}, 4), ({"sinks": ints, "page_table": ints}, 14),
+                            ({"q_lengths": ints}, 4), ({"q_starts": ints}, 4), ({"sinks": ints, "page_table": ints}, 512 + 6),
+                            ({"k": q[:, :, :96], "page_table": ints}, 12), ({"k_firsts": ints}, 4),
+                            ({"k": q[:, :, :96], "page_table": ints, "k_firsts": ints}, 512 + 4),
                             ({"k_starts": ints, "q_descale": ints}, 4), ({"bias": ints}, 256), ({"bias": ints > 0}, 32),
                             ({"bias": ints.bfloat16()}, 16), ({"bias": ints.half()}, 256),
                             ({"q": q.to(E4M3), "v": v.to(E4M3), "k_lengths": ints, "bf16_out": True}, 64 + 4),
@@ -662,7 +666,7 @@ def test_refusals():
         for k, v, words in ((on_cpu, q, "cuda:0, cpu and cuda:0"), (q, on_cpu, "cuda:0, cuda:0 and cpu")):
             with pytest.raises(ValueError, match=f"^sdpa.attention: q, k and v are on {words}, not on one device$"):
                 sdpa.attention(q, k, v)
-        for name in ("k_lengths", "q_lengths", "q_starts", "k_starts", "page_table", "sinks", "bias", "q_descale", "k_descale", "v_descale"):
+        for name in ("k_lengths", "q_lengths", "q_starts", "k_starts", "k_firsts", "page_table", "sinks", "bias", "q_descale", "k_descale", "v_descale"):
             with pytest.raises(TypeError, match=f"^sdpa.attention: {name} is a list, not a tensor beside q$"):
                 sdpa.attention(q, q, q, **{name: [1]})
             with pytest.raises(ValueError, match=f"^sdpa.attention: {name} is on cpu, not on cuda:0$"):
@@ -955,11 +959,11 @@ def by_operator(q, k, v, mask=0, scale=None, **options):
     bias = options.get("bias"), options.get("bias_keys", 0)
     return sdpa.OPERATOR(q, k, v, mask, -1, -1, 0, scale, 0.0, *map(options.get, names), 0, *bias, options.get("q_lengths"),
                          options.get("batch_invariant", False), False, options.get("score_mod", ""), options.get("mask_mod", ""),
-                         *map(options.get, sdpa.ARRAYS))
+                         *map(options.get, sdpa.ARRAYS), k_firsts=options.get("k_firsts"))
 
 
-@pytest.fixture
-def on_cpu(glue):
+@contextlib.contextmanager
+def operators_on_cpu(calls=None):
     """Stand-ins for the operators' kernels."""
     library = torch.library.Library("sdpa", "IMPL")
 
@@ -968,19 +972,96 @@ def on_cpu(glue):
         return S if not mask else S.masked_fill(~visible(q.shape[2], k.shape[2], mask, (None, None), "cpu"), -torch.inf)
 
     def forward(q, k, v, mask, left, right, by, scale, cap, *rest):
+        if calls is not None:
+            calls.append((q, k, v, *rest))
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         S = weights(q, k, [None, "br", "tl"][mask], scale, rest[9] if len(rest) > 9 else None)
         return S.softmax(-1) @ v, S.logsumexp(-1).float()
 
     def backward(grad, q, k, v, o, lse, mask, left, right, by, scale, bias=None, without=""):
         if without:
             raise NotImplementedError("sdpa.attention: " + without)
+        Hkv = k.shape[1]
+        k, v = (x.repeat_interleave(q.shape[1] // Hkv, 1) for x in (k, v))
         P, dP = weights(q, k, [None, "br", "tl"][mask], scale, bias).softmax(-1), grad @ v.mT
         dS = P * (dP - (grad * o).sum(-1, keepdim=True)) * (q.shape[3] ** -0.5 if scale is None else scale)
-        return dS @ k, dS.mT @ q, P.mT @ grad
+        return dS @ k, *(x.unflatten(1, (Hkv, -1)).sum(2) for x in (dS.mT @ q, P.mT @ grad))
     library.impl("attention", forward, "CPU")
     library.impl("attention_backward", backward, "CPU")
     yield
     library._destroy()
+
+
+@pytest.fixture
+def on_cpu(glue):
+    with operators_on_cpu():
+        yield
+
+
+OF_TWO_DEVICES = """
+import contextlib, os, sys
+sys.path[:0] = ["tests", "bindings"]
+import torch
+import torch.distributed as dist
+import pytorch as sdpa, test_pytorch as here
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method="file://" + os.environ["MEETING"], rank=rank, world_size=2)
+mesh, calls = init_device_mesh("cpu", (2,)), []
+sdpa.glue()
+place = lambda x, *how: distribute_tensor(x, mesh, how)
+torch.manual_seed(0)
+whole, batch, heads = Replicate(), Shard(0), Shard(1)
+with here.operators_on_cpu(calls):
+    one = torch.randn(2, 4, 5, 64, dtype=torch.double)
+    with contextlib.suppress(ValueError):  # it is on no GPU
+        sdpa.attention(*[place(one, whole)] * 3)
+    for Hkv, split in ((4, whole), (4, batch), (4, heads), (2, heads), (2, batch), (1, heads), (4, Shard(2)), (3, heads)):
+        Hq = 6 if Hkv == 3 else 4
+        shapes = (2, Hq, 5, 64), (2, Hkv, 7, 64), (2, Hkv, 7, 64)
+        plain = [torch.randn(S, dtype=torch.double, requires_grad=True) for S in shapes]
+        of_k = whole if Hkv == 1 and split == heads else split
+        tensors = [place(x.detach(), how).requires_grad_() for x, how in zip(plain, (split, of_k, of_k))]
+        extra = dict(sinks=torch.randn(Hq), k_lengths=torch.tensor([3, 7], dtype=torch.int32), q_descale=torch.ones(2, Hq),
+                     k_descale=torch.ones(1, Hkv))
+        options = {name: place(x, whole) for name, x in extra.items()}
+        calls.clear()
+        with torch.no_grad():
+            here.by_operator(*tensors, 1, **options)
+        (q, k, v, q_descale, k_descale, v_descale, sinks, k_lengths, *_), = calls
+        by_heads, by_batch = split == heads and Hkv != 3, split == batch
+        local = slice(2 * rank, 2 * rank + 2) if by_heads else slice(None)
+        assert q.shape[:2] == (1 if by_batch else 2, 2 if by_heads else Hq), (Hkv, split, q.shape)
+        assert k.shape[1] == max(Hkv // 2, 1) if by_heads else k.shape[1] == Hkv
+        assert torch.equal(sinks, extra["sinks"][local]) and q_descale.shape == q.shape[:2] and k_descale.shape == (1, k.shape[1])
+        assert k_lengths.tolist() == ([[3], [7]][rank] if by_batch else [3, 7])
+        with CommDebugMode() as traffic:
+            out, lse = here.by_operator(*tensors, 1)
+        assert traffic.get_total_counts() == 0 or split == Shard(2) or Hkv == 3, (Hkv, split)
+        want, want_lse = here.by_operator(*plain, 1)
+        assert torch.allclose(out.full_tensor(), want) and torch.allclose(lse.full_tensor(), want_lse)
+        grad = torch.randn(want.shape, dtype=torch.double)
+        got = torch.autograd.grad(out, tensors, place(grad, split))
+        for a, b in zip(got, torch.autograd.grad(want, plain, grad)):
+            assert torch.allclose(a.full_tensor(), b), (Hkv, split)
+    q = place(one, heads)
+    for text, is_split in (("s - x0[h]", False), ("s - x0[k]", True)):
+        calls.clear()
+        with torch.no_grad():
+            here.by_operator(q, q, q, score_mod=text, x0=place(torch.ones(9), whole))
+        assert calls[0][0].shape[1] == (2 if is_split else 4), text
+dist.destroy_process_group()
+"""
+
+
+def test_dtensors(glue, tmp_path):
+    """Two devices: each computes its batches or heads without communication, and with the options of these. What does not
+    divide is brought together first, as are heads that an expression names."""
+    ranks = [subprocess.Popen([sys.executable, "-c", OF_TWO_DEVICES], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              env=os.environ | dict(RANK=str(rank), MEETING=str(tmp_path / "meeting"))) for rank in range(2)]
+    said = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
 
 
 def test_autograd_on_stand_ins(on_cpu):
@@ -1030,7 +1111,7 @@ def test_autograd_on_stand_ins(on_cpu):
         assert not by_operator(q, k, v)[0].requires_grad
     assert not by_operator(*(x.detach() for x in (q, k, v)))[0].requires_grad
     ints = torch.zeros(2, dtype=torch.int32)
-    for options in ({name: ints} for name in ("k_lengths", "q_lengths", "q_starts", "k_starts", "page_table")), [
+    for options in ({name: ints} for name in ("k_lengths", "q_lengths", "q_starts", "k_starts", "page_table", "k_firsts")), [
             {"sinks": torch.zeros(4)}, {"score_mod": "-s"}, {"mask_mod": "q < k"}]:
         for option in options:
             with pytest.raises(NotImplementedError, match="^sdpa.attention: no backward for e4m3, softcap, sinks, lengths, starts, pages, "
@@ -1253,7 +1334,7 @@ DECLINED = {"there is dropout": dict(dropout=0.1), "a debug mask is asked for": 
 if HAS_TABLES:
     paged = dict(k_dim=4, v_dim=4, more=dict(block_table=TABLE, seqused_k=OF_TWO))
     DECLINED |= {"there is a block_table without seqused_k": dict(k_dim=4, v_dim=4, more=dict(block_table=TABLE)),
-                 "pages are of 10 keys, no multiple of 16": paged, BAD_ROWS: paged | dict(keys=16, gap=1),
+                 BAD_ROWS: paged | dict(keys=16, gap=1),
                  "k and v have 3 and 3 dimensions": dict(more=paged["more"])}
 
 
@@ -1370,15 +1451,16 @@ def test_append(append, dtype):
 
     def placed(x):
         return torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device).copy_(x)
-    table, index = int32(5, 0, 7, 3, 2, -1, 8, 99, 4, 1, 6, 6).view(6, 2), int32(4, 0, 3, 9, -1, 1)
+    tables = dict(caches=int32(4, 0, 3, 9, -1, 1)[:, None], pages=int32(5, 0, 7, 3, 2, -1, 8, 99, 4, 1, 6, 6).view(6, 2),
+                  keys=(torch.arange(66, dtype=torch.int32) * 5 % 67 - 1).view(6, 11))
     starts = int32(-2, 3, 3, 7, 5, 8, 40)  # of 9 rows
-    for kind, packs in itertools.product(("plain", "caches", "pages"), (False, True)):
-        count, size = {"plain": (6, 12), "caches": (5, 12), "pages": (9, 16)}[kind]
-        lengths = int32(0, 30 if kind == "pages" else 10, 15, 2, -2, -9)
-        layouts = [itertools.cycle(stand_in.integer_layouts(x)) for x in (lengths, index, starts)]
+    for kind, packs in itertools.product(("plain", *tables), (False, True)):
+        count, size = {"plain": (6, 12), "caches": (5, 12), "pages": (9, 16), "keys": (64, 1)}[kind]
+        lengths, table = int32(0, 30 if kind == "pages" else 10, 15, 2, -2, -9), tables.get(kind, torch.arange(6, dtype=torch.int32)[:, None])
+        layouts = [itertools.cycle(stand_in.integer_layouts(x)) for x in (lengths, starts)]
         for n, ((of_table, its_table), *others) in enumerate(zip(stand_in.integer_layouts(table), *layouts)):
             used = {of for of, _ in others} | {of_table}
-            its_lengths, its_index, its_starts = (x.to(device) for _, x in others)
+            its_lengths, its_starts = (x.to(device) for _, x in others)
             caches = [placed(OF_CACHES[n % 4](count, size, 2, D)) for D in (32, 48)]
             new = [placed(OF_ROWS[n % 4](*((9,) if packs else (6, 4)), 2, D)) for D in (32, 48)]
             want = [x.clone() for x in caches]
@@ -1386,13 +1468,10 @@ def test_append(append, dtype):
             for cache, x in zip(want, new):
                 for b, own in enumerate(ranges):
                     for place, i in enumerate(range(*own), int(lengths[b])):
-                        owner, at = int(index[b]) if kind == "caches" else b, place
-                        if kind == "pages":
-                            owner, at = int(table[b, place // 16]) if 0 <= place < 32 else -1, place % 16
+                        owner, at = int(table[b, place // size]) if 0 <= place < size * table.shape[1] else -1, place % size
                         if 0 <= owner < count and 0 <= at < size:
                             cache[owner, at] = x[i] if packs else x[b, i]
-            now = append(*caches, *new, its_lengths, its_table.to(device) if kind == "pages" else None,
-                         its_index if kind == "caches" else None, its_starts if packs else None)
+            now = append(*caches, *new, its_lengths, its_table.to(device) if kind in tables else None, its_starts if packs else None)
             added = [max(end - first, 0) for first, end in ranges]
             assert now.dtype == torch.int32 and now.tolist() == [n + m for n, m in zip(lengths.tolist(), added)], (kind, packs)
             for cache, expected in zip(caches, want):
@@ -1404,7 +1483,7 @@ def test_append_of_many_rows(append):
     k, v, new = (torch.zeros(2, 5000, 1, 8), torch.zeros(2, 5000, 1, 8), torch.ones(2, 4999, 1, 8))
     k, v, new, lengths = (x.to("cuda" if GPU else "cpu") for x in (k, v, new, torch.tensor([1, 0])))
     versions = [x._version for x in (k.requires_grad_(), v)]
-    append(k, v, new, new, lengths, None, None, None)
+    append(k, v, new, new, lengths, None, None)
     assert k[0, 1:].all() and v[1, :-1].all() and not k[0, 0].any() and not v[1, -1].any()
     assert [x._version for x in (k, v)] == [n + 1 for n in versions] and k.grad_fn is None
 
@@ -1420,9 +1499,9 @@ def test_what_append_refuses(append):
                        (dict(k=k[0]), "the caches have 4 dimensions, and k or v 3"),
                        (dict(lengths=lengths.float()), "cache_seqlens has no 2 integers"),
                        (dict(starts=lengths, k=k[0], v=k[0]), "cu_seqlens_k_new has no 3 integers"),
-                       (dict(caches=lengths[:1]), "cache_batch_idx has no 2 integers"),
-                       (dict(page_table=lengths), "page_table has no 2 integers")):
-        given = dict(k_cache=k, v_cache=k, k=k, v=k, lengths=lengths, page_table=None, caches=None, starts=None) | bad
+                       (dict(page_table=lengths), "page_table has no 2 integers"),
+                       (dict(page_table=lengths[:, None], k_cache=k[:, :0], v_cache=k[:, :0]), "page_table is of pages of 0 keys")):
+        given = dict(k_cache=k, v_cache=k, k=k, v=k, lengths=lengths, page_table=None, starts=None) | bad
         with pytest.raises(RuntimeError, match=f"^flash_attn_with_kvcache: {words}"):
             append(**given)
 
@@ -1489,7 +1568,7 @@ def attention_entries():
         (dict(sinks=sinks.half()), dict(sinks=sinks.half().tolist())),
         (dict(sinks=drawn(4, 2, dtype=torch.float)[:, 1]), dict(sinks=drawn(4, 2, dtype=torch.float)[:, 1].tolist())),
         (dict(k_lengths=USED), dict(k_lengths=[3, 2])),
-        (dict(q_lengths=USED), dict(q_lengths=[3, 2])),
+        (dict(q_lengths=USED), dict(q_lengths=[3, 2])), (dict(k_firsts=USED), dict(k_firsts=[3, 2])),
         (dict(q_starts=STARTS_Q, q=q[:1]), dict(q_starts=[0, 2, 5], Q=bits_of(q[:1]))),
         (dict(k_starts=STARTS_K, k=k[:1], v=v[:1]), dict(k_starts=[0, 4, 9], K=bits_of(k[:1]), V=bits_of(v[:1]))),
         (dict(most_keys=7, k_lengths=USED), dict(most_keys=7, k_lengths=[3, 2])),
@@ -1595,7 +1674,7 @@ def flash_attn_entries():
     two = {name: x[:2] for name, x in caches.items()}
     index = int32(4, 0)
     as_pages = dict(zip("KV", (bits_of(heads(x)) for x in caches.values())))
-    chosen = dict(zip("KV", (bits_of(heads(x[index.long()])) for x in odd.values())))
+    chosen = dict(zip("KV", (bits_of(heads(x)) for x in odd.values()))) | dict(page_table=[[4], [0]], page_size=15, pages=5, page_stride=1)
     new = drawn(2, 1, 2, 64), drawn(2, 1, 2, 64, seed=1)
 
     def appended(cache, rows, at):
@@ -1605,13 +1684,18 @@ def flash_attn_entries():
             cache[b, at[b]:at[b] + len(own)] = own
         return bits_of(heads(cache))
 
+    def turned(x):
+        """By a quarter."""
+        return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    quarter = dict(rotary_cos=torch.zeros(9, 32).half(), rotary_sin=torch.ones(9, 32).half())
+
     def function(**given):
         """On copies of the caches, which it writes to."""
         return fa.flash_attn_with_kvcache(**given | {name: given[name].clone() for name in caches})
     for name, one in entry("flash_attn_with_kvcache", dict(q=q, **two), [
             (dict(cache_seqlens=USED), dict(k_lengths=[3, 2])), (dict(cache_seqlens=7), dict(k_lengths=[7, 7])),
             (dict(cache_batch_idx=index, **caches), as_pages | dict(page_table=[[4], [0]], page_size=16, pages=5, page_stride=1)),
-            (dict(cache_batch_idx=index, **odd), chosen | dict(Sk=15)),
+            (dict(cache_batch_idx=index, **odd), chosen | dict(Sk=15)), (dict(cache_leftpad=USED), dict(k_firsts=[3, 2])),
             (dict(page_table=TABLE_OF_6, k_cache=K, v_cache=V, cache_seqlens=USED), of_pages | dict(k_lengths=[3, 2], page_stride=2)),
             (dict(cu_seqlens_q=STARTS_Q, q=q3, max_seqlen_q=3), dict(q_starts=[0, 2, 5], Q=bits_of(packed_rows(q3)))),
             (dict(k=new[0], v=new[1], cache_seqlens=USED),
@@ -1619,6 +1703,9 @@ def flash_attn_entries():
             (dict(cu_seqlens_k_new=int32(0, 2, 3), k=k3[:3], v=v3[:3], cache_seqlens=USED),
              {name: appended(x, rows, (3, 2)) for name, x, rows in zip("KV", two.values(), (k3[:3].split((2, 1)), v3[:3].split((2, 1))))} |
              dict(k_lengths=[5, 3])),
+            (dict(k=new[0], v=new[1], cache_seqlens=USED, **quarter), {
+                "Q": bits_of(heads(turned(q))), "K": appended(two["k_cache"], turned(new[0]), (3, 2)),
+                "V": appended(two["v_cache"], new[1], (3, 2)), "k_lengths": [4, 3]}),
             (dict(rotary_interleaved=False, rotary_seqlens=USED, scheduler_metadata=USED), {})]):
         one.call = function
         yield name, one

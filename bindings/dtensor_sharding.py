@@ -1,0 +1,59 @@
+"""How sdpa's operators split among the devices of a mesh: attention() of DTensors computes its share of the batch or of the
+heads on each device, without communication. Other placements are redistributed to one of these first. pytorch.py imports
+this file when it meets the first DTensor."""
+import math
+import re
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+# Of the tensors that may be shared by batches or heads, which dimension counted from the last one is the batch, and which
+# the heads.
+DIMENSIONS = {"q_descale": (-2, -1), "k_descale": (-2, -1), "v_descale": (-2, -1), "sinks": (None, -1), "bias": (-4, -3),
+              "k_lengths": (-1, None), "q_lengths": (-1, None), "k_firsts": (-1, None), "page_table": (-2, None)}
+
+
+def placement(x, dimension):
+    """Of a tensor whose dimension, counted from the last, may be missing or of size 1, which all devices share then."""
+    if dimension is None or x.ndim < -dimension or x.shape[dimension] == 1:
+        return Replicate()
+    return Shard(x.ndim + dimension)
+
+
+def shardings(operator, outputs, given):
+    """The placements of outputs and arguments for each way to split the operator over a dimension of the mesh. outputs: whose
+    shape each output has."""
+    q, k = given["q"], given["k"]
+    text = " ".join(given.get(name) or "" for name in ("score_mod", "mask_mod"))
+    # Devices of the dimensions in which heads are split already. Each must have the same number of whole groups.
+    devices = math.prod(n for n, *places in zip(q.mesh.shape, *(given[name].placements for name in "qkv")) if Shard(1) in places)
+    ways = [None]
+    if given.get("q_starts") is None and given.get("k_starts") is None and not re.search(r"\bb\b", text):
+        ways.append("batch")
+    if (k.shape[1] == 1 or k.shape[1] % devices == 0) and q.shape[1] % devices == 0 and not re.search(r"\bh\b", text):
+        ways.append("heads")
+
+    def placed(name, x, way):
+        if way is None:
+            return Replicate()
+        if name in DIMENSIONS:
+            return placement(x, DIMENSIONS[name][way == "heads"])
+        if name in "kv" and (k.shape[1] == 1 if way == "heads" else given.get("page_table") is not None):
+            return Replicate()
+        return Shard(int(way == "heads")) if name in ("grad", "q", "k", "v", "o", "lse") else Replicate()
+
+    def of_output(name, way):
+        # Each device has the gradient by its own queries of what all share.
+        return Partial() if way == "heads" and name in "kv" and k.shape[1] == 1 else placed(name, None, way)
+    return [([of_output(name, way) for name in outputs],
+             [placed(name, x, way) if hasattr(x, "placements") else None for name, x in given.items()]) for way in ways]
+
+
+def register(operator, outputs):
+    names = [argument.name for argument in operator._schema.arguments]
+    register_sharding(operator)(lambda *x, **more: shardings(operator, outputs, dict(zip(names, x), **more)))
+
+
+register(torch.ops.sdpa.attention.default, ("q", "lse"))
+register(torch.ops.sdpa.attention_backward.default, ("q", "k", "v"))
