@@ -812,7 +812,7 @@ case ${1-} in
   list) list_lines "${@:2}" ;;
   test) shift; run_tests "$@" ;;
   results)
-    page_packages=(matplotlib pyelftools)
+    page_packages=(matplotlib pyelftools "${extract_packages[@]}")
     [ "${2-}" != --diffs ] || page_packages+=("${layout_packages[@]}")  # they are those of extracts
     need_python "${page_packages[@]}"
     name_files "${@:2}"

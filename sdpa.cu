@@ -1120,7 +1120,7 @@ template <class B> struct ItemTiles {
   typename Item<B>::HeldMask mask;
   TileCopy<B> k_copy;  // this thread's share of the group's copies of K
   TileCopy<B, B::d_v> v_copy;
-  using Rows = std::conditional_t<B::use_pages, PagedRows<B>, const Input*>;
+  using Rows = std::conditional_t<B::use_pages != 0, PagedRows<B>, const Input*>;
   Rows K_g, V_g;  // this thread's first vectors of the next tile
   KeyRange keys;  // of the item's rows
   int first_key;  // of the group
@@ -1130,7 +1130,7 @@ template <class B> struct ItemTiles {
     const int h_kv = item.h / (p.Hq / p.Hkv);
     keys = item.keys_of_cta(a, mask);
     first_key = keys.begin + group * B::block_n;
-    if constexpr (B::use_pages) {
+    if constexpr (B::use_pages != 0) {
       K_g = {&a, &item, &p.k, p.K + h_kv * p.k.head + k_copy.col, first_key + k_copy.row};
       V_g = {&a, &item, &p.v, p.V + h_kv * p.v.head + v_copy.col, first_key + v_copy.row};
     } else {
@@ -2289,7 +2289,7 @@ __device__ __forceinline__ void wait_for_tile(uint64_t* full, int parity, bool i
 }
 
 // A warp's copy of a tile of K or V from key k0 on, with zeros past the last key. Without pages one lane issues it.
-template <class B, int D, bool = B::use_pages> struct TileBox {
+template <class B, int D, bool = B::use_pages != 0> struct TileBox {
   int box_origin[5];  // coordinates in the tensor map
 
   __device__ __forceinline__ TileBox(const KernelArgs& a, const Item<B>& item, int h_kv, int k0)
@@ -2517,9 +2517,10 @@ template <class B> struct alignas(128) BiasTile {
     return &x[row][(chunk ^ by / (8 / SWIZZLED) % SWIZZLED) * CHUNK];
   }
 };
-// Whether shared memory has room for the bias beside K, V and so many Q; without it elements are read where they are
-// used. 3 KB are left for barriers and items.
+// Whether shared memory has room for the bias beside K, V and so many Q, and a warp for a row; otherwise elements are read
+// where they are used. 3 KB are left for barriers and items.
 template <class B> constexpr bool bias_fits(int q_stages) {
+  if (B::block_n * sizeof(Bias) > 32 * 16) return false;
   const int rows = B::split_kv * B::block_m, ring = B::split_kv * B::stages * B::block_n * (B::head_dim + B::d_v) * 2;
   const int bias = rows * B::block_n * int(sizeof(Bias)), partial = (B::split_kv > 1) * rows * (B::d_v + 8) * 4;
   return q_stages * B::block_m * B::head_dim * 2 + ring + bias + partial <= 224 * 1024;
@@ -2549,25 +2550,14 @@ template <class B> struct BiasOfWarp<B, true> {
     if (ready == k0) return;
     // Of the warp: among the rows of its warpgroup, or with PACK_GQA of the item.
     const int row = int(thread_index_anew() - B::producer_threads) / 32 % (B::pack_gqa ? B::group_warps : 4) * 16;
-    SDPA_UNROLL for (int chunk = 0; chunk < Tile::CHUNKS; chunk += LANES) load_chunks(a, item, keys, q0, k0, row, chunk);
-    cp_async_commit_group();
-    ready = k0;
-  }
-  // LANES of a warp take a row, each a chunk; those that are left over take none.
-  static constexpr int LANES = Tile::CHUNKS < 32 ? Tile::CHUNKS : 32, ROWS = 32 / LANES;
-  static_assert(Tile::CHUNKS % LANES == 0 || sizeof(Bias) == 4);
-  // Copies LANES chunks of each row, the first of which is `first_chunk`.
-  __device__ __forceinline__ void load_chunks(const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0, int row,
-                                              int first_chunk) {
-    const int first = first_biased_key(a.p, keys), lane = int(thread_index_anew() % 32), chunk = first_chunk + lane % LANES;
+    // LANES of them take a row; those that are left over take none.
+    constexpr int LANES = Tile::CHUNKS, ROWS = 32 / LANES;
+    const int first = first_biased_key(a.p, keys), lane = int(thread_index_anew() % 32), chunk = lane % LANES;
     const int column = k0 - first + chunk * Tile::CHUNK;  // of the lane's chunk
     const int64_t elements = a.p.bias_strides.batch | a.p.bias_strides.head | a.p.bias_strides.row | column;
     const bool is_aligned = (elements * sizeof(Bias) | reinterpret_cast<uintptr_t>(a.p.bias)) % 16 == 0;
-    if (first_chunk == 0) {
-      cp_async_wait_group<0>();  // of a tile that nobody wanted
-      __syncwarp();              // hazard: the tile before read by all lanes
-    }
-    if (Tile::CHUNKS % LANES && chunk >= Tile::CHUNKS) return;
+    cp_async_wait_group<0>();  // of a tile that nobody wanted
+    __syncwarp();              // hazard: the tile before read by all lanes
     if (is_aligned && column >= 0 && column + Tile::CHUNK <= keys - first) {
       const int q = q0 + row + lane / LANES, queries = item.query_count(a.p);
       const Bias* from = bias_row<B>(a, item, 0, 0) + q * a.p.bias_strides.row + column;
@@ -2588,6 +2578,8 @@ template <class B> struct BiasOfWarp<B, true> {
         }
       }
     }
+    cp_async_commit_group();
+    ready = k0;
   }
   template <class View>
   __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
@@ -3163,7 +3155,7 @@ __device__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const WgmmaItem<B>& i
     const int lane = int(thread_index_anew() % 32), k = k0 + lane / 4 + 8 * n;
     float d[4] = {};
     const Input* K_row = K_g;
-    if constexpr (B::use_pages) {
+    if constexpr (B::use_pages != 0) {
       // Rows that are no query may see keys that no query of the item sees, which have no page here.
       const int in_item = min(max(k, item.keys.begin), item.keys.end - 1);
       K_row = PagedRows<B>{&a, &item, &a.p.k, K_g, in_item} + lane % 4 * 4 / B::element_bytes;
@@ -5808,7 +5800,7 @@ template <class B> struct Item<B, true> : PlannedItem {
   __device__ uint32_t range_count(const KernelArgs&) const { return ranges; }
   __device__ uint32_t part(const KernelArgs&) const { return first_of_parts + range; }
   __device__ uint32_t first_part(const KernelArgs&) const { return first_of_parts; }
-  __device__ uint32_t counter(const KernelArgs&) const { return first_of_parts / 2; }  // an item has two parts or more
+  __device__ uint32_t counter(const KernelArgs&) const { return first_of_parts / 2; }  // which has two parts or more
   static __device__ uint32_t* queue(const KernelArgs& a) { return &plan_of(a).drawn; }
 };
 
@@ -6312,7 +6304,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
     if (a.has_short_rows || (B::pack_gqa && is_q) || (B::use_pages != 0 && !of_queries)) {
       sizes[0] = uint32_t(map < &maps.v ? p.D : p.Dv), sizes[2] = box[2] = 1;
     }
-    if constexpr (B::use_pages) {
+    if constexpr (B::use_pages != 0) {
       if (!of_queries) box[1] = uint32_t(plan_room<B>(a).box_rows);
     }
     if (B::pack_gqa && is_q) {  // heads are rows of a panel
@@ -6523,8 +6515,8 @@ template <class B> SdpaStatus map_bias(const SdpaParams& p, cudaStream_t stream)
 
 // ---- the launch of a build ----
 
-// The memory of a launch. state: a queue, or a counter for each item with several ranges; launches find them zero and leave
-// them zero. scratch: a plan, partial results or a map, which the launch writes before it reads them.
+// The memory of a launch. state: a queue, or a counter for each item with several ranges; every launch finds them zero
+// and leaves them zero. scratch: a plan, partial results or a map, which the launch writes before it reads them.
 struct LaunchMemory { size_t state, scratch; };
 template <class B> constexpr bool has_scratch = B::use_lengths || B::split_ctas != 1 || lists_rounds<B>;
 template <class B> LaunchMemory memory_of(const SdpaParams& p) {
@@ -6535,7 +6527,8 @@ template <class B> LaunchMemory memory_of(const SdpaParams& p) {
   if constexpr (B::use_lengths) {
     const PlanArgs plan = plan_args<B>(p, items);
     const size_t parts = size_t(plan.parts) * (p.Hq / items.heads);
-    return {0, plan_bytes(plan) + parts * sizeof(RangePartial<B>) + (counts_ranges<B> ? parts / 2 * sizeof(uint32_t) : 0)};
+    const size_t counters = counts_ranges<B> ? parts / 2 : 0;
+    return {0, plan_bytes(plan) + parts * sizeof(RangePartial<B>) + counters * sizeof(uint32_t)};
   }
   if (items.ranges == 1 && counts_ranges<B>) return {0, 0};
   const size_t counters = counts_ranges<B> ? size_t(min(items.count, int64_t(most_split_items))) : 0;
@@ -7175,8 +7168,8 @@ static inline SdpaStatus sdpa_map_bias(const SdpaParams& params, cudaStream_t st
 
 // ---- one launch ----
 
-// Bytes of device memory that SdpaParams::workspace must have for this problem: less if `scratch` is set. 0: none, or its
-// sizes are refused.
+// Bytes of device memory that SdpaParams::workspace must have for this problem: less if `scratch` is set. 0: none, or
+// its sizes are refused.
 static inline size_t sdpa_workspace_bytes(SdpaParams p) {
   if (!check_sizes(p).ok()) return 0;
   return with_build(p, [&](auto build) { return workspace_bytes<decltype(build)>(p); });

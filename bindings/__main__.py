@@ -63,7 +63,9 @@ def builds_of(words):
         try:
             named = {name for i, name in enumerate(OPTIONS) if features >> i & 1}
             if len(named & BIASES) > 1:
-                raise sdpa.Unavailable("a build has one kind of bias or a mask, as a call has")
+                raise sdpa.Unavailable("a build has a bias or a mask, as a call has")
+            if named >= {"pages", "any_pages"}:
+                raise sdpa.Unavailable("a build is for pages of a multiple of 16 keys or of any size")
             if named & BIASES and ("kv8" in named or dtype == sdpa.torch.float8_e4m3fn):
                 raise sdpa.Unavailable("a bias goes with k and v of 16 bits alone")
             if expressions and named & ({"softcap"} | BIASES):

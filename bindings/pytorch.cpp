@@ -396,8 +396,8 @@ static void* stream_state(void*& state, cudaStream_t stream) {
   return state = data;
 }
 
-// The workspace of a launch beside scratch memory: the stream's, or the graph's that the launch is captured into. Launches
-// of all lines share it, since each finds it zero and leaves it zero.
+// The workspace of a launch beside scratch memory: the stream's, or the graph's that the launch is captured into.
+// Launches of all lines share it, since each finds it zero and leaves it zero.
 static void* state_of(cudaStream_t stream, bool captured) {
   const std::lock_guard<std::mutex> lock(states_mutex);
   if (!captured) free_of_dead_graphs();

@@ -71,8 +71,8 @@ typedef struct SdpaParams {
   /* Lines with SCORE_MOD or MASK_MOD: the arrays that the expressions name, in device memory; null if they are not named. */
   const float *x0, *x1, *x2, *x3;
   const int *i0, *i1;
-  /* sdpa_library_scratch_bytes(), with any contents, which only this launch uses; the workspace is then 64 KB or less, and all
-     libraries may share one per stream. Null: the scratch memory is a part of the workspace. */
+  /* sdpa_library_scratch_bytes(), with any contents, which only this launch uses; the workspace is then 64 KB or less, and
+     all libraries may share one per stream. Null: the scratch memory is a part of the workspace. */
   void* scratch;
   const int* k_firsts;     /* lines with USE_LENGTHS but not USE_PAGES=1, [B] in device memory: of the keys that k_lengths and
                               most_keys leave, the first so many do not count either, and key 0 is the next one; or null */
@@ -86,7 +86,8 @@ size_t sdpa_library_params_bytes(void);
 /* Fills *p: no tensor, no size, no mask, no limit of the window. Zeros alone would be a window of one key. */
 void sdpa_library_defaults(SdpaParams* p);
 
-/* Bytes that p->workspace must have for this problem, on the current device: fewer if p->scratch is set. 0: it may be null. */
+/* Bytes that p->workspace must have for this problem, on the current device, fewer if p->scratch is set; 0: it may be
+   null. */
 size_t sdpa_library_workspace_bytes(const SdpaParams* p);
 
 /* Bytes that p->scratch must have if it is set; 0: it may be null. */

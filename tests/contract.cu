@@ -819,7 +819,7 @@ template <class B> static void check_maps_of_others() {
       {"bias_keys", [&](SdpaParams& p) { p.bias_keys = Sk - B::round_keys - 20; }},
       {"bias_strides", [&](SdpaParams& p) { p.bias_strides.head = 0, p.bias_strides.batch = int64_t(Sq - 64) * row; }},
       {"Sq", [](SdpaParams& p) { p.Sq -= 20; }},  // whose rows move up by 64 more
-      {"Sk", [](SdpaParams& p) { p.Sk -= 40; }}};
+      {"Sk", [](SdpaParams& p) { p.Sk -= B::round_keys / 2; }}};
   vector<SdpaParams> problems;
   size_t most = 0;
   for (const auto& [name, change] : changes) {

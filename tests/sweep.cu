@@ -510,7 +510,7 @@ Contents drawn_contents(const Problem& p) {
 }
 // Keys of the longest sequence, as far as most_keys does not limit them.
 int longest_sequence(Problem p) {
-  p.most_keys = 0, p.k_lengths = Instance::keys_that_count(p, p.seed);
+  p.most_keys = 0, p.k_firsts.clear(), p.k_lengths = Instance::keys_that_count(p, p.seed);
   if (p.packs_q) p.q_starts = Instance::drawn_starts(p, Tensor::Q, p.seed);
   if (p.packs_k) p.k_starts = Instance::drawn_starts(p, Tensor::K, p.seed);
   int longest = 0;
@@ -606,7 +606,7 @@ class Kinds {
       if (!line.has_pages) takes("k_start", "below usual beyond empty");
       takes("most_keys", "0 fewer longest more");
     }
-    if (line.has_pages) takes("page", line.has_small_pages ? "1 3 4 8 16 24 64 256" : "16 48 64 256"), takes("table", "narrow wide"), takes("entry", "below usual last beyond");
+    if (line.has_pages) takes("page", line.has_small_pages ? "1 3 16 24 256" : "16 48 64 256"), takes("table", "narrow wide"), takes("entry", "below usual last beyond");
   }
   // Kinds that this problem would be the first of; of larger groups they count more.
   int count_new(const Problem& p, const Contents& c) const {
@@ -930,8 +930,8 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   }
   // TMA takes strides to 2^40 bytes, and so no page of 256 rows that are far apart.
   const bool largest = p.layout != "far_rows";
-  constexpr int page_sizes[] = {16, 48, 64, 256}, small_page_sizes[] = {1, 3, 4, 8, 16, 24, 64, 256};
-  if (line.has_pages) p.page_size = line.has_small_pages ? small_page_sizes[draw(7 + largest)] : page_sizes[draw(3 + largest)];
+  constexpr int page_sizes[] = {16, 48, 64, 256}, small_page_sizes[] = {1, 3, 16, 24, 256};
+  if (line.has_pages) p.page_size = line.has_small_pages ? small_page_sizes[draw(4 + largest)] : page_sizes[draw(3 + largest)];
   if (line.has_pages && far) p.Sk = std::min(p.Sk, 60 * p.page_size);  // no address space for more pages
   if (exact &&
       draw(2) == 0) {  // up to 1e10 or down to 1e-10; bf16's huge logits leave no room above

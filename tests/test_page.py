@@ -1,11 +1,9 @@
 """README.md and docs/: their figures are those of results/, their links lead somewhere, their commands work word for word."""
-import collections
 import csv
 import functools
 import io
 import itertools
 import json
-import math
 import os
 import re
 import shlex
@@ -23,13 +21,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import builds  # noqa: E402
 import page  # noqa: E402
 import tool  # noqa: E402
-from report_rows import OURS, fastest, newest  # noqa: E402
 from test_report import CHROMIUM, HARNESS  # noqa: E402
-
-try:
-    import minimal
-except ModuleNotFoundError:
-    minimal = None  # without tree-sitter
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README, USING = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/USING.md"))
@@ -74,6 +66,9 @@ def texts(svg):
 def test_pages_are_those_of_results(tmp_path, draw):
     """As committed: a measurement made here needs no page yet."""
     own = copy(tmp_path, "README.md", "docs", "results", "configs.txt", "configs.cmake", "sdpa.cu", "harness.cu")
+    for path in (own / one.relative_to(ROOT) for one in PAGES):  # what comes back has been made anew
+        text = page.NUMBER.sub("0", path.read_text(encoding="utf-8"))
+        path.write_text(re.sub(r"(<!-- chains:begin.*?-->).*?(?=<!-- chains:end)", r"\1\n", text, flags=re.S), encoding="utf-8")
     code, _, err = draw(own)
     assert code == 0, err
     for path in PAGES:
@@ -86,44 +81,28 @@ def test_pages_are_those_of_results(tmp_path, draw):
         assert (ROOT / "results" / name).stat().st_size < 40_000
 
 
-def gains_of(source):
-    """How many times as fast as the best peer the fastest line is at each problem of a CSV but `small`."""
-    problems = [at for at in fastest(source).values() if at[OURS][1]["shape"] != "small"]
-    return [min(us for name, (us, _) in at.items() if name != OURS) / at[OURS][0] for at in problems]
+def test_marked_numbers():
+    """Each number that results/ gives has its place on a page, and each marked number is one of these."""
+    marked = re.findall(r"<!--=([\w.]+)-->", "".join(path.read_text(encoding="utf-8") for path in PAGES))
+    assert len(marked) == len(page.NUMBER.findall("".join(path.read_text(encoding="utf-8") for path in PAGES)))
+    known = page.numbers()
+    assert {*marked} <= known.keys()
+    assert {name.partition(".")[0] for name in marked} == {name.partition(".")[0] for name in known}
 
 
-def test_figures_written_by_hand():
-    """What README says above its first picture, and the table that USING shows, have their rows."""
-    found = newest(ROOT / "results")
-    said = " ".join(README.partition("<img")[0].split())
-    for kind in ("peers", "field"):
-        gains = gains_of(found[kind][-1])
-        assert f"{min(gains):.2f} to {max(gains):.2f} times" in said, kind
-        assert f"{math.prod(gains) ** (1 / len(gains)):.2f}" in said, kind
-    assert f"[{len(gains_of(found['peers'][-1]))} problems]" in said
-    shape = re.search(r"\n(\w+), D=64 fp16, base ", USING)[1]
-    rows = {row["config"]: row for row in found["lines"][0].rows if row["shape"] == shape}
-    base, = (float(row["graph_us"]) for name, row in rows.items() if name == NAMES[0])
-    shown = re.findall(r"^(\w+) +PASS +([\d.]+) +([\d.]+) +[\d.]+% +([\d.]+)x", USING, re.M)
-    assert len(shown) >= 5
-    for name, us, tflops, gain in shown:
-        row = rows[name]
-        assert (row["dtype"], row["D"], row["check"]) == ("fp16", "64", "PASS")
-        assert (f"{float(row['graph_us']):.2f}", f"{float(row['tflops']):.2f}") == (us, tflops)
-        assert f"{base / float(row['graph_us']):.2f}" == gain
-    verdicts = [row for source in found["verdicts"] for row in source.rows]
-    of_first = [row for row in verdicts if row["b"] == "mma_lazy STAGES=3" and row["problem"] == "long"]
-    assert all(f"{row['verdict']}, {100 * float(row['ratio']) - 100:.1f}% at long" in README for row in of_first[-1:])
-    for kinds, verdict in ((("same",), "SAME"), (("1%", "0.5%"), "SLOWER")):
-        trial = [row["verdict"] for row in verdicts if row.get("kind") in kinds]
-        right = trial.count(verdict)
-        assert re.search(rf"\b{len(trial)}\b[^:]*\b{right}\b[^,:]*{verdict}", README), (kinds, len(trial), right)
+def anchors(text):
+    """What links to the headings of a page have behind their #."""
+    headings = re.findall(r"^#+ (.*)", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_links():
     for path in PAGES:
-        for link in re.findall(r'\]\(([^)#:]+)\)|src="([^"]+)"', path.read_text(encoding="utf-8")):
-            assert (path.parent / (link[0] or link[1])).exists(), f"{path.name}: {link}"
+        for link, image in re.findall(r'\]\(([^):]+)\)|src="([^"]+)"', path.read_text(encoding="utf-8")):
+            name, _, anchor = (link or image).partition("#")
+            target = path.parent / name if name else path
+            assert target.exists(), f"{path.name}: {link or image}"
+            assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), f"{path.name}: {link}"
 
 
 # ---- docs/READING.md ----
@@ -141,108 +120,49 @@ def test_reading_follows_the_file():
             assert re.search(rf"\b{name}\b", text[starts[section]:end]), f"{name} is not in section {section} of sdpa.cu"
 
 
-class Calls:
-    """Who calls whom in sdpa.cu, by its syntax tree. A member's name has its struct before it, as in TileCopy::copy."""
-
-    def __init__(self):
-        text = (ROOT / "sdpa.cu").read_text(encoding="utf-8")
-        text = text[text.index("// ==== 2 PROBLEM"):]  # in front of it macros make declarations
-        self.root = minimal.parse(re.sub(r"\btypename (?=[\w:]+\()", " " * 9, text))
-        self.bodies, self.bases = collections.defaultdict(list), collections.defaultdict(set)
-        for node in minimal.descendants(self.root, "function_definition"):
-            self.bodies[self.owner(node) + minimal.name_of(node)].append(node)
-        for node in minimal.descendants(self.root, "base_class_clause"):
-            self.bases[minimal.name_of(node.parent)] |= minimal.words_of(node.text.decode())
-        self.aliases = collections.defaultdict(list)  # nodes of `using`, by their names
-        for node in minimal.descendants(self.root, "alias_declaration"):
-            self.aliases[minimal.name_of(node)].append(node)
-
-    @staticmethod
-    def owner(node):
-        """The struct of a function with "::" behind it; "" if it has none."""
-        struct = minimal.enclosing(node.parent, "struct_specifier")
-        outside = [one for one in minimal.descendants(node.child_by_field_name("declarator"), "qualified_identifier")
-                   if one.parent.type == "function_declarator"]
-        name = minimal.name_of(struct or (outside[0].child_by_field_name("scope") if outside else None))
-        return name + "::" * bool(name)
-
-    def meant(self, name, node):
-        """The types that a name stands for in a function's body, with their bases; None if it is a template's parameter that
-        may be any. `using` of the function comes before that of its struct, and that before all others."""
-        found, left = set(), {name}
-        while left:
-            name = left.pop()
-            found.add(name)
-            left |= self.bases[name] - found
-            for place in (node, minimal.enclosing(node.parent, "struct_specifier"), self.root):
-                own = [one for one in self.aliases[name] if place and place.start_byte <= one.start_byte < place.end_byte]
-                if own:
-                    left |= {word for one in own for word in minimal.words_of(one.child_by_field_name("type").text.decode())} - found
-                    break
-            else:
-                template = node.parent if node.parent.type == "template_declaration" else None
-                if template and name in minimal.parameters_of(template):
-                    return None
-        return found
-
-    def type_of(self, target, node):
-        """The name of the type of an expression before a dot."""
-        if target.type == "call_expression":  # of a constructor
-            return minimal.name_of(target.child_by_field_name("function"))
-        name = minimal.name_of(target.child_by_field_name("field") or target)
-        for place in filter(None, (node, minimal.enclosing(node.parent, "struct_specifier"))):
-            for one in minimal.descendants(place, "declaration", "parameter_declaration", "field_declaration"):
-                if name in map(minimal.name_of, one.children_by_field_name("declarator")):
-                    return minimal.name_of(one.child_by_field_name("type"))
-        return ""
-
-    def has(self, caller, called):
-        """Whether a body of the caller calls that function."""
-        owner, _, name = called.rpartition("::")
-        for node in self.bodies[caller]:
-            for call in minimal.descendants(node.child_by_field_name("body"), "call_expression"):
-                function = last = call.child_by_field_name("function")
-                while inner := last.child_by_field_name("field") or last.type == "qualified_identifier" and last.child_by_field_name("name"):
-                    last = inner
-                if re.match(r"(?:template )?(\w*)", last.text.decode())[1] != name:
-                    continue
-                if function.type == "field_expression":
-                    meant = self.meant(self.type_of(function.child_by_field_name("argument"), node), node)
-                elif function.type == "qualified_identifier":
-                    meant = self.meant(minimal.name_of(function.child_by_field_name("scope")), node)
-                else:
-                    meant = {"", caller.rpartition("::")[0]}
-                if meant is None or owner in meant:
-                    return True
-        return False
-
-
 @pytest.fixture(name="calls", scope="module")
 def make_calls():
-    if not minimal:
-        pytest.skip("tree-sitter is missing; install it with: python3 -m pip install tree-sitter tree-sitter-cpp")
-    return Calls()
-
-
-def test_ways_from_a_kernel_to_its_instructions(calls):
-    """Each function of READING's picture calls the next one, and a way has no more of them than it may have."""
-    ways = [line.split(" > ") for line in (ROOT / "docs/READING.md").read_text(encoding="utf-8").splitlines() if " > " in line]
-    most = dict(sdpa_scalar=[4, 1], sdpa_mma=[4, 4], sdpa_wgmma_plain=[3, 1], sdpa_wgmma=[6, 4])
-    assert [way[0] for way in ways] == [kernel for kernel in most for _ in range(2)]
-    for way in ways:
-        assert len(way) - 2 <= most[way[0]].pop(0), way
-        for caller, called in itertools.pairwise(way):
-            assert calls.has(caller, called), f"{caller}() does not call {called}()"
+    chains = pytest.importorskip("chains", reason="tree-sitter is missing; python3 -m pip install tree-sitter tree-sitter-cpp")
+    return chains.calls_of((ROOT / "sdpa.cu").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("way", [
-    "WgmmaConsumer::run_items > WgmmaConsumer::overlapped",  # it is given a function that does
+    "WgmmaConsumer::run_items > WgmmaConsumer::overlapped",  # it calls a lambda that does
+    "Wgmma16Consumer::run > WgmmaConsumer::overlapped",  # so does its lambda
     "WgmmaProducer::load_items > WgmmaProducer::load",       # load_round() is in between
     "ItemTiles::copy_kv > VectorCopy::copy",  # TileCopy::copy() is in between
     "sdpa_wgmma > Wgmma16Consumer::load_items", "Wgmma16Producer::run > E4m3Producer::load_items",  # of another struct
     "sdpa_scalar > MmaRows::acquire", "scalar_qk > wgmma_ss", "sdpa_wgmma_plain > TileBox::load", "gone > fmaf", "scalar_qk > gone"])
 def test_no_call_is_invented(calls, way):
-    assert not calls.has(*way.split(" > "))
+    caller, called = way.split(" > ")
+    assert called not in calls.callees(caller)
+
+
+SMALL = """// ==== 2 PROBLEM
+int plain(int x) { return instruction(x); }
+struct Base { int load(int x) { return plain(x); } };
+struct Other { int load(int x) { return plain(x); } int run(int x) { return load(x); } };
+template <class B> struct Derived : Base {
+  int all(int x) { return this->load(x) + Base::load(x); }
+  template <class F> int each(const F& f) { return f(1); }
+  int run(int x) { const auto body = [&](int y) { return all(y); }; return each(body); }
+};
+template <class T> int kernel(T& t) { Derived<int> d; return d.run(1) + t.load(2); }
+"""
+
+
+def test_calls_of_a_small_program():
+    """Members by the type of their object, bases, lambdas where they are called, any struct where the type is a parameter."""
+    chains = pytest.importorskip("chains")
+    calls = chains.Calls(SMALL)
+    assert {name: calls.callees(name) for name in (*calls.bodies, *calls.lambdas)} == {
+        "plain": {"instruction"}, "Base::load": {"plain"}, "Other::load": {"plain"}, "Other::run": {"Other::load"},
+        "Derived::all": {"Base::load"}, "Derived::each": {"Derived::run.body"}, "Derived::run": {"Derived::each"},
+        "Derived::run.body": {"Derived::all"}, "kernel": {"Derived::run", "Base::load", "Other::load"}}
+    assert calls.extended(["kernel"], "instruction", "Other") == ["kernel", "Base::load", "plain", "instruction"]
+    assert calls.extended(["kernel", "Derived::run"], "instruction", "") == [
+        "kernel", "Derived::run", "Derived::each", "Derived::run.body", "Derived::all", "Base::load", "plain", "instruction"]
+    assert calls.extended(["kernel", "Derived::each"], "plain", "") is None  # the lambda is that of run()
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="chromium is missing; install it with: sudo apt-get install chromium")
@@ -269,9 +189,9 @@ document.querySelector("pre").textContent = JSON.stringify({{svgs: svgs.length, 
 
 SAMPLE = "2026-01-02-Sample-GPU"
 SECTIONS = {"README.md": ["results", "story"], "docs/NUMBERS.md": ["peers", "ladder", "ablation", "field", "published"],
-            "docs/LADDER.md": ["scalar_rungs", "wgmma_rungs", "decode_rungs"],
+            "docs/LADDER.md": ["scalar_rungs", "wgmma_rungs", "decode_rungs"], "docs/READING.md": ["chains"], "docs/USING.md": ["ranked"],
             "docs/HOPPER.md": ["wgmma", "rested", "decode", "e4m3", "accuracy"]}
-BY_HAND = ("| mma_split4 |  |  |  | by hand |\n| Named | 1,8,8,512,512,64 fp16 |\n| Unmeasured | 9,9,9,9,9,64 fp16 |\n"
+BY_HAND = ("mma_split4               PASS\n| mma_split4 |  |  |  | by hand |\n| Named | 1,8,8,512,512,64 fp16 |\n| Unmeasured | 9,9,9,9,9,64 fp16 |\n"
            "| nowhere |  |  |  | by hand too |\n| 2,64,8,9,9,64 bf16 causal window 3:-1 | 349, by hand | 1 |\n")
 
 
@@ -324,10 +244,12 @@ def test_sample(sample, draw):
                             "| mission2: 2,8,8,512,512,64 fp16 | mma_split2_8warps | 8.18 | 131 | 33% | 9.30 | 12.7 | 1.14x |", "after peers",
                             "| scalar_minimal |  | 88.0 | 799 |  |", "| mma_split4 | mma_split2: ", "| 37.7 (0.80x) | by hand |",
                             "| wmma_all | 14.8 |  | 88.9 |  |", "| USE_WARP_SPECIALIZATION=0 SYNC_POLICY=2 | 31.4 | +113% | 144 | +62% |",
-                            "`SYNC_POLICY=5` is not legal alone: SYNC_POLICY=5 needs the producer warps gone",
+                            "`SYNC_POLICY=5` cannot be reset alone: SYNC_POLICY=5 needs the producer warps gone",
                             "None on this GPU yet: `tools/peers.py LINE... --field` measures it."),
         "docs/HOPPER.md": ("| 1,8,8,512,512,64 fp16 | 84 |", "None on this GPU yet: `tools/peers.py --rested "),
-        "docs/LADDER.md": ("None on this GPU yet: `./run_all.sh rungs` measures it.",)}
+        "docs/LADDER.md": ("None on this GPU yet: `./run_all.sh rungs` measures it.",),
+        "docs/READING.md": ("| frames | copy of K |", "  copy of K: sdpa_scalar > "),
+        "docs/USING.md": ("mission, D=64 fp16, base scalar_minimal", "mma_split4               PASS         6.34")}
     for name, parts in wanted.items():
         for part in parts:
             assert part in read(name), part
@@ -372,8 +294,8 @@ PUBLISHED, E4M3, DECODE = "2 64 8 9 9 64", "1 8 8 2048 2048 64", "1 32 8 1 4096 
 
 @pytest.mark.parametrize("name,rows,place,wanted", [
     ("peers/{}-field", [*field_rows()], "docs/NUMBERS.md", [
-        "| TFLOP/s (times the best peer's) | 512 | 16,384 |", "| D=64 | 16 (1.25x) | 512 (1.25x) |",
-        "| D=128, causal | 16 (1.25x) | 512 (1.25x) |", "The peers through PyTorch 2 with cuDNN 92700, fa3-fwd 1. Sample GPU"]),
+        "| TFLOP/s (times the best competitor's) | 512 | 16,384 |", "| D=64 | 16 (1.25x) | 512 (1.25x) |",
+        "| D=128, causal | 16 (1.25x) | 512 (1.25x) |", "Competitors: PyTorch 2 with cuDNN 92700, fa3-fwd 1. Sample GPU"]),
     ("peers/{}-published", [  # what stands by hand in the second column stays
         of_peers(PUBLISHED, causal="br", dtype="bf16", window="3:-1", config="hopper", graph_us=10, tflops=400),
         of_peers(PUBLISHED, causal="br", dtype="bf16", window="3:-1", config="torch_cudnn", check="", graph_us=15, tflops=266),
@@ -456,6 +378,10 @@ def test_refusals(sample, draw, monkeypatch):
         main.write_text(text, encoding="utf-8")
         refuses(words)
     main.write_text(rows, encoding="utf-8")
+    chains = pytest.importorskip("chains")
+    with monkeypatch.context() as patch:
+        patch.setattr(chains, "COLUMNS", {"scalar": ("sdpa_scalar", "", {"copy of K": "scalar_qk wgmma_ss"})})
+        refuses("no call in sdpa.cu leads from scalar_qk to wgmma_ss; correct COLUMNS in tools/chains.py")
     hopper = sample / "docs/HOPPER.md"
     hopper.write_text("no markers\n", encoding="utf-8")
     before[hopper] = hopper.read_bytes()
@@ -469,7 +395,7 @@ ONE = "scalar_vec8"  # the line that these commands check
 
 def commands():
     """Every command line of the sh blocks of README and of how to run and to paste in USING, once."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", README + re.search(r"^## Run it.*?^## C and", USING, re.M | re.S)[0], re.M | re.S)
+    blocks = re.findall(r"^```sh\n((?!git clone).*?)^```", README + re.search(r"^## Run it.*?^## C and", USING, re.M | re.S)[0], re.M | re.S)
     return [*dict.fromkeys(re.sub(r"\s+# .*", "", line) for block in blocks for line in block.splitlines())]
 
 
@@ -497,12 +423,15 @@ def test_commands_that_need_no_gpu(clone):
         with_lines = {} if "extract" in command else {"SDPA_CONFIGS": str(clone / "one.txt")}
         done = sh(command, clone, **with_lines)
         assert done.returncode == 0, command + ":\n" + done.stdout + done.stderr
-    assert "namespace wgmma_causal" in (clone / "my_kernel.cu").read_text(encoding="utf-8")
+    extract = (clone / "my_kernel.cu").read_text(encoding="utf-8")
+    assert "namespace wgmma_causal" in extract
+    about = int(re.search(r"(\d+)<!--lines of my_kernel.cu-->", README)[1])
+    assert abs(extract.count("\n") - about) < 0.1 * about
 
 
 def test_the_output_that_readme_shows(clone):
     """Of its first command, with the lines of configs.txt, but for the last digits of errors and what "..." stands for."""
-    command, shown = re.search(r"^```sh\n(.*?)\n```\n+```\n(.*?)```", README, re.M | re.S).groups()
+    command, shown = re.search(r"^```sh\n([^\n]*)\n```\n+```\n(.*?)```", README, re.M | re.S).groups()
     done = sh(command, clone)
     said = re.sub(r"(0\.000\d)\d*", r"\1", done.stdout + done.stderr).splitlines()
     assert done.returncode == 0, done.stderr

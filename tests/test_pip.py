@@ -286,7 +286,7 @@ def test_expressions(nvcc, monkeypatch):
 
 
 def test_what_no_line_has(nvcc):
-    done = program("build", "sm_90a", "bf16", "300", "60", "0", "plain", "bias+mask", **nvcc)
+    done = program("build", "sm_90a", "bf16", "300", "60", "0", "plain", "bias+fp32_bias", **nvcc)
     sizes = [f"sdpa: left out: there is no line for D={D}, Dv={D}: both are multiples of 8 from 8 to 256" for D in (0, 300, 60)]
     left_out = [line for line in done.stderr.splitlines() if "left out" in line]
     assert done.returncode == 1 and "sdpa: no build of these words is left" in done.stderr

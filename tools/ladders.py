@@ -218,5 +218,5 @@ def sections(source, table, picture, provenance):
             picture(path, words, 640), table(headers, cells),
             f"Without a row for each of their problems, which `{COMMAND}` measures: {', '.join(f'`{x}`' for x in missing)}.\n\n"
             * bool(missing),
-            f"Peers: {', '.join(peers)}. " * bool(peers) + provenance(source, "../")])
+            f"Competitors: {', '.join(peers)}. " * bool(peers) + provenance(source, "../")])
     return text, drawings

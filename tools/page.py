@@ -2,14 +2,16 @@
 """usage: ./run_all.sh results [CSV]...
        ./run_all.sh results --diffs [REGEX]...
        tests/bugs.py | tools/page.py --bugs
-Redraws what stands between <!-- NAME:begin --> and <!-- NAME:end --> in README.md and docs/, and the pictures of
-results/, from the CSVs there: those that are named, else the newest of each kind by its name. The last column of the
-story's and the ladder's tables, and README's names of problems, are written by hand and stay.
+Rewrites the generated parts of README.md and docs/ and the pictures of results/ from the CSVs in results/: the CSVs that
+are named, else the newest of each kind by its name. Generated are the text between <!-- NAME:begin --> and
+<!-- NAME:end -->, each number before <!--=NAME-->, and the call chains of docs/READING.md, which come from sdpa.cu. The
+last column of the story's and the ladder's tables, and README's names of problems, are written by hand and kept.
   --diffs  redraws instead docs/LADDER.md's diffs of extracts, in some 4 minutes; with words those of such rungs alone
   --bugs   redraws instead the table of injected bugs in docs/TESTING.md, from stdin
 exit: 0, 2 bad usage or a file that cannot be read
 """
 import collections
+import csv
 import math
 import re
 import shlex
@@ -21,7 +23,8 @@ import ladders
 from builds import replace_file as write
 from cli import Refused
 from report_charts import against, over_lengths, waterfall
-from report_rows import KINDS, OURS, PEERS, bases, fastest, newest, peer, problem, read, short, timed
+from report_rows import (KINDS, OURS, PEERS, bases, by_name, device_slug, fastest, newest, peer, problem, read, short,
+                         timed)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -65,10 +68,15 @@ def times(at, names):
 
 # ---- the sections: those with pictures return their Markdown and {picture: drawing}, the others a table ----
 
+def generated(path, section):
+    """The text between the markers of a section in a page."""
+    text = (ROOT / path).read_text(encoding="utf-8").partition(f"<!-- {section}:begin")[2]
+    return text.partition("-->\n")[2].partition(f"<!-- {section}:end")[0]
+
+
 def by_hand(path, section, row=r"^\| (\w+) \|(?:[^|\n]*\|){3} ([^|\n]*) \|$"):
     """The cells of a section's rows that are written by hand and stay: by default the name, and the last of five."""
-    text = (ROOT / path).read_text(encoding="utf-8").partition(f"<!-- {section}:begin")[2]
-    return re.findall(row, text.partition(f"<!-- {section}:end")[0], re.M)
+    return re.findall(row, generated(path, section), re.M)
 
 
 def peers_sections(source, main):
@@ -89,7 +97,7 @@ def peers_sections(source, main):
     words = (f"The peak is {peak:,.0f} TFLOP/s. " if peak else "") + versions(source)
     named = by_hand("README.md", "results", r"^\| (\w[^|]*) \| (\d[^|]*) \|")
     few = pivot(["problem", "B,Hq,Hkv,Sq,Sk,D"], {(name, what): cells.get(what, {}) for name, what in named})
-    whole = picture("peers/all.svg", "TFLOP/s of sdpa and of peers") + "\n" + pivot(
+    whole = picture("peers/all.svg", "TFLOP/s of sdpa and competitors") + "\n" + pivot(
         ["problem (B,Hq,Hkv,Sq,Sk,D)", OURS], {titles[what]: cells[what] for what in best})
     every = [(what.replace(" fp16", ""), *bars[what]) for what in best]
     drawings = {f"peers/{name}.svg": against(rows, ["sdpa", *names], width) for name, rows, width in (
@@ -99,10 +107,10 @@ def peers_sections(source, main):
 
 
 def versions(source):
-    """What ran as peers, with versions, as a sentence; "" where no row says it."""
+    """The competitors with their versions, as a sentence; "" where no row names them."""
     every = dict.fromkeys(row["note"].partition(";")[0] for row in source.rows if peer(row) and row["note"])
     named = [one for one in every if not any(other != one and other.startswith(one) for other in every)]
-    return f"The peers through {', '.join(named)}. " * bool(named)
+    return f"Competitors: {', '.join(named)}. " * bool(named)
 
 
 def field_section(source):
@@ -118,7 +126,7 @@ def field_section(source):
     series = ["sdpa", *(name for name in PEERS.values() if any(name in values for values in panels.values()))]
     limits = {f"cuBLAS, {row['shape']}": row["tflops"] for row in source.rows if row["config"] == "torch_matmul"}
     drawn_as = picture("peers/field.svg", "TFLOP/s over the length of sequences", 600)
-    rates = pivot(["TFLOP/s (times the best peer's)"], cells)
+    rates = pivot(["TFLOP/s (times the best competitor's)"], cells)
     return f"{drawn_as}\n{rates}\n{versions(source)}{provenance(source, '../')}", {
         "peers/field.svg": over_lengths([*panels.items()], series, limits)}
 
@@ -170,7 +178,7 @@ def ladder_section(source):
             gains = [short(at[shape]) + (f" ({before[shape] / at[shape]:.2f}x)" if shape in before else "")
                      if shape in at else None for shape in ("mission", "long")]
             rows.append([name, step, *gains, sentences.get(name)])
-        headers = ["line", "step from: what it changes", "#mission µs (gain)", "#long µs (gain)", "what it shows"]
+        headers = ["line", "base: change", "#mission µs (gain)", "#long µs (gain)", "result"]
         text += [f"### {family}\n", table(headers, rows)]
     return "\n".join(text) + "\n" + provenance(source, "../")
 
@@ -197,11 +205,11 @@ def ablation_section(sources):
         for change, us in changes.items():
             rows.append([change, *(cell for shape, t in whole.items() for cell in (
                 (short(us[shape]), f"{100 * (us[shape] / t - 1):+.0f}%") if shape in us else (None, None)))])
-        headers = ["taken back", *(h for shape in whole for h in (f"#{shape} µs", "#costs"))]
+        headers = ["knob reset", *(h for shape in whole for h in (f"#{shape} µs", "#costs"))]
         drawn_as = picture(f"ablation/{full}.svg", f"What each knob of {full} is worth", 480)
         refused = {taken_back(row, full): row["note"] or f"{row['status']} {row['check']}" for row in source.rows}
         text += [f"### {full}\n", drawn_as, table(headers, rows),
-                 *(f"`{change}` is not legal alone: {why.strip()}\n" for change, why in refused.items()
+                 *(f"`{change}` cannot be reset alone: {why.strip()}\n" for change, why in refused.items()
                    if change and change not in changes), provenance(source, "../")]
     return "\n".join(text), drawings
 
@@ -269,10 +277,178 @@ def bugs_section(words):
     return table(["bugs", *("#" + net for net in nets)], rows) + (f"\nMissed: {', '.join(missed)}\n" if missed else "")
 
 
+def ranked_section(source):
+    """Some lines of the table that ./run_all.sh prints for mission; the choice of lines is written by hand and kept."""
+    old = generated("docs/USING.md", "ranked")
+    rows = {row["config"]: row for row, _ in timed(source) if row["shape"] == "mission"}
+    if not rows:
+        return old
+    base, slowest = next(iter(rows.values())), max(row["graph_us"] for row in rows.values())
+    names = re.findall(r"^(\w+) +PASS", old, re.M)
+    shown = sorted((rows[name] for name in names if name in rows), key=lambda row: row["graph_us"])
+    lines = [f"mission, D={base['D']} {base['dtype']}, base {base['config']}",
+             f"{'line':24} {'check':8} graph_us  TFLOP/s   peak   of base", "  ..."]
+    for row in shown:
+        us, share = row["graph_us"], f"{100 * float(row.get('peak_share') or 0):.1f}%"
+        lines.append(f"{row['config']:24} {row['check']:4} {us:12.2f} {row['tflops'] or 0:8.2f} {share:>6} "
+                     f"{base['graph_us'] / us:8.2f}x {'#' * math.ceil(28 * us / slowest)}")
+    return "```\n" + "\n".join(lines) + f"\n```\n\n{provenance(source, '../')}"
+
+
+def chains_section():
+    """The calls from each kernel to its instructions, and how many frames they are."""
+    import chains  # and tree-sitter, which only this section needs
+    found = chains.chains((ROOT / "sdpa.cu").read_text(encoding="utf-8"))
+    targets = chains.K_COPY, chains.PRODUCT, chains.EXPONENTIAL
+    frames = table(["frames", *("#" + target for target in targets)],
+                   [[name, *(len(found[name, target]) for target in targets)] for name in chains.COLUMNS])
+    text = "\n".join(f"{name}\n" + "".join(f"  {target + ':':10} {' > '.join(found[name, target])}\n" for target in targets)
+                     for name in chains.COLUMNS)
+    return f"{frames}\n```\n{text}```\n"
+
+
+# ---- numbers in sentences ----
+
+def latest(folder, name):
+    """The newest file results/FOLDER/DATE-NAME.csv; None if there is none."""
+    files = [path for path in (ROOT / "results" / folder).glob("*.csv") if device_slug(path) == name]
+    return max(files, key=by_name, default=None)
+
+
+NUMBER = re.compile(r"([\d.]+)(?=<!--=([\w.]+)-->)")
+# How many times as fast as the best competitor: the file in results/peers, and which of its problems count.
+GAINS = {
+    "suite": ("NVIDIA-H200", lambda row: row["shape"] != "small"),
+    "lengths": ("NVIDIA-H200-field", lambda row: True),
+    "h100": ("NVIDIA-H100", lambda row: row["shape"] != "small"),
+    "e4m3": ("NVIDIA-H200-e4m3", lambda row: True),
+    "e4m3_h100": ("NVIDIA-H100-e4m3", lambda row: True),
+    "behind": ("NVIDIA-H200-behind", lambda row: True),
+    "decode": ("NVIDIA-H200-decode", lambda row: row["Sq"] == "1"),
+    "drawn": ("NVIDIA-H200-drawn", lambda row: True),
+    "drawn_decode": ("NVIDIA-H200-drawn", lambda row: row["Sq"] == "1"),
+    "chunks": ("NVIDIA-H200-chunks", lambda row: row["dtype"] == "bf16"),
+}
+# The same for the rows of tools/frameworks.py: the file in results/frameworks, and the competitor. A row of "OTHER, pages
+# of 16" is compared with that of "sdpa, pages of 16".
+FRAMEWORKS = {
+    "mixed": ("NVIDIA-H100-lengths", "FlashAttention-3"),
+    "pages": ("NVIDIA-H100-lengths", "FlashInfer"),
+    "training": ("NVIDIA-H100-training", "PyTorch"),
+}
+
+
+def peer_gains(path, counts):
+    """For each problem that counts, the time of the best competitor divided by that of the fastest line."""
+    for at in fastest(read(path, ["peers"])).values():
+        others = [us for name, (us, _) in at.items() if name != OURS]
+        if others and counts(at[OURS][1]):
+            yield min(others) / at[OURS][0]
+
+
+def framework_times(path):
+    """{(what, problem): {contender: µs}}."""
+    found = collections.defaultdict(dict)
+    with open(path, newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            found[row["what"], row["problem"]][row["contender"]] = float(row["us"])
+    return found
+
+
+def framework_gains(path, other):
+    for times_of in framework_times(path).values():
+        yield from (us / times_of[name.replace(other, "sdpa", 1)] for name, us in times_of.items() if name.startswith(other))
+
+
+def summary(name, gains):
+    """Range, geometric mean and number of some gains."""
+    mean = math.prod(gains) ** (1 / len(gains))
+    return {f"{name}.least": f"{min(gains):.2f}", f"{name}.most": f"{max(gains):.2f}", f"{name}.mean": f"{mean:.2f}",
+            f"{name}.count": str(len(gains))}
+
+
+def numbers():
+    """{NAME: the number before <!--=NAME-->}, of those whose file is there."""
+    found = {}
+    for name, (file, counts) in GAINS.items():
+        if path := latest("peers", file):
+            found |= summary(name, [*peer_gains(path, counts)])
+    for name, (file, other) in FRAMEWORKS.items():
+        if path := latest("frameworks", file):
+            found |= summary(name, [*framework_gains(path, other)])
+    if path := latest("frameworks", "NVIDIA-H200-mods"):
+        alibi = framework_times(path)["ALiBi", "4,16,16,4096,4096,128"]
+        for name, contender in (("alibi", "sdpa"), ("alibi_flex", "FlexAttention, TRITON")):
+            found[name] = f"{alibi[contender] / alibi['sdpa, without the expression']:.2f}"
+    for path in sorted((ROOT / "results/ab").glob("*-NVIDIA-H200-verdicts.csv"), key=by_name):
+        for row in read(path, ["verdicts"]).rows:
+            if (row["b"], row["problem"]) == ("mma_lazy STAGES=3", "long"):
+                found["ab.first"] = f"{100 * row['ratio'] - 100:.1f}"
+    if path := latest("ab", "NVIDIA-H200-trial"):
+        trial = read(path, ["verdicts"]).rows
+        for name, kinds, verdict in (("same", ("same",), "SAME"), ("more", ("1%", "0.5%"), "SLOWER")):
+            verdicts = [row["verdict"] for row in trial if row["kind"] in kinds]
+            found |= {f"ab.{name}": str(len(verdicts)), f"ab.{name}_right": str(verdicts.count(verdict))}
+    return found
+
+
+# ---- tables of tools/frameworks.py, and of problems on which a competitor is close ----
+
+def digits(us):
+    """A time with at least four digits."""
+    return f"{us:,.0f}" if us >= 1000 else f"{us:.4g}"
+
+
+def behind_section(path):
+    cells = {}
+    for what, at in fastest(read(path, ["peers"])).items():
+        us, row = at[OURS]
+        fa3 = at["FlashAttention-3"][0]
+        v_size = ", V of 128" * ("V of 128" in row["note"])
+        cells[what.replace(" bf16", "") + v_size,] = {"sdpa": digits(us), "FlashAttention-3": digits(fa3), "times as fast": f"{fa3 / us:.2f}x"}
+    return pivot(["problem (B,Hq,Hkv,Sq,Sk,D)"], cells)
+
+
+def training_section(path):
+    cells = {}
+    for (_, problem_text), us in framework_times(path).items():
+        cells[problem_text,] = {"PyTorch, µs": digits(us["PyTorch"]), "sdpa, µs": digits(us["sdpa"]),
+                                "times as fast": f"{us['PyTorch'] / us['sdpa']:.2f}x"}
+    return pivot(["B,Hq,Hkv,S,D"], cells)
+
+
+def lengths_section(path):
+    sizes, cells = (16, 64, 256), {}
+    for (_, sequences), us in framework_times(path).items():
+        cells[sequences,] = {"sdpa": digits(us["sdpa"]), "FlashAttention-3": digits(us["FlashAttention-3"])}
+        for name in ("sdpa", "FlashInfer"):
+            paged = [digits(us[f"{name}, pages of {size}"]) for size in sizes if f"{name}, pages of {size}" in us]
+            cells[sequences,][f"{name}, pages of 16; 64; 256"] = "; ".join(paged)
+    return pivot(["queries to caches of keys"], cells)
+
+
+def mods_section(path):
+    """A row for each expression, a column for each head size, as multiples of the time without the expression."""
+    expressions = {"identity": "`s + 0.f`", "ALiBi": "`s - x0[h] * real(q + Sk - Sq - k)` (ALiBi)",
+                   "softcap": "`30 * tanh_approx(s / 30)`, against `softcap=30`",
+                   "causal": '`k <= q + Sk - Sq` with a kept map, against `causal="br"`'}
+    cells = collections.defaultdict(dict)
+    for (what, problem_text), us in framework_times(path).items():
+        if what in expressions and problem_text.startswith("4,"):
+            for name, contender in (("sdpa", "sdpa"), ("FlexAttention", "FlexAttention, TRITON")):
+                cells[expressions[what],][f"{name}, D={problem_text.rpartition(',')[2]}"] = f"{us[contender] / us['sdpa, without the expression']:.2f}"
+    return pivot(["expression"], cells)
+
+
+OF_ONE_FILE = {  # sections by the folder and the name of their file
+    "behind": ("peers", "NVIDIA-H200-behind", behind_section), "training": ("frameworks", "NVIDIA-H100-training", training_section),
+    "lengths": ("frameworks", "NVIDIA-H100-lengths", lengths_section), "mods": ("frameworks", "NVIDIA-H200-mods", mods_section)}
+
+
 # ---- the pages ----
 
-def put(sections):
-    """Writes the SECTIONS between their markers in README.md and docs/."""
+def put(sections, figures=None):
+    """Writes SECTIONS {name: text} between their markers in README.md and docs/, and FIGURES {name: number} before theirs."""
     pages = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
     missing = sections.keys() - re.findall(r"<!-- (\w+):begin", "".join(pages.values()))
     if missing:
@@ -280,6 +456,7 @@ def put(sections):
     for path, text in pages.items():
         new = re.sub(r"(<!-- (\w+):begin[^\n]*-->\n)(.*?)(<!-- \2:end -->)",
                      lambda found: found[1] + sections.get(found[2], found[3]) + found[4], text, flags=re.S)
+        new = NUMBER.sub(lambda found: (figures or {}).get(found[2], found[1]), new)
         if new != text:
             write(path, new)
 
@@ -294,10 +471,12 @@ def drawn(results, named=()):
     rungs, drawings = ladders.sections(next(iter(found["rungs"][-1:]), None), table, picture, provenance)
     ablation, waterfalls = ablation_section(found["ablation"])
     sections["field"], field = field_section(found["field"][-1]) if found["field"] else ("", {})
-    sections.update(rungs, story=story_section(main), ladder=ladder_section(main), ablation=ablation)
+    sections.update(rungs, story=story_section(main), ladder=ladder_section(main), ablation=ablation,
+                    ranked=ranked_section(main), chains=chains_section())
     for name, section in (("wgmma", wgmma_section), ("rested", rates_section), ("published", published_section), ("e4m3", rates_section),
                           ("decode", decode_section), ("accuracy", accuracy_section)):
         sections[name] = "".join(section(source) + "\n" + provenance(source, "../") for source in found[name][-1:])
+    sections.update({name: section(path) for name, (folder, file, section) in OF_ONE_FILE.items() if (path := latest(folder, file))})
     for name in [name for name, text in sections.items() if not text]:
         sections[name] = f"None on this GPU yet: `{KINDS[name].command}` measures it.\n"
     return sections, {**charts, **drawings, **waterfalls, **field}
@@ -321,7 +500,7 @@ def main():
         if Path(word).resolve().parent.parent != ROOT / "results":
             raise Refused(f"{word}: pages link to their rows; put it into the folder of results/ that has its kind (docs/NUMBERS.md)")
     sections, pictures = drawn(ROOT / "results", [Path(word).resolve() for word in options.words])
-    put(sections)
+    put(sections, numbers())
     for name, drawing in pictures.items():
         write(ROOT / "results" / name, drawing)
     for folder in {(ROOT / "results" / name).parent for name in pictures}:
