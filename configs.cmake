@@ -1,10 +1,10 @@
 # The reader of configs.txt, for CMakeLists.txt and, as a script, for run_all.sh and the tools:
 #   cmake -DCONFIGS=FILE [-DSOURCE=FILE] -P configs.cmake
 # prints for each good line NAME, BASE, PASS or FAIL, ARCH, KNOB=VALUE... and GATE..., with tabs between; on stderr
-# what is wrong with the others. SOURCE (default: sdpa.cu) has the list of knobs.
+# what is wrong with the others. SOURCE (default: sdpa.cu) has the list of knobs, and so has sdpa_backward.cu next to it.
 #
 # read_configs(FILE SOURCE) sets config_names, for each NAME config_base_NAME, config_expect_NAME, config_arch_NAME,
-# config_knobs_NAME and config_gates_NAME, config_bad_lines: LINE<tab>NAME<tab>SENTENCE each, and config_bad_sentences.
+# config_knobs_NAME, config_gates_NAME and config_source_NAME (sdpa.cu or sdpa_backward.cu), config_bad_lines: LINE<tab>NAME<tab>SENTENCE each, and config_bad_sentences.
 # `NAME : BASE KNOB=VALUE...` has the knobs and the architecture of an earlier line, with these changed. SCORE_MOD and
 # MASK_MOD have expressions between single quotes, which are compiled once here, so that an error names its line.
 #   cmake -DEXPRESSION=KNOB=VALUE [-DSOURCE=FILE] -P configs.cmake
@@ -105,7 +105,12 @@ function(read_configs file source)
   endif()
   get_filename_component(file_name "${file}" NAME)
   file(READ "${source}" text)
-  string(REGEX MATCHALL "\n  X\\([A-Z][A-Z0-9_]*, " rows "${text}")  # the rows of SDPA_KNOBS
+  string(REGEX REPLACE "\\.cu$" "_backward.cu" backward_source "${source}")
+  if(EXISTS "${backward_source}")
+    file(READ "${backward_source}" backward_text)
+    string(APPEND text "${backward_text}")
+  endif()
+  string(REGEX MATCHALL "\n  X\\([A-Z][A-Z0-9_]*, " rows "${text}")  # the rows of SDPA_KNOBS and SDPA_BACKWARD_KNOBS
   list(TRANSFORM rows REPLACE "\n  X\\(|, " "" OUTPUT_VARIABLE known_knobs)
 
   set(config_names "")
@@ -211,6 +216,10 @@ gate:step-over=NAME:FACTOR[@SHAPE]")
     endforeach()
     if(good)
       list(APPEND config_names ${name})
+      set(config_source_${name} sdpa.cu PARENT_SCOPE)
+      if("BACKWARD=1" IN_LIST knobs)
+        set(config_source_${name} sdpa_backward.cu PARENT_SCOPE)
+      endif()
       foreach(what base expect arch knobs gates)
         set(config_${what}_${name} "${${what}}")
         set(config_${what}_${name} "${${what}}" PARENT_SCOPE)

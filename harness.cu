@@ -174,6 +174,7 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
     const int k = k0 + j - first_key, distance = k - (q_row - first_query);
     const bool is_own = (!is_mixed || batch == own) && k >= 0 && k < Sk;
     if (!is_own || distance < first || distance > last) return -INFINITY;
+    if (p.key_mask && !p.key_mask[own * p.key_mask_stride + k]) return -INFINITY;
     const ModPlace place{own, h, q_row - first_query, k, Sq, Sk};
     if (!Mods::sees(place, p)) return -INFINITY;
     if (Mods::changes_logits) S = Mods::logit(S * of_logit, place, p);
@@ -268,6 +269,16 @@ struct KernelFacts {  // of the kernel that takes a problem
   size_t scratch_bytes, bias_map_bytes;
 };
 
+// The tensors of a backward pass: SdpaGradients of any build.
+struct Gradients {
+  const void* dO;
+  void *dQ, *dK, *dV;
+  Strides d_o, d_q, d_k, d_v;
+  const float* dLSE;
+  float* dSinks;
+  void* workspace;
+};
+
 struct Line {
   const char *name, *family, *archs;
   const Knob* knobs;
@@ -276,6 +287,7 @@ struct Line {
   int fp16_acc;  // bits: of Q @ K.T, of P @ V
   bool has_softcap, has_sinks, has_lengths, has_pages, has_small_pages, tanh_is_approximate;
   int use_bias;
+  bool has_key_mask;
   bool has_bias_maps, is_wgmma, has_queue, is_tuned, sums_end;
   TunedTile tiles[most_tiles];  // one, or those that it may take
   int tile_count;
@@ -288,6 +300,10 @@ struct Line {
   KernelFacts (*facts_of)(const SdpaParams&);
   SdpaStatus (*forward)(const SdpaParams&, cudaStream_t);
   SdpaStatus (*map_bias)(const SdpaParams&, cudaStream_t);
+  // Of a line with BACKWARD=1, which is checked and timed by its backward pass; else null.
+  SdpaStatus (*backward)(const SdpaParams&, const Gradients&, cudaStream_t);
+  size_t (*backward_workspace_bytes)(const SdpaParams&);
+  const char* pass() const { return backward ? "backward" : "forward"; }
   bool takes(int d, int d_v) const {  // as widths of a problem
     const auto fits = [&](int n, int most) { return n == most || (is_wgmma && n > 0 && n < most && n % vec_width == 0); };
     return fits(d, D) && fits(d_v, Dv);
@@ -307,7 +323,11 @@ namespace {
 constexpr Knob all_knobs[] = {
 #define SDPA_KNOB_ROW(name, fallback, member, values, families, meaning) \
     {#name, name##_text.data(), meaning, name##_changed},
-    SDPA_KNOBS(SDPA_KNOB_ROW)};
+    SDPA_KNOBS(SDPA_KNOB_ROW)
+#ifdef SDPA_BACKWARD_KNOBS  // compiled from sdpa_backward.cu
+    SDPA_BACKWARD_KNOBS(SDPA_KNOB_ROW)
+#endif
+};
 
 // Barriers of a CTA, or of a group of warps, per K/V tile.
 int barriers_per_tile() {
@@ -350,6 +370,24 @@ bool sees_on_host(const ModPlace& at, const ModArrays& arrays) {
   return plain_expression::sees<double>(at, x(0), x(1), x(2), x(3), i(0), i(1));
 }
 
+#ifdef SDPA_BACKWARD_KNOBS
+KernelFacts backward_facts_of(const SdpaParams& p) {
+  KernelFacts facts = facts_of(p);
+  facts.kernel = reinterpret_cast<const void*>(+sdpa_backward_kv<Build>);
+  facts.shared_bytes = sizeof(BackwardShared<Build>);
+  return facts;
+}
+SdpaStatus run_backward(const SdpaParams& forward, const Gradients& g, cudaStream_t stream) {
+  const auto as_output = [](void* x) { return static_cast<Input*>(x); };
+  SdpaBackwardParams p{};
+  p.forward = forward;
+  p.dO = static_cast<const Output*>(g.dO), p.dQ = as_output(g.dQ), p.dK = as_output(g.dK), p.dV = as_output(g.dV);
+  p.d_o = g.d_o, p.d_q = g.d_q, p.d_k = g.d_k, p.d_v = g.d_v;
+  p.dLSE = g.dLSE, p.dSinks = g.dSinks, p.workspace = g.workspace;
+  return sdpa_backward(p, stream);
+}
+#endif
+
 Line describe_build() {
   Line l{};
   l.name = SDPA_TEXT(SDPA_CONFIG_NAME), l.family = family_name;
@@ -361,7 +399,7 @@ Line describe_build() {
   l.has_softcap = Build::use_softcap != 0, l.tanh_is_approximate = Build::use_softcap == 1;
   l.has_sinks = Build::use_sinks, l.has_lengths = Build::use_lengths, l.has_pages = Build::use_pages != 0;
   l.has_small_pages = Build::use_pages == 2;
-  l.use_bias = Build::use_bias;
+  l.use_bias = Build::use_bias, l.has_key_mask = Build::use_key_mask;
   l.has_bias_maps = is_wgmma && Build::hides_rounds && !Build::use_lengths && (Build::use_tuned || lists_rounds<Build>);
   for (int n = 0; n < 6; n++) l.names[n] = mods_name(mod_arrays[n]);
   if (Build::changes_logits) l.logit = logit_on_host;
@@ -375,6 +413,9 @@ Line describe_build() {
   }
   if (!Build::use_tuned) l.tiles[l.tile_count++] = tile_of({});
   l.tile_of = tile_of, l.facts_of = facts_of, l.forward = sdpa_forward, l.map_bias = sdpa_map_bias;
+#ifdef SDPA_BACKWARD_KNOBS
+  l.facts_of = backward_facts_of, l.backward = run_backward, l.backward_workspace_bytes = backward_workspace_bytes;
+#endif
   return l;
 }
 
@@ -431,7 +472,13 @@ string knob_value(const string& name) {
   }
   return "";
 }
-DType dtype_of(Tensor t) { return t == Tensor::O ? line.output : t == Tensor::Q ? line.query : line.input; }
+DType dtype_of(Tensor t) {
+  return t == Tensor::O || t == Tensor::dO ? line.output : t == Tensor::Q || t == Tensor::dQ ? line.query : line.input;
+}
+const char* name_of(Tensor t) {
+  constexpr const char* names[] = {"Q", "K", "V", "O", "dO", "dQ", "dK", "dV"};
+  return names[int(t)];
+}
 // What a tanh_approx of SCORE_MOD moves a logit by, at most: it is within 2^-11.
 double error_by_tanh_approx() {
   if (!line.logit || !expression_names("tanh_approx", knob_value("SCORE_MOD"))) return 0;
@@ -497,17 +544,18 @@ struct Problem : reference::Problem {
   // all launches; "": there is none.
   string bias_kind, bias_dims = "q";
   bool keeps_map = false;  // MASK_MOD: one map for all launches
+  string key_mask_kind;    // one of key_mask_kinds, perhaps with ",shared" by all batches; "": there is none
 
   Problem() : reference::Problem{}, page_size(line.has_pages ? 64 : 0) { D = line.D, Dv = line.Dv; }
 };
 
 // add and bool: at random, with rows that see nothing. tree: the last keys alone, each seen by what descends from it.
 // causal, documents: what a causal mask hides, and all keys of 15 others of 16 documents.
+// Which keys of a batch are padding: those behind, those before, or any of them and, with odd seeds, stretches of 200.
+constexpr const char* key_mask_kinds[] = {"right", "left", "scattered"};
 constexpr const char* bias_kinds[] = {"add", "bool", "tree", "causal", "documents", "blocks"};
 string bias_text(const Problem& p) { return p.bias_kind.empty() ? "" : p.bias_kind + "," + p.bias_dims; }
 
-// Elements of a row.
-int width_of(const Problem& p, Tensor t) { return t == Tensor::V || t == Tensor::O ? p.Dv : p.D; }
 // Which tensors have the sequences one after the other.
 const char* packed_text(const Problem& p) { return p.packs_q ? p.packs_k ? "qk" : "q" : p.packs_k ? "k" : ""; }
 
@@ -650,7 +698,7 @@ class Guarded {
 class DeviceTensor : public Guarded {
  public:
   DeviceTensor(const Problem& p, Tensor t, size_t elements)
-      : Guarded(string(1, "QKVO"[int(t)]), elements * bytes_of(t)), element_bytes(bytes_of(t)) {
+      : Guarded(name_of(t), elements * bytes_of(t)), element_bytes(bytes_of(t)) {
     const int64_t S = of_query(t) ? p.Sq : p.Sk, H = of_query(t) ? p.Hq : p.Hkv;
     const int64_t D = width_of(p, t);
     strides = {H * S * D, S * D, D};
@@ -757,6 +805,11 @@ struct Figures {  // of checks: the worst errors, and over how many rows
     max_abs_err = std::max(max_abs_err, c.max_abs_err);
     lse_err = std::max(lse_err, c.lse_err);
   }
+  void include(const reference::GradientComparison& c) {
+    rel_rms = std::max(rel_rms, c.rel_rms());
+    rel_rms_limit = std::max(rel_rms_limit, c.rel_rms_limit());
+    max_abs_err = std::max(max_abs_err, c.max_abs_err);
+  }
 };
 
 bool adds_bias() { return line.use_bias == 1 || line.use_bias == 3; }
@@ -791,6 +844,14 @@ SdpaParams (*prepare_launch)(const Problem&, const SdpaParams&) = [](const Probl
 bool has_witness = has_clock;
 double affordable_macs = 1.5e9;
 size_t witness_elements = size_t(1) << 26;
+
+}  // namespace
+}  // namespace SDPA_NAMESPACE
+
+#include "harness_backward.cu"
+
+namespace SDPA_NAMESPACE {
+namespace {
 
 class Instance {
  public:
@@ -832,6 +893,7 @@ class Instance {
     hold(p.has_k_firsts, firsts_, params.k_firsts, p.B);
     hold(p.packs_q, starts_[0], params.q_starts, p.B + 1), hold(p.packs_k, starts_[1], params.k_starts, p.B + 1);
     if (!p.bias_kind.empty()) hold_bias();
+    if (!p.key_mask_kind.empty()) hold_key_mask();
     hold_mods();
     if (p.page_size) hold_pages();
     const KernelFacts facts = line.facts_of(params);
@@ -839,10 +901,11 @@ class Instance {
     workspace_->fill(0);
     scratch_.reset(new Guarded("the scratch memory", facts.scratch_bytes));
     params.workspace = workspace_->data(), params.scratch = scratch_->data();
+    if (line.backward) backward_.reset(new BackwardPass(problem, params));
   }
 
   void set_inputs(uint64_t seed) {
-    problem.seed = seed;
+    problem.seed = seed, has_forward_ = false;
     if (starts_[0]) starts_[0]->store(beyond_tensor(problem.q_starts = drawn_starts(problem, Tensor::Q, seed), problem.Sq, seed));
     if (starts_[1]) starts_[1]->store(beyond_tensor(problem.k_starts = drawn_starts(problem, Tensor::K, seed), problem.Sk, seed));
     if (sinks_) {
@@ -865,10 +928,12 @@ class Instance {
       tensors[t]->write(held_[t]);
     }
     if (bias_) set_bias(seed);
+    if (key_mask_) set_key_mask(seed);
     set_mods(seed);
     make_map();
     if (table_) set_pages(seed);
     problem.Q = inputs_[0].data(), problem.K = inputs_[1].data(), problem.V = inputs_[2].data();
+    if (backward_) backward_->set_inputs(problem);
   }
 
   // Of 8 heads one has no sink (beside inputs of NaN and inf such a sink), one a sink that is nothing of its sum, and one, if
@@ -1052,9 +1117,11 @@ class Instance {
     params.max_ctas = 0;
     string trouble = run_once();
     params.max_ctas = problem.max_ctas;
-    if (trouble.empty()) trouble = compare(figures);
+    Figures of_forward;
+    if (trouble.empty()) trouble = compare(backward_ ? of_forward : figures);
     checked = got;
     if (trouble.empty()) trouble = check_more(*this);
+    if (trouble.empty() && backward_) trouble = check_backward(figures);
     for (int n = 0; n < repeats && trouble.empty(); n++) {
       trouble = check_again("of two runs on the same inputs differs");
     }
@@ -1071,7 +1138,11 @@ class Instance {
     return trouble.empty() ? difference(sentence) : trouble;
   }
 
-  void poison() { at(Tensor::O).poison(), lse_->fill(0xff), scratch_->fill(0xff); }
+  // Of the pass that the line is timed by.
+  void poison() { backward_ && has_forward_ ? backward_->poison() : poison_forward(); }
+  void launch_pass(cudaStream_t stream = 0) {
+    backward_ && has_forward_ ? backward_->launch(prepare_launch(problem, params), stream) : launch(params, stream);
+  }
   void launch(const SdpaParams& p, cudaStream_t stream = 0) const {
     const SdpaStatus status = line.forward(prepare_launch(problem, p), stream);
     if (!status.ok()) throw CudaError{status.text};
@@ -1079,7 +1150,7 @@ class Instance {
   // Launches once. Returns a sentence if something but the outputs was written.
   string run_once() {
     poison();
-    launch(params);
+    launch_pass();
     string trouble = collect();
     for (int t = 0; t < 3; t++) {
       const bool same = tensors[t]->read(trouble) == held_[t];
@@ -1115,6 +1186,20 @@ class Instance {
   } got, checked;  // of the last run, and of the one that was compared
 
  private:
+  void poison_forward() { at(Tensor::O).poison(), lse_->fill(0xff), scratch_->fill(0xff); }
+  // Launches the backward pass on what the checked forward pass left, and compares the gradients with the reference. From
+  // here on it is the pass that is launched.
+  string check_backward(Figures& figures) {
+    has_forward_ = true;
+    string trouble = run_once();
+    if (!trouble.empty()) return trouble;
+    vector<float> O(checked.O.size()), LSE(checked.LSE.size());
+    for_all(O.size(), [&](size_t i) { O[i] = output_value(checked.O[i]); });
+    for (size_t i = 0; i < LSE.size(); i++) LSE[i] = float_of(checked.LSE[i]);
+    trouble = backward_->compare(problem, O, LSE, figures);
+    backward_->keep();
+    return trouble;
+  }
   // Waits, and fetches the outputs into `got`. Returns a sentence if anything around them or around the
   // workspace was written, or if the workspace is not as the next launch must find it.
   string collect() {
@@ -1124,6 +1209,10 @@ class Instance {
     got.LSE = lse_->fetch<uint32_t>(lse_->bytes);
     for (const auto* memory : {&lse_, &workspace_, &scratch_}) (*memory)->expect_guards(trouble);
     if (bias_map_) bias_map_->expect_guards(trouble);
+    if (trouble.empty() && backward_ && has_forward_) {
+      trouble = backward_->collect();
+      if (trouble.empty() && (got.O != checked.O || got.LSE != checked.LSE)) trouble = "the kernel wrote into O or LSE";
+    }
     if (!trouble.empty()) return trouble;
     for (uint32_t word : workspace_->fetch<uint32_t>(workspace_->bytes)) {
       if (word) return format("the kernel left %u in the workspace, which must be zero", word);
@@ -1133,6 +1222,7 @@ class Instance {
 
   // Empty if `got` has the bits of `checked`.
   string difference(const char* sentence) const {
+    if (backward_ && has_forward_) return backward_->difference(problem, sentence);
     if (checked.LSE != got.LSE) return string("LSE ") + sentence;
     return difference("O", checked.O, got.O, sentence);
   }
@@ -1223,10 +1313,13 @@ class Instance {
 
   // Tensor cores truncate their sums, which adds up over very many keys; P of a coarser type than O, and sums in fp16,
   // hide how O was rounded; of u8 a single weight is often no power of two, and its own rounding shows in all of a row;
-  // on stairs O is a row of V, which in 8 bits has few values, and fewer yet where all heads are one.
+  // on stairs, or where a mask shows few keys, O is a row of V, which in 8 bits has few values if all heads are one.
   bool judges_rounding() const {
     if ((line.tanh_is_approximate && problem.softcap != 0) || error_by_tanh_approx() > 0) return false;
-    if (problem.dist == "stairs" && problem.same_heads && element_bytes(line.input) == 1) return false;
+    const auto& mask = problem.key_mask;
+    const bool is_row_of_v = problem.dist == "stairs" || (!mask.empty() && std::count(mask.begin(), mask.end(), 1) < 16);
+    const bool has_one_head = problem.same_heads || problem.B * problem.Hkv == 1;
+    if (is_row_of_v && has_one_head && element_bytes(line.input) == 1) return false;
     return !line.fp16_acc && line.input != DType::u8 && problem.Sk <= 1 << 14 &&
            query_type.mantissa_bits >= output_type.mantissa_bits;
   }
@@ -1319,6 +1412,37 @@ class Instance {
     bias_->store(bytes);
   }
 
+  // Rows without gaps, or of other layouts an odd number of bytes apart, the first at an odd address.
+  void hold_key_mask() {
+    const bool is_shared = problem.key_mask_kind.find(',') != string::npos, is_odd = problem.layout != "bhsd";
+    key_mask_row_ = is_odd ? problem.Sk / 2 * 2 + 1 : problem.Sk;
+    key_mask_.reset(new Guarded("the mask of keys", size_t(problem.B) * key_mask_row_ + 1));
+    params.key_mask = key_mask_->data<uint8_t>() + is_odd, params.key_mask_stride = is_shared ? 0 : key_mask_row_;
+  }
+  // Of 8 batches one sees no key, one sees all, and one sees a single key.
+  void set_key_mask(uint64_t seed) {
+    const int Sk = problem.Sk, rows = params.key_mask_stride == 0 ? 1 : problem.B;
+    const string kind = problem.key_mask_kind.substr(0, problem.key_mask_kind.find(','));
+    problem.key_mask.assign(size_t(rows) * Sk, 0);
+    vector<uint8_t> bytes(key_mask_->bytes, 1);
+    for (int b = 0; b < rows; b++) {
+      const uint64_t turn = (seed + b) % 8, of_row = reference::mix(reference::mix(seed + 55) + b);
+      const int drawn = int(of_row % (Sk + 1)), seen = turn == 5 ? 0 : turn == 6 ? Sk : turn == 7 ? std::min(Sk, 1) : drawn;
+      for (int k = 0; k < Sk; k++) {
+        const uint64_t r = reference::mix(of_row + k);
+        const bool in_stretch = seed % 2 && reference::mix(of_row + 999 + k / 200) % 2;
+        const bool is_seen = kind == "right"  ? k < seen
+                             : kind == "left" ? k >= Sk - seen
+                             : turn < 5       ? r % 8 > 0 && !in_stretch
+                                              : turn == 6 || (seen == 1 && k == drawn % Sk);
+        problem.key_mask[size_t(b) * Sk + k] = is_seen;
+        // Any byte but 0 shows a key.
+        bytes[(params.key_mask - key_mask_->data<uint8_t>()) + b * key_mask_row_ + k] = is_seen ? uint8_t(1 + r / 8 % 255) : 0;
+      }
+    }
+    key_mask_->store(bytes);
+  }
+
   // The arrays that SCORE_MOD and MASK_MOD name. Each has an element for every row of Q, K and V and each query head, and
   // 1,024 more, so that an index may be made of b, h, q and k in many ways.
   void hold_mods() {
@@ -1384,13 +1508,16 @@ class Instance {
   vector<int> mod_ints_[2];
   ModArrays mods_;
   bool outside_ = false;  // an expression read what is no element of an array
-  std::unique_ptr<Guarded> lse_, workspace_, scratch_, sinks_, lengths_, q_lengths_, firsts_, bias_, bias_map_, starts_[2];  // of Q, of K
-  int64_t bias_row_ = 0;                       // elements from a row of the bias to the next
+  std::unique_ptr<Guarded> lse_, workspace_, scratch_, sinks_, lengths_, q_lengths_, firsts_, bias_, bias_map_, key_mask_,
+      starts_[2];                              // of Q, of K
+  int64_t bias_row_ = 0, key_mask_row_ = 0;    // elements from a row to the next
   std::unique_ptr<DeviceTensor> pages_[2];     // of K, of V
   std::unique_ptr<Guarded> table_;
   std::unique_ptr<DeviceFactors> factors_[3];  // of Q, K and V with 8 bits
   vector<float> inputs_[3];                    // Q, K, V, rounded
   Bits held_[3];                               // what they are in device memory
+  std::unique_ptr<BackwardPass> backward_;     // of a line that has one
+  bool has_forward_ = false;                   // O and LSE are those of the checked forward pass of these inputs
 };
 
 enum ExitCode { exit_pass = 0, exit_wrong = 1, exit_usage = 2, exit_cuda = 3, exit_skipped = 77 };
@@ -1502,7 +1629,7 @@ class Timer {
   }
 
  private:
-  void launch() { instance_.launch(instance_.params, stream_); }
+  void launch() { instance_.launch_pass(stream_); }
 
   // Runs the series; what its last launch left must have the bits of the checked run.
   template <class Series> void checked(const char* sentence, const Series& series) {
@@ -1632,8 +1759,12 @@ Resources resources_of(const KernelFacts& k) {
 
 // ---- a run of a problem, and its row ----
 
-// Two products, each a multiply and an add for every visible pair and element of D.
-double flops_of(const Problem& p) { return 2.0 * (p.D + p.Dv) * p.B * p.Hq * reference::visible_pairs(p); }
+// Two products, each a multiply and an add for every visible pair and element of D. Of the backward pass five, of which
+// three have D elements and two Dv, whatever a kernel computes twice.
+double flops_of(const Problem& p) {
+  const double widths = line.backward ? 3.0 * p.D + 2.0 * p.Dv : p.D + p.Dv;
+  return 2 * widths * p.B * p.Hq * reference::visible_pairs(p);
+}
 
 struct Run {
   Problem problem;
@@ -1656,6 +1787,7 @@ struct Run {
     for (Tensor t : {Tensor::Q, Tensor::K, Tensor::V, Tensor::O}) {
       bytes += (of_query(t) ? double(rows_of(problem, t)) : problem.Hkv * keys) * width_of(problem, t) * element_bytes(dtype_of(t));
     }
+    if (line.backward) bytes *= 2;  // each has a gradient of its size
     return bytes / d.memory_bytes * 1e6;
   }
   bool memory_binds(const Device& d) const { return memory_us(d) > matrix_us(d); }
@@ -1726,7 +1858,7 @@ vector<Column> columns(const Run& r, const Device& d) {
       {"out_dtype", output_type.name}, {"softcap", p.softcap != 0 ? format("%.9g", p.softcap) : ""},
       {"sinks", p.has_sinks ? "1" : ""}, {"lengths", p.has_q_lengths ? p.has_lengths ? "kq" : "q" : p.has_lengths ? "1" : ""},
       {"packed", packed_text(p)}, {"pages", p.page_size ? to_string(p.page_size) : ""}, {"bias", bias_text(p)},
-      {"batch_invariant", p.batch_invariant ? "1" : ""}};
+      {"batch_invariant", p.batch_invariant ? "1" : ""}, {"key_mask", p.key_mask_kind}, {"pass", line.pass()}};
   // clang-format on
 }
 
@@ -1776,7 +1908,7 @@ void print_block(const Run& r, const Device& d, const vector<Option>& options) {
   const Figures& f = r.figures;
   const reference::Tolerance tol = tolerance_of(p);
   const string changed = knob_texts(true);
-  fprintf(stderr, "sdpa_%s (%s) on %s\n", line.name, line.family, d.name.c_str());
+  fprintf(stderr, "sdpa_%s (%s%s) on %s\n", line.name, line.family, line.backward ? ", backward" : "", d.name.c_str());
   fprintf(stderr, "  problem  %s: B=%d Hq=%d Hkv=%d Sq=%d Sk=%d D=%d %s%s\n", p.shape.c_str(), p.B, p.Hq, p.Hkv,
           p.Sq, p.Sk, p.D, dtype.c_str(), words_of(options, p, ", ").c_str());
   fprintf(stderr, "  knobs    %s\n", changed.empty() ? "all at their defaults" : changed.c_str());
@@ -1784,9 +1916,9 @@ void print_block(const Run& r, const Device& d, const vector<Option>& options) {
   if (!r.check.empty()) {
     fprintf(stderr, "  check    %s: %ld rows against the reference, %ld against the witness\n",
             r.check.c_str(), f.rows_checked, f.rows_witnessed);
-    fprintf(stderr,
-            "           rel_rms %.2g (limit %.2g), max_abs_err %.2g (%.2g), lse_err %.2g (%.2g)\n",
-            f.rel_rms, f.rel_rms_limit, f.max_abs_err, tol.max_abs, f.lse_err, tol.lse);
+    fprintf(stderr, "           rel_rms %.2g (limit %.2g), max_abs_err %.2g", f.rel_rms, f.rel_rms_limit, f.max_abs_err);
+    if (!line.backward) fprintf(stderr, " (%.2g), lse_err %.2g (%.2g)", tol.max_abs, f.lse_err, tol.lse);
+    fprintf(stderr, "\n");
   }
   if (!r.timed()) return;
   fprintf(stderr, "  time     %.2f us a launch (median), %.2f us in a graph\n", r.timing.p50_us,
@@ -1951,6 +2083,16 @@ vector<Option> options_of(Options& o) {
                                                   "and perhaps letters of b, h, q and m, such as tree,bq";
        },
        bias_text},
+      {"--key-mask", "KIND[,shared]",
+       "padding, other of each batch or shared by all: keys that are right, left or scattered (a build with USE_KEY_MASK)",
+       [&o](const string& text) {
+         const size_t comma = std::min(text.find(','), text.size());
+         o.common.key_mask_kind = text;
+         const string kind = text.substr(0, comma), rest = text.substr(comma);
+         const bool is_known = std::count(std::begin(key_mask_kinds), std::end(key_mask_kinds), kind) > 0;
+         return is_known && (rest.empty() || rest == ",shared") ? "" : "want right, left or scattered, and perhaps ,shared";
+       },
+       given(&Problem::key_mask_kind)},
       {"--keep-map", "", "one map of what MASK_MOD hides for all launches; otherwise each makes its own",
        flag(o.common.keeps_map), given(&Problem::keeps_map)},
       {"--most-keys", "N", "keys that a sequence has at most, whatever its length says (a build with USE_LENGTHS)",

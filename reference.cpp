@@ -67,6 +67,11 @@ struct Problem {
   std::function<double(double s, int b, int h, int q, int k, int Sq, int Sk)> logit;
   std::function<bool(int b, int h, int q, int k, int Sq, int Sk)> sees;
   Bias bias;   // none if it is empty
+  // Rows of Sk keys, one of each batch or one of all: 0 hides a key. Empty: none is hidden.
+  std::vector<char> key_mask;
+  bool shows_key(int b, int k) const {
+    return key_mask.empty() || key_mask[(key_mask.size() > size_t(Sk) ? size_t(b) * Sk : 0) + k];
+  }
   int Dv = 0;  // of V and O; 0: D
   int d_v() const { return Dv ? Dv : D; }
   bool has_window() const { return window_left >= 0 || window_right >= 0; }
@@ -95,9 +100,13 @@ inline uint64_t mix(
   return x ^ (x >> 31);
 }
 
-enum class Tensor { Q, K, V, O };
+enum class Tensor { Q, K, V, O, dO, dQ, dK, dV };
 
-inline bool of_query(Tensor t) { return t == Tensor::Q || t == Tensor::O; }
+inline bool of_query(Tensor t) { return t == Tensor::Q || t == Tensor::O || t == Tensor::dO || t == Tensor::dQ; }
+// Elements of a row.
+inline int width_of(const Problem& p, Tensor t) {
+  return t == Tensor::Q || t == Tensor::K || t == Tensor::dQ || t == Tensor::dK ? p.D : p.d_v();
+}
 inline int batches_of(const Problem& p, Tensor t) {
   return (of_query(t) ? p.packs_q : p.packs_k) ? std::min(p.B, 1) : p.B;
 }
@@ -173,7 +182,7 @@ inline const Dist* dist_named(const std::string& name) {
 // [B,H,S,D], not rounded to a type. same_heads: every head is the first one.
 inline std::vector<float> make_input(const Problem& p, Tensor tensor, const Dist& dist,
                                      uint64_t seed, bool same_heads) {
-  const size_t heads = heads_of(p, tensor), D = tensor == Tensor::V ? p.d_v() : p.D;
+  const size_t heads = heads_of(p, tensor), D = width_of(p, tensor);
   const size_t per_head = heads ? rows_of(p, tensor) / heads * D : 0;
   std::vector<float> x(heads * per_head);
   parallel_for(heads, [&](size_t h) {
@@ -305,7 +314,7 @@ inline Result attend(const Problem& p, const Row& row) {
     const int query = row.q - s.first_query, key = int(k) - s.first_key;
     if (p.logit) logits[k] = p.logit(logits[k], s.b, row.h, query, key, s.Sq, s.Sk);
     const double bias = p.bias.of(s.b, row.h, query, key, s.Sk);
-    hidden[k] = (p.bias.hides && bias == -infinity) || (p.sees && !p.sees(s.b, row.h, query, key, s.Sq, s.Sk));
+    hidden[k] = (p.bias.hides && bias == -infinity) || !p.shows_key(s.b, key) || (p.sees && !p.sees(s.b, row.h, query, key, s.Sq, s.Sk));
     logits[k] = hidden[k] ? -infinity : logits[k] + bias;
     if (hidden[k]) leave_open(k);
     sees_any |= logits[k] != -infinity;
@@ -533,6 +542,204 @@ class Comparison {
   double signed_err_ = 0, units_ = 0;  // of elements that have a unit in the last place
   long bias_elements_ = 0;
   std::string worst_, worst_lse_;
+};
+
+// ---- gradients ----
+//
+//   P = exp(s - LSE)    dP = dO @ V.T    delta = sum(dO * O) - dLSE    dS = P * (dP - delta) * ds/dx
+//   dV = P.T @ dO    dK = scale * dS.T @ Q    dQ = scale * dS @ K    dsink = -sum(exp(sink - LSE) * delta)
+//
+// x is scale * Q @ K.T, and s the logit, which a softcap makes of x. O and LSE are given, since a kernel has them from a
+// forward pass whose results are rounded; that pass is checked on its own. Not for packed sequences, SCORE_MOD, MASK_MOD,
+// a bias or factors.
+
+// A row of a gradient, and the variance of its error if each rounding of a kernel is random. A gradient is a sum of weights
+// times rows of a tensor; total is the sum of these rows.
+struct Gradient {
+  std::vector<double> x, variance, total;
+  explicit Gradient(int width) : x(width, 0.0), variance(width, 0.0), total(width, 0.0) {}
+};
+
+class Backward {
+ public:
+  // dO [B,Hq,Sq,Dv], rounded to `type`, to which a kernel rounds P, dS and the gradients. tanh_error: of a softcap.
+  // same_heads: all heads of each tensor are one, so that roundings in the heads of a group are the same.
+  Backward(const Problem& p, const float* dO, const Type& type, double tanh_error = 0, bool same_heads = false)
+      : p_(p),
+        dO_(dO),
+        tanh_error_(tanh_error),
+        copies_(same_heads ? p.Hq / std::max(p.Hkv, 1) : 1),
+        rows_(rows_of(p, Tensor::Q)) {
+    unit_ = std::sqrt(0.541 / 12) * std::ldexp(1.0, -type.mantissa_bits);
+    tiny_ = std::max(type.smallest * std::ldexp(1.0, -type.mantissa_bits) / std::sqrt(12.0), double(FLT_MIN));
+    k_norms_ = norms(p.K, rows_of(p, Tensor::K), p.D), v_norms_ = norms(p.V, rows_of(p, Tensor::V), p.d_v());
+    const std::vector<double> of_q = norms(p.Q, rows_.size(), p.D), of_dO = norms(dO, rows_.size(), p.d_v());
+    for (size_t i = 0; i < rows_.size(); i++) rows_[i].q_norm = of_q[i], rows_[i].dO_norm = of_dO[i];
+  }
+
+  // Sets what the forward pass gave for row `i` of [B,Hq,Sq], and the gradient of its LSE. Set all rows first.
+  template <class Real> void set_row(size_t i, const Real* O, double LSE, double dLSE = 0) {
+    double delta = -dLSE;
+    for (int d = 0; d < p_.d_v(); d++) delta += double(dO_[i * p_.d_v() + d]) * double(O[d]);
+    rows_[i].LSE = LSE, rows_[i].delta = delta;
+  }
+
+  Gradient of_query(const Row& at) const {
+    const Sequence s = sequence_of(p_, at.b);
+    const size_t i = (size_t(at.b) * p_.Hq + at.h) * p_.Sq + at.q, kv_head = size_t(at.b) * p_.Hkv + at.h / group();
+    Gradient dQ(p_.D);
+    for (size_t k = first_key(p_, s, at.q); k < past_last_key(p_, s, at.q) && at.q < s.Sq; k++) {
+      const size_t j = kv_head * p_.Sk + k;
+      const Pair pair = pair_of(i, j);
+      for (int d = 0; d < p_.D; d++) add(dQ, d, pair.dS, pair.dS_variance, p_.K[j * p_.D + d]);
+    }
+    finish(dQ, scale_of(p_), lse_error(rows_[i]));
+    return dQ;
+  }
+  // Sets dK and dV of key at.q of head at.h of K and V.
+  void of_key(const Row& at, Gradient& dK, Gradient& dV) const {
+    const Sequence s = sequence_of(p_, at.b);
+    const size_t j = (size_t(at.b) * p_.Hkv + at.h) * p_.Sk + at.q;
+    for (int h = at.h * group(); h < (at.h + 1) * group(); h++) {
+      for (int q = 0; q < s.Sq; q++) {
+        if (size_t(at.q) < first_key(p_, s, q) || size_t(at.q) >= past_last_key(p_, s, q)) continue;
+        const size_t i = (size_t(at.b) * p_.Hq + h) * p_.Sq + q;
+        const Pair pair = pair_of(i, j);
+        for (int d = 0; d < p_.D; d++) add(dK, d, pair.dS, copies_ * pair.dS_variance, p_.Q[i * p_.D + d]);
+        for (int d = 0; d < p_.d_v(); d++) add(dV, d, pair.P, copies_ * pair.P_variance, dO_[i * p_.d_v() + d]);
+      }
+    }
+    finish(dK, scale_of(p_), 0), finish(dV, 1, 0);
+  }
+  // Of the sink of query head h, in fp32.
+  Gradient of_sink(int h) const {
+    Gradient sink(1);
+    double terms = 0;
+    for (int b = 0; b < p_.B; b++) {
+      for (int q = 0; q < p_.Sq; q++) {
+        const OfRow& row = rows_[(size_t(b) * p_.Hq + h) * p_.Sq + q];
+        if (row.LSE == -std::numeric_limits<double>::infinity()) continue;
+        const double P = std::exp(p_.sinks[h] - row.LSE), error = std::ldexp(1.0, -20) + lse_error(row);
+        sink.x[0] -= P * row.delta;
+        sink.variance[0] += std::pow(P * error * (std::fabs(row.delta) + row.dO_norm), 2);
+        terms += std::fabs(P * row.delta);
+      }
+    }
+    sink.variance[0] += std::pow(std::ldexp(terms, -22), 2) + std::ldexp(1.0, -252);
+    return sink;
+  }
+
+ private:
+  struct OfRow {
+    double LSE = 0, delta = 0, q_norm = 0, dO_norm = 0;
+  };
+  struct Pair {  // of a query and a key that it sees
+    double P = 0, P_variance = 0, dS = 0, dS_variance = 0;
+  };
+
+  int group() const { return p_.Hq / p_.Hkv; }
+  // LSE is a float, and the exponent of P a difference of floats as large as LSE.
+  static double lse_error(const OfRow& row) { return std::isfinite(row.LSE) ? std::ldexp(std::fabs(row.LSE), -22) : 0; }
+
+  static std::vector<double> norms(const float* x, size_t rows, int width) {
+    std::vector<double> found(rows);
+    for (size_t i = 0; i < rows; i++) found[i] = std::sqrt(dot(x + i * width, x + i * width, width));
+    return found;
+  }
+
+  // Row i of Q, row j of K.
+  Pair pair_of(size_t i, size_t j) const {
+    const OfRow& row = rows_[i];
+    if (row.LSE == -std::numeric_limits<double>::infinity()) return {};  // no key has a weight
+    const double x = scale_of(p_) * dot(p_.Q + i * p_.D, p_.K + j * p_.D, p_.D);
+    const double t = p_.softcap != 0 ? std::tanh(x / p_.softcap) : 0;
+    const double s = p_.softcap != 0 ? p_.softcap * t : x, slope = 1 - t * t;
+    const double P = std::exp(s - row.LSE), dP = dot(dO_ + i * p_.d_v(), p_.V + j * p_.d_v(), p_.d_v());
+    const double dS = P * (dP - row.delta) * slope;
+    // Relative errors of P: of the product, of the exponent, of the tanh. Absolute ones of dP - delta and of the slope.
+    const double of_p = slope * std::ldexp(scale_of(p_) * row.q_norm * k_norms_[j], -23) + std::ldexp(std::fabs(s), -22) +
+                        lse_error(row) + tanh_error_ * std::fabs(s);
+    const double of_dp = std::ldexp(row.dO_norm * v_norms_[j] + std::fabs(row.delta), -23);
+    const double of_slope = p_.softcap != 0 ? 2 * std::fabs(t) * tanh_error_ + std::ldexp(1.0, -21) : 0;
+    const double rounding = unit_ * unit_ + of_p * of_p;
+    Pair pair;
+    pair.P = P, pair.P_variance = P * P * rounding + tiny_ * tiny_;
+    pair.dS = dS, pair.dS_variance = dS * dS * rounding + tiny_ * tiny_;
+    pair.dS_variance += std::pow(P * slope * of_dp, 2) + std::pow(P * (dP - row.delta) * of_slope, 2);
+    pair.dS_variance += std::pow(FLT_MIN * (dP - row.delta) * slope, 2);  // of a P that is flushed to 0
+    return pair;
+  }
+  static void add(Gradient& sum, int d, double weight, double variance, double x) {
+    sum.x[d] += weight * x, sum.variance[d] += variance * x * x, sum.total[d] += x;
+  }
+  // `error`: a relative one of all terms alike. Equal weights are rounded alike: what that adds to a sum is no more than the
+  // rounding of the sum, but for subnormal numbers.
+  void finish(Gradient& sum, double scale, double error) const {
+    for (size_t d = 0; d < sum.x.size(); d++) {
+      sum.variance[d] += std::pow(tiny_ * sum.total[d], 2);
+      sum.x[d] *= scale, sum.variance[d] *= scale * scale;
+      if (sum.variance[d] == 0) continue;  // of no pair: exactly 0
+      sum.variance[d] += sum.x[d] * sum.x[d] * (unit_ * unit_ + error * error) + tiny_ * tiny_;
+    }
+  }
+
+  const Problem& p_;
+  const float* const dO_;
+  double unit_, tiny_, tanh_error_;  // root mean squares of relative roundings, and of what subnormal numbers lose
+  int copies_;  // heads that are rounded alike
+  std::vector<OfRow> rows_;
+  std::vector<double> k_norms_, v_norms_;
+};
+
+// Collects rows of a gradient and compares them with what they must be, in units of the error that roundings make. An
+// absolute or relative limit alone would pass a wrong gradient or fail a right one, since gradients may be sums that
+// cancel. Every comparison is written so that NaN fails.
+class GradientComparison {
+ public:
+  // Of the root mean square over all elements, and of the largest one.
+  static constexpr double rms_limit = 1.5, largest_limit = 8;
+
+  explicit GradientComparison(const char* name) : name_(name) {}
+
+  double max_abs_err = 0;
+  long rows = 0;
+
+  void add(const Row& at, const Gradient& want, const float* got) {
+    rows++;
+    for (size_t d = 0; d < want.x.size(); d++) {
+      const double err = distance(want.x[d], got[d]);
+      const double units = err == 0 ? 0 : err / std::sqrt(want.variance[d]);
+      squares_err_ += err * err, squares_ref_ += want.x[d] * want.x[d], variance_ += want.variance[d];
+      if (!(err <= max_abs_err)) max_abs_err = err;
+      if (!(units <= largest_)) {
+        largest_ = units;
+        worst_ = format("%s(b=%d,h=%d,row=%d,d=%d) ref=%.9g got=%.9g err=%.3g", name_, at.b, at.h, at.q, int(d), want.x[d],
+                        double(got[d]), err);
+      }
+    }
+  }
+  // Errors as shares of the gradient; 0 where that is not more than what roundings leave of a 0.
+  double rel_rms() const { return squares_ref_ > variance_ ? std::sqrt(squares_err_ / squares_ref_) : 0; }
+  double rel_rms_limit() const { return squares_ref_ > variance_ ? rms_limit * std::sqrt(variance_ / squares_ref_) : 0; }
+  double rms() const { return variance_ > 0 ? std::sqrt(squares_err_ / variance_) : 0; }
+  double largest() const { return largest_; }
+  // Empty, or a sentence with the worst element and the limit that it broke.
+  std::string verdict() const {
+    if (!(largest_ <= largest_limit)) {
+      return worst_ + format(", %.3g times the error of roundings, tol=%g", largest_, largest_limit);
+    }
+    // Errors of few rows go together.
+    const double limit = rms_limit * (1 + 3 / std::sqrt(double(std::max(rows, 1L))));
+    if (!(rms() <= limit)) {
+      return format("%s: rms error is %.3g times that of roundings, tol=%.3g; worst ", name_, rms(), limit) + worst_;
+    }
+    return "";
+  }
+
+ private:
+  const char* const name_;
+  double squares_err_ = 0, squares_ref_ = 0, variance_ = 0, largest_ = 0;
+  std::string worst_;
 };
 
 }  // namespace reference

@@ -280,7 +280,9 @@ stopped() {
 # compiled_count: of the lines; make links none of them before it has compiled them all.
 compiled_count() {
   local name count=0
-  for name in "${names[@]}"; do [ ! -e "$build/CMakeFiles/line_$name.dir/sdpa.cu.o" ] || count=$((count + 1)); done
+  for name in "${names[@]}"; do
+    ! ls "$build/CMakeFiles/line_$name.dir/"sdpa*.cu.o >/dev/null 2>&1 || count=$((count + 1))
+  done
   echo $count
 }
 

@@ -107,6 +107,7 @@ namespace {  // two builds in one program must not share their constants and ker
   X(USE_SOFTCAP, 0, use_softcap, "0 1 2", "scalar mma wgmma", "logits in c * tanh(x / c): 1 tanh.approx, 2 exactly") \
   X(USE_SINKS, 0, use_sinks, "0 1", "scalar mma wgmma", "a logit of the head that has no key joins the sum of a row") \
   X(USE_BIAS, 0, use_bias, "0 1 2 3", "scalar mma wgmma", "a tensor joins the logits: 1 added, 2 hides keys, 3 added (fp32)") \
+  X(USE_KEY_MASK, 0, use_key_mask, "0 1", "all", "bytes hide keys of a batch from all of its queries and heads") \
   X(USE_LENGTHS, 0, use_lengths, "0 1", "scalar mma wgmma", "a sequence has as many keys as device memory says") \
   X(USE_PAGES, 0, use_pages, "0 1 2", "scalar mma wgmma", "K and V in pages that a table names: 1 of 16n keys, 2 of any size") \
   X(USE_TUNED, 0, use_tuned, "0 1", "mma wgmma", "the tile by the problem, from a table; typed knobs narrow it") \
@@ -205,7 +206,7 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   static constexpr bool multiplies_e4m3 = is_e4m3 && family != Family::scalar && !converts_operands && !converts_tiles;
   // USE_SOFTCAP: a polynomial caps scores whose exponential is taken by a stale maximum. At D=256 it gains nothing.
   static constexpr bool caps_by_polynomial = K::use_softcap == 1 && family == Family::wgmma && K::head_dim <= 128 &&
-                                             K::use_warp_specialization && !is_8bit && K::use_bias == 0;
+                                             K::use_warp_specialization && !is_8bit && K::use_bias == 0 && !K::use_key_mask;
   // True if one of the knobs is on.
   static constexpr bool changes_logits = SDPA_LOGIT_KNOBS(SDPA_IS_ON) false, hides_keys = SDPA_MASK_KNOBS(SDPA_IS_ON) false;
   // MASK_MOD is the only one that hides keys. What other knobs hide may differ between heads and sequences.
@@ -316,6 +317,8 @@ struct SdpaParams {
   // needs less: it holds only what is zero between launches. Null: the scratch memory is a part of the workspace.
   void* scratch = nullptr;
   const int* k_firsts = nullptr;            // USE_LENGTHS=1 without USE_PAGES=1: as struct Sequence has it
+  const uint8_t* key_mask = nullptr;        // USE_KEY_MASK=1: [B,Sk] bytes, 0 hides a key of the batch; or null
+  int64_t key_mask_stride = 0;              // from batch to batch, any; 0: they share the mask
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf or its sink. NaN and inf come out as
 // the formula has them; those of V at a masked key may reach the row (0 * inf is NaN), of rows that are no key none.
@@ -633,6 +636,15 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
 //
 // What is recovered from P has passed the hook (are_logits), and does not pass it again.
 
+// USE_KEY_MASK: which keys of a tile the mask shows.
+template <class B, bool = B::use_key_mask> struct KeyBits {
+  KeyBits() = default;
+  __device__ KeyBits(const KernelArgs&, int, int) {}
+  __device__ bool all() const { return true; }
+  __device__ bool none() const { return false; }
+  template <class View> __device__ KeyBits from_first_column(const View&) const { return {}; }
+  __device__ bool sees(int) const { return true; }
+};
 // A tile as the hook sees it. WgmmaRows is another one, which fetches a bias ahead.
 template <class B> struct ScoreTile {
   const KernelArgs& a;
@@ -640,8 +652,11 @@ template <class B> struct ScoreTile {
   const Mask& mask;
   const int q, k0;  // first query and first key
   const ScoreScale<B> scale;
+  const KeyBits<B> keys;  // USE_KEY_MASK: that the mask shows
 
   __device__ ScoreScale<B> score_scale() const { return scale; }
+  __device__ bool hides_keys() const { return !keys.all(); }
+  __device__ const KeyBits<B>& key_bits() const { return keys; }
   __device__ int batch_of_item() const { return item.b; }
   __device__ int query_count() const { return item.query_count(a.p); }
   // The row and the column that the thread's view begins with are set.
@@ -656,6 +671,10 @@ template <class B> struct ScoreTile {
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> cap_scale, int first = 0,
                                            int last = View::COLS);
+// USE_KEY_MASK: S = -inf where the mask hides the key; P of the stale maximum, which is 0 there.
+template <class B, class View, class Tile> __device__ __forceinline__ void hide_keys(View& S, const Tile& tile);
+template <class B, class View, class Softmax, class Tile>
+__device__ __forceinline__ void exp_of_shown_keys(View& S, int first, int last, Softmax& softmax, const Tile& tile);
 // USE_BIAS: whether keys of the tile at key k0 have a bias.
 template <class B> __device__ __forceinline__ bool has_bias(const KernelArgs& a, const Mask& mask, int k0) {
   return B::use_bias != 0 && a.p.bias && k0 + B::block_n > first_biased_key(a.p, mask.keys.Sk);
@@ -696,15 +715,21 @@ __device__ __forceinline__ void finish_scores(View& S, Tile& tile, bool plain, b
     if ((B::changes_logits || B::hides_keys) && tile.is_modified()) modify_scores<B>(S, tile, plain);
     if (!tile.add_bias(S)) scale_scores<B>(S, tile.a);
   }
+  if constexpr (B::use_key_mask) hide_keys<B>(S, tile);
   if (plain) return;
   tile.locate(S);
   mask_scores<B>(S, tile.a, tile.mask, tile.q, tile.k0 + first_col<B>(S));
 }
 template <class B, class View>
 __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Item<B>& item, const Mask& mask,
-                                              int q, int k0, bool plain) {
-  ScoreTile<B> tile{a, item, mask, q, k0, item_score_scale<B>(a, item)};
+                                              int q, int k0, bool plain, const KeyBits<B>& keys) {
+  ScoreTile<B> tile{a, item, mask, q, k0, item_score_scale<B>(a, item), keys};
   finish_scores<B>(S, tile, plain);
+}
+template <class B, class View>
+__device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Item<B>& item, const Mask& mask,
+                                              int q, int k0, bool plain) {
+  finish_scores<B>(S, a, item, mask, q, k0, plain, KeyBits<B>(a, item.b, k0));
 }
 
 // ---- online softmax ----
@@ -1612,13 +1637,18 @@ __device__ __forceinline__ void exp_by_stale_max(View& S, int first, int last, S
   if constexpr (B::changes_logits || B::hides_keys) {
     using Mod = ScoreMod<B>;
     if (tile.is_modified()) {
+      tile.locate(S);
+      const KeyBits<B> keys = tile.key_bits().from_first_column(S);
       const auto exp = [&](int i, int j, auto logit, bool seen) {
         const float exponent = Mod::exponent(logit, of_row(softmax.scale_log2, i), softmax.m_log2[i]);
-        S.x[i][j] = softmax_exp2<B>(seen ? exponent : -INFINITY);
+        S.x[i][j] = softmax_exp2<B>(seen && keys.sees(S.col(j) - S.col(0)) ? exponent : -INFINITY);
         softmax.sum[i] += S.x[i][j];
       };
       return Mod::template each_in_parts<true, B::hides_keys || B::pack_gqa>(S, first, last, tile, exp);
     }
+  }
+  if constexpr (B::use_key_mask) {
+    if (tile.hides_keys()) return exp_of_shown_keys<B>(S, first, last, softmax, tile);
   }
   softmax.exp(S, first, last);
 }
@@ -1820,11 +1850,12 @@ template <class B> struct MmaRows {
   }
   // P of the tile at key k0, which has no mask, by the stale maximum. False if that was too small.
   __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScale<B>& scale_log2,
-                                      const Item<B>& item, const Mask& mask, int q0, int k0, int lane) {
+                                      const Item<B>& item, const Mask& mask, int q0, int k0, const KeyBits<B>& keys,
+                                      int lane) {
     Scores S;
     S.first_row = O.first_row, S.first_col = O.first_col;
     multiply_qk(S, Q, K_s, lane);
-    ScoreTile<B> tile{scale_log2.a, item, mask, q0, k0, scale_log2.of_cap()};
+    ScoreTile<B> tile{scale_log2.a, item, mask, q0, k0, scale_log2.of_cap(), keys};
     StaleSoftmax<B, ROWS> softmax(m, scale_log2);
     bool are_logits = false;
     SDPA_UNROLL for (int step = 0; step < STEPS; step++) {
@@ -1835,11 +1866,12 @@ template <class B> struct MmaRows {
   }
   // P of the tile at key k0, which is masked unless it is plain. O and l are rescaled to its maximum.
   __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScale<B>& scale_log2,
-                                      const Item<B>& item, const Mask& mask, int q0, int k0, bool plain, int lane) {
+                                      const Item<B>& item, const Mask& mask, int q0, int k0, bool plain,
+                                      const KeyBits<B>& keys, int lane) {
     Scores S;
     S.first_row = O.first_row, S.first_col = O.first_col;
     multiply_qk(S, Q, K_s, lane);
-    finish_scores<B>(S, scale_log2.a, item, mask, q0, k0, plain);
+    finish_scores<B>(S, scale_log2.a, item, mask, q0, k0, plain, keys);
     float alpha[ROWS];
     softmax_max<B>(S, scale_log2, m, alpha);
     const bool may_be_kept = softmax_sum<B>(S, scale_log2, m, alpha, l);
@@ -1940,16 +1972,18 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
   if constexpr (B::converts_operands && !B::mixes_types) MmaPacked<B>::read_factors(rows, a, s.item);
   // Every group takes part in every round, the last one perhaps without a tile.
   for (int round = t.keys.begin; round < t.keys.end; round += B::round_keys) {
-    const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
-    if (q < item.query_count(p) && k0 < t.keys.end && t.mask.tiles.touch(q, k0)) {
+    const int k0 = round + group * B::block_n;
+    const KeyBits<B> keys(a, item.b, k0);
+    const int stage = feed.acquire(k0);
+    if (q < item.query_count(p) && k0 < t.keys.end && t.mask.tiles.touch(q, k0) && !keys.none()) {
       const bool plain = is_plain<B>(a, t.mask, q, k0);
       const Element<B>* const K_s = s.in.group[group].K[stage];
       const Element<B>* const V_s = s.in.group[group].V[stage];
       bool done = false;
       if (B::use_lazy_max && rows.stale_max_will_do && plain) {
-        done = rows.attend_by_stale_max(Q, K_s, scale_log2, s.item, t.mask, s.item.q0, k0, lane);
+        done = rows.attend_by_stale_max(Q, K_s, scale_log2, s.item, t.mask, s.item.q0, k0, keys, lane);
       }
-      if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item, t.mask, s.item.q0, k0, plain, lane);
+      if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item, t.mask, s.item.q0, k0, plain, keys, lane);
       SDPA_UNROLL for (int n = 0; n < rows.STEPS; n++) MmaOperands<B>::pv(rows.O, rows.P[n], V_s, n, lane);
     }
     feed.release();
@@ -2304,6 +2338,22 @@ template <class B, int D, bool = B::use_pages != 0> struct TileBox {
 };
 template <class B, int D> struct TileRows;  // the same by cp.async, row by row
 template <class B, int D> using TileLoad = std::conditional_t<B::copies_rows, TileRows<B, D>, TileBox<B, D>>;
+
+// A loader's position among the tiles of an item and a slice, the last keys first. USE_KEY_MASK: rounds without a visible key
+// are left out.
+template <class B, bool = B::use_key_mask> struct LoadWalk {
+  int round;  // of the tile, or -1: there are no more
+  __device__ LoadWalk(const KernelArgs&, const WgmmaItem<B>& item, int) : round(item.rounds - 1) {}
+  __device__ void look_ahead() {}
+  __device__ void step() { round--; }
+  __device__ bool is_last() const { return round == 0; }
+  template <class K, class Ring> __device__ void publish(K&, const Ring&) const {}
+};
+// USE_KEY_MASK: what is in a stage, for those who compute; in the order of stages and of the parities of their phases.
+template <class B> struct ShownTile;
+template <class B> constexpr int K_ARRIVALS = B::use_key_mask ? 2 : 1;  // when a tile of K is loaded: the loader's
+template <class B, int COUNT = B::stages>
+using ShownTiles = std::conditional_t<B::use_key_mask, ShownTile<B>[2][COUNT], Nothing>;
 
 // Bytes from the beginning of a tile of `rows` rows to number `step` of the STEP_BYTES of a row.
 template <int LINE> __host__ __device__ constexpr int panel_step(int step, int rows) {
@@ -2729,6 +2779,7 @@ template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
   uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
   std::conditional_t<B::use_lengths, uint64_t, Nothing> last_landed;  // V of a tile in which a sequence ends
   TileBias<B> bias;
+  ShownTiles<B> shown;
   __device__ __forceinline__ uint64_t* landed_last() { return reinterpret_cast<uint64_t*>(&last_landed); }
   __device__ __forceinline__ void init_full(int k_arrivals, int v_arrivals) {
     mbarriers_init(k_full, k_arrivals), mbarriers_init(v_full, v_arrivals);
@@ -2853,9 +2904,12 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
       if (item.rounds == 0) break;
       uint32_t drawn = 0;
       keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, slice));  // in the loop it takes registers
-      for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
-        if (starts && issues && round == 0) drawn = draw_item();
-        load_round(role, item, round, slice, k, v);
+      for (LoadWalk<B> walk(a, item, slice); walk.round >= 0; walk.step(), ring.advance()) {
+        if (!B::use_key_mask && starts && issues && walk.is_last()) drawn = draw_item();
+        load_round(role, item, walk.round, slice, k, v);
+        walk.look_ahead();
+        if (B::use_key_mask && starts && issues && walk.is_last()) drawn = draw_item();
+        if (role & load_k) walk.publish(k, ring);
       }
       if (!B::use_persistent_cta) break;
       if (starts) item = find_item(gridDim.x + uniform(drawn));
@@ -2920,6 +2974,12 @@ __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& 
   return {min((seen.begin - first_key) / B::round_keys, end - 1), end};
 }
 
+// USE_KEY_MASK: what a warpgroup knows of the keys of its tile.
+template <class B, bool = B::use_key_mask> struct KeysOfTile {
+  __device__ bool hides() const { return false; }
+  __device__ KeyBits<B> bits() const { return {}; }
+};
+
 // The 64 rows of a warpgroup over its slice of the keys, in registers.
 template <class B> struct WgmmaRows {
   using Scores = WgmmaAccumulator<B::block_n>;
@@ -2937,6 +2997,7 @@ template <class B> struct WgmmaRows {
   int b = 0, h = 0;
   float x_of_head[4] = {};  // x0[h] to x3[h]
   std::conditional_t<B::hides_rounds, TileWalk<B>, Nothing> walk;
+  KeysOfTile<B> keys;               // of this tile
   typename Item<B>::HeldMask mask;  // of the item
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the stale maximum.
   int stale_from = 0;
@@ -2982,6 +3043,8 @@ template <class B> struct WgmmaRows {
   __device__ __forceinline__ ScoreScale<B> score_scale() const { return scale_log2.of_cap(); }
   __device__ int batch_of_item() const { return b; }
   __device__ int query_count() const { return item->query_count(a.p); }
+  __device__ bool hides_keys() const { return keys.hides(); }
+  __device__ KeyBits<B> key_bits() const { return keys.bits(); }
   __device__ __forceinline__ bool is_modified() const {
     if constexpr (B::hides_rounds) return walk.is_modified();
     return B::changes_logits;
@@ -2993,7 +3056,7 @@ template <class B> struct WgmmaRows {
   // True if the scores of this tile are no multiples of logits, or some are hidden.
   __device__ __forceinline__ bool is_changed() const {
     if constexpr (B::hides_rounds) return walk.is_modified() || walk.looks_at_bias(a, mask, k0);
-    return B::changes_logits;
+    return B::changes_logits || keys.hides();
   }
   __device__ __forceinline__ void go_on() {
     if constexpr (B::hides_rounds) {
@@ -3052,6 +3115,31 @@ template <class B, class Shared> struct WgmmaConsumer {
     const int number = B::split_kv > 1 ? partials : q_read + warpgroup;
     barrier_sync(number, B::split_kv > 1 ? B::warpgroups * 128 : 128);  // hazard: rows emptied by all who read them
   }
+  // True if the tile of `rows` is the item's last one with a key that this warpgroup sees.
+  __device__ __forceinline__ bool is_last_tile() const {
+    if constexpr (B::use_key_mask) return rows.keys.is_last(last_k0);
+    return rows.k0 == last_k0;
+  }
+  // USE_KEY_MASK: reads which tile is next, whose K is in the stage `at` and has landed. go_on() goes to it.
+  __device__ __forceinline__ void fetch_next(const StageRing<B::stages>& at) {
+    if constexpr (B::use_key_mask) rows.keys.fetch(s.slice[slice].shown[at.parity][at.stage]);
+  }
+  // `rows` go on to the next tile, whose K is in the stage of `ring`.
+  __device__ __forceinline__ void go_on() {
+    if constexpr (B::use_key_mask) rows.k0 = rows.keys.go_on(s.slice[slice].shown[ring.parity][ring.stage]);
+    else rows.go_on();
+  }
+  // USE_KEY_MASK: releases tiles unread up to one before key `end`, or the item's last one, or with END that as well.
+  template <bool END> __device__ __forceinline__ void skip_tiles(int end) {
+    auto& t = s.slice[slice];
+    while (true) {
+      mbarrier_wait(&t.k_full[ring.stage], ring.parity);
+      fetch_next(ring), go_on();
+      if (!END && (rows.k0 < end || rows.keys.is_last(0))) break;
+      t.skip(ring, 1);
+      if (rows.keys.is_last(0)) break;
+    }
+  }
   // For each item: begin(), compute(turns) if this warpgroup has rows of it, end().
   template <class Begin, class Compute, class End>
   __device__ __forceinline__ void run_items(const Begin& begin, const Compute& compute, const End& end) {
@@ -3068,15 +3156,20 @@ template <class B, class Shared> struct WgmmaConsumer {
       const KeyRange rounds_here = own_rounds<B>(a, rows.mask, item(), rounds, rows.q);
       if constexpr (B::use_lengths) clear_queries();
       begin();
-      t.skip(ring, rounds - rounds_here.end);
+      if constexpr (!B::use_key_mask) t.skip(ring, rounds - rounds_here.end);
       if (rounds_here.end > 0) {
-        rows.k0 = uniform(first_key_of<B>(item(), rounds_here.end - 1, slice));
+        if constexpr (B::use_key_mask) skip_tiles<false>(first_key_of<B>(item(), rounds_here.end, 0));
+        else rows.k0 = uniform(first_key_of<B>(item(), rounds_here.end - 1, slice));
         last_k0 = uniform(first_key_of<B>(item(), rounds_here.begin, slice));
         if constexpr (B::hides_rounds) rows.walk.start_item(rows, item(), rounds_here.end - 1);
         rows.scale_log2.start(item(), row_group * 64 + int(thread_index_anew() % 128 / 32 * 16 + lane / 4));
         compute(turns);
       }
-      t.skip(ring, own_rounds<B>(a, rows.mask, item(), rounds, rows.q).begin);
+      if constexpr (B::use_key_mask) {
+        if (rounds_here.end == 0 || !rows.keys.is_last(0)) skip_tiles<true>(0);
+      } else {
+        t.skip(ring, own_rounds<B>(a, rows.mask, item(), rounds, rows.q).begin);
+      }
       end();
       q_ring.advance();
     } while (B::use_persistent_cta);
@@ -3101,7 +3194,7 @@ template <class B, class Shared> struct WgmmaConsumer {
     };
     consumer.begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
     rows.take_some_score_as_max(S);
-    for (;; rows.go_on()) {
+    for (;; go_on()) {
       arrive_by_warp(&t.k_empty[ring.stage]);
       StageRing<B::stages> next = ring;
       next.advance();
@@ -3110,14 +3203,18 @@ template <class B, class Shared> struct WgmmaConsumer {
       const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
       consumer.overlap(S, P, end_last_pv);
       if constexpr (B::multiplies_e4m3) consumer.flush(/*beside_qk=*/false);
+      // Reading the next tile takes time: before the turn if K is there early, else beside the products.
+      const bool reads_early = B::use_key_mask && B::stages > 2 && k_is_there;
+      if (reads_early) fetch_next(next);
       turns.await();
-      if (rows.k0 != last_k0) consumer.begin_qk(S, next, k_is_there);
+      if (!is_last_tile()) consumer.begin_qk(S, next, k_is_there);
       if constexpr (B::multiplies_e4m3) consumer.flush(/*beside_qk=*/true);
       begin_pv(P, v_is_there);
       turns.pass_on();
+      if (B::use_key_mask && !reads_early && !is_last_tile()) fetch_next(next);
       last_stage = ring.stage, ring = next;
       wgmma_wait_group<1>(), hold(S.x.d);
-      if (rows.k0 == last_k0) break;
+      if (is_last_tile()) break;
     }
     wgmma_wait_group<0>(), hold(rows.O.x.d);
     arrive_by_warp(&t.v_empty[last_stage]);
@@ -3247,7 +3344,7 @@ template <class B> struct WgmmaShared {
     if (warp == 1 && threadIdx.x % 32 == 0) {
       mbarriers_init(q_full, 1);
       constexpr int arrivals = B::converts_tiles ? converter_warps : 1;
-      for (auto& t : slice) t.init_full(arrivals, arrivals);
+      for (auto& t : slice) t.init_full(B::converts_tiles ? arrivals : K_ARRIVALS<B>, arrivals);
       if constexpr (B::converts_tiles) landed.init_mbarriers();
       fence_mbarrier_init();
     }
@@ -3340,6 +3437,14 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
     SDPA_UNROLL for (int n = 0; n < B::block_n / 16; n++) pack_step<Element<B>>(out[n], P, n), hold(out[n]);
   }
+  // If `stale`, columns [first, last) of S become P. USE_KEY_MASK: a tile without a hidden key takes one branch.
+  __device__ __forceinline__ void exp_if_stale(bool stale, Scores& S, int first, int last, Softmax& softmax,
+                                               bool& are_logits) {
+    if constexpr (B::use_key_mask) {
+      if (stale & !rows.hides_keys()) return exp_by_stale_max<B>(S, first, last, softmax, rows, are_logits);
+    }
+    if (stale) exp_by_stale_max<B>(S, first, last, softmax, rows, are_logits);
+  }
   // The wait stands in the middle: FIRST columns of a stale softmax go on beside the P @ V before.
   template <int FIRST, class End>
   __device__ __forceinline__ void attend(Scores& S, Probabilities& P, const End& end_last_pv) {
@@ -3347,10 +3452,10 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     bool done = false;
     bool are_logits = false;
     Softmax softmax(rows.m, rows.scale_log2);
-    if (stale) exp_by_stale_max<B>(S, 0, FIRST, softmax, rows, are_logits);
+    exp_if_stale(stale, S, 0, FIRST, softmax, are_logits);
     end_last_pv();
     if (stale) {
-      exp_by_stale_max<B>(S, FIRST, S.COLS, softmax, rows, are_logits);
+      exp_if_stale(true, S, FIRST, S.COLS, softmax, are_logits);
       pack_all(P, S);
       done = softmax.add_to(rows.l);
       if (!done) take_scores_back(S, softmax, are_logits);
@@ -3365,9 +3470,10 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   __device__ __forceinline__ void attend_beside_pv(Scores& S, Probabilities& P, const End& end_last_pv) {
     bool stale = false, are_logits = false;
     float alpha[2];
-    if (rows.may_take_stale_max()) {
-      Softmax softmax(rows.m, rows.scale_log2);
-      exp_by_stale_max<B>(S, 0, S.COLS, softmax, rows, are_logits);
+    const bool may_be_stale = rows.may_take_stale_max();
+    Softmax softmax(rows.m, rows.scale_log2);
+    exp_if_stale(may_be_stale, S, 0, S.COLS, softmax, are_logits);
+    if (may_be_stale) {
       stale = softmax.add_to(rows.l);
       if (!stale) take_scores_back(S, softmax, are_logits);
     }
@@ -3383,7 +3489,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     TileRing<B>& t = s.slice[slice];
     Scores S;
     Probabilities P;
-    for (bool first = true;; first = false, rows.go_on()) {
+    for (bool first = true;; first = false, Base::go_on()) {
       begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
       arrive_by_warp(&t.k_empty[ring.stage]);
       const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
@@ -3392,10 +3498,16 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       turns.await();
       Base::begin_pv(P, v_is_there);
       turns.pass_on();
+      if (B::use_key_mask && !Base::is_last_tile()) {
+        StageRing<B::stages> next = ring;
+        next.advance();
+        mbarrier_wait(&t.k_full[next.stage], next.parity);
+        Base::fetch_next(next);
+      }
       wgmma_wait_group<0>(), hold(rows.O.x.d);
       arrive_by_warp(&t.v_empty[ring.stage]);
       ring.advance();
-      if (rows.k0 == last_k0) break;
+      if (Base::is_last_tile()) break;
     }
   }
 
@@ -3514,7 +3626,7 @@ template <class B> struct KernelOf<B, Path::wgmma_roles> {
   using Shared = WgmmaShared<B>;
   using Producer = Wgmma16Producer<B>;
   using Consumer = Wgmma16Consumer<B>;
-  using Registers = WgmmaRegisters<B, (B::copies_rows ? 56 : 24)>;
+  using Registers = WgmmaRegisters<B, (B::copies_rows ? 56 : B::use_key_mask ? 40 : 24)>;
   static constexpr auto entry = sdpa_wgmma<B>;
 };
 
@@ -3561,7 +3673,7 @@ template <class B> struct E4m3Shared {
   __device__ __forceinline__ void init_mbarriers(int warp) {
     if (warp == 1 && threadIdx.x % 32 == 0) {
       mbarriers_init(q_full, 1);
-      for (auto& t : slice) t.init_full(1, TRANSPOSERS);
+      for (auto& t : slice) t.init_full(K_ARRIVALS<B>, TRANSPOSERS);
       for (Landed& t : landed) mbarriers_init(t.v_full, 1), mbarriers_init(t.v_empty, TRANSPOSERS);
       fence_mbarrier_init();
     }
@@ -3588,7 +3700,9 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
     do {
       const WgmmaItem<B> item = this->follow_item();
       if (item.rounds == 0) break;
-      for (int round = 0; round < item.rounds; round++, ring.advance()) {
+      LoadWalk<B> walk(this->a, item, slice);
+      for (int round = 0; B::use_key_mask ? walk.round >= 0 : round < item.rounds; round++, ring.advance()) {
+        walk.look_ahead();
         const int n = ring.stage;
         mbarrier_wait(&to.v_empty[n], ring.parity ^ 1);
         mbarrier_wait(&from.v_full[n], ring.parity);
@@ -3596,6 +3710,7 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
         fence_proxy_async();  // what was written before P @ V reads it, what was read before TMA writes it
         __syncwarp();
         if (this->issues) mbarrier_arrive(&from.v_empty[n]), mbarrier_arrive(&to.v_full[n]);
+        walk.step();
       }
     } while (B::use_persistent_cta);
   }
@@ -3875,6 +3990,7 @@ template <class B> struct WgmmaColumnsShared {
     float2 m_l[B::block_m];
     float of_warp[4][32];                           // maxima or sums for the other warps
     uint64_t k_full[B::stages], v_full[B::stages];  // the tile has landed
+    ShownTiles<B> shown;
   };
   alignas(1024) Input Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
   Slice slice[B::split_kv];
@@ -3910,6 +4026,14 @@ template <class B> struct WgmmaColumnsLoader {
     if (loads_k()) load<B::head_dim, FIRST>(round, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
     if (loads_v()) load<B::d_v, FIRST>(round, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
   }
+  // The same of the tile of `walk`, which goes on to the next one.
+  template <bool FIRST>
+  __device__ __forceinline__ void load_next(LoadWalk<B>& walk, const StageRing<B::stages>& at) {
+    load_tile<FIRST>(walk.round, at.stage);
+    walk.look_ahead();
+    if (loads_k()) walk.publish(s.slice[slice], at);
+    walk.step();
+  }
   template <int D, bool FIRST>
   __device__ __forceinline__ void load(int round, const CUtensorMap* map, Input* tile_s, uint64_t* full) {
     TileLoad<B, D> box(a, item, item.h_kv, first_key_of<B>(item, round, slice));
@@ -3917,13 +4041,13 @@ template <class B> struct WgmmaColumnsLoader {
     box.load(a, map, tile_s, full);
   }
   // Fills every stage. V of every slice is asked for after K of all of them, since S comes first.
-  __device__ __forceinline__ void load_first_tiles() {
+  __device__ __forceinline__ void load_first_tiles(LoadWalk<B>& walk) {
     constexpr int k_asked_for = 1 + B::split_kv, threads = 2 * 32 * B::split_kv;
     if (item.rounds == 0) return;
     if (loads_v()) barrier_sync(k_asked_for, threads);
-    load_tile<true>(item.rounds - 1, 0);
+    load_next<true>(walk, {0, 0});
     if (loads_k()) barrier_arrive(k_asked_for, threads);
-    for (int n = 1; n < B::stages && n < item.rounds; n++) load_tile<false>(item.rounds - 1 - n, n);
+    for (int n = 1; n < B::stages && walk.round >= 0; n++) load_next<false>(walk, {n, 0});
   }
 };
 
@@ -3968,6 +4092,7 @@ template <class B> struct WgmmaColumns {
   float m, l;          // of the query that the thread owns; l: of the keys that its warp has seen
   float m_log2[ROWS];  // m * scale_log2; 0 where S has become S - m
   bool m_may_be_kept = false;  // the same in all threads of the slice
+  KeysOfTile<B> keys;          // of the round
 
   __device__ WgmmaColumns(Shared& s_, const KernelArgs& a_)
       : s(s_),
@@ -3985,6 +4110,7 @@ template <class B> struct WgmmaColumns {
   // S.T = K @ Q.T of the tile there, begun.   [BLOCK_N][BLOCK_M]
   __device__ __forceinline__ void start_kq(Scores& S, const StageRing<B::stages>& k_ring) {
     wait_for_tile<B>(&mine().k_full[k_ring.stage], k_ring.parity);
+    if constexpr (B::use_key_mask) keys.fetch(mine().shown[k_ring.parity][k_ring.stage]);
     const uint64_t Q = wgmma_descriptor(Q_s, 16, PANEL_ATOM<B::qk_bytes>);
     const uint64_t K = wgmma_descriptor(K_s + k_ring.stage * sizeof s.slice[0].K[0], 16, PANEL_ATOM<B::qk_bytes>);
     wgmma_fence();
@@ -4012,10 +4138,16 @@ template <class B> struct WgmmaColumns {
     wgmma_commit_group();
   }
   // Waits for both products, which end for all warps of a warpgroup at once, and loads other tiles for K and V.
-  __device__ __forceinline__ void finish_products(Scores& S, int round, int rounds,
-                                                  const StageRing<B::stages>& k_ring) {
+  template <bool FIRST>
+  __device__ __forceinline__ void finish_products(Scores& S, int round, int rounds, const StageRing<B::stages>& k_ring,
+                                                  LoadWalk<B>& walk) {
     wgmma_wait_group<0>();
     S.hold_all();
+    if constexpr (B::use_key_mask) {
+      if (warp >= (FIRST ? 1 : 2) || walk.round < 0) return;
+      WgmmaColumnsLoader<B> loader{s, a, slice, int(warp), s.item};
+      return loader.template load_next<false>(walk, {(warp == 0 ? k_ring : ring).stage, k_ring.parity ^ 1});
+    }
     const int next = round - B::stages + (warp == 1);  // of K, which warp 0 loads, or of V
     if (warp < 2 && next >= 0 && next < rounds - B::stages) {
       WgmmaColumnsLoader<B>{s, a, slice, int(warp), s.item}.template load_tile<false>(
@@ -4140,15 +4272,17 @@ template <class B> struct WgmmaColumns {
   // ---- rounds ----
 
   // Takes a round whose scores are in S: O.T += V.T @ P.T, and S becomes the scores of the next round.
+  // `round` others follow. Returns true if there are any.
   template <bool FIRST>
-  __device__ __forceinline__ void take_round(int round, const WgmmaItem<B>& item, Scores& S, Sums& O) {
-    const int k0 = first_key_of<B>(item, round, slice);
+  __device__ __forceinline__ bool take_round(int round, const WgmmaItem<B>& item, LoadWalk<B>& walk, Scores& S, Sums& O) {
+    int k0 = first_key_of<B>(item, round, slice);
+    if constexpr (B::use_key_mask) k0 = keys.go_on(mine().shown[ring.parity][ring.stage]), round = !keys.is_last(0);
     if (B::use_lengths && FIRST && item.keys_in_tile(k0) < B::block_n) {
       mbarrier_wait(&mine().v_full[ring.stage], ring.parity);
       clear_rows_of_v<B>(mine().V[ring.stage], item.keys_in_tile(k0), threadIdx.x % 128, 128);  // write_p() fences
     }
     const Mask& mask = item.mask(a);
-    finish_scores<B>(S, a, item, mask, item.q0, k0, is_plain<B>(a, mask, item.q0, k0));
+    finish_scores<B>(S, a, item, mask, item.q0, k0, is_plain<B>(a, mask, item.q0, k0), keys.bits());
     float sum[ROWS];
     softmax<FIRST>(S, O, sum);
     Sums later;
@@ -4162,7 +4296,7 @@ template <class B> struct WgmmaColumns {
     const float own_sum = combine_lanes(sum, sum_of);
     l = FIRST ? own_sum : l + own_sum;
     if (round == 0) write_m_l();
-    finish_products(S, round - 1, item.rounds, next);
+    finish_products<false>(S, round - 1, item.rounds, next, walk);
     ring = next;
     VP.hold_all();
     if constexpr (!FIRST) {
@@ -4170,6 +4304,7 @@ template <class B> struct WgmmaColumns {
         SDPA_UNROLL for (int j = 0; j < B::block_m / 2; j++) O.x.d[block][j] += VP.x.d[block][j];
       }
     }
+    return round > 0;
   }
   // Writes m and l of the slice for the other slices.
   __device__ __forceinline__ void write_m_l() {
@@ -4178,8 +4313,8 @@ template <class B> struct WgmmaColumns {
     const int i = int(lane) / 4 / owners;
     if (warp == 0 && lane / 4 % owners == 0) st_shared(&mine().m_l[Scores::row(i)], float2{m, l});
   }
-  // Computes the item, whose first tiles are on their way.
-  __device__ __forceinline__ void run() {
+  // Computes the item, whose first tiles are on their way. `walk`: of a loading warp, behind them.
+  __device__ __forceinline__ void run(LoadWalk<B>& walk) {
     mbarrier_wait(&s.q_full, 0);
     const WgmmaItem<B> item = s.item;
     if constexpr (B::use_lengths) {
@@ -4192,9 +4327,9 @@ template <class B> struct WgmmaColumns {
       Scores S;
       S.forget_all();
       start_kq(S, ring);
-      finish_products(S, round, item.rounds, ring);
-      take_round<true>(round, item, S, O);
-      while (round-- > 0) take_round<false>(round, item, S, O);
+      finish_products<true>(S, round, item.rounds, ring, walk);
+      bool goes_on = take_round<true>(round, item, walk, S, O);
+      while (B::use_key_mask ? goes_on : round-- > 0) goes_on = take_round<false>(round, item, walk, S, O);
     } else {  // a range without a key
       m = -INFINITY, l = 0;
       clear(O);
@@ -4216,7 +4351,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_columns(const __grid
   if (!item_of_cta<B>(a).exists()) return;
   if (threadIdx.x == 32) {
     mbarrier_init(&s.q_full, 1);
-    for (auto& t : s.slice) mbarriers_init(t.k_full, 1), mbarriers_init(t.v_full, 1);
+    for (auto& t : s.slice) mbarriers_init(t.k_full, K_ARRIVALS<B>), mbarriers_init(t.v_full, 1);
     fence_mbarrier_init();
   }
   prefetch_tensor_maps<B>(a);
@@ -4225,9 +4360,11 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_columns(const __grid
   if (loader.loads()) loader.item = wgmma_item<B>(a, item_number_of_cta<B>(a));
   __syncthreads();  // hazard: mbarriers initialised by one thread, rows emptied by all
   loader.load_q();
-  loader.load_first_tiles();
+  if (B::use_key_mask) griddepcontrol_wait();  // the kernel before this one may have written the mask
+  LoadWalk<B> walk(a, loader.item, loader.slice);
+  loader.load_first_tiles(walk);
   wait_then_let_next_kernel_start();
-  WgmmaColumns<B>(s, a).run();
+  WgmmaColumns<B>(s, a).run(walk);
 }
 
 template <class B> struct KernelOf<B, Path::wgmma_swapped> {
@@ -5066,6 +5203,197 @@ __device__ __forceinline__ bool ScoreTile<B>::add_bias(View& S) const {
   return true;
 }
 
+// ---- 5f keys that a mask hides (USE_KEY_MASK) ----
+//
+// A lane reads one byte, and a ballot makes a word of 32 keys. The wgmma kernels with producer warps and the transposed kernel
+// read the mask in the warps that load K and V, ahead of the tiles (LoadWalk). The other kernels read it at each tile.
+
+// The lowest `count` bits, at most 32.
+__device__ __forceinline__ constexpr uint32_t low_bits(int count) { return count >= 32 ? ~0u : (1u << count) - 1; }
+// The byte of key k, 0 unless k is in [0, Sk). row: the mask of its batch, or null.
+__device__ __forceinline__ uint32_t key_byte(const uint8_t* row, int k, int Sk) {
+  const bool exists = uint32_t(k) < uint32_t(Sk);
+  uint32_t byte = exists;
+  if (row && exists) byte = ld_global_nc<uint8_t>(row + k);
+  return byte;
+}
+__device__ __forceinline__ const uint8_t* key_mask_of_batch(const SdpaParams& p, int b) {
+  return p.key_mask ? p.key_mask + b * p.key_mask_stride : nullptr;
+}
+
+template <class B> struct KeyBits<B, true> {
+  static constexpr int WORDS = ceil_div(B::block_n, 32);
+  uint32_t word[WORDS];
+
+  KeyBits() = default;
+  // Those of the tile at key k0; a warp calls it.
+  __device__ __forceinline__ KeyBits(const KernelArgs& a, int b, int k0) {
+    const uint8_t* const row = key_mask_of_batch(a.p, b);
+    SDPA_UNROLL for (int w = 0; w < WORDS; w++) {
+      const int of_tile = 32 * w + int(threadIdx.x % 32);
+      word[w] = __ballot_sync(0xffffffffu, key_byte(row, k0 + of_tile, of_tile < B::block_n ? a.p.Sk : 0));
+    }
+  }
+  __device__ __forceinline__ bool all() const {
+    bool result = true;
+    SDPA_UNROLL for (int w = 0; w < WORDS; w++) result &= word[w] == low_bits(B::block_n - 32 * w);
+    return result;
+  }
+  __device__ __forceinline__ bool none() const {
+    uint32_t any = 0;
+    SDPA_UNROLL for (int w = 0; w < WORDS; w++) any |= word[w];
+    return any == 0;
+  }
+  // The bits from the first column of a thread on, whose other columns are at the same place in a word or further up.
+  template <class View> __device__ __forceinline__ KeyBits from_first_column(const View& S) const {
+    const int first = first_col<B>(S) + S.col(0), words = first / 32;
+    KeyBits from;
+    SDPA_UNROLL for (int w = 0; w < WORDS; w++) {
+      from.word[w] = (words == 0 || w + 1 == WORDS ? word[w] : word[w + 1]) >> first % 32;
+    }
+    return from;
+  }
+  __device__ __forceinline__ bool sees(int column) const { return word[column / 32] & 1u << column % 32; }
+};
+
+template <class B, class View, class Tile> __device__ __forceinline__ void hide_keys(View& S, const Tile& tile) {
+  if (!tile.hides_keys()) return;
+  tile.locate(S);
+  const KeyBits<B> keys = tile.key_bits().from_first_column(S);
+  SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
+    const bool seen = keys.sees(S.col(j) - S.col(0));
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) S.x[i][j] = seen ? S.x[i][j] : -INFINITY;
+  }
+}
+
+// The exponentials begin before the bits are there.
+template <class B, class View, class Softmax, class Tile>
+__device__ __forceinline__ void exp_of_shown_keys(View& S, int first, int last, Softmax& softmax, const Tile& tile) {
+  tile.locate(S);
+  const KeyBits<B> keys = tile.key_bits().from_first_column(S);
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    SDPA_UNROLL for (int j = first; j < last; j++) {
+      const float p = softmax_exp2<B>(fmaf(S.x[i][j], of_row(softmax.scale_log2, i), -softmax.m_log2[i]));
+      S.x[i][j] = keys.sees(S.col(j) - S.col(0)) ? p : 0;
+      softmax.sum[i] += S.x[i][j];
+    }
+  }
+}
+
+// ---- 5f tiles with a visible key (wgmma and USE_KEY_MASK) ----
+
+template <class B> struct alignas(16) ShownTile {
+  int k0;    // first key
+  int next;  // twice the first key of the next tile, or -2 if there is none; plus 1 if a key of this tile is hidden
+  alignas(16) uint32_t word[KeyBits<B>::WORDS];
+  __device__ __forceinline__ bool is_last() const { return ld_shared<int>(&next) < 0; }
+  // A warp copies another one.
+  __device__ __forceinline__ void copy(const ShownTile& from) {
+    const int lane = threadIdx.x % 32;
+    if (lane < KeyBits<B>::WORDS) st_shared(&word[lane], ld_shared<uint32_t>(&from.word[lane]));
+    if (lane == 0) st_shared(this, ld_shared<uint2>(&from));
+  }
+};
+
+template <class B> struct LoadWalk<B, true> {
+  // Words of a tile, and of a round; rounds that are read at once, as many as there are registers for.
+  static constexpr int WORDS = KeyBits<B>::WORDS, OF_ROUND = WORDS * B::split_kv, MOST = B::warpgroups > 2 ? 4 : 8;
+  static constexpr int ROUNDS = OF_ROUND < MOST ? MOST / OF_ROUND : 1;
+  static_assert(OF_ROUND <= 32, "a warp has a lane for each word of a round");
+  const uint8_t* const row;           // of the keys from the item's first one on, or null
+  const int first_key, slice, keys;   // keys: from that one to the last
+  int round, next;     // of this tile, of the next one; -1: there is none
+  uint32_t word;       // in lane w: word w of this tile
+  int oldest;          // the first of the rounds whose words are here
+  uint32_t words = 0;  // in lane OF_ROUND * n + w: word w of round `oldest` + ROUNDS - 1 - n
+  uint32_t bytes[ROUNDS * OF_ROUND];  // of the lane's keys in the ROUNDS rounds before these, on their way
+
+  // Of few rounds the last one is taken even if it is hidden: its load then does not wait for the mask. This must not depend
+  // on what else the CTA computes, since a tile that is left out may change bits.
+  __device__ __forceinline__ LoadWalk(const KernelArgs& a, const WgmmaItem<B>& item, int slice_)
+      : row(a.p.key_mask ? key_mask_of_batch(a.p, item.b) + item.first_key : nullptr),
+        first_key(item.first_key),
+        slice(slice_),
+        keys(max(a.p.Sk - item.first_key, 0)) {
+    round = item.rounds - 1, oldest = item.rounds;
+    load(round);
+    if (B::swap_ab || item.rounds <= 8) return;
+    round = item.rounds;
+    look_ahead();
+    round = max(next, 0);
+  }
+  __device__ __forceinline__ int key_of(int of_round) const {
+    return first_key + (of_round * B::split_kv + slice) * B::block_n;
+  }
+  // Begins to load the keys of ROUNDS rounds from `last` down.
+  __device__ __forceinline__ void load(int last) {
+    const int k = last * B::round_keys + int(threadIdx.x % 32);
+    SDPA_UNROLL for (int n = 0; n < ROUNDS * OF_ROUND; n++) {
+      const int of_tile = n % WORDS * 32, at = n % OF_ROUND / WORDS * B::block_n + of_tile - n / OF_ROUND * B::round_keys;
+      const bool is_of_tile = B::block_n % 32 == 0 || of_tile + int(threadIdx.x % 32) < B::block_n;
+      bytes[n] = key_byte(row, k + at, is_of_tile ? keys : 0);
+    }
+  }
+  // Makes words of the keys that have been loaded, and begins to load those before.
+  __device__ __forceinline__ void read() {
+    words = 0;
+    SDPA_UNROLL for (int n = 0; n < ROUNDS * OF_ROUND; n++) {
+      const uint32_t x = __ballot_sync(0xffffffffu, bytes[n]);
+      if (threadIdx.x % 32 == n) words = x;
+    }
+    oldest -= ROUNDS;
+    load(oldest - 1);
+  }
+  __device__ __forceinline__ int lane_of(int of_round) const { return (oldest + ROUNDS - 1 - of_round) * OF_ROUND; }
+  // Sets `word`, and `next` to the next round that has a visible key, or to -1. Called for every tile, once its loads are on
+  // their way.
+  __device__ __forceinline__ void look_ahead() {
+    for (next = round; next >= 0; next--) {
+      if (next < oldest) read();
+      if (next == round) {
+        word = __shfl_sync(0xffffffffu, words, lane_of(round) + slice * WORDS + threadIdx.x % 32);
+      } else if (__ballot_sync(0xffffffffu, words != 0) >> lane_of(next) & low_bits(OF_ROUND)) {
+        break;
+      }
+    }
+  }
+  __device__ __forceinline__ void step() { round = next; }
+  __device__ __forceinline__ bool is_last() const { return next < 0; }
+  // Tells those who compute which keys the stage `at` of k has.
+  template <class K, class Ring> __device__ __forceinline__ void publish(K& k, const Ring& at) const {
+    ShownTile<B>& tile = k.shown[at.parity][at.stage];
+    const int lane = threadIdx.x % 32;
+    const bool has_word = lane < WORDS;
+    const bool hides = __any_sync(0xffffffffu, has_word && word != low_bits(B::block_n - 32 * lane));
+    if (has_word) st_shared(&tile.word[lane], word);
+    if (lane == 0) st_shared(&tile, uint2{uint32_t(key_of(round)), 2 * uint32_t(next < 0 ? -1 : key_of(next)) + hides});
+    arrive_by_warp(&k.k_full[at.stage]);
+  }
+};
+
+template <class B> struct KeysOfTile<B, true> {
+  const ShownTile<B>* tile = nullptr;  // in shared memory
+  int next = 0;                        // its member
+  int ahead_k0, ahead_next;            // members of the tile to go to
+  __device__ __forceinline__ void fetch(const ShownTile<B>& from) {
+    const uint2 x = ld_shared<uint2>(&from);
+    ahead_k0 = uniform(int(x.x)), ahead_next = uniform(int(x.y));
+  }
+  // Goes to the tile that has been fetched; returns its first key.
+  __device__ __forceinline__ int go_on(const ShownTile<B>& to) {
+    tile = &to, next = ahead_next;
+    return ahead_k0;
+  }
+  __device__ bool hides() const { return next & 1; }
+  // True if there is no next tile that has a key from k0 on.
+  __device__ bool is_last(int k0) const { return next < 2 * k0; }
+  __device__ __forceinline__ KeyBits<B> bits() const {
+    KeyBits<B> bits;
+    SDPA_UNROLL for (int w = 0; w < bits.WORDS; w++) bits.word[w] = ld_shared<uint32_t>(&tile->word[w]);
+    return bits;
+  }
+};
+
 // ---- 5f the map of what is hidden (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
 //
 // A list for each item, or for those that share the rows of a bias or the values of MASK_MOD: the number of rounds in which
@@ -5466,9 +5794,10 @@ template <class B> struct LandedTiles {
   alignas(1024) Input K[COUNT][B::block_n * ROW_BYTES<B::head_dim * B::input_bytes>];  // [BLOCK_N][D]
   alignas(1024) Input V[COUNT][B::block_n * ROW_BYTES<B::d_v * B::input_bytes>];       // [BLOCK_N][Dv]
   uint64_t k_full[COUNT], k_empty[COUNT], v_full[COUNT], v_empty[COUNT];
+  ShownTiles<B, COUNT> shown;
 
   __device__ __forceinline__ void init_mbarriers() {
-    mbarriers_init(k_full, 1), mbarriers_init(v_full, 1);
+    mbarriers_init(k_full, K_ARRIVALS<B>), mbarriers_init(v_full, 1);
     mbarriers_init(k_empty, converter_warps), mbarriers_init(v_empty, converter_warps);
   }
 };
@@ -5582,14 +5911,28 @@ template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>, Land
     constexpr int landed_stages = LandedTiles<B>::COUNT;
     const WgmmaItem<B> item = Base::find_item(item_number_of_cta<B>(a));
     griddepcontrol_wait();  // until the kernel before this one has ended, and its writes are visible
+    LoadWalk<B> ahead(a, item, 0);  // of the tile to load next
     const auto load = [&](int role, int round) {
+      if (B::use_key_mask) round = ahead.round;
       if (warp == 0 && round >= 0) Base::load_round(role, item, round, 0, from, from);
+      if constexpr (B::use_key_mask) {
+        if (warp > 0 || round < 0) return;
+        if (role & load_k) ahead.look_ahead(), ahead.publish(from, ring);
+        if (role & load_v) ahead.step();
+      }
     };
     if (warp == 0) Base::start_item(item, nullptr, 0);
     Base::keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, 0));
     for (int n = 1; n <= landed_stages; n++, ring.advance()) load(load_k | load_v, item.rounds - n);
     for (int round = item.rounds - 1; round >= 0; round--, tile.advance(), ring.advance()) {
       const int n = tile.stage, at = ring.stage;
+      if constexpr (B::use_key_mask) {
+        mbarrier_wait(&from.k_full[at], ring.parity ^ 1);
+        const ShownTile<B>& landed = from.shown[ring.parity ^ 1][at];
+        round = landed.is_last() ? 0 : 1;
+        mbarrier_wait(&to.k_empty[n], tile.parity ^ 1);
+        if (warp == 0) to.shown[tile.parity][n].copy(landed);
+      }
       convert_tile<B::head_dim>(to.K[n], &to.k_empty[n], &to.k_full[n], from.K[at], &from.k_full[at],
                                 &from.k_empty[at], warp);
       load(load_k, round - landed_stages);
@@ -6330,6 +6673,17 @@ size_t even_share(size_t bytes, uint32_t ctas) {
   return max(int(bytes), shared_of_sm() / share / 1024 * 1024 - 1024);
 }
 
+// Lets launches of the kernel ask for so many bytes of shared memory.
+template <class Kernel> SdpaStatus allow_shared_bytes(Kernel kernel, size_t bytes) {
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
+  if (error == cudaErrorInvalidValue || error == cudaErrorInvalidDeviceFunction ||
+      error == cudaErrorNoKernelImageForDevice) {
+    const char* const why = cudaGetErrorString(error);
+    return failure(error, "this GPU cannot run this build (%zu bytes of shared memory a CTA): %s", bytes, why);
+  }
+  return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, "preparing the launch, or work of this process before it,");
+}
+
 // Launches the kernel with a CTA to each range of `items`; USE_PERSISTENT_CTA: as many as are resident and asked for.
 template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t stream) {
   const uint32_t ctas = items * a.ranges.divisor;
@@ -6339,13 +6693,9 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
   size_t bytes = shared_bytes<B>, most = bytes;
   // The attribute is the kernel's, which other host threads launch as well: so it is the most that any launch asks for.
   if (B::starts_early && B::split_ctas != 1) most = even_share(bytes, 1), bytes = even_share(bytes, ctas);
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(most));
-  if (error == cudaErrorInvalidValue || error == cudaErrorInvalidDeviceFunction ||
-      error == cudaErrorNoKernelImageForDevice) {
-    const char* const why = cudaGetErrorString(error);
-    return failure(error, "this GPU cannot run this build (%zu bytes of shared memory a CTA): %s", most, why);
-  }
-  if (error != cudaSuccess) return cuda_failure(error, "preparing the launch, or work of this process before it,");
+  const SdpaStatus allowed = allow_shared_bytes(kernel, most);
+  if (!allowed.ok()) return allowed;
+  cudaError_t error = cudaSuccess;
   cudaLaunchConfig_t launch{dim3(ctas), dim3(B::threads), bytes, stream, nullptr, 0};
   if (B::use_persistent_cta) {
     int ctas_per_sm = 0;
@@ -6599,24 +6949,29 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
 // ---- the checks ----
 
 // Strides of dimensions of size 1 may hold anything, as in PyTorch. They become 0, so that no address depends on them.
+SdpaStatus check_tensor(const TensorView& t, bool is_output) {
+  const int vec = min(Build::vec_width, 16 / t.element_bytes), alignment = vec * t.element_bytes;
+  const bool has_rows = t.dims[0].size > 0;
+  if (has_rows && !t.data) return failure(refused, "%s is a null pointer", t.name);
+  if (has_rows && reinterpret_cast<uintptr_t>(t.data) % alignment) {
+    return failure(refused, "%s is not aligned to %d bytes; align it or lower VEC_WIDTH=%d", t.name, alignment, vec);
+  }
+  for (const auto& dim : t.dims) {
+    if (dim.size <= 1) dim.stride = 0;
+    if (has_rows && dim.stride % vec) {
+      return failure(refused, "%s has a %s stride of %lld; pad it to a multiple of VEC_WIDTH=%d or lower that",
+                     t.name, dim.name, (long long)dim.stride, vec);
+    }
+    if (is_output && dim.size > 1 && dim.stride == 0) {
+      return failure(refused, "%s has a %s stride of 0: its rows would overlap", t.name, dim.name);
+    }
+  }
+  return {};
+}
 SdpaStatus check_tensors(SdpaParams& p) {
   for (const TensorView& t : tensors_of(p)) {
-    const int vec = min(Build::vec_width, 16 / t.element_bytes), alignment = vec * t.element_bytes;
-    const bool has_rows = t.dims[0].size > 0;
-    if (has_rows && !t.data) return failure(refused, "%s is a null pointer", t.name);
-    if (has_rows && reinterpret_cast<uintptr_t>(t.data) % alignment) {
-      return failure(refused, "%s is not aligned to %d bytes; align it or lower VEC_WIDTH=%d", t.name, alignment, vec);
-    }
-    for (const auto& dim : t.dims) {
-      if (dim.size <= 1) dim.stride = 0;
-      if (has_rows && dim.stride % vec) {
-        return failure(refused, "%s has a %s stride of %lld; pad it to a multiple of VEC_WIDTH=%d or lower that",
-                       t.name, dim.name, (long long)dim.stride, vec);
-      }
-      if (*t.name == 'O' && dim.size > 1 && dim.stride == 0) {
-        return failure(refused, "%s has a %s stride of 0: its rows would overlap", t.name, dim.name);
-      }
-    }
+    const SdpaStatus status = check_tensor(t, *t.name == 'O');
+    if (!status.ok()) return status;
   }
   return {};
 }
@@ -6682,6 +7037,8 @@ SdpaStatus check_params(SdpaParams& p) {
                  {"page_size", of_pages, uintptr_t(p.page_size), 1}, {"pages", of_pages, uintptr_t(p.pages), 1},
                  {"x0", of_mods, uintptr_t(p.x0)}, {"x1", of_mods, uintptr_t(p.x1)}, {"x2", of_mods, uintptr_t(p.x2)},
                  {"x3", of_mods, uintptr_t(p.x3)}, {"i0", of_mods, uintptr_t(p.i0)}, {"i1", of_mods, uintptr_t(p.i1)},
+                 {"key_mask", Build::use_key_mask ? "" : "USE_KEY_MASK=1", uintptr_t(p.key_mask), 1},
+                 {"key_mask_stride", Build::use_key_mask ? "" : "USE_KEY_MASK=1", uintptr_t(p.key_mask_stride), 1},
                  {"q_lengths", of_lengths, uintptr_t(p.q_lengths)},
                  {"k_firsts", of_firsts, uintptr_t(p.k_firsts)},
                  {"most_keys", of_lengths, uintptr_t(p.most_keys), 1}};
@@ -6762,6 +7119,10 @@ SDPA_REFUSE((SCORE_MOD_changed || Build::changes_logits || Build::hides_keys) &&
                 (Build::use_softcap != 0 || Build::use_bias != 0),
             "SCORE_MOD and MASK_MOD: the soft cap or the bias can be a part of the expression, as in 30 * tanh(s / 30); "
             "drop USE_SOFTCAP and USE_BIAS");
+SDPA_REFUSE(Build::use_key_mask && (Build::use_bias != 0 || Build::hides_keys),
+            "USE_KEY_MASK=1: a bias or a MASK_MOD can hide the keys as well; drop USE_KEY_MASK, or USE_BIAS and MASK_MOD");
+SDPA_REFUSE(Build::use_key_mask && Build::use_lengths,
+            "USE_KEY_MASK=1: keys are counted from the start of a sequence there; drop USE_KEY_MASK or USE_LENGTHS");
 SDPA_REFUSE(Build::use_pages && !Build::use_lengths,
             "USE_PAGES: pages are found by the sequence of an item; add USE_LENGTHS=1");
 SDPA_REFUSE(FP8_FLUSH_changed && !Build::multiplies_e4m3,
@@ -7006,7 +7367,8 @@ constexpr bool tile_fits(const TunedTile& t) {
   const bool no_room = (wgmma && (t.swap_ab ? Build::d_v % 64 != 0 : t.split_kv > 1 && 256 % Build::d_v != 0)) ||
                         (t.head_dim == 192 && t.block_n == 128 && Build::d_v > 128) ||
                         (Build::hides_rounds && t.num_warps == 16 && t.split_kv == 1) ||  // maps take registers
-                        (Build::hides_keys && t.num_warps == 16 && !t.swap_ab);
+                        (Build::hides_keys && t.num_warps == 16 && !t.swap_ab) ||
+                        (Build::use_key_mask && t.num_warps == 16 && t.swap_ab);
   return typed.use_tuned && t.head_dim == typed.head_dim && !no_room SDPA_KNOBS(SDPA_IS_ROWS);
 }
 

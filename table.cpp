@@ -96,7 +96,8 @@ struct Table {
     r.problem = "no executable";
     if (!cell["shape"].empty()) {
       const string causal = cell["causal"] == "off" ? "" : " causal " + cell["causal"];
-      r.problem = cell["shape"] + causal + ", D=" + cell["D"] + " " + cell["dtype"];
+      const string pass = cell["pass"] == "backward" ? "backward of " : "";
+      r.problem = pass + cell["shape"] + causal + ", D=" + cell["D"] + " " + cell["dtype"];
     }
     if (!cell["device"].empty()) device = cell["device"];
     has_times |= r.is_timed();

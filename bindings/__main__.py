@@ -5,10 +5,10 @@ build fills $SDPA_CACHE (or ~/.cache/sdpa) with every build of these words, with
   sm_80 sm_90a ...     GPUs
   fp16 bf16 e4m3       types
   64 128 192x128 ...   D, or that of Q and K by that of V
-  plain softcap sinks lengths pages any_pages bias mask bf16_out kv8 fp32_bias, or several as in sinks+lengths: options of
-                       attention() (plain, if none is named; pages: of a multiple of 16 keys; any_pages: of another size, or
-                       with k_firsts; bias: of q's type; mask: a bias of bools; fp32_bias: one of another type; bf16_out: O of
-                       e4m3; kv8: k and v are e4m3, next to a q of 16 bits)
+  plain softcap sinks lengths pages any_pages bias mask key_mask bf16_out kv8 fp32_bias, or several as in sinks+lengths: options
+                       of attention() (plain, if none is named; pages: of a multiple of 16 keys; any_pages: of another size, or
+                       with k_firsts; bias: of q's type; mask: a bias of bools; key_mask: one that all heads and queries share;
+                       fp32_bias: one of another type; bf16_out: O of e4m3; kv8: k and v are e4m3, next to a q of 16 bits)
   score_mod=TEXT mask_mod=TEXT    these arguments of attention(), for all builds
 and with what is between PyTorch and the kernels and what appends to caches. A program that finds all it needs there
 does without nvcc.
@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 import pytorch as sdpa
 
 TYPES = {"fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
-OPTIONS = ["softcap", "sinks", "lengths", "pages", "bias", "mask", "bf16_out", "kv8", "fp32_bias", "any_pages"]  # those of sdpa.FEATURES
+OPTIONS = ["softcap", "sinks", "lengths", "pages", "bias", "mask", "bf16_out", "kv8", "fp32_bias", "any_pages", "key_mask"]  # those of sdpa.FEATURES
 BIASES = {"bias", "mask", "fp32_bias"}
 
 
@@ -62,7 +62,7 @@ def builds_of(words):
     for gpu, dtype, (D, Dv), features in itertools.product(*kinds.values()):
         try:
             named = {name for i, name in enumerate(OPTIONS) if features >> i & 1}
-            if len(named & BIASES) > 1:
+            if len(named & {*BIASES, "key_mask"}) > 1:
                 raise sdpa.Unavailable("a build has a bias or a mask, as a call has")
             if named >= {"pages", "any_pages"}:
                 raise sdpa.Unavailable("a build is for pages of a multiple of 16 keys or of any size")

@@ -82,7 +82,8 @@ enum Feature {
   bf16_out = 64,
   kv_in_8_bits = 128,
   biases_in_fp32 = 256,
-  any_pages = 512  // instead of pages
+  any_pages = 512,  // instead of pages
+  key_mask = 1024
 };  // of what a problem asks beyond a line's own: builds of their own
 // The arguments of attention() that modify scores, and a kept map of the tiles that are hidden.
 struct Mods {
@@ -190,8 +191,15 @@ static Tensor readable(const Tensor& x, bool may_be_expanded) {
   return fit(x) && !is_expanded(x, may_be_expanded ? 2 : 0, 2) ? x : x.clone(at::MemoryFormat::Contiguous);
 }
 
-static int feature_of(const Tensor& bias) {
-  return bias.scalar_type() == at::kBool ? masks : bias.scalar_type() == at::kFloat ? biases_in_fp32 : biases;
+// True if all heads and queries share the mask, so that it hides keys of a batch.
+static bool is_of_keys(const Tensor& mask) {
+  const auto is_shared = [&](int64_t dim) { return dim < 0 || mask.size(dim) == 1 || mask.stride(dim) == 0; };
+  return mask.scalar_type() == at::kBool && is_shared(mask.dim() - 2) && is_shared(mask.dim() - 3);
+}
+// Builds that count keys by sequences take masks of keys as those of queries.
+static int feature_of(const Tensor& bias, bool has_lengths) {
+  if (bias.scalar_type() == at::kFloat) return biases_in_fp32;
+  return bias.scalar_type() != at::kBool ? biases : is_of_keys(bias) && !has_lengths ? key_mask : masks;
 }
 
 // Whether x is a mask (bool, true: visible) or an additive bias for these queries and keys of [B,Hq].
@@ -269,7 +277,7 @@ static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, co
       return "gradients are needed, and PyTorch's memory-efficient backward takes an attn_mask of q's type alone";
     }
   }
-  return why_not_line(q, v, asked.mask ? feature_of(*asked.mask) : 0);
+  return why_not_line(q, v, asked.mask ? feature_of(*asked.mask, false) : 0);
 }
 
 // What F.scaled_dot_product_attention is given, as PyTorch's fused kernels take it: tensors of four dimensions of one
@@ -439,7 +447,8 @@ static int pages_of(int64_t keys, bool has_firsts) { return keys % 16 || has_fir
 static int features_of(const SdpaParams& p, const OptionalTensor& bias, bool in_bf16) {
   const bool has_lengths = p.k_lengths || p.q_lengths || p.q_starts || p.k_starts || p.page_table || p.k_firsts;
   return (p.softcap != 0 ? softcap : 0) | (p.sinks ? sinks : 0) | (has_lengths ? lengths : 0) |
-         (p.page_table ? pages_of(p.page_size, p.k_firsts) : 0) | (bias ? feature_of(*bias) : 0) | (in_bf16 ? bf16_out : 0);
+         (p.page_table ? pages_of(p.page_size, p.k_firsts) : 0) |
+         (bias ? feature_of(*bias, has_lengths || p.bias_keys) : 0) | (in_bf16 ? bf16_out : 0);
 }
 
 // A scale as the C function has it, where 0 stands for the default: one of 0, or too small for a float, is the least
@@ -449,7 +458,10 @@ static float scale_of(std::optional<double> scale) { return scale ? std::max(flo
 // Sets the members of the tensors. p.B: the number of sequences if tensors are packed, else 0. LSE may be undefined.
 static void set_tensors(SdpaParams& p, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
                         const Tensor& lse, const OptionalTensor& bias) {
-  if (bias) {
+  if (bias && features_of(p, bias, false) & key_mask) {
+    p.key_mask = static_cast<const uint8_t*>(bias->const_data_ptr());
+    p.key_mask_stride = bias->size(0) == 1 ? 0 : bias->stride(0);
+  } else if (bias) {
     const auto shared = [&](int dim) { return bias->size(dim) == 1 ? 0 : bias->stride(dim); };
     p.bias = bias->const_data_ptr(), p.bias_strides = {shared(0), shared(1), shared(2)};
   }
@@ -828,7 +840,8 @@ static Tensor attend(const Call& call, Tensor& o, Mods* makes = nullptr) {
   const Tensor q = readable(q_any, false), k = readable(k_any, true), v = readable(v_any, true);
   const bool e4m3 = q.scalar_type() == at::kFloat8_e4m3fn;
   TORCH_CHECK(e4m3 || !in_bf16, "sdpa.attention: O has the type of q, and another one with e4m3 alone");
-  TORCH_CHECK(!(v.scalar_type() == at::kFloat8_e4m3fn && bias_any), "sdpa.attention: e4m3 has no bias");
+  TORCH_CHECK(v.scalar_type() != at::kFloat8_e4m3fn || !bias_any || (is_of_keys(*bias_any) && !has_lengths && !bias_keys),
+              "sdpa.attention: e4m3 has no bias but a bool mask of keys, which all queries and heads share, without lengths");
   TORCH_CHECK(bias_any || bias_keys == 0, "sdpa.attention: bias_keys is for a bias");
   TORCH_CHECK((mods.score.empty() && mods.mask.empty()) || (cap == 0 && !bias_any),
               "sdpa.attention: softcap and bias are parts of the expression beside score_mod or mask_mod, as in "

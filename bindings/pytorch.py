@@ -29,7 +29,7 @@ from torch.utils.flop_counter import register_flop_formula
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DTYPES = {torch.float16: "", torch.bfloat16: "_bf16", torch.float8_e4m3fn: "_e4m3"}  # and the names of their lines
 FEATURES = ("USE_SOFTCAP", "USE_SINKS", "USE_LENGTHS", "USE_PAGES", "USE_BIAS=1", "USE_BIAS=2",
-            "OUT_DTYPE=BF16", "KV_DTYPE=FP8_E4M3", "USE_BIAS=3", "USE_PAGES=2")  # by the bits of pytorch.cpp's Feature
+            "OUT_DTYPE=BF16", "KV_DTYPE=FP8_E4M3", "USE_BIAS=3", "USE_PAGES=2", "USE_KEY_MASK")  # by the bits of pytorch.cpp's Feature
 MASKS = {None: 0, False: 0, "off": 0, True: 1, "br": 1, "tl": 2}
 
 
@@ -449,6 +449,11 @@ def flops_backward(grad, q, k, v, *_, out_shape=None, **__):
     return 2 * q[0] * q[1] * q[2] * k[2] * (3 * q[3] + 2 * v[3])
 
 
+def is_of_keys(mask):
+    """pytorch.cpp's function of this name: True if all heads and queries share the mask."""
+    return all(mask.dim() < n or mask.shape[-n] == 1 or mask.stride(-n) == 0 for n in (2, 3))
+
+
 def build_ahead(operator, arguments):
     """Builds the line that attention() with these arguments will load. That call says what goes wrong."""
     given = {argument.name: x for argument, x in zip(operator._schema.arguments, arguments) if x is not None}
@@ -456,9 +461,10 @@ def build_ahead(operator, arguments):
     lengths = bool(tensors & {"k_lengths", "q_lengths", "q_starts", "k_starts", "page_table", "k_firsts"})
     any_pages = "page_table" in tensors and (given["k"].shape[2] % 16 != 0 or "k_firsts" in tensors)
     bias, own = (given["bias"].dtype, given["q"].dtype) if "bias" in tensors else (None, None)
+    of_keys = bias == torch.bool and not lengths and not given.get("bias_keys") and is_of_keys(given["bias"])
     features = (given["softcap"] != 0, "sinks" in tensors, lengths, "page_table" in tensors and not any_pages,
-                bias is not None and bias == own, bias == torch.bool, given.get("bf16_out", False),
-                given["v"].dtype != given["q"].dtype, bias not in (None, torch.bool, own), any_pages)  # as in FEATURES
+                bias is not None and bias == own, bias == torch.bool and not of_keys, given.get("bf16_out", False),
+                given["v"].dtype != given["q"].dtype, bias not in (None, torch.bool, own), any_pages, of_keys)  # as in FEATURES
     with contextlib.suppress(Exception):
         q, v = given["q"], given["v"]
         built(*build_of(*line_with(torch.cuda.get_device_capability(q.device), q.dtype, q.shape[3], v.shape[3],
@@ -538,7 +544,8 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
     0: Sk. bias: what expands to [B,Hq,Sq,keys], read as it lies if the keys are contiguous, else copied: bool, of which
     False hides the key, or added to the logits behind a softcap, in q's type or float32 (another 16-bit type becomes float32);
     causal and window hold besides. Its keys are all keys of a sequence, or with bias_keys so many last ones; those before them
-    have none. With q_starts its row is the query's in its sequence, and there must be one for each. batch_invariant:
+    have none. A bool one that all heads and queries share, such as [B,1,1,Sk], hides keys, costs least, and goes with e4m3
+    too. With q_starts its row is the query's in its sequence, and there must be one for each. batch_invariant:
     the bits of a sequence's O and LSE are the same whatever sequences are in the batch with it, as docs/USING.md has
     it; those of gradients are PyTorch's. Under autocast q, k and v take its type. Raises for what no line takes.
     score_mod: the logit as an expression of s, the scaled q @ k.T, such as "s - x0[h] * real(q + Sk - Sq - k)"; mask_mod:

@@ -76,6 +76,10 @@ typedef struct SdpaParams {
   void* scratch;
   const int* k_firsts;     /* lines with USE_LENGTHS but not USE_PAGES=1, [B] in device memory: of the keys that k_lengths and
                               most_keys leave, the first so many do not count either, and key 0 is the next one; or null */
+  /* Lines with USE_KEY_MASK, or null: [B,Sk] bytes in device memory, of which 0 hides a key from all queries and heads of
+     the batch. Any alignment, any stride from batch to batch; 0: they share the mask. Tiles without a visible key are left out. */
+  const uint8_t* key_mask;
+  int64_t key_mask_stride;
 } SdpaParams;
 
 struct CUstream_st; /* cudaStream_t is a pointer to it */

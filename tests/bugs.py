@@ -10,7 +10,7 @@ usage: tests/bugs.py [REGEX] [--sample N]
        tests/bugs.py --drawn N [--seed S] [--touched] [--only REGEX] [FILE...]
   REGEX       bugs whose names match (default: all)
   --sample N  at least N of them: whole builds, drawn by the commit
-  --drawn N   N drawn bugs, of FILEs (default: sdpa.cu, harness.cu and reference.cpp)
+  --drawn N   N drawn bugs, of FILEs (default: those in C++ that SWITCHED names)
   --seed S    of the draw (default: the commit)
   --touched   in functions that the last commit or the working tree changes, if they have any
   --only R    in functions whose names match"""
@@ -50,7 +50,8 @@ FLAGS = ["-std=c++17", "-O0", "-march=native", "-ffp-contract=off", *auto_var_in
 SANITIZE = {"plain": [], "thread": ["-fsanitize=thread", "-g1"],
             "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1"]}
 ENGINE = {"plain": [], "thread": ["-DSIMT_TSAN"], "address": ["-DSIMT_ASAN"]}
-SWITCHED = ["sdpa.cu", "harness.cu", "reference.cpp"]  # compiled into the programs in C++
+SWITCHED = ["sdpa.cu", "sdpa_backward.cu", "harness.cu", "harness_backward.cu", "reference.cpp"]  # compiled into the programs in C++
+OF_LINES = ["sdpa.cu", "sdpa_backward.cu"]  # of these the kernels of a line
 PYTORCH = "bindings/pytorch.cpp"
 
 
@@ -65,6 +66,11 @@ class Program:
     knobs: str = ""
     tests: str = ""  # "": tests/sweep.cu; else contract, plan, batch or unit
     cases: frozenset = frozenset()  # compiled of tests/TESTS.cu; empty: all
+
+    @property
+    def source(self):
+        """The file that the line is compiled from."""
+        return "sdpa_backward.cu" if "BACKWARD=1" in self.knobs.split() else "sdpa.cu"
 
 
 # ---- processes ----
@@ -214,12 +220,12 @@ class Builder:
         if program.tests:
             parts = [self.object(program, switches, f"tests/{program.tests}.cu", texts={**self.cases(program), **texts}),
                      self.doctest(program.kind)]
-        elif texts and "sdpa.cu" not in texts:
-            parts = [self.object(program, {}, "sdpa.cu", "-DSDPA_LINE_ONLY"),
+        elif texts and not set(texts) & set(OF_LINES):
+            parts = [self.object(program, {}, program.source, "-DSDPA_LINE_ONLY"),
                      self.object(Program(program.kind), {}, "tests/sweep.cu", texts=texts)]
         else:
-            line = {name: of_file for name, of_file in switches.items() if name == "sdpa.cu"}
-            parts = [self.object(program, line, "sdpa.cu", "-DSDPA_LINE_ONLY", texts=texts), self.harness(program.kind)]
+            line = {name: of_file for name, of_file in switches.items() if name in OF_LINES}
+            parts = [self.object(program, line, program.source, "-DSDPA_LINE_ONLY", texts=texts), self.harness(program.kind)]
         return self.compile(program.kind, *parts, self.engine(program.kind), "-o", f"program{next(self.numbers)}")
 
     def clean(self, executable, words):
@@ -439,6 +445,8 @@ DRAWN_PROGRAMS = {
                     "BLOCK_N=64"), SWEEP),
     "decode": (Program(knobs="USE_WGMMA=1 VEC_WIDTH=8 SWAP_AB=1 BLOCK_M=16 NUM_WARPS=4 BLOCK_N=64 PACK_GQA=1 SPLIT_CTAS=0 "
                        "STAGES=2 USE_LENGTHS=1 USE_LAZY_MAX=1 USE_BIAS=2"), SWEEP),
+    "backward": (Program(knobs="BACKWARD=1 USE_MMA_SYNC=1 VEC_WIDTH=8 SWIZZLE_XOR=1 USE_CP_ASYNC=1 STAGES=2 BLOCK_M=64 "
+                         "USE_SOFTCAP=2 USE_SINKS=1"), SWEEP),
     "contract": (Program(knobs=f"{ROLES} VEC_WIDTH=8 BLOCK_M=64 NUM_WARPS=4 BLOCK_N=16 USE_BIAS=2", tests="contract"),
                  ["--test-case-exclude=changed_*,failed_launches,many_keys,workspace",
                   "--test-case=changed_*,failed_launches,many_keys,workspace"]),

@@ -236,6 +236,7 @@ class Attention {
         of.q_factor = {unit * p.q_descale.of_head(b, h)}, of.k_factor = {unit * p.k_descale.of_head(b, h_kv)};
         of.v_factor = {unit * p.v_descale.of_head(b, h_kv)};
         if (p.sinks) of.sinks = {p.sinks[h]};
+        for (int k = 0; p.key_mask && k < keys; k++) of.key_mask.push_back(p.key_mask[b * p.key_mask_stride + k] != 0);
         if (p.bias) {
           const int columns = p.bias_keys ? p.bias_keys : keys;
           of.bias = {{}, 1, 1, queries.count, columns, p.bias_keys > 0, Build::use_bias == 2};
@@ -461,7 +462,7 @@ static bool is_of_build(const string& member) {
   if (member == "Dv" && Build::head_dim != Build::d_v) return false;
   if (member == "bias_map_bytes" && !lists_rounds<Build>) return false;
   return takes_member({Build::use_persistent_cta != 0, Build::use_softcap != 0, Build::is_8bit, Build::q_type > DType::bf16, Build::use_sinks != 0,
-                       Build::use_lengths != 0, Build::use_pages != 0, takes_firsts, Build::use_bias != 0}, member);
+                       Build::use_lengths != 0, Build::use_pages != 0, takes_firsts, Build::use_bias != 0, Build::use_key_mask}, member);
 }
 
 // A problem with all that this build takes.
@@ -477,6 +478,12 @@ struct Featured {
     }
     return x;
   }()};
+  // Of two batches at an odd distance: a stretch is hidden, and some other keys.
+  const Held<uint8_t> key_mask{[] {
+    vector<uint8_t> x(1 + 2 * 71);
+    for (int i = 0; i < int(x.size()); i++) x[i] = i % 71 / 16 == 2 ? 0 : uint8_t(i % 7 * 42);
+    return x;
+  }()};
   const Floats sinks{{1, -2, 3, 0}}, factors{{0.5, 1, 0.75, 1.25, 0.625, 1.5, 0.875, 1}};
   SdpaParams p = a.p;
 
@@ -486,6 +493,7 @@ struct Featured {
     if (Build::use_lengths) p.k_lengths = lengths;
     if (Build::use_sinks) p.sinks = sinks;
     if (Build::use_bias) p.bias = static_cast<const Bias*>(bias), p.bias_strides = {3600, 900, 75};
+    if (Build::use_key_mask) p.key_mask = key_mask, p.key_mask_stride = 71;
     if (Build::is_8bit) {
       p.k_descale = p.v_descale = {factors, 2, 1};
       if (!Build::mixes_types) p.q_descale = p.k_descale;
@@ -500,7 +508,7 @@ struct Featured {
   }
   vector<Memory> inputs() const {
     vector<Memory> all = a.inputs();
-    all.insert(all.end(), {lengths, table, bias, sinks, factors});
+    all.insert(all.end(), {lengths, table, bias, key_mask, sinks, factors});
     return all;
   }
 };
@@ -564,6 +572,9 @@ TEST_CASE("changed_members") {
   add(has_bias, "bias_strides", [](SdpaParams& p) { p.bias_strides.head = 0; });
   add(has_bias, "bias_strides", [](SdpaParams& p) { p.bias_strides.row = 0; });
   add(has_bias, "bias_keys", [](SdpaParams& p) { p.bias_keys = 9; });
+  add(Build::use_key_mask, "key_mask", [](SdpaParams& p) { p.key_mask = nullptr; });
+  add(Build::use_key_mask, "key_mask", [](SdpaParams& p) { p.key_mask++; });
+  add(Build::use_key_mask, "key_mask_stride", [](SdpaParams& p) { p.key_mask_stride = 0; });
   const Workspace map(4096);
   add(has_bias, "bias_map", [&](SdpaParams& p) {
     p.bias_map = map, p.bias_map_bytes = sdpa_bias_map_bytes(p);
@@ -642,6 +653,36 @@ TEST_CASE("changed_members") {
   CHECK(right());
   pages = {9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 10, 2};
   CHECK(right());
+}
+
+// Rounds without a visible key are left out, but for the last round of a CTA's range: what lies there reaches no row.
+TEST_CASE("rounds_without_visible_keys" * doctest::skip(!Build::use_key_mask || !is_wgmma)) {
+  for_each_build([](auto build) {
+    using B = decltype(build);
+    if (path<B> == Path::wgmma_plain) return;
+    constexpr int round = B::round_keys, rounds = 33;
+    const Attention a(1, 2, 1, 40, rounds * round);
+    vector<uint8_t> seen(rounds * round);
+    for (int k = 0; k < rounds * round; k++) seen[k] = k / round == 2 || k / round == 12 || k / round == 32;
+    const Held<uint8_t> mask(seen);
+    SdpaParams p = a.p;
+    p.key_mask = mask;
+    const Workspace workspace(workspace_bytes<B>(p));
+    p.workspace = workspace;
+    const auto forward_by = [&] {
+      return a.call_by([&](cudaStream_t stream) { return forward<B>(p, stream); }).ok() && a.is_right(p);
+    };
+    p.Dv = p.D;
+    CHECK(forward_by());
+    Input* const V = const_cast<Input*>(p.V);
+    const int ranges = B::split_ctas == 1 ? 1 : items_of<B>(p).ranges;
+    std::set<int> last_of_range;
+    for (int n = 0, end = 0; n < ranges; n++) last_of_range.insert((end += rounds / ranges + (n < rounds % ranges)) - 1);
+    for (int k = 0; k < rounds * round; k++) {
+      if (!seen[k] && !last_of_range.count(k / round)) std::fill_n(V + k * p.v.row, p.Dv, rounded<Input>(NAN));
+    }
+    CHECK(forward_by());
+  });
 }
 
 // The expected map of a bias, by the comment over section 5f of sdpa.cu: for each tile of rows a list of the rounds
@@ -1155,6 +1196,7 @@ TEST_CASE("refusals") {
     if (name == "workspace" || name == "scratch") return 256;
     if (name == "bias") return int(sizeof(Bias));
     if (name == "bias_map") return 8;
+    if (name == "key_mask") return 1;
     if (name == "Q") return std::min(Build::vec_width * int(sizeof(Query<Build>)), 16);
     if (name == "K" || name == "V") return std::min(Build::vec_width * int(sizeof(Input)), 16);
     if (name == "O") return std::min(Build::vec_width * int(sizeof(Output)), 16);

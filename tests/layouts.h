@@ -25,9 +25,9 @@ struct Placement {
 // packed: Q, K and V as views of [B,S,Hq+2Hkv,D]. padded: rows and heads VEC_WIDTH or 16 bytes apart,
 // the least alignment that the build accepts. zero: all batches and heads of an input are one [S,D]. reversed:
 // rows and heads of the inputs run backwards. far, far_heads, far_rows: batches, heads or rows over 2^31
-// elements apart.
+// elements apart. dO lies like an input, but with zero all of its rows are one as well.
 Placement place(const Problem& p, Tensor tensor) {
-  const bool is_input = tensor != Tensor::O;
+  const bool is_input = int(tensor) < int(Tensor::O) || tensor == Tensor::dO;
   const int64_t D = width_of(p, tensor), H = of_query(tensor) ? p.Hq : p.Hkv, S = of_query(tensor) ? p.Sq : p.Sk;
   const auto nested = [&](int64_t row, int64_t head_gap, int64_t batch_gap) {
     const int64_t head = S * row + head_gap;
@@ -45,7 +45,7 @@ Placement place(const Problem& p, Tensor tensor) {
   } else if (p.layout == "padded") {
     at.strides = nested(D + pad, pad, pad);
   } else if (p.layout == "zero" && is_input) {
-    at.strides = {0, 0, D};
+    at.strides = {0, 0, tensor == Tensor::dO ? 0 : D};
   } else if (p.layout == "reversed" && is_input) {
     at.strides = {H * S * D, -S * D, -D};
   } else if (p.layout == "far") {
@@ -181,6 +181,7 @@ vector<StridedInput> strided_inputs(const Problem& problem, SdpaParams& p) {
     inputs.push_back({data(p.bias), size_t(bias_bytes()), p.bias_keys ? p.bias_keys : std::min(p.Sk, problem.Sk),
                       {{p.Sq, &s.row}, {p.Hq, &s.head}, {p.B, &s.batch}}});
   }
+  if (p.key_mask) inputs.push_back({data(p.key_mask), 1, p.Sk, {{1, nullptr}, {1, nullptr}, {p.B, &p.key_mask_stride}}});
   const auto add_factors = [&](Descale& d, int heads) {
     if (d.factor) inputs.push_back({data(d.factor), sizeof(float), 1, {{1, nullptr}, {heads, &d.head}, {p.B, &d.batch}}});
   };

@@ -42,7 +42,7 @@ template <class Params, class See> void for_each_stride(const Params& params, co
 }
 
 // The members that a build takes, by its features: others it refuses, or has them the same in every problem.
-struct Features { bool queue, softcap, factors, q_factors, sinks, lengths, pages, firsts, bias; };
+struct Features { bool queue, softcap, factors, q_factors, sinks, lengths, pages, firsts, bias, key_mask; };
 inline bool takes_member(const Features& has, const std::string& member) {
   const auto is_one_of = [&](const char* names) { return (" " + std::string(names) + " ").find(" " + member + " ") != std::string::npos; };
   return (has.queue || !is_one_of("max_ctas")) && (has.softcap || !is_one_of("softcap")) &&
@@ -51,5 +51,6 @@ inline bool takes_member(const Features& has, const std::string& member) {
          (has.firsts || !is_one_of("k_firsts")) &&
          (has.pages || !is_one_of("page_table page_stride page_size pages")) &&
          (has.bias || !is_one_of("bias bias_strides bias_keys bias_map bias_map_bytes")) &&
+         (has.key_mask || !is_one_of("key_mask key_mask_stride")) &&
          !is_one_of("x0 x1 x2 x3 i0 i1");  // only tests/mods.py builds lines with SCORE_MOD or MASK_MOD
 }

@@ -43,6 +43,8 @@ PATHS = [
     Path("a map of the bias by the launch", r"return set_bias_map<B>\(a, items, a\.p\.scratch, true"),
     Path("a map by chunks", r"effects \|= effects_of\(x\[n\]\.y\)", whole=True),
     Path("a map by elements", r"x\[n\]\.x = ld_global_nc<VectorType<sizeof\(Bias\)>>", whole=True),
+    # ---- the mask of keys ----
+    Path("keys that are hidden in a tile", r"if \(!tile\.hides_keys\(\)\) return;", whole=True),
     # ---- items and their rounds ----
     Path("items by their length", r"const uint32_t from_end = a\.work_items - 1 - i;"),
     Path("items that move up", r"if \(EARLY && !B::use_lengths\) item\.q0 -="),

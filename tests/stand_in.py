@@ -69,6 +69,7 @@ def tensors_of(p, dtype, features):
     for name, heads, batch in (("q_descale", p.Hq, p.B), ("k_descale", p.Hkv, p.B), ("v_descale", p.Hkv, p.B)):
         one = getattr(p, name)
         found[name] = one.factor and view(one.factor, (batch, heads), (one.batch, one.head), torch.float32)
+    found["key_mask"] = p.key_mask and view(p.key_mask, (p.B, p.Sk), (p.key_mask_stride, 1), torch.bool)
     if p.bias:
         rows = p.Sq if not p.q_starts else int(found["q_starts"].diff().max())
         most = min(p.most_keys or p.Sk, p.Sk)
@@ -191,7 +192,10 @@ def compute(p, t, mods):
             own[:, :, most - of_last.shape[2]:] = of_last.double() if of_last.dtype != torch.bool else \
                 torch.zeros(of_last.shape).double().masked_fill(~of_last, -torch.inf)
             bias = own[:, :, :keys][None]
-        out, lse = reference(q[None], k[None], v[None], visible(q.shape[1], keys, causal, (*window, by or causal), "cpu"),
+        seen = visible(q.shape[1], keys, causal, (*window, by or causal), "cpu")
+        if t["key_mask"] is not None:
+            seen = seen & t["key_mask"][b]
+        out, lse = reference(q[None], k[None], v[None], seen,
                              p.scale or None, p.softcap, t["sinks"], bias,
                              (lambda S: modified(S[0], p, b, mods)[None]) if any(mods) else None)  # noqa: B023
         t["O"][q_batch, :, begin:end] = out[0].to(t["O"].dtype)
@@ -200,7 +204,8 @@ def compute(p, t, mods):
 
 
 # A build without the option refuses its members.
-MEMBERS_OF = {"USE_SOFTCAP": "softcap", "USE_SINKS": "sinks", "USE_LENGTHS": "k_lengths q_lengths q_starts k_starts page_table k_firsts"}
+MEMBERS_OF = {"USE_SOFTCAP": "softcap", "USE_SINKS": "sinks", "USE_LENGTHS": "k_lengths q_lengths q_starts k_starts page_table k_firsts",
+              "USE_KEY_MASK": "key_mask"}
 CALLS, MAPS, LOADED = [], [], []
 SCRATCH = []  # address and size of the scratch memory of each call
 STREAMS = []  # of the launches of loader_of(), to which OWN_STREAM is given
@@ -210,6 +215,8 @@ OWN_STREAM = 77
 def recorded(p, dtype, features, mods):
     """The numbers of a call's SdpaParams, the contents of its pointers, and the expressions of its build."""
     for name, members in MEMBERS_OF.items():
+        if name == "USE_KEY_MASK" and p.Sk == 0:
+            continue  # a mask without elements has no address
         given = any(getattr(p, member) for member in members.split())
         assert given == bool(features >> sdpa.FEATURES.index(name) & 1), f"the build's {name} is not the call's"
     of_pages = [bool(features >> sdpa.FEATURES.index(name) & 1) for name in ("USE_PAGES", "USE_PAGES=2")]

@@ -177,8 +177,12 @@ float ramps(const InputAt& i) {
   return std::round(rise * std::sqrt(float(p.D)) / 4 * part);
 }
 
+// All rows of V are one, so that dQ and dK are 0 but for what cancels.
+float constant(const InputAt& i) { return i.tensor == Tensor::V ? reference::normal(i.seed, i.tensor, i.d) + 3 : i.x; }
+
 void add_dists() {
   if (reference::dist_named("huge")) return;
+  if (line.backward) reference::dists.push_back({"constant", constant});
   for (const Dist& d : {Dist{"nonfinite", nonfinite},
                         {"huge", huge},
                         {"stairs", stairs},
@@ -226,6 +230,7 @@ void launch_copies(const Copies& c) {
 // then O2 = attention(O, K, V). O must have the bits of the checked run, and O2 those of the same launch
 // after a synchronisation; else a sentence.
 string check_chain(Instance& instance) {
+  if (line.backward) return "";  // its kernels start when those before them have ended
   if (is_far(instance.problem.layout)) return "";  // gigabytes to copy
   if (line.input != line.output) return "";                          // O is no Q
   const auto O2 = make_tensor(instance.problem, Tensor::O);
@@ -407,6 +412,8 @@ bool takes_tile(const Problem& p, const TunedTile& t) {
 
 // wgmma's sums of e4m3 products have 14 bits, which logits in the hundreds show; sums in fp16 end at 65504.
 bool takes_dist(const string& dist) {
+  // The backward pass has LSE as a float: where logits are in the millions P is off by more than its own size.
+  if (line.backward && (dist == "huge" || dist == "ramps" || dist == "nonfinite")) return false;
   // SCORE_MOD adds to logits in floats, which past 10^5 is in steps.
   if (line.logit && (dist == "huge" || dist == "stairs" || dist == "ramps")) return false;
   if (line.fp16_acc) return dist == "normal" || dist == "nonfinite";
@@ -420,7 +427,7 @@ bool is_fixed(const string& member) {
   if (member == "bias_map" || member == "bias_map_bytes") return !line.has_bias_maps;
   if (member == "D" || member == "Dv") return !line.is_wgmma;
   return !takes_member({line.has_queue, line.has_softcap, element_bytes(line.input) == 1, element_bytes(line.query) == 1,
-                        line.has_sinks, line.has_lengths, line.has_pages, takes_k_firsts(), line.use_bias != 0}, member);
+                        line.has_sinks, line.has_lengths, line.has_pages, takes_k_firsts(), line.use_bias != 0, line.has_key_mask}, member);
 }
 
 // ---- features of a problem ----
@@ -444,6 +451,8 @@ const vector<Feature>& features() {
          [](Problem& p) { p.softcap = 0; }},
         {"bias", line.use_bias != 0, true, [](const Problem& p) { return !p.bias_kind.empty() && p.Sk > 0; },
          [](Problem& p) { p.bias_kind = ""; }},
+        {"key_mask", line.has_key_mask, true, [](const Problem& p) { return !p.key_mask_kind.empty() && p.Sk > 0; },
+         [](Problem& p) { p.key_mask_kind = ""; }},
         {"sinks", line.has_sinks, true, [](const Problem& p) { return p.has_sinks; },
          [](Problem& p) { p.has_sinks = false; }},
         {"lengths", line.has_lengths, true, [](const Problem& p) { return p.has_lengths; },
@@ -541,7 +550,7 @@ class Kinds {
     takes("layout", all_layouts), takes("dist", all_dists);
     if (line.has_softcap) {
       takes("softcap", "none small usual large");
-      takes("extremes", "scale_down scale_up");
+      if (!line.backward) takes("extremes", "scale_down scale_up");
     }
     if (adds_bias()) takes("beside_bias", "scale_down scale_up");
     string alone = "none ", pairs, sets = "none ";
@@ -574,6 +583,7 @@ class Kinds {
     string of_far;
     for (const char* layout : {"far", "far_heads", "far_rows"}) {
       of_far += string(layout) + (line.use_bias ? "+bias " : element_bytes(line.input) == 1 ? "+factors " : " ");
+      if (line.has_key_mask && layout == string("far")) of_far += "far+key_mask ";
       if (has_machines && has_stale_maximum() && takes_dist("ramps")) of_far += string(layout) + "+ramps ";
     }
     takes("distance", of_far);
@@ -584,7 +594,7 @@ class Kinds {
     // Tiles of one head of many queries, at the edge of a mask.
     if (packs_heads() && !line.has_lengths) takes("mask_of_packed", "none br tl");
     if (has_tiles_of_factors()) takes("factors_of_tile", "one several");
-    if (line.has_sinks) takes("sinks", "none usual -inf nonfinite large small");
+    if (line.has_sinks) takes("sinks", string("none usual -inf ") + (line.backward ? "" : "nonfinite ") + "large small");
     if (line.use_bias) {
       takes("bias", adds_bias() ? "none add tree" : "none bool tree"), takes("bias_of", "all b h q bh bq hq bhq");
     }
@@ -592,6 +602,7 @@ class Kinds {
       takes("bias_rows", "contiguous padded shifted odd");
       takes("padded_keys", "whole tail");
     }
+    if (line.has_key_mask) takes("key_mask", "none right left scattered"), takes("key_mask_of", "batch shared");
     if (line.use_bias && line.has_bias_maps) {
       takes("bias_map", moves_rows_up() ? "none made kept made_moved kept_moved" : "none made kept");
       takes("rows_of_map", "contiguous padded shifted odd");
@@ -708,11 +719,17 @@ class Kinds {
       const bool has_factors = element_bytes(line.input) == 1 && p.descale != "none";
       add("distance", p.layout + (!p.bias_kind.empty() ? "+bias" : has_factors ? "+factors" : ""));
       add("distance", p.layout + "+" + p.dist);
+      if (!p.key_mask_kind.empty()) add("distance", p.layout + "+key_mask");
     }
     add("packed", *packed_text(p) ? packed_text(p) : "none");
     if (p.Sk > 0) add("bias", p.bias_kind.empty() ? "none" : p.bias_kind);  // without keys a tree is of none
     add("bias_of", of_dims.empty() ? "all" : of_dims);
     if (!p.bias_kind.empty()) add_bias(p, add);
+    if (p.Sk > 0) {
+      const size_t comma = p.key_mask_kind.find(',');
+      add("key_mask", p.key_mask_kind.empty() ? "none" : p.key_mask_kind.substr(0, comma));
+      if (!p.key_mask_kind.empty()) add("key_mask_of", comma == string::npos ? "batch" : "shared");
+    }
     add("mask_map", p.keeps_map ? "kept" : "own");
     if (line.has_lengths) add("q_lengths", p.has_q_lengths ? "some" : "none");
     if (takes_k_firsts() && !p.has_k_firsts) add("k_firsts", "none");
@@ -818,7 +835,7 @@ std::unique_ptr<Kinds> launched;
 // are nearly 0, or they are steps far larger than the bias.
 template <class Draw> void draw_extremes(Problem& p, const Draw& draw) {
   const bool adds = adds_bias() && !p.bias_kind.empty();
-  if (p.dist != "normal" || !(p.softcap != 0 || adds) || draw(4)) return;
+  if (p.dist != "normal" || !(p.softcap != 0 || adds) || line.backward || draw(4)) return;
   const bool up = draw(2);
   const int digits = up ? 22 + draw(9) : 28 + draw(9);  // a float holds neither the scale over the softcap nor its inverse
   p.scale = up ? std::pow(10.0, digits) : std::pow(10.0, -digits);
@@ -922,6 +939,11 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
       p.Hq = 1 + draw(2);
     }
   }
+  if (line.has_key_mask && draw(4)) {
+    p.key_mask_kind = key_mask_kinds[draw(3)];
+    if (!far && draw(4) == 0) p.key_mask_kind += ",shared";
+    if (!far && draw(3) == 0) p.Sk = 1000 + draw(2000);  // runs of hidden tiles
+  }
   p.keeps_map = line.sees && line.has_bias_maps && draw(2);
   p.has_lengths = line.has_lengths && draw(2), p.has_q_lengths = line.has_lengths && draw(2);
   p.has_k_firsts = takes_k_firsts() && draw(3) == 0;
@@ -933,7 +955,7 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   constexpr int page_sizes[] = {16, 48, 64, 256}, small_page_sizes[] = {1, 3, 16, 24, 256};
   if (line.has_pages) p.page_size = line.has_small_pages ? small_page_sizes[draw(4 + largest)] : page_sizes[draw(3 + largest)];
   if (line.has_pages && far) p.Sk = std::min(p.Sk, 60 * p.page_size);  // no address space for more pages
-  if (exact &&
+  if (exact && !line.backward &&
       draw(2) == 0) {  // up to 1e10 or down to 1e-10; bf16's huge logits leave no room above
     float scale = 1;
     for (int digits = 4 + draw(7); digits > 0; digits--) scale *= 10;

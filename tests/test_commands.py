@@ -391,6 +391,15 @@ def test_of_many_lines_without_times_those_alone_that_are_wrong(table, tmp_path)
     assert len(run(table, str(tmp_path / "rows.csv"))[1].splitlines()) == 23  # 20 names
 
 
+def test_passes_are_different_problems(table, tmp_path):
+    header = "config,shape,causal,D,dtype,status,check,graph_us,tflops,rel_rms,max_abs_err,note,pass\n"
+    rows = "".join(f"{name},long,off,64,fp16,ok,PASS,{us},1,0,0,,{of}\n" for name, us, of in (
+        ("forth", 9, "forward"), ("back", 7, "backward"), ("old", 8, "")))
+    (tmp_path / "rows.csv").write_text(header + rows)
+    out = run(table, str(tmp_path / "rows.csv"))[1]
+    assert re.search("^long, D=64 fp16, base forth$", out, re.M) and re.search("^backward of long, D=64 fp16, base back$", out, re.M), out
+
+
 def test_what_a_command_starts_has_a_decimal_point(tmp_path):
     """Also awk and printf of a shell. The user's language stays."""
     (tmp_path / "cmake").write_text('#!/bin/sh\necho "numbers: $LC_NUMERIC, words: $LANG, ${LC_ALL:-not all}" >&2\n')

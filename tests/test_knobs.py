@@ -32,7 +32,7 @@ def refusals(cases):
             program += f"#define {name} {value if equals else 1}\n"
         section = re.sub("^#include .*\n", "", section, flags=re.MULTILINE)
         program += f'namespace case_{n} {{\n#line 1 "case_{n}"\n{section}\n}}\n' + "".join(
-            f"#undef {name}\n" for name in builds.Tree().knobs())
+            f"#undef {name}\n" for name in (*builds.Tree().knobs(), "BACKWARD"))
     done = subprocess.run([builds.CXX, "-std=c++17", "-fsyntax-only", "-x", "c++", "-"], input=program, capture_output=True, text=True)
     found = [[] for _ in cases]
     for number, words in re.findall(r"^case_(\d+):[\d:]+ error: (.*)", done.stderr, re.MULTILINE):
@@ -200,6 +200,29 @@ def test_every_refusal_is_met(judged):
     assert len(sentences) > 40 and not missing, missing
 
 
+def test_knobs_of_the_backward_pass():
+    """Its kernels have those that it lists, each with any value but the default; the others are refused by name."""
+    text = builds.Tree().backward_refusals()
+    own = " ".join(re.findall('"([^"]*)"', re.search(r"backward_knobs =([^;]*);", text)[1])).split()
+    assert set(own) < set(builds.Tree().knobs())
+    values = dict(HEAD_DIM="128", BLOCK_M="64", BLOCK_N="64", NUM_WARPS="2", VEC_WIDTH="8", USE_CP_ASYNC="1 VEC_WIDTH=8",
+                  STAGES="2 USE_CP_ASYNC=1 VEC_WIDTH=8", USE_MMA_SYNC="1 BLOCK_M=64", DTYPE="BF16")
+    illegal = {"BACKWARD=2": "BACKWARD: not a legal value", "USE_WMMA=1 BLOCK_M=64": "BACKWARD: only kernels of these families have it: scalar mma",
+               "DTYPE=U8 VEC_WIDTH=16": "DTYPE: the backward kernels take 16 bits", "BLOCK_M=64 HEAD_DIM=256 NUM_WARPS=1": "BLOCK_M: S, dP, dK and dV",
+               "USE_MMA_SYNC=1 BLOCK_M=64 HEAD_DIM=256": "BLOCK_N, HEAD_DIM: S, dP, dK and dV", "USE_MMA_SYNC=1 BLOCK_M=128 HEAD_DIM=128": "BLOCK_N, HEAD_DIM:"}
+    others = {name: re.split(r"[ .]+", knob.values)[-1] for name, knob in builds.Tree().knob_rows().items() if name not in own}
+    others.update(SPLIT_KV="2", SPLIT_CTAS="2", FP8_FLUSH="4", SYNC_POLICY="2", HEAD_DIM_V="128", SCORE_MOD="s*2", MASK_MOD="k<9")
+    cases = [f"BACKWARD=1 {name}={values.get(name, '1')}" for name in own] + [f"BACKWARD=1 {name}={value}" for name, value in others.items()] + [
+        words if words.startswith("BACKWARD") else "BACKWARD=1 " + words for words in illegal]
+    said = refusals([(words, text) for words in cases])
+    for words, found in zip(cases, said[:len(own)]):
+        assert not found, (words, found)
+    for name, found in zip(others, said[len(own):]):
+        assert f"{name}: the backward kernels lack it; drop it or BACKWARD=1" in found, (name, found)
+    for sentence, found in zip(illegal.values(), said[len(own) + len(others):]):
+        assert any(one.startswith(sentence) for one in found), (sentence, found)
+
+
 @pytest.mark.parametrize("knob,sentence", [
     pytest.param("SYNC_POLICY=3", "SYNC_POLICY: not a legal value; it takes one of: 5 2 1 0 (default 1)", marks=pytest.mark.long),
     ("OVERLAP=1", "OVERLAP: only kernels of these families have it: wgmma; drop it or build one of them: scalar has none of USE_WMMA=1")])
@@ -225,15 +248,16 @@ ON_DEVICE = (": Base{s_, a_} {}", ": Base{s, a} {}")
 
 
 @pytest.mark.parametrize("words", ["-DSDPA_HARNESS_ONLY -DSDPA_NAMESPACE=harness", "-DSDPA_NO_MAIN @scalar_async2", "@wmma_persistent",
+                                   "@backward_mma",
                                    "@mma_split4",
                                    "@wgmma_swap32", "@hopper_e4m3", "@hopper -DUSE_LENGTHS=1 -DUSE_SINKS=1 -DUSE_PAGES=1 -DUSE_SOFTCAP=1"])
 def test_no_warning(words):
     """Of g++ with -Wall and -Wextra, where the CPU backend takes nvcc's place. What nvcc and its g++ say is test_extract.py's."""
-    lines, part = builds.Tree().config_lines(), []
+    lines, part, file = builds.Tree().read_configs()[0], [], "sdpa_backward.cu" if "backward" in words else "sdpa.cu"
     for word in words.split():
         part += ["-DSDPA_LINE_ONLY"] * ("SDPA" not in words) + builds.definitions(lines[word[1:]].knobs) if word[0] == "@" else [word]
     strict = "-std=c++17 -fsyntax-only -Wall -Wextra -Wno-unknown-pragmas -Icpu_backend".split()
-    done = builds.run([os.environ.get("CXX", "g++"), *strict, *part, "-x", "c++", "sdpa.cu"], cwd=ROOT)
+    done = builds.run([os.environ.get("CXX", "g++"), *strict, *part, "-x", "c++", file], cwd=ROOT)
     source = builds.Tree().read("sdpa.cu").splitlines()
     found = [(path, number, words) for path, number, words in re.findall(r"^(\S+?):(\d+):\d+: warning: (.*)", done.stderr, re.MULTILINE)
              if path != "sdpa.cu" or "missing-field" not in words or not any(one in source[int(number) - 1] for one in ON_DEVICE)]

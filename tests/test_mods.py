@@ -29,6 +29,7 @@ QUICK = ("scalar_vec8", "mma_lazy", "wgmma_lazy", "wgmma_swap32")
 # Features of one program, each of which the arguments of a call turn on: a row has its knobs and what arguments it takes.
 MODS = ["SCORE_MOD=s - x0[h] * real(q + Sk - Sq - k)", "MASK_MOD=i0[q] == i0[k]"]
 KNOBS = ["USE_SOFTCAP=2", "USE_BIAS=1"]
+KEYS = ["USE_KEY_MASK=1", "SCORE_MOD=s - x0[h] * real(q + Sk - Sq - k)"]
 B, HQ, HKV, SQ, SK = 1, 4, 2, 40, 330
 
 
@@ -84,7 +85,7 @@ class Program:
         self.library.host_synchronize()
         return o.astype(np.float64)
 
-    def reference(self, x0=None, i0=None, softcap=0, bias=None):
+    def reference(self, x0=None, i0=None, softcap=0, bias=None, key_mask=None):
         q, k, v = (x.astype(np.float64) for x in (self.q, self.k, self.v))
         k, v = (np.repeat(x, HQ // HKV, axis=1) for x in (k, v))
         s = q @ k.swapaxes(-1, -2) / np.sqrt(self.line.D)
@@ -96,6 +97,8 @@ class Program:
             s = s + bias.astype(np.float64)
         if i0 is not None:
             s = np.where(i0[:SQ, None] == i0[None, :SK], s, -np.inf)
+        if key_mask is not None:
+            s = np.where(key_mask > 0, s, -np.inf)
         w = np.exp(s - s.max(-1, keepdims=True))
         return (w / w.sum(-1, keepdims=True)) @ v
 
@@ -103,13 +106,17 @@ class Program:
         return np.sqrt(((got - want) ** 2).mean() / (want ** 2).mean())
 
 
-def calls_of(program, is_mod):
+def calls_of(program, features):
     """Arguments of a call: without a feature, with each alone, and with both."""
     rng = np.random.default_rng(1)
-    if is_mod:
+    slopes = np.float32([1 / 2, 1 / 32, -1 / 16, 1 / 128])
+    if features is KEYS:
+        nothing, k = dict(x0=np.zeros(HQ, np.float32)), np.arange(SK)
+        changes = [dict(key_mask=((k % 7 > 1) & (k // 130 != 1)).astype(np.uint8)), dict(x0=slopes)]
+    elif features is MODS:
         nothing = dict(x0=np.zeros(HQ, np.float32), i0=np.zeros(SK, np.int32))
         # Documents in the order of keys, and one key in each tile of a document that all queries see a part of.
-        changes = [dict(x0=np.float32([1 / 2, 1 / 32, -1 / 16, 1 / 128])), dict(i0=(np.arange(SK) % 7 % 3).astype(np.int32))]
+        changes = [dict(x0=slopes), dict(i0=(np.arange(SK) % 7 % 3).astype(np.int32))]
     else:
         nothing = {}
         changes = [dict(softcap=0.5), dict(bias=(2 * rng.normal(size=(SQ, SK + 6))).astype(program.q.dtype))]
@@ -121,14 +128,15 @@ def takes(path, features):
         builds.Line(TREE, path.split()[0], tuple(path.split()[1:])).words + features))))
 
 
-@pytest.mark.parametrize("features", [MODS, KNOBS], ids=["mods", "softcap_and_bias"])
+@pytest.mark.parametrize("features", [MODS, KNOBS, KEYS], ids=["mods", "softcap_and_bias", "key_mask"])
 @pytest.mark.parametrize("path", [path if path in QUICK else pytest.param(path, marks=pytest.mark.long) for path in PATHS])
 def test_effect(path, features):
     if not takes(path, features):
-        assert features is KNOBS, "every path takes SCORE_MOD and MASK_MOD"
+        assert features is not MODS, "every path takes SCORE_MOD and MASK_MOD"
+        assert features is KNOBS or "USE_LENGTHS" in path, "every path without lengths takes USE_KEY_MASK"
         pytest.skip("refused")
     program = Program(path, features)
-    nothing, changes = calls_of(program, features is MODS)
+    nothing, changes = calls_of(program, features)
     limit = 6e-2 if "e4m3" in program.line.dtype else 2e-2 if program.line.out_dtype == "bf16" else 4e-3
     clean = lambda call: {name: x[:, :SK] if name == "bias" else x for name, x in call.items()}  # noqa: E731
     plain = program.attention(**nothing)

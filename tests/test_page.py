@@ -225,11 +225,12 @@ def test_sample(sample, draw):
     with open(lines / f"{SAMPLE}-10.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     with open(lines / f"{SAMPLE}-10.csv", "w", newline="", encoding="utf-8") as file:
-        out = csv.DictWriter(file, [*rows[0], "peak_share", "bound"])
+        out = csv.DictWriter(file, [*rows[0], "peak_share", "bound", "pass"])
         out.writeheader()
         for row in rows:  # of a peak of 400 TFLOP/s, in e4m3 of 800
             out.writerow({**row, "bound": "matrix", "peak_share": f"{float(row['tflops']) / 400:.3f}" if row["tflops"] else ""})
         out.writerow({**rows[0], "config": "e4m3", "dtype": "e4m3", "tflops": "640", "peak_share": "0.8", "bound": "matrix"})
+        out.writerow({**rows[0], "config": "not_the_newest", "graph_us": "0.01", "pass": "backward"})  # the pages have the forward pass
     spoil(results / f"peers/{SAMPLE}.csv", results / "peers/2026-01-03-Other-GPU.csv", "Sample GPU", "Other GPU")
     spoil(results / f"peers/{SAMPLE}.csv", results / "peers/2026-01-03-Sample-GPU-more.csv", "mma_split4,", "not_the_newest,")
     spoil(results / f"ablation/{SAMPLE}-wmma_all.csv", results / "ablation/2026-01-01-Sample-GPU-wmma_all.csv", "__STAGES", "__OLDER")

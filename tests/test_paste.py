@@ -1,6 +1,6 @@
-"""The example of pasting in docs/USING.md, word for word, as a program: with its knobs and with those of one line of each
-family, some of which need a workspace; beside it a second build out of the marked region. On the CPU backend it runs, by
-nvcc it compiles and, where there is a GPU, runs.  usage: python3 -m pytest tests/test_paste.py"""
+"""The examples of pasting and of gradients in docs/USING.md, word for word, as programs: the first one with its knobs and with
+those of one line of each family, some of which need a workspace; beside it a second build out of the marked region. On the CPU
+backend they run, by nvcc the first one compiles and, where there is a GPU, runs.  usage: python3 -m pytest tests/test_paste.py"""
 import os
 import re
 import subprocess
@@ -79,6 +79,38 @@ def ran(folder, name, compiler, *libraries):
 @pytest.mark.parametrize("name", [*FAMILIES[:QUICK], *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES[QUICK:])])
 def test_on_the_cpu_backend(folder, name):
     done = ran(folder, name, CPU, "engine.o")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_gradients(folder):
+    """Of sum(O), with Q = 0 and a causal mask: row k of dV is the sum of 1 / (q + 1) over the queries q from k on, dQ and dK are 0."""
+    head, body = re.search(r"^## Gradients.*?```cpp\n(.*?#include \"sdpa_backward.cu\"\n)(.*?)```", TREE.read("docs/USING.md"),
+                           re.DOTALL | re.MULTILINE).groups()
+    text = PROGRAM.partition("  __half *Q")[0] % head + """
+  float* LSE = nullptr;
+  __half *Q, *K, *V, *O, *dO, *dQ, *dK, *dV;
+  for (__half** tensor : {&Q, &K, &V, &O, &dO, &dQ, &dK, &dV}) {
+    cudaMalloc(tensor, n * sizeof(__half));
+    if (tensor == &dO) zeros.assign(n, __half(1.0f));
+    cudaMemcpy(*tensor, zeros.data(), n * sizeof(__half), cudaMemcpyHostToDevice);
+  }
+  cudaMalloc(&LSE, size_t(B) * H * S * sizeof(float));
+""" + body + """
+  if (!status.ok()) return 1;
+  for (__half* tensor : {dQ, dK, dV}) {
+    cudaMemcpy(host.data(), tensor, n * sizeof(__half), cudaMemcpyDeviceToHost);
+    for (size_t i = 0; i < n; i++) {
+      double want = 0;
+      for (int q = i / 64 % S; q < S && tensor == dV; q++) want += 1.0 / (q + 1);
+      if (!(std::fabs(float(host[i]) - want) <= 2e-3 * (1 + want))) return printf("%zu: %g, want %g\\n", i, double(float(host[i])), want), 1;
+    }
+  }
+}
+"""
+    (folder / "of_gradients.cu").write_text(text)
+    subprocess.run([*CPU, "-w", "-std=c++17", "-I" + ROOT, "-x", "c++", "of_gradients.cu", "-x", "none", "engine.o", "-o", "of_gradients"],
+                   cwd=folder, check=True)
+    done = subprocess.run([folder / "of_gradients"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -194,7 +194,8 @@ def test_what_a_library_is_built_of(monkeypatch):
         "-DUSE_WGMMA=1 -DVEC_WIDTH=8 -DUSE_TUNED=1 -DHEAD_DIM=192 -DDTYPE=BF16 -DHEAD_DIM_V=128 -DUSE_SINKS=1".split())
     assert {"-DUSE_LENGTHS=1", "-DUSE_BIAS=2"} <= set(others) and "-DHEAD_DIM=64" not in others
     included = {path for path in builds.Tree().sources("bindings/library.cu") if not path.startswith("cpu_backend/")}
-    assert sources[0] == "bindings/library.cu" and set(sources) == included - {"harness.cu", "reference.cpp"}  # of programs alone
+    of_programs = {"harness.cu", "harness_backward.cu", "reference.cpp"}
+    assert sources[0] == "bindings/library.cu" and set(sources) == included - of_programs
     built.clear()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(sdpa, "first_call", SimpleNamespace(library=None))
@@ -550,7 +551,8 @@ def test_a_first_call_builds_its_line_beside_pytorch_cpp(monkeypatch):
                             ({"q_lengths": ints}, 4), ({"q_starts": ints}, 4), ({"sinks": ints, "page_table": ints}, 512 + 6),
                             ({"k": q[:, :, :96], "page_table": ints}, 12), ({"k_firsts": ints}, 4),
                             ({"k": q[:, :, :96], "page_table": ints, "k_firsts": ints}, 512 + 4),
-                            ({"k_starts": ints, "q_descale": ints}, 4), ({"bias": ints}, 256), ({"bias": ints > 0}, 32),
+                            ({"k_starts": ints, "q_descale": ints}, 4), ({"bias": ints}, 256), ({"bias": ints > 0}, 1024),
+                            ({"bias": torch.zeros(2, 2) > 0}, 32), ({"bias": ints > 0, "k_lengths": ints}, 32 + 4),
                             ({"bias": ints.bfloat16()}, 16), ({"bias": ints.half()}, 256),
                             ({"q": q.to(E4M3), "v": v.to(E4M3), "k_lengths": ints, "bf16_out": True}, 64 + 4),
                             ({"k": q.to(E4M3), "v": v.to(E4M3), "k_lengths": ints}, 128 + 4),
@@ -1548,6 +1550,15 @@ STARTS_Q, STARTS_K, USED = int32(0, 2, 5), int32(0, 4, 9), int32(3, 2)
 TABLE_OF_6 = int32(4, 1, 0, 3, 5, 2).view(2, 3)[:, :2]  # [[4,1],[3,5]] of rows of 3
 
 
+def masks_of_keys(name, hidden):
+    """Rows of masks that all queries and heads share: expanded, as views of a larger tensor, of all batches, of one query."""
+    row, of_all = hidden[:, :1, :1], hidden[0, 0, 0]
+    B, _, Sq, Sk = hidden.shape
+    return [({name: mask}, dict(key_mask=of_batch.expand(B, Sk).tolist())) for mask, of_batch in (
+        (row, row[:, 0, 0]), (row.expand(B, 1, Sq, Sk), row[:, 0, 0]), (of_all, of_all), (of_all.expand(B, 4, Sq, Sk), of_all),
+        (row.contiguous(), row[:, 0, 0]), (row[..., :1], row[:, 0, 0, :1]))]
+
+
 def with_pages(K, V):
     """The members that change with pages of 16 keys, 6 of them, in TABLE_OF_6."""
     return dict(K=bits_of(K), V=bits_of(V), page_table=TABLE_OF_6.tolist(), page_size=16, pages=6, Sk=32)
@@ -1578,6 +1589,11 @@ def attention_entries():
         (dict(most_keys=7, k_lengths=USED, bias=bias[..., :7]),
          dict(most_keys=7, k_lengths=[3, 2], bias=bits_of(bias[..., :7], 2, 4, 5, 7), bias_dtype=torch.half)),
         (dict(bias_keys=3, bias=last), dict(bias_keys=3, bias=bits_of(last, 2, 4, 5, 3), bias_dtype=torch.half)),
+        *masks_of_keys("bias", hidden),
+        (dict(bias=hidden[:, :, :1], k_lengths=USED),
+         dict(bias=bits_of(hidden[:, :, :1], 2, 4, 5, 9), bias_dtype=torch.bool, k_lengths=[3, 2])),
+        (dict(bias=hidden[:, :, :1, :3], bias_keys=3),
+         dict(bias=bits_of(hidden[:, :, :1, :3], 2, 4, 5, 3), bias_dtype=torch.bool, bias_keys=3)),
         (dict(batch_invariant=True), dict(batch_invariant=1)), (dict(out_dtype=None), {})]
     x, i = [drawn(9, dtype=torch.float, seed=n) for n in range(4)], [int32(*range(n, n + 9)) for n in range(2)]
     addresses = {name: one.data_ptr() for name, one in zip(sdpa.ARRAYS, x + i)}
@@ -1596,14 +1612,16 @@ def attention_entries():
                (dict(v_descale=of_v[0]), dict(v_descale=of_v[:1].expand(2, 2).tolist())), (dict(k_descale=of_k.T), dict(k_descale=of_k.T.tolist()))]
     rows = [(dict(q_descale=of_q), dict(q_descale=of_q.tolist())),
             (dict(q_descale=by_key_head), dict(q_descale=by_key_head.repeat_interleave(2, 1).tolist())), *of_keys,
-            (dict(out_dtype=torch.half), {}), (dict(out_dtype=torch.bfloat16), dict(O_dtype=torch.bfloat16))]
+            (dict(out_dtype=torch.half), {}), (dict(out_dtype=torch.bfloat16), dict(O_dtype=torch.bfloat16)),
+            *masks_of_keys("bias", hidden)]
     yield "attention of e4m3", Entry(stand_in.attention, as_e4m3(dict(q=q, k=k, v=v)), rows)
     # As many query heads to a key head as there are not key heads.
     six = as_e4m3(dict(q=drawn(2, 6, 5, 64), k=drawn(2, 3, 9, 64), v=drawn(2, 3, 9, 64, seed=1)))
     by_key_head = drawn(2, 3, dtype=torch.float).abs()
     yield "attention of e4m3 with six heads", Entry(
         stand_in.attention, six, [(dict(q_descale=by_key_head), dict(q_descale=by_key_head.repeat_interleave(2, 1).tolist()))])
-    yield "attention of kv8", Entry(stand_in.attention, dict(q=q, k=k.to(E4M3), v=v.to(E4M3)), of_keys)
+    yield "attention of kv8", Entry(stand_in.attention, dict(q=q, k=k.to(E4M3), v=v.to(E4M3)),
+                                       [*of_keys, *masks_of_keys("bias", hidden)])
     # Heads of K and V that are expanded are one, unless a tensor differs between them.
     own = as_e4m3(dict(q=q, k=k, v=v))
     shared = {name: x if name == "q" else x[:, :1].expand_as(x) for name, x in own.items()}
@@ -1720,7 +1738,8 @@ def operator_entries():
     scale = dict(scale=0.25), dict(scale=0.25)
     masked = [scale, (dict(is_causal=True), dict(causal=2)),
               (dict(attn_bias=bias), dict(bias=bits_of(bias, 2, 4, 5, 9), bias_dtype=torch.half)),
-              (dict(attn_bias=hidden), dict(bias=bits_of(hidden), bias_dtype=torch.bool)), (dict(compute_log_sumexp=False), {})]
+              (dict(attn_bias=hidden), dict(bias=bits_of(hidden), bias_dtype=torch.bool)), (dict(compute_log_sumexp=False), {}),
+              *masks_of_keys("attn_bias", hidden)]
     whole = plain | dict(attn_bias=None, compute_log_sumexp=True)
     yield "flash", Entry(aten._scaled_dot_product_flash_attention.default, plain, [scale, (dict(is_causal=True), dict(causal=1))], unused)
     yield "cudnn", Entry(aten._scaled_dot_product_cudnn_attention.default, whole, masked, unused)

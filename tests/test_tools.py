@@ -446,6 +446,10 @@ def test_a_sweep_on_the_cpu_backend():
 
 @pytest.mark.parametrize("words,sentence", [
     ("ablate nobody", "ablate: nobody: no line of configs.txt has that name"),
+    ("ab backward_mma BLOCK_N=32", "ab: backward_mma: a line of the backward pass, which the tools cannot load yet"),
+    ("ab mma_lazy BACKWARD=1", "ab: BACKWARD=1: for a line of configs.txt that is built from sdpa_backward.cu"),
+    ("extract backward_mma", "extract: backward_mma: a line of the backward pass"),
+    ("gates --only ^backward_", "gates: --only ^backward_: a line of the backward pass"),
     ("ablate", "ablate: which line?"),
     ("profile wmma_all mma_lazy", "profile: one line at a time"),
     ("profile wmma_all --shape huge", "profile: --shape huge: want small, mission"),

@@ -272,6 +272,96 @@ TEST_CASE("reference") {
   }
 }
 
+// The reference's gradients of sum(dO * O) + sum(dLSE * LSE) are the central differences of its forward pass.
+TEST_CASE("gradients") {
+  using reference::Mask;
+  const struct {
+    int Hq, Hkv, Sq, Sk, window_left;
+    Mask mask;
+    double softcap;
+    bool has_sinks;
+  } cases[] = {{2, 1, 3, 5, -1, Mask::none, 0, false},        {3, 1, 5, 3, -1, Mask::bottom_right, 0, false},
+               {4, 2, 4, 4, 1, Mask::top_left, 0, true},       {2, 2, 3, 6, -1, Mask::none, 0.7, false},
+               {2, 1, 5, 4, -1, Mask::bottom_right, 2, true}, {1, 1, 2, 0, -1, Mask::none, 0, true}};
+  for (const auto& c : cases) {
+    SmallAttention a(2, c.Hq, c.Hkv, c.Sq, c.Sk, c.mask, 0.6);
+    a.p.softcap = c.softcap, a.p.window_left = c.window_left;
+    for (int h = 0; h < c.Hq && c.has_sinks; h++) a.p.sinks.push_back(0.5 * h - 0.3);
+    const size_t rows = size_t(2) * c.Hq * c.Sq;
+    std::vector<float> dO(rows * 8);
+    std::vector<double> dLSE(rows);
+    std::vector<float>* const inputs[] = {&a.Q, &a.K, &a.V, &dO};
+    for (int t = 0; t < 4; t++) {
+      for (size_t i = 0; i < inputs[t]->size(); i++) (*inputs[t])[i] = normal(7, Tensor(t), i);
+    }
+    for (size_t i = 0; i < rows; i++) dLSE[i] = normal(8, Tensor::dO, i);
+    const auto row_at = [&](size_t i) {
+      return reference::Row{int(i / c.Sq / c.Hq), int(i / c.Sq % c.Hq), int(i % c.Sq)};
+    };
+    const auto result = [&](size_t i) { return a.row(row_at(i).b, row_at(i).h, row_at(i).q); };
+    const auto loss = [&] {
+      double sum = 0;
+      for (size_t i = 0; i < rows; i++) {
+        const reference::Result r = result(i);
+        for (int d = 0; d < 8; d++) sum += dO[i * 8 + d] * r.O[d];
+        if (r.LSE != -INFINITY) sum += dLSE[i] * r.LSE;
+      }
+      return sum;
+    };
+    // d loss / dx
+    const auto difference = [&](auto& x) {
+      const auto at = x;
+      const double step = 0x1p-10;
+      x = std::remove_reference_t<decltype(x)>(at + step);
+      const double above = x, more = loss();
+      x = std::remove_reference_t<decltype(x)>(at - step);
+      const double below = x, less = loss();
+      x = at;
+      return (more - less) / (above - below);
+    };
+    loss();  // sets the pointers of a.p
+    reference::Backward of(a.p, dO.data(), fp16);
+    for (size_t i = 0; i < rows; i++) of.set_row(i, result(i).O.data(), result(i).LSE, dLSE[i]);
+    double worst = 0;
+    const auto compare = [&](double want, double got) { worst = std::fmax(worst, reference::distance(want, got)); };
+    for (size_t i = 0; i < rows; i++) {
+      const reference::Gradient dQ = of.of_query(row_at(i));
+      for (int d = 0; d < 8; d++) compare(difference(a.Q[i * 8 + d]), dQ.x[d]);
+    }
+    for (int j = 0; j < 2 * c.Hkv * c.Sk; j++) {
+      reference::Gradient dK(8), dV(8);
+      of.of_key({j / c.Sk / c.Hkv, j / c.Sk % c.Hkv, j % c.Sk}, dK, dV);
+      for (int d = 0; d < 8; d++) {
+        compare(difference(a.K[j * 8 + d]), dK.x[d]), compare(difference(a.V[j * 8 + d]), dV.x[d]);
+      }
+    }
+    for (int h = 0; h < c.Hq && c.has_sinks; h++) compare(difference(a.p.sinks[h]), of.of_sink(h).x[0]);
+    CHECK(worst < 1e-5);
+  }
+}
+
+// What a comparison of gradients lets pass and what not, in units of the error of roundings.
+TEST_CASE("gradient_comparison") {
+  reference::Gradient want(64);
+  const auto verdict_of = [&](double units, double largest, double zero = 0) {
+    reference::GradientComparison c("dQ");
+    for (int row = 0; row < 100; row++) {
+      float got[64];
+      for (int d = 0; d < 64; d++) {
+        want.x[d] = d % 2 ? 100 : 1e-3, want.variance[d] = std::pow(want.x[d] * 1e-3, 2);
+        got[d] = float(want.x[d] * (1 + units * (d % 3 ? 1e-3 : -1e-3)));
+      }
+      want.x[5] = want.variance[5] = 0, got[5] = float(zero);
+      if (row == 40) got[8] = float(want.x[8] * (1 + largest * 1e-3));
+      c.add({0, 0, row}, want, got);
+    }
+    return c.verdict();
+  };
+  CHECK((verdict_of(1, 1).empty() && verdict_of(1.4, 7).empty()));
+  CHECK((!verdict_of(2.2, 1).empty() && !verdict_of(1, 9).empty() && !verdict_of(1, NAN).empty() && !verdict_of(1, INFINITY).empty()));
+  CHECK(!verdict_of(1, 1, 1e-30).empty());  // of no pair: 0 and nothing else
+}
+
 // The verdict on one row of outputs against one row of reference.
 static std::string verdict(std::vector<double> ref, double ref_lse, std::vector<float> got,
                            float got_lse, std::vector<char> open = {}) {

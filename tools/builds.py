@@ -129,17 +129,18 @@ class Tree:
         return lines, done.stderr.strip()
 
     def config_lines(self):
-        return self.read_configs()[0]
+        """The lines of the forward pass: the libraries that contenders are have no backward pass."""
+        return {name: line for name, line in self.read_configs()[0].items() if not is_backward(line)}
 
     def knobs(self):
         """{knob: default}, from the rows of SDPA_KNOBS."""
         return {name: knob.default for name, knob in self.knob_rows().items()}
 
     @functools.lru_cache(None)
-    def knob_rows(self):
-        """{name: Knob}."""
+    def knob_rows(self, path="sdpa.cu"):
+        """{name: Knob}; those that only backward lines have are sdpa_backward.cu's."""
         row = r'^  X\(([A-Z][A-Z_0-9]+), ([A-Z0-9_]*),(?: (\w+),)?[^"\n]*"([^"\n]*)"'
-        return {name: Knob(*row) for name, *row in re.findall(row, self.read("sdpa.cu") or "", re.MULTILINE)}
+        return {name: Knob(*row) for name, *row in re.findall(row, self.read(path) or "", re.MULTILINE)}
 
     def refusals(self):
         """What of sdpa.cu judges knobs: section 1, the path to a kernel, and 7 without the model; as a program."""
@@ -149,6 +150,13 @@ class Tree:
         if tables:
             tables = f"namespace {{\n//{path}\n//{tables}\n}}\n"
         return f"#include <array>\n#include <string_view>\n#include <type_traits>\n//{knobs}\n{tables}"
+
+    def backward_refusals(self):
+        """The same with what sdpa_backward.cu refuses besides."""
+        text = self.read("sdpa_backward.cu")
+        knobs, rules = (text.split(since, 1)[1].split(until)[0] for since, until in (
+            ("// ==== 1 KNOBS", "// ==== 2"), ("// ==== 6 REFUSALS", "// ==== 7")))
+        return f"{self.refusals()}\n//{knobs}\nnamespace {{\n//{rules}"
 
     def expression_trouble(self, word):
         """Why SCORE_MOD=... or MASK_MOD=... does not compile; "" if it does."""
@@ -165,6 +173,11 @@ class Tree:
         text = self.read("sdpa.cu").split("// ==== COPY TO HERE")[0]
         stripped = run([CXX, "-fpreprocessed", "-dD", "-E", "-P", "-x", "c++", "-"], input=text)
         return text if stripped.returncode else stripped.stdout
+
+
+def is_backward(line):
+    """Whether a ConfigLine is built from sdpa_backward.cu."""
+    return "BACKWARD=1" in line.knobs
 
 
 def structs_of(header):
@@ -341,6 +354,9 @@ def parse_contenders(words):
 def config_line(tree, name, typed):
     """The ConfigLine of a name. One that no line has is refused, as it was typed."""
     lines = tree.config_lines()
+    if name in tree.read_configs()[0] and name not in lines:
+        raise Refused(f"{typed}: a line of the backward pass, which the tools cannot load yet; build it by "
+                      f"./run_all.sh --only '^{name}$' and run build/sdpa_{name}")
     if name not in lines:
         raise no_line(typed, name, lines)
     return lines[name]
@@ -350,16 +366,25 @@ def no_knob(knob, names, place=""):
     return f"no knob is called {knob}{place}; {nearest(knob, names) or 'the knobs are ' + ' '.join(names)}"
 
 
-def lines_named(pattern, option="--only"):
-    """The lines of configs.txt whose name matches an option's regular expression."""
-    tree = Tree()
+def names_matching(pattern, names, option="--only"):
+    """Those of the names that match an option's regular expression; without any it is refused."""
     try:
-        found = [Line(tree, name) for name in tree.config_lines() if re.search(pattern, name)]
+        found = [name for name in names if re.search(pattern, name)]
     except re.error:
         raise Refused(f"{option} {pattern}: not a regular expression") from None
     if not found:
         raise Refused(f"{option} {pattern}: no line of configs.txt has such a name")
     return found
+
+
+def lines_named(pattern, option="--only"):
+    """The lines of the forward pass whose name matches an option's regular expression."""
+    tree = Tree()
+    found = names_matching(pattern, tree.read_configs()[0], option)
+    forward = [Line(tree, name) for name in found if name in tree.config_lines()]
+    if not forward:
+        config_line(tree, found[0], f"{option} {pattern}")
+    return forward
 
 
 def has_bad_lines():
@@ -375,6 +400,8 @@ def change_line(line, word):
     knob = word.split("=")[0]
     if knob in ("expect", "arch") or not (knob in EXPRESSIONS or re.fullmatch(r"[A-Za-z_]\w*=[A-Za-z0-9_]+", word)):
         raise Refused(f"{word} is no knob")
+    if knob in line.tree.knob_rows("sdpa_backward.cu"):
+        raise Refused(f"{word}: for a line of configs.txt that is built from sdpa_backward.cu; the tools cannot load those yet")
     if knob not in line.tree.knobs():
         raise Refused(f"{word}: {no_knob(knob, line.tree.knobs(), f' in {line.tree}')}")
     trouble = line.tree.expression_trouble(word) if knob in EXPRESSIONS else ""
@@ -445,7 +472,7 @@ def build_one(line, archs, program, kind):
     version = run([nvcc(), "--version"]).stdout
     # A comment, or the harness, which a library does not have, compiles nothing again.
     texts = [line.tree.program() if path == "sdpa.cu" else text for path, text in sources.items()
-             if path not in ("harness.cu", "reference.cpp")] if is_line else sources.values()
+             if path not in ("harness.cu", "harness_backward.cu", "reference.cpp")] if is_line else sources.values()
     folder = os.path.join(BUILD, "engine", digest(*sources, *texts))
     for path, text in sources.items():
         path = os.path.join(folder, path)

@@ -15,16 +15,16 @@ COLUMNS = {
         EXPONENTIAL: "WarpSoftmax::step softmax_exp ex2_approx_ftz"}),
     "mma.sync": ("sdpa_mma", "E4m3|Capped", {
         K_COPY: "ItemTiles::copy_kv cp_async", PRODUCT: "MmaRows::attend_by_stale_max mma_m16n8k16",
-        EXPONENTIAL: "MmaRows::attend_by_stale_max ex2_approx_ftz"}),
+        EXPONENTIAL: "MmaRows::attend_by_stale_max softmax_exp ex2_approx_ftz"}),
     "wgmma, plain": ("sdpa_wgmma_plain", "Capped", {
         K_COPY: "load_tile load_rows cp_async_bulk_tensor_load", PRODUCT: "wgmma_qk wgmma_ss",
         EXPONENTIAL: "softmax_sum ex2_approx_ftz"}),
     "wgmma, producers and consumers": ("sdpa_wgmma", "E4m3|Capped", {
         K_COPY: "WgmmaProducer::load_round load_rows cp_async_bulk_tensor_load",
-        PRODUCT: "WgmmaConsumer::overlapped wgmma_ss", EXPONENTIAL: "Wgmma16Consumer::overlap ex2_approx_ftz"}),
+        PRODUCT: "WgmmaConsumer::overlapped wgmma_ss", EXPONENTIAL: "Wgmma16Consumer::overlap softmax_exp ex2_approx_ftz"}),
     "the same, e4m3": ("sdpa_wgmma", "Wgmma16|Converter|Capped", {
         K_COPY: "WgmmaProducer::load_round load_rows cp_async_bulk_tensor_load",
-        PRODUCT: "E4m3Consumer::begin_qk wgmma_rs", EXPONENTIAL: "E4m3Consumer::overlap ex2_approx_ftz"}),
+        PRODUCT: "E4m3Consumer::begin_qk wgmma_rs", EXPONENTIAL: "E4m3Consumer::overlap softmax_exp ex2_approx_ftz"}),
     "wgmma, transposed": ("sdpa_wgmma_columns", "", {
         K_COPY: "WgmmaColumnsLoader::load_first_tiles load_rows cp_async_bulk_tensor_load",
         PRODUCT: "WgmmaColumns::start_kq wgmma_ss", EXPONENTIAL: "WgmmaColumns::write_p ex2_approx_ftz"}),

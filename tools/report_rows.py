@@ -77,7 +77,8 @@ def read(path, kinds):
     try:
         with open(path, newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
-            rows, columns = list(reader), reader.fieldnames or []
+            # The pages compare kernels of the forward pass.
+            rows, columns = [row for row in reader if row.get("pass") != "backward"], reader.fieldnames or []
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise Refused(f"{path} cannot be read: {error}") from error
     kind = next((kind for kind in kinds if set(KINDS[kind].columns) <= set(columns)), kinds[0])

@@ -1,0 +1,189 @@
+// The part of sdpa_backward()'s contract that the harness does not reach: refusals, problems without rows or keys, strides
+// of dimensions of one element, launches in a row on one workspace, and which queries a tile of keys is given.
+#define SDPA_NO_MAIN
+#include "../sdpa_backward.cu"
+
+#include <algorithm>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+using namespace SDPA_NAMESPACE;
+
+namespace {
+
+constexpr int D = Build::head_dim;
+
+// Device memory full of NaN.
+template <class T> struct Memory {
+  T* data = nullptr;
+  size_t count;
+  explicit Memory(size_t n) : count(n) {
+    REQUIRE(cudaMalloc(&data, (n + 1) * sizeof(T)) == cudaSuccess);
+    REQUIRE(cudaMemset(data, 0xff, (n + 1) * sizeof(T)) == cudaSuccess);
+  }
+  ~Memory() { cudaFree(data); }
+  std::vector<uint8_t> bytes() const {
+    std::vector<uint8_t> x(count * sizeof(T));
+    REQUIRE(cudaMemcpy(x.data(), data, x.size(), cudaMemcpyDeviceToHost) == cudaSuccess);
+    return x;
+  }
+};
+
+// A problem with all that it needs. The forward pass has run.
+struct Gradients {
+  size_t q_rows, k_rows;
+  Memory<Input> Q{q_rows * D}, K{k_rows * D}, V{k_rows * D}, O{q_rows * D}, dO{q_rows * D}, dQ{q_rows * D},
+      dK{k_rows * D}, dV{k_rows * D};
+  Memory<float> LSE{q_rows}, sinks{16}, dSinks{16};
+  Memory<uint8_t> workspace{0};
+  SdpaBackwardParams p{};
+
+  Gradients(int B, int Hq, int Hkv, int Sq, int Sk, Causal causal = Causal::off)
+      : q_rows(size_t(B) * Hq * Sq), k_rows(size_t(B) * Hkv * Sk), workspace(q_rows * 8) {
+    uint32_t state = 1;
+    for (Memory<Input>* x : {&Q, &K, &V, &dO}) {
+      std::vector<Input> values(x->count);
+      for (Input& value : values)
+        value = rounded<Input>(float((state = state * 1664525 + 1013904223) >> 8) / (1 << 23) - 1);
+      REQUIRE(cudaMemcpy(x->data, values.data(), values.size() * sizeof(Input), cudaMemcpyHostToDevice) == cudaSuccess);
+    }
+    const std::vector<float> half(16, 0.5f);
+    REQUIRE(cudaMemcpy(sinks.data, half.data(), sizeof(float) * 16, cudaMemcpyHostToDevice) == cudaSuccess);
+    SdpaParams& f = p.forward;
+    f.Q = Q.data, f.K = K.data, f.V = V.data, f.O = O.data, f.LSE = LSE.data, f.sinks = sinks.data;
+    f.B = B, f.Hq = Hq, f.Hkv = Hkv, f.Sq = Sq, f.Sk = Sk, f.D = D, f.causal = causal;
+    const auto strides = [](int H, int S) { return Strides{int64_t(H) * S * D, int64_t(S) * D, D}; };
+    f.q = f.o = p.d_o = p.d_q = strides(Hq, Sq), f.k = f.v = p.d_k = p.d_v = strides(Hkv, Sk);
+    p.dO = dO.data, p.dQ = dQ.data, p.dK = dK.data, p.dV = dV.data, p.dSinks = dSinks.data,
+    p.workspace = workspace.data;
+    const SdpaStatus status = sdpa_forward(f, 0);
+    REQUIRE_MESSAGE(status.ok(), status.text);
+  }
+  std::vector<std::vector<uint8_t>> results() const { return {dQ.bytes(), dK.bytes(), dV.bytes(), dSinks.bytes()}; }
+  bool run() {
+    const SdpaStatus status = sdpa_backward(p, 0);
+    return status.ok() && cudaDeviceSynchronize() == cudaSuccess;
+  }
+};
+
+bool all_zero(const std::vector<uint8_t>& bytes) {
+  return std::all_of(bytes.begin(), bytes.end(), [](uint8_t x) { return x == 0; });
+}
+
+}  // namespace
+
+// Each with one sentence that names what is wrong, and no gradient is touched.
+TEST_CASE("refusals") {
+  Gradients g(1, 4, 2, 20, 30);
+  const std::vector<std::vector<uint8_t>> before = g.results();
+  using Spoil = std::function<void(SdpaBackwardParams&)>;
+  const std::pair<const char*, Spoil> refused[] = {
+      {"LSE is a null pointer", [](auto& p) { p.forward.LSE = nullptr; }},
+      {"O is a null pointer", [](auto& p) { p.forward.O = nullptr; }},
+      {"dO is a null pointer", [](auto& p) { p.dO = nullptr; }},
+      {"dQ is a null pointer", [](auto& p) { p.dQ = nullptr; }},
+      {"dK is a null pointer", [](auto& p) { p.dK = nullptr; }},
+      {"dV is a null pointer", [](auto& p) { p.dV = nullptr; }},
+      {"dO is not aligned to", [](auto& p) { p.dO = reinterpret_cast<const Output*>(uintptr_t(p.dO) + 2); }},
+      {"dK has a row stride of 65", [](auto& p) { p.d_k.row++; }},
+      {"dV has a head stride of 0", [](auto& p) { p.d_v.head = 0; }},
+      {"dQ has a row stride of 0", [](auto& p) { p.d_q.row = 0; }},
+      {"dLSE is not aligned to 4 bytes",
+       [](auto& p) { p.dLSE = reinterpret_cast<const float*>(uintptr_t(p.forward.LSE) + 2); }},
+      {"dSinks is not aligned to 4 bytes",
+       [](auto& p) { p.dSinks = reinterpret_cast<float*>(uintptr_t(p.dSinks) + 1); }},
+      {"dSinks is set, but sinks is a null pointer", [](auto& p) { p.forward.sinks = nullptr; }},
+      {"workspace is null, but this problem needs 640 bytes", [](auto& p) { p.workspace = nullptr; }},
+      {"workspace is not aligned to 256 bytes", [](auto& p) { p.workspace = static_cast<char*>(p.workspace) + 8; }},
+      {"k_lengths is for builds with USE_LENGTHS=1",
+       [](auto& p) { p.forward.k_lengths = reinterpret_cast<const int*>(p.forward.LSE); }},
+      {"bias is for builds with USE_BIAS", [](auto& p) { p.forward.bias = p.forward.Q; }},
+      {"Hq=3 is not a multiple of Hkv=2", [](auto& p) { p.forward.Hq = 3; }},
+      {"D=32", [](auto& p) { p.forward.D = 32; }},
+      {"over 2147483647 tiles", [](auto& p) { p.forward.B = p.forward.Sk = 1000000; }}};
+  for (const auto& [sentence, spoil] : refused) {
+    SdpaBackwardParams p = g.p;
+    spoil(p);
+    const SdpaStatus status = sdpa_backward(p, 0);
+    CHECK_MESSAGE(
+        (status.code == cudaErrorInvalidValue && std::string(status.text).find(sentence) != std::string::npos),
+        sentence, ": ", status.text);
+  }
+  REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+  CHECK((g.results() == before && cudaGetLastError() == cudaSuccess));
+  CHECK((g.run() && g.results() != before));
+}
+
+// What has no rows or no keys gets zeros, and asks for no memory.
+TEST_CASE("empty") {
+  Gradients without_keys(2, 4, 2, 20, 0), without_queries(2, 4, 2, 0, 20);
+  CHECK((without_keys.run() && all_zero(without_keys.dQ.bytes())));
+  CHECK(sdpa_backward_workspace_bytes(without_queries.p.forward) == 0);
+  SdpaBackwardParams& p = without_queries.p;
+  p.workspace = nullptr, p.dO = nullptr, p.dQ = nullptr, p.forward.LSE = nullptr, p.forward.O = nullptr,
+  p.forward.Q = nullptr;
+  CHECK((without_queries.run() && all_zero(without_queries.dK.bytes()) && all_zero(without_queries.dV.bytes())));
+  std::vector<uint8_t> of_sinks = without_queries.dSinks.bytes();
+  of_sinks.resize(4 * sizeof(float));
+  CHECK(all_zero(of_sinks));
+  SdpaBackwardParams none{};
+  none.forward.D = D, none.forward.Sq = none.forward.Sk = 5;
+  CHECK((sdpa_backward(none, 0).ok() && sdpa_backward_workspace_bytes(none.forward) == 0));
+  none.forward.Sq = -1;
+  CHECK((!sdpa_backward(none, 0).ok() && sdpa_backward_workspace_bytes(none.forward) == 0));
+}
+
+// Strides of dimensions of one element hold anything.
+TEST_CASE("strides") {
+  Gradients g(1, 1, 1, 1, 1);
+  REQUIRE(g.run());
+  const std::vector<std::vector<uint8_t>> want = g.results();
+  for (Strides* s :
+       {&g.p.forward.q, &g.p.forward.k, &g.p.forward.v, &g.p.forward.o, &g.p.d_o, &g.p.d_q, &g.p.d_k, &g.p.d_v}) {
+    *s = {-3, int64_t(1) << 50, 7};
+  }
+  CHECK((g.run() && g.results() == want));
+}
+
+// Two problems share a workspace, without a wait between them.
+TEST_CASE("one_workspace") {
+  Gradients a(1, 4, 2, 70, 50, Causal::bottom_right), b(2, 3, 1, 40, 60);
+  REQUIRE((a.run() && b.run()));
+  const std::vector<std::vector<uint8_t>> want_a = a.results(), want_b = b.results();
+  Memory<uint8_t> shared(std::max(a.workspace.count, b.workspace.count));
+  a.p.workspace = b.p.workspace = shared.data;
+  for (Gradients* g : {&a, &b}) {
+    for (Memory<Input>* x : {&g->dQ, &g->dK, &g->dV}) cudaMemset(x->data, 0xff, x->count * sizeof(Input));
+  }
+  for (int n = 0; n < 3; n++) {
+    for (Gradients* g : {&a, &b}) REQUIRE(sdpa_backward(g->p, 0).ok());
+  }
+  REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+  CHECK((a.results() == want_a && b.results() == want_b));
+}
+
+// Those that see one of the keys and no others, unless they lie between two that do.
+TEST_CASE("queries_of_keys") {
+  long wrong = 0;
+  for (int n = 0; n < 6 * 7 * 5 * 5 * 3 * 3; n++) {
+    SdpaParams p{};
+    p.Sq = n % 6 + 1, p.Sk = n / 6 % 7 + 1, p.window_left = n / 42 % 5 - 1, p.window_right = n / 210 % 5 - 1;
+    p.causal = Causal(n / 1050 % 3), p.window_alignment = Causal(n / 3150);
+    const KeyBounds keys(p, p.Sq, p.Sk);
+    for (int first = 0; first < p.Sk; first++) {
+      for (int last = first; last < p.Sk; last++) {
+        int begin = p.Sq, end = 0;
+        for (int q = 0; q < p.Sq; q++) {
+          if (std::max(keys.begin(q), first) >= std::min(keys.end(q), last + 1)) continue;
+          begin = std::min(begin, q), end = q + 1;
+        }
+        const KeyRange got = queries_of_keys(keys, first, last, p.Sq);
+        wrong += begin < end ? got.begin > begin || got.end < end || (begin > 0 && got.begin < begin) : false;
+      }
+    }
+  }
+  CHECK(wrong == 0);
+}
