@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -146,6 +147,55 @@ TEST_CASE("strides") {
     *s = {-3, int64_t(1) << 50, 7};
   }
   CHECK((g.run() && g.results() == want));
+}
+
+// Each tensor lies in its own way, with gaps that differ, and no gap is written.
+TEST_CASE("strides_of_each") {
+  Gradients g(2, 4, 2, 20, 30);
+  REQUIRE(g.run());
+  const std::vector<std::vector<uint8_t>> want = g.results();
+  SdpaParams& f = g.p.forward;
+  struct Tensor {
+    const Input* from;
+    Strides* strides;
+    std::function<void(Input*)> set;
+    int H, S;
+  };
+  const Tensor tensors[] = {{f.Q, &f.q, [&](Input* x) { f.Q = x; }, 4, 20},
+                            {f.K, &f.k, [&](Input* x) { f.K = x; }, 2, 30},
+                            {f.V, &f.v, [&](Input* x) { f.V = x; }, 2, 30},
+                            {f.O, &f.o, [&](Input* x) { f.O = x; }, 4, 20},
+                            {g.p.dO, &g.p.d_o, [&](Input* x) { g.p.dO = x; }, 4, 20},
+                            {g.p.dQ, &g.p.d_q, [&](Input* x) { g.p.dQ = x; }, 4, 20},
+                            {g.p.dK, &g.p.d_k, [&](Input* x) { g.p.dK = x; }, 2, 30},
+                            {g.p.dV, &g.p.d_v, [&](Input* x) { g.p.dV = x; }, 2, 30}};
+  std::vector<std::unique_ptr<Memory<Input>>> memory;
+  const auto each_row = [](const Tensor& t, const Strides& s, const auto& visit) {
+    for (int row = 0; row < 2 * t.H * t.S; row++) {
+      visit(row * D, row / t.S / t.H * s.batch + row / t.S % t.H * s.head + row % t.S * s.row);
+    }
+  };
+  for (const Tensor& t : tensors) {
+    const int64_t n = int64_t(memory.size()) + 1, row = D + 8 * n, head = t.S * row + 16 * n;
+    *t.strides = {t.H * head + 24 * n, head, row};
+    memory.emplace_back(new Memory<Input>(2 * t.strides->batch));
+    Input* const to = memory.back()->data;
+    if (n <= 5) {
+      each_row(t, *t.strides, [&](int64_t at, int64_t there) {
+        REQUIRE(cudaMemcpy(to + there, t.from + at, D * sizeof(Input), cudaMemcpyDeviceToDevice) == cudaSuccess);
+      });
+    }
+    t.set(to);
+  }
+  REQUIRE(g.run());
+  for (int i = 0; i < 3; i++) {
+    std::vector<uint8_t> bytes = memory[5 + i]->bytes(), rows(want[i].size());
+    each_row(tensors[5 + i], *tensors[5 + i].strides, [&](int64_t at, int64_t there) {
+      std::copy_n(&bytes[there * sizeof(Input)], D * sizeof(Input), &rows[at * sizeof(Input)]);
+      std::fill_n(&bytes[there * sizeof(Input)], D * sizeof(Input), uint8_t(0xff));
+    });
+    CHECK((rows == want[i] && std::all_of(bytes.begin(), bytes.end(), [](uint8_t x) { return x == 0xff; })));
+  }
 }
 
 // Two problems share a workspace, without a wait between them.

@@ -25,7 +25,8 @@ struct Placement {
 // packed: Q, K and V as views of [B,S,Hq+2Hkv,D]. padded: rows and heads VEC_WIDTH or 16 bytes apart,
 // the least alignment that the build accepts. zero: all batches and heads of an input are one [S,D]. reversed:
 // rows and heads of the inputs run backwards. far, far_heads, far_rows: batches, heads or rows over 2^31
-// elements apart. dO lies like an input, but with zero all of its rows are one as well.
+// elements apart. dO lies like an input, but is [B,S,H,D] with bhsd, and [B,H,S,D] with bshd and packed; with zero all
+// of its rows are one as well.
 Placement place(const Problem& p, Tensor tensor) {
   const bool is_input = int(tensor) < int(Tensor::O) || tensor == Tensor::dO;
   const int64_t D = width_of(p, tensor), H = of_query(tensor) ? p.Hq : p.Hkv, S = of_query(tensor) ? p.Sq : p.Sk;
@@ -37,9 +38,10 @@ Placement place(const Problem& p, Tensor tensor) {
   Placement at;
   at.strides = nested(D, 0, 0);
   int together = 3;  // of row, head and batch: the dimensions inside a piece
-  if (p.layout == "bshd" || (p.layout == "packed" && !is_input)) {
+  const bool is_dO = tensor == Tensor::dO, is_bshd = p.layout == "bshd" || (p.layout == "packed" && !is_input);
+  if (is_dO ? p.layout == "bhsd" : is_bshd) {
     at.strides = {S * H * D, D, H * D};
-  } else if (p.layout == "packed") {
+  } else if (p.layout == "packed" && !is_dO) {
     const int64_t row = (p.Hq + 2 * int64_t(p.Hkv)) * D;
     at.strides = {S * row, D, row};
   } else if (p.layout == "padded") {
