@@ -100,6 +100,8 @@ REFUSED = [
     ("BLOCK_N=20", "BLOCK_N: the scalar kernel takes keys by 8, the others by 16, e4m3 by 32; type BLOCK_N=64"),
     ("BLOCK_M=256 BLOCK_N=64", "over 176 registers and spill; type a smaller BLOCK_M or more NUM_WARPS"),
     ("STAGES=2", "STAGES does nothing without cp.async or producer warps; add USE_CP_ASYNC=1 or drop"),
+    ("USE_KEY_MASK=1 USE_BIAS=2", "a bias or a MASK_MOD can hide the keys as well; drop USE_KEY_MASK, or USE_BIAS and MASK_MOD"),
+    ("USE_KEY_MASK=1 USE_LENGTHS=1", "keys are counted from the start of a sequence there; drop USE_KEY_MASK or USE_LENGTHS"),
     ("VEC_WIDTH=16", "an access has up to 16 bytes, and these are 32; type VEC_WIDTH=8"),
     ("USE_CP_ASYNC=1", "and this VEC_WIDTH is less; type VEC_WIDTH=8"),
     ("USE_CP_ASYNC=1 DTYPE=FP8_E4M3 VEC_WIDTH=2", "and this VEC_WIDTH is less; type VEC_WIDTH=8"),

@@ -645,7 +645,7 @@ TEST_CASE("command_line") {
     std::vector<std::string> args;
     const char* sentence;
   } refused[] = {
-      {{"--shap", "small"}, "--shap: no such option; --help lists them"},
+      {{"--shap", "small"}, "--shap: no such option; did you mean --shape?"},
       {{"--shape"}, "--shape: its value is missing"},
       {{"--check-only=1"}, "--check-only: it takes no value"},
       {{"--shape", "1,2,3"},
