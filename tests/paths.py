@@ -39,7 +39,7 @@ PATHS = [
     Path("a bias by pairs from memory", r"add_pair\(S\.x\[i\]\[j\], S\.x\[i\]\[j \+ 1\], ld_global_nc<BiasPair>", builds="^(?!.*SWAP_AB)"),
     Path("a bias by elements from memory", r"const bool exists = uint32_t\(col \+ at\) < uint32_t\(cols\);"),
     Path("tiles without a bias in a launch with one", r"S\.x\[i\]\[j\] \*= a\.logit_scale;$", builds="USE_BIAS=[13]"),
-    Path("a map of the bias", r"item\.rounds = int\(ld_global<uint32_t>\(list\)\)"),
+    Path("a map of the bias", r"item\.rounds = rounds, item\.list = list \+ 1;"),
     Path("a map of the bias by the launch", r"return set_bias_map<B>\(a, items, a\.p\.scratch, true"),
     Path("a map by chunks", r"effects \|= effects_of\(x\[n\]\.y\)", whole=True),
     Path("a map by elements", r"x\[n\]\.x = ld_global_nc<VectorType<sizeof\(Bias\)>>", whole=True),
@@ -55,7 +55,7 @@ PATHS = [
     Path("queries of another sequence", r"st_shared\(reinterpret_cast<uint4\*>\(Q_s\) \+ \(panel \* panel_rows", builds="^(?!.*PACK_GQA)"),
     Path("rows of a sequence that ends in a tile", r"if \(q < item\.query_count\(a\.p\) && col < a\.p\.Dv\) st_global_v4"),
     # ---- sums and their merge ----
-    Path("e4m3 sums that are flushed, and flushed again", r"if \(!first\) add\(d, ld_shared<float4>\(place\), 1\);", whole=True),
+    Path("e4m3 sums that are flushed, and flushed again", r"if \(!first\) add\(sum, ld_shared<float4>\(place\), 1\);", whole=True),
     Path("e4m3 sums that are rescaled", r"st_shared\(place, float4\{x\.x \* alpha\[0\]"),
     Path("an e4m3 maximum that is raised", r"rows\.m\[i\] \+= float\(step\)"),
     Path("rows that see no key", r"^      SDPA_UNROLL for \(int j = 0; j < O\.COLS; j\+\+\) O\.x\[i\]\[j\] = 0;"),
