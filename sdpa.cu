@@ -6886,7 +6886,10 @@ template <class B> LaunchMemory memory_of(const SdpaParams& p) {
   const size_t partials = size_t(items_at_once<B>(items)) * size_t(items.ranges);
   return {counters * sizeof(uint32_t), partials * sizeof(RangePartial<B>)};
 }
-template <class B> size_t scratch_bytes(const SdpaParams& p) { return memory_of<B>(p).scratch; }
+template <class B> size_t scratch_bytes(const SdpaParams& p) {
+  const LaunchMemory memory = memory_of<B>(p);
+  return memory.scratch;
+}
 // Where scratch memory is a part of the workspace, it begins behind the most state, so that no launch writes another's.
 constexpr size_t most_state_bytes = Build::use_lengths ? 0 : most_split_items * sizeof(uint32_t);
 template <class B> size_t workspace_bytes(const SdpaParams& p) {
