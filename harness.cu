@@ -300,7 +300,7 @@ struct Line {
   KernelFacts (*facts_of)(const SdpaParams&);
   SdpaStatus (*forward)(const SdpaParams&, cudaStream_t);
   SdpaStatus (*map_bias)(const SdpaParams&, cudaStream_t);
-  // Of a line with BACKWARD=1, which is checked and timed by its backward pass; else null.
+  // Null unless BACKWARD=1: such a line is checked and timed by its backward pass.
   SdpaStatus (*backward)(const SdpaParams&, const Gradients&, cudaStream_t);
   size_t (*backward_workspace_bytes)(const SdpaParams&);
   const char* pass() const { return backward ? "backward" : "forward"; }
@@ -837,7 +837,7 @@ std::unique_ptr<DeviceTensor> (*make_tensor)(const Problem&, Tensor) =
     [](const Problem& p, Tensor t) { return std::make_unique<DeviceTensor>(p, t); };
 string (*check_more)(Instance&) = [](Instance&) { return string(); };  // a sentence on failure
 void (*set_machine)(const string&) = [](const string&) {};            // before anything is asked of the GPU
-// What is launched for a problem.
+// Returns the parameters that are launched for a problem; tests replace it.
 SdpaParams (*prepare_launch)(const Problem&, const SdpaParams&) = [](const Problem&, const SdpaParams& p) { return p; };
 // What tests/unit.cu changes: whether rows that the reference does not see are compared with the witness, what work of
 // the reference a check may cost, and how many elements of O the witness has at once.
@@ -978,7 +978,7 @@ class Instance {
     }
     return lengths;
   }
-  // Of 8 sequences one says less than nothing, one nothing, and one all of its keys or more.
+  // Among 8 sequences one value is negative, one is 0, and one removes all keys or more.
   static vector<int> drawn_k_firsts(const Problem& p, uint64_t seed) {
     vector<int> firsts(p.B);
     for (int b = 0; b < p.B; b++) {
@@ -1138,7 +1138,7 @@ class Instance {
     return trouble.empty() ? difference(sentence) : trouble;
   }
 
-  // Of the pass that the line is timed by.
+  // poison() and launch_pass() serve the pass that the line is timed by.
   void poison() { backward_ && has_forward_ ? backward_->poison() : poison_forward(); }
   void launch_pass(cudaStream_t stream = 0) {
     backward_ && has_forward_ ? backward_->launch(prepare_launch(problem, params), stream) : launch(params, stream);

@@ -3134,7 +3134,8 @@ template <class B, class Shared> struct WgmmaConsumer {
     auto& t = s.slice[slice];
     while (true) {
       mbarrier_wait(&t.k_full[ring.stage], ring.parity);
-      fetch_next(ring), go_on();
+      fetch_next(ring);
+      go_on();
       if (!END && (rows.k0 < end || rows.keys.is_last(0))) break;
       t.skip(ring, 1);
       if (rows.keys.is_last(0)) break;

@@ -8,14 +8,13 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-# Of the tensors that may be shared by batches or heads, which dimension counted from the last one is the batch, and which
-# the heads.
+# The dimensions (batch, heads) of the optional tensors, counted from the last one. None: the tensor has no such dimension.
 DIMENSIONS = {"q_descale": (-2, -1), "k_descale": (-2, -1), "v_descale": (-2, -1), "sinks": (None, -1), "bias": (-4, -3),
               "k_lengths": (-1, None), "q_lengths": (-1, None), "k_firsts": (-1, None), "page_table": (-2, None)}
 
 
 def placement(x, dimension):
-    """Of a tensor whose dimension, counted from the last, may be missing or of size 1, which all devices share then."""
+    """The placement that shards a dimension, counted from the last one. A missing one, or one of size 1, is replicated."""
     if dimension is None or x.ndim < -dimension or x.shape[dimension] == 1:
         return Replicate()
     return Shard(x.ndim + dimension)

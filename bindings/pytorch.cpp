@@ -215,8 +215,8 @@ static std::string why_not_bias(const char* name, const Tensor& x, const Tensor&
   return c10::str(name, " is of shape ", x.sizes(), ", which does not expand to ", at::IntArrayRef(sizes));
 }
 
-// What kernels read of it, [B or 1,Hq or 1,queries or 1,keys]: bool, of q's type or float32, with contiguous keys; a view if
-// it has both already. Another type of 16 bits becomes float32. Of dimensions that have been expanded one element is left.
+// The bias as kernels read it, [B or 1,Hq or 1,queries or 1,keys]: bool, of q's type or float32, with contiguous keys. Returns
+// a view if x has such a type and layout. Another 16-bit type becomes float32. Expanded dimensions get size 1.
 static Tensor bias_of(const Tensor& x, const Tensor& q, int64_t keys) {
   Tensor bias = x;
   while (bias.dim() < 4) bias = bias.unsqueeze(0);

@@ -125,7 +125,7 @@ class FullDisk(Unavailable):
 
 
 class FailedBefore(Unavailable):
-    """What a build failed with when it was last tried."""
+    """The error of the last attempt to build."""
 
 
 def widths(capability, D, Dv=0):

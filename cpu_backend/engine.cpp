@@ -613,7 +613,7 @@ void arrive(uint64_t* barrier, int expect_bytes, Site at) {
   m.store(barrier, *self->block->runner);
 }
 
-// Of 8 bytes in shared memory, from 1.
+// Number of an 8-byte word in shared memory, starting at 1.
 uint16_t place_of(const Block& b, const uint64_t* word) {
   return uint16_t((reinterpret_cast<const unsigned char*>(word) - b.shared) / 8 + 1);
 }

@@ -63,7 +63,7 @@ struct Thread {  // one CUDA thread
   std::map<const void*, uint64_t> accesses_at;      // by site, for the conflict counters
   std::deque<std::deque<BulkStore>> stores;         // bulk groups; the last is open
   uint32_t proxy_fences;                            // fence.proxy.async so far
-  // By mbarrier that tracks cp.async: how many had landed at the last wait, and at the last wait before the last fence.
+  // For each mbarrier that tracks cp.async: the copies that had landed at the last wait, and at the last wait before a fence.
   std::map<uint16_t, uint32_t> landings_seen, landings_fenced;
   int registers;                                    // setmaxnreg
 };
