@@ -1,18 +1,21 @@
-# The reader of configs.txt, for CMakeLists.txt and, as a script, for run_all.sh and the tools:
+# Reads configs.txt, for CMakeLists.txt and, as a script, for run_all.sh and the tools.
 #   cmake -DCONFIGS=FILE [-DSOURCE=FILE] -P configs.cmake
-# prints for each good line NAME, BASE, PASS or FAIL, ARCH, KNOB=VALUE... and GATE..., with tabs between; on stderr
-# what is wrong with the others. SOURCE (default: sdpa.cu) has the list of knobs, and so has sdpa_backward.cu next to it.
-#
-# read_configs(FILE SOURCE) sets config_names, for each NAME config_base_NAME, config_expect_NAME, config_arch_NAME,
-# config_knobs_NAME, config_gates_NAME and config_source_NAME (sdpa.cu or sdpa_backward.cu), config_bad_lines: LINE<tab>NAME<tab>SENTENCE each, and config_bad_sentences.
-# `NAME : BASE KNOB=VALUE...` has the knobs and the architecture of an earlier line, with these changed. SCORE_MOD and
-# MASK_MOD have expressions between single quotes, which are compiled once here, so that an error names its line.
+# prints NAME, BASE, PASS or FAIL, ARCH, KNOB=VALUE... and GATE... of each valid line, separated by tabs, and errors in
+# the other lines on stderr. The knobs are those listed in SOURCE (default: sdpa.cu) and in sdpa_backward.cu next to it.
 #   cmake -DEXPRESSION=KNOB=VALUE [-DSOURCE=FILE] -P configs.cmake
-# prints why such an expression does not compile; nothing if it does.
+# prints why a SCORE_MOD or MASK_MOD expression does not compile, or nothing if it does.
+#
+# read_configs(FILE SOURCE) sets config_names; config_base_NAME, config_expect_NAME, config_arch_NAME, config_knobs_NAME,
+# config_gates_NAME and config_source_NAME (sdpa.cu or sdpa_backward.cu) for each NAME; config_bad_lines, a list of
+# LINE<tab>NAME<tab>SENTENCE; and config_bad_sentences.
+#
+# `NAME : BASE KNOB=VALUE...` inherits the knobs and the architecture of an earlier line. The values of SCORE_MOD and
+# MASK_MOD are expressions in single quotes. They are compiled here, so that an error message names the line.
 
 cmake_policy(VERSION 3.20)
 
-# "; did you mean NAME?" of the knobs that begin most like the word, if three letters do; else the names of all.
+# "; did you mean NAME?" for the knob with the longest common prefix, if that is at least three letters; otherwise lists
+# all knobs.
 function(nearest_knob word knobs result)
   string(TOUPPER "${word}" word)
   string(LENGTH "${word}" length)
@@ -31,8 +34,8 @@ function(nearest_knob word knobs result)
   endif()
 endfunction()
 
-# Why the value of SCORE_MOD or MASK_MOD does not compile; "" if it does, or if there is no compiler to ask. It is compiled
-# with the types that kernels give its names, which stand in SOURCE between two lines.
+# Returns why the value of SCORE_MOD or MASK_MOD does not compile; "" if it does or if there is no compiler. Compiles it
+# with the declarations of its names that SOURCE has between two markers.
 function(expression_error word source result)
   set(${result} "" PARENT_SCOPE)
   find_program(SDPA_EXPRESSION_COMPILER NAMES $ENV{CXX} c++ g++ clang++)
@@ -87,7 +90,7 @@ float values(const SdpaParams& p) { return value(0, p) + value(Head{}, p); }
   endif()
 endfunction()
 
-# A list of KNOB=VALUE as words of a shell: expressions between quotes.
+# Formats a list of KNOB=VALUE for a shell, with expressions in quotes.
 function(quoted knobs result)
   list(TRANSFORM knobs REPLACE "^((SCORE|MASK)_MOD)=(.*[^A-Za-z0-9_].*)$" "\\1='\\3'")
   string(REPLACE ";" " " knobs "${knobs}")
@@ -118,8 +121,8 @@ function(read_configs file source)
   file(READ "${file}" text)
   string(ASCII 239 187 191 byte_order_mark)
   string(REGEX REPLACE "^${byte_order_mark}" "" text "${text}")
-  # CMake's lists give these characters a meaning. Brackets are legal in expressions alone, and get stand-ins until the
-  # words have been told apart; the others are legal nowhere, so any stand-in will do.
+  # Replace characters that are special in CMake's lists. Brackets are legal in expressions and are restored after the
+  # line has been split into words. The other characters are illegal everywhere, so "?" preserves the error.
   string(REGEX REPLACE "#[^\n]*" "" text "${text}")
   string(REGEX REPLACE "[;\\]" "?" text "${text}")
   string(ASCII 1 left_bracket)

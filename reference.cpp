@@ -1,11 +1,12 @@
-// Inputs for attention, the CPU reference in double, and the comparison of a kernel's results with it. It
-// shares nothing with the kernels: no code, no types, no strides. The harness of sdpa.cu includes this file,
-// and so do the tests.
+// Inputs, the CPU reference in double precision, and the comparison of a kernel's results with it.
+// This file shares no code, types or strides with the kernels. The harness and the tests include
+// it.
 //
 //   O = softmax(scale * Q @ K.T + mask) @ V,   LSE = log(sum(exp(scale * Q @ K.T + mask)))
 //
-// A softcap c turns a logit x into c * tanh(x / c) before the mask. SCORE_MOD then turns it into another one, and a bias
-// is added. MASK_MOD hides keys, as the mask does. A sink is one more logit of each row, with no V.
+// Before the mask, a softcap c replaces each logit x by c * tanh(x / c); then SCORE_MOD is applied,
+// and a bias is added. MASK_MOD hides keys, like the mask. A sink is an additional logit of each
+// row without a V.
 
 #ifndef SDPA_REFERENCE_CPP
 #define SDPA_REFERENCE_CPP
@@ -27,47 +28,49 @@ namespace reference {
 
 enum class Mask { none, bottom_right, top_left };
 
-// [batches,heads,rows,keys], contiguous; what has one batch, head or row has it for all.
+// A contiguous bias [batches,heads,rows,keys]. Dimensions of size 1 are broadcast.
 struct Bias {
   std::vector<float> x;
   int batches = 0, heads = 0, rows = 0, keys = 0;
-  bool of_last_keys = false;  // of each sequence; else of the first
-  bool hides = false;         // -inf hides a key, whatever its logit and V are; else it is added as any number is
+  bool of_last_keys = false;  // covers the last keys of each sequence, not the first
+  bool hides = false;  // -inf hides a key even if its logit or V is NaN; otherwise -inf is added
 
-  // What a logit of sequence b, head h, its query q and its key k of Sk gets.
+  // The bias of query q and key k of sequence b with Sk keys, in head h.
   double of(int b, int h, int q, int k, int Sk) const {
     const int column = of_last_keys ? k - (Sk - keys) : k;
     if (x.empty() || column < 0) return 0;
     const auto at = [](int i, int size) { return size == 1 ? 0 : i; };
-    return x[((size_t(at(b, batches)) * heads + at(h, heads)) * rows + at(q, rows)) * keys + column];
+    return x[((size_t(at(b, batches)) * heads + at(h, heads)) * rows + at(q, rows)) * keys +
+             column];
   }
 };
 
 struct Problem {
   int B, Hq, Hkv, Sq, Sk, D;
   Mask mask;
-  double scale;            // 0 means 1/sqrt(D)
-  const float *Q, *K, *V;  // contiguous [B,Hq,Sq,D], [B,Hkv,Sk,D], [B,Hkv,Sk,D], already rounded to
-                           // the type that the kernel reads
-  int window_left = -1,
-      window_right = -1;  // keys to each side of the query's own position; -1: all
-  Mask window_alignment = Mask::none;  // whose position the window counts from; none: that of mask
-  // By head, over all batches or packed sequences: what Q, K and V are to be multiplied with. Empty: 1.
+  double scale;  // 0 means 1/sqrt(D)
+  // Contiguous [B,Hq,Sq,D], [B,Hkv,Sk,D] and [B,Hkv,Sk,Dv], already rounded to the kernel's types.
+  const float *Q, *K, *V;
+  // Visible keys on each side of the query's position; -1: no limit.
+  int window_left = -1, window_right = -1;
+  Mask window_alignment = Mask::none;  // alignment of the window's positions; none: as `mask`
+  // Descale factors of Q, K and V, per head of each batch or packed sequence. Empty: 1.
   std::vector<double> q_factor, k_factor, v_factor;
   double softcap = 0;          // 0: none
-  std::vector<double> sinks;   // of query heads 0 ... Hq - 1; empty: none
-  std::vector<int> k_lengths;  // keys of each sequence, of those that it has else; empty: all
-  std::vector<int> q_lengths;  // the same of queries, whose other rows are no queries
-  std::vector<int> k_firsts;   // of these keys of each sequence, how many at the beginning do not count; empty: none
-  // Sequence b has the rows from starts[b] to starts[b + 1], and these tensors no batches.
+  std::vector<double> sinks;   // one per query head; empty: none
+  std::vector<int> k_lengths;  // number of keys of each sequence; empty: all
+  std::vector<int> q_lengths;  // number of queries of each sequence; the other rows are unused
+  std::vector<int> k_firsts;   // number of hidden first keys of each sequence; empty: 0
+  // Packed tensors have no batch dimension; sequence b has the rows [starts[b], starts[b + 1]).
   bool packs_q = false, packs_k = false;
   std::vector<int> q_starts, k_starts;
 
-  // What a logit s becomes, and whether query q sees key k, of sequence b, its Sq queries and Sk keys, and head h.
+  // SCORE_MOD and MASK_MOD, for query q and key k of sequence b with Sq queries and Sk keys, in
+  // head h.
   std::function<double(double s, int b, int h, int q, int k, int Sq, int Sk)> logit;
   std::function<bool(int b, int h, int q, int k, int Sq, int Sk)> sees;
-  Bias bias;   // none if it is empty
-  // Rows of Sk keys, one of each batch or one of all: 0 hides a key. Empty: none is hidden.
+  Bias bias;  // may be empty
+  // [B,Sk], or [Sk] for all batches: 0 hides a key. Empty: no key is hidden.
   std::vector<char> key_mask;
   bool shows_key(int b, int k) const {
     return key_mask.empty() || key_mask[(key_mask.size() > size_t(Sk) ? size_t(b) * Sk : 0) + k];
@@ -77,7 +80,7 @@ struct Problem {
   bool has_window() const { return window_left >= 0 || window_right >= 0; }
 };
 
-// Runs body(i) for i in [0, n) on all cores.
+// Calls body(i) for i in [0, n) on all cores.
 inline void parallel_for(size_t n, const std::function<void(size_t)>& body) {
   std::atomic<size_t> next{0};
   const auto work = [&] {
@@ -90,10 +93,10 @@ inline void parallel_for(size_t n, const std::function<void(size_t)>& body) {
   for (std::thread& t : threads) t.join();
 }
 
-// ---- inputs: the same bits on every machine ----
+// ---- inputs: bitwise equal on every machine ----
 
-inline uint64_t mix(
-    uint64_t x) {  // splitmix64's output function: a bijection that scatters every bit
+// splitmix64's output function: a bijection in which every input bit affects every output bit.
+inline uint64_t mix(uint64_t x) {
   x += 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
@@ -102,43 +105,49 @@ inline uint64_t mix(
 
 enum class Tensor { Q, K, V, O, dO, dQ, dK, dV };
 
-inline bool of_query(Tensor t) { return t == Tensor::Q || t == Tensor::O || t == Tensor::dO || t == Tensor::dQ; }
-// Elements of a row.
+inline bool of_query(Tensor t) {
+  return t == Tensor::Q || t == Tensor::O || t == Tensor::dO || t == Tensor::dQ;
+}
+// Number of elements of a row.
 inline int width_of(const Problem& p, Tensor t) {
   return t == Tensor::Q || t == Tensor::K || t == Tensor::dQ || t == Tensor::dK ? p.D : p.d_v();
 }
 inline int batches_of(const Problem& p, Tensor t) {
   return (of_query(t) ? p.packs_q : p.packs_k) ? std::min(p.B, 1) : p.B;
 }
-inline size_t heads_of(const Problem& p, Tensor t) {  // of all batches
+inline size_t heads_of(const Problem& p, Tensor t) {  // number of heads in all batches
   return size_t(batches_of(p, t)) * (of_query(t) ? p.Hq : p.Hkv);
 }
-inline size_t rows_of(const Problem& p, Tensor t) {  // of all heads
+inline size_t rows_of(const Problem& p, Tensor t) {  // number of rows in all heads
   return heads_of(p, t) * (of_query(t) ? p.Sq : p.Sk);
 }
 
-// The scale, or its default.
-inline double scale_of(const Problem& p) { return p.scale == 0 ? 1 / std::sqrt(double(p.D)) : p.scale; }
+// The scale, with the default applied.
+inline double scale_of(const Problem& p) {
+  return p.scale == 0 ? 1 / std::sqrt(double(p.D)) : p.scale;
+}
 
-// A bound of all logits before a softcap: the longest row of Q times the longest of K (Cauchy and Schwarz). Infinite
-// where that is no number, or without inputs.
+// An upper bound of |logit| before a softcap: the largest norm of a row of Q times the largest norm
+// of a row of K (Cauchy-Schwarz). Infinite without inputs.
 inline double largest_logit(const Problem& p) {
   const auto longest_row = [&](const float* x, Tensor t, const std::vector<double>& factors) {
     double longest = 0;
     for (size_t row = 0; x && row < rows_of(p, t); row++) {
       double squares = 0;
       for (int d = 0; d < p.D; d++) squares += double(x[row * p.D + d]) * x[row * p.D + d];
-      if (!std::isnan(squares)) longest = std::max(longest, squares);  // NaN: a row that is no key, or of no use
+      if (!std::isnan(squares))
+        longest = std::max(longest, squares);  // skips unused rows, which may be NaN
     }
     const auto largest_factor = std::max_element(factors.begin(), factors.end());
     return std::sqrt(longest) * (factors.empty() ? 1 : *largest_factor);
   };
   if (!p.Q || !p.K) return INFINITY;
-  return longest_row(p.Q, Tensor::Q, p.q_factor) * longest_row(p.K, Tensor::K, p.k_factor) * scale_of(p);
+  return longest_row(p.Q, Tensor::Q, p.q_factor) * longest_row(p.K, Tensor::K, p.k_factor) *
+         scale_of(p);
 }
 
-// N(0,1) by the central limit theorem: the sum of 12 uniform 16-bit integers has variance
-// 12 * (2^32 - 1) / 12, so that dividing by 2^16 leaves a variance of 1. All of it is exact.
+// N(0,1) by the central limit theorem: the sum of 12 uniform 16-bit integers has the variance
+// 12 * (2^32 - 1) / 12, so dividing it by 2^16 gives a variance of 1. All steps are exact.
 inline float normal(uint64_t seed, Tensor tensor, uint64_t index) {
   const uint64_t stream = mix(seed * 4 + uint64_t(tensor));
   int sum = 0;
@@ -149,7 +158,7 @@ inline float normal(uint64_t seed, Tensor tensor, uint64_t index) {
   return float(sum - 12 * 65535 / 2) / 65536.0f;
 }
 
-struct InputAt {  // an element; its index counts over [B,H,S,D], its head over all batches
+struct InputAt {  // an element: its index in [B,H,S,D], and its head's index in [B,H]
   const Problem& problem;
   uint64_t seed;
   Tensor tensor;
@@ -160,9 +169,9 @@ struct Dist {
   const char* name;
   float (*value)(const InputAt&);
 };
-// outliers: one element in 256 is 10 times as large. large: Q and K times 16, so that logits have a standard
-// deviation of 256. uniform: every logit is 0, and V has a mean of 1, which a sum that loses small addends
-// misses. tests/sweep.cu adds more.
+// outliers: one element in 256 is multiplied by 10. large: Q and K are multiplied by 16, so that
+// logits have a standard deviation of 256. uniform: all logits are 0 and V has a mean of 1, which
+// exposes sums that lose small addends. tests/sweep.cu adds more.
 inline std::vector<Dist> dists = {
     {"normal", [](const InputAt& i) { return i.x; }},
     {"outliers",
@@ -179,7 +188,7 @@ inline const Dist* dist_named(const std::string& name) {
   return nullptr;
 }
 
-// [B,H,S,D], not rounded to a type. same_heads: every head is the first one.
+// A tensor [B,H,S,D], not rounded. same_heads: all heads are copies of the first one.
 inline std::vector<float> make_input(const Problem& p, Tensor tensor, const Dist& dist,
                                      uint64_t seed, bool same_heads) {
   const size_t heads = heads_of(p, tensor), D = width_of(p, tensor);
@@ -198,46 +207,58 @@ inline std::vector<float> make_input(const Problem& p, Tensor tensor, const Dist
 
 // ---- the reference ----
 
-struct Row {  // one query row, in [B,Hq,Sq]
+struct Row {  // coordinates of a query row in [B,Hq,Sq]
   int b, h, q;
 };
 
-// What the kernel's row must come out as. `open[d]` is 1 where V has a NaN or inf at a key of the sequence that is
-// masked for the row: 0 * NaN is NaN by the dense formula and nothing by the sparse one, so there
-// NaN is right as well as O[d].
+// The expected result of a row. open[d] is 1 if column d of V is NaN or inf at a masked key of the
+// sequence. A kernel that multiplies it by a weight of 0 gets NaN, and a kernel that skips the key
+// gets O[d]; both are accepted.
 struct Result {
   std::vector<double> O;  // [D]
   double LSE;
   std::vector<char> open;  // [D]
 };
 
-// Sequence b: how many queries and keys it has, and its first ones among the rows of the tensors.
+// Sequence b: its numbers of queries and keys, and its first rows in the tensors.
 struct Sequence {
   int b, Sq, Sk, first_query, first_key;
 };
 inline Sequence sequence_of(const Problem& p, int b) {
   Sequence s{b, p.Sq, p.Sk, 0, 0};
-  if (p.packs_q) s.first_query = p.q_starts[b], s.Sq = p.q_starts[b + 1] - s.first_query;
-  if (p.packs_k) s.first_key = p.k_starts[b], s.Sk = p.k_starts[b + 1] - s.first_key;
+  if (p.packs_q) {
+    s.first_query = p.q_starts[b];
+    s.Sq = p.q_starts[b + 1] - s.first_query;
+  }
+  if (p.packs_k) {
+    s.first_key = p.k_starts[b];
+    s.Sk = p.k_starts[b + 1] - s.first_key;
+  }
   if (!p.k_lengths.empty()) s.Sk = std::min(s.Sk, p.k_lengths[b]);
   if (!p.q_lengths.empty()) s.Sq = std::max(0, std::min(s.Sq, p.q_lengths[b]));
   if (!p.k_firsts.empty()) {
     const int first = std::max(0, std::min(s.Sk, p.k_firsts[b]));
-    s.first_key += first, s.Sk -= first;
+    s.first_key += first;
+    s.Sk -= first;
   }
   return s;
 }
 inline Sequence sequence_of(const Problem& p, const Row& row) {
   if (!p.packs_q) return sequence_of(p, row.b);
-  return sequence_of(p, int(std::upper_bound(p.q_starts.begin(), p.q_starts.end(), row.q) - p.q_starts.begin()) - 1);
+  return sequence_of(
+      p,
+      int(std::upper_bound(p.q_starts.begin(), p.q_starts.end(), row.q) - p.q_starts.begin()) - 1);
 }
 inline bool is_query(const Problem& p, const Row& row) {
   const Sequence s = sequence_of(p, row);
   return row.q - s.first_query < s.Sq;
 }
-// The first key that query q of a sequence sees, and the one past the last. Its own position is key q, or with
-// bottom-right such that the last query has the sequence's last key; a mask hides all keys after it.
-inline size_t clamp_key(const Sequence& s, long long k) { return size_t(k < 0 ? 0 : k > s.Sk ? s.Sk : k); }
+// first_key() and past_last_key() delimit the keys that query q of a sequence sees. The position of
+// query q is key q, or with bottom-right alignment key q + Sk - Sq. A causal mask hides the keys
+// after it.
+inline size_t clamp_key(const Sequence& s, long long k) {
+  return size_t(k < 0 ? 0 : k > s.Sk ? s.Sk : k);
+}
 inline long long position_in_window(const Problem& p, const Sequence& s, long long q) {
   const Mask by = p.window_alignment == Mask::none ? p.mask : p.window_alignment;
   return by == Mask::bottom_right ? q + s.Sk - s.Sq : q;
@@ -250,13 +271,17 @@ inline size_t past_last_key(const Problem& p, const Sequence& s, long long q) {
   size_t end = size_t(s.Sk);
   if (p.mask == Mask::top_left) end = clamp_key(s, q + 1);
   if (p.mask == Mask::bottom_right) end = clamp_key(s, q + s.Sk - s.Sq + 1);
-  if (p.window_right >= 0) end = std::min(end, clamp_key(s, position_in_window(p, s, q) + p.window_right + 1));
+  if (p.window_right >= 0)
+    end = std::min(end, clamp_key(s, position_in_window(p, s, q) + p.window_right + 1));
   return std::max(end, first_key(p, s, q));
 }
 
-// Visible (query, key) pairs of one head, on average over the sequences.
+// Number of visible (query, key) pairs per head, averaged over the sequences.
 inline double visible_pairs(const Problem& p) {
-  const int sequences = p.k_lengths.empty() && p.q_lengths.empty() && p.k_firsts.empty() && !p.packs_q && !p.packs_k ? 1 : p.B;
+  const int sequences =
+      p.k_lengths.empty() && p.q_lengths.empty() && p.k_firsts.empty() && !p.packs_q && !p.packs_k
+          ? 1
+          : p.B;
   double pairs = 0;
   for (int b = 0; b < sequences; b++) {
     const Sequence s = sequence_of(p, b);
@@ -265,8 +290,8 @@ inline double visible_pairs(const Problem& p) {
   return pairs / std::max(sequences, 1);
 }
 
-inline double dot(const float* x, const float* y, int n) {  // n a multiple of 8
-  double sums[8] = {};  // independent chains, which the compiler may put into vector registers
+inline double dot(const float* x, const float* y, int n) {  // n must be a multiple of 8
+  double sums[8] = {};  // independent sums that the compiler can vectorize
   for (int i = 0; i < n; i += 8) {
     for (int j = 0; j < 8; j++) sums[j] += double(x[i + j]) * double(y[i + j]);
   }
@@ -275,20 +300,21 @@ inline double dot(const float* x, const float* y, int n) {  // n a multiple of 8
   return sum;
 }
 
-// One row. A row whose every logit is -inf (or that sees no key) gives O = 0, LSE = -inf.
+// Computes one row. If all logits are -inf or the row sees no key, O = 0 and LSE = -inf.
 inline Result attend(const Problem& p, const Row& row) {
   const int h_kv = row.h / (p.Hq / p.Hkv), D = p.D, Dv = p.d_v();
   const Sequence s = sequence_of(p, row);
   const size_t first = s.first_key + first_key(p, s, row.q - s.first_query);
   const size_t end = s.first_key + past_last_key(p, s, row.q - s.first_query);
   const double infinity = std::numeric_limits<double>::infinity();
-  const size_t head = size_t(row.b) * p.Hq + row.h, kv_head = size_t(p.packs_k ? 0 : s.b) * p.Hkv + h_kv;
+  const size_t head = size_t(row.b) * p.Hq + row.h,
+               kv_head = size_t(p.packs_k ? 0 : s.b) * p.Hkv + h_kv;
   const size_t own_kv_head = size_t(s.b) * p.Hkv + h_kv;
   const auto factor = [](const std::vector<double>& of_heads, size_t h) {
     return of_heads.empty() ? 1.0 : of_heads[h];
   };
-  const double scale = scale_of(p) *
-                       factor(p.q_factor, size_t(s.b) * p.Hq + row.h) * factor(p.k_factor, own_kv_head);
+  const double scale = scale_of(p) * factor(p.q_factor, size_t(s.b) * p.Hq + row.h) *
+                       factor(p.k_factor, own_kv_head);
   const double v_factor = factor(p.v_factor, own_kv_head);
   const float* const Q = p.Q + (head * p.Sq + row.q) * D;
   const float* const K = p.K + kv_head * p.Sk * D;
@@ -300,7 +326,8 @@ inline Result attend(const Problem& p, const Row& row) {
       if (!std::isfinite(V[k * Dv + d])) result.open[d] = 1;
     }
   };
-  for (size_t k = s.first_key; k < size_t(s.first_key + std::max(s.Sk, 0)); k++) {  // not of other rows than its keys
+  const size_t end_of_keys = s.first_key + std::max(s.Sk, 0);
+  for (size_t k = s.first_key; k < end_of_keys; k++) {
     if (k < first || k >= end) leave_open(k);
   }
   std::vector<double> logits(end);
@@ -314,20 +341,22 @@ inline Result attend(const Problem& p, const Row& row) {
     const int query = row.q - s.first_query, key = int(k) - s.first_key;
     if (p.logit) logits[k] = p.logit(logits[k], s.b, row.h, query, key, s.Sq, s.Sk);
     const double bias = p.bias.of(s.b, row.h, query, key, s.Sk);
-    hidden[k] = (p.bias.hides && bias == -infinity) || !p.shows_key(s.b, key) || (p.sees && !p.sees(s.b, row.h, query, key, s.Sq, s.Sk));
+    hidden[k] = (p.bias.hides && bias == -infinity) || !p.shows_key(s.b, key) ||
+                (p.sees && !p.sees(s.b, row.h, query, key, s.Sq, s.Sk));
     logits[k] = hidden[k] ? -infinity : logits[k] + bias;
     if (hidden[k]) leave_open(k);
     sees_any |= logits[k] != -infinity;
     if (logits[k] > max) max = logits[k];
   }
-  if (!sees_any) {  // every weight of a key is 0, whatever the sink is
+  if (!sees_any) {  // all weights are 0, with or without a sink
     for (size_t k = first; k < end; k++) leave_open(k);
     result.LSE = sink;
     return result;
   }
   double sum = std::exp(sink - max);
   for (size_t k = first; k < end; k++) {
-    const double weight = std::exp(logits[k] - max);  // inf - inf = NaN: a row with a logit of +inf
+    const double weight =
+        std::exp(logits[k] - max);  // NaN (inf - inf) in a row with a logit of +inf
     if (hidden[k]) continue;
     sum += weight;
     for (int d = 0; d < Dv; d++) result.O[d] += weight * double(V[k * Dv + d]);
@@ -345,9 +374,10 @@ inline std::vector<Result> attend(const Problem& p, const std::vector<Row>& rows
 
 // ---- which rows to compare ----
 
-// In order: all rows that are queries, if that is affordable. Otherwise of every work item of `item_rows` rows at least one,
-// chosen by a hash, and of the first and last head those beside the edges of items, and in the first and
-// last item those beside the edges of groups of 64 rows.
+// Returns all queries in order if affordable. Otherwise a sample: at least one row of every work
+// item (`item_rows` rows), chosen by a hash; in the first and last head also the first and last row
+// of every work item and sequence and, in their first and last work item, of every group of 64
+// rows.
 inline std::vector<Row> rows_to_check(const Problem& p, uint64_t seed, int item_rows,
                                       double affordable_macs) {
   std::vector<Row> rows;
@@ -367,7 +397,9 @@ inline std::vector<Row> rows_to_check(const Problem& p, uint64_t seed, int item_
       }
       for (int q = q0; q < end; q++) {
         const bool of_group = (q0 == 0 || end == p.Sq) && (q % 64 == 0 || q % 64 == 63);
-        const auto begins = [&](int row) { return std::binary_search(p.q_starts.begin(), p.q_starts.end(), row); };
+        const auto begins = [&](int row) {
+          return std::binary_search(p.q_starts.begin(), p.q_starts.end(), row);
+        };
         const bool edge = q == q0 || q == end - 1 || of_group || begins(q) || begins(q + 1);
         if (!sampled || ((head == 0 || head == heads - 1) && edge)) of_item.push_back(q);
       }
@@ -385,15 +417,16 @@ inline std::vector<Row> rows_to_check(const Problem& p, uint64_t seed, int item_
 // ---- comparison ----
 
 struct Tolerance {
-  double rel_rms;  // of rms(error) / rms(reference)
-  double max_abs;  // of the largest error, times max(1, largest |reference|)
-  double lse;      // of an error of LSE, times max(1, |reference|) of that row
-  int weight_bits = 53;  // of the weights' mantissa, where their rounding is most of the error
+  double rel_rms;        // limit of rms(error) / rms(reference)
+  double max_abs;        // limit of the largest error / max(1, largest |reference|)
+  double lse;            // limit of the error of LSE / max(1, |reference|)
+  int weight_bits = 53;  // mantissa bits of the weights, if their rounding dominates the error
 
-  // The limit of rel_rms over so many rows. A row may have one weight that counts; rounding moves it by
-  // 1 / (2^(bits+1) + 1) of itself at most. So rel_rms^2 is the mean over rows of squares up to most^2, whose
-  // mean over all weights is u = 0.541 * 2^(-2 bits) / 12, with a standard deviation of 1.04 u, if the logarithms of
-  // weights are spread evenly. Five deviations of the mean of few rows may be more than rel_rms.
+  // The limit of rel_rms over a number of rows. In the worst case a row has one large weight, and
+  // rounding changes it by a relative error of at most most = 1 / (2^(bits+1) + 1). Then rel_rms^2
+  // is the mean of the squares of these errors over the rows. If the logarithms of the weights are
+  // uniform, a square has the mean u = 0.541 * 2^(-2 bits) / 12 and the standard deviation 1.04 u.
+  // The limit allows five standard deviations of the mean.
   double rel_rms_of(double rows_that_count) const {
     const double most = 1 / (std::ldexp(1.0, weight_bits + 1) + 1);
     const double u = std::ldexp(0.541 / 12, -2 * weight_bits);
@@ -406,32 +439,31 @@ inline Tolerance max(const Tolerance& a, const Tolerance& b) {
           std::min(a.weight_bits, b.weight_bits)};
 }
 
-// An element type, with the mantissa of the weights that go with it. Its tolerance is a few times the rounding of O
-// and of the weights.
+// An element type. Its tolerance is a few times the rounding error of O and of the weights.
 struct Type {
   const char* name;
   int mantissa_bits;
-  double smallest, largest;  // normal numbers that have a unit in the last place
+  double smallest, largest;  // range of normal numbers
   Tolerance tolerance;
 };
 constexpr Type fp16{"fp16", 10, 0x1p-14, 65504, {1e-3, 1e-3, 1e-3}};
 constexpr Type bf16{"bf16", 7, 0x1p-126, 0x1p127, {8e-3, 8e-3, 1e-3}};
-// Types of inputs alone. With e4m3 the weights have 3 bits of mantissa, and the logits are sums of 14 bits; with u8
-// the weights are fp16.
+// Types of inputs only. With e4m3 the weights have 3 mantissa bits and the logits are sums of 14
+// bits. With u8 the weights are fp16.
 constexpr Type e4m3{"e4m3", 3, 0x1p-6, 448, {4e-2, 6e-2, 4e-3, 3}};
 constexpr Type u8{"u8", 10, 1, 127, {1.5e-3, 2e-3, 1e-3}};
 
-// Of sums in fp16: a logit of 32 to 64 has 5 binary digits behind the point, and rounds D / 16 times.
+// For sums in fp16: a logit between 32 and 64 has 5 fractional bits and is rounded D / 16 times.
 constexpr Tolerance fp16_sums{5e-3, 5e-3, 5e-3};
 
-// A unit in the last place of an element like x; 0 where that is not a normal number.
+// The unit in the last place of x; 0 if x is not a normal number.
 inline double ulp(const Type& type, double x) {
   x = std::fabs(x);
   const bool normal = x >= type.smallest && x <= type.largest;
   return normal ? std::ldexp(1.0, std::ilogb(x) - type.mantissa_bits) : 0;
 }
 
-// |ref - got|; 0 for the same infinity or two NaNs; infinity where only one is NaN or infinite.
+// |ref - got|; 0 if both are NaN or the same infinity; infinity if only one is NaN or infinite.
 inline double distance(double ref, double got) {
   if (ref == got || (std::isnan(ref) && std::isnan(got))) return 0;
   const double err = std::fabs(ref - got);
@@ -444,13 +476,12 @@ template <class... Values> std::string format(const char* pattern, Values... val
   return text;
 }
 
-// Collects rows of results and compares them with what they must be. Every comparison is written so
-// that NaN fails.
+// Accumulates the errors of rows of O and LSE. All comparisons with limits fail on NaN.
 class Comparison {
  public:
-  // Of the sum of (|got| - |ref|) over O, in units of the last place: an O that is truncated, not rounded,
-  // has -0.5. Judged from so many rows and elements on, since the errors of a row go together: the
-  // rounding of its few weights is in all of them.
+  // The limit of the mean of |got| - |ref| over O, in units in the last place; truncation gives
+  // -0.5. Requires a minimum of rows and elements, since the errors of a row are correlated: all of
+  // them contain the rounding of its weights.
   static constexpr double bias_limit = 0.25;
   static constexpr long bias_rows = 32, bias_elements = 256;
 
@@ -463,7 +494,7 @@ class Comparison {
   void add(const Row& at, const Result& want, const float* O, float LSE) {
     add(at, int(want.O.size()), want.O.data(), want.LSE, want.open.data(), O, LSE);
   }
-  // open[d]: NaN is right as well as want_O[d]; null: nowhere.
+  // open[d]: NaN is accepted too. May be null.
   template <class Real>
   void add(const Row& at, int D, const Real* want_O, double want_LSE, const char* open,
            const float* O, float LSE) {
@@ -484,21 +515,30 @@ class Comparison {
     }
   }
 
-  void merge(const Comparison& other) {  // which has other rows
-    rows += other.rows, bias_elements_ += other.bias_elements_;
-    squares_err_ += other.squares_err_, squares_ref_ += other.squares_ref_;
+  void merge(const Comparison& other) {  // adds the errors of other rows
+    rows += other.rows;
+    bias_elements_ += other.bias_elements_;
+    squares_err_ += other.squares_err_;
+    squares_ref_ += other.squares_ref_;
     squares_of_rows_ += other.squares_of_rows_;
-    signed_err_ += other.signed_err_, units_ += other.units_;
+    signed_err_ += other.signed_err_;
+    units_ += other.units_;
     max_ref_ = std::max(max_ref_, other.max_ref_);
     largest_lse = std::max(largest_lse, other.largest_lse);
-    if (!(other.max_abs_err <= max_abs_err)) max_abs_err = other.max_abs_err, worst_ = other.worst_;
-    if (!(other.lse_err <= lse_err)) lse_err = other.lse_err, worst_lse_ = other.worst_lse_;
+    if (!(other.max_abs_err <= max_abs_err)) {
+      max_abs_err = other.max_abs_err;
+      worst_ = other.worst_;
+    }
+    if (!(other.lse_err <= lse_err)) {
+      lse_err = other.lse_err;
+      worst_lse_ = other.worst_lse_;
+    }
   }
 
-  // Empty, or a sentence with the worst element and the limit that it broke.
+  // Returns an empty string, or a sentence with the worst element and the limit that it exceeds.
   std::string verdict(const Tolerance& tol) {
     rel_rms = squares_err_ == 0 ? 0 : std::sqrt(squares_err_ / squares_ref_);
-    // Equal rows count whole, rows that are small beside others hardly (Kish's effective sample size).
+    // Kish's effective sample size: rows that are small relative to others hardly count.
     rel_rms_limit = tol.rel_rms_of(
         squares_of_rows_ > 0 ? squares_ref_ * squares_ref_ / squares_of_rows_ : double(rows));
     const double abs_limit = tol.max_abs * std::max(1.0, max_ref_);
@@ -522,7 +562,9 @@ class Comparison {
     const double err = distance(ref, got), unit = ulp(*type_, ref);
     squares_err_ += err * err;
     if (unit > 0 && std::isfinite(got)) {
-      signed_err_ += std::fabs(got) - std::fabs(ref), units_ += unit, bias_elements_++;
+      signed_err_ += std::fabs(got) - std::fabs(ref);
+      units_ += unit;
+      bias_elements_++;
     }
     if (std::isfinite(ref)) {
       squares_ref_ += ref * ref;
@@ -538,8 +580,8 @@ class Comparison {
   const Type* type_;
   bool judges_rounding_;
   double squares_err_ = 0, squares_ref_ = 0, max_ref_ = 0;
-  double squares_of_rows_ = 0;         // the squares of the rows' parts of squares_ref_
-  double signed_err_ = 0, units_ = 0;  // of elements that have a unit in the last place
+  double squares_of_rows_ = 0;         // sum over rows of (their share of squares_ref_)^2
+  double signed_err_ = 0, units_ = 0;  // over elements that are normal numbers
   long bias_elements_ = 0;
   std::string worst_, worst_lse_;
 };
@@ -549,12 +591,12 @@ class Comparison {
 //   P = exp(s - LSE)    dP = dO @ V.T    delta = sum(dO * O) - dLSE    dS = P * (dP - delta) * ds/dx
 //   dV = P.T @ dO    dK = scale * dS.T @ Q    dQ = scale * dS @ K    dsink = -sum(exp(sink - LSE) * delta)
 //
-// x is scale * Q @ K.T, and s the logit, which a softcap makes of x. O and LSE are given, since a kernel has them from a
-// forward pass whose results are rounded; that pass is checked on its own. Not for packed sequences, SCORE_MOD, MASK_MOD,
-// a bias or factors.
+// x = scale * Q @ K.T, and s is the logit: x, or the softcap of x. O and LSE are inputs, since a
+// kernel gets them from a forward pass with rounded results, which is checked separately. Does not
+// support packed sequences, SCORE_MOD, MASK_MOD, a bias or factors.
 
-// A row of a gradient, and the variance of its error if each rounding of a kernel is random. A gradient is a sum of weights
-// times rows of a tensor; total is the sum of these rows.
+// A row of a gradient, and the variance of its error if all roundings of a kernel are random. A
+// gradient is a weighted sum of rows of a tensor; total is their unweighted sum.
 struct Gradient {
   std::vector<double> x, variance, total;
   explicit Gradient(int width) : x(width, 0.0), variance(width, 0.0), total(width, 0.0) {}
@@ -562,31 +604,42 @@ struct Gradient {
 
 class Backward {
  public:
-  // dO [B,Hq,Sq,Dv], rounded to `type`, to which a kernel rounds P, dS and the gradients. tanh_error: of a softcap.
-  // same_heads: all heads of each tensor are one, so that roundings in the heads of a group are the same.
-  Backward(const Problem& p, const float* dO, const Type& type, double tanh_error = 0, bool same_heads = false)
+  // dO [B,Hq,Sq,Dv] is rounded to `type`; the kernel rounds P, dS and the gradients to the same
+  // type. tanh_error: relative error of tanh in the softcap. same_heads: all heads of each tensor
+  // are equal, so their rounding errors are equal too.
+  Backward(const Problem& p, const float* dO, const Type& type, double tanh_error = 0,
+           bool same_heads = false)
       : p_(p),
         dO_(dO),
         tanh_error_(tanh_error),
         copies_(same_heads ? p.Hq / std::max(p.Hkv, 1) : 1),
         rows_(rows_of(p, Tensor::Q)) {
     unit_ = std::sqrt(0.541 / 12) * std::ldexp(1.0, -type.mantissa_bits);
-    tiny_ = std::max(type.smallest * std::ldexp(1.0, -type.mantissa_bits) / std::sqrt(12.0), double(FLT_MIN));
-    k_norms_ = norms(p.K, rows_of(p, Tensor::K), p.D), v_norms_ = norms(p.V, rows_of(p, Tensor::V), p.d_v());
-    const std::vector<double> of_q = norms(p.Q, rows_.size(), p.D), of_dO = norms(dO, rows_.size(), p.d_v());
-    for (size_t i = 0; i < rows_.size(); i++) rows_[i].q_norm = of_q[i], rows_[i].dO_norm = of_dO[i];
+    tiny_ = std::max(type.smallest * std::ldexp(1.0, -type.mantissa_bits) / std::sqrt(12.0),
+                     double(FLT_MIN));
+    k_norms_ = norms(p.K, rows_of(p, Tensor::K), p.D);
+    v_norms_ = norms(p.V, rows_of(p, Tensor::V), p.d_v());
+    const std::vector<double> of_q = norms(p.Q, rows_.size(), p.D),
+                              of_dO = norms(dO, rows_.size(), p.d_v());
+    for (size_t i = 0; i < rows_.size(); i++) {
+      rows_[i].q_norm = of_q[i];
+      rows_[i].dO_norm = of_dO[i];
+    }
   }
 
-  // Sets what the forward pass gave for row `i` of [B,Hq,Sq], and the gradient of its LSE. Set all rows first.
+  // Sets the forward results of row i of [B,Hq,Sq] and the gradient of its LSE. Call it for all
+  // rows first.
   template <class Real> void set_row(size_t i, const Real* O, double LSE, double dLSE = 0) {
     double delta = -dLSE;
     for (int d = 0; d < p_.d_v(); d++) delta += double(dO_[i * p_.d_v() + d]) * double(O[d]);
-    rows_[i].LSE = LSE, rows_[i].delta = delta;
+    rows_[i].LSE = LSE;
+    rows_[i].delta = delta;
   }
 
   Gradient of_query(const Row& at) const {
     const Sequence s = sequence_of(p_, at.b);
-    const size_t i = (size_t(at.b) * p_.Hq + at.h) * p_.Sq + at.q, kv_head = size_t(at.b) * p_.Hkv + at.h / group();
+    const size_t i = (size_t(at.b) * p_.Hq + at.h) * p_.Sq + at.q,
+                 kv_head = size_t(at.b) * p_.Hkv + at.h / group();
     Gradient dQ(p_.D);
     for (size_t k = first_key(p_, s, at.q); k < past_last_key(p_, s, at.q) && at.q < s.Sq; k++) {
       const size_t j = kv_head * p_.Sk + k;
@@ -596,7 +649,7 @@ class Backward {
     finish(dQ, scale_of(p_), lse_error(rows_[i]));
     return dQ;
   }
-  // Sets dK and dV of key at.q of head at.h of K and V.
+  // Computes dK and dV of key at.q in head at.h of K and V.
   void of_key(const Row& at, Gradient& dK, Gradient& dV) const {
     const Sequence s = sequence_of(p_, at.b);
     const size_t j = (size_t(at.b) * p_.Hkv + at.h) * p_.Sk + at.q;
@@ -605,13 +658,16 @@ class Backward {
         if (size_t(at.q) < first_key(p_, s, q) || size_t(at.q) >= past_last_key(p_, s, q)) continue;
         const size_t i = (size_t(at.b) * p_.Hq + h) * p_.Sq + q;
         const Pair pair = pair_of(i, j);
-        for (int d = 0; d < p_.D; d++) add(dK, d, pair.dS, copies_ * pair.dS_variance, p_.Q[i * p_.D + d]);
-        for (int d = 0; d < p_.d_v(); d++) add(dV, d, pair.P, copies_ * pair.P_variance, dO_[i * p_.d_v() + d]);
+        for (int d = 0; d < p_.D; d++)
+          add(dK, d, pair.dS, copies_ * pair.dS_variance, p_.Q[i * p_.D + d]);
+        for (int d = 0; d < p_.d_v(); d++)
+          add(dV, d, pair.P, copies_ * pair.P_variance, dO_[i * p_.d_v() + d]);
       }
     }
-    finish(dK, scale_of(p_), 0), finish(dV, 1, 0);
+    finish(dK, scale_of(p_), 0);
+    finish(dV, 1, 0);
   }
-  // Of the sink of query head h, in fp32.
+  // The gradient of the sink of query head h, which a kernel sums in fp32.
   Gradient of_sink(int h) const {
     Gradient sink(1);
     double terms = 0;
@@ -619,7 +675,8 @@ class Backward {
       for (int q = 0; q < p_.Sq; q++) {
         const OfRow& row = rows_[(size_t(b) * p_.Hq + h) * p_.Sq + q];
         if (row.LSE == -std::numeric_limits<double>::infinity()) continue;
-        const double P = std::exp(p_.sinks[h] - row.LSE), error = std::ldexp(1.0, -20) + lse_error(row);
+        const double P = std::exp(p_.sinks[h] - row.LSE),
+                     error = std::ldexp(1.0, -20) + lse_error(row);
         sink.x[0] -= P * row.delta;
         sink.variance[0] += std::pow(P * error * (std::fabs(row.delta) + row.dO_norm), 2);
         terms += std::fabs(P * row.delta);
@@ -633,70 +690,85 @@ class Backward {
   struct OfRow {
     double LSE = 0, delta = 0, q_norm = 0, dO_norm = 0;
   };
-  struct Pair {  // of a query and a key that it sees
+  struct Pair {  // a query and a visible key
     double P = 0, P_variance = 0, dS = 0, dS_variance = 0;
   };
 
   int group() const { return p_.Hq / p_.Hkv; }
-  // LSE is a float, and the exponent of P a difference of floats as large as LSE.
-  static double lse_error(const OfRow& row) { return std::isfinite(row.LSE) ? std::ldexp(std::fabs(row.LSE), -22) : 0; }
+  // The relative error of P = exp(s - LSE) that comes from LSE being a float.
+  static double lse_error(const OfRow& row) {
+    return std::isfinite(row.LSE) ? std::ldexp(std::fabs(row.LSE), -22) : 0;
+  }
 
   static std::vector<double> norms(const float* x, size_t rows, int width) {
     std::vector<double> found(rows);
-    for (size_t i = 0; i < rows; i++) found[i] = std::sqrt(dot(x + i * width, x + i * width, width));
+    for (size_t i = 0; i < rows; i++)
+      found[i] = std::sqrt(dot(x + i * width, x + i * width, width));
     return found;
   }
 
-  // Row i of Q, row j of K.
+  // The pair of row i of Q and row j of K.
   Pair pair_of(size_t i, size_t j) const {
     const OfRow& row = rows_[i];
-    if (row.LSE == -std::numeric_limits<double>::infinity()) return {};  // no key has a weight
+    if (row.LSE == -std::numeric_limits<double>::infinity()) return {};  // all weights are 0
     const double x = scale_of(p_) * dot(p_.Q + i * p_.D, p_.K + j * p_.D, p_.D);
     const double t = p_.softcap != 0 ? std::tanh(x / p_.softcap) : 0;
     const double s = p_.softcap != 0 ? p_.softcap * t : x, slope = 1 - t * t;
-    const double P = std::exp(s - row.LSE), dP = dot(dO_ + i * p_.d_v(), p_.V + j * p_.d_v(), p_.d_v());
+    const double P = std::exp(s - row.LSE),
+                 dP = dot(dO_ + i * p_.d_v(), p_.V + j * p_.d_v(), p_.d_v());
     const double dS = P * (dP - row.delta) * slope;
-    // Relative errors of P: of the product, of the exponent, of the tanh. Absolute ones of dP - delta and of the slope.
-    const double of_p = slope * std::ldexp(scale_of(p_) * row.q_norm * k_norms_[j], -23) + std::ldexp(std::fabs(s), -22) +
-                        lse_error(row) + tanh_error_ * std::fabs(s);
+    // Relative errors of P, from the product, the exponent, LSE and tanh; absolute errors of dP -
+    // delta and of the slope.
+    const double of_p = slope * std::ldexp(scale_of(p_) * row.q_norm * k_norms_[j], -23) +
+                        std::ldexp(std::fabs(s), -22) + lse_error(row) + tanh_error_ * std::fabs(s);
     const double of_dp = std::ldexp(row.dO_norm * v_norms_[j] + std::fabs(row.delta), -23);
-    const double of_slope = p_.softcap != 0 ? 2 * std::fabs(t) * tanh_error_ + std::ldexp(1.0, -21) : 0;
+    const double of_slope =
+        p_.softcap != 0 ? 2 * std::fabs(t) * tanh_error_ + std::ldexp(1.0, -21) : 0;
     const double rounding = unit_ * unit_ + of_p * of_p;
     Pair pair;
-    pair.P = P, pair.P_variance = P * P * rounding + tiny_ * tiny_;
-    pair.dS = dS, pair.dS_variance = dS * dS * rounding + tiny_ * tiny_;
-    pair.dS_variance += std::pow(P * slope * of_dp, 2) + std::pow(P * (dP - row.delta) * of_slope, 2);
-    pair.dS_variance += std::pow(FLT_MIN * (dP - row.delta) * slope, 2);  // of a P that is flushed to 0
+    pair.P = P;
+    pair.P_variance = P * P * rounding + tiny_ * tiny_;
+    pair.dS = dS;
+    pair.dS_variance = dS * dS * rounding + tiny_ * tiny_;
+    pair.dS_variance +=
+        std::pow(P * slope * of_dp, 2) + std::pow(P * (dP - row.delta) * of_slope, 2);
+    pair.dS_variance += std::pow(FLT_MIN * (dP - row.delta) * slope, 2);  // if P is flushed to 0
     return pair;
   }
   static void add(Gradient& sum, int d, double weight, double variance, double x) {
-    sum.x[d] += weight * x, sum.variance[d] += variance * x * x, sum.total[d] += x;
+    sum.x[d] += weight * x;
+    sum.variance[d] += variance * x * x;
+    sum.total[d] += x;
   }
-  // `error`: a relative one of all terms alike. Equal weights are rounded alike: what that adds to a sum is no more than the
-  // rounding of the sum, but for subnormal numbers.
+  // `error`: a relative error that all terms have in common. Equal weights have equal rounding
+  // errors, which add up; except for subnormal numbers this is less than the rounding error of the
+  // sum.
   void finish(Gradient& sum, double scale, double error) const {
     for (size_t d = 0; d < sum.x.size(); d++) {
       sum.variance[d] += std::pow(tiny_ * sum.total[d], 2);
-      sum.x[d] *= scale, sum.variance[d] *= scale * scale;
-      if (sum.variance[d] == 0) continue;  // of no pair: exactly 0
+      sum.x[d] *= scale;
+      sum.variance[d] *= scale * scale;
+      if (sum.variance[d] == 0) continue;  // no visible pair: exactly 0
       sum.variance[d] += sum.x[d] * sum.x[d] * (unit_ * unit_ + error * error) + tiny_ * tiny_;
     }
   }
 
   const Problem& p_;
   const float* const dO_;
-  double unit_, tiny_, tanh_error_;  // root mean squares of relative roundings, and of what subnormal numbers lose
-  int copies_;  // heads that are rounded alike
+  double unit_;  // rms of the relative rounding error
+  double tiny_;  // rms of the absolute rounding error of subnormal numbers
+  double tanh_error_;
+  int copies_;  // number of heads with equal rounding errors
   std::vector<OfRow> rows_;
   std::vector<double> k_norms_, v_norms_;
 };
 
-// Collects rows of a gradient and compares them with what they must be, in units of the error that roundings make. An
-// absolute or relative limit alone would pass a wrong gradient or fail a right one, since gradients may be sums that
-// cancel. Every comparison is written so that NaN fails.
+// Accumulates the errors of rows of a gradient, in units of the expected rounding error. An
+// absolute or relative limit would accept wrong gradients or reject right ones, since the terms of
+// a gradient may cancel. All comparisons with limits fail on NaN.
 class GradientComparison {
  public:
-  // Of the root mean square over all elements, and of the largest one.
+  // Limits of the rms error over all elements and of the largest error.
   static constexpr double rms_limit = 1.5, largest_limit = 8;
 
   explicit GradientComparison(const char* name) : name_(name) {}
@@ -709,29 +781,38 @@ class GradientComparison {
     for (size_t d = 0; d < want.x.size(); d++) {
       const double err = distance(want.x[d], got[d]);
       const double units = err == 0 ? 0 : err / std::sqrt(want.variance[d]);
-      squares_err_ += err * err, squares_ref_ += want.x[d] * want.x[d], variance_ += want.variance[d];
+      squares_err_ += err * err;
+      squares_ref_ += want.x[d] * want.x[d];
+      variance_ += want.variance[d];
       if (!(err <= max_abs_err)) max_abs_err = err;
       if (!(units <= largest_)) {
         largest_ = units;
-        worst_ = format("%s(b=%d,h=%d,row=%d,d=%d) ref=%.9g got=%.9g err=%.3g", name_, at.b, at.h, at.q, int(d), want.x[d],
-                        double(got[d]), err);
+        worst_ = format("%s(b=%d,h=%d,row=%d,d=%d) ref=%.9g got=%.9g err=%.3g", name_, at.b, at.h,
+                        at.q, int(d), want.x[d], double(got[d]), err);
       }
     }
   }
-  // Errors as shares of the gradient; 0 where that is not more than what roundings leave of a 0.
-  double rel_rms() const { return squares_ref_ > variance_ ? std::sqrt(squares_err_ / squares_ref_) : 0; }
-  double rel_rms_limit() const { return squares_ref_ > variance_ ? rms_limit * std::sqrt(variance_ / squares_ref_) : 0; }
+  // Relative errors; 0 if the gradient is not larger than the expected rounding error.
+  double rel_rms() const {
+    return squares_ref_ > variance_ ? std::sqrt(squares_err_ / squares_ref_) : 0;
+  }
+  double rel_rms_limit() const {
+    return squares_ref_ > variance_ ? rms_limit * std::sqrt(variance_ / squares_ref_) : 0;
+  }
   double rms() const { return variance_ > 0 ? std::sqrt(squares_err_ / variance_) : 0; }
   double largest() const { return largest_; }
-  // Empty, or a sentence with the worst element and the limit that it broke.
+  // Returns an empty string, or a sentence with the worst element and the limit that it exceeds.
   std::string verdict() const {
     if (!(largest_ <= largest_limit)) {
-      return worst_ + format(", %.3g times the error of roundings, tol=%g", largest_, largest_limit);
+      return worst_ +
+             format(", %.3g times the error of roundings, tol=%g", largest_, largest_limit);
     }
-    // Errors of few rows go together.
+    // A higher limit for few rows, whose errors are correlated.
     const double limit = rms_limit * (1 + 3 / std::sqrt(double(std::max(rows, 1L))));
     if (!(rms() <= limit)) {
-      return format("%s: rms error is %.3g times that of roundings, tol=%.3g; worst ", name_, rms(), limit) + worst_;
+      return format("%s: rms error is %.3g times that of roundings, tol=%.3g; worst ", name_, rms(),
+                    limit) +
+             worst_;
     }
     return "";
   }

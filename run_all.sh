@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Builds every line of configs.txt, checks and times each, ranks them.  ./run_all.sh --help
+# Builds, checks, times and ranks all lines of configs.txt, and runs the other tools. See ./run_all.sh --help
 set -u
-# A decimal point in numbers, whatever the user's locale has; the other categories stay.
+# Numbers need a decimal point in every locale; keep the user's other locale categories.
 if [ -n "${LC_ALL-}" ]; then export LANG=$LC_ALL; unset LC_ALL; fi
 export LC_NUMERIC=C
-# Before the change of folder: a relative name is the caller's.
+# A relative path is relative to the caller's folder, so resolve it before cd.
 [ -z "${SDPA_CONFIGS-}" ] || SDPA_CONFIGS=$(realpath -m -- "$SDPA_CONFIGS")
 caller=$PWD
 typed=("$@")
@@ -13,42 +13,42 @@ cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" || exit 2
 usage=$(cat <<'EOF'
 usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--causal C] [--csv] [-- OPTION...]
        ./run_all.sh ab NAME KNOB=VALUE...    is the line faster with these knobs? ab --help
-       ./run_all.sh ab main~20:NAME NAME     is it faster than it was? or than another line?
-       ./run_all.sh ablate NAME [--svg]      what each knob of a line is worth. ablate --help
-       ./run_all.sh tune [--shape S]...      the best line for a problem on this GPU. tune --help
-       ./run_all.sh micro [--family F]       what an iteration of a tile loop takes, tile by tile. micro --help
+       ./run_all.sh ab main~20:NAME NAME     is the line faster than in an older commit, or than another line?
+       ./run_all.sh ablate NAME [--svg]      the contribution of each knob of a line. ablate --help
+       ./run_all.sh tune [--shape S]...      search the fastest line for a problem on this GPU. tune --help
+       ./run_all.sh micro [--family F]       the time per iteration of a tile loop, for many tiles. micro --help
        ./run_all.sh fit [--check]            does TUNED_TILES choose well on this GPU? fit --help
-       ./run_all.sh list [REGEX]             the lines, the step of each over its base, what it needs
-       ./run_all.sh gates [--only REGEX]     registers, spills, shared memory, duplicates, steps
-       ./run_all.sh profile NAME [--shape S] what binds a line's kernel, by ncu
-       ./run_all.sh rungs                    what each rung of docs/LADDER.md takes, and what binds it
-       ./run_all.sh stress [NAME...]         the same bits whatever runs beside it? stress --help
+       ./run_all.sh list [REGEX]             list the lines, their bases and changes, and the GPUs that they need
+       ./run_all.sh gates [--only REGEX]     registers, spills, shared memory, duplicates, speed-ups
+       ./run_all.sh profile NAME [--shape S] what limits a line's kernel, measured by ncu
+       ./run_all.sh rungs                    time each rung of docs/LADDER.md, and find what limits it
+       ./run_all.sh stress [NAME...]         are results bitwise equal while other work runs? stress --help
        ./run_all.sh sweep [N]                random problems on every line, counted. sweep --help
-       ./run_all.sh sanitize [REGEX]         what NVIDIA's compute-sanitizer says. sanitize --help
+       ./run_all.sh sanitize [REGEX]         run lines under NVIDIA's compute-sanitizer. sanitize --help
        ./run_all.sh test [--all] [CTEST OPTION...]
        ./run_all.sh extract NAME > my_kernel.cu
        ./run_all.sh results [CSV]...
        ./run_all.sh report
-  (no command)    build, check, time and rank every line of configs.txt on small, mission and long;
-                  the rows go to results/lines/DATE-DEVICE.csv. Without a GPU: on the CPU backend
-  --cpu           check the lines on the CPU backend, on small and mission; nothing is timed
-  --only REGEX    only the lines whose name matches
+  (no command)    build, check, time and rank all lines of configs.txt on small, mission and long;
+                  the rows go to results/lines/DATE-DEVICE.csv. Without a GPU: as with --cpu
+  --cpu           check the lines on the CPU backend, on small and mission, without timing
+  --only REGEX    only lines whose names match
   --shape S       small, mission, mission2, long, decode, decode1, chunk or B,Hq,Hkv,Sq,Sk[,D]; repeatable
   --causal C      br: the last query sees the last key; tl: query q sees keys 0..q; or off
   --csv           print the rows as CSV on stdout instead of the table
-  -- OPTION...    more options for every executable, such as -- --window 128,0 --seeds 0,1,2
-  test            build and run the tests; with --all everything there is, for who changes kernels
-  extract         print the kernel of one line without knobs, to paste it; extract --help has the rest
-  results         redraw the tables of README.md and docs/, and the pictures of results/, from the newest CSVs or these
-  report          write results/report.html, a page to filter and share; needs python3-matplotlib
+  -- OPTION...    further options for the executables, such as -- --window 128,0 --seeds 0,1,2
+  test            build and run the tests; with --all also the long ones, for changes of kernels
+  extract         print the kernel of a line as a self-contained file without knobs. extract --help
+  results         update the tables of README.md and docs/ and the pictures of results/, from the newest or the given CSVs
+  report          write results/report.html, one page with all results; needs python3-matplotlib
 environment: SDPA_BUILD_DIR (default build), SDPA_ARCHS (such as "80-real"), SDPA_CONFIGS, JOBS
-exit: 0 all lines did what they should, 1 a line did not, 2 bad usage or a missing tool, 3 a full disk or closed output
+exit status: 0 success, 1 a line or test failed, 2 bad usage or a missing tool, 3 a full disk or closed output
 EOF
 )
 
 say() { printf '%s\n' "$*" >&2; }
 refuse() { say "run_all.sh: $*"; exit 2; }
-# show TEXT: on stdout. Exits with the reason if stdout cannot be written to.
+# show TEXT: prints it to stdout. Exits with the reason if that fails.
 show() {
   local reason
   { reason=$(printf '%s\n' "$1" 2>&1 >&3); } 3>&1 && return
@@ -56,10 +56,10 @@ show() {
   say "run_all.sh: stdout cannot be written to (${reason:-its reader has exited})"
   exit 3
 }
-# nearest WORD NAME...: "; did you mean NAME?" for the name that takes the fewest edits, if those are few.
+# nearest WORD NAME...: prints "; did you mean NAME?" for the name with the smallest edit distance, if that is small.
 nearest() {
   printf '%s\n' "$@" | awk '
-    function edits(a, b,   i, j, least, d) {  # a swap of neighbours is one edit
+    function edits(a, b,   i, j, least, d) {  # swapping neighbours is one edit
       for (i = 0; i <= length(a); i++) {
         for (j = 0; j <= length(b); j++) {
           least = i == 0 ? j : j == 0 ? i : d[i-1, j-1] + (substr(a, i, 1) != substr(b, j, 1))
@@ -81,16 +81,16 @@ for path in "SDPA_BUILD_DIR=${SDPA_BUILD_DIR-}" "SDPA_CONFIGS=${SDPA_CONFIGS-}" 
   [[ $path != *[\;$'\n']* ]] || refuse "$path: CMake splits paths at ';' and at line ends; take a path without them"
 done
 build=${SDPA_BUILD_DIR:-build}
-venv=$(realpath -m -- "$build/venv")  # tests run its Python in other folders
+venv=$(realpath -m -- "$build/venv")  # absolute, since tests use it in other folders
 jobs=${JOBS:-$(nproc 2>/dev/null || echo 2)}
 [[ $jobs =~ ^[1-9][0-9]{0,3}$ ]] || refuse "JOBS=$jobs: want a number of processes from 1 to 9999"
-# progress WHAT DONE COUNT NAME SINCE: "built 7 of 81, 130 s left: scalar_vec8"; begun at SINCE, in $SECONDS.
+# progress WHAT DONE COUNT NAME SINCE: prints "built 7 of 81, 130 s left: scalar_vec8". SINCE: $SECONDS at the start.
 progress() {
   local left=$(((SECONDS - $5) * ($3 - $2) / $2)) text=''
   [ $left -lt 5 ] || text=", $left s left"
   tty_line "$1 $2 of $3$text: $4"
 }
-# Progress: in one place on a terminal that can, else a line each.
+# Progress messages overwrite each other on a terminal that supports it; otherwise each is a line.
 is_terminal() { [ -t 2 ] && [ "${TERM-dumb}" != dumb ]; }
 tty_line() { if is_terminal; then printf '\r\033[K%s' "$*" >&2; else say "$*"; fi; }
 end_line() { if is_terminal; then printf '\n' >&2; fi; }
@@ -101,10 +101,10 @@ arch='[0-9]+[af]?(-real|-virtual)?'
 [[ ${SDPA_ARCHS:-native} =~ ^(native|$arch(;$arch)*)$ ]] ||
   refuse "SDPA_ARCHS=$SDPA_ARCHS: want native or a list such as 80-real;90a-real"
 
-# from_caller PATH: the path as it is called where the command was typed.
+# from_caller PATH: prints the path relative to the caller's folder.
 from_caller() { realpath --relative-to="$caller" -- "$1"; }
 
-# may_install WHAT: says so, or asks where somebody can answer.
+# may_install WHAT: asks for permission if there is a terminal; otherwise only prints a message.
 may_install() {
   local answer
   if ! [ -t 0 ] || ! [ -t 2 ]; then say "installing $1"; return; fi
@@ -112,7 +112,7 @@ may_install() {
   [[ $answer = [yY]* ]]
 }
 
-# apt_install PACKAGE...: as root, or by sudo if somebody can type the password.
+# apt_install PACKAGE...: installs as root, or with sudo if there is a terminal for the password.
 apt_install() {
   local apt=(env DEBIAN_FRONTEND=noninteractive apt-get)
   command -v apt-get >/dev/null || return
@@ -124,7 +124,8 @@ apt_install() {
     "${apt[@]}" install -y --no-install-recommends "$@" >/dev/null
 }
 
-# refuse_full_disk WORDS: exits if a program failed for want of room: it says so, or next to nothing is left.
+# refuse_full_disk WORDS: exits if a program failed because a disk is full: WORDS, its output, says so, or less than
+# 4 MB are free.
 refuse_full_disk() {
   local full folder
   full=$(grep -m1 -E 'No space left on device|Disk quota exceeded' <<<"$1")
@@ -138,13 +139,13 @@ refuse_full_disk() {
   exit 3
 }
 
-# need COMMAND PACKAGE: a tool, installed if that is possible.
+# need COMMAND PACKAGE: installs a tool if it is missing. Refuses if that fails.
 need() {
   command -v "$1" >/dev/null || { apt_install "$2" && command -v "$1" >/dev/null; } ||
     refuse "$1 is missing; install it with: sudo apt-get install $2"
 }
 
-# lacking PYTHON PACKAGE...: those that it lacks; one may name its version, as in onnx==1.23.*
+# lacking PYTHON PACKAGE...: prints the packages that are missing. A package may have a version, as in onnx==1.23.*
 lacking() {
   "$1" -c '
 import fnmatch, importlib.metadata, sys
@@ -155,28 +156,29 @@ for word in sys.argv[1:]:
     if not is_there: print(word)' "${@:2}" 2>/dev/null || echo python3
 }
 
-# python_with PACKAGE...: sets $python to one that has them.
+# python_with PACKAGE...: sets $python to a Python that has all of them.
 python_with() {
-  for python in python3 "$venv/bin/python3" /usr/bin/python3; do  # Debian's modules are not those of another one on PATH
+  for python in python3 "$venv/bin/python3" /usr/bin/python3; do  # Debian's packages, if another Python is first on PATH
     command -v "$python" >/dev/null && [ -z "$(lacking "$python" "$@")" ] && return
   done
   return 1
 }
 
-# pip_install PYTHON PACKAGE...: what PYTHON lacks of them, into a venv beside it or, if it is that one, into itself;
-# sets $python to one that has them.
+# pip_install PYTHON PACKAGE...: installs missing packages into $venv, which is created from PYTHON if needed, and sets
+# $python.
 pip_install() {
   local base=$1
   shift
   command -v "$base" >/dev/null && may_install "$* (pip, into $venv)" || return
   need_folder
-  "$base" -c 'import ensurepip' 2>/dev/null || apt_install python3-venv  # which Debian's lacks
+  "$base" -c 'import ensurepip' 2>/dev/null || apt_install python3-venv  # Debian's Python lacks it
   "$venv/bin/python3" -m pip --version >/dev/null 2>&1 || "$base" -m venv --system-site-packages --clear "$venv" || return
   "$venv/bin/python3" -m pip install -qqq --retries 1 "$@" >"$build/pip.log" 2>&1 || tail -1 "$build/pip.log" >&2
   python_with "$@"
 }
 
-# find_python PACKAGE...: sets $python to one that has them, installed if that is possible: those of a certain version from PyPI.
+# find_python PACKAGE...: like python_with, but installs what is missing: packages with a version from PyPI, others with
+# apt-get.
 find_python() {
   local word debian=()
   for word in "$@"; do [[ $word = *==* ]] || debian+=("$word"); done
@@ -186,12 +188,12 @@ find_python() {
   }
 }
 
-# ml_dtypes 0.6 wants NumPy 2, for which Debian's SciPy is not compiled.
+# ml_dtypes 0.6 requires NumPy 2, but Debian's SciPy is compiled for NumPy 1.
 engine_packages=(numpy scipy pyelftools 'ml_dtypes==0.5.*')
 extract_packages=('tree-sitter==0.*' 'tree-sitter-cpp==0.*')
-layout_packages=("${extract_packages[@]}" 'clang-format==23.*')  # without the last one extract does with lines as they fall
+layout_packages=("${extract_packages[@]}" 'clang-format==23.*')  # extract works without clang-format, but leaves long lines
 
-# For the tests of bindings/, beside the other packages: without its 2 GB of libraries that the CUDA Toolkit has as well.
+# PyTorch for the tests of bindings/, without 2 GB of its libraries that the CUDA Toolkit contains too.
 pytorch_size="2.7 GB on the disk"
 has_pytorch() { "$python" -c 'import torch._dynamo' 2>/dev/null; }
 install_pytorch() {
@@ -201,8 +203,8 @@ install_pytorch() {
       'nvidia-nccl-cu13==2.28.*' 'nvidia-nvshmem-cu13==3.4.*' 'triton==3.6.*' >&2 && "$python" -c 'import torch._dynamo'
 }
 
-# The newest release as well, in a folder that a test puts in front of the other one, with what it pins of NVIDIA's
-# libraries that the CUDA Toolkit lacks; all else is the other one's.
+# Installs the newest PyTorch into a separate folder, which a test puts first on the module path, and the NVIDIA libraries
+# that it pins and the CUDA Toolkit lacks. It shares all other packages with the older PyTorch.
 install_newest_pytorch() {
   local folder=$venv-torch-latest
   local pip=("$python" -m pip install --quiet --no-deps --target "$folder") pins='nvidia-(cusparselt|nccl|nvshmem)-cu[0-9]+==[0-9.]+'
@@ -220,11 +222,11 @@ need_python() {
   judge "$@"
   find_python "$@" && return
   local words
-  words=$(lacking python3 "$@" | sed "s/.*[*<>=].*/'&'/" | tr '\n' ' ')  # a shell would expand or redirect them
+  words=$(lacking python3 "$@" | sed "s/.*[*<>=].*/'&'/" | tr '\n' ' ')  # quoted for the shell
   refuse "python3 lacks ${words% }; install with: python3 -m pip install ${words% }"
 }
 
-# judge PACKAGE...: refuses what was typed, as far as that takes no package, before any of these are installed.
+# judge PACKAGE...: refuses bad arguments, as far as possible without the packages, before they are installed.
 judge() {
   python_with "$@" || ! command -v python3 >/dev/null || python3 tools --judge "${typed[@]}" || exit
 }
@@ -244,7 +246,7 @@ has_gpu() { nvidia-smi -L 2>/dev/null | grep -q GPU; }
 
 need_folder() {
   if ! mkdir -p "$build" 2>/dev/null || ! [ -w "$build" ]; then
-    refuse "$build: no folder that can be written to; set SDPA_BUILD_DIR to one"
+    refuse "$build: not a writable folder; set SDPA_BUILD_DIR to one"
   fi
 }
 
@@ -253,12 +255,12 @@ configure() {
   need_folder
   local generator=()
   if [ ! -e "$build/CMakeCache.txt" ] && command -v ninja >/dev/null; then generator=(-G Ninja); fi
-  # One job at a time in a folder; the lock ends with this process.
+  # Lock the folder; the lock ends with this process.
   if command -v flock >/dev/null; then
     exec 9>"$build/lock"
-    flock -n 9 || refuse "$build: another run_all.sh is at work there; wait, or set SDPA_BUILD_DIR to another folder"
+    flock -n 9 || refuse "$build: another run_all.sh is running there; wait, or set SDPA_BUILD_DIR to another folder"
   fi
-  # Both always, since CMake remembers what it was told last.
+  # Always pass both options, since CMake remembers their last values.
   local words
   if words=$(cmake -S . -B "$build" ${generator[@]+"${generator[@]}"} -DSDPA_ARCHS="${SDPA_ARCHS-}" \
       -DSDPA_CONFIGS="${SDPA_CONFIGS:-$PWD/configs.txt}" "$@" 2>&1); then
@@ -267,17 +269,18 @@ configure() {
   refuse_full_disk "$words"
   printf '%s\n' "$words" >"$build/configure.log"
   grep -A3 -E '^CMake Error|[Ee]rror:' <<<"$words" | head -20 >&2
-  refuse "CMake could not configure; all of its words are in $build/configure.log"
+  refuse "CMake could not configure; its output is in $build/configure.log"
 }
 
-# stopped HOW_FAR: for a trap while something is built.
+# stopped HOW_FAR: the trap during a build.
 stopped() {
   end_line
-  say "stopped while building, $1; the same command goes on there, in $build"
+  say "stopped while building, $1; the same command continues in $build"
   exit 130
 }
 
-# compiled_count: of the lines; make links none of them before it has compiled them all.
+# compiled_count: prints the number of compiled lines. Executables do not count, since make compiles all lines before
+# it links them.
 compiled_count() {
   local name count=0
   for name in "${names[@]}"; do
@@ -286,15 +289,15 @@ compiled_count() {
   echo $count
 }
 
-# build_selected COUNT: all lines that --only selected, whatever fails; progress for each. One target for all
-# of them, because make builds several targets one after the other.
+# build_selected COUNT: builds all selected lines, with progress, and continues after errors. Uses one target for all
+# lines, since make builds several targets one after the other.
 build_selected() {
-  local keep_going=-k done=0 line full='' since=$SECONDS count=$1  # a trap sees the arguments of the function that it interrupts
+  local keep_going=-k done=0 line full='' since=$SECONDS count=$1  # copied, since a trap sees the arguments of the interrupted function
   trap 'stopped "$(lines "$(compiled_count)") of $count compiled"' INT TERM
   grep -q '^CMAKE_GENERATOR:INTERNAL=Ninja' "$build/CMakeCache.txt" && keep_going=-k0
   while IFS= read -r line; do
     case $line in
-      *Building*/line_*.dir/*)  # the harness, once, and links take little
+      *Building*/line_*.dir/*)  # compiling the harness and linking do not count
         done=$((done + 1)) line=${line##*/line_}
         progress built $done "$count" "${line%%.dir/*}" "$since"
         ;;
@@ -312,26 +315,26 @@ build_selected() {
   [ ! -e "$build/log/harness.log.failed" ] || refuse "the harness, which all lines share, $(compiler_words harness)"
 }
 
-# The first refusal among a compiler's words; nvcc, clang++ and g++ say it each in their own way.
+# Prints the first static assertion in the output of nvcc, clang++ or g++.
 assertion_words() {
   sed -n -e 's/.*static assertion failed with "\(.*\)"$/\1/p' \
     -e 's/.*static_assert failed .*"\(.*\)"$/\1/p' \
     -e "s/.*static assertion failed\( due to requirement '.*'\)\{0,1\}: \(.*\)\$/\2/p" | head -1
 }
 
-# line_number NAME: where configs.txt has the line, as in configs.txt:7.
+# line_number NAME: prints where configs.txt defines the line, as in configs.txt:7.
 line_number() {
   local file=${SDPA_CONFIGS:-configs.txt} byte_order_mark=$'\xEF\xBB\xBF'
   echo "$(basename "$file"):$(grep -nm1 -E "^($byte_order_mark)?[[:space:]]*$1([[:space:]]|\$)" "$file" | cut -d: -f1)"
 }
 
-# compiler_words NAME: the sentence to show for a line that did not compile, or for the harness.
+# compiler_words NAME: prints the reason why a line, or the harness, did not compile.
 compiler_words() {
   local log=$build/log/$1.log
   echo "does not compile: $( (assertion_words <"$log"; grep -E 'error|fatal' "$log"; tail -1 "$log") | head -1)"
 }
 
-# error_row NAME SENTENCE: a row for a line that never got an executable.
+# error_row NAME SENTENCE: prints a row for a line without an executable.
 error_row() {
   local column row=''
   for column in ${header//,/ }; do
@@ -341,24 +344,24 @@ error_row() {
   echo "${row%,}"
 }
 
-# The racy negative control may pass by luck: then racecheck has the last word.
+# A racy negative control may pass its check by luck; racecheck then must report the race.
 racecheck_reports() {
   command -v compute-sanitizer >/dev/null &&
     ! compute-sanitizer --tool racecheck --error-exitcode 9 "$1" --shape small --check-only \
       >"$build/racecheck.log" 2>&1 && grep -q 'hazard' "$build/racecheck.log"
 }
 
-# print_table ROWS, print_rows ROWS: on stdout.
+# print_table ROWS, print_rows ROWS: print to stdout.
 print_table() { "$build/sdpa_table" "$1"; }
 print_rows() { cat "$1"; }
 
-# need_lines: refuses a configs.txt of comments alone.
+# need_lines: refuses a configs.txt without lines.
 need_lines() {
   local file=${SDPA_CONFIGS:-configs.txt}
   [ ! -r "$file" ] || grep -q '^[[:space:]]*[^#[:space:]]' "$file" || refuse "$file: no configuration in it; a line is NAME KNOB=VALUE ..."
 }
 
-# list [REGEX]: the lines of configs.txt, the one step of each over its base, and what they need.
+# list [REGEX]: prints the lines of configs.txt, the changes of each to its base, and the architectures that they need.
 list_lines() {
   case ${1-} in
     -h|--help) show "usage: ./run_all.sh list [REGEX]: lines, what they need, the step of each over its base"; exit 0 ;;
@@ -370,7 +373,7 @@ list_lines() {
   need_lines
   need cmake cmake
   local text status
-  # Sentences about bad lines come through the same pipe, marked.
+  # Messages about bad lines use the same pipe, marked with "bad:".
   text=$( { cmake -DCONFIGS="${SDPA_CONFIGS:-configs.txt}" -P configs.cmake 2>&1 >&3 | sed 's/^/bad:/'; } 3>&1 |
     awk -F'\t' -v only="${1-}" '
     /^bad:/ {
@@ -403,8 +406,8 @@ list_lines() {
   return $status
 }
 
-# keep_rows ROWS: prints where the rows are now: in results/lines/DATE-DEVICE.csv, or a numbered one if that
-# exists, when a GPU measured them; else where they were.
+# keep_rows ROWS: copies rows that were measured on a GPU to results/lines/DATE-DEVICE.csv, or DATE-DEVICE-N.csv if that
+# exists. Prints where the rows are.
 keep_rows() {
   local device stem path n=1 folder=results/lines
   device=$(awk -F, 'NR == 1 { for (i = 1; i <= NF; i++) if ($i == "device") d = i; next }
@@ -413,10 +416,10 @@ keep_rows() {
   stem=$folder/$(date +%Y-%m-%d)-$device
   path=$stem.csv
   while [ -e "$path" ]; do n=$((n + 1)); path=$stem-$n.csv; done
-  if mkdir -p "$folder" && cp "$1" "$path"; then printf '%s' "$path"; else printf '%s' "$1"; fi  # they say why not
+  if mkdir -p "$folder" && cp "$1" "$path"; then printf '%s' "$path"; else printf '%s' "$1"; fi  # mkdir and cp print errors
 }
 
-# judge_shape S: before anything is built.
+# judge_shape S: refuses a bad shape before anything is built.
 judge_shape() {
   case $1 in small|mission|mission2|long|decode|decode1|chunk) return ;; esac
   if [[ $1 =~ ^[1-9][0-9]{0,8}([,x][1-9][0-9]{0,8}){2}([,x](0|[1-9][0-9]{0,8})){2}([,x][1-9][0-9]{0,8})?$ ]]; then
@@ -428,12 +431,12 @@ judge_shape() {
     "multiple of Hkv"
 }
 
-# judge_more OPTION...: of those for every executable; what an executable prints instead of rows is no option for all.
+# judge_more OPTION...: refuses options that make an executable print something other than rows.
 judge_more() {
   local option
   for option in "$@"; do
     case $option in
-      -h|--help|--header|--config) refuse "-- $option: for one executable alone; type: build/sdpa_NAME $option" ;;
+      -h|--help|--header|--config) refuse "-- $option: only for a single executable; type: build/sdpa_NAME $option" ;;
     esac
   done
 }
@@ -496,13 +499,13 @@ main_job() {
   rm -rf "$run"
   mkdir "$run"
   : >"$rows"
-  # run_line NAME: its rows, words and exit status go to files of $run.
+  # run_line NAME: writes its rows, messages and exit status to files in $run.
   run_line() {
     "$build/sdpa_$1" "${shapes[@]}" ${more[@]+"${more[@]}"} >"$run/$1.csv" 2>"$run/$1.err"
     echo $? >"$run/$1.status"
   }
-  # Every row is on disk as soon as it is measured.
-  local kept=0  # lines whose rows are in $rows
+  # If interrupted, keep the rows that were already measured.
+  local kept=0  # number of lines whose rows are in $rows
   trap 'end_line; for name in "${names[@]:kept}"; do cat "$run/$name.csv" >>"$rows" 2>/dev/null; done
         say "stopped; rows: $(from_caller "$(keep_rows "$rows")")"; exit 130' INT TERM
   for i in "${!names[@]}"; do
@@ -512,12 +515,12 @@ main_job() {
   local number last=''
   while IFS=$'\t' read -r number name sentence; do
     say "$sentence"
-    [ "$number" != "$last" ] || continue  # one row for each line, however much is wrong with it
+    [ "$number" != "$last" ] || continue  # one row per line, even if it has several errors
     last=$number failed=1 bad=$((bad + 1))
     [ -n "$header" ] && error_row "$name" "$sentence" >>"$rows"
   done <"$build/bad_lines.txt"
   local since=$SECONDS
-  if [ $cpu = 1 ]; then  # nothing is timed, so that several lines may run at once
+  if [ $cpu = 1 ]; then  # run several lines in parallel, since nothing is timed
     for i in "${!names[@]}"; do
       [ -x "$build/sdpa_${names[i]}" ] || continue
       [ "$i" -lt "$jobs" ] || wait -n
@@ -534,7 +537,7 @@ main_job() {
     if [ -e "$build/log/$name.log.failed" ] || [ ! -x "$exe" ]; then
       failed=1 wrong=$((wrong + 1))
       say "$(line_number "$name"): sdpa_$name $(compiler_words "$name")"
-      # A refusal says it all; of other errors the end of what the compiler said.
+      # For errors other than static assertions, also print the last lines of the compiler's output.
       [ -n "$(assertion_words <"$build/log/$name.log")" ] ||
         tail -5 "$build/log/$name.log" | cut -c1-200 | sed 's/^/    /' >&2
       [ -n "$header" ] && error_row "$name" "$(compiler_words "$name")" >>"$rows"
@@ -555,7 +558,7 @@ main_job() {
           BEGIN { n = split(header, c, ","); for (j = 1; j <= n; j++) at[c[j]] = j }
           {
             text = ""
-            for (j = 1; j <= n; j++) {  # a cell may have commas between quotes
+            for (j = 1; j <= n; j++) {  # quoted cells may contain commas
               match($0, /^("[^"]*")+|^[^,]*/)
               cell = substr($0, 1, RLENGTH)
               $0 = substr($0, RLENGTH + 2)
@@ -567,7 +570,7 @@ main_job() {
           }' "$run/$name.csv" >>"$rows"
       else
         status=1
-        say "sdpa_$name was expected to fail and passed"
+        say "sdpa_$name passed, but must fail its check"
         cat "$run/$name.csv" >>"$rows"
       fi
     else
@@ -593,7 +596,7 @@ main_job() {
   if [ $cpu = 1 ]; then
     words=
     [ $skipped = 0 ] || words=", $skipped skipped"
-    say "$(lines $((${#names[@]} - skipped))) checked on the CPU backend, $wrong not as they should be$words; no times"
+    say "$(lines $((${#names[@]} - skipped))) checked on the CPU backend, $wrong failed$words; no times"
     [ $bad = 0 ] || say "$(lines $bad) more could not be read"
   fi
   say "rows: $(from_caller "$csv")"
@@ -601,12 +604,12 @@ main_job() {
   exit $failed
 }
 
-# build_tests: every target of the folder, with progress; its words to build.log.
+# build_tests: builds all targets, with progress. The output goes to build.log.
 build_tests() {
   local line last=$SECONDS
   trap 'stopped "in the tests of $what"' INT TERM
   cmake --build "$build" -j "$jobs" 2>&1 | tee "$build/build.log" 2>/dev/null | while IFS= read -r line; do
-    # Ninja counts files, make says percent. Where lines stay, one in 15 s is enough.
+    # Ninja prints file counts, make prints percentages. Without a terminal, print one line per 15 s.
     if [[ $line =~ ^\[\ *([0-9]+(/[0-9]+|%))\] ]] && { is_terminal || [ $((SECONDS - last)) -ge 15 ]; }; then
       last=$SECONDS
       tty_line "building ${BASH_REMATCH[1]}: $what"
@@ -620,11 +623,11 @@ build_tests() {
   [ "${status[0]}" = 0 ] && return
   refuse_full_disk ''
   grep -m1 -A20 -E 'error|FAILED' "$build/build.log" >&2 || tail -20 "$build/build.log" >&2
-  say "the build failed; all of its words are in $build/build.log"
+  say "the build failed; its output is in $build/build.log"
   return 1
 }
 
-# run_ctest: what has passed in one place on a terminal, what has failed in full, at once.
+# run_ctest: runs ctest. Prints the output of failed tests immediately; on a terminal, passed tests overwrite each other.
 run_ctest() {
   local line
   ctest --test-dir "$build" --output-on-failure -j "$jobs" ${options[@]+"${options[@]}"} 2>&1 | while IFS= read -r line; do
@@ -637,7 +640,7 @@ run_ctest() {
   return "${PIPESTATUS[0]}"
 }
 
-# test_in DIRECTORY WHAT CMAKE_OPTION...: build and run one set of the tests, those that ctest's $options select.
+# test_in DIRECTORY WHAT CMAKE_OPTION...: builds and runs one set of tests, filtered by ctest's $options.
 test_in() {
   local what=$2
   build=$1
@@ -645,19 +648,19 @@ test_in() {
   say "---- tests, $stage of $stages: $what ($((SECONDS / 60)) min $((SECONDS % 60)) s)"
   configure_tests "${@:3}"
   if [ $listed = 1 ]; then
-    ctest --test-dir "$build" ${options[@]+"${options[@]}"} | grep -E '^( *Test |Total)'  # the rest says what is not built
+    ctest --test-dir "$build" ${options[@]+"${options[@]}"} | grep -E '^( *Test |Total)'  # hide warnings about tests that are not built
     return
   fi
-  # Nothing is built for tests that the options leave out.
+  # Build nothing if the options select no test of this set.
   ! has_tests || { build_tests && run_ctest; }
 }
-# Without doctest the tests can be listed. CMake is told where the compiler finds it.
+# Tests can be listed without doctest. Tells CMake where the compiler finds doctest.
 configure_tests() {
   configure -DSDPA_TESTS="$which" -DSDPA_KEEP_GOING=OFF -DSDPA_ONLY= -DDOCTEST="$(doctest_folder || echo missing)" "$@"
 }
 has_tests() { ! ctest --test-dir "$build" -N ${options[@]+"${options[@]}"} | grep -q '^Total Tests: 0$'; }
 
-# any_tests: whether the options of ctest leave a test, in any of the sets.
+# any_tests: succeeds if ctest's options select a test of any set.
 any_tests() {
   local build=$base-cpu
   configure_tests -DSDPA_CPU=ON
@@ -671,7 +674,7 @@ any_tests() {
   has_tests
 }
 
-# judge_ctest WORD...: ctest itself ignores an option that it does not know.
+# judge_ctest WORD...: refuses unknown options, which ctest would ignore.
 judge_ctest() {
   local word before='' known
   known=$(ctest --help | grep -oE -- '[ ,]--?[A-Za-z][-A-Za-z0-9]*' | tr -d ' ,')
@@ -689,14 +692,14 @@ judge_ctest() {
   done
 }
 
-# The folder in which the compiler, with its environment, finds doctest/doctest.h.
+# Prints the include folder in which the compiler finds doctest/doctest.h.
 doctest_folder() {
   # shellcheck disable=SC2086  # several flags
   echo '#include <doctest/doctest.h>' | "${CXX:-c++}" ${CXXFLAGS-} -x c++ -M - 2>/dev/null |
     sed -n 's|^ *\(.*: \)\{0,1\}\(.*[^ ]\)/doctest/doctest\.h.*|\2|p' | grep -m1 .
 }
 
-# prepare_tests: installs what the tests need and is missing, as far as that is possible, and says what is left out.
+# prepare_tests: installs missing dependencies of the tests if possible, and prints which tests are left out.
 prepare_tests() {
   local tool missing=()
   for tool in git shellcheck chromium; do
@@ -705,7 +708,7 @@ prepare_tests() {
   [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}" || say "---- tests: without ${missing[*]}"
   doctest_folder >/dev/null || { apt_install doctest-dev && doctest_folder >/dev/null; } ||
     refuse "doctest is missing; install it with: sudo apt-get install doctest-dev"
-  # ONNX is not Debian's, which is older than its operator Attention.
+  # ONNX from PyPI, since Debian's version lacks the operator Attention.
   if find_python "${engine_packages[@]}" 'allpairspy==2.*' jsonschema matplotlib 'onnx==1.23.*' 'optuna==4.*' pytest \
     "${layout_packages[@]}"; then
     export PYTHON=$python
@@ -725,13 +728,13 @@ run_tests() {
   case ${1-} in
     -h|--help)
       show "usage: ./run_all.sh test [--all] [--no-pytorch] [CTEST OPTION...]
-  builds and runs the tests: on the CPU backend, under the sanitizers, and with nvcc if it is there
-  what they need and is missing is installed (on a terminal it asks): compilers, CMake, Python and its packages;
-  with nvcc also PyTorch, $pytorch_size. Two cores take about $test_minutes minutes
-  --all         everything, for changes of kernels. Without it: one line of each kind, a sample of the
-                injected bugs and of crossed knobs, and no test that takes long
-  --no-pytorch  does not install PyTorch; without it the tests that need it are left out
-  CTEST OPTION  such as -R unit, for one test, or -N, to list them"
+  builds and runs the tests: on the CPU backend, under the sanitizers and, if there is nvcc, with CUDA
+  installs missing dependencies (on a terminal, after asking): compilers, CMake, Python and packages;
+  with nvcc also PyTorch, $pytorch_size. Takes about $test_minutes minutes on two cores
+  --all         all tests, for changes of kernels. Without it: one line of each kind, a sample of the
+                injected bugs and of crossed knobs, and no long tests
+  --no-pytorch  do not install PyTorch; tests that need it are left out if it is missing
+  CTEST OPTION  such as -R unit (one test) or -N (list the tests)"
       return 0
       ;;
   esac
@@ -768,7 +771,7 @@ run_tests() {
   return $failed
 }
 
-# name_files WORD...: sets $words to them, with files named from where the command was typed.
+# name_files WORD...: sets $words to the arguments, with the names of files resolved from the caller's folder.
 name_files() {
   local word before=''
   words=()
@@ -781,14 +784,15 @@ name_files() {
   done
 }
 
-# help_of FILE: a tool's usage, which is its docstring, without Python and its packages.
+# help_of FILE: prints a tool's docstring, which is its usage, without running Python.
 help_of() {
   show "$(sed -n -e '1,/^"""$/{ /^#!/d; s/^"""//; /^$/!p; }' "$1")"
   exit 0
 }
 
 case ${1-} in
-  ab|ablate|extract|fit|gates|micro|report|rungs|sanitize|stress|sweep|tune) tool=tools/$1.py ;;
+  ab|extract|fit|gates|micro|report|sanitize|stress|sweep|tune) tool=tools/$1.py ;;
+  ablate|rungs) tool=tools/steps.py ;;
   profile) tool=tools/ncu.py ;;
   results) tool=tools/page.py ;;
   *) tool= ;;

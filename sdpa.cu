@@ -28,7 +28,7 @@
 //           and sum of a row's softmax; alpha the factor that rescales what was summed so far.
 // Suffixes  _g global memory, _s shared memory, _bytes, _us, _log2 (a logarithm to base 2).
 //
-// Sections  1 KNOBS  2 PROBLEM  3 PTX  4 BLOCKS  5 KERNELS  6 LAUNCH  7 TABLES  8 CALL; harness.cu makes a program
+// Sections  1 KNOBS  2 PROBLEM  3 PTX  4 BLOCKS  5 KERNELS  6 LAUNCH  7 TABLES  8 CALL; harness/ makes a program
 //           of it. docs/READING.md goes through them.
 // Kernels   5a scalar: the loop above on the FMA pipes. 5c mma: on tensor cores, with S, P and O in registers. 5d:
 //           wgmma, on Hopper's, in one role, then with producers and consumers, then with e4m3. 5e: transposed, for
@@ -2142,11 +2142,12 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t
 template <class E, int N, int TRANS_B>
 __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate);
 
-// All warps of a warpgroup call it: gives registers above N back to the CTA, or waits for up to N.
-template <int N> __device__ __forceinline__ void setmaxnreg_dec() {
+// All warps of a warpgroup call it: gives registers above N back to the CTA, or waits for up to N. CTAS: the kernel's launch
+// bounds ask for so many on an SM.
+template <int N, int CTAS = 1> __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
-template <int N> __device__ __forceinline__ void setmaxnreg_inc() {
+template <int N, int CTAS = 1> __device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
@@ -2322,6 +2323,14 @@ __device__ __forceinline__ void wait_for_tile(uint64_t* full, int parity, bool i
   if (B::copies_rows) fence_proxy_async();  // cp.async has written through the generic proxy
 }
 
+// Number of warps that copy a K or V tile together. Each arrives once at the tile's mbarrier.
+template <class B>
+constexpr int copying_warps = !B::copies_rows                      ? 1
+                              : path<B> == Path::wgmma_swapped     ? 4
+                              : path<B> == Path::wgmma_converting  ? 4
+                              : path<B> == Path::wgmma_roles       ? 2 / B::split_kv
+                                                                   : 1;
+
 // A warp's copy of a tile of K or V from key k0 on, with zeros past the last key. Without pages one lane issues it.
 template <class B, int D, bool = B::use_pages != 0> struct TileBox {
   int box_origin[5];  // coordinates in the tensor map
@@ -2336,7 +2345,8 @@ template <class B, int D, bool = B::use_pages != 0> struct TileBox {
     load_rows<D, B::input_bytes, B::block_n>(a, to_s, map, box_origin, full, cache_policy);
   }
 };
-template <class B, int D> struct TileRows;  // the same by cp.async, row by row
+template <class B> struct RowPages;         // the pages of a warp's rows of a tile
+template <class B, int D> struct TileRows;  // the copy of these rows by cp.async
 template <class B, int D> using TileLoad = std::conditional_t<B::copies_rows, TileRows<B, D>, TileBox<B, D>>;
 
 // A loader's position among the tiles of an item and a slice, the last keys first. USE_KEY_MASK: rounds without a visible key
@@ -2351,7 +2361,8 @@ template <class B, bool = B::use_key_mask> struct LoadWalk {
 };
 // USE_KEY_MASK: what is in a stage, for those who compute; in the order of stages and of the parities of their phases.
 template <class B> struct ShownTile;
-template <class B> constexpr int K_ARRIVALS = B::use_key_mask ? 2 : 1;  // when a tile of K is loaded: the loader's
+// Arrivals that complete a tile of K: those of its copies, and one after publish().
+template <class B> constexpr int K_ARRIVALS = copying_warps<B> + B::use_key_mask;
 template <class B, int COUNT = B::stages>
 using ShownTiles = std::conditional_t<B::use_key_mask, ShownTile<B>[2][COUNT], Nothing>;
 
@@ -2580,56 +2591,85 @@ template <class B> struct BiasTiles {
   std::conditional_t<bias_has_room<B>, BiasTile<B>[B::group_warps], Nothing> of_warp;
 };
 
-// Adds the bias to the rows of a warp. That of the next tile comes to shared memory while this one is computed.
+// Adds the bias to the rows of a warp. The bias of the next tile is copied to shared memory during this one.
 template <class B, bool = bias_has_room<B>> struct BiasOfWarp : BiasInMemory<B> {
   __device__ void hold(BiasTiles<B>&) {}
-  __device__ void start() {}
+  __device__ void start(const KernelArgs&, const Item<B>&, int, int) {}
   __device__ void load(const KernelArgs&, const Item<B>&, int, int, int) {}
 };
 template <class B> struct BiasOfWarp<B, true> {
   using Tile = BiasTile<B>;
+  static constexpr int LANES = Tile::CHUNKS, ROWS = 32 / LANES;  // LANES lanes copy a row, ROWS rows at once
   Tile* tile;
   int ready = -1;  // the first key of the tile that is there or on its way
+  // Of the lane's chunk in a tile at key 0: its column among those of the bias, its address in the lane's first row, and how
+  // many rows the item has from there on.
+  int column_at_0 = 0;
+  const Bias* chunk_g = nullptr;
+  int rows_left = 0;
+  bool is_aligned = false;  // chunks begin at multiples of 16 bytes
 
   __device__ void hold(BiasTiles<B>& tiles) {
     tile = &tiles.of_warp[(threadIdx.x - B::producer_threads) / 32 % B::group_warps];
   }
-  __device__ __forceinline__ void start() { ready = -1; }
+  // The warp's first row: among those of its warpgroup, or with PACK_GQA of the item.
+  static __device__ __forceinline__ int first_row() {
+    return int(thread_index_anew() - B::producer_threads) / 32 % (B::pack_gqa ? B::group_warps : 4) * 16;
+  }
+  // Begins an item whose keys from `first` on have a bias. What all of its tiles share is computed here, since 64-bit products
+  // at each tile would delay the softmax.
+  __device__ __forceinline__ void start(const KernelArgs& a, const Item<B>& item, int first, int q0) {
+    const Strides& strides = a.p.bias_strides;
+    const int lane = int(thread_index_anew() % 32), q = q0 + first_row() + lane / LANES;
+    ready = -1, column_at_0 = lane % LANES * Tile::CHUNK - first;
+    const int64_t elements = strides.batch | strides.head | strides.row | column_at_0;
+    is_aligned = (elements * sizeof(Bias) | reinterpret_cast<uintptr_t>(a.p.bias)) % 16 == 0;
+    if (B::pack_gqa) return;
+    chunk_g = bias_row<B>(a, item, 0, 0) + q * strides.row + column_at_0;
+    rows_left = item.query_count(a.p) - q;
+  }
   // Copies the bias of the warp's rows of the tile at key k0, if it is not on its way: chunks, or elements at edges.
   __device__ __forceinline__ void load(const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
     if (ready == k0) return;
-    // Of the warp: among the rows of its warpgroup, or with PACK_GQA of the item.
-    const int row = int(thread_index_anew() - B::producer_threads) / 32 % (B::pack_gqa ? B::group_warps : 4) * 16;
-    // LANES of them take a row; those that are left over take none.
-    constexpr int LANES = Tile::CHUNKS, ROWS = 32 / LANES;
-    const int first = first_biased_key(a.p, keys), lane = int(thread_index_anew() % 32), chunk = lane % LANES;
-    const int column = k0 - first + chunk * Tile::CHUNK;  // of the lane's chunk
-    const int64_t elements = a.p.bias_strides.batch | a.p.bias_strides.head | a.p.bias_strides.row | column;
-    const bool is_aligned = (elements * sizeof(Bias) | reinterpret_cast<uintptr_t>(a.p.bias)) % 16 == 0;
+    const int lane = int(thread_index_anew() % 32), chunk = lane % LANES, column = k0 + column_at_0;
+    const int columns = keys - chunk * Tile::CHUNK + column_at_0;  // that have a bias
     cp_async_wait_group<0>();  // of a tile that nobody wanted
     __syncwarp();              // hazard: the tile before read by all lanes
-    if (is_aligned && column >= 0 && column + Tile::CHUNK <= keys - first) {
-      const int q = q0 + row + lane / LANES, queries = item.query_count(a.p);
-      const Bias* from = bias_row<B>(a, item, 0, 0) + q * a.p.bias_strides.row + column;
+    if (is_aligned && column >= 0 && column + Tile::CHUNK <= columns) {
+      const Bias* from = chunk_g + k0;
       SDPA_UNROLL for (int n = 0; n < ceil_div(16, ROWS); n++, from += ROWS * a.p.bias_strides.row) {
         const int r = lane / LANES + ROWS * n;
         if ((LANES * ROWS == 32 && ROWS <= 16) || (lane < LANES * ROWS && r < 16)) {
-          if (B::pack_gqa) from = bias_row<B>(a, item, q0, row + r) + column;  // of any head
-          cp_async<16>(tile->at(r, chunk), from, B::pack_gqa || uint32_t(q + ROWS * n) < uint32_t(queries));
+          if (B::pack_gqa) from = bias_row<B>(a, item, q0, first_row() + r) + column;  // of any head
+          cp_async<16>(tile->at(r, chunk), from, B::pack_gqa || ROWS * n < rows_left);
         }
       }
     } else if (lane < LANES * ROWS) {
-#pragma unroll 1
-      for (int r = lane / LANES; r < 16; r += ROWS) {
-        const Bias* const from = bias_row<B>(a, item, q0, row + r) + column;
-        SDPA_UNROLL for (int i = 0; i < Tile::CHUNK; i++) {
-          const bool exists = uint32_t(column + i) < uint32_t(keys - first);
-          st_shared(tile->at(r, chunk) + i, exists ? ld_global_nc<Bias>(from + i) : rounded<Bias>(B::use_bias == 2));
-        }
-      }
+      copy_elements(a, item, columns, q0, column);
     }
     cp_async_commit_group();
     ready = k0;
+  }
+  // Copies the lane's chunks element by element, which may begin anywhere. Two rows at once, so that fewer loads wait for others.
+  __device__ __forceinline__ void copy_elements(const KernelArgs& a, const Item<B>& item, int columns, int q0, int column) {
+    constexpr int AT_ONCE = 2;
+    const int lane = int(thread_index_anew() % 32);
+#pragma unroll 1
+    for (int r = lane / LANES; r < 16; r += AT_ONCE * ROWS) {
+      alignas(16) Bias chunks[AT_ONCE][Tile::CHUNK];
+      SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
+        const Bias* const from = bias_row<B>(a, item, q0, first_row() + r + ROWS * n) + column;
+        SDPA_UNROLL for (int i = 0; i < Tile::CHUNK; i++) {
+          const bool exists = uint32_t(column + i) < uint32_t(columns);
+          chunks[n][i] = exists ? ld_global_nc<Bias>(from + i) : rounded<Bias>(B::use_bias == 2);
+        }
+      }
+      SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
+        uint4 bytes;
+        memcpy(&bytes, chunks[n], sizeof bytes);
+        if (r + ROWS * n < 16) st_shared(tile->at(r + ROWS * n, lane % LANES), bytes);
+      }
+    }
   }
   template <class View>
   __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
@@ -2719,30 +2759,37 @@ template <class B, class Rows> __device__ __forceinline__ void start_expressions
 // The position of a warpgroup among the rounds of an item, and the bias of the tile at it. Rows: WgmmaRows.
 template <class B> struct TileWalk : RoundWalk<B> {
   std::conditional_t<B::use_bias != 0, BiasOfWarp<B>, Nothing> bias;
+  int first_biased = 0;  // the item's first key with a bias; beyond all keys without one
 
   __device__ __forceinline__ void hold(TileBias<B>& tiles) {
     if constexpr (B::use_bias != 0) bias.hold(tiles);
   }
   template <class Rows>
   __device__ __forceinline__ void start_item(const Rows& rows, const WgmmaItem<B>& item, int first_round) {
-    if constexpr (B::use_bias != 0) bias.start();
+    if constexpr (B::use_bias != 0) {
+      first_biased = 2 * most_rows;
+      if (rows.a.p.bias) {
+        first_biased = first_biased_key(rows.a.p, rows.mask.keys.Sk);
+        bias.start(rows.a, *rows.item, first_biased, rows.q);
+      }
+    }
     RoundWalk<B>::start(item, first_round);
     if constexpr (B::use_bias != 0) fetch_bias(rows, this->looks(), rows.k0);
   }
   // True if SCORE_MOD or MASK_MOD may change this tile.
   __device__ __forceinline__ bool is_modified() const { return B::changes_logits || (B::hides_keys && this->looks()); }
+  // True if keys of the tile at key k have a bias.
+  __device__ __forceinline__ bool has_bias(int k) const { return B::use_bias != 0 && k + B::block_n > first_biased; }
   // True if the tile whose first key is k0 has a bias that may change it.
-  __device__ __forceinline__ bool looks_at_bias(const KernelArgs& a, const Mask& mask, int k0) const {
-    return has_bias<B>(a, mask, k0) && this->looks();
-  }
+  __device__ __forceinline__ bool looks_at_bias(int k0) const { return has_bias(k0) && this->looks(); }
   // Starts to copy the bias of the tile at key k to shared memory, if it has one.
   template <class Rows> __device__ __forceinline__ void fetch_bias(const Rows& rows, bool looks, int k) {
-    if (looks && k >= 0 && has_bias<B>(rows.a, rows.mask, k)) bias.load(rows.a, *rows.item, rows.mask.keys.Sk, rows.q, k);
+    if (looks && k >= 0 && has_bias(k)) bias.load(rows.a, *rows.item, rows.mask.keys.Sk, rows.q, k);
   }
   // Adds the bias of this tile, if it has one, and fetches that of the next, whose keys have one only if these have.
   template <class View, class Rows> __device__ __forceinline__ bool add_bias(View& S, const Rows& rows) {
     if constexpr (B::use_bias != 0) {
-      if (!has_bias<B>(rows.a, rows.mask, rows.k0) || !(this->looks() || this->looks_next())) return false;
+      if (!has_bias(rows.k0) || !(this->looks() || this->looks_next())) return false;
       if (this->looks()) {
         rows.locate(S);
         bias.add(S, rows.a, *rows.item, rows.mask.keys.Sk, rows.q, rows.k0);
@@ -2809,9 +2856,15 @@ template <class B> struct SlicePartial {
 template <class B>
 using SlicePartials = std::conditional_t<(B::split_kv > 1), SlicePartial<B>[B::block_m / 64], Nothing>;
 
+// CTAs per SM, by the registers of a thread. With a bias the only warpgroup that computes mostly waits, and would take more
+// registers than half of the SM has. COLUMNS: of its accumulators.
+template <class B, int COLUMNS = B::block_n + B::d_v>
+constexpr int ctas_by_registers = B::use_bias == 0 || B::warpgroups > 1 || COLUMNS > 192 ? 1
+                                  : COLUMNS > 128 || B::copies_rows                      ? 2
+                                                                                         : 3;
 // Registers of a thread: all start with as many, then producers give some away. setmaxnreg counts in eights.
 template <class B, int PRODUCER, int BESIDE_MANY = 32> struct WgmmaRegisters {
-  static constexpr int at_start = 65536 / B::threads / 8 * 8;
+  static constexpr int at_start = 65536 / ctas_by_registers<B> / B::threads / 8 * 8;
   static constexpr int producer = B::warpgroups > 2 ? BESIDE_MANY : PRODUCER;
   static constexpr int spare = at_start * (B::warpgroups + 1) - producer;
   static constexpr int consumer = spare / B::warpgroups < 240 ? spare / B::warpgroups / 8 * 8 : 240;
@@ -2899,6 +2952,7 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
     WgmmaItem<B> item = find_item(item_number_of_cta<B>(a));
     griddepcontrol_wait();  // the kernel before this one has ended, and its writes are visible
     while (true) {
+      const StageRing<Shared::Q_STAGES> of_item = q_ring;
       if (starts) start(item);
       if (!starts && B::use_persistent_cta) item = follow_item();
       if (item.rounds == 0) break;
@@ -2911,30 +2965,37 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
         if (B::use_key_mask && starts && issues && walk.is_last()) drawn = draw_item();
         if (role & load_k) walk.publish(k, ring);
       }
+      if constexpr (B::copies_rows && stores_by_tma<B>) {
+        if ((role & store_o) && issues) store_item(of_item);
+      }
       if (!B::use_persistent_cta) break;
       if (starts) item = find_item(gridDim.x + uniform(drawn));
     }
   }
-  // One thread stores O of all items. TMA leaves out rows past Sq, but a box must not begin before row 0.
+  // One thread stores O of the item in a stage of Q. TMA leaves out rows past Sq, but a box must not begin before row 0.
+  __device__ __forceinline__ void store_item(const StageRing<Shared::Q_STAGES>& of_item) {
+    const int stage = of_item.stage;
+    const WgmmaItem<B>& item = s.item[stage];
+    for (int group = 0; group < s.ROW_GROUPS; group++) {
+      mbarrier_wait(&s.o_done[stage][group], of_item.parity);
+      const int q = item.q0 + group * 64;
+      if (q < 0 || item.ends_before(q + 64)) continue;
+      constexpr int width = PANEL_BYTES<B::v_bytes> / B::element_bytes;
+      for (int n = 0; n < (a.has_short_rows ? PANELS<B::v_bytes> : 1); n++) {
+        const int of_panel[5] = {n * width, item.q_row(q), 0, item.h, item.batch(a.p.q_starts)};
+        cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, of_panel, s.Q[stage][group] + 64 * of_panel[0]);
+      }
+      cp_async_bulk_commit_group();
+    }
+    cp_async_bulk_wait_group_read<0>();
+    mbarrier_arrive(&s.q_empty[stage]);
+  }
+  // The same for all items.
   __device__ __forceinline__ void store_items() {
     do {
-      const int stage = q_ring.stage;
-      mbarrier_wait(&s.q_full[stage], q_ring.parity);
-      const WgmmaItem<B>& item = s.item[stage];
-      if (item.rounds == 0) break;
-      for (int group = 0; group < s.ROW_GROUPS; group++) {
-        mbarrier_wait(&s.o_done[stage][group], q_ring.parity);
-        const int q = item.q0 + group * 64;
-        if (q < 0 || item.ends_before(q + 64)) continue;
-        constexpr int width = PANEL_BYTES<B::v_bytes> / B::element_bytes;
-        for (int n = 0; n < (a.has_short_rows ? PANELS<B::v_bytes> : 1); n++) {
-          const int of_panel[5] = {n * width, item.q_row(q), 0, item.h, item.batch(a.p.q_starts)};
-          cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, of_panel, s.Q[stage][group] + 64 * of_panel[0]);
-        }
-        cp_async_bulk_commit_group();
-      }
-      cp_async_bulk_wait_group_read<0>();
-      mbarrier_arrive(&s.q_empty[stage]);
+      mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
+      if (s.item[q_ring.stage].rounds == 0) break;
+      store_item(q_ring);
       q_ring.advance();
     } while (B::use_persistent_cta);
   }
@@ -3055,7 +3116,7 @@ template <class B> struct WgmmaRows {
   }
   // True if the scores of this tile are no multiples of logits, or some are hidden.
   __device__ __forceinline__ bool is_changed() const {
-    if constexpr (B::hides_rounds) return walk.is_modified() || walk.looks_at_bias(a, mask, k0);
+    if constexpr (B::hides_rounds) return walk.is_modified() || walk.looks_at_bias(k0);
     return B::changes_logits || keys.hides();
   }
   __device__ __forceinline__ void go_on() {
@@ -3223,7 +3284,8 @@ template <class B, class Shared> struct WgmmaConsumer {
 };
 
 // The kernel, whose parts KernelOf names.
-template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constant__ KernelArgs a) {
+template <class B>
+__global__ void __launch_bounds__(B::threads, ctas_by_registers<B>) sdpa_wgmma(const __grid_constant__ KernelArgs a) {
   using Kernel = KernelOf<B>;
   using Registers = typename Kernel::Registers;
   auto& s = dynamic_shared<typename Kernel::Shared>();
@@ -3234,10 +3296,10 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(c
   clear_rows_without_query<B>(s.queries(0, 0), a);
   __syncthreads();  // hazard: mbarriers initialised by two threads, rows emptied by all
   if (warp < B::producer_threads / 32) {
-    if (Registers::dealt) setmaxnreg_dec<Registers::producer>();
+    if (Registers::dealt) setmaxnreg_dec<Registers::producer, ctas_by_registers<B>>();
     typename Kernel::Producer(s, a).run(warp);
   } else {
-    if (Registers::dealt) setmaxnreg_inc<Registers::consumer>();
+    if (Registers::dealt) setmaxnreg_inc<Registers::consumer, ctas_by_registers<B>>();
     wait_then_let_next_kernel_start();
     typename Kernel::Consumer(s, a).run();
   }
@@ -3344,7 +3406,7 @@ template <class B> struct WgmmaShared {
   __device__ __forceinline__ void init_mbarriers(int warp) {
     if (warp == 1 && threadIdx.x % 32 == 0) {
       mbarriers_init(q_full, 1);
-      constexpr int arrivals = B::converts_tiles ? converter_warps : 1;
+      constexpr int arrivals = B::converts_tiles ? converter_warps : copying_warps<B>;
       for (auto& t : slice) t.init_full(B::converts_tiles ? arrivals : K_ARRIVALS<B>, arrivals);
       if constexpr (B::converts_tiles) landed.init_mbarriers();
       fence_mbarrier_init();
@@ -3363,17 +3425,21 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
   using Base::s, Base::q_ring, Base::Base;
 
   __device__ __forceinline__ void run(int warp) {
-    // Two slices have two loaders each, and nobody stores: the slices do that themselves.
-    const int role = warp == 0         ? load_k
-                     : warp == 1       ? load_v
-                     : B::split_kv > 1 ? (warp == 2 ? load_k : load_v)
+    // SPLIT_KV=2: each slice has a loader of K and one of V, and the consumers store O. With cp.async two warps copy each
+    // tile, and the second loader of V also stores O, because an item needs its first V later than its first K.
+    constexpr bool four_loaders = B::split_kv > 1 || B::copies_rows;
+    const int role = warp == 0                       ? load_k
+                     : warp == 1                     ? load_v
+                     : four_loaders && warp == 2     ? load_k
+                     : four_loaders                  ? (stores_by_tma<B> ? load_v | store_o : load_v)
                      : warp == 2 && stores_by_tma<B> ? store_o
                                                      : idle;
+    const int slice = copying_warps<B> > 1 ? 0 : warp / 2;
     // The loader of V begins an item, so that Q and K are asked for at once; with a queue that of K, which is early.
     constexpr int starts = B::use_persistent_cta ? 0 : 1;
     if (role & (load_k | load_v)) {
-      auto& t = s.slice[warp / 2];
-      Base::load_items(role, warp / 2, t, t, warp == starts, [&](const WgmmaItem<B>& item) {
+      auto& t = s.slice[slice];
+      Base::load_items(role, slice, t, t, warp == starts, [&](const WgmmaItem<B>& item) {
         Base::start_item(item, &s.q_empty[q_ring.stage], q_ring.parity ^ 1);
       });
     } else if (role == store_o && Base::issues) {
@@ -3627,7 +3693,7 @@ template <class B> struct KernelOf<B, Path::wgmma_roles> {
   using Shared = WgmmaShared<B>;
   using Producer = Wgmma16Producer<B>;
   using Consumer = Wgmma16Consumer<B>;
-  using Registers = WgmmaRegisters<B, (B::copies_rows ? 56 : B::use_key_mask ? 40 : 24)>;
+  using Registers = WgmmaRegisters<B, (B::copies_rows ? 80 : B::use_key_mask ? 40 : 24), (B::copies_rows ? 56 : 32)>;
   static constexpr auto entry = sdpa_wgmma<B>;
 };
 
@@ -3959,7 +4025,8 @@ template <class B> struct KernelOf<B, Path::wgmma_e4m3> {
   using Shared = E4m3Shared<B>;
   using Producer = E4m3Producer<B>;
   using Consumer = E4m3Consumer<B>;
-  using Registers = WgmmaRegisters<B, (B::copies_rows ? 56 : 40)>;
+  // With 32 registers in its producers the copy of rows spills and pages of 1 key take 1.26 times as long at D=128.
+  using Registers = WgmmaRegisters<B, (B::copies_rows ? (B::head_dim > 128 ? 56 : 72) : 40), B::copies_rows ? 56 : 32>;
   static constexpr auto entry = sdpa_wgmma<B>;
 };
 
@@ -4001,14 +4068,15 @@ template <class B> struct WgmmaColumnsShared {
 };
 
 // A slice's copies: one warp loads K and one V, since a copy takes a warp some 100 clocks; in slice 0 one more loads Q.
+// With cp.async all warps copy rows of K and V.
 template <class B> struct WgmmaColumnsLoader {
   WgmmaColumnsShared<B>& s;
   const KernelArgs& a;
   const int slice, warp;  // of the slice
   WgmmaItem<B> item;         // without rounds in a warp that loads nothing
 
-  __device__ bool loads_k() const { return warp == 0; }
-  __device__ bool loads_v() const { return warp == 1; }
+  __device__ bool loads_k() const { return B::copies_rows || warp == 0; }
+  __device__ bool loads_v() const { return B::copies_rows || warp == 1; }
   __device__ bool loads_q() const { return warp == 2 && slice == 0; }
   __device__ bool loads() const { return loads_k() || loads_v() || loads_q(); }
 
@@ -4045,10 +4113,34 @@ template <class B> struct WgmmaColumnsLoader {
   __device__ __forceinline__ void load_first_tiles(LoadWalk<B>& walk) {
     constexpr int k_asked_for = 1 + B::split_kv, threads = 2 * 32 * B::split_kv;
     if (item.rounds == 0) return;
+    if constexpr (B::copies_rows) return load_first_rows();
     if (loads_v()) barrier_sync(k_asked_for, threads);
     load_next<true>(walk, {0, 0});
     if (loads_k()) barrier_arrive(k_asked_for, threads);
     for (int n = 1; n < B::stages && walk.round >= 0; n++) load_next<false>(walk, {n, 0});
+  }
+  // ---- rows by cp.async: their pages are looked up one round before the copy, which hides the latency ----
+  __device__ __forceinline__ RowPages<B> find_pages(int round) const {
+    return round < 0 ? RowPages<B>() : RowPages<B>(a, item, first_key_of<B>(item, round, slice));
+  }
+  __device__ __forceinline__ void load_rows_of_k(int round, int stage, const RowPages<B>& pages) const {
+    typename WgmmaColumnsShared<B>::Slice& t = s.slice[slice];
+    TileRows<B, B::head_dim>(item, item.h_kv, first_key_of<B>(item, round, slice), pages)
+        .load(a, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
+  }
+  __device__ __forceinline__ void load_rows_of_v(int round, int stage, const RowPages<B>& pages) const {
+    typename WgmmaColumnsShared<B>::Slice& t = s.slice[slice];
+    TileRows<B, B::d_v>(item, item.h_kv, first_key_of<B>(item, round, slice), pages)
+        .load(a, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
+  }
+  __device__ __forceinline__ void load_first_rows() const {
+    RowPages<B> pages[B::stages];
+    SDPA_UNROLL for (int n = 0; n < B::stages; n++) pages[n] = find_pages(item.rounds - 1 - n);
+    SDPA_UNROLL for (int n = 0; n < B::stages; n++) {
+      if (n >= item.rounds) break;
+      load_rows_of_k(item.rounds - 1 - n, n, pages[n]);
+      load_rows_of_v(item.rounds - 1 - n, n, pages[n]);
+    }
   }
 };
 
@@ -4094,6 +4186,7 @@ template <class B> struct WgmmaColumns {
   float m_log2[ROWS];  // m * scale_log2; 0 where S has become S - m
   bool m_may_be_kept = false;  // the same in all threads of the slice
   KeysOfTile<B> keys;          // of the round
+  std::conditional_t<B::copies_rows, RowPages<B>, Nothing> k_pages, v_pages;  // of the tiles that are loaded next
 
   __device__ WgmmaColumns(Shared& s_, const KernelArgs& a_)
       : s(s_),
@@ -4149,11 +4242,22 @@ template <class B> struct WgmmaColumns {
       WgmmaColumnsLoader<B> loader{s, a, slice, int(warp), s.item};
       return loader.template load_next<false>(walk, {(warp == 0 ? k_ring : ring).stage, k_ring.parity ^ 1});
     }
+    if constexpr (B::copies_rows) return load_next_rows(round - B::stages, rounds, k_ring.stage);
     const int next = round - B::stages + (warp == 1);  // of K, which warp 0 loads, or of V
     if (warp < 2 && next >= 0 && next < rounds - B::stages) {
       WgmmaColumnsLoader<B>{s, a, slice, int(warp), s.item}.template load_tile<false>(
           next, warp == 0 ? k_ring.stage : ring.stage);
     }
+  }
+
+  // Loads K of `round`, and V of round + 1 with the pages that its K had. Looks up the pages of K of round - 1.
+  __device__ __forceinline__ void load_next_rows(int round, int rounds, int k_stage) {
+    if (round < -1) return;
+    const WgmmaColumnsLoader<B> loader{s, a, slice, int(warp), s.item};
+    const RowPages<B> found = loader.find_pages(round - 1);
+    if (round >= 0) loader.load_rows_of_k(round, k_stage, k_pages);
+    if (round + 1 < rounds - B::stages) loader.load_rows_of_v(round + 1, ring.stage, v_pages);
+    v_pages = k_pages, k_pages = found;
   }
 
   // ---- maxima and sums of the queries ----
@@ -4327,6 +4431,9 @@ template <class B> struct WgmmaColumns {
     if (B::split_ctas == 1 || round >= 0) {
       Scores S;
       S.forget_all();
+      if constexpr (B::copies_rows) {
+        k_pages = WgmmaColumnsLoader<B>{s, a, slice, int(warp), item}.find_pages(round - B::stages);
+      }
       start_kq(S, ring);
       finish_products<true>(S, round, item.rounds, ring, walk);
       bool goes_on = take_round<true>(round, item, walk, S, O);
@@ -4352,7 +4459,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_columns(const __grid
   if (!item_of_cta<B>(a).exists()) return;
   if (threadIdx.x == 32) {
     mbarrier_init(&s.q_full, 1);
-    for (auto& t : s.slice) mbarriers_init(t.k_full, K_ARRIVALS<B>), mbarriers_init(t.v_full, 1);
+    for (auto& t : s.slice) mbarriers_init(t.k_full, K_ARRIVALS<B>), mbarriers_init(t.v_full, copying_warps<B>);
     fence_mbarrier_init();
   }
   prefetch_tensor_maps<B>(a);
@@ -5798,7 +5905,7 @@ template <class B> struct LandedTiles {
   ShownTiles<B, COUNT> shown;
 
   __device__ __forceinline__ void init_mbarriers() {
-    mbarriers_init(k_full, K_ARRIVALS<B>), mbarriers_init(v_full, 1);
+    mbarriers_init(k_full, K_ARRIVALS<B>), mbarriers_init(v_full, copying_warps<B>);
     mbarriers_init(k_empty, converter_warps), mbarriers_init(v_empty, converter_warps);
   }
 };
@@ -5915,7 +6022,7 @@ template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>, Land
     LoadWalk<B> ahead(a, item, 0);  // of the tile to load next
     const auto load = [&](int role, int round) {
       if (B::use_key_mask) round = ahead.round;
-      if (warp == 0 && round >= 0) Base::load_round(role, item, round, 0, from, from);
+      if ((B::copies_rows || warp == 0) && round >= 0) Base::load_round(role, item, round, 0, from, from);
       if constexpr (B::use_key_mask) {
         if (warp > 0 || round < 0) return;
         if (role & load_k) ahead.look_ahead(), ahead.publish(from, ring);
@@ -6042,36 +6149,58 @@ template <class B, int D> struct TileBox<B, D, true> {
 
 // ---- 5f pages of any size by cp.async (wgmma and USE_PAGES = 2) ----
 
-// A warp's copy of a tile, into the panels that TMA would have written. It takes 32 rows at a time: each lane finds the page
-// of one row, then all lanes copy neighbouring chunks of 16 bytes. Rows that the item does not see become zeros.
-template <class B, int D> struct TileRows {
-  static constexpr int BYTES = ROW_BYTES<D * B::input_bytes>, CHUNKS = BYTES / 16;
-  const Item<B>& item;
-  const int h_kv;
-  int key, page;  // of this lane's next row
+// The pages of a warp's rows of a tile, which are ROWS rows from first_row() on. A lane has the page of every 32nd row.
+template <class B> struct RowPages {
+  static constexpr int ROWS = ceil_div(B::block_n, 8 * copying_warps<B>) * 8, COUNT = ceil_div(ROWS, 32);
+  int page[COUNT];
 
-  __device__ __forceinline__ TileRows(const KernelArgs& a, const Item<B>& item_, int head, int k0)
-      : item(item_), h_kv(head), key(k0 + int(threadIdx.x % 32)), page(page_of<B>(a, item_, key)) {}
-  __device__ __forceinline__ void load(const KernelArgs& a, const CUtensorMap* map, Input* to_s, uint64_t* full) {
+  static __device__ __forceinline__ int first_row() {
+    return uniform(threadIdx.x / 32 % 4 / (4 / copying_warps<B>)) * ROWS;
+  }
+  RowPages() = default;
+  __device__ __forceinline__ RowPages(const KernelArgs& a, const Item<B>& item, int k0) {
+    SDPA_UNROLL for (int n = 0; n < COUNT; n++) {
+      page[n] = page_of<B>(a, item, k0 + first_row() + 32 * n + int(threadIdx.x % 32));
+    }
+  }
+};
+// Copies a warp's rows of a tile into the panels that TMA would write. LANES lanes copy a line of a panel, 16 bytes each.
+// Rows that the item does not see become zeros.
+template <class B, int D> struct TileRows {
+  static constexpr int BYTES = ROW_BYTES<D * B::input_bytes>, LINE = PANEL_BYTES<BYTES>;
+  static constexpr int LANES = LINE / 16, AT_ONCE = 32 / LANES;  // lanes for a line; lines that the warp copies at once
+  const Item<B>& item;
+  const int h_kv, k0;
+  const RowPages<B> pages;
+
+  __device__ __forceinline__ TileRows(const KernelArgs& a, const Item<B>& item_, int head, int first_key)
+      : TileRows(item_, head, first_key, RowPages<B>(a, item_, first_key)) {}
+  __device__ __forceinline__ TileRows(const Item<B>& item_, int head, int first_key, const RowPages<B>& found)
+      : item(item_), h_kv(head), k0(first_key), pages(found) {}
+  __device__ __forceinline__ void load(const KernelArgs& a, const CUtensorMap* map, Input* to_s, uint64_t* full) const {
     const SdpaParams& p = a.p;
     const bool is_v = map == &tensor_maps<B>(a).v;
     const Strides& strides = is_v ? p.v : p.k;
-    const int lane = threadIdx.x % 32, bytes = (is_v ? p.Dv : p.D) * B::input_bytes;
-#pragma unroll 1
-    for (int row = 0; row < B::block_n; row += 32) {
+    const Input* const head_g = (is_v ? p.V : p.K) + h_kv * strides.head;
+    const int lane = threadIdx.x % 32, line = lane / LANES, byte = lane % LANES * 16, first = pages.first_row();
+    const int bytes = (is_v ? p.Dv : p.D) * B::input_bytes;
+    // The swizzle repeats every 8 rows, and `first` is a multiple of 8. So the loop only adds the swizzle of row % 8 to `place`.
+    char* const first_s = reinterpret_cast<char*>(to_s) + first * LINE;
+    const uint32_t place = panel_byte<B::block_n, LINE>(line, byte);
+    SDPA_UNROLL for (int n = 0; n < pages.COUNT; n++) {
+      const int key = k0 + first + 32 * n + lane;
       const int in_page = int(plan_room<B>(a).page_size.remainder(uint32_t(item.k_row(key))));
-      const Input* row_g = (is_v ? p.V : p.K) + h_kv * strides.head + page * strides.batch + in_page * strides.row;
-      if (page >= p.pages) row_g = nullptr;
-      key += 32;
-      if (row + 32 < B::block_n) page = page_of<B>(a, item, key);  // its latency is hidden by the copies
-#pragma unroll 2
-      for (int i = lane; i < 32 * CHUNKS; i += 32) {
-        const uint32_t r = uint32_t(row + i / CHUNKS), byte = uint32_t(i % CHUNKS * 16);
+      const Input* row_g = head_g + pages.page[n] * strides.batch + in_page * strides.row;
+      if (pages.page[n] >= p.pages) row_g = nullptr;
+      SDPA_UNROLL for (int row = 32 * n; row < min(32 * n + 32, pages.ROWS); row += AT_ONCE) {
         const char* const from_g = reinterpret_cast<const char*>(
-            __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(row_g), i / CHUNKS));
-        if (B::block_n % 32 != 0 && r >= B::block_n) continue;
-        cp_async<16>(reinterpret_cast<char*>(to_s) + panel_byte<B::block_n, PANEL_BYTES<BYTES>>(r, byte), from_g + byte,
-                     from_g && int(byte) < bytes);
+            __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(row_g), row % 32 + line));
+        if (pages.ROWS * copying_warps<B> > B::block_n && first + row >= B::block_n) break;
+        const uint32_t at = (place ^ panel_byte<B::block_n, LINE>(row % 8, 0) % LINE) + row * LINE;
+        SDPA_UNROLL for (int panel = 0; panel < PANELS<BYTES>; panel++) {
+          const int column = panel * LINE + byte;
+          cp_async<16>(first_s + panel * B::block_n * LINE + at, from_g + column, from_g && column < bytes);
+        }
       }
     }
     cp_async_mbarrier_arrive(full);
@@ -6135,7 +6264,10 @@ template <class B> struct Item<B, true> : PlannedItem {
   __device__ int k_row(int k) const { return sequence.k_row + k; }
   __device__ int query_count(const SdpaParams&) const { return sequence.Sq; }
   __device__ bool ends_before(int q) const { return q > sequence.Sq; }
-  __device__ int keys_in_tile(int k0) const { return min(max(sequence.Sk - k0, 0), B::block_n); }
+  __device__ int keys_in_tile(int k0) const {
+    if (B::copies_rows) return B::block_n;  // TileRows writes zeros past the last key
+    return min(max(sequence.Sk - k0, 0), B::block_n);
+  }
   __device__ Mask mask(const KernelArgs& a) const {
     const KeyBounds bounds(a.p, sequence.Sq, sequence.Sk);
     return {{bounds, B::pack_gqa ? queries_of_item<B>(a) : mask_rows<B>, B::block_n}, bounds};
@@ -7567,5 +7699,5 @@ static inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t str
 // ==== COPY TO HERE ===============================================================================
 
 #ifndef SDPA_NO_MAIN
-#include "harness.cu"
+#include "harness/main.cu"
 #endif

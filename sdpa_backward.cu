@@ -601,5 +601,5 @@ static inline SdpaStatus sdpa_backward(const SdpaBackwardParams& params, cudaStr
 #pragma GCC diagnostic pop
 
 #ifdef SDPA_BACKWARD_MAIN
-#include "harness.cu"
+#include "harness/main.cu"
 #endif

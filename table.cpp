@@ -1,6 +1,10 @@
-// The table of ./run_all.sh: the fastest line of each problem, then by problem all lines that were timed, the fastest
-// first, and in words what was not timed. At most 100 columns.
-// usage: sdpa_table ROWS.csv   (as the executables print them: no cell has the end of a line)
+// Prints the table of ./run_all.sh, at most 100 columns wide: the fastest line of each problem;
+// then, for each problem, all timed lines, fastest first, and the lines that were not timed.
+//
+// In C++, since the main job of run_all.sh (build, check, time, print the table) works without
+// Python.
+//
+// usage: sdpa_table ROWS.csv   (rows as the executables print them; cells contain no newlines)
 #include <unistd.h>
 
 #include <algorithm>
@@ -22,20 +26,21 @@ using std::vector;
 
 struct Row {
   string line, problem, verdict, said, peak, bound;
-  double us = 0, tflops = 0;  // us: 0 if it was not timed
+  double us = 0, tflops = 0;  // us: 0 if not timed
 
   bool is_timed() const { return us > 0; }
-  // A negative control that fails is as it should be.
+  // FAIL* is a negative control, which must fail.
   bool is_fine() const { return verdict == "PASS" || verdict == "FAIL*"; }
 };
 
 struct Problem {
   string name;
-  vector<Row> rows;  // as in the file
+  vector<Row> rows;  // in the order of the file
 
-  // The first line that has this D and type; null if none was timed.
+  // The first timed line, to which speed-ups refer; null if none was timed.
   const Row* base() const {
-    const auto at = std::find_if(rows.begin(), rows.end(), [](const Row& r) { return r.is_timed(); });
+    const auto at =
+        std::find_if(rows.begin(), rows.end(), [](const Row& r) { return r.is_timed(); });
     return at == rows.end() ? nullptr : &*at;
   }
   vector<const Row*> by_time() const {
@@ -43,25 +48,31 @@ struct Problem {
     for (const Row& r : rows) {
       if (r.is_timed()) timed.push_back(&r);
     }
-    std::stable_sort(timed.begin(), timed.end(), [](const Row* a, const Row* b) { return a->us < b->us; });
+    std::stable_sort(timed.begin(), timed.end(),
+                     [](const Row* a, const Row* b) { return a->us < b->us; });
     return timed;
   }
 };
 
-// The cells of a row of CSV. One between quotes may have commas, and two quotes for each of its own.
+// Splits a CSV row. Quoted cells may contain commas, and "" for a quote.
 vector<string> cells_of(const string& row) {
   vector<string> cells(1);
   bool is_quoted = false;
   for (size_t i = 0; i < row.size(); i++) {
-    if (row[i] == '"' && is_quoted && row[i + 1] == '"') cells.back() += row[++i];
-    else if (row[i] == '"') is_quoted = !is_quoted;
-    else if (row[i] == ',' && !is_quoted) cells.emplace_back();
-    else cells.back() += row[i];
+    if (row[i] == '"' && is_quoted && row[i + 1] == '"')
+      cells.back() += row[++i];
+    else if (row[i] == '"')
+      is_quoted = !is_quoted;
+    else if (row[i] == ',' && !is_quoted)
+      cells.emplace_back();
+    else
+      cells.back() += row[i];
   }
   return cells;
 }
 
-// The file's problems in the order in which they come; of no problem are lines without an executable.
+// The problems in the order of the file. Lines without an executable are listed under a problem of
+// their own.
 struct Table {
   vector<Problem> problems;
   std::set<string> lines;
@@ -75,19 +86,24 @@ struct Table {
     while (std::getline(file, text)) {
       const vector<string> cells = cells_of(text);
       std::map<string, string> cell;
-      for (size_t i = 0; i < std::min(columns.size(), cells.size()); i++) cell[columns[i]] = cells[i];
+      for (size_t i = 0; i < std::min(columns.size(), cells.size()); i++)
+        cell[columns[i]] = cells[i];
       add(cell);
     }
   }
   void add(std::map<string, string>& cell) {
     Row r;
-    r.line = cell["config"], r.bound = cell["bound"], r.said = cell["note"];
+    r.line = cell["config"];
+    r.bound = cell["bound"];
+    r.said = cell["note"];
     const bool must_fail = r.said.compare(0, 16, "expected failure") == 0;
     r.verdict = must_fail ? "FAIL*" : cell["status"] != "ok" ? cell["status"] : cell["check"];
     if (r.verdict == "PASS") {
-      r.said = "rel_rms " + cell["rel_rms"] + ", max_abs_err " + cell["max_abs_err"] + (r.said.empty() ? "" : ", ") + r.said;
+      r.said = "rel_rms " + cell["rel_rms"] + ", max_abs_err " + cell["max_abs_err"] +
+               (r.said.empty() ? "" : ", ") + r.said;
     }
-    r.us = std::atof(cell["graph_us"].c_str()), r.tflops = std::atof(cell["tflops"].c_str());
+    r.us = std::atof(cell["graph_us"].c_str());
+    r.tflops = std::atof(cell["tflops"].c_str());
     if (!cell["peak_share"].empty()) {
       char percent[16];
       std::snprintf(percent, sizeof percent, "%.1f%%", 100 * std::atof(cell["peak_share"].c_str()));
@@ -112,7 +128,8 @@ struct Table {
 
 string painted(const char* code, const string& text) {
   const char *term = std::getenv("TERM"), *plain = std::getenv("NO_COLOR");
-  static const bool coloured = isatty(STDOUT_FILENO) && term && string(term) != "dumb" && !(plain && *plain);
+  static const bool coloured =
+      isatty(STDOUT_FILENO) && term && string(term) != "dumb" && !(plain && *plain);
   return coloured ? string("\033[") + code + "m" + text + "\033[0m" : text;
 }
 string padded(string text, size_t width) {
@@ -124,10 +141,12 @@ string verdict_of(const Row& r, size_t width) {
   return r.is_fine() ? text : painted("1;31", text);
 }
 
-void print_figures(const Row& r) { std::printf("%10.2f %8.2f %6s", r.us, r.tflops, r.peak.c_str()); }
+void print_figures(const Row& r) {
+  std::printf("%10.2f %8.2f %6s", r.us, r.tflops, r.peak.c_str());
+}
 void print_factor(const Row& r, const Row* base) { std::printf(" %8.2fx", base->us / r.us); }
 
-// Words in lines of at most 66 columns, which stand below each other.
+// Prints text wrapped to 66 columns and indented.
 void print_said(const string& text) {
   size_t column = 0;
   string word;
@@ -146,11 +165,14 @@ void print_said(const string& text) {
 }
 
 void print_fastest(const Table& table) {
-  std::printf("\n%s\n", painted("1", "the fastest line of each problem on " + table.device).c_str());
-  std::printf("%-28s %-24s %10s %8s %6s %-6s %9s\n", "problem", "line", "graph_us", "TFLOP/s", "peak", "of", "base");
+  std::printf("\n%s\n",
+              painted("1", "the fastest line of each problem on " + table.device).c_str());
+  std::printf("%-28s %-24s %10s %8s %6s %-6s %9s\n", "problem", "line", "graph_us", "TFLOP/s",
+              "peak", "of", "base");
   for (const Problem& p : table.problems) {
     const vector<const Row*> timed = p.by_time();
-    const auto best = std::find_if(timed.begin(), timed.end(), [](const Row* r) { return r->verdict == "PASS"; });
+    const auto best =
+        std::find_if(timed.begin(), timed.end(), [](const Row* r) { return r->verdict == "PASS"; });
     if (best == timed.end()) continue;
     std::printf("%-28s %s ", p.name.c_str(), painted("1;32", padded((*best)->line, 24)).c_str());
     print_figures(**best);
@@ -163,7 +185,8 @@ void print_fastest(const Table& table) {
 void print_timed(const Problem& p) {
   const vector<const Row*> timed = p.by_time();
   if (timed.empty()) return;
-  std::printf("%-24s %-6s %10s %8s %6s %9s\n", "line", "check", "graph_us", "TFLOP/s", "peak", "of base");
+  std::printf("%-24s %-6s %10s %8s %6s %9s\n", "line", "check", "graph_us", "TFLOP/s", "peak",
+              "of base");
   for (const Row* r : timed) {
     std::printf("%s %s ", padded(r->line, 24).c_str(), verdict_of(*r, 6).c_str());
     print_figures(*r);
@@ -172,7 +195,8 @@ void print_timed(const Problem& p) {
   }
 }
 
-// Of many lines without a time those alone that are not as they should be; why lines were skipped once.
+// Prints the lines without a time. In a long list only those with an unexpected result, and each
+// reason for skipping lines once.
 void print_untimed(const Problem& p, bool few) {
   std::map<string, int> skipped;
   for (const Row& r : p.rows) skipped[r.said] += r.verdict == "skipped";
@@ -196,23 +220,28 @@ void print(const Table& table) {
   for (const Problem& p : table.problems) {
     const auto is_shown = [&](const Row& r) { return r.is_timed() || few || !r.is_fine(); };
     if (std::none_of(p.rows.begin(), p.rows.end(), is_shown)) continue;
-    std::printf("\n%s\n", painted("1", p.name + (p.base() ? ", base " + p.base()->line : "")).c_str());
+    std::printf("\n%s\n",
+                painted("1", p.name + (p.base() ? ", base " + p.base()->line : "")).c_str());
     print_timed(p);
     print_untimed(p, few);
   }
   if (!table.has_times) return;
   std::printf(
-      "\ngraph_us  one launch in a replayed graph, median: the kernel without the cost of a launch\n"
-      "peak      the share of what the GPU can do: its matrix rate, or its memory rate where that binds\n"
-      "base      times the speed of the first line of this D and type\n"
-      "FAIL*     a negative control, which the check has to catch\n");
+      "\ngraph_us  median time of a launch in a replayed CUDA graph, without launch overhead\n"
+      "peak      share of the peak rate of the tensor cores or of the memory, whichever is the "
+      "bound\n"
+      "base      speed relative to the first line with this D and type\n"
+      "FAIL*     a negative control, which must fail the check\n");
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
   std::ifstream file(argc == 2 ? argv[1] : "");
-  if (!file) return std::fprintf(stderr, "usage: sdpa_table ROWS.csv\n"), 2;
+  if (!file) {
+    std::fprintf(stderr, "usage: sdpa_table ROWS.csv\n");
+    return 2;
+  }
   print(Table(file));
   if (!std::fflush(stdout) && !std::ferror(stdout)) return 0;
   std::fprintf(stderr, "sdpa_table: stdout cannot be written to (%s)\n", std::strerror(errno));

@@ -1,6 +1,6 @@
-"""What `pip install ./bindings` installs as sdpa: the functions of bindings/pytorch.py, which docs/USING.md explains.
-The other files of bindings/ are submodules, as in `from sdpa import flash_attn_interface`. Kernels are built by nvcc
-when first needed, in 20 to 60 s, and kept; `python -m sdpa build` builds them beforehand."""
+"""The package sdpa of `pip install ./bindings`: the functions of bindings/pytorch.py (docs/USING.md). The other files of
+bindings/ are submodules, as in `from sdpa import flash_attn_interface`. nvcc builds a kernel when it is first needed, in
+20 to 60 s, and caches it; `python -m sdpa build` builds kernels in advance."""
 import os
 
 __path__ = [os.path.join(os.path.dirname(os.path.abspath(__file__)), "bindings")]

@@ -1,19 +1,20 @@
-"""usage: python -m sdpa build WORD ... [--jobs N]    or of a clone: python3 bindings build ...
+"""usage: python -m sdpa build WORD ... [--jobs N]    or in a clone: python3 bindings build ...
        python -m sdpa path
 
-build fills $SDPA_CACHE (or ~/.cache/sdpa) with every build of these words, without a GPU, N at a time (one a core):
+build compiles all combinations of these words into $SDPA_CACHE (or ~/.cache/sdpa), without a GPU, N in parallel (default:
+one per core):
   sm_80 sm_90a ...     GPUs
   fp16 bf16 e4m3       types
-  64 128 192x128 ...   D, or that of Q and K by that of V
+  64 128 192x128 ...   D, or D of Q and K and D of V
   plain softcap sinks lengths pages any_pages bias mask key_mask bf16_out kv8 fp32_bias, or several as in sinks+lengths: options
-                       of attention() (plain, if none is named; pages: of a multiple of 16 keys; any_pages: of another size, or
-                       with k_firsts; bias: of q's type; mask: a bias of bools; key_mask: one that all heads and queries share;
-                       fp32_bias: one of another type; bf16_out: O of e4m3; kv8: k and v are e4m3, next to a q of 16 bits)
+                       of attention() (default: plain). pages: page sizes that are multiples of 16; any_pages: other page
+                       sizes, or k_firsts; bias: of q's type; fp32_bias: of another type; mask: a bias of bools; key_mask: a
+                       mask that all heads and queries share; bf16_out: bf16 O of e4m3; kv8: e4m3 k and v with a 16-bit q
   score_mod=TEXT mask_mod=TEXT    these arguments of attention(), for all builds
-and with what is between PyTorch and the kernels and what appends to caches. A program that finds all it needs there
-does without nvcc.
-path prints what PYTHONPATH needs so that `import flash_attn_interface` finds sdpa's, and transformers finds a
-FlashAttention-3."""
+  and also the interface to PyTorch and the kernel that appends to caches. A program that finds all of its builds in the
+  cache does not need nvcc.
+  path prints the folder for PYTHONPATH, with which `import flash_attn_interface` finds sdpa's module, and transformers finds
+  a FlashAttention-3."""
 import difflib
 import itertools
 import os
@@ -24,12 +25,12 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 import pytorch as sdpa
 
 TYPES = {"fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
-OPTIONS = ["softcap", "sinks", "lengths", "pages", "bias", "mask", "bf16_out", "kv8", "fp32_bias", "any_pages", "key_mask"]  # those of sdpa.FEATURES
+OPTIONS = ["softcap", "sinks", "lengths", "pages", "bias", "mask", "bf16_out", "kv8", "fp32_bias", "any_pages", "key_mask"]  # the names in sdpa.FEATURES
 BIASES = {"bias", "mask", "fp32_bias"}
 
 
 def builds_of(words):
-    """The arguments of built() for each build of the words; a build that no line has is said and left out."""
+    """Yields the arguments of built() for all combinations of the words. Skips and reports combinations without a line."""
     kinds = {"a GPU, as in sm_90a": [], "a type, as in bf16": [], "a D, as in 128": [], "options": []}
     gpus, types, sizes, options = kinds.values()
     expressions = {}

@@ -30,7 +30,8 @@ template <class Word> static __global__ void __launch_bounds__(threads) append(S
     int cache = b, row = before + i;
     if (a.page_table) {
       if (row < 0 || row / a.keys >= a.sequence_pages) continue;
-      cache = a.page_table[int64_t(b) * a.page_stride + row / a.keys], row %= a.keys;
+      cache = a.page_table[int64_t(b) * a.page_stride + row / a.keys];
+      row %= a.keys;
     }
     if (row < 0 || row >= a.keys || cache < 0 || cache >= a.count) continue;
     const char* const from = x.source + (a.starts ? 0 : b * x.source_sequence) + (first + i) * x.source_row;

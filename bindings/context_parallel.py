@@ -1,9 +1,10 @@
-"""Attention over a sequence that is spread over GPUs: PyTorch's context_parallel (ring attention over NCCL) with sdpa.cu's kernels.
+"""Attention over a sequence that is distributed over GPUs: PyTorch's context_parallel (ring attention over NCCL) with sdpa's
+kernels.
 
     torchrun --nproc-per-node 2 bindings/context_parallel.py [--shape B,Hq,Hkv,S,D] [--dtype float16]
 
-Prints, for PyTorch's FlashAttention and for ours, the time of one GPU with the whole sequence and of all GPUs with a share
-each (causal, dealt so that all have as much to do), and how far their results are from each other.
+For PyTorch's FlashAttention and for sdpa, prints the time of one GPU with the whole sequence and of all GPUs with a balanced
+share each (causal), and the difference of the results.
 """
 import argparse
 import os
@@ -21,7 +22,7 @@ import pytorch as sdpa
 
 
 def milliseconds(run, repeats=5, calls=4):
-    """The median time of a call on the slowest GPU, of some in a row, so that the CPU is ahead of the GPU."""
+    """The median time of a call on the slowest GPU, over consecutive calls, so that the CPU runs ahead of the GPU."""
     run()
     times = torch.zeros(repeats, device="cuda")
     for i in range(repeats):
@@ -52,7 +53,7 @@ def main():
     torch.manual_seed(0)  # the same tensors on all GPUs
     tensors = [torch.randn(B, H, S, D, device="cuda").to(getattr(torch, options.dtype)) for H in (Hq, Hkv, Hkv)]
 
-    def attention(q, k, v):  # F.'s function is looked up here, since context_parallel replaces it
+    def attention(q, k, v):  # looked up here, since context_parallel replaces F.scaled_dot_product_attention
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=Hq != Hkv)
 
     for kernel in ("PyTorch", "sdpa"):
@@ -62,7 +63,7 @@ def main():
             alone = milliseconds(lambda: attention(*tensors))
             want = attention(*tensors)
             mesh = init_device_mesh("cuda", (dist.get_world_size(),))
-            shards = [x.clone() for x in tensors]  # which become each GPU's share
+            shards = [x.clone() for x in tensors]  # context_parallel replaces them by the GPU's share
             with context_parallel(mesh, buffers=shards, buffer_seq_dims=[2, 2, 2]):
                 together = milliseconds(lambda: attention(*shards))
                 got, = context_parallel_unshard(mesh, [attention(*shards)], [2])

@@ -38,7 +38,8 @@ def check_integers(function, **tensors):
 
 def rotated(x, cos, sin, first, starts, turns_rows, interleaved):
     """x [B,S,H,D], or [rows,H,D] with starts [B+1], whose first elements are rotated: as pairs of neighbours if interleaved,
-    else of the two halves. Row i of sequence b has the angles of position first[b] + i, or first[b] unless turns_rows."""
+    else of the two halves. Row i of sequence b has the angles of position first[b] + i, or first[b] unless turns_rows. e4m3
+    saturates, because a rotation may lengthen an element by sqrt(2)."""
     if starts is None:
         position = first[:, None] + torch.arange(x.shape[1], device=x.device) * turns_rows
     else:
@@ -52,7 +53,8 @@ def rotated(x, cos, sin, first, starts, turns_rows, interleaved):
     one, other = turned.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turned.chunk(2, -1)
     turned = one * cos - other * sin, one * sin + other * cos
     turned = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
-    return torch.cat([turned.to(x.dtype), x[..., size:]], -1)
+    both = torch.cat([turned, x[..., size:].float()], -1)
+    return (both.clamp(-448, 448) if x.dtype == torch.float8_e4m3fn else both).to(x.dtype)
 
 
 def check_rotary(function, q, k, cos, sin):
@@ -62,8 +64,6 @@ def check_rotary(function, q, k, cos, sin):
         if x.dtype != q.dtype or x.dim() != 2 or x.shape != cos.shape or 2 * x.shape[1] > q.shape[-1] or x.shape[1] % 8:
             raise ValueError(f"{function}: {name} is {x.dtype} {list(x.shape)}; want {q.dtype} [positions,d / 2] of both, d a "
                              f"multiple of 16 up to {q.shape[-1]}")
-    if q.element_size() == 1:
-        raise ValueError(f"{function}: rotary_cos is not for {q.dtype}; rotate q and k before the call")
     if k is None:
         raise ValueError(f"{function}: rotary_cos is for k and v that are appended, and k is missing")
 

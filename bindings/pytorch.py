@@ -1,12 +1,13 @@
-"""sdpa.cu's kernels in PyTorch 2.11 to 2.15, with examples in docs/USING.md. No package to install:
+"""sdpa.cu's kernels in PyTorch 2.11 to 2.15. docs/USING.md has examples. Without installing a package:
 
     import sys; sys.path.insert(0, ".../bindings")
     import pytorch as sdpa
-    sdpa.activate()                                # F.scaled_dot_product_attention and varlen_attn run them where they fit
-    sdpa.attention(q, k, v, causal="br", window=(1024, 0))  # what that function cannot say
-    sdpa.attention(q, k, v, score_mod="s - x0[h] * real(q + Sk - Sq - k)", args=[slopes])  # any score
+    sdpa.activate()                                # F.scaled_dot_product_attention and varlen_attn use them if possible
+    sdpa.attention(q, k, v, causal="br", window=(1024, 0))  # more options
+    sdpa.attention(q, k, v, score_mod="s - x0[h] * real(q + Sk - Sq - k)", args=[slopes])  # any modification of the scores
 
-Kernels are lines of configs.txt, built by nvcc when first needed (20 to 60 s each) and kept in $SDPA_CACHE (or ~/.cache/sdpa)."""
+The kernels are lines of configs.txt. nvcc builds each when it is first needed (20 to 60 s) into $SDPA_CACHE (or
+~/.cache/sdpa)."""
 import collections
 import contextlib
 import ctypes
@@ -29,13 +30,14 @@ from torch.utils.flop_counter import register_flop_formula
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DTYPES = {torch.float16: "", torch.bfloat16: "_bf16", torch.float8_e4m3fn: "_e4m3"}  # and the names of their lines
 FEATURES = ("USE_SOFTCAP", "USE_SINKS", "USE_LENGTHS", "USE_PAGES", "USE_BIAS=1", "USE_BIAS=2",
-            "OUT_DTYPE=BF16", "KV_DTYPE=FP8_E4M3", "USE_BIAS=3", "USE_PAGES=2", "USE_KEY_MASK")  # by the bits of pytorch.cpp's Feature
+            "OUT_DTYPE=BF16", "KV_DTYPE=FP8_E4M3", "USE_BIAS=3", "USE_PAGES=2", "USE_KEY_MASK")  # in the order of the bits of Feature in pytorch.h
 MASKS = {None: 0, False: 0, "off": 0, True: 1, "br": 1, "tl": 2}
 
 
 # ---- expressions of scores ----
 
-# The arguments of attention() that nvcc compiles into the kernels: the knob, and the numbers and arrays that an expression may name.
+# The arguments of attention() that nvcc compiles into the kernels: the knob, and the numbers and arrays that an expression may
+# use.
 NUMBERS_AND_ARRAYS = {"score_mod": ("SCORE_MOD", "s b h q k Sq Sk".split(), "x0 x1 x2 x3".split()),
                       "mask_mod": ("MASK_MOD", "b h q k Sq Sk".split(), "x0 x1 x2 x3 i0 i1".split())}
 EXPRESSIONS = tuple(knob for knob, _, _ in NUMBERS_AND_ARRAYS.values())
@@ -44,7 +46,7 @@ ARRAYS = NUMBERS_AND_ARRAYS["mask_mod"][2]
 FUNCTIONS = dict.fromkeys("real int exp exp2 log log2 sqrt tanh tanh_approx sin cos abs floor".split(), 1) | \
     dict.fromkeys("min max pow".split(), 2)
 UNARY, BINARY = "+ - ! ~".split(), "+ - * / % < > <= >= == != && || & | ^ << >>".split()
-# A C++ token: a name, a number, or an operator, the longest first.
+# A C++ token: a name, a number, or an operator (longest match).
 TOKEN = re.compile(r"(?P<name>[A-Za-z_]\w*)|(?P<number>\.?\d(?:[eEpP][+-]|[\w.])*)|"
                    r"\+\+|--|->|::|<<=|>>=|[-+*/%&|^=!<>]=|<<|>>|&&|\|\||.", re.ASCII | re.DOTALL)
 NUMBER = re.compile(r"0|[1-9]\d*|(?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?f?|\d+[eE][+-]?\d+f?", re.ASCII)
@@ -53,14 +55,15 @@ MOST_CHARACTERS = 1000
 
 @functools.lru_cache(1024)
 def parsed(argument, text):
-    """The expression as it goes to nvcc, and the names of its arrays. Raises for any token that is not in the lists above, and for any
-    order of tokens that is not an expression. So the text cannot contain a statement, a directive, a string or an option of nvcc."""
+    """Returns the expression for nvcc and the names of its arrays. Raises for tokens that are not in the lists above and for
+    sequences of tokens that are not an expression, so the text cannot contain statements, directives, strings or options of
+    nvcc."""
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"sdpa.attention: {argument} has {len(text)} characters, more than {MOST_CHARACTERS}")
     _, numbers, arrays = NUMBERS_AND_ARRAYS[argument]
     tokens, named = [], set()
     opened = []  # for each open bracket or "?": the token that closes it, and the number of arguments that are missing
-    expected = "operand"  # or "operator", or the bracket behind the name of an array or a function
+    expected = "operand"  # or "operator", or the bracket after the name of an array or function
     for match in TOKEN.finditer(text):
         token, top = match[0], opened[-1] if opened else ("", 0)
         if token == " ":
@@ -102,7 +105,7 @@ def parsed(argument, text):
 
 @functools.lru_cache(1024)
 def check_expressions(score_mod, mask_mod, given):
-    """Raises if an expression is not allowed, or if the arrays that they name are not the given ones, a tuple of names."""
+    """Raises if an expression is not allowed, or if the arrays that they use are not exactly the given names."""
     named = set()
     for argument, text in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if text:
@@ -117,11 +120,11 @@ def check_expressions(score_mod, mask_mod, given):
 # ---- building ----
 
 class Unavailable(RuntimeError):
-    """Why a kernel cannot be had, in one sentence."""
+    """The reason why a kernel is not available, in one sentence."""
 
 
 class FullDisk(Unavailable):
-    """Some space may be free at the next call."""
+    """A full disk; a later attempt may succeed."""
 
 
 class FailedBefore(Unavailable):
@@ -129,7 +132,7 @@ class FailedBefore(Unavailable):
 
 
 def widths(capability, D, Dv=0):
-    """HEAD_DIM and HEAD_DIM_V of the build that takes a problem of D and Dv: on sm_90 the next of those that have tuned tiles."""
+    """HEAD_DIM and HEAD_DIM_V of the build for a problem with D and Dv: on sm_90 the next larger ones with tuned tiles."""
     Dv = Dv or D
     if min(D, Dv) < 8 or max(D, Dv) > 256 or D % 8 or Dv % 8:
         raise Unavailable(f"there is no line for D={D}, Dv={Dv}: both are multiples of 8 from 8 to 256")
@@ -141,7 +144,7 @@ def widths(capability, D, Dv=0):
 
 
 def line_of(capability, dtype, D, Dv=0):
-    """The line of configs.txt for a GPU, by compute capability, and a problem; its D is the next one that has a line."""
+    """The line of configs.txt for a compute capability and a problem, with the next larger D that has a line."""
     family = "hopper" if capability[0] == 9 else "ampere"
     if capability < (8, 0):
         raise Unavailable(f"this GPU is of sm_{capability[0]}{capability[1]}; sdpa's kernels need sm_80 or newer")
@@ -164,8 +167,8 @@ def version_of(nvcc):
 
 
 def nvcc():
-    """The first nvcc of the CUDA version that PyTorch is built for: CUDA_HOME's, as for PyTorch's extensions, PATH's, or that of
-    the packages that pip installs with bindings[nvcc13]."""
+    """Finds nvcc of the CUDA version of PyTorch: in CUDA_HOME (like PyTorch's extensions), on PATH, or in the packages that pip
+    installs with bindings[nvcc13]."""
     wanted = (torch.version.cuda or "").partition(".")[0]
     home, path = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"), os.environ.get("PATH", "")
     folders = [os.path.join(home, "bin"), path] if home else [path, "/usr/local/cuda/bin"]
@@ -189,11 +192,11 @@ def digest(*parts):
 
 
 def built(what, sources, *options):
-    """The path of a shared library that nvcc makes of the first source, which includes the others; from the cache if
-    there. Its name has a digest of all that it is made of, and one of nvcc's version, so that it is found without nvcc too."""
-    folder = pathlib.Path(os.environ.get("SDPA_CACHE") or "~/.cache/sdpa").expanduser().absolute()  # nvcc runs elsewhere
+    """The path of a shared library that nvcc compiles from the first source, which includes the others, or from the cache. The
+    name contains a hash of all inputs and one of nvcc's version, so it can be found without nvcc."""
+    folder = pathlib.Path(os.environ.get("SDPA_CACHE") or "~/.cache/sdpa").expanduser().absolute()  # absolute, since nvcc runs in another folder
     texts = [pathlib.Path(ROOT, path).read_bytes() for path in sources]
-    own = [os.fsencode(x) for x in options if x[:2] not in ("-I", "-L")]  # wherever PyTorch is
+    own = [os.fsencode(x) for x in options if x[:2] not in ("-I", "-L")]  # independent of the location of PyTorch
     name = f"{what}-{digest(*texts, *own)}"
     try:
         compiler = nvcc()
@@ -203,14 +206,14 @@ def built(what, sources, *options):
         os.makedirs(folder, exist_ok=True)
         lock = open(path + ".lock", "w")
     except (Unavailable, OSError) as error:
-        others = sorted(folder.glob(f"{name}-*.so"), key=os.path.getmtime)  # the same, by another nvcc
+        others = sorted(folder.glob(f"{name}-*.so"), key=os.path.getmtime)  # the same library, built by another nvcc
         if others:
             return str(others[-1])
         if isinstance(error, Unavailable):
             raise
         raise Unavailable(f"{folder} cannot be written to ({error.strerror}); set SDPA_CACHE to a folder that can") from None
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a second thread or process waits for the first one's
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second thread or process waits for the first one
         if not os.path.exists(path):
             print(f"sdpa: building {what} by nvcc, 20 to 60 s, once ...", file=sys.stderr, flush=True)
             since = time.monotonic()
@@ -229,13 +232,14 @@ def built(what, sources, *options):
 
 
 LINE_SOURCES = "bindings/library.cu", "sdpa.cu", "bindings/sdpa.h"
-GLUE_SOURCES = "bindings/pytorch.cpp", "bindings/append.h", "bindings/sdpa.h"
+GLUE_PARTS = "pytorch.cpp pytorch.h pytorch_append.h pytorch_attention.h pytorch_autograd.h pytorch_backward.h pytorch_operators.h"
+GLUE_SOURCES = *(f"bindings/{name}" for name in GLUE_PARTS.split()), "bindings/append.h", "bindings/sdpa.h"
 APPENDER_SOURCES = "bindings/append.cu", "bindings/append.h"
 FAILED = {}  # by what was built: what it was made of, and the sentence
 
 
 def tried(key, sources, build):
-    """build(), or the sentence with which it failed before, unless a source or an environment variable has changed since."""
+    """build(). Repeats the error of an earlier attempt unless a source or an environment variable has changed since."""
     files = [os.stat(os.path.join(ROOT, path)) for path in ("configs.txt", *sources)]
     made_of = [*((file.st_mtime_ns, file.st_size) for file in files),
                *map(os.environ.get, ("PATH", "CUDA_HOME", "CUDA_PATH", "SDPA_CACHE"))]
@@ -255,7 +259,7 @@ def arch_of(capability):
 
 
 def build_of(name, capability, *features):
-    """The arguments of built() for a line with these knobs besides, 1 if they have no value."""
+    """The arguments of built() for a line with additional knobs; a knob without a value is 1."""
     arch = arch_of(capability)
     own = {knob: value or "1" for knob, _, value in (feature.partition("=") for feature in features)}
     knobs = [f"-D{knob}={value}".replace(",", "\\,") for knob, value in {**knobs_of(name), **own}.items()]  # nvcc splits at commas
@@ -267,13 +271,13 @@ def build_of(name, capability, *features):
 
 @functools.cache
 def library_of(name, capability, *features):
-    """That line as a library of C functions, loaded."""
+    """Loads a line as a library of C functions."""
     return ctypes.CDLL(built(*build_of(name, capability, *features)))
 
 
 def line_with(capability, dtype, D, Dv, features, score_mod="", mask_mod=""):
-    """The arguments of library_of() for a problem: its line, and the knobs of its sizes, features and expressions. This is the
-    only way of an expression to nvcc, so parsed() checks it here."""
+    """The arguments of library_of() for a problem: its line, and the knobs of its sizes, features and expressions. Expressions
+    reach nvcc only through this function, which checks them with parsed()."""
     if features >> FEATURES.index("OUT_DTYPE=BF16") & 1 and dtype != torch.float8_e4m3fn:
         raise Unavailable("O has the type of q, and another one with e4m3 alone")
     if features >> FEATURES.index("KV_DTYPE=FP8_E4M3") & 1:
@@ -302,19 +306,19 @@ LINE_FUNCTIONS = ("workspace_bytes", "scratch_bytes", "forward", "bias_map_bytes
 
 
 class Line(ctypes.Structure):
-    """pytorch.cpp's Line."""
+    """pytorch.h's Line."""
     _fields_ = [*((name, ctypes.c_void_p) for name in LINE_FUNCTIONS), ("trouble", ctypes.c_char * 512)]
 
 
 class Appender(ctypes.Structure):
-    """pytorch.cpp's Appender."""
+    """pytorch_append.h's Appender."""
     _fields_ = [("append", ctypes.c_void_p), ("trouble", ctypes.c_char * 512)]
 
 
 BUILDING = threading.Lock()
 
 
-LOAD = ctypes.CFUNCTYPE(None, *[ctypes.c_int] * 5, ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(Line))  # pytorch.cpp's Load
+LOAD = ctypes.CFUNCTYPE(None, *[ctypes.c_int] * 5, ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(Line))  # pytorch.h's Load
 
 
 @LOAD
@@ -326,7 +330,7 @@ def load_line(device, dtype, D, Dv, features, score_mod, mask_mod, line):
             library = tried(asked, LINE_SOURCES, lambda: library_of(*line_with(*asked)))
         for name in LINE_FUNCTIONS:
             setattr(line[0], name, ctypes.cast(getattr(library, "sdpa_library_" + name), ctypes.c_void_p).value)
-    except Exception as trouble:  # an exception would be lost between here and C++; an interrupt is told there by the empty line
+    except Exception as trouble:  # exceptions cannot cross into C++, which recognizes an interrupt by the empty line
         line[0].trouble = (str(trouble) or type(trouble).__name__).encode()[:511]
         if not isinstance(trouble, FailedBefore):
             print(f"sdpa: {trouble}; where PyTorch has a kernel of its own, that runs instead", file=sys.stderr)
@@ -363,10 +367,10 @@ def build_of_glue():
 
 @functools.cache
 def glue():
-    """pytorch.cpp, compiled and loaded."""
+    """Compiles and loads pytorch.cpp."""
     with BUILDING:
         path = tried("glue", GLUE_SOURCES, lambda: built(*build_of_glue()))
-        first_call.library = None  # its place is taken by what is loaded now
+        first_call.library = None  # replaced by the operators that are loaded now
         library = ctypes.CDLL(path)
     library.sdpa_torch_load_lines_by(load_line)
     library.sdpa_torch_load_appender_by(load_appender)
@@ -434,13 +438,13 @@ def fake_append(k_cache, v_cache, k, v, lengths, page_table, starts):
     return lengths.new_empty(lengths.shape, dtype=torch.int32)
 
 
-# What torch.utils.flop_counter counts, by shapes alone, as of PyTorch's own attention: whatever a mask hides counts.
-# Packed sequences count as equally long ones, caches and pages as full.
+# FLOP formulas for torch.utils.flop_counter. Like PyTorch's own, they depend only on shapes and ignore masks. Packed
+# sequences count as equally long, caches and pages as full.
 @register_flop_formula(torch.ops.sdpa.attention)
 def flops(q, k, v, *rest, out_shape=None, **given):
     given.update(zip((argument.name for argument in OPERATOR._schema.arguments[3:]), rest))
     table, starts = given.get("page_table"), given.get("k_starts") or given.get("q_starts")
-    keys = table[1] * k[2] if table else k[0] * k[2] // max(starts[0] - 1 if starts else q[0], 1)  # of a sequence
+    keys = table[1] * k[2] if table else k[0] * k[2] // max(starts[0] - 1 if starts else q[0], 1)  # maximum keys of a sequence
     return 2 * q[0] * q[1] * q[2] * keys * (q[3] + v[3])
 
 
@@ -450,12 +454,12 @@ def flops_backward(grad, q, k, v, *_, out_shape=None, **__):
 
 
 def is_of_keys(mask):
-    """pytorch.cpp's function of this name: True if all heads and queries share the mask."""
+    """True if all heads and queries share the mask, like the function of this name in pytorch.h."""
     return all(mask.dim() < n or mask.shape[-n] == 1 or mask.stride(-n) == 0 for n in (2, 3))
 
 
 def build_ahead(operator, arguments):
-    """Builds the line that attention() with these arguments will load. That call says what goes wrong."""
+    """Builds the line that attention() with these arguments will load. Ignores errors, which that call reports."""
     given = {argument.name: x for argument, x in zip(operator._schema.arguments, arguments) if x is not None}
     tensors = {name for name, x in given.items() if isinstance(x, torch.Tensor)}
     lengths = bool(tensors & {"k_lengths", "q_lengths", "q_starts", "k_starts", "page_table", "k_firsts"})
@@ -473,8 +477,7 @@ def build_ahead(operator, arguments):
 
 
 def first_call(operator):
-    """The operator until pytorch.cpp is there, which a trace or a compiled graph may be the first to need. Its line is
-    built meanwhile."""
+    """The operator until pytorch.cpp is loaded, which a trace or compiled graph may need first. Builds the line in parallel."""
     def load(*arguments):
         if operator in (OPERATOR, BLOCK_MASK):
             threading.Thread(target=build_ahead, args=(operator, arguments), daemon=True).start()
@@ -495,7 +498,7 @@ NEW_BLOCK_MASK = object()
 
 
 def modification(q, score_mod, mask_mod, args, block_mask):
-    """The arguments of OPERATOR for those of attention() of the same names."""
+    """Converts the arguments of attention() to those of OPERATOR."""
     for name, text in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if not isinstance(text, (str, type(None))):
             raise TypeError(f"sdpa.attention: {name} is a {type(text).__name__}, not the text of an expression")
@@ -526,32 +529,41 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
               return_lse=False, softcap=None, sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0, page_table=None,
               bias=None, bias_keys=0, q_lengths=None, batch_invariant=False, out_dtype=None, score_mod=None, mask_mod=None, args=(),
               block_mask=None, k_firsts=None):
-    """O = softmax(scale * q @ k.T) @ v, and its LSE [B,Hq,Sq] if asked for.
-    q [B,Hq,Sq,D], k and v [B,Hkv,Sk,D]: CUDA tensors of one dtype (float16, bfloat16, float8_e4m3fn), D 8 to 256 by 8
-    (e4m3 and GPUs other than sm_90 by 16, from 32 on there; of v and O another if you like), Hq a multiple of Hkv; any
-    strides in multiples of 16 bytes, rows contiguous; k and v may be expanded. causal: None, "br" or True (the last
-    query sees the last key), "tl" (the first sees the first alone). window: how many keys a query sees before and after
-    its own position, None for all; a third member "br" or "tl" says whose position that is (default: causal's). scale:
-    1/sqrt(D) by default; with 0 all visible keys weigh alike. descales: float32, 0 or more, [B,H] or what expands to it, q's also
-    [B,Hkv]; e4m3 only. A q of 16 bits may have k and v of e4m3, with k_descale and v_descale (on sm_90 D by 16; on others
-    from sm_89 on by 32, and few queries are what that kernel is made for). out_dtype: of e4m3's O, float16 (default) or bfloat16. softcap: logits x become
-    softcap * tanh(x / softcap), by tanh.approx. sinks [Hq]: exp(sink) joins a row's sum and its LSE. Read by the kernels, int32:
-    k_lengths [B] and q_lengths [B], of its keys and of its queries a sequence has the first so many, also for the mask;
-    q_starts, k_starts [B+1], sequence b has the rows from starts[b] to starts[b+1] of q, or of k and v, whose batch is
-    1 (rows of O and LSE that are no query of a sequence are not written: they hold anything, NaN too); page_table
-    [B,N], with k and v [pages,Hkv,keys of a page,D], the pages of a sequence in order; k_firsts [B], of the keys that a
-    sequence has the first so many do not count: its keys begin with the next one, also for the mask. most_keys: that a sequence has;
-    0: Sk. bias: what expands to [B,Hq,Sq,keys], read as it lies if the keys are contiguous, else copied: bool, of which
-    False hides the key, or added to the logits behind a softcap, in q's type or float32 (another 16-bit type becomes float32);
-    causal and window hold besides. Its keys are all keys of a sequence, or with bias_keys so many last ones; those before them
-    have none. A bool one that all heads and queries share, such as [B,1,1,Sk], hides keys, costs least, and goes with e4m3
-    too. With q_starts its row is the query's in its sequence, and there must be one for each. batch_invariant:
-    the bits of a sequence's O and LSE are the same whatever sequences are in the batch with it, as docs/USING.md has
-    it; those of gradients are PyTorch's. Under autocast q, k and v take its type. Raises for what no line takes.
-    score_mod: the logit as an expression of s, the scaled q @ k.T, such as "s - x0[h] * real(q + Sk - Sq - k)"; mask_mod:
-    one that is true where query q sees key k, such as "i0[q] == i0[k]"; docs/USING.md lists their names and functions. The
-    texts are compiled and run: never take one from untrusted input. args: the arrays that they name, contiguous; float32
-    tensors are x0, x1, ... and int32 tensors i0, i1. Nothing checks an index. block_mask: the result of block_mask().
+    """O = softmax(scale * q @ k.T) @ v, and the LSE [B,Hq,Sq] if requested. Raises if no line supports the arguments.
+
+    q [B,Hq,Sq,D], k and v [B,Hkv,Sk,D]: CUDA tensors of one dtype (float16, bfloat16, float8_e4m3fn). D is a multiple of 8
+        from 8 to 256 (of 16 for e4m3, and of 16 from 32 on GPUs other than sm_90); v and O may have another D. Hq is a
+        multiple of Hkv. Rows are contiguous, and strides are multiples of 16 bytes; k and v may be expanded. A 16-bit q may
+        have e4m3 k and v (sm_90: D is a multiple of 16; sm_89 and other newer GPUs: of 32, in a kernel for few queries).
+        Under autocast, q, k and v are converted to its type.
+    causal: None; "br" or True (the last query sees the last key); "tl" (the first query sees only the first key).
+    window: (keys before, keys after) the position of a query that it sees, None for all. A third element "br" or "tl" sets
+        the alignment of the positions (default: that of causal).
+    scale: default 1/sqrt(D). With 0, all visible keys have the same weight.
+    q_descale, k_descale, v_descale: nonnegative float32 factors of e4m3 tensors, [B,H] or expandable to it; q's also
+        [B,Hkv].
+    out_dtype: type of O for e4m3 inputs, float16 (default) or bfloat16.
+    softcap: replaces each logit x by softcap * tanh(x / softcap), with tanh.approx.
+    sinks [Hq]: exp(sink) is added to the row sums, and so to the LSE.
+    k_lengths, q_lengths [B], int32: numbers of keys and of queries of each sequence, also for the mask.
+    k_firsts [B], int32: number of first keys of each sequence that are hidden; positions count from the next one.
+    q_starts, k_starts [B+1], int32: packed sequences. The batch of q, or of k and v, is 1, and sequence b has the rows from
+        starts[b] to starts[b+1]. Rows of O and LSE that belong to no query are not written and may contain NaN.
+    page_table [B,N], int32: paged k and v [pages,Hkv,page size,D]; row b lists the pages of sequence b in order.
+    most_keys: an upper bound of the keys of a sequence; 0: Sk.
+    bias: expandable to [B,Hq,Sq,keys], not copied if its keys are contiguous. A bool bias hides keys where it is False. Other
+        types are added to the logits after the softcap, in q's type or float32 (another 16-bit type is converted to
+        float32). causal and window apply too. The bias covers all keys of a sequence, or with bias_keys only that many last
+        keys. A bool bias that all heads and queries share, such as [B,1,1,Sk], is the fastest, and also works with e4m3.
+        With q_starts, its rows are the queries of each sequence, and every query needs one.
+    batch_invariant: O and LSE of a sequence are bitwise independent of the other sequences in the batch (docs/USING.md).
+        Gradients are not.
+    score_mod: an expression that replaces the logit s, the scaled q @ k.T, such as "s - x0[h] * real(q + Sk - Sq - k)".
+    mask_mod: an expression that is true if query q sees key k, such as "i0[q] == i0[k]". docs/USING.md lists the names and
+        functions of expressions. Expressions are compiled and run: never use one from untrusted input.
+    args: the contiguous arrays of the expressions; float32 tensors are x0, x1, ... and int32 tensors i0, i1. Indices are
+        not checked.
+    block_mask: the result of block_mask().
     """
     if type(q).__name__ == "DTensor" and not torch.compiler.is_compiling():
         importlib.import_module(f"{__package__}.dtensor_sharding" if __package__ else "dtensor_sharding")
@@ -594,19 +606,20 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
 
 
 def block_mask(q, k, v, **options):
-    """A map of the tiles that mask_mod or a bias hides, for attention(q, k, v, **options, block_mask=...) with the same options.
-    Without it each call makes its own map, or computes hidden tiles if the mask differs between heads. The map holds for the
-    contents that args and bias have now. attention() refuses a map that was made for other expressions, shapes, options or
-    GPUs. The contents of q, k and v, scale and the values of sinks do not matter. Call it outside of compiled functions."""
+    """A map of the tiles that mask_mod or a bias hides, for attention(q, k, v, **options, block_mask=...) with the same
+    options. Without it, each call makes its own map, or computes hidden tiles if the mask differs between heads. The map
+    depends on the current contents of args and bias, but not on q, k, v, scale and the values of sinks. attention() refuses a
+    map that was made for other expressions, shapes, options or GPUs. Call block_mask() outside of compiled functions."""
     if torch.compiler.is_compiling():
         raise RuntimeError("sdpa.block_mask: it cannot be compiled; call it before the compiled function and pass its result")
     return attention(q, k, v, **options, block_mask=NEW_BLOCK_MASK)
 
 
-# ---- behind F.scaled_dot_product_attention ----
+# ---- activation for F.scaled_dot_product_attention ----
 
 class Active:
-    """What torch.nn.attention holds while ours is the FlashAttention; restore_flash_attention_impl() calls remove()."""
+    """The handle that torch.nn.attention keeps while sdpa is the FlashAttention; restore_flash_attention_impl() calls
+    remove()."""
 
     def __init__(self):
         glue().sdpa_torch_activate(True)
@@ -616,9 +629,9 @@ class Active:
 
 
 def activate():
-    """Puts the kernels behind PyTorch's cuDNN, FlashAttention and memory-efficient backends, behind varlen_attn and behind
-    its attention of 8 bits, until torch.nn.attention.restore_flash_attention_impl(). It does not initialise CUDA, so that a
-    process may still fork, and PyTorch's order of backends stays as it is."""
+    """Replaces the kernels of PyTorch's cuDNN, FlashAttention and memory-efficient backends, of varlen_attn and of 8-bit
+    attention, until torch.nn.attention.restore_flash_attention_impl(). Does not initialize CUDA, so the process may still
+    fork, and does not change PyTorch's order of backends."""
     if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
         raise Unavailable(f"PyTorch {torch.__version__} takes no other FlashAttention; 2.11 is the first that does")
     torch.nn.attention.register_flash_attention_impl("sdpa", register_fn=Active)
@@ -626,11 +639,12 @@ def activate():
 
 
 def why_not(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """Why F.scaled_dot_product_attention(...) runs PyTorch's own kernel with these arguments after activate(); empty if ours."""
+    """The reason why F.scaled_dot_product_attention(...) would run PyTorch's own kernel after activate(); empty if sdpa's
+    kernel would run."""
     for name, x in (("q", q), ("k", k), ("v", v), ("attn_mask", attn_mask)):
         if isinstance(x, torch.Tensor) and (x.is_nested or x.layout is not torch.strided):
             return f"{name} is a {'nested' if x.is_nested else 'sparse'} tensor, which PyTorch takes apart before a kernel is chosen"
-    if isinstance(q, torch.Tensor) and q.device.type == "cpu" and first_call.library:  # known without pytorch.cpp
+    if isinstance(q, torch.Tensor) and q.device.type == "cpu" and first_call.library:  # checked without pytorch.cpp
         return "a tensor is on cpu; sdpa's kernels run on CUDA devices"
     try:
         glue()
@@ -638,5 +652,5 @@ def why_not(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
         return str(why)
     try:
         return torch.ops.sdpa.why_not(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    except NotImplementedError as error:  # of a subclass of tensors
+    except NotImplementedError as error:  # for tensor subclasses
         return f"PyTorch says: {str(error).splitlines()[0]}"

@@ -1,12 +1,13 @@
-"""sdpa.cu's kernels as an attention of transformers 5, with an example in docs/USING.md. Importing this registers it:
+"""sdpa.cu's kernels as an attention implementation of transformers 5 (docs/USING.md). Importing this module registers it:
 
     import sys; sys.path.insert(0, ".../bindings")
     import transformers_attention
     model.set_attn_implementation("attention_cu")
 
-A model asks mask() for a mask before its layers, once for each kind of layer, and each layer hands the answer to attention().
-It is no matrix but a few numbers for each sequence, from which the kernel's arguments follow. What these cannot say is a bool tensor
-[B,1,Sq,Sk], which the kernels read as they read one of the caller's, and T5's position_bias. What they cannot honour raises."""
+A model calls mask() before its layers, once for each kind of layer, and each layer passes the result to attention(). The
+result is not a matrix but a few numbers per sequence, which determine the kernel's arguments. Masks that these cannot express
+are bool tensors [B,1,Sq,Sk], which the kernels support as well, like masks of the caller and T5's position_bias. Unsupported
+arguments raise."""
 import inspect
 
 import torch
@@ -18,14 +19,14 @@ import pytorch as sdpa
 if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
     raise ImportError("sdpa: this transformers makes masks in another way; install transformers 5.5 or newer")
 
-NAME = "attention_cu"  # "sdpa" or "flash" in a name would mean another attention to transformers
-# What a layer may be given that changes nothing here. mask() has seen position_ids already.
+NAME = "attention_cu"  # transformers treats names with "sdpa" or "flash" in a special way
+# Arguments of a layer without effect here. mask() has already used position_ids.
 IGNORED = {"position_ids", "position_embeddings", "use_cache", "cache", "past_key_values", "cache_position", "return_dict",
            "output_hidden_states", "output_router_logits", "num_items_in_batch", "logits_to_keep", "layer_idx", "deterministic",
            "max_length_q", "max_length_k"}
 IGNORED_BY_MASK = {"allow_is_causal_skip", "allow_is_bidirectional_skip", "local_size", "dtype", "config"}
 
-# Mask functions are closures, and those of one factory have one code. 5.22 has no positions of packed sequences.
+# Mask functions are closures; those of one factory share their code object. 5.22 has no positions of packed sequences.
 FACTORIES = {"and": ("and_masks", bool), "causal window": ("sliding_window_overlay", 1), "chunks": ("chunked_overlay", 1, None),
              "window": ("sliding_window_bidirectional_overlay", 1), "packed": ("packed_sequence_mask_function", None),
              "positions": ("remap_positions_for_packed_sequence", None, None)}
@@ -34,12 +35,12 @@ NAMES = {getattr(masking_utils, factory)(*arguments).__code__: name for name, (f
 
 
 class NeedsTensor(Exception):
-    """Of a mask that the numbers cannot say."""
+    """A mask that the numbers cannot express."""
 
 
 def read(function):
-    """What a mask function of transformers says: {"causal": True, "left" and "right": keys of a window, "chunk": its keys,
-    "packed": the number of each row's sequence, "positions": those in it}."""
+    """Describes a mask function of transformers: {"causal": True, "left", "right": window sizes, "chunk": its size, "packed":
+    the sequence number of each row, "positions": positions within the sequences}."""
     if function is masking_utils.causal_mask_function:
         return {"causal": True}
     if function is masking_utils.bidirectional_mask_function:
@@ -52,7 +53,7 @@ def read(function):
     if name == "and":
         parts = [read(part) for part in of["mask_functions"]]
         if sum(map(len, parts)) != len({key for part in parts for key in part}):
-            raise NeedsTensor  # two windows, or two of another kind
+            raise NeedsTensor  # two masks of the same kind
         return {key: value for part in parts for key, value in part.items()}
     if name == "positions":
         return {**read(of["mask_function"]), "positions": of["position_ids"]}
@@ -68,9 +69,10 @@ KINDS = []  # (form, causal, left, right) of the masks so far
 
 
 def described(form, says, numbers):
-    """What a model carries to its layers in place of a mask: int32 [B,1 + its place in KINDS,n,2], since a shape survives .to(),
-    .contiguous(), graphs and a batch that is split. Of "lengths" n is 1: the first so many keys are a sequence's. Of "starts" and
-    "packed": the rows of K and of Q at which the n sequences of each b begin. Of "plain" n is 0, and the last dimension is Sk."""
+    """The tensor that a model passes to its layers instead of a mask: int32 [B,1 + index in KINDS,n,2]. The kind is encoded in
+    the shape, which survives .to(), .contiguous(), graphs and splitting the batch. "lengths": n is 1, the number of keys of a
+    sequence. "starts" and "packed": the first rows in K and Q of the n sequences of each b. "plain": n is 0, and the last
+    dimension is Sk."""
     kind = form, says.get("causal", False), says.get("left"), says.get("right")
     if kind not in KINDS:
         KINDS.append(kind)
@@ -80,7 +82,7 @@ def described(form, says, numbers):
 @torch.compiler.disable(reason="sdpa's mask() reads the mask; a graph gets what it returns")
 def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=masking_utils.causal_mask_function,
          attention_mask=None, device="cpu", use_vmap=False, **others):
-    """The mask of a kind of layer, described, or else transformers' own for torch's sdpa."""
+    """The description of the mask of a kind of layer, or transformers' own mask for torch's sdpa if there is none."""
     for name in others.keys() - IGNORED_BY_MASK:
         raise ValueError(f"sdpa: transformers makes a mask with an argument {name}, which is not known here")
     asked = batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask
@@ -91,8 +93,8 @@ def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function
 
 
 def numbers_of(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, device):
-    """A mask, described. The host waits for attention_mask [B,keys so far] if there is one, and for packed position_ids; for the
-    length of a static cache it does not."""
+    """The description of a mask. The host waits for attention_mask [B,keys so far], if there is one, and for packed
+    position_ids, but not for the length of a static cache."""
     says = read(mask_function)
     causal, chunk, kv_end = says.get("causal", False), says.get("chunk"), kv_offset + kv_length
     if not causal and not says.keys() <= {"left", "right"}:
@@ -107,10 +109,10 @@ def numbers_of(batch_size, q_length, kv_length, q_offset, kv_offset, mask_functi
         rows = torch.where(new, arange(q_length), q_length).sort(1).values[:, :int(new.sum(1).max())]
         return described("packed", says, torch.stack([rows, rows], 2))
 
-    end = q_offset + q_length if causal else kv_end  # of the keys; for a static cache a tensor, which the host does not know
+    end = q_offset + q_length if causal else kv_end  # of the keys; a tensor for a static cache, unknown to the host
     known = None if isinstance(end, torch.Tensor) else end
     zero, padded, short = arange(batch_size) * 0, False, False
-    first, last = zero, zero + end  # keys from `first` to `last` are the sequence's own
+    first, last = zero, zero + end  # keys from `first` to `last` belong to the sequence
     if attention_mask is not None:
         own = attention_mask if causal else F.pad(attention_mask, (0, kv_end - attention_mask.shape[1]))
         first, count = (own.cumsum(1) == 0).sum(1), own.sum(1)
@@ -133,19 +135,19 @@ def numbers_of(batch_size, q_length, kv_length, q_offset, kv_offset, mask_functi
             return described("lengths", says, k[:, None, 2:].expand(-1, 1, 2))
         if "left" in says and q_length != kv_length:
             raise NeedsTensor
-        # With a window queries are tokens of the same places. Else all of them are of the sequence in the middle.
+        # With a window, queries are the tokens with the same positions. Otherwise all belong to the middle sequence.
         return described("starts", says, torch.stack([k, k if "left" in says else k * 0 + q_length * (arange(3) > 1)], 2))
 
-    # Tokens behind the end of a sequence are seen only by such tokens, whose outputs nobody reads: `last` plays no part.
+    # Tokens after the end of a sequence are visible only to such tokens, whose outputs are unused, so `last` is irrelevant.
     zero = zero[:, None]
     if not padded and (not chunk or (known is not None and known <= chunk)):
         if known == kv_end:
             return described("plain", says, first.new_empty(batch_size, 0, kv_length))
         return described("lengths", says, (zero + end - kv_offset)[:, None].expand(-1, 1, 2))
     begins = first[:, None]
-    if chunk:  # the chunks that have keys in the buffer
+    if chunk:  # the chunks with keys in the buffer
         begins = begins + chunk * ((kv_offset - begins) // chunk + arange(kv_length // chunk + 2))
-    # Padding is a sequence of its own, and what a static cache has not written one without queries.
+    # Padding becomes a separate sequence, and the unwritten part of a static cache a sequence without queries.
     begins = torch.cat([zero, begins, zero + end], 1)
     rows = [begins.maximum(zero + start).minimum(zero + end) - start for start in (kv_offset, q_offset)]
     return described("starts", says, torch.stack(rows, 2))
@@ -153,7 +155,7 @@ def numbers_of(batch_size, q_length, kv_length, q_offset, kv_offset, mask_functi
 
 def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None, softcap=None, s_aux=None,
               is_causal=None, cu_seq_lens_q=None, cu_seq_lens_k=None, position_bias=None, **others):
-    """O [B,Sq,Hq,D] of a layer, and None for weights that no kernel has."""
+    """O [B,Sq,Hq,D] of a layer, and None instead of weights, which no kernel computes."""
     for name, given in [("dropout", dropout or None), *others.items()]:
         if name not in IGNORED and given is not None and given is not False:
             raise ValueError(f"sdpa: the kernels cannot honour {name} of {type(module).__name__}; take 'eager' attention for it")
@@ -166,9 +168,9 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
             bias = attention_mask
         else:
             bias = bias.masked_fill(~attention_mask, -torch.inf) if dtype == torch.bool else bias + attention_mask
-    elif attention_mask is None:  # no one has asked for a mask
+    elif attention_mask is None:  # no mask was requested
         form, right = "plain", None
-        if Sq > 1 and is_causal is None and getattr(module, "is_causal", True):  # 'sdpa' and 'eager' take that in two ways
+        if Sq > 1 and is_causal is None and getattr(module, "is_causal", True):  # 'sdpa' and 'eager' interpret this differently
             raise ValueError(f"sdpa: {type(module).__name__} has is_causal and no attention_mask, which does not say what its queries "
                              "see; pass is_causal, or take 'eager' attention for it")
         causal = Sq > 1 and bool(is_causal)
@@ -198,8 +200,8 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
 
     if bias is not None:
         raise ValueError("sdpa: a bias or a mask tensor beside sequences that begin at tokens of their own; pad on the right")
-    # Sequences lie behind each other in one batch: as rows [B*S] of all heads, a view unless a cache has written [B,H,S,D]; then
-    # as rows [B*Hkv*S] of one head of K and V, whose queries are those of its group (which sinks, one for each head, are not).
+    # Pack the sequences into one batch: as rows [B*S] of all heads, which is a view unless a cache is [B,H,S,D]; then as rows
+    # [B*Hkv*S] of one head of K and V with the queries of its group (impossible with sinks, which are per head).
     by_rows = by_user or B == 1 or s_aux is not None or key.stride(0) == Sk * key.stride(2)
     if by_rows:
         q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
@@ -207,7 +209,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
         q = query.unflatten(1, (Hkv, -1)).permute(2, 0, 1, 3, 4).flatten(1, 3)[None]
         k, v = (x.flatten(0, 2)[None, None] for x in (key, value))
     count = B if by_rows else B * Hkv
-    if by_user:  # what lies behind the last sequence becomes one more
+    if by_user:  # rows after the last sequence become another sequence
         starts, most = (cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k, cu_seq_lens_q), 0
     else:
         numbers, most = attention_mask[:, 0].repeat_interleave(count // B, 0), Sk

@@ -1,5 +1,5 @@
-"""What pip calls to install ./bindings (PEP 517). The wheel has this folder's files and the sources that nvcc needs, in
-the places of the repository, so one wheel is for every Python, PyTorch and GPU. Nothing is compiled."""
+"""The PEP 517 backend with which pip installs ./bindings. The wheel contains this folder and the sources that nvcc needs, with
+the same relative paths as in the repository. Nothing is compiled, so one wheel works for every Python, PyTorch and GPU."""
 import base64
 import hashlib
 import os
@@ -10,7 +10,7 @@ import zipfile
 HERE = pathlib.Path(__file__).resolve().parent
 NAME, VERSION = "sdpa", "0.1.0"
 FOR_PIP = {"__init__.py", "wheel_backend.py", "pyproject.toml"}
-# nvcc for a PyTorch of CUDA 13. That of CUDA 12 has no package: nvidia-cuda-nvcc-cu12 has ptxas alone.
+# Packages with nvcc for a PyTorch of CUDA 13. There are none for CUDA 12: nvidia-cuda-nvcc-cu12 contains only ptxas.
 NVCC13 = "nvidia-cuda-nvcc nvidia-cuda-crt nvidia-cuda-cccl nvidia-cuda-runtime nvidia-nvvm".split()
 METADATA = f"""Metadata-Version: 2.1
 Name: {NAME}
@@ -24,7 +24,7 @@ Provides-Extra: nvcc13
 
 
 class UnsupportedOperation(Exception):
-    """PEP 517's, of what a backend does not make."""
+    """Required by PEP 517 for what a backend does not support."""
 
 
 def files():
@@ -38,7 +38,7 @@ def files():
         if path.is_file() and path.name not in FOR_PIP and "__pycache__" not in path.parts:
             found[f"{NAME}/bindings/{path.relative_to(HERE).as_posix()}"] = path.read_bytes()
     for name, text in found.items():
-        if name.endswith(".py"):  # in a clone these files find each other on the path, here in the package
+        if name.endswith(".py"):  # imported from the path in a clone, from the package in a wheel
             found[name] = re.sub(rb"^import pytorch as sdpa$", b"from sdpa import pytorch as sdpa", text, flags=re.M)
     info = f"{NAME}-{VERSION}.dist-info"
     found[f"{info}/METADATA"] = METADATA.encode()
@@ -54,7 +54,7 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     found[record] = "\n".join([*rows, f"{record},,", ""]).encode()
     wheel = f"{NAME}-{VERSION}-py3-none-any.whl"
     with zipfile.ZipFile(os.path.join(wheel_directory, wheel), "w", zipfile.ZIP_DEFLATED) as file:
-        for name, text in found.items():  # without dates, so that the same files make the same wheel
+        for name, text in found.items():  # without dates, so that wheels are reproducible
             file.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED)
     return wheel
 

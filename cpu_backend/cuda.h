@@ -53,10 +53,14 @@ inline CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType typ
     return CUDA_ERROR_INVALID_VALUE;
   }
   CUtensorMap m{};
-  m.magic = CUtensorMap::MAGIC, m.base = static_cast<const unsigned char*>(base);
-  m.rank = uint16_t(rank), m.swizzle_bytes = uint16_t(swizzle_bytes);
+  m.magic = CUtensorMap::MAGIC;
+  m.base = static_cast<const unsigned char*>(base);
+  m.rank = uint16_t(rank);
+  m.swizzle_bytes = uint16_t(swizzle_bytes);
   for (cuuint32_t i = 0; i < rank; i++) {
-    m.size[i] = sizes[i], m.box[i] = box[i], m.stride[i] = i ? strides[i - 1] : element_bytes;
+    m.size[i] = sizes[i];
+    m.box[i] = box[i];
+    m.stride[i] = i ? strides[i - 1] : element_bytes;
     if (sizes[i] < 1 || sizes[i] > uint64_t(1) << 32) return CUDA_ERROR_INVALID_VALUE;
     if (box[i] < 1 || box[i] > 256 || steps[i] != 1) return CUDA_ERROR_INVALID_VALUE;
     if (i && (m.stride[i] % 16 || m.stride[i] >= uint64_t(1) << 40)) {

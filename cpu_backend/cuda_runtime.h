@@ -249,7 +249,8 @@ inline cudaError_t cudaGetDriverEntryPoint(const char* symbol, void** function, 
                                            cudaDriverEntryPointQueryResult* found) {
   SIMT_MAY_FAIL
   if (simt::planned_failure("symbol")) {  // the driver has no such function
-    *found = cudaDriverEntryPointSymbolNotFound, *function = nullptr;
+    *found = cudaDriverEntryPointSymbolNotFound;
+    *function = nullptr;
     return cudaSuccess;
   }
   *found = cudaDriverEntryPointSuccess;
@@ -261,13 +262,17 @@ inline cudaError_t cudaGetDriverEntryPoint(const char* symbol, void** function, 
 
 inline cudaError_t cudaSetDevice(int device) {
   if (!simt::is_device(device)) return simt::result(cudaErrorInvalidDevice);
-  return simt::current_device = device, cudaSuccess;
+  simt::current_device = device;
+  return cudaSuccess;
 }
 inline cudaError_t cudaGetDevice(int* device) {
   SIMT_MAY_FAIL
   return *device = simt::current_device, cudaSuccess;
 }
-inline cudaError_t cudaGetDeviceCount(int* count) { return *count = simt::DEVICES, cudaSuccess; }
+inline cudaError_t cudaGetDeviceCount(int* count) {
+  *count = simt::DEVICES;
+  return cudaSuccess;
+}
 inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* prop, int device) {
   if (!simt::is_device(device)) return simt::result(cudaErrorInvalidDevice);
   *prop = {"CPU backend", 0, 0, 227 << 10};
@@ -283,7 +288,8 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 }
 
 template <class F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, F) {
-  return *a = {0, 0}, cudaSuccess;
+  *a = {0, 0};
+  return cudaSuccess;
 }
 template <class F> cudaError_t cudaFuncSetAttribute(F kernel, cudaFuncAttribute, int value) {
   SIMT_MAY_FAIL
@@ -295,20 +301,27 @@ template <class F>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, F, int, size_t shared_bytes) {
   SIMT_MAY_FAIL
   const int fit = simt::SHARED_OF_SM / (int(shared_bytes) + simt::SHARED_OF_SYSTEM);
-  return *blocks = std::min(fit, simt::gpu.ctas_per_sm), cudaSuccess;
+  *blocks = std::min(fit, simt::gpu.ctas_per_sm);
+  return cudaSuccess;
 }
 
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
-  return *stream = new char, cudaSuccess;
+  *stream = new char;
+  return cudaSuccess;
 }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-  return simt::synchronise(stream), cudaSuccess;
+  simt::synchronise(stream);
+  return cudaSuccess;
 }
 inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   simt::synchronise(stream);
-  return delete static_cast<char*>(stream), cudaSuccess;
+  delete static_cast<char*>(stream);
+  return cudaSuccess;
 }
-inline cudaError_t cudaDeviceSynchronize() { return simt::synchronise(), cudaSuccess; }
+inline cudaError_t cudaDeviceSynchronize() {
+  simt::synchronise();
+  return cudaSuccess;
+}
 
 template <class T> cudaError_t cudaMalloc(T** pointer, size_t bytes) {
   SIMT_MAY_FAIL
@@ -317,7 +330,8 @@ template <class T> cudaError_t cudaMalloc(T** pointer, size_t bytes) {
 }
 inline cudaError_t cudaFree(void* pointer) {
   simt::synchronise();
-  return simt::deallocate(pointer), cudaSuccess;
+  simt::deallocate(pointer);
+  return cudaSuccess;
 }
 inline cudaError_t cudaMemset(void* pointer, int value, size_t bytes) {
   simt::synchronise();
@@ -350,9 +364,11 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   const void* const function = reinterpret_cast<const void*>(kernel);
   simt::Launch launch{};
   launch.kernel = function;
-  launch.grid_dim = {g.x, g.y, g.z}, launch.block_dim = {b.x, b.y, b.z};
+  launch.grid_dim = {g.x, g.y, g.z};
+  launch.block_dim = {b.x, b.y, b.z};
   launch.shared_bytes = config->dynamicSmemBytes;
-  launch.device = simt::current_device, launch.stream = config->stream;
+  launch.device = simt::current_device;
+  launch.stream = config->stream;
   for (unsigned i = 0; i < config->numAttrs; i++) {
     const cudaLaunchAttribute& attribute = config->attrs[i];
     if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization) {

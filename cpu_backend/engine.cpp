@@ -430,7 +430,9 @@ Fiber& pick(Runner& c) {  // the choice stays at ready[next_ready - 1]
 // its first turn it gets from the scheduler.
 void wait(Fiber& f, const char* what, Site at) {
   Runner& c = *f.thread.block->runner;
-  f.state = State::waiting, f.waits_at = at, f.waits_for = what;
+  f.state = State::waiting;
+  f.waits_at = at;
+  f.waits_for = what;
   const bool to_scheduler =
       c.order == Order::random && (!c.in_flight.empty() || c.awaits_launch) && c.draw() % 8 == 0;
   if (c.next_ready < c.ready.size() && !to_scheduler) {  // else a load may land, a launch end
@@ -509,7 +511,8 @@ void wake_pollers(Runner& c) {
 void wait_until(bool (*ready)(const void*), const void* context, const char* what, Site at) {
   Fiber& f = fiber_of(self);
   if (ready(context)) return;
-  f.is_ready = ready, f.is_ready_context = context;
+  f.is_ready = ready;
+  f.is_ready_context = context;
   self->block->runner->pollers.push_back(&f);
   wait(f, what, at);
 }
@@ -517,7 +520,11 @@ void wait_until(bool (*ready)(const void*), const void* context, const char* wha
 void reach(Barrier& barrier, int count, bool wait_here, const char* what, Site at, bool same) {
   Fiber& f = fiber_of(self);
   Block& b = *self->block;
-  if (!barrier.open) barrier.open = true, barrier.at = at, barrier.count = count;
+  if (!barrier.open) {
+    barrier.open = true;
+    barrier.at = at;
+    barrier.count = count;
+  }
   if (same && !same_site(barrier.at, at)) {
     fail(at, "divergent barrier: others of the block wait at %s", name_of(barrier.at).c_str());
   }
@@ -528,7 +535,9 @@ void reach(Barrier& barrier, int count, bool wait_here, const char* what, Site a
   const void* const clock = barrier.clocks.now();
   release(clock);
   if (++barrier.arrived == barrier.count) {
-    barrier.open = false, barrier.arrived = 0, barrier.clocks.odd ^= true;
+    barrier.open = false;
+    barrier.arrived = 0;
+    barrier.clocks.odd ^= true;
     wake(*b.runner, barrier.waiting);
     acquire(clock);
   } else if (wait_here) {
@@ -581,7 +590,11 @@ struct Mbarrier {
   }
   void store(uint64_t* word, Runner& c) {
     const bool complete = pending == 0 && bytes == 0;
-    if (complete) phase ^= 1, unseen = 1, pending = expected;
+    if (complete) {
+      phase ^= 1;
+      unseen = 1;
+      pending = expected;
+    }
     memcpy(word, this, sizeof *this);
     if (complete) wake_pollers(c);
   }
@@ -606,7 +619,8 @@ void arrive(uint64_t* barrier, int expect_bytes, Site at) {
   if (m.pending == 0) fail(at, "more arrivals at this mbarrier than the %d of a phase", m.expected);
   if (m.unseen) fail(at, "this mbarrier enters a new phase, and no thread has waited for the end of the one before");
   release(Mbarrier::clock(barrier, m.phase));
-  m.bytes += expect_bytes, m.pending--;
+  m.bytes += expect_bytes;
+  m.pending--;
   if (m.pending == 0 && m.bytes < 0) {
     fail(at, "%d bytes more than this mbarrier's phase expects have landed", -m.bytes);
   }
@@ -688,7 +702,10 @@ namespace {
 // Sets up the CTA's threads at their start. False: no memory.
 bool start_block(Runner& c, Index3 index, size_t shared_bytes, bool counting) {
   Block& b = c.block;
-  b.runner = &c, b.index = index, b.shared_bytes = shared_bytes, b.shared = nullptr;
+  b.runner = &c;
+  b.index = index;
+  b.shared_bytes = shared_bytes;
+  b.shared = nullptr;
   void* shared = nullptr;  // its own allocation, so that AddressSanitizer sees its ends
   if (posix_memalign(&shared, 1024, std::max<size_t>(shared_bytes, 1))) return false;
   b.shared = static_cast<unsigned char*>(shared);
@@ -706,14 +723,20 @@ bool start_block(Runner& c, Index3 index, size_t shared_bytes, bool counting) {
   for (int i = 0; i < n; i++) {
     Fiber& f = b.fibers[i];
     f.thread = Thread();
-    f.thread.linear = i, f.thread.warp = i / 32, f.thread.lane = i % 32;
+    f.thread.linear = i;
+    f.thread.warp = i / 32;
+    f.thread.lane = i % 32;
     f.thread.index = {i % grid.block_dim.x, i / grid.block_dim.x % grid.block_dim.y,
                       i / grid.block_dim.x / grid.block_dim.y};
     f.thread.block_index = index;
-    f.thread.block = &b, f.thread.shared = b.shared, f.thread.shared_bytes = shared_bytes;
+    f.thread.block = &b;
+    f.thread.shared = b.shared;
+    f.thread.shared_bytes = shared_bytes;
     f.thread.counting = counting;
     f.thread.registers = launch_registers(n);
-    f.state = State::ready, f.started = false, f.mbarrier = nullptr;
+    f.state = State::ready;
+    f.started = false;
+    f.mbarrier = nullptr;
     f.context.start(f.stack, fiber_main);
     c.ready.push_back(&f);
   }
@@ -732,7 +755,8 @@ void close_counters(Block& b) {
   for (const auto& site : b.counters.shared) {
     AccessCount& sum = all_counters.shared[site.first];
     sum.where = site.second.where;
-    sum.accesses += site.second.accesses, sum.conflicts += site.second.conflicts;
+    sum.accesses += site.second.accesses;
+    sum.conflicts += site.second.conflicts;
   }
 }
 
@@ -763,14 +787,20 @@ void launch_before_ends(Runner& c) {
   std::unique_lock<std::mutex> lock(w.mutex);
   if (++w.waiting == w.workers) w.give_back();
   w.came_back.wait(lock, [&] { return w.back; });
-  c.awaits_launch = false, c.sees_all = true;
+  c.awaits_launch = false;
+  c.sees_all = true;
 }
 
 void run_block(Runner& c, Index3 index, size_t shared_bytes, bool counting) {
   Block& b = c.block;
-  c.ready.clear(), c.pollers.clear(), c.in_flight.clear();
-  c.next_ready = 0, c.failed = false;
-  c.sees_all = true, c.awaits_launch = false, c.early.clear();
+  c.ready.clear();
+  c.pollers.clear();
+  c.in_flight.clear();
+  c.next_ready = 0;
+  c.failed = false;
+  c.sees_all = true;
+  c.awaits_launch = false;
+  c.early.clear();
   if (c.withheld) {
     const std::lock_guard<std::mutex> lock(c.withheld->mutex);
     c.sees_all = c.withheld->back;
@@ -844,8 +874,13 @@ void warp_collective(unsigned mask, void* mine, Collective compute, Site at) {
         if (!m.arrived) meeting = &m;
       }
       if (meetings.empty()) meetings.reserve(32);  // one for each lane
-      if (!meeting) meetings.emplace_back(), meeting = &meetings.back();
-      meeting->mask = mask, meeting->at = at, meeting->compute = compute;
+      if (!meeting) {
+        meetings.emplace_back();
+        meeting = &meetings.back();
+      }
+      meeting->mask = mask;
+      meeting->at = at;
+      meeting->compute = compute;
     }
     if (meeting->compute != compute || !same_site(meeting->at, at)) {
       fail(at, "divergent warp: lanes %08x are at %s", meeting->arrived,
@@ -862,7 +897,8 @@ void warp_collective(unsigned mask, void* mine, Collective compute, Site at) {
     }
     acquire(clock);
     complete = *meeting;
-    meeting->arrived = 0, meeting->clocks.odd ^= true;
+    meeting->arrived = 0;
+    meeting->clocks.odd ^= true;
   }
   if (compute) compute(complete.args, mask);  // observed: it touches the kernel's memory
   const Unobserved unobserved;
@@ -1017,7 +1053,8 @@ void count_shared(const void* pointer, int bytes, Site at) {
   Block& b = *self->block;
   const uint64_t number = self->accesses_at[at.file + at.line]++;  // file + line: a key, not a text
   Block::Pending& pending = b.accesses[{self->warp, at.file + at.line}];
-  pending.bytes = bytes, pending.at = at;
+  pending.bytes = bytes;
+  pending.at = at;
   while (pending.first + pending.open.size() <= number) pending.open.emplace_back();
   Access& access = pending.open[number - pending.first];
   access.address[self->lane] = static_cast<const unsigned char*>(pointer) - self->shared;
@@ -1073,7 +1110,10 @@ struct Worker {  // one OS thread's CTA, with stacks that all its CTAs use in tu
     {
       const std::lock_guard<std::mutex> lock(kept_stacks_mutex);
       const auto kept = kept_stacks.find(stack_count);
-      if (kept != kept_stacks.end()) stacks = kept->second, kept_stacks.erase(kept);
+      if (kept != kept_stacks.end()) {
+        stacks = kept->second;
+        kept_stacks.erase(kept);
+      }
     }
     if (!stacks) stacks = map_stacks(stack_count);
     if (!stacks) return false;
@@ -1150,7 +1190,8 @@ void synchronise(const void* stream) {
 
 bool launch(const Launch& l, void (*body)(const void*), const void* args) {
   const Lock lock(host_mutex);
-  latest_launch = l, launches_of_thread++;
+  latest_launch = l;
+  launches_of_thread++;
   if (launch_log) launch_log->push_back(l);
   // What shared memory holds at the start: NaN, then numbers of 61,296 and -61,296 in fp16, since fmaxf() drops NaN.
   // Every other launch has zeros: where what is read changes a decision alone, its bits are others.
@@ -1186,7 +1227,10 @@ bool launch(const Launch& l, void (*body)(const void*), const void* args) {
     if (!worker.prepare(int(l.block_dim.x * l.block_dim.y * l.block_dim.z))) {
       report("no host memory for the stacks of a block");
     }
-    c.body = body, c.args = args, c.order = order, c.poison = poison;
+    c.body = body;
+    c.args = args;
+    c.order = order;
+    c.poison = poison;
     c.withheld = withheld.get();
     for (uint64_t i; !launch_failed && (i = next++) < ctas;) {
       const uint64_t at = order_of_ctas[i];
@@ -1230,7 +1274,9 @@ void poison_gaps(unsigned char* pointer, size_t bytes, bool poison) {
     (poison ? __asan_poison_memory_region : __asan_unpoison_memory_region)(gap, ALLOCATION_GAP);
   }
 #else
-  (void)pointer, (void)bytes, (void)poison;
+  (void)pointer;
+  (void)bytes;
+  (void)poison;
 #endif
 }
 

@@ -132,7 +132,8 @@ void wgmma_fence(Site at);
 void wgmma_commit(Site at);
 void wgmma_wait(int groups, Site at);
 
-void setmaxnreg(int registers, bool increase, Site at);
+// ctas: that the kernel's launch bounds ask for on an SM, since the registers at the start depend on them.
+void setmaxnreg(int registers, int ctas, bool increase, Site at);
 
 // ---- programmatic dependent launch ----
 

@@ -27,14 +27,16 @@ namespace {
 constexpr uint32_t IN_FLIGHT = 0xffa5a5a5;
 
 void observe_read(const void* pointer, size_t bytes) {
-  (void)pointer, (void)bytes;
+  (void)pointer;
+  (void)bytes;
 #if defined(SIMT_TSAN)
   __tsan_read_range(const_cast<void*>(pointer), bytes);
 #endif
 }
 
 void observe_write(void* pointer, size_t bytes) {
-  (void)pointer, (void)bytes;
+  (void)pointer;
+  (void)bytes;
 #if defined(SIMT_TSAN)
   __tsan_write_range(pointer, bytes);
 #endif
@@ -43,7 +45,9 @@ void observe_write(void* pointer, size_t bytes) {
 // Has `proxy` read what f() says, as one that has seen what was released on `issue`, and releases what
 // it has done on `proxy`.
 template <class F> void observe_as(void*& proxy, const void* issue, F f) {
-  (void)proxy, (void)issue, (void)f;
+  (void)proxy;
+  (void)issue;
+  (void)f;
 #if defined(SIMT_TSAN)
   void* const caller = __tsan_get_current_fiber();
   __tsan_switch_to_fiber(proxy, 1);
@@ -157,7 +161,8 @@ void for_parts(unsigned char* shared, int line_bytes, const Pieces& pieces, F f)
       const uint64_t place = swizzle(reinterpret_cast<uintptr_t>(shared), line_bytes);
       f(line_bytes ? reinterpret_cast<unsigned char*>(place) : shared,
         piece.first ? piece.first + done : nullptr, bytes);
-      shared += bytes, done += bytes;
+      shared += bytes;
+      done += bytes;
     }
   }
 }
@@ -318,7 +323,9 @@ Step& join(Warpgroup& w, Step::Kind kind, int value, bool& first, Site at) {
   first = i == w.steps.size();
   if (first) {
     w.steps.emplace_back();
-    w.steps.back().kind = kind, w.steps.back().at = at, w.steps.back().value = value;
+    w.steps.back().kind = kind;
+    w.steps.back().at = at;
+    w.steps.back().value = value;
   }
   Step& step = w.steps[i];
   if (step.kind != kind || step.value != value || !same_site(step.at, at)) {
@@ -457,7 +464,8 @@ void to_floats_e4m3(const uint16_t* from, float* to, int rows, int columns, bool
     for (int c = 0; c < columns; c++) {
       const uint16_t word = from[r * columns + c];
       float* const low = to + 2 * r * columns + (by_rows ? c : 2 * c);
-      low[0] = values[word & 0xff], low[by_rows ? columns : 1] = values[word >> 8];
+      low[0] = values[word & 0xff];
+      low[by_rows ? columns : 1] = values[word >> 8];
     }
   }
 }
@@ -488,7 +496,8 @@ void multiply_add_e4m3(float* sum, const float* A, const float* B, int n, bool a
       Row plain = {};  // for NaN and infinity
       Bits total = {};
       for (const Row& term : terms) {
-        plain += term, total += __builtin_convertvector(term * inverse, Bits);
+        plain += term;
+        total += __builtin_convertvector(term * inverse, Bits);
       }
       const Row result = __builtin_convertvector(total, Row) * unit;
       d = largest == exponent_bits ? plain : (Row)((Bits)result & ~0x3ff);
@@ -625,7 +634,8 @@ void retire(Warpgroup& w, int groups, Site at) {
         w.chains.remove_if([&](const Chain& chain) { return &chain == step.chain; });
       }
     }
-    w.steps.pop_front(), w.first++;
+    w.steps.pop_front();
+    w.first++;
     if (b.runner->failed) switch_fibers(fiber_of(self), b.runner->scheduler);
   }
 }
@@ -702,7 +712,8 @@ void arrive_after_copies(uint64_t* barrier, Site at) {
   t.is_copies = true;
   for (auto& group : self->copy_groups) t.copies.insert(t.copies.end(), group.begin(), group.end());
   t.copies.insert(t.copies.end(), self->open_copies.begin(), self->open_copies.end());
-  self->copy_groups.clear(), self->open_copies.clear();
+  self->copy_groups.clear();
+  self->open_copies.clear();
   start_load(std::move(t));
 }
 
@@ -832,7 +843,8 @@ void wgmma(const Product& p, Site at) {
     if (!p.a) check_descriptor("A", p.a_s, 64, p.trans_a, at);
     check_descriptor("B", p.b_s, p.n, p.trans_b, at);
     step.product = p;
-    step.chain = mine, step.starts_chain = !mine;
+    step.chain = mine;
+    step.starts_chain = !mine;
     if (p.a) step.a.resize(128);
     if (!mine) {
       w.chains.emplace_back();
@@ -897,7 +909,10 @@ void wgmma_commit(Site at) {
 void wgmma_wait(int groups, Site at) {
   const Unobserved unobserved;
   Warpgroup& w = warpgroup(at);
-  if (!w.arrived) w.wait_groups = groups, w.wait_at = at;
+  if (!w.arrived) {
+    w.wait_groups = groups;
+    w.wait_at = at;
+  }
   if (w.wait_groups != groups || !same_site(w.wait_at, at)) {
     fail(at, "divergent warpgroup: others wait at %s", name_of(w.wait_at).c_str());
   }
@@ -912,13 +927,15 @@ void wgmma_wait(int groups, Site at) {
   acquire(&self->block->proxies[self->linear / 128]);
 }
 
-void setmaxnreg(int registers, bool increase, Site at) {
+void setmaxnreg(int registers, int ctas, bool increase, Site at) {
   const Unobserved unobserved;
   if (registers < 24 || registers > 256 || registers % 8) {
     fail(at, "setmaxnreg: %d registers are no multiple of 8 from 24 to 256", registers);
   }
   bool first;
   join(warpgroup(at), Step::Kind::registers, registers, first, at);
+  const int threads = int(self->block->fibers.size());
+  if (self->registers == launch_registers(threads)) self->registers = launch_registers(ctas * threads);
   const int more = registers - self->registers;
   if (increase ? more < 0 : more > 0) {
     fail(at, "setmaxnreg: from %d to %d registers is no %s", self->registers, registers,

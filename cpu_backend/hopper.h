@@ -78,8 +78,8 @@ inline void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool
   simt::wgmma({N, element_of<E>, false, TRANS_B != 0, accumulate, d, a, 0, b}, at);
 }
 
-template <int N> inline void setmaxnreg_dec(SIMT_CALLER) { simt::setmaxnreg(N, false, at); }
-template <int N> inline void setmaxnreg_inc(SIMT_CALLER) { simt::setmaxnreg(N, true, at); }
+template <int N, int CTAS = 1> inline void setmaxnreg_dec(SIMT_CALLER) { simt::setmaxnreg(N, CTAS, false, at); }
+template <int N, int CTAS = 1> inline void setmaxnreg_inc(SIMT_CALLER) { simt::setmaxnreg(N, CTAS, true, at); }
 
 template <bool TRANS>
 inline void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4], SIMT_CALLER) {

@@ -127,7 +127,9 @@ __attribute__((noinline)) void mma_sync(fragment<accumulator, 16, 16, 16, Sum>& 
       const auto& m = *static_cast<const detail::MmaArgs<T, Sum>*>(args[lane]);
       for (int i = 0; i < 8; i++) {
         const int r = detail::row_of(lane, i), col = detail::col_of(lane, i);
-        A[r][col] = float(m.a[i]), B[r][col] = float(m.b[i]), D[r][col] = float(m.c[i]);
+        A[r][col] = float(m.a[i]);
+        B[r][col] = float(m.b[i]);
+        D[r][col] = float(m.c[i]);
       }
     }
     for (int i = 0; i < 16; i++) {

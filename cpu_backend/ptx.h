@@ -178,7 +178,8 @@ inline void ldmatrix_x4(uint32_t (&r)[4], SharedAddress row, SIMT_CALLER) {
 }
 inline void ld_shared_pair(uint32_t (&r)[2], SharedAddress from, SIMT_CALLER) {
   const uint2 x = ld_shared<uint2>(reinterpret_cast<const void*>(from), at);
-  r[0] = x.x, r[1] = x.y;
+  r[0] = x.x;
+  r[1] = x.y;
 }
 template <int N, bool TRANS>
 inline void stmatrix(void* row_s, const uint32_t (&r)[N], SIMT_CALLER) {
@@ -237,7 +238,10 @@ inline void mma_m16n8k16(float& d0, float& d1, float& d2, float& d3, const uint3
   simt::warp_collective(~0u, &mine, [](void* const args[32], unsigned) {
     multiply_matrices<16, 2>(args, ElementOfWord<E>());
   }, at);
-  d0 = d[0], d1 = d[1], d2 = d[2], d3 = d[3];
+  d0 = d[0];
+  d1 = d[1];
+  d2 = d[2];
+  d3 = d[3];
 }
 
 // D += A @ B, [16][32] @ [32][8], e4m3.
@@ -249,7 +253,10 @@ inline void mma_m16n8k32_e4m3(float& d0, float& d1, float& d2, float& d3, const 
   simt::warp_collective(~0u, &mine, [](void* const args[32], unsigned) {
     multiply_matrices<32, 4>(args, E4m3OfWord());
   }, at);
-  d0 = d[0], d1 = d[1], d2 = d[2], d3 = d[3];
+  d0 = d[0];
+  d1 = d[1];
+  d2 = d[2];
+  d3 = d[3];
 }
 
 inline uint32_t cvt_rn_satfinite_e4m3x4(float a, float b, float c, float d) {

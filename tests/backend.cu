@@ -991,6 +991,16 @@ TEST_CASE("registers") {
       },
       {"deadlock in ", "wait for registers (setmaxnreg)"}, 384);
   expect_hopper_report(
+      "too many registers beside other CTAs",  // with three, 256 threads start with 80 each
+      [](const HopperArgs) {
+        if (threadIdx.x >= 128) {
+          setmaxnreg_dec<24, 3>();
+        } else {
+          setmaxnreg_inc<144, 3>();
+        }
+      },
+      {"deadlock in ", "wait for registers (setmaxnreg)"}, 256);
+  expect_hopper_report(
       "no increase", [](const HopperArgs) { setmaxnreg_inc<160>(); },
       {"setmaxnreg: from 168 to 160 registers is no increase"}, 384);
   expect_hopper_report(

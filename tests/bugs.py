@@ -50,9 +50,10 @@ FLAGS = ["-std=c++17", "-O0", "-march=native", "-ffp-contract=off", *auto_var_in
 SANITIZE = {"plain": [], "thread": ["-fsanitize=thread", "-g1"],
             "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1"]}
 ENGINE = {"plain": [], "thread": ["-DSIMT_TSAN"], "address": ["-DSIMT_ASAN"]}
-SWITCHED = ["sdpa.cu", "sdpa_backward.cu", "harness.cu", "harness_backward.cu", "reference.cpp"]  # compiled into the programs in C++
+# Compiled into the programs in C++.
+SWITCHED = ["sdpa.cu", "sdpa_backward.cu", "reference.cpp", *("harness/" + name for name in sorted(os.listdir(f"{ROOT}/harness")))]
 OF_LINES = ["sdpa.cu", "sdpa_backward.cu"]  # of these the kernels of a line
-PYTORCH = "bindings/pytorch.cpp"
+PYTORCH = [path for path in Tree().sources("bindings/pytorch.cpp") if "pytorch" in path]  # compiled into the PyTorch binding
 
 
 class Broken(Exception):
@@ -163,7 +164,7 @@ class Builder:
     def tree(self, texts):
         """A folder like ROOT with these texts: what is included from it is links."""
         folder = self.path(f"tree{next(self.numbers)}")
-        for inner in ("", "tests"):
+        for inner in ("", "tests", "harness"):
             os.mkdir(os.path.join(folder, inner))
             for name in os.listdir(os.path.join(ROOT, inner)):
                 if os.path.join(inner, name) not in texts and (inner or name in (*SWITCHED, "cpu_backend", "bindings")):
@@ -184,7 +185,7 @@ class Builder:
                                     *words, "-x", "c++", "-c", os.path.join(folder, source), "-o", f"{folder}.o")
             except Broken as error:
                 bad = {made[name][1].get(int(line)) for name, line in re.findall(
-                    r"(?:^|/)([\w.]+):(\d+):\d+: (?:fatal )?error", str(error), re.MULTILINE) if name in made} - {None}
+                    r"(?:^|/)((?:harness/)?[\w.]+):(\d+):\d+: (?:fatal )?error", str(error), re.MULTILINE) if name in made} - {None}
                 if not bad:
                     raise
                 self.rejected |= bad
@@ -202,8 +203,9 @@ class Builder:
 
     def switched_copy(self):
         """A copy with all bugs of the PyTorch binding, whose compilation takes a minute."""
-        text = mutations.schemata(read(PYTORCH), self.switches[PYTORCH])[0]
-        return self.copy({PYTORCH: f'#include "{self.path("mutant.h")}"\n{text}'})
+        texts = {name: mutations.schemata(read(name), self.switches[name])[0] for name in PYTORCH}
+        texts[PYTORCH[0]] = f'#include "{self.path("mutant.h")}"\n{texts[PYTORCH[0]]}'
+        return self.copy(texts)
 
     def cases(self, program):
         """{file: text} of a test in C++ with only some of its test cases, which halves the time to compile it."""
@@ -330,7 +332,7 @@ def read_bugs(path):
 
 def try_pytest(builder, bug, text):
     """Runs a bug's tests in Python in a copy of all files."""
-    if bug.file == PYTORCH and any(bug.number == one.number for one in builder.switches[PYTORCH]):
+    if bug.file in PYTORCH and any(bug.number == one.number for one in builder.switches[bug.file]):
         folder, mutant = builder.switched_copy(), {"MUTANT": str(bug.number)}
     else:
         folder, mutant = builder.copy({bug.file: text}), {}
@@ -450,7 +452,7 @@ DRAWN_PROGRAMS = {
     "contract": (Program(knobs=f"{ROLES} VEC_WIDTH=8 BLOCK_M=64 NUM_WARPS=4 BLOCK_N=16 USE_BIAS=2", tests="contract"),
                  ["--test-case-exclude=changed_*,failed_launches,many_keys,workspace",
                   "--test-case=changed_*,failed_launches,many_keys,workspace"]),
-    "unit": (Program(tests="unit"), ["--test-case-exclude=exp2,witness_of_all,every_row*,given,seeds,spoiled,inputs",
+    "unit": (Program(tests="unit"), ["--test-case-exclude=exp2,reference_kernel_of_all,every_row*,given,seeds,spoiled,inputs",
                                      "--test-case=every_row,given,seeds,spoiled,inputs"]),
     "plan": (Program(tests="plan"), ["--test-case=sequences,scalar,roles,chunk,decode,paged"],
              "plan|^for_each_tile|^invariant|^rounds_at_once|^items_of|^grid_of|^memory_of|^(workspace|scratch)_bytes|^Sequence"),
@@ -534,7 +536,7 @@ def drawn_in_programs(builder, pool, drawn, count):
 
 # tests/test_NAME.py of a file that has another name.
 TESTS_OF = {"inlining": "extract", "minimal": "extract", "concrete": "extract", "builds": "engine", "cli": "tools",
-            "ablate": "tools", "peers": "tools", "ncu": "tools", "search": "tune", "ladders": "rungs",
+            "steps": "rungs", "peers": "tools", "ncu": "tools", "search": "tune", "ladders": "rungs",
             "report_charts": "page", "report_rows": "page", "append": "flash_attn_interface",
             "transformers_attention": "transformers", "context_parallel": "frameworks", "wheel_backend": "pip",
             "__main__": "pip", "accuracy": "page", "stress": "tools", "sweep": "tools"}
@@ -597,7 +599,7 @@ def main():
             return 1
         switches = defaultdict(list)
         for bug in bugs:
-            if bug.file in (*SWITCHED, PYTORCH):
+            if bug.file in (*SWITCHED, *PYTORCH):
                 switches[bug.file] += mutations.switches_of(read(bug.file), edited[bug.number], bug.number) or []
         for number, one in drawn.items():
             if one.file in SWITCHED:

@@ -1,4 +1,4 @@
-// The checker checked: the tolerances, the reference, the witness, and what becomes of results that are wrong in one way.
+// The checker checked: the tolerances, the reference, the reference kernel, and what becomes of results that are wrong in one way.
 // Included by unit.cu.
 
 #include <iterator>
@@ -20,7 +20,7 @@ struct ChangedLine {
   const Line before = line;
   ~ChangedLine() {
     now = before;
-    has_witness = false, affordable_macs = 1.5e9, witness_elements = size_t(1) << 26;
+    has_reference_kernel = false, affordable_macs = 1.5e9, reference_kernel_elements = size_t(1) << 26;
     make_tensor = make_placed_tensor, check_more = [](Instance&) { return string(); };
     spoil = nullptr;
     spoilt = sdpa_forward;
@@ -113,7 +113,7 @@ TEST_CASE("tolerances") {
   CHECK((t.rel_rms == 8e-3 + 1 / 32.0 && t.max_abs == 8e-3 + 1 / 32.0 && t.lse == 1e-3 + 1 / 32.0));
 }
 
-// Heads are compared apart and then merged, as the comparison with the witness does: the verdict and the figures must be
+// Heads are compared apart and then merged, as the comparison with the reference kernel does: the verdict and the figures must be
 // those of one comparison of all rows. Each fault is one that another statistic of the merged rows must find.
 TEST_CASE("merged_rows") {
   const Tolerance usual = fp16.tolerance, e4m3 = reference::e4m3.tolerance;
@@ -249,23 +249,23 @@ TEST_CASE("formula") {
   CHECK(counts_right == problems);
 }
 
-// ---- the witness ----
+// ---- the reference kernel ----
 
-template <class Q, class T = Q> static cudaError_t witness_of(const Instance& instance, float* O, float* LSE) {
-  return launch_witness<Q, T>(instance.params, 0, int(heads_of(instance.problem, Tensor::O)), O, LSE);
+template <class Q, class T = Q> static cudaError_t reference_kernel_of(const Instance& instance, float* O, float* LSE) {
+  return launch_reference_kernel<Q, T>(instance.params, 0, int(heads_of(instance.problem, Tensor::O)), O, LSE);
 }
 
-// The witness against the reference, for inputs of each type and everything that a problem may have.
-TEST_CASE("witness_of_all") {
+// The reference kernel against the reference, for inputs of each type and everything that a problem may have.
+TEST_CASE("reference_kernel_of_all") {
   ChangedLine changed;
   make_tensor = make_placed_tensor;
   changed.now.has_lengths = true;
   uint64_t state = 3;
   const auto draw = [&](int size) { return int((state = reference::mix(state)) % uint64_t(size)); };
   constexpr int sizes[][2] = {{64, 64}, {32, 48}, {48, 32}, {128, 128}, {96, 64}, {64, 192}, {256, 40}, {80, 80}};
-  constexpr decltype(&witness_of<__half>) witnesses[] = {witness_of<__half>, witness_of<__nv_bfloat16>, witness_of<__nv_fp8_e4m3>,
-                                                         witness_of<uint8_t>, witness_of<__half, __nv_fp8_e4m3>,
-                                                         witness_of<__nv_bfloat16, __nv_fp8_e4m3>};
+  constexpr decltype(&reference_kernel_of<__half>) reference_kernels[] = {reference_kernel_of<__half>, reference_kernel_of<__nv_bfloat16>, reference_kernel_of<__nv_fp8_e4m3>,
+                                                         reference_kernel_of<uint8_t>, reference_kernel_of<__half, __nv_fp8_e4m3>,
+                                                         reference_kernel_of<__nv_bfloat16, __nv_fp8_e4m3>};
   const char* const dists_of_all[] = {"normal", "outliers", "uniform", "ramps"};
   for (int n = 0; n < 96; n++) {
     const int types = n % 6;  // of the last two Q has 16 bits, and K and V have 8
@@ -288,7 +288,7 @@ TEST_CASE("witness_of_all") {
     const auto rows = reference::rows_to_check(instance.problem, 0, 32, 1e12);
     const auto want = reference::attend(instance.problem, rows);
     std::vector<float> O(rows.size() * line.Dv), LSE(rows.size());
-    CHECK(witnesses[types](instance, O.data(), LSE.data()) == cudaSuccess);
+    CHECK(reference_kernels[types](instance, O.data(), LSE.data()) == cudaSuccess);
     Comparison comparison(fp16, false);
     for (size_t i = 0; i < rows.size(); i++) comparison.add(rows[i], want[i], &O[i * line.Dv], LSE[i]);
     const double limit = 1e-5 * std::max(1.0, comparison.largest_lse / 32);
@@ -399,11 +399,11 @@ TEST_CASE("given") {
 
 // ---- results that are wrong in one way ----
 
-// The witness as a kernel, rounded: of everything that a problem may have but pages. Rows that are no query stay as they are.
-static SdpaStatus forward_by_witness(const SdpaParams& p, cudaStream_t) {
+// The reference kernel as a kernel, rounded: of everything that a problem may have but pages. Rows that are no query stay as they are.
+static SdpaStatus forward_by_reference_kernel(const SdpaParams& p, cudaStream_t) {
   const int heads = (p.q_starts ? 1 : p.B) * p.Hq, rows = heads * p.Sq;
   std::vector<float> O(size_t(rows) * p.Dv), LSE(rows);
-  launch_witness<__half, __half>(p, 0, heads, O.data(), LSE.data());
+  launch_reference_kernel<__half, __half>(p, 0, heads, O.data(), LSE.data());
   cudaDeviceSynchronize();
   for (int row = 0; row < rows; row++) {
     const int head = row / p.Sq, q = row % p.Sq;
@@ -593,7 +593,7 @@ TEST_CASE("spoiled_queries") {
   ChangedLine changed;
   changed.now.forward = forward_and_spoil;
   changed.now.has_lengths = true;
-  spoilt = forward_by_witness;
+  spoilt = forward_by_reference_kernel;
   for (const char* words : {"--check-only --shape 5,2,1,12,30 --q-lengths --seeds 2", "--check-only --shape 5,2,1,12,30 --q-lengths --lengths --seeds 3"}) {
     CHECK(sweep(words).code == 0);
     for (bool is_query : {false, true}) {
@@ -639,7 +639,7 @@ TEST_CASE("guards") {
   ChangedLine changed;
   changed.now.forward = forward_and_spoil;
   changed.now.use_bias = 2;
-  spoilt = forward_by_witness;
+  spoilt = forward_by_reference_kernel;
   changed.now.facts_of = [](const SdpaParams& p) {
     KernelFacts facts = facts_of(p);
     facts.workspace_bytes = facts.scratch_bytes = facts.bias_map_bytes = 256;
@@ -804,40 +804,40 @@ TEST_CASE("chain") {
   watched = nullptr;
 }
 
-// Where the reference sees a part of the rows, the witness finds an error in the others, several heads at a time, and is
+// Where the reference sees a part of the rows, the reference kernel finds an error in the others, several heads at a time, and is
 // itself compared with the reference.
-TEST_CASE("every_row_by_the_witness") {
+TEST_CASE("every_row_by_the_reference_kernel") {
   ChangedLine changed;
   changed.now.forward = forward_and_spoil;
   const std::string words = "--check-only --shape 2,3,1,70,9 --repeats 1";
   CHECK(sweep(words).of("rows_checked") == "420");
-  has_witness = true, affordable_macs = 1e4;
+  has_reference_kernel = true, affordable_macs = 1e4;
   for (int heads_at_once : {1, 2, 4, 6}) {
-    witness_elements = heads_at_once * 70 * 64;
+    reference_kernel_elements = heads_at_once * 70 * 64;
     Swept run = sweep(words);
     CHECK((run.code == 0 && run.of("rows_witnessed") == "420" && std::stoi(run.of("rows_checked")) < 100));
     for (int head = 0; head < 6; head += heads_at_once == 2 ? 1 : 5) {
       const int row = head * 70 + 37;  // not beside an edge, and not drawn for these
       run = sweep(words, [&](const SdpaParams& p, int) { if (p.LSE) element(p, row, 63) = rounded<Output>(4); });
-      CHECK((run.code == 1 && says(run, format("against the witness: O(b=%d,h=%d,q=37,d=63)", head / 3, head % 3))));
+      CHECK((run.code == 1 && says(run, format("against the reference kernel: O(b=%d,h=%d,q=37,d=63)", head / 3, head % 3))));
       run = sweep(words, [&](const SdpaParams& p, int) { if (p.LSE) p.LSE[row] += 1; });
-      CHECK((run.code == 1 && says(run, format("against the witness: LSE(b=%d,h=%d,q=37)", head / 3, head % 3))));
+      CHECK((run.code == 1 && says(run, format("against the reference kernel: LSE(b=%d,h=%d,q=37)", head / 3, head % 3))));
     }
   }
   // O that is truncated is found although the reference sees too few rows to judge, and so has each head.
   for (int heads_at_once : {1, 4}) {
-    witness_elements = heads_at_once * 12 * 64;
+    reference_kernel_elements = heads_at_once * 12 * 64;
     const Swept run = sweep("--check-only --shape 2,3,1,12,9", [](const SdpaParams& p, int) {
       for (int i = 0; i < 72 * 64 && p.LSE; i++) {
         Output& x = element(p, i / 64, i % 64);
         if (i % 4 && std::fabs(to_float(x)) < 0.5f) move(x, -1);
       }
     });
-    CHECK((run.code == 1 && says(run, "against the witness: O is not rounded to nearest")));
+    CHECK((run.code == 1 && says(run, "against the reference kernel: O is not rounded to nearest")));
   }
   Problem p;
   p.B = 2, p.Hq = 3, p.Hkv = 1, p.Sq = 70, p.Sk = 9;
-  // A kernel that is right, and a witness that has another scale.
+  // A kernel that is right, and a reference kernel that has another scale.
   spoil = nullptr;
   changed.now.forward = [](const SdpaParams& g, cudaStream_t stream) {
     SdpaParams right = g;
@@ -848,9 +848,9 @@ TEST_CASE("every_row_by_the_witness") {
   instance.set_inputs(0);
   instance.params.scale = 0.13f;
   Figures figures;
-  CHECK(instance.check(figures, 0).find("the witness is wrong: ") == 0);
+  CHECK(instance.check(figures, 0).find("the reference kernel is wrong: ") == 0);
   // Without one, rows that nobody compares must be finite.
-  has_witness = false, changed.now.forward = forward_and_spoil;
+  has_reference_kernel = false, changed.now.forward = forward_and_spoil;
   const Swept run = sweep(words, [&](const SdpaParams& p, int) { if (p.LSE) element(p, 37, 1) = rounded<Output>(INFINITY); });
   CHECK((run.code == 1 && says(run, "O(b=0,h=0,q=37,d=1) is not finite")));
 }

@@ -51,7 +51,8 @@ PATHS = [
     Path("tiles that a warpgroup skips", r"^      mbarrier_wait\(&k_full\[ring\.stage\], ring\.parity\);", builds="SKIP_MASKED=1"),
     Path("a range without keys", r"if \(s\.item\[0\]\.rounds == 0\) rows\.start\(\)", whole=True),
     Path("a page", r"return min\(max\(ld_global<int>\(a\.p\.page_table"),
-    Path("rows of V behind the last key", r"st_shared\(reinterpret_cast<uint4\*>\(V_s\) \+ n \* panel \+ i, uint4\{\}\);"),
+    Path("rows of V behind the last key", r"st_shared\(reinterpret_cast<uint4\*>\(V_s\) \+ n \* panel \+ i, uint4\{\}\);",
+         builds="^(?!.*USE_PAGES=2)"),
     Path("queries of another sequence", r"st_shared\(reinterpret_cast<uint4\*>\(Q_s\) \+ \(panel \* panel_rows", builds="^(?!.*PACK_GQA)"),
     Path("rows of a sequence that ends in a tile", r"if \(q < item\.query_count\(a\.p\) && col < a\.p\.Dv\) st_global_v4"),
     # ---- sums and their merge ----

@@ -250,7 +250,7 @@ def told(run):
 
 @sdpa.LOAD
 def load_line(device, dtype, D, Dv, features, score_mod, mask_mod, line):
-    """pytorch.cpp's Load. What it hands over stays for the life of the process, since pytorch.cpp keeps it."""
+    """pytorch.h's Load. What it hands over stays for the life of the process, since pytorch.cpp keeps it."""
     mods = score_mod.decode(), mask_mod.decode()
     hides = bool(mods[1]) or features & sum(1 << sdpa.FEATURES.index(f"USE_BIAS={n}") for n in (1, 2, 3)) != 0
 

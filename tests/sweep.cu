@@ -506,11 +506,11 @@ Contents contents_of(const SdpaParams& p) {
 // The same before there is a launch; of pages one of each kind, as nearly every table has it.
 Contents drawn_contents(const Problem& p) {
   Contents c;
-  if (p.has_lengths) c.lengths = Instance::drawn_lengths(p, p.seed);
-  if (p.has_k_firsts) c.k_firsts = Instance::drawn_k_firsts(p, p.seed);
-  if (p.has_sinks) c.sinks = Instance::drawn_sinks(p, p.seed);
+  if (p.has_lengths) c.lengths = drawn_lengths(p, p.seed);
+  if (p.has_k_firsts) c.k_firsts = drawn_k_firsts(p, p.seed);
+  if (p.has_sinks) c.sinks = drawn_sinks(p, p.seed);
   const auto starts = [&](Tensor t, int rows) {
-    return Instance::beyond_tensor(Instance::drawn_starts(p, t, p.seed), rows, p.seed);
+    return beyond_tensor(drawn_starts(p, t, p.seed), rows, p.seed);
   };
   if (p.packs_q) c.q_starts = starts(Tensor::Q, p.Sq);
   if (p.packs_k) c.k_starts = starts(Tensor::K, p.Sk);
@@ -519,9 +519,9 @@ Contents drawn_contents(const Problem& p) {
 }
 // Keys of the longest sequence, as far as most_keys does not limit them.
 int longest_sequence(Problem p) {
-  p.most_keys = 0, p.k_firsts.clear(), p.k_lengths = Instance::keys_that_count(p, p.seed);
-  if (p.packs_q) p.q_starts = Instance::drawn_starts(p, Tensor::Q, p.seed);
-  if (p.packs_k) p.k_starts = Instance::drawn_starts(p, Tensor::K, p.seed);
+  p.most_keys = 0, p.k_firsts.clear(), p.k_lengths = keys_that_count(p, p.seed);
+  if (p.packs_q) p.q_starts = drawn_starts(p, Tensor::Q, p.seed);
+  if (p.packs_k) p.k_starts = drawn_starts(p, Tensor::K, p.seed);
   int longest = 0;
   for (int b = 0; b < p.B; b++) longest = std::max(longest, reference::sequence_of(p, b).Sk);
   return longest;
@@ -786,11 +786,11 @@ class Kinds {
   }
   // add() the sequences that end beside the edge of a tile, with a row of the tensor behind them.
   template <class Add> static void add_sequences(Problem p, const Add& add) {
-    if (p.has_lengths || p.most_keys) p.k_lengths = Instance::keys_that_count(p, p.seed);
-    if (p.has_q_lengths) p.q_lengths = Instance::drawn_q_lengths(p, p.seed);
-    if (p.has_k_firsts) p.k_firsts = Instance::drawn_k_firsts(p, p.seed);
-    if (p.packs_q) p.q_starts = Instance::drawn_starts(p, Tensor::Q, p.seed);
-    if (p.packs_k) p.k_starts = Instance::drawn_starts(p, Tensor::K, p.seed);
+    if (p.has_lengths || p.most_keys) p.k_lengths = keys_that_count(p, p.seed);
+    if (p.has_q_lengths) p.q_lengths = drawn_q_lengths(p, p.seed);
+    if (p.has_k_firsts) p.k_firsts = drawn_k_firsts(p, p.seed);
+    if (p.packs_q) p.q_starts = drawn_starts(p, Tensor::Q, p.seed);
+    if (p.packs_k) p.k_starts = drawn_starts(p, Tensor::K, p.seed);
     for (int b = 0; b < p.B; b++) {
       const reference::Sequence own = reference::sequence_of(p, b);
       const auto add_edge = [&](const char* group, int first, int rows, int all, int unit) {
@@ -798,8 +798,8 @@ class Kinds {
         const int past = (rows + 1) % unit;
         if (past < 3) add(group, past == 0 ? "before" : past == 1 ? "at" : "after");
       };
-      add_edge("rows_at_edge", own.first_query, own.Sq, p.Sq, Instance::rows_at_edge());
-      add_edge("keys_at_edge", own.first_key, own.Sk, p.Sk, Instance::keys_at_edge());
+      add_edge("rows_at_edge", own.first_query, own.Sq, p.Sq, rows_at_edge());
+      add_edge("keys_at_edge", own.first_key, own.Sk, p.Sk, keys_at_edge());
     }
   }
   // add() how the bias lies, and whether rounds are left out by a map: by one that the launch makes or that is kept.

@@ -19,7 +19,7 @@ def test_three_builds_of_a_line():
                          "--shape", "small")
     assert code == 0, err
     assert "There is no GPU here: no times." in err and " us " not in out
-    assert "A and B are the same machine code, launched by the same program: B is not timed." in out
+    assert "A and B have identical machine code and launch code: B is not timed." in out
     assert "A and C" not in out and out.count("small: PASS on the CPU backend") == 3
     rows = {line[0]: line.split() for line in out.splitlines() if line[1:4] == "   "}
     assert rows["A"] == rows["A"][:1] + rows["B"][1:] and rows["C"][-1].endswith("*")  # code bytes

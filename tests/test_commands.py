@@ -19,6 +19,7 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "tools"))
 import builds  # noqa: E402
+import cli  # noqa: E402
 import engine  # noqa: E402
 import tool  # noqa: E402
 
@@ -151,7 +152,7 @@ def test_run_all_names_them_too_and_builds_the_good_lines(built):
     ("--only=a --cpu --only b", 2, "--only is given twice; write --only 'a|b'"),
     ("--cpu --shape=small --causal=br --only=zzz=1", 2, "--only zzz=1: no line of configs.txt has such a name"),
     ("--cpu --only=scalar_vec(8){1}", 2, "--only scalar_vec(8){1}: CMake reads it, whose regular expressions have no {N}"),
-    ("--cpu -- --check-only --header", 2, "-- --header: for one executable alone; type: build/sdpa_NAME --header"),
+    ("--cpu -- --check-only --header", 2, "-- --header: only for a single executable; type: build/sdpa_NAME --header"),
     ("test --no-pytroch", 2, "test --no-pytroch: neither --all or --no-pytorch, which come first, nor an option of ctest; "
                              "did you mean --no-pytorch?"),
     ("test unit", 2, "test unit: want an option of ctest before it, as in -R unit"),
@@ -187,9 +188,9 @@ def test_few_lines_without_times_are_shown_each(built, german):
     assert [row[0] for row in rows] == ["1x2x2x20x20", "good2", "wide"] and rows[0][1:] == ["causal", "br,", "D=128", "fp16"]
     assert " ".join(rows[1][1:]) == "and 1 more skipped built with HEAD_DIM=64 and the shape has D=128"
     assert rows[2][1:3] == ["PASS", "rel_rms"] and 0 < float(rows[2][3].rstrip(",")) < 1e-3
-    assert "1 line checked on the CPU backend, 0 not as they should be, 2 skipped" in err and err.count("skipped") == 1
+    assert "1 line checked on the CPU backend, 0 failed, 2 skipped" in err and err.count("skipped") == 1
     rows, err = table("--only", "good2", "--shape", "small")
-    assert rows[1][:3] == ["good2", "PASS", "rel_rms"] and "1 line checked on the CPU backend, 0 not as they should be;" in err
+    assert rows[1][:3] == ["good2", "PASS", "rel_rms"] and "1 line checked on the CPU backend, 0 failed;" in err
     code, _, err = run(RUN_ALL, "--cpu", "--only", "good2", "--shape", "1,2,2,20,20,128",
                        SDPA_CONFIGS=str(built[0] / "few.txt"), SDPA_BUILD_DIR=str(built[0] / "build"))
     assert code == 77 and "nothing was checked, since every line was skipped" in err
@@ -223,7 +224,7 @@ def test_ctrl_c_while_building(tmp_path):
     os.killpg(process.pid, signal.SIGINT)
     said = "".join(said) + process.stderr.read()
     assert process.wait() == 130, said
-    assert f"stopped while building, 1 line of 2 compiled; the same command goes on there, in {tmp_path}/build-cpu" in said
+    assert f"stopped while building, 1 line of 2 compiled; the same command continues in {tmp_path}/build-cpu" in said
 
 
 def test_ctrl_c_while_running(built):
@@ -272,7 +273,7 @@ def test_environment(tmp_path):
     for archs in ("native", "80-real;90a-real", "120f-virtual", "89"):
         assert run(RUN_ALL, "list", "^scalar_minimal$", SDPA_ARCHS=archs)[0] == 0
     assert "JOBS=abc: want a number of processes" in run(RUN_ALL, "--cpu", JOBS="abc")[2]
-    assert "/proc/none-cpu: no folder that can be written to" in run(RUN_ALL, "--cpu", SDPA_BUILD_DIR="/proc/none")[2]
+    assert "/proc/none-cpu: not a writable folder" in run(RUN_ALL, "--cpu", SDPA_BUILD_DIR="/proc/none")[2]
     build = dict(SDPA_BUILD_DIR=str(tmp_path / "build"))
     (tmp_path / "empty.txt").write_text("# nothing\n")
     sentence = "empty.txt: no configuration in it; a line is NAME KNOB=VALUE ..."
@@ -295,7 +296,7 @@ def test_a_harness_that_does_not_compile_is_said_once(tmp_path):
     there = tmp_path / "there"
     shutil.copytree(ROOT, there, ignore=lambda folder, names: [
         name for name in names if name in (".git", "results", "docs") or name.startswith("build")])
-    (there / "harness.cu").write_text("#error no check today\n")
+    (there / "harness/main.cu").write_text("#error no check today\n")
     code, _, err = run(str(there / "run_all.sh"), "--cpu", "--only", "^scalar_(minimal|vec8)$", SDPA_BUILD_DIR=str(tmp_path / "b"))
     assert code == 2 and err.count("no check today") == 1, err
     assert "the harness, which all lines share, does not compile:" in err
@@ -322,7 +323,7 @@ def test_one_job_at_a_time_in_a_folder(built):
     with open(build / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, _, err = run(RUN_ALL, "--cpu", SDPA_BUILD_DIR=str(built[0] / "build"))
-    assert code == 2 and f"{build}: another run_all.sh is at work there; wait, or set SDPA_BUILD_DIR" in err
+    assert code == 2 and f"{build}: another run_all.sh is running there; wait, or set SDPA_BUILD_DIR" in err
 
 
 def test_a_link_from_another_folder(built):
@@ -412,7 +413,7 @@ def test_what_a_command_starts_has_a_decimal_point(tmp_path):
 def test_progress_on_a_terminal():
     """In one place; a line each on one that cannot. Without colours where nobody reads."""
     command = RUN_ALL, "--cpu", "--only", "^scalar_vec2$"
-    refused = "run_all.sh: /proc/none-cpu: no folder that can be written to; set SDPA_BUILD_DIR to one\n"
+    refused = "run_all.sh: /proc/none-cpu: not a writable folder; set SDPA_BUILD_DIR to one\n"
     for term, start in (("xterm", "\r\033[Kreading configs.txt"), ("dumb", "reading configs.txt\n"), (None, "reading configs.txt\n")):
         code, said = on_a_terminal(*command, TERM=term, SDPA_BUILD_DIR="/proc/none")
         assert (code, said) == (2, start + refused), term
@@ -437,7 +438,7 @@ def test_help_needs_nothing(no_python):
         if command in ("list", "test"):  # of run_all.sh itself
             assert code == 0 and out.startswith("usage: ./run_all.sh " + command) and not err
             continue
-        text = builds.Tree().read(f"tools/{ {'profile': 'ncu', 'results': 'page'}.get(command, command)}.py")
+        text = builds.Tree().read(f"tools/{cli.MODULES.get(command, command)}.py")
         usage = re.sub(r"\n+", "\n", ast.get_docstring(ast.parse(text)) + "\n")
         assert (code, out, err) == (0, usage, "") and f"./run_all.sh {command}" in usage, command
     assert run(RUN_ALL, "ab", "scalar_vec8", "-h", PATH=no_python)[0] == 0
@@ -556,7 +557,7 @@ def test_a_full_disk(tmp_path, size, words):
 def test_a_checkout_that_cannot_be_written_to(words):
     code, _, err = in_own_mounts(f"mount --bind {ROOT} {ROOT} && mount -o remount,ro,bind {ROOT} && cd {ROOT}", os.path.join(ROOT, "run_all.sh"),
                                  *words.split(), SDPA_BUILD_DIR="")
-    assert code in (2, 3) and re.search("set SDPA_BUILD_DIR to (one|a folder that can be written to)$", err), err
+    assert code in (2, 3) and re.search("set SDPA_BUILD_DIR to (one|a writable folder)$", err), err
 
 
 @pytest.mark.parametrize("name, value", [("SDPA_BUILD_DIR", "a;b"), ("SDPA_BUILD_DIR", "a\nb"), ("SDPA_CONFIGS", "/a;b.txt")])
@@ -593,7 +594,7 @@ def test_stdout_that_cannot_be_written_to(words):
     ("sdpa_good2", "--shape", 2, "--shape: its value is missing"), ("sdpa_good2", "--check-only=1", 2, "--check-only: it takes no value"),
     ("sdpa_good2", "--header=", 2, "--header: it takes no value"), ("sdpa_good2", "--frob=1", 2, "--frob: no such option"),
     ("sdpa_good2", "--causal=br --causal off", 2, "--causal is given twice"), ("sdpa_good2", "--dist=a=b", 2, "--dist a=b: want"),
-    ("sdpa_good2", "--help", 0, "(on a terminal it tells in words; rows of CSV go to a file or a pipe)")])
+    ("sdpa_good2", "--help", 0, "(prints a summary to a terminal, CSV rows to a file or a pipe)")])
 def test_a_program(built, program, words, code, sentence):
     found, out, err = run(built[0] / "build-cpu" / program, *words.split())
     assert found == code and sentence in " ".join(out.split()) + err

@@ -18,12 +18,12 @@ sys.path.insert(0, os.path.join(ROOT, "tools"))
 
 import ab  # noqa: E402
 import ab_trial  # noqa: E402
-import ablate  # noqa: E402
 import accuracy  # noqa: E402
 import builds  # noqa: E402
 import engine  # noqa: E402
 import gates  # noqa: E402
 import peers  # noqa: E402
+import steps  # noqa: E402
 
 
 class FakeGpu:
@@ -584,14 +584,14 @@ def test_comments_change_no_program(repository):
 
 
 @pytest.mark.parametrize("words,sentence", [
-    ("gone:kept kept", "gone: git knows no such commit here"),
+    ("gone:kept kept", "gone: no such commit in this repository"),
     ("HEAD:wide kept", "HEAD:wide: no line of configs.txt has that name; ./run_all.sh list has them all"),
     ("HEAD~1:old kept", "HEAD~1: its bindings/library.cu has no sdpa_library_params_bytes"),
-    ("cublas STAGES=3", "STAGES=3: of the knobs cublas has DTYPE and HEAD_DIM"),
+    ("cublas STAGES=3", "STAGES=3: cublas has only the knobs DTYPE and HEAD_DIM"),
     ("kepd wide", "kepd: no line of configs.txt has that name; did you mean kept?"),
     ("kept FROB=1", "FROB=1: no knob is called FROB in the working tree; the knobs are STAGES HEAD_DIM"),
     ("kept arch=90a", "arch=90a is no knob"),
-    ("STAGES=3 kept", "STAGES=3: a changed knob stands behind the line"),
+    ("STAGES=3 kept", "STAGES=3: a knob must follow the line"),
     ("torch:frob kept", "torch:frob: want torch:cudnn, torch:flash, torch:efficient, torch:math, torch:fa3, torch:fa3_tokenspeed, torch:fa4, flashinfer"),
     ("kept STAGES=5", "kept STAGES=5: STAGES: at most 4. Type STAGES=1"),
     ("kept", "give a line and at least one KNOB=VALUE, or two contenders"),
@@ -652,7 +652,7 @@ def test_what_a_gpu_cannot_run_is_refused(repository, monkeypatch):
 def test_commits_are_asked_of_a_clone_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(builds, "ROOT", str(tmp_path))  # an unpacked archive
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    with pytest.raises(builds.Refused, match="^main~20: these sources are no clone of the repository, so there are no commits here$"):
+    with pytest.raises(builds.Refused, match="^main~20: this folder is not a git repository, so it has no commits$"):
         builds.parse_contenders(["main~20:scalar_minimal"])
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(builds.Refused, match="^main~20: git is missing; install it with: sudo apt-get install git$"):
@@ -699,7 +699,7 @@ def test_which_gpus_a_line_runs_on(own, archs):
 def test_words_of_three_compilers(text, words):
     assert builds.assertion_words(f"first\n{text}\n  note: in an expansion\n") == words
     assert builds.compiler_words(f"first\n{text}\nlast\n") == (words or text or "last")
-    assert builds.compiler_words("") == "the compiler said nothing"
+    assert builds.compiler_words("") == "the compiler printed nothing"
 
 
 # ---- building, by a compiler that writes down its words ----
@@ -834,7 +834,7 @@ def test_the_mix_of_instructions(tmp_path, monkeypatch):
 
 def test_what_python_shares_with_the_sources():
     """Named problems and limits."""
-    named = re.search(r"named_shapes\[\] = {(.*?)};", builds.Tree().read("harness.cu"), re.DOTALL)[1]
+    named = re.search(r"named_shapes\[\] = {(.*?)};", builds.Tree().read("harness/options.h"), re.DOTALL)[1]
     assert {name: ",".join(map(str, sizes)) for name, sizes in engine.SHAPES.items()} == dict(re.findall(r'{"(\w+)", +"([\d,]+)"}', named))
     types = re.findall(r"constexpr Type \w+{\"(\w+)\".*?{([-\d.e]+), ([-\d.e]+), ([-\d.e]+)", builds.Tree().read("reference.cpp"))
     limits = {name: tuple(map(float, limits)) for name, *limits in types}
@@ -999,21 +999,21 @@ def test_a_sustained_comparison(course, tmp_path, capsys):
 
 
 def test_a_wrong_side_gets_no_time(course, tmp_path, capsys):
-    with pytest.raises(builds.Refused, match=r"B \(other\) gives wrong results at 1x2x1x40x50, so it gets no time: O") as e:
+    with pytest.raises(builds.Refused, match=r"B \(other\) gives wrong results at 1x2x1x40x50, so it is not timed: O") as e:
         course(harmless, lambda O, LSE: O.fill(0), FakeGpu())
     assert e.value.code == 1 and " us" not in capsys.readouterr().out and not rows(tmp_path, "verdicts")
 
 
 def test_a_side_whose_bits_change_gets_no_time(course, capsys):
     calls = []
-    with pytest.raises(builds.Refused, match="A .fake.: its last replay at 1x2x1x40x50 left other bits") as e:
+    with pytest.raises(builds.Refused, match="A .fake.: the result of its last replay at 1x2x1x40x50 differs") as e:
         course(lambda O, LSE: (calls.append(0), O[0, 0].__iadd__(len(calls) > 2)), harmless, FakeGpu())
     assert e.value.code == 1 and " us" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("error,code,sentence", [
-    (KeyboardInterrupt(), 130, "stopped; what was measured until then is in results/ab/"),
-    (engine.CudaError("an illegal access"), 3, "an illegal access; what was measured until then is in results/ab/")])
+    (KeyboardInterrupt(), 130, "stopped; earlier samples are in results/ab/"),
+    (engine.CudaError("an illegal access"), 3, "an illegal access; earlier samples are in results/ab/")])
 def test_an_end_in_the_middle_keeps_the_samples(course, tmp_path, error, code, sentence):
     class Ends(FakeGpu):
         def replay(self, graph, count, warm=0, behind=0):
@@ -1069,7 +1069,7 @@ def test_rows_of_what_was_compiled(capsys):
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.split() == "registers spilled shared bytes code bytes".split()
     assert [row.split() for row in rows[:3]] == [["A", "40", "0", "100", "9"], ["B", "40", "8*", "100", "7*"], ["C", "40", "0", "100", "9"]]
-    assert rows[3:] == ["* differs from A", "(no instruction mix: cuobjdump is not there)"]
+    assert rows[3:] == ["* differs from A", "(no instruction mix: cuobjdump is missing)"]
     a, b = builds.Facts(same="x"), builds.Facts(same="y")
     assert ab.drop_equal(dict.fromkeys("ABCDE"), {"A": a, "B": b, "C": a, "D": b}) == ["A", "B", "E"]
     out = capsys.readouterr().out
@@ -1112,7 +1112,7 @@ static_assert(WARPS != 1, "WARPS: more");
 // ==== 2 PROBLEM
 """)
     repository("configs.txt", "l WIDE=8 ASYNC=1 HEAD_DIM=128 WARPS=2 ROWS=2\n")
-    found = list(ablate.removals(builds.parse_contenders(["l"])[0]))
+    found = list(steps.removals(builds.parse_contenders(["l"])[0]))
     assert found[0] == ("WIDE=1", ["WIDE=1", "ASYNC=0"], "ASYNC=1: it takes 8; type WIDE=8")
     assert found[1] == ("ASYNC=0", ["ASYNC=0"], "")
     assert found[2][:2] == ("WARPS=1", None) and found[2][2].startswith("ROWS: as many")
@@ -1127,11 +1127,11 @@ def test_ablate_ranks_what_is_left(lines, tmp_path, capsys):
     kernels = {"kept": FakeKernel(line=kept), "kept STAGES=1": FakeKernel(us=30.0, line=without),
                "kept X=1": FakeKernel(lambda O, LSE: O.fill(0), 5.0, base)}
     table = engine.Table(str(tmp_path / "a.csv"), COLUMNS)
-    passed = ablate.run_problem(FakeGpu(noise=0), kernels, engine.parse_problem("1,2,1,40,50,64,fp16"),
+    passed = steps.run_problem(FakeGpu(noise=0), kernels, engine.parse_problem("1,2,1,40,50,64,fp16"),
                                 dict.fromkeys(kernels), table)
     out, rows = capsys.readouterr().out, list(csv.DictReader(open(tmp_path / "a.csv")))
     assert not passed and "STAGES=1 " in out and "+50.0%" in out and "############" in out
-    assert "X=1 " in out and "gets no time: O(" in out
+    assert "X=1 " in out and "not timed: O(" in out
     assert [row["check"] for row in rows] == ["PASS", "PASS", "FAIL"] and rows[2]["graph_us"] == ""
     assert rows[1]["config"] == "kept__STAGES_1" and abs(float(rows[1]["graph_us"]) - 30) < 1
 

@@ -347,7 +347,7 @@ def test_changes(name, change):
     ("mma_lazy BLOCK_N", "extract: BLOCK_N has no value: write BLOCK_N=VALUE"),
     ("mma_lazy SCORE_MOD=s+x9[k]", "extract: SCORE_MOD='s+x9[k]' does not compile: "),
     ("mma_lazy HEAD_DIM=24", "HEAD_DIM: not a legal value; it takes one of: 32..256"),
-    *((f"mma_lazy --namespace {word}", f"extract: --namespace {word}: want a name that C++ and its library leave free")
+    *((f"mma_lazy --namespace {word}", f"extract: --namespace {word}: want a name that is not reserved in C++")
       for word in ("1x", "a-b", "class", "alignas", "linux", "std", "_x", "a__b"))])
 def test_refusals(words, sentence):
     code, out, err = extract(*words.split())

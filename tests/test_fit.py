@@ -154,7 +154,7 @@ def test_from_rows_prints_a_table_to_paste(model, tmp_path, monkeypatch, capsys)
     out = capsys.readouterr().out
     pasted = re.findall(r"^    tile\(256, .*\),$", out, re.MULTILINE)
     assert len(pasted) == sum(tile.head_dim == 256 for tile in model.tiles)
-    assert "fitted: the quickest on" in out and " 64 " not in out.split("\n")[1]
+    assert "fitted: the fastest tile on" in out and " 64 " not in out.split("\n")[1]
 
 
 @pytest.mark.parametrize("table", ["hopper", *(pytest.param(name, marks=pytest.mark.long) for name in ("ampere", "hopper_e4m3"))])
@@ -186,7 +186,7 @@ def test_only_decode_whose_keys_just_fit_l2_may_lose_more():
 
 
 @pytest.mark.parametrize("words,sentence", [
-    (["--check", "/no/such.csv"], "fit: /no/such.csv: there is no such file"),
+    (["--check", "/no/such.csv"], "fit: /no/such.csv: no such file"),
     (["--check", os.path.join(ROOT, "configs.txt")], "configs.txt: want rows that ./run_all.sh fit wrote, with"),
     (["--check", sys.executable], f"fit: {sys.executable} cannot be read: "),
     (["--from", str(fit.newest("ampere"))], "fit: these rows are not of the tiles of hopper; type another --table of hopper, hopper_bf16, ampere"),
@@ -194,7 +194,7 @@ def test_only_decode_whose_keys_just_fit_l2_may_lose_more():
     (["rows.csv"], "fit: rows.csv: only --check takes files by themselves"),
     (["--check", "--head-dim", "64"], "fit: --check takes files by themselves and judges all of their rows"),
     (["--check", "--drawn", "9"], "fit: --drawn measures; --check and --from do not"),
-    (["--seed", "3"], "fit: --seed 3: it picks the series of --drawn N; type that as well"),
+    (["--seed", "3"], "fit: --seed 3: the seed of --drawn N; add that option"),
 ])
 def test_refusals(words, sentence):
     code, out, err = run(*words)

@@ -103,7 +103,7 @@ def test_nothing_else_fails(capsys):
 
 @pytest.mark.parametrize("words,sentence", [
     (["--only", "("], "--only (: not a regular expression"),
-    (["--steps", "/no/such.csv"], "/no/such.csv: there is no such file"),
+    (["--steps", "/no/such.csv"], "/no/such.csv: no such file"),
     (["--steps", os.path.join(ROOT, "configs.txt")], f"{ROOT}/configs.txt lacks the columns line, over, shape, low, high; measure it again "
                                                      "with ./run_all.sh gates --time, or delete it")])
 def test_refusals(words, sentence, monkeypatch):
@@ -152,7 +152,7 @@ def test_some_lines_are_compiled_for_another_architecture_as_well(monkeypatch, c
     monkeypatch.setattr(builds, "run", lambda command, **options: real(
         ["echo", "compute_80 compute_90"] if "--list-gpu-arch" in command else command, **options))
     assert list(gates.compiled(line, ["80"])) == ["scalar_async2"]
-    assert "sm_120 is left out: this nvcc does not know it" in capsys.readouterr().err
+    assert "sm_120 is skipped: this nvcc does not support it" in capsys.readouterr().err
 
 
 @needs_nvcc

@@ -49,10 +49,10 @@ def asked(**options):
     (["--from", "nobody"], "nobody: no line of configs.txt has that name"),
     (["--head-dim", "100"], "--head-dim 100: want a multiple of 16"),
     (["--from", "mma_lazy", "--family", "wgmma"], "--from mma_lazy is of the family mma; drop --family wgmma"),
-    (["--from", "hopper"], "hopper: its CTAs share keys, pack heads or choose the tile; type USE_TUNED=0 behind it"),
-    (["--from", "wgmma_chunk"], "wgmma_chunk: its CTAs share keys, pack heads or choose the tile; type PACK_GQA=0"),
+    (["--from", "hopper"], "hopper: its CTAs split the keys, pack heads or choose the tile; append USE_TUNED=0"),
+    (["--from", "wgmma_chunk"], "wgmma_chunk: its CTAs split the keys, pack heads or choose the tile; append PACK_GQA=0"),
     (["--from", "mma_lazy BLOCK_N=40"], "mma_lazy BLOCK_N=40: BLOCK_N: the scalar kernel takes keys by 8"),
-    (["--from", "mma_lazy", "--output", __file__], f"--output {__file__}: there is such a file already")])
+    (["--from", "mma_lazy", "--output", __file__], f"--output {__file__}: this file already exists")])
 def test_refusals(words, sentence):
     code, out, err = tool.run("micro", *words)
     assert code == 2 and err.startswith(f"micro: {sentence}") and err.count("\n") == 1 and not out
@@ -219,7 +219,7 @@ def test_what_is_wrong_or_does_not_compile_has_no_row(timed):
     *good, wrong, broken = TIMES
     code, out, err, rows, *_ = timed(broken=[broken], harm=lambda line: zeros if line.text == wrong else right)
     assert code == 0 and [row["line"] for row in rows] == good
-    assert re.search(f"^{wrong}: O\\(.*\\) is 0 and should be ", err, re.MULTILINE)
+    assert re.search(f"^{wrong}: O\\(.*\\) is 0 but should be ", err, re.MULTILINE)
     assert f"{broken} does not compile: error: no\n" in err
 
 
@@ -227,7 +227,7 @@ def test_nothing_timed_and_more_keys_in_no_time(timed, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "TIMES", {text: (keys, -0.05) for text, (keys, _) in TIMES.items()})
     code, out, err, rows, *_ = timed()
     assert code == 3 and not out and not rows and err.endswith("micro: no tile could be timed\n")
-    assert err.count("more keys took no longer, so something else is at work on the GPU\n") == len(TIMES)
+    assert err.count("more keys did not take longer, so the GPU is shared\n") == len(TIMES)
 
 
 # ---- a search that begins with it ----
@@ -279,17 +279,17 @@ def test_tiles_that_the_space_does_not_have(tmp_path):
     assert searched(log)[1] == search.identity(line_of("mma_lazy BLOCK_N=48"))
     assert not [one for one in searched(log) if "STAGES=3" in one]
     assert dry("--seed-from", path, "--fix", "STAGES=4") == (
-        2, "", f"tune: {path}: none of its tiles is in the space of this search\n")
+        2, "", f"tune: {path}: none of its tiles is in this search space\n")
 
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("changes,words,sentence", [
-    (dict(family="wgmma"), [], "has tiles of wgmma 64 fp16 90a, and the search is of mma 64 fp16 90a"),
-    (dict(sm="80"), [], "has tiles of mma 64 fp16 80, and the search is of mma 64 fp16 90a"),
-    ({}, ["--dtype", "bf16"], "has tiles of mma 64 fp16 90a, and the search is of mma 64 bf16 90a"),
-    (dict(ns_per_1000_pairs="soon"), [], "want a CSV that ./run_all.sh micro wrote"),
-    (dict(line="gone BLOCK_N=32"), [], "want a CSV that ./run_all.sh micro wrote, of lines that configs.txt has"),
-    ({}, ["--table"], "--seed-from goes with a search or --replay; drop it")])
+    (dict(family="wgmma"), [], "has tiles for wgmma 64 fp16 90a, but the search is for mma 64 fp16 90a"),
+    (dict(sm="80"), [], "has tiles for mma 64 fp16 80, but the search is for mma 64 fp16 90a"),
+    ({}, ["--dtype", "bf16"], "has tiles for mma 64 fp16 90a, but the search is for mma 64 bf16 90a"),
+    (dict(ns_per_1000_pairs="soon"), [], "want a CSV of ./run_all.sh micro"),
+    (dict(line="gone BLOCK_N=32"), [], "want a CSV of ./run_all.sh micro, for a line of configs.txt"),
+    ({}, ["--table"], "--seed-from requires a search or --replay; omit it")])
 def test_a_csv_of_something_else(tmp_path, changes, words, sentence):
     path = write(tmp_path / "micro.csv", ["mma_lazy"], **changes)
     code, out, err = dry("--seed-from", path, *words)

@@ -65,7 +65,7 @@ def texts(svg):
 
 def test_pages_are_those_of_results(tmp_path, draw):
     """As committed: a measurement made here needs no page yet."""
-    own = copy(tmp_path, "README.md", "docs", "results", "configs.txt", "configs.cmake", "sdpa.cu", "harness.cu")
+    own = copy(tmp_path, "README.md", "docs", "results", "configs.txt", "configs.cmake", "sdpa.cu", "harness")
     for path in (own / one.relative_to(ROOT) for one in PAGES):  # what comes back has been made anew
         text = page.NUMBER.sub("0", path.read_text(encoding="utf-8"))
         path.write_text(re.sub(r"(<!-- chains:begin.*?-->).*?(?=<!-- chains:end)", r"\1\n", text, flags=re.S), encoding="utf-8")
@@ -197,7 +197,7 @@ BY_HAND = ("mma_split4               PASS\n| mma_split4 |  |  |  | by hand |\n| 
 
 @pytest.fixture(name="sample")
 def make_sample(tmp_path):
-    copy(tmp_path, "tools", "configs.cmake", "sdpa.cu", "harness.cu")
+    copy(tmp_path, "tools", "configs.cmake", "sdpa.cu", "harness")
     shutil.copytree(ROOT / "tests/data/results", tmp_path / "results")
     (tmp_path / "results/ladder").mkdir()
     shutil.copy(tmp_path / f"results/peers/{SAMPLE}.csv", tmp_path / f"results/ladder/{SAMPLE}-wgmma.csv")
@@ -366,7 +366,7 @@ def test_refusals(sample, draw, monkeypatch):
     rows = main.read_text(encoding="utf-8")
     refuses("no such file", "none.csv")
     shutil.copy(main, sample / "mine.csv")  # a page would link to where it is not
-    refuses("mine.csv: pages link to their rows; put it into the folder of results/", "mine.csv")
+    refuses("mine.csv: pages link to the CSVs, so move it to the folder of results/", "mine.csv")
     for regex, words in (("(", "--diffs (: not a regular expression"), ("nobody", "--diffs nobody: no rung of docs/LADDER.md has such a name")):
         refuses(words, "--diffs", regex)
     at = rows.splitlines()[0].split(",").index("graph_us")

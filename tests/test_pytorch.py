@@ -140,7 +140,8 @@ def test_lines_of_all_sizes(D, Dv, line, widths, monkeypatch):
 
 def test_numbers_that_python_and_cpp_share(monkeypatch):
     """The bits of features, the numbers of types and masks, struct Line, and the operator's arguments."""
-    cpp, header = (builds.Tree().read("bindings/" + name) for name in ("pytorch.cpp", "sdpa.h"))
+    cpp = "".join(builds.Tree().sources("bindings/pytorch.cpp").values())
+    header = builds.Tree().read("bindings/sdpa.h")
     bits = re.findall(r"(\w+) = (\d+)", re.search(r"enum Feature {(.*?)}", cpp, re.DOTALL)[1])
     knobs = {**{name: "USE_" + name.upper() for name, _ in bits}, "biases": "USE_BIAS=1", "masks": "USE_BIAS=2",
              "bf16_out": "OUT_DTYPE=BF16", "kv_in_8_bits": "KV_DTYPE=FP8_E4M3", "biases_in_fp32": "USE_BIAS=3", "any_pages": "USE_PAGES=2"}
@@ -194,8 +195,7 @@ def test_what_a_library_is_built_of(monkeypatch):
         "-DUSE_WGMMA=1 -DVEC_WIDTH=8 -DUSE_TUNED=1 -DHEAD_DIM=192 -DDTYPE=BF16 -DHEAD_DIM_V=128 -DUSE_SINKS=1".split())
     assert {"-DUSE_LENGTHS=1", "-DUSE_BIAS=2"} <= set(others) and "-DHEAD_DIM=64" not in others
     included = {path for path in builds.Tree().sources("bindings/library.cu") if not path.startswith("cpu_backend/")}
-    of_programs = {"harness.cu", "harness_backward.cu", "reference.cpp"}
-    assert sources[0] == "bindings/library.cu" and set(sources) == included - of_programs
+    assert sources[0] == "bindings/library.cu" and set(sources) == {path for path in included if not builds.is_of_harness(path)}
     built.clear()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(sdpa, "first_call", SimpleNamespace(library=None))

@@ -173,7 +173,7 @@ def test_times_of_two_runs_are_not_compared(page):
 def test_samples(page):
     text = page.read_text(encoding="utf-8")
     assert "mma_split4: 1.3000 [1.2990, 1.3020]" in text and "mma_lazy against mma_split4 at long" in text
-    assert "mma_split4: SLOWER, 14 pairs, 3 thrown out as disturbed" in text
+    assert "mma_split4: SLOWER, 14 pairs, 3 discarded as disturbed" in text
 
 
 def browse(page):

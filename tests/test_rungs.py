@@ -17,7 +17,7 @@ import ladders  # noqa: E402
 import ncu  # noqa: E402
 import page  # noqa: E402
 import report_rows  # noqa: E402
-import rungs  # noqa: E402
+import steps  # noqa: E402
 import tool  # noqa: E402
 from test_engine import FakeGpu, FakeKernel  # noqa: E402
 
@@ -241,10 +241,10 @@ def make_ran(monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(builds, "build", lambda lines, arch, **_: dict.fromkeys(lines))
         monkeypatch.setattr(builds, "facts", lambda built: builds.Facts(40, 8))
         monkeypatch.setattr(builds, "run", run_ncu)
-        monkeypatch.setattr(rungs.shutil, "which", lambda name: path)
+        monkeypatch.setattr(steps.shutil, "which", lambda name: path)
         monkeypatch.setattr(engine.importlib.metadata, "version", lambda name: "3.1")
         monkeypatch.setattr(sys, "argv", ["rungs", "--output", str(output), *words])
-        code, err = rungs.main(), capsys.readouterr().err
+        code, err = steps.main(), capsys.readouterr().err
         rows = list(csv.DictReader(io.StringIO(output.read_text()))) if output.exists() else []
         assert not rows or report_rows.read(output, ["rungs"]).rows
         return code, rows, err, gpu, commands
@@ -280,11 +280,11 @@ def test_rungs_and_peers_are_rows(ran):
 
 def test_peak_shares():
     problem = engine.parse_problem("4,16,16,4096,4096,128,fp16")
-    flops, bytes_s = rungs.peaks(Gpu())
+    flops, bytes_s = steps.peaks(Gpu())
     assert round(flops / 1e12) == 1071 and round(bytes_s / 1e9) == 4917
-    assert rungs.share(problem, 1000, flops, bytes_s) == dict(peak_share="0.5135", bound="matrix")
+    assert steps.share(problem, 1000, flops, bytes_s) == dict(peak_share="0.5135", bound="matrix")
     decode = engine.parse_problem("32,32,8,1,8192,128,fp16")
-    assert rungs.share(decode, 239, flops, bytes_s) == dict(peak_share="0.9142", bound="memory")
+    assert steps.share(decode, 239, flops, bytes_s) == dict(peak_share="0.9142", bound="memory")
 
 
 def test_a_wrong_rung_fails(ran):
@@ -295,13 +295,13 @@ def test_a_wrong_rung_fails(ran):
 
 
 @pytest.mark.parametrize("more,sentence", [
-    (dict(path=None), "ncu is missing; it is Nsight Compute"), (dict(ncu_said="==ERROR== ERR_NVGPUCTRPERM"), "this user may not read"),
+    (dict(path=None), "ncu is missing; add the folder of Nsight Compute"), (dict(ncu_said="==ERROR== ERR_NVGPUCTRPERM"), "this user may not read"),
     (dict(ncu_said=printed(2)), "ncu saw 2 of 3 launches: ==PROF== words"),
     (dict(ncu_said="==PROF== a\nrungs: mma: it is out of memory\n"), "ncu saw 0 of 3 launches: rungs: mma: it is out of memory")])
 def test_without_counters_there_are_times(ran, more, sentence):
     code, rows, err, *_ = ran(peers=(), **more)  # which are written before ncu is asked
     assert code == 0 and len(rows) == 3 and not any(row["unit"] for row in rows) and all(row["graph_us"] for row in rows)
-    assert f"rungs: without the units that bind: {sentence}" in err
+    assert f"rungs: no limiting units in the rows: {sentence}" in err
 
 
 def test_what_ncu_looks_at(ran):
@@ -313,7 +313,7 @@ def test_what_ncu_looks_at(ran):
 
 def test_refusals(tmp_path):
     (tmp_path / "there.csv").touch()
-    for words, sentence in ((["x"], "x: no such option"), (["--output", f"{tmp_path}/there.csv"], f"--output {tmp_path}/there.csv: there is such a file already")):
+    for words, sentence in ((["x"], "x: no such option"), (["--output", f"{tmp_path}/there.csv"], f"--output {tmp_path}/there.csv: this file already exists")):
         code, out, err = tool.run("rungs", *words)
         assert (code, out, err) == (2, "", f"rungs: {sentence}\n")
     if engine.find_gpu() is None:
@@ -322,4 +322,4 @@ def test_refusals(tmp_path):
 
 def test_no_rung_is_refused_by_its_knobs():
     """Nor by sdpa.cu's limits; that the lines of configs.txt compile is tested with them."""
-    assert [len(lines) for lines in rungs.wanted().values()] == [21, 21, 18, 5, 5, 5]
+    assert [len(lines) for lines in steps.wanted().values()] == [21, 21, 18, 5, 5, 5]

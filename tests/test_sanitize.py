@@ -119,7 +119,7 @@ def judged(name, tool, text, code=0):
     ("scalar_vec8", "memcheck", START, 0, "FAIL", "there is no summary: wgmma_swap32,ok,PASS"),
     ("scalar_vec8", "memcheck", "", 0, "FAIL", "there is no summary: it printed nothing"),
     ("scalar_vec8", "memcheck", NOT_RUN, 255, "FAIL", "there is no summary"),
-    ("wgmma", "synccheck", SYNC.replace("1 error", "2 errors"), 3, "FAIL", "the summary counts 2 reports, and 1 were read"),
+    ("wgmma", "synccheck", SYNC.replace("1 error", "2 errors"), 3, "FAIL", "the summary counts 2 reports, but 1 were parsed"),
     ("scalar_vec8", "synccheck", CLEAN["synccheck"], 1, "FAIL", "it ended with exit code 1"),
     ("scalar_vec8", "racecheck", CLEAN["racecheck"], 124, "FAIL", "it ended with exit code 124"),
     ("scalar_racy", "memcheck", CLEAN["memcheck"], 1, "PASS", ""),

@@ -64,7 +64,7 @@ def test_options_are_refused_in_a_sentence(words, sentence):
     (cli.Refused("no such line"), 2, "it: no such line\n"), (cli.Refused("the GPU is gone", 3), 3, "it: the GPU is gone\n"),
     (KeyboardInterrupt(), 130, "it: stopped\n"), (BrokenPipeError(), 3, "it: stdout is closed, so not all of it was printed\n"),
     *[(OSError(number, "not now", builds.BUILD + "/y"), 3,
-       f"it: {builds.BUILD}/y: not now; set SDPA_BUILD_DIR to a folder that can be written to\n")
+       f"it: {builds.BUILD}/y: not now; set SDPA_BUILD_DIR to a writable folder\n")
       for number in (errno.EACCES, errno.EROFS, errno.EPERM)],
     (OSError(errno.EROFS, "not now", "/x/y"), 3, "it: /x/y: not now\n"),
     (OSError(errno.ENOSPC, "full", "/x/y"), 3, "it: /x/y: full\n"), (OSError("words alone"), 3, "it: words alone\n"),
@@ -133,7 +133,7 @@ ROW = "config,family,shape,B,Hq,Hkv,Sq,Sk,D,sm,device,causal\nmma_lazy,mma,1x2x1
     ("", (1, ROW, "words"), "", "", 1, "mma_lazy STAGES=3 gives wrong results, so there is nothing to profile"),
     ("", (2, "", "too large\n"), "", "", 2, "mma_lazy STAGES=3 does not run on this problem: too large"),
     ("", (0, ROW, ""), "", "==ERROR== ERR_NVGPUCTRPERM - more\n", 2, "this user may not read the GPU's counters (ERR_NVGPUCTRPERM)"),
-    ("", (0, ROW, ""), "", "==PROF== a\n==ERROR== b\n", 2, "ncu gave no counters: ==ERROR== b (all its words: ")])
+    ("", (0, ROW, ""), "", "==PROF== a\n==ERROR== b\n", 2, "ncu printed no counters: ==ERROR== b (its output: ")])
 def test_a_profile_of_a_line(trouble, checked, out, err, code, sentence, monkeypatch, tmp_path, capsys):
     """What stands behind -- goes to the executable, whose check comes first; of its launches the second one is profiled."""
     commands = []
@@ -446,7 +446,7 @@ def test_a_sweep_on_the_cpu_backend():
 
 @pytest.mark.parametrize("words,sentence", [
     ("ablate nobody", "ablate: nobody: no line of configs.txt has that name"),
-    ("ab backward_mma BLOCK_N=32", "ab: backward_mma: a line of the backward pass, which the tools cannot load yet"),
+    ("ab backward_mma BLOCK_N=32", "ab: backward_mma: a line of the backward pass, which the tools cannot load"),
     ("ab mma_lazy BACKWARD=1", "ab: BACKWARD=1: for a line of configs.txt that is built from sdpa_backward.cu"),
     ("extract backward_mma", "extract: backward_mma: a line of the backward pass"),
     ("gates --only ^backward_", "gates: --only ^backward_: a line of the backward pass"),

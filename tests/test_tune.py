@@ -269,12 +269,12 @@ def test_refused_candidates_say_why(searched):
     (["--family", "mma", "--fix", "USE_WGMMA=1"], "--fix USE_WGMMA=1 contradicts the family, mma"),
     pytest.param(["--from", "mma_lazy", "--fix", "NUM_WARPS=7", "--fix", "BLOCK_M=64"],
                  "the space is empty: BLOCK_M: with mma.sync it is 16 or 32 times", marks=pytest.mark.long),
-    (["--budget", "0.05"], "--budget 0.05: 3 s are less than the 6 s that a candidate takes"),
+    (["--budget", "0.05"], "--budget 0.05: 3 s is less than the 6 s that a candidate takes"),
     (["--budget", "soon"], "--budget soon: want minutes"),
     (["--shape", "long,64,fp16", "--head-dim", "128"], "--shape long has D=64 fp16, and 128 fp16 is asked for"),
-    (["--shape", "long,64,fp16,br,9"], "the search has no windows; leave the last number of --shape out"),
-    (["--all"], "--all wants --from LINE"), (["--export", "t4"], "--export takes one log"), (["x"], "x: only --export takes"),
-    (["--replay", "/no/such"], "there is no such file"),
+    (["--shape", "long,64,fp16,br,9"], "the search does not support windows; omit the last number of --shape"),
+    (["--all"], "--all needs --from LINE"), (["--export", "t4"], "--export takes one log"), (["x"], "x: only --export takes"),
+    (["--replay", "/no/such"], "no such file"),
 ])
 def test_refusals(words, sentence):
     code, out, err = run("--dry-run", *words)
@@ -282,7 +282,7 @@ def test_refusals(words, sentence):
 
 
 @pytest.mark.parametrize("path,code,sentence", [
-    (os.path.join(ROOT, "configs.txt"), 2, "configs.txt: want a log that ./run_all.sh tune wrote"),
+    (os.path.join(ROOT, "configs.txt"), 2, "configs.txt: want a log of ./run_all.sh tune"),
     ("/proc/no/log", 3, "/proc/no/log cannot be written")])
 def test_a_file_that_is_no_log(path, code, sentence, monkeypatch):
     tool.judge_quickly(monkeypatch)

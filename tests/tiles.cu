@@ -12,14 +12,15 @@
 
 using namespace SDPA_NAMESPACE;
 
-// The tiles that this build may take have no more CTAs on an SM than its shared memory holds, and those that pack heads
-// just as many: ranges of keys are dealt so.
+// The tiles that this build may take have no more CTAs on an SM than its shared memory holds, and with a bias than its
+// registers are dealt to; those that pack heads have just as many as shared memory holds: ranges of keys are dealt so.
 template <int N> static void check_ctas() {
   if constexpr (N < tile_count) {
     constexpr TunedTile t = TUNED_TILES[N];
     const int resident = most_resident_ctas<BuildOf<N>>();
     INFO(t.block_m << " x " << t.block_n << " x " << t.split_kv << ": " << resident);
     CHECK((t.pack_gqa ? t.ctas == resident : t.ctas <= resident));
+    if (path<BuildOf<N>> == Path::wgmma_roles && Build::use_bias != 0) CHECK(t.ctas <= ctas_by_registers<BuildOf<N>>);
     check_ctas<next_tile(N + 1)>();
   }
 }

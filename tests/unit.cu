@@ -574,8 +574,8 @@ TEST_CASE("layouts") {
   }
 }
 
-// The witness, which checks run on a GPU alone, against the reference.
-TEST_CASE("witness") {
+// The reference kernel, which checks run on a GPU alone, against the reference.
+TEST_CASE("reference_kernel") {
   constexpr int D = Build::head_dim;
   struct Case {
     const char *shape, *layout, *dist;
@@ -602,7 +602,7 @@ TEST_CASE("witness") {
     const auto want = reference::attend(instance.problem, rows);
     const int heads = p.B * p.Hq, first = heads / 2;  // the second half alone
     std::vector<float> O(size_t(heads - first) * p.Sq * D), LSE(size_t(heads - first) * p.Sq);
-    CHECK(launch_witness<__half, __half>(instance.params, first, heads - first, O.data(), LSE.data()) ==
+    CHECK(launch_reference_kernel<__half, __half>(instance.params, first, heads - first, O.data(), LSE.data()) ==
           cudaSuccess);
     Comparison comparison(fp16, true);
     for (size_t i = size_t(first) * p.Sq; i < rows.size(); i++) {
@@ -650,7 +650,7 @@ TEST_CASE("command_line") {
       {{"--check-only=1"}, "--check-only: it takes no value"},
       {{"--shape", "1,2,3"},
        "--shape 1,2,3: want small, mission, mission2, long, decode, decode1, chunk or sizes B,Hq,Hkv,Sq,Sk from 0 "
-       "to 10^9 and if wanted D or D,Dv, such as 1,8,2,512,512 or 1,8,2,512,512,64"},
+       "to 10^9, optionally with D or D,Dv, such as 1,8,2,512,512 or 1,8,2,512,512,64"},
       {{"--shape", "1,8,8,64,64,64,64,1"}, "--shape 1,8,8,64,64,64,64,1: want small"},
       {{"--shape", "1,8,3,64,64"}, "--shape 1,8,3,64,64: Hq must be a multiple of Hkv"},
       {{"--shape", "1,8,0,64,64"}, "--shape 1,8,0,64,64: Hq must be a multiple of Hkv"},
@@ -670,7 +670,7 @@ TEST_CASE("command_line") {
       {{"--iters", "0"}, "--iters 0: want a whole number from 1 to 1000000"},
       {{"--max-ctas", "-1"}, "--max-ctas -1: want a whole number from 0 to 1000000"},
       {{"--max-ctas", "8"},
-       "--max-ctas: only builds with USE_PERSISTENT_CTA=1 take it; build with"},
+       "--max-ctas: only builds with USE_PERSISTENT_CTA=1 accept it; build with"},
       {{"--warmup", "x"}, "--warmup x: want a whole number from 0 to 1000000"},
       {{"--sweep", "5", "--shape", "small"}, "--sweep and --edges have their own problems; drop --shape"},
       {{"--causal", "br", "--causal", "tl"}, "--causal is given twice"},

@@ -1,5 +1,5 @@
-"""usage: python3 tools COMMAND WORD...: what ./run_all.sh runs for most of its commands, which its --help lists.
-       python3 tools --judge COMMAND WORD...: what Python can refuse of that without any package"""
+"""usage: python3 tools COMMAND WORD...           run a command of ./run_all.sh; its --help lists them
+       python3 tools --judge COMMAND WORD...   only refuse bad arguments, as far as possible without packages"""
 import ast
 import ctypes
 import importlib
@@ -12,8 +12,8 @@ import cli
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 TAKE_LINES = "ab ablate extract profile stress".split()
-NO_LINES = ("cublas", "flashinfer")  # contenders of other kinds that look like the name of a line
-# Commands that end without a GPU, and their options that need none.
+NO_LINES = ("cublas", "flashinfer")  # contenders that are not lines
+# Commands that need a GPU, and their options that do not.
 NEED_GPU = dict(dict.fromkeys("ablate micro profile rungs sanitize stress".split(), ()), fit=("from", "check"),
                 tune=("dry-run", "replay", "export"))
 
@@ -26,7 +26,7 @@ def has_gpu():
 
 
 def judge(command, words):
-    """Refuses options, names of lines and a machine without a GPU, before the command's packages are installed."""
+    """Refuses bad options, unknown lines and a missing GPU before the packages of the command are installed."""
     with open(os.path.join(FOLDER, cli.MODULES.get(command, command) + ".py")) as file:
         usage = ast.get_docstring(ast.parse(file.read()))
     options = cli.parse_options(usage, cli.MOST, words[:words.index("--")] if "--" in words else words)

@@ -1,28 +1,27 @@
 """usage: ./run_all.sh ab NAME KNOB=VALUE...       [OPTION...]
        ./run_all.sh ab CONTENDER CONTENDER...   [OPTION...]
-Is B faster than A? A is the line NAME of configs.txt and B the same with these knobs changed; or A is the
+Is B faster than A? A is the line NAME of configs.txt, and B is the same line with other knobs; or A is the
 first contender, and each of the others is compared with it. A contender is
-  NAME [KNOB=VALUE...]          a line of configs.txt, as it is here; SCORE_MOD and MASK_MOD take an expression, as in
+  NAME [KNOB=VALUE...]          a line of configs.txt; SCORE_MOD and MASK_MOD take an expression, as in
                                 SCORE_MOD='s - x0[h] * real(q - k)'
-  COMMIT:NAME [KNOB=VALUE...]   the line as that commit has it, as in main~20:hopper
-  torch:cudnn                   a kernel of PyTorch: cudnn, flash, efficient or math; or a package that is
-                                installed: torch:fa3, torch:fa3_tokenspeed, torch:fa4 (FlashAttention-3
-                                and -4), flashinfer
+  COMMIT:NAME [KNOB=VALUE...]   the line in another commit, as in main~20:hopper
+  torch:cudnn                   a kernel of PyTorch: cudnn, flash, efficient or math; or an installed package:
+                                torch:fa3, torch:fa3_tokenspeed, torch:fa4 (FlashAttention-3 and -4), flashinfer
   cublas [DTYPE=BF16]           the unfused baseline: both products by cuBLAS, S and P in global memory
-Both are checked first; then they take turns in one process until the interval decides: FASTER or SLOWER (all
-of it beyond 0.3% and 30 ns), SAME (all of it within 0.5% or 30 ns), or UNCLEAR when time is up or the GPU is
-shared. Without a GPU: the check on the CPU backend and what the compiler says, without times.
-  --shape S           the problem: a name of ./run_all.sh --help or B,Hq,Hkv,Sq,Sk[,D[,DTYPE[,CAUSAL[,LEFT]]]], the last
-                      one keys before its own that a query sees; repeatable; default mission and long, without a GPU
-                      small and mission
-  --b-shape S         B's problem, where it is not A's (as many as --shape); repeatable
+First both are checked. Then they are timed in turns in one process until a 99% interval of the ratio decides: FASTER
+or SLOWER (entirely beyond 0.3% and 30 ns), SAME (entirely within 0.5% or 30 ns), or UNCLEAR if the time is up or the
+GPU is shared. Without a GPU: checks on the CPU backend and prints the compiler's report, without timing.
+  --shape S           the problem: a name of ./run_all.sh --help or B,Hq,Hkv,Sq,Sk[,D[,DTYPE[,CAUSAL[,LEFT]]]], where
+                      LEFT is the left window size; repeatable; default mission and long, without a GPU small and
+                      mission
+  --b-shape S         B's problem, if it differs from A's (as many as --shape); repeatable
   --causal off|br|tl  (default off)
-  --sustained         turns of 0.3 s instead of 10 ms. At the power limit short turns share one clock, and what is
-                      judged is cycles; in long ones each side has the clock that its own power leads to
-  --budget N          seconds of turns for a problem at most; default 7.5 for each contender, 60 if sustained
-Samples and verdicts are added to results/ab/DATE-DEVICE-samples.csv and results/ab/DATE-DEVICE-verdicts.csv,
-sustained ones to files of their own.
-exit: 0 whatever the verdict, 1 a side fails its check, 2 bad usage, 3 a side could not be run, 130 Ctrl-C
+  --sustained         turns of 0.3 s instead of 10 ms. At the power limit, short turns run at a common clock and
+                      compare cycles; in long turns, each contender runs at the clock that its own power allows
+  --budget N          maximum seconds of timing per problem; default 7.5 per contender, 60 if sustained
+Samples and verdicts are appended to results/ab/DATE-DEVICE-samples.csv and results/ab/DATE-DEVICE-verdicts.csv,
+sustained ones to separate files.
+exit: 0 for any verdict, 1 a contender fails its check, 2 bad usage, 3 a contender could not be run, 130 Ctrl-C
 """
 import datetime
 import os
@@ -36,7 +35,7 @@ from cli import Refused, say
 
 
 def parse(argv, default_shapes):
-    """The contenders, [(problem of A, problem of the others)], the pace, and the seconds of a budget or None."""
+    """Returns the contenders, [(problem of A, problem of the others)], the pace, and the budget in seconds or None."""
     options = cli.parse_options(__doc__, cli.MOST, argv)
     contenders = builds.parse_contenders(options.words)
     if len(contenders) == 1 and getattr(contenders[0], "changes", ()):
@@ -61,7 +60,7 @@ def parse(argv, default_shapes):
 # ---- what else changed ----
 
 def print_facts(facts):
-    """A row of the compiler's figures for each contender; * marks what is not A's."""
+    """Prints the compiler's report, one row per contender; * marks values that differ from A's."""
     rows = {key: {"registers": f.registers, "spilled": f.spilled, "shared bytes": f.shared_bytes,
                   **f.mix, "code bytes": f.code_bytes} for key, f in facts.items()}
     if not rows:
@@ -74,32 +73,32 @@ def print_facts(facts):
     if any(row != first for row in rows.values()):
         print("* differs from A")
     if "instructions" not in first:
-        print("(no instruction mix: cuobjdump is not there)")
+        print("(no instruction mix: cuobjdump is missing)")
 
 
 def drop_equal(contenders, facts):
-    """The keys that are worth timing: of lines that are the same, the first."""
+    """The keys to time: of identical lines, only the first."""
     seen = {}
     for key, contender in contenders.items():
         same = seen.setdefault(facts[key].same if key in facts else key, key)
         if same != key:
-            print(f"{same} and {key} are the same machine code, launched by the same program: {key} is not timed.")
+            print(f"{same} and {key} have identical machine code and launch code: {key} is not timed.")
     return list(seen.values())
 
 
 # ---- with a GPU ----
 
 def time_problem(gpu, kernels, problems, pace, budget, samples, verdicts):
-    """Checks, times and judges the contenders of one problem; prints it. {key: Verdict} of all but A."""
+    """Checks and times the contenders at one problem and prints the verdicts. Returns {key: Verdict} of all but A."""
     bench, names = engine.Bench(gpu, kernels, problems), {key: kernel.text for key, kernel in kernels.items()}
     for key, sentence in bench.trouble().items():
         if key in bench.skipped:
             raise Refused(f"{key} ({names[key]}) cannot compute {problems[key]}: {sentence}", 3)
-        raise Refused(f"{key} ({names[key]}) gives wrong results at {problems[key]}, so it gets no time: {sentence}", 1)
+        raise Refused(f"{key} ({names[key]}) gives wrong results at {problems[key]}, so it is not timed: {sentence}", 1)
     series, found = engine.compare(gpu, bench.graphs, samples.recorder(names, problems["A"]), budget, pace=pace)
     for key in filter(bench.changed_bits, kernels):
-        raise Refused(f"{key} ({names[key]}): its last replay at {problems[key]} left other bits than the run that was "
-                      "checked, so it gets no time", 1)
+        raise Refused(f"{key} ({names[key]}): the result of its last replay at {problems[key]} differs from the checked "
+                      "one, so it is not timed", 1)
     width = max(map(len, names.values()))
     print(f"\n{problems['A']} on {gpu.name}")
     for key, name in names.items():
@@ -111,14 +110,14 @@ def time_problem(gpu, kernels, problems, pace, budget, samples, verdicts):
         verdicts.add(comparison=samples.comparison, **engine.verdict_row(bench, series, "A", key, verdict))
         print("  " + sentence_of(key, verdict))
     if pace is engine.PACE and series.at_power_limit():
-        print("  The power limit binds, and all had one clock. --sustained gives each the one that its power leads to.")
+        print("  At the power limit, all ran at a common clock. With --sustained, each runs at the clock that its power allows.")
     bench.close()
     return found
 
 
 def sentence_of(key, v):
-    """The verdict in words."""
-    counts = f"{v.pairs} pairs, {v.thrown_out} thrown out as disturbed"
+    """The verdict as a sentence."""
+    counts = f"{v.pairs} pairs, {v.thrown_out} discarded as disturbed"
     if not v.ratio > 0:
         return f"{key} against A is UNCLEAR: too few pairs ({counts})."
     interval = f"99% interval {100 * v.low - 100:+.2f}% to {100 * v.high - 100:+.2f}%; {counts}"
@@ -127,7 +126,7 @@ def sentence_of(key, v):
 
 
 def with_gpu(gpu, contenders, problems, pace, budget):
-    """{key: Verdict} of each problem in which the contenders differ."""
+    """Compares the contenders at all problems and yields {key: Verdict} of each."""
     keys = dict(zip(string.ascii_uppercase, contenders))
     lines = {key: line for key, line in keys.items() if isinstance(line, builds.Line)}
     built = builds.build(lines.values(), gpu.arch)
@@ -147,9 +146,9 @@ def with_gpu(gpu, contenders, problems, pace, budget):
                 own = {key: a if key == "A" else b for key in chosen}
                 found[a] = time_problem(gpu, {key: kernels[key] for key in own}, own, pace, budget, samples, verdicts)
     except engine.CudaError as error:
-        raise Refused(f"{error}; what was measured until then is in {samples.name}", 3)
+        raise Refused(f"{error}; earlier samples are in {samples.name}", 3)
     except KeyboardInterrupt:
-        raise Refused(f"stopped; what was measured until then is in {samples.name}", 130)
+        raise Refused(f"stopped; earlier samples are in {samples.name}", 130)
     say(f"samples: {samples.name}")
     return found
 
@@ -161,7 +160,7 @@ def print_names(keys):
 # ---- without a GPU ----
 
 def without_gpu(contenders, problems):
-    """The compiler's figures and the check on the CPU backend."""
+    """Prints the compiler's report and checks the contenders on the CPU backend."""
     say("There is no GPU here: no times. The check runs on the CPU backend.")
     keys = dict(zip(string.ascii_uppercase, contenders))
     print_names(keys)
@@ -185,7 +184,7 @@ def without_gpu(contenders, problems):
 
 
 def cpu_executables(lines):
-    """{line: its executable for the CPU backend}, built by the CMake files of its commit."""
+    """{line: its executable for the CPU backend}, built with the CMake files of its commit."""
     executables = {}
     for tree in {line.tree: None for line in lines}:
         own = [line for line in lines if line.tree is tree]
@@ -201,7 +200,7 @@ def cpu_executables(lines):
 
 
 def check_on_cpu(key, line, executable, problem):
-    """Runs a line's own check of a problem; prints how it came out."""
+    """Runs a line's check of a problem and prints the result."""
     sizes = f"{problem.B},{problem.Hq},{problem.Hkv},{problem.Sq},{problem.Sk}"
     window = ["--window", f"{problem.left},-1"] if problem.left >= 0 else []
     done = builds.run([executable, "--check-only", "--shape", sizes, "--causal", problem.causal, *window])

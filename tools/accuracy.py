@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Errors of O by the number of keys: its relative rms error, and whether sums of one sign come out low.
+"""Errors of O by the number of keys: the relative rms error, and the bias of sums of positive terms.
 
 usage: tools/accuracy.py CONTENDER... [--keys N,N...]
 
-  CONTENDER  as for ab: a line of configs.txt with or without KNOB=VALUE..., or torch:cudnn or torch:fa3, which take part
-             in every type that the lines have
+  CONTENDER  as for ab: a line of configs.txt with or without KNOB=VALUE..., or torch:cudnn or torch:fa3, which run with
+             every type of the lines
   --keys N,N...  (default 1024,4096,16384,65536,131072)
 
-Each problem has one batch, 2 heads and 256 queries. Inputs: N(0,1); the same with V of N(1,1) and of N(8,1); and equal
-logits (Q is 0, V is from 1 to 2). CSV on stdout, kept as results/accuracy/DATE-DEVICE.csv too, a row for each contender,
-input and number of keys: rel_rms is the rms error over the rms of the reference in float64, mean (where V has one) the
-mean of O over that of the reference. A peer's O has the type of its inputs.
+Each problem has one batch, 2 heads and 256 queries. Inputs: N(0,1); N(0,1) with V from N(1,1) or N(8,1); and equal
+logits (Q = 0, V between 1 and 2). Prints CSV and writes it to results/accuracy/DATE-DEVICE.csv, with a row for each
+contender, input and number of keys. rel_rms is the rms error divided by the rms of the float64 reference; mean (if V has
+a nonzero mean) is the mean of O divided by the mean of the reference. O of a competitor has the type of its inputs.
 exit: 0, 2 bad usage, 3 the GPU failed
 """
 import builds
@@ -24,7 +24,7 @@ COLUMNS = "contender input D dtype Sk rel_rms mean device driver cuda git_sha".s
 
 
 def with_v(draw_v, q_is_zero=False):
-    """A function that draws Q, K and V in float32, as engine.normal() does."""
+    """Returns a function that draws Q, K and V in float32, with the interface of engine.normal()."""
     def draw(rng, name, count):
         if name == "V":
             return draw_v(rng, count)
@@ -39,7 +39,7 @@ INPUTS = {"N(0,1)": engine.normal,
 
 
 def rows_of(gpu, kernels, D, dtype, keys):
-    """A row for each contender that takes D and dtype and each kind of input."""
+    """Yields a row for each contender that supports D and dtype, and each kind of input."""
     problem = engine.parse_problem(f"1,{HEADS},{HEADS},{QUERIES},{keys},{D},{dtype}")
     for kind, draw in INPUTS.items():
         bench = engine.Bench(gpu, {}, {"": problem}, draw=draw)

@@ -1,10 +1,9 @@
-"""The lines of configs.txt, here or in another commit, as shared libraries; and what each takes of an SM.
+"""Builds lines of configs.txt, of this tree or another commit, as shared libraries, and reads their resource usage.
 
 A contender is `LINE`, `LINE KNOB=VALUE...`, `COMMIT:LINE [KNOB=VALUE...]`, `cublas [DTYPE=BF16] [HEAD_DIM=128]` or
 `torch:cudnn|flash|efficient|math`, or a package: `torch:fa3`, `torch:fa3_tokenspeed`, `torch:fa4`, `flashinfer`.
-Everything that was typed is judged before anything is compiled. A library is compiled by nvcc from
-bindings/library.cu and sdpa.cu of its commit, with the same options for all, and kept under BUILD/engine by what
-it was compiled from.
+All arguments are validated before anything is compiled. nvcc compiles a library from bindings/library.cu and sdpa.cu of
+its commit, with the same options for all. Libraries are cached in BUILD/engine under a hash of their sources and options.
 """
 import ctypes
 import functools
@@ -30,32 +29,32 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BUILD = os.path.join(ROOT, os.environ.get("SDPA_BUILD_DIR", "build"))
 JOBS = int(os.environ.get("JOBS", os.cpu_count() or 2))
 CXX = os.environ.get("CXX", "g++")
-# Of packages of their own: the module, the function, and what pip calls it.
+# Contenders from other packages: the module, the function, and the name of the package for pip.
 PACKAGES = {"torch:fa3": ("fa3_fwd_interface", "flash_attn_func", "fa3-fwd"),
             "torch:fa3_tokenspeed": ("flash_attn_interface", "flash_attn_func", "tokenspeed-fa3"),
             "torch:fa4": ("flash_attn.cute.interface", "flash_attn_func", "flash-attn-4"),
             "flashinfer": ("flashinfer", "single_prefill_with_kv_cache", "flashinfer-python")}
 TORCH_BACKENDS = dict(cudnn="CUDNN_ATTENTION", flash="FLASH_ATTENTION", efficient="EFFICIENT_ATTENTION", math="MATH")
-# Else scalar; USE_CUBLAS is of older commits.
+# All others are scalar. USE_CUBLAS existed in older commits.
 FAMILIES = {"wmma": "USE_WMMA", "mma": "USE_MMA_SYNC", "wgmma": "USE_WGMMA", "cublas": "USE_CUBLAS"}
 NVCC_OPTIONS = "-O3 -DNDEBUG -std=c++17 --no-compress -Xptxas=-v".split()
 LIBRARY, HEADER, CUBLAS = "bindings/library.cu", "bindings/sdpa.h", "tools/cublas.cu"
 LIBRARY_FUNCTIONS = ("sdpa_library_params_bytes", "sdpa_library_workspace_bytes", "sdpa_library_forward")
 EXPRESSIONS = ("SCORE_MOD", "MASK_MOD")  # knobs whose values are C++ expressions
-# A line of configs.txt with what it has from its base; words: its knobs, arch=ARCH and expect=FAIL where it has them.
+# A line of configs.txt, including what it inherits from its base. words: knobs, arch=ARCH and expect=FAIL.
 ConfigLine = namedtuple("ConfigLine", "base words knobs gates")
-Knob = namedtuple("Knob", "default member values")  # a row of SDPA_KNOBS; values: as it writes them
+Knob = namedtuple("Knob", "default member values")  # a row of SDPA_KNOBS
 
 
 def run(command, **options):
-    """The finished process; its output is text."""
+    """Runs a command and returns the finished process with its output as text."""
     return subprocess.run(command, capture_output=True, text=True, **options)
 
 
 # ---- where sources come from ----
 
 class Tree:
-    """The sources as they stand here (no commit), or those of a commit."""
+    """The sources of the working tree (no commit) or of a commit."""
 
     def __init__(self, commit=""):
         self.commit, self.sha = commit, ""
@@ -63,10 +62,10 @@ class Tree:
             if not shutil.which("git"):
                 raise Refused(f"{commit}: git is missing; install it with: sudo apt-get install git")
             if run(["git", "rev-parse", "--git-dir"], cwd=ROOT).returncode:
-                raise Refused(f"{commit}: these sources are no clone of the repository, so there are no commits here")
+                raise Refused(f"{commit}: this folder is not a git repository, so it has no commits")
             found = run(["git", "rev-parse", "--verify", "--quiet", commit + "^{commit}"], cwd=ROOT)
             if found.returncode:
-                raise Refused(f"{commit}: git knows no such commit here")
+                raise Refused(f"{commit}: no such commit in this repository")
             self.sha = found.stdout.strip()
 
     def __str__(self):
@@ -74,12 +73,12 @@ class Tree:
 
     @functools.lru_cache(None)
     def read(self, path):
-        """The text of a file; None if it is not there."""
+        """The text of a file; None if it does not exist."""
         path = os.path.join(self.folder(), path)
         return open(path).read() if os.path.exists(path) else None
 
     def folder(self):
-        """Where all of the sources stand; those of a commit are unpacked once."""
+        """The folder of the sources. A commit is unpacked on first use."""
         if not self.sha:
             return ROOT
         path = os.path.join(BUILD, "commits", self.sha)
@@ -92,13 +91,13 @@ class Tree:
 
     @property
     def library(self):
-        """Where bindings/library.cu is: in tools/ of older commits."""
+        """The path of library.cu: in bindings/, or in tools/ in older commits."""
         older = "tools/library.cu"
         return LIBRARY if self.read(older) is None else older
 
     @functools.lru_cache(None)
     def sources(self, program):
-        """{path: text} of a program and what it includes by name."""
+        """{path: text} of a program and the files that it includes with quotes."""
         found, wanted = {}, [program]
         for path in wanted:
             text = self.read(path)
@@ -110,13 +109,13 @@ class Tree:
 
     @functools.lru_cache(None)
     def read_configs(self):
-        """{name: ConfigLine} of configs.txt, as configs.cmake reads it, and what it says of bad lines."""
+        """({name: ConfigLine}, error messages about bad lines), read from configs.txt by configs.cmake."""
         name = not self.sha and os.environ.get("SDPA_CONFIGS") or "configs.txt"
         file = os.path.join(self.folder(), name)
         if not os.path.exists(file):
-            raise Refused(f"{self} has no {name}, which lists one line a build")
+            raise Refused(f"{self} has no {name}, the list of lines to build")
         if not shutil.which("cmake"):
-            raise Refused("cmake is missing, which reads configs.txt; install it with: sudo apt-get install cmake")
+            raise Refused("cmake is missing (it reads configs.txt); install it with: sudo apt-get install cmake")
         done = run(["cmake", f"-DCONFIGS={file}", f"-DSOURCE={self.folder()}/sdpa.cu", "-P",
                     os.path.join(os.path.dirname(os.path.abspath(__file__)), "../configs.cmake")])
         lines = {}
@@ -129,21 +128,22 @@ class Tree:
         return lines, done.stderr.strip()
 
     def config_lines(self):
-        """The lines of the forward pass: the libraries that contenders are have no backward pass."""
+        """The lines of the forward pass. Libraries have no backward pass."""
         return {name: line for name, line in self.read_configs()[0].items() if not is_backward(line)}
 
     def knobs(self):
-        """{knob: default}, from the rows of SDPA_KNOBS."""
+        """{knob: default} of the rows of SDPA_KNOBS."""
         return {name: knob.default for name, knob in self.knob_rows().items()}
 
     @functools.lru_cache(None)
     def knob_rows(self, path="sdpa.cu"):
-        """{name: Knob}; those that only backward lines have are sdpa_backward.cu's."""
+        """{name: Knob} of sdpa.cu, or of sdpa_backward.cu for the knobs that only backward lines have."""
         row = r'^  X\(([A-Z][A-Z_0-9]+), ([A-Z0-9_]*),(?: (\w+),)?[^"\n]*"([^"\n]*)"'
         return {name: Knob(*row) for name, *row in re.findall(row, self.read(path) or "", re.MULTILINE)}
 
     def refusals(self):
-        """What of sdpa.cu judges knobs: section 1, the path to a kernel, and 7 without the model; as a program."""
+        """The parts of sdpa.cu that validate knobs, as a program: section 1, the path to a kernel, and section 7 without the
+        cost model."""
         knobs, path, tables = ((self.read("sdpa.cu").split(since, 1) + [""])[1].split(until)[0] for since, until in (
             ("// ==== 1 KNOBS", "// ==== 2 PROBLEM"), ("// ---- the path to a kernel", "// ----"),
             ("// ==== 7 TABLES", "// ---- the choice")))
@@ -152,36 +152,42 @@ class Tree:
         return f"#include <array>\n#include <string_view>\n#include <type_traits>\n//{knobs}\n{tables}"
 
     def backward_refusals(self):
-        """The same with what sdpa_backward.cu refuses besides."""
+        """The same for sdpa_backward.cu, which has additional rules."""
         text = self.read("sdpa_backward.cu")
         knobs, rules = (text.split(since, 1)[1].split(until)[0] for since, until in (
             ("// ==== 1 KNOBS", "// ==== 2"), ("// ==== 6 REFUSALS", "// ==== 7")))
         return f"{self.refusals()}\n//{knobs}\nnamespace {{\n//{rules}"
 
     def expression_trouble(self, word):
-        """Why SCORE_MOD=... or MASK_MOD=... does not compile; "" if it does."""
+        """The reason why SCORE_MOD=... or MASK_MOD=... does not compile; "" if it compiles."""
         return run(["cmake", "-DEXPRESSION=" + word, f"-DSOURCE={self.folder()}/sdpa.cu", "-P",
                     os.path.join(os.path.dirname(os.path.abspath(__file__)), "../configs.cmake")]).stdout.strip()
 
     def refusal(self, words):
-        """The sentence with which sdpa.cu refuses these knobs; "" if it does not."""
+        """The message with which sdpa.cu refuses these knobs; "" if they are legal."""
         return refusal_of(self.refusals(), tuple(sorted(definitions(words))))
 
     @functools.lru_cache(None)
     def program(self):
-        """sdpa.cu without the harness and without comments."""
+        """sdpa.cu without the harness and comments."""
         text = self.read("sdpa.cu").split("// ==== COPY TO HERE")[0]
         stripped = run([CXX, "-fpreprocessed", "-dD", "-E", "-P", "-x", "c++", "-"], input=text)
         return text if stripped.returncode else stripped.stdout
 
 
+def is_of_harness(path):
+    """True for sources of the executables that a library does not need."""
+    return path.startswith("harness/") or path in ("harness.cu", "harness_backward.cu", "reference.cpp")  # the last two: in older commits
+
+
 def is_backward(line):
-    """Whether a ConfigLine is built from sdpa_backward.cu."""
+    """True if a ConfigLine is built from sdpa_backward.cu."""
     return "BACKWARD=1" in line.knobs
 
 
 def structs_of(header):
-    """{name: struct of ctypes} of a C header. Members are int, float, int64_t, size_t, structs before theirs, and pointers."""
+    """{name: ctypes structure} of a C header. Supports members of type int, float, int64_t, size_t, earlier structs and
+    pointers."""
     kinds, structs = dict(int=ctypes.c_int, float=ctypes.c_float, int64_t=ctypes.c_int64, size_t=ctypes.c_size_t), {}
     text = " ".join(re.sub(r"/\*.*?\*/", "", header, flags=re.DOTALL).split())
     for name, body in re.findall(r"\bstruct (\w+) {(.*?)}", text):
@@ -191,8 +197,8 @@ def structs_of(header):
             for member in form[2].split(", ") if form else [""]:
                 kind = ctypes.c_void_p if member[:1] == "*" else form and (kinds | structs).get(form[1])
                 if not kind:
-                    raise Refused(f"{HEADER}: {name} has {declaration}; want int, float, int64_t, size_t, a struct that "
-                                  "stands before it, or pointers")
+                    raise Refused(f"{HEADER}: {name} has {declaration}; want int, float, int64_t, size_t, an earlier struct "
+                                  "or pointers")
                 fields.append((member.strip("*"), kind))
         structs[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
     return structs
@@ -205,24 +211,24 @@ def refusal_of(program, options):
 
 
 def definitions(words):
-    """The knobs among a line's words as a compiler takes them."""
+    """The knobs of a line as compiler options."""
     return ["-D" + word for word in words if not word.startswith(("expect=", "arch="))]
 
 
 def changed(words, changes):
-    """A line's words with these changes; each knob once."""
+    """A line's words with some knobs replaced."""
     names = [change.split("=")[0] for change in changes]
     return [word for word in words if word.split("=")[0] not in names] + list(changes)
 
 
 def assertion_words(text):
-    """The first refusal among a compiler's words; nvcc, clang++ and g++ say it each in their own way."""
-    because = "(?: due to requirement '.*?')?"  # clang++ from 16 on has a colon behind it
+    """The first static assertion in the output of nvcc, clang++ or g++."""
+    because = "(?: due to requirement '.*?')?"  # followed by a colon since clang++ 16
     found = re.search(rf'static(?: assertion|_assert) failed{because}(?:: (.*)| .*?"(.*)")$', text, re.MULTILINE)
     return found[1] or found[2] if found else ""
 
 
-# ---- contenders, as they are typed ----
+# ---- contenders ----
 
 @dataclass(frozen=True)
 class Line:
@@ -237,12 +243,12 @@ class Line:
 
     @property
     def label(self):
-        """Its name in rows."""
+        """The name in CSV rows."""
         return self.text.replace(" ", "__").replace("=", "_")
 
     @property
     def target(self):
-        """A name that a program can have."""
+        """A name for an executable."""
         return re.sub(r"\W+", "_", self.label.rpartition(":")[2])
 
     @property
@@ -257,16 +263,16 @@ class Line:
         return dict(word.split("=", 1) for word in self.words).get(name, otherwise)
 
     def runs_on(self, arch):
-        """Of GPUs: an arch=89 runs on newer ones as well, an arch=90a on that alone."""
+        """True if the line runs on a GPU: arch=89 includes newer GPUs, arch=90a does not."""
         own = self.knob("arch")
         return own in ("", arch) or own.isdigit() and int(arch.strip("a")) > int(own)
 
     def archs(self, wanted):
-        """What it is compiled for, of these architectures, or if it runs on none of them."""
+        """The architectures to compile for: those of `wanted` on which it runs, or its own arch if there are none."""
         return [arch for arch in wanted if self.runs_on(arch)] or [self.knob("arch")]
 
     def effective_knobs(self):
-        """Every knob with its value, also those that keep their defaults."""
+        """All knobs with their values, including defaults."""
         defaults = [f"{knob}={value}" for knob, value in self.tree.knobs().items()]
         return sorted(word for word in changed(defaults, self.words) if word.split("=")[0] in self.tree.knobs())
 
@@ -276,17 +282,17 @@ class Line:
 
     @property
     def Dv(self):
-        """Of V and O; 0: D."""
+        """The head size of V and O; 0: D."""
         return int(self.knob("HEAD_DIM_V", 0))
 
     @property
     def takes_fewer(self):
-        """Whether a problem's D and Dv may be fewer, in multiples of 8."""
+        """True if the line accepts smaller D and Dv, in multiples of 8."""
         return self.family == "wgmma"
 
     @property
     def dtype(self):
-        """As rows have it: one type, or Q's and that of K and V."""
+        """The type in CSV rows: one type, or Q's type and the type of K and V."""
         types = [self.knob("DTYPE", "FP16"), self.knob("KV_DTYPE", "AUTO")]
         return "/".join(types[:1 if types[1] == "AUTO" else 2]).lower().replace("fp8_", "")
 
@@ -311,7 +317,7 @@ class Cublas(Line):
 
 
 class Torch(namedtuple("Torch", "text")):
-    """A kernel behind PyTorch's scaled_dot_product_attention, or of a package that takes PyTorch's tensors."""
+    """A backend of PyTorch's scaled_dot_product_attention, or a package for PyTorch tensors."""
     D = dtype = None  # any
     family, words, takes_fewer = "torch", (), True
 
@@ -325,12 +331,12 @@ class Torch(namedtuple("Torch", "text")):
 
 
 def parse_contenders(words):
-    """Contenders in the order in which they are typed: a name begins one, KNOB=VALUE changes it."""
+    """Parses contenders: a name starts a contender, KNOB=VALUE changes it."""
     found, trees = [], {}
     for word in words:
         if re.match(r"[A-Za-z_]\w*=", word):
             if not found or isinstance(found[-1], Torch):
-                raise Refused(f"{word}: a changed knob stands behind the line that it changes")
+                raise Refused(f"{word}: a knob must follow the line that it changes")
             found[-1] = change_line(found[-1], word)
         elif word.startswith("torch:") or word in PACKAGES:
             known = ["torch:" + backend for backend in TORCH_BACKENDS] + list(PACKAGES)
@@ -352,10 +358,10 @@ def parse_contenders(words):
 
 
 def config_line(tree, name, typed):
-    """The ConfigLine of a name. One that no line has is refused, as it was typed."""
+    """The ConfigLine of a name. Refuses an unknown name."""
     lines = tree.config_lines()
     if name in tree.read_configs()[0] and name not in lines:
-        raise Refused(f"{typed}: a line of the backward pass, which the tools cannot load yet; build it by "
+        raise Refused(f"{typed}: a line of the backward pass, which the tools cannot load; build it with "
                       f"./run_all.sh --only '^{name}$' and run build/sdpa_{name}")
     if name not in lines:
         raise no_line(typed, name, lines)
@@ -367,7 +373,7 @@ def no_knob(knob, names, place=""):
 
 
 def names_matching(pattern, names, option="--only"):
-    """Those of the names that match an option's regular expression; without any it is refused."""
+    """The names that match an option's regular expression. Refuses if there are none."""
     try:
         found = [name for name in names if re.search(pattern, name)]
     except re.error:
@@ -378,7 +384,7 @@ def names_matching(pattern, names, option="--only"):
 
 
 def lines_named(pattern, option="--only"):
-    """The lines of the forward pass whose name matches an option's regular expression."""
+    """The lines of the forward pass whose names match an option's regular expression."""
     tree = Tree()
     found = names_matching(pattern, tree.read_configs()[0], option)
     forward = [Line(tree, name) for name in found if name in tree.config_lines()]
@@ -388,7 +394,7 @@ def lines_named(pattern, option="--only"):
 
 
 def has_bad_lines():
-    """Whether configs.txt has lines that cannot be read. Says what is wrong with them."""
+    """Prints errors in configs.txt. Returns True if there are any."""
     sentences = Tree().read_configs()[1]
     if sentences:
         say(sentences)
@@ -396,24 +402,24 @@ def has_bad_lines():
 
 
 def change_line(line, word):
-    """The line with one knob more changed."""
+    """The line with another knob changed."""
     knob = word.split("=")[0]
     if knob in ("expect", "arch") or not (knob in EXPRESSIONS or re.fullmatch(r"[A-Za-z_]\w*=[A-Za-z0-9_]+", word)):
         raise Refused(f"{word} is no knob")
     if knob in line.tree.knob_rows("sdpa_backward.cu"):
-        raise Refused(f"{word}: for a line of configs.txt that is built from sdpa_backward.cu; the tools cannot load those yet")
+        raise Refused(f"{word}: a knob of sdpa_backward.cu, whose lines the tools cannot load")
     if knob not in line.tree.knobs():
         raise Refused(f"{word}: {no_knob(knob, line.tree.knobs(), f' in {line.tree}')}")
     trouble = line.tree.expression_trouble(word) if knob in EXPRESSIONS else ""
     if trouble:
         raise Refused(trouble)
     if isinstance(line, Cublas) and knob not in ("DTYPE", "HEAD_DIM"):
-        raise Refused(f"{word}: of the knobs cublas has DTYPE and HEAD_DIM")
+        raise Refused(f"{word}: cublas has only the knobs DTYPE and HEAD_DIM")
     return type(line)(line.tree, line.name, tuple(changed(line.changes, [word])))
 
 
 def loadable(tree):
-    """The tree, if its lines can be loaded as libraries."""
+    """Returns the tree. Refuses a tree whose lines cannot be loaded as libraries."""
     missing = [name for name in LIBRARY_FUNCTIONS if name + "(" not in (tree.read(tree.library) or "")]
     if missing:
         raise Refused(f"{tree}: its {tree.library} has no {missing[0]}, so its lines cannot be loaded")
@@ -423,17 +429,17 @@ def loadable(tree):
 # ---- building ----
 
 def nvcc(tool="nvcc"):
-    """Where it is, or another tool of the CUDA Toolkit; None if it is nowhere."""
+    """The path of nvcc or another tool of the CUDA Toolkit; None if it is missing."""
     return shutil.which(tool) or shutil.which(os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", tool))
 
 
-# A line as a library: where it is, or why it is not.
+# A line that was built as a library: its path, or the reason why it does not compile.
 Built = namedtuple("Built", "line path trouble log", defaults=("", "", ""))
 
 
 def build(lines, *archs, program=LIBRARY, kind="-shared", progress=lambda *_: None):
-    """{line: Built} for all of these lines, as libraries, as device code alone (kind="-fatbin") or as another program
-    that includes sdpa.cu (kind=""), compiled for these architectures unless the line names its own."""
+    """Builds lines as libraries, as device code (kind="-fatbin"), or as another program that includes sdpa.cu (kind="").
+    Returns {line: Built}. Compiles for these architectures unless a line has its own."""
     if not nvcc():
         raise Refused("nvcc is missing; install the CUDA Toolkit 12.4 or newer, or put its bin folder on PATH")
     lines, built = list(dict.fromkeys(lines)), {}
@@ -445,7 +451,7 @@ def build(lines, *archs, program=LIBRARY, kind="-shared", progress=lambda *_: No
 
 
 def show_progress():
-    """For build() and cmake_build(): "built 7 of 81, 30 s left: NAME" on stderr, on a terminal in one place."""
+    """A progress callback for build() and cmake_build(): prints "built 7 of 81, 30 s left: NAME" to stderr."""
     since, is_terminal = time.monotonic(), sys.stderr.isatty()
 
     def show(done, count, name):
@@ -464,15 +470,15 @@ def build_one(line, archs, program, kind):
                "-fatbin": ["-fatbin", "-DSDPA_DEVICE_CODE_ALONE"], "": []}
     options = [*NVCC_OPTIONS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in line.archs(archs)),
                "-DSDPA_CONFIG_NAME=" + line.target,
-               # nvcc takes the words between commas for several macros.
+               # nvcc splits definitions at commas.
                *sorted(word.replace(",", r"\,") for word in definitions(line.words)), *of_kind[kind]]
     if line.family == "cublas" and kind != "-fatbin":
         folder = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(nvcc()))), "lib64")
         options += ["-lcublas", "-Xlinker=-rpath=" + folder]
     version = run([nvcc(), "--version"]).stdout
-    # A comment, or the harness, which a library does not have, compiles nothing again.
+    # Changes of comments or of the harness, which a library does not contain, do not rebuild libraries.
     texts = [line.tree.program() if path == "sdpa.cu" else text for path, text in sources.items()
-             if path not in ("harness.cu", "harness_backward.cu", "reference.cpp")] if is_line else sources.values()
+             if not is_of_harness(path)] if is_line else sources.values()
     folder = os.path.join(BUILD, "engine", digest(*sources, *texts))
     for path, text in sources.items():
         path = os.path.join(folder, path)
@@ -486,13 +492,13 @@ def build_one(line, archs, program, kind):
 
 @functools.cache
 def auto_var_init():
-    """The option that gives locals without a value a pattern, for a compiler that has it: g++ from 12 on, clang++."""
+    """The option that fills uninitialized variables with a pattern, if the compiler has it (g++ 12, clang++)."""
     option = "-ftrivial-auto-var-init=pattern"
     return [option] if not run([CXX, option, "-fsyntax-only", "-x", "c++", "-"], input="").returncode else []
 
 
 def host_library(*knobs, program=LIBRARY):
-    """bindings/library.cu, or a program that includes it, with these knobs compiled for the CPU backend."""
+    """Compiles bindings/library.cu, or a program that includes it, for the CPU backend. Returns its path."""
     backend = ["cpu_backend/" + name for name in sorted(os.listdir(os.path.join(ROOT, "cpu_backend")))]
     texts = [*Tree().sources(program).values(), *map(Tree().read, backend)]
     path = os.path.join(BUILD, "engine", f"host-{digest(program, *knobs, *texts)}.so")
@@ -505,7 +511,7 @@ def host_library(*knobs, program=LIBRARY):
 
 
 def compile_once(path, command, folder):
-    """Compiles what is not there yet, its words into path.log; the sentence why it does not compile, "" if it does."""
+    """Compiles `path` if it does not exist, with the output in path.log. Returns the error message, or ""."""
     if not os.path.exists(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         new = own_name(path)
@@ -518,13 +524,13 @@ def compile_once(path, command, folder):
 
 
 def cmake_build(folder, source=ROOT, target="sdpa_selected", keep_going=False, progress=lambda *_: None, **options):
-    """Builds the lines that the options select in a folder by CMake. Returns the finished process."""
+    """Builds the lines that the options select with CMake. Returns the finished process."""
     options = dict(SDPA_TESTS="OFF", SDPA_KEEP_GOING=keep_going, SDPA_ARCHS=os.environ.get("SDPA_ARCHS", ""),
                    SDPA_CONFIGS=os.path.join(ROOT, os.environ.get("SDPA_CONFIGS") or "configs.txt")) | options
-    generator = {"CMAKE_GENERATOR": "Ninja"} if shutil.which("ninja") else {}  # of a new folder
+    generator = {"CMAKE_GENERATOR": "Ninja"} if shutil.which("ninja") else {}  # affects only a new folder
     os.makedirs(folder, exist_ok=True)
     if not os.access(folder, os.W_OK):
-        raise Refused(f"{folder}: no folder that can be written to; set SDPA_BUILD_DIR to one")
+        raise Refused(f"{folder}: not a writable folder; set SDPA_BUILD_DIR to one")
     done = run(["cmake", "-S", source, "-B", folder, *(f"-D{name}={value}" for name, value in options.items())],
                env=generator | os.environ)
     if done.returncode:
@@ -547,19 +553,19 @@ def cmake_build(folder, source=ROOT, target="sdpa_selected", keep_going=False, p
 
 
 def replace_file(path, text):
-    """Writes a file that is there whole or not at all."""
+    """Writes a file atomically."""
     new = own_name(path)
     try:
         with open(new, "w") as out:
             out.write(text)
     except OSError as error:
-        error.filename = path  # which a failed write() lacks
+        error.filename = path  # write() does not set it
         raise
     os.rename(new, path)
 
 
 def own_name(path):
-    """A name beside it that no other thread takes."""
+    """A temporary name next to `path`, unique to this thread."""
     return f"{path}.{os.getpid()}-{threading.get_ident()}"
 
 
@@ -568,13 +574,13 @@ def digest(*texts):
 
 
 def compiler_words(log):
-    """The sentence to show for a line that did not compile. Raises if it did not for want of room."""
+    """The reason why a line did not compile. Raises if the disk is full."""
     refuse_full_disk(log, BUILD)
     errors = [line for line in log.splitlines() if re.search("error|fatal", line)]
-    return assertion_words(log) or (errors or log.strip().splitlines()[-1:] or ["the compiler said nothing"])[0]
+    return assertion_words(log) or (errors or log.strip().splitlines()[-1:] or ["the compiler printed nothing"])[0]
 
 
-# ---- what a library takes of an SM, and whether two are the same ----
+# ---- resource usage and identity of libraries ----
 
 MIX = {"tensor": r"HMMA|HGMMA|QGMMA|IMMA", "MUFU": "MUFU", "FFMA": "FFMA", "LDS": r"LDSM?[. ]", "BAR": "BAR|SYNCS",
        "instructions": ""}
@@ -582,22 +588,22 @@ MIX = {"tensor": r"HMMA|HGMMA|QGMMA|IMMA", "MUFU": "MUFU", "FFMA": "FFMA", "LDS"
 
 @dataclass
 class Facts:
-    """Of a library, from it and from what ptxas said of it."""
-    registers: int = 0  # of its kernels the most
+    """Facts about a library, from its code and from ptxas's report."""
+    registers: int = 0  # maximum over its kernels
     spilled: int = 0    # bytes
     archs: tuple = ()
-    wgmma: tuple = ()  # ptxas's codes where wgmma is not as written: C7510 serialized, C7519 an arrive put in
+    wgmma: tuple = ()  # ptxas's warnings about wgmma: C7510 serialized, C7519 inserted an arrive
     threads: int = 0
     shared_bytes: int = 0
     block_m: int = 0
     code_bytes: int = 0
-    code: str = ""  # equal if the machine code is
-    same: str = ""  # equal if that is, and the program that launches it
+    code: str = ""  # hash of the machine code
+    same: str = ""  # hash of the machine code and the host program
     path: str = ""
 
     @property
     def mix(self):
-        """How many instructions of each kind its kernels have; nothing without cuobjdump. It takes a second."""
+        """Instruction counts by kind; empty without cuobjdump. Takes a second."""
         words = run(["cuobjdump", "-sass", self.path]).stdout if self.path and shutil.which("cuobjdump") else ""
         code = re.findall(r"^ +/\*[0-9a-f]{4,}\*/ +(?:@!?U?P[0-9T]+ +)?(?!NOP)([A-Z][^;]*);", words, re.MULTILINE)
         return {kind: sum(bool(re.match(pattern, text)) for text in code) for kind, pattern in MIX.items() if code}
@@ -612,7 +618,7 @@ def facts(built):
 
 
 def ptxas_report(log):
-    """The most registers and bytes spilled of its kernels, their architectures, and codes of what it says of wgmma."""
+    """Maximum registers and spilled bytes over the kernels, their architectures, and codes of warnings about wgmma."""
     registers = map(int, re.findall(r"Used (\d+) registers", log))
     spilled = [int(a) + int(b) for a, b in re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)]
     words = (re.findall(pattern, log) for pattern in (r"Compiling entry .* for 'sm_(\w+)'", r"\((C75\d\d)\)"))
@@ -620,25 +626,25 @@ def ptxas_report(log):
 
 
 def machine_code(data):
-    """The instructions in an object file or a library, without names, line numbers and checksums of the source."""
+    """The machine code in an object file or library, without names, line numbers and checksums."""
     return [section.data() for cubin in embedded(data) for section in cubin.iter_sections()
             if section.name.startswith(".text.")]
 
 
 def embedded(data):
-    """The ELF files inside a file: the device code, for each architecture."""
+    """The embedded ELF files with device code, one per architecture."""
     starts = [one.start() for one in re.finditer(b"\x7fELF", data)]
     return [elf for elf in (ELFFile(io.BytesIO(data[at:])) for at in starts if at) if elf["e_machine"] == "EM_CUDA"]
 
 
 def symbol(elf, table, name):
-    """A symbol's entry; None if it is not there."""
+    """A symbol's entry; None if it does not exist."""
     found = elf.get_section_by_name(table).get_symbol_by_name(name)
     return found[0].entry if found else None
 
 
 def launch_of(data):
-    """Threads, bytes of shared memory and BLOCK_M: a constant of device code alone, sizes of symbols of a library."""
+    """Threads, bytes of shared memory and BLOCK_M. Device code has them in a constant, a library in sizes of symbols."""
     for cubin in embedded(data):
         if found := symbol(cubin, ".symtab", "sdpa_library_launch"):
             return struct.unpack_from("<3i", cubin.get_section_by_name(".nv.constant3").data(), found.st_value)

@@ -1,4 +1,4 @@
-"""The call chains of docs/READING.md, from a kernel to its instructions, by the syntax tree of sdpa.cu."""
+"""The call chains of docs/READING.md, from a kernel to its instructions, computed from the syntax tree of sdpa.cu."""
 import collections
 import functools
 import re
@@ -6,8 +6,8 @@ import re
 from cli import Refused
 from minimal import descendants, enclosing, name_of, parameters_of, parse, words_of
 
-# Column: the kernel, the structs of other builds, and for each instruction the functions that the chain passes through.
-# Of all such chains the shortest is shown.
+# Per column: the kernel, structs of other builds to exclude, and for each instruction the functions through which the
+# chain passes. The shortest such chain is shown.
 K_COPY, PRODUCT, EXPONENTIAL = "copy of K", "Q @ K.T", "exp2"
 COLUMNS = {
     "scalar": ("sdpa_scalar", "", {
@@ -32,16 +32,16 @@ COLUMNS = {
 
 
 class Calls:
-    """Who calls whom in sdpa.cu. A member's name has its struct before it, as in TileCopy::copy; a lambda's name has its
-    function before it, as in Wgmma16Consumer::run.compute."""
+    """The call graph of sdpa.cu. Names of members include the struct, as in TileCopy::copy; names of lambdas include the
+    function, as in Wgmma16Consumer::run.compute."""
 
     def __init__(self, text):
-        text = text[text.index("// ==== 2 PROBLEM"):]  # in front of it macros make declarations
+        text = text[text.index("// ==== 2 PROBLEM"):]  # before this marker, macros expand to declarations
         self.root = parse(re.sub(r"\btypename (?=[\w:]+\()", " " * 9, text))
         self.bodies, self.bases = collections.defaultdict(list), collections.defaultdict(set)
         for node in descendants(self.root, "function_definition"):
             self.bodies[self.owner(node) + name_of(node)].append(node)
-        self.owners = collections.defaultdict(set)  # by a function's last name
+        self.owners = collections.defaultdict(set)  # by the last component of a function's name
         for name in self.bodies:
             owner, _, last = name.rpartition("::")
             self.owners[last].add(owner)
@@ -64,7 +64,7 @@ class Calls:
 
     @staticmethod
     def owner(node):
-        """The struct of a function with "::" behind it; "" if it has none."""
+        """The struct of a function, followed by "::"; "" if it has none."""
         struct = enclosing(node.parent, "struct_specifier")
         outside = [one for one in descendants(node.child_by_field_name("declarator"), "qualified_identifier")
                    if one.parent.type == "function_declarator"]
@@ -72,7 +72,7 @@ class Calls:
         return name + "::" * bool(name)
 
     def holder(self, node):
-        """The name of the function that a node is in; "" outside of functions."""
+        """The name of the function that contains a node; "" outside of functions."""
         function = enclosing(node, "function_definition")
         return self.owner(function) + name_of(function) if function else ""
 
@@ -81,7 +81,7 @@ class Calls:
         return name_of(node.parent) if node.parent.type == "init_declarator" else "lambda"
 
     def own_calls(self, name):
-        """The calls in a function or a lambda, without those in lambdas inside it."""
+        """The calls in a function or lambda, excluding nested lambdas."""
         for node in self.lambdas[name] if name in self.lambdas else self.bodies.get(name, []):
             for call in descendants(node.child_by_field_name("body") or node, "call_expression"):
                 inner = enclosing(call.parent, "lambda_expression", "function_definition")
@@ -89,8 +89,8 @@ class Calls:
                     yield call
 
     def meant(self, name, node):
-        """The types that a name stands for in a function, with their bases; None if it is a template parameter that may
-        be any type. An alias in the function hides one in its struct, which hides a global one."""
+        """The types that a name may denote in a function, with their base types; None for an unconstrained template
+        parameter. An alias in the function hides one in its struct, which hides a global one."""
         found, left = set(), {name}
         while left:
             name = left.pop()
@@ -109,7 +109,7 @@ class Calls:
 
     @staticmethod
     def type_of(target, node):
-        """The name of the type of an expression before a dot or an arrow."""
+        """The name of the type of an expression before . or ->."""
         if target.type == "this":
             return name_of(enclosing(node.parent, "struct_specifier"))
         if target.type == "call_expression":  # of a constructor
@@ -122,7 +122,7 @@ class Calls:
         return ""
 
     def meanings(self, call, caller):
-        """The functions and lambdas that a call in CALLER may mean; a function without a body here by its plain name."""
+        """The functions and lambdas that a call in CALLER may refer to. Functions without a body here keep their plain names."""
         function = last = call.child_by_field_name("function")
         while inner := last.child_by_field_name("field") or last.type == "qualified_identifier" and last.child_by_field_name("name"):
             last = inner
@@ -148,7 +148,7 @@ class Calls:
         return {called for call in self.own_calls(caller) for called in self.meanings(call, caller)}
 
     def extended(self, chain, target, others):
-        """The chain with the fewest calls from its end to a target, without functions of OTHERS; None if there is none."""
+        """Extends a chain to a target with the fewest calls, avoiding functions of OTHERS; None if there is no path."""
         left, seen = collections.deque([chain]), {chain[-1]}
         while left:
             chain = left.popleft()

@@ -1,4 +1,4 @@
-"""What all commands share: their options, which are read from their usage, refusals of one sentence, exit codes."""
+"""Shared by all commands: option parsing from the usage text, error messages, and exit codes."""
 import argparse
 import difflib
 import errno
@@ -10,12 +10,13 @@ import shutil
 import sys
 import tempfile
 
-MODULES = {"profile": "ncu", "results": "page"}  # of commands; Python has a profile of its own
-MOST = 9999  # words of a command that takes any number
+# Modules of commands that have another name; `profile` is a module of Python.
+MODULES = {"ablate": "steps", "profile": "ncu", "results": "page", "rungs": "steps"}
+MOST = 9999  # for commands with any number of words
 
 
 class Refused(Exception):
-    """A sentence for the user, and the exit code that goes with it."""
+    """An error message for the user, with an exit code."""
 
     def __init__(self, sentence, code=2):
         super().__init__(sentence)
@@ -27,19 +28,19 @@ def say(*words):
 
 
 def nearest(name, names):
-    """A question that names what is spelt most like it; "" if nothing is."""
+    """"did you mean NAME?" for the most similar name; "" if none is similar."""
     by_letters = {one.lower(): one for one in names}
     return "".join(f"did you mean {by_letters[near]}?" for near in difflib.get_close_matches(name.lower(), by_letters, 1, 0.7))
 
 
 def no_line(typed, name, lines):
-    """What to raise for a name that no line of configs.txt has."""
+    """The error for a name that no line of configs.txt has."""
     return Refused(f"{typed}: no line of configs.txt has that name; {nearest(name, lines) or './run_all.sh list has them all'}")
 
 
 def refuse_full_disk(words, *folders):
-    """Raises if a program that printed these words failed for want of room: it says so, or next to nothing is left in a folder."""
-    said = re.search(r".*(?:No space left on device|Disk quota exceeded).*((?<=:)\s+\S+)?", words)  # CMake has the file two lines below
+    """Raises if a program failed because a disk is full: its output says so, or less than 4 MB are free in a folder."""
+    said = re.search(r".*(?:No space left on device|Disk quota exceeded).*((?<=:)\s+\S+)?", words)  # CMake prints the file two lines below
     left = {folder: shutil.disk_usage(folder).free for folder in (*folders, tempfile.gettempdir()) if os.path.exists(folder)}
     full = [" ".join(said[0].split())] if said else [f"{folder} has {free >> 10} KB left" for folder, free in left.items() if free < 4 << 20]
     if full:
@@ -47,7 +48,7 @@ def refuse_full_disk(words, *folders):
 
 
 def explain(kind, error, trace):
-    """A package of PyPI that is missing is told in a sentence as well."""
+    """An exception hook that reports a missing package in one sentence."""
     if not isinstance(error, ModuleNotFoundError):
         return sys.__excepthook__(kind, error, trace)
     package = {"elftools": "pyelftools", "ml_dtypes": "ml_dtypes==0.5.*", "optuna": "optuna==4.*"}.get(error.name, error.name)
@@ -60,8 +61,9 @@ sys.excepthook = explain
 
 
 def parse_options(usage, most_words=0, argv=None):
-    """What was typed, by the lines "  --NAME VALUE  TEXT" of a usage: a VALUE of A|B is one of these, N a whole number,
-    and none a flag. TEXT may have (default D), "from N" or "from N to N", and "repeatable". --help prints the usage."""
+    """Parses the arguments by the lines "  --NAME VALUE  TEXT" of a usage. VALUE: A|B is a choice, N a whole number, and
+    without VALUE it is a flag. TEXT may contain (default D), "from N" or "from N to N", and "repeatable". --help prints the
+    usage."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("words", nargs="*")
     parser.add_argument("-h", "--help", action="store_true")
@@ -97,25 +99,25 @@ def number(option, text, least=1, most=999999):
 
 
 def words_of(error):
-    """A sentence for what the system refuses."""
+    """The error message of an OSError."""
     if isinstance(error, BrokenPipeError):
         return "stdout is closed, so not all of it was printed"
     if not getattr(error, "filename", None):
         return str(error)
     build = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.environ.get("SDPA_BUILD_DIR", "build"))
     is_refused = error.errno in (errno.EACCES, errno.EROFS, errno.EPERM) and os.path.abspath(error.filename).startswith(build)
-    return f"{error.filename}: {error.strerror}{'; set SDPA_BUILD_DIR to a folder that can be written to' * is_refused}"
+    return f"{error.filename}: {error.strerror}{'; set SDPA_BUILD_DIR to a writable folder' * is_refused}"
 
 
 def command(name, main):
-    """Runs a sub-command: what it refuses is one sentence."""
+    """Runs a command. Prints errors as one sentence and exits."""
     try:
         code = main()
         sys.stdout.flush()
         sys.exit(code)
     except (OSError, UnicodeError) as error:
         say(f"{name}: {words_of(error)}")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again at exit
         sys.exit(3)
     except Refused as error:
         say(f"{name}: {error}")

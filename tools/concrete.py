@@ -1,5 +1,6 @@
-"""An extract of one build as one would write it by hand: no template parameter B, no choice of a kernel, definitions
-before their uses, no word about options that are not there. For tools/extract.py, after tools/minimal.py."""
+"""Makes an extract of a single build look hand-written: removes the template parameter B and the choice of a kernel,
+moves definitions before their uses, and removes comments about absent options. Used by tools/extract.py after
+tools/minimal.py."""
 import collections
 import re
 import textwrap
@@ -21,13 +22,13 @@ def until_stable(change, text):
 # ---- the template parameter B ----
 
 def is_selector(parameter, text):
-    """Whether a struct template's parameter only chooses a version."""
+    """True if a parameter of a struct template only selects a specialization."""
     is_of_struct = declared(parameter.parent.parent).type == "struct_specifier"
     return is_of_struct and re.match(r"(bool|Path)( [A-Z]+)? =", source(parameter, text))
 
 
 def owner_of(function):
-    """The template whose member a function is that is defined outside of it; None of others."""
+    """The template of a member function that is defined outside of it; None for other functions."""
     declarator = function.child_by_field_name("declarator")
     while declarator is not None and declarator.type != "function_declarator":
         declarator = declarator.child_by_field_name("declarator") or next(
@@ -37,8 +38,8 @@ def owner_of(function):
 
 
 def versions(root, text):
-    """What is known of templates with B: {name: parameters without B and selectors}, {name: parameters with them},
-    names whose members are defined outside, and the versions that no build chooses."""
+    """Facts about templates with B: {name: parameters without B and selectors}, {name: parameters with them}, names with
+    members defined outside, and specializations that no build selects."""
     kept, all_of, outside, gone, primary, folding = {}, {}, collections.defaultdict(list), [], {}, Folding(text, set())
     for node in descendants(root, "template_declaration"):
         inner, parameters = declared(node), [one for one in node.child_by_field_name("parameters").named_children]
@@ -63,7 +64,7 @@ def versions(root, text):
 
 
 def without_build(text):
-    """The text without the template parameter B, and its constants. KernelOf's members are what they stand for."""
+    """Removes the template parameter B. Returns the text and the constants of B. Members of KernelOf are expanded."""
     root = parse(text)
     members, edits, kernel = {}, [], {}
     for node in descendants(root, "template_declaration"):
@@ -97,7 +98,7 @@ def without_build(text):
                           else ""))
         return edited(text, edits)
     text = until_stable(without_arguments, text)
-    for name in replaced:  # a version becomes the template
+    for name in replaced:  # a specialization becomes the template
         text = re.sub(rf"(\bstruct {name})<[A-Z, ]+>(?= [:{{])", r"\1", text)
     edits = []
     for node in descendants(parse(text), "template_parameter_list"):
@@ -125,7 +126,7 @@ def without_build(text):
 
 
 def named_constants(text, members):
-    """B::x as the constant X, or as what it stands for; and the declarations of the constants."""
+    """Replaces B::x by the constant X or its value. Returns the text and the declarations of the constants."""
     last = {}
     for name, value in members.items():
         last[name] = name.upper()
@@ -144,10 +145,10 @@ def named_constants(text, members):
     return text, "".join(f"constexpr int {', '.join(part)};\n" for part in (numbers, others) if part)
 
 
-# ---- parameters that have one value ----
+# ---- parameters with a single value ----
 
 def template_uses(root, text):
-    """{name: [(node of the argument list or of the name, arguments)]} of every use of a template by its name."""
+    """{name: [(node of the argument list or of the name, arguments)]} for all uses of a template."""
     found = collections.defaultdict(list)
     for node in descendants(root, "template_type", "template_function", "template_method"):
         arguments = node.child_by_field_name("arguments")
@@ -156,7 +157,7 @@ def template_uses(root, text):
 
 
 def without_template_parameters(text, but):
-    """One parameter less of a template of which all uses give it the same, be it written or deduced."""
+    """Removes one template parameter for which all uses have the same argument, explicit or deduced."""
     root = parse(text)
     defined = collections.defaultdict(list)
     for node in descendants(root, "template_declaration"):
@@ -176,7 +177,7 @@ def without_template_parameters(text, but):
     top = {name for unit in units_of(root, text.split("\n"))
            for name in unit.names} | {"true", "false", "float", "uint32_t", "float4"}
     for name, nodes in defined.items():
-        if all(listed(one, "parameters") for one in nodes):  # without declarations of what stands elsewhere
+        if all(listed(one, "parameters") for one in nodes):  # without forward declarations
             nodes = [one for one in nodes
                      if declared(one).child_by_field_name("body") or "=" in source(one, text)] or nodes
         parameters = nodes[0].child_by_field_name("parameters").named_children
@@ -185,7 +186,7 @@ def without_template_parameters(text, but):
             continue
         for n, parameter in enumerate(parameters):
             default = parameter.child_by_field_name("default_value") or parameter.child_by_field_name("default_type")
-            given, is_shared = set(), is_function and name in plain  # the name with functions without a template
+            given, is_shared = set(), is_function and name in plain  # overloads that are not templates
             if is_shared and (default or name_of(parameter) in words_of("".join(
                     source(one, text) for one in descendants(declared(node), "parameter_list")[:1]))):
                 continue
@@ -200,7 +201,7 @@ def without_template_parameters(text, but):
             users = [one for word in words_of(value or "") for one in structs[word]]
             owner = enclosing(node, "struct_specifier")
             if any({name, owner and name_of(owner)} & words_of(source(one, text)) for one in users):
-                continue  # they would need each other
+                continue  # circular dependency
             words = words_of(re.sub(r"::\w+", "", value or ""))
             if not words or {word for word in words if not word.isdigit()} - top or words & inner:
                 continue
@@ -229,7 +230,7 @@ def without_template_parameters(text, but):
 
 
 def deduced(node, parameter, call, text):
-    """What a call gives a template's parameter that is the type of one of its arguments, or the bound of an array."""
+    """The argument that a call deduces for a template parameter, from the type of an argument or the bound of an array."""
     function = next(iter(descendants(declared(node), "function_declarator")))
     for one, argument in zip(listed(function, "parameters"), listed(call, "arguments")):
         of, whole = one.child_by_field_name("type"), source(one, text)
@@ -244,7 +245,7 @@ def deduced(node, parameter, call, text):
 
 
 def bound_of(name, node, text):
-    """The bound of the array of one dimension that a name stands for; None if that is not plain to see."""
+    """The bound of a one-dimensional array, by its name; None if unknown."""
     function = enclosing(node, "function_definition")
     found = {source(one.child_by_field_name("size"), text) for one in descendants(function, "array_declarator")
              if name_of(one) == name and one.child_by_field_name("size") and one.parent.type != "array_declarator" and (
@@ -253,8 +254,8 @@ def bound_of(name, node, text):
 
 
 def without_unread_parameters(text, but):
-    """The text without the parameters that functions do not read: where all calls are known they go with their
-    arguments, and others of the host lose their names, of which compilers warn. but: functions that stay."""
+    """Removes unused parameters of functions whose calls are all known, with the arguments. Unused parameters of other host
+    functions lose their names, which avoids warnings. but: functions to keep."""
     root, edits, names = parse(text), [], collections.Counter(re.findall(r"\w+", re.sub(r"//.*", "", text)))
     functions = descendants(root, "function_definition", "lambda_expression")
     made = collections.Counter(name_of(node) for node in functions)
@@ -291,8 +292,7 @@ def without_unread_parameters(text, but):
 
 
 def without_unused_results(text, but):
-    """The text whose functions give no bool that no call reads, without the sentence that says it; and without the bools
-    that are only written."""
+    """Removes bool results that no call uses, with the sentences of comments about them, and bools that are only written."""
     root, calls = parse(text), collections.defaultdict(list)
     for call in descendants(root, "call_expression"):
         calls[name_of(callee(call))].append(call)
@@ -332,16 +332,16 @@ def without_unused_results(text, but):
 
 
 def without_one(nodes, n):
-    """Where number n of a list stands, with its comma."""
+    """The extent of element n of a list, with its comma."""
     if n + 1 < len(nodes):
         return nodes[n].start_byte, nodes[n + 1].start_byte
     return (nodes[n - 1].end_byte if n else nodes[n].start_byte), nodes[n].end_byte
 
 
-# ---- names for what has one meaning ----
+# ---- redundant names ----
 
 def without_other_versions(text, but):
-    """Of a template with versions for some arguments the one that all uses ask for, without the template."""
+    """Replaces a template with specializations by the one that all uses select."""
     known = dict(re.findall(r"^using (\w+) = (\w+);", text, re.MULTILINE))  # aliases of types
     root, defined, lists = parse(text), collections.defaultdict(list), collections.defaultdict(list)
     for node in descendants(root, "template_declaration"):
@@ -357,7 +357,7 @@ def without_other_versions(text, but):
         def given(node):
             own = [known.get(source(one, text), source(one, text)) for one in listed(node, "arguments")]
             return tuple(own + [source(one, text) for one in defaults[len(own):] if one])
-        # Where a version says for which arguments it is; without such a place it returns what it is for.
+        # The node with the arguments of a specialization; without such a node, the arguments themselves.
         places = [next((each for each in lists[name] if one.start_byte < each.start_byte < declared(
             one).child_by_field_name("body").start_byte), None) for one in others]
         own = {given(place.parent) if place else (source(declared(one).child_by_field_name("type"), text),): one
@@ -373,7 +373,7 @@ def without_other_versions(text, but):
 
 
 def without_aliases(text):
-    """The text with what an alias stands for in its place: of constants for others, and of types in functions."""
+    """Expands aliases of constants, and aliases of types inside functions."""
     root = parse(text)
     top = {name for unit in units_of(root, text.split("\n")) for name in unit.names} | {"true", "false"}
     for node in descendants(root, "declaration", "alias_declaration"):
@@ -395,14 +395,14 @@ def without_aliases(text):
         if scope.type != "translation_unit" and (len(places) > most or not is_type and found[2] not in top):
             continue
         start, end, _ = line_of(node, text)
-        if not text[end:].lstrip(" ")[:1].isalpha():  # its comment is not for those after it
+        if not text[end:].lstrip(" ")[:1].isalpha():  # its comment does not apply to the declarations after it
             start -= len(re.search(r"(?:^ *//(?! ----| ====).*\n)*\Z", text[:start], re.MULTILINE)[0])
         return edited(text, [(start, end, ""), *((*place, found[2]) for place in places)])
     return text
 
 
 def with_numbers(text):
-    """The text with the numbers of a struct's members in their place, where others name them."""
+    """Expands constant members of structs where other code uses them."""
     structs = collections.defaultdict(list)
     for node in descendants(parse(text), "struct_specifier"):
         structs[name_of(node)].append(node)
@@ -415,19 +415,19 @@ def with_numbers(text):
 
 # ---- options of other builds ----
 
-# Members of SdpaParams that mean nothing without an option.
+# Members of SdpaParams that require an option.
 WITH = {"page_table": ("page_stride", "page_size", "pages"), "k_lengths": ("most_keys",),
         "bias": ("bias_strides", "bias_keys"), "bias_map": ("bias_map_bytes",)}
 
 
 def without_options(text):
-    """Without the members of SdpaParams that only other builds have, which are 0, and the rows that refuse them."""
+    """Removes members of SdpaParams that only other builds use (their value is 0), and the rows that refuse them."""
     table = re.search(r"\boptions\[\] = \{(.*?)\};", text, re.DOTALL)
     rows = re.findall(r"\{\"(\w+)\", (\w+|\"[^\"]*\"), ([^{}]*)\}", table[1])
     known = dict(re.findall(r"\b(of_\w+) = (\"[^\"]*\")", text))
     kept = [row for row in rows if known.get(row[1], row[1]) == '""' or row[1].isidentifier() and row[1] not in known]
     is_open = any(of.isidentifier() and of not in known for _, of,
-                  _ in kept)  # a row of the table of tiles has it or has not
+                  _ in kept)  # depends on the row of the table of tiles
     text = text.replace(table[1], ", ".join(f'{{"{name}", {known.get(of, of)}, {rest}}}' if is_open
                                             else f'{{"{name}", {rest}}}'
                                             for name, of, rest in kept))
@@ -447,10 +447,10 @@ def without_options(text):
                          for edit in members_without(node, gone, text)])
 
 
-# ---- members that nobody reads ----
+# ---- unused members ----
 
 def without_unread_members(text):
-    """The text without the members that are never read, and without what gives them values."""
+    """Removes members that are never read, with their initializers and assignments."""
     root = parse(text)
     code = re.sub(r"//.*", lambda m: " " * len(m[0]), text)
     words = collections.Counter(re.findall(r"\w+", code))
@@ -486,7 +486,7 @@ def without_unread_members(text):
 
 
 def place_of(write, text):
-    """What to leave out, so that a member is not given its value."""
+    """The edits that remove the assignment or initializer of a member."""
     if write.type == "field_initializer":
         nodes = [one for one in write.parent.named_children if one.type == "field_initializer"]
         return (*without_one(nodes, nodes.index(write)), "")
@@ -497,7 +497,7 @@ def place_of(write, text):
 
 
 def line_of(node, text):
-    """A node with its lines, and the comment behind it."""
+    """The extent of a node with its lines and its trailing comment."""
     start = text.rfind("\n", 0, node.start_byte) + 1
     end = text.index("\n", node.end_byte)
     alone = not text[start:node.start_byte].strip() and re.fullmatch(r"\s*(//.*)?", text[node.end_byte:end])
@@ -505,7 +505,7 @@ def line_of(node, text):
 
 
 def members_without(node, gone, text):
-    """Edits that take names out of a declaration of members."""
+    """The edits that remove names from a declaration of members."""
     names = node.children_by_field_name("declarator")
     if all(name_of(one) in gone for one in names):
         start, end, _ = line_of(node, text)
@@ -518,10 +518,10 @@ def members_without(node, gone, text):
     return [(node.start_byte, node.end_byte, head + ", ".join(parts) + ";")]
 
 
-# ---- comments about what is not there ----
+# ---- comments about absent options ----
 
 def without_words_about(text, absent):
-    """The text without the sentences of its comments that name one of these knobs."""
+    """Removes sentences of comments that mention one of these knobs."""
     about = re.compile(rf"\b(?:{'|'.join(sorted(absent))})\b")
     lines, out = text.split("\n"), []
     while lines:
@@ -546,7 +546,7 @@ def without_words_about(text, absent):
 
 
 def sentences_without(words, about):
-    """What is left of a comment: sentences that do not say it, and others without the part that does."""
+    """Removes the sentences, or parts of sentences, that match from a comment."""
     words = re.sub(rf",? (?:or|and) (?:\w+ ){{1,3}}{about.pattern}(?:=\w+)?[^,.;:]*", "", words)
     parts = re.split(r"(?<=[.;])\s+", words)
     kept = [part for part in parts if not about.search(part)]
@@ -557,7 +557,7 @@ def sentences_without(words, about):
 # ---- definitions before their uses ----
 
 class Part:
-    """A declaration of the file with the comment above it, and the names whose definitions must come before."""
+    """A declaration with its comment, and the names that must be defined before it."""
 
     def __init__(self, unit, lines):
         self.unit, self.names, self.first, self.last = unit, unit.names - {""}, unit.first, unit.last
@@ -571,7 +571,7 @@ class Part:
 
 
 def parts_of(text):
-    """The parts of a file in their order. What is below a section's title goes to its kernel, or to its first part."""
+    """The parts of a file in order. The title of a section belongs to its kernel, or to its first part."""
     lines = text.split("\n")
     parts = [Part(unit, lines) for unit in sorted(units_of(parse(text), lines), key=lambda unit: unit.first)]
     titles = [n for n, line in enumerate(lines) if line.startswith(BANNERS)]
@@ -585,7 +585,7 @@ def parts_of(text):
 
 
 def in_order(parts):
-    """The parts, each behind those that it needs; without declarations of what is defined before its first use."""
+    """Sorts the parts so that each comes after those that it needs. Removes forward declarations that are then redundant."""
     named = collections.defaultdict(list)
     for part in parts:
         for name in part.names:
@@ -607,7 +607,7 @@ def in_order(parts):
             is_declared = any(one.is_declaration and not is_needless(one) for one in named[name])
             for other in named[name]:
                 if is_declared and not other.is_declaration and not other.is_special:
-                    continue  # it comes in its turn
+                    continue  # placed later
                 if not part.names & other.names or other.first < part.first:
                     add(other)
         out.append(part)
@@ -617,7 +617,7 @@ def in_order(parts):
 
 
 def chapters(text):
-    """The file in four chapters."""
+    """Divides the file into four chapters."""
     parts = parts_of(text)
     public, call = ([part for part in parts if part.names & names]
                     for names in (PUBLIC, {"sdpa_forward", "sdpa_workspace_bytes", "sdpa_scratch_bytes"}))
@@ -634,7 +634,7 @@ def chapters(text):
 
 
 def texts(parts):
-    """Their texts, with an empty line between those that were not neighbours."""
+    """Joins the texts of parts, with an empty line between parts that were not neighbours."""
     out = []
     for part, after in zip(parts, [*parts[1:], None]):
         is_short = after and max(part.text.count("\n"), after.text.count("\n")) < 6
@@ -642,11 +642,11 @@ def texts(parts):
     return out
 
 
-# ---- wgmma in the shapes that occur ----
+# ---- the shapes of wgmma that are used ----
 
 def wgmma(text, rows):
-    """The text with one function for each shape of wgmma that its kernels have, instead of those for all shapes. rows:
-    the knobs of its builds."""
+    """Replaces the functions for all wgmma shapes by one function for each shape that the kernels use. rows: the knobs of the
+    builds."""
     def columns(word, row):
         of_v = {"D_V": row["HEAD_DIM_V"] or row["HEAD_DIM"]}
         return (row | of_v)[re.sub(r"\w+::", "", word).upper()]
@@ -654,7 +654,7 @@ def wgmma(text, rows):
                     for kind, element, word, trans in
                     re.findall(r"\bwgmma_(ss|rs)<(Input|__\w+), ([\w:]+)((?:, \d)+)>\(", text)})
     kinds = collections.Counter(kind for kind, *_ in calls)
-    alone = [kind for kind, count in kinds.items() if count == 1]  # one shape: it stands where the template was declared
+    alone = [kind for kind, count in kinds.items() if count == 1]  # a single shape replaces the declaration of the template
     functions = "\n".join(wgmma_function(text, *call) for call in calls if call[0] not in alone)
     text = re.sub(r"(?:^//.*\n)*^#define SDPA_D4\((?:.|\n)*?(?=^template <class E, int N, int TRANS_B, int TRANS_A>)",
                   "", text,
@@ -673,8 +673,8 @@ def wgmma(text, rows):
 
 
 def wgmma_function(text, kind, name, n, trans_b, trans_a=0, is_alone=False):
-    """One wgmma of such elements with N columns: a version of the template, or the only one. Operand N / 2 tells whether
-    D is added to, the next one is the descriptor of B."""
+    """The function of one wgmma shape with N columns: a specialization, or a function if it is the only one. Operand N / 2 is
+    the accumulate flag, the next one is the descriptor of B."""
     element = re.search(r"using Input = (\w+);", text)[1] if name == "Input" else name
     r, is_8bit = n // 2, element == "__nv_fp8_e4m3"
     types = "k32.f32.e4m3.e4m3" if is_8bit else {"__half": "k16.f32.f16.f16",
@@ -699,7 +699,7 @@ def wgmma_function(text, kind, name, n, trans_b, trans_a=0, is_alone=False):
 
 
 def shortest(text, instructions, sizes=()):
-    """The text with what its one value decides decided, and calls replaced. instructions: functions that stay."""
+    """Evaluates conditions with known values and inlines calls. instructions: functions to keep."""
     def step(text):
         for change in (lambda text: minimal(text, {*sizes}), without_aliases, with_numbers,
                        lambda text: without_other_versions(text, instructions),
@@ -715,7 +715,7 @@ def shortest(text, instructions, sizes=()):
 
 
 def concrete(text, instructions):
-    """The text of one build, by chapters. instructions: functions that stay as they are, named after PTX's."""
+    """The text of a single build, in chapters. instructions: functions to keep, which are named after PTX instructions."""
     text, constants = without_build(text)
     text = re.sub(r"(?=^// ==== 2 PROBLEM)", lambda m: constants + "\n", text, count=1, flags=re.MULTILINE)
     return "\n".join(chapters(shortest(text, instructions)))

@@ -1,6 +1,6 @@
-// The unfused baseline as a contender of tools/engine.py: both products by cuBLAS, S and P in global memory. It has the
-// C functions of a line's library (bindings/library.cu), and takes contiguous tensors that are not empty, as the engine
-// has them. `ab hopper cublas` times it, `cublas DTYPE=BF16 HEAD_DIM=128` likewise.
+// The unfused baseline, a contender of tools/engine.py: both products by cuBLAS, with S and P in global
+// memory. Exports the C functions of a line's library (bindings/library.cu). Requires contiguous,
+// nonempty tensors. To time it: `ab hopper cublas`, or `cublas DTYPE=BF16 HEAD_DIM=128`.
 #define SDPA_NO_MAIN
 #include "../sdpa.cu"
 
@@ -9,7 +9,8 @@
 namespace sdpa {
 namespace {
 
-// Of SdpaParams::workspace, as cuBLAS recommends for sm_90; S, float [B,Hq,Sq,Sk], and P, Input, stand behind.
+// The workspace that cuBLAS recommends for sm_90. In SdpaParams::workspace it is followed by S, float
+// [B,Hq,Sq,Sk], and P, of type Input.
 constexpr size_t cublas_bytes = 32 << 20;
 
 size_t scores_of(const SdpaParams& p) { return size_t(p.B) * p.Hq * p.Sq * p.Sk; }
@@ -17,12 +18,13 @@ size_t bytes_before_P(const SdpaParams& p) { return cublas_bytes + (scores_of(p)
 
 constexpr int rows_of_cta = 4;
 
-// P[i,:] = softmax(scale * S[i,:] + mask) and LSE[i]: a warp to a query row.
+// P[i,:] = softmax(scale * S[i,:] + mask) and LSE[i]; a warp per query row.
 __global__ void softmax_rows(SdpaParams p, KeyBounds keys, float scale_log2, const float* S, Input* P) {
   const int lane = threadIdx.x % 32;
   const int64_t row = int64_t(blockIdx.x) * rows_of_cta + threadIdx.x / 32;
   if (row >= int64_t(p.B) * p.Hq * p.Sq) return;
-  S += row * p.Sk, P += row * p.Sk;
+  S += row * p.Sk;
+  P += row * p.Sk;
   const int q = int(row % p.Sq), begin = keys.begin(q), end = keys.end(q);
 
   float m = -INFINITY, l = 0;
@@ -40,7 +42,7 @@ __global__ void softmax_rows(SdpaParams p, KeyBounds keys, float scale_log2, con
   if (p.LSE && lane == 0) p.LSE[row] = fmaf(m, scale_log2 * ln2, ln2 * log2f(l));
 }
 
-// Its first call of a thread makes a handle, which allocates: it must not be captured.
+// The first call of a thread creates a handle, which allocates, so it must not be captured.
 SdpaStatus cublas_forward(SdpaParams p, cudaStream_t stream) {
   const SdpaStatus status = check_params(p);
   if (!status.ok()) return status;
@@ -50,8 +52,8 @@ SdpaStatus cublas_forward(SdpaParams p, cudaStream_t stream) {
   if (done == CUBLAS_STATUS_SUCCESS) done = cublasSetWorkspace(handle, p.workspace, cublas_bytes);
 
   constexpr cudaDataType type = Build::input == DType::bf16 ? CUDA_R_16BF : CUDA_R_16F;
-  // C = A @ B of each key head, whose query heads are rows of one A [rows,K]; B is [Sk,D], or its transpose. cuBLAS
-  // counts rows and columns the other way round, so that it sees C.T = B.T @ A.T.
+  // C = A @ B for each key head. The rows of all of its query heads form one A [rows,K]; B is [Sk,D] or
+  // its transpose. cuBLAS is column-major, so compute C.T = B.T @ A.T.
   const auto multiply = [&](const void* A, const void* B, cublasOperation_t of_B, int64_t K, void* C, int64_t columns,
                             cudaDataType type_of_C) {
     const float one = 1, zero = 0;

@@ -1,8 +1,8 @@
-"""Times kernels against each other: contenders in one process, on the same tensors, in turns.
+"""Times contenders in turns, in one process and on the same tensors.
 
-Each contender is captured into a CUDA graph. A turn is a stretch of its replays, of which the first only warm up; a
-block is a turn of each contender in random order and another one in the reverse order, so that what drifts falls on
-all alike. The logarithm of the ratio of two contenders' times in one half of a block is one number for judge().
+Each contender is captured into a CUDA graph. A turn is a number of replays; the first ones only warm up. A block is a
+turn of each contender in random order, followed by another in reverse order, so that drift affects all equally. judge()
+gets the logarithms of the ratio of two contenders' times in each half of a block.
 """
 import contextlib
 import csv
@@ -31,12 +31,13 @@ SHAPES = {"small": (1, 1, 1, 32, 32), "mission": (1, 8, 8, 512, 512), "mission2"
           "long": (1, 8, 8, 2048, 2048), "decode": (32, 32, 8, 1, 8192), "decode1": (1, 32, 8, 1, 32768),
           "chunk": (1, 32, 8, 256, 8192)}
 CAUSAL = ("off", "br", "tl")
-# By type, as reference.cpp has them: of rel_rms, the largest error over max(1, max|ref|), LSE's over max(1, |ref|).
+# Per type, as in reference.cpp: limits of rel_rms, of the largest error / max(1, max|ref|), and of LSE's error /
+# max(1, |ref|).
 LIMITS = {"fp16": (1e-3, 1e-3, 1e-3), "bf16": (8e-3, 8e-3, 1e-3), "e4m3": (4e-2, 6e-2, 4e-3),
           "u8": (1.5e-3, 2e-3, 1e-3)}
-LIMITS |= {f"{dtype}/e4m3": LIMITS[dtype] for dtype in ("fp16", "bf16")}  # Q's type, and that of K and V
+LIMITS |= {f"{dtype}/e4m3": LIMITS[dtype] for dtype in ("fp16", "bf16")}  # type of Q, and type of K and V
 FP16_SUMS = (5e-3, 5e-3, 5e-3)  # with FP16_ACC
-FACTORS = {"e4m3": 1.0, "u8": 4 / 448}  # of 8-bit tensors: a u8 of 127 is 4 then
+FACTORS = {"e4m3": 1.0, "u8": 4 / 448}  # factors of 8-bit tensors; a u8 of 127 represents 4
 TYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "e4m3": ml_dtypes.float8_e4m3fn}
 SM_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 
@@ -44,11 +45,11 @@ SM_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 # ---- problems ----
 
 class Problem(namedtuple("Problem", "shape B Hq Hkv Sq Sk D dtype causal left Dv", defaults=(0, "", "off", -1, 0))):
-    """Sizes of the tensors, their type, and which keys a query sees: of those before its own so many (-1: all). D = 0
-    and no dtype: any line's. Dv = 0: D."""
+    """Sizes and type of the tensors, the mask, and the left window size (-1: unlimited). D = 0 and no dtype: those of the
+    line. Dv = 0: D."""
 
     def columns(self):
-        """Of a row of results; Dv is among the line's knobs."""
+        """The columns of a CSV row. Dv is among the line's knobs."""
         columns = {name: value for name, value in self._asdict().items() if name not in ("left", "Dv")}
         return dict(columns, window="" if self.left < 0 else f"{self.left}:-1")
 
@@ -61,8 +62,8 @@ class Problem(namedtuple("Problem", "shape B Hq Hkv Sq Sk D dtype causal left Dv
             "" if self.left < 0 else f" window {self.left}")
 
     def typed(self, D, dtype, Dv=0, takes_fewer=False):
-        """The problem with the D, the type and the Dv of a line; refused if it names others. A line that takes_fewer
-        (builds.Line) has these at most."""
+        """The problem with the D, type and Dv of a line. Refuses if the problem has others; a line that takes_fewer
+        (builds.Line) accepts smaller D and Dv."""
         if takes_fewer and 0 < self.D < D and self.D % 8 == 0:
             D, Dv = self.D, Dv and min(Dv, self.D)
         if self.D not in (0, D) or self.dtype not in ("", dtype):
@@ -71,30 +72,30 @@ class Problem(namedtuple("Problem", "shape B Hq Hkv Sq Sk D dtype causal left Dv
         return self._replace(D=D, dtype=dtype, Dv=Dv)
 
     def fits(self, line):
-        """Whether a contender computes this problem's type, and its D as the whole of its own."""
+        """True if a contender has this problem's type and exactly its D."""
         return line.D in (None, self.D or line.D) and line.dtype in (None, self.dtype or line.dtype)
 
     def lines_for(self, lines):
-        """Those that fit; without one, of those that take fewer elements than their own D the narrowest."""
+        """The lines that fit. If there are none, the narrowest lines that accept a smaller D."""
         fewer = [line for line in lines if line.takes_fewer and self._replace(D=0).fits(line) and self.D % 8 == 0
                  and self.D < line.D]
         return [line for line in lines if self.fits(line)] or [
             line for line in fewer if line.D == min(one.D for one in fewer)]
 
     def bounds(self):
-        """The first key that each query sees, and the one behind the last."""
+        """For each query, the first visible key and the end of the visible keys."""
         own = np.arange(self.Sq) + (self.Sk - self.Sq if self.causal == "br" else 0)
         end = (own + 1 if self.causal != "off" else np.full(self.Sq, self.Sk)).clip(0, self.Sk)
         return (own - self.left if self.left >= 0 else 0 * own).clip(0, end), end
 
     def visible(self):
-        """How many keys each query sees."""
+        """The number of visible keys of each query."""
         begin, end = self.bounds()
         return end - begin
 
     @property
     def rows(self):
-        """Of O."""
+        """The number of rows of O."""
         return self.B * self.Hq * self.Sq
 
     def flops(self):
@@ -102,7 +103,7 @@ class Problem(namedtuple("Problem", "shape B Hq Hkv Sq Sk D dtype causal left Dv
 
 
 def parse_problem(text, causal="off"):
-    """A name of SHAPES or B,Hq,Hkv,Sq,Sk; behind these if wanted ,D ,DTYPE ,CAUSAL and ,LEFT, keys before a query's."""
+    """Parses a name of SHAPES or B,Hq,Hkv,Sq,Sk, optionally followed by ,D ,DTYPE ,CAUSAL and ,LEFT (window size)."""
     sizes = "|".join(SHAPES) + r"|\d+,\d+,\d+,\d+,\d+"
     found = re.fullmatch(
         rf"({sizes})(?:,(\d+)(?:,({'|'.join(LIMITS)})?(?:,({'|'.join(CAUSAL)})?(?:,(\d{{1,9}}))?)?)?)?", text)
@@ -110,7 +111,7 @@ def parse_problem(text, causal="off"):
     B, Hq, Hkv, Sq, Sk = SHAPES.get(name) or map(int, name.split(","))
     if min(B, Hq, Hkv, Sq, Sk) < 1 or Hq % Hkv:
         raise Refused(f"--shape {text}: want {', '.join(SHAPES)} or B,Hq,Hkv,Sq,Sk, each at least 1, with Hq a multiple "
-                      f"of Hkv, then if wanted ,D ,{'|'.join(LIMITS)} ,off|br|tl ,LEFT")
+                      f"of Hkv, optionally followed by ,D ,{'|'.join(LIMITS)} ,off|br|tl ,LEFT")
     return Problem(name.replace(",", "x"), B, Hq, Hkv, Sq, Sk, int(D or 0), dtype or "", own_causal or causal,
                    -1 if left is None else int(left))
 
@@ -118,7 +119,7 @@ def parse_problem(text, causal="off"):
 # ---- the GPU ----
 
 class CudaError(Refused):
-    """What the driver or a library said of a call that failed; exit code 3."""
+    """An error of the driver or a library; exit code 3."""
 
     def __init__(self, sentence):
         super().__init__(sentence, 3)
@@ -126,16 +127,16 @@ class CudaError(Refused):
 
 @dataclass
 class Graph:
-    """A kernel's launches as a CUDA graph."""
-    enqueue: object  # puts one replay on the GPU's stream
+    """Launches of a kernel, captured in a CUDA graph."""
+    enqueue: object  # enqueues one replay
     launches: int
-    replay_us: float  # about
-    workspace: tuple = (0, 0)  # address and bytes that a turn finds zeroed
-    close: object = None  # frees it
+    replay_us: float  # approximate time
+    workspace: tuple = (0, 0)  # address and size of memory that is zeroed before a turn
+    close: object = None  # frees the graph
 
 
 class Turn(namedtuple("Turn", "us clock_mhz throttle power_w", defaults=(0, 0, 0))):
-    """Microseconds of a launch in each replay, and the state of the GPU meanwhile (0: not known)."""
+    """Microseconds per launch in each replay, and the state of the GPU during the turn (0: unknown)."""
 
     @property
     def median(self):
@@ -143,7 +144,7 @@ class Turn(namedtuple("Turn", "us clock_mhz throttle power_w", defaults=(0, 0, 0
 
 
 class Cuda:
-    """The first GPU, through the driver's API, in the context that all libraries share. Sizes are bytes."""
+    """The first GPU, through the driver API, in the primary context, which all libraries share. Sizes are in bytes."""
 
     def __init__(self):
         self.api = ctypes.CDLL("libcuda.so.1")
@@ -167,7 +168,7 @@ class Cuda:
             raise CudaError(f"{function}: {(text.value or b'error %d' % code).decode()}")
 
     def get(self, kind, function, *arguments):
-        """What a function writes where its first argument points to, of that type of ctypes."""
+        """Calls a function whose first argument is an output of a ctypes type. Returns the output."""
         found = kind()
         self(function, ctypes.byref(found), *arguments)
         return found
@@ -203,7 +204,7 @@ class Cuda:
         self("cuStreamSynchronize", self.stream)
 
     def capture(self, launch, launches):
-        """Functions that enqueue and free a graph of so many launches."""
+        """Captures a graph of several launches. Returns functions that enqueue and free it."""
         graph = ctypes.c_void_p()
         self("cuStreamBeginCapture_v2", self.stream, 1)  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         try:
@@ -216,8 +217,8 @@ class Cuda:
         return lambda: self("cuGraphLaunch", replay, self.stream), lambda: self("cuGraphExecDestroy", replay)
 
     def time(self, enqueue, count, warm=0, behind=0):
-        """Microseconds of each of count calls, enqueued one behind the other, and (MHz, throttle reasons) once warm of
-        them ran. So many more calls behind them keep the GPU at work until the next ones are enqueued."""
+        """Microseconds of each of `count` consecutive calls, and (MHz, throttle reasons) after `warm` of them. `behind`
+        more calls are enqueued after them, so that the GPU stays busy until the next turn."""
         while len(self.events) <= count:
             self.events.append(self.get(ctypes.c_void_p, "cuEventCreate", 0))
         self("cuEventRecord", self.events[0], self.stream)
@@ -233,13 +234,13 @@ class Cuda:
         return [1e3 * self.get(ctypes.c_float, "cuEventElapsedTime", *pair).value for pair in pairs], state
 
     def replay(self, graph, count, warm=0, behind=0):
-        """time() of a graph's replays, whose workspace is zeroed before."""
+        """time() of a graph's replays, after zeroing its workspace."""
         self.fill(graph.workspace[0], 0, graph.workspace[1])
         return self.time(graph.enqueue, count, warm, behind)
 
 
 def find_gpu():
-    """The first GPU; None where there is none, or no driver."""
+    """The first GPU; None without a GPU or a driver."""
     try:
         return Cuda()
     except (OSError, CudaError):
@@ -254,7 +255,7 @@ def need_gpu(hint="", does="times kernels"):
 
 
 class Nvml:
-    """Clock, throttle reasons and power of a GPU; zeros where the library does not tell."""
+    """Clock, throttle reasons and power of a GPU; 0 if unknown."""
 
     def __init__(self, bus_id):
         self.api, self.device, driver = None, ctypes.c_void_p(), ctypes.create_string_buffer(96)
@@ -278,28 +279,28 @@ class Nvml:
 
 # ---- contenders on the GPU ----
 
-# Of bindings/sdpa.h. An older commit's SdpaParams has the first members of this one: they are appended only.
+# The structs of bindings/sdpa.h. Members are only appended, so SdpaParams of an older commit is a prefix of this one.
 Strides, Descale, SdpaParams = map(structs_of(Tree().read(HEADER)).get, ("SdpaStrides", "SdpaDescale", "SdpaParams"))
 
 
 def params_of(p):
-    """The sizes of a problem as a kernel takes them."""
+    """The parameters of a problem, without pointers."""
     sizes = {name: getattr(p, name) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv")}
     return SdpaParams(**sizes, causal=CAUSAL.index(p.causal), window_left=p.left, window_right=-1)
 
 
 def is_prefix(size):
-    """Whether a struct of the first members of SdpaParams has this size."""
+    """True if a prefix of the members of SdpaParams has this size."""
     ends = [getattr(SdpaParams, name).offset + getattr(SdpaParams, name).size for name, _ in SdpaParams._fields_]
     return size in [(end + 7) // 8 * 8 for end in ends if end >= SdpaParams.workspace.offset]
 
 
-# Addresses of a contender's O and LSE (0: none), the type of O, and the limits of its errors.
+# Addresses of a contender's O and LSE (0: none), the type of O, and the limits of the errors.
 Outputs = namedtuple("Outputs", "O LSE dtype limits")
 
 
 class LoadedLine:
-    """A line's library in this process."""
+    """A library of a line, loaded into this process."""
     max_ctas = 0  # all that fit
 
     def __init__(self, line, path):
@@ -310,11 +311,11 @@ class LoadedLine:
             getattr(self.library, name).restype = ctypes.c_size_t
         size = self.library.sdpa_library_params_bytes()
         if not is_prefix(size):
-            raise Refused(f"{self.text}: its SdpaParams has {size} bytes and is not the one of {HEADER}, "
-                          f"which has {ctypes.sizeof(SdpaParams)}; it cannot be compared from this checkout")
+            raise Refused(f"{self.text}: its SdpaParams has {size} bytes and does not match {HEADER}, "
+                          f"with {ctypes.sizeof(SdpaParams)} bytes, so this checkout cannot load it")
 
     def prepare(self, gpu, tensors, problem):
-        """The function that enqueues one launch, where it writes O and LSE, and its workspace."""
+        """Returns a function that enqueues one launch, its Outputs, and its workspace."""
         p = params_of(problem)
         p.max_ctas = self.max_ctas
         for name in ("Q", "K", "V", "O", "LSE"):
@@ -338,17 +339,17 @@ class LoadedLine:
 
 @contextlib.contextmanager
 def as_cuda_error():
-    """What PyTorch and its packages raise, also when memory is short, as a CudaError of its first line."""
+    """Converts exceptions of PyTorch and its packages, including out of memory, to a CudaError."""
     try:
         yield
     except CudaError:
         raise
-    except Exception as error:  # they have classes of their own
+    except Exception as error:  # these packages have their own exception classes
         raise CudaError(str(error).strip().split("\n")[0][:100]) from None
 
 
 class LoadedTorch:
-    """A kernel of PyTorch in this process; see LoadedLine."""
+    """A kernel of PyTorch or another package, with the interface of LoadedLine."""
 
     def __init__(self, contender, gpu):
         self.line, self.text = contender, contender.text
@@ -365,11 +366,11 @@ class LoadedTorch:
             except ImportError as missing:
                 raise Refused(f"{self.text}: {missing.name or package} is missing; install it with: pip install "
                               f"{package}") from None
-        self.torch, self.kept = torch, []  # what cuDNN's graphs use, for as long as this process lives
+        self.torch, self.kept = torch, []  # keeps what cuDNN's graphs use alive
         torch.cuda.set_stream(torch.cuda.ExternalStream(gpu.stream.value))
 
     def tensor(self, address, shape, dtype):
-        """Device memory as a tensor of PyTorch."""
+        """A PyTorch tensor that refers to device memory."""
         class Memory:
             __cuda_array_interface__ = {"shape": shape, "typestr": "|i1" if dtype == "e4m3" else "<i2",
                                         "data": (address, False), "version": 3}
@@ -396,12 +397,12 @@ class LoadedTorch:
         return launch, Outputs(self.output.data_ptr(), 0, written, LIMITS[p.dtype]), (0, 0)
 
     def version(self):
-        """What runs, with its version, for a row's note."""
+        """The name and version of the package, for the note of a row."""
         if self.text in PACKAGES:
             package = PACKAGES[self.text][2]
             try:
                 return f"{package} {importlib.metadata.version(package)}"
-            except importlib.metadata.PackageNotFoundError:  # it was built by hand
+            except importlib.metadata.PackageNotFoundError:  # built from source
                 return package
         words = f"PyTorch {self.torch.__version__}"
         if self.text != "torch:cudnn":
@@ -416,7 +417,7 @@ class LoadedTorch:
                                                                          enable_gqa=problem.Hq != problem.Hkv)
 
     def of_package(self, q, k, v, problem):
-        """O [B,Hq,Sq,D] of packages that take [B,S,H,D], and whose causal mask is the bottom-right one."""
+        """O [B,Hq,Sq,D] of a package with tensors [B,S,H,D] and a bottom-right causal mask."""
         causal, windowed = problem.causal != "off", problem.left >= 0
         if (problem.causal == "tl" or windowed and not causal) and problem.Sq != problem.Sk:
             raise CudaError("its causal mask is the bottom-right one")
@@ -428,13 +429,13 @@ class LoadedTorch:
             return self.function(q[0], k[0], v[0], causal=causal, backend="fa3", **options)[None].transpose(1, 2)
         is_fa3 = self.text.startswith("torch:fa3")
         none = -1 if is_fa3 else None
-        options = {"num_splits": 0} if is_fa3 else {}  # 0: as many as it likes
+        options = {"num_splits": 0} if is_fa3 else {}  # 0: automatic
         options |= {"window_size": (problem.left, 0 if causal else none)} if windowed else {}
         out = self.function(q, k, v, causal=causal, **options)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     def by_front_end(self, gpu, tensors, problem):
-        """What PyTorch's operator does not take, e4m3 and windows, by cuDNN's own front end. O has the type of Q."""
+        """e4m3 and windows, which PyTorch's operator does not support, through cuDNN's own front end. O has the type of Q."""
         p = problem
         if p.dtype not in TYPES or (self.line.backend != "cudnn" and p.dtype in FACTORS):
             raise CudaError(f"it has no attention of {p.dtype}")
@@ -487,7 +488,7 @@ class LoadedTorch:
 
 
 def load(contender, gpu, built):
-    """A contender in this process; built has the libraries of lines."""
+    """Loads a contender. `built` has the libraries of lines."""
     if isinstance(contender, Torch):
         return LoadedTorch(contender, gpu)
     if not contender.runs_on(gpu.arch):
@@ -501,38 +502,38 @@ def load(contender, gpu, built):
 
 # ---- tensors and the check ----
 
-RANDOM_BLOCK = 4194301  # no multiple of a row's elements, so that no two rows are alike
+RANDOM_BLOCK = 4194301  # not a multiple of D, so that all rows differ
 
 
 def type_of(name, dtype):
-    """Of a tensor among those of a problem's dtype."""
+    """The type of a tensor, given the dtype of the problem."""
     return dtype.split("/")[-1 if name in "KV" else 0]
 
 
 def as_bits(values, dtype):
-    """float32 values as words of a type, rounded to the nearest, ties to even; 8-bit ones over its factor."""
+    """Rounds float32 values to a type, ties to even, after dividing 8-bit ones by their factor. Returns the bits."""
     if dtype == "u8":
         return (np.rint(values / FACTORS["u8"] * 127 / 448).clip(-128, 127) + 128).astype(np.uint8)
-    # ml_dtypes makes a NaN of what e4m3 cannot hold.
+    # ml_dtypes converts values out of e4m3's range to NaN.
     values = (values.clip(-448, 448) if dtype == "e4m3" else values).astype(TYPES[dtype])
     return values.view(f"u{values.itemsize}")
 
 
 def as_values(bits, dtype, kind=np.float64):
-    """Words of a type as numbers, 8-bit ones times its factor."""
+    """Converts bits of a type to numbers, multiplying 8-bit ones by their factor."""
     if dtype == "u8":
         return ((bits.astype(kind) - 128) / 127 * 448 * FACTORS["u8"]).astype(kind)
     return bits.view(TYPES[dtype]).astype(kind)
 
 
 def normal(rng, name, count):
-    """What Q, K and V are."""
+    """Draws Q, K or V."""
     return rng.standard_normal(count, np.float32)
 
 
 class Tensors:
-    """Q, K and V, and one O, LSE and workspace for all contenders, since a small kernel's time depends by up to 1% on
-    addresses. Problems of one type that share them use the front part of each."""
+    """Q, K, V, O, LSE and workspace, shared by all contenders, since the time of a small kernel depends on addresses by up to
+    1%. Problems of the same type use the first part of each tensor."""
 
     def __init__(self, gpu, problems, seed=0, draw=normal):
         rng = np.random.default_rng(seed)
@@ -553,7 +554,7 @@ class Tensors:
         self.workspace(1 << 20)
 
     def workspace(self, size):
-        """The address of that many bytes for any contender."""
+        """Allocates a workspace of at least this size, shared by all contenders. Returns its address."""
         if not any(bytes_there >= size for _, bytes_there in self.workspaces):
             self.workspaces.append((self.gpu.allocate(size), size))
         return next(address for address, bytes_there in self.workspaces if bytes_there >= size)
@@ -570,16 +571,16 @@ class Tensors:
             self.gpu.free(address)
 
 
-MOST_HEADS, MOST_ROWS = 4, 256  # that are checked, of heads and of rows in each
+MOST_HEADS, MOST_ROWS = 4, 256  # number of checked heads, and of rows in each
 
 
-# What came out against the reference; the sentence says what is wrong.
+# The result of a check; the sentence describes the failure.
 Check = namedtuple("Check", "passed rel_rms max_abs_err lse_err rows sentence",
                    defaults=(False, math.nan, math.nan, math.nan, 0, ""))
 
 
 class Reference:
-    """Attention in float64 for a row in each group of 64 of some heads."""
+    """The float64 reference, for one row in each group of 64 rows of some heads."""
 
     def __init__(self, problem, tensors, seed=0):
         self.problem, p = problem, problem
@@ -587,7 +588,7 @@ class Reference:
         if len(heads) > MOST_HEADS:
             heads = np.array([0, *rng.choice(heads[1:-1], MOST_HEADS - 2, replace=False), heads[-1]])
         groups = np.unique(np.linspace(0, (p.Sq - 1) // 64, MOST_ROWS).astype(int)) * 64
-        self.rows, parts = [], []  # (b, h, q) of each row; O and LSE of as many as memory holds
+        self.rows, parts = [], []  # (b, h, q), O and LSE of each row
         for b, h in np.column_stack(np.divmod(heads, p.Hq)).tolist():
             rows = np.unique([0, p.Sq - 1, *np.minimum(groups + rng.integers(0, 64, len(groups)), p.Sq - 1)])
             self.rows += [(b, h, q) for q in rows.tolist()]
@@ -595,7 +596,7 @@ class Reference:
         self.O, self.LSE = map(np.concatenate, zip(*parts))
 
     def attend(self, tensors, b, h, rows):
-        """O and LSE of rows of a head; 0 and -inf of one that sees no key."""
+        """O and LSE of rows of a head; 0 and -inf for rows that see no key."""
         p = self.problem
         kv = h * p.Hkv // p.Hq
         s = tensors.rows("Q", p, b, h)[rows] @ tensors.rows("K", p, b, kv).T / math.sqrt(p.D)
@@ -606,7 +607,7 @@ class Reference:
         return weights @ tensors.rows("V", p, b, kv), LSE
 
     def check(self, O, LSE, limits):
-        """The verdict on all of O and LSE (None: not wanted): no poison anywhere, and the reference's rows."""
+        """Checks that all of O and LSE (may be None) were written, and compares the rows of the reference."""
         p, (limit, largest, lse_limit) = self.problem, limits
         O = O.reshape(p.B, p.Hq, p.Sq, p.v_dim)
         bad = np.isnan(O)
@@ -625,21 +626,21 @@ class Reference:
         worst, sentence = np.unravel_index(error.argmax(), error.shape), ""
         if not (rel_rms <= limit and error.max() <= largest * max(1.0, np.abs(self.O).max())):
             at = ",".join(map(str, (*self.rows[worst[0]], worst[1])))
-            sentence = (f"O({at}) is {got[worst]:.6g} and should be {self.O[worst]:.6g}; rel_rms {rel_rms:.3g}, "
+            sentence = (f"O({at}) is {got[worst]:.6g} but should be {self.O[worst]:.6g}; rel_rms {rel_rms:.3g}, "
                         f"max_abs_err {error.max():.3g}")
         elif not lse_err <= lse_limit:
             sentence = f"LSE is wrong by {lse_err:.3g}"
         return Check(not sentence, rel_rms, float(error.max()), lse_err, len(self.rows), sentence)
 
 
-# ---- contenders of a problem, ready to take turns ----
+# ---- contenders of a problem, checked and captured ----
 
-LAUNCHES = 20  # of a graph, as in the executables; more of short ones, so that a replay takes REPLAY_US
+LAUNCHES = 20  # launches per graph, as in the executables; more for short kernels, so that a replay takes REPLAY_US
 REPLAY_US, LONGEST_REPLAY_US = 500, 2.5e3
 
 
 class Bench:
-    """Contenders that are checked and captured. Their keys are the caller's; problems has one for each."""
+    """Checks and captures contenders. The caller chooses the keys; problems has one entry for each."""
 
     def __init__(self, gpu, kernels, problems, seed=0, draw=normal):
         self.gpu, self.kernels, self.problems = gpu, kernels, problems
@@ -652,7 +653,7 @@ class Bench:
                 self.skipped[key] = str(error)
 
     def run(self, kernel, problem):
-        """One launch: its check, O and LSE, their Outputs, what launches it, and its workspace's place and size."""
+        """Launches a kernel once. Returns the check, (O, LSE), the Outputs, the launch function, and the workspace."""
         if problem not in self.references:
             self.references[problem] = Reference(problem, self.tensors)
         launch, outputs, workspace = kernel.prepare(self.gpu, self.tensors, problem)
@@ -663,7 +664,7 @@ class Bench:
         return self.references[problem].check(O, LSE, outputs.limits), (O, LSE), outputs, launch, workspace
 
     def add(self, key, kernel, problem):
-        """Takes in a contender; its check."""
+        """Adds a contender. Returns its check."""
         self.kernels[key], self.problems[key] = kernel, problem
         self.checks[key], self.results[key], self.outputs[key], launch, workspace = self.run(kernel, problem)
         times, _ = self.gpu.time(launch, 3)
@@ -677,19 +678,19 @@ class Bench:
         return self.checks[key]
 
     def drop(self, key):
-        """Forgets a contender, however far it came."""
+        """Removes a contender."""
         if key in self.graphs:
             self.graphs.pop(key).close()
         for table in (self.kernels, self.problems, self.checks, self.results, self.outputs):
             table.pop(key, None)
 
     def trouble(self):
-        """{key: a sentence} of the contenders that could not run or are wrong."""
+        """{key: sentence} of contenders that could not run or are wrong."""
         return self.skipped | {key: check.sentence for key, check in self.checks.items()
                                if not check.passed and key not in self.skipped}
 
     def fit_to_time(self):
-        """The graphs of contenders that passed, in the order of their keys."""
+        """The graphs of contenders that passed, in order."""
         return {key: graph for key, graph in self.graphs.items()
                 if self.checks[key].passed or isinstance(self.kernels[key], LoadedTorch)}
 
@@ -698,13 +699,13 @@ class Bench:
         self.gpu.fill(self.tensors.address["LSE"], 0xff, 4 * problem.rows)
 
     def read(self, problem, outputs):
-        """O and LSE, or None, once the GPU is done."""
+        """Waits and returns (O, LSE or None)."""
         self.gpu.synchronize()
         LSE = self.gpu.download(outputs.LSE, problem.rows, np.float32) if outputs.LSE else None
         return self.gpu.download(outputs.O, problem.rows * problem.v_dim, TYPES[outputs.dtype]), LSE
 
     def changed_bits(self, key):
-        """Whether a last replay of a line leaves other bits than the run that was checked."""
+        """True if another replay of a line gives a result that differs from the checked one."""
         if isinstance(self.kernels[key], LoadedTorch):
             return False
         self.poison(self.problems[key])
@@ -721,24 +722,25 @@ class Bench:
 
 # ---- turns ----
 
-# How long a turn warms up and is timed, the fewest replays timed, the rest before; a verdict's budget per contender.
+# Durations of the warm-up and the timed part of a turn, minimum of timed replays, rest before a turn, and time budget of
+# a verdict per contender.
 Pace = namedtuple("Pace", "warm_us timed_us fewest rest_s budget_s", defaults=(3, 0, 7.5))
-BEHIND_US = 2e3  # of replays that nobody times, while the host reads the times and enqueues the next turn
-# For verdicts. At the power limit the clock steps up and down by 1% every 50 ms or so and dips each second for 0.2 s:
-# the shorter the turns, the more pairs see one clock. A contender that draws more power slows the others then, too.
+BEHIND_US = 2e3  # untimed replays that keep the GPU busy while the host prepares the next turn
+# For verdicts. At the power limit the clock changes by 1% about every 50 ms and dips for 0.2 s each second. With short
+# turns, more pairs run at the same clock; but a contender that draws more power then also slows down the others.
 PACE = Pace(5e3, 5e3, 2)
-STEADY = Pace(100e3, 10e3, 5)  # for contenders that draw very different power
-# Turns so long that each contender has the clock that its own power leads to: by that alone a kernel that needs 4%
-# more cycles may be 3% faster. The clock varies more than in short turns, so the verdict takes a minute.
+STEADY = Pace(100e3, 10e3, 5)  # for contenders with very different power
+# Long turns, in which each contender runs at the clock that its power allows: a kernel that needs 4% more cycles may then
+# be 3% faster. The clock varies more than in short turns, so a verdict takes a minute.
 SUSTAINED = Pace(200e3, 100e3, 5, budget_s=60)
 RESTED = Pace(0, 10e3, 1, rest_s=0.3)  # before the power limit is reached
 FIRST_WARM_UP_S = 0.3
-IDLE, CLOCK_SETTING, POWER_CAP, DISPLAY = 1, 2, 4, 256  # NVML's throttle reasons that leave times comparable
-CLOCK_OFF = 0.1  # of a turn, from the median of its contender, that is a disturbance; at the power limit clocks vary
+IDLE, CLOCK_SETTING, POWER_CAP, DISPLAY = 1, 2, 4, 256  # NVML throttle reasons with which times remain comparable
+CLOCK_OFF = 0.1  # clock deviation of a disturbed turn from the contender's median; larger at the power limit
 
 
 class Series:
-    """Blocks of turns, as they come. record(key, turn) is called after each turn."""
+    """Runs blocks of turns. Calls record(key, turn) after each turn."""
 
     def __init__(self, gpu, graphs, pace, record=lambda key, turn: None, seed=None):
         self.gpu, self.graphs, self.pace, self.record = gpu, graphs, pace, record
@@ -768,7 +770,7 @@ class Series:
         return [turn for block in self.blocks for turn in block[key]]
 
     def at_power_limit(self):
-        """Whether the power limit held the clock down in most turns."""
+        """True if the power limit reduced the clock in most turns."""
         return np.mean([turn.throttle & POWER_CAP > 0 for key in self.graphs for turn in self.turns(key)]) > 0.5
 
     def clock(self, key):
@@ -778,16 +780,16 @@ class Series:
         return float(np.median([turn.power_w for turn in self.turns(key)]))
 
     def us(self, key):
-        """The median of the turns' medians."""
+        """The median over turns of their medians."""
         return float(np.median([turn.median for turn in self.turns(key)]))
 
     def interval(self, key):
-        """Bounds (us) that hold the median with 95% (Hettmansperger and Sheather 1986); of five turns or fewer, all."""
+        """A 95% confidence interval (us) of the median (Hettmansperger and Sheather 1986); for up to five turns, the range."""
         medians = [turn.median for turn in self.turns(key)]
         return stats.mstats.median_cihs(medians, 0.05) if len(medians) > 5 else (min(medians), max(medians))
 
     def ratios(self, key, base):
-        """log(time of key / time of base) of each half of each block, and how many were thrown out as disturbed."""
+        """log(time of key / time of base) of each half of each block, and the number of those discarded as disturbed."""
         clocks = {name: self.clock(name) for name in (key, base)}
 
         def disturbed(name, turn):
@@ -799,7 +801,7 @@ class Series:
 
 
 def warm_up(gpu, graphs):
-    """Replays of all, until clocks are up; settles their replay_us."""
+    """Replays all graphs until the clock has risen; measures their replay_us."""
     begin = gpu.seconds()
     while gpu.seconds() - begin < FIRST_WARM_UP_S:
         for graph in graphs.values():
@@ -811,20 +813,20 @@ def warm_up(gpu, graphs):
 
 SAME_WITHIN = 0.005  # log ratio
 MOVED_FROM = 0.003
-RESOLUTION_US = 0.03  # by as much a copy of a library differs from it, since its code lies elsewhere
-LOOKS = (8, 12, 20, 32, 50, 80, 125, 200, 300)  # after so many blocks it is asked whether more are needed
-ERROR = 0.01  # of all looks together
-UNEVEN = 0.15  # pairs that differ by more from each other are not of one GPU with nothing else to do
+RESOLUTION_US = 0.03  # a copy of a library differs by this much, since its code has another address
+LOOKS = (8, 12, 20, 32, 50, 80, 125, 200, 300)  # numbers of blocks after which the interval is evaluated
+ERROR = 0.01  # over all evaluations together
+UNEVEN = 0.15  # pairs with a larger spread indicate a shared GPU
 
 
 class Verdict(namedtuple("Verdict", "verdict ratio low high pairs thrown_out")):
-    """B's time over A's. The interval is the one of Tukey and McLaughlin (1963) for the trimmed mean, with a fifth of
-    the pairs cut off at each end, so that a hiccup moves nothing. It holds the ratio with 1 - ERROR at whichever look
-    one stops, since each of them has its share of ERROR (Bonferroni). docs/NUMBERS.md has the rule of the verdicts."""
+    """The ratio of B's time to A's, with the confidence interval of Tukey and McLaughlin (1963) for the trimmed mean. A fifth
+    of the pairs is trimmed at each end, so outliers have no effect. The confidence is 1 - ERROR at any stopping time, since
+    each evaluation uses a share of ERROR (Bonferroni). docs/NUMBERS.md has the rules of the verdicts."""
 
 
 def judge(ratios, thrown_out=0, us=math.inf):
-    """The verdict on the pairs' logarithms of ratios; the base takes us microseconds."""
+    """The verdict for logarithms of ratios; the base takes `us` microseconds."""
     if len(ratios) < LOOKS[0]:
         return Verdict("UNCLEAR", math.nan, math.nan, math.nan, len(ratios), thrown_out)
     low, high = stats.mstats.trimmed_mean_ci(ratios, limits=(0.2, 0.2), alpha=ERROR / len(LOOKS))
@@ -836,8 +838,8 @@ def judge(ratios, thrown_out=0, us=math.inf):
 
 
 def compare(gpu, graphs, record=lambda key, turn: None, budget_s=None, seed=None, pace=PACE):
-    """Turns of all contenders until each is decided against the first, or time is up.
-    Returns the series and {key: Verdict} of all but the first."""
+    """Times all contenders in turns until each comparison with the first is decided or the time is up. Returns the series
+    and {key: Verdict} of all but the first."""
     warm_up(gpu, graphs)
     series, (base, *others) = Series(gpu, graphs, pace, record, seed), graphs
     end = gpu.seconds() + (budget_s or pace.budget_s * len(graphs))
@@ -851,7 +853,7 @@ def compare(gpu, graphs, record=lambda key, turn: None, budget_s=None, seed=None
 
 
 def measure(gpu, graphs, pace, blocks):
-    """So many blocks, for the times alone. Returns the series."""
+    """Times all contenders for a fixed number of blocks. Returns the series."""
     if not pace.rest_s:
         warm_up(gpu, graphs)
     series = Series(gpu, graphs, pace)
@@ -860,10 +862,10 @@ def measure(gpu, graphs, pace, blocks):
     return series
 
 
-# ---- what is written down ----
+# ---- output files ----
 
 def results_path(folder, device, suffix="", new=False, ending=".csv"):
-    """results/FOLDER/DATE-DEVICE[-SUFFIX].csv; new: a numbered one if that exists."""
+    """results/FOLDER/DATE-DEVICE[-SUFFIX].csv; new: with a number if that exists."""
     name = "-".join(filter(None, [time.strftime("%Y-%m-%d"), re.sub("[^A-Za-z0-9]+", "-", device), suffix]))
     os.makedirs(os.path.join(ROOT, "results", folder), exist_ok=True)
     for number in itertools.count(1):
@@ -873,7 +875,7 @@ def results_path(folder, device, suffix="", new=False, ending=".csv"):
 
 
 class Table:
-    """A CSV file that gets its rows as they come, behind older ones if it is there; stdout too, if it is printed."""
+    """A CSV file to which rows are appended immediately, and optionally also printed."""
 
     def __init__(self, path, columns, printed=False):
         is_new, self.name = not os.path.exists(path), os.path.relpath(path, ROOT)
@@ -889,7 +891,7 @@ class Table:
 
 
 def measured_on(gpu):
-    """What a row says of the machine and the commit."""
+    """The columns of a row that describe the machine and the commit."""
     return dict(device=gpu.name, driver=gpu.nvml.driver, cuda=gpu.cuda, git_sha=git_sha())
 
 
@@ -898,7 +900,7 @@ VERDICT_COLUMNS = ("comparison a b problem b_problem D dtype verdict ratio low h
 
 
 def verdict_row(bench, series, base, key, verdict):
-    """What is written down of one verdict."""
+    """The row of a verdict."""
     gpu, a, b = bench.gpu, bench.problems[base], bench.problems[key]
     return dict(a=bench.kernels[base].text, b=bench.kernels[key].text, problem=a, b_problem=b, D=a.D, dtype=a.dtype,
                 verdict=verdict.verdict, ratio=f"{verdict.ratio:.5f}", low=f"{verdict.low:.5f}",
@@ -908,13 +910,13 @@ def verdict_row(bench, series, base, key, verdict):
 
 
 def row_columns():
-    """The columns of the executables' rows."""
-    listed = re.search(r"vector<Column> columns\(.*?  return \{(.*?)\n\}", Tree().read("harness.cu"), re.DOTALL)
+    """The columns of rows of the executables."""
+    listed = re.search(r"vector<Column> columns\(.*?  return \{(.*?)\n\}", Tree().read("harness/row.h"), re.DOTALL)
     return re.findall(r'\{"(\w+)", ', listed[1])
 
 
 def result_row(bench, key, facts, series):
-    """One contender's row for its problem, as the executables write it; without a series, without a time."""
+    """A contender's row for its problem, in the format of the executables; without a time if there is no series."""
     gpu, p, line = bench.gpu, bench.problems[key], bench.kernels[key].line
     row = dict(p.columns(), config=line.label, family=line.family, status="ok", seed=0, sm=gpu.arch.strip("a"),
                **measured_on(gpu))
@@ -945,14 +947,14 @@ SAMPLE_COLUMNS = "comparison contender problem turn replay us clock_mhz throttle
 
 
 class Samples(Table):
-    """Every replay of every turn."""
+    """A table of all replays of all turns."""
 
     def __init__(self, path, comparison):
         super().__init__(path, SAMPLE_COLUMNS)
         self.comparison, self.turns = comparison, 0
 
     def recorder(self, contenders, problem):
-        """A Series' record for these {key: contender's name}."""
+        """Returns a Series' record function for {key: name of a contender}."""
         def record(key, turn):
             self.turns += 1
             for replay, us in enumerate(turn.us):

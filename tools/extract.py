@@ -1,14 +1,13 @@
 """usage: ./run_all.sh extract NAME [KNOB=VALUE ...] [--namespace WORD] [--main] > my_kernel.cu
-The kernel of one line of configs.txt as a file that compiles alone and knows no knob.
+Prints the kernel of a line of configs.txt as a self-contained file without knobs.
   NAME              a line of configs.txt
-  KNOB=VALUE        in the place of the line's, as in BLOCK_N=32 or SCORE_MOD='s - x0[h] * real(q - k)'
+  KNOB=VALUE        overrides a knob of the line, as in BLOCK_N=32 or SCORE_MOD='s - x0[h] * real(q - k)'
   --namespace WORD  the namespace of its functions (default: the line's name)
-  --main            with a program that checks one problem against a naive kernel and times it
-Sections of sdpa.cu for other families and knobs stay behind. Conditions that the knobs decide are decided. What
-sdpa_forward(), sdpa_workspace_bytes() and sdpa_scratch_bytes() do not reach goes, with its comments, and so do options
-of other builds. A line without USE_TUNED is one build: no template says which. What is defined stands before what names
-it, and small functions that are called once stand in the place of their call. clang-format lays the lines out; without
-it they stand as they fall, and compile.
+  --main            adds a program that checks a problem with a naive kernel and times it
+Removes the sections of sdpa.cu for other families and knobs, evaluates all conditions on knobs, and removes what
+sdpa_forward(), sdpa_workspace_bytes() and sdpa_scratch_bytes() do not reach, with its comments. A line without USE_TUNED
+has a single build, so its template parameter is removed, definitions are moved before their uses, and small functions
+with a single call are inlined. clang-format formats the result, if it is installed.
 environment: SDPA_CONFIGS, CXX
 """
 import itertools
@@ -23,7 +22,7 @@ import concrete
 import minimal
 from cli import Refused, say
 
-# What comments call the options of other builds.
+# The words for options in comments.
 OPTIONS = {"USE_SINKS": "sinks?", "USE_PAGES": "[Pp]ages?", "USE_BIAS": "(?<!exponent )bias",
            "USE_SOFTCAP": "[Ss]oftcap|cap_scale|Caps"}
 SIZES = {"HEAD_DIM", "BLOCK_M", "BLOCK_N", "NUM_WARPS", "STAGES", "VEC_WIDTH"}
@@ -36,7 +35,7 @@ def type_of(knob):
 
 
 def as_code(knob, number):
-    """A knob's number as C++ has it, with the word that it stands for."""
+    """A knob's value in C++, with its name as a comment."""
     if type_of(knob) == "bool":
         return ("false;", "true;")[number]
     words = knob.values.split()
@@ -54,7 +53,8 @@ int main() { print<-1>(), print_from<Build::use_tuned ? next_tile(0) : -1>(); }
 
 
 def rows_of(tree, name, knobs, words):
-    """{row: {knob: number}} of the builds with these words, as the host's compiler says; -1 is the typed one."""
+    """{row: {knob: number}} of the builds of a line, evaluated by the host compiler. Row -1 is the build with the line's own
+    knobs."""
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/rows"
         done = builds.run([builds.CXX, "-std=c++17", "-w", *builds.definitions(words), "-x", "c++", "-", "-o", program],
@@ -66,13 +66,13 @@ def rows_of(tree, name, knobs, words):
 
 
 def holds(condition, knobs, rows):
-    """Whether a section's condition holds for a build: parts joined by " and ", each a list of which one has to be.
-    SPLIT_KV > 1 does always: kernels ask for it where they name the section's functions."""
+    """Evaluates a section's condition for a build: alternatives separated by commas, joined by " and ". SPLIT_KV > 1 is
+    always true, since kernels test it where they use the section's functions."""
     def one_of(word, row):
         name, _, rest = word.partition(" ")
         if name not in knobs:
             return name == next((family for family, knob in builds.FAMILIES.items() if row.get(knob)), "scalar")
-        value = rest[2:] or "1"  # its own number, or a word's place
+        value = rest[2:] or "1"  # a number, or the index of a word
         return rest.startswith(">") or row[name] == (
             int(value) if value.isdigit() else knobs[name].values.split().index(value))
     parts = [part.split(", ") for part in condition.split(" and ")]
@@ -80,7 +80,7 @@ def holds(condition, knobs, rows):
 
 
 def numbers(text, knobs, rows):
-    """The line's numbers as constants. Of those that the rows of a table have, some are a row's."""
+    """The knobs of the line as constants. With a table of tiles, some depend on its row."""
     typed, tiles = rows[-1], [rows[row] for row in rows if row >= 0]
     found = {name: {tile[name] for tile in tiles} or {typed[name]} for name in knobs}
     of_row = [name for name in found if len(found[name]) > 1 or
@@ -102,7 +102,7 @@ def numbers(text, knobs, rows):
 
 
 def instructions(source):
-    """The names that the CPU backend has versions of."""
+    """The names that the CPU backend replaces."""
     return {name for part in re.findall(r"^#(?:if|else)[^\n]*\n((?:(?!^#if).)*?)^#endif  // SDPA_SIMT$", source,
                                         re.MULTILINE | re.DOTALL)
             for name in re.findall(r"\w+(?=(?:<\w+>)?\()|(?<=using )\w+(?= =)|(?<=constexpr int )\w+",
@@ -114,7 +114,7 @@ EXPRESSIONS = re.compile(r"^namespace expression \{.*?^\}  // namespace expressi
 
 
 def with_mods(source, mods):
-    """The source with the expressions in the place of the macros SCORE_MOD and MASK_MOD, and with the lists of their knobs."""
+    """Expands the macros SCORE_MOD and MASK_MOD and the lists of their knobs."""
     knobs = {}
     for macro in ("SDPA_LOGIT_KNOBS", "SDPA_MASK_KNOBS"):
         rows = re.search(rf"^#define {macro}\(X\) \\\n((?:  X\(.*\n)+)", source, re.MULTILINE)[1]
@@ -122,7 +122,7 @@ def with_mods(source, mods):
         source = source.replace(f"{macro}(SDPA_IS_ON) false", " || ".join(f"K::{member} != 0" for member in members.values()))
         source = source.replace(f"{macro}(SDPA_COUNT_ON) 0", " + ".join(f"(K::{member} != 0)" for member in members.values()))
         knobs[macro] = ", ".join(members)
-    # Sections for SCORE_MOD or MASK_MOD are for all features of the list.
+    # Sections for SCORE_MOD or MASK_MOD serve all features of the list.
     both = ", ".join(knobs.values())
     source = re.sub(r"^(// ---- .*)\bSCORE_MOD, MASK_MOD\) ----$", rf"\g<1>{both}) ----", source, flags=re.MULTILINE)
     source = re.sub(r"^(// ---- .*, )MASK_MOD\) ----$", rf"\g<1>{knobs['SDPA_MASK_KNOBS']}) ----", source, flags=re.MULTILINE)
@@ -133,8 +133,8 @@ def with_mods(source, mods):
 
 
 def without_expressions(text):
-    """The text with a function that names all that the namespace of the expressions needs in its place, and the namespace,
-    which stays as it is."""
+    """Replaces the namespace of the expressions by a function that uses everything that it needs. Returns the text and the
+    namespace, which is inserted unchanged later."""
     block = EXPRESSIONS.search(text)
     if not block:
         return text, ""
@@ -144,7 +144,7 @@ def without_expressions(text):
 
 
 def sections(source, knobs, rows, namespace):
-    """The marked region without the sections that the line has no use for, and with its numbers."""
+    """The marked region of sdpa.cu, without unused sections and with the line's constants."""
     chosen = [rows[row] for row in rows if row >= 0] or [rows[-1]]
     text = source.split("// ==== COPY FROM HERE")[1].split("// ==== COPY TO HERE")[0].split("\n", 1)[1]
     text = re.sub(r"#if(?:def SDPA_SIMT\n.*?#else|ndef SDPA_SIMT)\n(.*?)#endif  // SDPA_SIMT\n", r"\1", text,
@@ -168,14 +168,14 @@ def sections(source, knobs, rows, namespace):
 
 
 def extract(name, namespace="", given=(), is_program=False):
-    """The text of the file. given: KNOB=VALUE in the place of the line's. is_program: with main()."""
+    """The text of the file. given: knobs that override those of the line. is_program: adds main()."""
     tree = builds.Tree()
     lines, trouble = tree.read_configs()
     if name not in lines and trouble:
         raise Refused(trouble)
     line, source, knobs = builds.config_line(tree, name, name), tree.read("sdpa.cu"), tree.knob_rows()
     if "expect=FAIL" in line.words:
-        say(f"extract: {name} is marked expect=FAIL: it is there to be found wrong")
+        say(f"extract: {name} is marked expect=FAIL: its results are wrong on purpose")
     for knob in [word.split("=")[0] for word in given]:
         if knob not in knobs:
             raise Refused(builds.no_knob(knob, knobs))
@@ -190,13 +190,13 @@ def extract(name, namespace="", given=(), is_program=False):
     builds_of = [rows[row] for row in rows if row >= 0] or [rows[-1]]
     own = sections(with_mods(source, mods), knobs, rows, space)
     own, expressions = without_expressions(own)
-    own = re.sub(r"; type SPLIT_CTAS=0 or most_keys| or drop USE_WGMMA", "", own)  # of refusals: no knob is left to type
-    if not rows[-1]["USE_LENGTHS"]:  # the promise needs a choice of tiles of its own, and no other code
+    own = re.sub(r"; type SPLIT_CTAS=0 or most_keys| or drop USE_WGMMA", "", own)  # parts of error messages that mention knobs
+    if not rows[-1]["USE_LENGTHS"]:  # batch_invariant affects only the choice of tiles
         own = re.sub(r"^.*\bbatch_invariant = 0;.*\n", "", own, flags=re.MULTILINE)
         own = re.sub(r",\s*(?:\{\"batch_invariant\".*?\}|p\.batch_invariant)(?=\};)", "", own)
         own = re.sub(r"\b(?:a\.)?p\.batch_invariant", "false", own)
     text = concrete.without_options(minimal.minimal(own, sizes))
-    if rows[-1]["USE_TUNED"]:  # without the rows of the table of tiles that do not fit
+    if rows[-1]["USE_TUNED"]:  # removes rows of the table of tiles that do not fit
         number = itertools.count()
         text = re.sub(r"^    tile\(.*\n", lambda m: m[0] * (next(number) in rows), text, flags=re.MULTILINE)
         text = concrete.shortest(text, instructions(source) | NAMED_BY_EXPRESSIONS, sizes)
@@ -205,7 +205,7 @@ def extract(name, namespace="", given=(), is_program=False):
                           f"namespace {space} {{", "", "\n".join(concrete.chapters(tail)),
                           f"}}  // namespace {space}", "", "#pragma nv_diag_default 177", ""])
     else:
-        if "wgmma_ss" in text:  # of tiles there are so many shapes that all of them are shorter
+        if "wgmma_ss" in text:  # with a table of tiles, the code for all shapes is shorter
             text = concrete.wgmma(text, builds_of)
         head, tail = re.split(r"(?=^// Before a loop)", text, maxsplit=1, flags=re.MULTILINE)
         text = "\n".join([head + "#pragma nv_diag_suppress 177  // functions that this program does not call", "",
@@ -225,14 +225,14 @@ def extract(name, namespace="", given=(), is_program=False):
         f"// Call:    {space}::sdpa_forward(params, stream), below it or in a file that includes it",
         textwrap.fill(f"// From sdpa, line {name}: " + (
             " ".join(re.sub(r"^(SCORE_MOD|MASK_MOD)=(.*)$", r"\1='\2'", word) for word in typed if "=" in word) or
-            "all knobs as they are by default"), 120, subsequent_indent="//   "),
+            "all knobs as they are by default"), minimal.WIDTH, subsequent_indent="//   "),
         "// SPDX-License-Identifier: MIT. " + tree.read("LICENSE").strip().split("\n\n")[1].replace("\n", " "), "",
         text.strip(), program(space, builds_of[0]) * is_program]))
 
 
 def program(space, row):
-    """The text of --main, which is extract_main.cu for a build with these knobs."""
-    is_8bit, is_u8, mixes_types = row["DTYPE"] >= 2, row["DTYPE"] == 3, row["KV_DTYPE"] > 0  # Q as long as two of K
+    """The program of --main: extract_main.cu for a build with these knobs."""
+    is_8bit, is_u8, mixes_types = row["DTYPE"] >= 2, row["DTYPE"] == 3, row["KV_DTYPE"] > 0  # one row of Q has as many bytes as two of K
     D, Dv = row["HEAD_DIM"], row["HEAD_DIM_V"] or row["HEAD_DIM"]
     words = {"SPACE": space, "D_QK": D, "DV": Dv, "MOST": max(D, Dv) * (1 + mixes_types),
              "QUERIES": ("((__half*)qkv[0])", "((__nv_bfloat16*)qkv[0])")[row["DTYPE"]] if mixes_types else "qkv[0]",
@@ -251,19 +251,20 @@ PackConstructorInitializers: BinPack
 
 
 def in_a_line(match):
-    """A struct in a line, and the comment behind its first one behind all, if there is room."""
+    """Joins a struct to one line, with its first comment at the end, if it fits."""
     line = " ".join([match[1], *map(str.strip, match[3].split("\n")[:-1]), match[4] + (match[2] or "")])
     return line if len(line) <= minimal.WIDTH else match[0]
 
 
 def formatted(text):
-    """As clang-format has the repository's own sources, but shorter. Without it, lines as they fall."""
+    """Formats the text with clang-format, in the style of the repository but more compact; unformatted without clang-format."""
     try:
         import clang_format
     except ModuleNotFoundError:
-        say("extract: lines stand as they fall; to have them laid out: python3 -m pip install 'clang-format==23.*'")
+        say("extract: the output is not formatted; to format it: python3 -m pip install 'clang-format==23.*'")
         return re.sub(r" *// clang-format o.*\n", "", text).rstrip()
-    style = open(os.path.join(builds.ROOT, ".clang-format")).read() + STYLE
+    own = open(os.path.join(builds.ROOT, ".clang-format")).read()
+    style = re.sub("^ColumnLimit: .*", f"ColumnLimit: {minimal.WIDTH}", own, flags=re.MULTILINE) + STYLE
     with tempfile.TemporaryDirectory() as folder:
         with open(f"{folder}/style", "w") as file:
             file.write(style)
@@ -279,15 +280,15 @@ def formatted(text):
     for line in text.split("\n"):
         joined = f"{lines[-1]} {line.strip()}" if lines else ""
         is_member = lines and re.search(r"\{.*,$", lines[-1]) and re.fullmatch(r'\s+(\{".*}|[\w.]+(\(.*\))?)[,;}]+', line)
-        if is_member and len(joined) <= 120:
-            lines[-1] = joined  # members of a list, which clang-format gives a line each
+        if is_member and len(joined) <= minimal.WIDTH:
+            lines[-1] = joined  # joins members of a list, which clang-format puts on separate lines
         else:
             lines.append(line)
     return "\n".join(lines)
 
 
 def is_free_name(word):
-    """Whether a namespace may have this name: it is no keyword, no macro of the compiler and not the library's."""
+    """True if a namespace may have this name: not a keyword, a predefined macro or a name of the standard library."""
     return (re.fullmatch(r"[A-Za-z]\w*", word, re.ASCII) and "__" not in word and word != "std" and
             not builds.run([builds.CXX, "-fsyntax-only", "-x", "c++", "-"], input=f"namespace {word} {{}}\n").returncode)
 
@@ -301,5 +302,5 @@ def main():
     if len(names) != 1:
         raise Refused(f"one line, not {' and '.join(names)}" if names else "which line?")
     if options.namespace and not is_free_name(options.namespace):
-        raise Refused(f"--namespace {options.namespace}: want a name that C++ and its library leave free, such as my_attention")
+        raise Refused(f"--namespace {options.namespace}: want a name that is not reserved in C++, such as my_attention")
     print(extract(names[0], options.namespace or "", given, options.main))

@@ -1,20 +1,20 @@
 """usage: ./run_all.sh fit [--table LINE] [--head-dim D]... [--chunks] [--drawn N [--seed S] | --from CSV]
        ./run_all.sh fit [--table LINE] --check [CSV]...
-Does TUNED_TILES choose well, and would other costs choose better? Times every tile of the table, as a line of its own,
-on a list of problems; fits the costs of sdpa.cu's model to the times; prints for each problem the tiles that both
-tables choose, the quickest one, and what the choices lose; and prints the rows with the fitted costs, to paste. A GPU
-other than the one of sdpa.cu's table gets its own table so. The times go to results/tuning/DATE-DEVICE-LINE[-chunks][-drawn].csv.
-  --table hopper|hopper_bf16|ampere|hopper_e4m3|hopper_kv8_d128_bf16  whose tiles (default hopper); ampere: mma.sync's
-  --head-dim 64|128|256  repeatable; default all that have two tiles or more
-  --drawn N      not the list but N problems drawn at random, as tools/peers.py draws them: a test of the table
-  --seed N       the series of these, from 0; default 0
-  --chunks       not the list but problems of few rows and many keys; with --drawn, problems of this kind
-  --from CSV     fits to these rows and measures nothing
-  --check        judges the table in sdpa.cu by rows of results/tuning (default: the newest of the list and of --chunks);
-                 measures nothing
-exit: 0, 1 with --check: the table chooses badly (above 8% lost on a problem, or 35% where K and V of one query just
-fill L2, or 1% on average, or costs fitted to five sixths of the problems above 1% on average on the others) or a tile
-was never timed, 2 bad usage, 3 a tile could not be run
+Does TUNED_TILES choose well, and would other costs choose better? Times each tile of the table, built as a separate line,
+on a list of problems; fits the costs of sdpa.cu's model to the times; prints for each problem the fastest tile and the
+tiles that both tables choose, with their loss; and prints the rows with the fitted costs, to paste into sdpa.cu. This is
+how to make a table for another GPU. The times go to results/tuning/DATE-DEVICE-LINE[-chunks][-drawn].csv.
+  --table hopper|hopper_bf16|ampere|hopper_e4m3|hopper_kv8_d128_bf16  the table (default hopper); ampere: mma.sync
+  --head-dim 64|128|256  repeatable; default all with two or more tiles
+  --drawn N      use N random problems, drawn as by tools/peers.py, instead of the list: a test of the table
+  --seed N       the seed of these, from 0; default 0
+  --chunks       use problems with few rows and many keys instead of the list; with --drawn, random ones
+  --from CSV     fit to these rows without measuring
+  --check        check the table in sdpa.cu with rows of results/tuning (default: the newest of the list and of --chunks),
+                 without measuring
+exit: 0, 1 with --check: the table chooses badly (a loss above 8% on a problem, 35% if K and V of one query just fill L2,
+or 1% on average; or above 1% on average on a sixth of the problems, with costs fitted to the others) or a tile was never
+timed, 2 bad usage, 3 a tile could not be run
 """
 import collections
 import csv
@@ -42,17 +42,17 @@ decode decode1 8,32,8,1,2048 1,32,8,1,4096 128,32,8,1,1024 1,16,16,1,8192 48,8,8
 16,56,7,76,76 41,8,2,125,958 24,8,2,463,463 47,48,6,140,140 55,7,7,1,436 64,16,4,1,300
 32,7,7,1,8192 32,32,32,1,4096 8,32,32,1,4096 64,12,12,1,1000""".split()
 CHUNKS = peers.CHUNKS + "1,16,4,500,2000 1,24,3,200,6000 1,20,20,128,4000".split()
-FEW_ROWS = 1024  # of a key head
+FEW_ROWS = 1024  # for each key head
 PACE, BLOCKS = engine.Pace(30e3, 10e3), 1
 COLUMNS = ("D dtype shape B Hq Hkv Sq Sk causal tile us lo_us hi_us clock_mhz check device sms driver cuda "
            "git_sha").split()
-NEW_COSTS = (5000, 6)  # of a tile before it is fitted
-LEAST, KEEP = np.log([100, 1e-3]), 0.01  # costs; residual of one that is e times what it was
-SLOW = 2  # times the quickest tile: such times do not count
+NEW_COSTS = (5000, 6)  # of a tile, before fitting
+LEAST, KEEP = np.log([100, 1e-3]), 0.01  # residual of a cost that changes by a factor of e
+SLOW = 2  # times slower than this multiple of the fastest tile are ignored
 WORST_LOSS, MEAN_LOSS, FOLDS = 0.08, 0.01, 6
-# Bytes of K and V that an H200's L2 just holds or not: what one query takes there depends on what else lies in L2.
+# Sizes of K and V that just fit into an H200's L2 or not: there, times depend on the other contents of L2.
 L2_EDGE, WORST_LOSS_THERE = (30e6, 55e6), 0.35
-# Line with USE_TUNED=1: its type, and the knobs of a build for the host that has its table.
+# {line with USE_TUNED=1: its type, and knobs of a build for the host that contains its table}.
 TABLES = {"hopper": ("fp16", ""), "hopper_bf16": ("bf16", "DTYPE=BF16"), "ampere": ("fp16", "USE_MMA_SYNC=1 BLOCK_M=64"),
           "hopper_e4m3": ("e4m3", "DTYPE=FP8_E4M3 VEC_WIDTH=16"),
           "hopper_kv8_d128_bf16": ("bf16/e4m3", "DTYPE=BF16 KV_DTYPE=FP8_E4M3 VEC_WIDTH=16 USE_WGMMA=1 "
@@ -62,7 +62,7 @@ TABLES = {"hopper": ("fp16", ""), "hopper_bf16": ("bf16", "DTYPE=BF16"), "ampere
 # ---- sdpa.cu's table and its model ----
 
 class Tile(ctypes.Structure):
-    """sdpa.cu's TunedTile, member by member: every knob, then the costs."""
+    """TunedTile of sdpa.cu: the knobs, then the costs."""
     _fields_ = ([(name.lower(), ctypes.c_bool if knob.values == "0 1" else ctypes.c_int)
                  for name, knob in builds.Tree().knob_rows().items()] +
                 [("ctas", ctypes.c_int), ("item_clocks", ctypes.c_double), ("scores_per_clock", ctypes.c_double)])
@@ -72,7 +72,7 @@ class Tile(ctypes.Structure):
 
     @property
     def flags(self):
-        """What is on. SPLIT_CTAS has ranges by the problem: 0, and 1 is none."""
+        """The knobs that are on. SPLIT_CTAS=0 splits by the problem, 1 does not split."""
         return [knob for knob in self.FLAGS if getattr(self, knob.lower()) != (knob == "SPLIT_CTAS")]
 
     @property
@@ -81,27 +81,27 @@ class Tile(ctypes.Structure):
 
     @property
     def knobs(self):
-        """What a line types to be this tile alone."""
+        """The KNOB=VALUE list of a line with only this tile."""
         return " ".join([*map("{}={}".format, self.SIZES, self.sizes),
                          *(f"{knob}={int(knob != 'SPLIT_CTAS')}" for knob in self.flags), "USE_LAZY_MAX=1"])
 
     def line(self, tree, *words, table=None):
-        """The line that is this tile alone, of the table of that line."""
+        """The line with only this tile of the table."""
         base = table or ("ampere" if self.use_mma_sync else "hopper")
         if self.use_mma_sync and base != "ampere":
             words = ("USE_WGMMA=0", "USE_CP_ASYNC=1", "SWIZZLE_XOR=1", *words)
-        elif base == "hopper_e4m3" and self.block_n <= 64:  # 8 tiles is the default
+        elif base == "hopper_e4m3" and self.block_n <= 64:  # the default is 8 tiles
             words = ("FP8_FLUSH=16", *words)
         return builds.Line(tree, base, ("USE_TUNED=0", *self.knobs.split(), *words))
 
     def suits(self, problem):
-        """Whether it is timed on the problem: tiles of few rows that pack heads take long on many."""
+        """True if the tile is timed on a problem. Tiles with few rows and packed GQA are too slow for many rows."""
         is_small, rows = self.pack_gqa and self.block_m < 64, problem.Hq // problem.Hkv * problem.Sq
         return problem.D == self.head_dim and not (is_small and rows > FEW_ROWS)
 
     @classmethod
     def of(cls, line):
-        """The row of a line, at costs that are still to be fitted; None if none can be that line."""
+        """The row of the table for a line, before fitting; None if no row can represent the line."""
         tile = cls(ctas=1, item_clocks=NEW_COSTS[0], scores_per_clock=NEW_COSTS[1])
         for knob in cls.SIZES + cls.FLAGS:
             setattr(tile, knob.lower(), int(knobs_of(line)[knob]))
@@ -113,7 +113,7 @@ class Tile(ctypes.Structure):
         return np.array([self.item_clocks, self.scores_per_clock])
 
     def row(self, table):
-        """The row of that line's table."""
+        """The row as source text."""
         implied = ["USE_WARP_SPECIALIZATION"] * self.overlap + ["USE_MMA_SYNC"] * (table == "ampere")
         implied += ["SPLIT_CTAS"] * self.pack_gqa
         flags = " ".join(knob for knob in self.flags if knob not in implied)
@@ -122,17 +122,17 @@ class Tile(ctypes.Structure):
 
 
 class Model:
-    """The tiles of a table and the cost model that chooses, out of sdpa.cu itself, compiled for the host."""
+    """The tiles of a table and the cost model, compiled from sdpa.cu for the host."""
 
     def __init__(self, table="hopper"):
         self.table, (self.dtype, knobs) = table, TABLES[table]
         self.library = ctypes.CDLL(builds.host_library(*knobs.split()))
         first = ctypes.POINTER(Tile)()
         count = self.library.sdpa_library_tiles(ctypes.byref(first))
-        self.tiles = [tile for tile in first[:count] if tile.head_dim]  # those of builds with a bias have none here
+        self.tiles = [tile for tile in first[:count] if tile.head_dim]  # without the tiles of builds with a bias
 
     def clocks(self, tiles, params, sms):
-        """[problem][tile], of the problems that params() was given."""
+        """Model times [problem][tile] of the problems from params()."""
         clocks = np.empty((len(params), len(tiles)))
         self.library.sdpa_library_tile_clocks((Tile * len(tiles))(*tiles), len(tiles), params, len(params), sms,
                                               clocks.ctypes.data_as(ctypes.c_void_p))
@@ -140,21 +140,21 @@ class Model:
 
     @staticmethod
     def params(problems):
-        """The problems as the model takes them."""
+        """The problems as input of the model."""
         return (engine.SdpaParams * len(problems))(*map(engine.params_of, problems))
 
 
 # ---- times ----
 
 def listed(dims, dtype, shapes):
-    """These problems at each D, with and without a mask; which hides nothing from the last query."""
+    """The problems at each D, with and without a mask; a mask has no effect on a single query."""
     problems = [engine.parse_problem(shape, causal).typed(D, dtype)
                 for D in dims for causal in ("off", "br") for shape in shapes]
     return [one for one in problems if one.Sq > 1 or one.causal == "off"]
 
 
 def measure(gpu, model, tiles, problems, table):
-    """Times those of the tiles that suit on every problem; rows go to the table. Returns them."""
+    """Times the suitable tiles on all problems and adds the rows to the table. Returns the rows."""
     tree, rows = builds.Tree(), []
     lines = {tile.knobs: tile.line(tree, table=model.table) for tile in tiles}
     built = builds.build(lines.values(), gpu.arch)
@@ -181,9 +181,9 @@ def measure(gpu, model, tiles, problems, table):
 
 
 def read_rows(path):
-    """The rows of a CSV of fit, all of them whole; else it is refused."""
+    """The rows of a CSV of fit. Refuses incomplete rows."""
     if not Path(path).exists():
-        raise Refused(f"{path}: there is no such file")
+        raise Refused(f"{path}: no such file")
     try:
         with open(path, newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
@@ -200,12 +200,12 @@ def read_rows(path):
         if not good:
             raise Refused(f"{path}: row {number} lacks a number or has one that is not positive")
     if not any(row["check"] == "PASS" for row in rows):
-        raise Refused(f"{path}: no row of it has passed")
+        raise Refused(f"{path}: no row passed its check")
     return rows
 
 
 def newest(table, kind=""):
-    """The newest file of a table's tiles on the list of problems, or of that kind; None if there is none."""
+    """The newest file with times of a table's tiles, for the list of problems or another kind; None if there is none."""
     wanted = {table, kind} - {""}
     files = [file for file in Path(builds.ROOT, "results", "tuning").glob("*.csv")
              if {mark for mark in (*TABLES, "chunks", "drawn") if f"-{mark}-" in f"{file.stem}-"} == wanted]
@@ -213,7 +213,7 @@ def newest(table, kind=""):
 
 
 def committed(table):
-    """The newest rows of the list, and of --chunks."""
+    """The newest rows of the list and of --chunks."""
     files = [newest(table), newest(table, "chunks")]
     if not files[0]:
         raise Refused(f"results/tuning has no rows of {table}; measure them with: ./run_all.sh fit --table {table}")
@@ -221,14 +221,14 @@ def committed(table):
 
 
 def problem_of(row):
-    """The problem of a row of fit, or of an executable."""
+    """The problem of a row of fit or of an executable."""
     sizes = (int(row[name]) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D"))
     left = (row.get("window") or "-1").split(":")[0]
     return engine.Problem(row["shape"], *sizes, row["dtype"], row["causal"], int(left))
 
 
 def measured(rows):
-    """Of the rows that passed {problem: {tile's knobs: us}}, the SMs, and the highest clock in MHz."""
+    """{problem: {knobs of a tile: us}} of the rows that passed, the number of SMs, and the highest clock in MHz."""
     found, passed = {}, [row for row in rows if row["check"] == "PASS"]
     for row in passed:
         found.setdefault(problem_of(row), {})[row["tile"]] = float(row["us"])
@@ -238,14 +238,14 @@ def measured(rows):
 # ---- the fit ----
 
 def with_costs(tile, costs):
-    """The same tile at other costs."""
+    """The tile with other costs."""
     return Tile(*(getattr(tile, name) for name, _ in Tile._fields_[:-2]), *costs)
 
 
 def fit_costs(model, tiles, times, sms, mhz):
-    """These tiles at the costs for which the model comes nearest to their times, in logarithms. A problem on which a
-    tile takes twice as long as the quickest one counts half for it, and one on which it is SLOW not at all, since there
-    it is not chosen anyway. A cost on which no time depends stays."""
+    """Fits the costs of the tiles to the logarithms of their times. The weight of a time is inversely proportional to its
+    ratio to the fastest tile, and 0 if the tile is SLOW there, since it is not chosen then. Costs that do not affect any time
+    are unchanged."""
     from scipy import optimize
 
     def fitted(tile):
@@ -264,18 +264,18 @@ def fit_costs(model, tiles, times, sms, mhz):
 
 
 def losses(model, tiles, times, sms):
-    """{problem: (the tile that the model chooses, how much longer than the quickest one it takes, as a share)}."""
+    """{problem: (the tile that the model chooses, its loss relative to the fastest tile)}."""
     found = {}
     for problem, us in times.items():
         own = [tile for tile in tiles if tile.head_dim == problem.D and tile.knobs in us]
-        # Of equal costs the first, as choose_tile() has it.
+        # The first of equal costs, like choose_tile().
         chosen = own[int(model.clocks(own, model.params([problem]), sms).argmin())]
         found[problem] = chosen, us[chosen.knobs] / min(us[tile.knobs] for tile in own) - 1
     return found
 
 
 def left_out(model, tiles, times, sms, mhz):
-    """losses() of problems that the costs were not fitted to: FOLDS fits, each of which leaves other problems out."""
+    """losses() by cross-validation: each of FOLDS fits leaves out other problems."""
     found, order = {}, np.random.default_rng(1).permutation(len(times))
     for fold in range(FOLDS):
         tested = {problem: us for (problem, us), place in zip(times.items(), order) if place % FOLDS == fold}
@@ -285,20 +285,20 @@ def left_out(model, tiles, times, sms, mhz):
 
 
 def worst_loss(problem):
-    """How much the table may lose on it."""
+    """The largest acceptable loss on a problem."""
     bytes_of_kv = 1 if problem.dtype.rpartition("/")[2] in engine.FACTORS else 2
     size = 2 * problem.B * problem.Hkv * problem.Sk * problem.D * bytes_of_kv
     return WORST_LOSS_THERE if problem.Sq == 1 and L2_EDGE[0] < size < L2_EDGE[1] else WORST_LOSS
 
 
 def short(tile):
-    """A name for a column."""
+    """A short name of a tile."""
     marks = "".join(mark for knob, mark in zip(tile.FLAGS[3:], "pstgmr") if knob in tile.flags)
     return f"{tile.block_m}x{tile.block_n}x{tile.split_kv}{marks}"
 
 
 def print_choices(tiles, times, tables):
-    """For each problem the quickest tile, and what each table's choice loses."""
+    """Prints the fastest tile of each problem, and the loss of each table's choice."""
     names = {tile.knobs: short(tile) for tile in tiles}
     print(f"{'D':>3} {'problem':<24} {'quickest':<12} {'us':>9}" +
           "".join(f"  {title:<12} {'loses':>6}" for title in tables))
@@ -314,12 +314,12 @@ def print_choices(tiles, times, tables):
 
 def print_losses(title, found):
     lost = [loss for _, loss in found.values()]
-    print(f"{title}: the quickest on {lost.count(0)} of {len(lost)} problems, "
-          f"loses {100 * np.mean(lost):.2f}% on average and {100 * max(lost):.1f}% at most")
+    print(f"{title}: the fastest tile on {lost.count(0)} of {len(lost)} problems, "
+          f"loss {100 * np.mean(lost):.2f}% on average and {100 * max(lost):.1f}% at most")
 
 
 def check(rows):
-    """Judges the table in sdpa.cu by rows; prints what is bad. Whether nothing is."""
+    """Checks the table in sdpa.cu with rows and prints bad choices. Returns True if there are none."""
     has_mma, dtype = any("USE_MMA_SYNC=1" in row["tile"] for row in rows), rows[0]["dtype"]
     table_of = {type_: table for table, (type_, _) in TABLES.items() if type_ != "fp16"}
     model = Model(table_of.get(dtype, "ampere" if has_mma else "hopper"))
@@ -344,7 +344,7 @@ def check(rows):
 
 
 def print_fit(model, tiles, rows):
-    """Fits those of the tiles that rows have times of; prints what they choose, and the table to paste."""
+    """Fits the tiles that rows have times of. Prints their choices and the fitted table."""
     times, sms, mhz = measured(rows)
     tiles = [tile for tile in tiles if any(tile.knobs in us for us in times.values())]
     if {problem.D for problem in times} - {tile.head_dim for tile in tiles}:

@@ -1,22 +1,23 @@
 #!/usr/bin/env python3
 """usage: tools/frameworks.py [--problems] [--models] [--lengths] [--invariant] [--mods] [--training] [--host]
                            [--repeats N] >rows.csv
-What bindings/pytorch.py is worth, measured on this GPU, as CSV: needs PyTorch 2.11 and transformers 5.
-  --problems   README's problems: a loop of calls and a CUDA graph of them, by the line's C function, by
-               F.scaled_dot_product_attention with sdpa's kernels, and by that function as PyTorch has it
-  --models     models of transformers with random weights: prefill of 8,192 tokens, attention's share of it, and a token
-               of generate()
-  --lengths    sequences of mixed lengths, packed, in caches and in pages, by attention(), and by FlashAttention-3
-               (fa3-fwd) and FlashInfer (flashinfer-python) where they are installed; bf16, D=128, 32 heads to 8
-  --invariant  the same sequences, and problems of one length, by attention() with and without batch_invariant; ratio is
-               the time with it over that without
-  --mods       score_mod and mask_mod of attention(), without them, and by FlexAttention, whose FLASH backend needs flash_attn.cute;
-               ratio is the time over that of the case's first row, rel_rms of one head, to its formula in float32
-  --training   a training step of F.scaled_dot_product_attention, bf16: forward and backward as PyTorch has them, and with
-               sdpa's kernels; ratio is PyTorch's time over a contender's, rel_rms the largest of the gradients'
-  --host       the CPU's time of a call of a tiny problem: F.scaled_dot_product_attention as PyTorch has it and with
-               sdpa's kernels, attention() alone, with lengths, pages and sinks, and FlashAttention-3 (fa3-fwd)
-  --repeats N  of each time the least of so many is taken (default 5)
+Measures bindings/pytorch.py and competitors on this GPU and prints CSV. Needs PyTorch 2.11 and transformers 5.
+  --problems   README's problems, as a loop of calls and as a CUDA graph: the line's C function,
+               F.scaled_dot_product_attention with sdpa's kernels, and the same function without sdpa
+  --models     models of transformers with random weights: prefill of 8,192 tokens, the share of attention in it, and a
+               token of generate()
+  --lengths    sequences of mixed lengths, packed, in caches and paged: attention(), and FlashAttention-3 (fa3-fwd) and
+               FlashInfer (flashinfer-python) if they are installed; bf16, D=128, 32 query heads, 8 key heads
+  --invariant  the same sequences, and problems of one length: attention() with and without batch_invariant; ratio is the
+               time with it divided by the time without it
+  --mods       score_mod and mask_mod of attention(), the same without them, and FlexAttention (its FLASH backend needs
+               flash_attn.cute); ratio is relative to the first row of the case, rel_rms compares one head with the
+               formula in float32
+  --training   a training step of F.scaled_dot_product_attention in bf16, with PyTorch's and with sdpa's kernels; ratio is
+               PyTorch's time divided by the contender's, rel_rms the largest one of the gradients
+  --host       CPU time of a call of a tiny problem: F.scaled_dot_product_attention without and with sdpa's kernels,
+               attention() with and without lengths, pages and sinks, and FlashAttention-3 (fa3-fwd)
+  --repeats N  report the minimum of this number of measurements (default 5)
 exit: 0, 2 bad usage, or no GPU
 """
 import contextlib
@@ -53,12 +54,12 @@ CONTENDERS = (("PyTorch's choice", "sdpa", None), ("PyTorch FlashAttention", "sd
 
 
 def drawn(count, low, high, seed=0):
-    """So many lengths, log-uniform."""
+    """Random log-uniform lengths."""
     rng = random.Random(seed)
     return [round(math.exp(rng.uniform(math.log(low), math.log(high)))) for _ in range(count)]
 
 
-# The queries of each sequence, and the keys of their caches.
+# Queries of each sequence, and keys of its cache.
 SEQUENCES = {"32 of 100 to 8,192, packed": (None, drawn(32, 100, 8192)),
              "1 to 64 caches of 1,024 to 65,536": (1, drawn(64, 1024, 65536)), "1 to 32 of 8,192": (1, [8192] * 32),
              "1 to 64 of 2,048": (1, [2048] * 64), "1 to 256 of 1,024": (1, [1024] * 256),
@@ -68,13 +69,13 @@ SEQUENCES = {"32 of 100 to 8,192, packed": (None, drawn(32, 100, 8192)),
              "2,048 to 8 of 2,048": (2048, [2048] * 8), "8,192 to 4 of 8,192": (8192, [8192] * 4)}
 
 
-# Alone and in batches: decode, chunks and prefill.
+# Decode, chunks and prefill, as single sequences and in batches.
 INVARIANT = ("1,32,8,1,8192 8,32,8,1,8192 32,32,8,1,8192 128,32,8,1,2048 1,32,8,1,131072 1,32,8,256,16384c 8,32,8,256,16384c "
              "1,32,8,2048,2048c 8,32,8,2048,2048c 1,16,16,512,512 16,16,16,512,512").split()
 
 
 def loop_us(run, repeats, count=50):
-    """Of a call in a loop between whose calls nobody waits: the CPU's or the GPU's time, whichever is longer."""
+    """Time of a call in a loop without synchronization: the longer one of CPU and GPU time."""
     return min(Timer("run()", globals={"run": run}).timeit(count).mean for _ in range(repeats)) * 1e6
 
 
@@ -89,17 +90,17 @@ def graph_of(run):
 
 
 def graph_us(run, repeats):
-    """Of a call in a CUDA graph of 20."""
+    """Time of a call in a CUDA graph of 20 calls."""
     return loop_us(graph_of(run), repeats) / 20
 
 
 def rel_rms(got, want):
-    """The rms error over the rms of what is wanted."""
+    """The rms error divided by the rms of the expected result."""
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 def by_c_function(q, k, v, causal):
-    """The call without PyTorch, through ctypes: a function that gives O."""
+    """A function that calls the C function through ctypes and returns O."""
     capability = torch.cuda.get_device_capability()
     library = sdpa.library_of(sdpa.line_of(capability, q.dtype, q.shape[3]), capability)
     library.sdpa_library_workspace_bytes.restype = ctypes.c_size_t
@@ -111,7 +112,7 @@ def by_c_function(q, k, v, causal):
     workspace = torch.zeros(max(size, 1), dtype=torch.uint8, device="cuda")
     p.workspace = workspace.data_ptr()
 
-    def run(tensors=(q, k, v, out, lse, workspace)):  # which live as long as the function
+    def run(tensors=(q, k, v, out, lse, workspace)):  # kept alive by the function
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         if library.sdpa_library_forward(ctypes.byref(p), stream, None, 0):
             raise RuntimeError("the C function refused the problem")
@@ -120,7 +121,7 @@ def by_c_function(q, k, v, causal):
 
 
 def problems(repeats):
-    """Rows of the calls."""
+    """Yields the rows of --problems."""
     for text in PROBLEMS:
         B, Hq, Hkv, Sq, Sk, D = map(int, text.rstrip("c").split(","))
         causal = text[-1] == "c"
@@ -144,8 +145,8 @@ TRAINING = ("4,32,32,4096,64c 4,16,16,4096,128c 4,32,8,4096,128c 1,32,8,16384,12
 
 
 def training(repeats):
-    """Rows of the steps, of which the median is taken. PyTorch and sdpa take turns of a few steps, so that both have the same
-    clocks, and who is first in a turn changes."""
+    """Yields the rows of --training: medians over steps. PyTorch and sdpa alternate after a few steps, so that both run at the
+    same clock, in alternating order."""
     for text in TRAINING:
         B, Hq, Hkv, S, D = map(int, text.rstrip("c").split(","))
         q, k, v = (torch.randn(B, H, S, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -176,7 +177,7 @@ def training(repeats):
 
 
 def host_us(run, repeats, count=200):
-    """Of a call, of the CPU alone: the GPU is done sooner, or its queue takes them all."""
+    """CPU time of a call; the GPU is faster, or its queue holds all calls."""
     def once():
         torch.cuda.synchronize()
         since = time.perf_counter()
@@ -188,7 +189,7 @@ def host_us(run, repeats, count=200):
 
 
 def host(repeats):
-    """Rows of the host's time."""
+    """Yields the rows of --host."""
     q, k, v = (torch.randn(2, H, S, 128, device="cuda", dtype=torch.bfloat16) for H, S in ((8, 1), (2, 256), (2, 256)))
     lengths = torch.tensor([200, 256], dtype=torch.int32, device="cuda")
     pages = [x.unflatten(2, (16, 16)).transpose(1, 2).flatten(0, 1).contiguous() for x in (k, v)]
@@ -217,7 +218,7 @@ def host(repeats):
 
 
 def attention_share(run):
-    """Of the GPU's time in kernels."""
+    """The share of attention in the GPU time."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
@@ -228,7 +229,7 @@ def attention_share(run):
 
 
 def models(repeats):
-    """Rows of the models."""
+    """Yields the rows of --models."""
     import transformers
     importlib.import_module("transformers_attention")  # registers "attention_cu"
     for kind, sizes in MODELS.items():
@@ -247,7 +248,7 @@ def models(repeats):
         want = None
         for contender, name, backend in CONTENDERS:
             if backend and kind == "Mistral":
-                continue  # a window is a mask tensor, which PyTorch's FlashAttention does not take
+                continue  # a window is a mask tensor, which PyTorch's FlashAttention does not support
             if contender == "sdpa":
                 sdpa.activate()
             model.set_attn_implementation(name)
@@ -263,12 +264,12 @@ def models(repeats):
 
 
 def installed(module, function):
-    """A function of a package, or None without it."""
+    """A function of a package; None if it is not installed."""
     return getattr(importlib.import_module(module), function) if importlib.util.find_spec(module) else None
 
 
 def in_pages(x, lengths, size, places):
-    """x [B,Hkv,Sk,D] as pages of so many keys [pages,Hkv,size,D], those of sequence b at places[b]."""
+    """Splits x [B,Hkv,Sk,D] into pages [pages,Hkv,size,D]; sequence b has the pages places[b]."""
     pages = x.new_zeros(sum(map(len, places)), x.shape[1], size, x.shape[3])
     for one, length, place in zip(x, lengths, places):
         whole = F.pad(one[:, :length], (0, 0, 0, len(place) * size - length))
@@ -277,7 +278,7 @@ def in_pages(x, lengths, size, places):
 
 
 def by_flashinfer(q, k, v, lengths, places):
-    """Its call of K and V in pages, causal, planned on the host: a function that gives O."""
+    """A function that calls FlashInfer with paged K and V and a causal mask, after planning, and returns O."""
     (B, Hq, Sq, D), (_, Hkv, size, _) = q.shape, k.shape
     ends = [sum(map(len, places[:b])) for b in range(B + 1)]
     tables = ends, torch.cat(places), [(n - 1) % size + 1 for n in lengths]
@@ -292,8 +293,8 @@ def by_flashinfer(q, k, v, lengths, places):
 
 
 def calls_of(queries, lengths, more):
-    """{contender: a function that gives O} of so many queries to each of these caches; without queries, of sequences
-    whose rows lie behind each other. `more` has other arguments of attention() at the time of a call."""
+    """{contender: function that returns O}, for these numbers of queries and cache lengths; without queries, for packed
+    sequences. `more` has additional arguments of attention()."""
     B, Sq, Sk = (len(lengths), queries, max(lengths)) if queries else (1, *[sum(lengths)] * 2)
     q, k, v = (torch.randn(B, H, S, 128, device="cuda", dtype=torch.bfloat16) for H, S in ((32, Sq), (8, Sk), (8, Sk)))
     rows = [x.transpose(1, 2) for x in (q, k, v)]
@@ -320,7 +321,7 @@ def calls_of(queries, lengths, more):
 
 
 def sequences(repeats):
-    """Rows of sequences of mixed lengths; the contenders take turns."""
+    """Yields the rows of --lengths; contenders alternate."""
     for problem, (queries, lengths) in SEQUENCES.items():
         calls = calls_of(queries, lengths, {})
         want = calls["sdpa"]()
@@ -335,7 +336,7 @@ def sequences(repeats):
 
 
 def invariant(repeats):
-    """Rows of the time with batch_invariant and without, which take turns."""
+    """Yields the rows of --invariant, alternating with and without batch_invariant."""
     for problem, numbers in (*SEQUENCES.items(), *((text, None) for text in INVARIANT)):
         more = {}
         if numbers:
@@ -380,7 +381,7 @@ def documents_case(B, Hq, Hkv, Sq, Sk, D, count=16):
         lambda b, h, q, k: document[q] == document[k]
 
 
-# The case: attention()'s options without the expression and with it, and FlexAttention's score_mod and mask_mod.
+# {case: attention()'s options without and with the expression, and FlexAttention's score_mod and mask_mod}.
 MODIFIED = [("identity", lambda *_: ({}, dict(score_mod="s + 0.f"), None, None), "4,16,16,4096,4096,128 4,32,32,4096,4096,64"),
             ("ALiBi", alibi_case, "4,16,16,4096,4096,128 4,32,32,4096,4096,64 32,32,8,1,8192,128"),
             ("softcap", softcap_case, "4,16,16,4096,4096,128 4,32,32,4096,4096,64"),
@@ -389,10 +390,10 @@ MODIFIED = [("identity", lambda *_: ({}, dict(score_mod="s + 0.f"), None, None),
 
 
 def by_flex(q, k, v, score_mod, mask_mod, backend):
-    """FlexAttention, compiled, by one of its backends: a function that gives O."""
+    """A function that calls compiled FlexAttention with a backend and returns O."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     sizes = q.shape[2], k.shape[2]
-    torch._dynamo.reset()  # or it stops compiling after 8 functions
+    torch._dynamo.reset()  # otherwise it stops compiling after 8 functions
     kept = create_block_mask(mask_mod, None, None, *sizes, device="cuda") if mask_mod else None
     compiled = torch.compile(flex_attention, dynamic=False)
     options = dict(block_mask=kept, enable_gqa=q.shape[1] != k.shape[1], kernel_options={"BACKEND": backend})
@@ -400,7 +401,7 @@ def by_flex(q, k, v, score_mod, mask_mod, backend):
 
 
 def mods(repeats):
-    """Rows of modified scores; the contenders take turns."""
+    """Yields the rows of --mods; contenders alternate."""
     for case, make, problems_of_case in MODIFIED:
         for problem in problems_of_case.split():
             B, Hq, Hkv, Sq, Sk, D = sizes = [*map(int, problem.split(","))]
@@ -412,7 +413,7 @@ def mods(repeats):
                 calls[name] = lambda more=more, kept=kept: sdpa.attention(q, k, v, block_mask=kept, **more)
             backends = ["TRITON"] + ["FLASH"] * bool(importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute"))
             calls |= {f"FlexAttention, {backend}": by_flex(q, k, v, score_mod, mask_mod, backend) for backend in backends}
-            # One head by its formula.
+            # Compute one head with the formula.
             at_q, at_k = torch.arange(Sq, device="cuda")[:, None], torch.arange(Sk, device="cuda")
             logits = q[0, -1].float() @ k[0, -1].float().T / math.sqrt(D)
             logits = score_mod(logits, 0, Hq - 1, at_q, at_k) if score_mod else logits
@@ -423,7 +424,7 @@ def mods(repeats):
             for name in [*calls]:
                 try:
                     error[name], replays[name] = rel_rms(calls[name]()[0, -1], want), graph_of(calls[name])
-                except Exception as trouble:  # a backend of FlexAttention that does not take the case
+                except Exception as trouble:  # this backend of FlexAttention does not support the case
                     print(f"{case} {problem}: {name}: {str(trouble).splitlines()[0]}", file=sys.stderr)
                     del calls[name]
             times = {name: [] for name in calls}

@@ -1,12 +1,11 @@
 """usage: ./run_all.sh gates [--only REGEX] [--time | --steps CSV]
-Compiles the kernel of every line for sm_80, sm_89 and sm_90a (or SDPA_ARCHS), some for sm_120 as well, and
-prints what is asked of it and what was found: spills, registers, shared memory, wgmma not as written; lines
-whose machine code and launch are another line's; and speed claims, judged by what was measured of them.
-Needs nvcc, no GPU.
-  --only REGEX   only the lines whose name matches
-  --time         time the claims first, on this machine's GPU, into results/ladder/DATE-DEVICE-claims.csv
-  --steps CSV    what judges gate:step-over (default: the newest claims of results/ladder)
-In configs.txt: gate:regs<=N  gate:smem<=BYTES  gate:spill<=BYTES:WHY  gate:also=ARCH
+Compiles the kernels of all lines for sm_80, sm_89 and sm_90a (or SDPA_ARCHS), some also for sm_120, and checks
+their limits of spills, registers and shared memory, warnings about serialized wgmma, lines with the machine code
+and launch of another line, and speed-up claims, using measured times. Needs nvcc but no GPU.
+  --only REGEX   only lines whose names match
+  --time         first time the claims on this machine's GPU, into results/ladder/DATE-DEVICE-claims.csv
+  --steps CSV    the times for gate:step-over (default: the newest claims of results/ladder)
+Gates in configs.txt: gate:regs<=N  gate:smem<=BYTES  gate:spill<=BYTES:WHY  gate:also=ARCH
   gate:step-over=NAME:FACTOR[@SHAPE]
 exit: 0 no gate failed, 1 one did, 2 bad usage or a missing tool
 """
@@ -26,7 +25,7 @@ STEP_COLUMNS = "line over shape speed_up low high pairs thrown_out line_us over_
 
 @dataclass(frozen=True)
 class Found:
-    """One gate of a line, and what was found."""
+    """A gate of a line, and the result."""
     line: str
     gate: str
     wanted: str
@@ -38,7 +37,7 @@ class Found:
 
 
 def judge(kernels, rows):
-    """Found of each gate of each line. kernels: as compiled() has them; rows: what time_claims() measured, or None."""
+    """Yields the results of all gates. kernels: from compiled(); rows: from time_claims(), or None."""
     owners = {}
     for name, (gates, facts) in kernels.items():
         if isinstance(facts, str):
@@ -58,7 +57,7 @@ def judge(kernels, rows):
 def judge_resources(name, gates, facts):
     own = dict(gate[5:].split("<=", 1) for gate in gates if "<=" in gate)
     spill, _, why = own.get("spill", "0").partition(":")
-    # A warp takes registers in units of 256, so a thread's share is a multiple of 8.
+    # Registers are allocated per warp in units of 256, so per thread in multiples of 8.
     registers = min(65536 // facts.threads // 8 * 8, 255)
     has_less = any(arch.startswith(("8", "12")) for arch in facts.archs)  # sm_89, sm_120
     shared = (99 if has_less else 227) * 1024
@@ -81,22 +80,22 @@ def judge_claims(name, gates, rows):
             yield Found(name, gate, f">= {factor}", "not timed" + ": gates --time" * (rows is None), "UNCLEAR")
 
 
-# ---- speed claims, gate:step-over=NAME:FACTOR[@SHAPE], timed in turns with that line ----
+# ---- speed-up claims, gate:step-over=NAME:FACTOR[@SHAPE]: both lines are timed in turns ----
 
 def parse_claims(gates):
-    """(the other, FACTOR, SHAPE or "") of each claim among a line's gates."""
+    """(other line, FACTOR, SHAPE or "") of each claim among a line's gates."""
     return re.findall(r"gate:step-over=(\w+):([\d.]+)(?:@(\w+))?", " ".join(gates))
 
 
 def claims(only):
-    """(line, the other, shape) of each claim of the lines whose names match."""
+    """(line, other line, shape) of each claim of the lines whose names match."""
     for line in builds.lines_named(only):
         for other, _, shape in parse_claims(line.gates):
             yield from ((line.name, other, one) for one in ([shape] if shape else ["mission", "long"]))
 
 
 def time_claim(gpu, kernels, shape):
-    """A row for two lines at one shape; a line that is wrong has none."""
+    """The row of two lines at a shape; None if either is wrong."""
     line = kernels["line"].line
     problem = engine.parse_problem(shape).typed(line.D, line.dtype, line.Dv)
     bench = engine.Bench(gpu, kernels, dict.fromkeys(kernels, problem))
@@ -112,8 +111,8 @@ def time_claim(gpu, kernels, shape):
 
 
 def time_claims(only):
-    """Times the claims of the lines whose names match; the path of the rows."""
-    gpu = engine.need_gpu("; without --time the claims are judged by the newest of results/ladder")
+    """Times the claims of the lines whose names match. Returns the path of the rows."""
+    gpu = engine.need_gpu("; without --time the newest times of results/ladder are used")
     wanted = list(claims(only))
     names = list(dict.fromkeys(name for line, other, _ in wanted for name in (other, line)))
     lines = {line.name: line for line in builds.parse_contenders(names) if line.runs_on(gpu.arch)}
@@ -125,14 +124,14 @@ def time_claims(only):
             if row := time_claim(gpu, {"over": loaded[other], "line": loaded[name]}, shape):
                 table.add(**row)
             else:
-                say(f"gates: {name} over {other} at {shape}: one of them is wrong, so neither gets a time")
+                say(f"gates: {name} over {other} at {shape}: one of them is wrong, so neither is timed")
     return os.path.join(builds.ROOT, table.name)
 
 
 # ---- the command ----
 
 def report(found):
-    """Prints the table; the exit code."""
+    """Prints the table. Returns the exit code."""
     found = list(found)
     print(f"{'line':<24} {'gate':<28} {'wanted':<16} found", *found, sep="\n")
     failed, names = any(one.verdict == "FAIL" for one in found), {one.line.split()[0] for one in found}
@@ -141,12 +140,12 @@ def report(found):
 
 
 def compiled(lines, archs):
-    """{name: (its gates, its builds.Facts or the sentence why it has none)}; for gate:also=ARCH "NAME sm_ARCH" too,
-    since lines whose machine code is compared must be compiled for the same architectures."""
+    """{name: (gates, builds.Facts or the reason why it does not compile)}. Lines with gate:also=ARCH also have an entry "NAME
+    sm_ARCH", since machine code can be compared only if lines are compiled for the same architectures."""
     kernels = {}
     for also, some in (("", lines), *also_for(lines).items()):
         if also and f"compute_{also}" not in builds.run([builds.nvcc(), "--list-gpu-arch"]).stdout.split():
-            say(f"sm_{also} is left out: this nvcc does not know it")
+            say(f"sm_{also} is skipped: this nvcc does not support it")
             continue
         built = builds.build(some, *([also] if also else archs), kind="-fatbin", progress=builds.show_progress())
         for line, one in built.items():
@@ -156,7 +155,7 @@ def compiled(lines, archs):
 
 
 def also_for(lines):
-    """{ARCH: the lines with gate:also=ARCH}."""
+    """{ARCH: lines with gate:also=ARCH}."""
     words = sorted({gate for line in lines for gate in line.gates if gate.startswith("gate:also=")})
     return {word[10:]: [line for line in lines if word in line.gates] for word in words}
 
@@ -164,7 +163,7 @@ def also_for(lines):
 def main():
     options = cli.parse_options(__doc__)
     if options.steps and not os.path.exists(options.steps):
-        raise Refused(f"{options.steps}: there is no such file")
+        raise Refused(f"{options.steps}: no such file")
     lines = builds.lines_named(options.only or "")
     has_bad_lines = builds.has_bad_lines()
     newest = max(Path(builds.ROOT, "results", "ladder").glob("*-claims*.csv"), key=report_rows.by_name, default=None)

@@ -1,12 +1,13 @@
-// A kernel that keeps some SMs and the memory busy, for `./run_all.sh stress`, which builds and calls this library.
+// A library with a kernel that keeps some SMs and the memory busy, for `./run_all.sh stress`.
 #include <cstdint>
 
 constexpr int THREADS = 1024;
-constexpr uint32_t CHUNK = 64 * THREADS;  // vectors between two looks at `stop`: 1 MB
-constexpr uint32_t CHUNKS = 32;           // of a CTA: 16 CTAs have ten times an H200's L2
-constexpr long long MOST_NS = 100ll * 1000 * 1000 * 1000;  // then it ends by itself
+constexpr uint32_t CHUNK = 64 * THREADS;  // vectors between two reads of `stop`: 1 MB
+constexpr uint32_t CHUNKS = 32;           // per CTA: 16 CTAs use ten times the size of an H200's L2
+constexpr long long MOST_NS = 100ll * 1000 * 1000 * 1000;  // maximum duration
 
-// Reads and writes its part of the buffer over and over. stop and moved (bytes, by CTA) are in host memory.
+// Each CTA repeatedly reads and writes its part of the buffer. stop and moved (bytes per CTA) are in host
+// memory.
 __global__ void __launch_bounds__(THREADS) hog(uint4* buffer, volatile uint64_t* moved, const volatile uint64_t* stop) {
   const auto now_ns = [] {
     long long ns;
@@ -32,10 +33,10 @@ __global__ void __launch_bounds__(THREADS) hog(uint4* buffer, volatile uint64_t*
 
 extern "C" {
 
-// Bytes of the buffer of a CTA.
+// Buffer size per CTA, in bytes.
 size_t hog_bytes() { return sizeof(uint4) * CHUNKS * CHUNK; }
 
-// moved has a number for each CTA, and behind them stop. Returns a cudaError_t.
+// `moved` has a number for each CTA, followed by `stop`. Returns a cudaError_t.
 int hog_start(int ctas, uint4* buffer, uint64_t* moved, cudaStream_t stream) {
   hog<<<ctas, THREADS, 0, stream>>>(buffer, moved, moved + ctas);
   return cudaGetLastError();

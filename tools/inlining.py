@@ -1,4 +1,4 @@
-"""Calls in whose place the function's body stands. For tools/concrete.py."""
+"""Inlines function calls in source text. Used by tools/concrete.py."""
 import collections
 import itertools
 import re
@@ -8,15 +8,15 @@ from minimal import callee, declared, descendants, enclosing, listed, name_of, p
 
 SCALARS = {"int", "unsigned", "uint32_t", "int64_t", "uint64_t", "size_t", "float", "double", "bool", "uint16_t",
            "uint8_t", "char"}
-# Where an expression needs no brackets, and expressions that never do.
+# Contexts in which an expression needs no parentheses, and expressions that never need them.
 WHOLE = {"argument_list", "initializer_list", "init_declarator", "return_statement", "parenthesized_expression",
          "subscript_argument_list",
          "condition_clause", "expression_statement"}
 ATOMS = {"identifier", "number_literal", "field_expression", "call_expression", "subscript_expression",
          "parenthesized_expression", "true",
          "false", "string_literal", "qualified_identifier", "this", "null"}
-NAMES = {"identifier", "field_identifier", "reference_declarator"}  # declarators of what has the type before them
-MOST_LINES = 22  # of a body that goes into another function
+NAMES = {"identifier", "field_identifier", "reference_declarator"}  # declarators whose type is the preceding one
+MOST_LINES = 22  # maximum size of a body that is inlined
 
 
 def source(node, text):
@@ -24,7 +24,7 @@ def source(node, text):
 
 
 def edited(text, edits):
-    """The text with [(start, end, instead)] done; what lies within another one goes with it."""
+    """Applies edits [(start, end, replacement)]. Edits inside another edit are ignored."""
     out, at = [], 0
     for start, end, instead in sorted(edits, key=lambda edit: (edit[0], -edit[1])):
         if start >= at:
@@ -34,7 +34,7 @@ def edited(text, edits):
 
 
 def names_made(node):
-    """The names that declarations at and below a node make."""
+    """The names that declarations in a subtree declare."""
     made = {name_of(one) for one in descendants(node, "parameter_declaration", "init_declarator")
             if one.type == "init_declarator" or one.child_by_field_name("declarator")}
     for one in descendants(node, "declaration", "for_range_loop"):
@@ -48,11 +48,11 @@ def is_static(node):
 
 
 class Inlining:
-    """The text with calls replaced, as `out`."""
+    """Inlines calls; the result is `out`."""
 
     def __init__(self, text, but):
         self.text, self.root = text, parse(text)
-        self.fields = collections.defaultdict(set)  # types by a member's name, of an array's elements by "name[]"
+        self.fields = collections.defaultdict(set)  # types of members by name; "name[]" for elements of arrays
         for node in descendants(self.root, "field_declaration"):
             for one in node.children_by_field_name("declarator"):
                 kind = source(node.child_by_field_name("type"), text)
@@ -89,9 +89,9 @@ class Inlining:
         self.out = edited(text, edits)
 
     def kind(self, node):
-        """The scalar type of an expression; None if that is not plain to see."""
+        """The scalar type of an expression; None if unknown."""
         text, field, kind = source(node, self.text), node.child_by_field_name, node.type
-        while node.type == "subscript_expression":  # of an array of scalars, whatever its dimensions
+        while node.type == "subscript_expression":  # element of an array of scalars
             node = node.child_by_field_name("argument")
         if kind == "number_literal":
             known = {r"\d+": "int", r"[\d.]+f": "float", r"\d+u": "uint32_t"}
@@ -124,8 +124,8 @@ class Inlining:
         return kinds.pop() if len(kinds) == 1 else None
 
     def bound(self, function, call):
-        """({parameter: what stands for it}, declarations that come first, names that an argument has) for a call; None
-        if it will not do."""
+        """({parameter: replacement}, declarations to insert before, names in the arguments) for a call; None if the call cannot
+        be inlined."""
         body, given = function.child_by_field_name("body"), listed(call, "arguments")
         parameters = [one for one in listed((descendants(function, "function_declarator",
                                                          "abstract_function_declarator") or [function])[0],
@@ -174,7 +174,7 @@ class Inlining:
         return bound, first, words
 
     def rendered(self, part, function, bound, owner):
-        """A part of a function's body with what stands for its parameters; members get their owner."""
+        """A part of a function's body with its parameters replaced, and members qualified by their object."""
         made = names_made(function)
         struct = self.struct_of(function)
         members, statics = set(), set()
@@ -204,7 +204,7 @@ class Inlining:
         return edited(source(part, self.text), inside)
 
     def replaced(self, function, calls, busy):
-        """The edits that put a function's body in the place of its calls; none where that will not do."""
+        """The edits that inline the calls of a function; empty if that is impossible."""
         body, head = function.child_by_field_name("body"), self.head(function)
         code, struct = source(body, self.text) if body else "", self.struct_of(function)
         statements = [one for one in body.named_children if one.type != "comment"] if body else []
@@ -220,13 +220,13 @@ class Inlining:
             value = statements[0].named_children[0]
             text = source(value, self.text)
             if "__device__" in head and self.type_text(function) == "bool" and value.type != "call_expression":
-                return []  # nvcc would branch where it computes a value, or the other way round
+                return []  # nvcc would generate a branch instead of a select, or the reverse
             if len(text) > (40 if struct is not None else 110) or len(calls) > 1 and not re.fullmatch(
                     r"[\w.]+(\([\w., ]*\))?", text):
                 return []
             own = parameters_of(descendants(function, "function_declarator", "abstract_function_declarator")[0])
             if struct is not None and len(calls) > 1 and text in own:
-                return []  # a member that gives what it takes: without it nvcc puts instructions in another order
+                return []  # a member that returns its argument: nvcc would order instructions differently
             if value.type in ("initializer_list", "lambda_expression"):
                 return []
             return self.expressions(function, value, calls)
@@ -235,7 +235,7 @@ class Inlining:
         return self.statements(function, statements, calls[0], busy)
 
     def owner(self, call, function):
-        """What a member's call names before the dot; None if nothing, "" if that will not do."""
+        """The object of a member call; None if there is none, "" if the call cannot be inlined."""
         target = call.child_by_field_name("function")
         if target.type != "field_expression":
             return None
@@ -268,7 +268,7 @@ class Inlining:
         return edits
 
     def statements(self, function, statements, call, busy):
-        """The edits that put a body of several statements in the place of a statement that is its one call."""
+        """The edits that replace a statement, which is the only call, by a body of several statements."""
         bound, owner, place = self.bound(function, call), self.owner(call, function), call.parent
         body, outer = function.child_by_field_name("body"), enclosing(call, "function_definition")
         scope = enclosing(call, "function_definition", "lambda_expression")
@@ -282,7 +282,7 @@ class Inlining:
         top |= {re.search(r"(\w+)(\[\w*\])* =", one)[1] for one in first}
         given = given.union(words_of(owner or "")) - {name for name, to in bound.items() if name == to}
         if (top | names_made(body)) & given:
-            return []  # a name of the body would hide what the call gives
+            return []  # a local name of the body would hide an argument
         before = {source(one, self.text) for one in outer.child_by_field_name("body").named_children
                   if one.start_byte < call.start_byte}
         same = [one for one in statements if source(one, self.text) in before and one.type == "declaration"]
@@ -294,13 +294,13 @@ class Inlining:
         lines = [re.sub(r"\b[A-Za-z_]\w*\b", lambda m: plain.get(m[0], m[0]), line)
                  for line in self.comment_of(function)] + first
         code = textwrap.dedent(self.rendered(body, function, bound, owner)[1:-1].strip("\n").rstrip())
-        for one in same:  # what the caller has said before
+        for one in same:  # already declared by the caller
             code = code.replace(source(one, self.text) + "\n", "", 1)
         in_block = place.parent.type == "compound_statement"
         if place.type == "expression_statement" and place.parent.type in (
                 "compound_statement", "if_statement", "else_clause"):
             if returns or not in_block and "__device__" in self.head(function):
-                return []  # nvcc keeps other values for a branch
+                return []  # nvcc would keep other values in registers across a branch
             text = "\n".join([*lines, code])
             text = f"{{\n{text}\n}}" if clashes or not in_block else text
         elif place.type == "return_statement" and in_block:
@@ -328,23 +328,23 @@ class Inlining:
         return enclosing(function.parent, "struct_specifier") if function.type == "function_definition" else None
 
     def type_text(self, function):
-        """What a function returns, as it is written."""
+        """The return type of a function, as written."""
         own, declarator = function.child_by_field_name("type"), function.child_by_field_name("declarator")
         stars = re.match(r"[&* ]*", source(declarator, self.text))[0].strip() if declarator else ""
         return own and source(own, self.text) + stars
 
     def head(self, function):
-        """What stands before a function's body, from the beginning of the line on."""
+        """The text before a function's body, from the start of the line."""
         return self.text[self.text.rfind("\n", 0, function.start_byte) + 1:function.end_byte].split("{")[0]
 
     def comment_of(self, function):
-        """The lines of the comment above a function."""
+        """The comment above a function."""
         above = self.text[:self.text.rfind("\n", 0, function.start_byte) + 1].split("\n")[-2::-1]
         return [line.strip() for line in itertools.takewhile(re.compile(r" *//(?! ----| ====)").match, above)][::-1]
 
 
 def type_of(name, node, text, *more):
-    """The type of a local name, a parameter or a member where a node stands, as written; None if that does not say."""
+    """The declared type of a local variable, parameter or member at a node, as written; None if unknown."""
     place = node
     while place is not None:
         for one in descendants(place, "parameter_declaration", "declaration", "field_declaration") if place.type in (
@@ -356,14 +356,14 @@ def type_of(name, node, text, *more):
                 return source(one.child_by_field_name("type"), text)
             if kinds and place.type != "translation_unit" and (one.type == "field_declaration") == (
                     place.type == "struct_specifier"):
-                return None  # an array, which hides what has its name farther out
+                return None  # an array, which hides outer declarations of the name
         place = place.parent
     return None
 
 
 def type_of_expression(node, text, *more):
-    """The type of a name, or of a member if all of that name have the same; None of others. more: declarators of what
-    counts by the type of its elements."""
+    """The type of a name, or of a member if all members of that name have the same type; else None. more: additional
+    declarators that count by their element type."""
     if node.type == "identifier":
         return type_of(source(node, text), node, text, *more)
     if node.type != "field_expression" or node.child_by_field_name("field").type != "field_identifier":

@@ -1,4 +1,6 @@
-"""The three ladders of docs/LADDER.md: their rungs, what changes from one to the next, and what `rungs` measured."""
+"""The three ladders of docs/LADDER.md: their rungs, the code changes between rungs, and tables of the measured times.
+
+Apart from steps.py, which measures the rungs, since `results` runs without the packages of the timing engine."""
 import difflib
 import functools
 import re
@@ -7,21 +9,21 @@ from collections import namedtuple
 import builds
 from report_rows import FULL, PEERS, problem, short, timed
 
-# A build, and the rung that its time and its code are compared with. wide: the build for D=128 where that is not the
-# line with HEAD_DIM=128; "-" if there is none. shows: a regular expression for the changed lines of the diff that are
-# shown with those around them; "" where no new code comes with the knobs, "-" where there is nothing to say.
+# A build, and the rung with whose time and code it is compared. wide: the build for D=128, if it is not the line with
+# HEAD_DIM=128; "-" if there is none. shows: a regular expression that selects the changed lines to show, with context; ""
+# if the knobs add no code, "-" to show no diff.
 Rung = namedtuple("Rung", "name line base wide shows")
-Ladder = namedtuple("Ladder", "problems rungs")  # problems: {what they are called: as report_rows.problem() has them}
+Ladder = namedtuple("Ladder", "problems rungs")  # problems: {title: problem as in report_rows.problem()}
 SQUARE = {"mission": "1,8,8,512,512,64 fp16", "long": "1,8,8,2048,2048,64 fp16",
           "4,16,16,4096,4096": "4,16,16,4096,4096,128 fp16"}
 DECODE = {"32 caches of 8,192": "32,32,8,1,8192,128 fp16", "one of 32,768": "1,32,8,1,32768,128 fp16",
           "4 rows, 8 of 8,192": "8,32,8,4,8192,128 fp16"}
-LONG, AROUND = 8, 5  # lines of a passage that is parted; those beside a line that is shown
+LONG, AROUND = 8, 5  # passages longer than LONG are split; AROUND lines of context
 COMMAND = "./run_all.sh rungs"
 
 
 def ladder(problems, text):
-    """A rung a line of text, whose fields are parted by |. A name may stand before the line, as in `name: line`."""
+    """Parses one rung per line of text, with fields separated by |. `name: line` gives a rung another name than its line."""
     rungs = []
     for row in text.strip().splitlines():
         line, base, wide, shows = ([field.strip() for field in row.split("|", 3)] + [""] * 3)[:4]
@@ -65,7 +67,7 @@ LADDERS = {
 
 @functools.cache
 def tree():
-    """The sources as they stand here; they are read once, for all rungs."""
+    """The sources of the working tree, read once for all rungs."""
     return builds.Tree()
 
 
@@ -77,7 +79,7 @@ def line_of(text):
 
 
 def contender(rung, what):
-    """The line of a rung for a problem, by its D; None if it has none."""
+    """The line of a rung for a problem with its D; None if there is none."""
     D, own = int(what.split()[0].split(",")[-1]), line_of(rung.line)
     if own.D == D:
         return own
@@ -88,15 +90,15 @@ def contender(rung, what):
 
 @functools.cache
 def code(line):
-    """The lines of an extract without the words above its includes."""
-    import extract  # whose packages nothing else here needs
+    """The lines of an extract, without the header comment."""
+    import extract  # imported here, since only this function needs its packages
     text = extract.extract(line.name, "k", line.changes)
     return text[text.index("#include"):].splitlines()
 
 
 def passages(old, new):
-    """What goes and what comes, parted at empty lines, behind functions, where two lines or more stay, and between what
-    goes and what comes if either is long."""
+    """The removed and added lines, split into passages at empty lines, after functions, where two or more lines are
+    unchanged, and between removed and added lines if either are long."""
     found = [[]]
     for kind, i, i_end, j, j_end in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         if kind == "equal":
@@ -114,14 +116,14 @@ def passages(old, new):
 
 
 def step(rung, base):
-    """A rung's own knobs beside those of its base."""
+    """The knobs in which a rung differs from its base."""
     before, own = {*line_of(base.line).effective_knobs()}, line_of(rung.line).effective_knobs()
-    tuned = "USE_TUNED=1"  # a tuned line's other numbers are those of a row
+    tuned = "USE_TUNED=1"  # the other knobs of a tuned line come from the table
     return tuned if tuned in own else " ".join(word for word in own if word not in before)
 
 
 def excerpts(passage, pattern):
-    """The parts of a passage that have the lines which match, and those around them."""
+    """The lines of a passage that match, with context, as separate parts."""
     near = {at + shift for at, text in enumerate(passage) if re.search(pattern, text)
             for shift in range(-AROUND, AROUND + 1)}
     parts = [[]]
@@ -131,7 +133,7 @@ def excerpts(passage, pattern):
 
 
 def diff_section(rung, base):
-    """The knobs that a rung changes, and the parts of its diff that matter."""
+    """The knobs that a rung changes, and the selected parts of its diff."""
     if not rung.shows:
         return f"`{base.name}` with `{step(rung, base)}`: no new code.\n"
     found = passages(code(line_of(base.line)), code(line_of(rung.line)))
@@ -143,7 +145,7 @@ def diff_section(rung, base):
 
 
 def diff_sections(only=""):
-    """{the name of a rung's markers: what stands there}, of the rungs whose name matches."""
+    """{name of the markers: section} of the rungs whose names match."""
     found = {}
     for one in LADDERS.values():
         rungs = {rung.name: rung for rung in one.rungs}
@@ -155,7 +157,7 @@ def diff_sections(only=""):
 # ---- what was measured ----
 
 def measured(source):
-    """{problem: {a line's or peer's name in rows: its row}}. A peer that takes bf16 alone stands with the others."""
+    """{problem: {name of a line or competitor: its row}}. bf16 rows of competitors count for fp16 problems too."""
     found = {}
     for row, _ in timed(source):
         what = problem(row)
@@ -164,7 +166,7 @@ def measured(source):
 
 
 def bound_by(row):
-    """What binds a row's kernel: the busiest unit, and if it is not full what the warps wait for."""
+    """What limits a kernel: the busiest unit, and the main stall reason if that unit is not saturated."""
     if not row["unit"]:
         return "–"
     share = float(row["unit_share"])
@@ -172,7 +174,7 @@ def bound_by(row):
 
 
 def cells_of(title, rows, before):
-    """A table's row: times, their gain over those before; TFLOP/s, share of the peak and what binds."""
+    """A row of a table: times with the speed-up over the base, TFLOP/s, share of the peak, and the limit."""
     def time_of(what, row):
         gain = f" ({before[what] / row['graph_us']:.2f}x)" if what in before else ""
         return short(row["graph_us"]) + gain
@@ -184,7 +186,7 @@ def cells_of(title, rows, before):
 
 
 def ladder_table(one, source):
-    """The cells of a ladder's table, the names of rungs that lack a row, and the panels of its picture."""
+    """The cells of a ladder's table, the names of rungs without measurements, and the panels of its picture."""
     at, us, cells, missing = measured(source), {}, [], []
     for rung in one.rungs:
         lines = {what: contender(rung, what) for what in one.problems.values()}
@@ -203,8 +205,8 @@ def ladder_table(one, source):
 
 
 def sections(source, table, picture, provenance):
-    """{the name of a ladder's markers: what stands there}, {picture: drawing}."""
-    import report_charts  # and matplotlib, without which `rungs` does
+    """({name of the markers: section}, {picture: drawing})."""
+    import report_charts  # imported here, since steps.py does not need matplotlib
     text, drawings = {name + "_rungs": f"None on this GPU yet: `{COMMAND}` measures it.\n" for name in LADDERS}, {}
     for name, one in LADDERS.items() if source else ():
         cells, missing, panels = ladder_table(one, source)

@@ -1,7 +1,7 @@
-"""C++ in which constants decide conditions, without what they decide against and without what nothing reaches.
+"""Evaluates constant conditions in C++ source and removes dead branches and unreachable declarations.
 
-tree-sitter gives the extents of declarations, statements and operators. A declaration is reached if code that is
-reached names it, in whatever scope. Order and layout are kept. For tools/extract.py.
+Uses the syntax tree of tree-sitter. A declaration is reachable if reachable code uses its name, in any scope. Order and
+layout are preserved. Used by tools/extract.py.
 """
 import collections
 import functools
@@ -22,7 +22,7 @@ WIDTH = 120
 OPERATORS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt,
              ">=": operator.ge, "&": operator.and_, "+": operator.add, "-": operator.sub, "*": operator.mul,
              "/": lambda a, b: a // b if a >= 0 < b else None, "%": lambda a, b: a % b if a >= 0 < b else None}
-# What changes nothing, on the left and on the right.
+# Neutral elements of operators, as left and right operands.
 NEUTRAL = {"*": ("1", "1"), "/": ("", "1"), "+": ("0", "0"), "-": ("", "0"), "&&": ("True", "True"),
            "||": ("False", "False")}
 
@@ -31,16 +31,16 @@ NEUTRAL = {"*": ("1", "1"), "/": ("", "1"), "+": ("0", "0"), "-": ("", "0"), "&&
 
 LANGUAGE = tree_sitter.Language(tree_sitter_cpp.language())
 PARSER = tree_sitter.Parser(LANGUAGE)
-# What the grammar of C++ does not have.
+# CUDA syntax that the C++ grammar does not have.
 MASKED = re.compile(r"SDPA_UNROLL(?= (?:for|while))|__(?:device|global|host|forceinline|grid_constant|shared)__|"
                     r"__align__\(\w+\)|__launch_bounds__\((?:[^()]|\([^()]*\))*\)|(?<=\" )#(?=\w)")
-# What it might take for a template's bracket, and letters of several bytes.
+# A "<" that the parser could mistake for a template bracket, and multi-byte characters.
 REPLACED = re.compile(r"(?<= )<(?=\s)|[^\x00-\x7f]")
 
 
 @functools.lru_cache(4)
 def parse(text):
-    """The root of a text's tree. Its offsets are those of the text."""
+    """The root of the syntax tree of a text, with the same offsets."""
     return PARSER.parse(REPLACED.sub("^", MASKED.sub(lambda m: " " * len(m[0]), text)).encode()).root_node
 
 
@@ -49,10 +49,10 @@ def pattern(types):
     return tree_sitter.Query(LANGUAGE, f"[({') ('.join(types)})] @found")
 
 
-@functools.lru_cache(1000)  # most callers ask for those of a whole file
+@functools.lru_cache(1000)  # most calls are for a whole file
 def descendants(node, *types):
-    """All of these types at and below a node, in order."""
-    query = pattern(types)  # releases before 0.25 have no cursor
+    """All nodes of these types in a subtree, in order."""
+    query = pattern(types)  # versions before 0.25 lack QueryCursor
     found = getattr(tree_sitter, "QueryCursor", lambda query: query)(query).captures(node).get("found", [])
     return sorted(found, key=lambda one: (one.start_byte, -one.end_byte))
 
@@ -64,7 +64,7 @@ def enclosing(node, *types):
 
 
 def name_of(node):
-    """The last name of an expression or a declarator, without template arguments."""
+    """The last component of the name in an expression or declarator, without template arguments."""
     while node is not None and node.type not in (
             "identifier", "field_identifier", "type_identifier", "namespace_identifier"):
         node = (node.child_by_field_name("name") or node.child_by_field_name("declarator") or
@@ -77,7 +77,7 @@ def words_of(text):
 
 
 def declared(node):
-    """What is behind template <...>."""
+    """The declaration inside template <...>."""
     while node.type == "template_declaration":
         node = node.named_children[-1]
     return node
@@ -89,7 +89,7 @@ def callee(call):
 
 
 def listed(node, field):
-    """What a node lists as its "parameters" or "arguments"; nothing if it has none."""
+    """The elements of a node's "parameters" or "arguments"."""
     found = node.child_by_field_name(field)
     return found.named_children if found else []
 
@@ -98,35 +98,35 @@ def parameters_of(node):
     return [name_of(one) for one in listed(node, "parameters")]
 
 
-# ---- conditions that the line decides ----
+# ---- conditions that depend on knobs ----
 
-GONE = "\0"  # stands for a statement that is left out
-# Where an expression needs no brackets of its own.
+GONE = "\0"  # marks a removed statement
+# Contexts in which an expression needs no parentheses.
 WHOLE = {"condition_clause", "init_declarator", "field_declaration", "return_statement", "parenthesized_expression"}
-# What has the value of the one thing in it.
+# Nodes with the value of their only child.
 SINGLE = {"parenthesized_expression", "type_descriptor", "condition_clause", "compound_statement", "return_statement"}
 
 
-DECIDED = {}  # of declarations, by what decides their text
+DECIDED = {}  # cache of declarations, by what determines their text
 
 
 class Folding:
-    """The text with the conditions decided that its constants decide, as `out`."""
+    """Evaluates conditions on constants in a text; the result is `out`."""
 
     def __init__(self, text, sizes):
         self.text, root = text, parse(text)
         self.enums = {name_of(node): [name_of(one) for one in descendants(node, "enumerator")]
                       for node in descendants(root, "enum_specifier")}
-        # Names of variables and parameters, which may hide a constant.
+        # Names of variables and parameters, which may hide constants.
         self.local = {name_of(one) for one in descendants(root, "parameter_declaration", "init_declarator")
                       if one.type != "init_declarator" or enclosing(one, "compound_statement")}
-        # Of each template of an alias its parameters, and the type that it stands for.
+        # {alias template: its parameters and type}.
         self.aliases = {name_of(declared(node)): (parameters_of(node), declared(node).child_by_field_name("type"))
                         for node in descendants(root, "template_declaration")
                         if declared(node).type == "alias_declaration"}
-        self.bound = {}  # parameters of the alias that is being expanded
+        self.bound = {}  # parameters of the alias being expanded
         self.elements = self.find_elements(root)
-        # Functions that do nothing, in every version, and those that do more than give a value.
+        # Functions whose overloads all do nothing, and functions with side effects.
         bodies, self.acting = collections.defaultdict(set), set()
         for node in descendants(root, "function_definition"):
             bodies[name_of(node)].add(self.source(node.child_by_field_name("body") or node))
@@ -135,9 +135,9 @@ class Folding:
         self.defined = bodies.keys()
         self.idle = {name for name, texts in bodies.items()
                      if all(re.fullmatch(r"{\s*(return;)?\s*}", text) for text in texts)}
-        self.constants = {}  # by name; of functions by "name()"
+        self.constants = {}  # by name; "name()" for functions
         self.find_constants(root, sizes)
-        # Of each template the values of its defaults, and of the arguments of each use.
+        # Values of the default arguments of each template, and of the arguments of each use.
         self.defaults = {name_of(declared(node)): [self.value(one.child_by_field_name("default_value"))
                                                    for one in listed(node, "parameters")]
                          for node in reversed(descendants(root, "template_declaration"))}
@@ -151,13 +151,13 @@ class Folding:
         return self.text[node.start_byte:node.end_byte]
 
     def find_elements(self, root):
-        """The types that a template's parameter E may be; none as long as an alias chooses among them."""
+        """The possible types of a template parameter E; empty while an alias still selects among them."""
         types = {self.source(node.child_by_field_name("type")) for node in descendants(root, "alias_declaration")}
         found = {text for text in types if ELEMENTS & words_of(text)}
         return found if found <= ELEMENTS else set()
 
     def find_constants(self, root, sizes):
-        """Values of constexpr members and variables and of functions, if all of one name have the same."""
+        """Values of constexpr variables and functions, if all declarations of a name have the same value."""
         found = []
         for node in descendants(root, "field_declaration", "declaration", "function_definition"):
             if node.child_by_field_name("body"):
@@ -167,7 +167,7 @@ class Folding:
                           for one, equals, init in zip(part.children, part.children[1:], part.children[2:])
                           if equals.type == "="]
         before = None
-        while self.constants != before:  # a constant may need those after it
+        while self.constants != before:  # a constant may depend on later ones
             before, seen = self.constants, collections.defaultdict(set)
             for name, init in found:
                 value = None if name in sizes else self.value(init)
@@ -175,7 +175,7 @@ class Folding:
             self.constants = {name: values.pop()[1] for name, values in seen.items() if len(values) == 1}
 
     def value(self, node):
-        """A bool, a number or an enumerator ("DType::fp16"); None if the constants do not say, or of no node."""
+        """The value of an expression: a bool, a number or an enumerator ("DType::fp16"); None if it is not constant."""
         if node is None:
             return None
         kind, text, field = node.type, self.source(node), node.child_by_field_name
@@ -223,12 +223,12 @@ class Folding:
         return values + self.defaults.get(name_of(node), [])[len(values):]
 
     def acts(self, node):
-        """Whether an expression calls what does more than give a value, or may."""
+        """True if an expression may call a function with side effects."""
         names = {name_of(callee(one)) for one in descendants(node, "call_expression")}
         return bool(names & self.acting or names - self.defined)
 
     def does_nothing(self, node):
-        """Whether an expression calls a function that does nothing, gives a name its own value, or joins such ones."""
+        """True if an expression has no effect: it calls an empty function, assigns a name to itself, or joins such expressions."""
         field = node.child_by_field_name
         if node.type == "call_expression":
             return name_of(callee(node)) in self.idle and not self.acts(field("arguments"))
@@ -238,7 +238,7 @@ class Folding:
         return node.type == "comma_expression" and all(map(self.does_nothing, (field("left"), field("right"))))
 
     def is_unselected(self, node):
-        """Whether a specialisation has an argument that no use of the template has."""
+        """True if no use of the template selects this specialization."""
         of_type = declared(node).child_by_field_name("name") if node.type == "template_declaration" else None
         own = descendants(declared(node).child_by_field_name("declarator") or node, "template_function") if (
             node.type == "template_declaration" and declared(node).type == "function_definition") else []
@@ -248,7 +248,7 @@ class Folding:
                                   for i, value in enumerate(self.arguments(name)))
 
     def known(self, node):
-        """What decides a declaration's text: its words, those of the aliases among them, and what is known of each."""
+        """The cache key of a declaration: its words, the words of its aliases, and the known values of each."""
         words, more = set(), words_of(self.source(node))
         while more:
             words |= more
@@ -261,7 +261,7 @@ class Folding:
         return self.source(node), repr((node.start_point[1], self.elements, known))
 
     def emit(self, node):
-        """The text of a node with its conditions decided."""
+        """The text of a node after evaluating conditions."""
         if not node.child_count:
             return self.source(node)
         if not node.parent or node.parent.type not in ("translation_unit", "declaration_list") or (
@@ -273,7 +273,7 @@ class Folding:
         return DECIDED[known]
 
     def decided(self, node):
-        """emit() of what has parts."""
+        """emit() for nodes with children."""
         kind, field = node.type, node.child_by_field_name
         if kind in ("binary_expression", "unary_expression", "call_expression"):
             value = self.value(node)
@@ -289,10 +289,10 @@ class Folding:
         if kind == "binary_expression" and self.source(field("operator")) in NEUTRAL:
             sides = field("left"), field("right")
             for side, other, neutral in zip(sides, sides[::-1], NEUTRAL[self.source(field("operator"))]):
-                is_number = neutral.isdigit()  # sums of sizes stay as they are written
+                is_number = neutral.isdigit()  # keeps sums of sizes as written
                 if repr(self.value(side)) == neutral and not (is_number and descendants(side, "binary_expression")):
                     is_whole = other.type == "parenthesized_expression" and node.parent.type in WHOLE
-                    text = self.emit(other)  # perhaps without its brackets
+                    text = self.emit(other)  # possibly without parentheses
                     return text[1:-1] if is_whole and text[0] == "(" else text
         if re.match(r"(typename )?std::conditional(_t<(.|\n)*>|<(.|\n)*>::type)$", self.source(node)):
             condition, *types = descendants(node, "template_argument_list")[0].named_children
@@ -307,7 +307,7 @@ class Folding:
         if kind == "return_statement" and node.named_children and self.does_nothing(node.named_children[0]):
             return "return;"
         is_for_nothing = node.parent and node.parent.type in ("expression_statement", "comma_expression")
-        if kind == "call_expression" and is_for_nothing and name_of(callee(node)) in self.idle:  # its arguments do what they do
+        if kind == "call_expression" and is_for_nothing and name_of(callee(node)) in self.idle:  # the arguments may have side effects
             return ", ".join(self.emit(one) for one in listed(node, "arguments") if self.acts(one))
         if kind == "expression_statement" and isinstance(self.value((node.named_children or [None])[0]), bool):
             return GONE
@@ -324,7 +324,7 @@ class Folding:
         return self.emit_children(node)
 
     def expand(self, node):
-        """What an alias stands for, if none of its parameters is in there or if it passes on all of them; else None."""
+        """The type of an alias, if it uses none of its parameters or passes all of them on; else None."""
         if name_of(node) not in self.aliases:
             return None
         parameters, type_of = self.aliases[name_of(node)]
@@ -336,7 +336,7 @@ class Folding:
         return None if words_of(text) & {*parameters, "conditional_t"} else text
 
     def is_idle(self, node):
-        """Whether a declaration makes a local name that nobody reads, of a value that needs no call."""
+        """True if a declaration declares an unused local variable whose initializer has no call."""
         names = [name_of(one) for one in node.children_by_field_name("declarator")]
         function = enclosing(node, "function_definition")
         return len(names) == 1 and function is not None and not descendants(node, "call_expression") and (
@@ -344,7 +344,7 @@ class Folding:
             len(re.findall(rf"\b{names[0]}\b", self.source(function))) == 1)
 
     def emit_macro(self, node):
-        """The conditions on types in a macro decided."""
+        """Evaluates conditions on types in a macro."""
         before, source = self.text, self.source(node)
         head, *body = [line.rstrip(" \\") for line in source.rstrip().split("\n")]
         self.text = "\n".join(["void f() {", *body, "}"])
@@ -367,14 +367,14 @@ class Folding:
         return text[1:-1] if is_bare else text
 
     def chosen(self, node):
-        """The branch that an if-statement's condition decides on; None if it does not, or if there is none."""
+        """The branch that an if statement takes; None if unknown or if there is none."""
         value, other = self.value(node.child_by_field_name("condition")), node.child_by_field_name("alternative")
         if value is None:
             return None
         return node.child_by_field_name("consequence") if value else other and other.named_children[-1]
 
     def emit_if(self, node, first=None):
-        """An if-statement, or what is left of it. first: where a chain of decided ones begins."""
+        """The text of an if statement after evaluation. first: the start of a chain of evaluated ones."""
         first, chosen = first or node, self.chosen(node)
         if self.value(node.child_by_field_name("condition")) is None:
             does = self.emit(node.child_by_field_name("consequence")) != GONE or node.child_by_field_name("alternative")
@@ -384,7 +384,7 @@ class Folding:
         return self.emit_if(chosen, first) if chosen.type == "if_statement" else self.unwrapped(chosen, first)
 
     def unwrapped(self, block, node):
-        """A block's statements in the place of the if-statement; in their braces if a name would clash."""
+        """Replaces an if statement by the statements of a block, in braces if names would clash."""
         text = self.emit(block)
         if block.type != "compound_statement" or node.parent.type != "compound_statement":
             return text
@@ -397,20 +397,20 @@ class Folding:
 
 
 def without_gone(text):
-    """The text without statements that are gone, and without the comments above them."""
+    """Removes the marks of removed statements and the comments above them."""
     words = "static |__host__ |__device__ |__forceinline__ |SDPA_UNROLL "
     gone = rf"(?:^ *//(?! ----| ====).*\n)*^ *(?:{words})*{GONE}[{GONE} ]*(?://.*)?\n"
     return re.sub(gone, "", text, flags=re.MULTILINE).replace(GONE, "")
 
 
-# ---- what nothing reaches ----
+# ---- unreachable declarations ----
 
-FACTS = {}  # of declarations, by their text
+FACTS = {}  # cache of declarations, by their text
 
 
 class Unit:
-    """A declaration, with its comment and its lines: the names that it makes and those that it needs. ".name" is one
-    of a member, as it stands behind a dot, "name(" one of a function."""
+    """A declaration with its comment and lines, the names that it declares, and the names that it uses. ".name" is a member
+    access, "name(" a function call."""
 
     def __init__(self, node, lines, struct=None):
         self.struct, self.reached = struct, False
@@ -418,7 +418,7 @@ class Unit:
         is_comment = re.compile(r"(?!// ----|// ====)\s*//").match
         above, below = (len(list(itertools.takewhile(is_comment, others)))
                         for others in (lines[start - 1::-1], lines[end + 1:]))
-        # A comment may be the section's or the next one's.
+        # A comment may belong to the section or to the next declaration.
         self.first = start if lines[start - above - 1].startswith(BANNERS) else start - above
         self.last = end if lines[end + below + 1].strip() else end + below
         inner = declared(node)
@@ -433,13 +433,13 @@ class Unit:
             self.take_names_of(part)
 
     def facts(self, node, inner, body, own):
-        """Its members that follow from its text alone."""
+        """Computes the attributes that depend only on the text."""
         names = {name_of(one) for field in ("declarator", "name") for one in inner.children_by_field_name(field)}
         if b"class" not in [one.text for one in inner.children]:
             names |= {name_of(one) for one in descendants(inner, "enumerator")}
         is_data = inner.type == "field_declaration" and b"static" not in [one.text for one in inner.children] and (
             not descendants(inner, "function_declarator"))
-        # Structs whose members it names without a dot: its bases, and that of a member defined outside.
+        # Structs whose members it accesses without an object: its bases, and the struct of a member defined outside.
         scopes = {name_of(one.child_by_field_name("scope")) for one in descendants(inner, "qualified_identifier")
                   if one.parent.type == "function_declarator" and one.start_byte < (body or inner).start_byte}
         bases = {word for one in inner.children if one.type == "base_class_clause"
@@ -454,17 +454,17 @@ class Unit:
         return dict(kind=inner.type, names=names, is_data=is_data, scopes=scopes, bases=bases, made=made, uses=uses,
                     has_default=inner.child_by_field_name("default_value") is not None,
                     types=signature_types(node) if inner.type == "function_definition" and not self.struct else set(),
-                    begins=tuple(re.findall(r"(\w+)##", code)))  # of names that a macro makes
+                    begins=tuple(re.findall(r"(\w+)##", code)))  # names that a macro declares
 
     def take_names_of(self, part):
-        """Members that a part of this struct names without a dot are as others name them."""
+        """Converts names that a part of this struct uses without an object to member accesses."""
         own = {name: f".{name}" + "(" * (not one.is_data) for one in self.parts for name in one.names - self.names}
         part.uses = {own.get(name, name) for name in part.uses - part.made if name[:-1] not in own} | {
             f".{name}" for name in part.uses & own.keys() - part.made}
 
 
 def signature_types(node):
-    """The types in a function's signature but its template's parameters."""
+    """The types in a function's signature, except template parameters."""
     parameters = {name_of(one) for one in descendants(node, "type_parameter_declaration", "template_parameter_list")}
     parts = [part for part in declared(node).children if part.type != "compound_statement"]
     return {one.text.decode() for part in parts for one in descendants(part, "type_identifier")} - parameters
@@ -482,8 +482,8 @@ def units_of(node, lines, struct=None):
 
 
 def without_unused(text):
-    """The text without the declarations that nothing reaches from the roots. Data stays for its place, but for options,
-    which all have defaults, and for what has no size at a struct's end."""
+    """Removes declarations that are not reachable from the roots. Data members are kept, since they determine offsets, except
+    options, which all have defaults, and empty members at the end of a struct."""
     lines = text.split("\n")
     top = units_of(parse(text), lines)
     units = top + [part for unit in top for part in unit.parts]
@@ -510,7 +510,7 @@ def without_unused(text):
             named = is_named(unit)
             if named and any(versions[name] > 1 for name in unit.names) and (
                     unit.types - {name.strip(".(") for name in names}):
-                continue  # a version for a type that nobody has
+                continue  # a specialization for an unused type
             is_needless = unit.is_data and (all(one.has_default for one in unit.struct.parts) or (
                 unit.uses & empty and unit is [one for one in unit.struct.parts if one.is_data][-1]))
             if named or unit.is_data and not is_needless or not unit.names - {""}:
@@ -525,7 +525,7 @@ def without_unused(text):
 
 
 def tidy(text):
-    """The text without empty sections, double blank lines and headers that it does not need."""
+    """Removes empty sections, double blank lines and unneeded headers."""
     def section(match):
         if re.search(r"^(?!//|namespace|}  // namespace).", match[1], re.MULTILINE):
             return match[0]
@@ -539,11 +539,11 @@ def tidy(text):
     return re.sub(r"\n(?=\n *};?\n)|(?<={\n)\n(?= )|\n(?=\n\n)", "", text)
 
 
-MINIMAL = set()  # texts, with their sizes, of which nothing more is decided
+MINIMAL = set()  # texts that are fully evaluated, by size
 
 
 def minimal(text, sizes):
-    """The text with what the line decides decided, and with what it needs."""
+    """Evaluates the conditions on constants and removes unreachable declarations, until nothing changes."""
     sizes, before = frozenset(sizes), None
     while text != before and (text, sizes) not in MINIMAL:
         before, text = text, tidy(without_unused(without_gone(Folding(text, sizes).out)))

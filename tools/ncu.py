@@ -1,8 +1,8 @@
 """usage: ./run_all.sh profile NAME [KNOB=VALUE...] [--shape S] [-- EXECUTABLE-OPTION...]
-Runs the kernel of the line NAME once under ncu (Nsight Compute) with the counters that matter for
-attention, and prints in eleven lines what binds it and how far it is from that limit.
+Profiles the kernel of the line NAME with ncu (Nsight Compute) and prints the relevant counters, what limits the
+kernel, and how close it is to that limit.
   --shape S   the problem (default long)
-exit: 0, 1 the kernel gives wrong results, 2 bad usage, no ncu, or no right to read the counters
+exit: 0, 1 the kernel gives wrong results, 2 bad usage, no ncu, or no permission to read the counters
 """
 import csv
 import re
@@ -32,13 +32,13 @@ UNITS = {"tensor pipe": "sm__pipe_tensor_cycles_active.avg" + OF_PEAK,
 METRICS = [*UNITS.values(), *map(STALLED.format, STALLS), WAVES, "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
            "gpu__time_duration.sum", "sm__cycles_elapsed.avg.per_second", "lts__t_bytes.sum", "dram__bytes_read.sum",
            "dram__bytes_write.sum", "sm__warps_active.avg.per_cycle_active"]
-# mma.sync cannot fill Hopper's tensor pipe: it stops at 2640 of wgmma's 4096 FLOP per clock and SM (6.2 clocks per
-# m16n8k16 and scheduler; measured with independent instructions alone).
+# mma.sync cannot saturate Hopper's tensor pipe: it reaches 2640 of wgmma's 4096 FLOP per cycle and SM (6.2 cycles per
+# m16n8k16 and scheduler, measured with independent instructions).
 MMA_SYNC_REACH = 2640 / 4096
 
 
 def launches_of(text):
-    """[{name: value}] of what `ncu --csv --page raw` printed: words, then lines of names, of units, of each launch."""
+    """[{name: value}] from the output of `ncu --csv --page raw`: messages, then names, units, and a line per launch."""
     rows = list(csv.reader(text[text.index('"ID"'):].splitlines())) if '"ID"' in text else []
     if len(rows) < 3:
         raise ValueError("no counters")
@@ -47,25 +47,25 @@ def launches_of(text):
 
 
 def command_of(*words):
-    """ncu with the counters and more words."""
+    """The command line of ncu, with the counters and more arguments."""
     return ["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base", "--metrics",
             ",".join(METRICS), *words]
 
 
 def judge_words(said):
-    """Refuses what only an administrator may see."""
+    """Refuses if only an administrator may read the counters."""
     if "ERR_NVGPUCTRPERM" in said:
         raise Refused("this user may not read the GPU's counters (ERR_NVGPUCTRPERM): run as root, or load the driver "
                       "with NVreg_RestrictProfilingToAdminUsers=0")
 
 
 def held_against_mma_sync(row):
-    """Whether the kernel of an executable's row multiplies by mma.sync on Hopper."""
+    """True if the kernel of a row uses mma.sync on Hopper."""
     return row["sm"].startswith("9") and row["family"] in ("mma", "wmma")
 
 
 def bound_of(row, counters):
-    """The busiest unit, how much of its limit it uses, in %, and [(what warps wait for, %)], the longest first."""
+    """The busiest unit, its utilization in %, and [(stall reason, %)], largest first."""
     use = {unit: counters[name] for unit, name in UNITS.items()}
     use["tensor pipe"] /= MMA_SYNC_REACH if held_against_mma_sync(row) else 1
     busiest = max(use, key=use.get)
@@ -76,7 +76,7 @@ def bound_of(row, counters):
 
 
 def verdict(row, counters):
-    """The eleven lines. row: the executable's."""
+    """The report. row: the CSV row of the executable."""
     B, Hq, Hkv, Sq, Sk, D = (int(row[name]) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D"))
     tensors = 2 * 2 * D * B * (Hq * Sq + Hkv * Sk) + 4 * B * Hq * Sq  # bytes: Q and O, K and V, LSE
     l2, moved = counters["lts__t_bytes.sum"], counters["dram__bytes_read.sum"] + counters["dram__bytes_write.sum"]
@@ -119,7 +119,7 @@ def main():
     engine.parse_problem(options.shape)
     gpu = engine.need_gpu("; run it on a machine with one (check without times: ./run_all.sh --cpu)")
     if not shutil.which("ncu"):
-        raise Refused("ncu is missing; it is Nsight Compute of the CUDA Toolkit, put its folder on PATH")
+        raise Refused("ncu is missing; add the folder of Nsight Compute (part of the CUDA Toolkit) to PATH")
     built = builds.build(lines, gpu.arch, program="sdpa.cu", kind="")[line]
     if built.trouble:
         raise Refused(f"{line.text}: {built.trouble}")
@@ -129,7 +129,7 @@ def main():
         raise Refused(f"{line.text} gives wrong results, so there is nothing to profile", 1)
     if checked.returncode:
         raise Refused(f"{line.text} does not run on this problem: {checked.stderr.strip()}")
-    # The second launch: the first one finds L2 cold.
+    # Profile the second launch, since L2 is cold in the first one.
     done = builds.run(command_of("--kernel-name", "regex:sdpa_", "--launch-skip", "1", "--launch-count", "1", *command))
     said = done.stdout + done.stderr
     judge_words(said)
@@ -139,5 +139,5 @@ def main():
         report = f"{builds.BUILD}/ncu.csv"
         builds.replace_file(report, said)
         words = "".join(re.findall("^==.*", said, re.MULTILINE)[-1:])
-        raise Refused(f"ncu gave no counters: {words} (all its words: {report})") from None
+        raise Refused(f"ncu printed no counters: {words} (its output: {report})") from None
     print("\n".join(verdict(next(csv.DictReader(checked.stdout.splitlines())), counters)))

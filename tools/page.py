@@ -2,12 +2,12 @@
 """usage: ./run_all.sh results [CSV]...
        ./run_all.sh results --diffs [REGEX]...
        tests/bugs.py | tools/page.py --bugs
-Rewrites the generated parts of README.md and docs/ and the pictures of results/ from the CSVs in results/: the CSVs that
-are named, else the newest of each kind by its name. Generated are the text between <!-- NAME:begin --> and
-<!-- NAME:end -->, each number before <!--=NAME-->, and the call chains of docs/READING.md, which come from sdpa.cu. The
-last column of the story's and the ladder's tables, and README's names of problems, are written by hand and kept.
-  --diffs  redraws instead docs/LADDER.md's diffs of extracts, in some 4 minutes; with words those of such rungs alone
-  --bugs   redraws instead the table of injected bugs in docs/TESTING.md, from stdin
+Updates the generated parts of README.md and docs/ and the pictures of results/ from the CSVs in results/: the given CSVs,
+else the newest of each kind (by name). Generated are the text between <!-- NAME:begin --> and <!-- NAME:end -->, each
+number before <!--=NAME-->, and the call chains of docs/READING.md, which come from sdpa.cu. The last column of the
+story's and the ladder's tables, and the names of problems in README, are written by hand and preserved.
+  --diffs  update only the diffs of docs/LADDER.md, all or those of matching rungs; takes about 4 minutes
+  --bugs   update only the table of injected bugs in docs/TESTING.md, from stdin
 exit: 0, 2 bad usage or a file that cannot be read
 """
 import collections
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # ---- Markdown ----
 
 def table(headers, rows):
-    """A table; a header that begins with # is of numbers. None is an empty cell."""
+    """A table. Headers that begin with # are numeric columns. None is an empty cell."""
     def line(cells):
         return "| " + " | ".join("" if cell is None else str(cell) for cell in cells) + " |"
     rule = "|" + "|".join("--:" if header[:1] == "#" else "---" for header in headers) + "|"
@@ -40,7 +40,7 @@ def table(headers, rows):
 
 
 def pivot(titles, cells):
-    """A table of {(a row's title, ...): {column: number as text}}; TITLES head what the rows begin with."""
+    """A table of {(title, ...): {column: number as text}}; TITLES are the headers of the title columns."""
     columns = list(dict.fromkeys(column for row in cells.values() for column in row))
     return table([*titles, *("#" + column for column in columns)],
                  [[*title, *map(row.get, columns)] for title, row in cells.items()])
@@ -52,21 +52,21 @@ def picture(name, words, width=380):
 
 
 def provenance(source, up=""):
-    """What a file's rows were measured on, and a link to it."""
+    """The machine on which a file was measured, and a link to the file."""
     return f"{source.measured_on}: [{source.name}]({up}{source.name})\n"
 
 
 def rate(row):
-    """A row's TFLOP/s without a fraction."""
+    """TFLOP/s of a row, rounded to an integer."""
     return f"{row['tflops'] or 0:.0f}"
 
 
 def times(at, names):
-    """{"NAME, µs": the time} of NAMES at a problem of fastest(); None for those that it lacks."""
+    """{"NAME, µs": time or None} at a problem of fastest()."""
     return {f"{name}, µs": short(at[name][0]) if name in at else None for name in names}
 
 
-# ---- the sections: those with pictures return their Markdown and {picture: drawing}, the others a table ----
+# ---- sections: those with pictures return (Markdown, {picture: drawing}), the others Markdown ----
 
 def generated(path, section):
     """The text between the markers of a section in a page."""
@@ -75,17 +75,17 @@ def generated(path, section):
 
 
 def by_hand(path, section, row=r"^\| (\w+) \|(?:[^|\n]*\|){3} ([^|\n]*) \|$"):
-    """The cells of a section's rows that are written by hand and stay: by default the name, and the last of five."""
+    """The hand-written cells of a section's rows: by default the name and the last of five cells."""
     return re.findall(row, generated(path, section), re.M)
 
 
 def peers_sections(source, main):
-    """The fastest line of each problem beside the peers: of all, and of those that README's table names, which stay."""
+    """The fastest line and the competitors at each problem: a full table, and one of the problems that README's table names."""
     best = {what: at for what, at in fastest(source).items() if at[OURS][1]["shape"] != "small"}
     names = [name for name in PEERS.values() if any(name in at for at in best.values())]
     shares = [(float(row["peak_share"]), row["tflops"]) for row, _ in timed(main)
               if row.get("bound") == "matrix" and row["dtype"] != "e4m3"]
-    peak = round(max(shares)[1] / max(shares)[0], -1) if shares else None  # the largest share is rounded least
+    peak = round(max(shares)[1] / max(shares)[0], -1) if shares else None  # the largest share has the smallest rounding error
     titles, cells, bars = {}, {}, {}
     for what, at in best.items():
         (us, row), others = at[OURS], [at[name][0] for name in names if name in at]
@@ -107,14 +107,14 @@ def peers_sections(source, main):
 
 
 def versions(source):
-    """The competitors with their versions, as a sentence; "" where no row names them."""
+    """A sentence with the competitors and their versions; "" if no row has them."""
     every = dict.fromkeys(row["note"].partition(";")[0] for row in source.rows if peer(row) and row["note"])
     named = [one for one in every if not any(other != one and other.startswith(one) for other in every)]
     return f"Competitors: {', '.join(named)}. " * bool(named)
 
 
 def field_section(source):
-    """TFLOP/s over the length of sequences, of the fastest line and of peers: a panel and a table for each D and mask."""
+    """TFLOP/s by sequence length, of the fastest line and the competitors, for each D and mask."""
     panels, cells = collections.defaultdict(lambda: collections.defaultdict(dict)), collections.defaultdict(dict)
     for at in fastest(source).values():
         row = at[OURS][1]
@@ -132,7 +132,7 @@ def field_section(source):
 
 
 def published_section(source):
-    """TFLOP/s of problems whose figures others publish, which stand by hand in the second column, beside ours and peers'."""
+    """TFLOP/s at problems with published numbers. The published numbers, in the second column, are written by hand."""
     by_others, cells = dict(by_hand("docs/NUMBERS.md", "published", r"^\| (\d[^|]*) \| ([^|\n]*) \|")), {}
     for what, at in fastest(source).items():
         others = [us for name, (us, _) in at.items() if name != OURS]
@@ -145,7 +145,7 @@ def published_section(source):
 
 
 def story_section(source):
-    """README's few lines from the slowest to the fastest at mission, which stay, as do their sentences."""
+    """README's table of some lines at mission. The choice of lines and their sentences are written by hand."""
     at = {row["config"]: (us, rate(row)) for row, us in timed(source) if row["shape"] == "mission"}
     rows, first = [], None
     for name, words in by_hand("README.md", "story"):
@@ -156,7 +156,7 @@ def story_section(source):
 
 
 def ladder_section(source):
-    """Every line of configs.txt beside its base, in tables with the kept sentences."""
+    """All lines of configs.txt with their bases, in tables with hand-written sentences."""
     row_of, families = {}, collections.defaultdict(list)
     for row in source.rows:
         if row["family"] and row["config"] not in row_of:
@@ -184,12 +184,12 @@ def ladder_section(source):
 
 
 def taken_back(row, full):
-    """Of a row's config FULL__KNOB_VALUE__KNOB_VALUE the KNOB=VALUE KNOB=VALUE; "" of the line FULL itself."""
+    """The "KNOB=VALUE KNOB=VALUE" of a config named FULL__KNOB_VALUE__KNOB_VALUE; "" for FULL itself."""
     return " ".join(re.sub(r"_([^_]*)$", r"=\1", part) for part in row["config"][len(full):].strip("_").split("__"))
 
 
 def ablation_section(sources):
-    """A picture and a table of each line's ablation."""
+    """A picture and a table of each ablation."""
     text, drawings = [], {}
     for source in sources:
         full = source.rows[0]["config"]
@@ -221,7 +221,7 @@ def draw_ablation(name):
 
 
 def wgmma_section(source):
-    """TFLOP/s of every wgmma line at the peers' problems: a row a problem, a table per head size."""
+    """TFLOP/s of all wgmma lines at the problems of the competitors, a table per head size."""
     tables = collections.defaultdict(lambda: collections.defaultdict(dict))
     for row in (row for row, _ in timed(source) if not peer(row)):
         tables[row["D"]][problem(row),][row["config"]] = rate(row)
@@ -229,7 +229,7 @@ def wgmma_section(source):
 
 
 def rates_section(source):
-    """TFLOP/s of the fastest line and the peers, and in e4m3 the errors of the line and of cuDNN."""
+    """TFLOP/s of the fastest line and the competitors; for e4m3 also the errors of the line and of cuDNN."""
     cells = {}
     for what, at in fastest(source).items():
         _, ours = at.pop(OURS)
@@ -241,7 +241,7 @@ def rates_section(source):
 
 
 def decode_section(source):
-    """Few query rows: the fastest line of each family and cuDNN, and the rate at which the fastest reads K and V."""
+    """Few query rows: the fastest line of each family, cuDNN, and the bandwidth with which the fastest reads K and V."""
     cells = {}
     for what, at in fastest(source, lambda row: {"mma": "mma.sync"}.get(row["family"], row["family"])).items():
         us, row = min((at[family] for family in ("wgmma", "mma.sync") if family in at), key=lambda cell: cell[0])
@@ -253,7 +253,7 @@ def decode_section(source):
 
 
 def accuracy_section(source):
-    """Errors by the number of keys: a row for each contender and measure."""
+    """Errors by the number of keys, a row per contender and measure."""
     cells = collections.defaultdict(dict)
     for row in source.rows:
         is_normal = row["input"] == "N(0,1)"
@@ -263,7 +263,7 @@ def accuracy_section(source):
 
 
 def bugs_section(words):
-    """The outcome of tests/bugs.py: how many bugs of which kind each net catches."""
+    """The result of tests/bugs.py: the number of bugs of each kind that each check catches."""
     kinds, missed, kind = collections.defaultdict(collections.Counter), [], ""
     for title, net, name in re.findall(r"^# (.+)|^\S+ +caught +(\w+)|^(\S+) +MISSED", words, re.M):
         kind = title or kind
@@ -278,7 +278,7 @@ def bugs_section(words):
 
 
 def ranked_section(source):
-    """Some lines of the table that ./run_all.sh prints for mission; the choice of lines is written by hand and kept."""
+    """Some lines of the table that ./run_all.sh prints for mission. The choice of lines is written by hand."""
     old = generated("docs/USING.md", "ranked")
     rows = {row["config"]: row for row, _ in timed(source) if row["shape"] == "mission"}
     if not rows:
@@ -296,8 +296,8 @@ def ranked_section(source):
 
 
 def chains_section():
-    """The calls from each kernel to its instructions, and how many frames they are."""
-    import chains  # and tree-sitter, which only this section needs
+    """The call chains from each kernel to its instructions, and their lengths."""
+    import chains  # imported here, since only this section needs tree-sitter
     found = chains.chains((ROOT / "sdpa.cu").read_text(encoding="utf-8"))
     targets = chains.K_COPY, chains.PRODUCT, chains.EXPONENTIAL
     frames = table(["frames", *("#" + target for target in targets)],
@@ -310,13 +310,13 @@ def chains_section():
 # ---- numbers in sentences ----
 
 def latest(folder, name):
-    """The newest file results/FOLDER/DATE-NAME.csv; None if there is none."""
+    """The newest results/FOLDER/DATE-NAME.csv; None if there is none."""
     files = [path for path in (ROOT / "results" / folder).glob("*.csv") if device_slug(path) == name]
     return max(files, key=by_name, default=None)
 
 
 NUMBER = re.compile(r"([\d.]+)(?=<!--=([\w.]+)-->)")
-# How many times as fast as the best competitor: the file in results/peers, and which of its problems count.
+# Speed-ups over the best competitor: the file in results/peers, and a filter of its problems.
 GAINS = {
     "suite": ("NVIDIA-H200", lambda row: row["shape"] != "small"),
     "lengths": ("NVIDIA-H200-field", lambda row: True),
@@ -329,8 +329,8 @@ GAINS = {
     "drawn_decode": ("NVIDIA-H200-drawn", lambda row: row["Sq"] == "1"),
     "chunks": ("NVIDIA-H200-chunks", lambda row: row["dtype"] == "bf16"),
 }
-# The same for the rows of tools/frameworks.py: the file in results/frameworks, and the competitor. A row of "OTHER, pages
-# of 16" is compared with that of "sdpa, pages of 16".
+# The same for rows of tools/frameworks.py: the file in results/frameworks, and the competitor. "OTHER, pages of 16" is
+# compared with "sdpa, pages of 16".
 FRAMEWORKS = {
     "mixed": ("NVIDIA-H100-lengths", "FlashAttention-3"),
     "pages": ("NVIDIA-H100-lengths", "FlashInfer"),
@@ -339,7 +339,7 @@ FRAMEWORKS = {
 
 
 def peer_gains(path, counts):
-    """For each problem that counts, the time of the best competitor divided by that of the fastest line."""
+    """The time of the best competitor divided by the time of the fastest line, for each selected problem."""
     for at in fastest(read(path, ["peers"])).values():
         others = [us for name, (us, _) in at.items() if name != OURS]
         if others and counts(at[OURS][1]):
@@ -361,14 +361,14 @@ def framework_gains(path, other):
 
 
 def summary(name, gains):
-    """Range, geometric mean and number of some gains."""
+    """Range, geometric mean and number of speed-ups."""
     mean = math.prod(gains) ** (1 / len(gains))
     return {f"{name}.least": f"{min(gains):.2f}", f"{name}.most": f"{max(gains):.2f}", f"{name}.mean": f"{mean:.2f}",
             f"{name}.count": str(len(gains))}
 
 
 def numbers():
-    """{NAME: the number before <!--=NAME-->}, of those whose file is there."""
+    """{NAME: the number before <!--=NAME-->}, if their files exist."""
     found = {}
     for name, (file, counts) in GAINS.items():
         if path := latest("peers", file):
@@ -428,7 +428,7 @@ def lengths_section(path):
 
 
 def mods_section(path):
-    """A row for each expression, a column for each head size, as multiples of the time without the expression."""
+    """Time with an expression divided by the time without it, a row per expression and a column per head size."""
     expressions = {"identity": "`s + 0.f`", "ALiBi": "`s - x0[h] * real(q + Sk - Sq - k)` (ALiBi)",
                    "softcap": "`30 * tanh_approx(s / 30)`, against `softcap=30`",
                    "causal": '`k <= q + Sk - Sq` with a kept map, against `causal="br"`'}
@@ -440,7 +440,7 @@ def mods_section(path):
     return pivot(["expression"], cells)
 
 
-OF_ONE_FILE = {  # sections by the folder and the name of their file
+OF_ONE_FILE = {  # sections from a single file: its folder and name
     "behind": ("peers", "NVIDIA-H200-behind", behind_section), "training": ("frameworks", "NVIDIA-H100-training", training_section),
     "lengths": ("frameworks", "NVIDIA-H100-lengths", lengths_section), "mods": ("frameworks", "NVIDIA-H200-mods", mods_section)}
 
@@ -448,7 +448,7 @@ OF_ONE_FILE = {  # sections by the folder and the name of their file
 # ---- the pages ----
 
 def put(sections, figures=None):
-    """Writes SECTIONS {name: text} between their markers in README.md and docs/, and FIGURES {name: number} before theirs."""
+    """Writes SECTIONS {name: text} and FIGURES {name: number} to their markers in README.md and docs/."""
     pages = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
     missing = sections.keys() - re.findall(r"<!-- (\w+):begin", "".join(pages.values()))
     if missing:
@@ -498,14 +498,14 @@ def main():
         if not Path(word).is_file():
             raise Refused(f"{word}: no such file")
         if Path(word).resolve().parent.parent != ROOT / "results":
-            raise Refused(f"{word}: pages link to their rows; put it into the folder of results/ that has its kind (docs/NUMBERS.md)")
+            raise Refused(f"{word}: pages link to the CSVs, so move it to the folder of results/ for its kind (docs/NUMBERS.md)")
     sections, pictures = drawn(ROOT / "results", [Path(word).resolve() for word in options.words])
     put(sections, numbers())
     for name, drawing in pictures.items():
         write(ROOT / "results" / name, drawing)
     for folder in {(ROOT / "results" / name).parent for name in pictures}:
         for path in set(folder.glob("*.svg")) - {ROOT / "results" / name for name in pictures}:
-            path.unlink()  # of a line without ablation any more, for one
+            path.unlink()  # such as an ablation that was removed
     cli.say(f"drawn: {', '.join(sections)}; {', '.join(pictures)}")
 
 

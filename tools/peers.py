@@ -1,31 +1,31 @@
 #!/usr/bin/env python3
-"""Times contenders against PyTorch's SDPA backends: one process, one run, the same tensors.
+"""Times lines and competitors (PyTorch's SDPA backends and others) in one process, on the same tensors.
 
 usage: tools/peers.py CONTENDER... [--shape PROBLEM]... [--suite] [--e4m3] [--field] [--published] [--chunks]
                        [--drawn N [--seed S]] [--rested]
 
   CONTENDER  as for ab: a line of configs.txt with or without KNOB=VALUE..., COMMIT:LINE, or torch:cudnn,
              torch:flash, torch:efficient, torch:math (default: all four of these)
-  --shape S  a name of ./run_all.sh --help or B,Hq,Hkv,Sq,Sk, and behind it if wanted ,D ,DTYPE ,CAUSAL and
-             ,LEFT (keys before a query's own that it sees), as in 4,32,32,4096,4096,64,fp16,br,1023; only lines
-             with that D and DTYPE take part; repeatable; default mission, mission2 and long
-  --suite    all problems of README, which docs/NUMBERS.md has in a table
-  --e4m3     the problems of e4m3 in docs/HOPPER.md, where torch:cudnn is cuDNN's own front end (nvidia-cudnn-frontend)
-  --field    the picture that FlashAttention's papers draw: 512 to 16,384 queries and keys, 16,384 queries in all,
-             2,048 elements of all heads, D of 64, 128 and 256, in bf16 with a mask and without; of each, lines that have
-             it. And PyTorch's product of two matrices, for scale
-  --published  problems whose figures others publish: tritonbench's, and cuDNN's of Llama 3.1 (also in e4m3), of
-             gpt-oss, with a window, and of DeepSeek V3, whose D=192 wants a line with HEAD_DIM_V=128; with a window and
-             in e4m3 torch:cudnn is cuDNN's own front end
-  --chunks   the problems of few rows and many keys in docs/HOPPER.md; with --drawn, that many of the kind instead
-  --drawn N  problems drawn at random: sizes log-uniform, D, type, mask and heads to a key head uniform, a quarter of
-             them with one query row
-  --seed N   the series of these, from 0; default 0
-  --rested   the first 10 ms, at least a replay, after a rest of 0.3 s, before the power limit is reached
+  --shape S  a name of ./run_all.sh --help or B,Hq,Hkv,Sq,Sk, optionally followed by ,D ,DTYPE ,CAUSAL and ,LEFT (the
+             left window size), as in 4,32,32,4096,4096,64,fp16,br,1023; only lines with that D and DTYPE are timed;
+             repeatable; default mission, mission2 and long
+  --suite    all problems of README; docs/NUMBERS.md has the table
+  --e4m3     the e4m3 problems of docs/HOPPER.md; torch:cudnn then uses cuDNN's own front end (nvidia-cudnn-frontend)
+  --field    the problems in the figures of FlashAttention's papers: lengths of 512 to 16,384, 16,384 tokens in total,
+             2,048 elements in all heads, D of 64, 128 and 256, bf16, with and without a mask; also a matrix product of
+             PyTorch, for comparison
+  --published  problems with published numbers: from tritonbench, and for cuDNN with Llama 3.1 (also in e4m3), gpt-oss
+             (with a window) and DeepSeek V3 (D=192, needs a line with HEAD_DIM_V=128); with a window or in e4m3,
+             torch:cudnn uses cuDNN's own front end
+  --chunks   the problems with few rows and many keys of docs/HOPPER.md; with --drawn, random problems of this kind
+  --drawn N  N random problems: sizes are log-uniform; D, type, mask and heads per key head are uniform; a quarter have
+             one query row
+  --seed N   the seed of these, from 0; default 0
+  --rested   measure the first 10 ms (at least one replay) after a rest of 0.3 s, before the power limit is reached
 
-Prints, as CSV, rows with the columns of the executables: per problem each line, then each peer. graph_us is one
-launch's share of a replayed CUDA graph, the median of turns that all contenders take, each at the clock that it leads
-to. A line's note has its largest difference to each peer.
+Prints CSV rows with the columns of the executables: for each problem the lines, then the competitors. graph_us is the
+time of a launch in a replayed CUDA graph: the median over turns, in which each contender runs at the clock that its
+power allows. The note of a line has its largest difference to each competitor.
 exit: 0, 1 a line is wrong, 2 bad usage
 """
 import csv
@@ -38,7 +38,7 @@ import engine
 import numpy as np  # behind cli, which says what to do where it is missing
 from cli import Refused, say
 
-# FlashAttention-3 and -4 take bf16. The problems of 64 heads are those that NVIDIA publishes figures of cuDNN for.
+# FlashAttention-3 and -4 support only bf16. NVIDIA publishes times of cuDNN for the problems with 64 heads.
 SUITE = """mission,64,fp16 mission2,64,fp16 long,64,fp16
 4,32,32,4096,4096,64,fp16 4,32,32,4096,4096,64,bf16 4,32,32,4096,4096,64,bf16,br
 1,32,32,16384,16384,64,bf16 1,32,32,16384,16384,64,bf16,br
@@ -62,14 +62,14 @@ PUBLISHED = [f"{heads},{S},{S},{kind}" for heads, kind, lengths in (
     ("4,48,48", "128,bf16,br", (512, 1024, 2048, 4096, 8192, 16384)), ("1,64,8", "128,bf16,br", (2048, 4096, 8192)),
     ("1,128,128", "192,bf16,br", (2048, 4096, 8192)), ("2,64,8", "64,bf16,br,1023", (8192, 32768)),
     ("1,64,8", "128,e4m3", (2048, 8192, 32768)), ("1,64,8", "128,e4m3,br", (2048, 8192, 32768))) for S in lengths]
-MATRIX = 8192  # rows and columns
-DRAWN = engine.Pace(40e3, 10e3)  # shorter turns, since there are many
-MOST_ELEMENTS, MOST_FLOPS = 3 << 26, 2e12  # of a drawn problem
+MATRIX = 8192  # rows and columns of each matrix
+DRAWN = engine.Pace(40e3, 10e3)  # shorter turns, since there are many problems
+MOST_ELEMENTS, MOST_FLOPS = 3 << 26, 2e12  # limits of random problems
 
 
 def draw(count, seed, chunks=False):
-    """So many problems of this series. A mask goes with Sq = Sk alone, since PyTorch's is_causal is top-left; but half
-    of the chunks have the bottom-right one."""
+    """Random problems. Only problems with Sq = Sk have a mask, since PyTorch's is_causal is top-left; but half of the chunks
+    have a bottom-right mask."""
     rng, found = np.random.default_rng(seed), []
 
     def size(low, high):
@@ -92,12 +92,12 @@ def draw(count, seed, chunks=False):
 def drawn_by(options):
     """The problems of --drawn, --seed and --chunks."""
     if options.seed is not None and not options.drawn:
-        raise Refused(f"--seed {options.seed}: it picks the series of --drawn N; type that as well")
+        raise Refused(f"--seed {options.seed}: the seed of --drawn N; add that option")
     return draw(options.drawn or 0, options.seed or 0, options.chunks)
 
 
 def run_problem(gpu, kernels, problem, facts, pace, blocks):
-    """Rows of all contenders for one problem."""
+    """Yields the rows of all contenders for one problem."""
     lines = problem.lines_for([kernel.line for kernel in kernels.values() if isinstance(kernel.line, builds.Line)])
     lines = [line for line in lines if line.Dv == problem.Dv or problem.D < line.D]
     kernels = {key: kernel for key, kernel in kernels.items()
@@ -121,8 +121,8 @@ def run_problem(gpu, kernels, problem, facts, pace, blocks):
 
 
 def product_of_matrices(gpu):
-    """The row of PyTorch's product of two matrices of N(0,1) in bf16, by cuBLAS: what tensor cores reach beside nothing
-    else, at the power limit."""
+    """The row of a bf16 matrix product of PyTorch (cuBLAS) with N(0,1) inputs: what tensor cores achieve at the power limit
+    without softmax."""
     import torch
     a, b, out = (torch.randn(MATRIX, MATRIX, device="cuda").bfloat16() for _ in range(3))
     replay = torch.cuda.CUDAGraph()
@@ -165,7 +165,7 @@ def main():
         course = (engine.RESTED, 1) if options.rested else (DRAWN, 1) if problem in drawn else (engine.STEADY, 2)
         kinds = sorted({(problem.D or line.D, line.dtype, line.Dv) for line in problem.lines_for(lines)})
         if not kinds:
-            say(f"peers.py: no line for D={problem.D} {problem.dtype}: {problem} is left out")
+            say(f"peers.py: no line for D={problem.D} {problem.dtype}: {problem} is skipped")
         for kind in kinds:
             for row in run_problem(gpu, kernels, problem.typed(*kind), facts, *course):
                 failed |= row.get("check") == "FAIL"

@@ -1,11 +1,11 @@
-"""Writes results/report.html: one file that loads nothing, drawn from the CSVs of results/ alone.
+"""Writes results/report.html: a self-contained page, generated from the CSVs of results/.
 
 usage: ./run_all.sh report [--results FOLDER] [--output FILE]
 
-Shown is the newest CSV of each kind by its name, results/FOLDER/DATE-DEVICE[-NAME][-N].csv, of the device
-of the newest results/lines/DATE-DEVICE[-N].csv. Times of two runs are not compared: a table names the run of each.
-What a ladder's line is compared with is named by configs.txt. Needs matplotlib.
-  --results FOLDER  of CSVs; default results
+Uses the newest CSV of each kind (by name), results/FOLDER/DATE-DEVICE[-NAME][-N].csv, for the device of the newest
+results/lines/DATE-DEVICE[-N].csv. Tables never mix times of different runs. The bases of lines come from configs.txt.
+Needs matplotlib.
+  --results FOLDER  the folder of the CSVs; default results
   --output FILE     the page; default report.html in that folder
 exit: 0, 2 bad usage, or a file that is missing or cannot be read
 """
@@ -25,7 +25,7 @@ from cli import Refused, say
 from report_charts import pairs
 from report_rows import KINDS, name_of, newest, peer, problem, timed
 
-UNDRAWN = ("verdicts", "claims", "sweep", "stress")  # kinds that are tables here
+UNDRAWN = ("verdicts", "claims", "sweep", "stress")  # kinds that are shown as tables
 SIZES = ("B", "Hq", "Hkv", "Sq", "Sk")
 FILTERS = ("shape", "D", "type", "causal", "family", "run")
 
@@ -33,7 +33,7 @@ FILTERS = ("shape", "D", "type", "causal", "family", "run")
 # ---- Markdown as HTML ----
 
 def to_html(text, pictures):
-    """A section as HTML, with its pictures drawn in, and the names of files instead of links."""
+    """Converts a section to HTML, with inline pictures, and file names instead of links."""
     parts = []
     for block in re.split("\n{2,}", re.sub(r"\[([^]]*)\]\([^)]*\)", r"`\1`", text.strip())):
         if block.startswith("|"):
@@ -52,7 +52,8 @@ def to_html(text, pictures):
 
 
 def table_to_html(block):
-    """A table in a box of its own scrolling. The filters find that of ranks, where a problem's first row is marked."""
+    """Converts a table to HTML, in a box that scrolls. The table of ranks gets an id for the filters and marks the first row
+    of each problem."""
     lines = html.escape(block.replace("`", "")).splitlines()
     headers, rules, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
     marks = [' class="n"' * rule.endswith(":") for rule in rules]
@@ -66,15 +67,15 @@ def table_to_html(block):
             f"<tbody>\n{body}\n</tbody></table></div>")
 
 
-# ---- sections: each returns its Markdown, or "" where results/ has nothing for it ----
+# ---- sections: each returns Markdown, or "" if results/ has no data for it ----
 
 def provenance(source):
-    """Which file figures are from, the command that makes such rows, and what it was measured on."""
+    """The file of a section, the command that measures it, and the machine."""
     return f"\nFrom `{source.name}` (`{KINDS[source.kind].command}`): {source.measured_on}.\n\n"
 
 
 def grouped(rows, key):
-    """{key: [the rows that have it]}."""
+    """{key: [rows with this key]}."""
     found = collections.defaultdict(list)
     for row in rows:
         found[key(row)].append(row)
@@ -82,16 +83,16 @@ def grouped(rows, key):
 
 
 def ranked_section(sources):
-    """Every timed row, ranked inside its problem and file, with filters."""
+    """All timed rows, ranked by problem and file, with filters."""
     rows = []
     for source in sources:
         at = grouped(timed(source), lambda entry: problem(entry[0]))
-        # small is last, since its time is the launch
+        # small comes last, since it measures only the launch
         for entries in sorted(at.values(), key=lambda entries: entries[0][0]["shape"] == "small"):
             entries.sort(key=lambda entry: entry[1])
             for rank, (row, us) in enumerate(entries, 1):
                 sizes = ",".join(row[column] for column in SIZES) + f" {row['shape']}" * row["shape"][0].isalpha()
-                low, high = row.get("graph_lo_us"), row.get("graph_hi_us")  # not in older files
+                low, high = row.get("graph_lo_us"), row.get("graph_hi_us")  # missing in older files
                 rows.append((rank, name_of(row), f"{us:.3f}", f"{low}–{high}" if low else "",
                              f"{row['tflops'] or 0:.2f}", f"{us / entries[0][1]:.2f}", sizes, row["D"], row["dtype"],
                              row["causal"], "peer" if peer(row) else row["family"], row["check"] or "–", source.kind))
@@ -99,9 +100,9 @@ def ranked_section(sources):
                "family", "check", "run"]
     selects = "".join(f'<label>{header.lstrip("#")}<select data-column="{column}"><option value="">all</select></label>'
                       for column, header in enumerate(headers) if header.lstrip("#") in FILTERS)
-    return f"""Ranked inside each problem and run; `× best` is the time as a multiple of the fastest. `µs` is
-`graph_us`, one launch's share of a replayed CUDA graph. The run `lines` has every line of configs.txt; `peers` has
-some lines and the peers in turns, in one process.
+    return f"""Ranked by problem and run; `× best` is the time divided by that of the fastest. `µs` is
+`graph_us`, the time of a launch in a replayed CUDA graph. The run `lines` has all lines of configs.txt; `peers` has
+some lines and the competitors, timed in turns in one process.
 
 <form class="filters" id="filters">{selects}
 <label>line contains<input type="search" data-column="1" size="14"></label>
@@ -112,11 +113,11 @@ some lines and the peers in turns, in one process.
 
 
 def ab_section(found):
-    """The ratios behind the verdicts, and {picture: drawing}."""
+    """The ratios from which the verdicts were computed, and {picture: drawing}."""
     case, text, pictures = itemgetter("comparison", "problem"), "", {}
     verdicts = grouped((row for source in found["verdicts"] for row in source.rows), case)
     for source in found["samples"]:
-        text += ("The ratio of each turn's median to that of the first contender in the same half of a block, with the "
+        text += ("The median of each turn divided by that of the first contender in the same half of a block, with the "
                  "verdict's trimmed mean (diamond) and its 99% interval. Grey: within 0.5%.\n\n")
         words = "\n"
         for key, rows in grouped(source.rows, case).items():
@@ -127,7 +128,7 @@ def ab_section(found):
             for row in verdicts[key]:
                 b, of_turns = row["b"], [of_b / of_a for of_b, of_a in zip(medians[row["b"]], medians[row["a"]])]
                 ratios[b] = of_turns, row["ratio"], row["low"], row["high"]
-                words += (f"{title}: {b}: {row['verdict']}, {row['pairs']} pairs, {row['thrown_out']} thrown out as "
+                words += (f"{title}: {b}: {row['verdict']}, {row['pairs']} pairs, {row['thrown_out']} discarded as "
                           "disturbed.\n\n")
             if ratios:
                 name = f"ab{len(pictures)}"
@@ -138,7 +139,7 @@ def ab_section(found):
 
 
 def tables_section(found):
-    """What is measured besides, a table for each file, of the columns in which its rows differ."""
+    """All other measurements: a table for each file, with the columns in which its rows differ."""
     text = ""
     for source in (source for kind in UNDRAWN for source in found[kind]):
         columns = [name for name in source.rows[0] if name not in SIZES and len({row[name] for row in source.rows}) > 1]
@@ -151,7 +152,7 @@ def tables_section(found):
 # ---- the page ----
 
 def whole(results):
-    """The whole page as text."""
+    """The page as text."""
     found = newest(results)
     main = found["lines"][0]
     drawn, pictures = page.drawn(results)
@@ -173,7 +174,7 @@ def whole(results):
         ("tables", "Claims and checks", tables_section(found)),
         ("files", "All files of results/", page.table(["file", "here"], files)),
     ] if section[2]]
-    # In one page a picture is as wide as its place, and has ids that no other one has.
+    # Inline pictures need unique ids and no fixed width.
     for count, (name, drawing) in enumerate({**pictures, **more}.items()):
         drawing = re.sub("^<svg .*? viewBox", "<svg viewBox", drawing)
         pictures[name] = re.sub(r'( id="|href="#|url\(#)', rf"\1picture{count}-", drawing)

@@ -1,7 +1,7 @@
-"""The charts of results/report.html, README.md and docs/, drawn by matplotlib as SVG.
+"""Draws the charts of results/report.html, README.md and docs/ as SVG with matplotlib.
 
-A chart is as wide as a phone, 380 units, but for README's first, and as high as its rows need. Colour is never alone:
-bars differ in their pattern, points in their marker, and each has its value beside it.
+Charts are 380 units wide, which fits a phone, except README's first one. Colour is never the only distinction: bars have
+patterns, points have markers, and each has its value next to it.
 """
 import html
 import io
@@ -27,13 +27,13 @@ matplotlib.rcParams.update({
 
 WIDTH = 380
 ROW = 15
-# Fill and pattern of the first, second, ... series of a chart.
+# Fill colour and pattern of the series of a chart.
 SERIES = [("#1f5fa8", ""), ("#f3d9a4", "////"), ("#ffffff", "||||"), ("#c7e3d4", "xxxx"), ("#e6d3ea", "----")]
 OURS, PEER = "#1f5fa8", "#b3401f"
 
 
 def svg(figure, label):
-    """The figure as a small SVG in its reader's fonts, whose white ground makes it the same picture on a dark page."""
+    """The figure as a small SVG with system fonts and a white background, for dark pages too."""
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     text = file.getvalue().partition("<svg")[2]
@@ -46,19 +46,19 @@ def svg(figure, label):
     short = {name: f"i{n}" for n, name in enumerate(sorted(used))}
     text = re.sub(r' id="([^"]*)"', lambda m: f' id="{short[m[1]]}"' if m[1] in used else "", text)
     text = re.sub(r'(href="#|url\(#)([^")]+)', lambda m: m[1] + short[m[2]], text)
-    # The page's font, and a tenth of a unit of precision: smaller, and nobody sees it.
+    # Use the font of the page, and round coordinates to 0.1 units, which is invisible.
     text = re.sub(r"font: (bold |700 )?([\d.]+)px [^;\"]*", lambda m: "font-size: " + m[2] + "px"
                   + ("; font-weight: bold" if m[1] else ""), text)
-    # matplotlib 3.11 writes the family apart.
+    # matplotlib 3.11 writes the font family separately.
     text = re.sub(r''' font-family: [^;"]*;?| transform="rotate\(-0 [^"]*\)"''', "", text)
     text = re.sub(r"<(?:path|use|text) [^>]*>", lambda tag: re.sub(
         r"\d+\.\d{2,}", lambda m: f"{float(m[0]):.1f}", tag[0]), text)
     text = re.sub(r">\s+<", "><", re.sub(r"\s*\n\s*", " ", text)).replace("<g/>", "")
     text = text.replace("; stroke-linecap: square", "")
     bare = 1
-    while bare:  # groups that say nothing
+    while bare:  # groups without attributes
         text, bare = re.subn(r"<g>((?:<(?:use|path) [^>]*/>|<text [^>]*>[^<]*</text>)*)</g>", r"\1", text)
-    # Neighbouring markers have one style, which their group may have.
+    # Move the common style of neighbouring markers to a group.
     return re.sub(r'(?:<use [^>]*? style="([^"]*)"/>)(?:<use [^>]*? style="\1"/>)+', lambda m: (
         f'<g style="{m[1]}">' + m[0].replace(f' style="{m[1]}"', "") + "</g>"), text) + "\n"
 
@@ -66,14 +66,14 @@ def svg(figure, label):
 # ---- parts ----
 
 def canvas(left, height, top=6, right=8, bottom=34, width=WIDTH):
-    """A figure and its axes, HEIGHT units high, with LEFT units for the labels of rows."""
+    """A figure and its axes, HEIGHT units high, with LEFT units for row labels."""
     total = top + height + bottom
     figure = Figure(figsize=(width / 72, total / 72))
     return figure, figure.add_axes([left / width, bottom / total, (width - left - right) / width, height / total])
 
 
 def name_rows(axes, names):
-    """Names at the left of rows 0, 1, ... from above; of none, what is in a row stands inside."""
+    """Labels rows 0, 1, ... from the top. Without names, the rows are labelled inside the axes."""
     if names:
         axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_yticks(range(len(names)), names)
@@ -81,21 +81,21 @@ def name_rows(axes, names):
 
 
 def write(axes, text, at, right=0, **more):
-    """TEXT so many units right of a point, or with None as x at the left end."""
+    """Writes TEXT to the right of a point, by RIGHT units; if x is None, at the left end."""
     if at[0] is None:
         at, more["xycoords"] = (0, at[1]), axes.get_yaxis_transform()
     axes.annotate(text, at, (right, 0), textcoords="offset points", va="center" if right else "baseline", **more)
 
 
 def log_axis(axes, low, high, room, name=lambda x: f"{x:g}", most=6):
-    """A log axis from LOW to HIGH, with ROOM at the right, a share of its length, and plain numbers at MOST ticks or
-    fewer. They are chosen here: matplotlib's versions differ where an axis has a single power of ten."""
+    """A log axis from LOW to HIGH, with a fraction ROOM of its length free at the right, and at MOST ticks with plain
+    numbers. Chooses the ticks itself, since versions of matplotlib differ for axes with a single power of ten."""
     end = high * (high / low) ** room
     choices = [[step * 10 ** power for power in range(-3, 8) for step in steps if low <= step * 10 ** power <= end]
                for steps in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 5), (1, 3), (1,))]
     axes.set_xscale("log")
     axes.set_xlim(low, end)
-    apart = (end / low) ** (0.9 / most)  # the least ratio of two ticks whose numbers have room
+    apart = (end / low) ** (0.9 / most)  # smallest ratio of two ticks whose labels do not overlap
     fit = (ticks for ticks in choices if len(ticks) <= most and all(b >= a * apart for a, b in itertools.pairwise(ticks)))
     axes.xaxis.set_major_locator(ticker.FixedLocator(next(fit, choices[-1])))
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: name(x)))
@@ -133,7 +133,7 @@ def rungs(names, panels, label):
 
 
 def waterfall(full, whole, changes):
-    """What each change of an ablation costs, the dearest first: bars from 1, one a shape of WHOLE; "" without times."""
+    """The cost of each change of an ablation, largest first: a bar per shape of WHOLE, starting at 1; "" without times."""
     groups = [(change, {shape: t / whole[shape] for shape, t in us.items() if shape in whole})
               for change, us in changes.items()]
     groups = sorted((group for group in groups if group[1]), key=lambda group: -max(group[1].values()))
@@ -165,8 +165,8 @@ def waterfall(full, whole, changes):
 
 
 def against(rows, series, width):
-    """TFLOP/s, a row per problem, a marker per contender. ROWS: (title, {contender: TFLOP/s}, text at the row's end).
-    The first of SERIES is filled, and a line joins it to the best of the others."""
+    """TFLOP/s, a row per problem and a marker per contender. ROWS: (title, {contender: TFLOP/s}, text at the end). The
+    marker of the first of SERIES is filled, and a line connects it to the best of the others."""
     left = 10 + 5.1 * max(len(title) for title, _, _ in rows)
     figure, axes = canvas(left, 19 * len(rows) + 4, top=12 * -(-len(series) // 3) + 12, right=40, width=width)
     most = 1.04 * max(value for _, values, _ in rows for value in values.values())
@@ -187,9 +187,9 @@ def against(rows, series, width):
 
 
 def over_lengths(panels, series, limits, columns=2):
-    """TFLOP/s over the length of sequences, as FlashAttention's papers draw it: a panel for each (title, {contender:
-    {length: TFLOP/s}}), so many side by side, from the same 0. A line for each of SERIES, of which the first is bold,
-    and a level one for each of LIMITS {name: TFLOP/s}."""
+    """TFLOP/s by sequence length, as in FlashAttention's papers: a panel for each (title, {contender: {length: TFLOP/s}}),
+    with a common scale. A line for each of SERIES, the first one bold, and a horizontal line for each of LIMITS {name:
+    TFLOP/s}."""
     lengths = sorted({length for _, values in panels for at in values.values() for length in at})
     left, top, gap, height, width = 34, 52, 12, 100, 400
     lines = -(-len(panels) // columns)
@@ -222,7 +222,7 @@ def over_lengths(panels, series, limits, columns=2):
 
 
 def pairs(ratios, base, label):
-    """The ratio of every pair of turns, and the verdict. RATIOS: {name: ([each ratio to BASE], ratio, low, high)}."""
+    """The ratio of each pair of turns, and the verdict. RATIOS: {name: ([ratios to BASE], ratio, low, high)}."""
     figure, axes = canvas(8, 38 * len(ratios))
     axes.axvspan(0.995, 1.005, color="#eef1f4", linewidth=0)
     axes.axvline(1, color=INK, linewidth=0.8)

@@ -1,4 +1,4 @@
-"""The CSVs of results/: which of them the page shows, and what their rows mean."""
+"""Reads the CSVs of results/, selects those that the pages show, and interprets their rows."""
 import collections
 import csv
 import itertools
@@ -11,7 +11,7 @@ from cli import Refused
 
 RUN = "config family shape status check graph_us tflops B Hq Hkv Sq Sk D dtype causal device git_sha knobs note".split()
 ANY = "(-.*)?"
-# results/FOLDER/DATE-DEVICE + NAME (a regular expression), the columns that are needed, the command that makes such rows.
+# results/FOLDER/DATE-DEVICE + NAME (a regular expression), the required columns, the command that writes such rows.
 Kind = collections.namedtuple("Kind", "folder name columns command")
 KINDS = {
     "lines": Kind("lines", "", RUN, "./run_all.sh"),
@@ -36,48 +36,48 @@ PEERS = {"torch_cudnn": "cuDNN", "torch_flash": "FlashAttention-2", "torch_effic
          "torch_fa3_tokenspeed": "FlashAttention-3 (tokenspeed)", "torch_fa4": "FlashAttention-4",
          "flashinfer": "FlashInfer"}
 OURS = "fastest line"
-FULL = 80  # % of its limit that a unit uses which binds a kernel; below, warps wait for something
+FULL = 80  # a unit with at least this utilization (%) limits a kernel; below it, the stall reason matters
 NUMBERS = ("graph_us", "tflops", "us", "ratio", "low", "high")
 
 
 # ---- reading ----
 
 class Source(collections.namedtuple("Source", "path kind rows")):
-    """A CSV of results/: its rows, of which NUMBERS are floats or None, and how the page names it."""
+    """A CSV of results/: its rows (the columns NUMBERS as float or None), and its name on the pages."""
 
     @property
     def name(self):
-        """The file's path from the folder above results/."""
+        """The path relative to the parent folder of results/."""
         return str(Path("results", KINDS[self.kind].folder, self.path.name))
 
     def values(self, column):
-        """The different values of a column, in order, without the empty ones."""
+        """The distinct nonempty values of a column, in order."""
         return list(dict.fromkeys(filter(None, (row.get(column) for row in self.rows))))
 
     @property
     def measured_on(self):
-        """GPU, driver, CUDA, commits and date, as far as they are known, as a sentence's part."""
+        """GPU, driver, CUDA, commits and date, as far as they are known, as text."""
         known = [(word, ", ".join(self.values(column))) for word, column in
                  (("", "device"), ("driver ", "driver"), ("CUDA ", "cuda"), ("commit ", "git_sha"))]
         return ", ".join([word + values for word, values in known if values] + [self.path.name[:10]])
 
 
 def device_slug(path):
-    """What a file's name says besides its date and number: the device, and perhaps what was measured."""
+    """The file name without date and number: the device, and possibly what was measured."""
     return re.sub(r"^\d{4}-\d\d-\d\d-|-\d{1,2}$", "", path.stem)
 
 
 def by_name(path):
-    """A key that sorts a name's numbers as numbers, as sort -V does: 2 before 10, a name before name-2."""
+    """A sort key that compares numbers in names numerically, like sort -V: 2 before 10, name before name-2."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.stem)]
 
 
 def read(path, kinds):
-    """The Source at PATH, of the first of KINDS whose columns it has."""
+    """Reads PATH as the first of KINDS whose columns it has."""
     try:
         with open(path, newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
-            # The pages compare kernels of the forward pass.
+            # The pages show only the forward pass.
             rows, columns = [row for row in reader if row.get("pass") != "backward"], reader.fieldnames or []
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise Refused(f"{path} cannot be read: {error}") from error
@@ -103,15 +103,15 @@ def read(path, kinds):
 
 
 def kinds_of(path, device):
-    """The kinds that a file may be of by its folder and its name; DEVICE is a regular expression. Rungs and peers are
-    compared within their file alone, so it may be of any device."""
+    """The kinds that fit a file's folder and name; DEVICE is a regular expression. Rungs may come from any device, since
+    they are compared only within their file."""
     return [kind for kind, about in KINDS.items() if about.folder == path.parent.name and
             re.fullmatch((".*" if kind == "rungs" else device) + about.name, device_slug(path))]
 
 
 def newest(results, named=()):
-    """{kind: [the newest Source of each name]}; a NAMED file is taken for the newest of its kind."""
-    folders = {about.folder for about in KINDS.values()} - {"lines"}  # a named file of any other folder has lines
+    """{kind: [newest Source of each name]}; a NAMED file replaces the newest of its kind."""
+    folders = {about.folder for about in KINDS.values()} - {"lines"}  # named files from other folders contain lines
     mains = sorted(results.glob("lines/*.csv"), key=by_name) + [p for p in named if p.parent.name not in folders]
     if not mains:
         raise Refused(f"{results} has no CSV of lines (lines/DATE-DEVICE.csv); measure first with ./run_all.sh")
@@ -130,25 +130,25 @@ def newest(results, named=()):
 # ---- what rows mean ----
 
 def peer(row):
-    """True for a peer's row: it has a time and no check, since it is none of our executables."""
+    """True for a competitor's row, which has a time but no check."""
     return not row["check"] and bool(row["graph_us"])
 
 
 def name_of(row):
-    """The line or peer of a row, as the pages call it."""
+    """The name of a row's line or competitor on the pages."""
     return PEERS.get(row["config"], row["config"])
 
 
 def problem(row):
-    """B,Hq,Hkv,Sq,Sk,D with type and mask."""
+    """The problem as text: B,Hq,Hkv,Sq,Sk,D, type and mask."""
     words = ",".join(row[c] for c in ("B", "Hq", "Hkv", "Sq", "Sk", "D")) + " " + row["dtype"]
     words += {"off": "", "br": " causal"}.get(row["causal"], " causal " + row["causal"])
     return words + (f" window {row['window']}" if row.get("window") else "")
 
 
 def timed(source):
-    """(row, µs) of the rows with a time that count: peers, and lines that passed and should."""
-    # A line whose check must fail may be fast, and pass by luck.
+    """Yields (row, µs) of valid timed rows: competitors, and lines that passed, except negative controls."""
+    # A negative control may pass by luck.
     racy = {row["config"] for row in source.rows if row["note"].startswith("expected failure")}
     for row in source.rows:
         if row["graph_us"] and (row["check"] == "PASS" or peer(row)) and row["config"] not in racy:
@@ -156,12 +156,12 @@ def timed(source):
 
 
 def short(t):
-    """A time with three digits."""
+    """A time with three significant digits."""
     return f"{t:.2f}" if t < 9.995 else f"{t:.1f}" if t < 99.95 else f"{t:.0f}"
 
 
 def fastest(source, group=lambda row: OURS):
-    """{problem: {what GROUP says of a line, or a peer's name: (µs, row) of its fastest}}, if a line has the problem."""
+    """{problem: {group of a line or name of a competitor: (µs, row) of its fastest}}, for the problems that lines have."""
     best, ours = collections.defaultdict(dict), {problem(row) for row, _ in timed(source) if not peer(row)}
     for row, us in timed(source):
         what, name = problem(row), name_of(row) if peer(row) else group(row)
@@ -171,7 +171,7 @@ def fastest(source, group=lambda row: OURS):
 
 
 def bases(source):
-    """{line: the line of SOURCE that it is a step from}: of configs.txt's `NAME : BASE`, else gate:step-over=BASE."""
+    """{line: its base} for lines of SOURCE: from `NAME : BASE` in configs.txt, else from gate:step-over=BASE."""
     lines, found = source.values("config"), {}
     for name, line in Tree().config_lines().items():
         step = re.search(r"gate:step-over=(\w+):", " ".join(line.gates))

@@ -1,12 +1,12 @@
 """usage: ./run_all.sh sanitize [REGEX] [--tool T] [--strict] [--jobs J]
-Runs NVIDIA's compute-sanitizer (memcheck, racecheck, synccheck) over a line of each kind of configs.txt, on three
-small problems. CSV on stdout, a row a run: its reports, those that nobody expects, and PASS, FAIL or SKIPPED (the
-line is for another GPU). What is expected, and why, is EXPECTED in tools/sanitize.py; docs/TESTING.md explains it.
-Each unexpected kind of report is listed on stderr; all words are in BUILD/sanitize/NAME-TOOL.log.
-  REGEX     the lines whose name matches, instead of one of each kind
-  --tool memcheck|racecheck|synccheck  this one alone
-  --strict  nothing is expected, so that all is listed
-  --jobs N  runs at once, from 1 to 99 (default 2)
+Runs NVIDIA's compute-sanitizer (memcheck, racecheck, synccheck) on a line of each kind of configs.txt, with three
+small problems. Prints CSV, a row per run: the number of reports, the number of unexpected ones, and PASS, FAIL or
+SKIPPED (the line is for another GPU). EXPECTED in tools/sanitize.py lists the expected reports with reasons; see
+docs/TESTING.md. Unexpected reports are printed to stderr; the full output is in BUILD/sanitize/NAME-TOOL.log.
+  REGEX     the lines whose names match, instead of one of each kind
+  --tool memcheck|racecheck|synccheck  run only this tool
+  --strict  treat all reports as unexpected
+  --jobs N  parallel runs, from 1 to 99 (default 2)
 exit: 0 as expected, 1 something unexpected, 2 bad usage or a missing tool
 """
 import csv
@@ -23,45 +23,45 @@ import cli
 import engine
 from cli import Refused, say
 
-# Of each family: plain, with copies ahead, a queue, roles, slices of the keys; 8 bits; the negative controls.
+# Per family: a plain line, asynchronous copies, a queue, producers and consumers, splits; 8 bits; negative controls.
 KINDS = """scalar_vec8 scalar_async2 scalar_u8 wmma_persistent wmma_all wmma_u8 mma_lazy mma_split4 mma_decode
 wgmma_plain wgmma wgmma_causal wgmma_split2 wgmma_swap32 wgmma_decode_d128 wgmma_e4m3_d128 hopper_d128_bf16 hopper_e4m3
 scalar_racy wmma_racy"""
-# More tiles than stages, and rows past the last tile; a mask; few rows, and several rounds of every slice.
+# More tiles than stages, and partial tiles; a mask; few rows, and several K tiles for each split.
 PROBLEMS = ("--shape 1,6,2,130,300", "--shape 2,2,1,33,70 --causal br", "--shape 1,8,2,4,1100")
 QUEUE = "--max-ctas 2"  # fewer CTAs than items
-# Unless told how many mbarriers a CTA has, these count those in the code, and may count too few.
+# The tools need the number of mbarriers of a CTA; by default they count mbarriers in the code, which may be too few.
 TOOLS = {"memcheck": [], "racecheck": ["--num-cuda-barriers", "128"], "synccheck": ["--num-cuda-barriers", "128"]}
 SOURCE = builds.Tree().read("sdpa.cu").splitlines()
-SECONDS = 300  # a run takes a few
-LISTED = 8     # kinds of unexpected reports of a run
-# Reports of a tool on lines, both regular expressions; `report` is searched in Group.text.
+SECONDS = 300  # a run takes a few seconds
+LISTED = 8     # maximum number of unexpected kinds that are listed per run
+# Expected reports of a tool on lines. `lines` and `report` are regular expressions; `report` is searched in Group.text.
 Expected = namedtuple("Expected", "tool lines report why")
 EXPECTED = (
     Expected("racecheck", "_racy$", "Race reported", "a negative control: it has no barrier"),
     Expected("racecheck", "^(wgmma|hopper)", "Race reported.*`s.item.stage. = item;`",
-             "all lanes of a warp read the item, and one arrives for them: racecheck does not follow that"),
+             "all lanes of a warp read the item and one lane arrives for them; racecheck does not model this"),
     Expected("racecheck", "^(wgmma_swap|wgmma_decode|hopper)", "Race reported.* in : (Read|Write) (ld|st)_shared",
              "racecheck before 2026 loses count of a barrier at which some warps only arrive"),
 )
 
 
-# ---- what a tool has printed ----
+# ---- parsing the output ----
 
 class Group(namedtuple("Group", "sentence kernel places")):
-    """Reports that differ in threads, addresses and machine code alone; places: in the source."""
+    """Reports that differ only in threads, addresses and machine code. places: source locations."""
 
     @property
     def text(self):
         return f"{self.sentence} in {self.kernel}: {', '.join(self.places)}"
 
 
-Report = namedtuple("Report", "group offsets hazards")  # in the machine code; of racecheck
+Report = namedtuple("Report", "group offsets hazards")  # offsets in the machine code (racecheck)
 
 
 def parse(text):
-    """The Reports, and how many the summary counts; -1 if there is no summary. A report is a line of the tool with one
-    blank after the bars, and the lines with more that follow it."""
+    """The Reports, and the count in the summary, or -1 without a summary. A report starts with one space after the bars; the
+    following lines with more spaces belong to it."""
     blocks, promised = [], -1
     for line in text.splitlines():
         words = re.match(r"=========( *)(.*)", line)
@@ -77,12 +77,12 @@ def parse(text):
 
 
 def read_report(lines):
-    """A Report of what stands behind the bars."""
+    """Parses the text of a report, without the bars."""
     text = "\n".join(lines)
     sentence = re.sub(r" at (?!__).*", "", lines[0]) if "Race reported" in lines[0] else lines[0]
     sentence = re.sub(r"0x[0-9a-f]+|\(\d+,\s*\d+,\s*\d+\)", "#", sentence).rstrip(" :")
     kernels = re.findall(r"\b(sdpa_\w+)(?:<[^\n]*BuildOf<\(int\)(\d+)>)?", text)
-    kernel, tile = kernels[-1] if kernels else ("", "")  # the outermost function comes last
+    kernel, tile = kernels[-1] if kernels else ("", "")  # the outermost function is last
     places, offsets = [], []
     for line in lines:
         if at := re.search(r"(?:\bat |Device Frame: *)(.*?)\+(0x[0-9a-f]+)(?: in (\S+?:\d+))?", line):
@@ -94,18 +94,18 @@ def read_report(lines):
 
 
 def place_name(function, where):
-    """A function's last name, with file, line and, of sdpa.cu, what stands there."""
+    """The last component of a function's name, with file and line and, for sdpa.cu, the source text."""
     name = re.sub(r"[<(].*", "", re.sub(r"<unnamed>|\(anonymous namespace\)", "", function))
     number = re.fullmatch(r"(?:.*/)?sdpa\.cu:(\d+)", where)
     text = "".join(SOURCE[int(number[1]) - 1:int(number[1])]) if number else ""
     return " ".join(filter(None, [re.split(r"::| ", name)[-1], where, text and f"`{text.strip()[:70]}`"]))
 
 
-# ---- what is made of it ----
+# ---- evaluating runs ----
 
 @dataclass
 class Run:
-    """A line, a problem and a tool; what became of it."""
+    """A run of a tool on a line and a problem, with its result."""
     line: builds.Line
     problem: str
     tool: str
@@ -113,11 +113,11 @@ class Run:
     unexpected: int = 0
     verdict: str = "PASS"
     words: tuple = ()  # for stderr
-    met: tuple = ()    # rows of EXPECTED
+    met: tuple = ()    # the rows of EXPECTED that matched
 
 
 def judge(run, text, code, expected=EXPECTED):
-    """Fills in what became of a run that printed this and ended with this exit code."""
+    """Evaluates the output and the exit code of a run."""
     if code == 77:
         run.verdict = "SKIPPED"
         return
@@ -134,8 +134,8 @@ def judge(run, text, code, expected=EXPECTED):
     if promised < 0:
         troubles.append("there is no summary: " + (text.strip().splitlines() or ["it printed nothing"])[-1][:200])
     elif promised > len(reports):
-        troubles.append(f"the summary counts {promised} reports, and {len(reports)} were read")
-    ends_early = run.tool != "racecheck" and reports  # the other tools end the process's work at an error
+        troubles.append(f"the summary counts {promised} reports, but {len(reports)} were parsed")
+    ends_early = run.tool != "racecheck" and reports  # the other tools stop the process at an error
     if code not in ((0, 1) if racy else (0,)) and not ends_early:
         troubles.append(f"it ended with exit code {code}")
     if racy and run.tool == "racecheck" and not reports:
@@ -144,7 +144,7 @@ def judge(run, text, code, expected=EXPECTED):
 
 
 def describe(reports):
-    """What is said of the reports of a group."""
+    """The text that describes a group of reports."""
     (group, offsets, _), hazards = reports[0], sum(one.hazards for one in reports)
     what = f"{len(reports)} times: " + f"{hazards} hazards: " * bool(hazards) + group.sentence
     where = f", in {group.kernel or 'no kernel'}" + f" at {'/'.join(offsets)}" * bool(offsets)
@@ -154,7 +154,7 @@ def describe(reports):
 # ---- running ----
 
 def run_line(sanitizer, expected, line, tool):
-    """The Runs of a line, whose words go to BUILD/sanitize/NAME-TOOL.log."""
+    """Runs the tools on a line, with the output in BUILD/sanitize/NAME-TOOL.log. Returns the Runs."""
     build, executable = builds.BUILD, os.path.join(builds.BUILD, "sdpa_" + line.name)
     failed = [name for name in (line.name, "harness") if os.path.exists(f"{build}/log/{name}.log.failed")]
     queue = QUEUE.split() if line.knob("USE_PERSISTENT_CTA") == "1" else []
@@ -175,7 +175,7 @@ def run_line(sanitizer, expected, line, tool):
 
 
 def unmet(expected, runs):
-    """The rows for these runs that none of them met."""
+    """The rows of EXPECTED for these runs that did not match any report."""
     return [row for row in expected if any(row.tool == run.tool and re.search(row.lines, run.line.name) for run in runs)
             and not any(row in run.met for run in runs)]
 
@@ -188,8 +188,8 @@ def main():
     engine.need_gpu("; run it on a machine with one", "runs kernels")
     sanitizer = builds.nvcc("compute-sanitizer")
     if not sanitizer:
-        raise Refused("compute-sanitizer is missing; it is a part of the CUDA Toolkit, or install it with: "
-                      "python3 -m pip install nvidia-cuda-sanitizer-api, and put its folder on PATH")
+        raise Refused("compute-sanitizer is missing; it is part of the CUDA Toolkit, or install it with: "
+                      "python3 -m pip install nvidia-cuda-sanitizer-api, and add its folder to PATH")
     builds.cmake_build(builds.BUILD, keep_going=True, progress=builds.show_progress(), SDPA_CPU="OFF",
                        SDPA_ONLY=f"^({'|'.join(line.name for line in lines)})$")
     os.makedirs(os.path.join(builds.BUILD, "sanitize"), exist_ok=True)
@@ -208,6 +208,6 @@ def main():
             sys.stdout.flush()
             runs += of_job
     for row in unmet(expected, runs):
-        say(f"no longer there: {row.tool} of {row.lines}: {row.report}")
+        say(f"expected but not reported: {row.tool} of {row.lines}: {row.report}")
     is_clean = any(run.verdict == "PASS" for run in runs) and all(run.verdict != "FAIL" for run in runs)
     return 0 if is_clean and not has_bad_lines else 1

@@ -1,6 +1,6 @@
-"""The space of a search: the lines that sdpa.cu allows. tools/tune.py searches it.
+"""The search space of tools/tune.py: the lines that sdpa.cu allows.
 
-A candidate is a Line: a line of configs.txt with knobs changed. Two are the same if their effective knobs are.
+A candidate is a Line: a line of configs.txt with changed knobs. Candidates with equal effective knobs are the same.
 """
 import functools
 import itertools
@@ -14,24 +14,24 @@ from builds import Line
 from cli import Refused
 
 PROBLEMS_OWN = ("HEAD_DIM", "HEAD_DIM_V", "DTYPE", "OUT_DTYPE", "USE_SOFTCAP", "USE_SINKS", "USE_LENGTHS", "USE_PAGES", "USE_BIAS")
-TRIES = 200  # mutations of a base that is not legal
+TRIES = 200  # maximum number of mutations of an illegal base
 
 
 @functools.lru_cache(None)
 def knobs_of(line):
-    """{knob: value} of all knobs, also those at their defaults."""
+    """{knob: value} of all knobs, including defaults."""
     return dict(word.split("=", 1) for word in line.effective_knobs())
 
 
 @functools.lru_cache(None)
 def identity(line):
-    """The knobs that are not at their defaults."""
+    """The knobs that differ from their defaults, as text."""
     defaults = line.tree.knobs()
     return shlex.join(f"{knob}={value}" for knob, value in knobs_of(line).items() if defaults[knob] != value)
 
 
 def chooses(line):
-    """Whether it chooses its tile when it runs: such lines compete, but have no tile to breed."""
+    """True if the line chooses its tile at run time. Such lines compete but are not mutated."""
     return knobs_of(line)["USE_TUNED"] == "1"
 
 
@@ -41,20 +41,20 @@ def refusal(line):
 
 
 def parse_line(tree, text):
-    """The line whose text this is."""
+    """Parses the text of a line."""
     name, *changes = shlex.split(text)
     return Line(tree, name, tuple(changes))
 
 
 def family_lines(tree, family):
-    """The lines of configs.txt of a family, without the negative controls and those that compute another function."""
+    """The lines of a family, without negative controls and lines with other features."""
     lines = [Line(tree, name) for name, line in tree.config_lines().items()
              if "expect=FAIL" not in line.words and not any(word.startswith(builds.EXPRESSIONS) for word in line.knobs)]
     return [line for line in lines if line.family == family]
 
 
 def base_line(options, arch="90a"):
-    """The line from which candidates are typed, by --from, or --family and --head-dim."""
+    """The base of all candidates, from --from, or --family and --head-dim."""
     tree = builds.loadable(builds.Tree())
     dims = tree.knob_rows()["HEAD_DIM"].values
     if options.head_dim and options.head_dim not in spread("HEAD_DIM", dims, ()):
@@ -62,9 +62,9 @@ def base_line(options, arch="90a"):
     if options.from_:
         line, *others = builds.parse_contenders(shlex.split(options.from_))
         if others or not isinstance(line, Line):
-            raise Refused(f"--from {options.from_}: want a line of configs.txt, and knobs behind it")
+            raise Refused(f"--from {options.from_}: want a line of configs.txt, optionally followed by knobs")
         if options.family not in (None, line.family):
-            raise Refused(f"--from {options.from_} is of the family {line.family}; drop --family {options.family}")
+            raise Refused(f"--from {options.from_} has the family {line.family}; omit --family {options.family}")
         return line
     family = options.family or ("wgmma" if arch == "90a" else "mma")
     lines = family_lines(tree, family)
@@ -74,8 +74,8 @@ def base_line(options, arch="90a"):
 
 
 def spread(knob, legal, typed):
-    """The values to try of what SDPA_KNOBS calls legal: every multiple of 16 for BLOCK_N and HEAD_DIM, 2^n and 3 * 2^n
-    in other ranges, and those that lines have typed."""
+    """The values to try among the legal ones of SDPA_KNOBS: all multiples of 16 for BLOCK_N and HEAD_DIM, 2^n and 3 * 2^n in
+    other ranges, and values that lines use."""
     if ".." not in legal:
         return legal.split()
     low, high = map(int, legal.split(".."))
@@ -85,8 +85,8 @@ def spread(knob, legal, typed):
 
 
 class Space:
-    """{knob: values} that candidates may have: of the knobs that lines of the family change, or that sdpa.cu lets the
-    base change; what a negative control shows to be wrong is left out."""
+    """{knob: values} of candidates: knobs that lines of the family change or that sdpa.cu allows to change in the base,
+    except values of negative controls."""
 
     def __init__(self, base, fixed, vary_fixed_alone=False):
         self.tree, self.base, self.fixed, self.values = base.tree, base, fixed, {}
@@ -106,14 +106,14 @@ class Space:
         self.free = [knob for knob, values in self.values.items() if len(values) > 1]
 
     def line(self, knobs, base=None):
-        """The base with these knobs; those that it has already are not typed."""
+        """The base with these knobs changed, without redundant changes."""
         base = base or self.base
         changes = [f"{knob}={value}" for knob, value in knobs.items() if knobs_of(base)[knob] != value]
         return Line(self.tree, base.name, tuple(builds.changed(base.changes, changes)))
 
     def starts(self, problem):
-        """The base and the family's lines, with the problem's D and type and the fixed knobs, if they may have them; if
-        none may, the base with other knobs changed at random until it is legal."""
+        """The base and the lines of the family, with the problem's D and type and the fixed knobs, if they are legal. If none
+        is, the base with random changes that make it legal."""
         of_q, _, of_kv = ({"e4m3": "FP8_E4M3"}.get(one, one.upper()) for one in problem.dtype.partition("/"))
         own = {knob: knobs_of(self.base)[knob] for knob in (*PROBLEMS_OWN, *builds.EXPRESSIONS)}
         own |= {"HEAD_DIM": str(problem.D), "DTYPE": of_q, "KV_DTYPE": of_kv or "AUTO"}
@@ -136,7 +136,8 @@ class Space:
         return {knob: knobs_of(line)[knob] for knob in self.free}
 
     def mutated(self, rng, knobs):
-        """One knob changed, or with half the probability each two, three or more; two of three to the next value."""
+        """A mutation: changes one knob, or with half the probability each two, three or more; two thirds of the changes are to a
+        neighbouring value."""
         knobs = dict(knobs)
         for knob in rng.permutation(self.free)[:rng.geometric(0.5)]:
             values, at = self.values[knob], self.values[knob].index(knobs[knob])
@@ -146,7 +147,7 @@ class Space:
         return knobs
 
     def all(self):
-        """Every combination that sdpa.cu does not refuse."""
+        """All legal combinations."""
         lines = [self.line(dict(zip(self.free, values)))
                  for values in itertools.product(*(self.values[knob] for knob in self.free))]
         with ThreadPoolExecutor(builds.JOBS) as pool:

@@ -1,15 +1,14 @@
 """usage: ./run_all.sh stress [NAME...] [--repeats N]
-Runs these lines of configs.txt (by default those with USE_WGMMA=1 or SPLIT_CTAS=0) N times on each of three problems
-and compares O and LSE bit by bit with those of a first run. CSV on stdout, one row a case:
-config,case,problem,repeats,check, which is PASS or FAIL. The cases:
+Runs lines of configs.txt (default: those with USE_WGMMA=1 or SPLIT_CTAS=0) N times on each of three problems and
+compares O and LSE bitwise with a first run. Prints CSV, a row per case: config,case,problem,repeats,check, where
+check is PASS or FAIL. The cases:
   alone       the same launch again
   max_ctas_N  persistent lines: at most 1, 3 or 7 CTAs
-  beside      beside a kernel that keeps an eighth of the SMs and the memory busy; what it moved meanwhile
-              stands on stderr
-  stages_N    the line with STAGES=2, 3 or 4, whose bits must be the line's; one that cannot be built is
-              named on stderr. Not of lines with SPLIT_CTAS=0, which deal the keys by the CTAs that fit
+  beside      while another kernel keeps an eighth of the SMs and the memory busy; prints its traffic to stderr
+  stages_N    the line with STAGES=2, 3 or 4, which must give the same bits; builds that are illegal are listed on
+              stderr. Not for lines with SPLIT_CTAS=0, whose splits depend on the number of CTAs that fit
   --repeats N  runs of each case (default 1000)
-exit: 0 all bits are the same, 1 some are not, 2 bad usage, 3 something could not be run
+exit: 0 all results are bitwise equal, 1 some are not, 2 bad usage, 3 something could not be run
 """
 import contextlib
 import ctypes
@@ -29,13 +28,13 @@ HOG, NOT_READY = "tools/hog.cu", 600  # CUDA_ERROR_NOT_READY
 
 
 def variants(line):
-    """{case: the line with other STAGES}, whose bits must be the line's."""
+    """{case: the line with other STAGES}; these must give the same bits."""
     others = "" if line.knob("SPLIT_CTAS") == "0" else "234".replace(line.knob("STAGES", "1"), "")
     return {f"stages_{stages}": builds.change_line(line, f"STAGES={stages}") for stages in others}
 
 
 def difference(first, now, p):
-    """A sentence on the bits of O and LSE of a problem that are not those of the first run; "" if all are."""
+    """Describes the first difference of O and LSE from the first run; "" if they are bitwise equal."""
     for name, a, b in zip(("O", "LSE"), first, now):
         other = np.flatnonzero(a.view(f"u{a.itemsize}") != b.view(f"u{b.itemsize}"))
         if other.size:
@@ -46,7 +45,7 @@ def difference(first, now, p):
 
 
 def repeat(bench, kernel, problem, first, repeats, max_ctas=0):
-    """Runs a kernel so often; a sentence on a run whose bits are not those of the first one, or ""."""
+    """Runs a kernel repeatedly. Returns a sentence about the first run that differs from the first one, or ""."""
     kernel.max_ctas = max_ctas
     launch, outputs, _ = kernel.prepare(bench.gpu, bench.tensors, problem)
     for number in range(1, repeats + 1):
@@ -58,7 +57,7 @@ def repeat(bench, kernel, problem, first, repeats, max_ctas=0):
 
 
 class Hog:
-    """The kernel beside, on an eighth of the SMs."""
+    """A kernel that keeps an eighth of the SMs and the memory busy."""
 
     def __init__(self, gpu, path):
         self.gpu, self.library, self.sms = gpu, ctypes.CDLL(path), gpu.attribute(engine.SM_COUNT)
@@ -70,14 +69,14 @@ class Hog:
 
     @contextlib.contextmanager
     def beside(self, text, problem, repeats):
-        """It runs before, beside and behind the body; says what it moved meanwhile."""
+        """Runs the kernel during the body and prints its memory traffic."""
         self.moved[:] = 0
         if self.library.hog_start(self.ctas, self.buffer, self.memory, self.stream):
-            raise engine.CudaError("the kernel beside could not be launched")
+            raise engine.CudaError("the background kernel could not be launched")
         begin = time.monotonic()
-        while not self.moved[:-1].all():  # until all of its CTAs run
+        while not self.moved[:-1].all():  # wait until all of its CTAs are running
             if time.monotonic() - begin > 20:
-                raise engine.CudaError("the kernel beside did not start within 20 seconds")
+                raise engine.CudaError("the background kernel did not start within 20 seconds")
         begin, moved = time.monotonic(), self.moved.sum()
         yield
         seconds, moved = time.monotonic() - begin, self.moved.sum() - moved
@@ -85,13 +84,13 @@ class Hog:
         self.moved[-1] = 1
         self.gpu("cuStreamSynchronize", self.stream)
         if not still_runs or not moved:
-            raise engine.CudaError(f"{problem}: the kernel beside did not run all the while; use fewer --repeats")
-        say(f"stress: {text}, {problem}: beside its {repeats} runs, for {seconds:.3f} s, {self.ctas} CTAs on "
+            raise engine.CudaError(f"{problem}: the background kernel ended too early; use fewer --repeats")
+        say(f"stress: {text}, {problem}: during its {repeats} runs, for {seconds:.3f} s, {self.ctas} CTAs on "
             f"{self.sms} SMs moved {moved * 1e-9:.1f} GB")
 
 
 def stress(gpu, kernel, others, hog, problem, repeats):
-    """(case, a sentence if its bits differ) of each case of a line on a problem; others: kernels of its variants."""
+    """Yields (case, a sentence if the results differ) for a line and a problem. others: kernels of its variants."""
     kernel.max_ctas, bench = 0, engine.Bench(gpu, {}, {"": problem})
     check, first, *_ = bench.run(kernel, problem)
     persistent = kernel.line.knob("USE_PERSISTENT_CTA") == "1"
@@ -109,9 +108,9 @@ def stress(gpu, kernel, others, hog, problem, repeats):
 
 
 def stress_line(gpu, line, built, hog, repeats):
-    """Prints the rows of a line; the exit code."""
+    """Prints the rows of a line. Returns the exit code."""
     def never_ends():
-        say(f"stress: {line.text}: no end after {600 + repeats} seconds")
+        say(f"stress: {line.text}: did not end within {600 + repeats} seconds")
         os._exit(3)
     code, others = 0, {}
     for case, one in {"": line, **variants(line)}.items():
@@ -119,12 +118,12 @@ def stress_line(gpu, line, built, hog, repeats):
             others[case] = engine.load(one, gpu, built)
             continue
         say(f"stress: {one.text}: not built: {built[one].trouble}")
-        # A variant that sdpa.cu refuses in words cannot be; anything else is an error.
+        # A variant that sdpa.cu refuses is skipped; other compiler errors are errors.
         code = code if case and one.tree.refusal(one.words) else 3
     kernel = others.pop("", None)
     for sizes, causal in PROBLEMS.items() if kernel else ():
         problem = engine.parse_problem(f"{sizes},{line.D},{line.dtype},{causal}").typed(line.D, line.dtype, line.Dv)
-        # A kernel that waits for one that waits for it would never end.
+        # Kernels that wait for each other would deadlock.
         watch = threading.Timer(600 + repeats, never_ends)
         watch.daemon = True
         watch.start()

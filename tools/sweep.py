@@ -1,12 +1,12 @@
 """usage: ./run_all.sh sweep [N] [--only REGEX] [--series S] [--jobs J] [--cpu]
-Checks N (default 120) random problems on every line of configs.txt, on the GPU or with --cpu on the CPU
-backend: all masks, layouts, inputs and ratios of heads that the line takes. CSV on stdout, a row a line:
-what it was, how many problems passed, were wrong, or ended in an error; on a GPU also kept as
-results/sweep/DATE-DEVICE.csv. The rows of all problems are in BUILD/sweep/NAME.csv, the words in NAME.err.
-  --only REGEX  only the lines whose name matches
-  --series N    which problems are drawn, from 0 (default 0); line number i of configs.txt takes series N + i
-  --jobs N      executables that run at once, from 1 to 99 (default 2)
-  --cpu         on the CPU backend
+Checks N (default 120) random problems on every line of configs.txt, on the GPU or (--cpu) on the CPU backend,
+with all masks, layouts, inputs and head ratios that the line supports. Prints CSV, a row per line: the line and
+how many problems passed, were wrong, or ended with an error. With a GPU, the CSV is also written to
+results/sweep/DATE-DEVICE.csv. The rows of all problems are in BUILD/sweep/NAME.csv, messages in NAME.err.
+  --only REGEX  only lines whose names match
+  --series N    the seed, from 0 (default 0); line i of configs.txt uses the seed N + i
+  --jobs N      executables that run in parallel, from 1 to 99 (default 2)
+  --cpu         run on the CPU backend
 exit: 0 all passed, 1 some did not, 2 bad usage
 """
 import csv
@@ -27,7 +27,7 @@ COLUMNS = ["config", "series", "problems", "passed", "wrong", "errors", "skipped
 
 
 def sweep(name, series, count, path, build):
-    """Runs the random problems of one line, whose rows and words go to path.csv and path.err; its row."""
+    """Runs the random problems of a line; rows and messages go to path.csv and path.err. Returns the line's row."""
     executable, logs = os.path.join(build, "sweep_" + name), os.path.join(build, "log")
     with open(path + ".csv", "w") as out, open(path + ".err", "w") as err:
         failed = [f"{logs}/{one}.log" for one in (name, "sweep") if os.path.exists(f"{logs}/{one}.log.failed")]
@@ -70,7 +70,7 @@ def main():
     os.makedirs(folder)
     paths = {name: os.path.join(folder, name) for name in names}
     with ThreadPoolExecutor(options.jobs) as pool:
-        # A line without an executable has no rows, and so fewer than were wanted.
+        # A line without an executable has no rows and therefore fails.
         counts = list(pool.map(lambda name: sweep(name, numbers[name], count, paths[name], build), names))
     path = engine.results_path("sweep", gpu.name, new=True) if gpu else os.path.join(folder, "counts.csv")
     table = engine.Table(path, COLUMNS, printed=True)

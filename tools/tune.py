@@ -3,28 +3,28 @@
        ./run_all.sh tune --table [--head-dim D] [--budget MIN]
        ./run_all.sh tune --replay LOG
        ./run_all.sh tune --export t4|svg LOG
-Searches the best line for a problem on this GPU by Optuna, from LINE and the lines of its family. A candidate must be
-legal, compile without more spills, be correct, and is timed in turns with the best so far. At the end `ab` compares the
-best with LINE, or with the best line of configs.txt. docs/TUNING.md says how it searches.
-  --family F      scalar, wmma, mma or wgmma; default the one of --from, or wgmma where the GPU has it, else mma
-  --from LINE     of configs.txt, and knobs behind it
-  --shape S       the problem, as for ab; repeatable: the geometric mean of their times counts; default long
+Searches the fastest line for a problem on this GPU with Optuna, starting from LINE and the lines of its family. A
+candidate must be legal, compile without additional spills and be correct; it is then timed in turns with the best one so
+far. At the end, `ab` compares the best candidate with LINE or the best line of configs.txt. docs/TUNING.md has details.
+  --family F      scalar, wmma, mma or wgmma; default that of --from, or wgmma if the GPU has it, else mma
+  --from LINE     a line of configs.txt, optionally followed by knobs
+  --shape S       the problem, as for ab; repeatable: minimizes the geometric mean of their times; default long
   --causal off|br|tl  (default off)
   --dtype fp16|bf16|e4m3|u8  default LINE's
   --head-dim D    a multiple of 16; default LINE's
-  --budget MIN    minutes in all, also those of earlier runs of the same command (default 8)
-  --fix KNOB=V    the knob keeps this value; V,V...: takes one of these; repeatable
-  --seed N        of the search, from 0 (default 0)
-  --seed-from CSV  of ./run_all.sh micro: behind the starting line the search begins with the best tiles of it
-  --top N         so many of these (default 8)
-  --log FILE      of Optuna; default results/tuning/DATE-DEVICE-NAME.jsonl. The same command again goes on there
-  --dry-run       walks the search without a GPU, by a cost model fitted to the newest rows of results/
-  --all           every combination of the fixed knobs' values instead of a search; the others stay as LINE has them
-  --table         a wgmma tile for each problem of `fit`, MIN minutes for all; those that are 2% quicker than the tiles
-                  of TUNED_TILES go to `fit`, which prints the table with them
-  --replay LOG    the search over the candidates of an --all log, 20 times, beside random search
-  --export t4|svg  t4: a log in the T4 results format of the autotuning community; svg: Optuna's pictures beside it
-exit: 0, 1 the best is wrong at last, 2 bad usage, 3 the GPU or the disk failed, 130 Ctrl-C
+  --budget MIN    total minutes, including earlier runs of the same command (default 8)
+  --fix KNOB=V    fix the knob to this value, or with V,V... to one of these values; repeatable
+  --seed N        the seed of the search, from 0 (default 0)
+  --seed-from CSV  from ./run_all.sh micro: after the starting line, try the best tiles of this CSV
+  --top N         number of these tiles (default 8)
+  --log FILE      Optuna's log; default results/tuning/DATE-DEVICE-NAME.jsonl. Repeating the command continues it
+  --dry-run       search without a GPU, with a cost model fitted to the newest rows of results/
+  --all           try all combinations of the values of fixed knobs instead of searching; other knobs are LINE's
+  --table         search a wgmma tile for each problem of `fit`, in MIN minutes in total; tiles that are 2% faster than
+                  TUNED_TILES are passed to `fit`, which prints the table with them
+  --replay LOG    simulate the search on the candidates of an --all log, 20 times, and compare with random search
+  --export t4|svg  t4: the log in the T4 results format of the autotuning community; svg: Optuna's plots
+  exit: 0, 1 the best line fails the final check, 2 bad usage, 3 the GPU or the disk failed, 130 Ctrl-C
 """
 import collections
 import itertools
@@ -62,25 +62,25 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
 
 RAGGED = "2,4,2,197,131"
-DROPS = ((1, 0.05), (3, 0.01), (6, math.inf))  # after so many blocks: slower by this than the best is not timed further
-ENDLESS_S = 60  # a candidate that takes longer never ends
-CANDIDATE_S = 6  # one takes about so long to compile and time
+DROPS = ((1, 0.05), (3, 0.01), (6, math.inf))  # {blocks: candidates slower than the best by this factor are abandoned}
+ENDLESS_S = 60  # a candidate that takes longer is considered a hang
+CANDIDATE_S = 6  # typical time to compile and measure a candidate
 VERDICT_SHARE = 0.15  # of the budget
-WORTH = 0.02  # by so much a tile must be quicker than those of TUNED_TILES to be a row of it
-MOST = 20000  # combinations of --all
+WORTH = 0.02  # minimum gain over TUNED_TILES of a new row
+MOST = 20000  # maximum number of combinations of --all
 BREEDERS = 3  # of the best so far
-CHILDREN = 16  # of which the most promising is judged
-NOISE = 0.05  # of the logarithm of a time, for the interpolation
-AHEAD = 8  # candidates that wait in line while one is timed
-KNOWN = 1000  # proposals in a row that are not new: then all is known
-# Each fate of a candidate, and what the T4 format calls it.
+CHILDREN = 16  # the most promising of which is measured
+NOISE = 0.05  # noise of the logarithm of a time, for the interpolation
+AHEAD = 8  # candidates that are compiled ahead
+KNOWN = 1000  # the search ends after this number of known proposals in a row
+# {outcome of a candidate: its name in the T4 format}.
 T4_INVALIDITY = {"refused": "constraints", "compile": "compile", "gate": "constraints", "wrong": "correctness",
                  "timed": "correct"}
-WITHIN, SHARE = 0.98, 0.15  # a replayed search is good if it comes so near to the best in this share of the list
+WITHIN, SHARE = 0.98, 0.15  # success of a replayed search: within this factor of the best after this share of the candidates
 RUNS, MOST_RUNS = 20, 18
 
 
-# ---- what was asked ----
+# ---- arguments ----
 
 def parse_fixed(options, line):
     """{knob: values} of --fix."""
@@ -102,29 +102,29 @@ def parse_fixed(options, line):
 
 
 def parse_problems(options, line):
-    """The problems with their D and type, which are the line's unless another one is asked for."""
+    """The problems with D and type, by default those of the line."""
     problems = [engine.parse_problem(text, options.causal) for text in options.shape or ["long"]]
     if any(p.left >= 0 for p in problems):
-        raise Refused("the search has no windows; leave the last number of --shape out")
+        raise Refused("the search does not support windows; omit the last number of --shape")
     kinds = {(int(options.head_dim or p.D or line.D), options.dtype or p.dtype or line.dtype) for p in problems}
     if len(kinds) > 1:
         raise Refused("the problems have different D or types; tune them one by one")
     D, dtype = kinds.pop()
     for p in problems:
         if p.D not in (0, D) or p.dtype not in ("", dtype):
-            raise Refused(f"--shape {p.shape} has D={p.D} {p.dtype}, and {D} {dtype} is asked for")
+            raise Refused(f"--shape {p.shape} has D={p.D} {p.dtype}, but {D} {dtype} was requested")
     return [p.typed(D, dtype) for p in problems]
 
 
-# ---- who judges: a GPU ----
+# ---- measuring candidates on a GPU ----
 
 class Wrong(engine.CudaError):
-    """What a candidate's results show."""
+    """A candidate with wrong results."""
 
 
 class GpuJudge:
-    """Compiles, checks and times candidates. prepare() runs in other threads, ahead of judge(). What breaks the GPU's
-    context, or never ends, is wrong, and restart(record) ends this process."""
+    """Compiles, checks and times candidates. prepare() runs in other threads, ahead of judge(). A candidate that breaks the
+    CUDA context or hangs is wrong; restart(record) then replaces this process."""
 
     def __init__(self, gpu, problems, restart):
         self.gpu, self.restart, self.champion, self.score, self.spills = gpu, restart, None, 1, None
@@ -133,11 +133,11 @@ class GpuJudge:
         D, dtype = problems[0].D, problems[0].dtype
         shapes = [engine.parse_problem("small"), *(engine.parse_problem(RAGGED, causal) for causal in engine.CAUSAL)]
         gates = [(p.typed(D, dtype), seed) for p in shapes for seed in (0, 1, 2)]
-        gates += [(p, seed) for p in problems for seed in (1, 2)]  # with seed 0 they are timed
+        gates += [(p, seed) for p in problems for seed in (1, 2)]  # seed 0 is used for timing
         self.gates = [(p, engine.Bench(gpu, {}, {"": p}, seed)) for p, seed in gates]
 
     def resume(self, study, space):
-        """Goes on where a log ends: the best of it is loaded again."""
+        """Continues a log: loads its best candidate."""
         if study.trials:
             self.began -= study.trials[-1].user_attrs["spent_s"]
             self.spills = study.trials[0].user_attrs.get("spilled")
@@ -153,7 +153,7 @@ class GpuJudge:
         return time.monotonic() - self.began
 
     def prepare(self, line):
-        """A record with what stops the candidate, and with its library if nothing does."""
+        """A record with the reason to reject the candidate, or with its library."""
         began = time.monotonic()
         built = builds.build_one(line, [self.gpu.arch], builds.LIBRARY, "-shared")
         record = dict(build_s=round(time.monotonic() - began, 2))
@@ -164,7 +164,7 @@ class GpuJudge:
                     shared_bytes=facts.shared_bytes)
 
     def judge(self, line, record):
-        """The record with the candidate's fate, and what is wrong with it, or its times and score: over the first's."""
+        """Completes the record with the candidate's outcome and the error, or the times and the score relative to the first."""
         def lost(sentence):
             self.restart(dict(record, knobs=identity(line), line=line.text, fate="wrong", sentence=sentence,
                               spent_s=round(self.seconds(), 2)))
@@ -186,11 +186,11 @@ class GpuJudge:
         return dict(record, spent_s=round(self.seconds(), 2))
 
     def run(self, line, built, record):
-        """Takes a candidate through the gates, and times it beside the best so far, on every problem."""
+        """Checks a candidate and times it in turns with the best one so far, on all problems."""
         self.spills = record["spilled"] if self.spills is None else self.spills
         most = self.gpu.attribute(97)  # MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         if record["spilled"] > self.spills:
-            raise Refused(f"spills {record['spilled']} bytes, the starting line {self.spills}")
+            raise Refused(f"spills {record['spilled']} bytes, but the starting line {self.spills}")
         if record["shared_bytes"] > most:
             raise Refused(f"needs {record['shared_bytes']} bytes of shared memory of {most}")
         kernel, key, began = engine.load(line, self.gpu, {line: built}), identity(line), time.monotonic()
@@ -207,7 +207,7 @@ class GpuJudge:
             log, us[str(problem)] = self.beside_champion(bench, key)
             logs.append(log)
         if any(bench.changed_bits(key) for bench in self.benches.values()):
-            raise Wrong("its last replay left other bits than the run that was checked")
+            raise Wrong("the result of its last replay differs from the checked one")
         score = round(math.exp(np.mean(logs)) * self.score, 5)
         record.update(fate="timed", score=score, us=us, time_s=round(time.monotonic() - began - record["check_s"], 2))
         leaves = key
@@ -217,7 +217,7 @@ class GpuJudge:
             bench.drop(leaves)
 
     def beside_champion(self, bench, key):
-        """The logarithm of its time over the champion's, and its time in us."""
+        """The logarithm of its time divided by the champion's, and its time in us."""
         names = [key] if self.champion is None else [self.champion, key]
         series = engine.Series(self.gpu, {name: bench.graphs[name] for name in names}, engine.PACE)
         for blocks, slower in DROPS:
@@ -230,11 +230,11 @@ class GpuJudge:
         return log, round(series.us(key), 4)
 
 
-# ---- who judges without a GPU: a cost model ----
+# ---- a cost model instead of a GPU ----
 
 class ModelJudge:
-    """In place of times: waves of CTAs times rounds, times what a round costs by the knobs, fitted to the newest rows
-    of the family in results/. A timed candidate takes a second of a clock of its own."""
+    """Estimates times: waves of CTAs times K tiles times the cost of a K tile, which depends on the knobs and is fitted to
+    the newest rows of the family in results/. Each candidate takes a second of simulated time."""
 
     def __init__(self, problems, family):
         source, = report_rows.newest(Path(builds.ROOT, "results"))["lines"]
@@ -250,13 +250,13 @@ class ModelJudge:
         self.weights = np.linalg.solve(x.T @ x + 0.3 * np.eye(x.shape[1]), x.T @ y)
 
     def features(self, knobs):
-        """Logarithms of the numbers, and their squares."""
+        """The features: logarithms of the numbers, and their squares."""
         logs = [math.log2(int(knobs[name]) + 1) if knobs.get(name, "").isdigit() else 0 for name in self.names]
         return np.array([1, *logs, *(x * x / 8 for x in logs)])
 
     @staticmethod
     def rounds(knobs, p):
-        """Of an SM, with two for the start and the end of an item."""
+        """Number of K tiles of an SM, plus two for prologue and epilogue of each item."""
         rows, keys = int(knobs.get("BLOCK_M", 32)), int(knobs.get("BLOCK_N", 32)) * int(knobs.get("SPLIT_KV", 1))
         waves = math.ceil(p.B * p.Hq * math.ceil(p.Sq / rows) / 132)
         return waves * (2 + (math.ceil(p.Sk / keys) if p.causal == "off" else p.visible().mean() / keys + 0.5))
@@ -284,8 +284,8 @@ class ModelJudge:
 # ---- the search ----
 
 class Mutations(optuna.samplers.RandomSampler):
-    """Of CHILDREN mutations of the BREEDERS best so far it proposes the one that should take the least time, by an
-    interpolation over those that are timed. Optuna's own draw from the whole space, of which sdpa.cu refuses most."""
+    """Draws CHILDREN mutations of the BREEDERS best candidates and proposes the one with the smallest predicted time, by
+    interpolation of measured times. Optuna's own samplers draw from the whole space, most of which is illegal."""
 
     def __init__(self, space, seed):
         super().__init__()
@@ -315,13 +315,13 @@ def timed(study):
 
 
 def ended(study):
-    """All candidates with a fate: what was proposed twice has none."""
+    """All candidates with an outcome; duplicates have none."""
     return [one for one in study.get_trials(deepcopy=False) if "fate" in one.user_attrs]
 
 
 def search(study, space, judge, lines, goes_on, log=lambda trial: None, ahead=AHEAD, breed=True, refusal=refusal):
-    """Judges the lines, then what the study's sampler proposes, while goes_on(); the next `ahead` of them are compiled
-    meanwhile, in parallel. What sdpa.cu refuses ends before it waits in line."""
+    """Measures the lines, then proposals of the sampler while goes_on(). The next `ahead` candidates are compiled in
+    parallel. Illegal candidates are rejected before they are queued."""
     seen = {one.user_attrs["knobs"] for one in ended(study)}
     queue = collections.deque({identity(line): line for line in lines if identity(line) not in seen}.values())
     waiting = collections.deque()
@@ -334,7 +334,7 @@ def search(study, space, judge, lines, goes_on, log=lambda trial: None, ahead=AH
         log(study.tell(trial, record["score"] if passed else None, TrialState.COMPLETE if passed else TrialState.FAIL))
 
     def candidates():
-        """New ones that are legal."""
+        """Yields new legal candidates."""
         for _ in range(KNOWN):
             if not goes_on() or not (queue or breed):
                 return
@@ -369,17 +369,17 @@ def search(study, space, judge, lines, goes_on, log=lambda trial: None, ahead=AH
 # ---- the log ----
 
 def read_log(path):
-    """The study of a log."""
+    """Loads the study of a log."""
     if not os.path.exists(path):
-        raise Refused(f"{path}: there is no such file")
+        raise Refused(f"{path}: no such file")
     try:
         return optuna.load_study(study_name=None, storage=optuna.storages.JournalStorage(JournalFileBackend(path)))
     except (LookupError, TypeError, ValueError):
-        raise Refused(f"{path}: want a log that ./run_all.sh tune wrote") from None
+        raise Refused(f"{path}: want a log of ./run_all.sh tune") from None
 
 
 class Log:
-    """What was asked, then each candidate as it ends, in a journal of Optuna's. What a kill left half is cut off."""
+    """A journal of Optuna with the arguments and each completed candidate. Truncates an incomplete last record."""
 
     def __init__(self, path, asked):
         self.path = os.path.abspath(path)
@@ -390,7 +390,7 @@ class Log:
                     raise Refused(f"{path} is the log of another search; name another file or remove it")
                 with open(path, "rb+") as file:
                     file.truncate(file.read().rindex(b"\n") + 1)
-                Path(self.path + ".lock").unlink(missing_ok=True)  # which a kill leaves
+                Path(self.path + ".lock").unlink(missing_ok=True)  # left by a killed process
             else:
                 os.makedirs(os.path.dirname(self.path), exist_ok=True)
                 self.study = optuna.create_study(storage=optuna.storages.JournalStorage(JournalFileBackend(self.path)))
@@ -400,20 +400,20 @@ class Log:
             raise Refused(f"{path} cannot be written: {error.strerror}", 3)
 
     def add(self, trial):
-        """Of a candidate without a time the attributes alone: a parameter's line has all of its choices."""
+        """Stores only the attributes of candidates without a time, since the records of parameters are long."""
         if trial.value is None:
             trial = optuna.trial.create_trial(state=TrialState.FAIL, user_attrs=trial.user_attrs)
         try:
             self.study.add_trial(trial)
         except OSError as error:
             raise Refused(f"{self.path} cannot be written: {error.strerror}; what it has is valid, "
-                          "and the same command goes on from there", 3)
+                          "and the same command continues it", 3)
 
 
-# ---- a search from its beginning to its result ----
+# ---- running a search ----
 
 def log_path(options, asked, space, problems):
-    """The newest log of the same search, else a new one."""
+    """The newest log of the same search, or a new one."""
     name = "-".join([space.base.family, f"D{problems[0].D}", problems[0].dtype,
                      *(str(p).replace(" ", "-") for p in problems), *(["all"] if options.all else []),
                      builds.digest(json.dumps(asked))[:6]])
@@ -423,7 +423,7 @@ def log_path(options, asked, space, problems):
 
 
 def show(study, trial, left):
-    """Seconds left, counts by fate and the best so far: on a terminal in one line, else a line for each new best."""
+    """Prints remaining time, counts by outcome and the best candidate: in one line on a terminal, else for each new best."""
     best = study.best_trial if timed(study) else None
     text = f"{left // 60:.0f}:{left % 60:02.0f} left, {counts(study)}"
     if best:
@@ -444,7 +444,7 @@ def times(trial):
 
 
 def paste(line):
-    """The candidate as a line of configs.txt, on the one from which it differs least."""
+    """The candidate as a line of configs.txt, based on the most similar line."""
     own, changes = knobs_of(line), {}
     for base in family_lines(line.tree, line.family):
         if base.knob("arch") == line.knob("arch"):
@@ -458,11 +458,11 @@ def find_gpu(options):
 
 
 def run_search(options, gpu, more=()):
-    """Searches what was asked. Returns the log, the study, the lines that it started from, and the problems."""
+    """Runs the search. Returns the log, the study, the starting lines and the problems."""
     line = base_line(options, gpu.arch if gpu else "90a")
     problems, fixed = parse_problems(options, line), parse_fixed(options, line)
     if options.all and not (options.from_ and fixed):
-        raise Refused("--all wants --from LINE and the values of each knob, as in --fix BLOCK_N=32,64")
+        raise Refused("--all needs --from LINE and the values of each knob, as in --fix BLOCK_N=32,64")
     space = Space(line, fixed, options.all)
     starts = space.starts(problems[0])
     space.base = next(itertools.filterfalse(chooses, starts), starts[0])
@@ -483,7 +483,7 @@ def run_search(options, gpu, more=()):
     judge = GpuJudge(gpu, problems, restart) if gpu else ModelJudge(problems, line.family)
     judge.resume(log.study, space)
     study = optuna.create_study(sampler=Mutations(space, [options.seed, len(log.study.trials)]))
-    study.add_trials(log.study.trials)  # which the log has, unlike those that have not ended
+    study.add_trials(log.study.trials)  # completed ones; the log has no others
     end_s = options.budget_s * (1 - VERDICT_SHARE if gpu and not options.all else 1)
 
     def write(trial):
@@ -494,17 +494,17 @@ def run_search(options, gpu, more=()):
         search(study, space, judge, lines, lambda: judge.seconds() < end_s, write,
                ahead=2 * builds.JOBS if options.all else AHEAD, breed=not options.all)
     except KeyboardInterrupt:
-        raise Refused(f"stopped; the same command goes on from {log.path}", 130)
+        raise Refused(f"stopped; the same command continues {log.path}", 130)
     if sys.stderr.isatty():
         print(file=sys.stderr)
     return log, study, starts[:1] if options.from_ else starts, problems
 
 
 def result(gpu, log, study, starts, problems):
-    """Prints what was found, and how it compares with the best of the lines that it started from."""
+    """Prints the result and its comparison with the best starting line."""
     found = sorted(timed(study), key=lambda one: one.value)
     if not found:
-        raise Refused(f"no candidate passed; why stands in {log.path}", 1)
+        raise Refused(f"no candidate passed; the reasons are in {log.path}", 1)
     names = {identity(line) for line in starts}
     start = next((one for one in found if one.user_attrs["knobs"] in names), found[0])
     print(f"{len(ended(study))} candidates: {counts(study)}")
@@ -517,11 +517,11 @@ def result(gpu, log, study, starts, problems):
         verdict(gpu, log, parse_line(best.tree, start.user_attrs["line"]), best, problems)
     print(f"to paste into configs.txt:\n{paste(best)}")
     path = os.path.relpath(log.path)
-    say(f"log: {path}; pictures of it: ./run_all.sh tune --export svg {path}")
+    say(f"log: {path}; to plot it: ./run_all.sh tune --export svg {path}")
 
 
 def verdict(gpu, log, start, best, problems):
-    """`ab` of the best against the starting line, on fresh samples, unless the log has it."""
+    """Compares the best candidate with the starting line by `ab`, with new samples, unless the log has the result."""
     known = log.study.user_attrs.get("verdict", {})
     if known.get("line") == best.text:
         print(*(f"verdict: {words}" for words in known["words"]), sep="\n")
@@ -531,10 +531,10 @@ def verdict(gpu, log, start, best, problems):
         log.study.set_user_attr("verdict", dict(line=best.text, words=words))
 
 
-# ---- what is made of a log ----
+# ---- exporting a log ----
 
 def t4(study):
-    """The log as the T4 results schema, 1.0.0, has it (github.com/odgaard/TuningSchema); times in ms."""
+    """The log in the T4 results schema 1.0.0 (github.com/odgaard/TuningSchema), with times in ms."""
     results = []
     for one in study.trials:
         record, us = one.user_attrs, one.user_attrs.get("us", {})
@@ -556,9 +556,9 @@ def export(path, what):
         print(json.dumps(t4(study), indent=1))
         return
     own = optuna.create_study()
-    own.add_trials([one for one in timed(study) if one.params])  # lines that choose their tile have none
+    own.add_trials([one for one in timed(study) if one.params])  # tuned lines have none
     if len(own.trials) < 2:
-        raise Refused(f"{path}: fewer than two candidates of it have a time")
+        raise Refused(f"{path}: fewer than two candidates have a time")
     plots, stem = optuna.visualization.matplotlib, os.path.splitext(path)[0]
     shown = plots.plot_optimization_history(own, target_name="time over the first line's")
     evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=0.2)
@@ -568,11 +568,11 @@ def export(path, what):
         print(out)
 
 
-# ---- how good is the search? ----
+# ---- evaluating the search ----
 
 def evaluations_needed(space, known, lines, breed, goal, seed):
-    """How many candidates a search from these lines judges until it has one of the score `goal`. `known` has the
-    records of a list of candidates by their knobs; there are no others."""
+    """The number of candidates that a search from these lines measures until it reaches the score `goal`. `known` has the
+    records of all candidates, by their knobs."""
     study = optuna.create_study(sampler=Mutations(space, seed))
     judge = SimpleNamespace(prepare=lambda line: known[identity(line)], judge=lambda line, record: record)
 
@@ -584,7 +584,7 @@ def evaluations_needed(space, known, lines, breed, goal, seed):
 
 
 def replay(options):
-    """Prints how many of a list's candidates the search judges, with each kind of start, beside random search."""
+    """Prints how many candidates of a list the search measures, for each kind of start, compared with random search."""
     study = read_log(options.replay)
     asked, count = study.user_attrs.get("search", {}), len(timed(study))
     if not asked.get("all") or not count:
@@ -601,7 +601,7 @@ def replay(options):
     if options.seed_from:
         kinds[f"from {base} and micro's"] = lines[:1] + micro.seeds(options.seed_from, space, "", options.top)
     print(f"{name}, {family}, D={D} {dtype}: {len(known)} candidates, {count} of them fit to time; "
-          f"judged until one is within {100 - 100 * WITHIN:.0f}% of the best")
+          f"measured until one is within {100 - 100 * WITHIN:.0f}% of the best")
     print(f"{'search':<36} {'median':>6} {'18 of 20':>8} {'of the list':>11}  within {100 * SHARE:.0f}%")
     for kind, queue in kinds.items():
         needed = sorted(evaluations_needed(space, known, queue or np.random.default_rng(seed).permutation(all_lines),
@@ -614,7 +614,7 @@ def replay(options):
 # ---- the table of tiles ----
 
 def table(options):
-    """Searches a tile for each problem of `fit`, beside TUNED_TILES; `fit` judges those that are worth a row."""
+    """Searches a tile for each problem of `fit` and compares it with TUNED_TILES; passes better tiles to `fit`."""
     gpu, model, tree = find_gpu(options), fit.Model(), builds.Tree()
     D = int(options.head_dim or 64)
     tiles = [tile for tile in model.tiles if tile.head_dim == D]
@@ -644,18 +644,18 @@ def main():
     options = cli.parse_options(__doc__, cli.MOST)
     if len(options.words) != bool(options.export):
         raise Refused("--export takes one log" if options.export else
-                      f"{options.words[0]}: only --export takes a file by itself")
+                      f"{options.words[0]}: only --export accepts a file argument")
     if options.export:
         return export(options.words[0], options.export)
     if options.seed_from and (options.all or options.table):
-        raise Refused("--seed-from goes with a search or --replay; drop it")
+        raise Refused("--seed-from requires a search or --replay; omit it")
     if options.replay:
         return replay(options)
     if not re.fullmatch(r"\d{1,4}(\.\d+)?", options.budget):
         raise Refused(f"--budget {options.budget}: want minutes, as in 8 or 1.5")
     options.budget_s = 60 * float(options.budget)
     if options.budget_s < CANDIDATE_S:
-        raise Refused(f"--budget {options.budget}: {options.budget_s:g} s are less than the {CANDIDATE_S} s "
+        raise Refused(f"--budget {options.budget}: {options.budget_s:g} s is less than the {CANDIDATE_S} s "
                       "that a candidate takes to compile and time")
     if options.table:
         return table(options)

@@ -1,5 +1,13 @@
-// The backward pass of a line, ready to launch and to check. harness.cu includes this file; Instance has a BackwardPass
-// if the line has one. O and LSE are inputs here: Instance has run the forward pass of the line and checked it.
+// BackwardPass: a backward pass that can be launched and checked. Instance owns one if the line has
+// BACKWARD=1. O and LSE are inputs; Instance has already run and checked the forward pass.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "accuracy.h"
+#include "tensors.h"
 
 namespace SDPA_NAMESPACE {
 namespace {
@@ -9,27 +17,33 @@ constexpr Tensor gradient_tensors[] = {Tensor::dQ, Tensor::dK, Tensor::dV};
 class BackwardPass {
  public:
   explicit BackwardPass(const Problem& p, const SdpaParams& params) {
-    for (Tensor t : {Tensor::dO, Tensor::dQ, Tensor::dK, Tensor::dV}) tensors_[place(t)] = make_tensor(p, t);
+    for (Tensor t : {Tensor::dO, Tensor::dQ, Tensor::dK, Tensor::dV})
+      tensors_[place(t)] = make_tensor(p, t);
     dO().write({});
     const auto set = [&](auto& pointer, Strides& strides, Tensor t) {
-      pointer = tensors_[place(t)]->first(), strides = tensors_[place(t)]->strides;
+      pointer = tensors_[place(t)]->first();
+      strides = tensors_[place(t)]->strides;
     };
-    set(gradients_.dO, gradients_.d_o, Tensor::dO), set(gradients_.dQ, gradients_.d_q, Tensor::dQ);
-    set(gradients_.dK, gradients_.d_k, Tensor::dK), set(gradients_.dV, gradients_.d_v, Tensor::dV);
+    set(gradients_.dO, gradients_.d_o, Tensor::dO);
+    set(gradients_.dQ, gradients_.d_q, Tensor::dQ);
+    set(gradients_.dK, gradients_.d_k, Tensor::dK);
+    set(gradients_.dV, gradients_.d_v, Tensor::dV);
     const size_t rows = rows_of(p, Tensor::dO);
     dLSE_.reset(new Guarded("dLSE", rows * sizeof(float)));
     dSinks_.reset(new Guarded("dSinks", p.has_sinks ? p.Hq * sizeof(float) : 0));
     if (p.has_sinks) gradients_.dSinks = dSinks_->data<float>();
-    workspace_.reset(new Guarded("the workspace of the backward pass", line.backward_workspace_bytes(params)));
+    workspace_.reset(
+        new Guarded("the workspace of the backward pass", line.backward_workspace_bytes(params)));
     gradients_.workspace = workspace_->data();
   }
 
-  // dO is N(0,1), with outliers if the inputs have them, and 1 if the logits are uniform. If all heads are one, all rows of
-  // dO are one as well. Odd seeds have a gradient of LSE.
+  // dO is N(0,1), with outliers if the inputs have them, or 1 if the logits are uniform. With
+  // same_heads, all rows of dO are equal. With odd seeds, LSE has a gradient.
   void set_inputs(const Problem& p) {
     const reference::Dist ones{"ones", [](const reference::InputAt&) { return 1.0f; }};
     const reference::Dist& dist =
-        p.dist == "uniform" ? ones : *reference::dist_named(p.dist == "outliers" ? "outliers" : "normal");
+        p.dist == "uniform" ? ones
+                            : *reference::dist_named(p.dist == "outliers" ? "outliers" : "normal");
     dO_ = make_input(p, Tensor::dO, dist, p.seed, p.same_heads);
     if (p.same_heads) {
       for (size_t i = p.Dv; i < dO_.size(); i++) dO_[i] = dO_[i - p.Dv];
@@ -46,42 +60,50 @@ class BackwardPass {
 
   void poison() {
     for (Tensor t : gradient_tensors) tensors_[place(t)]->poison();
-    dSinks_->fill(0xff), workspace_->fill(0xff);
+    dSinks_->fill(0xff);
+    workspace_->fill(0xff);
   }
   void launch(const SdpaParams& params, cudaStream_t stream) const {
     const SdpaStatus status = line.backward(params, gradients_, stream);
     if (!status.ok()) throw CudaError{status.text};
   }
-  // Fetches the gradients. Returns a sentence if anything but them was written.
+  // Copies the gradients to got_. Returns a sentence if anything else was overwritten.
   string collect() {
     string trouble;
     for (int t = 0; t < 3; t++) got_.x[t] = tensors_[place(gradient_tensors[t])]->read(trouble);
     got_.sinks = dSinks_->fetch<uint32_t>(dSinks_->bytes);
-    for (const Guarded* x : {dLSE_.get(), dSinks_.get(), workspace_.get()}) x->expect_guards(trouble);
+    for (const Guarded* x : {dLSE_.get(), dSinks_.get(), workspace_.get()})
+      x->expect_guards(trouble);
     if (dO().read(trouble) != held_dO_ && trouble.empty()) trouble = "the kernel wrote into dO";
     return trouble;
   }
   void keep() { checked_ = got_; }
-  // Empty, or where the gradients are not those that were kept.
+  // Returns the first difference between the gradients and those stored by keep(), or an empty
+  // string.
   string difference(const Problem& p, const char* sentence) const {
     for (int t = 0; t < 3; t++) {
       const size_t i =
-          std::mismatch(got_.x[t].begin(), got_.x[t].end(), checked_.x[t].begin()).first - got_.x[t].begin();
+          std::mismatch(got_.x[t].begin(), got_.x[t].end(), checked_.x[t].begin()).first -
+          got_.x[t].begin();
       if (i < got_.x[t].size()) return where(p, gradient_tensors[t], i) + " " + sentence;
     }
     return got_.sinks == checked_.sinks ? "" : string("dSinks ") + sentence;
   }
 
-  // Compares the gradients with the reference, given O and LSE as numbers: all rows, or a sample of them where that takes
-  // too long. No element may be NaN. Returns a sentence on failure.
-  string compare(const Problem& p, const vector<float>& O, const vector<float>& LSE, Figures& figures) const {
+  // Compares the gradients with the reference, for all rows or, in large problems, a sample of
+  // them. O and LSE are the forward results as numbers. Fails on any NaN. Returns a sentence on
+  // failure.
+  string compare(const Problem& p, const vector<float>& O, const vector<float>& LSE,
+                 Figures& figures) const {
     for (int t = 0; t < 3; t++) {
       for (size_t i = 0; i < got_.x[t].size(); i++) {
         if (got_.x[t][i] == 0xffff) return where(p, gradient_tensors[t], i) + " was never written";
-        if (std::isnan(output_value(got_.x[t][i]))) return where(p, gradient_tensors[t], i) + " is NaN";
+        if (std::isnan(output_value(got_.x[t][i])))
+          return where(p, gradient_tensors[t], i) + " is NaN";
       }
     }
-    reference::Backward of(p, dO_.data(), output_type, line.tanh_is_approximate ? 1.0 / 2048 : 0, p.same_heads);
+    reference::Backward of(p, dO_.data(), output_type, line.tanh_is_approximate ? 1.0 / 2048 : 0,
+                           p.same_heads);
     for_all(LSE.size(), [&](size_t i) { of.set_row(i, &O[i * p.Dv], LSE[i], dLSE_values_[i]); });
     reference::GradientComparison dQ("dQ"), dK("dK"), dV("dV"), sinks("dSink");
 
@@ -91,14 +113,18 @@ class BackwardPass {
     reference::parallel_for(q_rows.size(), [&](size_t n) { of_q[n] = of.of_query(q_rows[n]); });
     for (size_t n = 0; n < q_rows.size(); n++) add(dQ, p, Tensor::dQ, q_rows[n], of_q[n]);
 
-    reference::Problem keys = p;  // whose rows are those of K
-    keys.Hq = p.Hkv, keys.Sq = p.Sk, keys.Sk = p.Sq * std::max(p.Hq / std::max(p.Hkv, 1), 1);
+    reference::Problem keys = p;  // for rows_to_check(): keys in the role of queries
+    keys.Hq = p.Hkv;
+    keys.Sq = p.Sk;
+    keys.Sk = p.Sq * std::max(p.Hq / std::max(p.Hkv, 1), 1);
     const auto k_rows = reference::rows_to_check(keys, p.seed, line.tiles[0].block_m, macs);
     vector<reference::Gradient> of_k(k_rows.size(), reference::Gradient(p.D)),
         of_v(k_rows.size(), reference::Gradient(p.Dv));
-    reference::parallel_for(k_rows.size(), [&](size_t n) { of.of_key(k_rows[n], of_k[n], of_v[n]); });
+    reference::parallel_for(k_rows.size(),
+                            [&](size_t n) { of.of_key(k_rows[n], of_k[n], of_v[n]); });
     for (size_t n = 0; n < k_rows.size(); n++) {
-      add(dK, p, Tensor::dK, k_rows[n], of_k[n]), add(dV, p, Tensor::dV, k_rows[n], of_v[n]);
+      add(dK, p, Tensor::dK, k_rows[n], of_k[n]);
+      add(dV, p, Tensor::dV, k_rows[n], of_v[n]);
     }
     for (int h = 0; h < p.Hq && p.has_sinks; h++) {
       const float got = float_of(got_.sinks[h]);
@@ -116,11 +142,11 @@ class BackwardPass {
  private:
   static int place(Tensor t) { return int(t) - int(Tensor::dO); }
   DeviceTensor& dO() const { return *tensors_[0]; }
-  // The name and the place of an element.
+  // The name and coordinates of an element.
   static string where(const Problem& p, Tensor t, size_t i) {
     const size_t D = width_of(p, t), S = of_query(t) ? p.Sq : p.Sk, H = of_query(t) ? p.Hq : p.Hkv;
-    return format("%s(b=%d,h=%d,row=%d,d=%d)", name_of(t), int(i / D / S / H), int(i / D / S % H), int(i / D % S),
-                  int(i % D));
+    return format("%s(b=%d,h=%d,row=%d,d=%d)", name_of(t), int(i / D / S / H), int(i / D / S % H),
+                  int(i / D % S), int(i % D));
   }
   void add(reference::GradientComparison& to, const Problem& p, Tensor t, const reference::Row& at,
            const reference::Gradient& want) const {

@@ -1,0 +1,409 @@
+// What all parts of pytorch.cpp share: the lines and how they are loaded, the checks of tensors, the workspaces, and a
+// launch. pytorch.cpp includes the parts into one translation unit, since PyTorch's headers take most of its compilation.
+
+#pragma once
+
+#include <ATen/ExpandUtils.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <array>
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "sdpa.h"
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// ---- the lines ----
+
+struct Line {
+  decltype(&sdpa_library_workspace_bytes) workspace_bytes;
+  decltype(&sdpa_library_scratch_bytes) scratch_bytes;
+  decltype(&sdpa_library_forward) forward;
+  decltype(&sdpa_library_bias_map_bytes) bias_map_bytes;
+  decltype(&sdpa_library_map_bias) map_bias;
+  char trouble[512];  // why there is none
+};
+enum Feature {
+  softcap = 1,
+  sinks = 2,
+  lengths = 4,
+  pages = 8,
+  biases = 16,
+  masks = 32,
+  bf16_out = 64,
+  kv_in_8_bits = 128,
+  biases_in_fp32 = 256,
+  any_pages = 512,  // instead of pages
+  key_mask = 1024
+};  // of what a problem asks beyond a line's own: builds of their own
+// The arguments of attention() that modify scores, and a kept map of the tiles that are hidden.
+struct Mods {
+  std::string score{}, mask{};             // expressions; empty: none
+  std::array<OptionalTensor, 6> arrays{};  // x0 to x3, i0, i1
+  OptionalTensor block_mask{};
+  std::string made_for{};  // dependencies_of() the map
+};
+// Device, dtype, D, D of v, features, SCORE_MOD and MASK_MOD.
+using LineKey = std::tuple<std::array<int, 5>, std::string, std::string>;
+static auto& lines = *new std::map<LineKey, Line>;
+static std::mutex mutex;  // of `lines`
+
+// A test's switch: attend() takes tensors on the CPU too, for kernels that run there.
+static bool on_cpu = false;
+
+// pytorch.py's: builds a line if need be, and fills what it is given. Called without the mutex, since it takes the GIL.
+using Load = void (*)(int device, int dtype, int D, int Dv, int features, const char* score_mod, const char* mask_mod,
+                      Line* line);
+static Load load;
+
+static LineKey key_of(const Tensor& q, const Tensor& v, int features, const Mods& mods) {
+  if (v.scalar_type() != q.scalar_type()) features |= kv_in_8_bits;
+  const int dtype = q.scalar_type() == at::kHalf ? 0 : q.scalar_type() == at::kBFloat16 ? 1 : 2;
+  return {{q.get_device(), dtype, int(q.size(3)), int(v.size(3)), features}, mods.score, mods.mask};
+}
+
+static const Line& line_for(const LineKey& key) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = lines.find(key);
+    if (found != lines.end()) return found->second;
+  }
+  thread_local Line loaded;
+  loaded = {};
+  const auto& [numbers, score_mod, mask_mod] = key;
+  const auto [device, dtype, D, Dv, features] = numbers;
+  load(device, dtype, D, Dv, features, score_mod.c_str(), mask_mod.c_str(), &loaded);
+  if (!loaded.forward && !*loaded.trouble) strcpy(loaded.trouble, "the line was not built, since it was interrupted");
+  if (!loaded.forward) return loaded;  // the next call asks again
+  const std::lock_guard<std::mutex> lock(mutex);
+  return lines.emplace(key, loaded).first->second;
+}
+
+// ---- what no line takes ----
+
+// Of these functions each says in one sentence why not; an empty one means that nothing stands against it.
+
+// The tensors' shapes and types, on whatever device. own: of attention(), which has e4m3 and sizes between the lines'.
+static std::string why_not_tensors(const Tensor& q, const Tensor& k, const Tensor& v, bool own, bool has_lengths) {
+  for (const Tensor* x : {&q, &k, &v}) {
+    if (x->dim() != 4) return c10::str("a tensor has ", x->dim(), " dimensions, not [B,H,S,D]");
+    if (x->device() != q.device()) return c10::str("tensors are on ", q.device(), " and ", x->device());
+    if (x->scalar_type() != (x == &q ? q : v).scalar_type()) return "q, k and v have different dtypes";
+    if ((x != &v && x->size(3) != q.size(3)) || (!has_lengths && x->size(0) != q.size(0)))
+      return "q, k and v differ in B or D";
+  }
+  const auto type = q.scalar_type();
+  if (type != at::kHalf && type != at::kBFloat16 && !(own && type == at::kFloat8_e4m3fn)) {
+    return c10::str("there is no line for ", type);
+  }
+  const bool mixed = v.scalar_type() != type;
+  if (mixed && !(own && v.scalar_type() == at::kFloat8_e4m3fn)) return "q, k and v have different dtypes";
+  for (const int64_t D : {q.size(3), v.size(3)}) {
+    if (D <= 0 || D > 256 || D % (16 / v.element_size())) return c10::str("there is no line for D=", D);
+  }
+  if (!own && v.size(3) != q.size(3)) return "q, k and v differ in B or D";
+  if (k.sizes().slice(0, 3) != v.sizes().slice(0, 3)) return "k and v have different shapes";
+  if (k.size(1) == 0 || q.size(1) % k.size(1)) return "the heads of q are no multiple of those of k";
+  for (const int64_t size : {q.size(0), q.size(1), q.size(2), k.size(2)}) {
+    if (size > 1000000000) return "a dimension is over 10^9";
+  }
+  return "";
+}
+
+static std::string why_not_scale(std::optional<double> scale) {
+  if (!scale || (*scale >= 0 && *scale < 1e38)) return "";
+  return c10::str("scale=", *scale, " is not from 0 to 10^38");
+}
+
+static std::string why_not_line(const Tensor& q, const Tensor& v, int features, const Mods& mods = {}) {
+  if (!q.is_cuda() && !on_cpu) return c10::str("a tensor is on ", q.device(), "; sdpa's kernels run on CUDA devices");
+  return line_for(key_of(q, v, features, mods)).trouble;
+}
+
+// Whether all rows start at a multiple of 16 bytes and are contiguous, as the kernels' copies need.
+static bool fit(const Tensor& x) {
+  bool all = x.stride(3) == 1 && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
+  for (int i = 0; i < 3; i++) all = all && (x.size(i) <= 1 || x.stride(i) * x.element_size() % 16 == 0);
+  return all;
+}
+static const char* const bad_rows =
+    "the rows of q, k or v are not contiguous or do not all start at a multiple of 16 bytes";
+
+// Whether a dimension from first to last has been expanded, so that its elements are one.
+static bool is_expanded(const Tensor& x, int first, int last) {
+  for (int i = first; i <= last; i++) {
+    if (x.size(i) > 1 && x.stride(i) == 0) return true;
+  }
+  return false;
+}
+
+// x, or a copy that kernels can read. Ours read expanded batches and heads of k and v as they are, PyTorch's do not.
+static Tensor readable(const Tensor& x, bool may_be_expanded) {
+  return fit(x) && !is_expanded(x, may_be_expanded ? 2 : 0, 2) ? x : x.clone(at::MemoryFormat::Contiguous);
+}
+
+// True if all heads and queries share the mask, so that it hides keys of a batch.
+static bool is_of_keys(const Tensor& mask) {
+  const auto is_shared = [&](int64_t dim) { return dim < 0 || mask.size(dim) == 1 || mask.stride(dim) == 0; };
+  return mask.scalar_type() == at::kBool && is_shared(mask.dim() - 2) && is_shared(mask.dim() - 3);
+}
+// Builds that count keys by sequences take masks of keys as those of queries.
+static int feature_of(const Tensor& bias, bool has_lengths) {
+  if (bias.scalar_type() == at::kFloat) return biases_in_fp32;
+  return bias.scalar_type() != at::kBool ? biases : is_of_keys(bias) && !has_lengths ? key_mask : masks;
+}
+
+// Whether x is a mask (bool, true: visible) or an additive bias for these queries and keys of [B,Hq].
+static std::string why_not_bias(const char* name, const Tensor& x, const Tensor& q, int64_t B, int64_t queries,
+                                int64_t keys) {
+  if (x.device() != q.device()) return c10::str(name, " is on ", x.device(), ", not beside q");
+  const at::ScalarType types[] = {at::kBool, at::kFloat, at::kHalf, at::kBFloat16};
+  if (std::count(std::begin(types), std::end(types), x.scalar_type()) == 0) {
+    return c10::str(name, " is of ", x.scalar_type(), ", not bool, float32, float16 or bfloat16");
+  }
+  const int64_t sizes[] = {B, q.size(1), queries, keys};
+  if (at::is_expandable_to(x.sizes(), sizes)) return "";
+  return c10::str(name, " is of shape ", x.sizes(), ", which does not expand to ", at::IntArrayRef(sizes));
+}
+
+// The bias as kernels read it, [B or 1,Hq or 1,queries or 1,keys]: bool, of q's type or float32, with contiguous keys. Returns
+// a view if x has such a type and layout. Another 16-bit type becomes float32. Expanded dimensions get size 1.
+static Tensor bias_of(const Tensor& x, const Tensor& q, int64_t keys) {
+  Tensor bias = x;
+  while (bias.dim() < 4) bias = bias.unsqueeze(0);
+  for (int i = 0; i < 3; i++) {
+    if (bias.stride(i) == 0 && bias.size(i) > 1) bias = bias.narrow(i, 0, 1);
+  }
+  if (bias.scalar_type() != at::kBool && bias.scalar_type() != q.scalar_type()) bias = bias.to(at::kFloat);
+  if (bias.size(3) == keys && (bias.stride(3) == 1 || keys <= 1)) return bias;
+  return bias.expand({bias.size(0), bias.size(1), bias.size(2), keys}).contiguous();
+}
+
+// ---- the state between launches ----
+
+#if CUDART_VERSION < 13000
+#define cudaStreamGetCaptureInfo cudaStreamGetCaptureInfo_v2
+#endif
+
+constexpr size_t state_bytes = 65536;  // the largest workspace beside scratch memory, as sdpa.h says
+struct GraphState {
+  void* data = nullptr;
+  unsigned long long capture = 0;
+};
+using Place = std::pair<int, cudaStream_t>;                    // a device, and a stream of it
+static auto& stream_states = *new std::map<Place, void*>;      // never destroyed: CUDA may be gone by then
+static auto& graph_states = *new std::map<Place, GraphState>;  // of the newest capture
+static std::mutex states_mutex;                                // of both
+static auto& of_dead_graphs = *new std::vector<void*>;
+static std::mutex of_dead_graphs_mutex;
+
+// Plain memory: PyTorch's belongs to the pool in use, a graph's or torch.cuda.use_mem_pool()'s.
+static void* allocated_state() {
+  void* data = nullptr;
+  for (const bool again : {false, true}) {
+    if (again) c10::cuda::CUDACachingAllocator::emptyCache();
+    const cudaError_t error = cudaMalloc(&data, state_bytes);
+    if (error != cudaErrorMemoryAllocation) {
+      C10_CUDA_CHECK(error);
+      return data;
+    }
+    (void)cudaGetLastError();
+  }
+  TORCH_CHECK_WITH(OutOfMemoryError, false, "sdpa: the GPU has no memory for a workspace of ", state_bytes, " bytes");
+}
+
+// One that the graph owns. It is zeroed here and now: as a node of the graph that would cost each replay a launch.
+static void* graph_state(GraphState& state, cudaStream_t captured) {
+  cudaStreamCaptureStatus status;
+  unsigned long long capture = 0;
+  cudaGraph_t graph = nullptr;
+  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(captured, &status, &capture, &graph));
+  if (state.capture == capture) return state.data;
+  void* data = allocated_state();
+  const auto free_later = [](void* dead) {  // CUDA may not be called here
+    const std::lock_guard<std::mutex> lock(of_dead_graphs_mutex);
+    of_dead_graphs.push_back(dead);
+  };
+  cudaUserObject_t owner;
+  C10_CUDA_CHECK(cudaUserObjectCreate(&owner, data, free_later, 1, cudaUserObjectNoDestructorSync));
+  C10_CUDA_CHECK(cudaGraphRetainUserObject(graph, owner, 1, cudaGraphUserObjectMove));
+  cudaStream_t stream;
+  C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  C10_CUDA_CHECK(cudaMemsetAsync(data, 0, state_bytes, stream));
+  C10_CUDA_CHECK(cudaStreamSynchronize(stream));
+  C10_CUDA_CHECK(cudaStreamDestroy(stream));
+  state = {data, capture};
+  return data;
+}
+
+static void free_of_dead_graphs() {
+  std::vector<void*> dead;
+  {
+    const std::lock_guard<std::mutex> lock(of_dead_graphs_mutex);
+    dead.swap(of_dead_graphs);
+  }
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);  // for another thread's capture
+  for (void* data : dead) C10_CUDA_CHECK(cudaFree(data));
+}
+
+static void* stream_state(void*& state, cudaStream_t stream) {
+  if (state) return state;
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);  // for another thread's capture
+  void* data = allocated_state();
+  C10_CUDA_CHECK(cudaMemsetAsync(data, 0, state_bytes, stream));
+  return state = data;
+}
+
+// The workspace of a launch beside scratch memory: the stream's, or the graph's that the launch is captured into.
+// Launches of all lines share it, since each finds it zero and leaves it zero.
+static void* state_of(cudaStream_t stream, bool captured) {
+  const std::lock_guard<std::mutex> lock(states_mutex);
+  if (!captured) free_of_dead_graphs();
+  const Place place{c10::cuda::current_device(), stream};
+  return captured ? graph_state(graph_states[place], stream) : stream_state(stream_states[place], stream);
+}
+
+// ---- a launch ----
+
+// Tensors beside another one, without the dispatcher, which takes longer than the allocation: contiguous, or with its
+// sizes and, where they leave no gaps, its strides.
+static Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const Tensor& beside) {
+  if (!beside.is_cuda()) return at::empty(sizes, beside.options().dtype(dtype));
+  return at::detail::empty_cuda(sizes, dtype, beside.device(), std::nullopt);
+}
+static Tensor empty_like(const Tensor& x, at::ScalarType dtype) {
+  if (!x.is_cuda() || !x.is_non_overlapping_and_dense()) return at::empty_like(x, x.options().dtype(dtype));
+  return at::detail::empty_strided_cuda(x.sizes(), x.strides(), dtype, x.device());
+}
+
+// The current stream of the tensor's device. While this lives, the launch may load a kernel's module and allocate memory
+// even if a graph is being captured.
+struct LaunchStream {
+  cudaStream_t stream = nullptr;
+  bool captured = false;
+  std::optional<c10::cuda::CUDAStreamCaptureModeGuard> relaxed;
+
+  explicit LaunchStream(const Tensor& beside) {
+    if (!beside.is_cuda()) return;  // a test's, whose kernel runs on the CPU
+    stream = c10::cuda::getCurrentCUDAStream();
+    captured = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+    if (captured) relaxed.emplace(cudaStreamCaptureModeRelaxed);
+  }
+};
+
+static SdpaStrides strides_of(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(2)}; }
+
+static int pages_of(int64_t keys, bool has_firsts) { return keys % 16 || has_firsts ? any_pages : pages; }
+static int features_of(const SdpaParams& p, const OptionalTensor& bias, bool in_bf16) {
+  const bool has_lengths = p.k_lengths || p.q_lengths || p.q_starts || p.k_starts || p.page_table || p.k_firsts;
+  return (p.softcap != 0 ? softcap : 0) | (p.sinks ? sinks : 0) | (has_lengths ? lengths : 0) |
+         (p.page_table ? pages_of(p.page_size, p.k_firsts) : 0) |
+         (bias ? feature_of(*bias, has_lengths || p.bias_keys) : 0) | (in_bf16 ? bf16_out : 0);
+}
+
+// A scale as the C function has it, where 0 stands for the default: one of 0, or too small for a float, is the least
+// float, with which logits vanish.
+static float scale_of(std::optional<double> scale) { return scale ? std::max(float(*scale), FLT_MIN) : 0; }
+
+// Sets the members of the tensors. p.B: the number of sequences if tensors are packed, else 0. LSE may be undefined.
+static void set_tensors(SdpaParams& p, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
+                        const Tensor& lse, const OptionalTensor& bias) {
+  if (bias && features_of(p, bias, false) & key_mask) {
+    p.key_mask = static_cast<const uint8_t*>(bias->const_data_ptr());
+    p.key_mask_stride = bias->size(0) == 1 ? 0 : bias->stride(0);
+  } else if (bias) {
+    const auto shared = [&](int dim) { return bias->size(dim) == 1 ? 0 : bias->stride(dim); };
+    p.bias = bias->const_data_ptr(), p.bias_strides = {shared(0), shared(1), shared(2)};
+  }
+  p.Q = q.const_data_ptr(), p.K = k.const_data_ptr(), p.V = v.const_data_ptr(), p.O = o.mutable_data_ptr();
+  if (lse.defined()) p.LSE = static_cast<float*>(lse.mutable_data_ptr());
+  if (p.B == 0) p.B = int(q.size(0));
+  p.Hq = int(q.size(1)), p.Hkv = int(k.size(1)), p.Sq = int(q.size(2));
+  if (!p.page_table) p.Sk = int(k.size(2));
+  p.D = int(q.size(3)), p.Dv = int(v.size(3));
+  p.q = strides_of(q), p.k = strides_of(k), p.v = strides_of(v), p.o = strides_of(o);
+  // Expanded heads are one key head, of which GQA is faster than of so many that happen to be alike.
+  if (p.k.head == 0 && p.v.head == 0 && p.k_descale.head == 0 && p.v_descale.head == 0) p.Hkv = std::min(p.Hkv, 1);
+}
+
+// Everything that a map of hidden tiles depends on, except for the contents of arrays and biases: a line each.
+static std::string dependencies_of(const SdpaParams& p, const LineKey& key) {
+  const auto& [numbers, score_mod, mask_mod] = key;
+  const auto& [device, dtype, D, Dv, features] = numbers;
+  static const char* const types[] = {"float16", "bfloat16", "float8_e4m3fn"};
+  return c10::str("score_mod='", score_mod, "'\nmask_mod='", mask_mod, "'\ndevice=", device, "\ndtype=", types[dtype],
+                  "\noptions=", features, "\nB=", p.B, "\nHq=", p.Hq, "\nHkv=", p.Hkv, "\nSq=", p.Sq, "\nSk=", p.Sk,
+                  "\nD=", D, "\nDv=", Dv, "\ncausal=", p.causal, "\nwindow_left=", p.window_left, "\nwindow_right=",
+                  p.window_right, "\nwindow_alignment=", p.window_alignment, "\nbatch_invariant=", p.batch_invariant,
+                  "\nbias_keys=", p.bias_keys, "\nbias of each batch=", p.bias_strides.batch != 0,
+                  "\nbias of each head=", p.bias_strides.head != 0);
+}
+
+// Sets the kept map, if there is one. Returns the reason for refusing it, or an empty string.
+static std::string set_block_mask(SdpaParams& p, const LineKey& key, const Mods& mods) {
+  if (!mods.block_mask) return "";
+  std::istringstream made_for(mods.made_for), needed(dependencies_of(p, key));
+  for (std::string its, own; std::getline(needed, own);) {
+    if (!std::getline(made_for, its) || its != own) {
+      return c10::str("block_mask was made for ", its, ", and this call has ", own);
+    }
+  }
+  p.bias_map_bytes = size_t(mods.block_mask->numel());
+  p.bias_map = p.bias_map_bytes ? mods.block_mask->mutable_data_ptr() : nullptr;
+  return "";
+}
+
+// Enqueues O, LSE = attention(q, k, v) with the mask, the scale and the other members of p, and with a bias of bias_of().
+// Returns the reason for refusing, or an empty string. Shapes have been checked. in_bf16: O of e4m3 is bf16, else fp16.
+static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
+                          SdpaParams p, const OptionalTensor& bias, bool in_bf16 = false, const Mods& mods = {}) {
+  const LineKey key = key_of(q, v, features_of(p, bias, in_bf16), mods);
+  const Line& line = line_for(key);
+  set_tensors(p, q, k, v, o, lse, bias);
+  const std::string why = set_block_mask(p, key, mods);
+  if (!why.empty()) return why;
+  const LaunchStream at(q);
+  char text[256];
+  Tensor scratch;  // when the launch is enqueued, what follows it on the stream may have this memory
+  if (const size_t bytes = line.scratch_bytes(&p)) {
+    scratch = empty({int64_t(bytes)}, at::kByte, q);
+    p.scratch = scratch.mutable_data_ptr();
+  }
+  if (line.workspace_bytes(&p) > 0) p.workspace = state_of(at.stream, at.captured);
+  return line.forward(&p, at.stream, text, sizeof text) ? text : "";
+}
+
+// Enqueues the kernel that makes mods.block_mask for such a launch, and sets mods.made_for. The map is empty if the build
+// has none for these sizes. Returns as launch() does.
+static std::string make_block_mask(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
+                                   SdpaParams p, const OptionalTensor& bias, bool in_bf16, Mods& mods) {
+  const LineKey key = key_of(q, v, features_of(p, bias, in_bf16), mods);
+  const Line& line = line_for(key);
+  set_tensors(p, q, k, v, o, lse, bias);
+  mods.made_for = dependencies_of(p, key);
+  const size_t bytes = o.numel() > 0 ? line.bias_map_bytes(&p) : 0;
+  mods.block_mask = empty({int64_t(bytes)}, at::kByte, q);
+  if (bytes == 0) return "";
+  p.bias_map = mods.block_mask->mutable_data_ptr(), p.bias_map_bytes = bytes;
+  const LaunchStream at(q);
+  char text[256];
+  return line.map_bias(&p, at.stream, text, sizeof text) ? text : "";
+}

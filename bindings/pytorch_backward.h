@@ -1,0 +1,189 @@
+// dQ, dK and dV by PyTorch's backward kernels: those of cuDNN, of FlashAttention-2 and the memory-efficient ones. All of
+// them read the O and LSE of our forward.
+
+#pragma once
+
+#include <ATen/SDPBackend.h>
+#include <ATen/ops/_cudnn_attention_backward.h>
+#include <ATen/ops/_flash_attention_backward.h>
+#include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention_backward.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/env.h>
+
+#include "pytorch.h"
+
+// PyTorch's setting by which cuDNN's backward takes an LSE that lies otherwise than ours.
+static bool lse_lies_otherwise() {
+  static const bool it_does = c10::utils::check_env("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == true;
+  return it_does;
+}
+
+// The LSE of rows that see no key is -inf, which would make their P exp(inf) in a backward; with inf it is 0.
+static void hide_empty_rows(Tensor& lse) { lse.masked_fill_(lse.eq(-INFINITY), INFINITY); }
+
+// cuDNN reads a bias as q's type whatever its own, so convert it. A hidden key has -65504, as in PyTorch.
+static Tensor for_cudnn(const Tensor& bias, const Tensor& q) {
+  if (!bias.defined() || bias.scalar_type() != at::kBool) return bias.defined() ? bias.to(q.scalar_type()) : bias;
+  const auto value = [&](double x) { return at::scalar_tensor(x, q.options()); };
+  return at::where(bias, value(0), value(-65504));
+}
+
+// The additive bias [B,H,Sq,Sk] of PyTorch's memory-efficient kernels, of the given type, whose rows start at multiples of
+// 16 bytes.
+static Tensor for_efficient(const Tensor& bias_any, const Tensor& q, int64_t Sk, at::ScalarType type) {
+  const Tensor given = bias_of(bias_any, q, Sk);
+  const std::array<int64_t, 4> sizes{given.size(0), given.size(1), given.size(2), (Sk + 7) / 8 * 8};
+  const Tensor bias = at::zeros(sizes, q.options().dtype(type)).narrow(3, 0, Sk);
+  if (given.scalar_type() == at::kBool)
+    bias.masked_fill_(given.logical_not(), -INFINITY);
+  else
+    bias.copy_(given);
+  return bias.expand({q.size(0), q.size(1), q.size(2), Sk});
+}
+// k or v with a head for each of q's, which these kernels need, of the given type.
+static Tensor by_query_heads(const Tensor& x, const Tensor& q, at::ScalarType type) {
+  const int64_t group = q.size(1) / x.size(1);
+  return (group == 1 ? x : x.repeat_interleave(group, 1)).to(type);
+}
+
+// True if a bias has more bits than q's type, which cuDNN would round away.
+static bool is_wide(const Tensor& bias, const Tensor& q) {
+  return bias.defined() && bias.scalar_type() == at::kFloat && q.scalar_type() != at::kFloat;
+}
+
+// LSE [B,H,Sq] as the memory-efficient backward reads it: padded with inf to a multiple of 32 rows.
+static Tensor padded_lse(const Tensor& lse) {
+  const int64_t Sq = lse.size(2);
+  const Tensor padded = empty({lse.size(0), lse.size(1), (Sq + 31) / 32 * 32}, at::kFloat, lse);
+  padded.fill_(INFINITY), padded.narrow(2, 0, Sq).copy_(lse);
+  return padded;
+}
+
+// dQ, dK, dV by PyTorch's memory-efficient backward, whose causal mask is top-left. It needs O contiguous as [B,Sq,H,D]. With
+// a float32 bias all of it is in float32, since the kernel takes a bias of q's type only.
+static std::tuple<Tensor, Tensor, Tensor> efficient_backward(const Tensor& grad, const Tensor& q, const Tensor& k,
+                                                             const Tensor& v, const Tensor& o, const Tensor& lse,
+                                                             const Tensor& bias_any, bool causal,
+                                                             std::optional<double> scale) {
+  const auto type = is_wide(bias_any, q) ? at::kFloat : q.scalar_type();
+  const Tensor bias = bias_any.defined() ? for_efficient(bias_any, q, k.size(2), type) : Tensor();
+  const int64_t key_heads = k.size(1), group = q.size(1) / key_heads;
+  const auto by_key_heads = [&](const Tensor& dx) {
+    return (group == 1 ? dx : dx.unflatten(1, {key_heads, group}).sum(2)).to(q.scalar_type());
+  };
+  const Tensor unused = empty({}, at::kLong, q);  // a random generator's state, read with dropout alone
+  const auto [dq, dk, dv, of_bias] = at::_scaled_dot_product_efficient_attention_backward(
+      grad.to(type), q.to(type), by_query_heads(k, q, type), by_query_heads(v, q, type), bias,
+      o.to(type).transpose(1, 2).contiguous().transpose(1, 2), padded_lse(lse), unused, unused, 0,
+      {true, true, true, false}, causal, scale);
+  return {dq.to(q.scalar_type()), by_key_heads(dk), by_key_heads(dv)};
+}
+
+// True if cuDNN's backward gives NaN once the LSE of a row is below about -88: with a single query, and with a bias where
+// the last tile of 128 queries is at most half full. LSE is device data, so the shape alone decides.
+static bool cudnn_may_give_nan(const Tensor& q, const Tensor& bias) {
+  const int64_t last = q.size(2) % 128;
+  return q.size(2) == 1 || (bias.defined() && q.size(3) <= 64 && last >= 1 && last <= 64);
+}
+
+// PyTorch keeps cuDNN's plans by how q, k and v lie, and each has dO as it lay in the first such call: so dO comes as O
+// lies, or gradients of another layout were wrong.
+static std::tuple<Tensor, Tensor, Tensor> cudnn_backward(const Tensor& grad, const Tensor& q, const Tensor& k,
+                                                         const Tensor& v, const Tensor& o, const Tensor& lse,
+                                                         const Tensor& seed, const Tensor& offset, const Tensor& bias,
+                                                         const Tensor& q_starts, const Tensor& k_starts, int64_t most_q,
+                                                         int64_t most_k, double dropout, bool causal,
+                                                         std::optional<double> scale) {
+  const c10::OptionalDeviceGuard guard(q.device());
+  const bool is_plain = dropout == 0 && !q_starts.defined() && !lse_lies_otherwise();
+  if (is_plain && (cudnn_may_give_nan(q, bias) || is_wide(bias, q))) {
+    return efficient_backward(grad, q, k, v, o, lse.reshape(q.sizes().slice(0, 3)), bias, causal, scale);
+  }
+  const Tensor like_o = grad.strides() == o.strides() && fit(grad) ? grad : at::empty_like(o).copy_(grad);
+  return at::_cudnn_attention_backward(like_o, q, k, v, o, lse, seed, offset, for_cudnn(bias, q), q_starts, k_starts,
+                                       most_q, most_k, dropout, causal, scale);
+}
+
+// ---- sdpa::attention_backward ----
+
+// Whether it is a problem of F.scaled_dot_product_attention's, whose causal mask is top-left, for which PyTorch would
+// choose cuDNN.
+static bool is_for_cudnn(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias, int64_t causal,
+                         bool limited, std::optional<double> scale) {
+  if (limited || lse_lies_otherwise() || (causal == SDPA_CAUSAL_BOTTOM_RIGHT && q.size(2) != k.size(2))) return false;
+  try {
+    const bool masked = causal != SDPA_CAUSAL_OFF;
+    const at::AutoGradMode with_gradients(true);  // some sizes have a forward alone
+    const Tensor asked = q.detach().requires_grad_();
+    const int64_t choice = at::_fused_sdp_choice(asked, k, v, bias, 0, masked, scale, q.size(1) != k.size(1));
+    return at::SDPBackend(choice) == at::SDPBackend::cudnn_attention;
+  } catch (const c10::Error&) {  // there is no choice, since those that take it have been disabled
+    return false;
+  }
+}
+
+// O as PyTorch's cuDNN would have laid it out: as q, with v's D, since its plans are kept by how q lies.
+static Tensor laid_out_by(const Tensor& q, const Tensor& o) {
+  if (o.strides() == q.strides() && o.sizes() == q.sizes() && q.is_non_overlapping_and_dense()) return o;
+  std::array<int64_t, 4> order{0, 1, 2, 3}, strides;
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return q.stride(a) < q.stride(b); });
+  int64_t next = 1;
+  for (const int64_t dim : order) strides[dim] = next, next *= o.size(dim);
+  Tensor out = o.size(3) == q.size(3) ? at::empty_like(q) : at::empty_strided(o.sizes(), strides, o.options());
+  return o.strides() == out.strides() ? o : out.copy_(o);
+}
+
+// dQ, dK, dV from O and LSE: by cuDNN where PyTorch would choose it; else by FlashAttention-2, whose masks and windows are
+// bottom-right, and which takes a limit of -1 for all keys if both are; or by the memory-efficient backward, for a bias, a
+// top-left mask with Sq != Sk, and a v with its own D. `without`: the reason for having none. It is raised only when the
+// backward runs, so that a graph that is compiled ahead may contain it.
+static std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const Tensor& q_any,
+                                                             const Tensor& k_any, const Tensor& v_any, const Tensor& o,
+                                                             const Tensor& lse, int64_t causal, int64_t left,
+                                                             int64_t right, int64_t window_alignment,
+                                                             std::optional<double> scale,
+                                                             const OptionalTensor& bias_any,
+                                                             std::string_view without) {
+  TORCH_CHECK_NOT_IMPLEMENTED(without.empty(), "sdpa.attention: ", without);
+  const c10::OptionalDeviceGuard guard(q_any.device());
+  const Tensor q = readable(q_any, false), k = readable(k_any, false), v = readable(v_any, false);
+  OptionalTensor bias;
+  if (bias_any) bias = bias_of(bias_any->detach(), q, k.size(2));
+  const int64_t Sq = q.size(2), Sk = k.size(2), by = window_alignment ? window_alignment : causal;
+  const bool limited = left >= 0 || right >= 0;
+  const bool masked = causal != SDPA_CAUSAL_OFF;
+  const bool bottom_right = causal != SDPA_CAUSAL_TOP_LEFT && (!limited || by == SDPA_CAUSAL_BOTTOM_RIGHT);
+  Tensor rows_lse = lse;
+  if (bias) hide_empty_rows(rows_lse = rows_lse.clone());
+  const Tensor its_bias = bias.value_or(Tensor());
+  Tensor dq, dk, dv;
+  if (q.numel() == 0 || k.numel() == 0) {
+    dq = at::zeros_like(q), dk = at::zeros_like(k), dv = at::zeros_like(v);
+  } else if (is_for_cudnn(q, k, v, bias, causal, limited, scale)) {
+    const Tensor unused = empty({}, at::kLong, q);
+    std::tie(dq, dk, dv) = cudnn_backward(grad, q, k, v, laid_out_by(q, o), rows_lse.unsqueeze(-1), unused, unused,
+                                          its_bias, {}, {}, Sq, Sk, 0, masked, scale);
+  } else if (!bias && q.size(3) == v.size(3) && (Sq == Sk || bottom_right)) {
+    const auto rows = [](const Tensor& x) { return x.transpose(1, 2); };
+    const Tensor unused = empty({2}, at::kUInt64, q);
+    std::tie(dq, dk, dv) = at::_flash_attention_backward(
+        rows(readable(grad, false)), rows(q), rows(k), rows(v), rows(o), lse, {}, {}, Sq, Sk, 0, masked, unused, unused,
+        scale, limited && left < 0 ? Sk : left, limited && right < 0 ? Sk : right);
+    dq = rows(dq), dk = rows(dk), dv = rows(dv);
+  } else {
+    const bool top_left = causal != SDPA_CAUSAL_BOTTOM_RIGHT || Sq == Sk;
+    TORCH_CHECK_NOT_IMPLEMENTED(!limited && top_left, "sdpa.attention: no backward of PyTorch's takes top-left windows "
+                                "with Sq != Sk, or v's own D beside a window or a bottom-right mask with Sq != Sk");
+    std::tie(dq, dk, dv) = efficient_backward(grad, q, k, v, o, rows_lse, its_bias, masked, scale);
+  }
+  // As the fake kernel promises them.
+  const auto laid_out = [](const Tensor& dx, const Tensor& x) {
+    const bool already = x.is_non_overlapping_and_dense() && dx.strides() == x.strides();
+    return already ? dx : empty_like(x, x.scalar_type()).copy_(dx);
+  };
+  return {laid_out(dq, q_any), laid_out(dk, k_any), laid_out(dv, v_any)};
+}
