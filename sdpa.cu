@@ -1,38 +1,44 @@
-// sdpa: scaled dot-product attention, forward, for NVIDIA GPUs. One file, every kernel path.
+// sdpa: scaled dot-product attention for NVIDIA GPUs, forward pass. All kernels are in this file.
 // Copyright (c) 2026 the sdpa authors. MIT license, see LICENSE.
 //
 // ==== 0 MANUAL ===================================================================================
 //
-//   O = softmax(scale * Q @ K.T + mask) @ V          one head:  Q [Sq,D]  K,V [Sk,D]  O [Sq,D]
+//   O = softmax(scale * Q @ K.T + mask) @ V          per head:  Q [Sq,D]  K,V [Sk,D]  O [Sq,D]
 //
-// A CTA takes BLOCK_M rows of O and goes over their keys once, so that no score is ever in global memory:
+// Each CTA computes BLOCK_M rows of O. It iterates over the keys once (online softmax), so the scores never reach
+// global memory:
 //
-//   m = -inf, l = 0, O = 0                  of each row
+//   m = -inf, l = 0, O = 0                  per row
 //   for each tile of BLOCK_N keys:
 //     S = Q @ K.T, masked                   [BLOCK_M][BLOCK_N]
-//     m' = max(m, row maximum of S)
-//     alpha = exp(scale * (m - m'))         brings what is summed to the new maximum
+//     m' = max(m, row max of S)
+//     alpha = exp(scale * (m - m'))         rescales l and O to the new maximum
 //     P = exp(scale * (S - m')),  m = m'
 //     l = l * alpha + row sum of P
 //     O = O * alpha + P @ V                 [BLOCK_M][D]
-//   O = O / l,  LSE = scale * m + log l     log of the sum of exp(scale * S), for those who merge or differentiate
+//   O = O / l,  LSE = scale * m + log l     log-sum-exp; needed to merge partial results and for the backward pass
 //
 // Build one variant   nvcc -O3 -std=c++17 -arch=native -DBLOCK_M=64 -DVEC_WIDTH=8 sdpa.cu -o sdpa
-// Check and time it   ./sdpa --shape mission            (a CSV row on stdout, words on stderr)
-// See what it is      ./sdpa --config
-// Copy it             everything from COPY FROM HERE to COPY TO HERE into your own .cu file, or
-//                     `#define SDPA_NO_MAIN`, `#include "sdpa.cu"`; then call sdpa::sdpa_forward().
+// Check and time it   ./sdpa --shape mission            (B=1, H=8, Sq=Sk=512; CSV row on stdout, messages on stderr)
+// Print its knobs     ./sdpa --config
+// Copy it             Copy the text between COPY FROM HERE and COPY TO HERE into your own .cu file, or write
+//                     `#define SDPA_NO_MAIN` and `#include "sdpa.cu"`. Then call sdpa::sdpa_forward().
 //
-// Letters   B batch, H heads (Hq of Q and O, Hkv of K and V), Sq query rows, Sk key rows, D head
-//           length; q, k, d global indices; r, j row and column inside a tile; m, l running maximum
-//           and sum of a row's softmax; alpha the factor that rescales what was summed so far.
-// Suffixes  _g global memory, _s shared memory, _bytes, _us, _log2 (a logarithm to base 2).
+// Letters   B batch; H heads (Hq of Q and O, Hkv of K and V); Sq query rows; Sk key rows; D head dimension;
+//           q, k, d global indices; r, j row and column inside a tile; m, l running row max and row sum of the
+//           softmax; alpha the factor that rescales l and O when m grows.
+// Suffixes  _g global memory; _s shared memory; _bytes; _us; _log2 logarithm to base 2.
+// Terms     item     work item: BLOCK_M query rows of one head and batch
+//           slice    the keys of one group of warps of a CTA (SPLIT_KV groups)
+//           range    the keys of one CTA, if SPLIT_CTAS CTAs share an item
+//           round    one tile of keys for each slice: SPLIT_KV * BLOCK_N keys
+//           partial  m, l and O of a slice or a range; the partials of an item are merged
 //
-// Sections  1 KNOBS  2 PROBLEM  3 PTX  4 BLOCKS  5 KERNELS  6 LAUNCH  7 TABLES  8 CALL; harness/ makes a program
-//           of it. docs/READING.md goes through them.
-// Kernels   5a scalar: the loop above on the FMA pipes. 5c mma: on tensor cores, with S, P and O in registers. 5d:
-//           wgmma, on Hopper's, in one role, then with producers and consumers, then with e4m3. 5e: transposed, for
-//           few rows. 5b wmma: S and P in shared memory. 5f options: softcap, ranges of keys, lengths, pages.
+// Sections  1 KNOBS  2 PROBLEM  3 PTX  4 BLOCKS  5 KERNELS  6 LAUNCH  7 TABLES  8 CALL. harness/ contains main().
+//           docs/READING.md explains the order in which to read them.
+// Kernels   5a scalar: the loop above on the FMA pipes. 5b mma: mma.sync, with S, P and O in registers. 5c wgmma:
+//           Hopper's tensor cores; first a plain kernel, then producer and consumer warps, then e4m3. 5d: transposed
+//           wgmma, for few query rows. 5e wmma: S and P in shared memory. 5f options: softcap, splits, lengths, pages.
 
 // ==== COPY FROM HERE =============================================================================
 
@@ -52,80 +58,81 @@
 #include <cuda_runtime.h>
 #include <mma.h>
 
-// Before a loop: it is unrolled, so that the arrays that it indexes stay in registers.
+// Unrolls the following loop, so that the arrays it indexes stay in registers.
 #define SDPA_UNROLL _Pragma("unroll")
 
-#ifndef SDPA_NAMESPACE  // rename it to hold two builds in one program
+#ifndef SDPA_NAMESPACE  // define it to link two builds into one program
 #define SDPA_NAMESPACE sdpa
 #endif
 
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunknown-pragmas"  // nvcc's own, for g++
-#pragma nv_diag_suppress 177  // unused: a build takes only the parts that its knobs select
+#pragma GCC diagnostic ignored "-Wunknown-pragmas"  // g++ does not know nvcc's pragmas
+#pragma nv_diag_suppress 177  // unused functions and variables: a build uses only what its knobs select
 
 namespace SDPA_NAMESPACE {
 
 // ==== 1 KNOBS ====================================================================================
 
-namespace {  // two builds in one program must not share their constants and kernels
+namespace {  // internal linkage: two builds in one program must not share constants and kernels
 
 // ---- the list of knobs (typed) ----
-// Name, default, member of Config, legal values ("a..b" is a range), the families in whose kernels it has an effect,
-// meaning and cost. Set one with -DNAME=VALUE. Only this section reads a knob's macro; tools take the names from here.
+// A knob is a compile-time option, set with -DNAME=VALUE. Each row lists its name, default, member of Config, legal
+// values ("a..b" is a range), the kernel families that support it, and its meaning and cost. Only this section reads
+// the knobs' macros. The tools parse this list.
 
 // clang-format off
 #define SDPA_KNOBS(X) \
-  X(HEAD_DIM, 64, head_dim, "32..256", "all", "D; every row of Q and K has this many elements") \
-  X(HEAD_DIM_V, 0, head_dim_v, "0..256", "scalar mma wgmma", "D of V and O; 0: HEAD_DIM") \
-  X(DTYPE, FP16, dtype, "FP16 BF16 FP8_E4M3 U8", "all", "type of Q, K and V; sums are fp32") \
-  X(KV_DTYPE, AUTO, kv_dtype, "AUTO FP8_E4M3", "mma wgmma", "type of K and V, where Q and O alone have that of DTYPE") \
-  X(OUT_DTYPE, AUTO, out_dtype, "AUTO FP16 BF16", "all", "type of O; AUTO: DTYPE, or FP16 where that has 8 bits") \
-  X(BLOCK_M, 32, block_m, "4..256", "all", "query rows of a tile: more reuse of K and V, fewer CTAs") \
-  X(BLOCK_N, 32, block_n, "8..256", "all", "key rows of a tile: fewer barriers, more shared memory") \
-  X(NUM_WARPS, 4, num_warps, "1..16", "all", "warps of a CTA that compute; they share the tile's query rows") \
-  X(VEC_WIDTH, 1, vec_width, "1 2 4 8 16", "all", "elements of a global access, of which strides are multiples") \
-  X(SYNC_POLICY, 1, sync_policy, "5 2 1 0", "scalar wmma", "CTA barriers a K/V tile: 5 six, 2 four, 1 two, 0 none") \
-  X(USE_CP_ASYNC, 0, use_cp_async, "0 1", "scalar wmma mma", "copies by cp.async: no registers, and tiles ahead") \
-  X(STAGES, 1, stages, "1..4", "all", "K/V tiles in flight (cp.async or producers); each costs shared memory") \
-  X(SWIZZLE_XOR, 0, swizzle_xor, "0 1", "scalar wmma mma", "no bank conflicts: XOR-swizzled rows (wmma: padded)") \
-  X(USE_PERSISTENT_CTA, 0, use_persistent_cta, "0 1", "wmma wgmma", "resident CTAs draw tiles from a queue") \
-  X(USE_FAST_EXP, 0, use_fast_exp, "0 1", "all", "2^x by a cubic on the FMA pipes (1e-4) instead of ex2.approx") \
-  X(USE_LAZY_MAX, 0, use_lazy_max, "0 1", "mma wgmma", "keeps a stale row maximum while it will do: no rescale of O") \
-  X(SPLIT_KV, 1, split_kv, "1 2 4", "mma wgmma", "groups of warps that split the keys and merge: for few, long rows") \
-  X(USE_WMMA, 0, use_wmma, "0 1", "all", "nvcuda::wmma for Q @ K.T") \
-  X(USE_WMMA_PV, 0, use_wmma_pv, "0 1", "wmma", "nvcuda::wmma for P @ V") \
-  X(USE_MMA_SYNC, 0, use_mma_sync, "0 1", "all", "mma.sync and ldmatrix") \
-  X(FP16_ACC, NONE, fp16_acc, "NONE QK PV BOTH", "wmma", "sums of a tile's products in fp16, twice as fast on Ada") \
-  X(USE_WGMMA, 0, use_wgmma, "0 1", "all", "wgmma and TMA (sm_90a)") \
-  X(USE_PING_PONG, 0, use_ping_pong, "0 1", "wgmma", "warpgroups take turns at the tensor cores") \
-  X(OVERLAP, 0, overlap, "0 1", "wgmma", "softmax beside P @ V of the tile before") \
-  X(SKIP_MASKED, 0, skip_masked, "0 1", "wgmma", "a warpgroup leaves out tiles of which its rows see nothing") \
-  X(FP8_FLUSH, 8, fp8_flush, "0 1 2 4 8 16", "wgmma", "e4m3: tiles after which P @ V is added to O in fp32; 0: never") \
-  X(SWAP_AB, 0, swap_ab, "0 1", "wgmma", "S.T = K @ Q.T, keys as its 64 rows: 8, 16 or 32 query rows a CTA") \
-  X(PACK_GQA, 0, pack_gqa, "0 1", "mma wgmma", "the query heads of a key head are rows of one tile") \
-  X(SPLIT_CTAS, 1, split_ctas, "0..256", "wmma mma wgmma", "CTAs that share a tile's keys; 0: by the problem") \
-  X(USE_SOFTCAP, 0, use_softcap, "0 1 2", "scalar mma wgmma", "logits in c * tanh(x / c): 1 tanh.approx, 2 exactly") \
-  X(USE_SINKS, 0, use_sinks, "0 1", "scalar mma wgmma", "a logit of the head that has no key joins the sum of a row") \
-  X(USE_BIAS, 0, use_bias, "0 1 2 3", "scalar mma wgmma", "a tensor joins the logits: 1 added, 2 hides keys, 3 added (fp32)") \
+  X(HEAD_DIM, 64, head_dim, "32..256", "all", "D: elements per row of Q and K") \
+  X(HEAD_DIM_V, 0, head_dim_v, "0..256", "scalar mma wgmma", "elements per row of V and O; 0: HEAD_DIM") \
+  X(DTYPE, FP16, dtype, "FP16 BF16 FP8_E4M3 U8", "all", "type of Q, K and V; accumulation is in fp32") \
+  X(KV_DTYPE, AUTO, kv_dtype, "AUTO FP8_E4M3", "mma wgmma", "type of K and V; AUTO: DTYPE, which is Q's type") \
+  X(OUT_DTYPE, AUTO, out_dtype, "AUTO FP16 BF16", "all", "type of O; AUTO: DTYPE, or FP16 if DTYPE is an 8-bit type") \
+  X(BLOCK_M, 32, block_m, "4..256", "all", "query rows per tile; larger: more reuse of K and V, fewer CTAs") \
+  X(BLOCK_N, 32, block_n, "8..256", "all", "keys per tile; larger: fewer barriers, more shared memory") \
+  X(NUM_WARPS, 4, num_warps, "1..16", "all", "compute warps per CTA; they share the tile's query rows") \
+  X(VEC_WIDTH, 1, vec_width, "1 2 4 8 16", "all", "elements per global access; strides must be multiples of it") \
+  X(SYNC_POLICY, 1, sync_policy, "5 2 1 0", "scalar wmma", "CTA barriers per K/V tile: 5 six, 2 four, 1 two, 0 none") \
+  X(USE_CP_ASYNC, 0, use_cp_async, "0 1", "scalar wmma mma", "copies by cp.async; uses no registers, prefetches") \
+  X(STAGES, 1, stages, "1..4", "all", "K/V tiles in flight (cp.async or producers); each uses shared memory") \
+  X(SWIZZLE_XOR, 0, swizzle_xor, "0 1", "scalar wmma mma", "XOR-swizzled rows (wmma: padded) avoid bank conflicts") \
+  X(USE_PERSISTENT_CTA, 0, use_persistent_cta, "0 1", "wmma wgmma", "resident CTAs fetch work items from a queue") \
+  X(USE_FAST_EXP, 0, use_fast_exp, "0 1", "all", "2^x by a cubic polynomial on the FMA pipes (error 1e-4), not ex2") \
+  X(USE_LAZY_MAX, 0, use_lazy_max, "0 1", "mma wgmma", "lazy rescaling: rescales O only if the row max grew too much") \
+  X(SPLIT_KV, 1, split_kv, "1 2 4", "mma wgmma", "groups of warps that split the keys and merge; for few, long rows") \
+  X(USE_WMMA, 0, use_wmma, "0 1", "all", "computes Q @ K.T by nvcuda::wmma") \
+  X(USE_WMMA_PV, 0, use_wmma_pv, "0 1", "wmma", "computes P @ V by nvcuda::wmma") \
+  X(USE_MMA_SYNC, 0, use_mma_sync, "0 1", "all", "uses mma.sync and ldmatrix") \
+  X(FP16_ACC, NONE, fp16_acc, "NONE QK PV BOTH", "wmma", "accumulates per tile in fp16; twice as fast on Ada") \
+  X(USE_WGMMA, 0, use_wgmma, "0 1", "all", "uses wgmma and TMA (sm_90a)") \
+  X(USE_PING_PONG, 0, use_ping_pong, "0 1", "wgmma", "warpgroups alternate on the tensor cores") \
+  X(OVERLAP, 0, overlap, "0 1", "wgmma", "overlaps the softmax with P @ V of the previous tile") \
+  X(SKIP_MASKED, 0, skip_masked, "0 1", "wgmma", "a warpgroup skips tiles that are masked for all of its rows") \
+  X(FP8_FLUSH, 8, fp8_flush, "0 1 2 4 8 16", "wgmma", "e4m3: adds P @ V to O in fp32 after every n tiles; 0: never") \
+  X(SWAP_AB, 0, swap_ab, "0 1", "wgmma", "S.T = K @ Q.T: keys are wgmma's M; 8, 16 or 32 query rows per CTA") \
+  X(PACK_GQA, 0, pack_gqa, "0 1", "mma wgmma", "packs the query heads of a KV head into the rows of one tile") \
+  X(SPLIT_CTAS, 1, split_ctas, "0..256", "wmma mma wgmma", "CTAs that share an item's keys; 0: chosen per problem") \
+  X(USE_SOFTCAP, 0, use_softcap, "0 1 2", "scalar mma wgmma", "logits are c * tanh(x / c): 1 tanh.approx, 2 exact") \
+  X(USE_SINKS, 0, use_sinks, "0 1", "scalar mma wgmma", "attention sinks: adds exp(sink) of the head to each row sum") \
+  X(USE_BIAS, 0, use_bias, "0 1 2 3", "scalar mma wgmma", "bias of the logits: 1 added, 2 hides keys, 3 added (fp32)") \
   X(USE_KEY_MASK, 0, use_key_mask, "0 1", "all", "bytes hide keys of a batch from all of its queries and heads") \
-  X(USE_LENGTHS, 0, use_lengths, "0 1", "scalar mma wgmma", "a sequence has as many keys as device memory says") \
-  X(USE_PAGES, 0, use_pages, "0 1 2", "scalar mma wgmma", "K and V in pages that a table names: 1 of 16n keys, 2 of any size") \
-  X(USE_TUNED, 0, use_tuned, "0 1", "mma wgmma", "the tile by the problem, from a table; typed knobs narrow it") \
-  X(USE_WARP_SPECIALIZATION, 0, use_warp_specialization, "0 1", "wmma wgmma", "some warps copy, others compute") \
-  X(NUM_PRODUCER_WARPS, 1, num_producer_warps, "1 2 4", "wmma", "warps that only copy") \
+  X(USE_LENGTHS, 0, use_lengths, "0 1", "scalar mma wgmma", "reads the length of each sequence from device memory") \
+  X(USE_PAGES, 0, use_pages, "0 1 2", "scalar mma wgmma", "paged K and V; page size: 1 a multiple of 16 keys, 2 any") \
+  X(USE_TUNED, 0, use_tuned, "0 1", "mma wgmma", "chooses the tile per problem from a table; set knobs restrict it") \
+  X(USE_WARP_SPECIALIZATION, 0, use_warp_specialization, "0 1", "wmma wgmma", "producer and consumer warps") \
+  X(NUM_PRODUCER_WARPS, 1, num_producer_warps, "1 2 4", "wmma", "number of producer warps") \
   SDPA_LOGIT_KNOBS(X) SDPA_MASK_KNOBS(X)
-// Knobs of the score hook: what changes logits, and what hides keys.
+// Knobs of the score hook: the first list changes logits, the second hides keys.
 #define SDPA_LOGIT_KNOBS(X) \
   X(SCORE_MOD, NONE, score_mod, "NONE expression", "all", "the logit, an expression of s, b, h, q, k, Sq, Sk, x0 to x3")
 #define SDPA_MASK_KNOBS(X) \
-  X(MASK_MOD, NONE, mask_mod, "NONE expression", "all", "whether query q sees key k, of b, h, q, k, ..., x0 to x3, i0, i1")
+  X(MASK_MOD, NONE, mask_mod, "NONE expression", "all", "true if q sees k; of b, h, q, k, ..., x0 to x3, i0, i1")
 // clang-format on
 #define SDPA_IS_ON(name, fallback, member, values, families, meaning) K::member != 0 ||
 #define SDPA_COUNT_ON(name, fallback, member, values, families, meaning) (K::member != 0) +
 
 // ---- the knobs as typed (typed) ----
 
-// The place, from 0, of a word in "a b c"; -1 if it is not there.
+// Index of a word in the list "a b c", counted from 0; -1 if the list does not contain it.
 constexpr int place_of(std::string_view word, std::string_view words) {
   for (int place = 0;; place++) {
     const size_t end = words.find(' ');
@@ -134,10 +141,10 @@ constexpr int place_of(std::string_view word, std::string_view words) {
     words.remove_prefix(end + 1);
   }
 }
-// The values of SCORE_MOD and MASK_MOD: NONE, or any C++ expression of the names in section 5f.
+// Legal values of SCORE_MOD and MASK_MOD: NONE, or a C++ expression of the names in section 5f.
 constexpr std::string_view expressions = "NONE expression";
-// The number that a value is, or a word's place among the values, or 1 for an expression that does anything (s does not);
-// -1 if it is none of these.
+// Converts the text of a value to an int: a number to itself, a word to its index in `values`, the expressions
+// NONE and s (which change nothing) to 0, other expressions to 1, anything else to -1.
 constexpr int value_of(std::string_view value, std::string_view values = "") {
   if (values == expressions) return value != "NONE" && value != "s";
   int number = value.empty() ? -1 : 0;
@@ -145,10 +152,10 @@ constexpr int value_of(std::string_view value, std::string_view values = "") {
   return number < 0 ? place_of(value, values) : number;
 }
 
-// A knob nobody defined expands to its own name: that is how it gets its default.
+// The macro of a knob that is not set expands to its own name; the knob then has its default.
 #define SDPA_TEXT_AS_IS(...) #__VA_ARGS__
 #define SDPA_TEXT(...) SDPA_TEXT_AS_IS(__VA_ARGS__)
-// nvcc quotes the whole line of an error, which would be all of SDPA_KNOBS; a pragma ends the line.
+// nvcc prints the whole line of an error, which would be all rows of SDPA_KNOBS. A pragma ends the line.
 #define SDPA_NEW_LINE _Pragma("GCC diagnostic push") _Pragma("GCC diagnostic pop")
 #define SDPA_KNOB(name, fallback, member, values, families, meaning)                                                  \
   SDPA_NEW_LINE                                                                                                       \
@@ -157,10 +164,10 @@ constexpr int value_of(std::string_view value, std::string_view values = "") {
 SDPA_KNOBS(SDPA_KNOB)
 #define SDPA_MEMBER(name, fallback, member, values, families, meaning) \
   std::conditional_t<std::string_view(values) == "0 1", bool, int> member = value_of(name##_text, values);
-struct Config {  // by default as typed
+struct Config {  // the default values are those that were set
   SDPA_KNOBS(SDPA_MEMBER)
 };
-// -1: the knobs as typed; else a row of the table of tiles.
+// The values of all knobs. ROW -1: as set with -D; otherwise: row ROW of the table of tuned tiles (section 7).
 template <int ROW> constexpr Config config_of();
 template <> constexpr Config config_of<-1>() { return {}; }
 #define SDPA_CONSTANT(name, fallback, member, values, families, meaning) static constexpr auto member = config.member;
@@ -168,7 +175,7 @@ template <int ROW> struct Knobs {
   static constexpr Config config = config_of<ROW>();
   SDPA_KNOBS(SDPA_CONSTANT)
 };
-// NONE is a name where the expressions are evaluated: the logit as it is, and true.
+// Where the expressions are evaluated, NONE is a variable: the unchanged logit for SCORE_MOD, true for MASK_MOD.
 #ifndef SCORE_MOD
 #define SCORE_MOD NONE
 #endif
@@ -179,60 +186,68 @@ template <int ROW> struct Knobs {
 // ---- what follows from the knobs ----
 
 enum class Family { scalar, wmma, mma, wgmma };
-enum class DType { fp16, bf16, e4m3, u8 };  // in the order of DTYPE's values
+enum class DType { fp16, bf16, e4m3, u8 };  // in the order of the legal values of DTYPE
 
-// The template argument of every kernel and block: the knobs, and what follows from them. ROW: as of config_of().
+// The template argument B of every kernel and device function: the knobs and the constants derived from them.
+// ROW: see config_of().
 template <int ROW> struct BuildOf : Knobs<ROW> {
   using K = Knobs<ROW>;
   static constexpr Family family = K::use_mma_sync ? Family::mma
                                    : K::use_wmma   ? Family::wmma
                                    : K::use_wgmma  ? Family::wgmma
                                                    : Family::scalar;
-  // Kernels of wgmma start before those before them have ended (griddepcontrol), and TMA copies their tiles.
+  // wgmma kernels use programmatic dependent launch (griddepcontrol): they may start before the preceding
+  // kernel in the stream has ended. TMA copies their tiles.
   static constexpr bool starts_early = family == Family::wgmma, loads_by_tma = family == Family::wgmma;
-  // Pages of fewer keys than a box of TMA should have: cp.async copies the rows of K and V.
+  // Builds for wgmma take D and Dv below HEAD_DIM and HEAD_DIM_V. This includes their tuned tiles that use mma.sync.
+  static constexpr bool takes_short_rows = K::use_wgmma;
+  // Pages may be too small for efficient TMA boxes, so cp.async copies the rows of K and V.
   static constexpr bool copies_rows = loads_by_tma && K::use_pages == 2;
   static constexpr DType q_type = DType(K::dtype);  // of Q
   static constexpr DType input = K::kv_dtype != 0 ? DType::e4m3 : q_type;  // of K and V
   static constexpr bool is_e4m3 = input == DType::e4m3, is_8bit = is_e4m3 || input == DType::u8;
-  static constexpr bool mixes_types = K::kv_dtype != 0;  // Q has 16 bits, K and V have 8
+  static constexpr bool mixes_types = K::kv_dtype != 0;  // Q has 16-bit elements, K and V have 8-bit elements
   static constexpr DType output = K::out_dtype != 0          ? DType(K::out_dtype - 1)
                                   : is_8bit && !mixes_types ? DType::fp16
                                                             : q_type;
-  // e4m3 becomes 16 bits as an operand of a product is read (mma), or as a tile is made of what has landed (wgmma).
+  // Where e4m3 is converted to 16 bits: mma converts each operand as it is read from shared memory; wgmma
+  // converts whole tiles after they have been copied.
   static constexpr bool converts_operands = is_e4m3 && family == Family::mma && (K::pack_gqa || mixes_types);
   static constexpr bool converts_tiles = mixes_types && family == Family::wgmma;
   static constexpr bool converts_q = converts_tiles && q_type == DType::bf16;
   static constexpr bool multiplies_e4m3 = is_e4m3 && family != Family::scalar && !converts_operands && !converts_tiles;
-  // USE_SOFTCAP: a polynomial caps scores whose exponential is taken by a stale maximum. At D=256 it gains nothing.
+  // USE_SOFTCAP: tanh by a polynomial for scores that use a stale maximum (lazy rescaling). No gain at D=256.
   static constexpr bool caps_by_polynomial = K::use_softcap == 1 && family == Family::wgmma && K::head_dim <= 128 &&
                                              K::use_warp_specialization && !is_8bit && K::use_bias == 0 && !K::use_key_mask;
   // True if one of the knobs is on.
   static constexpr bool changes_logits = SDPA_LOGIT_KNOBS(SDPA_IS_ON) false, hides_keys = SDPA_MASK_KNOBS(SDPA_IS_ON) false;
-  // MASK_MOD is the only one that hides keys. What other knobs hide may differ between heads and sequences.
+  // True if no knob of SDPA_MASK_KNOBS other than MASK_MOD is set. Such knobs may hide different keys in each head
+  // and sequence.
   static constexpr bool only_expression_hides = (SDPA_MASK_KNOBS(SDPA_COUNT_ON) 0) == (K::mask_mod != 0);
-  // The score hook may hide all of a round of keys; it gives some tiles logits and others multiples of them.
-  static constexpr bool adds_bias = K::use_bias == 1 || K::use_bias == 3;  // of the type of Q, or fp32
+  // hides_rounds: the score hook may hide all keys of a round. has_two_units: tiles with a bias contain logits,
+  // tiles without one contain scores.
+  static constexpr bool adds_bias = K::use_bias == 1 || K::use_bias == 3;  // with Q's type, or fp32
   static constexpr bool hides_rounds = K::use_bias != 0 || hides_keys, has_two_units = adds_bias;
-  // FP16_ACC: S is summed in fp16, and so is what a tile adds to O.
+  // FP16_ACC: S is accumulated in fp16; each tile's P @ V is accumulated in fp16.
   static constexpr bool qk_in_fp16 = K::fp16_acc & 1, pv_in_fp16 = K::fp16_acc & 2;
-  // U8 becomes fp16 while a tile is copied.
+  // U8 is converted to fp16 while a tile is copied.
   static constexpr bool converts = input == DType::u8 && family == Family::wmma;
-  // Threads of a CTA that only copy, and all of its threads; group_warps share a slice of the keys.
+  // Producer threads of a CTA, then all of its threads.
   static constexpr int producer_threads = !K::use_warp_specialization ? 0
                                           : family == Family::wgmma       ? 128
                                                                           : K::num_producer_warps * 32;
   static constexpr int threads = K::num_warps * 32 + producer_threads;
   static constexpr int d_v = K::head_dim_v > 0 ? K::head_dim_v : K::head_dim;  // elements of a row of V and O
-  // Bytes of an element of K and V, and of wgmma's tiles; of a row of its Q and K, and of V and O.
+  // Bytes per element of K and V in global memory, then in wgmma's tiles in shared memory.
   static constexpr int input_bytes = is_8bit ? 1 : 2, element_bytes = converts_tiles ? 2 : input_bytes;
+  // wgmma: bytes of a row of Q and K, and of a row of V and O, in shared memory.
   static constexpr int qk_bytes = K::head_dim * element_bytes, v_bytes = d_v * element_bytes;
-  static constexpr int d_q = mixes_types ? 2 * K::head_dim : K::head_dim;      // elements of K as long as a row of Q
-  static constexpr int round_keys = K::split_kv * K::block_n;  // of a round, in which every slice takes one tile
-  static constexpr int group_warps = K::num_warps / K::split_kv;
+  static constexpr int d_q = mixes_types ? 2 * K::head_dim : K::head_dim;  // length of a row of Q, in elements of K
+  static constexpr int round_keys = K::split_kv * K::block_n;
+  static constexpr int group_warps = K::num_warps / K::split_kv;  // warps that share a slice of the keys
   static constexpr int group_threads = group_warps * 32;
-  static constexpr int warpgroups = K::num_warps / 4;  // that compute
-  // Rows of scores have scales of their own: of their heads, or of their rows of Q.
+  static constexpr int warpgroups = K::num_warps / 4;  // consumers only
+  // True if each row of scores has its own scale: that of its head, or that of its row of Q.
   static constexpr bool scales_rows = (multiplies_e4m3 && family == Family::wgmma && K::pack_gqa) || converts_q;
 };
 
@@ -249,28 +264,29 @@ template <DType T>
 using ElementOf = std::conditional_t<
     T == DType::fp16, __half,
     std::conditional_t<T == DType::bf16, __nv_bfloat16, std::conditional_t<T == DType::e4m3, __nv_fp8_e4m3, uint8_t>>>;
-using Input = ElementOf<Build::input>;    // of K and V
-using Output = ElementOf<Build::output>;  // of O
+using Input = ElementOf<Build::input>;    // element type of K and V
+using Output = ElementOf<Build::output>;  // element type of O
 template <class B> using Query = std::conditional_t<B::mixes_types, ElementOf<B::q_type>, Input>;  // of Q
 using Bias = std::conditional_t<Build::use_bias == 2, uint8_t, std::conditional_t<Build::use_bias == 3, float, Input>>;
-// The type of their elements in shared memory.
+// Element type of Q, K and V in shared memory.
 template <class B> using Element = std::conditional_t<B::converts || B::converts_tiles, __half, Input>;
-using Half = std::conditional_t<Build::is_8bit, __half, Input>;  // of 16-bit operands
+using Half = std::conditional_t<Build::is_8bit, __half, Input>;  // type of the operands of 16-bit products
 
-// Query q's own position among the keys. With a mask it sees no key after it.
+// The causal mask and the position of query q among the keys. A query does not see keys after its position.
 enum class Causal : int {
-  off,           // q; all keys are visible
-  bottom_right,  // q + Sk - Sq: the last query sees the last key
-  top_left,      // q
+  off,           // no causal mask; the position is q
+  bottom_right,  // the position is q + Sk - Sq: the last query sees the last key
+  top_left,      // the position is q
 };
 
-struct Strides {  // in elements; a row's D elements are contiguous
+struct Strides {  // in elements; the D elements of a row are contiguous
   int64_t batch, head, row;
 };
 
-// Factors of an 8-bit tensor: head (b, h) is multiplied by factor[b * batch + h * head]. U8 u is (u - 128) / 127 * 448.
+// Dequantization factors of an 8-bit tensor: element x of head (b, h) counts as x * factor[b * batch + h * head].
+// An element u of type U8 counts as x = (u - 128) / 127 * 448.
 struct Descale {
-  const float* factor = nullptr;  // in device memory, none negative; null: 1
+  const float* factor = nullptr;  // in device memory, each 0 or more; null: 1
   int64_t batch = 0, head = 0;    // strides, in floats
 
   __device__ float of_head(int b, int h) const { return factor ? factor[b * batch + h * head] : 1.0f; }
@@ -280,64 +296,71 @@ struct SdpaParams {
   const Query<Build>* Q;   // [B,Hq,Sq,D]
   const Input* K;          // [B,Hkv,Sk,D]
   const Input* V;          // [B,Hkv,Sk,D]
-  Output* O;               // [B,Hq,Sq,D], written whole; no element of it may alias an input
-  float* LSE = nullptr;    // [B,Hq,Sq] contiguous, aligned to 4 bytes, natural logarithm, or null
-  int B, Hq, Hkv, Sq, Sk;  // Hq a multiple of Hkv; query head h reads key head h / (Hq / Hkv)
-  int D;                   // HEAD_DIM; USE_WGMMA=1: or fewer, a multiple of VEC_WIDTH
-  Strides q, k, v, o;      // in multiples of VEC_WIDTH, or of 16 bytes; of inputs also 0 or negative; of size 1 any
-  float scale = 0;         // 0: 1/sqrt(D). For a scale of 0, by which all visible keys weigh alike: FLT_MIN
+  Output* O;               // [B,Hq,Sq,D], written completely; no element of it may alias an input
+  float* LSE = nullptr;    // [B,Hq,Sq] contiguous, 4-byte aligned, natural logarithm; null: not stored
+  int B, Hq, Hkv, Sq, Sk;  // Hq is a multiple of Hkv; query head h reads KV head h / (Hq / Hkv)
+  int D;                   // HEAD_DIM; USE_WGMMA=1: or less, a multiple of VEC_WIDTH
+  // Strides are multiples of VEC_WIDTH elements or of 16 bytes, whichever is less. Strides of inputs may be 0 or
+  // negative. The stride of a dimension of size 1 is ignored.
+  Strides q, k, v, o;
+  float scale = 0;  // 0: 1/sqrt(D). For equal weights of all visible keys, which a scale of 0 would give, pass FLT_MIN
   Causal causal = Causal::off;
-  void* workspace = nullptr;                // sdpa_workspace_bytes() of device memory, 256-byte aligned, zeroed once
-                                            // before the first launch, whatever the problems after it; one per stream
-  int max_ctas = 0;                         // USE_PERSISTENT_CTA=1: so many CTAs at most; 0: as many as are resident
+  // sdpa_workspace_bytes() of device memory, 256-byte aligned, one per stream. Zero it once before the first
+  // launch; it then serves launches of any problem.
+  void* workspace = nullptr;
+  int max_ctas = 0;                         // USE_PERSISTENT_CTA=1: upper limit of CTAs; 0: all that are resident
   int window_left = -1, window_right = -1;  // keys that a query sees before and after its own position; -1: no limit
-  Descale q_descale, k_descale, v_descale;  // 8-bit DTYPE: by query head, and by key head
-  Causal window_alignment = Causal::off;    // whose position the window counts from; off: that of `causal`
-  float softcap = 0;                        // USE_SOFTCAP: x becomes softcap * tanh(x / softcap), 1e-18 to 1e18; 0: x
-  const float* sinks = nullptr;             // USE_SINKS=1: [Hq] in device memory; exp(sink) joins a row's sum; or null
-  const int *k_lengths = nullptr, *q_starts = nullptr, *k_starts = nullptr;  // USE_LENGTHS=1: as struct Sequence has it
-  int most_keys = 0;                        // USE_LENGTHS=1: that a sequence has; 0: Sk
-  const int* page_table = nullptr;          // USE_PAGES: as page_of() has it
-  int page_stride = 0, page_size = 0, pages = 0, Dv = 0;  // Dv: of V and O, to HEAD_DIM_V as D to HEAD_DIM; 0: D
-  const void* bias = nullptr;               // USE_BIAS: as bias_row() has it, or null
-  Strides bias_strides = {0, 0, 0};         // in elements, any; 0 where batches, heads or queries share it
-  int bias_keys = 0;                        // that it speaks of, each sequence's last ones; 0: all
-  void* bias_map = nullptr;                 // USE_BIAS: written by sdpa_map_bias(), or null: launches make their own
-  size_t bias_map_bytes = 0;                // of bias_map, as sdpa_bias_map_bytes() has it
-  const int* q_lengths = nullptr;           // USE_LENGTHS=1: as struct Sequence has it
-  int batch_invariant = 0;                  // 1: a row's bits are the same whatever sequences are in the batch with it
-  // Arrays in device memory that SCORE_MOD and MASK_MOD name, which nobody writes while the kernel runs.
+  Descale q_descale, k_descale, v_descale;  // 8-bit DTYPE: q_descale per query head, the others per KV head
+  Causal window_alignment = Causal::off;    // the position that the window is relative to; off: that of `causal`
+  float softcap = 0;                        // USE_SOFTCAP: logits are softcap * tanh(x / softcap); 1e-18 to 1e18, 0: off
+  const float* sinks = nullptr;             // USE_SINKS=1: [Hq] in device memory; exp(sink) is added to the row sum
+  const int *k_lengths = nullptr, *q_starts = nullptr, *k_starts = nullptr;  // USE_LENGTHS=1: see struct Sequence
+  int most_keys = 0;                        // USE_LENGTHS=1: maximum number of keys per sequence; 0: Sk
+  const int* page_table = nullptr;          // USE_PAGES: see page_of()
+  int page_stride = 0, page_size = 0, pages = 0;
+  int Dv = 0;                               // D of V and O; HEAD_DIM_V, or with USE_WGMMA=1 less, as for D; 0: D
+  const void* bias = nullptr;               // USE_BIAS: see bias_row(); or null
+  Strides bias_strides = {0, 0, 0};         // in elements, any value; 0 where batches, heads or queries share a bias
+  int bias_keys = 0;                        // number of keys that have a bias, the last ones of each sequence; 0: all
+  void* bias_map = nullptr;                 // USE_BIAS: written by sdpa_map_bias(); null: each launch makes its own map
+  size_t bias_map_bytes = 0;                // size of bias_map, from sdpa_bias_map_bytes()
+  const int* q_lengths = nullptr;           // USE_LENGTHS=1: see struct Sequence
+  int batch_invariant = 0;                  // 1: the bits of a row do not depend on the other sequences of the batch
+  // Arrays in device memory that SCORE_MOD and MASK_MOD name and that nothing writes while the kernel runs.
   const float* x0 = nullptr;
   const float* x1 = nullptr;
   const float* x2 = nullptr;
   const float* x3 = nullptr;
   const int* i0 = nullptr;
   const int* i1 = nullptr;
-  // sdpa_scratch_bytes() of device memory, 256-byte aligned, with any contents, for this launch only. The workspace then
-  // needs less: it holds only what is zero between launches. Null: the scratch memory is a part of the workspace.
+  // sdpa_scratch_bytes() of device memory, 256-byte aligned, with any contents; used only by this launch. The
+  // workspace is then smaller: it holds only data that is zero between launches. Null: scratch memory is part
+  // of the workspace.
   void* scratch = nullptr;
-  const int* k_firsts = nullptr;            // USE_LENGTHS=1 without USE_PAGES=1: as struct Sequence has it
+  const int* k_firsts = nullptr;            // USE_LENGTHS=1 without USE_PAGES=1: see struct Sequence
   const uint8_t* key_mask = nullptr;        // USE_KEY_MASK=1: [B,Sk] bytes, 0 hides a key of the batch; or null
   int64_t key_mask_stride = 0;              // from batch to batch, any; 0: they share the mask
 };
-// A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf or its sink. NaN and inf come out as
-// the formula has them; those of V at a masked key may reach the row (0 * inf is NaN), of rows that are no key none.
-// Logits may be any finite float. P @ V is summed in floats and divided by the row sum of P last: a row comes out right
-// while that sum, at most 2^16 * Sk, times max|V| stays below 3.4e38 (DTYPE=BF16: 2^60 * Sk, so V below 1e15 will do).
+// A row that sees no key, or only keys with logit -inf, gets O = 0, and LSE = -inf or its sink.
+// NaN and inf propagate as in the formula. NaN and inf of V at a masked key may reach the row, since 0 * inf is
+// NaN. Rows of K and V that belong to no key never reach a row.
+// Logits may be any finite float. P @ V is accumulated in fp32 and divided by the row sum of P at the end. A
+// row is correct as long as its row sum, at most 2^16 * Sk, times max|V| is below 3.4e38. With DTYPE=BF16 the
+// row sum is at most 2^60 * Sk, so |V| must be below 1e15.
 
 namespace {
 
-constexpr int most_rows = 1000000000;  // that a dimension may have
-// n / size, rounded up.
+constexpr int most_rows = 1000000000;  // maximum size of a dimension
 template <class T> __host__ __device__ constexpr T ceil_div(T n, typename std::common_type<T>::type size) {
   return (n + size - 1) / size;
 }
 
-struct TensorMaps { CUtensorMap q, k, v, o; };  // of [B][H][panels][S][elements of a panel], or [B][H][1][S][D]
+// Tensor maps with dimensions [B][H][panels][S][elements of a panel], or [B][H][1][S][D].
+struct TensorMaps { CUtensorMap q, k, v, o; };
 struct Nothing {};
 
 struct KeyRange { int begin, end; };  // [begin, end)
-// The mask: query q sees those keys of [q + from, q + to) that exist. Sizes are at most 10^9, so that no sum overflows.
+// The mask: query q sees the keys of [q + from, q + to) that exist. Sizes are at most 10^9, so no sum overflows.
 struct KeyBounds {
   int from, to, Sk;
 
@@ -349,14 +372,15 @@ struct KeyBounds {
     if (p.window_left >= 0) from = min(max(window_position - p.window_left, -most_rows), to);
   }
   __host__ __device__ bool all() const { return from == -most_rows && to == Sk; }
-  // begin(q) <= end(q), and both grow with q.
+  // begin(q) <= end(q). Both are nondecreasing in q.
   __host__ __device__ int begin(int q) const { return min(max(q + from, 0), Sk); }
   __host__ __device__ int end(int q) const { return min(max(q + to, 0), Sk); }
   // The keys that at least one of the queries [first, last] sees.
   __host__ __device__ KeyRange of_rows(int first, int last) const { return {begin(first), end(last)}; }
 };
 
-// The mask of tiles of `rows` queries from q on and `keys` keys from k0 on, as limits of k0 - q. Some may not exist.
+// The mask of a tile with queries [q, q + rows) and keys [k0, k0 + keys), as limits of k0 - q. The tile may
+// extend past the last query or the last key.
 struct TileBounds {
   int touch_from, touch_to, cover_from, cover_to, whole_to;
 
@@ -368,22 +392,23 @@ struct TileBounds {
         whole_to(b.Sk - keys) {}
   // True if one of the queries may see one of the keys.
   __device__ __forceinline__ bool touch(int q, int k0) const { return k0 - q >= touch_from && k0 - q < touch_to; }
-  // True if all queries see all keys, so that there is nothing to mask.
+  // True if all queries see all keys: no mask is needed.
   __device__ __forceinline__ bool cover(int q, int k0) const {
     return k0 - q >= cover_from && k0 - q <= cover_to && k0 <= whole_to;
   }
-  // The k0 of these tiles.
+  // The values of k0 for which cover(q, k0) is true.
   __device__ __forceinline__ KeyRange covered(int q) const { return {q + cover_from, min(q + cover_to, whole_to) + 1}; }
 };
 
-// The launch's, or with USE_LENGTHS that of an item's sequence.
+// The mask of the launch, or with USE_LENGTHS that of an item's sequence.
 struct Mask { TileBounds tiles; KeyBounds keys; };
-// USE_BIAS: the first of so many keys that has a bias; without one their number.
+// USE_BIAS: index of the first of `keys` keys that has a bias; `keys` if none has one.
 __device__ __forceinline__ int first_biased_key(const SdpaParams& p, int keys) {
   return p.bias ? p.bias_keys > 0 ? keys - p.bias_keys : 0 : keys;
 }
-// Division of n < 2^31 by a number that the host knows. With 2^(s-1) < divisor <= 2^s and multiplier = ceil(2^(31+s) /
-// divisor) the quotient is too large by less than 2^-s <= 1 / divisor, which never carries to the next integer.
+// Division of n < 2^31 by a divisor that is known on the host, as a multiplication and a shift. Let 2^(s-1) <
+// divisor <= 2^s and multiplier = ceil(2^(31+s) / divisor). Then n * multiplier / 2^(31+s) exceeds n / divisor
+// by less than 2^-s <= 1 / divisor, so both round down to the same integer.
 struct Divisor {
   uint32_t divisor = 1, multiplier = 1u << 31;
   int shift = 31;
@@ -397,42 +422,51 @@ struct Divisor {
   __device__ __forceinline__ uint32_t remainder(uint32_t n) const { return n - divide(n) * divisor; }
 };
 
-struct PlanArgs {  // USE_LENGTHS: room in the scratch memory for one group of heads
-  uint32_t items, parts, free_parts;  // partial results of ranges; free_parts lacks those of a typed SPLIT_CTAS
+struct PlanArgs {  // USE_LENGTHS: the sizes of the plan for one group of heads, in scratch memory
+  // parts: maximum number of partials. free_parts: the same without those that an explicit SPLIT_CTAS adds.
+  uint32_t items, parts, free_parts;
   Divisor page_size;  // USE_PAGES
-  int box_rows = 0;   // keys that TMA copies at once: of one page and of one tile
+  int box_rows = 0;   // keys per TMA box: all of one page and of one tile
 };
-// USE_SOFTCAP: of a score s, tanh(s * cap_scale) * scale_log2 is about ((s^2 + shift)^2 + rest) * s * factor.
+// USE_SOFTCAP: for a score s, tanh(s * cap_scale) * scale_log2 is about ((s^2 + shift)^2 + rest) * s * factor.
 struct CapPolynomial {
-  float shift = 0, rest = 0, factor = 0;  // factor 0: there is none
+  float shift = 0, rest = 0, factor = 0;  // factor 0: no polynomial
 };
-struct BiasMap {  // USE_BIAS: a list for each item, or for those that share a bias; null: none
+struct BiasMap {  // USE_BIAS: one list of rounds for each item, or for all items that share a bias; lists null: no map
   uint32_t *lists = nullptr, list_words = 0;
   Divisor heads, batches;
-  uint64_t made_for = 0;  // a hash of what the lists depend on, and in the map, just before the lists, of the map's own
+  uint64_t made_for = 0;  // hash of everything that the lists depend on; a map stores its own just before its lists
 };
-struct Grid {  // which item has which rows
-  alignas(64) int unmasked_rounds = 0;  // over all keys, 1 or more, if there is no mask; else 0
+struct Grid {  // maps the index of an item to its batch, head and rows
+  alignas(64) int unmasked_rounds = 0;  // rounds over all keys (1 or more) if nothing is masked; otherwise 0
   uint32_t work_items = 0;              // B * q_heads * q_blocks
-  Divisor q_blocks;                     // ceil(Sq / BLOCK_M), or with PACK_GQA of item_queries
+  Divisor q_blocks;                     // ceil(Sq / BLOCK_M), or with PACK_GQA ceil(Sq / item_queries)
   Divisor q_heads;                      // Hq / item_heads
   Divisor q_heads_per_kv;               // Hq / Hkv
   Divisor items_in_l2;                  // heads_in_l2 * q_blocks
-  uint32_t heads_in_l2 = 1;             // of q_heads: whose K and V take about 8/15 of L2, at least 1
-  float scale_log2 = 0;                 // makes a score an exponent of 2; the first line ends here
-  Divisor item_queries;                 // PACK_GQA: queries of an item per head, and heads
-  int item_heads = 1;
-  Divisor ranges;  // SPLIT_CTAS: CTAs of an item
+  uint32_t heads_in_l2 = 1;             // number of q_heads whose K and V take about 8/15 of L2; at least 1
+  // Scales convert between a score (an element of Q @ K.T), a logit (the argument of exp in the softmax) and an
+  // exponent of 2. scale_log2 converts what the softmax reads to an exponent of 2. From a score it is scale *
+  // log2(e). USE_SOFTCAP: from a tanh it is softcap * log2(e). USE_BIAS=1, USE_BIAS=3, SCORE_MOD: from a logit
+  // it is log2(e).
+  float scale_log2 = 0;                 // the first line of the constant cache ends here
+  Divisor item_queries;                 // PACK_GQA: queries per head of an item
+  int item_heads = 1;                   // PACK_GQA: query heads of an item
+  Divisor ranges;                       // SPLIT_CTAS: CTAs per item
 };
-// SdpaParams, and what every CTA would compute again. What locates an item and the scale are the first line of the
-// constant cache: a kernel that needs another one before its first tile takes some 0.04 us longer.
+// SdpaParams, and values that are the same in all CTAs. The first line of the constant cache is Grid up to
+// scale_log2, which suffices to locate an item. Reading another line before the first tile costs a kernel about
+// 0.04 us.
 struct KernelArgs : Grid {
   Mask mask;
-  bool has_short_rows;  // USE_WGMMA: D or Dv is lower than the build's
+  bool has_short_rows;  // USE_WGMMA: D or Dv is less than the build's
   SdpaParams p;
-  uint32_t first_item = 0;  // merges_by_kernel: of the launch
-  float inverse_scale_log2 = 0, cap_scale = 0;  // of set_scales()
-  float logit_scale = 1, scores_log2 = 0;  // USE_BIAS=1, 3: of scores, which it makes logits
+  uint32_t first_item = 0;  // merges_by_kernel: index of the launch's first item
+  float inverse_scale_log2 = 0;  // exponent of 2 to what the softmax reads: 1 / scale_log2
+  // USE_SOFTCAP: from a score to the argument of tanh: scale / softcap. SCORE_MOD: from a score to s: scale.
+  float cap_scale = 0;
+  float logit_scale = 1;  // USE_BIAS=1, 3: from a score to a logit: scale; from a tanh to a logit: softcap
+  float scores_log2 = 0;  // scale_log2 without SCORE_MOD and bias: from a score or a tanh to an exponent of 2
   BiasMap bias_map;
   std::conditional_t<Build::loads_by_tma, TensorMaps, Nothing> maps;
   std::conditional_t<Build::use_lengths, PlanArgs, Nothing> plan;
@@ -444,30 +478,32 @@ struct KernelArgs : Grid {
         p(params) {}
 };
 
-// The work of a CTA: rows [q0, q0 + BLOCK_M) of O, of head h in batch b. USE_LENGTHS has items of its own.
+// A work item: rows [q0, q0 + BLOCK_M) of O, of head h in batch b. USE_LENGTHS has its own specialization.
 template <class B, bool = B::use_lengths> struct Item {
   using HeldMask = const Mask&;
   int b, h, q0;
-  __device__ bool exists() const { return true; }                         // else there is none for this CTA
-  __device__ int batch(const int*) const { return b; }                    // of a tensor with these starts
-  __device__ int q_row(int q) const { return q; }                         // of query q among the rows of Q and O
-  __device__ int k_row(int k) const { return k; }                         // of key k among those of K and V
-  __device__ int query_count(const SdpaParams& p) const { return p.Sq; }  // of the sequence
-  __device__ bool ends_before(int) const { return false; }                // whether the sequence does, before query q
-  __device__ int keys_in_tile(int) const { return B::block_n; }           // of the sequence, from key k0 on
+  __device__ bool exists() const { return true; }                         // false: this CTA has no item
+  __device__ int batch(const int*) const { return b; }                    // index in a tensor with these starts
+  __device__ int q_row(int q) const { return q; }                         // row of query q in Q and O
+  __device__ int k_row(int k) const { return k; }                         // row of key k in K and V
+  __device__ int query_count(const SdpaParams& p) const { return p.Sq; }  // queries of the sequence
+  __device__ bool ends_before(int) const { return false; }                // true if the sequence ends before query q
+  __device__ int keys_in_tile(int) const { return B::block_n; }           // keys of the sequence in the tile at key k0
   __device__ HeldMask mask(const KernelArgs& a) const { return a.mask; }
-  // The keys of its rows, or with SPLIT_CTAS this CTA's range of them: whole rounds, except for the last one.
+  // The keys that the item's rows see, or with SPLIT_CTAS this CTA's range of them. All rounds but the last are full.
   __device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask& mask) const;
-  // SPLIT_CTAS: how many ranges the item has; the number of this CTA's partial result, of the first one; their counter.
+  // SPLIT_CTAS: number of ranges of the item; index of this CTA's partial; index of the item's first partial;
+  // index of the item's counter.
   __device__ uint32_t range_count(const KernelArgs& a) const { return a.ranges.divisor; }
   __device__ uint32_t part(const KernelArgs&) const { return blockIdx.x; }
   __device__ uint32_t first_part(const KernelArgs& a) const { return counter(a) * a.ranges.divisor; }
   __device__ uint32_t counter(const KernelArgs& a) const { return a.ranges.divide(blockIdx.x); }
-  static __device__ uint32_t* queue(const KernelArgs& a) { return static_cast<uint32_t*>(a.p.workspace); }  // drawn
+  // Number of items that were taken from the queue.
+  static __device__ uint32_t* queue(const KernelArgs& a) { return static_cast<uint32_t*>(a.p.workspace); }
 };
 
 // ==== 3 PTX ======================================================================================
-// One function per instruction, named after it, without policy. They convert the generic pointers to shared memory.
+// One function per instruction, named after it. The functions convert generic pointers to shared memory addresses.
 
 #ifdef SDPA_SIMT
 #include "cpu_backend/ptx.h"
@@ -476,17 +512,18 @@ template <class B, bool = B::use_lengths> struct Item {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #error "these kernels need sm_80 or newer (cp.async, max.NaN); type -arch=sm_80 or -arch=native"
 #endif
-// Dynamic shared memory of the CTA, aligned to 1024 bytes.
+// The dynamic shared memory of the CTA, aligned to 1024 bytes.
 template <class T> __device__ __forceinline__ T& dynamic_shared() {
   extern __shared__ __align__(1024) unsigned char dynamic_shared_bytes[];
   return *reinterpret_cast<T*>(dynamic_shared_bytes);
 }
 
-// Accesses of a T (1 to 16 bytes) at an address aligned to its size. They are plain so that the compiler folds offsets.
+// Loads and stores of a T of 1 to 16 bytes, at an address aligned to its size. They are plain C++ rather than
+// asm, so that the compiler folds constant offsets into the instructions.
 template <class T> __device__ __forceinline__ T ld_shared(const void* src_s) { return *static_cast<const T*>(src_s); }
 template <class T> __device__ __forceinline__ void st_shared(void* dst_s, T value) { *static_cast<T*>(dst_s) = value; }
 template <class T> __device__ __forceinline__ T ld_global(const void* src_g) { return *static_cast<const T*>(src_g); }
-// Use it only for data that nobody writes while this kernel runs, the time before it waits for another included.
+// Only for data that is not written while this kernel runs, nor before it waits for the preceding kernel.
 template <class T> __device__ __forceinline__ T ld_global_nc(const void* src_g) {
   return __ldg(static_cast<const T*>(src_g));
 }
@@ -496,25 +533,25 @@ __device__ __forceinline__ float ex2_approx_ftz(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// log2 x to 2^-22, absolute or relative; 0 and subnormal x give -inf.
+// log2(x) with an absolute or relative error of 2^-22; -inf for 0 and subnormal x.
 __device__ __forceinline__ float lg2_approx_ftz(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// 1 / x to 1 ulp; 0 and subnormal x give inf.
+// 1 / x with an error of 1 ulp; inf for 0 and subnormal x.
 __device__ __forceinline__ float rcp_approx_ftz(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// max(a, b), NaN if either is NaN (fmaxf would drop the NaN).
+// max(a, b); NaN if either is NaN, unlike fmaxf.
 __device__ __forceinline__ float max_nan(float a, float b) {
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
-// Waits at barrier `id` (1 to 15; 0 is __syncthreads) for `threads` threads in whole warps.
+// Waits at barrier `id` for `threads` threads, a multiple of 32. `id` is 1 to 15, since 0 is __syncthreads().
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -524,8 +561,8 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
 
 // ---- element types and vectors ----
 
-// The descale factor goes into the scale or into 1 / l instead. Functions convert, since a program may be compiled
-// without the conversions of the 16-bit types, as PyTorch's extensions are.
+// Conversions to float without descale factors, which are part of the scale and of 1 / l. They are functions
+// because PyTorch's extensions are compiled without the conversion operators of the 16-bit types.
 __host__ __device__ __forceinline__ float to_float(float x) { return x; }
 __host__ __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __host__ __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
@@ -540,11 +577,11 @@ using IfBytes = std::conditional_t<BYTES == SIZE, T, OTHERWISE>;
 template <int N>
 using VectorType = IfBytes<
     N, 16, uint4, IfBytes<N, 8, uint2, IfBytes<N, 4, uint32_t, IfBytes<N, 2, uint16_t, IfBytes<N, 1, uint8_t, void>>>>>;
-template <class B> constexpr int CHUNK = 16 / sizeof(Element<B>);  // elements in 16 bytes, the unit of the swizzle
+template <class B> constexpr int CHUNK = 16 / sizeof(Element<B>);  // elements per 16 bytes, the unit of the swizzle
 
 // ---- tiles in shared memory (scalar, wmma, mma) ----
 
-// Elements from one row of a tile to the next: with SWIZZLE_XOR wmma has rows that are 16 bytes longer.
+// Elements from one row of a tile to the next. With SWIZZLE_XOR, rows of wmma are padded by 16 bytes.
 template <class B> constexpr bool pads_rows = B::swizzle_xor && B::family == Family::wmma;
 template <class B, int D = B::head_dim> constexpr int TILE_STRIDE = D + (pads_rows<B> ? CHUNK<B> : 0);
 template <class B, int D> __device__ __forceinline__ int swizzled(int row, int col);  // SWIZZLE_XOR
@@ -554,13 +591,13 @@ template <class B, int D = B::head_dim> __device__ __forceinline__ int tile_offs
 }
 
 // ---- accumulator views ----
-// A view is a thread's part of a tile: ROWS x COLS floats x[i][j] at (row(i), col(j)); LANES neighbouring lanes share
-// these rows. It is the seam between kernel families: mask, softmax and epilogue are written on views alone.
+// A view is the part of a tile that a thread holds: ROWS x COLS floats x[i][j] at (row(i), col(j)). LANES adjacent
+// lanes share these rows. All kernel families share the mask, softmax and epilogue, which use only this interface.
 
 template <class View> __device__ __forceinline__ void clear(View& T) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) { SDPA_UNROLL for (int j = 0; j < View::COLS; j++) T.x[i][j] = 0; }
 }
-// T = T * factor, by rows.   factor [ROWS]
+// T = T * factor, per row.   factor [ROWS]
 template <class View> __device__ __forceinline__ void scale_rows(View& T, const float (&factor)[View::ROWS]) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     SDPA_UNROLL for (int j = 0; j < View::COLS; j++) T.x[i][j] *= factor[i];
@@ -569,37 +606,40 @@ template <class View> __device__ __forceinline__ void scale_rows(View& T, const 
 
 // ---- the score hook: the scales of scores ----
 
-// A factor of a thread's scores: one number, or with B::scales_rows one for each row.
+// The scale of a thread's scores: one number, or with B::scales_rows one per row.
 struct RowScales;
 template <class B> using ScoreScale = std::conditional_t<B::scales_rows, RowScales, float>;
 __device__ __forceinline__ float of_row(float scale, int) { return scale; }
 __device__ __forceinline__ float largest(float scale) { return scale; }
-template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;  // of to_float() = 1
-// SCORE_MOD and MASK_MOD as functions of a score.
+template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;  // value per to_float()
+// SCORE_MOD and MASK_MOD as functions that are applied to a score.
 template <class B> struct ScoreMod;
-// True if the hook turns scores into other units: softcap into tanh, SCORE_MOD into logits.
+// True if the hook replaces scores by other quantities: softcap by tanh, SCORE_MOD by logits.
 template <class B> __device__ __forceinline__ bool is_capped(const KernelArgs& a) {
   return B::changes_logits || (B::use_softcap != 0 && a.cap_scale != 0);
 }
-// Neither 0 nor infinite: -inf times the scale stays -inf, and 0 times the scale stays 0.
+// The scale, clamped so that it is neither 0 nor infinite. Then -inf * scale is -inf, and 0 * scale is 0.
 __device__ __forceinline__ float finite_scale(float scale) {
   return scale > 3.4e38f ? 3.4e38f : max_nan(scale, 1.2e-38f);
 }
-// What an item's scores are multiplied by: item_scale_log2(), or with a softcap what makes them arguments of tanh.
-// Where e4m3 becomes fp16 (mma and PACK_GQA), scores have been multiplied by the factor of Q; a Q of 16 bits has none.
+// The factor by which the score hook or the softmax multiplies an item's scores: cap_scale with a softcap or
+// SCORE_MOD, scale_log2 otherwise, times the descale factors of Q and K. PACK_GQA in mma applies the factor of
+// Q when it converts Q to fp16, and a 16-bit Q has no factor.
 template <class B> __device__ __forceinline__ float item_score_scale(const KernelArgs& a, const Item<B>& item) {
   if constexpr (!B::is_8bit) return B::use_softcap != 0 || B::changes_logits ? a.cap_scale : a.scale_log2;
   const float q_descale = B::converts_operands || B::mixes_types ? 1 : a.p.q_descale.of_head(item.b, item.h);
   const float k_descale = a.p.k_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
-  // The factors first: one of them may be 0, and the other times a large scale infinite.
+  // Multiply the descale factors first. One may be 0, and the other times a large scale may be infinite.
   const float scale = (is_capped<B>(a) ? a.cap_scale : a.scale_log2) * (q_descale * k_descale);
   return finite_scale(scale);
 }
-// The scale of an item's scores times log2(e), with the factors of its heads; and the factor of its V.
+// scale_log2 of an item. It includes the descale factors of the item's heads, unless the hook has already applied
+// them together with cap_scale.
 template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const Item<B>& item) {
   if (!B::is_8bit || is_capped<B>(a)) return a.scale_log2;
   return item_score_scale<B>(a, item);
 }
+// The descale factor of an item's V.
 template <class B> __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const Item<B>& item) {
   if constexpr (!B::is_8bit) return 1;
   return element_unit<B> * a.p.v_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
@@ -607,11 +647,11 @@ template <class B> __device__ __forceinline__ float item_v_descale(const KernelA
 
 // ---- mask ----
 
-// The query of row r of a tile that begins with query q0.
+// Index of the query in row r of a tile whose first query is q0.
 template <class B> __device__ __forceinline__ int query_of(const KernelArgs& a, int q0, int r) {
   return q0 + (B::pack_gqa ? int(a.item_queries.remainder(uint32_t(r))) : r);
 }
-// S = -inf where key k0 + j is not visible to the query of row r.
+// S = -inf where the query of row r does not see key k0 + j.
 template <class B, class View>
 __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const Mask& mask, int q0, int k0) {
   const KeyBounds& keys = mask.keys;
@@ -626,17 +666,18 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
   hide([&](int j, int q) { return j >= keys.end(q) - k0; });
   if (keys.from > -most_rows) hide([&](int j, int q) { return j < keys.begin(q) - k0; });
 }
+
 // ---- the score hook ----
 //
-// Every kernel passes the scores of a tile through one of these functions between Q @ K.T and the softmax, and nothing else
-// changes a score:
+// Every kernel passes the scores of a tile through one of these two functions between Q @ K.T and the softmax.
+// Nothing else modifies scores.
 //
-//   finish_scores     S becomes what the exact maximum is taken of: softcap, bias, SCORE_MOD, MASK_MOD, causal mask, window
-//   exp_by_stale_max  (with the stale maxima below) S becomes P, relative to a maximum that is known, of a tile without mask
+//   finish_scores     applies softcap, bias, SCORE_MOD, MASK_MOD, causal mask and window to S; the row max comes next
+//   exp_by_stale_max  (lazy rescaling, below) computes P from S with a known maximum, for tiles without a mask
 //
-// What is recovered from P has passed the hook (are_logits), and does not pass it again.
+// Scores that are recovered from P have already passed the hook (are_logits) and do not pass it again.
 
-// USE_KEY_MASK: which keys of a tile the mask shows.
+// USE_KEY_MASK: the visible keys of a tile.
 template <class B, bool = B::use_key_mask> struct KeyBits {
   KeyBits() = default;
   __device__ KeyBits(const KernelArgs&, int, int) {}
@@ -645,25 +686,25 @@ template <class B, bool = B::use_key_mask> struct KeyBits {
   template <class View> __device__ KeyBits from_first_column(const View&) const { return {}; }
   __device__ bool sees(int) const { return true; }
 };
-// A tile as the hook sees it. WgmmaRows is another one, which fetches a bias ahead.
+// What the score hook knows about a tile. WgmmaRows has the same interface and prefetches the bias.
 template <class B> struct ScoreTile {
   const KernelArgs& a;
   const Item<B>& item;
   const Mask& mask;
   const int q, k0;  // first query and first key
   const ScoreScale<B> scale;
-  const KeyBits<B> keys;  // USE_KEY_MASK: that the mask shows
+  const KeyBits<B> keys;  // USE_KEY_MASK: the visible keys
 
   __device__ ScoreScale<B> score_scale() const { return scale; }
   __device__ bool hides_keys() const { return !keys.all(); }
   __device__ const KeyBits<B>& key_bits() const { return keys; }
   __device__ int batch_of_item() const { return item.b; }
   __device__ int query_count() const { return item.query_count(a.p); }
-  // The row and the column that the thread's view begins with are set.
+  // Sets the first row and the first column of the thread's view.
   template <class View> static __device__ void locate(View&) {}
   // True if SCORE_MOD or MASK_MOD may change the tile.
   __device__ bool is_modified() const { return B::changes_logits || B::hides_keys; }
-  // USE_BIAS: adds the bias, if the tile has one; scores become logits, or -inf where it hides a key.
+  // USE_BIAS: adds the bias and returns true, if the tile has one. Scores become logits, or -inf if the key is hidden.
   template <class View> __device__ __forceinline__ bool add_bias(View& S) const;
 };
 
@@ -671,15 +712,16 @@ template <class B> struct ScoreTile {
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> cap_scale, int first = 0,
                                            int last = View::COLS);
-// USE_KEY_MASK: S = -inf where the mask hides the key; P of the stale maximum, which is 0 there.
+// USE_KEY_MASK: sets S to -inf at hidden keys.
 template <class B, class View, class Tile> __device__ __forceinline__ void hide_keys(View& S, const Tile& tile);
+// USE_KEY_MASK: P with the stale maximum; 0 at hidden keys.
 template <class B, class View, class Softmax, class Tile>
 __device__ __forceinline__ void exp_of_shown_keys(View& S, int first, int last, Softmax& softmax, const Tile& tile);
-// USE_BIAS: whether keys of the tile at key k0 have a bias.
+// USE_BIAS: true if keys of the tile at key k0 have a bias.
 template <class B> __device__ __forceinline__ bool has_bias(const KernelArgs& a, const Mask& mask, int k0) {
   return B::use_bias != 0 && a.p.bias && k0 + B::block_n > first_biased_key(a.p, mask.keys.Sk);
 }
-// USE_BIAS=1, 3: scores of a tile without bias become logits.
+// USE_BIAS=1, 3: converts the scores of a tile without bias to logits.
 template <class B, class View> __device__ __forceinline__ void scale_scores(View& S, const KernelArgs& a) {
   if constexpr (B::adds_bias) {
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
@@ -688,26 +730,26 @@ template <class B, class View> __device__ __forceinline__ void scale_scores(View
   }
 }
 template <class B> struct BiasInMemory;
-// SCORE_MOD, MASK_MOD: applies them to the tile. `plain`: all of its keys exist.
+// SCORE_MOD, MASK_MOD: applies the expressions to the tile. `plain`: all of its keys exist.
 template <class B, class View, class Tile>
 __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool plain);
 
-// What the hook makes of one score of a tile in which it depends on nothing else.
+// The value of one score after the hook, in tiles without bias, expression and mask.
 template <class B> __device__ __forceinline__ float capped(float x, float cap_scale);
 template <class B> __device__ __forceinline__ float logit(float x, const KernelArgs& a, float cap_scale) {
   return (is_capped<B>(a) ? capped<B>(x, cap_scale) : x) * (B::adds_bias ? a.logit_scale : 1);
 }
-// True if all queries see all keys of the tile, and these have no bias: there is nothing to mask or to add.
+// True if all queries see all keys of the tile and no key has a bias, so that the tile needs no mask and no bias.
 template <class B>
 __device__ __forceinline__ bool is_plain(const KernelArgs& a, const Mask& mask, int q, int k0) {
   return mask.tiles.cover(q, k0) && !has_bias<B>(a, mask, k0);
 }
-// The column of a tile that a view counts from, asked for where it is needed, since it takes a register.
+// The first column of a view in its tile; recomputed at each use to save a register.
 template <class B, class View> __device__ __forceinline__ int first_col(const View& S) {
   if constexpr (B::swap_ab) return S.first_col();
   return 0;
 }
-// plain: all queries see all keys. are_logits: the scores have passed the hook, except for the mask.
+// Applies the score hook to a tile. plain: all queries see all keys. are_logits: only the mask remains to be applied.
 template <class B, class View, class Tile>
 __device__ __forceinline__ void finish_scores(View& S, Tile& tile, bool plain, bool are_logits = false) {
   if (!are_logits) {
@@ -734,20 +776,20 @@ __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, cons
 
 // ---- online softmax ----
 
-// 2^t, with USE_FAST_EXP by the polynomial.
+// 2^t; with USE_FAST_EXP by a polynomial.
 template <class B> __device__ __forceinline__ float exp2_polynomial(float t);
 template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
   return B::use_fast_exp ? exp2_polynomial<B>(t) : ex2_approx_ftz(t);
 }
 
-// P and l are 2^p_log2 times what the formula has, since e4m3 reaches from 2^-9 to 448. With 8 instead of 3 a
-// stale maximum would soon be too small; with 0 the error of long rows grows.
+// P and l are scaled by 2^p_log2, because the range of e4m3 is 2^-9 to 448. With 8 instead of 3, P would overflow
+// sooner with a stale maximum. With 0, the error of long rows would grow.
 template <class B> constexpr float p_log2 = B::multiplies_e4m3 ? 3 : 0;
 
-// The maximum to subtract: 0 for a row with no visible key yet, so that -inf - -inf never happens.
+// The maximum to subtract: 0 for a row that has seen no key yet, which avoids -inf - -inf.
 __device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
 
-// m' = max(m, row maximum of S, of each thread's first COLS columns);  alpha = 2^((m - m') * scale_log2), [ROWS]
+// m' = max(m, row max of S);  alpha = 2^((m - m') * scale_log2)   [ROWS]   S: the first COLS columns of each thread
 template <class B, class View, int COLS = View::COLS>
 __device__ __forceinline__ void softmax_max(const View& S, ScoreScale<B> scale_log2, float (&m)[View::ROWS],
                                             float (&alpha)[View::ROWS]) {
@@ -762,12 +804,12 @@ __device__ __forceinline__ void softmax_max(const View& S, ScoreScale<B> scale_l
   }
 }
 
-// The largest |m * scale_log2| that may be subtracted in the exponent: its rounding moves P by 2^-15 at most.
+// The largest |m * scale_log2| that may be subtracted in the exponent. Its rounding changes P by at most 2^-15.
 constexpr float shift_limit = 1024;
-// The same with SCORE_MOD, whose terms may be as large as a sequence is long: P may be off by 2^-12.
+// The limit for SCORE_MOD, whose terms may be as large as the sequence length, for an error of P of at most 2^-12.
 template <class B> constexpr float stale_limit = B::changes_logits ? 8192 : shift_limit;
 
-// P = 2^(S * scale_log2 - m_log2) in place;  sum += P: this thread's columns [first, last) of its rows.
+// P = 2^(S * scale_log2 - m_log2) in place;  sum += P.   For the columns [first, last) of this thread.
 template <class B, class View>
 __device__ __forceinline__ void softmax_exp(View& S, int first, int last, ScoreScale<B> scale_log2,
                                             const float (&m_log2)[View::ROWS], float (&sum)[View::ROWS]) {
@@ -779,10 +821,11 @@ __device__ __forceinline__ void softmax_exp(View& S, int first, int last, ScoreS
   }
 }
 
-// P = 2^((S - m) * scale_log2) in place;  l' = l * alpha + this thread's sums of P. m_log2 = m * scale_log2 is
-// subtracted in the FMA that scales S. Beyond shift_limit the rounding of that product would show (near 2^31 it is a
-// factor of 2^64 in P): there S becomes S - m, which is exact near the maximum, and m_log2 is 0. True if every m may
-// be kept as a stale maximum: a score, and within the limit.
+// P = 2^((S - m) * scale_log2) in place;  l' = l * alpha + row sum of P over this thread's columns.
+// The FMA that scales S subtracts m_log2 = m * scale_log2. If |m_log2| is above the limit, the rounding error of that
+// product would be visible; near 2^31 it changes P by a factor of 2^64. Then S - m is computed first, which is exact
+// near the maximum, and m_log2 is 0. Returns true if every m may be kept as a stale maximum: it is not -inf and
+// within the limit.
 template <class B, class View>
 __device__ __forceinline__ bool softmax_sum(View& S, ScoreScale<B> scale_log2, const float (&m)[View::ROWS],
                                             const float (&alpha)[View::ROWS], float (&l)[View::ROWS]) {
@@ -793,7 +836,8 @@ __device__ __forceinline__ bool softmax_sum(View& S, ScoreScale<B> scale_log2, c
     m_log2[i] = shift * of_row(scale_log2, i) - p_log2<B>;
     if (m[i] == -INFINITY) may_be_kept = false;
     if (fabsf(m_log2[i]) <= stale_limit<B>) continue;
-    may_be_kept = false, m_log2[i] = 0 - p_log2<B>;
+    may_be_kept = false;
+    m_log2[i] = 0 - p_log2<B>;
     SDPA_UNROLL for (int j = 0; j < View::COLS; j++) S.x[i][j] -= shift;
   }
   softmax_exp<B>(S, 0, View::COLS, scale_log2, m_log2, sum);
@@ -801,7 +845,7 @@ __device__ __forceinline__ bool softmax_sum(View& S, ScoreScale<B> scale_log2, c
   return may_be_kept;
 }
 
-// The sum of x over the LANES lanes that share a row, in a fixed order.
+// The sum of x over the LANES lanes that share a row. The order is fixed.
 template <int LANES> __device__ __forceinline__ float row_sum(float x) {
   SDPA_UNROLL for (int lane = 1; lane < LANES; lane *= 2) { x += __shfl_xor_sync(0xffffffffu, x, lane); }
   return x;
@@ -810,11 +854,12 @@ template <int LANES> __device__ __forceinline__ float row_sum(float x) {
 // ---- epilogue ----
 
 constexpr float ln2 = 0.693147180559945f;
-// USE_SINKS: the sink of the item's head, and the row sum with it.
+// USE_SINKS: the sink of the item's head; the row sum including the sink.
 template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const Item<B>& item);
 template <class B> __device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const Item<B>&);
 
-// LSE = ln2 * (m * scale_log2 + log2(sum) - p_log2) of query q, if it is wanted. m * scale_log2 alone may overflow.
+// Stores LSE = ln2 * (m * scale_log2 + log2(sum) - p_log2) of query q, unless p.LSE is null. scale_log2 is
+// multiplied by ln2 first, because m * scale_log2 may overflow.
 template <class B>
 __device__ __forceinline__ void store_lse(float m, float sum, const KernelArgs& a, const Item<B>& item, int q) {
   if (a.p.LSE) {
@@ -825,21 +870,24 @@ __device__ __forceinline__ void store_lse(float m, float sum, const KernelArgs& 
   }
 }
 
-// What O is multiplied by: 1 / sum times the factor of V; 0 where no key is visible and there is no sink.
+// The final factor of O: 1 / sum times the descale factor of V; 0 if the row sees no key and has no sink.
 template <class B>
 __device__ __forceinline__ float inverse_of_sum(float sum, const KernelArgs& a, const Item<B>& item) {
   return sum == 0 ? 0 : rcp_approx_ftz(sum) * item_v_descale<B>(a, item);
 }
+
 // ---- stored from views (scalar, wmma, mma, wgmma) ----
 
-// Stores O / l and LSE of rows before Sq; O of a row without a visible key is 0. m, l [ROWS] are final in all lanes.
+// Stores O / l and LSE of the rows below Sq. O of a row without a visible key is 0. m, l [ROWS] are final in
+// all lanes.
 template <class B, class View>
 __device__ __forceinline__ void store_output(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
                                              const KernelArgs& a, const Item<B>& item) {
-  constexpr int run = View::RUN < 8 ? View::RUN : 8, width = B::vec_width < run ? B::vec_width : run;  // to 16 bytes
+  constexpr int run = View::RUN < 8 ? View::RUN : 8;
+  constexpr int width = B::vec_width < run ? B::vec_width : run;  // elements per store, at most 16 bytes
   using Vector = VectorType<width * sizeof(Output)>;
   const SdpaParams& p = a.p;
-  const int columns = B::use_wgmma && a.has_short_rows ? p.Dv : B::d_v;
+  const int columns = B::takes_short_rows && a.has_short_rows ? p.Dv : B::d_v;
   Output* const O_g = p.O + item.b * p.o.batch + item.h * p.o.head;
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     const int q = item.q0 + O.row(i);
@@ -852,26 +900,26 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
       }
       Vector x;
       memcpy(&x, e, sizeof x);
-      if (!B::use_wgmma || O.col(j) < columns) st_global(O_g + item.q_row(q) * p.o.row + O.col(j), x);
+      if (!B::takes_short_rows || O.col(j) < columns) st_global(O_g + item.q_row(q) * p.o.row + O.col(j), x);
     }
     if (O.col(0) == 0) store_lse<B>(m[i], sum, a, item, q);  // the first lane of the row
   }
 }
 
-// ---- what the copies of a kernel are called; they stand behind the first one ----
+// ---- declarations of the copies; the definitions follow the first kernel ----
 
-// The item of a CTA that has one alone.
+// The item of this CTA, in kernels where each CTA has one item.
 template <class B> __device__ __forceinline__ Item<B> item_of_cta(const KernelArgs& a);
-// An item's keys and mask; copy_q() copies its rows of Q, copy_kv() the next tile of K and V.
+// The keys and the mask of an item. copy_q() copies its rows of Q; copy_kv() copies the next tile of K and V.
 template <class B> struct ItemTiles;
-// acquire(k0) gives the stage of the tile at key k0 once it is there, release() says that this warp has read it.
+// acquire(k0) waits for the tile at key k0 and returns its stage. release() marks it as read by this warp.
 template <class B, class Shared> struct CopyTogether;
 
 // ---- scores in shared memory (scalar, wmma) ----
 
-constexpr int RUN_READ = 8;  // neighbouring elements of a row that a lane reads at once
+constexpr int RUN_READ = 8;  // adjacent elements of a row that a lane reads at once
 
-// x = the elements at src_s, which is aligned to their size.
+// Loads N elements from src_s, which is aligned to N elements, and converts them to float.
 template <class E, int N> __device__ __forceinline__ void load_run(float (&x)[N], const E* src_s) {
   const auto run = ld_shared<VectorType<N * sizeof(E)>>(src_s);
   E e[N];
@@ -879,10 +927,10 @@ template <class E, int N> __device__ __forceinline__ void load_run(float (&x)[N]
   SDPA_UNROLL for (int i = 0; i < N; i++) x[i] = to_float(e[i]);
 }
 
-// The scalar family's lanes: 4 along the rows, 8 along the columns.
+// Lane layout of the scalar family: 4 lanes along the rows, 8 along the columns.
 constexpr int ROW_LANES = 4, COL_LANES = 8;
 
-// S or P [BLOCK_M][BLOCK_N]. Columns interleave over lanes, so that lanes read neighbouring keys.
+// S or P [BLOCK_M][BLOCK_N]. Columns are interleaved over the lanes, so that adjacent lanes read adjacent keys.
 template <class B> struct ScalarScores {
   static constexpr int ROWS = B::block_m / (ROW_LANES * B::num_warps);
   static constexpr int COLS = B::block_n / COL_LANES, LANES = COL_LANES;
@@ -892,10 +940,10 @@ template <class B> struct ScalarScores {
   __device__ int col(int j) const { return first_col + COL_LANES * j; }
 };
 
-// O [BLOCK_M][D], the same rows as a warp's own scores. A lane has whole runs of columns.
+// O [BLOCK_M][D]. A warp has the same rows as in ScalarScores. A lane has runs of RUN adjacent columns.
 template <class B> struct ScalarOutput {
   static constexpr int ROWS = ScalarScores<B>::ROWS, COLS = B::d_v / COL_LANES;
-  static constexpr int RUN = COLS % RUN_READ ? 2 : RUN_READ;  // neighbouring x that are neighbouring d
+  static constexpr int RUN = COLS % RUN_READ ? 2 : RUN_READ;  // adjacent elements of x with adjacent d
   float x[ROWS][COLS];
   int first_row, first_col;
   __device__ int row(int i) const { return first_row + ROW_LANES * i; }
@@ -911,12 +959,12 @@ template <class T, class View> __device__ __forceinline__ void store_scores(T* P
 }
 
 template <class B> struct ScalarShared {
-  static constexpr int P_STRIDE = B::block_n + 8;         // 4 rows of lanes fall into 4 groups of 8 banks
+  static constexpr int P_STRIDE = B::block_n + 8;         // the 4 rows of lanes use 4 groups of 8 banks
   Element<B> Q[B::block_m * TILE_STRIDE<B>];              // [BLOCK_M][D]
   Element<B> K[B::stages][B::block_n * TILE_STRIDE<B>];   // [BLOCK_N][D]
   Element<B> V[B::stages][B::block_n * TILE_STRIDE<B, B::d_v>];  // [BLOCK_N][Dv]
-  float P[B::block_m * P_STRIDE];                         // [BLOCK_M][BLOCK_N]: S, then P in its place
-  float m[B::block_m], l[B::block_m], alpha[B::block_m];  // used where rows change hands
+  float P[B::block_m * P_STRIDE];                         // [BLOCK_M][BLOCK_N]: S, overwritten by P
+  float m[B::block_m], l[B::block_m], alpha[B::block_m];  // used if a row moves between warps
 
   __device__ void store_probabilities(const ScalarScores<B>& S) { store_scores(P, P_STRIDE, S); }
   __device__ void store_alpha(const ScalarScores<B>&, const float (&)[ScalarScores<B>::ROWS]) {}
@@ -934,7 +982,10 @@ __device__ __forceinline__ void scalar_pv(ScalarOutput<B>& O, const float (&alph
     float p[View::ROWS][KEYS];
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       const float4 x = ld_shared<float4>(P_s + O.row(i) * ScalarShared<B>::P_STRIDE + k);
-      p[i][0] = x.x, p[i][1] = x.y, p[i][2] = x.z, p[i][3] = x.w;
+      p[i][0] = x.x;
+      p[i][1] = x.y;
+      p[i][2] = x.z;
+      p[i][3] = x.w;
     }
     SDPA_UNROLL for (int n = 0; n < KEYS; n++) {
       SDPA_UNROLL for (int j = 0; j < View::COLS; j += View::RUN) {
@@ -948,29 +999,36 @@ __device__ __forceinline__ void scalar_pv(ScalarOutput<B>& O, const float (&alph
   }
 }
 
-// Softmax of rows that stay with the warp that computed their scores: m and l are registers, P moves within the warp.
+// Softmax for rows that stay in the warp that computed their scores. m and l are in registers; the lanes of the
+// warp exchange P through shared memory.
 template <class B, class Shared> struct WarpSoftmax {
   static constexpr int ROWS = ScalarScores<B>::ROWS;
   float m[ROWS], l[ROWS];
 
   __device__ void start(Shared&, const ScalarScores<B>&) {
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      m[i] = -INFINITY;
+      l[i] = 0;
+    }
   }
-  // Writes P, and alpha where it is wanted, to shared memory; returns alpha of this thread's rows.
+  // Writes P to shared memory, and alpha if Shared stores it. Returns alpha of this thread's rows.
   __device__ void step(Shared& s, ScalarScores<B>& S, float scale_log2, float (&alpha)[ROWS]) {
     softmax_max<B>(S, scale_log2, m, alpha);
     softmax_sum<B>(S, scale_log2, m, alpha, l);
     s.store_probabilities(S);
     s.store_alpha(S, alpha);
-    __syncwarp();  // hazard: P and alpha written by the other lanes
+    __syncwarp();  // hazard: P and alpha were written by other lanes
   }
   // The final m and l of this thread's rows.
   __device__ void finish(Shared&, const ScalarScores<B>&, float (&m_out)[ROWS], float (&l_out)[ROWS]) {
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) m_out[i] = m[i], l_out[i] = row_sum<COL_LANES>(l[i]);
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      m_out[i] = m[i];
+      l_out[i] = row_sum<COL_LANES>(l[i]);
+    }
   }
 };
 
-template <class B, class Shared> struct CtaSoftmax;  // with rows that change hands
+template <class B, class Shared> struct CtaSoftmax;  // softmax for rows that move between warps
 template <class B, class Shared>
 using TileSoftmax = std::conditional_t<B::sync_policy == 1, WarpSoftmax<B, Shared>, CtaSoftmax<B, Shared>>;
 
@@ -980,9 +1038,9 @@ using TileSoftmax = std::conditional_t<B::sync_policy == 1, WarpSoftmax<B, Share
 
 enum class Path { scalar, wmma, mma, wgmma_plain, wgmma_roles, wgmma_converting, wgmma_e4m3, wgmma_swapped };
 template <class B>
-constexpr Path path = B::use_mma_sync               ? Path::mma
-                      : B::use_wmma                 ? Path::wmma
-                      : !B::use_wgmma               ? Path::scalar
+constexpr Path path = B::family == Family::mma      ? Path::mma
+                      : B::family == Family::wmma   ? Path::wmma
+                      : B::family == Family::scalar ? Path::scalar
                       : B::swap_ab                  ? Path::wgmma_swapped
                       : B::multiplies_e4m3          ? Path::wgmma_e4m3
                       : B::converts_tiles           ? Path::wgmma_converting
@@ -991,7 +1049,7 @@ constexpr Path path = B::use_mma_sync               ? Path::mma
 // True if sdpa_merge() merges an item's ranges. Rows that go through shared memory are merged by the item's last CTA.
 template <class B>
 constexpr bool merges_by_kernel = B::split_ctas != 1 && !B::swap_ab &&
-                                  !(B::use_mma_sync && B::pack_gqa && B::split_kv > 1);
+                                  !(B::family == Family::mma && B::pack_gqa && B::split_kv > 1);
 template <class B> constexpr bool counts_ranges = B::split_ctas != 1 && !merges_by_kernel<B>;
 // KernelOf, which ends each chapter, has what the launch needs of a kernel: `Shared`, its shared memory, and `entry`.
 template <class B, Path = path<B>> struct KernelOf;
@@ -1181,9 +1239,9 @@ template <class B> struct ItemTiles {
       const int rows = keys.end - k0;
       const auto step = [](const Strides& strides) { return B::use_pages ? 1 : strides.row; };  // to the next row
       k_copy.template copy<B::block_n>(s.K[stage], K_g, step(p.k),
-                                       !B::use_wgmma || k_copy.col < p.D ? rows - k_copy.row : 0);
+                                       !B::takes_short_rows || k_copy.col < p.D ? rows - k_copy.row : 0);
       v_copy.template copy<B::block_n>(s.V[stage], V_g, step(p.v),
-                                       !B::use_wgmma || v_copy.col < p.Dv ? rows - v_copy.row : 0);
+                                       !B::takes_short_rows || v_copy.col < p.Dv ? rows - v_copy.row : 0);
       K_g += B::round_keys * step(p.k), V_g += B::round_keys * step(p.v);  // the group's next tile
     }
   }
@@ -1428,9 +1486,9 @@ template <class B> constexpr int PARTIAL_STRIDE = B::d_v + 4;  // 4: against ban
 
 // Query rows that skip a masked tile of keys together: a warp's, a warpgroup's or the CTA's.
 template <class B>
-constexpr int mask_rows = B::use_mma_sync                              ? B::block_m / B::group_warps
-                          : B::use_wgmma && B::use_warp_specialization ? 64
-                                                                       : B::block_m;
+constexpr int mask_rows = B::family == Family::mma                                   ? B::block_m / B::group_warps
+                          : B::family == Family::wgmma && B::use_warp_specialization ? 64
+                                                                                     : B::block_m;
 // Queries of an item per head.
 template <class B> __device__ __forceinline__ int queries_of_item(const KernelArgs& a) {
   return B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
@@ -1682,7 +1740,7 @@ template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
   __device__ int col(int j) const { return first_col + j / RUN * 4 * RUN + j % RUN; }
 };
 
-// ---- 5c mma.sync: S, P and O in registers (mma) ----
+// ---- 5b mma.sync: S, P and O in registers (mma) ----
 
 // A warp has M_TILES tiles of 16 rows. Lane 4g + q has rows g and g + 8 of each, columns 2q and 2q + 1 of every 8.
 template <class B, int WIDTH>
@@ -1939,7 +1997,7 @@ __device__ __forceinline__ void deal_runs(MmaRuns<B>& R, const MmaSums<B>& O, in
   }
 }
 
-// ---- 5c the kernel (mma) ----
+// ---- 5b the kernel (mma) ----
 
 template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant__ KernelArgs a) {
   const SdpaParams& p = a.p;
@@ -2011,7 +2069,7 @@ template <class B> struct KernelOf<B, Path::mma> {
   static constexpr auto entry = sdpa_mma<B>;
 };
 
-// ---- 5d instructions of sm_90a (wgmma) ----
+// ---- 5c instructions of sm_90a (wgmma) ----
 // The async proxy: TMA and wgmma reach shared memory past the path that ordinary loads and stores
 // take (the generic proxy). What was written through the one is fenced before the other reads it.
 
@@ -2172,7 +2230,7 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 
 #endif  // SDPA_SIMT
 
-// ---- 5d wgmma: what its kernels share (wgmma) ----
+// ---- 5c wgmma: what its kernels share (wgmma) ----
 // A tile in shared memory is D/64 panels of [rows][64], lines of 128 bytes. TMA and wgmma swizzle a line's chunks:
 //
 //   line 0 (8, 16, ...)   0 1 2 3 4 5 6 7        line 2   2 3 0 1 6 7 4 5
@@ -2455,7 +2513,7 @@ __device__ __forceinline__ bool clear_queries_of_others(Element<B>* Q_s, int pan
   return fence_proxy_async(), true;
 }
 
-// ---- 5d the plain kernel (wgmma and USE_WARP_SPECIALIZATION = 0 and SWAP_AB = 0) ----
+// ---- 5c the plain kernel (wgmma and USE_WARP_SPECIALIZATION = 0 and SWAP_AB = 0) ----
 //
 //   Q[g] of every warpgroup g, and the first STAGES tiles, are on their way
 //   for each tile of BLOCK_N keys:
@@ -2564,7 +2622,7 @@ template <class B> struct KernelOf<B, Path::wgmma_plain> {
   static constexpr auto entry = sdpa_wgmma_plain<B>;
 };
 
-// ---- 5d the bias of a warp (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3) ----
+// ---- 5c the bias of a warp (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3) ----
 
 // The bias of the 16 rows of a warp beside a tile. A chunk of 16 bytes lies where its XOR with the row says, so that the
 // chunks that lanes read at once are in all banks: one of each of 8 rows, or with floats two of each of 4.
@@ -2716,7 +2774,7 @@ template <class B> struct BiasOfWarp<B, true> {
   }
 };
 
-// ---- 5d the rounds of an item by its list (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
+// ---- 5c the rounds of an item by its list (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
 
 // The position of a warpgroup among the rounds of an item.
 template <class B, bool = lists_rounds<B>> struct RoundWalk {
@@ -2744,7 +2802,7 @@ template <class B> struct RoundWalk<B, true> {
   }
 };
 
-// ---- 5d the score hook: the tiles of a warpgroup (wgmma and USE_WARP_SPECIALIZATION) ----
+// ---- 5c the score hook: the tiles of a warpgroup (wgmma and USE_WARP_SPECIALIZATION) ----
 
 // The bias of the tiles that a warpgroup computes, in shared memory.
 template <class B> using TileBias = std::conditional_t<B::use_bias != 0, BiasTiles<B>, Nothing>;
@@ -2801,7 +2859,7 @@ template <class B> struct TileWalk : RoundWalk<B> {
   }
 };
 
-// ---- 5d producers and consumers: what their kernels share (wgmma and USE_WARP_SPECIALIZATION) ----
+// ---- 5c producers and consumers: what their kernels share (wgmma and USE_WARP_SPECIALIZATION) ----
 //
 //   warps of the producer warpgroup           warpgroups that compute, 64 rows each
 //   for each item:                            for each item, once q_full:
@@ -3336,7 +3394,7 @@ __device__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const WgmmaItem<B>& i
   }
 }
 
-// ---- 5d merge of slices (wgmma and USE_WARP_SPECIALIZATION and SPLIT_KV > 1) ----
+// ---- 5c merge of slices (wgmma and USE_WARP_SPECIALIZATION and SPLIT_KV > 1) ----
 
 // Merges the partial results of both slices, of which each finishes half of the rows. Stores LSE and calls store(share,
 // row): share[4v ... 4v + 3] are elements 0, 1, 4 and 5 of accumulator 8v of the finished rows, divided by l.
@@ -3381,7 +3439,7 @@ __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePart
   if (lane % 4 == 0 && q < item.query_count(rows.a.p)) store_lse<B>(m, sum, rows.a, item, q);
 }
 
-// ---- 5d 16 bits: the kernel (wgmma and USE_WARP_SPECIALIZATION and DTYPE = FP16, DTYPE = BF16) ----
+// ---- 5c 16 bits: the kernel (wgmma and USE_WARP_SPECIALIZATION and DTYPE = FP16, DTYPE = BF16) ----
 
 // KV_DTYPE: K and V as they land, and how many warps make tiles of 16 bits of them.
 template <class B> struct LandedTiles;
@@ -3697,7 +3755,7 @@ template <class B> struct KernelOf<B, Path::wgmma_roles> {
   static constexpr auto entry = sdpa_wgmma<B>;
 };
 
-// ---- 5d e4m3: Q in registers, V transposed, sums in fp32 (wgmma and DTYPE = FP8_E4M3) ----
+// ---- 5c e4m3: Q in registers, V transposed, sums in fp32 (wgmma and DTYPE = FP8_E4M3) ----
 //
 // wgmma transposes no bytes, so two producer warps transpose V. It adds in 14 bits: every product is truncated to 2^-13 of
 // the accumulator. So O comes out low where V has a mean, and stops growing after some thousand keys. Every FP8_FLUSH tiles
@@ -4030,7 +4088,7 @@ template <class B> struct KernelOf<B, Path::wgmma_e4m3> {
   static constexpr auto entry = sdpa_wgmma<B>;
 };
 
-// ---- 5e wgmma, transposed: few query rows, keys as the 64 rows (wgmma and SWAP_AB) ----
+// ---- 5d wgmma, transposed: few query rows, keys as the 64 rows (wgmma and SWAP_AB) ----
 
 // S.T = K @ Q.T and O.T = V.T @ P.T: so keys and d are the rows of the products, of which wgmma wants 64, and
 // query rows the columns, of which 16 will do. Every warpgroup has a slice of the keys:
@@ -4480,7 +4538,7 @@ template <class B> struct KernelOf<B, Path::wgmma_swapped> {
   static constexpr auto entry = sdpa_wgmma_columns<B>;
 };
 
-// ---- 5b rows that change hands (scalar, wmma) ----
+// ---- 5e rows that change hands (scalar, wmma) ----
 
 // SYNC_POLICY: 5 puts a CTA barrier at every hazard of the tile loop. 2 drops the two that guard nothing: Q is covered
 // by the barrier for K and V, and m is read by the warp that wrote it. 1 leaves a row with one warp, so that only the
@@ -4545,7 +4603,7 @@ template <class B, class Shared> struct CtaSoftmax {
   }
 };
 
-// ---- 5b wmma: products on tensor cores, S and P in shared memory (wmma) ----
+// ---- 5e wmma: products on tensor cores, S and P in shared memory (wmma) ----
 
 namespace wmma = nvcuda::wmma;
 template <class Use, class Layout> using Operand = wmma::fragment<Use, 16, 16, 16, Half, Layout>;
@@ -6077,7 +6135,7 @@ template <class B> struct MmaPacked {
       VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(
           s.in.Q + tile_offset<B, B::d_q>(row, col),
           p.Q + from.b * p.q.batch + from.h * p.q.head + from.q_row(from.q0) * p.q.row + column_of_q,
-          row < rows && from.q0 < from.query_count(p) && (!B::use_wgmma || column_of_q < p.D));
+          row < rows && from.q0 < from.query_count(p) && (!B::takes_short_rows || column_of_q < p.D));
     }
   }
   // Rows past those of the tile get the factor of some head.
@@ -6532,7 +6590,7 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[
 
 struct SdpaStatus {
   cudaError_t code = cudaSuccess;  // cudaErrorInvalidValue: the problem was refused
-  char text[256] = "";             // one sentence; empty on success
+  char text[256] = "";             // the reason in one sentence; empty on success
   bool ok() const { return code == cudaSuccess; }
 };
 
@@ -6552,7 +6610,7 @@ SdpaStatus cuda_failure(cudaError_t code, const char* what) {
   return failure(code, "%s failed: %s", what, cudaGetErrorString(code));
 }
 
-// The most keys that a query of the problem sees.
+// Maximum number of keys that a query of the problem sees.
 int most_visible_keys(const SdpaParams& p) {
   const KeyBounds bounds(p, p.Sq, p.Sk);
   return max(min(Build::use_lengths && p.most_keys > 0 ? min(p.most_keys, p.Sk) : bounds.end(p.Sq - 1),
@@ -6573,7 +6631,7 @@ struct TensorView {  // Q, K, V or O
 };
 
 std::array<TensorView, 4> tensors_of(SdpaParams& p) {
-  // USE_LENGTHS: packed sequences are one batch.
+  // USE_LENGTHS: a tensor with packed sequences has a batch size of 1.
   const int of_q = Build::use_lengths && p.q_starts ? min(p.B, 1) : p.B, rows = Build::use_pages ? p.page_size : p.Sk;
   const int of_k = Build::use_pages ? p.pages : Build::use_lengths && p.k_starts ? min(p.B, 1) : p.B;
   const auto view = [](const char* name, auto* data, Strides& s, int B, int H, int S) {
@@ -6590,40 +6648,42 @@ int device_attribute(cudaDeviceAttr attribute, int otherwise) {
   return known ? value : otherwise;
 }
 int sm_count() { return device_attribute(cudaDevAttrMultiProcessorCount, 132); }
-// Shared memory of an SM, of which the system takes 1 KB for each CTA.
+// Shared memory of an SM. The system uses 1 KB of it per CTA.
 int shared_of_sm() { return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, 228 << 10); }
-// CTAs that an SM holds at once, by their shared memory.
+// Maximum number of resident CTAs per SM, as limited by shared memory.
 template <class B> int most_resident_ctas() { return max(shared_of_sm() / int(shared_bytes<B> + 1024), 1); }
 
-// How a problem's rows and keys are dealt to CTAs.
+// Partition of a problem into items.
 struct Items {
-  int heads, queries;  // query heads of an item, and queries of each
-  int64_t count;       // of items
-  int ranges = 1;      // CTAs to an item
+  int heads, queries;  // query heads per item, and queries per head
+  int64_t count;       // number of items
+  int ranges = 1;      // CTAs per item
 };
 
-// Clocks of sdpa_merge(): of the launch, of the ranges one after the other, and of writing and reading partial results.
+// Estimated clocks of sdpa_merge(): 1000 for the launch, 2000 per group of ranges_at_once ranges, and the time
+// to write and read the partials.
 double merge_kernel_clocks(const Items& items, int D, int ranges, int sms) {
   const double bytes = double(items.count) * ranges * items.heads * items.queries * D * 8;
   return 1000 + 2000.0 * ceil_div(ranges, ranges_at_once) + bytes / sms / 40;
 }
 
-// Steps of the merge by the last CTA, as the model counts them. Few ranges take fewer.
+// Estimated number of steps of the merge by an item's last CTA. Few ranges take fewer steps.
 int64_t merge_steps(const Items& items, int D, int threads, int ranges) {
   if (ranges == 1) return 0;
-  const int64_t parts = ceil_div(items.heads * items.queries * (D / 4), threads);  // of a thread
-  return ranges > few_ranges ? ceil_div(ranges, ranges_at_once) * parts : ceil_div(ranges, 2) * ceil_div(parts, 4);
+  const int64_t vectors = ceil_div(items.heads * items.queries * (D / 4), threads);  // float4s of O per thread
+  return ranges > few_ranges ? ceil_div(ranges, ranges_at_once) * vectors : ceil_div(ranges, 2) * ceil_div(vectors, 4);
 }
 
-// The share of an SM's rate that one CTA alone reaches where two fit and both compute.
+// Throughput of a CTA that is alone on an SM, relative to the SM's throughput with two CTAs.
 constexpr double sole_rate = 0.75;
 
-// SPLIT_CTAS=0: as many ranges as take the least time, counted in KB that an SM reads meanwhile (one takes 50 clocks):
-// its rounds, 64 KB for each wave of CTAs that starts, `resident` to an SM, and 24 KB for each step of the merge by the
-// last CTA (fitted to an H200). None is longer than most_keys_at_once where 256 ranges suffice.
+// SPLIT_CTAS=0: the number of ranges with the least estimated time. The unit of time is the KB that an SM reads
+// in it; 1 KB takes 50 clocks. The estimate, fitted to an H200, is the sum of the KB of an SM's rounds, 64 KB
+// per wave of CTAs with `resident` CTAs per SM, and 24 KB per step of the merge by the last CTA. No range
+// exceeds most_keys_at_once keys, unless that would take more than 256 ranges.
 int ranges_of(const SdpaParams& p, const Items& items, bool by_kernel, int round_keys, int threads, int resident,
               int sms) {
-  const int64_t keys = max(most_visible_keys(p), 1);  // 64 bits: sizes are not checked before this is asked
+  const int64_t keys = max(most_visible_keys(p), 1);  // 64 bits, because the sizes may not have been checked yet
   const int rounds = int(ceil_div(keys, round_keys));
   const double round_kb = round_keys * p.D * sizeof(Input) / 512.0;  // K and V
   if (p.batch_invariant) {
@@ -6639,22 +6699,25 @@ int ranges_of(const SdpaParams& p, const Items& items, bool by_kernel, int round
                                       : 24.0 * merge_steps(items, p.D, threads, n);
     const double busy = by_kernel && resident > 1 && ctas <= sms ? 1 / sole_rate : ceil_div(ctas, sms);
     const double kb = round_kb * busy * ceil_div(rounds, n) + 64.0 * ceil_div(ctas, resident * sms) + merge_kb;
-    if (best == 0 || kb < best_kb) best = n, best_kb = kb;
+    if (best == 0 || kb < best_kb) {
+      best = n;
+      best_kb = kb;
+    }
   }
   return best;
 }
 
-// batch_invariant: the queries of a packed tile do not depend on Sq, which is the batch's.
+// batch_invariant: true if Sq depends on the batch. Then the number of queries in a packed tile must not depend on Sq.
 bool has_queries_of_batch(const SdpaParams& p) {
   return Build::use_lengths && p.batch_invariant && (p.q_starts || p.q_lengths);
 }
 
-// How a problem is cut into items, in one range.
+// Partition of a problem into items with one range each.
 Items items_of_tile(const SdpaParams& p, int heads, int queries) {
   const int64_t groups = p.Hq / heads, tiles = ceil_div(p.Sq, queries);
   return {heads, queries, groups * (Build::use_lengths && p.q_starts ? p.B + tiles : p.B * tiles)};
 }
-// PACK_GQA: an item has as many query heads of a key head as divide these and fit into block_m rows.
+// PACK_GQA: an item has as many query heads of a KV head as fit into block_m rows and divide their number.
 Items items_of_packed_tile(const SdpaParams& p, int block_m) {
   const int group = p.Hkv > 0 ? max(p.Hq / p.Hkv, 1) : 1;
   int heads = min(group, block_m);
@@ -6664,7 +6727,7 @@ Items items_of_packed_tile(const SdpaParams& p, int block_m) {
 
 template <class B> Items items_of(const SdpaParams& p) {
   Items items = B::pack_gqa ? items_of_packed_tile(p, B::block_m) : items_of_tile(p, 1, B::block_m);
-  if constexpr (B::use_lengths) return items;  // their ranges are planned
+  if constexpr (B::use_lengths) return items;  // sdpa_plan() chooses the ranges
   if (B::split_ctas > 1) items.ranges = max(B::split_ctas, int(ceil_div(most_visible_keys(p), most_keys_at_once)));
   if (B::split_ctas == 0 && items.count > 0) {
     items.ranges = ranges_of(p, items, merges_by_kernel<B>, B::round_keys, B::num_warps * 32,
@@ -6673,15 +6736,17 @@ template <class B> Items items_of(const SdpaParams& p) {
   return items;
 }
 
-// USE_LENGTHS: four ranges to each CTA that fits, so that the last one is a fourth of the time at most. Of tiles that
-// have several there are twice as many at most, or as there are counters, and those of a typed SPLIT_CTAS.
+// USE_LENGTHS: the sizes of the plan. There are four ranges per resident CTA, so that the last range takes at
+// most a quarter of the time. Items with several ranges have at most twice as many ranges in total, limited by
+// the number of counters; an explicit SPLIT_CTAS adds its own.
 template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   const uint32_t heads = uint32_t(max(p.Hq / items.heads, 1)), tiles = uint32_t(items.count / heads);
   PlanArgs plan{tiles, 0, 0, {}};
   const int page_size = max(p.page_size, 1), bits = page_size | B::block_n;
-  plan.page_size = Divisor(uint32_t(page_size)), plan.box_rows = bits & -bits;  // 2^n that divides both
+  plan.page_size = Divisor(uint32_t(page_size));
+  plan.box_rows = bits & -bits;  // the largest power of 2 that divides both
   if (B::split_ctas == 1) return plan;
-  if (p.batch_invariant) {  // parts of a sequence, and of all of them: one of more than `most` rounds may need more
+  if (p.batch_invariant) {  // free_parts: per sequence. parts: of all sequences; more if one exceeds `most` rounds
     plan.free_parts = max(sm_count() / int(heads), 1);
     const int keys = p.most_keys > 0 ? min(p.most_keys, p.Sk) : p.Sk, most = rounds_at_once<B>();
     const int rounds = int(ceil_div(keys, B::round_keys)), least = invariant_rounds(1, B::round_keys, 1, 1);
@@ -6690,7 +6755,8 @@ template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
     if (B::split_ctas == 0) {
       parts = min(parts, uint64_t(p.B) * plan.free_parts + (rounds > most ? all(most) : 0)) * (rounds > least);
     }
-    plan.parts = uint32_t(min(parts, uint64_t(0x7fffffff))), plan.items += plan.parts;
+    plan.parts = uint32_t(min(parts, uint64_t(0x7fffffff)));
+    plan.items += plan.parts;
     return plan;
   }
   const uint32_t counters = merges_by_kernel<B> ? 0x7fffffff : most_split_items / heads;
@@ -6701,7 +6767,7 @@ template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   return plan;
 }
 
-// Items of a launch: all, or with sdpa_merge() 32 CTAs to an SM, so that partial results take 0.6 GB at most.
+// Number of items per launch: all; or with sdpa_merge() 32 CTAs per SM, so that the partials take at most 0.6 GB.
 template <class B> int64_t items_at_once(const Items& items) {
   if (!merges_by_kernel<B>) return items.count;
   return max(min(items.count, int64_t(32 * sm_count() / items.ranges)), int64_t(1));
@@ -6709,13 +6775,14 @@ template <class B> int64_t items_at_once(const Items& items) {
 
 // ---- tensor maps (wgmma) ----
 
-// Describes a tensor of elements of 1 or 2 bytes to TMA: sizes (innermost first), byte strides of all dimensions but
-// the innermost (multiples of 16), the box that one copy moves, whose lines have 128 or 64 bytes and are swizzled.
-// Zeros outside. L2 fetches 256 bytes at once, or 128 of what is read once: there 256 take 8% longer.
+// Encodes the tensor map of a tensor with elements of 1 or 2 bytes. sizes: innermost first. strides_bytes: of
+// all dimensions but the innermost, multiples of 16. box: the box of one copy; its rows have 128 or 64 bytes
+// and are swizzled. Elements out of bounds are zero-filled. The L2 promotion is 256 bytes, or 128 bytes for
+// data that is read once, for which 256 bytes are 8% slower.
 inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base, const cuuint64_t* sizes,
                                      const cuuint64_t* strides_bytes, const cuuint32_t* box, int element_bytes = 2,
                                      bool read_once = false) {
-  thread_local void* encoder = nullptr;  // looked for until it is found, by the runtime, so that nothing is linked
+  thread_local void* encoder = nullptr;  // looked up through the runtime, so that no program links libcuda
   if (!encoder) {
     cudaDriverEntryPointQueryResult found;
 #if CUDART_VERSION >= 12050
@@ -6737,15 +6804,51 @@ inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* bas
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// True if addresses, sizes and strides are equal, which is all that tensor maps depend on.
+// Arguments of a tensor map for rows of a tensor. TMA copies boxes of these rows in panels of 128 or 64 bytes.
+struct RowBoxes {
+  cuuint64_t sizes[5], strides[4];  // innermost first; strides in bytes
+  uint32_t box[5];
+};
+// Boxes of `rows` rows of D elements. present > 0: only the first `present` elements exist, and a box is one panel.
+SdpaStatus boxes_of_rows(RowBoxes& boxes, const TensorView& t, int D, int present, int rows) {
+  uint64_t bytes[3];
+  for (int i = 0; i < 3; i++) {
+    const auto& dim = t.dims[i];
+    bytes[i] = dim.size > 1 ? uint64_t(dim.stride) * t.element_bytes : 16;
+    if (dim.size > 1 && (dim.stride < 0 || bytes[i] >= uint64_t(1) << 40)) {
+      return failure(refused, "%s has a %s stride of %lld; TMA takes 0 to 2^40 bytes: copy it or drop USE_WGMMA",
+                     t.name, dim.name, (long long)dim.stride);
+    }
+  }
+  const uint32_t row_bytes = ceil_div(D * t.element_bytes, 64) * 64, line = row_bytes % 128 ? 64 : 128;
+  const uint32_t panel = line / t.element_bytes, panels = row_bytes / line;
+  boxes = {{uint32_t(min(int(panel), D)), uint32_t(t.dims[0].size), panels, uint32_t(t.dims[1].size),
+            uint32_t(t.dims[2].size)},
+           {bytes[0], line, bytes[1], bytes[2]},
+           {panel, uint32_t(rows), panels, 1, 1}};
+  if (present > 0) {
+    boxes.sizes[0] = uint32_t(present);
+    boxes.sizes[2] = 1;
+    boxes.box[2] = 1;
+  }
+  return {};
+}
+SdpaStatus encode_boxes(CUtensorMap& map, const TensorView& t, const RowBoxes& boxes, bool read_once = false) {
+  const cudaError_t error =
+      encode_tensor_map(map, 5, t.data, boxes.sizes, boxes.strides, boxes.box, t.element_bytes, read_once);
+  if (error == cudaSuccess) return {};
+  return failure(error, "the driver cannot encode a tensor map of %s: %s", t.name, cudaGetErrorString(error));
+}
+
+// True if the addresses, sizes and strides are equal. Tensor maps depend on nothing else.
 bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
-  constexpr size_t sizes = offsetof(SdpaParams, B), end = offsetof(SdpaParams, scale);  // and strides
+  constexpr size_t sizes = offsetof(SdpaParams, B), end = offsetof(SdpaParams, scale);  // sizes and strides
   return a.Q == b.Q && a.K == b.K && a.V == b.V && a.O == b.O && a.page_size == b.page_size && a.pages == b.pages &&
          a.Dv == b.Dv && has_queries_of_batch(a) == has_queries_of_batch(b) &&
          memcmp(reinterpret_cast<const char*>(&a) + sizes, reinterpret_cast<const char*>(&b) + sizes, end - sizes) == 0;
 }
 
-// Encodes the tensor maps, or takes those of this thread's last call if the tensors are the same.
+// Encodes the tensor maps, or reuses those of this thread's last call if the tensors are the same.
 template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a) {
   SdpaParams& p = a.p;
   thread_local SdpaParams last{};
@@ -6758,74 +6861,72 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
   for (const TensorView& t : tensors_of(p)) {
     const bool is_q = map == &maps.q, of_queries = is_q || map == &maps.o;
     const int S = t.dims[0].size;
-    // No key: nothing is loaded, but the kernel prefetches the map. Most kernels store O without one.
+    // Tensors that TMA does not copy: K and V without keys or copied by cp.async, and O in most kernels. Their
+    // maps are prefetched and must be valid.
     if (S == 0 || (map == &maps.o && !stores_by_tma<B>) || (B::copies_rows && !of_queries)) {
       *map++ = maps.q;
       continue;
     }
-    uint64_t bytes[3];
-    for (int i = 0; i < 3; i++) {
-      const auto& dim = t.dims[i];
-      bytes[i] = dim.size > 1 ? uint64_t(dim.stride) * t.element_bytes : 16;
-      if (dim.size > 1 && (dim.stride < 0 || bytes[i] >= uint64_t(1) << 40)) {
-        return failure(refused, "%s has a %s stride of %lld; TMA takes 0 to 2^40 bytes: copy it or drop USE_WGMMA",
-                       t.name, dim.name, (long long)dim.stride);
-      }
-    }
-    const uint32_t D = map < &maps.v ? B::head_dim : B::d_v, row_bytes = ceil_div(D * t.element_bytes, 64) * 64;
-    const uint32_t line = row_bytes % 128 ? 64 : 128, panel = line / t.element_bytes, panels = row_bytes / line;
-    cuuint64_t sizes[5] = {min(panel, D), uint32_t(S), panels, uint32_t(t.dims[1].size), uint32_t(t.dims[2].size)};
-    cuuint64_t strides[4] = {bytes[0], line, bytes[1], bytes[2]};
-    uint32_t box[5] = {panel, uint32_t(!of_queries ? B::block_n : B::swap_ab ? B::block_m : 64), panels, 1, 1};
-    if (a.has_short_rows || (B::pack_gqa && is_q) || (B::use_pages != 0 && !of_queries)) {
-      sizes[0] = uint32_t(map < &maps.v ? p.D : p.Dv), sizes[2] = box[2] = 1;
-    }
+    const bool by_panels = a.has_short_rows || (B::pack_gqa && is_q) || (B::use_pages != 0 && !of_queries);
+    const int D = map < &maps.v ? B::head_dim : B::d_v, present = map < &maps.v ? p.D : p.Dv;
+    RowBoxes boxes;
+    SdpaStatus status = boxes_of_rows(boxes, t, D, by_panels ? present : 0,
+                                      !of_queries ? B::block_n : B::swap_ab ? B::block_m : 64);
+    if (!status.ok()) return status;
     if constexpr (B::use_pages != 0) {
-      if (!of_queries) box[1] = uint32_t(plan_room<B>(a).box_rows);
+      if (!of_queries) boxes.box[1] = uint32_t(plan_room<B>(a).box_rows);
     }
-    if (B::pack_gqa && is_q) {  // heads are rows of a panel
-      sizes[2] = sizes[3], sizes[3] = 1, strides[1] = bytes[1];
-      box[1] = a.item_queries.divisor, box[2] = uint32_t(a.item_heads);
+    if (B::pack_gqa && is_q) {  // the heads of an item are rows of its panels
+      boxes.sizes[2] = boxes.sizes[3];
+      boxes.sizes[3] = 1;
+      boxes.strides[1] = boxes.strides[2];
+      boxes.box[1] = a.item_queries.divisor;
+      boxes.box[2] = uint32_t(a.item_heads);
     }
-    const cudaError_t error = encode_tensor_map(*map++, 5, t.data, sizes, strides, box, t.element_bytes,
-                                                B::swap_ab && B::pack_gqa);
-    if (error != cudaSuccess) {
-      return failure(error, "the driver makes no tensor map of %s: %s", t.name, cudaGetErrorString(error));
-    }
+    status = encode_boxes(*map++, t, boxes, B::swap_ab && B::pack_gqa);
+    if (!status.ok()) return status;
   }
-  last = p, last_maps = maps;
+  last = p;
+  last_maps = maps;
   return {};
 }
 
 // ---- the launch ----
 
-// SPLIT_CTAS: CTAs that start before the launch before has ended go to SMs with room, so that some get three and others
-// one. So each asks for so much shared memory that an SM has room for an even share alone, and less for other kernels.
+// SPLIT_CTAS: dynamic shared memory per CTA. CTAs that are launched early (PDL) go to whichever SMs have room,
+// so that some SMs get three CTAs and others one. Requesting more shared memory limits each SM to an even share
+// of the CTAs. It also leaves less room for other kernels.
 size_t even_share(size_t bytes, uint32_t ctas) {
   const int share = int(ceil_div(ctas, sm_count()));
   return max(int(bytes), shared_of_sm() / share / 1024 * 1024 - 1024);
 }
 
-// Lets launches of the kernel ask for so many bytes of shared memory.
+// Raises the kernel's limit of dynamic shared memory to `bytes`.
 template <class Kernel> SdpaStatus allow_shared_bytes(Kernel kernel, size_t bytes) {
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
   if (error == cudaErrorInvalidValue || error == cudaErrorInvalidDeviceFunction ||
       error == cudaErrorNoKernelImageForDevice) {
     const char* const why = cudaGetErrorString(error);
-    return failure(error, "this GPU cannot run this build (%zu bytes of shared memory a CTA): %s", bytes, why);
+    return failure(error, "this GPU cannot run this build (%zu bytes of shared memory per CTA): %s", bytes, why);
   }
-  return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, "preparing the launch, or work of this process before it,");
+  return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, "preparing the launch, or earlier work of "
+                                                                   "this process,");
 }
 
-// Launches the kernel with a CTA to each range of `items`; USE_PERSISTENT_CTA: as many as are resident and asked for.
+// Launches the kernel with one CTA per range of `items` items. USE_PERSISTENT_CTA: with at most the CTAs that are
+// resident, and at most max_ctas.
 template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t stream) {
   const uint32_t ctas = items * a.ranges.divisor;
   static_assert(shared_bytes<B> <= 227 * 1024,
-                "BLOCK_M, BLOCK_N, STAGES: over the 227 KB of shared memory of a CTA; type smaller BLOCK_N or STAGES");
+                "BLOCK_M, BLOCK_N, STAGES: more than 227 KB of shared memory per CTA; type a smaller BLOCK_N or "
+                "STAGES");
   constexpr auto kernel = KernelOf<B>::entry;
   size_t bytes = shared_bytes<B>, most = bytes;
-  // The attribute is the kernel's, which other host threads launch as well: so it is the most that any launch asks for.
-  if (B::starts_early && B::split_ctas != 1) most = even_share(bytes, 1), bytes = even_share(bytes, ctas);
+  // Other host threads share the kernel's attribute, so it is set to the maximum that any launch requests.
+  if (B::starts_early && B::split_ctas != 1) {
+    most = even_share(bytes, 1);
+    bytes = even_share(bytes, ctas);
+  }
   const SdpaStatus allowed = allow_shared_bytes(kernel, most);
   if (!allowed.ok()) return allowed;
   cudaError_t error = cudaSuccess;
@@ -6833,28 +6934,32 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
   if (B::use_persistent_cta) {
     int ctas_per_sm = 0;
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, B::threads, shared_bytes<B>);
-    if (error != cudaSuccess) return cuda_failure(error, "asking for the GPU's occupancy");
+    if (error != cudaSuccess) return cuda_failure(error, "querying the occupancy");
     const uint32_t resident = uint32_t(sm_count()) * uint32_t(max(ctas_per_sm, 1)), asked = uint32_t(a.p.max_ctas);
     launch.gridDim.x = min(ctas, asked > 0 ? min(asked, resident) : resident);
   }
   cudaLaunchAttribute early{};
-  // The wgmma kernel starts before the kernel before it in the stream has ended, and waits for it before it touches
-  // memory. It lets the next kernel with this attribute start likewise, which must then wait as well
-  // (cudaGridDependencySynchronize) before it reads O or writes an input.
+  // Programmatic dependent launch: the wgmma kernel starts before the preceding kernel in the stream has ended,
+  // and waits for it before it accesses memory. It lets the next kernel with this attribute start early, too.
+  // That kernel must call cudaGridDependencySynchronize() before it reads O or writes an input.
   if (B::starts_early) {
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
-    launch.attrs = &early, launch.numAttrs = 1;
+    launch.attrs = &early;
+    launch.numAttrs = 1;
   }
   if constexpr (B::use_lengths) {
     cudaLaunchConfig_t plan = launch;
-    plan.gridDim = dim3(1), plan.blockDim = dim3(plan_threads), plan.dynamicSmemBytes = sizeof(PlanShared);
+    plan.gridDim = dim3(1);
+    plan.blockDim = dim3(plan_threads);
+    plan.dynamicSmemBytes = sizeof(PlanShared);
     error = cudaLaunchKernelEx(&plan, sdpa_plan<B>, a);
     if (error != cudaSuccess) return cuda_failure(error, "launching the plan");
   }
   error = cudaLaunchKernelEx(&launch, kernel, a);
   if constexpr (merges_by_kernel<B>) {
-    launch.gridDim = dim3(items * merge_ctas<B>), launch.blockDim = dim3(merge_threads);
+    launch.gridDim = dim3(items * merge_ctas<B>);
+    launch.blockDim = dim3(merge_threads);
     if (B::use_lengths) launch.gridDim.x = min(launch.gridDim.x, 8 * uint32_t(sm_count()));
     launch.dynamicSmemBytes = 0;
     if (error == cudaSuccess) error = cudaLaunchKernelEx(&launch, sdpa_merge<B>, a);
@@ -6862,13 +6967,14 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
   return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, "launching the kernel");
 }
 
-float log2_scale(const SdpaParams& p) {  // scale * log2(e). DTYPE=U8: times its units
+float log2_scale(const SdpaParams& p) {  // scale * log2(e). DTYPE=U8: times the units of Q and K
   const double unit = 1.4426950408889634 * element_unit<Build> * element_unit<Build>;
   return float((p.scale == 0 ? 1 / std::sqrt(double(p.D)) : double(p.scale)) * unit);
 }
+
 // ---- the score hook: its constants ----
 
-// The softmax is taken in powers of 2. Softcap: S is tanh(Q @ K.T * cap_scale); with a cap_scale of 0, Q @ K.T.
+// Sets the scales of KernelArgs. Softcap: a cap_scale of 0 turns it off.
 template <class B> void set_scales(KernelArgs& a) {
   a.scale_log2 = log2_scale(a.p);
   if (B::use_softcap != 0 && a.p.softcap != 0) {
@@ -6877,9 +6983,15 @@ template <class B> void set_scales(KernelArgs& a) {
     if constexpr (B::caps_by_polynomial) set_cap_polynomial(a);
   }
   a.scores_log2 = a.scale_log2;
-  if (B::changes_logits) a.cap_scale = a.scale_log2 * ln2, a.scale_log2 = 1 / ln2;
-  // Without a bias scores stay as they are: their differences are exact, and their products with a scale are not.
-  if (B::adds_bias && a.p.bias) a.logit_scale = a.scale_log2 * ln2, a.scale_log2 = 1 / ln2;
+  if (B::changes_logits) {
+    a.cap_scale = a.scale_log2 * ln2;
+    a.scale_log2 = 1 / ln2;
+  }
+  // Without a bias, keep scores instead of logits: differences of scores are exact, products with a scale are rounded.
+  if (B::adds_bias && a.p.bias) {
+    a.logit_scale = a.scale_log2 * ln2;
+    a.scale_log2 = 1 / ln2;
+  }
   a.inverse_scale_log2 = 1 / a.scale_log2;
 }
 
@@ -6889,40 +7001,44 @@ template <class B> Grid grid_of(const SdpaParams& p, const Items& items) {
   Grid grid;
   const uint32_t q_blocks = uint32_t(ceil_div(p.Sq, items.queries));
   grid.work_items = uint32_t(items.count);
-  grid.q_blocks = Divisor(q_blocks), grid.q_heads = Divisor(uint32_t(p.Hq / items.heads));
+  grid.q_blocks = Divisor(q_blocks);
+  grid.q_heads = Divisor(uint32_t(p.Hq / items.heads));
   grid.q_heads_per_kv = Divisor(uint32_t(p.Hq / p.Hkv));
-  grid.item_queries = Divisor(uint32_t(items.queries)), grid.item_heads = items.heads;
+  grid.item_queries = Divisor(uint32_t(items.queries));
+  grid.item_heads = items.heads;
   grid.ranges = Divisor(uint32_t(items.ranges));
   const bool all = KeyBounds(p, p.Sq, p.Sk).all() && !B::use_lengths;
   grid.unmasked_rounds = all ? max(int(ceil_div(p.Sk, B::round_keys)), 1) : 0;
-  const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Input);  // of a key head
+  const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Input);  // K and V of one KV head
   const double l2_bytes = device_attribute(cudaDevAttrL2CacheSize, 60 << 20);
-  // Parts are alike, and each takes about 32 of 60 MB.
-  const double kv_heads = double(p.B) * p.Hkv, parts = std::ceil(kv_heads * kv_bytes / (l2_bytes * 8 / 15));
-  const double heads = std::fmax(1, std::ceil(kv_heads / std::fmax(parts, 1)) * (p.Hq / p.Hkv / items.heads));
-  grid.heads_in_l2 = uint32_t(std::fmin(heads, most_rows));  // USE_LENGTHS, which does not read it, has more
+  // The heads are divided into groups of equal size, whose K and V take about 32 of 60 MB of L2.
+  const double kv_heads = double(p.B) * p.Hkv, groups = std::ceil(kv_heads * kv_bytes / (l2_bytes * 8 / 15));
+  const double heads = std::fmax(1, std::ceil(kv_heads / std::fmax(groups, 1)) * (p.Hq / p.Hkv / items.heads));
+  grid.heads_in_l2 = uint32_t(std::fmin(heads, most_rows));  // clamped only with USE_LENGTHS, which ignores it
   grid.items_in_l2 = Divisor(uint32_t(std::fmin(double(grid.heads_in_l2) * q_blocks, 0x7fffffff)));
   return grid;
 }
 
-// True if a row is summed in one accumulator of tensor cores, which takes most_keys_at_once keys. Sums of SWAP_AB, and
-// of e4m3 with wgmma, are in fp32; SPLIT_CTAS has ranges of keys.
+// True if the tensor cores accumulate O over all keys of a row, which is accurate up to most_keys_at_once keys.
+// SWAP_AB and e4m3 with wgmma accumulate in fp32 registers. SPLIT_CTAS splits the keys into ranges.
 template <class B>
 constexpr bool sums_end = B::split_ctas == 1 && (B::family == Family::mma || B::use_wmma_pv ||
                                                  (B::family == Family::wgmma && !B::swap_ab && !B::multiplies_e4m3));
 
-// ---- the map of what is hidden (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
+// ---- the map of hidden rounds (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
 
-// True if the launch may have a map, which depends on the head, on the batch.
+// True if the launch may have a map of hidden rounds.
 template <class B> bool may_have_map(const SdpaParams& p) { return lists_rounds<B> && (B::hides_keys || p.bias); }
+// True if the map has different lists for different heads.
 template <class B> bool differs_by_head(const SdpaParams& p) {
   return B::hides_keys ? !B::only_expression_hides || expression_names("h", MASK_MOD_text) : p.bias_strides.head != 0;
 }
+// True if the map has different lists for different batches.
 template <class B> bool differs_by_batch(const SdpaParams& p) {
   return B::hides_keys ? !B::only_expression_hides || expression_names("b", MASK_MOD_text) : p.bias_strides.batch != 0;
 }
-// A hash of everything that the lists of a map depend on, except for the contents of the bias or of the arrays that MASK_MOD
-// names. Maps that differ in a single number have different hashes.
+// Hash of everything that the lists of a map depend on, except for the contents of the bias and of the arrays
+// that MASK_MOD names. Maps that differ in a single number have different hashes.
 template <class B> uint64_t hash_of_map(const BiasMap& map, const SdpaParams& p, const Items& items) {
   const KeyBounds keys(p, p.Sq, p.Sk);
   const int64_t numbers[] = {B::block_m,    B::round_keys, wgmma_may_pass<B>,   items.heads,        items.queries,
@@ -6939,7 +7055,8 @@ template <class B> uint64_t hash_of_map(const BiasMap& map, const SdpaParams& p,
   }
   return hash;
 }
-template <class B> BiasMap bias_map_of(const SdpaParams& p, const Items& items) {  // its lists are nowhere yet
+// The sizes and the hash of the problem's map. `lists` is still null.
+template <class B> BiasMap bias_map_of(const SdpaParams& p, const Items& items) {
   BiasMap map;
   map.heads = Divisor(differs_by_head<B>(p) ? uint32_t(p.Hq / items.heads) : 1);
   map.batches = Divisor(differs_by_batch<B>(p) ? uint32_t(p.B) : 1);
@@ -6954,25 +7071,27 @@ template <class B> size_t bias_map_bytes(const SdpaParams& p) {
   const size_t lists = size_t(map.batches.divisor) * map.heads.divisor * ceil_div(p.Sq, items.queries);
   return sizeof(map.made_for) + sizeof(uint32_t) * map.list_words * lists;
 }
-// lists_rounds: a launch makes a map where there are rounds to leave out, and all heads share them.
+// True if a launch without bias_map makes a map itself: all heads share it, and there are enough rounds to skip.
 template <class B> bool makes_map(const SdpaParams& p) {
   return may_have_map<B>(p) && !p.bias_map && !differs_by_head<B>(p) &&
          (p.bias_keys > 0 ? p.bias_keys : p.Sk) >= 16 * B::round_keys;
 }
+// Refuses a bias_map whose size differs from that of the problem's map.
 template <class B> SdpaStatus check_bias_map(const SdpaParams& p) {
   const size_t bytes = bias_map_bytes<B>(p);
   if (p.bias_map_bytes == bytes && (p.bias_map || bytes == 0)) return {};
-  return failure(refused, "bias_map has %zu bytes, and the map of this problem %zu; ask sdpa_bias_map_bytes()",
+  return failure(refused, "bias_map has %zu bytes, but the map of this problem has %zu; call sdpa_bias_map_bytes()",
                  p.bias_map ? p.bias_map_bytes : 0, bytes);
 }
-// Lets a launch take the map at `at`, which is made first if it has to be.
+// Sets the map at `at` as the map of the launch. makes: enqueues the kernel that writes it first.
 template <class B> SdpaStatus set_bias_map(KernelArgs& a, const Items& items, void* at, bool makes, cudaStream_t stream) {
   a.bias_map = bias_map_of<B>(a.p, items);
   a.bias_map.lists = reinterpret_cast<uint32_t*>(static_cast<uint64_t*>(at) + 1);
-  a.unmasked_rounds = 0;  // no item has all rounds
+  a.unmasked_rounds = 0;  // the number of rounds differs between items
   if constexpr (lists_rounds<B>) {
     cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization, early.val.programmaticStreamSerializationAllowed = 1;
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
     const uint32_t count = a.bias_map.heads.divisor * a.bias_map.batches.divisor * a.q_blocks.divisor;
     const cudaLaunchConfig_t launch{dim3(count), dim3(map_threads), 0, stream, &early, 1};
     const cudaError_t error = makes ? cudaLaunchKernelEx(&launch, sdpa_map<B>, a) : cudaSuccess;
@@ -6980,6 +7099,7 @@ template <class B> SdpaStatus set_bias_map(KernelArgs& a, const Items& items, vo
   }
   return {};
 }
+// Sets the map of a launch: the caller's, or one that the launch makes in scratch memory, or none.
 template <class B> SdpaStatus take_bias_map(KernelArgs& a, const Items& items, cudaStream_t stream) {
   if (a.p.bias_map || a.p.bias_map_bytes > 0) {
     const SdpaStatus status = check_bias_map<B>(a.p);
@@ -6998,8 +7118,9 @@ template <class B> SdpaStatus map_bias(const SdpaParams& p, cudaStream_t stream)
 
 // ---- the launch of a build ----
 
-// The memory of a launch. state: a queue, or a counter for each item with several ranges; every launch finds them zero
-// and leaves them zero. scratch: a plan, partial results or a map, which the launch writes before it reads them.
+// The memory of a launch in bytes. state: the queue, or a counter per item with several ranges. The state is
+// zero before and after each launch. scratch: the plan, the partials or the map, which the launch writes before
+// it reads them.
 struct LaunchMemory { size_t state, scratch; };
 template <class B> constexpr bool has_scratch = B::use_lengths || B::split_ctas != 1 || lists_rounds<B>;
 template <class B> LaunchMemory memory_of(const SdpaParams& p) {
@@ -7015,7 +7136,7 @@ template <class B> LaunchMemory memory_of(const SdpaParams& p) {
   }
   if (items.ranges == 1 && counts_ranges<B>) return {0, 0};
   const size_t counters = counts_ranges<B> ? size_t(min(items.count, int64_t(most_split_items))) : 0;
-  // Unsigned: the product wraps for sizes that the allocation refuses.
+  // size_t: the product may wrap around for sizes that cannot be allocated anyway.
   const size_t partials = size_t(items_at_once<B>(items)) * size_t(items.ranges);
   return {counters * sizeof(uint32_t), partials * sizeof(RangePartial<B>)};
 }
@@ -7023,7 +7144,8 @@ template <class B> size_t scratch_bytes(const SdpaParams& p) {
   const LaunchMemory memory = memory_of<B>(p);
   return memory.scratch;
 }
-// Where scratch memory is a part of the workspace, it begins behind the most state, so that no launch writes another's.
+// Offset of the scratch memory if it is part of the workspace: the maximum size of the state, so that no launch
+// overwrites the state of another.
 constexpr size_t most_state_bytes = Build::use_lengths ? 0 : most_split_items * sizeof(uint32_t);
 template <class B> size_t workspace_bytes(const SdpaParams& p) {
   const LaunchMemory memory = memory_of<B>(p);
@@ -7036,17 +7158,17 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
     return failure(refused, "workspace is null, but this problem needs %zu zeroed bytes", workspace_bytes<B>(p));
   }
   const Items items = items_of<B>(p);
-  constexpr int most = 2147483647;  // of a grid
+  constexpr int most = 2147483647;  // maximum number of CTAs of a grid
   if (double(items.count) * items.ranges > most) {
     return failure(refused, "B*Hq*ceil(Sq/%d) is over %d tiles; split the batch", items.queries, most);
   }
   if (sums_end<B> && most_visible_keys(p) > most_keys_at_once) {
-    return failure(refused, "a query sees %d keys, but this build sums over %d at most; type SPLIT_CTAS=0 or most_keys",
+    return failure(refused, "a query sees %d keys, but this build takes at most %d; type SPLIT_CTAS=0 or pass most_keys",
                    most_visible_keys(p), most_keys_at_once);
   }
   if (B::split_ctas != 1 && !merges_by_kernel<B> && items.ranges > 1 && items.count > most_split_items) {
-    return failure(refused, "SPLIT_CTAS=%d takes %u items at most, and here are %lld; split the batch", items.ranges,
-                   most_split_items, (long long)items.count);
+    return failure(refused, "SPLIT_CTAS=%d takes at most %u items, but this problem has %lld; split the batch",
+                   items.ranges, most_split_items, (long long)items.count);
   }
   KernelArgs a(p, B::pack_gqa ? items.queries : mask_rows<B>, B::block_n, grid_of<B>(p, items));
   if (has_scratch<B> && !p.scratch && p.workspace) a.p.scratch = static_cast<char*>(p.workspace) + most_state_bytes;
@@ -7056,7 +7178,8 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
     const uint64_t heads = p.Hq / items.heads;
     if (plan.items * heads > most) return failure(refused, "B*Hq*Sq is over %d tiles; split the batch", most);
     if (!merges_by_kernel<B> && plan.parts * heads > most_split_items) {
-      return failure(refused, "batch_invariant: %llu ranges of keys are over %u; split the batch or pass most_keys",
+      return failure(refused, "batch_invariant: %llu ranges of keys exceed the limit of %u; split the batch or "
+                              "pass most_keys",
                      (unsigned long long)(plan.parts * heads), most_split_items);
     }
     [&](auto& args) { args.plan = plan; }(a);
@@ -7084,7 +7207,8 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
 
 // ---- the checks ----
 
-// Strides of dimensions of size 1 may hold anything, as in PyTorch. They become 0, so that no address depends on them.
+// Checks pointer, alignment and strides. As in PyTorch, the stride of a dimension of size 1 may have any value;
+// it is set to 0, so that no address depends on it.
 SdpaStatus check_tensor(const TensorView& t, bool is_output) {
   const int vec = min(Build::vec_width, 16 / t.element_bytes), alignment = vec * t.element_bytes;
   const bool has_rows = t.dims[0].size > 0;
@@ -7095,7 +7219,7 @@ SdpaStatus check_tensor(const TensorView& t, bool is_output) {
   for (const auto& dim : t.dims) {
     if (dim.size <= 1) dim.stride = 0;
     if (has_rows && dim.stride % vec) {
-      return failure(refused, "%s has a %s stride of %lld; pad it to a multiple of VEC_WIDTH=%d or lower that",
+      return failure(refused, "%s has a %s stride of %lld; pad it to a multiple of VEC_WIDTH=%d or lower VEC_WIDTH",
                      t.name, dim.name, (long long)dim.stride, vec);
     }
     if (is_output && dim.size > 1 && dim.stride == 0) {
@@ -7112,7 +7236,7 @@ SdpaStatus check_tensors(SdpaParams& p) {
   return {};
 }
 
-// Sizes within their limits, so that no later sum of them overflows. Sets Dv.
+// Checks that all sizes are within their limits, so that no later sum overflows. Sets Dv if it is 0.
 SdpaStatus check_sizes(SdpaParams& p) {
   const struct {
     const char* name;
@@ -7131,7 +7255,7 @@ SdpaStatus check_sizes(SdpaParams& p) {
   constexpr int D = Build::head_dim, Dv = Build::d_v, by = Build::vec_width;
   if (is_wgmma ? p.D <= 0 || p.D > D || p.D % by || p.Dv <= 0 || p.Dv > Dv || p.Dv % by : p.D != D || p.Dv != Dv) {
     return failure(refused, is_wgmma ? "D=%d, Dv=%d: this build takes 1 to %d and 1 to %d, in multiples of VEC_WIDTH"
-                                     : "D=%d, Dv=%d: this build takes HEAD_DIM=%d and %d", p.D, p.Dv, D, Dv);
+                                     : "D=%d, Dv=%d: this build takes HEAD_DIM=%d, HEAD_DIM_V=%d", p.D, p.Dv, D, Dv);
   }
   if (p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv)) return failure(refused, "Hq=%d is not a multiple of Hkv=%d", p.Hq, p.Hkv);
   return {};
@@ -7141,10 +7265,10 @@ SdpaStatus check_params(SdpaParams& p) {
   const SdpaStatus sizes = check_sizes(p);
   if (!sizes.ok()) return sizes;
   if (!(p.scale >= 0 && log2_scale(p) < INFINITY)) {
-    return failure(refused, "scale=%g: want 0 or more, below 10^38", double(p.scale));
+    return failure(refused, "scale=%g: must be 0 or more, below 10^38", double(p.scale));
   }
   if (p.softcap != 0 && !(p.softcap >= 1e-18 && p.softcap <= 1e18)) {
-    return failure(refused, "softcap=%g: want 0, or 1e-18 to 1e18", double(p.softcap));
+    return failure(refused, "softcap=%g: must be 0, or 1e-18 to 1e18", double(p.softcap));
   }
   const char* of_8bit_q = Build::is_8bit && !Build::mixes_types ? "" : "an 8-bit DTYPE";
   const char *of_8bit = Build::is_8bit ? "" : "an 8-bit DTYPE or KV_DTYPE",
@@ -7154,7 +7278,7 @@ SdpaStatus check_params(SdpaParams& p) {
   const char* of_queue = Build::use_persistent_cta ? "" : "USE_PERSISTENT_CTA=1";
   const char* of_mods = Build::changes_logits || Build::hides_keys ? "" : "SCORE_MOD or MASK_MOD";
   const struct {
-    const char *name, *builds;  // the builds that have it, if not all
+    const char *name, *builds;  // builds: the knobs that support it; empty if this build does
     uintptr_t value;
     int alignment = 4;
   } options[] = {{"q_descale", of_8bit_q, uintptr_t(p.q_descale.factor)},
@@ -7206,17 +7330,19 @@ SdpaStatus check_params(SdpaParams& p) {
 // ==== 7 TABLES ===================================================================================
 
 // ---- refusals (typed) ----
-// A new variant is a line in configs.txt. A new knob is a row of SDPA_KNOBS with the families that have it, refusals
-// below, and one function that it selects, which stands with the options of section 5 if few kernels have it. A toggle
-// selects whole functions; it never cuts lines out of a kernel. A section whose banner ends in families or knobs, as in
-// (wmma, USE_CP_ASYNC), is what only these need, and (typed) what only typed knobs need: by that extract goes.
+// To add a variant, add a line to configs.txt. To add a knob, add a row to SDPA_KNOBS with the families that support it,
+// its refusals below, and one function that it selects. If only few kernels support it, the function belongs to the
+// options of section 5. A knob selects whole functions; it never removes lines from a kernel.
+// The banner of a section may end in families or knobs, as in (wmma, USE_CP_ASYNC): other builds do not need the
+// section. Extracts do not need the sections marked (typed), because their knobs are constants. extract removes
+// sections by these words.
 //
-// Knobs that have no effect, and combinations that cannot work: what, why, what to type.
+// Each refusal of a knob without effect or of an impossible combination says what is refused, why, and what to type.
 
 #define SDPA_REFUSE(condition, sentence) static_assert(!(condition), sentence)
 constexpr const char* family_name = is_wgmma ? "wgmma" : is_mma ? "mma" : is_wmma ? "wmma" : "scalar";
 constexpr bool is_one_of(std::string_view value, std::string_view values) {  // "a b c" or "low..high"
-  if (values == expressions) return !value.empty() && value != "1";  // a knob without a value has the text 1
+  if (values == expressions) return !value.empty() && value != "1";  // -DKNOB without a value defines KNOB as 1
   const size_t dots = values.find("..");
   if (dots == values.npos) return place_of(value, values) >= 0;
   const int n = value_of(value);
@@ -7230,25 +7356,28 @@ SDPA_KNOBS(SDPA_LEGAL)
 #define SDPA_FAMILIES(name, fallback, member, values, families, meaning)                                      \
   SDPA_NEW_LINE                                                                                               \
   SDPA_REFUSE(name##_changed && std::string_view(families) != "all" && !is_one_of(family_name, families),     \
-              #name ": only kernels of these families have it: " families "; drop it or build one of them: "      \
-                    "scalar has none of USE_WMMA=1, USE_MMA_SYNC=1 and USE_WGMMA=1");
+              #name ": only kernels of these families have it: " families "; drop it or select one of them ("      \
+                    "scalar: without USE_WMMA=1, USE_MMA_SYNC=1 and USE_WGMMA=1)");
 SDPA_KNOBS(SDPA_FAMILIES)
 SDPA_REFUSE(USE_WMMA_changed + USE_MMA_SYNC_changed + USE_WGMMA_changed > 1,
-            "USE_WMMA=1, USE_MMA_SYNC=1 and USE_WGMMA=1: a build has one kernel; keep one of them");
+            "USE_WMMA=1, USE_MMA_SYNC=1 and USE_WGMMA=1: a build has one kernel family; keep one of them");
 SDPA_REFUSE(Build::mixes_types && Build::q_type > DType::bf16,
-            "KV_DTYPE=FP8_E4M3: Q of 16 bits alone goes with K and V in 8; type DTYPE=FP16 or DTYPE=BF16, or drop it");
+            "KV_DTYPE=FP8_E4M3: 8-bit K and V require a 16-bit Q; type DTYPE=FP16 or DTYPE=BF16, or drop KV_DTYPE");
 SDPA_REFUSE(OUT_DTYPE_changed &&
                 DType(Build::out_dtype - 1) == (Build::q_type > DType::bf16 ? DType::fp16 : Build::q_type),
-            "OUT_DTYPE: O has that type anyway; drop OUT_DTYPE");
+            "OUT_DTYPE: O has that type by default; drop OUT_DTYPE");
 SDPA_REFUSE(HEAD_DIM_V_changed && Build::head_dim_v == Build::head_dim,
-            "HEAD_DIM_V: V and O have that D anyway; drop HEAD_DIM_V");
+            "HEAD_DIM_V: V and O have that D by default; drop HEAD_DIM_V");
 SDPA_REFUSE(is_mma && Build::use_tuned && Build::is_8bit,
-            "USE_TUNED=1: there are no rows for an 8-bit DTYPE and mma.sync alone; drop it or type DTYPE=FP16");
+            "USE_TUNED=1: the table has no tiles for an 8-bit DTYPE with mma.sync; drop USE_TUNED or type "
+            "DTYPE=FP16");
 SDPA_REFUSE(NUM_PRODUCER_WARPS_changed && !Build::use_warp_specialization,
-            "NUM_PRODUCER_WARPS: there are producer warps only with USE_WARP_SPECIALIZATION=1; add that or drop it");
-SDPA_REFUSE(Build::is_e4m3 && is_wmma, "DTYPE=FP8_E4M3: nvcuda::wmma has no e4m3; drop USE_WMMA or type DTYPE=U8");
+            "NUM_PRODUCER_WARPS: only builds with USE_WARP_SPECIALIZATION=1 have producer warps; add that or "
+            "drop NUM_PRODUCER_WARPS");
+SDPA_REFUSE(Build::is_e4m3 && is_wmma, "DTYPE=FP8_E4M3: nvcuda::wmma does not support e4m3; drop USE_WMMA or "
+                                       "type DTYPE=U8");
 SDPA_REFUSE(Build::input == DType::u8 && (is_mma || is_wgmma),
-            "DTYPE=U8: only the scalar and wmma kernels take it; type DTYPE=FP8_E4M3 or USE_WMMA=1");
+            "DTYPE=U8: only the scalar and wmma kernels support it; type DTYPE=FP8_E4M3 or USE_WMMA=1");
 SDPA_REFUSE(Build::use_bias != 0 && Build::is_8bit,
             "USE_BIAS: scores of 8-bit types have factors that come after it; type DTYPE=FP16 or DTYPE=BF16");
 SDPA_REFUSE((SCORE_MOD_changed || Build::changes_logits || Build::hides_keys) &&
@@ -7260,56 +7389,63 @@ SDPA_REFUSE(Build::use_key_mask && (Build::use_bias != 0 || Build::hides_keys),
 SDPA_REFUSE(Build::use_key_mask && Build::use_lengths,
             "USE_KEY_MASK=1: keys are counted from the start of a sequence there; drop USE_KEY_MASK or USE_LENGTHS");
 SDPA_REFUSE(Build::use_pages && !Build::use_lengths,
-            "USE_PAGES: pages are found by the sequence of an item; add USE_LENGTHS=1");
+            "USE_PAGES: the page table is indexed by sequence; add USE_LENGTHS=1");
 SDPA_REFUSE(FP8_FLUSH_changed && !Build::multiplies_e4m3,
-            "FP8_FLUSH: only the wgmma kernel with DTYPE=FP8_E4M3 has sums of 14 bits; drop it");
+            "FP8_FLUSH: only the wgmma kernel with DTYPE=FP8_E4M3 accumulates in 14 bits; drop FP8_FLUSH");
 SDPA_REFUSE(FP16_ACC_changed && Build::input != DType::fp16,
-            "FP16_ACC: only the wmma kernel with DTYPE=FP16 has such sums; drop it");
+            "FP16_ACC: only the wmma kernel with DTYPE=FP16 can accumulate in fp16; drop FP16_ACC");
 SDPA_REFUSE(Build::pv_in_fp16 && !Build::use_wmma_pv,
-            "FP16_ACC=PV: P @ V is on the FMA pipes; add USE_WMMA_PV=1 or type FP16_ACC=QK");
+            "FP16_ACC=PV: P @ V runs on the FMA pipes; add USE_WMMA_PV=1 or type FP16_ACC=QK");
 
-// Refuses what cannot work, typed or in a row of a table.
+// Refuses combinations that cannot work, whether they were set with -D or come from a row of the table.
 template <class B> constexpr bool check_wgmma() {
   constexpr bool wgmma = B::family == Family::wgmma, roles = wgmma && B::use_warp_specialization && !B::swap_ab;
   SDPA_REFUSE(wgmma && !B::swap_ab && (B::group_warps % 4 != 0 || B::block_m != 16 * B::group_warps),
               "BLOCK_M and NUM_WARPS: a warpgroup has 4 warps and 64 query rows, so BLOCK_M must be "
-              "16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8, or half that BLOCK_M with SPLIT_KV=2");
+              "16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8, or BLOCK_M=64 NUM_WARPS=8 SPLIT_KV=2");
   SDPA_REFUSE(wgmma && B::use_pages == 1 && B::block_n * B::head_dim / (B::head_dim % 64 || B::d_v % 64 ? 512 : 1024) > 32,
-              "USE_PAGES=1: a lane copies a box, and there may be more than 32 in this tile; type a smaller BLOCK_N");
+              "USE_PAGES=1: each of 32 lanes copies one TMA box, and this tile may have more than 32; type a "
+              "smaller BLOCK_N");
   SDPA_REFUSE(wgmma && B::multiplies_e4m3 && (!roles || !B::overlap),
-              "DTYPE=FP8_E4M3: producer warps transpose V beside the softmax; add USE_WARP_SPECIALIZATION=1 OVERLAP=1");
+              "DTYPE=FP8_E4M3: producer warps transpose V during the softmax; add USE_WARP_SPECIALIZATION=1 "
+              "OVERLAP=1");
   SDPA_REFUSE(B::converts_tiles && B::swap_ab,
-              "KV_DTYPE: the transposed kernel lacks it; drop SWAP_AB, or build USE_MMA_SYNC=1 for few query rows");
+              "KV_DTYPE: the transposed kernel does not support it; drop SWAP_AB, or type USE_MMA_SYNC=1 for "
+              "few query rows");
   SDPA_REFUSE(B::converts_tiles && (!roles || B::use_persistent_cta || B::split_kv > 1),
-              "KV_DTYPE: with wgmma all producer warps make tiles of one slice, and none is left to store O meanwhile; "
-              "add USE_WARP_SPECIALIZATION=1, drop USE_PERSISTENT_CTA and SPLIT_KV");
+              "KV_DTYPE: with wgmma all producer warps convert tiles of one slice, so none can store O "
+              "meanwhile; add USE_WARP_SPECIALIZATION=1 and drop USE_PERSISTENT_CTA and SPLIT_KV");
   SDPA_REFUSE(wgmma && B::vec_width != (B::is_8bit ? 16 : 8),
-              "VEC_WIDTH: TMA wants addresses and strides by 16 bytes; type VEC_WIDTH=8, or 16 with an 8-bit DTYPE or "
-              "KV_DTYPE");
+              "VEC_WIDTH: TMA requires addresses and strides in multiples of 16 bytes; type VEC_WIDTH=8, or 16 "
+              "with an 8-bit DTYPE or KV_DTYPE");
   SDPA_REFUSE(wgmma && !roles && (B::overlap || B::use_persistent_cta || B::use_ping_pong),
-              "OVERLAP, USE_PERSISTENT_CTA and USE_PING_PONG: only the wgmma kernel with producer warps has them; add "
-              "USE_WARP_SPECIALIZATION=1 or drop them");
+              "OVERLAP, USE_PERSISTENT_CTA and USE_PING_PONG: only the wgmma kernel with producer warps "
+              "supports them; add USE_WARP_SPECIALIZATION=1 or drop them");
   SDPA_REFUSE(wgmma && !roles && !B::swap_ab && (B::use_lazy_max || B::split_kv > 1),
-              "USE_LAZY_MAX, SPLIT_KV: the plain wgmma kernel has neither; add USE_WARP_SPECIALIZATION=1 or drop them");
+              "USE_LAZY_MAX, SPLIT_KV: the plain wgmma kernel supports neither; add USE_WARP_SPECIALIZATION=1 "
+              "or drop them");
   SDPA_REFUSE(roles && B::split_kv > 2,
-              "SPLIT_KV=4: the wgmma kernel with producer warps splits the keys in two; type SPLIT_KV=2 or SWAP_AB=1");
+              "SPLIT_KV=4: the wgmma kernel with producer warps splits the keys into two slices; type "
+              "SPLIT_KV=2 or SWAP_AB=1");
   SDPA_REFUSE(wgmma && B::use_persistent_cta && B::split_kv > 1,
-              "USE_PERSISTENT_CTA=1: in the wgmma kernel not with SPLIT_KV; drop one of them");
+              "USE_PERSISTENT_CTA=1: the wgmma kernel does not support it with SPLIT_KV; drop one of them");
   SDPA_REFUSE(wgmma && !B::swap_ab && B::warpgroups == 1 && B::use_ping_pong,
-              "USE_PING_PONG: one warpgroup has no other to take turns with; drop it or type BLOCK_M=128 NUM_WARPS=8");
+              "USE_PING_PONG: a single warpgroup has no other to alternate with; drop USE_PING_PONG or type "
+              "BLOCK_M=128 NUM_WARPS=8");
   SDPA_REFUSE(wgmma && B::skip_masked && (!roles || B::use_ping_pong || B::block_m == 64),
-              "SKIP_MASKED=1: warpgroups leave out different tiles, which takes USE_WARP_SPECIALIZATION=1, BLOCK_M "
-              "over 64 and no USE_PING_PONG; type BLOCK_M=128 NUM_WARPS=8 or drop it");
+              "SKIP_MASKED=1: warpgroups skip different tiles, which requires USE_WARP_SPECIALIZATION=1, "
+              "BLOCK_M over 64 and no USE_PING_PONG; type BLOCK_M=128 NUM_WARPS=8 or drop SKIP_MASKED");
   SDPA_REFUSE(wgmma && B::swap_ab && (B::num_warps != 4 * B::split_kv || B::block_n % 64 != 0),
-              "SWAP_AB=1: every warpgroup has a slice of the keys, by 64; type BLOCK_N=128 NUM_WARPS=16 SPLIT_KV=4");
+              "SWAP_AB=1: each warpgroup takes a slice of the keys in multiples of 64; type BLOCK_N=128 "
+              "NUM_WARPS=16 SPLIT_KV=4");
   SDPA_REFUSE(wgmma && B::swap_ab && (B::block_m % 8 != 0 || 32 % B::block_m != 0),
               "BLOCK_M: with SWAP_AB=1 a CTA has 8, 16 or 32 query rows; type BLOCK_M=32");
   SDPA_REFUSE(wgmma && B::swap_ab &&
                   (B::block_n + 2 * B::d_v) / 64 * B::block_m / 2 > (B::num_warps > 8 ? 64 : 160),
-              "SWAP_AB=1: a thread's part of S and twice of O would leave too few of its registers for the rest; type "
-              "a smaller BLOCK_M or BLOCK_N");
+              "SWAP_AB=1: S and two copies of O would take too many registers of a thread; type a smaller "
+              "BLOCK_M or BLOCK_N");
   SDPA_REFUSE(wgmma && B::swap_ab && B::use_warp_specialization,
-              "SWAP_AB=1: in its kernel the warps that compute load as well; drop USE_WARP_SPECIALIZATION");
+              "SWAP_AB=1: the compute warps of the transposed kernel also load; drop USE_WARP_SPECIALIZATION");
   return true;
 }
 template <class B> constexpr bool check() {
@@ -7318,74 +7454,93 @@ template <class B> constexpr bool check() {
   constexpr int D = B::head_dim, Dv = B::d_v;
   constexpr bool usual = D == Dv && (D == 64 || D == 128 || D == 256);
   SDPA_REFUSE(D % 16 != 0 || Dv % 16 != 0 || Dv < 32 || (mma && B::is_e4m3 && (D % 32 != 0 || Dv % 32 != 0)),
-              "HEAD_DIM and HEAD_DIM_V: kernels take 32 to 256 by 16, mma.sync of e4m3 by 32; type HEAD_DIM=64");
-  SDPA_REFUSE(wmma && !usual, "HEAD_DIM: nvcuda::wmma takes 64, 128 and 256; type one or USE_MMA_SYNC=1");
+              "HEAD_DIM and HEAD_DIM_V: kernels take multiples of 16 from 32 to 256, mma.sync with e4m3 "
+              "multiples of 32; type HEAD_DIM=64");
+  SDPA_REFUSE(wmma && !usual, "HEAD_DIM: nvcuda::wmma takes 64, 128 and 256; type one of them or USE_MMA_SYNC=1");
   SDPA_REFUSE(wgmma && ((D % 64 != 0 && D != 96) || (Dv % 64 != 0 && Dv != 96) || Dv > D),
-              "HEAD_DIM: wgmma takes 64, 96, 128, 192, 256, and of V the same or less; type one or USE_MMA_SYNC=1");
+              "HEAD_DIM: wgmma takes 64, 96, 128, 192, 256, and HEAD_DIM_V up to HEAD_DIM; type one or "
+              "USE_MMA_SYNC=1");
   SDPA_REFUSE(wgmma && (B::swap_ab ? Dv % 64 != 0 : B::split_kv > 1 && 256 % Dv != 0),
-              "SWAP_AB=1 takes D of V by 64, SPLIT_KV=2 a power of 2; type HEAD_DIM=128 or drop it");
+              "HEAD_DIM_V: SWAP_AB=1 takes multiples of 64, SPLIT_KV=2 powers of 2; type HEAD_DIM=128 or drop them");
   SDPA_REFUSE(B::block_n % (scalar ? 8 : B::multiplies_e4m3 ? 32 : 16) != 0,
-              "BLOCK_N: the scalar kernel takes keys by 8, the others by 16, e4m3 by 32; type BLOCK_N=64");
+              "BLOCK_N: the scalar kernel takes multiples of 8, the others of 16, e4m3 of 32; type BLOCK_N=64");
   SDPA_REFUSE(path<B> == Path::wgmma_plain && B::pack_gqa,
-              "PACK_GQA: the plain wgmma kernel lacks it; add USE_WARP_SPECIALIZATION=1 or SWAP_AB=1 or drop it");
+              "PACK_GQA: the plain wgmma kernel does not support it; add USE_WARP_SPECIALIZATION=1 or SWAP_AB=1 "
+              "or drop it");
   SDPA_REFUSE(merges_by_kernel<B> && (B::use_persistent_cta || (wgmma && (B::split_kv > 1 || B::skip_masked))),
-              "SPLIT_CTAS: a CTA has one range; drop USE_PERSISTENT_CTA, and with wgmma SPLIT_KV and SKIP_MASKED");
+              "SPLIT_CTAS: a CTA computes one range; drop USE_PERSISTENT_CTA, with wgmma also SPLIT_KV and "
+              "SKIP_MASKED");
   SDPA_REFUSE(wgmma && B::use_warp_specialization && B::pack_gqa && B::split_ctas == 1,
-              "PACK_GQA: with producer warps its rows are stored in ranges alone; type SPLIT_CTAS=0");
+              "PACK_GQA: with producer warps its rows can only be stored as partials of ranges; type SPLIT_CTAS=0");
   SDPA_REFUSE(wmma && B::use_warp_specialization && B::sync_policy != 1,
-              "USE_WARP_SPECIALIZATION: barriers stop producers, so every warp must keep its rows; type SYNC_POLICY=1");
+              "USE_WARP_SPECIALIZATION: CTA barriers would stop producers, so each warp must keep its rows; "
+              "type SYNC_POLICY=1");
   SDPA_REFUSE(wmma && B::block_m != 16 * B::num_warps,
-              "BLOCK_M: a wmma warp owns 16 query rows, so BLOCK_M must be 16*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4");
+              "BLOCK_M: a wmma warp owns 16 query rows, so BLOCK_M must be 16*NUM_WARPS; type BLOCK_M=64 "
+              "NUM_WARPS=4");
   SDPA_REFUSE(scalar && B::block_m % (4 * B::num_warps) != 0,
-              "BLOCK_M: warps take query rows by 4, so it is a multiple of 4*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4");
+              "BLOCK_M: a warp takes a multiple of 4 query rows, so it must be a multiple of 4*NUM_WARPS; type "
+              "BLOCK_M=64 NUM_WARPS=4");
   SDPA_REFUSE(scalar && B::block_m / (4 * B::num_warps) * (B::block_n + B::d_v) / 8 > 176,
               "BLOCK_M: S and O would take over 176 registers and spill; type a smaller BLOCK_M or more NUM_WARPS");
   SDPA_REFUSE(mma && B::num_warps % B::split_kv != 0,
-              "SPLIT_KV: groups are alike, so NUM_WARPS must be a multiple of SPLIT_KV; type SPLIT_KV=2 NUM_WARPS=8");
+              "SPLIT_KV: all groups have the same number of warps, so NUM_WARPS must be a multiple of SPLIT_KV; "
+              "type SPLIT_KV=2 NUM_WARPS=8");
   SDPA_REFUSE(mma && B::block_m != 16 * B::group_warps && B::block_m != 32 * B::group_warps,
-              "BLOCK_M: with mma.sync it is 16 or 32 times NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=4");
+              "BLOCK_M: with mma.sync it must be 16 or 32 times NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=4");
   SDPA_REFUSE(!wgmma && !B::use_cp_async && !B::use_warp_specialization && B::stages > 1,
-              "STAGES: plain copies finish before the next one starts, so STAGES does nothing without cp.async or "
-              "producer warps; add USE_CP_ASYNC=1 or drop STAGES");
+              "STAGES: a plain copy finishes before the next one starts, so STAGES does nothing without "
+              "cp.async or producer warps; add USE_CP_ASYNC=1 or drop STAGES");
   SDPA_REFUSE(!B::is_8bit && B::vec_width == 16,
-              "VEC_WIDTH=16: an access has up to 16 bytes, and these are 32; type VEC_WIDTH=8");
+              "VEC_WIDTH=16: an access has at most 16 bytes, but 16 elements have 32; type VEC_WIDTH=8");
   SDPA_REFUSE(B::converts && B::vec_width < 8,
-              "DTYPE=U8: fp16 is made of 8 elements at a time; type VEC_WIDTH=16");
-  SDPA_REFUSE(B::converts && B::use_cp_async, "USE_CP_ASYNC=1: fp16 is made of U8 in registers; drop USE_CP_ASYNC");
+              "DTYPE=U8: 8 elements are converted to fp16 at a time; type VEC_WIDTH=16");
+  SDPA_REFUSE(B::converts && B::use_cp_async, "USE_CP_ASYNC=1: U8 is converted to fp16 in registers; drop "
+                                              "USE_CP_ASYNC");
   SDPA_REFUSE(B::use_cp_async && B::vec_width * (B::is_8bit ? 1 : 2) < 4,
-              "USE_CP_ASYNC=1: cp.async moves 4, 8 or 16 bytes, and this VEC_WIDTH is less; type VEC_WIDTH=8");
+              "USE_CP_ASYNC=1: cp.async moves 4, 8 or 16 bytes, but this VEC_WIDTH has fewer; type VEC_WIDTH=8");
   return check_wgmma<B>();
 }
 
 // ---- tuned tiles (USE_TUNED) ----
 
-// A build, and its cost on an SM that `ctas` of its CTAs share: item_clocks an item, and a clock for every
+// A build and its cost on an SM with `ctas` resident CTAs: item_clocks per item, and one clock per
 // scores_per_clock scores. The costs are fitted to the times of whole problems on an H200 (./run_all.sh fit).
 struct TunedTile : Config {
   int ctas;
   double item_clocks, scores_per_clock;
 };
-inline void a_row_of_tiles_names_an_unknown_knob() {}  // not constexpr: a table with such a row does not compile
-// The typed knobs, with these sizes and these knobs on.
+inline void a_row_of_tiles_names_an_unknown_knob() {}  // not constexpr, so that calling it stops the compilation
+// The knobs that were set with -D, with these sizes, and with the knobs in the string `knobs` set to 1.
 constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, int stages, int split_kv,
                          std::string_view knobs, int ctas, double item_clocks, double scores_per_clock) {
   TunedTile t{{}, ctas, item_clocks, scores_per_clock};
-  size_t known = 0;  // letters of knobs that are on, and of the spaces between them
+  size_t known = 0;  // characters of the string that were recognized, plus one space per knob
   const auto on = [&](std::string_view knob) { return knobs.find(knob) != knobs.npos && (known += knob.size() + 1); };
   const bool for_maps = on("USE_BIAS");  // only for builds with a bias or a MASK_MOD
-  // A row is for every D, the larger of Q's and V's, of which its own is the next in the table.
+  // A build uses the rows of the next larger D in the table. The D of a build is the larger of HEAD_DIM and
+  // HEAD_DIM_V.
   const int typed = Build::head_dim > Build::d_v ? Build::head_dim : Build::d_v;
   const bool is_next = head_dim == typed || head_dim == (typed <= 64 ? 64 : typed <= 128 ? 128 : 256);
   if (!is_next) t.head_dim = head_dim == Build::head_dim ? 0 : head_dim;  // 0: V is too wide for this row
   if (for_maps && (!Build::hides_rounds || !is_next)) t.head_dim = 0;
-  t.block_m = block_m, t.block_n = block_n, t.num_warps = num_warps, t.stages = stages, t.split_kv = split_kv;
+  t.block_m = block_m;
+  t.block_n = block_n;
+  t.num_warps = num_warps;
+  t.stages = stages;
+  t.split_kv = split_kv;
   if ((on("USE_MMA_SYNC") && Build::is_e4m3) || is_mma) t.use_mma_sync = t.use_cp_async = t.swizzle_xor = true;
-  t.overlap = on("OVERLAP"), t.use_warp_specialization = on("USE_WARP_SPECIALIZATION") || t.overlap;
-  t.use_persistent_cta = on("USE_PERSISTENT_CTA"), t.use_ping_pong = on("USE_PING_PONG");
-  t.skip_masked = on("SKIP_MASKED"), t.swap_ab = on("SWAP_AB"), t.use_lazy_max = true;
-  t.pack_gqa = on("PACK_GQA"), t.split_ctas = on("SPLIT_CTAS") || t.pack_gqa ? 0 : 1;
+  t.overlap = on("OVERLAP");
+  t.use_warp_specialization = on("USE_WARP_SPECIALIZATION") || t.overlap;
+  t.use_persistent_cta = on("USE_PERSISTENT_CTA");
+  t.use_ping_pong = on("USE_PING_PONG");
+  t.skip_masked = on("SKIP_MASKED");
+  t.swap_ab = on("SWAP_AB");
+  t.use_lazy_max = true;
+  t.pack_gqa = on("PACK_GQA");
+  t.split_ctas = on("SPLIT_CTAS") || t.pack_gqa ? 0 : 1;
   if (known != knobs.size() + !knobs.empty()) a_row_of_tiles_names_an_unknown_knob();
-  if (Build::multiplies_e4m3) t.fp8_flush = block_n > 64 ? 8 : 16;  // wgmma flushes O after some 1,024 keys
+  if (Build::multiplies_e4m3) t.fp8_flush = block_n > 64 ? 8 : 16;  // wgmma flushes O after about 1,024 keys
   return t;
 }
 constexpr std::array HOPPER_TILES = {
@@ -7439,7 +7594,8 @@ constexpr std::array AMPERE_TILES = {
     tile(256, 64, 64, 4, 1, 1, "PACK_GQA", 2, 35400, 1.13),
     tile(256, 16, 16, 2, 2, 2, "PACK_GQA", 3, 19800, 0.64),
 };
-// Few rows of e4m3 go to mma.sync: the transposed kernel takes no bytes. The costs of D=96 and 192 are not fitted.
+// For few query rows in e4m3 the table uses mma.sync, because the transposed kernel does not support 8-bit
+// types. The costs of D=96 and D=192 are not fitted.
 constexpr std::array E4M3_TILES = {
     tile(64, 64, 128, 8, 3, 2, "OVERLAP", 1, 7150, 7.71),
     tile(64, 128, 64, 16, 4, 2, "OVERLAP USE_PING_PONG", 1, 8080, 10.7),
@@ -7463,7 +7619,7 @@ constexpr std::array E4M3_TILES = {
     tile(192, 128, 128, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 4700, 5.8),
     tile(192, 128, 128, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 4700, 5.9),
 };
-// KV_DTYPE, fitted with Q in bf16.
+// KV_DTYPE. The costs are fitted with a bf16 Q.
 constexpr std::array KV_TILES = {
     tile(64, 256, 64, 16, 3, 1, "OVERLAP USE_PING_PONG", 1, 10400, 9.2),
     tile(64, 128, 128, 8, 2, 1, "OVERLAP USE_PING_PONG", 1, 8330, 7.76),
@@ -7496,13 +7652,13 @@ template <int ROW> constexpr Config config_of() { return TUNED_TILES[ROW]; }
 // ---- tiles that the typed knobs leave (typed) ----
 
 #define SDPA_IS_ROWS(name, fallback, member, values, families, meaning) &&(!name##_changed || t.member == typed.member)
-// True if this build may take the tile: the knobs that were typed are its.
+// True if this build may use the tile: the tile has the values of all knobs that were set with -D.
 constexpr bool tile_fits(const TunedTile& t) {
   constexpr Config typed{};
   const bool wgmma = is_wgmma && !t.use_mma_sync;
   const bool no_room = (wgmma && (t.swap_ab ? Build::d_v % 64 != 0 : t.split_kv > 1 && 256 % Build::d_v != 0)) ||
                         (t.head_dim == 192 && t.block_n == 128 && Build::d_v > 128) ||
-                        (Build::hides_rounds && t.num_warps == 16 && t.split_kv == 1) ||  // maps take registers
+                        (Build::hides_rounds && t.num_warps == 16 && t.split_kv == 1) ||  // maps need registers
                         (Build::hides_keys && t.num_warps == 16 && !t.swap_ab) ||
                         (Build::use_key_mask && t.num_warps == 16 && t.swap_ab);
   return typed.use_tuned && t.head_dim == typed.head_dim && !no_room SDPA_KNOBS(SDPA_IS_ROWS);
@@ -7510,7 +7666,7 @@ constexpr bool tile_fits(const TunedTile& t) {
 
 // ---- tiles by number (USE_TUNED) ----
 
-// The first tile that fits from row n on, or the number of rows.
+// The first row from n on whose tile fits; tile_count if there is none.
 constexpr int next_tile(int n) {
   while (n < tile_count && !tile_fits(TUNED_TILES[n])) n++;
   return n;
@@ -7519,8 +7675,8 @@ constexpr int next_tile(int n) {
 // ---- refusals of rows (typed) ----
 
 SDPA_REFUSE(Build::use_tuned && next_tile(0) == tile_count,
-            "USE_TUNED=1: no tile of the table has all the knobs that were typed besides; drop some or USE_TUNED");
-// Checks the typed build, or its tiles from row N on.
+            "USE_TUNED=1: no tile of the table has all the knobs that were set; drop some of them or USE_TUNED");
+// N = -1: checks the knobs that were set with -D. Otherwise: checks the tiles from row N on.
 template <int N> constexpr bool check_all() {
   if constexpr (N < tile_count) return check<BuildOf<N>>() && check_all<(N < 0 ? tile_count : next_tile(N + 1))>();
   return true;
@@ -7529,77 +7685,87 @@ static_assert(check_all<Build::use_tuned ? next_tile(0) : -1>(), "");
 
 // ---- the choice of a tile (USE_TUNED) ----
 
-// Clocks of the problem with this tile on `sms` SMs, by the tile's two costs and numbers that all tiles share.
+// Estimated clocks of the problem with this tile on `sms` SMs, from the tile's two costs and constants that all
+// tiles share.
 double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   const KeyBounds bounds(p, p.Sq, p.Sk);
   const int round_keys = t.block_n * t.split_kv, threads = t.num_warps * 32, Sq = max(p.Sq, 1);
   const Items items = t.pack_gqa ? items_of_packed_tile(p, t.block_m) : items_of_tile(p, 1, t.block_m);
-  // SPLIT_CTAS=0: a CTA takes its share of the keys, and the last one of an item or a kernel merges the results.
+  // SPLIT_CTAS=0: each CTA takes one range of the keys. A kernel or the last CTA of an item merges the partials.
   const bool by_kernel = t.split_ctas == 0 && !t.swap_ab && !(t.use_mma_sync && t.pack_gqa && t.split_kv > 1);
   const int ranges = t.split_ctas ? 1 : ranges_of(p, items, by_kernel, round_keys, threads, t.ctas, sms);
   const double merge = by_kernel    ? merge_kernel_clocks(items, p.D, ranges, sms)
                        : ranges > 1 ? 500 + 2000.0 * merge_steps(items, p.D, threads, ranges)
                                     : 0;
-  struct { double most, least, mean; } keys{};  // that an item takes, in whole rounds
+  struct { double most, least, mean; } keys{};  // keys per item, in whole rounds
   const auto in_rounds = [&](int64_t count) { return double(ceil_div(count, round_keys)) * round_keys; };
   const auto seen_by = [&](int q) { return bounds.end(q) - bounds.begin(q); };
   keys.most = keys.least = std::fmax(in_rounds(seen_by(p.Sq - 1)), round_keys);
-  for (int i = 1; i < 32; i += 2) {  // 16 rows
+  for (int i = 1; i < 32; i += 2) {  // samples 16 rows
     const int seen = seen_by(int(i / 32.0 * p.Sq));
     keys.mean += seen / 16.0;
-    keys.most = std::fmax(keys.most, in_rounds(seen)), keys.least = std::fmin(keys.least, in_rounds(seen));
+    keys.most = std::fmax(keys.most, in_rounds(seen));
+    keys.least = std::fmin(keys.least, in_rounds(seen));
   }
-  // An edge of the mask costs half a tile more than is seen, and the time of 64 keys.
+  // At each edge of the mask an item computes half a tile more than is visible; the edge also costs the time of
+  // 64 keys.
   const int edges = (bounds.to < p.Sk) + (bounds.from > -most_rows), edge_rows = t.skip_masked ? 64 : t.block_m;
   keys.mean = std::fmin(keys.mean + edges * ((edge_rows + round_keys) / 2.0 + 64), in_rounds(p.Sk));
   const double share = ceil_div(int64_t(keys.most) / round_keys, ranges) * round_keys / keys.most;
   keys = {keys.most * share, keys.least * share, keys.mean * share};
-  // Clocks of a key of an item that has its SM for itself. With a mask warpgroups that take turns wait for each other
-  // at its edge; where rows are skipped, one warpgroup alone takes half of the whole tile's time.
+  // Clocks per key of an item that is alone on its SM. With a mask, ping-pong warpgroups wait for each other at
+  // its edge. With SKIP_MASKED, a single active warpgroup takes half of the time of the whole tile.
   double of_key = t.block_m / t.scores_per_clock * (t.use_ping_pong && !bounds.all() ? 1.07 : 1);
-  const double used = 64.0 * ceil_div(Sq, 64) / ceil_div(Sq, t.block_m);  // rows of a tile that are not skipped
+  const double used = 64.0 * ceil_div(Sq, 64) / ceil_div(Sq, t.block_m);  // rows per tile that are not skipped
   if (t.skip_masked) of_key *= 0.5 + 0.5 * (used - 64) / (t.block_m - 64);
-  // Three bounds of the clocks that the products and the softmax take, of which the largest is the time. CTAs share the
-  // rate of their SM; one alone has sole_rate of it, with SWAP_AB all of it, since it waits more than it computes.
+  // The time of the products and the softmax is the largest of three lower bounds. CTAs on an SM share its
+  // throughput. A CTA that is alone reaches sole_rate of it; with SWAP_AB it reaches all of it, because latency
+  // dominates there.
   const double ctas_per_sm = double(items.count) / sms * ranges, ctas = std::ceil(ctas_per_sm);
   const double rate_alone = t.ctas > 1 && !t.swap_ab ? sole_rate : 1, waves = std::ceil(ctas / t.ctas);
-  // The longest item, beside the next one on its SM: with a mask a free SM takes the longest that is left.
+  // Bound 1, the longest item. It shares its SM with the next item for `beside` keys: with a mask, an SM that
+  // becomes free takes the longest item that is left.
   const double beside = t.ctas > 1 && ctas_per_sm > 1 ? keys.most - (keys.most - keys.least) / ctas_per_sm : 0;
   const double shared = beside * std::fmin(ctas, t.ctas) + (keys.most - beside) / rate_alone;
   const double longest = t.item_clocks + of_key * shared;
-  // All items, spread evenly over the SMs; and the waves of t.ctas CTAs to an SM, if all were as short as the shortest.
+  // Bound 2, all items spread evenly over the SMs. Bound 3, waves of t.ctas CTAs per SM, all as short as the shortest.
   const double spread = ctas_per_sm * (t.item_clocks / t.ctas + of_key * keys.mean);
   const double in_waves = waves * t.item_clocks + of_key * keys.least * ctas;
   const double work = std::fmax(longest, std::fmax(spread, in_waves)) + merge;
-  // K and V are read once, from L2 (below 52 MB) or memory. Reading overlaps computing: hence the sum of fourth powers.
+  // K and V are read once, from L2 if they take less than 52 MB, otherwise from device memory. Reading overlaps
+  // with computing, which the 4-norm of both times models.
   const double bytes = 2.0 * sizeof(Input) * p.D * (bounds.end(p.Sq - 1) - bounds.begin(0)) * p.B * p.Hkv;
   const double read = bytes / sms / (bytes < 52e6 ? 22 : t.pack_gqa && !by_kernel ? 18 : 15);
-  const double start = t.use_persistent_cta ? 3500 : -700;  // -700: while the launch before still runs
+  const double start = t.use_persistent_cta ? 3500 : -700;  // -700: overlap with the preceding launch
   return start + std::sqrt(std::hypot(work * work, read * read));
 }
 
-// USE_LENGTHS: the problem with so many sequences of equal lengths, since the host does not know the lengths.
+// USE_LENGTHS: the same problem with `sequences` sequences of equal lengths. The host does not know the real lengths.
 SdpaParams of_equal_lengths(SdpaParams p, int sequences) {
   if (p.q_starts && p.B > 0) p.Sq = ceil_div(p.Sq, p.B);
   if (p.k_starts && p.B > 0) p.Sk = ceil_div(p.Sk, p.B);
-  p.q_starts = p.k_starts = nullptr, p.B = sequences;
+  p.q_starts = p.k_starts = nullptr;
+  p.B = sequences;
   return p;
 }
 
-// batch_invariant: what the batch has, or device memory, becomes a usual number.
+// batch_invariant: the problem with typical values of everything that depends on the batch or is in device memory.
 SdpaParams of_any_batch(SdpaParams p) {
   if (p.q_starts || p.q_lengths) p.Sq = 2048;
   if (p.k_lengths || p.k_starts) p.Sk = p.k_starts && !p.k_lengths && p.q_starts ? p.Sq : max(p.Sq, 8192);
-  p.q_starts = p.q_lengths = p.k_starts = nullptr, p.most_keys = 0, p.B = 8;
+  p.q_starts = p.q_lengths = p.k_starts = nullptr;
+  p.most_keys = 0;
+  p.B = 8;
   return p;
 }
-// The keys of a sum, which ends with most_keys_at_once: of caches whose lengths are in device memory some have any.
+// Maximum number of keys that a query may see. batch_invariant: unlimited if the lengths are in device memory.
 int keys_of_sum(const SdpaParams& p) {
   if (!p.batch_invariant) return most_visible_keys(p);
   return p.k_lengths ? most_rows : most_visible_keys(of_any_batch(p));
 }
 
-// The row of the quickest tile; the model takes up to 20 us, and callers repeat. No bit may depend on max_ctas.
+// The row of the tile with the shortest estimated time. The model takes up to 20 us, so the result of the last
+// problem is kept. The choice must not depend on max_ctas, because the bits of O depend on the tile.
 int choose_tile(const SdpaParams& p) {
   const int sms = sm_count(), given = !p.k_lengths + 2 * !p.q_starts + 4 * !p.k_starts + 8 * !p.q_lengths;
   const std::array now{sms, given, p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.D, int(p.causal), p.window_left, p.window_right,
@@ -7607,23 +7773,27 @@ int choose_tile(const SdpaParams& p) {
   thread_local auto last = now;
   thread_local int best = -1;
   if (best >= 0 && now == last) return best;
-  best = -1, last = now;
+  best = -1;
+  last = now;
   double best_clocks = 0;
   for (int n = next_tile(0); n < tile_count; n = next_tile(n + 1)) {
     const TunedTile& t = TUNED_TILES[n];
     double clocks = tuned_clocks(
         t, p.batch_invariant ? of_any_batch(p) : Build::use_lengths ? of_equal_lengths(p, p.B) : p, sms);
-    // One cache may have nearly all keys: such a problem counts sqrt(B) times beside the one of equal caches.
+    // One sequence may have nearly all keys. Add the time of that problem, with weight sqrt(B).
     if (Build::use_lengths && !p.batch_invariant && p.k_lengths) {
       clocks += std::sqrt(p.B) * tuned_clocks(t, of_equal_lengths(p, 1), sms);
     }
     if (t.split_ctas == 1 && !t.swap_ab && keys_of_sum(p) > most_keys_at_once) clocks *= 1e9;
-    if (best < 0 || clocks < best_clocks) best = n, best_clocks = clocks;
+    if (best < 0 || clocks < best_clocks) {
+      best = n;
+      best_clocks = clocks;
+    }
   }
   return best;
 }
 
-// use(B()) of the build B of row `row`, which is N or a later one.
+// Calls use(B()) with the build B of row `row` >= N.
 template <int N, class Use> auto with_row(int row, const Use& use) {
   if constexpr (next_tile(N + 1) < tile_count) {
     if (row != N) return with_row<next_tile(N + 1)>(row, use);
@@ -7633,7 +7803,7 @@ template <int N, class Use> auto with_row(int row, const Use& use) {
 
 // ==== 8 CALL =====================================================================================
 
-// use(B()) of the build B that takes the problem.
+// Calls use(B()) with the build B that was chosen for the problem.
 template <class Use> auto with_build(const SdpaParams& p, const Use& use) {
   if constexpr (Build::use_tuned) {
     return with_row<next_tile(0)>(choose_tile(p), use);
@@ -7644,16 +7814,17 @@ template <class Use> auto with_build(const SdpaParams& p, const Use& use) {
 
 }  // namespace
 
-// ---- the map of what is hidden, for several launches (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
+// ---- a map of hidden rounds for several launches (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
 
-// Bytes of device memory of the map that sdpa_map_bias() writes. 0: this problem has none, or its sizes are refused.
+// Size in bytes of the map that sdpa_map_bias() writes. 0: this problem has no map, or its sizes are refused.
 static inline size_t sdpa_bias_map_bytes(SdpaParams p) {
   if (!check_sizes(p).ok()) return 0;
   return with_build(p, [&](auto build) { return bias_map_bytes<decltype(build)>(p); });
 }
-// Writes bias_map. Enqueued like a launch. A launch that uses the map must have the same contents of the bias, or of the
-// arrays that MASK_MOD names: nothing checks these. If the tile, a size, the causal mask, the window, bias_keys, or whether
-// heads and batches share the bias differ from those of the map, the launch computes all rounds: O is right, only later.
+// Enqueues a kernel that writes bias_map. Launches that use the map must have the same contents of the bias and of
+// the arrays that MASK_MOD names; this is not checked. If another parameter differs (the tile, a size, the causal
+// mask, the window, bias_keys, or whether heads and batches share the bias), the launch ignores the map and computes
+// all rounds: O is correct, but takes longer.
 static inline SdpaStatus sdpa_map_bias(const SdpaParams& params, cudaStream_t stream) {
   SdpaParams p = params;
   SdpaStatus status = check_params(p);
@@ -7666,25 +7837,26 @@ static inline SdpaStatus sdpa_map_bias(const SdpaParams& params, cudaStream_t st
 
 // ---- one launch ----
 
-// Bytes of device memory that SdpaParams::workspace must have for this problem: less if `scratch` is set. 0: none, or
-// its sizes are refused.
+// Size in bytes that SdpaParams::workspace must have for this problem; smaller if `scratch` is set. 0: it may
+// be null, or the sizes are refused.
 static inline size_t sdpa_workspace_bytes(SdpaParams p) {
   if (!check_sizes(p).ok()) return 0;
   return with_build(p, [&](auto build) { return workspace_bytes<decltype(build)>(p); });
 }
-// Bytes of device memory that SdpaParams::scratch must have for this problem, if it is set. 0: it may be null.
+// Size in bytes that SdpaParams::scratch must have for this problem if it is set. 0: it may be null.
 static inline size_t sdpa_scratch_bytes(SdpaParams p) {
   if (!check_sizes(p).ok()) return 0;
   return with_build(p, [&](auto build) { return scratch_bytes<decltype(build)>(p); });
 }
 
-// O, LSE = attention(Q, K, V), enqueued on the stream of the current device. Returns without waiting; never prints,
-// never allocates. Refuses what this build cannot do, before anything is launched. Safe inside stream capture.
+// Enqueues O, LSE = attention(Q, K, V) on the stream of the current device and returns without waiting. It does
+// not print or allocate memory, and may be captured into a CUDA graph. A problem that this build does not
+// support is refused before anything is launched.
 static inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
   SdpaParams p = params;
   SdpaStatus status = check_params(p);
   if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;
-  // The status alone tells of an error: the thread's last one is cleared, unless the caller had left it.
+  // Errors are reported only in the status. Clear the thread's last CUDA error, unless it was set before this call.
   const bool clean = cudaPeekAtLastError() == cudaSuccess;
   status = with_build(p, [&](auto build) { return forward<decltype(build)>(p, stream); });
   if (!status.ok() && clean) cudaGetLastError();

@@ -12,9 +12,13 @@
 //   dS = P * (dP - D)
 //   dV = P.T @ dO,   dK = scale * dS.T @ Q,   dQ = scale * dS @ K
 //
-// Three kernels: sdpa_backward_rows computes D of each row, sdpa_backward_q computes dQ, sdpa_backward_kv computes dK
-// and dV. The last two both compute S and dP: seven products instead of five. In return every sum stays in the registers
-// of one CTA: no atomics, no accumulators in global memory, and the same bits in every run.
+// Two passes: sdpa_backward_rows computes D of each row, sdpa_backward_q computes dQ, sdpa_backward_kv computes dK and
+// dV. The last two both compute S and dP: seven products instead of five. In return every sum stays in the registers of
+// one CTA: no atomics, no accumulators in global memory, and the same bits in every run.
+//
+// One pass (USE_WARP_SPECIALIZATION=1): sdpa_backward_wgmma computes S and dP once: five products. A CTA keeps dK and dV in registers and adds its part of
+// dQ to fp32 sums in the workspace, which sdpa_backward_convert scales and rounds. The order of these additions differs
+// from run to run, and so do the last bits of dQ. dK and dV have the same bits in every run.
 //
 // Build one variant   nvcc -O3 -std=c++17 -arch=native -DBACKWARD=1 -DBLOCK_M=64 sdpa_backward.cu -o sdpa_backward
 // Check and time it   ./sdpa_backward --shape mission
@@ -43,12 +47,12 @@ namespace {
 // Rows as in SDPA_KNOBS. backward_knobs: the knobs of sdpa.cu that the backward kernels have; the others are refused.
 // clang-format off
 #define SDPA_BACKWARD_KNOBS(X) \
-  X(BACKWARD, 0, backward, "0 1", "scalar mma", "1: the line is built from sdpa_backward.cu and computes dQ, dK and dV")
+  X(BACKWARD, 0, backward, "0 1", "scalar mma wgmma", "1: the line is built from sdpa_backward.cu and computes dQ, dK and dV")
 // clang-format on
 SDPA_BACKWARD_KNOBS(SDPA_KNOB)
 constexpr std::string_view backward_knobs =
-    "HEAD_DIM DTYPE BLOCK_M BLOCK_N NUM_WARPS VEC_WIDTH USE_CP_ASYNC STAGES SWIZZLE_XOR USE_MMA_SYNC USE_SOFTCAP "
-    "USE_SINKS";
+    "HEAD_DIM HEAD_DIM_V DTYPE BLOCK_M BLOCK_N NUM_WARPS VEC_WIDTH USE_CP_ASYNC STAGES SWIZZLE_XOR USE_MMA_SYNC USE_WGMMA "
+    "USE_WARP_SPECIALIZATION USE_SOFTCAP USE_SINKS";
 
 }  // namespace
 
@@ -71,15 +75,52 @@ struct SdpaBackwardParams : SdpaGradients {
 
 namespace {
 
-// The tensors of a launch, and what all CTAs read. The mask's tiles are those of a warp.
+struct GradientMaps { CUtensorMap d_o, d_k, d_v; };
+
+// The kernel with producers and consumers, which adds dQ to sums in global memory.
+template <class B> constexpr bool adds_dq = B::use_wgmma && B::use_warp_specialization;
+
+// Rows of a query head in the workspace. adds_dq: whole tiles of BLOCK_N queries.
+inline int padded_rows_of(const SdpaParams& p) {
+  return adds_dq<Build> ? ceil_div(p.Sq, Build::block_n) * Build::block_n : p.Sq;
+}
+// Arrays of padded_rows elements for each query head.
+struct BackwardWorkspace {
+  int64_t heads;  // B * Hq
+  int padded_rows;
+  float2* rows;                       // LSE * log2(e), and D - dLSE
+  float *lse_log2, *delta, *dQ_sums;  // adds_dq: the same, and dQ / gradient_scale in the order of store_sums_of_dq()
+
+  BackwardWorkspace(const SdpaParams& p, void* workspace)
+      : heads(int64_t(p.B) * p.Hq),
+        padded_rows(padded_rows_of(p)),
+        rows(static_cast<float2*>(workspace)),
+        lse_log2(static_cast<float*>(workspace)),
+        delta(lse_log2 + heads * padded_rows),
+        dQ_sums(delta + heads * padded_rows) {}
+  __device__ __forceinline__ void set(int64_t head, int q, float2 values) const {
+    const int64_t i = head * padded_rows + q;
+    if (adds_dq<Build>) return st_global(lse_log2 + i, values.x), st_global(delta + i, values.y);
+    st_global(rows + i, values);
+  }
+  __device__ __forceinline__ float2 get(int64_t head, int q) const {
+    const int64_t i = head * padded_rows + q;
+    if (adds_dq<Build>) return {ld_global<float>(lse_log2 + i), ld_global<float>(delta + i)};
+    return ld_global<float2>(rows + i);
+  }
+};
+
+// The tensors of a launch, and what all CTAs read. The mask's tiles are those of a warp, or of a warpgroup (wgmma).
 struct BackwardArgs : KernelArgs, SdpaGradients {
-  float2* rows;          // [B,Hq,Sq] in the workspace: LSE * log2(e), and D - dLSE
+  BackwardWorkspace work;
   float gradient_scale;  // of dQ and dK
+  int heads_at_once = 1;  // adds_dq: key heads whose tiles CTAs take together
+  std::conditional_t<adds_dq<Build>, GradientMaps, Nothing> gradient_maps;
 
   BackwardArgs(const SdpaBackwardParams& params, int rows_of_mask, int keys_of_mask, const Grid& grid = {})
       : KernelArgs(params.forward, rows_of_mask, keys_of_mask, grid),
         SdpaGradients(params),
-        rows(static_cast<float2*>(params.workspace)),
+        work(params.forward, params.workspace),
         gradient_scale(log2_scale(params.forward) * ln2) {}
 };
 
@@ -90,7 +131,35 @@ __host__ __device__ inline KeyRange queries_of_keys(const KeyBounds& keys, int f
 
 // ==== 3 BLOCKS ===================================================================================
 
+// ---- PTX ----
+
+#ifndef SDPA_SIMT
+
+// Copies bytes, a multiple of 16, to shared memory; they count at the mbarrier. One thread calls it.
+__device__ __forceinline__ void cp_async_bulk_load(void* dst_s, const void* src_g, uint32_t bytes,
+                                                   uint64_t* barrier_s) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(dst_s)),
+               "l"(src_g), "r"(bytes), "r"(shared_address(barrier_s))
+               : "memory");
+}
+// Adds to four floats, each of which is one atomic addition, in an order that differs from run to run.
+__device__ __forceinline__ void red_global_add_v4(float* dst_g, float a, float b, float c, float d) {
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(dst_g), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+
+#endif  // SDPA_SIMT
+
 // ---- pairs of tensors ----
+
+// The build with rows of one width: as Q and K have it, or as V and dO.
+template <class B, int D> struct OneWidth : B {
+  static constexpr int head_dim = D, head_dim_v = 0, d_v = D, qk_bytes = D * B::element_bytes, v_bytes = qk_bytes;
+};
+template <class B, int D> using OfWidth = std::conditional_t<B::head_dim == B::d_v, B, OneWidth<B, D>>;
+template <class B> using OfQK = OfWidth<B, B::head_dim>;
+template <class B> using OfV = OfWidth<B, B::d_v>;
 
 // Rows of two tensors that are used together, of one head: Q and dO, or K and V.
 struct RowPair {
@@ -107,22 +176,42 @@ __device__ __forceinline__ RowPair keys_of_head(const BackwardArgs& a, int b, in
           a.p.Sk};
 }
 
-// A tile of both.
+// A tile of both. wgmma: in panels.
+template <class B> constexpr int TILE_ALIGNMENT = B::use_wgmma ? 1024 : 16;
 template <class B, int ROWS> struct PairTile {
-  Element<B> x[ROWS * TILE_STRIDE<B>], y[ROWS * TILE_STRIDE<B>];
+  alignas(TILE_ALIGNMENT<B>) Element<B> x[ROWS * TILE_STRIDE<OfQK<B>>];
+  alignas(TILE_ALIGNMENT<B>) Element<B> y[ROWS * TILE_STRIDE<OfV<B>>];
 };
+// wgmma: begins to copy rows of `width` elements to panels, with zeros past them and past the last of `count` rows.
+template <class B, int ROWS, int D>
+__device__ __forceinline__ void copy_to_panels(Input* panels_s, const Input* from_g, int64_t row_stride, int width,
+                                               int first, int count) {
+  for (int i = threadIdx.x; i < ROWS * D / 8; i += B::threads) {
+    const int r = i / (D / 8), d = i % (D / 8) * 8;
+    VectorCopy<true>::template copy<16>(panels_s + panel_offset<ROWS>(r, d), from_g + (first + r) * row_stride + d,
+                                        first + r < count && d < width);
+  }
+}
 // Begins to copy ROWS rows from `first` on; rows that do not exist become zeros.
 template <class B, int ROWS>
-__device__ __forceinline__ void copy_pair(PairTile<B, ROWS>& tile, const RowPair& from, int first) {
-  const TileCopy<B> share(threadIdx.x, B::threads);
-  const int row = first + share.row;
-  share.template copy<ROWS>(tile.x, from.x + row * from.x_stride + share.col, from.x_stride, from.count - row);
-  share.template copy<ROWS>(tile.y, from.y + row * from.y_stride + share.col, from.y_stride, from.count - row);
+__device__ __forceinline__ void copy_pair(PairTile<B, ROWS>& tile, const RowPair& from, int first, const SdpaParams& p) {
+  if constexpr (B::use_wgmma) {
+    copy_to_panels<B, ROWS, B::head_dim>(tile.x, from.x, from.x_stride, p.D, first, from.count);
+    copy_to_panels<B, ROWS, B::d_v>(tile.y, from.y, from.y_stride, p.Dv, first, from.count);
+    return;
+  }
+  const TileCopy<OfQK<B>> of_x(threadIdx.x, B::threads);
+  const TileCopy<OfV<B>> of_y(threadIdx.x, B::threads);
+  const int x_row = first + of_x.row, y_row = first + of_y.row;
+  of_x.template copy<ROWS>(tile.x, from.x + x_row * from.x_stride + of_x.col, from.x_stride, from.count - x_row);
+  of_y.template copy<ROWS>(tile.y, from.y + y_row * from.y_stride + of_y.col, from.y_stride, from.count - y_row);
 }
+
+template <class B> constexpr bool copies_async = B::use_cp_async || B::use_wgmma;
 
 // The tiles that pass by, STAGES - 1 of them ahead. load(n, stage) begins the copies of tile n.
 template <class B, class Load> struct PassingTiles {
-  using Copy = VectorCopy<B::use_cp_async>;
+  using Copy = VectorCopy<copies_async<B>>;
   const Load& load;
   const int count;
 
@@ -140,6 +229,7 @@ template <class B, class Load> struct PassingTiles {
       begin(n);
     }
     Copy::template wait<(B::stages > 1 ? B::stages - 2 : 0)>();
+    if constexpr (B::use_wgmma) fence_proxy_async();
     __syncthreads();  // hazard: tile n copied by all warps, tile n - 1 read by all warps
     if (B::stages > 1) begin(n + B::stages - 1);
     return n % B::stages;
@@ -167,16 +257,17 @@ template <class View> struct Transposed {
   __device__ __forceinline__ int col(int j) const { return x.T.row(j); }
 };
 
-// P and dS of a tile whose view has queries as rows. rows: LSE_log2 and D of this thread's queries.
+// P and dS of a tile whose view has queries as rows.
 template <class B, class View> struct WeightsOfTile {
   View &P, &dS;
-  const float2 (&rows)[View::ROWS];
   float slope[B::use_softcap != 0 ? View::ROWS : 1][View::COLS];  // USE_SOFTCAP: of the logits by the scores
 
   // P = exp2(S * scale_log2 - LSE_log2) in place. A hidden score becomes -inf first, also that of a key past Sk: its S is
   // 0, and exp2(0 - LSE_log2) overflows where LSE is below -88. Queries past Sq have S = 0, LSE = 0 and dO = 0: their P
   // is 1, and its products are 0.
-  __device__ __forceinline__ void set_p(const BackwardArgs& a, const Item<B>& item, int q0, int k0, bool plain) {
+  // lse_log2: of this thread's queries.
+  __device__ __forceinline__ void set_p(const BackwardArgs& a, const Item<B>& item, int q0, int k0, bool plain,
+                                        const float (&lse_log2)[View::ROWS]) {
     finish_scores<B>(P, a, item, a.mask, q0, k0, plain);
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
@@ -184,34 +275,39 @@ template <class B, class View> struct WeightsOfTile {
         if constexpr (B::use_softcap != 0) {  // x is a tanh, or -inf
           slope[i][j] = is_capped<B>(a) ? fmaxf(fmaf(-x, x, 1), 0) : 1;
         }
-        x = ex2_approx_ftz(fmaf(x, a.scale_log2, -rows[i].x));
+        x = ex2_approx_ftz(fmaf(x, a.scale_log2, -lse_log2[i]));
       }
     }
   }
-  // dS = P * (dP - D) in the place of dP
-  __device__ __forceinline__ void set_ds() {
-    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-      SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-        float& x = dS.x[i][j];
-        x = P.x[i][j] * (x - rows[i].y);
-        if constexpr (B::use_softcap != 0) x *= slope[i][j];
+  // USE_SOFTCAP: P becomes P * slope, once P.T @ dO has its P.
+  __device__ __forceinline__ void multiply_by_slope() {
+    if constexpr (B::use_softcap != 0) {
+      SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+        SDPA_UNROLL for (int j = 0; j < View::COLS; j++) P.x[i][j] *= slope[i][j];
       }
+    }
+  }
+  // dS = P * (dP - D) in the place of dP.   delta: D of this thread's queries
+  __device__ __forceinline__ void set_ds(const float (&delta)[View::ROWS]) {
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      SDPA_UNROLL for (int j = 0; j < View::COLS; j++) dS.x[i][j] = P.x[i][j] * (dS.x[i][j] - delta[i]);
     }
   }
 };
 
 // ---- epilogue ----
 
-// Stores factor * T to rows [first, count) of a tensor.
+// Stores factor * T to rows [first, count) of a tensor. wgmma: to the first width_of_row elements of a row.
 template <class B, class View>
 __device__ __forceinline__ void store_gradient(const View& T, float factor, Input* to_g, int64_t row_stride, int first,
-                                               int count) {
+                                               int count, int width_of_row) {
   constexpr int run = View::RUN < 8 ? View::RUN : 8, width = B::vec_width < run ? B::vec_width : run;
   using Vector = VectorType<width * sizeof(Input)>;
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     const int row = first + T.row(i);
     if (row >= count) continue;
     SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
+      if (is_wgmma && T.col(j) >= width_of_row) break;
       Input e[width];
       SDPA_UNROLL for (int n = 0; n < width; n++) e[n] = rounded<Input>(T.x[i][j + n] * factor);
       Vector x;
@@ -221,11 +317,18 @@ __device__ __forceinline__ void store_gradient(const View& T, float factor, Inpu
   }
 }
 
-// ---- products: on the FMA pipes, and by mma.sync ----
-// `kept` are BLOCK_M rows of D elements in shared memory, `passing` BLOCK_N of them; T is [BLOCK_M][BLOCK_N], a sum
-// [BLOCK_M][D]. A warp has the same BLOCK_M / NUM_WARPS rows of all of them.
+// ---- products: on the FMA pipes, by mma.sync and by wgmma ----
+// B is OfQK or OfV. `kept` are BLOCK_M rows of D elements in shared memory, `passing` BLOCK_N of them; T is [BLOCK_M][BLOCK_N], a sum
+// [BLOCK_M][D]. A warp has the same BLOCK_M / NUM_WARPS rows of all of them. Products of wgmma are asynchronous: begin()
+// issues T = kept @ passing.T, finish() waits until at most PENDING later groups are incomplete, and settle() waits for all.
+// The others compute T in finish(). An Operand is T as A operands, and stays until settle().
 
 template <class B> constexpr int WARP_ROWS = B::block_m / B::num_warps;
+// Rows that leave out a masked tile together: a warp's, or a warpgroup's.
+template <class B> constexpr int SKIPPING_ROWS = B::use_wgmma ? 64 : WARP_ROWS<B>;
+template <class B> __device__ __forceinline__ int first_skipping_row(int warp) {
+  return uniform(warp * WARP_ROWS<B> / SKIPPING_ROWS<B> * SKIPPING_ROWS<B>);
+}
 
 template <class B, Family = B::family> struct Products;
 
@@ -234,6 +337,7 @@ template <class B> struct Products<B, Family::scalar> {
   using Sums = ScalarOutput<B>;
   // The rows of T of all warps: a lane needs all columns of its rows.
   using Scratch = float[B::block_m * ScalarShared<B>::P_STRIDE];
+  using Operand = Nothing;
 
   // Sets the rows and columns of this thread.
   static __device__ __forceinline__ void place(Scores& T, int warp, int lane) {
@@ -244,14 +348,16 @@ template <class B> struct Products<B, Family::scalar> {
     T.first_row = warp * WARP_ROWS<B> + lane / COL_LANES;
     T.first_col = lane % COL_LANES * T.RUN;
   }
-  // T = kept @ passing.T
-  static __device__ __forceinline__ void multiply(Scores& T, const Element<B>* kept_s, const Element<B>* passing_s, int,
-                                                  int) {
+  static __device__ __forceinline__ void begin(Scores&, const Element<B>*, const Element<B>*, int) {}
+  template <int PENDING>
+  static __device__ __forceinline__ void finish(Scores& T, const Element<B>* kept_s, const Element<B>* passing_s, int,
+                                                int) {
     scalar_qk<B>(T, kept_s, passing_s);
   }
+  static __device__ __forceinline__ void settle(Sums&) {}
   // sum += T @ passing
   static __device__ __forceinline__ void add(Sums& sum, const Scores& T, const Element<B>* passing_s,
-                                             Scratch& scratch_s, int) {
+                                             Scratch& scratch_s, Operand&, int) {
     float unchanged[Sums::ROWS];  // the factor of the sum so far
     SDPA_UNROLL for (int i = 0; i < Sums::ROWS; i++) unchanged[i] = 1;
     store_scores(scratch_s, ScalarShared<B>::P_STRIDE, T);
@@ -266,14 +372,18 @@ template <class B> struct Products<B, Family::mma> {
   using Sums = MmaSums<B>;
   using Operands = MmaHalves<B>;
   using Scratch = Nothing;  // accumulators of T are A operands as they stand
+  using Operand = Nothing;
 
   template <class View> static __device__ __forceinline__ void place(View& T, int warp, int lane) {
     T.first_row = warp * WARP_ROWS<B> + lane / 4;
     T.first_col = lane % 4 * 2;
   }
-  // T = kept @ passing.T
-  static __device__ __forceinline__ void multiply(Scores& T, const Element<B>* kept_s, const Element<B>* passing_s,
-                                                  int warp, int lane) {
+  template <class View>
+  static __device__ __forceinline__ void begin(View&, const Element<B>*, const Element<B>*, int) {}
+  static __device__ __forceinline__ void settle(Sums&) {}
+  template <int PENDING, class View>
+  static __device__ __forceinline__ void finish(View& T, const Element<B>* kept_s, const Element<B>* passing_s, int warp,
+                                                int lane) {
     const SharedAddress a_lane =
         shared_address(kept_s + tile_offset<B>(warp * WARP_ROWS<B> + lane % 16, lane / 16 * CHUNK<B>));
     const SharedAddress b_lane =
@@ -292,7 +402,8 @@ template <class B> struct Products<B, Family::mma> {
     }
   }
   // sum += T @ passing, with T rounded to the type of the inputs
-  static __device__ __forceinline__ void add(Sums& sum, const Scores& T, const Element<B>* passing_s, Scratch&,
+  template <class View>
+  static __device__ __forceinline__ void add(Sums& sum, const View& T, const Element<B>* passing_s, Scratch&, Operand&,
                                              int lane) {
     SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
       MmaStepOfP<B> rows;
@@ -306,52 +417,107 @@ template <class B> struct Products<B, Family::mma> {
   }
 };
 
+template <class B> struct Products<B, Family::wgmma> {
+  using Scores = WgmmaAccumulator<B::block_n>;
+  using Sums = WgmmaAccumulator<B::head_dim>;
+  using Scratch = Nothing;
+  using Operand = WgmmaProbabilities<B>;
+
+  template <class View> static __device__ __forceinline__ void place(View& T, int warp, int lane) {
+    T.first_row = warp * 16 + lane / 4;
+    T.first_col = lane % 4 * 2;
+  }
+  static __device__ __forceinline__ void begin(Scores& T, const Input* kept_s, const Input* passing_s, int warp) {
+    const uint64_t kept = wgmma_descriptor(uniform(shared_address(kept_s + warp / 4 * 64 * 64)), 16, 1024);
+    const uint64_t passing = wgmma_descriptor(uniform(shared_address(passing_s)), 16, 1024);
+    forget(T.x.d);
+    wgmma_fence();
+    SDPA_UNROLL for (int step = 0; step < B::head_dim / 16; step++) {
+      wgmma_ss<Input, B::block_n, 0>(T.x.d, descriptor_at(kept, panel_step<128>(step, B::block_m)),
+                                     descriptor_at(passing, panel_step<128>(step, B::block_n)), step > 0);
+    }
+    wgmma_commit_group();
+  }
+  template <int PENDING>
+  static __device__ __forceinline__ void finish(Scores& T, const Input*, const Input*, int, int) {
+    wgmma_wait_group<PENDING>(), hold(T.x.d);
+  }
+  static __device__ __forceinline__ void add(Sums& sum, const Scores& T, const Input* passing_s, Scratch&,
+                                             Operand& operand, int) {
+    SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
+      pack_step<Input>(operand[step], T, step), hold(operand[step]);
+    }
+    const uint64_t passing = wgmma_descriptor(uniform(shared_address(passing_s)), B::block_n * 128, 1024);
+    wgmma_pv<B>(sum, operand, passing, true);
+  }
+  static __device__ __forceinline__ void settle(Sums& sum) { wgmma_wait_group<0>(), hold(sum.x.d); }
+};
+
 // ==== 4 KERNELS ==================================================================================
 
 // ---- D of each row ----
 
-// A warp takes a row of the CTA's BLOCK_M queries at a time.
+// Lanes that share a row, each with a vector of VEC_WIDTH elements at a time.
+template <class B> __host__ __device__ constexpr int lanes_of_row() {
+  int lanes = 1;
+  while (lanes < 32 && lanes * B::vec_width < B::d_v) lanes *= 2;
+  return lanes;
+}
+
+// A CTA has BLOCK_M queries. adds_dq: also rows past Sq, whose P and dS shall be 0, and all of its rows' dQ sums become 0.
 template <class B>
-__global__ void __launch_bounds__(B::threads, 1) sdpa_backward_rows(const __grid_constant__ BackwardArgs a) {
+__global__ void __launch_bounds__(32 * B::num_warps) sdpa_backward_rows(const __grid_constant__ BackwardArgs a) {
+  constexpr int LANES = lanes_of_row<B>(), width = B::vec_width, rows_at_once = 32 * B::num_warps / LANES;
+  using Vector = VectorType<width * sizeof(Output)>;
   const SdpaParams& p = a.p;
   const Item<B> item = work_item<B>(a, blockIdx.x);
-  const int lane = threadIdx.x % 32, end = min(item.q0 + B::block_m, p.Sq);
+  const int64_t head = int64_t(item.b) * p.Hq + item.h;
+  const int lane = threadIdx.x % LANES;
   const Output* const O_g = p.O + item.b * p.o.batch + item.h * p.o.head;
   const Output* const dO_g = a.dO + item.b * a.d_o.batch + item.h * a.d_o.head;
-  for (int q = item.q0 + int(threadIdx.x) / 32; q < end; q += B::num_warps) {
+  for (int first = 0; first < B::block_m; first += rows_at_once) {
+    const int r = first + int(threadIdx.x) / LANES, q = item.q0 + r;
+    const bool exists = r < B::block_m && q < p.Sq;
     float sum = 0;
-    for (int d = lane; d < B::head_dim; d += 32) {
-      const float x = to_float(ld_global<Output>(O_g + q * p.o.row + d));
-      sum = fmaf(x, to_float(ld_global<Output>(dO_g + q * a.d_o.row + d)), sum);
+    for (int d = lane * width; exists && d < p.Dv; d += LANES * width) {
+      const Vector x = ld_global<Vector>(O_g + q * p.o.row + d), y = ld_global<Vector>(dO_g + q * a.d_o.row + d);
+      Output x_of[width], y_of[width];
+      memcpy(x_of, &x, sizeof x), memcpy(y_of, &y, sizeof y);
+      SDPA_UNROLL for (int i = 0; i < width; i++) sum = fmaf(to_float(x_of[i]), to_float(y_of[i]), sum);
     }
-    sum = row_sum<32>(sum);
-    if (lane == 0) {
-      const int64_t row = (int64_t(item.b) * p.Hq + item.h) * p.Sq + q;
-      const float lse = ld_global<float>(p.LSE + row);
-      // A row that sees no key: +inf makes each P 0, and -inf would make it NaN.
-      const float lse_log2 = lse == -INFINITY ? INFINITY : lse * (1 / ln2);
-      // dLSE / dS = P, so that dS = P * (dP - D + dLSE).
-      st_global(a.rows + row, float2{lse_log2, a.dLSE ? sum - ld_global<float>(a.dLSE + row) : sum});
+    sum = row_sum<LANES>(sum);
+    if (r >= B::block_m || q >= a.work.padded_rows) continue;
+    if (adds_dq<B>) {
+      float* const sums = a.work.dQ_sums + (head * a.work.padded_rows + q) * B::head_dim;
+      for (int d = lane * 4; d < B::head_dim; d += LANES * 4) st_global(sums + d, float4{0, 0, 0, 0});
     }
+    if (lane > 0) continue;
+    const float lse = exists ? ld_global<float>(p.LSE + head * p.Sq + q) : -INFINITY;
+    // A row that sees no key: +inf makes each P 0, and -inf would make it NaN.
+    const float lse_log2 = lse == -INFINITY ? INFINITY : lse * (1 / ln2);
+    // dLSE / dS = P, so that dS = P * (dP - D + dLSE).
+    const float dLSE = exists && a.dLSE ? ld_global<float>(a.dLSE + head * p.Sq + q) : 0;
+    a.work.set(head, q, {lse_log2, sum - dLSE});
   }
 }
 
-// ---- what the other two kernels share ----
+// ---- two passes: what their kernels share ----
 // A CTA keeps BLOCK_M rows of a pair of tensors in shared memory, and tiles of BLOCK_N rows of the other pair pass by.
 
 template <class B> struct BackwardShared {
   PairTile<B, B::block_m> kept;
   PairTile<B, B::block_n> passing[B::stages];
   float2 rows[B::stages][B::block_n];  // of passing queries
-  typename Products<B>::Scratch scratch;
+  typename Products<OfV<B>>::Scratch scratch;
 };
 
 // ---- dQ: Q and dO stay, K and V pass by ----
 
 template <class B>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_q(const __grid_constant__ BackwardArgs a) {
-  using Multiply = Products<B>;
-  using Scores = typename Multiply::Scores;
+  using QK = Products<OfQK<B>>;
+  using V = Products<OfV<B>>;
+  using Scores = typename Products<B>::Scores;
   BackwardShared<B>& s = dynamic_shared<BackwardShared<B>>();
   const SdpaParams& p = a.p;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -359,44 +525,57 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_q(const __grid_co
   const KeyRange keys = a.mask.keys.of_rows(item.q0, min(item.q0 + B::block_m, p.Sq) - 1);
   const RowPair passing = keys_of_head(a, item.b, item.h / (p.Hq / p.Hkv));
 
-  copy_pair(s.kept, queries_of_head(a, item.b, item.h), item.q0);
-  const auto load = [&](int n, int stage) { copy_pair(s.passing[stage], passing, keys.begin + n * B::block_n); };
+  copy_pair(s.kept, queries_of_head(a, item.b, item.h), item.q0, p);
+  const auto load = [&](int n, int stage) { copy_pair(s.passing[stage], passing, keys.begin + n * B::block_n, p); };
   PassingTiles<B, decltype(load)> tiles(load, ceil_div(keys.end - keys.begin, B::block_n));
 
   Scores P, dS;
-  typename Multiply::Sums dQ;
-  Multiply::place(P, warp, lane), Multiply::place(dS, warp, lane), Multiply::place(dQ, warp, lane);
+  typename QK::Sums dQ;
+  QK::place(P, warp, lane), QK::place(dS, warp, lane), QK::place(dQ, warp, lane);
   clear(dQ);
-  float2 rows[Scores::ROWS];
+  float lse_log2[Scores::ROWS], delta[Scores::ROWS];
   SDPA_UNROLL for (int i = 0; i < Scores::ROWS; i++) {
     const int q = item.q0 + P.row(i);
-    const int64_t row = (int64_t(item.b) * p.Hq + item.h) * p.Sq + q;
-    rows[i] = q < p.Sq ? ld_global<float2>(a.rows + row) : float2{0, 0};
+    const float2 row = q < p.Sq ? a.work.get(int64_t(item.b) * p.Hq + item.h, q) : float2{0, 0};
+    lse_log2[i] = row.x, delta[i] = row.y;
   }
 
-  const int q = item.q0 + warp * WARP_ROWS<B>;
+  typename QK::Operand dS_operand;
+  const int q = item.q0 + first_skipping_row<B>(warp);
   for (int n = 0; n < tiles.count; n++) {
     const int k0 = keys.begin + n * B::block_n;
     const PairTile<B, B::block_n>& tile = s.passing[tiles.acquire(n)];
     if (!a.mask.tiles.touch(q, k0)) continue;
-    Multiply::multiply(P, s.kept.x, tile.x, warp, lane);
-    WeightsOfTile<B, Scores> weights{P, dS, rows, {}};
-    weights.set_p(a, item, item.q0, k0, is_plain<B>(a, a.mask, q, k0));
-    Multiply::multiply(dS, s.kept.y, tile.y, warp, lane);
-    weights.set_ds();
-    Multiply::add(dQ, dS, tile.x, s.scratch, lane);
+    QK::begin(P, s.kept.x, tile.x, warp);
+    V::begin(dS, s.kept.y, tile.y, warp);
+    QK::template finish<1>(P, s.kept.x, tile.x, warp, lane);
+    WeightsOfTile<B, Scores> weights{P, dS, {}};
+    weights.set_p(a, item, item.q0, k0, is_plain<B>(a, a.mask, q, k0), lse_log2);
+    weights.multiply_by_slope();
+    V::template finish<0>(dS, s.kept.y, tile.y, warp, lane);
+    weights.set_ds(delta);
+    QK::add(dQ, dS, tile.x, s.scratch, dS_operand, lane);
+    QK::settle(dQ);
   }
-  store_gradient<B>(dQ, a.gradient_scale, a.dQ + item.b * a.d_q.batch + item.h * a.d_q.head, a.d_q.row, item.q0, p.Sq);
+  store_gradient<B>(dQ, a.gradient_scale, a.dQ + item.b * a.d_q.batch + item.h * a.d_q.head, a.d_q.row, item.q0, p.Sq,
+                    p.D);
 }
 
 // ---- dK and dV: K and V stay, Q and dO pass by ----
 // Everything is transposed: S.T = K @ Q.T, dP.T = V @ dO.T. The tiles of all query heads of the group pass by, so that
-// dK and dV sum over them in registers.
+// dK and dV sum over them in registers. Where both take too many registers, a launch computes each of them.
 
-template <class B>
+// Registers of a thread for S, dP and sums of so many columns.
+template <class B> constexpr int sum_registers(int columns) {
+  return B::block_m / B::num_warps * (columns / 2 + B::block_n) / 16;
+}
+template <class B> constexpr bool has_room_for_both = sum_registers<B>(B::head_dim + B::d_v) <= 192;
+
+template <class B, bool HAS_DK, bool HAS_DV>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_constant__ BackwardArgs a) {
-  using Multiply = Products<B>;
-  using Scores = typename Multiply::Scores;
+  using QK = Products<OfQK<B>>;
+  using V = Products<OfV<B>>;
+  using Scores = typename Products<B>::Scores;
   using ByQuery = Transposed<Scores>;
   BackwardShared<B>& s = dynamic_shared<BackwardShared<B>>();
   const SdpaParams& p = a.p;
@@ -414,39 +593,443 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
   const auto query_of_tile = [&](int n) { return queries.begin + n % tiles_of_head * B::block_n; };
   const auto load = [&](int n, int stage) {
     const int h = head_of_tile(n), q0 = query_of_tile(n);
-    if (n == 0) copy_pair(s.kept, keys_of_head(a, b, h_kv), k0);
-    copy_pair(s.passing[stage], queries_of_head(a, b, h), q0);
-    const float2* const rows_g = a.rows + (int64_t(b) * p.Hq + h) * p.Sq + q0;
+    if (n == 0) copy_pair(s.kept, keys_of_head(a, b, h_kv), k0, p);
+    copy_pair(s.passing[stage], queries_of_head(a, b, h), q0, p);
+    const float2* const rows_g = a.work.rows + (int64_t(b) * p.Hq + h) * p.Sq + q0;
     for (int r = threadIdx.x; r < B::block_n; r += B::threads) {
-      VectorCopy<B::use_cp_async>::template copy<sizeof(float2)>(&s.rows[stage][r], rows_g + r, q0 + r < p.Sq);
+      VectorCopy<copies_async<B>>::template copy<sizeof(float2)>(&s.rows[stage][r], rows_g + r, q0 + r < p.Sq);
     }
   };
   PassingTiles<B, decltype(load)> tiles(load, group * tiles_of_head);
 
   Scores P, dS;
-  typename Multiply::Sums dK, dV;
-  Multiply::place(P, warp, lane), Multiply::place(dS, warp, lane);
-  Multiply::place(dK, warp, lane), Multiply::place(dV, warp, lane);
+  typename QK::Sums dK;
+  typename V::Sums dV;
+  QK::place(P, warp, lane), QK::place(dS, warp, lane), QK::place(dK, warp, lane), V::place(dV, warp, lane);
   clear(dK), clear(dV);
   ByQuery P_by_query(P), dS_by_query(dS);
 
-  const int k = k0 + warp * WARP_ROWS<B>;
+  typename QK::Operand P_operand, dS_operand;
+  const int k = k0 + first_skipping_row<B>(warp);
   for (int n = 0; n < tiles.count; n++) {
     const int stage = tiles.acquire(n), q0 = query_of_tile(n);
     const PairTile<B, B::block_n>& tile = s.passing[stage];
     if (!a.mask.tiles.touch(q0, k)) continue;
-    float2 rows[ByQuery::ROWS];
-    SDPA_UNROLL for (int i = 0; i < ByQuery::ROWS; i++) rows[i] = ld_shared<float2>(&s.rows[stage][P_by_query.row(i)]);
-    Multiply::multiply(P, s.kept.x, tile.x, warp, lane);
-    WeightsOfTile<B, ByQuery> weights{P_by_query, dS_by_query, rows, {}};
-    weights.set_p(a, {b, head_of_tile(n), q0}, q0, k0, is_plain<B>(a, a.mask, q0, k));
-    Multiply::add(dV, P, tile.y, s.scratch, lane);
-    Multiply::multiply(dS, s.kept.y, tile.y, warp, lane);
-    weights.set_ds();
-    Multiply::add(dK, dS, tile.x, s.scratch, lane);
+    float lse_log2[ByQuery::ROWS], delta[ByQuery::ROWS];
+    SDPA_UNROLL for (int i = 0; i < ByQuery::ROWS; i++) {
+      const float2 row = ld_shared<float2>(&s.rows[stage][P_by_query.row(i)]);
+      lse_log2[i] = row.x, delta[i] = row.y;
+    }
+    QK::begin(P, s.kept.x, tile.x, warp);
+    if (HAS_DK) V::begin(dS, s.kept.y, tile.y, warp);
+    QK::template finish<HAS_DK>(P, s.kept.x, tile.x, warp, lane);
+    WeightsOfTile<B, ByQuery> weights{P_by_query, dS_by_query, {}};
+    weights.set_p(a, {b, head_of_tile(n), q0}, q0, k0, is_plain<B>(a, a.mask, q0, k), lse_log2);
+    if (HAS_DV) V::add(dV, P, tile.y, s.scratch, P_operand, lane);
+    if (HAS_DK) {
+      weights.multiply_by_slope();
+      V::template finish<HAS_DV>(dS, s.kept.y, tile.y, warp, lane);
+      weights.set_ds(delta);
+      QK::add(dK, dS, tile.x, s.scratch, dS_operand, lane);
+      QK::settle(dK);
+    }
+    if (HAS_DV) V::settle(dV);
   }
-  store_gradient<B>(dK, a.gradient_scale, a.dK + b * a.d_k.batch + h_kv * a.d_k.head, a.d_k.row, k0, p.Sk);
-  store_gradient<B>(dV, 1, a.dV + b * a.d_v.batch + h_kv * a.d_v.head, a.d_v.row, k0, p.Sk);
+  if (HAS_DK) {
+    store_gradient<B>(dK, a.gradient_scale, a.dK + b * a.d_k.batch + h_kv * a.d_k.head, a.d_k.row, k0, p.Sk,
+                      p.D);
+  }
+  if (HAS_DV) {
+    store_gradient<B>(dV, 1, a.dV + b * a.d_v.batch + h_kv * a.d_v.head, a.d_v.row, k0, p.Sk, p.Dv);
+  }
+}
+
+// ---- wgmma: five products, by producers and consumers ----
+// A CTA keeps 128 keys, 64 for each warpgroup, and tiles of BLOCK_N queries pass by. S.T = K @ Q.T and dP.T = V @ dO.T have
+// keys as rows, so that P.T is an A operand in registers. dS.T goes to shared memory, where both warpgroups read it: each
+// computes a half of dQ of the tile, from all keys.
+//
+//   producer, one thread                  consumer warpgroup w, tile n = 0, 1, ...
+//   load K, V                             before the first tile:  S, dP, P of tile 0
+//   for each tile n:                        dS = P * (dP - D), to shared memory
+//     wait dO_empty;  load dO, D            wait for the turn
+//     wait Q_empty;  load Q, LSE            dV += P.T @ dO                          release dO
+//       of tile n + 1                       dQ = dS @ K of tile n - 1
+//                                           S = K @ Q.T of tile n + 1
+//                                           dK += dS.T @ Q
+//                                           add dQ to the sums in global memory
+//                                           dP = V @ dO.T of tile n + 1;  pass the turn on
+//                                           P = exp2(S - LSE) of tile n + 1         release Q
+//                                         after the last tile:  its dQ;  store dK, dV
+//
+// The warpgroups take turns: one multiplies while the other computes P and dS. A wait for the turn is also a wait for the
+// other half of dS of the tile before.
+
+template <class B> constexpr int KEYS_OF_GROUP = 64;
+// Pieces of dQ of a tile, [64 queries][64 elements]: one for each warpgroup.
+template <class B> constexpr int DQ_PIECES = B::block_n / 64 * (B::head_dim / 64);
+constexpr int dq_piece_floats = 64 * 64;
+
+// Named barriers of the CTA: it is the warpgroup's turn (and the next one); both warpgroups; one of them (and the next one).
+constexpr int backward_turn = 1, both_groups = 3, own_group = 4;
+
+template <class B> struct BackwardWgmmaShared {
+  static constexpr int Q_STAGES = B::stages + 1, DS_STAGES = 3;  // a tile's Q is needed before its dO and after it
+  alignas(1024) Input K[2][64 * B::head_dim];  // [64][D], later dK
+  alignas(1024) Input V[2][64 * B::head_dim];  // later dV
+  alignas(1024) Input dS[DS_STAGES][B::block_m * B::block_n];  // dS.T, in panels of [BLOCK_M keys][64 queries]
+  alignas(1024) Input Q[Q_STAGES][B::block_n * B::head_dim];
+  alignas(1024) Input dO[B::stages][B::block_n * B::head_dim];
+  alignas(16) float lse_log2[Q_STAGES][B::block_n];
+  alignas(16) float delta[B::stages][B::block_n];
+  uint64_t kv_full, q_full[Q_STAGES], q_empty[Q_STAGES], o_full[B::stages], o_empty[B::stages];
+};
+
+// The keys of a CTA.
+struct KeyTile {
+  int b, h_kv, k0;
+};
+// Sections of heads_at_once heads follow each other, a smaller one first. In a section the first keys of all heads come
+// first: if the mask is causal, most queries see them, and short CTAs come last.
+template <class B> __device__ __forceinline__ KeyTile key_tile_of_cta(const BackwardArgs& a) {
+  const uint32_t tiles = ceil_div(a.p.Sk, B::block_m), each = a.heads_at_once, i = blockIdx.x;
+  const uint32_t missing = each - 1 - (a.p.B * a.p.Hkv - 1) % each;  // heads that the first section lacks
+  const uint32_t section = (i + missing * tiles) / (each * tiles);
+  const uint32_t first = section > 0 ? section * each - missing : 0, heads = section > 0 ? each : each - missing;
+  const uint32_t j = i - first * tiles, head = first + j % heads;
+  return {int(head / a.p.Hkv), int(head % a.p.Hkv), int(j / heads * B::block_m)};
+}
+
+// The tiles of queries that see a key of the CTA, for each query head of the group.
+template <class B> struct QueryTiles {
+  int b, h, first, of_head;  // first tile, and tiles of a head
+  int n = 0;                 // of the head's tiles
+
+  __device__ __forceinline__ QueryTiles(const BackwardArgs& a, const KeyTile& keys)
+      : b(keys.b), h(keys.h_kv * (a.p.Hq / a.p.Hkv)) {
+    const KeyRange queries =
+        queries_of_keys(a.mask.keys, keys.k0, min(keys.k0 + B::block_m, a.p.Sk) - 1, a.p.Sq);
+    first = queries.begin / B::block_n;
+    of_head = queries.end > queries.begin ? ceil_div(queries.end, B::block_n) - first : 0;
+  }
+  __device__ __forceinline__ int count(const SdpaParams& p) const { return of_head * (p.Hq / p.Hkv); }
+  __device__ __forceinline__ int query() const { return (first + n) * B::block_n; }
+  // Of this tile among the rows of the workspace.
+  __device__ __forceinline__ int64_t row(const BackwardArgs& a) const {
+    return (int64_t(b) * a.p.Hq + h) * a.work.padded_rows + query();
+  }
+  __device__ __forceinline__ void advance() {
+    if (++n == of_head) n = 0, h++;
+  }
+};
+
+// A name that depends on B, as tensor_maps().
+template <class B> __device__ __forceinline__ const auto& gradient_maps(const BackwardArgs& a) { return a.gradient_maps; }
+
+// Policy of loads that are neither read once nor kept before others.
+constexpr uint64_t evict_normal = 0x1000000000000000;
+
+// One thread loads K and V, and the tiles of all queries.
+template <class B>
+__device__ __forceinline__ void produce_backward(BackwardWgmmaShared<B>& s, const BackwardArgs& a, const KeyTile& keys,
+                                                 QueryTiles<B> q_tile) {
+  constexpr int D = B::head_dim, tile_bytes = B::block_n * (D * sizeof(Input) + sizeof(float));
+  using Shared = BackwardWgmmaShared<B>;
+  const auto& maps = tensor_maps<B>(a);
+  const auto load_rows_of = [&](const QueryTiles<B>& t, Input* to_s, const CUtensorMap* map, float* row_s,
+                                const float* row_g, uint64_t* full) {
+    const int box_origin[5] = {0, t.query(), 0, t.h, t.b};
+    mbarrier_arrive_expect_tx(full, tile_bytes);
+    load_rows<D, sizeof(Input), B::block_n>(a, to_s, map, box_origin, full, evict_normal);
+    cp_async_bulk_load(row_s, row_g + t.row(a), B::block_n * sizeof(float), full);
+  };
+  StageRing<Shared::Q_STAGES> q_ring;
+  StageRing<B::stages> o_ring;
+  const auto load_q = [&](const QueryTiles<B>& t) {
+    mbarrier_wait(&s.q_empty[q_ring.stage], q_ring.parity ^ 1);
+    load_rows_of(t, s.Q[q_ring.stage], &maps.q, s.lse_log2[q_ring.stage], a.work.lse_log2, &s.q_full[q_ring.stage]);
+    q_ring.advance();
+  };
+  const auto load_o = [&](const QueryTiles<B>& t) {
+    mbarrier_wait(&s.o_empty[o_ring.stage], o_ring.parity ^ 1);
+    load_rows_of(t, s.dO[o_ring.stage], &gradient_maps<B>(a).d_o, s.delta[o_ring.stage], a.work.delta,
+                 &s.o_full[o_ring.stage]);
+    o_ring.advance();
+  };
+  load_q(q_tile);
+  mbarrier_arrive_expect_tx(&s.kv_full, sizeof s.K + sizeof s.V);
+  for (int w = 0; w < 2; w++) {
+    const int box_origin[5] = {0, keys.k0 + 64 * w, 0, keys.h_kv, keys.b};
+    load_rows<D, sizeof(Input), 64>(a, s.K[w], &maps.k, box_origin, &s.kv_full, evict_first);
+    load_rows<D, sizeof(Input), 64>(a, s.V[w], &maps.v, box_origin, &s.kv_full, evict_first);
+  }
+  for (int left = q_tile.count(a.p); left > 0; left--) {
+    const QueryTiles<B> o_tile = q_tile;
+    load_o(o_tile);
+    q_tile.advance();
+    if (left > 1) load_q(q_tile);
+  }
+}
+
+// dK += dS.T @ Q, begun.   dS.T [64 keys][BLOCK_N queries] of this warpgroup, Q [BLOCK_N][D]
+template <class B>
+__device__ __forceinline__ void wgmma_dk(WgmmaAccumulator<B::head_dim>& dK, uint64_t dS, uint64_t Q, bool accumulate) {
+  hold(dK.x.d);
+  wgmma_fence();
+  SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
+    wgmma_ss<Input, B::head_dim, 1>(dK.x.d, descriptor_at(dS, panel_step<128>(step, B::block_m)),
+                                    descriptor_at(Q, step * 16 * 128), step || accumulate);
+  }
+  wgmma_commit_group();
+}
+// A piece of dQ = dS @ K, begun. dS.T is a panel of [BLOCK_M keys][64 queries], K one of [64 keys][64] in each half.
+template <class B>
+__device__ __forceinline__ void wgmma_dq(WgmmaAccumulator<64>& dQ, uint64_t dS, uint64_t K) {
+  forget(dQ.x.d);
+  wgmma_fence();
+  SDPA_UNROLL for (int step = 0; step < B::block_m / 16; step++) {
+    const int K_step = step / 4 * 64 * B::head_dim * int(sizeof(Input)) + step % 4 * 16 * 128;
+    wgmma_ss<Input, 64, 1, 1>(dQ.x.d, descriptor_at(dS, step * 16 * 128), descriptor_at(K, K_step), step > 0);
+  }
+  wgmma_commit_group();
+}
+// Adds a piece of dQ to the sums. Thread t has its accumulators 4i ... 4i + 3 at floats 512i + 4t ... of the piece.
+__device__ __forceinline__ void add_to_sums_of_dq(const WgmmaAccumulator<64>& dQ, float* piece_g) {
+  float* const to_g = piece_g + threadIdx.x % 128 * 4;
+  SDPA_UNROLL for (int i = 0; i < 8; i++) {
+    const float* const d = dQ.x.d + 4 * i;
+    red_global_add_v4(to_g + i * 512, d[0], d[1], d[2], d[3]);
+  }
+}
+
+// Stores factor * T, rounded, to a tile of [64][WIDTH] in panels of PANEL_ROWS rows, from `tile_s` on.
+template <int PANEL_ROWS, int WIDTH>
+__device__ __forceinline__ void store_to_panels(const WgmmaAccumulator<WIDTH>& T, float factor, Input* tile_s) {
+  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+  const SharedAddress lane_s = shared_address(tile_s + panel_offset<PANEL_ROWS>(row, lane / 16 * 8));
+  SDPA_UNROLL for (int step = 0; step < WIDTH / 16; step++) {
+    uint32_t x[4];
+    SDPA_UNROLL for (int i = 0; i < 4; i++) {
+      x[i] = pack<Input>(T.x.d[8 * step + 2 * i] * factor, T.x.d[8 * step + 2 * i + 1] * factor);
+    }
+    stmatrix_x4<false>((lane_s ^ step % 4 * 32) + step / 4 * PANEL_ROWS * 128, x);
+  }
+}
+
+// The queries of a row of the workspace that this thread has in S.T.
+template <class View> __device__ __forceinline__ void load_columns(float (&x)[View::COLS], const View& T, const float* row_s) {
+  SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) {
+    const float2 pair = ld_shared<float2>(row_s + T.col(j));
+    x[j] = pair.x, x[j + 1] = pair.y;
+  }
+}
+
+// A warpgroup's 64 keys.
+template <class B>
+__device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, const BackwardArgs& a, const KeyTile& keys,
+                                                 QueryTiles<B> tile, int w) {
+  using Shared = BackwardWgmmaShared<B>;
+  using Scores = WgmmaAccumulator<B::block_n>;
+  using ByQuery = Transposed<Scores>;
+  constexpr int D = B::head_dim, last_barrier = backward_turn + 1;
+  const int lane = threadIdx.x % 32, k0 = keys.k0 + 64 * w;
+  Scores P, dP;
+  WgmmaAccumulator<D> dK, dV;
+  P.first_row = dP.first_row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+  P.first_col = dP.first_col = lane % 4 * 2;
+  forget(dK.x.d), forget(dV.x.d);  // the first tile does not add
+  WgmmaProbabilities<B> P_operand;  // P.T, rounded
+  const auto pack_p = [&] {
+    SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) pack_step<Input>(P_operand[step], P, step);
+  };
+
+  // Descriptors. The leading bytes are for operands whose lines are k: Q and dO in dK and dV.
+  const auto matrix = [](const void* at_s, int leading_bytes = 16) {
+    return wgmma_descriptor(shared_address(at_s), leading_bytes, 1024);
+  };
+  const uint64_t K = matrix(s.K[w]), V = matrix(s.V[w]), Q_0 = matrix(s.Q[0], B::block_n * 128);
+  const uint64_t dO_0 = matrix(s.dO[0], B::block_n * 128), dS_0 = matrix(s.dS[0]);
+  const uint64_t K_panel = descriptor_at(matrix(s.K[0]), w % (D / 64) * 64 * 128);
+  constexpr int query_panel_bytes = B::block_m * 128, own_keys_bytes = 64 * 128;
+  const int dq_panel = w / (D / 64) * query_panel_bytes;
+  const auto Q_of = [&](int stage) { return descriptor_at(Q_0, stage * int(sizeof s.Q[0])); };
+  const auto dO_of = [&](int stage) { return descriptor_at(dO_0, stage * int(sizeof s.dO[0])); };
+  const auto dS_of = [&](int stage) { return descriptor_at(dS_0, stage * int(sizeof s.dS[0])); };
+
+  StageRing<Shared::Q_STAGES> q_ring;
+  StageRing<B::stages> o_ring;
+  int ds_stage = Shared::DS_STAGES - 1;  // of the tile before
+  float* dQ_sums_g = nullptr;            // this warpgroup's piece of the tile before; null: there is none
+
+  // P = exp2(S * scale_log2 - LSE_log2). USE_SOFTCAP: times the slope, and P.T as an operand.
+  const auto set_p = [&](int q_stage) {
+    ByQuery P_by_query(P), dS_by_query(dP);
+    WeightsOfTile<B, ByQuery> weights{P_by_query, dS_by_query, {}};
+    float lse_log2[Scores::COLS];
+    load_columns(lse_log2, P, s.lse_log2[q_stage]);
+    const int q0 = tile.query();
+    weights.set_p(a, {tile.b, tile.h, q0}, q0, k0, is_plain<B>(a, a.mask, q0, k0), lse_log2);
+    if (B::use_softcap != 0) pack_p();
+    weights.multiply_by_slope();
+  };
+  // P and dP of the tile are there. Leaves those of the next one.
+  const auto do_tile = [&](bool first, auto is_last) {
+    constexpr bool last = decltype(is_last)::value;
+    const int q_stage = q_ring.stage, o_stage = o_ring.stage, ds_before = ds_stage;
+    q_ring.advance(), o_ring.advance();
+    ds_stage = ds_stage + 1 == Shared::DS_STAGES ? 0 : ds_stage + 1;
+
+    // dS = P * (dP - D), to shared memory
+    {
+      ByQuery P_by_query(P), dS_by_query(dP);
+      float delta[Scores::COLS];
+      load_columns(delta, P, s.delta[o_stage]);
+      WeightsOfTile<B, ByQuery>{P_by_query, dS_by_query, {}}.set_ds(delta);
+      store_to_panels<B::block_m>(dP, 1, s.dS[ds_stage] + 64 * 64 * w);
+    }
+    fence_proxy_async();
+    barrier_sync(backward_turn + w, 256);  // the turn; dS of the tile before, written by both warpgroups
+
+    // dV += P.T @ dO, and dQ = dS @ K of the tile before
+    if (B::use_softcap == 0) pack_p();
+    wgmma_pv<B>(dV, P_operand, dO_of(o_stage), !first);
+    WgmmaAccumulator<64> dQ;
+    wgmma_dq<B>(dQ, descriptor_at(dS_of(ds_before), dq_panel), K_panel);
+    wgmma_wait_group<1>(), hold(dV.x.d);
+    arrive_by_warp(&s.o_empty[o_stage]);
+
+    // S = K @ Q.T of the next tile, and dK += dS.T @ Q of this one
+    Scores next_S, next_dP;
+    if constexpr (!last) {
+      mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
+      wgmma_qk<B>(next_S, K, Q_of(q_ring.stage));
+    }
+    wgmma_dk<B>(dK, descriptor_at(dS_of(ds_stage), own_keys_bytes * w), Q_of(q_stage), !first);
+    wgmma_wait_group<last ? 1 : 2>(), hold(dQ.x.d);
+    if (!first) add_to_sums_of_dq(dQ, dQ_sums_g);
+    dQ_sums_g = a.work.dQ_sums + tile.row(a) * D + w * dq_piece_floats;
+
+    if constexpr (last) {
+      if (w == 0) barrier_arrive(last_barrier, 256);  // the other warpgroup's last turn
+      wgmma_wait_group<0>(), hold(dK.x.d);
+    } else {
+      // dP = V @ dO.T and P of the next tile
+      mbarrier_wait(&s.o_full[o_ring.stage], o_ring.parity);
+      wgmma_qk<B>(next_dP, V, dO_of(o_ring.stage));
+      barrier_arrive(backward_turn + 1 - w, 256);
+      tile.advance();
+      wgmma_wait_group<2>(), hold(next_S.x.d);
+      SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) P.x.d[i] = next_S.x.d[i];
+      set_p(q_ring.stage);
+      wgmma_wait_group<1>(), hold(dK.x.d);
+      arrive_by_warp(&s.q_empty[q_stage]);
+      wgmma_wait_group<0>(), hold(next_dP.x.d);
+      SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) dP.x.d[i] = next_dP.x.d[i];
+    }
+  };
+
+  // The first tile's S, dP and P
+  const int tiles = tile.count(a.p);
+  mbarrier_wait(&s.kv_full, 0);
+  mbarrier_wait(&s.q_full[0], 0);
+  wgmma_qk<B>(P, K, Q_0);
+  mbarrier_wait(&s.o_full[0], 0);
+  wgmma_qk<B>(dP, V, dO_0);
+  wgmma_wait_group<1>(), hold(P.x.d);
+  set_p(0);
+  wgmma_wait_group<0>(), hold(dP.x.d);
+  if (w == 1) barrier_arrive(backward_turn, 256);  // the first turn is warpgroup 0's
+
+  for (int n = 0; n + 1 < tiles; n++) do_tile(n == 0, std::false_type{});
+  do_tile(tiles == 1, std::true_type{});
+
+  // dQ of the last tile
+  barrier_sync(both_groups, 256);  // hazard: dS written by both warpgroups
+  WgmmaAccumulator<64> dQ;
+  wgmma_dq<B>(dQ, descriptor_at(dS_of(ds_stage), dq_panel), K_panel);
+  wgmma_wait_group<0>(), hold(dQ.x.d);
+  add_to_sums_of_dq(dQ, dQ_sums_g);
+
+  // dV in the place of this warpgroup's V, dK in that of its K
+  store_to_panels<64>(dV, 1, s.V[w]);
+  barrier_sync(both_groups, 256);  // hazard: K read by both warpgroups
+  store_to_panels<64>(dK, a.gradient_scale, s.K[w]);
+  fence_proxy_async();
+  barrier_sync(own_group + w, 128);  // hazard: dK and dV written by all warps
+  if (threadIdx.x % 128 > 0) return;
+  for (int n = 0; n < (a.has_short_rows ? D / 64 : 1); n++) {
+    const int box_origin[5] = {n * 64, k0, 0, keys.h_kv, keys.b};
+    cp_async_bulk_tensor_store(&gradient_maps<B>(a).d_k, box_origin, s.K[w] + n * 64 * 64);
+    cp_async_bulk_tensor_store(&gradient_maps<B>(a).d_v, box_origin, s.V[w] + n * 64 * 64);
+  }
+  cp_async_bulk_commit_group();
+  cp_async_bulk_wait_group_read<0>();
+}
+
+// dK and dV of keys that no query sees.
+template <class B>
+__device__ __forceinline__ void store_zero_gradients(const BackwardArgs& a, const KeyTile& keys) {
+  const int rows = min(a.p.Sk - keys.k0, B::block_m);
+  const auto clear_rows = [&](Input* to_g, int64_t row_stride, int D) {
+    for (int i = threadIdx.x; i < rows * (D / 8); i += B::threads) {
+      st_global(to_g + (keys.k0 + i / (D / 8)) * row_stride + i % (D / 8) * 8, uint4{});
+    }
+  };
+  clear_rows(a.dK + keys.b * a.d_k.batch + keys.h_kv * a.d_k.head, a.d_k.row, a.p.D);
+  clear_rows(a.dV + keys.b * a.d_v.batch + keys.h_kv * a.d_v.head, a.d_v.row, a.p.Dv);
+}
+
+template <class B>
+__global__ void __launch_bounds__(B::threads, 1) sdpa_backward_wgmma(const __grid_constant__ BackwardArgs a) {
+  using Registers = WgmmaRegisters<B, 24>;
+  BackwardWgmmaShared<B>& s = dynamic_shared<BackwardWgmmaShared<B>>();
+  const int group = uniform(threadIdx.x / 128);
+  const KeyTile keys = key_tile_of_cta<B>(a);
+  const QueryTiles<B> tiles(a, keys);
+  if (tiles.count(a.p) == 0) return store_zero_gradients<B>(a, keys);
+  if (threadIdx.x == 0) {
+    mbarrier_init(&s.kv_full, 1);
+    mbarriers_init(s.q_full, 1), mbarriers_init(s.o_full, 1);
+    mbarriers_init(s.q_empty, B::num_warps), mbarriers_init(s.o_empty, B::num_warps);
+    fence_mbarrier_init();
+  }
+  __syncthreads();  // hazard: mbarriers initialised by thread 0
+  if (group == 0) {
+    setmaxnreg_dec<Registers::producer>();
+    if (threadIdx.x == 0) produce_backward(s, a, keys, tiles);
+  } else {
+    setmaxnreg_inc<Registers::consumer>();
+    consume_backward(s, a, keys, tiles, group - 1);
+  }
+}
+
+// ---- wgmma: dQ from its sums ----
+
+struct ConvertShared {
+  Input rows[64][64 + 8];  // 8: against bank conflicts
+};
+
+// A CTA has a piece of [64 queries][64 elements].
+template <class B> __global__ void __launch_bounds__(128) sdpa_backward_convert(const __grid_constant__ BackwardArgs a) {
+  ConvertShared& s = dynamic_shared<ConvertShared>();
+  const int tiles = a.work.padded_rows / B::block_n, piece = blockIdx.x % DQ_PIECES<B>;
+  const int head = blockIdx.x / DQ_PIECES<B> / tiles, tile = blockIdx.x / DQ_PIECES<B> % tiles;
+  const int q0 = tile * B::block_n + piece / (B::head_dim / 64) * 64, d0 = piece % (B::head_dim / 64) * 64;
+  const int tid = threadIdx.x, row = tid / 32 * 16 + tid % 32 / 4, col = tid % 4 * 2;
+  const float* const piece_g = a.work.dQ_sums + int64_t(blockIdx.x) * dq_piece_floats;
+  SDPA_UNROLL for (int i = 0; i < 8; i++) {
+    const float4 x = ld_global<float4>(piece_g + i * 512 + tid * 4);
+    st_shared(&s.rows[row][i * 8 + col], pack<Input>(x.x * a.gradient_scale, x.y * a.gradient_scale));
+    st_shared(&s.rows[row + 8][i * 8 + col], pack<Input>(x.z * a.gradient_scale, x.w * a.gradient_scale));
+  }
+  __syncthreads();  // hazard: rows written by all threads
+  Input* const dQ_g = a.dQ + head / a.p.Hq * a.d_q.batch + head % a.p.Hq * a.d_q.head;
+  SDPA_UNROLL for (int i = 0; i < 4; i++) {
+    const int r = i * 16 + tid / 8, d = tid % 8 * 8;
+    if (q0 + r < a.p.Sq && d0 + d < a.p.D) {
+      st_global(dQ_g + (q0 + r) * a.d_q.row + d0 + d, ld_shared<uint4>(&s.rows[r][d]));
+    }
+  }
 }
 
 // ---- the gradient of a sink (USE_SINKS) ----
@@ -466,7 +1049,7 @@ __global__ void __launch_bounds__(32 * sink_warps) sdpa_backward_sinks(const __g
   float sum = 0;
   for (int b = 0; b < p.B; b++) {
     for (int q = threadIdx.x; q < p.Sq; q += 32 * sink_warps) {
-      const float2 row = ld_global<float2>(a.rows + (int64_t(b) * p.Hq + h) * p.Sq + q);
+      const float2 row = a.work.get(int64_t(b) * p.Hq + h, q);
       sum = fmaf(-ex2_approx_ftz(sink_log2 - row.x), row.y, sum);
     }
   }
@@ -480,10 +1063,14 @@ __global__ void __launch_bounds__(32 * sink_warps) sdpa_backward_sinks(const __g
 
 // ==== 5 LAUNCH ===================================================================================
 
-// CTAs of sdpa_backward_kv.
+constexpr int most_ctas = 2147483647;  // of a grid
+
+// CTAs with a tile of keys each.
 template <class B> int64_t kv_tiles(const SdpaParams& p) { return int64_t(p.B) * p.Hkv * ceil_div(p.Sk, B::block_m); }
 
-size_t backward_workspace_bytes(const SdpaParams& p) { return size_t(p.B) * p.Hq * p.Sq * sizeof(float2); }
+size_t backward_workspace_bytes(const SdpaParams& p) {
+  return size_t(p.B) * p.Hq * padded_rows_of(p) * sizeof(float) * (2 + (adds_dq<Build> ? Build::head_dim : 0));
+}
 
 SdpaStatus launch_backward(void (*kernel)(BackwardArgs), const BackwardArgs& a, int64_t ctas, int threads, size_t bytes,
                            cudaStream_t stream) {
@@ -495,30 +1082,106 @@ SdpaStatus launch_backward(void (*kernel)(BackwardArgs), const BackwardArgs& a, 
   return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, "launching a backward kernel");
 }
 
+template <class B> SdpaStatus launch_sinks(const BackwardArgs& a, cudaStream_t stream) {
+  if constexpr (!B::use_sinks) return {};
+  if (!a.dSinks) return {};
+  return launch_backward(sdpa_backward_sinks<B>, a, a.p.Hq, 32 * sink_warps, sizeof(SinksShared), stream);
+}
+
+// The kernel that a line is named after, and its shared memory.
+template <class B, bool = adds_dq<B>> struct BackwardKernelOf {
+  using Shared = BackwardShared<B>;
+  static constexpr auto entry = sdpa_backward_kv<B, true, has_room_for_both<B>>;
+  static SdpaStatus launch(const SdpaBackwardParams& params, const Items& items, const Grid& grid, cudaStream_t stream) {
+    BackwardArgs of_q(params, SKIPPING_ROWS<B>, B::block_n, grid), of_kv(params, B::block_n, SKIPPING_ROWS<B>);
+    set_scales<B>(of_q), set_scales<B>(of_kv);
+    SdpaStatus status = launch_backward(sdpa_backward_rows<B>, of_q, items.count, 32 * B::num_warps, 0, stream);
+    if (status.ok()) status = launch_sinks<B>(of_q, stream);
+    if (status.ok()) {
+      status = launch_backward(sdpa_backward_q<B>, of_q, items.count, B::threads, sizeof(Shared), stream);
+    }
+    const int64_t tiles = kv_tiles<B>(params.forward);
+    if (status.ok()) status = launch_backward(entry, of_kv, tiles, B::threads, sizeof(Shared), stream);
+    if constexpr (!has_room_for_both<B>) {
+      if (status.ok()) {
+        status = launch_backward(sdpa_backward_kv<B, false, true>, of_kv, tiles, B::threads, sizeof(Shared), stream);
+      }
+    }
+    return status;
+  }
+};
+
+template <class B> struct BackwardKernelOf<B, true> {
+  using Shared = BackwardWgmmaShared<B>;
+  static constexpr auto entry = sdpa_backward_wgmma<B>;
+
+  // Key heads of a section: as many as keep Q, dO and the sums of their groups in the share of L2 that grid_of() takes, but
+  // so many that a section has a CTA for each SM. Sections are alike, except for the first.
+  static int heads_of_section(const SdpaParams& p, int padded_rows) {
+    const int64_t heads = int64_t(p.B) * p.Hkv;
+    const double head_bytes = double(p.Hq / p.Hkv) * padded_rows * B::head_dim * (2 * sizeof(Input) + sizeof(float));
+    const double in_l2 = device_attribute(cudaDevAttrL2CacheSize, 60 << 20) * 8.0 / 15 / std::fmax(head_bytes, 1);
+    const double least = ceil_div(sm_count(), max(ceil_div(p.Sk, B::block_m), 1));
+    const int64_t wanted = int64_t(std::fmin(std::fmax(in_l2, least), double(heads)));
+    return int(ceil_div(heads, max(heads / max(wanted, int64_t(1)), int64_t(1))));
+  }
+  template <class Args> static SdpaStatus encode_maps(Args& a) {  // a template, since other families' have no maps
+    SdpaParams& p = a.p;
+    std::array<TensorView, 4> inputs = tensors_of(p);
+    const auto view = [&](const char* name, const void* data, Strides& s, int H, int S) {
+      return TensorView{name, data, sizeof(Input), {{"row", S, s.row}, {"head", H, s.head}, {"batch", p.B, s.batch}}};
+    };
+    auto& maps = a.maps;
+    auto& of_gradients = a.gradient_maps;
+    const struct {
+      TensorView tensor;
+      int D, rows;
+      CUtensorMap* map;
+    } boxes[] = {{inputs[0], p.D, B::block_n, &maps.q},
+                 {inputs[1], p.D, 64, &maps.k},
+                 {inputs[2], p.Dv, 64, &maps.v},
+                 {view("dO", a.dO, a.d_o, p.Hq, p.Sq), p.Dv, B::block_n, &of_gradients.d_o},
+                 {view("dK", a.dK, a.d_k, p.Hkv, p.Sk), p.D, 64, &of_gradients.d_k},
+                 {view("dV", a.dV, a.d_v, p.Hkv, p.Sk), p.Dv, 64, &of_gradients.d_v}};
+    for (const auto& x : boxes) {
+      RowBoxes of_tensor;
+      SdpaStatus status = boxes_of_rows(of_tensor, x.tensor, B::head_dim, a.has_short_rows ? x.D : 0, x.rows);
+      if (status.ok()) status = encode_boxes(*x.map, x.tensor, of_tensor);
+      if (!status.ok()) return status;
+    }
+    return {};
+  }
+  static SdpaStatus launch(const SdpaBackwardParams& params, const Items& items, const Grid& grid, cudaStream_t stream) {
+    BackwardArgs a(params, B::block_n, 64, grid);
+    const SdpaParams& p = a.p;
+    set_scales<B>(a);
+    const int64_t pieces = a.work.heads * (a.work.padded_rows / B::block_n) * DQ_PIECES<B>;
+    if (pieces > most_ctas) return failure(refused, "B*Hq*ceil(Sq/64) is over %d tiles; split the batch", most_ctas);
+    a.heads_at_once = heads_of_section(p, a.work.padded_rows);
+    // Without queries or keys there is nothing to load, and no map of it.
+    SdpaStatus status;
+    if (items.count > 0 && p.Sk > 0) status = encode_maps(a);
+    if (status.ok()) status = launch_backward(sdpa_backward_rows<B>, a, items.count, 32 * B::num_warps, 0, stream);
+    if (status.ok()) status = launch_sinks<B>(a, stream);
+    if (status.ok()) {
+      status = launch_backward(entry, a, kv_tiles<B>(p), B::threads, sizeof(Shared), stream);
+    }
+    if (!status.ok()) return status;
+    return launch_backward(sdpa_backward_convert<B>, a, pieces, 128, sizeof(ConvertShared), stream);
+  }
+};
+
 template <class B> SdpaStatus backward(const SdpaBackwardParams& params, cudaStream_t stream) {
   const SdpaParams& p = params.forward;
   const bool has_rows = p.Hq > 0 && p.Sq > 0;
   const Items items = has_rows ? items_of_tile(p, 1, B::block_m) : Items{1, B::block_m, 0};
-  constexpr int most = 2147483647;  // of a grid
-  if (items.count > most || kv_tiles<B>(p) > most) {
+  if (items.count > most_ctas || kv_tiles<B>(p) > most_ctas) {
     return failure(refused, "B*Hq*ceil(Sq/%d) or B*Hkv*ceil(Sk/%d) is over %d tiles; split the batch", B::block_m,
-                   B::block_m, most);
+                   B::block_m, most_ctas);
   }
-  BackwardArgs of_q(params, WARP_ROWS<B>, B::block_n, has_rows ? grid_of<B>(p, items) : Grid{});
-  BackwardArgs of_kv(params, B::block_n, WARP_ROWS<B>);
-  set_scales<B>(of_q), set_scales<B>(of_kv);
-  constexpr size_t bytes = sizeof(BackwardShared<B>);
-  static_assert(bytes <= 227 * 1024,
+  static_assert(sizeof(typename BackwardKernelOf<B>::Shared) <= 227 * 1024,
                 "BLOCK_M, BLOCK_N, STAGES: over the 227 KB of shared memory of a CTA; type smaller BLOCK_N or STAGES");
-  SdpaStatus status = launch_backward(sdpa_backward_rows<B>, of_q, items.count, B::threads, 0, stream);
-  if constexpr (B::use_sinks) {
-    if (status.ok() && params.dSinks) {
-      status = launch_backward(sdpa_backward_sinks<B>, of_q, p.Hq, 32 * sink_warps, sizeof(SinksShared), stream);
-    }
-  }
-  if (status.ok()) status = launch_backward(sdpa_backward_q<B>, of_q, items.count, B::threads, bytes, stream);
-  if (status.ok()) status = launch_backward(sdpa_backward_kv<B>, of_kv, kv_tiles<B>(p), B::threads, bytes, stream);
-  return status;
+  return BackwardKernelOf<B>::launch(params, items, has_rows ? grid_of<B>(p, items) : Grid{}, stream);
 }
 
 // ---- the checks ----
@@ -568,11 +1231,19 @@ SDPA_BACKWARD_KNOBS(SDPA_FAMILIES)
 SDPA_KNOBS(SDPA_NOT_BACKWARD)
 SDPA_REFUSE(Build::is_8bit,
             "DTYPE: the backward kernels take 16 bits; type DTYPE=FP16 or DTYPE=BF16, or drop BACKWARD=1");
-SDPA_REFUSE(is_mma && Build::block_m / Build::num_warps / 16 * (Build::head_dim + Build::block_n) > 192,
-            "BLOCK_N, HEAD_DIM: S, dP, dK and dV would take over 192 registers and spill; type a smaller BLOCK_N, or "
+SDPA_REFUSE(Build::use_warp_specialization && (Build::block_m != 128 || Build::num_warps != 8),
+            "BLOCK_M, NUM_WARPS: the backward kernel of USE_WARP_SPECIALIZATION=1 has two consumer warpgroups with 64 keys each; "
+            "type BLOCK_M=128 NUM_WARPS=8");
+SDPA_REFUSE(is_wgmma && (Build::head_dim % 64 || Build::d_v % 64),
+            "HEAD_DIM: the backward kernels of wgmma take 64, 128, 192 and 256, and of V the same or less; type one of them");
+SDPA_REFUSE(Build::use_warp_specialization && Build::block_n * Build::head_dim != 64 * 128,
+            "BLOCK_N, HEAD_DIM: each of two warpgroups has 64x64 elements of dQ; type HEAD_DIM=128 BLOCK_N=64 or "
+            "HEAD_DIM=64 BLOCK_N=128");
+SDPA_REFUSE(!Build::use_warp_specialization && Build::block_m / Build::num_warps * (Build::head_dim / 2 + Build::block_n) / 16 > 192,
+            "BLOCK_M, BLOCK_N: S, dP and dQ or dK would take over 192 registers and spill; type a smaller BLOCK_N, or "
             "BLOCK_M=16*NUM_WARPS");
-SDPA_REFUSE(!is_mma && Build::block_m / (4 * Build::num_warps) * (Build::head_dim + Build::block_n) / 4 > 192,
-            "BLOCK_M: S, dP, dK and dV would take over 192 registers and spill; type a smaller BLOCK_M or more NUM_WARPS");
+SDPA_REFUSE(HEAD_DIM_V_changed && (Build::family == Family::scalar || Build::use_warp_specialization),
+            "HEAD_DIM_V: only the backward kernels of two passes on tensor cores have it; drop it or type USE_MMA_SYNC=1");
 
 }  // namespace
 
@@ -584,7 +1255,8 @@ static inline size_t sdpa_backward_workspace_bytes(SdpaParams forward) {
 }
 
 // dQ, dK, dV = the gradients of sdpa_forward(), given O, LSE and dO. Enqueued on the stream of the current device, with
-// the promises of sdpa_forward(). Two runs on the same inputs give the same bits.
+// the promises of sdpa_forward(). Two runs on the same inputs give the same bits, except for dQ of a build with
+// USE_WARP_SPECIALIZATION=1.
 static inline SdpaStatus sdpa_backward(const SdpaBackwardParams& params, cudaStream_t stream) {
   SdpaBackwardParams p = params;
   SdpaStatus status = check_backward(p);

@@ -10,6 +10,7 @@ one per core):
                        of attention() (default: plain). pages: page sizes that are multiples of 16; any_pages: other page
                        sizes, or k_firsts; bias: of q's type; fp32_bias: of another type; mask: a bias of bools; key_mask: a
                        mask that all heads and queries share; bf16_out: bf16 O of e4m3; kv8: e4m3 k and v with a 16-bit q
+  backward             also sdpa's backward kernels for these builds, where a line has them
   score_mod=TEXT mask_mod=TEXT    these arguments of attention(), for all builds
   and also the interface to PyTorch and the kernel that appends to caches. A program that finds all of its builds in the
   cache does not need nvcc.
@@ -33,7 +34,7 @@ def builds_of(words):
     """Yields the arguments of built() for all combinations of the words. Skips and reports combinations without a line."""
     kinds = {"a GPU, as in sm_90a": [], "a type, as in bf16": [], "a D, as in 128": [], "options": []}
     gpus, types, sizes, options = kinds.values()
-    expressions = {}
+    expressions, with_backward = {}, False
     for word in words:
         name, equals, text = word.partition("=")
         if equals and name in sdpa.NUMBERS_AND_ARRAYS:
@@ -43,6 +44,8 @@ def builds_of(words):
                 raise SystemExit(str(why)) from None
         elif gpu := re.fullmatch(r"sm_(\d+)(\d)a?", word):
             gpus.append((int(gpu[1]), int(gpu[2])))
+        elif word == "backward":
+            with_backward = True
         elif word in TYPES:
             types.append(getattr(sdpa.torch, TYPES[word]))
         elif size := re.fullmatch(r"(\d+)(?:x(\d+))?", word):
@@ -51,7 +54,7 @@ def builds_of(words):
             has = word.split("+") + ["lengths"] * ("pages" in word)
             options.append(sum((name in has) << i for i, name in enumerate(OPTIONS)))
         else:
-            known = [*TYPES, "plain", *OPTIONS, "--jobs", *sdpa.NUMBERS_AND_ARRAYS]
+            known = [*TYPES, "plain", *OPTIONS, "backward", "--jobs", *sdpa.NUMBERS_AND_ARRAYS]
             near = difflib.get_close_matches(name, known, 1, 0.7)
             hint = f"did you mean {near[0]}?" if near else "python -m sdpa --help lists them"
             raise SystemExit(f"sdpa: {word} is no GPU, type, D or option; {hint}")
@@ -72,6 +75,9 @@ def builds_of(words):
             if expressions and named & ({"softcap"} | BIASES):
                 raise sdpa.Unavailable("a soft cap or a bias beside score_mod and mask_mod is a part of the expression")
             builds.append(sdpa.build_of(*sdpa.line_with(gpu, dtype, D, Dv, features, **expressions)))
+            if with_backward and not expressions and named <= {"softcap", "sinks"} and dtype != sdpa.torch.float8_e4m3fn:
+                for asked in sdpa.NEEDED, sdpa.NEEDED | sdpa.DETERMINISTIC:
+                    builds.append(sdpa.build_of(*sdpa.backward_line_with(gpu, dtype, max(D, Dv), features, asked)[0]))
         except sdpa.Unavailable as why:
             print(f"sdpa: left out: {why}", file=sys.stderr)
     if len(builds) == len(gpus):

@@ -40,10 +40,12 @@ def shardings(operator, outputs, given):
             return placement(x, DIMENSIONS[name][way == "heads"])
         if name in "kv" and (k.shape[1] == 1 if way == "heads" else given.get("page_table") is not None):
             return Replicate()
-        return Shard(int(way == "heads")) if name in ("grad", "q", "k", "v", "o", "lse") else Replicate()
+        return Shard(int(way == "heads")) if name in ("grad", "q", "k", "v", "o", "lse", "grad_lse") else Replicate()
 
     def of_output(name, way):
         # Each device has a partial gradient of the shared tensors, from its own queries.
+        if name == "sinks":
+            return Replicate() if way is None or given.get(name) is None else Partial() if way == "batch" else Shard(0)
         return Partial() if way == "heads" and name in "kv" and k.shape[1] == 1 else placed(name, None, way)
     return [([of_output(name, way) for name in outputs],
              [placed(name, x, way) if hasattr(x, "placements") else None for name, x in given.items()]) for way in ways]
@@ -55,4 +57,4 @@ def register(operator, outputs):
 
 
 register(torch.ops.sdpa.attention.default, ("q", "lse"))
-register(torch.ops.sdpa.attention_backward.default, ("q", "k", "v"))
+register(torch.ops.sdpa.attention_backward.default, ("q", "k", "v", "sinks"))

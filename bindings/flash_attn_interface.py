@@ -83,7 +83,8 @@ def alibi(function, slopes, heads, sequences, causal, softcap):
 
 
 def attend(function, q, k, v, scale, causal, window_size, softcap, q_descale, k_descale, v_descale, sinks, slopes,
-           q_starts=None, k_starts=None, k_lengths=None, page_table=None, most_keys=0, q_lengths=None, k_firsts=None):
+           q_starts=None, k_starts=None, k_lengths=None, page_table=None, most_keys=0, q_lengths=None, k_firsts=None,
+           backward=None):
     """O and LSE of attention(), in FlashAttention's shapes."""
     left, right = (None if keys is None or keys < 0 else min(int(keys), MOST_KEYS) for keys in window_size)
     if causal or (right == 0 and left is None):
@@ -106,7 +107,7 @@ def attend(function, q, k, v, scale, causal, window_size, softcap, q_descale, k_
     out, lse = sdpa.attention(
         *tensors, causal=causal or None, window=window, scale=scale, sinks=sinks, return_lse=True, **mods,
         q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-        most_keys=most_keys if numbers else 0, **numbers,
+        most_keys=most_keys if numbers else 0, **numbers, backward=backward,
         out_dtype=torch.bfloat16 if q.dtype == torch.float8_e4m3fn else None)
     out = out.transpose(1, 2)
     if q.shape[-1] != v.shape[-1]:
@@ -119,14 +120,10 @@ def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descal
                     deterministic=False, sm_margin=0, return_attn_probs=False, *, learnable_sink=None, alibi_slopes=None,
                     **others):
     """O [B,Sq,Hq,Dv] of q [B,Sq,Hq,D], k [B,Sk,Hkv,D] and v [B,Sk,Hkv,Dv], and with return_attn_probs its LSE. It has
-    the backward of attention()."""
+    the backward of attention(), deterministic or not."""
     refuse("flash_attn_func", qv=qv, attention_chunk=attention_chunk, **others)
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if deterministic and needs_grad and torch.get_deterministic_debug_mode() != 2:  # 1 only warns
-        raise ValueError("flash_attn_func: deterministic is of the backward, which is PyTorch's; call "
-                         "torch.use_deterministic_algorithms(True)")
     out, lse = attend("flash_attn_func", q, k, v, softmax_scale, causal, window_size, softcap, q_descale, k_descale,
-                      v_descale, learnable_sink, alibi_slopes)
+                      v_descale, learnable_sink, alibi_slopes, backward="deterministic" if deterministic else None)
     return (out, lse) if return_attn_probs else out
 
 

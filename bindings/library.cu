@@ -1,9 +1,14 @@
-// One build of sdpa.cu without the harness, with the C functions that bindings/sdpa.h declares: the way in for C, for
-// PyTorch and for tools/engine.py (through Python's ctypes), and what `run_all.sh gates` reads.
+// One build of sdpa.cu, or with BACKWARD=1 of sdpa_backward.cu, without the harness. It has the C functions that
+// bindings/sdpa.h declares, for C, for PyTorch and for tools/engine.py (through Python's ctypes). `run_all.sh gates` reads
+// its symbols.
 // cmake --build build --target sdpa_NAME_lib
 
 #define SDPA_NO_MAIN
+#ifdef BACKWARD
+#include "../sdpa_backward.cu"
+#else
 #include "../sdpa.cu"
+#endif
 
 #include "sdpa.h"
 
@@ -41,6 +46,15 @@ int sdpa_library_forward(const SdpaParams* p, CUstream_st* stream, char* text, s
 int sdpa_library_map_bias(const SdpaParams* p, CUstream_st* stream, char* text, size_t text_bytes) {
   return told(sdpa::sdpa_map_bias(params_of(p), stream), text, text_bytes);
 }
+#ifdef BACKWARD
+static_assert(sizeof(SdpaBackwardParams) == sizeof(sdpa::SdpaBackwardParams), "bindings/sdpa.h: SdpaBackwardParams");
+size_t sdpa_library_backward_workspace_bytes(const SdpaParams* forward) {
+  return sdpa::sdpa_backward_workspace_bytes(params_of(forward));
+}
+int sdpa_library_backward(const SdpaBackwardParams* p, CUstream_st* stream, char* text, size_t text_bytes) {
+  return told(sdpa::sdpa_backward(*reinterpret_cast<const sdpa::SdpaBackwardParams*>(p), stream), text, text_bytes);
+}
+#endif
 
 // The rows of the table of tiles, and the clocks that the cost model gives problems with tiles, which need be none of
 // them: clocks[problem][tile]. For tools/fit.py.

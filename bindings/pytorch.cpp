@@ -8,6 +8,7 @@
 #include "pytorch_autograd.h"
 #include "pytorch_backward.h"
 #include "pytorch_operators.h"
+#include "pytorch_own_backward.h"
 
 TORCH_LIBRARY_IMPL(sdpa, CUDA, m) {
   m.impl("attention", with_call<attention>);
@@ -36,6 +37,8 @@ extern "C" {
 
 void sdpa_torch_load_lines_by(Load function) { load = function; }
 void sdpa_torch_load_appender_by(LoadAppender function) { load_appender = function; }
+void sdpa_torch_load_backward_by(LoadBackward function) { load_backward = function; }
+void sdpa_torch_prefer_backward(int number) { preference = Preference(number); }
 
 // Puts ours behind PyTorch's operators, or takes them away again.
 void sdpa_torch_activate(bool on) {

@@ -30,6 +30,7 @@
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+static const OptionalTensor no_tensor;
 
 // ---- the lines ----
 
@@ -64,37 +65,50 @@ struct Mods {
 // Device, dtype, D, D of v, features, SCORE_MOD and MASK_MOD.
 using LineKey = std::tuple<std::array<int, 5>, std::string, std::string>;
 static auto& lines = *new std::map<LineKey, Line>;
-static std::mutex mutex;  // of `lines`
+
+// The value of a key among those that pytorch.py has loaded. load(&value) fills a new one. If it is not final, the next
+// call loads it again.
+template <class Key, class Value, class Load>
+static const Value& loaded_for(std::map<Key, Value>& known, const Key& key, const Load& load) {
+  static std::mutex mutex;  // of known. load() runs without it, since it takes Python's GIL
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = known.find(key);
+    if (found != known.end()) return found->second;
+  }
+  thread_local Value loaded;
+  loaded = {};
+  load(&loaded);
+  if (!is_final(loaded)) return loaded;
+  const std::lock_guard<std::mutex> lock(mutex);
+  return known.emplace(key, loaded).first->second;
+}
 
 // A test's switch: attend() takes tensors on the CPU too, for kernels that run there.
 static bool on_cpu = false;
 
-// pytorch.py's: builds a line if need be, and fills what it is given. Called without the mutex, since it takes the GIL.
+// pytorch.py's: builds a line if need be, and fills what it is given.
 using Load = void (*)(int device, int dtype, int D, int Dv, int features, const char* score_mod, const char* mask_mod,
                       Line* line);
 static Load load;
 
+static int dtype_of(const Tensor& q) {
+  return q.scalar_type() == at::kHalf ? 0 : q.scalar_type() == at::kBFloat16 ? 1 : 2;
+}
 static LineKey key_of(const Tensor& q, const Tensor& v, int features, const Mods& mods) {
   if (v.scalar_type() != q.scalar_type()) features |= kv_in_8_bits;
-  const int dtype = q.scalar_type() == at::kHalf ? 0 : q.scalar_type() == at::kBFloat16 ? 1 : 2;
-  return {{q.get_device(), dtype, int(q.size(3)), int(v.size(3)), features}, mods.score, mods.mask};
+  return {{q.get_device(), dtype_of(q), int(q.size(3)), int(v.size(3)), features}, mods.score, mods.mask};
 }
 
+static const char* const interrupted = "the line was not built, since it was interrupted";
+static bool is_final(const Line& line) { return line.forward != nullptr; }
 static const Line& line_for(const LineKey& key) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    const auto found = lines.find(key);
-    if (found != lines.end()) return found->second;
-  }
-  thread_local Line loaded;
-  loaded = {};
-  const auto& [numbers, score_mod, mask_mod] = key;
-  const auto [device, dtype, D, Dv, features] = numbers;
-  load(device, dtype, D, Dv, features, score_mod.c_str(), mask_mod.c_str(), &loaded);
-  if (!loaded.forward && !*loaded.trouble) strcpy(loaded.trouble, "the line was not built, since it was interrupted");
-  if (!loaded.forward) return loaded;  // the next call asks again
-  const std::lock_guard<std::mutex> lock(mutex);
-  return lines.emplace(key, loaded).first->second;
+  return loaded_for(lines, key, [&](Line* line) {
+    const auto& [numbers, score_mod, mask_mod] = key;
+    const auto [device, dtype, D, Dv, features] = numbers;
+    load(device, dtype, D, Dv, features, score_mod.c_str(), mask_mod.c_str(), line);
+    if (!line->forward && !*line->trouble) strcpy(line->trouble, interrupted);
+  });
 }
 
 // ---- what no line takes ----

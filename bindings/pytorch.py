@@ -32,6 +32,8 @@ DTYPES = {torch.float16: "", torch.bfloat16: "_bf16", torch.float8_e4m3fn: "_e4m
 FEATURES = ("USE_SOFTCAP", "USE_SINKS", "USE_LENGTHS", "USE_PAGES", "USE_BIAS=1", "USE_BIAS=2",
             "OUT_DTYPE=BF16", "KV_DTYPE=FP8_E4M3", "USE_BIAS=3", "USE_PAGES=2", "USE_KEY_MASK")  # in the order of the bits of Feature in pytorch.h
 MASKS = {None: 0, False: 0, "off": 0, True: 1, "br": 1, "tl": 2}
+BACKWARDS = None, "sdpa", "deterministic", "torch"  # values of attention()'s argument
+PREFERENCES = {None: 0, "sdpa": 1, "torch": 2}  # pytorch_backward.h's Preference
 
 
 # ---- expressions of scores ----
@@ -231,9 +233,10 @@ def built(what, sources, *options):
     return path
 
 
-LINE_SOURCES = "bindings/library.cu", "sdpa.cu", "bindings/sdpa.h"
-GLUE_PARTS = "pytorch.cpp pytorch.h pytorch_append.h pytorch_attention.h pytorch_autograd.h pytorch_backward.h pytorch_operators.h"
-GLUE_SOURCES = *(f"bindings/{name}" for name in GLUE_PARTS.split()), "bindings/append.h", "bindings/sdpa.h"
+LINE_SOURCES = "bindings/library.cu", "sdpa.cu", "sdpa_backward.cu", "bindings/sdpa.h"
+GLUE_PARTS = "append attention autograd backward operators own_backward".split()
+GLUE_SOURCES = ("bindings/pytorch.cpp", "bindings/pytorch.h", *(f"bindings/pytorch_{part}.h" for part in GLUE_PARTS),
+                "bindings/append.h", "bindings/sdpa.h")
 APPENDER_SOURCES = "bindings/append.cu", "bindings/append.h"
 FAILED = {}  # by what was built: what it was made of, and the sentence
 
@@ -302,12 +305,43 @@ def line_with(capability, dtype, D, Dv, features, score_mod="", mask_mod=""):
     return line, capability, *knobs
 
 
+# The lines of the backward pass, by preference. sizes: the HEAD_DIMs that are built, with their knobs; a problem takes the
+# next one. pads: D must be HEAD_DIM, so smaller ones are padded. repeats: two runs give the same bits. faster: the HEAD_DIMs
+# for which the line is at least as fast as PyTorch's backward (results/backward); elsewhere it runs only where PyTorch has
+# none, may return NaN or must be deterministic.
+BackwardRow = collections.namedtuple("BackwardRow", "name capabilities sizes pads repeats faster")
+BACKWARD_LINES = (
+    BackwardRow("backward_mma", range(8, 100), {64: (), 96: (), 128: ("BLOCK_N=32",)}, True, True, ()),
+    BackwardRow("backward_minimal", range(8, 100), {192: (), 256: ()}, True, True, ()))
+NEEDED, DETERMINISTIC = 1, 2  # of pytorch_own_backward.h's BackwardKey
+
+
+def backward_line_with(capability, dtype, D, features, asked):
+    """The arguments of library_of() for the gradients of a problem, and the D to which it is padded, or 0. None if PyTorch's
+    backward is faster and not NEEDED is asked."""
+    for row in BACKWARD_LINES:
+        size = next((size for size in row.sizes if size >= D), None)
+        if size is None or capability[0] not in row.capabilities or asked & DETERMINISTIC and not row.repeats:
+            continue
+        if not asked & NEEDED and size not in row.faster:
+            return None
+        knobs = [f"HEAD_DIM={size}", *row.sizes[size], *["DTYPE=BF16"] * (dtype == torch.bfloat16)]
+        return (row.name, capability, *knobs, *(knob for bit, knob in enumerate(FEATURES) if features >> bit & 1)), size * row.pads
+    raise Unavailable(f"there is no line of the backward pass for D={D} on sm_{capability[0]}{capability[1]}")
+
+
 LINE_FUNCTIONS = ("workspace_bytes", "scratch_bytes", "forward", "bias_map_bytes", "map_bias")
 
 
 class Line(ctypes.Structure):
     """pytorch.h's Line."""
     _fields_ = [*((name, ctypes.c_void_p) for name in LINE_FUNCTIONS), ("trouble", ctypes.c_char * 512)]
+
+
+class BackwardLine(ctypes.Structure):
+    """pytorch_own_backward.h's BackwardLine."""
+    _fields_ = [("workspace_bytes", ctypes.c_void_p), ("backward", ctypes.c_void_p), ("head_dim", ctypes.c_int64),
+                ("is_final", ctypes.c_int64), ("trouble", ctypes.c_char * 512)]
 
 
 class Appender(ctypes.Structure):
@@ -334,6 +368,29 @@ def load_line(device, dtype, D, Dv, features, score_mod, mask_mod, line):
         line[0].trouble = (str(trouble) or type(trouble).__name__).encode()[:511]
         if not isinstance(trouble, FailedBefore):
             print(f"sdpa: {trouble}; where PyTorch has a kernel of its own, that runs instead", file=sys.stderr)
+
+
+# pytorch_own_backward.h's LoadBackward
+LOAD_BACKWARD = ctypes.CFUNCTYPE(None, *[ctypes.c_int] * 5, ctypes.POINTER(BackwardLine))
+
+
+@LOAD_BACKWARD
+def load_backward(device, dtype, D, features, asked, line):
+    try:
+        problem = torch.cuda.get_device_capability(device), list(DTYPES)[dtype], D, features
+        found = backward_line_with(*problem, asked)
+        if found is None:
+            line[0].trouble, line[0].is_final = b"PyTorch's backward is faster", 1
+            return
+        words, line[0].head_dim = found
+        with BUILDING:
+            library = tried(("backward", *words), LINE_SOURCES, lambda: library_of(*words))
+        line[0].workspace_bytes = ctypes.cast(library.sdpa_library_backward_workspace_bytes, ctypes.c_void_p).value
+        line[0].backward, line[0].is_final = ctypes.cast(library.sdpa_library_backward, ctypes.c_void_p).value, 1
+    except Exception as trouble:
+        line[0].trouble = (str(trouble) or type(trouble).__name__).encode()[:511]
+        if not isinstance(trouble, FailedBefore):
+            print(f"sdpa: {trouble}; where PyTorch has a backward of its own, that runs instead", file=sys.stderr)
 
 
 def build_of_appender(capability):
@@ -374,6 +431,7 @@ def glue():
         library = ctypes.CDLL(path)
     library.sdpa_torch_load_lines_by(load_line)
     library.sdpa_torch_load_appender_by(load_appender)
+    library.sdpa_torch_load_backward_by(load_backward)
     return library
 
 
@@ -384,16 +442,18 @@ TENSORS, MASK = "(Tensor q, Tensor k, Tensor v, ", "int causal, SymInt left, Sym
 CALL = (f"{TENSORS}{MASK}, float softcap, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? sinks, "
         "Tensor? k_lengths, Tensor? q_starts, Tensor? k_starts, Tensor? page_table, SymInt most_keys, Tensor? bias=None, "
         "SymInt bias_keys=0, Tensor? q_lengths=None, bool batch_invariant=False, bool bf16_out=False, str score_mod='', "
-        f"str mask_mod='', {', '.join(f'Tensor? {name}=None' for name in ARRAYS)}, Tensor? block_mask=None, str made_for='', Tensor? k_firsts=None)")
+        f"str mask_mod='', {', '.join(f'Tensor? {name}=None' for name in ARRAYS)}, Tensor? block_mask=None, str made_for='', Tensor? k_firsts=None, "
+        "str backward='')")
 LIBRARY.define(f"attention{CALL} -> (Tensor, Tensor)")
 LIBRARY.define(f"block_mask{CALL} -> (Tensor, str)")
-LIBRARY.define(f"attention_backward(Tensor grad, {TENSORS[1:]}Tensor o, Tensor lse, {MASK}, Tensor? bias=None, str without='') -> "
-               "(Tensor, Tensor, Tensor)")
+LIBRARY.define(f"attention_backward(Tensor? grad, {TENSORS[1:]}Tensor o, Tensor lse, {MASK}, Tensor? bias=None, str without='', "
+               "float softcap=0., Tensor? sinks=None, Tensor? grad_lse=None, str backward='') -> (Tensor, Tensor, Tensor, Tensor)")
 LIBRARY.define("append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor lengths, Tensor? page_table, "
                "Tensor? starts) -> Tensor")  # of flash_attn_interface.py
 LIBRARY.define(f"why_not{TENSORS}Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, bool enable_gqa) -> str")
 LIBRARY.define("bias_of(Tensor bias, Tensor q, int keys, bool for_cudnn) -> Tensor")  # what the kernels, or cuDNN's, are given
 OPERATOR, BLOCK_MASK = torch.ops.sdpa.attention.default, torch.ops.sdpa.block_mask.default
+BACKWARD = torch.ops.sdpa.attention_backward.default
 
 
 @torch.library.register_fake("sdpa::attention")
@@ -422,8 +482,10 @@ def fake_block_mask(q, *_):
 
 
 @torch.library.register_fake("sdpa::attention_backward")
-def fake_backward(grad, q, k, v, *_):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+def fake_backward(grad, q, k, v, o, lse, *rest):
+    given = dict(zip((argument.name for argument in BACKWARD._schema.arguments[6:]), rest))
+    sinks = given.get("sinks")
+    return *map(torch.empty_like, (q, k, v)), lse.new_empty(0 if sinks is None else sinks.shape)
 
 
 @torch.library.register_fake("sdpa::append")
@@ -489,7 +551,7 @@ def first_call(operator):
 first_call.library = torch.library.Library("sdpa", "IMPL")
 for key in ("CUDA", "Autograd"):
     first_call.library.impl("attention", first_call(OPERATOR), key)
-for operator in (torch.ops.sdpa.attention_backward.default, torch.ops.sdpa.append.default, BLOCK_MASK):
+for operator in (BACKWARD, torch.ops.sdpa.append.default, BLOCK_MASK):
     first_call.library.impl(operator.name(), first_call(operator), "CUDA")
 
 
@@ -528,7 +590,7 @@ def modification(q, score_mod, mask_mod, args, block_mask):
 def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_descale=None, v_descale=None,
               return_lse=False, softcap=None, sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0, page_table=None,
               bias=None, bias_keys=0, q_lengths=None, batch_invariant=False, out_dtype=None, score_mod=None, mask_mod=None, args=(),
-              block_mask=None, k_firsts=None):
+              block_mask=None, k_firsts=None, backward=None):
     """O = softmax(scale * q @ k.T) @ v, and the LSE [B,Hq,Sq] if requested. Raises if no line supports the arguments.
 
     q [B,Hq,Sq,D], k and v [B,Hkv,Sk,D]: CUDA tensors of one dtype (float16, bfloat16, float8_e4m3fn). D is a multiple of 8
@@ -564,6 +626,9 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
     args: the contiguous arrays of the expressions; float32 tensors are x0, x1, ... and int32 tensors i0, i1. Indices are
         not checked.
     block_mask: the result of block_mask().
+    backward: the kernels that compute the gradients. None: sdpa's where PyTorch has none or slower ones, or where
+        torch.use_deterministic_algorithms() is on, and PyTorch's elsewhere. "sdpa": sdpa's. "deterministic": sdpa's that are
+        bitwise repeatable. "torch": PyTorch's. The backward raises if the chosen kernels cannot compute the gradients.
     """
     if type(q).__name__ == "DTensor" and not torch.compiler.is_compiling():
         importlib.import_module(f"{__package__}.dtensor_sharding" if __package__ else "dtensor_sharding")
@@ -575,6 +640,8 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
         left, right, by = *(-1 if keys is None else keys for keys in window[:2]), window[2] if len(window) > 2 else None
     if causal not in MASKS or by not in MASKS:
         raise ValueError(f"sdpa.attention: a mask of {by if causal in MASKS else causal!r} is none of None, 'br', 'tl'")
+    if backward not in BACKWARDS:
+        raise ValueError(f"sdpa.attention: backward={backward!r} is none of None, 'sdpa', 'deterministic', 'torch'")
     if out_dtype not in (None, torch.float16, torch.bfloat16) or out_dtype and q.dtype != torch.float8_e4m3fn:
         raise ValueError(f"sdpa.attention: out_dtype={out_dtype} is not for a q of {q.dtype}; e4m3's O is torch.float16 "
                          "or torch.bfloat16")
@@ -595,13 +662,13 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
                 raise ValueError(f"sdpa.attention: {name} is on {x.device}, not on {q.device}")
     modifies = score_mod is not None or mask_mod is not None or len(args) > 0 or block_mask is not None
     more = modification(q, score_mod, mask_mod, args, block_mask) if modifies else ()
-    firsts = {} if k_firsts is None else dict(k_firsts=k_firsts)
+    named = {name: x for name, x in (("k_firsts", k_firsts), ("backward", backward)) if x is not None}
     arguments = (q, k, v, MASKS[causal], left, right, MASKS[by], scale, softcap or 0.0, q_descale, k_descale, v_descale, sinks,
                  k_lengths, q_starts, k_starts, page_table, most_keys, bias, bias_keys, q_lengths,
                  batch_invariant, out_dtype == torch.bfloat16, *more)
     if block_mask is NEW_BLOCK_MASK:
-        return BlockMask(*BLOCK_MASK(*arguments, **firsts))
-    out, lse = OPERATOR(*arguments, **firsts)
+        return BlockMask(*BLOCK_MASK(*arguments, **named))
+    out, lse = OPERATOR(*arguments, **named)
     return (out, lse) if return_lse else out
 
 
@@ -621,20 +688,24 @@ class Active:
     """The handle that torch.nn.attention keeps while sdpa is the FlashAttention; restore_flash_attention_impl() calls
     remove()."""
 
-    def __init__(self):
+    def __init__(self, backward=None):
         glue().sdpa_torch_activate(True)
+        glue().sdpa_torch_prefer_backward(PREFERENCES[backward])
 
     def remove(self):
         glue().sdpa_torch_activate(False)
 
 
-def activate():
+def activate(backward=None):
     """Replaces the kernels of PyTorch's cuDNN, FlashAttention and memory-efficient backends, of varlen_attn and of 8-bit
     attention, until torch.nn.attention.restore_flash_attention_impl(). Does not initialize CUDA, so the process may still
-    fork, and does not change PyTorch's order of backends."""
+    fork, and does not change PyTorch's order of backends. backward: None, "sdpa" or "torch", as in attention(); PyTorch's
+    kernels compute the gradients that sdpa's cannot compute."""
+    if backward not in PREFERENCES:
+        raise ValueError(f"sdpa.activate: backward={backward!r} is none of None, 'sdpa', 'torch'")
     if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
         raise Unavailable(f"PyTorch {torch.__version__} takes no other FlashAttention; 2.11 is the first that does")
-    torch.nn.attention.register_flash_attention_impl("sdpa", register_fn=Active)
+    torch.nn.attention.register_flash_attention_impl("sdpa", register_fn=functools.partial(Active, backward))
     torch.nn.attention.activate_flash_attention_impl("sdpa")
 
 

@@ -15,18 +15,9 @@ static auto& appenders = *new std::map<int, Appender>;  // by device
 using LoadAppender = void (*)(int device, Appender* appender);
 static LoadAppender load_appender;
 
+static bool is_final(const Appender& appender) { return appender.append != nullptr; }
 static const Appender& appender_for(int device) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    const auto found = appenders.find(device);
-    if (found != appenders.end()) return found->second;
-  }
-  thread_local Appender loaded;
-  loaded = {};
-  load_appender(device, &loaded);
-  if (!loaded.append) return loaded;  // the next call tries again
-  const std::lock_guard<std::mutex> lock(mutex);
-  return appenders.emplace(device, loaded).first->second;
+  return loaded_for(appenders, device, [&](Appender* appender) { load_appender(device, appender); });
 }
 
 // Of a cache [caches or pages,keys,H,D] and of x, [B,rows,H,D] or with starts [rows,H,D].

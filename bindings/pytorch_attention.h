@@ -19,7 +19,6 @@ static SdpaDescale descale(const char* name, const OptionalTensor& x, const Tens
   return {kept.const_data_ptr<float>(), batches > 1 ? kept.stride(0) : 0, heads > 1 ? kept.stride(1) : 0};
 }
 
-static const OptionalTensor no_tensor;
 // The arguments of sdpa::attention.
 struct Call {
   const Tensor &q, &k, &v;
@@ -198,7 +197,7 @@ static auto with_call(const Tensor& q, const Tensor& k, const Tensor& v, int64_t
                       std::string_view mask_mod, const OptionalTensor& x0, const OptionalTensor& x1,
                       const OptionalTensor& x2, const OptionalTensor& x3, const OptionalTensor& i0,
                       const OptionalTensor& i1, const OptionalTensor& kept, std::string_view made_for,
-                      const OptionalTensor& k_firsts) {
+                      const OptionalTensor& k_firsts, std::string_view /* backward */) {
   return run({.q = q,
               .k = k,
               .v = v,

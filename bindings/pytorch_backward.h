@@ -1,5 +1,5 @@
-// dQ, dK and dV by PyTorch's backward kernels: those of cuDNN, of FlashAttention-2 and the memory-efficient ones. All of
-// them read the O and LSE of our forward.
+// dQ, dK and dV by PyTorch's backward kernels (cuDNN's, FlashAttention-2's and the memory-efficient ones), and the choice
+// between them and ours. All of them read the O and LSE of our forward.
 
 #pragma once
 
@@ -14,7 +14,8 @@
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/env.h>
 
-#include "pytorch.h"
+#include "pytorch_attention.h"
+#include "pytorch_own_backward.h"
 
 // PyTorch's setting by which cuDNN's backward takes an LSE that lies otherwise than ours.
 static bool lse_lies_otherwise() {
@@ -108,6 +109,54 @@ static std::tuple<Tensor, Tensor, Tensor> cudnn_backward(const Tensor& grad, con
                                        most_q, most_k, dropout, causal, scale);
 }
 
+// ---- behind PyTorch's operators ----
+
+// Which backward PyTorch's operators run: the faster one, ours wherever a line takes the problem, or PyTorch's.
+enum class Preference { faster, ours, pytorchs };
+static auto preference = Preference::faster;
+
+static bool is_deterministic() { return at::globalContext().deterministicAlgorithms(); }
+
+// Computes the gradients of one of PyTorch's operators if ours run. is_needed: PyTorch's kernel may give NaN.
+static bool ours_instead(const BackwardCall& call, bool is_needed, Gradients& d) {
+  if (preference == Preference::pytorchs || !why_not_tensors(call.q, call.k, call.v, true, false).empty()) return false;
+  is_needed = is_needed || preference == Preference::ours || is_deterministic();
+  return our_backward(call, is_needed, is_deterministic(), d).empty();
+}
+
+static std::tuple<Tensor, Tensor, Tensor> behind_cudnn_backward(
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
+    const Tensor& seed, const Tensor& offset, const Tensor& bias, const Tensor& q_starts, const Tensor& k_starts,
+    int64_t most_q, int64_t most_k, double dropout, bool causal, std::optional<double> scale) {
+  const c10::OptionalDeviceGuard guard(q.device());
+  if (dropout == 0 && !bias.defined() && !q_starts.defined() && !lse_lies_otherwise()) {
+    const Tensor rows_lse = lse.reshape(q.sizes().slice(0, 3));
+    const int mask = causal ? SDPA_CAUSAL_TOP_LEFT : SDPA_CAUSAL_OFF;
+    const BackwardCall call{.grad = grad, .q = q, .k = k, .v = v, .o = o, .lse = rows_lse, .causal = mask, .scale = scale};
+    if (Gradients d; ours_instead(call, cudnn_may_give_nan(q, bias), d)) return {d.q, d.k, d.v};
+  }
+  return cudnn_backward(grad, q, k, v, o, lse, seed, offset, bias, q_starts, k_starts, most_q, most_k, dropout, causal,
+                        scale);
+}
+
+// FlashAttention-2 takes [B,S,H,D].
+static std::tuple<Tensor, Tensor, Tensor> behind_flash_backward(
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
+    const Tensor& q_starts, const Tensor& k_starts, int64_t most_q, int64_t most_k, double dropout, bool causal,
+    const Tensor& seed, const Tensor& offset, std::optional<double> scale) {
+  const c10::OptionalDeviceGuard guard(q.device());
+  if (dropout == 0 && !q_starts.defined()) {
+    const int mask = causal ? SDPA_CAUSAL_BOTTOM_RIGHT : SDPA_CAUSAL_OFF;
+    const BackwardCall call{.grad = grad, .q = q, .k = k, .v = v, .o = o, .lse = lse, .causal = mask, .scale = scale};
+    if (Gradients d; ours_instead(call, false, d)) return {d.q, d.k, d.v};
+  }
+  const auto rows = [](const Tensor& x) { return x.transpose(1, 2); };
+  const auto [dq, dk, dv] =
+      at::_flash_attention_backward(rows(grad), rows(q), rows(k), rows(v), rows(o), lse, q_starts, k_starts, most_q,
+                                    most_k, dropout, causal, seed, offset, scale);
+  return {rows(dq), rows(dk), rows(dv)};
+}
+
 // ---- sdpa::attention_backward ----
 
 // Whether it is a problem of F.scaled_dot_product_attention's, whose causal mask is top-left, for which PyTorch would
@@ -137,53 +186,112 @@ static Tensor laid_out_by(const Tensor& q, const Tensor& o) {
   return o.strides() == out.strides() ? o : out.copy_(o);
 }
 
-// dQ, dK, dV from O and LSE: by cuDNN where PyTorch would choose it; else by FlashAttention-2, whose masks and windows are
-// bottom-right, and which takes a limit of -1 for all keys if both are; or by the memory-efficient backward, for a bias, a
-// top-left mask with Sq != Sk, and a v with its own D. `without`: the reason for having none. It is raised only when the
-// backward runs, so that a graph that is compiled ahead may contain it.
-static std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const Tensor& q_any,
-                                                             const Tensor& k_any, const Tensor& v_any, const Tensor& o,
-                                                             const Tensor& lse, int64_t causal, int64_t left,
-                                                             int64_t right, int64_t window_alignment,
-                                                             std::optional<double> scale,
-                                                             const OptionalTensor& bias_any,
-                                                             std::string_view without) {
-  TORCH_CHECK_NOT_IMPLEMENTED(without.empty(), "sdpa.attention: ", without);
-  const c10::OptionalDeviceGuard guard(q_any.device());
-  const Tensor q = readable(q_any, false), k = readable(k_any, false), v = readable(v_any, false);
-  OptionalTensor bias;
-  if (bias_any) bias = bias_of(bias_any->detach(), q, k.size(2));
-  const int64_t Sq = q.size(2), Sk = k.size(2), by = window_alignment ? window_alignment : causal;
-  const bool limited = left >= 0 || right >= 0;
-  const bool masked = causal != SDPA_CAUSAL_OFF;
-  const bool bottom_right = causal != SDPA_CAUSAL_TOP_LEFT && (!limited || by == SDPA_CAUSAL_BOTTOM_RIGHT);
-  Tensor rows_lse = lse;
-  if (bias) hide_empty_rows(rows_lse = rows_lse.clone());
-  const Tensor its_bias = bias.value_or(Tensor());
-  Tensor dq, dk, dv;
-  if (q.numel() == 0 || k.numel() == 0) {
-    dq = at::zeros_like(q), dk = at::zeros_like(k), dv = at::zeros_like(v);
-  } else if (is_for_cudnn(q, k, v, bias, causal, limited, scale)) {
-    const Tensor unused = empty({}, at::kLong, q);
-    std::tie(dq, dk, dv) = cudnn_backward(grad, q, k, v, laid_out_by(q, o), rows_lse.unsqueeze(-1), unused, unused,
-                                          its_bias, {}, {}, Sq, Sk, 0, masked, scale);
-  } else if (!bias && q.size(3) == v.size(3) && (Sq == Sk || bottom_right)) {
+// A problem that is not cuDNN's goes to FlashAttention-2, whose masks and windows are bottom-right and for which a limit
+// of -1 means all keys only if both are -1; or to the memory-efficient backward, for a bias, a top-left mask with
+// Sq != Sk, and a v with its own D.
+struct PytorchsBackward {
+  const BackwardCall& call;
+  OptionalTensor bias;  // of bias_of()
+  bool limited, masked, by_flash, by_efficient;
+  Tensor q, k, v;  // with rows that PyTorch's kernels can read
+
+  PytorchsBackward(const BackwardCall& c, const OptionalTensor& bias_any)
+      : call(c), q(readable(c.q, false)), k(readable(c.k, false)), v(readable(c.v, false)) {
+    if (bias_any) bias = bias_of(bias_any->detach(), q, k.size(2));
+    const int64_t Sq = q.size(2), Sk = k.size(2), by = call.window_alignment ? call.window_alignment : call.causal;
+    limited = call.left >= 0 || call.right >= 0;
+    masked = call.causal != SDPA_CAUSAL_OFF;
+    const bool bottom_right = call.causal != SDPA_CAUSAL_TOP_LEFT && (!limited || by == SDPA_CAUSAL_BOTTOM_RIGHT);
+    by_flash = !bias && q.size(3) == v.size(3) && (Sq == Sk || bottom_right);
+    by_efficient = !limited && (call.causal != SDPA_CAUSAL_BOTTOM_RIGHT || Sq == Sk);
+  }
+
+  // Returns the reason for having none, or an empty string.
+  std::string why_not() const {
+    if (call.softcap != 0 || call.sinks) return "PyTorch has no backward with softcap or sinks";
+    if (by_flash || by_efficient) return "";
+    return "no backward of PyTorch's takes top-left windows with Sq != Sk, or v's own D beside a window or a bottom-right "
+           "mask with Sq != Sk";
+  }
+
+  // {dQ, dK, dV} of O = P @ V for any V.
+  std::tuple<Tensor, Tensor, Tensor> of_product(const Tensor& grad, const Tensor& of_v, const Tensor& o) const {
+    const int64_t Sq = q.size(2), Sk = k.size(2);
+    Tensor lse = call.lse;
+    if (bias) hide_empty_rows(lse = lse.clone());
+    const Tensor its_bias = bias.value_or(Tensor());
+    if (is_for_cudnn(q, k, of_v, bias, call.causal, limited, call.scale)) {
+      const Tensor unused = empty({}, at::kLong, q);
+      return cudnn_backward(grad, q, k, of_v, laid_out_by(q, o), lse.unsqueeze(-1), unused, unused, its_bias, {}, {}, Sq,
+                            Sk, 0, masked, call.scale);
+    }
+    if (!by_flash) return efficient_backward(grad, q, k, of_v, o, lse, its_bias, masked, call.scale);
     const auto rows = [](const Tensor& x) { return x.transpose(1, 2); };
     const Tensor unused = empty({2}, at::kUInt64, q);
-    std::tie(dq, dk, dv) = at::_flash_attention_backward(
-        rows(readable(grad, false)), rows(q), rows(k), rows(v), rows(o), lse, {}, {}, Sq, Sk, 0, masked, unused, unused,
-        scale, limited && left < 0 ? Sk : left, limited && right < 0 ? Sk : right);
-    dq = rows(dq), dk = rows(dk), dv = rows(dv);
-  } else {
-    const bool top_left = causal != SDPA_CAUSAL_BOTTOM_RIGHT || Sq == Sk;
-    TORCH_CHECK_NOT_IMPLEMENTED(!limited && top_left, "sdpa.attention: no backward of PyTorch's takes top-left windows "
-                                "with Sq != Sk, or v's own D beside a window or a bottom-right mask with Sq != Sk");
-    std::tie(dq, dk, dv) = efficient_backward(grad, q, k, v, o, rows_lse, its_bias, masked, scale);
+    const auto [dq, dk, dv] = at::_flash_attention_backward(
+        rows(readable(grad, false)), rows(q), rows(k), rows(of_v), rows(o), lse, {}, {}, Sq, Sk, 0, masked, unused, unused,
+        call.scale, limited && call.left < 0 ? Sk : call.left, limited && call.right < 0 ? Sk : call.right);
+    return {rows(dq), rows(dk), rows(dv)};
   }
-  // As the fake kernel promises them.
-  const auto laid_out = [](const Tensor& dx, const Tensor& x) {
-    const bool already = x.is_non_overlapping_and_dense() && dx.strides() == x.strides();
-    return already ? dx : empty_like(x, x.scalar_type()).copy_(dx);
-  };
-  return {laid_out(dq, q_any), laid_out(dk, k_any), laid_out(dv, v_any)};
+
+  void run(Gradients& d) const {
+    if (call.grad) std::tie(d.q, d.k, d.v) = of_product(*call.grad, v, call.o);
+    if (!call.grad) d.v = at::zeros_like(v);
+    if (!call.grad_lse) return;
+    // The gradients of LSE are scale * P @ K for Q and scale * P.T @ Q for K. P.T @ (dLSE * scale * Q) is dV of a product
+    // whose V is K.
+    const Tensor factor = (*call.grad_lse * call.scale.value_or(1 / std::sqrt(double(q.size(3))))).unsqueeze(-1);
+    const auto scaled = [&](const Tensor& rows) { return (factor * rows).to(rows.scalar_type()); };
+    Tensor sums;
+    attend({.q = q, .k = k, .v = k, .causal = call.causal, .left = call.left, .right = call.right,
+            .window_alignment = call.window_alignment, .scale = call.scale, .bias = bias}, sums);
+    const Tensor of_q = scaled(sums), of_k = std::get<2>(of_product(scaled(q), k, sums));
+    d.q = d.q.defined() ? d.q + of_q : of_q;
+    d.k = d.k.defined() ? d.k + of_k : of_k;
+  }
+};
+
+// dQ, dK, dV and dSinks from O, LSE and the gradients of both. `without`: the reason for having none. It is raised only
+// when the backward runs, so that a graph that is compiled ahead may contain it. choice: attention()'s argument `backward`.
+static std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+    const OptionalTensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
+    int64_t causal, int64_t left, int64_t right, int64_t window_alignment, std::optional<double> scale,
+    const OptionalTensor& bias, std::string_view without, double cap, const OptionalTensor& sink,
+    const OptionalTensor& grad_lse, std::string_view choice) {
+  TORCH_CHECK_NOT_IMPLEMENTED(without.empty(), "sdpa.attention: ", without);
+  const c10::OptionalDeviceGuard guard(q.device());
+  const BackwardCall call{.grad = grad,
+                          .q = q,
+                          .k = k,
+                          .v = v,
+                          .o = o,
+                          .lse = lse,
+                          .causal = causal,
+                          .left = left,
+                          .right = right,
+                          .window_alignment = window_alignment,
+                          .scale = scale,
+                          .softcap = cap,
+                          .sinks = sink,
+                          .grad_lse = grad_lse};
+  Gradients d;
+  if (q.numel() == 0 || k.numel() == 0) {
+    d = {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), at::zeros({sink ? sink->size(0) : 0}, lse.options())};
+  } else {
+    const PytorchsBackward theirs(call, bias);
+    const std::string why_not_theirs = theirs.why_not();
+    const bool is_forced = choice == "sdpa" || choice == "deterministic";
+    const bool repeats = choice == "deterministic" || is_deterministic();
+    // PyTorch's kernels compute the gradient of LSE by a second forward and backward; cuDNN's may give NaN for one query.
+    const bool is_needed = is_forced || repeats || grad_lse || !why_not_theirs.empty() || q.size(2) == 1;
+    std::string why_not_ours = choice == "torch" ? "backward='torch' was asked for" : bias ? "there is a bias" : "";
+    if (why_not_ours.empty()) why_not_ours = our_backward(call, is_needed, repeats, d);
+    if (!why_not_ours.empty()) {
+      TORCH_CHECK_NOT_IMPLEMENTED(!is_forced && why_not_theirs.empty(), "sdpa.attention: no backward, since ", why_not_ours,
+                                  is_forced ? "" : "; ", is_forced ? "" : why_not_theirs);
+      theirs.run(d);
+    }
+  }
+  if (!d.sinks.defined()) d.sinks = empty({0}, at::kFloat, q);
+  return {laid_out_as(d.q, q), laid_out_as(d.k, k), laid_out_as(d.v, v), d.sinks};
 }

@@ -489,8 +489,9 @@ static Tensor cudnn_forward_into(Tensor& out, const Tensor& q, const Tensor& k, 
 
 static void put_behind(torch::Library& m) {
   m.impl("_scaled_dot_product_cudnn_attention", cudnn);
-  m.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward);
+  m.impl("_scaled_dot_product_cudnn_attention_backward", behind_cudnn_backward);
   m.impl("_scaled_dot_product_flash_attention", flash);
+  m.impl("_scaled_dot_product_flash_attention_backward", behind_flash_backward);
   m.impl("_scaled_dot_product_efficient_attention", efficient);
   m.impl("_flash_attention_forward", flash_forward);
   m.impl("_flash_attention_forward.quantized", flash_forward_8_bits);

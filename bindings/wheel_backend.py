@@ -15,7 +15,7 @@ NVCC13 = "nvidia-cuda-nvcc nvidia-cuda-crt nvidia-cuda-cccl nvidia-cuda-runtime 
 METADATA = f"""Metadata-Version: 2.1
 Name: {NAME}
 Version: {VERSION}
-Summary: The forward pass of attention for NVIDIA GPUs, in one file of CUDA, behind PyTorch
+Summary: Attention kernels for NVIDIA GPUs, forward and backward, in CUDA, behind PyTorch
 License: MIT
 Requires-Python: >=3.10
 Requires-Dist: torch>=2.11
@@ -32,7 +32,7 @@ def files():
     root = HERE.parent
     if not (root / "sdpa.cu").is_file():
         raise SystemExit(f"sdpa: {root} has no sdpa.cu; install from a clone, with pip 21.3 or newer")
-    found = {f"{NAME}/{name}": (root / name).read_bytes() for name in ("sdpa.cu", "configs.txt")}
+    found = {f"{NAME}/{name}": (root / name).read_bytes() for name in ("sdpa.cu", "sdpa_backward.cu", "configs.txt")}
     found[f"{NAME}/__init__.py"] = (HERE / "__init__.py").read_bytes()
     for path in sorted(HERE.rglob("*")):
         if path.is_file() and path.name not in FOR_PIP and "__pycache__" not in path.parts:

@@ -45,6 +45,19 @@ template <class T> inline void st_global(void* dst_g, T value, SIMT_CALLER) {
 inline uint32_t atom_inc_acq_rel(uint32_t* counter_g, uint32_t last, SIMT_CALLER) {
   return simt::increment<__ATOMIC_ACQ_REL>(counter_g, last, at);
 }
+inline void red_global_add_v4(float* dst_g, float a, float b, float c, float d, SIMT_CALLER) {
+  simt::check_global(dst_g, 16, at);
+  simt::note_global_write(dst_g, 16);
+  const float x[4] = {a, b, c, d};
+  for (int i = 0; i < 4; i++) {
+    float old;
+    __atomic_load(dst_g + i, &old, __ATOMIC_RELAXED);
+    for (float sum = old + x[i];
+         !__atomic_compare_exchange(dst_g + i, &old, &sum, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);) {
+      sum = old + x[i];
+    }
+  }
+}
 inline void st_global_v4(void* dst_g, uint4 value, SIMT_CALLER) { st_global(dst_g, value, at); }
 
 // The bytes land at the wait that covers them; until then the destination is poison.

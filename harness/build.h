@@ -65,8 +65,8 @@ bool sees_on_host(const ModPlace& at, const ModArrays& arrays) {
 #ifdef SDPA_BACKWARD_KNOBS
 KernelFacts backward_facts_of(const SdpaParams& p) {
   KernelFacts facts = facts_of(p);
-  facts.kernel = reinterpret_cast<const void*>(+sdpa_backward_kv<Build>);
-  facts.shared_bytes = sizeof(BackwardShared<Build>);
+  facts.kernel = reinterpret_cast<const void*>(+BackwardKernelOf<Build>::entry);
+  facts.shared_bytes = sizeof(BackwardKernelOf<Build>::Shared);
   return facts;
 }
 SdpaStatus run_backward(const SdpaParams& forward, const Gradients& g, cudaStream_t stream) {
@@ -134,6 +134,7 @@ Line describe_build() {
   l.facts_of = backward_facts_of;
   l.backward = run_backward;
   l.backward_workspace_bytes = backward_workspace_bytes;
+  l.dq_repeats = !adds_dq<Build>;
 #endif
   return l;
 }

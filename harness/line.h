@@ -71,6 +71,7 @@ struct Line {
   // Null unless BACKWARD=1. With BACKWARD=1 the harness checks and times the backward pass.
   SdpaStatus (*backward)(const SdpaParams&, const Gradients&, cudaStream_t);
   size_t (*backward_workspace_bytes)(const SdpaParams&);
+  bool dq_repeats;  // dQ has the same bits in every run
   const char* pass() const { return backward ? "backward" : "forward"; }
   bool takes(int d, int d_v) const {  // true if the build accepts a problem with these head sizes
     const auto fits = [&](int n, int most) {

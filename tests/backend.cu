@@ -231,6 +231,15 @@ TEST_CASE("schedules") {
   simt::schedule = {};
 }
 
+TEST_CASE("red_global_add_v4") {
+  std::string report;
+  // All threads of all blocks add to the same floats.
+  std::vector<float> out = run([](const Args a) { red_global_add_v4(a.out + 4, 1, 2, 3, float(threadIdx.x)); }, report);
+  CHECK((report == "" && out[4] == 128 && out[5] == 256 && out[6] == 384 && out[7] == 2 * 63 * 64 / 2));
+  run([](const Args a) { red_global_add_v4(a.out + 2, 1, 2, 3, 4); }, report);
+  CHECK(report.find("misaligned") != report.npos);
+}
+
 // ---- sm_90: TMA, wgmma, registers ----
 
 constexpr int ROWS = 40, HEADS = 3;  // of the tensor [HEADS][ROWS][64] that the maps describe

@@ -3,7 +3,7 @@
 // the CPU backend; both must give the hashes of conformance.golden, which an H200 gives.
 //   conformance [GOLDEN]     prints NAME HASH lines; with GOLDEN, exits with 1 if one differs
 #define SDPA_NO_MAIN
-#include "../sdpa.cu"
+#include "../sdpa_backward.cu"
 
 #include <mma.h>
 
@@ -101,14 +101,6 @@ __device__ void cp_async_bulk_tensor_store(const CUtensorMap* map, const int (&c
   }
 }
 
-__device__ void cp_async_bulk_load(void* dst_s, const void* src_g, uint32_t bytes,
-                                   uint64_t* barrier_s) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(shared_address(dst_s)),
-      "l"(src_g), "r"(bytes), "r"(shared_address(barrier_s))
-      : "memory");
-}
 __device__ void cp_async_bulk_store(void* dst_g, const void* src_s, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst_g),
                "r"(shared_address(src_s)), "r"(bytes)
@@ -291,6 +283,13 @@ __global__ void test_memory(const Args a) {
   st_global(reinterpret_cast<unsigned short*>(out + 7),
             ld_shared<unsigned short>(s.bytes + 3072 + 2 * (63 - tid)));
   atomicAdd(a.counter, unsigned(tid));
+}
+
+// Eight threads add to each four floats.
+__global__ void test_red_add(const Args a) {
+  const int tid = threadIdx.x;
+  float* const sums = reinterpret_cast<float*>(a.out) + tid / 8 * 4;
+  red_global_add_v4(sums, float(tid), 2.0f * tid, -0.5f * tid, 1);
 }
 
 // Warp 0 hands numbers to warp 1 and back, through a named barrier and through mbarriers.
@@ -775,6 +774,7 @@ int main(int argc, char** argv) {
   run("cp_async_8", test_cp_async<8>);
   run("cp_async_16", test_cp_async<16>);
   run("loads_stores_atomic", test_memory);
+  run("red_add", test_red_add);
   run("barriers", test_barriers);
   run("conversions_fp16", test_conversions<__half>);
   run("conversions_bf16", test_conversions<__nv_bfloat16>);

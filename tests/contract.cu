@@ -911,7 +911,7 @@ TEST_CASE("bias_map_refusals" * doctest::skip(!Build::use_bias)) {
   for (const SdpaParams& call : {p, without}) CHECK((featured.a.forward(call) == null_map && map_bias_of(call).text == null_map));
   p.bias_map = map;
   const string other_size =
-      "bias_map has " + std::to_string(bytes + 4) + " bytes, and the map of this problem " + std::to_string(bytes);
+      "bias_map has " + std::to_string(bytes + 4) + " bytes, but the map of this problem has " + std::to_string(bytes);
   CHECK(begins(featured.a.forward(p), other_size.c_str()));
   CHECK(begins(map_bias_of(p).text, other_size.c_str()));
   if (bytes == 0) return;
@@ -1019,13 +1019,13 @@ TEST_CASE("errors") {
   const char* const set_attribute = "cudaFuncSetAttribute";
   CHECK(begins(failing(set_attribute, cudaErrorInvalidValue), "this GPU cannot run this build ("));
   CHECK(cudaPeekAtLastError() == cudaSuccess);
-  CHECK(begins(failing(set_attribute, cudaErrorLaunchFailure), "preparing the launch, or work of this process before it"));
+  CHECK(begins(failing(set_attribute, cudaErrorLaunchFailure), "preparing the launch, or earlier work of this process"));
   CHECK(begins(failing("cudaLaunchKernelEx", cudaErrorInvalidConfiguration),
                Build::use_lengths ? "launching the plan failed" : "launching the kernel failed"));
   CHECK(cudaPeekAtLastError() == cudaSuccess);
   if (Build::use_persistent_cta) {
     CHECK(begins(failing("cudaOccupancyMaxActiveBlocksPerMultiprocessor", cudaErrorInvalidValue),
-                 "asking for the GPU's occupancy failed"));
+                 "querying the occupancy failed"));
     CHECK(cudaPeekAtLastError() == cudaSuccess);
   }
   // What the caller left behind is still there, whether the call succeeds or not.
@@ -1049,7 +1049,7 @@ TEST_CASE("errors") {
   };
   if (is_wgmma) {
     for (const char* call : {"cudaGetDriverEntryPoint", "symbol"}) {
-      CHECK(begins(first_call_failing(call, cudaErrorInsufficientDriver), "the driver makes no tensor map of Q: "));
+      CHECK(begins(first_call_failing(call, cudaErrorInsufficientDriver), "the driver cannot encode a tensor map of Q: "));
     }
   }
 }
@@ -1236,7 +1236,7 @@ TEST_CASE("failed_maps" * doctest::skip(!is_wgmma)) {
       continue;
     }
     CHECK((n < 4 && status.code == cudaErrorInvalidValue));
-    CHECK(begins(status.text, (string("the driver makes no tensor map of ") + names[n % 4] + ": ").c_str()));
+    CHECK(begins(status.text, (string("the driver cannot encode a tensor map of ") + names[n % 4] + ": ").c_str()));
     CHECK(cudaPeekAtLastError() == cudaSuccess);
     const Attention& next = turn % 2 ? a : b;
     CHECK((next.forward() == "" && next.is_right() && b.forward() == "" && b.is_right()));
@@ -1254,7 +1254,7 @@ TEST_CASE("sizes") {
   p.Sq = 1, p.Sk = 1000000000, p.causal = Causal::off, p.window_right = 1000000000;
   CHECK(kernel_of(p) != nullptr);
   p = a.p, p.scale = 3e38f;
-  CHECK(begins(a.forward(p), "scale=3e+38: want 0 or more, below 10^38"));
+  CHECK(begins(a.forward(p), "scale=3e+38: must be 0 or more, below 10^38"));
   p = a.p, p.B = 1 << 15, p.Hq = p.Hkv = 1 << 12;
   p.Sq = 16 * 512;  // 2^31 items or more
   CHECK(contains(a.forward(p), " tiles; split the batch"));
@@ -1307,7 +1307,7 @@ TEST_CASE("many_keys" * doctest::skip(Build::family == Family::scalar)) {
   SdpaParams p = a.p;
   const string said = a.forward(p);
   if (sums_end<Build> && !Build::use_tuned) {
-    CHECK(begins(said, "a query sees 65537 keys, but this build sums over 65536 at most"));
+    CHECK(begins(said, "a query sees 65537 keys, but this build takes at most 65536"));
   } else {
     CHECK((said == "" && a.is_right()));
   }

@@ -5,10 +5,12 @@ knobs meet in one of them, except for pairs that sdpa.cu refuses; such a pair is
 By default the arrays cover all knobs. Every value of a knob meets every value of a member of the problem, and every two
 members meet. Each problem is checked against the reference.
 
---features covers the knobs in FEATURES. Each build runs a sweep of random problems, until these are of all kinds that the build
-takes. Each path of tests/paths.py must be taken in a build of each kind that has it.
-usage: tests/crossed.py [REGEX] [--features] [--show] [--link FILE...]
+--features covers the knobs in FEATURES. Each build runs a sweep of eight random problems. Builds that together have each value
+of each knob run as many more as it takes until these are of all kinds that the build takes. Each path of tests/paths.py must
+be taken in a build of each kind that has it.
+usage: tests/crossed.py [REGEX] [--features [--quick]] [--show] [--link FILE...]
   REGEX   the builds whose kind and knobs match, as in "mma.* HEAD_DIM_V"
+  --quick fewer pairs for the kinds in PAIRED_OF
   --show  print the builds, their problems and the pairs that no legal build has, and stop
   --link  objects and libraries of the sweep's harness and of the CPU backend; without it they are compiled"""
 import argparse
@@ -82,6 +84,13 @@ TOGETHER_OF = dict(
     wgmma_roles=[dict(USE_LAZY_MAX="1", USE_SOFTCAP="1 0", USE_BIAS="0 1", DTYPE="BF16"),
                  dict(USE_BIAS="1 2 3", USE_LENGTHS="0", SPLIT_CTAS="1", SPLIT_KV="1", BLOCK_M="128", USE_PING_PONG="0")],
     wgmma_converting=[dict(USE_LAZY_MAX="1", USE_SOFTCAP="1 0", DTYPE="BF16")])
+
+# --features --quick: the knobs whose pairs meet; of the others each value does. These kinds share the code of the others with
+# mma, wgmma_roles and wgmma_swapped, where all pairs meet.
+PAIRED_OF = dict(
+    scalar=[], wmma=[], wgmma_plain=[],
+    wgmma_converting=["BLOCK_N", "HEAD_DIM", "USE_PAGES", "USE_LAZY_MAX", "PACK_GQA", "SPLIT_CTAS"],
+    wgmma_e4m3=["FP8_FLUSH", "HEAD_DIM", "SPLIT_KV", "USE_LAZY_MAX", "OVERLAP", "SPLIT_CTAS", "PACK_GQA"])
 
 CANDIDATES, PAIRS_AT_ONCE = 20, 12  # that are tried for a build
 
@@ -197,7 +206,7 @@ def judge_source(source):
     refusals = re.sub(r"#define SDPA_REFUSE.*|return true;|return check\w*\(\);", "", refusals)
     build = between("template <int ROW> struct BuildOf : Knobs<ROW> {", "\n};")
     return JUDGE % dict(
-        knobs=between("// ---- the list of knobs (typed) ----", "// A knob nobody defined expands"),
+        knobs=between("// ---- the list of knobs (typed) ----", "// The macro of a knob that is not set"),
         enums=between("// ---- what follows from the knobs ----", "// The template argument"),
         build=re.sub("static constexpr|using K = .*", "", build),
         derived=of_struct(between("using Build = BuildOf<-1>;", "}  // namespace") +
@@ -244,9 +253,10 @@ class Domain(ctypes.Structure):
 
 class Kind:
     """The legal builds of a kind of kernel, and which pairs of values they have, of these knobs. Together: dicts
-    {knob: values} of which all combinations count as pairs do."""
+    {knob: values} of which all combinations count as pairs do. Paired: the knobs that have pairs (None: all); of the others
+    each value counts as a pair does."""
 
-    def __init__(self, judge, name, own, crossed, together=()):
+    def __init__(self, judge, name, own, crossed, together=(), paired=None):
         self.judge, self.name, self.random = judge, name, random.Random(name)
         family = "wgmma" if own.get("USE_WGMMA") else "mma" if own.get("USE_MMA_SYNC") else "wmma" if own.get("USE_WMMA") else "scalar"
         domains = KNOBS | crossed
@@ -257,12 +267,14 @@ class Kind:
             self.values[knob] = [value for value in values if self.complete({knob: value})]
         self.free = [knob for knob in crossed if len(self.values[knob]) > 1]
         self.near = [self.complete({}) for _ in range(8)]
-        of_two = [{a: self.values[a], b: self.values[b]} for a, b in itertools.combinations(self.free, 2)]
+        self.sets = [(knob,) for knob in self.free]
+        self.sets += itertools.combinations([knob for knob in self.free if paired is None or knob in paired], 2)
+        of_sets = [{knob: self.values[knob] for knob in knobs} for knobs in self.sets]
         of_more = [{knob: values.split() for knob, values in one.items()} for one in together]
         self.together = {tuple(zip(one, values)) for one in of_more for values in itertools.product(*one.values())}
         self.pairs = {pair for build in self.near for pair in self.pairs_of(build)}
         self.impossible = []
-        for values_of in of_two + of_more:
+        for values_of in of_sets + of_more:
             for values in itertools.product(*values_of.values()):
                 pair = tuple(zip(values_of, values))
                 found = None if pair in self.pairs else self.complete(dict(pair))
@@ -282,7 +294,7 @@ class Kind:
         return found
 
     def pairs_of(self, build):
-        pairs = set(itertools.combinations([(knob, build[knob]) for knob in self.free], 2))
+        pairs = {tuple((knob, build[knob]) for knob in knobs) for knobs in self.sets}
         return pairs | {one for one in self.together if all(build[knob] == value for knob, value in one)}
 
     def builds(self):
@@ -370,19 +382,29 @@ class Crossed:
         return f"{self.kind}: {self.knobs}"
 
 
-SWEEP = "--sweep 8 --all-kinds"
+def with_all_problems(kind, builds):
+    """Some of the builds, which together have each value of the crossed knobs, and what must be together."""
+    left = {one for one in kind.pairs if len(one) == 1} | kind.together & kind.pairs
+    chosen = []
+    while left:
+        chosen.append(max(builds, key=lambda build: len(left & kind.pairs_of(build))))
+        left -= kind.pairs_of(chosen[-1])
+    return chosen
 
 
-def cross_features(judge, name, shows_impossible):
+def cross_features(judge, name, shows_impossible, is_quick):
     """The builds of a kind in which FEATURES meet, and how many legal pairs none of them has."""
-    kind = Kind(judge, name, KINDS[name] | FEATURES_OF[name], FEATURES, TOGETHER_OF.get(name, ()))
+    kind = Kind(judge, name, KINDS[name] | FEATURES_OF[name], FEATURES | FEATURES_OF[name], TOGETHER_OF.get(name, ()),
+                PAIRED_OF.get(name) if is_quick else None)
     builds = kind.builds()
     covered = kind.pairs & set().union(*map(kind.pairs_of, builds))
     print(f"{name:<16} {len(covered):>5} of {len(kind.pairs):<5} {len(kind.impossible):>4} {len(builds):>6}")
     if shows_impossible:
         print(*("  no legal build has " + " ".join(map("=".join, pair)) for pair in kind.impossible), sep="\n")
-    found = [Crossed(name, " ".join(f"{knob}={value}" for knob, value in build.items() if value != judge.rows[knob][0]), (SWEEP,))
-             for build in builds]
+    with_all, found = with_all_problems(kind, builds), []
+    for number, build in enumerate(builds):
+        knobs = " ".join(f"{knob}={value}" for knob, value in build.items() if value != judge.rows[knob][0])
+        found.append(Crossed(name, knobs, ("--sweep 8 --all-kinds" if build in with_all else f"--sweep 8 --seeds {number}",)))
     return found, len(kind.pairs) - len(covered)
 
 
@@ -428,14 +450,14 @@ def sweep_build(builder, build, parts, taken):
     name = f"features{next(builder.numbers)}"
     coverage = [] if build.kind in UNCOVERED else COVERAGE
     try:
-        line = builder.compile("plain", "-O1", *coverage, *("-D" + knob for knob in build.knobs.split()),
+        line = builder.compile("plain", "-Og", *coverage, *("-D" + knob for knob in build.knobs.split()),
                                "-DSDPA_LINE_ONLY", "-x", "c++", "-c", os.path.join(bugs.ROOT, "sdpa.cu"), "-o", name + ".o")
         objects = parts or [builder.harness("plain"), builder.engine("plain")]
         executable = builder.compile("plain", *coverage, line, *objects, "-o", name)
     except bugs.Broken as error:
         return [f"{build}: {error}"]
-    done = subprocess.run([executable, *SWEEP.split()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-                          timeout=600)
+    done = subprocess.run([executable, *build.problems[0].split()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          errors="replace", timeout=600)
     words = [line for line in done.stdout.split("\n") if re.search(r"FAIL \S+:|^repeat|missing:|have none|rror", line) and "," not in line[:20]]
     if not done.returncode and coverage:
         for path, is_taken in paths.taken(builder.folder, name, build.knobs, builder.texts["sdpa.cu"]).items():
@@ -455,6 +477,7 @@ def main():
     parser.add_argument("only", nargs="?", default="")
     parser.add_argument("--show", action="store_true")
     parser.add_argument("--features", action="store_true")
+    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--link", nargs="+", default=[])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(int(os.environ.get("JOBS", os.cpu_count()))) as pool:
@@ -462,7 +485,8 @@ def main():
         print("pairs             of features  none builds" if options.features else
               "pairs          of knobs       none  and of members   builds  problems")
         for name in FEATURES_OF if options.features else KINDS:
-            of_kind, missing = (cross_features if options.features else cross)(judge, name, options.show)
+            of_kind, missing = (cross_features(judge, name, options.show, options.quick) if options.features else
+                                cross(judge, name, options.show))
             builds, uncovered = builds + of_kind, uncovered + missing
         chosen = [build for build in builds if re.search(options.only, str(build))]
         if options.show:

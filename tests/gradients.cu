@@ -39,11 +39,11 @@ struct Gradients {
   Memory<Input> Q{q_rows * D}, K{k_rows * D}, V{k_rows * D}, O{q_rows * D}, dO{q_rows * D}, dQ{q_rows * D},
       dK{k_rows * D}, dV{k_rows * D};
   Memory<float> LSE{q_rows}, sinks{16}, dSinks{16};
-  Memory<uint8_t> workspace{0};
+  std::unique_ptr<Memory<uint8_t>> workspace;
   SdpaBackwardParams p{};
 
   Gradients(int B, int Hq, int Hkv, int Sq, int Sk, Causal causal = Causal::off)
-      : q_rows(size_t(B) * Hq * Sq), k_rows(size_t(B) * Hkv * Sk), workspace(q_rows * 8) {
+      : q_rows(size_t(B) * Hq * Sq), k_rows(size_t(B) * Hkv * Sk) {
     uint32_t state = 1;
     for (Memory<Input>* x : {&Q, &K, &V, &dO}) {
       std::vector<Input> values(x->count);
@@ -58,8 +58,10 @@ struct Gradients {
     f.B = B, f.Hq = Hq, f.Hkv = Hkv, f.Sq = Sq, f.Sk = Sk, f.D = D, f.causal = causal;
     const auto strides = [](int H, int S) { return Strides{int64_t(H) * S * D, int64_t(S) * D, D}; };
     f.q = f.o = p.d_o = p.d_q = strides(Hq, Sq), f.k = f.v = p.d_k = p.d_v = strides(Hkv, Sk);
-    p.dO = dO.data, p.dQ = dQ.data, p.dK = dK.data, p.dV = dV.data, p.dSinks = dSinks.data,
-    p.workspace = workspace.data;
+    p.dO = dO.data, p.dQ = dQ.data, p.dK = dK.data, p.dV = dV.data;
+    if (Build::use_sinks) p.dSinks = dSinks.data;
+    workspace.reset(new Memory<uint8_t>(sdpa_backward_workspace_bytes(f)));
+    p.workspace = workspace->data;
     const SdpaStatus status = sdpa_forward(f, 0);
     REQUIRE_MESSAGE(status.ok(), status.text);
   }
@@ -81,7 +83,9 @@ TEST_CASE("refusals") {
   Gradients g(1, 4, 2, 20, 30);
   const std::vector<std::vector<uint8_t>> before = g.results();
   using Spoil = std::function<void(SdpaBackwardParams&)>;
-  const std::pair<const char*, Spoil> refused[] = {
+  const std::string needs_memory =
+      "workspace is null, but this problem needs " + std::to_string(g.workspace->count) + " bytes";
+  std::vector<std::pair<const char*, Spoil>> refused = {
       {"LSE is a null pointer", [](auto& p) { p.forward.LSE = nullptr; }},
       {"O is a null pointer", [](auto& p) { p.forward.O = nullptr; }},
       {"dO is a null pointer", [](auto& p) { p.dO = nullptr; }},
@@ -97,14 +101,18 @@ TEST_CASE("refusals") {
       {"dSinks is not aligned to 4 bytes",
        [](auto& p) { p.dSinks = reinterpret_cast<float*>(uintptr_t(p.dSinks) + 1); }},
       {"dSinks is set, but sinks is a null pointer", [](auto& p) { p.forward.sinks = nullptr; }},
-      {"workspace is null, but this problem needs 640 bytes", [](auto& p) { p.workspace = nullptr; }},
+      {needs_memory.c_str(), [](auto& p) { p.workspace = nullptr; }},
       {"workspace is not aligned to 256 bytes", [](auto& p) { p.workspace = static_cast<char*>(p.workspace) + 8; }},
       {"k_lengths is for builds with USE_LENGTHS=1",
        [](auto& p) { p.forward.k_lengths = reinterpret_cast<const int*>(p.forward.LSE); }},
       {"bias is for builds with USE_BIAS", [](auto& p) { p.forward.bias = p.forward.Q; }},
       {"Hq=3 is not a multiple of Hkv=2", [](auto& p) { p.forward.Hq = 3; }},
-      {"D=32", [](auto& p) { p.forward.D = 32; }},
+      {"D=264", [](auto& p) { p.forward.D = 264; }},
       {"over 2147483647 tiles", [](auto& p) { p.forward.B = p.forward.Sk = 1000000; }}};
+  if (is_wgmma) {
+    refused.push_back({"dO has a row stride of -64; TMA takes 0 to 2^40 bytes", [](auto& p) { p.d_o.row = -64; }});
+    refused.push_back({"dV has a head stride of -64; TMA takes 0 to 2^40 bytes", [](auto& p) { p.d_v.head = -64; }});
+  }
   for (const auto& [sentence, spoil] : refused) {
     SdpaBackwardParams p = g.p;
     spoil(p);
@@ -203,7 +211,7 @@ TEST_CASE("one_workspace") {
   Gradients a(1, 4, 2, 70, 50, Causal::bottom_right), b(2, 3, 1, 40, 60);
   REQUIRE((a.run() && b.run()));
   const std::vector<std::vector<uint8_t>> want_a = a.results(), want_b = b.results();
-  Memory<uint8_t> shared(std::max(a.workspace.count, b.workspace.count));
+  Memory<uint8_t> shared(std::max(a.workspace->count, b.workspace->count));
   a.p.workspace = b.p.workspace = shared.data;
   for (Gradients* g : {&a, &b}) {
     for (Memory<Input>* x : {&g->dQ, &g->dK, &g->dV}) cudaMemset(x->data, 0xff, x->count * sizeof(Input));

@@ -23,7 +23,8 @@ import pytorch as sdpa  # noqa: E402
 real_build_of_glue = sdpa.build_of_glue
 sdpa.build_of_glue = lambda: tuple("-O0" if word == "-O2" else word for word in real_build_of_glue())  # in three quarters of the time
 E4M3 = torch.float8_e4m3fn
-Params = builds.structs_of(builds.Tree().read(builds.HEADER))["SdpaParams"]
+STRUCTS = builds.structs_of(builds.Tree().read(builds.HEADER))
+Params, BackwardParams = STRUCTS["SdpaParams"], STRUCTS["SdpaBackwardParams"]
 Forward = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(Params), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 Bytes = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.POINTER(Params))
 
@@ -235,7 +236,7 @@ def recorded(p, dtype, features, mods):
     return t, SimpleNamespace(**call)
 
 
-def told(run):
+def told(run, kind=Forward):
     """A C function as in sdpa.h that calls run(p) and returns the text of an exception, which would be lost between Python and C++."""
     def function(params, stream, text, text_bytes):
         try:
@@ -245,7 +246,7 @@ def told(run):
             words = f"the stand-in says {type(trouble).__name__}: {trouble}".encode()[:text_bytes - 1] + b"\0"
             ctypes.memmove(text, words, len(words))
             return 1
-    return Forward(function)
+    return kind(function)
 
 
 @sdpa.LOAD
@@ -281,6 +282,35 @@ def load_line(device, dtype, D, Dv, features, score_mod, mask_mod, line):
         setattr(line[0], name, ctypes.cast(function, ctypes.c_void_p).value)
 
 
+class Copies:
+    """Copies of the tensors of a call in the device memory of the CPU backend."""
+
+    def __init__(self, library):
+        self.library, self.made = library, []
+
+    def put(self, params, member, address, nbytes):
+        """Sets a member of the params to a copy of these bytes."""
+        copied = self.library.host_allocate(ctypes.c_size_t(nbytes))
+        ctypes.memmove(copied, address, nbytes)
+        setattr(params, member, copied)
+        self.made.append((address, copied, nbytes))
+
+    def put_tensors(self, params, tensors):
+        for member, x in tensors.items():
+            if x is not None:
+                self.put(params, member, x.data_ptr(), (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))) * x.itemsize)
+
+    def call(self, function, params, trouble, trouble_bytes):
+        """Calls a C function as in sdpa.h, and copies the tensors back."""
+        code = function(ctypes.byref(params), ctypes.c_void_p(OWN_STREAM), ctypes.c_void_p(trouble), ctypes.c_size_t(trouble_bytes))
+        STREAMS.append(self.library.host_last_stream())
+        self.library.host_synchronize()
+        for address, copied, nbytes in self.made:
+            ctypes.memmove(address, copied, nbytes)
+            self.library.host_free(ctypes.c_void_p(copied))
+        return code
+
+
 def loader_of(text, arrays):
     """A Load that compiles a line with its changes, as in "wgmma BLOCK_N=64", for the CPU backend. Its kernels run on copies in the
     backend's device memory. arrays: the tensors that calls pass as args, since SdpaParams does not have their sizes."""
@@ -299,31 +329,19 @@ def loader_of(text, arrays):
         def on_copies(function):
             def run(params, stream, trouble, trouble_bytes):
                 """Copies the tensors of p to the backend, calls the function and copies them back."""
-                p, copies = Params.from_buffer_copy(params[0]), []
-
-                def copy(member, address, nbytes):
-                    copies.append((address, library.host_allocate(ctypes.c_size_t(nbytes)), nbytes))
-                    ctypes.memmove(copies[-1][1], address, nbytes)
-                    setattr(p, member, copies[-1][1])
-                for member, x in tensors_of(p, dtype, features).items():
-                    if x is not None:
-                        copy(member, x.data_ptr(), (1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))) * x.itemsize)
+                p, copies = Params.from_buffer_copy(params[0]), Copies(library)
+                copies.put_tensors(p, tensors_of(p, dtype, features))
                 for member in sdpa.ARRAYS:
                     if address := getattr(p, member):
-                        copy(member, address, arrays[address].nbytes)
+                        copies.put(p, member, address, arrays[address].nbytes)
                 if p.bias_map:
-                    copy("bias_map", p.bias_map, p.bias_map_bytes)
+                    copies.put(p, "bias_map", p.bias_map, p.bias_map_bytes)
                 if p.scratch:
-                    copy("scratch", p.scratch, library.sdpa_library_scratch_bytes(ctypes.byref(p)))
+                    copies.put(p, "scratch", p.scratch, library.sdpa_library_scratch_bytes(ctypes.byref(p)))
                 zeros = bytes(max(library.sdpa_library_workspace_bytes(ctypes.byref(p)), 1))
                 p.workspace = library.host_allocate(ctypes.c_size_t(len(zeros)))
                 ctypes.memmove(p.workspace, zeros, len(zeros))
-                code = function(ctypes.byref(p), ctypes.c_void_p(OWN_STREAM), ctypes.c_void_p(trouble), ctypes.c_size_t(trouble_bytes))
-                STREAMS.append(library.host_last_stream())
-                library.host_synchronize()
-                for address, copied, nbytes in copies:
-                    ctypes.memmove(address, copied, nbytes)
-                    library.host_free(ctypes.c_void_p(copied))
+                code = copies.call(function, p, trouble, trouble_bytes)
                 library.host_free(ctypes.c_void_p(p.workspace))
                 return code
             return Forward(run)
@@ -337,6 +355,98 @@ def loader_of(text, arrays):
     return LOADED[-1]
 
 
+Backward = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(BackwardParams), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+GRADIENTS = []  # of each call of a backward_line(): what was asked, and the addresses and strides of its tensors
+
+
+def gradient_tensors(p, t):
+    """{member: tensor or None} for the pointers of BackwardParams whose forward has the tensors t."""
+    of = dict(dO=("O", p.d_o), dQ=("Q", p.d_q), dK=("K", p.d_k), dV=("V", p.d_v))
+    found = {name: view(getattr(p, name), t[like].shape, (strides.batch, strides.head, strides.row, 1), t["Q"].dtype)
+             for name, (like, strides) in of.items()}
+    found["dLSE"] = p.dLSE and view(p.dLSE, t["LSE"].shape, t["LSE"].stride(), torch.float32)
+    found["dSinks"] = p.dSinks and view(p.dSinks, (p.forward.Hq,), (1,), torch.float32)
+    return found
+
+
+def gradients(p, dtype, features):
+    """Writes dQ, dK, dV and dSinks, from O and LSE."""
+    f = p.forward
+    assert bool(f.softcap) == bool(features & 1) and bool(f.sinks) == bool(features & 2)
+    t = tensors_of(f, dtype, features)
+    q, k, v, o, lse = (t[name].double() for name in ("Q", "K", "V", "O", "LSE"))
+    t |= gradient_tensors(p, t)
+    grad = t["dO"].double()
+    group = f.Hq // f.Hkv
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    causal, by = ([None, "br", "tl"][number] for number in (f.causal, f.window_alignment))
+    window = [None if keys < 0 else keys for keys in (f.window_left, f.window_right)]
+    S = q @ k.mT * f.scale
+    slope = 1.0
+    if f.softcap:
+        S, slope = f.softcap * torch.tanh(S / f.softcap), 1 - torch.tanh(S / f.softcap).square()
+    P = torch.exp(S - lse[..., None]) * visible(f.Sq, f.Sk, causal, (*window, by or causal), "cpu")
+    P = P.where(lse[..., None] > -torch.inf, 0)
+    rows = (grad * o).sum(-1) - (0 if t["dLSE"] is None else t["dLSE"])
+    dS = P * (grad @ v.mT - rows[..., None]) * slope * f.scale
+    for result, x in ((t["dQ"], dS @ k), (t["dK"], dS.mT @ q), (t["dV"], P.mT @ grad)):
+        result.copy_(x if x.shape == result.shape else x.unflatten(1, (f.Hkv, group)).sum(2))
+    if p.dSinks:
+        t["dSinks"].copy_((-torch.exp(t["sinks"].double()[:, None] - lse) * rows).sum((0, 2)))
+
+
+def backward_line(sizes=(), faster=(), pads=True):
+    """A LoadBackward of lines with these HEAD_DIMs, of which some are faster than PyTorch's backward. pads: D must be HEAD_DIM."""
+    def load(device, dtype, D, features, asked, line):
+        size = next((size for size in sizes if size >= D), 0)
+        if not size or not asked & sdpa.NEEDED and size not in faster:
+            line[0].trouble = b"there is no stand-in"
+            return
+
+        def workspace_bytes(params):
+            return 8 * params[0].B * params[0].Hq * params[0].Sq
+
+        def backward(p):
+            assert not pads or p.forward.D == p.forward.Dv == size
+            ctypes.memset(p.workspace, 0xff, workspace_bytes([p.forward]))
+            GRADIENTS.append(SimpleNamespace(asked=asked, dO=p.dO, d_o=(p.d_o.batch, p.d_o.head, p.d_o.row), dLSE=bool(p.dLSE)))
+            gradients(p, dtype, features)
+        functions = Bytes(workspace_bytes), told(backward, Backward)
+        LOADED.append(functions)
+        line[0].head_dim, line[0].is_final = size * pads, 0  # asked again: the next test has other lines
+        for name, function in zip(("workspace_bytes", "backward"), functions):
+            setattr(line[0], name, ctypes.cast(function, ctypes.c_void_p).value)
+    LOADED.append(sdpa.LOAD_BACKWARD(load))
+    return LOADED[-1]
+
+
+def backward_loader_of(text):
+    """A LoadBackward that compiles a line with its changes, as in "backward_mma BLOCK_N=32", for the CPU backend."""
+    name, *changes = text.split()
+    knobs = builds.changed(builds.Tree().read_configs()[0][name].knobs, changes)
+
+    def load(device, dtype, D, features, asked, line):
+        words = [f"{sdpa.FEATURES[bit]}=1" for bit in range(2) if features >> bit & 1] + ["DTYPE=BF16"] * (dtype == 1)
+        library = ctypes.CDLL(builds.host_library(*builds.changed(knobs, words), program="tests/host_library.cu"))
+        library.host_allocate.restype = library.host_last_stream.restype = ctypes.c_void_p
+        library.sdpa_library_backward_workspace_bytes.restype = ctypes.c_size_t
+
+        def backward(params, stream, trouble, trouble_bytes):
+            p, copies = BackwardParams.from_buffer_copy(params[0]), Copies(library)
+            t = tensors_of(p.forward, dtype, features)
+            copies.put(p, "workspace", p.workspace, library.sdpa_library_backward_workspace_bytes(ctypes.byref(p.forward)))
+            copies.put_tensors(p, gradient_tensors(p, t))
+            copies.put_tensors(p.forward, t)
+            return copies.call(library.sdpa_library_backward, p, trouble, trouble_bytes)
+        functions = Bytes(lambda params: library.sdpa_library_backward_workspace_bytes(params)), Backward(backward)
+        LOADED.append((functions, library))
+        line[0].head_dim, line[0].is_final = int(dict(word.split("=") for word in knobs).get("HEAD_DIM", 64)), 0
+        for function_name, function in zip(("workspace_bytes", "backward"), functions):
+            setattr(line[0], function_name, ctypes.cast(function, ctypes.c_void_p).value)
+    LOADED.append(sdpa.LOAD_BACKWARD(load))
+    return LOADED[-1]
+
+
 @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.POINTER(sdpa.Appender))
 def load_appender(device, appender):
     library = ctypes.CDLL(builds.host_library(program="tests/host_append.cu"))
@@ -344,14 +454,16 @@ def load_appender(device, appender):
 
 
 @contextlib.contextmanager
-def kernels(glue, load=load_line):
+def kernels(glue, load=load_line, load_backward=None):
     """PyTorch's operators and sdpa's lead to the stand-ins; the list of their calls."""
-    CALLS.clear(), MAPS.clear(), SCRATCH.clear(), STREAMS.clear()
+    CALLS.clear(), MAPS.clear(), SCRATCH.clear(), STREAMS.clear(), GRADIENTS.clear()
     glue.sdpa_torch_load_lines_by(load), glue.sdpa_torch_load_appender_by(load_appender)
+    glue.sdpa_torch_load_backward_by(load_backward or backward_line())
     glue.sdpa_torch_activate_on_cpu(True)
     yield CALLS
     glue.sdpa_torch_activate_on_cpu(False)
     glue.sdpa_torch_load_lines_by(sdpa.load_line), glue.sdpa_torch_load_appender_by(sdpa.load_appender)
+    glue.sdpa_torch_load_backward_by(sdpa.load_backward)
 
 
 class OnGpu(torch.Tensor):

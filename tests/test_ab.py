@@ -42,4 +42,4 @@ def test_a_wrong_line_is_told():
 
 def test_a_combination_that_sdpa_cu_refuses():
     code, out, err = run("ab", "mma_lazy", "BLOCK_N=40")
-    assert code == 2 and err.startswith("ab: mma_lazy BLOCK_N=40: BLOCK_N: the scalar kernel takes keys by 8, the others by 16"), err
+    assert code == 2 and err.startswith("ab: mma_lazy BLOCK_N=40: BLOCK_N: the scalar kernel takes multiples of 8, the others of 16"), err

@@ -845,12 +845,15 @@ def test_what_python_shares_with_the_sources():
 
 def test_the_structs_of_the_header():
     """Each has the members of sdpa.cu's and no other, by name, place and kind; and ctypes, which reads them in the header, as well."""
-    program = '''#include "bindings/library.cu"
+    program = '''#define BACKWARD 1
+#include "bindings/library.cu"
 template <class T> constexpr int kind = (std::is_pointer_v<T> ? 1 : std::is_floating_point_v<T> ? 2 : 3) * 1000 + sizeof(T);
 '''
-    for ours, theirs in ((engine.Strides, "Strides"), (engine.Descale, "Descale"), (engine.SdpaParams, "SdpaParams")):
-        names = [name for name, _ in ours._fields_]
-        program += f"void all_of(const sdpa::{theirs}& x) {{ const auto& [{', '.join(names)}] = x; }}\n"
+    Backward = builds.structs_of(builds.Tree().read(builds.HEADER))["SdpaBackwardParams"]
+    for ours, theirs, base in ((engine.Strides, "Strides", "Strides"), (engine.Descale, "Descale", "Descale"),
+                               (engine.SdpaParams, "SdpaParams", "SdpaParams"), (Backward, "SdpaBackwardParams", "SdpaGradients")):
+        names = [name for name, _ in ours._fields_ if theirs == base or name != "forward"]
+        program += f"void all_of(const sdpa::{base}& x) {{ const auto& [{', '.join(names)}] = x; }}\n"
         for name, of_ctypes in ours._fields_:
             number = {engine.ctypes.c_void_p: 1000, engine.ctypes.c_float: 2000}.get(of_ctypes, 3000) + engine.ctypes.sizeof(of_ctypes)
             for struct in (ours.__name__, "sdpa::" + theirs):

@@ -81,7 +81,7 @@ def formula(q, k, v, seen, scale, softcap, sinks):
 
 def attention(q, k, v, causal=None, window=(None, None), scale=None, q_descale=None, k_descale=None, v_descale=None,
               return_lse=False, softcap=None, sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0,
-              page_table=None, q_lengths=None, out_dtype=None, k_firsts=None):
+              page_table=None, q_lengths=None, out_dtype=None, k_firsts=None, backward=None):
     """attention() of bindings/pytorch.py, and what pytorch.cpp checks. Rows of no sequence are NaN."""
     assert causal in (None, "br") and (window == (None, None) or window[2] == "br")
     assert all(x.dim() == 4 and x.stride(3) == 1 and x.dtype == q.dtype for x in (q, k, v))
@@ -536,6 +536,13 @@ def test_hints_change_nothing():
     assert torch.equal(fa.flash_attn_with_kvcache(q, *caches, cache_seqlens=ints(9, 3), **more), want)
 
 
+def test_the_choice_of_a_backward(calls):
+    q = drawn(2, 5, 4, D)
+    fa.flash_attn_func(q, q, q), fa.flash_attn_func(q, q, q, deterministic=True)
+    fa.flash_attn_qkvpacked_func(torch.stack([q, q, q], 2), deterministic=True)
+    assert [call["backward"] for call in calls] == [None, "deterministic", "deterministic"]
+
+
 def test_windows_of_any_kind(calls):
     """Of a tuple, a list, a tensor of the host and None, FlashAttention-4's word for no limit."""
     q, k = drawn(2, 5, 4, D), drawn(2, 9, 2, D)
@@ -547,25 +554,17 @@ def test_windows_of_any_kind(calls):
 
 
 def test_gradients():
-    for Hkv, causal in ((4, True), (2, False)):
+    for Hkv, options in ((4, dict(causal=True)), (2, dict(softcap=3.0, learnable_sink=drawn(4).float())), (2, {})):
         tensors = [drawn(2, 64, H, D).requires_grad_() for H in (4, Hkv, Hkv)]
         grad = drawn(2, 64, 4, D)
-        got = torch.autograd.grad(fa.flash_attn_func(*tensors, causal=causal), tensors, grad)
+        got = torch.autograd.grad(fa.flash_attn_func(*tensors, **options), tensors, grad)
         wide = [x.detach().double().requires_grad_() for x in tensors]
-        want = torch.stack([one(*(x[b] for x in wide), causal=causal)[0] for b in range(2)])
+        want = torch.stack([one(*(x[b] for x in wide), **options)[0] for b in range(2)])
         for a, b in zip(got, torch.autograd.grad(want, wide, grad.double())):
             assert a.shape == b.shape and float((a - b).norm() / b.norm()) <= 2 * LIMIT
     out, lse = fa.flash_attn_func(*tensors, return_attn_probs=True)
-    with pytest.raises(ValueError, match="^flash_attn_func: deterministic is of the backward.*_algorithms.True.$"):
-        fa.flash_attn_func(*tensors, deterministic=True)
-    try:
-        torch.use_deterministic_algorithms(True, warn_only=True)  # PyTorch's backward is not deterministic then
-        with pytest.raises(ValueError, match="^flash_attn_func: deterministic is of the backward"):
-            fa.flash_attn_func(*tensors, deterministic=True)
-        torch.use_deterministic_algorithms(True)
-        fa.flash_attn_func(*tensors, deterministic=True)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    one_run, other = (torch.autograd.grad(fa.flash_attn_func(*tensors, deterministic=True), tensors, grad) for _ in range(2))
+    assert all(torch.equal(a, b) and float((a - c).norm() / c.norm()) <= 2 * LIMIT for a, b, c in zip(one_run, other, got))
     with torch.no_grad():
         fa.flash_attn_func(*tensors, deterministic=True)
 

@@ -51,7 +51,7 @@ def asked(**options):
     (["--from", "mma_lazy", "--family", "wgmma"], "--from mma_lazy is of the family mma; drop --family wgmma"),
     (["--from", "hopper"], "hopper: its CTAs split the keys, pack heads or choose the tile; append USE_TUNED=0"),
     (["--from", "wgmma_chunk"], "wgmma_chunk: its CTAs split the keys, pack heads or choose the tile; append PACK_GQA=0"),
-    (["--from", "mma_lazy BLOCK_N=40"], "mma_lazy BLOCK_N=40: BLOCK_N: the scalar kernel takes keys by 8"),
+    (["--from", "mma_lazy BLOCK_N=40"], "mma_lazy BLOCK_N=40: BLOCK_N: the scalar kernel takes multiples of 8"),
     (["--from", "mma_lazy", "--output", __file__], f"--output {__file__}: this file already exists")])
 def test_refusals(words, sentence):
     code, out, err = tool.run("micro", *words)

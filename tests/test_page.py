@@ -111,7 +111,7 @@ def test_reading_follows_the_file():
     """READING has the sections in the order of sdpa.cu, and what it names stands in them."""
     text = (ROOT / "sdpa.cu").read_text(encoding="utf-8")
     titles = re.compile(r"^// (?:====|----) (?!5 )(\d\w?) ", re.M)
-    starts = {found[1]: found.start() for found in reversed([*titles.finditer(text)])}  # 5d has several parts: the first
+    starts = {found[1]: found.start() for found in reversed([*titles.finditer(text)])}  # 5c has several parts: the first
     rows = re.findall(r"^\| (\d\w?) .*\|([^|]*)\|$", (ROOT / "docs/READING.md").read_text(encoding="utf-8"), re.M)
     assert [section for section, _ in rows] == sorted(starts, key=starts.get) and len(rows) >= 12
     ends = [*(starts[section] for section, _ in rows[1:]), len(text)]

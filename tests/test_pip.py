@@ -232,7 +232,7 @@ for environment in json.loads(sys.argv.pop(1)):
 
 def test_build(python, nvcc, tmp_path):
     """Every build of the words, several at a time, and then without nvcc; the same names as those of a call."""
-    words = ("sm_90a", "sm_80", "bf16", "e4m3", "128", "192x128", "plain", "sinks+pages")
+    words = ("sm_90a", "sm_80", "bf16", "e4m3", "128", "192x128", "plain", "sinks+pages", "backward")
     without = {**nvcc, "PATH": "/usr/bin:/bin", "CUDA_HOME": str(tmp_path / "no")}
     said, again, _ = python("-c", TWICE, json.dumps([nvcc, without]), "build", *words, "--jobs", "3").split("----\n")
     calls = (tmp_path / "calls").read_text().split()
@@ -241,6 +241,8 @@ def test_build(python, nvcc, tmp_path):
     kinds = ((9, 0), torch.bfloat16), ((9, 0), torch.float8_e4m3fn), ((8, 0), torch.bfloat16)  # e4m3 is sm_90's
     for kind, D, features in itertools.product(kinds, (128, 192), (0, 2 + 4 + 8)):
         want.add(sdpa.build_of(*sdpa.line_with(*kind, D, 128, features))[0])
+        if kind[1] == torch.bfloat16 and features == 0:
+            want.add(sdpa.build_of(*sdpa.backward_line_with(*kind, D, 0, sdpa.NEEDED)[0])[0])
     assert names == want and len(calls) == 2 * len(want)
     assert max(itertools.accumulate(1 if call == "begin" else -1 for call in calls)) == 3  # at a time
     numbers, paths = zip(*re.findall(r"^(\d+ of \d+): (.*\.so)$", said, re.M))

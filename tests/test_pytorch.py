@@ -4,6 +4,7 @@ graphs, streams, workspaces and training.
 usage: python3 -m pytest tests/test_pytorch.py   (SDPA_TEST_GPU=1: no GPU is a failure; SDPA_TORCH_LATEST: a newer PyTorch's folder)"""
 import contextlib
 import ctypes
+import functools
 import inspect
 import itertools
 import multiprocessing
@@ -152,7 +153,7 @@ def test_numbers_that_python_and_cpp_share(monkeypatch):
     causal = re.search(r"enum { SDPA_CAUSAL_(\w+), SDPA_CAUSAL_(\w+), SDPA_CAUSAL_(\w+) };", header).groups()
     numbers = {word: causal.index(name) for word, name in (("off", "OFF"), ("br", "BOTTOM_RIGHT"), ("tl", "TOP_LEFT"))}
     assert sdpa.MASKS == {None: 0, False: 0, True: numbers["br"], **numbers}
-    for struct in (sdpa.Line, sdpa.Appender):
+    for struct in (sdpa.Line, sdpa.Appender, sdpa.BackwardLine):
         body = re.search(rf"struct {struct.__name__} {{(.*?)}}", cpp, re.DOTALL)[1]
         members = [(name, int(size or 8)) for name, size in re.findall(r"(\w+)(?:\[(\d+)\])?;", body)]
         assert members == [(name, ctypes.sizeof(kind)) for name, kind in struct._fields_]
@@ -161,11 +162,11 @@ def test_numbers_that_python_and_cpp_share(monkeypatch):
     names = [argument.name for argument in sdpa.OPERATOR._schema.arguments]
     assert names == [argument.name for argument in sdpa.BLOCK_MASK._schema.arguments]
     assert {name: int(place) for name, place in places.items()} == {
-        **{name: names.index(name) for name in ("causal", "softcap", "sinks", "page_table", "bias", "q_lengths", "score_mod",
-                                               "mask_mod", "x0", "i1", "k_firsts")}, "arguments": len(names)}
+        **{name: names.index(name) for name in ("causal", "softcap", "sinks", "k_lengths", "page_table", "bias", "q_lengths", "score_mod",
+                                               "mask_mod", "x0", "i1", "k_firsts", "backward")}, "arguments": len(names)}
     assert names[:5] + names[12:] == ("q k v causal left sinks k_lengths q_starts k_starts page_table most_keys bias bias_keys "
                                       "q_lengths batch_invariant bf16_out score_mod mask_mod x0 x1 x2 x3 i0 i1 block_mask made_for "
-                                      "k_firsts").split()
+                                      "k_firsts backward").split()
     # Each argument of the callback is what C++ hands over under that name.
     order = re.search(r"using Load = void \(\*\)\((.*?),\s*Line\* line\);", cpp)[1]
     order = order.replace("int ", "").replace("const char* ", "").split(", ")
@@ -181,6 +182,7 @@ def test_numbers_that_python_and_cpp_share(monkeypatch):
 def test_what_a_library_is_built_of(monkeypatch):
     """The knobs of its line with those of the problem in their place, for this GPU, anew whenever one of its files is another one."""
     built = []
+    monkeypatch.setattr(sdpa, "FAILED", {})
     monkeypatch.setattr(sdpa, "built", lambda *x: built.append(x) or "path")
     monkeypatch.setattr(ctypes, "CDLL", lambda path: path)
     assert sdpa.library_of.__wrapped__("hopper_d256_bf16", (9, 0), "HEAD_DIM=192", "HEAD_DIM_V=128", "USE_SINKS") == "path"
@@ -200,10 +202,11 @@ def test_what_a_library_is_built_of(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(sdpa, "first_call", SimpleNamespace(library=None))
     monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(sdpa_torch_load_lines_by=built.append,
-                                                                     sdpa_torch_load_appender_by=built.append))
+                                                                     sdpa_torch_load_appender_by=built.append,
+                                                                     sdpa_torch_load_backward_by=built.append))
     sdpa.glue.__wrapped__()
     (what, sources, *_), *callbacks = built
-    assert what == "pytorch-" + torch.__version__ and callbacks == [sdpa.load_line, sdpa.load_appender]
+    assert what == "pytorch-" + torch.__version__ and callbacks == [sdpa.load_line, sdpa.load_appender, sdpa.load_backward]
     assert sources[0] == "bindings/pytorch.cpp" and set(sources) == set(builds.Tree().sources("bindings/pytorch.cpp"))
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(sdpa.Unavailable, match="^this PyTorch is built without CUDA$"):
@@ -980,14 +983,16 @@ def operators_on_cpu(calls=None):
         S = weights(q, k, [None, "br", "tl"][mask], scale, rest[9] if len(rest) > 9 else None)
         return S.softmax(-1) @ v, S.logsumexp(-1).float()
 
-    def backward(grad, q, k, v, o, lse, mask, left, right, by, scale, bias=None, without=""):
+    def backward(grad, q, k, v, o, lse, mask, left, right, by, scale, bias=None, without="", cap=0.0, sinks=None, grad_lse=None, choice=""):
         if without:
             raise NotImplementedError("sdpa.attention: " + without)
-        Hkv = k.shape[1]
+        Hkv, grad = k.shape[1], torch.zeros_like(o) if grad is None else grad
         k, v = (x.repeat_interleave(q.shape[1] // Hkv, 1) for x in (k, v))
         P, dP = weights(q, k, [None, "br", "tl"][mask], scale, bias).softmax(-1), grad @ v.mT
-        dS = P * (dP - (grad * o).sum(-1, keepdim=True)) * (q.shape[3] ** -0.5 if scale is None else scale)
-        return dS @ k, *(x.unflatten(1, (Hkv, -1)).sum(2) for x in (dS.mT @ q, P.mT @ grad))
+        rows = (grad * o).sum(-1, keepdim=True) - (0 if grad_lse is None else grad_lse[..., None])
+        dS = P * (dP - rows) * (q.shape[3] ** -0.5 if scale is None else scale)
+        of_sinks = torch.zeros(0) if sinks is None else (rows * -torch.exp(sinks[:, None] - lse)[..., None]).sum((0, 2, 3)).float()
+        return dS @ k, *(x.unflatten(1, (Hkv, -1)).sum(2) for x in (dS.mT @ q, P.mT @ grad)), of_sinks
     library.impl("attention", forward, "CPU")
     library.impl("attention_backward", backward, "CPU")
     yield
@@ -1113,21 +1118,19 @@ def test_autograd_on_stand_ins(on_cpu):
         assert not by_operator(q, k, v)[0].requires_grad
     assert not by_operator(*(x.detach() for x in (q, k, v)))[0].requires_grad
     ints = torch.zeros(2, dtype=torch.int32)
+    none, lengths = "^sdpa.attention: no backward for e4m3, lengths, starts, pages, score_mod, mask_mod$", torch.ones(2, dtype=torch.int32)
     for options in ({name: ints} for name in ("k_lengths", "q_lengths", "q_starts", "k_starts", "page_table", "k_firsts")), [
-            {"sinks": torch.zeros(4)}, {"score_mod": "-s"}, {"mask_mod": "q < k"}]:
+            {"score_mod": "-s"}, {"mask_mod": "q < k"}]:
         for option in options:
-            with pytest.raises(NotImplementedError, match="^sdpa.attention: no backward for e4m3, softcap, sinks, lengths, starts, pages, "
-                                                          "score_mod, mask_mod$"):
-                by_operator(q, k, v, **option)[0].sum().backward()
-            with pytest.raises(NotImplementedError, match="no backward for e4m3, softcap, sinks"):
-                by_operator(q, k, v, **option)[1].sum().backward()
+            for output in range(2):
+                with pytest.raises(NotImplementedError, match=none):
+                    by_operator(q, k, v, **option)[output].sum().backward()
     torch.compiler.reset()  # a graph that is compiled ahead runs without its backward
-    for sinks in torch.zeros(4), torch.zeros(4, requires_grad=True):
-        out, _ = torch.compile(lambda *x: by_operator(*x[:3], sinks=x[3]), backend="aot_eager", fullgraph=True)(q, k, v, sinks)
-        with pytest.raises(NotImplementedError, match="no backward for e4m3, softcap, sinks"):
-            out.sum().backward()
-    with pytest.raises(NotImplementedError, match="no backward for e4m3, softcap, sinks"):  # of a sink alone
-        by_operator(*(x.detach() for x in (q, k, v)), sinks=torch.zeros(4, requires_grad=True))[0].sum().backward()
+    out, _ = torch.compile(lambda *x: by_operator(*x[:3], k_lengths=x[3]), backend="aot_eager", fullgraph=True)(q, k, v, lengths)
+    with pytest.raises(NotImplementedError, match=none):
+        out.sum().backward()
+    with pytest.raises(NotImplementedError, match=none):  # of another tensor alone
+        by_operator(*(x.detach() for x in (q, k, v)), k_descale=torch.zeros(2, 4, requires_grad=True))[0].sum().backward()
     learned = dict(score_mod="s + x3[k]", x3=torch.zeros(9, requires_grad=True))
     for run in by_operator, torch.compile(by_operator, backend="aot_eager", fullgraph=True):
         with pytest.raises(RuntimeError, match="sdpa.attention: no gradient of args; detach them"):
@@ -1969,7 +1972,7 @@ def test_a_kept_map_of_a_line(glue, monkeypatch):
         with pytest.raises(RuntimeError, match="^sdpa.attention: x0 is a null pointer, but .*SCORE_MOD or MASK_MOD"):
             by_operator(q, k, v, score_mod=options["score_mod"], mask_mod=options["mask_mod"], i0=documents)
         tiles = kept.tiles[4:]
-        with pytest.raises(RuntimeError, match="^sdpa.attention: bias_map has [0-9]+ bytes, and the map of this problem [0-9]+; "):
+        with pytest.raises(RuntimeError, match="^sdpa.attention: bias_map has [0-9]+ bytes, but the map of this problem has [0-9]+; "):
             sdpa.attention(q, k, v, **options, block_mask=kept._replace(tiles=tiles))
     assert {*stand_in.STREAMS} == {stand_in.OWN_STREAM}  # of the map and of the kernels
 
@@ -2161,6 +2164,215 @@ def test_the_backward_of_a_shape(backwards, choice):
             assert name == ("_scaled_dot_product_efficient_attention_backward" if efficient else others), (Sq, D, Dv, kind, causal)
             for a, b in zip(got, want):
                 assert not efficient or rel_rms(a, b) <= 4e-3, (Sq, D, Dv, kind, causal)
+        if efficient and Sq in (1, 65):  # with LSE's gradient, by a second product
+            out, lse = stand_in.attention(q, k, v, causal=causal, bias=bias, scale=0.2, return_lse=True, backward="torch")
+            of_lse = drawn(*lse.shape, dtype=torch.float)
+            wide_out, wide_lse = reference(*wide, visible(Sq, 70, causal, (None, None), "cpu"), 0.2, bias=bias)
+            want = torch.autograd.grad((wide_out, wide_lse), wide, (grad.double(), of_lse.double()))
+            for a, b in zip(torch.autograd.grad((out, lse), (q, k, v), (grad, of_lse)), want):
+                assert rel_rms(a, b) <= 4e-3, (Sq, D, Dv, kind, causal)
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("dtype", HALVES)
+def test_our_gradients(backwards, glue, dtype):
+    """Of attention() by a stand-in for a backward line, against double: every mask with every feature, for shapes that are padded, grouped
+    heads, expanded keys and dO of any strides."""
+    pads = dtype == torch.half
+    glue.sdpa_torch_load_backward_by(stand_in.backward_line((64, 128), pads=pads))
+    shapes = itertools.cycle(((2, 4, 2, 5, 9, 64, 64), (1, 4, 4, 33, 20, 40, 40), (1, 4, 1, 7, 30, 80, 48), (1, 2, 2, 1, 9, 128, 128),
+                              (1, 2, 1, 20, 3, 8, 16)))
+    makers = itertools.cycle(GRADS.items())
+    for (causal, window), feature in itertools.product(
+            ((None, None), ("br", None), ("tl", None), (None, (3, 2, "tl")), ("br", (4, None)), ("tl", (1, 5, "br"))),
+            ("", "softcap", "sinks", "scale", "lse", "only lse", "softcap sinks scale lse")):
+        B, Hq, Hkv, Sq, Sk, D, Dv = next(shapes)
+        name, make = next(makers)
+        q, k, v = (drawn(B, S, H, size, dtype=dtype, seed=seed).transpose(1, 2).requires_grad_()
+                   for seed, (S, H, size) in enumerate(((Sq, Hq, D), (Sk, Hkv, D), (Sk, Hkv, Dv))))
+        sinks = drawn(Hq, dtype=torch.bfloat16).requires_grad_() if "sinks" in feature else None
+        scale, cap = 0.3 if "scale" in feature else None, 2.0 if "softcap" in feature else None
+        inputs = [x for x in (q, k, v, sinks) if x is not None]
+        out, lse = stand_in.attention(q, k, v, causal, window, scale, softcap=cap, sinks=sinks, return_lse=True, backward="sdpa")
+        grad, of_lse = make(out.detach()), drawn(*lse.shape, dtype=torch.float) * (lse.detach() > -torch.inf)
+        given = slice("only" in feature, 1 + ("lse" in feature))
+        stand_in.GRADIENTS.clear()
+        got = torch.autograd.grad((out, lse)[given], inputs, (grad, of_lse)[given])
+        copies = wide(inputs)
+        wide_out, wide_lse = reference(*copies[:3], visible(Sq, Sk, causal, window or (None, None), "cpu"), scale, cap, *copies[3:])
+        want = torch.autograd.grad((wide_out, wide_lse.where(lse > -torch.inf, 0))[given], copies, (grad.double(), of_lse.double())[given],
+                                   allow_unused=True)
+        call, = stand_in.GRADIENTS
+        assert call.asked == sdpa.NEEDED and call.dLSE == ("lse" in feature) and not backwards.calls
+        if name == "of a row" and D == Dv in (64, 128) and "only" not in feature:
+            assert (call.dO, call.d_o) == (grad.data_ptr(), grad.stride()[:3]), "an expanded dO is read as it lies"
+        for x, a, b in zip(inputs, got, want):
+            assert a.shape == x.shape and a.stride() == x.stride() and a.dtype == x.dtype
+            assert rel_rms(a, torch.zeros_like(a) if b is None else b) <= LIMITS[a.dtype], (causal, window, feature, name)
+    # Keys with expanded heads have a gradient for each head, and of a batch of 0 there is none.
+    k = drawn(1, 1, 9, 64, dtype=dtype).expand(1, 4, 9, 64).requires_grad_()
+    q = drawn(1, 4, 5, 64, dtype=dtype, seed=1)
+    grad = drawn(1, 4, 5, 64, dtype=dtype, seed=2)
+    got, = torch.autograd.grad(stand_in.attention(q, k, k, backward="sdpa"), k, grad)
+    wide_k, = wide([k])
+    want, = torch.autograd.grad(reference(q.double(), wide_k, wide_k)[0], wide_k, grad.double())
+    assert rel_rms(got, want) <= LIMITS[dtype]
+    sinks = torch.zeros(4, requires_grad=True)
+    got = torch.autograd.grad(stand_in.attention(q[:0], k[:0], k[:0], sinks=sinks).sum(), (k, sinks))
+    assert [int(x.count_nonzero()) for x in got] == [0, 0]
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("line", ("backward_minimal", "backward_mma BLOCK_N=32"))
+def test_the_gradients_of_a_line(backwards, glue, line):
+    """By real kernels on the CPU backend, through the functions of bindings/sdpa.h: D is padded, dO expanded, and a line refuses in words."""
+    glue.sdpa_torch_load_backward_by(stand_in.backward_loader_of(line))
+    q, k, v = (drawn(1, H, S, 40, dtype=torch.bfloat16, seed=seed).requires_grad_() for seed, (H, S) in enumerate(((4, 20), (2, 50), (2, 50))))
+    sinks = drawn(4).requires_grad_()
+    out, lse = stand_in.attention(q, k, v, "br", (30, None), softcap=3.0, sinks=sinks, return_lse=True, backward="sdpa")
+    grads = drawn(1, 1, 1, 40, dtype=torch.bfloat16).expand(out.shape), drawn(*lse.shape, dtype=torch.float)
+    got = torch.autograd.grad((out, lse), (q, k, v, sinks), grads)
+    copies = wide((q, k, v, sinks))
+    wide_results = reference(*copies[:3], visible(20, 50, "br", (30, None), "cpu"), None, 3.0, copies[3])
+    for x, a, b in zip("qkvs", got, torch.autograd.grad(wide_results, copies, [x.double() for x in grads])):
+        assert rel_rms(a, b) <= LIMITS[torch.bfloat16], x
+    with pytest.raises(NotImplementedError, match="^sdpa.attention: no backward, since softcap=1e-20: want 0, or 1e-18 to 1e18$"):
+        sdpa.BACKWARD(grads[0], q, k, v, out, lse, 0, -1, -1, 0, None, softcap=1e-20, backward="sdpa")
+
+
+@needs_no_gpu
+def test_which_backward_runs(backwards, glue):
+    """Ours or PyTorch's, by what PyTorch has, the table of lines, determinism and the caller's choice; through attention() and through the
+    operators of F.scaled_dot_product_attention."""
+    def load(sizes=(64, 128), faster=()):
+        glue.sdpa_torch_load_backward_by(stand_in.backward_line(sizes, faster))
+
+    def ran(run, x=None):
+        """Who computed the gradients: "torch", or what was asked of our lines."""
+        stand_in.GRADIENTS.clear(), backwards.calls.clear()
+        torch.autograd.grad(run(), q if x is None else x)
+        assert bool(stand_in.GRADIENTS) != bool(backwards.calls)
+        return [call.asked for call in stand_in.GRADIENTS] or "torch"
+    tensors = q, k, v = [drawn(1, 4, 5, 128, seed=seed).requires_grad_() for seed in range(3)]
+    long, bias = drawn(1, 4, 9, 128, seed=4), drawn(4, 5, 5)
+    attend = lambda **options: lambda: stand_in.attention(*tensors, **options).sum()  # noqa: E731
+    of_lse = lambda **options: lambda: stand_in.attention(*tensors, return_lse=True, **options)[1].sum()  # noqa: E731
+    needed, repeats = [sdpa.NEEDED], [sdpa.NEEDED + sdpa.DETERMINISTIC]
+    for choice in SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION:
+        backwards.choice = choice
+        load()
+        for run, want in (
+                (attend(), "torch"), (attend(causal="tl"), "torch"), (attend(bias=bias), "torch"), (attend(backward="torch"), "torch"),
+                (of_lse(backward="torch"), "torch"), (of_lse(bias=bias), "torch"), (of_lse(), needed), (attend(softcap=2.0), needed),
+                (attend(sinks=torch.zeros(4)), needed), (attend(backward="sdpa"), needed), (attend(backward="deterministic"), repeats),
+                (lambda: stand_in.attention(q[:, :, :1], k, v).sum(), needed),  # cuDNN's may give NaN
+                (lambda: stand_in.attention(q, long, long, window=(2, 2, "tl")).sum(), needed)):
+            assert ran(run) == want
+        load(faster=(128,))
+        assert ran(attend()) == ran(attend(causal="br")) == [0] and ran(attend(backward="torch")) == ran(attend(bias=bias)) == "torch"
+        load(faster=(64,))
+        assert ran(attend()) == "torch"
+        load(sizes=(64,))  # no line for D=128
+        assert ran(of_lse()) == "torch"
+        for options, words in ((dict(softcap=2.0), "there is no stand-in; PyTorch has no backward with softcap or sinks"),
+                               (dict(backward="sdpa"), "there is no stand-in")):
+            with pytest.raises(NotImplementedError, match=f"^sdpa.attention: no backward, since {words}$"):
+                attend(**options)().backward()
+    load()
+    for options, words in ((dict(backward="sdpa", bias=bias), "there is a bias"),
+                           (dict(backward="torch", softcap=2.0), "backward='torch' was asked for; PyTorch has no backward with softcap or sinks"),
+                           (dict(softcap=2.0, bias=bias), "there is a bias; PyTorch has no backward with softcap or sinks")):
+        with pytest.raises(NotImplementedError, match=f"^sdpa.attention: no backward, since {words}$"):
+            attend(**options)().backward()
+    with pytest.raises(ValueError, match="^sdpa.attention: backward='ours' is none of None, 'sdpa', 'deterministic', 'torch'$"):
+        attend(backward="ours")()
+    with pytest.raises(ValueError, match="^sdpa.activate: backward='deterministic' is none of None, 'sdpa', 'torch'$"):
+        sdpa.activate("deterministic")
+    # PyTorch's operators.
+    cudnns, flashs = (getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention") for name in ("cudnn", "flash"))
+    single = q.detach()[:, :, :1].requires_grad_()
+    by_cudnn = lambda q=q, mask=None: lambda: cudnns(q, k, v, mask, True, 0.0, mask is None)[0].sum()  # noqa: E731
+    by_flash = lambda: flashs(*tensors, 0.0, True)[0].sum()  # noqa: E731
+    try:
+        for preference, faster, deterministic, want in (
+                (None, (), False, "torch"), (None, (128,), False, [0]), (None, (), True, repeats), ("sdpa", (), False, needed),
+                ("torch", (128,), False, "torch"), ("torch", (), True, "torch")):
+            load(faster=faster)
+            glue.sdpa_torch_prefer_backward(sdpa.PREFERENCES[preference])
+            torch.use_deterministic_algorithms(deterministic)
+            assert ran(by_cudnn()) == ran(by_flash) == want, (preference, faster, deterministic)
+            assert ran(by_cudnn(mask=bias[None])) == "torch"
+            assert ran(attend()) == (repeats if deterministic else [0] if faster else "torch")  # attention() has its own argument
+            assert (ran(by_cudnn(single), single) == "torch") == (preference == "torch")
+    finally:
+        torch.use_deterministic_algorithms(False)
+        glue.sdpa_torch_prefer_backward(0)
+    grad = drawn(1, 4, 5, 128, seed=9)
+    load(faster=(128,))
+    for causal, run in (("tl", lambda *x: cudnns(*x, None, True, 0.0, True, scale=0.2)[0]), ("br", lambda *x: flashs(*x, 0.0, True, scale=0.2)[0])):
+        x = [y.detach().requires_grad_() for y in (q, long, long)]
+        copies = wide(x)
+        want = torch.autograd.grad(reference(*copies, visible(5, 9, causal, (None, None), "cpu"), 0.2)[0], copies, grad.double())
+        for a, b in zip(torch.autograd.grad(run(*x), x, grad), want):
+            assert rel_rms(a, b) <= LIMITS[torch.half], causal
+
+
+@needs_no_gpu
+def test_our_gradients_in_graphs(backwards, glue):
+    """A compiled function, one with dynamic sizes, and a checkpoint give the gradients of the plain call, of sinks too."""
+    glue.sdpa_torch_load_backward_by(stand_in.backward_line((64,)))
+
+    def run(q, k, v, sinks):
+        out, lse = sdpa.OPERATOR(q, k, v, 1, -1, -1, 0, None, 3.0, None, None, None, sinks, None, None, None, None, 0, backward="sdpa")
+        return out.float().square().sum() + lse.sin().sum()
+    torch.compiler.reset()
+    for S in 9, 12:
+        x = [drawn(1, H, S, 40, seed=seed).requires_grad_() for seed, H in enumerate((4, 2, 2))] + [drawn(4).requires_grad_()]
+        want = torch.autograd.grad(run(*x), x)
+        for other in (torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=S == 12),
+                      lambda *x: torch.utils.checkpoint.checkpoint(run, *x, use_reentrant=False)):
+            for a, b in zip(torch.autograd.grad(other(*x), x), want):
+                assert torch.equal(a, b) and a.stride() == b.stride()
+
+
+def test_the_lines_of_the_backward(monkeypatch, capsys):
+    """Each row of the table is a legal build for each of its sizes, types and features; the first that fits is taken."""
+    tree = builds.Tree()
+    knobs = {name: line.knobs for name, line in tree.read_configs()[0].items()}
+    for row in sdpa.BACKWARD_LINES:
+        assert "BACKWARD=1" in knobs[row.name] and set(row.faster) <= set(row.sizes) and list(row.sizes) == sorted(row.sizes)
+        monkeypatch.setattr(sdpa, "BACKWARD_LINES", [row])
+        gpu = (row.capabilities[0], 0)
+        for size, own in row.sizes.items():
+            for dtype, features in itertools.product(HALVES, range(4)):
+                (name, capability, *changes), of_size = sdpa.backward_line_with(gpu, dtype, size - 8, features, sdpa.NEEDED)
+                assert (name, of_size, capability) == (row.name, size * row.pads, gpu)
+                assert {*own, f"HEAD_DIM={size}"} <= set(changes) and ("DTYPE=BF16" in changes) == (dtype == torch.bfloat16)
+                assert [knob in changes for knob in ("USE_SOFTCAP", "USE_SINKS")] == [bool(features & 1), bool(features & 2)]
+            words = builds.changed(knobs[row.name], [word if "=" in word else word + "=1" for word in changes])
+            assert builds.refusal_of(tree.backward_refusals(), tuple(sorted(builds.definitions(words)))) == "", words
+    rows = [sdpa.BackwardRow("atomic", (9,), {128: ()}, False, False, (128,)),
+            sdpa.BackwardRow("any", range(8, 100), {64: (), 128: ()}, True, True, ())]
+    monkeypatch.setattr(sdpa, "BACKWARD_LINES", rows)
+    found = lambda *x: (sdpa.backward_line_with(*x) or [[None]])[0][0]  # noqa: E731
+    assert found((9, 0), torch.half, 100, 0, 0) == found((9, 0), torch.half, 40, 0, 0) == found((9, 0), torch.half, 100, 0, sdpa.NEEDED) == "atomic"
+    assert found((9, 0), torch.half, 100, 0, sdpa.NEEDED | sdpa.DETERMINISTIC) == found((8, 0), torch.half, 100, 0, sdpa.NEEDED) == "any"
+    assert found((8, 0), torch.half, 100, 0, 0) is None
+    with pytest.raises(sdpa.Unavailable, match="^there is no line of the backward pass for D=136 on sm_90$"):
+        sdpa.backward_line_with((9, 0), torch.half, 136, 0, 0)
+    # What C++ is told: functions, a refusal that holds, and one that does not.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 - device, 0))
+    library, asked = ctypes.CDLL(None), []
+    library.sdpa_library_backward_workspace_bytes, library.sdpa_library_backward = library.malloc, library.free
+    monkeypatch.setattr(sdpa, "library_of", lambda *x: asked.append(x) or library)
+    monkeypatch.setattr(sdpa, "FAILED", {})
+    for arguments, want in (((0, 1, 100, 3, 0), (0, 1, b"")), ((1, 0, 100, 0, sdpa.NEEDED), (128, 1, b"")), ((1, 0, 100, 0, 0), (0, 1, b"PyTorch's backward is faster")),
+                            ((1, 0, 136, 0, 0), (0, 0, b"there is no line of the backward pass for D=136 on sm_80"))):
+        line = sdpa.BackwardLine()
+        sdpa.load_backward(*arguments, line)
+        assert (line.head_dim, line.is_final, line.trouble) == want and bool(line.backward) == bool(line.workspace_bytes) == (not want[2])
+    assert asked == [("atomic", (9, 0), "HEAD_DIM=128", "DTYPE=BF16", "USE_SOFTCAP", "USE_SINKS"), ("any", (8, 0), "HEAD_DIM=128")]
+    assert capsys.readouterr().err.count("where PyTorch has a backward of its own, that runs instead") == 1
 
 
 @needs_no_gpu
@@ -2559,6 +2771,9 @@ def test_a_float32_bias(active, entry):
 @pytest.mark.parametrize("Sq, D, masked", ((704, 64, True), (1, 64, False), (1, 128, True)), ids=str)
 def test_gradients_of_rows_with_a_low_lse(active, entry, Sq, D, masked):
     """Finite and right where LSE is about -122, which gives NaN in cuDNN's backward for these shapes."""
+    # Without a mask ours runs. Rounding O and dS to bf16 leaves an error of up to 0.12 in dQ, since the keys differ by a 40th of
+    # their size; an eager backward in bf16 has 0.2.
+    limit = 3e-2 if masked else 0.15
     dtype, Sk = torch.bfloat16, 800
     level = (128 / D ** 0.5) ** 0.5  # logits of about -128
     q, k = (level * sign + 0.1 * torch.randn(2, 4, S, D, device="cuda") for sign, S in ((1, Sq), (-1, Sk)))
@@ -2570,7 +2785,7 @@ def test_gradients_of_rows_with_a_low_lse(active, entry, Sq, D, masked):
     grad = torch.randn_like(tensors[0])
     want = gradients(lambda *x: reference(*x, bias=mask)[0], wide(tensors), grad.double())
     for a, b in zip(gradients(run, tensors, grad), want):
-        assert a.isfinite().all() and rel_rms(a, b) <= 3e-2
+        assert a.isfinite().all() and rel_rms(a, b) <= limit
 
 
 CASES = [(torch.float16, 2, 8, 2, 100, 300, 64, "br", (None, None)), (torch.bfloat16, 1, 4, 4, 300, 100, 128, "br", (None, None)),
@@ -2658,8 +2873,8 @@ def test_softcap_sinks_and_lengths(dtype, D, softcap):
         sdpa.attention(q, *paged, page_table=table[:1])
     with pytest.raises(RuntimeError, match=r"sinks is not a tensor \[Hq\] beside q"):
         sdpa.attention(q, k, v, sinks=torch.zeros(7, device="cuda"))
-    with pytest.raises(NotImplementedError, match="^sdpa.attention: no backward for e4m3, softcap, sinks"):
-        sdpa.attention(q.half().requires_grad_(), k.half(), v.half(), sinks=torch.zeros(8, device="cuda")).sum().backward()
+    with pytest.raises(NotImplementedError, match="^sdpa.attention: no backward for e4m3, lengths, starts"):
+        sdpa.attention(q.half().requires_grad_(), k.half(), v.half(), k_lengths=lengths).sum().backward()
 
 
 @needs_gpu
@@ -2776,16 +2991,152 @@ def test_backward_of_attention(glue):
         for a, b in zip(got, want):
             assert rel_rms(a, b) <= 3e-2, (causal, window, Sq, Sk)
     q, k = (torch.randn(1, 2, S, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for S in (60, 170))
-    out, lse = sdpa.attention(q, k, k, window=(20, 9, "tl"), return_lse=True)
     with pytest.raises(NotImplementedError, match="no backward of PyTorch's takes top-left windows with Sq != Sk"):
-        out.sum().backward()
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        lse.sum().backward()
+        sdpa.attention(q, k, k, window=(20, 9, "tl"), backward="torch").sum().backward()
     q, k, v = tensors = [torch.randn(1, 2, 256, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for D in (192, 192, 128)]
     grad = torch.randn_like(v)
     want = gradients(lambda *x: reference(*x)[0], wide(tensors), grad.double())
     for a, b in zip(gradients(sdpa.attention, tensors, grad), want):
         assert rel_rms(a, b) <= 3e-2
+
+
+# dtype, B, Hq, Hkv, Sq, Sk, D, Dv, causal, window, and the features of the call. Few builds: they take a minute each.
+BACKWARDS = [
+    (torch.half, 2, 8, 2, 100, 300, 64, 64, "br", None, ""), (torch.half, 1, 4, 4, 300, 100, 40, 56, "br", (50, 0), "lse"),
+    (torch.half, 1, 4, 1, 333, 333, 64, 64, "tl", None, "scale"), (torch.half, 4, 8, 8, 1, 500, 64, 64, None, None, "lse"),
+    (torch.bfloat16, 2, 4, 2, 130, 513, 128, 128, "tl", (64, 20, "tl"), ""), (torch.bfloat16, 1, 4, 2, 200, 333, 128, 112, None, (20, 9, "br"), "lse"),
+    (torch.bfloat16, 2, 8, 2, 150, 150, 64, 64, "br", None, "softcap"), (torch.half, 1, 8, 4, 90, 200, 128, 128, "br", (64, 0), "sinks"),
+    (torch.bfloat16, 2, 4, 2, 128, 256, 128, 128, "br", None, "softcap sinks lse"), (torch.bfloat16, 1, 2, 1, 70, 100, 256, 256, "br", None, "softcap")]
+
+
+@needs_gpu
+@pytest.mark.parametrize("backward", ("sdpa", "deterministic"))
+@pytest.mark.parametrize("case", BACKWARDS, ids=str)
+def test_our_gradients_on_a_gpu(glue, case, backward):
+    """Against double, for dO of any strides, with poisoned memory and in a graph; deterministic ones with the same bits in each run."""
+    dtype, B, Hq, Hkv, Sq, Sk, D, Dv, causal, window, features = case
+    q, k, v = tensors = [half(B, S, H, size, dtype=dtype, device="cuda").transpose(1, 2).requires_grad_()
+                         for S, H, size in ((Sq, Hq, D), (Sk, Hkv, D), (Sk, Hkv, Dv))]
+    sinks = torch.randn(Hq, device="cuda", dtype=dtype, requires_grad=True) if "sinks" in features else None
+    cap, scale = 8.0 if "softcap" in features else None, 0.2 if "scale" in features else None
+    inputs = [*tensors, *[sinks] * (sinks is not None)]
+    of_lse = torch.randn(B, Hq, Sq, device="cuda") * visible(Sq, Sk, causal, window or (None, None)).any(-1)
+
+    def run(grad):
+        out, lse = sdpa.attention(q, k, v, causal, window, scale, softcap=cap, sinks=sinks, return_lse=True, backward=backward)
+        outputs = ((out, grad), (lse, of_lse))[:1 + ("lse" in features)]
+        torch.empty(1 << 28, dtype=torch.uint8, device="cuda").fill_(0xff)  # what the workspace and the gradients are made of
+        return torch.autograd.grad([x for x, _ in outputs], inputs, [x for _, x in outputs])
+    shape = torch.empty(B, Sq, Hq, Dv, dtype=dtype, device="cuda").transpose(1, 2)
+    for name, make in GRADS.items():
+        grad = make(shape)
+        got, again = run(grad), run(grad)
+        copies = wide(inputs)
+        out, lse = reference(*copies[:3], visible(Sq, Sk, causal, window or (None, None)), scale, cap, *copies[3:])
+        weighed = (out * grad.double()).sum() + (lse.where(lse > -torch.inf, 0) * of_lse.double()).sum() * ("lse" in features)
+        for x, a, b, c in zip("qkvs", got, again, torch.autograd.grad(weighed, copies)):
+            assert rel_rms(a, c) <= 2 * LIMITS[dtype] and (backward == "sdpa" or torch.equal(a, b)), (name, x)
+    graph, grad = torch.cuda.CUDAGraph(), torch.randn_like(shape)
+    want, names = kernels(lambda: run(grad))
+    assert any("sdpa_backward" in x for x in names) and not any("cudnn" in x or "flash" in x for x in names), names
+    with torch.cuda.graph(graph):
+        captured = run(grad)
+    for x in captured:
+        x.fill_(torch.nan)
+    graph.replay()
+    assert all(rel_rms(a, b) <= LIMITS[dtype] and (backward == "sdpa" or torch.equal(a, b)) for a, b in zip(captured, want))
+
+
+class Block(torch.nn.Module):
+    """A layer of a GPT, with a head size of 64."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.qkv, self.out = torch.nn.LayerNorm(width), torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.mlp = torch.nn.Sequential(torch.nn.LayerNorm(width), torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width))
+
+    def forward(self, x, attend):
+        q, k, v = self.qkv(self.norm(x)).unflatten(2, (3, -1, 64)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(attend(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.mlp(x)
+
+
+def by_math(q, k, v):
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@functools.cache
+def losses_of(attend, steps=200, batch=16, length=128, width=128, letters=32):
+    """The losses of a tiny GPT that learns a Markov chain."""
+    torch.manual_seed(0)
+    chain = torch.softmax(3 * torch.randn(letters, letters), 1)
+    text = torch.zeros(steps, batch, length + 1, dtype=torch.long)
+    for i in range(length):
+        text[..., i + 1] = torch.multinomial(chain[text[..., i].flatten()], 1).view(steps, batch)
+    model = torch.nn.ModuleList([torch.nn.Embedding(letters, width), torch.nn.Embedding(length, width), Block(width), Block(width),
+                                 torch.nn.Linear(width, letters)]).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    losses, text, place = torch.zeros(steps, device="cuda"), text.cuda(), torch.arange(length, device="cuda")
+    for step in range(steps):
+        with torch.autocast("cuda", torch.bfloat16):
+            x = model[0](text[step, :, :-1]) + model[1](place)
+            for block in model[2:4]:
+                x = block(x, attend)
+            loss = F.cross_entropy(model[4](x).flatten(0, 1).float(), text[step, :, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses[step] = loss.detach()
+    return losses.view(-1, 20).mean(1)
+
+
+@needs_gpu
+@pytest.mark.parametrize("entry", ("F.sdpa", "attention", "checkpoint", "torch.compile"))
+def test_a_tiny_gpt(glue, entry):
+    """200 steps with our backward have the losses of PyTorch's math backend."""
+    want = losses_of(by_math)
+    sdpa.activate("sdpa")
+    try:
+        run = lambda *x: F.scaled_dot_product_attention(*x, is_causal=True)  # noqa: E731
+        if entry == "attention":
+            run = lambda *x: sdpa.attention(*x, "br", backward="sdpa")  # noqa: E731
+        _, names = kernels(lambda: losses_of(run, steps=20))
+        assert any("sdpa_backward" in x for x in names) and not any("cudnn" in x or "flash" in x for x in names)
+        torch.compiler.reset()
+        again = lambda *x: torch.utils.checkpoint.checkpoint(run, *x, use_reentrant=False)  # noqa: E731
+        got = losses_of({"torch.compile": torch.compile(run, fullgraph=True), "checkpoint": again}.get(entry, run))
+    finally:
+        sdpa.activate()
+        torch.nn.attention.restore_flash_attention_impl()
+    assert want[-1] < 0.75 * want[0] and ((got - want).abs() <= 0.02 * want).all(), (got, want)
+
+
+@needs_gpu
+def test_deterministic_training(active):
+    """torch.use_deterministic_algorithms(True) selects our kernels, behind F.scaled_dot_product_attention as well, and vmap of grad gives
+    the gradients of each sample."""
+    tensors = [half(3, 4, 200, 64, device="cuda").requires_grad_() for _ in "qkv"]
+    run = lambda *x: F.scaled_dot_product_attention(*x, is_causal=True)  # noqa: E731
+    grad = torch.randn_like(tensors[0])
+    want = gradients(lambda *x: reference(*x, visible(200, 200, "br", (None, None)))[0], wide(tensors), grad.double())
+    torch.use_deterministic_algorithms(True)
+    try:
+        got, names = kernels(lambda: gradients(run, tensors, grad))
+        same = gradients(run, tensors, grad)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert any("sdpa_backward" in x for x in names) and all(torch.equal(a, b) for a, b in zip(got, same))
+    for a, b in zip(got, want):
+        assert rel_rms(a, b) <= 2 * LIMITS[torch.half]
+    x = [y.detach() for y in (*tensors, grad)]
+    sdpa.activate("sdpa")
+    try:
+        each = torch.vmap(torch.func.grad(lambda q, k, v, g: (run(q[None], k[None], v[None])[0] * g).sum(), (0, 1, 2)))(*x)
+    finally:
+        sdpa.activate()
+    for a, b in zip(each, want[1:]):
+        assert rel_rms(a, b) <= 2 * LIMITS[torch.half]
 
 
 @needs_gpu
@@ -3170,7 +3521,7 @@ def test_bad_input(active):
         sdpa.attention(q, torch.cat([q, q[:, :1]], 1), torch.cat([q, q[:, :1]], 1))
     for options, why in (({"window": (-7, 0)}, "window_left=-7 is outside"), ({"window": (0, 2**32)}, "window_right=4294967296 is outside"),
                          ({"most_keys": -3}, "most_keys=-3 is outside"), ({"most_keys": 3}, "most_keys is for sequences of"),
-                         ({"softcap": 1e-50}, "softcap=1e-50 is not from 1e-18"), ({"softcap": 1e-40}, "want 0, or 1e-18 to 1e18")):
+                         ({"softcap": 1e-50}, "softcap=1e-50 is not from 1e-18"), ({"softcap": 1e-40}, "must be 0, or 1e-18 to 1e18")):
         with pytest.raises(RuntimeError, match=why):
             sdpa.attention(q, q, q, **options)
     with pytest.raises(RuntimeError, match="q_descale is for builds with an 8-bit DTYPE"):

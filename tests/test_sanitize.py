@@ -89,6 +89,9 @@ def test_reports_are_read():
     assert promised == 4 and len(reports) == 4 and reports[0].group == reports[2].group
     assert reports[0].group.places[0] == "st_global " + FIRST and reports[0].group.kernel == "sdpa_scalar"
     assert "cudaErrorLaunchFailure" in reports[3].group.sentence
+    second = builds.Tree().read("sdpa_backward.cu").splitlines()[1].strip()[:70]
+    (other, *_), _ = sanitize.parse(MEMORY.replace("sdpa.cu:1", "/tmp/sdpa_backward.cu:2"))
+    assert other.group.places[0] == f"st_global /tmp/sdpa_backward.cu:2 `{second}`"
     (sync,), promised = sanitize.parse(SYNC)
     assert promised == 1 and sync.group.kernel == "sdpa_wgmma tile 10"
     assert sync.group.places[0].startswith("mbarrier_arrive sdpa.cu:1")
@@ -139,7 +142,7 @@ def test_a_wrong_result_under_racecheck_is_not_excused_by_expected_reports():
 
 
 def test_what_is_expected_has_a_reason_and_lines():
-    names = builds.Tree().config_lines()
+    names = builds.Tree().read_configs()[0]
     assert set(sanitize.KINDS.split()) <= set(names)
     for row in sanitize.EXPECTED:
         assert row.tool in sanitize.TOOLS and row.why and any(sanitize.re.search(row.lines, name) for name in names)
@@ -192,6 +195,12 @@ def test_what_fails_and_what_could_not_run(fakes):
     assert fakes(CLEAN["memcheck"], 77, "^scalar_vec8$", "--tool", "memcheck")[0] == 1  # nothing ran
     code, out, err = fakes(CLEAN["memcheck"], 0, "^scalar_vec2$", "--tool", "memcheck", built=False)
     assert code == 1 and "it was not built" in err and out.count("FAIL") == 3
+
+
+def test_a_line_of_the_backward_pass(fakes, tmp_path):
+    (tmp_path / "sdpa_backward_mma").write_text("")
+    code, out, err = fakes(CLEAN["racecheck"], 0, "^backward_mma$", "--tool", "racecheck")
+    assert code == 0 and out.count("backward_mma") == out.count("PASS") == 3
 
 
 def test_bad_lines_are_told(fakes, tmp_path, monkeypatch):

@@ -268,7 +268,7 @@ def test_refused_candidates_say_why(searched):
     (["--fix", "BLOCK_M=64", "--fix", "BLOCK_M=32"], "--fix BLOCK_M=32 contradicts --fix BLOCK_M=64"),
     (["--family", "mma", "--fix", "USE_WGMMA=1"], "--fix USE_WGMMA=1 contradicts the family, mma"),
     pytest.param(["--from", "mma_lazy", "--fix", "NUM_WARPS=7", "--fix", "BLOCK_M=64"],
-                 "the space is empty: BLOCK_M: with mma.sync it is 16 or 32 times", marks=pytest.mark.long),
+                 "the space is empty: BLOCK_M: with mma.sync it must be 16 or 32 times", marks=pytest.mark.long),
     (["--budget", "0.05"], "--budget 0.05: 3 s is less than the 6 s that a candidate takes"),
     (["--budget", "soon"], "--budget soon: want minutes"),
     (["--shape", "long,64,fp16", "--head-dim", "128"], "--shape long has D=64 fp16, and 128 fp16 is asked for"),

@@ -746,18 +746,18 @@ TEST_CASE("preconditions") {
   };
   CHECK(refusal([](SdpaParams& p) { p.Q = nullptr; }) == "Q is a null pointer");
   CHECK(refusal([](SdpaParams& p) { p.D = 96; }) ==
-        "D=96, Dv=96: this build takes HEAD_DIM=64 and 64");
+        "D=96, Dv=96: this build takes HEAD_DIM=64, HEAD_DIM_V=64");
   CHECK(refusal([](SdpaParams& p) { p.Dv = 128; }).find("D=64, Dv=128: this build takes HEAD_DIM=64") == 0);
   CHECK(refusal([](SdpaParams& p) { p.Hkv = 3; }) == "Hq=4 is not a multiple of Hkv=3");
   CHECK(refusal([](SdpaParams& p) { p.Sk = -1; }) == "Sk=-1 is outside [0, 1000000000]");
   CHECK(refusal([](SdpaParams& p) { p.scale = -1; }) ==
-        "scale=-1: want 0 or more, below 10^38");
+        "scale=-1: must be 0 or more, below 10^38");
   CHECK(refusal([](SdpaParams& p) { p.scale = NAN; }).find("scale=nan:") == 0);
   CHECK(refusal([](SdpaParams& p) { p.causal = Causal(7); }) == "causal=7 is outside [0, 2]");
   CHECK(refusal([](SdpaParams& p) { p.window_alignment = Causal(3); }) ==
         "window_alignment=3 is outside [0, 2]");
-  CHECK(refusal([](SdpaParams& p) { p.softcap = NAN; }) == "softcap=nan: want 0, or 1e-18 to 1e18");
-  CHECK(refusal([](SdpaParams& p) { p.softcap = 1e-40f; }) == "softcap=9.99995e-41: want 0, or 1e-18 to 1e18");
+  CHECK(refusal([](SdpaParams& p) { p.softcap = NAN; }) == "softcap=nan: must be 0, or 1e-18 to 1e18");
+  CHECK(refusal([](SdpaParams& p) { p.softcap = 1e-40f; }) == "softcap=9.99995e-41: must be 0, or 1e-18 to 1e18");
   CHECK(refusal([](SdpaParams& p) { p.softcap = 50; }) ==
         "softcap is for builds with USE_SOFTCAP; set it to 0");
   static const float sinks[8] = {};
@@ -778,7 +778,7 @@ TEST_CASE("preconditions") {
   CHECK(refusal([](SdpaParams& p) { p.max_ctas = 8; }) ==
         "max_ctas is for builds with USE_PERSISTENT_CTA=1; set it to 0");
   CHECK(refusal([](SdpaParams& p) { p.k.row = 65; }) ==
-        "K has a row stride of 65; pad it to a multiple of VEC_WIDTH=8 or lower that");
+        "K has a row stride of 65; pad it to a multiple of VEC_WIDTH=8 or lower VEC_WIDTH");
   CHECK(refusal([](SdpaParams& p) { p.V = p.V + 1; }).find("V is not aligned to 16 bytes") == 0);
   CHECK(refusal([](SdpaParams& p) { p.o.head = 0; }) ==
         "O has a head stride of 0: its rows would overlap");

@@ -253,11 +253,11 @@ class Line:
 
     @property
     def gates(self):
-        return self.tree.config_lines()[self.name].gates
+        return self.tree.read_configs()[0][self.name].gates
 
     @property
     def words(self):
-        return changed(self.tree.config_lines()[self.name].words, self.changes)
+        return changed(self.tree.read_configs()[0][self.name].words, self.changes)
 
     def knob(self, name, otherwise=""):
         return dict(word.split("=", 1) for word in self.words).get(name, otherwise)
@@ -383,14 +383,14 @@ def names_matching(pattern, names, option="--only"):
     return found
 
 
-def lines_named(pattern, option="--only"):
-    """The lines of the forward pass whose names match an option's regular expression."""
+def lines_named(pattern, option="--only", with_backward=False):
+    """The lines whose names match an option's regular expression; lines of the backward pass only with with_backward."""
     tree = Tree()
-    found = names_matching(pattern, tree.read_configs()[0], option)
-    forward = [Line(tree, name) for name in found if name in tree.config_lines()]
-    if not forward:
-        config_line(tree, found[0], f"{option} {pattern}")
-    return forward
+    names = names_matching(pattern, tree.read_configs()[0], option)
+    found = [Line(tree, name) for name in names if with_backward or name in tree.config_lines()]
+    if not found:
+        config_line(tree, names[0], f"{option} {pattern}")
+    return found
 
 
 def has_bad_lines():
@@ -500,11 +500,13 @@ def auto_var_init():
 def host_library(*knobs, program=LIBRARY):
     """Compiles bindings/library.cu, or a program that includes it, for the CPU backend. Returns its path."""
     backend = ["cpu_backend/" + name for name in sorted(os.listdir(os.path.join(ROOT, "cpu_backend")))]
-    texts = [*Tree().sources(program).values(), *map(Tree().read, backend)]
-    path = os.path.join(BUILD, "engine", f"host-{digest(program, *knobs, *texts)}.so")
-    trouble = compile_once(path, [
-        CXX, "-std=c++17", "-O1", "-ffp-contract=off", *auto_var_init(), "-w", "-pthread", "-fPIC", "-shared",
-        "-Icpu_backend", *definitions(knobs), "-x", "c++", program, "cpu_backend/engine.cpp"], ROOT)
+    texts = [*map(Tree().read, backend)]
+    command = [CXX, "-std=c++17", "-ffp-contract=off", *auto_var_init(), "-w", "-pthread", "-fPIC", "-Icpu_backend"]
+    # The backend depends on no knob and takes longer to compile than most kernels.
+    engine = os.path.join(BUILD, "engine", f"host-engine-{digest(*texts)}.o")
+    path = os.path.join(BUILD, "engine", f"host-{digest(program, *knobs, *Tree().sources(program).values(), *texts)}.so")
+    trouble = (compile_once(engine, [*command, "-O2", "-c", "cpu_backend/engine.cpp"], ROOT) or
+               compile_once(path, [*command, "-Og", "-shared", *definitions(knobs), engine, "-x", "c++", program], ROOT))
     if trouble:
         raise Refused(f"{program} does not compile: {trouble}", 3)
     return path

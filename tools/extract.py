@@ -190,7 +190,7 @@ def extract(name, namespace="", given=(), is_program=False):
     builds_of = [rows[row] for row in rows if row >= 0] or [rows[-1]]
     own = sections(with_mods(source, mods), knobs, rows, space)
     own, expressions = without_expressions(own)
-    own = re.sub(r"; type SPLIT_CTAS=0 or most_keys| or drop USE_WGMMA", "", own)  # parts of error messages that mention knobs
+    own = re.sub(r"; type SPLIT_CTAS=0 or pass most_keys| or drop USE_WGMMA", "", own)  # parts of error messages that mention knobs
     if not rows[-1]["USE_LENGTHS"]:  # batch_invariant affects only the choice of tiles
         own = re.sub(r"^.*\bbatch_invariant = 0;.*\n", "", own, flags=re.MULTILINE)
         own = re.sub(r",\s*(?:\{\"batch_invariant\".*?\}|p\.batch_invariant)(?=\};)", "", own)
@@ -200,14 +200,14 @@ def extract(name, namespace="", given=(), is_program=False):
         number = itertools.count()
         text = re.sub(r"^    tile\(.*\n", lambda m: m[0] * (next(number) in rows), text, flags=re.MULTILINE)
         text = concrete.shortest(text, instructions(source) | NAMED_BY_EXPRESSIONS, sizes)
-        head, tail = re.split(r"(?=^// Before a loop)", text, maxsplit=1, flags=re.MULTILINE)
+        head, tail = re.split(r"(?=^// Unrolls the following loop)", text, maxsplit=1, flags=re.MULTILINE)
         text = "\n".join([head + "#pragma nv_diag_suppress 177  // functions that this program does not call", "",
                           f"namespace {space} {{", "", "\n".join(concrete.chapters(tail)),
                           f"}}  // namespace {space}", "", "#pragma nv_diag_default 177", ""])
     else:
         if "wgmma_ss" in text:  # with a table of tiles, the code for all shapes is shorter
             text = concrete.wgmma(text, builds_of)
-        head, tail = re.split(r"(?=^// Before a loop)", text, maxsplit=1, flags=re.MULTILINE)
+        head, tail = re.split(r"(?=^// Unrolls the following loop)", text, maxsplit=1, flags=re.MULTILINE)
         text = "\n".join([head + "#pragma nv_diag_suppress 177  // functions that this program does not call", "",
                           f"namespace {space} {{", "", concrete.concrete(tail, instructions(source) | NAMED_BY_EXPRESSIONS),
                           f"}}  // namespace {space}", "", "#pragma nv_diag_default 177", ""])

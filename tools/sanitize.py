@@ -26,13 +26,13 @@ from cli import Refused, say
 # Per family: a plain line, asynchronous copies, a queue, producers and consumers, splits; 8 bits; negative controls.
 KINDS = """scalar_vec8 scalar_async2 scalar_u8 wmma_persistent wmma_all wmma_u8 mma_lazy mma_split4 mma_decode
 wgmma_plain wgmma wgmma_causal wgmma_split2 wgmma_swap32 wgmma_decode_d128 wgmma_e4m3_d128 hopper_d128_bf16 hopper_e4m3
-scalar_racy wmma_racy"""
+backward_minimal backward_mma scalar_racy wmma_racy"""
 # More tiles than stages, and partial tiles; a mask; few rows, and several K tiles for each split.
 PROBLEMS = ("--shape 1,6,2,130,300", "--shape 2,2,1,33,70 --causal br", "--shape 1,8,2,4,1100")
 QUEUE = "--max-ctas 2"  # fewer CTAs than items
 # The tools need the number of mbarriers of a CTA; by default they count mbarriers in the code, which may be too few.
 TOOLS = {"memcheck": [], "racecheck": ["--num-cuda-barriers", "128"], "synccheck": ["--num-cuda-barriers", "128"]}
-SOURCE = builds.Tree().read("sdpa.cu").splitlines()
+SOURCES = {name: builds.Tree().read(name).splitlines() for name in ("sdpa.cu", "sdpa_backward.cu")}
 SECONDS = 300  # a run takes a few seconds
 LISTED = 8     # maximum number of unexpected kinds that are listed per run
 # Expected reports of a tool on lines. `lines` and `report` are regular expressions; `report` is searched in Group.text.
@@ -94,10 +94,10 @@ def read_report(lines):
 
 
 def place_name(function, where):
-    """The last component of a function's name, with file and line and, for sdpa.cu, the source text."""
+    """The last component of a function's name, with file and line and, for a file of SOURCES, the source text."""
     name = re.sub(r"[<(].*", "", re.sub(r"<unnamed>|\(anonymous namespace\)", "", function))
-    number = re.fullmatch(r"(?:.*/)?sdpa\.cu:(\d+)", where)
-    text = "".join(SOURCE[int(number[1]) - 1:int(number[1])]) if number else ""
+    file, _, number = os.path.basename(where).partition(":")
+    text = "".join(SOURCES[file][int(number) - 1:int(number)]) if file in SOURCES else ""
     return " ".join(filter(None, [re.split(r"::| ", name)[-1], where, text and f"`{text.strip()[:70]}`"]))
 
 
@@ -183,7 +183,7 @@ def unmet(expected, runs):
 def main():
     options = cli.parse_options(__doc__, 1)
     regex, = options.words or [f"^({'|'.join(KINDS.split())})$"]
-    lines, expected = builds.lines_named(regex, "REGEX"), () if options.strict else EXPECTED
+    lines, expected = builds.lines_named(regex, "REGEX", with_backward=True), () if options.strict else EXPECTED
     has_bad_lines = builds.has_bad_lines()
     engine.need_gpu("; run it on a machine with one", "runs kernels")
     sanitizer = builds.nvcc("compute-sanitizer")

@@ -1,0 +1,121 @@
+// The gradients by our own kernels: the lines with BACKWARD=1 and their launch.
+
+#pragma once
+
+#include <ATen/Context.h>
+#include <ATen/ops/zeros.h>
+
+#include "pytorch.h"
+
+struct BackwardLine {
+  decltype(&sdpa_library_backward_workspace_bytes) workspace_bytes;
+  decltype(&sdpa_library_backward) backward;
+  int64_t head_dim;   // to which D and Dv are padded, or 0 if the line takes them as they are
+  int64_t is_final;   // 1: the next call would be told the same
+  char trouble[512];  // why there is none
+};
+// Device, dtype, the larger one of D and Dv, features, and 1 if it is needed plus 2 if it must be deterministic.
+using BackwardKey = std::array<int, 5>;
+static auto& backward_lines = *new std::map<BackwardKey, BackwardLine>;
+// pytorch.py's: builds a line if need be, and fills what it is given. One that is not needed is refused where PyTorch's
+// backward is faster.
+using LoadBackward = void (*)(int device, int dtype, int D, int features, int asked, BackwardLine* line);
+static LoadBackward load_backward;
+
+static bool is_final(const BackwardLine& line) { return line.is_final != 0; }
+static const BackwardLine& backward_line_for(const BackwardKey& key) {
+  return loaded_for(backward_lines, key, [&](BackwardLine* line) {
+    const auto [device, dtype, D, features, asked] = key;
+    load_backward(device, dtype, D, features, asked, line);
+    if (!line->backward && !*line->trouble) strcpy(line->trouble, interrupted);
+  });
+}
+
+// A call of the forward, and the gradients of its results.
+struct BackwardCall {
+  const OptionalTensor& grad;  // of O
+  const Tensor &q, &k, &v, &o, &lse;
+  int64_t causal = SDPA_CAUSAL_OFF, left = -1, right = -1, window_alignment = SDPA_CAUSAL_OFF;
+  std::optional<double> scale{};
+  double softcap = 0;
+  const OptionalTensor& sinks = no_tensor;
+  const OptionalTensor& grad_lse = no_tensor;
+};
+struct Gradients {
+  Tensor q, k, v;
+  Tensor sinks{};  // float32
+};
+
+// x, or a copy with D elements to a row that the kernels can read. The elements that x does not have are zeros, which change
+// no product.
+static Tensor padded_rows(const Tensor& x, int64_t D) {
+  if (x.size(3) == D) return fit(x) ? x : x.clone(at::MemoryFormat::Contiguous);
+  const Tensor padded = at::zeros({x.size(0), x.size(1), x.size(2), D}, x.options());
+  padded.narrow(3, 0, x.size(3)).copy_(x);
+  return padded;
+}
+// dx as the fake kernel promises it: as x lies.
+static Tensor laid_out_as(const Tensor& dx, const Tensor& x) {
+  const bool already = x.is_non_overlapping_and_dense() && dx.strides() == x.strides();
+  return already ? dx : empty_like(x, x.scalar_type()).copy_(dx);
+}
+
+// Enqueues the gradients. Returns the reason for refusing, or an empty string. Shapes have been checked by the forward.
+static std::string our_backward(const BackwardCall& call, bool is_needed, bool is_deterministic, Gradients& d) {
+  const Tensor& q_any = call.q;
+  if (!q_any.is_cuda() && !on_cpu) return c10::str("a tensor is on ", q_any.device());
+  if (call.v.element_size() == 1) return "there is none for e4m3";
+  const int features = (call.softcap != 0 ? softcap : 0) | (call.sinks ? sinks : 0);
+  const int most = int(std::max(q_any.size(3), call.v.size(3)));
+  const BackwardLine& line = backward_line_for(
+      {q_any.get_device(), dtype_of(q_any), most, features, int(is_needed) + 2 * int(is_deterministic)});
+  if (!line.backward) return line.trouble;
+
+  const auto padded = [&](const Tensor& x) { return padded_rows(x, line.head_dim ? line.head_dim : x.size(3)); };
+  const Tensor q = padded(q_any), k = padded(call.k), v = padded(call.v);
+  const Tensor o = padded(call.o), lse = call.lse.contiguous();
+  const Tensor zero = call.grad ? Tensor() : at::zeros({1, 1, 1, v.size(3)}, q.options());
+  const Tensor grad = call.grad ? padded(*call.grad) : zero.expand(o.sizes());
+  const auto result = [](const Tensor& x, const Tensor& with_padding) {
+    const bool as_x = with_padding.size(3) == x.size(3) && x.is_non_overlapping_and_dense() && fit(x);
+    return as_x ? empty_like(x, x.scalar_type()) : empty(with_padding.sizes(), x.scalar_type(), x);
+  };
+  const Tensor dq = result(q_any, q), dk = result(call.k, k), dv = result(call.v, v);
+
+  SdpaBackwardParams p{};
+  SdpaParams& of = p.forward;
+  of.causal = int(call.causal), of.window_alignment = int(call.window_alignment);
+  of.window_left = int(call.left), of.window_right = int(call.right);
+  of.scale = scale_of(call.scale.value_or(1 / std::sqrt(double(q_any.size(3)))));  // of the D without padding
+  of.softcap = float(call.softcap);
+  set_tensors(of, q, k, v, o, lse, {});
+  of.Hkv = int(k.size(1));  // expanded heads too have a gradient each
+  p.dO = grad.const_data_ptr(), p.d_o = strides_of(grad);
+  p.dQ = dq.mutable_data_ptr(), p.d_q = strides_of(dq);
+  p.dK = dk.mutable_data_ptr(), p.d_k = strides_of(dk);
+  p.dV = dv.mutable_data_ptr(), p.d_v = strides_of(dv);
+  Tensor grad_lse, sinks;
+  if (call.grad_lse) {
+    grad_lse = call.grad_lse->to(at::kFloat).contiguous();
+    p.dLSE = grad_lse.const_data_ptr<float>();
+  }
+  if (call.sinks) {
+    sinks = call.sinks->to(at::kFloat).contiguous();
+    of.sinks = sinks.const_data_ptr<float>();
+    d.sinks = empty({q.size(1)}, at::kFloat, q);
+    p.dSinks = d.sinks.mutable_data_ptr<float>();
+  }
+  const LaunchStream at(q);
+  Tensor workspace;  // when the launch is enqueued, what follows it on the stream may have this memory
+  if (const size_t bytes = line.workspace_bytes(&of)) {
+    workspace = empty({int64_t(bytes)}, at::kByte, q);
+    p.workspace = workspace.mutable_data_ptr();
+  }
+  char text[256];
+  if (line.backward(&p, at.stream, text, sizeof text)) return text;
+  const auto without_padding = [](const Tensor& dx, const Tensor& x) {
+    return laid_out_as(dx.size(3) == x.size(3) ? dx : dx.narrow(3, 0, x.size(3)), x);
+  };
+  d.q = without_padding(dq, q_any), d.k = without_padding(dk, call.k), d.v = without_padding(dv, call.v);
+  return "";
+}
