@@ -2657,15 +2657,13 @@ template <class B, bool = bias_has_room<B>> struct BiasOfWarp : BiasInMemory<B> 
 };
 template <class B> struct BiasOfWarp<B, true> {
   using Tile = BiasTile<B>;
-  static constexpr int LANES = Tile::CHUNKS, ROWS = 32 / LANES;  // LANES lanes copy a row, ROWS rows at once
+  static constexpr int LANES = Tile::CHUNKS, ROWS = 32 / LANES;  // LANES lanes copy a row; ROWS rows are copied at once
   Tile* tile;
   int ready = -1;  // the first key of the tile that is there or on its way
-  // Of the lane's chunk in a tile at key 0: its column among those of the bias, its address in the lane's first row, and how
-  // many rows the item has from there on.
-  int column_at_0 = 0;
-  const Bias* chunk_g = nullptr;
-  int rows_left = 0;
-  bool is_aligned = false;  // chunks begin at multiples of 16 bytes
+  int column_at_0 = 0;            // column of the bias at which the lane's chunk of a tile at key 0 begins
+  const Bias* chunk_g = nullptr;  // that chunk in the lane's first row
+  int rows_left = 0;              // rows of the item from the lane's first row on
+  bool is_aligned = false;        // chunks begin at multiples of 16 bytes
 
   __device__ void hold(BiasTiles<B>& tiles) {
     tile = &tiles.of_warp[(threadIdx.x - B::producer_threads) / 32 % B::group_warps];
@@ -2674,8 +2672,8 @@ template <class B> struct BiasOfWarp<B, true> {
   static __device__ __forceinline__ int first_row() {
     return int(thread_index_anew() - B::producer_threads) / 32 % (B::pack_gqa ? B::group_warps : 4) * 16;
   }
-  // Begins an item whose keys from `first` on have a bias. What all of its tiles share is computed here, since 64-bit products
-  // at each tile would delay the softmax.
+  // Begins an item whose keys from `first` on have a bias. Computes the addresses once per item, since the 64-bit
+  // products would delay the softmax of each tile.
   __device__ __forceinline__ void start(const KernelArgs& a, const Item<B>& item, int first, int q0) {
     const Strides& strides = a.p.bias_strides;
     const int lane = int(thread_index_anew() % 32), q = q0 + first_row() + lane / LANES;
@@ -2708,8 +2706,9 @@ template <class B> struct BiasOfWarp<B, true> {
     cp_async_commit_group();
     ready = k0;
   }
-  // Copies the lane's chunks element by element, which may begin anywhere. Two rows at once, so that fewer loads wait for others.
-  __device__ __forceinline__ void copy_elements(const KernelArgs& a, const Item<B>& item, int columns, int q0, int column) {
+  // Copies the lane's chunks element by element; they may begin at any address. The loads of AT_ONCE rows overlap.
+  __device__ __forceinline__ void copy_elements(const KernelArgs& a, const Item<B>& item, int columns, int q0,
+                                                int column) {
     constexpr int AT_ONCE = 2;
     const int lane = int(thread_index_anew() % 32);
 #pragma unroll 1
@@ -2914,8 +2913,8 @@ template <class B> struct SlicePartial {
 template <class B>
 using SlicePartials = std::conditional_t<(B::split_kv > 1), SlicePartial<B>[B::block_m / 64], Nothing>;
 
-// CTAs per SM, by the registers of a thread. With a bias the only warpgroup that computes mostly waits, and would take more
-// registers than half of the SM has. COLUMNS: of its accumulators.
+// CTAs per SM that the registers of a thread are limited for. With a bias, a kernel with one consumer warpgroup would use
+// more than half of the SM's registers, and a single such CTA mostly waits. COLUMNS: columns of S and O.
 template <class B, int COLUMNS = B::block_n + B::d_v>
 constexpr int ctas_by_registers = B::use_bias == 0 || B::warpgroups > 1 || COLUMNS > 192 ? 1
                                   : COLUMNS > 128 || B::copies_rows                      ? 2
@@ -7658,8 +7657,7 @@ constexpr bool tile_fits(const TunedTile& t) {
   const bool wgmma = is_wgmma && !t.use_mma_sync;
   const bool no_room = (wgmma && (t.swap_ab ? Build::d_v % 64 != 0 : t.split_kv > 1 && 256 % Build::d_v != 0)) ||
                         (t.head_dim == 192 && t.block_n == 128 && Build::d_v > 128) ||
-                        (Build::hides_rounds && t.num_warps == 16 && t.split_kv == 1) ||  // maps need registers
-                        (Build::hides_keys && t.num_warps == 16 && !t.swap_ab) ||
+                        (Build::hides_rounds && t.num_warps == 16 && !t.swap_ab) ||  // maps and biases need registers
                         (Build::use_key_mask && t.num_warps == 16 && t.swap_ab);
   return typed.use_tuned && t.head_dim == typed.head_dim && !no_room SDPA_KNOBS(SDPA_IS_ROWS);
 }
