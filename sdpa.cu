@@ -114,7 +114,6 @@ namespace {  // internal linkage: two builds in one program must not share const
   X(USE_SOFTCAP, 0, use_softcap, "0 1 2", "scalar mma wgmma", "logits are c * tanh(x / c): 1 tanh.approx, 2 exact") \
   X(USE_SINKS, 0, use_sinks, "0 1", "scalar mma wgmma", "attention sinks: adds exp(sink) of the head to each row sum") \
   X(USE_BIAS, 0, use_bias, "0 1 2 3", "scalar mma wgmma", "bias of the logits: 1 added, 2 hides keys, 3 added (fp32)") \
-  X(USE_KEY_MASK, 0, use_key_mask, "0 1", "all", "bytes hide keys of a batch from all of its queries and heads") \
   X(USE_LENGTHS, 0, use_lengths, "0 1", "scalar mma wgmma", "reads the length of each sequence from device memory") \
   X(USE_PAGES, 0, use_pages, "0 1 2", "scalar mma wgmma", "paged K and V; page size: 1 a multiple of 16 keys, 2 any") \
   X(USE_TUNED, 0, use_tuned, "0 1", "mma wgmma", "chooses the tile per problem from a table; set knobs restrict it") \
@@ -125,7 +124,8 @@ namespace {  // internal linkage: two builds in one program must not share const
 #define SDPA_LOGIT_KNOBS(X) \
   X(SCORE_MOD, NONE, score_mod, "NONE expression", "all", "the logit, an expression of s, b, h, q, k, Sq, Sk, x0 to x3")
 #define SDPA_MASK_KNOBS(X) \
-  X(MASK_MOD, NONE, mask_mod, "NONE expression", "all", "true if q sees k; of b, h, q, k, ..., x0 to x3, i0, i1")
+  X(MASK_MOD, NONE, mask_mod, "NONE expression", "all", "true if q sees k; of b, h, q, k, ..., x0 to x3, i0, i1") \
+  X(USE_KEY_MASK, 0, use_key_mask, "0 1", "all", "bytes hide keys of a batch from all of its queries and heads")
 // clang-format on
 #define SDPA_IS_ON(name, fallback, member, values, families, meaning) K::member != 0 ||
 #define SDPA_COUNT_ON(name, fallback, member, values, families, meaning) (K::member != 0) +
@@ -223,11 +223,14 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   static constexpr bool changes_logits = SDPA_LOGIT_KNOBS(SDPA_IS_ON) false, hides_keys = SDPA_MASK_KNOBS(SDPA_IS_ON) false;
   // True if no knob of SDPA_MASK_KNOBS other than MASK_MOD is set. Such knobs may hide different keys in each head
   // and sequence.
-  static constexpr bool only_expression_hides = (SDPA_MASK_KNOBS(SDPA_COUNT_ON) 0) == (K::mask_mod != 0);
+  static constexpr int mask_knobs = SDPA_MASK_KNOBS(SDPA_COUNT_ON) 0;
+  static constexpr bool only_expression_hides = mask_knobs == (K::mask_mod != 0);
   // hides_rounds: the score hook may hide all keys of a round. has_two_units: tiles with a bias contain logits,
   // tiles without one contain scores.
   static constexpr bool adds_bias = K::use_bias == 1 || K::use_bias == 3;  // with Q's type, or fp32
   static constexpr bool hides_rounds = K::use_bias != 0 || hides_keys, has_two_units = adds_bias;
+  // A separate kernel maps the hidden rounds. With USE_KEY_MASK every CTA lists the rounds of its items instead.
+  static constexpr bool takes_map = hides_rounds && !K::use_key_mask;
   // FP16_ACC: S is accumulated in fp16; each tile's P @ V is accumulated in fp16.
   static constexpr bool qk_in_fp16 = K::fp16_acc & 1, pv_in_fp16 = K::fp16_acc & 2;
   // U8 is converted to fp16 while a tile is copied.
@@ -677,15 +680,7 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
 //
 // Scores that are recovered from P have already passed the hook (are_logits) and do not pass it again.
 
-// USE_KEY_MASK: the visible keys of a tile.
-template <class B, bool = B::use_key_mask> struct KeyBits {
-  KeyBits() = default;
-  __device__ KeyBits(const KernelArgs&, int, int) {}
-  __device__ bool all() const { return true; }
-  __device__ bool none() const { return false; }
-  template <class View> __device__ KeyBits from_first_column(const View&) const { return {}; }
-  __device__ bool sees(int) const { return true; }
-};
+template <class B> struct KeyBits;  // USE_KEY_MASK: the visible keys of a tile
 // What the score hook knows about a tile. WgmmaRows has the same interface and prefetches the bias.
 template <class B> struct ScoreTile {
   const KernelArgs& a;
@@ -693,17 +688,26 @@ template <class B> struct ScoreTile {
   const Mask& mask;
   const int q, k0;  // first query and first key
   const ScoreScale<B> scale;
-  const KeyBits<B> keys;  // USE_KEY_MASK: the visible keys
+  // Of the item's list. 0: unknown, 1: the mask hides no key, 2: it may hide some.
+  std::conditional_t<B::use_key_mask, int, Nothing> listed_as{};
 
   __device__ ScoreScale<B> score_scale() const { return scale; }
-  __device__ bool hides_keys() const { return !keys.all(); }
-  __device__ const KeyBits<B>& key_bits() const { return keys; }
   __device__ int batch_of_item() const { return item.b; }
   __device__ int query_count() const { return item.query_count(a.p); }
   // Sets the first row and the first column of the thread's view.
   template <class View> static __device__ void locate(View&) {}
-  // True if SCORE_MOD or MASK_MOD may change the tile.
-  __device__ bool is_modified() const { return B::changes_logits || B::hides_keys; }
+  // True if SCORE_MOD, MASK_MOD or the mask of keys may change the tile.
+  __device__ __forceinline__ bool is_modified() const {
+    if constexpr (B::use_key_mask && !B::changes_logits) {
+      if (listed_as != 0) return listed_as == 2;
+      return !KeyBits<B>(a, item.b, k0).all();
+    }
+    return B::changes_logits || B::hides_keys;
+  }
+  // USE_KEY_MASK: the visible keys; only words with a key in [first, last] are set.
+  __device__ __forceinline__ auto key_bits(int first, int last) const {
+    if constexpr (B::use_key_mask) return KeyBits<B>(a, item.b, k0, first, last);
+  }
   // USE_BIAS: adds the bias and returns true, if the tile has one. Scores become logits, or -inf if the key is hidden.
   template <class View> __device__ __forceinline__ bool add_bias(View& S) const;
 };
@@ -712,11 +716,6 @@ template <class B> struct ScoreTile {
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> cap_scale, int first = 0,
                                            int last = View::COLS);
-// USE_KEY_MASK: sets S to -inf at hidden keys.
-template <class B, class View, class Tile> __device__ __forceinline__ void hide_keys(View& S, const Tile& tile);
-// USE_KEY_MASK: P with the stale maximum; 0 at hidden keys.
-template <class B, class View, class Softmax, class Tile>
-__device__ __forceinline__ void exp_of_shown_keys(View& S, int first, int last, Softmax& softmax, const Tile& tile);
 // USE_BIAS: true if keys of the tile at key k0 have a bias.
 template <class B> __device__ __forceinline__ bool has_bias(const KernelArgs& a, const Mask& mask, int k0) {
   return B::use_bias != 0 && a.p.bias && k0 + B::block_n > first_biased_key(a.p, mask.keys.Sk);
@@ -730,7 +729,7 @@ template <class B, class View> __device__ __forceinline__ void scale_scores(View
   }
 }
 template <class B> struct BiasInMemory;
-// SCORE_MOD, MASK_MOD: applies the expressions to the tile. `plain`: all of its keys exist.
+// SCORE_MOD, MASK_MOD, USE_KEY_MASK: applies them to the tile. `plain`: all of its keys exist.
 template <class B, class View, class Tile>
 __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool plain);
 
@@ -757,21 +756,15 @@ __device__ __forceinline__ void finish_scores(View& S, Tile& tile, bool plain, b
     if ((B::changes_logits || B::hides_keys) && tile.is_modified()) modify_scores<B>(S, tile, plain);
     if (!tile.add_bias(S)) scale_scores<B>(S, tile.a);
   }
-  if constexpr (B::use_key_mask) hide_keys<B>(S, tile);
   if (plain) return;
   tile.locate(S);
   mask_scores<B>(S, tile.a, tile.mask, tile.q, tile.k0 + first_col<B>(S));
 }
 template <class B, class View>
 __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Item<B>& item, const Mask& mask,
-                                              int q, int k0, bool plain, const KeyBits<B>& keys) {
-  ScoreTile<B> tile{a, item, mask, q, k0, item_score_scale<B>(a, item), keys};
-  finish_scores<B>(S, tile, plain);
-}
-template <class B, class View>
-__device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Item<B>& item, const Mask& mask,
                                               int q, int k0, bool plain) {
-  finish_scores<B>(S, a, item, mask, q, k0, plain, KeyBits<B>(a, item.b, k0));
+  ScoreTile<B> tile{a, item, mask, q, k0, item_score_scale<B>(a, item)};
+  finish_scores<B>(S, tile, plain);
 }
 
 // ---- online softmax ----
@@ -1515,16 +1508,18 @@ template <class B> __host__ __device__ __forceinline__ const auto& plan_room(con
 // USE_BIAS, MASK_MOD: whether lists tell which rounds of an item to leave out: in the kernel with roles, of items in
 // one range.
 template <class B>
-constexpr bool lists_rounds = B::hides_rounds && path<B> == Path::wgmma_roles && !B::use_lengths && B::split_ctas == 1;
+constexpr bool lists_rounds = B::takes_map && path<B> == Path::wgmma_roles && !B::use_lengths && B::split_ctas == 1;
 template <class B> __device__ __forceinline__ bool has_map(const KernelArgs& a) {
   return lists_rounds<B> && a.bias_map.lists;
 }
+// USE_KEY_MASK: whether every CTA lists the rounds of its items.
+template <class B>
+constexpr bool lists_shown_rounds = B::use_key_mask && B::family == Family::wgmma && path<B> != Path::wgmma_plain;
 
 struct ListOfRounds {  // of those of an item that a bias shows
   const uint32_t* list = nullptr;  // of 2 * number + 1, or 2 * number if the bias does nothing; null: all rounds
   __device__ uint32_t entry(int round) const { return list ? ld_global<uint32_t>(list + round) : 2 * round + 1; }
 };
-
 // The item of q-block `block` in head number `head`, counted through all batches.
 template <class B> __device__ __forceinline__ Item<B> tile_of(const KernelArgs& a, uint32_t head, uint32_t block) {
   Item<B> item;
@@ -1695,18 +1690,19 @@ __device__ __forceinline__ void exp_by_stale_max(View& S, int first, int last, S
   if constexpr (B::changes_logits || B::hides_keys) {
     using Mod = ScoreMod<B>;
     if (tile.is_modified()) {
-      tile.locate(S);
-      const KeyBits<B> keys = tile.key_bits().from_first_column(S);
       const auto exp = [&](int i, int j, auto logit, bool seen) {
         const float exponent = Mod::exponent(logit, of_row(softmax.scale_log2, i), softmax.m_log2[i]);
-        S.x[i][j] = softmax_exp2<B>(seen && keys.sees(S.col(j) - S.col(0)) ? exponent : -INFINITY);
+        if constexpr (B::use_key_mask) {  // the exponentials start before the bits are known
+          const float p = softmax_exp2<B>(exponent);
+          S.x[i][j] = seen ? p : 0;
+        } else {
+          S.x[i][j] = softmax_exp2<B>(seen ? exponent : -INFINITY);
+        }
         softmax.sum[i] += S.x[i][j];
       };
-      return Mod::template each_in_parts<true, B::hides_keys || B::pack_gqa>(S, first, last, tile, exp);
+      constexpr bool parts = (B::hides_keys && !B::use_key_mask) || B::pack_gqa;
+      return Mod::template each_in_parts<true, parts>(S, first, last, tile, exp);
     }
-  }
-  if constexpr (B::use_key_mask) {
-    if (tile.hides_keys()) return exp_of_shown_keys<B>(S, first, last, softmax, tile);
   }
   softmax.exp(S, first, last);
 }
@@ -1908,12 +1904,11 @@ template <class B> struct MmaRows {
   }
   // P of the tile at key k0, which has no mask, by the stale maximum. False if that was too small.
   __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScale<B>& scale_log2,
-                                      const Item<B>& item, const Mask& mask, int q0, int k0, const KeyBits<B>& keys,
-                                      int lane) {
+                                      const Item<B>& item, const Mask& mask, int q0, int k0, int lane) {
     Scores S;
     S.first_row = O.first_row, S.first_col = O.first_col;
     multiply_qk(S, Q, K_s, lane);
-    ScoreTile<B> tile{scale_log2.a, item, mask, q0, k0, scale_log2.of_cap(), keys};
+    ScoreTile<B> tile{scale_log2.a, item, mask, q0, k0, scale_log2.of_cap()};
     StaleSoftmax<B, ROWS> softmax(m, scale_log2);
     bool are_logits = false;
     SDPA_UNROLL for (int step = 0; step < STEPS; step++) {
@@ -1924,12 +1919,11 @@ template <class B> struct MmaRows {
   }
   // P of the tile at key k0, which is masked unless it is plain. O and l are rescaled to its maximum.
   __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScale<B>& scale_log2,
-                                      const Item<B>& item, const Mask& mask, int q0, int k0, bool plain,
-                                      const KeyBits<B>& keys, int lane) {
+                                      const Item<B>& item, const Mask& mask, int q0, int k0, bool plain, int lane) {
     Scores S;
     S.first_row = O.first_row, S.first_col = O.first_col;
     multiply_qk(S, Q, K_s, lane);
-    finish_scores<B>(S, scale_log2.a, item, mask, q0, k0, plain, keys);
+    finish_scores<B>(S, scale_log2.a, item, mask, q0, k0, plain);
     float alpha[ROWS];
     softmax_max<B>(S, scale_log2, m, alpha);
     const bool may_be_kept = softmax_sum<B>(S, scale_log2, m, alpha, l);
@@ -2030,18 +2024,17 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
   if constexpr (B::converts_operands && !B::mixes_types) MmaPacked<B>::read_factors(rows, a, s.item);
   // Every group takes part in every round, the last one perhaps without a tile.
   for (int round = t.keys.begin; round < t.keys.end; round += B::round_keys) {
-    const int k0 = round + group * B::block_n;
-    const KeyBits<B> keys(a, item.b, k0);
-    const int stage = feed.acquire(k0);
-    if (q < item.query_count(p) && k0 < t.keys.end && t.mask.tiles.touch(q, k0) && !keys.none()) {
+    const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
+    if (q < item.query_count(p) && k0 < t.keys.end && t.mask.tiles.touch(q, k0) &&
+        (!B::use_key_mask || KeyBits<B>(a, item.b, k0).any())) {
       const bool plain = is_plain<B>(a, t.mask, q, k0);
       const Element<B>* const K_s = s.in.group[group].K[stage];
       const Element<B>* const V_s = s.in.group[group].V[stage];
       bool done = false;
       if (B::use_lazy_max && rows.stale_max_will_do && plain) {
-        done = rows.attend_by_stale_max(Q, K_s, scale_log2, s.item, t.mask, s.item.q0, k0, keys, lane);
+        done = rows.attend_by_stale_max(Q, K_s, scale_log2, s.item, t.mask, s.item.q0, k0, lane);
       }
-      if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item, t.mask, s.item.q0, k0, plain, keys, lane);
+      if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item, t.mask, s.item.q0, k0, plain, lane);
       SDPA_UNROLL for (int n = 0; n < rows.STEPS; n++) MmaOperands<B>::pv(rows.O, rows.P[n], V_s, n, lane);
     }
     feed.release();
@@ -2309,17 +2302,37 @@ template <class B>
 constexpr bool stores_by_tma = (path<B> == Path::wgmma_roles || path<B> == Path::wgmma_converting) &&
                                B::split_kv == 1 && B::split_ctas == 1;
 
+template <class B> __device__ __forceinline__ uint16_t* shown_rounds();  // in shared memory
+template <class B> struct ListOfShownRounds {  // USE_KEY_MASK: of the rounds of an item that have a visible key
+  int list = 0;      // where its entries begin: 2 * number, plus 1 if the mask hides a key of the round
+  int is_whole = 0;  // 1: all rounds are taken, and the first entry tells whether the mask may hide keys of any
+  int hiding = 0;    // rounds of which the mask hides a key
+  __device__ uint32_t entry(int round) const { return ld_shared<uint16_t>(shown_rounds<B>() + list + (is_whole ? 0 : round)); }
+  __device__ int number_of(uint32_t entry, int round) const { return is_whole ? round : int(entry / 2); }
+};
+
 // An item and its rounds, in each of which every slice (SPLIT_KV) takes one tile of BLOCK_N keys. The last round comes
 // first, so that tiles with a causal mask leave a maximum that holds for most of the others.
 template <class B>
-struct alignas(16) WgmmaItem : Item<B>, std::conditional_t<lists_rounds<B>, ListOfRounds, Nothing> {
+struct alignas(16) WgmmaItem : Item<B>, std::conditional_t<lists_shown_rounds<B>, ListOfShownRounds<B>,
+                                                          std::conditional_t<lists_rounds<B>, ListOfRounds, Nothing>> {
   int h_kv, first_key, rounds;  // no rounds: there are no more items
 };
 template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem<B>& item, int round, int slice) {
   if constexpr (lists_rounds<B>) round = int(item.entry(round) / 2);
+  if constexpr (lists_shown_rounds<B>) round = item.number_of(item.entry(round), round);
   return item.first_key + (round * B::split_kv + slice) * B::block_n;
 }
+template <class B> __device__ __forceinline__ bool has_list(const KernelArgs& a, const WgmmaItem<B>& item) {
+  if constexpr (B::use_key_mask) return !item.is_whole;
+  return has_map<B>(a);
+}
 template <class B> __device__ __forceinline__ void take_list(const KernelArgs& a, WgmmaItem<B>& item);
+
+// USE_KEY_MASK: tells a tile what the item's list knows of its round.
+template <class B> __device__ __forceinline__ void ask_list(ScoreTile<B>& tile, const WgmmaItem<B>& item, int round) {
+  if constexpr (B::use_key_mask) tile.listed_as = item.entry(round) % 2 == 0 ? 1 : 2;
+}
 
 // An item's rows. EARLY: with a mask, all items of a head move up by the warpgroups (64 rows) that have no row, so that
 // these come before query 0, where own_rounds() gives them no rounds. The head's first item, which has them then, sees
@@ -2406,23 +2419,6 @@ template <class B, int D, bool = B::use_pages != 0> struct TileBox {
 template <class B> struct RowPages;         // the pages of a warp's rows of a tile
 template <class B, int D> struct TileRows;  // the copy of these rows by cp.async
 template <class B, int D> using TileLoad = std::conditional_t<B::copies_rows, TileRows<B, D>, TileBox<B, D>>;
-
-// A loader's position among the tiles of an item and a slice, the last keys first. USE_KEY_MASK: rounds without a visible key
-// are left out.
-template <class B, bool = B::use_key_mask> struct LoadWalk {
-  int round;  // of the tile, or -1: there are no more
-  __device__ LoadWalk(const KernelArgs&, const WgmmaItem<B>& item, int) : round(item.rounds - 1) {}
-  __device__ void look_ahead() {}
-  __device__ void step() { round--; }
-  __device__ bool is_last() const { return round == 0; }
-  template <class K, class Ring> __device__ void publish(K&, const Ring&) const {}
-};
-// USE_KEY_MASK: what is in a stage, for those who compute; in the order of stages and of the parities of their phases.
-template <class B> struct ShownTile;
-// Arrivals that complete a tile of K: those of its copies, and one after publish().
-template <class B> constexpr int K_ARRIVALS = copying_warps<B> + B::use_key_mask;
-template <class B, int COUNT = B::stages>
-using ShownTiles = std::conditional_t<B::use_key_mask, ShownTile<B>[2][COUNT], Nothing>;
 
 // Bytes from the beginning of a tile of `rows` rows to number `step` of the STEP_BYTES of a row.
 template <int LINE> __host__ __device__ constexpr int panel_step(int step, int rows) {
@@ -2778,7 +2774,7 @@ template <class B> struct BiasOfWarp<B, true> {
 // The position of a warpgroup among the rounds of an item.
 template <class B, bool = lists_rounds<B>> struct RoundWalk {
   __device__ void start(const WgmmaItem<B>&, int) {}
-  // False if the list says that the bias or MASK_MOD changes nothing in the tile.
+  // False if the list says that the bias, MASK_MOD or the mask of keys changes nothing in the tile.
   __device__ bool looks() const { return true; }
   __device__ bool looks_next() const { return true; }    // that of the next one
   __device__ int step() const { return B::round_keys; }  // keys back to that
@@ -2801,6 +2797,37 @@ template <class B> struct RoundWalk<B, true> {
   }
 };
 
+// USE_KEY_MASK: the bits of the warpgroup's tile at key k0, in a round that is number `place` of those with a hidden key.
+template <class B>
+__device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, int list, int place, int k0);
+// The same with USE_KEY_MASK. look_ahead() finds out what the next round is, while the warpgroup waits for products.
+template <class B> struct ShownRoundWalk {
+  ListOfShownRounds<B> rounds;
+  int round, number, next_number, keys_back;  // round: in the list; number: of this round, of the next one
+  bool hides, next_hides;
+  KeyBits<B> bits;  // of this tile, if the mask hides a key of the round; from look_ahead() on of the next one
+  template <class Rows> __device__ __forceinline__ void start(const Rows& rows, const WgmmaItem<B>& item, int first) {
+    rounds = item, round = first + 1, number = rounds.number_of(rounds.entry(first), first);
+    look_ahead(rows);
+    go_on();
+  }
+  __device__ bool looks() const { return hides; }
+  __device__ bool looks_next() const { return next_hides; }
+  __device__ int step() const { return keys_back; }
+  __device__ void go_on() { number = next_number, hides = next_hides, round--; }
+  template <class Rows> __device__ __forceinline__ void look_ahead(const Rows& rows) {
+    const int next = max(round - 1, 0);
+    const uint32_t entry = uniform(rounds.entry(next));
+    next_number = rounds.number_of(entry, next), next_hides = entry % 2;
+    keys_back = (number - next_number) * B::round_keys;
+    if (next_hides) {
+      bits = listed_bits<B>(rows.a, rows.b, rounds.list, --rounds.hiding, rows.k0 - keys_back);
+    } else if constexpr (B::changes_logits) {  // SCORE_MOD changes the tile, and asks for its bits
+      SDPA_UNROLL for (uint32_t& word : bits.word) word = ~0u;
+    }
+  }
+};
+
 // ---- 5c the score hook: the tiles of a warpgroup (wgmma and USE_WARP_SPECIALIZATION) ----
 
 // The bias of the tiles that a warpgroup computes, in shared memory.
@@ -2814,7 +2841,7 @@ template <class B, class Rows> __device__ __forceinline__ void start_expressions
 }
 
 // The position of a warpgroup among the rounds of an item, and the bias of the tile at it. Rows: WgmmaRows.
-template <class B> struct TileWalk : RoundWalk<B> {
+template <class B> struct TileWalk : std::conditional_t<lists_shown_rounds<B>, ShownRoundWalk<B>, RoundWalk<B>> {
   std::conditional_t<B::use_bias != 0, BiasOfWarp<B>, Nothing> bias;
   int first_biased = 0;  // the item's first key with a bias; beyond all keys without one
 
@@ -2830,10 +2857,11 @@ template <class B> struct TileWalk : RoundWalk<B> {
         bias.start(rows.a, *rows.item, first_biased, rows.q);
       }
     }
-    RoundWalk<B>::start(item, first_round);
+    if constexpr (B::use_key_mask) ShownRoundWalk<B>::start(rows, item, first_round);
+    else RoundWalk<B>::start(item, first_round);
     if constexpr (B::use_bias != 0) fetch_bias(rows, this->looks(), rows.k0);
   }
-  // True if SCORE_MOD or MASK_MOD may change this tile.
+  // True if SCORE_MOD, MASK_MOD or the mask of keys may change this tile.
   __device__ __forceinline__ bool is_modified() const { return B::changes_logits || (B::hides_keys && this->looks()); }
   // True if keys of the tile at key k have a bias.
   __device__ __forceinline__ bool has_bias(int k) const { return B::use_bias != 0 && k + B::block_n > first_biased; }
@@ -2883,7 +2911,6 @@ template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
   uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
   std::conditional_t<B::use_lengths, uint64_t, Nothing> last_landed;  // V of a tile in which a sequence ends
   TileBias<B> bias;
-  ShownTiles<B> shown;
   __device__ __forceinline__ uint64_t* landed_last() { return reinterpret_cast<uint64_t*>(&last_landed); }
   __device__ __forceinline__ void init_full(int k_arrivals, int v_arrivals) {
     mbarriers_init(k_full, k_arrivals), mbarriers_init(v_full, v_arrivals);
@@ -2929,6 +2956,14 @@ template <class B, int PRODUCER, int BESIDE_MANY = 32> struct WgmmaRegisters {
   static constexpr bool dealt = consumer > at_start;
 };
 
+// USE_KEY_MASK: lists of rounds. With a queue those of the items that are computed and of the next one.
+template <class B, int Q_STAGES>
+constexpr int shown_lists = B::use_persistent_cta ? Q_STAGES + 1 : B::converts_tiles ? 4 : 2 * B::split_kv;
+template <class B, int LISTS> struct ShownRounds;
+template <class B, int Q_STAGES>
+using ShownRoundsOf = std::conditional_t<B::use_key_mask, ShownRounds<B, shown_lists<B, Q_STAGES>>, Nothing>;
+template <class B> __device__ __forceinline__ void list_shown_rounds(const KernelArgs& a, WgmmaItem<B>& item, int list);
+
 enum WgmmaRole { idle = 0, load_k = 1, load_v = 2, store_o = 4 };  // what a producer warp does; bits
 
 // A producer warp. All its lanes have the same state, and one of them issues the copies.
@@ -2939,13 +2974,36 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
   StageRing<LANDING> ring;
   StageRing<Shared::Q_STAGES> q_ring;
   int keys_at_end = B::block_n, last_parity = 0;  // USE_LENGTHS: keys of V's next tile; of last_landed
+  std::conditional_t<B::use_key_mask, StageRing<shown_lists<B, Shared::Q_STAGES>>, Nothing> list_ring;
 
   __device__ WgmmaProducer(Shared& s_, const KernelArgs& a_) : s(s_), a(a_) {}
 
   // Item number i, which past the last item has no rounds.
-  __device__ __forceinline__ WgmmaItem<B> find_item(uint32_t i) const {
+  __device__ __forceinline__ WgmmaItem<B> find_item(uint32_t i) {
     if (B::use_persistent_cta && !B::use_lengths && i >= a.work_items) return {};
+    if constexpr (B::use_key_mask) return find_listed_item(i);
     return wgmma_item<B, wgmma_may_pass<B>>(a, i);
+  }
+  // USE_KEY_MASK: the item with a list of its rounds. With a queue warp 0 makes the lists, and others follow it; the item
+  // whose list is replaced has been computed. Without one every warp makes its own list.
+  __device__ __forceinline__ WgmmaItem<B> find_listed_item(uint32_t i) {
+    WgmmaItem<B> item = wgmma_item<B, wgmma_may_pass<B>>(a, i);
+    if (B::use_persistent_cta && uniform(int(threadIdx.x)) >= 32) return item;
+    const int rounds = item.rounds;
+    auto& last = s.shown.last;
+    const bool is_first = list_ring.stage == 0 && list_ring.parity == 0;
+    if (B::use_persistent_cta && !is_first && item.b == last.b && item.first_key == last.first_key && rounds == last.all_rounds) {
+      static_cast<ListOfShownRounds<B>&>(item) = last, item.rounds = last.rounds;  // the same keys as the last item listed
+      return item;
+    }
+    list_shown_rounds<B>(a, item, B::use_persistent_cta ? list_ring.stage : int(threadIdx.x / 32));
+    list_ring.advance();
+    if (B::use_persistent_cta && issues) {
+      static_cast<WgmmaItem<B>&>(last) = item;
+      last.all_rounds = rounds;
+    }
+    __syncwarp();  // hazard: written by lane 0
+    return item;
   }
   // The queue has the items after the first of every CTA, so that there are as many draws as items, and the last puts
   // the counter back. A CTA draws before its item's last loads: a sooner draw would keep an item from an idle CTA.
@@ -3015,12 +3073,9 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
       if (item.rounds == 0) break;
       uint32_t drawn = 0;
       keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, slice));  // in the loop it takes registers
-      for (LoadWalk<B> walk(a, item, slice); walk.round >= 0; walk.step(), ring.advance()) {
-        if (!B::use_key_mask && starts && issues && walk.is_last()) drawn = draw_item();
-        load_round(role, item, walk.round, slice, k, v);
-        walk.look_ahead();
-        if (B::use_key_mask && starts && issues && walk.is_last()) drawn = draw_item();
-        if (role & load_k) walk.publish(k, ring);
+      for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
+        if (starts && issues && round == 0) drawn = draw_item();
+        load_round(role, item, round, slice, k, v);
       }
       if constexpr (B::copies_rows && stores_by_tma<B>) {
         if ((role & store_o) && issues) store_item(of_item);
@@ -3084,19 +3139,13 @@ template <class B>
 __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& mask, const WgmmaItem<B>& item,
                                                int rounds, int q) {
   if (wgmma_may_pass<B> && (q < 0 || q >= item.query_count(a.p))) return {0, 0};
-  if (!B::skip_masked || has_map<B>(a)) return {0, rounds};
+  if (!B::skip_masked || has_list<B>(a, item)) return {0, rounds};
   const int last = item.query_count(a.p) - 1;
   const KeyRange seen = mask.keys.of_rows(min(q, last), min(q + 63, last));
   const int first_key = uniform(item.first_key);
   const int end = min(max(ceil_div(seen.end - first_key, B::round_keys), 1), rounds);
   return {min((seen.begin - first_key) / B::round_keys, end - 1), end};
 }
-
-// USE_KEY_MASK: what a warpgroup knows of the keys of its tile.
-template <class B, bool = B::use_key_mask> struct KeysOfTile {
-  __device__ bool hides() const { return false; }
-  __device__ KeyBits<B> bits() const { return {}; }
-};
 
 // The 64 rows of a warpgroup over its slice of the keys, in registers.
 template <class B> struct WgmmaRows {
@@ -3115,7 +3164,6 @@ template <class B> struct WgmmaRows {
   int b = 0, h = 0;
   float x_of_head[4] = {};  // x0[h] to x3[h]
   std::conditional_t<B::hides_rounds, TileWalk<B>, Nothing> walk;
-  KeysOfTile<B> keys;               // of this tile
   typename Item<B>::HeldMask mask;  // of the item
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the stale maximum.
   int stale_from = 0;
@@ -3161,11 +3209,12 @@ template <class B> struct WgmmaRows {
   __device__ __forceinline__ ScoreScale<B> score_scale() const { return scale_log2.of_cap(); }
   __device__ int batch_of_item() const { return b; }
   __device__ int query_count() const { return item->query_count(a.p); }
-  __device__ bool hides_keys() const { return keys.hides(); }
-  __device__ KeyBits<B> key_bits() const { return keys.bits(); }
   __device__ __forceinline__ bool is_modified() const {
     if constexpr (B::hides_rounds) return walk.is_modified();
     return B::changes_logits;
+  }
+  __device__ __forceinline__ auto key_bits(int, int) const {
+    if constexpr (B::use_key_mask) return walk.bits;
   }
   __device__ __forceinline__ bool add_bias(Scores& S) {
     if constexpr (B::hides_rounds) return walk.add_bias(S, *this);
@@ -3174,7 +3223,7 @@ template <class B> struct WgmmaRows {
   // True if the scores of this tile are no multiples of logits, or some are hidden.
   __device__ __forceinline__ bool is_changed() const {
     if constexpr (B::hides_rounds) return walk.is_modified() || walk.looks_at_bias(k0);
-    return B::changes_logits || keys.hides();
+    return B::changes_logits;
   }
   __device__ __forceinline__ void go_on() {
     if constexpr (B::hides_rounds) {
@@ -3183,6 +3232,10 @@ template <class B> struct WgmmaRows {
     } else {
       k0 -= B::round_keys;
     }
+  }
+  // Finds out what go_on() needs, beside products that the warpgroup waits for.
+  __device__ __forceinline__ void look_ahead() {
+    if constexpr (B::use_key_mask) walk.look_ahead(*this);
   }
   // P in the place of S, and l. The caller multiplies O by alpha. are_logits: S has passed the hook.
   __device__ __forceinline__ void softmax_by_exact_max(Scores& S, float (&alpha)[ROWS], bool are_logits = false) {
@@ -3233,32 +3286,6 @@ template <class B, class Shared> struct WgmmaConsumer {
     const int number = B::split_kv > 1 ? partials : q_read + warpgroup;
     barrier_sync(number, B::split_kv > 1 ? B::warpgroups * 128 : 128);  // hazard: rows emptied by all who read them
   }
-  // True if the tile of `rows` is the item's last one with a key that this warpgroup sees.
-  __device__ __forceinline__ bool is_last_tile() const {
-    if constexpr (B::use_key_mask) return rows.keys.is_last(last_k0);
-    return rows.k0 == last_k0;
-  }
-  // USE_KEY_MASK: reads which tile is next, whose K is in the stage `at` and has landed. go_on() goes to it.
-  __device__ __forceinline__ void fetch_next(const StageRing<B::stages>& at) {
-    if constexpr (B::use_key_mask) rows.keys.fetch(s.slice[slice].shown[at.parity][at.stage]);
-  }
-  // `rows` go on to the next tile, whose K is in the stage of `ring`.
-  __device__ __forceinline__ void go_on() {
-    if constexpr (B::use_key_mask) rows.k0 = rows.keys.go_on(s.slice[slice].shown[ring.parity][ring.stage]);
-    else rows.go_on();
-  }
-  // USE_KEY_MASK: releases tiles unread up to one before key `end`, or the item's last one, or with END that as well.
-  template <bool END> __device__ __forceinline__ void skip_tiles(int end) {
-    auto& t = s.slice[slice];
-    while (true) {
-      mbarrier_wait(&t.k_full[ring.stage], ring.parity);
-      fetch_next(ring);
-      go_on();
-      if (!END && (rows.k0 < end || rows.keys.is_last(0))) break;
-      t.skip(ring, 1);
-      if (rows.keys.is_last(0)) break;
-    }
-  }
   // For each item: begin(), compute(turns) if this warpgroup has rows of it, end().
   template <class Begin, class Compute, class End>
   __device__ __forceinline__ void run_items(const Begin& begin, const Compute& compute, const End& end) {
@@ -3275,20 +3302,15 @@ template <class B, class Shared> struct WgmmaConsumer {
       const KeyRange rounds_here = own_rounds<B>(a, rows.mask, item(), rounds, rows.q);
       if constexpr (B::use_lengths) clear_queries();
       begin();
-      if constexpr (!B::use_key_mask) t.skip(ring, rounds - rounds_here.end);
+      t.skip(ring, rounds - rounds_here.end);
       if (rounds_here.end > 0) {
-        if constexpr (B::use_key_mask) skip_tiles<false>(first_key_of<B>(item(), rounds_here.end, 0));
-        else rows.k0 = uniform(first_key_of<B>(item(), rounds_here.end - 1, slice));
+        rows.k0 = uniform(first_key_of<B>(item(), rounds_here.end - 1, slice));
         last_k0 = uniform(first_key_of<B>(item(), rounds_here.begin, slice));
         if constexpr (B::hides_rounds) rows.walk.start_item(rows, item(), rounds_here.end - 1);
         rows.scale_log2.start(item(), row_group * 64 + int(thread_index_anew() % 128 / 32 * 16 + lane / 4));
         compute(turns);
       }
-      if constexpr (B::use_key_mask) {
-        if (rounds_here.end == 0 || !rows.keys.is_last(0)) skip_tiles<true>(0);
-      } else {
-        t.skip(ring, own_rounds<B>(a, rows.mask, item(), rounds, rows.q).begin);
-      }
+      t.skip(ring, own_rounds<B>(a, rows.mask, item(), rounds, rows.q).begin);
       end();
       q_ring.advance();
     } while (B::use_persistent_cta);
@@ -3313,7 +3335,7 @@ template <class B, class Shared> struct WgmmaConsumer {
     };
     consumer.begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
     rows.take_some_score_as_max(S);
-    for (;; go_on()) {
+    for (;; rows.go_on()) {
       arrive_by_warp(&t.k_empty[ring.stage]);
       StageRing<B::stages> next = ring;
       next.advance();
@@ -3322,18 +3344,15 @@ template <class B, class Shared> struct WgmmaConsumer {
       const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
       consumer.overlap(S, P, end_last_pv);
       if constexpr (B::multiplies_e4m3) consumer.flush(/*beside_qk=*/false);
-      // Reading the next tile takes time: before the turn if K is there early, else beside the products.
-      const bool reads_early = B::use_key_mask && B::stages > 2 && k_is_there;
-      if (reads_early) fetch_next(next);
       turns.await();
-      if (!is_last_tile()) consumer.begin_qk(S, next, k_is_there);
+      if (rows.k0 != last_k0) consumer.begin_qk(S, next, k_is_there);
       if constexpr (B::multiplies_e4m3) consumer.flush(/*beside_qk=*/true);
       begin_pv(P, v_is_there);
       turns.pass_on();
-      if (B::use_key_mask && !reads_early && !is_last_tile()) fetch_next(next);
+      rows.look_ahead();
       last_stage = ring.stage, ring = next;
       wgmma_wait_group<1>(), hold(S.x.d);
-      if (is_last_tile()) break;
+      if (rows.k0 == last_k0) break;
     }
     wgmma_wait_group<0>(), hold(rows.O.x.d);
     arrive_by_warp(&t.v_empty[last_stage]);
@@ -3452,6 +3471,7 @@ template <class B> struct WgmmaShared {
   TileRing<B> slice[B::split_kv];
   std::conditional_t<B::converts_tiles, LandedTiles<B>, Nothing> landed;
   SlicePartials<B> partial;
+  ShownRoundsOf<B, Q_STAGES> shown;
   WgmmaItem<B> item[Q_STAGES];  // whose Q it is
   // Full: Q has landed, and item is set. Done: every warp has written its O over Q. Empty: O has been stored.
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
@@ -3464,7 +3484,7 @@ template <class B> struct WgmmaShared {
     if (warp == 1 && threadIdx.x % 32 == 0) {
       mbarriers_init(q_full, 1);
       constexpr int arrivals = B::converts_tiles ? converter_warps : copying_warps<B>;
-      for (auto& t : slice) t.init_full(B::converts_tiles ? arrivals : K_ARRIVALS<B>, arrivals);
+      for (auto& t : slice) t.init_full(arrivals, arrivals);
       if constexpr (B::converts_tiles) landed.init_mbarriers();
       fence_mbarrier_init();
     }
@@ -3561,14 +3581,6 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
     SDPA_UNROLL for (int n = 0; n < B::block_n / 16; n++) pack_step<Element<B>>(out[n], P, n), hold(out[n]);
   }
-  // If `stale`, columns [first, last) of S become P. USE_KEY_MASK: a tile without a hidden key takes one branch.
-  __device__ __forceinline__ void exp_if_stale(bool stale, Scores& S, int first, int last, Softmax& softmax,
-                                               bool& are_logits) {
-    if constexpr (B::use_key_mask) {
-      if (stale & !rows.hides_keys()) return exp_by_stale_max<B>(S, first, last, softmax, rows, are_logits);
-    }
-    if (stale) exp_by_stale_max<B>(S, first, last, softmax, rows, are_logits);
-  }
   // The wait stands in the middle: FIRST columns of a stale softmax go on beside the P @ V before.
   template <int FIRST, class End>
   __device__ __forceinline__ void attend(Scores& S, Probabilities& P, const End& end_last_pv) {
@@ -3576,10 +3588,10 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     bool done = false;
     bool are_logits = false;
     Softmax softmax(rows.m, rows.scale_log2);
-    exp_if_stale(stale, S, 0, FIRST, softmax, are_logits);
+    if (stale) exp_by_stale_max<B>(S, 0, FIRST, softmax, rows, are_logits);
     end_last_pv();
     if (stale) {
-      exp_if_stale(true, S, FIRST, S.COLS, softmax, are_logits);
+      exp_by_stale_max<B>(S, FIRST, S.COLS, softmax, rows, are_logits);
       pack_all(P, S);
       done = softmax.add_to(rows.l);
       if (!done) take_scores_back(S, softmax, are_logits);
@@ -3594,10 +3606,9 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   __device__ __forceinline__ void attend_beside_pv(Scores& S, Probabilities& P, const End& end_last_pv) {
     bool stale = false, are_logits = false;
     float alpha[2];
-    const bool may_be_stale = rows.may_take_stale_max();
-    Softmax softmax(rows.m, rows.scale_log2);
-    exp_if_stale(may_be_stale, S, 0, S.COLS, softmax, are_logits);
-    if (may_be_stale) {
+    if (rows.may_take_stale_max()) {
+      Softmax softmax(rows.m, rows.scale_log2);
+      exp_by_stale_max<B>(S, 0, S.COLS, softmax, rows, are_logits);
       stale = softmax.add_to(rows.l);
       if (!stale) take_scores_back(S, softmax, are_logits);
     }
@@ -3613,7 +3624,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     TileRing<B>& t = s.slice[slice];
     Scores S;
     Probabilities P;
-    for (bool first = true;; first = false, Base::go_on()) {
+    for (bool first = true;; first = false, rows.go_on()) {
       begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
       arrive_by_warp(&t.k_empty[ring.stage]);
       const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
@@ -3622,16 +3633,11 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       turns.await();
       Base::begin_pv(P, v_is_there);
       turns.pass_on();
-      if (B::use_key_mask && !Base::is_last_tile()) {
-        StageRing<B::stages> next = ring;
-        next.advance();
-        mbarrier_wait(&t.k_full[next.stage], next.parity);
-        Base::fetch_next(next);
-      }
+      rows.look_ahead();
       wgmma_wait_group<0>(), hold(rows.O.x.d);
       arrive_by_warp(&t.v_empty[ring.stage]);
       ring.advance();
-      if (Base::is_last_tile()) break;
+      if (rows.k0 == last_k0) break;
     }
   }
 
@@ -3777,6 +3783,7 @@ template <class B> struct E4m3Shared {
   TileRing<B, ceil_div(B::block_n, V_LINE<B>) * V_LINE<B> * B::d_v> slice[B::split_kv];  // V [D][BLOCK_N]
   Landed landed[B::split_kv];
   SlicePartials<B> partial;
+  ShownRoundsOf<B, Q_STAGES> shown;
   WgmmaItem<B> item[Q_STAGES];
   // Full: Q has landed, and item is set. Empty: Q has been read.
   uint64_t q_full[Q_STAGES], q_empty[Q_STAGES];
@@ -3797,7 +3804,7 @@ template <class B> struct E4m3Shared {
   __device__ __forceinline__ void init_mbarriers(int warp) {
     if (warp == 1 && threadIdx.x % 32 == 0) {
       mbarriers_init(q_full, 1);
-      for (auto& t : slice) t.init_full(K_ARRIVALS<B>, TRANSPOSERS);
+      for (auto& t : slice) t.init_full(1, TRANSPOSERS);
       for (Landed& t : landed) mbarriers_init(t.v_full, 1), mbarriers_init(t.v_empty, TRANSPOSERS);
       fence_mbarrier_init();
     }
@@ -3824,9 +3831,7 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
     do {
       const WgmmaItem<B> item = this->follow_item();
       if (item.rounds == 0) break;
-      LoadWalk<B> walk(this->a, item, slice);
-      for (int round = 0; B::use_key_mask ? walk.round >= 0 : round < item.rounds; round++, ring.advance()) {
-        walk.look_ahead();
+      for (int round = 0; round < item.rounds; round++, ring.advance()) {
         const int n = ring.stage;
         mbarrier_wait(&to.v_empty[n], ring.parity ^ 1);
         mbarrier_wait(&from.v_full[n], ring.parity);
@@ -3834,7 +3839,6 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
         fence_proxy_async();  // what was written before P @ V reads it, what was read before TMA writes it
         __syncwarp();
         if (this->issues) mbarrier_arrive(&from.v_empty[n]), mbarrier_arrive(&to.v_full[n]);
-        walk.step();
       }
     } while (B::use_persistent_cta);
   }
@@ -4115,10 +4119,10 @@ template <class B> struct WgmmaColumnsShared {
     float2 m_l[B::block_m];
     float of_warp[4][32];                           // maxima or sums for the other warps
     uint64_t k_full[B::stages], v_full[B::stages];  // the tile has landed
-    ShownTiles<B> shown;
   };
   alignas(1024) Input Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
   Slice slice[B::split_kv];
+  std::conditional_t<B::use_key_mask, ShownRounds<B, B::num_warps>, Nothing> shown;
   WgmmaItem<B> item;
   uint64_t q_full;  // Q has landed, the item is known
   bool is_last;     // for store_rows()
@@ -4138,6 +4142,10 @@ template <class B> struct WgmmaColumnsLoader {
   __device__ bool loads() const { return loads_k() || loads_v() || loads_q(); }
 
   __device__ static bool issues() { return threadIdx.x % 32 == 0; }
+  __device__ __forceinline__ void find_item() {
+    item = wgmma_item<B>(a, item_number_of_cta<B>(a));
+    if constexpr (B::use_key_mask) list_shown_rounds<B>(a, item, threadIdx.x / 32);
+  }
   __device__ __forceinline__ void load_q() {
     if (!loads_q() || !issues()) return;
     const CUtensorMap* map = &tensor_maps<B>(a).q;
@@ -4152,14 +4160,6 @@ template <class B> struct WgmmaColumnsLoader {
     if (loads_k()) load<B::head_dim, FIRST>(round, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
     if (loads_v()) load<B::d_v, FIRST>(round, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
   }
-  // The same of the tile of `walk`, which goes on to the next one.
-  template <bool FIRST>
-  __device__ __forceinline__ void load_next(LoadWalk<B>& walk, const StageRing<B::stages>& at) {
-    load_tile<FIRST>(walk.round, at.stage);
-    walk.look_ahead();
-    if (loads_k()) walk.publish(s.slice[slice], at);
-    walk.step();
-  }
   template <int D, bool FIRST>
   __device__ __forceinline__ void load(int round, const CUtensorMap* map, Input* tile_s, uint64_t* full) {
     TileLoad<B, D> box(a, item, item.h_kv, first_key_of<B>(item, round, slice));
@@ -4167,14 +4167,14 @@ template <class B> struct WgmmaColumnsLoader {
     box.load(a, map, tile_s, full);
   }
   // Fills every stage. V of every slice is asked for after K of all of them, since S comes first.
-  __device__ __forceinline__ void load_first_tiles(LoadWalk<B>& walk) {
+  __device__ __forceinline__ void load_first_tiles() {
     constexpr int k_asked_for = 1 + B::split_kv, threads = 2 * 32 * B::split_kv;
     if (item.rounds == 0) return;
     if constexpr (B::copies_rows) return load_first_rows();
     if (loads_v()) barrier_sync(k_asked_for, threads);
-    load_next<true>(walk, {0, 0});
+    load_tile<true>(item.rounds - 1, 0);
     if (loads_k()) barrier_arrive(k_asked_for, threads);
-    for (int n = 1; n < B::stages && walk.round >= 0; n++) load_next<false>(walk, {n, 0});
+    for (int n = 1; n < B::stages && n < item.rounds; n++) load_tile<false>(item.rounds - 1 - n, n);
   }
   // ---- rows by cp.async: their pages are looked up one round before the copy, which hides the latency ----
   __device__ __forceinline__ RowPages<B> find_pages(int round) const {
@@ -4242,7 +4242,6 @@ template <class B> struct WgmmaColumns {
   float m, l;          // of the query that the thread owns; l: of the keys that its warp has seen
   float m_log2[ROWS];  // m * scale_log2; 0 where S has become S - m
   bool m_may_be_kept = false;  // the same in all threads of the slice
-  KeysOfTile<B> keys;          // of the round
   std::conditional_t<B::copies_rows, RowPages<B>, Nothing> k_pages, v_pages;  // of the tiles that are loaded next
 
   __device__ WgmmaColumns(Shared& s_, const KernelArgs& a_)
@@ -4261,7 +4260,6 @@ template <class B> struct WgmmaColumns {
   // S.T = K @ Q.T of the tile there, begun.   [BLOCK_N][BLOCK_M]
   __device__ __forceinline__ void start_kq(Scores& S, const StageRing<B::stages>& k_ring) {
     wait_for_tile<B>(&mine().k_full[k_ring.stage], k_ring.parity);
-    if constexpr (B::use_key_mask) keys.fetch(mine().shown[k_ring.parity][k_ring.stage]);
     const uint64_t Q = wgmma_descriptor(Q_s, 16, PANEL_ATOM<B::qk_bytes>);
     const uint64_t K = wgmma_descriptor(K_s + k_ring.stage * sizeof s.slice[0].K[0], 16, PANEL_ATOM<B::qk_bytes>);
     wgmma_fence();
@@ -4289,16 +4287,10 @@ template <class B> struct WgmmaColumns {
     wgmma_commit_group();
   }
   // Waits for both products, which end for all warps of a warpgroup at once, and loads other tiles for K and V.
-  template <bool FIRST>
-  __device__ __forceinline__ void finish_products(Scores& S, int round, int rounds, const StageRing<B::stages>& k_ring,
-                                                  LoadWalk<B>& walk) {
+  __device__ __forceinline__ void finish_products(Scores& S, int round, int rounds,
+                                                  const StageRing<B::stages>& k_ring) {
     wgmma_wait_group<0>();
     S.hold_all();
-    if constexpr (B::use_key_mask) {
-      if (warp >= (FIRST ? 1 : 2) || walk.round < 0) return;
-      WgmmaColumnsLoader<B> loader{s, a, slice, int(warp), s.item};
-      return loader.template load_next<false>(walk, {(warp == 0 ? k_ring : ring).stage, k_ring.parity ^ 1});
-    }
     if constexpr (B::copies_rows) return load_next_rows(round - B::stages, rounds, k_ring.stage);
     const int next = round - B::stages + (warp == 1);  // of K, which warp 0 loads, or of V
     if (warp < 2 && next >= 0 && next < rounds - B::stages) {
@@ -4434,17 +4426,17 @@ template <class B> struct WgmmaColumns {
   // ---- rounds ----
 
   // Takes a round whose scores are in S: O.T += V.T @ P.T, and S becomes the scores of the next round.
-  // `round` others follow. Returns true if there are any.
   template <bool FIRST>
-  __device__ __forceinline__ bool take_round(int round, const WgmmaItem<B>& item, LoadWalk<B>& walk, Scores& S, Sums& O) {
-    int k0 = first_key_of<B>(item, round, slice);
-    if constexpr (B::use_key_mask) k0 = keys.go_on(mine().shown[ring.parity][ring.stage]), round = !keys.is_last(0);
+  __device__ __forceinline__ void take_round(int round, const WgmmaItem<B>& item, Scores& S, Sums& O) {
+    const int k0 = first_key_of<B>(item, round, slice);
     if (B::use_lengths && FIRST && item.keys_in_tile(k0) < B::block_n) {
       mbarrier_wait(&mine().v_full[ring.stage], ring.parity);
       clear_rows_of_v<B>(mine().V[ring.stage], item.keys_in_tile(k0), threadIdx.x % 128, 128);  // write_p() fences
     }
     const Mask& mask = item.mask(a);
-    finish_scores<B>(S, a, item, mask, item.q0, k0, is_plain<B>(a, mask, item.q0, k0), keys.bits());
+    ScoreTile<B> tile{a, item, mask, item.q0, k0, item_score_scale<B>(a, item)};
+    ask_list<B>(tile, item, round);
+    finish_scores<B>(S, tile, is_plain<B>(a, mask, item.q0, k0));
     float sum[ROWS];
     softmax<FIRST>(S, O, sum);
     Sums later;
@@ -4458,7 +4450,7 @@ template <class B> struct WgmmaColumns {
     const float own_sum = combine_lanes(sum, sum_of);
     l = FIRST ? own_sum : l + own_sum;
     if (round == 0) write_m_l();
-    finish_products<false>(S, round - 1, item.rounds, next, walk);
+    finish_products(S, round - 1, item.rounds, next);
     ring = next;
     VP.hold_all();
     if constexpr (!FIRST) {
@@ -4466,7 +4458,6 @@ template <class B> struct WgmmaColumns {
         SDPA_UNROLL for (int j = 0; j < B::block_m / 2; j++) O.x.d[block][j] += VP.x.d[block][j];
       }
     }
-    return round > 0;
   }
   // Writes m and l of the slice for the other slices.
   __device__ __forceinline__ void write_m_l() {
@@ -4475,8 +4466,8 @@ template <class B> struct WgmmaColumns {
     const int i = int(lane) / 4 / owners;
     if (warp == 0 && lane / 4 % owners == 0) st_shared(&mine().m_l[Scores::row(i)], float2{m, l});
   }
-  // Computes the item, whose first tiles are on their way. `walk`: of a loading warp, behind them.
-  __device__ __forceinline__ void run(LoadWalk<B>& walk) {
+  // Computes the item, whose first tiles are on their way.
+  __device__ __forceinline__ void run() {
     mbarrier_wait(&s.q_full, 0);
     const WgmmaItem<B> item = s.item;
     if constexpr (B::use_lengths) {
@@ -4492,9 +4483,9 @@ template <class B> struct WgmmaColumns {
         k_pages = WgmmaColumnsLoader<B>{s, a, slice, int(warp), item}.find_pages(round - B::stages);
       }
       start_kq(S, ring);
-      finish_products<true>(S, round, item.rounds, ring, walk);
-      bool goes_on = take_round<true>(round, item, walk, S, O);
-      while (B::use_key_mask ? goes_on : round-- > 0) goes_on = take_round<false>(round, item, walk, S, O);
+      finish_products(S, round, item.rounds, ring);
+      take_round<true>(round, item, S, O);
+      while (round-- > 0) take_round<false>(round, item, S, O);
     } else {  // a range without a key
       m = -INFINITY, l = 0;
       clear(O);
@@ -4516,20 +4507,18 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_columns(const __grid
   if (!item_of_cta<B>(a).exists()) return;
   if (threadIdx.x == 32) {
     mbarrier_init(&s.q_full, 1);
-    for (auto& t : s.slice) mbarriers_init(t.k_full, K_ARRIVALS<B>), mbarriers_init(t.v_full, copying_warps<B>);
+    for (auto& t : s.slice) mbarriers_init(t.k_full, copying_warps<B>), mbarriers_init(t.v_full, copying_warps<B>);
     fence_mbarrier_init();
   }
   prefetch_tensor_maps<B>(a);
   clear_rows_without_query<B>(s.Q, a);
   WgmmaColumnsLoader<B> loader{s, a, warp / 4, warp % 4, {}};
-  if (loader.loads()) loader.item = wgmma_item<B>(a, item_number_of_cta<B>(a));
+  if (loader.loads()) loader.find_item();
   __syncthreads();  // hazard: mbarriers initialised by one thread, rows emptied by all
   loader.load_q();
-  if (B::use_key_mask) griddepcontrol_wait();  // the kernel before this one may have written the mask
-  LoadWalk<B> walk(a, loader.item, loader.slice);
-  loader.load_first_tiles(walk);
+  loader.load_first_tiles();
   wait_then_let_next_kernel_start();
-  WgmmaColumns<B>(s, a).run(walk);
+  WgmmaColumns<B>(s, a).run();
 }
 
 template <class B> struct KernelOf<B, Path::wgmma_swapped> {
@@ -5195,6 +5184,15 @@ template <class B> struct ScoreMod {
       }
     }
   }
+  // USE_KEY_MASK: the same, and no key is seen that the mask hides.
+  template <bool WHOLE, class View, class Tile, class Use>
+  static __device__ __forceinline__ void each_shown(View& S, int first, int last, const Tile& tile, const Use& use) {
+    tile.locate(S);
+    const KeyBits<B> keys(tile, S, first, last);
+    each<WHOLE>(S, first, last, tile, [&](int i, int j, auto logit, bool seen) {
+      use(i, j, logit, seen && keys.shows(S.col(j) - S.col(0)));
+    });
+  }
   // The same. PARTS: a few columns at a time, where registers are few: the condition, which is never true, begins a basic
   // block, without which ptxas spills.
   template <bool WHOLE, bool PARTS, class View, class Tile, class Use>
@@ -5202,7 +5200,8 @@ template <class B> struct ScoreMod {
     const int at_once = PARTS && (last - first) % 8 == 0 ? 8 : last - first;
     SDPA_UNROLL for (int part = first; part < last; part += at_once) {
       if (PARTS && tile.a.scale_log2 == 0) return;
-      each<WHOLE>(S, part, part + at_once, tile, use);
+      if constexpr (B::use_key_mask) each_shown<WHOLE>(S, part, part + at_once, tile, use);
+      else each<WHOLE>(S, part, part + at_once, tile, use);
     }
   }
   // log2(P) relative to m_log2. Without SCORE_MOD the logit is the score times scale_log2.
@@ -5229,7 +5228,8 @@ __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool pl
       if (!seen) S.x[i][j] = -INFINITY;
     };
     // Where a stale maximum takes most tiles, the others are too few for a second version.
-    if (!B::use_lazy_max && plain) Mod::template each<true>(S, 0, View::COLS, tile, modify);
+    if (B::use_key_mask && plain) Mod::template each_in_parts<true, false>(S, 0, View::COLS, tile, modify);
+    else if (!B::use_lazy_max && plain) Mod::template each<true>(S, 0, View::COLS, tile, modify);
     else Mod::template each_in_parts<false, B::use_lazy_max>(S, 0, View::COLS, tile, modify);
   }
 }
@@ -5368,35 +5368,41 @@ __device__ __forceinline__ bool ScoreTile<B>::add_bias(View& S) const {
   return true;
 }
 
-// ---- 5f keys that a mask hides (USE_KEY_MASK) ----
-//
-// A lane reads one byte, and a ballot makes a word of 32 keys. The wgmma kernels with producer warps and the transposed kernel
-// read the mask in the warps that load K and V, ahead of the tiles (LoadWalk). The other kernels read it at each tile.
+// ---- 5f the mask of keys (USE_KEY_MASK) ----
 
 // The lowest `count` bits, at most 32.
 __device__ __forceinline__ constexpr uint32_t low_bits(int count) { return count >= 32 ? ~0u : (1u << count) - 1; }
-// The byte of key k, 0 unless k is in [0, Sk). row: the mask of its batch, or null.
-__device__ __forceinline__ uint32_t key_byte(const uint8_t* row, int k, int Sk) {
-  const bool exists = uint32_t(k) < uint32_t(Sk);
-  uint32_t byte = exists;
-  if (row && exists) byte = ld_global_nc<uint8_t>(row + k);
-  return byte;
-}
+// The bytes of a batch's keys, or null.
 __device__ __forceinline__ const uint8_t* key_mask_of_batch(const SdpaParams& p, int b) {
   return p.key_mask ? p.key_mask + b * p.key_mask_stride : nullptr;
 }
 
-template <class B> struct KeyBits<B, true> {
+// A bit for each key of a tile, 1 if the key exists and the mask shows it. A lane reads one byte, and a ballot makes a word
+// of 32 keys. All lanes of a warp have the same bits.
+template <class B> struct KeyBits {
   static constexpr int WORDS = ceil_div(B::block_n, 32);
   uint32_t word[WORDS];
 
   KeyBits() = default;
-  // Those of the tile at key k0; a warp calls it.
-  __device__ __forceinline__ KeyBits(const KernelArgs& a, int b, int k0) {
+  // The bits of the tile at key k0; those of words without a key in [first, last] are undefined.
+  __device__ __forceinline__ KeyBits(const KernelArgs& a, int b, int k0, int first = 0, int last = B::block_n - 1) {
     const uint8_t* const row = key_mask_of_batch(a.p, b);
-    SDPA_UNROLL for (int w = 0; w < WORDS; w++) {
-      const int of_tile = 32 * w + int(threadIdx.x % 32);
-      word[w] = __ballot_sync(0xffffffffu, key_byte(row, k0 + of_tile, of_tile < B::block_n ? a.p.Sk : 0));
+    SDPA_UNROLL for (int w = first / 32; w <= last / 32; w++) {
+      const int of_tile = 32 * w + int(threadIdx.x % 32), k = k0 + of_tile;
+      uint32_t byte = of_tile < B::block_n && k < a.p.Sk;
+      if (row && byte) byte = ld_global<uint8_t>(row + k);
+      word[w] = __ballot_sync(0xffffffffu, byte);
+    }
+  }
+  // The bits of a thread's columns [first, last) of a view, counted from its first column on. All of its columns are at the
+  // same place in a word as the first one, or further up.
+  template <class Tile, class View>
+  __device__ __forceinline__ KeyBits(const Tile& tile, const View& S, int first, int last) {
+    const int from = first_col<B>(S) + S.col(0), words = from / 32;
+    const int begin = B::swap_ab ? 0 : S.col(first) - S.col(0), end = B::swap_ab ? B::block_n - 1 : S.col(last - 1) - S.col(0);
+    const KeyBits of_tile = tile.key_bits(begin, end);
+    SDPA_UNROLL for (int w = begin / 32; w <= end / 32; w++) {
+      word[w] = (!B::swap_ab || words == 0 || w + 1 == WORDS ? of_tile.word[w] : of_tile.word[w + 1]) >> from % 32;
     }
   }
   __device__ __forceinline__ bool all() const {
@@ -5404,160 +5410,114 @@ template <class B> struct KeyBits<B, true> {
     SDPA_UNROLL for (int w = 0; w < WORDS; w++) result &= word[w] == low_bits(B::block_n - 32 * w);
     return result;
   }
-  __device__ __forceinline__ bool none() const {
-    uint32_t any = 0;
-    SDPA_UNROLL for (int w = 0; w < WORDS; w++) any |= word[w];
-    return any == 0;
+  __device__ __forceinline__ bool any() const {
+    uint32_t some = 0;
+    SDPA_UNROLL for (int w = 0; w < WORDS; w++) some |= word[w];
+    return some != 0;
   }
-  // The bits from the first column of a thread on, whose other columns are at the same place in a word or further up.
-  template <class View> __device__ __forceinline__ KeyBits from_first_column(const View& S) const {
-    const int first = first_col<B>(S) + S.col(0), words = first / 32;
-    KeyBits from;
-    SDPA_UNROLL for (int w = 0; w < WORDS; w++) {
-      from.word[w] = (words == 0 || w + 1 == WORDS ? word[w] : word[w + 1]) >> first % 32;
-    }
-    return from;
-  }
-  __device__ __forceinline__ bool sees(int column) const { return word[column / 32] & 1u << column % 32; }
+  __device__ __forceinline__ bool shows(int column) const { return word[column / 32] & 1u << column % 32; }
 };
 
-template <class B, class View, class Tile> __device__ __forceinline__ void hide_keys(View& S, const Tile& tile) {
-  if (!tile.hides_keys()) return;
-  tile.locate(S);
-  const KeyBits<B> keys = tile.key_bits().from_first_column(S);
-  SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-    const bool seen = keys.sees(S.col(j) - S.col(0));
-    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) S.x[i][j] = seen ? S.x[i][j] : -INFINITY;
-  }
-}
+// ---- 5f the rounds with a visible key (wgmma and USE_KEY_MASK) ----
 
-// The exponentials begin before the bits are there.
-template <class B, class View, class Softmax, class Tile>
-__device__ __forceinline__ void exp_of_shown_keys(View& S, int first, int last, Softmax& softmax, const Tile& tile) {
-  tile.locate(S);
-  const KeyBits<B> keys = tile.key_bits().from_first_column(S);
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    SDPA_UNROLL for (int j = first; j < last; j++) {
-      const float p = softmax_exp2<B>(fmaf(S.x[i][j], of_row(softmax.scale_log2, i), -softmax.m_log2[i]));
-      S.x[i][j] = keys.sees(S.col(j) - S.col(0)) ? p : 0;
-      softmax.sum[i] += S.x[i][j];
-    }
-  }
-}
-
-// ---- 5f tiles with a visible key (wgmma and USE_KEY_MASK) ----
-
-template <class B> struct alignas(16) ShownTile {
-  int k0;    // first key
-  int next;  // twice the first key of the next tile, or -2 if there is none; plus 1 if a key of this tile is hidden
-  alignas(16) uint32_t word[KeyBits<B>::WORDS];
-  __device__ __forceinline__ bool is_last() const { return ld_shared<int>(&next) < 0; }
-  // A warp copies another one.
-  __device__ __forceinline__ void copy(const ShownTile& from) {
-    const int lane = threadIdx.x % 32;
-    if (lane < KeyBits<B>::WORDS) st_shared(&word[lane], ld_shared<uint32_t>(&from.word[lane]));
-    if (lane == 0) st_shared(this, ld_shared<uint2>(&from));
-  }
+// Bytes of Q, K and V in shared memory; of some tiles they leave little room.
+template <class B>
+constexpr int bytes_beside_lists = (2 * B::block_m + 2 * B::split_kv * B::stages * B::block_n) * B::head_dim * 2;
+template <class B> constexpr bool lists_are_short = B::swap_ab || B::is_8bit;
+// Rounds that an item with a list has at most; with more of them all are taken. Of so many with a hidden key the bits are
+// kept with the list.
+template <class B>
+constexpr int most_listed = lists_are_short<B> ? 64 : bytes_beside_lists<B> > 200 * 1024 ? 128 : 512;
+template <class B>
+constexpr int most_kept = lists_are_short<B> ? 1 : bytes_beside_lists<B> > 200 * 1024 ? 32 : 128;
+// Room for LISTS lists.
+template <class B, int LISTS> struct ShownRounds {
+  alignas(16) uint32_t bits[LISTS][most_kept<B>][ceil_div(B::round_keys, 32)];
+  uint16_t entries[LISTS * most_listed<B>];
+  struct : WgmmaItem<B> { int all_rounds; } last;  // with a queue: the item for which a list was made last
 };
+template <class B> __device__ __forceinline__ auto& shown_of_cta() { return dynamic_shared<typename KernelOf<B>::Shared>().shown; }
+template <class B> __device__ __forceinline__ uint16_t* shown_rounds() { return shown_of_cta<B>().entries; }
+template <class B>
+__device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, int list, int place, int k0) {
+  if (place >= most_kept<B> || (B::split_kv > 1 && B::block_n % 32 != 0)) return KeyBits<B>(a, b, k0);
+  const int slice = B::split_kv == 1 ? 0 : uniform(int(threadIdx.x - B::producer_threads) / 128) / (B::block_m / 64);
+  KeyBits<B> bits;
+  SDPA_UNROLL for (int w = 0; w < KeyBits<B>::WORDS; w++) {
+    bits.word[w] = ld_shared<uint32_t>(&shown_of_cta<B>().bits[list / most_listed<B>][place][slice * bits.WORDS + w]);
+  }
+  return bits;
+}
 
-template <class B> struct LoadWalk<B, true> {
-  // Words of a tile, and of a round; rounds that are read at once, as many as there are registers for.
-  static constexpr int WORDS = KeyBits<B>::WORDS, OF_ROUND = WORDS * B::split_kv, MOST = B::warpgroups > 2 ? 4 : 8;
-  static constexpr int ROUNDS = OF_ROUND < MOST ? MOST / OF_ROUND : 1;
-  static_assert(OF_ROUND <= 32, "a warp has a lane for each word of a round");
-  const uint8_t* const row;           // of the keys from the item's first one on, or null
-  const int first_key, slice, keys;   // keys: from that one to the last
-  int round, next;     // of this tile, of the next one; -1: there is none
-  uint32_t word;       // in lane w: word w of this tile
-  int oldest;          // the first of the rounds whose words are here
-  uint32_t words = 0;  // in lane OF_ROUND * n + w: word w of round `oldest` + ROUNDS - 1 - n
-  uint32_t bytes[ROUNDS * OF_ROUND];  // of the lane's keys in the ROUNDS rounds before these, on their way
+// The first `count` of four bytes of a mask.
+__device__ __forceinline__ uint32_t bytes_of_keys(const uint8_t* from, int count) {
+  uint32_t word = 0;
+#pragma unroll 1
+  for (int i = 0; i < count; i++) word |= uint32_t(ld_global<uint8_t>(from + i)) << 8 * i;
+  return word;
+}
 
-  // Of few rounds the last one is taken even if it is hidden: its load then does not wait for the mask. This must not depend
-  // on what else the CTA computes, since a tile that is left out may change bits.
-  __device__ __forceinline__ LoadWalk(const KernelArgs& a, const WgmmaItem<B>& item, int slice_)
-      : row(a.p.key_mask ? key_mask_of_batch(a.p, item.b) + item.first_key : nullptr),
-        first_key(item.first_key),
-        slice(slice_),
-        keys(max(a.p.Sk - item.first_key, 0)) {
-    round = item.rounds - 1, oldest = item.rounds;
-    load(round);
-    if (B::swap_ab || item.rounds <= 8) return;
-    round = item.rounds;
-    look_ahead();
-    round = max(next, 0);
-  }
-  __device__ __forceinline__ int key_of(int of_round) const {
-    return first_key + (of_round * B::split_kv + slice) * B::block_n;
-  }
-  // Begins to load the keys of ROUNDS rounds from `last` down.
-  __device__ __forceinline__ void load(int last) {
-    const int k = last * B::round_keys + int(threadIdx.x % 32);
-    SDPA_UNROLL for (int n = 0; n < ROUNDS * OF_ROUND; n++) {
-      const int of_tile = n % WORDS * 32, at = n % OF_ROUND / WORDS * B::block_n + of_tile - n / OF_ROUND * B::round_keys;
-      const bool is_of_tile = B::block_n % 32 == 0 || of_tile + int(threadIdx.x % 32) < B::block_n;
-      bytes[n] = key_byte(row, k + at, is_of_tile ? keys : 0);
-    }
-  }
-  // Makes words of the keys that have been loaded, and begins to load those before.
-  __device__ __forceinline__ void read() {
-    words = 0;
-    SDPA_UNROLL for (int n = 0; n < ROUNDS * OF_ROUND; n++) {
-      const uint32_t x = __ballot_sync(0xffffffffu, bytes[n]);
-      if (threadIdx.x % 32 == n) words = x;
-    }
-    oldest -= ROUNDS;
-    load(oldest - 1);
-  }
-  __device__ __forceinline__ int lane_of(int of_round) const { return (oldest + ROUNDS - 1 - of_round) * OF_ROUND; }
-  // Sets `word`, and `next` to the next round that has a visible key, or to -1. Called for every tile, once its loads are on
-  // their way.
-  __device__ __forceinline__ void look_ahead() {
-    for (next = round; next >= 0; next--) {
-      if (next < oldest) read();
-      if (next == round) {
-        word = __shfl_sync(0xffffffffu, words, lane_of(round) + slice * WORDS + threadIdx.x % 32);
-      } else if (__ballot_sync(0xffffffffu, words != 0) >> lane_of(next) & low_bits(OF_ROUND)) {
-        break;
+// Makes list number `list`, of the item's rounds with a visible key, and sets item.rounds to their number. A warp calls it. It
+// takes eight rounds at a time, four lanes for each.
+template <class B> __device__ __forceinline__ void list_shown_rounds(const KernelArgs& a, WgmmaItem<B>& item, int list) {
+  item.list = list * most_listed<B>;
+  uint16_t* const list_s = shown_rounds<B>() + item.list;
+  const auto list_all = [&](bool hides) {
+    if (threadIdx.x % 32 == 0) st_shared(list_s, uint16_t(hides));
+    __syncwarp();  // hazard: the entry written by lane 0
+    item.is_whole = 1, item.hiding = 1 << 30;
+  };
+  if (!a.p.key_mask || item.rounds == 0 || item.rounds > most_listed<B>) return list_all(a.p.key_mask);
+  griddepcontrol_wait();  // the kernel before this one may have written the mask
+  const uint8_t* const row = key_mask_of_batch(a.p, item.b) + item.first_key;
+  const bool is_aligned = reinterpret_cast<uintptr_t>(row) % 4 == 0;
+  const int lane = threadIdx.x % 32, keys = a.p.Sk - item.first_key;
+  const uint32_t lanes_of_round = 0xfu << lane / 4 * 4;
+  constexpr int STEPS = ceil_div(B::round_keys, 16), AT_ONCE = B::warpgroups > 2 && !B::swap_ab ? 2 : 4;  // by registers
+  int count = 0;
+  for (int first = 0; first < item.rounds; first += 8) {
+    const int round = first + lane / 4;
+    const int begin = round * B::round_keys + lane % 4 * 4;
+    const auto existing = [&](int n) {
+      return 16 * n + lane % 4 * 4 < B::round_keys ? min(max(keys - begin - 16 * n, 0), 4) : 0;
+    };
+    bool shows = false, hides = false;
+    uint32_t bits[ceil_div(B::round_keys, 32)] = {};
+    SDPA_UNROLL for (int step = 0; step < STEPS; step += AT_ONCE) {
+      uint32_t words[AT_ONCE] = {};
+      SDPA_UNROLL for (int i = 0; i < AT_ONCE; i++) {
+        if (is_aligned && existing(step + i) == 4) words[i] = ld_global<uint32_t>(row + begin + 16 * (step + i));
+      }
+      hold(words);
+      SDPA_UNROLL for (int i = 0; i < AT_ONCE && step + i < STEPS; i++) {
+        const int n = step + i, count = existing(n);
+        if (count > 0 && !(is_aligned && count == 4)) words[i] = bytes_of_keys(row + begin + 16 * n, count);
+        const uint32_t missing = count == 4 ? 0 : ~0u << 8 * count;
+        const uint32_t shown = (((words[i] & 0x7f7f7f7f) + 0x7f7f7f7f) | words[i]) & 0x80808080;  // bit 7 of bytes but 0
+        shows |= shown != 0, hides |= (shown | missing) != (0x80808080 | missing);
+        bits[n / 2] |= ((shown >> 7) * 0x01020408 >> 24) << (n % 2 * 16 + lane % 4 * 4);
       }
     }
+    shows = __ballot_sync(0xffffffffu, shows) & lanes_of_round;
+    hides = __ballot_sync(0xffffffffu, hides) & lanes_of_round;
+    const bool lists = lane % 4 == 0 && round < item.rounds && shows;
+    const uint32_t listed = __ballot_sync(0xffffffffu, lists), hiding = __ballot_sync(0xffffffffu, lists && hides);
+    if (lists) st_shared(list_s + count + __popc(listed & low_bits(lane)), uint16_t(2 * round + hides));
+    const int place = item.hiding + __popc(hiding & low_bits(lane));
+    SDPA_UNROLL for (int w = 0; hiding != 0 && w < ceil_div(B::round_keys, 32); w++) {
+      SDPA_UNROLL for (int other = 1; other < 4; other *= 2) bits[w] |= __shfl_xor_sync(0xffffffffu, bits[w], other);
+      if (lists && hides && place < most_kept<B>) st_shared(&shown_of_cta<B>().bits[list][place][w], bits[w]);
+    }
+    count += __popc(listed), item.hiding += __popc(hiding);
   }
-  __device__ __forceinline__ void step() { round = next; }
-  __device__ __forceinline__ bool is_last() const { return next < 0; }
-  // Tells those who compute which keys the stage `at` of k has.
-  template <class K, class Ring> __device__ __forceinline__ void publish(K& k, const Ring& at) const {
-    ShownTile<B>& tile = k.shown[at.parity][at.stage];
-    const int lane = threadIdx.x % 32;
-    const bool has_word = lane < WORDS;
-    const bool hides = __any_sync(0xffffffffu, has_word && word != low_bits(B::block_n - 32 * lane));
-    if (has_word) st_shared(&tile.word[lane], word);
-    if (lane == 0) st_shared(&tile, uint2{uint32_t(key_of(round)), 2 * uint32_t(next < 0 ? -1 : key_of(next)) + hides});
-    arrive_by_warp(&k.k_full[at.stage]);
+  if (count == item.rounds && item.hiding == 0) return list_all(false);
+  if (count == 0) {  // an item has one round at least
+    if (lane == 0) st_shared(list_s, uint16_t(1));
+    item.hiding = most_kept<B> + 1;
   }
-};
-
-template <class B> struct KeysOfTile<B, true> {
-  const ShownTile<B>* tile = nullptr;  // in shared memory
-  int next = 0;                        // its member
-  int ahead_k0, ahead_next;            // members of the tile to go to
-  __device__ __forceinline__ void fetch(const ShownTile<B>& from) {
-    const uint2 x = ld_shared<uint2>(&from);
-    ahead_k0 = uniform(int(x.x)), ahead_next = uniform(int(x.y));
-  }
-  // Goes to the tile that has been fetched; returns its first key.
-  __device__ __forceinline__ int go_on(const ShownTile<B>& to) {
-    tile = &to, next = ahead_next;
-    return ahead_k0;
-  }
-  __device__ bool hides() const { return next & 1; }
-  // True if there is no next tile that has a key from k0 on.
-  __device__ bool is_last(int k0) const { return next < 2 * k0; }
-  __device__ __forceinline__ KeyBits<B> bits() const {
-    KeyBits<B> bits;
-    SDPA_UNROLL for (int w = 0; w < bits.WORDS; w++) bits.word[w] = ld_shared<uint32_t>(&tile->word[w]);
-    return bits;
-  }
-};
+  __syncwarp();  // hazard: entries written by all lanes
+  item.rounds = max(count, 1);
+}
 
 // ---- 5f the map of what is hidden (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
 //
@@ -5959,10 +5919,9 @@ template <class B> struct LandedTiles {
   alignas(1024) Input K[COUNT][B::block_n * ROW_BYTES<B::head_dim * B::input_bytes>];  // [BLOCK_N][D]
   alignas(1024) Input V[COUNT][B::block_n * ROW_BYTES<B::d_v * B::input_bytes>];       // [BLOCK_N][Dv]
   uint64_t k_full[COUNT], k_empty[COUNT], v_full[COUNT], v_empty[COUNT];
-  ShownTiles<B, COUNT> shown;
 
   __device__ __forceinline__ void init_mbarriers() {
-    mbarriers_init(k_full, K_ARRIVALS<B>), mbarriers_init(v_full, copying_warps<B>);
+    mbarriers_init(k_full, copying_warps<B>), mbarriers_init(v_full, copying_warps<B>);
     mbarriers_init(k_empty, converter_warps), mbarriers_init(v_empty, converter_warps);
   }
 };
@@ -6076,28 +6035,14 @@ template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>, Land
     constexpr int landed_stages = LandedTiles<B>::COUNT;
     const WgmmaItem<B> item = Base::find_item(item_number_of_cta<B>(a));
     griddepcontrol_wait();  // until the kernel before this one has ended, and its writes are visible
-    LoadWalk<B> ahead(a, item, 0);  // of the tile to load next
     const auto load = [&](int role, int round) {
-      if (B::use_key_mask) round = ahead.round;
       if ((B::copies_rows || warp == 0) && round >= 0) Base::load_round(role, item, round, 0, from, from);
-      if constexpr (B::use_key_mask) {
-        if (warp > 0 || round < 0) return;
-        if (role & load_k) ahead.look_ahead(), ahead.publish(from, ring);
-        if (role & load_v) ahead.step();
-      }
     };
     if (warp == 0) Base::start_item(item, nullptr, 0);
     Base::keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, 0));
     for (int n = 1; n <= landed_stages; n++, ring.advance()) load(load_k | load_v, item.rounds - n);
     for (int round = item.rounds - 1; round >= 0; round--, tile.advance(), ring.advance()) {
       const int n = tile.stage, at = ring.stage;
-      if constexpr (B::use_key_mask) {
-        mbarrier_wait(&from.k_full[at], ring.parity ^ 1);
-        const ShownTile<B>& landed = from.shown[ring.parity ^ 1][at];
-        round = landed.is_last() ? 0 : 1;
-        mbarrier_wait(&to.k_empty[n], tile.parity ^ 1);
-        if (warp == 0) to.shown[tile.parity][n].copy(landed);
-      }
       convert_tile<B::head_dim>(to.K[n], &to.k_empty[n], &to.k_full[n], from.K[at], &from.k_full[at],
                                 &from.k_empty[at], warp);
       load(load_k, round - landed_stages);
@@ -7188,7 +7133,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
     const SdpaStatus status = encode_tensor_maps<B>(a.maps, a);
     if (!status.ok()) return status;
   }
-  if constexpr (B::hides_rounds) {
+  if constexpr (B::takes_map) {
     const SdpaStatus status = take_bias_map<B>(a, items, stream);
     if (!status.ok()) return status;
   }
@@ -7289,8 +7234,8 @@ SdpaStatus check_params(SdpaParams& p) {
                  {"sinks", Build::use_sinks ? "" : "USE_SINKS=1", uintptr_t(p.sinks)}, {"LSE", "", uintptr_t(p.LSE)},
                  {"max_ctas", of_queue, uintptr_t(p.max_ctas), 1}, {"softcap", of_cap, p.softcap != 0, 1},
                  {"bias", Build::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias), int(sizeof(Bias))},
-                 {"bias_map", Build::hides_rounds ? "" : "USE_BIAS or MASK_MOD", uintptr_t(p.bias_map), 8},
-                 {"bias_map_bytes", Build::hides_rounds ? "" : "USE_BIAS or MASK_MOD", uintptr_t(p.bias_map_bytes), 1},
+                 {"bias_map", Build::takes_map ? "" : "USE_BIAS or MASK_MOD", uintptr_t(p.bias_map), 8},
+                 {"bias_map_bytes", Build::takes_map ? "" : "USE_BIAS or MASK_MOD", uintptr_t(p.bias_map_bytes), 1},
                  {"bias_keys", Build::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias_keys), 1},
                  {"page_stride", of_pages, uintptr_t(p.page_stride), 1},
                  {"page_size", of_pages, uintptr_t(p.page_size), 1}, {"pages", of_pages, uintptr_t(p.pages), 1},
@@ -7312,7 +7257,7 @@ SdpaStatus check_params(SdpaParams& p) {
       }
     }
   }
-  if (Build::hides_rounds && p.bias_map_bytes > 0 && !p.bias_map) {
+  if (Build::takes_map && p.bias_map_bytes > 0 && !p.bias_map) {
     return failure(refused, "bias_map_bytes is %zu, but bias_map is null; set both or neither", p.bias_map_bytes);
   }
   if (Build::use_pages != 0 && (!p.page_table || p.k_starts || p.page_size <= 0 || p.pages <= 0 || p.page_stride < 0 ||
@@ -7379,11 +7324,11 @@ SDPA_REFUSE(Build::input == DType::u8 && (is_mma || is_wgmma),
             "DTYPE=U8: only the scalar and wmma kernels support it; type DTYPE=FP8_E4M3 or USE_WMMA=1");
 SDPA_REFUSE(Build::use_bias != 0 && Build::is_8bit,
             "USE_BIAS: scores of 8-bit types have factors that come after it; type DTYPE=FP16 or DTYPE=BF16");
-SDPA_REFUSE((SCORE_MOD_changed || Build::changes_logits || Build::hides_keys) &&
+SDPA_REFUSE((SCORE_MOD_changed || Build::changes_logits || (Build::hides_keys && !Build::use_key_mask)) &&
                 (Build::use_softcap != 0 || Build::use_bias != 0),
             "SCORE_MOD and MASK_MOD: the soft cap or the bias can be a part of the expression, as in 30 * tanh(s / 30); "
             "drop USE_SOFTCAP and USE_BIAS");
-SDPA_REFUSE(Build::use_key_mask && (Build::use_bias != 0 || Build::hides_keys),
+SDPA_REFUSE(Build::use_key_mask && (Build::use_bias != 0 || Build::mask_knobs > 1),
             "USE_KEY_MASK=1: a bias or a MASK_MOD can hide the keys as well; drop USE_KEY_MASK, or USE_BIAS and MASK_MOD");
 SDPA_REFUSE(Build::use_key_mask && Build::use_lengths,
             "USE_KEY_MASK=1: keys are counted from the start of a sequence there; drop USE_KEY_MASK or USE_LENGTHS");
@@ -7522,7 +7467,7 @@ constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, 
   const int typed = Build::head_dim > Build::d_v ? Build::head_dim : Build::d_v;
   const bool is_next = head_dim == typed || head_dim == (typed <= 64 ? 64 : typed <= 128 ? 128 : 256);
   if (!is_next) t.head_dim = head_dim == Build::head_dim ? 0 : head_dim;  // 0: V is too wide for this row
-  if (for_maps && (!Build::hides_rounds || !is_next)) t.head_dim = 0;
+  if (for_maps && (!Build::takes_map || !is_next)) t.head_dim = 0;
   t.block_m = block_m;
   t.block_n = block_n;
   t.num_warps = num_warps;
@@ -7657,7 +7602,7 @@ constexpr bool tile_fits(const TunedTile& t) {
   const bool wgmma = is_wgmma && !t.use_mma_sync;
   const bool no_room = (wgmma && (t.swap_ab ? Build::d_v % 64 != 0 : t.split_kv > 1 && 256 % Build::d_v != 0)) ||
                         (t.head_dim == 192 && t.block_n == 128 && Build::d_v > 128) ||
-                        (Build::hides_rounds && t.num_warps == 16 && !t.swap_ab) ||  // maps and biases need registers
+                        (Build::takes_map && t.num_warps == 16 && !t.swap_ab) ||  // maps and biases need registers
                         (Build::use_key_mask && t.num_warps == 16 && t.swap_ab);
   return typed.use_tuned && t.head_dim == typed.head_dim && !no_room SDPA_KNOBS(SDPA_IS_ROWS);
 }

@@ -16,9 +16,10 @@
 // dV. The last two both compute S and dP: seven products instead of five. In return every sum stays in the registers of
 // one CTA: no atomics, no accumulators in global memory, and the same bits in every run.
 //
-// One pass (USE_WARP_SPECIALIZATION=1): sdpa_backward_wgmma computes S and dP once: five products. A CTA keeps dK and dV in registers and adds its part of
-// dQ to fp32 sums in the workspace, which sdpa_backward_convert scales and rounds. The order of these additions differs
-// from run to run, and so do the last bits of dQ. dK and dV have the same bits in every run.
+// One pass (USE_WGMMA=1 USE_WARP_SPECIALIZATION=1): sdpa_backward_wgmma computes S and dP once: five products. A CTA keeps
+// dK and dV in registers and adds its part of dQ to fp32 sums in the workspace; sdpa_backward_convert scales and rounds
+// them. The order of these additions differs from run to run, and so do the last bits of dQ. dK and dV have the same bits
+// in every run.
 //
 // Build one variant   nvcc -O3 -std=c++17 -arch=native -DBACKWARD=1 -DBLOCK_M=64 sdpa_backward.cu -o sdpa_backward
 // Check and time it   ./sdpa_backward --shape mission
@@ -51,8 +52,8 @@ namespace {
 // clang-format on
 SDPA_BACKWARD_KNOBS(SDPA_KNOB)
 constexpr std::string_view backward_knobs =
-    "HEAD_DIM HEAD_DIM_V DTYPE BLOCK_M BLOCK_N NUM_WARPS VEC_WIDTH USE_CP_ASYNC STAGES SWIZZLE_XOR USE_MMA_SYNC USE_WGMMA "
-    "USE_WARP_SPECIALIZATION USE_SOFTCAP USE_SINKS";
+    "HEAD_DIM HEAD_DIM_V DTYPE BLOCK_M BLOCK_N NUM_WARPS VEC_WIDTH USE_CP_ASYNC STAGES SWIZZLE_XOR USE_MMA_SYNC "
+    "USE_WGMMA USE_WARP_SPECIALIZATION USE_SOFTCAP USE_SINKS";
 
 }  // namespace
 
@@ -194,7 +195,8 @@ __device__ __forceinline__ void copy_to_panels(Input* panels_s, const Input* fro
 }
 // Begins to copy ROWS rows from `first` on; rows that do not exist become zeros.
 template <class B, int ROWS>
-__device__ __forceinline__ void copy_pair(PairTile<B, ROWS>& tile, const RowPair& from, int first, const SdpaParams& p) {
+__device__ __forceinline__ void copy_pair(PairTile<B, ROWS>& tile, const RowPair& from, int first,
+                                          const SdpaParams& p) {
   if constexpr (B::use_wgmma) {
     copy_to_panels<B, ROWS, B::head_dim>(tile.x, from.x, from.x_stride, p.D, first, from.count);
     copy_to_panels<B, ROWS, B::d_v>(tile.y, from.y, from.y_stride, p.Dv, first, from.count);
@@ -231,8 +233,11 @@ template <class B, class Load> struct PassingTiles {
     Copy::template wait<(B::stages > 1 ? B::stages - 2 : 0)>();
     if constexpr (B::use_wgmma) fence_proxy_async();
     __syncthreads();  // hazard: tile n copied by all warps, tile n - 1 read by all warps
-    if (B::stages > 1) begin(n + B::stages - 1);
     return n % B::stages;
+  }
+  // After acquire(n), and after the products that it lets begin.
+  __device__ __forceinline__ void load_ahead(int n) {
+    if (B::stages > 1) begin(n + B::stages - 1);
   }
 };
 
@@ -318,10 +323,12 @@ __device__ __forceinline__ void store_gradient(const View& T, float factor, Inpu
 }
 
 // ---- products: on the FMA pipes, by mma.sync and by wgmma ----
-// B is OfQK or OfV. `kept` are BLOCK_M rows of D elements in shared memory, `passing` BLOCK_N of them; T is [BLOCK_M][BLOCK_N], a sum
-// [BLOCK_M][D]. A warp has the same BLOCK_M / NUM_WARPS rows of all of them. Products of wgmma are asynchronous: begin()
-// issues T = kept @ passing.T, finish() waits until at most PENDING later groups are incomplete, and settle() waits for all.
-// The others compute T in finish(). An Operand is T as A operands, and stays until settle().
+// B is OfQK or OfV. `kept` are BLOCK_M rows of D elements in shared memory, `passing` BLOCK_N of them; T is
+// [BLOCK_M][BLOCK_N], a sum [BLOCK_M][D]. A warp has the same BLOCK_M / NUM_WARPS rows of all of them.
+//   begin()   issues T = kept @ passing.T           wgmma; in the other families finish() computes T
+//   finish()  waits for T: at most PENDING later groups of products may be incomplete
+//   add()     issues sum += T @ passing, with T rounded to the type of the inputs. wgmma: an Operand has T until settle()
+//   settle()  waits for all products
 
 template <class B> constexpr int WARP_ROWS = B::block_m / B::num_warps;
 // Rows that leave out a masked tile together: a warp's, or a warpgroup's.
@@ -355,7 +362,6 @@ template <class B> struct Products<B, Family::scalar> {
     scalar_qk<B>(T, kept_s, passing_s);
   }
   static __device__ __forceinline__ void settle(Sums&) {}
-  // sum += T @ passing
   static __device__ __forceinline__ void add(Sums& sum, const Scores& T, const Element<B>* passing_s,
                                              Scratch& scratch_s, Operand&, int) {
     float unchanged[Sums::ROWS];  // the factor of the sum so far
@@ -401,7 +407,6 @@ template <class B> struct Products<B, Family::mma> {
       }
     }
   }
-  // sum += T @ passing, with T rounded to the type of the inputs
   template <class View>
   static __device__ __forceinline__ void add(Sums& sum, const View& T, const Element<B>* passing_s, Scratch&, Operand&,
                                              int lane) {
@@ -464,7 +469,8 @@ template <class B> __host__ __device__ constexpr int lanes_of_row() {
   return lanes;
 }
 
-// A CTA has BLOCK_M queries. adds_dq: also rows past Sq, whose P and dS shall be 0, and all of its rows' dQ sums become 0.
+// A CTA has BLOCK_M queries. adds_dq: it also writes rows past Sq, so that their P and dS are 0, and clears the dQ sums of
+// all of its rows.
 template <class B>
 __global__ void __launch_bounds__(32 * B::num_warps) sdpa_backward_rows(const __grid_constant__ BackwardArgs a) {
   constexpr int LANES = lanes_of_row<B>(), width = B::vec_width, rows_at_once = 32 * B::num_warps / LANES;
@@ -545,9 +551,13 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_q(const __grid_co
   for (int n = 0; n < tiles.count; n++) {
     const int k0 = keys.begin + n * B::block_n;
     const PairTile<B, B::block_n>& tile = s.passing[tiles.acquire(n)];
-    if (!a.mask.tiles.touch(q, k0)) continue;
+    if (!a.mask.tiles.touch(q, k0)) {
+      tiles.load_ahead(n);
+      continue;
+    }
     QK::begin(P, s.kept.x, tile.x, warp);
     V::begin(dS, s.kept.y, tile.y, warp);
+    tiles.load_ahead(n);
     QK::template finish<1>(P, s.kept.x, tile.x, warp, lane);
     WeightsOfTile<B, Scores> weights{P, dS, {}};
     weights.set_p(a, item, item.q0, k0, is_plain<B>(a, a.mask, q, k0), lse_log2);
@@ -565,7 +575,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_q(const __grid_co
 // Everything is transposed: S.T = K @ Q.T, dP.T = V @ dO.T. The tiles of all query heads of the group pass by, so that
 // dK and dV sum over them in registers. Where both take too many registers, a launch computes each of them.
 
-// Registers of a thread for S, dP and sums of so many columns.
+// Registers that S, dP and sums of so many columns take.
 template <class B> constexpr int sum_registers(int columns) {
   return B::block_m / B::num_warps * (columns / 2 + B::block_n) / 16;
 }
@@ -614,22 +624,28 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
   for (int n = 0; n < tiles.count; n++) {
     const int stage = tiles.acquire(n), q0 = query_of_tile(n);
     const PairTile<B, B::block_n>& tile = s.passing[stage];
-    if (!a.mask.tiles.touch(q0, k)) continue;
-    float lse_log2[ByQuery::ROWS], delta[ByQuery::ROWS];
-    SDPA_UNROLL for (int i = 0; i < ByQuery::ROWS; i++) {
-      const float2 row = ld_shared<float2>(&s.rows[stage][P_by_query.row(i)]);
-      lse_log2[i] = row.x, delta[i] = row.y;
+    if (!a.mask.tiles.touch(q0, k)) {
+      tiles.load_ahead(n);
+      continue;
     }
     QK::begin(P, s.kept.x, tile.x, warp);
     if (HAS_DK) V::begin(dS, s.kept.y, tile.y, warp);
+    tiles.load_ahead(n);
+    float of_row[ByQuery::ROWS];  // LSE_log2, then D: both at once would take too many registers
+    SDPA_UNROLL for (int i = 0; i < ByQuery::ROWS; i++) {
+      of_row[i] = ld_shared<float>(&s.rows[stage][P_by_query.row(i)].x);
+    }
     QK::template finish<HAS_DK>(P, s.kept.x, tile.x, warp, lane);
     WeightsOfTile<B, ByQuery> weights{P_by_query, dS_by_query, {}};
-    weights.set_p(a, {b, head_of_tile(n), q0}, q0, k0, is_plain<B>(a, a.mask, q0, k), lse_log2);
+    weights.set_p(a, {b, head_of_tile(n), q0}, q0, k0, is_plain<B>(a, a.mask, q0, k), of_row);
     if (HAS_DV) V::add(dV, P, tile.y, s.scratch, P_operand, lane);
     if (HAS_DK) {
       weights.multiply_by_slope();
       V::template finish<HAS_DV>(dS, s.kept.y, tile.y, warp, lane);
-      weights.set_ds(delta);
+      SDPA_UNROLL for (int i = 0; i < ByQuery::ROWS; i++) {
+        of_row[i] = ld_shared<float>(&s.rows[stage][P_by_query.row(i)].y);
+      }
+      weights.set_ds(of_row);
       QK::add(dK, dS, tile.x, s.scratch, dS_operand, lane);
       QK::settle(dK);
     }
@@ -645,9 +661,9 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
 }
 
 // ---- wgmma: five products, by producers and consumers ----
-// A CTA keeps 128 keys, 64 for each warpgroup, and tiles of BLOCK_N queries pass by. S.T = K @ Q.T and dP.T = V @ dO.T have
-// keys as rows, so that P.T is an A operand in registers. dS.T goes to shared memory, where both warpgroups read it: each
-// computes a half of dQ of the tile, from all keys.
+// A CTA keeps 128 keys, 64 for each warpgroup, and tiles of BLOCK_N queries pass by. S.T = K @ Q.T and dP.T = V @ dO.T
+// have keys as rows, so that P.T is an A operand in registers. dS.T goes to shared memory. There both warpgroups read it:
+// each computes a half of the tile's dQ, from all keys.
 //
 //   producer, one thread                  consumer warpgroup w, tile n = 0, 1, ...
 //   load K, V                             before the first tile:  S, dP, P of tile 0
@@ -662,15 +678,14 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
 //                                           P = exp2(S - LSE) of tile n + 1         release Q
 //                                         after the last tile:  its dQ;  store dK, dV
 //
-// The warpgroups take turns: one multiplies while the other computes P and dS. A wait for the turn is also a wait for the
-// other half of dS of the tile before.
+// The warpgroups take turns: one multiplies while the other computes P and dS. When a turn begins, dS of the tile before
+// is complete: the other warpgroup has stored its half before its own turn.
 
-template <class B> constexpr int KEYS_OF_GROUP = 64;
 // Pieces of dQ of a tile, [64 queries][64 elements]: one for each warpgroup.
 template <class B> constexpr int DQ_PIECES = B::block_n / 64 * (B::head_dim / 64);
 constexpr int dq_piece_floats = 64 * 64;
 
-// Named barriers of the CTA: it is the warpgroup's turn (and the next one); both warpgroups; one of them (and the next one).
+// Named barriers of the CTA. backward_turn + w: the turn of warpgroup w; both_groups; own_group + w: its warps alone.
 constexpr int backward_turn = 1, both_groups = 3, own_group = 4;
 
 template <class B> struct BackwardWgmmaShared {
@@ -724,7 +739,9 @@ template <class B> struct QueryTiles {
 };
 
 // A name that depends on B, as tensor_maps().
-template <class B> __device__ __forceinline__ const auto& gradient_maps(const BackwardArgs& a) { return a.gradient_maps; }
+template <class B> __device__ __forceinline__ const auto& gradient_maps(const BackwardArgs& a) {
+  return a.gradient_maps;
+}
 
 // Policy of loads that are neither read once nor kept before others.
 constexpr uint64_t evict_normal = 0x1000000000000000;

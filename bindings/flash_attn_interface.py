@@ -1,20 +1,20 @@
-"""FlashAttention-3's functions by sdpa.cu's kernels: arguments, order, defaults, shapes and results are those of its
-module of this name, so that code written for it runs as it is. docs/USING.md says how callers find this one.
+"""FlashAttention-3's functions with sdpa.cu's kernels. Arguments, order, defaults, shapes and results are those of its module
+of the same name, so existing code runs unchanged. docs/USING.md explains how callers find this module.
 
-Tensors are [B,S,H,D], with cu_seqlens [rows,H,D]; LSE is [B,H,S], with cu_seqlens_q [H,rows]. O lies as q does and has
-its type, of e4m3 bfloat16. Masks and windows count from the last key. learnable_sink [Hq] is FlashAttention-4's, and
-alibi_slopes, float32 of [Hq] or [B,Hq], FlashAttention-2's: they add -slope * |i + Sk - Sq - j| to a logit. Hints
-change nothing: num_splits, pack_gqa, sm_margin, scheduler_metadata, max_seqlen_q. What the kernels cannot do raises a
-sentence that names the argument."""
+Tensors are [B,S,H,D], or [rows,H,D] with cu_seqlens; LSE is [B,H,S], or [H,rows] with cu_seqlens_q. O has the layout and
+type of q (bfloat16 for e4m3). Masks and windows are bottom-right aligned. learnable_sink [Hq] is from FlashAttention-4.
+alibi_slopes, float32 [Hq] or [B,Hq], is from FlashAttention-2 and adds -slope * |i + Sk - Sq - j| to a logit. Hints have no
+effect: num_splits, pack_gqa, sm_margin, scheduler_metadata, max_seqlen_q. Unsupported arguments raise an error that names
+the argument."""
 import torch
 
 import pytorch as sdpa
 
-APPEND = torch.ops.sdpa.append.default  # writes k and v behind the keys of the caches, and returns the new lengths
+APPEND = torch.ops.sdpa.append.default  # appends k and v to the caches and returns the new lengths
 
-MOST_KEYS = 10**9  # that sdpa's kernels take; a window of more is none
+MOST_KEYS = 10**9  # the limit of sdpa's kernels; a larger window is no window
 
-# Arguments of FlashAttention-2 and -3 that the kernels do not know, and what to do instead.
+# Unsupported arguments of FlashAttention-2 and -3, and alternatives.
 UNKNOWN = {
     "leftpad_k": "pass keys that begin with the first one",
     "qv": "leave it out", "dropout_p": "pass 0",
@@ -22,7 +22,7 @@ UNKNOWN = {
 
 
 def refuse(function, **arguments):
-    """Raises for an argument that asks for what is unknown here; None, 0 and False ask for nothing."""
+    """Raises for unsupported arguments, unless they are None, 0 or False."""
     for name, value in arguments.items():
         if name not in UNKNOWN:
             raise TypeError(f"{function}() has no argument {name}")
@@ -37,16 +37,16 @@ def check_integers(function, **tensors):
 
 
 def rotated(x, cos, sin, first, starts, turns_rows, interleaved):
-    """x [B,S,H,D], or [rows,H,D] with starts [B+1], whose first elements are rotated: as pairs of neighbours if interleaved,
-    else of the two halves. Row i of sequence b has the angles of position first[b] + i, or first[b] unless turns_rows. e4m3
-    saturates, because a rotation may lengthen an element by sqrt(2)."""
+    """Rotates the first elements of x [B,S,H,D], or [rows,H,D] with starts [B+1]: pairs of neighbours if interleaved, else pairs
+    from the two halves. Row i of sequence b has the angles of position first[b] + i, or of first[b] unless turns_rows. e4m3
+    saturates, since a rotation can enlarge an element by sqrt(2)."""
     if starts is None:
         position = first[:, None] + torch.arange(x.shape[1], device=x.device) * turns_rows
     else:
         row = torch.arange(x.shape[0], device=x.device, dtype=starts.dtype)
         b = (torch.searchsorted(starts, row, right=True) - 1).clamp(0, first.shape[0] - 1)
         position = first[b] + (row - starts[b]) * turns_rows
-    position = position.clamp(0, cos.shape[0] - 1)  # of rows that are no query's or key's
+    position = position.clamp(0, cos.shape[0] - 1)  # unused rows may be out of range
     cos, sin = (angles[position].float()[..., None, :] for angles in (cos, sin))
     size = 2 * cos.shape[-1]
     turned = x[..., :size].float()
@@ -69,14 +69,14 @@ def check_rotary(function, q, k, cos, sin):
 
 
 def alibi(function, slopes, heads, sequences, causal, softcap):
-    """The arguments of attention() for alibi_slopes. softcap, which is a part of the expression then, comes first."""
+    """The arguments of attention() for alibi_slopes. The expression includes the softcap, which is applied first."""
     if not isinstance(slopes, torch.Tensor):
         raise ValueError(f"{function}: alibi_slopes is a {type(slopes).__name__}, not a tensor")
     if slopes.dtype != torch.float32 or tuple(slopes.shape) not in ((heads,), (sequences, heads)):
         what = f"{slopes.dtype} {list(slopes.shape)}"
         raise ValueError(f"{function}: alibi_slopes is {what}; want float32 [{heads}] or [{sequences},{heads}]")
     slope = "x0[h]" if slopes.dim() == 1 else f"x0[b * {heads} + h]"
-    # The causal mask hides the keys whose distance is negative. A multiple of the distance is cheaper than its abs().
+    # The causal mask hides keys with a negative distance, so abs(), which is slower, is not needed.
     distance = "real(q + Sk - Sq - k)" if causal else "real(abs(q + Sk - Sq - k))"
     score = f"{softcap:.9g} * tanh_approx(s / {softcap:.9g})" if softcap else "s"
     return dict(score_mod=f"{score} - {slope} * {distance}", args=[slopes.contiguous()])
@@ -111,7 +111,7 @@ def attend(function, q, k, v, scale, causal, window_size, softcap, q_descale, k_
         out_dtype=torch.bfloat16 if q.dtype == torch.float8_e4m3fn else None)
     out = out.transpose(1, 2)
     if q.shape[-1] != v.shape[-1]:
-        out = out.contiguous()  # attention() has written [B,H,S,Dv]
+        out = out.contiguous()  # attention() returns [B,H,S,Dv]
     return (out, lse) if q_starts is None else (out[0], lse[0])
 
 
@@ -119,8 +119,8 @@ def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descal
                     window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None,
                     deterministic=False, sm_margin=0, return_attn_probs=False, *, learnable_sink=None, alibi_slopes=None,
                     **others):
-    """O [B,Sq,Hq,Dv] of q [B,Sq,Hq,D], k [B,Sk,Hkv,D] and v [B,Sk,Hkv,Dv], and with return_attn_probs its LSE. It has
-    the backward of attention(), deterministic or not."""
+    """O [B,Sq,Hq,Dv] of q [B,Sq,Hq,D], k [B,Sk,Hkv,D] and v [B,Sk,Hkv,Dv], and with return_attn_probs the LSE. Supports the
+    backward pass of attention(), deterministic or not."""
     refuse("flash_attn_func", qv=qv, attention_chunk=attention_chunk, **others)
     out, lse = attend("flash_attn_func", q, k, v, softmax_scale, causal, window_size, softcap, q_descale, k_descale,
                       v_descale, learnable_sink, alibi_slopes, backward="deterministic" if deterministic else None)
@@ -130,7 +130,7 @@ def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descal
 def flash_attn_qkvpacked_func(qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None,
                               window_size=(-1, -1), attention_chunk=0, softcap=0.0, deterministic=False,
                               num_heads_q=None, sm_margin=0, return_attn_probs=False, **others):
-    """flash_attn_func() of qkv [B,S,3,H,D], or of [B,S,Hq + 2 * Hkv,D] with num_heads_q."""
+    """flash_attn_func() for qkv [B,S,3,H,D], or [B,S,Hq + 2 * Hkv,D] with num_heads_q."""
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         q, k, v = qkv.unbind(2)
     elif qkv.dim() == 4 and num_heads_q is not None and 0 < num_heads_q < qkv.shape[2] and (qkv.shape[2] - num_heads_q) % 2 == 0:
@@ -147,10 +147,10 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
                            v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1,
                            pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False, *, page_table=None,
                            learnable_sink=None, alibi_slopes=None, **others):
-    """flash_attn_func() of sequences behind each other: b has the rows from cu_seqlens[b] to cu_seqlens[b + 1], of them
-    the first seqused_q[b], and of its keys the first seqused_k[b]; other rows of O and LSE are not written. If
-    cu_seqlens_q or _k is None, q, or k and v, are [B,S,H,D]; with page_table k and v are pages. max_seqlen_k bounds the
-    keys of a sequence if it is no tensor, which the host would wait for. There is no backward."""
+    """flash_attn_func() for packed sequences: sequence b has the rows from cu_seqlens[b] to cu_seqlens[b + 1], or only the first
+    seqused_q[b] queries and seqused_k[b] keys of them. Other rows of O and LSE are not written. If cu_seqlens_q or _k is None,
+    q, or k and v, are [B,S,H,D]; with page_table k and v are paged. max_seqlen_k bounds the keys of a sequence, unless it is a
+    tensor, for which the host would have to wait. There is no backward pass."""
     refuse("flash_attn_varlen_func", qv=qv, attention_chunk=attention_chunk, **others)
     check_integers("flash_attn_varlen_func", cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
                    seqused_k=seqused_k, page_table=page_table)
@@ -171,13 +171,13 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
                             window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
                             scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
                             *, learnable_sink=None, alibi_slopes=None, **others):
-    """flash_attn_func() of caches [B,Sk,Hkv,D] whose first cache_seqlens (an int or [B]) keys count, or of pages
-    [pages,keys,Hkv,D] with page_table [B,N]; sequence b has the cache, or the row of the table, of cache_batch_idx[b]. k and
-    v [B,new,Hkv,D], or [rows,Hkv,D] with cu_seqlens_k_new, are written behind these keys and count as well. The first
-    cache_leftpad [B] of all these keys do not count. With rotary_cos and rotary_sin [positions,d / 2] the first d elements
-    of q and k are rotated, before k is written: row i by the angles of position rotary_seqlens[b] + i (cache_seqlens by
-    default), but all rows of q by those of the first one if there is neither a causal mask nor a window. With
-    return_softmax_lse also LSE and two empty tensors, which stand for the partial results of splits."""
+    """flash_attn_func() for caches [B,Sk,Hkv,D] with cache_seqlens (an int or [B]) valid keys, or paged caches
+    [pages,page size,Hkv,D] with page_table [B,N]. Sequence b uses the cache, or the row of the table, cache_batch_idx[b].
+    k and v [B,new,Hkv,D], or [rows,Hkv,D] with cu_seqlens_k_new, are appended to the caches first. The first cache_leftpad [B]
+    keys are hidden. With rotary_cos and rotary_sin [positions,d / 2], the first d elements of q and k are rotated, before k is
+    written: row i by the angles of position rotary_seqlens[b] + i (default: cache_seqlens), but all rows of q by those of the
+    first one if there is neither a causal mask nor a window. With return_softmax_lse, also returns LSE and two empty tensors in
+    place of the partials of splits."""
     name = "flash_attn_with_kvcache"
     refuse(name, qv=qv, attention_chunk=attention_chunk, **others)
     check_integers(name, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, page_table=page_table,
@@ -198,11 +198,11 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
         q = rotated(q, rotary_cos, rotary_sin, first, cu_seqlens_q, turns_rows, rotary_interleaved)
         k = rotated(k, rotary_cos, rotary_sin, first, cu_seqlens_k_new, True, rotary_interleaved)
     if cache_batch_idx is not None:
-        # A cache is a page, and the table has one column.
+        # Each cache is a page, and the table has one column.
         page_table = cache_batch_idx[:, None] if page_table is None else page_table.index_select(0, cache_batch_idx)
     if k is not None:
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad) and not q.requires_grad:
-            q = q.detach().requires_grad_()  # so that a backward, which would give k and v none, says that there is none
+            q = q.detach().requires_grad_()  # so that a backward pass, which has no gradients of k and v, is refused
         cache_seqlens = APPEND(k_cache, v_cache, k, v, cache_seqlens, page_table, cu_seqlens_k_new)
     out, lse = attend(name, q, k_cache, v_cache, softmax_scale, causal, window_size, softcap, q_descale, k_descale,
                       v_descale, learnable_sink, alibi_slopes, cu_seqlens_q, None, cache_seqlens, page_table,
@@ -214,11 +214,10 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
 
 
 def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
-    """O [B,S,H,D] and LSE [B,S,H] of n partial results [n,B,S,H,D] over different keys and their LSEs [n,B,S,H], all
-    fp32."""
+    """Merges n partials [n,B,S,H,D] over different keys with their LSEs [n,B,S,H], all fp32, to O [B,S,H,D] and LSE [B,S,H]."""
     lse = lse_partial.logsumexp(0)
     weights = (lse_partial - lse.where(lse > -torch.inf, 0)).exp()[..., None]
-    whole = (out_partial.where(weights > 0, 0) * weights).sum(0)  # a part that has seen no key may hold anything
+    whole = (out_partial.where(weights > 0, 0) * weights).sum(0)  # a partial without keys may have any contents
     return whole.to(out_dtype or out_partial.dtype) if out is None else out.copy_(whole), lse
 
 
@@ -226,5 +225,5 @@ def get_scheduler_metadata(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, 
                            qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
                            cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1),
                            attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0):
-    """An empty tensor, which callers hand on as scheduler_metadata: the kernels plan their work themselves."""
+    """An empty tensor for scheduler_metadata, which has no effect, since the kernels plan their work themselves."""
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)

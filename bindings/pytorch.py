@@ -311,8 +311,9 @@ def line_with(capability, dtype, D, Dv, features, score_mod="", mask_mod=""):
 # none, may return NaN or must be deterministic.
 BackwardRow = collections.namedtuple("BackwardRow", "name capabilities sizes pads repeats faster")
 BACKWARD_LINES = (
-    BackwardRow("backward_mma", range(8, 100), {64: (), 96: (), 128: ("BLOCK_N=32",)}, True, True, ()),
-    BackwardRow("backward_minimal", range(8, 100), {192: (), 256: ()}, True, True, ()))
+    BackwardRow("backward_hopper", (9,), {64: (), 128: ("BLOCK_N=64",)}, False, False, (64,)),
+    BackwardRow("backward_wgmma_plain", (9,), {64: (), 128: (), 256: ("BLOCK_N=32",)}, False, True, ()),
+    BackwardRow("backward_mma", range(8, 100), {64: (), 96: (), 128: ("BLOCK_N=32",), 256: ("BLOCK_N=32",)}, True, True, ()))
 NEEDED, DETERMINISTIC = 1, 2  # of pytorch_own_backward.h's BackwardKey
 
 

@@ -8,6 +8,7 @@
 #include <ATen/ops/_flash_attention_backward.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention_backward.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention_backward_native.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
@@ -77,7 +78,10 @@ static std::tuple<Tensor, Tensor, Tensor> efficient_backward(const Tensor& grad,
     return (group == 1 ? dx : dx.unflatten(1, {key_heads, group}).sum(2)).to(q.scalar_type());
   };
   const Tensor unused = empty({}, at::kLong, q);  // a random generator's state, read with dropout alone
-  const auto [dq, dk, dv, of_bias] = at::_scaled_dot_product_efficient_attention_backward(
+  // Not through the dispatcher, which leads to behind_efficient_backward(). On the CPU a test has an operator of its own.
+  const auto kernel = on_cpu ? at::_scaled_dot_product_efficient_attention_backward
+                             : at::native::_scaled_dot_product_efficient_attention_backward_cuda;
+  const auto [dq, dk, dv, of_bias] = kernel(
       grad.to(type), q.to(type), by_query_heads(k, q, type), by_query_heads(v, q, type), bias,
       o.to(type).transpose(1, 2).contiguous().transpose(1, 2), padded_lse(lse), unused, unused, 0,
       {true, true, true, false}, causal, scale);
@@ -155,6 +159,21 @@ static std::tuple<Tensor, Tensor, Tensor> behind_flash_backward(
       at::_flash_attention_backward(rows(grad), rows(q), rows(k), rows(v), rows(o), lse, q_starts, k_starts, most_q,
                                     most_k, dropout, causal, seed, offset, scale);
   return {rows(dq), rows(dk), rows(dv)};
+}
+
+static std::tuple<Tensor, Tensor, Tensor, Tensor> behind_efficient_backward(
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bias, const Tensor& o,
+    const Tensor& lse, const Tensor& seed, const Tensor& offset, double dropout, std::array<bool, 4> wanted, bool causal,
+    std::optional<double> scale) {
+  const c10::OptionalDeviceGuard guard(q.device());
+  if (dropout == 0 && !bias.defined() && grad.defined()) {
+    const Tensor rows_lse = lse.narrow(2, 0, q.size(2));  // without the padding
+    const int mask = causal ? SDPA_CAUSAL_TOP_LEFT : SDPA_CAUSAL_OFF;
+    const BackwardCall call{.grad = grad, .q = q, .k = k, .v = v, .o = o, .lse = rows_lse, .causal = mask, .scale = scale};
+    if (Gradients d; ours_instead(call, false, d)) return {d.q, d.k, d.v, Tensor()};
+  }
+  return at::native::_scaled_dot_product_efficient_attention_backward_cuda(grad, q, k, v, bias, o, lse, seed, offset, dropout,
+                                                                           wanted, causal, scale);
 }
 
 // ---- sdpa::attention_backward ----

@@ -97,7 +97,7 @@ typedef struct SdpaParams {
 typedef struct SdpaBackwardParams {
   const void* dO;                 /* [B,Hq,Sq,D] of OUT_DTYPE, the gradient of O */
   void *dQ, *dK, *dV;             /* like Q, K and V, written whole; no element of them may alias another tensor's */
-  SdpaStrides d_o, d_q, d_k, d_v; /* strides of d_o may be 0 or negative */
+  SdpaStrides d_o, d_q, d_k, d_v; /* those of d_o may be 0 */
   const float* dLSE;              /* [B,Hq,Sq] contiguous, the gradient of LSE; null: 0 */
   float* dSinks;                  /* lines with USE_SINKS: [Hq], written whole; or null */
   void* workspace;                /* sdpa_library_backward_workspace_bytes(), with any contents; one per stream */
@@ -142,8 +142,8 @@ int sdpa_library_forward(const SdpaParams* p, struct CUstream_st* stream, char* 
 size_t sdpa_library_backward_workspace_bytes(const SdpaParams* forward);
 
 /* Lines with BACKWARD=1: enqueues dQ, dK and dV of p->forward, and dSinks if it is set. LSE is a natural logarithm,
-   includes the scale, and is -inf for a row that sees no key; such a row has a dQ of 0. Makes the same promises and
-   returns as sdpa_library_forward() does. */
+   includes the scale, and is -inf for a row that sees no key; such a row has a dQ of 0. With USE_WARP_SPECIALIZATION=1
+   the last bits of dQ differ from run to run. Makes the same promises and returns as sdpa_library_forward() does. */
 int sdpa_library_backward(const SdpaBackwardParams* p, struct CUstream_st* stream, char* text, size_t text_bytes);
 
 #ifdef __GNUC__

@@ -1,4 +1,4 @@
-// Stands in for the CUDA driver's header: tensor maps and the one function that makes them.
+// Replaces the CUDA driver's header: tensor maps and the function that encodes them.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +28,7 @@ struct alignas(64) CUtensorMap_st {
   uint32_t box[5];
   uint16_t rank, swizzle_bytes;
 
-  // Of the whole box in shared memory, also what of it is outside the tensor.
+  // Bytes of the whole box in shared memory, including out-of-bounds elements.
   uint64_t box_bytes() const {
     uint64_t bytes = stride[0];
     for (int i = 0; i < rank; i++) bytes *= box[i];
@@ -38,7 +38,7 @@ struct alignas(64) CUtensorMap_st {
 using CUtensorMap = CUtensorMap_st;
 static_assert(sizeof(CUtensorMap) == 128, "as large as the driver's");
 
-// Refuses what the driver refuses, of that which this much of the API can express.
+// Refuses the same arguments as the driver, as far as this part of the API can express them.
 inline CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank,
                                        void* base, const cuuint64_t* sizes,
                                        const cuuint64_t* strides, const cuuint32_t* box,

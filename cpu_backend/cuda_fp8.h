@@ -1,4 +1,5 @@
-// __nv_fp8_e4m3 as CUDA has it: conversions round to nearest even, beyond 448 to 448; NaN becomes 0x7f.
+// __nv_fp8_e4m3 as CUDA has it: conversions round to nearest even, beyond 448 to 448; NaN becomes
+// 0x7f.
 #pragma once
 
 #include <cmath>
@@ -13,7 +14,8 @@ inline uint8_t float_to_e4m3(float x) {
   if (x != x) return 0x7f;
   if (magnitude >= 448) return uint8_t(sign | 0x7e);
   if (magnitude < 0x1p-6f) return uint8_t(sign | int(std::nearbyint(magnitude * 512)));
-  // The same fields at fp32's places, of which 20 bits are rounded away; a carry goes into the exponent.
+  // The same fields at fp32's places, of which 20 bits are rounded away; a carry goes into the
+  // exponent.
   const uint32_t bits = bits_of_float(magnitude), odd = bits >> 20 & 1;
   return uint8_t(sign | (((bits + 0x7ffff + odd) >> 20) - (120 << 3)));
 }

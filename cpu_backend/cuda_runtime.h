@@ -1,5 +1,5 @@
-// Stands in for the CUDA runtime's header when kernels are compiled for the CPU: the qualifiers,
-// built-in variables, vector types and intrinsics that sdpa.cu uses, and as much of the runtime API.
+// Replaces the CUDA runtime's header when kernels are compiled for the CPU: the qualifiers,
+// built-in variables, vector types, intrinsics and runtime functions that sdpa.cu uses.
 #pragma once
 
 #include <algorithm>
@@ -114,7 +114,7 @@ inline bool __all_sync(unsigned mask, bool predicate, SIMT_CALLER) {
 }
 
 namespace simt {
-// Of shared or of global memory.
+// Atomics in shared or global memory.
 inline void check_atomic(const void* address, int bytes, Site at) {
   if (size_t(static_cast<const unsigned char*>(address) - self->shared) < self->shared_bytes) {
     return check_shared(address, bytes, at);
@@ -153,8 +153,8 @@ inline unsigned atomicInc(unsigned* address, unsigned last, SIMT_CALLER) {
 }
 
 // ---- runtime API ----
-// Two devices, of which a program gets the first one unless it asks. Streams run what they get at once;
-// they tell apart which launch a dependent one follows.
+// Two devices; the first is the default. Streams execute launches immediately; they only determine which
+// launch a dependent launch follows.
 
 #define CUDART_VERSION 0
 
@@ -216,12 +216,12 @@ constexpr int SHARED_OF_SM = 228 << 10, SHARED_OF_SYSTEM = 1 << 10;  // the latt
 inline thread_local int current_device = 0;
 inline thread_local cudaError_t last_error = cudaSuccess;
 
-// What a runtime function returns. A failed launch is no sticky error: the next one may succeed.
+// Sets and returns the error of a runtime function. A failed launch is not a sticky error.
 inline cudaError_t result(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
   return error;
 }
-// At the start of a function that tests may make fail.
+// Used at the start of a function that tests can make fail.
 #define SIMT_MAY_FAIL                                            \
   if (const int planned = ::simt::planned_failure(__func__)) {   \
     return ::simt::result(static_cast<cudaError_t>(planned));    \
@@ -244,7 +244,7 @@ inline const char* cudaGetErrorString(cudaError_t error) {
 inline cudaError_t cudaPeekAtLastError() { return simt::last_error; }
 inline cudaError_t cudaGetLastError() { return std::exchange(simt::last_error, cudaSuccess); }
 
-// The driver's functions, of which there is one.
+// The only function of the driver.
 inline cudaError_t cudaGetDriverEntryPoint(const char* symbol, void** function, unsigned long long,
                                            cudaDriverEntryPointQueryResult* found) {
   SIMT_MAY_FAIL
@@ -344,7 +344,7 @@ inline cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes, cudaMemc
   return cudaSuccess;
 }
 inline cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
-  *free_bytes = *total_bytes = size_t(1) << 44;  // the host's limit is checked by who asks
+  *free_bytes = *total_bytes = size_t(1) << 44;  // callers check the host's limit
   return cudaSuccess;
 }
 

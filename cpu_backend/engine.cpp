@@ -56,8 +56,8 @@ Gpu gpu;
 
 namespace {
 
-// While one lives, ThreadSanitizer takes no note of what this CUDA thread does: the engine's own data
-// (whose memmove and malloc it intercepts) are shared by all threads of a block on purpose.
+// While an object exists, ThreadSanitizer ignores this CUDA thread: the engine's own data (whose
+// memmove and malloc it intercepts) are shared by all threads of a block on purpose.
 struct Unobserved {
 #if defined(SIMT_TSAN)
   Unobserved() {
@@ -74,8 +74,8 @@ struct Unobserved {
   Unobserved(const Unobserved&) = delete;
 };
 
-// ThreadSanitizer does not see this lock. The CUDA runtime orders nothing between the host threads that use
-// it, so that what they share themselves must show.
+// ThreadSanitizer does not see this lock. The CUDA runtime does not synchronize host threads, so
+// races between them must be reported.
 class Lock {
  public:
   explicit Lock(std::mutex& mutex) : mutex_(mutex) {
@@ -106,7 +106,8 @@ class Lock {
 constexpr size_t STACK_BYTES = 256 << 10, GUARD_BYTES = 4096;
 
 #if defined(__x86_64__)
-// Saves the callee-saved registers on this stack, its pointer in *from, and goes on with stack `to`.
+// Saves the callee-saved registers on this stack and its pointer in *from, and switches to stack
+// `to`.
 extern "C" void simt_switch_stack(void** from, void* to);
 asm(R"(
 .text
@@ -180,8 +181,8 @@ struct Fiber {
   void* asan_fake_stack = nullptr;
 };
 
-// For ThreadSanitizer, of what is used time after time: one clock for even times and one for odd ones, so
-// that a thread that is late to go on does not see what others have done since.
+// For ThreadSanitizer, for objects that are used repeatedly: one clock for even uses and one for
+// odd ones, so that a thread that continues late does not see later actions of others.
 struct Clocks {
   char of[2];
   bool odd = false;
@@ -224,15 +225,15 @@ struct Transfer {  // a bulk load in flight, or the cp.async of a thread that an
   std::vector<AsyncCopy> copies;  // in any order
 };
 
-// The accumulators of a warpgroup from the first product that is in flight on them to the wait that
-// brings the results. Meanwhile the threads' own copies are poison.
+// The accumulators of a warpgroup, from the first product in flight to the wait that completes
+// them. Until then the threads' own copies are poisoned.
 struct Chain {
   int n = 0, left = 0;     // columns; products not yet computed
   float* d[128] = {};      // by thread
   std::vector<float> sum;  // [64][n]
 };
 
-// What all threads of a warpgroup do in the same order, each at its own time.
+// A step that all threads of a warpgroup do in the same order, at different times.
 struct Step {
   enum class Kind { fence, product, commit, registers } kind;
   Site at;
@@ -247,7 +248,7 @@ struct Step {
   std::vector<RegistersOfA> a;  // by thread
 };
 
-// Registers of a thread that products used before: what they held when they were last seen in order.
+// Registers of a thread that products used: their contents when they were last synchronized.
 struct Known {
   const void* registers;
   int words;
@@ -270,7 +271,8 @@ struct Range {  // of global memory
   uintptr_t begin, end;
 };
 
-// What the launch before has written and a dependent one may not see yet. Its place holds poison.
+// Data that the previous launch has written and a dependent launch must not see yet. Its memory is
+// poisoned.
 struct Withheld {
   std::vector<Range> ranges;
   std::vector<unsigned char> bytes;  // of the ranges, one behind the other
@@ -314,12 +316,12 @@ struct Block {  // a CTA
   };
   std::vector<Unfenced> unfenced;  // without a fence.mbarrier_init since
   std::vector<Warpgroup> warpgroups;
-  // What ThreadSanitizer sees the asynchronous reads as: a thread for each warpgroup's products, and
-  // one for the bulk stores.
+  // The threads to which ThreadSanitizer attributes asynchronous reads: one for each warpgroup's
+  // products, and one for bulk stores.
   std::vector<void*> proxies;
   int free_registers = 0;
   Counters counters;
-  // By warp and site: accesses that some lanes have made and others not yet, oldest first.
+  // By warp and site: accesses that only some lanes have made so far, oldest first.
   struct Pending {
     uint64_t first = 0;  // number of the oldest
     int bytes = 0;
@@ -369,9 +371,9 @@ std::map<uintptr_t, Allocation> allocations;  // changed only between launches
 
 Fiber& fiber_of(Thread* t) { return t->block->fibers[t->linear]; }
 
-// Goes on with `to`; returns when somebody switches back. For ThreadSanitizer, a fiber's first switch
-// and its last one are ordered with the scheduler, so that blocks follow one another; no other switch
-// orders anything.
+// Switches to `to`; returns when another fiber switches back. For ThreadSanitizer, the first and
+// the last switch of a fiber synchronize with the scheduler, which orders blocks; other switches do
+// not synchronize.
 void switch_fibers(Fiber& from, Fiber& to) {
   self = &to.thread;
 #if defined(SIMT_ASAN)
@@ -426,8 +428,8 @@ Fiber& pick(Runner& c) {  // the choice stays at ready[next_ready - 1]
   return *c.ready[c.next_ready++];
 }
 
-// Lets others run until f is ready again. Straight to the next ready fiber where there is one, but
-// its first turn it gets from the scheduler.
+// Lets other fibers run until f is ready. Switches directly to the next ready fiber, except that
+// fibers are started by the scheduler.
 void wait(Fiber& f, const char* what, Site at) {
   Runner& c = *f.thread.block->runner;
   f.state = State::waiting;
@@ -454,7 +456,7 @@ std::string name_of(const Site& at) {
   const char* file = strrchr(at.file, '/');
   std::string text = file ? file + 1 : at.file;
   text += ":" + std::to_string(at.line);
-  // From a pretty function name the part that tells instances apart: its last template argument.
+  // The last template argument of a pretty function name, which distinguishes instances.
   const char* h = strstr(at.function, "H = ");
   if (h) {
     const char* value = strstr(h, "Hazard::");
@@ -507,7 +509,7 @@ void wake_pollers(Runner& c) {
   c.pollers.swap(still);
 }
 
-// Waits until ready(context); wake_pollers() asks again.
+// Waits until ready(context); wake_pollers() evaluates it again.
 void wait_until(bool (*ready)(const void*), const void* context, const char* what, Site at) {
   Fiber& f = fiber_of(self);
   if (ready(context)) return;
@@ -547,9 +549,9 @@ void reach(Barrier& barrier, int count, bool wait_here, const char* what, Site a
   }
 }
 
-// Wavefronts that a warp's access takes beyond those that its bytes need: 16-byte accesses go by 8
-// lanes, 8-byte ones by 16, and within such a phase lanes that want different words of one bank take
-// turns.
+// Excess wavefronts of a warp's access: 16-byte accesses are processed for 8 lanes at a time,
+// 8-byte accesses for 16, and within such a phase, accesses to different words of a bank are
+// serialized.
 uint64_t conflicts_of(const Access& access, int bytes) {
   const int lanes_per_phase = std::min(32, 128 / bytes);
   uint64_t extra = 0;
@@ -577,7 +579,7 @@ void close_access(Block& b, const Access& access, int bytes, const Site& at) {
   count.conflicts += conflicts_of(access, bytes);
 }
 
-// The 8 bytes of an mbarrier. Of poisoned memory `unused` is not 0, or nothing is expected.
+// The 8 bytes of an mbarrier. In poisoned memory, `unused` is not 0 or nothing is expected.
 struct Mbarrier {
   uint32_t pending : 12, expected : 12, phase : 1, unseen : 1, unused : 6;  // unseen: that the phase before has ended
   int32_t bytes;  // announced and not yet landed; negative when they land first
@@ -598,7 +600,7 @@ struct Mbarrier {
     memcpy(word, this, sizeof *this);
     if (complete) wake_pollers(c);
   }
-  // Whether the phase of this parity has ended, which a thread has seen then.
+  // True if the phase of this parity is complete; records that a thread has observed it.
   static bool see(uint64_t* word, int parity) {
     Mbarrier m;
     memcpy(&m, word, sizeof m);
@@ -631,7 +633,7 @@ void arrive(uint64_t* barrier, int expect_bytes, Site at) {
 uint16_t place_of(const Block& b, const uint64_t* word) {
   return uint16_t((reinterpret_cast<const unsigned char*>(word) - b.shared) / 8 + 1);
 }
-// This thread has waited for the mbarrier.
+// Records that this thread has waited for the mbarrier.
 void note_wait(const uint64_t* barrier, int parity) {
   acquire(Mbarrier::clock(barrier, parity));
   const Block& b = *self->block;
@@ -674,7 +676,7 @@ Withheld::Withheld(std::vector<Range> written) {
   }
 }
 
-// Over what the dependent launch has written there too early.
+// Overwrites data that the dependent launch has written too early.
 void Withheld::give_back() {
   const unsigned char* from = bytes.data();
   for (const Range& range : ranges) {
@@ -699,7 +701,7 @@ void Withheld::worker_ends() {
 namespace simt {
 namespace {
 
-// Sets up the CTA's threads at their start. False: no memory.
+// Initializes the CTA's threads. Returns false if there is no memory.
 bool start_block(Runner& c, Index3 index, size_t shared_bytes, bool counting) {
   Block& b = c.block;
   b.runner = &c;
@@ -760,8 +762,9 @@ void close_counters(Block& b) {
   }
 }
 
-// By the scheduler. What is in flight has read and written global memory as it was without the launch
-// before. All workers come here, or run out of CTAs, before the bytes are given back.
+// Called by the scheduler. Operations in flight have accessed global memory without the results of
+// the previous launch. All workers arrive here, or have no more CTAs, before the bytes are
+// restored.
 void launch_before_ends(Runner& c) {
   const Unobserved unobserved;
   for (Fiber& f : c.block.fibers) {
@@ -1080,7 +1083,7 @@ Counters take_counters() {
 
 namespace {
 
-// So many stacks behind a guard each. Null: no memory.
+// Allocates stacks with guard pages. Returns null if there is no memory.
 unsigned char* map_stacks(size_t count) {
   void* const memory = mmap(nullptr, count * (STACK_BYTES + GUARD_BYTES), PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -1159,14 +1162,15 @@ struct Worker {  // one OS thread's CTA, with stacks that all its CTAs use in tu
   }
 };
 
-// By device and stream: what its last launch has written, if nothing has synchronised since.
+// By device and stream: the data that its last launch has written, unless it was synchronized
+// since.
 std::map<std::pair<int, const void*>, std::vector<Range>> written;
 std::map<std::pair<int, const void*>, int> shared_allowed;  // by device and kernel
 
 struct PlannedFailure {
   int error, successes;  // so many calls before it
 };
-// What a host thread knows of its calls.
+// The state of a host thread.
 thread_local std::map<std::string, PlannedFailure> planned_failures;
 thread_local Launch latest_launch;
 thread_local int launches_of_thread;
@@ -1193,8 +1197,8 @@ bool launch(const Launch& l, void (*body)(const void*), const void* args) {
   latest_launch = l;
   launches_of_thread++;
   if (launch_log) launch_log->push_back(l);
-  // What shared memory holds at the start: NaN, then numbers of 61,296 and -61,296 in fp16, since fmaxf() drops NaN.
-  // Every other launch has zeros: where what is read changes a decision alone, its bits are others.
+  // Initial contents of shared memory: NaN, then 61,296 and -61,296 in fp16, since fmaxf() drops
+  // NaN. Every other launch starts with zeros, which shows reads that only affect a decision.
   constexpr unsigned char poisons[] = {0xff, 0x7b, 0xfb};
   static int launches = 0;
   const unsigned char poison = launches % 2 ? 0 : poisons[launches / 2 % 3];
@@ -1204,7 +1208,7 @@ bool launch(const Launch& l, void (*body)(const void*), const void* args) {
   launch_failed = false;
   const Index3& n = l.grid_dim;
   const uint64_t ctas = uint64_t(n.x) * n.y * n.z;
-  // Two at least: CTAs run beside each other on any machine.
+  // At least two, so that CTAs run concurrently on any machine.
   const uint64_t cores = std::max(2u, std::thread::hardware_concurrency());
   const int workers = int(std::max<uint64_t>(1, std::min(cores, ctas)));
   std::unique_ptr<Withheld> withheld;
@@ -1244,7 +1248,7 @@ bool launch(const Launch& l, void (*body)(const void*), const void* args) {
   };
   std::vector<std::thread> threads;
   for (int t = 1; t < workers; t++) threads.emplace_back(work);
-  // Always on a thread of its own, so that what a launch leaves in thread-local state goes with it.
+  // Always on a new thread, whose thread-local state ends with the launch.
   std::thread(work).join();
   for (std::thread& t : threads) t.join();
   if (withheld && !withheld->back) {
@@ -1264,7 +1268,8 @@ const std::string& last_report() { return latest_report; }
 
 namespace {
 
-// Bytes on both sides of an allocation that are in none: a row far outside a tensor is no row of another one.
+// Unallocated bytes on both sides of an allocation, so that far out-of-bounds accesses do not reach
+// another one.
 constexpr size_t ALLOCATION_GAP = size_t(1) << 20;
 constexpr size_t LARGE_ALLOCATION = size_t(1) << 30;  // only touched pages cost memory
 

@@ -1,12 +1,12 @@
-// A CPU that runs CUDA kernels: one fiber per CUDA thread, one block at a time per worker thread.
-// This header is what kernels see of it; engine.cpp has the scheduler, which is compiled without
-// sanitizers so that ThreadSanitizer sees the CUDA threads and their barriers, and nothing else.
+// Runs CUDA kernels on the CPU: one fiber per CUDA thread, one block at a time per worker thread.
+// This header is the interface for kernels. engine.cpp has the scheduler, which is compiled without
+// sanitizers, so that ThreadSanitizer sees only the CUDA threads and their barriers.
 //
-// It is stricter than the hardware: asynchronous copies and products land as late as the rules allow,
-// a dependent launch starts before what the launch before it has written can be seen, shared memory
-// starts as NaN, as large numbers or as zeros, warps do not run in lockstep, and threads run in the order
-// that simt::schedule says.
-// What it finds it reports with block, warp, lane and source line, and the launch fails.
+// It is stricter than the hardware: asynchronous copies and products complete as late as allowed,
+// dependent launches start before the results of the previous launch are visible, shared memory is
+// initialized with NaN, large numbers or zeros, warps do not run in lockstep, and simt::schedule
+// sets the order of threads. Errors are reported with block, warp, lane and source line, and the
+// launch fails.
 #pragma once
 
 #include <cstddef>
@@ -24,14 +24,14 @@ struct Index3 {
   unsigned x, y, z;
 };
 
-// A place in the kernel's source. `function` may carry template arguments (__PRETTY_FUNCTION__).
+// A source location. `function` may contain template arguments (__PRETTY_FUNCTION__).
 struct Site {
   const char* file;
   int line;
   const char* function;
 };
 #define SIMT_HERE (::simt::Site{__FILE__, __LINE__, __PRETTY_FUNCTION__})
-// As default arguments: the place of the call.
+// As default arguments: the location of the call.
 #define SIMT_CALLER ::simt::Site at = {__builtin_FILE(), __builtin_LINE(), __builtin_FUNCTION()}
 
 struct AsyncCopy {  // one cp.async
@@ -63,7 +63,8 @@ struct Thread {  // one CUDA thread
   std::map<const void*, uint64_t> accesses_at;      // by site, for the conflict counters
   std::deque<std::deque<BulkStore>> stores;         // bulk groups; the last is open
   uint32_t proxy_fences;                            // fence.proxy.async so far
-  // For each mbarrier that tracks cp.async: the copies that had landed at the last wait, and at the last wait before a fence.
+  // For each mbarrier that tracks cp.async: the copies completed at the last wait, and at the last
+  // wait before a fence.
   std::map<uint16_t, uint32_t> landings_seen, landings_fenced;
   int registers;                                    // setmaxnreg
 };
@@ -78,24 +79,24 @@ extern thread_local Grid grid;
 
 // ---- waiting; all of these may switch to other CUDA threads ----
 
-// The barrier of the whole block. Threads at different sites, or gone, are a divergent barrier.
+// __syncthreads(). Reports a divergent barrier if threads are at different sites or have exited.
 void sync_threads(Site at);
-// bar.sync (wait) and bar.arrive (!wait) on barrier `id` of `count` threads. Of those that wait: whether `vote` is true
-// in all of them (bar.red.and).
+// bar.sync (wait) and bar.arrive (!wait) on barrier `id` of `count` threads. Returns true if `vote`
+// is true in all waiting threads (bar.red.and).
 bool named_barrier(int id, int count, bool wait, Site at, bool vote = true);
-// The lanes of `mask` meet; the last to arrive runs compute(args) on all their arguments, indexed by
-// lane. Lanes that meet in different operations are reported.
+// A collective of the lanes of `mask`: the last to arrive runs compute(args) on the arguments of
+// all lanes. Reports lanes in different operations.
 using Collective = void (*)(void* const args[32], unsigned mask);
 void warp_collective(unsigned mask, void* mine, Collective compute, Site at);
-// mbarriers, in 8 bytes of shared memory: count arrivals and bytes in flight; a phase is complete when
-// both are used up. wait() returns once the phase of that parity is complete.
+// mbarriers, in 8 bytes of shared memory: count arrivals and bytes in flight; a phase is complete
+// when both are 0. wait() returns when the phase of that parity is complete.
 void mbarrier_init(uint64_t* barrier, int count, Site at);
 void mbarrier_arrive(uint64_t* barrier, int expect_bytes, Site at);
 void mbarrier_wait(uint64_t* barrier, int parity, Site at);
 bool mbarrier_peek(uint64_t* barrier, int parity, Site at);
-// The mbarriers that this thread has initialised are so for asynchronous copies.
+// Makes the mbarriers that this thread has initialized visible to asynchronous copies.
 void fence_mbarrier_init();
-// Ordering for ThreadSanitizer on an object that is not one of the above.
+// Ordering for ThreadSanitizer on other objects.
 void release(const void* object);
 void acquire(const void* object);
 
@@ -109,16 +110,16 @@ void bulk_store(void* dst, const void* src, uint32_t bytes, Site at);
 void tensor_store(const CUtensorMap_st* map, const int* c, int rank, const void* src, Site at);
 void bulk_commit();
 void bulk_wait(int groups, bool read_only);
-// A write of this thread through the generic proxy, for the check of fence.proxy.async. Writes
-// through plain pointers do not come by here: for those only the missing barrier shows.
+// A write through the generic proxy, for the check of fence.proxy.async. Writes through plain
+// pointers are not tracked; for those only a missing barrier is detected.
 void note_write(const void* dst, int bytes);
 void fence_proxy_async();
-// cp.async.mbarrier.arrive: the thread's copies land later, and the phase does not end before.
+// cp.async.mbarrier.arrive: the phase completes only after the thread's copies.
 void arrive_after_copies(uint64_t* barrier, Site at);
 
 enum class Element { fp16, bf16, e4m3 };  // of matrices
 
-// One wgmma of a thread: d (+)= A @ B, [64][K] @ [K][n], where K elements have 32 bytes.
+// A thread's part of a wgmma: d (+)= A @ B, [64][K] @ [K][n], where K elements have 32 bytes.
 struct Product {
   int n;
   Element element;
@@ -132,25 +133,25 @@ void wgmma_fence(Site at);
 void wgmma_commit(Site at);
 void wgmma_wait(int groups, Site at);
 
-// ctas: that the kernel's launch bounds ask for on an SM, since the registers at the start depend on them.
+// ctas: CTAs per SM in the kernel's launch bounds, which determine the initial register count.
 void setmaxnreg(int registers, int ctas, bool increase, Site at);
 
 // ---- programmatic dependent launch ----
 
-// A write of this thread to global memory, or an atomic: a dependent launch does not see it before it has
-// waited. Plain stores do not come by here: those it sees at once.
+// A write or atomic to global memory, which a dependent launch sees only after it has waited. Plain
+// stores are not tracked and visible immediately.
 void note_global_write(const void* dst, int bytes);
-// Returns when no thread of the CTAs that run can go on without it, in random order also earlier. From then
-// on the launch sees what the one before it has written.
+// Returns when no thread of the running CTAs can continue without it (with random order also
+// earlier). From then on, the launch sees the results of the previous one.
 void griddepcontrol_wait(Site at);
 
 // ---- reports ----
 
-// Prints a report with the thread's place, fails the launch and leaves the thread. Never returns.
+// Prints a report with the thread's location, fails the launch and ends the thread. Never returns.
 [[noreturn]] void fail(Site at, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
-// Fails unless [pointer, pointer + bytes) is aligned to `bytes` and inside the block's shared memory,
-// or inside one allocation of the device's global memory.
+// Fails unless [pointer, pointer + bytes) is aligned to `bytes` and inside the block's shared
+// memory, or inside one allocation of the device's global memory.
 void check_shared_slow(const void* pointer, int bytes, Site at);
 void check_global(const void* pointer, int bytes, Site at);
 void check_global_range(const void* pointer, uint64_t bytes, Site at);  // of any alignment
@@ -176,7 +177,7 @@ void count_global(int bytes);
 
 // ---- the host's side; all of it may be called by several host threads at once ----
 
-// What the runtime says of the GPU, and where kernels end a sum. Tests change it between launches.
+// The properties of the GPU, and the maximum length of sums. Tests change it between launches.
 struct Gpu {
   int sms[2] = {3, 5};       // by device: a persistent grid is smaller than most problems
   int l2_bytes = 120 << 10;  // holds K and V of one or two heads of a few hundred keys
@@ -201,26 +202,27 @@ struct Launch {
   const void* stream;
   bool dependent;  // may start before the launch before it on the stream has ended
 };
-// Runs body() as every thread of every block. Returns false if something was reported. Launches of
-// several host threads come one after another.
+// Runs body() for every thread of every block. Returns false if an error was reported. Launches of
+// several host threads are serialized.
 bool launch(const Launch& l, void (*body)(const void*), const void* args);
 const Launch& last_launch();       // of this host thread
 extern thread_local std::vector<Launch>* launch_log;  // if not null, gets every launch of this host thread
 int launches();                    // of this host thread so far, without those that a test made fail
 const std::string& last_report();  // first line of the report that failed its last failed launch
-// All launches before, or those of one stream, have ended: a dependent launch has nothing to wait for.
+// Completes all earlier launches, or those of a stream: a dependent launch then has nothing to wait
+// for.
 void synchronise();
 void synchronise(const void* stream);
 
 void* allocate(size_t bytes, int device);  // "global memory"; null if it cannot be had
 void deallocate(void* pointer);
 
-// Dynamic shared memory that a launch of the kernel may ask for on a device.
+// The maximum dynamic shared memory of a kernel on a device.
 void allow_shared(const void* kernel, int device, int bytes);
 int allowed_shared(const void* kernel, int device);
 
-// For tests of error paths: after `successes` more calls of the named function by this host thread, the
-// next one fails with this cudaError_t and does nothing. 0 takes a planned failure back.
+// For tests of error paths: after `successes` more calls of the named function by this host thread,
+// the next one fails with this cudaError_t and does nothing. 0 cancels a planned failure.
 void fail_next(const char* function, int error, int successes = 0);
 int planned_failure(const char* function);  // of this call; 0: none
 

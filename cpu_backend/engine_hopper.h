@@ -1,4 +1,4 @@
-// The part of engine.cpp, and included by it alone, that runs the instructions of sm_90:
+// The part of engine.cpp for instructions of sm_90; only engine.cpp includes it.
 //
 //   bulk loads    The destination is poison from the issue on. A load lands when no thread can go on
 //                 without it: the oldest, the newest or any one first, as the schedule says; in
@@ -15,15 +15,16 @@
 //                 Until then what the launch before has written is poison, and what is written over
 //                 it is lost.
 //
-// For ThreadSanitizer a bulk load writes when it is issued and is seen by who waits for its mbarrier.
-// Stores, and the products of each warpgroup, are threads of their own: what they read at the wait they
-// have seen no more of than its issuer had at the issue (of a warpgroup, its first thread).
+// For ThreadSanitizer a bulk load writes when it is issued and is seen by who waits for its
+// mbarrier. Stores, and the products of each warpgroup, are threads of their own: what they read at
+// the wait they have seen no more of than its issuer had at the issue (of a warpgroup, its first
+// thread).
 #pragma once
 
 namespace simt {
 namespace {
 
-// A signalling NaN: arithmetic on accumulators that are in flight makes it quiet, which shows.
+// A signalling NaN: arithmetic on accumulators in flight makes it quiet, which is detected.
 constexpr uint32_t IN_FLIGHT = 0xffa5a5a5;
 
 void observe_read(const void* pointer, size_t bytes) {
@@ -42,8 +43,8 @@ void observe_write(void* pointer, size_t bytes) {
 #endif
 }
 
-// Has `proxy` read what f() says, as one that has seen what was released on `issue`, and releases what
-// it has done on `proxy`.
+// Has `proxy` read what f() says, as one that has seen what was released on `issue`, and releases
+// what it has done on `proxy`.
 template <class F> void observe_as(void*& proxy, const void* issue, F f) {
   (void)proxy;
   (void)issue;
@@ -58,7 +59,7 @@ template <class F> void observe_as(void*& proxy, const void* issue, F f) {
 #endif
 }
 
-// For what is found when the thread that asked for it has gone on.
+// For errors that are detected after the thread has continued.
 void report_for(const Fiber& issuer, Site at, const std::string& text) {
   Runner& c = *issuer.thread.block->runner;
   report(block_name(issuer.thread.block_index) + " " + name_of(issuer.thread) + " at " +
@@ -81,8 +82,9 @@ void check_shared_range(const void* pointer, uint64_t bytes, int alignment, cons
 
 // ---- writes through the generic proxy ----
 
-// Fails if [offset, offset + bytes) holds a write whose thread has passed no fence.proxy.async since. If cp.async has
-// written it, its thread or this one must have passed the fence, after a wait for the mbarrier.
+// Fails if [offset, offset + bytes) contains a write whose thread has not executed
+// fence.proxy.async since. After a write by cp.async, its thread or this one must have executed the
+// fence after a wait for the mbarrier.
 void check_marks(uint64_t offset, int bytes, Site at) {
   const Block& b = *self->block;
   if (bytes == 16) {  // mostly there is none: quickly
@@ -107,14 +109,15 @@ void check_marks(uint64_t offset, int bytes, Site at) {
 
 // ---- bulk copies ----
 
-// Lines of 128 bytes: bits 4-6 of an address are XORed with bits 7-9; of 64: bits 4-5 with bits 7-8.
+// With lines of 128 bytes, bits 4-6 of an address are XORed with bits 7-9; with 64 bytes, bits 4-5
+// with bits 7-8.
 uint64_t swizzle(uint64_t address, int line_bytes) {
   return address ^ (address >> 7 & (line_bytes / 16 - 1)) << 4;
 }
 
 using Pieces = std::vector<std::pair<unsigned char*, int>>;
 
-// The box at coordinates c, in the order in which it lies in shared memory before the swizzle.
+// The box at coordinates c, in the order of shared memory before the swizzle.
 Pieces pieces_of(const CUtensorMap_st& map, const int* c, Site at) {
   Pieces pieces;
   uint32_t i[5] = {};
@@ -132,7 +135,7 @@ Pieces pieces_of(const CUtensorMap_st& map, const int* c, Site at) {
       inside = inside && at_dim >= 0 && uint64_t(at_dim) < map.size[dim];
       offset += uint64_t(at_dim) * map.stride[dim];
     }
-    // Of the row: what is before the tensor, inside, behind it.
+    // The parts of the row before, inside and after the tensor.
     const int64_t row = map.box[0], size = int64_t(map.size[0]);
     const int64_t before = std::min(std::max<int64_t>(-int64_t(c[0]), 0), row);
     const int64_t until = std::max(std::min<int64_t>(size - c[0], row), before);
@@ -151,7 +154,7 @@ Pieces pieces_of(const CUtensorMap_st& map, const int* c, Site at) {
 }
 
 // Calls f(address in shared memory, address in global memory or null, bytes) for each part of the
-// copy that is in one piece on both sides. Lines in shared memory have line_bytes; 0: they are not swizzled.
+// copy that is contiguous on both sides. Lines in shared memory have line_bytes; 0: not swizzled.
 template <class F>
 void for_parts(unsigned char* shared, int line_bytes, const Pieces& pieces, F f) {
   for (const auto& piece : pieces) {
@@ -228,7 +231,7 @@ void write_copies(Block& b, const Transfer& t) {
   }
 }
 
-// By the scheduler.
+// Called by the scheduler.
 void land_one(Runner& c) {
   const Unobserved unobserved;
   size_t i = 0;
@@ -317,7 +320,7 @@ void start_warpgroups(Block& b) {
   b.free_registers = 0;
 }
 
-// The step that this thread is at, new if it is the first to come here.
+// The step of this thread, created if it is the first to arrive.
 Step& join(Warpgroup& w, Step::Kind kind, int value, bool& first, Site at) {
   const uint64_t i = w.position[self->linear % 128]++ - w.first;
   first = i == w.steps.size();
@@ -358,13 +361,14 @@ void remember(std::vector<Known>& known, const void* registers, int words) {
   k->checksum = checksum(registers, words);
 }
 
-// Accumulator i of thread t: its place in [64][n]. So four accumulators are two pairs of neighbours, in
-// rows 8 apart, and the next four are 8 columns further.
+// The position of accumulator i of thread t in [64][n]. Four accumulators are two pairs of
+// neighbours in rows 8 apart; the next four are 8 columns further.
 int row_of(int t, int i) { return t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8; }
 int column_of(int t, int i) { return i / 4 * 8 + t % 4 * 2 + i % 2; }
 
-// A matrix in shared memory behind a descriptor. A line is 128 swizzled bytes (or 64): those of a row, or
-// (MN-major) 64 (32) rows or columns of a k. k counts 16-bit words, of which a product takes 16.
+// A matrix in shared memory, given by a descriptor. A line has 128 (or 64) swizzled bytes: a part
+// of a row, or (MN-major) 64 (32) rows or columns of one k. k counts 16-bit words; a product uses
+// 16.
 struct Operand {
   int line_bytes, line_words;
   uint64_t start;  // of the atom that the matrix begins in, as an offset
@@ -379,7 +383,7 @@ struct Operand {
         leading((descriptor >> 16 & 0x3fff) << 4),
         stride((descriptor >> 32 & 0x3fff) << 4) {}
 
-  // Of the line and chunk of 16 bytes in which row or column r from k on is; mn_major: k from r on.
+  // The address of the line and 16-byte chunk with row or column r at k.
   uint64_t offset_of(int r, int k, bool mn_major) const {
     const int line = mn_major ? k : r, along = mn_major ? r % line_words : k;
     const uint64_t panel = mn_major ? r / line_words * leading : 0;
@@ -434,7 +438,7 @@ void observe_operand(const Block& b, uint64_t descriptor, int rows, bool mn_majo
   }
 }
 
-// Of __half or __nv_bfloat16.
+// Converts __half or __nv_bfloat16.
 void to_floats(const uint16_t* from, float* to, int count, bool bf16) {
   for (int i = 0; i < count; i++) {
     const uint32_t bits = from[i], magnitude = bits & 0x7fff;
@@ -453,7 +457,8 @@ void to_floats(const uint16_t* from, float* to, int count, bool bf16) {
   }
 }
 
-// Of e4m3: the bytes of words [rows][columns] as [2 * rows][columns], or as [rows][2 * columns].
+// Converts e4m3: the bytes of words [rows][columns] become [2 * rows][columns] or [rows][2 *
+// columns].
 void to_floats_e4m3(const uint16_t* from, float* to, int rows, int columns, bool by_rows) {
   static const std::vector<float> values = [] {
     std::vector<float> v(256);
@@ -470,9 +475,9 @@ void to_floats_e4m3(const uint16_t* from, float* to, int rows, int columns, bool
   }
 }
 
-// sum [64][n] (+)= A [64][32] @ B [32][n], as Hopper adds products of e4m3: all 32 and the sum so far are
-// truncated to 14 bits, counted from the highest bit of the largest of them, and added exactly; the result is
-// truncated to 14 bits of its own. So 2^p + 1 is 2^p from p = 14 on.
+// sum [64][n] (+)= A [64][32] @ B [32][n], as Hopper adds products of e4m3: all 32 and the sum so
+// far are truncated to 14 bits, counted from the highest bit of the largest of them, and added
+// exactly; the result is truncated to 14 bits of its own. So 2^p + 1 is 2^p from p = 14 on.
 void multiply_add_e4m3(float* sum, const float* A, const float* B, int n, bool accumulate) {
   constexpr int LANES = 8;
   using Row = float __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -506,8 +511,8 @@ void multiply_add_e4m3(float* sum, const float* A, const float* B, int n, bool a
   }
 }
 
-// sum [64][n] (+)= A [64][16] @ B [16][n]: fp32, each element adds its products in the order of k. n is a multiple of
-// 8 * WIDE.
+// sum [64][n] (+)= A [64][16] @ B [16][n]: fp32, each element adds its products in the order of k.
+// n is a multiple of 8 * WIDE.
 template <int WIDE> void multiply_add(float* sum, const float* A, const float* B, int n, bool accumulate) {
   using Row = float __attribute__((vector_size(32), aligned(4)));
   constexpr int ROWS = 4;
@@ -588,7 +593,7 @@ void compute(Block& b, Warpgroup& w, Step& step) {
   (p.n == 8 ? multiply_add<1> : multiply_add<2>)(sum, a32, b32, p.n, p.accumulate);
 }
 
-// The results of a chain appear.
+// Completes a chain of products.
 void deliver(Block& b, Warpgroup& w, const Chain& chain, Site at) {
   for (int t = 0; t < 128; t++) {
     float* const d = chain.d[t];
@@ -611,7 +616,7 @@ void deliver(Block& b, Warpgroup& w, const Chain& chain, Site at) {
   }
 }
 
-// By the last thread of the warpgroup to come to the wait.
+// Called by the last thread of the warpgroup that arrives at the wait.
 void retire(Warpgroup& w, int groups, Site at) {
   Block& b = *self->block;
   for (int t = 1; t < 128; t++) {
@@ -642,7 +647,7 @@ void retire(Warpgroup& w, int groups, Site at) {
 
 // ---- registers, ends ----
 
-// Of a thread when the kernel starts: the SM's 65536 shared out.
+// The initial registers of a thread: the SM's 65,536 divided among its threads.
 int launch_registers(int threads) { return std::min(65536 / threads / 8 * 8, 256); }
 
 // A thread returns.

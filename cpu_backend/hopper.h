@@ -1,10 +1,10 @@
-// Host versions of the sm_90 part of section 3 of sdpa.cu; ptx.h includes this file at its end. What
-// they do when, and what they report, is in engine_hopper.h.
+// Host versions of the sm_90 part of section 3 of sdpa.cu; ptx.h includes this file at its end.
+// engine_hopper.h describes their timing and reports.
 
 inline void mbarrier_arrive_expect_tx(uint64_t* barrier_s, uint32_t bytes, SIMT_CALLER) {
   simt::mbarrier_arrive(barrier_s, int(bytes), at);
 }
-// As mbarrier_test_wait_parity: the thread sleeps until the phase is complete.
+// Like mbarrier_test_wait_parity, but sleeps until the phase is complete.
 inline bool mbarrier_try_wait_parity(uint64_t* barrier_s, int parity, SIMT_CALLER) {
   simt::mbarrier_wait(barrier_s, parity, at);
   return true;
@@ -87,5 +87,5 @@ inline void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4], SIMT_CALLER) 
 }
 
 inline void griddepcontrol_wait(SIMT_CALLER) { simt::griddepcontrol_wait(at); }
-// A dependent launch starts when all CTAs have ended, which allows it as well.
+// No effect: a dependent launch starts when all CTAs have ended.
 inline void griddepcontrol_launch_dependents() {}

@@ -1,6 +1,6 @@
-// nvcuda::wmma for 16x16x16 tiles: fragments, their loads and stores, mma_sync. Which lane holds what
-// is CUDA's secret, so kernels cannot depend on it; here lane 4g + q holds rows g and g + 8, columns
-// 2q, 2q + 1, 2q + 8 and 2q + 9.
+// nvcuda::wmma for 16x16x16 tiles: fragments, loads, stores and mma_sync. CUDA does not specify the
+// layout of fragments, so kernels cannot depend on it; here lane 4g + q holds rows g and g + 8,
+// columns 2q, 2q + 1, 2q + 8 and 2q + 9.
 #pragma once
 
 #include "cuda_bf16.h"
@@ -47,8 +47,9 @@ template <class T> void check(const T* tile, unsigned ldm, simt::Site at) {
   }
 }
 
-// The shared-memory accesses of a load of 16-bit elements, as sm_80 and up make them: one ldmatrix of
-// four 8x8 matrices, lane 8i + r with row r of matrix i. And of 32-bit accumulators: pairs of columns.
+// The shared-memory accesses of a load, as on sm_80 and newer. 16-bit elements: an ldmatrix of four
+// 8x8 matrices, where lane 8i + r accesses row r of matrix i. 32-bit accumulators: pairs of
+// columns.
 template <class T> void count(const T* tile, unsigned ldm, simt::Site at) {
   if (!simt::self->counting) return;
   const size_t offset = reinterpret_cast<const unsigned char*>(tile) - simt::self->shared;

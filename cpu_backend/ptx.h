@@ -1,5 +1,5 @@
-// Host versions of section 3 of sdpa.cu, which includes this file inside its namespace in its place.
-// One function per instruction, under the same names. Ordering rules are taken at their strictest.
+// Host versions of section 3 of sdpa.cu, which includes this file instead. One function per
+// instruction, with the same names and the strictest interpretation of ordering rules.
 
 // Dynamic shared memory of the CTA.
 template <class T> inline T& dynamic_shared(SIMT_CALLER) {
@@ -60,11 +60,11 @@ inline void red_global_add_v4(float* dst_g, float a, float b, float c, float d, 
 }
 inline void st_global_v4(void* dst_g, uint4 value, SIMT_CALLER) { st_global(dst_g, value, at); }
 
-// The bytes land at the wait that covers them; until then the destination is poison.
+// Copies complete at the wait that covers them; until then the destination is poisoned.
 template <int BYTES> inline void cp_async(void* dst_s, const void* src_g, bool valid, SIMT_CALLER) {
   simt::check_shared(dst_s, BYTES, at);
   if (valid) simt::check_global(src_g, BYTES, at);
-  if (reinterpret_cast<uintptr_t>(src_g) % BYTES) {  // also where nothing is read
+  if (reinterpret_cast<uintptr_t>(src_g) % BYTES) {  // even if nothing is read
     simt::fail(at, "cp.async of %d bytes from %p, which is misaligned", BYTES, src_g);
   }
   if (simt::self->counting) simt::count_shared(dst_s, BYTES, at);
@@ -99,14 +99,14 @@ inline float ex2_approx_ftz(float x) {
   const float y = std::exp2(x);
   return y < 0x1p-126f ? 0.0f : y;  // NaN stays
 }
-inline float tanh_approx(float x) { return std::tanh(x) * (1 + 0x1p-12f); }  // as far off as it may be
+inline float tanh_approx(float x) { return std::tanh(x) * (1 + 0x1p-12f); }  // the maximum error of the instruction
 inline float lg2_approx_ftz(float x) { return std::log2(std::fabs(x) < 0x1p-126f ? 0.0f : x); }
 inline float rcp_approx_ftz(float x) {
   const float y = 1 / (std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x);
   return std::fabs(y) < 0x1p-126f ? std::copysign(0.0f, y) : y;  // NaN stays
 }
 
-// NaN results are the one NaN that the hardware makes.
+// NaN results are canonical, as on the hardware.
 inline float canonical_nan() { return simt::float_of_bits(0x7fffffff); }
 
 inline float max_nan(float a, float b) {
@@ -161,7 +161,8 @@ template <int N, bool TRANS, bool STORE> inline void move_matrices(void* const a
   }
 }
 
-// A lane reads or writes its row by itself: the instruction orders no memory between the lanes.
+// Each lane accesses its own row: the instruction does not order memory accesses of different
+// lanes.
 template <int N, bool TRANS, bool STORE>
 inline void matrix_collective(void* row_s, uint32_t* registers, simt::Site at) {
   MatrixArgs mine;
@@ -204,7 +205,7 @@ struct MmaArgs {
   const uint32_t *a, *b;
 };
 
-// d += a @ b for a [16][K] and b [K][8] whose elements come PER_WORD to a register.
+// d += a @ b for a [16][K] and b [K][8], with PER_WORD elements per register.
 template <int K, int PER_WORD, class Decode>
 inline void multiply_matrices(void* const args[32], Decode decode) {
   using Row = float __attribute__((vector_size(32)));  // 8 columns
@@ -277,8 +278,8 @@ inline uint32_t cvt_rn_satfinite_e4m3x4(float a, float b, float c, float d) {
          uint32_t(simt::float_to_e4m3(d)) << 24;
 }
 
-// Bytes of the eight of b, a (a the low ones), by the four digits of the selector: 8 of a digit repeats the
-// byte's sign instead.
+// Selects four of the eight bytes of (b, a), where a has the low ones, by the digits of the
+// selector. Bit 3 of a digit replicates the sign of the byte instead.
 inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = uint64_t(b) << 32 | a;
   uint32_t out = 0;
@@ -323,7 +324,7 @@ inline void mbarrier_init(uint64_t* barrier_s, int arrivals, SIMT_CALLER) {
 inline void mbarrier_arrive(uint64_t* barrier_s, SIMT_CALLER) {
   simt::mbarrier_arrive(barrier_s, 0, at);
 }
-// The copies land here at the latest.
+// Copies complete here at the latest.
 inline void cp_async_mbarrier_arrive_noinc(uint64_t* barrier_s, SIMT_CALLER) {
   cp_async_commit_group();
   cp_async_wait_group<0>();
@@ -332,7 +333,7 @@ inline void cp_async_mbarrier_arrive_noinc(uint64_t* barrier_s, SIMT_CALLER) {
 inline void cp_async_mbarrier_arrive(uint64_t* barrier_s, SIMT_CALLER) {
   simt::arrive_after_copies(barrier_s, at);
 }
-// The hardware returns false if the phase is not complete; here the thread sleeps until it is.
+// The hardware returns false if the phase is not complete; here the thread sleeps instead.
 inline bool mbarrier_test_wait_parity(uint64_t* barrier_s, int parity, SIMT_CALLER) {
   simt::mbarrier_wait(barrier_s, parity, at);
   return true;

@@ -111,12 +111,13 @@ Line describe_build() {
   l.has_small_pages = Build::use_pages == 2;
   l.use_bias = Build::use_bias;
   l.has_key_mask = Build::use_key_mask;
-  l.has_bias_maps = is_wgmma && Build::hides_rounds && !Build::use_lengths &&
+  l.has_bias_maps = is_wgmma && Build::takes_map && !Build::use_lengths &&
                     (Build::use_tuned || lists_rounds<Build>);
   for (int n = 0; n < 6; n++) l.names[n] = mods_name(mod_arrays[n]);
   if (Build::changes_logits) l.logit = logit_on_host;
-  if (Build::hides_keys) l.sees = sees_on_host;
-  if constexpr (Build::changes_logits || Build::hides_keys)
+  constexpr bool hides_by_expression = Build::hides_keys && !Build::use_key_mask;
+  if (hides_by_expression) l.sees = sees_on_host;
+  if constexpr (Build::changes_logits || hides_by_expression)
     l.reference_kernel = launch_reference_kernel_of<Query<Build>, Input, OwnMods>;
   l.is_wgmma = is_wgmma;
   l.has_queue = Build::use_persistent_cta;

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """usage: tests/ab_trial.py [OPTION...]
-Are the verdicts of ab to be trusted? Comparisons whose answer is known, on this machine's GPU:
-  same       60 of a line with itself (each side a library of its own); at most 1 may be other than SAME
+Are the verdicts of ab correct? Runs comparisons with known results on this machine's GPU:
+  same       60 of a line with itself (in separate libraries); at most 1 verdict may differ from SAME
   1%         40 in which B has 1% more keys; at least 39 must be SLOWER
   0.5%       20 in which B has 0.5% more keys; at least 12 must be SLOWER, none FASTER
-  neighbour  20 of the first two kinds while, from somewhere in the middle on, another process copies memory;
-             none may be wrong: UNCLEAR is right
-Each is a row of results/ab/DATE-DEVICE-trial.csv as soon as it is decided. Takes minutes.
-  --only same|1%|0.5%|neighbour  these alone; repeatable
-exit: 0 all of that holds, 1 it does not, 2 bad usage
+  neighbour  20 of the first two kinds, during which another process starts to copy memory; none may be wrong (UNCLEAR
+             is accepted)
+Each verdict is immediately added to results/ab/DATE-DEVICE-trial.csv. Takes minutes.
+  --only same|1%|0.5%|neighbour  run only this kind; repeatable
+exit: 0 all requirements are met, 1 they are not, 2 bad usage
 """
 import collections
 import itertools
@@ -30,7 +30,7 @@ SMALL = "scalar_async2_tile64 wmma_all mma_split2 mma_lazy wgmma hopper"
 SAME = [("small", SMALL, 2), ("mission", SMALL, 2), ("long", SMALL, 2),
         ("4,32,32,4096,4096", "mma_lazy wgmma hopper", 3), ("1,8,8,4096,4096", "mma_d256 wgmma_d256", 3),
         ("4,32,32,8192,8192,128,fp16,br", "mma_d128 wgmma_d128_causal hopper_d128", 3)]
-# Lines that compute every problem by the same tile, and sizes with fewer keys than the second by a tile of each.
+# Lines with a single tile, and pairs of sizes that differ by one tile of keys.
 MORE_KEYS = [("scalar_async2_tile64", "1,8,8,512"), ("wmma_all", "1,8,8,1024"), ("mma_split4", "1,8,8,512"),
              ("mma_split2", "1,8,8,2048"), ("mma_lazy", "1,8,8,2048"), ("wgmma_192x128", "1,8,8,2048"),
              ("wgmma", "4,32,32,4096"), ("mma_d128", "1,16,16,4096"), ("wgmma_d128_causal", "1,16,16,4096"),
@@ -39,7 +39,7 @@ COLUMNS = ("kind expected seconds " + " ".join(engine.VERDICT_COLUMNS)).split()
 
 
 def trials():
-    """(kind, line, problem of A, problem of B, how many) of every case."""
+    """(kind, line, problem of A, problem of B, count) of all cases."""
     for shape, lines, count in SAME:
         yield from (("same", line, shape, shape, count) for line in lines.split())
     for line, shape in MORE_KEYS:
@@ -52,13 +52,13 @@ def trials():
 
 
 def expected(kind, a, b):
-    """The verdicts that are right."""
+    """The correct verdicts."""
     right = "SAME" if a == b else "SLOWER"
     return (right, "UNCLEAR") if kind == "neighbour" else (right,)
 
 
 def holds(kind, found):
-    """Whether the verdicts of a kind, (expected, found) each, keep what is claimed of it."""
+    """True if the verdicts of a kind, (expected, found) each, meet its requirements."""
     right = sum(verdict in wanted for wanted, verdict in found)
     if kind == "0.5%":
         return right >= 0.6 * len(found) and all(verdict != "FASTER" for _, verdict in found)
@@ -66,7 +66,7 @@ def holds(kind, found):
 
 
 def copy_memory(copying):
-    """The neighbour, a process of its own: copies memory to and fro while the event is set."""
+    """The neighbour, a separate process: copies memory while the event is set."""
     gpu, size = engine.Cuda(), 1 << 28
     a, b = gpu.allocate(size), gpu.allocate(size)
     while multiprocessing.parent_process().is_alive():
@@ -77,7 +77,7 @@ def copy_memory(copying):
 
 
 def run_case(gpu, kernels, kind, a, b, count, copying, table):
-    """So many trials of one case; yields their verdicts."""
+    """Runs trials of a case and yields their verdicts."""
     bench, wanted = engine.Bench(gpu, kernels, {"A": a, "B": b}), expected(kind, a, b)
     bad = bench.trouble()
     if bad:
@@ -109,7 +109,7 @@ def main():
         kernels[line.name] = {"A": engine.load(line, gpu, built)}
         kernels[line.name]["B"] = engine.LoadedLine(line, shutil.copy(one.path, one.path + ".copy"))
     table = engine.Table(engine.results_path("ab", gpu.name, "trial", new=True), COLUMNS)
-    context = multiprocessing.get_context("spawn")  # a forked process has no CUDA
+    context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
     copying, found, begin = context.Event(), collections.defaultdict(list), time.monotonic()
     context.Process(target=copy_memory, args=(copying,), daemon=True).start()
     for kind, name, a, b, count in cases:

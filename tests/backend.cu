@@ -1,5 +1,5 @@
-// The CPU backend's own manners: what it reports, and with which words; that it is as unkind as it
-// promises to be; and what its switches cost.
+// Tests of the CPU backend: its error reports and their texts, the adverse orders and contents that
+// it must produce, and the cost of its options.
 #define SDPA_NO_MAIN
 #include "../sdpa.cu"
 
@@ -25,14 +25,15 @@ struct Args {
 };
 using Kernel = void (*)(const Args);
 
-// Runs a kernel on two blocks of 64 threads; returns its outputs, or the report in `report`.
+// Runs a kernel on two blocks of 64 threads. Returns its outputs, or an error report in `report`.
 static std::vector<float> run(Kernel kernel, std::string& report) {
   Args a{};
   std::vector<float> out(256);
   cudaMalloc(&a.out, 256 * sizeof(float));
   cudaMemset(a.out, 0, 256 * sizeof(float));
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(2), launch.blockDim = dim3(64);
+  launch.gridDim = dim3(2);
+  launch.blockDim = dim3(64);
   launch.dynamicSmemBytes = sizeof(Scratch);
   report = cudaLaunchKernelEx(&launch, kernel, a) == cudaSuccess ? "" : simt::last_report();
   cudaMemcpy(out.data(), a.out, 256 * sizeof(float), cudaMemcpyDeviceToHost);
@@ -40,7 +41,7 @@ static std::vector<float> run(Kernel kernel, std::string& report) {
   return out;
 }
 
-// That the report has all these words.
+// True if the report contains all of these words.
 static void check_report(const char* what, const std::string& report,
                          const std::vector<std::string>& words) {
   CAPTURE(what);
@@ -128,7 +129,10 @@ TEST_CASE("reports") {
   expect_report("mbarrier that nobody waits for",
                 [](const Args) {
                   Scratch& s = dynamic_shared<Scratch>();
-                  if (threadIdx.x == 0) mbarrier_init(&s.barrier, 64), fence_mbarrier_init();
+                  if (threadIdx.x == 0) {
+                    mbarrier_init(&s.barrier, 64);
+                    fence_mbarrier_init();
+                  }
                   __syncthreads();
                   mbarrier_arrive(&s.barrier);
                   mbarrier_arrive(&s.barrier);
@@ -203,7 +207,7 @@ TEST_CASE("poison") {
   for (int i = 0; i < 128; i++) CHECK(out[i] == 2);
 }
 
-// The order in which the threads of block 0 come by, as their numbers in out[128...].
+// Writes the order in which the threads of block 0 run to out[128...].
 static std::vector<float> order() {
   std::string report;
   std::vector<float> out = run(
@@ -281,7 +285,8 @@ static std::vector<float> run_hopper(HopperKernel kernel, std::string& report, i
   const cuuint32_t box[3] = {64, BOX, 1};
   CHECK(encode_tensor_map(a.map, 3, a.tensor, sizes, strides, box) == cudaSuccess);
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(1), launch.blockDim = dim3(threads);
+  launch.gridDim = dim3(1);
+  launch.blockDim = dim3(threads);
   launch.dynamicSmemBytes = sizeof(HopperScratch);
   report = cudaLaunchKernelEx(&launch, kernel, a) == cudaSuccess ? "" : simt::last_report();
   cudaMemcpy(out.data(), a.out, OUT * sizeof(float), cudaMemcpyDeviceToHost);
@@ -297,7 +302,8 @@ static void expect_hopper_report(const char* what, HopperKernel kernel,
                                  std::vector<std::string> words, int threads = 128) {
   const simt::Schedule schedule = simt::schedule;
   for (simt::Order order : {simt::Order::forward, simt::Order::reverse}) {
-    simt::schedule.alternate = false, simt::schedule.order = order;
+    simt::schedule.alternate = false;
+    simt::schedule.order = order;
     std::string report;
     run_hopper(kernel, report, threads);
     check_report(what, report, words);
@@ -305,7 +311,7 @@ static void expect_hopper_report(const char* what, HopperKernel kernel,
   simt::schedule = schedule;
 }
 
-// Calls f under every order of threads and of landing copies.
+// Calls f with each order of threads and of completing copies.
 template <class F> static void under_all_orders(F f) {
   const simt::Schedule schedule = simt::schedule;
   simt::schedule.alternate = false;
@@ -321,7 +327,7 @@ template <class F> static void under_all_orders(F f) {
   simt::schedule = schedule;
 }
 
-// Element i of line r where the 128-byte swizzle puts it.
+// The position of element i of line r with the 128-byte swizzle.
 static int swizzled(int r, int i) { return r * 64 + ((i / 8 ^ r % 8) * 8 + i % 8); }
 
 static void init_barriers(HopperScratch& s) {
@@ -337,7 +343,8 @@ static void wait_for(uint64_t* barrier, int parity) {
 }
 constexpr int BOX_BYTES = BOX * 128;
 
-// A box that begins before and ends behind the tensor, and one inside; out: as they lie.
+// A box that is partly out of bounds on both sides of the tensor, and one inside; out: their
+// contents in shared memory.
 static void load_boxes(const HopperArgs a) {
   HopperScratch& s = dynamic_shared<HopperScratch>();
   init_barriers(s);
@@ -367,7 +374,7 @@ TEST_CASE("tma_loads") {
     CHECK(right);
   });
 
-  // Two loads with a barrier each: the wait for one says nothing about the other.
+  // Two loads with separate barriers: waiting for one does not complete the other.
   int early = 0, late = 0;
   under_all_orders([&] {
     std::string report;
@@ -393,7 +400,7 @@ TEST_CASE("tma_loads") {
   });
   CHECK((early > 0 && late > 0));
 
-  // Phases: a ring of one stage, four times round.
+  // Phases: a ring with one stage, used four times.
   under_all_orders([] {
     std::string report;
     const std::vector<float> out = run_hopper(
@@ -591,7 +598,7 @@ TEST_CASE("tma_reports") {
                        },
                        {"a bulk copy of 16 bytes from ", "both must be multiples of 16"});
 
-  // What the driver refuses.
+  // Arguments that the driver refuses.
   alignas(16) static __half memory[1024];
   const auto encode = [](int rank, const void* base, uint64_t size, uint64_t stride, uint32_t box0,
                          uint32_t box1) {
@@ -615,7 +622,8 @@ TEST_CASE("tma_reports") {
 }
 
 enum class Omit { nothing, fence, wait, read_wait, last_wait };
-// Stages a tile of 0, 1, ... and stores it to rows ROW ... of head 1, without WHAT.
+// Writes a tile of 0, 1, ... to shared memory and stores it to rows ROW ... of head 1, omitting the
+// step WHAT.
 template <Omit WHAT, int ROW = 30> static void store_tile(const HopperArgs a) {
   HopperScratch& s = dynamic_shared<HopperScratch>();
   for (int i = threadIdx.x; i < BOX * 64; i += blockDim.x) {
@@ -655,11 +663,11 @@ TEST_CASE("tma_stores") {
       }
     }
     CHECK(right);
-    // Without the last wait it is there at the end of the kernel, and not before.
+    // Without the last wait, the store completes at the end of the kernel, and not earlier.
     std::vector<float> at_end;
     const std::vector<float> during = run_hopper(store_tile<Omit::last_wait>, report, 128, &at_end);
     CHECK((report == "" && during[1] == tensor_value(1, 30, 1) && at_end == tensor));
-    // Overwritten before it was read: by thread 0, at the first place of the tile.
+    // Thread 0 overwrites the first element of the tile before it was read.
     tensor.clear();
     run_hopper(store_tile<Omit::read_wait>, report, 128, &tensor);
     CHECK((report == "" && tensor[(ROWS + 30) * ROW_STRIDE] == -5));
@@ -674,8 +682,9 @@ TEST_CASE("tma_stores") {
 }
 
 enum class Fence { none, before_wait, after_wait, by_writers };
-// A warp copies the first rows of the tensor by cp.async, whose landing an mbarrier of one arrival waits for. Thread 64 reads
-// one of them before the wait and stores all to rows 16 ... of head 2 by TMA after it.
+// A warp copies the first rows of the tensor with cp.async, whose completion arrives on an
+// mbarrier. Thread 64 reads one of them before the wait, and after the wait stores all to rows 16
+// ... of head 2 by TMA.
 template <Fence WHERE> static void copy_rows(const HopperArgs a) {
   HopperScratch& s = dynamic_shared<HopperScratch>();
   init_barriers(s);
@@ -694,7 +703,9 @@ template <Fence WHERE> static void copy_rows(const HopperArgs a) {
   if (WHERE == Fence::after_wait || (WHERE == Fence::by_writers && tid < 32)) fence_proxy_async();
   if (WHERE == Fence::by_writers) __syncthreads();
   if (tid == 64) {
-    a.out[0] = early, a.out[1] = float(s.a[1]), a.out[2] = float(s.a[swizzled(3, 1)]);
+    a.out[0] = early;
+    a.out[1] = float(s.a[1]);
+    a.out[2] = float(s.a[swizzled(3, 1)]);
     cp_async_bulk_tensor_store<3>(&a.map, {0, 16, 2}, s.a);
     cp_async_bulk_commit_group();
     cp_async_bulk_wait_group<0>();
@@ -730,7 +741,7 @@ TEST_CASE("cp_async_and_mbarriers") {
                        {"may be in flight when its CTA is gone"});
 }
 
-// D [64][N] = A [64][64] @ B [64][N], twice, + what was there; all small integers.
+// D [64][N] += A [64][64] @ B [64][N], twice; all are small integers.
 static float wgmma_a(int i, int k) { return float((i * 3 + k * 5) % 7 - 3); }
 static float wgmma_b(int k, int j) { return float((k * 2 + j * 11) % 9 - 4); }
 static float wgmma_d(int i, int j) { return float((i + j) % 5); }
@@ -827,7 +838,7 @@ template <int N> static void expect_products() {
   expect_product<__nv_bfloat16, N, 1, true>();
 }
 
-// How the kernel below breaks the rules of wgmma.
+// The rule of wgmma that the kernel below violates.
 enum class Break {
   nothing,
   no_fence,
@@ -951,7 +962,8 @@ TEST_CASE("wgmma") {
   const float wrong = run_hopper(break_rules<Break::operand_overwritten>, report)[1];
   CHECK((report == "" && right != wrong));  // operands are read at the wait
 
-  // Two groups in flight: a wait for the older leaves the younger one's accumulators alone.
+  // Two groups in flight: waiting for the older one does not complete the accumulators of the
+  // younger one.
   const std::vector<float> out = run_hopper(
       [](const HopperArgs a) {
         HopperScratch& s = dynamic_shared<HopperScratch>();
@@ -1022,8 +1034,8 @@ TEST_CASE("registers") {
 
 // ---- warp-wide matrices ----
 
-// Each lane reads what another lane has written, one of them by a warp-wide instruction; out: 1 where a
-// lane finds row lane / 8 + 1. SYNC: __syncwarp in between.
+// Each lane reads what another lane has written; one of the two accesses is a warp-wide
+// instruction. out: 1 if a lane reads row lane / 8 + 1. SYNC: __syncwarp between the accesses.
 template <bool STMATRIX, bool SYNC> static void exchange_rows(const HopperArgs a) {
   HopperScratch& s = dynamic_shared<HopperScratch>();
   const int lane = threadIdx.x % 32, other = lane ^ 31;
@@ -1078,15 +1090,18 @@ static cudaError_t launch_chain(ChainKernel kernel, const ChainArgs& a, bool dep
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = dependent;
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(CHAIN_CTAS), launch.blockDim = dim3(CHAIN_THREADS);
-  launch.dynamicSmemBytes = sizeof(ChainScratch), launch.stream = stream;
-  launch.attrs = &attribute, launch.numAttrs = 1;
+  launch.gridDim = dim3(CHAIN_CTAS);
+  launch.blockDim = dim3(CHAIN_THREADS);
+  launch.dynamicSmemBytes = sizeof(ChainScratch);
+  launch.stream = stream;
+  launch.attrs = &attribute;
+  launch.numAttrs = 1;
   return cudaLaunchKernelEx(&launch, kernel, a);
 }
 
 static int chain_index() { return int(blockIdx.x * CHAIN_THREADS + threadIdx.x); }
 
-// data[i] = i by one of two ways, and a draw from the counter.
+// data[i] = i in one of two ways, and an atomic increment of the counter.
 static void first_of_chain(const ChainArgs a) {
   ChainScratch& s = dynamic_shared<ChainScratch>();
   const int i = chain_index();
@@ -1095,7 +1110,10 @@ static void first_of_chain(const ChainArgs a) {
     fence_proxy_async();
     __syncthreads();
     if (threadIdx.x == 0) cp_async_bulk_store(a.data + i, s.x, sizeof s.x);
-    if (threadIdx.x == 0) cp_async_bulk_commit_group(), cp_async_bulk_wait_group_read<0>();
+    if (threadIdx.x == 0) {
+      cp_async_bulk_commit_group();
+      cp_async_bulk_wait_group_read<0>();
+    }
   } else {
     st_global(a.data + i, float(i));
   }
@@ -1103,9 +1121,9 @@ static void first_of_chain(const ChainArgs a) {
   griddepcontrol_launch_dependents();
 }
 
-// What a launch does with the data before it waits for the one before.
+// What a launch does with the data before it waits for the previous launch.
 enum class Early { nothing, read, write, draw, bulk_load, bulk_store, cp_async };
-// seen = data * 2, after EARLY.
+// seen = data * 2, after the step EARLY.
 template <Early EARLY, bool WAIT = true> static void second_of_chain(const ChainArgs a) {
   ChainScratch& s = dynamic_shared<ChainScratch>();
   const int i = chain_index();
@@ -1128,7 +1146,10 @@ template <Early EARLY, bool WAIT = true> static void second_of_chain(const Chain
   if (EARLY == Early::read) x = ld_global<float>(a.data + i);
   if (EARLY == Early::write) st_global(a.data + i, -1.0f);
   if (EARLY == Early::draw && threadIdx.x == 0) atomicAdd(a.counter, 1u);
-  if (EARLY == Early::cp_async) cp_async<4>(mine_s, a.data + i, true), cp_async_commit_group();
+  if (EARLY == Early::cp_async) {
+    cp_async<4>(mine_s, a.data + i, true);
+    cp_async_commit_group();
+  }
   if (WAIT) griddepcontrol_wait();
   if (EARLY == Early::bulk_store && threadIdx.x == 0) cp_async_bulk_wait_group<0>();
   if (EARLY == Early::cp_async) cp_async_wait_group<0>();
@@ -1152,7 +1173,11 @@ struct Chain : ChainArgs {
     cudaMemset(counter, 0, sizeof *counter);
     bulk = false;
   }
-  ~Chain() { cudaFree(data), cudaFree(seen), cudaFree(counter); }
+  ~Chain() {
+    cudaFree(data);
+    cudaFree(seen);
+    cudaFree(counter);
+  }
   Chain& launch(ChainKernel kernel, bool dependent, cudaStream_t stream = nullptr) {
     if (launch_chain(kernel, *this, dependent, stream) != cudaSuccess) report = simt::last_report();
     return *this;
@@ -1163,7 +1188,8 @@ struct Chain : ChainArgs {
     cudaMemcpy(&drawn, counter, sizeof drawn, cudaMemcpyDeviceToHost);
     return *this;
   }
-  // Of the elements, how many the second launch has seen, and how many are as the first one left them.
+  // The number of elements that the second launch has seen, and of those that still have the first
+  // launch's value.
   int count_seen() const {
     int n = 0;
     for (int i = 0; i < CHAIN; i++) n += seen_after[i] == 2.0f * i;
@@ -1188,7 +1214,7 @@ TEST_CASE("dependent_launches") {
         CHECK(c.report == "");
         return c.count_seen();
       };
-      // A kernel that waits first, and one that need not wait.
+      // A kernel that waits first, and one that does not need to wait.
       CHECK(after_first(second_of_chain<Early::nothing>, true, nullptr) == CHAIN);
       CHECK(after_first(second_of_chain<Early::read>, false, nullptr) == CHAIN);
       for (ChainKernel kernel : {second_of_chain<Early::read>, second_of_chain<Early::bulk_load>,
@@ -1211,13 +1237,13 @@ TEST_CASE("dependent_launches") {
     Chain again;
     again.launch(first_of_chain, true).launch(first_of_chain, false).fetch();
     CHECK((again.report == "" && again.drawn == 2 * CHAIN_CTAS));
-    // Three in a row: what the first one has written is there when the second one has ended.
+    // Three launches: the results of the first one are visible when the second one has ended.
     Chain three;
     three.launch(first_of_chain, false).launch(second_of_chain<Early::nothing>, true);
     std::swap(three.data, three.seen);
     three.launch(second_of_chain<Early::nothing>, true).fetch();
     CHECK((three.report == "" && three.seen_after[7] == 28));
-    // Nobody waits.
+    // No kernel waits.
     Chain none;
     none.launch(first_of_chain, false).launch(second_of_chain<Early::nothing, false>, true).fetch();
     CHECK(none.report.find("no thread of a dependent launch has called griddepcontrol.wait") == 0);
@@ -1225,7 +1251,7 @@ TEST_CASE("dependent_launches") {
   });
   CHECK(early > late);
 
-  // Whatever synchronises ends the launches before.
+  // Every synchronizing call completes earlier launches.
   const auto seen_after = [](void (*synchronise)(Chain&)) {
     Chain c;
     c.launch(first_of_chain, false);
@@ -1271,7 +1297,9 @@ TEST_CASE("devices") {
     cudaDeviceGetAttribute(&value[i][1], cudaDevAttrL2CacheSize, i);
   }
   CHECK((value[0][0] == 3 && value[1][0] == 5 && value[0][1] == 120 << 10));
-  simt::gpu.sms[0] = 132, simt::gpu.l2_bytes = 1, simt::gpu.ctas_per_sm = 4;
+  simt::gpu.sms[0] = 132;
+  simt::gpu.l2_bytes = 1;
+  simt::gpu.ctas_per_sm = 4;
   for (int shared_kb : {0, 60, 100}) {
     int sms = 0, l2_bytes = 0, ctas = 0;
     cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0);
@@ -1283,12 +1311,12 @@ TEST_CASE("devices") {
   CHECK((cudaSetDevice(2) == cudaErrorInvalidDevice && cudaGetDevice(&device) == cudaSuccess));
   CHECK((device == 0 && cudaGetLastError() == cudaErrorInvalidDevice));
 
-  // The current device is the thread's.
+  // The current device is per thread.
   CHECK(cudaSetDevice(1) == cudaSuccess);
   std::thread([&] { cudaGetDevice(&device); }).join();
   CHECK(device == 0);
 
-  // Each device has its memory.
+  // Each device has its own memory.
   std::string report;
   const Kernel kernel = [](const Args a) { st_global(a.out + threadIdx.x, 1.0f); };
   run(kernel, report);
@@ -1297,7 +1325,8 @@ TEST_CASE("devices") {
   cudaMalloc(&a.out, 256 * sizeof(float));
   cudaSetDevice(0);
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(1), launch.blockDim = dim3(64);
+  launch.gridDim = dim3(1);
+  launch.blockDim = dim3(64);
   CHECK(cudaLaunchKernelEx(&launch, kernel, a) == cudaErrorLaunchFailure);
   CHECK(simt::last_report().find("are memory of device 1, and the kernel runs on device 0") !=
         std::string::npos);
@@ -1305,7 +1334,7 @@ TEST_CASE("devices") {
   cudaSetDevice(1);
   CHECK(cudaLaunchKernelEx(&launch, kernel, a) == cudaSuccess);
 
-  // And each its own permission for much shared memory.
+  // And its own limit of dynamic shared memory.
   launch.dynamicSmemBytes = 48 << 10;
   CHECK(cudaLaunchKernelEx(&launch, kernel, a) == cudaSuccess);
   launch.dynamicSmemBytes++;
@@ -1326,7 +1355,8 @@ TEST_CASE("devices") {
     launch.gridDim = grid;
     CHECK(cudaLaunchKernelEx(&launch, kernel, a) == cudaErrorInvalidConfiguration);
   }
-  launch.gridDim = dim3(1), launch.blockDim = dim3(1025);
+  launch.gridDim = dim3(1);
+  launch.blockDim = dim3(1025);
   CHECK(cudaLaunchKernelEx(&launch, kernel, a) == cudaErrorInvalidConfiguration);
   cudaFree(a.out);
   cudaGetLastError();
@@ -1346,7 +1376,7 @@ TEST_CASE("planned_failures") {
   cudaGetLastError();
 }
 
-// Two host threads with tensors, launches and errors of their own.
+// Two host threads with separate tensors, launches and errors.
 TEST_CASE("host_threads") {
   const auto work = [](int ctas, bool* right) {
     for (int i = 0; i < 20; i++) {
@@ -1355,7 +1385,8 @@ TEST_CASE("host_threads") {
       *right = *right && c.report == "" && c.count_seen() == CHAIN;
       Args a{};
       cudaLaunchConfig_t launch{};
-      launch.gridDim = dim3(ctas), launch.blockDim = dim3(32);
+      launch.gridDim = dim3(ctas);
+      launch.blockDim = dim3(32);
       const Kernel bad = [](const Args) { barrier_sync(int(16 + gridDim.x), 32); };
       const cudaError_t error = cudaLaunchKernelEx(&launch, bad, a);
       const std::string text = "barrier " + std::to_string(16 + ctas);
@@ -1401,7 +1432,7 @@ TEST_CASE("measure") {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   };
   constexpr int rounds = 20000;
-  // Two blocks at once of two warps each.
+  // Two concurrent blocks of two warps each.
   const double mma = seconds([](const Args) {
     uint32_t a[4] = {}, b[2] = {};
     float d[4] = {};

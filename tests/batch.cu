@@ -1,5 +1,6 @@
-// SdpaParams' batch_invariant, on the CPU backend: each sequence alone has the bits that it has in drawn batches, in
-// every kind of call that the build takes. Without it some bits differ, so that the batches are such as may do it.
+// SdpaParams::batch_invariant, on the CPU backend: the results of a sequence in random batches are
+// bitwise equal to those of the sequence alone, for every kind of call. Without batch_invariant
+// some results must differ, which shows that the batches can detect it.
 #define SDPA_NO_MAIN
 #ifndef SDPA_SOURCE
 #define SDPA_SOURCE "../sdpa.cu"
@@ -27,8 +28,8 @@ struct Rng {
   int operator()(int below) { return int((state = reference::mix(state)) % uint64_t(below)); }
 };
 
-// Element d of a row of a tensor. Some rows of Q are so large that a maximum of some keys does not hold for those
-// behind them, and all of the rows of each fifth sequence are NaN.
+// Element d of a row of a tensor. Some rows of Q are so large that a stale row max does not suffice
+// for later keys. All rows of every fifth sequence are NaN.
 float element(int tensor, int id, int head, int row, int d) {
   const uint64_t of_row = reference::mix(reference::mix(uint64_t(id) * 4 + tensor) + uint64_t(head) * 1000003 + row);
   const float x = float(reference::mix(of_row + d) % 4096) / 1024 - 2;
@@ -38,7 +39,7 @@ float element(int tensor, int id, int head, int row, int d) {
   return x * factors[of_row % 4];
 }
 
-// A sequence, and rows of its own of Q [Hq,Sq,D], K and V.
+// A sequence with its rows of Q [Hq,Sq,D], K and V.
 struct Own {
   int id, Sq, Sk;
   vector<Input> Q, K, V;
@@ -48,11 +49,13 @@ struct Own {
         x.push_back(rounded<Input>(element(tensor, id, i / width / rows, i / width % rows, i % width)));
       }
     };
-    fill(Q, 0, Hq, Sq, D), fill(K, 1, Hkv, Sk, D), fill(V, 2, Hkv, Sk, Dv);
+    fill(Q, 0, Hq, Sq, D);
+    fill(K, 1, Hkv, Sk, D);
+    fill(V, 2, Hkv, Sk, Dv);
   }
 };
 
-// Where the sequences of a call are: behind each other, or each in a batch of its own; K and V likewise, or in pages.
+// The layout of the sequences of a call: packed or batched; K and V also paged.
 enum class Layout { plain, lengths, packed, packed_q, pages, packed_pages };
 struct Kind {
   Layout layout;
@@ -61,12 +64,13 @@ struct Kind {
   bool has_pages() const { return layout == Layout::pages || layout == Layout::packed_pages; }
 };
 
-// Device memory of a call.
+// The device memory of a call.
 struct Memory {
   vector<void*> all;
   template <class T> T* hold(const vector<T>& x) {
     void* pointer = nullptr;
-    cudaMalloc(&pointer, x.size() * sizeof(T)), all.push_back(pointer);
+    cudaMalloc(&pointer, x.size() * sizeof(T));
+    all.push_back(pointer);
     memcpy(pointer, x.data(), x.size() * sizeof(T));
     return static_cast<T*>(pointer);
   }
@@ -78,8 +82,8 @@ struct Memory {
 using Bits = vector<unsigned char>;  // of O and LSE of one sequence
 constexpr float unwritten = -12345;
 
-// One call, with the mask, the heads and batch_invariant of p. Rows of no sequence, of which there are with `spare`, are
-// NaN.
+// Runs a call with the mask, heads and batch_invariant of p. Unused rows, which exist with `spare`,
+// are NaN.
 vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng draw, bool spare, SdpaParams p) {
   Memory memory;
   const int B = int(sequences.size()), Hq = p.Hq, Hkv = p.Hkv;
@@ -88,10 +92,16 @@ vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng 
   vector<int> q_starts = {0}, k_starts = {0}, q_lengths, k_lengths;
   int Sq = 0, Sk = 0;
   for (const Own* x : sequences) {
-    Sq = std::max(Sq, x->Sq), Sk = std::max(Sk, x->Sk), q_lengths.push_back(x->Sq), k_lengths.push_back(x->Sk);
-    q_starts.push_back(q_starts.back() + x->Sq), k_starts.push_back(k_starts.back() + x->Sk);
+    Sq = std::max(Sq, x->Sq);
+    Sk = std::max(Sk, x->Sk);
+    q_lengths.push_back(x->Sq);
+    k_lengths.push_back(x->Sk);
+    q_starts.push_back(q_starts.back() + x->Sq);
+    k_starts.push_back(k_starts.back() + x->Sk);
   }
-  p.B = B, p.D = D, p.Dv = Dv;
+  p.B = B;
+  p.D = D;
+  p.Dv = Dv;
   p.Sq = (kind.packs_q() ? q_starts.back() : Sq) + room(100);
   p.Sk = (kind.packs_k() ? k_starts.back() : Sk) + room(3000);
   const int pages[] = {16, 48, 64}, page = pages[room(3)];
@@ -122,15 +132,26 @@ vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng 
     for (int i = 0; i < Hq * x.Sq; i++) std::copy_n(&x.Q[i * D], D, &Q[q_row(b, i / x.Sq, i % x.Sq) * D]);
     for (int i = 0; i < Hkv * x.Sk; i++) {
       const size_t row = k_row(b, i / x.Sk, i % x.Sk);
-      std::copy_n(&x.K[i * D], D, &K[row * D]), std::copy_n(&x.V[i * Dv], Dv, &V[row * Dv]);
+      std::copy_n(&x.K[i * D], D, &K[row * D]);
+      std::copy_n(&x.V[i * Dv], Dv, &V[row * Dv]);
     }
   }
-  p.Q = memory.hold(Q), p.K = memory.hold(K), p.V = memory.hold(V);
-  p.O = memory.hold(vector<Output>(Q.size() / D * Dv)), p.LSE = memory.hold(vector<float>(Q.size() / D, unwritten));
+  p.Q = memory.hold(Q);
+  p.K = memory.hold(K);
+  p.V = memory.hold(V);
+  p.O = memory.hold(vector<Output>(Q.size() / D * Dv));
+  p.LSE = memory.hold(vector<float>(Q.size() / D, unwritten));
   const int rows = kind.has_pages() ? page : p.Sk;
-  p.q = {int64_t(Hq) * p.Sq * D, int64_t(p.Sq) * D, D}, p.o = {int64_t(Hq) * p.Sq * Dv, int64_t(p.Sq) * Dv, Dv};
-  if (rows_first) p.q.head = D, p.q.row = Hq * D, p.o.head = Dv, p.o.row = Hq * Dv;
-  p.k = {int64_t(Hkv) * rows * D, int64_t(rows) * D, D}, p.v = {int64_t(Hkv) * rows * Dv, int64_t(rows) * Dv, Dv};
+  p.q = {int64_t(Hq) * p.Sq * D, int64_t(p.Sq) * D, D};
+  p.o = {int64_t(Hq) * p.Sq * Dv, int64_t(p.Sq) * Dv, Dv};
+  if (rows_first) {
+    p.q.head = D;
+    p.q.row = Hq * D;
+    p.o.head = Dv;
+    p.o.row = Hq * Dv;
+  }
+  p.k = {int64_t(Hkv) * rows * D, int64_t(rows) * D, D};
+  p.v = {int64_t(Hkv) * rows * Dv, int64_t(rows) * Dv, Dv};
   if (!is_plain) {
     if (kind.packs_q()) p.q_starts = memory.hold(q_starts);
     else p.q_lengths = memory.hold(q_lengths);
@@ -138,14 +159,19 @@ vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng 
     else p.k_lengths = memory.hold(k_lengths);
   }
   if (kind.has_pages()) {
-    p.page_table = memory.hold(table), p.page_stride = page_stride, p.page_size = page, p.pages = int(table.size());
+    p.page_table = memory.hold(table);
+    p.page_stride = page_stride;
+    p.page_size = page;
+    p.pages = int(table.size());
   }
   if (!is_plain && spare && draw(2)) p.most_keys = Sk + draw(100);
   vector<float> factors(size_t(3) * B * Hq);  // of a sequence and a head
   for (size_t i = 0; i < factors.size(); i++) factors[i] = 0.5f + float((sequences[i / Hq % B]->id + i % Hq) % 7) / 8;
   if (Build::is_8bit) {
     const float* const held = memory.hold(factors);
-    p.q_descale = {held, Hq, 1}, p.k_descale = {held + B * Hq, Hq, 1}, p.v_descale = {held + 2 * B * Hq, Hq, 1};
+    p.q_descale = {held, Hq, 1};
+    p.k_descale = {held + B * Hq, Hq, 1};
+    p.v_descale = {held + 2 * B * Hq, Hq, 1};
   }
   if (Build::use_bias != 0) {  // of a sequence, for all heads
     vector<Bias> bias(size_t(B) * Sq * Sk, rounded<Bias>(1));
@@ -156,7 +182,8 @@ vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng 
         bias[(size_t(b) * Sq + i / x.Sk) * Sk + i % x.Sk] = rounded<Bias>(Build::adds_bias ? drawn : drawn > -1);
       }
     }
-    p.bias = memory.hold(bias), p.bias_strides = {int64_t(Sq) * Sk, 0, Sk};
+    p.bias = memory.hold(bias);
+    p.bias_strides = {int64_t(Sq) * Sk, 0, Sk};
   }
   p.scratch = memory.hold(vector<unsigned char>(sdpa_scratch_bytes(p) + 1, 0xff));
   p.workspace = memory.hold(vector<unsigned char>(sdpa_workspace_bytes(p)));
@@ -172,7 +199,8 @@ vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng 
           const auto* const first = static_cast<const unsigned char*>(x);
           bits[b].insert(bits[b].end(), first, first + bytes);
         };
-        add(p.O + q_row(b, h, row) * Dv, Dv * sizeof(Output)), add(p.LSE + lse_row(b, h, row), sizeof(float));
+        add(p.O + q_row(b, h, row) * Dv, Dv * sizeof(Output));
+        add(p.LSE + lse_row(b, h, row), sizeof(float));
         is_whole = is_whole && p.LSE[lse_row(b, h, row)] != unwritten;
       }
     }
@@ -181,8 +209,9 @@ vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng 
   return bits;
 }
 
-// How many sequences of `batches` drawn batches have other bits than alone. `rows` and `keys` are what the sequences
-// have; of a plain call the first ones.
+// The number of sequences in `batches` random batches whose results differ from those of the
+// sequence alone. `rows` and `keys` are the sizes of the sequences; a plain call uses the first
+// ones.
 struct Sizes { vector<int> rows, keys; };
 int different(const Kind& kind, const Sizes& sizes, SdpaParams p, int batches, uint64_t seed) {
   constexpr int count = 6, most = 6;
@@ -218,7 +247,7 @@ struct Problem {
   Causal causal;
   int window_left;
 };
-// Of all kinds of calls; `may_differ`: without batch_invariant some bits have to.
+// The same for all kinds of calls. `may_differ`: without batch_invariant some results must differ.
 void check(const Problem& x, bool may_differ) {
   int without = 0;
   for (const Kind& kind : kinds()) {
@@ -226,7 +255,10 @@ void check(const Problem& x, bool may_differ) {
     simt::gpu.sms[0] = x.sms;
     if (!sums_end<Build> || Build::use_tuned) simt::gpu.keys_at_once = x.keys_at_once;
     SdpaParams p{};
-    p.Hq = x.causal == Causal::bottom_right ? 4 : 2, p.Hkv = 2, p.causal = x.causal, p.window_left = x.window_left;
+    p.Hq = x.causal == Causal::bottom_right ? 4 : 2;
+    p.Hkv = 2;
+    p.causal = x.causal;
+    p.window_left = x.window_left;
     if (may_differ) without += different(kind, x.sizes, p, 4, 7);
     p.batch_invariant = 1;
     CHECK(different(kind, x.sizes, p, 8, 7) == 0);
@@ -234,7 +266,7 @@ void check(const Problem& x, bool may_differ) {
   simt::gpu = {};
   CHECK((without > 0 || !may_differ));
 }
-// Rows of other sequences lie in a tile and decide with a warp's own ones.
+// A tile contains rows of other sequences, which affect the decisions of a warp.
 constexpr bool meets_others = Build::use_lengths && is_wgmma && Build::use_lazy_max;
 constexpr bool has_ranges = Build::use_tuned || Build::split_ctas == 0;
 

@@ -1,5 +1,5 @@
-// The checker checked: the tolerances, the reference, the reference kernel, and what becomes of results that are wrong in one way.
-// Included by unit.cu.
+// Tests of the checks: tolerances, the CPU reference, the reference kernel, and results with a
+// single fault. Included by unit.cu.
 
 #include <iterator>
 #include <map>
@@ -8,20 +8,23 @@
 using Hides = reference::Mask;
 using reference::Tolerance;
 
-// The faults of a wrong kernel. Tests below set both.
+// The fault of a wrong kernel, set by the tests below.
 static std::function<void(const SdpaParams&, int)> spoil;  // after a launch, with which one it is
 static SdpaStatus (*spoilt)(const SdpaParams&, cudaStream_t) = sdpa_forward;
 
 namespace {
 
-// The line, which a test may change; it is as before afterwards, and so is what else these tests change.
+// Lets a test change the line, and restores it and other settings afterwards.
 struct ChangedLine {
   Line& now = const_cast<Line&>(line);
   const Line before = line;
   ~ChangedLine() {
     now = before;
-    has_reference_kernel = false, affordable_macs = 1.5e9, reference_kernel_elements = size_t(1) << 26;
-    make_tensor = make_placed_tensor, check_more = [](Instance&) { return string(); };
+    has_reference_kernel = false;
+    affordable_macs = 1.5e9;
+    reference_kernel_elements = size_t(1) << 26;
+    make_tensor = make_placed_tensor;
+    check_more = [](Instance&) { return string(); };
     spoil = nullptr;
     spoilt = sdpa_forward;
     simt::gpu = {};
@@ -32,8 +35,9 @@ struct ChangedLine {
 
 // ---- tolerances ----
 
-// Whether results pass of which all elements of O are `all` units of the last place away by turns up and down, the largest
-// is `largest` units away, and LSE is wrong by so much of itself.
+// True if results pass in which all elements of O have an error of `all` units in the last place
+// with alternating signs, the largest element has an error of `largest` units, and LSE has this
+// relative error.
 static bool passes(const Tolerance& tolerance, int bits, double all, double largest, double lse) {
   Comparison c(fp16, false);
   for (int q = 0; q < 64; q++) {
@@ -49,8 +53,9 @@ static bool passes(const Tolerance& tolerance, int bits, double all, double larg
   return c.verdict(tolerance) == "";
 }
 
-// Rounding moves an element by half a unit. A whole one in every element must pass and two must not; of the largest
-// element two and three. Weights of e4m3 and sums in fp16 are coarser than what O is rounded to.
+// Rounding changes an element by half a unit. An error of one unit in every element must pass and
+// two must fail; in the largest element two must pass and three fail. Weights in e4m3 and sums in
+// fp16 are coarser than the rounding of O.
 TEST_CASE("tolerances") {
   const struct {
     Tolerance of;
@@ -67,20 +72,22 @@ TEST_CASE("tolerances") {
     CHECK(!passes(c.of, c.bits, 0, c.too_large, 0));
     CHECK((!passes(c.of, c.bits, 0, 0, 1.1 * c.lse) && !passes(c.of, c.bits, 0, 0, -1.1 * c.lse)));
   }
-  // Beside an LSE near 0 its error counts as it is.
+  // If LSE is near 0, its error is absolute.
   Comparison c(fp16, false);
   const float zero = 0;
   c.add({0, 0, 0}, {{0}, 0.01, {0}}, &zero, 0.0108f);
   CHECK((c.verdict(fp16.tolerance) == "" && c.lse_err > 7e-4 && c.lse_err < 9e-4));
 
-  // A line has that of its inputs or of its output, whichever is larger, and of its sums.
+  // The tolerance of a line is the maximum of those of its inputs, its output and its sums.
   constexpr const reference::Type* types[] = {&fp16, &reference::bf16, &reference::e4m3, &reference::u8};
   constexpr const char* names[] = {"fp16", "bf16", "e4m3", "u8"};
   ChangedLine changed;
   const auto tolerance = [&](DType input, DType output, double scale = 0, double softcap = 0) {
-    changed.now.query = changed.now.input = input, changed.now.output = output;
+    changed.now.query = changed.now.input = input;
+    changed.now.output = output;
     Problem p;
-    p.scale = scale, p.softcap = softcap;
+    p.scale = scale;
+    p.softcap = softcap;
     return tolerance_of(p);
   };
   const auto same = [](const Tolerance& a, const Tolerance& b) {
@@ -95,17 +102,22 @@ TEST_CASE("tolerances") {
       CHECK(same(tolerance(DType(in), DType(out)), larger));
     }
   }
-  changed.now.query = DType::fp16, changed.now.input = DType::e4m3, changed.now.output = DType::fp16;  // KV_DTYPE
+  changed.now.query = DType::fp16;
+  changed.now.input = DType::e4m3;
+  changed.now.output = DType::fp16;  // KV_DTYPE
   CHECK(same(tolerance_of(Problem()), fp16.tolerance));
   changed.now.fp16_acc = 2;
   CHECK(same(tolerance(DType::fp16, DType::fp16), reference::fp16_sums));
-  changed.now.fp16_acc = 0, changed.now.is_wgmma = true, changed.now.D = 256;
+  changed.now.fp16_acc = 0;
+  changed.now.is_wgmma = true;
+  changed.now.D = 256;
   CHECK(tolerance(DType::fp16, DType::fp16).lse == 1e-3);
   CHECK(tolerance(DType::e4m3, DType::fp16).lse == 8e-3);          // sums twice as long
   CHECK(tolerance(DType::e4m3, DType::fp16, 3 / 16.0).lse == 24e-3);  // and thrice as large
   changed.now.D = 64;
   CHECK(tolerance(DType::e4m3, DType::fp16, 1 / 16.0).lse == 4e-3);
-  changed.now.is_wgmma = false, changed.now.D = 256;
+  changed.now.is_wgmma = false;
+  changed.now.D = 256;
   CHECK(tolerance(DType::e4m3, DType::fp16).lse == 4e-3);
   CHECK(same(tolerance(DType::bf16, DType::bf16, 0, 64), reference::bf16.tolerance));
   changed.now.tanh_is_approximate = true;
@@ -113,8 +125,9 @@ TEST_CASE("tolerances") {
   CHECK((t.rel_rms == 8e-3 + 1 / 32.0 && t.max_abs == 8e-3 + 1 / 32.0 && t.lse == 1e-3 + 1 / 32.0));
 }
 
-// Heads are compared apart and then merged, as the comparison with the reference kernel does: the verdict and the figures must be
-// those of one comparison of all rows. Each fault is one that another statistic of the merged rows must find.
+// Comparing heads separately and merging, as for the reference kernel, must give the same verdict
+// and errors as one comparison of all rows. Each fault affects another statistic of the merged
+// rows.
 TEST_CASE("merged_rows") {
   const Tolerance usual = fp16.tolerance, e4m3 = reference::e4m3.tolerance;
   const struct {
@@ -165,7 +178,7 @@ TEST_CASE("merged_rows") {
 
 // ---- the reference ----
 
-// Key by key as the formula has it: small problems with all that a problem may have at once.
+// A direct implementation of the formula: small problems with all features at once.
 TEST_CASE("formula") {
   uint64_t state = 1;
   const auto draw = [&](int size) { return int((state = reference::mix(state)) % uint64_t(size)); };
@@ -173,16 +186,26 @@ TEST_CASE("formula") {
   constexpr int problems = 2000;
   for (int n = 0; n < problems; n++) {
     reference::Problem p{1 + draw(3), 0, 1 + draw(2), draw(6), draw(7), 8, Hides(draw(3)), draw(2) ? 0 : 0.7};
-    p.Hq = p.Hkv * (1 + draw(3)), p.Dv = draw(2) ? 0 : 1 + draw(12);
-    if (draw(2)) p.window_left = draw(5) - 1, p.window_right = draw(5) - 1, p.window_alignment = Hides(draw(3));
-    p.packs_q = draw(3) == 0, p.packs_k = draw(3) == 0;
+    p.Hq = p.Hkv * (1 + draw(3));
+    p.Dv = draw(2) ? 0 : 1 + draw(12);
+    if (draw(2)) {
+      p.window_left = draw(5) - 1;
+      p.window_right = draw(5) - 1;
+      p.window_alignment = Hides(draw(3));
+    }
+    p.packs_q = draw(3) == 0;
+    p.packs_k = draw(3) == 0;
     const auto starts = [&](int size) {
       std::vector<int> x;
       for (int b = 0; b <= p.B; b++) x.push_back(draw(size + 1));
       std::sort(x.begin(), x.end());
       return x;
     };
-    if (p.packs_q) p.q_starts = starts(p.Sq), p.q_starts[0] = 0, p.q_starts[p.B] = p.Sq;
+    if (p.packs_q) {
+      p.q_starts = starts(p.Sq);
+      p.q_starts[0] = 0;
+      p.q_starts[p.B] = p.Sq;
+    }
     if (p.packs_k) p.k_starts = starts(p.Sk);
     if (draw(3) == 0) p.softcap = 1.5;
     for (int b = 0; b < p.B && n % 2; b++) p.k_lengths.push_back(draw(p.Sk + 3));
@@ -192,13 +215,17 @@ TEST_CASE("formula") {
     const auto factors = [&](std::vector<double>& x, Tensor t) {
       for (int h = 0; h < p.B * (t == Tensor::Q ? p.Hq : p.Hkv) && has_factors; h++) x.push_back(0.5 + draw(4) / 4.0);
     };
-    factors(p.q_factor, Tensor::Q), factors(p.k_factor, Tensor::K), factors(p.v_factor, Tensor::V);
+    factors(p.q_factor, Tensor::Q);
+    factors(p.k_factor, Tensor::K);
+    factors(p.v_factor, Tensor::V);
     const int Dv = p.d_v(), k_batches = p.packs_k ? 1 : p.B;
     std::vector<float> Q(rows_of(p, Tensor::Q) * 8), K(rows_of(p, Tensor::K) * 8), V(rows_of(p, Tensor::K) * Dv);
     for (size_t i = 0; i < Q.size(); i++) Q[i] = normal(n, Tensor::Q, i);
     for (size_t i = 0; i < K.size(); i++) K[i] = normal(n, Tensor::K, i);
     for (size_t i = 0; i < V.size(); i++) V[i] = draw(40) ? normal(n, Tensor::V, i) : NAN;
-    p.Q = Q.data(), p.K = K.data(), p.V = V.data();
+    p.Q = Q.data();
+    p.K = K.data();
+    p.V = V.data();
 
     double pairs = 0;
     for (int b = 0; b < p.B; b++) {
@@ -240,7 +267,8 @@ TEST_CASE("formula") {
         for (int d = 0; same && d < Dv; d++) {
           same = near(got.O[d], sum == 0 ? 0 : O[d] / sum * (has_factors ? p.v_factor[b * p.Hkv + h_kv] : 1)) && got.open[d] == open[d];
         }
-        rows++, right += same;
+        rows++;
+        right += same;
       }
     }
     counts_right += reference::visible_pairs(p) == pairs / p.B;
@@ -255,7 +283,7 @@ template <class Q, class T = Q> static cudaError_t reference_kernel_of(const Ins
   return launch_reference_kernel<Q, T>(instance.params, 0, int(heads_of(instance.problem, Tensor::O)), O, LSE);
 }
 
-// The reference kernel against the reference, for inputs of each type and everything that a problem may have.
+// The reference kernel compared with the CPU reference, for all input types and features.
 TEST_CASE("reference_kernel_of_all") {
   ChangedLine changed;
   make_tensor = make_placed_tensor;
@@ -269,19 +297,38 @@ TEST_CASE("reference_kernel_of_all") {
   const char* const dists_of_all[] = {"normal", "outliers", "uniform", "ramps"};
   for (int n = 0; n < 96; n++) {
     const int types = n % 6;  // of the last two Q has 16 bits, and K and V have 8
-    changed.now.query = DType(types % 4), changed.now.input = types > 3 ? DType::e4m3 : changed.now.query;
-    changed.now.D = sizes[n / 6 % 8][0], changed.now.Dv = sizes[n / 6 % 8][1];
+    changed.now.query = DType(types % 4);
+    changed.now.input = types > 3 ? DType::e4m3 : changed.now.query;
+    changed.now.D = sizes[n / 6 % 8][0];
+    changed.now.Dv = sizes[n / 6 % 8][1];
     Problem p;
-    p.B = 1 + draw(5), p.Hkv = 1 + draw(2), p.Hq = p.Hkv * (1 + draw(3)), p.Sq = 1 + draw(40), p.Sk = draw(90);
-    p.mask = Hides(draw(3)), p.dist = dists_of_all[draw(4)], p.layout = layouts[draw(6)], p.same_heads = p.layout == "zero";
-    if (draw(2)) p.window_left = draw(30) - 1, p.window_right = draw(30) - 1, p.window_alignment = Hides(draw(3));
+    p.B = 1 + draw(5);
+    p.Hkv = 1 + draw(2);
+    p.Hq = p.Hkv * (1 + draw(3));
+    p.Sq = 1 + draw(40);
+    p.Sk = draw(90);
+    p.mask = Hides(draw(3));
+    p.dist = dists_of_all[draw(4)];
+    p.layout = layouts[draw(6)];
+    p.same_heads = p.layout == "zero";
+    if (draw(2)) {
+      p.window_left = draw(30) - 1;
+      p.window_right = draw(30) - 1;
+      p.window_alignment = Hides(draw(3));
+    }
     if (draw(3) == 0) p.softcap = 3;
     if (draw(3) == 0) p.scale = 0.3f;
-    p.has_sinks = draw(3) == 0, p.has_lengths = draw(2), p.packs_q = draw(3) == 0, p.packs_k = draw(3) == 0;
+    p.has_sinks = draw(3) == 0;
+    p.has_lengths = draw(2);
+    p.packs_q = draw(3) == 0;
+    p.packs_k = draw(3) == 0;
     if (p.has_sinks && p.dist == "ramps") p.dist = "normal";
     p.descale = descales[draw(DESCALES)];
     changed.now.use_bias = types < 2 ? draw(4) : 0;  // of 16 bits
-    if (line.use_bias) p.bias_kind = draw(2) ? "tree" : line.use_bias == 2 ? "bool" : "add", p.bias_dims = draw(2) ? "bhq" : "q";
+    if (line.use_bias) {
+      p.bias_kind = draw(2) ? "tree" : line.use_bias == 2 ? "bool" : "add";
+      p.bias_dims = draw(2) ? "bhq" : "q";
+    }
     p.shape = format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
     Instance instance(p);
     instance.set_inputs(n);
@@ -298,21 +345,32 @@ TEST_CASE("reference_kernel_of_all") {
   }
 }
 
-// ---- what a kernel is given ----
+// ---- inputs of a kernel ----
 
-// A problem's Q, K and V as they come out of device memory by way of strides, pages, lengths and factors, compared with
-// those that the reference reads. Whatever else is in reach of a tile is poison.
+// Q, K and V read from device memory through strides, pages, lengths and factors, compared with
+// those of the reference. All other elements that a tile could read are poison.
 TEST_CASE("given") {
   ChangedLine changed;
   make_tensor = make_placed_tensor;
   changed.now.has_lengths = true;
   for (int n = 0; n < 48; n++) {
     const bool paged = n % 3 == 0;
-    changed.now.query = changed.now.input = n % 2 ? DType::e4m3 : DType::fp16, changed.now.Dv = n % 4 < 2 ? 64 : 48;
+    changed.now.query = changed.now.input = n % 2 ? DType::e4m3 : DType::fp16;
+    changed.now.Dv = n % 4 < 2 ? 64 : 48;
     Problem p;
-    p.B = 9, p.Hkv = 2, p.Hq = 8, p.Sq = 21, p.Sk = 70, p.has_sinks = true, p.has_lengths = n % 5 > 0;
-    p.packs_q = n % 7 > 3, p.packs_k = !paged && n % 7 % 2, p.page_size = paged ? 16 : 0;
-    p.layout = paged ? n % 2 ? "bhsd" : "bshd" : layouts[n % 6], p.same_heads = p.layout == "zero", p.descale = descales[n / 2 % DESCALES];
+    p.B = 9;
+    p.Hkv = 2;
+    p.Hq = 8;
+    p.Sq = 21;
+    p.Sk = 70;
+    p.has_sinks = true;
+    p.has_lengths = n % 5 > 0;
+    p.packs_q = n % 7 > 3;
+    p.packs_k = !paged && n % 7 % 2;
+    p.page_size = paged ? 16 : 0;
+    p.layout = paged ? n % 2 ? "bhsd" : "bshd" : layouts[n % 6];
+    p.same_heads = p.layout == "zero";
+    p.descale = descales[n / 2 % DESCALES];
     Instance instance(p);
     instance.set_inputs(n);
     const SdpaParams& g = instance.params;
@@ -321,7 +379,7 @@ TEST_CASE("given") {
       if (n % 2) return element_value(line.input, static_cast<const uint8_t*>(tensor)[at]);
       return element_value(line.input, static_cast<const uint16_t*>(tensor)[at]);
     };
-    // Lengths: one sequence has more keys than there are (or all of them, of pages), one less than none, one a single key.
+    // Lengths: one exceeds Sk (or is Sk, with pages), one is negative, one is 1.
     int wild = 0;
     for (int b = 0; b < p.B; b++) {
       const int length = g.k_lengths ? g.k_lengths[b] : p.Sk;
@@ -329,7 +387,7 @@ TEST_CASE("given") {
       wild += length > p.Sk - paged || length < 0 || ((n + b) % 8 == 7 && length == 1);
     }
     CHECK((!g.k_lengths || wild >= 3));
-    // Starts at either end of a tensor may be given as ones beyond it.
+    // Starts at either end of a tensor may be passed out of bounds.
     const auto is_given = [&](const int* starts, const std::vector<int>& own, int rows) {
       return std::equal(own.begin(), own.end(), starts, [&](int a, int b) { return a == std::min(std::max(b, 0), rows); });
     };
@@ -397,9 +455,10 @@ TEST_CASE("given") {
   }
 }
 
-// ---- results that are wrong in one way ----
+// ---- results with a single fault ----
 
-// The reference kernel as a kernel, rounded: of everything that a problem may have but pages. Rows that are no query stay as they are.
+// The reference kernel, rounded, as the tested kernel: supports all features except pages. Does not
+// write unused rows.
 static SdpaStatus forward_by_reference_kernel(const SdpaParams& p, cudaStream_t) {
   const int heads = (p.q_starts ? 1 : p.B) * p.Hq, rows = heads * p.Sq;
   std::vector<float> O(size_t(rows) * p.Dv), LSE(rows);
@@ -422,7 +481,7 @@ static SdpaStatus forward_by_reference_kernel(const SdpaParams& p, cudaStream_t)
   return {};
 }
 
-// A kernel whose results are spoiled after it has run.
+// A kernel whose results are modified after it has run.
 static std::vector<SdpaParams> launches;
 static bool was_poisoned;
 static SdpaStatus forward_and_spoil(const SdpaParams& p, cudaStream_t stream) {
@@ -435,7 +494,8 @@ static SdpaStatus forward_and_spoil(const SdpaParams& p, cudaStream_t stream) {
   launches.push_back(p);
   if (p.Sk == 13) return failure(cudaErrorLaunchFailure, "no luck");
   SdpaParams ours = p;
-  ours.max_ctas = 0, ours.workspace = ours.scratch = nullptr;
+  ours.max_ctas = 0;
+  ours.workspace = ours.scratch = nullptr;
   const SdpaStatus status = spoilt(ours, stream);
   cudaDeviceSynchronize();
   if (spoil) spoil(p, int(launches.size()));
@@ -448,22 +508,28 @@ struct Swept {
   std::vector<std::map<std::string, std::string>> rows;  // of CSV, by column
   const std::string& of(const char* column) { return rows.at(0)[column]; }
 };
-// What sweep_NAME does with these words, and with a spoiled kernel.
+// Runs sweep_NAME with these arguments and a modified kernel.
 static Swept sweep(const std::string& words, std::function<void(const SdpaParams&, int)> spoil_ = nullptr) {
-  spoil = spoil_, launches.clear(), was_poisoned = true;
+  spoil = spoil_;
+  launches.clear();
+  was_poisoned = true;
   std::istringstream in("sweep " + words);
   std::vector<std::string> text{std::istream_iterator<std::string>(in), {}};
   std::vector<char*> argv;
   for (std::string& word : text) argv.push_back(&word[0]);
-  fflush(stdout), fflush(stderr);
+  fflush(stdout);
+  fflush(stderr);
   const int old[] = {dup(1), dup(2)};
   FILE* const files[] = {tmpfile(), tmpfile()};
   for (int i : {0, 1}) dup2(fileno(files[i]), i + 1);
   Swept run{sweep_main(int(argv.size()), argv.data()), "", {}};
-  fflush(stdout), fflush(stderr);
+  fflush(stdout);
+  fflush(stderr);
   std::string contents[2];
   for (int i : {0, 1}) {
-    dup2(old[i], i + 1), close(old[i]), rewind(files[i]);
+    dup2(old[i], i + 1);
+    close(old[i]);
+    rewind(files[i]);
     for (int c; (c = fgetc(files[i])) != EOF;) contents[i] += char(c);
     fclose(files[i]);
   }
@@ -484,13 +550,15 @@ static bool says(const Swept& run, const std::string& words) {
 static Output& element(const SdpaParams& p, int row, int d) {
   return p.O[row / p.Sq / p.Hq * p.o.batch + row / p.Sq % p.Hq * p.o.head + row % p.Sq * p.o.row + d];
 }
-// Moves an element by so many units of the last place.
+// Changes an element by a number of units in the last place.
 static void move(Output& x, int units) {
   uint16_t bits;
-  memcpy(&bits, &x, 2), bits = uint16_t(bits + units), memcpy(static_cast<void*>(&x), &bits, 2);
+  memcpy(&bits, &x, 2);
+  bits = uint16_t(bits + units);
+  memcpy(static_cast<void*>(&x), &bits, 2);
 }
 
-// Every row, its first and its last element, LSE: none is left out, and the sentence names it.
+// Every row, its first and last element, and LSE are checked, and the sentence names the wrong one.
 TEST_CASE("every_row") {
   ChangedLine changed;
   changed.now.forward = forward_and_spoil;
@@ -516,8 +584,8 @@ TEST_CASE("every_row") {
   }
 }
 
-// What else must not pass, and what is said of it. Launches: 1 is compared with the reference, 2 to 4 are the chain, and
-// then come the repeats.
+// Other faults that must fail, and their messages. Launch 1 is compared with the reference, 2 to 4
+// are the chain, then the repeats.
 TEST_CASE("spoiled") {
   ChangedLine changed;
   changed.now.forward = forward_and_spoil;
@@ -546,7 +614,7 @@ TEST_CASE("spoiled") {
     spoiled(words, "O of the second kernel(b=0,h=1,q=39,d=63) in a chain of kernels differs", [&](P p, int n) { if (n == nth) move(element(p, 79, 63), 1); });
     spoiled(words, "the kernel wrote after O", [&](P p, int n) { if (n == nth) element(p, 79, 64) = rounded<Output>(0); });
   }
-  // O that is truncated; not judged where P is coarser than O, or the approximation of tanh is.
+  // A truncated O; not detected if P or the approximation of tanh is coarser than O.
   const auto truncated = [](P p, int) {
     for (int i = 0; i < 80 * 64 && p.LSE; i++) {
       Output& x = element(p, i / 64, i % 64);
@@ -557,12 +625,14 @@ TEST_CASE("spoiled") {
   changed.now.tanh_is_approximate = changed.now.has_softcap = true;
   CHECK(sweep(words).code == 0);
   spoiled(words, "O is not rounded to nearest", truncated);
-  changed.now = changed.before, changed.now.forward = forward_and_spoil;
+  changed.now = changed.before;
+  changed.now.forward = forward_and_spoil;
 
-  // The workspace: what must be zero after a launch.
+  // The workspace must be zero after a launch.
   changed.now.facts_of = [](P p) {
     KernelFacts facts = facts_of(p);
-    facts.workspace_bytes = 64, facts.scratch_bytes = 256;
+    facts.workspace_bytes = 64;
+    facts.scratch_bytes = 256;
     return facts;
   };
   CHECK(sweep(words).code == 0);
@@ -574,21 +644,21 @@ TEST_CASE("spoiled") {
   };
   CHECK((sweep(words, scratch_is_poisoned).code == 0 && launches.size() == 6));
 
-  // Of the launches the first has as many CTAs as are resident, the others what was asked for.
+  // The first launch has as many CTAs as are resident, the others max_ctas.
   changed.now.has_queue = true;
   CHECK(sweep("--check-only --shape 1,1,1,40,30 --max-ctas 3 --repeats 2").code == 0);
   for (size_t n = 0; n < launches.size(); n++) CHECK(launches[n].max_ctas == (n == 0 ? 0 : 3));
 }
 
-// The first row of [B,Hq,Sq] that is a query of its sequence, or that is none.
+// The first row of [B,Hq,Sq] that is a query, or that is unused.
 static int first_row(const SdpaParams& p, bool is_query) {
   for (int row = 0;; row++) {
     if ((row % p.Sq < p.q_lengths[row / p.Sq / p.Hq]) == is_query) return row;
   }
 }
 
-// Rows that are no query must stay as they are, and the others must be written. In each launch the same, so that runs do
-// not differ.
+// Unused rows must not be written, and all others must be. The fault is the same in each launch, so
+// that runs do not differ.
 TEST_CASE("spoiled_queries") {
   ChangedLine changed;
   changed.now.forward = forward_and_spoil;
@@ -614,7 +684,7 @@ TEST_CASE("spoiled_queries") {
       }
     }
   }
-  // Where NaN is right, poison is not.
+  // Poison fails even where NaN is the expected result.
   changed.now = changed.before;
   changed.now.forward = forward_and_spoil;
   spoilt = sdpa_forward;
@@ -633,8 +703,8 @@ TEST_CASE("spoiled_queries") {
   }
 }
 
-// A byte beside each thing that a launch gets or writes, next to it and at the far end of its guard, in the checked launch
-// and in the repeated one; between rows; and an element of each input.
+// Writes a byte outside of each input and output, adjacent and at the far end of the guard, in the
+// checked and in the repeated launch; between rows; and an element of each input.
 TEST_CASE("guards") {
   ChangedLine changed;
   changed.now.forward = forward_and_spoil;
@@ -706,12 +776,15 @@ TEST_CASE("guards") {
   CHECK(found("packed", [&](const SdpaParams& p, int) { set(p.V + p.v.batch + p.v.row); }) == "the kernel wrote into V");
 }
 
-// The inputs of each seed, and a seed that fails among others that do not.
+// The inputs of each seed, and a failing seed among passing ones.
 TEST_CASE("seeds") {
   ChangedLine changed;
   changed.now.forward = forward_and_spoil;
   Problem p;
-  p.B = p.Hq = p.Hkv = 1, p.Sq = 9, p.Sk = 7, p.D = 64;
+  p.B = p.Hq = p.Hkv = 1;
+  p.Sq = 9;
+  p.Sk = 7;
+  p.D = 64;
   const auto first_of = [&](uint64_t seed) {
     p.seed = seed;
     return make_input(p, Tensor::K)[0];
@@ -726,7 +799,7 @@ TEST_CASE("seeds") {
     });
     CHECK((run.code == 1 && says(run, format("--seeds %d\n", int(bad)))));
   }
-  // The same series is the same problems, and another one is not; one of them that is wrong counts.
+  // A seed reproduces the problems, and another seed gives others; a single failure is counted.
   const auto series = [](const char* seed) {
     std::string refusal, text;
     for (const Problem& p : parse({"--sweep", "9", "--seeds", seed}, refusal).problems) text += command_of(p) + " ";
@@ -742,7 +815,7 @@ TEST_CASE("seeds") {
   CHECK((run.code == 1 && says(run, "1 of 2 passed") && says(run, "repeat with: ")));
 }
 
-// Codes of one problem and of several.
+// Exit codes for one problem and for several.
 TEST_CASE("exit_codes") {
   ChangedLine changed;
   changed.now.forward = forward_and_spoil;
@@ -766,11 +839,13 @@ TEST_CASE("exit_codes") {
   CHECK(sweep("--frob").code == 2);
 }
 
-// Before the chain of kernels all inputs hold other numbers, so that a kernel which does not wait for them is found out.
+// Before the chain of kernels all inputs have other contents, which detects a kernel that does not
+// wait.
 TEST_CASE("chain") {
   ChangedLine changed;
   changed.now.forward = forward_and_spoil;
-  spoil = nullptr, launches.clear();
+  spoil = nullptr;
+  launches.clear();
   static const Instance* watched;
   static std::vector<Input> before[3];
   static int times, right;
@@ -791,12 +866,16 @@ TEST_CASE("chain") {
   make_tensor = [](const Problem& p, Tensor t) -> std::unique_ptr<DeviceTensor> { return std::make_unique<Watched>(p, t); };
   check_more = check_chain;
   Problem p;
-  p.B = p.Hq = p.Hkv = 1, p.Sq = p.Sk = 5;
+  p.B = p.Hq = p.Hkv = 1;
+  p.Sq = p.Sk = 5;
   Instance instance(p);
   instance.set_inputs(0);
   const SdpaParams& g = instance.params;
-  before[0].assign(g.Q, g.Q + 5 * 64), before[1].assign(g.K, g.K + 5 * 64), before[2].assign(g.V, g.V + 5 * 64);
-  watched = &instance, times = right = 0;
+  before[0].assign(g.Q, g.Q + 5 * 64);
+  before[1].assign(g.K, g.K + 5 * 64);
+  before[2].assign(g.V, g.V + 5 * 64);
+  watched = &instance;
+  times = right = 0;
   Figures figures;
   CHECK((instance.check(figures, 0) == "" && launches.size() == 4));
   CHECK((times == 2 && right == 6));  // of O and of the second kernel's O
@@ -804,14 +883,15 @@ TEST_CASE("chain") {
   watched = nullptr;
 }
 
-// Where the reference sees a part of the rows, the reference kernel finds an error in the others, several heads at a time, and is
-// itself compared with the reference.
+// If the CPU reference checks only a sample of the rows, the reference kernel finds errors in the
+// others, several heads at a time, and is itself compared with the CPU reference.
 TEST_CASE("every_row_by_the_reference_kernel") {
   ChangedLine changed;
   changed.now.forward = forward_and_spoil;
   const std::string words = "--check-only --shape 2,3,1,70,9 --repeats 1";
   CHECK(sweep(words).of("rows_checked") == "420");
-  has_reference_kernel = true, affordable_macs = 1e4;
+  has_reference_kernel = true;
+  affordable_macs = 1e4;
   for (int heads_at_once : {1, 2, 4, 6}) {
     reference_kernel_elements = heads_at_once * 70 * 64;
     Swept run = sweep(words);
@@ -824,7 +904,8 @@ TEST_CASE("every_row_by_the_reference_kernel") {
       CHECK((run.code == 1 && says(run, format("against the reference kernel: LSE(b=%d,h=%d,q=37)", head / 3, head % 3))));
     }
   }
-  // O that is truncated is found although the reference sees too few rows to judge, and so has each head.
+  // A truncated O is found although the sample of the CPU reference, and each head, have too few
+  // rows to detect it.
   for (int heads_at_once : {1, 4}) {
     reference_kernel_elements = heads_at_once * 12 * 64;
     const Swept run = sweep("--check-only --shape 2,3,1,12,9", [](const SdpaParams& p, int) {
@@ -836,8 +917,12 @@ TEST_CASE("every_row_by_the_reference_kernel") {
     CHECK((run.code == 1 && says(run, "against the reference kernel: O is not rounded to nearest")));
   }
   Problem p;
-  p.B = 2, p.Hq = 3, p.Hkv = 1, p.Sq = 70, p.Sk = 9;
-  // A kernel that is right, and a reference kernel that has another scale.
+  p.B = 2;
+  p.Hq = 3;
+  p.Hkv = 1;
+  p.Sq = 70;
+  p.Sk = 9;
+  // A correct kernel, and a reference kernel with another scale.
   spoil = nullptr;
   changed.now.forward = [](const SdpaParams& g, cudaStream_t stream) {
     SdpaParams right = g;
@@ -849,15 +934,16 @@ TEST_CASE("every_row_by_the_reference_kernel") {
   instance.params.scale = 0.13f;
   Figures figures;
   CHECK(instance.check(figures, 0).find("the reference kernel is wrong: ") == 0);
-  // Without one, rows that nobody compares must be finite.
-  has_reference_kernel = false, changed.now.forward = forward_and_spoil;
+  // Without a reference kernel, rows that are not compared must be finite.
+  has_reference_kernel = false;
+  changed.now.forward = forward_and_spoil;
   const Swept run = sweep(words, [&](const SdpaParams& p, int) { if (p.LSE) element(p, 37, 1) = rounded<Output>(INFINITY); });
   CHECK((run.code == 1 && says(run, "O(b=0,h=0,q=37,d=1) is not finite")));
 }
 
-// ---- rows of CSV ----
+// ---- CSV rows ----
 
-// The figures of errors are those that were made, and the others follow from the problem by hand.
+// The reported errors are those that were injected; the other columns were computed by hand.
 TEST_CASE("columns") {
   ChangedLine changed;
   changed.now.forward = forward_and_spoil;
@@ -867,24 +953,50 @@ TEST_CASE("columns") {
     for (int i = 0; i < 120 * 64 && p.LSE; i++) {
       const double was = to_float(element(p, i / 64, i % 64));
       if (std::fabs(was) < 1) move(element(p, i / 64, i % 64), i % 2 ? 1 : -1);
-      if (launches.size() == 1) squares += was * was, wrong += std::pow(to_float(element(p, i / 64, i % 64)) - was, 2);
+      if (launches.size() == 1) {
+        squares += was * was;
+        wrong += std::pow(to_float(element(p, i / 64, i % 64)) - was, 2);
+      }
     }
     for (int i = 0; i < 120 && p.LSE; i++) p.LSE[i] *= i == 77 ? 1.0008f : 1;
     if (p.LSE) element(p, 7, 7) = rounded<Output>(to_float(element(p, 7, 7)) + 1 / 1024.0f);
   });
-  // Of what the kernel itself rounds half a unit at most is in it as well.
+  // The kernel's own rounding adds at most half a unit.
   CHECK((run.code == 0 && run.of("rows_checked") == "240" && std::fabs(std::stod(run.of("rel_rms")) / std::sqrt(wrong / squares) - 1) < 0.15));
   CHECK((std::stod(run.of("max_abs_err")) > 0.9e-3 && std::stod(run.of("max_abs_err")) < 3e-3));
   CHECK(near(run.of("lse_err"), 8e-4));
 
   Run r;
   Device d;
-  r.problem.B = 2, r.problem.Hq = 4, r.problem.Hkv = 2, r.problem.Sq = 100, r.problem.Sk = 300, r.problem.shape = "s";
-  r.check = "PASS", r.seeds = {1, 2}, r.resources = {96, 8, 3}, r.kernel.shared_bytes = 4096;
-  r.timing.p50_us = 50, r.timing.p90_us = 90, r.timing.p99_us = 99, r.timing.min_us = 40, r.timing.graph_us = 10, r.timing.graph_lo_us = 9;
-  r.timing.graph_hi_us = 11, r.timing.cold_us = 20, r.timing.clock_mhz = 1500;
-  r.figures.rel_rms = 1e-4, r.figures.max_abs_err = 2e-4, r.figures.lse_err = 3e-4, r.figures.rows_checked = 5, r.figures.rows_witnessed = 6;
-  d.name = "gpu", d.sm = "90", d.driver = "1.2", d.matrix_flops = 1e13, d.memory_bytes = 1e12;
+  r.problem.B = 2;
+  r.problem.Hq = 4;
+  r.problem.Hkv = 2;
+  r.problem.Sq = 100;
+  r.problem.Sk = 300;
+  r.problem.shape = "s";
+  r.check = "PASS";
+  r.seeds = {1, 2};
+  r.resources = {96, 8, 3};
+  r.kernel.shared_bytes = 4096;
+  r.timing.p50_us = 50;
+  r.timing.p90_us = 90;
+  r.timing.p99_us = 99;
+  r.timing.min_us = 40;
+  r.timing.graph_us = 10;
+  r.timing.graph_lo_us = 9;
+  r.timing.graph_hi_us = 11;
+  r.timing.cold_us = 20;
+  r.timing.clock_mhz = 1500;
+  r.figures.rel_rms = 1e-4;
+  r.figures.max_abs_err = 2e-4;
+  r.figures.lse_err = 3e-4;
+  r.figures.rows_checked = 5;
+  r.figures.rows_witnessed = 6;
+  d.name = "gpu";
+  d.sm = "90";
+  d.driver = "1.2";
+  d.matrix_flops = 1e13;
+  d.memory_bytes = 1e12;
   const auto cell = [&](const char* name) {
     for (const Column& c : columns(r, d)) {
       if (string(name) == c.name) return c.value;
@@ -906,25 +1018,39 @@ TEST_CASE("columns") {
     CHECK(cell(one.first.c_str()) == one.second);
     if (cell(one.first.c_str()) != one.second) fprintf(stderr, "%s: %s\n", one.first.c_str(), cell(one.first.c_str()).c_str());
   }
-  // 128 bytes a row of 2 * 4 * 100 rows of Q and O each, and 2 * 2 * 300 of K and V each: 512000 bytes in 5.12 us
+  // 128 bytes a row of 2 * 4 * 100 rows of Q and O each, and 2 * 2 * 300 of K and V each: 512000
+  // bytes in 5.12 us
   d.memory_bytes = 1e11;
   CHECK((cell("bound") == "matrix" && r.memory_us(d) == doctest::Approx(5.12)));
   r.problem.mask = Hides::top_left;  // 5050 of 30000 pairs: 1.03 us
   CHECK((cell("tflops") == "1.03" && cell("peak_share") == "0.512" && cell("bound") == "memory" && cell("causal") == "tl"));
   r.problem.mask = Hides::bottom_right;  // 200 keys more for every query
   CHECK((cell("tflops") == "5.13" && cell("causal") == "br"));
-  r.problem.mask = Hides::none, r.problem.window_left = 9, r.problem.window_right = 0;  // 10 keys, and 45 less at the begin
+  r.problem.mask = Hides::none;
+  r.problem.window_left = 9;
+  r.problem.window_right = 0;  // 10 keys, and 45 less at the begin
   CHECK((cell("tflops") == "0.20" && cell("window") == "9:0"));
   r.problem.window_alignment = Hides::bottom_right;
   CHECK((cell("tflops") == "0.20" && cell("window") == "9:0:br"));
   changed.now.Dv = r.problem.Dv = 32;
   CHECK(cell("tflops") == "0.15");
-  r.problem = Problem(), r.problem.B = 3, r.problem.Hq = r.problem.Hkv = 1, r.problem.Sq = 10, r.problem.Sk = 400;
-  r.problem.has_lengths = r.problem.has_sinks = true, r.problem.softcap = 2.5, r.problem.page_size = 32, r.problem.packs_q = true;
-  r.problem.k_lengths = {400, 0, 100}, r.problem.q_starts = {0, 5, 8, 10}, r.problem.max_ctas = 4;
+  r.problem = Problem();
+  r.problem.B = 3;
+  r.problem.Hq = r.problem.Hkv = 1;
+  r.problem.Sq = 10;
+  r.problem.Sk = 400;
+  r.problem.has_lengths = r.problem.has_sinks = true;
+  r.problem.softcap = 2.5;
+  r.problem.page_size = 32;
+  r.problem.packs_q = true;
+  r.problem.k_lengths = {400, 0, 100};
+  r.problem.q_starts = {0, 5, 8, 10};
+  r.problem.max_ctas = 4;
   // 5 * 400 + 2 * 100 pairs of 4 * 48 FLOP; 10 rows of 192 bytes, 500 of keys
   CHECK((flops_of(r.problem) == doctest::Approx(192 * 2200.0) && r.memory_us(d) == doctest::Approx(510 * 192 / 1e5)));
   CHECK((cell("softcap") == "2.5" && cell("sinks") == "1" && cell("lengths") == "1" && cell("packed") == "q" && cell("pages") == "32"));
-  r.check = "", r.timing = {}, r.resources = {};
+  r.check = "";
+  r.timing = {};
+  r.resources = {};
   for (const char* empty : {"rel_rms", "rows_checked", "tflops", "p50_us", "regs", "peak_share", "bound"}) CHECK(cell(empty) == "");
 }

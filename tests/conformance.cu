@@ -1,6 +1,6 @@
-// Drives every instruction wrapper on all lanes with operands that are exact in any order of
-// summation, and prints a hash of every result. The same source runs on a GPU (nvcc, sm_90a) and on
-// the CPU backend; both must give the hashes of conformance.golden, which an H200 gives.
+// Runs every instruction wrapper on all lanes, with operands whose sums are exact in any order, and
+// prints hashes of the results. The same source runs on a GPU (nvcc, sm_90a) and on the CPU backend.
+// Both must give the hashes of conformance.golden, which are from an H200.
 //   conformance [GOLDEN]     prints NAME HASH lines; with GOLDEN, exits with 1 if one differs
 #define SDPA_NO_MAIN
 #include "../sdpa_backward.cu"
@@ -14,7 +14,7 @@
 
 using namespace SDPA_NAMESPACE;
 
-// Instructions that no kernel of sdpa.cu uses yet; on the CPU backend cpu_backend/ptx.h has them.
+// Instructions that no kernel of sdpa.cu uses; on the CPU backend they are in cpu_backend/ptx.h.
 #ifndef SDPA_SIMT
 template <int N, bool TRANS> __device__ void ldmatrix(uint32_t (&r)[N], const void* row_s) {
   const uint32_t row = shared_address(row_s);
@@ -59,7 +59,7 @@ template <int N, bool TRANS> __device__ void stmatrix(void* row_s, const uint32_
   }
 }
 
-// sdpa.cu has those of rank 5.
+// sdpa.cu has wrappers for rank 5.
 template <int RANK>
 __device__ void cp_async_bulk_tensor_load(void* dst_s, const CUtensorMap* map, const int (&c)[RANK],
                                           uint64_t* barrier_s, uint64_t cache_policy) {
@@ -200,8 +200,8 @@ __global__ void test_mma_e4m3(const Args a) {
   for (int i = 0; i < 4; i++) a.out[threadIdx.x * WORDS + i] = bits_of(d[i]);
 }
 
-// C = A @ B (+ C), B by rows or by columns, through shared memory with a stride of 24.
-// Where an element of a fragment of fp32 has its place, one of fp16 sums (class Sum) has it as well.
+// C = A @ B (+ C), with B row-major or column-major, in shared memory with a stride of 24.
+// Fragments of fp32 and of fp16 sums (class Sum) have the same layout.
 template <class E, class LayoutB, class Sum = float> __global__ void test_wmma(const Args a) {
   namespace wmma = nvcuda::wmma;
   Scratch& s = dynamic_shared<Scratch>();
@@ -285,14 +285,14 @@ __global__ void test_memory(const Args a) {
   atomicAdd(a.counter, unsigned(tid));
 }
 
-// Eight threads add to each four floats.
+// Eight threads add to the same four floats.
 __global__ void test_red_add(const Args a) {
   const int tid = threadIdx.x;
   float* const sums = reinterpret_cast<float*>(a.out) + tid / 8 * 4;
   red_global_add_v4(sums, float(tid), 2.0f * tid, -0.5f * tid, 1);
 }
 
-// Warp 0 hands numbers to warp 1 and back, through a named barrier and through mbarriers.
+// Warp 0 passes numbers to warp 1 and back, synchronized by a named barrier and by mbarriers.
 __global__ void test_barriers(const Args a) {
   Scratch& s = dynamic_shared<Scratch>();
   uint32_t* const box = reinterpret_cast<uint32_t*>(s.bytes);
@@ -350,7 +350,8 @@ template <class E> __global__ void test_conversions(const Args a) {
       forth = (forth ^ result) * 16777619u;
     }
   }
-  out[0] = forth, out[1] = back;
+  out[0] = forth;
+  out[1] = back;
 }
 
 __global__ void test_arithmetic(const Args a) {
@@ -401,7 +402,7 @@ __device__ void wait_for(uint64_t* barrier_s, int parity) {
   }
 }
 
-// Boxes that begin before the tensor, end behind it, and lie inside, as the swizzle places them.
+// Swizzled boxes that are out of bounds before or after the tensor, or inside.
 template <int RANK> __global__ void test_tma_load(const __grid_constant__ Args a) {
   HopperScratch& s = hopper_scratch();
   const int tid = threadIdx.x;
@@ -436,7 +437,7 @@ template <int RANK> __global__ void test_tma_load(const __grid_constant__ Args a
   for (int i = 0; i < 16; i++) a.out[tid * 16 + i] = ld_shared<uint32_t>(s.a + 4 * (tid * 16 + i));
 }
 
-// A tile that hangs over the tensor's end, and plain bytes: out, and read back.
+// Stores and loads a tile that is partly out of bounds, and plain bytes.
 template <int RANK> __global__ void test_tma_store(const __grid_constant__ Args a) {
   HopperScratch& s = hopper_scratch();
   const int tid = threadIdx.x;
@@ -479,7 +480,7 @@ __global__ void test_bulk_load(const __grid_constant__ Args a) {
   }
 }
 
-// Ends a group of products; their sums go into the hash.
+// Completes a wgmma group and adds its accumulators to the hash.
 template <int N> __device__ __forceinline__ void end_products(float (&d)[N], uint32_t& hash) {
   wgmma_commit_group();
   wgmma_wait_group<0>();
@@ -488,8 +489,8 @@ template <int N> __device__ __forceinline__ void end_products(float (&d)[N], uin
   for (int i = 0; i < N; i++) hash = (hash ^ bits_of(d[i] + 0.0f)) * 16777619u;
 }
 
-// D = A @ B in four steps of 16 k, on top of what was there and then once more without it. Lines have LINE bytes, and
-// panels 64 of them.
+// D += A @ B in four steps of 16 k, then D = A @ B. Lines have LINE bytes, and panels have 64
+// lines.
 template <class E, int N, int TRANS_B, bool RS, int TRANS_A = 0, int LINE = 128>
 __global__ void test_wgmma(const __grid_constant__ Args a) {
   HopperScratch& s = hopper_scratch();
@@ -545,8 +546,8 @@ __global__ void test_wgmma(const __grid_constant__ Args a) {
   a.out[tid * 2 + 1] = bits_of(d[N / 2 - 1] + 0.0f);
 }
 
-// The same of e4m3, 32 k a step, in lines of LINE bytes. Before the last round the sum is 2^14, so that it shows how
-// many bits a sum has.
+// The same for e4m3, with 32 k per step. Before the last step the sum is 2^14, which shows how many
+// bits a sum has.
 template <int N, int LINE, bool RS>
 __global__ void test_wgmma_e4m3(const __grid_constant__ Args a) {
   HopperScratch& s = hopper_scratch();
@@ -616,7 +617,7 @@ __global__ void test_bytes(const __grid_constant__ Args a) {
   }
 }
 
-// A box of bytes in lines of 64.
+// A box of bytes with lines of 64 bytes.
 __global__ void test_tma_load_bytes(const __grid_constant__ Args a) {
   HopperScratch& s = hopper_scratch();
   if (threadIdx.x == 0) {
@@ -644,8 +645,8 @@ template <bool TRANS> __global__ void test_stmatrix_x4(const __grid_constant__ A
   }
 }
 
-// Three warpgroups trade registers; all go on to the same sum. In a launch that depends on none, the
-// two griddepcontrol do nothing.
+// Three warpgroups exchange registers (setmaxnreg) and compute the same sum. Without a dependent
+// launch, the two griddepcontrol instructions do nothing.
 __global__ void __launch_bounds__(384, 1) test_setmaxnreg(const __grid_constant__ Args a) {
   griddepcontrol_wait();
   if (threadIdx.x >= 256) {
@@ -680,7 +681,7 @@ static void encode_maps(Args& a) {
   }
 }
 
-// Hashes threads * words results.
+// Hashes threads * words results of a kernel.
 static void run(const char* name, void (*kernel)(const Args), int threads = THREADS,
                 size_t results = THREADS * WORDS) {
   Args a{};
@@ -697,9 +698,11 @@ static void run(const char* name, void (*kernel)(const Args), int threads = THRE
   cudaMalloc(&in, bytes.size());
   cudaMemset(a.out, 0, out.size() * 4);
   cudaMemcpy(in, bytes.data(), bytes.size(), cudaMemcpyHostToDevice);
-  a.in = in, a.counter = a.out + results;
+  a.in = in;
+  a.counter = a.out + results;
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(1), launch.blockDim = dim3(threads);
+  launch.gridDim = dim3(1);
+  launch.blockDim = dim3(threads);
   launch.dynamicSmemBytes = sizeof(HopperScratch);
   cudaError_t error = cudaLaunchKernelEx(&launch, kernel, a);
   if (error == cudaSuccess) error = cudaDeviceSynchronize();
@@ -720,7 +723,7 @@ static void run(const char* name, void (*kernel)(const Args), int threads = THRE
   cudaFree(in);
 }
 
-// Every wgmma of N columns, in one line: their hashes in a row.
+// All wgmma shapes, with one hash.
 template <int N> static void run_wgmma(const char* name) {
   const auto run_one = [&](const char* kind, void (*kernel)(const Args)) {
     run((name + std::string(kind)).c_str(), kernel, 128, 256);

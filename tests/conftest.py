@@ -1,10 +1,9 @@
-"""SDPA_TEST_QUICK=1 leaves out what is marked as long: tests that take long for what they find (./run_all.sh test --all has
-them)."""
+"""SDPA_TEST_QUICK=1 skips tests that are marked as long; ./run_all.sh test --all runs them."""
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: more threads would wait for each other, six times as long
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # with small tensors, several threads are six times slower
 
-if "SDPA_BUILD_DIR" in os.environ:  # what bindings/pytorch.py builds, in processes that a test starts as well
+if "SDPA_BUILD_DIR" in os.environ:  # the cache of bindings/pytorch.py, also in subprocesses of tests
     os.environ.setdefault("SDPA_CACHE", os.path.join(os.environ["SDPA_BUILD_DIR"], "pytorch"))
 
 

@@ -1,5 +1,6 @@
-// The part of sdpa_backward()'s contract that the harness does not reach: refusals, problems without rows or keys, strides
-// of dimensions of one element, launches in a row on one workspace, and which queries a tile of keys is given.
+// The parts of sdpa_backward()'s contract that the harness does not test: refusals, problems
+// without rows or keys, strides of dimensions of size 1, consecutive launches with one workspace,
+// and which queries a tile of keys iterates over.
 #define SDPA_NO_MAIN
 #include "../sdpa_backward.cu"
 
@@ -17,7 +18,7 @@ namespace {
 
 constexpr int D = Build::head_dim;
 
-// Device memory full of NaN.
+// Device memory filled with NaN.
 template <class T> struct Memory {
   T* data = nullptr;
   size_t count;
@@ -33,7 +34,7 @@ template <class T> struct Memory {
   }
 };
 
-// A problem with all that it needs. The forward pass has run.
+// A problem with its tensors, after the forward pass.
 struct Gradients {
   size_t q_rows, k_rows;
   Memory<Input> Q{q_rows * D}, K{k_rows * D}, V{k_rows * D}, O{q_rows * D}, dO{q_rows * D}, dQ{q_rows * D},
@@ -54,11 +55,26 @@ struct Gradients {
     const std::vector<float> half(16, 0.5f);
     REQUIRE(cudaMemcpy(sinks.data, half.data(), sizeof(float) * 16, cudaMemcpyHostToDevice) == cudaSuccess);
     SdpaParams& f = p.forward;
-    f.Q = Q.data, f.K = K.data, f.V = V.data, f.O = O.data, f.LSE = LSE.data, f.sinks = sinks.data;
-    f.B = B, f.Hq = Hq, f.Hkv = Hkv, f.Sq = Sq, f.Sk = Sk, f.D = D, f.causal = causal;
+    f.Q = Q.data;
+    f.K = K.data;
+    f.V = V.data;
+    f.O = O.data;
+    f.LSE = LSE.data;
+    f.sinks = sinks.data;
+    f.B = B;
+    f.Hq = Hq;
+    f.Hkv = Hkv;
+    f.Sq = Sq;
+    f.Sk = Sk;
+    f.D = D;
+    f.causal = causal;
     const auto strides = [](int H, int S) { return Strides{int64_t(H) * S * D, int64_t(S) * D, D}; };
-    f.q = f.o = p.d_o = p.d_q = strides(Hq, Sq), f.k = f.v = p.d_k = p.d_v = strides(Hkv, Sk);
-    p.dO = dO.data, p.dQ = dQ.data, p.dK = dK.data, p.dV = dV.data;
+    f.q = f.o = p.d_o = p.d_q = strides(Hq, Sq);
+    f.k = f.v = p.d_k = p.d_v = strides(Hkv, Sk);
+    p.dO = dO.data;
+    p.dQ = dQ.data;
+    p.dK = dK.data;
+    p.dV = dV.data;
     if (Build::use_sinks) p.dSinks = dSinks.data;
     workspace.reset(new Memory<uint8_t>(sdpa_backward_workspace_bytes(f)));
     p.workspace = workspace->data;
@@ -78,7 +94,7 @@ bool all_zero(const std::vector<uint8_t>& bytes) {
 
 }  // namespace
 
-// Each with one sentence that names what is wrong, and no gradient is touched.
+// Each refusal is a sentence that names the error, and no gradient is written.
 TEST_CASE("refusals") {
   Gradients g(1, 4, 2, 20, 30);
   const std::vector<std::vector<uint8_t>> before = g.results();
@@ -92,7 +108,8 @@ TEST_CASE("refusals") {
       {"dQ is a null pointer", [](auto& p) { p.dQ = nullptr; }},
       {"dK is a null pointer", [](auto& p) { p.dK = nullptr; }},
       {"dV is a null pointer", [](auto& p) { p.dV = nullptr; }},
-      {"dO is not aligned to", [](auto& p) { p.dO = reinterpret_cast<const Output*>(uintptr_t(p.dO) + 2); }},
+      {"dO is not aligned to",
+       [](auto& p) { p.dO = reinterpret_cast<const Output*>(uintptr_t(p.dO) + 2); }},
       {"dK has a row stride of 65", [](auto& p) { p.d_k.row++; }},
       {"dV has a head stride of 0", [](auto& p) { p.d_v.head = 0; }},
       {"dQ has a row stride of 0", [](auto& p) { p.d_q.row = 0; }},
@@ -102,7 +119,8 @@ TEST_CASE("refusals") {
        [](auto& p) { p.dSinks = reinterpret_cast<float*>(uintptr_t(p.dSinks) + 1); }},
       {"dSinks is set, but sinks is a null pointer", [](auto& p) { p.forward.sinks = nullptr; }},
       {needs_memory.c_str(), [](auto& p) { p.workspace = nullptr; }},
-      {"workspace is not aligned to 256 bytes", [](auto& p) { p.workspace = static_cast<char*>(p.workspace) + 8; }},
+      {"workspace is not aligned to 256 bytes",
+       [](auto& p) { p.workspace = static_cast<char*>(p.workspace) + 8; }},
       {"k_lengths is for builds with USE_LENGTHS=1",
        [](auto& p) { p.forward.k_lengths = reinterpret_cast<const int*>(p.forward.LSE); }},
       {"bias is for builds with USE_BIAS", [](auto& p) { p.forward.bias = p.forward.Q; }},
@@ -110,8 +128,10 @@ TEST_CASE("refusals") {
       {"D=264", [](auto& p) { p.forward.D = 264; }},
       {"over 2147483647 tiles", [](auto& p) { p.forward.B = p.forward.Sk = 1000000; }}};
   if (is_wgmma) {
-    refused.push_back({"dO has a row stride of -64; TMA takes 0 to 2^40 bytes", [](auto& p) { p.d_o.row = -64; }});
-    refused.push_back({"dV has a head stride of -64; TMA takes 0 to 2^40 bytes", [](auto& p) { p.d_v.head = -64; }});
+    refused.push_back({"dO has a row stride of -64; TMA takes 0 to 2^40 bytes",
+                       [](auto& p) { p.d_o.row = -64; }});
+    refused.push_back({"dV has a head stride of -64; TMA takes 0 to 2^40 bytes",
+                       [](auto& p) { p.d_v.head = -64; }});
   }
   for (const auto& [sentence, spoil] : refused) {
     SdpaBackwardParams p = g.p;
@@ -126,26 +146,31 @@ TEST_CASE("refusals") {
   CHECK((g.run() && g.results() != before));
 }
 
-// What has no rows or no keys gets zeros, and asks for no memory.
+// Without rows or keys, gradients are zeros and no workspace is needed.
 TEST_CASE("empty") {
   Gradients without_keys(2, 4, 2, 20, 0), without_queries(2, 4, 2, 0, 20);
   CHECK((without_keys.run() && all_zero(without_keys.dQ.bytes())));
   CHECK(sdpa_backward_workspace_bytes(without_queries.p.forward) == 0);
   SdpaBackwardParams& p = without_queries.p;
-  p.workspace = nullptr, p.dO = nullptr, p.dQ = nullptr, p.forward.LSE = nullptr, p.forward.O = nullptr,
+  p.workspace = nullptr;
+  p.dO = nullptr;
+  p.dQ = nullptr;
+  p.forward.LSE = nullptr;
+  p.forward.O = nullptr;
   p.forward.Q = nullptr;
   CHECK((without_queries.run() && all_zero(without_queries.dK.bytes()) && all_zero(without_queries.dV.bytes())));
   std::vector<uint8_t> of_sinks = without_queries.dSinks.bytes();
   of_sinks.resize(4 * sizeof(float));
   CHECK(all_zero(of_sinks));
   SdpaBackwardParams none{};
-  none.forward.D = D, none.forward.Sq = none.forward.Sk = 5;
+  none.forward.D = D;
+  none.forward.Sq = none.forward.Sk = 5;
   CHECK((sdpa_backward(none, 0).ok() && sdpa_backward_workspace_bytes(none.forward) == 0));
   none.forward.Sq = -1;
   CHECK((!sdpa_backward(none, 0).ok() && sdpa_backward_workspace_bytes(none.forward) == 0));
 }
 
-// Strides of dimensions of one element hold anything.
+// Strides of dimensions of size 1 may have any value.
 TEST_CASE("strides") {
   Gradients g(1, 1, 1, 1, 1);
   REQUIRE(g.run());
@@ -157,7 +182,7 @@ TEST_CASE("strides") {
   CHECK((g.run() && g.results() == want));
 }
 
-// Each tensor lies in its own way, with gaps that differ, and no gap is written.
+// Tensors have different layouts and gaps, and gaps are not written.
 TEST_CASE("strides_of_each") {
   Gradients g(2, 4, 2, 20, 30);
   REQUIRE(g.run());
@@ -206,7 +231,7 @@ TEST_CASE("strides_of_each") {
   }
 }
 
-// Two problems share a workspace, without a wait between them.
+// Two problems share a workspace, without synchronization between them.
 TEST_CASE("one_workspace") {
   Gradients a(1, 4, 2, 70, 50, Causal::bottom_right), b(2, 3, 1, 40, 60);
   REQUIRE((a.run() && b.run()));
@@ -223,20 +248,25 @@ TEST_CASE("one_workspace") {
   CHECK((a.results() == want_a && b.results() == want_b));
 }
 
-// Those that see one of the keys and no others, unless they lie between two that do.
+// The range of queries from the first to the last one that sees a key of the tile.
 TEST_CASE("queries_of_keys") {
   long wrong = 0;
   for (int n = 0; n < 6 * 7 * 5 * 5 * 3 * 3; n++) {
     SdpaParams p{};
-    p.Sq = n % 6 + 1, p.Sk = n / 6 % 7 + 1, p.window_left = n / 42 % 5 - 1, p.window_right = n / 210 % 5 - 1;
-    p.causal = Causal(n / 1050 % 3), p.window_alignment = Causal(n / 3150);
+    p.Sq = n % 6 + 1;
+    p.Sk = n / 6 % 7 + 1;
+    p.window_left = n / 42 % 5 - 1;
+    p.window_right = n / 210 % 5 - 1;
+    p.causal = Causal(n / 1050 % 3);
+    p.window_alignment = Causal(n / 3150);
     const KeyBounds keys(p, p.Sq, p.Sk);
     for (int first = 0; first < p.Sk; first++) {
       for (int last = first; last < p.Sk; last++) {
         int begin = p.Sq, end = 0;
         for (int q = 0; q < p.Sq; q++) {
           if (std::max(keys.begin(q), first) >= std::min(keys.end(q), last + 1)) continue;
-          begin = std::min(begin, q), end = q + 1;
+          begin = std::min(begin, q);
+          end = q + 1;
         }
         const KeyRange got = queries_of_keys(keys, first, last, p.Sq);
         wrong += begin < end ? got.begin > begin || got.end < end || (begin > 0 && got.begin < begin) : false;

@@ -1,5 +1,5 @@
-// Tensors that do not lie as [B,H,S,D]: other orders, gaps, strides of 0 and below, and dimensions that are
-// gigabytes apart. Included by sweep.cu after sdpa.cu.
+// Layouts other than contiguous [B,H,S,D]: other orders, gaps, zero and negative strides, and
+// strides of gigabytes. Included by sweep.cu after sdpa.cu.
 
 namespace SDPA_NAMESPACE {
 namespace {
@@ -7,26 +7,27 @@ namespace {
 const char* const layouts[] = {"bhsd",     "bshd", "packed",    "padded",  "zero",
                                "reversed", "far",  "far_heads", "far_rows"};
 
-// Batches, heads or rows are over 2^31 elements apart.
+// True if batches, heads or rows are over 2^31 elements apart.
 bool is_far(const string& layout) { return layout.compare(0, 3, "far") == 0; }
 
-// TMA takes no strides below 0.
+// TMA does not support negative strides.
 bool takes_layout(const string& layout) { return !(line.is_wgmma && layout == "reversed"); }
 
 struct Placement {
   Strides strides;
   int64_t first = 0;  // element (0,0,0,0), counted from the lowest one
   int64_t span = 0;   // elements from the lowest to the highest
-  // The rows of [B,H,S] are stored in pieces of so many rows and so many elements. What lies between
-  // pieces, in layouts that are far apart, is gigabytes that nobody touches.
+  // The rows of [B,H,S] are stored in pieces of a number of rows and elements. With far layouts,
+  // the gigabytes between pieces are not accessed.
   int64_t piece_rows = 1, piece_span = 0;
 };
 
-// packed: Q, K and V as views of [B,S,Hq+2Hkv,D]. padded: rows and heads VEC_WIDTH or 16 bytes apart,
-// the least alignment that the build accepts. zero: all batches and heads of an input are one [S,D]. reversed:
-// rows and heads of the inputs run backwards. far, far_heads, far_rows: batches, heads or rows over 2^31
-// elements apart. dO lies like an input, but is [B,S,H,D] with bhsd, and [B,H,S,D] with bshd and packed; with zero all
-// of its rows are one as well.
+// packed: Q, K and V are views of [B,S,Hq+2Hkv,D]. padded: rows and heads have gaps of VEC_WIDTH
+// elements or 16 bytes, the minimum alignment of the build. zero: all batches and heads of an input
+// share one [S,D]. reversed: rows and heads of the inputs have negative strides. far, far_heads,
+// far_rows: batches, heads or rows are over 2^31 elements apart. dO has the layout of the inputs,
+// but [B,S,H,D] with bhsd, and [B,H,S,D] with bshd and packed; with zero, all of its rows are
+// shared too.
 Placement place(const Problem& p, Tensor tensor) {
   const bool is_input = int(tensor) < int(Tensor::O) || tensor == Tensor::dO;
   const int64_t D = width_of(p, tensor), H = of_query(tensor) ? p.Hq : p.Hkv, S = of_query(tensor) ? p.Sq : p.Sk;
@@ -51,11 +52,14 @@ Placement place(const Problem& p, Tensor tensor) {
   } else if (p.layout == "reversed" && is_input) {
     at.strides = {H * S * D, -S * D, -D};
   } else if (p.layout == "far") {
-    at.strides = nested(D, 0, far), together = 2;
+    at.strides = nested(D, 0, far);
+    together = 2;
   } else if (p.layout == "far_heads") {
-    at.strides = nested(D, far, 0), together = 1;
+    at.strides = nested(D, far, 0);
+    together = 1;
   } else if (p.layout == "far_rows") {
-    at.strides = nested(D + far, 0, 0), together = 0;
+    at.strides = nested(D + far, 0, 0);
+    together = 0;
   }
 
   const struct {
@@ -64,20 +68,26 @@ Placement place(const Problem& p, Tensor tensor) {
   at.span = at.piece_span = D;
   for (int i = 0; i < 3; i++) {
     if (dims[i].size == 0) {  // no element
-      at.first = 0, at.span = 0, at.piece_rows = 0, at.piece_span = 0;
+      at.first = 0;
+      at.span = 0;
+      at.piece_rows = 0;
+      at.piece_span = 0;
       break;
     }
     const int64_t steps = dims[i].size - 1, stride = dims[i].stride;
     at.span += steps * std::abs(stride);
     if (stride < 0) at.first -= steps * stride;
-    if (i < together) at.piece_rows *= dims[i].size, at.piece_span += steps * std::abs(stride);
+    if (i < together) {
+      at.piece_rows *= dims[i].size;
+      at.piece_span += steps * std::abs(stride);
+    }
   }
   return at;
 }
 
 constexpr int64_t MARGIN = GUARD / 2;  // elements around a piece that hold 0xff like the guards
 
-// Guards, margins of pieces and gaps between rows hold 0xff bytes.
+// Guards, margins of pieces and gaps between rows are filled with 0xff bytes.
 class PlacedTensor : public DeviceTensor {
  public:
   const Placement at;
@@ -106,7 +116,7 @@ class PlacedTensor : public DeviceTensor {
     for (int64_t row = 0; row < end(); row += step()) {
       Bits piece = fetch_elements(piece_elements(), start(row));
       for_each_row(row, [&](int64_t r, int64_t at) { std::copy_n(&piece[at], D, &x[r * D]); });
-      // What is left without the rows must be as it was.
+      // Everything except the rows must be unchanged.
       for_each_row(row, [&](int64_t, int64_t at) { std::fill_n(&piece[at], D, POISON); });
       expect_poison(piece, trouble);
     }
@@ -115,7 +125,8 @@ class PlacedTensor : public DeviceTensor {
   }
 
  private:
-  // Pieces are named by their first row. A tensor without elements has one of margins alone.
+  // Pieces are identified by their first row. A tensor without elements has one piece, which
+  // consists of margins.
   int64_t step() const { return std::max<int64_t>(1, at.piece_rows); }
   int64_t end() const { return std::max<int64_t>(1, rows_); }
   size_t piece_elements() const { return size_t(at.piece_span + 2 * MARGIN); }
@@ -126,7 +137,7 @@ class PlacedTensor : public DeviceTensor {
     const int64_t b = row / S_ / H_, h = row / S_ % H_, s = row % S_;
     return at.first + b * strides.batch + h * strides.head + s * strides.row;
   }
-  // visit(row number in [B,H,S], offset of its first element in the piece), on all cores
+  // Calls visit(index of a row in [B,H,S], offset of its first element in the piece) on all cores.
   template <class Visit> void for_each_row(int64_t piece, const Visit& visit) const {
     constexpr int64_t block = 2048;
     reference::parallel_for(size_t((at.piece_rows + block - 1) / block), [&](size_t n) {
@@ -154,9 +165,9 @@ class PlacedTensor : public DeviceTensor {
   int64_t H_, S_, rows_;
 };
 
-// ---- inputs that are spread ----
+// ---- strided auxiliary inputs ----
 
-// An input of SdpaParams that a harness lays out itself: rows of `run` elements of so many bytes.
+// An auxiliary input of SdpaParams: rows of `run` elements.
 struct StridedInput {
   const char** data;
   size_t element_bytes;
@@ -167,7 +178,7 @@ struct StridedInput {
   } dims[3];          // row, head, batch
 };
 
-// SdpaParams::Sk is larger than the problem's if its page table is wider.
+// SdpaParams::Sk exceeds the problem's Sk if the page table is wider.
 vector<StridedInput> strided_inputs(const Problem& problem, SdpaParams& p) {
   const auto data = [](auto& pointer) { return reinterpret_cast<const char**>(&pointer); };
   vector<StridedInput> inputs;
@@ -193,8 +204,8 @@ vector<StridedInput> strided_inputs(const Problem& problem, SdpaParams& p) {
   return inputs;
 }
 
-// The launch with its other inputs as far apart as the batches, the heads or the rows of Q are, and with the rows of a
-// page table then. The copies live until the next launch; who launches has waited for the last one.
+// The parameters with auxiliary inputs and page table rows as far apart as the batches, heads or
+// rows of Q. The copies live until the next launch, before which the caller waits.
 SdpaParams spread_inputs(const Problem& problem, SdpaParams p) {
   static vector<std::unique_ptr<Guarded>> copies;
   copies.clear();
@@ -219,7 +230,10 @@ SdpaParams spread_inputs(const Problem& problem, SdpaParams p) {
     for (int64_t n = 0; n < sizes[0] * sizes[1] * sizes[2]; n++) {
       const int64_t at[] = {n % sizes[0], n / sizes[0] % sizes[1], n / sizes[0] / sizes[1]};
       int64_t old_offset = 0, offset = 0;
-      for (int i = 0; i < 3; i++) old_offset += at[i] * old_strides[i], offset += at[i] * strides[i];
+      for (int i = 0; i < 3; i++) {
+        old_offset += at[i] * old_strides[i];
+        offset += at[i] * strides[i];
+      }
       copy(to + offset * x.element_bytes, *x.data + old_offset * x.element_bytes, x.run * x.element_bytes);
     }
     *x.data = to;

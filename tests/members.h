@@ -1,4 +1,5 @@
-// The members of SdpaParams by name, of which tests ask that each was drawn or changed. Included after sdpa.cu.
+// Lists the members of SdpaParams, for tests that require that each was varied. Included after
+// sdpa.cu.
 #pragma once
 #include <string>
 #include <type_traits>
@@ -17,14 +18,15 @@ template <class Params, class Visit> void visit_members(Params& params, const Vi
   const auto visit_all = [&](auto&... members) { (visit_next(members), ...); };
   visit_all(SDPA_MEMBERS);
 }
-// The same with the bytes of each member.
+// The same, with the bytes of each member.
 template <class Params, class See> void for_each_member(const Params& params, const See& see) {
   visit_members(params, [&](const std::string& name, const auto& member) {
     see(name, std::string(reinterpret_cast<const char*>(&member), sizeof member));
   });
 }
 
-// Calls see(name, value) for each stride in a member: of Strides, of a Descale, or a member whose name ends in "stride".
+// Calls see(name, value) for each stride: in Strides, in a Descale, or a member whose name ends in
+// "stride".
 template <class Params, class See> void for_each_stride(const Params& params, const See& see) {
   visit_members(params, [&](const std::string& name, const auto& member) {
     using Member = std::decay_t<decltype(member)>;
@@ -41,7 +43,7 @@ template <class Params, class See> void for_each_stride(const Params& params, co
   });
 }
 
-// The members that a build takes, by its features: others it refuses, or has them the same in every problem.
+// The members that a build supports. Others are refused, or constant in all problems.
 struct Features { bool queue, softcap, factors, q_factors, sinks, lengths, pages, firsts, bias, key_mask; };
 inline bool takes_member(const Features& has, const std::string& member) {
   const auto is_one_of = [&](const char* names) { return (" " + std::string(names) + " ").find(" " + member + " ") != std::string::npos; };

@@ -1,8 +1,8 @@
-"""Small faults in source text, found on the syntax tree, and many of them compiled into one program with a switch.
+"""Generates mutations of source text from the syntax tree, and compiles many of them into one program with a switch.
 
-Operators (the keys of OPERATORS and PYTHON_OPERATORS) generate mutations of C++ and Python. schemata() puts
-mutations into a text of C++ so that the environment variable MUTANT selects the active one at run time:
-an expression becomes (MUTANT(17) ? mutated : original), a statement an if statement. For tests/bugs.py.
+Operators (the keys of OPERATORS and PYTHON_OPERATORS) generate mutations of C++ and Python. schemata() inserts
+mutations into C++ text so that the environment variable MUTANT selects the active one at run time: an expression
+becomes (MUTANT(17) ? mutated : original), a statement an if statement. Used by tests/bugs.py.
 """
 import ast
 import os
@@ -22,11 +22,11 @@ EXPRESSIONS = {"binary_expression", "unary_expression", "call_expression", "fiel
                "compound_literal_expression", "this"}
 STATEMENTS = {"expression_statement", "if_statement", "for_statement", "for_range_loop", "while_statement",
               "return_statement", "compound_statement", "continue_statement", "break_statement"}
-# A name directly below one of these is an expression, elsewhere it may be a type or a declarator.
+# A name that is a child of one of these is an expression; elsewhere it may be a type or a declarator.
 OPERANDS = EXPRESSIONS - {"qualified_identifier"} | {
     "argument_list", "subscript_argument_list", "initializer_list", "init_declarator", "return_statement",
     "condition_clause", "expression_statement", "for_statement", "for_range_loop"}
-# Nothing in these is evaluated at run time.
+# Nodes that are not evaluated at run time.
 CONSTANT = {"template_argument_list", "template_parameter_list", "static_assert_declaration", "array_declarator",
             "sizeof_expression", "decltype", "alignas_qualifier", "enumerator", "gnu_asm_expression", "noexcept",
             "lambda_capture_specifier", "type_descriptor", "field_initializer_list", "preproc_def",
@@ -49,11 +49,11 @@ class Mutation:
 
 
 def one_line(text):
-    """Text of code without comments and line breaks."""
+    """Code without comments and line breaks."""
     return re.sub(r"\s+", " ", re.sub(r"//.*", "", text)).strip()
 
 
-# ---- what can be switched at run time ----
+# ---- nodes that can be switched at run time ----
 
 def is_constant(node):
     """True if the compiler needs the value of this expression or its declaration."""
@@ -69,7 +69,7 @@ def is_constant(node):
 
 
 def is_operand(node):
-    """True if a conditional expression can stand in the place of this node."""
+    """True if a conditional expression can replace this node."""
     parent = node.parent
     if node.type not in EXPRESSIONS or parent is None:
         return False
@@ -82,7 +82,7 @@ def is_operand(node):
 
 
 def switchable(root, text):
-    """(function, node) of all nodes in functions that are not constant, in order."""
+    """Yields (function, node) for all nodes in functions that are not constant, in order."""
     # The CPU backend's versions are in cpu_backend/.
     hidden = [range(*found.span()) for found in re.finditer(
         r"^#ifndef SDPA_SIMT\n.*?^#endif  // SDPA_SIMT", text, re.MULTILINE | re.DOTALL)]
@@ -100,7 +100,7 @@ def switchable(root, text):
 
 
 def is_function(node):
-    """False for a namespace whose name is a macro, which the grammar takes for a function."""
+    """False for a namespace whose name is a macro, which the grammar parses as a function."""
     declarator = node.child_by_field_name("declarator")
     while declarator is not None and declarator.type != "function_declarator":
         declarator = declarator.child_by_field_name("declarator") or next(
@@ -119,7 +119,7 @@ def qualified_name(function):
 SYNCHRONISES = re.compile(r"barrier|fence|wait|arrive|commit|sync|release")
 COMPARED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 SYMMETRIC = re.compile(r"^(f?(min|max)f?|(min|max)_nan|swap|CHECK\w*|fabs\w*)$")
-# A condition that the build decides.
+# A condition that is constant in a build.
 CONSTANTS = re.compile(r"(?:\b(?:B|Build)::\w+|\w+<B(?:, \w+)*>|\b[A-Z][A-Z_0-9]*\b|\b\d+\b|DType::\w+|[^\w:])*")
 WIDE = {"int64_t": "int", "uint64_t": "uint32_t", "size_t": "uint32_t"}
 
@@ -204,7 +204,7 @@ def neighbouring_member(node, text, declared):
     if name is not None and name.type in ("identifier", "field_identifier"):
         of = text[node.start_byte:name.start_byte]
         for other in declared.neighbours.get(source(name, text), ()):
-            if of + other in declared.used:  # else a member of another struct that has this name as well
+            if of + other in declared.used:  # otherwise a member of another struct with the same name
                 yield node, of + other
 
 
@@ -218,9 +218,9 @@ class Declared:
 
     def __init__(self, *texts):
         self.parameters = defaultdict(set)  # {(name, count): {types}}
-        self.neighbours = defaultdict(list)  # of a member: those of the same type before and after it in its struct
+        self.neighbours = defaultdict(list)  # neighbouring members of the same type in a struct
         self.types = defaultdict(set)
-        self.used = set()  # texts of expressions that name a member
+        self.used = set()  # texts of expressions that access a member
         for text in texts:
             root = parse(text)
             for function in descendants(root, "function_declarator"):
@@ -252,7 +252,7 @@ class Declared:
 
 
 def mutations(file, text, declared):
-    """All mutations of a file of C++ that can be switched."""
+    """All mutations of a C++ file that can be switched."""
     root, found = parse(text), {}
     for function, node in switchable(root, text):
         for operator, mutated_by in OPERATORS.items():
@@ -294,7 +294,7 @@ def python_mutated(node, segment):
 
 
 def python_mutations(file, text):
-    """All mutations of the functions of a file of Python."""
+    """All mutations of the functions of a Python file."""
     starts, found = [0], {}
     for line in text.encode().splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -352,7 +352,7 @@ inline bool is_active(int n) {
 
 @dataclass(frozen=True)
 class Switch:
-    """A place of a text with a mutant: an expression, or a statement."""
+    """The position of a mutant: an expression or a statement."""
     start: int
     end: int
     number: int
@@ -361,7 +361,7 @@ class Switch:
 
 
 def schemata(text, switches):
-    """The text with all switches, and {line of it: number of the mutant that it is part of}."""
+    """The text with all switches, and {line: number of the mutant on it}."""
     out, lines, line = [], {}, 1
 
     def put(piece, number=None):
@@ -372,7 +372,7 @@ def schemata(text, switches):
         out.append(piece)
 
     def render(start, end, inside):
-        """Puts a part of the text; inside: the switches in it, outer ones first."""
+        """Emits a part of the text; inside: the switches in it, outer ones first."""
         at = start
         while inside:
             outer = inside[0]
@@ -401,7 +401,7 @@ def schemata(text, switches):
 
 
 def changed_pieces(old, new):
-    """[(start, end, new start, new end)] of what differs."""
+    """[(start, end, new start, new end)] of the differences."""
     before, after = old.split("\n"), new.split("\n")
     if len(before) == len(after):
         groups = [(i, i + 1, i, i + 1) for i, pair in enumerate(zip(before, after)) if pair[0] != pair[1]]

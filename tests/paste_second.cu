@@ -21,7 +21,9 @@ int run_second_build() {
   cudaMalloc(&p.O, ones.size() * sizeof(Output));
   cudaMemcpy(Q, ones.data(), ones.size() * sizeof(Input), cudaMemcpyHostToDevice);
   p.Q = p.K = p.V = Q;  // all ones, so O is all ones
-  p.B = p.Hq = p.Hkv = 1, p.Sq = p.Sk = S, p.D = D;
+  p.B = p.Hq = p.Hkv = 1;
+  p.Sq = p.Sk = S;
+  p.D = D;
   p.q = p.k = p.v = p.o = {S * D, S * D, D};
   cudaMalloc(&p.workspace, sdpa_workspace_bytes(p));
   cudaMemset(p.workspace, 0, sdpa_workspace_bytes(p));

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""The paths through the kernels, and which of them a build has that its problems never took. A line object that was compiled
-with --coverage and has run tells that by gcov, which knows for each line of the source whether the build has it."""
+"""The paths through the kernels, and which of the paths of a build its problems never took. gcov reports both for the object
+of a line that was compiled with --coverage."""
 import json
 import os
 import re
@@ -13,9 +13,9 @@ import bugs
 @dataclass(frozen=True)
 class Path:
     name: str
-    line: str  # of sdpa.cu, as a regular expression; each line that matches must have run. gcov does not count calls that are inlined
-    whole: bool = False  # the line is a condition and its statement, and both must have run
-    builds: str = ""  # regular expression of the knobs of builds that must take it; "": all that have the line
+    line: str  # regular expression; all matching lines of sdpa.cu must have run. gcov does not count inlined calls
+    whole: bool = False  # the line contains a condition and its statement, both of which must have run
+    builds: str = ""  # regular expression for the knobs of builds that must take the path; "": all builds with the line
 
 
 PATHS = [
@@ -69,7 +69,7 @@ PATHS = [
 
 
 def lines_of(folder, name):
-    """{number: (count, whether a part of it never ran)} of the lines of the source that an object has."""
+    """{line number: (count, True if a part never ran)} of the source lines in an object."""
     gcov = subprocess.run([bugs.CXX, "-print-prog-name=gcov"], capture_output=True, text=True, check=True).stdout.strip()
     done = subprocess.run([gcov, "--json-format", "--stdout", name + ".gcda"], cwd=folder, capture_output=True, text=True, check=True)
     lines = {}
@@ -81,21 +81,21 @@ def lines_of(folder, name):
 
 
 def places(source):
-    """(path, number of its line, sentence) of each line of the source that a path has."""
+    """Yields (path, line number, sentence) for each source line of a path."""
     lines = source.split("\n")
     return [(path, number, f"{path.name} (sdpa.cu:{number})")
             for path in PATHS for number, text in enumerate(lines, 1) if re.search(path.line, text)]
 
 
 def missing(source, of_builds):
-    """Sentences about paths of which no line is in the source, or that are not among those of the builds."""
+    """Sentences about paths without a source line, and about paths that no build has."""
     found = places(source)
     without_line = [f"{path.name}: no line of sdpa.cu is like {path.line}" for path in PATHS if path not in {one[0] for one in found}]
     return without_line + [f"no build has this path: {sentence}" for _, _, sentence in found if sentence not in of_builds]
 
 
 def taken(folder, name, knobs, source):
-    """{path: whether a problem took it} of the paths that an object has. A path is a sentence with its line."""
+    """{path: True if a problem took it} of the paths in an object. A path is a sentence with its line."""
     lines, found = lines_of(folder, name), {}
     for path, number, sentence in places(source):
         if number in lines and re.search(path.builds, knobs):

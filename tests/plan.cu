@@ -1,6 +1,7 @@
-// The plan of builds with USE_LENGTHS alone: its room, and what it says of sequences too many and too long for a kernel
-// here, since no key is read. Each of several builds, typed ones and rows of the table, is called as ever, with a kernel
-// in the place of its own that only notes its items. What is expected comes from reference.cpp's rows and keys.
+// The plan of builds with USE_LENGTHS: its memory, and its work items for more and longer sequences
+// than the CPU backend could compute, since no key is read. Several builds and rows of the table
+// are called with a kernel that only records its work items. The expected items are computed from
+// the rows and keys of reference.cpp.
 #define SDPA_NO_MAIN
 #define USE_WGMMA 1
 #define VEC_WIDTH 8
@@ -50,7 +51,7 @@ template <class B> void note_items(const KernelArgs a) {
     struct Shared { char bytes[(kb) << 10]; };    \
     static constexpr auto entry = note_items<B>;  \
   }
-// A build typed as above, without pages, but for some knobs.
+// The build above without pages, with some other knobs.
 #define PLAN_BUILD(row, name, kb, ...)                                                        \
   template <> constexpr Config config_of<row>() {                                             \
     Config c;                                                                                 \
@@ -60,11 +61,12 @@ template <class B> void note_items(const KernelArgs a) {
   using name = BuildOf<row>;                                                                  \
   PLAN_KERNEL(name, kb)
 
-// One range to a tile; and warpgroups that skip rows.
+// One split per tile; and warpgroups that skip rows.
 PLAN_BUILD(-2, Scalar, 40, c.use_wgmma = false, c.block_m = 32, c.block_n = 16);
 PLAN_BUILD(-3, Roles, 200,
            c.use_warp_specialization = c.overlap = c.use_persistent_cta = true, c.block_m = 192, c.num_warps = 12);
-// As many ranges as suffice, or three or more; merged by a kernel, or by the last CTA with a counter.
+// The number of splits is automatic, or three or more; merged by a kernel, or by the last CTA, with
+// a counter.
 PLAN_BUILD(-4, Chunk, 100, c.use_warp_specialization = c.overlap = true, c.split_ctas = 0);
 PLAN_BUILD(-5, Chunk3, 180, c.use_warp_specialization = c.overlap = c.pack_gqa = true, c.block_m = 128, c.num_warps = 8,
            c.split_ctas = 3);
@@ -87,36 +89,53 @@ struct Planned {
   reference::Problem of{};
 };
 
-// The sizes, and tensors of which nobody reads an element.
+// The parameters, with tensors that are never read.
 Planned problem_of_sizes(int sequences, int Hq, int Hkv, int rows, int keys) {
   alignas(16) static const unsigned char anything[16] = {};
   Planned c;
   SdpaParams& p = c.p;
-  p.B = sequences, p.Hq = Hq, p.Hkv = Hkv, p.Sq = rows, p.Sk = keys, p.D = Build::head_dim, p.Dv = Build::d_v;
-  p.Q = p.K = p.V = reinterpret_cast<const Input*>(anything), p.O = const_cast<Output*>(p.Q);
+  p.B = sequences;
+  p.Hq = Hq;
+  p.Hkv = Hkv;
+  p.Sq = rows;
+  p.Sk = keys;
+  p.D = Build::head_dim;
+  p.Dv = Build::d_v;
+  p.Q = p.K = p.V = reinterpret_cast<const Input*>(anything);
+  p.O = const_cast<Output*>(p.Q);
   p.q.row = p.k.row = p.v.row = p.o.row = p.D;
-  p.page_size = 64, p.pages = 5;
-  c.of.B = p.B, c.of.Hq = p.Hq, c.of.Hkv = p.Hkv, c.of.Sq = p.Sq, c.of.Sk = p.Sk, c.of.D = p.D;
+  p.page_size = 64;
+  p.pages = 5;
+  c.of.B = p.B;
+  c.of.Hq = p.Hq;
+  c.of.Hkv = p.Hkv;
+  c.of.Sq = p.Sq;
+  c.of.Sk = p.Sk;
+  c.of.D = p.D;
   return c;
 }
 
-// B sequences of at most `rows` queries each, of packed ones some without a row. What differs besides goes by the number n.
+// B sequences of at most `rows` queries; packed ones may be empty. n selects the other properties.
 template <class B> Planned problem(int n, int sequences, int rows, bool packs_q, bool invariant = false) {
   constexpr int heads[][2] = {{1, 1}, {8, 2}, {71, 1}, {24, 2}, {3, 3}}, sms[] = {3, 132, 1}, sums[] = {65536, 200, 64};
   constexpr int64_t most_keys[] = {300, 70000, most_rows, 3000000};
   Rng draw{uint64_t(n)};
-  simt::gpu.sms[0] = sms[n % 3], simt::gpu.keys_at_once = sums_end<B> ? 65536 : sums[n / 2 % 3];
+  simt::gpu.sms[0] = sms[n % 3];
+  simt::gpu.keys_at_once = sums_end<B> ? 65536 : sums[n / 2 % 3];
   const int most = int(std::min({most_keys[n % 4], sums_end<B> ? int64_t(65536) : int64_t(most_rows),
                                  invariant ? int64_t(20000) : int64_t(most_rows)}));  // else there is no memory for it
   Planned c = problem_of_sizes(sequences, heads[n % 5][0], heads[n % 5][1], rows, most);
   SdpaParams& p = c.p;
   reference::Problem& of = c.of;
-  p.page_size = n % 2 ? 48 : 64, p.batch_invariant = invariant;
+  p.page_size = n % 2 ? 48 : 64;
+  p.batch_invariant = invariant;
   if (n % 7 == 3) p.most_keys = std::max(most / 3, 1);
   if (packs_q) {
-    of.packs_q = true, of.q_starts = {n % 3};
+    of.packs_q = true;
+    of.q_starts = {n % 3};
     for (int b = 0; b < sequences; b++) of.q_starts.push_back(of.q_starts[b] + (draw(3) ? 1 + draw(rows) : 0));
-    of.Sq = p.Sq = of.q_starts.back() + n % 2, p.q_starts = of.q_starts.data();
+    of.Sq = p.Sq = of.q_starts.back() + n % 2;
+    p.q_starts = of.q_starts.data();
   }
   if (n % 4 != 1) {  // of many magnitudes; every ninth as many as there are, or more
     for (int b = 0; b < sequences; b++) {
@@ -130,15 +149,16 @@ template <class B> Planned problem(int n, int sequences, int rows, bool packs_q,
     for (int& length : of.k_lengths) length = std::min(length, p.most_keys);
     if (p.k_lengths) p.k_lengths = of.k_lengths.data();
   }
-  p.causal = Causal(n % 3), of.mask = reference::Mask(n % 3);
+  p.causal = Causal(n % 3);
+  of.mask = reference::Mask(n % 3);
   if (n % 5 >= 3) p.window_left = of.window_left = draw(1 + (most >> draw(12)));
   if (n % 10 == 4) p.window_right = of.window_right = draw(400);
   return c;
 }
 
-// ---- what a plan must be ----
+// ---- the expected plan ----
 
-// The tiles of all sequences, as the plan should have them.
+// The expected tiles of all sequences.
 struct Tile {
   int b, rows_from, rows_to;
   reference::Sequence own;
@@ -156,7 +176,7 @@ template <class B> struct PlanCheck {
     return good;
   }
 
-  // Query heads of an item, and its queries of each.
+  // Query heads per item, and queries per head.
   int heads() const {
     int most = 1;
     for (int n = 1; B::pack_gqa && n <= B::block_m; n++) {
@@ -164,13 +184,13 @@ template <class B> struct PlanCheck {
     }
     return most;
   }
-  // batch_invariant: the number of queries of all sequences means nothing.
+  // batch_invariant: must not depend on the total number of queries.
   int queries() const {
     const int most = p.batch_invariant && p.q_starts ? B::block_m : std::max(p.Sq, 1);
     return B::pack_gqa ? std::min(B::block_m / heads(), most) : B::block_m;
   }
   uint64_t rounds_of(int64_t keys) const { return keys <= 0 ? 0 : uint64_t(keys + B::round_keys - 1) / B::round_keys; }
-  // A tile of keys begins at a multiple of BLOCK_N where TMA copies pages.
+  // With TMA and pages, K tiles start at a multiple of BLOCK_N.
   int64_t first_of(int64_t key) const { return B::use_pages ? key / B::block_n * B::block_n : key; }
 
   vector<Tile> tiles() const {
@@ -178,7 +198,7 @@ template <class B> struct PlanCheck {
     for (int b = 0; b < p.B; b++) {
       const reference::Sequence own = sequence_of(of, b);
       const int n = queries(), count = (own.Sq + n - 1) / n;
-      // With a mask, warpgroups of 64 rows that are too many are the first ones, where those may skip.
+      // With a mask, unused warpgroups of 64 rows are the first ones, if warpgroups may skip tiles.
       const int64_t position = p.causal == Causal::bottom_right ? own.Sk - own.Sq : 0;  // of query 0
       const bool hides = p.causal != Causal::off && position + 1 < own.Sk;
       const bool masked = hides || p.window_left >= 0 || (p.window_right >= 0 && position + p.window_right + 1 < own.Sk);
@@ -195,7 +215,7 @@ template <class B> struct PlanCheck {
   }
 
   string run() {
-    // The room: as many items as there are tiles at most, and partial results.
+    // Memory for the maximum number of tiles, and for partials.
     const uint64_t groups = p.Hq / heads();
     const Items items = items_of<B>(p);
     const PlanArgs room = plan_args<B>(p, items);
@@ -212,24 +232,29 @@ template <class B> struct PlanCheck {
     expect(room.free_parts == free && room.parts == parts && room.items == most_tiles + parts,
            format("room for %u items and %u parts, want %d and %d", room.items, room.parts, int(most_tiles + parts), int(parts)));
     SdpaParams other = p;  // what the host does not know
-    other.Sk = 1, other.most_keys = 5, other.causal = Causal::off, other.k_lengths = other.k_starts = nullptr;
+    other.Sk = 1;
+    other.most_keys = 5;
+    other.causal = Causal::off;
+    other.k_lengths = other.k_starts = nullptr;
     const size_t bytes = scratch_bytes<B>(p);
     expect(memory_of<B>(p).state == 0, "a plan's launch needs zeros");
     expect(scratch_bytes<B>(other) == bytes || p.batch_invariant, "room depends on the number of keys");
     if (bytes > size_t(4) << 30) return "";
 
-    // The call, whose last launch fails: the merge, or if there are many items the kernel.
+    // The last launch of the call fails: the merge, or the kernel if there are many items.
     SdpaParams call = p;
     REQUIRE(cudaMalloc(&call.scratch, bytes) == cudaSuccess);
     unsigned char* const scratch = static_cast<unsigned char*>(call.scratch);
     const size_t plan_end = plan_bytes(room), counters_at = plan_end + parts * groups * sizeof(RangePartial<B>);
     const size_t counters = B::split_ctas != 1 && !merges_by_kernel<B> ? parts * groups / 2 : 0;
-    memset(scratch, 0xa5, std::min(bytes, plan_end + 4096)), memset(scratch + counters_at, 0xa5, bytes - counters_at);
+    memset(scratch, 0xa5, std::min(bytes, plan_end + 4096));
+    memset(scratch + counters_at, 0xa5, bytes - counters_at);
     const bool has_kernel = room.items * groups * B::threads < 200000;
     noted.clear();
     simt::fail_next("cudaLaunchKernelEx", cudaErrorUnknown, has_kernel ? 2 : 1);
     const SdpaStatus status = forward<B>(call, /*stream=*/0);
-    simt::fail_next("cudaLaunchKernelEx", 0), cudaGetLastError();
+    simt::fail_next("cudaLaunchKernelEx", 0);
+    cudaGetLastError();
     cudaDeviceSynchronize();
     const bool is_whole = has_kernel && !merges_by_kernel<B>;
     if (p.batch_invariant && !merges_by_kernel<B> && parts * groups > most_split_items) {
@@ -240,7 +265,8 @@ template <class B> struct PlanCheck {
 
     KernelArgs a(call, mask_rows<B>, B::block_n);
     [&](auto& args) { args.plan = room; }(a);
-    a.q_heads = Divisor(uint32_t(groups)), a.item_heads = heads();
+    a.q_heads = Divisor(uint32_t(groups));
+    a.item_heads = heads();
     const Plan& plan = plan_of(a);
     const PlannedItem* const planned = planned_items(a);
     const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned + room.items);
@@ -259,7 +285,8 @@ template <class B> struct PlanCheck {
 
   uint64_t at_once() const { return std::max(simt::gpu.keys_at_once / B::round_keys, 1); }
   uint64_t rounds_of_256_kb() const { return std::max(1, int((256 << 10) / (2 * sizeof(Input) * p.D * B::round_keys))); }
-  // batch_invariant: `share` ranges of each sequence, or of each tile as many as a sum takes, and no more than have 256 KB.
+  // batch_invariant: `share` splits per sequence, or per tile the number that sums require, limited
+  // by 256 KB.
   uint64_t invariant_parts(uint64_t tiles, uint64_t share) const {
     const uint64_t rounds = rounds_of(p.most_keys ? std::min(p.most_keys, p.Sk) : p.Sk), sums = (rounds + at_once() - 1) / at_once();
     const uint64_t least = std::min(rounds_of_256_kb(), at_once()), split = B::split_ctas;
@@ -267,14 +294,16 @@ template <class B> struct PlanCheck {
     if (split > 1) return tiles * std::max(sums, split);
     return std::min(tiles * ((rounds + least - 1) / least), p.B * share + (sums > 1 ? tiles * sums : 0));
   }
-  // batch_invariant: the ranges of the plan's tiles, which are those of the sequence alone (see "invariant").
+  // batch_invariant: the splits of the plan's tiles equal those of the sequence alone (see
+  // "invariant").
   void take_ranges(vector<Tile>& all, const Plan& plan, const PlannedItem* planned, uint64_t share) {
     std::map<std::pair<int, int>, uint64_t> found;
     vector<uint64_t> of_sequence(p.B, 0), most(p.B, 0);
     for (uint32_t i = 0; i < plan.count; i++) found[{planned[i].b, planned[i].q0}] = planned[i].ranges;
     for (Tile& t : all) {
       t.ranges = std::max<uint64_t>(found[{t.b, t.rows_from}], 1);
-      of_sequence[t.b] += t.ranges > 1 ? t.ranges : 0, most[t.b] += (t.rounds + at_once() - 1) / at_once();
+      of_sequence[t.b] += t.ranges > 1 ? t.ranges : 0;
+      most[t.b] += (t.rounds + at_once() - 1) / at_once();
       const uint64_t least = std::min(rounds_of_256_kb(), at_once());
       expect(B::split_ctas == 1 || t.ranges * at_once() >= t.rounds, "a range is longer than a sum");
       expect(B::split_ctas != 0 || t.ranges <= std::max<uint64_t>((t.rounds + least - 1) / least, 1), "a range is shorter than 256 KB");
@@ -283,22 +312,25 @@ template <class B> struct PlanCheck {
     for (int b = 0; b < p.B; b++) expect(B::split_ctas != 0 || of_sequence[b] <= std::max(share, most[b]), "more than a share");
   }
 
-  // Every tile once, in ranges that are disjoint, in order, alike, and cover its keys; the longest first.
+  // Every tile occurs once; its splits are disjoint, ordered, of equal length and cover its keys.
+  // The longest come first.
   void check_items(const Plan& plan, const PlannedItem* planned, const uint32_t* merges, const PlanArgs& room, bool is_typed) {
     vector<Tile> all = tiles();
     uint64_t rounds = 0, most_rounds = 1, count = 0, several = 0;
     for (const Tile& t : all) {
-      rounds += t.rounds, most_rounds = std::max(most_rounds, rounds_of(t.own.Sk));
+      rounds += t.rounds;
+      most_rounds = std::max(most_rounds, rounds_of(t.own.Sk));
     }
-    // Rounds of a range at most: of an accumulator, unless there is no room for so many ranges; SPLIT_CTAS=0 reads no
-    // more than 256 KB.
+    // Maximum K tiles of a split: the limit of an accumulator, unless there is no memory for so
+    // many splits. With SPLIT_CTAS=0, at most 256 KB.
     const uint64_t at_once = this->at_once(), free = room.free_parts;
     const uint64_t even = p.batch_invariant && free ? 0 : free ? 2 * rounds / free + 1 : uint64_t(1) << 40;
     const uint64_t limit = p.batch_invariant ? ~uint64_t(0) : std::max(even, B::split_ctas == 0 ? std::min(rounds_of_256_kb(), at_once) : at_once);
     if (p.batch_invariant) take_ranges(all, plan, planned, free);
     for (Tile& t : all) {
       if (!p.batch_invariant) t.ranges = std::max<uint64_t>((t.rounds + limit - 1) / limit, is_typed ? B::split_ctas : 1);
-      count += t.ranges, several += t.ranges > 1;
+      count += t.ranges;
+      several += t.ranges > 1;
     }
     if (!expect(plan.count == count, format("%u items, want %llu", plan.count, (unsigned long long)count))) return;
     expect(plan.merges == several, format("%u items to merge, want %llu", plan.merges, (unsigned long long)several));
@@ -341,9 +373,10 @@ template <class B> struct PlanCheck {
       expect(at == t.end, "keys are left over");
     }
     vector<uint32_t> listed(merges, merges + plan.merges);
-    std::sort(listed.begin(), listed.end()), std::sort(firsts.begin(), firsts.end());
+    std::sort(listed.begin(), listed.end());
+    std::sort(firsts.begin(), firsts.end());
     expect(listed == firsts, "other items are to be merged than have several ranges");
-    // In 64 classes, by their part of the longest.
+    // Sorted into 64 classes by length relative to the longest.
     const uint64_t longest = std::max<uint64_t>(std::min(most_rounds, limit), 1);
     uint64_t least = ~uint64_t(0) >> 1;
     for (uint64_t cost : costs) {
@@ -352,7 +385,7 @@ template <class B> struct PlanCheck {
     }
   }
 
-  // What CTAs find: every item for every group of heads, with partial results and a counter of its own.
+  // The CTAs get every item for every group of heads, each with its own partials and counter.
   void check_heads(const KernelArgs& a, const Plan& plan, const PlannedItem* planned, uint64_t groups, uint64_t parts,
                    size_t counters, bool has_kernel) {
     if (plan.count * groups > 2000000) return;
@@ -363,7 +396,8 @@ template <class B> struct PlanCheck {
       for (int group = 0; group < int(groups); group++) {
         PlannedItem item = planned[i];
         const Item<B> found = planned_item<B>(a, i, group);
-        item.h = group * heads(), item.first_of_parts = found.first_of_parts;
+        item.h = group * heads();
+        item.first_of_parts = found.first_of_parts;
         expect(memcmp(&item, &found, sizeof item) == 0, "an item's heads");
         if (has_kernel) want.push_back(found);
         if (item.ranges == 1) continue;
@@ -381,7 +415,8 @@ template <class B> struct PlanCheck {
     }
     if (!has_kernel) return;
     const auto less = [](const PlannedItem& x, const PlannedItem& y) { return memcmp(&x, &y, sizeof x) < 0; };
-    std::sort(want.begin(), want.end(), less), std::sort(noted.begin(), noted.end(), less);
+    std::sort(want.begin(), want.end(), less);
+    std::sort(noted.begin(), noted.end(), less);
     const bool same = want.size() == noted.size() && !memcmp(want.data(), noted.data(), want.size() * sizeof want[0]);
     expect(same, format("CTAs find %d items, want %d, or others", int(noted.size()), int(want.size())));
   }
@@ -395,14 +430,15 @@ template <class B> void check_plan(const Planned& c) {
   simt::gpu = {};
 }
 
-// Sequences of one row, all of so many rounds of keys.
+// Sequences of one row, all with this number of K tiles.
 template <class B> void check_alike(int sequences, int heads, int64_t rounds, int sms, int sums) {
-  simt::gpu.sms[0] = sms, simt::gpu.keys_at_once = sums;
+  simt::gpu.sms[0] = sms;
+  simt::gpu.keys_at_once = sums;
   check_plan<B>(problem_of_sizes(sequences, heads, heads, 1, int(std::min<int64_t>(rounds * B::round_keys, most_rows))));
 }
 
-// Where room ends: partial results for as many tiles as have one round more than a range takes, and as many typed ranges
-// as there is room for, and one more.
+// At the limit of the memory: tiles with one K tile more than a split allows, the maximum number of
+// splits, and one more.
 template <class B> void check_room() {
   for (const int heads : {1, 3, 300, 20000}) {
     for (const int sms : {1, 3}) {
@@ -423,20 +459,21 @@ template <class B> void check_room() {
       check_alike<B>(int((int64_t(1) << 32) / longest + 1), heads, longest, sms, 65536);  // over 2^32 rounds in all
     }
   }
-  // A range is as long as a sum may be where there is room, and a round longer.
+  // A split with the maximum length of a sum, and one K tile more.
   for (const int sums : {65536, 200, 64}) {
     const int at_once = std::max(sums / B::round_keys, 1);
     for (const int rounds : {at_once, at_once + 1, 3 * at_once, 3 * at_once + 1}) {
       for (const int sms : {1, 132}) check_alike<B>(1, 2, rounds, sms, sums);
     }
   }
-  // 2^32 rounds in the tiles that one thread has, since lanes share them.
+  // 2^32 K tiles in the tiles of one thread, since lanes share them.
   const int64_t tiles = 32 * ((int64_t(1) << 32) / (most_rows / B::round_keys) + 2);
   check_plan<B>(problem_of_sizes(1, 1, 1, int(tiles * B::block_m), most_rows));
 }
 
 template <class B> void check_plans() {
-  // One, a warp's lanes, more than warps, and more than threads; tiles that lanes of a warp share, by 2, 4, 8, 16 and 32.
+  // One sequence, as many as a warp has lanes, more than warps, and more than threads; tiles shared
+  // by 2, 4, 8, 16 and 32 lanes.
   constexpr int shapes[][2] = {{1, 1},    {1, 40},  {33, 1},  {40, 3},  {100, 2}, {1030, 1},
                                {2100, 1}, {520, 2}, {270, 4}, {130, 8}, {70, 16}, {34, 40}};
   int n = 0;
@@ -450,7 +487,8 @@ template <class B> void check_plans() {
   }
 }
 
-// The items of each sequence in a call's plan, as tile, keys and range; empty where there is no memory for the plan.
+// The items of each sequence in the plan of a call, as tile, keys and split; empty if there is no
+// memory for the plan.
 using Places = std::multiset<std::array<int, 6>>;
 template <class B> vector<Places> places_of(SdpaParams p) {
   const size_t bytes = scratch_bytes<B>(p);
@@ -458,7 +496,8 @@ template <class B> vector<Places> places_of(SdpaParams p) {
   REQUIRE(cudaMalloc(&p.scratch, bytes) == cudaSuccess);
   simt::fail_next("cudaLaunchKernelEx", cudaErrorUnknown, 1);
   const SdpaStatus status = forward<B>(p, /*stream=*/0);
-  simt::fail_next("cudaLaunchKernelEx", 0), cudaGetLastError();
+  simt::fail_next("cudaLaunchKernelEx", 0);
+  cudaGetLastError();
   cudaDeviceSynchronize();
   vector<Places> found(p.B);
   if (status.code != cudaErrorInvalidValue) {
@@ -472,7 +511,7 @@ template <class B> vector<Places> places_of(SdpaParams p) {
   cudaFree(p.scratch);
   return found;
 }
-// batch_invariant: a sequence's items are those that it has alone, with tensors of its own.
+// batch_invariant: the items of a sequence equal those of the sequence alone.
 template <class B> void check_alone() {
   int compared = 0;
   for (int n = 0; n < 48; n++) {
@@ -482,10 +521,17 @@ template <class B> void check_alone() {
       const reference::Sequence own = sequence_of(c.of, b);
       SdpaParams alone = c.p;
       const int starts[] = {0, own.Sq};
-      alone.B = 1, alone.most_keys = 0;
-      if (alone.k_lengths) alone.Sk = own.Sk, alone.k_lengths = &own.Sk;
-      else if (c.p.most_keys) alone.Sk = own.Sk;
-      if (alone.q_starts) alone.Sq = own.Sq, alone.q_starts = starts;
+      alone.B = 1;
+      alone.most_keys = 0;
+      if (alone.k_lengths) {
+        alone.Sk = own.Sk;
+        alone.k_lengths = &own.Sk;
+      } else if (c.p.most_keys)
+        alone.Sk = own.Sk;
+      if (alone.q_starts) {
+        alone.Sq = own.Sq;
+        alone.q_starts = starts;
+      }
       if (own.Sq == 0 || together[b].empty()) continue;
       INFO("n=", n, " b=", b);
       CHECK(vector<Places>{together[b]} == places_of<B>(alone));
@@ -502,14 +548,21 @@ template <class B> void check_alone() {
 using namespace SDPA_NAMESPACE;
 
 TEST_CASE("invariant") {
-  check_alone<Chunk>(), check_alone<Chunk3>(), check_alone<Decode>(), check_alone<Decode3>(), check_alone<Paged>();
-  // Tiles that see a tenth of the keys, by which ranges of a sequence are as long as those of a batch never are.
+  check_alone<Chunk>();
+  check_alone<Chunk3>();
+  check_alone<Decode>();
+  check_alone<Decode3>();
+  check_alone<Paged>();
+  // Tiles that see a tenth of the keys, so that splits of the single sequence have lengths that do
+  // not occur in a batch.
   Planned c = problem_of_sizes(1, 1, 1, 64, 64000);
-  c.p.window_right = c.of.window_right = 6400, c.p.batch_invariant = 1, simt::gpu.sms[0] = 132;
+  c.p.window_right = c.of.window_right = 6400;
+  c.p.batch_invariant = 1;
+  simt::gpu.sms[0] = 132;
   check_plan<Decode>(c);
 }
 
-// Rows of starts and lengths that no caller can mean lie within the tensors.
+// Invalid starts and lengths are clamped to the tensors.
 TEST_CASE("sequences") {
   constexpr int least = -2147483647 - 1, S = 100, wild[] = {least, least + 1, -7, 0, 1, 50, S - 1, S, S + 1, -(least + 1)};
   const auto rows = [&](int x) { return std::min(std::max(x, 0), S); };
@@ -519,7 +572,8 @@ TEST_CASE("sequences") {
     for (const int end : wild) {
       for (const int length : wild) {
         const int starts[] = {first, end};
-        p.q_starts = p.k_starts = starts, p.k_lengths = &length;
+        p.q_starts = p.k_starts = starts;
+        p.k_lengths = &length;
         const Sequence own(p, 0);
         const int want = std::max(rows(end) - rows(first), 0);
         CHECK((own.q_row == rows(first) && own.k_row == rows(first) && own.Sq == want && own.Sk == std::min(want, rows(length))));

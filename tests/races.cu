@@ -1,6 +1,6 @@
-// Kernels that hand shared memory between threads, TMA and wgmma, each with one handover left out, and
-// two host threads that launch: built under ThreadSanitizer, which must call it a data race, and must
-// not without the bug.
+// Kernels that pass shared memory between threads, TMA and wgmma, each with one synchronization removed,
+// and two host threads that launch. ThreadSanitizer must report a data race with the bug, and none
+// without it.
 //   races NAME     one of the names below; exit code 0 and no report for `none`
 #define SDPA_NO_MAIN
 #include "../sdpa.cu"
@@ -39,8 +39,8 @@ static void wait_for(uint64_t* barrier, int parity) {
   }
 }
 
-// Two warpgroups: a thread of the second one loads four tiles through one stage, the first one
-// multiplies each by itself, reads it, stages something and stores it over it.
+// Two warpgroups: a thread of the second one loads four tiles through one stage; the first one
+// multiplies each by itself, reads it, writes new contents and stores them over the tile.
 template <Bug BUG> static void hand_over(const Args a) {
   Scratch& s = dynamic_shared<Scratch>();
   const int tid = threadIdx.x;
@@ -106,7 +106,7 @@ template <Bug BUG> static void hand_over(const Args a) {
 
 static int launches;  // of all host threads, if they share it
 
-// One launch on tensors of this host thread's own.
+// A launch with tensors of this host thread.
 template <Bug BUG> static bool launch() {
   if (BUG == Bug::host_static) launches++;
   __half* tensor;
@@ -118,7 +118,8 @@ template <Bug BUG> static bool launch() {
   const cuuint32_t box[3] = {64, 64, 1};
   if (encode_tensor_map(a.map, 3, tensor, sizes, strides, box) != cudaSuccess) return false;
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(1), launch.blockDim = dim3(256);
+  launch.gridDim = dim3(1);
+  launch.blockDim = dim3(256);
   launch.dynamicSmemBytes = sizeof(Scratch);
   const cudaError_t error = cudaLaunchKernelEx(&launch, hand_over<BUG>, a);
   cudaFree(tensor);

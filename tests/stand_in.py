@@ -1,4 +1,4 @@
-"""For tests of the bindings without a GPU: kernels that run on the CPU, and integer tensors in the layouts that users have.
+"""For tests of the bindings without a GPU: kernels that run on the CPU, and integer tensors in various layouts.
 
 `kernels()` makes bindings/pytorch.cpp call a stand-in for a line's C functions. It records the SdpaParams of each call and
 computes O and LSE in double from what pointers, strides and numbers say, as bindings/sdpa.h defines them."""
@@ -38,7 +38,7 @@ def bits(x):
 
 
 def view(address, shape, strides, dtype):
-    """The tensor of this shape and these strides, in elements, at an address."""
+    """A tensor with this shape and these strides (in elements) at an address."""
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
     count = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides))
@@ -124,7 +124,7 @@ def modified(S, p, b, mods):
 # ---- the kernel ----
 
 def visible(Sq, Sk, causal, window, device="cuda"):
-    """[Sq,Sk]: whether a query sees a key. causal and the window's third member: None, "br" or "tl"."""
+    """[Sq,Sk]: True if a query sees a key. causal and the window's third member: None, "br" or "tl"."""
     q, k = torch.arange(Sq, device=device)[:, None], torch.arange(Sk, device=device)
     own = lambda by: q + (Sk - Sq if by == "br" else 0)  # noqa: E731
     left, right = (1 << 30 if keys is None else keys for keys in window[:2])
@@ -133,8 +133,8 @@ def visible(Sq, Sk, causal, window, device="cuda"):
 
 
 def reference(q, k, v, mask=None, scale=None, softcap=None, sinks=None, bias=None, modify=None):
-    """In double: O and LSE. mask: True where a key is seen; bias: added behind a softcap, or bool as a mask. modify: a function
-    of the scaled logits."""
+    """O and LSE in double. mask: True for visible keys; bias: added after a softcap, or a bool mask. modify: a function of the
+    scaled logits."""
     group = q.shape[1] // k.shape[1]
     q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
     S = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
@@ -146,7 +146,7 @@ def reference(q, k, v, mask=None, scale=None, softcap=None, sinks=None, bias=Non
         S = S.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else S + bias.double()
     if mask is not None:
         S = S.masked_fill(~mask, -torch.inf)
-    if sinks is not None:  # one more key, whose V is 0
+    if sinks is not None:  # an additional key with V = 0
         S = torch.cat([S, sinks.double()[:, None, None].expand(*S.shape[:3], 1)], -1)
         v = torch.cat([v, torch.zeros_like(v[:, :, :1])], 2)
     sees_any = (S > -torch.inf).any(-1, keepdim=True)
@@ -154,7 +154,7 @@ def reference(q, k, v, mask=None, scale=None, softcap=None, sinks=None, bias=Non
 
 
 def rows_of(starts, lengths, b, count):
-    """The rows of sequence b; what is not within the `count` rows of the tensor is cut off."""
+    """The rows of sequence b, clamped to the `count` rows of the tensor."""
     first, end = 0, count
     if starts is not None:
         first = min(max(int(starts[b]), 0), count)
@@ -163,7 +163,7 @@ def rows_of(starts, lengths, b, count):
 
 
 def compute(p, t, mods):
-    """Writes O and LSE. Rows of no sequence may hold anything: they are NaN."""
+    """Writes O and LSE. Unused rows may have any contents; writes NaN."""
     t["O"].fill_(torch.nan)
     if t["LSE"] is not None:
         t["LSE"].fill_(torch.nan)
@@ -204,7 +204,7 @@ def compute(p, t, mods):
             t["LSE"][q_batch, :, begin:end] = lse[0].float()
 
 
-# A build without the option refuses its members.
+# A build without an option refuses its members.
 MEMBERS_OF = {"USE_SOFTCAP": "softcap", "USE_SINKS": "sinks", "USE_LENGTHS": "k_lengths q_lengths q_starts k_starts page_table k_firsts",
               "USE_KEY_MASK": "key_mask"}
 CALLS, MAPS, LOADED = [], [], []
@@ -237,7 +237,7 @@ def recorded(p, dtype, features, mods):
 
 
 def told(run, kind=Forward):
-    """A C function as in sdpa.h that calls run(p) and returns the text of an exception, which would be lost between Python and C++."""
+    """A C function as in sdpa.h that calls run(p). Returns the text of an exception, since exceptions cannot cross into C++."""
     def function(params, stream, text, text_bytes):
         try:
             run(params[0])
@@ -251,7 +251,7 @@ def told(run, kind=Forward):
 
 @sdpa.LOAD
 def load_line(device, dtype, D, Dv, features, score_mod, mask_mod, line):
-    """pytorch.h's Load. What it hands over stays for the life of the process, since pytorch.cpp keeps it."""
+    """pytorch.h's Load. Its objects are kept alive for the life of the process, since pytorch.cpp keeps them."""
     mods = score_mod.decode(), mask_mod.decode()
     hides = bool(mods[1]) or features & sum(1 << sdpa.FEATURES.index(f"USE_BIAS={n}") for n in (1, 2, 3)) != 0
 
@@ -312,7 +312,7 @@ class Copies:
 
 
 def loader_of(text, arrays):
-    """A Load that compiles a line with its changes, as in "wgmma BLOCK_N=64", for the CPU backend. Its kernels run on copies in the
+    """A Load that compiles a line with changes, as in "wgmma BLOCK_N=64", for the CPU backend. Its kernels run on copies in the
     backend's device memory. arrays: the tensors that calls pass as args, since SdpaParams does not have their sizes."""
     arrays = {x.data_ptr(): x for x in arrays}
 
@@ -356,7 +356,7 @@ def loader_of(text, arrays):
 
 
 Backward = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(BackwardParams), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-GRADIENTS = []  # of each call of a backward_line(): what was asked, and the addresses and strides of its tensors
+GRADIENTS = []  # per call of a backward_line(): its arguments, and the addresses and strides of its tensors
 
 
 def gradient_tensors(p, t):
@@ -396,7 +396,7 @@ def gradients(p, dtype, features):
 
 
 def backward_line(sizes=(), faster=(), pads=True):
-    """A LoadBackward of lines with these HEAD_DIMs, of which some are faster than PyTorch's backward. pads: D must be HEAD_DIM."""
+    """A LoadBackward of lines with these HEAD_DIMs; some are faster than PyTorch's backward. pads: D must be HEAD_DIM."""
     def load(device, dtype, D, features, asked, line):
         size = next((size for size in sizes if size >= D), 0)
         if not size or not asked & sdpa.NEEDED and size not in faster:
@@ -413,7 +413,7 @@ def backward_line(sizes=(), faster=(), pads=True):
             gradients(p, dtype, features)
         functions = Bytes(workspace_bytes), told(backward, Backward)
         LOADED.append(functions)
-        line[0].head_dim, line[0].is_final = size * pads, 0  # asked again: the next test has other lines
+        line[0].head_dim, line[0].is_final = size * pads, 0  # not cached: the next test has other lines
         for name, function in zip(("workspace_bytes", "backward"), functions):
             setattr(line[0], name, ctypes.cast(function, ctypes.c_void_p).value)
     LOADED.append(sdpa.LOAD_BACKWARD(load))
@@ -421,7 +421,7 @@ def backward_line(sizes=(), faster=(), pads=True):
 
 
 def backward_loader_of(text):
-    """A LoadBackward that compiles a line with its changes, as in "backward_mma BLOCK_N=32", for the CPU backend."""
+    """A LoadBackward that compiles a line with changes, as in "backward_mma BLOCK_N=32", for the CPU backend."""
     name, *changes = text.split()
     knobs = builds.changed(builds.Tree().read_configs()[0][name].knobs, changes)
 
@@ -455,7 +455,7 @@ def load_appender(device, appender):
 
 @contextlib.contextmanager
 def kernels(glue, load=load_line, load_backward=None):
-    """PyTorch's operators and sdpa's lead to the stand-ins; the list of their calls."""
+    """Redirects PyTorch's and sdpa's operators to the stand-ins. Returns the list of calls."""
     CALLS.clear(), MAPS.clear(), SCRATCH.clear(), STREAMS.clear(), GRADIENTS.clear()
     glue.sdpa_torch_load_lines_by(load), glue.sdpa_torch_load_appender_by(load_appender)
     glue.sdpa_torch_load_backward_by(load_backward or backward_line())
@@ -467,7 +467,7 @@ def kernels(glue, load=load_line, load_backward=None):
 
 
 class OnGpu(torch.Tensor):
-    """A tensor on the CPU that attention() takes for one on a GPU."""
+    """A CPU tensor that attention() accepts like one on a GPU."""
     is_cuda = True
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -480,8 +480,8 @@ def attention(q, *others, **options):
 # ---- integer tensors ----
 
 def integer_layouts(x):
-    """(name, tensor) with the values of x, [n] or [n,m] of int32, in the layouts and types that users have. What lies between
-    and around the elements of x are other values of its range."""
+    """Yields (name, tensor) with the values of x, int32 [n] or [n,m], in various layouts and types. The memory between and around
+    the elements of x has other values of its range."""
     last = x.dim() - 1
     pads = {"plain": {}, "from an offset": {0: (3, 1)}, "every second": {last: (1, 2)}}
     if last:

@@ -1,16 +1,15 @@
-// The self-check of sdpa.cu with what only tests need: random problems, inputs and layouts that are hard in one
-// way each, kernels that follow each other, the order of the threads and the counters of the CPU backend.
-// Linked to a line it is sweep_NAME, which takes all options of sdpa_NAME and these:
-//   --sweep N      N random problems, checked and not timed; --seeds picks the series
-//   --all-kinds    and more, until they are of every kind that the build takes, and on every tile; else it fails
-//   --edges        problems at the edges of the line's tiles, masks, sums and groups, likewise
-//   --layout L     how the tensors lie
-//   --descale D    what factors 8-bit inputs have
-//   --narrow-table a table of pages for Sk keys and no more
-//   --schedule S   CPU backend: the order of the threads
-//   --machine M    CPU backend: the GPU that it plays, and where kernels end a sum
-//   --alone        no kernels that follow each other
-//   --tile         CPU backend: what one more K/V tile costs, and whether the barriers are those declared
+// The harness extended for tests: random problems, difficult inputs and layouts, chains of kernels, thread
+// orders and counters of the CPU backend. Linked to a line it is sweep_NAME, with all options of sdpa_NAME and
+//   --sweep N      check N random problems without timing; --seeds sets the seed
+//   --all-kinds    and more problems, until every kind and every tile of the build has occurred; else fail
+//   --edges        check problems at the edges of the line's tiles, masks, sums and groups
+//   --layout L     layout of the tensors
+//   --descale D    descale factors of 8-bit inputs
+//   --narrow-table a page table for only Sk keys
+//   --schedule S   CPU backend: order of the threads
+//   --machine M    CPU backend: the emulated GPU, and the maximum length of sums
+//   --alone        no chains of kernels
+//   --tile         CPU backend: cost of an additional K/V tile; fails if its barriers are not those declared
 #ifndef SWEEP_NO_MAIN  // tests/unit.cu has the line and a main of its own
 #define SDPA_HARNESS_ONLY
 #define SDPA_NAMESPACE sweep
@@ -37,9 +36,9 @@ using reference::mix;
 
 // ---- inputs ----
 
-// Logits up to what the type allows, each exact in fp32 whatever the order of the sum: a row of Q or K is
-// 0 and +-2^e with an exponent of its own. In a quarter of the key heads all of Q and K is one constant
-// instead, so that O is the mean of V.
+// Logits up to the limit of the type, exact in fp32 for any order of the sum: the elements of a row
+// of Q or K are 0 and +-2^e, with an exponent per row. In a quarter of the key heads, Q and K are
+// constant instead, so O is the mean of V.
 float huge(const InputAt& i) {
   if (i.tensor == Tensor::V) return i.x;
   const bool bytes = element_bytes(line.input) == 1;
@@ -55,10 +54,11 @@ float huge(const InputAt& i) {
   return std::ldexp(float(sign), low + int(mix(stream + i.index / p.D) % (high - low + 1)));
 }
 
-// The logit of key k is about 20 * k at the default scale, of odd seeds -20 * k (k below 2^15): O is the
-// last, or the first, row of V that the query sees. k has three digits to base 32 in K, whose values are
-// in Q; the other elements are noise of -1, 0 and 1 that moves no logit by as much. S is a whole number.
-// Of 8 bits the digits are to base 8 (k below 2^9) and in all elements, so that none is over 127.
+// The logit of key k is about 20 * k at the default scale, or -20 * k for odd seeds (k below 2^15),
+// so O is the last or first visible row of V. K contains three base-32 digits of k, and Q their
+// place values; the other elements are noise of -1, 0 and 1, which changes logits by less. S is an
+// integer. For 8-bit types the digits are base 8 (k below 2^9) and spread over all elements, so
+// that none exceeds 127.
 float stairs(const InputAt& i) {
   if (i.tensor == Tensor::V) return i.x;
   if (element_bytes(line.input) == 1) {
@@ -72,8 +72,8 @@ float stairs(const InputAt& i) {
   return float((i.seed % 2 ? -step : step) * int(i.row >> 5 * i.d & 31));
 }
 
-// NaN or +inf in an element of most heads of Q, and of a quarter of those of K and V. e4m3 has no inf: in its place
-// would be 448, whose logits are past what sums of 14 bits resolve.
+// NaN or +inf in an element of most heads of Q, and of a quarter of the heads of K and V. e4m3 has
+// no inf; 448 instead would give logits beyond the resolution of 14-bit sums.
 float nonfinite(const InputAt& i) {
   const size_t heads = heads_of(i.problem, i.tensor);
   const uint64_t per_head = rows_of(i.problem, i.tensor) / heads * i.problem.D;
@@ -83,19 +83,19 @@ float nonfinite(const InputAt& i) {
   return r / 8 % 2 && line.input != DType::e4m3 ? float(INFINITY) : float(NAN);
 }
 
-// Logits about -100 at the default scale, of e4m3, whose P is 0 sooner, about -30: all of P is 0 unless a row's own
-// maximum is subtracted.
+// Logits of about -100 at the default scale, or -30 for e4m3, whose P underflows earlier: P is 0
+// unless the row max is subtracted.
 float negative(const InputAt& i) {
   const float mean = std::sqrt(line.input == DType::e4m3 ? 30.0f : 100.0f) / std::pow(float(i.problem.D), 0.25f);
   return i.tensor == Tensor::V ? i.x : i.tensor == Tensor::Q ? i.x / 2 + mean : i.x / 2 - mean;
 }
 
-// Rows of Q below what fp16 holds, for a scale of TINY_SCALE.
+// Rows of Q below the range of fp16, for a scale of TINY_SCALE.
 constexpr float TINY_SCALE = 0x1p97f;
 float tiny(const InputAt& i) { return i.tensor == Tensor::Q ? std::ldexp(i.x, -100) : i.x; }
 
-// Most heads of ramps beside a softcap have logits on both sides of where a polynomial takes the place of tanh. Parts of
-// these that 8 rows of Q take, and the next 8.
+// With a softcap, most heads of `ramps` have logits on both sides of the point where a polynomial
+// replaces tanh. These are the fractions for 8 rows of Q, and for the next 8.
 bool is_beside_cap(const reference::Problem& p, uint64_t random) {
   return p.softcap >= 1 && p.softcap < 1000 && element_bytes(line.input) == 2 && random / 512 % 8 > 1;
 }
@@ -112,21 +112,22 @@ const Ramp& ramp_of(uint64_t seed, uint64_t kv_head) {
   return ramps[(mix(seed + 111) + kv_head) % 8];
 }
 bool has_few_bits() { return line.input == DType::e4m3 && line.family != string("scalar"); }
-// Scores that the type holds, above a sink, and not so large that a float has no room for a bias beside them.
+// Scores within the range of the type, above a sink, and small enough that adding a bias is exact
+// in a float.
 int start_of_ramp(uint64_t seed, uint64_t kv_head, bool has_sinks, bool adds_bias) {
   const int start = ramp_of(seed, kv_head).start;
   if (has_few_bits() || (element_bytes(line.input) == 1 && start != 32) || (adds_bias && start > 1 << 10)) return 0;
   return start == INT_MIN || has_sinks || mix(mix(seed + 111) + kv_head) / 4 % 2 ? start : -start;
 }
 
-// Maxima that change along the keys, which a stale maximum meets or does not. Key heads take turns at eight kinds: from
-// their first key to the last, or backwards, logits at the default scale rise slowly, at once, at single keys, or fall and
-// rise; from 0, from +-512 (past 710 no maximum is stale), from +-524288, or from -inf. A query row takes 1, 1/2, 0 or -1
-// of the rise; in half of the heads 8 rows take one of these, and the next 8 another one. Beside a softcap c
-// most heads have logits of c to 4 * c throughout, or such as rise from about 0.7 * c to 1.2 * c, or jump there at single
-// keys. Scores are whole numbers below
-// 2^24, exact in fp32; of e4m3 tensor cores sum 14 bits, and a rise of more keys is 24 at most. V is in most problems as large as the
-// sums of P @ V allow.
+// Row maxima that change along the keys, for lazy rescaling. Key heads cycle through eight kinds:
+// along the keys, in either direction, logits at the default scale rise slowly, at once, at single
+// keys, or fall and rise; starting from 0, +-512 (beyond 710 no row max is stale), +-524288 or
+// -inf. The rise of a query row is multiplied by 1, 1/2, 0 or -1; in half of the heads, 8 rows have
+// one of these factors and the next 8 another one. With a softcap c, most heads have logits between
+// c and 4 * c, or logits that rise from about 0.7 * c to 1.2 * c, slowly or at single keys. Scores
+// are integers below 2^24, exact in fp32; for e4m3, where tensor cores sum 14 bits, a rise over
+// several keys is at most 24. In most problems, V is as large as the sums of P @ V allow.
 float ramps(const InputAt& i) {
   const reference::Problem& p = i.problem;
   const bool few_bits = has_few_bits();
@@ -153,7 +154,8 @@ float ramps(const InputAt& i) {
     const bool is_level = parts_beside_cap[r / 64 % 4][0] != parts_beside_cap[r / 64 % 4][1];
     const float level = is_level ? 1 + r / 1024 % 32 / 10.0f : 0.4f + r / 1024 % 32 / 50.0f;
     const float slope = is_level ? 0 : 0.2f + r / 32768 % 32 / 50.0f;
-    // Or at single keys by 2^18 to 2^49 in P, to scores near the cap that differ by a few.
+    // Or at single keys, by factors of 2^18 to 2^49 in P, to scores near the cap that differ
+    // slightly.
     const bool jumps = !is_level && mix(r + 3) % 4;
     const float high = 0.95f + r / 32768 % 32 / 128.0f, by = (18 + r / 1024 % 32) / (1.4427f * float(p.softcap));
     const float low = std::atanh(std::max(std::tanh(high) - by, -0.3f));
@@ -170,14 +172,15 @@ float ramps(const InputAt& i) {
                      : kind.way == at_once ? float(k >= place)
                      : kind.way == at_keys ? std::max(0.0f, 48 * drawn - 47)
                                            : std::fabs(2 * k / last - 1);
-  // A rise beyond 2^120 of P would leave no score to recover by logarithm. With a bias most rises stay below it.
+  // After a rise of P beyond 2^120, scores cannot be recovered from P. With a bias, most rises are
+  // smaller.
   const bool adds = !p.bias.hides && p.bias.keys > 0;
   const int most_rise = few_bits && kind.way != at_keys ? 20 : adds && r / 4096 % 4 ? 60 : INT_MAX;
   const float rise = std::min(kind.rise, most_rise) * (0.8f + float(r / 256 % 256) / 640);
   return std::round(rise * std::sqrt(float(p.D)) / 4 * part);
 }
 
-// All rows of V are one, so that dQ and dK are 0 but for what cancels.
+// All rows of V are equal, so dQ and dK are 0 up to cancellation.
 float constant(const InputAt& i) { return i.tensor == Tensor::V ? reference::normal(i.seed, i.tensor, i.d) + 3 : i.x; }
 
 void add_dists() {
@@ -193,7 +196,7 @@ void add_dists() {
   }
 }
 
-// ---- kernels that follow each other ----
+// ---- chains of kernels ----
 
 struct Copies {
   struct {
@@ -204,7 +207,7 @@ struct Copies {
   uint32_t flipped;  // bits of each 32
 };
 
-// Writes the inputs of the kernel behind it, which it lets start before anything is copied.
+// Writes the inputs of the next kernel, which it allows to start before anything is copied.
 __global__ void copy_tensors(Copies c) {
 #if defined(SDPA_SIMT) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900)
   griddepcontrol_launch_dependents();
@@ -213,7 +216,10 @@ __global__ void copy_tensors(Copies c) {
     for (size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < t.words;
          i += gridDim.x * blockDim.x) {
       uint4 x = t.from[i];
-      x.x ^= c.flipped, x.y ^= c.flipped, x.z ^= c.flipped, x.w ^= c.flipped;
+      x.x ^= c.flipped;
+      x.y ^= c.flipped;
+      x.z ^= c.flipped;
+      x.w ^= c.flipped;
       st_global_v4(&t.to[i], x);
     }
   }
@@ -221,21 +227,23 @@ __global__ void copy_tensors(Copies c) {
 
 void launch_copies(const Copies& c) {
   cudaLaunchConfig_t config{};
-  // Few, so that the next kernel has room beside them.
-  config.gridDim = dim3(has_clock ? 64 : 1), config.blockDim = dim3(has_clock ? 256 : 32);
+  // Few CTAs, so that the next kernel can run concurrently.
+  config.gridDim = dim3(has_clock ? 64 : 1);
+  config.blockDim = dim3(has_clock ? 256 : 32);
   require(cudaLaunchKernelEx(&config, copy_tensors, c), "launching a copy of the inputs");
 }
 
-// Three kernels with no synchronisation in between: one writes Q, K and V, then O = attention(Q, K, V),
-// then O2 = attention(O, K, V). O must have the bits of the checked run, and O2 those of the same launch
-// after a synchronisation; else a sentence.
+// Three kernels without synchronization: one writes Q, K and V, then O = attention(Q, K, V), then
+// O2 = attention(O, K, V). O must be bitwise equal to the checked run, and O2 to the same launch
+// after a synchronization. Returns a sentence on failure.
 string check_chain(Instance& instance) {
   if (line.backward) return "";  // its kernels start when those before them have ended
   if (is_far(instance.problem.layout)) return "";  // gigabytes to copy
   if (line.input != line.output) return "";                          // O is no Q
   const auto O2 = make_tensor(instance.problem, Tensor::O);
   SdpaParams second = instance.params;
-  second.Q = reinterpret_cast<decltype(second.Q)>(instance.params.O), second.q = instance.params.o,
+  second.Q = reinterpret_cast<decltype(second.Q)>(instance.params.O);
+  second.q = instance.params.o;
   second.LSE = nullptr;
   second.O = static_cast<decltype(second.O)>(O2->first());
   O2->poison();
@@ -257,7 +265,8 @@ string check_chain(Instance& instance) {
   launch_copies(save);
   write.flipped = 0x80408040;  // what the inputs hold before the chain: other finite numbers
   launch_copies(write);
-  O2->poison(), instance.poison();
+  O2->poison();
+  instance.poison();
   require(cudaDeviceSynchronize(), "preparing a chain of kernels");
 
   write.flipped = 0;
@@ -280,12 +289,12 @@ string value_of_knob(const char* name) {
   return "";
 }
 
-// Builds without ranges of keys refuse longer sums.
+// Builds without splits refuse longer sums.
 bool has_ranges() { return line.is_tuned || value_of_knob("SPLIT_CTAS") != "1"; }
 
 #ifdef SDPA_SIMT
 constexpr bool has_machines = true;
-// Sets the order in which threads run. Returns a sentence if `text` names none.
+// Sets the order of threads. Returns a sentence if `text` is unknown.
 string set_schedule(const string& text) {
   const string random = "random:", digits = "0123456789";
   simt::schedule = {};
@@ -301,13 +310,16 @@ string set_schedule(const string& text) {
   return "";
 }
 
-// SMS,L2_KB,CTAS,KEYS of simt::Gpu; "" has its defaults. Returns a sentence if `text` is anything else.
+// Sets simt::Gpu from SMS,L2_KB,CTAS,KEYS; "" sets the defaults. Returns a sentence on any other
+// text.
 string parse_machine(const string& text, simt::Gpu& gpu) {
   gpu = {};
   if (text.empty()) return "";
   const vector<long long> n = parse_numbers(text, 1, 1000000);
   if (n.size() != 4) return "want SMs, KB of L2, CTAs to an SM and keys to a sum, such as 132,61440,1,65536";
-  gpu.sms[0] = int(n[0]), gpu.l2_bytes = int(n[1]) << 10, gpu.ctas_per_sm = int(n[2]);
+  gpu.sms[0] = int(n[0]);
+  gpu.l2_bytes = int(n[1]) << 10;
+  gpu.ctas_per_sm = int(n[2]);
   gpu.keys_at_once = int(n[3]);
   return "";
 }
@@ -316,7 +328,7 @@ string refuse_machine(const string& text) {
   return parse_machine(text, gpu);
 }
 void play_machine(const string& text) { parse_machine(text, simt::gpu); }
-// Three of four random problems have a machine of their own.
+// Three of four random problems have a random machine.
 template <class Draw> string draw_machine(const Draw& draw) {
   constexpr int sms[] = {1, 3, 16, 132}, l2_kb[] = {24, 120, 61440}, keys[] = {64, 200, 65536};
   if (draw(4) == 0) return "";
@@ -327,7 +339,9 @@ template <class Draw> string draw_machine(const Draw& draw) {
 simt::Counters count_tiles(int tiles) {
   const TunedTile& t = line.tiles[0];
   Problem p;
-  p.B = p.Hq = p.Hkv = 1, p.Sq = t.block_m, p.Sk = tiles * t.split_kv * t.block_n;
+  p.B = p.Hq = p.Hkv = 1;
+  p.Sq = t.block_m;
+  p.Sk = tiles * t.split_kv * t.block_n;
   Instance instance(p);
   instance.set_inputs(0);
   simt::take_counters();
@@ -335,11 +349,17 @@ simt::Counters count_tiles(int tiles) {
   return simt::take_counters();
 }
 
-// What one more K/V tile adds to a launch of one CTA: barriers that its first thread passes, bytes from
-// global memory, and bank conflicts: wavefronts of shared memory beyond those that the bytes need.
+// The cost of an additional K/V tile in a launch of one CTA: barriers of its first thread, bytes
+// from global memory, and bank conflicts (excess wavefronts of shared memory).
 ExitCode print_tile() {
-  if (line.is_tuned) return puts("the tile is chosen for each problem"), exit_pass;
-  if (value_of_knob("SPLIT_CTAS") != "1") return puts("one more tile may go to one more CTA"), exit_pass;
+  if (line.is_tuned) {
+    puts("the tile is chosen for each problem");
+    return exit_pass;
+  }
+  if (value_of_knob("SPLIT_CTAS") != "1") {
+    puts("one more tile may go to one more CTA");
+    return exit_pass;
+  }
   const int groups = line.tiles[0].split_kv;  // each takes a tile more
   const simt::Counters less = count_tiles(4), more = count_tiles(5);
   string sites;
@@ -375,25 +395,26 @@ ExitCode print_tile() {
 }
 #endif
 
-// Keys of which a sum is one, on the machine that the problem plays.
+// The maximum number of keys per sum, on the machine of the problem.
 int keys_at_once(const Problem& p) {
   return p.machine.empty() ? 65536 : std::atoi(p.machine.c_str() + p.machine.rfind(',') + 1);
 }
-// wgmma of e4m3: keys after which P @ V is added to O in fp32; 0: never.
+// e4m3 wgmma: number of keys after which P @ V is added to O in fp32; 0: never.
 int keys_of_flush() {
   if (!line.is_wgmma || line.query != DType::e4m3) return 0;
   return std::stoi(value_of_knob("FP8_FLUSH")) * line.tiles[0].block_n * line.tiles[0].split_kv;
 }
-// Builds whose tiles may be computed by a stale maximum.
+// True for builds with lazy rescaling.
 bool has_stale_maximum() { return line.is_tuned || value_of_knob("USE_LAZY_MAX") == "1"; }
 
-// ---- what was drawn ----
+// ---- coverage of random problems ----
 
 constexpr int DESCALES = 5;
 const char* const descales[DESCALES] = {"heads", "gaps", "shared", "none", "zeros"};
 
 bool packs_heads() { return line.is_tuned || value_of_knob("PACK_GQA") == "1"; }
-// Builds in which rows of one tile may have several factors of Q; and whether O shows a wrong one in this problem.
+// True for builds in which rows of a tile may have different factors of Q; and if O would show a
+// wrong factor.
 bool has_tiles_of_factors() { return packs_heads() && element_bytes(line.query) == 1; }
 bool shows_factors_of_tile(const Problem& p) {
   return p.Hq > p.Hkv && (p.descale == "heads" || p.descale == "gaps") && (p.dist == "normal" || p.dist == "outliers") && p.Sk > 8;
@@ -410,11 +431,13 @@ bool takes_tile(const Problem& p, const TunedTile& t) {
   return same_tile(line.tile_of(params_of(p)), t);
 }
 
-// wgmma's sums of e4m3 products have 14 bits, which logits in the hundreds show; sums in fp16 end at 65504.
+// wgmma sums e4m3 products with 14 bits, which is inexact for logits in the hundreds; fp16 sums
+// overflow at 65504.
 bool takes_dist(const string& dist) {
-  // The backward pass has LSE as a float: where logits are in the millions P is off by more than its own size.
+  // The backward pass reads LSE as a float, so with logits in the millions the error of P exceeds
+  // P.
   if (line.backward && (dist == "huge" || dist == "ramps" || dist == "nonfinite")) return false;
-  // SCORE_MOD adds to logits in floats, which past 10^5 is in steps.
+  // SCORE_MOD adds to logits in floats, which is inexact beyond 10^5.
   if (line.logit && (dist == "huge" || dist == "stairs" || dist == "ramps")) return false;
   if (line.fp16_acc) return dist == "normal" || dist == "nonfinite";
   if (dist == "tiny") return line.query == DType::bf16;
@@ -422,7 +445,7 @@ bool takes_dist(const string& dist) {
 }
 
 bool takes_k_firsts() { return line.has_lengths && (!line.has_pages || line.has_small_pages); }
-// True if every problem of this build has the same value there.
+// True if all problems of this build have the same value of a member.
 bool is_fixed(const string& member) {
   if (member == "bias_map" || member == "bias_map_bytes") return !line.has_bias_maps;
   if (member == "D" || member == "Dv") return !line.is_wgmma;
@@ -434,8 +457,8 @@ bool is_fixed(const string& member) {
 
 constexpr int far_stride = INT_MAX;  // strides from here on are far
 
-// The optional features of a problem. A sweep draws which features a problem keeps, so that each is met alone,
-// where no other one hides its faults, and with each other one.
+// The optional features of a problem. A sweep draws which features a problem has, so that each
+// occurs alone, where no other feature can hide its faults, and together with each other one.
 struct Feature {
   const char* name;
   bool in_build;
@@ -449,9 +472,11 @@ const vector<Feature>& features() {
     vector<Feature> all = {
         {"softcap", line.has_softcap, true, [](const Problem& p) { return p.softcap != 0; },
          [](Problem& p) { p.softcap = 0; }},
-        {"bias", line.use_bias != 0, true, [](const Problem& p) { return !p.bias_kind.empty() && p.Sk > 0; },
+        {"bias", line.use_bias != 0, true,
+         [](const Problem& p) { return !p.bias_kind.empty() && p.Sk > 0; },
          [](Problem& p) { p.bias_kind = ""; }},
-        {"key_mask", line.has_key_mask, true, [](const Problem& p) { return !p.key_mask_kind.empty() && p.Sk > 0; },
+        {"key_mask", line.has_key_mask, true,
+         [](const Problem& p) { return !p.key_mask_kind.empty() && p.Sk > 0; },
          [](Problem& p) { p.key_mask_kind = ""; }},
         {"sinks", line.has_sinks, true, [](const Problem& p) { return p.has_sinks; },
          [](Problem& p) { p.has_sinks = false; }},
@@ -463,19 +488,25 @@ const vector<Feature>& features() {
          [](Problem& p) { p.has_k_firsts = false; }},
         {"packed_q", line.has_lengths, false, [](const Problem& p) { return p.packs_q; },
          [](Problem& p) { p.packs_q = false; }},
-        {"packed_k", line.has_lengths && !line.has_pages, false, [](const Problem& p) { return p.packs_k; },
-         [](Problem& p) { p.packs_k = false; }},
+        {"packed_k", line.has_lengths && !line.has_pages, false,
+         [](const Problem& p) { return p.packs_k; }, [](Problem& p) { p.packs_k = false; }},
         {"most_keys", line.has_lengths, false, [](const Problem& p) { return p.most_keys != 0; },
          [](Problem& p) { p.most_keys = 0; }},
-        {"batch_invariant", line.has_lengths, false, [](const Problem& p) { return p.batch_invariant; },
+        {"batch_invariant", line.has_lengths, false,
+         [](const Problem& p) { return p.batch_invariant; },
          [](Problem& p) { p.batch_invariant = false; }},
         {"causal", true, false, [](const Problem& p) { return p.mask != reference::Mask::none; },
          [](Problem& p) { p.mask = reference::Mask::none; }},
         {"window", true, false, [](const Problem& p) { return p.has_window(); },
          [](Problem& p) { p.window_left = p.window_right = -1; }},
-        {"short_rows", line.is_wgmma, false, [](const Problem& p) { return p.D < line.D || p.Dv < line.Dv; },
-         [](Problem& p) { p.D = line.D, p.Dv = line.Dv; }},
-        {"ranges", has_machines && has_ranges(), false, [](const Problem& p) { return keys_at_once(p) < 65536; },
+        {"short_rows", line.is_wgmma, false,
+         [](const Problem& p) { return p.D < line.D || p.Dv < line.Dv; },
+         [](Problem& p) {
+           p.D = line.D;
+           p.Dv = line.Dv;
+         }},
+        {"ranges", has_machines && has_ranges(), false,
+         [](const Problem& p) { return keys_at_once(p) < 65536; },
          [](Problem& p) { p.machine = ""; }},
         {"max_ctas", line.has_queue, false, [](const Problem& p) { return p.max_ctas != 0; },
          [](Problem& p) { p.max_ctas = 0; }},
@@ -488,7 +519,7 @@ const vector<Feature>& features() {
   return of_build;
 }
 
-// What of a problem is in device memory.
+// The contents of the auxiliary inputs of a problem.
 struct Contents {
   vector<int> lengths, q_starts, k_starts, pages, k_firsts;
   vector<float> sinks;
@@ -503,7 +534,7 @@ Contents contents_of(const SdpaParams& p) {
   return {fetch(p.k_lengths, p.B), fetch(p.q_starts, p.B + 1), fetch(p.k_starts, p.B + 1),
           fetch(p.page_table, size_t(p.B) * p.page_stride), fetch(p.k_firsts, p.B), fetch(p.sinks, p.Hq)};
 }
-// The same before there is a launch; of pages one of each kind, as nearly every table has it.
+// The same before a launch; of pages, one of each kind, as in nearly every table.
 Contents drawn_contents(const Problem& p) {
   Contents c;
   if (p.has_lengths) c.lengths = drawn_lengths(p, p.seed);
@@ -517,9 +548,11 @@ Contents drawn_contents(const Problem& p) {
   if (p.page_size && p.Sk) c.pages = {-1, 0, pages_of(p) - 1, pages_of(p)};
   return c;
 }
-// Keys of the longest sequence, as far as most_keys does not limit them.
+// The number of keys of the longest sequence, limited by most_keys.
 int longest_sequence(Problem p) {
-  p.most_keys = 0, p.k_firsts.clear(), p.k_lengths = keys_that_count(p, p.seed);
+  p.most_keys = 0;
+  p.k_firsts.clear();
+  p.k_lengths = keys_that_count(p, p.seed);
   if (p.packs_q) p.q_starts = drawn_starts(p, Tensor::Q, p.seed);
   if (p.packs_k) p.k_starts = drawn_starts(p, Tensor::K, p.seed);
   int longest = 0;
@@ -527,7 +560,7 @@ int longest_sequence(Problem p) {
   return longest;
 }
 
-// Kinds of problems, in groups: how many of them a sweep has drawn, of all that this build takes.
+// Kinds of problems, in groups: counts how many a sweep has drawn, of all that this build supports.
 class Kinds {
  public:
   Kinds() {
@@ -538,16 +571,24 @@ class Kinds {
         kinds_.push_back({group, kinds.substr(at, end - at)});
       }
       for (size_t i = kinds_.size() - size; i < kinds_.size(); i++) {
-        kinds_[i].weight = int(size), number_of_.insert({kinds_[i].group + "=" + kinds_[i].name, i});
+        kinds_[i].weight = int(size);
+        number_of_.insert({kinds_[i].group + "=" + kinds_[i].name, i});
       }
     };
     string all_layouts, all_dists;
     for (const char* layout : layouts) all_layouts += takes_layout(layout) ? string(layout) + " " : "";
     for (const Dist& d : reference::dists) all_dists += takes_dist(d.name) ? string(d.name) + " " : "";
-    takes("mask", "off br tl"), takes("window", "none left right both"), takes("aligned", "off br tl");
-    takes("scale", "default set"), takes("queries", "none_more more one"), takes("keys", "none some");
-    takes("batches", "1 more"), takes("groups", "1 more"), takes("batch_invariant", "0 1");
-    takes("layout", all_layouts), takes("dist", all_dists);
+    takes("mask", "off br tl");
+    takes("window", "none left right both");
+    takes("aligned", "off br tl");
+    takes("scale", "default set");
+    takes("queries", "none_more more one");
+    takes("keys", "none some");
+    takes("batches", "1 more");
+    takes("groups", "1 more");
+    takes("batch_invariant", "0 1");
+    takes("layout", all_layouts);
+    takes("dist", all_dists);
     if (line.has_softcap) {
       takes("softcap", "none small usual large");
       if (!line.backward) takes("extremes", "scale_down scale_up");
@@ -573,7 +614,7 @@ class Kinds {
     if (has_stale_maximum() && line.use_bias && takes_dist("ramps")) {
       takes("bias_of_stale", adds_bias() ? "add tree shared" : "bool tree shared");  // by all queries
     }
-    // A polynomial takes the place of a tanh between bounds that depend on the softcap.
+    // A polynomial replaces tanh between bounds that depend on the softcap.
     const bool has_polynomial = line.is_wgmma && line.tanh_is_approximate && line.use_bias == 0 && element_bytes(line.input) == 2;
     if (has_stale_maximum() && line.has_softcap) {
       takes("cap_of_stale", has_polynomial ? "30 50 100 200 large" : line.tanh_is_approximate ? "50 large" : "50");
@@ -587,22 +628,32 @@ class Kinds {
       if (has_machines && has_stale_maximum() && takes_dist("ramps")) of_far += string(layout) + "+ramps ";
     }
     takes("distance", of_far);
-    if (line.is_wgmma) takes("D", "whole short"), takes("Dv", "whole short");
+    if (line.is_wgmma) {
+      takes("D", "whole short");
+      takes("Dv", "whole short");
+    }
     if (line.has_queue) takes("max_ctas", "0 set");
-    if (has_machines) takes("machine", "default set"), takes("summed", has_ranges() ? "64 200 65536" : "65536");
+    if (has_machines) {
+      takes("machine", "default set");
+      takes("summed", has_ranges() ? "64 200 65536" : "65536");
+    }
     if (element_bytes(line.input) == 1) takes("descale", "heads gaps shared none zeros");
-    // Tiles of one head of many queries, at the edge of a mask.
+    // Tiles of one head with many queries, at the edge of a mask.
     if (packs_heads() && !line.has_lengths) takes("mask_of_packed", "none br tl");
     if (has_tiles_of_factors()) takes("factors_of_tile", "one several");
     if (line.has_sinks) takes("sinks", string("none usual -inf ") + (line.backward ? "" : "nonfinite ") + "large small");
     if (line.use_bias) {
-      takes("bias", adds_bias() ? "none add tree" : "none bool tree"), takes("bias_of", "all b h q bh bq hq bhq");
+      takes("bias", adds_bias() ? "none add tree" : "none bool tree");
+      takes("bias_of", "all b h q bh bq hq bhq");
     }
     if (line.use_bias) {
       takes("bias_rows", "contiguous padded shifted odd");
       takes("padded_keys", "whole tail");
     }
-    if (line.has_key_mask) takes("key_mask", "none right left scattered"), takes("key_mask_of", "batch shared");
+    if (line.has_key_mask) {
+      takes("key_mask", "none right left scattered");
+      takes("key_mask_of", "batch shared");
+    }
     if (line.use_bias && line.has_bias_maps) {
       takes("bias_map", moves_rows_up() ? "none made kept made_moved kept_moved" : "none made kept");
       takes("rows_of_map", "contiguous padded shifted odd");
@@ -611,15 +662,22 @@ class Kinds {
     if (line.has_lengths) takes("q_lengths", "none some");
     if (takes_k_firsts()) takes("k_firsts", "none below_0 0 usual all");
     if (line.has_lengths) {
-      takes("lengths", "none below_0 0 1 usual Sk above"), takes("packed", line.has_pages ? "none q" : "none q k qk");
+      takes("lengths", "none below_0 0 1 usual Sk above");
+      takes("packed", line.has_pages ? "none q" : "none q k qk");
       takes("q_start", "below usual beyond empty");
-      takes("rows_at_edge", "before at after"), takes("keys_at_edge", "before at after");
+      takes("rows_at_edge", "before at after");
+      takes("keys_at_edge", "before at after");
       if (!line.has_pages) takes("k_start", "below usual beyond empty");
       takes("most_keys", "0 fewer longest more");
     }
-    if (line.has_pages) takes("page", line.has_small_pages ? "1 3 16 24 256" : "16 48 64 256"), takes("table", "narrow wide"), takes("entry", "below usual last beyond");
+    if (line.has_pages) {
+      takes("page", line.has_small_pages ? "1 3 16 24 256" : "16 48 64 256");
+      takes("table", "narrow wide");
+      takes("entry", "below usual last beyond");
+    }
   }
-  // Kinds that this problem would be the first of; of larger groups they count more.
+  // The number of kinds of which this problem would be the first, with larger weights in larger
+  // groups.
   int count_new(const Problem& p, const Contents& c) const {
     std::set<size_t> found;
     for_each_kind(p, c, [&](size_t kind) { found.insert(kind); });
@@ -640,7 +698,7 @@ class Kinds {
     });
   }
 
-  // Every kind with its number of problems, or of things in them.
+  // All kinds with their counts.
   string text() const {
     string text, group;
     for (const Kind& kind : kinds_) {
@@ -650,13 +708,13 @@ class Kinds {
     }
     return text;
   }
-  // The kinds that are missing.
+  // The missing kinds.
   string missing() const {
     string text;
     for (const Kind& kind : kinds_) text += kind.count ? "" : " " + kind.group + "=" + kind.name;
     return text;
   }
-  // The strides in SdpaParams that never were far.
+  // The strides in SdpaParams that were never far.
   string near_strides() const {
     string text;
     if (has_clock) return text;  // a GPU has no room for all of them
@@ -665,7 +723,7 @@ class Kinds {
     });
     return text;
   }
-  // The members of SdpaParams that had one value throughout.
+  // The members of SdpaParams that never changed.
   string constant_members() const {
     string text;
     for_each_member(SdpaParams{}, [&](const string& name, const string& bytes) {
@@ -683,7 +741,7 @@ class Kinds {
     string group, name;
     int weight = 0, count = 0;  // the size of its group; problems, or things in them
   };
-  // Calls see() with the number of each kind that the problem, or a thing in it, is of.
+  // Calls see() with the index of each kind that occurs in the problem.
   template <class See> void for_each_kind(const Problem& p, const Contents& c, const See& see) const {
     const auto add = [&](const char* group, const string& name) {
       const auto found = number_of_.find(group + ("=" + name));
@@ -694,23 +752,32 @@ class Kinds {
       return starts[b] < 0 ? "below" : starts[b] > rows ? "beyond" : "usual";
     };
     const bool left = p.window_left >= 0, right = p.window_right >= 0;
-    add("mask", masks[int(p.mask)]), add("window", left && right ? "both" : left ? "left" : right ? "right" : "none");
+    add("mask", masks[int(p.mask)]);
+    add("window", left && right ? "both" : left ? "left" : right ? "right" : "none");
     if (left || right) add("aligned", masks[int(p.window_alignment)]);
-    add("scale", p.scale == 0 ? "default" : "set"), add("layout", p.layout), add("dist", p.dist);
-    add("queries", p.Sq == 1 ? "one" : p.Sq > p.Sk ? "more" : "none_more"), add("keys", p.Sk == 0 ? "none" : "some");
-    add("batch_invariant", p.batch_invariant ? "1" : "0"), add("batches", p.B == 1 ? "1" : "more"), add("groups", p.Hq == p.Hkv ? "1" : "more");
-    add("D", p.D == line.D ? "whole" : "short"), add("Dv", p.Dv == line.Dv ? "whole" : "short");
+    add("scale", p.scale == 0 ? "default" : "set");
+    add("layout", p.layout);
+    add("dist", p.dist);
+    add("queries", p.Sq == 1 ? "one" : p.Sq > p.Sk ? "more" : "none_more");
+    add("keys", p.Sk == 0 ? "none" : "some");
+    add("batch_invariant", p.batch_invariant ? "1" : "0");
+    add("batches", p.B == 1 ? "1" : "more");
+    add("groups", p.Hq == p.Hkv ? "1" : "more");
+    add("D", p.D == line.D ? "whole" : "short");
+    add("Dv", p.Dv == line.Dv ? "whole" : "short");
     const string of_dims = p.bias_dims.substr(0, p.bias_dims.find('m'));
     add("softcap", p.softcap == 0 ? "none" : p.softcap < 1 ? "small" : p.softcap < 1000 ? "usual" : "large");
     const bool is_up = p.scale > 1e5, is_down = p.scale != 0 && p.scale < 1e-5;
     const bool has_scores = p.Sq > 0 && p.Sk > 1;  // else features change nothing
     if (has_scores && p.softcap != 0 && (is_down ? p.softcap > 1e5 : is_up && p.softcap < 1e-5)) add("extremes", is_up ? "scale_up" : "scale_down");
     if (has_scores && !p.bias_kind.empty() && (is_up || is_down)) add("beside_bias", is_up ? "scale_up" : "scale_down");
-    add("max_ctas", p.max_ctas ? "set" : "0"), add("descale", p.descale);
+    add("max_ctas", p.max_ctas ? "set" : "0");
+    add("descale", p.descale);
     const bool fills_tile = p.Hq == p.Hkv && p.Sq > 64 && p.Sk > 64 && p.dist == "normal";
     add("mask_of_packed", fills_tile && p.mask != reference::Mask::none ? masks[int(p.mask)] : "none");
     add("factors_of_tile", shows_factors_of_tile(p) ? "several" : "one");
-    add("machine", p.machine.empty() ? "default" : "set"), add("summed", to_string(keys_at_once(p)));
+    add("machine", p.machine.empty() ? "default" : "set");
+    add("summed", to_string(keys_at_once(p)));
     const bool has_tiles = p.mask == reference::Mask::none && !p.has_window() && p.Sk > 2 * line.tiles[0].block_n * line.tiles[0].split_kv;
     if (p.dist == "negative" && has_tiles) add("cap_of_negative", format("%g", p.softcap));
     if (const int keys = keys_of_flush()) add("flushes", p.Sk < keys ? "none" : p.Sk < 2 * keys ? "one" : p.dist == "ramps" ? "of_ramps" : "several");
@@ -752,14 +819,15 @@ class Kinds {
       const int longest = longest_sequence(p);
       add("most_keys", p.most_keys == 0 ? "0" : p.most_keys == longest ? "longest" : p.most_keys < longest ? "fewer" : "more");
     }
-    add("page", to_string(p.page_size)), add("table", p.narrow_table ? "narrow" : "wide");
+    add("page", to_string(p.page_size));
+    add("table", p.narrow_table ? "narrow" : "wide");
     const int pages = pages_of(p);
     for (int page : c.pages) add("entry", page < 0 ? "below" : page >= pages ? "beyond" : page == pages - 1 ? "last" : "usual");
   }
 
   static string pair_name(const Feature& a, const Feature& b) { return a.name + string("+") + b.name; }
-  // add() the features that the problem has: each two of them, one that it has alone, and what changes its scores if that
-  // are one or two.
+  // Adds the pairs of features of the problem, a feature that occurs alone, and the features that
+  // change scores if there are one or two.
   template <class Add> static void add_features(const Problem& p, const Add& add) {
     vector<const Feature*> on, of_scores;
     for (const Feature& f : features()) {
@@ -784,7 +852,7 @@ class Kinds {
     if (set == "bias") add("bias_of_stale", p.bias_dims.find('q') == string::npos ? "shared" : p.bias_kind);
     if (set == "softcap") add("cap_of_stale", p.softcap < 1000 ? format("%g", p.softcap) : "large");
   }
-  // add() the sequences that end beside the edge of a tile, with a row of the tensor behind them.
+  // Adds sequences that end next to the edge of a tile, with more rows of the tensor after them.
   template <class Add> static void add_sequences(Problem p, const Add& add) {
     if (p.has_lengths || p.most_keys) p.k_lengths = keys_that_count(p, p.seed);
     if (p.has_q_lengths) p.q_lengths = drawn_q_lengths(p, p.seed);
@@ -802,7 +870,8 @@ class Kinds {
       add_edge("keys_at_edge", own.first_key, own.Sk, p.Sk, keys_at_edge());
     }
   }
-  // add() how the bias lies, and whether rounds are left out by a map: by one that the launch makes or that is kept.
+  // Adds the layout of the bias, and whether K tiles are skipped by a map, made by the launch or
+  // kept.
   template <class Add> static void add_bias(const Problem& p, const Add& add) {
     const BiasRows rows = bias_rows(p.layout);
     const bool is_tree = p.bias_kind == "tree";
@@ -818,7 +887,7 @@ class Kinds {
     add("bias_map", string(is_kept ? "kept" : "made") + (is_moved ? "_moved" : ""));
     add("rows_of_map", rows.name);
   }
-  // Tiles whose rows move up to have the warpgroups without rows first.
+  // Tiles whose first warpgroups have no rows.
   static bool moves_rows_up(const TunedTile& t) { return t.block_m > 64 && t.split_kv == 1 && !t.use_ping_pong; }
   static bool moves_rows_up() { return std::any_of(line.tiles, line.tiles + line.tile_count, [](const TunedTile& t) { return moves_rows_up(t); }); }
 
@@ -831,8 +900,8 @@ std::unique_ptr<Kinds> launched;
 
 // ---- random problems ----
 
-// Scales at the ends of what floats hold, which a softcap at the other end brings back, or beside a bias. Then all logits
-// are nearly 0, or they are steps far larger than the bias.
+// Scales at the limits of floats, with a softcap at the opposite limit or with a bias. All logits
+// are nearly 0, or are steps far larger than the bias.
 template <class Draw> void draw_extremes(Problem& p, const Draw& draw) {
   const bool adds = adds_bias() && !p.bias_kind.empty();
   if (p.dist != "normal" || !(p.softcap != 0 || adds) || line.backward || draw(4)) return;
@@ -840,13 +909,13 @@ template <class Draw> void draw_extremes(Problem& p, const Draw& draw) {
   const int digits = up ? 22 + draw(9) : 28 + draw(9);  // a float holds neither the scale over the softcap nor its inverse
   p.scale = up ? std::pow(10.0, digits) : std::pow(10.0, -digits);
   if (p.softcap != 0) p.softcap = up ? 1e-18 : 1e18;
-  // Scores that are 0 as well. Beside a bias they are steps; logits are floats there, so that they must be finite.
+  // Scores may be 0 too. With a bias they are steps; logits are floats then and must be finite.
   if (up && takes_dist("stairs")) p.dist = "stairs";
-  // The least bias that a type holds would absorb all steps of a row.
+  // The smallest bias of a type would absorb all steps of a row.
   if (up && adds) p.bias_kind = "tree";
 }
 
-// Turns features off: none, all but one or two, or of those that change the scores all but one or two.
+// Turns features off: none, all but one or two, or all but one or two of those that change scores.
 template <class Draw> void keep_features(Problem& p, const Draw& draw) {
   const vector<Feature>& all = features();
   const int way = draw(3), first = draw(int(all.size())), second = draw(2) ? draw(int(all.size())) : first;
@@ -856,12 +925,16 @@ template <class Draw> void keep_features(Problem& p, const Draw& draw) {
   }
 }
 
-// Makes the problem so small that the CPU backend takes a tenth of a second for it. Tiles of tuned builds are for more.
+// Reduces the problem until the CPU backend takes a tenth of a second. Tiles of tuned builds
+// require larger ones.
 void limit_size(Problem& p, const TunedTile& tile) {
   const double most_pairs = line.is_tuned ? 8e5 : 6e4 * std::min(1.0, tile.block_m / 64.0);  // of a query and a key
   const auto is_too_large = [&] { return double(p.packs_q && p.packs_k ? 1 : p.B) * p.Hq * p.Sq * p.Sk > most_pairs; };
   if (is_too_large() && !p.packs_q) p.B = 1;
-  if (is_too_large()) p.Hq /= p.Hkv, p.Hkv = 1;
+  if (is_too_large()) {
+    p.Hq /= p.Hkv;
+    p.Hkv = 1;
+  }
   if (is_too_large()) p.Sq = std::max(1, int(most_pairs / p.Hq / p.Sk));
 }
 
@@ -876,24 +949,43 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   p.dist = draw(2) ? often[draw(2)] : reference::dists[draw(int(reference::dists.size()))].name;
   if (!takes_dist(p.dist)) p.dist = line.fp16_acc ? "normal" : "outliers";
   const bool lasts = p.dist == "ramps" && draw(4);  // tiles without a mask, whose maximum may be stale
-  p.seed = seed, p.B = 1 + draw(3), p.Hkv = 1 + draw(3);
+  p.seed = seed;
+  p.B = 1 + draw(3);
+  p.Hkv = 1 + draw(3);
   int ratio = 1 + draw(8);
-  p.Sq = draw_size(tile.block_m), p.Sk = draw(4) ? draw_size(tile.block_n) : p.Sq;
+  p.Sq = draw_size(tile.block_m);
+  p.Sk = draw(4) ? draw_size(tile.block_n) : p.Sq;
   if (draw(8) == 0) p.Sq = 1;
   if (draw(16) == 0) p.Sk = 0;
   p.machine = draw_machine(draw);
-  if (value_of_knob("SPLIT_CTAS") == "0" && draw(3) == 0) p.Sq = 1 + draw(4), p.Sk = 1000 + draw(3001);
+  if (value_of_knob("SPLIT_CTAS") == "0" && draw(3) == 0) {
+    p.Sq = 1 + draw(4);
+    p.Sk = 1000 + draw(3001);
+  }
   if (packs_heads()) {
     constexpr int ratios[] = {12, 24, 71};  // some larger than a tile
     if (draw(4) == 0) ratio = ratios[draw(3)];
-    if (draw(3) == 0) p.Sq = 1 + draw(4), p.Sk = 1000 + draw(4001);
+    if (draw(3) == 0) {
+      p.Sq = 1 + draw(4);
+      p.Sk = 1000 + draw(4001);
+    }
   }
-  if (line.is_tuned && draw(4) == 0) p.Sq = 256, p.Sk = 1200 + draw(1500), p.Hkv = ratio = 1;
+  if (line.is_tuned && draw(4) == 0) {
+    p.Sq = 256;
+    p.Sk = 1200 + draw(1500);
+    p.Hkv = ratio = 1;
+  }
   if (lasts) {
     const int keys = tile.block_n * tile.split_kv;
-    p.Sq = 1 + draw(30), p.Sk = std::max(300, 2 * keys) + draw(3 * keys), p.Hkv = 4 + draw(5), ratio = 1 + draw(2);
+    p.Sq = 1 + draw(30);
+    p.Sk = std::max(300, 2 * keys) + draw(3 * keys);
+    p.Hkv = 4 + draw(5);
+    ratio = 1 + draw(2);
   }
-  if (keys_of_flush() > 0 && draw(3) == 0) p.Sq = 1 + draw(30), p.Sk = (2 + draw(2)) * keys_of_flush() + draw(100);
+  if (keys_of_flush() > 0 && draw(3) == 0) {
+    p.Sq = 1 + draw(30);
+    p.Sk = (2 + draw(2)) * keys_of_flush() + draw(100);
+  }
   p.Hq = p.Hkv * ratio;
   p.mask = reference::Mask(lasts ? 0 : draw(3));
   if (!lasts && draw(3) == 0) {
@@ -910,14 +1002,17 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
     p.B = p.layout == "far" ? line.has_pages ? 3 : 2 : 1;  // so many, that the int page_stride leaves 2^31 behind
     p.Hq = p.Hkv = p.layout == "far_heads" ? 2 : 1;
     if (p.layout == "far_rows") {
-      // On a GPU no more than 36 GB; the CPU backend has no memory where nobody writes.
+      // At most 36 GB on a GPU; the CPU backend allocates only memory that is written.
       p.Sq = 2 + draw(has_clock ? 2 : 20);
       p.Sk = has_clock ? 2 + draw(2) : std::min(p.Sk, 300);
     }
   }
   p.same_heads = p.layout == "zero";
   const int unit = std::max(8, line.vec_width);  // of widths
-  if (line.is_wgmma && draw(2)) p.D = unit * (1 + draw(line.D / unit)), p.Dv = unit * (1 + draw(line.Dv / unit));
+  if (line.is_wgmma && draw(2)) {
+    p.D = unit * (1 + draw(line.D / unit));
+    p.Dv = unit * (1 + draw(line.Dv / unit));
+  }
   if (element_bytes(line.input) == 1) p.descale = descales[far || draw(2) ? 0 : draw(DESCALES)];
   p.has_sinks = line.has_sinks && p.dist != "negative" && draw(4);
   const bool exact = p.dist == "huge" || p.dist == "stairs", is_small = !exact && p.dist != "ramps" && p.dist != "large";
@@ -925,17 +1020,20 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   if (p.softcap == 50 && is_small && draw(2)) p.softcap = power_of_ten(3, 18);
   constexpr int caps_of_stale[] = {2, 30, 50, 100, 200};
   if (p.softcap != 0 && p.dist == "negative" && draw(4)) p.softcap = power_of_ten(8, 9);
-  // Logits up to 2^19, which the exact form holds to 2^-4 at large softcaps.
+  // Logits up to 2^19, for which the exact tanh has an error of 2^-4 with large softcaps.
   const bool draws_large_cap = line.tanh_is_approximate && draw(3) == 0;
   if (p.softcap != 0 && p.dist == "ramps") p.softcap = draws_large_cap ? power_of_ten(3, 18) : caps_of_stale[draw(5)];
   if (p.softcap == 2 && is_small && draw(4) == 0) p.softcap = power_of_ten(-18, -1);
   if (line.use_bias && draw(4) && !exact) {
     constexpr const char* dims[] = {"", "b", "h", "q", "bh", "bq", "hq", "bhq"};
-    p.bias_kind = draw(3) == 0 ? "tree" : adds_bias() ? "add" : "bool", p.bias_dims = far ? "bhq" : dims[draw(8)];
+    p.bias_kind = draw(3) == 0 ? "tree" : adds_bias() ? "add" : "bool";
+    p.bias_dims = far ? "bhq" : dims[draw(8)];
     if (line.has_bias_maps && draw(2)) p.bias_dims += "m";
-    // So many keys that the launch makes a map.
+    // Enough keys that the launch makes a map.
     if (line.has_bias_maps && !far && draw(3) == 0) {
-      p.Sq = 1 + draw(tile.block_m + 64), p.Sk = (16 + draw(8)) * tile.block_n * tile.split_kv + draw(100), p.B = p.Hkv = 1;
+      p.Sq = 1 + draw(tile.block_m + 64);
+      p.Sk = (16 + draw(8)) * tile.block_n * tile.split_kv + draw(100);
+      p.B = p.Hkv = 1;
       p.Hq = 1 + draw(2);
     }
   }
@@ -945,12 +1043,15 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
     if (!far && draw(3) == 0) p.Sk = 1000 + draw(2000);  // runs of hidden tiles
   }
   p.keeps_map = line.sees && line.has_bias_maps && draw(2);
-  p.has_lengths = line.has_lengths && draw(2), p.has_q_lengths = line.has_lengths && draw(2);
+  p.has_lengths = line.has_lengths && draw(2);
+  p.has_q_lengths = line.has_lengths && draw(2);
   p.has_k_firsts = takes_k_firsts() && draw(3) == 0;
   if (line.has_lengths && !far && draw(3)) {
-    p.packs_q = draw(2), p.packs_k = draw(2) && !line.has_pages, p.B = 1 + draw(p.packs_q && p.packs_k ? 12 : 4);
+    p.packs_q = draw(2);
+    p.packs_k = draw(2) && !line.has_pages;
+    p.B = 1 + draw(p.packs_q && p.packs_k ? 12 : 4);
   }
-  // TMA takes strides to 2^40 bytes, and so no page of 256 rows that are far apart.
+  // TMA strides are limited to 2^40 bytes, which excludes pages of 256 rows that are far apart.
   const bool largest = p.layout != "far_rows";
   constexpr int page_sizes[] = {16, 48, 64, 256}, small_page_sizes[] = {1, 3, 16, 24, 256};
   if (line.has_pages) p.page_size = line.has_small_pages ? small_page_sizes[draw(4 + largest)] : page_sizes[draw(3 + largest)];
@@ -961,7 +1062,7 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
     for (int digits = 4 + draw(7); digits > 0; digits--) scale *= 10;
     p.scale = draw(2) || (p.dist == "huge" && line.input == DType::bf16) ? 1 / scale : scale;
   }
-  // Larger logits still would measure fp32 itself: at 10^4 the last bit of S moves P by 1e-3.
+  // Larger logits would measure the error of fp32: at 10^4 the last bit of S changes P by 1e-3.
   if (draw(4) == 0 && !exact && p.dist != "large" && p.dist != "ramps") p.scale = 0.05f * float(1 + draw(10));
   if (p.dist == "tiny") p.scale = TINY_SCALE;
   draw_extremes(p, draw);
@@ -971,20 +1072,23 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   if (line.has_lengths) {
     const int longest = longest_sequence(p), fewer = longest > 1 ? 1 + draw(longest - 1) : 0;
     const int most_keys[] = {0, longest, fewer, p.Sk + 1 + draw(300)}, which = draw(4);
-    p.most_keys = most_keys[which], is_longest = which == 1;
+    p.most_keys = most_keys[which];
+    is_longest = which == 1;
   }
   p.batch_invariant = draw(3) == 0;
   keep_features(p, draw);
   if (!far) limit_size(p, tile);
   if (is_longest && p.most_keys) p.most_keys = longest_sequence(p);
-  // For all keys that a wide table could have, the ranges of such builds take gigabytes, or are refused.
+  // With the maximum keys of a wide table, the partials of such builds take gigabytes, or are
+  // refused.
   if (p.batch_invariant && has_ranges() && line.has_pages && !p.narrow_table && p.most_keys == 0) p.most_keys = p.Sk + 1;
   p.shape = format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
   return p;
 }
 
-// Random small problems over the whole contract; number n of a series of a build is the same everywhere. A tuned line
-// takes its tiles in turn. Of the candidates it is the one of most kinds that the series has not had.
+// Random small problems that cover the whole contract; problem n of a seed and build is the same
+// everywhere. Tuned lines cycle through their tiles. Of several candidates, takes the one with the
+// most kinds that have not occurred.
 Problem sweep_problem(uint64_t series, uint64_t n, Kinds& had) {
   const int most_candidates = had.has_all() ? 1 : 256, most_tries = 4000;
   uint64_t state = mix(mix(series + 11) + n);
@@ -996,13 +1100,17 @@ Problem sweep_problem(uint64_t series, uint64_t n, Kinds& had) {
     const Problem p = draw_problem(draw, tile, n);
     const bool is_candidate = !line.is_tuned || takes_tile(p, tile);
     const int count = is_candidate ? had.count_new(p, drawn_contents(p)) : -1;
-    if (tries == 0 || count > best_new) best = p, best_new = count;
+    if (tries == 0 || count > best_new) {
+      best = p;
+      best_new = count;
+    }
     candidates += is_candidate;
   }
   had.add(best, drawn_contents(best));
   return best;
 }
-// So many, and with `all_kinds` as many more as it takes, or those kinds that were not drawn.
+// Draws `count` problems, and with `all_kinds` more until all kinds occur. Returns the kinds that
+// were not drawn.
 string draw_problems(uint64_t series, int count, bool all_kinds, vector<Problem>& problems) {
   Kinds had;
   for (int n = 0; n < count || (all_kinds && !had.has_all() && n < 4 * count + 16); n++) {
@@ -1011,28 +1119,35 @@ string draw_problems(uint64_t series, int count, bool all_kinds, vector<Problem>
   return all_kinds ? had.missing() : "";
 }
 
-// ---- problems at edges ----
+// ---- edge cases ----
 
-// Of one tile: what a random problem seldom meets.
+// Edge cases of a tile that random problems rarely contain.
 void add_edges(vector<Problem>& problems, int rows, int keys) {
   using reference::Mask;
   const auto add = [&](vector<int> sizes, Mask mask = Mask::none, const char* dist = "normal") -> Problem& {
     Problem p;
-    p.B = sizes[0], p.Hq = sizes[1], p.Hkv = sizes[2], p.Sq = sizes[3], p.Sk = sizes[4];
-    p.mask = mask, p.dist = line.fp16_acc && string(dist) != "nonfinite" ? "normal" : dist;
+    p.B = sizes[0];
+    p.Hq = sizes[1];
+    p.Hkv = sizes[2];
+    p.Sq = sizes[3];
+    p.Sk = sizes[4];
+    p.mask = mask;
+    p.dist = line.fp16_acc && string(dist) != "nonfinite" ? "normal" : dist;
     p.shape = format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
-    p.seed = problems.size(), p.softcap = line.has_softcap ? 20 : 0;
+    p.seed = problems.size();
+    p.softcap = line.has_softcap ? 20 : 0;
     p.has_sinks = line.has_sinks && p.dist != "negative";  // beside which nothing would be left of the keys
     p.has_lengths = line.has_lengths;
     problems.push_back(p);
     return problems.back();
   };
-  // The last key of a tile is missing, in the second block of rows as well; O is the first row of V, or the last
-  // visible.
+  // The last key of a tile is missing, also in the second block of rows; O is the first or the last
+  // visible row of V.
   for (Mask mask : {Mask::none, Mask::bottom_right}) {
     for (uint64_t seed : {0, 1}) add({1, 2, 1, rows + 3, 2 * keys - 1}, mask, "stairs").seed = seed;
   }
-  // Rows and whole warpgroups that see no key; first keys far from key 0; both edges in one tile.
+  // Rows and whole warpgroups without a visible key; a first key far from key 0; both edges in one
+  // tile.
   constexpr int windows[][2] = {{0, 5}, {20, 0}, {33, 20}, {-1, 7}, {9, -1}};
   const int shapes[][2] = {{rows + 70, keys}, {40, keys + 150}, {rows + 3, rows + 50}};
   int turn = 0;
@@ -1040,29 +1155,36 @@ void add_edges(vector<Problem>& problems, int rows, int keys) {
     for (const auto& window : windows) {
       const auto& shape = shapes[turn++ % 3];
       Problem& p = add({1, 2, 1, shape[0], shape[1]}, mask, turn % 2 ? "normal" : "uniform");
-      p.window_left = window[0], p.window_right = window[1];
+      p.window_left = window[0];
+      p.window_right = window[1];
       p.window_alignment = Mask(turn / 3 % 3);
     }
   }
-  // Many rows of few keys; infinities and NaN in several places; logits far below 0.
+  // Many rows and few keys; inf and NaN in several places; logits far below 0.
   add({1, 1, 1, 700, 40}, Mask::bottom_right);
   for (uint64_t seed : {1, 2, 3}) add({1, 4, 2, 20, 70}, Mask::none, "nonfinite").seed = seed;
   add({1, 2, 2, 40, 200}, Mask::top_left, "negative");
-  // Stale maxima that do not last, in heads of all kinds; of e4m3 also after P @ V has been flushed.
+  // Stale row maxima that must be updated, in heads of all kinds; for e4m3 also after P @ V was
+  // flushed.
   for (uint64_t seed = 0; seed < 3 && (line.is_tuned || value_of_knob("USE_LAZY_MAX") == "1"); seed++) {
     const int tiles = line.is_wgmma && line.input == DType::e4m3 && seed == 0 ? 21 : 5;
     Problem& p = add({1, 8, 8, 24, std::min(tiles * keys, 2600) + (seed == 1 ? 0 : 5)}, Mask::none, "ramps");
-    p.seed = seed, p.softcap *= 2.5, p.has_lengths = false;
+    p.seed = seed;
+    p.softcap *= 2.5;
+    p.has_lengths = false;
   }
-  // Of 8 bits: scores that are multiplied once more, with rows of several batches far apart; sums that are flushed
-  // once, once and for one key more, and twice.
+  // For 8 bits: scores that are recomputed, with rows of several batches far apart; sums that are
+  // flushed once, once plus one key, and twice.
   if (element_bytes(line.input) == 1) {
     Problem& p = add({2, 2, 1, 4, 300});
-    p.layout = "far_rows", p.dist = "stairs", p.seed = 1, p.scale = 1.28f / line.D;
+    p.layout = "far_rows";
+    p.dist = "stairs";
+    p.seed = 1;
+    p.scale = 1.28f / line.D;
     for (int flushed : {1024, 1025, 2048, 2049}) add({1, 1, 1, 16, flushed}, Mask::none, "uniform");
   }
   if (line.family == string("scalar")) return;
-  // Sums in several parts, on GPUs with fewer CTAs than items and with more, and with two CTAs to an SM.
+  // Several splits, on GPUs with fewer and more CTAs than items, and with two CTAs per SM.
   const auto machine = [](const char* gpu, int keys) { return format("%s,%d", gpu, has_ranges() ? keys : 65536); };
   add({1, 3, 1, 40, 300}, Mask::none, "stairs").machine = machine("1,120,2", 64);
   add({1, 1, 1, rows, std::max(rows - 28, 1)}, Mask::bottom_right).machine = machine("3,120,1", 64);
@@ -1070,15 +1192,20 @@ void add_edges(vector<Problem>& problems, int rows, int keys) {
   add({1, 2, 1, 40, 300}, Mask::none, "negative").machine = machine("132,61440,3", 64);
   add({1, 2, 1, 40, 300}, Mask::bottom_right, "uniform").machine = machine("3,120,1", 200);
 }
-// Heads of a group that do not fit a tile, ranges of many keys.
+// Heads of a group that do not fit into a tile; splits of many keys.
 void add_decode_edges(vector<Problem>& problems) {
   constexpr int shapes[][5] = {
       {2, 24, 2, 3, 70}, {1, 71, 1, 1, 90}, {2, 24, 1, 1, 1100}, {1, 8, 1, 1, 6000}, {1, 12, 1, 4, 1500}};
   for (const auto& s : shapes) {
     Problem p;
-    p.B = s[0], p.Hq = s[1], p.Hkv = s[2], p.Sq = s[3], p.Sk = s[4];
+    p.B = s[0];
+    p.Hq = s[1];
+    p.Hkv = s[2];
+    p.Sq = s[3];
+    p.Sk = s[4];
     p.shape = format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
-    p.mask = reference::Mask(problems.size() % 2), p.seed = problems.size();
+    p.mask = reference::Mask(problems.size() % 2);
+    p.seed = problems.size();
     if (p.Sk > 1000) p.machine = "132,61440,1,65536";
     problems.push_back(p);
   }
@@ -1110,10 +1237,17 @@ vector<Option> sweep_options(SweepOptions& o) {
          if (n.size() == 1) o.sweep = int(n[0]);
          return n.size() == 1 ? "" : "want a whole number from 1 to 1000000";
        }},
-      {"--all-kinds", "", "with --sweep: and more, until they are of every kind that the build takes; else it fails",
-       [&o](const string&) { return o.all_kinds = true, ""; }},
+      {"--all-kinds", "",
+       "with --sweep: and more, until they are of every kind that the build takes; else it fails",
+       [&o](const string&) {
+         o.all_kinds = true;
+         return "";
+       }},
       {"--edges", "", "problems at the edges of the line's tiles instead, checked and not timed",
-       [&o](const string&) { return o.edges = true, ""; }},
+       [&o](const string&) {
+         o.edges = true;
+         return "";
+       }},
       {"--layout", "L",
        "how the tensors lie; zero: all heads of an input are one; reversed: rows and heads of "
        "inputs run "
@@ -1122,7 +1256,10 @@ vector<Option> sweep_options(SweepOptions& o) {
          string names;
          for (const char* name : layouts) {
            names += string(" ") + name;
-           if (text == name) o.common.layout = text, o.common.same_heads = text == "zero";
+           if (text == name) {
+             o.common.layout = text;
+             o.common.same_heads = text == "zero";
+           }
          }
          return o.common.layout == text ? "" : "want one of" + names;
        },
@@ -1138,18 +1275,32 @@ vector<Option> sweep_options(SweepOptions& o) {
        },
        given(&Problem::descale)},
       {"--narrow-table", "", "a table of pages for Sk keys and no more, with lengths above Sk",
-       [&o](const string&) { return o.common.narrow_table = true, ""; }, given(&Problem::narrow_table)},
+       [&o](const string&) {
+         o.common.narrow_table = true;
+         return "";
+       },
+       given(&Problem::narrow_table)},
       {"--schedule", "S",
        "CPU backend: forward, reverse or random:SEED (default: the first two in turn)",
        set_schedule},
       {"--machine", "SMS,L2_KB,CTAS,KEYS",
        "CPU backend: SMs, L2, CTAs that an SM holds at most, and keys of which a sum is one "
        "(default: 3,120,1,65536)",
-       [&o](const string& text) { return o.common.machine = text, refuse_machine(text); },
+       [&o](const string& text) {
+         o.common.machine = text;
+         return refuse_machine(text);
+       },
        given(&Problem::machine)},
-      {"--alone", "", "leave out the check of kernels that follow each other", [&o](const string&) { return o.alone = true, ""; }},
+      {"--alone", "", "leave out the check of kernels that follow each other",
+       [&o](const string&) {
+         o.alone = true;
+         return "";
+       }},
       {"--tile", "", "CPU backend: count what one more K/V tile costs, and stop",
-       [&o](const string&) { return o.tile = true, ""; }}};
+       [&o](const string&) {
+         o.tile = true;
+         return "";
+       }}};
   options.insert(options.end(), more.begin(), more.end());
   return options;
 }
@@ -1187,7 +1338,7 @@ int main(int argc, char** argv) {
   };
   check_more = [](Instance& instance) {
     if (launched) launched->add(instance.problem, contents_of(instance.params));
-    // A chain takes three launches more. Which waits a kernel has depends on the build and not on the problem.
+    // A chain costs three more launches, and the waits of a kernel depend only on the build.
     return launched && instance.problem.seed % 4 ? "" : check_chain(instance);
   };
   set_machine = play_machine;

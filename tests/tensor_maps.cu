@@ -1,6 +1,6 @@
-// sdpa_forward of a wgmma build keeps the tensor maps of a thread's last call, for the next one on the same
-// tensors. Whatever changes between two calls, the second must give the bits that it gives in a thread that
-// has not called before: one that took the old maps would read or write where the tensors no longer lie.
+// sdpa_forward() of a wgmma build caches the tensor maps of a thread's last call for the next call
+// on the same tensors. Whatever changes between two calls, the second must give the same results as
+// in a new thread, since stale maps would access the wrong memory.
 #define SDPA_NO_MAIN
 #define USE_WGMMA 1
 #define USE_WARP_SPECIALIZATION 1
@@ -18,8 +18,8 @@
 
 using namespace SDPA_NAMESPACE;
 
-// Strides of the base problem in elements, with room for each size and stride of the table below. Of every
-// tensor there are two, of other values, one TENSOR apart.
+// Strides of the base problem in elements, large enough for each size and stride of the table
+// below. Each tensor exists twice with different values, TENSOR elements apart.
 constexpr int64_t ROW = 72, HEAD = 6000, BATCH = 40000, TENSOR = 140000;
 
 static Input* two_tensors(uint32_t seed) {
@@ -36,8 +36,8 @@ static Input* two_tensors(uint32_t seed) {
 
 static Output* O_memory;  // two of them
 
-// All the memory of both O after the last of these calls, made one after the other in a thread of their own.
-// It is poisoned before each, so that an element that is missing and one that is too much are seen.
+// The memory of both O after the last of these calls, which run in a new thread. It is poisoned
+// before each call, which shows missing and excess elements.
 static std::vector<uint16_t> O_after(std::initializer_list<SdpaParams> calls) {
   std::vector<uint16_t> O(2 * TENSOR);
   std::thread([&] {
@@ -52,8 +52,8 @@ static std::vector<uint16_t> O_after(std::initializer_list<SdpaParams> calls) {
   return O;
 }
 
-// What changes, one thing each. Sizes grow, since any map that is too small shows. One that is too large
-// shows in Sq and Sk alone, for which the test goes the way back as well.
+// The changes, one property each. Sizes grow, since a map that is too small always shows. A map
+// that is too large shows only for Sq and Sk, which the test therefore also reduces.
 static const struct {
   const char* name;
   void (*change)(SdpaParams&);
@@ -79,7 +79,7 @@ static const struct {
     {"o.batch", [](SdpaParams& p) { p.o.batch += 400; }},
     {"o.head", [](SdpaParams& p) { p.o.head += 400; }},
     {"o.row", [](SdpaParams& p) { p.o.row += 8; }},
-    // Of no tensor map: the old maps stay, and the change must be seen all the same.
+    // Not part of a tensor map: the maps are reused, but the change must take effect.
     {"scale", [](SdpaParams& p) { p.scale = 0.5f; }},
     {"causal", [](SdpaParams& p) { p.causal = Causal::bottom_right; }},
 };
@@ -87,9 +87,16 @@ static const struct {
 TEST_CASE("tensor maps") {
   SdpaParams base{};
   Input* const V = two_tensors(3);
-  base.Q = two_tensors(1), base.K = two_tensors(2), base.V = V,
+  base.Q = two_tensors(1);
+  base.K = two_tensors(2);
+  base.V = V;
   base.O = O_memory = reinterpret_cast<Output*>(two_tensors(4));
-  base.B = 2, base.Hq = 4, base.Hkv = 2, base.Sq = 50, base.Sk = 20, base.D = Build::head_dim;
+  base.B = 2;
+  base.Hq = 4;
+  base.Hkv = 2;
+  base.Sq = 50;
+  base.Sk = 20;
+  base.D = Build::head_dim;
   base.q = base.k = base.v = base.o = {BATCH, HEAD, ROW};
   const Input inf = rounded<Input>(INFINITY);  // behind the last key: 0 * inf = NaN, were it loaded
   cudaMemcpy(V + base.Sk * ROW, &inf, sizeof inf, cudaMemcpyHostToDevice);
@@ -106,7 +113,8 @@ TEST_CASE("tensor maps") {
     CHECK(O_after({changed, base}) == O);
   }
   SdpaParams refused = base;  // after its map of Q is made
-  refused.Q += TENSOR, refused.k.row = -ROW;
+  refused.Q += TENSOR;
+  refused.k.row = -ROW;
   for (int n = 0; n < 2; n++) CHECK(sdpa_forward(refused, 0).code == cudaErrorInvalidValue);
   CHECK(O_after({base, refused, base}) == O);
 }

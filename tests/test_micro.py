@@ -48,7 +48,7 @@ def asked(**options):
     (["--family", "frob"], "--family frob: want scalar, wmma, mma or wgmma"),
     (["--from", "nobody"], "nobody: no line of configs.txt has that name"),
     (["--head-dim", "100"], "--head-dim 100: want a multiple of 16"),
-    (["--from", "mma_lazy", "--family", "wgmma"], "--from mma_lazy is of the family mma; drop --family wgmma"),
+    (["--from", "mma_lazy", "--family", "wgmma"], "--from mma_lazy has the family mma; omit --family wgmma"),
     (["--from", "hopper"], "hopper: its CTAs split the keys, pack heads or choose the tile; append USE_TUNED=0"),
     (["--from", "wgmma_chunk"], "wgmma_chunk: its CTAs split the keys, pack heads or choose the tile; append PACK_GQA=0"),
     (["--from", "mma_lazy BLOCK_N=40"], "mma_lazy BLOCK_N=40: BLOCK_N: the scalar kernel takes multiples of 8"),
@@ -294,7 +294,7 @@ def test_a_csv_of_something_else(tmp_path, changes, words, sentence):
     path = write(tmp_path / "micro.csv", ["mma_lazy"], **changes)
     code, out, err = dry("--seed-from", path, *words)
     assert code == 2 and sentence in err and err.count("\n") == 1 and not out, err
-    assert path in err or "drop it" in err
+    assert path in err or "omit it" in err
 
 
 @pytest.mark.usefixtures("quick")

@@ -607,6 +607,12 @@ OPERATORS = {
     "_flash_attention_backward": "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor " +
                                  SEQUENCES + "float dropout_p, bool is_causal, Tensor rng_state, Tensor unused, *, float? scale=None, SymInt? "
                                  "window_size_left=None, SymInt? window_size_right=None) -> (Tensor, Tensor, Tensor)",
+    "_scaled_dot_product_flash_attention_backward":
+        "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor " + SEQUENCES +
+        "float dropout_p, bool is_causal, Tensor philox_seed, Tensor philox_offset, *, float? scale=None) -> (Tensor grad_query, ",
+    "_scaled_dot_product_efficient_attention_backward":
+        "(Tensor grad_out_, Tensor query, Tensor key, Tensor value, Tensor attn_bias, Tensor out, Tensor logsumexp, Tensor philox_seed, "
+        "Tensor philox_offset, float dropout_p, bool[4] grad_input_mask, bool is_causal=False, *, float? scale=None) -> (Tensor, ",
     "_scaled_dot_product_efficient_attention": HEAD + "Tensor? attn_bias, bool compute_log_sumexp, float dropout_p=0., bool "
                                                "is_causal=False, *, float? scale=None) -> (Tensor output, Tensor log_sumexp, Tensor "
                                                "philox_seed, Tensor philox_offset)",
@@ -3114,8 +3120,8 @@ def test_a_tiny_gpt(glue, entry):
 
 @needs_gpu
 def test_deterministic_training(active):
-    """torch.use_deterministic_algorithms(True) selects our kernels, behind F.scaled_dot_product_attention as well, and vmap of grad gives
-    the gradients of each sample."""
+    """torch.use_deterministic_algorithms(True) selects our kernels, behind F.scaled_dot_product_attention as well; so does activate("sdpa")
+    behind each of PyTorch's operators. vmap of grad gives the gradients of each sample."""
     tensors = [half(3, 4, 200, 64, device="cuda").requires_grad_() for _ in "qkv"]
     run = lambda *x: F.scaled_dot_product_attention(*x, is_causal=True)  # noqa: E731
     grad = torch.randn_like(tensors[0])
@@ -3129,8 +3135,16 @@ def test_deterministic_training(active):
     assert any("sdpa_backward" in x for x in names) and all(torch.equal(a, b) for a, b in zip(got, same))
     for a, b in zip(got, want):
         assert rel_rms(a, b) <= 2 * LIMITS[torch.half]
-    x = [y.detach() for y in (*tensors, grad)]
     sdpa.activate("sdpa")
+    for choice, Sk in (SDPBackend.EFFICIENT_ATTENTION, 300), (SDPBackend.FLASH_ATTENTION, 200), (SDPBackend.CUDNN_ATTENTION, 200):
+        k, v = (half(3, 4, Sk, 64, device="cuda").requires_grad_() for _ in "kv")
+        with sdpa_kernel(choice):
+            got, names = kernels(lambda: gradients(run, [tensors[0], k, v], grad))  # noqa: B023
+        assert any("sdpa_backward" in x for x in names), choice
+        copies = wide([tensors[0], k, v])
+        for a, b in zip(got, gradients(lambda *x: reference(*x, visible(200, Sk, "tl", (None, None)))[0], copies, grad.double())):  # noqa: B023
+            assert rel_rms(a, b) <= 2 * LIMITS[torch.half], choice
+    x = [y.detach() for y in (*tensors, grad)]
     try:
         each = torch.vmap(torch.func.grad(lambda q, k, v, g: (run(q[None], k[None], v[None])[0] * g).sum(), (0, 1, 2)))(*x)
     finally:

@@ -232,7 +232,7 @@ def test_a_full_disk_leaves_a_valid_log(tmp_path):
     refused = [optuna.trial.create_trial(state=optuna.trial.TrialState.FAIL, user_attrs=dict(knobs=f"A={n}")) for n in range(50)]
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 1000, hard))
     try:
-        with pytest.raises(builds.Refused, match="cannot be written: .* is valid, and the same command goes on") as error:
+        with pytest.raises(builds.Refused, match="cannot be written: .* is valid, and the same command continues") as error:
             for one in refused:
                 log.add(one)
     finally:
@@ -271,9 +271,9 @@ def test_refused_candidates_say_why(searched):
                  "the space is empty: BLOCK_M: with mma.sync it must be 16 or 32 times", marks=pytest.mark.long),
     (["--budget", "0.05"], "--budget 0.05: 3 s is less than the 6 s that a candidate takes"),
     (["--budget", "soon"], "--budget soon: want minutes"),
-    (["--shape", "long,64,fp16", "--head-dim", "128"], "--shape long has D=64 fp16, and 128 fp16 is asked for"),
+    (["--shape", "long,64,fp16", "--head-dim", "128"], "--shape long has D=64 fp16, but 128 fp16 was requested"),
     (["--shape", "long,64,fp16,br,9"], "the search does not support windows; omit the last number of --shape"),
-    (["--all"], "--all needs --from LINE"), (["--export", "t4"], "--export takes one log"), (["x"], "x: only --export takes"),
+    (["--all"], "--all needs --from LINE"), (["--export", "t4"], "--export takes one log"), (["x"], "x: only --export accepts"),
     (["--replay", "/no/such"], "no such file"),
 ])
 def test_refusals(words, sentence):

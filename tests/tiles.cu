@@ -1,4 +1,5 @@
-// The tiles that a build with USE_TUNED chooses from, on the CPU backend. No kernel is called, so that none is compiled.
+// The tiles from which a build with USE_TUNED chooses, on the CPU backend. No kernel is called or
+// compiled.
 #define SDPA_NO_MAIN
 #ifndef SDPA_SOURCE
 #define SDPA_SOURCE "../sdpa.cu"
@@ -12,21 +13,23 @@
 
 using namespace SDPA_NAMESPACE;
 
-// The tiles that this build may take have no more CTAs on an SM than its shared memory holds, and with a bias than its
-// registers are dealt to; those that pack heads have just as many as shared memory holds: ranges of keys are dealt so.
+// The CTAs per SM of a tile do not exceed what fits in shared memory and, with a bias, in the register
+// file; for tiles with packed GQA they are equal to what fits in shared memory, since splits depend on
+// them.
 template <int N> static void check_ctas() {
   if constexpr (N < tile_count) {
     constexpr TunedTile t = TUNED_TILES[N];
     const int resident = most_resident_ctas<BuildOf<N>>();
     INFO(t.block_m << " x " << t.block_n << " x " << t.split_kv << ": " << resident);
     CHECK((t.pack_gqa ? t.ctas == resident : t.ctas <= resident));
-    if (path<BuildOf<N>> == Path::wgmma_roles && Build::use_bias != 0) CHECK(t.ctas <= ctas_by_registers<BuildOf<N>>);
+    if (path<BuildOf<N>> == Path::wgmma_roles && Build::use_bias != 0)
+      CHECK(t.ctas <= ctas_by_registers<BuildOf<N>>);
     check_ctas<next_tile(N + 1)>();
   }
 }
 TEST_CASE("tile_ctas" * doctest::skip(!Build::use_tuned)) { check_ctas<next_tile(0)>(); }
 
-// The tile that is chosen, and the workspace, are those of the problem, whatever the problem before was. With
+// The chosen tile and the workspace depend only on the problem, not on the previous one. With
 // batch_invariant the tile does not depend on members that differ between batches.
 TEST_CASE("tile_history" * doctest::skip(!Build::use_tuned)) {
   if constexpr (Build::use_tuned) {
@@ -48,22 +51,35 @@ TEST_CASE("tile_history" * doctest::skip(!Build::use_tuned)) {
         {"SMs", true, [&](SdpaParams&) { simt::gpu.sms[0] = 1 << draw(8); }},
         {"B", true, [&](SdpaParams& p) { p.B = 1 + draw(64); }, always},
         {"Hq", true, [&](SdpaParams& p) { p.Hq = p.Hkv << draw(5); }},
-        {"Hkv", true, [&](SdpaParams& p) { while (p.Hq % (p.Hkv = 1 << draw(5))) {} }},
+        {"Hkv", true,
+         [&](SdpaParams& p) {
+           while (p.Hq % (p.Hkv = 1 << draw(5))) {
+           }
+         }},
         {"Sq", true, [&](SdpaParams& p) { p.Sq = 1 << draw(13); }, differs_q},
         {"Sk", true, [&](SdpaParams& p) { p.Sk = 1 << draw(18); }, differs_k},
         {"causal", true, [&](SdpaParams& p) { p.causal = Causal(draw(3)); }},
         {"window_left", true, [&](SdpaParams& p) { p.window_left = draw(2) ? -1 : 1 << draw(13); }},
-        {"window_right", true, [&](SdpaParams& p) { p.window_right = draw(2) ? -1 : 1 << draw(13); }},
+        {"window_right", true,
+         [&](SdpaParams& p) { p.window_right = draw(2) ? -1 : 1 << draw(13); }},
         {"window_alignment", true, [&](SdpaParams& p) { p.window_alignment = Causal(draw(3)); }},
         {"k_lengths", lengths, [&](SdpaParams& p) { p.k_lengths = pointer(draw(2)); }},
         {"q_starts", lengths, [&](SdpaParams& p) { p.q_starts = pointer(draw(2)); }},
         {"k_starts", starts, [&](SdpaParams& p) { p.k_starts = pointer(draw(2)); }},
-        {"q_lengths", lengths, [&](SdpaParams& p) { p.q_lengths = pointer(draw(2)), p.batch_invariant = 1; }},
+        {"q_lengths", lengths,
+         [&](SdpaParams& p) {
+           p.q_lengths = pointer(draw(2));
+           p.batch_invariant = 1;
+         }},
         {"batch_invariant", true, [&](SdpaParams& p) { p.batch_invariant = draw(2); }},
-        {"most_keys", lengths, [&](SdpaParams& p) { p.most_keys = draw(2) ? 0 : 1 << draw(18); }, always},
+        {"most_keys", lengths, [&](SdpaParams& p) { p.most_keys = draw(2) ? 0 : 1 << draw(18); },
+         always},
         {"D", is_wgmma, [&](SdpaParams& p) { p.D = 8 * (1 + draw(Build::head_dim / 8)); }}};
     SdpaParams elsewhere{};
-    elsewhere.B = 77, elsewhere.Hq = elsewhere.Hkv = 7, elsewhere.Sq = elsewhere.Sk = 777, elsewhere.D = Build::head_dim;
+    elsewhere.B = 77;
+    elsewhere.Hq = elsewhere.Hkv = 7;
+    elsewhere.Sq = elsewhere.Sk = 777;
+    elsewhere.D = Build::head_dim;
     for (const Member& m : members) {
       if (!m.can) continue;
       int changed = 0, wrong = 0;

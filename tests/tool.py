@@ -1,4 +1,4 @@
-"""A command of tools/ as ./run_all.sh runs it, in this process, in which its packages are loaded once."""
+"""Runs a command of tools/ like ./run_all.sh, but in this process, so that its packages are loaded only once."""
 import contextlib
 import importlib
 import io
@@ -13,7 +13,7 @@ import search
 
 
 def run(name, *words):
-    """Its exit code, stdout and stderr."""
+    """Returns the exit code, stdout and stderr."""
     module = importlib.import_module(cli.MODULES.get(name, name))
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), mock.patch.object(sys, "argv", [name, *words]):
@@ -24,8 +24,8 @@ def run(name, *words):
 
 
 def judge_quickly(patch):
-    """Lets these rules judge knobs in the place of the compiler, which takes 0.1 s for a candidate: for tests of what a search
-    makes of refusals. What sdpa.cu refuses is tests/test_knobs.py's."""
+    """Replaces the compiler by these rules for validating knobs, since it takes 0.1 s per candidate. For tests of how a search
+    handles refusals; tests/test_knobs.py tests the refusals of sdpa.cu."""
     rows = re.findall(r'^  X\((\w+), (\w+), \w+, "[^"]*", "([^"]*)"', builds.Tree().read("sdpa.cu"), re.MULTILINE)
     defaults, families = {row[0]: row[1] for row in rows}, {row[0]: row[2].split() for row in rows}
 
@@ -48,7 +48,7 @@ def judge_quickly(patch):
 
 
 def unoptimized(folder):
-    """A compiler for CXX that takes half the time, for programs that have little to do."""
+    """A compiler for CXX without optimization, which takes half the time, for short programs."""
     path = os.path.join(folder, "unoptimized-c++")
     with open(path, "w") as file:
         file.write(f'#!/bin/sh\nexec {builds.CXX} "$@" -O0\n')

@@ -1,5 +1,5 @@
-// Tests of everything that needs no GPU: knob parsing, inputs, reference, comparison, command line,
-// and the polynomial exp2. Includes the whole tool, with what sweep.cu adds.
+// Tests that need no GPU: knobs, inputs, reference, comparison, command line and the polynomial
+// exp2. Includes the harness with the extensions of sweep.cu.
 #define VEC_WIDTH 8
 #define SWEEP_NO_MAIN
 #include "sweep.cu"
@@ -40,7 +40,7 @@ static std::vector<float> make_input(const Problem& p, Tensor tensor) {
   return x;
 }
 
-// Elements of 8 bits: every one comes back, the next one at half the distance, and NaN.
+// 8-bit elements: every value converts exactly, values between two round to nearest, and NaN.
 TEST_CASE("bytes") {
   for (int bits = 0; bits < 256; bits++) {
     CHECK(element_value(DType::u8, bits) == bits - 128.0f);
@@ -65,7 +65,7 @@ TEST_CASE("bytes") {
   CHECK((element_bits(DType::e4m3, 1e9f) == 0x7e && element_bits(DType::e4m3, -inf) == 0xfe));
   CHECK(element_bits(DType::e4m3, NAN) == 0x7f);
   CHECK((element_bits(DType::u8, 1e9f) == 255 && element_bits(DType::u8, -1e9f) == 0));
-  // The instructions, as the CPU backend has them.
+  // The CPU backend's versions of the instructions.
   CHECK(cvt_rn_satfinite_e4m3x4(1, -2, 500, NAN) == 0x7f7ec038);
   CHECK(cvt_rn_f16x2_e4m3x2(0xffff017e) == 0x18005f00);  // 2^-9 and 448
   CHECK(prmt(0x03020100, 0x07060504, 0x6420) == 0x06040200);
@@ -88,11 +88,16 @@ TEST_CASE("inputs") {
   CHECK(normal(7, Tensor::Q, (uint64_t(1) << 33) + 5) == 1.49176025390625f);
   CHECK(normal(uint64_t(1) << 40, Tensor::V, 3) == 0.106292724609375f);
   Problem p;
-  p.B = 100, p.Hq = p.Hkv = 1, p.Sq = p.Sk = 64;
+  p.B = 100;
+  p.Hq = p.Hkv = 1;
+  p.Sq = p.Sk = 64;
   const auto moments = [&](Tensor tensor) {
     double sum = 0, squares = 0;
     const std::vector<float> x = make_input(p, tensor);
-    for (float v : x) sum += v, squares += double(v) * v;
+    for (float v : x) {
+      sum += v;
+      squares += double(v) * v;
+    }
     return std::make_pair(sum / double(x.size()), squares / double(x.size()));
   };
   CHECK_NEAR(moments(Tensor::K).first, 0, 0.01);  // 409600 samples: standard error 0.0016
@@ -151,7 +156,9 @@ struct SmallAttention {  // one problem with its tensors, all zero at first
         K(size_t(B) * Hkv * Sk * 8),
         V(K.size()) {}
   reference::Result row(int b, int h, int q) {
-    p.Q = Q.data(), p.K = K.data(), p.V = V.data();
+    p.Q = Q.data();
+    p.K = K.data();
+    p.V = V.data();
     return reference::attend(p, reference::Row{b, h, q});
   }
 };
@@ -174,16 +181,19 @@ TEST_CASE("reference") {
     a.p.window_left = 1;  // and no more than the key before its own
     CHECK_NEAR(a.row(0, 0, 2).O[0], (1 + 4) / 2.0, 1e-15);
     CHECK(reference::visible_pairs(a.p) == 1 + 2 + 2);
-    a.p.mask = Mask::none, a.p.window_right = 0;  // the same, by the window alone
+    a.p.mask = Mask::none;
+    a.p.window_right = 0;  // the same, by the window alone
     CHECK_NEAR(a.row(0, 0, 2).O[0], (1 + 4) / 2.0, 1e-15);
-    a.p.window_left = -1, a.p.window_right = 2;
+    a.p.window_left = -1;
+    a.p.window_right = 2;
     CHECK((a.row(0, 0, 0).O[0] == (0 + 1 + 4) / 3.0 && a.row(0, 0, 2).LSE == std::log(5.0)));
-    a.p.mask = Mask::bottom_right,
+    a.p.mask = Mask::bottom_right;
     a.p.window_left = 0;  // each its own key, 2 further than with top-left
     CHECK((a.row(0, 0, 1).O[0] == 9 && reference::visible_pairs(a.p) == 3));
     a.p.window_alignment = Mask::top_left;  // the window from the first key on, the mask to the last
     CHECK((a.row(0, 0, 1).O[0] == (1 + 4 + 9) / 3.0 && reference::visible_pairs(a.p) == 3 + 3 + 3));
-    a.p.mask = Mask::top_left, a.p.window_alignment = Mask::bottom_right;  // no key in both
+    a.p.mask = Mask::top_left;
+    a.p.window_alignment = Mask::bottom_right;  // no key in both
     CHECK((a.row(0, 0, 1).O[0] == 0 && a.row(0, 0, 1).LSE == -INFINITY && reference::visible_pairs(a.p) == 0));
   }
   {  // of 5 keys a sequence has 4 and none: its last query sees its own last key
@@ -197,10 +207,16 @@ TEST_CASE("reference") {
     SdpaParams p{};
     int tried = 0, right = 0;
     for (int n = 0; n < 6 * 6 * 5 * 5 * 3 * 3; n++, tried++) {
-      p.Sq = n % 6 + 1, p.Sk = n / 6 % 6, p.window_left = n / 36 % 5 - 1, p.window_right = n / 180 % 5 - 1;
-      p.causal = Causal(n / 900 % 3), p.window_alignment = Causal(n / 2700);
+      p.Sq = n % 6 + 1;
+      p.Sk = n / 6 % 6;
+      p.window_left = n / 36 % 5 - 1;
+      p.window_right = n / 180 % 5 - 1;
+      p.causal = Causal(n / 900 % 3);
+      p.window_alignment = Causal(n / 2700);
       reference::Problem of{1, 1, 1, p.Sq, p.Sk, 8, Mask(n / 900 % 3)};
-      of.window_left = p.window_left, of.window_right = p.window_right, of.window_alignment = Mask(n / 2700);
+      of.window_left = p.window_left;
+      of.window_right = p.window_right;
+      of.window_alignment = Mask(n / 2700);
       const KeyBounds keys(p, p.Sq, p.Sk);
       bool same = true;
       for (int q = 0; q < p.Sq; q++) {
@@ -214,26 +230,33 @@ TEST_CASE("reference") {
   }
   {  // one logit far above the rest: O is that row of V, LSE that logit
     SmallAttention a(1, 1, 1, 1, 4, Mask::none, 0.5);
-    a.Q[3] = 40, a.K[2 * 8 + 3] = 50;
+    a.Q[3] = 40;
+    a.K[2 * 8 + 3] = 50;
     for (int k = 0; k < 4; k++) a.V[k * 8 + 7] = float(k + 1);
     CHECK_NEAR(a.row(0, 0, 0).O[7], 3.0, 1e-12);
     CHECK_NEAR(a.row(0, 0, 0).LSE, 1000.0, 1e-12);
   }
   {  // factors: of Q by query head, of K and V by key head
     SmallAttention a(2, 4, 2, 1, 1, Mask::none);
-    std::fill(a.Q.begin(), a.Q.end(), 1), std::fill(a.K.begin(), a.K.end(), 1);
+    std::fill(a.Q.begin(), a.Q.end(), 1);
+    std::fill(a.K.begin(), a.K.end(), 1);
     std::fill(a.V.begin(), a.V.end(), 1);
     for (int h = 0; h < 8; h++) a.p.q_factor.push_back(h + 1);
-    a.p.k_factor = {1, 10, 100, 1000}, a.p.v_factor = {2, 3, 4, 5};
+    a.p.k_factor = {1, 10, 100, 1000};
+    a.p.v_factor = {2, 3, 4, 5};
     CHECK((a.row(0, 1, 0).LSE == 8 * 2 && a.row(0, 1, 0).O[0] == 2));
     CHECK((a.row(1, 2, 0).LSE == 8 * 7 * 1000 && a.row(1, 2, 0).O[0] == 5));
-    a.p.packs_q = a.p.packs_k = true, a.p.q_starts = a.p.k_starts = {0, 1, 2}, a.p.Sq = a.p.Sk = 2;  // of sequence 1
+    a.p.packs_q = a.p.packs_k = true;
+    a.p.q_starts = a.p.k_starts = {0, 1, 2};
+    a.p.Sq = a.p.Sk = 2;  // of sequence 1
     CHECK((a.row(0, 2, 1).LSE == 8 * 7 * 1000 && a.row(0, 2, 1).O[0] == 5));
   }
   {  // two keys by hand: logits log(3) and 0 give weights 3/4 and 1/4
     SmallAttention a(1, 1, 1, 1, 2, Mask::none, std::log(3.0));
-    a.Q[0] = 1, a.K[0] = 1;
-    a.V[1] = 8, a.V[8 + 1] = -4;
+    a.Q[0] = 1;
+    a.K[0] = 1;
+    a.V[1] = 8;
+    a.V[8 + 1] = -4;
     CHECK_NEAR(a.row(0, 0, 0).O[1], 0.75 * 8 - 0.25 * 4, 1e-14);
     CHECK_NEAR(a.row(0, 0, 0).LSE, std::log(4.0), 1e-15);
   }
@@ -272,7 +295,8 @@ TEST_CASE("reference") {
   }
 }
 
-// The reference's gradients of sum(dO * O) + sum(dLSE * LSE) are the central differences of its forward pass.
+// The reference's gradients of sum(dO * O) + sum(dLSE * LSE) are the central differences of its
+// forward pass.
 TEST_CASE("gradients") {
   using reference::Mask;
   const struct {
@@ -285,7 +309,8 @@ TEST_CASE("gradients") {
                {2, 1, 5, 4, -1, Mask::bottom_right, 2, true}, {1, 1, 2, 0, -1, Mask::none, 0, true}};
   for (const auto& c : cases) {
     SmallAttention a(2, c.Hq, c.Hkv, c.Sq, c.Sk, c.mask, 0.6);
-    a.p.softcap = c.softcap, a.p.window_left = c.window_left;
+    a.p.softcap = c.softcap;
+    a.p.window_left = c.window_left;
     for (int h = 0; h < c.Hq && c.has_sinks; h++) a.p.sinks.push_back(0.5 * h - 0.3);
     const size_t rows = size_t(2) * c.Hq * c.Sq;
     std::vector<float> dO(rows * 8);
@@ -332,7 +357,8 @@ TEST_CASE("gradients") {
       reference::Gradient dK(8), dV(8);
       of.of_key({j / c.Sk / c.Hkv, j / c.Sk % c.Hkv, j % c.Sk}, dK, dV);
       for (int d = 0; d < 8; d++) {
-        compare(difference(a.K[j * 8 + d]), dK.x[d]), compare(difference(a.V[j * 8 + d]), dV.x[d]);
+        compare(difference(a.K[j * 8 + d]), dK.x[d]);
+        compare(difference(a.V[j * 8 + d]), dV.x[d]);
       }
     }
     for (int h = 0; h < c.Hq && c.has_sinks; h++) compare(difference(a.p.sinks[h]), of.of_sink(h).x[0]);
@@ -340,7 +366,7 @@ TEST_CASE("gradients") {
   }
 }
 
-// What a comparison of gradients lets pass and what not, in units of the error of roundings.
+// The gradient errors that a comparison accepts and rejects, in units of the rounding error.
 TEST_CASE("gradient_comparison") {
   reference::Gradient want(64);
   const auto verdict_of = [&](double units, double largest, double zero = 0) {
@@ -348,10 +374,12 @@ TEST_CASE("gradient_comparison") {
     for (int row = 0; row < 100; row++) {
       float got[64];
       for (int d = 0; d < 64; d++) {
-        want.x[d] = d % 2 ? 100 : 1e-3, want.variance[d] = std::pow(want.x[d] * 1e-3, 2);
+        want.x[d] = d % 2 ? 100 : 1e-3;
+        want.variance[d] = std::pow(want.x[d] * 1e-3, 2);
         got[d] = float(want.x[d] * (1 + units * (d % 3 ? 1e-3 : -1e-3)));
       }
-      want.x[5] = want.variance[5] = 0, got[5] = float(zero);
+      want.x[5] = want.variance[5] = 0;
+      got[5] = float(zero);
       if (row == 40) got[8] = float(want.x[8] * (1 + largest * 1e-3));
       c.add({0, 0, row}, want, got);
     }
@@ -362,7 +390,7 @@ TEST_CASE("gradient_comparison") {
   CHECK(!verdict_of(1, 1, 1e-30).empty());  // of no pair: 0 and nothing else
 }
 
-// The verdict on one row of outputs against one row of reference.
+// The verdict for a single row.
 static std::string verdict(std::vector<double> ref, double ref_lse, std::vector<float> got,
                            float got_lse, std::vector<char> open = {}) {
   Comparison c(fp16, true);
@@ -390,15 +418,16 @@ TEST_CASE("comparison") {
   CHECK(verdict({0, 0}, -inf, {0, 1e-6f}, float(-inf)) != "");
   CHECK(verdict({0, 0}, -inf, {0, 0}, 0) != "");
   CHECK(verdict({1, 1}, std::log(8.0), {1, 1}, 3) != "");  // LSE to base 2
-  // Long rows have small outputs: zeros pass any absolute limit, so the relative one must catch them.
+  // Long rows have small outputs, so zeros pass an absolute limit; the relative limit must reject
+  // them.
   CHECK(verdict({5e-4, -4e-4}, 9, {0, 0}, 9).find("rel_rms=1 ") == 0);
-  // What poison leaves behind, for each type.
+  // The poison of each type.
   CHECK(std::isnan(output_value(0xffff)));
   CHECK(verdict({1}, 0, {output_value(0xffff)}, 0) != "");
   CHECK(std::isnan(float_of(~0u)));
 }
 
-// What rounds O: to nearest passes, towards zero or away from it does not, from 32 rows on.
+// Rounding of O to nearest passes; towards zero or away from zero fails, from 32 rows on.
 TEST_CASE("rounding") {
   CHECK((ulp(fp16, 1.0) == 0x1p-10 && ulp(fp16, -1.99) == 0x1p-10 && ulp(fp16, 0.5) == 0x1p-11));
   for (double x : {0.0, 0x1p-15, 1e6, double(NAN), double(INFINITY)}) CHECK(ulp(fp16, x) == 0);
@@ -423,7 +452,7 @@ TEST_CASE("rounding") {
   CHECK(judged(32, -1).find("O is not rounded to nearest: its mean error is -0.") == 0);
   CHECK(judged(32, 1).find("O is not rounded to nearest: its mean error is 0.") == 0);
   CHECK(judged(31, -1) == "");
-  // Too small by a part of a unit each, of so many elements of 40 rows.
+  // Elements of 40 rows that are too small by a fraction of a unit.
   const auto too_small = [](int elements, double units) {
     Comparison c(fp16, true);
     for (int q = 0; q < 40; q++) {
@@ -443,8 +472,8 @@ TEST_CASE("rounding") {
   }
 }
 
-// Of few rows with weights of 3 bits one error may be all there is; of many rows the same is wrong, and of types with
-// more bits no limit depends on the rows.
+// In few rows with 3-bit weights a single rounding may dominate, so the limit is higher; in many
+// rows the same error fails. For types with more bits, no limit depends on the rows.
 TEST_CASE("few_rows") {
   const auto judged = [](int rows, double error, double others = 1) {
     Comparison c(fp16, false);
@@ -477,9 +506,13 @@ TEST_CASE("rows_to_check") {
   const auto rows_to_check = [&](int item_rows, double macs) {
     return reference::rows_to_check(p, 0, item_rows, macs);
   };
-  p.B = 1, p.Hq = p.Hkv = 8, p.Sq = p.Sk = 512;
+  p.B = 1;
+  p.Hq = p.Hkv = 8;
+  p.Sq = p.Sk = 512;
   CHECK(rows_to_check(384, 1e12).size() == 8 * 512);
-  p.B = 3, p.Sq = 2000, p.Sk = 100000;
+  p.B = 3;
+  p.Sq = 2000;
+  p.Sk = 100000;
   for (int item_rows : {32, 256, 384, 2048}) {
     const auto rows = rows_to_check(item_rows, 1.0);
     const int items = (p.Sq + item_rows - 1) / item_rows;
@@ -501,8 +534,8 @@ TEST_CASE("rows_to_check") {
     CHECK(int(rows.size()) <= 3 * 8 * items + 2 * (2 * items + 2 * 32 + 1));
   }
   CHECK(rows_to_check(256, 5e9).size() >= 300);  // 390 rows, less those drawn twice
-  // Of packed sequences the first and the last row of each as well, in the first head and the last, and no row that is no
-  // query.
+  // For packed sequences also the first and last row of each, in the first and last head, and no
+  // unused row.
   p.packs_q = true;
   p.q_starts = {0, 101, 101, 700, 2000};
   p.q_lengths = {99, 5, 2000, 1234};
@@ -518,17 +551,23 @@ TEST_CASE("rows_to_check") {
   p.packs_q = false;
   p.q_starts.clear();
   p.q_lengths.clear();
-  // README's largest problem, 2.2e12 FLOP, takes 16 cores half a second.
-  p.B = 1, p.Hq = p.Hkv = 32, p.Sq = p.Sk = 16384;
+  // README's largest problem, 2.2e12 FLOP, takes half a second on 16 cores.
+  p.B = 1;
+  p.Hq = p.Hkv = 32;
+  p.Sq = p.Sk = 16384;
   CHECK(double(rows_to_check(256, 1.5e9).size()) * p.Sk * 64 * 2 < 7e9);
 }
 
-// Where each layout puts a tensor: no two rows of O overlap, inputs lie as the layout says, and what is
-// uploaded comes back.
+// The layouts: rows of O do not overlap, inputs have the strides of the layout, and downloads
+// return the uploaded values.
 TEST_CASE("layouts") {
   constexpr int64_t D = Build::head_dim, far = int64_t(1) << 31;
   Problem p;
-  p.B = 2, p.Hq = 4, p.Hkv = 2, p.Sq = 3, p.Sk = 5;
+  p.B = 2;
+  p.Hq = 4;
+  p.Hkv = 2;
+  p.Sq = 3;
+  p.Sk = 5;
   const auto same_strides = [](const Strides& a, const Strides& b) {
     return a.batch == b.batch && a.head == b.head && a.row == b.row;
   };
@@ -574,7 +613,7 @@ TEST_CASE("layouts") {
   }
 }
 
-// The reference kernel, which checks run on a GPU alone, against the reference.
+// The reference kernel, which checks use only on a GPU, compared with the CPU reference.
 TEST_CASE("reference_kernel") {
   constexpr int D = Build::head_dim;
   struct Case {
@@ -595,7 +634,10 @@ TEST_CASE("reference_kernel") {
   for (const Case& c : cases) {
     Problem p;
     CHECK(parse_shape(c.shape, p) == "");
-    p.layout = c.layout, p.dist = c.dist, p.mask = c.mask, p.scale = c.scale;
+    p.layout = c.layout;
+    p.dist = c.dist;
+    p.mask = c.mask;
+    p.scale = c.scale;
     Instance instance(p);
     instance.set_inputs(3);
     const auto rows = reference::rows_to_check(p, 0, 32, 1e12);
@@ -689,14 +731,16 @@ TEST_CASE("command_line") {
       fprintf(stderr, "got: %s\nfor: %s\n", error.c_str(), r.sentence);
     CHECK(error.find(r.sentence) == 0);
   }
-  // A problem of a sweep comes back from the command that is printed for it. Together they have every
-  // kind of input, layout and ratio of heads.
+  // The command that is printed for a problem of a sweep reproduces it. The problems cover every
+  // kind of input, layout and head ratio.
   std::set<std::string> kinds;
   std::set<int> ratios;
   vector<Problem> problems;
   draw_problems(5, 400, false, problems);
   for (const Problem& p : problems) {
-    kinds.insert(p.dist), kinds.insert(p.layout), ratios.insert(p.Hq / p.Hkv);
+    kinds.insert(p.dist);
+    kinds.insert(p.layout);
+    ratios.insert(p.Hq / p.Hkv);
     CHECK((p.Sq >= 0 && p.Sk >= 0 && double(p.B) * p.Hq * p.Sq * p.Sk < 2e6));
     std::vector<std::string> words;
     const std::string text = command_of(p) + " ";
@@ -729,7 +773,12 @@ static SdpaParams valid_params() {
   static Input buffer[64];
   p.Q = p.K = p.V = p.O =
       reinterpret_cast<Input*>((reinterpret_cast<uintptr_t>(buffer) + 15) / 16 * 16);
-  p.B = 2, p.Hq = 4, p.Hkv = 2, p.Sq = 3, p.Sk = 5, p.D = Build::head_dim;
+  p.B = 2;
+  p.Hq = 4;
+  p.Hkv = 2;
+  p.Sq = 3;
+  p.Sk = 5;
+  p.D = Build::head_dim;
   p.q = p.k = p.v = p.o = {4096, 1024, Build::head_dim};
   return p;
 }
@@ -788,12 +837,14 @@ TEST_CASE("preconditions") {
         }).find("B*Hq*ceil(Sq/32) is over 2147483647 tiles") == 0);
   CHECK(refusal([](SdpaParams& p) { p.O = nullptr; }) == "O is a null pointer");
   SdpaParams p = valid_params();  // nothing to write: fine, whatever the pointers
-  p.Sq = 0, p.Q = p.K = p.V = p.O = nullptr;
+  p.Sq = 0;
+  p.Q = p.K = p.V = p.O = nullptr;
   CHECK(sdpa_forward(p, 0).ok());
 }
 
-// Every seventh float in [-150, 0], and all floats near multiples of 1/2, where the argument is split. Where 2^t is a
-// normal float, the relative error is at most 1e-4; below that, the result is between 0 and the smallest normal float.
+// Every seventh float in [-150, 0], and all floats near multiples of 1/2, where the argument is
+// split. If 2^t is a normal float, the relative error is at most 1e-4; otherwise the result is
+// between 0 and the smallest normal float.
 TEST_CASE("exp2") {
   CHECK((exp2_polynomial<Build>(0.0f) == 1 && exp2_polynomial<Build>(-0.0f) == 1));
   CHECK((exp2_polynomial<Build>(-INFINITY) == 0 && std::isnan(exp2_polynomial<Build>(NAN))));
@@ -812,7 +863,7 @@ TEST_CASE("exp2") {
         all_flushed &= got >= 0 && got <= 0x1p-126;
         continue;
       }
-      // Near 0 the first terms of the series are exact to 1e-13 and much quicker.
+      // Near 0 the first terms of the series are accurate to 1e-13 and much faster.
       const double want = t > -1e-6f ? 1 + double(t) * 0.6931471805599453 : std::exp2(double(t));
       const double error = std::fabs(got / want - 1);
       if (!(error <= largest)) largest = error;
@@ -835,7 +886,8 @@ TEST_CASE("exp2") {
   CHECK(flushed);
 }
 
-// SCORE_MOD, MASK_MOD: the operators of every two kinds of operands give what numbers give.
+// SCORE_MOD, MASK_MOD: operators of all pairs of operand kinds give the same results as plain
+// numbers.
 template <class X, class Y> static void check_operators(X x, Y y) {
   const auto near = [](float got, float want) { CHECK(std::fabs(got - want) <= 1e-5f * (1 + std::fabs(want))); };
   const auto is = [&](auto got, float want) {
@@ -869,7 +921,7 @@ TEST_CASE("read_by_head") {
   }
 }
 
-// Divisor against /, at every kind of divisor and beside its multiples.
+// Divisor compared with /, for every kind of divisor and near its multiples.
 TEST_CASE("divisor") {
   bool equal = true;
   for (uint64_t d = 1; d < 1u << 31; d = d < 1000 ? d + 1 : d * 17 / 16 + d % 3) {
@@ -887,13 +939,21 @@ TEST_CASE("divisor") {
   CHECK(equal);
 }
 
-// Under a mask the longest rows of each part of the heads come first, and the part that may be small before the others.
+// With a mask the longest rows of each part of the heads come first, and the possibly smaller part
+// before the others.
 TEST_CASE("order_of_items") {
   SdpaParams p{};
-  p.B = 1, p.Hq = p.Hkv = 3, p.Sq = p.Sk = 2 * Build::block_m, p.D = 64, p.causal = Causal::bottom_right;
+  p.B = 1;
+  p.Hq = p.Hkv = 3;
+  p.Sq = p.Sk = 2 * Build::block_m;
+  p.D = 64;
+  p.causal = Causal::bottom_right;
   KernelArgs a(p, mask_rows<Build>, Build::block_n);
-  a.work_items = 6, a.q_blocks = Divisor(2), a.q_heads = Divisor(3);
-  a.heads_in_l2 = 2, a.items_in_l2 = Divisor(4);
+  a.work_items = 6;
+  a.q_blocks = Divisor(2);
+  a.q_heads = Divisor(3);
+  a.heads_in_l2 = 2;
+  a.items_in_l2 = Divisor(4);
   string order;
   for (uint32_t i = 0; i < a.work_items; i++) {
     const Item<Build> item = work_item<Build>(a, i);
@@ -902,10 +962,15 @@ TEST_CASE("order_of_items") {
   CHECK(order == "2:1 2:0 1:1 0:1 1:0 0:0 ");
 }
 
-// The tile of D=64 that is taken on an H200.
+// The tile that is chosen for D=64 on an H200.
 static const TunedTile& tile_of_d64(int B, int H, int Sq, int Sk, Causal causal) {
   SdpaParams p{};
-  p.B = B, p.Hq = p.Hkv = H, p.Sq = Sq, p.Sk = Sk, p.D = 64, p.causal = causal;
+  p.B = B;
+  p.Hq = p.Hkv = H;
+  p.Sq = Sq;
+  p.Sk = Sk;
+  p.D = 64;
+  p.causal = causal;
   const TunedTile* best = &HOPPER_TILES[0];
   for (const TunedTile& t : HOPPER_TILES) {
     if (t.head_dim == 64 && tuned_clocks(t, p, 132) < tuned_clocks(*best, p, 132)) best = &t;
@@ -930,7 +995,7 @@ TEST_CASE("tile_choice") {
   CHECK(rows(4, 8, 1024, 1024, Causal::bottom_right) == 64);  // two of them share an SM
   CHECK(rows(47, 48, 140, 140, Causal::off) == 256);
   CHECK(rows(16, 56, 76, 76, Causal::off) == 64);  // two of them share an SM
-  // Without a mask the one that takes turns, with one the one that leaves masked tiles out.
+  // Without a mask the tile with ping-pong, with a mask the one that skips masked tiles.
   CHECK(tile_of_d64(4, 32, 4096, 4096, Causal::off).use_ping_pong);
   CHECK(tile_of_d64(4, 32, 4096, 4096, Causal::bottom_right).skip_masked);
 }

@@ -1,6 +1,7 @@
-// The unfused baseline, a contender of tools/engine.py: both products by cuBLAS, with S and P in global
-// memory. Exports the C functions of a line's library (bindings/library.cu). Requires contiguous,
-// nonempty tensors. To time it: `ab hopper cublas`, or `cublas DTYPE=BF16 HEAD_DIM=128`.
+// The unfused baseline, a contender of tools/engine.py: both products by cuBLAS, with S and P in
+// global memory. Exports the C functions of a line's library (bindings/library.cu). Requires
+// contiguous, nonempty tensors. To time it: `ab hopper cublas`, or `cublas DTYPE=BF16
+// HEAD_DIM=128`.
 #define SDPA_NO_MAIN
 #include "../sdpa.cu"
 
@@ -9,8 +10,8 @@
 namespace sdpa {
 namespace {
 
-// The workspace that cuBLAS recommends for sm_90. In SdpaParams::workspace it is followed by S, float
-// [B,Hq,Sq,Sk], and P, of type Input.
+// The workspace that cuBLAS recommends for sm_90. In SdpaParams::workspace it is followed by S,
+// float [B,Hq,Sq,Sk], and P, of type Input.
 constexpr size_t cublas_bytes = 32 << 20;
 
 size_t scores_of(const SdpaParams& p) { return size_t(p.B) * p.Hq * p.Sq * p.Sk; }
@@ -52,8 +53,8 @@ SdpaStatus cublas_forward(SdpaParams p, cudaStream_t stream) {
   if (done == CUBLAS_STATUS_SUCCESS) done = cublasSetWorkspace(handle, p.workspace, cublas_bytes);
 
   constexpr cudaDataType type = Build::input == DType::bf16 ? CUDA_R_16BF : CUDA_R_16F;
-  // C = A @ B for each key head. The rows of all of its query heads form one A [rows,K]; B is [Sk,D] or
-  // its transpose. cuBLAS is column-major, so compute C.T = B.T @ A.T.
+  // C = A @ B for each key head. The rows of all of its query heads form one A [rows,K]; B is
+  // [Sk,D] or its transpose. cuBLAS is column-major, so compute C.T = B.T @ A.T.
   const auto multiply = [&](const void* A, const void* B, cublasOperation_t of_B, int64_t K, void* C, int64_t columns,
                             cudaDataType type_of_C) {
     const float one = 1, zero = 0;

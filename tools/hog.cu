@@ -6,8 +6,8 @@ constexpr uint32_t CHUNK = 64 * THREADS;  // vectors between two reads of `stop`
 constexpr uint32_t CHUNKS = 32;           // per CTA: 16 CTAs use ten times the size of an H200's L2
 constexpr long long MOST_NS = 100ll * 1000 * 1000 * 1000;  // maximum duration
 
-// Each CTA repeatedly reads and writes its part of the buffer. stop and moved (bytes per CTA) are in host
-// memory.
+// Each CTA repeatedly reads and writes its part of the buffer. stop and moved (bytes per CTA) are
+// in host memory.
 __global__ void __launch_bounds__(THREADS) hog(uint4* buffer, volatile uint64_t* moved, const volatile uint64_t* stop) {
   const auto now_ns = [] {
     long long ns;
