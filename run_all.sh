@@ -748,7 +748,10 @@ run_tests() {
     esac
     shift
   done
-  [ $which = ALL ] || export SDPA_TEST_QUICK=1
+  if [ $which = ON ]; then
+    export SDPA_TEST_QUICK=1
+    [ -n "${SDPA_ARCHS-}" ] || has_gpu || export SDPA_ARCHS='80-real;90a-real'  # nothing runs there, and sm_89 has sm_80's kernels
+  fi
   local options=("$@")
   case " $* " in *' -N '* | *' --show-only'*) listed=1 ;; esac
   if [ $listed = 0 ]; then

@@ -207,6 +207,7 @@ esac
 """
 
 
+@pytest.mark.long
 def test_ctrl_c_while_building(tmp_path):
     """By a compiler that has never done with the second line; of the first one there is an object alone."""
     (tmp_path / "c++").write_text(COMPILER.format(tmp_path))
@@ -540,7 +541,8 @@ def in_own_mounts(script, *words, **environment):
 
 
 @pytest.mark.parametrize("size, words", [("60k", "--cpu --only ^scalar_vec8$"), ("1m", "--cpu --only ^scalar_vec8$"),
-                                         ("60k", "sweep 1 --cpu --only ^scalar_vec8$"), ("1m", "sweep 1 --cpu --only ^scalar_vec8$"),
+                                         ("60k", "sweep 1 --cpu --only ^scalar_vec8$"),
+                                         pytest.param("1m", "sweep 1 --cpu --only ^scalar_vec8$", marks=pytest.mark.long),
                                          ("60k", "extract scalar_vec8"), ("60k", "ab scalar_vec8 VEC_WIDTH=4 --shape small")])
 def test_a_full_disk(tmp_path, size, words):
     """While CMake configures, while a compiler writes its file, or while a tool does."""

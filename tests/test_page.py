@@ -417,6 +417,7 @@ def make_clone(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_commands_that_need_no_gpu(clone):
     run = [c for c in commands() if not needs_time_or_gpu(c) and not c.startswith(("nvcc", "cmake"))]
     assert len(run) >= 4

@@ -74,7 +74,8 @@ def test_lines_that_fit_have_the_problems_type():
     assert len(starts) == 1 and not starts[0].tree.refusal(starts[0].words) and starts[0].knob("BLOCK_M") == "48"
 
 
-@pytest.mark.parametrize("text, knob", [("mma_alibi", "SCORE_MOD"), ("mma_lazy USE_SOFTCAP=2", "USE_SOFTCAP")])
+@pytest.mark.parametrize("text, knob", [
+    pytest.param("mma_alibi", "SCORE_MOD", marks=pytest.mark.long), ("mma_lazy USE_SOFTCAP=2", "USE_SOFTCAP")])
 def test_candidates_compute_the_function_of_the_base(text, knob):
     """Also those that begin with another line, and in a log, which has them as text."""
     base = line_of(text)
