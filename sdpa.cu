@@ -681,6 +681,7 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
 // Scores that are recovered from P have already passed the hook (are_logits) and do not pass it again.
 
 template <class B> struct KeyBits;  // USE_KEY_MASK: the visible keys of a tile
+
 // What the score hook knows about a tile. WgmmaRows has the same interface and prefetches the bias.
 template <class B> struct ScoreTile {
   const KernelArgs& a;
@@ -1039,16 +1040,18 @@ constexpr Path path = B::family == Family::mma      ? Path::mma
                       : B::converts_tiles           ? Path::wgmma_converting
                       : B::use_warp_specialization  ? Path::wgmma_roles
                                                     : Path::wgmma_plain;
-// True if sdpa_merge() merges an item's ranges. Rows that go through shared memory are merged by the item's last CTA.
+// True if a second kernel, sdpa_merge(), merges the ranges of an item. Kernels whose partials pass through
+// shared memory do not need it: the last CTA of an item merges its ranges.
 template <class B>
 constexpr bool merges_by_kernel = B::split_ctas != 1 && !B::swap_ab &&
                                   !(B::family == Family::mma && B::pack_gqa && B::split_kv > 1);
+// True if the CTAs of an item increment a counter, by which the last one finds out that it has to merge.
 template <class B> constexpr bool counts_ranges = B::split_ctas != 1 && !merges_by_kernel<B>;
-// KernelOf, which ends each chapter, has what the launch needs of a kernel: `Shared`, its shared memory, and `entry`.
+// KernelOf describes a kernel to the launch code: `Shared` is its shared memory, `entry` its __global__ function.
 template <class B, Path = path<B>> struct KernelOf;
 template <class B> constexpr size_t shared_bytes = sizeof(typename KernelOf<B>::Shared);
 
-// ---- 5a scalar: both products on the FMA pipes (scalar) ----
+// ---- 5a scalar: Q @ K.T and P @ V on the FMA pipes (scalar) ----
 
 // S = Q @ K.T   [BLOCK_M][BLOCK_N]
 template <class B>
@@ -1075,14 +1078,17 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(
 
   ScalarScores<B> S;
   ScalarOutput<B> O;
-  S.first_row = O.first_row = warp * (B::block_m / B::num_warps) + lane / COL_LANES, S.row_step = ROW_LANES;
-  S.first_col = lane % COL_LANES, O.first_col = lane % COL_LANES * O.RUN;
+  S.first_row = warp * (B::block_m / B::num_warps) + lane / COL_LANES;
+  S.row_step = ROW_LANES;
+  S.first_col = lane % COL_LANES;
+  O.first_row = S.first_row;
+  O.first_col = lane % COL_LANES * O.RUN;
 
   const Item<B> item = item_of_cta<B>(a);
   if (!item.exists()) return;
   const ItemTiles<B> t(a, item, 0, tid, B::threads);
   t.template copy_q<B::block_m>(s.Q, 0, tid, B::threads);
-  CopyTogether<B, ScalarShared<B>> feed(s, t);
+  CopyTogether<B, ScalarShared<B>> pipeline(s, t);
 
   clear(O);
   TileSoftmax<B, ScalarShared<B>> softmax;
@@ -1090,13 +1096,13 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(
   const float scale_log2 = item_scale_log2<B>(a, item);
 
   for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
-    const int stage = feed.acquire(k0);
+    const int stage = pipeline.acquire(k0);
     scalar_qk<B>(S, s.Q, s.K[stage]);
     finish_scores<B>(S, a, item, t.mask, item.q0, k0, is_plain<B>(a, t.mask, item.q0, k0));
     float alpha[O.ROWS];
     softmax.step(s, S, scale_log2, alpha);
     scalar_pv<B>(O, alpha, s.P, s.V[stage]);
-    feed.release();
+    pipeline.release();
   }
 
   float m[O.ROWS], l[O.ROWS];
@@ -1111,22 +1117,24 @@ template <class B> struct KernelOf<B, Path::scalar> {
 
 // ---- swizzled tiles (scalar, mma and SWIZZLE_XOR) ----
 
-// With D elements to a row all rows start in one bank or a few, so that accesses to a column of several rows collide.
-// Therefore the index of a 16-byte chunk is XORed with the row, within the chunks that divide a row and 128 bytes,
-// so that any 8 neighbouring rows lie in all 32 banks. wmma wants a fixed stride, so there rows are longer instead.
+// Rows of D elements start in the same few banks, so reads of one column in several rows would cause bank
+// conflicts. Therefore the index of each 16-byte chunk is XORed with bits of the row index. The XOR changes
+// the position of a chunk only within groups of SWIZZLED chunks, at most 128 bytes. A 16-byte column of any 8
+// adjacent rows then covers all 32 banks. With USE_WMMA, rows are padded instead.
 template <class B, int D, int N = D / CHUNK<B>>
 constexpr unsigned SWIZZLED = N % 8 == 0 ? 8 : N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1;
 template <class B, int D> __device__ __forceinline__ int swizzled(int row, int col) {
-  // Unsigned, so that the compiler sees that rows 8 apart are swizzled alike.
+  // Unsigned arithmetic, so that the compiler sees that rows 8 apart have the same swizzle.
   return col ^ static_cast<unsigned>(row) / (8 / SWIZZLED<B, D>) % SWIZZLED<B, D> * CHUNK<B>;
 }
 
-// ---- copies of vectors (scalar, wmma, mma) ----
+// ---- vector copies from global to shared memory (scalar, wmma, mma) ----
 
-// copy() copies a vector, zeros if !valid; commit() ends a group of copies; wait() leaves at most IN_FLIGHT unfinished.
-template <bool ASYNC, bool CONVERTS = false> struct VectorCopy;  // CONVERTS: to fp16
+// copy() copies a vector, or writes zeros if !valid. commit() ends a group of copies. wait() waits until at
+// most IN_FLIGHT groups are in flight. CONVERTS: copy() converts U8 elements to fp16.
+template <bool ASYNC, bool CONVERTS = false> struct VectorCopy;
 
-// ---- copies through registers (scalar, wmma, mma and USE_CP_ASYNC = 0) ----
+// ---- vector copies through registers (scalar, wmma, mma and USE_CP_ASYNC = 0) ----
 
 template <> struct VectorCopy<false> {
   template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
@@ -1139,10 +1147,11 @@ template <> struct VectorCopy<false> {
   template <int IN_FLIGHT> __device__ static __forceinline__ void wait() {}
 };
 
-// ---- copies of tiles (scalar, wmma, mma) ----
+// ---- tile copies (scalar, wmma, mma) ----
 
-// What thread tid of nthreads copies of a tile: the vectors at (row + n * row_step, col), so that its addresses advance
-// by a constant. A row may take several passes of all threads. Threads that are left over after whole rows are idle.
+// The vectors of a tile that thread tid of nthreads copies: (row + i * row_step, col + j * col_step), so the
+// addresses of a thread advance by a constant. A row with more vectors than threads takes several passes. If
+// nthreads is not a multiple of the vectors per row, the last threads are idle.
 template <class B, int D = B::head_dim> struct TileCopy {
   static constexpr int PER_ROW = D / B::vec_width;
   int row_step, col_step, row, col;
@@ -1153,12 +1162,12 @@ template <class B, int D = B::head_dim> struct TileCopy {
         row(tid / PER_ROW),
         col(tid % PER_ROW * B::vec_width) {}
 
-  // dst_s [ROWS][D] = the tile, zeros where it does not exist. src_g is this thread's first vector; `rows` rows exist
-  // from there on. With USE_CP_ASYNC the data is there only after a wait.
+  // Copies a tile to dst_s [ROWS][D]. src_g points to this thread's first vector. From its row on, `rows`
+  // rows exist; rows past them are zero-filled. With USE_CP_ASYNC, the data is valid only after a wait.
   template <int ROWS, class Rows>
   __device__ __forceinline__ void copy(Element<B>* dst_s, Rows src_g, int64_t row_stride, int rows) const {
     using Copy = VectorCopy<B::use_cp_async, B::converts>;
-    [[maybe_unused]] constexpr int unrolled = B::use_cp_async ? 16 : 8;  // a plain load in flight takes registers
+    [[maybe_unused]] constexpr int unrolled = B::use_cp_async ? 16 : 8;  // plain loads occupy registers
 #pragma unroll unrolled
     for (int r = 0; r < ROWS; r += row_step, src_g += row_step * row_stride) {
       if ((ROWS % row_step != 0 && row + r >= ROWS) || row >= row_step) break;
@@ -1172,12 +1181,12 @@ template <class B, int D = B::head_dim> struct TileCopy {
 };
 
 // ---- barriers ----
-// A barrier of the warps that share a slice of the keys, or of the warp alone. `group` is a constant of the caller.
-template <class B> __device__ __forceinline__ void group_sync(bool group) {
-  if (!group || B::group_threads == 32) {
+// Synchronizes the warps of a slice if across_warps, a compile-time constant; otherwise only the warp.
+template <class B> __device__ __forceinline__ void slice_sync(bool across_warps) {
+  if (!across_warps || B::group_threads == 32) {
     __syncwarp();
   } else if constexpr (B::split_kv > 1) {
-    SDPA_UNROLL for (int slice = 0; slice < B::split_kv; slice++) {  // a barrier's number is an immediate operand
+    SDPA_UNROLL for (int slice = 0; slice < B::split_kv; slice++) {  // the barrier id is an immediate operand
       if (int(threadIdx.x / B::group_threads) == slice) barrier_sync(1 + slice, B::group_threads);
     }
   } else {
@@ -1185,27 +1194,27 @@ template <class B> __device__ __forceinline__ void group_sync(bool group) {
   }
 }
 
-// ---- copies of the whole CTA (scalar, wmma, mma) ----
+// ---- copies of an item's tiles by all threads (scalar, wmma, mma) ----
 
-template <class B> struct PagedRows;  // K or V in pages
+template <class B> struct PagedRows;  // USE_PAGES: in place of a pointer to rows of K or V
 
-// The item of a group of warps (by default the CTA) and its copies. Of the K/V tiles group g takes g, SPLIT_KV + g, ...
+// Copies the tiles of an item. The threads of slice n copy the K/V tiles n, SPLIT_KV + n, and so on.
 template <class B> struct ItemTiles {
   const SdpaParams& p;
   const Item<B>& item;
   typename Item<B>::HeldMask mask;
-  TileCopy<B> k_copy;  // this thread's share of the group's copies of K
+  TileCopy<B> k_copy;  // the vectors that this thread copies
   TileCopy<B, B::d_v> v_copy;
   using Rows = std::conditional_t<B::use_pages != 0, PagedRows<B>, const Input*>;
   Rows K_g, V_g;  // this thread's first vectors of the next tile
-  KeyRange keys;  // of the item's rows
-  int first_key;  // of the group
+  KeyRange keys;  // keys that the item's rows see; SPLIT_CTAS: this CTA's range of them
+  int first_key;  // first key of the slice
 
-  __device__ __forceinline__ ItemTiles(const KernelArgs& a, const Item<B>& item_, int group, int tid, int nthreads)
+  __device__ __forceinline__ ItemTiles(const KernelArgs& a, const Item<B>& item_, int slice, int tid, int nthreads)
       : p(a.p), item(item_), mask(item.mask(a)), k_copy(tid, nthreads), v_copy(tid, nthreads) {
     const int h_kv = item.h / (p.Hq / p.Hkv);
     keys = item.keys_of_cta(a, mask);
-    first_key = keys.begin + group * B::block_n;
+    first_key = keys.begin + slice * B::block_n;
     if constexpr (B::use_pages != 0) {
       K_g = {&a, &item, &p.k, p.K + h_kv * p.k.head + k_copy.col, first_key + k_copy.row};
       V_g = {&a, &item, &p.v, p.V + h_kv * p.v.head + v_copy.col, first_key + v_copy.row};
@@ -1214,10 +1223,12 @@ template <class B> struct ItemTiles {
         return tensor + item.b * strides.batch + h_kv * strides.head +
                item.k_row(first_key) * strides.row + row * strides.row + col;
       };
-      K_g = first(p.K, p.k, k_copy.row, k_copy.col), V_g = first(p.V, p.v, v_copy.row, v_copy.col);
+      K_g = first(p.K, p.k, k_copy.row, k_copy.col);
+      V_g = first(p.V, p.v, v_copy.row, v_copy.col);
     }
   }
-  // Copies ROWS query rows of the item, from first_row on, to Q_s by nthreads threads.
+  // Copies ROWS query rows of the item to Q_s with nthreads threads, beginning at row first_row of the item.
+  // KV_DTYPE: an element of Q is copied as two elements of K.
   template <int ROWS>
   __device__ __forceinline__ void copy_q(Element<B>* Q_s, int first_row, int tid, int nthreads) const {
     const TileCopy<B, B::d_q> share(tid, nthreads);
@@ -1226,51 +1237,64 @@ template <class B> struct ItemTiles {
     share.template copy<ROWS>(Q_s, reinterpret_cast<const Input*>(Q_g + share.row * p.q.row) + share.col,
                               (B::mixes_types ? 2 : 1) * p.q.row, item.query_count(p) - q - share.row);
   }
-  // Copies the next tile of K and V, at key k0, into its stage; past the end nothing.
+  // Copies the slice's next tile of K and V, whose first key is k0, to a stage. Does nothing past the last key.
   template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
     if (k0 < keys.end) {
       const int rows = keys.end - k0;
-      const auto step = [](const Strides& strides) { return B::use_pages ? 1 : strides.row; };  // to the next row
-      k_copy.template copy<B::block_n>(s.K[stage], K_g, step(p.k),
+      const auto row_stride = [](const Strides& strides) { return B::use_pages ? 1 : strides.row; };
+      k_copy.template copy<B::block_n>(s.K[stage], K_g, row_stride(p.k),
                                        !B::takes_short_rows || k_copy.col < p.D ? rows - k_copy.row : 0);
-      v_copy.template copy<B::block_n>(s.V[stage], V_g, step(p.v),
+      v_copy.template copy<B::block_n>(s.V[stage], V_g, row_stride(p.v),
                                        !B::takes_short_rows || v_copy.col < p.Dv ? rows - v_copy.row : 0);
-      K_g += B::round_keys * step(p.k), V_g += B::round_keys * step(p.v);  // the group's next tile
+      K_g += B::round_keys * row_stride(p.k);  // the slice's next tile
+      V_g += B::round_keys * row_stride(p.v);
     }
   }
 };
 
-// All threads of a group copy, STAGES - 1 tiles ahead. Past the end groups are empty: wait counts stay constant.
+// All threads of a slice copy its tiles of K and V, STAGES - 1 tiles ahead of the current one. Past the last
+// tile they commit empty groups of copies, so that the wait counts stay constant.
 template <class B, class Shared> struct CopyTogether {
   using Copy = VectorCopy<B::use_cp_async>;
   ItemTiles<B> t;
   Shared& s;
-  int stage = B::stages - 1;  // of the tile acquired last
-  // mma.sync with two stages or more: a warp that passes the barrier of acquire() knows that all warps have read the
-  // tile before, so that tile's stage is refilled after it. Elsewhere release() has a barrier for that.
-  static constexpr bool COPIES_LAST = B::family == Family::mma && B::stages > 1;
+  int stage = B::stages - 1;  // stage of the current tile
+  // mma.sync with two or more stages: after the barrier in acquire(), all warps have read the previous tile,
+  // so its stage is refilled there. Other kernels refill it before that barrier and need a barrier in release().
+  static constexpr bool REFILLS_AFTER_BARRIER = B::family == Family::mma && B::stages > 1;
 
-  // Begins the copies of the first STAGES - 1 tiles, as one group each.
+  // Starts copying the first STAGES - 1 tiles, with one group of copies per tile.
   __device__ __forceinline__ CopyTogether(Shared& s_, const ItemTiles<B>& t_) : t(t_), s(s_) {
-    for (int n = 0; n < B::stages - 1; n++) t.copy_kv(s, n, t.first_key + n * B::round_keys), Copy::commit();
+    for (int n = 0; n < B::stages - 1; n++) {
+      t.copy_kv(s, n, t.first_key + n * B::round_keys);
+      Copy::commit();
+    }
   }
-  // The tile STAGES - 1 further goes into the stage of the tile before.
+  // Refills the stage of the previous tile with the tile STAGES - 1 further on (with one stage, the tile at k0).
   __device__ __forceinline__ int acquire(int k0) {
     stage = stage + 1 == B::stages ? 0 : stage + 1;
-    const int last = stage == 0 ? B::stages - 1 : stage - 1, ahead = k0 + (B::stages - 1) * B::round_keys;
-    group_sync<B>(B::family != Family::mma && B::sync_policy == 5);  // hazard: Q copied by all warps
-    if (!COPIES_LAST) t.copy_kv(s, last, ahead), Copy::commit();
-    Copy::template wait<COPIES_LAST ? B::stages - 2 : B::stages - 1>();
-    group_sync<B>(B::sync_policy >= 1);  // hazard: K and V copied by all warps
-    if (COPIES_LAST) t.copy_kv(s, last, ahead), Copy::commit();
+    const int previous = stage == 0 ? B::stages - 1 : stage - 1;
+    const int next_k0 = k0 + (B::stages - 1) * B::round_keys;
+    slice_sync<B>(B::family != Family::mma && B::sync_policy == 5);  // hazard: Q was copied by all warps
+    if (!REFILLS_AFTER_BARRIER) {
+      t.copy_kv(s, previous, next_k0);
+      Copy::commit();
+    }
+    Copy::template wait<REFILLS_AFTER_BARRIER ? B::stages - 2 : B::stages - 1>();
+    slice_sync<B>(B::sync_policy >= 1);  // hazard: K and V were copied by all warps
+    if (REFILLS_AFTER_BARRIER) {
+      t.copy_kv(s, previous, next_k0);
+      Copy::commit();
+    }
     return stage;
   }
   __device__ __forceinline__ void release() {
-    group_sync<B>(!COPIES_LAST && B::sync_policy >= 1);  // hazard: K, V and P read by all warps, about to change
+    // hazard: K, V and P still being read by other warps
+    slice_sync<B>(!REFILLS_AFTER_BARRIER && B::sync_policy >= 1);
   }
 };
 
-// ---- PTX of the other kernels ----
+// ---- PTX instructions that the scalar kernel does not need ----
 
 #ifndef SDPA_SIMT
 
@@ -1279,22 +1303,23 @@ static_assert(!(is_mma && Build::is_e4m3),
               "DTYPE=FP8_E4M3: mma.sync takes e4m3 from sm_89 on; type -arch=sm_89 or DTYPE=FP16");
 #endif
 
-// Most keys that one accumulator sums: tensor cores cut off what they add, and of 524,288 equal addends 0.13% is lost.
+// Maximum number of keys that one accumulator sums. Tensor cores truncate each sum: 524,288 equal addends
+// lose 0.13%.
 constexpr int most_keys_at_once = 65536;
 
-// An address in shared memory, for arithmetic that the compiler would do in 64 bits on a pointer.
+// An address in shared memory as an integer of 32 bits. The compiler computes pointers with 64 bits.
 using SharedAddress = uint32_t;
 __device__ __forceinline__ SharedAddress shared_address(const void* p_s) {
   return static_cast<SharedAddress>(__cvta_generic_to_shared(p_s));
 }
 
-// tanh x to 2^-11 of itself.
+// tanh(x) with a relative error of 2^-11.
 __device__ __forceinline__ float tanh_approx(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// min(a, b), NaN if either is NaN.
+// min(a, b); NaN if either is NaN.
 __device__ __forceinline__ float min_nan(float a, float b) {
   float y;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
@@ -1312,34 +1337,36 @@ __host__ __device__ __forceinline__ float float_of(uint32_t bits) {
   memcpy(&x, &bits, sizeof x);
   return x;
 }
-// Reads L2, not L1: for what another SM wrote.
+// Loads from L2 and bypasses L1, for data that another SM wrote.
 template <class T> __device__ __forceinline__ T ld_global_cg(const void* src_g) {
   return __ldcg(static_cast<const T*>(src_g));
 }
-// atom.inc: counts up, after `last` from 0 again; returns the old value. Release and acquire: what this thread, and
-// those that it has met at a barrier, have written is visible to every thread that counts later.
+// atom.inc: increments the counter, which wraps from `last` to 0, and returns the old value. Release and
+// acquire: earlier writes of this thread, and of threads with which it has synchronized at a barrier, are
+// visible to every thread that increments the counter later.
 __device__ __forceinline__ uint32_t atom_inc_acq_rel(uint32_t* counter_g, uint32_t last) {
   uint32_t old;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(old) : "l"(counter_g), "r"(last) : "memory");
   return old;
 }
-// Four bytes of the eight of (b, a), a the low ones, picked by the hexadecimal digits of the selector.
+// Selects four of the eight bytes of (b, a), where a has the low four bytes. Each hexadecimal digit of the
+// selector is the index of a byte.
 __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
   return __byte_perm(a, b, selector);
 }
-// Converts two numbers in e4m3, the low 16 bits, to fp16.
+// Converts two e4m3 numbers, the low 16 bits of x, to fp16.
 __device__ __forceinline__ uint32_t cvt_rn_f16x2_e4m3x2(uint32_t x) {
   uint32_t pair;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(uint16_t(x)));
   return pair;
 }
-// a - b of two numbers in fp16 each.
+// a - b for two pairs of fp16 numbers.
 __device__ __forceinline__ uint32_t sub_f16x2(uint32_t a, uint32_t b) {
   uint32_t difference;
   asm("sub.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
   return difference;
 }
-// Waits as barrier_sync() does; true if `vote` is true in all threads.
+// Waits like barrier_sync(). Returns true if `vote` is true in all threads.
 __device__ __forceinline__ bool barrier_and(int id, int threads, bool vote) {
   uint32_t all;
   asm volatile(
@@ -1350,12 +1377,13 @@ __device__ __forceinline__ bool barrier_and(int id, int threads, bool vote) {
       : "memory");
   return all;
 }
-// bar.arrive: counts these threads at barrier `id` and goes on; barrier_sync() of others waits.
+// Arrives at barrier `id` without waiting. Other threads wait there with barrier_sync().
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
   asm volatile("barrier.arrive.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// An mbarrier, 8 bytes of shared memory: a phase is complete once `arrivals` came and the bytes that they announced.
+// Initialises an mbarrier, 8 bytes of shared memory. Its phase completes after `arrivals` arrivals and after
+// the transfer of all bytes that the arrivals announced.
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier_s, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier_s)), "r"(arrivals) : "memory");
 }
@@ -1373,8 +1401,9 @@ __device__ __forceinline__ bool mbarrier_test_wait_parity(uint64_t* barrier_s, i
   return complete;
 }
 
-// Four 8x8 matrices of 16-bit elements from shared memory; lane 8i + r has the address of row r of
-// matrix i. Lane 4g + q gets columns 2q and 2q + 1 of row g of each; TRANS: of column g, rows 2q...
+// Loads four 8x8 matrices of 16-bit elements from shared memory. Lane 8i + r passes the address of row r of
+// matrix i. Lane 4g + q gets columns 2q and 2q + 1 of row g of each matrix. TRANS: it gets rows 2q and 2q + 1
+// of column g.
 template <bool TRANS> __device__ void ldmatrix_x4(uint32_t (&r)[4], SharedAddress row);
 template <> __device__ __forceinline__ void ldmatrix_x4<false>(uint32_t (&r)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -1386,13 +1415,17 @@ template <> __device__ __forceinline__ void ldmatrix_x4<true>(uint32_t (&r)[4], 
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(row));
 }
-// The 8 bytes at an address.
+// Loads the 8 bytes at an address.
 __device__ __forceinline__ void ld_shared_pair(uint32_t (&r)[2], SharedAddress from) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(from));
 }
 
-// D += A @ B, [16][16] @ [16][8]. Lane 4g + q: d0, d1 are columns 2q, 2q + 1 of row g, d2, d3 of row g + 8; a[0], a[1]
-// hold k = 2q, 2q + 1 of rows g, g + 8, a[2], a[3] 8 k further; b0 holds k = 2q, 2q + 1 of column g, b1 8 k further.
+// D += A @ B, [16][16] @ [16][8]. Lane 4g + q holds:
+//
+//   d0, d1  row g,     columns 2q, 2q + 1      a[0]  row g,     k = 2q, 2q + 1      b0  column g, k = 2q, 2q + 1
+//   d2, d3  row g + 8, columns 2q, 2q + 1      a[1]  row g + 8, k = 2q, 2q + 1      b1  column g, k = 2q + 8, 2q + 9
+//                                              a[2]  row g,     k = 2q + 8, 2q + 9
+//                                              a[3]  row g + 8, k = 2q + 8, 2q + 9
 #define SDPA_MMA(types)                                                                                     \
   asm volatile("mma.sync.aligned." types " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
                : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)                                                     \
@@ -1406,13 +1439,15 @@ __device__ __forceinline__ void mma_m16n8k16(float& d0, float& d1, float& d2, fl
     SDPA_MMA("m16n8k16.row.col.f32.bf16.bf16.f32");
   }
 }
-// As mma_m16n8k16 with K = 32: operands hold k = 4q ... 4q + 3 instead of 2q, 2q + 1, and 16 k further instead of 8.
+// The same with 32 k. Each register holds four elements: k = 4q to 4q + 3 in a[0], a[1] and b0, and
+// k = 4q + 16 to 4q + 19 in a[2], a[3] and b1.
 __device__ __forceinline__ void mma_m16n8k32_e4m3(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
                                                   uint32_t b0, uint32_t b1) {
   SDPA_MMA("m16n8k32.row.col.f32.e4m3.e4m3.f32");
 }
 
-// Four numbers in e4m3, `a` in the low byte, to nearest even; beyond 448 they are 448, and NaN is NaN.
+// Converts four numbers to e4m3, with `a` in the low byte. It rounds to nearest even and saturates at 448;
+// NaN remains NaN.
 __device__ __forceinline__ uint32_t cvt_rn_satfinite_e4m3x4(float a, float b, float c, float d) {
   uint32_t out;
   asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; "
@@ -1424,7 +1459,7 @@ __device__ __forceinline__ uint32_t cvt_rn_satfinite_e4m3x4(float a, float b, fl
 
 // ---- cp.async (USE_CP_ASYNC, USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_PAGES = 2) ----
 
-// cp.async of BYTES (4, 8, 16); when !valid, reads nothing and writes zeros.
+// Copies BYTES (4, 8 or 16) asynchronously. If !valid, it reads nothing and writes zeros.
 template <int BYTES> __device__ __forceinline__ void cp_async(void* dst_s, const void* src_g, bool valid) {
   const SharedAddress dst = shared_address(dst_s);
   const int src_bytes = valid ? BYTES : 0;
@@ -1439,18 +1474,18 @@ __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async
 template <int N> __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
-// Arrives when all earlier cp.async of this thread have landed.
+// Arrives when all earlier cp.async of this thread have completed.
 __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier_s) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier_s)) : "memory");
 }
-// Adds 1 to the pending count of the phase until all earlier cp.async of this thread have landed.
+// Adds 1 to the pending count of the phase until all earlier cp.async of this thread have completed.
 __device__ __forceinline__ void cp_async_mbarrier_arrive(uint64_t* barrier_s) {
   asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(shared_address(barrier_s)) : "memory");
 }
 
 #endif  // SDPA_SIMT
 
-// ---- copies by cp.async (USE_CP_ASYNC) ----
+// ---- vector copies by cp.async (USE_CP_ASYNC) ----
 
 template <> struct VectorCopy<true> {
   template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
@@ -1460,33 +1495,35 @@ template <> struct VectorCopy<true> {
   template <int IN_FLIGHT> __device__ static __forceinline__ void wait() { cp_async_wait_group<IN_FLIGHT>(); }
 };
 
-// ---- what stands behind the kernels, since few builds have it ----
+// ---- declarations of options; the definitions follow the kernels ----
 
-template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelArgs& a, uint32_t i);  // USE_LENGTHS
-template <class B>  // USE_BIAS: where the elements for row r of a tile begin
+// USE_LENGTHS: item i of the plan.
+template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelArgs& a, uint32_t i);
+// USE_BIAS: address of the first bias element of row r of a tile.
+template <class B>
 __device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r);
 using BiasPair = VectorType<2 * sizeof(Bias)>;
 template <class Pair> __device__ __forceinline__ void add_pair(float& x, float& y, Pair pair, const KernelArgs& a);
-// Stores the result of the CTA's keys: O / l, or with SPLIT_CTAS the partial result of its range.
+// Stores the result for the CTA's keys: O / l and LSE, or the partial if the item has several ranges.
 template <class B, class View, class R>
 __device__ __forceinline__ void store_sums(const View&, const R& m, const R& l, const KernelArgs&, const Item<B>&);
-// The same for rows of which each group of warps has left a partial result in shared memory.
+// The same for rows whose partials, one per slice, are in shared memory. It merges the partials first.
 template <class B, class Partials>
 __device__ __forceinline__ void store_rows(const Partials&, const KernelArgs&, const Item<B>&, int thread, bool& last);
-template <class B> constexpr int PARTIAL_STRIDE = B::d_v + 4;  // 4: against bank conflicts
+template <class B> constexpr int PARTIAL_STRIDE = B::d_v + 4;  // padded against bank conflicts
 
-// ---- items: their rows, and the order in which CTAs take them ----
+// ---- work items: their rows and their order ----
 
-// Query rows that skip a masked tile of keys together: a warp's, a warpgroup's or the CTA's.
+// Number of query rows that skip a masked K tile together: the rows of a warp, a warpgroup or the CTA.
 template <class B>
 constexpr int mask_rows = B::family == Family::mma                                   ? B::block_m / B::group_warps
                           : B::family == Family::wgmma && B::use_warp_specialization ? 64
                                                                                      : B::block_m;
-// Queries of an item per head.
+// Number of queries of an item per head.
 template <class B> __device__ __forceinline__ int queries_of_item(const KernelArgs& a) {
   return B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
 }
-// Rows of an item. PACK_GQA: of n = item_queries and item_heads heads of a key head
+// Number of rows of an item. PACK_GQA packs n = item_queries queries of item_heads heads that share K and V:
 //
 //   row of the tile    0 ... n - 1           n ... 2n - 1          ...
 //   head, query        h, q0 ... q0 + n - 1  h + 1, q0 ... q0 + n - 1
@@ -1494,7 +1531,7 @@ template <class B> __device__ __forceinline__ int rows_of_item(const KernelArgs&
   return B::pack_gqa ? a.item_heads * int(a.item_queries.divisor) : B::block_m;
 }
 
-// The head and the query of a row of the tile, as an item of one row.
+// The item that consists of one row of a tile: the head and the query of that row.
 template <class B> __device__ __forceinline__ Item<B> row_item(const KernelArgs& a, const Item<B>& item, int row) {
   Item<B> one = item;
   if (B::pack_gqa) one.h += int(a.item_queries.divide(uint32_t(row)));
@@ -1502,62 +1539,68 @@ template <class B> __device__ __forceinline__ Item<B> row_item(const KernelArgs&
   return one;
 }
 
-// A name that depends on B, since other KernelArgs have no such numbers.
+// Returns a.plan. As a template it delays the lookup of members that do not exist without USE_LENGTHS.
 template <class B> __host__ __device__ __forceinline__ const auto& plan_room(const KernelArgs& a) { return a.plan; }
 
-// USE_BIAS, MASK_MOD: whether lists tell which rounds of an item to leave out: in the kernel with roles, of items in
-// one range.
+// USE_BIAS, MASK_MOD: true if an item can have a list of the rounds to compute. Only the kernel with producer
+// and consumer warps has lists, and only if each item has a single range.
 template <class B>
 constexpr bool lists_rounds = B::takes_map && path<B> == Path::wgmma_roles && !B::use_lengths && B::split_ctas == 1;
 template <class B> __device__ __forceinline__ bool has_map(const KernelArgs& a) {
   return lists_rounds<B> && a.bias_map.lists;
 }
-// USE_KEY_MASK: whether every CTA lists the rounds of its items.
+// USE_KEY_MASK: true if each CTA lists the rounds of its items that have a visible key.
 template <class B>
 constexpr bool lists_shown_rounds = B::use_key_mask && B::family == Family::wgmma && path<B> != Path::wgmma_plain;
 
-struct ListOfRounds {  // of those of an item that a bias shows
-  const uint32_t* list = nullptr;  // of 2 * number + 1, or 2 * number if the bias does nothing; null: all rounds
+struct ListOfRounds {  // the rounds of an item that have a visible key
+  // Elements are 2 * round, plus 1 if the bias or the mask changes its scores. Null: all rounds.
+  const uint32_t* list = nullptr;
   __device__ uint32_t entry(int round) const { return list ? ld_global<uint32_t>(list + round) : 2 * round + 1; }
 };
-// The item of q-block `block` in head number `head`, counted through all batches.
+
+// The item with query block `block` of head `head`. Heads are numbered across all batches.
 template <class B> __device__ __forceinline__ Item<B> tile_of(const KernelArgs& a, uint32_t head, uint32_t block) {
   Item<B> item;
-  item.b = int(a.q_heads.divide(head)), item.h = int(a.q_heads.remainder(head));
+  item.b = int(a.q_heads.divide(head));
+  item.h = int(a.q_heads.remainder(head));
   item.q0 = int(block) * queries_of_item<B>(a);
   if (B::pack_gqa) item.h *= a.item_heads;
   return item;
 }
 
-// Item number i. Without a mask the items of a head follow each other and share its K and V in L2. With one the longest
-// come first, so that no long item starts last: those of all heads, or of a part of the heads, whose K and V L2 holds.
-// Parts are counted from the end, since a small last one would leave SMs idle.
+// Work item i. Without a mask, the items of a head are consecutive, because they share its K and V in L2.
+// With a mask, the heads are divided into parts whose K and V fit into L2. In each part the longest items
+// come first, so that no long item starts last. Only the first part may have fewer heads; a small last part
+// would leave SMs idle.
 template <class B> __device__ __forceinline__ Item<B> work_item(const KernelArgs& a, uint32_t i) {
   if constexpr (B::use_lengths) return item_of_plan<B>(a, i);
   uint32_t head, block;
   if (a.mask.keys.all() && !has_map<B>(a)) {
-    head = a.q_blocks.divide(i), block = a.q_blocks.remainder(i);
+    head = a.q_blocks.divide(i);
+    block = a.q_blocks.remainder(i);
   } else {
     const uint32_t from_end = a.work_items - 1 - i;
     const uint32_t part = a.items_in_l2.divide(from_end), j = a.items_in_l2.remainder(from_end);
     const uint32_t first = part * a.heads_in_l2;
     const uint32_t count = min(a.heads_in_l2, a.p.B * a.q_heads.divisor - first);
-    head = first + j % count, block = j / count;
+    head = first + j % count;
+    block = j / count;
   }
   return tile_of<B>(a, head, block);
 }
 
-// The item number of a CTA that has one item alone.
+// Index of this CTA's item, in kernels where each CTA has one item.
 template <class B> __device__ __forceinline__ uint32_t item_number_of_cta(const KernelArgs& a) {
   if (B::split_ctas == 1) return blockIdx.x;
   return (merges_by_kernel<B> ? a.first_item : 0) + a.ranges.divide(blockIdx.x);
 }
 
-// SPLIT_CTAS: this CTA's range of an item's rounds.
+// SPLIT_CTAS: the rounds of an item that this CTA takes.
 __device__ __forceinline__ KeyRange range_of_rounds(const KernelArgs& a, int rounds) {
   const int range = int(a.ranges.remainder(blockIdx.x));
   const int each = int(a.ranges.divide(uint32_t(rounds)));
-  const int rest = int(a.ranges.remainder(uint32_t(rounds)));  // ranges with one more
+  const int rest = int(a.ranges.remainder(uint32_t(rounds)));  // the first `rest` ranges have one more
   const int first = each * range + min(range, rest);
   return {first, first + each + (range < rest)};
 }
@@ -1573,16 +1616,19 @@ __device__ __forceinline__ KeyRange Item<B, PLANNED>::keys_of_cta(const KernelAr
   return {keys.begin + part.begin * B::round_keys, min(keys.begin + part.end * B::round_keys, keys.end)};
 }
 
-// True if warpgroups before query 0 or past Sq skip the item's tiles.
+// True if a warpgroup whose rows are all before query 0 or past Sq skips the tiles of the item.
 template <class B>
 constexpr bool wgmma_may_pass = B::family == Family::wgmma && B::use_warp_specialization && B::split_kv == 1 &&
                                 !B::use_ping_pong && B::split_ctas == 1;
 
-// The stages in turn, and the parity of the phase that their mbarriers are in.
+// The current stage of N, and the parity of the current phase of the stage's mbarriers.
 template <int N> struct StageRing {
   int stage = 0, parity = 0;
   __device__ void advance() {
-    if (++stage == N) stage = 0, parity ^= 1;
+    if (++stage == N) {
+      stage = 0;
+      parity ^= 1;
+    }
   }
 };
 // Initialises an array of mbarriers.
@@ -1590,13 +1636,14 @@ template <int N> __device__ __forceinline__ void mbarriers_init(uint64_t (&barri
   for (uint64_t& barrier : barriers_s) mbarrier_init(&barrier, arrivals);
 }
 
-// ---- pairs, scales of rows, stale maxima (wmma, mma, wgmma) ----
+// ---- operand pairs, row scales, lazy rescaling (wmma, mma, wgmma) ----
 
+// The scales of a thread's two rows, which may belong to different heads.
 struct RowScales { float factor[2]; };
 __device__ __forceinline__ float of_row(const RowScales& scales, int i) { return scales.factor[i]; }
 __device__ __forceinline__ float largest(const RowScales& scales) { return fmaxf(scales.factor[0], scales.factor[1]); }
 
-// Two values of a row, rounded, as one register of an mma.sync operand.
+// Rounds two values of a row and packs them into one register of an mma.sync operand.
 template <class E> __device__ __forceinline__ uint32_t pack(float low, float high) {
   const E e[2] = {rounded<E>(low), rounded<E>(high)};
   uint32_t word;
@@ -1604,14 +1651,14 @@ template <class E> __device__ __forceinline__ uint32_t pack(float low, float hig
   return word;
 }
 
-// item_scale_log2() of an item. With 16 bits it is a kernel argument, read where it is used, and takes no register.
+// item_scale_log2() of an item. With 16-bit types it is a kernel argument, read at each use to save a register.
 template <class B> struct ItemScale {
   const KernelArgs& a;
-  ScoreScale<B> scale{};  // 8 bits: of scores as they are
+  ScoreScale<B> scale{};  // 8-bit types: item_score_scale() of the item or of its rows
 
   __device__ __forceinline__ explicit ItemScale(const KernelArgs& a_) : a(a_) {}
   __device__ __forceinline__ ItemScale(const KernelArgs& a_, const Item<B>& item) : a(a_) { start(item, 0); }
-  // row: the thread's first; the other is 8 below. Rows past those of the tile get the scale of some head.
+  // row: the thread's first row; its other row is row + 8. Padded rows get the scale of an existing head.
   __device__ __forceinline__ void start(const Item<B>& item, int row) {
     if constexpr (B::scales_rows) {
       SDPA_UNROLL for (int i = 0; i < 2; i++) {
@@ -1624,44 +1671,51 @@ template <class B> struct ItemScale {
     }
   }
   __device__ __forceinline__ operator ScoreScale<B>() const {
-    if (B::is_8bit && !is_capped<B>(a)) return scale;  // USE_SOFTCAP: what is capped has the factors of its heads
+    if (B::is_8bit && !is_capped<B>(a)) return scale;  // USE_SOFTCAP: the cap applies it
     if constexpr (B::scales_rows) return {a.scale_log2, a.scale_log2};
     else return a.scale_log2;
   }
-  // That of scores which may be no logits yet.
+  // The factor from S to an exponent of 2. are_logits: S holds logits, otherwise scores.
   __device__ ScoreScale<B> of_scores(bool are_logits) const {
     if constexpr (B::has_two_units) return are_logits ? a.scale_log2 : a.scores_log2;
     return *this;
   }
+  // item_score_scale() of the item.
   __device__ ScoreScale<B> of_cap() const {
     if constexpr (B::is_8bit) return scale;
     else return a.cap_scale;
   }
 };
 
-// USE_LAZY_MAX: a stale maximum is kept while each thread's sum of P, over its part of the tile, is at most this; so
-// every P is. The largest e4m3 is 448, the largest fp16 65504, and bf16 has the exponents of fp32.
+// USE_LAZY_MAX: the stale maximum is kept as long as the sum of P over each thread's part of the tile is
+// within this limit. Every element of P is then within it, too. The largest e4m3 number is 448 and the largest
+// fp16 number is 65504; bf16 has the exponent range of fp32.
 template <class B> constexpr float lazy_limit = B::multiplies_e4m3 ? 448 : B::input == DType::bf16 ? 0x1p60f : 65504;
 
-// USE_LAZY_MAX: P and l relative to the stale maximum m [ROWS]: no new maximum, no alpha, no rescale of O, and an
-// exponential waits for its own score alone. m need not be the maximum as long as P does not overflow. P
-// does not vanish, since m is a score of the row. The sum of P bounds the largest P, so the sum decides.
+// USE_LAZY_MAX: computes P and l relative to the stale maximum m [ROWS] of earlier tiles (lazy rescaling).
+// There is no row max, no alpha and no rescaling of O, and each exponential depends on one score only. m may
+// be less than the row max as long as P does not overflow. The row sum does not vanish, since m is a score of
+// the row. The sum of P is an upper bound of P, so it suffices to compare the sum with the limit.
 template <class B, int ROWS> struct StaleSoftmax {
   ScoreScale<B> scale_log2;
   float m_log2[ROWS], sum[ROWS];
 
   __device__ __forceinline__ StaleSoftmax(const float (&m)[ROWS], const ItemScale<B>& scale)
       : scale_log2(scale.of_scores(false)) {
-    const ScoreScale<B> of_m = scale;
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) { m_log2[i] = m[i] * of_row(of_m, i) - p_log2<B>, sum[i] = 0; }
+    const ScoreScale<B> m_scale = scale;
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      m_log2[i] = m[i] * of_row(m_scale, i) - p_log2<B>;
+      sum[i] = 0;
+    }
   }
-  // Replaces the columns [first, last) of S by P.
+  // Replaces columns [first, last) of S by P.
   template <class View> __device__ __forceinline__ void exp(View& S, int first, int last) {
     softmax_exp<B>(S, first, last, scale_log2, m_log2, sum);
   }
-  // True if the logarithm of P gives the logits back.
+  // True if log2(P) recovers the logits.
   __device__ bool keeps_logits() const { return true; }
-  // Adds the sums to l. False, and l unchanged, if one of the warp's is over the limit or NaN: then P is of no use.
+  // Adds the sums to l and returns true. If a sum of the warp is NaN or above the limit, it returns false and
+  // leaves l unchanged; P must then be discarded.
   __device__ __forceinline__ bool add_to(float (&l)[ROWS], float limit = lazy_limit<B>) const {
     float all = 0;
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) all += sum[i];
@@ -1671,10 +1725,10 @@ template <class B, int ROWS> struct StaleSoftmax {
   }
 };
 
-// ---- the score hook by a stale maximum (wmma, mma, wgmma) ----
+// ---- the score hook with a stale maximum (wmma, mma, wgmma) ----
 
-// The columns [first, last) of S become P, relative to the stale maximum, in a tile whose keys all queries see. The first
-// call has first = 0; it sets are_logits if it has made logits of all scores.
+// Replaces columns [first, last) of S by P, relative to the stale maximum, in a tile where all queries see all
+// keys. The first call for a tile has first = 0; it sets are_logits if it converts the scores to logits.
 template <class B, class View, class Tile, class Softmax>
 __device__ __forceinline__ void exp_by_stale_max(View& S, int first, int last, Softmax& softmax, Tile& tile,
                                                  bool& are_logits) {
@@ -1684,7 +1738,7 @@ __device__ __forceinline__ void exp_by_stale_max(View& S, int first, int last, S
       are_logits = tile.add_bias(S);
       if (are_logits) softmax.scale_log2 = tile.a.scale_log2;
     }
-  } else if constexpr (!B::caps_by_polynomial) {  // else CappedSoftmax does it
+  } else if constexpr (!B::caps_by_polynomial) {  // otherwise CappedSoftmax applies the cap
     cap_scores<B>(S, tile.a, tile.score_scale(), first, last);
   }
   if constexpr (B::changes_logits || B::hides_keys) {
@@ -1707,14 +1761,17 @@ __device__ __forceinline__ void exp_by_stale_max(View& S, int first, int last, S
   softmax.exp(S, first, last);
 }
 
-// ---- weights of a merge (wmma, mma, wgmma) ----
+// ---- merge weights (wmma, mma, wgmma) ----
 
-// Weights that merge a row's N partial results, and m and l of the merged row; O is the sum of O[n] * weight[n].
+// Computes m and l of a row from its N partials, and the weight of each partial. The merged O is the sum of
+// O[n] * weight[n].
+//
 //   m = max of m[n];  weight[n] = 2^((m[n] - m) * scale_log2);  l = sum of l[n] * weight[n];  m_l[n] = {m[n], l[n]}
 template <class B, int N>
 __device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scale_log2, float (&weight)[N], float& m,
                                               float& l) {
-  m = m_l[0].x, l = 0;
+  m = m_l[0].x;
+  l = 0;
   SDPA_UNROLL for (int n = 1; n < N; n++) m = fmaxf(m, m_l[n].x);
   SDPA_UNROLL for (int n = 0; n < N; n++) {
     weight[n] = softmax_exp2<B>((m_l[n].x - finite_max(m)) * scale_log2);
@@ -1722,12 +1779,16 @@ __device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scal
   }
 }
 
+// O[0] to O[3] += x * weight
 __device__ __forceinline__ void add(float* O, const float4& x, float weight) {
-  O[0] = fmaf(x.x, weight, O[0]), O[1] = fmaf(x.y, weight, O[1]);
-  O[2] = fmaf(x.z, weight, O[2]), O[3] = fmaf(x.w, weight, O[3]);
+  O[0] = fmaf(x.x, weight, O[0]);
+  O[1] = fmaf(x.y, weight, O[1]);
+  O[2] = fmaf(x.z, weight, O[2]);
+  O[3] = fmaf(x.w, weight, O[3]);
 }
 
-// Rows that are 8 apart. Each of 4 lanes has RUN neighbouring columns of every 4 * RUN.
+// A view of rows that are 8 apart. Four lanes share a row: of every 4 * RUN columns, each lane has RUN
+// adjacent ones.
 template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
   static constexpr int ROWS = HEIGHT, COLS = WIDTH / 4, RUN = LENGTH;
   float x[ROWS][COLS];
@@ -1738,32 +1799,34 @@ template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
 
 // ---- 5b mma.sync: S, P and O in registers (mma) ----
 
-// A warp has M_TILES tiles of 16 rows. Lane 4g + q has rows g and g + 8 of each, columns 2q and 2q + 1 of every 8.
+// A warp has M_TILES row tiles of 16 rows. Of each row tile, lane 4g + q has rows g and g + 8, and of every 8
+// columns it has columns 2q and 2q + 1.
 template <class B, int WIDTH>
 struct MmaAccumulator : QuadRuns<B::block_m / B::group_warps / 8, WIDTH, 2> {  // [16 * M_TILES of BLOCK_M][WIDTH]
   static constexpr int M_TILES = B::block_m / B::group_warps / 16, LANES = 4;
 };
 template <class B> using MmaSums = MmaAccumulator<B, B::d_v>;            // O
-template <class B> using MmaStepOfP = uint32_t[MmaSums<B>::M_TILES][4];  // P of a step's keys, as A operands
+template <class B> using MmaStepOfP = uint32_t[MmaSums<B>::M_TILES][4];  // A operands: P of one step's keys
 
-// The address of (row + r, col + c) of a tile from `origin`, that of (row, col). r is a multiple of 8, c shares no bit
-// with col: the swizzle is an XOR of the column's low bits, and so is this step. High bits may be added, by an
-// immediate: at D=256 that saves registers, but at D=128 the few XORed addresses would stay in registers and spill.
+// The address of element (row + r, col + c) of a tile, where `origin` is the address of (row, col). r is a
+// multiple of 8, and c has no bit in common with col. The swizzle XORs the low bits of the column, so the low
+// bits of c are XORed, too. The high bits of c may be added as an immediate, which saves registers at D=256. At
+// D=128 the compiler would then keep the few XORed addresses in registers and spill, so all bits are XORed.
 template <class B, int D = B::head_dim>
 __device__ __forceinline__ SharedAddress tile_step(SharedAddress origin, int r, int c) {
   constexpr int xored = D > 128 || D & (D - 1) ? int(SWIZZLED<B, D>) * CHUNK<B> : D;
   return (origin ^ c % xored * int(sizeof(Element<B>))) + (r * D + c / xored * xored) * int(sizeof(Element<B>));
 }
 
-// The partial result of a group of warps, in the order of its threads' accumulators.
+// The partial of a slice, in the layout of its threads' accumulators.
 template <class B> struct MmaPartial {
   using View = MmaSums<B>;
   float O[View::ROWS][View::COLS][B::group_threads];
   float2 m_l[View::ROWS][B::group_threads];
 };
 
-template <class B> struct MmaPacked;  // PACK_GQA: how Q comes and O leaves
-// The partial results of every group but the first.
+template <class B> struct MmaPacked;  // PACK_GQA: copies of Q and stores of O
+// The partials of all slices but the first.
 template <class B, bool PACKED = (B::pack_gqa && !merges_by_kernel<B>)> struct MmaPartials {
   static constexpr int OTHERS = B::split_kv > 1 ? B::split_kv - 1 : 1;
   using type = std::conditional_t<(B::split_kv > 1), MmaPartial<B>[OTHERS], char>;
@@ -1776,16 +1839,17 @@ template <class B> struct MmaShared {
   };
   struct Inputs {
     Element<B> Q[B::block_m * B::d_q];  // [BLOCK_M][D]
-    Tiles group[B::split_kv];
+    Tiles slice[B::split_kv];
   };
   union {
     Inputs in;
-    typename MmaPartials<B>::type partial;  // afterwards
+    typename MmaPartials<B>::type partial;  // after the last round
   };
-  Item<B> item;  // the CTA's: not in registers, which are for S and O
+  Item<B> item;  // the CTA's item, in shared memory to save registers
 };
 
-// T += A @ B for the 16 columns of T from 16 * n on: a has A by row tiles, b two registers of B for each 8 columns.
+// T += A @ B for columns 16 * n to 16 * n + 15 of T. a holds the A operand of each row tile; b holds two
+// registers of B for each 8 columns.
 template <class Operands, class View>
 __device__ __forceinline__ void multiply_columns(View& T, int n,
                                                  const uint32_t (&a)[View::M_TILES][Operands::REGISTERS],
@@ -1797,23 +1861,23 @@ __device__ __forceinline__ void multiply_columns(View& T, int n,
   }
 }
 
-// A step takes 32 bytes of each row of A and of each column of B.
+// Elements of d per step of Q @ K.T: 32 bytes of each row of K.
 template <class B> constexpr int MMA_K = 2 * CHUNK<B>;
-// Operands of 16 bits in a step. Those of DTYPE=FP8_E4M3 and KV_DTYPE are in section 5f.
+// The operands of a step for 16-bit types. Section 5f has the operands for DTYPE=FP8_E4M3 and KV_DTYPE.
 template <class B> struct MmaHalves {
-  static constexpr int REGISTERS = 4;  // of A, in a step of 16 rows
-  static constexpr int KEYS = 16;      // of P, in a step
+  static constexpr int REGISTERS = 4;  // registers per A operand of 16 rows
+  static constexpr int KEYS = 16;      // keys per step of P @ V
 
   // [16][8] += A @ B
   static __device__ __forceinline__ void multiply(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
                                                   uint32_t b0, uint32_t b1) {
     mma_m16n8k16<Element<B>>(d0, d1, d2, d3, a, b0, b1);
   }
-  // A of 16 rows.
+  // Reads an A operand of 16 rows.
   static __device__ __forceinline__ void read(uint32_t (&a)[4], SharedAddress from) { ldmatrix_x4<false>(a, from); }
-  // P of a row's next columns, rounded.
+  // Rounds P in the next columns of a row and packs it into one register.
   static __device__ __forceinline__ uint32_t pack_p(const float* x) { return pack<Element<B>>(x[0], x[1]); }
-  // O += P @ V for the keys of a step   [16 * M_TILES][D] of a warp
+  // O += P @ V for the keys of a step   [16 * M_TILES][Dv] per warp
   static __device__ __forceinline__ void pv(MmaSums<B>& O, const MmaStepOfP<B>& p, const Element<B>* V_s, int step,
                                             int lane) {
     const SharedAddress lane_address = shared_address(V_s + tile_offset<B, B::d_v>(lane % 16, lane / 16 * 8));
@@ -1824,23 +1888,24 @@ template <class B> struct MmaHalves {
     }
   }
 };
-template <class B> struct MmaE4m3;          // e4m3 as it is
-template <class B> struct MmaE4m3AsHalves;  // fp16 that is made of it in registers
-template <class B> struct MmaMixedTypes;    // Q as it is, fp16 or bf16 of K
+template <class B> struct MmaE4m3;          // multiplies e4m3
+template <class B> struct MmaE4m3AsHalves;  // converts e4m3 to fp16 in registers
+template <class B> struct MmaMixedTypes;    // converts K and V from e4m3 to the type of Q
 template <class B>
 using MmaOperands = std::conditional_t<
     B::mixes_types, MmaMixedTypes<B>,
     std::conditional_t<B::converts_operands, MmaE4m3AsHalves<B>,
                        std::conditional_t<B::is_e4m3, MmaE4m3<B>, MmaHalves<B>>>>;
-// The warp's query rows as A operands. Steps that fit beside O and S stay in registers; others are read at each use.
+// Q of a warp, as A operands. The first KEPT steps stay in registers, as many as fit in addition to O and S. The
+// other steps are read from shared memory at each use.
 template <class B> struct MmaQueries {
   static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::head_dim / MMA_K<B>;
-  static constexpr int O_AND_S = M_TILES * (B::d_v + B::block_n) / 2;  // registers
+  static constexpr int O_AND_S = M_TILES * (B::d_v + B::block_n) / 2;  // registers of O and S
   static constexpr int REGISTERS = MmaOperands<B>::REGISTERS;
   static constexpr int ROOM = O_AND_S < 184 ? (184 - O_AND_S) / (REGISTERS * M_TILES) : 0;
   static constexpr int KEPT = ROOM < STEPS ? ROOM : STEPS;
   uint32_t kept[KEPT ? KEPT : 1][M_TILES][REGISTERS];
-  SharedAddress lane_address;  // of this lane's row in the first 16 rows and MMA_K columns
+  SharedAddress lane_address;  // the lane's address for ldmatrix in the first 16 rows and MMA_K columns
 
   __device__ void read(uint32_t (&a)[M_TILES][REGISTERS], int step) const {
     SDPA_UNROLL for (int m = 0; m < M_TILES; m++) {
@@ -1848,7 +1913,7 @@ template <class B> struct MmaQueries {
                                                       B::mixes_types ? 2 * MMA_K<B> * step : MMA_K<B> * step));
     }
   }
-  // Called once Q has landed in Q_s.
+  // Call it after Q has been copied to Q_s.
   __device__ void start(const Element<B>* Q_s, int warp, int lane) {
     lane_address = shared_address(
         Q_s + (B::mixes_types ? tile_offset<B, B::d_q>(warp * 16 * M_TILES + lane / 4, lane % 4 * 8)
@@ -1857,25 +1922,32 @@ template <class B> struct MmaQueries {
   }
 };
 
-// The state of a warp's rows: sums over the tiles so far, and P of the last tile.
+// The state of a warp's rows: O, m and l over the tiles so far, and P of the latest tile.
 template <class B> struct MmaRows {
   using Scores = MmaAccumulator<B, B::block_n>;
   using Sums = MmaSums<B>;
   static constexpr int ROWS = Sums::ROWS;
-  static constexpr int STEPS = B::block_n / MmaOperands<B>::KEYS, COLS = MmaOperands<B>::KEYS / 4;  // COLS: of a step
+  static constexpr int STEPS = B::block_n / MmaOperands<B>::KEYS;
+  static constexpr int COLS = MmaOperands<B>::KEYS / 4;  // columns of S per thread and step
   Sums O;
   MmaStepOfP<B> P[STEPS];
   float m[ROWS], l[ROWS];
   float q_descale[B::converts_operands && !B::mixes_types ? ROWS : 1];  // of the rows' heads
-  bool stale_max_will_do;  // USE_LAZY_MAX: softmax_sum() said so of all rows of the warp
+  bool keeps_max;  // USE_LAZY_MAX: all rows of the warp may keep m as a stale maximum
 
   __device__ void start(int first_row, int first_col) {
-    O.first_row = first_row, O.first_col = first_col, stale_max_will_do = false;
+    O.first_row = first_row;
+    O.first_col = first_col;
+    keeps_max = false;
     clear(O);
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      m[i] = -INFINITY;
+      l[i] = 0;
+    }
   }
 
-  // P, rounded, as A operands: these are the accumulators of P as they stand, so that nothing moves between lanes.
+  // Rounds P of a step and packs it into A operands. Each lane holds the same elements in the accumulators and
+  // in the A operands, so no data moves between lanes.
   __device__ void pack_step(const Scores& S, int step) {
     SDPA_UNROLL for (int m = 0; m < O.M_TILES; m++) {
       SDPA_UNROLL for (int i = 0; i < 4; i++) {
@@ -1884,9 +1956,9 @@ template <class B> struct MmaRows {
     }
   }
 
-  // S = Q @ K.T   [16 * M_TILES][BLOCK_N] of a warp, with the factors of several heads
+  // S = Q @ K.T   [16 * M_TILES][BLOCK_N] per warp
   __device__ void multiply_qk(Scores& S, const MmaQueries<B>& Q, const Element<B>* K_s, int lane) {
-    // ldmatrix of 16 keys by MMA_K d gives b0 and b1 of two column tiles.
+    // An ldmatrix of 16 keys and MMA_K elements of d reads b0 and b1 of two column tiles.
     const int key = lane / 16 * 8 + lane % 8, d = lane / 8 % 2 * CHUNK<B>;
     const SharedAddress lane_address = shared_address(K_s + tile_offset<B>(key, d));
     clear(S);
@@ -1900,13 +1972,15 @@ template <class B> struct MmaRows {
         multiply_columns<MmaOperands<B>>(S, n, q, k);
       }
     }
-    if constexpr (B::converts_operands && !B::mixes_types) scale_rows(S, q_descale);
+    if constexpr (B::converts_operands && !B::mixes_types) scale_rows(S, q_descale);  // PACK_GQA
   }
-  // P of the tile at key k0, which has no mask, by the stale maximum. False if that was too small.
+  // Computes P of the tile at key k0, which needs no mask, with the stale maximum. Returns false if P is
+  // unusable because the stale maximum was too small.
   __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScale<B>& scale_log2,
                                       const Item<B>& item, const Mask& mask, int q0, int k0, int lane) {
     Scores S;
-    S.first_row = O.first_row, S.first_col = O.first_col;
+    S.first_row = O.first_row;
+    S.first_col = O.first_col;
     multiply_qk(S, Q, K_s, lane);
     ScoreTile<B> tile{scale_log2.a, item, mask, q0, k0, scale_log2.of_cap()};
     StaleSoftmax<B, ROWS> softmax(m, scale_log2);
@@ -1917,21 +1991,23 @@ template <class B> struct MmaRows {
     }
     return softmax.add_to(l);
   }
-  // P of the tile at key k0, which is masked unless it is plain. O and l are rescaled to its maximum.
+  // Computes P of the tile at key k0 with the new row max; rescales O and l. plain: the tile needs no mask.
   __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScale<B>& scale_log2,
                                       const Item<B>& item, const Mask& mask, int q0, int k0, bool plain, int lane) {
     Scores S;
-    S.first_row = O.first_row, S.first_col = O.first_col;
+    S.first_row = O.first_row;
+    S.first_col = O.first_col;
     multiply_qk(S, Q, K_s, lane);
     finish_scores<B>(S, scale_log2.a, item, mask, q0, k0, plain);
     float alpha[ROWS];
     softmax_max<B>(S, scale_log2, m, alpha);
     const bool may_be_kept = softmax_sum<B>(S, scale_log2, m, alpha, l);
-    if (B::use_lazy_max) stale_max_will_do = __all_sync(0xffffffffu, may_be_kept);
+    if (B::use_lazy_max) keeps_max = __all_sync(0xffffffffu, may_be_kept);
     scale_rows(O, alpha);
     SDPA_UNROLL for (int step = 0; step < STEPS; step++) pack_step(S, step);
   }
 
+  // Stores the partial of this slice.
   __device__ void store(MmaPartial<B>& partial, int tid) const {
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       st_shared(&partial.m_l[i][tid], float2{m[i], l[i]});
@@ -1939,7 +2015,7 @@ template <class B> struct MmaRows {
     }
   }
 
-  // Merges O, m and l with those of the other groups.
+  // Merges O, m and l with the partials of the other slices.
   template <int OTHERS> __device__ void merge(const MmaPartial<B> (&others)[OTHERS], float scale_log2, int tid) {
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       float2 m_l[OTHERS + 1] = {{m[i], l[i]}};
@@ -1956,21 +2032,25 @@ template <class B> struct MmaRows {
   }
 };
 
-// A warp's rows in the runs in which they are stored: those of P @ V, or 8 where 32 divides D; of 8-bit V 4.
+// O of a warp, as runs of adjacent columns for wide stores. The accumulators have runs of 2, which are
+// rearranged to runs of 8 if Dv is a multiple of 32. Accumulators with an 8-bit V have runs of 4.
 template <class B>
 using MmaRuns = QuadRuns<MmaSums<B>::ROWS, B::d_v, sizeof(Element<B>) == 1 ? 4 : B::d_v % 32 ? 2 : 8>;
 
-// The 4 lanes of a row exchange pairs of columns twice, so that of every 32 columns lane q gets [8q, 8q + 8).
+// Rearranges O from accumulators to runs. The 4 lanes of a row exchange pairs of columns twice. Of every 32
+// columns, lane q then has columns 8q to 8q + 7.
 template <class B>
 __device__ __forceinline__ void deal_runs(MmaRuns<B>& R, const MmaSums<B>& O, int lane) {
   const int q = lane % 4;
-  R.first_row = O.first_row, R.first_col = q * R.RUN;
+  R.first_row = O.first_row;
+  R.first_col = q * R.RUN;
   if constexpr (MmaRuns<B>::RUN != 8) {
     memcpy(R.x, O.x, sizeof R.x);
   } else {
     SDPA_UNROLL for (int i = 0; i < R.ROWS; i++) {
       SDPA_UNROLL for (int j = 0; j < R.COLS; j += 8) {
-        // pairs[t]: columns 8t + 2q, 8t + 2q + 1. After a step, that bit of t tells whose pair it is, not its columns.
+        // A 4x4 transposition: pairs[t] of lane q has columns 8t + 2q and 8t + 2q + 1 before, and columns
+        // 8q + 2t and 8q + 2t + 1 afterwards. Each step exchanges one bit of t with the same bit of q.
         float pairs[4][2];
         memcpy(pairs, &O.x[i][j], sizeof pairs);
         SDPA_UNROLL for (int step = 1; step <= 2; step *= 2) {
@@ -1996,14 +2076,14 @@ __device__ __forceinline__ void deal_runs(MmaRuns<B>& R, const MmaSums<B>& O, in
 template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant__ KernelArgs a) {
   const SdpaParams& p = a.p;
   MmaShared<B>& s = dynamic_shared<MmaShared<B>>();
-  const int group = B::split_kv == 1 ? 0 : threadIdx.x / B::group_threads;
+  const int slice = B::split_kv == 1 ? 0 : threadIdx.x / B::group_threads;
   const int tid = B::split_kv == 1 ? threadIdx.x : threadIdx.x % B::group_threads;
   const int warp = tid / 32, lane = tid % 32;
   constexpr int WARP_ROWS = B::block_m / B::group_warps;
 
   const Item<B> item = item_of_cta<B>(a);
   if (!item.exists()) return;
-  const ItemTiles<B> t(a, item, group, tid, B::group_threads);
+  const ItemTiles<B> t(a, item, slice, tid, B::group_threads);
   if constexpr (B::pack_gqa) {
     MmaPacked<B>::copy_q(s, t, a);
   } else {
@@ -2011,44 +2091,45 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
   }
   if (threadIdx.x == 0) s.item = item;
   VectorCopy<B::use_cp_async>::commit();
-  CopyTogether<B, typename MmaShared<B>::Tiles> feed(s.in.group[group], t);
+  CopyTogether<B, typename MmaShared<B>::Tiles> pipeline(s.in.slice[slice], t);
   VectorCopy<B::use_cp_async>::template wait<B::stages - 1>();
-  __syncthreads();  // hazard: Q copied by all warps, s.item written by thread 0
+  __syncthreads();  // hazard: Q was copied by all warps, s.item was written by thread 0
   MmaQueries<B> Q;
   MmaRows<B> rows;
   const ItemScale<B> scale_log2(a, item);
-  // With a mask some warps of the CTA have fewer tiles than others.
+  // The first query of the warp. With a mask, some warps skip tiles that other warps of the CTA compute.
   const int q = item.q0 + (B::pack_gqa ? 0 : warp * WARP_ROWS);
   Q.start(s.in.Q, warp, lane);
   rows.start(warp * WARP_ROWS + lane / 4, lane % 4 * 2);
   if constexpr (B::converts_operands && !B::mixes_types) MmaPacked<B>::read_factors(rows, a, s.item);
-  // Every group takes part in every round, the last one perhaps without a tile.
-  for (int round = t.keys.begin; round < t.keys.end; round += B::round_keys) {
-    const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
+  // All slices take part in all rounds. In the last round, a slice may have no tile.
+  for (int round_k0 = t.keys.begin; round_k0 < t.keys.end; round_k0 += B::round_keys) {
+    const int k0 = round_k0 + slice * B::block_n;
+    const int stage = pipeline.acquire(k0);
     if (q < item.query_count(p) && k0 < t.keys.end && t.mask.tiles.touch(q, k0) &&
         (!B::use_key_mask || KeyBits<B>(a, item.b, k0).any())) {
       const bool plain = is_plain<B>(a, t.mask, q, k0);
-      const Element<B>* const K_s = s.in.group[group].K[stage];
-      const Element<B>* const V_s = s.in.group[group].V[stage];
+      const Element<B>* const K_s = s.in.slice[slice].K[stage];
+      const Element<B>* const V_s = s.in.slice[slice].V[stage];
       bool done = false;
-      if (B::use_lazy_max && rows.stale_max_will_do && plain) {
+      if (B::use_lazy_max && rows.keeps_max && plain) {
         done = rows.attend_by_stale_max(Q, K_s, scale_log2, s.item, t.mask, s.item.q0, k0, lane);
       }
       if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item, t.mask, s.item.q0, k0, plain, lane);
       SDPA_UNROLL for (int n = 0; n < rows.STEPS; n++) MmaOperands<B>::pv(rows.O, rows.P[n], V_s, n, lane);
     }
-    feed.release();
+    pipeline.release();
   }
 
   SDPA_UNROLL for (int i = 0; i < rows.ROWS; i++) rows.l[i] = row_sum<MmaSums<B>::LANES>(rows.l[i]);
   if constexpr (B::pack_gqa && !merges_by_kernel<B>) {
-    MmaPacked<B>::store(s, rows, a, group, lane);
+    MmaPacked<B>::store(s, rows, a, slice, lane);
   } else {
     if constexpr (B::split_kv > 1) {
-      __syncthreads();  // hazard: the partial results take the place of Q, K and V
-      if (group > 0) rows.store(s.partial[group - 1], tid);
-      __syncthreads();  // hazard: partial results written
-      if (group > 0) return;
+      __syncthreads();  // hazard: other warps still read Q, K and V, which the partials overwrite
+      if (slice > 0) rows.store(s.partial[slice - 1], tid);
+      __syncthreads();  // hazard: the partials were written
+      if (slice > 0) return;
       rows.merge(s.partial, scale_log2, tid);
     }
     MmaRuns<B> runs;
@@ -2063,8 +2144,8 @@ template <class B> struct KernelOf<B, Path::mma> {
 };
 
 // ---- 5c instructions of sm_90a (wgmma) ----
-// The async proxy: TMA and wgmma reach shared memory past the path that ordinary loads and stores
-// take (the generic proxy). What was written through the one is fenced before the other reads it.
+// TMA and wgmma access shared memory through the async proxy; ordinary loads and stores use the generic
+// proxy. Between a write through one proxy and a read through the other, a fence is necessary.
 
 #ifndef SDPA_SIMT
 
@@ -2074,31 +2155,32 @@ template <class B> struct KernelOf<B, Path::mma> {
 #endif
 #endif  // USE_WGMMA
 
-// threadIdx.x, read again, so that what is computed from it takes no register in between.
+// Reads threadIdx.x again, so that values computed from it need not stay in registers.
 __device__ __forceinline__ uint32_t thread_index_anew() {
   uint32_t index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
   return index;
 }
 
-// Stores 16 bytes at once. A plain store of words that come from different places nvcc may split.
+// Stores 16 bytes with one instruction. nvcc may split a plain store of four words from different places.
 __device__ __forceinline__ void st_global_v4(void* dst_g, uint4 value) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(dst_g), "r"(value.x), "r"(value.y), "r"(value.z),
                "r"(value.w)
                : "memory");
 }
 
-// Arrives once all lanes have come here, in one that is elected, so that no register keeps which.
+// Arrives once for the warp, after all its lanes have reached this point. elect.sync chooses the lane that
+// arrives, so no register has to hold its index.
 __device__ __forceinline__ void arrive_by_warp(uint64_t* barrier_s) {
   asm volatile("{ .reg .pred p; bar.warp.sync -1; elect.sync _|p, -1; @p mbarrier.arrive.shared::cta.b64 _, [%0]; }" ::
                    "r"(shared_address(barrier_s)) : "memory");
 }
-// Arrives, and announces bytes that asynchronous copies will bring before the phase is complete.
+// Arrives, and announces how many bytes asynchronous copies have to transfer before the phase completes.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier_s, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier_s)), "r"(bytes)
                : "memory");
 }
-// True if the phase of this parity is complete; the hardware may suspend the thread for a while.
+// True if the phase of this parity is complete. The hardware may suspend the thread for a limited time.
 __device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier_s, int parity) {
   uint32_t complete;
   asm volatile(
@@ -2109,24 +2191,26 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier_s, in
       : "memory");
   return complete;
 }
-// mbarrier_test_wait_parity, under a name of its own: there the CPU backend lets other threads run, here it must not.
+// The same as mbarrier_test_wait_parity(). It has its own name because the CPU backend runs other threads in
+// mbarrier_test_wait_parity() but must not do so here.
 __device__ __forceinline__ bool mbarrier_peek_parity(uint64_t* barrier_s, int parity) {
   return mbarrier_test_wait_parity(barrier_s, parity);
 }
-// Makes mbarriers that this thread has initialised visible to the async proxy.
+// Makes the mbarriers that this thread initialised visible to the async proxy.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// Makes what this thread has written to shared memory visible to the async proxy.
+// Makes this thread's writes to shared memory visible to the async proxy.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Tensor memory access copies a box of a tensor, as a tensor map describes them, from the coordinates c on (innermost
-// first). In shared memory its rows are swizzled as the map says. Outside the tensor it reads zeros and writes nothing.
+// TMA copies a box of a tensor. The tensor map describes the tensor, the box and the swizzle in shared
+// memory; c has the coordinates of the box, innermost first. Out-of-bounds elements are read as zeros and are
+// not written.
 
 __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-// One thread calls it. The whole box counts at the mbarrier, also what is outside the tensor.
+// One thread calls it. The mbarrier counts all bytes of the box, including out-of-bounds elements.
 __device__ __forceinline__ void cp_async_bulk_tensor_load(void* dst_s, const CUtensorMap* map, const int (&c)[5],
                                                           uint64_t* barrier_s, uint64_t cache_policy) {
   asm volatile(
@@ -2135,7 +2219,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor_load(void* dst_s, const CUt
       "l"(map), "r"(shared_address(barrier_s)), "l"(cache_policy), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]), "r"(c[4])
       : "memory");
 }
-// One thread calls it, and commits and waits as well.
+// The thread that calls it must also commit and wait.
 __device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* map, const int (&c)[5],
                                                            const void* src_s) {
   asm volatile(
@@ -2147,16 +2231,17 @@ __device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* ma
 __device__ __forceinline__ void cp_async_bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Waits until at most N of this thread's latest groups of stores have not yet read shared memory.
+// Waits until at most N of this thread's latest groups of stores have still to read shared memory.
 template <int N> __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 
-// wgmma: asynchronous products of a warpgroup (128 threads, the first a multiple of 128), in the order fence, products,
-// commit, wait. From the first product to the wait nobody touches their accumulators, registers of A and shared memory.
+// wgmma: asynchronous matrix products of a warpgroup, which is 128 threads from a multiple of 128 on. The order
+// is fence, products, commit, wait. From the first product until the wait, no thread may access the
+// accumulators and the registers of A, or write the operands in shared memory.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Waits until at most N of the latest groups are incomplete.
+// Waits until at most N of the latest groups are pending.
 template <int N> __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
@@ -2168,33 +2253,43 @@ template <int N> __device__ __forceinline__ void hold(uint32_t (&r)[N]) {
   SDPA_UNROLL for (int i = 0; i < N; i++) asm volatile("" : "+r"(r[i])::"memory");
 }
 __device__ __forceinline__ void hold(const CUtensorMap*& map) { asm volatile("" : "+l"(map)::"memory"); }
-// The same for registers whose values are dead: they are free until they are written.
+// Declares the values of these registers dead. The registers are free until they are written again.
 template <int N> __device__ __forceinline__ void forget(float (&d)[N]) {
   SDPA_UNROLL for (int i = 0; i < N; i++) asm volatile("" : "=f"(d[i])::"memory");
 }
 
-// A 16-bit matrix in shared memory with the 128-byte swizzle: bits 4-6 of an address are XORed with bits 7-9. Atoms of
-// 8 lines of 128 bytes start at multiples of 1024 bytes. K-major, one line per row: stride_bytes from 8 rows to the
-// next 8; the next 16 of K are 32 bytes further in the line; leading_bytes has no meaning. MN-major, one line per k, 64
-// rows or columns to a line: stride_bytes from 8 k to the next 8, leading_bytes from 64 rows or columns to the next 64.
-// A stride of 512 means lines of 64 bytes: bits 4-5 are XORed with bits 7-8, and atoms have 512 bytes.
+// The descriptor of a 16-bit matrix in shared memory with the 128-byte swizzle, which XORs bits 4-6 of an
+// address with bits 7-9. The matrix consists of atoms of 8 lines of 128 bytes, aligned to 1024 bytes.
+//
+//   K-major   A line is part of a row; the next 16 k are 32 bytes further in the line. stride_bytes is the
+//             distance from 8 rows to the next 8. leading_bytes is ignored.
+//   MN-major  A line has 64 rows or columns at one k. stride_bytes is the distance from 8 k to the next 8.
+//             leading_bytes is the distance from 64 rows or columns to the next 64.
+//
+// stride_bytes = 512 selects the 64-byte swizzle, which XORs bits 4-5 with bits 7-8. Lines then have 64 bytes
+// and atoms 512.
 __device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int leading_bytes, int stride_bytes) {
   return uint64_t((start & 0x3ffff) >> 4) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
          uint64_t(stride_bytes == 512 ? 2 : 1) << 62;
 }
 
-// D = A @ B (+ D if accumulate), [64][16] @ [16][N]. Lane 4g + q of warp w: d[i] is row 16w + g + 8 * (i / 2 % 2),
-// column 8 * (i / 4) + 2q + i % 2. B is [N][16] (K-major), with TRANS_B [16][N] (MN-major), A [64][16],
-// with TRANS_A [16][64]. With E __nv_fp8_e4m3 K is 32, both are K-major, and sums keep 14 bits, truncated.
+// D = A @ B (+ D if accumulate), [64][16] @ [16][N], with A and B in shared memory:
+//
+//   D  lane 4g + q of warp w has in d[i] row 16w + g + 8 * (i / 2 % 2), column 8 * (i / 4) + 2q + i % 2
+//   A  [64][16] (K-major); with TRANS_A [16][64] (MN-major)
+//   B  [N][16] (K-major); with TRANS_B [16][N] (MN-major)
+//
+// For E = __nv_fp8_e4m3, there are 32 k instead of 16, A and B are K-major, and sums are truncated to 14 bits.
 template <class E, int N, int TRANS_B, int TRANS_A = 0>
 __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate);
-// wgmma_ss with A in registers. Lane 4g + q of warp w: a[0], a[1] are k = 2q, 2q + 1 of rows
-// 16w + g and 16w + g + 8; a[2], a[3] the same 8 k further. e4m3: k = 4q ... 4q + 3, and 16 k further.
+// wgmma_ss() with A in registers. In lane 4g + q of warp w, a[0] and a[2] are in row 16w + g, a[1] and a[3] in
+// row 16w + g + 8. a[0] and a[1] hold k = 2q and 2q + 1, a[2] and a[3] hold k = 2q + 8 and 2q + 9. For e4m3 they
+// hold k = 4q to 4q + 3 and k = 4q + 16 to 4q + 19.
 template <class E, int N, int TRANS_B>
 __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate);
 
-// All warps of a warpgroup call it: gives registers above N back to the CTA, or waits for up to N. CTAS: the kernel's launch
-// bounds ask for so many on an SM.
+// All warps of a warpgroup call them. setmaxnreg_dec() releases the registers above N per thread to the CTA.
+// setmaxnreg_inc() waits until N per thread are available. CTAS: CTAs per SM of the kernel's launch bounds.
 template <int N, int CTAS = 1> __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
@@ -2215,7 +2310,8 @@ template <> __device__ __forceinline__ void stmatrix_x4<true>(SharedAddress row,
                : "memory");
 }
 
-// Programmatic dependent launch: waits for the grid before this one; lets the one after it start.
+// Programmatic dependent launch: the first function waits for the preceding grid, the second lets the next
+// grid start.
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -2223,13 +2319,15 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 
 #endif  // SDPA_SIMT
 
-// ---- 5c wgmma: what its kernels share (wgmma) ----
-// A tile in shared memory is D/64 panels of [rows][64], lines of 128 bytes. TMA and wgmma swizzle a line's chunks:
+// ---- 5c wgmma: shared by its kernels (wgmma) ----
+// A tile in shared memory consists of D/64 panels of [rows][64]; a line has 128 bytes. TMA and wgmma swizzle the
+// 16-byte chunks of each line:
 //
 //   line 0 (8, 16, ...)   0 1 2 3 4 5 6 7        line 2   2 3 0 1 6 7 4 5
 //   line 1 (9, 17, ...)   1 0 3 2 5 4 7 6        line r   chunk c at c ^ r % 8
 
-// A warpgroup has 64 rows, each warp w 16 of them. Lane 4g + q has, of 8 columns, in the instruction's order:
+// Layout of an accumulator: 64 rows per warpgroup, 16 per warp w. In each group of 8 columns, lane 4g + q has these
+// elements, in the order of the instruction:
 //
 //   column            0 1    2 3    4 5    6 7   |  8 9  ...
 //   row 16w + g       q = 0  q = 1  q = 2  q = 3 |           d[0] d[1]  |  d[4] d[5]  ...
@@ -2250,73 +2348,97 @@ template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
   __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
 };
 
-// x, the same in all lanes. So the compiler keeps what follows from it in uniform registers, as descriptors must be.
+// Returns x, which is equal in all lanes. After the shuffle, the compiler keeps values derived from x in uniform
+// registers, which descriptors require.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-// The panels of a tile whose rows have so many BYTES have lines of 128, or of 64 where 128 does not divide a row.
-template <int BYTES> constexpr int ROW_BYTES = ceil_div(BYTES, 64) * 64;  // of 96, zeros by TMA behind it
+// Layout of a tile with BYTES bytes per row: panels with lines of 128 bytes, or of 64 if 128 does not divide a row.
+template <int BYTES> constexpr int ROW_BYTES = ceil_div(BYTES, 64) * 64;  // with padding, which TMA zero-fills
 template <int BYTES> constexpr int PANEL_BYTES = ROW_BYTES<BYTES> % 128 ? 64 : 128;
 template <int BYTES> constexpr int PANELS = ROW_BYTES<BYTES> / PANEL_BYTES<BYTES>;
-template <int BYTES> constexpr int PANEL_ATOM = 8 * PANEL_BYTES<BYTES>;  // 8 lines of a panel
-constexpr int STEP_BYTES = 32;  // of K that an instruction takes
+template <int BYTES> constexpr int PANEL_ATOM = 8 * PANEL_BYTES<BYTES>;  // swizzle atom: 8 lines of a panel
+constexpr int STEP_BYTES = 32;  // bytes of a row of A per wgmma instruction
 
-// The place of a row's byte in a tile that lies in panels of ROWS lines of LINE bytes.
+// Offset in bytes of a byte of a row, in a tile whose panels have ROWS lines of LINE bytes.
 template <int ROWS, int LINE = 128> __device__ __forceinline__ uint32_t panel_byte(uint32_t row, uint32_t byte) {
   const uint32_t swizzled = byte / 16 % (LINE / 16) ^ row / (128 / LINE) % (LINE / 16);
   return (byte / LINE * ROWS + row) * LINE + swizzled * 16 + byte % 16;
 }
-// The same for elements of 16 bits.
+// Offset in elements of a 16-bit element, in a tile whose panels have ROWS lines of LINE bytes.
 template <int ROWS, int LINE = 128> __device__ __forceinline__ uint32_t panel_offset(uint32_t row, uint32_t column) {
   return panel_byte<ROWS, LINE>(row, column * 2) / 2;
 }
 
-// Waits for the phase of this parity; the hardware can put the thread to sleep meanwhile.
+// Waits until the phase with this parity completes. The hardware may suspend the thread meanwhile.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier_s, int parity) {
   while (!mbarrier_try_wait_parity(barrier_s, parity)) {
   }
 }
 
-// A name that depends on B, since other families' KernelArgs have no maps.
+// The tensor maps. A template, since KernelArgs has no member `maps` in other families.
 template <class B> __device__ __forceinline__ const auto& tensor_maps(const KernelArgs& a) { return a.maps; }
 
-// The descriptor of the matrix that begins so many bytes later; the sum stays within the address.
+// Descriptor of the matrix that begins `bytes` later. The sum does not overflow the address field.
 __device__ __forceinline__ uint64_t descriptor_at(uint64_t descriptor, int bytes) {
   return (descriptor & ~uint64_t(0xffffffff)) | uint32_t(uint32_t(descriptor) + bytes / 16);
 }
 
-// 16 columns of P, rounded: their accumulators are the A operand as they stand.
+// Rounds 16 columns of P to an A operand. Accumulators and A operands have the same lane layout.
 template <class E, class View> __device__ __forceinline__ void pack_step(uint32_t (&out)[4], const View& P, int step) {
   SDPA_UNROLL for (int i = 0; i < 4; i++) out[i] = pack<E>(P.x.d[8 * step + 2 * i], P.x.d[8 * step + 2 * i + 1]);
 }
-// Waits for the kernel before this one, and only then lets the next one start: to let it at once takes up to 5% longer.
+// Waits for the preceding kernel, then lets the next one start. Letting it start before the wait is up to 5% slower.
 __device__ __forceinline__ void wait_then_let_next_kernel_start() {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
 }
 
-// Cache policies of loads: Q is read once, K and V by many CTAs.
+// L2 cache policies of loads. Q is read once; K and V are read by many CTAs.
 constexpr uint64_t evict_first = 0x12f0000000000000, evict_last = 0x14f0000000000000;
 
-// True if a producer warp stores O out of shared memory; otherwise those that compute do.
+// True if a producer warp stores O from shared memory by TMA; otherwise the consumers store O.
 template <class B>
 constexpr bool stores_by_tma = (path<B> == Path::wgmma_roles || path<B> == Path::wgmma_converting) &&
                                B::split_kv == 1 && B::split_ctas == 1;
 
-template <class B> __device__ __forceinline__ uint16_t* shown_rounds();  // in shared memory
-template <class B> struct ListOfShownRounds {  // USE_KEY_MASK: of the rounds of an item that have a visible key
-  int list = 0;      // where its entries begin: 2 * number, plus 1 if the mask hides a key of the round
-  int is_whole = 0;  // 1: all rounds are taken, and the first entry tells whether the mask may hide keys of any
-  int hiding = 0;    // rounds of which the mask hides a key
-  __device__ uint32_t entry(int round) const { return ld_shared<uint16_t>(shown_rounds<B>() + list + (is_whole ? 0 : round)); }
+// ---- the list of an item's visible rounds (USE_KEY_MASK) ----
+
+// Bytes of Q, K and V in shared memory. Some tiles leave little room for lists.
+template <class B>
+constexpr int bytes_beside_lists = (2 * B::block_m + 2 * B::split_kv * B::stages * B::block_n) * B::head_dim * 2;
+template <class B> constexpr bool lists_are_short = B::swap_ab || B::is_8bit;
+// Maximum number of rounds of an item with a list; an item with more rounds computes all of them.
+template <class B>
+constexpr int most_listed = lists_are_short<B> ? 64 : bytes_beside_lists<B> > 200 * 1024 ? 128 : 512;
+// Maximum number of rounds with a hidden key whose bits are stored with the list.
+template <class B>
+constexpr int most_kept = lists_are_short<B> ? 1 : bytes_beside_lists<B> > 200 * 1024 ? 32 : 128;
+// In shared memory. entries: 2 * (number of a round with a visible key), plus 1 if the mask hides a key of the round.
+// bits: the visible keys of rounds with a hidden key.
+template <class B> struct ShownRounds {
+  alignas(16) uint32_t bits[most_kept<B>][ceil_div(B::round_keys, 32)];
+  uint16_t entries[most_listed<B>];
+};
+template <class B> struct ListOfShownRounds {
+  int list = 0;      // offset of the ShownRounds in shared memory
+  int is_whole = 0;  // 1: the item computes all rounds; the first entry says whether the mask may hide any key
+  int hiding = 0;    // number of rounds in which the mask hides a key
+  __device__ __forceinline__ ShownRounds<B>& shown() const {
+    return *reinterpret_cast<ShownRounds<B>*>(&dynamic_shared<unsigned char>() + list);
+  }
+  __device__ uint32_t entry(int round) const { return ld_shared<uint16_t>(&shown().entries[is_whole ? 0 : round]); }
   __device__ int number_of(uint32_t entry, int round) const { return is_whole ? round : int(entry / 2); }
 };
 
-// An item and its rounds, in each of which every slice (SPLIT_KV) takes one tile of BLOCK_N keys. The last round comes
-// first, so that tiles with a causal mask leave a maximum that holds for most of the others.
+// ---- items and their rounds (wgmma) ----
+
+// A work item and its rounds; in each round, every slice (SPLIT_KV) computes one tile of BLOCK_N keys. The last
+// round is computed first: after the tiles with a causal mask, the row max is large enough for most of the other
+// tiles.
 template <class B>
 struct alignas(16) WgmmaItem : Item<B>, std::conditional_t<lists_shown_rounds<B>, ListOfShownRounds<B>,
                                                           std::conditional_t<lists_rounds<B>, ListOfRounds, Nothing>> {
-  int h_kv, first_key, rounds;  // no rounds: there are no more items
+  int h_kv, first_key, rounds;  // zero rounds: there are no more items
 };
 template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem<B>& item, int round, int slice) {
   if constexpr (lists_rounds<B>) round = int(item.entry(round) / 2);
@@ -2329,16 +2451,18 @@ template <class B> __device__ __forceinline__ bool has_list(const KernelArgs& a,
 }
 template <class B> __device__ __forceinline__ void take_list(const KernelArgs& a, WgmmaItem<B>& item);
 
-// USE_KEY_MASK: tells a tile what the item's list knows of its round.
+// USE_KEY_MASK: sets tile.listed_as from the item's list.
 template <class B> __device__ __forceinline__ void ask_list(ScoreTile<B>& tile, const WgmmaItem<B>& item, int round) {
   if constexpr (B::use_key_mask) tile.listed_as = item.entry(round) % 2 == 0 ? 1 : 2;
 }
 
-// An item's rows. EARLY: with a mask, all items of a head move up by the warpgroups (64 rows) that have no row, so that
-// these come before query 0, where own_rounds() gives them no rounds. The head's first item, which has them then, sees
-// fewer keys, while the last sees them all anyway. Sq = 200, BLOCK_M = 192, causal: (2 * 192 - 200) / 64 * 64 = 128.
+// Sets an item's first key and number of rounds. EARLY, with a causal mask: if the last item of a head has
+// warpgroups (64 rows) without any row, all items of the head are shifted by these rows. The warpgroups without rows
+// are then before query 0, in the first item, and own_rounds() gives them no rounds. The first item loads fewer keys
+// as a result; the last item loads all keys in any case. Example with Sq = 200 and BLOCK_M = 192: the shift is (2 *
+// 192 - 200) / 64 * 64 = 128 rows.
 //
-//                queries of item 0               of item 1                       keys that the items load
+//                queries of item 0               queries of item 1               keys loaded by items 0, 1
 //   not EARLY      0- 63   64-127  128-191  |  192-199  none     none            192, 200
 //   EARLY        none     none       0- 63  |   64-127  128-191  192-199          64, 200
 template <class B, bool EARLY> __device__ __forceinline__ void set_rounds(const KernelArgs& a, WgmmaItem<B>& item) {
@@ -2352,9 +2476,10 @@ template <class B, bool EARLY> __device__ __forceinline__ void set_rounds(const 
 template <class B, bool EARLY = false>
 __device__ __forceinline__ WgmmaItem<B> wgmma_item(const KernelArgs& a, uint32_t i) {
   WgmmaItem<B> item;
-  if (!B::use_lengths && a.unmasked_rounds > 0) {  // as work_item() has it, without reading other arguments
+  if (!B::use_lengths && a.unmasked_rounds > 0) {  // equals work_item(), but reads fewer arguments
     static_cast<Item<B>&>(item) = tile_of<B>(a, a.q_blocks.divide(i), a.q_blocks.remainder(i));
-    item.first_key = 0, item.rounds = a.unmasked_rounds;
+    item.first_key = 0;
+    item.rounds = a.unmasked_rounds;
   } else {
     static_cast<Item<B>&>(item) = work_item<B>(a, i);
     set_rounds<B, EARLY>(a, item);
@@ -2362,23 +2487,25 @@ __device__ __forceinline__ WgmmaItem<B> wgmma_item(const KernelArgs& a, uint32_t
   if (has_map<B>(a)) take_list<B>(a, item);
   if (!B::use_lengths && B::split_ctas != 1) {
     const KeyRange part = range_of_rounds(a, item.rounds);
-    item.first_key += part.begin * B::round_keys, item.rounds = part.end - part.begin;
+    item.first_key += part.begin * B::round_keys;
+    item.rounds = part.end - part.begin;
   }
   item.h_kv = int(a.q_heads_per_kv.divide(item.h));
   return item;
 }
 
-// Copies ROWS rows of D elements from c on: in one box, or BY_PANELS, so that TMA knows where rows of fewer end.
+// Starts the TMA load of ROWS rows of D elements at coordinates c, as one box. BY_PANELS, or if rows are shorter
+// than D: one box per panel, so that TMA zero-fills the end of each row.
 template <int D, int SIZE, int ROWS, bool BY_PANELS = false>
 __device__ __forceinline__ void load_rows(const KernelArgs& a, void* to_s, const CUtensorMap* map, const int (&c)[5],
                                           uint64_t* full, uint64_t cache_policy) {
   for (int n = 0; n < (BY_PANELS || a.has_short_rows ? PANELS<D * SIZE> : 1); n++) {
-    const int of_panel[5] = {n * PANEL_BYTES<D * SIZE> / SIZE, c[1], c[2], c[3], c[4]};
+    const int panel_origin[5] = {n * PANEL_BYTES<D * SIZE> / SIZE, c[1], c[2], c[3], c[4]};
     unsigned char* const panel_s = reinterpret_cast<unsigned char*>(to_s) + n * ROWS * PANEL_BYTES<D * SIZE>;
-    cp_async_bulk_tensor_load(panel_s, map, of_panel, full, cache_policy);
+    cp_async_bulk_tensor_load(panel_s, map, panel_origin, full, cache_policy);
   }
 }
-// Copies ROWS rows of Q, from query q of the item on. PACK_GQA: those of all its heads.
+// Starts the TMA load of ROWS rows of Q, from query q of the item on. PACK_GQA: rows of all heads of the item.
 template <class B, int ROWS>
 __device__ __forceinline__ void load_rows_of_q(const KernelArgs& a, Element<B>* Q_s, const CUtensorMap* map,
                                                const Item<B>& item, int q, uint64_t* full) {
@@ -2387,11 +2514,11 @@ __device__ __forceinline__ void load_rows_of_q(const KernelArgs& a, Element<B>* 
   load_rows<B::head_dim, B::element_bytes, ROWS, B::pack_gqa>(a, Q_s, map, box_origin, full, evict_first);
 }
 
-// Waits until a tile of K or V has landed, unless it `is_there`, for a thread whose wgmma then reads it.
+// Waits until a tile of K or V has landed; does not wait if `has_landed`. The calling threads then issue wgmma.
 template <class B>
-__device__ __forceinline__ void wait_for_tile(uint64_t* full, int parity, bool is_there = false) {
-  if (!is_there) mbarrier_wait(full, parity);
-  if (B::copies_rows) fence_proxy_async();  // cp.async has written through the generic proxy
+__device__ __forceinline__ void wait_for_tile(uint64_t* full, int parity, bool has_landed = false) {
+  if (!has_landed) mbarrier_wait(full, parity);
+  if (B::copies_rows) fence_proxy_async();  // cp.async wrote by the generic proxy, wgmma reads by the async proxy
 }
 
 // Number of warps that copy a K or V tile together. Each arrives once at the tile's mbarrier.
@@ -2402,7 +2529,8 @@ constexpr int copying_warps = !B::copies_rows                      ? 1
                               : path<B> == Path::wgmma_roles       ? 2 / B::split_kv
                                                                    : 1;
 
-// A warp's copy of a tile of K or V from key k0 on, with zeros past the last key. Without pages one lane issues it.
+// Copies a tile of K or V, from key k0 on, by one warp; lane 0 issues the load. Rows past the last key are
+// zero-filled.
 template <class B, int D, bool = B::use_pages != 0> struct TileBox {
   int box_origin[5];  // coordinates in the tensor map
 
@@ -2410,26 +2538,26 @@ template <class B, int D, bool = B::use_pages != 0> struct TileBox {
       : box_origin{0, item.k_row(k0), 0, h_kv, item.batch(a.p.k_starts)} {}
   __device__ __forceinline__ void load(const KernelArgs& a, const CUtensorMap* map, Input* to_s, uint64_t* full) const {
     if (threadIdx.x % 32 > 0) return;
-    if (a.mask.keys.Sk == 0) return mbarrier_arrive(full);  // every score of this tile is masked
+    if (a.mask.keys.Sk == 0) return mbarrier_arrive(full);  // all scores of this tile are masked
     mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D * B::input_bytes>);
     const uint64_t cache_policy = B::swap_ab && B::pack_gqa ? evict_first : evict_last;
     load_rows<D, B::input_bytes, B::block_n>(a, to_s, map, box_origin, full, cache_policy);
   }
 };
-template <class B> struct RowPages;         // the pages of a warp's rows of a tile
-template <class B, int D> struct TileRows;  // the copy of these rows by cp.async
+template <class B> struct RowPages;         // the pages of the rows that a warp copies
+template <class B, int D> struct TileRows;  // copies rows of a tile by cp.async
 template <class B, int D> using TileLoad = std::conditional_t<B::copies_rows, TileRows<B, D>, TileBox<B, D>>;
 
-// Bytes from the beginning of a tile of `rows` rows to number `step` of the STEP_BYTES of a row.
+// Offset in bytes, in a tile of `rows` rows, of the operand of wgmma number `step` along a row (STEP_BYTES each).
 template <int LINE> __host__ __device__ constexpr int panel_step(int step, int rows) {
-  constexpr int steps = LINE / STEP_BYTES;  // of a panel
+  constexpr int steps = LINE / STEP_BYTES;  // per panel
   return step / steps * LINE * rows + step % steps * STEP_BYTES;
 }
 
-// Rows of Q that lie together: those of a warpgroup; PACK_GQA: of all, since a box of TMA has a panel of all heads.
+// Rows per panel of Q: 64, one warpgroup's. PACK_GQA: BLOCK_M, since one TMA box loads a panel of all heads.
 template <class B> constexpr int Q_PANEL_ROWS = B::pack_gqa ? B::block_m : 64;
 
-// S = Q @ K.T of a warpgroup, begun. Q [64][D] and K [BLOCK_N][D] are those of the descriptors.   [64][BLOCK_N]
+// Issues S = Q @ K.T of a warpgroup. Q [64][D] and K [BLOCK_N][D] are given as descriptors.   [64][BLOCK_N]
 template <class B> __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, uint64_t Q, uint64_t K) {
   forget(S.x.d);
   wgmma_fence();
@@ -2441,12 +2569,12 @@ template <class B> __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::
   wgmma_commit_group();
 }
 
-// P of a tile, rounded, as A operands.
+// P of a tile, rounded: the A operands of P @ V.
 template <class B> using WgmmaProbabilities = uint32_t[B::block_n * B::element_bytes / STEP_BYTES][4];
-// e4m3: V transposed is [D][keys] in panels of 128 keys, or of 64 where a tile has no more.
+// e4m3: keys per panel of the transposed V [D][BLOCK_N], which are also the bytes of a line.
 template <class B> constexpr int V_LINE = B::block_n > 64 ? 128 : 64;
 
-// O = P @ V (+ O if accumulate), begun. V [BLOCK_N][D] is the descriptor's. DTYPE=FP8_E4M3: [D][BLOCK_N].   [64][D]
+// Issues O = P @ V (+ O if accumulate). V [BLOCK_N][D] is a descriptor. DTYPE=FP8_E4M3: V [D][BLOCK_N].   [64][D]
 template <class B>
 __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::d_v>& O, const WgmmaProbabilities<B>& P, uint64_t V,
                                          bool accumulate) {
@@ -2464,14 +2592,15 @@ __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::d_v>& O, const Wgmm
   wgmma_commit_group();
 }
 
-// One thread prefetches the maps, before the first copies.
+// One thread prefetches the tensor maps, before the first TMA loads.
 template <class B> __device__ __forceinline__ void prefetch_tensor_maps(const KernelArgs& a) {
   if (threadIdx.x != 64) return;
-  prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k);
+  prefetch_tensormap(&tensor_maps<B>(a).q);
+  prefetch_tensormap(&tensor_maps<B>(a).k);
   prefetch_tensormap(&tensor_maps<B>(a).v);
 }
 
-// PACK_GQA: empties rows of Q without a query, since what lies there would decide how other rows are rounded.
+// PACK_GQA: zero-fills the rows of Q that have no query. Their contents would affect the rounding of other rows.
 template <class B> __device__ __forceinline__ void clear_rows_without_query(Element<B>* Q_s, const KernelArgs& a) {
   if (!B::pack_gqa) return;
   constexpr int line = PANEL_BYTES<B::qk_bytes> / 16;
@@ -2483,7 +2612,8 @@ template <class B> __device__ __forceinline__ void clear_rows_without_query(Elem
   fence_proxy_async();
 }
 
-// USE_LENGTHS: empties rows of V behind the last key, since 0 * NaN is NaN; its threads then fence the async proxy.
+// USE_LENGTHS: zero-fills the rows of V past the last key, since 0 * NaN is NaN. A fence of the async proxy must
+// follow.
 template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, int keys, int thread, int threads) {
   constexpr int bytes = B::d_v * B::input_bytes, line = PANEL_BYTES<bytes> / 16, panel = B::block_n * line;
   for (int i = keys * line + thread; i < panel; i += threads) {
@@ -2493,9 +2623,9 @@ template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, in
   }
 }
 
-// batch_invariant: empties those of `rows` rows of Q from first_row of the tile on that are behind the sequence's last
-// query. Rows of a warp decide together how long a stale maximum will do, and these are another sequence's. True if
-// the tile has such rows: then its readers have to wait for all who call it.
+// batch_invariant: zero-fills the rows of Q past the last query of the sequence, in the `rows` rows from first_row
+// of the tile on. They belong to another sequence, and the rows of a warp decide together how long a stale maximum
+// is kept. Returns true if the tile has such rows; its readers must then wait for all calling threads.
 template <class B>
 __device__ __forceinline__ bool clear_queries_of_others(Element<B>* Q_s, int panel_rows, const KernelArgs& a,
                                                         const Item<B>& item, int first_row, int rows, int thread) {
@@ -2506,27 +2636,32 @@ __device__ __forceinline__ bool clear_queries_of_others(Element<B>* Q_s, int pan
     if (query_of<B>(a, item.q0, first_row + row) < item.query_count(a.p)) continue;
     st_shared(reinterpret_cast<uint4*>(Q_s) + (panel * panel_rows + row) * line + i % line, uint4{});
   }
-  return fence_proxy_async(), true;
+  fence_proxy_async();
+  return true;
 }
 
 // ---- 5c the plain kernel (wgmma and USE_WARP_SPECIALIZATION = 0 and SWAP_AB = 0) ----
 //
-//   Q[g] of every warpgroup g, and the first STAGES tiles, are on their way
+//   start the loads of Q[g] for each warpgroup g, and of the first STAGES tiles
 //   for each tile of BLOCK_N keys:
-//     S = Q[g] @ K.T          64 rows of a warpgroup, out of shared memory
-//     P, m, l = softmax(S)    in registers, O brought to the new maximum
-//     O = O + P @ V           P from registers
-//     when all warpgroups have read K and V: the tile STAGES further comes into their place
+//     S = Q[g] @ K.T          64 rows per warpgroup; Q and K from shared memory
+//     P, m, l = softmax(S)    in registers; rescales O to the new maximum
+//     O = O + P @ V           P from registers, V from shared memory
+//     wait until all warpgroups have read K and V; start the load of the tile STAGES further into their stage
 //   O / l
+//
+// Per CTA: the item, Q, m, l and O. Per tile: the stage, S and P. All threads wait for q_full once and for
+// full[stage] in every tile. The __syncthreads() at the end of a tile protects its K and V from the next load into
+// the same stage.
 
 template <class B> struct WgmmaPlainShared {
   alignas(1024) Input Q[B::warpgroups][64 * B::head_dim];      // [64][D] each
   alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
   alignas(1024) Input V[B::stages][B::block_n * B::d_v];       // [BLOCK_N][Dv]
-  uint64_t q_full, full[B::stages];                            // mbarriers: landed
+  uint64_t q_full, full[B::stages];                            // mbarriers: the data has landed
 };
 
-// A warp begins to load K and V of a tile. The stage's mbarrier completes when they have landed.
+// One warp starts the loads of K and V of a tile. The mbarrier of the stage completes when both have landed.
 template <class B>
 __device__ __forceinline__ void load_tile(WgmmaPlainShared<B>& s, const KernelArgs& a, int stage, int k0, int h_kv,
                                           const Item<B>& item) {
@@ -2586,9 +2721,10 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
     // S = Q @ K.T   [64][BLOCK_N]
     const uint64_t K = wgmma_descriptor(uniform(shared_address(s.K[stage])), 16, PANEL_ATOM<B::qk_bytes>);
     wgmma_qk<B>(S, Q, K);
-    wgmma_wait_group<0>(), hold(S.x.d);
+    wgmma_wait_group<0>();
+    hold(S.x.d);
 
-    // P, and O brought to its maximum
+    // P, m, l = softmax(S); rescales O
     float alpha[2];
     finish_scores<B>(S, a, item, mask, item.q0, k0, is_plain<B>(a, mask, item.q0, k0));
     softmax_max<B>(S, a.scale_log2, m, alpha);
@@ -2596,14 +2732,16 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
     scale_rows(O, alpha);
     WgmmaProbabilities<B> P;
     SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
-      pack_step<Input>(P[step], S, step), hold(P[step]);
+      pack_step<Input>(P[step], S, step);
+      hold(P[step]);
     }
 
     // O = O + P @ V   [64][D]
     const uint64_t V = wgmma_descriptor(uniform(shared_address(s.V[stage])), B::block_n * PANEL_BYTES<B::v_bytes>,
                                         PANEL_ATOM<B::v_bytes>);
     wgmma_pv<B>(O, P, V, true);
-    wgmma_wait_group<0>(), hold(O.x.d);
+    wgmma_wait_group<0>();
+    hold(O.x.d);
 
     __syncthreads();  // hazard: K and V read by all warps
     if (tid < 32 && tile + B::stages < tiles) load_tile(s, a, stage, k0 + B::stages * B::block_n, h_kv, item);
@@ -2620,8 +2758,9 @@ template <class B> struct KernelOf<B, Path::wgmma_plain> {
 
 // ---- 5c the bias of a warp (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3) ----
 
-// The bias of the 16 rows of a warp beside a tile. A chunk of 16 bytes lies where its XOR with the row says, so that the
-// chunks that lanes read at once are in all banks: one of each of 8 rows, or with floats two of each of 4.
+// The bias of one warp for one tile: 16 rows, BLOCK_N keys. Its 16-byte chunks are XOR-swizzled by the row, so that
+// the chunks that lanes read together are in different banks: one chunk of each of 8 rows; fp32: two chunks of each
+// of 4 rows.
 template <class B> struct alignas(128) BiasTile {
   static constexpr int CHUNK = 16 / sizeof(Bias), CHUNKS = B::block_n / CHUNK;
   static constexpr int SWIZZLED = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
@@ -2632,8 +2771,9 @@ template <class B> struct alignas(128) BiasTile {
     return &x[row][(chunk ^ by / (8 / SWIZZLED) % SWIZZLED) * CHUNK];
   }
 };
-// Whether shared memory has room for the bias beside K, V and so many Q, and a warp for a row; otherwise elements are read
-// where they are used. 3 KB are left for barriers and items.
+// True if a row of the bias has at most one 16-byte chunk per lane, and if shared memory has room for the bias next
+// to K, V and q_stages tiles of Q; 3 KB are reserved for barriers and items. If false, each element is read where it
+// is added.
 template <class B> constexpr bool bias_fits(int q_stages) {
   if (B::block_n * sizeof(Bias) > 32 * 16) return false;
   const int rows = B::split_kv * B::block_m, ring = B::split_kv * B::stages * B::block_n * (B::head_dim + B::d_v) * 2;
@@ -2642,12 +2782,12 @@ template <class B> constexpr bool bias_fits(int q_stages) {
 }
 template <class B> constexpr bool bias_has_room = B::use_bias != 0 && bias_fits<B>(1);
 template <class B> struct BiasTiles {
-  std::conditional_t<bias_has_room<B>, BiasTile<B>[B::group_warps], Nothing> of_warp;
+  std::conditional_t<bias_has_room<B>, BiasTile<B>[B::group_warps], Nothing> per_warp;
 };
 
-// Adds the bias to the rows of a warp. The bias of the next tile is copied to shared memory during this one.
+// Adds the bias to the rows of a warp. During a tile, the bias of the next tile is prefetched into shared memory.
 template <class B, bool = bias_has_room<B>> struct BiasOfWarp : BiasInMemory<B> {
-  __device__ void hold(BiasTiles<B>&) {}
+  __device__ void bind(BiasTiles<B>&) {}
   __device__ void start(const KernelArgs&, const Item<B>&, int, int) {}
   __device__ void load(const KernelArgs&, const Item<B>&, int, int, int) {}
 };
@@ -2655,44 +2795,45 @@ template <class B> struct BiasOfWarp<B, true> {
   using Tile = BiasTile<B>;
   static constexpr int LANES = Tile::CHUNKS, ROWS = 32 / LANES;  // LANES lanes copy a row; ROWS rows are copied at once
   Tile* tile;
-  int ready = -1;  // the first key of the tile that is there or on its way
-  int column_at_0 = 0;            // column of the bias at which the lane's chunk of a tile at key 0 begins
-  const Bias* chunk_g = nullptr;  // that chunk in the lane's first row
-  int rows_left = 0;              // rows of the item from the lane's first row on
-  bool is_aligned = false;        // chunks begin at multiples of 16 bytes
+  int loaded_k0 = -1;             // per tile: first key of the tile that is in shared memory or in flight; -1: none
+  int column_at_0 = 0;            // per item: first column of the lane's chunk, for a tile at key 0
+  const Bias* chunk_g = nullptr;  // per item: address of this chunk, in the lane's first row
+  int rows_left = 0;              // per item: rows from the lane's first row on
+  bool is_aligned = false;        // per item: chunks are 16-byte aligned in global memory
 
-  __device__ void hold(BiasTiles<B>& tiles) {
-    tile = &tiles.of_warp[(threadIdx.x - B::producer_threads) / 32 % B::group_warps];
+  __device__ void bind(BiasTiles<B>& tiles) {
+    tile = &tiles.per_warp[(threadIdx.x - B::producer_threads) / 32 % B::group_warps];
   }
-  // The warp's first row: among those of its warpgroup, or with PACK_GQA of the item.
+  // First row of the warp, counted in its warpgroup. PACK_GQA: counted in the item.
   static __device__ __forceinline__ int first_row() {
     return int(thread_index_anew() - B::producer_threads) / 32 % (B::pack_gqa ? B::group_warps : 4) * 16;
   }
-  // Begins an item whose keys from `first` on have a bias. Computes the addresses once per item, since the 64-bit
-  // products would delay the softmax of each tile.
+  // Starts an item whose keys from `first` on have a bias. Computes the addresses once per item, since their 64-bit
+  // multiplications would delay the softmax of each tile.
   __device__ __forceinline__ void start(const KernelArgs& a, const Item<B>& item, int first, int q0) {
     const Strides& strides = a.p.bias_strides;
     const int lane = int(thread_index_anew() % 32), q = q0 + first_row() + lane / LANES;
-    ready = -1, column_at_0 = lane % LANES * Tile::CHUNK - first;
+    loaded_k0 = -1;
+    column_at_0 = lane % LANES * Tile::CHUNK - first;
     const int64_t elements = strides.batch | strides.head | strides.row | column_at_0;
     is_aligned = (elements * sizeof(Bias) | reinterpret_cast<uintptr_t>(a.p.bias)) % 16 == 0;
     if (B::pack_gqa) return;
     chunk_g = bias_row<B>(a, item, 0, 0) + q * strides.row + column_at_0;
     rows_left = item.query_count(a.p) - q;
   }
-  // Copies the bias of the warp's rows of the tile at key k0, if it is not on its way: chunks, or elements at edges.
+  // Starts the copy of the bias of the tile at key k0, unless it is in flight. Copies chunks; at edges, elements.
   __device__ __forceinline__ void load(const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
-    if (ready == k0) return;
+    if (loaded_k0 == k0) return;
     const int lane = int(thread_index_anew() % 32), chunk = lane % LANES, column = k0 + column_at_0;
-    const int columns = keys - chunk * Tile::CHUNK + column_at_0;  // that have a bias
-    cp_async_wait_group<0>();  // of a tile that nobody wanted
-    __syncwarp();              // hazard: the tile before read by all lanes
+    const int columns = keys - chunk * Tile::CHUNK + column_at_0;  // columns of the bias
+    cp_async_wait_group<0>();  // for the copy of a tile that was not used
+    __syncwarp();              // hazard: previous tile read by all lanes
     if (is_aligned && column >= 0 && column + Tile::CHUNK <= columns) {
       const Bias* from = chunk_g + k0;
       SDPA_UNROLL for (int n = 0; n < ceil_div(16, ROWS); n++, from += ROWS * a.p.bias_strides.row) {
         const int r = lane / LANES + ROWS * n;
         if ((LANES * ROWS == 32 && ROWS <= 16) || (lane < LANES * ROWS && r < 16)) {
-          if (B::pack_gqa) from = bias_row<B>(a, item, q0, first_row() + r) + column;  // of any head
+          if (B::pack_gqa) from = bias_row<B>(a, item, q0, first_row() + r) + column;  // rows may have different heads
           cp_async<16>(tile->at(r, chunk), from, B::pack_gqa || ROWS * n < rows_left);
         }
       }
@@ -2700,9 +2841,9 @@ template <class B> struct BiasOfWarp<B, true> {
       copy_elements(a, item, columns, q0, column);
     }
     cp_async_commit_group();
-    ready = k0;
+    loaded_k0 = k0;
   }
-  // Copies the lane's chunks element by element; they may begin at any address. The loads of AT_ONCE rows overlap.
+  // Copies the lane's chunks element by element, from any address. The loads of AT_ONCE rows overlap.
   __device__ __forceinline__ void copy_elements(const KernelArgs& a, const Item<B>& item, int columns, int q0,
                                                 int column) {
     constexpr int AT_ONCE = 2;
@@ -2726,9 +2867,9 @@ template <class B> struct BiasOfWarp<B, true> {
   }
   template <class View>
   __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
-    load(a, item, keys, q0, k0);  // once more, if scores came from K again
+    load(a, item, keys, q0, k0);  // copies it again if Q @ K.T has been recomputed
     cp_async_wait_group<0>();
-    __syncwarp();  // hazard: the tile copied by all lanes
+    __syncwarp();  // hazard: tile copied by all lanes
     if constexpr (sizeof(Bias) == 4)
       add_as_read(S, a);
     else
@@ -2737,7 +2878,7 @@ template <class B> struct BiasOfWarp<B, true> {
   template <class View> __device__ __forceinline__ void add_all(View& S, const KernelArgs& a) {
     uint32_t pairs[View::ROWS][View::COLS / 2];
     if constexpr (sizeof(Bias) == 2) {
-      // Rows 0-7 and 8-15 of two chunks, whose elements are where those of the accumulators are.
+      // Reads rows 0-7 and 8-15 of two chunks, in the lane layout of the accumulators.
       const int lane = int(thread_index_anew() % 32);
       const SharedAddress from = shared_address(tile->at(lane % 16, lane / 16));
       SDPA_UNROLL for (int j = 0; j < View::COLS / 2; j += 2) {
@@ -2751,14 +2892,14 @@ template <class B> struct BiasOfWarp<B, true> {
           const Bias* const at = tile->at(S.row(i) % 16, S.col(j) / Tile::CHUNK) + S.col(j) % Tile::CHUNK;
           pairs[i][j / 2] = ld_shared<BiasPair>(at);
         }
-        SDPA_NAMESPACE::hold(pairs[i]);  // or nvcc reads element by element
+        hold(pairs[i]);  // otherwise nvcc reads element by element
       }
     }
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) add_pair(S.x[i][j], S.x[i][j + 1], pairs[i][j / 2], a);
     }
   }
-  // Adds each pair of floats as soon as it is read, since all of them would take as many registers as S.
+  // Adds each pair of floats right after its load. Loading all of them first would take as many registers as S.
   template <class View> __device__ __forceinline__ void add_as_read(View& S, const KernelArgs& a) {
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) {
@@ -2769,84 +2910,98 @@ template <class B> struct BiasOfWarp<B, true> {
   }
 };
 
-// ---- 5c the rounds of an item by its list (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
+// ---- 5c lists of rounds (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
 
-// The position of a warpgroup among the rounds of an item.
+// The position of a warpgroup in the item's list of rounds. Without a list, all rounds are computed.
 template <class B, bool = lists_rounds<B>> struct RoundWalk {
   __device__ void start(const WgmmaItem<B>&, int) {}
-  // False if the list says that the bias, MASK_MOD or the mask of keys changes nothing in the tile.
-  __device__ bool looks() const { return true; }
-  __device__ bool looks_next() const { return true; }    // that of the next one
-  __device__ int step() const { return B::round_keys; }  // keys back to that
-  __device__ void go_on() {}
+  // False if the list says that the bias, MASK_MOD and the mask of keys do not change the tile.
+  __device__ bool may_change() const { return true; }
+  __device__ bool next_may_change() const { return true; }    // may_change() of the next tile
+  __device__ int step() const { return B::round_keys; }  // first key of this tile minus that of the next one
+  __device__ void advance() {}
 };
 template <class B> struct RoundWalk<B, true> {
   ListOfRounds rounds;
   int round;
-  uint32_t entries[2];  // of this round and the next one, which is read a round ahead
+  uint32_t entries[2];  // entries of this round and of the next one, which is loaded one round ahead
   __device__ __forceinline__ void start(const WgmmaItem<B>& item, int first) {
-    rounds = item, round = first + 1, entries[1] = rounds.entry(first), go_on();
+    rounds = item;
+    round = first + 1;
+    entries[1] = rounds.entry(first);
+    advance();
   }
-  __device__ bool looks() const { return entries[0] % 2; }
-  __device__ bool looks_next() const { return entries[1] % 2; }
+  __device__ bool may_change() const { return entries[0] % 2; }
+  __device__ bool next_may_change() const { return entries[1] % 2; }
   __device__ int step() const { return int(entries[0] / 2 - entries[1] / 2) * B::round_keys; }
-  __device__ __forceinline__ void go_on() {
-    hold(entries);  // or nvcc waits for one where it is read
-    entries[0] = uniform(entries[1]), round--;
+  __device__ __forceinline__ void advance() {
+    hold(entries);  // otherwise nvcc waits for each entry right after its load
+    entries[0] = uniform(entries[1]);
+    round--;
     entries[1] = round > 0 ? rounds.entry(round - 1) : 0;
   }
 };
 
-// USE_KEY_MASK: the bits of the warpgroup's tile at key k0, in a round that is number `place` of those with a hidden key.
+// USE_KEY_MASK: the visible keys of the slice's tile at key k0. `place`: index of its round among those with a
+// hidden key.
 template <class B>
-__device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, int list, int place, int k0);
-// The same with USE_KEY_MASK. look_ahead() finds out what the next round is, while the warpgroup waits for products.
+__device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, const ShownRounds<B>& list, int place, int k0);
+// USE_KEY_MASK: the position of a warpgroup in the list of rounds with a visible key. look_ahead() reads the next
+// entry, while the warpgroup waits for products.
 template <class B> struct ShownRoundWalk {
   ListOfShownRounds<B> rounds;
-  int round, number, next_number, keys_back;  // round: in the list; number: of this round, of the next one
-  bool hides, next_hides;
-  KeyBits<B> bits;  // of this tile, if the mask hides a key of the round; from look_ahead() on of the next one
+  int round, number, next_number, keys_back;  // round: index in the list; number: the entry's number of the round
+  bool hides, next_hides;                     // the mask hides a key of this round, of the next one
+  KeyBits<B> bits;  // visible keys of this tile, if `hides`; after look_ahead(), of the next tile
   template <class Rows> __device__ __forceinline__ void start(const Rows& rows, const WgmmaItem<B>& item, int first) {
-    rounds = item, round = first + 1, number = rounds.number_of(rounds.entry(first), first);
+    rounds = item;
+    round = first + 1;
+    number = rounds.number_of(rounds.entry(first), first);
     look_ahead(rows);
-    go_on();
+    advance();
   }
-  __device__ bool looks() const { return hides; }
-  __device__ bool looks_next() const { return next_hides; }
+  __device__ bool may_change() const { return hides; }
+  __device__ bool next_may_change() const { return next_hides; }
   __device__ int step() const { return keys_back; }
-  __device__ void go_on() { number = next_number, hides = next_hides, round--; }
+  __device__ void advance() {
+    number = next_number;
+    hides = next_hides;
+    round--;
+  }
   template <class Rows> __device__ __forceinline__ void look_ahead(const Rows& rows) {
     const int next = max(round - 1, 0);
     const uint32_t entry = uniform(rounds.entry(next));
-    next_number = rounds.number_of(entry, next), next_hides = entry % 2;
+    next_number = rounds.number_of(entry, next);
+    next_hides = entry % 2;
     keys_back = (number - next_number) * B::round_keys;
     if (next_hides) {
-      bits = listed_bits<B>(rows.a, rows.b, rounds.list, --rounds.hiding, rows.k0 - keys_back);
-    } else if constexpr (B::changes_logits) {  // SCORE_MOD changes the tile, and asks for its bits
+      bits = listed_bits<B>(rows.a, rows.b, rounds.shown(), --rounds.hiding, rows.k0 - keys_back);
+    } else if constexpr (B::changes_logits) {  // SCORE_MOD changes every tile and reads its bits
       SDPA_UNROLL for (uint32_t& word : bits.word) word = ~0u;
     }
   }
 };
 
-// ---- 5c the score hook: the tiles of a warpgroup (wgmma and USE_WARP_SPECIALIZATION) ----
+// ---- 5c the score hook: per-tile state of a warpgroup (wgmma and USE_WARP_SPECIALIZATION) ----
 
-// The bias of the tiles that a warpgroup computes, in shared memory.
+// The bias of the tiles of a slice, in shared memory.
 template <class B> using TileBias = std::conditional_t<B::use_bias != 0, BiasTiles<B>, Nothing>;
-// True if shared memory has room for it and for Q of two items.
+// True if shared memory has room for the bias and for Q of two items.
 template <class B> constexpr bool bias_fits_twice = B::use_bias == 0 || !bias_has_room<B> || bias_fits<B>(2);
 
-// SCORE_MOD, MASK_MOD: reads what the expressions need of the item that the rows begin.
+// SCORE_MOD, MASK_MOD: loads the values that the expressions use and that are constant for the item.
 template <class B, class Rows> __device__ __forceinline__ void start_expressions(Rows& rows) {
   if constexpr (B::changes_logits || B::hides_keys) ScoreMod<B>::start(rows);
 }
 
-// The position of a warpgroup among the rounds of an item, and the bias of the tile at it. Rows: WgmmaRows.
+// What the score hook knows about the warpgroup's tile: its position in the list of rounds, and its bias. Rows:
+// WgmmaRows.
 template <class B> struct TileWalk : std::conditional_t<lists_shown_rounds<B>, ShownRoundWalk<B>, RoundWalk<B>> {
   std::conditional_t<B::use_bias != 0, BiasOfWarp<B>, Nothing> bias;
-  int first_biased = 0;  // the item's first key with a bias; beyond all keys without one
+  int first_biased = 0;  // the item's first key with a bias; if there is none, greater than all keys
 
-  __device__ __forceinline__ void hold(TileBias<B>& tiles) {
-    if constexpr (B::use_bias != 0) bias.hold(tiles);
+  __device__ __forceinline__ void bind(TileBias<B>& tiles) {
+    if constexpr (B::use_bias != 0) bias.bind(tiles);
   }
   template <class Rows>
   __device__ __forceinline__ void start_item(const Rows& rows, const WgmmaItem<B>& item, int first_round) {
@@ -2859,67 +3014,91 @@ template <class B> struct TileWalk : std::conditional_t<lists_shown_rounds<B>, S
     }
     if constexpr (B::use_key_mask) ShownRoundWalk<B>::start(rows, item, first_round);
     else RoundWalk<B>::start(item, first_round);
-    if constexpr (B::use_bias != 0) fetch_bias(rows, this->looks(), rows.k0);
+    if constexpr (B::use_bias != 0) prefetch_bias(rows, this->may_change(), rows.k0);
   }
   // True if SCORE_MOD, MASK_MOD or the mask of keys may change this tile.
-  __device__ __forceinline__ bool is_modified() const { return B::changes_logits || (B::hides_keys && this->looks()); }
+  __device__ __forceinline__ bool is_modified() const {
+    return B::changes_logits || (B::hides_keys && this->may_change());
+  }
   // True if keys of the tile at key k have a bias.
   __device__ __forceinline__ bool has_bias(int k) const { return B::use_bias != 0 && k + B::block_n > first_biased; }
   // True if the tile whose first key is k0 has a bias that may change it.
-  __device__ __forceinline__ bool looks_at_bias(int k0) const { return has_bias(k0) && this->looks(); }
-  // Starts to copy the bias of the tile at key k to shared memory, if it has one.
-  template <class Rows> __device__ __forceinline__ void fetch_bias(const Rows& rows, bool looks, int k) {
-    if (looks && k >= 0 && has_bias(k)) bias.load(rows.a, *rows.item, rows.mask.keys.Sk, rows.q, k);
+  __device__ __forceinline__ bool bias_may_change(int k0) const { return has_bias(k0) && this->may_change(); }
+  // Starts the copy of the bias of the tile at key k to shared memory, if the tile has one.
+  template <class Rows> __device__ __forceinline__ void prefetch_bias(const Rows& rows, bool may_change, int k) {
+    if (may_change && k >= 0 && has_bias(k)) bias.load(rows.a, *rows.item, rows.mask.keys.Sk, rows.q, k);
   }
-  // Adds the bias of this tile, if it has one, and fetches that of the next, whose keys have one only if these have.
+  // Adds the bias of this tile, if it has one, and prefetches that of the next tile, which has smaller keys and so
+  // has a bias only if this tile has one. Returns true if it has added a bias.
   template <class View, class Rows> __device__ __forceinline__ bool add_bias(View& S, const Rows& rows) {
     if constexpr (B::use_bias != 0) {
-      if (!has_bias(rows.k0) || !(this->looks() || this->looks_next())) return false;
-      if (this->looks()) {
+      if (!has_bias(rows.k0) || !(this->may_change() || this->next_may_change())) return false;
+      if (this->may_change()) {
         rows.locate(S);
         bias.add(S, rows.a, *rows.item, rows.mask.keys.Sk, rows.q, rows.k0);
       }
-      fetch_bias(rows, this->looks_next(), rows.k0 - this->step());
-      return this->looks();
+      prefetch_bias(rows, this->next_may_change(), rows.k0 - this->step());
+      return this->may_change();
     }
     return false;
   }
 };
 
-// ---- 5c producers and consumers: what their kernels share (wgmma and USE_WARP_SPECIALIZATION) ----
+// ---- 5c producers and consumers: shared by their kernels (wgmma and USE_WARP_SPECIALIZATION) ----
 //
-//   warps of the producer warpgroup           warpgroups that compute, 64 rows each
-//   for each item:                            for each item, once q_full:
-//     wait q_empty;  load Q                     for each tile, the last key first:
-//     for each tile, the last key first:          wait k_full;  S = Q @ K.T;  release K
-//       wait k_empty;  load K                     P, m, l = softmax(S)
-//       wait v_empty;  load V                     wait v_full;  O = O + P @ V;  release V
-//   one warp: wait o_done;  store O             O / l, rounded, in the place of Q;  signal o_done
+//   producer warps                              consumer warpgroups, 64 rows each
+//   for each item:                              for each item:
+//     wait q_empty;  load Q                       wait q_full
+//     for each tile, the last key first:          for each tile, the last key first:
+//       wait k_empty;  load K                       wait k_full;  S = Q @ K.T;  arrive at k_empty
+//       wait v_empty;  load V                       P, m, l = softmax(S)
+//   one warp, for each item:                        wait v_full;  O = O + P @ V;  arrive at v_empty
+//     wait o_done;  store O;                      write O / l, rounded, over Q;  arrive at o_done
+//     arrive at q_empty
 //
-// OVERLAP=1 begins S of the next tile before P @ V. With persistent CTAs the loads go on from item to item, those of Q
-// if there is room for two. With too few items for all SMs, two slices of the keys (SPLIT_KV) go to two warpgroups.
+// OVERLAP=1: Q @ K.T of the next tile is issued before P @ V. With persistent CTAs, the producers continue with the
+// next item while the consumers compute; they load its Q early if shared memory has room for two. SPLIT_KV=2, if the
+// problem has too few items for all SMs: two warpgroups compute two slices of the keys for the same rows.
+//
+//   lifetime   state
+//   CTA        the role of a warp; its rings, each a stage and a parity, which continue from item to item
+//   item       s.item[stage of Q]; in WgmmaRows: O, m, l, the first query, the scale, the mask, and the range of keys
+//              in which m may be used as the stale maximum
+//   tile       k0, S, P, and the stage of its K and V
+//
+//   mbarrier          completed by                                 awaited by           protects
+//   q_full            the warp that starts the item, and TMA       all other warps      Q and s.item: written
+//   q_empty           the last readers of Q, or the warp           the warp that        Q and s.item: read, and O over
+//                     that has stored O                            starts the item      Q: stored
+//   k_full, v_full    TMA, or the warps that copied the tile       consumers            the tile: written
+//   k_empty, v_empty  all consumer warps of the slice              producers            the tile: read
+//   o_done            the 4 warps of a warpgroup                   the warp storing O   O over Q: written
 
-// Named barriers of the CTA. turn and the next three: it is the warpgroup's turn at the tensor cores; q_read and the
-// next three: all warps of the warpgroup have read Q; partials: the partial results of both slices are written.
-constexpr int turn = 1, q_read = 5, partials = 9;
+// Named barriers; barrier 0 is __syncthreads(). w: a consumer warpgroup.
+constexpr int turn = 1;      // turn + w: w has issued its products, so the next warpgroup may issue; 256 threads
+constexpr int q_read = 5;    // q_read + w: all warps of w have read Q, so O may overwrite it; 128 threads
+constexpr int partials = 9;  // the partials of both slices are in shared memory; all consumer threads
 
-// The stages of a slice's tiles. Full: the tile has landed. Empty: all who read it have done so.
+// The stages of a slice's K and V tiles, and their mbarriers. full: the tile has landed. empty: all consumers have
+// read the tile.
 template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
   using E = Element<B>;
   alignas(1024) E K[B::stages][B::block_n * ROW_BYTES<B::qk_bytes> / sizeof(E)];  // [BLOCK_N][D]
   alignas(1024) E V[B::stages][V_ELEMENTS];                                       // [BLOCK_N][D]
   uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
-  std::conditional_t<B::use_lengths, uint64_t, Nothing> last_landed;  // V of a tile in which a sequence ends
+  std::conditional_t<B::use_lengths, uint64_t, Nothing> last_landed;  // V has landed; it still needs zero-fill
   TileBias<B> bias;
   __device__ __forceinline__ uint64_t* landed_last() { return reinterpret_cast<uint64_t*>(&last_landed); }
   __device__ __forceinline__ void init_full(int k_arrivals, int v_arrivals) {
-    mbarriers_init(k_full, k_arrivals), mbarriers_init(v_full, v_arrivals);
+    mbarriers_init(k_full, k_arrivals);
+    mbarriers_init(v_full, v_arrivals);
     if constexpr (B::use_lengths) mbarrier_init(&last_landed, 1);
   }
   __device__ __forceinline__ void init_empty() {
-    mbarriers_init(k_empty, B::group_warps), mbarriers_init(v_empty, B::group_warps);
+    mbarriers_init(k_empty, B::group_warps);
+    mbarriers_init(v_empty, B::group_warps);
   }
-  // A warp that computes calls it: releases stages unread, each once it is full.
+  // Called by each consumer warp. Releases `tiles` stages without reading them, each after it is full.
   __device__ __forceinline__ void skip(StageRing<B::stages>& ring, int tiles) {
     for (; tiles > 0; tiles--, ring.advance()) {
       mbarrier_wait(&k_full[ring.stage], ring.parity);
@@ -2930,87 +3109,99 @@ template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
   }
 };
 
-// What two slices of the same rows exchange. Of a warp's 16 rows slice 0 finishes the first 8, slice 1 the others.
-// O[to] has, thread by thread, what the other slice has summed of the rows of slice `to`.
+// The partials that two slices of the same rows exchange. Slice 0 finalizes rows 0-7 of each warp, slice 1 rows
+// 8-15. O[to]: the other slice's O in the rows that slice `to` finalizes, by thread.
 template <class B> struct SlicePartial {
   float4 O[2][B::d_v / 16][128];
   float2 m_l[2][64];
-  alignas(16) Output out[2][4][8][B::d_v + 8];  // 8: against bank conflicts
+  alignas(16) Output out[2][4][8][B::d_v + 8];  // 8: padding against bank conflicts
 };
 template <class B>
 using SlicePartials = std::conditional_t<(B::split_kv > 1), SlicePartial<B>[B::block_m / 64], Nothing>;
 
-// CTAs per SM that the registers of a thread are limited for. With a bias, a kernel with one consumer warpgroup would use
-// more than half of the SM's registers, and a single such CTA mostly waits. COLUMNS: columns of S and O.
+// CTAs per SM that the register limit of a thread allows. With a bias and one consumer warpgroup, a kernel would use
+// more than half of the SM's registers, and the single CTA would mostly wait. COLUMNS: columns of S and O.
 template <class B, int COLUMNS = B::block_n + B::d_v>
 constexpr int ctas_by_registers = B::use_bias == 0 || B::warpgroups > 1 || COLUMNS > 192 ? 1
                                   : COLUMNS > 128 || B::copies_rows                      ? 2
                                                                                          : 3;
-// Registers of a thread: all start with as many, then producers give some away. setmaxnreg counts in eights.
-template <class B, int PRODUCER, int BESIDE_MANY = 32> struct WgmmaRegisters {
-  static constexpr int at_start = 65536 / ctas_by_registers<B> / B::threads / 8 * 8;
-  static constexpr int producer = B::warpgroups > 2 ? BESIDE_MANY : PRODUCER;
-  static constexpr int spare = at_start * (B::warpgroups + 1) - producer;
+// Registers per thread. All threads start with the same number, then producers release some to the consumers.
+// setmaxnreg takes multiples of 8.
+template <class B, int PRODUCER, int WITH_MANY_CONSUMERS = 32> struct WgmmaRegisters {
+  static constexpr int at_launch = 65536 / ctas_by_registers<B> / B::threads / 8 * 8;
+  static constexpr int producer = B::warpgroups > 2 ? WITH_MANY_CONSUMERS : PRODUCER;
+  static constexpr int spare = at_launch * (B::warpgroups + 1) - producer;
   static constexpr int consumer = spare / B::warpgroups < 240 ? spare / B::warpgroups / 8 * 8 : 240;
-  // One warpgroup that computes has enough as it is.
-  static constexpr bool dealt = consumer > at_start;
+  // False with one consumer warpgroup, which has enough registers at launch.
+  static constexpr bool redistributes = consumer > at_launch;
 };
 
-// USE_KEY_MASK: lists of rounds. With a queue those of the items that are computed and of the next one.
+// USE_KEY_MASK: number of lists in shared memory. With persistent CTAs: one per stage of Q and one for the next
+// item.
 template <class B, int Q_STAGES>
 constexpr int shown_lists = B::use_persistent_cta ? Q_STAGES + 1 : B::converts_tiles ? 4 : 2 * B::split_kv;
-template <class B, int LISTS> struct ShownRounds;
+template <class B> struct ListedItem : WgmmaItem<B> { int all_rounds; };
+template <class B, int LISTS> struct ListsOfCta {
+  ShownRounds<B> of[LISTS];
+  ListedItem<B> last;  // with a queue: the item for which a list was made last
+};
 template <class B, int Q_STAGES>
-using ShownRoundsOf = std::conditional_t<B::use_key_mask, ShownRounds<B, shown_lists<B, Q_STAGES>>, Nothing>;
-template <class B> __device__ __forceinline__ void list_shown_rounds(const KernelArgs& a, WgmmaItem<B>& item, int list);
+using ShownRoundsOf = std::conditional_t<B::use_key_mask, ListsOfCta<B, shown_lists<B, Q_STAGES>>, Nothing>;
+template <class B>
+__device__ __forceinline__ void list_shown_rounds(const KernelArgs& a, WgmmaItem<B>& item, ShownRounds<B>& list);
 
-enum WgmmaRole { idle = 0, load_k = 1, load_v = 2, store_o = 4 };  // what a producer warp does; bits
+enum WgmmaRole { idle = 0, load_k = 1, load_v = 2, store_o = 4 };  // tasks of a producer warp; bits
 
-// A producer warp. All its lanes have the same state, and one of them issues the copies.
+// A producer warp. Its state lives as long as the CTA and is equal in all lanes. Lane 0 issues the copies.
 template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
   Shared& s;
   const KernelArgs& a;
   const bool issues = threadIdx.x % 32 == 0;
-  StageRing<LANDING> ring;
-  StageRing<Shared::Q_STAGES> q_ring;
-  int keys_at_end = B::block_n, last_parity = 0;  // USE_LENGTHS: keys of V's next tile; of last_landed
+  StageRing<LANDING> ring;             // of the next tile
+  StageRing<Shared::Q_STAGES> q_ring;  // of the next item
+  int keys_at_end = B::block_n, last_parity = 0;  // USE_LENGTHS: keys in the next tile of V; parity of last_landed
   std::conditional_t<B::use_key_mask, StageRing<shown_lists<B, Shared::Q_STAGES>>, Nothing> list_ring;
 
   __device__ WgmmaProducer(Shared& s_, const KernelArgs& a_) : s(s_), a(a_) {}
 
-  // Item number i, which past the last item has no rounds.
+  // Work item i; past the last one, an item with zero rounds.
   __device__ __forceinline__ WgmmaItem<B> find_item(uint32_t i) {
     if (B::use_persistent_cta && !B::use_lengths && i >= a.work_items) return {};
     if constexpr (B::use_key_mask) return find_listed_item(i);
     return wgmma_item<B, wgmma_may_pass<B>>(a, i);
   }
-  // USE_KEY_MASK: the item with a list of its rounds. With a queue warp 0 makes the lists, and others follow it; the item
-  // whose list is replaced has been computed. Without one every warp makes its own list.
+  // USE_KEY_MASK: work item i with a list of its rounds. With persistent CTAs, warp 0 writes the lists for all
+  // warps. A list is overwritten only after its item has been computed: item i starts after item i - Q_STAGES has
+  // been computed. Without persistent CTAs, each warp writes its own list.
   __device__ __forceinline__ WgmmaItem<B> find_listed_item(uint32_t i) {
     WgmmaItem<B> item = wgmma_item<B, wgmma_may_pass<B>>(a, i);
     if (B::use_persistent_cta && uniform(int(threadIdx.x)) >= 32) return item;
     const int rounds = item.rounds;
     auto& last = s.shown.last;
     const bool is_first = list_ring.stage == 0 && list_ring.parity == 0;
-    if (B::use_persistent_cta && !is_first && item.b == last.b && item.first_key == last.first_key && rounds == last.all_rounds) {
-      static_cast<ListOfShownRounds<B>&>(item) = last, item.rounds = last.rounds;  // the same keys as the last item listed
+    if (B::use_persistent_cta && !is_first && item.b == last.b && item.first_key == last.first_key &&
+        rounds == last.all_rounds) {
+      static_cast<ListOfShownRounds<B>&>(item) = last;  // same keys: reuses the last list
+      item.rounds = last.rounds;
       return item;
     }
-    list_shown_rounds<B>(a, item, B::use_persistent_cta ? list_ring.stage : int(threadIdx.x / 32));
+    list_shown_rounds<B>(a, item, s.shown.of[B::use_persistent_cta ? list_ring.stage : int(threadIdx.x / 32)]);
     list_ring.advance();
     if (B::use_persistent_cta && issues) {
       static_cast<WgmmaItem<B>&>(last) = item;
       last.all_rounds = rounds;
     }
-    __syncwarp();  // hazard: written by lane 0
+    __syncwarp();  // hazard: `last` written by lane 0
     return item;
   }
-  // The queue has the items after the first of every CTA, so that there are as many draws as items, and the last puts
-  // the counter back. A CTA draws before its item's last loads: a sooner draw would keep an item from an idle CTA.
-  __device__ __forceinline__ uint32_t draw_item() const {
+  // Fetches the index of the next item from the queue, which starts after the first item of each CTA. Every item
+  // causes one fetch; the last fetch wraps the counter to 0 for the next launch. Called just before the loads of an
+  // item's last round, since an earlier fetch would keep the item from an idle CTA.
+  __device__ __forceinline__ uint32_t fetch_item_index() const {
     return B::use_persistent_cta ? atomicInc(Item<B>::queue(a), a.work_items - 1) : 0;
   }
-  // Loads Q of an item, once `empty` is complete, and sets s.item; q_full tells the others.
+  // Waits until the buffer of Q is free (`empty`), starts the TMA load of Q and publishes the item in s.item.
+  // Consumers and other producer warps wait on q_full.
   __device__ __forceinline__ void start_item(const WgmmaItem<B>& item, uint64_t* empty, int parity) {
     const int stage = q_ring.stage;
     uint64_t* const full = &s.q_full[stage];
@@ -3018,21 +3209,22 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
     if (issues) {
       s.item[stage] = item;
       mbarrier_arrive_expect_tx(full, item.rounds > 0 ? rows_of_item<B>(a) * ROW_BYTES<B::qk_bytes> : 0);
-      for (int n = 0; item.rounds > 0 && n < (B::pack_gqa ? 1 : Shared::ROW_GROUPS); n++) {  // 64 rows, or all heads'
+      for (int n = 0; item.rounds > 0 && n < (B::pack_gqa ? 1 : Shared::ROW_GROUPS); n++) {  // per 64 rows, or once
         load_rows_of_q<B, Q_PANEL_ROWS<B>>(a, s.queries(stage, n), &tensor_maps<B>(a).q, item, item.q0 + n * 64, full);
       }
     }
     q_ring.advance();
   }
-  // Waits for the item that another warp has started, and returns it.
+  // Waits until another warp has published an item, and returns it.
   __device__ __forceinline__ WgmmaItem<B> follow_item() {
     mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
     const WgmmaItem<B> item = s.item[q_ring.stage];
-    __syncwarp();  // hazard: read by all lanes before the copies that lead to the next item
+    __syncwarp();  // hazard: item read by all lanes, before copies of lane 0 let it be overwritten
     q_ring.advance();
     return item;
   }
-  // Loads a slice's tile of K or V in a round, once its stage is empty. To begin sooner without pages takes 2% longer.
+  // Loads a slice's tile of K or V of a round once its stage is empty. With pages, reads the page table before the
+  // wait. Without pages, computing the coordinates before the wait is 2% slower.
   template <int D>
   __device__ __forceinline__ void load(const WgmmaItem<B>& item, int round, int slice, const CUtensorMap* map,
                                        Input* tile_s, uint64_t* full, uint64_t* empty) {
@@ -3041,14 +3233,16 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
     if (B::use_pages) mbarrier_wait(empty, ring.parity ^ 1);
     box.load(a, map, tile_s, full);
   }
-  // Empties the rows of V past the last key, once they have landed, and only then lets others see the tile.
+  // Waits until V has landed, zero-fills its rows past the last key, and then signals `full`.
   __device__ __forceinline__ void finish_last_tile(Input* V_s, uint64_t* landed, uint64_t* full) {
-    mbarrier_wait(landed, last_parity), last_parity ^= 1;
-    clear_rows_of_v<B>(V_s, keys_at_end, threadIdx.x % 32, 32), keys_at_end = B::block_n;
+    mbarrier_wait(landed, last_parity);
+    last_parity ^= 1;
+    clear_rows_of_v<B>(V_s, keys_at_end, threadIdx.x % 32, 32);
+    keys_at_end = B::block_n;
     fence_proxy_async();
     arrive_by_warp(full);
   }
-  // Loads a slice's tile of a round: K to the stages of k, or V to those of v, or both.
+  // Loads a slice's tiles of a round as `role` says: K into a stage of k, V into a stage of v.
   template <class K, class V>
   __device__ __forceinline__ void load_round(int role, const WgmmaItem<B>& item, int round, int slice, K& k, V& v) {
     const auto& maps = tensor_maps<B>(a);
@@ -3060,31 +3254,33 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
     load<B::d_v>(item, round, slice, &maps.v, v.V[n], full, &v.v_empty[n]);
     if (B::use_lengths && keys_at_end < B::block_n) finish_last_tile(v.V[n], full, &v.v_full[n]);
   }
-  // Loads a slice's tiles of all items. A copy that waits for its stage would hold up the other kind: so one warp loads
-  // K and another V, where there are enough of them. The warp that starts an item, by start(item), is a loader as well.
+  // Loads a slice's tiles of all items. If there are enough warps, separate warps load K and V, so that neither
+  // blocks the other. `starts`: this warp also starts each item, by start(item); the others follow it.
   template <class K, class V, class Start>
   __device__ __forceinline__ void load_items(int role, int slice, K& k, V& v, bool starts, const Start& start) {
     WgmmaItem<B> item = find_item(item_number_of_cta<B>(a));
-    griddepcontrol_wait();  // the kernel before this one has ended, and its writes are visible
+    griddepcontrol_wait();  // for the preceding kernel, which may have written the inputs
     while (true) {
       const StageRing<Shared::Q_STAGES> of_item = q_ring;
       if (starts) start(item);
       if (!starts && B::use_persistent_cta) item = follow_item();
       if (item.rounds == 0) break;
-      uint32_t drawn = 0;
-      keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, slice));  // in the loop it takes registers
+      uint32_t next_index = 0;
+      // Computed before the loop to save registers.
+      keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, slice));
       for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
-        if (starts && issues && round == 0) drawn = draw_item();
+        if (starts && issues && round == 0) next_index = fetch_item_index();
         load_round(role, item, round, slice, k, v);
       }
       if constexpr (B::copies_rows && stores_by_tma<B>) {
         if ((role & store_o) && issues) store_item(of_item);
       }
       if (!B::use_persistent_cta) break;
-      if (starts) item = find_item(gridDim.x + uniform(drawn));
+      if (starts) item = find_item(gridDim.x + uniform(next_index));
     }
   }
-  // One thread stores O of the item in a stage of Q. TMA leaves out rows past Sq, but a box must not begin before row 0.
+  // One thread stores O, which the consumers have written over the item's Q. TMA does not write rows past Sq, but a
+  // box must not begin before row 0.
   __device__ __forceinline__ void store_item(const StageRing<Shared::Q_STAGES>& of_item) {
     const int stage = of_item.stage;
     const WgmmaItem<B>& item = s.item[stage];
@@ -3094,15 +3290,15 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
       if (q < 0 || item.ends_before(q + 64)) continue;
       constexpr int width = PANEL_BYTES<B::v_bytes> / B::element_bytes;
       for (int n = 0; n < (a.has_short_rows ? PANELS<B::v_bytes> : 1); n++) {
-        const int of_panel[5] = {n * width, item.q_row(q), 0, item.h, item.batch(a.p.q_starts)};
-        cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, of_panel, s.Q[stage][group] + 64 * of_panel[0]);
+        const int panel_origin[5] = {n * width, item.q_row(q), 0, item.h, item.batch(a.p.q_starts)};
+        cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, panel_origin, s.Q[stage][group] + 64 * panel_origin[0]);
       }
       cp_async_bulk_commit_group();
     }
     cp_async_bulk_wait_group_read<0>();
     mbarrier_arrive(&s.q_empty[stage]);
   }
-  // The same for all items.
+  // Stores O of all items.
   __device__ __forceinline__ void store_items() {
     do {
       mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
@@ -3113,15 +3309,18 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
   }
 };
 
-// USE_PING_PONG: warpgroups begin their products in turn, so that one's softmax goes on beside another's products.
-template <class B, bool = B::use_ping_pong> struct WgmmaTurns {  // without it, all at once
+// USE_PING_PONG: the warpgroups issue their products in turn, so that the softmax of one overlaps the products of
+// another. The last warpgroup gives warpgroup 0 the first turn. leave() consumes the arrival that remains at the
+// end.
+template <class B, bool = B::use_ping_pong> struct WgmmaTurns {  // without turns
   __device__ explicit WgmmaTurns(int) {}
   __device__ void await() const {}
   __device__ void pass_on() const {}
   __device__ void leave() const {}
 };
 template <class B> struct WgmmaTurns<B, true> {
-  // Numbered by who passes on: ptxas may compute a number anew each time, and all wait for what delays pass_on().
+  // Barrier id: turn + arriving warpgroup. ptxas may recompute an id at each use. All warpgroups wait for pass_on(),
+  // so its id is the simpler one.
   const int warpgroup;
   __device__ explicit WgmmaTurns(int number) : warpgroup(number) {
     if (warpgroup == B::warpgroups - 1) pass_on();
@@ -3133,8 +3332,8 @@ template <class B> struct WgmmaTurns<B, true> {
   }
 };
 
-// The item's rounds [begin, end) that the warpgroup with first query q takes: all; with SKIP_MASKED those that its rows
-// see, and at least one. A warpgroup without rows takes none, so that the others get the tensor cores.
+// The item's rounds [begin, end) that the warpgroup with first query q computes. SKIP_MASKED: only rounds with a key
+// that its rows see, but at least one. A warpgroup without rows computes none and leaves the tensor cores to others.
 template <class B>
 __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& mask, const WgmmaItem<B>& item,
                                                int rounds, int q) {
@@ -3147,41 +3346,48 @@ __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& 
   return {min((seen.begin - first_key) / B::round_keys, end - 1), end};
 }
 
-// The 64 rows of a warpgroup over its slice of the keys, in registers.
+// The softmax state of a warpgroup's 64 rows over its slice of the keys, in registers. Also the `tile` of the score
+// hook.
 template <class B> struct WgmmaRows {
   using Scores = WgmmaAccumulator<B::block_n>;
   using Sums = WgmmaAccumulator<B::d_v>;
   static constexpr int ROWS = Sums::ROWS;
 
   const KernelArgs& a;
+  // Per item, except k0.
   Sums O;
   float m[ROWS], l[ROWS];
-  int q = 0, k0 = 0;         // first query, and first key of this tile
-  bool accumulates = false;  // an earlier tile of the item has begun O
-  ItemScale<B> scale_log2;   // of the item
+  int q = 0, k0 = 0;         // q: first query; k0, per tile: first key
+  bool accumulates = false;  // O has a value from an earlier tile of the item
+  ItemScale<B> scale_log2;
   const WgmmaItem<B>* item = nullptr;  // in shared memory
-  // SCORE_MOD, MASK_MOD: of the item, in uniform registers.
+  // SCORE_MOD, MASK_MOD: values of the item, in uniform registers.
   int b = 0, h = 0;
-  float x_of_head[4] = {};  // x0[h] to x3[h]
-  std::conditional_t<B::hides_rounds, TileWalk<B>, Nothing> walk;
-  typename Item<B>::HeldMask mask;  // of the item
-  // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the stale maximum.
+  float x_of_head[4] = {};                                         // x0[h] to x3[h]
+  std::conditional_t<B::hides_rounds, TileWalk<B>, Nothing> walk;  // per tile
+  typename Item<B>::HeldMask mask;
+  // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may use the stale maximum.
   int stale_from = 0;
   uint32_t stale_keys = 0;
-  // SCORE_MOD: the stale maximum was too small for a tile of the item. Where scores rise along the keys it would be
-  // too small for most of the following tiles.
-  bool gave_up = false;
+  // SCORE_MOD: the stale maximum was too small for a tile of the item. If scores increase along the keys, it would
+  // also be too small for most of the following tiles.
+  bool stale_max_failed = false;
 
   __device__ explicit WgmmaRows(const KernelArgs& a_) : a(a_), scale_log2(a_), mask(Item<B>{}.mask(a_)) {}
 
   __device__ __forceinline__ void start() {
-    accumulates = false, stale_keys = 0;
-    if (B::changes_logits) gave_up = false;
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
+    accumulates = false;
+    stale_keys = 0;
+    if (B::changes_logits) stale_max_failed = false;
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      m[i] = -INFINITY;
+      l[i] = 0;
+    }
   }
   __device__ __forceinline__ bool has_mask() const { return !mask.tiles.cover(q, k0); }
-  // Without a mask a score of the item's first tile becomes the stale maximum. That of more columns lasts longer.
-  __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
+  // If the item's first tile has no mask, takes the maximum of some columns of S as the stale maximum, without
+  // waiting for the exact one. The maximum of more columns is kept for longer.
+  __device__ __forceinline__ void take_estimated_max(const Scores& S) {
     if (!B::use_lazy_max || has_mask() || is_changed()) return;
     constexpr int columns = B::multiplies_e4m3 ? Scores::COLS : B::input == DType::bf16 || Scores::COLS < 16 ? 4 : 16;
     float alpha[ROWS];
@@ -3189,23 +3395,25 @@ template <class B> struct WgmmaRows {
     SDPA_UNROLL for (int i = 0; i < 2; i++) m[i] = logit<B>(m[i], a, of_row(scale_log2.of_cap(), i));
     keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * largest(scale_log2) <= stale_limit<B>);
   }
-  // From now on tiles without mask may take m as the stale maximum, if it will do for all rows of the warp.
-  __device__ __forceinline__ void keep_max(bool will_do) {
+  // Lets the following tiles without a mask use m as the stale maximum, if `fits` is true in all lanes of the
+  // warp.
+  __device__ __forceinline__ void keep_max(bool fits) {
     if (!B::use_lazy_max) return;
     const KeyRange covered = mask.tiles.covered(q);
     stale_from = covered.begin;
-    if (B::changes_logits) will_do &= !gave_up;
-    stale_keys = __all_sync(0xffffffffu, will_do) ? max(covered.end - covered.begin, 0) : 0;
+    if (B::changes_logits) fits &= !stale_max_failed;
+    stale_keys = __all_sync(0xffffffffu, fits) ? max(covered.end - covered.begin, 0) : 0;
   }
-  __device__ __forceinline__ bool may_take_stale_max() const {
+  __device__ __forceinline__ bool may_use_stale_max() const {
     return B::use_lazy_max && uint32_t(k0 - stale_from) < stale_keys;
   }
-  // Rows and columns are asked for no earlier than they are needed, since they take registers.
+  // Sets the first row and column of S. Computed at each use to save registers.
   static __device__ __forceinline__ void locate(Scores& S) {
     const uint32_t tid = B::pack_gqa ? thread_index_anew() - B::producer_threads : thread_index_anew() % 128;
-    S.first_row = tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
+    S.first_row = tid / 32 * 16 + tid % 32 / 4;
+    S.first_col = tid % 4 * 2;
   }
-  // What the hook asks of a tile.
+  // The interface of a tile for the score hook, as in ScoreTile.
   __device__ __forceinline__ ScoreScale<B> score_scale() const { return scale_log2.of_cap(); }
   __device__ int batch_of_item() const { return b; }
   __device__ int query_count() const { return item->query_count(a.p); }
@@ -3220,41 +3428,45 @@ template <class B> struct WgmmaRows {
     if constexpr (B::hides_rounds) return walk.add_bias(S, *this);
     return false;
   }
-  // True if the scores of this tile are no multiples of logits, or some are hidden.
+  // True if the hook changes the scores of this tile by more than a factor, or hides some of them.
   __device__ __forceinline__ bool is_changed() const {
-    if constexpr (B::hides_rounds) return walk.is_modified() || walk.looks_at_bias(k0);
+    if constexpr (B::hides_rounds) return walk.is_modified() || walk.bias_may_change(k0);
     return B::changes_logits;
   }
-  __device__ __forceinline__ void go_on() {
+  __device__ __forceinline__ void advance() {
     if constexpr (B::hides_rounds) {
       k0 -= walk.step();
-      walk.go_on();
+      walk.advance();
     } else {
       k0 -= B::round_keys;
     }
   }
-  // Finds out what go_on() needs, beside products that the warpgroup waits for.
+  // Reads what advance() needs, while the warpgroup waits for products.
   __device__ __forceinline__ void look_ahead() {
     if constexpr (B::use_key_mask) walk.look_ahead(*this);
   }
-  // P in the place of S, and l. The caller multiplies O by alpha. are_logits: S has passed the hook.
+  // Replaces S by P and updates m and l; the caller multiplies O by alpha. are_logits: S has already passed the
+  // hook.
   __device__ __forceinline__ void softmax_by_exact_max(Scores& S, float (&alpha)[ROWS], bool are_logits = false) {
     finish_scores<B>(S, *this, !has_mask(), are_logits);
     softmax_max<B>(S, scale_log2, m, alpha);
     keep_max(softmax_sum<B>(S, scale_log2, m, alpha, l));
   }
-  // Four bytes of a row of operands from `byte` on.
+  // Four bytes of a row of an operand, from `byte` on. Converts e4m3 to 16 bits if the tiles have 16 bits.
   static __device__ __forceinline__ uint32_t word(const Input* row_g, int byte) {
     if constexpr (B::converts_tiles) return cvt_rn_f16x2_e4m3x2(ld_global<uint16_t>(row_g + byte / 2));
     return ld_global<uint32_t>(reinterpret_cast<const char*>(row_g) + byte);
   }
-  // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may be overwritten
-  // by now. read_q(q, byte) gives the A operand of STEP_BYTES of Q. Rare, so short rather than fast.
+  // Recomputes S = Q @ K.T for this warp only, by mma.sync. Reads K from global memory, since its tile in shared
+  // memory may have been overwritten. read_q(q, byte) loads the A operand of STEP_BYTES of Q. Rarely called, so
+  // optimized for size.
   template <class ReadQ>
-  __device__ __forceinline__ void multiply_qk_again(Scores& S, const WgmmaItem<B>& item, const ReadQ& read_q) const;
+  __device__ __forceinline__ void recompute_qk(Scores& S, const WgmmaItem<B>& item, const ReadQ& read_q) const;
 };
 
-// A warpgroup that computes: 64 rows over its slice of the keys. Each kernel has products, loops and stores of its own.
+// A consumer warpgroup: 64 rows over its slice of the keys. Each kernel derives from it and adds its products and
+// stores. State per CTA: the descriptors and the rings, which continue from item to item. State per item: last_k0.
+// For rows, see WgmmaRows.
 template <class B, class Shared> struct WgmmaConsumer {
   using Rows = WgmmaRows<B>;
   using Scores = typename Rows::Scores;
@@ -3263,7 +3475,7 @@ template <class B, class Shared> struct WgmmaConsumer {
   const int lane = int(threadIdx.x - B::producer_threads) % 32;
   const int warpgroup = uniform(int(threadIdx.x - B::producer_threads) / 128);
   const int slice = warpgroup / Shared::ROW_GROUPS, row_group = warpgroup % Shared::ROW_GROUPS;
-  // Descriptors of the first stages; of Q of the warpgroup's rows.
+  // Descriptors of the first stages. Q: the warpgroup's rows.
   const uint64_t Q = wgmma_descriptor(uniform(shared_address(s.queries(0, row_group))), 16, PANEL_ATOM<B::qk_bytes>);
   const uint64_t K = wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B::qk_bytes>);
   const uint64_t V = wgmma_descriptor(uniform(shared_address(s.slice[slice].V[0])),
@@ -3271,22 +3483,23 @@ template <class B, class Shared> struct WgmmaConsumer {
                                       B::multiplies_e4m3 ? 8 * V_LINE<B> : PANEL_ATOM<B::v_bytes>);
   Rows rows;
   StageRing<Shared::Q_STAGES> q_ring;
-  StageRing<B::stages> ring;  // where K and V of this tile are
-  int last_k0 = 0;            // first key of the last tile
+  StageRing<B::stages> ring;  // stage and parity of this tile's K and V
+  int last_k0 = 0;            // first key of the item's last tile
 
   __device__ WgmmaConsumer(Shared& s_, const KernelArgs& a_) : s(s_), a(a_), rows(a_) {
-    if constexpr (B::hides_rounds) rows.walk.hold(s.slice[slice].bias);
+    if constexpr (B::hides_rounds) rows.walk.bind(s.slice[slice].bias);
   }
 
   __device__ __forceinline__ const WgmmaItem<B>& item() const { return s.item[q_ring.stage]; }
-  // Both slices have the same rows of Q.
+  // USE_LENGTHS: zero-fills the rows of Q past the sequence's last query. Both slices read the same rows of Q.
   __device__ __forceinline__ void clear_queries() {
     auto* const Q_s = s.queries(q_ring.stage, row_group);
     if (!clear_queries_of_others<B>(Q_s, Q_PANEL_ROWS<B>, a, item(), row_group * 64, 64, threadIdx.x % 128)) return;
     const int number = B::split_kv > 1 ? partials : q_read + warpgroup;
-    barrier_sync(number, B::split_kv > 1 ? B::warpgroups * 128 : 128);  // hazard: rows emptied by all who read them
+    barrier_sync(number, B::split_kv > 1 ? B::warpgroups * 128 : 128);  // hazard: rows zero-filled by all readers
   }
-  // For each item: begin(), compute(turns) if this warpgroup has rows of it, end().
+  // For each item: begin(), compute(turns) if this warpgroup computes any round, end(). The stages of other rounds
+  // are released without being read.
   template <class Begin, class Compute, class End>
   __device__ __forceinline__ void run_items(const Begin& begin, const Compute& compute, const End& end) {
     const WgmmaTurns<B> turns(warpgroup);
@@ -3316,50 +3529,58 @@ template <class B, class Shared> struct WgmmaConsumer {
     } while (B::use_persistent_cta);
     turns.leave();
   }
-  // O += P @ V, begun.   [64][D]
-  __device__ __forceinline__ void begin_pv(const WgmmaProbabilities<B>& P, bool v_is_there) {
-    wait_for_tile<B>(&s.slice[slice].v_full[ring.stage], ring.parity, v_is_there);
+  // Issues O += P @ V.   [64][D]
+  __device__ __forceinline__ void issue_pv(const WgmmaProbabilities<B>& P, bool v_landed) {
+    wait_for_tile<B>(&s.slice[slice].v_full[ring.stage], ring.parity, v_landed);
     wgmma_pv<B>(rows.O, P, descriptor_at(V, ring.stage * int(sizeof s.slice[0].V[0])), rows.accumulates);
     rows.accumulates = true;
   }
-  // OVERLAP=1: the next scores are begun before P @ V, which goes on beside their softmax. `consumer` does them.
+  // OVERLAP=1: issues Q @ K.T of the next tile before P @ V of this tile, which then overlaps the softmax of the
+  // next tile. `consumer` has the products and the softmax of its kernel.
   template <class Consumer>
-  __device__ __forceinline__ void overlapped(Consumer& consumer, const WgmmaTurns<B>& turns) {
+  __device__ __forceinline__ void overlapped_loop(Consumer& consumer, const WgmmaTurns<B>& turns) {
     auto& t = s.slice[slice];
     Scores S;
     WgmmaProbabilities<B> P;
-    int last_stage = 0;  // V of the P @ V before
-    const auto end_last_pv = [&] {
-      wgmma_wait_group<0>(), hold(rows.O.x.d), hold(S.x.d);  // of S nothing is rounded before
+    int last_stage = 0;  // stage of V of the P @ V in flight
+    const auto wait_for_last_pv = [&] {
+      wgmma_wait_group<0>();
+      hold(rows.O.x.d);
+      hold(S.x.d);  // S is rounded only after the wait
       if (rows.accumulates) arrive_by_warp(&t.v_empty[last_stage]);
     };
-    consumer.begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
-    rows.take_some_score_as_max(S);
-    for (;; rows.go_on()) {
+    consumer.issue_qk(S, ring, false);
+    wgmma_wait_group<0>();
+    hold(S.x.d);
+    rows.take_estimated_max(S);
+    for (;; rows.advance()) {
       arrive_by_warp(&t.k_empty[ring.stage]);
       StageRing<B::stages> next = ring;
       next.advance();
-      // The next K and this V have mostly landed; to ask takes time, which the softmax hides.
-      const bool k_is_there = mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
-      const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
-      consumer.overlap(S, P, end_last_pv);
-      if constexpr (B::multiplies_e4m3) consumer.flush(/*beside_qk=*/false);
+      // The next K and this V have usually landed. The softmax hides the latency of these polls.
+      const bool k_landed = mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
+      const bool v_landed = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
+      consumer.overlap(S, P, wait_for_last_pv);
+      if constexpr (B::multiplies_e4m3) consumer.flush(/*overlaps_qk=*/false);
       turns.await();
-      if (rows.k0 != last_k0) consumer.begin_qk(S, next, k_is_there);
-      if constexpr (B::multiplies_e4m3) consumer.flush(/*beside_qk=*/true);
-      begin_pv(P, v_is_there);
+      if (rows.k0 != last_k0) consumer.issue_qk(S, next, k_landed);
+      if constexpr (B::multiplies_e4m3) consumer.flush(/*overlaps_qk=*/true);
+      issue_pv(P, v_landed);
       turns.pass_on();
       rows.look_ahead();
-      last_stage = ring.stage, ring = next;
-      wgmma_wait_group<1>(), hold(S.x.d);
+      last_stage = ring.stage;
+      ring = next;
+      wgmma_wait_group<1>();
+      hold(S.x.d);
       if (rows.k0 == last_k0) break;
     }
-    wgmma_wait_group<0>(), hold(rows.O.x.d);
+    wgmma_wait_group<0>();
+    hold(rows.O.x.d);
     arrive_by_warp(&t.v_empty[last_stage]);
   }
 };
 
-// The kernel, whose parts KernelOf names.
+// The kernel of producer and consumer warps. KernelOf names its parts.
 template <class B>
 __global__ void __launch_bounds__(B::threads, ctas_by_registers<B>) sdpa_wgmma(const __grid_constant__ KernelArgs a) {
   using Kernel = KernelOf<B>;
@@ -3370,12 +3591,12 @@ __global__ void __launch_bounds__(B::threads, ctas_by_registers<B>) sdpa_wgmma(c
   s.init_mbarriers(warp);
   prefetch_tensor_maps<B>(a);
   clear_rows_without_query<B>(s.queries(0, 0), a);
-  __syncthreads();  // hazard: mbarriers initialised by two threads, rows emptied by all
+  __syncthreads();  // hazard: mbarriers initialized by two threads, rows of Q zero-filled by all
   if (warp < B::producer_threads / 32) {
-    if (Registers::dealt) setmaxnreg_dec<Registers::producer, ctas_by_registers<B>>();
+    if (Registers::redistributes) setmaxnreg_dec<Registers::producer, ctas_by_registers<B>>();
     typename Kernel::Producer(s, a).run(warp);
   } else {
-    if (Registers::dealt) setmaxnreg_inc<Registers::consumer, ctas_by_registers<B>>();
+    if (Registers::redistributes) setmaxnreg_inc<Registers::consumer, ctas_by_registers<B>>();
     wait_then_let_next_kernel_start();
     typename Kernel::Consumer(s, a).run();
   }
@@ -3383,7 +3604,7 @@ __global__ void __launch_bounds__(B::threads, ctas_by_registers<B>) sdpa_wgmma(c
 
 template <class B>
 template <class ReadQ>
-__device__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const WgmmaItem<B>& item, const ReadQ& read_q) const {
+__device__ void WgmmaRows<B>::recompute_qk(Scores& S, const WgmmaItem<B>& item, const ReadQ& read_q) const {
   const Input* const K_g = a.p.K + (B::use_pages ? 0 : item.b * a.p.k.batch) + item.h_kv * a.p.k.head;
   [[maybe_unused]] constexpr int at_once = B::multiplies_e4m3 ? B::block_n / 8 : 1;  // by registers
 #pragma unroll at_once
@@ -3392,7 +3613,7 @@ __device__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const WgmmaItem<B>& i
     float d[4] = {};
     const Input* K_row = K_g;
     if constexpr (B::use_pages != 0) {
-      // Rows that are no query may see keys that no query of the item sees, which have no page here.
+      // Rows without a query may see keys that no query of the item sees. Such keys have no page in the table.
       const int in_item = min(max(k, item.keys.begin), item.keys.end - 1);
       K_row = PagedRows<B>{&a, &item, &a.p.k, K_g, in_item} + lane % 4 * 4 / B::element_bytes;
     } else {
@@ -3401,7 +3622,7 @@ __device__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const WgmmaItem<B>& i
     }
 #pragma unroll 1
     for (int byte = 0; byte < ROW_BYTES<B::qk_bytes>; byte += STEP_BYTES) {
-      uint32_t of_q[4], of_k[2] = {0, 0};  // 0 behind a short row
+      uint32_t of_q[4], of_k[2] = {0, 0};  // zero past the end of a short row
       read_q(of_q, byte);
       if (byte < a.p.D * B::element_bytes) of_k[0] = word(K_row, byte);
       if (byte + 16 < a.p.D * B::element_bytes) of_k[1] = word(K_row, byte + 16);
@@ -3414,13 +3635,13 @@ __device__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const WgmmaItem<B>& i
 
 // ---- 5c merge of slices (wgmma and USE_WARP_SPECIALIZATION and SPLIT_KV > 1) ----
 
-// Merges the partial results of both slices, of which each finishes half of the rows. Stores LSE and calls store(share,
-// row): share[4v ... 4v + 3] are elements 0, 1, 4 and 5 of accumulator 8v of the finished rows, divided by l.
+// Merges the partials of both slices; each slice finalizes half of the rows. Stores LSE and calls store(share, row).
+// share[4v ... 4v + 3]: the finalized row's elements of accumulators 8v to 8v + 7, divided by l.
 template <class B, class Store>
 __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePartial<B>& partial, int slice,
                                              const Item<B>& item, const Store& store) {
   const uint32_t tid = thread_index_anew() % 128, lane = tid % 32, warp = tid / 32;
-  const int row = warp * 16 + slice * 8 + lane / 4, q = rows.q + row;  // that the thread finishes
+  const int row = warp * 16 + slice * 8 + lane / 4, q = rows.q + row;  // the row that the thread finalizes
   float share[B::d_v / 4];
   SDPA_UNROLL for (int to = 0; to < 2; to++) {
     SDPA_UNROLL for (int v = 0; v < B::d_v / 16; v++) {
@@ -3438,7 +3659,7 @@ __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePart
       st_shared(&partial.m_l[slice][warp * 16 + lane / 4 + 8 * i], float2{rows.m[i], rows.l[i]});
     }
   }
-  barrier_sync(partials, B::warpgroups * 128);  // hazard: partial results written
+  barrier_sync(partials, B::warpgroups * 128);  // hazard: partials written
 
   const float2 row_m_l = slice == 0 ? float2{rows.m[0], rows.l[0]} : float2{rows.m[1], rows.l[1]};
   const float2 m_l[2] = {row_m_l, ld_shared<float2>(&partial.m_l[1 - slice][row])};
@@ -3459,27 +3680,27 @@ __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePart
 
 // ---- 5c 16 bits: the kernel (wgmma and USE_WARP_SPECIALIZATION and DTYPE = FP16, DTYPE = BF16) ----
 
-// KV_DTYPE: K and V as they land, and how many warps make tiles of 16 bits of them.
+// KV_DTYPE: the 8-bit tiles of K and V as loaded by TMA, and the number of warps that convert them to 16 bits.
 template <class B> struct LandedTiles;
 constexpr int converter_warps = 4;
 
 template <class B> struct WgmmaShared {
-  // Q of the next item is loaded while an item is computed, if there is room.
+  // With persistent CTAs and enough shared memory, Q of the next item is loaded during an item.
   static constexpr bool FITS_TWICE = B::head_dim <= 128 && bias_fits_twice<B>;
   static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta && FITS_TWICE ? 2 : 1;
-  alignas(1024) Element<B> Q[Q_STAGES][ROW_GROUPS][64 * B::head_dim];  // [64][D] each; afterwards O on its way out
+  alignas(1024) Element<B> Q[Q_STAGES][ROW_GROUPS][64 * B::head_dim];  // [64][D] each; then O, until it is stored
   TileRing<B> slice[B::split_kv];
   std::conditional_t<B::converts_tiles, LandedTiles<B>, Nothing> landed;
   SlicePartials<B> partial;
   ShownRoundsOf<B, Q_STAGES> shown;
-  WgmmaItem<B> item[Q_STAGES];  // whose Q it is
-  // Full: Q has landed, and item is set. Done: every warp has written its O over Q. Empty: O has been stored.
+  WgmmaItem<B> item[Q_STAGES];  // the item of each stage of Q
+  // q_full: Q has landed, and `item` is set. o_done: all warps have written O over Q. q_empty: O has been stored.
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
 
   __device__ __forceinline__ Element<B>* queries(int stage, int row_group) {
     return Q[stage][0] + row_group * 64 * B::head_dim / (B::pack_gqa ? PANELS<B::qk_bytes> : 1);
   }
-  // Two threads initialise them; a barrier of the CTA must follow.
+  // Two threads initialize the mbarriers. The caller must call __syncthreads() afterwards.
   __device__ __forceinline__ void init_mbarriers(int warp) {
     if (warp == 1 && threadIdx.x % 32 == 0) {
       mbarriers_init(q_full, 1);
@@ -3502,8 +3723,8 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
   using Base::s, Base::q_ring, Base::Base;
 
   __device__ __forceinline__ void run(int warp) {
-    // SPLIT_KV=2: each slice has a loader of K and one of V, and the consumers store O. With cp.async two warps copy each
-    // tile, and the second loader of V also stores O, because an item needs its first V later than its first K.
+    // SPLIT_KV=2: each slice has one warp that loads K and one that loads V; the consumers store O. With cp.async,
+    // two warps copy each tile; the second warp that loads V also stores O, since an item needs V later than K.
     constexpr bool four_loaders = B::split_kv > 1 || B::copies_rows;
     const int role = warp == 0                       ? load_k
                      : warp == 1                     ? load_v
@@ -3512,7 +3733,8 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
                      : warp == 2 && stores_by_tma<B> ? store_o
                                                      : idle;
     const int slice = copying_warps<B> > 1 ? 0 : warp / 2;
-    // The loader of V begins an item, so that Q and K are asked for at once; with a queue that of K, which is early.
+    // The warp that loads V starts the item, so that Q and K are requested at the same time. With persistent CTAs,
+    // the warp that loads K starts it, since this warp is ahead of the other.
     constexpr int starts = B::use_persistent_cta ? 0 : 1;
     if (role & (load_k | load_v)) {
       auto& t = s.slice[slice];
@@ -3525,7 +3747,7 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
   }
 };
 
-// USE_SOFTCAP: StaleSoftmax of scores that are not capped yet.
+// USE_SOFTCAP: StaleSoftmax for scores that have not been capped.
 template <class B> struct CappedSoftmax;
 
 template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
@@ -3538,128 +3760,138 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
 
   // ---- the products ----
 
-  // S = Q @ K.T, begun.   [64][BLOCK_N]
-  __device__ __forceinline__ void begin_qk(Scores& S, const StageRing<B::stages>& k_ring, bool k_is_there) {
-    wait_for_tile<B>(&s.slice[slice].k_full[k_ring.stage], k_ring.parity, k_is_there);
+  // Issues S = Q @ K.T.   [64][BLOCK_N]
+  __device__ __forceinline__ void issue_qk(Scores& S, const StageRing<B::stages>& k_ring, bool k_landed) {
+    wait_for_tile<B>(&s.slice[slice].k_full[k_ring.stage], k_ring.parity, k_landed);
     wgmma_qk<B>(S, descriptor_at(Base::Q, q_ring.stage * int(sizeof s.Q[0])),
                 descriptor_at(Base::K, k_ring.stage * int(sizeof s.slice[0].K[0])));
   }
 
-  // ---- the softmax: the stale maximum is tried first, the exact one is the fallback ----
+  // ---- the softmax: first by the stale maximum; if that fails, by the exact one ----
   //
-  //   attend                                               attend_beside_pv
-  //   if stale: P = exp of the first FIRST columns of S    if stale: P = exp of S, done if the sums of P fit
-  //   wait for the P @ V before                            if not done: S back from P if stale;  m, alpha, P exactly
-  //   if stale: P of the others, rounded, done if it fits  wait for the P @ V before
-  //   if not done: S back from P if stale;  m, alpha, P    if not done: O = O * alpha
-  //   if not done: O = O * alpha, P rounded                P rounded
+  //   attend                                                  attend_then_wait
+  //   if stale: P = exp of the first FIRST columns of S       if stale: P = exp of S; done if the row sums fit
+  //   wait for the previous P @ V                             if not done: recover S if stale;  exact m, alpha, P
+  //   if stale: P of the other columns; round P               wait for the previous P @ V
+  //   if stale: done if the row sums fit                      if not done: O = O * alpha
+  //   if not done: recover S if stale;  exact m, alpha, P     round P
+  //   if not done: O = O * alpha;  round P
 
-  // Takes Q from shared memory.
-  __device__ __forceinline__ void multiply_qk_again(Scores& S) const {
+  // Recomputes Q @ K.T with Q from shared memory.
+  __device__ __forceinline__ void recompute_qk(Scores& S) const {
     const uint32_t tid = thread_index_anew() % 128, row = tid / 32 * 16 + tid % 16, byte = tid % 32 / 16 * 16;
     const SharedAddress Q_s = shared_address(s.queries(q_ring.stage, row_group));
     constexpr int line = PANEL_BYTES<B::qk_bytes>;
-    rows.multiply_qk_again(S, Base::item(), [&](uint32_t (&q)[4], int step_byte) {
+    rows.recompute_qk(S, Base::item(), [&](uint32_t (&q)[4], int step_byte) {
       ldmatrix_x4<false>(q, Q_s + panel_byte<Q_PANEL_ROWS<B>, line>(row, step_byte + byte));
     });
   }
-  // Recovers the logits in place where the stale maximum was too small: log2(P) / scale + m. Where P may have overflowed,
-  // Q @ K.T is computed again. From m and an argument, since m_log2 or the scale kept for it slows exp() down.
+  // Called if the stale maximum was too small. Recovers S = log2(P) / scale + m in place; recomputes Q @ K.T if P
+  // may have overflowed. Reads m and a kernel argument: keeping m_log2 or the scale in registers slows exp() down.
   template <class Softmax>
-  __device__ __forceinline__ void take_scores_back(Scores& P, const Softmax& softmax, bool& are_logits) {
-    if (B::changes_logits) rows.gave_up = true;
+  __device__ __forceinline__ void recover_logits(Scores& P, const Softmax& softmax, bool& are_logits) {
+    if (B::changes_logits) rows.stale_max_failed = true;
     const bool fits = softmax.sum[0] + softmax.sum[1] < 0x1p120f;
     are_logits = softmax.keeps_logits() && __all_sync(0xffffffffu, fits);
-    if (!are_logits) return multiply_qk_again(P);
+    if (!are_logits) return recompute_qk(P);
     SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) {
       const float step = B::is_8bit ? 1 / of_row(rows.scale_log2, i / 2 % 2) : a.inverse_scale_log2;
       P.x.d[i] = fmaf(lg2_approx_ftz(P.x.d[i]), step, rows.m[i / 2 % 2]);
     }
   }
-  // Rounds P, and holds it before the fence. Otherwise nvcc rounds a part after it, ptxas splits P @ V into two
-  // groups (C7519), and the wait for the next scores waits for the first of these as well.
+  // Rounds P. hold() keeps the rounding before the fence of P @ V. Otherwise nvcc moves some of it after the fence,
+  // ptxas splits P @ V into two groups (warning C7519), and the wait for the next S also waits for the first of
+  // these groups.
   static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
-    SDPA_UNROLL for (int n = 0; n < B::block_n / 16; n++) pack_step<Element<B>>(out[n], P, n), hold(out[n]);
+    SDPA_UNROLL for (int n = 0; n < B::block_n / 16; n++) {
+      pack_step<Element<B>>(out[n], P, n);
+      hold(out[n]);
+    }
   }
-  // The wait stands in the middle: FIRST columns of a stale softmax go on beside the P @ V before.
+  // Waits for the previous P @ V in the middle: only FIRST columns of the stale softmax overlap it.
   template <int FIRST, class End>
-  __device__ __forceinline__ void attend(Scores& S, Probabilities& P, const End& end_last_pv) {
-    const bool stale = rows.may_take_stale_max();
+  __device__ __forceinline__ void attend(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
+    const bool stale = rows.may_use_stale_max();
     bool done = false;
     bool are_logits = false;
     Softmax softmax(rows.m, rows.scale_log2);
     if (stale) exp_by_stale_max<B>(S, 0, FIRST, softmax, rows, are_logits);
-    end_last_pv();
+    wait_for_last_pv();
     if (stale) {
       exp_by_stale_max<B>(S, FIRST, S.COLS, softmax, rows, are_logits);
       pack_all(P, S);
       done = softmax.add_to(rows.l);
-      if (!done) take_scores_back(S, softmax, are_logits);
+      if (!done) recover_logits(S, softmax, are_logits);
     }
-    float alpha[2];  // three conditions: under one, nvcc puts P into the registers of S
+    float alpha[2];  // three conditions, since with one nvcc places P in the registers of S
     if (!done) rows.softmax_by_exact_max(S, alpha, are_logits);
     if (!done && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(rows.O, alpha);
     if (!done) pack_all(P, S);
   }
-  // The wait stands at the end: all of the softmax goes on beside the P @ V before.
+  // Waits for the previous P @ V at the end: the whole softmax overlaps it.
   template <class End>
-  __device__ __forceinline__ void attend_beside_pv(Scores& S, Probabilities& P, const End& end_last_pv) {
+  __device__ __forceinline__ void attend_then_wait(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
     bool stale = false, are_logits = false;
     float alpha[2];
-    if (rows.may_take_stale_max()) {
+    if (rows.may_use_stale_max()) {
       Softmax softmax(rows.m, rows.scale_log2);
       exp_by_stale_max<B>(S, 0, S.COLS, softmax, rows, are_logits);
       stale = softmax.add_to(rows.l);
-      if (!stale) take_scores_back(S, softmax, are_logits);
+      if (!stale) recover_logits(S, softmax, are_logits);
     }
     if (!stale) rows.softmax_by_exact_max(S, alpha, are_logits);
-    end_last_pv();
+    wait_for_last_pv();
     if (!stale && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(rows.O, alpha);
     pack_all(P, S);
   }
 
   // ---- the loops over the tiles of an item ----
 
-  __device__ __forceinline__ void serial(const WgmmaTurns<B>& turns) {
+  __device__ __forceinline__ void serial_loop(const WgmmaTurns<B>& turns) {
     TileRing<B>& t = s.slice[slice];
     Scores S;
     Probabilities P;
-    for (bool first = true;; first = false, rows.go_on()) {
-      begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
+    for (bool first = true;; first = false, rows.advance()) {
+      issue_qk(S, ring, false);
+      wgmma_wait_group<0>();
+      hold(S.x.d);
       arrive_by_warp(&t.k_empty[ring.stage]);
-      const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
-      if (first) rows.take_some_score_as_max(S);
+      const bool v_landed = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
+      if (first) rows.take_estimated_max(S);
       attend<S.COLS>(S, P, [] {});
       turns.await();
-      Base::begin_pv(P, v_is_there);
+      Base::issue_pv(P, v_landed);
       turns.pass_on();
       rows.look_ahead();
-      wgmma_wait_group<0>(), hold(rows.O.x.d);
+      wgmma_wait_group<0>();
+      hold(rows.O.x.d);
       arrive_by_warp(&t.v_empty[ring.stage]);
       ring.advance();
       if (rows.k0 == last_k0) break;
     }
   }
 
-  // Two warpgroups do not fill an SM's pipes: at D=128 and 256 it pays to wait for P @ V halfway through the
-  // exponentials and to round P beside the other half. More warpgroups, or slices, do better with all in one piece.
-  template <class End> __device__ __forceinline__ void overlap(Scores& S, Probabilities& P, const End& end_last_pv) {
+  // Two warpgroups do not saturate the pipes of an SM. At D=128 and 256 it is faster for them to wait for P @ V
+  // after half of the exponentials, and to round P together with the other half. With more warpgroups or slices,
+  // attend_then_wait() is faster.
+  template <class End>
+  __device__ __forceinline__ void overlap(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
     if constexpr (B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1) {
-      attend<Scores::COLS / 2>(S, P, end_last_pv);
+      attend<Scores::COLS / 2>(S, P, wait_for_last_pv);
     } else {
-      attend_beside_pv(S, P, end_last_pv);
+      attend_then_wait(S, P, wait_for_last_pv);
     }
   }
 
   // ---- items ----
 
-  // Writes O / l, rounded, over Q, which all warps have read, and stores LSE.
+  // Waits until all warps of the warpgroup have read Q, writes O / l, rounded, over Q, and stores LSE.
   __device__ __forceinline__ void write_output() {
     auto& O = rows.O;
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
-    const int first_row = tid / 32 * 16, stage = q_ring.stage;  // of the warp, in its group
-    barrier_sync(q_read + Base::warpgroup, 128);                // hazard: Q read by all its warps
-    SDPA_UNROLL for (int i = 0; i < 2; i++) {  // O of rows without a visible key is 0, whatever V is
+    const int first_row = tid / 32 * 16, stage = q_ring.stage;  // first row of the warp in its warpgroup
+    barrier_sync(q_read + Base::warpgroup, 128);                // hazard: Q read by all warps of the warpgroup
+    SDPA_UNROLL for (int i = 0; i < 2; i++) {  // rows without a visible key have O = 0, even if V has inf or NaN
       if (rows.l[i] != 0) continue;
       SDPA_UNROLL for (int j = 0; j < O.COLS; j++) O.x[i][j] = 0;
     }
@@ -3683,11 +3915,12 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     fence_proxy_async();
     if constexpr (B::use_lengths) store_partial_rows(s.item[stage], s.Q[stage][row_group], first_row, lane);
   }
-  // USE_LENGTHS: O of the warp's rows out of shared memory, if the sequence ends among the warpgroup's.
+  // USE_LENGTHS: if the sequence ends within the warpgroup's rows, stores O of the warp's rows from shared memory;
+  // TMA would store rows of the next sequence.
   __device__ __forceinline__ void store_partial_rows(const Item<B>& item, const Element<B>* O_s, int first_row,
                                                      int lane) {
     if (!item.ends_before(rows.q + 64)) return;
-    __syncwarp();  // hazard: written by all lanes
+    __syncwarp();  // hazard: O_s written by all lanes
     constexpr int chunks = B::d_v / 8, line = PANEL_BYTES<B::v_bytes>;
     Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head;
     for (int i = lane; i < 16 * chunks; i += 32) {
@@ -3696,9 +3929,9 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       if (q < item.query_count(a.p) && col < a.p.Dv) st_global_v4(O_g + item.q_row(q) * a.p.o.row + col, o);
     }
   }
-  // Stores the merged rows of both slices by way of shared memory, so that a lane stores 16 bytes.
+  // Merges the slices and stores O through shared memory, so that each lane stores 16 bytes at a time.
   __device__ __forceinline__ void merge_and_store() {
-    const Item<B> item = s.item[0];  // read before the barrier, which hides the latency
+    const Item<B> item = s.item[0];  // read before the barrier, whose wait hides the latency
     SlicePartial<B>& partial = s.partial[row_group];
     merge_slices<B>(rows, partial, slice, item, [&](const float (&share)[B::d_v / 4], int row) {
       const uint32_t lane = thread_index_anew() % 32, warp = thread_index_anew() / 32 % 4;
@@ -3708,10 +3941,10 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
         SDPA_UNROLL for (int i = 0; i < 4; i++) o[i] = pack<Output>(share[8 * n + 2 * i], share[8 * n + 2 * i + 1]);
         stmatrix_x4<false>(shared_address(&out_s[lane % 8][n * 32 + lane / 8 * 8]), o);
       }
-      __syncwarp();  // hazard: written by all lanes
+      __syncwarp();  // hazard: out_s written by all lanes
       constexpr int TIMES = B::d_v / 32, ROWS_AT_ONCE = 8 / TIMES;  // 32 lanes times 8 elements
       const int first = lane / (B::d_v / 8), col = lane % (B::d_v / 8) * 8;
-      uint4 o[TIMES];  // all loaded before the first is stored: loads would wait behind the stores
+      uint4 o[TIMES];  // all loads come before the first store, since a load waits for preceding stores
       SDPA_UNROLL for (int i = 0; i < TIMES; i++) o[i] = ld_shared<uint4>(&out_s[first + i * ROWS_AT_ONCE][col]);
       Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head + col;
       SDPA_UNROLL for (int i = 0; i < TIMES; i++) {
@@ -3721,17 +3954,17 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     });
   }
 
-  // KV_DTYPE with Q in bf16: makes fp16 of the warpgroup's rows of Q, each times a power of two.
+  // KV_DTYPE with bf16 Q: converts the warpgroup's rows of Q to fp16, each scaled by a power of two.
   __device__ __forceinline__ void make_halves_of_q();
-  // Makes the maxima those of Q as it was.
+  // Undoes the scaling of Q in the maxima m.
   __device__ __forceinline__ void take_scale_of_q_back();
 
   __device__ __forceinline__ void run() {
     const auto compute = [&](const WgmmaTurns<B>& turns) {
       rows.start();
       if constexpr (B::converts_q) make_halves_of_q();
-      if constexpr (B::overlap) Base::overlapped(*this, turns);
-      else serial(turns);
+      if constexpr (B::overlap) Base::overlapped_loop(*this, turns);
+      else serial_loop(turns);
       SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Base::Rows::Sums::LANES>(rows.l[i]);
       if constexpr (B::converts_q) take_scale_of_q_back();
       if constexpr (B::split_kv > 1) {
@@ -3743,10 +3976,14 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     Base::run_items([] {}, compute, [&] {
       if (stores_by_tma<B>) arrive_by_warp(&s.o_done[q_ring.stage][row_group]);
     });
-    if constexpr (B::split_ctas != 1) {  // the partial result of the CTA's range, which may have no keys
+    if constexpr (B::split_ctas != 1) {  // stores the partial of the CTA's range, which may have no keys
       const int thread = int(threadIdx.x) - B::producer_threads;
-      if (s.item[0].rounds == 0) rows.start(), clear(rows.O);
-      rows.O.first_row = thread / 32 * 16 + lane / 4, rows.O.first_col = lane % 4 * 2;
+      if (s.item[0].rounds == 0) {
+        rows.start();
+        clear(rows.O);
+      }
+      rows.O.first_row = thread / 32 * 16 + lane / 4;
+      rows.O.first_col = lane % 4 * 2;
       store_sums<B>(rows.O, rows.m, rows.l, a, s.item[0]);
     }
   }
@@ -3761,31 +3998,42 @@ template <class B> struct KernelOf<B, Path::wgmma_roles> {
 };
 
 // ---- 5c e4m3: Q in registers, V transposed, sums in fp32 (wgmma and DTYPE = FP8_E4M3) ----
+// wgmma cannot transpose 8-bit operands, so two producer warps transpose V. wgmma accumulates e4m3 products with 14
+// bits: each product is truncated to 2^-13 of the accumulator. If the mean of V is not 0, O becomes too small, and
+// after some thousand keys it stops growing. Therefore O is added to fp32 sums in shared memory after every
+// FP8_FLUSH tiles (flush()). OVERLAP is always 1.
 //
-// wgmma transposes no bytes, so two producer warps transpose V. It adds in 14 bits: every product is truncated to 2^-13 of
-// the accumulator. So O comes out low where V has a mean, and stops growing after some thousand keys. Every FP8_FLUSH tiles
-// O moves to sums in shared memory (flush()). OVERLAP is always 1.
+//   producer warps                                    consumer warpgroups
+//   0: for each tile: wait k_empty;  load K           for each item:
+//   1: for each tile:                                   wait q_full;  load Q into registers;  arrive at q_empty
+//     wait landed.v_empty;  load V into `landed`        for each tile: as in the 16-bit kernel, and flush()
+//   2, 3: for each tile:                                O = (O + flushed sums) / l, stored from registers
+//     wait v_empty, landed.v_full;  transpose V;
+//     arrive at landed.v_empty, v_full
+//
+// State per item: Q in registers, the sums and the number of `tiles`. If Q stays in shared memory, or if the sums
+// overwrite it, the consumers arrive at q_empty at the end of the item.
 
 template <class B> struct E4m3Shared {
   static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta ? 2 : 1;
-  static constexpr int TRANSPOSERS = 2 / B::split_kv;  // warps of a slice
-  // Q is in registers where there is room, since an instruction would read as much of Q as of K from shared memory.
+  static constexpr int TRANSPOSERS = 2 / B::split_kv;  // warps per slice that transpose V
+  // Q is in registers if they suffice: from shared memory, an instruction would read as much of Q as of K.
   static constexpr bool Q_IN_REGISTERS = B::warpgroups < 4, FLUSHES = B::fp8_flush != 0;
-  // Sums take Q's place where shared memory has no room for both: nothing is flushed before Q is read.
+  // If shared memory has no room for both, the sums share the buffer of Q, which is read before the first flush.
   static constexpr bool Q_IN_FLUSHED = Q_IN_REGISTERS && FLUSHES && B::head_dim == 256;
-  struct Landed {  // V as TMA brings it
+  struct Landed {  // V as loaded by TMA, before transposition
     alignas(1024) Input V[B::stages][B::block_n * ROW_BYTES<B::v_bytes> / sizeof(Input)];  // [BLOCK_N][D]
     uint64_t v_full[B::stages], v_empty[B::stages];
   };
   using Queries = Input[ROW_GROUPS][64 * ROW_BYTES<B::qk_bytes> / sizeof(Input)];
-  using Flushed = float4[B::warpgroups][B::d_v / 8][128];  // thread by thread
+  using Flushed = float4[B::warpgroups][B::d_v / 8][128];  // by thread
   alignas(1024) std::conditional_t<Q_IN_FLUSHED, Flushed, Queries> Q;
   TileRing<B, ceil_div(B::block_n, V_LINE<B>) * V_LINE<B> * B::d_v> slice[B::split_kv];  // V [D][BLOCK_N]
   Landed landed[B::split_kv];
   SlicePartials<B> partial;
   ShownRoundsOf<B, Q_STAGES> shown;
   WgmmaItem<B> item[Q_STAGES];
-  // Full: Q has landed, and item is set. Empty: Q has been read.
+  // q_full: Q has landed, and `item` is set. q_empty: all consumer warps have read Q.
   uint64_t q_full[Q_STAGES], q_empty[Q_STAGES];
   std::conditional_t<FLUSHES && !Q_IN_FLUSHED, Flushed, Nothing> flushed_sums;
 
@@ -3800,12 +4048,15 @@ template <class B> struct E4m3Shared {
       return flushed_sums[warpgroup];
     }
   }
-  // Two threads do it; a barrier of the CTA must follow.
+  // Two threads initialize the mbarriers. The caller must call __syncthreads() afterwards.
   __device__ __forceinline__ void init_mbarriers(int warp) {
     if (warp == 1 && threadIdx.x % 32 == 0) {
       mbarriers_init(q_full, 1);
       for (auto& t : slice) t.init_full(1, TRANSPOSERS);
-      for (Landed& t : landed) mbarriers_init(t.v_full, 1), mbarriers_init(t.v_empty, TRANSPOSERS);
+      for (Landed& t : landed) {
+        mbarriers_init(t.v_full, 1);
+        mbarriers_init(t.v_empty, TRANSPOSERS);
+      }
       fence_mbarrier_init();
     }
     if (warp == 2 && threadIdx.x % 32 == 0) {
@@ -3819,11 +4070,11 @@ template <class B> struct E4m3Shared {
 template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
   using Shared = E4m3Shared<B>;
   using Base = WgmmaProducer<B, Shared>;
-  StageRing<Shared::Q_STAGES> last_q{Shared::Q_STAGES - 1, 1};  // of the item before, whose Q lies in the one buffer
+  StageRing<Shared::Q_STAGES> last_q{Shared::Q_STAGES - 1, 1};  // of the previous item; all items share one buffer of Q
 
   using Base::Base;
 
-  // Transposes V of a slice's tiles of all items. Of two warps each takes every other 16 of d.
+  // Transposes V of a slice's tiles of all items. Two warps alternate in blocks of 16 d.
   __device__ __forceinline__ void transpose_items(int slice, int part) {
     auto& to = this->s.slice[slice];
     auto& from = this->s.landed[slice];
@@ -3836,17 +4087,21 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
         mbarrier_wait(&to.v_empty[n], ring.parity ^ 1);
         mbarrier_wait(&from.v_full[n], ring.parity);
         transpose(shared_address(to.V[n]), shared_address(from.V[n]), part);
-        fence_proxy_async();  // what was written before P @ V reads it, what was read before TMA writes it
-        __syncwarp();
-        if (this->issues) mbarrier_arrive(&from.v_empty[n]), mbarrier_arrive(&to.v_full[n]);
+        fence_proxy_async();  // orders these writes before P @ V reads them, and these reads before TMA overwrites V
+        __syncwarp();         // hazard: V read and written by all lanes
+        if (this->issues) {
+          mbarrier_arrive(&from.v_empty[n]);
+          mbarrier_arrive(&to.v_full[n]);
+        }
       }
     } while (B::use_persistent_cta);
   }
-  // 16 d and 32 keys at a time. ldmatrix gives a lane bytes of d = 2g and 2g + 1 of two keys; prmt parts them, and so
-  // the keys come in the order of P. Of 16 d the even ones come first: their lines lie in different banks.
+  // Transposes blocks of 16 d and 32 keys. ldmatrix gives each lane the bytes of d = 2g and 2g + 1 of two keys; prmt
+  // separates them, which puts the keys in the order of P. Within 16 d, the even d come first, since their lines are
+  // in different banks.
   static __device__ __forceinline__ void transpose(SharedAddress to, SharedAddress from, int part) {
     constexpr int LINE = PANEL_BYTES<B::v_bytes>, LINE_V = V_LINE<B>, STEP = 16 * Shared::TRANSPOSERS;
-    constexpr int MOST = B::warpgroups == 2 && B::split_kv == 1 ? 4 : 2;  // by registers; loads wait behind stores
+    constexpr int MOST = B::warpgroups == 2 && B::split_kv == 1 ? 4 : 2;  // limited by registers; loads wait for stores
     constexpr int AT_ONCE = B::d_v / STEP < MOST ? B::d_v / STEP : MOST;
     const uint32_t lane = threadIdx.x % 32;
     from += panel_byte<B::block_n, LINE>(lane, part * 16);
@@ -3855,7 +4110,7 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
       const SharedAddress line = (to ^ key % LINE_V) + key / LINE_V * B::d_v * LINE_V;
       SDPA_UNROLL for (int d0 = 0; d0 < B::d_v; d0 += STEP * AT_ONCE) {
         uint32_t v[AT_ONCE][4];
-        // the swizzle is an XOR of low bits, and so is a step
+        // The swizzle XORs low bits of the address, so a step within a line is an XOR as well.
         SDPA_UNROLL for (int n = 0; n < AT_ONCE && d0 + n * STEP < B::d_v; n++) {
           const int d = d0 + n * STEP;
           ldmatrix_x4<true>(v[n], (from ^ d % LINE) + (d / LINE * B::block_n + key) * LINE);
@@ -3890,8 +4145,8 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   using Probabilities = WgmmaProbabilities<B>;
   using Base::a, Base::s, Base::lane, Base::slice, Base::row_group, Base::rows, Base::ring, Base::q_ring, Base::last_k0;
   using Base::Base;
-  uint32_t queries[B::qk_bytes / STEP_BYTES][4];  // Q as A operands, if Q_IN_REGISTERS
-  uint32_t tiles = 0;                              // whose P @ V has ended
+  uint32_t queries[B::qk_bytes / STEP_BYTES][4];  // per item: Q as A operands, if Q_IN_REGISTERS
+  uint32_t tiles = 0;                              // per item: tiles whose P @ V has completed
 
   // ---- the products ----
 
@@ -3903,14 +4158,14 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       ldmatrix_x4<false>(queries[step], Q_s + panel_byte<Q_PANEL_ROWS<B>, PANEL_BYTES<B::qk_bytes>>(row, byte));
     }
   }
-  // Q's buffer may be filled anew.
+  // Lets the producer overwrite the buffer of Q.
   __device__ __forceinline__ void release_queries() {
-    fence_proxy_async();  // read before TMA writes it
+    fence_proxy_async();  // orders the reads of Q before TMA overwrites it
     arrive_by_warp(&s.q_empty[q_ring.stage]);
   }
-  // S = Q @ K.T, begun.   [64][BLOCK_N]
-  __device__ __forceinline__ void begin_qk(Scores& S, const StageRing<B::stages>& k_ring, bool k_is_there) {
-    wait_for_tile<B>(&s.slice[slice].k_full[k_ring.stage], k_ring.parity, k_is_there);
+  // Issues S = Q @ K.T.   [64][BLOCK_N]
+  __device__ __forceinline__ void issue_qk(Scores& S, const StageRing<B::stages>& k_ring, bool k_landed) {
+    wait_for_tile<B>(&s.slice[slice].k_full[k_ring.stage], k_ring.parity, k_landed);
     const uint64_t K_at = descriptor_at(Base::K, k_ring.stage * int(sizeof s.slice[0].K[0]));
     if constexpr (Shared::Q_IN_REGISTERS) {
       forget(S.x.d);
@@ -3927,30 +4182,33 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
 
   // ---- the softmax ----
 
-  // Takes Q from global memory, since its buffer may have been filled anew.
-  __device__ __forceinline__ void multiply_qk_again(Scores& S) const {
+  // Recomputes Q @ K.T with Q from global memory, since the buffer of Q may have been overwritten.
+  __device__ __forceinline__ void recompute_qk(Scores& S) const {
     const SdpaParams& p = a.p;
     const WgmmaItem<B>& item = Base::item();
     const Input* Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head;
     const uint32_t tid = thread_index_anew() % 128;
     const int row = rows.q + int(tid / 32 * 16 + tid % 32 / 4), byte = tid % 4 * 4;
-    rows.multiply_qk_again(S, item, [&](uint32_t (&q)[4], int step_byte) {
+    rows.recompute_qk(S, item, [&](uint32_t (&q)[4], int step_byte) {
       SDPA_UNROLL for (int i = 0; i < 4; i++) {
         int query = row + i % 2 * 8;
         if constexpr (B::pack_gqa) {
           const Item<B> one_row = row_item<B>(a, item, query - item.q0 + row_group * 64);
-          Q_g = p.Q + one_row.b * p.q.batch + min(one_row.h, p.Hq - 1) * p.q.head, query = one_row.q0;
+          Q_g = p.Q + one_row.b * p.q.batch + min(one_row.h, p.Hq - 1) * p.q.head;
+          query = one_row.q0;
         }
         query = item.q_row(min(query, item.query_count(p) - 1));
-        q[i] = rows.word(Q_g + query * p.q.row, min(step_byte + i / 2 * 16 + byte, p.D - 4));  // K is 0 behind it
+        q[i] = rows.word(Q_g + query * p.q.row, min(step_byte + i / 2 * 16 + byte, p.D - 4));  // K is 0 past D
       }
     });
   }
-  // Does what the other kernel's attend_beside_pv() does, but raises a stale maximum that was too small. P is rounded
-  // only when the P @ V before has ended: ptxas takes an operand's registers for free while wgmma still reads them.
-  template <class End> __device__ __forceinline__ void overlap(Scores& S, Probabilities& P, const End& end_last_pv) {
+  // Like attend_then_wait() of the 16-bit kernel, but first tries to raise a stale maximum that was too small. P is
+  // rounded after the previous P @ V has completed, since ptxas reuses the registers of an operand that wgmma still
+  // reads.
+  template <class End>
+  __device__ __forceinline__ void overlap(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
     float alpha[2];
-    const bool may_be_stale = rows.may_take_stale_max();
+    const bool may_be_stale = rows.may_use_stale_max();
     bool stale = may_be_stale;
     StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2);
     if (may_be_stale) {
@@ -3959,16 +4217,16 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       stale = softmax.add_to(rows.l);
     }
     if (!stale && !(may_be_stale && raise_max(S, softmax, alpha))) {
-      if (may_be_stale) multiply_qk_again(S);
+      if (may_be_stale) recompute_qk(S);
       rows.softmax_by_exact_max(S, alpha);
     }
-    end_last_pv();
+    wait_for_last_pv();
     if (!stale && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) {
       scale_rows(rows.O, alpha);
       scale_flushed(alpha);
     }
-    // The accumulators of 32 columns are an A operand as they stand, but V must have the keys in another order: the
-    // operand's k = 4q + r of 16 is column r / 2 * 8 + 2q + r % 2.
+    // The accumulators of 32 columns have the lane layout of an A operand, but with the keys in another order, in
+    // which V is stored as well: of each 16 keys, k = 4q + r is column r / 2 * 8 + 2q + r % 2.
     SDPA_UNROLL for (int step = 0; step < B::block_n / 32; step++) {
       SDPA_UNROLL for (int i = 0; i < 4; i++) {
         const float* const d = S.x.d + 16 * step + i / 2 * 8 + i % 2 * 2;
@@ -3977,8 +4235,9 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       hold(P[step]);
     }
   }
-  // Raises m where the stale maximum was too small, without the scores: until no P is over 2^p_log2. alpha is a
-  // power of two. False, and nothing done, if some P has overflowed, or is where the polynomial ends, at 2^127.
+  // Called if the stale maximum was too small. Raises m by powers of two until no P exceeds 2^p_log2, and rescales P
+  // and l, without using S. Sets alpha for O. Returns false, and changes nothing, if a P has overflowed or reached
+  // 2^127, the end of the polynomial's domain.
   __device__ __forceinline__ bool raise_max(Scores& P, const StaleSoftmax<B, 2>& softmax, float (&alpha)[2]) {
     constexpr float most = B::use_fast_exp ? 0x1p120f : INFINITY;
     if (!__all_sync(0xffffffffu, softmax.sum[0] + softmax.sum[1] < most)) return false;
@@ -3987,7 +4246,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       SDPA_UNROLL for (int j = 0; j < P.COLS; j++) largest = fmaxf(largest, P.x[i][j]);
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      const int step = max(int(bits_of(largest) >> 23) - 126 - int(p_log2<B>), 0);  // from the power of two above it
+      const int step = max(int(bits_of(largest) >> 23) - 126 - int(p_log2<B>), 0);  // rounded up to a power of two
       alpha[i] = float_of(uint32_t(127 - step) << 23);
       rows.m[i] += float(step) / of_row(rows.scale_log2, i);
       rows.l[i] = (rows.l[i] + softmax.sum[i]) * alpha[i];
@@ -3996,34 +4255,35 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     return true;
   }
 
-  // ---- sums in shared memory ----
+  // ---- the fp32 sums in shared memory ----
 
-  // Calls what(place, d) for four elements d of O at a time, and their place in shared memory.
-  template <class What> __device__ __forceinline__ void with_flushed(const What& what) {
+  // Calls what(place, d) for each group of four elements d of O and its place in shared memory.
+  template <class What> __device__ __forceinline__ void for_each_flushed(const What& what) {
     if constexpr (Shared::FLUSHES) {
       const uint32_t tid = thread_index_anew() % 128;
       auto& sums = s.flushed(Base::warpgroup);
       SDPA_UNROLL for (int n = 0; n < B::d_v / 8; n++) what(&sums[n][tid], rows.O.x.d + 4 * n);
     }
   }
-  // After FP8_FLUSH tiles, and before the next P @ V, adds 3/2 O to the sums in shared memory, which have the same maximum,
-  // and leaves -O / 2. If the tiles add x, O thus goes from -x / 3 to 2x / 3 instead of from 0 to x, and truncation takes
-  // half as much. At D=256 Q @ K.T hides the flush. With fewer columns it comes before, since P @ V would wait for it.
-  __device__ __forceinline__ void flush(bool beside_qk) {
-    if (beside_qk != (B::head_dim == 256)) return;
+  // After every FP8_FLUSH tiles and before the next P @ V, adds 3/2 O to the sums in shared memory, which are
+  // relative to the same maximum, and sets O to -O / 2. If these tiles add x to O, O goes from -x / 3 to 2x / 3
+  // instead of from 0 to x, which halves the truncation error. At D=256 the flush overlaps Q @ K.T. With smaller D
+  // it comes before Q @ K.T, since P @ V would wait for it.
+  __device__ __forceinline__ void flush(bool overlaps_qk) {
+    if (overlaps_qk != (B::head_dim == 256)) return;
     if (!Shared::FLUSHES || !rows.accumulates || ++tiles % B::fp8_flush != 0) return;
     const bool first = tiles == B::fp8_flush;
-    with_flushed([&](float4* place, float* d) {
+    for_each_flushed([&](float4* place, float* d) {
       SDPA_UNROLL for (int i = 0; i < 4; i++) d[i] *= -0.5f;
       float sum[4] = {-3 * d[0], -3 * d[1], -3 * d[2], -3 * d[3]};
       if (!first) add(sum, ld_shared<float4>(place), 1);
       st_shared(place, float4{sum[0], sum[1], sum[2], sum[3]});
     });
   }
-  // Rescales what was flushed, as scale_rows() does O.
+  // Rescales the sums in shared memory, as scale_rows() rescales O.
   __device__ __forceinline__ void scale_flushed(const float (&alpha)[2]) {
     if (tiles < B::fp8_flush) return;
-    with_flushed([&](float4* place, float*) {
+    for_each_flushed([&](float4* place, float*) {
       const float4 x = ld_shared<float4>(place);
       st_shared(place, float4{x.x * alpha[0], x.y * alpha[0], x.z * alpha[1], x.w * alpha[1]});
     });
@@ -4031,11 +4291,11 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
 
   // ---- items ----
 
-  // Stores O / l and LSE from registers: a thread has four neighbouring columns.
+  // Stores O / l and LSE from registers. Each thread has four adjacent columns.
   __device__ __forceinline__ void store() {
     const Item<B>& item = Base::item();
     if constexpr (B::split_kv > 1) {
-      const Item<B> cta_item = item;  // read before the barrier, which hides the latency
+      const Item<B> cta_item = item;  // read before the barrier, whose wait hides the latency
       merge_slices<B>(rows, s.partial[row_group], slice, cta_item, [&](const float (&share)[B::d_v / 4], int row) {
         const int q = rows.q + row;
         Output* const O_g = a.p.O + cta_item.b * a.p.o.batch + cta_item.h * a.p.o.head + cta_item.q_row(q) * a.p.o.row;
@@ -4047,7 +4307,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       });
     } else {
       const uint32_t tid = thread_index_anew() % 128;
-      QuadRuns<2, B::d_v, 4> four;  // V has the even d of every 16 first
+      QuadRuns<2, B::d_v, 4> four;  // undoes the order of d in the transposed V: in each 16 the even d come first
       four.first_row = (B::split_ctas != 1 ? row_group * 64 : rows.q - item.q0) + tid / 32 * 16 + tid % 32 / 4;
       four.first_col = tid % 4 * 4;
       SDPA_UNROLL for (int i = 0; i < four.ROWS; i++) {
@@ -4059,24 +4319,28 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     }
   }
   __device__ __forceinline__ void run() {
-    constexpr bool q_stays = !Shared::Q_IN_REGISTERS || Shared::Q_IN_FLUSHED;  // in its buffer, for the whole item
+    constexpr bool q_stays = !Shared::Q_IN_REGISTERS || Shared::Q_IN_FLUSHED;  // the buffer of Q is used until the end
     const auto begin = [&] {
       if constexpr (Shared::Q_IN_REGISTERS) load_queries();
       if (!q_stays) release_queries();
     };
     const auto compute = [&](const WgmmaTurns<B>& turns) {
-      rows.start(), tiles = 0;
-      Base::overlapped(*this, turns);
+      rows.start();
+      tiles = 0;
+      Base::overlapped_loop(*this, turns);
       SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Base::Rows::Sums::LANES>(rows.l[i]);
-      // O += what was flushed.
-      if (tiles >= B::fp8_flush) with_flushed([](float4* place, float* d) { add(d, ld_shared<float4>(place), 1); });
+      // Adds the sums in shared memory to O.
+      if (tiles >= B::fp8_flush) for_each_flushed([](float4* place, float* d) { add(d, ld_shared<float4>(place), 1); });
       if constexpr (B::split_ctas == 1) store();
     };
     Base::run_items(begin, compute, [&] {
-      if (q_stays && B::split_kv == 1) release_queries();  // with slices nobody waits
+      if (q_stays && B::split_kv == 1) release_queries();  // with slices, no producer waits for it
     });
     if constexpr (B::split_ctas != 1) {
-      if (Base::item().rounds == 0) rows.start(), clear(rows.O);  // a range without a key
+      if (Base::item().rounds == 0) {  // the range has no keys
+        rows.start();
+        clear(rows.O);
+      }
       store();
     }
   }
@@ -4086,55 +4350,67 @@ template <class B> struct KernelOf<B, Path::wgmma_e4m3> {
   using Shared = E4m3Shared<B>;
   using Producer = E4m3Producer<B>;
   using Consumer = E4m3Consumer<B>;
-  // With 32 registers in its producers the copy of rows spills and pages of 1 key take 1.26 times as long at D=128.
+  // With 32 registers per producer thread, the copy of rows spills: 1.26 times slower at D=128 with pages of 1 key.
   using Registers = WgmmaRegisters<B, (B::copies_rows ? (B::head_dim > 128 ? 56 : 72) : 40), B::copies_rows ? 56 : 32>;
   static constexpr auto entry = sdpa_wgmma<B>;
 };
 
-// ---- 5d wgmma, transposed: few query rows, keys as the 64 rows (wgmma and SWAP_AB) ----
+// ---- 5d wgmma, transposed: keys are the M dimension, for few query rows (wgmma and SWAP_AB) ----
 
-// S.T = K @ Q.T and O.T = V.T @ P.T: so keys and d are the rows of the products, of which wgmma wants 64, and
-// query rows the columns, of which 16 will do. Every warpgroup has a slice of the keys:
+// S.T = K @ Q.T and O.T = V.T @ P.T. Keys and d are the M dimension of wgmma, which is 64; query rows are its N
+// dimension, which may be as small as 8. There are no producer warps. Each warpgroup computes one slice of the keys:
 //
-//   S.T = K @ Q.T of the last tile
+//   issue S.T = K @ Q.T of the last tile
 //   for each tile of the slice, the last key first:
-//     m, P.T = softmax(S.T)      a column is spread over 8 lanes of all four warps
-//     V.T @ P.T                  P.T by way of shared memory
-//     S.T = K @ Q.T              of the next tile, beside it
-//     other tiles come where these have been read
+//     m, P.T = softmax(S.T)      a query is spread over 8 lanes of each of the four warps
+//     issue V.T @ P.T            P.T is read from shared memory
+//     issue S.T = K @ Q.T        of the next tile; overlaps V.T @ P.T
+//     wait for both; start the loads of later tiles into the stages that both have read
 //     O.T += V.T @ P.T
-//   O / l of all slices
+//   merge the slices, O / l
 //
-// Warps of the slice load its tiles. USE_LAZY_MAX: with a stale maximum a tile takes one barrier. SPLIT_CTAS: the last
-// of an item's CTAs to end merges the partial results that all of them have left in the scratch memory.
+// The warps of a slice also load its tiles. USE_LAZY_MAX: a tile with a stale maximum needs only one barrier.
+// SPLIT_CTAS: the last CTA of an item to finish merges the partials that all of its CTAs have written to scratch
+// memory. Lifetime of the state. A CTA computes one item: m, l, O, and m_log2 and m_may_be_kept, which change only
+// with m. Per tile: S, P, and the stage of `ring`.
+//
+//   barrier                    completed by                      awaited by           protects
+//   mbarriers q_full, k_full,  TMA, or the warps that copied     all threads that     Q, K, V: written
+//     v_full                   the tile                          read the tile
+//   named: 1 + slice           the 128 threads of the slice      the same             P and per_warp: written
+//   named: 1 + SPLIT_KV        first: warps that load K          warps that load V    the order of the first loads
+//                              at the end: all threads           the same             partials: written
+//
+// There are no empty barriers: a warp starts a load into a stage after wgmma_wait_group<0>(), when the products of
+// all warps of the slice have read the stage.
 
 template <class B> struct WgmmaColumnsShared {
   struct Slice {
     union {
       alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-      float O[B::block_m][PARTIAL_STRIDE<B>];                      // after the last round
+      float O[B::block_m][PARTIAL_STRIDE<B>];                      // the slice's partial, after its last round
     };
     alignas(1024) Input V[B::stages][B::block_n * B::d_v];       // [BLOCK_N][Dv]
     alignas(1024) Input P[B::block_n * B::block_m];              // [BLOCK_M][BLOCK_N]
     float2 m_l[B::block_m];
-    float of_warp[4][32];                           // maxima or sums for the other warps
-    uint64_t k_full[B::stages], v_full[B::stages];  // the tile has landed
+    float per_warp[4][32];                           // row maxima or row sums of each warp
+    uint64_t k_full[B::stages], v_full[B::stages];  // mbarriers: the tile has landed
   };
   alignas(1024) Input Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
   Slice slice[B::split_kv];
-  std::conditional_t<B::use_key_mask, ShownRounds<B, B::num_warps>, Nothing> shown;
+  std::conditional_t<B::use_key_mask, ShownRounds<B>[B::num_warps], Nothing> shown;
   WgmmaItem<B> item;
-  uint64_t q_full;  // Q has landed, the item is known
-  bool is_last;     // for store_rows()
+  uint64_t q_full;  // mbarrier: Q has landed, and `item` is set
+  bool is_last;     // written and read by store_rows()
 };
 
-// A slice's copies: one warp loads K and one V, since a copy takes a warp some 100 clocks; in slice 0 one more loads Q.
-// With cp.async all warps copy rows of K and V.
+// Loads the tiles of a slice. Separate warps load K and V, since issuing a load takes a warp about 100 clocks. In
+// slice 0, a third warp loads Q. With cp.async, all warps copy rows of K and V.
 template <class B> struct WgmmaColumnsLoader {
   WgmmaColumnsShared<B>& s;
   const KernelArgs& a;
-  const int slice, warp;  // of the slice
-  WgmmaItem<B> item;         // without rounds in a warp that loads nothing
+  const int slice, warp;  // warp: counted in the slice
+  WgmmaItem<B> item;         // has zero rounds in a warp that loads nothing
 
   __device__ bool loads_k() const { return B::copies_rows || warp == 0; }
   __device__ bool loads_v() const { return B::copies_rows || warp == 1; }
@@ -4144,17 +4420,18 @@ template <class B> struct WgmmaColumnsLoader {
   __device__ static bool issues() { return threadIdx.x % 32 == 0; }
   __device__ __forceinline__ void find_item() {
     item = wgmma_item<B>(a, item_number_of_cta<B>(a));
-    if constexpr (B::use_key_mask) list_shown_rounds<B>(a, item, threadIdx.x / 32);
+    if constexpr (B::use_key_mask) list_shown_rounds<B>(a, item, s.shown[threadIdx.x / 32]);
   }
   __device__ __forceinline__ void load_q() {
     if (!loads_q() || !issues()) return;
     const CUtensorMap* map = &tensor_maps<B>(a).q;
     s.item = item;
     mbarrier_arrive_expect_tx(&s.q_full, rows_of_item<B>(a) * ROW_BYTES<B::qk_bytes>);
-    hold(map), griddepcontrol_wait();  // as late as possible: the kernel before this one has ended
+    hold(map);              // keeps the computation of the address before the wait
+    griddepcontrol_wait();  // for the preceding kernel, as late as possible
     load_rows_of_q<B, B::block_m>(a, s.Q, map, item, item.q0, &s.q_full);
   }
-  // Loads the slice's tile of a round into a stage that has been read. FIRST: it is the warp's first tile.
+  // Starts the load of the slice's tile of a round into a stage that has been read. FIRST: the warp's first tile.
   template <bool FIRST> __device__ __forceinline__ void load_tile(int round, int stage) {
     typename WgmmaColumnsShared<B>::Slice& t = s.slice[slice];
     if (loads_k()) load<B::head_dim, FIRST>(round, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
@@ -4163,10 +4440,13 @@ template <class B> struct WgmmaColumnsLoader {
   template <int D, bool FIRST>
   __device__ __forceinline__ void load(int round, const CUtensorMap* map, Input* tile_s, uint64_t* full) {
     TileLoad<B, D> box(a, item, item.h_kv, first_key_of<B>(item, round, slice));
-    if (FIRST) hold(map), griddepcontrol_wait();
+    if (FIRST) {
+      hold(map);
+      griddepcontrol_wait();
+    }
     box.load(a, map, tile_s, full);
   }
-  // Fills every stage. V of every slice is asked for after K of all of them, since S comes first.
+  // Starts the loads into all stages. The loads of V of all slices come after those of K, which is needed first.
   __device__ __forceinline__ void load_first_tiles() {
     constexpr int k_asked_for = 1 + B::split_kv, threads = 2 * 32 * B::split_kv;
     if (item.rounds == 0) return;
@@ -4176,7 +4456,7 @@ template <class B> struct WgmmaColumnsLoader {
     if (loads_k()) barrier_arrive(k_asked_for, threads);
     for (int n = 1; n < B::stages && n < item.rounds; n++) load_tile<false>(item.rounds - 1 - n, n);
   }
-  // ---- rows by cp.async: their pages are looked up one round before the copy, which hides the latency ----
+  // ---- copies of rows by cp.async; their pages are read one round earlier, to hide the latency ----
   __device__ __forceinline__ RowPages<B> find_pages(int round) const {
     return round < 0 ? RowPages<B>() : RowPages<B>(a, item, first_key_of<B>(item, round, slice));
   }
@@ -4201,12 +4481,12 @@ template <class B> struct WgmmaColumnsLoader {
   }
 };
 
-// What a warpgroup computes of S.T or O.T, as rows of queries: a thread has ROWS queries, and of each COLS keys or d.
+// A view of a warpgroup's S.T or O.T with queries as rows: a thread has ROWS queries with COLS keys or d each.
 //
 //            query 8i + 2(t % 4), 8i + 2(t % 4) + 1     lane t of warp w; element d[block][4i + 2h + e]
 //   key 64 block + 16w + t / 4 + 8h                      is x[2i + e][2 block + h]
 //
-// 8 lanes (t, t + 4, ... t + 28) of each of the four warps have the same queries.
+// The 8 lanes t, t + 4, ... t + 28 of each of the four warps have the same queries.
 template <class B, int BLOCKS> struct WgmmaColumnsView {
   static constexpr int ROWS = B::block_m / 4, COLS = 2 * BLOCKS;
   struct Elements {
@@ -4220,7 +4500,7 @@ template <class B, int BLOCKS> struct WgmmaColumnsView {
   Elements x;
 
   static __device__ int row(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
-  static __device__ int col(int j) { return j / 2 * 64 + j % 2 * 8; }  // from first_col() on: a constant
+  static __device__ int col(int j) { return j / 2 * 64 + j % 2 * 8; }  // relative to first_col(), so a constant
   static __device__ int first_col() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
   __device__ __forceinline__ void forget_all() { SDPA_UNROLL for (auto& block : x.d) forget(block); }
   __device__ __forceinline__ void hold_all() { SDPA_UNROLL for (auto& block : x.d) hold(block); }
@@ -4235,14 +4515,14 @@ template <class B> struct WgmmaColumns {
 
   Shared& s;
   const KernelArgs& a;
-  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;  // of the warpgroup
+  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;  // warp: counted in the warpgroup
   const int slice = int(threadIdx.x / 128);
-  const SharedAddress Q_s, K_s, V_s, P_s;  // of K and V the first stages
-  StageRing<B::stages> ring;               // of the round's K and V
-  float m, l;          // of the query that the thread owns; l: of the keys that its warp has seen
-  float m_log2[ROWS];  // m * scale_log2; 0 where S has become S - m
-  bool m_may_be_kept = false;  // the same in all threads of the slice
-  std::conditional_t<B::copies_rows, RowPages<B>, Nothing> k_pages, v_pages;  // of the tiles that are loaded next
+  const SharedAddress Q_s, K_s, V_s, P_s;  // K and V: the first stages
+  StageRing<B::stages> ring;               // stage and parity of this round's K and V
+  float m, l;          // of the query that the thread owns; l sums only the keys of its warp
+  float m_log2[ROWS];  // m * scale_log2 of the thread's queries; 0 if S has been replaced by S - m
+  bool m_may_be_kept = false;  // equal in all threads of the slice
+  std::conditional_t<B::copies_rows, RowPages<B>, Nothing> k_pages, v_pages;  // pages of the tiles to load next
 
   __device__ WgmmaColumns(Shared& s_, const KernelArgs& a_)
       : s(s_),
@@ -4252,14 +4532,14 @@ template <class B> struct WgmmaColumns {
         V_s(uniform(shared_address(s.slice[slice].V[0]))),
         P_s(uniform(shared_address(s.slice[slice].P))) {}
 
-  __device__ __forceinline__ typename Shared::Slice& mine() const { return s.slice[slice]; }
+  __device__ __forceinline__ typename Shared::Slice& own_slice() const { return s.slice[slice]; }
   __device__ void sync() const { barrier_sync(1 + slice, 128); }  // all warps of the slice
 
   // ---- the products ----
 
-  // S.T = K @ Q.T of the tile there, begun.   [BLOCK_N][BLOCK_M]
-  __device__ __forceinline__ void start_kq(Scores& S, const StageRing<B::stages>& k_ring) {
-    wait_for_tile<B>(&mine().k_full[k_ring.stage], k_ring.parity);
+  // Issues S.T = K @ Q.T of the tile in the stage of k_ring.   [BLOCK_N][BLOCK_M]
+  __device__ __forceinline__ void issue_kq(Scores& S, const StageRing<B::stages>& k_ring) {
+    wait_for_tile<B>(&own_slice().k_full[k_ring.stage], k_ring.parity);
     const uint64_t Q = wgmma_descriptor(Q_s, 16, PANEL_ATOM<B::qk_bytes>);
     const uint64_t K = wgmma_descriptor(K_s + k_ring.stage * sizeof s.slice[0].K[0], 16, PANEL_ATOM<B::qk_bytes>);
     wgmma_fence();
@@ -4273,8 +4553,8 @@ template <class B> struct WgmmaColumns {
     }
     wgmma_commit_group();
   }
-  // VP = V.T @ P.T of this round, begun.   [D][BLOCK_M]
-  __device__ __forceinline__ void start_vp(Sums& VP) {
+  // Issues VP = V.T @ P.T of this round.   [D][BLOCK_M]
+  __device__ __forceinline__ void issue_vp(Sums& VP) {
     const uint64_t P = wgmma_descriptor(P_s, 16, 1024);
     const uint64_t V = wgmma_descriptor(V_s + ring.stage * sizeof s.slice[0].V[0], 16, 1024);
     wgmma_fence();
@@ -4286,38 +4566,41 @@ template <class B> struct WgmmaColumns {
     }
     wgmma_commit_group();
   }
-  // Waits for both products, which end for all warps of a warpgroup at once, and loads other tiles for K and V.
-  __device__ __forceinline__ void finish_products(Scores& S, int round, int rounds,
+  // Waits for both products, which complete for all warps of the warpgroup at once, and then starts the loads of
+  // later tiles into the stages of K and V that they have read.
+  __device__ __forceinline__ void wait_and_load(Scores& S, int round, int rounds,
                                                   const StageRing<B::stages>& k_ring) {
     wgmma_wait_group<0>();
     S.hold_all();
     if constexpr (B::copies_rows) return load_next_rows(round - B::stages, rounds, k_ring.stage);
-    const int next = round - B::stages + (warp == 1);  // of K, which warp 0 loads, or of V
+    const int next = round - B::stages + (warp == 1);  // warp 0 loads K; warp 1 loads V, one round behind
     if (warp < 2 && next >= 0 && next < rounds - B::stages) {
       WgmmaColumnsLoader<B>{s, a, slice, int(warp), s.item}.template load_tile<false>(
           next, warp == 0 ? k_ring.stage : ring.stage);
     }
   }
 
-  // Loads K of `round`, and V of round + 1 with the pages that its K had. Looks up the pages of K of round - 1.
+  // Loads K of `round`, and V of round + 1, whose pages were read for its K. Reads the pages of K of round - 1.
   __device__ __forceinline__ void load_next_rows(int round, int rounds, int k_stage) {
     if (round < -1) return;
     const WgmmaColumnsLoader<B> loader{s, a, slice, int(warp), s.item};
     const RowPages<B> found = loader.find_pages(round - 1);
     if (round >= 0) loader.load_rows_of_k(round, k_stage, k_pages);
     if (round + 1 < rounds - B::stages) loader.load_rows_of_v(round + 1, ring.stage, v_pages);
-    v_pages = k_pages, k_pages = found;
+    v_pages = k_pages;
+    k_pages = found;
   }
 
-  // ---- maxima and sums of the queries ----
-  // 8 lanes combine what they have of ROWS queries. Two lanes at a distance of 16, then of 8 and 4 meet: each gives
-  // half of the queries away and gets the other's part of those that it keeps, until it owns one (of 16, two lanes do).
+  // ---- row max and row sum of the queries ----
+  // 8 lanes reduce the values of their ROWS queries, by exchanges at distances of 16, 8 and 4 lanes. In each
+  // exchange, a lane keeps half of its queries: it sends its values of the other half, and receives the partner's
+  // values of the kept half. At the end each lane owns one query, and 8 / ROWS lanes own the same one.
 
   template <int DISTANCE, class Combine>
   __device__ __forceinline__ void combine_pair(float (&x)[ROWS], Combine combine) const {
     constexpr bool halve = ROWS * DISTANCE >= 32;
     constexpr int kept = halve ? ROWS * DISTANCE / 32 : 1;
-    const uint32_t upper = 0 - lane / DISTANCE % 2;  // a mask: of a condition nvcc makes branches
+    const uint32_t upper = 0 - lane / DISTANCE % 2;  // a bit mask, since nvcc compiles a condition to branches
     SDPA_UNROLL for (int i = 0; i < kept; i++) {
       const uint32_t low = bits_of(x[i]), high = bits_of(x[halve ? i + kept : i]);
       const uint32_t both = (low ^ high) & upper;
@@ -4325,17 +4608,18 @@ template <class B> struct WgmmaColumns {
       x[i] = combine(float_of(low ^ both), theirs);
     }
   }
-  // Combines the lanes' parts of the own query; x comes from combine_pair<16>().
+  // Reduces the values of the thread's own query over the lanes. x: the result of combine_pair<16>().
   template <class Combine> __device__ __forceinline__ float combine_lanes(float (&x)[ROWS], Combine combine) const {
-    combine_pair<8>(x, combine), combine_pair<4>(x, combine);
+    combine_pair<8>(x, combine);
+    combine_pair<4>(x, combine);
     return x[0];
   }
-  // Combines the four warps' parts of the own query, in a fixed order.
+  // Reduces the values of the thread's own query over the four warps, in a fixed order.
   template <class Combine> __device__ __forceinline__ float combine_warps(float value, Combine combine) {
-    st_shared(&mine().of_warp[warp][lane], value);
+    st_shared(&own_slice().per_warp[warp][lane], value);
     sync();  // hazard: written by all warps
-    value = ld_shared<float>(&mine().of_warp[0][lane]);
-    SDPA_UNROLL for (int n = 1; n < 4; n++) value = combine(value, ld_shared<float>(&mine().of_warp[n][lane]));
+    value = ld_shared<float>(&own_slice().per_warp[0][lane]);
+    SDPA_UNROLL for (int n = 1; n < 4; n++) value = combine(value, ld_shared<float>(&own_slice().per_warp[n][lane]));
     return value;
   }
   static __device__ __forceinline__ float sum_of(float x, float y) { return x + y; }
@@ -4349,16 +4633,17 @@ template <class B> struct WgmmaColumns {
     combine_pair<16>(x, larger_of);
     return combine_warps(combine_lanes(x, larger_of), larger_of);
   }
-  // The value of the thread's query i, from the lane that owns it.
+  // Returns the value of the thread's query i, from the lane that owns this query.
   __device__ __forceinline__ float from_owner(float value, int i) const {
     return __shfl_sync(0xffffffffu, value, i * 8 / ROWS * 4 + lane % 4);
   }
 
   // ---- the softmax ----
 
-  // m' = max(m, column maxima of S), and l and O relative to it; FIRST: there are none yet. As softmax_sum(), but S
-  // of all queries becomes S - m if any of the warp's is beyond shift_limit.
-  template <bool FIRST> __device__ __forceinline__ void renew_max(Scores& S, Sums& O) {
+  // Updates m to max(m, row max of S), and rescales l and O. FIRST: m, l and O have no values yet. As in
+  // softmax_sum(), S is replaced by S - m if m is too large, here for all queries of the warp if one of them is
+  // beyond shift_limit.
+  template <bool FIRST> __device__ __forceinline__ void update_max(Scores& S, Sums& O) {
     float m_new = column_max(S), alpha;
     if (!FIRST) {
       m_new = fmaxf(m, m_new);
@@ -4373,7 +4658,8 @@ template <class B> struct WgmmaColumns {
         const float row_m = finite_max(from_owner(m, i));
         SDPA_UNROLL for (int j = 0; j < S.COLS; j++) S.x[i][j] -= row_m;
       }
-      own_m_log2 = 0, may_be_kept = false;
+      own_m_log2 = 0;
+      may_be_kept = false;
     }
     m_may_be_kept = B::use_lazy_max && __all_sync(0xffffffffu, may_be_kept);
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
@@ -4383,10 +4669,11 @@ template <class B> struct WgmmaColumns {
       SDPA_UNROLL for (int j = 0; j < O.COLS; j++) O.x[i][j] *= factor;
     }
   }
-  // Writes P = 2^(S * scale_log2 - m_log2), rounded, to shared memory and returns the thread's sums once V has landed.
+  // Writes P = 2^(S * scale_log2 - m_log2), rounded, to shared memory, sets `sum` to the thread's sums of P, and
+  // waits for V.
   template <bool FIRST> __device__ __forceinline__ void write_p(const Scores& S, float (&sum)[ROWS]) {
-    const SharedAddress P_at = shared_address(
-        mine().P + panel_offset<B::block_m>((ROWS < 4 ? 0 : lane / 16 * 8) + lane % 8, warp * 16 + lane / 8 % 2 * 8));
+    const uint32_t row = (ROWS < 4 ? 0 : lane / 16 * 8) + lane % 8, column = warp * 16 + lane / 8 % 2 * 8;
+    const SharedAddress P_at = shared_address(own_slice().P + panel_offset<B::block_m>(row, column));
     SDPA_UNROLL for (float& x : sum) x = 0;
     SDPA_UNROLL for (int block = 0; block < KEY_BLOCKS; block++) {
       SDPA_UNROLL for (int q = 0; q < B::block_m; q += 16) {
@@ -4396,18 +4683,23 @@ template <class B> struct WgmmaColumns {
           const float* const s = S.x.d[block] + q / 2 + 2 * j;
           const float x = softmax_exp2<B>(fmaf(s[0], a.scale_log2, -m_log2[i]));
           const float y = softmax_exp2<B>(fmaf(s[1], a.scale_log2, -m_log2[i + 1]));
-          sum[i] += x, sum[i + 1] += y;
+          sum[i] += x;
+          sum[i + 1] += y;
           P[j] = pack<Input>(x, y);
         }
-        if (ROWS < 4) P[2] = P[0], P[3] = P[1];  // both halves of the warp store the same
+        if (ROWS < 4) {  // both halves of the warp store the same elements
+          P[2] = P[0];
+          P[3] = P[1];
+        }
         stmatrix_x4<true>(P_at + (block * B::block_m + q) * 128, P);
       }
     }
-    if (FIRST) combine_pair<16>(sum, sum_of);  // while P is being written
+    if (FIRST) combine_pair<16>(sum, sum_of);  // overlaps the stores of P
     fence_proxy_async();
-    wait_for_tile<B>(&mine().v_full[ring.stage], ring.parity);
+    wait_for_tile<B>(&own_slice().v_full[ring.stage], ring.parity);
   }
-  // Writes P of the scores S for all warps; where the stale maximum does not fit, renews m, l and O. l lacks `sum` yet.
+  // Writes P to shared memory for all warps. If the stale maximum was too small, updates m and rescales l and O. The
+  // caller adds `sum` to l.
   template <bool FIRST> __device__ __forceinline__ void softmax(Scores& S, Sums& O, float (&sum)[ROWS]) {
     bool fits = false;
     if (!FIRST && m_may_be_kept) {
@@ -4417,7 +4709,7 @@ template <class B> struct WgmmaColumns {
       fits = barrier_and(1 + slice, 128, all <= lazy_limit<B>);  // hazard: P written by all warps
     }
     if (!fits) {
-      renew_max<FIRST>(S, O);
+      update_max<FIRST>(S, O);
       write_p<FIRST>(S, sum);
       sync();  // hazard: P written by all warps
     }
@@ -4425,13 +4717,13 @@ template <class B> struct WgmmaColumns {
 
   // ---- rounds ----
 
-  // Takes a round whose scores are in S: O.T += V.T @ P.T, and S becomes the scores of the next round.
+  // Computes a round whose scores are in S: O.T += V.T @ P.T. Also computes the scores of the next round into S.
   template <bool FIRST>
-  __device__ __forceinline__ void take_round(int round, const WgmmaItem<B>& item, Scores& S, Sums& O) {
+  __device__ __forceinline__ void compute_round(int round, const WgmmaItem<B>& item, Scores& S, Sums& O) {
     const int k0 = first_key_of<B>(item, round, slice);
     if (B::use_lengths && FIRST && item.keys_in_tile(k0) < B::block_n) {
-      mbarrier_wait(&mine().v_full[ring.stage], ring.parity);
-      clear_rows_of_v<B>(mine().V[ring.stage], item.keys_in_tile(k0), threadIdx.x % 128, 128);  // write_p() fences
+      mbarrier_wait(&own_slice().v_full[ring.stage], ring.parity);
+      clear_rows_of_v<B>(own_slice().V[ring.stage], item.keys_in_tile(k0), threadIdx.x % 128, 128);  // write_p() fences
     }
     const Mask& mask = item.mask(a);
     ScoreTile<B> tile{a, item, mask, item.q0, k0, item_score_scale<B>(a, item)};
@@ -4441,16 +4733,17 @@ template <class B> struct WgmmaColumns {
     softmax<FIRST>(S, O, sum);
     Sums later;
     Sums& VP = FIRST ? O : later;
-    S.forget_all(), VP.forget_all();
-    start_vp(VP);
+    S.forget_all();
+    VP.forget_all();
+    issue_vp(VP);
     StageRing<B::stages> next = ring;
     next.advance();
-    if (round > 0) start_kq(S, next);
-    if (!FIRST) combine_pair<16>(sum, sum_of);  // beside the products
+    if (round > 0) issue_kq(S, next);
+    if (!FIRST) combine_pair<16>(sum, sum_of);  // overlaps the products
     const float own_sum = combine_lanes(sum, sum_of);
     l = FIRST ? own_sum : l + own_sum;
     if (round == 0) write_m_l();
-    finish_products(S, round - 1, item.rounds, next);
+    wait_and_load(S, round - 1, item.rounds, next);
     ring = next;
     VP.hold_all();
     if constexpr (!FIRST) {
@@ -4459,20 +4752,20 @@ template <class B> struct WgmmaColumns {
       }
     }
   }
-  // Writes m and l of the slice for the other slices.
+  // Writes m and l of the slice's partial to shared memory.
   __device__ __forceinline__ void write_m_l() {
     l = combine_warps(l, sum_of);
-    constexpr int owners = 8 / ROWS;  // of a query
+    constexpr int owners = 8 / ROWS;  // lanes that own the same query
     const int i = int(lane) / 4 / owners;
-    if (warp == 0 && lane / 4 % owners == 0) st_shared(&mine().m_l[Scores::row(i)], float2{m, l});
+    if (warp == 0 && lane / 4 % owners == 0) st_shared(&own_slice().m_l[Scores::row(i)], float2{m, l});
   }
-  // Computes the item, whose first tiles are on their way.
+  // Computes the item. The loads of its first tiles have been started.
   __device__ __forceinline__ void run() {
     mbarrier_wait(&s.q_full, 0);
     const WgmmaItem<B> item = s.item;
     if constexpr (B::use_lengths) {
       const bool emptied = clear_queries_of_others<B>(s.Q, B::block_m, a, item, 0, B::block_m, int(threadIdx.x));
-      if (emptied) __syncthreads();  // hazard: rows emptied by all warps
+      if (emptied) __syncthreads();  // hazard: rows of Q zero-filled by all warps
     }
     Sums O;
     int round = item.rounds - 1;
@@ -4482,20 +4775,23 @@ template <class B> struct WgmmaColumns {
       if constexpr (B::copies_rows) {
         k_pages = WgmmaColumnsLoader<B>{s, a, slice, int(warp), item}.find_pages(round - B::stages);
       }
-      start_kq(S, ring);
-      finish_products(S, round, item.rounds, ring);
-      take_round<true>(round, item, S, O);
-      while (round-- > 0) take_round<false>(round, item, S, O);
-    } else {  // a range without a key
-      m = -INFINITY, l = 0;
+      issue_kq(S, ring);
+      wait_and_load(S, round, item.rounds, ring);
+      compute_round<true>(round, item, S, O);
+      while (round-- > 0) compute_round<false>(round, item, S, O);
+    } else {  // the range has no keys
+      m = -INFINITY;
+      l = 0;
       clear(O);
       write_m_l();
     }
-    // O of the slice for the other slices, in the place of K, which nobody reads any more.
+    // Writes O of the slice's partial to shared memory, over K, which is no longer read.
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      SDPA_UNROLL for (int j = 0; j < O.COLS; j++) st_shared(&mine().O[O.row(i)][O.first_col() + O.col(j)], O.x[i][j]);
+      SDPA_UNROLL for (int j = 0; j < O.COLS; j++) {
+        st_shared(&own_slice().O[O.row(i)][O.first_col() + O.col(j)], O.x[i][j]);
+      }
     }
-    barrier_sync(1 + B::split_kv, B::warpgroups * 128);  // hazard: partial results written
+    barrier_sync(1 + B::split_kv, B::warpgroups * 128);  // hazard: partials of all slices written
     store_rows<B>(s.slice, a, item, int(threadIdx.x), s.is_last);
   }
 };
@@ -4507,14 +4803,17 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_columns(const __grid
   if (!item_of_cta<B>(a).exists()) return;
   if (threadIdx.x == 32) {
     mbarrier_init(&s.q_full, 1);
-    for (auto& t : s.slice) mbarriers_init(t.k_full, copying_warps<B>), mbarriers_init(t.v_full, copying_warps<B>);
+    for (auto& t : s.slice) {
+      mbarriers_init(t.k_full, copying_warps<B>);
+      mbarriers_init(t.v_full, copying_warps<B>);
+    }
     fence_mbarrier_init();
   }
   prefetch_tensor_maps<B>(a);
   clear_rows_without_query<B>(s.Q, a);
   WgmmaColumnsLoader<B> loader{s, a, warp / 4, warp % 4, {}};
   if (loader.loads()) loader.find_item();
-  __syncthreads();  // hazard: mbarriers initialised by one thread, rows emptied by all
+  __syncthreads();  // hazard: mbarriers initialized by one thread, rows of Q zero-filled by all
   loader.load_q();
   loader.load_first_tiles();
   wait_then_let_next_kernel_start();
@@ -4526,11 +4825,8 @@ template <class B> struct KernelOf<B, Path::wgmma_swapped> {
   static constexpr auto entry = sdpa_wgmma_columns<B>;
 };
 
-// ---- 5e rows that change hands (scalar, wmma) ----
+// ---- 5e softmax with rows that move between warps (scalar, wmma) ----
 
-// SYNC_POLICY: 5 puts a CTA barrier at every hazard of the tile loop. 2 drops the two that guard nothing: Q is covered
-// by the barrier for K and V, and m is read by the warp that wrote it. 1 leaves a row with one warp, so that only the
-// tiles themselves are shared; kernels of other families do so as well. 0 has none: racy.
 template <class T, class View> __device__ __forceinline__ void load_scores(View& S, const T* P_s, int stride) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
@@ -4539,41 +4835,56 @@ template <class T, class View> __device__ __forceinline__ void load_scores(View&
   }
 }
 
-// Softmax of a tile in shared memory, where m, l and alpha are as well: rows change hands before and after.
+// Softmax for rows that move between warps: the warp that owns a row in the softmax is not the warp that owns it
+// in Q @ K.T and P @ V. S, P, m, l and alpha are in shared memory.
+//
+// SYNC_POLICY=5 has a CTA barrier at every hazard of the tile loop. SYNC_POLICY=2 omits two redundant barriers:
+// the barrier for K and V covers Q, too, and m is read only by the warp that wrote it. With SYNC_POLICY=1, a row
+// has one owner throughout (WarpSoftmax), so warps share only the tiles of K and V; other families do the same.
+// SYNC_POLICY=0 has no CTA barriers and is racy.
 template <class B, class Shared> struct CtaSoftmax {
   static constexpr int ROWS = ScalarScores<B>::ROWS;
 
-  __device__ static ScalarScores<B> dealt_rows() {
+  // The rows that this thread owns during the softmax.
+  __device__ static ScalarScores<B> softmax_rows() {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     ScalarScores<B> S;
-    S.first_row = warp * ROW_LANES + lane / COL_LANES, S.row_step = ROW_LANES * B::num_warps;
+    S.first_row = warp * ROW_LANES + lane / COL_LANES;
+    S.row_step = ROW_LANES * B::num_warps;
     S.first_col = lane % COL_LANES;
     return S;
   }
   __device__ void start(Shared& s, const ScalarScores<B>&) {
-    const ScalarScores<B> S = dealt_rows();
+    const ScalarScores<B> S = softmax_rows();
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      if (S.first_col == 0) s.m[S.row(i)] = -INFINITY, s.l[S.row(i)] = 0;
+      if (S.first_col == 0) {
+        s.m[S.row(i)] = -INFINITY;
+        s.l[S.row(i)] = 0;
+      }
     }
-    __syncthreads();  // hazard: m and l read by other warps in finish() if there is no tile
+    __syncthreads();  // hazard: if there is no tile, other warps read m and l in finish()
   }
   __device__ void step(Shared& s, const ScalarScores<B>& scores, float scale_log2, float (&alpha_out)[ROWS]) {
     store_scores(s.P, s.P_STRIDE, scores);
-    group_sync<B>(B::sync_policy >= 2);  // hazard: S written, its rows about to change hands
+    slice_sync<B>(B::sync_policy >= 2);  // hazard: S was written and is read by other warps
 
-    ScalarScores<B> S = dealt_rows();
+    ScalarScores<B> S = softmax_rows();
     load_scores(S, s.P, s.P_STRIDE);
     float m[ROWS], l[ROWS], alpha[ROWS];
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = s.m[S.row(i)];
     __syncwarp();  // hazard: m still being read by the row's other lanes
     softmax_max<B>(S, scale_log2, m, alpha);
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      if (S.first_col == 0) s.m[S.row(i)] = m[i], s.alpha[S.row(i)] = alpha[i];
+      if (S.first_col == 0) {
+        s.m[S.row(i)] = m[i];
+        s.alpha[S.row(i)] = alpha[i];
+      }
     }
-    group_sync<B>(B::sync_policy == 5);  // hazard: m and alpha of the rows written
+    slice_sync<B>(B::sync_policy == 5);  // hazard: m and alpha of the rows were written
 
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      m[i] = s.m[S.row(i)], alpha[i] = s.alpha[S.row(i)];
+      m[i] = s.m[S.row(i)];
+      alpha[i] = s.alpha[S.row(i)];
       l[i] = S.first_col == 0 ? s.l[S.row(i)] : 0.0f;
     }
     softmax_sum<B>(S, scale_log2, m, alpha, l);
@@ -4582,35 +4893,39 @@ template <class B, class Shared> struct CtaSoftmax {
       l[i] = row_sum<COL_LANES>(l[i]);
       if (S.first_col == 0) s.l[S.row(i)] = l[i];
     }
-    group_sync<B>(B::sync_policy >= 2);  // hazard: l and P written, rows about to change hands again
+    slice_sync<B>(B::sync_policy >= 2);  // hazard: P, l and alpha were written and are read by other warps
 
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) alpha_out[i] = s.alpha[scores.row(i)];
   }
   __device__ void finish(Shared& s, const ScalarScores<B>& scores, float (&m_out)[ROWS], float (&l_out)[ROWS]) {
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) { m_out[i] = s.m[scores.row(i)], l_out[i] = s.l[scores.row(i)]; }
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      m_out[i] = s.m[scores.row(i)];
+      l_out[i] = s.l[scores.row(i)];
+    }
   }
 };
 
-// ---- 5e wmma: products on tensor cores, S and P in shared memory (wmma) ----
+// ---- 5e wmma: tensor cores through nvcuda::wmma, S and P in shared memory (wmma) ----
 
 namespace wmma = nvcuda::wmma;
 template <class Use, class Layout> using Operand = wmma::fragment<Use, 16, 16, 16, Half, Layout>;
 template <class T> using AccumulatorOf = wmma::fragment<wmma::accumulator, 16, 16, 16, T>;
 using Accumulator = AccumulatorOf<float>;
-// The type of S in shared memory, where rows of fp16 lie as far apart as rows of fp32.
+// The type of S in shared memory. Rows of fp16 have the same stride in bytes as rows of fp32.
 template <class B> using WmmaScore = std::conditional_t<B::qk_in_fp16, __half, float>;
 template <class B> constexpr int SCORE_STRIDE = ScalarShared<B>::P_STRIDE* int(sizeof(float) / sizeof(WmmaScore<B>));
 
 template <class B> struct WmmaShared : ScalarShared<B> {
-  static constexpr int P16_STRIDE = B::block_n + 8;  // 8 neighbouring rows fall into 8 groups of banks
+  static constexpr int P16_STRIDE = B::block_n + 8;  // 8 adjacent rows start in different groups of 4 banks
   alignas(32) Element<B> P16[B::use_wmma_pv ? B::block_m * P16_STRIDE : 1];  // P for wmma, [BLOCK_M][BLOCK_N]
-  uint64_t full[B::stages], empty[B::stages];  // mbarriers: tile landed, tile read by all consumers
-  uint32_t drawn;                              // next_item()
+  uint64_t full[B::stages], empty[B::stages];  // mbarriers: tile was copied, tile was read by all consumers
+  uint32_t item_index;                         // written by next_item()
 
   __device__ void store_probabilities(const ScalarScores<B>& S) {
-    B::use_wmma_pv ? store_scores(P16, P16_STRIDE, S) : store_scores(this->P, this->P_STRIDE, S);
+    if (B::use_wmma_pv) store_scores(P16, P16_STRIDE, S);
+    else store_scores(this->P, this->P_STRIDE, S);
   }
-  // WmmaOutput's rows are not those of the scores' lanes.
+  // Stores alpha, because the lanes of S and of WmmaOutput have different rows.
   __device__ void store_alpha(const ScalarScores<B>& S, const float (&row_alpha)[ScalarScores<B>::ROWS]) {
     SDPA_UNROLL for (int i = 0; i < S.ROWS; i++) {
       if (S.first_col == 0) this->alpha[S.row(i)] = row_alpha[i];
@@ -4618,12 +4933,14 @@ template <class B> struct WmmaShared : ScalarShared<B> {
   }
 };
 
+// Waits until the phase of this parity is complete.
 __device__ __forceinline__ void mbarrier_spin(uint64_t* barrier_s, int parity) {
   while (!mbarrier_test_wait_parity(barrier_s, parity)) {
   }
 }
 
-// CopyTogether's counterpart where producer warps copy. The ring goes on from item to item.
+// The counterpart of CopyTogether for consumer warps if producer warps copy the tiles. The ring continues
+// from one item to the next.
 template <class B> struct CopyByProducers {
   WmmaShared<B>& s;
   StageRing<B::stages>& ring;
@@ -4638,7 +4955,7 @@ template <class B> struct CopyByProducers {
   }
 };
 
-// S = Q @ K.T   [16][BLOCK_N] of a warp, to shared memory
+// S = Q @ K.T   [16][BLOCK_N] per warp, in shared memory
 template <class B>
 __device__ __forceinline__ void wmma_qk(WmmaScore<B>* S_s,
                                         const Operand<wmma::matrix_a, wmma::row_major> (&Q)[B::head_dim / 16],
@@ -4655,26 +4972,27 @@ __device__ __forceinline__ void wmma_qk(WmmaScore<B>* S_s,
   }
 }
 
-// O of a warp in wmma accumulators. Their layout is not specified: a lane finds its rows by a tile of row numbers.
+// O of a warp in wmma accumulators, whose layout is unspecified. To find the rows of its elements, each lane
+// loads a tile of row numbers as an accumulator.
 template <class B, bool = B::use_wmma_pv> struct WmmaOutput {
   Accumulator x[B::head_dim / 16];
   int row[Accumulator::num_elements];
 
-  // scratch_s [16][P_STRIDE], of this warp alone
+  // scratch_s [16][P_STRIDE] belongs to this warp.
   __device__ void start(ScalarOutput<B>&, float* scratch_s, int lane) {
-    __syncwarp();  // hazard: read by the other lanes in finish() of the keys before
+    __syncwarp();  // hazard: scratch_s still being read by other lanes in finish() of the previous item
     for (int i = lane; i < 16 * 16; i += 32) {
       st_shared(scratch_s + i / 16 * ScalarShared<B>::P_STRIDE + i % 16, float(i / 16));
     }
-    __syncwarp();  // hazard: row numbers written by the other lanes
+    __syncwarp();  // hazard: row numbers were written by other lanes
     Accumulator rows;
     wmma::load_matrix_sync(rows, scratch_s, ScalarShared<B>::P_STRIDE, wmma::mem_row_major);
     SDPA_UNROLL for (int e = 0; e < rows.num_elements; e++) row[e] = int(rows.x[e]);
-    __syncwarp();  // hazard: scratch_s read by the other lanes
+    __syncwarp();  // hazard: scratch_s still being read by other lanes
     SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) wmma::fill_fragment(x[n], 0.0f);
   }
 
-  // O = O * alpha + P @ V   [16][D], with alpha [16] and P16 [16][P16_STRIDE] of s
+  // O = O * alpha + P @ V   [16][D]. alpha [16] and P16 [16][P16_STRIDE] are in s, from first_row on.
   __device__ __forceinline__ void multiply(ScalarOutput<B>&, const float (&)[ScalarOutput<B>::ROWS],
                                            const WmmaShared<B>& s, int first_row, const Element<B>* V_s) {
     const float* const alpha_s = s.alpha + first_row;
@@ -4685,17 +5003,17 @@ template <class B, bool = B::use_wmma_pv> struct WmmaOutput {
       SDPA_UNROLL for (int e = 0; e < Accumulator::num_elements; e++) x[n].x[e] *= alpha[e];
     }
     if constexpr (B::pv_in_fp16) {
-      AccumulatorOf<__half> of_tile[B::head_dim / 16];
-      SDPA_UNROLL for (auto& part : of_tile) wmma::fill_fragment(part, rounded<__half>(0));
-      add_products(of_tile, P_s, V_s);
+      AccumulatorOf<__half> product[B::head_dim / 16];
+      SDPA_UNROLL for (auto& part : product) wmma::fill_fragment(part, rounded<__half>(0));
+      add_products(product, P_s, V_s);
       SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
-        SDPA_UNROLL for (int e = 0; e < Accumulator::num_elements; e++) { x[n].x[e] += to_float(of_tile[n].x[e]); }
+        SDPA_UNROLL for (int e = 0; e < Accumulator::num_elements; e++) { x[n].x[e] += to_float(product[n].x[e]); }
       }
     } else {
       add_products(x, P_s, V_s);
     }
   }
-  // sums += P @ V. In fp16 an element has the place that it has in fp32 (tests/conformance.cu sees to it).
+  // sums += P @ V. Accumulators of fp16 and fp32 have the same layout; tests/conformance.cu checks that.
   template <class Sums>
   static __device__ __forceinline__ void add_products(Sums& sums, const Element<B>* P_s, const Element<B>* V_s) {
     SDPA_UNROLL for (int k = 0; k < B::block_n; k += 16) {
@@ -4709,16 +5027,17 @@ template <class B, bool = B::use_wmma_pv> struct WmmaOutput {
     }
   }
 
-  // Makes O a view, BLOCK_N columns at a time, through this warp's scratch_s [16][P_STRIDE], whose row 0 is first_row.
+  // Copies the accumulators to the view O through this warp's scratch_s [16][P_STRIDE], BLOCK_N columns at a
+  // time. Row 0 of scratch_s is row first_row of O.
   __device__ void finish(ScalarOutput<B>& O, float* scratch_s, int first_row) const {
     SDPA_UNROLL for (int begin = 0; begin < B::head_dim; begin += B::block_n) {
       constexpr int stride = ScalarShared<B>::P_STRIDE;
       const int end = begin + B::block_n < B::head_dim ? begin + B::block_n : B::head_dim;
-      __syncwarp();  // hazard: scratch_s still being read by the other lanes
+      __syncwarp();  // hazard: scratch_s still being read by other lanes
       SDPA_UNROLL for (int d = begin; d < end; d += 16) {
         wmma::store_matrix_sync(scratch_s + d - begin, x[d / 16], stride, wmma::mem_row_major);
       }
-      __syncwarp();  // hazard: scratch_s written by the other lanes
+      __syncwarp();  // hazard: scratch_s was written by other lanes
       SDPA_UNROLL for (int i = 0; i < O.ROWS; i++) {
         SDPA_UNROLL for (int j = 0; j < O.COLS; j++) {
           if (O.col(j) < begin || O.col(j) >= end) continue;
@@ -4729,7 +5048,7 @@ template <class B, bool = B::use_wmma_pv> struct WmmaOutput {
   }
 };
 
-// USE_WMMA_PV=0: O is a view all the time.
+// USE_WMMA_PV=0: P @ V runs on the FMA pipes, so O is always a view.
 template <class B> struct WmmaOutput<B, false> {
   __device__ void start(ScalarOutput<B>& O, float*, int) { clear(O); }
   __device__ __forceinline__ void multiply(ScalarOutput<B>& O, const float (&alpha)[ScalarOutput<B>::ROWS],
@@ -4739,24 +5058,27 @@ template <class B> struct WmmaOutput<B, false> {
   __device__ void finish(ScalarOutput<B>&, float*, int) const {}
 };
 
-// A consumer warp's part in an item: its 16 rows, with the tiles that the feed gives.
-template <class B, class Feed>
+// Computes a consumer warp's 16 rows of an item, with the tiles of K and V that the pipeline provides.
+template <class B, class Pipeline>
 __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs& a, const Item<B>& item,
-                                             const ItemTiles<B>& t, Feed& feed) {
+                                             const ItemTiles<B>& t, Pipeline& pipeline) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_row = warp * 16;
   float* const S_s = s.P + first_row * s.P_STRIDE;
 
   ScalarScores<B> S;
   ScalarOutput<B> O;
-  S.first_row = O.first_row = first_row + lane / COL_LANES, S.row_step = ROW_LANES;
-  S.first_col = lane % COL_LANES, O.first_col = lane % COL_LANES * O.RUN;
+  S.first_row = first_row + lane / COL_LANES;
+  S.row_step = ROW_LANES;
+  S.first_col = lane % COL_LANES;
+  O.first_row = S.first_row;
+  O.first_col = lane % COL_LANES * O.RUN;
 
-  // A warp copies its own rows of Q.
+  // Each warp copies its own rows of Q.
   Element<B>* const Q_s = s.Q + tile_offset<B>(first_row, 0);
   t.template copy_q<16>(Q_s, first_row, lane, 32);
   VectorCopy<B::use_cp_async>::commit();
   VectorCopy<B::use_cp_async>::template wait<0>();
-  __syncwarp();  // hazard: Q copied by the other lanes
+  __syncwarp();  // hazard: Q was copied by other lanes
   Operand<wmma::matrix_a, wmma::row_major> Q[B::head_dim / 16];
   SDPA_UNROLL for (int d = 0; d < B::head_dim; d += 16) { wmma::load_matrix_sync(Q[d / 16], Q_s + d, TILE_STRIDE<B>); }
 
@@ -4766,16 +5088,16 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   TileSoftmax<B, WmmaShared<B>> softmax;
   softmax.start(s, S);
   for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
-    const int stage = feed.acquire(k0);
+    const int stage = pipeline.acquire(k0);
     wmma_qk<B>(reinterpret_cast<WmmaScore<B>*>(S_s), Q, s.K[stage]);
-    __syncwarp();  // hazard: S written by the other lanes
+    __syncwarp();  // hazard: S was written by other lanes
     load_scores(S, reinterpret_cast<const WmmaScore<B>*>(s.P), SCORE_STRIDE<B>);
-    if (B::qk_in_fp16) __syncwarp();  // hazard: S read by the lanes in whose place P comes
+    if (B::qk_in_fp16) __syncwarp();  // hazard: other lanes still read S, which P overwrites
     finish_scores<B>(S, a, item, t.mask, item.q0, k0, is_plain<B>(a, t.mask, item.q0, k0));
     float alpha[ScalarOutput<B>::ROWS];
     softmax.step(s, S, scale_log2, alpha);
     sums.multiply(O, alpha, s, first_row, s.V[stage]);
-    feed.release();
+    pipeline.release();
   }
   sums.finish(O, S_s, first_row);
   float m[ScalarOutput<B>::ROWS], l[ScalarOutput<B>::ROWS];
@@ -4783,14 +5105,16 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   store_sums<B>(O, m, l, a, item);
 }
 
-// Resident CTAs draw item numbers from the workspace's counter, and each one past the end; the last draw clears it.
-template <class B> __device__ __forceinline__ bool next_item(const KernelArgs& a, uint32_t& drawn_s, Item<B>& item) {
+// Fetches the next item of a persistent CTA from the counter in the workspace. Returns false if there is none.
+// Each CTA fetches one index past the last item. The last such fetch resets the counter to 0.
+template <class B>
+__device__ __forceinline__ bool next_item(const KernelArgs& a, uint32_t& item_index_s, Item<B>& item) {
   uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
-  __syncthreads();  // hazard: other warps still read drawn_s and the tiles of the last item
-  if (threadIdx.x == 0) drawn_s = atomicInc(counter, a.work_items + gridDim.x - 1);
-  __syncthreads();  // hazard: drawn_s just written by thread 0
-  if (drawn_s >= a.work_items) return false;
-  item = work_item<B>(a, drawn_s);
+  __syncthreads();  // hazard: other warps still read item_index_s and the tiles of the previous item
+  if (threadIdx.x == 0) item_index_s = atomicInc(counter, a.work_items + gridDim.x - 1);
+  __syncthreads();  // hazard: item_index_s was written by thread 0
+  if (item_index_s >= a.work_items) return false;
+  item = work_item<B>(a, item_index_s);
   return true;
 }
 
@@ -4800,29 +5124,34 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(co
   constexpr int consumers = B::num_warps * 32;
   StageRing<B::stages> ring;
   if constexpr (B::use_warp_specialization) {
-    if (tid == 0) mbarriers_init(s.full, B::producer_threads), mbarriers_init(s.empty, consumers);
-    __syncthreads();  // hazard: mbarriers just made by thread 0
+    if (tid == 0) {
+      mbarriers_init(s.full, B::producer_threads);
+      mbarriers_init(s.empty, consumers);
+    }
+    __syncthreads();  // hazard: mbarriers were initialised by thread 0
   }
 
   do {
     Item<B> item;
     if (!B::use_persistent_cta) item = item_of_cta<B>(a);
-    else if (!next_item<B>(a, s.drawn, item)) break;
+    else if (!next_item<B>(a, s.item_index, item)) break;
     if constexpr (!B::use_warp_specialization) {
       const ItemTiles<B> t(a, item, 0, tid, consumers);
-      CopyTogether<B, WmmaShared<B>> feed(s, t);
-      wmma_consume<B>(s, a, item, t, feed);
+      CopyTogether<B, WmmaShared<B>> pipeline(s, t);
+      wmma_consume<B>(s, a, item, t, pipeline);
     } else if (tid >= consumers) {
       ItemTiles<B> t(a, item, 0, tid - consumers, B::producer_threads);
-      for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n, ring.advance()) {
-        mbarrier_spin(&s.empty[ring.stage], ring.parity ^ 1);  // the first round finds them empty
+      for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
+        mbarrier_spin(&s.empty[ring.stage], ring.parity ^ 1);  // no wait at the first use of a stage
         t.copy_kv(s, ring.stage, k0);
-        B::use_cp_async ? cp_async_mbarrier_arrive_noinc(&s.full[ring.stage]) : mbarrier_arrive(&s.full[ring.stage]);
+        if (B::use_cp_async) cp_async_mbarrier_arrive_noinc(&s.full[ring.stage]);
+        else mbarrier_arrive(&s.full[ring.stage]);
+        ring.advance();
       }
     } else {
       const ItemTiles<B> t(a, item, 0, tid, consumers);
-      CopyByProducers<B> feed{s, ring};
-      wmma_consume<B>(s, a, item, t, feed);
+      CopyByProducers<B> pipeline{s, ring};
+      wmma_consume<B>(s, a, item, t, pipeline);
     }
   } while (B::use_persistent_cta);
 }
@@ -4834,10 +5163,11 @@ template <class B> struct KernelOf<B, Path::wmma> {
 
 // ---- 5f options: 2^x on the FMA pipes (USE_FAST_EXP) ----
 
-// 2^t on the FMA pipes, for t <= 127, which only a stale maximum leaves behind: t = n + f with n = floor(t), and 2^f
-// by a cubic with p(0) = 1 whose largest relative error on [0,1] is 8.6e-5 (tests/unit.cu tries every float from -126).
-// Adding 1.5*2^23 rounded down leaves n in the low bits of the sum; the 127 makes them the biased exponent. Below
-// 2^-126 it gives 0, as ex2.approx.ftz does; exactly 1 at 0; NaN for NaN.
+// Returns 2^t, computed on the FMA pipes. t = n + f with n = floor(t). 2^f is approximated by a cubic p with
+// p(0) = 1, whose maximum relative error on [0,1] is 8.6e-5 (tests/unit.cu tests every float from -126).
+// Adding `magic`, rounded down, leaves n + 127 in the low bits of the sum: the biased exponent. Results below
+// 2^-126 are 0, as with ex2.approx.ftz; 2^0 is exactly 1; NaN gives NaN. Only lazy rescaling passes t > 127,
+// which is clamped.
 template <class B> __device__ __forceinline__ float exp2_polynomial(float t) {
   constexpr float magic = 12582912.0f + 127.0f;  // 1.5 * 2^23 + exponent bias
   if (B::use_lazy_max) t = min_nan(t, 127.0f);
@@ -4848,14 +5178,15 @@ template <class B> __device__ __forceinline__ float exp2_polynomial(float t) {
   return power * float_of(bits_of(shifted) << 23);
 }
 
-// ---- 5f copies of U8 (wmma and DTYPE = U8) ----
+// ---- 5f copies that convert U8 (wmma and DTYPE = U8) ----
 
-// u - 128 of two bytes of a word, the low or the high ones. 16 bits 0x6400 | u are the number 1024 + u.
-__device__ __forceinline__ uint32_t halves_of_bytes(uint32_t word, bool high) {
+// Converts the low or the high two bytes u of a word to fp16 u - 128. As fp16, the bits 0x6400 | u are 1024 +
+// u.
+__device__ __forceinline__ uint32_t f16x2_of_u8x2(uint32_t word, bool high) {
   constexpr uint32_t halves_of_1152 = 0x64806480;
   return sub_f16x2(prmt(word, 0x64646464, high ? 0x4342 : 0x4140), halves_of_1152);
 }
-// Copies a vector of 8 or 16 elements, converted to the fp16 that the products take.
+// Copies a vector of 8 or 16 elements and converts them to fp16, the type of the products.
 template <> struct VectorCopy<false, true> {
   template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
     VectorType<BYTES> vector{};
@@ -4864,31 +5195,32 @@ template <> struct VectorCopy<false, true> {
     memcpy(words, &vector, sizeof vector);
     SDPA_UNROLL for (int i = 0; i < BYTES / 4; i += 2) {
       const uint32_t low = words[i], high = words[i + 1];
-      st_shared(static_cast<uint4*>(dst_s) + i / 2, uint4{halves_of_bytes(low, false), halves_of_bytes(low, true),
-                                                          halves_of_bytes(high, false), halves_of_bytes(high, true)});
+      st_shared(static_cast<uint4*>(dst_s) + i / 2, uint4{f16x2_of_u8x2(low, false), f16x2_of_u8x2(low, true),
+                                                          f16x2_of_u8x2(high, false), f16x2_of_u8x2(high, true)});
     }
   }
 };
 
 // ---- 5f sinks ----
 
-// The sink of the item's head; -inf is none.
+// The sink of the item's head; -inf if it has none.
 template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const Item<B>& item) {
   return a.p.sinks ? a.p.sinks[item.h] : -INFINITY;
 }
-// The row sum l with 2^p_log2 * e^sink, relative to m. Above 2^126 nothing of the keys is left in it.
+// The row sum l plus the sink's term, 2^p_log2 * e^(sink - m). If that term is above 2^126, the keys' share
+// of O is 0.
 template <class B>
 __device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const Item<B>& item) {
   if (!B::use_sinks) return l;
   const float sink = sink_of<B>(a, item);
-  if (!(sink < INFINITY) && l != 0) return NAN;  // of NaN or inf, unless no key is seen
+  if (!(sink < INFINITY) && l != 0) return NAN;  // a sink of NaN or inf, and a visible key
   const float above_m = fmaf(-finite_max(m), item_scale_log2<B>(a, item), sink * (1 / ln2));
-  return l + ex2_approx_ftz(fminf(above_m + p_log2<B>, 127));  // at 127 1 / sum is flushed to 0
+  return l + ex2_approx_ftz(fminf(above_m + p_log2<B>, 127));  // 127: 1 / sum is flushed to 0
 }
 
 // ---- 5f tanh (USE_SOFTCAP = 1, USE_SOFTCAP = 2, SCORE_MOD, MASK_MOD) ----
 
-// 1 - 2 / (1 + e^2t), or near 0, where that cancels, the series.
+// Returns 1 - 2 / (1 + e^2t). Near 0, where the subtraction cancels, returns the Taylor series.
 __device__ __forceinline__ float tanh_exact(float t) {
   const float square = t * t;
   const float series = t * fmaf(square, fmaf(square, fmaf(square, -17.0f / 315, 2.0f / 15), -1.0f / 3), 1);
@@ -4896,9 +5228,9 @@ __device__ __forceinline__ float tanh_exact(float t) {
   return square < 0.0625f ? series : exact;
 }
 
-// ---- 5f arrays that expressions read by head (SCORE_MOD, MASK_MOD) ----
+// ---- 5f arrays that expressions index by head (SCORE_MOD, MASK_MOD) ----
 
-// True if the expression has x0[h], with this number for 0, and perhaps with spaces.
+// True if the expression `text` contains x0[h], with `number` instead of 0. Spaces may follow x0, [ and h.
 constexpr bool reads_by_head(std::string_view text, int number) {
   const char wanted[] = {'x', char('0' + number), '[', 'h', ']'};
   for (size_t at = text.find(wanted[0]); at != text.npos; at = text.find(wanted[0], at + 1)) {
@@ -4914,23 +5246,24 @@ template <int N> constexpr bool is_read_by_head = reads_by_head(SCORE_MOD_text, 
 
 // ---- 5f expressions of scores (SCORE_MOD, MASK_MOD) ----
 //
-// What the names in an expression are. Types keep the form of a sum, so that the exponent of P takes two FMAs at most:
+// The types of the names in an expression. Their operators keep a logit in the following form, so that the
+// exponent of P takes at most two FMAs:
 //
-//   logit = score * factor + base + slope * column       factor and slope are the same in all columns of a tile, base in
-//                                                        all columns of a row, and column is a constant
+//   logit = score * factor + base + slope * column
 //   exponent = score * factor_log2 + ((slope * log2e) * column + (base * log2e - m_log2))
 //
-// An expression that is no such sum is a number.
+// factor and slope are the same in all columns of a tile, and base is the same in all columns of a row.
+// column is a compile-time constant. An expression that does not have this form becomes a Number.
 
 namespace expression {
 
 constexpr float log2e = 1.44269504f;
-// A query or a key: base + times * column.
+// The index of a query or a key: base + times * column.
 struct Position {
   int base, times, column;
   __device__ __forceinline__ operator int() const { return base + times * column; }
 };
-// A head, and x0[h] to x3[h], which are read once for all tiles of an item if an expression has them.
+// The index of a head, and x0[h] to x3[h]. Those that an expression contains are loaded once per item.
 struct Head {
   int h;
   float x[4];
@@ -4940,7 +5273,7 @@ struct Number {
   float value;
   __device__ __forceinline__ operator float() const { return value; }
 };
-// base + slope * column. -0 is what adds nothing to any float, so that the compiler leaves out its addition.
+// base + slope * column. Adding -0 leaves every float unchanged, so the compiler removes the addition.
 struct Linear {
   float base = -0.0f, slope = -0.0f;
   int column = 0;
@@ -4951,7 +5284,7 @@ struct Sum {
   Linear offset;
   __device__ __forceinline__ operator float() const { return score * factor + float(offset); }
 };
-// s itself.
+// The name s.
 struct Score {
   float score, factor, factor_log2;
   __device__ __forceinline__ operator float() const { return score * factor; }
@@ -4961,13 +5294,14 @@ template <class T, class... Types> constexpr bool is_any_of = (std::is_same_v<T,
 template <class T> constexpr bool is_value = is_any_of<T, Number, Linear, Sum, Score>;
 template <class T> constexpr bool is_position = is_any_of<T, Position>;
 template <class T> constexpr bool is_whole = std::is_integral_v<T> || is_any_of<T, Position, Head>;
-// True if an operator of these two is one of those below: of a value, or of a position and a fraction.
+// True if the operators below apply to X and Y: one of them is a value, or one is a Position and the other
+// floating-point.
 template <class X, class Y>
-constexpr bool is_of_values = is_value<X> || is_value<Y> || (is_position<X> && std::is_floating_point_v<Y>) ||
+constexpr bool is_value_operation = is_value<X> || is_value<Y> || (is_position<X> && std::is_floating_point_v<Y>) ||
                               (is_position<Y> && std::is_floating_point_v<X>);
 template <bool CONDITION> using If = std::enable_if_t<CONDITION, int>;
 
-// Any operand as a Number, a Linear or a Sum.
+// Converts an operand to a Number, a Linear or a Sum.
 __device__ __forceinline__ Linear term(Position x) {
   return {float(x.base), x.times ? float(x.times) : -0.0f, x.column};
 }
@@ -4998,19 +5332,19 @@ __device__ __forceinline__ Sum times(Sum x, Number y) {
 template <class X> __device__ __forceinline__ auto times(Number x, X y) { return times(y, x); }
 template <class X, class Y> __device__ __forceinline__ Number times(X x, Y y) { return {float(x) * float(y)}; }
 
-template <class X, class Y, If<is_of_values<X, Y>> = 0> __device__ __forceinline__ auto operator+(X x, Y y) {
+template <class X, class Y, If<is_value_operation<X, Y>> = 0> __device__ __forceinline__ auto operator+(X x, Y y) {
   return plus(term(x), term(y));
 }
-template <class X, class Y, If<is_of_values<X, Y>> = 0> __device__ __forceinline__ auto operator*(X x, Y y) {
+template <class X, class Y, If<is_value_operation<X, Y>> = 0> __device__ __forceinline__ auto operator*(X x, Y y) {
   return times(term(x), term(y));
 }
 template <class X, If<is_value<X>> = 0> __device__ __forceinline__ auto operator-(X x) {
   return times(term(x), Number{-1});
 }
-template <class X, class Y, If<is_of_values<X, Y>> = 0> __device__ __forceinline__ auto operator-(X x, Y y) {
+template <class X, class Y, If<is_value_operation<X, Y>> = 0> __device__ __forceinline__ auto operator-(X x, Y y) {
   return plus(term(x), times(term(y), Number{-1}));
 }
-template <class X, class Y, If<is_of_values<X, Y>> = 0> __device__ __forceinline__ auto operator/(X x, Y y) {
+template <class X, class Y, If<is_value_operation<X, Y>> = 0> __device__ __forceinline__ auto operator/(X x, Y y) {
   return times(term(x), Number{1 / float(y)});
 }
 __device__ __forceinline__ Position operator-(Position x) { return {-x.base, -x.times, x.column}; }
@@ -5031,7 +5365,7 @@ template <class N, If<std::is_integral_v<N>> = 0> __device__ __forceinline__ Pos
   return -x + n;
 }
 
-// The functions that an expression may call.
+// The functions that expressions may call.
 template <class X> __device__ __forceinline__ auto real(X x) { return term(x); }
 template <class X> __device__ __forceinline__ Number exp(X x) { return {::expf(float(x))}; }
 template <class X> __device__ __forceinline__ Number exp2(X x) { return {::exp2f(float(x))}; }
@@ -5045,7 +5379,7 @@ template <class X, class Y> __device__ __forceinline__ Number pow(X x, Y y) { re
 template <class X> __device__ __forceinline__ Sum tanh(X x) {
   return {SDPA_NAMESPACE::tanh_exact(float(x)), 1, log2e, {}};
 }
-// To 2^-11 of 1, in one instruction.
+// tanh in one instruction; its error is at most 2^-11.
 template <class X> __device__ __forceinline__ Sum tanh_approx(X x) {
   return {SDPA_NAMESPACE::tanh_approx(float(x)), 1, log2e, {}};
 }
@@ -5061,7 +5395,7 @@ template <class X, class Y> __device__ __forceinline__ auto max(X x, Y y) {
   if constexpr (is_whole<X> && is_whole<Y>) return int(x) > int(y) ? int(x) : int(y);
   else return Number{fmaxf(float(x), float(y))};
 }
-// NUMBER: of x0 to x3; -1: of another array.
+// An array of floats. NUMBER: 0 to 3 for x0 to x3, -1 for other arrays.
 template <int NUMBER = -1> struct Reals {
   const float* at;
   __device__ __forceinline__ Number operator[](Head head) const {
@@ -5079,7 +5413,7 @@ struct Ints {
   __device__ __forceinline__ int operator[](int64_t i) const { return ld_global_nc<int>(at + i); }
 };
 
-// The two expressions. NONE is what they are if nobody typed them.
+// SCORE_MOD and MASK_MOD as functions. Their default NONE means s in score_mod() and true in mask_mod().
 template <class H>  // int or Head
 __device__ __forceinline__ auto score_mod(Score s, int b, H h, Position q, Position k, int Sq, int Sk, const SdpaParams& p) {
   [[maybe_unused]] const Reals<0> x0{p.x0};
@@ -5104,12 +5438,13 @@ __device__ __forceinline__ auto mask_mod(int b, H h, Position q, Position k, int
 
 }  // namespace expression
 
-// x0[h], x1[h], ... of the array with the number N, in a uniform register; 0 if no expression reads that.
+// Returns array[h], where the array is x<N>, in a uniform register. Returns 0 if no expression contains
+// x<N>[h].
 template <int N> __device__ __forceinline__ float value_of_head(const float* array, int h) {
   if constexpr (is_read_by_head<N>) return __shfl_sync(0xffffffffu, ld_global_nc<float>(array + h), 0);
   return 0;
 }
-// True if the expression's text has the name.
+// True if the expression `text` contains `name` as a whole word.
 constexpr bool expression_names(std::string_view name, std::string_view text) {
   const auto is_letter = [](char c) {
     return c == '_' || (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
@@ -5127,24 +5462,28 @@ constexpr bool mods_name(std::string_view name) {
 template <class B> struct ScoreMod {
   using Score = expression::Score;
   using Position = expression::Position;
-  // The logit of a score, and whether query q sees key k. Features with a knob of their own stand here. H: int or Head.
+  // logit() returns the logit of a score; sees() returns true if query q sees key k. Features of the score
+  // hook that have a knob of their own are implemented in these two functions. H: int or Head.
   template <class H>
-  static __device__ __forceinline__ auto logit(Score s, int b, H h, Position q, Position k, int Sq, int Sk, const SdpaParams& p) {
+  static __device__ __forceinline__ auto logit(Score s, int b, H h, Position q, Position k, int Sq, int Sk,
+                                               const SdpaParams& p) {
     return expression::score_mod(s, b, h, q, k, Sq, Sk, p);
   }
   template <class H>
-  static __device__ __forceinline__ auto sees(int b, H h, Position q, Position k, int Sq, int Sk, const SdpaParams& p) {
+  static __device__ __forceinline__ auto sees(int b, H h, Position q, Position k, int Sq, int Sk,
+                                              const SdpaParams& p) {
     return expression::mask_mod(b, h, q, k, Sq, Sk, p);
   }
   static __device__ int head_of(const ScoreTile<B>& tile) { return tile.item.h; }
-  // 16 warps have no registers for what is read once, and rows of several heads have no head in common.
+  // True if registers hold x0[h] to x3[h] for a whole item. 16 warps have too few registers for that. With
+  // packed GQA the rows of an item belong to several heads.
   static constexpr bool keeps_head = B::num_warps < 16 && !B::pack_gqa;
   template <class Rows> static __device__ __forceinline__ auto head_of(const Rows& rows) {
     const auto& x = rows.x_of_head;
     if constexpr (keeps_head) return expression::Head{rows.h, {x[0], x[1], x[2], x[3]}};
     else return rows.h;
   }
-  // At the start of an item: what the expressions read of it.
+  // Called at the start of an item. Loads its batch, its head and x0[h] to x3[h].
   template <class Rows> static __device__ __forceinline__ void start(Rows& rows) {
     rows.b = uniform(rows.item->b);
     rows.h = uniform(rows.item->h);
@@ -5159,8 +5498,9 @@ template <class B> struct ScoreMod {
     if constexpr (B::pack_gqa) return min(int(h) + int(a.item_queries.divide(uint32_t(row))), a.p.Hq - 1);
     else return h;
   }
-  // Calls use(i, j, logit, seen) for the thread's columns [first, last) of S. WHOLE: all of the tile's keys exist; if not,
-  // keys past the end are taken for the last one. Rows that are no query are taken for the first or the last.
+  // Calls use(i, j, logit, seen) for the thread's columns [first, last) of S. WHOLE: all keys of the tile
+  // exist. Otherwise indices of keys past the end are clamped to the last key. Indices of padding rows are
+  // clamped to the first or the last query.
   template <bool WHOLE, class View, class Tile, class Use>
   static __device__ __forceinline__ void each(View& S, int first, int last, const Tile& tile, const Use& use) {
     const KernelArgs& a = tile.a;
@@ -5184,7 +5524,7 @@ template <class B> struct ScoreMod {
       }
     }
   }
-  // USE_KEY_MASK: the same, and no key is seen that the mask hides.
+  // USE_KEY_MASK: does the same; `seen` is false for keys that the mask hides.
   template <bool WHOLE, class View, class Tile, class Use>
   static __device__ __forceinline__ void each_shown(View& S, int first, int last, const Tile& tile, const Use& use) {
     tile.locate(S);
@@ -5193,8 +5533,8 @@ template <class B> struct ScoreMod {
       use(i, j, logit, seen && keys.shows(S.col(j) - S.col(0)));
     });
   }
-  // The same. PARTS: a few columns at a time, where registers are few: the condition, which is never true, begins a basic
-  // block, without which ptxas spills.
+  // Does the same. PARTS: 8 columns at a time, to need fewer registers. The condition scale_log2 == 0 is never
+  // true. It begins a new basic block, without which ptxas spills.
   template <bool WHOLE, bool PARTS, class View, class Tile, class Use>
   static __device__ __forceinline__ void each_in_parts(View& S, int first, int last, const Tile& tile, const Use& use) {
     const int at_once = PARTS && (last - first) % 8 == 0 ? 8 : last - first;
@@ -5204,7 +5544,7 @@ template <class B> struct ScoreMod {
       else each<WHOLE>(S, part, part + at_once, tile, use);
     }
   }
-  // log2(P) relative to m_log2. Without SCORE_MOD the logit is the score times scale_log2.
+  // Returns log2(P) = logit * log2e - m_log2. Without SCORE_MOD: score * scale_log2 - m_log2.
   template <class T> static __device__ __forceinline__ float exponent(T logit, float scale_log2, float m_log2) {
     using namespace expression;
     const auto y = term(logit);
@@ -5227,21 +5567,22 @@ __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool pl
       if constexpr (B::changes_logits) S.x[i][j] = float(logit);
       if (!seen) S.x[i][j] = -INFINITY;
     };
-    // Where a stale maximum takes most tiles, the others are too few for a second version.
+    // With lazy rescaling few tiles come here, so they share one version of the code.
     if (B::use_key_mask && plain) Mod::template each_in_parts<true, false>(S, 0, View::COLS, tile, modify);
     else if (!B::use_lazy_max && plain) Mod::template each<true>(S, 0, View::COLS, tile, modify);
     else Mod::template each_in_parts<false, B::use_lazy_max>(S, 0, View::COLS, tile, modify);
   }
 }
 
-// The hook is left out of builds that neither change logits nor hide keys.
+// Builds in which no knob changes logits or hides keys do not call the hook. Then logit() and sees() must
+// have no effect.
 [[maybe_unused]] __device__ inline void check_expressions(const SdpaParams& p) {
   using Logit = decltype(ScoreMod<Build>::logit({}, 0, 0, {}, {}, 0, 0, p));
   using Seen = decltype(ScoreMod<Build>::sees(0, 0, {}, {}, 0, 0, p));
   static_assert(Build::changes_logits || std::is_same_v<Logit, expression::Score>,
-                "ScoreMod::logit() changes the logit in a build without a knob of SDPA_LOGIT_KNOBS: its knob belongs there");
+                "ScoreMod::logit() changes logits, but no knob of SDPA_LOGIT_KNOBS is set: add the feature's knob to them");
   static_assert(Build::hides_keys || std::is_same_v<Seen, expression::Always>,
-                "ScoreMod::sees() hides keys in a build without a knob of SDPA_MASK_KNOBS: its knob belongs there");
+                "ScoreMod::sees() hides keys, but no knob of SDPA_MASK_KNOBS is set: add the feature's knob to them");
 }
 
 // ---- 5f softcap ----
@@ -5250,8 +5591,8 @@ __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool pl
 template <class B> __device__ __forceinline__ float capped(float x, float cap_scale) {
   return B::use_softcap == 1 ? tanh_approx(x * cap_scale) : tanh_exact(x * cap_scale);
 }
-// Whether there is a cap is asked once, so that scores are capped beside each other. With tanh.approx alone it is asked
-// at each: asked once, that takes up to 4% longer.
+// Branches on is_capped() once per tile, so that the tanh of several scores overlap. With tanh.approx and no
+// polynomial it is tested per score: there, one branch per tile is up to 4% slower.
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> cap_scale, int first, int last) {
   if constexpr (B::use_softcap != 0) {
@@ -5267,15 +5608,21 @@ __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreSc
 
 // ---- 5f softcap by a polynomial (wgmma and USE_WARP_SPECIALIZATION and USE_SOFTCAP = 1) ----
 //
-// The special-function unit takes as long for a tanh as for an exponential, and with both it is as busy as the tensor
-// cores. For |x| <= 0.85 tanh(x) is within 2^-11 of x * (k0 + k1 * x^2 + k2 * x^4), the minimax fit, as tanh.approx
-// is. Beyond, the polynomial grows faster than tanh, on both sides. So no score is looked at: one that is too large
-// makes P larger than 2^16, as the sum of P tells, and one that is too small has a P below 2^-30 in either form, where
-// m lies between these bounds. The square is completed, since constants are read sooner than a third register.
+// A tanh keeps the special-function unit busy as long as an exponential does. With both per score, it is as
+// busy as the tensor cores. Therefore tanh(x) is approximated by the minimax polynomial x * (k0 + k1 * x^2 +
+// k2 * x^4), whose error for |x| <= 0.85 is at most 2^-11, as is that of tanh.approx. For |x| > 0.85 the
+// polynomial grows faster than tanh.
+//
+// Scores need no range check if the row max m is within the bounds that the constructor tests:
+//   x > 0.85     P is larger than 2^16, which add_to() detects by the sum of P
+//   x < -0.85    P is below 2^-30 with the polynomial and with tanh
+//
+// The square is completed, so that every FMA has a constant operand. A third register operand would be
+// slower.
 
 template <class Args> void set_cap_polynomial(Args& a) {
   const double x = a.cap_scale, k0 = 0.9995825, k1 = -0.3226164, k2 = 0.08978852, shift = k1 / (2 * k2);
-  if (x < 1e-7 || x > 1e7) return;  // its powers have no place in a float
+  if (x < 1e-7 || x > 1e7) return;  // the powers of x would overflow or underflow
   a.cap_polynomial = {float(shift / (x * x)), float((k0 / k2 - shift * shift) / (x * x * x * x)),
                       float(k2 * x * x * x * x * x * a.scale_log2)};
 }
@@ -5289,9 +5636,11 @@ template <class B> struct CappedSoftmax : StaleSoftmax<B, 2> {
   __device__ __forceinline__ CappedSoftmax(const float (&m)[2], const ItemScale<B>& scale)
       : Base(m, scale), a(scale.a) {
     const float largest = 0.691f * a.scale_log2;  // tanh(0.85)
-    bool holds = a.cap_polynomial.factor != 0;
-    SDPA_UNROLL for (int i = 0; i < 2; i++) holds &= 30 - largest <= m_log2[i] && m_log2[i] <= largest - 16;
-    by_polynomial = __all_sync(0xffffffffu, holds);
+    bool is_in_bounds = a.cap_polynomial.factor != 0;
+    SDPA_UNROLL for (int i = 0; i < 2; i++) {
+      is_in_bounds &= 30 - largest <= m_log2[i] && m_log2[i] <= largest - 16;
+    }
+    by_polynomial = __all_sync(0xffffffffu, is_in_bounds);
   }
   template <class View> __device__ __forceinline__ void exp(View& S, int first, int last) {
     if (!by_polynomial) {
@@ -5307,7 +5656,7 @@ template <class B> struct CappedSoftmax : StaleSoftmax<B, 2> {
       }
     }
   }
-  // Past its range the polynomial is no tanh.
+  // For |x| > 0.85 log2(P) does not recover the logit, because the polynomial differs from tanh.
   __device__ bool keeps_logits() const { return !by_polynomial; }
   __device__ __forceinline__ bool add_to(float (&l)[2]) const {
     return Base::add_to(l, by_polynomial ? fminf(lazy_limit<B>, 0x1p16f) : lazy_limit<B>);
@@ -5316,9 +5665,10 @@ template <class B> struct CappedSoftmax : StaleSoftmax<B, 2> {
 
 // ---- 5f bias (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3) ----
 
-// The bias has a row of elements for each query of a sequence, contiguous along its last bias_keys keys, at strides
-// that may be 0; keys before these have none. USE_BIAS=1, 3: what is added to a logit, of the type of Q or fp32; -inf hides
-// the key. USE_BIAS=2: bytes, 0 hides the key. Of rows that have no query, or no head, any will do.
+// Returns the address of row r of the bias. The bias has one row per query. A row has a contiguous element
+// for each of the last bias_keys keys of the sequence; earlier keys have no bias. The strides may be 0.
+// USE_BIAS=1, 3: the element, of Q's type or fp32, is added to the logit; -inf hides the key. USE_BIAS=2: the
+// element is a byte; 0 hides the key. The query and the head of a padding row are clamped to valid ones.
 template <class B>
 __device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r) {
   const SdpaParams& p = a.p;
@@ -5331,19 +5681,22 @@ __device__ __forceinline__ float with_bias(float x, uint8_t seen, float) { retur
 template <class E> __device__ __forceinline__ float with_bias(float x, E bias, float logit_scale) {
   return fmaf(x, logit_scale, to_float(bias));
 }
-// Adds two neighbours, of which the first is in the low bits.
+// Adds two adjacent elements of the bias to x and y. The element for x is in the low bits.
 template <class Pair> __device__ __forceinline__ void add_pair(float& x, float& y, Pair pair, const KernelArgs& a) {
   Bias bias[2];
   memcpy(bias, &pair, sizeof bias);
-  x = with_bias(x, bias[0], a.logit_scale), y = with_bias(y, bias[1], a.logit_scale);
+  x = with_bias(x, bias[0], a.logit_scale);
+  y = with_bias(y, bias[1], a.logit_scale);
 }
+// Reads the bias of a tile from global memory, in pairs where the address and the tile allow it.
 template <class B> struct BiasInMemory {
   template <class View>
   __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
     const int first = first_biased_key(a.p, keys), col = k0 - first + S.col(0), cols = keys - first;
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       const Bias* const row = bias_row<B>(a, item, q0, S.row(i)) + col;
-      const bool has_pairs = View::COLS % 2 == 0 && S.col(1) - S.col(0) == 1 && k0 >= first && k0 + B::block_n <= keys;
+      const bool has_pairs = View::COLS % 2 == 0 && S.col(1) - S.col(0) == 1 && k0 >= first &&
+                             k0 + B::block_n <= keys;
       if (has_pairs && reinterpret_cast<uintptr_t>(row) % sizeof(BiasPair) == 0) {
         SDPA_UNROLL for (int j = 0; j + 1 < View::COLS; j += 2) {
           add_pair(S.x[i][j], S.x[i][j + 1], ld_global_nc<BiasPair>(row + (S.col(j) - S.col(0))), a);
@@ -5420,48 +5773,31 @@ template <class B> struct KeyBits {
 
 // ---- 5f the rounds with a visible key (wgmma and USE_KEY_MASK) ----
 
-// Bytes of Q, K and V in shared memory; of some tiles they leave little room.
 template <class B>
-constexpr int bytes_beside_lists = (2 * B::block_m + 2 * B::split_kv * B::stages * B::block_n) * B::head_dim * 2;
-template <class B> constexpr bool lists_are_short = B::swap_ab || B::is_8bit;
-// Rounds that an item with a list has at most; with more of them all are taken. Of so many with a hidden key the bits are
-// kept with the list.
-template <class B>
-constexpr int most_listed = lists_are_short<B> ? 64 : bytes_beside_lists<B> > 200 * 1024 ? 128 : 512;
-template <class B>
-constexpr int most_kept = lists_are_short<B> ? 1 : bytes_beside_lists<B> > 200 * 1024 ? 32 : 128;
-// Room for LISTS lists.
-template <class B, int LISTS> struct ShownRounds {
-  alignas(16) uint32_t bits[LISTS][most_kept<B>][ceil_div(B::round_keys, 32)];
-  uint16_t entries[LISTS * most_listed<B>];
-  struct : WgmmaItem<B> { int all_rounds; } last;  // with a queue: the item for which a list was made last
-};
-template <class B> __device__ __forceinline__ auto& shown_of_cta() { return dynamic_shared<typename KernelOf<B>::Shared>().shown; }
-template <class B> __device__ __forceinline__ uint16_t* shown_rounds() { return shown_of_cta<B>().entries; }
-template <class B>
-__device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, int list, int place, int k0) {
+__device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, const ShownRounds<B>& list, int place, int k0) {
   if (place >= most_kept<B> || (B::split_kv > 1 && B::block_n % 32 != 0)) return KeyBits<B>(a, b, k0);
   const int slice = B::split_kv == 1 ? 0 : uniform(int(threadIdx.x - B::producer_threads) / 128) / (B::block_m / 64);
   KeyBits<B> bits;
   SDPA_UNROLL for (int w = 0; w < KeyBits<B>::WORDS; w++) {
-    bits.word[w] = ld_shared<uint32_t>(&shown_of_cta<B>().bits[list / most_listed<B>][place][slice * bits.WORDS + w]);
+    bits.word[w] = ld_shared<uint32_t>(&list.bits[place][slice * bits.WORDS + w]);
   }
   return bits;
 }
 
 // The first `count` of four bytes of a mask.
 __device__ __forceinline__ uint32_t bytes_of_keys(const uint8_t* from, int count) {
-  uint32_t word = 0;
-#pragma unroll 1
-  for (int i = 0; i < count; i++) word |= uint32_t(ld_global<uint8_t>(from + i)) << 8 * i;
-  return word;
+  uint32_t byte[4] = {};
+  SDPA_UNROLL for (int i = 0; i < 4; i++) {
+    if (i < count) byte[i] = ld_global<uint8_t>(from + i);
+  }
+  return byte[0] | byte[1] << 8 | byte[2] << 16 | byte[3] << 24;
 }
 
-// Makes list number `list`, of the item's rounds with a visible key, and sets item.rounds to their number. A warp calls it. It
+// Makes `list` the list of the item's rounds with a visible key, and sets item.rounds to their number. A warp calls it. It
 // takes eight rounds at a time, four lanes for each.
-template <class B> __device__ __forceinline__ void list_shown_rounds(const KernelArgs& a, WgmmaItem<B>& item, int list) {
-  item.list = list * most_listed<B>;
-  uint16_t* const list_s = shown_rounds<B>() + item.list;
+template <class B> __device__ __forceinline__ void list_shown_rounds(const KernelArgs& a, WgmmaItem<B>& item, ShownRounds<B>& list) {
+  item.list = int(reinterpret_cast<unsigned char*>(&list) - &dynamic_shared<unsigned char>());
+  uint16_t* const list_s = list.entries;
   const auto list_all = [&](bool hides) {
     if (threadIdx.x % 32 == 0) st_shared(list_s, uint16_t(hides));
     __syncwarp();  // hazard: the entry written by lane 0
@@ -5506,7 +5842,7 @@ template <class B> __device__ __forceinline__ void list_shown_rounds(const Kerne
     const int place = item.hiding + __popc(hiding & low_bits(lane));
     SDPA_UNROLL for (int w = 0; hiding != 0 && w < ceil_div(B::round_keys, 32); w++) {
       SDPA_UNROLL for (int other = 1; other < 4; other *= 2) bits[w] |= __shfl_xor_sync(0xffffffffu, bits[w], other);
-      if (lists && hides && place < most_kept<B>) st_shared(&shown_of_cta<B>().bits[list][place][w], bits[w]);
+      if (lists && hides && place < most_kept<B>) st_shared(&list.bits[place][w], bits[w]);
     }
     count += __popc(listed), item.hiding += __popc(hiding);
   }
@@ -5519,18 +5855,21 @@ template <class B> __device__ __forceinline__ void list_shown_rounds(const Kerne
   item.rounds = max(count, 1);
 }
 
-// ---- 5f the map of what is hidden (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
+// ---- 5f lists of visible rounds (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
 //
-// A list for each item, or for those that share the rows of a bias or the values of MASK_MOD: the number of rounds in which
-// some key is visible, and their indices. A round that is hidden whole is skipped, even where scores are NaN. Where the
-// bias or the mask changes nothing (all bytes true, all elements 0) it is not read either. A map that was made for another
-// mask, window, size or tile is ignored: then all rounds are computed, as without a map.
+// sdpa_map() writes the map, which has a list for each item. Items that read the same rows of the bias or the
+// same values of MASK_MOD share a list. A list contains the number of rounds with a visible key, and an entry
+// for each of them. The other rounds are skipped, even if their scores are NaN. If the bias or the mask has
+// no effect on a round (all bytes true, or all elements 0), its entry says so, and the round does not read
+// it. A map that was made for another mask, window, problem size or tile is ignored, and all rounds are
+// computed.
 
 __device__ __forceinline__ uint64_t* map_header(const BiasMap& map) {
   return reinterpret_cast<uint64_t*>(map.lists) - 1;
 }
 
-// The list of an item, which wgmma_item() may have moved up by less than its rows.
+// Returns the list of an item. wgmma_item() may have reduced q0 by less than the item's rows, so the division
+// rounds up.
 template <class B> __device__ __forceinline__ uint32_t* list_of(const KernelArgs& a, const Item<B>& item) {
   const int queries = queries_of_item<B>(a), block = (item.q0 + queries - 1) / queries;
   const int head = B::pack_gqa ? item.h / a.item_heads : item.h;
@@ -5540,14 +5879,15 @@ template <class B> __device__ __forceinline__ uint32_t* list_of(const KernelArgs
 }
 template <class B> __device__ __forceinline__ void take_list(const KernelArgs& a, WgmmaItem<B>& item) {
   if constexpr (lists_rounds<B>) {
-    griddepcontrol_wait();  // the map has been made
+    griddepcontrol_wait();  // sdpa_map() has finished
     const uint32_t* const list = list_of<B>(a, item);
     const int rounds = int(ld_global<uint32_t>(list));
     if (ld_global<uint64_t>(map_header(a.bias_map)) != a.bias_map.made_for) return;
-    item.rounds = rounds, item.list = list + 1;
+    item.rounds = rounds;
+    item.list = list + 1;
   }
 }
-// What is in four bytes of a bias, bits: 1: an element that shows its key; 2: one that changes anything.
+// Returns the effects of four bytes of a bias, as bits. 1: a key is visible. 2: a score is changed.
 __device__ __forceinline__ int effects_of(uint32_t word) {
   constexpr uint32_t hidden = Build::use_bias == 2          ? 0
                               : Build::use_bias == 3        ? 0xff800000
@@ -5558,49 +5898,52 @@ __device__ __forceinline__ int effects_of(uint32_t word) {
                                                   : word & 0x7fff7fff;
   return int(word != hidden) + 2 * (changed != 0);
 }
-// The same of MASK_MOD on a round of an item, as a warp finds them out: a lane takes every 32nd key.
+// Returns the effects of MASK_MOD on a round of an item. Called by a warp; each lane evaluates every 32nd
+// key.
 template <class B> __device__ __forceinline__ int effects_of_mask(const KernelArgs& a, const Item<B>& item, int k0) {
   const int lane = threadIdx.x % 32, end = min(k0 + B::round_keys, a.p.Sk);
   int effects = 0;
   for (int first = k0; first < end && effects < 3; first += 32) {
     for (int row = 0; row < rows_of_item<B>(a); row++) {
-      const Item<B> one = row_item<B>(a, item, row);
-      if (first + lane >= end || one.q0 < 0 || one.q0 >= a.p.Sq || one.h >= a.p.Hq) continue;
-      effects |= ScoreMod<B>::sees(one.b, one.h, {one.q0, 0, 0}, {first + lane, 0, 0}, a.p.Sq, a.p.Sk, a.p) ? 1 : 2;
+      const Item<B> query = row_item<B>(a, item, row);
+      if (first + lane >= end || query.q0 < 0 || query.q0 >= a.p.Sq || query.h >= a.p.Hq) continue;
+      const bool seen = ScoreMod<B>::sees(query.b, query.h, {query.q0, 0, 0}, {first + lane, 0, 0}, a.p.Sq, a.p.Sk, a.p);
+      effects |= seen ? 1 : 2;
     }
     effects = __any_sync(0xffffffffu, effects & 1) + 2 * __any_sync(0xffffffffu, effects & 2);
   }
   return effects;
 }
-// The effects of the bias, or of MASK_MOD, on a round of an item, as a warp finds them out.
+// Returns the effects of the bias, or of MASK_MOD, on a round of an item. Called by a warp.
 template <class B> __device__ __forceinline__ int effects_on_round(const KernelArgs& a, const Item<B>& item, int k0) {
   if constexpr (B::hides_keys) return effects_of_mask<B>(a, item, k0);
   constexpr int chunk = 16 / sizeof(Bias), rows_at_once = 8;
-  constexpr uint32_t one_in_each = sizeof(Bias) == 1 ? 0x01010101 : sizeof(Bias) == 2 ? 0x00010001 : 1;  // element of 4 bytes
+  // The factor that repeats an element until it fills 4 bytes.
+  constexpr uint32_t repeat = sizeof(Bias) == 1 ? 0x01010101 : sizeof(Bias) == 2 ? 0x00010001 : 1;
   const int first = first_biased_key(a.p, a.p.Sk), begin = max(k0, first) - first;
   const int keys = min(k0 + B::round_keys, a.p.Sk) - first - begin;
   const Strides& strides = a.p.bias_strides;
   const int64_t elements = strides.batch | strides.head | strides.row | begin | keys;
   const bool by_chunks = (elements * sizeof(Bias) | reinterpret_cast<uintptr_t>(a.p.bias)) % 16 == 0;
   const int columns = by_chunks ? keys / chunk : keys, lane = threadIdx.x % 32;
-  // `lanes` of them take a row.
+  // `lanes` adjacent lanes read a row, so that the warp reads `step` rows at once.
   const int lanes = min(max(columns, 1), 32), step = 32 / lanes, rows = lane < lanes * step ? rows_of_item<B>(a) : 0;
   int effects = k0 < first;
   for (int column = 0; column < columns; column += lanes) {
-    const int own = column + lane % lanes;
+    const int lane_column = column + lane % lanes;
     for (int row = 0; row < rows_of_item<B>(a) && effects < 3; row += rows_at_once * step) {
       uint4 x[rows_at_once];
-      bool there[rows_at_once];
+      bool exists[rows_at_once];
       SDPA_UNROLL for (int n = 0; n < rows_at_once; n++) {
         const int r = row + n * step + lane / lanes, q = query_of<B>(a, item.q0, r);
-        there[n] = own < columns && r < rows && q >= 0 && q < a.p.Sq;
-        const Bias* const at = bias_row<B>(a, item, item.q0, r) + begin + own * (by_chunks ? chunk : 1);
-        if (there[n] && by_chunks) x[n] = ld_global_nc<uint4>(at);
-        if (there[n] && !by_chunks) x[n].x = ld_global_nc<VectorType<sizeof(Bias)>>(at) * one_in_each;
+        exists[n] = lane_column < columns && r < rows && q >= 0 && q < a.p.Sq;
+        const Bias* const at = bias_row<B>(a, item, item.q0, r) + begin + lane_column * (by_chunks ? chunk : 1);
+        if (exists[n] && by_chunks) x[n] = ld_global_nc<uint4>(at);
+        if (exists[n] && !by_chunks) x[n].x = ld_global_nc<VectorType<sizeof(Bias)>>(at) * repeat;
       }
       SDPA_UNROLL for (int n = 0; n < rows_at_once; n++) {
-        if (there[n]) effects |= effects_of(x[n].x);
-        if (there[n] && by_chunks) effects |= effects_of(x[n].y) | effects_of(x[n].z) | effects_of(x[n].w);
+        if (exists[n]) effects |= effects_of(x[n].x);
+        if (exists[n] && by_chunks) effects |= effects_of(x[n].y) | effects_of(x[n].z) | effects_of(x[n].w);
       }
       effects = __any_sync(0xffffffffu, effects & 1) + 2 * __any_sync(0xffffffffu, effects & 2);
     }
@@ -5609,11 +5952,12 @@ template <class B> __device__ __forceinline__ int effects_on_round(const KernelA
 }
 
 constexpr int map_threads = 1024;
+// Writes the list of one item per CTA.
 template <class B> __global__ void __launch_bounds__(map_threads) sdpa_map(const __grid_constant__ KernelArgs a) {
   wait_then_let_next_kernel_start();
   if (blockIdx.x == 0 && threadIdx.x == 0) st_global(map_header(a.bias_map), a.bias_map.made_for);
   constexpr uint32_t hidden = 0xffffffff;
-  const uint32_t head = a.q_blocks.divide(blockIdx.x);  // of those that share nothing
+  const uint32_t head = a.q_blocks.divide(blockIdx.x);  // index among the heads with separate lists
   const uint32_t b = a.bias_map.heads.divide(head), h = a.bias_map.heads.remainder(head);
   WgmmaItem<B> item;
   static_cast<Item<B>&>(item) = tile_of<B>(a, b * a.q_heads.divisor + h, a.q_blocks.remainder(blockIdx.x));
@@ -5625,27 +5969,29 @@ template <class B> __global__ void __launch_bounds__(map_threads) sdpa_map(const
     if (lane == 0) st_global(list + 1 + round, effects & 1 ? uint32_t(2 * round + effects / 2) : hidden);
   }
   __syncthreads();  // hazard: entries written by all warps
+  // Warp 0 moves the entries of visible rounds to the front.
   if (warp > 0) return;
   int count = 0;
   for (int first = 0; first < item.rounds; first += 32) {
     const uint32_t entry = first + lane < item.rounds ? ld_global<uint32_t>(list + 1 + first + lane) : hidden;
-    const uint32_t shown = __ballot_sync(0xffffffffu, entry != hidden);  // hazard: entries read before others are moved
+    const uint32_t shown = __ballot_sync(0xffffffffu, entry != hidden);  // hazard: entries read before they are overwritten
     if (entry != hidden) st_global(list + 1 + count + __popc(shown & ((1u << lane) - 1)), entry);
     count += __popc(shown);
   }
-  // An item has one round at least, whose bias then hides all of it.
+  // A list has at least one round. If none has a visible key, it is round 0, which the bias or the mask
+  // hides.
   if (lane == 0) st_global(list, uint32_t(max(count, 1)));
   if (lane == 0 && count == 0) st_global(list + 1, 1u);
 }
 
-// ---- 5f elements of e4m3 in 16 bits (DTYPE = FP8_E4M3, KV_DTYPE = FP8_E4M3) ----
+// ---- 5f conversion of e4m3 to 16 bits (DTYPE = FP8_E4M3, KV_DTYPE = FP8_E4M3) ----
 
-// Converts four bytes to two pairs of fp16.
-__device__ __forceinline__ void make_halves(uint32_t (&pairs)[2], uint32_t bytes) {
+// Converts four e4m3 elements to two pairs of fp16.
+__device__ __forceinline__ void f16_of_e4m3(uint32_t (&pairs)[2], uint32_t bytes) {
   SDPA_UNROLL for (int n = 0; n < 2; n++) pairs[n] = cvt_rn_f16x2_e4m3x2(bytes >> 16 * n);
 }
-// Makes pairs of bf16, which holds e4m3 exactly, of such pairs of fp16.
-__device__ __forceinline__ void make_bf16(uint32_t (&pairs)[2]) {
+// Converts these pairs of fp16 to bf16, which also represents e4m3 exactly.
+__device__ __forceinline__ void bf16_of_f16(uint32_t (&pairs)[2]) {
   SDPA_UNROLL for (int n = 0; n < 2; n++) {
     __half x[2];
     memcpy(x, &pairs[n], sizeof x);
@@ -5653,10 +5999,12 @@ __device__ __forceinline__ void make_bf16(uint32_t (&pairs)[2]) {
   }
 }
 
-// ---- 5f operands of e4m3 (mma and DTYPE = FP8_E4M3, KV_DTYPE = FP8_E4M3) ----
+// ---- 5f mma.sync with e4m3 (mma and DTYPE = FP8_E4M3, KV_DTYPE = FP8_E4M3) ----
 
-// With e4m3 an operand's k = 4q + i (16 + 4q + i) is key i / 2 * 8 + 2q + i % 2 (16 more). A register of V from
-// ldmatrix has bytes d = 2g, 2g + 1 of two keys. prmt parts even from odd d: so a lane has 4 neighbouring d of 16.
+// P @ V with m16n8k32. The keys of a step are permuted, so that lanes need not exchange P: k = 4q + i of both
+// operands is key i / 2 * 8 + 2q + i % 2, and k = 16 + 4q + i is the key 16 further. A register of V from
+// ldmatrix has the bytes d = 2g and d = 2g + 1 of two keys. prmt separates the even d from the odd d, and
+// each takes a product of its own. A lane's sums of the two products are 4 adjacent d of 16.
 template <class B> struct MmaE4m3 {
   static constexpr int REGISTERS = 4, KEYS = 32;
 
@@ -5672,7 +6020,7 @@ template <class B> struct MmaE4m3 {
                                             int lane) {
     const SharedAddress lane_address = shared_address(V_s + tile_offset<B, B::d_v>(lane, 0));
     SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n++) {
-      uint32_t v[4];  // of keys 0 ... 7, 8 ... 15, 16 ... 23, 24 ... 31, in the order of P
+      uint32_t v[4];  // keys 0-7, 8-15, 16-23 and 24-31
       ldmatrix_x4<true>(v, tile_step<B, B::d_v>(lane_address, MMA_K<B> * step, 16 * n));
       const uint32_t even[2] = {prmt(v[0], v[1], 0x6420), prmt(v[2], v[3], 0x6420)};
       const uint32_t odd[2] = {prmt(v[0], v[1], 0x7531), prmt(v[2], v[3], 0x7531)};
@@ -5685,7 +6033,8 @@ template <class B> struct MmaE4m3 {
   }
 };
 
-// A step is two products; the first has k = 4q ... 4q + 3 of the lane's bytes, the second the same 16 k further.
+// mma.sync with 16-bit operands, which are converted when they are read. A step of Q @ K.T takes two
+// products: the first multiplies the lane's bytes k = 4q ... 4q + 3, the second the bytes 16 k further.
 template <class B> struct MmaE4m3AsHalves {
   static constexpr int REGISTERS = 8, KEYS = 16;
 
@@ -5693,18 +6042,21 @@ template <class B> struct MmaE4m3AsHalves {
                                                   uint32_t b0, uint32_t b1) {
     const uint32_t b[2] = {b0, b1};
     SDPA_UNROLL for (int n = 0; n < 2; n++) {
-      uint32_t pairs[2], part[4];
-      make_halves(pairs, b[n]), memcpy(part, a + 4 * n, sizeof part);
-      if constexpr (B::mixes_types && B::q_type == DType::bf16) make_bf16(pairs);
-      mma_m16n8k16<std::conditional_t<B::mixes_types, Query<B>, Half>>(d0, d1, d2, d3, part, pairs[0], pairs[1]);
+      uint32_t pairs[2], a_of_product[4];
+      f16_of_e4m3(pairs, b[n]);
+      memcpy(a_of_product, a + 4 * n, sizeof a_of_product);
+      if constexpr (B::mixes_types && B::q_type == DType::bf16) bf16_of_f16(pairs);
+      using Operand = std::conditional_t<B::mixes_types, Query<B>, Half>;
+      mma_m16n8k16<Operand>(d0, d1, d2, d3, a_of_product, pairs[0], pairs[1]);
     }
   }
   static __device__ __forceinline__ void read(uint32_t (&a)[8], SharedAddress from) {
     uint32_t bytes[4], pairs[2];
     ldmatrix_x4<false>(bytes, from);
-    SDPA_UNROLL for (int i = 0; i < 4; i++) {  // rows g and g + 8 of 16 k, then of the next
-      make_halves(pairs, bytes[i]);
-      a[i / 2 * 4 + i % 2] = pairs[0], a[i / 2 * 4 + i % 2 + 2] = pairs[1];
+    SDPA_UNROLL for (int i = 0; i < 4; i++) {  // rows g and g + 8 of the first 16 k, then of the next 16
+      f16_of_e4m3(pairs, bytes[i]);
+      a[i / 2 * 4 + i % 2] = pairs[0];
+      a[i / 2 * 4 + i % 2 + 2] = pairs[1];
     }
   }
   static __device__ __forceinline__ uint32_t pack_p(const float* x) { return pack<Half>(x[0], x[1]); }
@@ -5712,12 +6064,12 @@ template <class B> struct MmaE4m3AsHalves {
                                             int lane) {
     const SharedAddress lane_address = shared_address(V_s + tile_offset<B, B::d_v>(lane % 16, lane / 16 * CHUNK<B>));
     SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n += 2) {
-      uint32_t v[4];  // of 16 d keys 0 ... 7, 8 ... 15, and of the next
+      uint32_t v[4];  // keys 0-7 and 8-15 of 16 d, then of the next 16 d
       ldmatrix_x4<true>(v, tile_step<B, B::d_v>(lane_address, 16 * step, 16 * n));
       SDPA_UNROLL for (int next = 0; next < 2; next++) {
-        uint32_t low[2], high[2];  // keys; the even d and the odd d
-        make_halves(low, prmt(v[2 * next], 0, 0x3120));
-        make_halves(high, prmt(v[2 * next + 1], 0, 0x3120));
+        uint32_t low[2], high[2];  // keys 0-7 and 8-15; the even d and the odd d of each
+        f16_of_e4m3(low, prmt(v[2 * next], 0, 0x3120));
+        f16_of_e4m3(high, prmt(v[2 * next + 1], 0, 0x3120));
         SDPA_UNROLL for (int m = 0; m < O.M_TILES; m++) {
           float* const top = O.x[2 * m] + 4 * (n + next);
           float* const bottom = O.x[2 * m + 1] + 4 * (n + next);
@@ -5731,17 +6083,22 @@ template <class B> struct MmaE4m3AsHalves {
 
 // ---- 5f ranges of keys ----
 
-// SPLIT_CTAS: items with several ranges that a launch may have, for which there are counters. USE_LENGTHS: their ranges.
+// SPLIT_CTAS: maximum number of items with several ranges in a launch; each has a counter. USE_LENGTHS: of
+// their ranges.
 constexpr uint32_t most_split_items = Build::use_lengths ? 131072 : 16384;
-constexpr int ranges_at_once = 16, few_ranges = 4;  // that a thread merges; of few it takes more columns
-// SPLIT_CTAS=0: rounds in which K and V have 256 KB, of which a planned range has no less.
+// Number of ranges whose partials a thread loads at once. For up to few_ranges ranges it loads more columns
+// instead.
+constexpr int ranges_at_once = 16, few_ranges = 4;
+// SPLIT_CTAS=0: minimum number of rounds in a planned range, which is the number of rounds in 256 KB of K and
+// V.
 __host__ __device__ __forceinline__ int least_rounds(int round_keys) {
   return max(1, 256 * 1024 / int(round_keys * Build::head_dim * sizeof(Input) * 2));
 }
-// batch_invariant, SPLIT_CTAS=0: rounds of a range at most, in a sequence whose tiles have `rounds` at most: the least,
-// or more where the sequence's tiles in a group of heads would have over `parts` ranges.
-__host__ __device__ __forceinline__ int invariant_rounds(int rounds, int round_keys, int tiles, int parts) {
-  const int share = ceil_div(rounds, max(parts / max(tiles, 1), 1));
+// batch_invariant, SPLIT_CTAS=0: maximum number of rounds in a range, for a sequence of `tiles` tiles with at
+// most `rounds` rounds each. It is least_rounds(), or more if the sequence would otherwise have over
+// `partials` ranges in a head group.
+__host__ __device__ __forceinline__ int invariant_rounds(int rounds, int round_keys, int tiles, int partials) {
+  const int share = ceil_div(rounds, max(partials / max(tiles, 1), 1));
   return min(max(least_rounds(round_keys), share), max(most_keys_at_once / round_keys, 1));
 }
 template <class B> struct alignas(256) RangePartial {
@@ -5749,21 +6106,22 @@ template <class B> struct alignas(256) RangePartial {
   float2 m_l[B::block_m];
 };
 
-// ---- 5f partial results of ranges, and their merge (wmma, mma, wgmma) ----
+// ---- 5f partials of ranges, and their merge (wmma, mma, wgmma) ----
 
-// The partial results of all CTAs.
+// The partials of all CTAs, in scratch memory.
 template <class B> __device__ __forceinline__ RangePartial<B>* range_partials(const KernelArgs& a) {
   unsigned char* partials = static_cast<unsigned char*>(a.p.scratch);
   if constexpr (B::use_lengths) partials += plan_bytes(plan_room<B>(a));
   return reinterpret_cast<RangePartial<B>*>(partials);
 }
-// A counter for each item with several ranges, zero when the kernel starts. USE_LENGTHS: behind the partial results.
+// One counter for each item with several ranges, 0 when the kernel starts. USE_LENGTHS: they follow the
+// partials.
 template <class B> __device__ __forceinline__ uint32_t* range_counters(const KernelArgs& a) {
   if constexpr (!B::use_lengths) return static_cast<uint32_t*>(a.p.workspace);
   else return reinterpret_cast<uint32_t*>(range_partials<B>(a) + plan_room<B>(a).parts * a.q_heads.divisor);
 }
 
-// Stores a view's rows of O, m and l in a partial result, by store(place, vector).
+// Stores the O, m and l of a view in a partial, with store(address, vector).
 template <class Partial, class View, class Store>
 __device__ __forceinline__ void store_partial(Partial& partial, const View& O, const float (&m)[View::ROWS],
                                               const float (&l)[View::ROWS], const Store& store) {
@@ -5799,24 +6157,26 @@ __device__ __forceinline__ void store_sums(const View& O, const Rows& m, const R
   }
 }
 
-// Merges O, m and l of all ranges in a fixed order. A thread loads COLS columns of MANY ranges at once.
-template <class B, int MANY, int COLS>
+// Merges the partials of all ranges of an item in a fixed order, and stores O and LSE. A thread loads COLS
+// columns of AT_ONCE ranges at once.
+template <class B, int AT_ONCE, int COLS>
 __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, const KernelArgs& a, const Item<B>& item,
                                              int thread, int threads = B::num_warps * 32) {
-  constexpr int columns = B::d_v / COLS;
+  constexpr int columns = B::d_v / COLS;  // vectors of a row
   const int ranges = int(item.range_count(a));
-  const int parts = rows_of_item<B>(a) * columns;
-  for (int part = thread; part < parts; part += threads) {
-    const int row = part / columns;
+  const int vectors = rows_of_item<B>(a) * columns;
+  for (int vector = thread; vector < vectors; vector += threads) {
+    const int row = vector / columns;
     const float scale_log2 = item_scale_log2<B>(a, row_item<B>(a, item, row));
     QuadRuns<1, 4 * COLS, COLS> O;
-    O.first_row = 0, O.first_col = part % columns * COLS;
+    O.first_row = 0;
+    O.first_col = vector % columns * COLS;
     clear(O);
     float m[1] = {-INFINITY}, l[1] = {0};
-    for (int first = 0; first < ranges; first += MANY) {
-      float2 m_l[1 + MANY] = {{m[0], l[0]}};
-      float4 x[MANY][COLS / 4] = {};
-      SDPA_UNROLL for (int n = 0; n < MANY; n++) {
+    for (int first = 0; first < ranges; first += AT_ONCE) {
+      float2 m_l[1 + AT_ONCE] = {{m[0], l[0]}};
+      float4 x[AT_ONCE][COLS / 4] = {};
+      SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
         m_l[1 + n] = {-INFINITY, 0};
         if (first + n >= ranges) continue;
         m_l[1 + n] = ld_global_cg<float2>(&partial[first + n].m_l[row]);
@@ -5824,10 +6184,10 @@ __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, con
           x[n][c] = ld_global_cg<float4>(&partial[first + n].O[row][O.first_col + 4 * c]);
         }
       }
-      float weight[1 + MANY];
+      float weight[1 + AT_ONCE];
       merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
       SDPA_UNROLL for (int j = 0; j < COLS; j++) O.x[0][j] *= weight[0];
-      SDPA_UNROLL for (int n = 0; n < MANY; n++) {
+      SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
         SDPA_UNROLL for (int c = 0; c < COLS / 4; c++) add(O.x[0] + 4 * c, x[n][c], weight[1 + n]);
       }
     }
@@ -5835,25 +6195,28 @@ __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, con
   }
 }
 
-// ---- 5f rows of several heads ----
+// ---- 5f partials of slices in shared memory ----
 
+// The partial of a slice.
 template <class B> struct RowsPartial {
   alignas(16) float O[B::block_m][PARTIAL_STRIDE<B>];
   float2 m_l[B::block_m];
 };
 
-// Merges the groups' partial results in shared memory in a fixed order; put(row, O, m, l) gets four columns of a row.
+// Merges the partials of the slices in a fixed order. Calls put(row, O, m, l) for every four columns of a
+// row.
 template <class B, class Partials, class Put>
-__device__ __forceinline__ void merge_groups(const Partials& partials_s, const ItemScale<B>& scale_log2, int thread,
+__device__ __forceinline__ void merge_slice_partials(const Partials& partials_s, const ItemScale<B>& scale_log2, int thread,
                                              const Put& put) {
-  constexpr int parts = B::d_v / 4, threads = B::num_warps * 32;
+  constexpr int row_vectors = B::d_v / 4, threads = B::num_warps * 32;
   const int rows = rows_of_item<B>(scale_log2.a);
 #pragma unroll 4
-  for (int first = 0; first < B::block_m * parts; first += threads) {
-    const int i = first + thread, row = i / parts;
+  for (int first = 0; first < B::block_m * row_vectors; first += threads) {
+    const int i = first + thread, row = i / row_vectors;
     if (row >= rows) break;
-    QuadRuns<1, 16, 4> O;  // four neighbouring columns of a row
-    O.first_row = 0, O.first_col = i % parts * 4;
+    QuadRuns<1, 16, 4> O;  // four adjacent columns of a row
+    O.first_row = 0;
+    O.first_col = i % row_vectors * 4;
     clear(O);
     float m[1], l[1], weight[B::split_kv];
     float2 m_l[B::split_kv];
@@ -5866,74 +6229,83 @@ __device__ __forceinline__ void merge_groups(const Partials& partials_s, const I
   }
 }
 
-// Stores O / l and LSE of the item's rows. SPLIT_CTAS: stores partial results, which the item's last CTA merges.
+// Stores O / l and LSE of the item's rows. SPLIT_CTAS: stores the partial of the CTA's range. The last CTA of
+// the item to do so merges the partials.
 template <class B, class Partials>
 __device__ __forceinline__ void store_rows(const Partials& partials_s, const KernelArgs& a, const Item<B>& item,
                                            int thread, bool& is_last_s) {
   const ItemScale<B> scale_log2(a, item);
   const uint32_t ranges = item.range_count(a);
   if (B::split_ctas == 1 || ranges == 1) {
-    merge_groups<B>(partials_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
+    merge_slice_partials<B>(partials_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
       store_output<B>(O, m, l, a, row_item<B>(a, item, row));
     });
     return;
   }
   uint32_t* const counters = range_counters<B>(a);
   RangePartial<B>* const partials = range_partials<B>(a);
-  merge_groups<B>(partials_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
+  merge_slice_partials<B>(partials_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
     RangePartial<B>& partial = partials[item.part(a)];
     st_global(&partial.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
     if (O.first_col == 0) st_global(&partial.m_l[row], float2{m[0], l[0]});
   });
-  __syncthreads();  // hazard: written by all threads
+  __syncthreads();  // hazard: the partial is written by all threads
   if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[item.counter(a)], ranges - 1) == ranges - 1;
-  __syncthreads();  // hazard: counted by thread 0
+  __syncthreads();  // hazard: is_last_s is written by thread 0
   if (!is_last_s) return;
   const RangePartial<B>* const first = partials + item.first_part(a);
   ranges > few_ranges ? merge_ranges<B, ranges_at_once, 4>(first, a, item, thread)
                       : merge_ranges<B, 2, 16>(first, a, item, thread);
 }
 
-// ---- 5f operands where Q has 16 bits (mma and KV_DTYPE = FP8_E4M3) ----
+// ---- 5f mma.sync with a 16-bit Q and e4m3 K and V (mma and KV_DTYPE = FP8_E4M3) ----
 
 template <class B> struct MmaMixedTypes : MmaE4m3AsHalves<B> {
-  // Of each row and 16 k the lane's 4 are 8 bytes.
+  // A lane's 4 elements of 16 k of a row are 8 bytes.
   static __device__ __forceinline__ void read(uint32_t (&a)[8], SharedAddress from) {
-    SDPA_UNROLL for (int i = 0; i < 4; i++) {  // rows g and g + 8 of 16 k, then of the next
+    SDPA_UNROLL for (int i = 0; i < 4; i++) {  // rows g and g + 8 of the first 16 k, then of the next 16
       uint32_t pairs[2];
       ld_shared_pair(pairs, tile_step<B, B::d_q>(from, i % 2 * 8, i / 2 * 32));
-      a[i / 2 * 4 + i % 2] = pairs[0], a[i / 2 * 4 + i % 2 + 2] = pairs[1];
+      a[i / 2 * 4 + i % 2] = pairs[0];
+      a[i / 2 * 4 + i % 2 + 2] = pairs[1];
     }
   }
 };
 
-// ---- 5f tiles where Q has 16 bits (wgmma and KV_DTYPE = FP8_E4M3) ----
+// ---- 5f wgmma with a 16-bit Q and e4m3 K and V (wgmma and KV_DTYPE = FP8_E4M3) ----
 //
-// Of tiles as they land the producer warps make fp16, which takes a quarter of the instructions of bf16, and which P
-// is too. For each element that reads 1 byte of shared memory and writes 2, where TMA writes 1 and the wgmma of each
-// warpgroup reads 2. Q in bf16 becomes fp16 once an item: each row times a power of two, which its scale takes back.
+// The producer warps convert each tile of K and V to fp16 after it has landed. A conversion to bf16 would
+// take four times as many instructions. P is fp16, too. The conversion reads 1 byte of shared memory and
+// writes 2 per element. For comparison, TMA writes 1 byte, and the wgmma of each warpgroup reads 2. A bf16 Q
+// is converted to fp16 once per item: each row is multiplied by a power of two, and its scale is divided by
+// it.
 
-// The stages of K and V in 8 bits. Full: the tile has landed. Empty: all producer warps have read it.
+// The 8-bit stages of K and V. full: the tile has landed. empty: all producer warps have read the tile.
 template <class B> struct LandedTiles {
-  static constexpr int COUNT = B::head_dim > 128 ? 1 : B::stages;  // one will do: of K and V one lands, one is made
+  // One stage of each suffices: while a tile of K is converted, a tile of V lands, and vice versa.
+  static constexpr int COUNT = B::head_dim > 128 ? 1 : B::stages;
   alignas(1024) Input K[COUNT][B::block_n * ROW_BYTES<B::head_dim * B::input_bytes>];  // [BLOCK_N][D]
   alignas(1024) Input V[COUNT][B::block_n * ROW_BYTES<B::d_v * B::input_bytes>];       // [BLOCK_N][Dv]
   uint64_t k_full[COUNT], k_empty[COUNT], v_full[COUNT], v_empty[COUNT];
 
   __device__ __forceinline__ void init_mbarriers() {
-    mbarriers_init(k_full, copying_warps<B>), mbarriers_init(v_full, copying_warps<B>);
-    mbarriers_init(k_empty, converter_warps), mbarriers_init(v_empty, converter_warps);
+    mbarriers_init(k_full, copying_warps<B>);
+    mbarriers_init(v_full, copying_warps<B>);
+    mbarriers_init(k_empty, converter_warps);
+    mbarriers_init(v_empty, converter_warps);
   }
 };
 
-// Each row is multiplied by the power of two that brings its largest element between 2^14 and 2^15, and by 2^126 at
-// most: so none overflows, and what is rounded away is below 2^-38 of the largest. Its scale takes that back.
+// Converts the warpgroup's rows of Q from bf16 to fp16 in place. Each row is multiplied by the power of two
+// that brings its largest element between 2^14 and 2^15, but by no more than 2^126. So no element overflows,
+// and rounding errors of small elements are below 2^-38 of the largest element. The scale of the row is
+// divided by the same power.
 template <class B> __device__ void Wgmma16Consumer<B>::make_halves_of_q() {
   const uint32_t tid = thread_index_anew() % 128, first_row = tid / 32 * 16 + tid % 32 / 4;
   char* const Q_s = reinterpret_cast<char*>(s.queries(q_ring.stage, row_group));
   SDPA_UNROLL for (int i = 0; i < 2; i++) {
-    constexpr int TIMES = ceil_div(B::qk_bytes, 64);  // of each 64 bytes of a row its four lanes have 16
-    uint32_t words[TIMES][4];                         // of two elements
+    constexpr int TIMES = ceil_div(B::qk_bytes, 64);  // four lanes share a row and read 64 bytes of it at once
+    uint32_t words[TIMES][4];                         // two elements each
     const auto chunk = [&](int n) {
       return Q_s + panel_byte<Q_PANEL_ROWS<B>, PANEL_BYTES<B::qk_bytes>>(first_row + 8 * i, 64 * n + tid % 4 * 16);
     };
@@ -5962,10 +6334,11 @@ template <class B> __device__ void Wgmma16Consumer<B>::make_halves_of_q() {
     float& scale = rows.scale_log2.scale.factor[i];
     scale = finite_scale(scale * float_of(uint32_t(127 + exponent) << 23));
   }
-  fence_proxy_async();  // what was written before wgmma reads it
+  fence_proxy_async();  // hazard: Q written here, read by wgmma
   barrier_sync(q_read + Base::warpgroup, 128);  // hazard: rows written by all warps
 }
-// For the merge, the sink and LSE. Of a capped score m is no multiple of Q.
+// Multiplies m by the power of two of the row of Q, so that the merge, the sink and LSE can use the item's
+// scale. With a softcap m needs no factor, because it is a maximum of tanh values.
 template <class B> __device__ void Wgmma16Consumer<B>::take_scale_of_q_back() {
   const uint32_t tid = thread_index_anew() % 128;
   ItemScale<B> of_q(a);
@@ -5975,20 +6348,22 @@ template <class B> __device__ void Wgmma16Consumer<B>::take_scale_of_q_back() {
   }
 }
 
-// A producer warp, which loads tiles if it is the first, and makes its share of each.
+// A producer warp. It converts its share of every tile. Warp 0 loads the tiles by TMA; with cp.async all
+// warps load.
 template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>, LandedTiles<B>::COUNT> {
   using Base = WgmmaProducer<B, WgmmaShared<B>, LandedTiles<B>::COUNT>;
   using Base::s, Base::a, Base::ring, Base::issues, Base::Base;
-  StageRing<B::stages> tile;  // which is made; `ring`: which is loaded, once what lies there has been read
+  StageRing<B::stages> tile;  // the 16-bit stage to write; `ring`: the 8-bit stage to read, and then to load again
 
-  // Makes halves of a tile's rows, of which the warp takes every fourth eight. Eight lanes have 64 bytes of two
-  // rows that differ in the bits 0 and 2: so neither their reads nor their writes, twice as long, meet in a bank.
+  // Converts a tile's rows to fp16. Of every 32 rows the warp converts 8. Eight lanes convert 64 bytes of two
+  // rows, whose indices differ in bits 0 and 2. This avoids bank conflicts of the reads and of the writes,
+  // which are twice as long.
   template <int D> static __device__ __forceinline__ void convert(void* to_s, const void* from_s, int warp) {
     constexpr int LINE = PANEL_BYTES<D * B::element_bytes>, LANDED_LINE = PANEL_BYTES<D * B::input_bytes>;
     constexpr int ROWS = 8 * converter_warps, CHUNKS = ceil_div(D, 64), AT_ONCE = CHUNKS < 2 ? CHUNKS : 2;
-    constexpr int TIMES = ceil_div(CHUNKS, AT_ONCE);  // for eight rows of a warp
+    constexpr int TIMES = ceil_div(CHUNKS, AT_ONCE);  // steps for 8 rows
     const uint32_t lane = threadIdx.x % 32, row = warp * 8 + (lane / 8 ^ lane / 4 % 2 * 5), byte = lane % 4 * 16;
-    uint4 x[2][AT_ONCE];  // of this step and of the next
+    uint4 x[2][AT_ONCE];  // double buffer: this step and the next one
     const auto is_of_tile = [&](int first, int column) {
       return (B::block_n % ROWS == 0 || first + warp * 8 < B::block_n) && (D % 64 == 0 || column + byte < D);
     };
@@ -6009,7 +6384,7 @@ template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>, Land
         if (column >= D || !is_of_tile(first, column)) continue;
         uint32_t words[4], pairs[4][2];
         memcpy(words, &x[step % 2][n], sizeof words);
-        SDPA_UNROLL for (int i = 0; i < 4; i++) make_halves(pairs[i], words[i]);
+        SDPA_UNROLL for (int i = 0; i < 4; i++) f16_of_e4m3(pairs[i], words[i]);
         const uint32_t at = panel_byte<B::block_n, LINE>(row, 2 * (column + byte));
         char *const low_s = static_cast<char*>(to_s) + at, *const high_s = static_cast<char*>(to_s) + (at ^ 16);
         st_shared(low_s + first * LINE, uint4{pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]});
@@ -6017,24 +6392,28 @@ template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>, Land
       }
     }
   }
-  // The warp's share of a tile, once it has landed and its place in 16 bits is empty.
+  // Converts the warp's share of a tile when the tile has landed and the 16-bit stage is empty.
   template <int D>
   __device__ __forceinline__ void convert_tile(void* to_s, uint64_t* empty, uint64_t* full, const void* from_s,
                                                uint64_t* landed, uint64_t* read, int warp) {
     mbarrier_wait(empty, tile.parity ^ 1);
     mbarrier_wait(landed, ring.parity ^ 1);
     convert<D>(to_s, from_s, warp);
-    fence_proxy_async();  // what was written before wgmma reads it, what was read before TMA writes it
-    __syncwarp();
-    if (issues) mbarrier_arrive(read), mbarrier_arrive(full);
+    fence_proxy_async();  // hazard: to_s written here, read by wgmma; from_s read here, written by TMA
+    __syncwarp();         // hazard: one lane arrives for the warp
+    if (issues) {
+      mbarrier_arrive(read);
+      mbarrier_arrive(full);
+    }
   }
-  // Warp 0 loads the first STAGES rounds at once, and then a tile into the place of each that has been made.
+  // Loads the first landed_stages rounds at once. Then loads a new tile into each 8-bit stage that has been
+  // converted.
   __device__ __forceinline__ void run(int warp) {
     auto& to = s.slice[0];
     auto& from = s.landed;
     constexpr int landed_stages = LandedTiles<B>::COUNT;
     const WgmmaItem<B> item = Base::find_item(item_number_of_cta<B>(a));
-    griddepcontrol_wait();  // until the kernel before this one has ended, and its writes are visible
+    griddepcontrol_wait();  // the preceding kernel has ended, and its writes are visible
     const auto load = [&](int role, int round) {
       if ((B::copies_rows || warp == 0) && round >= 0) Base::load_round(role, item, round, 0, from, from);
     };
@@ -6050,7 +6429,10 @@ template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>, Land
                            warp);
       load(load_v, round - landed_stages);
     }
-    if (stores_by_tma<B> && warp == 0 && issues) Base::q_ring = {}, Base::store_items();
+    if (stores_by_tma<B> && warp == 0 && issues) {
+      Base::q_ring = {};
+      Base::store_items();
+    }
   }
 };
 
@@ -6059,11 +6441,11 @@ template <class B> struct KernelOf<B, Path::wgmma_converting> : KernelOf<B, Path
   using Registers = WgmmaRegisters<B, (B::head_dim > 128 ? 56 : 48), (B::head_dim > 64 ? 40 : 32)>;
 };
 
-// ---- 5f rows of several heads with mma.sync (mma and PACK_GQA) ----
+// ---- 5f packed GQA with mma.sync (mma and PACK_GQA) ----
 
 template <class B> struct MmaPartials<B, true> {
   struct type {
-    RowsPartial<B> of_group[B::split_kv];
+    RowsPartial<B> of_slice[B::split_kv];
     bool is_last;
   };
 };
@@ -6082,38 +6464,40 @@ template <class B> struct MmaPacked {
           row < rows && from.q0 < from.query_count(p) && (!B::takes_short_rows || column_of_q < p.D));
     }
   }
-  // Rows past those of the tile get the factor of some head.
+  // Padding rows get the factor of a valid head.
   static __device__ __forceinline__ void read_factors(MmaRows<B>& rows, const KernelArgs& a, const Item<B>& item) {
     SDPA_UNROLL for (int i = 0; i < rows.ROWS; i++) {
       const Item<B> one_row = row_item<B>(a, item, rows.O.row(i));
       rows.q_descale[i] = a.p.q_descale.of_head(one_row.b, min(one_row.h, a.p.Hq - 1));
     }
   }
-  static __device__ __forceinline__ void store(MmaShared<B>& s, const MmaRows<B>& rows, const KernelArgs& a, int group,
+  static __device__ __forceinline__ void store(MmaShared<B>& s, const MmaRows<B>& rows, const KernelArgs& a, int slice,
                                                int lane) {
     MmaRuns<B> runs;
     deal_runs<B>(runs, rows.O, lane);
-    __syncthreads();  // hazard: the partial results take the place of Q, K and V
-    RowsPartial<B>& partial = s.partial.of_group[group];
+    __syncthreads();  // hazard: the partials overwrite Q, K and V
+    RowsPartial<B>& partial = s.partial.of_slice[slice];
     store_partial(partial, runs, rows.m, rows.l, [](void* dst_s, auto x) { st_shared(dst_s, x); });
-    __syncthreads();  // hazard: partial results written
-    store_rows<B>(s.partial.of_group, a, s.item, threadIdx.x, s.partial.is_last);
+    __syncthreads();  // hazard: partials written by all warps
+    store_rows<B>(s.partial.of_slice, a, s.item, threadIdx.x, s.partial.is_last);
   }
 };
 
 // ---- 5f pages (USE_PAGES = 1, USE_PAGES = 2) ----
 
-// K and V are [pages,Hkv,page_size,D], with batch strides from page to page. Row k of sequence b is row k % page_size
-// of page page_table[b * page_stride + k / page_size], and a table's row has Sk rows.
+// K and V are [pages,Hkv,page_size,D]; their batch stride is the stride from page to page. Row k of sequence
+// b is row k % page_size of page page_table[b * page_stride + k / page_size]. A row of the page table covers
+// Sk keys.
 
-// The page of the item's keys [k, k + keys), which lie in one; if the item sees none, page p.pages: TMA gives zeros.
+// Returns the page of the item's keys [k, k + keys), which are in one page. If the item sees none of them,
+// returns p.pages, which is out of bounds, so that TMA zero-fills the box.
 template <class B>
 __device__ __forceinline__ int page_of(const KernelArgs& a, const Item<B>& item, int k, int keys = 1) {
   if (max(k, item.keys.begin) >= min(k + keys, item.keys.end)) return a.p.pages;
   const int place = int(plan_room<B>(a).page_size.divide(uint32_t(B::use_pages == 1 ? k : item.k_row(k))));
   return min(max(ld_global<int>(a.p.page_table + int64_t(item.b) * a.p.page_stride + place), 0), a.p.pages - 1);
 }
-// Acts as a pointer to the vector of row k of K or V, for rows in pages. head_g: the vector of row 0 of page 0.
+// Acts as a pointer to row k of K or V, for rows in pages. head_g: row 0 of page 0.
 template <class B> struct PagedRows {
   const KernelArgs* a;
   const Item<B>* item;
@@ -6129,7 +6513,8 @@ template <class B> struct PagedRows {
 
 // ---- 5f pages by TMA (wgmma and USE_PAGES = 1) ----
 
-// A lane copies a box of one page, a panel's lines; its page is best looked up while the stage is full.
+// Each lane copies one box: rows of one page in one panel. It is faster to construct a TileBox, which reads
+// the page table, while the stage is still full.
 template <class B, int D> struct TileBox<B, D, true> {
   static constexpr int BYTES = D * B::input_bytes, PANEL_WIDTH = PANEL_BYTES<BYTES> / B::input_bytes;
   int box_origin[5], row;  // of this lane's box: coordinates in the tensor map, and its first row in the tile
@@ -6137,7 +6522,8 @@ template <class B, int D> struct TileBox<B, D, true> {
   __device__ __forceinline__ TileBox(const KernelArgs& a, const Item<B>& item, int h_kv, int k0)
       : box_origin{0, 0, 0, h_kv, 0} {
     const int lane = threadIdx.x % 32, rows = plan_room<B>(a).box_rows;
-    row = lane / PANELS<BYTES> * rows, box_origin[0] = lane % PANELS<BYTES> * PANEL_WIDTH;
+    row = lane / PANELS<BYTES> * rows;
+    box_origin[0] = lane % PANELS<BYTES> * PANEL_WIDTH;
     box_origin[1] = int(plan_room<B>(a).page_size.remainder(uint32_t(k0 + row)));
     box_origin[4] = page_of<B>(a, item, k0 + row, rows);
   }
@@ -6151,7 +6537,8 @@ template <class B, int D> struct TileBox<B, D, true> {
 
 // ---- 5f pages of any size by cp.async (wgmma and USE_PAGES = 2) ----
 
-// The pages of a warp's rows of a tile, which are ROWS rows from first_row() on. A lane has the page of every 32nd row.
+// The pages of the rows of a tile that a warp copies: ROWS rows from first_row(). Each lane has the page of
+// every 32nd row.
 template <class B> struct RowPages {
   static constexpr int ROWS = ceil_div(B::block_n, 8 * copying_warps<B>) * 8, COUNT = ceil_div(ROWS, 32);
   int page[COUNT];
@@ -6166,11 +6553,11 @@ template <class B> struct RowPages {
     }
   }
 };
-// Copies a warp's rows of a tile into the panels that TMA would write. LANES lanes copy a line of a panel, 16 bytes each.
-// Rows that the item does not see become zeros.
+// Copies a warp's rows of a tile, in the panel layout that TMA writes. LANES lanes copy a line of a panel, 16
+// bytes each. Rows that the item does not see are zero-filled.
 template <class B, int D> struct TileRows {
   static constexpr int BYTES = ROW_BYTES<D * B::input_bytes>, LINE = PANEL_BYTES<BYTES>;
-  static constexpr int LANES = LINE / 16, AT_ONCE = 32 / LANES;  // lanes for a line; lines that the warp copies at once
+  static constexpr int LANES = LINE / 16, AT_ONCE = 32 / LANES;  // lanes per line; lines that a warp copies at once
   const Item<B>& item;
   const int h_kv, k0;
   const RowPages<B> pages;
@@ -6186,7 +6573,8 @@ template <class B, int D> struct TileRows {
     const Input* const head_g = (is_v ? p.V : p.K) + h_kv * strides.head;
     const int lane = threadIdx.x % 32, line = lane / LANES, byte = lane % LANES * 16, first = pages.first_row();
     const int bytes = (is_v ? p.Dv : p.D) * B::input_bytes;
-    // The swizzle repeats every 8 rows, and `first` is a multiple of 8. So the loop only adds the swizzle of row % 8 to `place`.
+    // The swizzle repeats every 8 rows, and `first` is a multiple of 8. So the loop only applies the swizzle
+    // of row % 8 to `place`.
     char* const first_s = reinterpret_cast<char*>(to_s) + first * LINE;
     const uint32_t place = panel_byte<B::block_n, LINE>(line, byte);
     SDPA_UNROLL for (int n = 0; n < pages.COUNT; n++) {
@@ -6211,14 +6599,17 @@ template <class B, int D> struct TileRows {
   }
 };
 
-// ---- 5f items that are planned (USE_LENGTHS) ----
-// A kernel before the others lists the items of all sequences for a group of heads, longest first, long ones in ranges.
+// ---- 5f planned items (USE_LENGTHS) ----
+// sdpa_plan() runs before the attention kernel. It lists the items of all sequences for one head group,
+// longest first, and divides long items into ranges.
 
-// USE_LENGTHS: where a sequence is in the tensors, and how many rows it has there. With starts [B + 1], sequence b has
-// the rows from starts[b] to starts[b + 1] of all Sq of Q and O, or Sk of K and V; such tensors have a batch of 1, LSE
-// is [Hq,Sq]. Of a sequence's queries the first q_lengths[b] count, [B], of its keys the first k_lengths[b], and no
-// more than most_keys; of these the first k_firsts[b] do not count, so that key 0 is the one behind them. Rows that are no
-// query are not written. All are in device memory; what is not within the tensors is cut off.
+// USE_LENGTHS: the position of a sequence in the tensors, and its number of rows. All arrays are in device
+// memory.
+//   q_starts, k_starts    [B + 1] Sequence b has the rows [starts[b], starts[b + 1]) of the Sq rows of Q and O, or of the Sk
+//                         rows of K and V. Such tensors have a batch size of 1; with q_starts LSE is [Hq,Sq].
+//   q_lengths, k_lengths  [B] Only the first lengths[b] rows are queries or keys. There are at most most_keys keys.
+//   k_firsts              [B] The first k_firsts[b] of these keys are skipped. Key 0 is the one after them.
+// Rows of O and LSE without a query are not written. Values that exceed the tensors are clamped.
 struct Sequence {
   int q_row, k_row, Sq, Sk;
 
@@ -6226,31 +6617,37 @@ struct Sequence {
   __device__ Sequence(const SdpaParams& p, int b) : q_row(0), k_row(0), Sq(p.Sq), Sk(p.Sk) {
     const auto find = [&](const int* starts, int& row, int& rows) {
       if (!starts) return;
-      row = min(max(starts[b], 0), rows), rows = max(min(starts[b + 1], rows), row) - row;
+      row = min(max(starts[b], 0), rows);
+      rows = max(min(starts[b + 1], rows), row) - row;
     };
-    find(p.q_starts, q_row, Sq), find(p.k_starts, k_row, Sk);
+    find(p.q_starts, q_row, Sq);
+    find(p.k_starts, k_row, Sk);
     if (p.q_lengths) Sq = min(max(p.q_lengths[b], 0), Sq);
     if (p.k_lengths) Sk = min(max(p.k_lengths[b], 0), Sk);
     if (p.most_keys > 0) Sk = min(Sk, p.most_keys);
     if (p.k_firsts) {
       const int first = min(max(p.k_firsts[b], 0), Sk);
-      k_row += first, Sk -= first;
+      k_row += first;
+      Sk -= first;
     }
   }
 };
-// The first key of the tiles of these keys. With pages a tile begins where a box of TMA does.
+// First key of the first tile of these keys. With pages by TMA a tile begins at a multiple of BLOCK_N, as the
+// boxes do.
 template <class B> __device__ __forceinline__ int first_tile_key(const KeyRange& keys) {
   return B::use_pages && B::loads_by_tma && !B::copies_rows ? keys.begin / B::block_n * B::block_n : keys.begin;
 }
-// A tile of a sequence, whose rows q0 counts, and the keys of one of its ranges. Where there are several, their partial
-// results are numbers first_of_parts ... + ranges - 1. No ranges: there are no more items.
+// One range of a tile of a sequence. q0 counts the rows of the sequence. If the tile has several ranges,
+// their partials have the indices first_partial ... first_partial + ranges - 1. ranges = 0: an item past the
+// last one.
 struct alignas(16) PlannedItem {
   int b, h, q0;
   Sequence sequence;
   KeyRange keys;
-  int range, ranges, first_of_parts;
+  int range, ranges, first_partial;
 };
-// The scratch memory begins with it: how many items; how many to merge, whose numbers follow the items; how many drawn.
+// The beginning of the scratch memory: the number of items, of items to merge, and of items fetched from the
+// queue. The items follow, then the indices of the items to merge.
 struct Plan { uint32_t count, merges, drawn, unused; };
 __host__ __device__ constexpr size_t plan_bytes(const PlanArgs& plan) {
   return 256 + ceil_div(plan.items * (sizeof(PlannedItem) + sizeof(uint32_t)), 256) * 256;
@@ -6276,32 +6673,33 @@ template <class B> struct Item<B, true> : PlannedItem {
   }
   __device__ KeyRange keys_of_cta(const KernelArgs&, const Mask&) const { return {first_tile_key<B>(keys), keys.end}; }
   __device__ uint32_t range_count(const KernelArgs&) const { return ranges; }
-  __device__ uint32_t part(const KernelArgs&) const { return first_of_parts + range; }
-  __device__ uint32_t first_part(const KernelArgs&) const { return first_of_parts; }
-  __device__ uint32_t counter(const KernelArgs&) const { return first_of_parts / 2; }  // which has two parts or more
+  __device__ uint32_t part(const KernelArgs&) const { return first_partial + range; }
+  __device__ uint32_t first_part(const KernelArgs&) const { return first_partial; }
+  __device__ uint32_t counter(const KernelArgs&) const { return first_partial / 2; }  // unique: a counted item has two partials or more
   static __device__ uint32_t* queue(const KernelArgs& a) { return &plan_of(a).drawn; }
 };
 
 __device__ __forceinline__ PlannedItem* planned_items(const KernelArgs& a) {
   return reinterpret_cast<PlannedItem*>(reinterpret_cast<unsigned char*>(&plan_of(a)) + 256);
 }
-// Number i of the list, of the group of heads number `head`.
-template <class B> __device__ __forceinline__ Item<B> planned_item(const KernelArgs& a, uint32_t i, int head) {
+// Item i of the list, for the head group with index head_group.
+template <class B> __device__ __forceinline__ Item<B> planned_item(const KernelArgs& a, uint32_t i, int head_group) {
   Item<B> item{planned_items(a)[i]};
-  item.h = head * a.item_heads;
-  item.first_of_parts = item.first_of_parts * int(a.q_heads.divisor) + head * item.ranges;
+  item.h = head_group * a.item_heads;
+  item.first_partial = item.first_partial * int(a.q_heads.divisor) + head_group * item.ranges;
   return item;
 }
 
-// USE_LENGTHS: item number i of the plan, counted over its items and the heads of each; without ranges past the last.
+// USE_LENGTHS: item i of the launch, in which every item of the plan occurs once per head group. Past the
+// last one, an item with ranges = 0.
 template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelArgs& a, uint32_t i) {
-  if constexpr (B::starts_early) griddepcontrol_wait();  // the plan has been made
+  if constexpr (B::starts_early) griddepcontrol_wait();  // sdpa_plan() has finished
   const uint32_t number = a.q_heads.divide(i);
   if (number >= plan_of(a).count) return {};
   return planned_item<B>(a, number, int(a.q_heads.remainder(i)));
 }
 
-// Row i of a view, as the first row of an item.
+// A view of row i of another view, as row 0 of an item.
 template <class View> struct OneRow {
   static constexpr int ROWS = 1, COLS = View::COLS, RUN = View::RUN;
   const View& view;
@@ -6315,13 +6713,13 @@ template <class View> struct OneRow {
   __device__ int col(int j) const { return view.col(j); }
 };
 
-// ---- 5f the kernel that plans items (USE_LENGTHS) ----
+// ---- 5f the planning kernel (USE_LENGTHS) ----
 
-// How many rounds one accumulator sums at most.
+// Maximum number of rounds that one accumulator sums.
 template <class B> __host__ __device__ __forceinline__ int rounds_at_once() {
   return max(most_keys_at_once / B::round_keys, 1);
 }
-// batch_invariant: the ranges of a tile with so many rounds, of that sequence.
+// batch_invariant: number of ranges of a tile of the sequence with `rounds` rounds.
 template <class B>
 __device__ __forceinline__ uint32_t invariant_ranges(const KernelArgs& a, const Sequence& sequence, uint32_t rounds) {
   const KeyBounds keys(a.p, sequence.Sq, sequence.Sk);
@@ -6331,15 +6729,16 @@ __device__ __forceinline__ uint32_t invariant_ranges(const KernelArgs& a, const 
                                                           ceil_div(sequence.Sq, queries), plan_room<B>(a).free_parts);
   return B::split_ctas == 1 ? 1 : max(ceil_div(rounds, limit), uint32_t(max(B::split_ctas, 1)));
 }
-// One CTA plans. It sorts items into classes by their rounds.
+// One CTA computes the plan. It sorts the items into classes by their number of rounds.
 constexpr int plan_threads = 1024, plan_classes = 64;
 struct PlanShared {
-  uint32_t rounds, rounds_65536;  // of all items: so many, and so many times 65,536
-  uint32_t most_rounds;           // of one
-  uint32_t parts, count, merges;
-  uint32_t count_of[plan_classes], first[plan_classes];  // items of a class, and the first of them
+  uint32_t rounds, rounds_65536;  // all items together have rounds + 65536 * rounds_65536 rounds
+  uint32_t most_rounds;           // maximum number of rounds for all keys of a sequence
+  uint32_t parts, count, merges;  // number of partials, of items, and of items to merge
+  uint32_t count_of[plan_classes], first[plan_classes];  // number of items of a class; index of its next item in the list
 };
-// use(b, sequence, q0, keys) for every tile, EARLY as in wgmma_item(). 2^shift lanes take a sequence, last rows first.
+// Calls use(b, sequence, q0, keys) for every tile. q0 is EARLY as in wgmma_item(). 2^shift lanes share a
+// sequence and begin with its last rows.
 template <class B, class Use> __device__ __forceinline__ void for_each_tile(const KernelArgs& a, int shift, Use use) {
   const int tid = threadIdx.x, queries = queries_of_item<B>(a);
   for (int b = tid / 32 + (tid % 32 >> shift) * (plan_threads / 32); b < a.p.B; b += plan_threads >> shift) {
@@ -6357,9 +6756,15 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
   PlanShared& s = dynamic_shared<PlanShared>();
   const int tid = threadIdx.x;
   if constexpr (B::starts_early) wait_then_let_next_kernel_start();
-  if (tid == 0) s.rounds = 0, s.rounds_65536 = 0, s.most_rounds = 0, s.parts = 0, s.merges = 0;
+  if (tid == 0) {
+    s.rounds = 0;
+    s.rounds_65536 = 0;
+    s.most_rounds = 0;
+    s.parts = 0;
+    s.merges = 0;
+  }
   if (tid < plan_classes) s.count_of[tid] = 0;
-  __syncthreads();  // hazard: cleared by one thread
+  __syncthreads();  // hazard: counters cleared by these threads
   int shift = 0;
   while (shift < 5 && (a.p.q_starts || 1 << shift < ceil_div(a.p.Sq, queries_of_item<B>(a)))) shift++;
   const auto each_tile = [&](const auto& use) { for_each_tile<B>(a, shift, use); };
@@ -6368,14 +6773,16 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
   };
   uint64_t rounds_of_thread = 0;
   each_tile([&](int, const Sequence& sequence, int, const KeyRange& keys) {
-    rounds_of_thread += rounds_of(keys), atomicMax(&s.most_rounds, rounds_of({0, sequence.Sk}));
+    rounds_of_thread += rounds_of(keys);
+    atomicMax(&s.most_rounds, rounds_of({0, sequence.Sk}));
   });
-  atomicAdd(&s.rounds, uint32_t(rounds_of_thread % 65536));  // in two halves: shared memory adds no 64 bits
+  atomicAdd(&s.rounds, uint32_t(rounds_of_thread % 65536));  // in two halves: shared memory has no 64-bit add
   atomicAdd(&s.rounds_65536, uint32_t(rounds_of_thread / 65536));
   __syncthreads();  // hazard: counted by all threads
 
-  // Rounds of a range at most, and how many ranges a tile has. There is room for all: a tile of more than `even` rounds
-  // has 2 * rounds / even ranges at most. Where that is over `most`, sums are longer than one accumulator should be.
+  // limit: maximum number of rounds in a range. With at least `even` rounds there is room for all partials,
+  // because a tile of more than `even` rounds then has at most 2 * rounds / even ranges. If `even` is above
+  // `most`, an accumulator sums more rounds than it should.
   const uint32_t least = least_rounds(B::round_keys);
   const auto& room = plan_room<B>(a);
   const uint32_t most = rounds_at_once<B>(), free = room.free_parts, typed = room.parts > free ? B::split_ctas : 1;
@@ -6386,7 +6793,9 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
     if (a.p.batch_invariant) return invariant_ranges<B>(a, sequence, rounds);
     return max(ceil_div(rounds, limit), typed);
   };
-  // Classes go by rounds: of a range, or of the sequence, so that its tiles follow each other while L2 has its K and V.
+  // Class 0 has the most rounds. The class depends on the rounds of the item's range. With SPLIT_CTAS=1 it
+  // depends on the rounds of the sequence, so that the tiles of a sequence are adjacent in the list and share
+  // its K and V in L2.
   const uint32_t longest = max(a.p.batch_invariant ? s.most_rounds : min(s.most_rounds, limit), 1u);
   const auto class_of = [&](const Sequence& sequence, uint32_t rounds, uint32_t ranges) {
     const uint32_t cost = B::split_ctas == 1 ? rounds_of({0, sequence.Sk}) : ceil_div(rounds, ranges);
@@ -6396,22 +6805,23 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
     const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(sequence, rounds);
     atomicAdd(&s.count_of[class_of(sequence, rounds, ranges)], ranges);
   });
-  __syncthreads();  // hazard: counted by all threads
+  __syncthreads();  // hazard: count_of added up by all threads
   if (tid <= plan_classes) {
     uint32_t before = 0;
     for (int n = 0; n < tid; n++) before += s.count_of[n];
     if (tid < plan_classes) s.first[tid] = before;
-    // There is no room for starts that go backwards, by which rows would be those of many sequences.
+    // If starts decrease, rows belong to several sequences, and the items may exceed their room. Then the
+    // plan is empty.
     if (tid == plan_classes) s.count = before <= plan_room<B>(a).items ? before : 0;
   }
-  __syncthreads();  // hazard: summed by those threads
+  __syncthreads();  // hazard: first and count written by these threads
   PlannedItem* const items = planned_items(a);
   uint32_t* const merges = reinterpret_cast<uint32_t*>(items + plan_room<B>(a).items);
   each_tile([&](int b, const Sequence& sequence, int q0, const KeyRange& keys) {
     const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(sequence, rounds);
     const uint32_t part = ranges > 1 ? atomicAdd(&s.parts, ranges) : 0;
-    const uint32_t each = rounds / ranges, rest = rounds % ranges;  // so many have one round more
-    for (uint32_t range = 0; range < ranges; range++) {  // a warp's tiles of the same keys follow each other
+    const uint32_t each = rounds / ranges, rest = rounds % ranges;  // `rest` ranges have one more round
+    for (uint32_t range = 0; range < ranges; range++) {  // in this order a warp's items with the same keys are adjacent
       const uint32_t number = atomicAdd(&s.first[class_of(sequence, rounds, ranges)], 1u);
       if (number >= plan_room<B>(a).items) return;
       if (ranges > 1 && range == 0) st_global(merges + atomicAdd(&s.merges, 1u), number);
@@ -6425,7 +6835,7 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
       }
     }
   });
-  __syncthreads();  // hazard: counted by all threads
+  __syncthreads();  // hazard: parts and merges added up by all threads
   if (tid == 0) st_global(&plan_of(a), uint4{s.count, s.count > 0 ? s.merges : 0, 0, 0});
   if constexpr (counts_ranges<B>) {
     const uint32_t counters = min(s.parts, plan_room<B>(a).parts) * a.q_heads.divisor / 2;
@@ -6434,21 +6844,22 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
   }
 }
 
-// ---- 5f the kernel that merges ranges (SPLIT_CTAS > 1) ----
-// A thread has four columns of a row, so that all SMs merge and not one CTA an item.
+// ---- 5f the merge kernel (SPLIT_CTAS > 1) ----
+// A thread merges four columns of a row, so that all SMs share the work. With one CTA per item they would
+// not.
 
 constexpr int merge_threads = 128;
-template <class B> constexpr int merge_ctas = ceil_div(B::block_m * B::d_v / 4, merge_threads);  // of an item
+template <class B> constexpr int merge_ctas = ceil_div(B::block_m * B::d_v / 4, merge_threads);  // per item
 
 template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(const __grid_constant__ KernelArgs a) {
   if constexpr (B::starts_early) wait_then_let_next_kernel_start();
-  if constexpr (B::use_lengths) {  // all items that have several ranges
+  if constexpr (B::use_lengths) {  // the plan lists the items to merge
     const uint32_t heads = a.q_heads.divisor, ctas = plan_of(a).merges * heads * merge_ctas<B>;
     const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned_items(a) + plan_room<B>(a).items);
     for (uint32_t i = blockIdx.x; i < ctas; i += gridDim.x) {
       const uint32_t merge = i / merge_ctas<B>;
       const Item<B> item = planned_item<B>(a, merges[merge / heads], int(merge % heads));
-      merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + item.first_of_parts, a, item,
+      merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + item.first_partial, a, item,
                                          int(i % merge_ctas<B> * merge_threads + threadIdx.x),
                                          merge_ctas<B> * merge_threads);
     }
@@ -6460,11 +6871,11 @@ template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(c
   }
 }
 
-// ---- 5f wgmma in all its shapes (wgmma) ----
+// ---- 5f wgmma instructions of all shapes (wgmma) ----
 
 #ifndef SDPA_SIMT
 
-// SDPA_D<R>(F): F(1) ... F(R - 1), for the numbers of R accumulators.
+// SDPA_D<R>(F) expands to F(1) ... F(R - 1), for R accumulators; accumulator 0 is written without a comma.
 #define SDPA_D4(F) F(1) F(2) F(3)
 #define SDPA_D8(F) SDPA_D4(F) F(4) F(5) F(6) F(7)
 #define SDPA_D16(F) SDPA_D8(F) F(8) F(9) F(10) F(11) F(12) F(13) F(14) F(15)
@@ -6484,8 +6895,9 @@ template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(c
 #define SDPA_D128(F) SDPA_D120(F) F(120) F(121) F(122) F(123) F(124) F(125) F(126) F(127)
 #define SDPA_D_TEXT(i) ", %" #i
 #define SDPA_D_OPERAND(i) , "+f"(d[i])
-// X(N, R, the R of N plus 1 ... 6): N columns are R = N / 2 accumulators of a thread, operands 0 ... R - 1. Operand R
-// is scale-d, R + 1 descriptor B, R + 2 imm-trans-b, R + 3 ... are A, as a descriptor with imm-trans-a after it.
+// X(N, R, R + 1, ..., R + 6) for each N. A thread has R = N / 2 accumulators, the operands 0 ... R - 1 of the
+// asm statement. Operand R is scale-d, R + 1 the descriptor of B, and R + 2 imm-trans-b. A begins at operand
+// R + 3: four registers, or a descriptor followed by imm-trans-a.
 // clang-format off
 #define SDPA_WGMMA_SHAPES(X) \
   X(8, 4, 5, 6, 7, 8, 9, 10) X(16, 8, 9, 10, 11, 12, 13, 14) X(32, 16, 17, 18, 19, 20, 21, 22) \

@@ -2,6 +2,8 @@
 // layout.
 #pragma once
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <memory>
 #include <numeric>

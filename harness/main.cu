@@ -6,7 +6,8 @@
 //
 // The harness accesses a build only through `Line`. So CMake compiles the harness once
 // (SDPA_HARNESS_ONLY) and each line separately (SDPA_LINE_ONLY); `nvcc sdpa.cu` compiles both
-// together. tests/sweep.cu adds harder inputs, layouts and checks.
+// together. The headers of this folder use declarations of sdpa.cu, which precede them.
+// tests/sweep.cu adds harder inputs, layouts and checks.
 //
 //   line.h build.h mods.h          the interface to a build
 //   problem.h tensors.h            problems; tensors in device memory

@@ -744,7 +744,8 @@ TEST_CASE("rounds_without_visible_keys" * doctest::skip(!Build::use_key_mask || 
       for (int k = 0; k < rounds * round; k++) seen[k] = is_seen(k / round) && (k / round != 2 || k % 9 > 0);
       const Held<uint8_t> mask(seen);
       SdpaParams p = a.p;
-      p.key_mask = mask, p.Dv = p.D;
+      p.key_mask = mask;
+      p.Dv = p.D;
       const Workspace workspace(workspace_bytes<B>(p));
       p.workspace = workspace;
       const auto forward_by = [&] {

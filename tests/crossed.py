@@ -210,7 +210,7 @@ def judge_source(source):
         enums=between("// ---- what follows from the knobs ----", "// The template argument"),
         build=re.sub("static constexpr|using K = .*", "", build),
         derived=of_struct(between("using Build = BuildOf<-1>;", "}  // namespace") +
-                          between("// ---- the path to a kernel ----", "// KernelOf, which ends each chapter") +
+                          between("// ---- the path to a kernel ----", "// KernelOf describes") +
                           between("#define SDPA_REFUSE(condition", "constexpr bool is_one_of").split("\n", 1)[1]),
         judged=between("constexpr bool is_one_of", "#define SDPA_LEGAL"), refusals=refusals)
 

@@ -26,7 +26,7 @@ PATHS = [
     Path("scores recovered by their logarithm", r"P\.x\.d\[i\] = fmaf\(lg2_approx_ftz", builds="USE_BIAS=[13]|^(?!.*USE_SOFTCAP)"),
     Path("scores multiplied again", r"const int lane = int\(thread_index_anew\(\) % 32\), k = k0 \+ lane / 4",
          builds="^(?!.*(^| )DTYPE=FP8_E4M3)"),
-    Path("a maximum too large to be subtracted in the exponent", r"may_be_kept = false, m_log2\[i\] = 0 - p_log2<B>;",
+    Path("a maximum too large to be subtracted in the exponent", r"m_log2\[i\] = 0 - p_log2<B>;",
          builds="^(?!.*FP8_E4M3)"),
     Path("a maximum too large to be subtracted in the exponent, swapped", r"S\.x\[i\]\[j\] -= row_m;"),
     Path("a softcap", r"x = B::use_softcap == 2 \|\| is_capped<B>\(a\) \?"),
@@ -35,7 +35,7 @@ PATHS = [
     Path("a cap beyond the polynomial", r"if \(x < 1e-7 \|\| x > 1e7\) return;", whole=True),
     # ---- the bias ----
     Path("a bias by chunks", r"cp_async<16>\(tile->at\(r, chunk\), from"),
-    Path("a bias by elements", r"st_shared\(tile->at\(r, chunk\) \+ i, exists"),
+    Path("a bias by elements", r"chunks\[n\]\[i\] = exists \?"),
     Path("a bias by pairs from memory", r"add_pair\(S\.x\[i\]\[j\], S\.x\[i\]\[j \+ 1\], ld_global_nc<BiasPair>", builds="^(?!.*SWAP_AB)"),
     Path("a bias by elements from memory", r"const bool exists = uint32_t\(col \+ at\) < uint32_t\(cols\);"),
     Path("tiles without a bias in a launch with one", r"S\.x\[i\]\[j\] \*= a\.logit_scale;$", builds="USE_BIAS=[13]"),

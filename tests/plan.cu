@@ -344,12 +344,12 @@ template <class B> struct PlanCheck {
     vector<uint64_t> costs(count);
     for (const Tile& t : all) {
       int64_t at = t.begin;
-      const int part = planned[*next].first_of_parts;
+      const int part = planned[*next].first_partial;
       for (uint64_t range = 0; range < t.ranges; range++, next++) {
         const PlannedItem& item = planned[*next];
         const bool same = item.b == t.b && item.h == 0 && item.q0 == t.rows_from && item.range == int(range) &&
                           item.ranges == int(t.ranges) && item.sequence.q_row == t.own.first_query && item.sequence.Sq == t.own.Sq &&
-                          item.sequence.k_row == t.own.first_key && item.sequence.Sk == t.own.Sk && item.first_of_parts == part;
+                          item.sequence.k_row == t.own.first_key && item.sequence.Sk == t.own.Sk && item.first_partial == part;
         const string which = format("b=%d q0=%d range %d of %d", t.b, t.rows_from, int(range), int(t.ranges));
         if (!expect(same, which + " is missing or another")) return;
         const uint64_t took = t.rounds / t.ranges + (range < t.rounds % t.ranges);
@@ -390,18 +390,18 @@ template <class B> struct PlanCheck {
                    size_t counters, bool has_kernel) {
     if (plan.count * groups > 2000000) return;
     vector<char> used(parts * groups, 0);
-    vector<int> counted(counters, -1);  // first_of_parts of the item that has a counter
+    vector<int> counted(counters, -1);  // first_partial of the item that has a counter
     vector<PlannedItem> want;
     for (uint32_t i = 0; i < plan.count; i++) {
       for (int group = 0; group < int(groups); group++) {
         PlannedItem item = planned[i];
         const Item<B> found = planned_item<B>(a, i, group);
         item.h = group * heads();
-        item.first_of_parts = found.first_of_parts;
+        item.first_partial = found.first_partial;
         expect(memcmp(&item, &found, sizeof item) == 0, "an item's heads");
         if (has_kernel) want.push_back(found);
         if (item.ranges == 1) continue;
-        const int64_t part = found.first_of_parts, mine = part + found.range;
+        const int64_t part = found.first_partial, mine = part + found.range;
         if (!expect(part >= 0 && mine < int64_t(used.size()), "no room for a head's partial result")) return;
         expect(!used[mine]++, "two heads have one partial result");
         if constexpr (B::split_ctas != 1 && !merges_by_kernel<B>) {

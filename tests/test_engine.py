@@ -870,7 +870,7 @@ def test_a_header_that_ctypes_cannot_follow():
     assert [[(name, engine.ctypes.sizeof(kind)) for name, kind in struct._fields_] for struct in structs.values()] == [
         [("a", 8), ("b", 8)], [("p", 8), ("a", 16), ("q", 8), ("r", 8), ("n", 4)]]
     for member in ("unsigned n", "int a[3]", "int a : 3", "float* const p", "void** p", "int* p, n", "B b", "int (*f)(int)", "const int"):
-        with pytest.raises(builds.Refused, match="^" + re.escape(f"bindings/sdpa.h: A has {member}; want int, float, int64_t, size_t, a struct")):
+        with pytest.raises(builds.Refused, match="^" + re.escape(f"bindings/sdpa.h: A has {member}; want int, float, int64_t, size_t, an earlier struct")):
             builds.structs_of(f"typedef struct A {{ int n; {member}; }} A; typedef struct B {{ int n; }} B;")
 
 
@@ -982,7 +982,7 @@ def test_a_comparison(course, tmp_path, capsys):
         r"^  ([AB])  \w+ +PASS +([\d.]+) us \[([\d.]+), ([\d.]+)\]  1980 MHz$", out, re.MULTILINE)}
     for key, us in (("A", 20), ("B", 20.4)):
         assert times[key][1] <= times[key][0] <= times[key][2] and times[key] == pytest.approx([us] * 3, rel=1e-3)
-    ratio, low, high = map(float, re.search(r"B is SLOWER: \+(\S+)% of A's time \(99% interval \+(\S+)% to \+(\S+)%; 16 pairs, 0 thrown out", out).groups())
+    ratio, low, high = map(float, re.search(r"B is SLOWER: \+(\S+)% of A's time \(99% interval \+(\S+)% to \+(\S+)%; 16 pairs, 0 discarded", out).groups())
     assert 1.9 < low <= ratio <= high < 2.1 and "1x2x1x40x50 on Fake" in out and "power limit" not in out
     row, = rows(tmp_path, "verdicts")
     assert list(row) == engine.VERDICT_COLUMNS and [row[name] for name in "a b problem b_problem D dtype verdict pairs thrown_out device".split()] == [
@@ -998,7 +998,7 @@ def test_a_sustained_comparison(course, tmp_path, capsys):
     course(harmless, harmless, FakeGpu(power=defaultdict(lambda: 0.8, any=0.8)), engine.SUSTAINED)
     assert "B is the SAME: " in capsys.readouterr().out and len(rows(tmp_path, "sustained-verdicts")) == 1
     course(harmless, harmless, FakeGpu(power=defaultdict(lambda: 0.8, any=0.8)))
-    assert "--sustained gives each the one that its power leads to" in capsys.readouterr().out
+    assert "With --sustained, each runs at the clock that its power allows" in capsys.readouterr().out
 
 
 def test_a_wrong_side_gets_no_time(course, tmp_path, capsys):
@@ -1076,7 +1076,7 @@ def test_rows_of_what_was_compiled(capsys):
     a, b = builds.Facts(same="x"), builds.Facts(same="y")
     assert ab.drop_equal(dict.fromkeys("ABCDE"), {"A": a, "B": b, "C": a, "D": b}) == ["A", "B", "E"]
     out = capsys.readouterr().out
-    assert out.count("is not timed.") == 2 and "A and C are the same machine code" in out and "B and D are the same" in out
+    assert out.count("is not timed.") == 2 and "A and C have identical machine code" in out and "B and D have identical" in out
 
 
 def test_files_are_numbered(tmp_path, monkeypatch):

@@ -745,6 +745,7 @@ for b, count in enumerate((20, 7)):
 """
 
 
+@pytest.mark.long
 def test_the_transformers_example():
     """The block of docs/USING.md: transformers' own FlashAttention-3, by ours, gives the logits of eager attention for
     whole batches, padded ones, packed ones and generated tokens; its continuous batching appends to pages."""

@@ -223,6 +223,7 @@ def test_what_is_wrong_or_does_not_compile_has_no_row(timed):
     assert f"{broken} does not compile: error: no\n" in err
 
 
+@pytest.mark.long
 def test_nothing_timed_and_more_keys_in_no_time(timed, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "TIMES", {text: (keys, -0.05) for text, (keys, _) in TIMES.items()})
     code, out, err, rows, *_ = timed()

@@ -219,7 +219,7 @@ def test_peers_fail_if_a_line_is_wrong_on_any_problem(compared):
 def test_peers_of_a_problem_that_no_line_takes(compared):
     code, rows, err, courses = compared("scalar_vec8", "torch:math", "--shape", "1,1,1,9,9,128", "--shape", "1,1,1,9,9,64", "--rested")
     assert code == 0 and {row["D"] for row in rows} == {"64"} and courses == [(engine.RESTED, 1)]
-    assert err == "peers.py: no line for D=128 : 1x1x1x9x9 is left out\n"
+    assert err == "peers.py: no line for D=128 : 1x1x1x9x9 is skipped\n"
     assert all(row["note"].endswith("in 10 ms after 0.3 s of rest") for row in rows)
 
 
@@ -447,7 +447,7 @@ def test_a_sweep_on_the_cpu_backend():
 @pytest.mark.parametrize("words,sentence", [
     ("ablate nobody", "ablate: nobody: no line of configs.txt has that name"),
     ("ab backward_mma BLOCK_N=32", "ab: backward_mma: a line of the backward pass, which the tools cannot load"),
-    ("ab mma_lazy BACKWARD=1", "ab: BACKWARD=1: for a line of configs.txt that is built from sdpa_backward.cu"),
+    ("ab mma_lazy BACKWARD=1", "ab: BACKWARD=1: a knob of sdpa_backward.cu, whose lines the tools cannot load"),
     ("extract backward_mma", "extract: backward_mma: a line of the backward pass"),
     ("gates --only ^backward_", "gates: --only ^backward_: a line of the backward pass"),
     ("ablate", "ablate: which line?"),
