@@ -1560,7 +1560,8 @@ struct ListOfRounds {  // the rounds of an item that have a visible key
 };
 
 // The item with query block `block` of head `head`. Heads are numbered across all batches.
-template <class B> __device__ __forceinline__ Item<B> tile_of(const KernelArgs& a, uint32_t head, uint32_t block) {
+template <class B>
+__device__ __forceinline__ Item<B> item_of_block(const KernelArgs& a, uint32_t head, uint32_t block) {
   Item<B> item;
   item.b = int(a.q_heads.divide(head));
   item.h = int(a.q_heads.remainder(head));
@@ -1587,7 +1588,7 @@ template <class B> __device__ __forceinline__ Item<B> work_item(const KernelArgs
     head = first + j % count;
     block = j / count;
   }
-  return tile_of<B>(a, head, block);
+  return item_of_block<B>(a, head, block);
 }
 
 // Index of this CTA's item, in kernels where each CTA has one item.
@@ -1671,7 +1672,7 @@ template <class B> struct ItemScale {
     }
   }
   __device__ __forceinline__ operator ScoreScale<B>() const {
-    if (B::is_8bit && !is_capped<B>(a)) return scale;  // USE_SOFTCAP: the cap applies it
+    if (B::is_8bit && !is_capped<B>(a)) return scale;  // USE_SOFTCAP: cap_scores() applies it
     if constexpr (B::scales_rows) return {a.scale_log2, a.scale_log2};
     else return a.scale_log2;
   }
@@ -2040,7 +2041,7 @@ using MmaRuns = QuadRuns<MmaSums<B>::ROWS, B::d_v, sizeof(Element<B>) == 1 ? 4 :
 // Rearranges O from accumulators to runs. The 4 lanes of a row exchange pairs of columns twice. Of every 32
 // columns, lane q then has columns 8q to 8q + 7.
 template <class B>
-__device__ __forceinline__ void deal_runs(MmaRuns<B>& R, const MmaSums<B>& O, int lane) {
+__device__ __forceinline__ void rearrange_runs(MmaRuns<B>& R, const MmaSums<B>& O, int lane) {
   const int q = lane % 4;
   R.first_row = O.first_row;
   R.first_col = q * R.RUN;
@@ -2133,7 +2134,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
       rows.merge(s.partial, scale_log2, tid);
     }
     MmaRuns<B> runs;
-    deal_runs<B>(runs, rows.O, lane);
+    rearrange_runs<B>(runs, rows.O, lane);
     store_sums<B>(runs, rows.m, rows.l, a, s.item);
   }
 }
@@ -2231,14 +2232,14 @@ __device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* ma
 __device__ __forceinline__ void cp_async_bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Waits until at most N of this thread's latest groups of stores have still to read shared memory.
+// Waits until at most N of this thread's latest groups of stores still have to read shared memory.
 template <int N> __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 
-// wgmma: asynchronous matrix products of a warpgroup, which is 128 threads from a multiple of 128 on. The order
-// is fence, products, commit, wait. From the first product until the wait, no thread may access the
-// accumulators and the registers of A, or write the operands in shared memory.
+// wgmma: asynchronous matrix products of a warpgroup (128 threads; the first index is a multiple of 128). The
+// order is fence, products, commit, wait. From the first product until the wait, no thread may access the
+// accumulators or the registers of A, or write the operands in shared memory.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Waits until at most N of the latest groups are pending.
@@ -2477,7 +2478,7 @@ template <class B, bool EARLY = false>
 __device__ __forceinline__ WgmmaItem<B> wgmma_item(const KernelArgs& a, uint32_t i) {
   WgmmaItem<B> item;
   if (!B::use_lengths && a.unmasked_rounds > 0) {  // equals work_item(), but reads fewer arguments
-    static_cast<Item<B>&>(item) = tile_of<B>(a, a.q_blocks.divide(i), a.q_blocks.remainder(i));
+    static_cast<Item<B>&>(item) = item_of_block<B>(a, a.q_blocks.divide(i), a.q_blocks.remainder(i));
     item.first_key = 0;
     item.rounds = a.unmasked_rounds;
   } else {
@@ -2574,7 +2575,7 @@ template <class B> using WgmmaProbabilities = uint32_t[B::block_n * B::element_b
 // e4m3: keys per panel of the transposed V [D][BLOCK_N], which are also the bytes of a line.
 template <class B> constexpr int V_LINE = B::block_n > 64 ? 128 : 64;
 
-// Issues O = P @ V (+ O if accumulate). V [BLOCK_N][D] is a descriptor. DTYPE=FP8_E4M3: V [D][BLOCK_N].   [64][D]
+// Issues O [64][D] = P @ V (+ O if accumulate). V [BLOCK_N][D] is a descriptor. DTYPE=FP8_E4M3: V [D][BLOCK_N].
 template <class B>
 __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::d_v>& O, const WgmmaProbabilities<B>& P, uint64_t V,
                                          bool accumulate) {
@@ -2799,7 +2800,7 @@ template <class B> struct BiasOfWarp<B, true> {
   int column_at_0 = 0;            // per item: first column of the lane's chunk, for a tile at key 0
   const Bias* chunk_g = nullptr;  // per item: address of this chunk, in the lane's first row
   int rows_left = 0;              // per item: rows from the lane's first row on
-  bool is_aligned = false;        // per item: chunks are 16-byte aligned in global memory
+  bool is_aligned = false;        // per item: rows are 16-byte aligned in global memory
 
   __device__ void bind(BiasTiles<B>& tiles) {
     tile = &tiles.per_warp[(threadIdx.x - B::producer_threads) / 32 % B::group_warps];
@@ -2815,7 +2816,7 @@ template <class B> struct BiasOfWarp<B, true> {
     const int lane = int(thread_index_anew() % 32), q = q0 + first_row() + lane / LANES;
     loaded_k0 = -1;
     column_at_0 = lane % LANES * Tile::CHUNK - first;
-    const int64_t elements = strides.batch | strides.head | strides.row | column_at_0;
+    const int64_t elements = strides.batch | strides.head | strides.row;
     is_aligned = (elements * sizeof(Bias) | reinterpret_cast<uintptr_t>(a.p.bias)) % 16 == 0;
     if (B::pack_gqa) return;
     chunk_g = bias_row<B>(a, item, 0, 0) + q * strides.row + column_at_0;
@@ -2828,7 +2829,8 @@ template <class B> struct BiasOfWarp<B, true> {
     const int columns = keys - chunk * Tile::CHUNK + column_at_0;  // columns of the bias
     cp_async_wait_group<0>();  // for the copy of a tile that was not used
     __syncwarp();              // hazard: previous tile read by all lanes
-    if (is_aligned && column >= 0 && column + Tile::CHUNK <= columns) {
+    // A window may begin at any key.
+    if (is_aligned && column % Tile::CHUNK == 0 && column >= 0 && column + Tile::CHUNK <= columns) {
       const Bias* from = chunk_g + k0;
       SDPA_UNROLL for (int n = 0; n < ceil_div(16, ROWS); n++, from += ROWS * a.p.bias_strides.row) {
         const int r = lane / LANES + ROWS * n;
@@ -2994,7 +2996,7 @@ template <class B, class Rows> __device__ __forceinline__ void start_expressions
   if constexpr (B::changes_logits || B::hides_keys) ScoreMod<B>::start(rows);
 }
 
-// What the score hook knows about the warpgroup's tile: its position in the list of rounds, and its bias. Rows:
+// The state of the score hook for the tile of a warpgroup: its position in the list of rounds, and its bias. Rows:
 // WgmmaRows.
 template <class B> struct TileWalk : std::conditional_t<lists_shown_rounds<B>, ShownRoundWalk<B>, RoundWalk<B>> {
   std::conditional_t<B::use_bias != 0, BiasOfWarp<B>, Nothing> bias;
@@ -3074,7 +3076,8 @@ template <class B> struct TileWalk : std::conditional_t<lists_shown_rounds<B>, S
 //   k_empty, v_empty  all consumer warps of the slice              producers            the tile: read
 //   o_done            the 4 warps of a warpgroup                   the warp storing O   O over Q: written
 
-// Named barriers; barrier 0 is __syncthreads(). w: a consumer warpgroup.
+// Named barriers; barrier 0 is __syncthreads(). w: a consumer warpgroup. q_read, or partials with two slices, also
+// protects the rows of Q that clear_queries() zero-fills.
 constexpr int turn = 1;      // turn + w: w has issued its products, so the next warpgroup may issue; 256 threads
 constexpr int q_read = 5;    // q_read + w: all warps of w have read Q, so O may overwrite it; 128 threads
 constexpr int partials = 9;  // the partials of both slices are in shared memory; all consumer threads
@@ -3606,7 +3609,7 @@ template <class B>
 template <class ReadQ>
 __device__ void WgmmaRows<B>::recompute_qk(Scores& S, const WgmmaItem<B>& item, const ReadQ& read_q) const {
   const Input* const K_g = a.p.K + (B::use_pages ? 0 : item.b * a.p.k.batch) + item.h_kv * a.p.k.head;
-  [[maybe_unused]] constexpr int at_once = B::multiplies_e4m3 ? B::block_n / 8 : 1;  // by registers
+  [[maybe_unused]] constexpr int at_once = B::multiplies_e4m3 ? B::block_n / 8 : 1;  // limited by registers
 #pragma unroll at_once
   for (int n = 0; n < B::block_n / 8; n++) {
     const int lane = int(thread_index_anew() % 32), k = k0 + lane / 4 + 8 * n;
@@ -3679,6 +3682,10 @@ __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePart
 }
 
 // ---- 5c 16 bits: the kernel (wgmma and USE_WARP_SPECIALIZATION and DTYPE = FP16, DTYPE = BF16) ----
+//
+// Producer warp 0 loads K, warp 1 loads V, warp 2 stores O. Q stays in shared memory for the whole item; O overwrites
+// it. With two stages of Q, Q of the next item is loaded while this item is computed and its O is stored. The state,
+// mbarriers and named barriers are those of the section on producers and consumers.
 
 // KV_DTYPE: the 8-bit tiles of K and V as loaded by TMA, and the number of warps that convert them to 16 bits.
 template <class B> struct LandedTiles;
@@ -3700,7 +3707,7 @@ template <class B> struct WgmmaShared {
   __device__ __forceinline__ Element<B>* queries(int stage, int row_group) {
     return Q[stage][0] + row_group * 64 * B::head_dim / (B::pack_gqa ? PANELS<B::qk_bytes> : 1);
   }
-  // Two threads initialize the mbarriers. The caller must call __syncthreads() afterwards.
+  // Two threads initialize the mbarriers; a __syncthreads() must follow.
   __device__ __forceinline__ void init_mbarriers(int warp) {
     if (warp == 1 && threadIdx.x % 32 == 0) {
       mbarriers_init(q_full, 1);
@@ -4048,7 +4055,7 @@ template <class B> struct E4m3Shared {
       return flushed_sums[warpgroup];
     }
   }
-  // Two threads initialize the mbarriers. The caller must call __syncthreads() afterwards.
+  // Two threads initialize the mbarriers; a __syncthreads() must follow.
   __device__ __forceinline__ void init_mbarriers(int warp) {
     if (warp == 1 && threadIdx.x % 32 == 0) {
       mbarriers_init(q_full, 1);
@@ -4356,7 +4363,7 @@ template <class B> struct KernelOf<B, Path::wgmma_e4m3> {
 };
 
 // ---- 5d wgmma, transposed: keys are the M dimension, for few query rows (wgmma and SWAP_AB) ----
-
+//
 // S.T = K @ Q.T and O.T = V.T @ P.T. Keys and d are the M dimension of wgmma, which is 64; query rows are its N
 // dimension, which may be as small as 8. There are no producer warps. Each warpgroup computes one slice of the keys:
 //
@@ -5180,8 +5187,8 @@ template <class B> __device__ __forceinline__ float exp2_polynomial(float t) {
 
 // ---- 5f copies that convert U8 (wmma and DTYPE = U8) ----
 
-// Converts the low or the high two bytes u of a word to fp16 u - 128. As fp16, the bits 0x6400 | u are 1024 +
-// u.
+// Converts two bytes u of a word, the low or the high ones, to u - 128 in fp16. The bits 0x6400 | u are the
+// fp16 number 1024 + u.
 __device__ __forceinline__ uint32_t f16x2_of_u8x2(uint32_t word, bool high) {
   constexpr uint32_t halves_of_1152 = 0x64806480;
   return sub_f16x2(prmt(word, 0x64646464, high ? 0x4342 : 0x4140), halves_of_1152);
@@ -5284,7 +5291,7 @@ struct Sum {
   Linear offset;
   __device__ __forceinline__ operator float() const { return score * factor + float(offset); }
 };
-// The name s.
+// The score s in an expression.
 struct Score {
   float score, factor, factor_log2;
   __device__ __forceinline__ operator float() const { return score * factor; }
@@ -5415,7 +5422,8 @@ struct Ints {
 
 // SCORE_MOD and MASK_MOD as functions. Their default NONE means s in score_mod() and true in mask_mod().
 template <class H>  // int or Head
-__device__ __forceinline__ auto score_mod(Score s, int b, H h, Position q, Position k, int Sq, int Sk, const SdpaParams& p) {
+__device__ __forceinline__ auto score_mod(Score s, int b, H h, Position q, Position k, int Sq, int Sk,
+                                          const SdpaParams& p) {
   [[maybe_unused]] const Reals<0> x0{p.x0};
   [[maybe_unused]] const Reals<1> x1{p.x1};
   [[maybe_unused]] const Reals<2> x2{p.x2};
@@ -5516,7 +5524,8 @@ template <class B> struct ScoreMod {
       SDPA_UNROLL for (int j = first; j < last; j++) {
         const int column = S.col(j) - S.col(0);
         const Position query{q, 0, column};
-        const Position key = WHOLE ? Position{k0 + S.col(0), 1, column} : Position{min(k0 + S.col(j), last_key), 0, column};
+        const Position key = WHOLE ? Position{k0 + S.col(0), 1, column}
+                                   : Position{min(k0 + S.col(j), last_key), 0, column};
         const float factor = of_row(scale, i);
         const Score score{S.x[i][j], factor, B::is_8bit ? factor * expression::log2e : a.scores_log2};
         const bool seen = !B::hides_keys || sees(b, h, query, key, Sq, Sk, a.p);
@@ -5580,9 +5589,9 @@ __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool pl
   using Logit = decltype(ScoreMod<Build>::logit({}, 0, 0, {}, {}, 0, 0, p));
   using Seen = decltype(ScoreMod<Build>::sees(0, 0, {}, {}, 0, 0, p));
   static_assert(Build::changes_logits || std::is_same_v<Logit, expression::Score>,
-                "ScoreMod::logit() changes logits, but no knob of SDPA_LOGIT_KNOBS is set: add the feature's knob to them");
+                "ScoreMod::logit() changes logits, but no knob of SDPA_LOGIT_KNOBS is set: add its knob there");
   static_assert(Build::hides_keys || std::is_same_v<Seen, expression::Always>,
-                "ScoreMod::sees() hides keys, but no knob of SDPA_MASK_KNOBS is set: add the feature's knob to them");
+                "ScoreMod::sees() hides keys, but no knob of SDPA_MASK_KNOBS is set: add its knob there");
 }
 
 // ---- 5f softcap ----
@@ -5907,7 +5916,8 @@ template <class B> __device__ __forceinline__ int effects_of_mask(const KernelAr
     for (int row = 0; row < rows_of_item<B>(a); row++) {
       const Item<B> query = row_item<B>(a, item, row);
       if (first + lane >= end || query.q0 < 0 || query.q0 >= a.p.Sq || query.h >= a.p.Hq) continue;
-      const bool seen = ScoreMod<B>::sees(query.b, query.h, {query.q0, 0, 0}, {first + lane, 0, 0}, a.p.Sq, a.p.Sk, a.p);
+      const bool seen =
+          ScoreMod<B>::sees(query.b, query.h, {query.q0, 0, 0}, {first + lane, 0, 0}, a.p.Sq, a.p.Sk, a.p);
       effects |= seen ? 1 : 2;
     }
     effects = __any_sync(0xffffffffu, effects & 1) + 2 * __any_sync(0xffffffffu, effects & 2);
@@ -5960,7 +5970,7 @@ template <class B> __global__ void __launch_bounds__(map_threads) sdpa_map(const
   const uint32_t head = a.q_blocks.divide(blockIdx.x);  // index among the heads with separate lists
   const uint32_t b = a.bias_map.heads.divide(head), h = a.bias_map.heads.remainder(head);
   WgmmaItem<B> item;
-  static_cast<Item<B>&>(item) = tile_of<B>(a, b * a.q_heads.divisor + h, a.q_blocks.remainder(blockIdx.x));
+  static_cast<Item<B>&>(item) = item_of_block<B>(a, b * a.q_heads.divisor + h, a.q_blocks.remainder(blockIdx.x));
   set_rounds<B, wgmma_may_pass<B>>(a, item);
   uint32_t* const list = list_of<B>(a, item);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -5974,7 +5984,7 @@ template <class B> __global__ void __launch_bounds__(map_threads) sdpa_map(const
   int count = 0;
   for (int first = 0; first < item.rounds; first += 32) {
     const uint32_t entry = first + lane < item.rounds ? ld_global<uint32_t>(list + 1 + first + lane) : hidden;
-    const uint32_t shown = __ballot_sync(0xffffffffu, entry != hidden);  // hazard: entries read before they are overwritten
+    const uint32_t shown = __ballot_sync(0xffffffffu, entry != hidden);  // hazard: read before overwritten
     if (entry != hidden) st_global(list + 1 + count + __popc(shown & ((1u << lane) - 1)), entry);
     count += __popc(shown);
   }
@@ -6003,8 +6013,8 @@ __device__ __forceinline__ void bf16_of_f16(uint32_t (&pairs)[2]) {
 
 // P @ V with m16n8k32. The keys of a step are permuted, so that lanes need not exchange P: k = 4q + i of both
 // operands is key i / 2 * 8 + 2q + i % 2, and k = 16 + 4q + i is the key 16 further. A register of V from
-// ldmatrix has the bytes d = 2g and d = 2g + 1 of two keys. prmt separates the even d from the odd d, and
-// each takes a product of its own. A lane's sums of the two products are 4 adjacent d of 16.
+// ldmatrix has the bytes d = 2g and d = 2g + 1 of two keys. prmt separates the even d from the odd
+// d, which are the operands of two products. Together the products give a lane 4 adjacent d of 16.
 template <class B> struct MmaE4m3 {
   static constexpr int REGISTERS = 4, KEYS = 32;
 
@@ -6083,14 +6093,13 @@ template <class B> struct MmaE4m3AsHalves {
 
 // ---- 5f ranges of keys ----
 
-// SPLIT_CTAS: maximum number of items with several ranges in a launch; each has a counter. USE_LENGTHS: of
-// their ranges.
+// SPLIT_CTAS: maximum number of items with several ranges per launch, each of which has a counter.
+// USE_LENGTHS: maximum number of their ranges.
 constexpr uint32_t most_split_items = Build::use_lengths ? 131072 : 16384;
 // Number of ranges whose partials a thread loads at once. For up to few_ranges ranges it loads more columns
 // instead.
 constexpr int ranges_at_once = 16, few_ranges = 4;
-// SPLIT_CTAS=0: minimum number of rounds in a planned range, which is the number of rounds in 256 KB of K and
-// V.
+// SPLIT_CTAS=0: minimum number of rounds in a planned range: as many as have 256 KB of K and V.
 __host__ __device__ __forceinline__ int least_rounds(int round_keys) {
   return max(1, 256 * 1024 / int(round_keys * Build::head_dim * sizeof(Input) * 2));
 }
@@ -6206,8 +6215,8 @@ template <class B> struct RowsPartial {
 // Merges the partials of the slices in a fixed order. Calls put(row, O, m, l) for every four columns of a
 // row.
 template <class B, class Partials, class Put>
-__device__ __forceinline__ void merge_slice_partials(const Partials& partials_s, const ItemScale<B>& scale_log2, int thread,
-                                             const Put& put) {
+__device__ __forceinline__ void merge_slice_partials(const Partials& partials_s, const ItemScale<B>& scale_log2,
+                                                     int thread, const Put& put) {
   constexpr int row_vectors = B::d_v / 4, threads = B::num_warps * 32;
   const int rows = rows_of_item<B>(scale_log2.a);
 #pragma unroll 4
@@ -6261,7 +6270,7 @@ __device__ __forceinline__ void store_rows(const Partials& partials_s, const Ker
 // ---- 5f mma.sync with a 16-bit Q and e4m3 K and V (mma and KV_DTYPE = FP8_E4M3) ----
 
 template <class B> struct MmaMixedTypes : MmaE4m3AsHalves<B> {
-  // A lane's 4 elements of 16 k of a row are 8 bytes.
+  // A lane reads 4 of every 16 elements of a row: 8 bytes.
   static __device__ __forceinline__ void read(uint32_t (&a)[8], SharedAddress from) {
     SDPA_UNROLL for (int i = 0; i < 4; i++) {  // rows g and g + 8 of the first 16 k, then of the next 16
       uint32_t pairs[2];
@@ -6282,7 +6291,7 @@ template <class B> struct MmaMixedTypes : MmaE4m3AsHalves<B> {
 
 // The 8-bit stages of K and V. full: the tile has landed. empty: all producer warps have read the tile.
 template <class B> struct LandedTiles {
-  // One stage of each suffices: while a tile of K is converted, a tile of V lands, and vice versa.
+  // With D > 128 there is one stage of each. It suffices, because one of K and V lands while the other is converted.
   static constexpr int COUNT = B::head_dim > 128 ? 1 : B::stages;
   alignas(1024) Input K[COUNT][B::block_n * ROW_BYTES<B::head_dim * B::input_bytes>];  // [BLOCK_N][D]
   alignas(1024) Input V[COUNT][B::block_n * ROW_BYTES<B::d_v * B::input_bytes>];       // [BLOCK_N][Dv]
@@ -6337,8 +6346,8 @@ template <class B> __device__ void Wgmma16Consumer<B>::make_halves_of_q() {
   fence_proxy_async();  // hazard: Q written here, read by wgmma
   barrier_sync(q_read + Base::warpgroup, 128);  // hazard: rows written by all warps
 }
-// Multiplies m by the power of two of the row of Q, so that the merge, the sink and LSE can use the item's
-// scale. With a softcap m needs no factor, because it is a maximum of tanh values.
+// Divides m by the power of two by which the row of Q was multiplied, so that the merge, the sink and LSE can
+// use the item's scale. With a softcap m stays as it is, because it is a maximum of tanh values.
 template <class B> __device__ void Wgmma16Consumer<B>::take_scale_of_q_back() {
   const uint32_t tid = thread_index_anew() % 128;
   ItemScale<B> of_q(a);
@@ -6353,7 +6362,7 @@ template <class B> __device__ void Wgmma16Consumer<B>::take_scale_of_q_back() {
 template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>, LandedTiles<B>::COUNT> {
   using Base = WgmmaProducer<B, WgmmaShared<B>, LandedTiles<B>::COUNT>;
   using Base::s, Base::a, Base::ring, Base::issues, Base::Base;
-  StageRing<B::stages> tile;  // the 16-bit stage to write; `ring`: the 8-bit stage to read, and then to load again
+  StageRing<B::stages> tile;  // the 16-bit stage to write; `ring`: the 8-bit stage to read, then to reload
 
   // Converts a tile's rows to fp16. Of every 32 rows the warp converts 8. Eight lanes convert 64 bytes of two
   // rows, whose indices differ in bits 0 and 2. This avoids bank conflicts of the reads and of the writes,
@@ -6474,7 +6483,7 @@ template <class B> struct MmaPacked {
   static __device__ __forceinline__ void store(MmaShared<B>& s, const MmaRows<B>& rows, const KernelArgs& a, int slice,
                                                int lane) {
     MmaRuns<B> runs;
-    deal_runs<B>(runs, rows.O, lane);
+    rearrange_runs<B>(runs, rows.O, lane);
     __syncthreads();  // hazard: the partials overwrite Q, K and V
     RowsPartial<B>& partial = s.partial.of_slice[slice];
     store_partial(partial, runs, rows.m, rows.l, [](void* dst_s, auto x) { st_shared(dst_s, x); });
@@ -6513,8 +6522,8 @@ template <class B> struct PagedRows {
 
 // ---- 5f pages by TMA (wgmma and USE_PAGES = 1) ----
 
-// Each lane copies one box: rows of one page in one panel. It is faster to construct a TileBox, which reads
-// the page table, while the stage is still full.
+// Each lane copies one box: rows of one page in one panel. The constructor reads the page table. Call it while
+// the stage is still full, which hides the latency of that read.
 template <class B, int D> struct TileBox<B, D, true> {
   static constexpr int BYTES = D * B::input_bytes, PANEL_WIDTH = PANEL_BYTES<BYTES> / B::input_bytes;
   int box_origin[5], row;  // of this lane's box: coordinates in the tensor map, and its first row in the tile
@@ -6603,11 +6612,11 @@ template <class B, int D> struct TileRows {
 // sdpa_plan() runs before the attention kernel. It lists the items of all sequences for one head group,
 // longest first, and divides long items into ranges.
 
-// USE_LENGTHS: the position of a sequence in the tensors, and its number of rows. All arrays are in device
-// memory.
-//   q_starts, k_starts    [B + 1] Sequence b has the rows [starts[b], starts[b + 1]) of the Sq rows of Q and O, or of the Sk
-//                         rows of K and V. Such tensors have a batch size of 1; with q_starts LSE is [Hq,Sq].
-//   q_lengths, k_lengths  [B] Only the first lengths[b] rows are queries or keys. There are at most most_keys keys.
+// USE_LENGTHS: the position of a sequence in the tensors, and its number of rows. These arrays are in device
+// memory:
+//   q_starts, k_starts    [B + 1] Sequence b has the rows [starts[b], starts[b + 1]) of the Sq rows of Q and O,
+//                         or of the Sk rows of K and V. Such tensors have a batch size of 1. LSE is [Hq,Sq].
+//   q_lengths, k_lengths  [B] Only the first lengths[b] rows are queries or keys. Keys are limited to most_keys.
 //   k_firsts              [B] The first k_firsts[b] of these keys are skipped. Key 0 is the one after them.
 // Rows of O and LSE without a query are not written. Values that exceed the tensors are clamped.
 struct Sequence {
@@ -6675,7 +6684,8 @@ template <class B> struct Item<B, true> : PlannedItem {
   __device__ uint32_t range_count(const KernelArgs&) const { return ranges; }
   __device__ uint32_t part(const KernelArgs&) const { return first_partial + range; }
   __device__ uint32_t first_part(const KernelArgs&) const { return first_partial; }
-  __device__ uint32_t counter(const KernelArgs&) const { return first_partial / 2; }  // unique: a counted item has two partials or more
+  // The index is unique, because an item with a counter has at least two partials.
+  __device__ uint32_t counter(const KernelArgs&) const { return first_partial / 2; }
   static __device__ uint32_t* queue(const KernelArgs& a) { return &plan_of(a).drawn; }
 };
 
@@ -6734,8 +6744,9 @@ constexpr int plan_threads = 1024, plan_classes = 64;
 struct PlanShared {
   uint32_t rounds, rounds_65536;  // all items together have rounds + 65536 * rounds_65536 rounds
   uint32_t most_rounds;           // maximum number of rounds for all keys of a sequence
-  uint32_t parts, count, merges;  // number of partials, of items, and of items to merge
-  uint32_t count_of[plan_classes], first[plan_classes];  // number of items of a class; index of its next item in the list
+  uint32_t partials, count, merges;  // number of partials, of items, and of items to merge
+  uint32_t count_of[plan_classes];  // number of items of a class
+  uint32_t first[plan_classes];     // index of the next item of a class in the list
 };
 // Calls use(b, sequence, q0, keys) for every tile. q0 is EARLY as in wgmma_item(). 2^shift lanes share a
 // sequence and begin with its last rows.
@@ -6760,7 +6771,7 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
     s.rounds = 0;
     s.rounds_65536 = 0;
     s.most_rounds = 0;
-    s.parts = 0;
+    s.partials = 0;
     s.merges = 0;
   }
   if (tid < plan_classes) s.count_of[tid] = 0;
@@ -6778,11 +6789,12 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
   });
   atomicAdd(&s.rounds, uint32_t(rounds_of_thread % 65536));  // in two halves: shared memory has no 64-bit add
   atomicAdd(&s.rounds_65536, uint32_t(rounds_of_thread / 65536));
-  __syncthreads();  // hazard: counted by all threads
+  __syncthreads();  // hazard: rounds added up by all threads
 
-  // limit: maximum number of rounds in a range. With at least `even` rounds there is room for all partials,
-  // because a tile of more than `even` rounds then has at most 2 * rounds / even ranges. If `even` is above
-  // `most`, an accumulator sums more rounds than it should.
+  // limit: maximum number of rounds in a range. A limit of `even` or more leaves room for all partials,
+  // because only a tile of more than `even` rounds is divided, into at most 2 * rounds / even ranges. If `even`
+  // is above `most`, an accumulator sums more rounds than it should.
+  // typed: minimum number of ranges per tile: an explicit SPLIT_CTAS if there is room for it, otherwise 1.
   const uint32_t least = least_rounds(B::round_keys);
   const auto& room = plan_room<B>(a);
   const uint32_t most = rounds_at_once<B>(), free = room.free_parts, typed = room.parts > free ? B::split_ctas : 1;
@@ -6819,15 +6831,17 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
   uint32_t* const merges = reinterpret_cast<uint32_t*>(items + plan_room<B>(a).items);
   each_tile([&](int b, const Sequence& sequence, int q0, const KeyRange& keys) {
     const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(sequence, rounds);
-    const uint32_t part = ranges > 1 ? atomicAdd(&s.parts, ranges) : 0;
+    const uint32_t first_partial = ranges > 1 ? atomicAdd(&s.partials, ranges) : 0;
     const uint32_t each = rounds / ranges, rest = rounds % ranges;  // `rest` ranges have one more round
-    for (uint32_t range = 0; range < ranges; range++) {  // in this order a warp's items with the same keys are adjacent
+    // The lanes of a warp append range by range, so that items with the same keys are adjacent in the list.
+    for (uint32_t range = 0; range < ranges; range++) {
       const uint32_t number = atomicAdd(&s.first[class_of(sequence, rounds, ranges)], 1u);
       if (number >= plan_room<B>(a).items) return;
       if (ranges > 1 && range == 0) st_global(merges + atomicAdd(&s.merges, 1u), number);
       const int begin = first_tile_key<B>(keys) + int(each * range + min(range, rest)) * B::round_keys;
       const int end = min(begin + int(each + (range < rest)) * B::round_keys, keys.end);
-      const PlannedItem item{b, 0, q0, sequence, {max(begin, keys.begin), end}, int(range), int(ranges), int(part)};
+      const PlannedItem item{b, 0, q0, sequence, {max(begin, keys.begin), end}, int(range), int(ranges),
+                             int(first_partial)};
       uint4 words[sizeof item / 16];
       memcpy(words, &item, sizeof item);
       for (int i = 0; i < int(sizeof item / 16); i++) {
@@ -6838,7 +6852,7 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
   __syncthreads();  // hazard: parts and merges added up by all threads
   if (tid == 0) st_global(&plan_of(a), uint4{s.count, s.count > 0 ? s.merges : 0, 0, 0});
   if constexpr (counts_ranges<B>) {
-    const uint32_t counters = min(s.parts, plan_room<B>(a).parts) * a.q_heads.divisor / 2;
+    const uint32_t counters = min(s.partials, plan_room<B>(a).parts) * a.q_heads.divisor / 2;
 #pragma unroll 1
     for (uint32_t i = tid; i < counters; i += plan_threads) st_global(range_counters<B>(a) + i, 0u);
   }

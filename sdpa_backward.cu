@@ -855,6 +855,9 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   P.first_row = dP.first_row = threadIdx.x % 128 / 32 * 16 + lane / 4;
   P.first_col = dP.first_col = lane % 4 * 2;
   forget(dK.x.d), forget(dV.x.d);  // the first tile does not add
+  // D=128: dK takes its dS.T from registers, which saves reads of shared memory. D=64 and a softcap leave too few of them.
+  constexpr bool dS_in_registers = D == 128 && B::use_softcap == 0;
+  WgmmaProbabilities<B> dS_operand;
   WgmmaProbabilities<B> P_operand;  // P.T, rounded
   const auto pack_p = [&] {
     SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) pack_step<Input>(P_operand[step], P, step);
@@ -902,6 +905,9 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
       float delta[Scores::COLS];
       load_columns(delta, P, s.delta[o_stage]);
       WeightsOfTile<B, ByQuery>{P_by_query, dS_by_query, {}}.set_ds(delta);
+      SDPA_UNROLL for (int step = 0; dS_in_registers && step < B::block_n / 16; step++) {
+        pack_step<Input>(dS_operand[step], dP, step), hold(dS_operand[step]);
+      }
       store_to_panels<B::block_m>(dP, 1, s.dS[ds_stage] + 64 * 64 * w);
     }
     fence_proxy_async();
@@ -921,7 +927,11 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
       mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
       wgmma_qk<B>(next_S, K, Q_of(q_ring.stage));
     }
-    wgmma_dk<B>(dK, descriptor_at(dS_of(ds_stage), own_keys_bytes * w), Q_of(q_stage), !first);
+    if constexpr (dS_in_registers) {
+      wgmma_pv<B>(dK, dS_operand, Q_of(q_stage), !first);
+    } else {
+      wgmma_dk<B>(dK, descriptor_at(dS_of(ds_stage), own_keys_bytes * w), Q_of(q_stage), !first);
+    }
     wgmma_wait_group<last ? 1 : 2>(), hold(dQ.x.d);
     if (!first) add_to_sums_of_dq(dQ, dQ_sums_g);
     dQ_sums_g = a.work.dQ_sums + tile.row(a) * D + w * dq_piece_floats;

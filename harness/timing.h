@@ -143,7 +143,9 @@ class Timer {
     return 1e3 * ms;
   }
   double clock_mhz() {
+    // clang-format off: it splits >>> in a header
     count_clocks<<<1, 1, 0, stream_>>>(clocks_.data<long long>());
+    // clang-format on
     require(cudaStreamSynchronize(stream_), "reading the clock");
     const vector<long long> c = clocks_.fetch<long long>(clocks_.bytes);
     return c[1] ? 1e3 * double(c[0]) / double(c[1]) : 0;

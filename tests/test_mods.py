@@ -161,7 +161,9 @@ def test_names_in_brackets(expression, arguments):
 
 FEATURES = {"use_softcap", "use_bias", "score_mod", "mask_mod", "USE_SOFTCAP", "USE_BIAS", "SCORE_MOD", "MASK_MOD", "ScoreMod",
             "SCORE_MOD_changed", "MASK_MOD_changed", "SCORE_MOD_text", "MASK_MOD_text"}
-ALLOWED = re.compile(r"knobs|hook|bias|softcap|expressions|map of what is hidden|the checks|refusals")
+ALLOWED = re.compile(r"knobs|hook|bias|softcap|expressions|visible rounds|map of hidden rounds|the checks|refusals")
+# Mentions elsewhere: the element type of a bias; the number of CTAs per SM.
+KNOWN = {("2 PROBLEM", "use_bias"), ("5c producers and consumers", "use_bias")}
 
 
 def mentions(source):
@@ -183,7 +185,7 @@ def mentions(source):
 
 def test_features_are_in_few_places():
     source = TREE.read("sdpa.cu").split("// ==== COPY TO HERE")[0]
-    assert mentions(source) == [("2 PROBLEM", mentions(source)[0][1], "use_bias")] or mentions(source) == []
+    assert {(section.split(":")[0], name) for section, _, name in mentions(source)} <= KNOWN
     # A kernel that asks for a feature is found.
     worse = source.replace("    const int stage = pipeline.acquire(k0);", "    if (B::use_softcap) return;\n    const int stage = pipeline.acquire(k0);")
     assert worse != source and len(mentions(worse)) > len(mentions(source))
