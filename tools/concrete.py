@@ -98,6 +98,7 @@ def without_build(text):
                           else ""))
         return edited(text, edits)
     text = until_stable(without_arguments, text)
+    text = re.sub(r"(__launch_bounds__\([^()]*)<B>", r"\1", text)  # parse() masks launch bounds
     for name in replaced:  # a specialization becomes the template
         text = re.sub(rf"(\bstruct {name})<[A-Z, ]+>(?= [:{{])", r"\1", text)
     edits = []
