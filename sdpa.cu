@@ -3387,6 +3387,11 @@ template <class B> struct WgmmaRows {
       l[i] = 0;
     }
   }
+  // The partial of a range without keys.
+  __device__ __forceinline__ void set_empty() {
+    start();
+    clear(O);
+  }
   __device__ __forceinline__ bool has_mask() const { return !mask.tiles.cover(q, k0); }
   // If the item's first tile has no mask, takes the maximum of some columns of S as the stale maximum, without
   // waiting for the exact one. The maximum of more columns is kept for longer.
@@ -3985,10 +3990,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     });
     if constexpr (B::split_ctas != 1) {  // stores the partial of the CTA's range, which may have no keys
       const int thread = int(threadIdx.x) - B::producer_threads;
-      if (s.item[0].rounds == 0) {
-        rows.start();
-        clear(rows.O);
-      }
+      if (s.item[0].rounds == 0) rows.set_empty();
       rows.O.first_row = thread / 32 * 16 + lane / 4;
       rows.O.first_col = lane % 4 * 2;
       store_sums<B>(rows.O, rows.m, rows.l, a, s.item[0]);
@@ -4344,10 +4346,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       if (q_stays && B::split_kv == 1) release_queries();  // with slices, no producer waits for it
     });
     if constexpr (B::split_ctas != 1) {
-      if (Base::item().rounds == 0) {  // the range has no keys
-        rows.start();
-        clear(rows.O);
-      }
+      if (Base::item().rounds == 0) rows.set_empty();
       store();
     }
   }

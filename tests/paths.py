@@ -49,7 +49,7 @@ PATHS = [
     Path("items by their length", r"const uint32_t from_end = a\.work_items - 1 - i;"),
     Path("items that move up", r"if \(EARLY && !B::use_lengths\) item\.q0 -="),
     Path("tiles that a warpgroup skips", r"^      mbarrier_wait\(&k_full\[ring\.stage\], ring\.parity\);", builds="SKIP_MASKED=1"),
-    Path("a range without keys", r"^        clear\(rows\.O\);", builds="^(?!.*(^| )DTYPE=FP8_E4M3)"),
+    Path("a range without keys", r"if \(s\.item\[0\]\.rounds == 0\) rows\.set_empty\(\);", whole=True),
     Path("a page", r"return min\(max\(ld_global<int>\(a\.p\.page_table"),
     Path("rows of V behind the last key", r"st_shared\(reinterpret_cast<uint4\*>\(V_s\) \+ n \* panel \+ i, uint4\{\}\);",
          builds="^(?!.*USE_PAGES=2)"),
