@@ -33,6 +33,9 @@
 //           range    the keys of one CTA, if SPLIT_CTAS CTAs share an item
 //           round    one tile of keys for each slice: SPLIT_KV * BLOCK_N keys
 //           partial  m, l and O of a slice or a range; the partials of an item are merged
+//           score    an element of Q @ K.T; the score hook turns scores into logits, the arguments of exp
+//           mask     the causal mask, the window and the number of keys; the score hook may hide more keys
+//           stale    a row max of earlier tiles that is used without an update (USE_LAZY_MAX)
 //
 // Sections  1 KNOBS  2 PROBLEM  3 PTX  4 BLOCKS  5 KERNELS  6 LAUNCH  7 TABLES  8 CALL. harness/ contains main().
 //           docs/READING.md explains the order in which to read them.
@@ -164,7 +167,7 @@ constexpr int value_of(std::string_view value, std::string_view values = "") {
 SDPA_KNOBS(SDPA_KNOB)
 #define SDPA_MEMBER(name, fallback, member, values, families, meaning) \
   std::conditional_t<std::string_view(values) == "0 1", bool, int> member = value_of(name##_text, values);
-struct Config {  // the default values are those that were set
+struct Config {  // each member is initialized to the value that -D sets, or to the default
   SDPA_KNOBS(SDPA_MEMBER)
 };
 // The values of all knobs. ROW -1: as set with -D; otherwise: row ROW of the table of tuned tiles (section 7).
@@ -199,9 +202,9 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   // wgmma kernels use programmatic dependent launch (griddepcontrol): they may start before the preceding
   // kernel in the stream has ended. TMA copies their tiles.
   static constexpr bool starts_early = family == Family::wgmma, loads_by_tma = family == Family::wgmma;
-  // Builds for wgmma take D and Dv below HEAD_DIM and HEAD_DIM_V. This includes their tuned tiles that use mma.sync.
+  // USE_WGMMA: D and Dv may be less than HEAD_DIM and HEAD_DIM_V, also in tuned tiles that use mma.sync.
   static constexpr bool takes_short_rows = K::use_wgmma;
-  // Pages may be too small for efficient TMA boxes, so cp.async copies the rows of K and V.
+  // USE_PAGES=2: a page may be too small for an efficient TMA box, so cp.async copies the rows of K and V.
   static constexpr bool copies_rows = loads_by_tma && K::use_pages == 2;
   static constexpr DType q_type = DType(K::dtype);  // of Q
   static constexpr DType input = K::kv_dtype != 0 ? DType::e4m3 : q_type;  // of K and V
@@ -219,17 +222,18 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   // USE_SOFTCAP: tanh by a polynomial for scores that use a stale maximum (lazy rescaling). No gain at D=256.
   static constexpr bool caps_by_polynomial = K::use_softcap == 1 && family == Family::wgmma && K::head_dim <= 128 &&
                                              K::use_warp_specialization && !is_8bit && K::use_bias == 0 && !K::use_key_mask;
-  // True if one of the knobs is on.
+  // True if at least one knob of the list is on.
   static constexpr bool changes_logits = SDPA_LOGIT_KNOBS(SDPA_IS_ON) false, hides_keys = SDPA_MASK_KNOBS(SDPA_IS_ON) false;
-  // True if no knob of SDPA_MASK_KNOBS other than MASK_MOD is set. Such knobs may hide different keys in each head
-  // and sequence.
+  // True if no knob of SDPA_MASK_KNOBS other than MASK_MOD is set. If false, the hidden keys may differ
+  // between heads and batches.
   static constexpr int mask_knobs = SDPA_MASK_KNOBS(SDPA_COUNT_ON) 0;
   static constexpr bool only_expression_hides = mask_knobs == (K::mask_mod != 0);
   // hides_rounds: the score hook may hide all keys of a round. has_two_units: tiles with a bias contain logits,
   // tiles without one contain scores.
   static constexpr bool adds_bias = K::use_bias == 1 || K::use_bias == 3;  // with Q's type, or fp32
   static constexpr bool hides_rounds = K::use_bias != 0 || hides_keys, has_two_units = adds_bias;
-  // A separate kernel maps the hidden rounds. With USE_KEY_MASK every CTA lists the rounds of its items instead.
+  // A separate kernel lists the visible rounds of all items. USE_KEY_MASK: each CTA lists those of its items
+  // instead.
   static constexpr bool takes_map = hides_rounds && !K::use_key_mask;
   // FP16_ACC: S is accumulated in fp16; each tile's P @ V is accumulated in fp16.
   static constexpr bool qk_in_fp16 = K::fp16_acc & 1, pv_in_fp16 = K::fp16_acc & 2;
@@ -306,7 +310,7 @@ struct SdpaParams {
   // Strides are multiples of VEC_WIDTH elements or of 16 bytes, whichever is less. Strides of inputs may be 0 or
   // negative. The stride of a dimension of size 1 is ignored.
   Strides q, k, v, o;
-  float scale = 0;  // 0: 1/sqrt(D). For equal weights of all visible keys, which a scale of 0 would give, pass FLT_MIN
+  float scale = 0;  // 0: 1/sqrt(D). To give all visible keys the same weight, pass FLT_MIN instead of 0
   Causal causal = Causal::off;
   // sdpa_workspace_bytes() of device memory, 256-byte aligned, one per stream. Zero it once before the first
   // launch; it then serves launches of any problem.
@@ -346,7 +350,7 @@ struct SdpaParams {
 };
 // A row that sees no key, or only keys with logit -inf, gets O = 0, and LSE = -inf or its sink.
 // NaN and inf propagate as in the formula. NaN and inf of V at a masked key may reach the row, since 0 * inf is
-// NaN. Rows of K and V that belong to no key never reach a row.
+// NaN. Rows of K and V past the end of a sequence never affect O.
 // Logits may be any finite float. P @ V is accumulated in fp32 and divided by the row sum of P at the end. A
 // row is correct as long as its row sum, at most 2^16 * Sk, times max|V| is below 3.4e38. With DTYPE=BF16 the
 // row sum is at most 2^60 * Sk, so |V| must be below 1e15.
@@ -363,7 +367,7 @@ struct TensorMaps { CUtensorMap q, k, v, o; };
 struct Nothing {};
 
 struct KeyRange { int begin, end; };  // [begin, end)
-// The mask: query q sees the keys of [q + from, q + to) that exist. Sizes are at most 10^9, so no sum overflows.
+// The mask: query q sees the existing keys in [q + from, q + to). Sizes are at most 10^9: no sum overflows.
 struct KeyBounds {
   int from, to, Sk;
 
@@ -395,7 +399,7 @@ struct TileBounds {
         whole_to(b.Sk - keys) {}
   // True if one of the queries may see one of the keys.
   __device__ __forceinline__ bool touch(int q, int k0) const { return k0 - q >= touch_from && k0 - q < touch_to; }
-  // True if all queries see all keys: no mask is needed.
+  // True if all queries see all keys, so that mask_scores() would change nothing.
   __device__ __forceinline__ bool cover(int q, int k0) const {
     return k0 - q >= cover_from && k0 - q <= cover_to && k0 <= whole_to;
   }
@@ -425,11 +429,11 @@ struct Divisor {
   __device__ __forceinline__ uint32_t remainder(uint32_t n) const { return n - divide(n) * divisor; }
 };
 
-struct PlanArgs {  // USE_LENGTHS: the sizes of the plan for one group of heads, in scratch memory
+struct PlanArgs {  // USE_LENGTHS: sizes of the plan (section 5f) for one group of heads, in scratch memory
   // parts: maximum number of partials. free_parts: the same without those that an explicit SPLIT_CTAS adds.
   uint32_t items, parts, free_parts;
   Divisor page_size;  // USE_PAGES
-  int box_rows = 0;   // keys per TMA box: all of one page and of one tile
+  int box_rows = 0;   // keys per TMA box; a box lies within one page and one tile
 };
 // USE_SOFTCAP: for a score s, tanh(s * cap_scale) * scale_log2 is about ((s^2 + shift)^2 + rest) * s * factor.
 struct CapPolynomial {
@@ -438,7 +442,7 @@ struct CapPolynomial {
 struct BiasMap {  // USE_BIAS: one list of rounds for each item, or for all items that share a bias; lists null: no map
   uint32_t *lists = nullptr, list_words = 0;
   Divisor heads, batches;
-  uint64_t made_for = 0;  // hash of everything that the lists depend on; a map stores its own just before its lists
+  uint64_t made_for = 0;  // hash of everything that the lists depend on; a map stores it before its lists
 };
 struct Grid {  // maps the index of an item to its batch, head and rows
   alignas(64) int unmasked_rounds = 0;  // rounds over all keys (1 or more) if nothing is masked; otherwise 0
@@ -448,10 +452,9 @@ struct Grid {  // maps the index of an item to its batch, head and rows
   Divisor q_heads_per_kv;               // Hq / Hkv
   Divisor items_in_l2;                  // heads_in_l2 * q_blocks
   uint32_t heads_in_l2 = 1;             // number of q_heads whose K and V take about 8/15 of L2; at least 1
-  // Scales convert between a score (an element of Q @ K.T), a logit (the argument of exp in the softmax) and an
-  // exponent of 2. scale_log2 converts what the softmax reads to an exponent of 2. From a score it is scale *
-  // log2(e). USE_SOFTCAP: from a tanh it is softcap * log2(e). USE_BIAS=1, USE_BIAS=3, SCORE_MOD: from a logit
-  // it is log2(e).
+  // The factor from the input of the softmax to an exponent of 2. For a score it is scale * log2(e).
+  // USE_SOFTCAP: for a tanh it is softcap * log2(e). USE_BIAS=1, USE_BIAS=3, SCORE_MOD: for a logit it is
+  // log2(e).
   float scale_log2 = 0;                 // the first line of the constant cache ends here
   Divisor item_queries;                 // PACK_GQA: queries per head of an item
   int item_heads = 1;                   // PACK_GQA: query heads of an item
@@ -465,7 +468,7 @@ struct KernelArgs : Grid {
   bool has_short_rows;  // USE_WGMMA: D or Dv is less than the build's
   SdpaParams p;
   uint32_t first_item = 0;  // merges_by_kernel: index of the launch's first item
-  float inverse_scale_log2 = 0;  // exponent of 2 to what the softmax reads: 1 / scale_log2
+  float inverse_scale_log2 = 0;  // 1 / scale_log2: from an exponent of 2 to the input of the softmax
   // USE_SOFTCAP: from a score to the argument of tanh: scale / softcap. SCORE_MOD: from a score to s: scale.
   float cap_scale = 0;
   float logit_scale = 1;  // USE_BIAS=1, 3: from a score to a logit: scale; from a tanh to a logit: softcap
@@ -526,7 +529,7 @@ template <class T> __device__ __forceinline__ T& dynamic_shared() {
 template <class T> __device__ __forceinline__ T ld_shared(const void* src_s) { return *static_cast<const T*>(src_s); }
 template <class T> __device__ __forceinline__ void st_shared(void* dst_s, T value) { *static_cast<T*>(dst_s) = value; }
 template <class T> __device__ __forceinline__ T ld_global(const void* src_g) { return *static_cast<const T*>(src_g); }
-// Only for data that is not written while this kernel runs, nor before it waits for the preceding kernel.
+// Only for data that no kernel writes after this one has started, not even before griddepcontrol.wait.
 template <class T> __device__ __forceinline__ T ld_global_nc(const void* src_g) {
   return __ldg(static_cast<const T*>(src_g));
 }
@@ -614,7 +617,7 @@ struct RowScales;
 template <class B> using ScoreScale = std::conditional_t<B::scales_rows, RowScales, float>;
 __device__ __forceinline__ float of_row(float scale, int) { return scale; }
 __device__ __forceinline__ float largest(float scale) { return scale; }
-template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;  // value per to_float()
+template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;  // x / to_float(u)
 // SCORE_MOD and MASK_MOD as functions that are applied to a score.
 template <class B> struct ScoreMod;
 // True if the hook replaces scores by other quantities: softcap by tanh, SCORE_MOD by logits.
@@ -626,8 +629,8 @@ __device__ __forceinline__ float finite_scale(float scale) {
   return scale > 3.4e38f ? 3.4e38f : max_nan(scale, 1.2e-38f);
 }
 // The factor by which the score hook or the softmax multiplies an item's scores: cap_scale with a softcap or
-// SCORE_MOD, scale_log2 otherwise, times the descale factors of Q and K. PACK_GQA in mma applies the factor of
-// Q when it converts Q to fp16, and a 16-bit Q has no factor.
+// SCORE_MOD, scale_log2 otherwise, times the descale factors of Q and K. It excludes the factor of Q if mma
+// converts operands: multiply_qk() applies each row's factor. A 16-bit Q has no factor.
 template <class B> __device__ __forceinline__ float item_score_scale(const KernelArgs& a, const Item<B>& item) {
   if constexpr (!B::is_8bit) return B::use_softcap != 0 || B::changes_logits ? a.cap_scale : a.scale_log2;
   const float q_descale = B::converts_operands || B::mixes_types ? 1 : a.p.q_descale.of_head(item.b, item.h);
@@ -675,10 +678,10 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
 // Every kernel passes the scores of a tile through one of these two functions between Q @ K.T and the softmax.
 // Nothing else modifies scores.
 //
-//   finish_scores     applies softcap, bias, SCORE_MOD, MASK_MOD, causal mask and window to S; the row max comes next
-//   exp_by_stale_max  (lazy rescaling, below) computes P from S with a known maximum, for tiles without a mask
+//   finish_scores     applies softcap, SCORE_MOD, MASK_MOD, key mask, bias and mask to S; next: the row max
+//   exp_by_stale_max  (USE_LAZY_MAX) computes P from S with the stale maximum, for tiles that need no mask
 //
-// Scores that are recovered from P have already passed the hook (are_logits) and do not pass it again.
+// Scores that are recovered from P have already passed the hook and do not pass it again (are_logits).
 
 template <class B> struct KeyBits;  // USE_KEY_MASK: the visible keys of a tile
 
@@ -689,7 +692,8 @@ template <class B> struct ScoreTile {
   const Mask& mask;
   const int q, k0;  // first query and first key
   const ScoreScale<B> scale;
-  // Of the item's list. 0: unknown, 1: the mask hides no key, 2: it may hide some.
+  // USE_KEY_MASK, from the item's list. 1: the key mask hides no key of the tile. 2: it may hide some. 0: no
+  // list.
   std::conditional_t<B::use_key_mask, int, Nothing> listed_as{};
 
   __device__ ScoreScale<B> score_scale() const { return scale; }
@@ -697,7 +701,7 @@ template <class B> struct ScoreTile {
   __device__ int query_count() const { return item.query_count(a.p); }
   // Sets the first row and the first column of the thread's view.
   template <class View> static __device__ void locate(View&) {}
-  // True if SCORE_MOD, MASK_MOD or the mask of keys may change the tile.
+  // True if SCORE_MOD, MASK_MOD or the key mask may change the tile.
   __device__ __forceinline__ bool is_modified() const {
     if constexpr (B::use_key_mask && !B::changes_logits) {
       if (listed_as != 0) return listed_as == 2;
@@ -705,7 +709,8 @@ template <class B> struct ScoreTile {
     }
     return B::changes_logits || B::hides_keys;
   }
-  // USE_KEY_MASK: the visible keys; only words with a key in [first, last] are set.
+  // USE_KEY_MASK: a bit per key of the tile, 1 if it is visible. Words without a key in [first, last] are
+  // undefined.
   __device__ __forceinline__ auto key_bits(int first, int last) const {
     if constexpr (B::use_key_mask) return KeyBits<B>(a, item.b, k0, first, last);
   }
@@ -730,7 +735,7 @@ template <class B, class View> __device__ __forceinline__ void scale_scores(View
   }
 }
 template <class B> struct BiasInMemory;
-// SCORE_MOD, MASK_MOD, USE_KEY_MASK: applies them to the tile. `plain`: all of its keys exist.
+// Applies SCORE_MOD, MASK_MOD and the key mask to the tile. `plain`: all of its keys exist.
 template <class B, class View, class Tile>
 __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool plain);
 
@@ -749,7 +754,7 @@ template <class B, class View> __device__ __forceinline__ int first_col(const Vi
   if constexpr (B::swap_ab) return S.first_col();
   return 0;
 }
-// Applies the score hook to a tile. plain: all queries see all keys. are_logits: only the mask remains to be applied.
+// Applies the score hook and the mask to a tile. plain: it needs no mask. are_logits: it needs only the mask.
 template <class B, class View, class Tile>
 __device__ __forceinline__ void finish_scores(View& S, Tile& tile, bool plain, bool are_logits = false) {
   if (!are_logits) {
@@ -1045,7 +1050,7 @@ constexpr Path path = B::family == Family::mma      ? Path::mma
 template <class B>
 constexpr bool merges_by_kernel = B::split_ctas != 1 && !B::swap_ab &&
                                   !(B::family == Family::mma && B::pack_gqa && B::split_kv > 1);
-// True if the CTAs of an item increment a counter, by which the last one finds out that it has to merge.
+// True if the CTAs of an item increment a counter. The CTA that does so last merges the partials.
 template <class B> constexpr bool counts_ranges = B::split_ctas != 1 && !merges_by_kernel<B>;
 // KernelOf describes a kernel to the launch code: `Shared` is its shared memory, `entry` its __global__ function.
 template <class B, Path = path<B>> struct KernelOf;
@@ -1270,7 +1275,8 @@ template <class B, class Shared> struct CopyTogether {
       Copy::commit();
     }
   }
-  // Refills the stage of the previous tile with the tile STAGES - 1 further on (with one stage, the tile at k0).
+  // Waits for the tile at k0. Refills the stage of the previous tile with the tile STAGES - 1 further on
+  // (with one stage, with the tile at k0).
   __device__ __forceinline__ int acquire(int k0) {
     stage = stage + 1 == B::stages ? 0 : stage + 1;
     const int previous = stage == 0 ? B::stages - 1 : stage - 1;
@@ -1507,7 +1513,7 @@ template <class Pair> __device__ __forceinline__ void add_pair(float& x, float& 
 // Stores the result for the CTA's keys: O / l and LSE, or the partial if the item has several ranges.
 template <class B, class View, class R>
 __device__ __forceinline__ void store_sums(const View&, const R& m, const R& l, const KernelArgs&, const Item<B>&);
-// The same for rows whose partials, one per slice, are in shared memory. It merges the partials first.
+// The same for rows with one partial per slice in shared memory. It merges these partials first.
 template <class B, class Partials>
 __device__ __forceinline__ void store_rows(const Partials&, const KernelArgs&, const Item<B>&, int thread, bool& last);
 template <class B> constexpr int PARTIAL_STRIDE = B::d_v + 4;  // padded against bank conflicts
@@ -1542,19 +1548,19 @@ template <class B> __device__ __forceinline__ Item<B> row_item(const KernelArgs&
 // Returns a.plan. As a template it delays the lookup of members that do not exist without USE_LENGTHS.
 template <class B> __host__ __device__ __forceinline__ const auto& plan_room(const KernelArgs& a) { return a.plan; }
 
-// USE_BIAS, MASK_MOD: true if an item can have a list of the rounds to compute. Only the kernel with producer
+// USE_BIAS, MASK_MOD: true if an item can have a list of its visible rounds. Only the kernel with producer
 // and consumer warps has lists, and only if each item has a single range.
 template <class B>
 constexpr bool lists_rounds = B::takes_map && path<B> == Path::wgmma_roles && !B::use_lengths && B::split_ctas == 1;
 template <class B> __device__ __forceinline__ bool has_map(const KernelArgs& a) {
   return lists_rounds<B> && a.bias_map.lists;
 }
-// USE_KEY_MASK: true if each CTA lists the rounds of its items that have a visible key.
+// USE_KEY_MASK: true if each CTA lists the visible rounds of its items.
 template <class B>
 constexpr bool lists_shown_rounds = B::use_key_mask && B::family == Family::wgmma && path<B> != Path::wgmma_plain;
 
-struct ListOfRounds {  // the rounds of an item that have a visible key
-  // Elements are 2 * round, plus 1 if the bias or the mask changes its scores. Null: all rounds.
+struct ListOfRounds {  // an item's visible rounds: those with a key that the bias or MASK_MOD does not hide
+  // Elements are 2 * round, plus 1 if the bias or MASK_MOD changes its scores. Null: all rounds.
   const uint32_t* list = nullptr;
   __device__ uint32_t entry(int round) const { return list ? ld_global<uint32_t>(list + round) : 2 * round + 1; }
 };
@@ -1689,7 +1695,7 @@ template <class B> struct ItemScale {
 };
 
 // USE_LAZY_MAX: the stale maximum is kept as long as the sum of P over each thread's part of the tile is
-// within this limit. Every element of P is then within it, too. The largest e4m3 number is 448 and the largest
+// within this limit, and thus every element of P. The largest e4m3 number is 448 and the largest
 // fp16 number is 65504; bf16 has the exponent range of fp32.
 template <class B> constexpr float lazy_limit = B::multiplies_e4m3 ? 448 : B::input == DType::bf16 ? 0x1p60f : 65504;
 
@@ -1728,8 +1734,8 @@ template <class B, int ROWS> struct StaleSoftmax {
 
 // ---- the score hook with a stale maximum (wmma, mma, wgmma) ----
 
-// Replaces columns [first, last) of S by P, relative to the stale maximum, in a tile where all queries see all
-// keys. The first call for a tile has first = 0; it sets are_logits if it converts the scores to logits.
+// Replaces columns [first, last) of S by P, relative to the stale maximum, in a tile that needs no mask. The
+// first call for a tile has first = 0. It sets are_logits if it converts the scores to logits.
 template <class B, class View, class Tile, class Softmax>
 __device__ __forceinline__ void exp_by_stale_max(View& S, int first, int last, Softmax& softmax, Tile& tile,
                                                  bool& are_logits) {
@@ -1811,8 +1817,9 @@ template <class B> using MmaStepOfP = uint32_t[MmaSums<B>::M_TILES][4];  // A op
 
 // The address of element (row + r, col + c) of a tile, where `origin` is the address of (row, col). r is a
 // multiple of 8, and c has no bit in common with col. The swizzle XORs the low bits of the column, so the low
-// bits of c are XORed, too. The high bits of c may be added as an immediate, which saves registers at D=256. At
-// D=128 the compiler would then keep the few XORed addresses in registers and spill, so all bits are XORed.
+// bits of c are XORed, too. If D > 128 or if D is not a power of 2, the high bits of c are added as an
+// immediate, which saves registers. At D=128 the compiler would then keep the few XORed addresses in
+// registers and spill, so all bits are XORed.
 template <class B, int D = B::head_dim>
 __device__ __forceinline__ SharedAddress tile_step(SharedAddress origin, int r, int c) {
   constexpr int xored = D > 128 || D & (D - 1) ? int(SWIZZLED<B, D>) * CHUNK<B> : D;
@@ -2403,30 +2410,36 @@ constexpr bool stores_by_tma = (path<B> == Path::wgmma_roles || path<B> == Path:
                                B::split_kv == 1 && B::split_ctas == 1;
 
 // ---- the list of an item's visible rounds (USE_KEY_MASK) ----
+//
+// A round is visible if the key mask shows at least one of its keys. A warp lists the visible rounds of each
+// item in shared memory (list_shown_rounds). Producers and consumers then process only these rounds.
 
-// Bytes of Q, K and V in shared memory. Some tiles leave little room for lists.
+// Bytes of shared memory for K, V and Q of two items, if Dv = D. The lists have to fit into the rest.
 template <class B>
 constexpr int bytes_beside_lists = (2 * B::block_m + 2 * B::split_kv * B::stages * B::block_n) * B::head_dim * 2;
 template <class B> constexpr bool lists_are_short = B::swap_ab || B::is_8bit;
-// Maximum number of rounds of an item with a list; an item with more rounds computes all of them.
+// Maximum number of rounds of an item with a list. An item with more rounds computes all of them.
 template <class B>
 constexpr int most_listed = lists_are_short<B> ? 64 : bytes_beside_lists<B> > 200 * 1024 ? 128 : 512;
-// Maximum number of rounds with a hidden key whose bits are stored with the list.
+// Maximum number of visible rounds with a hidden key whose bits are stored with the list. The bits of further
+// rounds are computed from the key mask at each use.
 template <class B>
 constexpr int most_kept = lists_are_short<B> ? 1 : bytes_beside_lists<B> > 200 * 1024 ? 32 : 128;
-// In shared memory. entries: 2 * (number of a round with a visible key), plus 1 if the mask hides a key of the round.
-// bits: the visible keys of rounds with a hidden key.
+// The list, in shared memory. entries: for each visible round, 2 * round, plus 1 if the key mask hides one of
+// its keys. bits: for each of the first most_kept rounds with a hidden key, one bit per key, 1 if it is
+// visible.
 template <class B> struct ShownRounds {
   alignas(16) uint32_t bits[most_kept<B>][ceil_div(B::round_keys, 32)];
   uint16_t entries[most_listed<B>];
 };
 template <class B> struct ListOfShownRounds {
   int list = 0;      // offset of the ShownRounds in shared memory
-  int is_whole = 0;  // 1: the item computes all rounds; the first entry says whether the mask may hide any key
-  int hiding = 0;    // number of rounds in which the mask hides a key
+  int is_whole = 0;  // 1: the item computes all rounds. Bit 0 of the only entry: the key mask may hide keys
+  int hiding = 0;    // number of listed rounds with a hidden key; those from most_kept on have no stored bits
   __device__ __forceinline__ ShownRounds<B>& shown() const {
     return *reinterpret_cast<ShownRounds<B>*>(&dynamic_shared<unsigned char>() + list);
   }
+  // round: index in the list. number_of(): index among all rounds of the item.
   __device__ uint32_t entry(int round) const { return ld_shared<uint16_t>(&shown().entries[is_whole ? 0 : round]); }
   __device__ int number_of(uint32_t entry, int round) const { return is_whole ? round : int(entry / 2); }
 };
@@ -2458,10 +2471,10 @@ template <class B> __device__ __forceinline__ void ask_list(ScoreTile<B>& tile, 
 }
 
 // Sets an item's first key and number of rounds. EARLY, with a causal mask: if the last item of a head has
-// warpgroups (64 rows) without any row, all items of the head are shifted by these rows. The warpgroups without rows
-// are then before query 0, in the first item, and own_rounds() gives them no rounds. The first item loads fewer keys
-// as a result; the last item loads all keys in any case. Example with Sq = 200 and BLOCK_M = 192: the shift is (2 *
-// 192 - 200) / 64 * 64 = 128 rows.
+// warpgroups (64 rows) without any query, all items of the head are shifted back by these rows. The
+// warpgroups without queries are then before query 0, in the first item, and own_rounds() gives them no
+// rounds. The first item loads fewer keys as a result; the last item loads all keys in any case. Example with
+// Sq = 200 and BLOCK_M = 192: the shift is (2 * 192 - 200) / 64 * 64 = 128 rows.
 //
 //                queries of item 0               queries of item 1               keys loaded by items 0, 1
 //   not EARLY      0- 63   64-127  128-191  |  192-199  none     none            192, 200
@@ -2495,8 +2508,8 @@ __device__ __forceinline__ WgmmaItem<B> wgmma_item(const KernelArgs& a, uint32_t
   return item;
 }
 
-// Starts the TMA load of ROWS rows of D elements at coordinates c, as one box. BY_PANELS, or if rows are shorter
-// than D: one box per panel, so that TMA zero-fills the end of each row.
+// Starts the TMA load of ROWS rows of D elements at coordinates c, as one box. BY_PANELS: one box per panel.
+// Also if rows are shorter than D, so that TMA zero-fills the end of each row.
 template <int D, int SIZE, int ROWS, bool BY_PANELS = false>
 __device__ __forceinline__ void load_rows(const KernelArgs& a, void* to_s, const CUtensorMap* map, const int (&c)[5],
                                           uint64_t* full, uint64_t cache_policy) {
@@ -2716,7 +2729,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
     if (B::use_lengths && item.keys_in_tile(k0) < B::block_n) {
       clear_rows_of_v<B>(s.V[stage], item.keys_in_tile(k0), tid, B::threads);
       fence_proxy_async();
-      __syncthreads();  // hazard: rows of V emptied by all warps
+      __syncthreads();  // hazard: rows of V zero-filled by all warps
     }
 
     // S = Q @ K.T   [64][BLOCK_N]
@@ -2822,14 +2835,15 @@ template <class B> struct BiasOfWarp<B, true> {
     chunk_g = bias_row<B>(a, item, 0, 0) + q * strides.row + column_at_0;
     rows_left = item.query_count(a.p) - q;
   }
-  // Starts the copy of the bias of the tile at key k0, unless it is in flight. Copies chunks; at edges, elements.
+  // Starts the copy of the bias of the tile at key k0, unless it is in flight. A lane copies its chunk by
+  // cp.async if the chunk is aligned and lies inside the bias; otherwise element by element.
   __device__ __forceinline__ void load(const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
     if (loaded_k0 == k0) return;
     const int lane = int(thread_index_anew() % 32), chunk = lane % LANES, column = k0 + column_at_0;
     const int columns = keys - chunk * Tile::CHUNK + column_at_0;  // columns of the bias
     cp_async_wait_group<0>();  // for the copy of a tile that was not used
     __syncwarp();              // hazard: previous tile read by all lanes
-    // A window may begin at any key.
+    // `column` may be unaligned, since a window may begin at any key.
     if (is_aligned && column % Tile::CHUNK == 0 && column >= 0 && column + Tile::CHUNK <= columns) {
       const Bias* from = chunk_g + k0;
       SDPA_UNROLL for (int n = 0; n < ceil_div(16, ROWS); n++, from += ROWS * a.p.bias_strides.row) {
@@ -2917,7 +2931,7 @@ template <class B> struct BiasOfWarp<B, true> {
 // The position of a warpgroup in the item's list of rounds. Without a list, all rounds are computed.
 template <class B, bool = lists_rounds<B>> struct RoundWalk {
   __device__ void start(const WgmmaItem<B>&, int) {}
-  // False if the list says that the bias, MASK_MOD and the mask of keys do not change the tile.
+  // False if the list says that the bias, MASK_MOD or the key mask does not change the tile.
   __device__ bool may_change() const { return true; }
   __device__ bool next_may_change() const { return true; }    // may_change() of the next tile
   __device__ int step() const { return B::round_keys; }  // first key of this tile minus that of the next one
@@ -2944,16 +2958,21 @@ template <class B> struct RoundWalk<B, true> {
   }
 };
 
-// USE_KEY_MASK: the visible keys of the slice's tile at key k0. `place`: index of its round among those with a
-// hidden key.
+// USE_KEY_MASK: the visible keys of the slice's tile at key k0, whose round hides a key. `place`: index of
+// its round among the listed rounds with a hidden key. Reads the stored bits, if there are any, otherwise the
+// key mask.
 template <class B>
 __device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, const ShownRounds<B>& list, int place, int k0);
-// USE_KEY_MASK: the position of a warpgroup in the list of rounds with a visible key. look_ahead() reads the next
-// entry, while the warpgroup waits for products.
+// USE_KEY_MASK: the position of a warpgroup in the list of visible rounds, from the last one to the first.
+// While the warpgroup waits for products, look_ahead() reads the next entry; advance() then makes it the
+// current one.
 template <class B> struct ShownRoundWalk {
   ListOfShownRounds<B> rounds;
-  int round, number, next_number, keys_back;  // round: index in the list; number: the entry's number of the round
-  bool hides, next_hides;                     // the mask hides a key of this round, of the next one
+  // round: index in the list. number, next_number: index of this and of the next round among all rounds of
+  // the item. keys_back: first key of this tile minus that of the next one. rounds.hiding: `place` of the
+  // latest bits.
+  int round, number, next_number, keys_back;
+  bool hides, next_hides;  // the key mask hides a key of this round, of the next one
   KeyBits<B> bits;  // visible keys of this tile, if `hides`; after look_ahead(), of the next tile
   template <class Rows> __device__ __forceinline__ void start(const Rows& rows, const WgmmaItem<B>& item, int first) {
     rounds = item;
@@ -3018,7 +3037,7 @@ template <class B> struct TileWalk : std::conditional_t<lists_shown_rounds<B>, S
     else RoundWalk<B>::start(item, first_round);
     if constexpr (B::use_bias != 0) prefetch_bias(rows, this->may_change(), rows.k0);
   }
-  // True if SCORE_MOD, MASK_MOD or the mask of keys may change this tile.
+  // True if SCORE_MOD, MASK_MOD or the key mask may change this tile.
   __device__ __forceinline__ bool is_modified() const {
     return B::changes_logits || (B::hides_keys && this->may_change());
   }
@@ -3139,14 +3158,14 @@ template <class B, int PRODUCER, int WITH_MANY_CONSUMERS = 32> struct WgmmaRegis
   static constexpr bool redistributes = consumer > at_launch;
 };
 
-// USE_KEY_MASK: number of lists in shared memory. With persistent CTAs: one per stage of Q and one for the next
-// item.
+// USE_KEY_MASK: number of lists in shared memory. With persistent CTAs: one per stage of Q and one for the
+// next item. Otherwise: one per loading warp.
 template <class B, int Q_STAGES>
 constexpr int shown_lists = B::use_persistent_cta ? Q_STAGES + 1 : B::converts_tiles ? 4 : 2 * B::split_kv;
-template <class B> struct ListedItem : WgmmaItem<B> { int all_rounds; };
+template <class B> struct ListedItem : WgmmaItem<B> { int all_rounds; };  // all: visible or not
 template <class B, int LISTS> struct ListsOfCta {
   ShownRounds<B> of[LISTS];
-  ListedItem<B> last;  // with a queue: the item for which a list was made last
+  ListedItem<B> last;  // USE_PERSISTENT_CTA: the item whose list was written last
 };
 template <class B, int Q_STAGES>
 using ShownRoundsOf = std::conditional_t<B::use_key_mask, ListsOfCta<B, shown_lists<B, Q_STAGES>>, Nothing>;
@@ -3173,9 +3192,10 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
     if constexpr (B::use_key_mask) return find_listed_item(i);
     return wgmma_item<B, wgmma_may_pass<B>>(a, i);
   }
-  // USE_KEY_MASK: work item i with a list of its rounds. With persistent CTAs, warp 0 writes the lists for all
-  // warps. A list is overwritten only after its item has been computed: item i starts after item i - Q_STAGES has
-  // been computed. Without persistent CTAs, each warp writes its own list.
+  // USE_KEY_MASK: work item i with a list of its visible rounds. Without persistent CTAs, each warp writes
+  // its own list. With persistent CTAs, warp 0 writes the lists for all warps. It lists the CTA's next item
+  // after it has started the current one, and so after the consumers have finished the item Q_STAGES before
+  // the current one. Thus the Q_STAGES + 1 lists suffice.
   __device__ __forceinline__ WgmmaItem<B> find_listed_item(uint32_t i) {
     WgmmaItem<B> item = wgmma_item<B, wgmma_may_pass<B>>(a, i);
     if (B::use_persistent_cta && uniform(int(threadIdx.x)) >= 32) return item;
@@ -3245,7 +3265,7 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
     fence_proxy_async();
     arrive_by_warp(full);
   }
-  // Loads a slice's tiles of a round as `role` says: K into a stage of k, V into a stage of v.
+  // Loads a slice's tiles of a round: K into a stage of k, V into a stage of v; each only if `role` says so.
   template <class K, class V>
   __device__ __forceinline__ void load_round(int role, const WgmmaItem<B>& item, int round, int slice, K& k, V& v) {
     const auto& maps = tensor_maps<B>(a);
@@ -3335,8 +3355,8 @@ template <class B> struct WgmmaTurns<B, true> {
   }
 };
 
-// The item's rounds [begin, end) that the warpgroup with first query q computes. SKIP_MASKED: only rounds with a key
-// that its rows see, but at least one. A warpgroup without rows computes none and leaves the tensor cores to others.
+// The item's rounds [begin, end) that the warpgroup with first query q computes. SKIP_MASKED without a list:
+// only rounds with a key that its rows see, but at least one. A warpgroup without rows computes none.
 template <class B>
 __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& mask, const WgmmaItem<B>& item,
                                                int rounds, int q) {
@@ -3394,7 +3414,7 @@ template <class B> struct WgmmaRows {
   }
   __device__ __forceinline__ bool has_mask() const { return !mask.tiles.cover(q, k0); }
   // If the item's first tile has no mask, takes the maximum of some columns of S as the stale maximum, without
-  // waiting for the exact one. The maximum of more columns is kept for longer.
+  // waiting for the exact one. The more columns, the more tiles can use it.
   __device__ __forceinline__ void take_estimated_max(const Scores& S) {
     if (!B::use_lazy_max || has_mask() || is_changed()) return;
     constexpr int columns = B::multiplies_e4m3 ? Scores::COLS : B::input == DType::bf16 || Scores::COLS < 16 ? 4 : 16;
@@ -3588,7 +3608,7 @@ template <class B, class Shared> struct WgmmaConsumer {
   }
 };
 
-// The kernel of producer and consumer warps. KernelOf names its parts.
+// The kernel of producer and consumer warps.
 template <class B>
 __global__ void __launch_bounds__(B::threads, ctas_by_registers<B>) sdpa_wgmma(const __grid_constant__ KernelArgs a) {
   using Kernel = KernelOf<B>;
@@ -3759,7 +3779,7 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
   }
 };
 
-// USE_SOFTCAP: StaleSoftmax for scores that have not been capped.
+// USE_SOFTCAP=1: the StaleSoftmax that also caps the scores, by a polynomial.
 template <class B> struct CappedSoftmax;
 
 template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
@@ -3835,7 +3855,8 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       done = softmax.add_to(rows.l);
       if (!done) recover_logits(S, softmax, are_logits);
     }
-    float alpha[2];  // three conditions, since with one nvcc places P in the registers of S
+    // Tests `done` three times, since with a single test nvcc places P in the registers of S.
+    float alpha[2];
     if (!done) rows.softmax_by_exact_max(S, alpha, are_logits);
     if (!done && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(rows.O, alpha);
     if (!done) pack_all(P, S);
@@ -4377,8 +4398,10 @@ template <class B> struct KernelOf<B, Path::wgmma_e4m3> {
 //
 // The warps of a slice also load its tiles. USE_LAZY_MAX: a tile with a stale maximum needs only one barrier.
 // SPLIT_CTAS: the last CTA of an item to finish merges the partials that all of its CTAs have written to scratch
-// memory. Lifetime of the state. A CTA computes one item: m, l, O, and m_log2 and m_may_be_kept, which change only
-// with m. Per tile: S, P, and the stage of `ring`.
+// memory.
+//
+// A CTA computes one item. State per item: m, l, O, and m_log2 and m_may_be_kept, which change only with m. State per
+// tile: S, P, and the stage of `ring`.
 //
 //   barrier                    completed by                      awaited by           protects
 //   mbarriers q_full, k_full,  TMA, or the warps that copied     all threads that     Q, K, V: written
@@ -4729,7 +4752,8 @@ template <class B> struct WgmmaColumns {
     const int k0 = first_key_of<B>(item, round, slice);
     if (B::use_lengths && FIRST && item.keys_in_tile(k0) < B::block_n) {
       mbarrier_wait(&own_slice().v_full[ring.stage], ring.parity);
-      clear_rows_of_v<B>(own_slice().V[ring.stage], item.keys_in_tile(k0), threadIdx.x % 128, 128);  // write_p() fences
+      // The fence in write_p() orders these writes before the reads of wgmma.
+      clear_rows_of_v<B>(own_slice().V[ring.stage], item.keys_in_tile(k0), threadIdx.x % 128, 128);
     }
     const Mask& mask = item.mask(a);
     ScoreTile<B> tile{a, item, mask, item.q0, k0, item_score_scale<B>(a, item)};
@@ -5134,7 +5158,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(co
       mbarriers_init(s.full, B::producer_threads);
       mbarriers_init(s.empty, consumers);
     }
-    __syncthreads();  // hazard: mbarriers were initialised by thread 0
+    __syncthreads();  // hazard: mbarriers were initialized by thread 0
   }
 
   do {
@@ -5532,7 +5556,7 @@ template <class B> struct ScoreMod {
       }
     }
   }
-  // USE_KEY_MASK: does the same; `seen` is false for keys that the mask hides.
+  // USE_KEY_MASK: like each(), but `seen` is false for keys that the mask hides.
   template <bool WHOLE, class View, class Tile, class Use>
   static __device__ __forceinline__ void each_shown(View& S, int first, int last, const Tile& tile, const Use& use) {
     tile.locate(S);
@@ -5541,8 +5565,8 @@ template <class B> struct ScoreMod {
       use(i, j, logit, seen && keys.shows(S.col(j) - S.col(0)));
     });
   }
-  // Does the same. PARTS: 8 columns at a time, to need fewer registers. The condition scale_log2 == 0 is never
-  // true. It begins a new basic block, without which ptxas spills.
+  // Like each() or each_shown(). PARTS: 8 columns at a time, to need fewer registers. The condition scale_log2 == 0
+  // is never true. It begins a new basic block, without which ptxas spills.
   template <bool WHOLE, bool PARTS, class View, class Tile, class Use>
   static __device__ __forceinline__ void each_in_parts(View& S, int first, int last, const Tile& tile, const Use& use) {
     const int at_once = PARTS && (last - first) % 8 == 0 ? 8 : last - first;
@@ -5731,21 +5755,21 @@ __device__ __forceinline__ bool ScoreTile<B>::add_bias(View& S) const {
 
 // ---- 5f the mask of keys (USE_KEY_MASK) ----
 
-// The lowest `count` bits, at most 32.
+// Returns a word whose lowest `count` bits are set; all bits if count > 32.
 __device__ __forceinline__ constexpr uint32_t low_bits(int count) { return count >= 32 ? ~0u : (1u << count) - 1; }
-// The bytes of a batch's keys, or null.
+// The key mask of a batch, one byte per key; null: no key is hidden.
 __device__ __forceinline__ const uint8_t* key_mask_of_batch(const SdpaParams& p, int b) {
   return p.key_mask ? p.key_mask + b * p.key_mask_stride : nullptr;
 }
 
-// A bit for each key of a tile, 1 if the key exists and the mask shows it. A lane reads one byte, and a ballot makes a word
-// of 32 keys. All lanes of a warp have the same bits.
+// One bit per key of a tile: 1 if the key exists and the key mask does not hide it. Each lane reads one byte,
+// and a ballot packs 32 keys into a word. All lanes of a warp have the same bits.
 template <class B> struct KeyBits {
   static constexpr int WORDS = ceil_div(B::block_n, 32);
   uint32_t word[WORDS];
 
   KeyBits() = default;
-  // The bits of the tile at key k0; those of words without a key in [first, last] are undefined.
+  // Reads the bits of the tile at key k0. Words without a key in [first, last] stay undefined.
   __device__ __forceinline__ KeyBits(const KernelArgs& a, int b, int k0, int first = 0, int last = B::block_n - 1) {
     const uint8_t* const row = key_mask_of_batch(a.p, b);
     SDPA_UNROLL for (int w = first / 32; w <= last / 32; w++) {
@@ -5755,8 +5779,8 @@ template <class B> struct KeyBits {
       word[w] = __ballot_sync(0xffffffffu, byte);
     }
   }
-  // The bits of a thread's columns [first, last) of a view, counted from its first column on. All of its columns are at the
-  // same place in a word as the first one, or further up.
+  // The bits of a thread's columns [first, last) of a view, shifted so that bit S.col(j) - S.col(0) is column
+  // j. The shift moves no such bit to another word, so each word is shifted on its own.
   template <class Tile, class View>
   __device__ __forceinline__ KeyBits(const Tile& tile, const View& S, int first, int last) {
     const int from = first_col<B>(S) + S.col(0), words = from / 32;
@@ -5792,7 +5816,7 @@ __device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, co
   return bits;
 }
 
-// The first `count` of four bytes of a mask.
+// Reads `count` bytes, at most 4, of a key mask; the other bytes are 0.
 __device__ __forceinline__ uint32_t bytes_of_keys(const uint8_t* from, int count) {
   uint32_t byte[4] = {};
   SDPA_UNROLL for (int i = 0; i < 4; i++) {
@@ -5801,23 +5825,26 @@ __device__ __forceinline__ uint32_t bytes_of_keys(const uint8_t* from, int count
   return byte[0] | byte[1] << 8 | byte[2] << 16 | byte[3] << 24;
 }
 
-// Makes `list` the list of the item's rounds with a visible key, and sets item.rounds to their number. A warp calls it. It
-// takes eight rounds at a time, four lanes for each.
+// Writes the visible rounds of the item to `list` and sets item.rounds to their number. If all rounds are
+// computed anyway, it writes one entry for all of them (is_whole). One warp calls it; four lanes process a
+// round.
 template <class B> __device__ __forceinline__ void list_shown_rounds(const KernelArgs& a, WgmmaItem<B>& item, ShownRounds<B>& list) {
   item.list = int(reinterpret_cast<unsigned char*>(&list) - &dynamic_shared<unsigned char>());
   uint16_t* const list_s = list.entries;
+  // Makes the item compute all rounds, without a list. hides: the mask may hide keys.
   const auto list_all = [&](bool hides) {
     if (threadIdx.x % 32 == 0) st_shared(list_s, uint16_t(hides));
     __syncwarp();  // hazard: the entry written by lane 0
     item.is_whole = 1, item.hiding = 1 << 30;
   };
   if (!a.p.key_mask || item.rounds == 0 || item.rounds > most_listed<B>) return list_all(a.p.key_mask);
-  griddepcontrol_wait();  // the kernel before this one may have written the mask
+  griddepcontrol_wait();  // the preceding kernel may write the mask
   const uint8_t* const row = key_mask_of_batch(a.p, item.b) + item.first_key;
   const bool is_aligned = reinterpret_cast<uintptr_t>(row) % 4 == 0;
   const int lane = threadIdx.x % 32, keys = a.p.Sk - item.first_key;
   const uint32_t lanes_of_round = 0xfu << lane / 4 * 4;
-  constexpr int STEPS = ceil_div(B::round_keys, 16), AT_ONCE = B::warpgroups > 2 && !B::swap_ab ? 2 : 4;  // by registers
+  constexpr int STEPS = ceil_div(B::round_keys, 16);
+  constexpr int AT_ONCE = B::warpgroups > 2 && !B::swap_ab ? 2 : 4;  // limited by registers
   int count = 0;
   for (int first = 0; first < item.rounds; first += 8) {
     const int round = first + lane / 4;
@@ -5837,7 +5864,7 @@ template <class B> __device__ __forceinline__ void list_shown_rounds(const Kerne
         const int n = step + i, count = existing(n);
         if (count > 0 && !(is_aligned && count == 4)) words[i] = bytes_of_keys(row + begin + 16 * n, count);
         const uint32_t missing = count == 4 ? 0 : ~0u << 8 * count;
-        const uint32_t shown = (((words[i] & 0x7f7f7f7f) + 0x7f7f7f7f) | words[i]) & 0x80808080;  // bit 7 of bytes but 0
+        const uint32_t shown = (((words[i] & 0x7f7f7f7f) + 0x7f7f7f7f) | words[i]) & 0x80808080;  // bit 7: not 0
         shows |= shown != 0, hides |= (shown | missing) != (0x80808080 | missing);
         bits[n / 2] |= ((shown >> 7) * 0x01020408 >> 24) << (n % 2 * 16 + lane % 4 * 4);
       }
@@ -5855,7 +5882,7 @@ template <class B> __device__ __forceinline__ void list_shown_rounds(const Kerne
     count += __popc(listed), item.hiding += __popc(hiding);
   }
   if (count == item.rounds && item.hiding == 0) return list_all(false);
-  if (count == 0) {  // an item has one round at least
+  if (count == 0) {  // zero rounds would mean that there are no more items, so list round 0
     if (lane == 0) st_shared(list_s, uint16_t(1));
     item.hiding = most_kept<B> + 1;
   }
@@ -6290,7 +6317,7 @@ template <class B> struct MmaMixedTypes : MmaE4m3AsHalves<B> {
 
 // The 8-bit stages of K and V. full: the tile has landed. empty: all producer warps have read the tile.
 template <class B> struct LandedTiles {
-  // With D > 128 there is one stage of each. It suffices, because one of K and V lands while the other is converted.
+  // With D > 128, K and V have one stage each. That suffices, since one of them lands while the other is converted.
   static constexpr int COUNT = B::head_dim > 128 ? 1 : B::stages;
   alignas(1024) Input K[COUNT][B::block_n * ROW_BYTES<B::head_dim * B::input_bytes>];  // [BLOCK_N][D]
   alignas(1024) Input V[COUNT][B::block_n * ROW_BYTES<B::d_v * B::input_bytes>];       // [BLOCK_N][Dv]
@@ -6747,7 +6774,7 @@ struct PlanShared {
   uint32_t count_of[plan_classes];  // number of items of a class
   uint32_t first[plan_classes];     // index of the next item of a class in the list
 };
-// Calls use(b, sequence, q0, keys) for every tile. q0 is EARLY as in wgmma_item(). 2^shift lanes share a
+// Calls use(b, sequence, q0, keys) for every tile. q0 is that of set_rounds() with EARLY. 2^shift lanes share a
 // sequence and begin with its last rows.
 template <class B, class Use> __device__ __forceinline__ void for_each_tile(const KernelArgs& a, int shift, Use use) {
   const int tid = threadIdx.x, queries = queries_of_item<B>(a);

@@ -1,31 +1,34 @@
-// sdpa_backward: the gradients of scaled dot-product attention. It includes sdpa.cu and adds the backward kernels.
+// sdpa_backward: the gradients of scaled dot-product attention. Includes sdpa.cu and adds backward kernels.
 // Copyright (c) 2026 the sdpa authors. MIT license, see LICENSE.
 //
 // ==== 0 MANUAL ===================================================================================
 //
 //   Given dO, the gradient of O, compute dQ, dK and dV. One head:  Q,O,dO [Sq,D]  K,V [Sk,D]
 //
-//   S  = scale * Q @ K.T                    recomputed, so that no score is ever in global memory
+//   S  = scale * Q @ K.T                    recomputed, never stored in global memory
 //   P  = exp(S - LSE), masked               the forward's LSE replaces the row maximum and the row sum
 //   dP = dO @ V.T
-//   D  = row sum of dO * O                  equals the row sum of P * dP
-//   dS = P * (dP - D)
+//   delta = row sum of dO * O, minus dLSE   the row sum equals that of P * dP; dLSE: gradient of LSE, or 0
+//   dS = P * (dP - delta)
 //   dV = P.T @ dO,   dK = scale * dS.T @ Q,   dQ = scale * dS @ K
 //
-// Two passes: sdpa_backward_rows computes D of each row, sdpa_backward_q computes dQ, sdpa_backward_kv computes dK and
-// dV. The last two both compute S and dP: seven products instead of five. In return every sum stays in the registers of
-// one CTA: no atomics, no accumulators in global memory, and the same bits in every run.
+// Either way sdpa_backward_rows runs first and computes delta of each row.
 //
-// One pass (USE_WGMMA=1 USE_WARP_SPECIALIZATION=1): sdpa_backward_wgmma computes S and dP once: five products. A CTA keeps
-// dK and dV in registers and adds its part of dQ to fp32 sums in the workspace; sdpa_backward_convert scales and rounds
-// them. The order of these additions differs from run to run, and so do the last bits of dQ. dK and dV have the same bits
-// in every run.
+// Two passes (the default): sdpa_backward_q computes dQ, sdpa_backward_kv computes dK and dV. Both compute S
+// and dP, so there are seven products instead of five. In return, all sums stay in the registers of one CTA:
+// no atomics, no accumulators in global memory, and bitwise the same results in every run.
+//
+// One pass (USE_WGMMA=1 USE_WARP_SPECIALIZATION=1): sdpa_backward_wgmma computes S and dP once, so there are
+// five products. A CTA accumulates dK and dV in registers and adds its share of dQ atomically to fp32 sums in
+// the workspace. sdpa_backward_convert scales and rounds these sums. The order of the additions differs from
+// run to run, and so do the last bits of dQ. dK and dV are bitwise the same in every run.
 //
 // Build one variant   nvcc -O3 -std=c++17 -arch=native -DBACKWARD=1 -DBLOCK_M=64 sdpa_backward.cu -o sdpa_backward
 // Check and time it   ./sdpa_backward --shape mission
-// Use it              #define SDPA_NO_MAIN, #include "sdpa_backward.cu"; call sdpa_forward(), then sdpa_backward().
+// Use it              #define SDPA_NO_MAIN
+//                     #include "sdpa_backward.cu"; call sdpa_forward(), then sdpa_backward().
 //
-// Letters and suffixes are those of sdpa.cu.
+// Letters and suffixes are those of sdpa.cu. `D` is the head size.
 //
 // Sections  1 KNOBS  2 PROBLEM  3 BLOCKS  4 KERNELS  5 LAUNCH  6 REFUSALS  7 CALL
 
@@ -45,7 +48,8 @@ namespace SDPA_NAMESPACE {
 
 namespace {
 
-// Rows as in SDPA_KNOBS. backward_knobs: the knobs of sdpa.cu that the backward kernels have; the others are refused.
+// Rows have the columns of SDPA_KNOBS. backward_knobs: the knobs of sdpa.cu that the backward kernels
+// support. Section 6 refuses the others.
 // clang-format off
 #define SDPA_BACKWARD_KNOBS(X) \
   X(BACKWARD, 0, backward, "0 1", "scalar mma wgmma", "1: the line is built from sdpa_backward.cu and computes dQ, dK and dV")
@@ -61,36 +65,40 @@ constexpr std::string_view backward_knobs =
 
 struct SdpaGradients {
   const Output* dO;             // [B,Hq,Sq,D]
-  Input *dQ, *dK, *dV;          // like Q, K and V, written whole; no element of them may alias another tensor's
-  Strides d_o, d_q, d_k, d_v;   // of dO, dQ, dK and dV, as in SdpaParams; of dO also 0 or negative
+  Input *dQ, *dK, *dV;          // shaped like Q, K, V; every element is written; no two may share an address
+  Strides d_o, d_q, d_k, d_v;   // of dO, dQ, dK, dV, as in SdpaParams; only dO's may be 0 or negative
   const float* dLSE = nullptr;  // [B,Hq,Sq] contiguous, the gradient of LSE; null: 0
-  float* dSinks = nullptr;      // USE_SINKS=1: [Hq], written whole, or null
-  void* workspace = nullptr;    // sdpa_backward_workspace_bytes() of device memory, 256-byte aligned; one per stream
+  float* dSinks = nullptr;      // USE_SINKS=1: [Hq], every element is written; or null
+  void* workspace = nullptr;    // device memory, 256-byte aligned, one per stream; for its size see
+                                // sdpa_backward_workspace_bytes()
 };
 
+// dQ of a row that sees no key is 0, and so are dK and dV of a key that no row sees. O and LSE may come from
+// another implementation. LSE is a natural logarithm, includes the scale, and is -inf for a row that sees no
+// key.
 struct SdpaBackwardParams : SdpaGradients {
-  SdpaParams forward{};  // of the call of sdpa_forward() that wrote O and LSE, which are inputs here
+  SdpaParams forward{};  // of the sdpa_forward() call that wrote O and LSE; both are inputs here
 };
-// A row that sees no key has a zero dQ, and a key that no row sees a zero dK and dV. LSE and O may come from another
-// implementation: LSE is a natural logarithm, includes the scale, and is -inf for a row that sees no key.
 
 namespace {
 
 struct GradientMaps { CUtensorMap d_o, d_k, d_v; };
 
-// The kernel with producers and consumers, which adds dQ to sums in global memory.
+// True for the one-pass kernel, which adds dQ to fp32 sums in global memory.
 template <class B> constexpr bool adds_dq = B::use_wgmma && B::use_warp_specialization;
 
-// Rows of a query head in the workspace. adds_dq: whole tiles of BLOCK_N queries.
+// Rows per query head in the workspace. adds_dq: Sq rounded up to a multiple of BLOCK_N.
 inline int padded_rows_of(const SdpaParams& p) {
   return adds_dq<Build> ? ceil_div(p.Sq, Build::block_n) * Build::block_n : p.Sq;
 }
-// Arrays of padded_rows elements for each query head.
+// The workspace: arrays with padded_rows entries per query head. The entries are LSE * log2(e), where -inf is
+// replaced by +inf, and delta. adds_dq: also D sums of dQ / gradient_scale, ordered as in
+// add_to_sums_of_dq().
 struct BackwardWorkspace {
   int64_t heads;  // B * Hq
   int padded_rows;
-  float2* rows;                       // LSE * log2(e), and D - dLSE
-  float *lse_log2, *delta, *dQ_sums;  // adds_dq: the same, and dQ / gradient_scale in the order of store_sums_of_dq()
+  float2* rows;                       // two passes: {LSE_log2, delta}
+  float *lse_log2, *delta, *dQ_sums;  // adds_dq
 
   BackwardWorkspace(const SdpaParams& p, void* workspace)
       : heads(int64_t(p.B) * p.Hq),
@@ -101,7 +109,11 @@ struct BackwardWorkspace {
         dQ_sums(delta + heads * padded_rows) {}
   __device__ __forceinline__ void set(int64_t head, int q, float2 values) const {
     const int64_t i = head * padded_rows + q;
-    if (adds_dq<Build>) return st_global(lse_log2 + i, values.x), st_global(delta + i, values.y);
+    if (adds_dq<Build>) {
+      st_global(lse_log2 + i, values.x);
+      st_global(delta + i, values.y);
+      return;
+    }
     st_global(rows + i, values);
   }
   __device__ __forceinline__ float2 get(int64_t head, int q) const {
@@ -111,11 +123,12 @@ struct BackwardWorkspace {
   }
 };
 
-// The tensors of a launch, and what all CTAs read. The mask's tiles are those of a warp, or of a warpgroup (wgmma).
+// The arguments of the backward kernels. A tile of `mask` is what a warp, or a warpgroup (wgmma), computes at
+// once: rows_of_mask queries by keys_of_mask keys.
 struct BackwardArgs : KernelArgs, SdpaGradients {
   BackwardWorkspace work;
-  float gradient_scale;  // of dQ and dK
-  int heads_at_once = 1;  // adds_dq: key heads whose tiles CTAs take together
+  float gradient_scale;   // the factor of dQ and dK: scale
+  int heads_at_once = 1;  // adds_dq: KV heads per section, see key_tile_of_cta()
   std::conditional_t<adds_dq<Build>, GradientMaps, Nothing> gradient_maps;
 
   BackwardArgs(const SdpaBackwardParams& params, int rows_of_mask, int keys_of_mask, const Grid& grid = {})
@@ -125,7 +138,7 @@ struct BackwardArgs : KernelArgs, SdpaGradients {
         gradient_scale(log2_scale(params.forward) * ln2) {}
 };
 
-// The queries that see at least one of the keys [first, last].
+// Returns the range of queries that see at least one key in [first, last].
 __host__ __device__ inline KeyRange queries_of_keys(const KeyBounds& keys, int first, int last, int queries) {
   return {max(first - keys.to + 1, 0), min(last - keys.from + 1, queries)};
 }
@@ -136,7 +149,8 @@ __host__ __device__ inline KeyRange queries_of_keys(const KeyBounds& keys, int f
 
 #ifndef SDPA_SIMT
 
-// Copies bytes, a multiple of 16, to shared memory; they count at the mbarrier. One thread calls it.
+// Starts a bulk copy to shared memory, which completes on the mbarrier. `bytes` is a multiple of 16. One
+// thread calls it.
 __device__ __forceinline__ void cp_async_bulk_load(void* dst_s, const void* src_g, uint32_t bytes,
                                                    uint64_t* barrier_s) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -144,7 +158,7 @@ __device__ __forceinline__ void cp_async_bulk_load(void* dst_s, const void* src_
                "l"(src_g), "r"(bytes), "r"(shared_address(barrier_s))
                : "memory");
 }
-// Adds to four floats, each of which is one atomic addition, in an order that differs from run to run.
+// Adds to four floats in global memory by four separate atomic additions.
 __device__ __forceinline__ void red_global_add_v4(float* dst_g, float a, float b, float c, float d) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(dst_g), "f"(a), "f"(b), "f"(c), "f"(d)
                : "memory");
@@ -154,7 +168,7 @@ __device__ __forceinline__ void red_global_add_v4(float* dst_g, float a, float b
 
 // ---- pairs of tensors ----
 
-// The build with rows of one width: as Q and K have it, or as V and dO.
+// The build B with one head size for all tensors. OfQK: that of Q and K. OfV: that of V and dO.
 template <class B, int D> struct OneWidth : B {
   static constexpr int head_dim = D, head_dim_v = 0, d_v = D, qk_bytes = D * B::element_bytes, v_bytes = qk_bytes;
 };
@@ -162,7 +176,7 @@ template <class B, int D> using OfWidth = std::conditional_t<B::head_dim == B::d
 template <class B> using OfQK = OfWidth<B, B::head_dim>;
 template <class B> using OfV = OfWidth<B, B::d_v>;
 
-// Rows of two tensors that are used together, of one head: Q and dO, or K and V.
+// The rows of one head in two tensors that are loaded together: x and y are Q and dO, or K and V.
 struct RowPair {
   const Input *x, *y;
   int64_t x_stride, y_stride;
@@ -177,13 +191,14 @@ __device__ __forceinline__ RowPair keys_of_head(const BackwardArgs& a, int b, in
           a.p.Sk};
 }
 
-// A tile of both. wgmma: in panels.
+// A tile of a RowPair in shared memory. wgmma: in the panel layout.
 template <class B> constexpr int TILE_ALIGNMENT = B::use_wgmma ? 1024 : 16;
 template <class B, int ROWS> struct PairTile {
   alignas(TILE_ALIGNMENT<B>) Element<B> x[ROWS * TILE_STRIDE<OfQK<B>>];
   alignas(TILE_ALIGNMENT<B>) Element<B> y[ROWS * TILE_STRIDE<OfV<B>>];
 };
-// wgmma: begins to copy rows of `width` elements to panels, with zeros past them and past the last of `count` rows.
+// wgmma: starts the copy of ROWS rows from `first` on to panels. Columns at or past `width` and rows at or
+// past `count` are zero-filled.
 template <class B, int ROWS, int D>
 __device__ __forceinline__ void copy_to_panels(Input* panels_s, const Input* from_g, int64_t row_stride, int width,
                                                int first, int count) {
@@ -193,7 +208,7 @@ __device__ __forceinline__ void copy_to_panels(Input* panels_s, const Input* fro
                                         first + r < count && d < width);
   }
 }
-// Begins to copy ROWS rows from `first` on; rows that do not exist become zeros.
+// Starts the copy of ROWS rows from `first` on. Rows at or past from.count are zero-filled.
 template <class B, int ROWS>
 __device__ __forceinline__ void copy_pair(PairTile<B, ROWS>& tile, const RowPair& from, int first,
                                           const SdpaParams& p) {
@@ -211,7 +226,8 @@ __device__ __forceinline__ void copy_pair(PairTile<B, ROWS>& tile, const RowPair
 
 template <class B> constexpr bool copies_async = B::use_cp_async || B::use_wgmma;
 
-// The tiles that pass by, STAGES - 1 of them ahead. load(n, stage) begins the copies of tile n.
+// The pipeline of streamed tiles, which loads STAGES - 1 tiles ahead. load(n, stage) starts the copies of
+// tile n.
 template <class B, class Load> struct PassingTiles {
   using Copy = VectorCopy<copies_async<B>>;
   const Load& load;
@@ -224,7 +240,7 @@ template <class B, class Load> struct PassingTiles {
     if (n < count) load(n, n % B::stages);
     Copy::commit();
   }
-  // Returns the stage of tile n once it has landed, with all copies before it.
+  // Waits until tile n and all earlier copies have landed. Returns the tile's stage.
   __device__ __forceinline__ int acquire(int n) {
     if (B::stages == 1) {
       __syncthreads();  // hazard: tile n - 1 read by all warps
@@ -235,7 +251,8 @@ template <class B, class Load> struct PassingTiles {
     __syncthreads();  // hazard: tile n copied by all warps, tile n - 1 read by all warps
     return n % B::stages;
   }
-  // After acquire(n), and after the products that it lets begin.
+  // Starts the load of tile n + STAGES - 1 into the stage of tile n - 1, which all warps have read by
+  // acquire(n). Called after the products of tile n have been issued.
   __device__ __forceinline__ void load_ahead(int n) {
     if (B::stages > 1) begin(n + B::stages - 1);
   }
@@ -243,7 +260,7 @@ template <class B, class Load> struct PassingTiles {
 
 // ---- P and dS ----
 
-// A view of T.T: rows of T are its columns.
+// A view of the transpose of T.
 template <class View> struct Transposed {
   static constexpr int ROWS = View::COLS, COLS = View::ROWS;
   struct Row {
@@ -262,15 +279,16 @@ template <class View> struct Transposed {
   __device__ __forceinline__ int col(int j) const { return x.T.row(j); }
 };
 
-// P and dS of a tile whose view has queries as rows.
+// P and dS of a tile. Rows of View are queries. P holds S until set_p(), and dS holds dP until set_ds().
 template <class B, class View> struct WeightsOfTile {
   View &P, &dS;
-  float slope[B::use_softcap != 0 ? View::ROWS : 1][View::COLS];  // USE_SOFTCAP: of the logits by the scores
+  float slope[B::use_softcap != 0 ? View::ROWS : 1][View::COLS];  // USE_SOFTCAP: d logit / d score
 
-  // P = exp2(S * scale_log2 - LSE_log2) in place. A hidden score becomes -inf first, also that of a key past Sk: its S is
-  // 0, and exp2(0 - LSE_log2) overflows where LSE is below -88. Queries past Sq have S = 0, LSE = 0 and dO = 0: their P
-  // is 1, and its products are 0.
-  // lse_log2: of this thread's queries.
+  // Replaces S by P = exp2(S * scale_log2 - LSE_log2). Hidden scores are first set to -inf. So are the scores
+  // of keys past Sk: they are 0, and exp2(0 - LSE_log2) would overflow if LSE is below -88. Queries past Sq
+  // add 0 to all sums: with two passes their P is 1, but dO, dP and delta are 0; with one pass LSE is +inf
+  // and P is 0.
+  // plain: no score of the tile is hidden.   lse_log2: of this thread's queries
   __device__ __forceinline__ void set_p(const BackwardArgs& a, const Item<B>& item, int q0, int k0, bool plain,
                                         const float (&lse_log2)[View::ROWS]) {
     finish_scores<B>(P, a, item, a.mask, q0, k0, plain);
@@ -284,7 +302,7 @@ template <class B, class View> struct WeightsOfTile {
       }
     }
   }
-  // USE_SOFTCAP: P becomes P * slope, once P.T @ dO has its P.
+  // USE_SOFTCAP: multiplies P by the slope. Called after the operand of P.T @ dO has been packed.
   __device__ __forceinline__ void multiply_by_slope() {
     if constexpr (B::use_softcap != 0) {
       SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
@@ -292,7 +310,7 @@ template <class B, class View> struct WeightsOfTile {
       }
     }
   }
-  // dS = P * (dP - D) in the place of dP.   delta: D of this thread's queries
+  // Replaces dP by dS = P * (dP - delta).   delta: of this thread's queries
   __device__ __forceinline__ void set_ds(const float (&delta)[View::ROWS]) {
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       SDPA_UNROLL for (int j = 0; j < View::COLS; j++) dS.x[i][j] = P.x[i][j] * (dS.x[i][j] - delta[i]);
@@ -302,7 +320,8 @@ template <class B, class View> struct WeightsOfTile {
 
 // ---- epilogue ----
 
-// Stores factor * T to rows [first, count) of a tensor. wgmma: to the first width_of_row elements of a row.
+// Stores factor * T, rounded, to the rows of a tensor from `first` on. Rows at or past `count` are skipped.
+// wgmma: so are columns at or past width_of_row.
 template <class B, class View>
 __device__ __forceinline__ void store_gradient(const View& T, float factor, Input* to_g, int64_t row_stride, int first,
                                                int count, int width_of_row) {
@@ -323,15 +342,19 @@ __device__ __forceinline__ void store_gradient(const View& T, float factor, Inpu
 }
 
 // ---- products: on the FMA pipes, by mma.sync and by wgmma ----
-// B is OfQK or OfV. `kept` are BLOCK_M rows of D elements in shared memory, `passing` BLOCK_N of them; T is
-// [BLOCK_M][BLOCK_N], a sum [BLOCK_M][D]. A warp has the same BLOCK_M / NUM_WARPS rows of all of them.
-//   begin()   issues T = kept @ passing.T           wgmma; in the other families finish() computes T
-//   finish()  waits for T: at most PENDING later groups of products may be incomplete
-//   add()     issues sum += T @ passing, with T rounded to the type of the inputs. wgmma: an Operand has T until settle()
-//   settle()  waits for all products
+// B is OfQK or OfV. In shared memory: `kept` [BLOCK_M][D] stays for the whole kernel, `passing` [BLOCK_N][D]
+// is a streamed tile. In registers: T [BLOCK_M][BLOCK_N] and a sum [BLOCK_M][D]. A warp has the same BLOCK_M
+// / NUM_WARPS rows of `kept`, T and the sum.
+//
+//              wgmma                                                      mma.sync             FMA
+//   begin()    issues T = kept @ passing.T                                -                    -
+//   finish()   waits for T; up to PENDING later groups stay in flight     T = kept @ passing.T (both)
+//   add()      issues sum += T @ passing, with T rounded; the operand     sum += T @ passing   the same;
+//              must stay unchanged until settle()                         with T rounded       T stays fp32
+//   settle()   waits for all products                                     -                    -
 
 template <class B> constexpr int WARP_ROWS = B::block_m / B::num_warps;
-// Rows that leave out a masked tile together: a warp's, or a warpgroup's.
+// Rows that skip a fully masked tile together: those of a warp, or of a warpgroup (wgmma).
 template <class B> constexpr int SKIPPING_ROWS = B::use_wgmma ? 64 : WARP_ROWS<B>;
 template <class B> __device__ __forceinline__ int first_skipping_row(int warp) {
   return uniform(warp * WARP_ROWS<B> / SKIPPING_ROWS<B> * SKIPPING_ROWS<B>);
@@ -342,13 +365,14 @@ template <class B, Family = B::family> struct Products;
 template <class B> struct Products<B, Family::scalar> {
   using Scores = ScalarScores<B>;
   using Sums = ScalarOutput<B>;
-  // The rows of T of all warps: a lane needs all columns of its rows.
+  // T of all warps, since a lane reads all columns of its rows.
   using Scratch = float[B::block_m * ScalarShared<B>::P_STRIDE];
   using Operand = Nothing;
 
   // Sets the rows and columns of this thread.
   static __device__ __forceinline__ void place(Scores& T, int warp, int lane) {
-    T.first_row = warp * WARP_ROWS<B> + lane / COL_LANES, T.row_step = ROW_LANES;
+    T.first_row = warp * WARP_ROWS<B> + lane / COL_LANES;
+    T.row_step = ROW_LANES;
     T.first_col = lane % COL_LANES;
   }
   static __device__ __forceinline__ void place(Sums& T, int warp, int lane) {
@@ -364,7 +388,7 @@ template <class B> struct Products<B, Family::scalar> {
   static __device__ __forceinline__ void settle(Sums&) {}
   static __device__ __forceinline__ void add(Sums& sum, const Scores& T, const Element<B>* passing_s,
                                              Scratch& scratch_s, Operand&, int) {
-    float unchanged[Sums::ROWS];  // the factor of the sum so far
+    float unchanged[Sums::ROWS];  // scalar_pv() rescales the sum by this factor
     SDPA_UNROLL for (int i = 0; i < Sums::ROWS; i++) unchanged[i] = 1;
     store_scores(scratch_s, ScalarShared<B>::P_STRIDE, T);
     __syncwarp();  // hazard: T written by the other lanes
@@ -377,7 +401,7 @@ template <class B> struct Products<B, Family::mma> {
   using Scores = MmaAccumulator<B, B::block_n>;
   using Sums = MmaSums<B>;
   using Operands = MmaHalves<B>;
-  using Scratch = Nothing;  // accumulators of T are A operands as they stand
+  using Scratch = Nothing;  // accumulators of T have the lane layout of A operands
   using Operand = Nothing;
 
   template <class View> static __device__ __forceinline__ void place(View& T, int warp, int lane) {
@@ -445,32 +469,37 @@ template <class B> struct Products<B, Family::wgmma> {
   }
   template <int PENDING>
   static __device__ __forceinline__ void finish(Scores& T, const Input*, const Input*, int, int) {
-    wgmma_wait_group<PENDING>(), hold(T.x.d);
+    wgmma_wait_group<PENDING>();
+    hold(T.x.d);
   }
   static __device__ __forceinline__ void add(Sums& sum, const Scores& T, const Input* passing_s, Scratch&,
                                              Operand& operand, int) {
     SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
-      pack_step<Input>(operand[step], T, step), hold(operand[step]);
+      pack_step<Input>(operand[step], T, step);
+      hold(operand[step]);
     }
     const uint64_t passing = wgmma_descriptor(uniform(shared_address(passing_s)), B::block_n * 128, 1024);
     wgmma_pv<B>(sum, operand, passing, true);
   }
-  static __device__ __forceinline__ void settle(Sums& sum) { wgmma_wait_group<0>(), hold(sum.x.d); }
+  static __device__ __forceinline__ void settle(Sums& sum) {
+    wgmma_wait_group<0>();
+    hold(sum.x.d);
+  }
 };
 
 // ==== 4 KERNELS ==================================================================================
 
-// ---- D of each row ----
+// ---- delta of each row ----
 
-// Lanes that share a row, each with a vector of VEC_WIDTH elements at a time.
+// Number of lanes that share a row. Each reads VEC_WIDTH elements at a time.
 template <class B> __host__ __device__ constexpr int lanes_of_row() {
   int lanes = 1;
   while (lanes < 32 && lanes * B::vec_width < B::d_v) lanes *= 2;
   return lanes;
 }
 
-// A CTA has BLOCK_M queries. adds_dq: it also writes rows past Sq, so that their P and dS are 0, and clears the dQ sums of
-// all of its rows.
+// Writes LSE_log2 and delta of an item's BLOCK_M queries to the workspace. adds_dq: also clears their dQ
+// sums, and writes the rows past Sq with LSE_log2 = +inf, which makes their P and dS 0.
 template <class B>
 __global__ void __launch_bounds__(32 * B::num_warps) sdpa_backward_rows(const __grid_constant__ BackwardArgs a) {
   constexpr int LANES = lanes_of_row<B>(), width = B::vec_width, rows_at_once = 32 * B::num_warps / LANES;
@@ -488,7 +517,8 @@ __global__ void __launch_bounds__(32 * B::num_warps) sdpa_backward_rows(const __
     for (int d = lane * width; exists && d < p.Dv; d += LANES * width) {
       const Vector x = ld_global<Vector>(O_g + q * p.o.row + d), y = ld_global<Vector>(dO_g + q * a.d_o.row + d);
       Output x_of[width], y_of[width];
-      memcpy(x_of, &x, sizeof x), memcpy(y_of, &y, sizeof y);
+      memcpy(x_of, &x, sizeof x);
+      memcpy(y_of, &y, sizeof y);
       SDPA_UNROLL for (int i = 0; i < width; i++) sum = fmaf(to_float(x_of[i]), to_float(y_of[i]), sum);
     }
     sum = row_sum<LANES>(sum);
@@ -499,25 +529,25 @@ __global__ void __launch_bounds__(32 * B::num_warps) sdpa_backward_rows(const __
     }
     if (lane > 0) continue;
     const float lse = exists ? ld_global<float>(p.LSE + head * p.Sq + q) : -INFINITY;
-    // A row that sees no key: +inf makes each P 0, and -inf would make it NaN.
+    // If the row sees no key, +inf makes its P 0; with -inf, P would be NaN.
     const float lse_log2 = lse == -INFINITY ? INFINITY : lse * (1 / ln2);
-    // dLSE / dS = P, so that dS = P * (dP - D + dLSE).
+    // The derivative of LSE by S is P, so dLSE adds P * dLSE to dS.
     const float dLSE = exists && a.dLSE ? ld_global<float>(a.dLSE + head * p.Sq + q) : 0;
     a.work.set(head, q, {lse_log2, sum - dLSE});
   }
 }
 
-// ---- two passes: what their kernels share ----
-// A CTA keeps BLOCK_M rows of a pair of tensors in shared memory, and tiles of BLOCK_N rows of the other pair pass by.
+// ---- two passes: shared memory ----
+// A CTA keeps BLOCK_M rows of one RowPair in shared memory and streams tiles of BLOCK_N rows of the other.
 
 template <class B> struct BackwardShared {
   PairTile<B, B::block_m> kept;
   PairTile<B, B::block_n> passing[B::stages];
-  float2 rows[B::stages][B::block_n];  // of passing queries
+  float2 rows[B::stages][B::block_n];  // sdpa_backward_kv: {LSE_log2, delta} of the streamed queries
   typename Products<OfV<B>>::Scratch scratch;
 };
 
-// ---- dQ: Q and dO stay, K and V pass by ----
+// ---- two passes: dQ. Q and dO are kept, K and V are streamed ----
 
 template <class B>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_q(const __grid_constant__ BackwardArgs a) {
@@ -537,13 +567,16 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_q(const __grid_co
 
   Scores P, dS;
   typename QK::Sums dQ;
-  QK::place(P, warp, lane), QK::place(dS, warp, lane), QK::place(dQ, warp, lane);
+  QK::place(P, warp, lane);
+  QK::place(dS, warp, lane);
+  QK::place(dQ, warp, lane);
   clear(dQ);
   float lse_log2[Scores::ROWS], delta[Scores::ROWS];
   SDPA_UNROLL for (int i = 0; i < Scores::ROWS; i++) {
     const int q = item.q0 + P.row(i);
     const float2 row = q < p.Sq ? a.work.get(int64_t(item.b) * p.Hq + item.h, q) : float2{0, 0};
-    lse_log2[i] = row.x, delta[i] = row.y;
+    lse_log2[i] = row.x;
+    delta[i] = row.y;
   }
 
   typename QK::Operand dS_operand;
@@ -571,11 +604,12 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_q(const __grid_co
                     p.D);
 }
 
-// ---- dK and dV: K and V stay, Q and dO pass by ----
-// Everything is transposed: S.T = K @ Q.T, dP.T = V @ dO.T. The tiles of all query heads of the group pass by, so that
-// dK and dV sum over them in registers. Where both take too many registers, a launch computes each of them.
+// ---- two passes: dK and dV. K and V are kept, Q and dO are streamed ----
+// The products are transposed: S.T = K @ Q.T, dP.T = V @ dO.T. A CTA streams the tiles of all query heads of
+// the GQA group, so that dK and dV are summed over these heads in registers. If dK and dV together need too
+// many registers, the kernel is launched once for each of them.
 
-// Registers that S, dP and sums of so many columns take.
+// Registers per thread for S, dP and sums with `columns` columns in total.
 template <class B> constexpr int sum_registers(int columns) {
   return B::block_m / B::num_warps * (columns / 2 + B::block_n) / 16;
 }
@@ -590,8 +624,9 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
   BackwardShared<B>& s = dynamic_shared<BackwardShared<B>>();
   const SdpaParams& p = a.p;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // Without a mask consecutive CTAs take the tiles of one head and share its Q and dO in L2. With a mask the first keys
-  // of all heads come first: if it is causal, most queries see them.
+  // Without a mask, consecutive CTAs have tiles of the same head and share its Q and dO in L2. With a mask,
+  // the first keys of all heads come first: if it is causal, most queries see them, so the longest CTAs start
+  // first.
   const int blocks = ceil_div(p.Sk, B::block_m), heads = p.B * p.Hkv, i = blockIdx.x;
   const bool by_head = a.mask.keys.all();
   const int head = by_head ? i / blocks : i % heads, k0 = (by_head ? i % blocks : i / heads) * B::block_m;
@@ -615,8 +650,12 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
   Scores P, dS;
   typename QK::Sums dK;
   typename V::Sums dV;
-  QK::place(P, warp, lane), QK::place(dS, warp, lane), QK::place(dK, warp, lane), V::place(dV, warp, lane);
-  clear(dK), clear(dV);
+  QK::place(P, warp, lane);
+  QK::place(dS, warp, lane);
+  QK::place(dK, warp, lane);
+  V::place(dV, warp, lane);
+  clear(dK);
+  clear(dV);
   ByQuery P_by_query(P), dS_by_query(dS);
 
   typename QK::Operand P_operand, dS_operand;
@@ -631,7 +670,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
     QK::begin(P, s.kept.x, tile.x, warp);
     if (HAS_DK) V::begin(dS, s.kept.y, tile.y, warp);
     tiles.load_ahead(n);
-    float of_row[ByQuery::ROWS];  // LSE_log2, then D: both at once would take too many registers
+    float of_row[ByQuery::ROWS];  // LSE_log2, later delta: both at once would need too many registers
     SDPA_UNROLL for (int i = 0; i < ByQuery::ROWS; i++) {
       of_row[i] = ld_shared<float>(&s.rows[stage][P_by_query.row(i)].x);
     }
@@ -660,17 +699,18 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
   }
 }
 
-// ---- wgmma: five products, by producers and consumers ----
-// A CTA keeps 128 keys, 64 for each warpgroup, and tiles of BLOCK_N queries pass by. S.T = K @ Q.T and dP.T = V @ dO.T
-// have keys as rows, so that P.T is an A operand in registers. dS.T goes to shared memory. There both warpgroups read it:
-// each computes a half of the tile's dQ, from all keys.
+// ---- one pass: five products, a producer warpgroup and two consumer warpgroups (adds_dq) ----
+// A CTA keeps 128 keys, 64 per consumer warpgroup, and streams tiles of BLOCK_N queries. S.T = K @ Q.T and
+// dP.T = V @ dO.T have keys as rows, so that P.T is an A operand in registers. The warpgroups write dS.T to
+// shared memory. Then each computes half of the tile's dQ from all 128 keys.
 //
-//   producer, one thread                  consumer warpgroup w, tile n = 0, 1, ...
-//   load K, V                             before the first tile:  S, dP, P of tile 0
-//   for each tile n:                        dS = P * (dP - D), to shared memory
-//     wait dO_empty;  load dO, D            wait for the turn
-//     wait Q_empty;  load Q, LSE            dV += P.T @ dO                          release dO
-//       of tile n + 1                       dQ = dS @ K of tile n - 1
+//   producer, one thread                  consumer warpgroup w
+//   load Q, LSE of tile 0;  load K, V     before the first tile:  S, dP, P of tile 0
+//   for each tile n:                      for each tile n:
+//     wait o_empty;  load dO, delta         dS = P * (dP - delta), to shared memory
+//     wait q_empty;  load Q, LSE            wait for the turn
+//       of tile n + 1                       dV += P.T @ dO                          release dO
+//                                           dQ = dS @ K of tile n - 1
 //                                           S = K @ Q.T of tile n + 1
 //                                           dK += dS.T @ Q
 //                                           add dQ to the sums in global memory
@@ -678,21 +718,24 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
 //                                           P = exp2(S - LSE) of tile n + 1         release Q
 //                                         after the last tile:  its dQ;  store dK, dV
 //
-// The warpgroups take turns: one multiplies while the other computes P and dS. When a turn begins, dS of the tile before
-// is complete: the other warpgroup has stored its half before its own turn.
+// The warpgroups take turns: one issues products while the other computes P and dS. At the start of a turn,
+// both halves of dS of tile n - 1 are complete, since the other warpgroup stored its half before its own
+// previous turn.
 
-// Pieces of dQ of a tile, [64 queries][64 elements]: one for each warpgroup.
+// Pieces [64 queries][64 elements] of a tile's dQ. There are always two: one per consumer warpgroup.
 template <class B> constexpr int DQ_PIECES = B::block_n / 64 * (B::head_dim / 64);
 constexpr int dq_piece_floats = 64 * 64;
 
-// Named barriers of the CTA. backward_turn + w: the turn of warpgroup w; both_groups; own_group + w: its warps alone.
+// Ids of named barriers. backward_turn + w: the turn of warpgroup w. both_groups: both consumer warpgroups.
+// own_group + w: the warps of warpgroup w.
 constexpr int backward_turn = 1, both_groups = 3, own_group = 4;
 
 template <class B> struct BackwardWgmmaShared {
-  static constexpr int Q_STAGES = B::stages + 1, DS_STAGES = 3;  // a tile's Q is needed before its dO and after it
+  static constexpr int Q_STAGES = B::stages + 1;  // a tile's Q is read before its dO, and released after it
+  static constexpr int DS_STAGES = 3;  // one warpgroup reads dS of tiles n - 1 and n, the other writes n + 1
   alignas(1024) Input K[2][64 * B::head_dim];  // [64][D], later dK
   alignas(1024) Input V[2][64 * B::head_dim];  // later dV
-  alignas(1024) Input dS[DS_STAGES][B::block_m * B::block_n];  // dS.T, in panels of [BLOCK_M keys][64 queries]
+  alignas(1024) Input dS[DS_STAGES][B::block_m * B::block_n];  // dS.T, in panels [BLOCK_M keys][64 queries]
   alignas(1024) Input Q[Q_STAGES][B::block_n * B::head_dim];
   alignas(1024) Input dO[B::stages][B::block_n * B::head_dim];
   alignas(16) float lse_log2[Q_STAGES][B::block_n];
@@ -704,21 +747,23 @@ template <class B> struct BackwardWgmmaShared {
 struct KeyTile {
   int b, h_kv, k0;
 };
-// Sections of heads_at_once heads follow each other, a smaller one first. In a section the first keys of all heads come
-// first: if the mask is causal, most queries see them, and short CTAs come last.
+// Returns the keys of this CTA. The KV heads are divided into sections of heads_at_once heads, of which only
+// the first may have fewer. Within a section, the first keys of all heads come first: if the mask is causal,
+// most queries see them, so the longest CTAs start first.
 template <class B> __device__ __forceinline__ KeyTile key_tile_of_cta(const BackwardArgs& a) {
   const uint32_t tiles = ceil_div(a.p.Sk, B::block_m), each = a.heads_at_once, i = blockIdx.x;
-  const uint32_t missing = each - 1 - (a.p.B * a.p.Hkv - 1) % each;  // heads that the first section lacks
+  // The first section has each - missing heads.
+  const uint32_t missing = each - 1 - (a.p.B * a.p.Hkv - 1) % each;
   const uint32_t section = (i + missing * tiles) / (each * tiles);
   const uint32_t first = section > 0 ? section * each - missing : 0, heads = section > 0 ? each : each - missing;
   const uint32_t j = i - first * tiles, head = first + j % heads;
   return {int(head / a.p.Hkv), int(head % a.p.Hkv), int(j / heads * B::block_m)};
 }
 
-// The tiles of queries that see a key of the CTA, for each query head of the group.
+// Iterates over the tiles of queries that see a key of the CTA, for each query head of the GQA group.
 template <class B> struct QueryTiles {
-  int b, h, first, of_head;  // first tile, and tiles of a head
-  int n = 0;                 // of the head's tiles
+  int b, h, first, of_head;  // first: index of a head's first tile; of_head: number of tiles per head
+  int n = 0;                 // the current tile is tile first + n of head h
 
   __device__ __forceinline__ QueryTiles(const BackwardArgs& a, const KeyTile& keys)
       : b(keys.b), h(keys.h_kv * (a.p.Hq / a.p.Hkv)) {
@@ -729,24 +774,27 @@ template <class B> struct QueryTiles {
   }
   __device__ __forceinline__ int count(const SdpaParams& p) const { return of_head * (p.Hq / p.Hkv); }
   __device__ __forceinline__ int query() const { return (first + n) * B::block_n; }
-  // Of this tile among the rows of the workspace.
+  // Index of the tile's first row in the workspace.
   __device__ __forceinline__ int64_t row(const BackwardArgs& a) const {
     return (int64_t(b) * a.p.Hq + h) * a.work.padded_rows + query();
   }
   __device__ __forceinline__ void advance() {
-    if (++n == of_head) n = 0, h++;
+    if (++n == of_head) {
+      n = 0;
+      h++;
+    }
   }
 };
 
-// A name that depends on B, as tensor_maps().
+// A template for the same reason as tensor_maps().
 template <class B> __device__ __forceinline__ const auto& gradient_maps(const BackwardArgs& a) {
   return a.gradient_maps;
 }
 
-// Policy of loads that are neither read once nor kept before others.
+// L2 cache policy: the default priority of eviction.
 constexpr uint64_t evict_normal = 0x1000000000000000;
 
-// One thread loads K and V, and the tiles of all queries.
+// The producer thread. Loads K and V once, and Q, LSE, dO and delta of every tile of queries.
 template <class B>
 __device__ __forceinline__ void produce_backward(BackwardWgmmaShared<B>& s, const BackwardArgs& a, const KeyTile& keys,
                                                  QueryTiles<B> q_tile) {
@@ -788,7 +836,7 @@ __device__ __forceinline__ void produce_backward(BackwardWgmmaShared<B>& s, cons
   }
 }
 
-// dK += dS.T @ Q, begun.   dS.T [64 keys][BLOCK_N queries] of this warpgroup, Q [BLOCK_N][D]
+// Issues dK += dS.T @ Q.   dS.T [64 keys][BLOCK_N queries] of this warpgroup, Q [BLOCK_N][D]
 template <class B>
 __device__ __forceinline__ void wgmma_dk(WgmmaAccumulator<B::head_dim>& dK, uint64_t dS, uint64_t Q, bool accumulate) {
   hold(dK.x.d);
@@ -799,7 +847,8 @@ __device__ __forceinline__ void wgmma_dk(WgmmaAccumulator<B::head_dim>& dK, uint
   }
   wgmma_commit_group();
 }
-// A piece of dQ = dS @ K, begun. dS.T is a panel of [BLOCK_M keys][64 queries], K one of [64 keys][64] in each half.
+// Issues dQ = dS @ K for one piece. dS describes a panel of dS.T [BLOCK_M keys][64 queries]. K describes a
+// panel [64 keys][64] of warpgroup 0; the same panel of warpgroup 1 is 64 * D elements further.
 template <class B>
 __device__ __forceinline__ void wgmma_dq(WgmmaAccumulator<64>& dQ, uint64_t dS, uint64_t K) {
   forget(dQ.x.d);
@@ -810,7 +859,8 @@ __device__ __forceinline__ void wgmma_dq(WgmmaAccumulator<64>& dQ, uint64_t dS, 
   }
   wgmma_commit_group();
 }
-// Adds a piece of dQ to the sums. Thread t has its accumulators 4i ... 4i + 3 at floats 512i + 4t ... of the piece.
+// Adds a piece of dQ to its sums. Accumulators 4i to 4i + 3 of thread t are added to floats 512i + 4t and
+// following, so that the warp's addresses are contiguous.
 __device__ __forceinline__ void add_to_sums_of_dq(const WgmmaAccumulator<64>& dQ, float* piece_g) {
   float* const to_g = piece_g + threadIdx.x % 128 * 4;
   SDPA_UNROLL for (int i = 0; i < 8; i++) {
@@ -819,7 +869,8 @@ __device__ __forceinline__ void add_to_sums_of_dq(const WgmmaAccumulator<64>& dQ
   }
 }
 
-// Stores factor * T, rounded, to a tile of [64][WIDTH] in panels of PANEL_ROWS rows, from `tile_s` on.
+// Stores factor * T [64][WIDTH], rounded, to panels of PANEL_ROWS rows. tile_s: the first of T's rows in
+// panel 0.
 template <int PANEL_ROWS, int WIDTH>
 __device__ __forceinline__ void store_to_panels(const WgmmaAccumulator<WIDTH>& T, float factor, Input* tile_s) {
   const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
@@ -833,15 +884,17 @@ __device__ __forceinline__ void store_to_panels(const WgmmaAccumulator<WIDTH>& T
   }
 }
 
-// The queries of a row of the workspace that this thread has in S.T.
-template <class View> __device__ __forceinline__ void load_columns(float (&x)[View::COLS], const View& T, const float* row_s) {
+// Loads one value per query of a tile, for the queries that this thread has as columns of T.
+template <class View>
+__device__ __forceinline__ void load_columns(float (&x)[View::COLS], const View& T, const float* row_s) {
   SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) {
     const float2 pair = ld_shared<float2>(row_s + T.col(j));
-    x[j] = pair.x, x[j + 1] = pair.y;
+    x[j] = pair.x;
+    x[j + 1] = pair.y;
   }
 }
 
-// A warpgroup's 64 keys.
+// Consumer warpgroup w. Computes dK and dV of its 64 keys, and its piece of every tile's dQ.
 template <class B>
 __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, const BackwardArgs& a, const KeyTile& keys,
                                                  QueryTiles<B> tile, int w) {
@@ -854,8 +907,10 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   WgmmaAccumulator<D> dK, dV;
   P.first_row = dP.first_row = threadIdx.x % 128 / 32 * 16 + lane / 4;
   P.first_col = dP.first_col = lane % 4 * 2;
-  forget(dK.x.d), forget(dV.x.d);  // the first tile does not add
-  // D=128: dK takes its dS.T from registers, which saves reads of shared memory. D=64 and a softcap leave too few of them.
+  forget(dK.x.d);  // the products of the first tile overwrite dK and dV
+  forget(dV.x.d);
+  // D=128: dK += dS.T @ Q takes dS.T from registers, which saves reads of shared memory. With D=64 or a
+  // softcap, there are too few registers.
   constexpr bool dS_in_registers = D == 128 && B::use_softcap == 0;
   WgmmaProbabilities<B> dS_operand;
   WgmmaProbabilities<B> P_operand;  // P.T, rounded
@@ -863,7 +918,8 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) pack_step<Input>(P_operand[step], P, step);
   };
 
-  // Descriptors. The leading bytes are for operands whose lines are k: Q and dO in dK and dV.
+  // Descriptors. wgmma ignores the leading byte offset except in B operands that it transposes and that have
+  // several panels: Q in dK and dO in dV.
   const auto matrix = [](const void* at_s, int leading_bytes = 16) {
     return wgmma_descriptor(shared_address(at_s), leading_bytes, 1024);
   };
@@ -878,10 +934,11 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
 
   StageRing<Shared::Q_STAGES> q_ring;
   StageRing<B::stages> o_ring;
-  int ds_stage = Shared::DS_STAGES - 1;  // of the tile before
-  float* dQ_sums_g = nullptr;            // this warpgroup's piece of the tile before; null: there is none
+  int ds_stage = Shared::DS_STAGES - 1;  // of the previous tile
+  float* dQ_sums_g = nullptr;            // this warpgroup's piece of the previous tile's dQ sums
 
-  // P = exp2(S * scale_log2 - LSE_log2). USE_SOFTCAP: times the slope, and P.T as an operand.
+  // Replaces S by P = exp2(S * scale_log2 - LSE_log2). USE_SOFTCAP: packs P.T, then multiplies P by the
+  // slope.
   const auto set_p = [&](int q_stage) {
     ByQuery P_by_query(P), dS_by_query(dP);
     WeightsOfTile<B, ByQuery> weights{P_by_query, dS_by_query, {}};
@@ -892,33 +949,37 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     if (B::use_softcap != 0) pack_p();
     weights.multiply_by_slope();
   };
-  // P and dP of the tile are there. Leaves those of the next one.
+  // Computes a tile, given its P and dP. Replaces them by those of the next tile.
   const auto do_tile = [&](bool first, auto is_last) {
     constexpr bool last = decltype(is_last)::value;
     const int q_stage = q_ring.stage, o_stage = o_ring.stage, ds_before = ds_stage;
-    q_ring.advance(), o_ring.advance();
+    q_ring.advance();
+    o_ring.advance();
     ds_stage = ds_stage + 1 == Shared::DS_STAGES ? 0 : ds_stage + 1;
 
-    // dS = P * (dP - D), to shared memory
+    // dS = P * (dP - delta), to shared memory
     {
       ByQuery P_by_query(P), dS_by_query(dP);
       float delta[Scores::COLS];
       load_columns(delta, P, s.delta[o_stage]);
       WeightsOfTile<B, ByQuery>{P_by_query, dS_by_query, {}}.set_ds(delta);
       SDPA_UNROLL for (int step = 0; dS_in_registers && step < B::block_n / 16; step++) {
-        pack_step<Input>(dS_operand[step], dP, step), hold(dS_operand[step]);
+        pack_step<Input>(dS_operand[step], dP, step);
+        hold(dS_operand[step]);
       }
       store_to_panels<B::block_m>(dP, 1, s.dS[ds_stage] + 64 * 64 * w);
     }
     fence_proxy_async();
-    barrier_sync(backward_turn + w, 256);  // the turn; dS of the tile before, written by both warpgroups
+    barrier_sync(backward_turn + w, 256);  // the turn; hazard: dS of tile n - 1 written by both warpgroups
 
-    // dV += P.T @ dO, and dQ = dS @ K of the tile before
+    // dV += P.T @ dO, and dQ = dS @ K of the previous tile. In the first tile, this dQ is undefined and not
+    // used.
     if (B::use_softcap == 0) pack_p();
     wgmma_pv<B>(dV, P_operand, dO_of(o_stage), !first);
     WgmmaAccumulator<64> dQ;
     wgmma_dq<B>(dQ, descriptor_at(dS_of(ds_before), dq_panel), K_panel);
-    wgmma_wait_group<1>(), hold(dV.x.d);
+    wgmma_wait_group<1>();
+    hold(dV.x.d);
     arrive_by_warp(&s.o_empty[o_stage]);
 
     // S = K @ Q.T of the next tile, and dK += dS.T @ Q of this one
@@ -932,25 +993,30 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     } else {
       wgmma_dk<B>(dK, descriptor_at(dS_of(ds_stage), own_keys_bytes * w), Q_of(q_stage), !first);
     }
-    wgmma_wait_group<last ? 1 : 2>(), hold(dQ.x.d);
+    wgmma_wait_group<last ? 1 : 2>();
+    hold(dQ.x.d);
     if (!first) add_to_sums_of_dq(dQ, dQ_sums_g);
     dQ_sums_g = a.work.dQ_sums + tile.row(a) * D + w * dq_piece_floats;
 
     if constexpr (last) {
       if (w == 0) barrier_arrive(last_barrier, 256);  // the other warpgroup's last turn
-      wgmma_wait_group<0>(), hold(dK.x.d);
+      wgmma_wait_group<0>();
+      hold(dK.x.d);
     } else {
       // dP = V @ dO.T and P of the next tile
       mbarrier_wait(&s.o_full[o_ring.stage], o_ring.parity);
       wgmma_qk<B>(next_dP, V, dO_of(o_ring.stage));
       barrier_arrive(backward_turn + 1 - w, 256);
       tile.advance();
-      wgmma_wait_group<2>(), hold(next_S.x.d);
+      wgmma_wait_group<2>();
+      hold(next_S.x.d);
       SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) P.x.d[i] = next_S.x.d[i];
       set_p(q_ring.stage);
-      wgmma_wait_group<1>(), hold(dK.x.d);
+      wgmma_wait_group<1>();
+      hold(dK.x.d);
       arrive_by_warp(&s.q_empty[q_stage]);
-      wgmma_wait_group<0>(), hold(next_dP.x.d);
+      wgmma_wait_group<0>();
+      hold(next_dP.x.d);
       SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) dP.x.d[i] = next_dP.x.d[i];
     }
   };
@@ -962,9 +1028,11 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   wgmma_qk<B>(P, K, Q_0);
   mbarrier_wait(&s.o_full[0], 0);
   wgmma_qk<B>(dP, V, dO_0);
-  wgmma_wait_group<1>(), hold(P.x.d);
+  wgmma_wait_group<1>();
+  hold(P.x.d);
   set_p(0);
-  wgmma_wait_group<0>(), hold(dP.x.d);
+  wgmma_wait_group<0>();
+  hold(dP.x.d);
   if (w == 1) barrier_arrive(backward_turn, 256);  // the first turn is warpgroup 0's
 
   for (int n = 0; n + 1 < tiles; n++) do_tile(n == 0, std::false_type{});
@@ -974,10 +1042,11 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   barrier_sync(both_groups, 256);  // hazard: dS written by both warpgroups
   WgmmaAccumulator<64> dQ;
   wgmma_dq<B>(dQ, descriptor_at(dS_of(ds_stage), dq_panel), K_panel);
-  wgmma_wait_group<0>(), hold(dQ.x.d);
+  wgmma_wait_group<0>();
+  hold(dQ.x.d);
   add_to_sums_of_dq(dQ, dQ_sums_g);
 
-  // dV in the place of this warpgroup's V, dK in that of its K
+  // Write dV over this warpgroup's V and dK over its K, then store both by TMA.
   store_to_panels<64>(dV, 1, s.V[w]);
   barrier_sync(both_groups, 256);  // hazard: K read by both warpgroups
   store_to_panels<64>(dK, a.gradient_scale, s.K[w]);
@@ -993,7 +1062,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   cp_async_bulk_wait_group_read<0>();
 }
 
-// dK and dV of keys that no query sees.
+// Clears dK and dV of the CTA's keys, which no query sees.
 template <class B>
 __device__ __forceinline__ void store_zero_gradients(const BackwardArgs& a, const KeyTile& keys) {
   const int rows = min(a.p.Sk - keys.k0, B::block_m);
@@ -1016,11 +1085,13 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_wgmma(const __gri
   if (tiles.count(a.p) == 0) return store_zero_gradients<B>(a, keys);
   if (threadIdx.x == 0) {
     mbarrier_init(&s.kv_full, 1);
-    mbarriers_init(s.q_full, 1), mbarriers_init(s.o_full, 1);
-    mbarriers_init(s.q_empty, B::num_warps), mbarriers_init(s.o_empty, B::num_warps);
+    mbarriers_init(s.q_full, 1);
+    mbarriers_init(s.o_full, 1);
+    mbarriers_init(s.q_empty, B::num_warps);
+    mbarriers_init(s.o_empty, B::num_warps);
     fence_mbarrier_init();
   }
-  __syncthreads();  // hazard: mbarriers initialised by thread 0
+  __syncthreads();  // hazard: mbarriers initialized by thread 0
   if (group == 0) {
     setmaxnreg_dec<Registers::producer>();
     if (threadIdx.x == 0) produce_backward(s, a, keys, tiles);
@@ -1030,13 +1101,13 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_wgmma(const __gri
   }
 }
 
-// ---- wgmma: dQ from its sums ----
+// ---- one pass: dQ from its sums ----
 
 struct ConvertShared {
-  Input rows[64][64 + 8];  // 8: against bank conflicts
+  Input rows[64][64 + 8];  // + 8 avoids bank conflicts
 };
 
-// A CTA has a piece of [64 queries][64 elements].
+// Scales and rounds dQ. One CTA per piece of [64 queries][64 elements].
 template <class B> __global__ void __launch_bounds__(128) sdpa_backward_convert(const __grid_constant__ BackwardArgs a) {
   ConvertShared& s = dynamic_shared<ConvertShared>();
   const int tiles = a.work.padded_rows / B::block_n, piece = blockIdx.x % DQ_PIECES<B>;
@@ -1066,7 +1137,8 @@ struct SinksShared {
   float sums[sink_warps];
 };
 
-// A sink is a logit whose P is exp(sink - LSE) and whose dP is 0. A CTA takes a head: dSink = sum of -P * (D - dLSE).
+// A sink is a logit with P = exp(sink - LSE) and dP = 0. So dSink = sum of -P * delta over the rows of a
+// head. One CTA per query head.
 template <class B>
 __global__ void __launch_bounds__(32 * sink_warps) sdpa_backward_sinks(const __grid_constant__ BackwardArgs a) {
   SinksShared& s = dynamic_shared<SinksShared>();
@@ -1090,9 +1162,9 @@ __global__ void __launch_bounds__(32 * sink_warps) sdpa_backward_sinks(const __g
 
 // ==== 5 LAUNCH ===================================================================================
 
-constexpr int most_ctas = 2147483647;  // of a grid
+constexpr int most_ctas = 2147483647;  // maximum gridDim.x
 
-// CTAs with a tile of keys each.
+// Number of tiles of BLOCK_M keys. Each has one CTA.
 template <class B> int64_t kv_tiles(const SdpaParams& p) { return int64_t(p.B) * p.Hkv * ceil_div(p.Sk, B::block_m); }
 
 size_t backward_workspace_bytes(const SdpaParams& p) {
@@ -1115,13 +1187,14 @@ template <class B> SdpaStatus launch_sinks(const BackwardArgs& a, cudaStream_t s
   return launch_backward(sdpa_backward_sinks<B>, a, a.p.Hq, 32 * sink_warps, sizeof(SinksShared), stream);
 }
 
-// The kernel that a line is named after, and its shared memory.
+// Launches the kernels of build B. `entry` is the kernel that computes dK, with the shared memory Shared.
 template <class B, bool = adds_dq<B>> struct BackwardKernelOf {
   using Shared = BackwardShared<B>;
   static constexpr auto entry = sdpa_backward_kv<B, true, has_room_for_both<B>>;
   static SdpaStatus launch(const SdpaBackwardParams& params, const Items& items, const Grid& grid, cudaStream_t stream) {
     BackwardArgs of_q(params, SKIPPING_ROWS<B>, B::block_n, grid), of_kv(params, B::block_n, SKIPPING_ROWS<B>);
-    set_scales<B>(of_q), set_scales<B>(of_kv);
+    set_scales<B>(of_q);
+    set_scales<B>(of_kv);
     SdpaStatus status = launch_backward(sdpa_backward_rows<B>, of_q, items.count, 32 * B::num_warps, 0, stream);
     if (status.ok()) status = launch_sinks<B>(of_q, stream);
     if (status.ok()) {
@@ -1142,8 +1215,9 @@ template <class B> struct BackwardKernelOf<B, true> {
   using Shared = BackwardWgmmaShared<B>;
   static constexpr auto entry = sdpa_backward_wgmma<B>;
 
-  // Key heads of a section: as many as keep Q, dO and the sums of their groups in the share of L2 that grid_of() takes, but
-  // so many that a section has a CTA for each SM. Sections are alike, except for the first.
+  // Returns the number of KV heads per section: as many as fit in 8/15 of L2, as in grid_of(), with the Q,
+  // dO and dQ sums of their query heads, but enough for one CTA per SM. Then evens out the sizes of the
+  // sections.
   static int heads_of_section(const SdpaParams& p, int padded_rows) {
     const int64_t heads = int64_t(p.B) * p.Hkv;
     const double head_bytes = double(p.Hq / p.Hkv) * padded_rows * B::head_dim * (2 * sizeof(Input) + sizeof(float));
@@ -1152,7 +1226,8 @@ template <class B> struct BackwardKernelOf<B, true> {
     const int64_t wanted = int64_t(std::fmin(std::fmax(in_l2, least), double(heads)));
     return int(ceil_div(heads, max(heads / max(wanted, int64_t(1)), int64_t(1))));
   }
-  template <class Args> static SdpaStatus encode_maps(Args& a) {  // a template, since other families' have no maps
+  // A template, since other builds have no maps.
+  template <class Args> static SdpaStatus encode_maps(Args& a) {
     SdpaParams& p = a.p;
     std::array<TensorView, 4> inputs = tensors_of(p);
     const auto view = [&](const char* name, const void* data, Strides& s, int H, int S) {
@@ -1185,7 +1260,7 @@ template <class B> struct BackwardKernelOf<B, true> {
     const int64_t pieces = a.work.heads * (a.work.padded_rows / B::block_n) * DQ_PIECES<B>;
     if (pieces > most_ctas) return failure(refused, "B*Hq*ceil(Sq/64) is over %d tiles; split the batch", most_ctas);
     a.heads_at_once = heads_of_section(p, a.work.padded_rows);
-    // Without queries or keys there is nothing to load, and no map of it.
+    // Without queries or keys, no kernel loads anything, and an empty tensor has no tensor map.
     SdpaStatus status;
     if (items.count > 0 && p.Sk > 0) status = encode_maps(a);
     if (status.ok()) status = launch_backward(sdpa_backward_rows<B>, a, items.count, 32 * B::num_warps, 0, stream);
@@ -1259,31 +1334,35 @@ SDPA_KNOBS(SDPA_NOT_BACKWARD)
 SDPA_REFUSE(Build::is_8bit,
             "DTYPE: the backward kernels take 16 bits; type DTYPE=FP16 or DTYPE=BF16, or drop BACKWARD=1");
 SDPA_REFUSE(Build::use_warp_specialization && (Build::block_m != 128 || Build::num_warps != 8),
-            "BLOCK_M, NUM_WARPS: the backward kernel of USE_WARP_SPECIALIZATION=1 has two consumer warpgroups with 64 keys each; "
-            "type BLOCK_M=128 NUM_WARPS=8");
+            "BLOCK_M, NUM_WARPS: the backward kernel of USE_WARP_SPECIALIZATION=1 has two consumer warpgroups with "
+            "64 keys each; type BLOCK_M=128 NUM_WARPS=8");
 SDPA_REFUSE(is_wgmma && (Build::head_dim % 64 || Build::d_v % 64),
-            "HEAD_DIM: the backward kernels of wgmma take 64, 128, 192 and 256, and of V the same or less; type one of them");
+            "HEAD_DIM: the wgmma backward kernels support 64, 128, 192 and 256; type one of them for HEAD_DIM and "
+            "HEAD_DIM_V");
 SDPA_REFUSE(Build::use_warp_specialization && Build::block_n * Build::head_dim != 64 * 128,
-            "BLOCK_N, HEAD_DIM: each of two warpgroups has 64x64 elements of dQ; type HEAD_DIM=128 BLOCK_N=64 or "
+            "BLOCK_N, HEAD_DIM: each of two warpgroups computes 64x64 elements of dQ; type HEAD_DIM=128 BLOCK_N=64 or "
             "HEAD_DIM=64 BLOCK_N=128");
-SDPA_REFUSE(!Build::use_warp_specialization && Build::block_m / Build::num_warps * (Build::head_dim / 2 + Build::block_n) / 16 > 192,
+SDPA_REFUSE(!Build::use_warp_specialization &&
+                Build::block_m / Build::num_warps * (Build::head_dim / 2 + Build::block_n) / 16 > 192,
             "BLOCK_M, BLOCK_N: S, dP and dQ or dK would take over 192 registers and spill; type a smaller BLOCK_N, or "
             "BLOCK_M=16*NUM_WARPS");
 SDPA_REFUSE(HEAD_DIM_V_changed && (Build::family == Family::scalar || Build::use_warp_specialization),
-            "HEAD_DIM_V: only the backward kernels of two passes on tensor cores have it; drop it or type USE_MMA_SYNC=1");
+            "HEAD_DIM_V: only the two-pass backward kernels on tensor cores support it; drop it or type "
+            "USE_MMA_SYNC=1");
 
 }  // namespace
 
 // ==== 7 CALL =====================================================================================
 
-// Bytes of device memory that SdpaGradients::workspace must have for this problem. 0: none, or its sizes are refused.
+// Returns the size of SdpaGradients::workspace for this problem, in bytes. It is 0 for an empty problem, and
+// for sizes that sdpa_backward() refuses.
 static inline size_t sdpa_backward_workspace_bytes(SdpaParams forward) {
   return check_sizes(forward).ok() ? backward_workspace_bytes(forward) : 0;
 }
 
-// dQ, dK, dV = the gradients of sdpa_forward(), given O, LSE and dO. Enqueued on the stream of the current device, with
-// the promises of sdpa_forward(). Two runs on the same inputs give the same bits, except for dQ of a build with
-// USE_WARP_SPECIALIZATION=1.
+// Computes dQ, dK and dV from the inputs of sdpa_forward(), O, LSE and dO. Enqueues kernels on a stream of
+// the current device, with the guarantees of sdpa_forward(). Two runs on the same inputs give the same bits,
+// except for dQ with USE_WARP_SPECIALIZATION=1.
 static inline SdpaStatus sdpa_backward(const SdpaBackwardParams& params, cudaStream_t stream) {
   SdpaBackwardParams p = params;
   SdpaStatus status = check_backward(p);

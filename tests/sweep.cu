@@ -1027,6 +1027,8 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   if (line.use_bias && draw(4) && !exact) {
     constexpr const char* dims[] = {"", "b", "h", "q", "bh", "bq", "hq", "bhq"};
     p.bias_kind = draw(3) == 0 ? "tree" : adds_bias() ? "add" : "bool";
+    // The logit of an infinite score is the softcap. Beyond 10^5 adding a bias to it is inexact in floats.
+    if (p.dist == "nonfinite" && p.bias_kind != "bool" && p.softcap > 1e5) p.softcap = 1e5;
     p.bias_dims = far ? "bhq" : dims[draw(8)];
     if (line.has_bias_maps && draw(2)) p.bias_dims += "m";
     // Enough keys that the launch makes a map.

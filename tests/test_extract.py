@@ -237,7 +237,7 @@ def test_programs(tmp_path):
     """--main compiles by the command on top of the file; a size is what was asked for."""
     for words in ["mma_kv8 STAGES=3 --main", "scalar_u8 --main", "wgmma_causal --main"][:1 if os.environ.get("SDPA_TEST_QUICK") else 3]:
         text = extract(*words.split())[1]
-        assert len(text[text.index("// ==== a program"):].splitlines()) <= 40
+        assert len(text[text.index("// ==== a program"):].splitlines()) <= 70
         assert "STAGES=3" not in words or re.search(r"\bSTAGES = 3\b", text)
         command = re.search(r"^// Compile: nvcc (.*) my_kernel.cu$", text, re.MULTILINE).group(1)
         (tmp_path / "my_kernel.cu").write_text(text)
