@@ -685,7 +685,7 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
 
 template <class B> struct KeyBits;  // USE_KEY_MASK: the visible keys of a tile
 
-// What the score hook knows about a tile. WgmmaRows has the same interface and prefetches the bias.
+// The score hook's view of a tile. WgmmaRows has the same interface and prefetches the bias.
 template <class B> struct ScoreTile {
   const KernelArgs& a;
   const Item<B>& item;
@@ -5835,7 +5835,8 @@ template <class B> __device__ __forceinline__ void list_shown_rounds(const Kerne
   const auto list_all = [&](bool hides) {
     if (threadIdx.x % 32 == 0) st_shared(list_s, uint16_t(hides));
     __syncwarp();  // hazard: the entry written by lane 0
-    item.is_whole = 1, item.hiding = 1 << 30;
+    item.is_whole = 1;
+    item.hiding = 1 << 30;
   };
   if (!a.p.key_mask || item.rounds == 0 || item.rounds > most_listed<B>) return list_all(a.p.key_mask);
   griddepcontrol_wait();  // the preceding kernel may write the mask
@@ -5865,7 +5866,8 @@ template <class B> __device__ __forceinline__ void list_shown_rounds(const Kerne
         if (count > 0 && !(is_aligned && count == 4)) words[i] = bytes_of_keys(row + begin + 16 * n, count);
         const uint32_t missing = count == 4 ? 0 : ~0u << 8 * count;
         const uint32_t shown = (((words[i] & 0x7f7f7f7f) + 0x7f7f7f7f) | words[i]) & 0x80808080;  // bit 7: not 0
-        shows |= shown != 0, hides |= (shown | missing) != (0x80808080 | missing);
+        shows |= shown != 0;
+        hides |= (shown | missing) != (0x80808080 | missing);
         bits[n / 2] |= ((shown >> 7) * 0x01020408 >> 24) << (n % 2 * 16 + lane % 4 * 4);
       }
     }
@@ -5879,7 +5881,8 @@ template <class B> __device__ __forceinline__ void list_shown_rounds(const Kerne
       SDPA_UNROLL for (int other = 1; other < 4; other *= 2) bits[w] |= __shfl_xor_sync(0xffffffffu, bits[w], other);
       if (lists && hides && place < most_kept<B>) st_shared(&list.bits[place][w], bits[w]);
     }
-    count += __popc(listed), item.hiding += __popc(hiding);
+    count += __popc(listed);
+    item.hiding += __popc(hiding);
   }
   if (count == item.rounds && item.hiding == 0) return list_all(false);
   if (count == 0) {  // zero rounds would mean that there are no more items, so list round 0
@@ -8207,6 +8210,15 @@ template <class Use> auto with_build(const SdpaParams& p, const Use& use) {
   }
 }
 
+// Errors are reported only in the status: if launch() fails, clears the thread's last CUDA error, unless it was set
+// before this call.
+template <class Launch> SdpaStatus leaving_no_error(const Launch& launch) {
+  const bool clean = cudaPeekAtLastError() == cudaSuccess;
+  const SdpaStatus status = launch();
+  if (!status.ok() && clean) cudaGetLastError();
+  return status;
+}
+
 }  // namespace
 
 // ---- a map of hidden rounds for several launches (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
@@ -8222,12 +8234,11 @@ static inline size_t sdpa_bias_map_bytes(SdpaParams p) {
 // all rounds: O is correct, but takes longer.
 static inline SdpaStatus sdpa_map_bias(const SdpaParams& params, cudaStream_t stream) {
   SdpaParams p = params;
-  SdpaStatus status = check_params(p);
+  const SdpaStatus status = check_params(p);
   if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;
-  const bool clean = cudaPeekAtLastError() == cudaSuccess;  // as in sdpa_forward()
-  status = with_build(p, [&](auto build) { return map_bias<decltype(build)>(p, stream); });
-  if (!status.ok() && clean) cudaGetLastError();
-  return status;
+  return leaving_no_error([&] {
+    return with_build(p, [&](auto build) { return map_bias<decltype(build)>(p, stream); });
+  });
 }
 
 // ---- one launch ----
@@ -8249,13 +8260,11 @@ static inline size_t sdpa_scratch_bytes(SdpaParams p) {
 // support is refused before anything is launched.
 static inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
   SdpaParams p = params;
-  SdpaStatus status = check_params(p);
+  const SdpaStatus status = check_params(p);
   if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;
-  // Errors are reported only in the status. Clear the thread's last CUDA error, unless it was set before this call.
-  const bool clean = cudaPeekAtLastError() == cudaSuccess;
-  status = with_build(p, [&](auto build) { return forward<decltype(build)>(p, stream); });
-  if (!status.ok() && clean) cudaGetLastError();
-  return status;
+  return leaving_no_error([&] {
+    return with_build(p, [&](auto build) { return forward<decltype(build)>(p, stream); });
+  });
 }
 
 }  // namespace SDPA_NAMESPACE

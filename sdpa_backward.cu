@@ -1365,12 +1365,9 @@ static inline size_t sdpa_backward_workspace_bytes(SdpaParams forward) {
 // except for dQ with USE_WARP_SPECIALIZATION=1.
 static inline SdpaStatus sdpa_backward(const SdpaBackwardParams& params, cudaStream_t stream) {
   SdpaBackwardParams p = params;
-  SdpaStatus status = check_backward(p);
+  const SdpaStatus status = check_backward(p);
   if (!status.ok() || !p.forward.B || !p.forward.Hkv) return status;
-  const bool clean = cudaPeekAtLastError() == cudaSuccess;  // as in sdpa_forward()
-  status = backward<Build>(p, stream);
-  if (!status.ok() && clean) cudaGetLastError();
-  return status;
+  return leaving_no_error([&] { return backward<Build>(p, stream); });
 }
 
 }  // namespace SDPA_NAMESPACE

@@ -1,5 +1,5 @@
-// What all parts of pytorch.cpp share: the lines and how they are loaded, the checks of tensors, the workspaces, and a
-// launch. pytorch.cpp includes the parts into one translation unit, since PyTorch's headers take most of its compilation.
+// The parts of pytorch.cpp share this header: lines and their loading, checks of tensors, workspaces, and a launch.
+// pytorch.cpp includes the parts into one translation unit, since PyTorch's headers take most of its compilation.
 
 #pragma once
 
@@ -113,7 +113,7 @@ static const Line& line_for(const LineKey& key) {
 
 // ---- what no line takes ----
 
-// Of these functions each says in one sentence why not; an empty one means that nothing stands against it.
+// Each of these functions returns a sentence that says why the kernels cannot compute the problem, or an empty string.
 
 // The tensors' shapes and types, on whatever device. own: of attention(), which has e4m3 and sizes between the lines'.
 static std::string why_not_tensors(const Tensor& q, const Tensor& k, const Tensor& v, bool own, bool has_lengths) {
@@ -152,7 +152,7 @@ static std::string why_not_line(const Tensor& q, const Tensor& v, int features, 
   return line_for(key_of(q, v, features, mods)).trouble;
 }
 
-// Whether all rows start at a multiple of 16 bytes and are contiguous, as the kernels' copies need.
+// True if all rows start at a multiple of 16 bytes and are contiguous. The kernels' copies require both.
 static bool fit(const Tensor& x) {
   bool all = x.stride(3) == 1 && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
   for (int i = 0; i < 3; i++) all = all && (x.size(i) <= 1 || x.stride(i) * x.element_size() % 16 == 0);
@@ -161,7 +161,7 @@ static bool fit(const Tensor& x) {
 static const char* const bad_rows =
     "the rows of q, k or v are not contiguous or do not all start at a multiple of 16 bytes";
 
-// Whether a dimension from first to last has been expanded, so that its elements are one.
+// True if one of the dimensions first to last is expanded: all of its elements are the same one.
 static bool is_expanded(const Tensor& x, int first, int last) {
   for (int i = first; i <= last; i++) {
     if (x.size(i) > 1 && x.stride(i) == 0) return true;
@@ -185,7 +185,7 @@ static int feature_of(const Tensor& bias, bool has_lengths) {
   return bias.scalar_type() != at::kBool ? biases : is_of_keys(bias) && !has_lengths ? key_mask : masks;
 }
 
-// Whether x is a mask (bool, true: visible) or an additive bias for these queries and keys of [B,Hq].
+// Checks a mask (bool, true: visible) or an additive bias x for these queries and keys of [B,Hq].
 static std::string why_not_bias(const char* name, const Tensor& x, const Tensor& q, int64_t B, int64_t queries,
                                 int64_t keys) {
   if (x.device() != q.device()) return c10::str(name, " is on ", x.device(), ", not beside q");
@@ -345,16 +345,26 @@ static void set_tensors(SdpaParams& p, const Tensor& q, const Tensor& k, const T
     p.key_mask_stride = bias->size(0) == 1 ? 0 : bias->stride(0);
   } else if (bias) {
     const auto shared = [&](int dim) { return bias->size(dim) == 1 ? 0 : bias->stride(dim); };
-    p.bias = bias->const_data_ptr(), p.bias_strides = {shared(0), shared(1), shared(2)};
+    p.bias = bias->const_data_ptr();
+    p.bias_strides = {shared(0), shared(1), shared(2)};
   }
-  p.Q = q.const_data_ptr(), p.K = k.const_data_ptr(), p.V = v.const_data_ptr(), p.O = o.mutable_data_ptr();
+  p.Q = q.const_data_ptr();
+  p.K = k.const_data_ptr();
+  p.V = v.const_data_ptr();
+  p.O = o.mutable_data_ptr();
   if (lse.defined()) p.LSE = static_cast<float*>(lse.mutable_data_ptr());
   if (p.B == 0) p.B = int(q.size(0));
-  p.Hq = int(q.size(1)), p.Hkv = int(k.size(1)), p.Sq = int(q.size(2));
+  p.Hq = int(q.size(1));
+  p.Hkv = int(k.size(1));
+  p.Sq = int(q.size(2));
   if (!p.page_table) p.Sk = int(k.size(2));
-  p.D = int(q.size(3)), p.Dv = int(v.size(3));
-  p.q = strides_of(q), p.k = strides_of(k), p.v = strides_of(v), p.o = strides_of(o);
-  // Expanded heads are one key head, of which GQA is faster than of so many that happen to be alike.
+  p.D = int(q.size(3));
+  p.Dv = int(v.size(3));
+  p.q = strides_of(q);
+  p.k = strides_of(k);
+  p.v = strides_of(v);
+  p.o = strides_of(o);
+  // Expanded heads are one key head, for which GQA is faster than for several equal heads.
   if (p.k.head == 0 && p.v.head == 0 && p.k_descale.head == 0 && p.v_descale.head == 0) p.Hkv = std::min(p.Hkv, 1);
 }
 
@@ -416,7 +426,8 @@ static std::string make_block_mask(const Tensor& q, const Tensor& k, const Tenso
   const size_t bytes = o.numel() > 0 ? line.bias_map_bytes(&p) : 0;
   mods.block_mask = empty({int64_t(bytes)}, at::kByte, q);
   if (bytes == 0) return "";
-  p.bias_map = mods.block_mask->mutable_data_ptr(), p.bias_map_bytes = bytes;
+  p.bias_map = mods.block_mask->mutable_data_ptr();
+  p.bias_map_bytes = bytes;
   const LaunchStream at(q);
   char text[256];
   return line.map_bias(&p, at.stream, text, sizeof text) ? text : "";

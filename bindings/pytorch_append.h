@@ -20,7 +20,8 @@ static const Appender& appender_for(int device) {
   return loaded_for(appenders, device, [&](Appender* appender) { load_appender(device, appender); });
 }
 
-// Of a cache [caches or pages,keys,H,D] and of x, [B,rows,H,D] or with starts [rows,H,D].
+// The members of SdpaNewRows for a cache [caches or pages,keys,H,D] and new rows x: [B,rows,H,D], or with starts
+// [rows,H,D].
 static SdpaNewRows new_rows_of(const Tensor& cache, const Tensor& x) {
   const int64_t size = x.element_size();
   const int last = int(x.dim());
@@ -59,16 +60,26 @@ static Tensor append(const Tensor& k_cache, const Tensor& v_cache, const Tensor&
   const Tensor k = with_rows(k_any), v = with_rows(v_any), lengths = ints("cache_seqlens", lengths_any, 1, B);
   const Tensor new_lengths = at::empty({B}, lengths.options());
   SdpaAppend a{};
-  a.k = new_rows_of(k_cache, k), a.v = new_rows_of(v_cache, v);
-  a.B = int(B), a.heads = int(k.size(-2)), a.new_rows = int(k.size(starts ? 0 : 1));
-  a.count = int(k_cache.size(0)), a.keys = int(k_cache.size(1));
-  a.lengths = lengths.const_data_ptr<int>(), a.new_lengths = new_lengths.mutable_data_ptr<int>();
+  a.k = new_rows_of(k_cache, k);
+  a.v = new_rows_of(v_cache, v);
+  a.B = int(B);
+  a.heads = int(k.size(-2));
+  a.new_rows = int(k.size(starts ? 0 : 1));
+  a.count = int(k_cache.size(0));
+  a.keys = int(k_cache.size(1));
+  a.lengths = lengths.const_data_ptr<int>();
+  a.new_lengths = new_lengths.mutable_data_ptr<int>();
   Tensor kept[2];
-  if (starts) kept[0] = ints("cu_seqlens_k_new", *starts, 1, B + 1), a.starts = kept[0].const_data_ptr<int>();
+  if (starts) {
+    kept[0] = ints("cu_seqlens_k_new", *starts, 1, B + 1);
+    a.starts = kept[0].const_data_ptr<int>();
+  }
   if (page_table) {
     check(k_cache.size(1) > 0, "page_table is of pages of 0 keys");
-    kept[1] = ints("page_table", *page_table, 2, B), a.page_table = kept[1].const_data_ptr<int>();
-    a.page_stride = int(kept[1].stride(0)), a.sequence_pages = int(kept[1].size(1));
+    kept[1] = ints("page_table", *page_table, 2, B);
+    a.page_table = kept[1].const_data_ptr<int>();
+    a.page_stride = int(kept[1].stride(0));
+    a.sequence_pages = int(kept[1].size(1));
   }
   const Appender& appender = appender_for(k_cache.get_device());
   check(appender.append, appender.trouble);

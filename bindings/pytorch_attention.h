@@ -74,8 +74,10 @@ static Tensor attend(const Call& call, Tensor& o, Mods* makes = nullptr) {
     TORCH_CHECK(x >= least && x <= 1000000000, "sdpa.attention: ", name, "=", x, " is outside [", least,
                 ", 1000000000]");
   };
-  within("window_left", call.left, -1), within("window_right", call.right, -1);
-  within("most_keys", call.most_keys, 0), within("bias_keys", call.bias_keys, 0);
+  within("window_left", call.left, -1);
+  within("window_right", call.right, -1);
+  within("most_keys", call.most_keys, 0);
+  within("bias_keys", call.bias_keys, 0);
   TORCH_CHECK(call.most_keys == 0 || has_lengths,
               "sdpa.attention: most_keys is for sequences of k_lengths, starts or pages");
   TORCH_CHECK(call.softcap == 0 || float(call.softcap) != 0, "sdpa.attention: softcap=", call.softcap,
@@ -136,12 +138,18 @@ static Tensor attend(const Call& call, Tensor& o, Mods* makes = nullptr) {
     p.page_table =
         static_cast<const int*>(page_table->numel() ? page_table->const_data_ptr() : q.const_data_ptr());
     p.page_stride = int(page_table->stride(0));
-    p.page_size = int(k.size(2)), p.pages = int(k.size(0)), p.Sk = int(page_table->size(1) * k.size(2));
+    p.page_size = int(k.size(2));
+    p.pages = int(k.size(0));
+    p.Sk = int(page_table->size(1) * k.size(2));
   }
-  p.most_keys = int(call.most_keys), p.batch_invariant = call.batch_invariant;
-  p.scale = scale_of(call.scale), p.softcap = float(call.softcap);
-  p.causal = int(call.causal), p.window_alignment = int(call.window_alignment);
-  p.window_left = int(call.left), p.window_right = int(call.right);
+  p.most_keys = int(call.most_keys);
+  p.batch_invariant = call.batch_invariant;
+  p.scale = scale_of(call.scale);
+  p.softcap = float(call.softcap);
+  p.causal = int(call.causal);
+  p.window_alignment = int(call.window_alignment);
+  p.window_left = int(call.left);
+  p.window_right = int(call.right);
   p.sinks = call.sinks ? sinks_kept.const_data_ptr<float>() : nullptr;
   OptionalTensor bias;
   if (call.bias) {
@@ -149,7 +157,8 @@ static Tensor attend(const Call& call, Tensor& o, Mods* makes = nullptr) {
     const int64_t most = call.most_keys ? std::min(call.most_keys, Sk) : Sk;
     const int64_t queries = !call.q_starts ? q.size(2) : call.bias->dim() > 1 ? call.bias->size(-2) : 1;
     check(why_not_bias("bias", *call.bias, q, B, queries, call.bias_keys ? call.bias_keys : most));
-    bias = bias_of(*call.bias, q, call.bias_keys ? call.bias_keys : most), p.bias_keys = int(call.bias_keys);
+    bias = bias_of(*call.bias, q, call.bias_keys ? call.bias_keys : most);
+    p.bias_keys = int(call.bias_keys);
   }
   const bool same_sizes = v.size(3) == q.size(3);
   check(why_not_line(q, v, features_of(p, bias, call.bf16_out), mods));

@@ -61,7 +61,8 @@ static bool is_wide(const Tensor& bias, const Tensor& q) {
 static Tensor padded_lse(const Tensor& lse) {
   const int64_t Sq = lse.size(2);
   const Tensor padded = empty({lse.size(0), lse.size(1), (Sq + 31) / 32 * 32}, at::kFloat, lse);
-  padded.fill_(INFINITY), padded.narrow(2, 0, Sq).copy_(lse);
+  padded.fill_(INFINITY);
+  padded.narrow(2, 0, Sq).copy_(lse);
   return padded;
 }
 
@@ -115,7 +116,7 @@ static std::tuple<Tensor, Tensor, Tensor> cudnn_backward(const Tensor& grad, con
 
 // ---- behind PyTorch's operators ----
 
-// Which backward PyTorch's operators run: the faster one, ours wherever a line takes the problem, or PyTorch's.
+// The backward that PyTorch's operators run: the faster one, ours if a line supports the problem, or PyTorch's.
 enum class Preference { faster, ours, pytorchs };
 static auto preference = Preference::faster;
 
@@ -178,8 +179,8 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> behind_efficient_backward(
 
 // ---- sdpa::attention_backward ----
 
-// Whether it is a problem of F.scaled_dot_product_attention's, whose causal mask is top-left, for which PyTorch would
-// choose cuDNN.
+// True if F.scaled_dot_product_attention could be called with this problem, and PyTorch would choose cuDNN. The causal
+// mask of that function is top-left.
 static bool is_for_cudnn(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias, int64_t causal,
                          bool limited, std::optional<double> scale) {
   if (limited || lse_lies_otherwise() || (causal == SDPA_CAUSAL_BOTTOM_RIGHT && q.size(2) != k.size(2))) return false;

@@ -27,7 +27,7 @@
 
 // ---- what F.scaled_dot_product_attention asks ----
 
-// What F.scaled_dot_product_attention asks of one of the operators that it chooses from.
+// The arguments with which F.scaled_dot_product_attention calls one of its operators.
 struct Asked {
   at::SDPBackend behind;  // whose operator it is
   const OptionalTensor& mask;
@@ -73,8 +73,9 @@ static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, co
   return why_not_line(q, v, asked.mask ? feature_of(*asked.mask, false) : 0);
 }
 
-// What F.scaled_dot_product_attention is given, as PyTorch's fused kernels take it: tensors of four dimensions of one
-// batch with contiguous rows, and a mask of four with contiguous keys. All else PyTorch leaves to its math kernel.
+// The arguments of F.scaled_dot_product_attention in the form of PyTorch's fused kernels: tensors of four dimensions
+// with the same batch and contiguous rows, and a mask of four dimensions with contiguous keys. PyTorch passes all other
+// arguments to its math kernel.
 struct Given {
   Tensor q, k, v;
   OptionalTensor mask;
@@ -124,7 +125,7 @@ static std::string why_not_op(const Tensor& q_any, const Tensor& k_any, const Te
 
 // ---- the operators that F.scaled_dot_product_attention chooses from ----
 
-// Whether a line takes a problem; then o and lse are its results. O has the strides that PyTorch's meta functions
+// Returns true if a line supports the problem, with the results in o and lse. O has the strides that PyTorch's meta functions
 // promise, those of empty_like(q), also where rows that do not fit() are copied; behind the memory-efficient operator it
 // is [B,Sq,H,D]. cuDNN's LSE has a last dimension of 1.
 static bool taken(const Tensor& q, const Tensor& k, const Tensor& v, const Asked& asked, Tensor& o, Tensor& lse) {
@@ -140,7 +141,8 @@ static bool taken(const Tensor& q, const Tensor& k, const Tensor& v, const Asked
   const Tensor written = fit(o) ? o : empty(q.sizes(), q.scalar_type(), q);
   SdpaParams p{};
   p.causal = !asked.causal ? SDPA_CAUSAL_OFF : is_flashs ? SDPA_CAUSAL_BOTTOM_RIGHT : SDPA_CAUSAL_TOP_LEFT;
-  p.window_left = p.window_right = -1, p.scale = scale_of(asked.scale);
+  p.window_left = p.window_right = -1;
+  p.scale = scale_of(asked.scale);
   OptionalTensor bias;
   if (asked.mask) bias = bias_of(*asked.mask, q, k.size(2));
   const std::string why = launch(readable(q, false), readable(k, true), readable(v, true), written, lse, p, bias);
@@ -237,7 +239,7 @@ static Tensor chosen(const Tensor& q_any, const Tensor& k_any, const Tensor& v_a
   if (!q_any.is_cuda()) return pytorchs(q_any, k_any, v_any, mask_any);
   const auto [q, k, v, mask, is_3d] = Given(q_any, k_any, v_any, mask_any);
   Tensor o, lse;
-  // Whether its elements are not just those of its memory: a dual number, -x, 0.
+  // True if the elements differ from the memory: a dual number, a negated view, or a tensor of zeros without memory.
   const auto is_more = [](const Tensor& x) { return x._fw_grad(0).defined() || x.is_neg() || x._is_zerotensor(); };
   if (mask && dropout == 0 && !causal && !needs_grad(q, k, v) && !needs_grad(mask) &&
       !at::areAnyTensorSubclassLike({q, k, v, *mask}) && !is_more(q) && !is_more(k) && !is_more(v) && !is_more(*mask)) {
@@ -251,8 +253,8 @@ static Tensor chosen(const Tensor& q_any, const Tensor& k_any, const Tensor& v_a
 
 // ---- PyTorch's FlashAttention and cuDNN themselves, which varlen_attn calls, and 8 bits ----
 
-// What a call asks besides q, k and v, [rows,H,D] with starts, else [B,S,H,D]. Masks and windows count from the last
-// key, but for a packed cuDNN's.
+// The arguments of a call other than q, k and v, which are [rows,H,D] with starts, else [B,S,H,D]. Masks and windows
+// count from the last key, except for packed sequences behind cuDNN's operator.
 struct Sequences {
   const OptionalTensor &q_starts, &k_starts, &k_lengths, &page_table;  // k and v of a table are [pages,keys,Hkv,D]
   int64_t most_keys;

@@ -84,16 +84,22 @@ static std::string our_backward(const BackwardCall& call, bool is_needed, bool i
 
   SdpaBackwardParams p{};
   SdpaParams& of = p.forward;
-  of.causal = int(call.causal), of.window_alignment = int(call.window_alignment);
-  of.window_left = int(call.left), of.window_right = int(call.right);
+  of.causal = int(call.causal);
+  of.window_alignment = int(call.window_alignment);
+  of.window_left = int(call.left);
+  of.window_right = int(call.right);
   of.scale = scale_of(call.scale.value_or(1 / std::sqrt(double(q_any.size(3)))));  // of the D without padding
   of.softcap = float(call.softcap);
   set_tensors(of, q, k, v, o, lse, {});
   of.Hkv = int(k.size(1));  // expanded heads too have a gradient each
-  p.dO = grad.const_data_ptr(), p.d_o = strides_of(grad);
-  p.dQ = dq.mutable_data_ptr(), p.d_q = strides_of(dq);
-  p.dK = dk.mutable_data_ptr(), p.d_k = strides_of(dk);
-  p.dV = dv.mutable_data_ptr(), p.d_v = strides_of(dv);
+  p.dO = grad.const_data_ptr();
+  p.d_o = strides_of(grad);
+  p.dQ = dq.mutable_data_ptr();
+  p.d_q = strides_of(dq);
+  p.dK = dk.mutable_data_ptr();
+  p.d_k = strides_of(dk);
+  p.dV = dv.mutable_data_ptr();
+  p.d_v = strides_of(dv);
   Tensor grad_lse, sinks;
   if (call.grad_lse) {
     grad_lse = call.grad_lse->to(at::kFloat).contiguous();
@@ -116,6 +122,8 @@ static std::string our_backward(const BackwardCall& call, bool is_needed, bool i
   const auto without_padding = [](const Tensor& dx, const Tensor& x) {
     return laid_out_as(dx.size(3) == x.size(3) ? dx : dx.narrow(3, 0, x.size(3)), x);
   };
-  d.q = without_padding(dq, q_any), d.k = without_padding(dk, call.k), d.v = without_padding(dv, call.v);
+  d.q = without_padding(dq, q_any);
+  d.k = without_padding(dk, call.k);
+  d.v = without_padding(dv, call.v);
   return "";
 }

@@ -1121,7 +1121,7 @@ static void first_of_chain(const ChainArgs a) {
   griddepcontrol_launch_dependents();
 }
 
-// What a launch does with the data before it waits for the previous launch.
+// Accesses of a launch to the data before it waits for the previous launch.
 enum class Early { nothing, read, write, draw, bulk_load, bulk_store, cp_async };
 // seen = data * 2, after the step EARLY.
 template <Early EARLY, bool WAIT = true> static void second_of_chain(const ChainArgs a) {

@@ -95,7 +95,7 @@ def numbers():
 
 
 def gradients():
-    """Of a line with a backward pass: ragged tiles, rows without a key, keys that no row sees, and no key; logits and LSE far
+    """Problems for a line with a backward pass: partial tiles, rows without a key, keys that no row sees, and no key; logits and LSE far
     from 0; a V that is constant and a dO that is 1; a dO whose rows are one, or that lies in other ways; offsets beyond 2^31."""
     ragged = "--shape 2,6,2,33,70 --shape 1,3,1,70,33 --shape 1,8,1,65,127 --shape 1,2,2,200,270"
     backwards = layout_backwards(run("--shape small")[1])

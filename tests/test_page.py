@@ -91,7 +91,7 @@ def test_marked_numbers():
 
 
 def anchors(text):
-    """What links to the headings of a page have behind their #."""
+    """The anchors of a page's headings."""
     headings = re.findall(r"^#+ (.*)", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

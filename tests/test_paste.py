@@ -83,7 +83,7 @@ def test_on_the_cpu_backend(folder, name):
 
 
 def test_gradients(folder):
-    """Of sum(O), with Q = 0 and a causal mask: row k of dV is the sum of 1 / (q + 1) over the queries q from k on, dQ and dK are 0."""
+    """The gradients of sum(O), with Q = 0 and a causal mask: row k of dV is the sum of 1 / (q + 1) over the queries q from k on, dQ and dK are 0."""
     head, body = re.search(r"^## Gradients.*?```cpp\n(.*?#include \"sdpa_backward.cu\"\n)(.*?)```", TREE.read("docs/USING.md"),
                            re.DOTALL | re.MULTILINE).groups()
     text = PROGRAM.partition("  __half *Q")[0] % head + """

@@ -169,7 +169,7 @@ def test_which_nvcc(home, path, pip, found, tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_nvcc_by_pip(wheel, tmp_path):
-    """What bindings[nvcc13] requires compiles a line and all else, where there is no other nvcc. pip loads 372 MB."""
+    """The packages of bindings[nvcc13] compile a line and the interface where there is no other nvcc. pip downloads 372 MB."""
     need_torch()
     if (torch.version.cuda or "").partition(".")[0] != "13":
         pytest.skip("PyTorch is not of CUDA 13")
