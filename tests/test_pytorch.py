@@ -1069,7 +1069,9 @@ with here.operators_on_cpu(calls):
         with torch.no_grad():
             here.by_operator(q, q, q, score_mod=text, x0=place(torch.ones(9), whole))
         assert calls[0][0].shape[1] == (2 if is_split else 4), text
+dist.barrier()
 dist.destroy_process_group()
+os._exit(0)  # skips destructors: a thread of PyTorch that still runs in one of them aborts the process
 """
 
 
