@@ -86,6 +86,9 @@ def attend(function, q, k, v, scale, causal, window_size, softcap, q_descale, k_
            q_starts=None, k_starts=None, k_lengths=None, page_table=None, most_keys=0, q_lengths=None, k_firsts=None,
            backward=None):
     """O and LSE of attention(), in FlashAttention's shapes."""
+    D, Dv = q.shape[-1], v.shape[-1]
+    if max(D, Dv) > 256:
+        raise ValueError(f"{function}: q has D={D} and v has D={Dv}; sdpa's kernels support up to 256")
     left, right = (None if keys is None or keys < 0 else min(int(keys), MOST_KEYS) for keys in window_size)
     if causal or (right == 0 and left is None):
         causal, right = "br", None if left is None else 0

@@ -646,6 +646,12 @@ def test_refusals():
                 lambda: fa.flash_attn_varlen_func(q, of_0, of_0, None, None, 5, 8, page_table=table)):
         with pytest.raises(ValueError, match="page_table is of pages of 0 keys; .* of 1 key or more$"):
             run()
+    wide = drawn(2, 32, 2, 512)
+    for run in (lambda: fa.flash_attn_func(q, k, wide),
+                lambda: fa.flash_attn_varlen_func(*packed[:2], wide.flatten(0, 1), *packed[3:]),
+                lambda: fa.flash_attn_with_kvcache(q, k, wide, cache_seqlens=lengths)):
+        with pytest.raises(ValueError, match=rf"^flash_attn_\w+: q has D={D} and v has D=512; sdpa's kernels support up to 256$"):
+            run()
 
 
 def test_integer_tensors_of_another_type():
