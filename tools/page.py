@@ -376,6 +376,11 @@ def numbers():
     for name, (file, other) in FRAMEWORKS.items():
         if path := latest("frameworks", file):
             found |= summary(name, [*framework_gains(path, other)])
+    if path := latest("backward", "NVIDIA-H200-cudnn"):
+        gains = [(name, float(other["graph_us"]) / float(ours["graph_us"]))
+                 for pairs in backward_gains(path).values() for name, ours, other in pairs]
+        found |= summary("backward", [gain for name, gain in gains if "d256" not in name])
+        found |= summary("backward_d256", [gain for name, gain in gains if "d256" in name])
     if path := latest("frameworks", "NVIDIA-H200-mods"):
         alibi = framework_times(path)["ALiBi", "4,16,16,4096,4096,128"]
         for name, contender in (("alibi", "sdpa"), ("alibi_flex", "FlexAttention, TRITON")):
@@ -440,9 +445,31 @@ def mods_section(path):
     return pivot(["expression"], cells)
 
 
+def backward_gains(path):
+    """{problem: [(line, its TFLOP/s, the competitor's) without a mask, and with a causal mask]}."""
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    cudnn = {(row["problem"], row["causal"]): row for row in rows if row["contender"] == "torch:cudnn"}
+    found = collections.defaultdict(list)
+    for row in rows:
+        if row["contender"] != "torch:cudnn":
+            found[row["problem"]].append((row["contender"], row, cudnn[row["problem"], row["causal"]]))
+    return found
+
+
+def backward_section(path):
+    cells = {}
+    for problem_text, pairs in backward_gains(path).items():
+        cells[problem_text, f"`{pairs[0][0]}`"] = {
+            "TFLOP/s": ", ".join(ours["tflops"] for _, ours, _ in pairs), "cuDNN": ", ".join(other["tflops"] for *_, other in pairs),
+            "time of cuDNN over ours": ", ".join(f"{float(other['graph_us']) / float(ours['graph_us']):.2f}" for _, ours, other in pairs)}
+    return pivot(["problem", "line"], cells)
+
+
 OF_ONE_FILE = {  # sections from a single file: its folder and name
     "behind": ("peers", "NVIDIA-H200-behind", behind_section), "training": ("frameworks", "NVIDIA-H100-training", training_section),
-    "lengths": ("frameworks", "NVIDIA-H100-lengths", lengths_section), "mods": ("frameworks", "NVIDIA-H200-mods", mods_section)}
+    "lengths": ("frameworks", "NVIDIA-H100-lengths", lengths_section), "mods": ("frameworks", "NVIDIA-H200-mods", mods_section),
+    "backward": ("backward", "NVIDIA-H200-cudnn", backward_section)}
 
 
 # ---- the pages ----
