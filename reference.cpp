@@ -253,6 +253,17 @@ inline bool is_query(const Problem& p, const Row& row) {
   const Sequence s = sequence_of(p, row);
   return row.q - s.first_query < s.Sq;
 }
+// The sequence of a row of K or V, given by its batch, KV head and row. b = -1: none.
+inline Sequence sequence_of_key(const Problem& p, const Row& row) {
+  if (!p.packs_k) return sequence_of(p, row.b);
+  const auto next = std::upper_bound(p.k_starts.begin(), p.k_starts.end(), row.q);
+  const int b = int(next - p.k_starts.begin()) - 1;
+  return b >= 0 && b < p.B ? sequence_of(p, b) : Sequence{-1, 0, 0, 0, 0};
+}
+inline bool is_key(const Problem& p, const Row& row) {
+  const Sequence s = sequence_of_key(p, row);
+  return row.q >= s.first_key && row.q - s.first_key < s.Sk;
+}
 // first_key() and past_last_key() delimit the keys that query q of a sequence sees. The position of
 // query q is key q, or with bottom-right alignment key q + Sk - Sq. A causal mask hides the keys
 // after it.
@@ -636,27 +647,32 @@ class Backward {
     rows_[i].delta = delta;
   }
 
+  // Computes dQ of a row of Q, which is 0 if the row is no query.
   Gradient of_query(const Row& at) const {
-    const Sequence s = sequence_of(p_, at.b);
-    const size_t i = (size_t(at.b) * p_.Hq + at.h) * p_.Sq + at.q,
-                 kv_head = size_t(at.b) * p_.Hkv + at.h / group();
     Gradient dQ(p_.D);
-    for (size_t k = first_key(p_, s, at.q); k < past_last_key(p_, s, at.q) && at.q < s.Sq; k++) {
-      const size_t j = kv_head * p_.Sk + k;
+    if (!is_query(p_, at)) return dQ;
+    const Sequence s = sequence_of(p_, at);
+    const int q = at.q - s.first_query;
+    const size_t i = (size_t(at.b) * p_.Hq + at.h) * p_.Sq + at.q,
+                 kv_head = size_t(p_.packs_k ? 0 : s.b) * p_.Hkv + at.h / group();
+    for (size_t k = first_key(p_, s, q); k < past_last_key(p_, s, q); k++) {
+      const size_t j = kv_head * p_.Sk + s.first_key + k;
       const Pair pair = pair_of(i, j);
       for (int d = 0; d < p_.D; d++) add(dQ, d, pair.dS, pair.dS_variance, p_.K[j * p_.D + d]);
     }
     finish(dQ, scale_of(p_), lse_error(rows_[i]));
     return dQ;
   }
-  // Computes dK and dV of key at.q in head at.h of K and V.
+  // Computes dK and dV of row at.q in head at.h of K and V. They are 0 if the row is no key.
   void of_key(const Row& at, Gradient& dK, Gradient& dV) const {
-    const Sequence s = sequence_of(p_, at.b);
+    if (!is_key(p_, at)) return;
+    const Sequence s = sequence_of_key(p_, at);
+    const size_t k = size_t(at.q - s.first_key), q_batch = p_.packs_q ? 0 : s.b;
     const size_t j = (size_t(at.b) * p_.Hkv + at.h) * p_.Sk + at.q;
     for (int h = at.h * group(); h < (at.h + 1) * group(); h++) {
       for (int q = 0; q < s.Sq; q++) {
-        if (size_t(at.q) < first_key(p_, s, q) || size_t(at.q) >= past_last_key(p_, s, q)) continue;
-        const size_t i = (size_t(at.b) * p_.Hq + h) * p_.Sq + q;
+        if (k < first_key(p_, s, q) || k >= past_last_key(p_, s, q)) continue;
+        const size_t i = (q_batch * p_.Hq + h) * p_.Sq + s.first_query + q;
         const Pair pair = pair_of(i, j);
         for (int d = 0; d < p_.D; d++)
           add(dK, d, pair.dS, copies_ * pair.dS_variance, p_.Q[i * p_.D + d]);
@@ -671,8 +687,9 @@ class Backward {
   Gradient of_sink(int h) const {
     Gradient sink(1);
     double terms = 0;
-    for (int b = 0; b < p_.B; b++) {
+    for (int b = 0; b < batches_of(p_, Tensor::Q); b++) {
       for (int q = 0; q < p_.Sq; q++) {
+        if (!is_query(p_, {b, h, q})) continue;
         const OfRow& row = rows_[(size_t(b) * p_.Hq + h) * p_.Sq + q];
         if (row.LSE == -std::numeric_limits<double>::infinity()) continue;
         const double P = std::exp(p_.sinks[h] - row.LSE),

@@ -29,10 +29,10 @@
 //           softmax; alpha the factor that rescales l and O when m grows.
 // Suffixes  _g global memory; _s shared memory; _bytes; _us; _log2 logarithm to base 2.
 // Terms     item     work item: BLOCK_M query rows of one head and batch
-//           slice    the keys of one group of warps of a CTA (SPLIT_KV groups)
+//           split    the keys of one of SPLIT_KV groups of warps of a CTA; also that group of warps
 //           range    the keys of one CTA, if SPLIT_CTAS CTAs share an item
-//           round    one tile of keys for each slice: SPLIT_KV * BLOCK_N keys
-//           partial  m, l and O of a slice or a range; the partials of an item are merged
+//           round    one tile of keys for each split: SPLIT_KV * BLOCK_N keys
+//           partial  m, l and O of a split or a range; the partials of an item are merged
 //           score    an element of Q @ K.T; the score hook turns scores into logits, the arguments of exp
 //           mask     the causal mask, the window and the number of keys; the score hook may hide more keys
 //           stale    a row max of earlier tiles that is used without an update (USE_LAZY_MAX)
@@ -101,7 +101,7 @@ namespace {  // internal linkage: two builds in one program must not share const
   X(USE_PERSISTENT_CTA, 0, use_persistent_cta, "0 1", "wmma wgmma", "resident CTAs fetch work items from a queue") \
   X(USE_FAST_EXP, 0, use_fast_exp, "0 1", "all", "2^x by a cubic polynomial on the FMA pipes (error 1e-4), not ex2") \
   X(USE_LAZY_MAX, 0, use_lazy_max, "0 1", "mma wgmma", "lazy rescaling: rescales O only if the row max grew too much") \
-  X(SPLIT_KV, 1, split_kv, "1 2 4", "mma wgmma", "groups of warps that split the keys and merge; for few, long rows") \
+  X(SPLIT_KV, 1, split_kv, "1 2 4", "mma wgmma", "splits: groups of warps that share the keys and merge; for few, long rows") \
   X(USE_WMMA, 0, use_wmma, "0 1", "all", "computes Q @ K.T by nvcuda::wmma") \
   X(USE_WMMA_PV, 0, use_wmma_pv, "0 1", "wmma", "computes P @ V by nvcuda::wmma") \
   X(USE_MMA_SYNC, 0, use_mma_sync, "0 1", "all", "uses mma.sync and ldmatrix") \
@@ -188,40 +188,70 @@ template <int ROW> struct Knobs {
 
 // ---- what follows from the knobs ----
 
-enum class Family { scalar, wmma, mma, wgmma };
-enum class DType { fp16, bf16, e4m3, u8 };  // in the order of the legal values of DTYPE
+// A build's kernel: its family, and in the wgmma family which of its kernels.
+enum class KernelKind {
+  scalar,
+  wmma,
+  mma,
+  wgmma_plain,       // all warps load and compute
+  wgmma_roles,       // producer and consumer warps
+  wgmma_converting,  // KV_DTYPE: as wgmma_roles; the producers also convert tiles
+  wgmma_e4m3,        // DTYPE=FP8_E4M3: as wgmma_roles; the producers also transpose V
+  wgmma_swapped,     // SWAP_AB: transposed products
+};
+// Number formats: the legal values of DTYPE in their order, then fp32, which only products have.
+enum class DType { fp16, bf16, e4m3, u8, fp32 };
 
 // The template argument B of every kernel and device function: the knobs and the constants derived from them.
 // ROW: see config_of().
 template <int ROW> struct BuildOf : Knobs<ROW> {
   using K = Knobs<ROW>;
-  static constexpr Family family = K::use_mma_sync ? Family::mma
-                                   : K::use_wmma   ? Family::wmma
-                                   : K::use_wgmma  ? Family::wgmma
-                                                   : Family::scalar;
+  // True for the kernels of the wgmma family. Tuned tiles with USE_WGMMA=1 may use mma.sync instead.
+  static constexpr bool is_wgmma = K::use_wgmma && !K::use_mma_sync && !K::use_wmma;
   // wgmma kernels use programmatic dependent launch (griddepcontrol): they may start before the preceding
   // kernel in the stream has ended. TMA copies their tiles.
-  static constexpr bool starts_early = family == Family::wgmma, loads_by_tma = family == Family::wgmma;
+  static constexpr bool starts_early = is_wgmma, loads_by_tma = is_wgmma;
   // USE_WGMMA: D and Dv may be less than HEAD_DIM and HEAD_DIM_V, also in tuned tiles that use mma.sync.
   static constexpr bool takes_short_rows = K::use_wgmma;
   // USE_PAGES=2: a page may be too small for an efficient TMA box, so cp.async copies the rows of K and V.
   static constexpr bool copies_rows = loads_by_tma && K::use_pages == 2;
-  static constexpr DType q_type = DType(K::dtype);  // of Q
-  static constexpr DType input = K::kv_dtype != 0 ? DType::e4m3 : q_type;  // of K and V
-  static constexpr bool is_e4m3 = input == DType::e4m3, is_8bit = is_e4m3 || input == DType::u8;
-  static constexpr bool mixes_types = K::kv_dtype != 0;  // Q has 16-bit elements, K and V have 8-bit elements
-  static constexpr DType output = K::out_dtype != 0          ? DType(K::out_dtype - 1)
-                                  : is_8bit && !mixes_types ? DType::fp16
-                                                            : q_type;
-  // Where e4m3 is converted to 16 bits: mma converts each operand as it is read from shared memory; wgmma
-  // converts whole tiles after they have been copied.
-  static constexpr bool converts_operands = is_e4m3 && family == Family::mma && (K::pack_gqa || mixes_types);
-  static constexpr bool converts_tiles = mixes_types && family == Family::wgmma;
-  static constexpr bool converts_q = converts_tiles && q_type == DType::bf16;
-  static constexpr bool multiplies_e4m3 = is_e4m3 && family != Family::scalar && !converts_operands && !converts_tiles;
+  // The number formats of the inputs: in global memory (q_type, kv_type), of K and V in shared memory (tile_type),
+  // and of the operands of the products (product_type). Kernels convert elements where these differ:
+  //
+  //   build                          q_type  kv_type  tile_type  product_type  conversion to product_type
+  //   DTYPE=FP16, BF16               16-bit  q_type   q_type     q_type        none
+  //   DTYPE=FP8_E4M3 (mma, wgmma)    e4m3    e4m3     e4m3       e4m3          none
+  //   DTYPE=FP8_E4M3, mma, PACK_GQA  e4m3    e4m3     e4m3       fp16          Q, K, V: in registers
+  //   KV_DTYPE=FP8_E4M3, mma         16-bit  e4m3     e4m3       q_type        K, V: in registers (V and P: to fp16)
+  //   KV_DTYPE=FP8_E4M3, wgmma       16-bit  e4m3     fp16       fp16          K, V: tile by tile; a bf16 Q: per item
+  //   DTYPE=U8, wmma                 u8      u8       fp16       fp16          Q, K, V: while they are copied
+  //   scalar, any                    any     q_type   q_type     fp32          Q, K, V: in registers
+  static constexpr DType q_type = DType(K::dtype), kv_type = K::kv_dtype != 0 ? DType::e4m3 : q_type;
+  static constexpr DType tile_type =
+      (is_wgmma && q_type != kv_type) || (K::use_wmma && kv_type == DType::u8) ? DType::fp16 : kv_type;
+  static constexpr DType product_type = is_wgmma || K::use_wmma                ? tile_type
+                                        : !K::use_mma_sync                     ? DType::fp32
+                                        : K::pack_gqa && q_type == DType::e4m3 ? DType::fp16
+                                                                               : q_type;
+  // Bytes per element. Types with 1 byte have descale factors.
+  static constexpr int query_bytes = q_type == DType::e4m3 || q_type == DType::u8 ? 1 : 2;    // of Q
+  static constexpr int input_bytes = kv_type == DType::e4m3 || kv_type == DType::u8 ? 1 : 2;  // of K and V
+  static constexpr int element_bytes = tile_type == kv_type ? input_bytes : 2;                // of tiles
+  static constexpr DType o_type = K::out_dtype != 0  ? DType(K::out_dtype - 1)
+                                  : query_bytes == 1 ? DType::fp16
+                                                     : q_type;
+  static constexpr KernelKind kernel = K::use_mma_sync               ? KernelKind::mma
+                                       : K::use_wmma                 ? KernelKind::wmma
+                                       : !K::use_wgmma               ? KernelKind::scalar
+                                       : K::swap_ab                  ? KernelKind::wgmma_swapped
+                                       : product_type == DType::e4m3 ? KernelKind::wgmma_e4m3
+                                       : tile_type != kv_type        ? KernelKind::wgmma_converting
+                                       : K::use_warp_specialization  ? KernelKind::wgmma_roles
+                                                                     : KernelKind::wgmma_plain;
   // USE_SOFTCAP: tanh by a polynomial for scores that use a stale maximum (lazy rescaling). No gain at D=256.
-  static constexpr bool caps_by_polynomial = K::use_softcap == 1 && family == Family::wgmma && K::head_dim <= 128 &&
-                                             K::use_warp_specialization && !is_8bit && K::use_bias == 0 && !K::use_key_mask;
+  static constexpr bool caps_by_polynomial = K::use_softcap == 1 && is_wgmma && K::head_dim <= 128 &&
+                                             K::use_warp_specialization && input_bytes == 2 &&
+                                             K::use_bias == 0 && !K::use_key_mask;
   // True if at least one knob of the list is on.
   static constexpr bool changes_logits = SDPA_LOGIT_KNOBS(SDPA_IS_ON) false, hides_keys = SDPA_MASK_KNOBS(SDPA_IS_ON) false;
   // True if no knob of SDPA_MASK_KNOBS other than MASK_MOD is set. If false, the hidden keys may differ
@@ -237,31 +267,28 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   static constexpr bool takes_map = hides_rounds && !K::use_key_mask;
   // FP16_ACC: S is accumulated in fp16; each tile's P @ V is accumulated in fp16.
   static constexpr bool qk_in_fp16 = K::fp16_acc & 1, pv_in_fp16 = K::fp16_acc & 2;
-  // U8 is converted to fp16 while a tile is copied.
-  static constexpr bool converts = input == DType::u8 && family == Family::wmma;
   // Producer threads of a CTA, then all of its threads.
   static constexpr int producer_threads = !K::use_warp_specialization ? 0
-                                          : family == Family::wgmma       ? 128
-                                                                          : K::num_producer_warps * 32;
+                                          : is_wgmma                  ? 128
+                                                                      : K::num_producer_warps * 32;
   static constexpr int threads = K::num_warps * 32 + producer_threads;
   static constexpr int d_v = K::head_dim_v > 0 ? K::head_dim_v : K::head_dim;  // elements of a row of V and O
-  // Bytes per element of K and V in global memory, then in wgmma's tiles in shared memory.
-  static constexpr int input_bytes = is_8bit ? 1 : 2, element_bytes = converts_tiles ? 2 : input_bytes;
   // wgmma: bytes of a row of Q and K, and of a row of V and O, in shared memory.
   static constexpr int qk_bytes = K::head_dim * element_bytes, v_bytes = d_v * element_bytes;
-  static constexpr int d_q = mixes_types ? 2 * K::head_dim : K::head_dim;  // length of a row of Q, in elements of K
+  // Length of a row of Q, in elements of K.
+  static constexpr int d_q = q_type != kv_type ? 2 * K::head_dim : K::head_dim;
   static constexpr int round_keys = K::split_kv * K::block_n;
-  static constexpr int group_warps = K::num_warps / K::split_kv;  // warps that share a slice of the keys
-  static constexpr int group_threads = group_warps * 32;
+  static constexpr int split_warps = K::num_warps / K::split_kv;  // warps that share a split of the keys
+  static constexpr int split_threads = split_warps * 32;
   static constexpr int warpgroups = K::num_warps / 4;  // consumers only
   // True if each row of scores has its own scale: that of its head, or that of its row of Q.
-  static constexpr bool scales_rows = (multiplies_e4m3 && family == Family::wgmma && K::pack_gqa) || converts_q;
+  static constexpr bool scales_rows =
+      is_wgmma && ((K::pack_gqa && product_type == DType::e4m3) || q_type != product_type);
 };
 
-using Build = BuildOf<-1>;
-
-constexpr bool is_wmma = Build::family == Family::wmma, is_mma = Build::family == Family::mma,
-               is_wgmma = Build::family == Family::wgmma;
+// The build that the -D options define. With USE_TUNED a tile of the table changes some knobs, so kernels read B::
+// instead. Defines:: is for what no tile changes (the types of the tensors), for the host code and for refusals.
+using Defines = BuildOf<-1>;
 
 }  // namespace
 
@@ -271,13 +298,14 @@ template <DType T>
 using ElementOf = std::conditional_t<
     T == DType::fp16, __half,
     std::conditional_t<T == DType::bf16, __nv_bfloat16, std::conditional_t<T == DType::e4m3, __nv_fp8_e4m3, uint8_t>>>;
-using Input = ElementOf<Build::input>;    // element type of K and V
-using Output = ElementOf<Build::output>;  // element type of O
-template <class B> using Query = std::conditional_t<B::mixes_types, ElementOf<B::q_type>, Input>;  // of Q
-using Bias = std::conditional_t<Build::use_bias == 2, uint8_t, std::conditional_t<Build::use_bias == 3, float, Input>>;
-// Element type of Q, K and V in shared memory.
-template <class B> using Element = std::conditional_t<B::converts || B::converts_tiles, __half, Input>;
-using Half = std::conditional_t<Build::is_8bit, __half, Input>;  // type of the operands of 16-bit products
+// Element types in global memory, the same for all tiles.
+using Query = ElementOf<Defines::q_type>;   // of Q
+using Input = ElementOf<Defines::kv_type>;  // of K and V
+using Output = ElementOf<Defines::o_type>;  // of O
+using Bias = std::conditional_t<Defines::use_bias == 2, uint8_t,
+                                std::conditional_t<Defines::use_bias == 3, float, Input>>;
+// Element type of Q, K and V in shared memory. The kernels of a build may differ in it.
+template <class B> using Element = std::conditional_t<B::tile_type == B::kv_type, Input, __half>;
 
 // The causal mask and the position of query q among the keys. A query does not see keys after its position.
 enum class Causal : int {
@@ -300,7 +328,7 @@ struct Descale {
 };
 
 struct SdpaParams {
-  const Query<Build>* Q;   // [B,Hq,Sq,D]
+  const Query* Q;          // [B,Hq,Sq,D]
   const Input* K;          // [B,Hkv,Sk,D]
   const Input* V;          // [B,Hkv,Sk,D]
   Output* O;               // [B,Hq,Sq,D], written completely; no element of it may alias an input
@@ -474,13 +502,13 @@ struct KernelArgs : Grid {
   float logit_scale = 1;  // USE_BIAS=1, 3: from a score to a logit: scale; from a tanh to a logit: softcap
   float scores_log2 = 0;  // scale_log2 without SCORE_MOD and bias: from a score or a tanh to an exponent of 2
   BiasMap bias_map;
-  std::conditional_t<Build::loads_by_tma, TensorMaps, Nothing> maps;
-  std::conditional_t<Build::use_lengths, PlanArgs, Nothing> plan;
+  std::conditional_t<Defines::loads_by_tma, TensorMaps, Nothing> maps;
+  std::conditional_t<Defines::use_lengths, PlanArgs, Nothing> plan;
   CapPolynomial cap_polynomial;
   KernelArgs(const SdpaParams& params, int rows, int keys_of_tile, const Grid& grid = {})
       : Grid(grid),
         mask{{{params, params.Sq, params.Sk}, rows, keys_of_tile}, {params, params.Sq, params.Sk}},
-        has_short_rows(params.D < Build::head_dim || params.Dv < Build::d_v),
+        has_short_rows(params.D < Defines::head_dim || params.Dv < Defines::d_v),
         p(params) {}
 };
 
@@ -588,7 +616,7 @@ template <class B> constexpr int CHUNK = 16 / sizeof(Element<B>);  // elements p
 // ---- tiles in shared memory (scalar, wmma, mma) ----
 
 // Elements from one row of a tile to the next. With SWIZZLE_XOR, rows of wmma are padded by 16 bytes.
-template <class B> constexpr bool pads_rows = B::swizzle_xor && B::family == Family::wmma;
+template <class B> constexpr bool pads_rows = B::swizzle_xor && B::kernel == KernelKind::wmma;
 template <class B, int D = B::head_dim> constexpr int TILE_STRIDE = D + (pads_rows<B> ? CHUNK<B> : 0);
 template <class B, int D> __device__ __forceinline__ int swizzled(int row, int col);  // SWIZZLE_XOR
 // Offset in elements of (row, col) in a tile.
@@ -617,7 +645,8 @@ struct RowScales;
 template <class B> using ScoreScale = std::conditional_t<B::scales_rows, RowScales, float>;
 __device__ __forceinline__ float of_row(float scale, int) { return scale; }
 __device__ __forceinline__ float largest(float scale) { return scale; }
-template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;  // x / to_float(u)
+template <class B>
+constexpr float element_unit = B::kv_type == DType::u8 ? 448.0f / 127 : 1;  // x / to_float(u)
 // SCORE_MOD and MASK_MOD as functions that are applied to a score.
 template <class B> struct ScoreMod;
 // True if the hook replaces scores by other quantities: softcap by tanh, SCORE_MOD by logits.
@@ -629,11 +658,14 @@ __device__ __forceinline__ float finite_scale(float scale) {
   return scale > 3.4e38f ? 3.4e38f : max_nan(scale, 1.2e-38f);
 }
 // The factor by which the score hook or the softmax multiplies an item's scores: cap_scale with a softcap or
-// SCORE_MOD, scale_log2 otherwise, times the descale factors of Q and K. It excludes the factor of Q if mma
-// converts operands: multiply_qk() applies each row's factor. A 16-bit Q has no factor.
+// SCORE_MOD, scale_log2 otherwise, times the descale factors of Q and K. A 16-bit Q has no factor. With PACK_GQA,
+// mma.sync applies the factor of each row of Q itself, in multiply_qk().
 template <class B> __device__ __forceinline__ float item_score_scale(const KernelArgs& a, const Item<B>& item) {
-  if constexpr (!B::is_8bit) return B::use_softcap != 0 || B::changes_logits ? a.cap_scale : a.scale_log2;
-  const float q_descale = B::converts_operands || B::mixes_types ? 1 : a.p.q_descale.of_head(item.b, item.h);
+  if constexpr (B::input_bytes == 2)
+    return B::use_softcap != 0 || B::changes_logits ? a.cap_scale : a.scale_log2;
+  constexpr bool mma_scales_rows = B::kernel == KernelKind::mma && B::q_type != B::product_type;
+  const bool has_factor_of_q = B::query_bytes == 1 && !mma_scales_rows;
+  const float q_descale = has_factor_of_q ? a.p.q_descale.of_head(item.b, item.h) : 1;
   const float k_descale = a.p.k_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
   // Multiply the descale factors first. One may be 0, and the other times a large scale may be infinite.
   const float scale = (is_capped<B>(a) ? a.cap_scale : a.scale_log2) * (q_descale * k_descale);
@@ -642,12 +674,12 @@ template <class B> __device__ __forceinline__ float item_score_scale(const Kerne
 // scale_log2 of an item. It includes the descale factors of the item's heads, unless the hook has already applied
 // them together with cap_scale.
 template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const Item<B>& item) {
-  if (!B::is_8bit || is_capped<B>(a)) return a.scale_log2;
+  if (B::input_bytes == 2 || is_capped<B>(a)) return a.scale_log2;
   return item_score_scale<B>(a, item);
 }
 // The descale factor of an item's V.
 template <class B> __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const Item<B>& item) {
-  if constexpr (!B::is_8bit) return 1;
+  if constexpr (B::input_bytes == 2) return 1;
   return element_unit<B> * a.p.v_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
 }
 
@@ -783,7 +815,7 @@ template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
 
 // P and l are scaled by 2^p_log2, because the range of e4m3 is 2^-9 to 448. With 8 instead of 3, P would overflow
 // sooner with a stale maximum. With 0, the error of long rows would grow.
-template <class B> constexpr float p_log2 = B::multiplies_e4m3 ? 3 : 0;
+template <class B> constexpr float p_log2 = B::product_type == DType::e4m3 ? 3 : 0;
 
 // The maximum to subtract: 0 for a row that has seen no key yet, which avoids -inf - -inf.
 __device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
@@ -1035,25 +1067,15 @@ using TileSoftmax = std::conditional_t<B::sync_policy == 1, WarpSoftmax<B, Share
 
 // ---- the path to a kernel ----
 
-enum class Path { scalar, wmma, mma, wgmma_plain, wgmma_roles, wgmma_converting, wgmma_e4m3, wgmma_swapped };
-template <class B>
-constexpr Path path = B::family == Family::mma      ? Path::mma
-                      : B::family == Family::wmma   ? Path::wmma
-                      : B::family == Family::scalar ? Path::scalar
-                      : B::swap_ab                  ? Path::wgmma_swapped
-                      : B::multiplies_e4m3          ? Path::wgmma_e4m3
-                      : B::converts_tiles           ? Path::wgmma_converting
-                      : B::use_warp_specialization  ? Path::wgmma_roles
-                                                    : Path::wgmma_plain;
 // True if a second kernel, sdpa_merge(), merges the ranges of an item. Kernels whose partials pass through
 // shared memory do not need it: the last CTA of an item merges its ranges.
 template <class B>
-constexpr bool merges_by_kernel = B::split_ctas != 1 && !B::swap_ab &&
-                                  !(B::family == Family::mma && B::pack_gqa && B::split_kv > 1);
+constexpr bool merges_by_kernel =
+    B::split_ctas != 1 && !B::swap_ab && !(B::kernel == KernelKind::mma && B::pack_gqa && B::split_kv > 1);
 // True if the CTAs of an item increment a counter. The CTA that does so last merges the partials.
 template <class B> constexpr bool counts_ranges = B::split_ctas != 1 && !merges_by_kernel<B>;
 // KernelOf describes a kernel to the launch code: `Shared` is its shared memory, `entry` its __global__ function.
-template <class B, Path = path<B>> struct KernelOf;
+template <class B, KernelKind = B::kernel> struct KernelOf;
 template <class B> constexpr size_t shared_bytes = sizeof(typename KernelOf<B>::Shared);
 
 // ---- 5a scalar: Q @ K.T and P @ V on the FMA pipes (scalar) ----
@@ -1115,7 +1137,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(
   store_output<B>(O, m, l, a, item);
 }
 
-template <class B> struct KernelOf<B, Path::scalar> {
+template <class B> struct KernelOf<B, KernelKind::scalar> {
   using Shared = ScalarShared<B>;
   static constexpr auto entry = sdpa_scalar<B>;
 };
@@ -1171,7 +1193,7 @@ template <class B, int D = B::head_dim> struct TileCopy {
   // rows exist; rows past them are zero-filled. With USE_CP_ASYNC, the data is valid only after a wait.
   template <int ROWS, class Rows>
   __device__ __forceinline__ void copy(Element<B>* dst_s, Rows src_g, int64_t row_stride, int rows) const {
-    using Copy = VectorCopy<B::use_cp_async, B::converts>;
+    using Copy = VectorCopy<B::use_cp_async, B::tile_type != B::kv_type>;
     [[maybe_unused]] constexpr int unrolled = B::use_cp_async ? 16 : 8;  // plain loads occupy registers
 #pragma unroll unrolled
     for (int r = 0; r < ROWS; r += row_step, src_g += row_step * row_stride) {
@@ -1186,13 +1208,13 @@ template <class B, int D = B::head_dim> struct TileCopy {
 };
 
 // ---- barriers ----
-// Synchronizes the warps of a slice if across_warps, a compile-time constant; otherwise only the warp.
-template <class B> __device__ __forceinline__ void slice_sync(bool across_warps) {
-  if (!across_warps || B::group_threads == 32) {
+// Synchronizes the warps of a split if across_warps, a compile-time constant; otherwise only the warp.
+template <class B> __device__ __forceinline__ void split_sync(bool across_warps) {
+  if (!across_warps || B::split_threads == 32) {
     __syncwarp();
   } else if constexpr (B::split_kv > 1) {
-    SDPA_UNROLL for (int slice = 0; slice < B::split_kv; slice++) {  // the barrier id is an immediate operand
-      if (int(threadIdx.x / B::group_threads) == slice) barrier_sync(1 + slice, B::group_threads);
+    SDPA_UNROLL for (int split = 0; split < B::split_kv; split++) {  // the barrier id is an immediate operand
+      if (int(threadIdx.x / B::split_threads) == split) barrier_sync(1 + split, B::split_threads);
     }
   } else {
     __syncthreads();
@@ -1203,7 +1225,7 @@ template <class B> __device__ __forceinline__ void slice_sync(bool across_warps)
 
 template <class B> struct PagedRows;  // USE_PAGES: in place of a pointer to rows of K or V
 
-// Copies the tiles of an item. The threads of slice n copy the K/V tiles n, SPLIT_KV + n, and so on.
+// Copies the tiles of an item. The threads of split n copy the K/V tiles n, SPLIT_KV + n, and so on.
 template <class B> struct ItemTiles {
   const SdpaParams& p;
   const Item<B>& item;
@@ -1213,13 +1235,13 @@ template <class B> struct ItemTiles {
   using Rows = std::conditional_t<B::use_pages != 0, PagedRows<B>, const Input*>;
   Rows K_g, V_g;  // this thread's first vectors of the next tile
   KeyRange keys;  // keys that the item's rows see; SPLIT_CTAS: this CTA's range of them
-  int first_key;  // first key of the slice
+  int first_key;  // first key of the split
 
-  __device__ __forceinline__ ItemTiles(const KernelArgs& a, const Item<B>& item_, int slice, int tid, int nthreads)
+  __device__ __forceinline__ ItemTiles(const KernelArgs& a, const Item<B>& item_, int split, int tid, int nthreads)
       : p(a.p), item(item_), mask(item.mask(a)), k_copy(tid, nthreads), v_copy(tid, nthreads) {
     const int h_kv = item.h / (p.Hq / p.Hkv);
     keys = item.keys_of_cta(a, mask);
-    first_key = keys.begin + slice * B::block_n;
+    first_key = keys.begin + split * B::block_n;
     if constexpr (B::use_pages != 0) {
       K_g = {&a, &item, &p.k, p.K + h_kv * p.k.head + k_copy.col, first_key + k_copy.row};
       V_g = {&a, &item, &p.v, p.V + h_kv * p.v.head + v_copy.col, first_key + v_copy.row};
@@ -1238,11 +1260,12 @@ template <class B> struct ItemTiles {
   __device__ __forceinline__ void copy_q(Element<B>* Q_s, int first_row, int tid, int nthreads) const {
     const TileCopy<B, B::d_q> share(tid, nthreads);
     const int q = item.q0 + first_row;
-    const Query<B>* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + item.q_row(q) * p.q.row;
+    const Query* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + item.q_row(q) * p.q.row;
     share.template copy<ROWS>(Q_s, reinterpret_cast<const Input*>(Q_g + share.row * p.q.row) + share.col,
-                              (B::mixes_types ? 2 : 1) * p.q.row, item.query_count(p) - q - share.row);
+                              (B::q_type != B::kv_type ? 2 : 1) * p.q.row,
+                              item.query_count(p) - q - share.row);
   }
-  // Copies the slice's next tile of K and V, whose first key is k0, to a stage. Does nothing past the last key.
+  // Copies the split's next tile of K and V, whose first key is k0, to a stage. Does nothing past the last key.
   template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
     if (k0 < keys.end) {
       const int rows = keys.end - k0;
@@ -1251,13 +1274,13 @@ template <class B> struct ItemTiles {
                                        !B::takes_short_rows || k_copy.col < p.D ? rows - k_copy.row : 0);
       v_copy.template copy<B::block_n>(s.V[stage], V_g, row_stride(p.v),
                                        !B::takes_short_rows || v_copy.col < p.Dv ? rows - v_copy.row : 0);
-      K_g += B::round_keys * row_stride(p.k);  // the slice's next tile
+      K_g += B::round_keys * row_stride(p.k);  // the split's next tile
       V_g += B::round_keys * row_stride(p.v);
     }
   }
 };
 
-// All threads of a slice copy its tiles of K and V, STAGES - 1 tiles ahead of the current one. Past the last
+// All threads of a split copy its tiles of K and V, STAGES - 1 tiles ahead of the current one. Past the last
 // tile they commit empty groups of copies, so that the wait counts stay constant.
 template <class B, class Shared> struct CopyTogether {
   using Copy = VectorCopy<B::use_cp_async>;
@@ -1266,7 +1289,7 @@ template <class B, class Shared> struct CopyTogether {
   int stage = B::stages - 1;  // stage of the current tile
   // mma.sync with two or more stages: after the barrier in acquire(), all warps have read the previous tile,
   // so its stage is refilled there. Other kernels refill it before that barrier and need a barrier in release().
-  static constexpr bool REFILLS_AFTER_BARRIER = B::family == Family::mma && B::stages > 1;
+  static constexpr bool REFILLS_AFTER_BARRIER = B::kernel == KernelKind::mma && B::stages > 1;
 
   // Starts copying the first STAGES - 1 tiles, with one group of copies per tile.
   __device__ __forceinline__ CopyTogether(Shared& s_, const ItemTiles<B>& t_) : t(t_), s(s_) {
@@ -1281,13 +1304,13 @@ template <class B, class Shared> struct CopyTogether {
     stage = stage + 1 == B::stages ? 0 : stage + 1;
     const int previous = stage == 0 ? B::stages - 1 : stage - 1;
     const int next_k0 = k0 + (B::stages - 1) * B::round_keys;
-    slice_sync<B>(B::family != Family::mma && B::sync_policy == 5);  // hazard: Q was copied by all warps
+    split_sync<B>(B::kernel != KernelKind::mma && B::sync_policy == 5);  // hazard: Q was copied by all warps
     if (!REFILLS_AFTER_BARRIER) {
       t.copy_kv(s, previous, next_k0);
       Copy::commit();
     }
     Copy::template wait<REFILLS_AFTER_BARRIER ? B::stages - 2 : B::stages - 1>();
-    slice_sync<B>(B::sync_policy >= 1);  // hazard: K and V were copied by all warps
+    split_sync<B>(B::sync_policy >= 1);  // hazard: K and V were copied by all warps
     if (REFILLS_AFTER_BARRIER) {
       t.copy_kv(s, previous, next_k0);
       Copy::commit();
@@ -1296,7 +1319,7 @@ template <class B, class Shared> struct CopyTogether {
   }
   __device__ __forceinline__ void release() {
     // hazard: K, V and P still being read by other warps
-    slice_sync<B>(!REFILLS_AFTER_BARRIER && B::sync_policy >= 1);
+    split_sync<B>(!REFILLS_AFTER_BARRIER && B::sync_policy >= 1);
   }
 };
 
@@ -1305,7 +1328,7 @@ template <class B, class Shared> struct CopyTogether {
 #ifndef SDPA_SIMT
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-static_assert(!(is_mma && Build::is_e4m3),
+static_assert(!(Defines::kernel == KernelKind::mma && Defines::kv_type == DType::e4m3),
               "DTYPE=FP8_E4M3: mma.sync takes e4m3 from sm_89 on; type -arch=sm_89 or DTYPE=FP16");
 #endif
 
@@ -1513,7 +1536,7 @@ template <class Pair> __device__ __forceinline__ void add_pair(float& x, float& 
 // Stores the result for the CTA's keys: O / l and LSE, or the partial if the item has several ranges.
 template <class B, class View, class R>
 __device__ __forceinline__ void store_sums(const View&, const R& m, const R& l, const KernelArgs&, const Item<B>&);
-// The same for rows with one partial per slice in shared memory. It merges these partials first.
+// The same for rows with one partial per split in shared memory. It merges these partials first.
 template <class B, class Partials>
 __device__ __forceinline__ void store_rows(const Partials&, const KernelArgs&, const Item<B>&, int thread, bool& last);
 template <class B> constexpr int PARTIAL_STRIDE = B::d_v + 4;  // padded against bank conflicts
@@ -1522,9 +1545,9 @@ template <class B> constexpr int PARTIAL_STRIDE = B::d_v + 4;  // padded against
 
 // Number of query rows that skip a masked K tile together: the rows of a warp, a warpgroup or the CTA.
 template <class B>
-constexpr int mask_rows = B::family == Family::mma                                   ? B::block_m / B::group_warps
-                          : B::family == Family::wgmma && B::use_warp_specialization ? 64
-                                                                                     : B::block_m;
+constexpr int mask_rows = B::kernel == KernelKind::mma                ? B::block_m / B::split_warps
+                          : B::is_wgmma && B::use_warp_specialization ? 64
+                                                                      : B::block_m;
 // Number of queries of an item per head.
 template <class B> __device__ __forceinline__ int queries_of_item(const KernelArgs& a) {
   return B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
@@ -1551,16 +1574,17 @@ template <class B> __host__ __device__ __forceinline__ const auto& plan_room(con
 // USE_BIAS, MASK_MOD: true if an item can have a list of its visible rounds. Only the kernel with producer
 // and consumer warps has lists, and only if each item has a single range.
 template <class B>
-constexpr bool lists_rounds = B::takes_map && path<B> == Path::wgmma_roles && !B::use_lengths && B::split_ctas == 1;
+constexpr bool lists_rounds =
+    B::takes_map && B::kernel == KernelKind::wgmma_roles && !B::use_lengths && B::split_ctas == 1;
 template <class B> __device__ __forceinline__ bool has_map(const KernelArgs& a) {
   return lists_rounds<B> && a.bias_map.lists;
 }
 // USE_KEY_MASK: true if each CTA lists the visible rounds of its items.
 template <class B>
-constexpr bool lists_shown_rounds = B::use_key_mask && B::family == Family::wgmma && path<B> != Path::wgmma_plain;
+constexpr bool lists_shown_rounds = B::use_key_mask && B::is_wgmma && B::kernel != KernelKind::wgmma_plain;
 
 struct ListOfRounds {  // an item's visible rounds: those with a key that the bias or MASK_MOD does not hide
-  // Elements are 2 * round, plus 1 if the bias or MASK_MOD changes its scores. Null: all rounds.
+  // Entries are 2 * number, plus 1 if the bias or MASK_MOD changes its scores. Null: all rounds.
   const uint32_t* list = nullptr;
   __device__ uint32_t entry(int round) const { return list ? ld_global<uint32_t>(list + round) : 2 * round + 1; }
 };
@@ -1625,8 +1649,8 @@ __device__ __forceinline__ KeyRange Item<B, PLANNED>::keys_of_cta(const KernelAr
 
 // True if a warpgroup whose rows are all before query 0 or past Sq skips the tiles of the item.
 template <class B>
-constexpr bool wgmma_may_pass = B::family == Family::wgmma && B::use_warp_specialization && B::split_kv == 1 &&
-                                !B::use_ping_pong && B::split_ctas == 1;
+constexpr bool wgmma_may_pass =
+    B::is_wgmma && B::use_warp_specialization && B::split_kv == 1 && !B::use_ping_pong && B::split_ctas == 1;
 
 // The current stage of N, and the parity of the current phase of the stage's mbarriers.
 template <int N> struct StageRing {
@@ -1673,12 +1697,12 @@ template <class B> struct ItemScale {
         head.h = min(head.h, a.p.Hq - 1);
         scale.factor[i] = item_score_scale<B>(a, head);
       }
-    } else if constexpr (B::is_8bit) {
+    } else if constexpr (B::input_bytes == 1) {
       scale = item_score_scale<B>(a, item);
     }
   }
   __device__ __forceinline__ operator ScoreScale<B>() const {
-    if (B::is_8bit && !is_capped<B>(a)) return scale;  // USE_SOFTCAP: cap_scores() applies it
+    if (B::input_bytes == 1 && !is_capped<B>(a)) return scale;  // USE_SOFTCAP: cap_scores() applies it
     if constexpr (B::scales_rows) return {a.scale_log2, a.scale_log2};
     else return a.scale_log2;
   }
@@ -1689,7 +1713,8 @@ template <class B> struct ItemScale {
   }
   // item_score_scale() of the item.
   __device__ ScoreScale<B> of_cap() const {
-    if constexpr (B::is_8bit) return scale;
+    if constexpr (B::input_bytes == 1)
+      return scale;
     else return a.cap_scale;
   }
 };
@@ -1697,7 +1722,10 @@ template <class B> struct ItemScale {
 // USE_LAZY_MAX: the stale maximum is kept as long as the sum of P over each thread's part of the tile is
 // within this limit, and thus every element of P. The largest e4m3 number is 448 and the largest
 // fp16 number is 65504; bf16 has the exponent range of fp32.
-template <class B> constexpr float lazy_limit = B::multiplies_e4m3 ? 448 : B::input == DType::bf16 ? 0x1p60f : 65504;
+template <class B>
+constexpr float lazy_limit = B::product_type == DType::e4m3 ? 448
+                             : B::kv_type == DType::bf16    ? 0x1p60f
+                                                            : 65504;
 
 // USE_LAZY_MAX: computes P and l relative to the stale maximum m [ROWS] of earlier tiles (lazy rescaling).
 // There is no row max, no alpha and no rescaling of O, and each exponential depends on one score only. m may
@@ -1809,8 +1837,8 @@ template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
 // A warp has M_TILES row tiles of 16 rows. Of each row tile, lane 4g + q has rows g and g + 8, and of every 8
 // columns it has columns 2q and 2q + 1.
 template <class B, int WIDTH>
-struct MmaAccumulator : QuadRuns<B::block_m / B::group_warps / 8, WIDTH, 2> {  // [16 * M_TILES of BLOCK_M][WIDTH]
-  static constexpr int M_TILES = B::block_m / B::group_warps / 16, LANES = 4;
+struct MmaAccumulator : QuadRuns<B::block_m / B::split_warps / 8, WIDTH, 2> {  // [16 * M_TILES of BLOCK_M][WIDTH]
+  static constexpr int M_TILES = B::block_m / B::split_warps / 16, LANES = 4;
 };
 template <class B> using MmaSums = MmaAccumulator<B, B::d_v>;            // O
 template <class B> using MmaStepOfP = uint32_t[MmaSums<B>::M_TILES][4];  // A operands: P of one step's keys
@@ -1826,15 +1854,15 @@ __device__ __forceinline__ SharedAddress tile_step(SharedAddress origin, int r, 
   return (origin ^ c % xored * int(sizeof(Element<B>))) + (r * D + c / xored * xored) * int(sizeof(Element<B>));
 }
 
-// The partial of a slice, in the layout of its threads' accumulators.
+// The partial of a split, in the layout of its threads' accumulators.
 template <class B> struct MmaPartial {
   using View = MmaSums<B>;
-  float O[View::ROWS][View::COLS][B::group_threads];
-  float2 m_l[View::ROWS][B::group_threads];
+  float O[View::ROWS][View::COLS][B::split_threads];
+  float2 m_l[View::ROWS][B::split_threads];
 };
 
 template <class B> struct MmaPacked;  // PACK_GQA: copies of Q and stores of O
-// The partials of all slices but the first.
+// The partials of all splits but the first.
 template <class B, bool PACKED = (B::pack_gqa && !merges_by_kernel<B>)> struct MmaPartials {
   static constexpr int OTHERS = B::split_kv > 1 ? B::split_kv - 1 : 1;
   using type = std::conditional_t<(B::split_kv > 1), MmaPartial<B>[OTHERS], char>;
@@ -1847,7 +1875,7 @@ template <class B> struct MmaShared {
   };
   struct Inputs {
     Element<B> Q[B::block_m * B::d_q];  // [BLOCK_M][D]
-    Tiles slice[B::split_kv];
+    Tiles split[B::split_kv];
   };
   union {
     Inputs in;
@@ -1901,9 +1929,9 @@ template <class B> struct MmaE4m3AsHalves;  // converts e4m3 to fp16 in register
 template <class B> struct MmaMixedTypes;    // converts K and V from e4m3 to the type of Q
 template <class B>
 using MmaOperands = std::conditional_t<
-    B::mixes_types, MmaMixedTypes<B>,
-    std::conditional_t<B::converts_operands, MmaE4m3AsHalves<B>,
-                       std::conditional_t<B::is_e4m3, MmaE4m3<B>, MmaHalves<B>>>>;
+    B::q_type != B::kv_type, MmaMixedTypes<B>,
+    std::conditional_t<B::product_type != B::tile_type, MmaE4m3AsHalves<B>,
+                       std::conditional_t<B::product_type == DType::e4m3, MmaE4m3<B>, MmaHalves<B>>>>;
 // Q of a warp, as A operands. The first KEPT steps stay in registers, as many as fit in addition to O and S. The
 // other steps are read from shared memory at each use.
 template <class B> struct MmaQueries {
@@ -1917,15 +1945,17 @@ template <class B> struct MmaQueries {
 
   __device__ void read(uint32_t (&a)[M_TILES][REGISTERS], int step) const {
     SDPA_UNROLL for (int m = 0; m < M_TILES; m++) {
-      MmaOperands<B>::read(a[m], tile_step<B, B::d_q>(lane_address, 16 * m,
-                                                      B::mixes_types ? 2 * MMA_K<B> * step : MMA_K<B> * step));
+      MmaOperands<B>::read(
+          a[m], tile_step<B, B::d_q>(lane_address, 16 * m,
+                                     B::q_type != B::kv_type ? 2 * MMA_K<B> * step : MMA_K<B> * step));
     }
   }
   // Call it after Q has been copied to Q_s.
   __device__ void start(const Element<B>* Q_s, int warp, int lane) {
-    lane_address = shared_address(
-        Q_s + (B::mixes_types ? tile_offset<B, B::d_q>(warp * 16 * M_TILES + lane / 4, lane % 4 * 8)
-                              : tile_offset<B>(warp * 16 * M_TILES + lane % 16, lane / 16 * CHUNK<B>)));
+    lane_address =
+        shared_address(Q_s + (B::q_type != B::kv_type
+                                  ? tile_offset<B, B::d_q>(warp * 16 * M_TILES + lane / 4, lane % 4 * 8)
+                                  : tile_offset<B>(warp * 16 * M_TILES + lane % 16, lane / 16 * CHUNK<B>)));
     SDPA_UNROLL for (int step = 0; step < KEPT; step++) read(kept[step], step);
   }
 };
@@ -1940,7 +1970,7 @@ template <class B> struct MmaRows {
   Sums O;
   MmaStepOfP<B> P[STEPS];
   float m[ROWS], l[ROWS];
-  float q_descale[B::converts_operands && !B::mixes_types ? ROWS : 1];  // of the rows' heads
+  float q_descale[B::q_type != B::product_type ? ROWS : 1];  // of the rows' heads
   bool keeps_max;  // USE_LAZY_MAX: all rows of the warp may keep m as a stale maximum
 
   __device__ void start(int first_row, int first_col) {
@@ -1980,7 +2010,7 @@ template <class B> struct MmaRows {
         multiply_columns<MmaOperands<B>>(S, n, q, k);
       }
     }
-    if constexpr (B::converts_operands && !B::mixes_types) scale_rows(S, q_descale);  // PACK_GQA
+    if constexpr (B::q_type != B::product_type) scale_rows(S, q_descale);  // PACK_GQA
   }
   // Computes P of the tile at key k0, which needs no mask, with the stale maximum. Returns false if P is
   // unusable because the stale maximum was too small.
@@ -2015,7 +2045,7 @@ template <class B> struct MmaRows {
     SDPA_UNROLL for (int step = 0; step < STEPS; step++) pack_step(S, step);
   }
 
-  // Stores the partial of this slice.
+  // Stores the partial of this split.
   __device__ void store(MmaPartial<B>& partial, int tid) const {
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       st_shared(&partial.m_l[i][tid], float2{m[i], l[i]});
@@ -2023,7 +2053,7 @@ template <class B> struct MmaRows {
     }
   }
 
-  // Merges O, m and l with the partials of the other slices.
+  // Merges O, m and l with the partials of the other splits.
   template <int OTHERS> __device__ void merge(const MmaPartial<B> (&others)[OTHERS], float scale_log2, int tid) {
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       float2 m_l[OTHERS + 1] = {{m[i], l[i]}};
@@ -2084,14 +2114,14 @@ __device__ __forceinline__ void rearrange_runs(MmaRuns<B>& R, const MmaSums<B>& 
 template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant__ KernelArgs a) {
   const SdpaParams& p = a.p;
   MmaShared<B>& s = dynamic_shared<MmaShared<B>>();
-  const int slice = B::split_kv == 1 ? 0 : threadIdx.x / B::group_threads;
-  const int tid = B::split_kv == 1 ? threadIdx.x : threadIdx.x % B::group_threads;
+  const int split = B::split_kv == 1 ? 0 : threadIdx.x / B::split_threads;
+  const int tid = B::split_kv == 1 ? threadIdx.x : threadIdx.x % B::split_threads;
   const int warp = tid / 32, lane = tid % 32;
-  constexpr int WARP_ROWS = B::block_m / B::group_warps;
+  constexpr int WARP_ROWS = B::block_m / B::split_warps;
 
   const Item<B> item = item_of_cta<B>(a);
   if (!item.exists()) return;
-  const ItemTiles<B> t(a, item, slice, tid, B::group_threads);
+  const ItemTiles<B> t(a, item, split, tid, B::split_threads);
   if constexpr (B::pack_gqa) {
     MmaPacked<B>::copy_q(s, t, a);
   } else {
@@ -2099,7 +2129,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
   }
   if (threadIdx.x == 0) s.item = item;
   VectorCopy<B::use_cp_async>::commit();
-  CopyTogether<B, typename MmaShared<B>::Tiles> pipeline(s.in.slice[slice], t);
+  CopyTogether<B, typename MmaShared<B>::Tiles> pipeline(s.in.split[split], t);
   VectorCopy<B::use_cp_async>::template wait<B::stages - 1>();
   __syncthreads();  // hazard: Q was copied by all warps, s.item was written by thread 0
   MmaQueries<B> Q;
@@ -2109,16 +2139,16 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
   const int q = item.q0 + (B::pack_gqa ? 0 : warp * WARP_ROWS);
   Q.start(s.in.Q, warp, lane);
   rows.start(warp * WARP_ROWS + lane / 4, lane % 4 * 2);
-  if constexpr (B::converts_operands && !B::mixes_types) MmaPacked<B>::read_factors(rows, a, s.item);
-  // All slices take part in all rounds. In the last round, a slice may have no tile.
+  if constexpr (B::q_type != B::product_type) MmaPacked<B>::read_factors(rows, a, s.item);
+  // All splits take part in all rounds. In the last round, a split may have no tile.
   for (int round_k0 = t.keys.begin; round_k0 < t.keys.end; round_k0 += B::round_keys) {
-    const int k0 = round_k0 + slice * B::block_n;
+    const int k0 = round_k0 + split * B::block_n;
     const int stage = pipeline.acquire(k0);
     if (q < item.query_count(p) && k0 < t.keys.end && t.mask.tiles.touch(q, k0) &&
         (!B::use_key_mask || KeyBits<B>(a, item.b, k0).any())) {
       const bool plain = is_plain<B>(a, t.mask, q, k0);
-      const Element<B>* const K_s = s.in.slice[slice].K[stage];
-      const Element<B>* const V_s = s.in.slice[slice].V[stage];
+      const Element<B>* const K_s = s.in.split[split].K[stage];
+      const Element<B>* const V_s = s.in.split[split].V[stage];
       bool done = false;
       if (B::use_lazy_max && rows.keeps_max && plain) {
         done = rows.attend_by_stale_max(Q, K_s, scale_log2, s.item, t.mask, s.item.q0, k0, lane);
@@ -2131,13 +2161,13 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
 
   SDPA_UNROLL for (int i = 0; i < rows.ROWS; i++) rows.l[i] = row_sum<MmaSums<B>::LANES>(rows.l[i]);
   if constexpr (B::pack_gqa && !merges_by_kernel<B>) {
-    MmaPacked<B>::store(s, rows, a, slice, lane);
+    MmaPacked<B>::store(s, rows, a, split, lane);
   } else {
     if constexpr (B::split_kv > 1) {
       __syncthreads();  // hazard: other warps still read Q, K and V, which the partials overwrite
-      if (slice > 0) rows.store(s.partial[slice - 1], tid);
+      if (split > 0) rows.store(s.partial[split - 1], tid);
       __syncthreads();  // hazard: the partials were written
-      if (slice > 0) return;
+      if (split > 0) return;
       rows.merge(s.partial, scale_log2, tid);
     }
     MmaRuns<B> runs;
@@ -2146,7 +2176,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
   }
 }
 
-template <class B> struct KernelOf<B, Path::mma> {
+template <class B> struct KernelOf<B, KernelKind::mma> {
   using Shared = MmaShared<B>;
   static constexpr auto entry = sdpa_mma<B>;
 };
@@ -2406,8 +2436,9 @@ constexpr uint64_t evict_first = 0x12f0000000000000, evict_last = 0x14f000000000
 
 // True if a producer warp stores O from shared memory by TMA; otherwise the consumers store O.
 template <class B>
-constexpr bool stores_by_tma = (path<B> == Path::wgmma_roles || path<B> == Path::wgmma_converting) &&
-                               B::split_kv == 1 && B::split_ctas == 1;
+constexpr bool stores_by_tma =
+    (B::kernel == KernelKind::wgmma_roles || B::kernel == KernelKind::wgmma_converting) && B::split_kv == 1 &&
+    B::split_ctas == 1;
 
 // ---- the list of an item's visible rounds (USE_KEY_MASK) ----
 //
@@ -2417,7 +2448,7 @@ constexpr bool stores_by_tma = (path<B> == Path::wgmma_roles || path<B> == Path:
 // Bytes of shared memory for K, V and Q of two items, if Dv = D. The lists have to fit into the rest.
 template <class B>
 constexpr int bytes_beside_lists = (2 * B::block_m + 2 * B::split_kv * B::stages * B::block_n) * B::head_dim * 2;
-template <class B> constexpr bool lists_are_short = B::swap_ab || B::is_8bit;
+template <class B> constexpr bool lists_are_short = B::swap_ab || B::input_bytes == 1;
 // Maximum number of rounds of an item with a list. An item with more rounds computes all of them.
 template <class B>
 constexpr int most_listed = lists_are_short<B> ? 64 : bytes_beside_lists<B> > 200 * 1024 ? 128 : 512;
@@ -2425,7 +2456,7 @@ constexpr int most_listed = lists_are_short<B> ? 64 : bytes_beside_lists<B> > 20
 // rounds are computed from the key mask at each use.
 template <class B>
 constexpr int most_kept = lists_are_short<B> ? 1 : bytes_beside_lists<B> > 200 * 1024 ? 32 : 128;
-// The list, in shared memory. entries: for each visible round, 2 * round, plus 1 if the key mask hides one of
+// The list, in shared memory. entries: for each visible round, 2 * number, plus 1 if the key mask hides one of
 // its keys. bits: for each of the first most_kept rounds with a hidden key, one bit per key, 1 if it is
 // visible.
 template <class B> struct ShownRounds {
@@ -2439,25 +2470,27 @@ template <class B> struct ListOfShownRounds {
   __device__ __forceinline__ ShownRounds<B>& shown() const {
     return *reinterpret_cast<ShownRounds<B>*>(&dynamic_shared<unsigned char>() + list);
   }
-  // round: index in the list. number_of(): index among all rounds of the item.
   __device__ uint32_t entry(int round) const { return ld_shared<uint16_t>(&shown().entries[is_whole ? 0 : round]); }
   __device__ int number_of(uint32_t entry, int round) const { return is_whole ? round : int(entry / 2); }
 };
 
 // ---- items and their rounds (wgmma) ----
 
-// A work item and its rounds; in each round, every slice (SPLIT_KV) computes one tile of BLOCK_N keys. The last
+// A work item and its rounds; in each round, every split (SPLIT_KV) computes one tile of BLOCK_N keys. The last
 // round is computed first: after the tiles with a causal mask, the row max is large enough for most of the other
-// tiles.
+// tiles. A round has up to three indices:
+//   round   among the rounds that the item computes, 0 to rounds - 1; with a list, the position in the list
+//   number  among all rounds of the item; it gives the keys. Without a list, it equals `round`
+//   entry   the element of the list: 2 * number, plus 1 if the bias or the mask may change the scores
 template <class B>
 struct alignas(16) WgmmaItem : Item<B>, std::conditional_t<lists_shown_rounds<B>, ListOfShownRounds<B>,
                                                           std::conditional_t<lists_rounds<B>, ListOfRounds, Nothing>> {
   int h_kv, first_key, rounds;  // zero rounds: there are no more items
 };
-template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem<B>& item, int round, int slice) {
-  if constexpr (lists_rounds<B>) round = int(item.entry(round) / 2);
-  if constexpr (lists_shown_rounds<B>) round = item.number_of(item.entry(round), round);
-  return item.first_key + (round * B::split_kv + slice) * B::block_n;
+template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem<B>& item, int round, int split) {
+  if constexpr (lists_rounds<B>) round = int(item.entry(round) / 2);  // now the number
+  if constexpr (lists_shown_rounds<B>) round = item.number_of(item.entry(round), round);  // now the number
+  return item.first_key + (round * B::split_kv + split) * B::block_n;
 }
 template <class B> __device__ __forceinline__ bool has_list(const KernelArgs& a, const WgmmaItem<B>& item) {
   if constexpr (B::use_key_mask) return !item.is_whole;
@@ -2537,11 +2570,11 @@ __device__ __forceinline__ void wait_for_tile(uint64_t* full, int parity, bool h
 
 // Number of warps that copy a K or V tile together. Each arrives once at the tile's mbarrier.
 template <class B>
-constexpr int copying_warps = !B::copies_rows                      ? 1
-                              : path<B> == Path::wgmma_swapped     ? 4
-                              : path<B> == Path::wgmma_converting  ? 4
-                              : path<B> == Path::wgmma_roles       ? 2 / B::split_kv
-                                                                   : 1;
+constexpr int copying_warps = !B::copies_rows                             ? 1
+                              : B::kernel == KernelKind::wgmma_swapped    ? 4
+                              : B::kernel == KernelKind::wgmma_converting ? 4
+                              : B::kernel == KernelKind::wgmma_roles      ? 2 / B::split_kv
+                                                                          : 1;
 
 // Copies a tile of K or V, from key k0 on, by one warp; lane 0 issues the load. Rows past the last key are
 // zero-filled.
@@ -2595,7 +2628,7 @@ __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::d_v>& O, const Wgmm
   hold(O.x.d);
   wgmma_fence();
   SDPA_UNROLL for (int step = 0; step < B::block_n * B::element_bytes / STEP_BYTES; step++) {
-    if constexpr (B::multiplies_e4m3) {
+    if constexpr (B::product_type == DType::e4m3) {
       const uint64_t V_step = descriptor_at(V, panel_step<V_LINE<B>>(step, B::d_v));
       wgmma_rs<Element<B>, B::d_v, 0>(O.x.d, P[step], V_step, step || accumulate);
     } else {
@@ -2687,7 +2720,7 @@ template <class B>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_constant__ KernelArgs a) {
   const SdpaParams& p = a.p;
   WgmmaPlainShared<B>& s = dynamic_shared<WgmmaPlainShared<B>>();
-  const int tid = threadIdx.x, lane = tid % 32, group = uniform(tid / 128);
+  const int tid = threadIdx.x, lane = tid % 32, warpgroup = uniform(tid / 128);
   const Item<B> item = item_of_cta<B>(a);
   if (!item.exists()) return;
   const int h_kv = item.h / (p.Hq / p.Hkv);
@@ -2716,11 +2749,11 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
 
   WgmmaAccumulator<B::block_n> S;
   WgmmaAccumulator<B::d_v> O;
-  S.first_row = O.first_row = group * 64 + tid % 128 / 32 * 16 + lane / 4;
+  S.first_row = O.first_row = warpgroup * 64 + tid % 128 / 32 * 16 + lane / 4;
   S.first_col = O.first_col = lane % 4 * 2;
   clear(O);
   float m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0};
-  const uint64_t Q = wgmma_descriptor(uniform(shared_address(s.Q[group])), 16, PANEL_ATOM<B::qk_bytes>);
+  const uint64_t Q = wgmma_descriptor(uniform(shared_address(s.Q[warpgroup])), 16, PANEL_ATOM<B::qk_bytes>);
   mbarrier_wait(&s.q_full, 0);
 
   for (int tile = 0; tile < tiles; tile++) {
@@ -2765,7 +2798,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
   store_sums<B>(O, m, l, a, item);
 }
 
-template <class B> struct KernelOf<B, Path::wgmma_plain> {
+template <class B> struct KernelOf<B, KernelKind::wgmma_plain> {
   using Shared = WgmmaPlainShared<B>;
   static constexpr auto entry = sdpa_wgmma_plain<B>;
 };
@@ -2796,7 +2829,7 @@ template <class B> constexpr bool bias_fits(int q_stages) {
 }
 template <class B> constexpr bool bias_has_room = B::use_bias != 0 && bias_fits<B>(1);
 template <class B> struct BiasTiles {
-  std::conditional_t<bias_has_room<B>, BiasTile<B>[B::group_warps], Nothing> per_warp;
+  std::conditional_t<bias_has_room<B>, BiasTile<B>[B::split_warps], Nothing> per_warp;
 };
 
 // Adds the bias to the rows of a warp. During a tile, the bias of the next tile is prefetched into shared memory.
@@ -2816,11 +2849,11 @@ template <class B> struct BiasOfWarp<B, true> {
   bool is_aligned = false;        // per item: rows are 16-byte aligned in global memory
 
   __device__ void bind(BiasTiles<B>& tiles) {
-    tile = &tiles.per_warp[(threadIdx.x - B::producer_threads) / 32 % B::group_warps];
+    tile = &tiles.per_warp[(threadIdx.x - B::producer_threads) / 32 % B::split_warps];
   }
   // First row of the warp, counted in its warpgroup. PACK_GQA: counted in the item.
   static __device__ __forceinline__ int first_row() {
-    return int(thread_index_anew() - B::producer_threads) / 32 % (B::pack_gqa ? B::group_warps : 4) * 16;
+    return int(thread_index_anew() - B::producer_threads) / 32 % (B::pack_gqa ? B::split_warps : 4) * 16;
   }
   // Starts an item whose keys from `first` on have a bias. Computes the addresses once per item, since their 64-bit
   // multiplications would delay the softmax of each tile.
@@ -2958,7 +2991,7 @@ template <class B> struct RoundWalk<B, true> {
   }
 };
 
-// USE_KEY_MASK: the visible keys of the slice's tile at key k0, whose round hides a key. `place`: index of
+// USE_KEY_MASK: the visible keys of the split's tile at key k0, whose round hides a key. `place`: index of
 // its round among the listed rounds with a hidden key. Reads the stored bits, if there are any, otherwise the
 // key mask.
 template <class B>
@@ -2968,9 +3001,8 @@ __device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, co
 // current one.
 template <class B> struct ShownRoundWalk {
   ListOfShownRounds<B> rounds;
-  // round: index in the list. number, next_number: index of this and of the next round among all rounds of
-  // the item. keys_back: first key of this tile minus that of the next one. rounds.hiding: `place` of the
-  // latest bits.
+  // number, next_number: of this round and of the next one. keys_back: first key of this tile minus that of
+  // the next one. rounds.hiding: `place` of the latest bits.
   int round, number, next_number, keys_back;
   bool hides, next_hides;  // the key mask hides a key of this round, of the next one
   KeyBits<B> bits;  // visible keys of this tile, if `hides`; after look_ahead(), of the next tile
@@ -3005,7 +3037,7 @@ template <class B> struct ShownRoundWalk {
 
 // ---- 5c the score hook: per-tile state of a warpgroup (wgmma and USE_WARP_SPECIALIZATION) ----
 
-// The bias of the tiles of a slice, in shared memory.
+// The bias of the tiles of a split, in shared memory.
 template <class B> using TileBias = std::conditional_t<B::use_bias != 0, BiasTiles<B>, Nothing>;
 // True if shared memory has room for the bias and for Q of two items.
 template <class B> constexpr bool bias_fits_twice = B::use_bias == 0 || !bias_has_room<B> || bias_fits<B>(2);
@@ -3079,7 +3111,7 @@ template <class B> struct TileWalk : std::conditional_t<lists_shown_rounds<B>, S
 //
 // OVERLAP=1: Q @ K.T of the next tile is issued before P @ V. With persistent CTAs, the producers continue with the
 // next item while the consumers compute; they load its Q early if shared memory has room for two. SPLIT_KV=2, if the
-// problem has too few items for all SMs: two warpgroups compute two slices of the keys for the same rows.
+// problem has too few items for all SMs: two warpgroups compute two splits of the keys for the same rows.
 //
 //   lifetime   state
 //   CTA        the role of a warp; its rings, each a stage and a parity, which continue from item to item
@@ -3092,16 +3124,16 @@ template <class B> struct TileWalk : std::conditional_t<lists_shown_rounds<B>, S
 //   q_empty           the last readers of Q, or the warp           the warp that        Q and s.item: read, and O over
 //                     that has stored O                            starts the item      Q: stored
 //   k_full, v_full    TMA, or the warps that copied the tile       consumers            the tile: written
-//   k_empty, v_empty  all consumer warps of the slice              producers            the tile: read
+//   k_empty, v_empty  all consumer warps of the split              producers            the tile: read
 //   o_done            the 4 warps of a warpgroup                   the warp storing O   O over Q: written
 
-// Named barriers; barrier 0 is __syncthreads(). w: a consumer warpgroup. q_read, or partials with two slices, also
+// Named barriers; barrier 0 is __syncthreads(). w: a consumer warpgroup. q_read, or partials with two splits, also
 // protects the rows of Q that clear_queries() zero-fills.
 constexpr int turn = 1;      // turn + w: w has issued its products, so the next warpgroup may issue; 256 threads
 constexpr int q_read = 5;    // q_read + w: all warps of w have read Q, so O may overwrite it; 128 threads
-constexpr int partials = 9;  // the partials of both slices are in shared memory; all consumer threads
+constexpr int partials = 9;  // the partials of both splits are in shared memory; all consumer threads
 
-// The stages of a slice's K and V tiles, and their mbarriers. full: the tile has landed. empty: all consumers have
+// The stages of a split's K and V tiles, and their mbarriers. full: the tile has landed. empty: all consumers have
 // read the tile.
 template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
   using E = Element<B>;
@@ -3117,8 +3149,8 @@ template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
     if constexpr (B::use_lengths) mbarrier_init(&last_landed, 1);
   }
   __device__ __forceinline__ void init_empty() {
-    mbarriers_init(k_empty, B::group_warps);
-    mbarriers_init(v_empty, B::group_warps);
+    mbarriers_init(k_empty, B::split_warps);
+    mbarriers_init(v_empty, B::split_warps);
   }
   // Called by each consumer warp. Releases `tiles` stages without reading them, each after it is full.
   __device__ __forceinline__ void skip(StageRing<B::stages>& ring, int tiles) {
@@ -3131,15 +3163,15 @@ template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
   }
 };
 
-// The partials that two slices of the same rows exchange. Slice 0 finalizes rows 0-7 of each warp, slice 1 rows
-// 8-15. O[to]: the other slice's O in the rows that slice `to` finalizes, by thread.
-template <class B> struct SlicePartial {
+// The partials that two splits of the same rows exchange. Split 0 finalizes rows 0-7 of each warp, split 1 rows
+// 8-15. O[to]: the other split's O in the rows that split `to` finalizes, by thread.
+template <class B> struct SplitPartial {
   float4 O[2][B::d_v / 16][128];
   float2 m_l[2][64];
   alignas(16) Output out[2][4][8][B::d_v + 8];  // 8: padding against bank conflicts
 };
 template <class B>
-using SlicePartials = std::conditional_t<(B::split_kv > 1), SlicePartial<B>[B::block_m / 64], Nothing>;
+using SplitPartials = std::conditional_t<(B::split_kv > 1), SplitPartial<B>[B::block_m / 64], Nothing>;
 
 // CTAs per SM that the register limit of a thread allows. With a bias and one consumer warpgroup, a kernel would use
 // more than half of the SM's registers, and the single CTA would mostly wait. COLUMNS: columns of S and O.
@@ -3161,7 +3193,9 @@ template <class B, int PRODUCER, int WITH_MANY_CONSUMERS = 32> struct WgmmaRegis
 // USE_KEY_MASK: number of lists in shared memory. With persistent CTAs: one per stage of Q and one for the
 // next item. Otherwise: one per loading warp.
 template <class B, int Q_STAGES>
-constexpr int shown_lists = B::use_persistent_cta ? Q_STAGES + 1 : B::converts_tiles ? 4 : 2 * B::split_kv;
+constexpr int shown_lists = B::use_persistent_cta        ? Q_STAGES + 1
+                            : B::tile_type != B::kv_type ? 4
+                                                         : 2 * B::split_kv;
 template <class B> struct ListedItem : WgmmaItem<B> { int all_rounds; };  // all: visible or not
 template <class B, int LISTS> struct ListsOfCta {
   ShownRounds<B> of[LISTS];
@@ -3246,13 +3280,13 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
     q_ring.advance();
     return item;
   }
-  // Loads a slice's tile of K or V of a round once its stage is empty. With pages, reads the page table before the
+  // Loads a split's tile of K or V of a round once its stage is empty. With pages, reads the page table before the
   // wait. Without pages, computing the coordinates before the wait is 2% slower.
   template <int D>
-  __device__ __forceinline__ void load(const WgmmaItem<B>& item, int round, int slice, const CUtensorMap* map,
+  __device__ __forceinline__ void load(const WgmmaItem<B>& item, int round, int split, const CUtensorMap* map,
                                        Input* tile_s, uint64_t* full, uint64_t* empty) {
     if (!B::use_pages) mbarrier_wait(empty, ring.parity ^ 1);
-    TileLoad<B, D> box(a, item, item.h_kv, first_key_of<B>(item, round, slice));
+    TileLoad<B, D> box(a, item, item.h_kv, first_key_of<B>(item, round, split));
     if (B::use_pages) mbarrier_wait(empty, ring.parity ^ 1);
     box.load(a, map, tile_s, full);
   }
@@ -3265,22 +3299,22 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
     fence_proxy_async();
     arrive_by_warp(full);
   }
-  // Loads a slice's tiles of a round: K into a stage of k, V into a stage of v; each only if `role` says so.
+  // Loads a split's tiles of a round: K into a stage of k, V into a stage of v; each only if `role` says so.
   template <class K, class V>
-  __device__ __forceinline__ void load_round(int role, const WgmmaItem<B>& item, int round, int slice, K& k, V& v) {
+  __device__ __forceinline__ void load_round(int role, const WgmmaItem<B>& item, int round, int split, K& k, V& v) {
     const auto& maps = tensor_maps<B>(a);
     const int n = ring.stage;
-    if (role & load_k) load<B::head_dim>(item, round, slice, &maps.k, k.K[n], &k.k_full[n], &k.k_empty[n]);
+    if (role & load_k) load<B::head_dim>(item, round, split, &maps.k, k.K[n], &k.k_full[n], &k.k_empty[n]);
     if (!(role & load_v)) return;
     uint64_t* const full =
-        B::use_lengths && keys_at_end < B::block_n ? s.slice[slice].landed_last() : &v.v_full[n];
-    load<B::d_v>(item, round, slice, &maps.v, v.V[n], full, &v.v_empty[n]);
+        B::use_lengths && keys_at_end < B::block_n ? s.split[split].landed_last() : &v.v_full[n];
+    load<B::d_v>(item, round, split, &maps.v, v.V[n], full, &v.v_empty[n]);
     if (B::use_lengths && keys_at_end < B::block_n) finish_last_tile(v.V[n], full, &v.v_full[n]);
   }
-  // Loads a slice's tiles of all items. If there are enough warps, separate warps load K and V, so that neither
+  // Loads a split's tiles of all items. If there are enough warps, separate warps load K and V, so that neither
   // blocks the other. `starts`: this warp also starts each item, by start(item); the others follow it.
   template <class K, class V, class Start>
-  __device__ __forceinline__ void load_items(int role, int slice, K& k, V& v, bool starts, const Start& start) {
+  __device__ __forceinline__ void load_items(int role, int split, K& k, V& v, bool starts, const Start& start) {
     WgmmaItem<B> item = find_item(item_number_of_cta<B>(a));
     griddepcontrol_wait();  // for the preceding kernel, which may have written the inputs
     while (true) {
@@ -3290,10 +3324,10 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
       if (item.rounds == 0) break;
       uint32_t next_index = 0;
       // Computed before the loop to save registers.
-      keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, slice));
+      keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, split));
       for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
         if (starts && issues && round == 0) next_index = fetch_item_index();
-        load_round(role, item, round, slice, k, v);
+        load_round(role, item, round, split, k, v);
       }
       if constexpr (B::copies_rows && stores_by_tma<B>) {
         if ((role & store_o) && issues) store_item(of_item);
@@ -3307,14 +3341,14 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
   __device__ __forceinline__ void store_item(const StageRing<Shared::Q_STAGES>& of_item) {
     const int stage = of_item.stage;
     const WgmmaItem<B>& item = s.item[stage];
-    for (int group = 0; group < s.ROW_GROUPS; group++) {
-      mbarrier_wait(&s.o_done[stage][group], of_item.parity);
-      const int q = item.q0 + group * 64;
+    for (int row_group = 0; row_group < s.ROW_GROUPS; row_group++) {
+      mbarrier_wait(&s.o_done[stage][row_group], of_item.parity);
+      const int q = item.q0 + row_group * 64;
       if (q < 0 || item.ends_before(q + 64)) continue;
       constexpr int width = PANEL_BYTES<B::v_bytes> / B::element_bytes;
       for (int n = 0; n < (a.has_short_rows ? PANELS<B::v_bytes> : 1); n++) {
         const int panel_origin[5] = {n * width, item.q_row(q), 0, item.h, item.batch(a.p.q_starts)};
-        cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, panel_origin, s.Q[stage][group] + 64 * panel_origin[0]);
+        cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, panel_origin, s.Q[stage][row_group] + 64 * panel_origin[0]);
       }
       cp_async_bulk_commit_group();
     }
@@ -3369,7 +3403,7 @@ __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& 
   return {min((seen.begin - first_key) / B::round_keys, end - 1), end};
 }
 
-// The softmax state of a warpgroup's 64 rows over its slice of the keys, in registers. Also the `tile` of the score
+// The softmax state of a warpgroup's 64 rows over its split of the keys, in registers. Also the `tile` of the score
 // hook.
 template <class B> struct WgmmaRows {
   using Scores = WgmmaAccumulator<B::block_n>;
@@ -3417,7 +3451,9 @@ template <class B> struct WgmmaRows {
   // waiting for the exact one. The more columns, the more tiles can use it.
   __device__ __forceinline__ void take_estimated_max(const Scores& S) {
     if (!B::use_lazy_max || has_mask() || is_changed()) return;
-    constexpr int columns = B::multiplies_e4m3 ? Scores::COLS : B::input == DType::bf16 || Scores::COLS < 16 ? 4 : 16;
+    constexpr int columns = B::product_type == DType::e4m3                   ? Scores::COLS
+                            : B::kv_type == DType::bf16 || Scores::COLS < 16 ? 4
+                                                                             : 16;
     float alpha[ROWS];
     softmax_max<B, Scores, columns>(S, scale_log2, m, alpha);
     SDPA_UNROLL for (int i = 0; i < 2; i++) m[i] = logit<B>(m[i], a, of_row(scale_log2.of_cap(), i));
@@ -3482,7 +3518,8 @@ template <class B> struct WgmmaRows {
   }
   // Four bytes of a row of an operand, from `byte` on. Converts e4m3 to 16 bits if the tiles have 16 bits.
   static __device__ __forceinline__ uint32_t word(const Input* row_g, int byte) {
-    if constexpr (B::converts_tiles) return cvt_rn_f16x2_e4m3x2(ld_global<uint16_t>(row_g + byte / 2));
+    if constexpr (B::tile_type != B::kv_type)
+      return cvt_rn_f16x2_e4m3x2(ld_global<uint16_t>(row_g + byte / 2));
     return ld_global<uint32_t>(reinterpret_cast<const char*>(row_g) + byte);
   }
   // Recomputes S = Q @ K.T for this warp only, by mma.sync. Reads K from global memory, since its tile in shared
@@ -3492,7 +3529,7 @@ template <class B> struct WgmmaRows {
   __device__ __forceinline__ void recompute_qk(Scores& S, const WgmmaItem<B>& item, const ReadQ& read_q) const;
 };
 
-// A consumer warpgroup: 64 rows over its slice of the keys. Each kernel derives from it and adds its products and
+// A consumer warpgroup: 64 rows over its split of the keys. Each kernel derives from it and adds its products and
 // stores. State per CTA: the descriptors and the rings, which continue from item to item. State per item: last_k0.
 // For rows, see WgmmaRows.
 template <class B, class Shared> struct WgmmaConsumer {
@@ -3502,24 +3539,25 @@ template <class B, class Shared> struct WgmmaConsumer {
   const KernelArgs& a;
   const int lane = int(threadIdx.x - B::producer_threads) % 32;
   const int warpgroup = uniform(int(threadIdx.x - B::producer_threads) / 128);
-  const int slice = warpgroup / Shared::ROW_GROUPS, row_group = warpgroup % Shared::ROW_GROUPS;
+  const int split = warpgroup / Shared::ROW_GROUPS, row_group = warpgroup % Shared::ROW_GROUPS;
   // Descriptors of the first stages. Q: the warpgroup's rows.
   const uint64_t Q = wgmma_descriptor(uniform(shared_address(s.queries(0, row_group))), 16, PANEL_ATOM<B::qk_bytes>);
-  const uint64_t K = wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B::qk_bytes>);
-  const uint64_t V = wgmma_descriptor(uniform(shared_address(s.slice[slice].V[0])),
-                                      B::multiplies_e4m3 ? 16 : B::block_n * PANEL_BYTES<B::v_bytes>,
-                                      B::multiplies_e4m3 ? 8 * V_LINE<B> : PANEL_ATOM<B::v_bytes>);
+  const uint64_t K = wgmma_descriptor(uniform(shared_address(s.split[split].K[0])), 16, PANEL_ATOM<B::qk_bytes>);
+  const uint64_t V =
+      wgmma_descriptor(uniform(shared_address(s.split[split].V[0])),
+                       B::product_type == DType::e4m3 ? 16 : B::block_n * PANEL_BYTES<B::v_bytes>,
+                       B::product_type == DType::e4m3 ? 8 * V_LINE<B> : PANEL_ATOM<B::v_bytes>);
   Rows rows;
   StageRing<Shared::Q_STAGES> q_ring;
   StageRing<B::stages> ring;  // stage and parity of this tile's K and V
   int last_k0 = 0;            // first key of the item's last tile
 
   __device__ WgmmaConsumer(Shared& s_, const KernelArgs& a_) : s(s_), a(a_), rows(a_) {
-    if constexpr (B::hides_rounds) rows.walk.bind(s.slice[slice].bias);
+    if constexpr (B::hides_rounds) rows.walk.bind(s.split[split].bias);
   }
 
   __device__ __forceinline__ const WgmmaItem<B>& item() const { return s.item[q_ring.stage]; }
-  // USE_LENGTHS: zero-fills the rows of Q past the sequence's last query. Both slices read the same rows of Q.
+  // USE_LENGTHS: zero-fills the rows of Q past the sequence's last query. Both splits read the same rows of Q.
   __device__ __forceinline__ void clear_queries() {
     auto* const Q_s = s.queries(q_ring.stage, row_group);
     if (!clear_queries_of_others<B>(Q_s, Q_PANEL_ROWS<B>, a, item(), row_group * 64, 64, threadIdx.x % 128)) return;
@@ -3531,7 +3569,7 @@ template <class B, class Shared> struct WgmmaConsumer {
   template <class Begin, class Compute, class End>
   __device__ __forceinline__ void run_items(const Begin& begin, const Compute& compute, const End& end) {
     const WgmmaTurns<B> turns(warpgroup);
-    auto& t = s.slice[slice];
+    auto& t = s.split[split];
     do {
       mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
       const int rounds = uniform(item().rounds);
@@ -3545,8 +3583,8 @@ template <class B, class Shared> struct WgmmaConsumer {
       begin();
       t.skip(ring, rounds - rounds_here.end);
       if (rounds_here.end > 0) {
-        rows.k0 = uniform(first_key_of<B>(item(), rounds_here.end - 1, slice));
-        last_k0 = uniform(first_key_of<B>(item(), rounds_here.begin, slice));
+        rows.k0 = uniform(first_key_of<B>(item(), rounds_here.end - 1, split));
+        last_k0 = uniform(first_key_of<B>(item(), rounds_here.begin, split));
         if constexpr (B::hides_rounds) rows.walk.start_item(rows, item(), rounds_here.end - 1);
         rows.scale_log2.start(item(), row_group * 64 + int(thread_index_anew() % 128 / 32 * 16 + lane / 4));
         compute(turns);
@@ -3559,15 +3597,15 @@ template <class B, class Shared> struct WgmmaConsumer {
   }
   // Issues O += P @ V.   [64][D]
   __device__ __forceinline__ void issue_pv(const WgmmaProbabilities<B>& P, bool v_landed) {
-    wait_for_tile<B>(&s.slice[slice].v_full[ring.stage], ring.parity, v_landed);
-    wgmma_pv<B>(rows.O, P, descriptor_at(V, ring.stage * int(sizeof s.slice[0].V[0])), rows.accumulates);
+    wait_for_tile<B>(&s.split[split].v_full[ring.stage], ring.parity, v_landed);
+    wgmma_pv<B>(rows.O, P, descriptor_at(V, ring.stage * int(sizeof s.split[0].V[0])), rows.accumulates);
     rows.accumulates = true;
   }
   // OVERLAP=1: issues Q @ K.T of the next tile before P @ V of this tile, which then overlaps the softmax of the
   // next tile. `consumer` has the products and the softmax of its kernel.
   template <class Consumer>
   __device__ __forceinline__ void overlapped_loop(Consumer& consumer, const WgmmaTurns<B>& turns) {
-    auto& t = s.slice[slice];
+    auto& t = s.split[split];
     Scores S;
     WgmmaProbabilities<B> P;
     int last_stage = 0;  // stage of V of the P @ V in flight
@@ -3589,10 +3627,10 @@ template <class B, class Shared> struct WgmmaConsumer {
       const bool k_landed = mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
       const bool v_landed = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
       consumer.overlap(S, P, wait_for_last_pv);
-      if constexpr (B::multiplies_e4m3) consumer.flush(/*overlaps_qk=*/false);
+      if constexpr (B::product_type == DType::e4m3) consumer.flush(/*overlaps_qk=*/false);
       turns.await();
       if (rows.k0 != last_k0) consumer.issue_qk(S, next, k_landed);
-      if constexpr (B::multiplies_e4m3) consumer.flush(/*overlaps_qk=*/true);
+      if constexpr (B::product_type == DType::e4m3) consumer.flush(/*overlaps_qk=*/true);
       issue_pv(P, v_landed);
       turns.pass_on();
       rows.look_ahead();
@@ -3634,7 +3672,8 @@ template <class B>
 template <class ReadQ>
 __device__ void WgmmaRows<B>::recompute_qk(Scores& S, const WgmmaItem<B>& item, const ReadQ& read_q) const {
   const Input* const K_g = a.p.K + (B::use_pages ? 0 : item.b * a.p.k.batch) + item.h_kv * a.p.k.head;
-  [[maybe_unused]] constexpr int at_once = B::multiplies_e4m3 ? B::block_n / 8 : 1;  // limited by registers
+  [[maybe_unused]] constexpr int at_once =
+      B::product_type == DType::e4m3 ? B::block_n / 8 : 1;  // limited by registers
 #pragma unroll at_once
   for (int n = 0; n < B::block_n / 8; n++) {
     const int lane = int(thread_index_anew() % 32), k = k0 + lane / 4 + 8 * n;
@@ -3654,28 +3693,29 @@ __device__ void WgmmaRows<B>::recompute_qk(Scores& S, const WgmmaItem<B>& item, 
       read_q(of_q, byte);
       if (byte < a.p.D * B::element_bytes) of_k[0] = word(K_row, byte);
       if (byte + 16 < a.p.D * B::element_bytes) of_k[1] = word(K_row, byte + 16);
-      if constexpr (B::multiplies_e4m3) mma_m16n8k32_e4m3(d[0], d[1], d[2], d[3], of_q, of_k[0], of_k[1]);
+      if constexpr (B::product_type == DType::e4m3)
+        mma_m16n8k32_e4m3(d[0], d[1], d[2], d[3], of_q, of_k[0], of_k[1]);
       else mma_m16n8k16<Element<B>>(d[0], d[1], d[2], d[3], of_q, of_k[0], of_k[1]);
     }
     SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) S.x.d[i] = i / 4 == n ? d[i % 4] : S.x.d[i];
   }
 }
 
-// ---- 5c merge of slices (wgmma and USE_WARP_SPECIALIZATION and SPLIT_KV > 1) ----
+// ---- 5c merge of splits (wgmma and USE_WARP_SPECIALIZATION and SPLIT_KV > 1) ----
 
-// Merges the partials of both slices; each slice finalizes half of the rows. Stores LSE and calls store(share, row).
+// Merges the partials of both splits; each split finalizes half of the rows. Stores LSE and calls store(share, row).
 // share[4v ... 4v + 3]: the finalized row's elements of accumulators 8v to 8v + 7, divided by l.
 template <class B, class Store>
-__device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePartial<B>& partial, int slice,
+__device__ __forceinline__ void merge_splits(const WgmmaRows<B>& rows, SplitPartial<B>& partial, int split,
                                              const Item<B>& item, const Store& store) {
   const uint32_t tid = thread_index_anew() % 128, lane = tid % 32, warp = tid / 32;
-  const int row = warp * 16 + slice * 8 + lane / 4, q = rows.q + row;  // the row that the thread finalizes
+  const int row = warp * 16 + split * 8 + lane / 4, q = rows.q + row;  // the row that the thread finalizes
   float share[B::d_v / 4];
   SDPA_UNROLL for (int to = 0; to < 2; to++) {
     SDPA_UNROLL for (int v = 0; v < B::d_v / 16; v++) {
       const float* const part = rows.O.x.d + v * 8 + to * 2;
       const float4 x = {part[0], part[1], part[4], part[5]};
-      if (to == slice) {
+      if (to == split) {
         memcpy(share + 4 * v, &x, sizeof x);
       } else {
         st_shared(&partial.O[to][v][tid], x);
@@ -3684,18 +3724,18 @@ __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePart
   }
   if (lane % 4 == 0) {
     SDPA_UNROLL for (int i = 0; i < 2; i++) {
-      st_shared(&partial.m_l[slice][warp * 16 + lane / 4 + 8 * i], float2{rows.m[i], rows.l[i]});
+      st_shared(&partial.m_l[split][warp * 16 + lane / 4 + 8 * i], float2{rows.m[i], rows.l[i]});
     }
   }
   barrier_sync(partials, B::warpgroups * 128);  // hazard: partials written
 
-  const float2 row_m_l = slice == 0 ? float2{rows.m[0], rows.l[0]} : float2{rows.m[1], rows.l[1]};
-  const float2 m_l[2] = {row_m_l, ld_shared<float2>(&partial.m_l[1 - slice][row])};
+  const float2 row_m_l = split == 0 ? float2{rows.m[0], rows.l[0]} : float2{rows.m[1], rows.l[1]};
+  const float2 m_l[2] = {row_m_l, ld_shared<float2>(&partial.m_l[1 - split][row])};
   float weight[2], m, l;
   merge_weights<B>(m_l, rows.scale_log2, weight, m, l);
   const float sum = with_sink<B>(m, l, rows.a, item), inverse = inverse_of_sum<B>(sum, rows.a, item);
   SDPA_UNROLL for (int v = 0; v < B::d_v / 16; v++) {
-    const float4 x = ld_shared<float4>(&partial.O[slice][v][tid]);
+    const float4 x = ld_shared<float4>(&partial.O[split][v][tid]);
     const float others[4] = {x.x, x.y, x.z, x.w};
     SDPA_UNROLL for (int i = 0; i < 4; i++) {
       float& d = share[4 * v + i];
@@ -3721,9 +3761,9 @@ template <class B> struct WgmmaShared {
   static constexpr bool FITS_TWICE = B::head_dim <= 128 && bias_fits_twice<B>;
   static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta && FITS_TWICE ? 2 : 1;
   alignas(1024) Element<B> Q[Q_STAGES][ROW_GROUPS][64 * B::head_dim];  // [64][D] each; then O, until it is stored
-  TileRing<B> slice[B::split_kv];
-  std::conditional_t<B::converts_tiles, LandedTiles<B>, Nothing> landed;
-  SlicePartials<B> partial;
+  TileRing<B> split[B::split_kv];
+  std::conditional_t<B::tile_type != B::kv_type, LandedTiles<B>, Nothing> landed;
+  SplitPartials<B> partial;
   ShownRoundsOf<B, Q_STAGES> shown;
   WgmmaItem<B> item[Q_STAGES];  // the item of each stage of Q
   // q_full: Q has landed, and `item` is set. o_done: all warps have written O over Q. q_empty: O has been stored.
@@ -3736,15 +3776,15 @@ template <class B> struct WgmmaShared {
   __device__ __forceinline__ void init_mbarriers(int warp) {
     if (warp == 1 && threadIdx.x % 32 == 0) {
       mbarriers_init(q_full, 1);
-      constexpr int arrivals = B::converts_tiles ? converter_warps : copying_warps<B>;
-      for (auto& t : slice) t.init_full(arrivals, arrivals);
-      if constexpr (B::converts_tiles) landed.init_mbarriers();
+      constexpr int arrivals = B::tile_type != B::kv_type ? converter_warps : copying_warps<B>;
+      for (auto& t : split) t.init_full(arrivals, arrivals);
+      if constexpr (B::tile_type != B::kv_type) landed.init_mbarriers();
       fence_mbarrier_init();
     }
     if (warp == 2 && threadIdx.x % 32 == 0) {
       mbarriers_init(q_empty, 1);
       for (auto& of_item : o_done) mbarriers_init(of_item, 4);
-      for (auto& t : slice) t.init_empty();
+      for (auto& t : split) t.init_empty();
       fence_mbarrier_init();
     }
   }
@@ -3755,7 +3795,7 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
   using Base::s, Base::q_ring, Base::Base;
 
   __device__ __forceinline__ void run(int warp) {
-    // SPLIT_KV=2: each slice has one warp that loads K and one that loads V; the consumers store O. With cp.async,
+    // SPLIT_KV=2: each split has one warp that loads K and one that loads V; the consumers store O. With cp.async,
     // two warps copy each tile; the second warp that loads V also stores O, since an item needs V later than K.
     constexpr bool four_loaders = B::split_kv > 1 || B::copies_rows;
     const int role = warp == 0                       ? load_k
@@ -3764,13 +3804,13 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
                      : four_loaders                  ? (stores_by_tma<B> ? load_v | store_o : load_v)
                      : warp == 2 && stores_by_tma<B> ? store_o
                                                      : idle;
-    const int slice = copying_warps<B> > 1 ? 0 : warp / 2;
+    const int split = copying_warps<B> > 1 ? 0 : warp / 2;
     // The warp that loads V starts the item, so that Q and K are requested at the same time. With persistent CTAs,
     // the warp that loads K starts it, since this warp is ahead of the other.
     constexpr int starts = B::use_persistent_cta ? 0 : 1;
     if (role & (load_k | load_v)) {
-      auto& t = s.slice[slice];
-      Base::load_items(role, slice, t, t, warp == starts, [&](const WgmmaItem<B>& item) {
+      auto& t = s.split[split];
+      Base::load_items(role, split, t, t, warp == starts, [&](const WgmmaItem<B>& item) {
         Base::start_item(item, &s.q_empty[q_ring.stage], q_ring.parity ^ 1);
       });
     } else if (role == store_o && Base::issues) {
@@ -3787,16 +3827,16 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   using Scores = typename Base::Scores;
   using Probabilities = WgmmaProbabilities<B>;
   using Softmax = std::conditional_t<B::caps_by_polynomial, CappedSoftmax<B>, StaleSoftmax<B, 2>>;
-  using Base::a, Base::s, Base::lane, Base::slice, Base::row_group, Base::rows, Base::ring, Base::q_ring, Base::last_k0;
+  using Base::a, Base::s, Base::lane, Base::split, Base::row_group, Base::rows, Base::ring, Base::q_ring, Base::last_k0;
   using Base::Base;
 
   // ---- the products ----
 
   // Issues S = Q @ K.T.   [64][BLOCK_N]
   __device__ __forceinline__ void issue_qk(Scores& S, const StageRing<B::stages>& k_ring, bool k_landed) {
-    wait_for_tile<B>(&s.slice[slice].k_full[k_ring.stage], k_ring.parity, k_landed);
+    wait_for_tile<B>(&s.split[split].k_full[k_ring.stage], k_ring.parity, k_landed);
     wgmma_qk<B>(S, descriptor_at(Base::Q, q_ring.stage * int(sizeof s.Q[0])),
-                descriptor_at(Base::K, k_ring.stage * int(sizeof s.slice[0].K[0])));
+                descriptor_at(Base::K, k_ring.stage * int(sizeof s.split[0].K[0])));
   }
 
   // ---- the softmax: first by the stale maximum; if that fails, by the exact one ----
@@ -3827,7 +3867,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     are_logits = softmax.keeps_logits() && __all_sync(0xffffffffu, fits);
     if (!are_logits) return recompute_qk(P);
     SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) {
-      const float step = B::is_8bit ? 1 / of_row(rows.scale_log2, i / 2 % 2) : a.inverse_scale_log2;
+      const float step = B::input_bytes == 1 ? 1 / of_row(rows.scale_log2, i / 2 % 2) : a.inverse_scale_log2;
       P.x.d[i] = fmaf(lg2_approx_ftz(P.x.d[i]), step, rows.m[i / 2 % 2]);
     }
   }
@@ -3881,7 +3921,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   // ---- the loops over the tiles of an item ----
 
   __device__ __forceinline__ void serial_loop(const WgmmaTurns<B>& turns) {
-    TileRing<B>& t = s.slice[slice];
+    TileRing<B>& t = s.split[split];
     Scores S;
     Probabilities P;
     for (bool first = true;; first = false, rows.advance()) {
@@ -3905,7 +3945,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   }
 
   // Two warpgroups do not saturate the pipes of an SM. At D=128 and 256 it is faster for them to wait for P @ V
-  // after half of the exponentials, and to round P together with the other half. With more warpgroups or slices,
+  // after half of the exponentials, and to round P together with the other half. With more warpgroups or splits,
   // attend_then_wait() is faster.
   template <class End>
   __device__ __forceinline__ void overlap(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
@@ -3962,13 +4002,13 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       if (q < item.query_count(a.p) && col < a.p.Dv) st_global_v4(O_g + item.q_row(q) * a.p.o.row + col, o);
     }
   }
-  // Merges the slices and stores O through shared memory, so that each lane stores 16 bytes at a time.
+  // Merges the splits and stores O through shared memory, so that each lane stores 16 bytes at a time.
   __device__ __forceinline__ void merge_and_store() {
     const Item<B> item = s.item[0];  // read before the barrier, whose wait hides the latency
-    SlicePartial<B>& partial = s.partial[row_group];
-    merge_slices<B>(rows, partial, slice, item, [&](const float (&share)[B::d_v / 4], int row) {
+    SplitPartial<B>& partial = s.partial[row_group];
+    merge_splits<B>(rows, partial, split, item, [&](const float (&share)[B::d_v / 4], int row) {
       const uint32_t lane = thread_index_anew() % 32, warp = thread_index_anew() / 32 % 4;
-      auto& out_s = partial.out[slice][warp];
+      auto& out_s = partial.out[split][warp];
       SDPA_UNROLL for (int n = 0; n < B::d_v / 32; n++) {
         uint32_t o[4];
         SDPA_UNROLL for (int i = 0; i < 4; i++) o[i] = pack<Output>(share[8 * n + 2 * i], share[8 * n + 2 * i + 1]);
@@ -3995,11 +4035,11 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   __device__ __forceinline__ void run() {
     const auto compute = [&](const WgmmaTurns<B>& turns) {
       rows.start();
-      if constexpr (B::converts_q) make_halves_of_q();
+      if constexpr (B::q_type != B::product_type) make_halves_of_q();
       if constexpr (B::overlap) Base::overlapped_loop(*this, turns);
       else serial_loop(turns);
       SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Base::Rows::Sums::LANES>(rows.l[i]);
-      if constexpr (B::converts_q) take_scale_of_q_back();
+      if constexpr (B::q_type != B::product_type) take_scale_of_q_back();
       if constexpr (B::split_kv > 1) {
         merge_and_store();
       } else if constexpr (stores_by_tma<B>) {
@@ -4019,7 +4059,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   }
 };
 
-template <class B> struct KernelOf<B, Path::wgmma_roles> {
+template <class B> struct KernelOf<B, KernelKind::wgmma_roles> {
   using Shared = WgmmaShared<B>;
   using Producer = Wgmma16Producer<B>;
   using Consumer = Wgmma16Consumer<B>;
@@ -4046,7 +4086,7 @@ template <class B> struct KernelOf<B, Path::wgmma_roles> {
 
 template <class B> struct E4m3Shared {
   static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta ? 2 : 1;
-  static constexpr int TRANSPOSERS = 2 / B::split_kv;  // warps per slice that transpose V
+  static constexpr int TRANSPOSERS = 2 / B::split_kv;  // warps per split that transpose V
   // Q is in registers if they suffice: from shared memory, an instruction would read as much of Q as of K.
   static constexpr bool Q_IN_REGISTERS = B::warpgroups < 4, FLUSHES = B::fp8_flush != 0;
   // If shared memory has no room for both, the sums share the buffer of Q, which is read before the first flush.
@@ -4058,9 +4098,9 @@ template <class B> struct E4m3Shared {
   using Queries = Input[ROW_GROUPS][64 * ROW_BYTES<B::qk_bytes> / sizeof(Input)];
   using Flushed = float4[B::warpgroups][B::d_v / 8][128];  // by thread
   alignas(1024) std::conditional_t<Q_IN_FLUSHED, Flushed, Queries> Q;
-  TileRing<B, ceil_div(B::block_n, V_LINE<B>) * V_LINE<B> * B::d_v> slice[B::split_kv];  // V [D][BLOCK_N]
+  TileRing<B, ceil_div(B::block_n, V_LINE<B>) * V_LINE<B> * B::d_v> split[B::split_kv];  // V [D][BLOCK_N]
   Landed landed[B::split_kv];
-  SlicePartials<B> partial;
+  SplitPartials<B> partial;
   ShownRoundsOf<B, Q_STAGES> shown;
   WgmmaItem<B> item[Q_STAGES];
   // q_full: Q has landed, and `item` is set. q_empty: all consumer warps have read Q.
@@ -4082,7 +4122,7 @@ template <class B> struct E4m3Shared {
   __device__ __forceinline__ void init_mbarriers(int warp) {
     if (warp == 1 && threadIdx.x % 32 == 0) {
       mbarriers_init(q_full, 1);
-      for (auto& t : slice) t.init_full(1, TRANSPOSERS);
+      for (auto& t : split) t.init_full(1, TRANSPOSERS);
       for (Landed& t : landed) {
         mbarriers_init(t.v_full, 1);
         mbarriers_init(t.v_empty, TRANSPOSERS);
@@ -4091,7 +4131,7 @@ template <class B> struct E4m3Shared {
     }
     if (warp == 2 && threadIdx.x % 32 == 0) {
       mbarriers_init(q_empty, B::num_warps);
-      for (auto& t : slice) t.init_empty();
+      for (auto& t : split) t.init_empty();
       fence_mbarrier_init();
     }
   }
@@ -4104,10 +4144,10 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
 
   using Base::Base;
 
-  // Transposes V of a slice's tiles of all items. Two warps alternate in blocks of 16 d.
-  __device__ __forceinline__ void transpose_items(int slice, int part) {
-    auto& to = this->s.slice[slice];
-    auto& from = this->s.landed[slice];
+  // Transposes V of a split's tiles of all items. Two warps alternate in blocks of 16 d.
+  __device__ __forceinline__ void transpose_items(int split, int part) {
+    auto& to = this->s.split[split];
+    auto& from = this->s.landed[split];
     StageRing<B::stages>& ring = this->ring;
     do {
       const WgmmaItem<B> item = this->follow_item();
@@ -4156,11 +4196,11 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
 
   __device__ __forceinline__ void run(int warp) {
     if (warp >= 2) return transpose_items((warp - 2) % B::split_kv, (warp - 2) / B::split_kv);
-    const int slice = warp % B::split_kv, starts = B::use_persistent_cta || B::split_kv > 1 ? 0 : 1;
+    const int split = warp % B::split_kv, starts = B::use_persistent_cta || B::split_kv > 1 ? 0 : 1;
     const int role = B::split_kv > 1 ? load_k | load_v : warp == 0 ? load_k : load_v;
-    auto& k = this->s.slice[slice];
-    auto& v = this->s.landed[slice];
-    this->load_items(role, slice, k, v, warp == starts, [&](const WgmmaItem<B>& item) {
+    auto& k = this->s.split[split];
+    auto& v = this->s.landed[split];
+    this->load_items(role, split, k, v, warp == starts, [&](const WgmmaItem<B>& item) {
       const StageRing<Shared::Q_STAGES> stage = this->q_ring;
       this->start_item(item, &this->s.q_empty[last_q.stage], last_q.parity);
       last_q = stage;
@@ -4173,7 +4213,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   using Base = WgmmaConsumer<B, Shared>;
   using Scores = typename Base::Scores;
   using Probabilities = WgmmaProbabilities<B>;
-  using Base::a, Base::s, Base::lane, Base::slice, Base::row_group, Base::rows, Base::ring, Base::q_ring, Base::last_k0;
+  using Base::a, Base::s, Base::lane, Base::split, Base::row_group, Base::rows, Base::ring, Base::q_ring, Base::last_k0;
   using Base::Base;
   uint32_t queries[B::qk_bytes / STEP_BYTES][4];  // per item: Q as A operands, if Q_IN_REGISTERS
   uint32_t tiles = 0;                              // per item: tiles whose P @ V has completed
@@ -4195,8 +4235,8 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   }
   // Issues S = Q @ K.T.   [64][BLOCK_N]
   __device__ __forceinline__ void issue_qk(Scores& S, const StageRing<B::stages>& k_ring, bool k_landed) {
-    wait_for_tile<B>(&s.slice[slice].k_full[k_ring.stage], k_ring.parity, k_landed);
-    const uint64_t K_at = descriptor_at(Base::K, k_ring.stage * int(sizeof s.slice[0].K[0]));
+    wait_for_tile<B>(&s.split[split].k_full[k_ring.stage], k_ring.parity, k_landed);
+    const uint64_t K_at = descriptor_at(Base::K, k_ring.stage * int(sizeof s.split[0].K[0]));
     if constexpr (Shared::Q_IN_REGISTERS) {
       forget(S.x.d);
       wgmma_fence();
@@ -4326,7 +4366,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     const Item<B>& item = Base::item();
     if constexpr (B::split_kv > 1) {
       const Item<B> cta_item = item;  // read before the barrier, whose wait hides the latency
-      merge_slices<B>(rows, s.partial[row_group], slice, cta_item, [&](const float (&share)[B::d_v / 4], int row) {
+      merge_splits<B>(rows, s.partial[row_group], split, cta_item, [&](const float (&share)[B::d_v / 4], int row) {
         const int q = rows.q + row;
         Output* const O_g = a.p.O + cta_item.b * a.p.o.batch + cta_item.h * a.p.o.head + cta_item.q_row(q) * a.p.o.row;
         SDPA_UNROLL for (int v = 0; v < B::d_v / 16 && q < cta_item.query_count(a.p); v++) {
@@ -4364,7 +4404,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       if constexpr (B::split_ctas == 1) store();
     };
     Base::run_items(begin, compute, [&] {
-      if (q_stays && B::split_kv == 1) release_queries();  // with slices, no producer waits for it
+      if (q_stays && B::split_kv == 1) release_queries();  // with splits, no producer waits for it
     });
     if constexpr (B::split_ctas != 1) {
       if (Base::item().rounds == 0) rows.set_empty();
@@ -4373,7 +4413,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   }
 };
 
-template <class B> struct KernelOf<B, Path::wgmma_e4m3> {
+template <class B> struct KernelOf<B, KernelKind::wgmma_e4m3> {
   using Shared = E4m3Shared<B>;
   using Producer = E4m3Producer<B>;
   using Consumer = E4m3Consumer<B>;
@@ -4385,18 +4425,18 @@ template <class B> struct KernelOf<B, Path::wgmma_e4m3> {
 // ---- 5d wgmma, transposed: keys are the M dimension, for few query rows (wgmma and SWAP_AB) ----
 //
 // S.T = K @ Q.T and O.T = V.T @ P.T. Keys and d are the M dimension of wgmma, which is 64; query rows are its N
-// dimension, which may be as small as 8. There are no producer warps. Each warpgroup computes one slice of the keys:
+// dimension, which may be as small as 8. There are no producer warps. Each warpgroup computes one split of the keys:
 //
 //   issue S.T = K @ Q.T of the last tile
-//   for each tile of the slice, the last key first:
+//   for each tile of the split, the last key first:
 //     m, P.T = softmax(S.T)      a query is spread over 8 lanes of each of the four warps
 //     issue V.T @ P.T            P.T is read from shared memory
 //     issue S.T = K @ Q.T        of the next tile; overlaps V.T @ P.T
 //     wait for both; start the loads of later tiles into the stages that both have read
 //     O.T += V.T @ P.T
-//   merge the slices, O / l
+//   merge the splits, O / l
 //
-// The warps of a slice also load its tiles. USE_LAZY_MAX: a tile with a stale maximum needs only one barrier.
+// The warps of a split also load its tiles. USE_LAZY_MAX: a tile with a stale maximum needs only one barrier.
 // SPLIT_CTAS: the last CTA of an item to finish merges the partials that all of its CTAs have written to scratch
 // memory.
 //
@@ -4406,18 +4446,18 @@ template <class B> struct KernelOf<B, Path::wgmma_e4m3> {
 //   barrier                    completed by                      awaited by           protects
 //   mbarriers q_full, k_full,  TMA, or the warps that copied     all threads that     Q, K, V: written
 //     v_full                   the tile                          read the tile
-//   named: 1 + slice           the 128 threads of the slice      the same             P and per_warp: written
+//   named: 1 + split           the 128 threads of the split      the same             P and per_warp: written
 //   named: 1 + SPLIT_KV        first: warps that load K          warps that load V    the order of the first loads
 //                              at the end: all threads           the same             partials: written
 //
 // There are no empty barriers: a warp starts a load into a stage after wgmma_wait_group<0>(), when the products of
-// all warps of the slice have read the stage.
+// all warps of the split have read the stage.
 
 template <class B> struct WgmmaColumnsShared {
-  struct Slice {
+  struct Split {
     union {
       alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-      float O[B::block_m][PARTIAL_STRIDE<B>];                      // the slice's partial, after its last round
+      float O[B::block_m][PARTIAL_STRIDE<B>];                      // the split's partial, after its last round
     };
     alignas(1024) Input V[B::stages][B::block_n * B::d_v];       // [BLOCK_N][Dv]
     alignas(1024) Input P[B::block_n * B::block_m];              // [BLOCK_M][BLOCK_N]
@@ -4426,24 +4466,24 @@ template <class B> struct WgmmaColumnsShared {
     uint64_t k_full[B::stages], v_full[B::stages];  // mbarriers: the tile has landed
   };
   alignas(1024) Input Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
-  Slice slice[B::split_kv];
+  Split split[B::split_kv];
   std::conditional_t<B::use_key_mask, ShownRounds<B>[B::num_warps], Nothing> shown;
   WgmmaItem<B> item;
   uint64_t q_full;  // mbarrier: Q has landed, and `item` is set
   bool is_last;     // written and read by store_rows()
 };
 
-// Loads the tiles of a slice. Separate warps load K and V, since issuing a load takes a warp about 100 clocks. In
-// slice 0, a third warp loads Q. With cp.async, all warps copy rows of K and V.
+// Loads the tiles of a split. Separate warps load K and V, since issuing a load takes a warp about 100 clocks. In
+// split 0, a third warp loads Q. With cp.async, all warps copy rows of K and V.
 template <class B> struct WgmmaColumnsLoader {
   WgmmaColumnsShared<B>& s;
   const KernelArgs& a;
-  const int slice, warp;  // warp: counted in the slice
+  const int split, warp;  // warp: counted in the split
   WgmmaItem<B> item;         // has zero rounds in a warp that loads nothing
 
   __device__ bool loads_k() const { return B::copies_rows || warp == 0; }
   __device__ bool loads_v() const { return B::copies_rows || warp == 1; }
-  __device__ bool loads_q() const { return warp == 2 && slice == 0; }
+  __device__ bool loads_q() const { return warp == 2 && split == 0; }
   __device__ bool loads() const { return loads_k() || loads_v() || loads_q(); }
 
   __device__ static bool issues() { return threadIdx.x % 32 == 0; }
@@ -4460,22 +4500,22 @@ template <class B> struct WgmmaColumnsLoader {
     griddepcontrol_wait();  // for the preceding kernel, as late as possible
     load_rows_of_q<B, B::block_m>(a, s.Q, map, item, item.q0, &s.q_full);
   }
-  // Starts the load of the slice's tile of a round into a stage that has been read. FIRST: the warp's first tile.
+  // Starts the load of the split's tile of a round into a stage that has been read. FIRST: the warp's first tile.
   template <bool FIRST> __device__ __forceinline__ void load_tile(int round, int stage) {
-    typename WgmmaColumnsShared<B>::Slice& t = s.slice[slice];
+    typename WgmmaColumnsShared<B>::Split& t = s.split[split];
     if (loads_k()) load<B::head_dim, FIRST>(round, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
     if (loads_v()) load<B::d_v, FIRST>(round, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
   }
   template <int D, bool FIRST>
   __device__ __forceinline__ void load(int round, const CUtensorMap* map, Input* tile_s, uint64_t* full) {
-    TileLoad<B, D> box(a, item, item.h_kv, first_key_of<B>(item, round, slice));
+    TileLoad<B, D> box(a, item, item.h_kv, first_key_of<B>(item, round, split));
     if (FIRST) {
       hold(map);
       griddepcontrol_wait();
     }
     box.load(a, map, tile_s, full);
   }
-  // Starts the loads into all stages. The loads of V of all slices come after those of K, which is needed first.
+  // Starts the loads into all stages. The loads of V of all splits come after those of K, which is needed first.
   __device__ __forceinline__ void load_first_tiles() {
     constexpr int k_asked_for = 1 + B::split_kv, threads = 2 * 32 * B::split_kv;
     if (item.rounds == 0) return;
@@ -4487,16 +4527,16 @@ template <class B> struct WgmmaColumnsLoader {
   }
   // ---- copies of rows by cp.async; their pages are read one round earlier, to hide the latency ----
   __device__ __forceinline__ RowPages<B> find_pages(int round) const {
-    return round < 0 ? RowPages<B>() : RowPages<B>(a, item, first_key_of<B>(item, round, slice));
+    return round < 0 ? RowPages<B>() : RowPages<B>(a, item, first_key_of<B>(item, round, split));
   }
   __device__ __forceinline__ void load_rows_of_k(int round, int stage, const RowPages<B>& pages) const {
-    typename WgmmaColumnsShared<B>::Slice& t = s.slice[slice];
-    TileRows<B, B::head_dim>(item, item.h_kv, first_key_of<B>(item, round, slice), pages)
+    typename WgmmaColumnsShared<B>::Split& t = s.split[split];
+    TileRows<B, B::head_dim>(item, item.h_kv, first_key_of<B>(item, round, split), pages)
         .load(a, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
   }
   __device__ __forceinline__ void load_rows_of_v(int round, int stage, const RowPages<B>& pages) const {
-    typename WgmmaColumnsShared<B>::Slice& t = s.slice[slice];
-    TileRows<B, B::d_v>(item, item.h_kv, first_key_of<B>(item, round, slice), pages)
+    typename WgmmaColumnsShared<B>::Split& t = s.split[split];
+    TileRows<B, B::d_v>(item, item.h_kv, first_key_of<B>(item, round, split), pages)
         .load(a, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
   }
   __device__ __forceinline__ void load_first_rows() const {
@@ -4545,32 +4585,32 @@ template <class B> struct WgmmaColumns {
   Shared& s;
   const KernelArgs& a;
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;  // warp: counted in the warpgroup
-  const int slice = int(threadIdx.x / 128);
+  const int split = int(threadIdx.x / 128);
   const SharedAddress Q_s, K_s, V_s, P_s;  // K and V: the first stages
   StageRing<B::stages> ring;               // stage and parity of this round's K and V
   float m, l;          // of the query that the thread owns; l sums only the keys of its warp
   float m_log2[ROWS];  // m * scale_log2 of the thread's queries; 0 if S has been replaced by S - m
-  bool m_may_be_kept = false;  // equal in all threads of the slice
+  bool m_may_be_kept = false;  // equal in all threads of the split
   std::conditional_t<B::copies_rows, RowPages<B>, Nothing> k_pages, v_pages;  // pages of the tiles to load next
 
   __device__ WgmmaColumns(Shared& s_, const KernelArgs& a_)
       : s(s_),
         a(a_),
         Q_s(uniform(shared_address(s.Q))),
-        K_s(uniform(shared_address(s.slice[slice].K[0]))),
-        V_s(uniform(shared_address(s.slice[slice].V[0]))),
-        P_s(uniform(shared_address(s.slice[slice].P))) {}
+        K_s(uniform(shared_address(s.split[split].K[0]))),
+        V_s(uniform(shared_address(s.split[split].V[0]))),
+        P_s(uniform(shared_address(s.split[split].P))) {}
 
-  __device__ __forceinline__ typename Shared::Slice& own_slice() const { return s.slice[slice]; }
-  __device__ void sync() const { barrier_sync(1 + slice, 128); }  // all warps of the slice
+  __device__ __forceinline__ typename Shared::Split& own_split() const { return s.split[split]; }
+  __device__ void sync() const { barrier_sync(1 + split, 128); }  // all warps of the split
 
   // ---- the products ----
 
   // Issues S.T = K @ Q.T of the tile in the stage of k_ring.   [BLOCK_N][BLOCK_M]
   __device__ __forceinline__ void issue_kq(Scores& S, const StageRing<B::stages>& k_ring) {
-    wait_for_tile<B>(&own_slice().k_full[k_ring.stage], k_ring.parity);
+    wait_for_tile<B>(&own_split().k_full[k_ring.stage], k_ring.parity);
     const uint64_t Q = wgmma_descriptor(Q_s, 16, PANEL_ATOM<B::qk_bytes>);
-    const uint64_t K = wgmma_descriptor(K_s + k_ring.stage * sizeof s.slice[0].K[0], 16, PANEL_ATOM<B::qk_bytes>);
+    const uint64_t K = wgmma_descriptor(K_s + k_ring.stage * sizeof s.split[0].K[0], 16, PANEL_ATOM<B::qk_bytes>);
     wgmma_fence();
     SDPA_UNROLL for (int block = 0; block < KEY_BLOCKS; block++) {
       SDPA_UNROLL for (int step = 0; step < B::head_dim / 16; step++) {
@@ -4585,7 +4625,7 @@ template <class B> struct WgmmaColumns {
   // Issues VP = V.T @ P.T of this round.   [D][BLOCK_M]
   __device__ __forceinline__ void issue_vp(Sums& VP) {
     const uint64_t P = wgmma_descriptor(P_s, 16, 1024);
-    const uint64_t V = wgmma_descriptor(V_s + ring.stage * sizeof s.slice[0].V[0], 16, 1024);
+    const uint64_t V = wgmma_descriptor(V_s + ring.stage * sizeof s.split[0].V[0], 16, 1024);
     wgmma_fence();
     SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
       SDPA_UNROLL for (int block = 0; block < D_BLOCKS; block++) {
@@ -4604,7 +4644,7 @@ template <class B> struct WgmmaColumns {
     if constexpr (B::copies_rows) return load_next_rows(round - B::stages, rounds, k_ring.stage);
     const int next = round - B::stages + (warp == 1);  // warp 0 loads K; warp 1 loads V, one round behind
     if (warp < 2 && next >= 0 && next < rounds - B::stages) {
-      WgmmaColumnsLoader<B>{s, a, slice, int(warp), s.item}.template load_tile<false>(
+      WgmmaColumnsLoader<B>{s, a, split, int(warp), s.item}.template load_tile<false>(
           next, warp == 0 ? k_ring.stage : ring.stage);
     }
   }
@@ -4612,7 +4652,7 @@ template <class B> struct WgmmaColumns {
   // Loads K of `round`, and V of round + 1, whose pages were read for its K. Reads the pages of K of round - 1.
   __device__ __forceinline__ void load_next_rows(int round, int rounds, int k_stage) {
     if (round < -1) return;
-    const WgmmaColumnsLoader<B> loader{s, a, slice, int(warp), s.item};
+    const WgmmaColumnsLoader<B> loader{s, a, split, int(warp), s.item};
     const RowPages<B> found = loader.find_pages(round - 1);
     if (round >= 0) loader.load_rows_of_k(round, k_stage, k_pages);
     if (round + 1 < rounds - B::stages) loader.load_rows_of_v(round + 1, ring.stage, v_pages);
@@ -4645,10 +4685,10 @@ template <class B> struct WgmmaColumns {
   }
   // Reduces the values of the thread's own query over the four warps, in a fixed order.
   template <class Combine> __device__ __forceinline__ float combine_warps(float value, Combine combine) {
-    st_shared(&own_slice().per_warp[warp][lane], value);
+    st_shared(&own_split().per_warp[warp][lane], value);
     sync();  // hazard: written by all warps
-    value = ld_shared<float>(&own_slice().per_warp[0][lane]);
-    SDPA_UNROLL for (int n = 1; n < 4; n++) value = combine(value, ld_shared<float>(&own_slice().per_warp[n][lane]));
+    value = ld_shared<float>(&own_split().per_warp[0][lane]);
+    SDPA_UNROLL for (int n = 1; n < 4; n++) value = combine(value, ld_shared<float>(&own_split().per_warp[n][lane]));
     return value;
   }
   static __device__ __forceinline__ float sum_of(float x, float y) { return x + y; }
@@ -4702,7 +4742,7 @@ template <class B> struct WgmmaColumns {
   // waits for V.
   template <bool FIRST> __device__ __forceinline__ void write_p(const Scores& S, float (&sum)[ROWS]) {
     const uint32_t row = (ROWS < 4 ? 0 : lane / 16 * 8) + lane % 8, column = warp * 16 + lane / 8 % 2 * 8;
-    const SharedAddress P_at = shared_address(own_slice().P + panel_offset<B::block_m>(row, column));
+    const SharedAddress P_at = shared_address(own_split().P + panel_offset<B::block_m>(row, column));
     SDPA_UNROLL for (float& x : sum) x = 0;
     SDPA_UNROLL for (int block = 0; block < KEY_BLOCKS; block++) {
       SDPA_UNROLL for (int q = 0; q < B::block_m; q += 16) {
@@ -4725,7 +4765,7 @@ template <class B> struct WgmmaColumns {
     }
     if (FIRST) combine_pair<16>(sum, sum_of);  // overlaps the stores of P
     fence_proxy_async();
-    wait_for_tile<B>(&own_slice().v_full[ring.stage], ring.parity);
+    wait_for_tile<B>(&own_split().v_full[ring.stage], ring.parity);
   }
   // Writes P to shared memory for all warps. If the stale maximum was too small, updates m and rescales l and O. The
   // caller adds `sum` to l.
@@ -4735,7 +4775,7 @@ template <class B> struct WgmmaColumns {
       write_p<FIRST>(S, sum);
       float all = 0;
       SDPA_UNROLL for (const float& x : sum) all += x;
-      fits = barrier_and(1 + slice, 128, all <= lazy_limit<B>);  // hazard: P written by all warps
+      fits = barrier_and(1 + split, 128, all <= lazy_limit<B>);  // hazard: P written by all warps
     }
     if (!fits) {
       update_max<FIRST>(S, O);
@@ -4749,11 +4789,11 @@ template <class B> struct WgmmaColumns {
   // Computes a round whose scores are in S: O.T += V.T @ P.T. Also computes the scores of the next round into S.
   template <bool FIRST>
   __device__ __forceinline__ void compute_round(int round, const WgmmaItem<B>& item, Scores& S, Sums& O) {
-    const int k0 = first_key_of<B>(item, round, slice);
+    const int k0 = first_key_of<B>(item, round, split);
     if (B::use_lengths && FIRST && item.keys_in_tile(k0) < B::block_n) {
-      mbarrier_wait(&own_slice().v_full[ring.stage], ring.parity);
+      mbarrier_wait(&own_split().v_full[ring.stage], ring.parity);
       // The fence in write_p() orders these writes before the reads of wgmma.
-      clear_rows_of_v<B>(own_slice().V[ring.stage], item.keys_in_tile(k0), threadIdx.x % 128, 128);
+      clear_rows_of_v<B>(own_split().V[ring.stage], item.keys_in_tile(k0), threadIdx.x % 128, 128);
     }
     const Mask& mask = item.mask(a);
     ScoreTile<B> tile{a, item, mask, item.q0, k0, item_score_scale<B>(a, item)};
@@ -4782,12 +4822,12 @@ template <class B> struct WgmmaColumns {
       }
     }
   }
-  // Writes m and l of the slice's partial to shared memory.
+  // Writes m and l of the split's partial to shared memory.
   __device__ __forceinline__ void write_m_l() {
     l = combine_warps(l, sum_of);
     constexpr int owners = 8 / ROWS;  // lanes that own the same query
     const int i = int(lane) / 4 / owners;
-    if (warp == 0 && lane / 4 % owners == 0) st_shared(&own_slice().m_l[Scores::row(i)], float2{m, l});
+    if (warp == 0 && lane / 4 % owners == 0) st_shared(&own_split().m_l[Scores::row(i)], float2{m, l});
   }
   // Computes the item. The loads of its first tiles have been started.
   __device__ __forceinline__ void run() {
@@ -4803,7 +4843,7 @@ template <class B> struct WgmmaColumns {
       Scores S;
       S.forget_all();
       if constexpr (B::copies_rows) {
-        k_pages = WgmmaColumnsLoader<B>{s, a, slice, int(warp), item}.find_pages(round - B::stages);
+        k_pages = WgmmaColumnsLoader<B>{s, a, split, int(warp), item}.find_pages(round - B::stages);
       }
       issue_kq(S, ring);
       wait_and_load(S, round, item.rounds, ring);
@@ -4815,14 +4855,14 @@ template <class B> struct WgmmaColumns {
       clear(O);
       write_m_l();
     }
-    // Writes O of the slice's partial to shared memory, over K, which is no longer read.
+    // Writes O of the split's partial to shared memory, over K, which is no longer read.
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       SDPA_UNROLL for (int j = 0; j < O.COLS; j++) {
-        st_shared(&own_slice().O[O.row(i)][O.first_col() + O.col(j)], O.x[i][j]);
+        st_shared(&own_split().O[O.row(i)][O.first_col() + O.col(j)], O.x[i][j]);
       }
     }
-    barrier_sync(1 + B::split_kv, B::warpgroups * 128);  // hazard: partials of all slices written
-    store_rows<B>(s.slice, a, item, int(threadIdx.x), s.is_last);
+    barrier_sync(1 + B::split_kv, B::warpgroups * 128);  // hazard: partials of all splits written
+    store_rows<B>(s.split, a, item, int(threadIdx.x), s.is_last);
   }
 };
 
@@ -4833,7 +4873,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_columns(const __grid
   if (!item_of_cta<B>(a).exists()) return;
   if (threadIdx.x == 32) {
     mbarrier_init(&s.q_full, 1);
-    for (auto& t : s.slice) {
+    for (auto& t : s.split) {
       mbarriers_init(t.k_full, copying_warps<B>);
       mbarriers_init(t.v_full, copying_warps<B>);
     }
@@ -4850,7 +4890,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_columns(const __grid
   WgmmaColumns<B>(s, a).run();
 }
 
-template <class B> struct KernelOf<B, Path::wgmma_swapped> {
+template <class B> struct KernelOf<B, KernelKind::wgmma_swapped> {
   using Shared = WgmmaColumnsShared<B>;
   static constexpr auto entry = sdpa_wgmma_columns<B>;
 };
@@ -4896,7 +4936,7 @@ template <class B, class Shared> struct CtaSoftmax {
   }
   __device__ void step(Shared& s, const ScalarScores<B>& scores, float scale_log2, float (&alpha_out)[ROWS]) {
     store_scores(s.P, s.P_STRIDE, scores);
-    slice_sync<B>(B::sync_policy >= 2);  // hazard: S was written and is read by other warps
+    split_sync<B>(B::sync_policy >= 2);  // hazard: S was written and is read by other warps
 
     ScalarScores<B> S = softmax_rows();
     load_scores(S, s.P, s.P_STRIDE);
@@ -4910,7 +4950,7 @@ template <class B, class Shared> struct CtaSoftmax {
         s.alpha[S.row(i)] = alpha[i];
       }
     }
-    slice_sync<B>(B::sync_policy == 5);  // hazard: m and alpha of the rows were written
+    split_sync<B>(B::sync_policy == 5);  // hazard: m and alpha of the rows were written
 
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       m[i] = s.m[S.row(i)];
@@ -4923,7 +4963,7 @@ template <class B, class Shared> struct CtaSoftmax {
       l[i] = row_sum<COL_LANES>(l[i]);
       if (S.first_col == 0) s.l[S.row(i)] = l[i];
     }
-    slice_sync<B>(B::sync_policy >= 2);  // hazard: P, l and alpha were written and are read by other warps
+    split_sync<B>(B::sync_policy >= 2);  // hazard: P, l and alpha were written and are read by other warps
 
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) alpha_out[i] = s.alpha[scores.row(i)];
   }
@@ -4938,7 +4978,8 @@ template <class B, class Shared> struct CtaSoftmax {
 // ---- 5e wmma: tensor cores through nvcuda::wmma, S and P in shared memory (wmma) ----
 
 namespace wmma = nvcuda::wmma;
-template <class Use, class Layout> using Operand = wmma::fragment<Use, 16, 16, 16, Half, Layout>;
+template <class Use, class Layout>
+using Operand = wmma::fragment<Use, 16, 16, 16, ElementOf<Defines::product_type>, Layout>;
 template <class T> using AccumulatorOf = wmma::fragment<wmma::accumulator, 16, 16, 16, T>;
 using Accumulator = AccumulatorOf<float>;
 // The type of S in shared memory. Rows of fp16 have the same stride in bytes as rows of fp32.
@@ -5186,7 +5227,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(co
   } while (B::use_persistent_cta);
 }
 
-template <class B> struct KernelOf<B, Path::wmma> {
+template <class B> struct KernelOf<B, KernelKind::wmma> {
   using Shared = WmmaShared<B>;
   static constexpr auto entry = sdpa_wmma<B>;
 };
@@ -5550,7 +5591,8 @@ template <class B> struct ScoreMod {
         const Position key = WHOLE ? Position{k0 + S.col(0), 1, column}
                                    : Position{min(k0 + S.col(j), last_key), 0, column};
         const float factor = of_row(scale, i);
-        const Score score{S.x[i][j], factor, B::is_8bit ? factor * expression::log2e : a.scores_log2};
+        const Score score{S.x[i][j], factor,
+                          B::input_bytes == 1 ? factor * expression::log2e : a.scores_log2};
         const bool seen = !B::hides_keys || sees(b, h, query, key, Sq, Sk, a.p);
         use(i, j, logit(score, b, h, query, key, Sq, Sk, a.p), seen);
       }
@@ -5609,11 +5651,11 @@ __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool pl
 // Builds in which no knob changes logits or hides keys do not call the hook. Then logit() and sees() must
 // have no effect.
 [[maybe_unused]] __device__ inline void check_expressions(const SdpaParams& p) {
-  using Logit = decltype(ScoreMod<Build>::logit({}, 0, 0, {}, {}, 0, 0, p));
-  using Seen = decltype(ScoreMod<Build>::sees(0, 0, {}, {}, 0, 0, p));
-  static_assert(Build::changes_logits || std::is_same_v<Logit, expression::Score>,
+  using Logit = decltype(ScoreMod<Defines>::logit({}, 0, 0, {}, {}, 0, 0, p));
+  using Seen = decltype(ScoreMod<Defines>::sees(0, 0, {}, {}, 0, 0, p));
+  static_assert(Defines::changes_logits || std::is_same_v<Logit, expression::Score>,
                 "ScoreMod::logit() changes logits, but no knob of SDPA_LOGIT_KNOBS is set: add its knob there");
-  static_assert(Build::hides_keys || std::is_same_v<Seen, expression::Always>,
+  static_assert(Defines::hides_keys || std::is_same_v<Seen, expression::Always>,
                 "ScoreMod::sees() hides keys, but no knob of SDPA_MASK_KNOBS is set: add its knob there");
 }
 
@@ -5808,10 +5850,10 @@ template <class B> struct KeyBits {
 template <class B>
 __device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, const ShownRounds<B>& list, int place, int k0) {
   if (place >= most_kept<B> || (B::split_kv > 1 && B::block_n % 32 != 0)) return KeyBits<B>(a, b, k0);
-  const int slice = B::split_kv == 1 ? 0 : uniform(int(threadIdx.x - B::producer_threads) / 128) / (B::block_m / 64);
+  const int split = B::split_kv == 1 ? 0 : uniform(int(threadIdx.x - B::producer_threads) / 128) / (B::block_m / 64);
   KeyBits<B> bits;
   SDPA_UNROLL for (int w = 0; w < KeyBits<B>::WORDS; w++) {
-    bits.word[w] = ld_shared<uint32_t>(&list.bits[place][slice * bits.WORDS + w]);
+    bits.word[w] = ld_shared<uint32_t>(&list.bits[place][split * bits.WORDS + w]);
   }
   return bits;
 }
@@ -5848,8 +5890,8 @@ template <class B> __device__ __forceinline__ void list_shown_rounds(const Kerne
   constexpr int AT_ONCE = B::warpgroups > 2 && !B::swap_ab ? 2 : 4;  // limited by registers
   int count = 0;
   for (int first = 0; first < item.rounds; first += 8) {
-    const int round = first + lane / 4;
-    const int begin = round * B::round_keys + lane % 4 * 4;
+    const int number = first + lane / 4;
+    const int begin = number * B::round_keys + lane % 4 * 4;
     const auto existing = [&](int n) {
       return 16 * n + lane % 4 * 4 < B::round_keys ? min(max(keys - begin - 16 * n, 0), 4) : 0;
     };
@@ -5873,9 +5915,9 @@ template <class B> __device__ __forceinline__ void list_shown_rounds(const Kerne
     }
     shows = __ballot_sync(0xffffffffu, shows) & lanes_of_round;
     hides = __ballot_sync(0xffffffffu, hides) & lanes_of_round;
-    const bool lists = lane % 4 == 0 && round < item.rounds && shows;
+    const bool lists = lane % 4 == 0 && number < item.rounds && shows;
     const uint32_t listed = __ballot_sync(0xffffffffu, lists), hiding = __ballot_sync(0xffffffffu, lists && hides);
-    if (lists) st_shared(list_s + count + __popc(listed & low_bits(lane)), uint16_t(2 * round + hides));
+    if (lists) st_shared(list_s + count + __popc(listed & low_bits(lane)), uint16_t(2 * number + hides));
     const int place = item.hiding + __popc(hiding & low_bits(lane));
     SDPA_UNROLL for (int w = 0; hiding != 0 && w < ceil_div(B::round_keys, 32); w++) {
       SDPA_UNROLL for (int other = 1; other < 4; other *= 2) bits[w] |= __shfl_xor_sync(0xffffffffu, bits[w], other);
@@ -5885,7 +5927,7 @@ template <class B> __device__ __forceinline__ void list_shown_rounds(const Kerne
     item.hiding += __popc(hiding);
   }
   if (count == item.rounds && item.hiding == 0) return list_all(false);
-  if (count == 0) {  // zero rounds would mean that there are no more items, so list round 0
+  if (count == 0) {  // zero rounds would mean that there are no more items, so list number 0
     if (lane == 0) st_shared(list_s, uint16_t(1));
     item.hiding = most_kept<B> + 1;
   }
@@ -5927,12 +5969,12 @@ template <class B> __device__ __forceinline__ void take_list(const KernelArgs& a
 }
 // Returns the effects of four bytes of a bias, as bits. 1: a key is visible. 2: a score is changed.
 __device__ __forceinline__ int effects_of(uint32_t word) {
-  constexpr uint32_t hidden = Build::use_bias == 2          ? 0
-                              : Build::use_bias == 3        ? 0xff800000
-                              : Build::input == DType::bf16 ? 0xff80ff80
-                                                            : 0xfc00fc00;
-  const uint32_t changed = Build::use_bias == 2   ? (word - 0x01010101) & ~word & 0x80808080
-                           : Build::use_bias == 3 ? word & 0x7fffffff
+  constexpr uint32_t hidden = Defines::use_bias == 2            ? 0
+                              : Defines::use_bias == 3          ? 0xff800000
+                              : Defines::kv_type == DType::bf16 ? 0xff80ff80
+                                                              : 0xfc00fc00;
+  const uint32_t changed = Defines::use_bias == 2   ? (word - 0x01010101) & ~word & 0x80808080
+                           : Defines::use_bias == 3 ? word & 0x7fffffff
                                                   : word & 0x7fff7fff;
   return int(word != hidden) + 2 * (changed != 0);
 }
@@ -6003,9 +6045,9 @@ template <class B> __global__ void __launch_bounds__(map_threads) sdpa_map(const
   set_rounds<B, wgmma_may_pass<B>>(a, item);
   uint32_t* const list = list_of<B>(a, item);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int round = warp; round < item.rounds; round += map_threads / 32) {
-    const int effects = effects_on_round<B>(a, item, item.first_key + round * B::round_keys);
-    if (lane == 0) st_global(list + 1 + round, effects & 1 ? uint32_t(2 * round + effects / 2) : hidden);
+  for (int number = warp; number < item.rounds; number += map_threads / 32) {
+    const int effects = effects_on_round<B>(a, item, item.first_key + number * B::round_keys);
+    if (lane == 0) st_global(list + 1 + number, effects & 1 ? uint32_t(2 * number + effects / 2) : hidden);
   }
   __syncthreads();  // hazard: entries written by all warps
   // Warp 0 moves the entries of visible rounds to the front.
@@ -6017,7 +6059,7 @@ template <class B> __global__ void __launch_bounds__(map_threads) sdpa_map(const
     if (entry != hidden) st_global(list + 1 + count + __popc(shown & ((1u << lane) - 1)), entry);
     count += __popc(shown);
   }
-  // A list has at least one round. If none has a visible key, it is round 0, which the bias or the mask
+  // A list has at least one round. If none has a visible key, it is number 0, which the bias or the mask
   // hides.
   if (lane == 0) st_global(list, uint32_t(max(count, 1)));
   if (lane == 0 && count == 0) st_global(list + 1, 1u);
@@ -6084,9 +6126,8 @@ template <class B> struct MmaE4m3AsHalves {
       uint32_t pairs[2], a_of_product[4];
       f16_of_e4m3(pairs, b[n]);
       memcpy(a_of_product, a + 4 * n, sizeof a_of_product);
-      if constexpr (B::mixes_types && B::q_type == DType::bf16) bf16_of_f16(pairs);
-      using Operand = std::conditional_t<B::mixes_types, Query<B>, Half>;
-      mma_m16n8k16<Operand>(d0, d1, d2, d3, a_of_product, pairs[0], pairs[1]);
+      if constexpr (B::product_type == DType::bf16) bf16_of_f16(pairs);
+      mma_m16n8k16<ElementOf<B::product_type>>(d0, d1, d2, d3, a_of_product, pairs[0], pairs[1]);
     }
   }
   static __device__ __forceinline__ void read(uint32_t (&a)[8], SharedAddress from) {
@@ -6098,7 +6139,7 @@ template <class B> struct MmaE4m3AsHalves {
       a[i / 2 * 4 + i % 2 + 2] = pairs[1];
     }
   }
-  static __device__ __forceinline__ uint32_t pack_p(const float* x) { return pack<Half>(x[0], x[1]); }
+  static __device__ __forceinline__ uint32_t pack_p(const float* x) { return pack<__half>(x[0], x[1]); }
   static __device__ __forceinline__ void pv(MmaSums<B>& O, const MmaStepOfP<B>& p, const Element<B>* V_s, int step,
                                             int lane) {
     const SharedAddress lane_address = shared_address(V_s + tile_offset<B, B::d_v>(lane % 16, lane / 16 * CHUNK<B>));
@@ -6112,8 +6153,8 @@ template <class B> struct MmaE4m3AsHalves {
         SDPA_UNROLL for (int m = 0; m < O.M_TILES; m++) {
           float* const top = O.x[2 * m] + 4 * (n + next);
           float* const bottom = O.x[2 * m + 1] + 4 * (n + next);
-          mma_m16n8k16<Half>(top[0], top[2], bottom[0], bottom[2], p[m], low[0], high[0]);
-          mma_m16n8k16<Half>(top[1], top[3], bottom[1], bottom[3], p[m], low[1], high[1]);
+          mma_m16n8k16<__half>(top[0], top[2], bottom[0], bottom[2], p[m], low[0], high[0]);
+          mma_m16n8k16<__half>(top[1], top[3], bottom[1], bottom[3], p[m], low[1], high[1]);
         }
       }
     }
@@ -6124,13 +6165,13 @@ template <class B> struct MmaE4m3AsHalves {
 
 // SPLIT_CTAS: maximum number of items with several ranges per launch, each of which has a counter.
 // USE_LENGTHS: maximum number of their ranges.
-constexpr uint32_t most_split_items = Build::use_lengths ? 131072 : 16384;
+constexpr uint32_t most_split_items = Defines::use_lengths ? 131072 : 16384;
 // Number of ranges whose partials a thread loads at once. For up to few_ranges ranges it loads more columns
 // instead.
 constexpr int ranges_at_once = 16, few_ranges = 4;
 // SPLIT_CTAS=0: minimum number of rounds in a planned range: as many as have 256 KB of K and V.
 __host__ __device__ __forceinline__ int least_rounds(int round_keys) {
-  return max(1, 256 * 1024 / int(round_keys * Build::head_dim * sizeof(Input) * 2));
+  return max(1, 256 * 1024 / int(round_keys * Defines::head_dim * sizeof(Input) * 2));
 }
 // batch_invariant, SPLIT_CTAS=0: maximum number of rounds in a range, for a sequence of `tiles` tiles with at
 // most `rounds` rounds each. It is least_rounds(), or more if the sequence would otherwise have over
@@ -6233,18 +6274,18 @@ __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, con
   }
 }
 
-// ---- 5f partials of slices in shared memory ----
+// ---- 5f partials of splits in shared memory ----
 
-// The partial of a slice.
+// The partial of a split.
 template <class B> struct RowsPartial {
   alignas(16) float O[B::block_m][PARTIAL_STRIDE<B>];
   float2 m_l[B::block_m];
 };
 
-// Merges the partials of the slices in a fixed order. Calls put(row, O, m, l) for every four columns of a
+// Merges the partials of the splits in a fixed order. Calls put(row, O, m, l) for every four columns of a
 // row.
 template <class B, class Partials, class Put>
-__device__ __forceinline__ void merge_slice_partials(const Partials& partials_s, const ItemScale<B>& scale_log2,
+__device__ __forceinline__ void merge_split_partials(const Partials& partials_s, const ItemScale<B>& scale_log2,
                                                      int thread, const Put& put) {
   constexpr int row_vectors = B::d_v / 4, threads = B::num_warps * 32;
   const int rows = rows_of_item<B>(scale_log2.a);
@@ -6275,14 +6316,14 @@ __device__ __forceinline__ void store_rows(const Partials& partials_s, const Ker
   const ItemScale<B> scale_log2(a, item);
   const uint32_t ranges = item.range_count(a);
   if (B::split_ctas == 1 || ranges == 1) {
-    merge_slice_partials<B>(partials_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
+    merge_split_partials<B>(partials_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
       store_output<B>(O, m, l, a, row_item<B>(a, item, row));
     });
     return;
   }
   uint32_t* const counters = range_counters<B>(a);
   RangePartial<B>* const partials = range_partials<B>(a);
-  merge_slice_partials<B>(partials_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
+  merge_split_partials<B>(partials_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
     RangePartial<B>& partial = partials[item.part(a)];
     st_global(&partial.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
     if (O.first_col == 0) st_global(&partial.m_l[row], float2{m[0], l[0]});
@@ -6447,7 +6488,7 @@ template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>, Land
   // Loads the first landed_stages rounds at once. Then loads a new tile into each 8-bit stage that has been
   // converted.
   __device__ __forceinline__ void run(int warp) {
-    auto& to = s.slice[0];
+    auto& to = s.split[0];
     auto& from = s.landed;
     constexpr int landed_stages = LandedTiles<B>::COUNT;
     const WgmmaItem<B> item = Base::find_item(item_number_of_cta<B>(a));
@@ -6474,7 +6515,7 @@ template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>, Land
   }
 };
 
-template <class B> struct KernelOf<B, Path::wgmma_converting> : KernelOf<B, Path::wgmma_roles> {
+template <class B> struct KernelOf<B, KernelKind::wgmma_converting> : KernelOf<B, KernelKind::wgmma_roles> {
   using Producer = WgmmaConverter<B>;
   using Registers = WgmmaRegisters<B, (B::head_dim > 128 ? 56 : 48), (B::head_dim > 64 ? 40 : 32)>;
 };
@@ -6483,7 +6524,7 @@ template <class B> struct KernelOf<B, Path::wgmma_converting> : KernelOf<B, Path
 
 template <class B> struct MmaPartials<B, true> {
   struct type {
-    RowsPartial<B> of_slice[B::split_kv];
+    RowsPartial<B> of_split[B::split_kv];
     bool is_last;
   };
 };
@@ -6494,7 +6535,8 @@ template <class B> struct MmaPacked {
     const SdpaParams& p = a.p;
     const int rows = rows_of_item<B>(a);
     for (int i = threadIdx.x; i < B::block_m * per_row; i += B::threads) {
-      const int row = i / per_row, col = i % per_row * B::vec_width, column_of_q = B::mixes_types ? col / 2 : col;
+      const int row = i / per_row, col = i % per_row * B::vec_width,
+                column_of_q = B::q_type != B::kv_type ? col / 2 : col;
       const Item<B> from = row_item<B>(a, t.item, row);
       VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(
           s.in.Q + tile_offset<B, B::d_q>(row, col),
@@ -6509,15 +6551,15 @@ template <class B> struct MmaPacked {
       rows.q_descale[i] = a.p.q_descale.of_head(one_row.b, min(one_row.h, a.p.Hq - 1));
     }
   }
-  static __device__ __forceinline__ void store(MmaShared<B>& s, const MmaRows<B>& rows, const KernelArgs& a, int slice,
+  static __device__ __forceinline__ void store(MmaShared<B>& s, const MmaRows<B>& rows, const KernelArgs& a, int split,
                                                int lane) {
     MmaRuns<B> runs;
     rearrange_runs<B>(runs, rows.O, lane);
     __syncthreads();  // hazard: the partials overwrite Q, K and V
-    RowsPartial<B>& partial = s.partial.of_slice[slice];
+    RowsPartial<B>& partial = s.partial.of_split[split];
     store_partial(partial, runs, rows.m, rows.l, [](void* dst_s, auto x) { st_shared(dst_s, x); });
     __syncthreads();  // hazard: partials written by all warps
-    store_rows<B>(s.partial.of_slice, a, s.item, threadIdx.x, s.partial.is_last);
+    store_rows<B>(s.partial.of_split, a, s.item, threadIdx.x, s.partial.is_last);
   }
 };
 
@@ -7012,7 +7054,7 @@ SdpaStatus cuda_failure(cudaError_t code, const char* what) {
 // Maximum number of keys that a query of the problem sees.
 int most_visible_keys(const SdpaParams& p) {
   const KeyBounds bounds(p, p.Sq, p.Sk);
-  return max(min(Build::use_lengths && p.most_keys > 0 ? min(p.most_keys, p.Sk) : bounds.end(p.Sq - 1),
+  return max(min(Defines::use_lengths && p.most_keys > 0 ? min(p.most_keys, p.Sk) : bounds.end(p.Sq - 1),
                  bounds.to - bounds.from), 0);
 }
 
@@ -7031,8 +7073,9 @@ struct TensorView {  // Q, K, V or O
 
 std::array<TensorView, 4> tensors_of(SdpaParams& p) {
   // USE_LENGTHS: a tensor with packed sequences has a batch size of 1.
-  const int of_q = Build::use_lengths && p.q_starts ? min(p.B, 1) : p.B, rows = Build::use_pages ? p.page_size : p.Sk;
-  const int of_k = Build::use_pages ? p.pages : Build::use_lengths && p.k_starts ? min(p.B, 1) : p.B;
+  const int of_q = Defines::use_lengths && p.q_starts ? min(p.B, 1) : p.B,
+            rows = Defines::use_pages ? p.page_size : p.Sk;
+  const int of_k = Defines::use_pages ? p.pages : Defines::use_lengths && p.k_starts ? min(p.B, 1) : p.B;
   const auto view = [](const char* name, auto* data, Strides& s, int B, int H, int S) {
     return TensorView{name, data, sizeof *data, {{"row", S, s.row}, {"head", H, s.head}, {"batch", B, s.batch}}};
   };
@@ -7108,13 +7151,13 @@ int ranges_of(const SdpaParams& p, const Items& items, bool by_kernel, int round
 
 // batch_invariant: true if Sq depends on the batch. Then the number of queries in a packed tile must not depend on Sq.
 bool has_queries_of_batch(const SdpaParams& p) {
-  return Build::use_lengths && p.batch_invariant && (p.q_starts || p.q_lengths);
+  return Defines::use_lengths && p.batch_invariant && (p.q_starts || p.q_lengths);
 }
 
 // Partition of a problem into items with one range each.
 Items items_of_tile(const SdpaParams& p, int heads, int queries) {
   const int64_t groups = p.Hq / heads, tiles = ceil_div(p.Sq, queries);
-  return {heads, queries, groups * (Build::use_lengths && p.q_starts ? p.B + tiles : p.B * tiles)};
+  return {heads, queries, groups * (Defines::use_lengths && p.q_starts ? p.B + tiles : p.B * tiles)};
 }
 // PACK_GQA: an item has as many query heads of a KV head as fit into block_m rows and divide their number.
 Items items_of_packed_tile(const SdpaParams& p, int block_m) {
@@ -7367,7 +7410,7 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
 }
 
 float log2_scale(const SdpaParams& p) {  // scale * log2(e). DTYPE=U8: times the units of Q and K
-  const double unit = 1.4426950408889634 * element_unit<Build> * element_unit<Build>;
+  const double unit = 1.4426950408889634 * element_unit<Defines> * element_unit<Defines>;
   return float((p.scale == 0 ? 1 / std::sqrt(double(p.D)) : double(p.scale)) * unit);
 }
 
@@ -7421,8 +7464,9 @@ template <class B> Grid grid_of(const SdpaParams& p, const Items& items) {
 // True if the tensor cores accumulate O over all keys of a row, which is accurate up to most_keys_at_once keys.
 // SWAP_AB and e4m3 with wgmma accumulate in fp32 registers. SPLIT_CTAS splits the keys into ranges.
 template <class B>
-constexpr bool sums_end = B::split_ctas == 1 && (B::family == Family::mma || B::use_wmma_pv ||
-                                                 (B::family == Family::wgmma && !B::swap_ab && !B::multiplies_e4m3));
+constexpr bool sums_end =
+    B::split_ctas == 1 && (B::kernel == KernelKind::mma || B::use_wmma_pv ||
+                           (B::is_wgmma && !B::swap_ab && B::product_type != DType::e4m3));
 
 // ---- the map of hidden rounds (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
 
@@ -7545,7 +7589,7 @@ template <class B> size_t scratch_bytes(const SdpaParams& p) {
 }
 // Offset of the scratch memory if it is part of the workspace: the maximum size of the state, so that no launch
 // overwrites the state of another.
-constexpr size_t most_state_bytes = Build::use_lengths ? 0 : most_split_items * sizeof(uint32_t);
+constexpr size_t most_state_bytes = Defines::use_lengths ? 0 : most_split_items * sizeof(uint32_t);
 template <class B> size_t workspace_bytes(const SdpaParams& p) {
   const LaunchMemory memory = memory_of<B>(p);
   if (!has_scratch<B> || p.scratch || memory.scratch == 0) return memory.state;
@@ -7609,7 +7653,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
 // Checks pointer, alignment and strides. As in PyTorch, the stride of a dimension of size 1 may have any value;
 // it is set to 0, so that no address depends on it.
 SdpaStatus check_tensor(const TensorView& t, bool is_output) {
-  const int vec = min(Build::vec_width, 16 / t.element_bytes), alignment = vec * t.element_bytes;
+  const int vec = min(Defines::vec_width, 16 / t.element_bytes), alignment = vec * t.element_bytes;
   const bool has_rows = t.dims[0].size > 0;
   if (has_rows && !t.data) return failure(refused, "%s is a null pointer", t.name);
   if (has_rows && reinterpret_cast<uintptr_t>(t.data) % alignment) {
@@ -7643,7 +7687,7 @@ SdpaStatus check_sizes(SdpaParams& p) {
   } numbers[] = {{"B", p.B}, {"Hq", p.Hq}, {"Hkv", p.Hkv}, {"Sq", p.Sq}, {"Sk", p.Sk}, {"max_ctas", p.max_ctas},
                  {"window_left", p.window_left, -1}, {"window_right", p.window_right, -1},
                  {"causal", int(p.causal), 0, 2}, {"window_alignment", int(p.window_alignment), 0, 2},
-                 {"bias_keys", p.bias_keys, 0, Build::use_lengths ? most_rows : p.Sk},
+                 {"bias_keys", p.bias_keys, 0, Defines::use_lengths ? most_rows : p.Sk},
                  {"most_keys", p.most_keys}, {"batch_invariant", p.batch_invariant, 0, 1}};
   for (const auto& x : numbers) {
     if (x.value >= x.least && x.value <= x.most) continue;
@@ -7651,10 +7695,14 @@ SdpaStatus check_sizes(SdpaParams& p) {
   }
   if (double(p.B) * p.Hq * p.Sq > 1e16) return failure(refused, "B*Hq*Sq is over 10^16 rows; split the batch");
   if (p.Dv == 0) p.Dv = p.D;
-  constexpr int D = Build::head_dim, Dv = Build::d_v, by = Build::vec_width;
-  if (is_wgmma ? p.D <= 0 || p.D > D || p.D % by || p.Dv <= 0 || p.Dv > Dv || p.Dv % by : p.D != D || p.Dv != Dv) {
-    return failure(refused, is_wgmma ? "D=%d, Dv=%d: this build takes 1 to %d and 1 to %d, in multiples of VEC_WIDTH"
-                                     : "D=%d, Dv=%d: this build takes HEAD_DIM=%d, HEAD_DIM_V=%d", p.D, p.Dv, D, Dv);
+  constexpr int D = Defines::head_dim, Dv = Defines::d_v, by = Defines::vec_width;
+  if (Defines::is_wgmma ? p.D <= 0 || p.D > D || p.D % by || p.Dv <= 0 || p.Dv > Dv || p.Dv % by
+                      : p.D != D || p.Dv != Dv) {
+    return failure(refused,
+                   Defines::is_wgmma
+                       ? "D=%d, Dv=%d: this build takes 1 to %d and 1 to %d, in multiples of VEC_WIDTH"
+                       : "D=%d, Dv=%d: this build takes HEAD_DIM=%d, HEAD_DIM_V=%d",
+                   p.D, p.Dv, D, Dv);
   }
   if (p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv)) return failure(refused, "Hq=%d is not a multiple of Hkv=%d", p.Hq, p.Hkv);
   return {};
@@ -7669,42 +7717,56 @@ SdpaStatus check_params(SdpaParams& p) {
   if (p.softcap != 0 && !(p.softcap >= 1e-18 && p.softcap <= 1e18)) {
     return failure(refused, "softcap=%g: must be 0, or 1e-18 to 1e18", double(p.softcap));
   }
-  const char* of_8bit_q = Build::is_8bit && !Build::mixes_types ? "" : "an 8-bit DTYPE";
-  const char *of_8bit = Build::is_8bit ? "" : "an 8-bit DTYPE or KV_DTYPE",
-             *of_cap = Build::use_softcap ? "" : "USE_SOFTCAP";
-  const char *of_lengths = Build::use_lengths ? "" : "USE_LENGTHS=1", *of_pages = Build::use_pages ? "" : "USE_PAGES=1";
-  const char* of_firsts = !Build::use_lengths ? "USE_LENGTHS=1" : Build::use_pages == 1 ? "USE_PAGES=2" : "";
-  const char* of_queue = Build::use_persistent_cta ? "" : "USE_PERSISTENT_CTA=1";
-  const char* of_mods = Build::changes_logits || Build::hides_keys ? "" : "SCORE_MOD or MASK_MOD";
+  const char* of_8bit_q = Defines::query_bytes == 1 ? "" : "an 8-bit DTYPE";
+  const char *of_8bit = Defines::input_bytes == 1 ? "" : "an 8-bit DTYPE or KV_DTYPE",
+             *of_cap = Defines::use_softcap ? "" : "USE_SOFTCAP";
+  const char *of_lengths = Defines::use_lengths ? "" : "USE_LENGTHS=1",
+             *of_pages = Defines::use_pages ? "" : "USE_PAGES=1";
+  const char* of_firsts = !Defines::use_lengths     ? "USE_LENGTHS=1"
+                          : Defines::use_pages == 1 ? "USE_PAGES=2"
+                                                    : "";
+  const char* of_queue = Defines::use_persistent_cta ? "" : "USE_PERSISTENT_CTA=1";
+  const char* of_mods = Defines::changes_logits || Defines::hides_keys ? "" : "SCORE_MOD or MASK_MOD";
   const struct {
     const char *name, *builds;  // builds: the knobs that support it; empty if this build does
     uintptr_t value;
     int alignment = 4;
-  } options[] = {{"q_descale", of_8bit_q, uintptr_t(p.q_descale.factor)},
-                 {"q_starts", of_lengths, uintptr_t(p.q_starts)},
-                 {"k_descale", of_8bit, uintptr_t(p.k_descale.factor)}, {"k_starts", of_lengths, uintptr_t(p.k_starts)},
-                 {"v_descale", of_8bit, uintptr_t(p.v_descale.factor)}, {"workspace", "", uintptr_t(p.workspace), 256},
-                 {"scratch", "", uintptr_t(p.scratch), 256},
-                 {"k_lengths", of_lengths, uintptr_t(p.k_lengths)}, {"page_table", of_pages, uintptr_t(p.page_table)},
-                 {"sinks", Build::use_sinks ? "" : "USE_SINKS=1", uintptr_t(p.sinks)}, {"LSE", "", uintptr_t(p.LSE)},
-                 {"max_ctas", of_queue, uintptr_t(p.max_ctas), 1}, {"softcap", of_cap, p.softcap != 0, 1},
-                 {"bias", Build::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias), int(sizeof(Bias))},
-                 {"bias_map", Build::takes_map ? "" : "USE_BIAS or MASK_MOD", uintptr_t(p.bias_map), 8},
-                 {"bias_map_bytes", Build::takes_map ? "" : "USE_BIAS or MASK_MOD", uintptr_t(p.bias_map_bytes), 1},
-                 {"bias_keys", Build::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias_keys), 1},
-                 {"page_stride", of_pages, uintptr_t(p.page_stride), 1},
-                 {"page_size", of_pages, uintptr_t(p.page_size), 1}, {"pages", of_pages, uintptr_t(p.pages), 1},
-                 {"x0", of_mods, uintptr_t(p.x0)}, {"x1", of_mods, uintptr_t(p.x1)}, {"x2", of_mods, uintptr_t(p.x2)},
-                 {"x3", of_mods, uintptr_t(p.x3)}, {"i0", of_mods, uintptr_t(p.i0)}, {"i1", of_mods, uintptr_t(p.i1)},
-                 {"key_mask", Build::use_key_mask ? "" : "USE_KEY_MASK=1", uintptr_t(p.key_mask), 1},
-                 {"key_mask_stride", Build::use_key_mask ? "" : "USE_KEY_MASK=1", uintptr_t(p.key_mask_stride), 1},
-                 {"q_lengths", of_lengths, uintptr_t(p.q_lengths)},
-                 {"k_firsts", of_firsts, uintptr_t(p.k_firsts)},
-                 {"most_keys", of_lengths, uintptr_t(p.most_keys), 1}};
+  } options[] = {
+      {"q_descale", of_8bit_q, uintptr_t(p.q_descale.factor)},
+      {"q_starts", of_lengths, uintptr_t(p.q_starts)},
+      {"k_descale", of_8bit, uintptr_t(p.k_descale.factor)},
+      {"k_starts", of_lengths, uintptr_t(p.k_starts)},
+      {"v_descale", of_8bit, uintptr_t(p.v_descale.factor)},
+      {"workspace", "", uintptr_t(p.workspace), 256},
+      {"scratch", "", uintptr_t(p.scratch), 256},
+      {"k_lengths", of_lengths, uintptr_t(p.k_lengths)},
+      {"page_table", of_pages, uintptr_t(p.page_table)},
+      {"sinks", Defines::use_sinks ? "" : "USE_SINKS=1", uintptr_t(p.sinks)},
+      {"LSE", "", uintptr_t(p.LSE)},
+      {"max_ctas", of_queue, uintptr_t(p.max_ctas), 1},
+      {"softcap", of_cap, p.softcap != 0, 1},
+      {"bias", Defines::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias), int(sizeof(Bias))},
+      {"bias_map", Defines::takes_map ? "" : "USE_BIAS or MASK_MOD", uintptr_t(p.bias_map), 8},
+      {"bias_map_bytes", Defines::takes_map ? "" : "USE_BIAS or MASK_MOD", uintptr_t(p.bias_map_bytes), 1},
+      {"bias_keys", Defines::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias_keys), 1},
+      {"page_stride", of_pages, uintptr_t(p.page_stride), 1},
+      {"page_size", of_pages, uintptr_t(p.page_size), 1},
+      {"pages", of_pages, uintptr_t(p.pages), 1},
+      {"x0", of_mods, uintptr_t(p.x0)},
+      {"x1", of_mods, uintptr_t(p.x1)},
+      {"x2", of_mods, uintptr_t(p.x2)},
+      {"x3", of_mods, uintptr_t(p.x3)},
+      {"i0", of_mods, uintptr_t(p.i0)},
+      {"i1", of_mods, uintptr_t(p.i1)},
+      {"key_mask", Defines::use_key_mask ? "" : "USE_KEY_MASK=1", uintptr_t(p.key_mask), 1},
+      {"key_mask_stride", Defines::use_key_mask ? "" : "USE_KEY_MASK=1", uintptr_t(p.key_mask_stride), 1},
+      {"q_lengths", of_lengths, uintptr_t(p.q_lengths)},
+      {"k_firsts", of_firsts, uintptr_t(p.k_firsts)},
+      {"most_keys", of_lengths, uintptr_t(p.most_keys), 1}};
   for (const auto& x : options) {
     if (x.value && *x.builds) return failure(refused, "%s is for builds with %s; set it to 0", x.name, x.builds);
     if (x.value % x.alignment) return failure(refused, "%s is not aligned to %d bytes", x.name, x.alignment);
-    if constexpr (Build::changes_logits || Build::hides_keys) {
+    if constexpr (Defines::changes_logits || Defines::hides_keys) {
       const bool is_array = x.name[1] >= '0' && x.name[1] <= '9';  // x0 to x3, i0, i1
       if (is_array && !x.value != !mods_name(x.name)) {
         return failure(refused, x.value ? "%s is set, but neither SCORE_MOD nor MASK_MOD names it"
@@ -7712,16 +7774,17 @@ SdpaStatus check_params(SdpaParams& p) {
       }
     }
   }
-  if (Build::takes_map && p.bias_map_bytes > 0 && !p.bias_map) {
+  if (Defines::takes_map && p.bias_map_bytes > 0 && !p.bias_map) {
     return failure(refused, "bias_map_bytes is %zu, but bias_map is null; set both or neither", p.bias_map_bytes);
   }
-  if (Build::use_pages != 0 && (!p.page_table || p.k_starts || p.page_size <= 0 || p.pages <= 0 || p.page_stride < 0 ||
-                           (Build::use_pages == 1 && p.page_size % 16))) {
-    return failure(refused,
-                   "page_size=%d, pages=%d, page_stride=%d: this build takes K and V in pages of %s, with a page_table "
-                   "and no k_starts",
-                   p.page_size, p.pages, p.page_stride,
-                   Build::use_pages == 1 ? "a multiple of 16 keys (USE_PAGES=2: of 1 or more)" : "1 key or more");
+  if (Defines::use_pages != 0 && (!p.page_table || p.k_starts || p.page_size <= 0 || p.pages <= 0 ||
+                                  p.page_stride < 0 || (Defines::use_pages == 1 && p.page_size % 16))) {
+    return failure(
+        refused,
+        "page_size=%d, pages=%d, page_stride=%d: this build takes K and V in pages of %s, with a page_table "
+        "and no k_starts",
+        p.page_size, p.pages, p.page_stride,
+        Defines::use_pages == 1 ? "a multiple of 16 keys (USE_PAGES=2: of 1 or more)" : "1 key or more");
   }
   return p.B && p.Hq && p.Sq ? check_tensors(p) : SdpaStatus{};
 }
@@ -7739,7 +7802,10 @@ SdpaStatus check_params(SdpaParams& p) {
 // Each refusal of a knob without effect or of an impossible combination says what is refused, why, and what to type.
 
 #define SDPA_REFUSE(condition, sentence) static_assert(!(condition), sentence)
-constexpr const char* family_name = is_wgmma ? "wgmma" : is_mma ? "mma" : is_wmma ? "wmma" : "scalar";
+constexpr const char* family_name = Defines::is_wgmma                     ? "wgmma"
+                                    : Defines::kernel == KernelKind::mma  ? "mma"
+                                    : Defines::kernel == KernelKind::wmma ? "wmma"
+                                                                        : "scalar";
 constexpr bool is_one_of(std::string_view value, std::string_view values) {  // "a b c" or "low..high"
   if (values == expressions) return !value.empty() && value != "1";  // -DKNOB without a value defines KNOB as 1
   const size_t dots = values.find("..");
@@ -7760,61 +7826,61 @@ SDPA_KNOBS(SDPA_LEGAL)
 SDPA_KNOBS(SDPA_FAMILIES)
 SDPA_REFUSE(USE_WMMA_changed + USE_MMA_SYNC_changed + USE_WGMMA_changed > 1,
             "USE_WMMA=1, USE_MMA_SYNC=1 and USE_WGMMA=1: a build has one kernel family; keep one of them");
-SDPA_REFUSE(Build::mixes_types && Build::q_type > DType::bf16,
+SDPA_REFUSE(Defines::kv_dtype != 0 && Defines::query_bytes == 1,
             "KV_DTYPE=FP8_E4M3: 8-bit K and V require a 16-bit Q; type DTYPE=FP16 or DTYPE=BF16, or drop KV_DTYPE");
 SDPA_REFUSE(OUT_DTYPE_changed &&
-                DType(Build::out_dtype - 1) == (Build::q_type > DType::bf16 ? DType::fp16 : Build::q_type),
+                DType(Defines::out_dtype - 1) == (Defines::query_bytes == 1 ? DType::fp16 : Defines::q_type),
             "OUT_DTYPE: O has that type by default; drop OUT_DTYPE");
-SDPA_REFUSE(HEAD_DIM_V_changed && Build::head_dim_v == Build::head_dim,
+SDPA_REFUSE(HEAD_DIM_V_changed && Defines::head_dim_v == Defines::head_dim,
             "HEAD_DIM_V: V and O have that D by default; drop HEAD_DIM_V");
-SDPA_REFUSE(is_mma && Build::use_tuned && Build::is_8bit,
+SDPA_REFUSE(Defines::kernel == KernelKind::mma && Defines::use_tuned && Defines::input_bytes == 1,
             "USE_TUNED=1: the table has no tiles for an 8-bit DTYPE with mma.sync; drop USE_TUNED or type "
             "DTYPE=FP16");
-SDPA_REFUSE(NUM_PRODUCER_WARPS_changed && !Build::use_warp_specialization,
+SDPA_REFUSE(NUM_PRODUCER_WARPS_changed && !Defines::use_warp_specialization,
             "NUM_PRODUCER_WARPS: only builds with USE_WARP_SPECIALIZATION=1 have producer warps; add that or "
             "drop NUM_PRODUCER_WARPS");
-SDPA_REFUSE(Build::is_e4m3 && is_wmma, "DTYPE=FP8_E4M3: nvcuda::wmma does not support e4m3; drop USE_WMMA or "
-                                       "type DTYPE=U8");
-SDPA_REFUSE(Build::input == DType::u8 && (is_mma || is_wgmma),
+SDPA_REFUSE(Defines::kv_type == DType::e4m3 && Defines::kernel == KernelKind::wmma,
+            "DTYPE=FP8_E4M3: nvcuda::wmma does not support e4m3; drop USE_WMMA or type DTYPE=U8");
+SDPA_REFUSE(Defines::kv_type == DType::u8 && (Defines::kernel == KernelKind::mma || Defines::is_wgmma),
             "DTYPE=U8: only the scalar and wmma kernels support it; type DTYPE=FP8_E4M3 or USE_WMMA=1");
-SDPA_REFUSE(Build::use_bias != 0 && Build::is_8bit,
+SDPA_REFUSE(Defines::use_bias != 0 && Defines::input_bytes == 1,
             "USE_BIAS: scores of 8-bit types have factors that come after it; type DTYPE=FP16 or DTYPE=BF16");
-SDPA_REFUSE((SCORE_MOD_changed || Build::changes_logits || (Build::hides_keys && !Build::use_key_mask)) &&
-                (Build::use_softcap != 0 || Build::use_bias != 0),
+SDPA_REFUSE((SCORE_MOD_changed || Defines::changes_logits || (Defines::hides_keys && !Defines::use_key_mask)) &&
+                (Defines::use_softcap != 0 || Defines::use_bias != 0),
             "SCORE_MOD and MASK_MOD: the soft cap or the bias can be a part of the expression, as in 30 * tanh(s / 30); "
             "drop USE_SOFTCAP and USE_BIAS");
-SDPA_REFUSE(Build::use_key_mask && (Build::use_bias != 0 || Build::mask_knobs > 1),
+SDPA_REFUSE(Defines::use_key_mask && (Defines::use_bias != 0 || Defines::mask_knobs > 1),
             "USE_KEY_MASK=1: a bias or a MASK_MOD can hide the keys as well; drop USE_KEY_MASK, or USE_BIAS and MASK_MOD");
-SDPA_REFUSE(Build::use_key_mask && Build::use_lengths,
+SDPA_REFUSE(Defines::use_key_mask && Defines::use_lengths,
             "USE_KEY_MASK=1: keys are counted from the start of a sequence there; drop USE_KEY_MASK or USE_LENGTHS");
-SDPA_REFUSE(Build::use_pages && !Build::use_lengths,
+SDPA_REFUSE(Defines::use_pages && !Defines::use_lengths,
             "USE_PAGES: the page table is indexed by sequence; add USE_LENGTHS=1");
-SDPA_REFUSE(FP8_FLUSH_changed && !Build::multiplies_e4m3,
+SDPA_REFUSE(FP8_FLUSH_changed && Defines::product_type != DType::e4m3,
             "FP8_FLUSH: only the wgmma kernel with DTYPE=FP8_E4M3 accumulates in 14 bits; drop FP8_FLUSH");
-SDPA_REFUSE(FP16_ACC_changed && Build::input != DType::fp16,
+SDPA_REFUSE(FP16_ACC_changed && Defines::kv_type != DType::fp16,
             "FP16_ACC: only the wmma kernel with DTYPE=FP16 can accumulate in fp16; drop FP16_ACC");
-SDPA_REFUSE(Build::pv_in_fp16 && !Build::use_wmma_pv,
+SDPA_REFUSE(Defines::pv_in_fp16 && !Defines::use_wmma_pv,
             "FP16_ACC=PV: P @ V runs on the FMA pipes; add USE_WMMA_PV=1 or type FP16_ACC=QK");
 
 // Refuses combinations that cannot work, whether they were set with -D or come from a row of the table.
 template <class B> constexpr bool check_wgmma() {
-  constexpr bool wgmma = B::family == Family::wgmma, roles = wgmma && B::use_warp_specialization && !B::swap_ab;
-  SDPA_REFUSE(wgmma && !B::swap_ab && (B::group_warps % 4 != 0 || B::block_m != 16 * B::group_warps),
+  constexpr bool wgmma = B::is_wgmma, roles = wgmma && B::use_warp_specialization && !B::swap_ab;
+  SDPA_REFUSE(wgmma && !B::swap_ab && (B::split_warps % 4 != 0 || B::block_m != 16 * B::split_warps),
               "BLOCK_M and NUM_WARPS: a warpgroup has 4 warps and 64 query rows, so BLOCK_M must be "
               "16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8, or BLOCK_M=64 NUM_WARPS=8 SPLIT_KV=2");
   SDPA_REFUSE(wgmma && B::use_pages == 1 && B::block_n * B::head_dim / (B::head_dim % 64 || B::d_v % 64 ? 512 : 1024) > 32,
               "USE_PAGES=1: each of 32 lanes copies one TMA box, and this tile may have more than 32; type a "
               "smaller BLOCK_N");
-  SDPA_REFUSE(wgmma && B::multiplies_e4m3 && (!roles || !B::overlap),
+  SDPA_REFUSE(wgmma && B::product_type == DType::e4m3 && (!roles || !B::overlap),
               "DTYPE=FP8_E4M3: producer warps transpose V during the softmax; add USE_WARP_SPECIALIZATION=1 "
               "OVERLAP=1");
-  SDPA_REFUSE(B::converts_tiles && B::swap_ab,
+  SDPA_REFUSE(wgmma && B::tile_type != B::kv_type && B::swap_ab,
               "KV_DTYPE: the transposed kernel does not support it; drop SWAP_AB, or type USE_MMA_SYNC=1 for "
               "few query rows");
-  SDPA_REFUSE(B::converts_tiles && (!roles || B::use_persistent_cta || B::split_kv > 1),
-              "KV_DTYPE: with wgmma all producer warps convert tiles of one slice, so none can store O "
+  SDPA_REFUSE(wgmma && B::tile_type != B::kv_type && (!roles || B::use_persistent_cta || B::split_kv > 1),
+              "KV_DTYPE: with wgmma all producer warps convert tiles of one split, so none can store O "
               "meanwhile; add USE_WARP_SPECIALIZATION=1 and drop USE_PERSISTENT_CTA and SPLIT_KV");
-  SDPA_REFUSE(wgmma && B::vec_width != (B::is_8bit ? 16 : 8),
+  SDPA_REFUSE(wgmma && B::vec_width != 16 / B::input_bytes,
               "VEC_WIDTH: TMA requires addresses and strides in multiples of 16 bytes; type VEC_WIDTH=8, or 16 "
               "with an 8-bit DTYPE or KV_DTYPE");
   SDPA_REFUSE(wgmma && !roles && (B::overlap || B::use_persistent_cta || B::use_ping_pong),
@@ -7824,7 +7890,7 @@ template <class B> constexpr bool check_wgmma() {
               "USE_LAZY_MAX, SPLIT_KV: the plain wgmma kernel supports neither; add USE_WARP_SPECIALIZATION=1 "
               "or drop them");
   SDPA_REFUSE(roles && B::split_kv > 2,
-              "SPLIT_KV=4: the wgmma kernel with producer warps splits the keys into two slices; type "
+              "SPLIT_KV=4: the wgmma kernel with producer warps has at most two splits; type "
               "SPLIT_KV=2 or SWAP_AB=1");
   SDPA_REFUSE(wgmma && B::use_persistent_cta && B::split_kv > 1,
               "USE_PERSISTENT_CTA=1: the wgmma kernel does not support it with SPLIT_KV; drop one of them");
@@ -7835,7 +7901,7 @@ template <class B> constexpr bool check_wgmma() {
               "SKIP_MASKED=1: warpgroups skip different tiles, which requires USE_WARP_SPECIALIZATION=1, "
               "BLOCK_M over 64 and no USE_PING_PONG; type BLOCK_M=128 NUM_WARPS=8 or drop SKIP_MASKED");
   SDPA_REFUSE(wgmma && B::swap_ab && (B::num_warps != 4 * B::split_kv || B::block_n % 64 != 0),
-              "SWAP_AB=1: each warpgroup takes a slice of the keys in multiples of 64; type BLOCK_N=128 "
+              "SWAP_AB=1: each warpgroup is a split and takes multiples of 64 keys; type BLOCK_N=128 "
               "NUM_WARPS=16 SPLIT_KV=4");
   SDPA_REFUSE(wgmma && B::swap_ab && (B::block_m % 8 != 0 || 32 % B::block_m != 0),
               "BLOCK_M: with SWAP_AB=1 a CTA has 8, 16 or 32 query rows; type BLOCK_M=32");
@@ -7848,11 +7914,12 @@ template <class B> constexpr bool check_wgmma() {
   return true;
 }
 template <class B> constexpr bool check() {
-  constexpr bool scalar = B::family == Family::scalar, wmma = B::family == Family::wmma;
-  constexpr bool mma = B::family == Family::mma, wgmma = B::family == Family::wgmma;
+  constexpr bool scalar = B::kernel == KernelKind::scalar, wmma = B::kernel == KernelKind::wmma;
+  constexpr bool mma = B::kernel == KernelKind::mma, wgmma = B::is_wgmma;
   constexpr int D = B::head_dim, Dv = B::d_v;
   constexpr bool usual = D == Dv && (D == 64 || D == 128 || D == 256);
-  SDPA_REFUSE(D % 16 != 0 || Dv % 16 != 0 || Dv < 32 || (mma && B::is_e4m3 && (D % 32 != 0 || Dv % 32 != 0)),
+  SDPA_REFUSE(D % 16 != 0 || Dv % 16 != 0 || Dv < 32 ||
+                  (mma && B::kv_type == DType::e4m3 && (D % 32 != 0 || Dv % 32 != 0)),
               "HEAD_DIM and HEAD_DIM_V: kernels take multiples of 16 from 32 to 256, mma.sync with e4m3 "
               "multiples of 32; type HEAD_DIM=64");
   SDPA_REFUSE(wmma && !usual, "HEAD_DIM: nvcuda::wmma takes 64, 128 and 256; type one of them or USE_MMA_SYNC=1");
@@ -7861,9 +7928,9 @@ template <class B> constexpr bool check() {
               "USE_MMA_SYNC=1");
   SDPA_REFUSE(wgmma && (B::swap_ab ? Dv % 64 != 0 : B::split_kv > 1 && 256 % Dv != 0),
               "HEAD_DIM_V: SWAP_AB=1 takes multiples of 64, SPLIT_KV=2 powers of 2; type HEAD_DIM=128 or drop them");
-  SDPA_REFUSE(B::block_n % (scalar ? 8 : B::multiplies_e4m3 ? 32 : 16) != 0,
+  SDPA_REFUSE(B::block_n % (scalar ? 8 : B::product_type == DType::e4m3 ? 32 : 16) != 0,
               "BLOCK_N: the scalar kernel takes multiples of 8, the others of 16, e4m3 of 32; type BLOCK_N=64");
-  SDPA_REFUSE(path<B> == Path::wgmma_plain && B::pack_gqa,
+  SDPA_REFUSE(B::kernel == KernelKind::wgmma_plain && B::pack_gqa,
               "PACK_GQA: the plain wgmma kernel does not support it; add USE_WARP_SPECIALIZATION=1 or SWAP_AB=1 "
               "or drop it");
   SDPA_REFUSE(merges_by_kernel<B> && (B::use_persistent_cta || (wgmma && (B::split_kv > 1 || B::skip_masked))),
@@ -7883,20 +7950,20 @@ template <class B> constexpr bool check() {
   SDPA_REFUSE(scalar && B::block_m / (4 * B::num_warps) * (B::block_n + B::d_v) / 8 > 176,
               "BLOCK_M: S and O would take over 176 registers and spill; type a smaller BLOCK_M or more NUM_WARPS");
   SDPA_REFUSE(mma && B::num_warps % B::split_kv != 0,
-              "SPLIT_KV: all groups have the same number of warps, so NUM_WARPS must be a multiple of SPLIT_KV; "
+              "SPLIT_KV: all splits have the same number of warps, so NUM_WARPS must be a multiple of SPLIT_KV; "
               "type SPLIT_KV=2 NUM_WARPS=8");
-  SDPA_REFUSE(mma && B::block_m != 16 * B::group_warps && B::block_m != 32 * B::group_warps,
+  SDPA_REFUSE(mma && B::block_m != 16 * B::split_warps && B::block_m != 32 * B::split_warps,
               "BLOCK_M: with mma.sync it must be 16 or 32 times NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=4");
   SDPA_REFUSE(!wgmma && !B::use_cp_async && !B::use_warp_specialization && B::stages > 1,
               "STAGES: a plain copy finishes before the next one starts, so STAGES does nothing without "
               "cp.async or producer warps; add USE_CP_ASYNC=1 or drop STAGES");
-  SDPA_REFUSE(!B::is_8bit && B::vec_width == 16,
+  SDPA_REFUSE(B::input_bytes == 2 && B::vec_width == 16,
               "VEC_WIDTH=16: an access has at most 16 bytes, but 16 elements have 32; type VEC_WIDTH=8");
-  SDPA_REFUSE(B::converts && B::vec_width < 8,
+  SDPA_REFUSE(wmma && B::tile_type != B::kv_type && B::vec_width < 8,
               "DTYPE=U8: 8 elements are converted to fp16 at a time; type VEC_WIDTH=16");
-  SDPA_REFUSE(B::converts && B::use_cp_async, "USE_CP_ASYNC=1: U8 is converted to fp16 in registers; drop "
-                                              "USE_CP_ASYNC");
-  SDPA_REFUSE(B::use_cp_async && B::vec_width * (B::is_8bit ? 1 : 2) < 4,
+  SDPA_REFUSE(wmma && B::tile_type != B::kv_type && B::use_cp_async,
+              "USE_CP_ASYNC=1: U8 is converted to fp16 in registers; drop USE_CP_ASYNC");
+  SDPA_REFUSE(B::use_cp_async && B::vec_width * B::input_bytes < 4,
               "USE_CP_ASYNC=1: cp.async moves 4, 8 or 16 bytes, but this VEC_WIDTH has fewer; type VEC_WIDTH=8");
   return check_wgmma<B>();
 }
@@ -7919,16 +7986,17 @@ constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, 
   const bool for_maps = on("USE_BIAS");  // only for builds with a bias or a MASK_MOD
   // A build uses the rows of the next larger D in the table. The D of a build is the larger of HEAD_DIM and
   // HEAD_DIM_V.
-  const int typed = Build::head_dim > Build::d_v ? Build::head_dim : Build::d_v;
+  const int typed = Defines::head_dim > Defines::d_v ? Defines::head_dim : Defines::d_v;
   const bool is_next = head_dim == typed || head_dim == (typed <= 64 ? 64 : typed <= 128 ? 128 : 256);
-  if (!is_next) t.head_dim = head_dim == Build::head_dim ? 0 : head_dim;  // 0: V is too wide for this row
-  if (for_maps && (!Build::takes_map || !is_next)) t.head_dim = 0;
+  if (!is_next) t.head_dim = head_dim == Defines::head_dim ? 0 : head_dim;  // 0: V is too wide for this row
+  if (for_maps && (!Defines::takes_map || !is_next)) t.head_dim = 0;
   t.block_m = block_m;
   t.block_n = block_n;
   t.num_warps = num_warps;
   t.stages = stages;
   t.split_kv = split_kv;
-  if ((on("USE_MMA_SYNC") && Build::is_e4m3) || is_mma) t.use_mma_sync = t.use_cp_async = t.swizzle_xor = true;
+  if ((on("USE_MMA_SYNC") && Defines::kv_type == DType::e4m3) || Defines::kernel == KernelKind::mma)
+    t.use_mma_sync = t.use_cp_async = t.swizzle_xor = true;
   t.overlap = on("OVERLAP");
   t.use_warp_specialization = on("USE_WARP_SPECIALIZATION") || t.overlap;
   t.use_persistent_cta = on("USE_PERSISTENT_CTA");
@@ -7939,7 +8007,8 @@ constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, 
   t.pack_gqa = on("PACK_GQA");
   t.split_ctas = on("SPLIT_CTAS") || t.pack_gqa ? 0 : 1;
   if (known != knobs.size() + !knobs.empty()) a_row_of_tiles_names_an_unknown_knob();
-  if (Build::multiplies_e4m3) t.fp8_flush = block_n > 64 ? 8 : 16;  // wgmma flushes O after about 1,024 keys
+  if (Defines::product_type == DType::e4m3)
+    t.fp8_flush = block_n > 64 ? 8 : 16;  // wgmma flushes O after about 1,024 keys
   return t;
 }
 constexpr std::array HOPPER_TILES = {
@@ -8040,10 +8109,14 @@ constexpr std::array KV_TILES = {
     tile(256, 16, 32, 2, 2, 2, "PACK_GQA USE_MMA_SYNC", 3, 14000, 0.561),
 };
 constexpr auto TUNED_TILES = [] {
-  if constexpr (Build::mixes_types) return KV_TILES;
-  else if constexpr (Build::is_e4m3) return E4M3_TILES;
-  else if constexpr (is_mma) return AMPERE_TILES;
-  else return HOPPER_TILES;
+  if constexpr (Defines::q_type != Defines::kv_type)
+    return KV_TILES;
+  else if constexpr (Defines::kv_type == DType::e4m3)
+    return E4M3_TILES;
+  else if constexpr (Defines::kernel == KernelKind::mma)
+    return AMPERE_TILES;
+  else
+    return HOPPER_TILES;
 }();
 constexpr int tile_count = TUNED_TILES.size();
 template <int ROW> constexpr Config config_of() { return TUNED_TILES[ROW]; }
@@ -8054,11 +8127,12 @@ template <int ROW> constexpr Config config_of() { return TUNED_TILES[ROW]; }
 // True if this build may use the tile: the tile has the values of all knobs that were set with -D.
 constexpr bool tile_fits(const TunedTile& t) {
   constexpr Config typed{};
-  const bool wgmma = is_wgmma && !t.use_mma_sync;
-  const bool no_room = (wgmma && (t.swap_ab ? Build::d_v % 64 != 0 : t.split_kv > 1 && 256 % Build::d_v != 0)) ||
-                        (t.head_dim == 192 && t.block_n == 128 && Build::d_v > 128) ||
-                        (Build::takes_map && t.num_warps == 16 && !t.swap_ab) ||  // maps and biases need registers
-                        (Build::use_key_mask && t.num_warps == 16 && t.swap_ab);
+  const bool wgmma = Defines::is_wgmma && !t.use_mma_sync;
+  const bool no_room =
+      (wgmma && (t.swap_ab ? Defines::d_v % 64 != 0 : t.split_kv > 1 && 256 % Defines::d_v != 0)) ||
+      (t.head_dim == 192 && t.block_n == 128 && Defines::d_v > 128) ||
+      (Defines::takes_map && t.num_warps == 16 && !t.swap_ab) ||  // maps and biases need registers
+      (Defines::use_key_mask && t.num_warps == 16 && t.swap_ab);
   return typed.use_tuned && t.head_dim == typed.head_dim && !no_room SDPA_KNOBS(SDPA_IS_ROWS);
 }
 
@@ -8072,14 +8146,14 @@ constexpr int next_tile(int n) {
 
 // ---- refusals of rows (typed) ----
 
-SDPA_REFUSE(Build::use_tuned && next_tile(0) == tile_count,
+SDPA_REFUSE(Defines::use_tuned && next_tile(0) == tile_count,
             "USE_TUNED=1: no tile of the table has all the knobs that were set; drop some of them or USE_TUNED");
 // N = -1: checks the knobs that were set with -D. Otherwise: checks the tiles from row N on.
 template <int N> constexpr bool check_all() {
   if constexpr (N < tile_count) return check<BuildOf<N>>() && check_all<(N < 0 ? tile_count : next_tile(N + 1))>();
   return true;
 }
-static_assert(check_all<Build::use_tuned ? next_tile(0) : -1>(), "");
+static_assert(check_all<Defines::use_tuned ? next_tile(0) : -1>(), "");
 
 // ---- the choice of a tile (USE_TUNED) ----
 
@@ -8177,9 +8251,9 @@ int choose_tile(const SdpaParams& p) {
   for (int n = next_tile(0); n < tile_count; n = next_tile(n + 1)) {
     const TunedTile& t = TUNED_TILES[n];
     double clocks = tuned_clocks(
-        t, p.batch_invariant ? of_any_batch(p) : Build::use_lengths ? of_equal_lengths(p, p.B) : p, sms);
+        t, p.batch_invariant ? of_any_batch(p) : Defines::use_lengths ? of_equal_lengths(p, p.B) : p, sms);
     // One sequence may have nearly all keys. Add the time of that problem, with weight sqrt(B).
-    if (Build::use_lengths && !p.batch_invariant && p.k_lengths) {
+    if (Defines::use_lengths && !p.batch_invariant && p.k_lengths) {
       clocks += std::sqrt(p.B) * tuned_clocks(t, of_equal_lengths(p, 1), sms);
     }
     if (t.split_ctas == 1 && !t.swap_ab && keys_of_sum(p) > most_keys_at_once) clocks *= 1e9;
@@ -8203,10 +8277,10 @@ template <int N, class Use> auto with_row(int row, const Use& use) {
 
 // Calls use(B()) with the build B that was chosen for the problem.
 template <class Use> auto with_build(const SdpaParams& p, const Use& use) {
-  if constexpr (Build::use_tuned) {
+  if constexpr (Defines::use_tuned) {
     return with_row<next_tile(0)>(choose_tile(p), use);
   } else {
-    return use(Build());
+    return use(Defines());
   }
 }
 

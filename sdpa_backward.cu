@@ -57,7 +57,7 @@ namespace {
 SDPA_BACKWARD_KNOBS(SDPA_KNOB)
 constexpr std::string_view backward_knobs =
     "HEAD_DIM HEAD_DIM_V DTYPE BLOCK_M BLOCK_N NUM_WARPS VEC_WIDTH USE_CP_ASYNC STAGES SWIZZLE_XOR USE_MMA_SYNC "
-    "USE_WGMMA USE_WARP_SPECIALIZATION USE_SOFTCAP USE_SINKS";
+    "USE_WGMMA USE_WARP_SPECIALIZATION USE_SOFTCAP USE_SINKS USE_LENGTHS";
 
 }  // namespace
 
@@ -76,6 +76,9 @@ struct SdpaGradients {
 // dQ of a row that sees no key is 0, and so are dK and dV of a key that no row sees. O and LSE may come from
 // another implementation. LSE is a natural logarithm, includes the scale, and is -inf for a row that sees no
 // key.
+// USE_LENGTHS: tensors are packed as in struct Sequence, dO, dQ and O like Q, dK and dV like K. dLSE has the
+// shape of LSE. Rows of dQ, dK and dV that are no query or key of a sequence are 0: such rows of Q, K and V do
+// not affect O. The same rows of Q, K, V, O, dO, LSE and dLSE may contain anything, including NaN.
 struct SdpaBackwardParams : SdpaGradients {
   SdpaParams forward{};  // of the sdpa_forward() call that wrote O and LSE; both are inputs here
 };
@@ -85,31 +88,42 @@ namespace {
 struct GradientMaps { CUtensorMap d_o, d_k, d_v; };
 
 // True for the one-pass kernel, which adds dQ to fp32 sums in global memory.
-template <class B> constexpr bool adds_dq = B::use_wgmma && B::use_warp_specialization;
+template <class B> constexpr bool adds_dq = B::kernel == KernelKind::wgmma_roles;
 
-// Rows per query head in the workspace. adds_dq: Sq rounded up to a multiple of BLOCK_N.
-inline int padded_rows_of(const SdpaParams& p) {
-  return adds_dq<Build> ? ceil_div(p.Sq, Build::block_n) * Build::block_n : p.Sq;
+// Number of tiles of `size` rows in a head of a tensor with `rows` rows. With starts, sequence b has the tiles
+// from first_tile() on, and some tiles have no rows.
+__host__ __device__ inline int64_t tiles_of_head(const SdpaParams& p, const int* starts, int rows, int size) {
+  return ceil_div(rows, size) + (Defines::use_lengths && starts ? int64_t(p.B) : 0);
+}
+__device__ inline int first_tile(int start, int b, int size) { return start / size + b; }
+// Number of batches of a tensor with these starts.
+__host__ __device__ inline int batches_of(const SdpaParams& p, const int* starts) {
+  return Defines::use_lengths && starts ? min(p.B, 1) : p.B;
+}
+
+// Rows per query head in the workspace. adds_dq: those of whole tiles of BLOCK_N rows.
+inline int64_t padded_rows_of(const SdpaParams& p) {
+  return adds_dq<Defines> ? tiles_of_head(p, p.q_starts, p.Sq, Defines::block_n) * Defines::block_n : p.Sq;
 }
 // The workspace: arrays with padded_rows entries per query head. The entries are LSE * log2(e), where -inf is
 // replaced by +inf, and delta. adds_dq: also D sums of dQ / gradient_scale, ordered as in
 // add_to_sums_of_dq().
 struct BackwardWorkspace {
-  int64_t heads;  // B * Hq
+  int64_t heads;  // B * Hq, or Hq with q_starts
   int padded_rows;
   float2* rows;                       // two passes: {LSE_log2, delta}
   float *lse_log2, *delta, *dQ_sums;  // adds_dq
 
   BackwardWorkspace(const SdpaParams& p, void* workspace)
-      : heads(int64_t(p.B) * p.Hq),
-        padded_rows(padded_rows_of(p)),
+      : heads(int64_t(batches_of(p, p.q_starts)) * p.Hq),
+        padded_rows(int(padded_rows_of(p))),
         rows(static_cast<float2*>(workspace)),
         lse_log2(static_cast<float*>(workspace)),
         delta(lse_log2 + heads * padded_rows),
         dQ_sums(delta + heads * padded_rows) {}
   __device__ __forceinline__ void set(int64_t head, int q, float2 values) const {
     const int64_t i = head * padded_rows + q;
-    if (adds_dq<Build>) {
+    if (adds_dq<Defines>) {
       st_global(lse_log2 + i, values.x);
       st_global(delta + i, values.y);
       return;
@@ -118,7 +132,7 @@ struct BackwardWorkspace {
   }
   __device__ __forceinline__ float2 get(int64_t head, int q) const {
     const int64_t i = head * padded_rows + q;
-    if (adds_dq<Build>) return {ld_global<float>(lse_log2 + i), ld_global<float>(delta + i)};
+    if (adds_dq<Defines>) return {ld_global<float>(lse_log2 + i), ld_global<float>(delta + i)};
     return ld_global<float2>(rows + i);
   }
 };
@@ -129,7 +143,7 @@ struct BackwardArgs : KernelArgs, SdpaGradients {
   BackwardWorkspace work;
   float gradient_scale;   // the factor of dQ and dK: scale
   int heads_at_once = 1;  // adds_dq: KV heads per section, see key_tile_of_cta()
-  std::conditional_t<adds_dq<Build>, GradientMaps, Nothing> gradient_maps;
+  std::conditional_t<adds_dq<Defines>, GradientMaps, Nothing> gradient_maps;
 
   BackwardArgs(const SdpaBackwardParams& params, int rows_of_mask, int keys_of_mask, const Grid& grid = {})
       : KernelArgs(params.forward, rows_of_mask, keys_of_mask, grid),
@@ -166,6 +180,79 @@ __device__ __forceinline__ void red_global_add_v4(float* dst_g, float a, float b
 
 #endif  // SDPA_SIMT
 
+// ---- items: the rows of a sequence in the tensors ----
+// An Item is one head of a sequence, without USE_LENGTHS of a batch.
+
+// Address of row `row` of head h.
+template <class T>
+__device__ __forceinline__ T* head_of(T* x_g, const Strides& s, int b, int h, int row) {
+  return x_g + b * s.batch + h * s.head + row * s.row;
+}
+// USE_LENGTHS: the last sequence b with first(b) <= i, or sequence 0. first() does not decrease.
+template <class First> __device__ __forceinline__ int last_sequence(int sequences, int i, const First& first) {
+  int b = 0;
+  for (int end = sequences; end - b > 1;) {
+    const int middle = b + (end - b) / 2;
+    if (first(middle) <= i) {
+      b = middle;
+    } else {
+      end = middle;
+    }
+  }
+  return b;
+}
+// The item of head h of sequence b whose rows start with q0.
+template <class B> __device__ __forceinline__ Item<B> item_of(const SdpaParams& p, int b, int h, int q0) {
+  Item<B> item{};
+  item.b = b;
+  item.h = h;
+  item.q0 = q0;
+  if constexpr (B::use_lengths) item.sequence = Sequence(p, b);
+  return item;
+}
+// USE_LENGTHS: tile i of a tensor with `heads` heads. q0 is its first row in the sequence. Past the sequence's
+// last row, the tile is empty.
+template <class B, int SIZE>
+__device__ __forceinline__ Item<B> sequence_tile(const SdpaParams& p, const int* starts, int rows, int heads,
+                                                uint32_t i) {
+  const uint32_t tiles = uint32_t(tiles_of_head(p, starts, rows, SIZE)), head = i / tiles;
+  const int tile = int(i % tiles);
+  if (!starts) return item_of<B>(p, int(head / heads), int(head % heads), tile * SIZE);
+  const auto first = [&](int b) { return first_tile(min(max(ld_global<int>(starts + b), 0), rows), b, SIZE); };
+  const int b = last_sequence(p.B, tile, first);
+  return item_of<B>(p, b, int(head), (tile - first(b)) * SIZE);
+}
+// Item i of BLOCK_M queries.
+template <class B> __device__ __forceinline__ Item<B> query_item(const BackwardArgs& a, uint32_t i) {
+  if constexpr (B::use_lengths) return sequence_tile<B, B::block_m>(a.p, a.p.q_starts, a.p.Sq, a.p.Hq, i);
+  return work_item<B>(a, i);
+}
+template <class B> __device__ __forceinline__ int key_count(const SdpaParams& p, const Item<B>& item) {
+  if constexpr (B::use_lengths) return item.sequence.Sk;
+  return p.Sk;
+}
+// The mask of an item. Its tiles have ROWS queries and KEYS keys; without USE_LENGTHS, so has a.mask.
+template <class B, int ROWS, int KEYS>
+__device__ __forceinline__ decltype(auto) mask_of(const BackwardArgs& a, const Item<B>& item) {
+  if constexpr (B::use_lengths) {
+    const KeyBounds keys(a.p, item.sequence.Sq, item.sequence.Sk);
+    return Mask{{keys, ROWS, KEYS}, keys};
+  } else {
+    return (a.mask);
+  }
+}
+// Index of the item's head in LSE and in the workspace.
+template <class B> __device__ __forceinline__ int64_t head_index(const SdpaParams& p, const Item<B>& item, int h) {
+  return int64_t(item.batch(p.q_starts)) * p.Hq + h;
+}
+// Row of query q in its head of the workspace. adds_dq: sequences start at multiples of BLOCK_N.
+template <class B> __device__ __forceinline__ int workspace_row(const SdpaParams& p, const Item<B>& item, int q) {
+  if (B::use_lengths && adds_dq<B> && p.q_starts) {
+    return first_tile(item.q_row(0), item.b, B::block_n) * B::block_n + q;
+  }
+  return item.q_row(q);
+}
+
 // ---- pairs of tensors ----
 
 // The build B with one head size for all tensors. OfQK: that of Q and K. OfV: that of V and dO.
@@ -182,17 +269,21 @@ struct RowPair {
   int64_t x_stride, y_stride;
   int count;
 };
-__device__ __forceinline__ RowPair queries_of_head(const BackwardArgs& a, int b, int h) {
-  return {a.p.Q + b * a.p.q.batch + h * a.p.q.head, a.dO + b * a.d_o.batch + h * a.d_o.head, a.p.q.row, a.d_o.row,
-          a.p.Sq};
+template <class B>
+__device__ __forceinline__ RowPair queries_of_head(const BackwardArgs& a, const Item<B>& item, int h) {
+  return {head_of(a.p.Q, a.p.q, item.batch(a.p.q_starts), h, item.q_row(0)),
+          head_of(a.dO, a.d_o, item.batch(a.p.q_starts), h, item.q_row(0)), a.p.q.row, a.d_o.row,
+          item.query_count(a.p)};
 }
-__device__ __forceinline__ RowPair keys_of_head(const BackwardArgs& a, int b, int h) {
-  return {a.p.K + b * a.p.k.batch + h * a.p.k.head, a.p.V + b * a.p.v.batch + h * a.p.v.head, a.p.k.row, a.p.v.row,
-          a.p.Sk};
+template <class B>
+__device__ __forceinline__ RowPair keys_of_head(const BackwardArgs& a, const Item<B>& item, int h) {
+  return {head_of(a.p.K, a.p.k, item.batch(a.p.k_starts), h, item.k_row(0)),
+          head_of(a.p.V, a.p.v, item.batch(a.p.k_starts), h, item.k_row(0)), a.p.k.row, a.p.v.row,
+          key_count(a.p, item)};
 }
 
 // A tile of a RowPair in shared memory. wgmma: in the panel layout.
-template <class B> constexpr int TILE_ALIGNMENT = B::use_wgmma ? 1024 : 16;
+template <class B> constexpr int TILE_ALIGNMENT = B::is_wgmma ? 1024 : 16;
 template <class B, int ROWS> struct PairTile {
   alignas(TILE_ALIGNMENT<B>) Element<B> x[ROWS * TILE_STRIDE<OfQK<B>>];
   alignas(TILE_ALIGNMENT<B>) Element<B> y[ROWS * TILE_STRIDE<OfV<B>>];
@@ -212,7 +303,7 @@ __device__ __forceinline__ void copy_to_panels(Input* panels_s, const Input* fro
 template <class B, int ROWS>
 __device__ __forceinline__ void copy_pair(PairTile<B, ROWS>& tile, const RowPair& from, int first,
                                           const SdpaParams& p) {
-  if constexpr (B::use_wgmma) {
+  if constexpr (B::is_wgmma) {
     copy_to_panels<B, ROWS, B::head_dim>(tile.x, from.x, from.x_stride, p.D, first, from.count);
     copy_to_panels<B, ROWS, B::d_v>(tile.y, from.y, from.y_stride, p.Dv, first, from.count);
     return;
@@ -224,7 +315,7 @@ __device__ __forceinline__ void copy_pair(PairTile<B, ROWS>& tile, const RowPair
   of_y.template copy<ROWS>(tile.y, from.y + y_row * from.y_stride + of_y.col, from.y_stride, from.count - y_row);
 }
 
-template <class B> constexpr bool copies_async = B::use_cp_async || B::use_wgmma;
+template <class B> constexpr bool copies_async = B::use_cp_async || B::is_wgmma;
 
 // The pipeline of streamed tiles, which loads STAGES - 1 tiles ahead. load(n, stage) starts the copies of
 // tile n.
@@ -247,7 +338,7 @@ template <class B, class Load> struct PassingTiles {
       begin(n);
     }
     Copy::template wait<(B::stages > 1 ? B::stages - 2 : 0)>();
-    if constexpr (B::use_wgmma) fence_proxy_async();
+    if constexpr (B::is_wgmma) fence_proxy_async();
     __syncthreads();  // hazard: tile n copied by all warps, tile n - 1 read by all warps
     return n % B::stages;
   }
@@ -289,9 +380,9 @@ template <class B, class View> struct WeightsOfTile {
   // add 0 to all sums: with two passes their P is 1, but dO, dP and delta are 0; with one pass LSE is +inf
   // and P is 0.
   // plain: no score of the tile is hidden.   lse_log2: of this thread's queries
-  __device__ __forceinline__ void set_p(const BackwardArgs& a, const Item<B>& item, int q0, int k0, bool plain,
-                                        const float (&lse_log2)[View::ROWS]) {
-    finish_scores<B>(P, a, item, a.mask, q0, k0, plain);
+  __device__ __forceinline__ void set_p(const BackwardArgs& a, const Item<B>& item, const Mask& mask, int q0, int k0,
+                                        bool plain, const float (&lse_log2)[View::ROWS]) {
+    finish_scores<B>(P, a, item, mask, q0, k0, plain);
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
         float& x = P.x[i][j];
@@ -331,7 +422,7 @@ __device__ __forceinline__ void store_gradient(const View& T, float factor, Inpu
     const int row = first + T.row(i);
     if (row >= count) continue;
     SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
-      if (is_wgmma && T.col(j) >= width_of_row) break;
+      if (Defines::is_wgmma && T.col(j) >= width_of_row) break;
       Input e[width];
       SDPA_UNROLL for (int n = 0; n < width; n++) e[n] = rounded<Input>(T.x[i][j + n] * factor);
       Vector x;
@@ -355,14 +446,14 @@ __device__ __forceinline__ void store_gradient(const View& T, float factor, Inpu
 
 template <class B> constexpr int WARP_ROWS = B::block_m / B::num_warps;
 // Rows that skip a fully masked tile together: those of a warp, or of a warpgroup (wgmma).
-template <class B> constexpr int SKIPPING_ROWS = B::use_wgmma ? 64 : WARP_ROWS<B>;
+template <class B> constexpr int SKIPPING_ROWS = B::is_wgmma ? 64 : WARP_ROWS<B>;
 template <class B> __device__ __forceinline__ int first_skipping_row(int warp) {
   return uniform(warp * WARP_ROWS<B> / SKIPPING_ROWS<B> * SKIPPING_ROWS<B>);
 }
 
-template <class B, Family = B::family> struct Products;
+template <class B, KernelKind = B::kernel> struct Products;
 
-template <class B> struct Products<B, Family::scalar> {
+template <class B> struct Products<B, KernelKind::scalar> {
   using Scores = ScalarScores<B>;
   using Sums = ScalarOutput<B>;
   // T of all warps, since a lane reads all columns of its rows.
@@ -397,7 +488,7 @@ template <class B> struct Products<B, Family::scalar> {
   }
 };
 
-template <class B> struct Products<B, Family::mma> {
+template <class B> struct Products<B, KernelKind::mma> {
   using Scores = MmaAccumulator<B, B::block_n>;
   using Sums = MmaSums<B>;
   using Operands = MmaHalves<B>;
@@ -446,7 +537,7 @@ template <class B> struct Products<B, Family::mma> {
   }
 };
 
-template <class B> struct Products<B, Family::wgmma> {
+template <class B> struct Products<B, KernelKind::wgmma_plain> {
   using Scores = WgmmaAccumulator<B::block_n>;
   using Sums = WgmmaAccumulator<B::head_dim>;
   using Scratch = Nothing;
@@ -498,21 +589,29 @@ template <class B> __host__ __device__ constexpr int lanes_of_row() {
   return lanes;
 }
 
+// Number of rows of an item's sequence in the workspace.
+template <class B> __device__ __forceinline__ int workspace_rows(const BackwardArgs& a, const Item<B>& item) {
+  if constexpr (!B::use_lengths) return a.work.padded_rows;
+  const int queries = item.query_count(a.p);
+  return adds_dq<B> ? ceil_div(queries, B::block_n) * B::block_n : queries;
+}
 // Writes LSE_log2 and delta of an item's BLOCK_M queries to the workspace. adds_dq: also clears their dQ
-// sums, and writes the rows past Sq with LSE_log2 = +inf, which makes their P and dS 0.
+// sums, and writes the rows past the last query with LSE_log2 = +inf, which makes their P and dS 0.
 template <class B>
 __global__ void __launch_bounds__(32 * B::num_warps) sdpa_backward_rows(const __grid_constant__ BackwardArgs a) {
   constexpr int LANES = lanes_of_row<B>(), width = B::vec_width, rows_at_once = 32 * B::num_warps / LANES;
   using Vector = VectorType<width * sizeof(Output)>;
   const SdpaParams& p = a.p;
-  const Item<B> item = work_item<B>(a, blockIdx.x);
-  const int64_t head = int64_t(item.b) * p.Hq + item.h;
-  const int lane = threadIdx.x % LANES;
-  const Output* const O_g = p.O + item.b * p.o.batch + item.h * p.o.head;
-  const Output* const dO_g = a.dO + item.b * a.d_o.batch + item.h * a.d_o.head;
+  const Item<B> item = query_item<B>(a, blockIdx.x);
+  const int queries = item.query_count(p), rows = workspace_rows(a, item);
+  if (B::use_lengths && item.q0 >= rows) return;
+  const int64_t head = head_index(p, item, item.h);
+  const int lane = threadIdx.x % LANES, batch = item.batch(p.q_starts);
+  const Output* const O_g = head_of(p.O, p.o, batch, item.h, item.q_row(0));
+  const Output* const dO_g = head_of(a.dO, a.d_o, batch, item.h, item.q_row(0));
   for (int first = 0; first < B::block_m; first += rows_at_once) {
     const int r = first + int(threadIdx.x) / LANES, q = item.q0 + r;
-    const bool exists = r < B::block_m && q < p.Sq;
+    const bool exists = r < B::block_m && q < queries;
     float sum = 0;
     for (int d = lane * width; exists && d < p.Dv; d += LANES * width) {
       const Vector x = ld_global<Vector>(O_g + q * p.o.row + d), y = ld_global<Vector>(dO_g + q * a.d_o.row + d);
@@ -522,18 +621,19 @@ __global__ void __launch_bounds__(32 * B::num_warps) sdpa_backward_rows(const __
       SDPA_UNROLL for (int i = 0; i < width; i++) sum = fmaf(to_float(x_of[i]), to_float(y_of[i]), sum);
     }
     sum = row_sum<LANES>(sum);
-    if (r >= B::block_m || q >= a.work.padded_rows) continue;
+    if (r >= B::block_m || q >= rows) continue;
+    const int row = workspace_row(p, item, q);
     if (adds_dq<B>) {
-      float* const sums = a.work.dQ_sums + (head * a.work.padded_rows + q) * B::head_dim;
+      float* const sums = a.work.dQ_sums + (head * a.work.padded_rows + row) * B::head_dim;
       for (int d = lane * 4; d < B::head_dim; d += LANES * 4) st_global(sums + d, float4{0, 0, 0, 0});
     }
     if (lane > 0) continue;
-    const float lse = exists ? ld_global<float>(p.LSE + head * p.Sq + q) : -INFINITY;
+    const float lse = exists ? ld_global<float>(p.LSE + head * p.Sq + item.q_row(q)) : -INFINITY;
     // If the row sees no key, +inf makes its P 0; with -inf, P would be NaN.
     const float lse_log2 = lse == -INFINITY ? INFINITY : lse * (1 / ln2);
     // The derivative of LSE by S is P, so dLSE adds P * dLSE to dS.
-    const float dLSE = exists && a.dLSE ? ld_global<float>(a.dLSE + head * p.Sq + q) : 0;
-    a.work.set(head, q, {lse_log2, sum - dLSE});
+    const float dLSE = exists && a.dLSE ? ld_global<float>(a.dLSE + head * p.Sq + item.q_row(q)) : 0;
+    a.work.set(head, row, {lse_log2, sum - dLSE});
   }
 }
 
@@ -557,11 +657,14 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_q(const __grid_co
   BackwardShared<B>& s = dynamic_shared<BackwardShared<B>>();
   const SdpaParams& p = a.p;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Item<B> item = work_item<B>(a, blockIdx.x);
-  const KeyRange keys = a.mask.keys.of_rows(item.q0, min(item.q0 + B::block_m, p.Sq) - 1);
-  const RowPair passing = keys_of_head(a, item.b, item.h / (p.Hq / p.Hkv));
+  const Item<B> item = query_item<B>(a, blockIdx.x);
+  const int queries = item.query_count(p);
+  if (B::use_lengths && item.q0 >= queries) return;
+  const Mask& mask = mask_of<B, SKIPPING_ROWS<B>, B::block_n>(a, item);
+  const KeyRange keys = mask.keys.of_rows(item.q0, min(item.q0 + B::block_m, queries) - 1);
+  const RowPair passing = keys_of_head(a, item, item.h / (p.Hq / p.Hkv));
 
-  copy_pair(s.kept, queries_of_head(a, item.b, item.h), item.q0, p);
+  copy_pair(s.kept, queries_of_head(a, item, item.h), item.q0, p);
   const auto load = [&](int n, int stage) { copy_pair(s.passing[stage], passing, keys.begin + n * B::block_n, p); };
   PassingTiles<B, decltype(load)> tiles(load, ceil_div(keys.end - keys.begin, B::block_n));
 
@@ -574,7 +677,8 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_q(const __grid_co
   float lse_log2[Scores::ROWS], delta[Scores::ROWS];
   SDPA_UNROLL for (int i = 0; i < Scores::ROWS; i++) {
     const int q = item.q0 + P.row(i);
-    const float2 row = q < p.Sq ? a.work.get(int64_t(item.b) * p.Hq + item.h, q) : float2{0, 0};
+    const int64_t head = head_index(p, item, item.h);
+    const float2 row = q < queries ? a.work.get(head, workspace_row(p, item, q)) : float2{0, 0};
     lse_log2[i] = row.x;
     delta[i] = row.y;
   }
@@ -584,7 +688,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_q(const __grid_co
   for (int n = 0; n < tiles.count; n++) {
     const int k0 = keys.begin + n * B::block_n;
     const PairTile<B, B::block_n>& tile = s.passing[tiles.acquire(n)];
-    if (!a.mask.tiles.touch(q, k0)) {
+    if (!mask.tiles.touch(q, k0)) {
       tiles.load_ahead(n);
       continue;
     }
@@ -593,15 +697,15 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_q(const __grid_co
     tiles.load_ahead(n);
     QK::template finish<1>(P, s.kept.x, tile.x, warp, lane);
     WeightsOfTile<B, Scores> weights{P, dS, {}};
-    weights.set_p(a, item, item.q0, k0, is_plain<B>(a, a.mask, q, k0), lse_log2);
+    weights.set_p(a, item, mask, item.q0, k0, is_plain<B>(a, mask, q, k0), lse_log2);
     weights.multiply_by_slope();
     V::template finish<0>(dS, s.kept.y, tile.y, warp, lane);
     weights.set_ds(delta);
     QK::add(dQ, dS, tile.x, s.scratch, dS_operand, lane);
     QK::settle(dQ);
   }
-  store_gradient<B>(dQ, a.gradient_scale, a.dQ + item.b * a.d_q.batch + item.h * a.d_q.head, a.d_q.row, item.q0, p.Sq,
-                    p.D);
+  store_gradient<B>(dQ, a.gradient_scale, head_of(a.dQ, a.d_q, item.batch(p.q_starts), item.h, item.q_row(0)),
+                    a.d_q.row, item.q0, queries, p.D);
 }
 
 // ---- two passes: dK and dV. K and V are kept, Q and dO are streamed ----
@@ -615,6 +719,26 @@ template <class B> constexpr int sum_registers(int columns) {
 }
 template <class B> constexpr bool has_room_for_both = sum_registers<B>(B::head_dim + B::d_v) <= 192;
 
+// The keys of a CTA: those of KV head h_kv from k0 on.
+template <class B> struct KeyTile {
+  Item<B> item;  // the sequence
+  int h_kv, k0;
+};
+// USE_LENGTHS: key tile i. The tiles of a head are consecutive, so that they share its Q and dO in L2.
+template <class B> __device__ __forceinline__ KeyTile<B> key_tile_of_sequence(const BackwardArgs& a, uint32_t i) {
+  const Item<B> item = sequence_tile<B, B::block_m>(a.p, a.p.k_starts, a.p.Sk, a.p.Hkv, i);
+  return {item, item.h, item.q0};
+}
+// Without a mask, consecutive CTAs have tiles of the same head and share its Q and dO in L2. With a mask, the
+// first keys of all heads come first: if it is causal, most queries see them, so the longest CTAs start first.
+template <class B> __device__ __forceinline__ KeyTile<B> key_tile(const BackwardArgs& a, int i) {
+  if constexpr (B::use_lengths) return key_tile_of_sequence<B>(a, i);
+  const int blocks = ceil_div(a.p.Sk, B::block_m), heads = a.p.B * a.p.Hkv;
+  const bool by_head = a.mask.keys.all();
+  const int head = by_head ? i / blocks : i % heads, k0 = (by_head ? i % blocks : i / heads) * B::block_m;
+  return {item_of<B>(a.p, head / a.p.Hkv, 0, 0), head % a.p.Hkv, k0};
+}
+
 template <class B, bool HAS_DK, bool HAS_DV>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_constant__ BackwardArgs a) {
   using QK = Products<OfQK<B>>;
@@ -624,25 +748,24 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
   BackwardShared<B>& s = dynamic_shared<BackwardShared<B>>();
   const SdpaParams& p = a.p;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // Without a mask, consecutive CTAs have tiles of the same head and share its Q and dO in L2. With a mask,
-  // the first keys of all heads come first: if it is causal, most queries see them, so the longest CTAs start
-  // first.
-  const int blocks = ceil_div(p.Sk, B::block_m), heads = p.B * p.Hkv, i = blockIdx.x;
-  const bool by_head = a.mask.keys.all();
-  const int head = by_head ? i / blocks : i % heads, k0 = (by_head ? i % blocks : i / heads) * B::block_m;
-  const int b = head / p.Hkv, h_kv = head % p.Hkv, group = p.Hq / p.Hkv;
-  const KeyRange queries = queries_of_keys(a.mask.keys, k0, min(k0 + B::block_m, p.Sk) - 1, p.Sq);
+  const KeyTile<B> keys = key_tile<B>(a, blockIdx.x);
+  const Item<B>& item = keys.item;
+  const int h_kv = keys.h_kv, k0 = keys.k0, group = p.Hq / p.Hkv, key_end = key_count(p, item);
+  if (B::use_lengths && k0 >= key_end) return;
+  const Mask& mask = mask_of<B, B::block_n, SKIPPING_ROWS<B>>(a, item);
+  const KeyRange queries = queries_of_keys(mask.keys, k0, min(k0 + B::block_m, key_end) - 1, item.query_count(p));
   const int tiles_of_head = max(ceil_div(queries.end - queries.begin, B::block_n), 0);
 
   const auto head_of_tile = [&](int n) { return h_kv * group + n / tiles_of_head; };
   const auto query_of_tile = [&](int n) { return queries.begin + n % tiles_of_head * B::block_n; };
   const auto load = [&](int n, int stage) {
     const int h = head_of_tile(n), q0 = query_of_tile(n);
-    if (n == 0) copy_pair(s.kept, keys_of_head(a, b, h_kv), k0, p);
-    copy_pair(s.passing[stage], queries_of_head(a, b, h), q0, p);
-    const float2* const rows_g = a.work.rows + (int64_t(b) * p.Hq + h) * p.Sq + q0;
+    if (n == 0) copy_pair(s.kept, keys_of_head(a, item, h_kv), k0, p);
+    copy_pair(s.passing[stage], queries_of_head(a, item, h), q0, p);
+    const float2* const rows_g = a.work.rows + head_index(p, item, h) * p.Sq + workspace_row(p, item, q0);
+    const int count = item.query_count(p) - q0;
     for (int r = threadIdx.x; r < B::block_n; r += B::threads) {
-      VectorCopy<copies_async<B>>::template copy<sizeof(float2)>(&s.rows[stage][r], rows_g + r, q0 + r < p.Sq);
+      VectorCopy<copies_async<B>>::template copy<sizeof(float2)>(&s.rows[stage][r], rows_g + r, r < count);
     }
   };
   PassingTiles<B, decltype(load)> tiles(load, group * tiles_of_head);
@@ -663,7 +786,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
   for (int n = 0; n < tiles.count; n++) {
     const int stage = tiles.acquire(n), q0 = query_of_tile(n);
     const PairTile<B, B::block_n>& tile = s.passing[stage];
-    if (!a.mask.tiles.touch(q0, k)) {
+    if (!mask.tiles.touch(q0, k)) {
       tiles.load_ahead(n);
       continue;
     }
@@ -676,7 +799,10 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
     }
     QK::template finish<HAS_DK>(P, s.kept.x, tile.x, warp, lane);
     WeightsOfTile<B, ByQuery> weights{P_by_query, dS_by_query, {}};
-    weights.set_p(a, {b, head_of_tile(n), q0}, q0, k0, is_plain<B>(a, a.mask, q0, k), of_row);
+    Item<B> of_tile = item;
+    of_tile.h = head_of_tile(n);
+    of_tile.q0 = q0;
+    weights.set_p(a, of_tile, mask, q0, k0, is_plain<B>(a, mask, q0, k), of_row);
     if (HAS_DV) V::add(dV, P, tile.y, s.scratch, P_operand, lane);
     if (HAS_DK) {
       weights.multiply_by_slope();
@@ -690,12 +816,12 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
     }
     if (HAS_DV) V::settle(dV);
   }
+  const int batch = item.batch(p.k_starts), row = item.k_row(0);
   if (HAS_DK) {
-    store_gradient<B>(dK, a.gradient_scale, a.dK + b * a.d_k.batch + h_kv * a.d_k.head, a.d_k.row, k0, p.Sk,
-                      p.D);
+    store_gradient<B>(dK, a.gradient_scale, head_of(a.dK, a.d_k, batch, h_kv, row), a.d_k.row, k0, key_end, p.D);
   }
   if (HAS_DV) {
-    store_gradient<B>(dV, 1, a.dV + b * a.d_v.batch + h_kv * a.d_v.head, a.d_v.row, k0, p.Sk, p.Dv);
+    store_gradient<B>(dV, 1, head_of(a.dV, a.d_v, batch, h_kv, row), a.d_v.row, k0, key_end, p.Dv);
   }
 }
 
@@ -730,6 +856,11 @@ constexpr int dq_piece_floats = 64 * 64;
 // own_group + w: the warps of warpgroup w.
 constexpr int backward_turn = 1, both_groups = 3, own_group = 4;
 
+template <class B> struct KeysOfCta {
+  KeyTile<B> keys;
+  Mask mask;
+};
+
 template <class B> struct BackwardWgmmaShared {
   static constexpr int Q_STAGES = B::stages + 1;  // a tile's Q is read before its dO, and released after it
   static constexpr int DS_STAGES = 3;  // one warpgroup reads dS of tiles n - 1 and n, the other writes n + 1
@@ -741,42 +872,41 @@ template <class B> struct BackwardWgmmaShared {
   alignas(16) float lse_log2[Q_STAGES][B::block_n];
   alignas(16) float delta[B::stages][B::block_n];
   uint64_t kv_full, q_full[Q_STAGES], q_empty[Q_STAGES], o_full[B::stages], o_empty[B::stages];
+  // USE_LENGTHS: in shared memory, since neither the producer nor the consumers have registers for them.
+  std::conditional_t<B::use_lengths, KeysOfCta<B>, Nothing> of_cta;
 };
 
-// The keys of a CTA.
-struct KeyTile {
-  int b, h_kv, k0;
-};
 // Returns the keys of this CTA. The KV heads are divided into sections of heads_at_once heads, of which only
 // the first may have fewer. Within a section, the first keys of all heads come first: if the mask is causal,
 // most queries see them, so the longest CTAs start first.
-template <class B> __device__ __forceinline__ KeyTile key_tile_of_cta(const BackwardArgs& a) {
+template <class B> __device__ __forceinline__ KeyTile<B> key_tile_of_cta(const BackwardArgs& a) {
+  if constexpr (B::use_lengths) return key_tile_of_sequence<B>(a, blockIdx.x);
   const uint32_t tiles = ceil_div(a.p.Sk, B::block_m), each = a.heads_at_once, i = blockIdx.x;
   // The first section has each - missing heads.
   const uint32_t missing = each - 1 - (a.p.B * a.p.Hkv - 1) % each;
   const uint32_t section = (i + missing * tiles) / (each * tiles);
   const uint32_t first = section > 0 ? section * each - missing : 0, heads = section > 0 ? each : each - missing;
   const uint32_t j = i - first * tiles, head = first + j % heads;
-  return {int(head / a.p.Hkv), int(head % a.p.Hkv), int(j / heads * B::block_m)};
+  return {item_of<B>(a.p, int(head / a.p.Hkv), 0, 0), int(head % a.p.Hkv), int(j / heads * B::block_m)};
 }
 
 // Iterates over the tiles of queries that see a key of the CTA, for each query head of the GQA group.
 template <class B> struct QueryTiles {
-  int b, h, first, of_head;  // first: index of a head's first tile; of_head: number of tiles per head
-  int n = 0;                 // the current tile is tile first + n of head h
+  int h, first, of_head;  // first: index of a head's first tile; of_head: number of tiles per head
+  int n = 0;              // the current tile is tile first + n of head h
 
-  __device__ __forceinline__ QueryTiles(const BackwardArgs& a, const KeyTile& keys)
-      : b(keys.b), h(keys.h_kv * (a.p.Hq / a.p.Hkv)) {
-    const KeyRange queries =
-        queries_of_keys(a.mask.keys, keys.k0, min(keys.k0 + B::block_m, a.p.Sk) - 1, a.p.Sq);
+  __device__ __forceinline__ QueryTiles(const BackwardArgs& a, const KeyTile<B>& keys, const Mask& mask)
+      : h(keys.h_kv * (a.p.Hq / a.p.Hkv)) {
+    const int last_key = min(keys.k0 + B::block_m, key_count(a.p, keys.item)) - 1;
+    const KeyRange queries = queries_of_keys(mask.keys, keys.k0, last_key, keys.item.query_count(a.p));
     first = queries.begin / B::block_n;
     of_head = queries.end > queries.begin ? ceil_div(queries.end, B::block_n) - first : 0;
   }
   __device__ __forceinline__ int count(const SdpaParams& p) const { return of_head * (p.Hq / p.Hkv); }
   __device__ __forceinline__ int query() const { return (first + n) * B::block_n; }
   // Index of the tile's first row in the workspace.
-  __device__ __forceinline__ int64_t row(const BackwardArgs& a) const {
-    return (int64_t(b) * a.p.Hq + h) * a.work.padded_rows + query();
+  __device__ __forceinline__ int64_t row(const BackwardArgs& a, const Item<B>& item) const {
+    return head_index(a.p, item, h) * a.work.padded_rows + workspace_row(a.p, item, query());
   }
   __device__ __forceinline__ void advance() {
     if (++n == of_head) {
@@ -794,39 +924,80 @@ template <class B> __device__ __forceinline__ const auto& gradient_maps(const Ba
 // L2 cache policy: the default priority of eviction.
 constexpr uint64_t evict_normal = 0x1000000000000000;
 
-// The producer thread. Loads K and V once, and Q, LSE, dO and delta of every tile of queries.
+// USE_LENGTHS: copies a tile that ends past the last row of its sequence, and zero-fills the missing rows, where
+// TMA would load those of the next sequence. The producer warp calls it. The copies have landed when it returns;
+// an arrival of lane 0 then lets the consumers read them.
+//   from_g: the tile's first row   count: number of rows of the tile that exist
+template <int ROWS, int D>
+__device__ __forceinline__ void copy_last_tile(Input* panels_s, const Input* from_g, int64_t row_stride, int width,
+                                               int count) {
+  constexpr int lanes_of_row = D / 8, rows_at_once = 32 / lanes_of_row;
+  uint32_t lane[] = {threadIdx.x};
+  hold(lane);  // without it, values derived from the lane would occupy registers of the consumers
+  const int d = int(lane[0]) % lanes_of_row * 8;
+#pragma unroll 1  // the producer has few registers
+  for (int r = int(lane[0]) / lanes_of_row; r < ROWS; r += rows_at_once) {
+    cp_async<16>(panels_s + panel_offset<ROWS>(r, d), from_g + r * row_stride + d, r < count && d < width);
+  }
+  cp_async_commit_group();
+  cp_async_wait_group<0>();
+  fence_proxy_async();
+  __syncwarp();  // hazard: rows copied by all lanes
+}
+
+// The producer: thread 0, or with USE_LENGTHS its warp. Loads K and V once, and Q, LSE, dO and delta of every tile
+// of queries.
 template <class B>
-__device__ __forceinline__ void produce_backward(BackwardWgmmaShared<B>& s, const BackwardArgs& a, const KeyTile& keys,
-                                                 QueryTiles<B> q_tile) {
-  constexpr int D = B::head_dim, tile_bytes = B::block_n * (D * sizeof(Input) + sizeof(float));
+__device__ __forceinline__ void produce_backward(BackwardWgmmaShared<B>& s, const BackwardArgs& a,
+                                                 const KeyTile<B>& keys, QueryTiles<B> q_tile) {
+  constexpr int D = B::head_dim, row_bytes = B::block_n * sizeof(float), rows_bytes = B::block_n * D * sizeof(Input);
   using Shared = BackwardWgmmaShared<B>;
+  const Item<B>& item = keys.item;
   const auto& maps = tensor_maps<B>(a);
-  const auto load_rows_of = [&](const QueryTiles<B>& t, Input* to_s, const CUtensorMap* map, float* row_s,
-                                const float* row_g, uint64_t* full) {
-    const int box_origin[5] = {0, t.query(), 0, t.h, t.b};
-    mbarrier_arrive_expect_tx(full, tile_bytes);
-    load_rows<D, sizeof(Input), B::block_n>(a, to_s, map, box_origin, full, evict_normal);
-    cp_async_bulk_load(row_s, row_g + t.row(a), B::block_n * sizeof(float), full);
+  const bool is_first_lane = !B::use_lengths || threadIdx.x == 0;
+  const auto load_rows_of = [&](const QueryTiles<B>& t, Input* to_s, const CUtensorMap* map, const Input* rows_g,
+                                int64_t row_stride, int width, float* row_s, const float* row_g, uint64_t* full) {
+    const int count = item.query_count(a.p) - t.query();
+    const bool is_last = B::use_lengths && count < B::block_n;
+    if (is_last) copy_last_tile<B::block_n, D>(to_s, rows_g + t.query() * row_stride, row_stride, width, count);
+    if (!is_first_lane) return;
+    const int box_origin[5] = {0, item.q_row(t.query()), 0, t.h, item.batch(a.p.q_starts)};
+    mbarrier_arrive_expect_tx(full, is_last ? row_bytes : rows_bytes + row_bytes);
+    if (!is_last) load_rows<D, sizeof(Input), B::block_n>(a, to_s, map, box_origin, full, evict_normal);
+    cp_async_bulk_load(row_s, row_g + t.row(a, item), row_bytes, full);
   };
   StageRing<Shared::Q_STAGES> q_ring;
   StageRing<B::stages> o_ring;
   const auto load_q = [&](const QueryTiles<B>& t) {
     mbarrier_wait(&s.q_empty[q_ring.stage], q_ring.parity ^ 1);
-    load_rows_of(t, s.Q[q_ring.stage], &maps.q, s.lse_log2[q_ring.stage], a.work.lse_log2, &s.q_full[q_ring.stage]);
+    const RowPair rows = queries_of_head(a, item, t.h);
+    load_rows_of(t, s.Q[q_ring.stage], &maps.q, rows.x, rows.x_stride, a.p.D, s.lse_log2[q_ring.stage],
+                 a.work.lse_log2, &s.q_full[q_ring.stage]);
     q_ring.advance();
   };
   const auto load_o = [&](const QueryTiles<B>& t) {
     mbarrier_wait(&s.o_empty[o_ring.stage], o_ring.parity ^ 1);
-    load_rows_of(t, s.dO[o_ring.stage], &gradient_maps<B>(a).d_o, s.delta[o_ring.stage], a.work.delta,
-                 &s.o_full[o_ring.stage]);
+    const RowPair rows = queries_of_head(a, item, t.h);
+    load_rows_of(t, s.dO[o_ring.stage], &gradient_maps<B>(a).d_o, rows.y, rows.y_stride, a.p.Dv, s.delta[o_ring.stage],
+                 a.work.delta, &s.o_full[o_ring.stage]);
     o_ring.advance();
   };
   load_q(q_tile);
-  mbarrier_arrive_expect_tx(&s.kv_full, sizeof s.K + sizeof s.V);
-  for (int w = 0; w < 2; w++) {
-    const int box_origin[5] = {0, keys.k0 + 64 * w, 0, keys.h_kv, keys.b};
-    load_rows<D, sizeof(Input), 64>(a, s.K[w], &maps.k, box_origin, &s.kv_full, evict_first);
-    load_rows<D, sizeof(Input), 64>(a, s.V[w], &maps.v, box_origin, &s.kv_full, evict_first);
+  if (B::use_lengths && keys.k0 + B::block_m > key_count(a.p, item)) {
+    const RowPair rows = keys_of_head(a, item, keys.h_kv);
+    for (int w = 0; w < 2; w++) {
+      const int k = keys.k0 + 64 * w, count = rows.count - k;
+      copy_last_tile<64, D>(s.K[w], rows.x + k * rows.x_stride, rows.x_stride, a.p.D, count);
+      copy_last_tile<64, D>(s.V[w], rows.y + k * rows.y_stride, rows.y_stride, a.p.Dv, count);
+    }
+    if (is_first_lane) mbarrier_arrive(&s.kv_full);
+  } else if (is_first_lane) {
+    mbarrier_arrive_expect_tx(&s.kv_full, sizeof s.K + sizeof s.V);
+    for (int w = 0; w < 2; w++) {
+      const int box_origin[5] = {0, item.k_row(keys.k0 + 64 * w), 0, keys.h_kv, item.batch(a.p.k_starts)};
+      load_rows<D, sizeof(Input), 64>(a, s.K[w], &maps.k, box_origin, &s.kv_full, evict_first);
+      load_rows<D, sizeof(Input), 64>(a, s.V[w], &maps.v, box_origin, &s.kv_full, evict_first);
+    }
   }
   for (int left = q_tile.count(a.p); left > 0; left--) {
     const QueryTiles<B> o_tile = q_tile;
@@ -894,10 +1065,20 @@ __device__ __forceinline__ void load_columns(float (&x)[View::COLS], const View&
   }
 }
 
+// USE_LENGTHS: stores the first `rows` rows of panels [64][D]. All threads of a warpgroup call it.
+template <int D>
+__device__ __forceinline__ void store_panels(const Input* panels_s, Input* to_g, int64_t row_stride, int rows,
+                                             int width) {
+  for (int i = threadIdx.x % 128; i < rows * (D / 8); i += 128) {
+    const int r = i / (D / 8), d = i % (D / 8) * 8;
+    if (d < width) st_global(to_g + r * row_stride + d, ld_shared<uint4>(panels_s + panel_offset<64>(r, d)));
+  }
+}
+
 // Consumer warpgroup w. Computes dK and dV of its 64 keys, and its piece of every tile's dQ.
 template <class B>
-__device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, const BackwardArgs& a, const KeyTile& keys,
-                                                 QueryTiles<B> tile, int w) {
+__device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, const BackwardArgs& a,
+                                                 const KeyTile<B>& keys, const Mask& mask, QueryTiles<B> tile, int w) {
   using Shared = BackwardWgmmaShared<B>;
   using Scores = WgmmaAccumulator<B::block_n>;
   using ByQuery = Transposed<Scores>;
@@ -945,7 +1126,10 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     float lse_log2[Scores::COLS];
     load_columns(lse_log2, P, s.lse_log2[q_stage]);
     const int q0 = tile.query();
-    weights.set_p(a, {tile.b, tile.h, q0}, q0, k0, is_plain<B>(a, a.mask, q0, k0), lse_log2);
+    Item<B> of_tile = keys.item;
+    of_tile.h = tile.h;
+    of_tile.q0 = q0;
+    weights.set_p(a, of_tile, mask, q0, k0, is_plain<B>(a, mask, q0, k0), lse_log2);
     if (B::use_softcap != 0) pack_p();
     weights.multiply_by_slope();
   };
@@ -996,7 +1180,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     wgmma_wait_group<last ? 1 : 2>();
     hold(dQ.x.d);
     if (!first) add_to_sums_of_dq(dQ, dQ_sums_g);
-    dQ_sums_g = a.work.dQ_sums + tile.row(a) * D + w * dq_piece_floats;
+    dQ_sums_g = a.work.dQ_sums + tile.row(a, keys.item) * D + w * dq_piece_floats;
 
     if constexpr (last) {
       if (w == 0) barrier_arrive(last_barrier, 256);  // the other warpgroup's last turn
@@ -1052,9 +1236,16 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   store_to_panels<64>(dK, a.gradient_scale, s.K[w]);
   fence_proxy_async();
   barrier_sync(own_group + w, 128);  // hazard: dK and dV written by all warps
+  const int batch = keys.item.batch(a.p.k_starts), row = keys.item.k_row(0);
+  const int rows = key_count(a.p, keys.item) - k0;
+  if (B::use_lengths && rows < 64) {  // the rows after those are the next sequence's
+    store_panels<D>(s.K[w], head_of(a.dK, a.d_k, batch, keys.h_kv, row + k0), a.d_k.row, rows, a.p.D);
+    store_panels<D>(s.V[w], head_of(a.dV, a.d_v, batch, keys.h_kv, row + k0), a.d_v.row, rows, a.p.Dv);
+    return;
+  }
   if (threadIdx.x % 128 > 0) return;
   for (int n = 0; n < (a.has_short_rows ? D / 64 : 1); n++) {
-    const int box_origin[5] = {n * 64, k0, 0, keys.h_kv, keys.b};
+    const int box_origin[5] = {n * 64, row + k0, 0, keys.h_kv, batch};
     cp_async_bulk_tensor_store(&gradient_maps<B>(a).d_k, box_origin, s.K[w] + n * 64 * 64);
     cp_async_bulk_tensor_store(&gradient_maps<B>(a).d_v, box_origin, s.V[w] + n * 64 * 64);
   }
@@ -1064,24 +1255,39 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
 
 // Clears dK and dV of the CTA's keys, which no query sees.
 template <class B>
-__device__ __forceinline__ void store_zero_gradients(const BackwardArgs& a, const KeyTile& keys) {
-  const int rows = min(a.p.Sk - keys.k0, B::block_m);
+__device__ __forceinline__ void store_zero_gradients(const BackwardArgs& a, const KeyTile<B>& keys) {
+  const int rows = min(key_count(a.p, keys.item) - keys.k0, B::block_m);
+  const int batch = keys.item.batch(a.p.k_starts), row = keys.item.k_row(0);
   const auto clear_rows = [&](Input* to_g, int64_t row_stride, int D) {
     for (int i = threadIdx.x; i < rows * (D / 8); i += B::threads) {
       st_global(to_g + (keys.k0 + i / (D / 8)) * row_stride + i % (D / 8) * 8, uint4{});
     }
   };
-  clear_rows(a.dK + keys.b * a.d_k.batch + keys.h_kv * a.d_k.head, a.d_k.row, a.p.D);
-  clear_rows(a.dV + keys.b * a.d_v.batch + keys.h_kv * a.d_v.head, a.d_v.row, a.p.Dv);
+  clear_rows(head_of(a.dK, a.d_k, batch, keys.h_kv, row), a.d_k.row, a.p.D);
+  clear_rows(head_of(a.dV, a.d_v, batch, keys.h_kv, row), a.d_v.row, a.p.Dv);
+}
+
+template <class B>
+__device__ __forceinline__ void run_backward_roles(BackwardWgmmaShared<B>& s, const BackwardArgs& a,
+                                                   const KeyTile<B>& keys, const Mask& mask,
+                                                   const QueryTiles<B>& tiles, int group) {
+  using Registers = WgmmaRegisters<B, 24>;
+  if (group == 0) {
+    setmaxnreg_dec<Registers::producer>();
+    if (threadIdx.x < (B::use_lengths ? 32 : 1)) produce_backward(s, a, keys, tiles);
+  } else {
+    setmaxnreg_inc<Registers::consumer>();
+    consume_backward(s, a, keys, mask, tiles, group - 1);
+  }
 }
 
 template <class B>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_wgmma(const __grid_constant__ BackwardArgs a) {
-  using Registers = WgmmaRegisters<B, 24>;
   BackwardWgmmaShared<B>& s = dynamic_shared<BackwardWgmmaShared<B>>();
   const int group = uniform(threadIdx.x / 128);
-  const KeyTile keys = key_tile_of_cta<B>(a);
-  const QueryTiles<B> tiles(a, keys);
+  const KeyTile<B> keys = key_tile_of_cta<B>(a);
+  const Mask& mask = mask_of<B, B::block_n, 64>(a, keys.item);
+  const QueryTiles<B> tiles(a, keys, mask);
   if (tiles.count(a.p) == 0) return store_zero_gradients<B>(a, keys);
   if (threadIdx.x == 0) {
     mbarrier_init(&s.kv_full, 1);
@@ -1090,14 +1296,13 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_wgmma(const __gri
     mbarriers_init(s.q_empty, B::num_warps);
     mbarriers_init(s.o_empty, B::num_warps);
     fence_mbarrier_init();
+    if constexpr (B::use_lengths) s.of_cta = {keys, mask};
   }
-  __syncthreads();  // hazard: mbarriers initialized by thread 0
-  if (group == 0) {
-    setmaxnreg_dec<Registers::producer>();
-    if (threadIdx.x == 0) produce_backward(s, a, keys, tiles);
+  __syncthreads();  // hazard: mbarriers initialized and of_cta written by thread 0
+  if constexpr (B::use_lengths) {
+    run_backward_roles(s, a, s.of_cta.keys, s.of_cta.mask, tiles, group);
   } else {
-    setmaxnreg_inc<Registers::consumer>();
-    consume_backward(s, a, keys, tiles, group - 1);
+    run_backward_roles(s, a, keys, mask, tiles, group);
   }
 }
 
@@ -1107,12 +1312,20 @@ struct ConvertShared {
   Input rows[64][64 + 8];  // + 8 avoids bank conflicts
 };
 
+// Tile i of the sums of dQ in the workspace.
+template <class B> __device__ __forceinline__ Item<B> item_of_sums(const BackwardArgs& a, uint32_t i) {
+  if constexpr (B::use_lengths) return sequence_tile<B, B::block_n>(a.p, a.p.q_starts, a.p.Sq, a.p.Hq, i);
+  const int tiles = a.work.padded_rows / B::block_n, head = i / tiles, tile = i % tiles;
+  return item_of<B>(a.p, head / a.p.Hq, head % a.p.Hq, tile * B::block_n);
+}
 // Scales and rounds dQ. One CTA per piece of [64 queries][64 elements].
 template <class B> __global__ void __launch_bounds__(128) sdpa_backward_convert(const __grid_constant__ BackwardArgs a) {
   ConvertShared& s = dynamic_shared<ConvertShared>();
-  const int tiles = a.work.padded_rows / B::block_n, piece = blockIdx.x % DQ_PIECES<B>;
-  const int head = blockIdx.x / DQ_PIECES<B> / tiles, tile = blockIdx.x / DQ_PIECES<B> % tiles;
-  const int q0 = tile * B::block_n + piece / (B::head_dim / 64) * 64, d0 = piece % (B::head_dim / 64) * 64;
+  const int piece = blockIdx.x % DQ_PIECES<B>;
+  const Item<B> item = item_of_sums<B>(a, blockIdx.x / DQ_PIECES<B>);
+  const int q0 = item.q0 + piece / (B::head_dim / 64) * 64, d0 = piece % (B::head_dim / 64) * 64;
+  const int queries = item.query_count(a.p);
+  if (B::use_lengths && q0 >= queries) return;
   const int tid = threadIdx.x, row = tid / 32 * 16 + tid % 32 / 4, col = tid % 4 * 2;
   const float* const piece_g = a.work.dQ_sums + int64_t(blockIdx.x) * dq_piece_floats;
   SDPA_UNROLL for (int i = 0; i < 8; i++) {
@@ -1121,10 +1334,10 @@ template <class B> __global__ void __launch_bounds__(128) sdpa_backward_convert(
     st_shared(&s.rows[row + 8][i * 8 + col], pack<Input>(x.z * a.gradient_scale, x.w * a.gradient_scale));
   }
   __syncthreads();  // hazard: rows written by all threads
-  Input* const dQ_g = a.dQ + head / a.p.Hq * a.d_q.batch + head % a.p.Hq * a.d_q.head;
+  Input* const dQ_g = head_of(a.dQ, a.d_q, item.batch(a.p.q_starts), item.h, item.q_row(0));
   SDPA_UNROLL for (int i = 0; i < 4; i++) {
     const int r = i * 16 + tid / 8, d = tid % 8 * 8;
-    if (q0 + r < a.p.Sq && d0 + d < a.p.D) {
+    if (q0 + r < queries && d0 + d < a.p.D) {
       st_global(dQ_g + (q0 + r) * a.d_q.row + d0 + d, ld_shared<uint4>(&s.rows[r][d]));
     }
   }
@@ -1147,8 +1360,9 @@ __global__ void __launch_bounds__(32 * sink_warps) sdpa_backward_sinks(const __g
   const float sink_log2 = ld_global<float>(p.sinks + h) * (1 / ln2);
   float sum = 0;
   for (int b = 0; b < p.B; b++) {
-    for (int q = threadIdx.x; q < p.Sq; q += 32 * sink_warps) {
-      const float2 row = a.work.get(int64_t(b) * p.Hq + h, q);
+    const Item<B> item = item_of<B>(p, b, h, 0);
+    for (int q = threadIdx.x; q < item.query_count(p); q += 32 * sink_warps) {
+      const float2 row = a.work.get(head_index(p, item, h), workspace_row(p, item, q));
       sum = fmaf(-ex2_approx_ftz(sink_log2 - row.x), row.y, sum);
     }
   }
@@ -1160,15 +1374,55 @@ __global__ void __launch_bounds__(32 * sink_warps) sdpa_backward_sinks(const __g
   st_global(a.dSinks + h, sum);
 }
 
+// ---- rows that are no query and no key (USE_LENGTHS) ----
+
+constexpr int padding_warps = 8;
+
+// Writes zeros to the rows of dQ, dK and dV that are no query and no key of a sequence. A warp clears a row of
+// all heads.
+template <class B>
+__global__ void __launch_bounds__(32 * padding_warps) sdpa_backward_padding(const __grid_constant__ BackwardArgs a) {
+  constexpr int width = B::vec_width;
+  const SdpaParams& p = a.p;
+  const int lane = threadIdx.x % 32;
+  const auto clear_row = [&](Input* x_g, const Strides& s, int heads, int D, int batch, int row) {
+    for (int i = lane * width; i < heads * D; i += 32 * width) {
+      st_global(head_of(x_g, s, batch, i / D, row) + i % D, VectorType<width * sizeof(Input)>{});
+    }
+  };
+  // Calls clear(batch, row) for the rows that have no use in a tensor with these starts.
+  const auto for_each_unused = [&](const int* starts, int rows, auto used_rows, auto clear) {
+    const int64_t all = int64_t(batches_of(p, starts)) * rows;
+    for (int64_t i = int64_t(blockIdx.x) * padding_warps + threadIdx.x / 32; i < all; i += gridDim.x * padding_warps) {
+      const int batch = int(i / rows), row = int(i % rows);
+      const auto first = [&](int b) { return min(max(ld_global<int>(starts + b), 0), rows); };
+      const KeyRange used = used_rows(Sequence(p, starts ? last_sequence(p.B, row, first) : batch));
+      if (row < used.begin || row >= used.end) clear(batch, row);
+    }
+  };
+  for_each_unused(
+      p.q_starts, p.Sq, [](const Sequence& s) { return KeyRange{s.q_row, s.q_row + s.Sq}; },
+      [&](int batch, int row) { clear_row(a.dQ, a.d_q, p.Hq, p.D, batch, row); });
+  for_each_unused(
+      p.k_starts, p.Sk, [](const Sequence& s) { return KeyRange{s.k_row, s.k_row + s.Sk}; },
+      [&](int batch, int row) {
+        clear_row(a.dK, a.d_k, p.Hkv, p.D, batch, row);
+        clear_row(a.dV, a.d_v, p.Hkv, p.Dv, batch, row);
+      });
+}
+
 // ==== 5 LAUNCH ===================================================================================
 
 constexpr int most_ctas = 2147483647;  // maximum gridDim.x
 
 // Number of tiles of BLOCK_M keys. Each has one CTA.
-template <class B> int64_t kv_tiles(const SdpaParams& p) { return int64_t(p.B) * p.Hkv * ceil_div(p.Sk, B::block_m); }
+template <class B> int64_t kv_tiles(const SdpaParams& p) {
+  return batches_of(p, p.k_starts) * p.Hkv * tiles_of_head(p, p.k_starts, p.Sk, B::block_m);
+}
 
 size_t backward_workspace_bytes(const SdpaParams& p) {
-  return size_t(p.B) * p.Hq * padded_rows_of(p) * sizeof(float) * (2 + (adds_dq<Build> ? Build::head_dim : 0));
+  return size_t(batches_of(p, p.q_starts)) * p.Hq * padded_rows_of(p) * sizeof(float) *
+         (2 + (adds_dq<Defines> ? Defines::head_dim : 0));
 }
 
 SdpaStatus launch_backward(void (*kernel)(BackwardArgs), const BackwardArgs& a, int64_t ctas, int threads, size_t bytes,
@@ -1187,6 +1441,18 @@ template <class B> SdpaStatus launch_sinks(const BackwardArgs& a, cudaStream_t s
   return launch_backward(sdpa_backward_sinks<B>, a, a.p.Hq, 32 * sink_warps, sizeof(SinksShared), stream);
 }
 
+template <class B> SdpaStatus launch_padding(const BackwardArgs& a, cudaStream_t stream) {
+  if constexpr (B::use_lengths) {
+    const SdpaParams& p = a.p;
+    const int64_t rows_of_q = int64_t(batches_of(p, p.q_starts)) * p.Sq;
+    const int64_t rows_of_k = int64_t(batches_of(p, p.k_starts)) * p.Sk;
+    const int64_t ctas = min(ceil_div(max(rows_of_q, rows_of_k), padding_warps), int64_t(sm_count()) * 8);
+    return launch_backward(sdpa_backward_padding<B>, a, ctas, 32 * padding_warps, 0, stream);
+  } else {
+    return {};
+  }
+}
+
 // Launches the kernels of build B. `entry` is the kernel that computes dK, with the shared memory Shared.
 template <class B, bool = adds_dq<B>> struct BackwardKernelOf {
   using Shared = BackwardShared<B>;
@@ -1197,6 +1463,7 @@ template <class B, bool = adds_dq<B>> struct BackwardKernelOf {
     set_scales<B>(of_kv);
     SdpaStatus status = launch_backward(sdpa_backward_rows<B>, of_q, items.count, 32 * B::num_warps, 0, stream);
     if (status.ok()) status = launch_sinks<B>(of_q, stream);
+    if (status.ok()) status = launch_padding<B>(of_q, stream);
     if (status.ok()) {
       status = launch_backward(sdpa_backward_q<B>, of_q, items.count, B::threads, sizeof(Shared), stream);
     }
@@ -1230,9 +1497,10 @@ template <class B> struct BackwardKernelOf<B, true> {
   template <class Args> static SdpaStatus encode_maps(Args& a) {
     SdpaParams& p = a.p;
     std::array<TensorView, 4> inputs = tensors_of(p);
-    const auto view = [&](const char* name, const void* data, Strides& s, int H, int S) {
-      return TensorView{name, data, sizeof(Input), {{"row", S, s.row}, {"head", H, s.head}, {"batch", p.B, s.batch}}};
+    const auto view = [&](const char* name, const void* data, Strides& s, int batches, int H, int S) {
+      return TensorView{name, data, sizeof(Input), {{"row", S, s.row}, {"head", H, s.head}, {"batch", batches, s.batch}}};
     };
+    const int of_q = batches_of(p, p.q_starts), of_k = batches_of(p, p.k_starts);
     auto& maps = a.maps;
     auto& of_gradients = a.gradient_maps;
     const struct {
@@ -1242,9 +1510,9 @@ template <class B> struct BackwardKernelOf<B, true> {
     } boxes[] = {{inputs[0], p.D, B::block_n, &maps.q},
                  {inputs[1], p.D, 64, &maps.k},
                  {inputs[2], p.Dv, 64, &maps.v},
-                 {view("dO", a.dO, a.d_o, p.Hq, p.Sq), p.Dv, B::block_n, &of_gradients.d_o},
-                 {view("dK", a.dK, a.d_k, p.Hkv, p.Sk), p.D, 64, &of_gradients.d_k},
-                 {view("dV", a.dV, a.d_v, p.Hkv, p.Sk), p.Dv, 64, &of_gradients.d_v}};
+                 {view("dO", a.dO, a.d_o, of_q, p.Hq, p.Sq), p.Dv, B::block_n, &of_gradients.d_o},
+                 {view("dK", a.dK, a.d_k, of_k, p.Hkv, p.Sk), p.D, 64, &of_gradients.d_k},
+                 {view("dV", a.dV, a.d_v, of_k, p.Hkv, p.Sk), p.Dv, 64, &of_gradients.d_v}};
     for (const auto& x : boxes) {
       RowBoxes of_tensor;
       SdpaStatus status = boxes_of_rows(of_tensor, x.tensor, B::head_dim, a.has_short_rows ? x.D : 0, x.rows);
@@ -1265,6 +1533,7 @@ template <class B> struct BackwardKernelOf<B, true> {
     if (items.count > 0 && p.Sk > 0) status = encode_maps(a);
     if (status.ok()) status = launch_backward(sdpa_backward_rows<B>, a, items.count, 32 * B::num_warps, 0, stream);
     if (status.ok()) status = launch_sinks<B>(a, stream);
+    if (status.ok()) status = launch_padding<B>(a, stream);
     if (status.ok()) {
       status = launch_backward(entry, a, kv_tiles<B>(p), B::threads, sizeof(Shared), stream);
     }
@@ -1277,7 +1546,8 @@ template <class B> SdpaStatus backward(const SdpaBackwardParams& params, cudaStr
   const SdpaParams& p = params.forward;
   const bool has_rows = p.Hq > 0 && p.Sq > 0;
   const Items items = has_rows ? items_of_tile(p, 1, B::block_m) : Items{1, B::block_m, 0};
-  if (items.count > most_ctas || kv_tiles<B>(p) > most_ctas) {
+  // The workspace has room for the last tile of every sequence.
+  if (items.count > most_ctas || kv_tiles<B>(p) > most_ctas || padded_rows_of(p) > most_ctas) {
     return failure(refused, "B*Hq*ceil(Sq/%d) or B*Hkv*ceil(Sk/%d) is over %d tiles; split the batch", B::block_m,
                    B::block_m, most_ctas);
   }
@@ -1293,11 +1563,13 @@ SdpaStatus check_backward(SdpaBackwardParams& d) {
   SdpaStatus status = check_params(p);
   if (!status.ok()) return status;
   if (p.B && p.Hq && p.Sq && !p.LSE) return failure(refused, "LSE is a null pointer; let sdpa_forward() write it");
-  const auto view = [&](const char* name, auto* data, Strides& s, int H, int S) {
-    return TensorView{name, data, sizeof *data, {{"row", S, s.row}, {"head", H, s.head}, {"batch", p.B, s.batch}}};
+  const auto view = [&](const char* name, auto* data, Strides& s, int batches, int H, int S) {
+    return TensorView{name, data, sizeof *data, {{"row", S, s.row}, {"head", H, s.head}, {"batch", batches, s.batch}}};
   };
-  const TensorView tensors[] = {view("dO", d.dO, d.d_o, p.Hq, p.Sq), view("dQ", d.dQ, d.d_q, p.Hq, p.Sq),
-                                view("dK", d.dK, d.d_k, p.Hkv, p.Sk), view("dV", d.dV, d.d_v, p.Hkv, p.Sk)};
+  const int of_q = batches_of(p, p.q_starts), of_k = batches_of(p, p.k_starts);
+  const TensorView tensors[] = {view("dO", d.dO, d.d_o, of_q, p.Hq, p.Sq), view("dQ", d.dQ, d.d_q, of_q, p.Hq, p.Sq),
+                                view("dK", d.dK, d.d_k, of_k, p.Hkv, p.Sk),
+                                view("dV", d.dV, d.d_v, of_k, p.Hkv, p.Sk)};
   for (const TensorView& t : tensors) {
     const bool is_empty = t.dims[0].size == 0 || t.dims[1].size == 0 || t.dims[2].size == 0;
     if (!is_empty) status = check_tensor(t, &t != tensors);
@@ -1312,7 +1584,8 @@ SdpaStatus check_backward(SdpaBackwardParams& d) {
   for (const auto& x : pointers) {
     if (x.address % x.alignment) return failure(refused, "%s is not aligned to %d bytes", x.name, x.alignment);
   }
-  if (d.dSinks && !Build::use_sinks) return failure(refused, "dSinks is for builds with USE_SINKS=1; set it to 0");
+  if (d.dSinks && !Defines::use_sinks)
+    return failure(refused, "dSinks is for builds with USE_SINKS=1; set it to 0");
   if (d.dSinks && !p.sinks) {
     return failure(refused, "dSinks is set, but sinks is a null pointer; set both or only sinks");
   }
@@ -1331,22 +1604,22 @@ SDPA_BACKWARD_KNOBS(SDPA_FAMILIES)
   SDPA_REFUSE(name##_changed && place_of(#name, backward_knobs) < 0, \
               #name ": the backward kernels lack it; drop it or BACKWARD=1");
 SDPA_KNOBS(SDPA_NOT_BACKWARD)
-SDPA_REFUSE(Build::is_8bit,
+SDPA_REFUSE(Defines::input_bytes == 1,
             "DTYPE: the backward kernels take 16 bits; type DTYPE=FP16 or DTYPE=BF16, or drop BACKWARD=1");
-SDPA_REFUSE(Build::use_warp_specialization && (Build::block_m != 128 || Build::num_warps != 8),
+SDPA_REFUSE(Defines::use_warp_specialization && (Defines::block_m != 128 || Defines::num_warps != 8),
             "BLOCK_M, NUM_WARPS: the backward kernel of USE_WARP_SPECIALIZATION=1 has two consumer warpgroups with "
             "64 keys each; type BLOCK_M=128 NUM_WARPS=8");
-SDPA_REFUSE(is_wgmma && (Build::head_dim % 64 || Build::d_v % 64),
+SDPA_REFUSE(Defines::is_wgmma && (Defines::head_dim % 64 || Defines::d_v % 64),
             "HEAD_DIM: the wgmma backward kernels support 64, 128, 192 and 256; type one of them for HEAD_DIM and "
             "HEAD_DIM_V");
-SDPA_REFUSE(Build::use_warp_specialization && Build::block_n * Build::head_dim != 64 * 128,
+SDPA_REFUSE(Defines::use_warp_specialization && Defines::block_n * Defines::head_dim != 64 * 128,
             "BLOCK_N, HEAD_DIM: each of two warpgroups computes 64x64 elements of dQ; type HEAD_DIM=128 BLOCK_N=64 or "
             "HEAD_DIM=64 BLOCK_N=128");
-SDPA_REFUSE(!Build::use_warp_specialization &&
-                Build::block_m / Build::num_warps * (Build::head_dim / 2 + Build::block_n) / 16 > 192,
+SDPA_REFUSE(!Defines::use_warp_specialization &&
+                Defines::block_m / Defines::num_warps * (Defines::head_dim / 2 + Defines::block_n) / 16 > 192,
             "BLOCK_M, BLOCK_N: S, dP and dQ or dK would take over 192 registers and spill; type a smaller BLOCK_N, or "
             "BLOCK_M=16*NUM_WARPS");
-SDPA_REFUSE(HEAD_DIM_V_changed && (Build::family == Family::scalar || Build::use_warp_specialization),
+SDPA_REFUSE(HEAD_DIM_V_changed && (Defines::kernel == KernelKind::scalar || Defines::use_warp_specialization),
             "HEAD_DIM_V: only the two-pass backward kernels on tensor cores support it; drop it or type "
             "USE_MMA_SYNC=1");
 
@@ -1367,7 +1640,7 @@ static inline SdpaStatus sdpa_backward(const SdpaBackwardParams& params, cudaStr
   SdpaBackwardParams p = params;
   const SdpaStatus status = check_backward(p);
   if (!status.ok() || !p.forward.B || !p.forward.Hkv) return status;
-  return leaving_no_error([&] { return backward<Build>(p, stream); });
+  return leaving_no_error([&] { return backward<Defines>(p, stream); });
 }
 
 }  // namespace SDPA_NAMESPACE

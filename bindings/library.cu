@@ -69,7 +69,7 @@ void sdpa_library_tile_clocks(const sdpa::TunedTile* tiles, int tile_count, cons
   }
 }
 
-constexpr int first_row = sdpa::Build::use_tuned ? sdpa::next_tile(0) : -1;
+constexpr int first_row = sdpa::Defines::use_tuned ? sdpa::next_tile(0) : -1;
 using FirstBuild = sdpa::BuildOf<first_row>;
 // The launch: threads, bytes of shared memory, BLOCK_M; with USE_TUNED those of its first tile, but the most bytes. Of
 // a library as the sizes of symbols; of device code alone as a constant, which a library leaves out: in the one run

@@ -49,11 +49,13 @@ class BackwardPass {
       for (size_t i = p.Dv; i < dO_.size(); i++) dO_[i] = dO_[i - p.Dv];
     }
     held_dO_ = round_to_elements(dO_, 1, line.output);
+    if (line.has_lengths && !p.same_heads) poison_unused_rows(p, Tensor::dO, dO_, held_dO_);
     dO().write(held_dO_);
     gradients_.dLSE = p.seed % 2 ? dLSE_->data<float>() : nullptr;
     dLSE_values_.assign(dLSE_->bytes / sizeof(float), 0);
     for (size_t i = 0; i < dLSE_values_.size() && gradients_.dLSE; i++) {
-      dLSE_values_[i] = reference::normal(p.seed + 88, Tensor::dO, i);
+      const bool is_query = reference::is_query(p, row_at(p, Tensor::dO, i));
+      dLSE_values_[i] = is_query ? reference::normal(p.seed + 88, Tensor::dO, i) : NAN;
     }
     dLSE_->store(dLSE_values_);
   }
@@ -103,7 +105,8 @@ class BackwardPass {
   string compare(const Problem& p, const vector<float>& O, const vector<float>& LSE,
                  Figures& figures) {
     for (int t = 0; t < 3; t++) {
-      const string trouble = unwritten(p, t);
+      string trouble = unwritten(p, t);
+      if (trouble.empty()) trouble = unused_but_not_0(p, t);
       if (!trouble.empty()) return trouble;
     }
     reference::Backward of(p, dO_.data(), output_type, line.tanh_is_approximate ? 1.0 / 2048 : 0,
@@ -117,7 +120,11 @@ class BackwardPass {
     reference::parallel_for(q_rows_.size(), [&](size_t n) { of_q_[n] = of.of_query(q_rows_[n]); });
     reference::GradientComparison dQ = compare_dq(p);
 
-    reference::Problem keys = p;  // for rows_to_check(): keys in the role of queries
+    reference::Problem keys = p;  // for rows_to_check(): rows of K in the role of queries
+    keys.B = batches_of(p, Tensor::K);
+    keys.q_starts = p.k_starts;
+    keys.packs_q = false;
+    keys.q_lengths.clear();
     keys.Hq = p.Hkv;
     keys.Sq = p.Sk;
     keys.Sk = p.Sq * std::max(p.Hq / std::max(p.Hkv, 1), 1);
@@ -153,6 +160,17 @@ class BackwardPass {
     }
     return "";
   }
+  // Empty, or the first element of a row that is no query or no key and whose gradient is not 0.
+  string unused_but_not_0(const Problem& p, int t) const {
+    const size_t D = width_of(p, gradient_tensors[t]);
+    for (size_t i = 0; i < got_.x[t].size(); i++) {
+      if (output_value(got_.x[t][i]) == 0) continue;
+      const reference::Row row = row_at(p, gradient_tensors[t], i / D);
+      if (of_query(gradient_tensors[t]) ? is_query(p, row) : is_key(p, row)) continue;
+      return where(p, gradient_tensors[t], i) + " is not 0, but its row is unused";
+    }
+    return "";
+  }
   // The rows of dQ that compare() has computed.
   reference::GradientComparison compare_dq(const Problem& p) const {
     reference::GradientComparison dQ("dQ");
@@ -163,9 +181,14 @@ class BackwardPass {
   DeviceTensor& dO() const { return *tensors_[0]; }
   // The name and coordinates of an element.
   static string where(const Problem& p, Tensor t, size_t i) {
-    const size_t D = width_of(p, t), S = of_query(t) ? p.Sq : p.Sk, H = of_query(t) ? p.Hq : p.Hkv;
-    return format("%s(b=%d,h=%d,row=%d,d=%d)", name_of(t), int(i / D / S / H), int(i / D / S % H),
-                  int(i / D % S), int(i % D));
+    const reference::Row row = row_at(p, t, i / width_of(p, t));
+    return format("%s(b=%d,h=%d,row=%d,d=%d)", name_of(t), row.b, row.h, row.q,
+                  int(i % width_of(p, t)));
+  }
+  // The coordinates of row `number` of a tensor.
+  static reference::Row row_at(const Problem& p, Tensor t, size_t number) {
+    const size_t S = of_query(t) ? p.Sq : p.Sk, H = of_query(t) ? p.Hq : p.Hkv;
+    return {int(number / S / H), int(number / S % H), int(number % S)};
   }
   void add(reference::GradientComparison& to, const Problem& p, Tensor t, const reference::Row& at,
            const reference::Gradient& want) const {

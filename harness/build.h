@@ -19,14 +19,14 @@ constexpr Knob all_knobs[] = {
 // Barriers per K/V tile, of a CTA or of a group of warps.
 int barriers_per_tile() {
   constexpr int of_policy[] = {0, 2, 4, 0, 0, 6};
-  if (is_mma) return Build::stages > 1 ? 1 : 2;
-  if (is_wgmma && Build::swap_ab) return Build::use_lazy_max ? 1 : 2;
-  if (Build::use_warp_specialization) return 0;
-  return is_wgmma ? 1 : of_policy[Build::sync_policy];
+  if (Defines::kernel == KernelKind::mma) return Defines::stages > 1 ? 1 : 2;
+  if (Defines::is_wgmma && Defines::swap_ab) return Defines::use_lazy_max ? 1 : 2;
+  if (Defines::use_warp_specialization) return 0;
+  return Defines::is_wgmma ? 1 : of_policy[Defines::sync_policy];
 }
 
 TunedTile tile_of(const SdpaParams& p) {
-  return Build::use_tuned ? TUNED_TILES[choose_tile(p)] : TunedTile{};
+  return Defines::use_tuned ? TUNED_TILES[choose_tile(p)] : TunedTile{};
 }
 
 KernelFacts facts_of(const SdpaParams& p) {
@@ -65,8 +65,8 @@ bool sees_on_host(const ModPlace& at, const ModArrays& arrays) {
 #ifdef SDPA_BACKWARD_KNOBS
 KernelFacts backward_facts_of(const SdpaParams& p) {
   KernelFacts facts = facts_of(p);
-  facts.kernel = reinterpret_cast<const void*>(+BackwardKernelOf<Build>::entry);
-  facts.shared_bytes = sizeof(BackwardKernelOf<Build>::Shared);
+  facts.kernel = reinterpret_cast<const void*>(+BackwardKernelOf<Defines>::entry);
+  facts.shared_bytes = sizeof(BackwardKernelOf<Defines>::Shared);
   return facts;
 }
 SdpaStatus run_backward(const SdpaParams& forward, const Gradients& g, cudaStream_t stream) {
@@ -95,38 +95,38 @@ Line describe_build() {
   l.archs = SDPA_TEXT(__CUDA_ARCH_LIST__);  // nvcc defines the macro
   l.knobs = all_knobs;
   l.knob_count = sizeof all_knobs / sizeof all_knobs[0];
-  l.D = Build::head_dim;
-  l.Dv = Build::d_v;
-  l.vec_width = Build::vec_width;
+  l.D = Defines::head_dim;
+  l.Dv = Defines::d_v;
+  l.vec_width = Defines::vec_width;
   l.barriers_per_tile = barriers_per_tile();
-  l.query = Build::q_type;
-  l.input = Build::input;
-  l.output = Build::output;
-  l.fp16_acc = Build::fp16_acc;
-  l.has_softcap = Build::use_softcap != 0;
-  l.tanh_is_approximate = Build::use_softcap == 1;
-  l.has_sinks = Build::use_sinks;
-  l.has_lengths = Build::use_lengths;
-  l.has_pages = Build::use_pages != 0;
-  l.has_small_pages = Build::use_pages == 2;
-  l.use_bias = Build::use_bias;
-  l.has_key_mask = Build::use_key_mask;
-  l.has_bias_maps = is_wgmma && Build::takes_map && !Build::use_lengths &&
-                    (Build::use_tuned || lists_rounds<Build>);
+  l.query = Defines::q_type;
+  l.input = Defines::kv_type;
+  l.output = Defines::o_type;
+  l.fp16_acc = Defines::fp16_acc;
+  l.has_softcap = Defines::use_softcap != 0;
+  l.tanh_is_approximate = Defines::use_softcap == 1;
+  l.has_sinks = Defines::use_sinks;
+  l.has_lengths = Defines::use_lengths;
+  l.has_pages = Defines::use_pages != 0;
+  l.has_small_pages = Defines::use_pages == 2;
+  l.use_bias = Defines::use_bias;
+  l.has_key_mask = Defines::use_key_mask;
+  l.has_bias_maps = Defines::is_wgmma && Defines::takes_map && !Defines::use_lengths &&
+                    (Defines::use_tuned || lists_rounds<Defines>);
   for (int n = 0; n < 6; n++) l.names[n] = mods_name(mod_arrays[n]);
-  if (Build::changes_logits) l.logit = logit_on_host;
-  constexpr bool hides_by_expression = Build::hides_keys && !Build::use_key_mask;
+  if (Defines::changes_logits) l.logit = logit_on_host;
+  constexpr bool hides_by_expression = Defines::hides_keys && !Defines::use_key_mask;
   if (hides_by_expression) l.sees = sees_on_host;
-  if constexpr (Build::changes_logits || hides_by_expression)
-    l.reference_kernel = launch_reference_kernel_of<Query<Build>, Input, OwnMods>;
-  l.is_wgmma = is_wgmma;
-  l.has_queue = Build::use_persistent_cta;
-  l.is_tuned = Build::use_tuned;
-  l.sums_end = sums_end<Build> && !Build::use_tuned;
+  if constexpr (Defines::changes_logits || hides_by_expression)
+    l.reference_kernel = launch_reference_kernel_of<Query, Input, OwnMods>;
+  l.is_wgmma = Defines::is_wgmma;
+  l.has_queue = Defines::use_persistent_cta;
+  l.is_tuned = Defines::use_tuned;
+  l.sums_end = sums_end<Defines> && !Defines::use_tuned;
   for (int n = next_tile(0); n < tile_count; n = next_tile(n + 1)) {
     l.tiles[l.tile_count++] = TUNED_TILES[n];
   }
-  if (!Build::use_tuned) l.tiles[l.tile_count++] = tile_of({});
+  if (!Defines::use_tuned) l.tiles[l.tile_count++] = tile_of({});
   l.tile_of = tile_of;
   l.facts_of = facts_of;
   l.forward = sdpa_forward;
@@ -135,7 +135,7 @@ Line describe_build() {
   l.facts_of = backward_facts_of;
   l.backward = run_backward;
   l.backward_workspace_bytes = backward_workspace_bytes;
-  l.dq_repeats = !adds_dq<Build>;
+  l.dq_repeats = !adds_dq<Defines>;
 #endif
   return l;
 }

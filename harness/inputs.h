@@ -111,7 +111,9 @@ class Inputs {
           problem.descale == "none" ? float(unit_of(line.input)) : step_for(x, dtype_of(Tensor(t)));
       if (factors_[t]) *factors[t] = factors_[t]->set(step, seed);
       held_[t] = round_to_elements(x, step, dtype_of(Tensor(t)));
-      if (t > 0 && line.has_lengths) poison_what_is_no_key(Tensor(t));
+      // Unused rows of Q matter to the backward pass only.
+      if (line.has_lengths && (t > 0 || line.backward))
+        poison_unused_rows(problem, Tensor(t), x, held_[t]);
       tensors[t]->write(held_[t]);
     }
     if (bias_) set_bias(seed);
@@ -131,35 +133,6 @@ class Inputs {
   std::unique_ptr<DeviceTensor> tensors[4];  // Q, K, V, O
 
  protected:
-  // The bits of unused rows of K and V: NaN, inf and -inf in turn.
-  static uint16_t poison_of_row(size_t row) {
-    constexpr uint16_t fp16[] = {0x7e00, 0x7c00, 0xfc00}, bf16[] = {0x7fc0, 0x7f80, 0xff80},
-                       e4m3[] = {0x7f, 0xff, 0x7f};
-    return line.input == DType::fp16   ? fp16[row % 3]
-           : line.input == DType::bf16 ? bf16[row % 3]
-           : line.input == DType::e4m3 ? e4m3[row % 3]
-                                       : 255;
-  }
-  // Fills rows of K or V that belong to no sequence with NaN and inf, which must not affect O or
-  // LSE.
-  void poison_what_is_no_key(Tensor t) {
-    const size_t Sk = problem.Sk, D = width_of(problem, t), batches = batches_of(problem, t);
-    vector<char> is_key(batches * Sk, 0);
-    for (int b = 0; b < problem.B; b++) {
-      const reference::Sequence own = reference::sequence_of(problem, b);
-      for (size_t batch = 0; batch < batches; batch++) {
-        if (!problem.same_heads && batches > 1 && batch != size_t(b))
-          continue;  // with same_heads all batches share memory
-        for (int k = 0; k < own.Sk; k++) is_key[batch * Sk + own.first_key + k] = 1;
-      }
-    }
-    for (size_t row = 0; row < inputs_[int(t)].size() / D; row++) {
-      if (is_key[row / Sk / problem.Hkv * Sk + row % Sk]) continue;
-      std::fill_n(inputs_[int(t)].begin() + row * D, D, NAN);
-      std::fill_n(held_[int(t)].begin() + row * D, D, poison_of_row(row % Sk));
-    }
-  }
-
   // Allocates paged copies of K and V, which only the tested kernel reads: [pages,Hkv,page_size,D]
   // for the layout bhsd, else [pages,page_size,Hkv,D]; the layout "padded" has gaps between rows
   // and between pages. Each sequence has its own pages, and one more page is shared by all.
@@ -216,7 +189,7 @@ class Inputs {
       const Bits& x = held_[1 + t];
       const int D = width_of(problem, Tensor(1 + t));
       Bits paged(size_t(pages) * s.batch);
-      for (size_t i = 0; i < paged.size(); i++) paged[i] = poison_of_row(i / D);
+      for (size_t i = 0; i < paged.size(); i++) paged[i] = poison_of_row(line.input, i / D);
       for (int64_t row = 0; row < int64_t(x.size()) / D; row++) {
         const int64_t b = row / problem.Sk / problem.Hkv, h = row / problem.Sk % problem.Hkv,
                       k = row % problem.Sk;

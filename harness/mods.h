@@ -50,7 +50,7 @@ struct NoMods {
   static __device__ bool sees(const ModPlace&, const SdpaParams&) { return true; }
 };
 struct OwnMods {  // those of the build
-  static constexpr bool changes_logits = Build::changes_logits;
+  static constexpr bool changes_logits = Defines::changes_logits;
   static __device__ float logit(float s, const ModPlace& at, const SdpaParams& p) {
     return plain_expression::logit<float>(s, at, p.x0, p.x1, p.x2, p.x3, 0);
   }

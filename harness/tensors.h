@@ -149,6 +149,38 @@ class DeviceFactors : public Guarded {
   bool has_zeros_ = false;
 };
 
+// The bits of unused rows: NaN, inf and -inf in turn.
+uint16_t poison_of_row(DType type, size_t row) {
+  constexpr uint16_t fp16[] = {0x7e00, 0x7c00, 0xfc00}, bf16[] = {0x7fc0, 0x7f80, 0xff80},
+                     e4m3[] = {0x7f, 0xff, 0x7f};
+  return type == DType::fp16   ? fp16[row % 3]
+         : type == DType::bf16 ? bf16[row % 3]
+         : type == DType::e4m3 ? e4m3[row % 3]
+                               : 255;
+}
+// Fills rows that are no query or no key of a sequence with NaN and inf, which must not affect any
+// result.
+void poison_unused_rows(const Problem& p, Tensor t, vector<float>& x, Bits& bits) {
+  const size_t S = of_query(t) ? p.Sq : p.Sk, H = of_query(t) ? p.Hq : p.Hkv;
+  const size_t D = width_of(p, t), batches = batches_of(p, t);
+  vector<char> is_used(batches * S, 0);
+  for (int b = 0; b < p.B; b++) {
+    const reference::Sequence own = reference::sequence_of(p, b);
+    const int first = of_query(t) ? own.first_query : own.first_key;
+    const int count = of_query(t) ? own.Sq : own.Sk;
+    for (size_t batch = 0; batch < batches; batch++) {
+      if (!p.same_heads && batches > 1 && batch != size_t(b))
+        continue;  // with same_heads all batches share memory
+      for (int i = 0; i < count; i++) is_used[batch * S + first + i] = 1;
+    }
+  }
+  for (size_t row = 0; row < x.size() / D; row++) {
+    if (is_used[row / S / H * S + row % S]) continue;
+    std::fill_n(x.begin() + row * D, D, NAN);
+    std::fill_n(bits.begin() + row * D, D, poison_of_row(dtype_of(t), row % S));
+  }
+}
+
 // tests/sweep.cu replaces it to add layouts.
 std::unique_ptr<DeviceTensor> (*make_tensor)(const Problem&, Tensor) =
     [](const Problem& p, Tensor t) { return std::make_unique<DeviceTensor>(p, t); };

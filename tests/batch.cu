@@ -21,7 +21,7 @@ using std::vector;
 
 namespace {
 
-constexpr int D = Build::head_dim, Dv = Build::d_v;
+constexpr int D = Defines::head_dim, Dv = Defines::d_v;
 
 struct Rng {
   uint64_t state;
@@ -167,19 +167,19 @@ vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng 
   if (!is_plain && spare && draw(2)) p.most_keys = Sk + draw(100);
   vector<float> factors(size_t(3) * B * Hq);  // of a sequence and a head
   for (size_t i = 0; i < factors.size(); i++) factors[i] = 0.5f + float((sequences[i / Hq % B]->id + i % Hq) % 7) / 8;
-  if (Build::is_8bit) {
+  if (Defines::input_bytes == 1) {
     const float* const held = memory.hold(factors);
     p.q_descale = {held, Hq, 1};
     p.k_descale = {held + B * Hq, Hq, 1};
     p.v_descale = {held + 2 * B * Hq, Hq, 1};
   }
-  if (Build::use_bias != 0) {  // of a sequence, for all heads
+  if (Defines::use_bias != 0) {  // of a sequence, for all heads
     vector<Bias> bias(size_t(B) * Sq * Sk, rounded<Bias>(1));
     for (int b = 0; b < B; b++) {
       const Own& x = *sequences[b];
       for (int i = 0; i < x.Sq * x.Sk; i++) {
         const float drawn = element(3, x.id, 0, i / x.Sk, i % x.Sk);
-        bias[(size_t(b) * Sq + i / x.Sk) * Sk + i % x.Sk] = rounded<Bias>(Build::adds_bias ? drawn : drawn > -1);
+        bias[(size_t(b) * Sq + i / x.Sk) * Sk + i % x.Sk] = rounded<Bias>(Defines::adds_bias ? drawn : drawn > -1);
       }
     }
     p.bias = memory.hold(bias);
@@ -236,8 +236,8 @@ int different(const Kind& kind, const Sizes& sizes, SdpaParams p, int batches, u
 
 vector<Kind> kinds() {
   vector<Kind> all = {{Layout::plain}};
-  if (Build::use_pages) return {{Layout::pages}, {Layout::packed_pages}};
-  if (Build::use_lengths) all.insert(all.end(), {{Layout::lengths}, {Layout::packed}, {Layout::packed_q}});
+  if (Defines::use_pages) return {{Layout::pages}, {Layout::packed_pages}};
+  if (Defines::use_lengths) all.insert(all.end(), {{Layout::lengths}, {Layout::packed}, {Layout::packed_q}});
   return all;
 }
 
@@ -253,7 +253,7 @@ void check(const Problem& x, bool may_differ) {
   for (const Kind& kind : kinds()) {
     INFO("layout " << int(kind.layout));
     simt::gpu.sms[0] = x.sms;
-    if (!sums_end<Build> || Build::use_tuned) simt::gpu.keys_at_once = x.keys_at_once;
+    if (!sums_end<Defines> || Defines::use_tuned) simt::gpu.keys_at_once = x.keys_at_once;
     SdpaParams p{};
     p.Hq = x.causal == Causal::bottom_right ? 4 : 2;
     p.Hkv = 2;
@@ -267,18 +267,18 @@ void check(const Problem& x, bool may_differ) {
   CHECK((without > 0 || !may_differ));
 }
 // A tile contains rows of other sequences, which affect the decisions of a warp.
-constexpr bool meets_others = Build::use_lengths && is_wgmma && Build::use_lazy_max;
-constexpr bool has_ranges = Build::use_tuned || Build::split_ctas == 0;
+constexpr bool meets_others = Defines::use_lengths && Defines::is_wgmma && Defines::use_lazy_max;
+constexpr bool has_ranges = Defines::use_tuned || Defines::split_ctas == 0;
 
 }  // namespace
 
 TEST_CASE("prefill") {
   check({{{150, 3, 70, 129}, {150, 90, 129, 333}}, 16, 65536, Causal::bottom_right, -1},
-        meets_others || Build::use_tuned);
+        meets_others || Defines::use_tuned);
 }
 TEST_CASE("chunks") { check({{{20, 33, 5}, {400, 170, 1000}}, 6, 192, Causal::bottom_right, -1}, meets_others); }
 TEST_CASE("window") { check({{{130, 64, 7}, {260, 64, 90}}, 132, 65536, Causal::top_left, 50}, false); }
 TEST_CASE("decode") { check({{{1}, {1500, 64, 2100, 129}}, 132, 65536, Causal::off, -1}, false); }
 TEST_CASE("long_decode") {
-  check({{{1}, {2600, 100, 1300}}, Build::use_lengths ? 1 : 12, 65536, Causal::bottom_right, -1}, has_ranges);
+  check({{{1}, {2600, 100, 1300}}, Defines::use_lengths ? 1 : 12, 65536, Causal::bottom_right, -1}, has_ranges);
 }

@@ -562,7 +562,7 @@ static void move(Output& x, int units) {
 TEST_CASE("every_row") {
   ChangedLine changed;
   changed.now.forward = forward_and_spoil;
-  const int rows = 2 * 3 * 5, D = Build::head_dim;
+  const int rows = 2 * 3 * 5, D = Defines::head_dim;
   const std::string shape = "--check-only --shape 2,3,1,5,7 --seeds 4 --layout packed";
   Swept clean = sweep(shape + " --repeats 2");
   CHECK((clean.code == 0 && clean.said == "" && launches.size() == 1 + 3 + 2 && clean.of("check") == "PASS" && clean.of("status") == "ok"));

@@ -367,11 +367,11 @@ __global__ void test_arithmetic(const Args a) {
   out[25] = bits_of(max_nan(NAN, x));
   uint32_t hash = 2166136261u;
   for (int i = 0; i < 4096; i++) {  // 2^18 values from 0 down to -131
-    hash = (hash ^ bits_of(exp2_polynomial<Build>(float(threadIdx.x * 4096 + i) * -0.0005f))) * 16777619u;
+    hash = (hash ^ bits_of(exp2_polynomial<Defines>(float(threadIdx.x * 4096 + i) * -0.0005f))) * 16777619u;
   }
   out[26] = hash;
-  out[27] = bits_of(exp2_polynomial<Build>(-INFINITY));
-  out[28] = bits_of(exp2_polynomial<Build>(NAN)) | 0x80000000u;
+  out[27] = bits_of(exp2_polynomial<Defines>(-INFINITY));
+  out[28] = bits_of(exp2_polynomial<Defines>(NAN)) | 0x80000000u;
 }
 
 // ---- sm_90 ----

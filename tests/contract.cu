@@ -140,7 +140,7 @@ static Rows keys_of(const SdpaParams& p, int b) {
   const int left_out = p.k_firsts ? std::max(0, std::min(p.k_firsts[b], keys.count)) : 0;
   return {keys.first + left_out, keys.count - left_out};
 }
-constexpr bool takes_firsts = Build::use_lengths && Build::use_pages != 1;
+constexpr bool takes_firsts = Defines::use_lengths && Defines::use_pages != 1;
 
 // A problem with contiguous tensors [B,H,S,D] on the current device.
 class Attention {
@@ -149,7 +149,7 @@ class Attention {
 
   Attention(int B, int Hq, int Hkv, int Sq, int Sk, Causal causal = Causal::off,
             uint32_t seed = 1) {
-    constexpr int D = Build::head_dim;
+    constexpr int D = Defines::head_dim;
     p.B = B;
     p.Hq = Hq;
     p.Hkv = Hkv;
@@ -160,7 +160,7 @@ class Attention {
     p.q = p.o = {int64_t(Hq) * Sq * D, int64_t(Sq) * D, D};
     p.k = p.v = {int64_t(Hkv) * Sk * D, int64_t(Sk) * D, D};
     o_elements_ = size_t(B) * Hq * Sq * D;
-    p.Q = input<Query<Build>>(q_, o_elements_, seed);
+    p.Q = input<Query>(q_, o_elements_, seed);
     p.K = input<Input>(k_, size_t(B) * Hkv * Sk * D, seed + 1);
     p.V = input<Input>(v_, k_.size(), seed + 2);
     p.O = allocate<Output>(o_elements_);
@@ -203,7 +203,7 @@ class Attention {
     vector<float> LSE(o_elements_ / p.D);
     cudaMemcpy(O.data(), p.O, O.size() * sizeof(Output), cudaMemcpyDeviceToHost);
     cudaMemcpy(LSE.data(), p.LSE, LSE.size() * sizeof(float), cudaMemcpyDeviceToHost);
-    const bool bf16 = Build::q_type == DType::bf16 || Build::output == DType::bf16;
+    const bool bf16 = Defines::q_type == DType::bf16 || Defines::o_type == DType::bf16;
     const double limit = bf16 ? 2e-2 : 2e-3;
     for (size_t row = 0; row < LSE.size(); row++) {
       const int q = int(row % p.Sq), h = int(row / p.Sq % p.Hq), b = int(row / p.Sq / p.Hq);
@@ -218,8 +218,8 @@ class Attention {
   // True if O and LSE are correct for all members of p, and no other memory was written. Reads
   // device memory directly, which the CPU backend permits.
   bool is_right(const SdpaParams& p) const {
-    constexpr int D = Build::head_dim, Dv = Build::d_v;
-    const double unit = element_unit<Build>, limit = Build::q_type == DType::bf16 || Build::output == DType::bf16 ? 2e-2 : 2e-3;
+    constexpr int D = Defines::head_dim, Dv = Defines::d_v;
+    const double unit = element_unit<Defines>, limit = Defines::q_type == DType::bf16 || Defines::o_type == DType::bf16 ? 2e-2 : 2e-3;
     vector<char> is_written(o_elements_, 0), has_lse(o_elements_ / D, 0);
     bool right = true;
     for (int b = 0; b < p.B; b++) {
@@ -257,12 +257,12 @@ class Attention {
         for (int k = 0; p.key_mask && k < keys; k++) of.key_mask.push_back(p.key_mask[b * p.key_mask_stride + k] != 0);
         if (p.bias) {
           const int columns = p.bias_keys ? p.bias_keys : keys;
-          of.bias = {{}, 1, 1, queries.count, columns, p.bias_keys > 0, Build::use_bias == 2};
+          of.bias = {{}, 1, 1, queries.count, columns, p.bias_keys > 0, Defines::use_bias == 2};
           for (int at = 0; at < queries.count * columns; at++) {
             const int64_t element = b * p.bias_strides.batch + h * p.bias_strides.head +
                                     at / columns * p.bias_strides.row + at % columns;
             const float x = to_float(static_cast<const Bias*>(p.bias)[element]);
-            of.bias.x.push_back(Build::adds_bias ? x : x == to_float(Bias(0)) ? -INFINITY : 0);
+            of.bias.x.push_back(Defines::adds_bias ? x : x == to_float(Bias(0)) ? -INFINITY : 0);
           }
         }
         for (int q = 0; q < queries.count; q++) {
@@ -338,7 +338,7 @@ TEST_CASE("pointers") {
   CHECK(refusal([](SdpaParams& p) { p.K = nullptr; }) == "K is a null pointer");
   CHECK(refusal([](SdpaParams& p) { p.V = nullptr; }) == "V is a null pointer");
   CHECK(refusal([](SdpaParams& p) { p.O = nullptr; }) == "O is a null pointer");
-  constexpr int element = sizeof(Input), vec = Build::vec_width;
+  constexpr int element = sizeof(Input), vec = Defines::vec_width;
   for (int bytes = element == 1 ? 1 : element / 2; bytes < vec * element; bytes *= 2) {
     CHECK(begins(refusal([&](SdpaParams& p) { p.Q = moved(p.Q, bytes); }), "Q is not aligned to"));
     CHECK(begins(refusal([&](SdpaParams& p) { p.K = moved(p.K, bytes); }), "K is not aligned to"));
@@ -354,7 +354,7 @@ TEST_CASE("pointers") {
        {&SdpaParams::q_descale, &SdpaParams::k_descale, &SdpaParams::v_descale}) {
     const std::string no = refusal([&](SdpaParams& p) { (p.*d).factor = moved(factors, 2); });
     const bool of_q = d == &SdpaParams::q_descale;
-    CHECK(contains(no, (of_q ? Build::q_type > DType::bf16 : Build::is_8bit) ? "_descale is not aligned to 4 bytes"
+    CHECK(contains(no, (of_q ? Defines::query_bytes == 1 : Defines::input_bytes == 1) ? "_descale is not aligned to 4 bytes"
                        : of_q ? "_descale is for builds with an 8-bit DTYPE; set it to 0"
                               : "_descale is for builds with an 8-bit DTYPE or KV_DTYPE; set it to 0"));
   }
@@ -394,7 +394,7 @@ TEST_CASE("idle_strides") {
 }
 
 // The same memory with other sizes, strides, heads, masks and tiles: earlier calls have no effect.
-TEST_CASE("changed_tensors" * doctest::skip(!is_wgmma && !Build::use_tuned)) {
+TEST_CASE("changed_tensors" * doctest::skip(!Defines::is_wgmma && !Defines::use_tuned)) {
   const Attention a(1, 4, 4, 40, 60);
   const auto bits = [&](const SdpaParams& p) {
     CHECK(a.forward(p) == "");
@@ -433,7 +433,7 @@ TEST_CASE("changed_tensors" * doctest::skip(!is_wgmma && !Build::use_tuned)) {
   };
   const Change narrow_v = [](SdpaParams& p) {
     p.Sk = 33;
-    p.Dv = is_wgmma ? 32 : p.Dv;
+    p.Dv = Defines::is_wgmma ? 32 : p.Dv;
   };
   const Change other_way = [](SdpaParams& p) {  // [B,S,H,D]
     for (Strides* s : {&p.q, &p.k, &p.v, &p.o}) {
@@ -447,7 +447,7 @@ TEST_CASE("changed_tensors" * doctest::skip(!is_wgmma && !Build::use_tuned)) {
     SdpaParams p = a.p;
     change(p);
     for (int sms : {1, 132}) {  // a tuned line takes another tile
-      if (sms > 1 && !Build::use_tuned) break;
+      if (sms > 1 && !Defines::use_tuned) break;
       simt::gpu.sms[0] = sms;
       const vector<Output> O = bits(p);
       vector<Output> first_of_its_thread;
@@ -480,8 +480,8 @@ using Floats = Held<float>;
 
 // Calls use(B()) for each build B from which this one chooses.
 template <int N = next_tile(0), class Use> static void for_each_build(const Use& use) {
-  if constexpr (!Build::use_tuned) {
-    use(Build());
+  if constexpr (!Defines::use_tuned) {
+    use(Defines());
   } else if constexpr (N < tile_count) {
     use(BuildOf<N>());
     for_each_build<next_tile(N + 1)>(use);
@@ -491,7 +491,7 @@ template <int N> constexpr bool lists_from() {
   if constexpr (N < tile_count) return lists_rounds<BuildOf<N>> || lists_from<next_tile(N + 1)>();
   return false;
 }
-constexpr bool has_map_of_bias = Build::use_tuned ? lists_from<next_tile(0)>() : lists_rounds<Build>;
+constexpr bool has_map_of_bias = Defines::use_tuned ? lists_from<next_tile(0)>() : lists_rounds<Defines>;
 
 static SdpaStatus map_bias_of(const SdpaParams& p) {
   return on_stream([&](cudaStream_t stream) { return sdpa_map_bias(p, stream); });
@@ -499,15 +499,15 @@ static SdpaStatus map_bias_of(const SdpaParams& p) {
 
 // True if this build accepts the member.
 static bool is_of_build(const string& member) {
-  if (member == "Dv" && Build::head_dim != Build::d_v) return false;
-  if (member == "bias_map_bytes" && !lists_rounds<Build>) return false;
-  return takes_member({Build::use_persistent_cta != 0, Build::use_softcap != 0, Build::is_8bit, Build::q_type > DType::bf16, Build::use_sinks != 0,
-                       Build::use_lengths != 0, Build::use_pages != 0, takes_firsts, Build::use_bias != 0, Build::use_key_mask}, member);
+  if (member == "Dv" && Defines::head_dim != Defines::d_v) return false;
+  if (member == "bias_map_bytes" && !lists_rounds<Defines>) return false;
+  return takes_member({Defines::use_persistent_cta != 0, Defines::use_softcap != 0, Defines::input_bytes == 1, Defines::query_bytes == 1, Defines::use_sinks != 0,
+                       Defines::use_lengths != 0, Defines::use_pages != 0, takes_firsts, Defines::use_bias != 0, Defines::use_key_mask}, member);
 }
 
 // A problem with all features of this build.
 struct Featured {
-  static constexpr int D = Build::head_dim, Q_ROWS = 24, K_ROWS = 80;
+  static constexpr int D = Defines::head_dim, Q_ROWS = 24, K_ROWS = 80;
   const Attention a{3, 4, 2, Q_ROWS, K_ROWS};
   const Ints lengths{{70, 41}}, table{{3, 1, 11, 0, 5, 9, 2, 6, 8, 10, 7, 1}};
   // Numbers from -2 to 2, or bytes with some zeros; the memory ends with the last key of the last
@@ -515,7 +515,7 @@ struct Featured {
   const Held<Bias> bias{[] {
     vector<Bias> x(1 + 3600 + 3 * 900 + 11 * 75 + 70);
     for (int i = 0; i < int(x.size()); i++) {
-      x[i] = rounded<Bias>(Build::use_bias == 2 ? float(i % 8 * (i % 11)) : float(i * 37 % 64) / 16 - 2);
+      x[i] = rounded<Bias>(Defines::use_bias == 2 ? float(i % 8 * (i % 11)) : float(i * 37 % 64) / 16 - 2);
     }
     return x;
   }()};
@@ -533,21 +533,21 @@ struct Featured {
     p.Sq = 12;
     p.Sk = 70;
     p.o.batch = 5 * p.o.head;
-    if (Build::use_lengths) p.k_lengths = lengths;
-    if (Build::use_sinks) p.sinks = sinks;
-    if (Build::use_bias) {
+    if (Defines::use_lengths) p.k_lengths = lengths;
+    if (Defines::use_sinks) p.sinks = sinks;
+    if (Defines::use_bias) {
       p.bias = static_cast<const Bias*>(bias);
       p.bias_strides = {3600, 900, 75};
     }
-    if (Build::use_key_mask) {
+    if (Defines::use_key_mask) {
       p.key_mask = key_mask;
       p.key_mask_stride = 71;
     }
-    if (Build::is_8bit) {
+    if (Defines::input_bytes == 1) {
       p.k_descale = p.v_descale = {factors, 2, 1};
-      if (!Build::mixes_types) p.q_descale = p.k_descale;
+      if (Defines::q_type == Defines::kv_type) p.q_descale = p.k_descale;
     }
-    if (Build::use_pages) {
+    if (Defines::use_pages) {
       p.page_table = table;
       p.page_stride = 6;
       p.page_size = 16;
@@ -579,7 +579,7 @@ TEST_CASE("changed_members") {
   const auto add = [&](bool can, const char* name, const Change& change) {
     if (can) changes.push_back({name, change});
   };
-  constexpr bool lengths_ = Build::use_lengths, starts = lengths_ && !Build::use_pages;
+  constexpr bool lengths_ = Defines::use_lengths, starts = lengths_ && !Defines::use_pages;
   add(true, "Q", [](SdpaParams& p) { p.Q += D; });
   add(true, "K", [](SdpaParams& p) { p.K += D; });
   add(true, "V", [](SdpaParams& p) { p.V += D; });
@@ -604,7 +604,7 @@ TEST_CASE("changed_members") {
   add(true, "scratch", [&](SdpaParams& p) { p.scratch = other_scratch; });
   add(true, "causal", [](SdpaParams& p) { p.causal = Causal::bottom_right; });
   add(true, "causal", [](SdpaParams& p) { p.causal = Causal::top_left; });
-  add(Build::use_persistent_cta, "max_ctas", [](SdpaParams& p) { p.max_ctas = 1; });
+  add(Defines::use_persistent_cta, "max_ctas", [](SdpaParams& p) { p.max_ctas = 1; });
   add(true, "window_left", [](SdpaParams& p) { p.window_left = 3; });
   add(true, "window_right", [](SdpaParams& p) { p.window_right = 9; });
   add(true, "window_alignment", [](SdpaParams& p) {
@@ -614,25 +614,25 @@ TEST_CASE("changed_members") {
   static const std::pair<const char*, Descale SdpaParams::*> descales[] = {
       {"q_descale", &SdpaParams::q_descale}, {"k_descale", &SdpaParams::k_descale}, {"v_descale", &SdpaParams::v_descale}};
   for (const auto& [name, member] : descales) {
-    const bool has = Build::is_8bit && (!Build::mixes_types || member != &SdpaParams::q_descale);
+    const bool has = Defines::input_bytes == 1 && (Defines::q_type == Defines::kv_type || member != &SdpaParams::q_descale);
     add(has, name, [m = member](SdpaParams& p) { (p.*m).factor++; });
     add(has, name, [m = member](SdpaParams& p) { (p.*m).factor = nullptr; });
     add(has, name, [m = member](SdpaParams& p) { (p.*m).head = 0; });
     add(has, name, [m = member](SdpaParams& p) { (p.*m).batch = 0; });
   }
-  add(Build::use_softcap != 0, "softcap", [](SdpaParams& p) { p.softcap = 2; });
-  add(Build::use_sinks, "sinks", [](SdpaParams& p) { p.sinks = nullptr; });
-  add(Build::use_sinks, "sinks", [&](SdpaParams& p) { p.sinks = other_sinks; });
-  constexpr bool has_bias = Build::use_bias != 0;
+  add(Defines::use_softcap != 0, "softcap", [](SdpaParams& p) { p.softcap = 2; });
+  add(Defines::use_sinks, "sinks", [](SdpaParams& p) { p.sinks = nullptr; });
+  add(Defines::use_sinks, "sinks", [&](SdpaParams& p) { p.sinks = other_sinks; });
+  constexpr bool has_bias = Defines::use_bias != 0;
   add(has_bias, "bias", [](SdpaParams& p) { p.bias = nullptr; });
   add(has_bias, "bias", [](SdpaParams& p) { p.bias = static_cast<const Bias*>(p.bias) + 1; });
   add(has_bias, "bias_strides", [](SdpaParams& p) { p.bias_strides.batch = 0; });
   add(has_bias, "bias_strides", [](SdpaParams& p) { p.bias_strides.head = 0; });
   add(has_bias, "bias_strides", [](SdpaParams& p) { p.bias_strides.row = 0; });
   add(has_bias, "bias_keys", [](SdpaParams& p) { p.bias_keys = 9; });
-  add(Build::use_key_mask, "key_mask", [](SdpaParams& p) { p.key_mask = nullptr; });
-  add(Build::use_key_mask, "key_mask", [](SdpaParams& p) { p.key_mask++; });
-  add(Build::use_key_mask, "key_mask_stride", [](SdpaParams& p) { p.key_mask_stride = 0; });
+  add(Defines::use_key_mask, "key_mask", [](SdpaParams& p) { p.key_mask = nullptr; });
+  add(Defines::use_key_mask, "key_mask", [](SdpaParams& p) { p.key_mask++; });
+  add(Defines::use_key_mask, "key_mask_stride", [](SdpaParams& p) { p.key_mask_stride = 0; });
   const Workspace map(4096);
   add(has_bias, "bias_map", [&](SdpaParams& p) {
     p.bias_map = map;
@@ -648,19 +648,19 @@ TEST_CASE("changed_members") {
   add(lengths_, "most_keys", [](SdpaParams& p) { p.most_keys = 20; });
   add(lengths_, "most_keys", [](SdpaParams& p) { p.most_keys = 50; });
   add(true, "batch_invariant", [](SdpaParams& p) { p.batch_invariant = 1; });
-  add(Build::use_pages, "page_table", [&](SdpaParams& p) { p.page_table = other_table; });
-  add(Build::use_pages, "page_stride", [](SdpaParams& p) { p.page_stride = 5; });
-  add(Build::use_pages, "page_size", [](SdpaParams& p) { p.page_size = 32; });
-  add(Build::use_pages, "pages", [](SdpaParams& p) { p.pages = 4; });
-  add(Build::use_pages, "pages", [](SdpaParams& p) { p.pages = 12; });  // the last is one that the table names
-  add(Build::head_dim == Build::d_v, "Dv", [](SdpaParams& p) { p.Dv = D; });
+  add(Defines::use_pages, "page_table", [&](SdpaParams& p) { p.page_table = other_table; });
+  add(Defines::use_pages, "page_stride", [](SdpaParams& p) { p.page_stride = 5; });
+  add(Defines::use_pages, "page_size", [](SdpaParams& p) { p.page_size = 32; });
+  add(Defines::use_pages, "pages", [](SdpaParams& p) { p.pages = 4; });
+  add(Defines::use_pages, "pages", [](SdpaParams& p) { p.pages = 12; });  // the last is one that the table names
+  add(Defines::head_dim == Defines::d_v, "Dv", [](SdpaParams& p) { p.Dv = D; });
 
   // Batched; with lengths also with inputs that all batches share, and packed.
   SdpaParams own = base;
   own.scratch = nullptr;
   SdpaParams shared = own, packed = own;
   shared.q.batch = 0;
-  if (!Build::use_pages) {
+  if (!Defines::use_pages) {
     shared.k.batch = shared.v.batch = 0;
     packed.k_starts = k_starts;
   }
@@ -716,7 +716,7 @@ TEST_CASE("changed_members") {
   p.q_starts = q;
   p.k_lengths = n;
   p.k_starts = starts ? static_cast<const int*>(k) : nullptr;
-  if (Build::use_pages) p.page_table = pages;
+  if (Defines::use_pages) p.page_table = pages;
   const auto right = [&] { return a.forward(p) == "" && a.is_right(p); };
   CHECK(right());
   q = {0, 11, 12};
@@ -732,10 +732,10 @@ TEST_CASE("changed_members") {
 // Rounds without a visible key are skipped, and their contents do not affect any row. A split
 // without a visible key keeps its first round. An item with more rounds than a list can hold keeps
 // all of them.
-TEST_CASE("rounds_without_visible_keys" * doctest::skip(!Build::use_key_mask || !is_wgmma)) {
+TEST_CASE("rounds_without_visible_keys" * doctest::skip(!Defines::use_key_mask || !Defines::is_wgmma)) {
   for_each_build([](auto build) {
     using B = decltype(build);
-    if (path<B> == Path::wgmma_plain) return;
+    if (B::kernel == KernelKind::wgmma_plain) return;
     for (const int rounds : {33, most_listed<B> + 1}) {
       constexpr int round = B::round_keys;
       const Attention a(1, 2, 1, 40, rounds * round);
@@ -791,7 +791,7 @@ template <class B> struct ExpectedMap {
   size_t bytes() const { return header_bytes + 4 * size_t(batches()) * heads() * blocks() * list_words(); }
 
   vector<uint32_t> list(int b, int h, int block) const {
-    reference::Problem of{1, 1, 1, p.Sq, p.Sk, Build::head_dim, reference::Mask(int(p.causal)), 0, {}, {}, {}};
+    reference::Problem of{1, 1, 1, p.Sq, p.Sk, Defines::head_dim, reference::Mask(int(p.causal)), 0, {}, {}, {}};
     of.window_left = p.window_left;
     of.window_right = p.window_right;
     const reference::Sequence all = sequence_of(of, 0);
@@ -868,7 +868,7 @@ template <class B> static void check_map(uint32_t seed) {
     for (int q = 0; kind == 0 && q < p.Sq; q++) {
       for (int k = 0; k < columns; k++) {
         const uint32_t of_block = (q / 64 * 131 + k / (B::round_keys / 2) * 31 + n * 17 + seed) * 2654435761u >> 28;
-        const float mixed = Build::use_bias == 2 ? 0 : float(k % 7) / 4 - 1;
+        const float mixed = Defines::use_bias == 2 ? 0 : float(k % 7) / 4 - 1;
         at(b, h, q, k) = of_block < 9 ? -INFINITY : of_block < 13 ? 0 : (q + k) % 5 ? mixed : -INFINITY;
       }
     }
@@ -882,7 +882,7 @@ template <class B> static void check_map(uint32_t seed) {
     }
   }
   vector<Bias> elements(first, rounded<Bias>(1));
-  for (const float x : numbers) elements.push_back(rounded<Bias>(Build::adds_bias ? x : x == -INFINITY ? 0 : 1 + x));
+  for (const float x : numbers) elements.push_back(rounded<Bias>(Defines::adds_bias ? x : x == -INFINITY ? 0 : 1 + x));
   const Held<Bias> bias(elements);
   p.bias = static_cast<const Bias*>(bias) + first;
   vector<Memory> inputs = a.inputs();
@@ -932,7 +932,7 @@ template <class B> static void check_maps_of_others() {
     const int q = int(i / row), k = int(i % row);
     const uint32_t block = (q / 64 * 131 + k / B::round_keys * 31 + 7) * 2654435761u >> 28;
     const bool hidden = block < 9 || (block < 12 && (q + k) % 5 == 0);
-    elements[i] = rounded<Bias>(Build::use_bias == 2 ? !hidden : hidden ? -INFINITY : 0);
+    elements[i] = rounded<Bias>(Defines::use_bias == 2 ? !hidden : hidden ? -INFINITY : 0);
   }
   const Held<Bias> bias(elements);
   SdpaParams base = a.p;
@@ -1000,11 +1000,11 @@ TEST_CASE("bias_map_of_others" * doctest::skip(!has_map_of_bias)) {
 }
 
 // A bias_map of the wrong size is refused. A failed launch of the map kernel fails the call.
-TEST_CASE("bias_map_refusals" * doctest::skip(!Build::use_bias)) {
+TEST_CASE("bias_map_refusals" * doctest::skip(!Defines::use_bias)) {
   const Featured featured;
   SdpaParams p = featured.p;
   const size_t bytes = sdpa_bias_map_bytes(p);
-  CHECK((bytes > 0 || !has_map_of_bias || Build::use_tuned));
+  CHECK((bytes > 0 || !has_map_of_bias || Defines::use_tuned));
   const Workspace map(bytes + 4);
   const Owned memory(p);
   p.bias_map_bytes = bytes + 4;
@@ -1030,10 +1030,10 @@ TEST_CASE("bias_map_refusals" * doctest::skip(!Build::use_bias)) {
 
 // The workspace of a launch that maps a bias is also a valid workspace for splits, whose counters
 // must be zero.
-TEST_CASE("map_and_ranges" * doctest::skip(!Build::use_bias || !Build::use_tuned || !is_wgmma)) {
+TEST_CASE("map_and_ranges" * doctest::skip(!Defines::use_bias || !Defines::use_tuned || !Defines::is_wgmma)) {
   simt::gpu.sms[0] = 8;
   const Attention a(1, 4, 4, 200, 4200);
-  const Held<Bias> bias(vector<Bias>(200 * 4200, rounded<Bias>(Build::use_bias == 2)));
+  const Held<Bias> bias(vector<Bias>(200 * 4200, rounded<Bias>(Defines::use_bias == 2)));
   SdpaParams many = a.p;  // rows
   many.bias = static_cast<const Bias*>(bias);
   many.bias_strides = {0, 0, 4200};
@@ -1060,8 +1060,8 @@ TEST_CASE("no_keys") {
 
 // The effect of max_ctas on the grid.
 TEST_CASE("max_ctas") {
-  if (!Build::use_persistent_cta) return;
-  const Attention a(2, 2, 1, 3 * Build::block_m, 30);
+  if (!Defines::use_persistent_cta) return;
+  const Attention a(2, 2, 1, 3 * Defines::block_m, 30);
   SdpaParams p = a.p;
   CHECK((a.forward(p) == "" && a.is_right()));
   const unsigned resident = simt::last_launch().grid_dim.x;
@@ -1129,9 +1129,9 @@ TEST_CASE("errors") {
   CHECK(begins(failing(set_attribute, cudaErrorLaunchFailure),
                "preparing the launch, or earlier work of this process"));
   CHECK(begins(failing("cudaLaunchKernelEx", cudaErrorInvalidConfiguration),
-               Build::use_lengths ? "launching the plan failed" : "launching the kernel failed"));
+               Defines::use_lengths ? "launching the plan failed" : "launching the kernel failed"));
   CHECK(cudaPeekAtLastError() == cudaSuccess);
-  if (Build::use_persistent_cta) {
+  if (Defines::use_persistent_cta) {
     CHECK(begins(failing("cudaOccupancyMaxActiveBlocksPerMultiprocessor", cudaErrorInvalidValue),
                  "querying the occupancy failed"));
     CHECK(cudaPeekAtLastError() == cudaSuccess);
@@ -1155,7 +1155,7 @@ TEST_CASE("errors") {
     }).join();
     return text;
   };
-  if (is_wgmma) {
+  if (Defines::is_wgmma) {
     for (const char* call : {"cudaGetDriverEntryPoint", "symbol"}) {
       CHECK(begins(first_call_failing(call, cudaErrorInsufficientDriver),
                    "the driver cannot encode a tensor map of Q: "));
@@ -1193,7 +1193,7 @@ static vector<ExpectedLaunch> launches_of(const SdpaParams& p) {
 struct Launching {
   const Attention few{1, 1, 1, 40, 30}, many{1, 40, 40, 3, 130, Causal::bottom_right};
   const Attention mapped{1, 2, 1, 70, has_map_of_bias ? 4200 : 30};
-  const Held<Bias> bias{vector<Bias>(4200, rounded<Bias>(Build::use_bias == 2))};  // shared by all rows
+  const Held<Bias> bias{vector<Bias>(4200, rounded<Bias>(Defines::use_bias == 2))};  // shared by all rows
   const Workspace workspace{has_map_of_bias ? size_t(1) << 20 : 0};
   vector<std::pair<const Attention*, SdpaParams>> calls = {{&few, few.p}, {&many, many.p}};
 
@@ -1224,7 +1224,7 @@ TEST_CASE("streams") {
       kernels.insert(launches[n].kernel);
     }
   }
-  const size_t kinds = 1 + has_map_of_bias + Build::use_lengths + merges_by_kernel<Build>;
+  const size_t kinds = 1 + has_map_of_bias + Defines::use_lengths + merges_by_kernel<Defines>;
   CHECK(kernels.size() >= kinds);
 }
 
@@ -1253,7 +1253,7 @@ TEST_CASE("failed_launches") {
 
 // Inputs that the previous kernel writes. A kernel that starts early must wait before it reads any
 // of them.
-TEST_CASE("waits" * doctest::skip(!Build::starts_early)) {
+TEST_CASE("waits" * doctest::skip(!Defines::starts_early)) {
   const Featured featured;
   SdpaParams p = featured.p;
   const Owned memory(p);
@@ -1316,9 +1316,9 @@ TEST_CASE("refusals") {
     if (name == "bias") return int(sizeof(Bias));
     if (name == "bias_map") return 8;
     if (name == "key_mask") return 1;
-    if (name == "Q") return std::min(Build::vec_width * int(sizeof(Query<Build>)), 16);
-    if (name == "K" || name == "V") return std::min(Build::vec_width * int(sizeof(Input)), 16);
-    if (name == "O") return std::min(Build::vec_width * int(sizeof(Output)), 16);
+    if (name == "Q") return std::min(Defines::vec_width * int(sizeof(Query)), 16);
+    if (name == "K" || name == "V") return std::min(Defines::vec_width * int(sizeof(Input)), 16);
+    if (name == "O") return std::min(Defines::vec_width * int(sizeof(Output)), 16);
     return 4;
   };
   int refused_members = 0;
@@ -1341,7 +1341,7 @@ TEST_CASE("refusals") {
 
 // If a tensor map cannot be encoded, the status names its tensor. Afterwards, calls with these
 // tensors and with those of the previous call are correct.
-TEST_CASE("failed_maps" * doctest::skip(!is_wgmma)) {
+TEST_CASE("failed_maps" * doctest::skip(!Defines::is_wgmma)) {
   const Attention a(1, 2, 1, 40, 30), b(1, 2, 1, 33, 50, Causal::off, 7);
   const char* const names[] = {"Q", "K", "V", "O"};
   for (int turn = 0; turn < 10; turn++) {
@@ -1410,9 +1410,9 @@ TEST_CASE("extremes") {
         if (draw(is_size ? 2 : 8) == 0) member = values[draw(int(values.size()))];
       }
     });
-    if (Build::use_lengths && draw(2)) p.q_starts = held;
-    if (Build::use_lengths && draw(2)) p.k_lengths = held;
-    if (Build::use_bias && draw(2)) p.bias = held;
+    if (Defines::use_lengths && draw(2)) p.q_starts = held;
+    if (Defines::use_lengths && draw(2)) p.k_lengths = held;
+    if (Defines::use_bias && draw(2)) p.bias = held;
     const size_t bytes = sdpa_workspace_bytes(p) + sdpa_bias_map_bytes(p) + sdpa_scratch_bytes(p);
     SdpaParams checked = p;
     checked.scratch = some_memory();
@@ -1426,21 +1426,21 @@ TEST_CASE("extremes") {
 
 // Sums are limited to 65,536 keys: a build without splits refuses more, unless a window hides them;
 // a tuned one chooses a tile with splits. The workspace is bounded.
-TEST_CASE("many_keys" * doctest::skip(Build::family == Family::scalar)) {
+TEST_CASE("many_keys" * doctest::skip(Defines::kernel == KernelKind::scalar)) {
   const auto problem = [](int B, int Sq, int Sk) {
     SdpaParams p{};
     p.B = B;
     p.Hq = p.Hkv = 3;
     p.Sq = Sq;
     p.Sk = Sk;
-    p.D = Build::head_dim;
+    p.D = Defines::head_dim;
     return p;
   };
   const auto bytes = [&](int B, int Sk) { return sdpa_workspace_bytes(problem(B, 999, Sk)); };
   const Attention a(1, 1, 1, 3, 65537);
   SdpaParams p = a.p;
   const string said = a.forward(p);
-  if (sums_end<Build> && !Build::use_tuned) {
+  if (sums_end<Defines> && !Defines::use_tuned) {
     CHECK(begins(said, "a query sees 65537 keys, but this build takes at most 65536"));
   } else {
     CHECK((said == "" && a.is_right()));
@@ -1448,19 +1448,19 @@ TEST_CASE("many_keys" * doctest::skip(Build::family == Family::scalar)) {
   p.window_left = 4096;
   p.causal = Causal::bottom_right;
   CHECK(!begins(a.forward(p), "a query sees"));
-  if (Build::use_lengths) {  // most_keys says how many there are of Sk; the sequence has five
+  if (Defines::use_lengths) {  // most_keys says how many there are of Sk; the sequence has five
     const Ints length({5});
     for (int most_keys : {0, 65536, 65537, 1 << 20}) {
       SdpaParams few = a.p;
       few.k_lengths = length;
       few.most_keys = most_keys;
-      const bool is_refused = sums_end<Build> && !Build::use_tuned && most_keys != 65536;
+      const bool is_refused = sums_end<Defines> && !Defines::use_tuned && most_keys != 65536;
       const string text = a.forward(few);
       CHECK((is_refused ? begins(text, "a query sees 65537 keys") : text == "" && a.is_right(few)));
     }
     SdpaParams long_ones = problem(2, 999, 1 << 20), of_few = long_ones;
     of_few.most_keys = 65536;
-    if constexpr (Build::use_tuned) {
+    if constexpr (Defines::use_tuned) {
       CHECK(TUNED_TILES[choose_tile(long_ones)].split_ctas == 0);
       CHECK(TUNED_TILES[choose_tile(of_few)].split_ctas == 1);
       of_few.batch_invariant = 1;
@@ -1469,13 +1469,13 @@ TEST_CASE("many_keys" * doctest::skip(Build::family == Family::scalar)) {
     }
   }
   CHECK((bytes(2, 1 << 20) >= bytes(2, 65537) && bytes(2, 65537) >= bytes(2, 65536)));
-  CHECK((Build::pack_gqa || bytes(2000, 1 << 20) < size_t(1) << 30));
-  if (Build::split_ctas != 1 && !Build::use_lengths) CHECK(items_of<Build>(problem(2, 1, 1 << 20)).ranges >= 16);
-  if (Build::pack_gqa && !Build::use_lengths && !merges_by_kernel<Build>) {
-    CHECK(items_of<Build>(problem(9000, 1, 1 << 20)).ranges == 1);  // 27,000 items have no counters
+  CHECK((Defines::pack_gqa || bytes(2000, 1 << 20) < size_t(1) << 30));
+  if (Defines::split_ctas != 1 && !Defines::use_lengths) CHECK(items_of<Defines>(problem(2, 1, 1 << 20)).ranges >= 16);
+  if (Defines::pack_gqa && !Defines::use_lengths && !merges_by_kernel<Defines>) {
+    CHECK(items_of<Defines>(problem(9000, 1, 1 << 20)).ranges == 1);  // 27,000 items have no counters
     CHECK(sdpa_workspace_bytes(problem(9000, 1, 1 << 20)) == 0);
   }
-  if constexpr (Build::use_tuned) CHECK(TUNED_TILES[choose_tile(problem(2, 999, 65537))].split_ctas == 0);
+  if constexpr (Defines::use_tuned) CHECK(TUNED_TILES[choose_tile(problem(2, 999, 65537))].split_ctas == 0);
 }
 
 // One workspace, zeroed once, for problems of several sizes, with and without scratch memory; and
@@ -1508,7 +1508,7 @@ TEST_CASE("workspace") {
   p.V += p.v.batch;
   CHECK(b.forward(p) == "");
   cudaMemcpy(alone.data(), p.O, elements * sizeof(Output), cudaMemcpyDeviceToHost);
-  if (Build::split_ctas != 0 && !Build::use_tuned) {
+  if (Defines::split_ctas != 0 && !Defines::use_tuned) {
     CHECK(memcmp(together.data(), alone.data(), elements * sizeof(Output)) == 0);
   }
   // Queries must handle sizes that were not checked, and sizes of packed sequences that exceed 32
@@ -1530,7 +1530,7 @@ TEST_CASE("workspace") {
 }
 
 // Scratch memory is no larger than necessary: its last partial is used.
-TEST_CASE("last_partial" * doctest::skip(Build::use_lengths)) {
+TEST_CASE("last_partial" * doctest::skip(Defines::use_lengths)) {
   for (const int sms : {1, 3, 132}) {
     simt::gpu.sms[0] = sms;
     for (const int heads : {2, 90}) {
@@ -1548,7 +1548,7 @@ TEST_CASE("last_partial" * doctest::skip(Build::use_lengths)) {
 }
 
 // Tiles with few and with many splits, with fewer and with more CTAs than splits to merge.
-TEST_CASE("ranges" * doctest::skip(Build::split_ctas == 1 && !Build::use_tuned)) {
+TEST_CASE("ranges" * doctest::skip(Defines::split_ctas == 1 && !Defines::use_tuned)) {
   simt::gpu.keys_at_once = 64;
   for (const int sms : {1, 3, 132}) {
     simt::gpu.sms[0] = sms;
@@ -1562,7 +1562,7 @@ TEST_CASE("ranges" * doctest::skip(Build::split_ctas == 1 && !Build::use_tuned))
 
 // Groups with more heads than a tile has rows: items have the largest fitting divisor of the group
 // size, or 1 if that is prime.
-TEST_CASE("groups" * doctest::skip(!Build::pack_gqa && !Build::use_tuned)) {
+TEST_CASE("groups" * doctest::skip(!Defines::pack_gqa && !Defines::use_tuned)) {
   for (const int group : {71, 24}) {
     for (const int sms : {1, 132}) {
       simt::gpu.sms[0] = sms;
@@ -1575,8 +1575,8 @@ TEST_CASE("groups" * doctest::skip(!Build::pack_gqa && !Build::use_tuned)) {
 
 // Paged K and V. Invalid page tables are refused; out-of-bounds entries, and lengths beyond the
 // table, are clamped, so no memory outside the tensors is read.
-TEST_CASE("pages" * doctest::skip(!Build::use_pages)) {
-  constexpr int most = 2147483647, size = Build::use_pages == 2 ? 3 : 16, pages = 19 * 16 / size;
+TEST_CASE("pages" * doctest::skip(!Defines::use_pages)) {
+  constexpr int most = 2147483647, size = Defines::use_pages == 2 ? 3 : 16, pages = 19 * 16 / size;
   const Attention a(1, 2, 1, 50, size * pages);
   SdpaParams p = a.p;
   p.B = 3;
@@ -1613,13 +1613,13 @@ TEST_CASE("pages" * doctest::skip(!Build::use_pages)) {
   const auto refused = [&](const auto& change) {
     SdpaParams changed = p;
     change(changed);
-    const char* const pages_of = Build::use_pages == 2 ? "1 key or more, with" : "a multiple of 16 keys (USE_PAGES=2";
+    const char* const pages_of = Defines::use_pages == 2 ? "1 key or more, with" : "a multiple of 16 keys (USE_PAGES=2";
     return a.forward(changed).find(string("this build takes K and V in pages of ") + pages_of) != string::npos;
   };
   CHECK(a.forward(p) == "");
   CHECK(refused([](SdpaParams& x) { x.page_table = nullptr; }));
   for (int keys : {-16, -1, 0, 1, 24}) {
-    const bool is_size = keys > 0 && Build::use_pages == 2;
+    const bool is_size = keys > 0 && Defines::use_pages == 2;
     CHECK((refused([&](SdpaParams& x) { x.page_size = keys; }) != is_size));
   }
   CHECK(refused([](SdpaParams& x) { x.pages = 0; }));
@@ -1630,8 +1630,8 @@ TEST_CASE("pages" * doctest::skip(!Build::use_pages)) {
 // Invalid starts and lengths are clamped, for one and for several sequences, in the middle and at
 // either end: no memory outside the tensors and the workspace is accessed, and valid rows are
 // correct.
-TEST_CASE("starts" * doctest::skip(!Build::use_lengths)) {
-  constexpr int most = 2147483647, least = -most - 1, Sq = 60, Sk = Build::use_pages ? 96 : 90;
+TEST_CASE("starts" * doctest::skip(!Defines::use_lengths)) {
+  constexpr int most = 2147483647, least = -most - 1, Sq = 60, Sk = Defines::use_pages ? 96 : 90;
   const Attention a(1, 2, 1, Sq, Sk);
   SdpaParams no_heads = a.p;
   no_heads.Hq = no_heads.Hkv = 0;
@@ -1647,7 +1647,7 @@ TEST_CASE("starts" * doctest::skip(!Build::use_lengths)) {
     if (of_queries) p.q_lengths = p.k_lengths;
     p.k.batch = p.v.batch = 0;
     if (k.empty()) p.k_starts = nullptr;  // all have the same keys
-    if (Build::use_pages) {
+    if (Defines::use_pages) {
       p.page_table = table;
       p.page_size = 16;
       p.pages = 6;
@@ -1685,7 +1685,7 @@ TEST_CASE("starts" * doctest::skip(!Build::use_lengths)) {
 
 // Decreasing starts, with which rows belong to several sequences and the plan would overflow: the
 // call does nothing, and the next call with the same workspace is correct.
-TEST_CASE("backwards" * doctest::skip(!Build::use_lengths || Build::use_pages)) {
+TEST_CASE("backwards" * doctest::skip(!Defines::use_lengths || Defines::use_pages)) {
   constexpr int B = 64;
   const Attention a(1, 2, 1, 100, 30);
   vector<int> twice(B + 1, 0), one(B + 1, 100), keys(B + 1, 30);
@@ -1704,8 +1704,8 @@ TEST_CASE("backwards" * doctest::skip(!Build::use_lengths || Build::use_pages)) 
 
 // The memory for partials does not depend on the maximum number of keys, and no number of sequences
 // is refused.
-TEST_CASE("room" * doctest::skip(!Build::use_lengths || (sums_end<Build> && !Build::use_tuned))) {
-  constexpr int B = 1100, most = 140000, D = Build::head_dim;
+TEST_CASE("room" * doctest::skip(!Defines::use_lengths || (sums_end<Defines> && !Defines::use_tuned))) {
+  constexpr int B = 1100, most = 140000, D = Defines::head_dim;
   SdpaParams wide{};
   wide.B = 4096;
   wide.Hq = 64;
@@ -1714,13 +1714,13 @@ TEST_CASE("room" * doctest::skip(!Build::use_lengths || (sums_end<Build> && !Bui
   wide.Sk = 1 << 20;
   wide.D = D;
   simt::gpu.sms[0] = 132;
-  CHECK((sdpa_workspace_bytes(wide) <= size_t(64) << 20 || Build::block_m > 64 || Build::split_ctas > 1));
+  CHECK((sdpa_workspace_bytes(wide) <= size_t(64) << 20 || Defines::block_m > 64 || Defines::split_ctas > 1));
   const size_t bytes = sdpa_workspace_bytes(wide);
   wide.Sk = 1000;
   CHECK(sdpa_workspace_bytes(wide) == bytes);
   wide.Hq = wide.Hkv = 20000;
-  if constexpr (!Build::use_tuned && !merges_by_kernel<Build>) {
-    CHECK(plan_args<Build>(wide, items_of<Build>(wide)).parts * 20000 <= most_split_items);
+  if constexpr (!Defines::use_tuned && !merges_by_kernel<Defines>) {
+    CHECK(plan_args<Defines>(wide, items_of<Defines>(wide)).parts * 20000 <= most_split_items);
   }
   simt::gpu = {};
   const Attention a(1, 2, 1, 1, most);
@@ -1766,14 +1766,14 @@ TEST_CASE("shared_heads") {
   p.k.head = p.v.head = 0;
   q.k.head = q.v.head = 0;
   q.Hkv = 1;
-  vector<Output> shared(2 * 4 * 33 * Build::head_dim), want(shared.size());
+  vector<Output> shared(2 * 4 * 33 * Defines::head_dim), want(shared.size());
   const auto run = [&](const SdpaParams& x, vector<Output>& O) {
     CHECK(a.forward(x) == "");
     cudaMemcpy(O.data(), a.p.O, O.size() * sizeof(Output), cudaMemcpyDeviceToHost);
   };
   run(p, shared);
   run(q, want);
-  if (!Build::use_tuned && Build::split_ctas != 0 && !Build::pack_gqa) CHECK(memcmp(shared.data(), want.data(), want.size() * sizeof(Output)) == 0);
+  if (!Defines::use_tuned && Defines::split_ctas != 0 && !Defines::pack_gqa) CHECK(memcmp(shared.data(), want.data(), want.size() * sizeof(Output)) == 0);
   for (size_t i = 0; i < want.size(); i++) REQUIRE(std::fabs(to_float(shared[i]) - to_float(want[i])) <= 1e-2f);
   p = a.p;
   p.k.batch = p.v.batch = 0;
@@ -1787,5 +1787,5 @@ TEST_CASE("shared_heads") {
   p = a.p;
   p.K += p.k.batch;
   p.k.batch = -p.k.batch;
-  if (is_wgmma) CHECK(contains(a.forward(p), "TMA takes 0 to 2^40 bytes"));
+  if (Defines::is_wgmma) CHECK(contains(a.forward(p), "TMA takes 0 to 2^40 bytes"));
 }

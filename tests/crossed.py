@@ -184,8 +184,8 @@ extern "C" bool complete(const Domain* domains, long tries, unsigned long long s
     if (typed.num_warps < typed.split_kv) continue;  // Build would divide by 0
     const Build b(typed);
     // About half of what a CTA may have. sdpa.cu refuses over 227 KB with all that a kernel keeps, where it has the types.
-    const int of_keys = b.split_kv * b.stages * b.block_n * (b.head_dim + (b.use_wgmma && b.is_e4m3 ? 2 : 1) * b.d_v);
-    const int bytes = (of_keys + b.block_m * b.head_dim) * (b.is_8bit ? 1 : 2) + (b.split_kv > 1 ? 4 * b.block_m * b.d_v : 0);
+    const int of_keys = b.split_kv * b.stages * b.block_n * (b.head_dim + (b.use_wgmma && b.kv_type == DType::e4m3 ? 2 : 1) * b.d_v);
+    const int bytes = (of_keys + b.block_m * b.head_dim) * b.input_bytes + (b.split_kv > 1 ? 4 * b.block_m * b.d_v : 0);
     if (bytes < 128 * 1024 && is_legal(b)) return true;
   }
   return false;
@@ -201,7 +201,7 @@ def judge_source(source):
 
     def of_struct(text):
         text = re.sub(r"template <class B>\s*", "", text).replace("constexpr ", "")
-        text = re.sub(r"\b(?:B|Build)::", "b.", text).replace("<B>", "")
+        text = re.sub(r"\b(?:B|Defines)::", "b.", text).replace("<B>", "")
         return re.sub(r"bool check\w*\(\) {", "{", text)
     refusals = of_struct(between("SDPA_KNOBS(SDPA_LEGAL)", "// ---- tuned tiles (USE_TUNED) ----"))
     refusals = re.sub(r"#define SDPA_REFUSE.*|return true;|return check\w*\(\);", "", refusals)
@@ -210,7 +210,7 @@ def judge_source(source):
         knobs=between("// ---- the list of knobs (typed) ----", "// The macro of a knob that is not set"),
         enums=between("// ---- what follows from the knobs ----", "// The template argument"),
         build=re.sub("static constexpr|using K = .*", "", build),
-        derived=of_struct(between("using Build = BuildOf<-1>;", "}  // namespace") +
+        derived=of_struct(between("using Defines = BuildOf<-1>;", "}  // namespace") +
                           between("// ---- the path to a kernel ----", "// KernelOf describes") +
                           between("#define SDPA_REFUSE(condition", "constexpr bool is_one_of").split("\n", 1)[1]),
         judged=between("constexpr bool is_one_of", "#define SDPA_LEGAL"), refusals=refusals)

@@ -16,7 +16,7 @@ using namespace SDPA_NAMESPACE;
 
 namespace {
 
-constexpr int D = Build::head_dim;
+constexpr int D = Defines::head_dim;
 
 // Device memory filled with NaN.
 template <class T> struct Memory {
@@ -75,7 +75,7 @@ struct Gradients {
     p.dQ = dQ.data;
     p.dK = dK.data;
     p.dV = dV.data;
-    if (Build::use_sinks) p.dSinks = dSinks.data;
+    if (Defines::use_sinks) p.dSinks = dSinks.data;
     workspace.reset(new Memory<uint8_t>(sdpa_backward_workspace_bytes(f)));
     p.workspace = workspace->data;
     const SdpaStatus status = sdpa_forward(f, 0);
@@ -127,7 +127,7 @@ TEST_CASE("refusals") {
       {"Hq=3 is not a multiple of Hkv=2", [](auto& p) { p.forward.Hq = 3; }},
       {"D=264", [](auto& p) { p.forward.D = 264; }},
       {"over 2147483647 tiles", [](auto& p) { p.forward.B = p.forward.Sk = 1000000; }}};
-  if (is_wgmma) {
+  if (Defines::is_wgmma) {
     refused.push_back({"dO has a row stride of -64; TMA takes 0 to 2^40 bytes",
                        [](auto& p) { p.d_o.row = -64; }});
     refused.push_back({"dV has a head stride of -64; TMA takes 0 to 2^40 bytes",

@@ -47,7 +47,7 @@ template <class B> void note_items(const KernelArgs a) {
 }
 
 #define PLAN_KERNEL(B, kb)                        \
-  template <> struct KernelOf<B, path<B>> {       \
+  template <> struct KernelOf<B, B::kernel> {       \
     struct Shared { char bytes[(kb) << 10]; };    \
     static constexpr auto entry = note_items<B>;  \
   }
@@ -99,8 +99,8 @@ Planned problem_of_sizes(int sequences, int Hq, int Hkv, int rows, int keys) {
   p.Hkv = Hkv;
   p.Sq = rows;
   p.Sk = keys;
-  p.D = Build::head_dim;
-  p.Dv = Build::d_v;
+  p.D = Defines::head_dim;
+  p.Dv = Defines::d_v;
   p.Q = p.K = p.V = reinterpret_cast<const Input*>(anything);
   p.O = const_cast<Output*>(p.Q);
   p.q.row = p.k.row = p.v.row = p.o.row = p.D;
@@ -202,7 +202,7 @@ template <class B> struct PlanCheck {
       const int64_t position = p.causal == Causal::bottom_right ? own.Sk - own.Sq : 0;  // of query 0
       const bool hides = p.causal != Causal::off && position + 1 < own.Sk;
       const bool masked = hides || p.window_left >= 0 || (p.window_right >= 0 && position + p.window_right + 1 < own.Sk);
-      const bool may_skip = path<B> == Path::wgmma_roles && B::split_ctas == 1;
+      const bool may_skip = B::kernel == KernelKind::wgmma_roles && B::split_ctas == 1;
       const int early = masked && may_skip ? (count * n - own.Sq) / 64 * 64 : 0;
       for (int i = 0; i < count; i++) {
         const int from = i * n - early, to = from + n;

@@ -96,7 +96,7 @@ TEST_CASE("tensor maps") {
   base.Hkv = 2;
   base.Sq = 50;
   base.Sk = 20;
-  base.D = Build::head_dim;
+  base.D = Defines::head_dim;
   base.q = base.k = base.v = base.o = {BATCH, HEAD, ROW};
   const Input inf = rounded<Input>(INFINITY);  // behind the last key: 0 * inf = NaN, were it loaded
   cudaMemcpy(V + base.Sk * ROW, &inf, sizeof inf, cudaMemcpyHostToDevice);

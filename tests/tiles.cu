@@ -22,17 +22,17 @@ template <int N> static void check_ctas() {
     const int resident = most_resident_ctas<BuildOf<N>>();
     INFO(t.block_m << " x " << t.block_n << " x " << t.split_kv << ": " << resident);
     CHECK((t.pack_gqa ? t.ctas == resident : t.ctas <= resident));
-    if (path<BuildOf<N>> == Path::wgmma_roles && Build::use_bias != 0)
+    if (BuildOf<N>::kernel == KernelKind::wgmma_roles && Defines::use_bias != 0)
       CHECK(t.ctas <= ctas_by_registers<BuildOf<N>>);
     check_ctas<next_tile(N + 1)>();
   }
 }
-TEST_CASE("tile_ctas" * doctest::skip(!Build::use_tuned)) { check_ctas<next_tile(0)>(); }
+TEST_CASE("tile_ctas" * doctest::skip(!Defines::use_tuned)) { check_ctas<next_tile(0)>(); }
 
 // The chosen tile and the workspace depend only on the problem, not on the previous one. With
 // batch_invariant the tile does not depend on members that differ between batches.
-TEST_CASE("tile_history" * doctest::skip(!Build::use_tuned)) {
-  if constexpr (Build::use_tuned) {
+TEST_CASE("tile_history" * doctest::skip(!Defines::use_tuned)) {
+  if constexpr (Defines::use_tuned) {
     uint32_t state = 1;
     const auto draw = [&](int size) { return int((state = state * 1664525u + 1013904223u) >> 8) % size; };
     static const int held[1] = {};
@@ -46,7 +46,7 @@ TEST_CASE("tile_history" * doctest::skip(!Build::use_tuned)) {
     const auto always = [](const SdpaParams&) { return true; };
     const auto differs_q = [](const SdpaParams& p) { return p.q_starts || p.q_lengths; };
     const auto differs_k = [](const SdpaParams& p) { return p.k_starts || p.k_lengths; };
-    const bool lengths = Build::use_lengths, starts = lengths && !Build::use_pages;
+    const bool lengths = Defines::use_lengths, starts = lengths && !Defines::use_pages;
     const Member members[] = {
         {"SMs", true, [&](SdpaParams&) { simt::gpu.sms[0] = 1 << draw(8); }},
         {"B", true, [&](SdpaParams& p) { p.B = 1 + draw(64); }, always},
@@ -74,18 +74,18 @@ TEST_CASE("tile_history" * doctest::skip(!Build::use_tuned)) {
         {"batch_invariant", true, [&](SdpaParams& p) { p.batch_invariant = draw(2); }},
         {"most_keys", lengths, [&](SdpaParams& p) { p.most_keys = draw(2) ? 0 : 1 << draw(18); },
          always},
-        {"D", is_wgmma, [&](SdpaParams& p) { p.D = 8 * (1 + draw(Build::head_dim / 8)); }}};
+        {"D", Defines::is_wgmma, [&](SdpaParams& p) { p.D = 8 * (1 + draw(Defines::head_dim / 8)); }}};
     SdpaParams elsewhere{};
     elsewhere.B = 77;
     elsewhere.Hq = elsewhere.Hkv = 7;
     elsewhere.Sq = elsewhere.Sk = 777;
-    elsewhere.D = Build::head_dim;
+    elsewhere.D = Defines::head_dim;
     for (const Member& m : members) {
       if (!m.can) continue;
       int changed = 0, wrong = 0;
       for (int n = 0; n < 40000 && changed < 20; n++) {
         SdpaParams p{};
-        p.D = Build::head_dim;
+        p.D = Defines::head_dim;
         p.Hkv = 1;
         p.page_size = 16;
         for (const Member& each : members) {

@@ -129,7 +129,7 @@ TEST_CASE("inputs") {
   const auto q = make_input(p, Tensor::Q), k = make_input(p, Tensor::K);
   for (int i = 1; i < 64; i++) {
     const auto logit = [&](int key) {
-      return reference::dot(&q[0], &k[size_t(key) * Build::head_dim], Build::head_dim) / 8;
+      return reference::dot(&q[0], &k[size_t(key) * Defines::head_dim], Defines::head_dim) / 8;
     };
     CHECK_NEAR(logit(i) - logit(i - 1), 20, 6);
   }
@@ -561,7 +561,7 @@ TEST_CASE("rows_to_check") {
 // The layouts: rows of O do not overlap, inputs have the strides of the layout, and downloads
 // return the uploaded values.
 TEST_CASE("layouts") {
-  constexpr int64_t D = Build::head_dim, far = int64_t(1) << 31;
+  constexpr int64_t D = Defines::head_dim, far = int64_t(1) << 31;
   Problem p;
   p.B = 2;
   p.Hq = 4;
@@ -615,7 +615,7 @@ TEST_CASE("layouts") {
 
 // The reference kernel, which checks use only on a GPU, compared with the CPU reference.
 TEST_CASE("reference_kernel") {
-  constexpr int D = Build::head_dim;
+  constexpr int D = Defines::head_dim;
   struct Case {
     const char *shape, *layout, *dist;
     reference::Mask mask;
@@ -778,8 +778,8 @@ static SdpaParams valid_params() {
   p.Hkv = 2;
   p.Sq = 3;
   p.Sk = 5;
-  p.D = Build::head_dim;
-  p.q = p.k = p.v = p.o = {4096, 1024, Build::head_dim};
+  p.D = Defines::head_dim;
+  p.q = p.k = p.v = p.o = {4096, 1024, Defines::head_dim};
   return p;
 }
 
@@ -846,10 +846,10 @@ TEST_CASE("preconditions") {
 // split. If 2^t is a normal float, the relative error is at most 1e-4; otherwise the result is
 // between 0 and the smallest normal float.
 TEST_CASE("exp2") {
-  CHECK((exp2_polynomial<Build>(0.0f) == 1 && exp2_polynomial<Build>(-0.0f) == 1));
-  CHECK((exp2_polynomial<Build>(-INFINITY) == 0 && std::isnan(exp2_polynomial<Build>(NAN))));
-  CHECK(exp2_polynomial<Build>(-1e30f) == 0);
-  for (int n = 0; n <= 126; n++) CHECK(exp2_polynomial<Build>(float(-n)) == std::ldexp(1.0f, -n));
+  CHECK((exp2_polynomial<Defines>(0.0f) == 1 && exp2_polynomial<Defines>(-0.0f) == 1));
+  CHECK((exp2_polynomial<Defines>(-INFINITY) == 0 && std::isnan(exp2_polynomial<Defines>(NAN))));
+  CHECK(exp2_polynomial<Defines>(-1e30f) == 0);
+  for (int n = 0; n <= 126; n++) CHECK(exp2_polynomial<Defines>(float(-n)) == std::ldexp(1.0f, -n));
   std::mutex mutex;
   double worst = 0;
   bool flushed = true;
@@ -858,7 +858,7 @@ TEST_CASE("exp2") {
     bool all_flushed = true;
     for (uint32_t bits = begin; bits < end; bits += step) {
       const float t = float_of(bits);
-      const double got = exp2_polynomial<Build>(t);
+      const double got = exp2_polynomial<Defines>(t);
       if (t < -126) {
         all_flushed &= got >= 0 && got <= 0x1p-126;
         continue;
@@ -945,10 +945,10 @@ TEST_CASE("order_of_items") {
   SdpaParams p{};
   p.B = 1;
   p.Hq = p.Hkv = 3;
-  p.Sq = p.Sk = 2 * Build::block_m;
+  p.Sq = p.Sk = 2 * Defines::block_m;
   p.D = 64;
   p.causal = Causal::bottom_right;
-  KernelArgs a(p, mask_rows<Build>, Build::block_n);
+  KernelArgs a(p, mask_rows<Defines>, Defines::block_n);
   a.work_items = 6;
   a.q_blocks = Divisor(2);
   a.q_heads = Divisor(3);
@@ -956,8 +956,8 @@ TEST_CASE("order_of_items") {
   a.items_in_l2 = Divisor(4);
   string order;
   for (uint32_t i = 0; i < a.work_items; i++) {
-    const Item<Build> item = work_item<Build>(a, i);
-    order += format("%d:%d ", item.h, item.q0 / Build::block_m);
+    const Item<Defines> item = work_item<Defines>(a, i);
+    order += format("%d:%d ", item.h, item.q0 / Defines::block_m);
   }
   CHECK(order == "2:1 2:0 1:1 0:1 1:0 0:0 ");
 }

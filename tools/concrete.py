@@ -24,7 +24,7 @@ def until_stable(change, text):
 def is_selector(parameter, text):
     """True if a parameter of a struct template only selects a specialization."""
     is_of_struct = declared(parameter.parent.parent).type == "struct_specifier"
-    return is_of_struct and re.match(r"(bool|Path)( [A-Z]+)? =", source(parameter, text))
+    return is_of_struct and re.match(r"(bool|KernelKind)( [A-Z]+)? =", source(parameter, text))
 
 
 def owner_of(function):
@@ -73,7 +73,7 @@ def without_build(text):
             continue
         for field in descendants(node, "field_declaration") * (name != "KernelOf"):
             members.update((member, re.sub(r"\bK::", "", value).strip()) for member, value in re.findall(
-                r"(\w+) = ([^;,]*\([^;]*\)|[^;,]+)(?=[;,])", source(field, text)))
+                r"(\w+) =\s+([^;,]*\([^;]*\)|[^;,]+)(?=[;,])", source(field, text)))
         kernel.update(re.findall(r"(?:using|constexpr auto) (\w+) = ([^;]+);", source(inner, text))
                       if name == "KernelOf" else [])
         edits.append((node.start_byte, node.end_byte + 1, ""))
@@ -87,7 +87,7 @@ def without_build(text):
         edits = []
         for node in descendants(parse(text), "template_argument_list"):
             given = [source(one, text) for one in node.named_children]
-            if not given or given[0] not in ("B", "Build") or any("<B" in one for one in given):
+            if not given or given[0] not in ("B", "Defines") or any("<B" in one for one in given):
                 continue
             name = re.search(r"\w+$", text[:node.start_byte])[0]
             rest = given[1:len(given) - (len(given) == all_of.get(name, 0) and len(kept[name]) < all_of[name] - 1)]
@@ -115,11 +115,11 @@ def without_build(text):
     text = edited(text, edits)
     kernel = {name: re.sub(r"<B(?:, )?(.*)>", lambda m: f"<{m[1]}>" * bool(m[1]), value) for name,
               value in kernel.items()}
-    text = re.sub(r"^ *using Kernel = KernelOf;\n|^ *template <Path = path> struct KernelOf;\n|^ *struct KernelOf;\n",
+    text = re.sub(r"^ *using Kernel = KernelOf;\n|^ *template <KernelKind = .*> struct KernelOf;\n|^ *struct KernelOf;\n",
                   "", text,
                   flags=re.MULTILINE)
     text = re.sub(r"(?:typename )?\bKernel(?:Of)?::(\w+)", lambda m: kernel[m[1]], text)
-    text = re.sub(r"^using Build = .*\n|^template <class Use> auto with_build(?:.*}|(?:.*\n)*?})\n", "", text,
+    text = re.sub(r"^using Defines = .*\n|^template <class Use> auto with_build(?:.*}|(?:.*\n)*?})\n", "", text,
                   flags=re.MULTILINE)
     text = re.sub(r"with_build\(p, \[&\]\(auto build\) \{ return (\w+)<decltype\(build\)>\((.*?)\); \}\)", r"\1(\2)",
                   text)
@@ -135,7 +135,7 @@ def named_constants(text, members):
             last[name], value = value.upper(), members[value]
         if value in ("true", "false") or "::" in value:
             last[name] = value
-    text = re.sub(r"\b(?:B|Build)::(\w+)", lambda m: last.get(m[1], m[0]), text)
+    text = re.sub(r"\b(?:B|Defines)::(\w+)", lambda m: last.get(m[1], m[0]), text)
     own = {last[name]: re.sub(r"\b[a-z_]+\b", lambda m: last.get(m[0], m[0]), value)
            for name, value in members.items() if last[name] == name.upper()}
     need = words_of(text) & own.keys()

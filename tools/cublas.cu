@@ -52,7 +52,7 @@ SdpaStatus cublas_forward(SdpaParams p, cudaStream_t stream) {
   if (done == CUBLAS_STATUS_SUCCESS) done = cublasSetStream(handle, stream);
   if (done == CUBLAS_STATUS_SUCCESS) done = cublasSetWorkspace(handle, p.workspace, cublas_bytes);
 
-  constexpr cudaDataType type = Build::input == DType::bf16 ? CUDA_R_16BF : CUDA_R_16F;
+  constexpr cudaDataType type = Defines::kv_type == DType::bf16 ? CUDA_R_16BF : CUDA_R_16F;
   // C = A @ B for each key head. The rows of all of its query heads form one A [rows,K]; B is
   // [Sk,D] or its transpose. cuBLAS is column-major, so compute C.T = B.T @ A.T.
   const auto multiply = [&](const void* A, const void* B, cublasOperation_t of_B, int64_t K, void* C, int64_t columns,

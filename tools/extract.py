@@ -48,7 +48,7 @@ template <int N> void print() { using B = BuildOf<N>; printf("%d", N); SDPA_KNOB
 template <int N> void print_from() {
   if constexpr (N >= 0 && N < tile_count) print<N>(), print_from<next_tile(N + 1)>();
 }
-int main() { print<-1>(), print_from<Build::use_tuned ? next_tile(0) : -1>(); }
+int main() { print<-1>(), print_from<Defines::use_tuned ? next_tile(0) : -1>(); }
 """
 
 
@@ -84,7 +84,7 @@ def numbers(text, knobs, rows):
     typed, tiles = rows[-1], [rows[row] for row in rows if row >= 0]
     found = {name: {tile[name] for tile in tiles} or {typed[name]} for name in knobs}
     of_row = [name for name in found if len(found[name]) > 1 or
-              found[name] != {typed[name]} and f"Build::{knobs[name].member}" in text]
+              found[name] != {typed[name]} and f"Defines::{knobs[name].member}" in text]
     out = []
     if tiles:
         out += ["struct Config {",
