@@ -72,7 +72,7 @@ float tanh_exact(float), tanh_approx(float);
 template <int> constexpr bool is_read_by_head = false;
 ]=] "${text}
 template <class H> float value(H h, const SdpaParams& p) {
-  return mask_mod(0, h, {}, {}, 0, 0, p) ? float(term(score_mod({}, 0, h, {}, {}, 0, 0, p))) : 0;
+  return mask_mod(0, h, {}, {}, 0, 0, p) ? float(term(score_mod(Score{}, 0, h, {}, {}, 0, 0, p))) : 0;
 }
 float values(const SdpaParams& p) { return value(0, p) + value(Head{}, p); }
 }

@@ -602,9 +602,9 @@ class Comparison {
 //   P = exp(s - LSE)    dP = dO @ V.T    delta = sum(dO * O) - dLSE    dS = P * (dP - delta) * ds/dx
 //   dV = P.T @ dO    dK = scale * dS.T @ Q    dQ = scale * dS @ K    dsink = -sum(exp(sink - LSE) * delta)
 //
-// x = scale * Q @ K.T, and s is the logit: x, or the softcap of x. O and LSE are inputs, since a
-// kernel gets them from a forward pass with rounded results, which is checked separately. Does not
-// support packed sequences, SCORE_MOD, MASK_MOD, a bias or factors.
+// x = scale * Q @ K.T, and s is the logit: x, the softcap of x, or SCORE_MOD of x. MASK_MOD may hide
+// keys. O and LSE are inputs, since a kernel gets them from a forward pass with rounded results, which
+// is checked separately. Does not support packed sequences, a bias or factors.
 
 // A row of a gradient, and the variance of its error if all roundings of a kernel are random. A
 // gradient is a weighted sum of rows of a tensor; total is their unweighted sum.
@@ -617,12 +617,14 @@ class Backward {
  public:
   // dO [B,Hq,Sq,Dv] is rounded to `type`; the kernel rounds P, dS and the gradients to the same
   // type. tanh_error: relative error of tanh in the softcap. same_heads: all heads of each tensor
-  // are equal, so their rounding errors are equal too.
+  // are equal, so their rounding errors are equal too. logit_error: absolute error of a logit by
+  // tanh_approx() in SCORE_MOD.
   Backward(const Problem& p, const float* dO, const Type& type, double tanh_error = 0,
-           bool same_heads = false)
+           bool same_heads = false, double logit_error = 0)
       : p_(p),
         dO_(dO),
         tanh_error_(tanh_error),
+        logit_error_(logit_error),
         copies_(same_heads ? p.Hq / std::max(p.Hkv, 1) : 1),
         rows_(rows_of(p, Tensor::Q)) {
     unit_ = std::sqrt(0.541 / 12) * std::ldexp(1.0, -type.mantissa_bits);
@@ -656,8 +658,10 @@ class Backward {
     const size_t i = (size_t(at.b) * p_.Hq + at.h) * p_.Sq + at.q,
                  kv_head = size_t(p_.packs_k ? 0 : s.b) * p_.Hkv + at.h / group();
     for (size_t k = first_key(p_, s, q); k < past_last_key(p_, s, q); k++) {
+      const Place place{s.b, at.h, q, int(k), s.Sq, s.Sk};
+      if (hides(place)) continue;
       const size_t j = kv_head * p_.Sk + s.first_key + k;
-      const Pair pair = pair_of(i, j);
+      const Pair pair = pair_of(i, j, place);
       for (int d = 0; d < p_.D; d++) add(dQ, d, pair.dS, pair.dS_variance, p_.K[j * p_.D + d]);
     }
     finish(dQ, scale_of(p_), lse_error(rows_[i]));
@@ -672,8 +676,10 @@ class Backward {
     for (int h = at.h * group(); h < (at.h + 1) * group(); h++) {
       for (int q = 0; q < s.Sq; q++) {
         if (k < first_key(p_, s, q) || k >= past_last_key(p_, s, q)) continue;
+        const Place place{s.b, h, q, int(k), s.Sq, s.Sk};
+        if (hides(place)) continue;
         const size_t i = (q_batch * p_.Hq + h) * p_.Sq + s.first_query + q;
-        const Pair pair = pair_of(i, j);
+        const Pair pair = pair_of(i, j, place);
         for (int d = 0; d < p_.D; d++)
           add(dK, d, pair.dS, copies_ * pair.dS_variance, p_.Q[i * p_.D + d]);
         for (int d = 0; d < p_.d_v(); d++)
@@ -707,6 +713,12 @@ class Backward {
   struct OfRow {
     double LSE = 0, delta = 0, q_norm = 0, dO_norm = 0;
   };
+  struct Place {  // of a pair in its sequence
+    int b, h, q, k, Sq, Sk;
+  };
+  struct Logit {  // of a score x; slope: its derivative by x
+    double value, slope, slope_error;
+  };
   struct Pair {  // a query and a visible key
     double P = 0, P_variance = 0, dS = 0, dS_variance = 0;
   };
@@ -717,6 +729,10 @@ class Backward {
     return std::isfinite(row.LSE) ? std::ldexp(std::fabs(row.LSE), -22) : 0;
   }
 
+  bool hides(const Place& at) const {
+    return p_.sees && !p_.sees(at.b, at.h, at.q, at.k, at.Sq, at.Sk);
+  }
+
   static std::vector<double> norms(const float* x, size_t rows, int width) {
     std::vector<double> found(rows);
     for (size_t i = 0; i < rows; i++)
@@ -724,23 +740,39 @@ class Backward {
     return found;
   }
 
+  // x_error: absolute error of x in a kernel.
+  Logit logit_of(double x, double x_error, const Place& at) const {
+    if (p_.softcap != 0) {
+      const double t = std::tanh(x / p_.softcap);
+      return {p_.softcap * t, 1 - t * t, 2 * std::fabs(t) * tanh_error_ + std::ldexp(1.0, -21)};
+    }
+    if (!p_.logit) return {x, 1, 0};
+    // Finite differences: kernels compute the slope with dual numbers.
+    const double step = std::ldexp(std::max(1.0, std::fabs(x)), -17);
+    const auto f = [&](double s) { return p_.logit(s, at.b, at.h, at.q, at.k, at.Sq, at.Sk); };
+    const double value = f(x), above = f(x + step), below = f(x - step);
+    const double slope = (above - below) / (2 * step);
+    const double curvature = (above - 2 * value + below) / (step * step);
+    return {value, slope,
+            std::fabs(curvature) * x_error + std::ldexp(std::fabs(slope), -20) +
+                (logit_error_ > 0 ? std::ldexp(1.0, -10) : 0)};
+  }
+
   // The pair of row i of Q and row j of K.
-  Pair pair_of(size_t i, size_t j) const {
+  Pair pair_of(size_t i, size_t j, const Place& place) const {
     const OfRow& row = rows_[i];
     if (row.LSE == -std::numeric_limits<double>::infinity()) return {};  // all weights are 0
     const double x = scale_of(p_) * dot(p_.Q + i * p_.D, p_.K + j * p_.D, p_.D);
-    const double t = p_.softcap != 0 ? std::tanh(x / p_.softcap) : 0;
-    const double s = p_.softcap != 0 ? p_.softcap * t : x, slope = 1 - t * t;
+    const double x_error = std::ldexp(std::fabs(scale_of(p_)) * row.q_norm * k_norms_[j], -23);
+    const auto [s, slope, of_slope] = logit_of(x, x_error, place);
     const double P = std::exp(s - row.LSE),
                  dP = dot(dO_ + i * p_.d_v(), p_.V + j * p_.d_v(), p_.d_v());
     const double dS = P * (dP - row.delta) * slope;
     // Relative errors of P, from the product, the exponent, LSE and tanh; absolute errors of dP -
     // delta and of the slope.
-    const double of_p = slope * std::ldexp(scale_of(p_) * row.q_norm * k_norms_[j], -23) +
-                        std::ldexp(std::fabs(s), -22) + lse_error(row) + tanh_error_ * std::fabs(s);
+    const double of_p = std::fabs(slope) * x_error + std::ldexp(std::fabs(s), -22) + lse_error(row) +
+                        tanh_error_ * std::fabs(s) + logit_error_;
     const double of_dp = std::ldexp(row.dO_norm * v_norms_[j] + std::fabs(row.delta), -23);
-    const double of_slope =
-        p_.softcap != 0 ? 2 * std::fabs(t) * tanh_error_ + std::ldexp(1.0, -21) : 0;
     const double rounding = unit_ * unit_ + of_p * of_p;
     Pair pair;
     pair.P = P;
@@ -774,7 +806,7 @@ class Backward {
   const float* const dO_;
   double unit_;  // rms of the relative rounding error
   double tiny_;  // rms of the absolute rounding error of subnormal numbers
-  double tanh_error_;
+  double tanh_error_, logit_error_;
   int copies_;  // number of heads with equal rounding errors
   std::vector<OfRow> rows_;
   std::vector<double> k_norms_, v_norms_;

@@ -258,10 +258,10 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   // between heads and batches.
   static constexpr int mask_knobs = SDPA_MASK_KNOBS(SDPA_COUNT_ON) 0;
   static constexpr bool only_expression_hides = mask_knobs == (K::mask_mod != 0);
-  // hides_rounds: the score hook may hide all keys of a round. has_two_units: tiles with a bias contain logits,
-  // tiles without one contain scores.
+  // has_hook_scale: the score hook multiplies scores by hook_scale. hides_rounds: it may hide all keys of a round.
   static constexpr bool adds_bias = K::use_bias == 1 || K::use_bias == 3;  // with Q's type, or fp32
-  static constexpr bool hides_rounds = K::use_bias != 0 || hides_keys, has_two_units = adds_bias;
+  static constexpr bool hides_rounds = K::use_bias != 0 || hides_keys;
+  static constexpr bool has_hook_scale = K::use_softcap != 0 || changes_logits;
   // A separate kernel lists the visible rounds of all items. USE_KEY_MASK: each CTA lists those of its items
   // instead.
   static constexpr bool takes_map = hides_rounds && !K::use_key_mask;
@@ -463,7 +463,7 @@ struct PlanArgs {  // USE_LENGTHS: sizes of the plan (section 5f) for one group 
   Divisor page_size;  // USE_PAGES
   int box_rows = 0;   // keys per TMA box; a box lies within one page and one tile
 };
-// USE_SOFTCAP: for a score s, tanh(s * cap_scale) * scale_log2 is about ((s^2 + shift)^2 + rest) * s * factor.
+// USE_SOFTCAP: for a score s, tanh(s * hook_scale) * scale_log2 is about ((s^2 + shift)^2 + rest) * s * factor.
 struct CapPolynomial {
   float shift = 0, rest = 0, factor = 0;  // factor 0: no polynomial
 };
@@ -472,6 +472,20 @@ struct BiasMap {  // USE_BIAS: one list of rounds for each item, or for all item
   Divisor heads, batches;
   uint64_t made_for = 0;  // hash of everything that the lists depend on; a map stores it before its lists
 };
+// Scales convert between the units of scores. A score is an element of Q @ K.T. The score hook turns it into the input
+// of the softmax: a score, with USE_SOFTCAP a tanh, with SCORE_MOD or an added bias a logit. A logit x is in natural
+// units: its weight is exp(x). The weight of an exponent of 2 is 2^x.
+//
+//   name              multiplies                   result                          used by
+//   hook_scale        a score                      USE_SOFTCAP: tanh's argument    cap_scores, ScoreMod
+//                                                  SCORE_MOD: s, a logit
+//   logit_scale       a score or a tanh            a logit, before a bias is added  with_bias, scale_scores
+//   score_scale_log2  a score or a tanh            an exponent of 2                 StaleSoftmax, ScoreMod
+//   scale_log2        the input of the softmax, m  an exponent of 2                 softmax, merges, LSE
+//
+// KernelArgs has the scales of a launch. item_hook_scale(), item_scale_log2() and ItemScales have those of a work item.
+// With 8-bit types, the first scale that multiplies a score then includes the descale factors of Q and K.
+
 struct Grid {  // maps the index of an item to its batch, head and rows
   alignas(64) int unmasked_rounds = 0;  // rounds over all keys (1 or more) if nothing is masked; otherwise 0
   uint32_t work_items = 0;              // B * q_heads * q_blocks
@@ -480,9 +494,8 @@ struct Grid {  // maps the index of an item to its batch, head and rows
   Divisor q_heads_per_kv;               // Hq / Hkv
   Divisor items_in_l2;                  // heads_in_l2 * q_blocks
   uint32_t heads_in_l2 = 1;             // number of q_heads whose K and V take about 8/15 of L2; at least 1
-  // The factor from the input of the softmax to an exponent of 2. For a score it is scale * log2(e).
-  // USE_SOFTCAP: for a tanh it is softcap * log2(e). USE_BIAS=1, USE_BIAS=3, SCORE_MOD: for a logit it is
-  // log2(e).
+  // Input of the softmax to exponent of 2: scale * log2(e) for a score. USE_SOFTCAP: softcap * log2(e) for a tanh.
+  // USE_BIAS=1, USE_BIAS=3, SCORE_MOD: log2(e) for a logit.
   float scale_log2 = 0;                 // the first line of the constant cache ends here
   Divisor item_queries;                 // PACK_GQA: queries per head of an item
   int item_heads = 1;                   // PACK_GQA: query heads of an item
@@ -496,11 +509,10 @@ struct KernelArgs : Grid {
   bool has_short_rows;  // USE_WGMMA: D or Dv is less than the build's
   SdpaParams p;
   uint32_t first_item = 0;  // merges_by_kernel: index of the launch's first item
-  float inverse_scale_log2 = 0;  // 1 / scale_log2: from an exponent of 2 to the input of the softmax
-  // USE_SOFTCAP: from a score to the argument of tanh: scale / softcap. SCORE_MOD: from a score to s: scale.
-  float cap_scale = 0;
-  float logit_scale = 1;  // USE_BIAS=1, 3: from a score to a logit: scale; from a tanh to a logit: softcap
-  float scores_log2 = 0;  // scale_log2 without SCORE_MOD and bias: from a score or a tanh to an exponent of 2
+  float inverse_scale_log2 = 0;  // 1 / scale_log2
+  float hook_scale = 0;          // USE_SOFTCAP: scale / softcap; SCORE_MOD: scale
+  float logit_scale = 1;         // USE_BIAS=1, 3: scale for a score, softcap for a tanh
+  float score_scale_log2 = 0;    // what scale_log2 is without SCORE_MOD and bias
   BiasMap bias_map;
   std::conditional_t<Defines::loads_by_tma, TensorMaps, Nothing> maps;
   std::conditional_t<Defines::use_lengths, PlanArgs, Nothing> plan;
@@ -613,15 +625,28 @@ using VectorType = IfBytes<
     N, 16, uint4, IfBytes<N, 8, uint2, IfBytes<N, 4, uint32_t, IfBytes<N, 2, uint16_t, IfBytes<N, 1, uint8_t, void>>>>>;
 template <class B> constexpr int CHUNK = 16 / sizeof(Element<B>);  // elements per 16 bytes, the unit of the swizzle
 
+// ---- the swizzle of tiles in shared memory ----
+
+// Rows of a tile start in the same few banks, so reads of one column in several rows would cause bank conflicts.
+// Therefore the index of each 16-byte chunk of a row is XORed with bits of the row index. The XOR changes the position
+// of a chunk only within groups of N chunks, at most 128 bytes. A column of chunks of any 8 adjacent rows then covers
+// all 32 banks.
+template <int CHUNKS> constexpr unsigned SWIZZLED = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
+// The position in its row of element x, of UNIT elements per chunk; without UNIT, that of chunk x. Unsigned, so that the
+// compiler sees that rows 8 apart have the same swizzle.
+template <unsigned N, unsigned UNIT = 1> __device__ __forceinline__ unsigned swizzled(unsigned row, unsigned x) {
+  return x ^ row / (8 / N) % N * UNIT;
+}
+
 // ---- tiles in shared memory (scalar, wmma, mma) ----
 
 // Elements from one row of a tile to the next. With SWIZZLE_XOR, rows of wmma are padded by 16 bytes.
 template <class B> constexpr bool pads_rows = B::swizzle_xor && B::kernel == KernelKind::wmma;
 template <class B, int D = B::head_dim> constexpr int TILE_STRIDE = D + (pads_rows<B> ? CHUNK<B> : 0);
-template <class B, int D> __device__ __forceinline__ int swizzled(int row, int col);  // SWIZZLE_XOR
 // Offset in elements of (row, col) in a tile.
 template <class B, int D = B::head_dim> __device__ __forceinline__ int tile_offset(int row, int col) {
-  return row * TILE_STRIDE<B, D> + (B::swizzle_xor && !pads_rows<B> ? swizzled<B, D>(row, col) : col);
+  return row * TILE_STRIDE<B, D> +
+         (B::swizzle_xor && !pads_rows<B> ? swizzled<SWIZZLED<D / CHUNK<B>>, CHUNK<B>>(row, col) : col);
 }
 
 // ---- accumulator views ----
@@ -651,31 +676,32 @@ constexpr float element_unit = B::kv_type == DType::u8 ? 448.0f / 127 : 1;  // x
 template <class B> struct ScoreMod;
 // True if the hook replaces scores by other quantities: softcap by tanh, SCORE_MOD by logits.
 template <class B> __device__ __forceinline__ bool is_capped(const KernelArgs& a) {
-  return B::changes_logits || (B::use_softcap != 0 && a.cap_scale != 0);
+  return B::changes_logits || (B::use_softcap != 0 && a.hook_scale != 0);
 }
 // The scale, clamped so that it is neither 0 nor infinite. Then -inf * scale is -inf, and 0 * scale is 0.
 __device__ __forceinline__ float finite_scale(float scale) {
   return scale > 3.4e38f ? 3.4e38f : max_nan(scale, 1.2e-38f);
 }
-// The factor by which the score hook or the softmax multiplies an item's scores: cap_scale with a softcap or
-// SCORE_MOD, scale_log2 otherwise, times the descale factors of Q and K. A 16-bit Q has no factor. With PACK_GQA,
-// mma.sync applies the factor of each row of Q itself, in multiply_qk().
-template <class B> __device__ __forceinline__ float item_score_scale(const KernelArgs& a, const Item<B>& item) {
-  if constexpr (B::input_bytes == 2)
-    return B::use_softcap != 0 || B::changes_logits ? a.cap_scale : a.scale_log2;
+// A scale times the descale factors of Q and K of an item's heads. A 16-bit Q has no factor. With PACK_GQA, mma.sync
+// applies the factor of each row of Q itself, in multiply_qk().
+template <class B> __device__ __forceinline__ float with_descale(const KernelArgs& a, const Item<B>& item, float scale) {
   constexpr bool mma_scales_rows = B::kernel == KernelKind::mma && B::q_type != B::product_type;
   const bool has_factor_of_q = B::query_bytes == 1 && !mma_scales_rows;
   const float q_descale = has_factor_of_q ? a.p.q_descale.of_head(item.b, item.h) : 1;
   const float k_descale = a.p.k_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
   // Multiply the descale factors first. One may be 0, and the other times a large scale may be infinite.
-  const float scale = (is_capped<B>(a) ? a.cap_scale : a.scale_log2) * (q_descale * k_descale);
-  return finite_scale(scale);
+  return finite_scale(scale * (q_descale * k_descale));
 }
-// scale_log2 of an item. It includes the descale factors of the item's heads, unless the hook has already applied
-// them together with cap_scale.
+// hook_scale of an item.
+template <class B> __device__ __forceinline__ float item_hook_scale(const KernelArgs& a, const Item<B>& item) {
+  if constexpr (!B::has_hook_scale) return 1;  // not read
+  else if constexpr (B::input_bytes == 2) return a.hook_scale;
+  else return with_descale<B>(a, item, a.hook_scale);
+}
+// scale_log2 of an item. If the hook replaces scores, hook_scale includes the descale factors instead.
 template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const Item<B>& item) {
   if (B::input_bytes == 2 || is_capped<B>(a)) return a.scale_log2;
-  return item_score_scale<B>(a, item);
+  return with_descale<B>(a, item, a.scale_log2);
 }
 // The descale factor of an item's V.
 template <class B> __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const Item<B>& item) {
@@ -723,18 +749,18 @@ template <class B> struct ScoreTile {
   const Item<B>& item;
   const Mask& mask;
   const int q, k0;  // first query and first key
-  const ScoreScale<B> scale;
+  const ScoreScale<B> scale;  // hook_scale of the item
   // USE_KEY_MASK, from the item's list. 1: the key mask hides no key of the tile. 2: it may hide some. 0: no
   // list.
   std::conditional_t<B::use_key_mask, int, Nothing> listed_as{};
 
-  __device__ ScoreScale<B> score_scale() const { return scale; }
+  __device__ ScoreScale<B> hook_scale() const { return scale; }
   __device__ int batch_of_item() const { return item.b; }
   __device__ int query_count() const { return item.query_count(a.p); }
   // Sets the first row and the first column of the thread's view.
   template <class View> static __device__ void locate(View&) {}
-  // True if SCORE_MOD, MASK_MOD or the key mask may change the tile.
-  __device__ __forceinline__ bool is_modified() const {
+  // False if SCORE_MOD, MASK_MOD and the key mask leave the tile unchanged.
+  __device__ __forceinline__ bool needs_modify_scores() const {
     if constexpr (B::use_key_mask && !B::changes_logits) {
       if (listed_as != 0) return listed_as == 2;
       return !KeyBits<B>(a, item.b, k0).all();
@@ -750,9 +776,9 @@ template <class B> struct ScoreTile {
   template <class View> __device__ __forceinline__ bool add_bias(View& S) const;
 };
 
-// USE_SOFTCAP: x becomes tanh(x * cap_scale) in this thread's columns [first, last) of S.
+// USE_SOFTCAP: x becomes tanh(x * hook_scale) in this thread's columns [first, last) of S.
 template <class B, class View>
-__device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> cap_scale, int first = 0,
+__device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> hook_scale, int first = 0,
                                            int last = View::COLS);
 // USE_BIAS: true if keys of the tile at key k0 have a bias.
 template <class B> __device__ __forceinline__ bool has_bias(const KernelArgs& a, const Mask& mask, int k0) {
@@ -772,9 +798,9 @@ template <class B, class View, class Tile>
 __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool plain);
 
 // The value of one score after the hook, in tiles without bias, expression and mask.
-template <class B> __device__ __forceinline__ float capped(float x, float cap_scale);
-template <class B> __device__ __forceinline__ float logit(float x, const KernelArgs& a, float cap_scale) {
-  return (is_capped<B>(a) ? capped<B>(x, cap_scale) : x) * (B::adds_bias ? a.logit_scale : 1);
+template <class B> __device__ __forceinline__ float capped(float x, float hook_scale);
+template <class B> __device__ __forceinline__ float logit(float x, const KernelArgs& a, float hook_scale) {
+  return (is_capped<B>(a) ? capped<B>(x, hook_scale) : x) * (B::adds_bias ? a.logit_scale : 1);
 }
 // True if all queries see all keys of the tile and no key has a bias, so that the tile needs no mask and no bias.
 template <class B>
@@ -790,8 +816,8 @@ template <class B, class View> __device__ __forceinline__ int first_col(const Vi
 template <class B, class View, class Tile>
 __device__ __forceinline__ void finish_scores(View& S, Tile& tile, bool plain, bool are_logits = false) {
   if (!are_logits) {
-    cap_scores<B>(S, tile.a, tile.score_scale());
-    if ((B::changes_logits || B::hides_keys) && tile.is_modified()) modify_scores<B>(S, tile, plain);
+    cap_scores<B>(S, tile.a, tile.hook_scale());
+    if ((B::changes_logits || B::hides_keys) && tile.needs_modify_scores()) modify_scores<B>(S, tile, plain);
     if (!tile.add_bias(S)) scale_scores<B>(S, tile.a);
   }
   if (plain) return;
@@ -801,7 +827,7 @@ __device__ __forceinline__ void finish_scores(View& S, Tile& tile, bool plain, b
 template <class B, class View>
 __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Item<B>& item, const Mask& mask,
                                               int q, int k0, bool plain) {
-  ScoreTile<B> tile{a, item, mask, q, k0, item_score_scale<B>(a, item)};
+  ScoreTile<B> tile{a, item, mask, q, k0, item_hook_scale<B>(a, item)};
   finish_scores<B>(S, tile, plain);
 }
 
@@ -1142,19 +1168,6 @@ template <class B> struct KernelOf<B, KernelKind::scalar> {
   static constexpr auto entry = sdpa_scalar<B>;
 };
 
-// ---- swizzled tiles (scalar, mma and SWIZZLE_XOR) ----
-
-// Rows of D elements start in the same few banks, so reads of one column in several rows would cause bank
-// conflicts. Therefore the index of each 16-byte chunk is XORed with bits of the row index. The XOR changes
-// the position of a chunk only within groups of SWIZZLED chunks, at most 128 bytes. A 16-byte column of any 8
-// adjacent rows then covers all 32 banks. With USE_WMMA, rows are padded instead.
-template <class B, int D, int N = D / CHUNK<B>>
-constexpr unsigned SWIZZLED = N % 8 == 0 ? 8 : N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1;
-template <class B, int D> __device__ __forceinline__ int swizzled(int row, int col) {
-  // Unsigned arithmetic, so that the compiler sees that rows 8 apart have the same swizzle.
-  return col ^ static_cast<unsigned>(row) / (8 / SWIZZLED<B, D>) % SWIZZLED<B, D> * CHUNK<B>;
-}
-
 // ---- vector copies from global to shared memory (scalar, wmma, mma) ----
 
 // copy() copies a vector, or writes zeros if !valid. commit() ends a group of copies. wait() waits until at
@@ -1208,12 +1221,13 @@ template <class B, int D = B::head_dim> struct TileCopy {
 };
 
 // ---- barriers ----
-// Synchronizes the warps of a split if across_warps, a compile-time constant; otherwise only the warp.
+// Synchronizes the warps of a split if across_warps, a compile-time constant; otherwise only the warp. Each split has
+// a named barrier, from 1 on; barrier 0 is __syncthreads().
 template <class B> __device__ __forceinline__ void split_sync(bool across_warps) {
   if (!across_warps || B::split_threads == 32) {
     __syncwarp();
   } else if constexpr (B::split_kv > 1) {
-    SDPA_UNROLL for (int split = 0; split < B::split_kv; split++) {  // the barrier id is an immediate operand
+    SDPA_UNROLL for (int split = 0; split < B::split_kv; split++) {  // an id must be an immediate operand
       if (int(threadIdx.x / B::split_threads) == split) barrier_sync(1 + split, B::split_threads);
     }
   } else {
@@ -1627,6 +1641,13 @@ template <class B> __device__ __forceinline__ uint32_t item_number_of_cta(const 
   return (merges_by_kernel<B> ? a.first_item : 0) + a.ranges.divide(blockIdx.x);
 }
 
+// USE_PERSISTENT_CTA: fetches the index of this CTA's next item from the queue, which contains the items after the
+// first one of each CTA: its index minus gridDim.x. Every item causes one fetch; the last fetch wraps the counter to 0
+// for the next launch.
+template <class B> __device__ __forceinline__ uint32_t fetch_item_index(const KernelArgs& a) {
+  return B::use_persistent_cta ? atomicInc(Item<B>::queue(a), a.work_items - 1) : 0;
+}
+
 // SPLIT_CTAS: the rounds of an item that this CTA takes.
 __device__ __forceinline__ KeyRange range_of_rounds(const KernelArgs& a, int rounds) {
   const int range = int(a.ranges.remainder(blockIdx.x));
@@ -1649,7 +1670,7 @@ __device__ __forceinline__ KeyRange Item<B, PLANNED>::keys_of_cta(const KernelAr
 
 // True if a warpgroup whose rows are all before query 0 or past Sq skips the tiles of the item.
 template <class B>
-constexpr bool wgmma_may_pass =
+constexpr bool skips_empty_warpgroups =
     B::is_wgmma && B::use_warp_specialization && B::split_kv == 1 && !B::use_ping_pong && B::split_ctas == 1;
 
 // The current stage of N, and the parity of the current phase of the stage's mbarriers.
@@ -1682,40 +1703,41 @@ template <class E> __device__ __forceinline__ uint32_t pack(float low, float hig
   return word;
 }
 
-// item_scale_log2() of an item. With 16-bit types it is a kernel argument, read at each use to save a register.
-template <class B> struct ItemScale {
+// The scales of an item. With 16-bit types they are kernel arguments, read at each use to save a register.
+template <class B> struct ItemScales {
   const KernelArgs& a;
-  ScoreScale<B> scale{};  // 8-bit types: item_score_scale() of the item or of its rows
+  // 8-bit types: the scale that includes the descale factors, of the item or of its rows. This is hook_scale if the
+  // hook replaces scores, otherwise scale_log2.
+  ScoreScale<B> descaling{};
 
-  __device__ __forceinline__ explicit ItemScale(const KernelArgs& a_) : a(a_) {}
-  __device__ __forceinline__ ItemScale(const KernelArgs& a_, const Item<B>& item) : a(a_) { start(item, 0); }
+  __device__ __forceinline__ explicit ItemScales(const KernelArgs& a_) : a(a_) {}
+  __device__ __forceinline__ ItemScales(const KernelArgs& a_, const Item<B>& item) : a(a_) { start(item, 0); }
   // row: the thread's first row; its other row is row + 8. Padded rows get the scale of an existing head.
   __device__ __forceinline__ void start(const Item<B>& item, int row) {
+    [[maybe_unused]] const float scale = is_capped<B>(a) ? a.hook_scale : a.scale_log2;
     if constexpr (B::scales_rows) {
       SDPA_UNROLL for (int i = 0; i < 2; i++) {
         Item<B> head = row_item<B>(a, item, row + 8 * i);
         head.h = min(head.h, a.p.Hq - 1);
-        scale.factor[i] = item_score_scale<B>(a, head);
+        descaling.factor[i] = with_descale<B>(a, head, scale);
       }
     } else if constexpr (B::input_bytes == 1) {
-      scale = item_score_scale<B>(a, item);
+      descaling = with_descale<B>(a, item, scale);
     }
   }
-  __device__ __forceinline__ operator ScoreScale<B>() const {
-    if (B::input_bytes == 1 && !is_capped<B>(a)) return scale;  // USE_SOFTCAP: cap_scores() applies it
+  __device__ __forceinline__ ScoreScale<B> hook_scale() const {
+    if constexpr (B::input_bytes == 1) return descaling;
+    else if constexpr (B::has_hook_scale) return a.hook_scale;
+    else return 1;  // not read
+  }
+  __device__ __forceinline__ ScoreScale<B> scale_log2() const {
+    if (B::input_bytes == 1 && !is_capped<B>(a)) return descaling;
     if constexpr (B::scales_rows) return {a.scale_log2, a.scale_log2};
     else return a.scale_log2;
   }
-  // The factor from S to an exponent of 2. are_logits: S holds logits, otherwise scores.
-  __device__ ScoreScale<B> of_scores(bool are_logits) const {
-    if constexpr (B::has_two_units) return are_logits ? a.scale_log2 : a.scores_log2;
-    return *this;
-  }
-  // item_score_scale() of the item.
-  __device__ ScoreScale<B> of_cap() const {
-    if constexpr (B::input_bytes == 1)
-      return scale;
-    else return a.cap_scale;
+  __device__ __forceinline__ ScoreScale<B> score_scale_log2() const {
+    if constexpr (B::adds_bias) return a.score_scale_log2;
+    else return scale_log2();
   }
 };
 
@@ -1732,20 +1754,20 @@ constexpr float lazy_limit = B::product_type == DType::e4m3 ? 448
 // be less than the row max as long as P does not overflow. The row sum does not vanish, since m is a score of
 // the row. The sum of P is an upper bound of P, so it suffices to compare the sum with the limit.
 template <class B, int ROWS> struct StaleSoftmax {
-  ScoreScale<B> scale_log2;
+  ScoreScale<B> tile_scale_log2;  // score_scale_log2, or scale_log2 once the tile contains logits
   float m_log2[ROWS], sum[ROWS];
 
-  __device__ __forceinline__ StaleSoftmax(const float (&m)[ROWS], const ItemScale<B>& scale)
-      : scale_log2(scale.of_scores(false)) {
-    const ScoreScale<B> m_scale = scale;
+  __device__ __forceinline__ StaleSoftmax(const float (&m)[ROWS], const ItemScales<B>& scales)
+      : tile_scale_log2(scales.score_scale_log2()) {
+    const ScoreScale<B> scale_log2 = scales.scale_log2();
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      m_log2[i] = m[i] * of_row(m_scale, i) - p_log2<B>;
+      m_log2[i] = m[i] * of_row(scale_log2, i) - p_log2<B>;
       sum[i] = 0;
     }
   }
   // Replaces columns [first, last) of S by P.
   template <class View> __device__ __forceinline__ void exp(View& S, int first, int last) {
-    softmax_exp<B>(S, first, last, scale_log2, m_log2, sum);
+    softmax_exp<B>(S, first, last, tile_scale_log2, m_log2, sum);
   }
   // True if log2(P) recovers the logits.
   __device__ bool keeps_logits() const { return true; }
@@ -1769,18 +1791,18 @@ __device__ __forceinline__ void exp_by_stale_max(View& S, int first, int last, S
                                                  bool& are_logits) {
   if constexpr (B::use_bias != 0) {
     if (first == 0) {
-      cap_scores<B>(S, tile.a, tile.score_scale());
+      cap_scores<B>(S, tile.a, tile.hook_scale());
       are_logits = tile.add_bias(S);
-      if (are_logits) softmax.scale_log2 = tile.a.scale_log2;
+      if (are_logits) softmax.tile_scale_log2 = tile.a.scale_log2;
     }
   } else if constexpr (!B::caps_by_polynomial) {  // otherwise CappedSoftmax applies the cap
-    cap_scores<B>(S, tile.a, tile.score_scale(), first, last);
+    cap_scores<B>(S, tile.a, tile.hook_scale(), first, last);
   }
   if constexpr (B::changes_logits || B::hides_keys) {
     using Mod = ScoreMod<B>;
-    if (tile.is_modified()) {
+    if (tile.needs_modify_scores()) {
       const auto exp = [&](int i, int j, auto logit, bool seen) {
-        const float exponent = Mod::exponent(logit, of_row(softmax.scale_log2, i), softmax.m_log2[i]);
+        const float exponent = Mod::exponent(logit, of_row(softmax.tile_scale_log2, i), softmax.m_log2[i]);
         if constexpr (B::use_key_mask) {  // the exponentials start before the bits are known
           const float p = softmax_exp2<B>(exponent);
           S.x[i][j] = seen ? p : 0;
@@ -1850,7 +1872,7 @@ template <class B> using MmaStepOfP = uint32_t[MmaSums<B>::M_TILES][4];  // A op
 // registers and spill, so all bits are XORed.
 template <class B, int D = B::head_dim>
 __device__ __forceinline__ SharedAddress tile_step(SharedAddress origin, int r, int c) {
-  constexpr int xored = D > 128 || D & (D - 1) ? int(SWIZZLED<B, D>) * CHUNK<B> : D;
+  constexpr int xored = D > 128 || D & (D - 1) ? int(SWIZZLED<D / CHUNK<B>>) * CHUNK<B> : D;
   return (origin ^ c % xored * int(sizeof(Element<B>))) + (r * D + c / xored * xored) * int(sizeof(Element<B>));
 }
 
@@ -2014,14 +2036,14 @@ template <class B> struct MmaRows {
   }
   // Computes P of the tile at key k0, which needs no mask, with the stale maximum. Returns false if P is
   // unusable because the stale maximum was too small.
-  __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScale<B>& scale_log2,
+  __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScales<B>& scales,
                                       const Item<B>& item, const Mask& mask, int q0, int k0, int lane) {
     Scores S;
     S.first_row = O.first_row;
     S.first_col = O.first_col;
     multiply_qk(S, Q, K_s, lane);
-    ScoreTile<B> tile{scale_log2.a, item, mask, q0, k0, scale_log2.of_cap()};
-    StaleSoftmax<B, ROWS> softmax(m, scale_log2);
+    ScoreTile<B> tile{scales.a, item, mask, q0, k0, scales.hook_scale()};
+    StaleSoftmax<B, ROWS> softmax(m, scales);
     bool are_logits = false;
     SDPA_UNROLL for (int step = 0; step < STEPS; step++) {
       exp_by_stale_max<B>(S, COLS * step, COLS * (step + 1), softmax, tile, are_logits);
@@ -2030,16 +2052,16 @@ template <class B> struct MmaRows {
     return softmax.add_to(l);
   }
   // Computes P of the tile at key k0 with the new row max; rescales O and l. plain: the tile needs no mask.
-  __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScale<B>& scale_log2,
+  __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScales<B>& scales,
                                       const Item<B>& item, const Mask& mask, int q0, int k0, bool plain, int lane) {
     Scores S;
     S.first_row = O.first_row;
     S.first_col = O.first_col;
     multiply_qk(S, Q, K_s, lane);
-    finish_scores<B>(S, scale_log2.a, item, mask, q0, k0, plain);
+    finish_scores<B>(S, scales.a, item, mask, q0, k0, plain);
     float alpha[ROWS];
-    softmax_max<B>(S, scale_log2, m, alpha);
-    const bool may_be_kept = softmax_sum<B>(S, scale_log2, m, alpha, l);
+    softmax_max<B>(S, scales.scale_log2(), m, alpha);
+    const bool may_be_kept = softmax_sum<B>(S, scales.scale_log2(), m, alpha, l);
     if (B::use_lazy_max) keeps_max = __all_sync(0xffffffffu, may_be_kept);
     scale_rows(O, alpha);
     SDPA_UNROLL for (int step = 0; step < STEPS; step++) pack_step(S, step);
@@ -2134,7 +2156,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
   __syncthreads();  // hazard: Q was copied by all warps, s.item was written by thread 0
   MmaQueries<B> Q;
   MmaRows<B> rows;
-  const ItemScale<B> scale_log2(a, item);
+  const ItemScales<B> scales(a, item);
   // The first query of the warp. With a mask, some warps skip tiles that other warps of the CTA compute.
   const int q = item.q0 + (B::pack_gqa ? 0 : warp * WARP_ROWS);
   Q.start(s.in.Q, warp, lane);
@@ -2151,9 +2173,9 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
       const Element<B>* const V_s = s.in.split[split].V[stage];
       bool done = false;
       if (B::use_lazy_max && rows.keeps_max && plain) {
-        done = rows.attend_by_stale_max(Q, K_s, scale_log2, s.item, t.mask, s.item.q0, k0, lane);
+        done = rows.attend_by_stale_max(Q, K_s, scales, s.item, t.mask, s.item.q0, k0, lane);
       }
-      if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item, t.mask, s.item.q0, k0, plain, lane);
+      if (!done) rows.attend_by_exact_max(Q, K_s, scales, s.item, t.mask, s.item.q0, k0, plain, lane);
       SDPA_UNROLL for (int n = 0; n < rows.STEPS; n++) MmaOperands<B>::pv(rows.O, rows.P[n], V_s, n, lane);
     }
     pipeline.release();
@@ -2168,7 +2190,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
       if (split > 0) rows.store(s.partial[split - 1], tid);
       __syncthreads();  // hazard: the partials were written
       if (split > 0) return;
-      rows.merge(s.partial, scale_log2, tid);
+      rows.merge(s.partial, scales.scale_log2(), tid);
     }
     MmaRuns<B> runs;
     rearrange_runs<B>(runs, rows.O, lane);
@@ -2399,8 +2421,8 @@ constexpr int STEP_BYTES = 32;  // bytes of a row of A per wgmma instruction
 
 // Offset in bytes of a byte of a row, in a tile whose panels have ROWS lines of LINE bytes.
 template <int ROWS, int LINE = 128> __device__ __forceinline__ uint32_t panel_byte(uint32_t row, uint32_t byte) {
-  const uint32_t swizzled = byte / 16 % (LINE / 16) ^ row / (128 / LINE) % (LINE / 16);
-  return (byte / LINE * ROWS + row) * LINE + swizzled * 16 + byte % 16;
+  const uint32_t chunk = swizzled<LINE / 16>(row, byte / 16 % (LINE / 16));
+  return (byte / LINE * ROWS + row) * LINE + chunk * 16 + byte % 16;
 }
 // Offset in elements of a 16-bit element, in a tile whose panels have ROWS lines of LINE bytes.
 template <int ROWS, int LINE = 128> __device__ __forceinline__ uint32_t panel_offset(uint32_t row, uint32_t column) {
@@ -2503,25 +2525,27 @@ template <class B> __device__ __forceinline__ void ask_list(ScoreTile<B>& tile, 
   if constexpr (B::use_key_mask) tile.listed_as = item.entry(round) % 2 == 0 ? 1 : 2;
 }
 
-// Sets an item's first key and number of rounds. EARLY, with a causal mask: if the last item of a head has
-// warpgroups (64 rows) without any query, all items of the head are shifted back by these rows. The
-// warpgroups without queries are then before query 0, in the first item, and own_rounds() gives them no
-// rounds. The first item loads fewer keys as a result; the last item loads all keys in any case. Example with
-// Sq = 200 and BLOCK_M = 192: the shift is (2 * 192 - 200) / 64 * 64 = 128 rows.
+// With a mask, the items of a head are shifted back by the rows of those warpgroups (64 rows) of the last item that
+// have no query. The warpgroups without queries are then before query 0, in the first item, and own_rounds() gives
+// them no rounds. The first item loads fewer keys as a result; the last item loads all keys in any case. Example with
+// a causal mask, Sq = 200 and BLOCK_M = 192: the shift is (2 * 192 - 200) / 64 * 64 = 128 rows.
 //
-//                queries of item 0               queries of item 1               keys loaded by items 0, 1
-//   not EARLY      0- 63   64-127  128-191  |  192-199  none     none            192, 200
-//   EARLY        none     none       0- 63  |   64-127  128-191  192-199          64, 200
-template <class B, bool EARLY> __device__ __forceinline__ void set_rounds(const KernelArgs& a, WgmmaItem<B>& item) {
-  if (EARLY && !B::use_lengths) item.q0 -= (int(a.q_blocks.divisor) * B::block_m - a.p.Sq) / 64 * 64;
+//               queries of item 0               queries of item 1               keys loaded by items 0, 1
+//   unshifted     0- 63   64-127  128-191  |  192-199  none     none            192, 200
+//   shifted     none     none       0- 63  |   64-127  128-191  192-199          64, 200
+template <class B> __device__ __forceinline__ int shifted_rows(int items_of_head, int Sq) {
+  return (items_of_head * B::block_m - Sq) / 64 * 64;
+}
+// Sets an item's first key and number of rounds.
+template <class B> __device__ __forceinline__ void set_rounds(const KernelArgs& a, WgmmaItem<B>& item) {
+  if (skips_empty_warpgroups<B> && !B::use_lengths) item.q0 -= shifted_rows<B>(int(a.q_blocks.divisor), a.p.Sq);
   const int last = min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1;
   KeyRange keys = item.mask(a).keys.of_rows(max(item.q0, 0), last);
   if constexpr (B::use_lengths) keys = item.keys_of_cta(a, item.mask(a));
   item.first_key = keys.begin;
   item.rounds = max(ceil_div(keys.end - keys.begin, B::round_keys), int(item.exists()));
 }
-template <class B, bool EARLY = false>
-__device__ __forceinline__ WgmmaItem<B> wgmma_item(const KernelArgs& a, uint32_t i) {
+template <class B> __device__ __forceinline__ WgmmaItem<B> wgmma_item(const KernelArgs& a, uint32_t i) {
   WgmmaItem<B> item;
   if (!B::use_lengths && a.unmasked_rounds > 0) {  // equals work_item(), but reads fewer arguments
     static_cast<Item<B>&>(item) = item_of_block<B>(a, a.q_blocks.divide(i), a.q_blocks.remainder(i));
@@ -2529,7 +2553,7 @@ __device__ __forceinline__ WgmmaItem<B> wgmma_item(const KernelArgs& a, uint32_t
     item.rounds = a.unmasked_rounds;
   } else {
     static_cast<Item<B>&>(item) = work_item<B>(a, i);
-    set_rounds<B, EARLY>(a, item);
+    set_rounds<B>(a, item);
   }
   if (has_map<B>(a)) take_list<B>(a, item);
   if (!B::use_lengths && B::split_ctas != 1) {
@@ -2647,29 +2671,31 @@ template <class B> __device__ __forceinline__ void prefetch_tensor_maps(const Ke
   prefetch_tensormap(&tensor_maps<B>(a).v);
 }
 
-// PACK_GQA: zero-fills the rows of Q that have no query. Their contents would affect the rounding of other rows.
-template <class B> __device__ __forceinline__ void clear_rows_without_query(Element<B>* Q_s, const KernelArgs& a) {
-  if (!B::pack_gqa) return;
-  constexpr int line = PANEL_BYTES<B::qk_bytes> / 16;
-  const int rows = rows_of_item<B>(a), chunks = (B::block_m - rows) * line;
-  for (int i = threadIdx.x; i < PANELS<B::qk_bytes> * chunks; i += B::threads) {
-    const int row = i / chunks * B::block_m + rows;
-    st_shared(reinterpret_cast<uint4*>(Q_s) + row * line + i % chunks, uint4{});
-  }
-  fence_proxy_async();
-}
-
-// USE_LENGTHS: zero-fills the rows of V past the last key, since 0 * NaN is NaN. A fence of the async proxy must
-// follow.
-template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, int keys, int thread, int threads) {
-  constexpr int bytes = B::d_v * B::input_bytes, line = PANEL_BYTES<bytes> / 16, panel = B::block_n * line;
-  for (int i = keys * line + thread; i < panel; i += threads) {
-    SDPA_UNROLL for (int n = 0; n < PANELS<bytes>; n++) {
-      st_shared(reinterpret_cast<uint4*>(V_s) + n * panel + i, uint4{});
+// Zero-fills the rows of a tile for which hides(row) is true, from row `begin` up to row `end`. The tile has rows of
+// BYTES bytes and panels of panel_rows rows.
+template <int BYTES, class Hides>
+__device__ __forceinline__ void clear_rows(void* tile_s, int panel_rows, int begin, int end, int thread, int threads,
+                                           const Hides& hides) {
+  constexpr int line = PANEL_BYTES<BYTES> / 16;
+  for (int i = begin * line + thread; i < end * line; i += threads) {
+    if (!hides(i / line)) continue;
+    SDPA_UNROLL for (int n = 0; n < PANELS<BYTES>; n++) {
+      st_shared(static_cast<uint4*>(tile_s) + n * panel_rows * line + i, uint4{});
     }
   }
 }
-
+// PACK_GQA: zero-fills the rows of Q that have no query. Their contents would affect the rounding of other rows.
+template <class B> __device__ __forceinline__ void clear_rows_without_query(Element<B>* Q_s, const KernelArgs& a) {
+  if (!B::pack_gqa) return;
+  clear_rows<B::qk_bytes>(Q_s, B::block_m, rows_of_item<B>(a), B::block_m, threadIdx.x, B::threads,
+                          [](int) { return true; });
+  fence_proxy_async();
+}
+// USE_LENGTHS: zero-fills the rows of V past the last key, since 0 * NaN is NaN. A fence of the async proxy must
+// follow.
+template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, int keys, int thread, int threads) {
+  clear_rows<B::d_v * B::input_bytes>(V_s, B::block_n, keys, B::block_n, thread, threads, [](int) { return true; });
+}
 // batch_invariant: zero-fills the rows of Q past the last query of the sequence, in the `rows` rows from first_row
 // of the tile on. They belong to another sequence, and the rows of a warp decide together how long a stale maximum
 // is kept. Returns true if the tile has such rows; its readers must then wait for all calling threads.
@@ -2677,12 +2703,9 @@ template <class B>
 __device__ __forceinline__ bool clear_queries_of_others(Element<B>* Q_s, int panel_rows, const KernelArgs& a,
                                                         const Item<B>& item, int first_row, int rows, int thread) {
   if (!a.p.batch_invariant || !item.ends_before(item.q0 + queries_of_item<B>(a))) return false;
-  constexpr int line = PANEL_BYTES<B::qk_bytes> / 16, threads = B::swap_ab ? B::threads : 128;
-  for (int i = thread; i < PANELS<B::qk_bytes> * rows * line; i += threads) {
-    const int row = i / line % rows, panel = i / line / rows;
-    if (query_of<B>(a, item.q0, first_row + row) < item.query_count(a.p)) continue;
-    st_shared(reinterpret_cast<uint4*>(Q_s) + (panel * panel_rows + row) * line + i % line, uint4{});
-  }
+  clear_rows<B::qk_bytes>(Q_s, panel_rows, 0, rows, thread, B::swap_ab ? B::threads : 128, [&](int row) {
+    return query_of<B>(a, item.q0, first_row + row) >= item.query_count(a.p);
+  });
   fence_proxy_async();
   return true;
 }
@@ -2810,12 +2833,11 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_plain> {
 // of 4 rows.
 template <class B> struct alignas(128) BiasTile {
   static constexpr int CHUNK = 16 / sizeof(Bias), CHUNKS = B::block_n / CHUNK;
-  static constexpr int SWIZZLED = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
+  static constexpr int XORED = SWIZZLED<CHUNKS>;
   Bias x[16][B::block_n];
 
   __device__ __forceinline__ Bias* at(int row, int chunk) {
-    const unsigned by = static_cast<unsigned>(row) * (sizeof(Bias) == 4 ? 2 : 1);
-    return &x[row][(chunk ^ by / (8 / SWIZZLED) % SWIZZLED) * CHUNK];
+    return &x[row][swizzled<XORED>(row * (sizeof(Bias) == 4 ? 2 : 1), chunk) * CHUNK];
   }
 };
 // True if a row of the bias has at most one 16-byte chunk per lane, and if shared memory has room for the bias next
@@ -2932,7 +2954,7 @@ template <class B> struct BiasOfWarp<B, true> {
       const SharedAddress from = shared_address(tile->at(lane % 16, lane / 16));
       SDPA_UNROLL for (int j = 0; j < View::COLS / 2; j += 2) {
         uint32_t x[4];
-        ldmatrix_x4<false>(x, (from ^ j % Tile::SWIZZLED * 16) + j / Tile::SWIZZLED * Tile::SWIZZLED * 16);
+        ldmatrix_x4<false>(x, (from ^ j % Tile::XORED * 16) + j / Tile::XORED * Tile::XORED * 16);
         SDPA_UNROLL for (int i = 0; i < 4; i++) pairs[i % 2][j + i / 2] = x[i];
       }
     } else {
@@ -2964,9 +2986,9 @@ template <class B> struct BiasOfWarp<B, true> {
 // The position of a warpgroup in the item's list of rounds. Without a list, all rounds are computed.
 template <class B, bool = lists_rounds<B>> struct RoundWalk {
   __device__ void start(const WgmmaItem<B>&, int) {}
-  // False if the list says that the bias, MASK_MOD or the key mask does not change the tile.
-  __device__ bool may_change() const { return true; }
-  __device__ bool next_may_change() const { return true; }    // may_change() of the next tile
+  // False if the list says that the bias, MASK_MOD and the key mask leave this tile, or the next one, unchanged.
+  __device__ bool is_marked() const { return true; }
+  __device__ bool next_is_marked() const { return true; }
   __device__ int step() const { return B::round_keys; }  // first key of this tile minus that of the next one
   __device__ void advance() {}
 };
@@ -2980,8 +3002,8 @@ template <class B> struct RoundWalk<B, true> {
     entries[1] = rounds.entry(first);
     advance();
   }
-  __device__ bool may_change() const { return entries[0] % 2; }
-  __device__ bool next_may_change() const { return entries[1] % 2; }
+  __device__ bool is_marked() const { return entries[0] % 2; }
+  __device__ bool next_is_marked() const { return entries[1] % 2; }
   __device__ int step() const { return int(entries[0] / 2 - entries[1] / 2) * B::round_keys; }
   __device__ __forceinline__ void advance() {
     hold(entries);  // otherwise nvcc waits for each entry right after its load
@@ -3004,8 +3026,8 @@ template <class B> struct ShownRoundWalk {
   // number, next_number: of this round and of the next one. keys_back: first key of this tile minus that of
   // the next one. rounds.hiding: `place` of the latest bits.
   int round, number, next_number, keys_back;
-  bool hides, next_hides;  // the key mask hides a key of this round, of the next one
-  KeyBits<B> bits;  // visible keys of this tile, if `hides`; after look_ahead(), of the next tile
+  bool marked, next_marked;  // the key mask hides a key of this round, of the next one
+  KeyBits<B> bits;  // visible keys of this tile, if it is marked; after look_ahead(), of the next tile
   template <class Rows> __device__ __forceinline__ void start(const Rows& rows, const WgmmaItem<B>& item, int first) {
     rounds = item;
     round = first + 1;
@@ -3013,21 +3035,21 @@ template <class B> struct ShownRoundWalk {
     look_ahead(rows);
     advance();
   }
-  __device__ bool may_change() const { return hides; }
-  __device__ bool next_may_change() const { return next_hides; }
+  __device__ bool is_marked() const { return marked; }
+  __device__ bool next_is_marked() const { return next_marked; }
   __device__ int step() const { return keys_back; }
   __device__ void advance() {
     number = next_number;
-    hides = next_hides;
+    marked = next_marked;
     round--;
   }
   template <class Rows> __device__ __forceinline__ void look_ahead(const Rows& rows) {
     const int next = max(round - 1, 0);
     const uint32_t entry = uniform(rounds.entry(next));
     next_number = rounds.number_of(entry, next);
-    next_hides = entry % 2;
+    next_marked = entry % 2;
     keys_back = (number - next_number) * B::round_keys;
-    if (next_hides) {
+    if (next_marked) {
       bits = listed_bits<B>(rows.a, rows.b, rounds.shown(), --rounds.hiding, rows.k0 - keys_back);
     } else if constexpr (B::changes_logits) {  // SCORE_MOD changes every tile and reads its bits
       SDPA_UNROLL for (uint32_t& word : bits.word) word = ~0u;
@@ -3067,31 +3089,31 @@ template <class B> struct TileWalk : std::conditional_t<lists_shown_rounds<B>, S
     }
     if constexpr (B::use_key_mask) ShownRoundWalk<B>::start(rows, item, first_round);
     else RoundWalk<B>::start(item, first_round);
-    if constexpr (B::use_bias != 0) prefetch_bias(rows, this->may_change(), rows.k0);
+    if constexpr (B::use_bias != 0) prefetch_bias(rows, this->is_marked(), rows.k0);
   }
-  // True if SCORE_MOD, MASK_MOD or the key mask may change this tile.
-  __device__ __forceinline__ bool is_modified() const {
-    return B::changes_logits || (B::hides_keys && this->may_change());
+  // False if SCORE_MOD, MASK_MOD and the key mask leave this tile unchanged.
+  __device__ __forceinline__ bool needs_modify_scores() const {
+    return B::changes_logits || (B::hides_keys && this->is_marked());
   }
   // True if keys of the tile at key k have a bias.
   __device__ __forceinline__ bool has_bias(int k) const { return B::use_bias != 0 && k + B::block_n > first_biased; }
-  // True if the tile whose first key is k0 has a bias that may change it.
-  __device__ __forceinline__ bool bias_may_change(int k0) const { return has_bias(k0) && this->may_change(); }
+  // False if the tile, whose first key is k0, has no bias or a bias without effect.
+  __device__ __forceinline__ bool needs_bias(int k0) const { return has_bias(k0) && this->is_marked(); }
   // Starts the copy of the bias of the tile at key k to shared memory, if the tile has one.
-  template <class Rows> __device__ __forceinline__ void prefetch_bias(const Rows& rows, bool may_change, int k) {
-    if (may_change && k >= 0 && has_bias(k)) bias.load(rows.a, *rows.item, rows.mask.keys.Sk, rows.q, k);
+  template <class Rows> __device__ __forceinline__ void prefetch_bias(const Rows& rows, bool marked, int k) {
+    if (marked && k >= 0 && has_bias(k)) bias.load(rows.a, *rows.item, rows.mask.keys.Sk, rows.q, k);
   }
   // Adds the bias of this tile, if it has one, and prefetches that of the next tile, which has smaller keys and so
   // has a bias only if this tile has one. Returns true if it has added a bias.
   template <class View, class Rows> __device__ __forceinline__ bool add_bias(View& S, const Rows& rows) {
     if constexpr (B::use_bias != 0) {
-      if (!has_bias(rows.k0) || !(this->may_change() || this->next_may_change())) return false;
-      if (this->may_change()) {
+      if (!has_bias(rows.k0) || !(this->is_marked() || this->next_is_marked())) return false;
+      if (this->is_marked()) {
         rows.locate(S);
         bias.add(S, rows.a, *rows.item, rows.mask.keys.Sk, rows.q, rows.k0);
       }
-      prefetch_bias(rows, this->next_may_change(), rows.k0 - this->step());
-      return this->may_change();
+      prefetch_bias(rows, this->next_is_marked(), rows.k0 - this->step());
+      return this->is_marked();
     }
     return false;
   }
@@ -3127,11 +3149,12 @@ template <class B> struct TileWalk : std::conditional_t<lists_shown_rounds<B>, S
 //   k_empty, v_empty  all consumer warps of the split              producers            the tile: read
 //   o_done            the 4 warps of a warpgroup                   the warp storing O   O over Q: written
 
-// Named barriers; barrier 0 is __syncthreads(). w: a consumer warpgroup. q_read, or partials with two splits, also
-// protects the rows of Q that clear_queries() zero-fills.
-constexpr int turn = 1;      // turn + w: w has issued its products, so the next warpgroup may issue; 256 threads
-constexpr int q_read = 5;    // q_read + w: all warps of w have read Q, so O may overwrite it; 128 threads
-constexpr int partials = 9;  // the partials of both splits are in shared memory; all consumer threads
+// Named barriers, with the number of threads that arrive or wait. Barrier 0 is __syncthreads(). id + w belongs to
+// consumer warpgroup w. QRead, or PartialsWritten with two splits, also protects the rows of Q that clear_queries()
+// zero-fills.
+struct Turn { static constexpr int id = 1, participants = 256; };   // w has issued its products, the next one may
+struct QRead { static constexpr int id = 5, participants = 128; };  // all warps of w have read Q
+template <class B> struct PartialsWritten { static constexpr int id = 9, participants = B::warpgroups * 128; };
 
 // The stages of a split's K and V tiles, and their mbarriers. full: the tile has landed. empty: all consumers have
 // read the tile.
@@ -3224,14 +3247,14 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
   __device__ __forceinline__ WgmmaItem<B> find_item(uint32_t i) {
     if (B::use_persistent_cta && !B::use_lengths && i >= a.work_items) return {};
     if constexpr (B::use_key_mask) return find_listed_item(i);
-    return wgmma_item<B, wgmma_may_pass<B>>(a, i);
+    return wgmma_item<B>(a, i);
   }
   // USE_KEY_MASK: work item i with a list of its visible rounds. Without persistent CTAs, each warp writes
   // its own list. With persistent CTAs, warp 0 writes the lists for all warps. It lists the CTA's next item
   // after it has started the current one, and so after the consumers have finished the item Q_STAGES before
   // the current one. Thus the Q_STAGES + 1 lists suffice.
   __device__ __forceinline__ WgmmaItem<B> find_listed_item(uint32_t i) {
-    WgmmaItem<B> item = wgmma_item<B, wgmma_may_pass<B>>(a, i);
+    WgmmaItem<B> item = wgmma_item<B>(a, i);
     if (B::use_persistent_cta && uniform(int(threadIdx.x)) >= 32) return item;
     const int rounds = item.rounds;
     auto& last = s.shown.last;
@@ -3250,12 +3273,6 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
     }
     __syncwarp();  // hazard: `last` written by lane 0
     return item;
-  }
-  // Fetches the index of the next item from the queue, which starts after the first item of each CTA. Every item
-  // causes one fetch; the last fetch wraps the counter to 0 for the next launch. Called just before the loads of an
-  // item's last round, since an earlier fetch would keep the item from an idle CTA.
-  __device__ __forceinline__ uint32_t fetch_item_index() const {
-    return B::use_persistent_cta ? atomicInc(Item<B>::queue(a), a.work_items - 1) : 0;
   }
   // Waits until the buffer of Q is free (`empty`), starts the TMA load of Q and publishes the item in s.item.
   // Consumers and other producer warps wait on q_full.
@@ -3326,7 +3343,8 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
       // Computed before the loop to save registers.
       keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, split));
       for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
-        if (starts && issues && round == 0) next_index = fetch_item_index();
+        // Just before the loads of the item's last round: an earlier fetch would keep the item from an idle CTA.
+        if (starts && issues && round == 0) next_index = fetch_item_index<B>(a);
         load_round(role, item, round, split, k, v);
       }
       if constexpr (B::copies_rows && stores_by_tma<B>) {
@@ -3376,14 +3394,16 @@ template <class B, bool = B::use_ping_pong> struct WgmmaTurns {  // without turn
   __device__ void leave() const {}
 };
 template <class B> struct WgmmaTurns<B, true> {
-  // Barrier id: turn + arriving warpgroup. ptxas may recompute an id at each use. All warpgroups wait for pass_on(),
+  // Barrier id: Turn::id + arriving warpgroup. ptxas may recompute an id at each use. All warpgroups wait for pass_on(),
   // so its id is the simpler one.
   const int warpgroup;
   __device__ explicit WgmmaTurns(int number) : warpgroup(number) {
     if (warpgroup == B::warpgroups - 1) pass_on();
   }
-  __device__ void await() const { barrier_sync(turn + (warpgroup > 0 ? warpgroup : B::warpgroups) - 1, 256); }
-  __device__ void pass_on() const { barrier_arrive(turn + warpgroup, 256); }
+  __device__ void await() const {
+    barrier_sync(Turn::id + (warpgroup > 0 ? warpgroup : B::warpgroups) - 1, Turn::participants);
+  }
+  __device__ void pass_on() const { barrier_arrive(Turn::id + warpgroup, Turn::participants); }
   __device__ __forceinline__ void leave() const {
     if (warpgroup == 0) await();
   }
@@ -3394,7 +3414,7 @@ template <class B> struct WgmmaTurns<B, true> {
 template <class B>
 __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& mask, const WgmmaItem<B>& item,
                                                int rounds, int q) {
-  if (wgmma_may_pass<B> && (q < 0 || q >= item.query_count(a.p))) return {0, 0};
+  if (skips_empty_warpgroups<B> && (q < 0 || q >= item.query_count(a.p))) return {0, 0};
   if (!B::skip_masked || has_list<B>(a, item)) return {0, rounds};
   const int last = item.query_count(a.p) - 1;
   const KeyRange seen = mask.keys.of_rows(min(q, last), min(q + 63, last));
@@ -3416,7 +3436,7 @@ template <class B> struct WgmmaRows {
   float m[ROWS], l[ROWS];
   int q = 0, k0 = 0;         // q: first query; k0, per tile: first key
   bool accumulates = false;  // O has a value from an earlier tile of the item
-  ItemScale<B> scale_log2;
+  ItemScales<B> scales;
   const WgmmaItem<B>* item = nullptr;  // in shared memory
   // SCORE_MOD, MASK_MOD: values of the item, in uniform registers.
   int b = 0, h = 0;
@@ -3430,7 +3450,7 @@ template <class B> struct WgmmaRows {
   // also be too small for most of the following tiles.
   bool stale_max_failed = false;
 
-  __device__ explicit WgmmaRows(const KernelArgs& a_) : a(a_), scale_log2(a_), mask(Item<B>{}.mask(a_)) {}
+  __device__ explicit WgmmaRows(const KernelArgs& a_) : a(a_), scales(a_), mask(Item<B>{}.mask(a_)) {}
 
   __device__ __forceinline__ void start() {
     accumulates = false;
@@ -3450,14 +3470,14 @@ template <class B> struct WgmmaRows {
   // If the item's first tile has no mask, takes the maximum of some columns of S as the stale maximum, without
   // waiting for the exact one. The more columns, the more tiles can use it.
   __device__ __forceinline__ void take_estimated_max(const Scores& S) {
-    if (!B::use_lazy_max || has_mask() || is_changed()) return;
+    if (!B::use_lazy_max || has_mask() || needs_modify_scores() || needs_bias()) return;
     constexpr int columns = B::product_type == DType::e4m3                   ? Scores::COLS
                             : B::kv_type == DType::bf16 || Scores::COLS < 16 ? 4
                                                                              : 16;
     float alpha[ROWS];
-    softmax_max<B, Scores, columns>(S, scale_log2, m, alpha);
-    SDPA_UNROLL for (int i = 0; i < 2; i++) m[i] = logit<B>(m[i], a, of_row(scale_log2.of_cap(), i));
-    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * largest(scale_log2) <= stale_limit<B>);
+    softmax_max<B, Scores, columns>(S, scales.scale_log2(), m, alpha);
+    SDPA_UNROLL for (int i = 0; i < 2; i++) m[i] = logit<B>(m[i], a, of_row(scales.hook_scale(), i));
+    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * largest(scales.scale_log2()) <= stale_limit<B>);
   }
   // Lets the following tiles without a mask use m as the stale maximum, if `fits` is true in all lanes of the
   // warp.
@@ -3478,12 +3498,16 @@ template <class B> struct WgmmaRows {
     S.first_col = tid % 4 * 2;
   }
   // The interface of a tile for the score hook, as in ScoreTile.
-  __device__ __forceinline__ ScoreScale<B> score_scale() const { return scale_log2.of_cap(); }
+  __device__ __forceinline__ ScoreScale<B> hook_scale() const { return scales.hook_scale(); }
   __device__ int batch_of_item() const { return b; }
   __device__ int query_count() const { return item->query_count(a.p); }
-  __device__ __forceinline__ bool is_modified() const {
-    if constexpr (B::hides_rounds) return walk.is_modified();
+  __device__ __forceinline__ bool needs_modify_scores() const {
+    if constexpr (B::hides_rounds) return walk.needs_modify_scores();
     return B::changes_logits;
+  }
+  __device__ __forceinline__ bool needs_bias() const {
+    if constexpr (B::hides_rounds) return walk.needs_bias(k0);
+    return false;
   }
   __device__ __forceinline__ auto key_bits(int, int) const {
     if constexpr (B::use_key_mask) return walk.bits;
@@ -3491,11 +3515,6 @@ template <class B> struct WgmmaRows {
   __device__ __forceinline__ bool add_bias(Scores& S) {
     if constexpr (B::hides_rounds) return walk.add_bias(S, *this);
     return false;
-  }
-  // True if the hook changes the scores of this tile by more than a factor, or hides some of them.
-  __device__ __forceinline__ bool is_changed() const {
-    if constexpr (B::hides_rounds) return walk.is_modified() || walk.bias_may_change(k0);
-    return B::changes_logits;
   }
   __device__ __forceinline__ void advance() {
     if constexpr (B::hides_rounds) {
@@ -3513,8 +3532,8 @@ template <class B> struct WgmmaRows {
   // hook.
   __device__ __forceinline__ void softmax_by_exact_max(Scores& S, float (&alpha)[ROWS], bool are_logits = false) {
     finish_scores<B>(S, *this, !has_mask(), are_logits);
-    softmax_max<B>(S, scale_log2, m, alpha);
-    keep_max(softmax_sum<B>(S, scale_log2, m, alpha, l));
+    softmax_max<B>(S, scales.scale_log2(), m, alpha);
+    keep_max(softmax_sum<B>(S, scales.scale_log2(), m, alpha, l));
   }
   // Four bytes of a row of an operand, from `byte` on. Converts e4m3 to 16 bits if the tiles have 16 bits.
   static __device__ __forceinline__ uint32_t word(const Input* row_g, int byte) {
@@ -3561,8 +3580,9 @@ template <class B, class Shared> struct WgmmaConsumer {
   __device__ __forceinline__ void clear_queries() {
     auto* const Q_s = s.queries(q_ring.stage, row_group);
     if (!clear_queries_of_others<B>(Q_s, Q_PANEL_ROWS<B>, a, item(), row_group * 64, 64, threadIdx.x % 128)) return;
-    const int number = B::split_kv > 1 ? partials : q_read + warpgroup;
-    barrier_sync(number, B::split_kv > 1 ? B::warpgroups * 128 : 128);  // hazard: rows zero-filled by all readers
+    // hazard: rows zero-filled by all readers
+    if constexpr (B::split_kv > 1) barrier_sync(PartialsWritten<B>::id, PartialsWritten<B>::participants);
+    else barrier_sync(QRead::id + warpgroup, QRead::participants);
   }
   // For each item: begin(), compute(turns) if this warpgroup computes any round, end(). The stages of other rounds
   // are released without being read.
@@ -3586,7 +3606,7 @@ template <class B, class Shared> struct WgmmaConsumer {
         rows.k0 = uniform(first_key_of<B>(item(), rounds_here.end - 1, split));
         last_k0 = uniform(first_key_of<B>(item(), rounds_here.begin, split));
         if constexpr (B::hides_rounds) rows.walk.start_item(rows, item(), rounds_here.end - 1);
-        rows.scale_log2.start(item(), row_group * 64 + int(thread_index_anew() % 128 / 32 * 16 + lane / 4));
+        rows.scales.start(item(), row_group * 64 + int(thread_index_anew() % 128 / 32 * 16 + lane / 4));
         compute(turns);
       }
       t.skip(ring, own_rounds<B>(a, rows.mask, item(), rounds, rows.q).begin);
@@ -3727,12 +3747,12 @@ __device__ __forceinline__ void merge_splits(const WgmmaRows<B>& rows, SplitPart
       st_shared(&partial.m_l[split][warp * 16 + lane / 4 + 8 * i], float2{rows.m[i], rows.l[i]});
     }
   }
-  barrier_sync(partials, B::warpgroups * 128);  // hazard: partials written
+  barrier_sync(PartialsWritten<B>::id, PartialsWritten<B>::participants);  // hazard: partials written
 
   const float2 row_m_l = split == 0 ? float2{rows.m[0], rows.l[0]} : float2{rows.m[1], rows.l[1]};
   const float2 m_l[2] = {row_m_l, ld_shared<float2>(&partial.m_l[1 - split][row])};
   float weight[2], m, l;
-  merge_weights<B>(m_l, rows.scale_log2, weight, m, l);
+  merge_weights<B>(m_l, rows.scales.scale_log2(), weight, m, l);
   const float sum = with_sink<B>(m, l, rows.a, item), inverse = inverse_of_sum<B>(sum, rows.a, item);
   SDPA_UNROLL for (int v = 0; v < B::d_v / 16; v++) {
     const float4 x = ld_shared<float4>(&partial.O[split][v][tid]);
@@ -3867,7 +3887,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     are_logits = softmax.keeps_logits() && __all_sync(0xffffffffu, fits);
     if (!are_logits) return recompute_qk(P);
     SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) {
-      const float step = B::input_bytes == 1 ? 1 / of_row(rows.scale_log2, i / 2 % 2) : a.inverse_scale_log2;
+      const float step = B::input_bytes == 1 ? 1 / of_row(rows.scales.scale_log2(), i / 2 % 2) : a.inverse_scale_log2;
       P.x.d[i] = fmaf(lg2_approx_ftz(P.x.d[i]), step, rows.m[i / 2 % 2]);
     }
   }
@@ -3886,7 +3906,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     const bool stale = rows.may_use_stale_max();
     bool done = false;
     bool are_logits = false;
-    Softmax softmax(rows.m, rows.scale_log2);
+    Softmax softmax(rows.m, rows.scales);
     if (stale) exp_by_stale_max<B>(S, 0, FIRST, softmax, rows, are_logits);
     wait_for_last_pv();
     if (stale) {
@@ -3907,7 +3927,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     bool stale = false, are_logits = false;
     float alpha[2];
     if (rows.may_use_stale_max()) {
-      Softmax softmax(rows.m, rows.scale_log2);
+      Softmax softmax(rows.m, rows.scales);
       exp_by_stale_max<B>(S, 0, S.COLS, softmax, rows, are_logits);
       stale = softmax.add_to(rows.l);
       if (!stale) recover_logits(S, softmax, are_logits);
@@ -3963,7 +3983,8 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     auto& O = rows.O;
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
     const int first_row = tid / 32 * 16, stage = q_ring.stage;  // first row of the warp in its warpgroup
-    barrier_sync(q_read + Base::warpgroup, 128);                // hazard: Q read by all warps of the warpgroup
+    // hazard: Q read by all warps of the warpgroup, which write O over it
+    barrier_sync(QRead::id + Base::warpgroup, QRead::participants);
     SDPA_UNROLL for (int i = 0; i < 2; i++) {  // rows without a visible key have O = 0, even if V has inf or NaN
       if (rows.l[i] != 0) continue;
       SDPA_UNROLL for (int j = 0; j < O.COLS; j++) O.x[i][j] = 0;
@@ -4280,7 +4301,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     float alpha[2];
     const bool may_be_stale = rows.may_use_stale_max();
     bool stale = may_be_stale;
-    StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2);
+    StaleSoftmax<B, 2> softmax(rows.m, rows.scales);
     if (may_be_stale) {
       bool are_logits = false;
       exp_by_stale_max<B>(S, 0, S.COLS, softmax, rows, are_logits);
@@ -4318,7 +4339,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
       const int step = max(int(bits_of(largest) >> 23) - 126 - int(p_log2<B>), 0);  // rounded up to a power of two
       alpha[i] = float_of(uint32_t(127 - step) << 23);
-      rows.m[i] += float(step) / of_row(rows.scale_log2, i);
+      rows.m[i] += float(step) / of_row(rows.scales.scale_log2(), i);
       rows.l[i] = (rows.l[i] + softmax.sum[i]) * alpha[i];
       SDPA_UNROLL for (int j = 0; j < P.COLS; j++) P.x[i][j] *= alpha[i];
     }
@@ -4446,12 +4467,17 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_e4m3> {
 //   barrier                    completed by                      awaited by           protects
 //   mbarriers q_full, k_full,  TMA, or the warps that copied     all threads that     Q, K, V: written
 //     v_full                   the tile                          read the tile
-//   named: 1 + split           the 128 threads of the split      the same             P and per_warp: written
-//   named: 1 + SPLIT_KV        first: warps that load K          warps that load V    the order of the first loads
-//                              at the end: all threads           the same             partials: written
+//   SplitSync, id + split      the 128 threads of the split      the same             P and per_warp: written
+//   KIssued                    warps that load K                 warps that load V    the order of the first loads
+//   AllSync                    all threads                       the same             partials: written
 //
 // There are no empty barriers: a warp starts a load into a stage after wgmma_wait_group<0>(), when the products of
 // all warps of the split have read the stage.
+
+// Named barriers, with the number of threads that arrive or wait. Barrier 0 is __syncthreads().
+struct SplitSync { static constexpr int id = 1, participants = 128; };  // id + split
+template <class B> struct KIssued { static constexpr int id = 1 + B::split_kv, participants = 64 * B::split_kv; };
+template <class B> struct AllSync { static constexpr int id = 1 + B::split_kv, participants = B::warpgroups * 128; };
 
 template <class B> struct WgmmaColumnsShared {
   struct Split {
@@ -4517,12 +4543,11 @@ template <class B> struct WgmmaColumnsLoader {
   }
   // Starts the loads into all stages. The loads of V of all splits come after those of K, which is needed first.
   __device__ __forceinline__ void load_first_tiles() {
-    constexpr int k_asked_for = 1 + B::split_kv, threads = 2 * 32 * B::split_kv;
     if (item.rounds == 0) return;
     if constexpr (B::copies_rows) return load_first_rows();
-    if (loads_v()) barrier_sync(k_asked_for, threads);
+    if (loads_v()) barrier_sync(KIssued<B>::id, KIssued<B>::participants);
     load_tile<true>(item.rounds - 1, 0);
-    if (loads_k()) barrier_arrive(k_asked_for, threads);
+    if (loads_k()) barrier_arrive(KIssued<B>::id, KIssued<B>::participants);
     for (int n = 1; n < B::stages && n < item.rounds; n++) load_tile<false>(item.rounds - 1 - n, n);
   }
   // ---- copies of rows by cp.async; their pages are read one round earlier, to hide the latency ----
@@ -4602,7 +4627,7 @@ template <class B> struct WgmmaColumns {
         P_s(uniform(shared_address(s.split[split].P))) {}
 
   __device__ __forceinline__ typename Shared::Split& own_split() const { return s.split[split]; }
-  __device__ void sync() const { barrier_sync(1 + split, 128); }  // all warps of the split
+  __device__ void sync() const { barrier_sync(SplitSync::id + split, SplitSync::participants); }
 
   // ---- the products ----
 
@@ -4775,7 +4800,8 @@ template <class B> struct WgmmaColumns {
       write_p<FIRST>(S, sum);
       float all = 0;
       SDPA_UNROLL for (const float& x : sum) all += x;
-      fits = barrier_and(1 + split, 128, all <= lazy_limit<B>);  // hazard: P written by all warps
+      // hazard: P written by all warps
+      fits = barrier_and(SplitSync::id + split, SplitSync::participants, all <= lazy_limit<B>);
     }
     if (!fits) {
       update_max<FIRST>(S, O);
@@ -4796,7 +4822,7 @@ template <class B> struct WgmmaColumns {
       clear_rows_of_v<B>(own_split().V[ring.stage], item.keys_in_tile(k0), threadIdx.x % 128, 128);
     }
     const Mask& mask = item.mask(a);
-    ScoreTile<B> tile{a, item, mask, item.q0, k0, item_score_scale<B>(a, item)};
+    ScoreTile<B> tile{a, item, mask, item.q0, k0, item_hook_scale<B>(a, item)};
     ask_list<B>(tile, item, round);
     finish_scores<B>(S, tile, is_plain<B>(a, mask, item.q0, k0));
     float sum[ROWS];
@@ -4861,7 +4887,7 @@ template <class B> struct WgmmaColumns {
         st_shared(&own_split().O[O.row(i)][O.first_col() + O.col(j)], O.x[i][j]);
       }
     }
-    barrier_sync(1 + B::split_kv, B::warpgroups * 128);  // hazard: partials of all splits written
+    barrier_sync(AllSync<B>::id, AllSync<B>::participants);  // hazard: partials of all splits written
     store_rows<B>(s.split, a, item, int(threadIdx.x), s.is_last);
   }
 };
@@ -5153,7 +5179,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   Operand<wmma::matrix_a, wmma::row_major> Q[B::head_dim / 16];
   SDPA_UNROLL for (int d = 0; d < B::head_dim; d += 16) { wmma::load_matrix_sync(Q[d / 16], Q_s + d, TILE_STRIDE<B>); }
 
-  const ItemScale<B> scale_log2(a, item);
+  const ItemScales<B> scales(a, item);
   WmmaOutput<B> sums;
   sums.start(O, S_s, lane);
   TileSoftmax<B, WmmaShared<B>> softmax;
@@ -5166,7 +5192,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
     if (B::qk_in_fp16) __syncwarp();  // hazard: other lanes still read S, which P overwrites
     finish_scores<B>(S, a, item, t.mask, item.q0, k0, is_plain<B>(a, t.mask, item.q0, k0));
     float alpha[ScalarOutput<B>::ROWS];
-    softmax.step(s, S, scale_log2, alpha);
+    softmax.step(s, S, scales.scale_log2(), alpha);
     sums.multiply(O, alpha, s, first_row, s.V[stage]);
     pipeline.release();
   }
@@ -5176,17 +5202,14 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   store_sums<B>(O, m, l, a, item);
 }
 
-// Fetches the next item of a persistent CTA from the counter in the workspace. Returns false if there is none.
-// Each CTA fetches one index past the last item. The last such fetch resets the counter to 0.
-template <class B>
-__device__ __forceinline__ bool next_item(const KernelArgs& a, uint32_t& item_index_s, Item<B>& item) {
-  uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
+// Sets i to the index of the CTA's next item. Returns false if there is none.
+template <class B> __device__ __forceinline__ bool next_item(const KernelArgs& a, uint32_t& item_index_s, uint32_t& i) {
+  if (!B::use_persistent_cta) return false;
   __syncthreads();  // hazard: other warps still read item_index_s and the tiles of the previous item
-  if (threadIdx.x == 0) item_index_s = atomicInc(counter, a.work_items + gridDim.x - 1);
+  if (threadIdx.x == 0) item_index_s = fetch_item_index<B>(a);
   __syncthreads();  // hazard: item_index_s was written by thread 0
-  if (item_index_s >= a.work_items) return false;
-  item = work_item<B>(a, item_index_s);
-  return true;
+  i = gridDim.x + item_index_s;
+  return i < a.work_items;
 }
 
 template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(const __grid_constant__ KernelArgs a) {
@@ -5202,10 +5225,9 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(co
     __syncthreads();  // hazard: mbarriers were initialized by thread 0
   }
 
+  uint32_t i = item_number_of_cta<B>(a);
   do {
-    Item<B> item;
-    if (!B::use_persistent_cta) item = item_of_cta<B>(a);
-    else if (!next_item<B>(a, s.item_index, item)) break;
+    const Item<B> item = work_item<B>(a, i);
     if constexpr (!B::use_warp_specialization) {
       const ItemTiles<B> t(a, item, 0, tid, consumers);
       CopyTogether<B, WmmaShared<B>> pipeline(s, t);
@@ -5224,7 +5246,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(co
       CopyByProducers<B> pipeline{s, ring};
       wmma_consume<B>(s, a, item, t, pipeline);
     }
-  } while (B::use_persistent_cta);
+  } while (next_item<B>(a, s.item_index, i));
 }
 
 template <class B> struct KernelOf<B, KernelKind::wmma> {
@@ -5365,11 +5387,14 @@ template <class T, class... Types> constexpr bool is_any_of = (std::is_same_v<T,
 template <class T> constexpr bool is_value = is_any_of<T, Number, Linear, Sum, Score>;
 template <class T> constexpr bool is_position = is_any_of<T, Position>;
 template <class T> constexpr bool is_whole = std::is_integral_v<T> || is_any_of<T, Position, Head>;
+template <class T> constexpr bool is_operand = is_value<T> || is_whole<T> || std::is_floating_point_v<T>;
+template <class X, class Y> constexpr bool are_operands = is_operand<X> && is_operand<Y>;
 // True if the operators below apply to X and Y: one of them is a value, or one is a Position and the other
 // floating-point.
 template <class X, class Y>
-constexpr bool is_value_operation = is_value<X> || is_value<Y> || (is_position<X> && std::is_floating_point_v<Y>) ||
-                              (is_position<Y> && std::is_floating_point_v<X>);
+constexpr bool is_value_operation = are_operands<X, Y> &&
+                                    (is_value<X> || is_value<Y> || (is_position<X> && std::is_floating_point_v<Y>) ||
+                                     (is_position<Y> && std::is_floating_point_v<X>));
 template <bool CONDITION> using If = std::enable_if_t<CONDITION, int>;
 
 // Converts an operand to a Number, a Linear or a Sum.
@@ -5446,7 +5471,7 @@ template <class X> __device__ __forceinline__ Number sqrt(X x) { return {::sqrtf
 template <class X> __device__ __forceinline__ Number sin(X x) { return {::sinf(float(x))}; }
 template <class X> __device__ __forceinline__ Number cos(X x) { return {::cosf(float(x))}; }
 template <class X> __device__ __forceinline__ Number floor(X x) { return {::floorf(float(x))}; }
-template <class X, class Y> __device__ __forceinline__ Number pow(X x, Y y) { return {::powf(float(x), float(y))}; }
+template <class X, class Y, If<are_operands<X, Y>> = 0> __device__ __forceinline__ Number pow(X x, Y y) { return {::powf(float(x), float(y))}; }
 template <class X> __device__ __forceinline__ Sum tanh(X x) {
   return {SDPA_NAMESPACE::tanh_exact(float(x)), 1, log2e, {}};
 }
@@ -5458,11 +5483,11 @@ template <class X> __device__ __forceinline__ auto abs(X x) {
   if constexpr (is_whole<X>) return int(x) < 0 ? -int(x) : int(x);
   else return Number{fabsf(float(x))};
 }
-template <class X, class Y> __device__ __forceinline__ auto min(X x, Y y) {
+template <class X, class Y, If<are_operands<X, Y>> = 0> __device__ __forceinline__ auto min(X x, Y y) {
   if constexpr (is_whole<X> && is_whole<Y>) return int(x) < int(y) ? int(x) : int(y);
   else return Number{fminf(float(x), float(y))};
 }
-template <class X, class Y> __device__ __forceinline__ auto max(X x, Y y) {
+template <class X, class Y, If<are_operands<X, Y>> = 0> __device__ __forceinline__ auto max(X x, Y y) {
   if constexpr (is_whole<X> && is_whole<Y>) return int(x) > int(y) ? int(x) : int(y);
   else return Number{fmaxf(float(x), float(y))};
 }
@@ -5485,14 +5510,14 @@ struct Ints {
 };
 
 // SCORE_MOD and MASK_MOD as functions. Their default NONE means s in score_mod() and true in mask_mod().
-template <class H>  // int or Head
-__device__ __forceinline__ auto score_mod(Score s, int b, H h, Position q, Position k, int Sq, int Sk,
+template <class S, class H>  // H: int or Head
+__device__ __forceinline__ auto score_mod(S s, int b, H h, Position q, Position k, int Sq, int Sk,
                                           const SdpaParams& p) {
   [[maybe_unused]] const Reals<0> x0{p.x0};
   [[maybe_unused]] const Reals<1> x1{p.x1};
   [[maybe_unused]] const Reals<2> x2{p.x2};
   [[maybe_unused]] const Reals<3> x3{p.x3};
-  [[maybe_unused]] const Score NONE = s;
+  [[maybe_unused]] const S NONE = s;
   (void)b, (void)h, (void)q, (void)k, (void)Sq, (void)Sk;
   return SCORE_MOD;
 }
@@ -5535,9 +5560,10 @@ template <class B> struct ScoreMod {
   using Score = expression::Score;
   using Position = expression::Position;
   // logit() returns the logit of a score; sees() returns true if query q sees key k. Features of the score
-  // hook that have a knob of their own are implemented in these two functions. H: int or Head.
-  template <class H>
-  static __device__ __forceinline__ auto logit(Score s, int b, H h, Position q, Position k, int Sq, int Sk,
+  // hook that have a knob of their own are implemented in these two functions. S: Score, or another type with
+  // the operators of one. H: int or Head.
+  template <class S, class H>
+  static __device__ __forceinline__ auto logit(S s, int b, H h, Position q, Position k, int Sq, int Sk,
                                                const SdpaParams& p) {
     return expression::score_mod(s, b, h, q, k, Sq, Sk, p);
   }
@@ -5570,17 +5596,17 @@ template <class B> struct ScoreMod {
     if constexpr (B::pack_gqa) return min(int(h) + int(a.item_queries.divide(uint32_t(row))), a.p.Hq - 1);
     else return h;
   }
-  // Calls use(i, j, logit, seen) for the thread's columns [first, last) of S. WHOLE: all keys of the tile
-  // exist. Otherwise indices of keys past the end are clamped to the last key. Indices of padding rows are
+  // Calls use(i, j, logit, seen) for the thread's columns [first, last) of S. SCORE: the type from which the
+  // logit is computed. WHOLE: all keys of the tile exist. Otherwise indices of keys past the end are clamped to the last key. Indices of padding rows are
   // clamped to the first or the last query.
-  template <bool WHOLE, class View, class Tile, class Use>
+  template <bool WHOLE, class SCORE = Score, class View, class Tile, class Use>
   static __device__ __forceinline__ void each(View& S, int first, int last, const Tile& tile, const Use& use) {
     const KernelArgs& a = tile.a;
     const int b = tile.batch_of_item();
     const auto item_h = head_of(tile);
     const int Sq = tile.query_count(), Sk = tile.mask.keys.Sk, last_key = max(Sk, 1) - 1;
     const int k0 = tile.k0 + first_col<B>(S);
-    const ScoreScale<B> scale = tile.score_scale();
+    const ScoreScale<B> hook_scale = tile.hook_scale();
     tile.locate(S);
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       const int row = S.row(i), q = min(max(query_of<B>(a, tile.q, row), 0), Sq - 1);
@@ -5590,9 +5616,9 @@ template <class B> struct ScoreMod {
         const Position query{q, 0, column};
         const Position key = WHOLE ? Position{k0 + S.col(0), 1, column}
                                    : Position{min(k0 + S.col(j), last_key), 0, column};
-        const float factor = of_row(scale, i);
-        const Score score{S.x[i][j], factor,
-                          B::input_bytes == 1 ? factor * expression::log2e : a.scores_log2};
+        const float factor = of_row(hook_scale, i);
+        const SCORE score{S.x[i][j], factor,
+                          B::input_bytes == 1 ? factor * expression::log2e : a.score_scale_log2};
         const bool seen = !B::hides_keys || sees(b, h, query, key, Sq, Sk, a.p);
         use(i, j, logit(score, b, h, query, key, Sq, Sk, a.p), seen);
       }
@@ -5651,7 +5677,7 @@ __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool pl
 // Builds in which no knob changes logits or hides keys do not call the hook. Then logit() and sees() must
 // have no effect.
 [[maybe_unused]] __device__ inline void check_expressions(const SdpaParams& p) {
-  using Logit = decltype(ScoreMod<Defines>::logit({}, 0, 0, {}, {}, 0, 0, p));
+  using Logit = decltype(ScoreMod<Defines>::logit(expression::Score{}, 0, 0, {}, {}, 0, 0, p));
   using Seen = decltype(ScoreMod<Defines>::sees(0, 0, {}, {}, 0, 0, p));
   static_assert(Defines::changes_logits || std::is_same_v<Logit, expression::Score>,
                 "ScoreMod::logit() changes logits, but no knob of SDPA_LOGIT_KNOBS is set: add its knob there");
@@ -5661,20 +5687,20 @@ __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool pl
 
 // ---- 5f softcap ----
 
-// USE_SOFTCAP: tanh(x * cap_scale).
-template <class B> __device__ __forceinline__ float capped(float x, float cap_scale) {
-  return B::use_softcap == 1 ? tanh_approx(x * cap_scale) : tanh_exact(x * cap_scale);
+// USE_SOFTCAP: tanh(x * hook_scale).
+template <class B> __device__ __forceinline__ float capped(float x, float hook_scale) {
+  return B::use_softcap == 1 ? tanh_approx(x * hook_scale) : tanh_exact(x * hook_scale);
 }
 // Branches on is_capped() once per tile, so that the tanh of several scores overlap. With tanh.approx and no
 // polynomial it is tested per score: there, one branch per tile is up to 4% slower.
 template <class B, class View>
-__device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> cap_scale, int first, int last) {
+__device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> hook_scale, int first, int last) {
   if constexpr (B::use_softcap != 0) {
     if ((B::use_softcap == 2 || B::caps_by_polynomial) && !is_capped<B>(a)) return;
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       SDPA_UNROLL for (int j = first; j < last; j++) {
         float& x = S.x[i][j];
-        x = B::use_softcap == 2 || is_capped<B>(a) ? capped<B>(x, of_row(cap_scale, i)) : x;
+        x = B::use_softcap == 2 || is_capped<B>(a) ? capped<B>(x, of_row(hook_scale, i)) : x;
       }
     }
   }
@@ -5695,7 +5721,7 @@ __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreSc
 // slower.
 
 template <class Args> void set_cap_polynomial(Args& a) {
-  const double x = a.cap_scale, k0 = 0.9995825, k1 = -0.3226164, k2 = 0.08978852, shift = k1 / (2 * k2);
+  const double x = a.hook_scale, k0 = 0.9995825, k1 = -0.3226164, k2 = 0.08978852, shift = k1 / (2 * k2);
   if (x < 1e-7 || x > 1e7) return;  // the powers of x would overflow or underflow
   a.cap_polynomial = {float(shift / (x * x)), float((k0 / k2 - shift * shift) / (x * x * x * x)),
                       float(k2 * x * x * x * x * x * a.scale_log2)};
@@ -5707,8 +5733,8 @@ template <class B> struct CappedSoftmax : StaleSoftmax<B, 2> {
   const KernelArgs& a;
   bool by_polynomial;
 
-  __device__ __forceinline__ CappedSoftmax(const float (&m)[2], const ItemScale<B>& scale)
-      : Base(m, scale), a(scale.a) {
+  __device__ __forceinline__ CappedSoftmax(const float (&m)[2], const ItemScales<B>& scales)
+      : Base(m, scales), a(scales.a) {
     const float largest = 0.691f * a.scale_log2;  // tanh(0.85)
     bool is_in_bounds = a.cap_polynomial.factor != 0;
     SDPA_UNROLL for (int i = 0; i < 2; i++) {
@@ -5718,7 +5744,7 @@ template <class B> struct CappedSoftmax : StaleSoftmax<B, 2> {
   }
   template <class View> __device__ __forceinline__ void exp(View& S, int first, int last) {
     if (!by_polynomial) {
-      cap_scores<B>(S, a, a.cap_scale, first, last);
+      cap_scores<B>(S, a, a.hook_scale, first, last);
       return Base::exp(S, first, last);
     }
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
@@ -6042,7 +6068,7 @@ template <class B> __global__ void __launch_bounds__(map_threads) sdpa_map(const
   const uint32_t b = a.bias_map.heads.divide(head), h = a.bias_map.heads.remainder(head);
   WgmmaItem<B> item;
   static_cast<Item<B>&>(item) = item_of_block<B>(a, b * a.q_heads.divisor + h, a.q_blocks.remainder(blockIdx.x));
-  set_rounds<B, wgmma_may_pass<B>>(a, item);
+  set_rounds<B>(a, item);
   uint32_t* const list = list_of<B>(a, item);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int number = warp; number < item.rounds; number += map_threads / 32) {
@@ -6285,10 +6311,10 @@ template <class B> struct RowsPartial {
 // Merges the partials of the splits in a fixed order. Calls put(row, O, m, l) for every four columns of a
 // row.
 template <class B, class Partials, class Put>
-__device__ __forceinline__ void merge_split_partials(const Partials& partials_s, const ItemScale<B>& scale_log2,
+__device__ __forceinline__ void merge_split_partials(const Partials& partials_s, const ItemScales<B>& scales,
                                                      int thread, const Put& put) {
   constexpr int row_vectors = B::d_v / 4, threads = B::num_warps * 32;
-  const int rows = rows_of_item<B>(scale_log2.a);
+  const int rows = rows_of_item<B>(scales.a);
 #pragma unroll 4
   for (int first = 0; first < B::block_m * row_vectors; first += threads) {
     const int i = first + thread, row = i / row_vectors;
@@ -6300,7 +6326,7 @@ __device__ __forceinline__ void merge_split_partials(const Partials& partials_s,
     float m[1], l[1], weight[B::split_kv];
     float2 m_l[B::split_kv];
     SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) m_l[n] = ld_shared<float2>(&partials_s[n].m_l[row]);
-    merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
+    merge_weights<B>(m_l, scales.scale_log2(), weight, m[0], l[0]);
     SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) {
       add(O.x[0], ld_shared<float4>(&partials_s[n].O[row][O.first_col]), weight[n]);
     }
@@ -6313,17 +6339,17 @@ __device__ __forceinline__ void merge_split_partials(const Partials& partials_s,
 template <class B, class Partials>
 __device__ __forceinline__ void store_rows(const Partials& partials_s, const KernelArgs& a, const Item<B>& item,
                                            int thread, bool& is_last_s) {
-  const ItemScale<B> scale_log2(a, item);
+  const ItemScales<B> scales(a, item);
   const uint32_t ranges = item.range_count(a);
   if (B::split_ctas == 1 || ranges == 1) {
-    merge_split_partials<B>(partials_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
+    merge_split_partials<B>(partials_s, scales, thread, [&](int row, const auto& O, auto& m, auto& l) {
       store_output<B>(O, m, l, a, row_item<B>(a, item, row));
     });
     return;
   }
   uint32_t* const counters = range_counters<B>(a);
   RangePartial<B>* const partials = range_partials<B>(a);
-  merge_split_partials<B>(partials_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
+  merge_split_partials<B>(partials_s, scales, thread, [&](int row, const auto& O, auto& m, auto& l) {
     RangePartial<B>& partial = partials[item.part(a)];
     st_global(&partial.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
     if (O.first_col == 0) st_global(&partial.m_l[row], float2{m[0], l[0]});
@@ -6410,20 +6436,20 @@ template <class B> __device__ void Wgmma16Consumer<B>::make_halves_of_q() {
       memcpy(&x, words[n], sizeof x);
       if (is_of_row(n)) st_shared(chunk(n), x);
     }
-    float& scale = rows.scale_log2.scale.factor[i];
+    float& scale = rows.scales.descaling.factor[i];
     scale = finite_scale(scale * float_of(uint32_t(127 + exponent) << 23));
   }
   fence_proxy_async();  // hazard: Q written here, read by wgmma
-  barrier_sync(q_read + Base::warpgroup, 128);  // hazard: rows written by all warps
+  barrier_sync(QRead::id + Base::warpgroup, QRead::participants);  // hazard: rows written by all warps
 }
 // Divides m by the power of two by which the row of Q was multiplied, so that the merge, the sink and LSE can
 // use the item's scale. With a softcap m stays as it is, because it is a maximum of tanh values.
 template <class B> __device__ void Wgmma16Consumer<B>::take_scale_of_q_back() {
   const uint32_t tid = thread_index_anew() % 128;
-  ItemScale<B> of_q(a);
-  of_q.start(Base::item(), row_group * 64 + tid / 32 * 16 + tid % 32 / 4);
+  ItemScales<B> of_item(a);
+  of_item.start(Base::item(), row_group * 64 + tid / 32 * 16 + tid % 32 / 4);
   SDPA_UNROLL for (int i = 0; i < 2; i++) {
-    if (!is_capped<B>(a)) rows.m[i] *= rows.scale_log2.scale.factor[i] / of_q.scale.factor[i];
+    if (!is_capped<B>(a)) rows.m[i] *= rows.scales.descaling.factor[i] / of_item.descaling.factor[i];
   }
 }
 
@@ -6819,7 +6845,7 @@ struct PlanShared {
   uint32_t count_of[plan_classes];  // number of items of a class
   uint32_t first[plan_classes];     // index of the next item of a class in the list
 };
-// Calls use(b, sequence, q0, keys) for every tile. q0 is that of set_rounds() with EARLY. 2^shift lanes share a
+// Calls use(b, sequence, q0, keys) for every tile. q0 is that of set_rounds(). 2^shift lanes share a
 // sequence and begin with its last rows.
 template <class B, class Use> __device__ __forceinline__ void for_each_tile(const KernelArgs& a, int shift, Use use) {
   const int tid = threadIdx.x, queries = queries_of_item<B>(a);
@@ -6827,9 +6853,9 @@ template <class B, class Use> __device__ __forceinline__ void for_each_tile(cons
     const Sequence sequence(a.p, b);
     const KeyBounds keys(a.p, sequence.Sq, sequence.Sk);
     const int tiles = ceil_div(sequence.Sq, queries);
-    const int early = wgmma_may_pass<B> && !keys.all() ? (tiles * queries - sequence.Sq) / 64 * 64 : 0;
+    const int shifted = skips_empty_warpgroups<B> && !keys.all() ? shifted_rows<B>(tiles, sequence.Sq) : 0;
     for (int i = tiles - 1 - tid % (1 << shift); i >= 0; i -= 1 << shift) {
-      const int q0 = i * queries - early;
+      const int q0 = i * queries - shifted;
       use(b, sequence, q0, keys.of_rows(max(q0, 0), min(q0 + queries, sequence.Sq) - 1));
     }
   }
@@ -7409,24 +7435,24 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
   return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, "launching the kernel");
 }
 
-float log2_scale(const SdpaParams& p) {  // scale * log2(e). DTYPE=U8: times the units of Q and K
+float scale_log2_of(const SdpaParams& p) {  // scale * log2(e). DTYPE=U8: times the units of Q and K
   const double unit = 1.4426950408889634 * element_unit<Defines> * element_unit<Defines>;
   return float((p.scale == 0 ? 1 / std::sqrt(double(p.D)) : double(p.scale)) * unit);
 }
 
 // ---- the score hook: its constants ----
 
-// Sets the scales of KernelArgs. Softcap: a cap_scale of 0 turns it off.
+// Sets the scales of KernelArgs. Softcap: a hook_scale of 0 turns it off.
 template <class B> void set_scales(KernelArgs& a) {
-  a.scale_log2 = log2_scale(a.p);
+  a.scale_log2 = scale_log2_of(a.p);
   if (B::use_softcap != 0 && a.p.softcap != 0) {
-    a.cap_scale = std::fmin(std::fmax(a.scale_log2 * ln2 / a.p.softcap, 1.2e-38f), 3.4e38f);
+    a.hook_scale = std::fmin(std::fmax(a.scale_log2 * ln2 / a.p.softcap, 1.2e-38f), 3.4e38f);
     a.scale_log2 = a.p.softcap / ln2;
     if constexpr (B::caps_by_polynomial) set_cap_polynomial(a);
   }
-  a.scores_log2 = a.scale_log2;
+  a.score_scale_log2 = a.scale_log2;
   if (B::changes_logits) {
-    a.cap_scale = a.scale_log2 * ln2;
+    a.hook_scale = a.scale_log2 * ln2;
     a.scale_log2 = 1 / ln2;
   }
   // Without a bias, keep scores instead of logits: differences of scores are exact, products with a scale are rounded.
@@ -7484,7 +7510,7 @@ template <class B> bool differs_by_batch(const SdpaParams& p) {
 // that MASK_MOD names. Maps that differ in a single number have different hashes.
 template <class B> uint64_t hash_of_map(const BiasMap& map, const SdpaParams& p, const Items& items) {
   const KeyBounds keys(p, p.Sq, p.Sk);
-  const int64_t numbers[] = {B::block_m,    B::round_keys, wgmma_may_pass<B>,   items.heads,        items.queries,
+  const int64_t numbers[] = {B::block_m,    B::round_keys, skips_empty_warpgroups<B>,   items.heads,        items.queries,
                              p.Sq,          p.Sk,          map.batches.divisor, map.heads.divisor,  p.bias_keys,
                              keys.from,     keys.to};
   uint64_t hash = 0;
@@ -7711,7 +7737,7 @@ SdpaStatus check_sizes(SdpaParams& p) {
 SdpaStatus check_params(SdpaParams& p) {
   const SdpaStatus sizes = check_sizes(p);
   if (!sizes.ok()) return sizes;
-  if (!(p.scale >= 0 && log2_scale(p) < INFINITY)) {
+  if (!(p.scale >= 0 && scale_log2_of(p) < INFINITY)) {
     return failure(refused, "scale=%g: must be 0 or more, below 10^38", double(p.scale));
   }
   if (p.softcap != 0 && !(p.softcap >= 1e-18 && p.softcap <= 1e18)) {

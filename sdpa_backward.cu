@@ -18,10 +18,11 @@
 // and dP, so there are seven products instead of five. In return, all sums stay in the registers of one CTA:
 // no atomics, no accumulators in global memory, and bitwise the same results in every run.
 //
-// One pass (USE_WGMMA=1 USE_WARP_SPECIALIZATION=1): sdpa_backward_wgmma computes S and dP once, so there are
-// five products. A CTA accumulates dK and dV in registers and adds its share of dQ atomically to fp32 sums in
-// the workspace. sdpa_backward_convert scales and rounds these sums. The order of the additions differs from
-// run to run, and so do the last bits of dQ. dK and dV are bitwise the same in every run.
+// One pass (ONE_PASS=1, or USE_WGMMA=1 USE_WARP_SPECIALIZATION=1): sdpa_backward_kv or sdpa_backward_wgmma
+// computes S and dP once, so there are five products. A CTA accumulates dK and dV in registers and adds its
+// share of dQ atomically to fp32 sums in the workspace. Another kernel scales and rounds these sums. The order
+// of the additions differs from run to run, and so do the last bits of dQ. dK and dV are bitwise the same in
+// every run.
 //
 // Build one variant   nvcc -O3 -std=c++17 -arch=native -DBACKWARD=1 -DBLOCK_M=64 sdpa_backward.cu -o sdpa_backward
 // Check and time it   ./sdpa_backward --shape mission
@@ -52,12 +53,13 @@ namespace {
 // support. Section 6 refuses the others.
 // clang-format off
 #define SDPA_BACKWARD_KNOBS(X) \
-  X(BACKWARD, 0, backward, "0 1", "scalar mma wgmma", "1: the line is built from sdpa_backward.cu and computes dQ, dK and dV")
+  X(BACKWARD, 0, backward, "0 1", "scalar mma wgmma", "1: the line is built from sdpa_backward.cu and computes dQ, dK and dV") \
+  X(ONE_PASS, 0, one_pass, "0 1", "mma", "five products instead of seven; adds dQ atomically to sums in global memory")
 // clang-format on
 SDPA_BACKWARD_KNOBS(SDPA_KNOB)
 constexpr std::string_view backward_knobs =
     "HEAD_DIM HEAD_DIM_V DTYPE BLOCK_M BLOCK_N NUM_WARPS VEC_WIDTH USE_CP_ASYNC STAGES SWIZZLE_XOR USE_MMA_SYNC "
-    "USE_WGMMA USE_WARP_SPECIALIZATION USE_SOFTCAP USE_SINKS USE_LENGTHS";
+    "USE_WGMMA USE_WARP_SPECIALIZATION USE_SOFTCAP USE_SINKS USE_LENGTHS SCORE_MOD MASK_MOD";
 
 }  // namespace
 
@@ -87,8 +89,10 @@ namespace {
 
 struct GradientMaps { CUtensorMap d_o, d_k, d_v; };
 
-// True for the one-pass kernel, which adds dQ to fp32 sums in global memory.
-template <class B> constexpr bool adds_dq = B::kernel == KernelKind::wgmma_roles;
+// True for sdpa_backward_wgmma.
+template <class B> constexpr bool has_roles = B::kernel == KernelKind::wgmma_roles;
+// True for the one-pass kernels, which add dQ to fp32 sums in global memory.
+template <class B> constexpr bool adds_dq = has_roles<B> || value_of(ONE_PASS_text) == 1;
 
 // Number of tiles of `size` rows in a head of a tensor with `rows` rows. With starts, sequence b has the tiles
 // from first_tile() on, and some tiles have no rows.
@@ -101,18 +105,19 @@ __host__ __device__ inline int batches_of(const SdpaParams& p, const int* starts
   return Defines::use_lengths && starts ? min(p.B, 1) : p.B;
 }
 
-// Rows per query head in the workspace. adds_dq: those of whole tiles of BLOCK_N rows.
+// Rows per query head in the workspace. has_roles: those of whole tiles of BLOCK_N rows.
 inline int64_t padded_rows_of(const SdpaParams& p) {
-  return adds_dq<Defines> ? tiles_of_head(p, p.q_starts, p.Sq, Defines::block_n) * Defines::block_n : p.Sq;
+  return has_roles<Defines> ? tiles_of_head(p, p.q_starts, p.Sq, Defines::block_n) * Defines::block_n : p.Sq;
 }
 // The workspace: arrays with padded_rows entries per query head. The entries are LSE * log2(e), where -inf is
-// replaced by +inf, and delta. adds_dq: also D sums of dQ / gradient_scale, ordered as in
+// replaced by +inf, and delta. adds_dq: also D sums of dQ / gradient_scale. has_roles: these are ordered as in
 // add_to_sums_of_dq().
 struct BackwardWorkspace {
   int64_t heads;  // B * Hq, or Hq with q_starts
   int padded_rows;
-  float2* rows;                       // two passes: {LSE_log2, delta}
-  float *lse_log2, *delta, *dQ_sums;  // adds_dq
+  float2* rows;             // {LSE_log2, delta}
+  float *lse_log2, *delta;  // has_roles: instead of rows
+  float* dQ_sums;           // adds_dq
 
   BackwardWorkspace(const SdpaParams& p, void* workspace)
       : heads(int64_t(batches_of(p, p.q_starts)) * p.Hq),
@@ -120,10 +125,11 @@ struct BackwardWorkspace {
         rows(static_cast<float2*>(workspace)),
         lse_log2(static_cast<float*>(workspace)),
         delta(lse_log2 + heads * padded_rows),
-        dQ_sums(delta + heads * padded_rows) {}
+        dQ_sums(lse_log2 + floats_before_sums(heads * padded_rows)) {}
+  static int64_t floats_before_sums(int64_t all_rows) { return (2 * all_rows + 3) / 4 * 4; }  // 16-byte aligned
   __device__ __forceinline__ void set(int64_t head, int q, float2 values) const {
     const int64_t i = head * padded_rows + q;
-    if (adds_dq<Defines>) {
+    if (has_roles<Defines>) {
       st_global(lse_log2 + i, values.x);
       st_global(delta + i, values.y);
       return;
@@ -132,7 +138,7 @@ struct BackwardWorkspace {
   }
   __device__ __forceinline__ float2 get(int64_t head, int q) const {
     const int64_t i = head * padded_rows + q;
-    if (adds_dq<Defines>) return {ld_global<float>(lse_log2 + i), ld_global<float>(delta + i)};
+    if (has_roles<Defines>) return {ld_global<float>(lse_log2 + i), ld_global<float>(delta + i)};
     return ld_global<float2>(rows + i);
   }
 };
@@ -142,14 +148,14 @@ struct BackwardWorkspace {
 struct BackwardArgs : KernelArgs, SdpaGradients {
   BackwardWorkspace work;
   float gradient_scale;   // the factor of dQ and dK: scale
-  int heads_at_once = 1;  // adds_dq: KV heads per section, see key_tile_of_cta()
-  std::conditional_t<adds_dq<Defines>, GradientMaps, Nothing> gradient_maps;
+  int heads_at_once = 1;  // has_roles: KV heads per section, see key_tile_of_cta()
+  std::conditional_t<has_roles<Defines>, GradientMaps, Nothing> gradient_maps;
 
   BackwardArgs(const SdpaBackwardParams& params, int rows_of_mask, int keys_of_mask, const Grid& grid = {})
       : KernelArgs(params.forward, rows_of_mask, keys_of_mask, grid),
         SdpaGradients(params),
         work(params.forward, params.workspace),
-        gradient_scale(log2_scale(params.forward) * ln2) {}
+        gradient_scale(scale_log2_of(params.forward) * ln2) {}
 };
 
 // Returns the range of queries that see at least one key in [first, last].
@@ -176,6 +182,15 @@ __device__ __forceinline__ void cp_async_bulk_load(void* dst_s, const void* src_
 __device__ __forceinline__ void red_global_add_v4(float* dst_g, float a, float b, float c, float d) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(dst_g), "f"(a), "f"(b), "f"(c), "f"(d)
                : "memory");
+}
+// Adds to two adjacent floats in global memory by two separate atomic additions.
+__device__ __forceinline__ void red_global_add_v2(float* dst_g, float a, float b) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(dst_g), "f"(a), "f"(b) : "memory");
+#else
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(dst_g), "f"(a) : "memory");
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(dst_g + 1), "f"(b) : "memory");
+#endif
 }
 
 #endif  // SDPA_SIMT
@@ -245,9 +260,9 @@ __device__ __forceinline__ decltype(auto) mask_of(const BackwardArgs& a, const I
 template <class B> __device__ __forceinline__ int64_t head_index(const SdpaParams& p, const Item<B>& item, int h) {
   return int64_t(item.batch(p.q_starts)) * p.Hq + h;
 }
-// Row of query q in its head of the workspace. adds_dq: sequences start at multiples of BLOCK_N.
+// Row of query q in its head of the workspace. has_roles: sequences start at multiples of BLOCK_N.
 template <class B> __device__ __forceinline__ int workspace_row(const SdpaParams& p, const Item<B>& item, int q) {
-  if (B::use_lengths && adds_dq<B> && p.q_starts) {
+  if (B::use_lengths && has_roles<B> && p.q_starts) {
     return first_tile(item.q_row(0), item.b, B::block_n) * B::block_n + q;
   }
   return item.q_row(q);
@@ -349,6 +364,114 @@ template <class B, class Load> struct PassingTiles {
   }
 };
 
+// ---- the derivative of SCORE_MOD ----
+//
+// SCORE_MOD is evaluated with a dual number in place of the score: a value, and its derivative by the score.
+
+namespace expression {
+
+struct Dual {
+  float value, slope;
+  // As a Score: the score s = score * factor.
+  __device__ __forceinline__ Dual(float score, float factor, float) : value(score * factor), slope(1) {}
+  __device__ __forceinline__ Dual(float value_, float slope_) : value(value_), slope(slope_) {}
+  // A constant, as in the expression  s > 0 ? s : 0
+  template <class X, If<is_operand<X>> = 0> __device__ __forceinline__ Dual(X x) : value(float(x)), slope(0) {}
+  __device__ __forceinline__ explicit operator int() const { return int(value); }
+};
+template <class X, class Y> constexpr bool has_dual = is_any_of<Dual, X, Y>;
+
+__device__ __forceinline__ float value_of(Dual x) { return x.value; }
+template <class X> __device__ __forceinline__ float value_of(X x) { return float(x); }
+// The chain rule: the derivative of f(x) by the score, if that of f by x is `derivative`. For constants -0, since the
+// compiler removes the addition of -0.
+__device__ __forceinline__ float chain(Dual x, float derivative) { return x.slope * derivative; }
+template <class X> __device__ __forceinline__ float chain(X, float) { return -0.0f; }
+
+template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ Dual operator+(X x, Y y) {
+  return {value_of(x) + value_of(y), chain(x, 1) + chain(y, 1)};
+}
+template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ Dual operator-(X x, Y y) {
+  return {value_of(x) - value_of(y), chain(x, 1) + chain(y, -1)};
+}
+template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ Dual operator*(X x, Y y) {
+  return {value_of(x) * value_of(y), chain(x, value_of(y)) + chain(y, value_of(x))};
+}
+template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ Dual operator/(X x, Y y) {
+  const float inverse = 1 / value_of(y), quotient = value_of(x) * inverse;
+  return {quotient, chain(x, inverse) + chain(y, -quotient * inverse)};
+}
+__device__ __forceinline__ Dual operator-(Dual x) { return {-x.value, -x.slope}; }
+__device__ __forceinline__ bool operator<(Dual x, Dual y) { return x.value < y.value; }
+__device__ __forceinline__ bool operator>(Dual x, Dual y) { return x.value > y.value; }
+__device__ __forceinline__ bool operator<=(Dual x, Dual y) { return x.value <= y.value; }
+__device__ __forceinline__ bool operator>=(Dual x, Dual y) { return x.value >= y.value; }
+__device__ __forceinline__ bool operator==(Dual x, Dual y) { return x.value == y.value; }
+__device__ __forceinline__ bool operator!=(Dual x, Dual y) { return x.value != y.value; }
+
+__device__ __forceinline__ Dual real(Dual x) { return x; }
+__device__ __forceinline__ Dual exp(Dual x) {
+  const float y = ::expf(x.value);
+  return {y, chain(x, y)};
+}
+__device__ __forceinline__ Dual exp2(Dual x) {
+  const float y = ::exp2f(x.value);
+  return {y, chain(x, y * ln2)};
+}
+__device__ __forceinline__ Dual log(Dual x) { return {::logf(x.value), chain(x, 1 / x.value)}; }
+__device__ __forceinline__ Dual log2(Dual x) { return {::log2f(x.value), chain(x, log2e / x.value)}; }
+__device__ __forceinline__ Dual sqrt(Dual x) {
+  const float y = ::sqrtf(x.value);
+  return {y, chain(x, 0.5f / y)};
+}
+__device__ __forceinline__ Dual sin(Dual x) { return {::sinf(x.value), chain(x, ::cosf(x.value))}; }
+__device__ __forceinline__ Dual cos(Dual x) { return {::cosf(x.value), chain(x, -::sinf(x.value))}; }
+__device__ __forceinline__ Dual floor(Dual x) { return {::floorf(x.value), 0}; }
+__device__ __forceinline__ Dual tanh(Dual x) {
+  const float y = SDPA_NAMESPACE::tanh_exact(x.value);
+  return {y, chain(x, fmaf(-y, y, 1))};
+}
+__device__ __forceinline__ Dual tanh_approx(Dual x) {
+  const float y = SDPA_NAMESPACE::tanh_approx(x.value);
+  return {y, chain(x, fmaf(-y, y, 1))};
+}
+__device__ __forceinline__ Dual abs(Dual x) { return x.value < 0 ? -x : x; }
+template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ Dual pow(X x, Y y) {
+  const float power = ::powf(value_of(x), value_of(y));
+  return {power, chain(x, value_of(y) * ::powf(value_of(x), value_of(y) - 1)) + chain(y, power * ::logf(value_of(x)))};
+}
+template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ Dual min(X x, Y y) {
+  return value_of(y) < value_of(x) ? Dual(y) : Dual(x);
+}
+template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ Dual max(X x, Y y) {
+  return value_of(y) > value_of(x) ? Dual(y) : Dual(x);
+}
+
+}  // namespace expression
+
+// True if the derivative of a logit by its score is not 1.
+template <class B> constexpr bool has_slope = B::use_softcap != 0 || B::changes_logits;
+// A tile of the score hook that also gets the derivatives. slope [ROWS][COLS] of the thread's view
+template <class B, class Slopes> struct SlopeTile : ScoreTile<B> {
+  Slopes& slope;
+};
+// Overloads modify_scores() of the score hook.
+template <class B, class View, class Slopes>
+__device__ __forceinline__ void modify_scores(View& S, const SlopeTile<B, Slopes>& tile, bool plain) {
+  const ScoreTile<B>& of_scores = tile;
+  const auto modify = [&](int i, int j, auto logit, bool seen) {
+    if constexpr (B::changes_logits) {
+      const expression::Dual x(logit);
+      S.x[i][j] = x.value;
+      tile.slope[i][j] = x.slope;
+    }
+    if (!seen) S.x[i][j] = -INFINITY;
+  };
+  using expression::Dual;
+  if (plain) ScoreMod<B>::template each<true, Dual>(S, 0, View::COLS, of_scores, modify);
+  else ScoreMod<B>::template each<false, Dual>(S, 0, View::COLS, of_scores, modify);
+}
+
 // ---- P and dS ----
 
 // A view of the transpose of T.
@@ -373,29 +496,36 @@ template <class View> struct Transposed {
 // P and dS of a tile. Rows of View are queries. P holds S until set_p(), and dS holds dP until set_ds().
 template <class B, class View> struct WeightsOfTile {
   View &P, &dS;
-  float slope[B::use_softcap != 0 ? View::ROWS : 1][View::COLS];  // USE_SOFTCAP: d logit / d score
+  float slope[has_slope<B> ? View::ROWS : 1][View::COLS];  // d logit / d score
 
   // Replaces S by P = exp2(S * scale_log2 - LSE_log2). Hidden scores are first set to -inf. So are the scores
   // of keys past Sk: they are 0, and exp2(0 - LSE_log2) would overflow if LSE is below -88. Queries past Sq
-  // add 0 to all sums: with two passes their P is 1, but dO, dP and delta are 0; with one pass LSE is +inf
-  // and P is 0.
+  // add 0 to all sums: their P is finite, but dO, dP and delta are 0. has_roles, SCORE_MOD: LSE is +inf and P
+  // is 0.
   // plain: no score of the tile is hidden.   lse_log2: of this thread's queries
   __device__ __forceinline__ void set_p(const BackwardArgs& a, const Item<B>& item, const Mask& mask, int q0, int k0,
                                         bool plain, const float (&lse_log2)[View::ROWS]) {
-    finish_scores<B>(P, a, item, mask, q0, k0, plain);
+    SlopeTile<B, decltype(slope)> tile{{a, item, mask, q0, k0, item_score_scale<B>(a, item)}, slope};
+    finish_scores<B>(P, tile, plain);
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      // SCORE_MOD of a query past the last may be anything, so that exp2 could overflow.
+      const bool exists = !B::changes_logits || q0 + P.row(i) < item.query_count(a.p);
       SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
         float& x = P.x[i][j];
         if constexpr (B::use_softcap != 0) {  // x is a tanh, or -inf
           slope[i][j] = is_capped<B>(a) ? fmaxf(fmaf(-x, x, 1), 0) : 1;
         }
+        if (B::changes_logits && (!exists || x == -INFINITY)) {
+          x = -INFINITY;
+          slope[i][j] = 0;  // SCORE_MOD of a hidden key may have no derivative
+        }
         x = ex2_approx_ftz(fmaf(x, a.scale_log2, -lse_log2[i]));
       }
     }
   }
-  // USE_SOFTCAP: multiplies P by the slope. Called after the operand of P.T @ dO has been packed.
+  // Multiplies P by the slope. Called after the operand of P.T @ dO has been packed.
   __device__ __forceinline__ void multiply_by_slope() {
-    if constexpr (B::use_softcap != 0) {
+    if constexpr (has_slope<B>) {
       SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
         SDPA_UNROLL for (int j = 0; j < View::COLS; j++) P.x[i][j] *= slope[i][j];
       }
@@ -492,7 +622,10 @@ template <class B> struct Products<B, KernelKind::mma> {
   using Scores = MmaAccumulator<B, B::block_n>;
   using Sums = MmaSums<B>;
   using Operands = MmaHalves<B>;
-  using Scratch = Nothing;  // accumulators of T have the lane layout of A operands
+  // ONE_PASS: T of all warps, [BLOCK_M][BLOCK_N]. Otherwise none: accumulators of T have the lane layout of A
+  // operands.
+  static constexpr int SCRATCH_STRIDE = B::block_n + 8;  // + 8 avoids bank conflicts
+  using Scratch = std::conditional_t<adds_dq<B>, Element<B>[B::block_m * SCRATCH_STRIDE], Nothing>;
   using Operand = Nothing;
 
   template <class View> static __device__ __forceinline__ void place(View& T, int warp, int lane) {
@@ -593,10 +726,10 @@ template <class B> __host__ __device__ constexpr int lanes_of_row() {
 template <class B> __device__ __forceinline__ int workspace_rows(const BackwardArgs& a, const Item<B>& item) {
   if constexpr (!B::use_lengths) return a.work.padded_rows;
   const int queries = item.query_count(a.p);
-  return adds_dq<B> ? ceil_div(queries, B::block_n) * B::block_n : queries;
+  return has_roles<B> ? ceil_div(queries, B::block_n) * B::block_n : queries;
 }
 // Writes LSE_log2 and delta of an item's BLOCK_M queries to the workspace. adds_dq: also clears their dQ
-// sums, and writes the rows past the last query with LSE_log2 = +inf, which makes their P and dS 0.
+// sums. has_roles: also writes the rows past the last query with LSE_log2 = +inf, which makes their P and dS 0.
 template <class B>
 __global__ void __launch_bounds__(32 * B::num_warps) sdpa_backward_rows(const __grid_constant__ BackwardArgs a) {
   constexpr int LANES = lanes_of_row<B>(), width = B::vec_width, rows_at_once = 32 * B::num_warps / LANES;
@@ -712,6 +845,52 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_q(const __grid_co
 // The products are transposed: S.T = K @ Q.T, dP.T = V @ dO.T. A CTA streams the tiles of all query heads of
 // the GQA group, so that dK and dV are summed over these heads in registers. If dK and dV together need too
 // many registers, the kernel is launched once for each of them.
+//
+// ONE_PASS: the kernel also adds the tile's share of dQ to the sums in the workspace, from all BLOCK_M keys.
+
+template <int WIDTH> struct MmaPieceOfDq : QuadRuns<2, WIDTH, 2> {  // [16][WIDTH] of a warp
+  static constexpr int M_TILES = 1;
+};
+// ONE_PASS: adds dQ = dS @ K of BLOCK_N queries to their sums, except for queries at or past `count`. The warps
+// divide dQ into pieces of 16 queries and at most 64 elements. They write dS.T to shared memory, since a piece
+// needs dS of all keys.   K [BLOCK_M][D]   sums [count][D]
+template <class B, class View>
+__device__ __forceinline__ void add_dq(float* sums_g, int count, const View& dS, typename Products<B>::Scratch& dS_s,
+                                       const Element<B>* K_s, int warp, int lane) {
+  constexpr int stride = Products<B>::SCRATCH_STRIDE, width = B::head_dim % 64 ? 32 : 64, across = B::head_dim / width;
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) {
+      st_shared(&dS_s[dS.row(i) * stride + dS.col(j)], pack<Input>(dS.x[i][j], dS.x[i][j + 1]));
+    }
+  }
+  __syncthreads();  // hazard: dS written by all warps
+  for (int n = warp; n < B::block_n / 16 * across; n += B::num_warps) {
+    const int r0 = n / across * 16, d0 = n % across * width;
+    const SharedAddress dS_lane =
+        shared_address(&dS_s[(lane / 16 * 8 + lane % 8) * stride + r0 + lane / 8 % 2 * 8]);
+    const SharedAddress K_lane = shared_address(K_s + tile_offset<B>(lane % 16, lane / 16 * 8));
+    MmaPieceOfDq<width> dQ;
+    dQ.first_row = r0 + lane / 4;
+    dQ.first_col = d0 + lane % 4 * 2;
+    clear(dQ);
+    SDPA_UNROLL for (int step = 0; step < B::block_m / 16; step++) {
+      uint32_t rows[1][4];
+      ldmatrix_x4<true>(rows[0], dS_lane + step * 16 * stride * int(sizeof(Input)));
+      SDPA_UNROLL for (int i = 0; i < width / 16; i++) {
+        uint32_t columns[4];
+        ldmatrix_x4<true>(columns, tile_step<B>(K_lane, 16 * step, d0 + 16 * i));
+        multiply_columns<MmaHalves<B>>(dQ, i, rows, columns);
+      }
+    }
+    SDPA_UNROLL for (int i = 0; i < dQ.ROWS; i++) {
+      if (dQ.row(i) >= count) continue;
+      float* const row_g = sums_g + int64_t(dQ.row(i)) * B::head_dim;
+      SDPA_UNROLL for (int j = 0; j < dQ.COLS; j += 2) {
+        red_global_add_v2(row_g + dQ.col(j), dQ.x[i][j], dQ.x[i][j + 1]);
+      }
+    }
+  }
+}
 
 // Registers per thread for S, dP and sums with `columns` columns in total.
 template <class B> constexpr int sum_registers(int columns) {
@@ -786,7 +965,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
   for (int n = 0; n < tiles.count; n++) {
     const int stage = tiles.acquire(n), q0 = query_of_tile(n);
     const PairTile<B, B::block_n>& tile = s.passing[stage];
-    if (!mask.tiles.touch(q0, k)) {
+    if (!adds_dq<B> && !mask.tiles.touch(q0, k)) {  // add_dq() needs all warps
       tiles.load_ahead(n);
       continue;
     }
@@ -815,6 +994,11 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
       QK::settle(dK);
     }
     if (HAS_DV) V::settle(dV);
+    if constexpr (adds_dq<B>) {
+      const int64_t row = head_index(p, item, head_of_tile(n)) * p.Sq + workspace_row(p, item, q0);
+      add_dq<OfQK<B>>(a.work.dQ_sums + row * B::head_dim, item.query_count(p) - q0, dS, s.scratch, s.kept.x, warp,
+                      lane);
+    }
   }
   const int batch = item.batch(p.k_starts), row = item.k_row(0);
   if (HAS_DK) {
@@ -825,7 +1009,25 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
   }
 }
 
-// ---- one pass: five products, a producer warpgroup and two consumer warpgroups (adds_dq) ----
+// ONE_PASS: scales and rounds dQ of an item's BLOCK_M queries.
+template <class B>
+__global__ void __launch_bounds__(B::threads) sdpa_backward_convert_rows(const __grid_constant__ BackwardArgs a) {
+  constexpr int D = B::head_dim;
+  const SdpaParams& p = a.p;
+  const Item<B> item = query_item<B>(a, blockIdx.x);
+  const int64_t first_row = head_index(p, item, item.h) * p.Sq + workspace_row(p, item, item.q0);
+  const int rows = min(item.query_count(p) - item.q0, B::block_m);
+  Input* const dQ_g = head_of(a.dQ, a.d_q, item.batch(p.q_starts), item.h, item.q_row(item.q0));
+  for (int i = threadIdx.x; i < rows * (D / 4); i += B::threads) {
+    const int r = i / (D / 4), d = i % (D / 4) * 4;
+    const float4 x = ld_global<float4>(a.work.dQ_sums + (first_row + r) * D + d);
+    const uint2 packed{pack<Input>(x.x * a.gradient_scale, x.y * a.gradient_scale),
+                       pack<Input>(x.z * a.gradient_scale, x.w * a.gradient_scale)};
+    st_global(dQ_g + r * a.d_q.row + d, packed);
+  }
+}
+
+// ---- one pass by wgmma: five products, a producer warpgroup and two consumer warpgroups (has_roles) ----
 // A CTA keeps 128 keys, 64 per consumer warpgroup, and streams tiles of BLOCK_N queries. S.T = K @ Q.T and
 // dP.T = V @ dO.T have keys as rows, so that P.T is an A operand in registers. The warpgroups write dS.T to
 // shared memory. Then each computes half of the tile's dQ from all 128 keys.
@@ -852,9 +1054,10 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
 template <class B> constexpr int DQ_PIECES = B::block_n / 64 * (B::head_dim / 64);
 constexpr int dq_piece_floats = 64 * 64;
 
-// Ids of named barriers. backward_turn + w: the turn of warpgroup w. both_groups: both consumer warpgroups.
-// own_group + w: the warps of warpgroup w.
-constexpr int backward_turn = 1, both_groups = 3, own_group = 4;
+// Named barriers of the consumers, with the number of threads that arrive or wait. id + w belongs to warpgroup w.
+struct BackwardTurn { static constexpr int id = 1, participants = 256; };  // it is the turn of w
+struct BothGroups { static constexpr int id = 3, participants = 256; };
+struct OwnGroup { static constexpr int id = 4, participants = 128; };  // the warps of w
 
 template <class B> struct KeysOfCta {
   KeyTile<B> keys;
@@ -1082,7 +1285,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   using Shared = BackwardWgmmaShared<B>;
   using Scores = WgmmaAccumulator<B::block_n>;
   using ByQuery = Transposed<Scores>;
-  constexpr int D = B::head_dim, last_barrier = backward_turn + 1;
+  constexpr int D = B::head_dim, last_barrier = BackwardTurn::id + 1;
   const int lane = threadIdx.x % 32, k0 = keys.k0 + 64 * w;
   Scores P, dP;
   WgmmaAccumulator<D> dK, dV;
@@ -1091,8 +1294,8 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   forget(dK.x.d);  // the products of the first tile overwrite dK and dV
   forget(dV.x.d);
   // D=128: dK += dS.T @ Q takes dS.T from registers, which saves reads of shared memory. With D=64 or a
-  // softcap, there are too few registers.
-  constexpr bool dS_in_registers = D == 128 && B::use_softcap == 0;
+  // slope, there are too few registers.
+  constexpr bool dS_in_registers = D == 128 && !has_slope<B>;
   WgmmaProbabilities<B> dS_operand;
   WgmmaProbabilities<B> P_operand;  // P.T, rounded
   const auto pack_p = [&] {
@@ -1118,8 +1321,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   int ds_stage = Shared::DS_STAGES - 1;  // of the previous tile
   float* dQ_sums_g = nullptr;            // this warpgroup's piece of the previous tile's dQ sums
 
-  // Replaces S by P = exp2(S * scale_log2 - LSE_log2). USE_SOFTCAP: packs P.T, then multiplies P by the
-  // slope.
+  // Replaces S by P = exp2(S * scale_log2 - LSE_log2). has_slope: packs P.T, then multiplies P by the slope.
   const auto set_p = [&](int q_stage) {
     ByQuery P_by_query(P), dS_by_query(dP);
     WeightsOfTile<B, ByQuery> weights{P_by_query, dS_by_query, {}};
@@ -1130,7 +1332,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     of_tile.h = tile.h;
     of_tile.q0 = q0;
     weights.set_p(a, of_tile, mask, q0, k0, is_plain<B>(a, mask, q0, k0), lse_log2);
-    if (B::use_softcap != 0) pack_p();
+    if (has_slope<B>) pack_p();
     weights.multiply_by_slope();
   };
   // Computes a tile, given its P and dP. Replaces them by those of the next tile.
@@ -1154,11 +1356,12 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
       store_to_panels<B::block_m>(dP, 1, s.dS[ds_stage] + 64 * 64 * w);
     }
     fence_proxy_async();
-    barrier_sync(backward_turn + w, 256);  // the turn; hazard: dS of tile n - 1 written by both warpgroups
+    // The turn. hazard: dS of tile n - 1 written by both warpgroups
+    barrier_sync(BackwardTurn::id + w, BackwardTurn::participants);
 
     // dV += P.T @ dO, and dQ = dS @ K of the previous tile. In the first tile, this dQ is undefined and not
     // used.
-    if (B::use_softcap == 0) pack_p();
+    if (!has_slope<B>) pack_p();
     wgmma_pv<B>(dV, P_operand, dO_of(o_stage), !first);
     WgmmaAccumulator<64> dQ;
     wgmma_dq<B>(dQ, descriptor_at(dS_of(ds_before), dq_panel), K_panel);
@@ -1183,14 +1386,14 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     dQ_sums_g = a.work.dQ_sums + tile.row(a, keys.item) * D + w * dq_piece_floats;
 
     if constexpr (last) {
-      if (w == 0) barrier_arrive(last_barrier, 256);  // the other warpgroup's last turn
+      if (w == 0) barrier_arrive(last_barrier, BackwardTurn::participants);  // the other warpgroup's last turn
       wgmma_wait_group<0>();
       hold(dK.x.d);
     } else {
       // dP = V @ dO.T and P of the next tile
       mbarrier_wait(&s.o_full[o_ring.stage], o_ring.parity);
       wgmma_qk<B>(next_dP, V, dO_of(o_ring.stage));
-      barrier_arrive(backward_turn + 1 - w, 256);
+      barrier_arrive(BackwardTurn::id + 1 - w, BackwardTurn::participants);
       tile.advance();
       wgmma_wait_group<2>();
       hold(next_S.x.d);
@@ -1217,13 +1420,13 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   set_p(0);
   wgmma_wait_group<0>();
   hold(dP.x.d);
-  if (w == 1) barrier_arrive(backward_turn, 256);  // the first turn is warpgroup 0's
+  if (w == 1) barrier_arrive(BackwardTurn::id, BackwardTurn::participants);  // the first turn is warpgroup 0's
 
   for (int n = 0; n + 1 < tiles; n++) do_tile(n == 0, std::false_type{});
   do_tile(tiles == 1, std::true_type{});
 
   // dQ of the last tile
-  barrier_sync(both_groups, 256);  // hazard: dS written by both warpgroups
+  barrier_sync(BothGroups::id, BothGroups::participants);  // hazard: dS written by both warpgroups
   WgmmaAccumulator<64> dQ;
   wgmma_dq<B>(dQ, descriptor_at(dS_of(ds_stage), dq_panel), K_panel);
   wgmma_wait_group<0>();
@@ -1232,10 +1435,10 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
 
   // Write dV over this warpgroup's V and dK over its K, then store both by TMA.
   store_to_panels<64>(dV, 1, s.V[w]);
-  barrier_sync(both_groups, 256);  // hazard: K read by both warpgroups
+  barrier_sync(BothGroups::id, BothGroups::participants);  // hazard: K read by both warpgroups
   store_to_panels<64>(dK, a.gradient_scale, s.K[w]);
   fence_proxy_async();
-  barrier_sync(own_group + w, 128);  // hazard: dK and dV written by all warps
+  barrier_sync(OwnGroup::id + w, OwnGroup::participants);  // hazard: dK and dV written by all warps
   const int batch = keys.item.batch(a.p.k_starts), row = keys.item.k_row(0);
   const int rows = key_count(a.p, keys.item) - k0;
   if (B::use_lengths && rows < 64) {  // the rows after those are the next sequence's
@@ -1306,7 +1509,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_wgmma(const __gri
   }
 }
 
-// ---- one pass: dQ from its sums ----
+// ---- one pass by wgmma: dQ from its sums ----
 
 struct ConvertShared {
   Input rows[64][64 + 8];  // + 8 avoids bank conflicts
@@ -1421,8 +1624,9 @@ template <class B> int64_t kv_tiles(const SdpaParams& p) {
 }
 
 size_t backward_workspace_bytes(const SdpaParams& p) {
-  return size_t(batches_of(p, p.q_starts)) * p.Hq * padded_rows_of(p) * sizeof(float) *
-         (2 + (adds_dq<Defines> ? Defines::head_dim : 0));
+  const int64_t all_rows = int64_t(batches_of(p, p.q_starts)) * p.Hq * padded_rows_of(p);
+  const int64_t sums = adds_dq<Defines> ? all_rows * Defines::head_dim : 0;
+  return size_t(BackwardWorkspace::floats_before_sums(all_rows) + sums) * sizeof(float);
 }
 
 SdpaStatus launch_backward(void (*kernel)(BackwardArgs), const BackwardArgs& a, int64_t ctas, int threads, size_t bytes,
@@ -1454,7 +1658,7 @@ template <class B> SdpaStatus launch_padding(const BackwardArgs& a, cudaStream_t
 }
 
 // Launches the kernels of build B. `entry` is the kernel that computes dK, with the shared memory Shared.
-template <class B, bool = adds_dq<B>> struct BackwardKernelOf {
+template <class B, bool = has_roles<B>> struct BackwardKernelOf {
   using Shared = BackwardShared<B>;
   static constexpr auto entry = sdpa_backward_kv<B, true, has_room_for_both<B>>;
   static SdpaStatus launch(const SdpaBackwardParams& params, const Items& items, const Grid& grid, cudaStream_t stream) {
@@ -1464,14 +1668,21 @@ template <class B, bool = adds_dq<B>> struct BackwardKernelOf {
     SdpaStatus status = launch_backward(sdpa_backward_rows<B>, of_q, items.count, 32 * B::num_warps, 0, stream);
     if (status.ok()) status = launch_sinks<B>(of_q, stream);
     if (status.ok()) status = launch_padding<B>(of_q, stream);
-    if (status.ok()) {
-      status = launch_backward(sdpa_backward_q<B>, of_q, items.count, B::threads, sizeof(Shared), stream);
+    if constexpr (!adds_dq<B>) {
+      if (status.ok()) {
+        status = launch_backward(sdpa_backward_q<B>, of_q, items.count, B::threads, sizeof(Shared), stream);
+      }
     }
     const int64_t tiles = kv_tiles<B>(params.forward);
     if (status.ok()) status = launch_backward(entry, of_kv, tiles, B::threads, sizeof(Shared), stream);
     if constexpr (!has_room_for_both<B>) {
       if (status.ok()) {
         status = launch_backward(sdpa_backward_kv<B, false, true>, of_kv, tiles, B::threads, sizeof(Shared), stream);
+      }
+    }
+    if constexpr (adds_dq<B>) {
+      if (status.ok()) {
+        status = launch_backward(sdpa_backward_convert_rows<B>, of_q, items.count, B::threads, 0, stream);
       }
     }
     return status;
@@ -1619,6 +1830,12 @@ SDPA_REFUSE(!Defines::use_warp_specialization &&
                 Defines::block_m / Defines::num_warps * (Defines::head_dim / 2 + Defines::block_n) / 16 > 192,
             "BLOCK_M, BLOCK_N: S, dP and dQ or dK would take over 192 registers and spill; type a smaller BLOCK_N, or "
             "BLOCK_M=16*NUM_WARPS");
+SDPA_REFUSE(value_of(ONE_PASS_text) == 1 && Defines::head_dim % 32,
+            "ONE_PASS, HEAD_DIM: a warp computes 32 or 64 elements of a row of dQ; type a multiple of 32 for HEAD_DIM");
+SDPA_REFUSE(value_of(ONE_PASS_text) == 1 &&
+                Defines::block_m / Defines::num_warps * ((Defines::head_dim + Defines::d_v) / 2 + Defines::block_n) / 16 > 160,
+            "ONE_PASS, BLOCK_M, BLOCK_N: S, dP, dQ, dK and dV would take over 192 registers and spill; type a smaller "
+            "BLOCK_N, or BLOCK_M=16*NUM_WARPS, or drop ONE_PASS");
 SDPA_REFUSE(HEAD_DIM_V_changed && (Defines::kernel == KernelKind::scalar || Defines::use_warp_specialization),
             "HEAD_DIM_V: only the two-pass backward kernels on tensor cores support it; drop it or type "
             "USE_MMA_SYNC=1");
@@ -1635,7 +1852,7 @@ static inline size_t sdpa_backward_workspace_bytes(SdpaParams forward) {
 
 // Computes dQ, dK and dV from the inputs of sdpa_forward(), O, LSE and dO. Enqueues kernels on a stream of
 // the current device, with the guarantees of sdpa_forward(). Two runs on the same inputs give the same bits,
-// except for dQ with USE_WARP_SPECIALIZATION=1.
+// except for dQ with ONE_PASS=1 or USE_WARP_SPECIALIZATION=1.
 static inline SdpaStatus sdpa_backward(const SdpaBackwardParams& params, cudaStream_t stream) {
   SdpaBackwardParams p = params;
   const SdpaStatus status = check_backward(p);

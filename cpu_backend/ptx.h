@@ -45,11 +45,11 @@ template <class T> inline void st_global(void* dst_g, T value, SIMT_CALLER) {
 inline uint32_t atom_inc_acq_rel(uint32_t* counter_g, uint32_t last, SIMT_CALLER) {
   return simt::increment<__ATOMIC_ACQ_REL>(counter_g, last, at);
 }
-inline void red_global_add_v4(float* dst_g, float a, float b, float c, float d, SIMT_CALLER) {
-  simt::check_global(dst_g, 16, at);
-  simt::note_global_write(dst_g, 16);
-  const float x[4] = {a, b, c, d};
-  for (int i = 0; i < 4; i++) {
+// Adds to N floats by separate atomic additions.
+template <int N> inline void red_global_add(float* dst_g, const float (&x)[N], SIMT_CALLER) {
+  simt::check_global(dst_g, sizeof x, at);
+  simt::note_global_write(dst_g, sizeof x);
+  for (int i = 0; i < N; i++) {
     float old;
     __atomic_load(dst_g + i, &old, __ATOMIC_RELAXED);
     for (float sum = old + x[i];
@@ -57,6 +57,10 @@ inline void red_global_add_v4(float* dst_g, float a, float b, float c, float d, 
       sum = old + x[i];
     }
   }
+}
+inline void red_global_add_v2(float* dst_g, float a, float b, SIMT_CALLER) { red_global_add(dst_g, {a, b}, at); }
+inline void red_global_add_v4(float* dst_g, float a, float b, float c, float d, SIMT_CALLER) {
+  red_global_add(dst_g, {a, b, c, d}, at);
 }
 inline void st_global_v4(void* dst_g, uint4 value, SIMT_CALLER) { st_global(dst_g, value, at); }
 

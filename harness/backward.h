@@ -110,7 +110,7 @@ class BackwardPass {
       if (!trouble.empty()) return trouble;
     }
     reference::Backward of(p, dO_.data(), output_type, line.tanh_is_approximate ? 1.0 / 2048 : 0,
-                           p.same_heads);
+                           p.same_heads, error_by_tanh_approx());
     for_all(LSE.size(), [&](size_t i) { of.set_row(i, &O[i * p.Dv], LSE[i], dLSE_values_[i]); });
     reference::GradientComparison dK("dK"), dV("dV"), sinks("dSink");
 

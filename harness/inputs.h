@@ -24,16 +24,18 @@ struct BiasRows {
   const char *layout, *name;
   int unit;      // row strides are a multiple of this number of elements; 0: odd
   bool shifted;  // the tensor starts one element after the allocation
+  bool gaps;     // one element between heads, so that their rows are not aligned
 };
 BiasRows bias_rows(const string& layout) {
   const int chunk = 16 / bias_bytes();  // elements per 16 bytes
-  const BiasRows rows[] = {{"bhsd", "contiguous", 1, false},
-                           {"bshd", "padded", chunk, false},
-                           {"packed", "shifted", chunk, true}};
+  const BiasRows rows[] = {{"bhsd", "contiguous", 1, false, false},
+                           {"bshd", "padded", chunk, false, false},
+                           {"packed", "shifted", chunk, true, false},
+                           {"zero", "gaps", chunk, false, true}};
   for (const BiasRows& r : rows) {
     if (layout == r.layout) return r;
   }
-  return {"", "odd", 0, true};
+  return {"", "odd", 0, true, false};
 }
 
 // A problem, its tensors in device memory, and the parameters that point to them.
@@ -218,10 +220,10 @@ class Inputs {
     const BiasRows rows = bias_rows(problem.layout);
     bias_row_ = rows.unit > 0 ? (bias.keys + rows.unit - 1) / rows.unit * rows.unit
                               : bias.keys + 1 - bias.keys % 2;
-    params.bias_strides = {bias.batches > 1 ? bias_row_ * bias.rows * bias.heads : 0,
-                           bias.heads > 1 ? bias_row_ * bias.rows : 0,
-                           bias.rows > 1 ? bias_row_ : 0};
-    const size_t elements = size_t(bias.batches) * bias.heads * bias.rows * bias_row_ + 1;
+    bias_head_ = bias_row_ * bias.rows + rows.gaps;
+    params.bias_strides = {bias.batches > 1 ? bias_head_ * bias.heads : 0,
+                           bias.heads > 1 ? bias_head_ : 0, bias.rows > 1 ? bias_row_ : 0};
+    const size_t elements = size_t(bias.batches) * bias.heads * bias_head_ + 1;
     bias_.reset(new Guarded("the bias", elements * bias_bytes()));
     params.bias = bias_->data<char>() + rows.shifted * bias_bytes();
     params.bias_map_bytes =
@@ -277,8 +279,9 @@ class Inputs {
       const uint16_t short_bits =
           line.use_bias == 2 ? bias.x[i] == 0 : element_bits(line.input, bias.x[i]);
       const void* const bits = has_floats ? static_cast<const void*>(&bias.x[i]) : &short_bits;
-      memcpy(&bytes[start + (i / bias.keys * bias_row_ + i % bias.keys) * bias_bytes()], bits,
-             bias_bytes());
+      const size_t row = i / bias.keys,
+                   at = row / bias.rows * bias_head_ + row % bias.rows * bias_row_ + i % bias.keys;
+      memcpy(&bytes[start + at * bias_bytes()], bits, bias_bytes());
     }
     bias_->store(bytes);
   }
@@ -399,7 +402,7 @@ class Inputs {
   bool outside_ = false;  // an expression read out of bounds
   std::unique_ptr<Guarded> sinks_, lengths_, q_lengths_, firsts_, bias_, bias_map_, key_mask_;
   std::unique_ptr<Guarded> starts_[2];       // of Q and K
-  int64_t bias_row_ = 0, key_mask_row_ = 0;  // row strides in elements
+  int64_t bias_row_ = 0, bias_head_ = 0, key_mask_row_ = 0;  // strides in elements
   std::unique_ptr<DeviceTensor> pages_[2];   // of K and V
   std::unique_ptr<Guarded> table_;
   std::unique_ptr<DeviceFactors> factors_[3];  // of 8-bit Q, K and V

@@ -6,10 +6,11 @@ mutation operators of tests/mutations.py; survivors are reported and fail nothin
 tests/equivalent.txt lists mutations that are known to be equivalent.
 
 All bugs of one build are compiled into one program, in which the environment variable MUTANT selects one.
-usage: tests/bugs.py [REGEX] [--sample N]
+usage: tests/bugs.py [REGEX] [--sample N | --list]
        tests/bugs.py --drawn N [--seed S] [--touched] [--only REGEX] [FILE...]
   REGEX       bugs whose names match (default: all)
   --sample N  at least N of them: whole builds, drawn by the commit
+  --list      print their names and checks, and stop
   --drawn N   N drawn bugs, of FILEs (default: those in C++ that SWITCHED names)
   --seed S    of the draw (default: the commit)
   --touched   in functions that the last commit or the working tree changes, if they have any
@@ -574,6 +575,7 @@ def main():
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--sample", type=int)
+    parser.add_argument("--list", action="store_true")
     parser.add_argument("--drawn", type=int)
     parser.add_argument("--seed", default=git("rev-parse", "HEAD").strip() or "no clone")
     parser.add_argument("--touched", action="store_true")
@@ -587,6 +589,11 @@ def main():
             print(f"bugs.py: no bug has a name like {pattern}")
             return 2
         bugs = sample(bugs, options.sample, options.seed) if options.sample else bugs
+    if options.list:
+        for section, of_section in itertools.groupby(bugs, lambda bug: bug.section):
+            print("# " + section)
+            print(*(f"{bug.name:<26} listed  {bug.net}" for bug in of_section), sep="\n")
+        return 0
     if options.drawn:
         order = in_drawn_order(candidates(options.words or SWITCHED, options.only, options.touched), options.seed)
         # More than asked for: some do not compile, and some are reached by no program.

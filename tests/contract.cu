@@ -1424,6 +1424,22 @@ TEST_CASE("extremes") {
   CHECK((refused_ones > 1000 && taken > 1000));
 }
 
+// The largest logits that a float holds: they, their differences and LSE times log2(e) may exceed it.
+TEST_CASE("largest_logits" * doctest::skip(Defines::kernel == KernelKind::wgmma_e4m3)) {
+  const Attention a(1, 2, 1, 20, 70);
+  double largest = 0;
+  for (int row = 0; row < a.p.Hq * a.p.Sq * a.p.Sk; row++) {
+    double score = 0;
+    for (int d = 0; d < a.p.D; d++) {
+      score += double(to_float(a.p.Q[row / a.p.Sk * a.p.D + d])) * double(to_float(a.p.K[row % a.p.Sk * a.p.D + d]));
+    }
+    largest = std::max(largest, std::fabs(score));
+  }
+  SdpaParams p = a.p;
+  p.scale = float(3.2e38 / (largest * element_unit<Defines> * element_unit<Defines>));
+  CHECK((a.forward(p) == "" && a.is_right(p)));
+}
+
 // Sums are limited to 65,536 keys: a build without splits refuses more, unless a window hides them;
 // a tuned one chooses a tile with splits. The workspace is bounded.
 TEST_CASE("many_keys" * doctest::skip(Defines::kernel == KernelKind::scalar)) {

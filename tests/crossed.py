@@ -81,8 +81,9 @@ FEATURES_OF = dict(
 # --features: also all combinations of these values meet. Other features switch off parts of the softmax by a stale maximum,
 # and the map of the bias.
 TOGETHER_OF = dict(
-    wgmma_roles=[dict(USE_LAZY_MAX="1", USE_SOFTCAP="1", USE_BIAS="0", USE_KEY_MASK="0", DTYPE="BF16"),
+    wgmma_roles=[dict(USE_LAZY_MAX="1", USE_SOFTCAP="1", USE_BIAS="0", USE_KEY_MASK="0", SPLIT_CTAS="1", SPLIT_KV="1", DTYPE="BF16"),
                  dict(USE_LAZY_MAX="1", USE_SOFTCAP="1 0", USE_BIAS="0 1", DTYPE="BF16"),
+                 dict(USE_KEY_MASK="1", USE_PERSISTENT_CTA="1", BLOCK_M="64"),
                  dict(USE_BIAS="1 2 3", USE_LENGTHS="0", SPLIT_CTAS="1", SPLIT_KV="1", BLOCK_M="128", USE_PING_PONG="0")],
     wgmma_converting=[dict(USE_LAZY_MAX="1", USE_SOFTCAP="1 0", DTYPE="BF16")])
 

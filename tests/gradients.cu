@@ -1,6 +1,6 @@
 // The parts of sdpa_backward()'s contract that the harness does not test: refusals, problems
 // without rows or keys, strides of dimensions of size 1, consecutive launches with one workspace,
-// and which queries a tile of keys iterates over.
+// which queries a tile of keys iterates over, and the derivatives of dual numbers.
 #define SDPA_NO_MAIN
 #include "../sdpa_backward.cu"
 
@@ -246,6 +246,47 @@ TEST_CASE("one_workspace") {
   }
   REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
   CHECK((a.results() == want_a && b.results() == want_b));
+}
+
+namespace of_doubles {
+using std::abs, std::cos, std::exp, std::exp2, std::floor, std::log, std::log2, std::max, std::min, std::pow, std::sin,
+    std::sqrt, std::tanh;
+double real(double x) { return x; }
+double tanh_approx(double x) { return std::tanh(x); }
+}  // namespace of_doubles
+
+// Each operator and function that SCORE_MOD may use, compared with finite differences in double.
+TEST_CASE("dual_numbers") {
+  using expression::Dual, expression::Number;
+  struct Case {
+    const char* text;
+    std::function<Dual(Dual, Number)> dual;
+    std::function<double(double, double)> plain;
+  };
+#define CASE(...)                                                                                  \
+  {#__VA_ARGS__, [](Dual s, [[maybe_unused]] Number c) -> Dual { using namespace expression; return __VA_ARGS__; }, \
+   [](double s, [[maybe_unused]] double c) -> double { using namespace of_doubles; return __VA_ARGS__; }}
+  const Case cases[] = {
+      CASE(s), CASE(-s), CASE(s + s), CASE(s + c), CASE(c + s), CASE(2 + s), CASE(s - 3.0), CASE(s - s * s), CASE(c - s),
+      CASE(1 - s), CASE(s * s), CASE(s * c), CASE(c * s), CASE(3 * s), CASE(s / c), CASE(c / s), CASE(s / (s + 2)),
+      CASE(1.5f / s), CASE(real(s) * s), CASE(exp(s)), CASE(exp2(s)), CASE(log(s)), CASE(log2(s)), CASE(sqrt(s)),
+      CASE(sin(s)), CASE(cos(s)), CASE(tanh(s)), CASE(tanh_approx(s)), CASE(floor(s) + s), CASE(abs(s)), CASE(abs(-s)),
+      CASE(min(s, c)), CASE(min(c, s)), CASE(max(s, c)), CASE(max(c, s)), CASE(min(s * s, s)), CASE(max(s * s, s)),
+      CASE(pow(s, c)), CASE(pow(c, s)), CASE(pow(s, s)), CASE(s > c ? s * s : s), CASE(s < c ? s : c),
+      CASE(s >= 1 ? 2 * s : s), CASE(s <= 1 ? 2 * s : s), CASE(s == c || s != c ? s : 3 * s), CASE(s * int(s) + s),
+      CASE(exp(-s * s / 2) * tanh(s))};
+#undef CASE
+  for (const Case& x : cases) {
+    for (const float s : {0.3f, 0.7f, 1.3f, 2.6f}) {
+      const float c = 1.1f;
+      const double step = 1e-6, slope = (x.plain(s + step, c) - x.plain(s - step, c)) / (2 * step);
+      const Dual got = x.dual(Dual(s / 2, 2, 0), Number{c});
+      const double size = std::max(1.0, std::fabs(slope)) * (std::string(x.text).find("approx") < 99 ? 2e-3 : 1e-5);
+      CHECK_MESSAGE((std::fabs(got.value - x.plain(s, c)) <= size * std::max(1.0, std::fabs(x.plain(s, c))) &&
+                     std::fabs(got.slope - slope) <= size),
+                    x.text, " at ", s, ": ", got.slope, ", not ", slope);
+    }
+  }
 }
 
 // The range of queries from the first to the last one that sees a key of the tile.

@@ -121,6 +121,8 @@ COMPARED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 SYMMETRIC = re.compile(r"^(f?(min|max)f?|(min|max)_nan|swap|CHECK\w*|fabs\w*)$")
 # A condition that is constant in a build.
 CONSTANTS = re.compile(r"(?:\b(?:B|Defines)::\w+|\w+<B(?:, \w+)*>|\b[A-Z][A-Z_0-9]*\b|\b\d+\b|DType::\w+|[^\w:])*")
+# Functions that return their argument, except for its type.
+SAME_VALUE = re.compile(r"(unsigned )?(int|char|float|double|bool)|u?int\d+_t|size_t|uniform|std::move")
 WIDE = {"int64_t": "int", "uint64_t": "uint32_t", "size_t": "uint32_t"}
 
 
@@ -198,6 +200,21 @@ def narrow_product(node, text, declared):
             yield node, f"int({source(node, text)})"
 
 
+def dropped_term(node, text, _):
+    if node.type == "binary_expression":
+        operator, left, right = sides(node, text)
+        if operator in ("+", "-", "*", "/", "%"):
+            yield node, source(left, text)
+        if operator in ("+", "*"):
+            yield node, source(right, text)
+
+
+def unwrapped_call(node, text, _):
+    if node.type == "call_expression" and len(listed(node, "arguments")) == 1 and not (
+            SAME_VALUE.fullmatch(source(node.child_by_field_name("function"), text))):
+        yield node, source(listed(node, "arguments")[0], text)
+
+
 def neighbouring_member(node, text, declared):
     field = {"field_expression": "field", "qualified_identifier": "name"}.get(node.type)
     name = field and node.child_by_field_name(field)
@@ -210,7 +227,8 @@ def neighbouring_member(node, text, declared):
 
 OPERATORS = {"dropped call": dropped_call, "comparison": comparison, "bound": bound,
              "swapped arguments": swapped_arguments, "dropped condition": dropped_condition,
-             "narrow product": narrow_product, "neighbouring member": neighbouring_member}
+             "narrow product": narrow_product, "dropped term": dropped_term, "unwrapped call": unwrapped_call,
+             "neighbouring member": neighbouring_member}
 
 
 class Declared:

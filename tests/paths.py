@@ -31,7 +31,7 @@ PATHS = [
     Path("a maximum too large to be subtracted in the exponent, swapped", r"S\.x\[i\]\[j\] -= row_m;"),
     Path("a softcap", r"x = B::use_softcap == 2 \|\| is_capped<B>\(a\) \?"),
     Path("a softcap by a polynomial", r"S\.x\[i\]\[j\] = softmax_exp2<B>\(fmaf\(s \* fmaf\(y, y, fit\.rest\)"),
-    Path("a softcap without its polynomial", r"cap_scores<B>\(S, a, a\.cap_scale, first, last\);"),
+    Path("a softcap without its polynomial", r"cap_scores<B>\(S, a, a\.hook_scale, first, last\);"),
     Path("a cap beyond the polynomial", r"if \(x < 1e-7 \|\| x > 1e7\) return;", whole=True),
     # ---- the bias ----
     Path("a bias by chunks", r"cp_async<16>\(tile->at\(r, chunk\), from"),
@@ -47,7 +47,7 @@ PATHS = [
     Path("keys that are hidden in a tile", r"word\[w\] = __ballot_sync\(0xffffffffu, byte\);"),
     # ---- items and their rounds ----
     Path("items by their length", r"const uint32_t from_end = a\.work_items - 1 - i;"),
-    Path("items that move up", r"if \(EARLY && !B::use_lengths\) item\.q0 -="),
+    Path("items that move up", r"if \(skips_empty_warpgroups<B> && !B::use_lengths\) item\.q0 -="),
     Path("tiles that a warpgroup skips", r"^      mbarrier_wait\(&k_full\[ring\.stage\], ring\.parity\);", builds="SKIP_MASKED=1"),
     Path("a range without keys", r"if \(s\.item\[0\]\.rounds == 0\) rows\.set_empty\(\);", whole=True),
     Path("a page", r"return min\(max\(ld_global<int>\(a\.p\.page_table"),

@@ -160,7 +160,13 @@ float ramps(const InputAt& i) {
     const float high = 0.95f + r / 32768 % 32 / 128.0f, by = (18 + r / 1024 % 32) / (1.4427f * float(p.softcap));
     const float low = std::atanh(std::max(std::tanh(high) - by, -0.3f));
     const float beyond = high + 100 * drawn / float(p.softcap);
-    const float part = !jumps ? level + slope * k / last : k > 0.6f * last && drawn < 0.06f ? beyond : low;
+    // In rows whose factor is -1, most keys are below the polynomial's range, and the row max is just inside it.
+    const bool falls = is_level && (p.softcap == 30 || mix(r + 4) % 2);
+    const float near = 0.7f + r / 1024 % 32 / 230.0f, far = near + 0.2f + r / 32768 % 32 / 160.0f;
+    const float part = falls    ? (drawn < 0.06f ? near : far)
+                       : !jumps ? level + slope * k / last
+                       : k > 0.6f * last && drawn < 0.06f ? beyond
+                                                          : low;
     return i.d == 1 ? 0 : std::round(float(p.softcap) * part * std::sqrt(float(p.D)) / 4);
   }
   if (i.d == 1) {
@@ -591,7 +597,8 @@ class Kinds {
     takes("dist", all_dists);
     if (line.has_softcap) {
       takes("softcap", "none small usual large");
-      if (!line.backward) takes("extremes", "scale_down scale_up");
+      const bool has_factors = element_bytes(line.query) == 1;
+      if (!line.backward) takes("extremes", has_factors ? "scale_down scale_up scale_up_of_zeros" : "scale_down scale_up");
     }
     if (adds_bias()) takes("beside_bias", "scale_down scale_up");
     string alone = "none ", pairs, sets = "none ";
@@ -647,16 +654,17 @@ class Kinds {
       takes("bias_of", "all b h q bh bq hq bhq");
     }
     if (line.use_bias) {
-      takes("bias_rows", "contiguous padded shifted odd");
+      takes("bias_rows", "contiguous padded shifted batch_gaps head_gaps odd");
       takes("padded_keys", "whole tail");
     }
+    if (line.has_key_mask && line.has_queue) takes("items_of_cta", "any of_equal_counts");
     if (line.has_key_mask) {
       takes("key_mask", "none right left scattered");
       takes("key_mask_of", "batch shared");
     }
     if (line.use_bias && line.has_bias_maps) {
       takes("bias_map", moves_rows_up() ? "none made kept made_moved kept_moved" : "none made kept");
-      takes("rows_of_map", "contiguous padded shifted odd");
+      takes("rows_of_map", "contiguous padded shifted batch_gaps odd");
     }
     if (line.sees && line.has_bias_maps) takes("mask_map", "own kept");
     if (line.has_lengths) takes("q_lengths", "none some");
@@ -769,7 +777,10 @@ class Kinds {
     add("softcap", p.softcap == 0 ? "none" : p.softcap < 1 ? "small" : p.softcap < 1000 ? "usual" : "large");
     const bool is_up = p.scale > 1e5, is_down = p.scale != 0 && p.scale < 1e-5;
     const bool has_scores = p.Sq > 0 && p.Sk > 1;  // else features change nothing
-    if (has_scores && p.softcap != 0 && (is_down ? p.softcap > 1e5 : is_up && p.softcap < 1e-5)) add("extremes", is_up ? "scale_up" : "scale_down");
+    if (has_scores && p.softcap != 0 && (is_down ? p.softcap > 1e5 : is_up && p.softcap < 1e-5)) {
+      add("extremes", is_up ? "scale_up" : "scale_down");
+      if (is_up && p.descale == "zeros" && p.B * p.Hkv > 1) add("extremes", "scale_up_of_zeros");
+    }
     if (has_scores && !p.bias_kind.empty() && (is_up || is_down)) add("beside_bias", is_up ? "scale_up" : "scale_down");
     add("max_ctas", p.max_ctas ? "set" : "0");
     add("descale", p.descale);
@@ -785,7 +796,7 @@ class Kinds {
     if (has_scores && is_far(p.layout)) {
       const bool has_factors = element_bytes(line.input) == 1 && p.descale != "none";
       add("distance", p.layout + (!p.bias_kind.empty() ? "+bias" : has_factors ? "+factors" : ""));
-      add("distance", p.layout + "+" + p.dist);
+      if (!has_few_bits() || overflows_by_ramp(p)) add("distance", p.layout + "+" + p.dist);
       if (!p.key_mask_kind.empty()) add("distance", p.layout + "+key_mask");
     }
     add("packed", *packed_text(p) ? packed_text(p) : "none");
@@ -797,6 +808,7 @@ class Kinds {
       add("key_mask", p.key_mask_kind.empty() ? "none" : p.key_mask_kind.substr(0, comma));
       if (!p.key_mask_kind.empty()) add("key_mask_of", comma == string::npos ? "batch" : "shared");
     }
+    add("items_of_cta", has_equal_counts(p) ? "of_equal_counts" : "any");
     add("mask_map", p.keeps_map ? "kept" : "own");
     if (line.has_lengths) add("q_lengths", p.has_q_lengths ? "some" : "none");
     if (takes_k_firsts() && !p.has_k_firsts) add("k_firsts", "none");
@@ -825,6 +837,20 @@ class Kinds {
     for (int page : c.pages) add("entry", page < 0 ? "below" : page >= pages ? "beyond" : page == pages - 1 ? "last" : "usual");
   }
 
+  // True if P of a head overflows relative to a stale maximum, so that its scores are recomputed.
+  static bool overflows_by_ramp(const Problem& p) {
+    const int heads = p.same_heads ? 1 : p.packs_k ? p.Hkv : p.B * p.Hkv;
+    for (int head = 0; head < heads; head++) {
+      if (ramp_of(p.seed, head).way == at_keys) return true;
+    }
+    return false;
+  }
+  // True if a CTA computes items of one head with equally many tiles but different first keys.
+  static bool has_equal_counts(const Problem& p) {
+    const bool is_band = p.mask != reference::Mask::none && p.window_left > 0 && p.window_left <= line.tiles[0].block_n;
+    return !p.key_mask_kind.empty() && is_band && p.max_ctas == 1 && p.B * p.Hq == 1 && p.Sq == p.Sk &&
+           p.Sq > 3 * line.tiles[0].block_m;
+  }
   static string pair_name(const Feature& a, const Feature& b) { return a.name + string("+") + b.name; }
   // Adds the pairs of features of the problem, a feature that occurs alone, and the features that
   // change scores if there are one or two.
@@ -876,7 +902,13 @@ class Kinds {
     const BiasRows rows = bias_rows(p.layout);
     const bool is_tree = p.bias_kind == "tree";
     const int keys = is_tree ? std::min(p.Sq, p.Sk) : p.Sk;
-    add("bias_rows", rows.name);
+    const bool has_batches = p.B > 1 && p.bias_dims.find('b') != string::npos;
+    const bool has_heads = p.Hq > 1 && p.bias_dims.find('h') != string::npos;
+    // Only one of the strides is unaligned.
+    const char* const of_gaps = has_batches == has_heads ? "" : has_batches ? "batch_gaps" : "head_gaps";
+    const bool is_copied_by_chunks = !is_tree && keys >= 2 * line.tiles[0].block_n;
+    const string of_rows = !rows.gaps ? rows.name : is_copied_by_chunks ? of_gaps : "";
+    add("bias_rows", of_rows);
     if (rows.unit > 1) add("padded_keys", keys % 16 ? "tail" : "whole");
     if (!line.has_bias_maps) return;
     const TunedTile t = line.is_tuned ? line.tile_of(params_of(p)) : line.tiles[0];
@@ -885,7 +917,7 @@ class Kinds {
     const bool is_moved = moves_rows_up(t) && p.mask != reference::Mask::none && (p.Sq + 63) / 64 * 64 % t.block_m != 0;
     if (!has_lists || (!is_kept && !is_made)) return add("bias_map", "none");
     add("bias_map", string(is_kept ? "kept" : "made") + (is_moved ? "_moved" : ""));
-    add("rows_of_map", rows.name);
+    add("rows_of_map", of_rows);
   }
   // Tiles whose first warpgroups have no rows.
   static bool moves_rows_up(const TunedTile& t) { return t.block_m > 64 && t.split_kv == 1 && !t.use_ping_pong; }
@@ -909,6 +941,7 @@ template <class Draw> void draw_extremes(Problem& p, const Draw& draw) {
   const int digits = up ? 22 + draw(9) : 28 + draw(9);  // a float holds neither the scale over the softcap nor its inverse
   p.scale = up ? std::pow(10.0, digits) : std::pow(10.0, -digits);
   if (p.softcap != 0) p.softcap = up ? 1e-18 : 1e18;
+  if (element_bytes(line.query) == 1 && draw(2)) p.descale = "zeros";
   // Scores may be 0 too. With a bias they are steps; logits are floats then and must be finite.
   if (up && takes_dist("stairs")) p.dist = "stairs";
   // The smallest bias of a type would absorb all steps of a row.
@@ -1069,6 +1102,13 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   if (p.dist == "tiny") p.scale = TINY_SCALE;
   draw_extremes(p, draw);
   if (line.has_queue && draw(4) == 0) p.max_ctas = 1 + draw(5);
+  if (line.has_queue && !p.key_mask_kind.empty() && !far && draw(3) == 0) {
+    p.B = p.Hq = p.Hkv = p.max_ctas = 1;
+    p.Sq = p.Sk = 3 * tile.block_m + 1 + draw(tile.block_m / 2);
+    p.mask = reference::Mask::bottom_right;
+    p.window_left = 1 + draw(tile.block_n);
+    p.window_right = -1;
+  }
   if (line.has_pages) p.narrow_table = draw(2);
   bool is_longest = false;  // most_keys
   if (line.has_lengths) {

@@ -32,7 +32,7 @@ def refusals(cases):
             program += f"#define {name} {value if equals else 1}\n"
         section = re.sub("^#include .*\n", "", section, flags=re.MULTILINE)
         program += f'namespace case_{n} {{\n#line 1 "case_{n}"\n{section}\n}}\n' + "".join(
-            f"#undef {name}\n" for name in (*builds.Tree().knobs(), "BACKWARD"))
+            f"#undef {name}\n" for name in (*builds.Tree().knobs(), *builds.Tree().knob_rows("sdpa_backward.cu")))
     done = subprocess.run([builds.CXX, "-std=c++17", "-fsyntax-only", "-x", "c++", "-"], input=program, capture_output=True, text=True)
     found = [[] for _ in cases]
     for number, words in re.findall(r"^case_(\d+):[\d:]+ error: (.*)", done.stderr, re.MULTILINE):
@@ -216,7 +216,10 @@ def test_knobs_of_the_backward_pass():
                "USE_MMA_SYNC=1 BLOCK_M=64 HEAD_DIM=256 BLOCK_N=128": "BLOCK_M, BLOCK_N: S, dP and dQ or dK", "HEAD_DIM_V=32": "HEAD_DIM_V: only the",
                "USE_MMA_SYNC=1 BLOCK_M=128 HEAD_DIM=256": "BLOCK_M, BLOCK_N:", f"USE_WGMMA={wgmma} HEAD_DIM=96": "HEAD_DIM: the",
                "USE_WGMMA=1 USE_WARP_SPECIALIZATION=1 VEC_WIDTH=8 BLOCK_M=64 BLOCK_N=128": "BLOCK_M, NUM_WARPS: the backward kernel",
-               f"USE_WGMMA={wgmma} USE_WARP_SPECIALIZATION=1 HEAD_DIM=128": "BLOCK_N, HEAD_DIM: each of two warpgroups"}
+               f"USE_WGMMA={wgmma} USE_WARP_SPECIALIZATION=1 HEAD_DIM=128": "BLOCK_N, HEAD_DIM: each of two warpgroups",
+               "ONE_PASS=1": "ONE_PASS: only kernels of these families have it: mma",
+               "USE_MMA_SYNC=1 BLOCK_M=64 ONE_PASS=1 HEAD_DIM=80": "ONE_PASS, HEAD_DIM: a warp computes 32 or 64",
+               "USE_MMA_SYNC=1 BLOCK_M=64 ONE_PASS=1 HEAD_DIM=128 BLOCK_N=64": "ONE_PASS, BLOCK_M, BLOCK_N: S, dP, dQ, dK and dV"}
     others = {name: re.split(r"[ .]+", knob.values)[-1] for name, knob in builds.Tree().knob_rows().items() if name not in own}
     others.update(SPLIT_KV="2", SPLIT_CTAS="2", FP8_FLUSH="4", SYNC_POLICY="2", SCORE_MOD="s*2", MASK_MOD="k<9")
     cases = [f"BACKWARD=1 {name}={values.get(name, '1')}" for name in own] + [f"BACKWARD=1 {name}={value}" for name, value in others.items()] + [

@@ -25,7 +25,7 @@ PATHS = ["scalar_vec8", "wmma_async2", "mma_tile128", "mma_lazy", "mma_split4", 
          "wgmma_ws", "wgmma_lazy", "wgmma", "wgmma_causal", "wgmma_split2", "wgmma_swap32", "wgmma_decode", "wgmma_chunk",
          "wgmma_kv8", "wgmma_e4m3", "wgmma_lazy USE_LENGTHS=1", "mma_lazy USE_LENGTHS=1 USE_PAGES=1"]
 # Without --all these.
-QUICK = ("scalar_vec8", "mma_lazy", "wgmma_lazy", "wgmma_swap32")
+QUICK = ("scalar_vec8", "mma_lazy", "wgmma_lazy", "wgmma_decode")
 # Features of one program, each of which the arguments of a call turn on: a row has its knobs and what arguments it takes.
 MODS = ["SCORE_MOD=s - x0[h] * real(q + Sk - Sq - k)", "MASK_MOD=i0[q] == i0[k]"]
 KNOBS = ["USE_SOFTCAP=2", "USE_BIAS=1"]

@@ -345,10 +345,11 @@ def test_bugs_table(sample, draw, monkeypatch):
     shown = sample / "docs/TESTING.md"
     shown.write_text("<!-- bugs:begin -->\n<!-- bugs:end -->\n", encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", io.StringIO(
-        "# rounding\no_truncated  caught check: 3 rows\n# waits\nlost_wait  caught thread: x\nfar_row  caught check: y\nkept MISSED check\n"))
+        "# rounding\no_truncated  caught check: 3 rows\n# waits\nlost_wait  caught thread: x\nfar_row  caught check: y\nkept MISSED check\n"
+        "near_row  listed  unit\n"))
     assert draw(sample, "--bugs")[0] == 0
     text = shown.read_text(encoding="utf-8")
-    for line in ("| rounding | 1 |  |  |  |  |  |", "| waits | 1 |  | 1 |  |  |  |", "| all: 3 | 2 | 0 | 1 | 0 | 0 | 0 |", "Missed: kept"):
+    for line in ("| rounding | 1 |  |  |  |  |  |", "| waits | 1 |  | 1 |  | 1 |  |", "| all: 4 | 2 | 0 | 1 | 0 | 1 | 0 |", "Missed: kept"):
         assert line + "\n" in text
 
 

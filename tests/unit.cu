@@ -303,15 +303,22 @@ TEST_CASE("gradients") {
     int Hq, Hkv, Sq, Sk, window_left;
     Mask mask;
     double softcap;
-    bool has_sinks;
-  } cases[] = {{2, 1, 3, 5, -1, Mask::none, 0, false},        {3, 1, 5, 3, -1, Mask::bottom_right, 0, false},
-               {4, 2, 4, 4, 1, Mask::top_left, 0, true},       {2, 2, 3, 6, -1, Mask::none, 0.7, false},
-               {2, 1, 5, 4, -1, Mask::bottom_right, 2, true}, {1, 1, 2, 0, -1, Mask::none, 0, true}};
+    bool has_sinks, has_mods;
+  } cases[] = {{2, 1, 3, 5, -1, Mask::none, 0, false, false},        {3, 1, 5, 3, -1, Mask::bottom_right, 0, false, false},
+               {4, 2, 4, 4, 1, Mask::top_left, 0, true, false},       {2, 2, 3, 6, -1, Mask::none, 0.7, false, false},
+               {2, 1, 5, 4, -1, Mask::bottom_right, 2, true, false}, {1, 1, 2, 0, -1, Mask::none, 0, true, false},
+               {4, 2, 5, 6, -1, Mask::bottom_right, 0, true, true}};
   for (const auto& c : cases) {
     SmallAttention a(2, c.Hq, c.Hkv, c.Sq, c.Sk, c.mask, 0.6);
     a.p.softcap = c.softcap;
     a.p.window_left = c.window_left;
     for (int h = 0; h < c.Hq && c.has_sinks; h++) a.p.sinks.push_back(0.5 * h - 0.3);
+    if (c.has_mods) {
+      a.p.logit = [](double s, int b, int h, int q, int k, int, int Sk) {
+        return s * s / (3 + h) + std::sin(s + b) - 0.1 * (Sk - q - k);
+      };
+      a.p.sees = [](int b, int h, int q, int k, int, int) { return (b + 2 * h + 3 * q + 5 * k) % 4 > 0; };
+    }
     const size_t rows = size_t(2) * c.Hq * c.Sq;
     std::vector<float> dO(rows * 8);
     std::vector<double> dLSE(rows);

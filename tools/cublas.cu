@@ -70,7 +70,7 @@ SdpaStatus cublas_forward(SdpaParams p, cudaStream_t stream) {
   Input* const P = reinterpret_cast<Input*>(workspace + bytes_before_P(p));
   multiply(p.Q, p.K, CUBLAS_OP_T, p.D, S, p.Sk, CUDA_R_32F);
   const unsigned ctas = unsigned(ceil_div(int64_t(p.B) * p.Hq * p.Sq, rows_of_cta));
-  softmax_rows<<<ctas, 32 * rows_of_cta, 0, stream>>>(p, KeyBounds(p, p.Sq, p.Sk), log2_scale(p), S, P);
+  softmax_rows<<<ctas, 32 * rows_of_cta, 0, stream>>>(p, KeyBounds(p, p.Sq, p.Sk), scale_log2_of(p), S, P);
   const cudaError_t launched = cudaGetLastError();
   if (launched != cudaSuccess) return cuda_failure(launched, "launching the softmax");
   multiply(P, p.V, CUBLAS_OP_N, p.Sk, p.O, p.D, type);

@@ -24,7 +24,7 @@ from cli import Refused, say
 
 # The words for options in comments.
 OPTIONS = {"USE_SINKS": "sinks?", "USE_PAGES": "[Pp]ages?", "USE_BIAS": "(?<!exponent )bias",
-           "USE_SOFTCAP": "[Ss]oftcap|cap_scale|Caps"}
+           "USE_SOFTCAP": "[Ss]oftcap|hook_scale|Caps"}
 SIZES = {"HEAD_DIM", "BLOCK_M", "BLOCK_N", "NUM_WARPS", "STAGES", "VEC_WIDTH"}
 
 

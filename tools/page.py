@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """usage: ./run_all.sh results [CSV]...
        ./run_all.sh results --diffs [REGEX]...
-       tests/bugs.py | tools/page.py --bugs
+       tests/bugs.py --list | tools/page.py --bugs
 Updates the generated parts of README.md and docs/ and the pictures of results/ from the CSVs in results/: the given CSVs,
 else the newest of each kind (by name). Generated are the text between <!-- NAME:begin --> and <!-- NAME:end -->, each
 number before <!--=NAME-->, and the call chains of docs/READING.md, which come from sdpa.cu. The last column of the
@@ -263,9 +263,9 @@ def accuracy_section(source):
 
 
 def bugs_section(words):
-    """The result of tests/bugs.py: the number of bugs of each kind that each check catches."""
+    """The output of tests/bugs.py, with or without --list: the number of bugs of each kind that each check catches."""
     kinds, missed, kind = collections.defaultdict(collections.Counter), [], ""
-    for title, net, name in re.findall(r"^# (.+)|^\S+ +caught +(\w+)|^(\S+) +MISSED", words, re.M):
+    for title, net, name in re.findall(r"^# (.+)|^\S+ +(?:caught|listed) +(\w+)|^(\S+) +MISSED", words, re.M):
         kind = title or kind
         kinds[kind].update(filter(None, [net]))
         missed += filter(None, [name])

@@ -26,7 +26,7 @@ from cli import Refused, say
 # Per family: a plain line, asynchronous copies, a queue, producers and consumers, splits; 8 bits; negative controls.
 KINDS = """scalar_vec8 scalar_async2 scalar_u8 wmma_persistent wmma_all wmma_u8 mma_lazy mma_split4 mma_decode
 wgmma_plain wgmma wgmma_causal wgmma_split2 wgmma_swap32 wgmma_decode_d128 wgmma_e4m3_d128 hopper_d128_bf16 hopper_e4m3
-backward_minimal backward_mma backward_wgmma_plain backward_hopper scalar_racy wmma_racy"""
+backward_minimal backward_mma backward_mma5 backward_wgmma_plain backward_hopper scalar_racy wmma_racy"""
 # More tiles than stages, and partial tiles; a mask; few rows, and several K tiles for each split.
 PROBLEMS = ("--shape 1,6,2,130,300", "--shape 2,2,1,33,70 --causal br", "--shape 1,8,2,4,1100")
 QUEUE = "--max-ctas 2"  # fewer CTAs than items
