@@ -206,15 +206,14 @@ enum class DType { fp16, bf16, e4m3, u8, fp32 };
 // ROW: see config_of().
 template <int ROW> struct BuildOf : Knobs<ROW> {
   using K = Knobs<ROW>;
-  // True for the kernels of the wgmma family. Tuned tiles with USE_WGMMA=1 may use mma.sync instead.
+  // True for the kernels of the wgmma family. Tuned tiles with USE_WGMMA=1 may use mma.sync instead. TMA copies the
+  // tiles of wgmma kernels. They use programmatic dependent launch (griddepcontrol): they may start before the
+  // preceding kernel in the stream has ended.
   static constexpr bool is_wgmma = K::use_wgmma && !K::use_mma_sync && !K::use_wmma;
-  // wgmma kernels use programmatic dependent launch (griddepcontrol): they may start before the preceding
-  // kernel in the stream has ended. TMA copies their tiles.
-  static constexpr bool starts_early = is_wgmma, loads_by_tma = is_wgmma;
   // USE_WGMMA: D and Dv may be less than HEAD_DIM and HEAD_DIM_V, also in tuned tiles that use mma.sync.
   static constexpr bool takes_short_rows = K::use_wgmma;
   // USE_PAGES=2: a page may be too small for an efficient TMA box, so cp.async copies the rows of K and V.
-  static constexpr bool copies_rows = loads_by_tma && K::use_pages == 2;
+  static constexpr bool copies_rows = is_wgmma && K::use_pages == 2;
   // The number formats of the inputs: in global memory (q_type, kv_type), of K and V in shared memory (tile_type),
   // and of the operands of the products (product_type). Kernels convert elements where these differ:
   //
@@ -258,8 +257,9 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   // between heads and batches.
   static constexpr int mask_knobs = SDPA_MASK_KNOBS(SDPA_COUNT_ON) 0;
   static constexpr bool only_expression_hides = mask_knobs == (K::mask_mod != 0);
-  // has_hook_scale: the score hook multiplies scores by hook_scale. hides_rounds: it may hide all keys of a round.
-  static constexpr bool adds_bias = K::use_bias == 1 || K::use_bias == 3;  // with Q's type, or fp32
+  // USE_BIAS: the bias is added to the logits; it has Q's type, or fp32.
+  static constexpr bool adds_bias = K::use_bias == 1 || K::use_bias == 3;
+  // hides_rounds: the score hook may hide all keys of a round. has_hook_scale: it multiplies scores by hook_scale.
   static constexpr bool hides_rounds = K::use_bias != 0 || hides_keys;
   static constexpr bool has_hook_scale = K::use_softcap != 0 || changes_logits;
   // A separate kernel lists the visible rounds of all items. USE_KEY_MASK: each CTA lists those of its items
@@ -298,7 +298,7 @@ template <DType T>
 using ElementOf = std::conditional_t<
     T == DType::fp16, __half,
     std::conditional_t<T == DType::bf16, __nv_bfloat16, std::conditional_t<T == DType::e4m3, __nv_fp8_e4m3, uint8_t>>>;
-// Element types in global memory, the same for all tiles.
+// Element types in global memory.
 using Query = ElementOf<Defines::q_type>;   // of Q
 using Input = ElementOf<Defines::kv_type>;  // of K and V
 using Output = ElementOf<Defines::o_type>;  // of O
@@ -334,7 +334,7 @@ struct SdpaParams {
   Output* O;               // [B,Hq,Sq,D], written completely; no element of it may alias an input
   float* LSE = nullptr;    // [B,Hq,Sq] contiguous, 4-byte aligned, natural logarithm; null: not stored
   int B, Hq, Hkv, Sq, Sk;  // Hq is a multiple of Hkv; query head h reads KV head h / (Hq / Hkv)
-  int D;                   // HEAD_DIM; USE_WGMMA=1: or less, a multiple of VEC_WIDTH
+  int D;                   // HEAD_DIM; USE_WGMMA=1: or a smaller multiple of VEC_WIDTH
   // Strides are multiples of VEC_WIDTH elements or of 16 bytes, whichever is less. Strides of inputs may be 0 or
   // negative. The stride of a dimension of size 1 is ignored.
   Strides q, k, v, o;
@@ -490,7 +490,7 @@ struct Grid {  // maps the index of an item to its batch, head and rows
   alignas(64) int unmasked_rounds = 0;  // rounds over all keys (1 or more) if nothing is masked; otherwise 0
   uint32_t work_items = 0;              // B * q_heads * q_blocks
   Divisor q_blocks;                     // ceil(Sq / BLOCK_M), or with PACK_GQA ceil(Sq / item_queries)
-  Divisor q_heads;                      // Hq / item_heads
+  Divisor q_heads;                      // Hq, or with PACK_GQA Hq / item_heads
   Divisor q_heads_per_kv;               // Hq / Hkv
   Divisor items_in_l2;                  // heads_in_l2 * q_blocks
   uint32_t heads_in_l2 = 1;             // number of q_heads whose K and V take about 8/15 of L2; at least 1
@@ -514,7 +514,7 @@ struct KernelArgs : Grid {
   float logit_scale = 1;         // USE_BIAS=1, 3: scale for a score, softcap for a tanh
   float score_scale_log2 = 0;    // what scale_log2 is without SCORE_MOD and bias
   BiasMap bias_map;
-  std::conditional_t<Defines::loads_by_tma, TensorMaps, Nothing> maps;
+  std::conditional_t<Defines::is_wgmma, TensorMaps, Nothing> maps;
   std::conditional_t<Defines::use_lengths, PlanArgs, Nothing> plan;
   CapPolynomial cap_polynomial;
   KernelArgs(const SdpaParams& params, int rows, int keys_of_tile, const Grid& grid = {})
@@ -607,13 +607,12 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
 
 // ---- element types and vectors ----
 
-// Conversions to float without descale factors, which are part of the scale and of 1 / l. They are functions
-// because PyTorch's extensions are compiled without the conversion operators of the 16-bit types.
+// Conversions to float. They are functions because PyTorch's extensions are compiled without the conversion operators
+// of the 16-bit types. The descale factors of 8-bit types are part of the scale and of 1 / l.
 __host__ __device__ __forceinline__ float to_float(float x) { return x; }
 __host__ __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __host__ __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __host__ __device__ __forceinline__ float to_float(__nv_fp8_e4m3 x) { return static_cast<float>(x); }
-__host__ __device__ __forceinline__ float to_float(uint8_t x) { return static_cast<float>(x) - 128; }
 // Rounds to nearest, ties to even.
 template <class E> __host__ __device__ __forceinline__ E rounded(float x) { return static_cast<E>(x); }
 template <> __host__ __device__ __forceinline__ __half rounded(float x) { return __float2half_rn(x); }
@@ -637,6 +636,10 @@ template <int CHUNKS> constexpr unsigned SWIZZLED = CHUNKS % 8 == 0 ? 8 : CHUNKS
 template <unsigned N, unsigned UNIT = 1> __device__ __forceinline__ unsigned swizzled(unsigned row, unsigned x) {
   return x ^ row / (8 / N) % N * UNIT;
 }
+
+// ---- elements of type U8 (DTYPE = U8) ----
+
+__host__ __device__ __forceinline__ float to_float(uint8_t x) { return static_cast<float>(x) - 128; }
 
 // ---- tiles in shared memory (scalar, wmma, mma) ----
 
@@ -732,14 +735,8 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
 }
 
 // ---- the score hook ----
-//
-// Every kernel passes the scores of a tile through one of these two functions between Q @ K.T and the softmax.
-// Nothing else modifies scores.
-//
-//   finish_scores     applies softcap, SCORE_MOD, MASK_MOD, key mask, bias and mask to S; next: the row max
-//   exp_by_stale_max  (USE_LAZY_MAX) computes P from S with the stale maximum, for tiles that need no mask
-//
-// Scores that are recovered from P have already passed the hook and do not pass it again (are_logits).
+// Between Q @ K.T and the softmax, every kernel passes the scores of a tile through finish_scores(), or with USE_LAZY_MAX
+// through exp_by_stale_max(). Nothing else modifies scores.
 
 template <class B> struct KeyBits;  // USE_KEY_MASK: the visible keys of a tile
 
@@ -808,11 +805,12 @@ __device__ __forceinline__ bool is_plain(const KernelArgs& a, const Mask& mask, 
   return mask.tiles.cover(q, k0) && !has_bias<B>(a, mask, k0);
 }
 // The first column of a view in its tile; recomputed at each use to save a register.
-template <class B, class View> __device__ __forceinline__ int first_col(const View& S) {
+template <class B, class View> __device__ __forceinline__ int first_column(const View& S) {
   if constexpr (B::swap_ab) return S.first_col();
   return 0;
 }
-// Applies the score hook and the mask to a tile. plain: it needs no mask. are_logits: it needs only the mask.
+// Applies softcap, SCORE_MOD, MASK_MOD, the key mask and the bias to the scores of a tile. Applies the mask unless the tile
+// is `plain`. are_logits: only the mask, since the scores were recovered from P and have passed the hook.
 template <class B, class View, class Tile>
 __device__ __forceinline__ void finish_scores(View& S, Tile& tile, bool plain, bool are_logits = false) {
   if (!are_logits) {
@@ -822,7 +820,7 @@ __device__ __forceinline__ void finish_scores(View& S, Tile& tile, bool plain, b
   }
   if (plain) return;
   tile.locate(S);
-  mask_scores<B>(S, tile.a, tile.mask, tile.q, tile.k0 + first_col<B>(S));
+  mask_scores<B>(S, tile.a, tile.mask, tile.q, tile.k0 + first_column<B>(S));
 }
 template <class B, class View>
 __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Item<B>& item, const Mask& mask,
@@ -915,8 +913,8 @@ constexpr float ln2 = 0.693147180559945f;
 template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const Item<B>& item);
 template <class B> __device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const Item<B>&);
 
-// Stores LSE = ln2 * (m * scale_log2 + log2(sum) - p_log2) of query q, unless p.LSE is null. scale_log2 is
-// multiplied by ln2 first, because m * scale_log2 may overflow.
+// Stores LSE = ln2 * (m * scale_log2 + log2(sum)) of query q, unless p.LSE is null. sum includes a factor of 2^p_log2.
+// scale_log2 is multiplied by ln2 first, because m * scale_log2 may overflow.
 template <class B>
 __device__ __forceinline__ void store_lse(float m, float sum, const KernelArgs& a, const Item<B>& item, int q) {
   if (a.p.LSE) {
@@ -927,7 +925,8 @@ __device__ __forceinline__ void store_lse(float m, float sum, const KernelArgs& 
   }
 }
 
-// The final factor of O: 1 / sum times the descale factor of V; 0 if the row sees no key and has no sink.
+// The final factor of O: 1 / sum, or 0 for a row without a visible key and without a sink. 8-bit types: times the descale
+// factor of V.
 template <class B>
 __device__ __forceinline__ float inverse_of_sum(float sum, const KernelArgs& a, const Item<B>& item) {
   return sum == 0 ? 0 : rcp_approx_ftz(sum) * item_v_descale<B>(a, item);
@@ -1068,7 +1067,7 @@ template <class B, class Shared> struct WarpSoftmax {
       l[i] = 0;
     }
   }
-  // Writes P to shared memory, and alpha if Shared stores it. Returns alpha of this thread's rows.
+  // Writes P to shared memory. USE_WMMA: writes alpha, too. Returns alpha of this thread's rows.
   __device__ void step(Shared& s, ScalarScores<B>& S, float scale_log2, float (&alpha)[ROWS]) {
     softmax_max<B>(S, scale_log2, m, alpha);
     softmax_sum<B>(S, scale_log2, m, alpha, l);
@@ -1315,8 +1314,8 @@ template <class B, class Shared> struct CopyTogether {
   // Waits for the tile at k0. Refills the stage of the previous tile with the tile STAGES - 1 further on
   // (with one stage, with the tile at k0).
   __device__ __forceinline__ int acquire(int k0) {
-    stage = stage + 1 == B::stages ? 0 : stage + 1;
-    const int previous = stage == 0 ? B::stages - 1 : stage - 1;
+    if (B::stages > 1) stage = stage + 1 == B::stages ? 0 : stage + 1;
+    const int previous = B::stages == 1 || stage == 0 ? B::stages - 1 : stage - 1;
     const int next_k0 = k0 + (B::stages - 1) * B::round_keys;
     split_sync<B>(B::kernel != KernelKind::mma && B::sync_policy == 5);  // hazard: Q was copied by all warps
     if (!REFILLS_AFTER_BARRIER) {
@@ -1585,17 +1584,17 @@ template <class B> __device__ __forceinline__ Item<B> row_item(const KernelArgs&
 // Returns a.plan. As a template it delays the lookup of members that do not exist without USE_LENGTHS.
 template <class B> __host__ __device__ __forceinline__ const auto& plan_room(const KernelArgs& a) { return a.plan; }
 
-// USE_BIAS, MASK_MOD: true if an item can have a list of its visible rounds. Only the kernel with producer
-// and consumer warps has lists, and only if each item has a single range.
+// USE_BIAS, MASK_MOD: true if an item can have a list of its visible rounds, from a map of all items that sdpa_map()
+// makes. Only the kernel with producer and consumer warps reads a map, and only if each item has a single range.
 template <class B>
-constexpr bool lists_rounds =
+constexpr bool lists_from_map =
     B::takes_map && B::kernel == KernelKind::wgmma_roles && !B::use_lengths && B::split_ctas == 1;
 template <class B> __device__ __forceinline__ bool has_map(const KernelArgs& a) {
-  return lists_rounds<B> && a.bias_map.lists;
+  return lists_from_map<B> && a.bias_map.lists;
 }
 // USE_KEY_MASK: true if each CTA lists the visible rounds of its items.
 template <class B>
-constexpr bool lists_shown_rounds = B::use_key_mask && B::is_wgmma && B::kernel != KernelKind::wgmma_plain;
+constexpr bool lists_by_cta = B::use_key_mask && B::is_wgmma && B::kernel != KernelKind::wgmma_plain;
 
 struct ListOfRounds {  // an item's visible rounds: those with a key that the bias or MASK_MOD does not hide
   // Entries are 2 * number, plus 1 if the bias or MASK_MOD changes its scores. Null: all rounds.
@@ -1741,15 +1740,15 @@ template <class B> struct ItemScales {
   }
 };
 
-// USE_LAZY_MAX: the stale maximum is kept as long as the sum of P over each thread's part of the tile is
-// within this limit, and thus every element of P. The largest e4m3 number is 448 and the largest
-// fp16 number is 65504; bf16 has the exponent range of fp32.
+// The stale maximum is kept as long as the sum of P over each thread's part of the tile is within this limit, and
+// thus every element of P. The largest e4m3 number is 448. The largest fp16 number is 65504. bf16 has the exponent
+// range of fp32.
 template <class B>
 constexpr float lazy_limit = B::product_type == DType::e4m3 ? 448
                              : B::kv_type == DType::bf16    ? 0x1p60f
                                                             : 65504;
 
-// USE_LAZY_MAX: computes P and l relative to the stale maximum m [ROWS] of earlier tiles (lazy rescaling).
+// Computes P and l relative to the stale maximum m [ROWS] of earlier tiles (lazy rescaling).
 // There is no row max, no alpha and no rescaling of O, and each exponential depends on one score only. m may
 // be less than the row max as long as P does not overflow. The row sum does not vanish, since m is a score of
 // the row. The sum of P is an upper bound of P, so it suffices to compare the sum with the limit.
@@ -1847,7 +1846,7 @@ __device__ __forceinline__ void add(float* O, const float4& x, float weight) {
 // A view of rows that are 8 apart. Four lanes share a row: of every 4 * RUN columns, each lane has RUN
 // adjacent ones.
 template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
-  static constexpr int ROWS = HEIGHT, COLS = WIDTH / 4, RUN = LENGTH;
+  [[maybe_unused]] static constexpr int ROWS = HEIGHT, COLS = WIDTH / 4, RUN = LENGTH;
   float x[ROWS][COLS];
   int first_row, first_col;
   __device__ int row(int i) const { return first_row + 8 * i; }
@@ -1860,7 +1859,7 @@ template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
 // columns it has columns 2q and 2q + 1.
 template <class B, int WIDTH>
 struct MmaAccumulator : QuadRuns<B::block_m / B::split_warps / 8, WIDTH, 2> {  // [16 * M_TILES of BLOCK_M][WIDTH]
-  static constexpr int M_TILES = B::block_m / B::split_warps / 16, LANES = 4;
+  [[maybe_unused]] static constexpr int M_TILES = B::block_m / B::split_warps / 16, LANES = 4;
 };
 template <class B> using MmaSums = MmaAccumulator<B, B::d_v>;            // O
 template <class B> using MmaStepOfP = uint32_t[MmaSums<B>::M_TILES][4];  // A operands: P of one step's keys
@@ -1989,11 +1988,13 @@ template <class B> struct MmaRows {
   static constexpr int ROWS = Sums::ROWS;
   static constexpr int STEPS = B::block_n / MmaOperands<B>::KEYS;
   static constexpr int COLS = MmaOperands<B>::KEYS / 4;  // columns of S per thread and step
+  // ---- state of the work item ----
   Sums O;
-  MmaStepOfP<B> P[STEPS];
   float m[ROWS], l[ROWS];
   float q_descale[B::q_type != B::product_type ? ROWS : 1];  // of the rows' heads
   bool keeps_max;  // USE_LAZY_MAX: all rows of the warp may keep m as a stale maximum
+  // ---- state of the tile ----
+  MmaStepOfP<B> P[STEPS];
 
   __device__ void start(int first_row, int first_col) {
     O.first_row = first_row;
@@ -2393,7 +2394,7 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 //   row 16w + g       q = 0  q = 1  q = 2  q = 3 |           d[0] d[1]  |  d[4] d[5]  ...
 //   row 16w + g + 8                              |           d[2] d[3]  |  d[6] d[7]  ...
 template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
-  static constexpr int ROWS = 2, COLS = WIDTH / 4, LANES = 4, RUN = 2;
+  [[maybe_unused]] static constexpr int ROWS = 2, COLS = WIDTH / 4, LANES = 4, RUN = 2;
   struct Elements {
     float d[WIDTH / 2];
     struct Row {
@@ -2505,13 +2506,15 @@ template <class B> struct ListOfShownRounds {
 //   number  among all rounds of the item; it gives the keys. Without a list, it equals `round`
 //   entry   the element of the list: 2 * number, plus 1 if the bias or the mask may change the scores
 template <class B>
-struct alignas(16) WgmmaItem : Item<B>, std::conditional_t<lists_shown_rounds<B>, ListOfShownRounds<B>,
-                                                          std::conditional_t<lists_rounds<B>, ListOfRounds, Nothing>> {
+struct alignas(16) WgmmaItem
+    : Item<B>,
+      std::conditional_t<lists_by_cta<B>, ListOfShownRounds<B>,
+                         std::conditional_t<lists_from_map<B>, ListOfRounds, Nothing>> {
   int h_kv, first_key, rounds;  // zero rounds: there are no more items
 };
 template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem<B>& item, int round, int split) {
-  if constexpr (lists_rounds<B>) round = int(item.entry(round) / 2);  // now the number
-  if constexpr (lists_shown_rounds<B>) round = item.number_of(item.entry(round), round);  // now the number
+  if constexpr (lists_from_map<B>) round = int(item.entry(round) / 2);  // now the number
+  if constexpr (lists_by_cta<B>) round = item.number_of(item.entry(round), round);  // now the number
   return item.first_key + (round * B::split_kv + split) * B::block_n;
 }
 template <class B> __device__ __forceinline__ bool has_list(const KernelArgs& a, const WgmmaItem<B>& item) {
@@ -2984,7 +2987,7 @@ template <class B> struct BiasOfWarp<B, true> {
 // ---- 5c lists of rounds (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
 
 // The position of a warpgroup in the item's list of rounds. Without a list, all rounds are computed.
-template <class B, bool = lists_rounds<B>> struct RoundWalk {
+template <class B, bool = lists_from_map<B>> struct RoundWalk {
   __device__ void start(const WgmmaItem<B>&, int) {}
   // False if the list says that the bias, MASK_MOD and the key mask leave this tile, or the next one, unchanged.
   __device__ bool is_marked() const { return true; }
@@ -3071,7 +3074,7 @@ template <class B, class Rows> __device__ __forceinline__ void start_expressions
 
 // The state of the score hook for the tile of a warpgroup: its position in the list of rounds, and its bias. Rows:
 // WgmmaRows.
-template <class B> struct TileWalk : std::conditional_t<lists_shown_rounds<B>, ShownRoundWalk<B>, RoundWalk<B>> {
+template <class B> struct TileWalk : std::conditional_t<lists_by_cta<B>, ShownRoundWalk<B>, RoundWalk<B>> {
   std::conditional_t<B::use_bias != 0, BiasOfWarp<B>, Nothing> bias;
   int first_biased = 0;  // the item's first key with a bias; if there is none, greater than all keys
 
@@ -3149,12 +3152,13 @@ template <class B> struct TileWalk : std::conditional_t<lists_shown_rounds<B>, S
 //   k_empty, v_empty  all consumer warps of the split              producers            the tile: read
 //   o_done            the 4 warps of a warpgroup                   the warp storing O   O over Q: written
 
-// Named barriers, with the number of threads that arrive or wait. Barrier 0 is __syncthreads(). id + w belongs to
-// consumer warpgroup w. QRead, or PartialsWritten with two splits, also protects the rows of Q that clear_queries()
+// Named barriers, and the number of threads that arrive or wait. Barrier 0 is __syncthreads(). w: a consumer
+// warpgroup. q_read_barrier, or partials_barrier with two splits, also protects the rows of Q that clear_queries()
 // zero-fills.
-struct Turn { static constexpr int id = 1, participants = 256; };   // w has issued its products, the next one may
-struct QRead { static constexpr int id = 5, participants = 128; };  // all warps of w have read Q
-template <class B> struct PartialsWritten { static constexpr int id = 9, participants = B::warpgroups * 128; };
+constexpr int turn_barrier = 1, turn_threads = 256;      // turn_barrier + w: w has issued, the next warpgroup may issue
+constexpr int q_read_barrier = 5, q_read_threads = 128;  // q_read_barrier + w: all warps of w have read Q
+constexpr int partials_barrier = 9;                      // the partials of both splits are in shared memory
+template <class B> constexpr int partials_threads = B::warpgroups * 128;
 
 // The stages of a split's K and V tiles, and their mbarriers. full: the tile has landed. empty: all consumers have
 // read the tile.
@@ -3394,23 +3398,23 @@ template <class B, bool = B::use_ping_pong> struct WgmmaTurns {  // without turn
   __device__ void leave() const {}
 };
 template <class B> struct WgmmaTurns<B, true> {
-  // Barrier id: Turn::id + arriving warpgroup. ptxas may recompute an id at each use. All warpgroups wait for pass_on(),
-  // so its id is the simpler one.
+  // Barrier id: turn_barrier + arriving warpgroup. ptxas may recompute an id at each use. All warpgroups wait for
+  // pass_on(), so its id is the simpler one.
   const int warpgroup;
   __device__ explicit WgmmaTurns(int number) : warpgroup(number) {
     if (warpgroup == B::warpgroups - 1) pass_on();
   }
   __device__ void await() const {
-    barrier_sync(Turn::id + (warpgroup > 0 ? warpgroup : B::warpgroups) - 1, Turn::participants);
+    barrier_sync(turn_barrier + (warpgroup > 0 ? warpgroup : B::warpgroups) - 1, turn_threads);
   }
-  __device__ void pass_on() const { barrier_arrive(Turn::id + warpgroup, Turn::participants); }
+  __device__ void pass_on() const { barrier_arrive(turn_barrier + warpgroup, turn_threads); }
   __device__ __forceinline__ void leave() const {
     if (warpgroup == 0) await();
   }
 };
 
-// The item's rounds [begin, end) that the warpgroup with first query q computes. SKIP_MASKED without a list:
-// only rounds with a key that its rows see, but at least one. A warpgroup without rows computes none.
+// The item's rounds [begin, end) that the warpgroup with first query q computes; none if it has no rows. SKIP_MASKED:
+// without a list of rounds, only those with a key that its rows see, but at least one.
 template <class B>
 __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& mask, const WgmmaItem<B>& item,
                                                int rounds, int q) {
@@ -3423,7 +3427,7 @@ __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& 
   return {min((seen.begin - first_key) / B::round_keys, end - 1), end};
 }
 
-// The softmax state of a warpgroup's 64 rows over its split of the keys, in registers. Also the `tile` of the score
+// The softmax state of a warpgroup's 64 rows over its split of the keys, in registers. It is also the `tile` of the score
 // hook.
 template <class B> struct WgmmaRows {
   using Scores = WgmmaAccumulator<B::block_n>;
@@ -3431,24 +3435,29 @@ template <class B> struct WgmmaRows {
   static constexpr int ROWS = Sums::ROWS;
 
   const KernelArgs& a;
-  // Per item, except k0.
-  Sums O;
-  float m[ROWS], l[ROWS];
-  int q = 0, k0 = 0;         // q: first query; k0, per tile: first key
-  bool accumulates = false;  // O has a value from an earlier tile of the item
-  ItemScales<B> scales;
+  // ---- state of the work item, constant: run_items() sets it before the first tile ----
+  int q = 0;                           // first query
   const WgmmaItem<B>* item = nullptr;  // in shared memory
+  ItemScales<B> scales;
+  typename Item<B>::HeldMask mask;
   // SCORE_MOD, MASK_MOD: values of the item, in uniform registers.
   int b = 0, h = 0;
-  float x_of_head[4] = {};                                         // x0[h] to x3[h]
-  std::conditional_t<B::hides_rounds, TileWalk<B>, Nothing> walk;  // per tile
-  typename Item<B>::HeldMask mask;
+  float x_of_head[4] = {};  // x0[h] to x3[h]
+
+  // ---- state of the work item, updated by each tile: start() resets it ----
+  Sums O;
+  float m[ROWS], l[ROWS];
+  bool accumulates = false;  // O has a value from an earlier tile of the item
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may use the stale maximum.
   int stale_from = 0;
   uint32_t stale_keys = 0;
   // SCORE_MOD: the stale maximum was too small for a tile of the item. If scores increase along the keys, it would
   // also be too small for most of the following tiles.
   bool stale_max_failed = false;
+
+  // ---- state of the tile: run_items() sets it for the item's first tile, advance() for the next one ----
+  int k0 = 0;  // first key
+  std::conditional_t<B::hides_rounds, TileWalk<B>, Nothing> walk;
 
   __device__ explicit WgmmaRows(const KernelArgs& a_) : a(a_), scales(a_), mask(Item<B>{}.mask(a_)) {}
 
@@ -3470,7 +3479,7 @@ template <class B> struct WgmmaRows {
   // If the item's first tile has no mask, takes the maximum of some columns of S as the stale maximum, without
   // waiting for the exact one. The more columns, the more tiles can use it.
   __device__ __forceinline__ void take_estimated_max(const Scores& S) {
-    if (!B::use_lazy_max || has_mask() || needs_modify_scores() || needs_bias()) return;
+    if (!B::use_lazy_max || has_mask() || needs_modify_scores_or_bias()) return;
     constexpr int columns = B::product_type == DType::e4m3                   ? Scores::COLS
                             : B::kv_type == DType::bf16 || Scores::COLS < 16 ? 4
                                                                              : 16;
@@ -3505,9 +3514,9 @@ template <class B> struct WgmmaRows {
     if constexpr (B::hides_rounds) return walk.needs_modify_scores();
     return B::changes_logits;
   }
-  __device__ __forceinline__ bool needs_bias() const {
-    if constexpr (B::hides_rounds) return walk.needs_bias(k0);
-    return false;
+  __device__ __forceinline__ bool needs_modify_scores_or_bias() const {
+    if constexpr (B::hides_rounds) return walk.needs_modify_scores() || walk.needs_bias(k0);
+    return B::changes_logits;
   }
   __device__ __forceinline__ auto key_bits(int, int) const {
     if constexpr (B::use_key_mask) return walk.bits;
@@ -3549,7 +3558,7 @@ template <class B> struct WgmmaRows {
 };
 
 // A consumer warpgroup: 64 rows over its split of the keys. Each kernel derives from it and adds its products and
-// stores. State per CTA: the descriptors and the rings, which continue from item to item. State per item: last_k0.
+// stores. State per CTA: the descriptors and the rings, which continue from item to item. State per work item: last_k0.
 // For rows, see WgmmaRows.
 template <class B, class Shared> struct WgmmaConsumer {
   using Rows = WgmmaRows<B>;
@@ -3570,6 +3579,7 @@ template <class B, class Shared> struct WgmmaConsumer {
   StageRing<Shared::Q_STAGES> q_ring;
   StageRing<B::stages> ring;  // stage and parity of this tile's K and V
   int last_k0 = 0;            // first key of the item's last tile
+  const WgmmaTurns<B> turns{warpgroup};
 
   __device__ WgmmaConsumer(Shared& s_, const KernelArgs& a_) : s(s_), a(a_), rows(a_) {
     if constexpr (B::hides_rounds) rows.walk.bind(s.split[split].bias);
@@ -3581,14 +3591,13 @@ template <class B, class Shared> struct WgmmaConsumer {
     auto* const Q_s = s.queries(q_ring.stage, row_group);
     if (!clear_queries_of_others<B>(Q_s, Q_PANEL_ROWS<B>, a, item(), row_group * 64, 64, threadIdx.x % 128)) return;
     // hazard: rows zero-filled by all readers
-    if constexpr (B::split_kv > 1) barrier_sync(PartialsWritten<B>::id, PartialsWritten<B>::participants);
-    else barrier_sync(QRead::id + warpgroup, QRead::participants);
+    if constexpr (B::split_kv > 1) barrier_sync(partials_barrier, partials_threads<B>);
+    else barrier_sync(q_read_barrier + warpgroup, q_read_threads);
   }
-  // For each item: begin(), compute(turns) if this warpgroup computes any round, end(). The stages of other rounds
-  // are released without being read.
+  // For each item: begin(), compute() if this warpgroup computes any round, end(). The stages of other rounds are
+  // released without being read.
   template <class Begin, class Compute, class End>
   __device__ __forceinline__ void run_items(const Begin& begin, const Compute& compute, const End& end) {
-    const WgmmaTurns<B> turns(warpgroup);
     auto& t = s.split[split];
     do {
       mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
@@ -3607,7 +3616,7 @@ template <class B, class Shared> struct WgmmaConsumer {
         last_k0 = uniform(first_key_of<B>(item(), rounds_here.begin, split));
         if constexpr (B::hides_rounds) rows.walk.start_item(rows, item(), rounds_here.end - 1);
         rows.scales.start(item(), row_group * 64 + int(thread_index_anew() % 128 / 32 * 16 + lane / 4));
-        compute(turns);
+        compute();
       }
       t.skip(ring, own_rounds<B>(a, rows.mask, item(), rounds, rows.q).begin);
       end();
@@ -3623,8 +3632,7 @@ template <class B, class Shared> struct WgmmaConsumer {
   }
   // OVERLAP=1: issues Q @ K.T of the next tile before P @ V of this tile, which then overlaps the softmax of the
   // next tile. `consumer` has the products and the softmax of its kernel.
-  template <class Consumer>
-  __device__ __forceinline__ void overlapped_loop(Consumer& consumer, const WgmmaTurns<B>& turns) {
+  template <class Consumer> __device__ __forceinline__ void overlapped_loop(Consumer& consumer) {
     auto& t = s.split[split];
     Scores S;
     WgmmaProbabilities<B> P;
@@ -3747,7 +3755,7 @@ __device__ __forceinline__ void merge_splits(const WgmmaRows<B>& rows, SplitPart
       st_shared(&partial.m_l[split][warp * 16 + lane / 4 + 8 * i], float2{rows.m[i], rows.l[i]});
     }
   }
-  barrier_sync(PartialsWritten<B>::id, PartialsWritten<B>::participants);  // hazard: partials written
+  barrier_sync(partials_barrier, partials_threads<B>);  // hazard: partials written
 
   const float2 row_m_l = split == 0 ? float2{rows.m[0], rows.l[0]} : float2{rows.m[1], rows.l[1]};
   const float2 m_l[2] = {row_m_l, ld_shared<float2>(&partial.m_l[1 - split][row])};
@@ -3815,8 +3823,8 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
   using Base::s, Base::q_ring, Base::Base;
 
   __device__ __forceinline__ void run(int warp) {
-    // SPLIT_KV=2: each split has one warp that loads K and one that loads V; the consumers store O. With cp.async,
-    // two warps copy each tile; the second warp that loads V also stores O, since an item needs V later than K.
+    // SPLIT_KV=2: each split has one warp that loads K and one that loads V, and the consumers store O. USE_PAGES=2: two
+    // warps copy each tile. USE_PAGES=2: the second warp that loads V also stores O, since an item needs V later than K.
     constexpr bool four_loaders = B::split_kv > 1 || B::copies_rows;
     const int role = warp == 0                       ? load_k
                      : warp == 1                     ? load_v
@@ -3825,8 +3833,8 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
                      : warp == 2 && stores_by_tma<B> ? store_o
                                                      : idle;
     const int split = copying_warps<B> > 1 ? 0 : warp / 2;
-    // The warp that loads V starts the item, so that Q and K are requested at the same time. With persistent CTAs,
-    // the warp that loads K starts it, since this warp is ahead of the other.
+    // USE_PERSISTENT_CTA=0: the warp that loads V starts an item, so that Q and K are requested at the same time.
+    // USE_PERSISTENT_CTA=1: the warp that loads K starts an item, since this warp is ahead of the other.
     constexpr int starts = B::use_persistent_cta ? 0 : 1;
     if (role & (load_k | load_v)) {
       auto& t = s.split[split];
@@ -3860,14 +3868,6 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   }
 
   // ---- the softmax: first by the stale maximum; if that fails, by the exact one ----
-  //
-  //   attend                                                  attend_then_wait
-  //   if stale: P = exp of the first FIRST columns of S       if stale: P = exp of S; done if the row sums fit
-  //   wait for the previous P @ V                             if not done: recover S if stale;  exact m, alpha, P
-  //   if stale: P of the other columns; round P               wait for the previous P @ V
-  //   if stale: done if the row sums fit                      if not done: O = O * alpha
-  //   if not done: recover S if stale;  exact m, alpha, P     round P
-  //   if not done: O = O * alpha;  round P
 
   // Recomputes Q @ K.T with Q from shared memory.
   __device__ __forceinline__ void recompute_qk(Scores& S) const {
@@ -3879,7 +3879,8 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     });
   }
   // Called if the stale maximum was too small. Recovers S = log2(P) / scale + m in place; recomputes Q @ K.T if P
-  // may have overflowed. Reads m and a kernel argument: keeping m_log2 or the scale in registers slows exp() down.
+  // may have overflowed. Reads m and a kernel argument: keeping m_log2 or the scale in registers slows down the
+  // exponentials.
   template <class Softmax>
   __device__ __forceinline__ void recover_logits(Scores& P, const Softmax& softmax, bool& are_logits) {
     if (B::changes_logits) rows.stale_max_failed = true;
@@ -3901,6 +3902,11 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     }
   }
   // Waits for the previous P @ V in the middle: only FIRST columns of the stale softmax overlap it.
+  //
+  //   if stale: P = exp of the first FIRST columns of S
+  //   wait for the previous P @ V
+  //   if stale: P of the other columns; round P; done if the row sums fit
+  //   if not done: recover S if stale; exact m, alpha, P; O = O * alpha; round P
   template <int FIRST, class End>
   __device__ __forceinline__ void attend(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
     const bool stale = rows.may_use_stale_max();
@@ -3922,6 +3928,12 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     if (!done) pack_all(P, S);
   }
   // Waits for the previous P @ V at the end: the whole softmax overlaps it.
+  //
+  //   if stale: P = exp of S; done if the row sums fit
+  //   if not done: recover S if stale; exact m, alpha, P
+  //   wait for the previous P @ V
+  //   if not done: O = O * alpha
+  //   round P
   template <class End>
   __device__ __forceinline__ void attend_then_wait(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
     bool stale = false, are_logits = false;
@@ -3940,7 +3952,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
 
   // ---- the loops over the tiles of an item ----
 
-  __device__ __forceinline__ void serial_loop(const WgmmaTurns<B>& turns) {
+  __device__ __forceinline__ void serial_loop() {
     TileRing<B>& t = s.split[split];
     Scores S;
     Probabilities P;
@@ -3952,9 +3964,9 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       const bool v_landed = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
       if (first) rows.take_estimated_max(S);
       attend<S.COLS>(S, P, [] {});
-      turns.await();
+      Base::turns.await();
       Base::issue_pv(P, v_landed);
-      turns.pass_on();
+      Base::turns.pass_on();
       rows.look_ahead();
       wgmma_wait_group<0>();
       hold(rows.O.x.d);
@@ -3984,7 +3996,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
     const int first_row = tid / 32 * 16, stage = q_ring.stage;  // first row of the warp in its warpgroup
     // hazard: Q read by all warps of the warpgroup, which write O over it
-    barrier_sync(QRead::id + Base::warpgroup, QRead::participants);
+    barrier_sync(q_read_barrier + Base::warpgroup, q_read_threads);
     SDPA_UNROLL for (int i = 0; i < 2; i++) {  // rows without a visible key have O = 0, even if V has inf or NaN
       if (rows.l[i] != 0) continue;
       SDPA_UNROLL for (int j = 0; j < O.COLS; j++) O.x[i][j] = 0;
@@ -4054,11 +4066,11 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   __device__ __forceinline__ void take_scale_of_q_back();
 
   __device__ __forceinline__ void run() {
-    const auto compute = [&](const WgmmaTurns<B>& turns) {
+    const auto compute = [&] {
       rows.start();
       if constexpr (B::q_type != B::product_type) make_halves_of_q();
-      if constexpr (B::overlap) Base::overlapped_loop(*this, turns);
-      else serial_loop(turns);
+      if constexpr (B::overlap) Base::overlapped_loop(*this);
+      else serial_loop();
       SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Base::Rows::Sums::LANES>(rows.l[i]);
       if constexpr (B::q_type != B::product_type) take_scale_of_q_back();
       if constexpr (B::split_kv > 1) {
@@ -4415,10 +4427,10 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       if constexpr (Shared::Q_IN_REGISTERS) load_queries();
       if (!q_stays) release_queries();
     };
-    const auto compute = [&](const WgmmaTurns<B>& turns) {
+    const auto compute = [&] {
       rows.start();
       tiles = 0;
-      Base::overlapped_loop(*this, turns);
+      Base::overlapped_loop(*this);
       SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Base::Rows::Sums::LANES>(rows.l[i]);
       // Adds the sums in shared memory to O.
       if (tiles >= B::fp8_flush) for_each_flushed([](float4* place, float* d) { add(d, ld_shared<float4>(place), 1); });
@@ -4467,17 +4479,19 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_e4m3> {
 //   barrier                    completed by                      awaited by           protects
 //   mbarriers q_full, k_full,  TMA, or the warps that copied     all threads that     Q, K, V: written
 //     v_full                   the tile                          read the tile
-//   SplitSync, id + split      the 128 threads of the split      the same             P and per_warp: written
-//   KIssued                    warps that load K                 warps that load V    the order of the first loads
-//   AllSync                    all threads                       the same             partials: written
+//   split_barrier + split      the 128 threads of the split      the same             P and per_warp: written
+//   k_issued_barrier           warps that load K                 warps that load V    the order of the first loads
+//   all_barrier                all threads                       the same             partials: written
 //
 // There are no empty barriers: a warp starts a load into a stage after wgmma_wait_group<0>(), when the products of
 // all warps of the split have read the stage.
 
-// Named barriers, with the number of threads that arrive or wait. Barrier 0 is __syncthreads().
-struct SplitSync { static constexpr int id = 1, participants = 128; };  // id + split
-template <class B> struct KIssued { static constexpr int id = 1 + B::split_kv, participants = 64 * B::split_kv; };
-template <class B> struct AllSync { static constexpr int id = 1 + B::split_kv, participants = B::warpgroups * 128; };
+// Named barriers, and the number of threads that arrive or wait; barrier 0 is __syncthreads().
+constexpr int split_barrier = 1, split_barrier_threads = 128;  // split_barrier + split
+template <class B> constexpr int k_issued_barrier = 1 + B::split_kv;
+template <class B> constexpr int k_issued_threads = 64 * B::split_kv;
+template <class B> constexpr int all_barrier = 1 + B::split_kv;
+template <class B> constexpr int all_threads = B::warpgroups * 128;
 
 template <class B> struct WgmmaColumnsShared {
   struct Split {
@@ -4545,9 +4559,9 @@ template <class B> struct WgmmaColumnsLoader {
   __device__ __forceinline__ void load_first_tiles() {
     if (item.rounds == 0) return;
     if constexpr (B::copies_rows) return load_first_rows();
-    if (loads_v()) barrier_sync(KIssued<B>::id, KIssued<B>::participants);
+    if (loads_v()) barrier_sync(k_issued_barrier<B>, k_issued_threads<B>);
     load_tile<true>(item.rounds - 1, 0);
-    if (loads_k()) barrier_arrive(KIssued<B>::id, KIssued<B>::participants);
+    if (loads_k()) barrier_arrive(k_issued_barrier<B>, k_issued_threads<B>);
     for (int n = 1; n < B::stages && n < item.rounds; n++) load_tile<false>(item.rounds - 1 - n, n);
   }
   // ---- copies of rows by cp.async; their pages are read one round earlier, to hide the latency ----
@@ -4627,7 +4641,7 @@ template <class B> struct WgmmaColumns {
         P_s(uniform(shared_address(s.split[split].P))) {}
 
   __device__ __forceinline__ typename Shared::Split& own_split() const { return s.split[split]; }
-  __device__ void sync() const { barrier_sync(SplitSync::id + split, SplitSync::participants); }
+  __device__ void sync() const { barrier_sync(split_barrier + split, split_barrier_threads); }
 
   // ---- the products ----
 
@@ -4801,7 +4815,7 @@ template <class B> struct WgmmaColumns {
       float all = 0;
       SDPA_UNROLL for (const float& x : sum) all += x;
       // hazard: P written by all warps
-      fits = barrier_and(SplitSync::id + split, SplitSync::participants, all <= lazy_limit<B>);
+      fits = barrier_and(split_barrier + split, split_barrier_threads, all <= lazy_limit<B>);
     }
     if (!fits) {
       update_max<FIRST>(S, O);
@@ -4887,7 +4901,7 @@ template <class B> struct WgmmaColumns {
         st_shared(&own_split().O[O.row(i)][O.first_col() + O.col(j)], O.x[i][j]);
       }
     }
-    barrier_sync(AllSync<B>::id, AllSync<B>::participants);  // hazard: partials of all splits written
+    barrier_sync(all_barrier<B>, all_threads<B>);  // hazard: partials of all splits written
     store_rows<B>(s.split, a, item, int(threadIdx.x), s.is_last);
   }
 };
@@ -5605,7 +5619,7 @@ template <class B> struct ScoreMod {
     const int b = tile.batch_of_item();
     const auto item_h = head_of(tile);
     const int Sq = tile.query_count(), Sk = tile.mask.keys.Sk, last_key = max(Sk, 1) - 1;
-    const int k0 = tile.k0 + first_col<B>(S);
+    const int k0 = tile.k0 + first_column<B>(S);
     const ScoreScale<B> hook_scale = tile.hook_scale();
     tile.locate(S);
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
@@ -5817,7 +5831,7 @@ template <class B>
 template <class View>
 __device__ __forceinline__ bool ScoreTile<B>::add_bias(View& S) const {
   if (!has_bias<B>(a, mask, k0)) return false;
-  if constexpr (B::use_bias != 0) BiasInMemory<B>().add(S, a, item, mask.keys.Sk, q, k0 + first_col<B>(S));
+  if constexpr (B::use_bias != 0) BiasInMemory<B>().add(S, a, item, mask.keys.Sk, q, k0 + first_column<B>(S));
   return true;
 }
 
@@ -5851,7 +5865,7 @@ template <class B> struct KeyBits {
   // j. The shift moves no such bit to another word, so each word is shifted on its own.
   template <class Tile, class View>
   __device__ __forceinline__ KeyBits(const Tile& tile, const View& S, int first, int last) {
-    const int from = first_col<B>(S) + S.col(0), words = from / 32;
+    const int from = first_column<B>(S) + S.col(0), words = from / 32;
     const int begin = B::swap_ab ? 0 : S.col(first) - S.col(0), end = B::swap_ab ? B::block_n - 1 : S.col(last - 1) - S.col(0);
     const KeyBits of_tile = tile.key_bits(begin, end);
     SDPA_UNROLL for (int w = begin / 32; w <= end / 32; w++) {
@@ -5984,7 +5998,7 @@ template <class B> __device__ __forceinline__ uint32_t* list_of(const KernelArgs
   return map.lists + size_t(of_head * a.q_blocks.divisor + block) * map.list_words;
 }
 template <class B> __device__ __forceinline__ void take_list(const KernelArgs& a, WgmmaItem<B>& item) {
-  if constexpr (lists_rounds<B>) {
+  if constexpr (lists_from_map<B>) {
     griddepcontrol_wait();  // sdpa_map() has finished
     const uint32_t* const list = list_of<B>(a, item);
     const int rounds = int(ld_global<uint32_t>(list));
@@ -6440,7 +6454,7 @@ template <class B> __device__ void Wgmma16Consumer<B>::make_halves_of_q() {
     scale = finite_scale(scale * float_of(uint32_t(127 + exponent) << 23));
   }
   fence_proxy_async();  // hazard: Q written here, read by wgmma
-  barrier_sync(QRead::id + Base::warpgroup, QRead::participants);  // hazard: rows written by all warps
+  barrier_sync(q_read_barrier + Base::warpgroup, q_read_threads);  // hazard: rows written by all warps
 }
 // Divides m by the power of two by which the row of Q was multiplied, so that the merge, the sink and LSE can
 // use the item's scale. With a softcap m stays as it is, because it is a maximum of tanh values.
@@ -6741,7 +6755,7 @@ struct Sequence {
 // First key of the first tile of these keys. With pages by TMA a tile begins at a multiple of BLOCK_N, as the
 // boxes do.
 template <class B> __device__ __forceinline__ int first_tile_key(const KeyRange& keys) {
-  return B::use_pages && B::loads_by_tma && !B::copies_rows ? keys.begin / B::block_n * B::block_n : keys.begin;
+  return B::use_pages && B::is_wgmma && !B::copies_rows ? keys.begin / B::block_n * B::block_n : keys.begin;
 }
 // One range of a tile of a sequence. q0 counts the rows of the sequence. If the tile has several ranges,
 // their partials have the indices first_partial ... first_partial + ranges - 1. ranges = 0: an item past the
@@ -6800,7 +6814,7 @@ template <class B> __device__ __forceinline__ Item<B> planned_item(const KernelA
 // USE_LENGTHS: item i of the launch, in which every item of the plan occurs once per head group. Past the
 // last one, an item with ranges = 0.
 template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelArgs& a, uint32_t i) {
-  if constexpr (B::starts_early) griddepcontrol_wait();  // sdpa_plan() has finished
+  if constexpr (B::is_wgmma) griddepcontrol_wait();  // sdpa_plan() has finished
   const uint32_t number = a.q_heads.divide(i);
   if (number >= plan_of(a).count) return {};
   return planned_item<B>(a, number, int(a.q_heads.remainder(i)));
@@ -6863,7 +6877,7 @@ template <class B, class Use> __device__ __forceinline__ void for_each_tile(cons
 template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(const __grid_constant__ KernelArgs a) {
   PlanShared& s = dynamic_shared<PlanShared>();
   const int tid = threadIdx.x;
-  if constexpr (B::starts_early) wait_then_let_next_kernel_start();
+  if constexpr (B::is_wgmma) wait_then_let_next_kernel_start();
   if (tid == 0) {
     s.rounds = 0;
     s.rounds_65536 = 0;
@@ -6963,7 +6977,7 @@ constexpr int merge_threads = 128;
 template <class B> constexpr int merge_ctas = ceil_div(B::block_m * B::d_v / 4, merge_threads);  // per item
 
 template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(const __grid_constant__ KernelArgs a) {
-  if constexpr (B::starts_early) wait_then_let_next_kernel_start();
+  if constexpr (B::is_wgmma) wait_then_let_next_kernel_start();
   if constexpr (B::use_lengths) {  // the plan lists the items to merge
     const uint32_t heads = a.q_heads.divisor, ctas = plan_of(a).merges * heads * merge_ctas<B>;
     const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned_items(a) + plan_room<B>(a).items);
@@ -7381,27 +7395,27 @@ template <class Kernel> SdpaStatus allow_shared_bytes(Kernel kernel, size_t byte
                                                                    "this process,");
 }
 
-// Launches the kernel with one CTA per range of `items` items. USE_PERSISTENT_CTA: with at most the CTAs that are
+// Launches the kernel with one CTA per range of `items` items. USE_PERSISTENT_CTA: launches at most the CTAs that are
 // resident, and at most max_ctas.
 template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t stream) {
-  const uint32_t ctas = items * a.ranges.divisor;
+  const uint32_t ctas = items * (B::split_ctas == 1 ? 1 : a.ranges.divisor);
   static_assert(shared_bytes<B> <= 227 * 1024,
                 "BLOCK_M, BLOCK_N, STAGES: more than 227 KB of shared memory per CTA; type a smaller BLOCK_N or "
                 "STAGES");
-  constexpr auto kernel = KernelOf<B>::entry;
+  constexpr auto entry = KernelOf<B>::entry;
   size_t bytes = shared_bytes<B>, most = bytes;
   // Other host threads share the kernel's attribute, so it is set to the maximum that any launch requests.
-  if (B::starts_early && B::split_ctas != 1) {
+  if (B::is_wgmma && B::split_ctas != 1) {
     most = even_share(bytes, 1);
     bytes = even_share(bytes, ctas);
   }
-  const SdpaStatus allowed = allow_shared_bytes(kernel, most);
+  const SdpaStatus allowed = allow_shared_bytes(entry, most);
   if (!allowed.ok()) return allowed;
   cudaError_t error = cudaSuccess;
   cudaLaunchConfig_t launch{dim3(ctas), dim3(B::threads), bytes, stream, nullptr, 0};
   if (B::use_persistent_cta) {
     int ctas_per_sm = 0;
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, B::threads, shared_bytes<B>);
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, entry, B::threads, shared_bytes<B>);
     if (error != cudaSuccess) return cuda_failure(error, "querying the occupancy");
     const uint32_t resident = uint32_t(sm_count()) * uint32_t(max(ctas_per_sm, 1)), asked = uint32_t(a.p.max_ctas);
     launch.gridDim.x = min(ctas, asked > 0 ? min(asked, resident) : resident);
@@ -7410,7 +7424,7 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
   // Programmatic dependent launch: the wgmma kernel starts before the preceding kernel in the stream has ended,
   // and waits for it before it accesses memory. It lets the next kernel with this attribute start early, too.
   // That kernel must call cudaGridDependencySynchronize() before it reads O or writes an input.
-  if (B::starts_early) {
+  if (B::is_wgmma) {
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
     launch.attrs = &early;
@@ -7424,7 +7438,7 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
     error = cudaLaunchKernelEx(&plan, sdpa_plan<B>, a);
     if (error != cudaSuccess) return cuda_failure(error, "launching the plan");
   }
-  error = cudaLaunchKernelEx(&launch, kernel, a);
+  error = cudaLaunchKernelEx(&launch, entry, a);
   if constexpr (merges_by_kernel<B>) {
     launch.gridDim = dim3(items * merge_ctas<B>);
     launch.blockDim = dim3(merge_threads);
@@ -7474,7 +7488,7 @@ template <class B> Grid grid_of(const SdpaParams& p, const Items& items) {
   grid.q_heads_per_kv = Divisor(uint32_t(p.Hq / p.Hkv));
   grid.item_queries = Divisor(uint32_t(items.queries));
   grid.item_heads = items.heads;
-  grid.ranges = Divisor(uint32_t(items.ranges));
+  if (B::split_ctas != 1) grid.ranges = Divisor(uint32_t(items.ranges));
   const bool all = KeyBounds(p, p.Sq, p.Sk).all() && !B::use_lengths;
   grid.unmasked_rounds = all ? max(int(ceil_div(p.Sk, B::round_keys)), 1) : 0;
   const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Input);  // K and V of one KV head
@@ -7497,7 +7511,9 @@ constexpr bool sums_end =
 // ---- the map of hidden rounds (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
 
 // True if the launch may have a map of hidden rounds.
-template <class B> bool may_have_map(const SdpaParams& p) { return lists_rounds<B> && (B::hides_keys || p.bias); }
+template <class B> bool may_have_map(const SdpaParams& p) {
+  return lists_from_map<B> && (B::hides_keys || p.bias);
+}
 // True if the map has different lists for different heads.
 template <class B> bool differs_by_head(const SdpaParams& p) {
   return B::hides_keys ? !B::only_expression_hides || expression_names("h", MASK_MOD_text) : p.bias_strides.head != 0;
@@ -7557,7 +7573,7 @@ template <class B> SdpaStatus set_bias_map(KernelArgs& a, const Items& items, vo
   a.bias_map = bias_map_of<B>(a.p, items);
   a.bias_map.lists = reinterpret_cast<uint32_t*>(static_cast<uint64_t*>(at) + 1);
   a.unmasked_rounds = 0;  // the number of rounds differs between items
-  if constexpr (lists_rounds<B>) {
+  if constexpr (lists_from_map<B>) {
     cudaLaunchAttribute early{};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
@@ -7574,7 +7590,7 @@ template <class B> SdpaStatus take_bias_map(KernelArgs& a, const Items& items, c
     const SdpaStatus status = check_bias_map<B>(a.p);
     return status.ok() && a.p.bias_map_bytes > 0 ? set_bias_map<B>(a, items, a.p.bias_map, false, stream) : status;
   }
-  if (!lists_rounds<B> || !makes_map<B>(a.p)) return {};
+  if (!lists_from_map<B> || !makes_map<B>(a.p)) return {};
   return set_bias_map<B>(a, items, a.p.scratch, true, stream);
 }
 template <class B> SdpaStatus map_bias(const SdpaParams& p, cudaStream_t stream) {
@@ -7591,11 +7607,11 @@ template <class B> SdpaStatus map_bias(const SdpaParams& p, cudaStream_t stream)
 // zero before and after each launch. scratch: the plan, the partials or the map, which the launch writes before
 // it reads them.
 struct LaunchMemory { size_t state, scratch; };
-template <class B> constexpr bool has_scratch = B::use_lengths || B::split_ctas != 1 || lists_rounds<B>;
+template <class B> constexpr bool has_scratch = B::use_lengths || B::split_ctas != 1 || lists_from_map<B>;
 template <class B> LaunchMemory memory_of(const SdpaParams& p) {
   const size_t queue_bytes = B::use_persistent_cta ? sizeof(uint32_t) : 0;
   if (!has_scratch<B>) return {queue_bytes, 0};
-  if (lists_rounds<B>) return {queue_bytes, makes_map<B>(p) ? bias_map_bytes<B>(p) : 0};
+  if (lists_from_map<B>) return {queue_bytes, makes_map<B>(p) ? bias_map_bytes<B>(p) : 0};
   const Items items = items_of<B>(p);
   if constexpr (B::use_lengths) {
     const PlanArgs plan = plan_args<B>(p, items);
@@ -7654,7 +7670,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
     [&](auto& args) { args.plan = plan; }(a);
     a.work_items = uint32_t(plan.items * heads);
   }
-  if constexpr (B::loads_by_tma) {
+  if constexpr (B::is_wgmma) {
     const SdpaStatus status = encode_tensor_maps<B>(a.maps, a);
     if (!status.ok()) return status;
   }
@@ -7721,9 +7737,9 @@ SdpaStatus check_sizes(SdpaParams& p) {
   }
   if (double(p.B) * p.Hq * p.Sq > 1e16) return failure(refused, "B*Hq*Sq is over 10^16 rows; split the batch");
   if (p.Dv == 0) p.Dv = p.D;
-  constexpr int D = Defines::head_dim, Dv = Defines::d_v, by = Defines::vec_width;
-  if (Defines::is_wgmma ? p.D <= 0 || p.D > D || p.D % by || p.Dv <= 0 || p.Dv > Dv || p.Dv % by
-                      : p.D != D || p.Dv != Dv) {
+  constexpr int D = Defines::head_dim, Dv = Defines::d_v;
+  const auto fits = [](int size, int most) { return size > 0 && size <= most && size % Defines::vec_width == 0; };
+  if (Defines::is_wgmma ? !fits(p.D, D) || !fits(p.Dv, Dv) : p.D != D || p.Dv != Dv) {
     return failure(refused,
                    Defines::is_wgmma
                        ? "D=%d, Dv=%d: this build takes 1 to %d and 1 to %d, in multiples of VEC_WIDTH"
@@ -8324,7 +8340,7 @@ template <class Launch> SdpaStatus leaving_no_error(const Launch& launch) {
 // ---- a map of hidden rounds for several launches (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
 
 // Size in bytes of the map that sdpa_map_bias() writes. 0: this problem has no map, or its sizes are refused.
-static inline size_t sdpa_bias_map_bytes(SdpaParams p) {
+[[maybe_unused]] static size_t sdpa_bias_map_bytes(SdpaParams p) {
   if (!check_sizes(p).ok()) return 0;
   return with_build(p, [&](auto build) { return bias_map_bytes<decltype(build)>(p); });
 }
@@ -8332,7 +8348,7 @@ static inline size_t sdpa_bias_map_bytes(SdpaParams p) {
 // the arrays that MASK_MOD names; this is not checked. If another parameter differs (the tile, a size, the causal
 // mask, the window, bias_keys, or whether heads and batches share the bias), the launch ignores the map and computes
 // all rounds: O is correct, but takes longer.
-static inline SdpaStatus sdpa_map_bias(const SdpaParams& params, cudaStream_t stream) {
+[[maybe_unused]] static SdpaStatus sdpa_map_bias(const SdpaParams& params, cudaStream_t stream) {
   SdpaParams p = params;
   const SdpaStatus status = check_params(p);
   if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;
@@ -8345,12 +8361,12 @@ static inline SdpaStatus sdpa_map_bias(const SdpaParams& params, cudaStream_t st
 
 // Size in bytes that SdpaParams::workspace must have for this problem; smaller if `scratch` is set. 0: it may
 // be null, or the sizes are refused.
-static inline size_t sdpa_workspace_bytes(SdpaParams p) {
+[[maybe_unused]] static size_t sdpa_workspace_bytes(SdpaParams p) {
   if (!check_sizes(p).ok()) return 0;
   return with_build(p, [&](auto build) { return workspace_bytes<decltype(build)>(p); });
 }
 // Size in bytes that SdpaParams::scratch must have for this problem if it is set. 0: it may be null.
-static inline size_t sdpa_scratch_bytes(SdpaParams p) {
+[[maybe_unused]] static size_t sdpa_scratch_bytes(SdpaParams p) {
   if (!check_sizes(p).ok()) return 0;
   return with_build(p, [&](auto build) { return scratch_bytes<decltype(build)>(p); });
 }
@@ -8358,7 +8374,7 @@ static inline size_t sdpa_scratch_bytes(SdpaParams p) {
 // Enqueues O, LSE = attention(Q, K, V) on the stream of the current device and returns without waiting. It does
 // not print or allocate memory, and may be captured into a CUDA graph. A problem that this build does not
 // support is refused before anything is launched.
-static inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
+[[maybe_unused]] static SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
   SdpaParams p = params;
   const SdpaStatus status = check_params(p);
   if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;

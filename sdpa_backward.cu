@@ -505,7 +505,7 @@ template <class B, class View> struct WeightsOfTile {
   // plain: no score of the tile is hidden.   lse_log2: of this thread's queries
   __device__ __forceinline__ void set_p(const BackwardArgs& a, const Item<B>& item, const Mask& mask, int q0, int k0,
                                         bool plain, const float (&lse_log2)[View::ROWS]) {
-    SlopeTile<B, decltype(slope)> tile{{a, item, mask, q0, k0, item_score_scale<B>(a, item)}, slope};
+    SlopeTile<B, decltype(slope)> tile{{a, item, mask, q0, k0, item_hook_scale<B>(a, item)}, slope};
     finish_scores<B>(P, tile, plain);
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       // SCORE_MOD of a query past the last may be anything, so that exp2 could overflow.
@@ -942,9 +942,9 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
     if (n == 0) copy_pair(s.kept, keys_of_head(a, item, h_kv), k0, p);
     copy_pair(s.passing[stage], queries_of_head(a, item, h), q0, p);
     const float2* const rows_g = a.work.rows + head_index(p, item, h) * p.Sq + workspace_row(p, item, q0);
-    const int count = item.query_count(p) - q0;
     for (int r = threadIdx.x; r < B::block_n; r += B::threads) {
-      VectorCopy<copies_async<B>>::template copy<sizeof(float2)>(&s.rows[stage][r], rows_g + r, r < count);
+      VectorCopy<copies_async<B>>::template copy<sizeof(float2)>(&s.rows[stage][r], rows_g + r,
+                                                                  q0 + r < item.query_count(p));
     }
   };
   PassingTiles<B, decltype(load)> tiles(load, group * tiles_of_head);
@@ -1054,10 +1054,10 @@ __global__ void __launch_bounds__(B::threads) sdpa_backward_convert_rows(const _
 template <class B> constexpr int DQ_PIECES = B::block_n / 64 * (B::head_dim / 64);
 constexpr int dq_piece_floats = 64 * 64;
 
-// Named barriers of the consumers, with the number of threads that arrive or wait. id + w belongs to warpgroup w.
-struct BackwardTurn { static constexpr int id = 1, participants = 256; };  // it is the turn of w
-struct BothGroups { static constexpr int id = 3, participants = 256; };
-struct OwnGroup { static constexpr int id = 4, participants = 128; };  // the warps of w
+// Named barriers of the consumers, and the number of threads that arrive or wait. w: a warpgroup.
+constexpr int backward_turn = 1, backward_turn_threads = 256;  // backward_turn + w: the turn of w
+constexpr int both_groups = 3, both_groups_threads = 256;
+constexpr int own_group = 4, own_group_threads = 128;  // own_group + w: the warps of w
 
 template <class B> struct KeysOfCta {
   KeyTile<B> keys;
@@ -1144,7 +1144,7 @@ __device__ __forceinline__ void copy_last_tile(Input* panels_s, const Input* fro
   }
   cp_async_commit_group();
   cp_async_wait_group<0>();
-  fence_proxy_async();
+  fence_proxy_async();  // wgmma reads the rows
   __syncwarp();  // hazard: rows copied by all lanes
 }
 
@@ -1285,7 +1285,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   using Shared = BackwardWgmmaShared<B>;
   using Scores = WgmmaAccumulator<B::block_n>;
   using ByQuery = Transposed<Scores>;
-  constexpr int D = B::head_dim, last_barrier = BackwardTurn::id + 1;
+  constexpr int D = B::head_dim, last_barrier = backward_turn + 1;
   const int lane = threadIdx.x % 32, k0 = keys.k0 + 64 * w;
   Scores P, dP;
   WgmmaAccumulator<D> dK, dV;
@@ -1357,7 +1357,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     }
     fence_proxy_async();
     // The turn. hazard: dS of tile n - 1 written by both warpgroups
-    barrier_sync(BackwardTurn::id + w, BackwardTurn::participants);
+    barrier_sync(backward_turn + w, backward_turn_threads);
 
     // dV += P.T @ dO, and dQ = dS @ K of the previous tile. In the first tile, this dQ is undefined and not
     // used.
@@ -1386,14 +1386,14 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     dQ_sums_g = a.work.dQ_sums + tile.row(a, keys.item) * D + w * dq_piece_floats;
 
     if constexpr (last) {
-      if (w == 0) barrier_arrive(last_barrier, BackwardTurn::participants);  // the other warpgroup's last turn
+      if (w == 0) barrier_arrive(last_barrier, backward_turn_threads);  // the other warpgroup's last turn
       wgmma_wait_group<0>();
       hold(dK.x.d);
     } else {
       // dP = V @ dO.T and P of the next tile
       mbarrier_wait(&s.o_full[o_ring.stage], o_ring.parity);
       wgmma_qk<B>(next_dP, V, dO_of(o_ring.stage));
-      barrier_arrive(BackwardTurn::id + 1 - w, BackwardTurn::participants);
+      barrier_arrive(backward_turn + 1 - w, backward_turn_threads);
       tile.advance();
       wgmma_wait_group<2>();
       hold(next_S.x.d);
@@ -1420,13 +1420,13 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   set_p(0);
   wgmma_wait_group<0>();
   hold(dP.x.d);
-  if (w == 1) barrier_arrive(BackwardTurn::id, BackwardTurn::participants);  // the first turn is warpgroup 0's
+  if (w == 1) barrier_arrive(backward_turn, backward_turn_threads);  // the first turn is warpgroup 0's
 
   for (int n = 0; n + 1 < tiles; n++) do_tile(n == 0, std::false_type{});
   do_tile(tiles == 1, std::true_type{});
 
   // dQ of the last tile
-  barrier_sync(BothGroups::id, BothGroups::participants);  // hazard: dS written by both warpgroups
+  barrier_sync(both_groups, both_groups_threads);  // hazard: dS written by both warpgroups
   WgmmaAccumulator<64> dQ;
   wgmma_dq<B>(dQ, descriptor_at(dS_of(ds_stage), dq_panel), K_panel);
   wgmma_wait_group<0>();
@@ -1435,10 +1435,10 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
 
   // Write dV over this warpgroup's V and dK over its K, then store both by TMA.
   store_to_panels<64>(dV, 1, s.V[w]);
-  barrier_sync(BothGroups::id, BothGroups::participants);  // hazard: K read by both warpgroups
+  barrier_sync(both_groups, both_groups_threads);  // hazard: K read by both warpgroups
   store_to_panels<64>(dK, a.gradient_scale, s.K[w]);
   fence_proxy_async();
-  barrier_sync(OwnGroup::id + w, OwnGroup::participants);  // hazard: dK and dV written by all warps
+  barrier_sync(own_group + w, own_group_threads);  // hazard: dK and dV written by all warps
   const int batch = keys.item.batch(a.p.k_starts), row = keys.item.k_row(0);
   const int rows = key_count(a.p, keys.item) - k0;
   if (B::use_lengths && rows < 64) {  // the rows after those are the next sequence's

@@ -75,7 +75,7 @@ def builds_of(words):
             if expressions and named & ({"softcap"} | BIASES):
                 raise sdpa.Unavailable("a soft cap or a bias beside score_mod and mask_mod is a part of the expression")
             builds.append(sdpa.build_of(*sdpa.line_with(gpu, dtype, D, Dv, features, **expressions)))
-            if with_backward and not expressions and named <= {"softcap", "sinks"} and dtype != sdpa.torch.float8_e4m3fn:
+            if with_backward and not expressions and named <= {"softcap", "sinks", "lengths"} and dtype != sdpa.torch.float8_e4m3fn:
                 for asked in sdpa.NEEDED, sdpa.NEEDED | sdpa.DETERMINISTIC:
                     builds.append(sdpa.build_of(*sdpa.backward_line_with(gpu, dtype, max(D, Dv), features, asked)[0]))
         except sdpa.Unavailable as why:

@@ -153,7 +153,8 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     """flash_attn_func() for packed sequences: sequence b has the rows from cu_seqlens[b] to cu_seqlens[b + 1], or only the first
     seqused_q[b] queries and seqused_k[b] keys of them. Other rows of O and LSE are not written. If cu_seqlens_q or _k is None,
     q, or k and v, are [B,S,H,D]; with page_table k and v are paged. max_seqlen_k bounds the keys of a sequence, unless it is a
-    tensor, for which the host would have to wait. There is no backward pass."""
+    tensor, for which the host would have to wait. Supports the backward pass of attention(), deterministic or not, except with
+    page_table; rows of q, k and v that are no query or key have a gradient of 0."""
     refuse("flash_attn_varlen_func", qv=qv, attention_chunk=attention_chunk, **others)
     check_integers("flash_attn_varlen_func", cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
                    seqused_k=seqused_k, page_table=page_table)
@@ -163,8 +164,19 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     most_keys = 0 if isinstance(max_seqlen_k, torch.Tensor) else max_seqlen_k or 0
     out, lse = attend("flash_attn_varlen_func", q, k, v, softmax_scale, causal, window_size, softcap, q_descale,
                       k_descale, v_descale, learnable_sink, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table,
-                      most_keys, seqused_q)
+                      most_keys, seqused_q, backward="deterministic" if deterministic else None)
     return (out, lse) if return_attn_probs else out
+
+
+class AppendedKeys(torch.autograd.Function):
+    """Returns q. The result depends on k and v through the caches, which autograd does not see, so the backward pass is refused."""
+    @staticmethod
+    def forward(ctx, q, k, v):
+        return q.view_as(q)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise NotImplementedError("flash_attn_with_kvcache: no gradient of k and v that are appended to caches; detach them")
 
 
 def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None,
@@ -204,8 +216,8 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
         # Each cache is a page, and the table has one column.
         page_table = cache_batch_idx[:, None] if page_table is None else page_table.index_select(0, cache_batch_idx)
     if k is not None:
-        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad) and not q.requires_grad:
-            q = q.detach().requires_grad_()  # so that a backward pass, which has no gradients of k and v, is refused
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            q = AppendedKeys.apply(q, k, v)
         cache_seqlens = APPEND(k_cache, v_cache, k, v, cache_seqlens, page_table, cu_seqlens_k_new)
     out, lse = attend(name, q, k_cache, v_cache, softmax_scale, causal, window_size, softcap, q_descale, k_descale,
                       v_descale, learnable_sink, alibi_slopes, cu_seqlens_q, None, cache_seqlens, page_table,

@@ -19,14 +19,18 @@ static_assert(SDPA_CAUSAL_TOP_LEFT == int(sdpa::Causal::top_left) &&
 
 static const sdpa::SdpaParams& params_of(const SdpaParams* p) { return *reinterpret_cast<const sdpa::SdpaParams*>(p); }
 
-// Of the build, or of its tiles from row N on.
+// Of the build, or of its tiles from row N on. BACKWARD=1: of the kernel that computes dK.
 template <int N> constexpr size_t most_shared_bytes() {
+#ifdef BACKWARD
+  return sizeof(typename sdpa::BackwardKernelOf<sdpa::BuildOf<N>>::Shared);
+#else
   constexpr size_t own = sdpa::shared_bytes<sdpa::BuildOf<N>>;
   if constexpr (N >= 0 && sdpa::next_tile(N + 1) < sdpa::tile_count) {
     constexpr size_t others = most_shared_bytes<sdpa::next_tile(N + 1)>();
     return own > others ? own : others;
   }
   return own;
+#endif
 }
 
 extern "C" {

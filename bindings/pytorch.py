@@ -307,8 +307,8 @@ def line_with(capability, dtype, D, Dv, features, score_mod="", mask_mod=""):
 
 # The lines of the backward pass, by preference. sizes: the HEAD_DIMs that are built, with their knobs; a problem takes the
 # next one. pads: D must be HEAD_DIM, so smaller ones are padded. repeats: two runs give the same bits. faster: the HEAD_DIMs
-# for which the line is at least as fast as PyTorch's backward (results/backward); elsewhere it runs only where PyTorch has
-# none, may return NaN or must be deterministic.
+# for which the line is at least as fast as PyTorch's backward (results/backward), which has not been measured with lengths;
+# elsewhere it runs only where PyTorch has none, may return NaN or must be deterministic.
 BackwardRow = collections.namedtuple("BackwardRow", "name capabilities sizes pads repeats faster")
 BACKWARD_LINES = (
     BackwardRow("backward_hopper", (9,), {64: (), 128: ("BLOCK_N=64",)}, False, False, (64,)),
@@ -324,7 +324,8 @@ def backward_line_with(capability, dtype, D, features, asked):
         size = next((size for size in row.sizes if size >= D), None)
         if size is None or capability[0] not in row.capabilities or asked & DETERMINISTIC and not row.repeats:
             continue
-        if not asked & NEEDED and size not in row.faster:
+        is_measured = not features >> FEATURES.index("USE_LENGTHS") & 1
+        if not asked & NEEDED and not (is_measured and size in row.faster):
             return None
         knobs = [f"HEAD_DIM={size}", *row.sizes[size], *["DTYPE=BF16"] * (dtype == torch.bfloat16)]
         return (row.name, capability, *knobs, *(knob for bit, knob in enumerate(FEATURES) if features >> bit & 1)), size * row.pads
@@ -448,7 +449,8 @@ CALL = (f"{TENSORS}{MASK}, float softcap, Tensor? q_descale, Tensor? k_descale, 
 LIBRARY.define(f"attention{CALL} -> (Tensor, Tensor)")
 LIBRARY.define(f"block_mask{CALL} -> (Tensor, str)")
 LIBRARY.define(f"attention_backward(Tensor? grad, {TENSORS[1:]}Tensor o, Tensor lse, {MASK}, Tensor? bias=None, str without='', "
-               "float softcap=0., Tensor? sinks=None, Tensor? grad_lse=None, str backward='') -> (Tensor, Tensor, Tensor, Tensor)")
+               "float softcap=0., Tensor? sinks=None, Tensor? grad_lse=None, str backward='', Tensor? k_lengths=None, Tensor? q_starts=None, "
+               "Tensor? k_starts=None, SymInt most_keys=0, Tensor? q_lengths=None, Tensor? k_firsts=None) -> (Tensor, Tensor, Tensor, Tensor)")
 LIBRARY.define("append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor lengths, Tensor? page_table, "
                "Tensor? starts) -> Tensor")  # of flash_attn_interface.py
 LIBRARY.define(f"why_not{TENSORS}Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, bool enable_gqa) -> str")

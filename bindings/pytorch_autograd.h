@@ -12,8 +12,9 @@
 
 using torch::autograd::variable_list;
 // Places of the operator's arguments.
-constexpr int at_causal = 3, at_softcap = 8, at_sinks = 12, at_k_lengths = 13, at_page_table = 16, at_bias = 18,
-              at_q_lengths = 20, at_score_mod = 23, at_mask_mod = 24, at_x0 = 25, at_i1 = 30, at_k_firsts = 33,
+constexpr int at_causal = 3, at_softcap = 8, at_sinks = 12, at_k_lengths = 13, at_q_starts = 14, at_k_starts = 15,
+              at_page_table = 16, at_bias = 18,
+              at_most_keys = 17, at_q_lengths = 20, at_score_mod = 23, at_mask_mod = 24, at_x0 = 25, at_i1 = 30, at_k_firsts = 33,
               at_backward = 34, arguments = 35;
 
 // The results of an operator of ours. Its numbers may be symbols of a graph.
@@ -32,25 +33,32 @@ struct Attention : torch::autograd::Function<Attention> {
     const bool to_bias = bias && bias->requires_grad(), to_sinks = sink && sink->requires_grad();
     bool has_none = tensors.size() > 3 + size_t(to_bias) + size_t(to_sinks) ||
                     tensors[2].scalar_type() == at::kFloat8_e4m3fn;
-    for (int i = at_k_lengths; i <= at_page_table; i++) has_none = has_none || !argument(i).isNone();
-    for (const int i : {at_q_lengths, at_k_firsts}) has_none = has_none || !argument(i).isNone();
+    has_none = has_none || !argument(at_page_table).isNone();
+    const auto of_lengths = {at_k_lengths, at_q_starts, at_k_starts, at_q_lengths, at_k_firsts};
+    bool has_lengths = false;
+    for (const int i : of_lengths) has_lengths = has_lengths || !argument(i).isNone();
     for (const int i : {at_score_mod, at_mask_mod}) has_none = has_none || !argument(i).toStringRef().empty();
     const bool bias_has_none = to_bias || (bias && (argument(at_causal).toInt() != 0 || is_given(at_causal + 1, 0) ||
-                                                    is_given(at_causal + 2, 0) || is_given(at_bias + 1, 1)));
+                                                    is_given(at_causal + 2, 0) || is_given(at_bias + 1, 1) || has_lengths));
     auto& data = ctx->saved_data;
     data["without"] =
-        has_none ? "no backward for e4m3, lengths, starts, pages, score_mod, mask_mod"
-        : bias_has_none ? "no gradient of a bias, and no backward for one beside a causal mask, a window or bias_keys"
-                        : "";
+        has_none ? "no backward for e4m3, pages, score_mod, mask_mod"
+        : bias_has_none
+            ? "no gradient of a bias, and no backward for one beside a causal mask, a window, bias_keys, lengths or starts"
+            : "";
     for (int i = 0; i < 5; i++) data["mask" + std::to_string(i)] = argument(at_causal + i);
     data["softcap"] = argument(at_softcap), data["backward"] = argument(at_backward);
+    data["most_keys"] = argument(at_most_keys);
+    std::vector<Tensor> lengths;
+    for (const int i : of_lengths) lengths.push_back(argument(i).toOptional<Tensor>().value_or(Tensor()));
     {
       const at::AutoDispatchBelowADInplaceOrView guard;
       op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
     }
     const Tensor lse = torch::jit::pop(*stack).toTensor(), o = torch::jit::pop(*stack).toTensor();
-    ctx->save_for_backward(
-        {tensors[0], tensors[1], tensors[2], o, lse, bias.value_or(Tensor()), sink.value_or(Tensor())});
+    variable_list saved{tensors[0], tensors[1], tensors[2], o, lse, bias.value_or(Tensor()), sink.value_or(Tensor())};
+    saved.insert(saved.end(), lengths.begin(), lengths.end());
+    ctx->save_for_backward(saved);
     ctx->set_materialize_grads(false);  // of LSE, which few use
     data["tensors"] = int64_t(tensors.size()), data["to_sinks"] = to_sinks;
     return {o, lse};
@@ -65,7 +73,8 @@ struct Attention : torch::autograd::Function<Attention> {
     torch::jit::Stack stack{given(grads[0]), x[0], x[1], x[2], x[3], x[4]};
     for (int i = 0; i < 5; i++) stack.push_back(data["mask" + std::to_string(i)]);
     stack.insert(stack.end(), {given(x[5]), data["without"], data["softcap"], given(x[6]), given(grads[1]),
-                               data["backward"]});
+                               data["backward"], given(x[7]), given(x[8]), given(x[9]), data["most_keys"], given(x[10]),
+                               given(x[11])});
     const auto d = called("sdpa::attention_backward", std::move(stack));
     for (int i = 0; i < 3; i++) out[i] = d[i].toTensor();
     // The sinks come before the bias, and nothing else has a gradient.

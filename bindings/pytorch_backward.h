@@ -6,6 +6,7 @@
 #include <ATen/SDPBackend.h>
 #include <ATen/ops/_cudnn_attention_backward.h>
 #include <ATen/ops/_flash_attention_backward.h>
+#include <ATen/ops/_flash_attention_backward_native.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention_backward.h>
 #include <ATen/ops/_scaled_dot_product_efficient_attention_backward_native.h>
@@ -114,6 +115,24 @@ static std::tuple<Tensor, Tensor, Tensor> cudnn_backward(const Tensor& grad, con
                                        most_q, most_k, dropout, causal, scale);
 }
 
+// FlashAttention-2's backward. Not through the dispatcher, which leads to behind_flash_rows_backward(). On the CPU a test
+// has an operator of its own.
+static std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const Tensor& q, const Tensor& k,
+                                                         const Tensor& v, const Tensor& o, const Tensor& lse,
+                                                         const Tensor& q_starts, const Tensor& k_starts, int64_t most_q,
+                                                         int64_t most_k, double dropout, bool causal, const Tensor& seed,
+                                                         const Tensor& offset, std::optional<double> scale,
+                                                         std::optional<int64_t> left = {},
+                                                         std::optional<int64_t> right = {}) {
+  if (on_cpu) {
+    const c10::DispatchKeySet of_test(c10::DispatchKey::XLA);
+    return at::_ops::_flash_attention_backward::redispatch(of_test, grad, q, k, v, o, lse, q_starts, k_starts, most_q,
+                                                           most_k, dropout, causal, seed, offset, scale, left, right);
+  }
+  return at::native::_flash_attention_backward(grad, q, k, v, o, lse, q_starts, k_starts, most_q, most_k, dropout,
+                                               causal, seed, offset, scale, left, right);
+}
+
 // ---- behind PyTorch's operators ----
 
 // The backward that PyTorch's operators run: the faster one, ours if a line supports the problem, or PyTorch's.
@@ -124,7 +143,8 @@ static bool is_deterministic() { return at::globalContext().deterministicAlgorit
 
 // Computes the gradients of one of PyTorch's operators if ours run. is_needed: PyTorch's kernel may give NaN.
 static bool ours_instead(const BackwardCall& call, bool is_needed, Gradients& d) {
-  if (preference == Preference::pytorchs || !why_not_tensors(call.q, call.k, call.v, true, false).empty()) return false;
+  const std::string why = why_not_tensors(call.q, call.k, call.v, true, call.has_lengths());
+  if (preference == Preference::pytorchs || !why.empty()) return false;
   is_needed = is_needed || preference == Preference::ours || is_deterministic();
   return our_backward(call, is_needed, is_deterministic(), d).empty();
 }
@@ -157,9 +177,47 @@ static std::tuple<Tensor, Tensor, Tensor> behind_flash_backward(
   }
   const auto rows = [](const Tensor& x) { return x.transpose(1, 2); };
   const auto [dq, dk, dv] =
-      at::_flash_attention_backward(rows(grad), rows(q), rows(k), rows(v), rows(o), lse, q_starts, k_starts, most_q,
-                                    most_k, dropout, causal, seed, offset, scale);
+      flash_backward(rows(grad), rows(q), rows(k), rows(v), rows(o), lse, q_starts, k_starts, most_q, most_k, dropout,
+                     causal, seed, offset, scale);
   return {rows(dq), rows(dk), rows(dv)};
+}
+
+// The operator of varlen_attn and of nested tensors: with starts, tensors are [rows,H,D] and LSE is [H,rows].
+static std::tuple<Tensor, Tensor, Tensor> behind_flash_rows_backward(
+    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
+    const Tensor& q_starts, const Tensor& k_starts, int64_t most_q, int64_t most_k, double dropout, bool causal,
+    const Tensor& seed, const Tensor& offset, std::optional<double> scale, std::optional<int64_t> left,
+    std::optional<int64_t> right) {
+  const c10::OptionalDeviceGuard guard(q.device());
+  const bool is_packed = q_starts.defined() && k_starts.defined() && q.dim() == 3 && k.dim() == 3;
+  if (dropout == 0 && is_packed && q.size(2) == v.size(2)) {
+    const auto heads_first = [](const Tensor& x) { return x.transpose(0, 1).unsqueeze(0); };
+    const auto rows = [](const Tensor& x) { return x.squeeze(0).transpose(0, 1); };
+    const auto limit = [](std::optional<int64_t> keys) {
+      return std::clamp<int64_t>(keys.value_or(-1), -1, 1000000000);
+    };
+    const bool is_causal = causal || (limit(left) < 0 && limit(right) == 0);
+    const OptionalTensor dO = heads_first(grad), q_begins = q_starts, k_begins = k_starts;
+    const Tensor q_rows = heads_first(q), k_rows = heads_first(k), v_rows = heads_first(v), o_rows = heads_first(o);
+    const Tensor lse_rows = lse.unsqueeze(0);
+    const BackwardCall call{.grad = dO,
+                            .q = q_rows,
+                            .k = k_rows,
+                            .v = v_rows,
+                            .o = o_rows,
+                            .lse = lse_rows,
+                            .causal = is_causal ? SDPA_CAUSAL_BOTTOM_RIGHT : SDPA_CAUSAL_OFF,
+                            .left = limit(left),
+                            .right = is_causal ? -1 : limit(right),
+                            .window_alignment = SDPA_CAUSAL_BOTTOM_RIGHT,
+                            .scale = scale,
+                            .q_starts = q_begins,
+                            .k_starts = k_begins,
+                            .most_keys = std::clamp<int64_t>(most_k, 0, 1000000000)};
+    if (Gradients d; !call.is_empty() && ours_instead(call, false, d)) return {rows(d.q), rows(d.k), rows(d.v)};
+  }
+  return flash_backward(grad, q, k, v, o, lse, q_starts, k_starts, most_q, most_k, dropout, causal, seed, offset, scale,
+                        left, right);
 }
 
 static std::tuple<Tensor, Tensor, Tensor, Tensor> behind_efficient_backward(
@@ -229,6 +287,7 @@ struct PytorchsBackward {
   // Returns the reason for having none, or an empty string.
   std::string why_not() const {
     if (call.softcap != 0 || call.sinks) return "PyTorch has no backward with softcap or sinks";
+    if (call.has_lengths()) return "attention() calls no backward of PyTorch's with lengths or starts";
     if (by_flash || by_efficient) return "";
     return "no backward of PyTorch's takes top-left windows with Sq != Sk, or v's own D beside a window or a bottom-right "
            "mask with Sq != Sk";
@@ -248,7 +307,7 @@ struct PytorchsBackward {
     if (!by_flash) return efficient_backward(grad, q, k, of_v, o, lse, its_bias, masked, call.scale);
     const auto rows = [](const Tensor& x) { return x.transpose(1, 2); };
     const Tensor unused = empty({2}, at::kUInt64, q);
-    const auto [dq, dk, dv] = at::_flash_attention_backward(
+    const auto [dq, dk, dv] = flash_backward(
         rows(readable(grad, false)), rows(q), rows(k), rows(of_v), rows(o), lse, {}, {}, Sq, Sk, 0, masked, unused, unused,
         call.scale, limited && call.left < 0 ? Sk : call.left, limited && call.right < 0 ? Sk : call.right);
     return {rows(dq), rows(dk), rows(dv)};
@@ -277,7 +336,9 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const OptionalTensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
     int64_t causal, int64_t left, int64_t right, int64_t window_alignment, std::optional<double> scale,
     const OptionalTensor& bias, std::string_view without, double cap, const OptionalTensor& sink,
-    const OptionalTensor& grad_lse, std::string_view choice) {
+    const OptionalTensor& grad_lse, std::string_view choice, const OptionalTensor& k_lengths,
+    const OptionalTensor& q_starts, const OptionalTensor& k_starts, int64_t most_keys, const OptionalTensor& q_lengths,
+    const OptionalTensor& k_firsts) {
   TORCH_CHECK_NOT_IMPLEMENTED(without.empty(), "sdpa.attention: ", without);
   const c10::OptionalDeviceGuard guard(q.device());
   const BackwardCall call{.grad = grad,
@@ -293,9 +354,15 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
                           .scale = scale,
                           .softcap = cap,
                           .sinks = sink,
-                          .grad_lse = grad_lse};
+                          .grad_lse = grad_lse,
+                          .k_lengths = k_lengths,
+                          .q_starts = q_starts,
+                          .k_starts = k_starts,
+                          .most_keys = most_keys,
+                          .q_lengths = q_lengths,
+                          .k_firsts = k_firsts};
   Gradients d;
-  if (q.numel() == 0 || k.numel() == 0) {
+  if (call.is_empty()) {
     d = {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), at::zeros({sink ? sink->size(0) : 0}, lse.options())};
   } else {
     const PytorchsBackward theirs(call, bias);

@@ -497,6 +497,7 @@ static void put_behind(torch::Library& m) {
   m.impl("_scaled_dot_product_efficient_attention", efficient);
   if (!on_cpu) m.impl("_scaled_dot_product_efficient_attention_backward", behind_efficient_backward);
   m.impl("_flash_attention_forward", flash_forward);
+  m.impl("_flash_attention_backward", behind_flash_rows_backward);
   m.impl("_flash_attention_forward.quantized", flash_forward_8_bits);
   m.impl("_scaled_dot_product_flash_attention.quantized", flash_8_bits);
 #if PYTORCH_2(12)

@@ -40,6 +40,18 @@ struct BackwardCall {
   double softcap = 0;
   const OptionalTensor& sinks = no_tensor;
   const OptionalTensor& grad_lse = no_tensor;
+  const OptionalTensor& k_lengths = no_tensor;
+  const OptionalTensor& q_starts = no_tensor;
+  const OptionalTensor& k_starts = no_tensor;
+  int64_t most_keys = 0;
+  const OptionalTensor& q_lengths = no_tensor;
+  const OptionalTensor& k_firsts = no_tensor;
+
+  bool has_lengths() const { return k_lengths || q_starts || k_starts || q_lengths || k_firsts; }
+  // Number of sequences.
+  int64_t count() const { return q_starts ? q_starts->numel() - 1 : k_starts ? k_starts->numel() - 1 : q.size(0); }
+  // True if no gradient is other than 0.
+  bool is_empty() const { return q.numel() == 0 || k.numel() == 0 || count() == 0; }
 };
 struct Gradients {
   Tensor q, k, v;
@@ -60,12 +72,39 @@ static Tensor laid_out_as(const Tensor& dx, const Tensor& x) {
   return already ? dx : empty_like(x, x.scalar_type()).copy_(dx);
 }
 
+// Returns the reason why the kernels cannot read the lengths and starts, or an empty string.
+static std::string why_not_lengths(const BackwardCall& call) {
+  const int64_t B = call.count();
+  const struct {
+    const char* name;
+    const OptionalTensor& x;
+    int64_t size;
+  } all[] = {{"k_lengths", call.k_lengths, B},
+             {"q_starts", call.q_starts, B + 1},
+             {"k_starts", call.k_starts, B + 1},
+             {"q_lengths", call.q_lengths, B},
+             {"k_firsts", call.k_firsts, B}};
+  for (const auto& [name, x, size] : all) {
+    if (x && (x->scalar_type() != at::kInt || x->device() != call.q.device() || !x->is_contiguous() || x->dim() != 1 ||
+              x->size(0) != size)) {
+      return c10::str(name, " is not a contiguous int32 tensor [", size, "] beside q");
+    }
+  }
+  for (const auto& [x, starts] : {std::tie(call.q, call.q_starts), std::tie(call.k, call.k_starts)}) {
+    const int64_t batches = starts ? 1 : B;
+    if (x.size(0) != batches) return c10::str("q or k has a batch of ", x.size(0), ", not ", batches);
+  }
+  return "";
+}
+
 // Enqueues the gradients. Returns the reason for refusing, or an empty string. Shapes have been checked by the forward.
 static std::string our_backward(const BackwardCall& call, bool is_needed, bool is_deterministic, Gradients& d) {
   const Tensor& q_any = call.q;
   if (!q_any.is_cuda() && !on_cpu) return c10::str("a tensor is on ", q_any.device());
   if (call.v.element_size() == 1) return "there is none for e4m3";
-  const int features = (call.softcap != 0 ? softcap : 0) | (call.sinks ? sinks : 0);
+  if (const std::string why = why_not_lengths(call); !why.empty()) return why;
+  const int features =
+      (call.softcap != 0 ? softcap : 0) | (call.sinks ? sinks : 0) | (call.has_lengths() ? lengths : 0);
   const int most = int(std::max(q_any.size(3), call.v.size(3)));
   const BackwardLine& line = backward_line_for(
       {q_any.get_device(), dtype_of(q_any), most, features, int(is_needed) + 2 * int(is_deterministic)});
@@ -90,6 +129,14 @@ static std::string our_backward(const BackwardCall& call, bool is_needed, bool i
   of.window_right = int(call.right);
   of.scale = scale_of(call.scale.value_or(1 / std::sqrt(double(q_any.size(3)))));  // of the D without padding
   of.softcap = float(call.softcap);
+  const auto ints = [](const OptionalTensor& x) { return x ? x->const_data_ptr<int>() : nullptr; };
+  of.k_lengths = ints(call.k_lengths);
+  of.q_starts = ints(call.q_starts);
+  of.k_starts = ints(call.k_starts);
+  of.most_keys = int(call.most_keys);
+  of.q_lengths = ints(call.q_lengths);
+  of.k_firsts = ints(call.k_firsts);
+  if (call.q_starts || call.k_starts) of.B = int(call.count());
   set_tensors(of, q, k, v, o, lse, {});
   of.Hkv = int(k.size(1));  // expanded heads too have a gradient each
   p.dO = grad.const_data_ptr();

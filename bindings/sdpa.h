@@ -96,7 +96,8 @@ typedef struct SdpaParams {
 /* Lines with BACKWARD=1: the gradients of a call of sdpa_library_forward(), of this library or of another one. */
 typedef struct SdpaBackwardParams {
   const void* dO;                 /* [B,Hq,Sq,D] of OUT_DTYPE, the gradient of O */
-  void *dQ, *dK, *dV;             /* like Q, K and V, written whole; no element of them may alias another tensor's */
+  void *dQ, *dK, *dV;             /* like Q, K and V, written whole; no element of them may alias another tensor's.
+                                     Rows that are no query or key of a sequence get 0 */
   SdpaStrides d_o, d_q, d_k, d_v; /* those of d_o may be 0 */
   const float* dLSE;              /* [B,Hq,Sq] contiguous, the gradient of LSE; null: 0 */
   float* dSinks;                  /* lines with USE_SINKS: [Hq], written whole; or null */

@@ -14,7 +14,8 @@ usage: tests/bugs.py [REGEX] [--sample N | --list]
   --drawn N   N drawn bugs, of FILEs (default: those in C++ that SWITCHED names)
   --seed S    of the draw (default: the commit)
   --touched   in functions that the last commit or the working tree changes, if they have any
-  --only R    in functions whose names match"""
+  --only R    in functions whose names match
+  --engine FILE, --doctest FILE  the CPU backend and doctest's main(), as libraries; without them they are compiled"""
 import argparse
 import contextlib
 import functools
@@ -116,9 +117,11 @@ def once(function):
 # ---- programs with many bugs ----
 
 class Builder:
-    """Executables in a folder. switches: {file: [mutations.Switch]} of all bugs, whose numbers are below count."""
+    """Executables in a folder. switches: {file: [mutations.Switch]} of all bugs, whose numbers are below count. built: the paths of
+    "engine" and "doctest" without sanitizers, if they exist already."""
 
-    def __init__(self, folder, switches=(), count=1):
+    def __init__(self, folder, switches=(), count=1, built=None):
+        self.built = built or {}
         self.folder, self.switches = folder, defaultdict(list, switches)
         self.rejected = set()  # numbers of bugs that do not compile in some program
         self.texts = {name: read(name) for name in SWITCHED}
@@ -143,19 +146,24 @@ class Builder:
         return self.path(words[-1])
 
     def engine(self, kind):
+        """The CPU backend."""
+        if kind == "plain" and "engine" in self.built:
+            return self.built["engine"]
         return self.compile("plain", "-O2", *ENGINE[kind], "-c", os.path.join(ROOT, "cpu_backend", "engine.cpp"), "-o",
                             f"engine_{kind}.o")
 
-    def headers(self, kind):
-        """The headers that every program includes, precompiled."""
-        os.mkdir(self.path(kind))
+    def headers(self, kind, *words):
+        """The headers that every program includes, precompiled with these options."""
+        name = f"headers{next(self.numbers)}.h"
         found = re.findall(r"^#include <[\w.]+>", "".join(self.texts.values()), re.MULTILINE)
-        self.write(f"{kind}/headers.h", "\n".join(dict.fromkeys(found)) + "\n")
-        self.compile(kind, "-x", "c++-header", f"{kind}/headers.h", "-o", f"{kind}/headers.h.gch")
-        return f"{kind}/headers.h"
+        self.write(name, "\n".join(dict.fromkeys(found)) + "\n")
+        self.compile(kind, *words, "-x", "c++-header", name, "-o", name + ".gch")
+        return name
 
     def doctest(self, kind):
         """main() of the tests in C++."""
+        if kind == "plain" and "doctest" in self.built:
+            return self.built["doctest"]
         return self.compile(kind, "-c", os.path.join(ROOT, "tests", "doctest_main.cpp"), "-o", f"doctest_{kind}.o")
 
     def harness(self, kind):
@@ -580,7 +588,10 @@ def main():
     parser.add_argument("--seed", default=git("rev-parse", "HEAD").strip() or "no clone")
     parser.add_argument("--touched", action="store_true")
     parser.add_argument("--only", default="")
+    parser.add_argument("--engine", type=os.path.abspath)
+    parser.add_argument("--doctest", type=os.path.abspath)
     options = parser.parse_args()
+    built = {name: path for name, path in (("engine", options.engine), ("doctest", options.doctest)) if path}
     bugs, drawn = [], {}
     if options.sample or not options.drawn:
         pattern = "" if options.drawn else "|".join(options.words)
@@ -611,7 +622,7 @@ def main():
         for number, one in drawn.items():
             if one.file in SWITCHED:
                 switches[one.file].append(mutations.Switch(one.start, one.end, number, one.mutated))
-        builder = Builder(folder, switches, 1 + max(itertools.chain((bug.number for bug in bugs), drawn)))
+        builder = Builder(folder, switches, 1 + max(itertools.chain((bug.number for bug in bugs), drawn)), built)
         is_well = not bugs or try_bugs(bugs, edited, builder, pool)
         if drawn:
             try_drawn(drawn, options.drawn, options.seed, builder, pool)

@@ -1,10 +1,21 @@
 """SDPA_TEST_QUICK=1 skips tests that are marked as long; ./run_all.sh test --all runs them."""
 import os
+import sys
+import zlib
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # with small tensors, several threads are six times slower
 
 if "SDPA_BUILD_DIR" in os.environ:  # the cache of bindings/pytorch.py, also in subprocesses of tests
     os.environ.setdefault("SDPA_CACHE", os.path.join(os.environ["SDPA_BUILD_DIR"], "pytorch"))
+
+
+@pytest.fixture(autouse=True)
+def seeded(request):
+    """Gives each test its own random numbers. They do not depend on which tests ran before."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(zlib.crc32(request.node.name.encode()))
 
 
 def pytest_configure(config):

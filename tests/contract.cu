@@ -488,10 +488,10 @@ template <int N = next_tile(0), class Use> static void for_each_build(const Use&
   }
 }
 template <int N> constexpr bool lists_from() {
-  if constexpr (N < tile_count) return lists_rounds<BuildOf<N>> || lists_from<next_tile(N + 1)>();
+  if constexpr (N < tile_count) return lists_from_map<BuildOf<N>> || lists_from<next_tile(N + 1)>();
   return false;
 }
-constexpr bool has_map_of_bias = Defines::use_tuned ? lists_from<next_tile(0)>() : lists_rounds<Defines>;
+constexpr bool has_map_of_bias = Defines::use_tuned ? lists_from<next_tile(0)>() : lists_from_map<Defines>;
 
 static SdpaStatus map_bias_of(const SdpaParams& p) {
   return on_stream([&](cudaStream_t stream) { return sdpa_map_bias(p, stream); });
@@ -500,7 +500,7 @@ static SdpaStatus map_bias_of(const SdpaParams& p) {
 // True if this build accepts the member.
 static bool is_of_build(const string& member) {
   if (member == "Dv" && Defines::head_dim != Defines::d_v) return false;
-  if (member == "bias_map_bytes" && !lists_rounds<Defines>) return false;
+  if (member == "bias_map_bytes" && !lists_from_map<Defines>) return false;
   return takes_member({Defines::use_persistent_cta != 0, Defines::use_softcap != 0, Defines::input_bytes == 1, Defines::query_bytes == 1, Defines::use_sinks != 0,
                        Defines::use_lengths != 0, Defines::use_pages != 0, takes_firsts, Defines::use_bias != 0, Defines::use_key_mask}, member);
 }
@@ -659,17 +659,12 @@ TEST_CASE("changed_members") {
   SdpaParams own = base;
   own.scratch = nullptr;
   SdpaParams shared = own, packed = own;
-  shared.q.batch = 0;
-  if (!Defines::use_pages) {
-    shared.k.batch = shared.v.batch = 0;
-    packed.k_starts = k_starts;
-  }
+  shared.q.batch = shared.k.batch = shared.v.batch = 0;
+  if (starts) packed.k_starts = k_starts;
   packed.q_starts = q_starts;
   vector<SdpaParams> bases = {own};
-  if (lengths_) {
-    bases.push_back(shared);
-    bases.push_back(packed);
-  }
+  if (starts) bases.push_back(shared);  // with pages only q could be shared, which no plan depends on
+  if (lengths_) bases.push_back(packed);
   size_t bytes = 0;
   for (const SdpaParams& from : bases) {
     for (const auto& [name, change] : changes) {
@@ -710,7 +705,7 @@ TEST_CASE("changed_members") {
   });
   // The same memory with other contents.
   if (!lengths_) return;
-  SdpaParams p = bases[2];
+  SdpaParams p = packed;
   p.workspace = one;
   Ints q({0, 5, 12}), k({0, 30, 70}), n({70, 41}), pages({3, 1, 4, 0, 5, 9, 2, 6, 8, 10, 7, 1});
   p.q_starts = q;
@@ -916,7 +911,7 @@ template <class B> static void check_map(uint32_t seed) {
 TEST_CASE("bias_map" * doctest::skip(!has_map_of_bias)) {
   for_each_build([](auto build) {
     using B = decltype(build);
-    if constexpr (lists_rounds<B>) {
+    if constexpr (lists_from_map<B>) {
       for (uint32_t seed = 0; seed < 14; seed++) check_map<B>(seed);
     }
   });
@@ -995,7 +990,7 @@ template <class B> static void check_maps_of_others() {
 TEST_CASE("bias_map_of_others" * doctest::skip(!has_map_of_bias)) {
   for_each_build([](auto build) {
     using B = decltype(build);
-    if constexpr (lists_rounds<B>) check_maps_of_others<B>();
+    if constexpr (lists_from_map<B>) check_maps_of_others<B>();
   });
 }
 
@@ -1174,7 +1169,7 @@ static vector<ExpectedLaunch> launches_of(const SdpaParams& p) {
   with_build(p, [&](auto build) {
     using B = decltype(build);
     const auto add = [&](auto* kernel, const char* what) { all.push_back({reinterpret_cast<const void*>(kernel), what}); };
-    if constexpr (lists_rounds<B>) {
+    if constexpr (lists_from_map<B>) {
       if (p.bias && !p.bias_map) add(sdpa_map<B>, "launching the map of the bias");
     }
     if constexpr (B::use_lengths) add(sdpa_plan<B>, "launching the plan");
@@ -1253,7 +1248,7 @@ TEST_CASE("failed_launches") {
 
 // Inputs that the previous kernel writes. A kernel that starts early must wait before it reads any
 // of them.
-TEST_CASE("waits" * doctest::skip(!Defines::starts_early)) {
+TEST_CASE("waits" * doctest::skip(!Defines::is_wgmma)) {
   const Featured featured;
   SdpaParams p = featured.p;
   const Owned memory(p);

@@ -452,8 +452,9 @@ def sweep_build(builder, build, parts, taken):
     name = f"features{next(builder.numbers)}"
     coverage = [] if build.kind in UNCOVERED else COVERAGE
     try:
-        line = builder.compile("plain", "-Og", *coverage, *("-D" + knob for knob in build.knobs.split()),
-                               "-DSDPA_LINE_ONLY", "-x", "c++", "-c", os.path.join(bugs.ROOT, "sdpa.cu"), "-o", name + ".o")
+        options = ["-Og", *coverage]
+        line = builder.compile("plain", *options, "-include", builder.headers("plain", *options),
+                               *("-D" + knob for knob in build.knobs.split()), "-DSDPA_LINE_ONLY", "-x", "c++", "-c", os.path.join(bugs.ROOT, "sdpa.cu"), "-o", name + ".o")
         objects = parts or [builder.harness("plain"), builder.engine("plain")]
         executable = builder.compile("plain", *coverage, line, *objects, "-o", name)
     except bugs.Broken as error:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""One line of configs.txt on the CPU backend: problems that touch every edge of the contract, under several orders of the
-threads. EXE is a sweep_NAME.  usage: line.py EXE PASS|FAIL none|address|thread"""
+"""Runs one line of configs.txt on the CPU backend: problems that cover every edge of the contract, with several thread
+schedules. EXE is a sweep_NAME.  usage: line.py EXE PASS|FAIL none|address|thread"""
 import subprocess
 import sys
 
@@ -9,7 +9,7 @@ failed = False
 
 
 def run(words):
-    """Exit code, and the words and rows, of one launch of the executable."""
+    """Runs the executable; returns its exit code and output."""
     done = subprocess.run([EXE, "--check-only", *words.split()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                           timeout=300)
     return done.returncode, done.stdout
@@ -29,8 +29,8 @@ def expect_pass(words):
 
 
 def negative_control():
-    """Every net that looks at it must see it. Only ThreadSanitizer sees wmma's in reverse order: there the lanes of a warp wait
-    for each other long enough for the copies to land."""
+    """Every checker must detect it. wmma's under --schedule reverse is visible to ThreadSanitizer only: the lanes of a warp wait
+    for each other long enough for the copies to complete."""
     for schedule in ("forward", "reverse", "random:1"):
         code, out = run(f"--shape small --schedule {schedule}")
         if SANITIZER == "thread":
@@ -41,7 +41,7 @@ def negative_control():
 
 
 def order_of_accesses():
-    """For ThreadSanitizer, which does not look at numbers."""
+    """Runs for ThreadSanitizer: they cover the orders of accesses, not the numbers."""
     expect_pass("--shape 1,1,1,70,33 --causal br --schedule reverse")
     out = expect_pass("--shape 1,1,1,20,150 --schedule random:1")
     same_bits(out, [2], "1,4,2,40,70")
@@ -49,19 +49,19 @@ def order_of_accesses():
 
 
 def same_bits(out, counts, shape):
-    """The CPU backend has three SMs: fewer CTAs than are resident, and no fewer, give the same bits."""
+    """The CPU backend has three SMs. The results have the same bits whether or not --max-ctas limits the resident CTAs."""
     for ctas in counts if " USE_PERSISTENT_CTA=1 " in out else ():
         expect_pass(f"--shape {shape} --causal br --max-ctas {ctas}")
 
 
 def window(out, shape):
-    """Of short ranges, if the line has ranges: the others refuse longer sums."""
+    """Runs a window, with sums of at most 64 keys if the line splits keys into ranges: the other lines would refuse."""
     keys = 65536 if " SPLIT_CTAS=1 " in out and " USE_TUNED=0 " in out else 64
     expect_pass(f"--shape {shape} --window 90,-1 --causal br --machine 3,120,2,{keys}")
 
 
 def layout_backwards(out):
-    """A layout with strides below 0, which TMA does not take."""
+    """A layout with negative strides; "bshd" for lines with TMA, which does not support them."""
     return "bshd" if " USE_WGMMA=1 " in out else "reversed"
 
 

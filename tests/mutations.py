@@ -120,7 +120,7 @@ SYNCHRONISES = re.compile(r"barrier|fence|wait|arrive|commit|sync|release")
 COMPARED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}
 SYMMETRIC = re.compile(r"^(f?(min|max)f?|(min|max)_nan|swap|CHECK\w*|fabs\w*)$")
 # A condition that is constant in a build.
-CONSTANTS = re.compile(r"(?:\b(?:B|Defines)::\w+|\w+<B(?:, \w+)*>|\b[A-Z][A-Z_0-9]*\b|\b\d+\b|DType::\w+|[^\w:])*")
+CONSTANTS = re.compile(r"(?:\b(?:B|Defines)::\w+|\w+<B(?:, \w+)*>|\b[A-Z][A-Z_0-9]*\b|\b\d+\b|(?:DType|KernelKind)::\w+|[^\w:])*")
 # Functions that return their argument, except for its type.
 SAME_VALUE = re.compile(r"(unsigned )?(int|char|float|double|bool)|u?int\d+_t|size_t|uniform|std::move")
 WIDE = {"int64_t": "int", "uint64_t": "uint32_t", "size_t": "uint32_t"}

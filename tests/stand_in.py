@@ -148,7 +148,7 @@ def reference(q, k, v, mask=None, scale=None, softcap=None, sinks=None, bias=Non
         S = S.masked_fill(~mask, -torch.inf)
     if sinks is not None:  # an additional key with V = 0
         S = torch.cat([S, sinks.double()[:, None, None].expand(*S.shape[:3], 1)], -1)
-        v = torch.cat([v, torch.zeros_like(v[:, :, :1])], 2)
+        v = torch.cat([v, v.new_zeros(*v.shape[:2], 1, v.shape[3])], 2)
     sees_any = (S > -torch.inf).any(-1, keepdim=True)
     return torch.softmax(S.where(sees_any, 0), -1) * sees_any @ v, torch.logsumexp(S, -1)
 
@@ -162,16 +162,21 @@ def rows_of(starts, lengths, b, count):
     return first, end if lengths is None else min(first + max(int(lengths[b]), 0), end)
 
 
+def ranges_of(p, t, b):
+    """The rows of Q and of K of sequence b."""
+    first, last = rows_of(t["k_starts"], t["k_lengths"], b, p.Sk)
+    last = min(last, first + p.most_keys) if p.most_keys else last
+    first = first if t["k_firsts"] is None else min(first + max(int(t["k_firsts"][b]), 0), last)
+    return rows_of(t["q_starts"], t["q_lengths"], b, p.Sq), (first, last)
+
+
 def compute(p, t, mods):
     """Writes O and LSE. Unused rows may have any contents; writes NaN."""
     t["O"].fill_(torch.nan)
     if t["LSE"] is not None:
         t["LSE"].fill_(torch.nan)
     for b in range(p.B):
-        begin, end = rows_of(t["q_starts"], t["q_lengths"], b, p.Sq)
-        first, last = rows_of(t["k_starts"], t["k_lengths"], b, p.Sk)
-        last = min(last, first + p.most_keys) if p.most_keys else last
-        first = first if t["k_firsts"] is None else min(first + max(int(t["k_firsts"][b]), 0), last)
+        (begin, end), (first, last) = ranges_of(p, t, b)
         q_batch, k_batch = (0 if t[starts] is not None else b for starts in ("q_starts", "k_starts"))
         q = t["Q"][q_batch, :, begin:end].double()
         k, v = (t[name] if t["page_table"] is not None else t[name][k_batch] for name in "KV")
@@ -370,29 +375,36 @@ def gradient_tensors(p, t):
 
 
 def gradients(p, dtype, features):
-    """Writes dQ, dK, dV and dSinks, from O and LSE."""
+    """Writes dQ, dK, dV and dSinks, from O and LSE. Rows that are no query or key get zeros."""
     f = p.forward
-    assert bool(f.softcap) == bool(features & 1) and bool(f.sinks) == bool(features & 2)
     t = tensors_of(f, dtype, features)
-    q, k, v, o, lse = (t[name].double() for name in ("Q", "K", "V", "O", "LSE"))
+    has_lengths = any(t[name] is not None for name in ("k_lengths", "q_lengths", "q_starts", "k_starts", "k_firsts"))
+    assert (bool(f.softcap), bool(f.sinks), has_lengths) == (bool(features & 1), bool(features & 2), bool(features & 4))
     t |= gradient_tensors(p, t)
-    grad = t["dO"].double()
-    group = f.Hq // f.Hkv
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    for name in ("dQ", "dK", "dV", *["dSinks"] * bool(p.dSinks)):
+        t[name].zero_()
     causal, by = ([None, "br", "tl"][number] for number in (f.causal, f.window_alignment))
     window = [None if keys < 0 else keys for keys in (f.window_left, f.window_right)]
-    S = q @ k.mT * f.scale
-    slope = 1.0
-    if f.softcap:
-        S, slope = f.softcap * torch.tanh(S / f.softcap), 1 - torch.tanh(S / f.softcap).square()
-    P = torch.exp(S - lse[..., None]) * visible(f.Sq, f.Sk, causal, (*window, by or causal), "cpu")
-    P = P.where(lse[..., None] > -torch.inf, 0)
-    rows = (grad * o).sum(-1) - (0 if t["dLSE"] is None else t["dLSE"])
-    dS = P * (grad @ v.mT - rows[..., None]) * slope * f.scale
-    for result, x in ((t["dQ"], dS @ k), (t["dK"], dS.mT @ q), (t["dV"], P.mT @ grad)):
-        result.copy_(x if x.shape == result.shape else x.unflatten(1, (f.Hkv, group)).sum(2))
-    if p.dSinks:
-        t["dSinks"].copy_((-torch.exp(t["sinks"].double()[:, None] - lse) * rows).sum((0, 2)))
+    group = f.Hq // f.Hkv
+    for b in range(f.B):
+        (begin, end), (first, last) = ranges_of(f, t, b)
+        of_q, of_k = ((0 if t[starts] is not None else b, slice(None), slice(*rows)) for starts, rows in
+                      (("q_starts", (begin, end)), ("k_starts", (first, last))))
+        q, o, grad, lse = (t[name][of_q].double() for name in ("Q", "O", "dO", "LSE"))
+        k, v = (t[name][of_k].double().repeat_interleave(group, 0) for name in "KV")
+        S = q @ k.mT * f.scale
+        slope = 1.0
+        if f.softcap:
+            S, slope = f.softcap * torch.tanh(S / f.softcap), 1 - torch.tanh(S / f.softcap).square()
+        P = torch.exp(S - lse[..., None]) * visible(end - begin, last - first, causal, (*window, by or causal), "cpu")
+        P = P.where(lse[..., None] > -torch.inf, 0)
+        rows = (grad * o).sum(-1) - (0 if t["dLSE"] is None else t["dLSE"][of_q])
+        dS = P * (grad @ v.mT - rows[..., None]) * slope * f.scale
+        t["dQ"][of_q] = (dS @ k).to(t["dQ"].dtype)
+        for name, x in (("dK", dS.mT @ q), ("dV", P.mT @ grad)):
+            t[name][of_k] = x.unflatten(0, (f.Hkv, group)).sum(1).to(t[name].dtype)
+        if p.dSinks:
+            t["dSinks"] += (-torch.exp(t["sinks"].double()[:, None] - lse) * rows).sum(1).float()
 
 
 def backward_line(sizes=(), faster=(), pads=True):
@@ -426,7 +438,7 @@ def backward_loader_of(text):
     knobs = builds.changed(builds.Tree().read_configs()[0][name].knobs, changes)
 
     def load(device, dtype, D, features, asked, line):
-        words = [f"{sdpa.FEATURES[bit]}=1" for bit in range(2) if features >> bit & 1] + ["DTYPE=BF16"] * (dtype == 1)
+        words = [f"{sdpa.FEATURES[bit]}=1" for bit in range(3) if features >> bit & 1] + ["DTYPE=BF16"] * (dtype == 1)
         library = ctypes.CDLL(builds.host_library(*builds.changed(knobs, words), program="tests/host_library.cu"))
         library.host_allocate.restype = library.host_last_stream.restype = ctypes.c_void_p
         library.sdpa_library_backward_workspace_bytes.restype = ctypes.c_size_t

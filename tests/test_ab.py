@@ -1,15 +1,19 @@
 """./run_all.sh ab on lines of this project where there is no GPU. usage: python3 -m pytest tests/test_ab.py"""
 import os
 import subprocess
+import sys
 
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "tools"))
+import builds  # noqa: E402
+import tool  # noqa: E402
 
 
 def run(*words, **environment):
     done = subprocess.run([os.path.join(ROOT, "run_all.sh"), *words], capture_output=True, text=True,
-                          env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment})
+                          env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "CXX": tool.unoptimized(builds.BUILD), **environment})
     return done.returncode, done.stdout, done.stderr
 
 

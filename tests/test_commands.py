@@ -1,5 +1,5 @@
-"""A broken configs.txt: every problem is named with file and line, and the good lines go on. And what ./run_all.sh and the
-executables refuse, each in one sentence, before anything is built.  usage: python3 -m pytest tests/test_commands.py"""
+"""Tests of a broken configs.txt: each error is reported with file and line, and the good lines still run. Also the refusals of
+./run_all.sh and the executables: one sentence each, before anything is built.  usage: python3 -m pytest tests/test_commands.py"""
 import ast
 import contextlib
 import csv
@@ -72,7 +72,7 @@ SENTENCES = ["bad.txt:" + sentence for sentence in SENTENCES.splitlines()]
 
 
 def on_a_terminal(*command, typed=None, **environment):
-    """The exit code, and all that is said on one; stdin is one if something is typed there."""
+    """Runs a command on a terminal; returns its exit code and output. stdin is a terminal if there is input to type."""
     ours, theirs = pty.openpty()
     os.write(ours, (typed or "").encode())
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL if typed is None else theirs, stdout=theirs, stderr=theirs,
@@ -87,7 +87,7 @@ def on_a_terminal(*command, typed=None, **environment):
 
 
 def run(*command, cwd=ROOT, **environment):
-    """Exit code, stdout and stderr, however the lines of that are broken."""
+    """Returns the exit code, stdout, and stderr with its line breaks joined."""
     done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **environment},
                           stdin=subprocess.DEVNULL)
     return done.returncode, done.stdout, " ".join(done.stderr.split())
@@ -95,7 +95,7 @@ def run(*command, cwd=ROOT, **environment):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A folder with bad.txt, and what ./run_all.sh made of it: built in build-cpu."""
+    """A folder with bad.txt and the results of ./run_all.sh --cpu on it."""
     folder = tmp_path_factory.mktemp("bad")
     (folder / "bad.txt").write_text(BAD)
     code, out, err = run(RUN_ALL, "--cpu", "--csv", "--shape", "small", "--", "--check-only", SDPA_CONFIGS=str(folder / "bad.txt"),
@@ -110,7 +110,7 @@ def test_cmake_refuses_the_file_and_names_every_bad_line(tmp_path):
 
 
 def test_names_that_the_build_uses(tmp_path):
-    """Those of its targets, sdpa_NAME, and of the libraries, sdpa_NAME_lib. And a byte order mark is no part of a name."""
+    """Names that collide with the targets sdpa_NAME and sdpa_NAME_lib are refused. A byte order mark is not part of a name."""
     texts = [builds.Tree().read(path) for path in ("CMakeLists.txt", "cpu_backend/CMakeLists.txt")]
     names = {*re.findall(r"^ *add_\w+\(sdpa_(\w+)[ )]", "\n".join(texts), re.MULTILINE), "harness", "sweep", "scalar_lib"}
     assert names >= {"table", "selected", "sweeps", "cpu_backend", "git_sha"}
@@ -176,7 +176,7 @@ def test_bad_lines_are_listed_and_counted_once_each(tmp_path):
 
 
 def test_few_lines_without_times_are_shown_each(built, german):
-    """In a locale with decimal commas. A shape with D is README's notation; lines of another D are told once."""
+    """Runs in a locale with decimal commas. A shape may end in D, as in README; lines with another D are reported once."""
     (built[0] / "few.txt").write_text("good2 VEC_WIDTH=4 SYNC_POLICY=1\nnear : good2 SYNC_POLICY=2\nwide : good2 HEAD_DIM=128\n")
 
     def table(*words):
@@ -209,7 +209,7 @@ esac
 
 @pytest.mark.long
 def test_ctrl_c_while_building(tmp_path):
-    """By a compiler that has never done with the second line; of the first one there is an object alone."""
+    """The compiler hangs on the second line; only the first one produced an object."""
     (tmp_path / "c++").write_text(COMPILER.format(tmp_path))
     (tmp_path / "c++").chmod(0o755)
     (tmp_path / "two.txt").write_text("first VEC_WIDTH=4\nsecond VEC_WIDTH=8\n")
@@ -229,7 +229,7 @@ def test_ctrl_c_while_building(tmp_path):
 
 
 def test_ctrl_c_while_running(built):
-    """What lines that have run said is kept, with the first rows of the one that has not ended."""
+    """Ctrl-C keeps the rows of finished lines and the first rows of the unfinished one."""
     (built[0] / "few.txt").write_text("good2 VEC_WIDTH=4 SYNC_POLICY=1\nnear : good2 SYNC_POLICY=2\n")
     process = subprocess.Popen([RUN_ALL, "--cpu", "--shape", "small", "--shape", "1,1,1,60000,60000", "--", "--check-only"], text=True,
                                stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL, start_new_session=True,
@@ -339,7 +339,7 @@ def test_a_link_from_another_folder(built):
 
 @pytest.fixture(scope="module")
 def german(tmp_path_factory):
-    """The environment of a user with decimal commas; of none where that locale cannot be made."""
+    """The environment of a user with decimal commas; empty if that locale is not available."""
     folder = tmp_path_factory.mktemp("locales")
     if not shutil.which("localedef") or subprocess.run(["localedef", "-i", "de_DE", "-f", "UTF-8", folder / "de_DE.UTF-8"],
                                                        capture_output=True).returncode:
@@ -349,7 +349,7 @@ def german(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    """table.cpp, compiled; the compiler's words lie beside it."""
+    """The compiled table.cpp, with the compiler's output in a file next to it."""
     program = tmp_path_factory.mktemp("table") / "sdpa_table"
     with open(program.with_name("words"), "w") as words:
         subprocess.run([builds.CXX, "-std=c++17", "-Wall", "-Wextra", os.path.join(ROOT, "table.cpp"), "-o", program], stderr=words)
@@ -360,7 +360,7 @@ DATA = os.path.join(ROOT, "tests", "data")
 
 
 def test_the_table(table, german):
-    """The fastest that is right, each problem by time against its own base, all words; whatever the locale has."""
+    """The fastest correct line wins, each problem has its own baseline, and every message appears, in any locale."""
     want = builds.Tree().read("tests/data/table.txt")
     assert max(map(len, want.splitlines())) <= 100 and not table.with_name("words").read_text()
     for environment in ({}, german, dict(TERM="xterm")):
@@ -370,7 +370,7 @@ def test_the_table(table, german):
 
 
 def test_the_table_on_a_terminal(table):
-    """Coloured where that is wanted, and the same words."""
+    """The terminal's table has colours if enabled, and the same text."""
     want = builds.Tree().read("tests/data/table.txt")
     for environment in (dict(TERM="xterm", NO_COLOR="1"), dict(TERM="dumb", NO_COLOR=None), dict(TERM=None, NO_COLOR=None)):
         assert on_a_terminal(table, os.path.join(DATA, "table.csv"), **environment) == (0, want), environment
@@ -403,7 +403,7 @@ def test_passes_are_different_problems(table, tmp_path):
 
 
 def test_what_a_command_starts_has_a_decimal_point(tmp_path):
-    """Also awk and printf of a shell. The user's language stays."""
+    """This includes awk and the shell's printf. The user's language is kept."""
     (tmp_path / "cmake").write_text('#!/bin/sh\necho "numbers: $LC_NUMERIC, words: $LANG, ${LC_ALL:-not all}" >&2\n')
     (tmp_path / "cmake").chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
@@ -412,7 +412,7 @@ def test_what_a_command_starts_has_a_decimal_point(tmp_path):
 
 
 def test_progress_on_a_terminal():
-    """In one place; a line each on one that cannot. Without colours where nobody reads."""
+    """Progress overwrites one line; a terminal without cursor control gets one line per step. No colours without a terminal."""
     command = RUN_ALL, "--cpu", "--only", "^scalar_vec2$"
     refused = "run_all.sh: /proc/none-cpu: not a writable folder; set SDPA_BUILD_DIR to one\n"
     for term, start in (("xterm", "\r\033[Kreading configs.txt"), ("dumb", "reading configs.txt\n"), (None, "reading configs.txt\n")):
@@ -422,14 +422,14 @@ def test_progress_on_a_terminal():
 
 @pytest.fixture
 def no_python(tmp_path):
-    """A PATH without any Python, or what only a build needs."""
+    """A PATH without Python and without the tools that only a build needs."""
     for name in "bash sh env sed cat grep dirname readlink realpath nproc awk mkdir id tr head cut".split():
         (tmp_path / name).symlink_to(shutil.which(name))
     return str(tmp_path)
 
 
 def test_help_needs_nothing(no_python):
-    """Of each command that the front door lists: the usage, as its tool prints it by itself."""
+    """--help of every command that run_all.sh lists prints the usage of its tool and needs no Python."""
     code, out, err = run(RUN_ALL, "--help", PATH=no_python)
     assert (code, err) == (0, "") and (0, out, "") == run(RUN_ALL, "-h", PATH=no_python)
     commands = list(dict.fromkeys(re.findall(r"^       \./run_all\.sh ([a-z]+)", out, re.MULTILINE)))
@@ -449,7 +449,7 @@ def test_help_needs_nothing(no_python):
 
 @pytest.fixture
 def bare(tmp_path):
-    """A PATH without cmake, whose root can install it by an apt-get that writes down its words."""
+    """A PATH without cmake, with an apt-get that only records its arguments."""
     for folder in ("/usr/local/bin", "/usr/bin", "/bin"):
         for name in os.listdir(folder):
             if name not in ("cmake", "apt-get", "id") and not os.path.lexists(tmp_path / name):
@@ -486,8 +486,8 @@ JUDGED = [("extract nosuch", "nosuch: no line of configs.txt has that name"), ("
 
 @pytest.fixture(scope="module")
 def without_packages(tmp_path_factory):
-    """An environment whose Pythons lack all packages, and whose root could install them by an apt-get that only writes down
-    that it was called; doctest is missing as well."""
+    """An environment whose Pythons lack all packages, with an apt-get that only records that it was called. doctest is missing
+    as well."""
     folder = tmp_path_factory.mktemp("bin")
     programs = dict.fromkeys(("apt-get", "pip"), f"echo $0 $* >>{folder}/installs; exit 1")
     programs["id"] = "echo 0"
@@ -509,7 +509,7 @@ def test_arguments_are_judged_before_anything_is_installed(without_packages, wor
 
 
 def test_doctest_is_where_the_compiler_finds_it(tmp_path):
-    """Also where CMake would not look. Packages of pip are named between quotes, which a shell would expand."""
+    """The search includes folders that CMake does not search. Suggested pip packages are quoted for the shell."""
     (tmp_path / "include/doctest").mkdir(parents=True)
     (tmp_path / "include/doctest/doctest.h").touch()
     source = open(RUN_ALL).read()
@@ -534,7 +534,7 @@ esac
 
 
 def in_own_mounts(script, *words, **environment):
-    """The output of run() behind mounts of its own."""
+    """The output of run() in a mount namespace."""
     if subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode:
         pytest.skip("only root may mount")
     return run("unshare", "-m", "sh", "-c", f"{script} && exec \"$@\"", "sh", *words, **environment)
@@ -545,7 +545,7 @@ def in_own_mounts(script, *words, **environment):
                                          pytest.param("1m", "sweep 1 --cpu --only ^scalar_vec8$", marks=pytest.mark.long),
                                          ("60k", "extract scalar_vec8"), ("60k", "ab scalar_vec8 VEC_WIDTH=4 --shape small")])
 def test_a_full_disk(tmp_path, size, words):
-    """While CMake configures, while a compiler writes its file, or while a tool does."""
+    """The disk fills while CMake configures, while a compiler writes an object, or while a tool writes a file."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "c++").write_text(FULL)
     (tmp_path / "c++").chmod(0o755)

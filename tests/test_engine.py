@@ -1,5 +1,5 @@
-"""tools/engine.py and tools/builds.py without a GPU: how often the verdict errs on simulated GPUs, what the check
-catches, and what is refused."""
+"""Tests of tools/engine.py and tools/builds.py without a GPU: the error rates of the verdict on simulated GPUs, the faults that
+the check detects, and refusals."""
 import csv
 import math
 import os
@@ -27,10 +27,9 @@ import steps  # noqa: E402
 
 
 class FakeGpu:
-    """Memory in NumPy arrays, and a clock of its own: replays take what their graph says, with the noise of a
-    GPU. Each of slow drift, hiccups, a power limit (whose clock keeps for a while what the contender before
-    left, and may dip each second for a fifth of one), throttling and a neighbour that takes the memory away, in slices
-    or in gusts, can be turned on."""
+    """A GPU with NumPy memory and a simulated clock: a replay takes the time of its graph plus a GPU's noise. Options add slow
+    drift, hiccups, a power limit (the clock keeps the last contender's value for a while, and may dip for a fifth of each
+    second), throttling, and a neighbour that takes memory bandwidth in slices or in gusts."""
     name, arch, cuda = "Fake", "90a", "13.0"
 
     gust = False
@@ -105,14 +104,14 @@ class FakeGpu:
 
 
 def graphs(a_us, b_us):
-    """Two contenders; the fake finds their time in enqueue and their name in close."""
+    """Two contenders; FakeGpu reads their time from enqueue and their name from close."""
     launches = max(2, min(math.ceil(500 / a_us), 400))
     return {key: engine.Graph(lambda us=us: us, launches, us * launches, close=key)
             for key, us in (("A", a_us), ("B", b_us))}
 
 
 def verdicts(count, ratio, us=20.0, budget_s=None, **gpu):
-    """How often each verdict comes, of so many comparisons on as many GPUs."""
+    """Counts the verdicts of `count` comparisons, each on a fake GPU of its own."""
     found = {}
     for seed in range(count):
         fake = FakeGpu(seed, **gpu)
@@ -159,7 +158,7 @@ def test_a_neighbour_in_gusts_gives_no_verdict():
 
 
 def test_power_that_a_contender_draws_counts():
-    """B draws more power and gets 2% less clock, of which short turns see a part and sustained ones all."""
+    """B draws more power and gets a 2% lower clock. Short turns see a part of it, sustained turns all."""
     for pace, low in ((engine.PACE, 1.005), (engine.SUSTAINED, 1.018)):
         fake = FakeGpu(0, power={"A": 0.80, "B": 0.784})
         series, found = engine.compare(fake, graphs(1000.0, 1000.0), seed=0, pace=pace)
@@ -169,7 +168,7 @@ def test_power_that_a_contender_draws_counts():
 
 
 def series_of(count, turns):
-    """A Series with so many blocks of the same turns, {contender: turn}."""
+    """A Series with `count` identical blocks {contender: turn}."""
     series = engine.Series(None, dict.fromkeys(turns), engine.PACE)
     series.blocks = [{key: [turn, turn] for key, turn in turns.items()} for _ in range(count)]
     return series
@@ -178,8 +177,8 @@ def series_of(count, turns):
 @pytest.mark.parametrize("half", (0, 1))
 @pytest.mark.parametrize("side", "AB")
 def test_which_pairs_are_thrown_out(side, half):
-    """Those in which either side was throttled, or had a clock that is not its own. The power limit, an idle GPU and a clock that
-    somebody has set are no reason, nor is what a third contender does."""
+    """Pairs are discarded if either side was throttled or ran at an unusual clock. The power limit, an idle GPU, a clock set by the
+    user and a third contender's state discard nothing."""
     turns = {"A": engine.Turn((100.0, 101.0, 103.0), 1980), "B": engine.Turn((110.0, 111.0, 112.0), 1500, 4), "C": engine.Turn((1.0,), 900)}
     usual = math.log(111 / 101)
 
@@ -202,7 +201,7 @@ def test_which_pairs_are_thrown_out(side, half):
 
 
 def test_a_comparison_of_throttled_turns_counts_the_others():
-    """A GPU that throttles A alone, every other turn: the verdict is that of the rest."""
+    """The GPU throttles every other turn of A; the verdict is that of the remaining turns."""
     class Throttled(FakeGpu):
         def replay(self, graph, count, warm=0, behind=0):
             times, (mhz, _) = super().replay(graph, count, warm, behind)
@@ -215,7 +214,7 @@ def test_a_comparison_of_throttled_turns_counts_the_others():
 
 
 def test_a_comparison_ends_when_time_is_up():
-    """After the block in which it is, at whatever look; and after as many blocks as there are looks for."""
+    """The comparison ends after the block in which time runs out, whichever look it is, and after the last look's block."""
     for budget_s, blocks in ((0.4, (9, 30)), (60, (engine.LOOKS[-1], engine.LOOKS[-1]))):
         fake = FakeGpu(1, gusts=0.005)
         series, found = engine.compare(fake, graphs(60.0, 60.6), budget_s=budget_s, seed=1)
@@ -225,7 +224,7 @@ def test_a_comparison_ends_when_time_is_up():
 
 
 def test_a_turn_times_what_is_warm(monkeypatch):
-    """With so many replays that both last as long as the pace says, and some behind them unless the GPU rests before."""
+    """A turn warms up and measures for the times in the pace, and appends untimed replays unless the GPU rests before."""
     asked, told, slept = [], [], []
 
     class Counts:
@@ -279,8 +278,8 @@ def test_judge_by_hand():
 
 @pytest.mark.parametrize("count", [8, 25])
 def test_the_interval_of_a_ratio(count):
-    """By the formula of Tukey and McLaughlin, written out: a fifth of the pairs counts as their neighbours at each end, and each of
-    nine looks may miss with 1% / 9."""
+    """Compares with Tukey and McLaughlin's interval of a trimmed mean, written out: a fifth of the pairs is trimmed at each end, and
+    the confidence level is 1 - 1% / 9 for each of nine looks."""
     ratios = sorted(np.random.default_rng(count).normal(0.0055, 0.003, count))
     cut = count // 5
     inner = ratios[cut:count - cut]
@@ -294,14 +293,14 @@ def test_the_interval_of_a_ratio(count):
 
 
 def test_the_interval_of_a_median():
-    """Of 1 ... 10: between the second and the third rank by the part at which a binomial(10, 1/2) leaves 95%."""
+    """For the samples 1 ... 10 the ends lie between the second and the third rank, interpolated to 95% of a binomial(10, 1/2)."""
     series = engine.Series(None, {"A": None}, engine.PACE)
     series.blocks = [{"A": [engine.Turn((us,)), engine.Turn((us + 5,))]} for us in (3, 1, 5, 2, 4)]
     assert series.interval("A") == pytest.approx((2.658, 8.342), abs=1e-3)
 
 
 def test_a_pair_is_of_one_half_of_one_block():
-    """Where both drift alike, their ratio is the same in each pair, and in no other one."""
+    """If both graphs drift alike, only pairs from the same half of the same block have a constant ratio."""
     series = series_of(0, {"A": None, "B": None})
     for n in range(8):
         both = [100.0 * 1.07 ** (n * n % 5), 100.0 * 1.03 ** (3 - n)]
@@ -356,7 +355,7 @@ def test_rounding():
 
 
 class FakeKernel:
-    """Attention of one head after the other in float32, with what `harm` does to O and LSE."""
+    """Attention head by head in float32; `harm` changes O and LSE."""
     torch = SimpleNamespace(__version__="2.0", backends=SimpleNamespace(cudnn=SimpleNamespace(version=lambda: 92700)))
     version = engine.LoadedTorch.version  # by its text and torch
     text = "fake"
@@ -422,7 +421,7 @@ def test_a_wrong_kernel_does_not(harm):
 
 @pytest.mark.parametrize("us,launches", [(1.0, 400), (10.0, 50), (100.0, 20), (124.0, 20), (126.0, 10), (300.0, 5), (5000.0, 1)])
 def test_launches_of_a_graph(us, launches):
-    """As many as half a millisecond holds, at least 20 and at most 400; fewer of long ones."""
+    """A graph holds half a millisecond of launches, between 20 and 400; fewer if a launch is long."""
     class Timed(FakeGpu):
         def time(self, enqueue, count):
             return [us + 1, us, us + 2][:count], (0, 0)
@@ -457,7 +456,7 @@ def test_each_contender_finds_a_workspace_of_zeros_and_no_results_of_the_other()
 
 
 class HostGpu(FakeGpu):
-    """The CPU backend behind a line's library: its memory is a GPU's as far as the line knows."""
+    """The CPU backend behind a line's library, with its emulated device memory."""
 
     def __init__(self, library):
         super().__init__()
@@ -492,8 +491,34 @@ def test_a_real_line_through_its_library(name, dtype):
     assert "HEAD_DIM" in engine.Bench(gpu, {"A": kernel}, {"A": wrong}).skipped["A"]
 
 
+@pytest.mark.parametrize("name", ["backward_mma5", pytest.param("backward_minimal", marks=pytest.mark.long)])
+def test_a_line_of_the_backward_pass(name):
+    """Its gradients are right, and each kind of harm to them or to the forward pass is seen."""
+    line, = builds.parse_contenders([name])
+    kernel = engine.LoadedBackward(line, builds.host_library(*line.words, program="tests/host_library.cu"))
+    gpu, problem = HostGpu(kernel.library), engine.parse_problem("1,4,2,70,90,64,fp16,br,30")
+    bench = engine.Bench(gpu, {"A": kernel}, {"A": problem})
+    check, outputs, results = bench.checks["A"], bench.outputs["A"], bench.results["A"]
+    assert not bench.trouble() and check.passed and check.rel_rms < 1e-3 and check.rows > 300 and check.lse_err < 1e-3, check
+    sizes = [4 * 70 * 64, 2 * 90 * 64, 2 * 90 * 64]
+    assert [x.size for x in results] == sizes and line.repeats == (name == "backward_minimal")
+    for i, name_of in enumerate(("dQ", "dK", "dV")):
+        for harm, words in ((lambda x: x * 1.01, "rel_rms"), (lambda x: np.where(np.arange(x.size) == 64 * 65, np.nan, x), "is NaN"),
+                            (lambda x: np.roll(x, 64), "rel_rms")):
+            harmed = [harm(x).astype(x.dtype) if n == i else x for n, x in enumerate(results)]
+            found = bench.check(problem, outputs, harmed)
+            assert not found.passed and found.sentence.startswith(name_of + "(") and words in found.sentence, found
+    gpu.memory[outputs.forward.O][:9000] = 0x3c
+    assert bench.check(problem, outputs, results).sentence.startswith("the forward pass: O(")
+    row = engine.result_row(bench, "A", None, None)
+    assert row["pass"] == "backward" and row["check"] == "PASS" and problem.flops(True) == 2.5 * problem.flops()
+    bench.tensors.free()
+    assert not gpu.memory
+
+
 def test_e4m3_sums_of_a_v_with_a_mean(monkeypatch):
-    """The CPU backend truncates wgmma's e4m3 products as the hardware does. A flush that leaves 0 loses 1.3% here."""
+    """The CPU backend truncates wgmma's e4m3 products as the hardware does. A flush that left 0 in the
+    accumulators, not -O / 2, would lose 1.3% here."""
     line, = builds.parse_contenders(["wgmma_e4m3"])
     kernel = engine.LoadedLine(line, builds.host_library(*line.words, program="tests/host_library.cu"))
     monkeypatch.setattr(accuracy, "HEADS", 1)
@@ -504,7 +529,7 @@ def test_e4m3_sums_of_a_v_with_a_mean(monkeypatch):
 
 
 def test_defaults_of_a_library():
-    """A problem that names its tensors and sizes alone: all keys are seen, and the scale is 1/sqrt(D)."""
+    """With only tensors and sizes given, all keys are visible and the scale is 1/sqrt(D)."""
     line, = builds.parse_contenders(["scalar_vec8"])
     library = engine.ctypes.CDLL(builds.host_library(*line.words, program="tests/host_library.cu"))
     gpu, p, D = HostGpu(library), engine.SdpaParams(), 64
@@ -532,7 +557,7 @@ def test_defaults_of_a_library():
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """Two commits and a working tree, each with other lines; the library moves from tools/ to bindings/."""
+    """Two commits and a working tree with different lines; the library moves from tools/ to bindings/."""
     monkeypatch.setattr(builds, "ROOT", str(tmp_path))
     monkeypatch.delenv("SDPA_CONFIGS", raising=False)
 
@@ -613,7 +638,7 @@ def test_one_line_and_knobs_are_two_contenders(repository):
 
 
 def test_d_below_that_of_lines():
-    """Lines of wgmma take it, and what they are compared with is the same problem; of several one is enough."""
+    """wgmma lines accept a smaller D, and are compared on the same problem; one of several such lines is enough."""
     contenders, problems, *_ = ab.parse("hopper_d128 hopper_d256 --shape long,80 --shape long --shape 1,2,2,9,9,72".split(), [])
     assert [(a.D, b.D, a.dtype, a.Dv) for a, b in problems] == [(n, n, "fp16", 0) for n in (80, 128, 72)]
     contenders, problems, *_ = ab.parse("hopper_d192_v128 OVERLAP=0 --shape long,160 --shape long,96".split(), [])
@@ -716,7 +741,7 @@ echo library >"$out"
 
 @pytest.fixture
 def nvcc(tmp_path, monkeypatch):
-    """Builds contenders, as they are typed; {text: Built} and how often the compiler was called for it."""
+    """Builds contenders from their text; returns {text: Built} and the number of compiler calls."""
     (tmp_path / "nvcc").write_text(NVCC.format(tmp_path))
     (tmp_path / "nvcc").chmod(0o755)
     (tmp_path / "version").write_text("13.0")
@@ -793,7 +818,7 @@ def compiled(folder, text, *words):
 
 
 def test_facts_are_those_of_the_device_code(repository, tmp_path):
-    """Of ELF files for EM_CUDA within another one: code alone, whatever the host's code and line numbers are."""
+    """The facts depend on the code of embedded EM_CUDA ELF files only, not on host code or line numbers."""
     host = compiled(tmp_path, HOST_CODE, "-shared", "-fPIC", "-nostdlib")
 
     def library(code, debug=1, host=host, machine=190, name="kept", **more):
@@ -833,7 +858,7 @@ def test_the_mix_of_instructions(tmp_path, monkeypatch):
 
 
 def test_what_python_shares_with_the_sources():
-    """Named problems and limits."""
+    """The named problems and the limits are equal."""
     named = re.search(r"named_shapes\[\] = {(.*?)};", builds.Tree().read("harness/options.h"), re.DOTALL)[1]
     assert {name: ",".join(map(str, sizes)) for name, sizes in engine.SHAPES.items()} == dict(re.findall(r'{"(\w+)", +"([\d,]+)"}', named))
     types = re.findall(r"constexpr Type \w+{\"(\w+)\".*?{([-\d.e]+), ([-\d.e]+), ([-\d.e]+)", builds.Tree().read("reference.cpp"))
@@ -844,7 +869,7 @@ def test_what_python_shares_with_the_sources():
 
 
 def test_the_structs_of_the_header():
-    """Each has the members of sdpa.cu's and no other, by name, place and kind; and ctypes, which reads them in the header, as well."""
+    """Each struct has exactly sdpa.cu's members: names, offsets and kinds. So do the ctypes structs parsed from the header."""
     program = '''#define BACKWARD 1
 #include "bindings/library.cu"
 template <class T> constexpr int kind = (std::is_pointer_v<T> ? 1 : std::is_floating_point_v<T> ? 2 : 3) * 1000 + sizeof(T);
@@ -865,7 +890,7 @@ template <class T> constexpr int kind = (std::is_pointer_v<T> ? 1 : std::is_floa
 
 
 def test_a_header_that_ctypes_cannot_follow():
-    """One sentence, before a library is called with members in other places."""
+    """It is refused in one sentence before a library gets a struct with wrong offsets."""
     structs = builds.structs_of("typedef struct A { /* int x; */ int64_t a, b; } A;\ntypedef struct B { const float* p; A a; void *q, *r; int n; } B;")
     assert [[(name, engine.ctypes.sizeof(kind)) for name, kind in struct._fields_] for struct in structs.values()] == [
         [("a", 8), ("b", 8)], [("p", 8), ("a", 16), ("q", 8), ("r", 8), ("n", 4)]]
@@ -875,7 +900,7 @@ def test_a_header_that_ctypes_cannot_follow():
 
 
 class Driver:
-    """The functions of CUDA's driver that take a time on a clock of its own, of which a replay takes 2 ms."""
+    """CUDA driver functions with a simulated clock; a replay takes 2 ms."""
 
     def __init__(self):
         self.calls, self.ms, self.at, self.places = [], 0.0, {}, iter(range(1000, 2000, 100))
@@ -952,7 +977,7 @@ def test_params_of_older_commits():
 
 @pytest.fixture
 def course(tmp_path, monkeypatch):
-    """What ab does once two contenders are built, with a harm for each and so many us for B."""
+    """Runs ab on two built contenders, each with an injected fault; B takes b_us."""
     monkeypatch.setattr(engine, "ROOT", str(tmp_path))
 
     def run(a, b, gpu, pace=engine.PACE, b_us=20.0):
@@ -975,7 +1000,7 @@ def harmless(O, LSE):
 
 
 def test_a_comparison(course, tmp_path, capsys):
-    """B takes 2% longer: what is printed, and each column of the row."""
+    """B is 2% slower: checks the output and each column of the row."""
     course(harmless, harmless, FakeGpu(noise=1e-4), b_us=20.4)
     out = capsys.readouterr().out
     times = {key: list(map(float, found)) for key, *found in re.findall(
@@ -1029,7 +1054,7 @@ def test_an_end_in_the_middle_keeps_the_samples(course, tmp_path, error, code, s
 
 
 def test_without_a_gpu_what_is_no_line_is_not_checked(monkeypatch, capsys):
-    """ab says of each contender that it was checked, or that it was not."""
+    """ab reports for each contender whether it was checked."""
     checked = []
     monkeypatch.setattr(builds, "nvcc", lambda: None)
     monkeypatch.setattr(ab, "cpu_executables", lambda lines: {line: "executable of " + line.text for line in lines})

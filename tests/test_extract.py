@@ -2,9 +2,11 @@
 know no knob and give the machine code of their lines; and what it refuses.
 usage: python3 -m pytest tests/test_extract.py"""
 import collections
+import functools
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,7 @@ pytest.importorskip("tree_sitter_cpp")
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "tools"))
 import builds  # noqa: E402
+import comments  # noqa: E402
 import concrete  # noqa: E402
 import extract as extract_module  # noqa: E402
 import minimal  # noqa: E402
@@ -38,12 +41,15 @@ def extract(*words):
     return tool.run("extract", *words)
 
 
+@functools.lru_cache(None)
+def text_of(name):
+    return subprocess.run([os.path.join(ROOT, "run_all.sh"), "extract", name], capture_output=True, text=True).stdout
+
+
 @pytest.fixture(scope="module")
 def texts():
-    def text(name):
-        return subprocess.run([os.path.join(ROOT, "run_all.sh"), "extract", name], capture_output=True, text=True).stdout
     with ThreadPoolExecutor(builds.JOBS) as pool:
-        return dict(zip(LINES, pool.map(text, LINES)))
+        return dict(zip(LINES, pool.map(text_of, LINES)))
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -58,6 +64,74 @@ def test_no_knob_is_left(texts, name):
     assert text.startswith("// Compile: nvcc ") and "SPDX-License-Identifier: MIT. Copyright" in text
 
 
+# What a host compiler lacks to check an extract: CUDA's functions, and a function for the operands of asm statements.
+CHECKED_BY = """#include <cstdint>
+#define __shared__
+#define __ldg(x) (*(x))
+#define __ldcg(x) (*(x))
+#define __cvta_generic_to_shared(x) size_t(x)
+inline unsigned __float_as_uint(float x) { return unsigned(x); }
+template <class... T> void operands(T&&...) {}
+"""
+UNUSED = """-Wall -Wextra -Wunused-template -Wunused-member-function -Wunused-macros -Wunused-const-variable -Wunused-local-typedef
+            -Wno-unknown-pragmas -Wno-undefined-internal""".split()
+
+
+def closing(text, at):
+    """The end of a parenthesis that opens before `at`."""
+    depth = 1
+    for match in re.compile(r'"(?:[^"\\]|\\.)*"|[()]').finditer(text, at):
+        depth += {"(": 1, ")": -1}.get(match[0], 0)
+        if depth == 0:
+            return match.end()
+    raise ValueError(text[at:at + 80])
+
+
+def for_the_host(text):
+    """An extract with calls of operands() in the place of asm statements."""
+    out, at = [], 0
+    for match in re.finditer(r"\basm(?: volatile)?\(", text):
+        end = closing(text, match.end())
+        inner = text[match.end():end]
+        given = [inner[one.end():closing(inner, one.end()) - 1].replace("\\\n", " ") for one in
+                 re.finditer(r'"[=+]?[a-z]"\s*\(', inner)]
+        out += [text[at:match.start()], f"operands({', '.join(given)})"]
+        at = end
+    return re.sub(r"__align__\(\d+\)", "", "".join([*out, text[at:]]))
+
+
+@functools.lru_cache(None)
+def names_of_the_source():
+    return {*re.findall(r"\w+", re.sub(r'//.*|"(?:[^"\\\n]|\\.)*"', " ", builds.Tree().read("sdpa.cu"))), *KNOBS.split("|")}
+
+
+# Words of comments that are names: name(), a_name, A_NAME, NAME, aName, and types as e4m3.
+NAME = re.compile(r"\b(?:\w+(?=\(\))|\w*[a-z0-9]_\w+|[A-Z][A-Z0-9_]+|[A-Z]\w*[a-z]\w*[A-Z]\w*|[be]\d\w+|fp16)")
+TYPES = {"fp16": "__half", "FP16": "__half", "bf16": "__nv_bfloat16", "BF16": "__nv_bfloat16", "U8": "uint8_t", "u8": "uint8_t"}
+
+
+@pytest.mark.skipif(not shutil.which("clang++"), reason="clang++ is missing")
+@pytest.mark.parametrize("name", LINES if os.environ.get("SDPA_TEST_QUICK") else
+                         [line for line, of in builds.Tree().config_lines().items() if "BACKWARD=1" not in of.words])
+def test_nothing_can_be_deleted(tmp_path, name):
+    """No function, variable, parameter or macro is unused, and comments name only what the file contains."""
+    text = text_of(name)
+    assert "nv_diag" not in text
+    (tmp_path / "host.h").write_text(CHECKED_BY)
+    backend = ["-isystem", os.path.join(ROOT, "cpu_backend")]
+    for path, source, more in (("host.cu", for_the_host(text), ["-fsyntax-only", "-Wno-unused-macros"]),
+                               ("own.cu", text, ["-E", "-o", "/dev/null"])):
+        (tmp_path / path).write_text(source)
+        done = builds.run(["clang++", "-std=c++17", *backend, "-include", "host.h", *UNUSED, *more, "-x", "c++", path], cwd=tmp_path)
+        found = re.findall(r"^own.cu.*macro is not used.*\n.*", done.stderr, re.MULTILINE) if path == "own.cu" else done.stderr
+        assert done.returncode == 0 and not found, (name, done.stderr[:2000])
+    code = {*re.findall(r"\w+", re.sub(r'//.*|"(?:[^"\\\n]|\\.)*"', " ", text))}
+    left = [(number, word) for number, line in enumerate(text.splitlines(), 1) if "//" in line and number > text[:text.index(
+        "#include")].count("\n") for word in NAME.findall(line.split("//", 1)[1])
+        if word in names_of_the_source() and word not in code and TYPES.get(word) not in code]
+    assert not left, (name, left)
+
+
 @pytest.mark.parametrize("name", [name for name in LINES if not name.startswith(("hopper", "ampere"))])
 def test_one_build_has_no_templates_on_it(texts, name):
     assert not re.search(r"\bclass B\b|<B\b|\bB::|KernelOf|with_build|\bBuild\b", texts[name])
@@ -66,10 +140,13 @@ def test_one_build_has_no_templates_on_it(texts, name):
 
 
 def test_options_of_other_builds_are_gone(texts):
-    """No member of SdpaParams is there to be ignored."""
+    """SdpaParams has no member of an option that the build lacks. A map of hidden rounds is an option of MASK_MOD, too."""
     options = "softcap sinks bias bias_strides bias_keys bias_map bias_map_bytes k_lengths q_lengths k_firsts q_starts k_starts most_keys page_table page_size pages".split()
     for name, text in texts.items():
         members = re.search(r"^struct SdpaParams \{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL)[1]
+        if "documents" in name:
+            assert "sdpa_map_bias(const" in text and "sdpa_bias_map_bytes(SdpaParams" in text
+            members, text = (re.sub(r"\bbias_map\w*", "", part) for part in (members, text))
         assert not {*options} & {*re.findall(r"\w+", re.sub("//.*", "", members))}, name
         assert not re.search(rf"\b(?:p|params)\.(?:{'|'.join(options)})\b", re.sub("//.*", "", text)), name
         assert re.search("e4m3|u8|kv8", name) or "descale" not in members, name
@@ -196,8 +273,8 @@ def test_bits_on_the_cpu_backend(texts, tmp_path, name):
         out_bytes=2 if row["OUT_DTYPE"] == 0 or row["OUT_DTYPE"] < 3 else 1))
     backend = os.path.join(ROOT, "cpu_backend")
     command = [builds.CXX, "-std=c++17", "-O0", "-march=native", "-ffp-contract=off", "-w", "-pthread", "-I" + ROOT, "-I" + backend,
-               "-I" + str(tmp_path), *builds.definitions(line.words), "-x", "c++", str(tmp_path / "program.cu"),
-               os.path.join(backend, "engine.cpp"), "-o", str(tmp_path / "program")]
+               "-I" + str(tmp_path), *builds.definitions(line.words), builds.host_engine(), "-x", "c++", str(tmp_path / "program.cu"),
+               "-o", str(tmp_path / "program")]
     done = builds.run(command)
     assert done.returncode == 0, done.stderr[:2000]
     done = builds.run([str(tmp_path / "program")])
@@ -328,12 +405,17 @@ def test_a_program_finds_one_wrong_element(tmp_path, kind, dtype, Dv, tolerance,
             assert (done.stdout, done.returncode) == (f"0.2 us, {tflops} TFLOP/s, {count} wrong\n", count), (at, wrong)
 
 
+SETTINGS = {"USE_THIS": comments.Setting("this_", "1", True), "USE_OTHER": comments.Setting("other_", "0", False),
+            "SIZE": comments.Setting("size", "4", False)}
+
+
 @pytest.mark.parametrize("name,change", [
     ("minimal", lambda text: minimal.minimal(text, {"block_m"})),
-    ("shortest", lambda text: concrete.shortest(text, {"of_ptx"}))])
+    ("shortest", lambda text: concrete.shortest(text, {"of_ptx"})),
+    ("comments", lambda text: comments.Comments(text, "int gone_function(), gone_name, GONE_WORD;", SETTINGS, ["sinks"]).cleaned(text))])
 def test_changes(name, change):
-    """minimal: what constants decide, and which comments go with what they describe. shortest: which calls have the function's
-    body in their place, and which parameters and members go."""
+    """minimal: conditions on constants, and the comments that go with removed code. shortest: inlined calls, and unused
+    functions, parameters and members. comments: sentences about absent code."""
     pytest.importorskip("clang_format")
     before, after = open(os.path.join(ROOT, "tests", "data", f"{name}.cu")).read().split("// ======== becomes\n")
     assert extract_module.formatted(change(before)) + "\n" == after

@@ -1,4 +1,4 @@
-"""run_all.sh fit: its choices are sdpa.cu's, it finds costs that choose better, and it judges a table.
+"""Tests of run_all.sh fit: it chooses as sdpa.cu does, finds costs that choose better, and judges a table.
 usage: python3 -m pytest tests/test_fit.py"""
 import csv
 import os
@@ -30,7 +30,7 @@ def problems(D=64):
 
 
 def write_rows(path, model, tiles, noise=0.0, seed=0):
-    """Rows in which these tiles take what the model says, give or take some noise."""
+    """Writes rows with the cost model's times of these tiles plus noise."""
     rng = np.random.default_rng(seed)
     with open(path, "w", newline="") as file:
         out = csv.DictWriter(file, fit.COLUMNS)
@@ -87,7 +87,7 @@ def test_costs_are_found_that_choose_well(model, tmp_path):
 
 
 def test_times_of_tiles(model, monkeypatch, tmp_path):
-    """A row of each tile that suits, on every problem; one that is wrong has no time, and one that cannot run ends it all."""
+    """Each suitable tile has a row for every problem. A wrong tile has no time; one that cannot run ends the command."""
     few, (one, other, *_) = [[tile for tile in model.tiles if tile.head_dim == 64 and bool(tile.pack_gqa and tile.block_m < 64) == packs]
                              for packs in (True, False)]
     tiles, asked = [few[0], one, other], []
@@ -117,7 +117,7 @@ def test_times_of_tiles(model, monkeypatch, tmp_path):
 
 
 def test_which_rows_judge_a_table(monkeypatch, tmp_path):
-    """The newest of its own list, and of --chunks; what is drawn at random judges nothing. By their type and tiles rows find a table."""
+    """The newest rows of its own list and of --chunks judge a table, random problems do not. Rows match a table by type and tiles."""
     folder = tmp_path / "results" / "tuning"
     folder.mkdir(parents=True)
     names = ("{0}-hopper.csv {0}-hopper-2.csv {0}-hopper-10.csv {0}-hopper-chunks-3.csv {0}-hopper-drawn-11.csv {0}-hopper_bf16-12.csv "

@@ -1,6 +1,6 @@
-"""bindings/flash_attn_interface.py: its signatures, values against a reference in double for each sequence by itself,
-what it writes into caches, what it refuses, and transformers' own FlashAttention-3. Without a GPU a reference stands in
-for the kernels.  usage: python3 -m pytest tests/test_flash_attn_interface.py"""
+"""Tests of bindings/flash_attn_interface.py: signatures, results against a reference in double for each sequence, writes to
+caches, refusals, and transformers' own FlashAttention-3. Without a GPU a reference replaces the kernels.
+usage: python3 -m pytest tests/test_flash_attn_interface.py"""
 import ctypes
 import functools
 import inspect
@@ -56,7 +56,7 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signature(name):
-    """FlashAttention-3's; what is ours besides has to be named."""
+    """Signatures are FlashAttention-3's; our additional arguments are keyword-only."""
     found = inspect.signature(getattr(fa, name)).parameters.values()
     positional = [(x.name, x.default) for x in found if x.kind == x.POSITIONAL_OR_KEYWORD]
     words = [word.partition("=") for word in SIGNATURES[name].split()]
@@ -82,7 +82,7 @@ def formula(q, k, v, seen, scale, softcap, sinks):
 def attention(q, k, v, causal=None, window=(None, None), scale=None, q_descale=None, k_descale=None, v_descale=None,
               return_lse=False, softcap=None, sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0,
               page_table=None, q_lengths=None, out_dtype=None, k_firsts=None, backward=None):
-    """attention() of bindings/pytorch.py, and what pytorch.cpp checks. Rows of no sequence are NaN."""
+    """attention() of bindings/pytorch.py with pytorch.cpp's checks. Rows outside all sequences are NaN."""
     assert causal in (None, "br") and (window == (None, None) or window[2] == "br")
     assert all(x.dim() == 4 and x.stride(3) == 1 and x.dtype == q.dtype for x in (q, k, v))
     B = next((len(x) - 1 for x in (q_starts, k_starts) if x is not None), len(q))
@@ -96,7 +96,7 @@ def attention(q, k, v, causal=None, window=(None, None), scale=None, q_descale=N
     assert most_keys == 0 or has_pages or any(x is not None for x in (k_lengths, q_lengths, q_starts, k_starts))
 
     def factors(x, factor, batch):
-        """[batch,H]; of q also by key head."""
+        """Factors [batch,H]; q's may also be per key head."""
         if factor is None:
             return torch.ones(batch, x.shape[1], dtype=torch.double, device=q.device)
         assert q.dtype == E4M3 and factor.dtype == torch.float32
@@ -149,7 +149,7 @@ def appender():
 
 
 def append(k_cache, v_cache, k, v, lengths, page_table, starts):
-    """sdpa::append as pytorch.cpp has it."""
+    """sdpa::append with pytorch.cpp's signature."""
     library, SdpaAppend, SdpaNewRows = appender()
 
     def rows_of(cache, x):
@@ -178,7 +178,7 @@ if not GPU:
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
-    """The arguments of each call of the kernels."""
+    """Records the arguments of each kernel call."""
     seen, kernel = [], sdpa.attention if GPU else attention
     monkeypatch.setattr(sdpa, "attention", lambda *x, **more: seen.append(more) or kernel(*x, **more))
     return seen
@@ -220,13 +220,13 @@ def starts_of(lengths):
 
 
 def bits(x):
-    """What can be indexed and compared, which e4m3 cannot."""
+    """Returns the bytes of an e4m3 tensor, which supports neither indexing nor comparison."""
     return x.view(torch.uint8) if x.dtype == E4M3 else x
 
 
 def pairs(is_none, **choices):
-    """Covering arrays: each value of a name meets each value of any other one, but for what is_none() of the names so
-    far. Three, of shuffled values, since allpairspy gives what no pair decides the same value each time."""
+    """Covering arrays: each value of a name occurs with each value of every other, except for combinations that is_none()
+    rejects. Returns three with shuffled values, since allpairspy always sets undetermined values to the same one."""
     torch.manual_seed(0)
     shuffled, names, found = random.Random(0), list(choices), []
     for _ in range(3):
@@ -250,7 +250,7 @@ def options_of(c):
 
 
 def factors_of(c, B):
-    """{name: [B,Hkv], or [1,Hkv] of all sequences}, and the three of each sequence, those of q for its heads."""
+    """{name: [B,Hkv], or [1,Hkv] shared by all sequences}, and the three factors of each sequence, q's per query head."""
     if c.dtype != E4M3 or not c.with_factors:
         return {}, [(1, 1, 1)] * B
     Hq, Hkv = c.heads
@@ -292,7 +292,7 @@ ROWS, KEYS, USED = (3, 0, 5, 1), (4, 2, 0, 9), (2, 2, 0, 7)
 
 
 def in_pages(x, lengths, table):
-    """Rows [T,H,D] of sequences in pages of 16."""
+    """Copies the rows [T,H,D] of sequences to pages of 16."""
     pages = drawn(table.numel(), 16, *x.shape[1:]).to(x.dtype)
     for own, part in zip(table, x.split(lengths)):
         for i, row in enumerate(part):
@@ -350,7 +350,7 @@ LENGTHS, NEW, LEFTPAD, ROTARY_SEQLENS = (7, 0, 20), (3, 1, 4), (2, 1, 9), (5, 2,
 
 
 def turned(x, factors, interleaved):
-    """x [H,D], of whose first elements each pair, as a complex number, is multiplied by a factor."""
+    """Rotates x [H,D]: multiplies each leading pair of elements, as a complex number, by a factor."""
     wide, size = x.double(), 2 * len(factors)
     pairs = wide[:, :size].unflatten(1, (-1, 2) if interleaved else (2, -1))
     z = torch.complex(*pairs.unbind(2 if interleaved else 1)) * factors
@@ -359,7 +359,7 @@ def turned(x, factors, interleaved):
 
 
 def test_kvcache():
-    """O, LSE, and that the caches have the new keys and nothing else is changed."""
+    """Checks O, LSE, and that only the new keys are written to the caches."""
     def is_none(c):
         of_pages = c.get("cache", "plain") != "plain"  # of e4m3 builds of their own
         return (c.get("lengths") == "none" and (c.get("new", "none") != "none" or "pages" in c.get("cache", ""))
@@ -465,7 +465,7 @@ def far_tensor(path, shape, far):
 
 @pytest.mark.parametrize("tensor, dim", [*itertools.product(["k_cache", "v_cache", "k", "v"], range(3)), ("page_table", 0)])
 def test_append_far_rows(tensor, dim, tmp_path):
-    """Offsets beyond 32 bits: each stride of each tensor in turn."""
+    """Each stride of each tensor in turn gives offsets beyond 32 bits."""
     shapes = dict(k_cache=(3, 32, 2, D), v_cache=(3, 32, 2, D), k=(3, 4, 2, D), v=(3, 4, 2, D))
     x = {name: far_tensor(tmp_path / name, shape, dim if name == tensor else None) for name, shape in shapes.items()}
     before, page_table = torch.tensor([3, 0, 11]), None
@@ -484,7 +484,7 @@ def test_append_far_rows(tensor, dim, tmp_path):
 
 
 def test_no_new_rows():
-    """cu_seqlens_k_new of nothing changes no key."""
+    """An empty cu_seqlens_k_new changes no key."""
     caches = [drawn(2, 32, 2, D) for _ in "kv"]
     kept = [x.clone() for x in caches]
     q, k = drawn(2, 1, 4, D), drawn(3, 2, D)
@@ -498,7 +498,7 @@ def test_no_new_rows():
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_combine(n):
-    """Parts of the keys give the whole; a part that has seen no key may hold NaN."""
+    """Partial results combine to the whole; a part without visible keys may hold NaN."""
     q, k, v = (drawn(S, H, D, dtype=torch.float32) for S, H in ((5, 4), (12, 2), (12, 2)))
     want, want_lse = one(q, k, v)
     parts = [one(q, x, y) for x, y in zip(k.chunk(n), v.chunk(n))]
@@ -540,11 +540,13 @@ def test_the_choice_of_a_backward(calls):
     q = drawn(2, 5, 4, D)
     fa.flash_attn_func(q, q, q), fa.flash_attn_func(q, q, q, deterministic=True)
     fa.flash_attn_qkvpacked_func(torch.stack([q, q, q], 2), deterministic=True)
-    assert [call["backward"] for call in calls] == [None, "deterministic", "deterministic"]
+    for deterministic in False, True:
+        fa.flash_attn_varlen_func(q[0], q[0], q[0], ints(0, 5), ints(0, 5), 5, 5, deterministic=deterministic)
+    assert [call["backward"] for call in calls] == [None, *["deterministic"] * 2, None, "deterministic"]
 
 
 def test_windows_of_any_kind(calls):
-    """Of a tuple, a list, a tensor of the host and None, FlashAttention-4's word for no limit."""
+    """A window may be a tuple, a list or a host tensor; None means no limit, as in FlashAttention-4."""
     q, k = drawn(2, 5, 4, D), drawn(2, 9, 2, D)
     for window in (3, 0), [3, 0], torch.tensor([3, 0]):
         fa.flash_attn_func(q, k, k, window_size=window)
@@ -570,7 +572,7 @@ def test_gradients():
 
 
 def test_caches_need_no_gradient():
-    """A leaf that wants a gradient is written to as well: there is no backward."""
+    """A leaf that requires a gradient is written to as well, since there is no backward."""
     caches = [drawn(2, 32, 2, D).requires_grad_() for _ in "kv"]
     new = drawn(2, 1, 2, D)
     with torch.no_grad():
@@ -583,8 +585,11 @@ def test_caches_need_no_gradient():
 
 def test_appended_keys_have_no_gradient():
     q, cache, new = drawn(2, 1, 4, D), drawn(2, 32, 2, D), drawn(2, 1, 2, D).requires_grad_()
-    for k, v in (new, new.detach()), (new.detach(), new):  # so that a backward is asked of attention(), which has none of lengths
-        assert fa.flash_attn_with_kvcache(q, cache, cache.clone(), k, v, cache_seqlens=ints(4, 5)).requires_grad
+    for k, v in (new, new.detach()), (new.detach(), new):
+        for queries in q, q.clone().requires_grad_():
+            out = fa.flash_attn_with_kvcache(queries, cache, cache.clone(), k, v, cache_seqlens=ints(4, 5))
+            with pytest.raises(NotImplementedError, match="^flash_attn_with_kvcache: no gradient of k and v that are appended"):
+                out.sum().backward()
     with torch.no_grad():
         assert not fa.flash_attn_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=ints(4, 5)).requires_grad
 
@@ -655,7 +660,7 @@ def test_refusals():
 
 
 def test_integer_tensors_of_another_type():
-    """Numbers that are no integers are not rounded."""
+    """Fractional numbers are refused, not rounded."""
     q, k, starts, lengths = drawn(2, 5, 4, D), drawn(2, 32, 2, D), ints(0, 5, 10), ints(3, 4)
     rows = q.flatten(0, 1)
     names = {fa.flash_attn_varlen_func: "cu_seqlens_q cu_seqlens_k seqused_q seqused_k page_table",
@@ -672,7 +677,7 @@ def test_integer_tensors_of_another_type():
 # ---- graphs ----
 
 def test_no_graph_break():
-    """Each function is one call of attention() in one graph, in which no host waits; what is appended is one node."""
+    """Each function is one attention() call in one graph without host synchronization; the append is one node."""
     nodes = []
 
     def graph_of(function):
@@ -753,8 +758,8 @@ for b, count in enumerate((20, 7)):
 
 @pytest.mark.long
 def test_the_transformers_example():
-    """The block of docs/USING.md: transformers' own FlashAttention-3, by ours, gives the logits of eager attention for
-    whole batches, padded ones, packed ones and generated tokens; its continuous batching appends to pages."""
+    """Runs the example in docs/USING.md: transformers' FlashAttention-3 path with our kernels gives eager attention's logits for
+    full, padded and packed batches and generated tokens; its continuous batching appends to pages."""
     pytest.importorskip("transformers", minversion="5.24")
     program = f"BLOCK = {blocks()[1]!r}" + PROGRAM
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)

@@ -1,5 +1,5 @@
-"""What is timed beside the kernels, on CPU tensors and by clocks of its own: tools/frameworks.py, the packages of tools/engine.py,
-bindings/context_parallel.py.  usage: python3 -m pytest tests/test_frameworks.py"""
+"""Tests of everything timed besides the kernels, on CPU tensors with fake clocks: tools/frameworks.py, the packages of
+tools/engine.py, bindings/context_parallel.py.  usage: python3 -m pytest tests/test_frameworks.py"""
 import contextlib
 import csv
 import ctypes
@@ -22,7 +22,7 @@ PLAIN = F.scaled_dot_product_attention
 
 
 class OnCpu:
-    """PyTorch whose device "cuda" is the CPU, and whose events tell the time of `clock`."""
+    """PyTorch with the CPU as device "cuda", and events that return the time of `clock`."""
 
     def __init__(self, clock):
         def event(enable_timing):
@@ -65,7 +65,7 @@ def attention(q, k, v, causal=None, window=(None, None), sinks=None, k_lengths=N
 
 @pytest.fixture
 def timed(monkeypatch):
-    """A clock, which an attention of PyTorch's moves by 3 ms and one of ours by 2, a tenth of it in the first calls; ours is 1% off."""
+    """A fake clock: PyTorch's attention takes 3 ms and ours 2 ms, a tenth of that in the first calls. Our results are 1% wrong."""
     clock = SimpleNamespace(ms=0.0, active=False, calls=dict.fromkeys((False, True), 0))
 
     def activate(on):
@@ -89,7 +89,7 @@ def timed(monkeypatch):
 
 
 class Library:
-    """A line's library, which reads and writes what the pointers and strides say."""
+    """A line's library that reads and writes through pointers and strides."""
 
     def __init__(self):
         self.asked = []
@@ -117,7 +117,7 @@ class Library:
 
 @pytest.mark.parametrize("problem,name", [("2,4,2,20,20,64c", "hopper"), ("1,2,2,9,30,128", "hopper_d128")])
 def test_problems(timed, monkeypatch, problem, name):
-    """The C function, PyTorch and ours give the same, each under its own name."""
+    """The C function, PyTorch and our attention give the same results, each in rows of its own name."""
     asked, active = [], []
     monkeypatch.setattr(frameworks, "PROBLEMS", [problem])
     monkeypatch.setattr(frameworks.sdpa, "library_of", lambda *x: asked.append(x) or Library())
@@ -132,7 +132,7 @@ def test_problems(timed, monkeypatch, problem, name):
 
 
 def test_training(timed, monkeypatch):
-    """Medians of turns, without those that build and warm up; the ratio is PyTorch's time over each."""
+    """Times are medians without the turns that build and warm up; a ratio is PyTorch's time divided by the contender's."""
     counted, median = [], frameworks.statistics.median
     monkeypatch.setattr(frameworks.statistics, "median", lambda us: counted.append(len(us)) or median(us))
     monkeypatch.setattr(frameworks, "TRAINING", ["1,2,1,8,64c", "1,1,1,4,64"])
@@ -144,7 +144,7 @@ def test_training(timed, monkeypatch):
 
 
 def test_host(timed, monkeypatch):
-    """Every entry with options of its own, which give what they should."""
+    """Every entry, each with its own options, gives correct results."""
     found = {}
     monkeypatch.setattr(frameworks, "installed", lambda *_: None)
     monkeypatch.setattr(frameworks, "host_us", lambda run, repeats: (run(), timed.active, repeats))
@@ -199,7 +199,7 @@ PACKAGES = {"flash_attn_with_kvcache": of_rows, "flash_attn_varlen_func": of_pac
 
 @pytest.mark.parametrize("are_installed", (False, True))
 def test_sequences(timed, monkeypatch, are_installed):
-    """All contenders give the same of caches, pages and packed sequences; of each the least time is taken, in turns."""
+    """All contenders give the same results for caches, pages and packed sequences; each one's time is the minimum of its turns."""
     monkeypatch.setattr(frameworks, "SEQUENCES", {"packed": (None, [5, 70, 3]), "decode": (1, [7, 140]), "chunk": (4, [16, 65])})
     monkeypatch.setattr(frameworks, "installed", lambda module, function: PACKAGES[function] if are_installed else None)
     monkeypatch.setattr(frameworks, "graph_of", lambda call: call)
@@ -219,7 +219,7 @@ def test_sequences(timed, monkeypatch, are_installed):
 
 
 def test_invariant(timed, monkeypatch):
-    """Each call of ours with batch_invariant and without; a graph keeps what it was captured with."""
+    """Times each of our calls with and without batch_invariant; a graph keeps the setting of its capture."""
     monkeypatch.setattr(frameworks, "SEQUENCES", {"packed": (None, [5, 70, 3]), "decode": (1, [7, 140])})
     monkeypatch.setattr(frameworks, "INVARIANT", ["2,4,2,3,9c", "1,2,2,1,5"])
     monkeypatch.setattr(frameworks, "installed", lambda module, function: PACKAGES[function])
@@ -241,7 +241,7 @@ def test_invariant(timed, monkeypatch):
 
 
 def test_clocks(monkeypatch):
-    """The least of so many means, in us: of a call, of one of 20 in a graph, of the host's part."""
+    """A time is the minimum of several means, in us: of a call, of one of 20 calls in a graph, of the host's part."""
     asked, means = [], iter((3e-6, 2e-6, 4e-6, 9e-6, 8e-6))
     monkeypatch.setattr(frameworks, "Timer", lambda call, globals: SimpleNamespace(
         timeit=lambda count: (asked.append((call, globals["run"], count)), SimpleNamespace(mean=next(means)))[1]))
@@ -285,7 +285,7 @@ def test_the_share_of_attention(monkeypatch):
 
 
 def test_models(timed, monkeypatch):
-    """By each contender's attention: a prefill, of whose logits those of PyTorch are the first ones, and 32 tokens of generate()."""
+    """Times a prefill and 32 tokens of generate() with each contender's attention; the prefill's logits are compared with PyTorch's."""
     chosen, active = [], []
 
     class Model:
@@ -372,7 +372,7 @@ def qkv(p):
 @pytest.mark.parametrize("text", ["torch:fa3", "torch:fa4", "flashinfer"])
 @pytest.mark.parametrize("causal", ("off", "br", "tl"))
 def test_of_a_package(text, causal):
-    """O as PyTorch has it, of functions that take rows of all heads, with a bottom-right mask, and that may return LSE as well."""
+    """Packages' functions take rows of all heads, use a bottom-right mask and may return LSE as well; O equals PyTorch's."""
     asked = []
 
     def function(q, k, v, causal, **options):
@@ -417,7 +417,7 @@ def test_what_packages_do_not_compute():
 
 @pytest.mark.parametrize("shape,causal", [("2,4,2,20,20", "br"), ("1,2,2,9,20", "tl"), ("1,2,1,9,20", "off")])
 def test_of_pytorch(shape, causal, monkeypatch):
-    """The backend that is named, with its own mask, which for as many rows as keys is ours."""
+    """Runs the named PyTorch backend with its own mask, which equals ours if Sq = Sk."""
     kernel, p, backends = loaded("torch:math"), problem(shape, causal), []
     tensors = dict(zip("QKV", qkv(p)))
     monkeypatch.setattr(kernel, "tensor", lambda x, shape, dtype: x if x.shape == shape and dtype == "fp16" else None, raising=False)
@@ -431,7 +431,7 @@ def test_of_pytorch(shape, causal, monkeypatch):
 # ---- a sequence spread over GPUs ----
 
 def test_context_parallel(monkeypatch, capsys):
-    """Two kernels, each by one GPU and by all, which differ by what a share is off."""
+    """Times two kernels on one GPU and on all. The results differ by the error of a share."""
     clock, course = SimpleNamespace(ms=0.0), []
     monkeypatch.setenv("LOCAL_RANK", "0")
     context_parallel = pytest.importorskip("context_parallel")

@@ -119,9 +119,9 @@ needs_nvcc = pytest.mark.skipif(not builds.nvcc(), reason="nvcc is missing")
 TREE = builds.Tree()
 
 
-def built(*changes):
+def built(*changes, kind="-fatbin"):
     line = builds.Line(TREE, "scalar_minimal", changes)
-    one, = builds.build([line], "90a").values()
+    one, = builds.build([line], "90a", kind=kind).values()
     assert not one.trouble
     return one
 
@@ -186,7 +186,7 @@ def test_a_default_spelt_out_is_a_duplicate_and_a_changed_byte_is_seen():
 def test_a_library_has_the_functions_that_a_caller_loads():
     cublas, = builds.build(builds.parse_contenders(["cublas", "DTYPE=BF16", "HEAD_DIM=128"]), "90a").values()
     assert not cublas.trouble
-    for path in (built().path, cublas.path):
+    for path in (built(kind="-shared").path, cublas.path):
         with open(path, "rb") as file:
             elf = builds.ELFFile(file)
             assert all(builds.symbol(elf, ".dynsym", name).st_size for name in builds.LIBRARY_FUNCTIONS)

@@ -1,5 +1,5 @@
-"""Sections 1 and 7 of sdpa.cu are plain C++: compiled alone with illegal knobs they say the sentence, and with legal ones they compile.
-And a line of each kind is C++ to clang++ as well as to g++.  usage: python3 -m pytest tests/test_knobs.py"""
+"""Sections 1 and 7 of sdpa.cu are plain C++: alone they compile with legal knobs and print the refusal of illegal ones.
+A line of each kind compiles with clang++ as well as g++.  usage: python3 -m pytest tests/test_knobs.py"""
 import os
 import re
 import shutil
@@ -21,8 +21,8 @@ SETS = {"@wmma": "USE_WMMA=1 BLOCK_M=64", "@wgmma": WGMMA + " USE_WARP_SPECIALIZ
 
 
 def refusals(cases):
-    """The sentences with which each (knobs, section) is refused, in one compilation: each in a namespace of its own, and a
-    file of its own for the compiler's words. Of an error that is no refusal the compiler's own words stand among them."""
+    """The refusals of each (knobs, section), from one compilation with a namespace and a file name per case. Other errors appear
+    with the compiler's message."""
     program = "#include <array>\n#include <string_view>\n#include <type_traits>\n"
     for n, (knobs, section) in enumerate(cases):
         for name, words in SETS.items():
@@ -171,7 +171,7 @@ for row in ('"OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 2320', '"SWAP_AB", 1, 
 
 @pytest.fixture(scope="module")
 def judged():
-    """What is said of all ACCEPTED, REFUSED and OF_ROWS."""
+    """The refusals of all cases in ACCEPTED, REFUSED and OF_ROWS."""
     cases = [(knobs, SECTION) for knobs in ACCEPTED] + [(knobs, SECTION) for knobs, _ in REFUSED] + [case[:2] for case in OF_ROWS]
     found = iter(refusals(cases))
     return [[next(found) for _ in group] for group in (ACCEPTED, REFUSED, OF_ROWS)]
@@ -182,19 +182,19 @@ def test_accepted(judged):
 
 
 def test_refused(judged):
-    """Each with its sentence first, as tools show it."""
+    """The expected sentence comes first, since tools show the first."""
     wrong = {knobs: (sentence, found) for (knobs, sentence), found in zip(REFUSED, judged[1]) if not found or sentence not in found[0]}
     assert not wrong
 
 
 def test_rows_of_the_table_are_judged_like_typed_knobs(judged):
-    """And a row that names a knob wrongly is refused by the name of the function that its constant cannot call."""
+    """A row with a wrong knob name is refused: the error names a function that its constant cannot call."""
     for (knobs, section, sentence), found in zip(OF_ROWS, judged[2]):
         assert section != SECTION and (any(sentence in words for words in found) if sentence else not found), (knobs, found)
 
 
 def test_every_refusal_is_met(judged):
-    """Of the rules behind SDPA_KNOBS; a new one needs a case above."""
+    """Every SDPA_REFUSE rule after SDPA_KNOBS is met by a case; a new rule needs one above."""
     rules = re.findall(r"^ *SDPA_REFUSE\((?:[^\"]|\n)*?((?:\s*\"[^\"]*\")+)\);", SECTION, re.MULTILINE)
     sentences = {"".join(re.findall('"([^"]*)"', rule)) for rule in rules}
     said = {words for found in judged[1] for words in found}
@@ -203,7 +203,7 @@ def test_every_refusal_is_met(judged):
 
 
 def test_knobs_of_the_backward_pass():
-    """Its kernels have those that it lists, each with any value but the default; the others are refused by name."""
+    """The listed knobs accept other values than the default; every other knob is refused by name."""
     text = builds.Tree().backward_refusals()
     own = " ".join(re.findall('"([^"]*)"', re.search(r"backward_knobs =([^;]*);", text)[1])).split()
     assert set(own) < set(builds.Tree().knobs())
@@ -239,7 +239,7 @@ def test_knobs_of_the_backward_pass():
 @pytest.mark.parametrize("compiler,words", [("g++", "-fsyntax-only -Icpu_backend -x c++"), ("clang++", "-fsyntax-only -w -Icpu_backend -x c++"),
                                             (builds.nvcc(), "-arch=sm_80 -cubin -o /dev/null")])
 def test_a_knob_by_hand_is_refused_in_one_sentence(compiler, words, knob, sentence):
-    """The whole file as people compile it: what a compiler adds is where the sentence stands, not all of SDPA_KNOBS."""
+    """Compiles the whole file as a user does: the compiler adds the location of the sentence, not all of SDPA_KNOBS."""
     if not compiler or not shutil.which(compiler):
         pytest.skip("it is missing")
     done = builds.run([compiler, "-std=c++17", "-D" + knob, *words.split(), "sdpa.cu"], cwd=ROOT)
@@ -262,7 +262,7 @@ ON_DEVICE = (": Base{s_, a_} {}", ": Base{s, a} {}")
                                    "@mma_split4",
                                    "@wgmma_swap32", "@hopper_e4m3", "@hopper -DUSE_LENGTHS=1 -DUSE_SINKS=1 -DUSE_PAGES=1 -DUSE_SOFTCAP=1"])
 def test_no_warning(words):
-    """Of g++ with -Wall and -Wextra, where the CPU backend takes nvcc's place. What nvcc and its g++ say is test_extract.py's."""
+    """g++ -Wall -Wextra reports nothing with the CPU backend. test_extract.py checks the warnings of nvcc and its host compiler."""
     lines, part, file = builds.Tree().read_configs()[0], [], "sdpa_backward.cu" if "backward" in words else "sdpa.cu"
     for word in words.split():
         part += ["-DSDPA_LINE_ONLY"] * ("SDPA" not in words) + builds.definitions(lines[word[1:]].knobs) if word[0] == "@" else [word]

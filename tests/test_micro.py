@@ -1,5 +1,5 @@
-"""./run_all.sh micro without a GPU: what it refuses, its tiles, its arithmetic on times that a fake GPU makes up, and a
-search that begins with its tiles.  usage: python3 -m pytest tests/test_micro.py"""
+"""Tests of ./run_all.sh micro without a GPU: refusals, tiles, arithmetic on a fake GPU's times, and a search that begins with
+its tiles.  usage: python3 -m pytest tests/test_micro.py"""
 import csv
 import os
 import re
@@ -72,7 +72,7 @@ def test_a_line_of_another_gpu():
 
 @pytest.mark.usefixtures("quick")
 def test_the_default_line_is_the_quickest_of_its_kind(monkeypatch):
-    """Of the family, with the D and the type with which tune begins; whose CTAs walk over all keys."""
+    """It is the fastest line of the family with tune's initial D and type whose CTAs walk over all keys."""
     source, = report_rows.newest(Path(ROOT, "results"))["lines"]
     us = {row["config"]: us for row, us in report_rows.timed(source) if row["shape"] == "long"}
     for family, D in (("mma", 64), ("wgmma", 128)):
@@ -109,7 +109,7 @@ H200 = {39: 2048, 81: 233472, 82: 65536, 106: 32, 111: 1024}
 
 
 def test_ctas_per_sm_are_those_that_cuda_counts():
-    """By the rows of lines that were timed: cudaOccupancyMaxActiveBlocksPerMultiprocessor said it there."""
+    """Compares with cudaOccupancyMaxActiveBlocksPerMultiprocessor, which the rows of timed lines recorded."""
     source, = report_rows.newest(Path(ROOT, "results"))["lines"]
     rows = {row["config"]: row for row in source.rows
             if row["ctas_per_sm"] and row["sm"] == "90" and "USE_TUNED=1" not in row["knobs"]}
@@ -131,7 +131,7 @@ def test_ctas_per_sm_are_those_that_cuda_counts():
 # ---- what is timed, on a fake GPU ----
 
 class Loop(FakeKernel):
-    """So many us, and `us` more for each iteration of so many keys."""
+    """A kernel with a constant time plus `us` per iteration of `keys` keys."""
 
     def __init__(self, keys, us, **more):
         super().__init__(**more)
@@ -149,7 +149,7 @@ class Loop(FakeKernel):
 
 
 class Gpu(FakeGpu):
-    """Of two SMs."""
+    """A fake GPU with two SMs."""
 
     def __init__(self):
         super().__init__(noise=1e-5)
@@ -163,7 +163,7 @@ TIMES = {"mma_split2": (128, 1.0), "mma_split2 BLOCK_N=48": (96, 0.6), "mma_spli
 
 
 def right(O, LSE):
-    """Harms nothing."""
+    """Leaves O and LSE unchanged."""
 
 
 def zeros(O, LSE):
@@ -172,7 +172,7 @@ def zeros(O, LSE):
 
 @pytest.fixture
 def timed(monkeypatch, tmp_path, quick):
-    """What micro prints of TIMES, its CSV and the GPU."""
+    """Runs micro on TIMES; returns its output, its CSV and the GPU."""
     def run(*words, broken=(), harm=lambda line: right):
         gpu, path, load = Gpu(), str(tmp_path / "micro.csv"), engine.load
 
@@ -195,7 +195,7 @@ def timed(monkeypatch, tmp_path, quick):
 
 
 def test_an_iteration_and_the_rank(timed):
-    """Free of the 7 us besides; by the (row, key) pairs of all CTAs of an SM, so that size alone puts none behind."""
+    """The 7 us of overhead are subtracted. Tiles rank by time per (row, key) pair of all CTAs of an SM, so size alone does not count."""
     code, out, err, rows, path, gpu = timed("--top", "4")
     assert code == 0 and f"--family mma --head-dim 64 --dtype fp16 --seed-from {os.path.relpath(path, ROOT)}\n" in err
     for row in rows:
@@ -255,7 +255,7 @@ def searched(log):
 
 @pytest.mark.usefixtures("quick")
 def test_a_search_begins_with_the_tiles(tmp_path):
-    """The best first, behind the starting line, whose time is the unit; as many as --top says. Then the family's
+    """After the starting line, whose time is the unit, come the --top best tiles, best first, then the family's
     lines."""
     tiles = [f"mma_lazy BLOCK_N={n}" for n in (16, 48, 80, 96, 112)]
     path, log = write(tmp_path / "micro.csv", tiles), tmp_path / "log.jsonl"
@@ -309,7 +309,7 @@ def test_a_broken_csv(tmp_path):
 
 @pytest.mark.usefixtures("quick")
 def test_a_replay_beside_the_tiles(tmp_path, monkeypatch):
-    """Of a list of four candidates, of which the CSV ranks the best first: it is judged right behind the base."""
+    """The CSV ranks the best of four candidates first, so the replay judges it right after the base."""
     monkeypatch.setattr(tune, "KNOWN", 20)  # proposals: of four candidates most are known
     lines = [line_of("mma_lazy", f"BLOCK_N={n}") for n in (64, 32, 48, 80)]
     space = search.Space(lines[0], {"BLOCK_N": ["64", "32", "48", "80"]}, True)

@@ -216,7 +216,7 @@ def test_expression_of_using(knob, expression, tmp_path):
     """Compiled for the CPU backend, and equal to the reference."""
     assert not TREE.expression_trouble(f"{knob}={expression}")
     command = [builds.CXX, "-std=c++17", "-Og", "-ffp-contract=off", "-w", "-pthread", "-Icpu_backend", f"-D{knob}={expression}",
-               "-DVEC_WIDTH=8", "-x", "c++", "sdpa.cu", "cpu_backend/engine.cpp", "-o", f"{tmp_path}/program"]
+               "-DVEC_WIDTH=8", builds.host_engine(), "-x", "c++", "sdpa.cu", "-o", f"{tmp_path}/program"]
     subprocess.run(command, cwd=ROOT, check=True)
     done = subprocess.run([f"{tmp_path}/program", "--shape", "1,4,2,70,150", "--shape", "1,4,2,33,33", "--check-only"],
                           capture_output=True, text=True)

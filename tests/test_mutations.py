@@ -1,4 +1,4 @@
-"""tests/mutations.py: what each operator makes of a few lines, and programs with several mutants."""
+"""Tests of tests/mutations.py: the mutations of each operator on a few lines, and programs with several mutants."""
 import os
 import subprocess
 import sys

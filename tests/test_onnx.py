@@ -1,4 +1,4 @@
-"""The node tests that ONNX's package has of its Attention operator, run by lines of configs.txt on the CPU backend.
+"""Runs ONNX's node tests of the Attention operator with lines of configs.txt on the CPU backend.
 
 A line gets a case's inputs rounded to its type. The expected output is what ONNX's reference computes of the same rounded
 inputs in float32: the outputs that ONNX stores are of inputs that were not rounded, and those in fp16 and bf16 were rounded
@@ -56,15 +56,15 @@ class Case:
         self.outputs = dict(zip(filter(None, node.output), outputs))
 
     def left_out(self):
-        """What of it is not compared; "" if that is nothing."""
+        """The outputs that are not compared, or an empty string."""
         return "Q @ K.T is an output: Y alone is compared" if "qk_matmul_output" in self.outputs else ""
 
     def knobs(self):
-        """What its build has besides those of the line."""
+        """Knobs of the case's build in addition to the line's."""
         return f" USE_BIAS={1 + (self.inputs['attn_mask'].dtype == bool)}" if "attn_mask" in self.inputs else ""
 
     def suits(self, text):
-        """Whether the line has what it needs."""
+        """True if the line supports the case."""
         return ("softcap" not in self.attributes or "USE_SOFTCAP" in text) and not (self.knobs() and "wmma" in text)
 
     def launches(self, Sq, Sk, past):
@@ -93,13 +93,13 @@ CASES = [Case(case) for case in onnx_nodes._NodeTestCases if case.model.graph.no
 # ---- a line ----
 
 def heads_of(x, heads):
-    """[B,H,S,D], of [B,S,H * D] as a view."""
+    """[B,H,S,D]; [B,S,H * D] is viewed as that."""
     return x if x.ndim == 4 else x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
 
 
 def visible(Sq, Sk, past, causal=0, left=-1, right=-1):
-    """How many keys in front no query sees, and what SdpaParams says of the rest. ONNX's query i stands at key past + i: it
-    sees those from there - left to there + right, if causal none behind it."""
+    """Returns the number of leading keys that no query sees, and SdpaParams's mask for the rest. ONNX's query i has position
+    p = past + i: it sees keys p - left to p + right, and none after p if causal."""
     if causal and past in (0, Sk - Sq):
         return 0, dict(causal=engine.CAUSAL.index("br" if past else "tl"), window_left=left, window_right=-1)
     right, unseen = 0 if causal else right, max(past - left, 0) if left >= 0 else 0
@@ -108,7 +108,7 @@ def visible(Sq, Sk, past, causal=0, left=-1, right=-1):
 
 
 class Line:
-    """A line's library, and arrays in what its CPU backend takes for device memory."""
+    """A line's library, and arrays in the device memory of its CPU backend."""
 
     def __init__(self, text):
         self.line, = builds.parse_contenders(text.split())
@@ -163,7 +163,7 @@ class Line:
             raise engine.CudaError(text.value.decode())
 
     def run(self, case, harm=lambda p: None):
-        """Y of a case; harm changes the parameters of each launch."""
+        """Computes Y of a case; harm changes the parameters of each launch."""
         attributes, is_3d = case.attributes, case.inputs["Q"].ndim == 3
         Q = heads_of(case.inputs["Q"], attributes.get("q_num_heads"))
         K, V = (heads_of(case.inputs[name], attributes.get("kv_num_heads")) for name in "KV")
@@ -191,7 +191,7 @@ line_of = functools.cache(Line)
 
 @functools.cache
 def failures(text, harm=lambda p: None, every=1):
-    """{name: why} of the cases whose Y is wrong by a line, of every so many of them."""
+    """{name: error} of the cases whose Y is wrong on a line; every=n runs each nth case."""
     found = {}
     for case in [case for case in CASES if case.suits(text)][::every]:
         line = line_of(text + case.knobs())
@@ -205,7 +205,7 @@ def failures(text, harm=lambda p: None, every=1):
 # ---- the table ----
 
 def table():
-    """What docs/TESTING.md has."""
+    """The tables in docs/TESTING.md."""
     rows = []
     for text in LINES:
         suited = [case for case in CASES if case.suits(text)]
@@ -235,7 +235,7 @@ def test_the_reference_gives_what_onnx_stores():
     lambda p: dict(bias_strides=engine.Strides(0, p.bias_strides.head, p.bias_strides.row)),
     lambda p: dict(bias_strides=engine.Strides(p.bias_strides.batch, 0, p.bias_strides.row))])
 def test_a_wrong_launch_fails(change):
-    """In every fourth case: some, of those in which the change is one."""
+    """A changed launch fails some of the cases (every fourth is run), and only cases that it changes."""
     def harm(p):
         before = {name: bytes(memoryview(getattr(p, name))) if name == "bias_strides" else getattr(p, name) for name in change(p)}
         for name, value in change(p).items():

@@ -55,8 +55,6 @@ def folder(tmp_path_factory):
         knobs = [] if name == "USING" else [word.replace("=", " ") for word in TREE.config_lines()[name].knobs]
         head = "\n".join(["#define SDPA_NO_MAIN", *("#define " + knob for knob in knobs), '#include "sdpa.cu"']) if knobs else HEAD
         (path / f"{name}.cu").write_text(PROGRAM % (head, BODY))
-    subprocess.run([*CPU, "-O1", "-std=c++17", "-c", os.path.join(ROOT, "cpu_backend", "engine.cpp"), "-o", "engine.o"], cwd=path,
-                   check=True)
     return path
 
 
@@ -78,7 +76,7 @@ def ran(folder, name, compiler, *libraries):
 
 @pytest.mark.parametrize("name", [*FAMILIES[:QUICK], *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES[QUICK:])])
 def test_on_the_cpu_backend(folder, name):
-    done = ran(folder, name, CPU, "engine.o")
+    done = ran(folder, name, CPU, builds.host_engine())
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -108,8 +106,8 @@ def test_gradients(folder):
 }
 """
     (folder / "of_gradients.cu").write_text(text)
-    subprocess.run([*CPU, "-w", "-std=c++17", "-I" + ROOT, "-x", "c++", "of_gradients.cu", "-x", "none", "engine.o", "-o", "of_gradients"],
-                   cwd=folder, check=True)
+    subprocess.run([*CPU, "-w", "-std=c++17", "-I" + ROOT, "-x", "c++", "of_gradients.cu", "-x", "none", builds.host_engine(),
+                    "-o", "of_gradients"], cwd=folder, check=True)
     done = subprocess.run([folder / "of_gradients"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -132,7 +130,7 @@ const char* ask%d() {
         (folder / f"ask{n}.cu").write_text(text % ("#define " + knob if knob else "", n))
     (folder / "ask.cpp").write_text("#include <cstdio>\n" + "".join(f"const char* {name}();\n" for name in names) +
                                     "int main() { " + "".join(f"puts({name}()); " for name in names) + "}\n")
-    sources = [*(name + ".cu" for name in names), "ask.cpp", "-x", "none", "engine.o"]
+    sources = [*(name + ".cu" for name in names), "ask.cpp", "-x", "none", builds.host_engine()]
     subprocess.run([*CPU, "-w", "-std=c++17", "-I" + ROOT, "-x", "c++", *sources, "-o", "ask"], cwd=folder, check=True)
     answers = subprocess.check_output([folder / "ask"], text=True).split("\n")
     assert "is for builds with an 8-bit DTYPE" in answers[0] and "HEAD_DIM=128" in answers[1] and not answers[2]

@@ -1,5 +1,5 @@
-"""pip install ./bindings: the wheel, in an environment of its own, on tensors without memory; `python -m sdpa build`
-with a stand-in for nvcc, and its cache without one.  usage: python3 -m pytest tests/test_pip.py
+"""Tests of pip install ./bindings: the wheel in a virtual environment, with tensors without memory; `python -m sdpa build` with
+a fake nvcc, and its cache without nvcc.  usage: python3 -m pytest tests/test_pip.py
 
 Importing PyTorch takes seconds, so few processes do: three have the installed package, one is a clone's command, and this
 one runs that command's other cases itself."""
@@ -54,7 +54,7 @@ def need_torch():
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """As pip makes it of the folder, without network and without setuptools."""
+    """The wheel that pip builds from bindings/ without network and without setuptools."""
     folder = tmp_path_factory.mktemp("wheel")
     source = os.path.join(ROOT, "bindings")
     run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "-w", str(folder), source)
@@ -64,7 +64,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def python(wheel, tmp_path_factory):
-    """A fresh environment that has it, and a function that runs its Python elsewhere than in the clone."""
+    """A new virtual environment with the wheel, and a function that runs its Python outside the clone."""
     need_torch()
     folder = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", str(folder))
@@ -78,7 +78,7 @@ def python(wheel, tmp_path_factory):
 
 
 def test_the_wheel(wheel):
-    """One for all, small, with what nvcc needs, nothing compiled, and a true RECORD; sdpa alone is at the top."""
+    """One small wheel for all platforms contains nvcc's inputs, nothing compiled and a correct RECORD; sdpa is the only top-level name."""
     assert wheel.name.endswith("-py3-none-any.whl") and wheel.stat().st_size < 1_000_000
     with zipfile.ZipFile(wheel) as file:
         found = {name: file.read(name) for name in file.namelist()}
@@ -128,7 +128,8 @@ if importlib.util.find_spec("transformers"):
 
 
 def test_installed(python):
-    """import sdpa, on fake tensors. flash_attn_interface is on the path only where `python -m sdpa path` has put it."""
+    """Imports sdpa and runs it on fake tensors. flash_attn_interface is importable only from the
+    folder that `python -m sdpa path` prints."""
     path = python("-m", "sdpa", "path").strip()
     assert python("-c", INSTALLED, path) == "(2, 8, 100, 128) (2, 8, 100) (2, 100, 8, 128) None\n3.\n"
 
@@ -202,7 +203,7 @@ def nvcc(tmp_path):
 
 
 def program(*words, folder=ROOT, **environment):
-    """The folder as a program, in a clone."""
+    """Runs the folder bindings/ as a program in a clone."""
     need_torch()
     out, error = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
@@ -231,7 +232,7 @@ for environment in json.loads(sys.argv.pop(1)):
 
 
 def test_build(python, nvcc, tmp_path):
-    """Every build of the words, several at a time, and then without nvcc; the same names as those of a call."""
+    """Builds every library that the arguments name, several concurrently, then again without nvcc; calls use the same file names."""
     words = ("sm_90a", "sm_80", "bf16", "e4m3", "128", "192x128", "plain", "sinks+pages", "backward")
     without = {**nvcc, "PATH": "/usr/bin:/bin", "CUDA_HOME": str(tmp_path / "no")}
     said, again, _ = python("-c", TWICE, json.dumps([nvcc, without]), "build", *words, "--jobs", "3").split("----\n")
@@ -274,7 +275,7 @@ def test_words_that_no_build_has_together(nvcc):
 
 
 def test_expressions(nvcc, monkeypatch):
-    """The libraries of calls with these arguments, whose text may have other spaces."""
+    """Builds the libraries of calls with these expressions, up to whitespace."""
     words = "score_mod=s-x0[h]*real(q-k)", "mask_mod=i0[q]==i0[k]"
     done = program("build", "sm_90a", "bf16", "128", "plain", "sinks", "softcap", "mask", *words, **nvcc)
     assert done.stdout.count(" of 4: ") == 4  # glue, append, plain and sinks
@@ -296,7 +297,7 @@ def test_what_no_line_has(nvcc):
 
 
 def test_a_relative_cache(nvcc, tmp_path):
-    """nvcc runs in the clone; the cache is where the caller stands."""
+    """nvcc runs in the clone; a relative cache path refers to the caller's folder."""
     done = program("build", "sm_90a", "bf16", "128", folder=tmp_path, **nvcc | {"SDPA_CACHE": "of_mine"})
     assert done.returncode == 0 and len([*(tmp_path / "of_mine").glob("*.so")]) == 3, done.stderr
 

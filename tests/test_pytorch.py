@@ -1,6 +1,6 @@
-"""bindings/pytorch.py: what needs no GPU (lines and knobs, building, refusals, what it uses of PyTorch's inside, autograd on stand-ins),
-and, where there is a GPU, PyTorch's own samples of scaled_dot_product_attention against its math backend, opcheck, torch.compile, CUDA
-graphs, streams, workspaces and training.
+"""Tests of bindings/pytorch.py without a GPU: lines and knobs, builds, refusals, the PyTorch internals it uses, autograd on stand-ins.
+With a GPU also PyTorch's samples of scaled_dot_product_attention against its math backend, opcheck, torch.compile, CUDA graphs,
+streams, workspaces and training.
 usage: python3 -m pytest tests/test_pytorch.py   (SDPA_TEST_GPU=1: no GPU is a failure; SDPA_TORCH_LATEST: a newer PyTorch's folder)"""
 import contextlib
 import ctypes
@@ -78,8 +78,8 @@ LINES_OF_SIZES = [
 
 @pytest.mark.parametrize("D,Dv,line,widths", LINES_OF_SIZES)
 def test_lines_of_all_sizes(D, Dv, line, widths, monkeypatch):
-    """On an sm_90 the next build that takes them, elsewhere their own; what is built then is legal, which a compiler says: the
-    sizes take turns with biases and types."""
+    """On sm_90 the sizes share the next larger build, elsewhere they have their own. A compiler checks that the build is legal;
+    the sizes alternate between biases and types."""
     turn = LINES_OF_SIZES.index((D, Dv, line, widths))
     asked, library, tree = [], ctypes.CDLL(None), builds.Tree()
     functions = dict(workspace_bytes=library.malloc, scratch_bytes=library.memcpy, forward=library.free, bias_map_bytes=library.calloc,
@@ -140,7 +140,7 @@ def test_lines_of_all_sizes(D, Dv, line, widths, monkeypatch):
 
 
 def test_numbers_that_python_and_cpp_share(monkeypatch):
-    """The bits of features, the numbers of types and masks, struct Line, and the operator's arguments."""
+    """Both have the same feature bits, type and mask numbers, struct Line and operator arguments."""
     cpp = "".join(builds.Tree().sources("bindings/pytorch.cpp").values())
     header = builds.Tree().read("bindings/sdpa.h")
     bits = re.findall(r"(\w+) = (\d+)", re.search(r"enum Feature {(.*?)}", cpp, re.DOTALL)[1])
@@ -180,7 +180,7 @@ def test_numbers_that_python_and_cpp_share(monkeypatch):
 
 
 def test_what_a_library_is_built_of(monkeypatch):
-    """The knobs of its line with those of the problem in their place, for this GPU, anew whenever one of its files is another one."""
+    """The build uses the line's knobs, overridden by the problem's, for this GPU. A change of any source file causes a rebuild."""
     built = []
     monkeypatch.setattr(sdpa, "FAILED", {})
     monkeypatch.setattr(sdpa, "built", lambda *x: built.append(x) or "path")
@@ -226,7 +226,7 @@ def test_a_library_has_the_name_of_all_that_it_is_built_of(monkeypatch, tmp_path
 
 
 def on_meta(*shape, dtype=torch.half):
-    """A tensor [B,H,S,D] without memory, as a model makes it of [B,S,H,D]."""
+    """A tensor [B,H,S,D] without memory, transposed from [B,S,H,D] as in a model."""
     B, H, S, D = shape
     return torch.empty(B, S, H, D, device="meta", dtype=dtype).transpose(1, 2)
 
@@ -234,7 +234,7 @@ def on_meta(*shape, dtype=torch.half):
 @pytest.mark.parametrize("D,Dv", [(64, 64), (64, 128), (192, 128), (80, 48)])
 @pytest.mark.parametrize("dtype", sdpa.DTYPES)
 def test_shapes_of_the_fake_kernel(dtype, D, Dv):
-    """O has V's own D, LSE none. What O would lie like has another size then, so it is contiguous."""
+    """O has V's own D, LSE none. q then has another size than O, so O is contiguous instead of laid out like q."""
     q, k, v = on_meta(2, 8, 100, D, dtype=dtype), on_meta(2, 4, 300, D, dtype=dtype), on_meta(2, 4, 300, Dv, dtype=dtype)
     out, lse = sdpa.fake(q, k, v, 0, -1, -1)
     assert out.shape == (2, 8, 100, Dv) and out.dtype == (torch.half if dtype == torch.float8_e4m3fn else dtype)
@@ -322,7 +322,7 @@ ATTACKS = [
 
 
 def test_expressions_that_are_allowed():
-    """A C++ compiler computes the same from the text and from what nvcc is given, and sdpa.cu compiles with it."""
+    """A C++ compiler gives the same values for the user's text and the text passed to nvcc, and sdpa.cu compiles with the latter."""
     numbers, integers = (torch.arange(100) % 7).float() / 4, torch.arange(100, dtype=torch.int32) % 3
     at = [x.data_ptr() for x in [numbers] * 4 + [integers] * 2]
     results = []
@@ -389,7 +389,7 @@ def test_no_expression_gets_to_nvcc_unseen(monkeypatch, capfd):
 
 
 def test_activate_and_restore(monkeypatch):
-    """Ours is put behind PyTorch's operators, once what it takes the place of is known, and taken away again."""
+    """Our kernels are registered for PyTorch's operators after the ones they replace are known, and can be removed."""
     told, attention = [], torch.nn.attention
     preferences = []
     monkeypatch.setattr(sdpa, "glue", lambda: SimpleNamespace(sdpa_torch_activate=told.append, sdpa_torch_prefer_backward=preferences.append))
@@ -419,7 +419,7 @@ def test_activate_and_restore(monkeypatch):
 
 
 def in_cache(monkeypatch, folder, nvcc=None):
-    """A cache of its own, and this text as nvcc."""
+    """Sets an empty cache, and this script as nvcc."""
     monkeypatch.setenv("SDPA_CACHE", str(folder / "cache"))
     monkeypatch.setenv("CALLS", str(folder / "calls"))
     monkeypatch.delenv("CUDA_HOME", raising=False)
@@ -476,7 +476,7 @@ def test_what_cannot_be_built(monkeypatch, tmp_path, capsys):
 
 
 def test_a_failed_build_is_tried_again_when_a_source_has_changed(monkeypatch, tmp_path, capsys):
-    """Whatever is built: a line, what appends to caches, pytorch.cpp. A full disk may have room at the next call."""
+    """This holds for every library: lines, the append kernel, pytorch.cpp. A full disk may have room at the next call."""
     in_cache(monkeypatch, tmp_path, FAKE_NVCC.replace('sleep 0.3', '') % 'rm -f "$word"; cat "$0.says" >&2; exit 1')
     (tmp_path / "nvcc.says").write_text("x.cu(3): error: no such knob")
     clone = tmp_path / "clone"
@@ -519,7 +519,7 @@ def test_a_failed_build_is_tried_again_when_a_source_has_changed(monkeypatch, tm
 
 
 def test_a_cache_without_nvcc(monkeypatch, tmp_path):
-    """What another nvcc has made of the same sources is taken where there is none, or where nothing can be written: the newest."""
+    """Without nvcc, or if the cache is read-only, the newest library that another nvcc built from the same sources is loaded."""
     in_cache(monkeypatch, tmp_path, FAKE_NVCC.replace("--version ]", f"--version ] && cat {tmp_path}/version") % "")
     monkeypatch.setattr(sdpa, "ROOT", str(tmp_path))
     (tmp_path / "a").write_text("one")
@@ -546,7 +546,7 @@ def test_a_cache_without_nvcc(monkeypatch, tmp_path):
 
 
 def test_a_first_call_builds_its_line_beside_pytorch_cpp(monkeypatch):
-    """Both at once, with the knobs that the call will ask for."""
+    """Both build concurrently, with the knobs that the call will need."""
     both, asked = threading.Barrier(2), []
     operator = type("Operator", (), {"_schema": sdpa.OPERATOR._schema, "__call__": lambda self, *x: len(x)})()
     monkeypatch.setattr(sdpa, "OPERATOR", operator)
@@ -573,7 +573,7 @@ def test_a_first_call_builds_its_line_beside_pytorch_cpp(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupted_build_is_tried_again(monkeypatch):
-    """The callback leaves the line empty, which C++ does not keep."""
+    """The callback leaves the line empty, and C++ does not store empty lines."""
     def interrupted(*_):
         raise KeyboardInterrupt
     monkeypatch.setattr(torch.cuda, "get_device_capability", interrupted)
@@ -642,7 +642,7 @@ def test_what_is_used_of_pytorchs_inside():
 
 
 def test_the_newest_pytorch():
-    """All of this file that needs no GPU, with that PyTorch in front of this one's."""
+    """Runs this file's tests without a GPU with the newer PyTorch first on the path."""
     newest = os.environ.get("SDPA_TORCH_LATEST")
     if not newest or newest in os.environ.get("PYTHONPATH", "").split(":"):
         pytest.skip("SDPA_TORCH_LATEST names no folder with a newer PyTorch")
@@ -742,7 +742,7 @@ WHY_NOT = [({"attn_mask": half(4, 5)}, "attn_mask is of shape [1, 1, 4, 5], whic
 
 @pytest.mark.parametrize("options, why", WHY_NOT, ids=[f"{i}:{why[:40]}" for i, (_, why) in enumerate(WHY_NOT)])
 def test_why_not(glue, options, why):
-    """Each reason but PyTorch's choice and a line that cannot be built, which need a GPU; the device comes last, so that others are seen."""
+    """Every reason except PyTorch's choice and a failed build, which need a GPU. The device is checked last, so the others appear."""
     options = dict(options)
     plain = options.pop("all", half(1, 2, 4, 64))
     q, k, v = (options.pop(name, plain) for name in "qkv")
@@ -765,7 +765,7 @@ def test_why_not_of_other_layouts(glue):
 
 
 def test_why_not_of_a_subclass(monkeypatch):
-    """Such as a DTensor, of which the operator knows nothing."""
+    """The operator does not support tensor subclasses such as DTensor."""
     def unknown(*_):
         raise NotImplementedError("no rule for sdpa::why_not\nmore")
     monkeypatch.setattr(sdpa, "glue", lambda: None)
@@ -776,14 +776,14 @@ def test_why_not_of_a_subclass(monkeypatch):
 
 @pytest.mark.parametrize("D", (64, 80, 72, 272))
 def test_sizes_of_k_and_v_of_8_bits(glue, D):
-    """Beside a q of 16 bits attention() leaves D that is a multiple of 16 to its lines; what comes next wants a GPU."""
+    """With a 16-bit q, attention() accepts each D that is a multiple of 16; the next check needs a GPU."""
     q, k = half(1, 2, 4, D), half(1, 2, 4, D).to(E4M3)
     with pytest.raises(RuntimeError, match="CUDA" if D <= 256 and D % 16 == 0 else f"^sdpa.attention: there is no line for D={D}"):
         sdpa.OPERATOR.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), q, k, k, 0, -1, -1, 0, None, 0.0, *[None] * 8, 0)
 
 
 def layouts(B, H, S, D, make):
-    """Tensors of this shape, made of contiguous ones: [B,S,H,D], packed QKV, expanded, with gaps, misaligned, odd."""
+    """Views of this shape into contiguous tensors: [B,S,H,D], packed QKV, expanded, with gaps, misaligned, odd strides."""
     yield make(B, H, S, D)
     yield make(B, S, H, D).transpose(1, 2)
     yield make(S, B, H, D).permute(1, 2, 0, 3)
@@ -804,7 +804,7 @@ SHAPES = ((2, 4, 10, 64), (1, 4, 10, 64), (2, 1, 10, 64), (2, 4, 1, 64), (1, 1, 
 
 
 def test_strides_that_pytorch_promises():
-    """O has those of empty_like(q); so do both operators' meta functions, and the fake kernel of attention()'s."""
+    """O has the strides of empty_like(q), and so do both operators' meta functions and the fake kernel of attention()'s operator."""
     for shape in SHAPES:
         for q in layouts(*shape, lambda *sizes: torch.empty(sizes, dtype=torch.half)):
             want = torch.empty_like(q).stride()
@@ -838,7 +838,7 @@ def test_the_fake_kernel(glue):
 
 
 def test_flops():
-    """Of pairs of a query and a key of its sequence, as torch.utils.flop_counter has them of PyTorch's own."""
+    """Counts each pair of a query and a key of its sequence, as torch.utils.flop_counter does for PyTorch's own operators."""
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
         q, pages = (torch.empty(*shape, device="cuda", dtype=torch.half) for shape in ((2, 8, 100, 128), (50, 4, 16, 128)))
         k, v = (torch.empty(2, 4, 300, D, device="cuda", dtype=torch.half) for D in (128, 64))
@@ -868,8 +868,8 @@ BIASES = [(5, 7), (7,), (1, 1), (5, 1), (3, 5, 7), (3, 1, 7), (2, 1, 1, 7), (1, 
 
 @pytest.mark.parametrize("dtype", (torch.bool, torch.half, torch.float, torch.double, torch.bfloat16), ids=str)
 def test_what_kernels_read_of_a_bias(glue, dtype):
-    """All values, in q's type, in float32 or as bytes, with contiguous keys; a view of what is so already, and never more than is
-    there."""
+    """Kernels get all values in q's type, in float32 or as bytes, with contiguous keys: as a view if possible, and never more memory than
+    the bias has."""
     q, kept = half(2, 3, 5, 64), dtype if dtype in (torch.bool, torch.half) else torch.float
     for shape in BIASES:
         x = (torch.randn(shape) * 3).to(dtype)
@@ -901,8 +901,8 @@ class Seen(TorchDispatchMode):
 
 
 def test_what_pytorch_is_given(glue):
-    """F.scaled_dot_product_attention once it is activated: of tensors on a GPU those of three dimensions, and any mask, reach PyTorch
-    as its kernels take them; the shape of O is what it was. Tensors on a CPU are left alone."""
+    """After activate(), F.scaled_dot_product_attention passes GPU tensors with three dimensions, and any mask, to PyTorch in the form its
+    kernels accept; O keeps its shape. CPU tensors are passed unchanged."""
     cases = [((2, 3, 5, 64), (2, 3, 7, 64), None), ((3, 5, 64), (3, 7, 64), None), ((3, 5, 64), (2, 3, 7, 64), (5, 7)),
              ((2, 3, 5, 64), (1, 3, 7, 64), (7,)), ((3, 5, 64), (3, 7, 64), (3, 5, 1)),
              *(((2, 3, 5, 64), (2, 3, 7, 64), shape) for shape in BIASES)]
@@ -934,7 +934,7 @@ def test_what_pytorch_is_given(glue):
 
 
 def test_no_graph_break():
-    """attention() is one node of a graph, its options constants."""
+    """attention() is one node of a graph; its options are constants."""
     nodes = []
     with FakeTensorMode():
         q = torch.empty(2, 8, 100, 128, device="cuda", dtype=torch.bfloat16)
@@ -1076,8 +1076,8 @@ os._exit(0)  # skips destructors: a thread of PyTorch that still runs in one of 
 
 
 def test_dtensors(glue, tmp_path):
-    """Two devices: each computes its batches or heads without communication, and with the options of these. What does not
-    divide is brought together first, as are heads that an expression names."""
+    """With two devices each computes its batches or heads without communication, and with their options. Sizes that are not divisible are
+    gathered first, as are heads if an expression uses them."""
     ranks = [subprocess.Popen([sys.executable, "-c", OF_TWO_DEVICES], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                               env=os.environ | dict(RANK=str(rank), MEETING=str(tmp_path / "meeting"))) for rank in range(2)]
     said = [rank.communicate(timeout=300)[0] for rank in ranks]
@@ -1103,9 +1103,10 @@ def test_autograd_on_stand_ins(on_cpu):
     want = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, bias).square().sum(), (q, k, v))
     for a, b in zip(torch.autograd.grad(by_operator(q, k, v, bias=bias)[0].square().sum(), (q, k, v)), want):
         assert torch.allclose(a, b)
-    for options in {"bias": bias.clone().requires_grad_()}, {"bias": bias, "mask": 1}, {"bias": bias, "bias_keys": 9}:
+    ints = torch.zeros(2, dtype=torch.int32)
+    for options in {"bias": bias.clone().requires_grad_()}, {"bias": bias, "mask": 1}, {"bias": bias, "bias_keys": 9}, {"bias": bias, "q_lengths": ints}:
         with pytest.raises(NotImplementedError, match="^sdpa.attention: no gradient of a bias, and no backward for one beside a "
-                                                      "causal mask, a window or bias_keys$"):
+                                                      "causal mask, a window, bias_keys, lengths or starts$"):
             by_operator(q, k, v, **options)[0].sum().backward()
     with pytest.raises(NotImplementedError, match="no gradient of a bias"):  # of a bias alone
         by_operator(*(x.detach() for x in (q, k, v)), bias=bias.clone().requires_grad_())[0].sum().backward()
@@ -1130,16 +1131,13 @@ def test_autograd_on_stand_ins(on_cpu):
     with torch.no_grad():
         assert not by_operator(q, k, v)[0].requires_grad
     assert not by_operator(*(x.detach() for x in (q, k, v)))[0].requires_grad
-    ints = torch.zeros(2, dtype=torch.int32)
-    none, lengths = "^sdpa.attention: no backward for e4m3, lengths, starts, pages, score_mod, mask_mod$", torch.ones(2, dtype=torch.int32)
-    for options in ({name: ints} for name in ("k_lengths", "q_lengths", "q_starts", "k_starts", "page_table", "k_firsts")), [
-            {"score_mod": "-s"}, {"mask_mod": "q < k"}]:
-        for option in options:
-            for output in range(2):
-                with pytest.raises(NotImplementedError, match=none):
-                    by_operator(q, k, v, **option)[output].sum().backward()
+    none, table = "^sdpa.attention: no backward for e4m3, pages, score_mod, mask_mod$", torch.zeros(2, 1, dtype=torch.int32)
+    for option in {"page_table": table}, {"score_mod": "-s"}, {"mask_mod": "q < k"}:
+        for output in range(2):
+            with pytest.raises(NotImplementedError, match=none):
+                by_operator(q, k, v, **option)[output].sum().backward()
     torch.compiler.reset()  # a graph that is compiled ahead runs without its backward
-    out, _ = torch.compile(lambda *x: by_operator(*x[:3], k_lengths=x[3]), backend="aot_eager", fullgraph=True)(q, k, v, lengths)
+    out, _ = torch.compile(lambda *x: by_operator(*x[:3], page_table=x[3]), backend="aot_eager", fullgraph=True)(q, k, v, table)
     with pytest.raises(NotImplementedError, match=none):
         out.sum().backward()
     with pytest.raises(NotImplementedError, match=none):  # of another tensor alone
@@ -1198,16 +1196,16 @@ def flash_backward_on_cpu(grad, q, k, v, out, lse, q_starts, k_starts, max_q, ma
 
 @pytest.fixture
 def doors(glue):
-    """PyTorch's operators lead to stand-ins on the CPU as well; the calls of the kernels."""
+    """Redirects PyTorch's operators to stand-ins on the CPU; records the kernel calls."""
     pytorchs = torch.library.Library("aten", "IMPL")
-    pytorchs.impl("_flash_attention_backward", flash_backward_on_cpu, "CPU")
+    pytorchs.impl("_flash_attention_backward", flash_backward_on_cpu, "XLA")  # pytorch_backward.h's flash_backward() leads there
     with stand_in.kernels(glue) as calls:
         yield calls
     pytorchs._destroy()
 
 
 def test_a_line_that_failed_is_asked_for_again(glue):
-    """pytorch.cpp keeps lines that it has. Whether a failed one is built again pytorch.py decides."""
+    """pytorch.cpp caches successful lines only; pytorch.py decides whether to rebuild a failed one."""
     asked = []
 
     @sdpa.LOAD
@@ -1248,8 +1246,8 @@ WINDOWS = {(-1, -1): {}, (-1, 0): dict(causal="br"), (3, 0): dict(window=(3, 0, 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 @pytest.mark.parametrize("dtype", HALVES)
-def test_varlen_attn(doors, dtype, window):
-    """O as q lies, LSE [H,rows], gradients by PyTorch's own backward, and the same in a graph."""
+def test_varlen_attn(doors, glue, dtype, window):
+    """O has q's layout, LSE is [H,rows]; PyTorch's backward and ours compute the gradients; a graph gives the same."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
     options = dict(return_aux=AuxRequest(lse=True), window_size=window, **OF_GROUPS)
     for Hkv, lengths, keys, scale in ((4, ROWS, ROWS, None), (4, ROWS, KEYS, 0.3), (2, ROWS, KEYS, None)):
@@ -1276,10 +1274,23 @@ def test_varlen_attn(doors, dtype, window):
         assert torch.equal(compiled, out) and compiled.stride() == out.stride() and torch.equal(its_lse, lse)
         for a, b in zip(torch.autograd.grad(compiled, tensors, grad), got):
             assert torch.equal(a, b)
+        assert not stand_in.GRADIENTS
+        glue.sdpa_torch_load_backward_by(stand_in.backward_line((64,), faster=(64,)))
+        try:
+            for preference, deterministic, asked in (("sdpa", False, sdpa.NEEDED), (None, True, sdpa.NEEDED | sdpa.DETERMINISTIC)):
+                glue.sdpa_torch_prefer_backward(sdpa.PREFERENCES[preference])
+                torch.use_deterministic_algorithms(deterministic)
+                for a, b in zip(torch.autograd.grad(call(*tensors)[0], tensors, grad), got):
+                    assert a.stride() == b.stride() and near(a, b, 2 * LIMITS[dtype])
+                assert [one.asked for one in stand_in.GRADIENTS] == [asked]
+                stand_in.GRADIENTS.clear()
+        finally:
+            glue.sdpa_torch_prefer_backward(0), torch.use_deterministic_algorithms(False)
+            glue.sdpa_torch_load_backward_by(stand_in.backward_line())
 
 
 def test_flash_attention_forward(doors):
-    """The operator itself: of a batch [B,S,H,D] as well, with lengths, and with a causal mask beside a window."""
+    """Calls the operator itself, also with a batch [B,S,H,D], with lengths, and with a causal mask and a window."""
     q, k, v = half(3, 5, 4, 64), half(3, 9, 2, 64), half(3, 9, 2, 64)
     rows, keys = starts_of((5,) * 3), starts_of((9,) * 3)
     for used, (causal, left, right) in itertools.product(
@@ -1357,7 +1368,7 @@ if HAS_TABLES:
 
 
 def warned_by(run, capfd):
-    """Warnings, which older PyTorches write to stderr, of a call that PyTorch's own kernel, one for GPUs, then fails."""
+    """Returns the warnings (older PyTorch versions write them to stderr) of a call that then fails in PyTorch's GPU kernel."""
     torch.set_warn_always(True)  # not once
     try:
         with warnings.catch_warnings(record=True) as seen, pytest.raises(RuntimeError):
@@ -1374,7 +1385,7 @@ needs_no_gpu = pytest.mark.skipif(GPU, reason="PyTorch's own kernels might take 
 @needs_no_gpu
 @pytest.mark.parametrize("why", DECLINED)
 def test_what_goes_to_pytorchs_own(doors, why, capfd):
-    """With a warning that says why; of 8 bits, for which PyTorch has no kernel, it is an error."""
+    """The fallback warns with the reason. 8-bit inputs, for which PyTorch has no kernel, are an error."""
     c = SimpleNamespace(**dict(D=64, Dv=0, dtype=torch.half, dropout=0.0, debug=False, k_starts=starts_of((4, 6)),
                                q_dim=3, k_dim=3, v_dim=3, keys=10, Hkv=4, gap=0, more={}) | DECLINED[why])
 
@@ -1424,7 +1435,7 @@ def test_varlen_attn_of_caches(doors, capfd):
 
 @pytest.mark.skipif(not CUDNN_HAS_TABLES, reason="varlen_attn calls cuDNN from PyTorch 2.14 on")
 def test_varlen_attn_by_cudnns_operators(doors):
-    """Top-left, but with seqused_k bottom-right; LSE is [H,rows] there too."""
+    """Causal masks are top-left, or bottom-right with seqused_k; LSE is [H,rows]."""
     starts = rows, keys = starts_of(ROWS), starts_of(KEYS)
     used = torch.tensor([5, 2, 4, 0], dtype=torch.int32)
     q, k, v = half(sum(ROWS), 4, 64), half(sum(KEYS), 2, 64), half(sum(KEYS), 2, 64)
@@ -1463,8 +1474,8 @@ OF_ROWS = [lambda *S: torch.randn(S), lambda *S: torch.randn(*S[:-2], 3, *S[-2:]
 
 @pytest.mark.parametrize("dtype", (torch.half, E4M3, torch.float), ids=str)
 def test_append(append, dtype):
-    """To caches, some of them, or pages, from batches and from packed rows, by integers in all layouts and types; what has no
-    place is left out. A length may be negative, and starts may be so too or go backwards."""
+    """Appends batches and packed rows to all caches, to some, or to pages, with integer tensors in all layouts and types. Rows
+    beyond the capacity are dropped. Lengths may be negative; starts may be negative or decrease."""
     device = "cuda" if GPU else "cpu"
 
     def placed(x):
@@ -1497,7 +1508,7 @@ def test_append(append, dtype):
 
 
 def test_append_of_many_rows(append):
-    """More than a sequence has CTAs. It has no gradient, and tells autograd that the caches have changed."""
+    """More rows than CTAs per sequence. append() has no gradient and marks the caches as modified for autograd."""
     k, v, new = (torch.zeros(2, 5000, 1, 8), torch.zeros(2, 5000, 1, 8), torch.ones(2, 4999, 1, 8))
     k, v, new, lengths = (x.to("cuda" if GPU else "cpu") for x in (k, v, new, torch.tensor([1, 0])))
     versions = [x._version for x in (k.requires_grad_(), v)]
@@ -1527,7 +1538,7 @@ def test_what_append_refuses(append):
 # ---- each argument of each entry point, down to the kernel's parameters ----
 
 def drawn(*shape, dtype=torch.half, seed=0):
-    """Other values for each shape and seed, the same in each call."""
+    """Random values that depend only on shape and seed."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(shape, generator=generator).to(dtype)
 
@@ -1546,7 +1557,7 @@ class Entry:
         self.unused, self.names = set(unused.split()), names or {}
 
     def run(self, calls, **changes):
-        """The parameters of its one launch, and O and LSE."""
+        """Returns the parameters of the single launch, O and LSE."""
         calls.clear()
         result = self.call(**self.plain | changes)
         call, = calls
@@ -1567,7 +1578,7 @@ TABLE_OF_6 = int32(4, 1, 0, 3, 5, 2).view(2, 3)[:, :2]  # [[4,1],[3,5]] of rows 
 
 
 def masks_of_keys(name, hidden):
-    """Rows of masks that all queries and heads share: expanded, as views of a larger tensor, of all batches, of one query."""
+    """Masks with one row for all queries and heads: expanded, views of a larger tensor, shared by all batches, of one query."""
     row, of_all = hidden[:, :1, :1], hidden[0, 0, 0]
     B, _, Sq, Sk = hidden.shape
     return [({name: mask}, dict(key_mask=of_batch.expand(B, Sk).tolist())) for mask, of_batch in (
@@ -1679,7 +1690,7 @@ def flash_attn_entries():
     hints = " num_splits pack_gqa deterministic sm_margin"
 
     def entry(name, plain, rows, unused=""):
-        """The function, and with tensors of e4m3 for its descales."""
+        """The entry of the function, and one with e4m3 tensors for its descales."""
         descales = [(dict(q_descale=factors[0]), dict(q_descale=q_factors.tolist())), (dict(k_descale=factors[1]), dict(k_descale=factors[1].tolist())),
                     (dict(v_descale=factors[2]), dict(v_descale=factors[2].tolist()))]
         with_lse = {"return_softmax_lse" if "return_softmax_lse" in names[name] else "return_attn_probs": True}
@@ -1712,19 +1723,19 @@ def flash_attn_entries():
     new = drawn(2, 1, 2, 64), drawn(2, 1, 2, 64, seed=1)
 
     def appended(cache, rows, at):
-        """The two caches with these rows of each sequence."""
+        """The two caches with these rows appended to each sequence."""
         cache = cache.clone()
         for b, own in enumerate(rows):
             cache[b, at[b]:at[b] + len(own)] = own
         return bits_of(heads(cache))
 
     def turned(x):
-        """By a quarter."""
+        """Rotates each pair of elements by 90 degrees."""
         return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
     quarter = dict(rotary_cos=torch.zeros(9, 32).half(), rotary_sin=torch.ones(9, 32).half())
 
     def function(**given):
-        """On copies of the caches, which it writes to."""
+        """Passes copies of the caches, since the call writes to them."""
         return fa.flash_attn_with_kvcache(**given | {name: given[name].clone() for name in caches})
     for name, one in entry("flash_attn_with_kvcache", dict(q=q, **two), [
             (dict(cache_seqlens=USED), dict(k_lengths=[3, 2])), (dict(cache_seqlens=7), dict(k_lengths=[7, 7])),
@@ -1803,7 +1814,7 @@ ENTRIES = dict(attention=attention_entries, flash_attn=flash_attn_entries, opera
 
 @pytest.fixture
 def launches(doors, monkeypatch):
-    """The calls of the kernels, by attention() as well."""
+    """Records the kernel calls, including attention()'s."""
     monkeypatch.setattr(sdpa, "attention", stand_in.attention)
     return doors
 
@@ -1817,7 +1828,7 @@ def arguments_of(function):
 @needs_no_gpu
 @pytest.mark.parametrize("kind", ENTRIES)
 def test_each_argument_reaches_the_kernel(launches, kind):
-    """It changes the members of SdpaParams that it should, to what was given, and no other; no argument is left out."""
+    """Each argument changes exactly its members of SdpaParams, to the given values. Every argument is tested."""
     defaults, covered = {}, {}
     for name, entry in ENTRIES[kind]():
         plain, _ = entry.run(launches)
@@ -1839,7 +1850,7 @@ def test_each_argument_reaches_the_kernel(launches, kind):
 @needs_no_gpu
 @pytest.mark.parametrize("kind", ENTRIES)
 def test_scratch_memory(launches, kind):
-    """Each launch gets as much as its line asks for from PyTorch's allocator, which has it back when the call returns."""
+    """Each launch gets the line's number of bytes from PyTorch's allocator, and frees them when the call returns."""
     def events(nodes):
         for node in nodes:
             yield node
@@ -1858,7 +1869,7 @@ def test_scratch_memory(launches, kind):
 @needs_no_gpu
 @pytest.mark.parametrize("Sq", (1, 31, 32, 33, 64))
 def test_lse_of_the_efficient_operator(launches, Sq):
-    """It has as many rows as PyTorch's meta function promises; those behind the last query are infinite."""
+    """LSE has the row count of PyTorch's meta function; rows after the last query are infinite."""
     operator, q, k = torch.ops.aten._scaled_dot_product_efficient_attention, drawn(2, 4, Sq, 64), drawn(2, 4, 9, 64)
     lse = operator(q, k, k, None, True)[1]
     assert lse.shape == operator(*(x.to("meta") for x in (q, k, k)), None, True)[1].shape
@@ -2033,7 +2044,7 @@ def test_alibi_slopes(launches, causal):
 @needs_no_gpu
 @pytest.mark.parametrize("kind", ENTRIES)
 def test_integer_tensors_of_users(launches, kind):
-    """Of any layout and type they give what plain ones give, or a sentence that names them."""
+    """Any layout and type gives the same results as a plain tensor, or an error that names the argument."""
     right, refused = 0, 0
     for name, entry in ENTRIES[kind]():
         given = [changes for changes, _ in entry.rows if any(map(is_integer, changes.values()))]
@@ -2094,7 +2105,7 @@ def backwards(glue):
             given = dict(zip(names, x)) | more
             asked.calls.append((name, given))
             return result(given)
-        library.impl(name, backward, "CPU")
+        library.impl(name, backward, "XLA" if name == "_flash_attention_backward" else "CPU")  # as in doors()
     recorder("_flash_attention_backward"), recorder("_cudnn_attention_backward")
     recorder("_scaled_dot_product_efficient_attention_backward", efficient_backward_on_cpu)
     with warnings.catch_warnings(action="ignore"):  # PyTorch's own choice is known
@@ -2106,8 +2117,8 @@ def backwards(glue):
 
 @needs_no_gpu
 def test_each_argument_reaches_a_backward(backwards):
-    """Of attention(), by FlashAttention's and by cuDNN's. FlashAttention's takes a window of no limit as one of all keys if the other
-    side has one."""
+    """Arguments of attention() reach FlashAttention's and cuDNN's backward. If only one side of a window is limited, FlashAttention's
+    gets the number of keys for the other."""
     q, k, v = (x.requires_grad_() for x in (drawn(2, 4, 5, 128), drawn(2, 2, 9, 128), drawn(2, 2, 9, 128, seed=1)))
     bias, hidden = drawn(1, 4, 5, 9), drawn(2, 1, 5, 9) > 0
     plain = dict(max_q=5, max_k=9, dropout_p=0.0, is_causal=False, scale=None)
@@ -2147,10 +2158,9 @@ def test_each_argument_reaches_a_backward(backwards):
 @needs_no_gpu
 @pytest.mark.parametrize("choice", (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION), ids=str)
 def test_the_backward_of_a_shape(backwards, choice):
-    """cuDNN's is not called where it gives NaN for rows with an LSE below -88, through attention() and F.sdpa's operator: with a
-    single query, and with a bias where Sq % 128 is from 1 to 64 at D=64; nor for a float32 bias, which it would round. The
-    memory-efficient one gives the right gradients there, and where FlashAttention's has no such problem: a bias, a top-left mask with
-    Sq != Sk, v's own D."""
+    """attention() and F.sdpa's operator do not call cuDNN's backward where it gives NaN for rows with an LSE below -88 (a single query; a
+    bias with Sq % 128 in 1 ... 64 at D=64), nor for a float32 bias, which it would round. The memory-efficient backward gives correct
+    gradients there, and where FlashAttention's does not support the problem: a bias, a top-left mask with Sq != Sk, v's own D."""
     backwards.choice = choice
     cudnns = torch.ops.aten._scaled_dot_product_cudnn_attention
     for Sq, (D, Dv), kind, causal in itertools.product((1, 2, 64, 65, 128, 129, 192, 193), ((64, 64), (128, 128), (128, 64)),
@@ -2189,8 +2199,8 @@ def test_the_backward_of_a_shape(backwards, choice):
 @needs_no_gpu
 @pytest.mark.parametrize("dtype", HALVES)
 def test_our_gradients(backwards, glue, dtype):
-    """The gradients of attention() by a stand-in for a backward line, against double: every mask with every feature, for shapes that are padded, grouped
-    heads, expanded keys and dO of any strides."""
+    """Compares attention()'s gradients, computed by a stand-in for a backward line, with double: every mask with every feature, padded
+    shapes, grouped heads, expanded keys and any strides of dO."""
     pads = dtype == torch.half
     torch.manual_seed(0)
     glue.sdpa_torch_load_backward_by(stand_in.backward_line((64, 128), pads=pads))
@@ -2236,9 +2246,75 @@ def test_our_gradients(backwards, glue, dtype):
     assert [int(x.count_nonzero()) for x in got] == [0, 0]
 
 
+def sequences_of(case, device="cpu"):
+    """q, k and v, the options of attention() for their lengths, and the rows of each sequence: (batch of q, rows, batch of k, rows)."""
+    ints = lambda *x: torch.tensor(x, dtype=torch.int32, device=device)  # noqa: E731
+    if case == "packed":
+        starts, own = ((0, 40, 40, 70, 101), (3, 53, 60, 60, 99)), dict(sizes=((1, 4, 101), (1, 2, 110)))
+        options = dict(q_starts=ints(*starts[0]), k_starts=ints(*starts[1]))
+        rows = [(0, (a, b), 0, (c, d)) for (a, b), (c, d) in zip(*map(itertools.pairwise, starts))]
+    elif case == "padded":
+        own, options = dict(sizes=((3, 4, 33), (3, 2, 50))), dict(q_lengths=ints(33, 0, 20), k_lengths=ints(50, 9, 31), k_firsts=ints(0, 2, 7), most_keys=45)
+        rows = [(0, (0, 33), 0, (0, 45)), (1, (0, 0), 1, (2, 9)), (2, (0, 20), 2, (7, 31))]
+    else:  # packed queries of padded keys
+        own, options = dict(sizes=((1, 4, 60), (2, 2, 40))), dict(q_starts=ints(0, 17, 60), k_lengths=ints(40, 23))
+        rows = [(0, (0, 17), 0, (0, 40)), (0, (17, 60), 1, (0, 23))]
+    return own["sizes"], options, rows
+
+
+def check_gradients_of_sequences(case, attend, dtype, device="cpu", D=64):
+    """The gradients of every sequence against double; other rows have zeros, though their dO and their rows of q, k and v are NaN."""
+    for causal, window, cap, has_sinks, of_lse in ((None, None, None, True, False), ("br", None, 2.0, False, True), ("tl", (20, 3, "br"), None, True, True)):
+        (q_size, k_size), options, rows = sequences_of(case, device)
+        q, k, v = (drawn(*size, D, dtype=dtype, seed=seed).to(device) for seed, size in enumerate((q_size, k_size, k_size)))
+        used = [torch.zeros(x.shape[0], x.shape[2], dtype=torch.bool, device=device) for x in (q, k)]
+        for q_batch, own_q, k_batch, own_k in rows:
+            used[0][q_batch, slice(*own_q)] = used[1][k_batch, slice(*own_k)] = True
+        hide = lambda x, is_used: x.masked_fill_(~is_used[:, None, :, None], torch.nan)  # noqa: E731
+        q, k, v = (hide(x, used[i > 0]).requires_grad_() for i, x in enumerate((q, k, v)))
+        sinks = drawn(q.shape[1]).float().to(device).requires_grad_() if has_sinks else None
+        inputs = [x for x in (q, k, v, sinks) if x is not None]
+        out, lse = attend(q, k, v, causal, window, softcap=cap, sinks=sinks, return_lse=True, **options)
+        grad = hide(drawn(*out.shape, dtype=dtype, seed=5).to(device), used[0])
+        lse_grad = drawn(*lse.shape, dtype=torch.float, seed=6).to(device) * (lse.detach() > -torch.inf)
+        given = slice(0, 1 + of_lse)
+        got = torch.autograd.grad((out, lse)[given], inputs, (grad, lse_grad)[given])
+        want = [torch.zeros_like(x, dtype=torch.double) for x in inputs]
+        for q_batch, own_q, k_batch, own_k in rows:
+            places = [(q_batch, slice(None), slice(*own_q)), *[(k_batch, slice(None), slice(*own_k))] * 2]
+            copies = [x.detach()[place][None].double().requires_grad_() for x, place in zip((q, k, v), places)]
+            copies += wide([sinks] if has_sinks else [])
+            seen = visible(own_q[1] - own_q[0], own_k[1] - own_k[0], causal, window or (None, None), device)
+            wide_out, wide_lse = reference(*copies[:3], seen, None, cap, *copies[3:])
+            results = wide_out, wide_lse.where(wide_lse > -torch.inf, 0)
+            grads = [x[places[0]][None].double() for x in (grad, lse_grad)]
+            for i, dx in enumerate(torch.autograd.grad(results[given], copies, grads[given], allow_unused=True)):
+                if dx is not None:
+                    want[i][places[i] if i < 3 else ...] += dx[0] if i < 3 else dx
+        for i, (a, b) in enumerate(zip(got, want)):
+            assert rel_rms(a, b) <= 2 * LIMITS[dtype], (case, causal, window, "qkvs"[i])
+            if i < 3:
+                assert not a.masked_fill(used[i > 0][:, None, :, None], 0).count_nonzero(), (case, causal, "qkv"[i])
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("case", ("packed", "padded", "packed q"))
+def test_our_gradients_of_sequences(backwards, glue, case):
+    """By a stand-in for a line, and with a compiled line on the CPU backend."""
+    glue.sdpa_torch_load_backward_by(stand_in.backward_line((64,)))
+    check_gradients_of_sequences(case, stand_in.attention, torch.half)
+    assert {call.asked for call in stand_in.GRADIENTS} == {sdpa.NEEDED} and not backwards.calls
+    glue.sdpa_torch_load_backward_by(stand_in.backward_loader_of("backward_mma BLOCK_N=32"))
+    check_gradients_of_sequences(case, stand_in.attention, torch.bfloat16)
+    (q_size, k_size), options, _ = sequences_of(case)
+    q, k = drawn(*q_size, 64).requires_grad_(), drawn(*k_size, 64)
+    with pytest.raises(NotImplementedError, match=r"^sdpa.attention: no backward, since backward='torch' was asked for; attention\(\) calls no backward of"):
+        stand_in.attention(q, k, k, backward="torch", **options).sum().backward()
+
+
 @needs_no_gpu
 def test_the_gradients_of_a_line(backwards, glue):
-    """By real kernels on the CPU backend, through the functions of bindings/sdpa.h: D is padded, dO expanded, and a line refuses in words."""
+    """Runs the kernels on the CPU backend through bindings/sdpa.h: D is padded, dO is expanded, and a refusal is an exception."""
     glue.sdpa_torch_load_backward_by(stand_in.backward_loader_of("backward_mma BLOCK_N=32"))
     q, k, v = (drawn(1, H, S, 40, dtype=torch.bfloat16, seed=seed).requires_grad_() for seed, (H, S) in enumerate(((4, 20), (2, 50), (2, 50))))
     sinks = drawn(4).requires_grad_()
@@ -2255,13 +2331,13 @@ def test_the_gradients_of_a_line(backwards, glue):
 
 @needs_no_gpu
 def test_which_backward_runs(backwards, glue):
-    """Ours or PyTorch's, by what PyTorch has, the table of lines, determinism and the caller's choice; through attention() and through the
-    operators of F.scaled_dot_product_attention."""
+    """The choice of our backward or PyTorch's depends on PyTorch's kernels, the table of lines, determinism and the caller. Tested through
+    attention() and the operators of F.scaled_dot_product_attention."""
     def load(sizes=(64, 128), faster=()):
         glue.sdpa_torch_load_backward_by(stand_in.backward_line(sizes, faster))
 
     def ran(run, x=None):
-        """Who computed the gradients: "torch", or what was asked of our lines."""
+        """Returns what computed the gradients: "torch", or the request to our lines."""
         stand_in.GRADIENTS.clear(), backwards.calls.clear()
         torch.autograd.grad(run(), q if x is None else x)
         assert bool(stand_in.GRADIENTS) != bool(backwards.calls)
@@ -2332,7 +2408,7 @@ def test_which_backward_runs(backwards, glue):
 
 @needs_no_gpu
 def test_our_gradients_in_graphs(backwards, glue):
-    """A compiled function, one with dynamic sizes, and a checkpoint give the gradients of the plain call, of sinks too."""
+    """A compiled function, one with dynamic sizes, and a checkpoint give the eager call's gradients, including those of sinks."""
     glue.sdpa_torch_load_backward_by(stand_in.backward_line((64,)))
 
     def run(q, k, v, sinks):
@@ -2349,7 +2425,7 @@ def test_our_gradients_in_graphs(backwards, glue):
 
 
 def test_the_lines_of_the_backward(monkeypatch, capsys):
-    """Each row of the table is a legal build for each of its sizes, types and features; the first that fits is taken."""
+    """Each row of the table is a legal build for all of its sizes, types and features; the first matching row is used."""
     tree = builds.Tree()
     knobs = {name: line.knobs for name, line in tree.read_configs()[0].items()}
     for row in sdpa.BACKWARD_LINES:
@@ -2357,11 +2433,11 @@ def test_the_lines_of_the_backward(monkeypatch, capsys):
         monkeypatch.setattr(sdpa, "BACKWARD_LINES", [row])
         gpu = (row.capabilities[0], 0)
         for size, own in row.sizes.items():
-            for dtype, features in itertools.product(HALVES, range(4)):
+            for dtype, features in itertools.product(HALVES, range(8)):
                 (name, capability, *changes), of_size = sdpa.backward_line_with(gpu, dtype, size - 8, features, sdpa.NEEDED)
                 assert (name, of_size, capability) == (row.name, size * row.pads, gpu)
                 assert {*own, f"HEAD_DIM={size}"} <= set(changes) and ("DTYPE=BF16" in changes) == (dtype == torch.bfloat16)
-                assert [knob in changes for knob in ("USE_SOFTCAP", "USE_SINKS")] == [bool(features & 1), bool(features & 2)]
+                assert [knob in changes for knob in ("USE_SOFTCAP", "USE_SINKS", "USE_LENGTHS")] == [bool(features >> bit & 1) for bit in range(3)]
             words = builds.changed(knobs[row.name], [word if "=" in word else word + "=1" for word in changes])
             assert builds.refusal_of(tree.backward_refusals(), tuple(sorted(builds.definitions(words)))) == "", words
     rows = [sdpa.BackwardRow("atomic", (9,), {128: ()}, False, False, (128,)),
@@ -2371,6 +2447,7 @@ def test_the_lines_of_the_backward(monkeypatch, capsys):
     assert found((9, 0), torch.half, 100, 0, 0) == found((9, 0), torch.half, 40, 0, 0) == found((9, 0), torch.half, 100, 0, sdpa.NEEDED) == "atomic"
     assert found((9, 0), torch.half, 100, 0, sdpa.NEEDED | sdpa.DETERMINISTIC) == found((8, 0), torch.half, 100, 0, sdpa.NEEDED) == "any"
     assert found((8, 0), torch.half, 100, 0, 0) is None
+    assert found((9, 0), torch.half, 100, 4, 0) is None and found((9, 0), torch.half, 100, 4, sdpa.NEEDED) == "atomic"  # lengths: not measured
     with pytest.raises(sdpa.Unavailable, match="^there is no line of the backward pass for D=136 on sm_90$"):
         sdpa.backward_line_with((9, 0), torch.half, 136, 0, 0)
     # What C++ is told: functions, a refusal that holds, and one that does not.
@@ -2390,7 +2467,7 @@ def test_the_lines_of_the_backward(monkeypatch, capsys):
 
 @needs_no_gpu
 def test_no_sequences(launches):
-    """Integer tensors without an element: nothing is computed, or a sentence says what is wrong."""
+    """Empty integer tensors compute nothing or raise an error."""
     import flash_attn_interface as fa
     q, k, packed, none, zero = drawn(2, 4, 5, 64), drawn(2, 2, 16, 64), drawn(1, 4, 5, 64), int32(), int32(0)
     table, rows, caches = int32().view(0, 2), drawn(0, 5, 4, 64), drawn(6, 16, 2, 64)
@@ -2409,8 +2486,8 @@ def test_no_sequences(launches):
 
 
 def test_pytorch_cpp_compiles_and_takes_its_place(tmp_path):
-    """In a process of its own, with the real nvcc: built, loaded, put behind PyTorch's operators without a warning, taken away. CUDA is
-    not initialised, so that a child may be forked."""
+    """In a new process with the real nvcc: build, load, activate without a warning, deactivate. CUDA stays uninitialized, so that
+    the process can fork."""
     if not builds.nvcc():
         pytest.skip("nvcc is missing")
     program = ("import sys; sys.path[:0] = ['bindings', 'tests']; import os, torch, pytorch as sdpa, stand_in\n"
@@ -2452,7 +2529,7 @@ def active():
 
 
 def kernels(run):
-    """What run() returns, and the names of the kernels that it launched."""
+    """Returns run()'s result and the names of the kernels that it launched."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         result = run()
         torch.cuda.synchronize()
@@ -2513,7 +2590,7 @@ def test_samples_of_pytorch(active, dtype, D, requires_grad):
 
 
 def masks(B, H, Sq, Sk, dtype):
-    """(what it is, a mask) for [B,H,Sq,Sk]: bool and additive ones, shared by batches, heads or queries, some of other layouts."""
+    """Yields (name, mask) for [B,H,Sq,Sk]: bool and additive, shared by batches, heads or queries, some with unusual strides."""
     make = lambda *shape: torch.randn(shape, device="cuda")  # noqa: E731
     for shape in ((Sq, Sk), (1, Sk), (B, 1, 1, Sk), (1, H, Sq, Sk), (B, H, Sq, Sk), (H, Sq, Sk), (B, 1, Sq, 1)):
         yield f"bool {shape}", make(*shape) > -1
@@ -2564,7 +2641,8 @@ def test_masks(active, backend, dtype, Sq, Sk, D):
 @needs_gpu
 @pytest.mark.parametrize("dtype, D, softcap", [(torch.half, 64, None), (torch.bfloat16, 128, None), (torch.bfloat16, 128, 5.0)], ids=str)
 def test_bias(dtype, D, softcap):
-    """attention(bias=): kinds and layouts, beside causal masks and windows, for the last keys alone, with lengths, starts and pages."""
+    """attention(bias=) with all kinds and layouts, with causal masks and windows, for the last keys only, with lengths,
+    starts and pages."""
     for Sq, Sk, causal, window in ((200, 333, None, (None, None)), (200, 333, "br", (64, 0)), (5, 3000, "br", (None, None))):
         q, k, v, _ = case_tensors(dtype, 2, 8, 2, Sq, Sk, D, causal, window)
         options, seen = {"causal": causal, "window": window, "softcap": softcap}, visible(Sq, Sk, causal, window)
@@ -2744,7 +2822,7 @@ def test_batch_invariant(dtype, kind, queries):
 
 @needs_gpu
 def test_backward_with_a_bias(glue):
-    """By cuDNN where PyTorch would choose it, else by the memory-efficient backward; rows that see no key have no gradient."""
+    """cuDNN computes it where PyTorch would choose cuDNN, else the memory-efficient backward. Rows that see no key have no gradient."""
     for what, bias in masks(2, 4, 150, 170, torch.bfloat16):
         shapes = (4, 150), (2, 170), (2, 170)
         tensors = [torch.randn(2, H, S, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for H, S in shapes]
@@ -2817,7 +2895,7 @@ def case_tensors(dtype, B, Hq, Hkv, Sq, Sk, D, causal, window):
 
 
 def in_pages(tensors, size):
-    """Tensors [B,H,S,D] as [pages,H,size,D], and the table of the pages, which are in no order."""
+    """Copies tensors [B,H,S,D] to shuffled pages [pages,H,size,D]; returns these and their table."""
     B, H, S, _ = tensors[0].shape
     count = -(-S // size)
     table = torch.randperm(B * count, device="cuda")
@@ -2854,7 +2932,7 @@ def test_attention(case):
 @pytest.mark.parametrize("dtype, D, softcap", [(torch.float16, 64, None), (torch.bfloat16, 128, 5.0), (torch.bfloat16, 256, 50.0),
                                                (torch.float8_e4m3fn, 128, None), (torch.float8_e4m3fn, 128, 5.0), (torch.float16, 128, 5.0)], ids=str)
 def test_softcap_sinks_and_lengths(dtype, D, softcap):
-    """Short queries and long ones, by the tiles for both, with sinks and without; sequences of different lengths."""
+    """Short and long queries, with the tiles of both, with and without sinks; sequences of different lengths."""
     for Sq, Sk, mask in (1, 3000, None), (200, 333, "br"):
         q, k, v, _ = case_tensors(dtype, 2, 8, 2, Sq, Sk, D, mask, (None, None))
         q = (q.float() * 3).to(dtype)
@@ -2885,14 +2963,14 @@ def test_softcap_sinks_and_lengths(dtype, D, softcap):
         sdpa.attention(q, *paged, page_table=table[:1])
     with pytest.raises(RuntimeError, match=r"sinks is not a tensor \[Hq\] beside q"):
         sdpa.attention(q, k, v, sinks=torch.zeros(7, device="cuda"))
-    with pytest.raises(NotImplementedError, match="^sdpa.attention: no backward for e4m3, lengths, starts"):
-        sdpa.attention(q.half().requires_grad_(), k.half(), v.half(), k_lengths=lengths).sum().backward()
+    with pytest.raises(NotImplementedError, match="^sdpa.attention: no backward for e4m3, pages"):
+        sdpa.attention(q.half().requires_grad_(), *(x.half() for x in paged), k_lengths=lengths, page_table=table).sum().backward()
 
 
 @needs_gpu
 @pytest.mark.parametrize("dtype, D, Dv", [(torch.bfloat16, 128, 128), (torch.float16, 64, 64), (torch.bfloat16, 80, 48), (torch.bfloat16, 256, 256)], ids=str)
 def test_k_and_v_of_8_bits(dtype, D, Dv):
-    """Beside a q of 16 bits, with their factors: decode, prompts and chunks, caches with lengths and in pages."""
+    """8-bit K and V with a 16-bit q and factors: decode, prompts, chunks, caches with lengths, and pages."""
     for Sq, Sk, mask in (1, 3000, None), (300, 300, "br"), (70, 900, "br"):
         q, k, v, _ = case_tensors(dtype, 2, 8, 2, Sq, Sk, D, mask, (None, None))
         k, v = (x[..., :size].to(E4M3) for x, size in ((k, D), (v, Dv)))
@@ -2948,7 +3026,7 @@ def test_opcheck():
 
 
 def gradients(run, tensors, grad):
-    """O and its gradients by tensors."""
+    """O and its gradients with respect to the tensors."""
     out = run(*tensors)
     return [out, *torch.autograd.grad(out, tensors, grad)]
 
@@ -2966,7 +3044,7 @@ GRADS = {"as q": torch.randn_like, "contiguous": lambda o: torch.randn_like(o, m
 @needs_gpu
 @pytest.mark.parametrize("entry", ("F.sdpa", "attention"))
 def test_training(active, glue, entry):
-    """Gradients against double, by cuDNN's backward where PyTorch has it."""
+    """Compares gradients with double; cuDNN's backward computes them if PyTorch has it."""
     for dtype, B, Hq, Hkv, Sq, Sk, D, mask in ((torch.bfloat16, 2, 8, 2, 300, 300, 128, "br"), (torch.half, 1, 4, 4, 100, 333, 64, None),
                                                (torch.bfloat16, 1, 8, 4, 200, 130, 128, "tl"), (torch.bfloat16, 2, 2, 2, 128, 256, 128, "tl")):
         tensors = [half(B, S, H, D, dtype=dtype, device="cuda").transpose(1, 2).requires_grad_() for S, H in ((Sq, Hq), (Sk, Hkv), (Sk, Hkv))]
@@ -2993,7 +3071,7 @@ def test_training(active, glue, entry):
 
 @needs_gpu
 def test_backward_of_attention(glue):
-    """Masks and windows that F.scaled_dot_product_attention cannot say, and v's own D."""
+    """Masks and windows that F.scaled_dot_product_attention cannot express, and v's own D."""
     for causal, window, Sq, Sk in (("br", (None, None), 100, 300), ("br", (None, None), 300, 100), ("br", (30, None), 200, 200),
                                    (None, (20, 9), 150, 150), ("tl", (None, None), 99, 99), (None, (None, None), 60, 170), (None, (20, 9, "br"), 60, 170)):
         tensors = [torch.randn(2, H, S, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for H, S in ((4, Sq), (2, Sk), (2, Sk))]
@@ -3023,9 +3101,53 @@ BACKWARDS = [
 
 @needs_gpu
 @pytest.mark.parametrize("backward", ("sdpa", "deterministic"))
+@pytest.mark.parametrize("dtype, D", itertools.product(HALVES, (64, 128, 256)), ids=str)
+@pytest.mark.parametrize("case", ("packed", "padded", "packed q"))
+def test_our_gradients_of_sequences_on_a_gpu(glue, case, dtype, D, backward):
+    """The same sequences by our kernels, twice: deterministic gradients have the same bits."""
+    attend = functools.partial(sdpa.attention, backward=backward)
+    check_gradients_of_sequences(case, attend, dtype, "cuda", D)
+    (q_size, k_size), options, _ = sequences_of(case, "cuda")
+    q, k = (drawn(*size, D, dtype=dtype, seed=seed).cuda().requires_grad_() for seed, size in enumerate((q_size, k_size)))
+    runs = [torch.autograd.grad(attend(q, k, k, "br", **options).nan_to_num().float().square().sum(), (q, k)) for _ in range(2)]
+    assert backward == "sdpa" or all(torch.equal(a, b) for a, b in zip(*runs))
+
+
+@needs_gpu
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+@pytest.mark.parametrize("dtype", HALVES)
+def test_sequences_of_pytorch_by_our_backward(glue, dtype):
+    """varlen_attn and a jagged nested tensor have the gradients of PyTorch's backward, by its kernels and by ours."""
+    from torch.nn.attention.varlen import varlen_attn
+    torch.manual_seed(0)
+    lengths = (300, 1, 129, 70)
+    starts = starts_of(lengths, "cuda")
+    tensors = [torch.randn(sum(lengths), heads, 128, device="cuda", dtype=dtype).requires_grad_() for heads in (4, 4, 4)]
+    grad = torch.randn_like(tensors[0])
+
+    def jagged(*rows):
+        q, k, v = (torch.nested.nested_tensor_from_jagged(x, starts).transpose(1, 2) for x in rows)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).values()
+    doubles = wide(tensors)
+    want = torch.autograd.grad(of_sequences(*doubles, starts, starts, causal="br")[0], doubles, grad.double())
+    try:
+        for call in (lambda *x: varlen_attn(*x, starts, starts, 300, 300, window_size=(-1, 0)), jagged):
+            for preference, own in (("torch", False), ("sdpa", True)):
+                sdpa.activate(preference)
+                got, names = kernels(lambda: torch.autograd.grad(call(*tensors), tensors, grad))  # noqa: B023
+                assert any("sdpa_backward" in name for name in names) == own, (preference, names)
+                for a, b in zip(got, want):
+                    assert rel_rms(a, b) <= 2 * LIMITS[dtype]
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+
+
+@needs_gpu
+@pytest.mark.parametrize("backward", ("sdpa", "deterministic"))
 @pytest.mark.parametrize("case", BACKWARDS, ids=str)
 def test_our_gradients_on_a_gpu(glue, case, backward):
-    """Against double, for dO of any strides, with poisoned memory and in a graph; deterministic ones with the same bits in each run."""
+    """Compares gradients with double for any strides of dO, with poisoned memory and in a graph. Deterministic ones have
+    the same bits in each run."""
     dtype, B, Hq, Hkv, Sq, Sk, D, Dv, causal, window, features = case
     q, k, v = tensors = [half(B, S, H, size, dtype=dtype, device="cuda").transpose(1, 2).requires_grad_()
                          for S, H, size in ((Sq, Hq, D), (Sk, Hkv, D), (Sk, Hkv, Dv))]
@@ -3162,7 +3284,7 @@ def test_deterministic_training(active):
 @needs_gpu
 @pytest.mark.parametrize("expanded_first", (True, False))
 def test_plans_of_another_layout(expanded_first):
-    """PyTorch keeps cuDNN's plans by how q, k and v lie: O and dO must lie alike whenever these do."""
+    """PyTorch caches cuDNN's plans by the strides of q, k and v, so O and dO must have the same strides whenever these do."""
     S = 192 + 64 * expanded_first  # plans of its own
     k, v = (half(2, 4, S, 128, dtype=torch.bfloat16, device="cuda") for _ in "kv")
     expanded = half(1, S, 4, 128, dtype=torch.bfloat16, device="cuda").transpose(1, 2).expand(2, 4, S, 128)
@@ -3176,7 +3298,7 @@ def test_plans_of_another_layout(expanded_first):
 
 @needs_gpu
 def test_threads_on_one_stream():
-    """The kernels of several threads' calls follow each other in one stream: they share its workspace, and each call has scratch memory."""
+    """Calls from several threads run in one stream: they share its workspace, and each has its own scratch memory."""
     problems = []
     for B, Sk in ((2, 700), (8, 3000), (4, 9000)):
         q, k, v = (half(B, H, S, 128, dtype=torch.bfloat16, device="cuda") for H, S in ((8, 1), (2, Sk), (2, Sk)))
@@ -3203,7 +3325,7 @@ def test_threads_on_one_stream():
 @needs_gpu
 @pytest.mark.parametrize("scale", (0.0, 1e-46, 1e-40, 0.5))
 def test_scale(active, glue, scale):
-    """0 is a scale; so is what is too small for a float. O, LSE and gradients."""
+    """The scale may be 0 or too small for a float. Checks O, LSE and gradients."""
     tensors = [torch.randn(1, 4, 256, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"]
     grad = torch.randn_like(tensors[0])
     want = gradients(lambda *x: reference(*x, visible(256, 256, "br", (None, None)), scale)[0], wide(tensors), grad.double())
@@ -3222,7 +3344,7 @@ def test_scale(active, glue, scale):
 @needs_gpu
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_varlen_attn_on_a_gpu(active, window):
-    """Ours run, and PyTorch's own backward takes their O and LSE, whether it is FlashAttention's or cuDNN's."""
+    """Our kernels run, and PyTorch's backward, FlashAttention's or cuDNN's, accepts their O and LSE."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
     for dtype, Hkv, rows, keys in ((torch.bfloat16, 8, (100, 0, 333, 1), None), (torch.half, 8, (200, 30), (333, 500)),
                                    (torch.bfloat16, 2, (5, 300), (700, 300))):
@@ -3299,7 +3421,7 @@ def test_8_bits_on_a_gpu(active):
 @needs_gpu
 @pytest.mark.parametrize("Sq, shape", [(1, (2, 4, 3000, 128)), (200, (2, 4, 256, 128)), (77, (1, 8, 300, 64))], ids=str)
 def test_layouts(active, Sq, shape):
-    """Whatever the strides of q, k and v, O is right and has those that fake tensors promise; expanded K and V are read as they are."""
+    """For any strides of q, k and v, O is correct and has the strides of the fake kernel; expanded K and V are not copied."""
     B, H, Sk, D = shape
     make = lambda *sizes: torch.randn(sizes, device="cuda", dtype=torch.half if D == 64 else torch.bfloat16)  # noqa: E731
     for q in layouts(B, H, Sq, D, make):
@@ -3333,7 +3455,7 @@ def check_layout(q, k, v):
 
 @needs_gpu
 def test_other_rows(active):
-    """Rows that do not lie as they are read are copied, for gradients too, and a negative view is what it says."""
+    """Rows with unsupported strides are copied, also for gradients; a negative view has its negated values."""
     q = torch.randn(1, 4, 128, 200, device="cuda", dtype=torch.half).mT.requires_grad_()
     k = torch.randn(1, 4, 200, 128, device="cuda", dtype=torch.half)
     for run, wanted in ((lambda x: F.scaled_dot_product_attention(x, k, k), None), (lambda x: F.scaled_dot_product_attention(x, k, k, mask), "mask")):
@@ -3367,7 +3489,7 @@ def test_misaligned_under_compile(active):
 @needs_gpu
 @pytest.mark.parametrize("entry", ("F.sdpa", "attention"))
 def test_reduce_overhead(active, entry):
-    """CUDA graph trees own every byte of their pools: a workspace comes from elsewhere, and scratch memory is free after the call."""
+    """CUDA graph trees own all memory of their pools, so workspaces are allocated elsewhere and scratch memory is freed after the call."""
     run = F.scaled_dot_product_attention if entry == "F.sdpa" else sdpa.attention
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
@@ -3382,7 +3504,7 @@ def test_reduce_overhead(active, entry):
 
 
 def outside_of_pytorch():
-    """Bytes of the GPU's memory that PyTorch's allocator does not have."""
+    """Used bytes of GPU memory outside PyTorch's allocator."""
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved()
@@ -3392,7 +3514,7 @@ def outside_of_pytorch():
 @pytest.mark.parametrize("dtype", (torch.half, E4M3))
 @pytest.mark.parametrize("kind", ("pages", "few keys", "many keys"))
 def test_memory_outside_of_pytorch(dtype, kind):
-    """35 graphs have 64 KB each beside what CUDA gives any graph, 64 streams 1 MB each, and all compute the same bits."""
+    """35 graphs use 64 KB each in addition to CUDA's own memory per graph, 64 streams 1 MB each; all results have the same bits."""
     B, Sk = 16, 500 if kind == "few keys" else 8000
     q, k, v = (half(B, H, S, 128, device="cuda").to(dtype) for H, S in ((32, 1), (8, Sk), (8, Sk)))
     options = {}
@@ -3462,7 +3584,7 @@ def test_autocast_and_descales():
 
 @needs_gpu
 def test_why_not_is_never_silent(active):
-    """The reasons that need a GPU; those of tensors are above."""
+    """Reasons that need a GPU; test_why_not has those of tensors."""
     q = torch.randn(1, 4, 100, 128, device="cuda", dtype=torch.bfloat16)
     backends = SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
     for context, options in (*((sdpa_kernel(backend), {}) for backend in backends), (contextlib.nullcontext(), {}),
@@ -3480,7 +3602,7 @@ def test_why_not_is_never_silent(active):
 
 @needs_gpu
 def test_graphs_and_streams(active):
-    """Problems with ranges of keys need a workspace: of each stream, of each graph, and of each stream within a graph."""
+    """Problems with split keys need a workspace per stream, per graph, and per stream within a graph."""
     make = lambda Sk: [torch.randn(1, 8, S, 128, device="cuda", dtype=torch.half) for S in (1, Sk, Sk)]  # noqa: E731
     problems = [make(Sk) for Sk in (9000, 20000, 5000)]
     want = [reference(*x)[0] for x in problems]
@@ -3522,7 +3644,7 @@ def test_graphs_and_streams(active):
 
 @needs_gpu
 def test_bad_input(active):
-    """What attention() refuses, and F.scaled_dot_product_attention takes all the same."""
+    """attention() refuses these inputs; F.scaled_dot_product_attention falls back to PyTorch's own kernels."""
     q = torch.randn(1, 2, 30, 64, device="cuda", dtype=torch.half)
     rows = "the rows of q, k or v are not contiguous or do not all start at a multiple of 16 bytes"
     for bad, why in ((q.float(), "no line for Float"), (torch.randn(1, 2, 30, 76, device="cuda").half(), "no line for D=76"),

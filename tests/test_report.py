@@ -1,4 +1,4 @@
-"""./run_all.sh report: one file, no links, the figures of results/, and a page that works in a browser."""
+"""Tests of ./run_all.sh report: a single file without links, the numbers of results/, and a page that works in a browser."""
 import csv
 import json
 import os
@@ -79,13 +79,13 @@ document.body.append(control);
 
 
 def report(results, output, **environment):
-    """The command as a user runs it."""
+    """Runs the command as a user does."""
     return subprocess.run([sys.executable, ROOT / "tools", "report", "--results", results, "--output", output],
                           capture_output=True, text=True, check=False, env={**os.environ, **environment})
 
 
 def write_samples(folder):
-    """Samples and verdicts of two comparisons as ab leaves them."""
+    """Writes samples and verdicts of two comparisons in ab's format."""
     rng = random.Random(1)
     with open(folder / "2099-01-01-NVIDIA-H200-samples.csv", "w", newline="", encoding="utf-8") as samples, \
             open(folder / "2099-01-01-NVIDIA-H200-verdicts.csv", "w", newline="", encoding="utf-8") as verdicts:
@@ -104,7 +104,7 @@ def write_samples(folder):
 
 @pytest.fixture(scope="module", name="page")
 def built_page(tmp_path_factory):
-    """The report of this checkout's results, with samples beside them."""
+    """The report of this checkout's results plus samples."""
     folder = tmp_path_factory.mktemp("report")
     shutil.copytree(ROOT / "results", folder / "results", ignore=shutil.ignore_patterns("*.html"))
     shutil.copy(ROOT / "configs.txt", folder)
@@ -156,7 +156,7 @@ def section(text, name):
 
 
 def test_times_of_two_runs_are_not_compared(page):
-    """The table of peers is one file's alone, and the page opens on mission."""
+    """The table of peers is from a single file; the page opens at mission."""
     text = page.read_text(encoding="utf-8")
     peers = section(text, "peers")
     (name,) = set(re.findall(r"<code>(results/[^<]*\.csv)</code>", peers))
@@ -177,7 +177,7 @@ def test_samples(page):
 
 
 def browse(page):
-    """What a browser finds on the page by HARNESS, and what it writes to its console."""
+    """Loads the page in a browser; returns HARNESS's findings and the console output."""
     if not CHROMIUM:
         pytest.skip("chromium is missing; install it with: sudo apt-get install chromium")
     policy = re.search(r"<meta http-equiv[^>]*>", page.read_text(encoding="utf-8"))[0]
@@ -189,7 +189,7 @@ def browse(page):
         "--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr",
         "--host-resolver-rules=MAP * ~NOTFOUND", "--allow-file-access-from-files", "--window-size=1300,1000",
         f"--user-data-dir={page.parent}/profile", "--virtual-time-budget=5000", "--dump-dom", host.as_uri()],
-        capture_output=True, text=True, check=False, timeout=100)
+        capture_output=True, text=True, check=False, timeout=600)
     return done.stdout, re.findall(r":CONSOLE.*", done.stderr)
 
 
@@ -219,7 +219,7 @@ def spoil(path, old, new):
 
 
 def test_refusals(tmp_path):
-    """One sentence, exit code 2, and nothing written."""
+    """Refusals are one sentence with exit code 2, and write nothing."""
     name, _ = newest_rows()
     results, output = tmp_path / "results", tmp_path / "out/report.html"
     output.parent.mkdir()

@@ -1,5 +1,5 @@
-"""docs/LADDER.md: its diffs are those of extracts, its tables those of a CSV; and ./run_all.sh rungs, which writes such a
-CSV, with a GPU and an ncu that are fakes.  usage: python3 -m pytest tests/test_rungs.py"""
+"""Tests of docs/LADDER.md: its diffs match extracts, its tables match a CSV. Tests of ./run_all.sh rungs, which writes that
+CSV, with a fake GPU and a fake ncu.  usage: python3 -m pytest tests/test_rungs.py"""
 import csv
 import io
 import re
@@ -29,7 +29,7 @@ BLOCKS = dict(re.findall(r"<!-- rung_(\w+):begin[^\n]*\n(.*?)<!-- rung_\1:end --
 # ---- the page ----
 
 def test_every_rung_has_its_paragraph_and_its_diff():
-    """In the order of the ladders."""
+    """The paragraphs are in the order of the ladders."""
     assert re.findall(r"^\*\*([\w]+)[.:]", PAGE, re.M) == [rung.name for one in ladders.LADDERS.values() for rung in one.rungs]
     assert [*BLOCKS] == [name for name, rung in RUNGS.items() if rung.base and rung.shows != "-"]
     for name, block in BLOCKS.items():
@@ -48,7 +48,7 @@ def test_rungs_are_lines_one_step_from_their_base():
 
 
 def shown_today(pattern):
-    """The blocks of the rungs with such names beside those of the page."""
+    """Today's diffs of the rungs whose names match, and the page's."""
     found = ladders.diff_sections(pattern)
     assert found
     for name, text in found.items():
@@ -160,7 +160,7 @@ def test_a_rung_without_a_row_is_said():
 
 
 def test_rungs_that_lose_do():
-    """By the newest CSV: where a paragraph's title says that the rung loses, it is slower; elsewhere it loses at most 15%."""
+    """In the newest CSV a rung is slower where its paragraph's title says that it loses; elsewhere it loses at most 15%."""
     source = report_rows.newest(ROOT / "results")["rungs"][-1:]
     if not source:
         pytest.skip("./run_all.sh rungs has not been measured yet")
@@ -168,7 +168,7 @@ def test_rungs_that_lose_do():
 
 
 def claimed_losses(name, titles):
-    """Those of TITLES at which the rung loses, by the title of its paragraph."""
+    """The problems of TITLES at which the rung loses according to its paragraph's title."""
     words = re.search(rf"^\*\*{name}[.:]([^*]*)\*\*", PAGE, re.M)[1]
     where = {"Loses everywhere.": {*titles}, "Gains only at mission.": {*titles} - {"mission"}, "Loses at mission.": {"mission"},
              "Loses at long.": {"long"}, "Loses on the large problem.": {*titles} - {"mission", "long"}}
@@ -205,7 +205,7 @@ SMALL = {"mission": "1,2,1,40,50,64 fp16", "4,16,16,4096,4096": "1,2,1,40,50,128
 
 
 class Gpu(FakeGpu):
-    """Writes down what it is asked for by name."""
+    """Records the names of the driver functions called."""
     attribute = {engine.SM_COUNT: 132, 13: 1_980_000, 36: 3_201_000, 37: 6144}.get
 
     def __init__(self):
@@ -218,7 +218,7 @@ class Gpu(FakeGpu):
 
 @pytest.fixture(name="ran")
 def make_ran(monkeypatch, tmp_path, capsys):
-    """Runs the command: its exit code, the CSV's rows, stderr, the GPU and ncu's words."""
+    """Runs the command; returns its exit code, the CSV's rows, stderr, the GPU and ncu's arguments."""
     monkeypatch.setattr(ladders, "LADDERS", {"scalar": ladders.ladder(SMALL, "scalar_minimal\nscalar_vec8 | | - | x")})
 
     def run(*words, harm=None, peers=("torch:cudnn", "torch:fa3"), ncu_said=None, path="/usr/bin/ncu"):
@@ -252,7 +252,7 @@ def make_ran(monkeypatch, tmp_path, capsys):
 
 
 def printed(launches):
-    """What ncu prints of so many launches, in the first of which shared memory is the busiest, by 90%, else issue slots."""
+    """ncu's output for `launches` launches: shared memory is busiest (90%) in the first, issue slots in the others."""
     names = ["ID", ncu.UNITS["shared memory"], ncu.UNITS["issue slots"], ncu.STALLED.format("barrier"), ncu.STALLED.format("wait")]
     out = io.StringIO()
     csv.writer(out, quoting=csv.QUOTE_ALL).writerows([names, [""] * 5, *([n, 90 if n == 0 else 10, 40, 3, 1] for n in range(launches))])
@@ -305,7 +305,7 @@ def test_without_counters_there_are_times(ran, more, sentence):
 
 
 def test_what_ncu_looks_at(ran):
-    """Of each launch at each problem the second one."""
+    """ncu profiles the second launch of each kernel at each problem."""
     code, rows, _, gpu, commands = ran("--launch")
     assert not code and not rows and not commands and gpu.calls == ["cuProfilerStart", "cuProfilerStop"] * 3
     assert not gpu.memory
@@ -321,5 +321,5 @@ def test_refusals(tmp_path):
 
 
 def test_no_rung_is_refused_by_its_knobs():
-    """Nor by sdpa.cu's limits; that the lines of configs.txt compile is tested with them."""
+    """Nor by sdpa.cu's limits. The lines of configs.txt are compiled by their own tests."""
     assert [len(lines) for lines in steps.wanted().values()] == [21, 21, 18, 5, 5, 5]

@@ -1,4 +1,4 @@
-"""./run_all.sh sanitize: what it reads of compute-sanitizer's words, and what it makes of them; the program is a fake here.
+"""Tests of ./run_all.sh sanitize with a fake program: parsing of compute-sanitizer's output, and the verdicts.
 usage: python3 -m pytest tests/test_sanitize.py"""
 import os
 import sys
@@ -155,7 +155,7 @@ def test_what_is_expected_has_a_reason_and_lines():
 
 @pytest.fixture
 def fakes(tmp_path, monkeypatch, capsys):
-    """Runs the command with a compute-sanitizer that prints this and ends so; the exit code, stdout and stderr."""
+    """Runs the command with a fake compute-sanitizer with this output and exit code; returns exit code, stdout and stderr."""
     def run(text, code, *words, built=True):
         (tmp_path / "text").write_text(text)
         tool = tmp_path / "compute-sanitizer"

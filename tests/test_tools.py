@@ -1,4 +1,4 @@
-"""What ./run_all.sh profile, stress and sweep make of what they run, which is a fake here, and what they refuse.
+"""Tests of ./run_all.sh profile, stress and sweep: how they use the output of the programs they run, faked here, and what they refuse.
 usage: python3 -m pytest tests/test_tools.py"""
 import csv
 import errno
@@ -117,7 +117,7 @@ SAID = [
 
 
 def test_a_profile_says():
-    """wgmma is not held against the limit of mma.sync."""
+    """wgmma lines are not compared with mma.sync's peak."""
     lines = verdict("mma")
     assert len(lines) == 11 and not [sentence for sentence in SAID if sentence not in "\n".join(lines)]
     assert "bound by               latency: the busiest unit is the tensor pipe at 60%" in verdict("wgmma")[-1]
@@ -135,7 +135,7 @@ ROW = "config,family,shape,B,Hq,Hkv,Sq,Sk,D,sm,device,causal\nmma_lazy,mma,1x2x1
     ("", (0, ROW, ""), "", "==ERROR== ERR_NVGPUCTRPERM - more\n", 2, "this user may not read the GPU's counters (ERR_NVGPUCTRPERM)"),
     ("", (0, ROW, ""), "", "==PROF== a\n==ERROR== b\n", 2, "ncu printed no counters: ==ERROR== b (its output: ")])
 def test_a_profile_of_a_line(trouble, checked, out, err, code, sentence, monkeypatch, tmp_path, capsys):
-    """What stands behind -- goes to the executable, whose check comes first; of its launches the second one is profiled."""
+    """Options after -- go to the executable. It is checked first; then ncu profiles its second launch."""
     commands = []
 
     def run(command, **_):
@@ -176,7 +176,7 @@ def wrong(O, LSE):
 
 @pytest.fixture
 def compared(monkeypatch, capsys):
-    """Runs tools/peers.py on a fake GPU, with a harm for some contenders: the exit code, the rows, stderr, and how it was timed."""
+    """Runs tools/peers.py on a fake GPU with faults in some contenders; returns exit code, rows, stderr and the pace."""
     def run(*words, **harms):
         courses = []
 
@@ -224,7 +224,7 @@ def test_peers_of_a_problem_that_no_line_takes(compared):
 
 
 def test_peers_of_another_head_dim_v(compared):
-    """Lines whose V has other rows than K do not meet; who reads a row finds it in the note."""
+    """Lines with another HEAD_DIM_V are not compared; the note of a row says so."""
     def run(*words):
         return compared(*words, "torch:math", "--shape", "1,1,1,9,9,64")
     rows = run("scalar_vec8", "scalar_vec8", "HEAD_DIM_V=32")[1]
@@ -282,7 +282,7 @@ def test_no_peer_alone(compared):
 # ---- stress ----
 
 class Changing(FakeKernel):
-    """Has other bits, or writes nothing, in its Nth run."""
+    """A kernel whose Nth run gives other bits or writes nothing."""
 
     def __init__(self, change, at):
         super().__init__()
@@ -370,7 +370,7 @@ def test_a_refused_variant_is_no_error(monkeypatch):
 
 @pytest.mark.parametrize("codes,code", [((0, 0), 0), ((0, 1), 1), ((3, 1), 3)])
 def test_the_command_stress(codes, code, monkeypatch, capsys):
-    """Of the lines that were run the worst, and all variants of each are built."""
+    """Builds all variants of each line; the exit code is the worst of the lines'."""
     built, left = [], list(codes)
     monkeypatch.setattr(engine, "need_gpu", lambda *_: FakeGpu())
     monkeypatch.setattr(builds, "build", lambda lines, arch, **more: built.append([*lines]) or {
@@ -384,7 +384,7 @@ def test_the_command_stress(codes, code, monkeypatch, capsys):
 
 
 def test_stress_tells_bad_lines(monkeypatch, tmp_path, capsys):
-    """Where it runs all lines: then one of them is not run."""
+    """Reports bad lines only if it runs all lines."""
     (tmp_path / "two.txt").write_text("good USE_WGMMA=1 BLOCK_M=64 VEC_WIDTH=8\nbad FOO=1\n")
     monkeypatch.setenv("SDPA_CONFIGS", str(tmp_path / "two.txt"))
     monkeypatch.setattr(engine, "need_gpu", lambda *_: FakeGpu())
@@ -400,7 +400,7 @@ def test_stress_tells_bad_lines(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("passed,skipped,code", [((5, 4), (0, 1), 0), ((4, 5), (0, 0), 1), ((5, 5), (0, 1), 1)])
 def test_the_command_sweep(passed, skipped, code, monkeypatch, tmp_path, capsys):
-    """Every line has all of its problems, the series of its place in configs.txt, and no negative control takes part."""
+    """Every line runs all its problems with the seed of its position in configs.txt; negative controls are excluded."""
     asked, left = {}, list(zip(passed, skipped))
 
     def swept(name, series, count, path, build):
@@ -446,10 +446,16 @@ def test_a_sweep_on_the_cpu_backend():
 
 @pytest.mark.parametrize("words,sentence", [
     ("ablate nobody", "ablate: nobody: no line of configs.txt has that name"),
-    ("ab backward_mma BLOCK_N=32", "ab: backward_mma: a line of the backward pass, which the tools cannot load"),
-    ("ab mma_lazy BACKWARD=1", "ab: BACKWARD=1: a knob of sdpa_backward.cu, whose lines the tools cannot load"),
+    ("ab backward_mma BLOCK_N=40", "ab: backward_mma BLOCK_N=40: BLOCK_N: the scalar kernel takes multiples of 8"),
+    ("ab backward_mma USE_LAZY_MAX=1", "ab: backward_mma USE_LAZY_MAX=1: USE_LAZY_MAX: the backward kernels lack it"),
+    ("ab backward_mma mma_lazy", "ab: backward_mma computes gradients, and mma_lazy does not"),
+    ("ab backward_mma torch:cudnn", "ab: backward_mma computes gradients, and torch:cudnn does not"),
+    ("ab mma_lazy BACKWARD=1", "ab: BACKWARD=1: a line has either the forward or the backward pass"),
+    ("ab mma_lazy ONE_PASS=1", "ab: ONE_PASS=1: a knob of sdpa_backward.cu, and mma_lazy is a line of the forward pass"),
+    ("micro --from backward_mma", "micro: backward_mma: a line of the backward pass"),
+    ("tune --from backward_mma --dry-run --budget 1", "tune: backward_mma: --dry-run has no cost model of the backward pass"),
+    ("stress backward_mma", "stress: it runs lines of the forward pass"),
     ("extract backward_mma", "extract: backward_mma: a line of the backward pass"),
-    ("gates --only ^backward_", "gates: --only ^backward_: a line of the backward pass"),
     ("ablate", "ablate: which line?"),
     ("profile wmma_all mma_lazy", "profile: one line at a time"),
     ("profile wmma_all --shape huge", "profile: --shape huge: want small, mission"),

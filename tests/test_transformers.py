@@ -1,5 +1,5 @@
-"""bindings/transformers_attention.py: logits and tokens of tiny models with random weights, by our attention and by eager.
-Without a GPU a reference stands in for the kernels.  usage: python3 -m pytest tests/test_transformers.py"""
+"""Tests of bindings/transformers_attention.py: logits and tokens of tiny models with random weights, with our attention and eager
+attention. Without a GPU a reference replaces the kernels.  usage: python3 -m pytest tests/test_transformers.py"""
 import os
 import re
 import sys
@@ -33,7 +33,7 @@ TOKENS = 40
 
 def reference(q, k, v, causal=None, window=(None, None), scale=None, softcap=None, sinks=None, k_lengths=None, q_starts=None,
               k_starts=None, most_keys=0, bias=None):
-    """attention() of bindings/pytorch.py. What no query sees is not read, and rows of no sequence are NaN."""
+    """attention() of bindings/pytorch.py. Reads only visible keys; rows outside all sequences are NaN."""
     (B, Hq, Sq, D), (_, Hkv, Sk, _) = q.shape, k.shape
     rows, keys = torch.arange(Sq, dtype=torch.int32)[:, None], torch.arange(Sk, dtype=torch.int32)
     assert causal in (None, "br") and all(x.stride(3) == 1 and x.dtype == q.dtype and x.shape[0] == B for x in (q, k, v))
@@ -77,7 +77,7 @@ def reference(q, k, v, causal=None, window=(None, None), scale=None, softcap=Non
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
-    """The arguments of each call of the kernel."""
+    """Records the arguments of each kernel call."""
     seen, kernel = [], sdpa.attention if GPU else reference
     monkeypatch.setattr(sdpa, "attention", lambda *x, **more: seen.append(more) or kernel(*x, **more))
     return seen
@@ -99,7 +99,7 @@ def model_of(kind, **more):
 
 
 def drawn(model):
-    """With weights that let logits depend on what attention has seen."""
+    """Draws weights that make the logits depend on what attention sees."""
     model = model.to(DEVICE, DTYPE).eval()
     for name, x in model.named_parameters():
         if name.endswith("sinks") or x.dim() > 1:
@@ -108,7 +108,7 @@ def drawn(model):
 
 
 def both(model, run):
-    """What run() gives by eager attention and by ours."""
+    """Results of run() with eager attention and with ours."""
     results = []
     for name in ("eager", ours.NAME):
         model.set_attn_implementation(name)
@@ -119,7 +119,7 @@ def both(model, run):
 
 
 def assert_close(got, want, where=None):
-    """The logits of tokens that are no padding."""
+    """Compares the logits of tokens that are not padding."""
     got, want = ((x if where is None else x[where.bool()]).double() for x in (got, want))
     assert float((got - want).norm() / want.norm()) <= LIMIT
 
@@ -160,7 +160,7 @@ def test_prefill(kind, calls):
 
 
 def steps(model, tokens, mask, cache, sizes):
-    """Logits of tokens that come by so many at a time."""
+    """Logits of tokens that are fed in chunks of these sizes."""
     out, at = [], 0
     for size in sizes:
         now = slice(at, at := at + size)
@@ -172,7 +172,7 @@ def steps(model, tokens, mask, cache, sizes):
 
 @pytest.mark.parametrize("kind", DECODERS)
 def test_caches(kind, calls):
-    """A prefill in chunks and single tokens, by each kind of cache. What a static one has not written is NaN."""
+    """A prefill in chunks, then single tokens, with each kind of cache. Unwritten elements of a static cache are NaN."""
     model = model_of(kind)
     config = model.config
     some = (20, 9, 1, 1, 8, 1)
@@ -196,7 +196,7 @@ def test_caches(kind, calls):
 
 @pytest.mark.parametrize("kind", DECODERS)
 def test_packed(kind):
-    """Sequences behind each other against each alone: by position_ids that begin anew, in a batch of 1 and 2, and cu_seq_lens."""
+    """Packed sequences give each sequence's own logits: with position_ids that restart, in batches of 1 and 2, and with cu_seq_lens."""
     model, tokens = model_of(kind), tokens_of()
     with torch.no_grad():
         for rows in ([[3, 25, 12], [40]], [[1, 1, 38]]):
@@ -214,7 +214,7 @@ def test_packed(kind):
 
 @pytest.mark.parametrize("kind", [*DECODERS, "Bart"])
 def test_generate(kind):
-    """Tokens and logits; with a GPU those of the first step, since rounding may choose another token. There transformers
+    """Compares tokens and logits; on a GPU only the first step's, since rounding may change later tokens. There transformers
     compiles the steps of a static cache."""
     model, tokens, mask = model_of(kind), tokens_of(2, 24), padding((5, 0), (0, 0), count=24)
     if kind == "Bart":
@@ -231,7 +231,7 @@ def test_generate(kind):
 
 @pytest.mark.parametrize("pads", PADDINGS)
 def test_cross_attention(pads):
-    """BART: padded encoder and decoder, in one pass."""
+    """BART with padded encoder and decoder inputs in one pass."""
     model, tokens, mask = model_of("Bart"), tokens_of(3), PADDINGS[pads] and padding(*PADDINGS[pads])
     behind = padding((0, 3), (0, 0), (0, 5), count=17)
     inputs = dict(decoder_input_ids=tokens[:, :17], decoder_attention_mask=behind)
@@ -243,7 +243,7 @@ def test_cross_attention(pads):
 
 
 def test_a_bidirectional_window():
-    """ModernBERT's layers by turns, whose keys are padded on either side."""
+    """ModernBERT, whose layers alternate between full and windowed attention, with keys padded on either side."""
     config = transformers.ModernBertConfig(vocab_size=97, hidden_size=128, intermediate_size=96, num_hidden_layers=2,
                                            pad_token_id=0, num_attention_heads=2, local_attention=12,
                                            global_attn_every_n_layers=2)
@@ -260,7 +260,7 @@ HOLES[0, 7:9] = HOLES[1, :4] = HOLES[1, 20] = HOLES[2, 30:35] = 0
 
 @pytest.mark.parametrize("kind", [*DECODERS, "Bert"])
 def test_holes(kind, calls):
-    """Zeros between tokens: the mask is a tensor, also of a window, of chunks, and over a cache."""
+    """A padding mask with zeros between tokens becomes a mask tensor, also with a window, chunks or a cache."""
     model, tokens = model_of(kind), tokens_of(3)
     more = {} if kind == "Bert" else dict(position_ids=positions(HOLES))
     want, got = both(model, lambda: model(tokens, attention_mask=HOLES, **more).logits)
@@ -273,7 +273,7 @@ def test_holes(kind, calls):
 
 @pytest.mark.parametrize("kind", ["Llama", "Gemma2", "GptOss"])
 def test_a_mask_of_four_dimensions(kind, calls):
-    """Of the caller, added to the logits or bool, which says all."""
+    """A caller's 4D mask, additive or bool, replaces causality and windows."""
     model, tokens = model_of(kind), tokens_of()
     seen = (torch.rand(2, 1, TOKENS, TOKENS, device=DEVICE) > 0.5) | torch.eye(TOKENS, dtype=torch.bool, device=DEVICE)
     added = torch.zeros(seen.shape, device=DEVICE, dtype=DTYPE).masked_fill(~seen, torch.finfo(DTYPE).min)
@@ -285,7 +285,7 @@ def test_a_mask_of_four_dimensions(kind, calls):
 
 
 def test_a_mask_function_that_it_does_not_know(calls):
-    """Gemma 3's with images, whose tokens see each other."""
+    """Gemma 3 with images, whose tokens see each other, has such a mask function."""
     model, tokens = model_of("Gemma3", use_bidirectional_attention=True), tokens_of()
     for mask in (None, padding((5, 0), (0, 0))):
         want, got = both(model, lambda: model(tokens, attention_mask=mask).logits)
@@ -295,7 +295,7 @@ def test_a_mask_function_that_it_does_not_know(calls):
 
 @pytest.mark.parametrize("name", ["none", "right", "holes"])
 def test_position_bias(name, calls):
-    """T5's, beside padding and without, in the encoder, the decoder and between them; and its tokens from a cache."""
+    """T5's position bias with and without padding, in the encoder, the decoder and cross attention, and with a cache."""
     config = transformers.T5Config(vocab_size=97, d_model=64, d_kv=64, d_ff=96, num_layers=2, num_heads=2, pad_token_id=0,
                                    decoder_start_token_id=0, eos_token_id=None, dropout_rate=0.0)
     torch.manual_seed(0)
@@ -316,23 +316,20 @@ def gradients(model, **inputs):
 
 
 def test_training():
-    """A step has eager's gradients, packed or padded on the left where there is no GPU: the kernels' backward has no starts."""
+    """A training step has eager attention's gradients, also packed and with padding on either side."""
     model, tokens = model_of("Llama").train(), tokens_of(3)
     ids = (torch.arange(TOKENS, device=DEVICE) % 17)[None].expand(3, -1)
     cases = [{}, dict(attention_mask=padding(*PADDINGS["ones"])), dict(attention_mask=padding(*PADDINGS["right"]))]
-    for more in cases + [dict(position_ids=ids), dict(attention_mask=padding(*PADDINGS["left"]))] * (not GPU):
+    for more in cases + [dict(position_ids=ids), dict(attention_mask=padding(*PADDINGS["left"]))]:
         model.set_attn_implementation("eager")
         want = gradients(model, input_ids=tokens, **more)
         model.set_attn_implementation(ours.NAME)
         assert_close(gradients(model, input_ids=tokens, **more), want)
-    if GPU:
-        with pytest.raises(NotImplementedError, match="no backward"):
-            gradients(model, input_ids=tokens, position_ids=ids)
 
 
 @pytest.mark.long
 def test_compiled():
-    """A graph of a whole model is broken at its mask. That of a step gets the mask from outside, as generate() hands it."""
+    """The graph of a whole model breaks at its mask. The graph of a step gets the mask as an input, as from generate()."""
     model, tokens, mask = model_of("Gemma3"), tokens_of(), padding((5, 0), (0, 0))
     model.set_attn_implementation(ours.NAME)
     compiled, step = torch.compile(model, backend="aot_eager"), torch.compile(model.forward, backend="aot_eager", fullgraph=True)
@@ -392,7 +389,7 @@ def test_an_argument_that_it_does_not_know(name):
 
 @pytest.mark.parametrize("window", [None, 1, 4, 8, 9])
 def test_no_mask(window, calls):
-    """With is_causal of the layer, and its sliding window."""
+    """Without a mask the layer's is_causal and sliding window apply."""
     q, k = torch.randn(2, 4, 8, 64, device=DEVICE, dtype=DTYPE), torch.randn(2, 2, 8, 64, device=DEVICE, dtype=DTYPE)
     got, _ = ours.attention(torch.nn.Module(), q, k, k, None, is_causal=True, sliding_window=window)
     ahead = torch.arange(8, device=DEVICE) - torch.arange(8, device=DEVICE)[:, None]
@@ -404,7 +401,7 @@ def test_no_mask(window, calls):
 
 @pytest.mark.parametrize("pads", [None, *([(left, 0), (0, 0)] for left in (0, 5)), "static"])
 def test_o_is_contiguous(pads):
-    """Whatever q, k and v are, also rows that a convolution has left strided: models call view() on it."""
+    """O is contiguous for any layout of q, k and v, including strided rows after a convolution, since models call view() on it."""
     q = torch.randn(2, 64, 8, 4, device=DEVICE, dtype=DTYPE).permute(0, 3, 2, 1)
     mask = ours.mask(2, 8, 8, attention_mask=padding(*pads, count=8) if isinstance(pads, list) else None, device=DEVICE,
                      q_offset=torch.tensor(0, device=DEVICE) if pads == "static" else 0)
@@ -425,7 +422,7 @@ def test_an_argument_of_a_mask():
 
 
 def test_the_documentation():
-    """The block of docs/USING.md, word for word."""
+    """Runs the example in docs/USING.md verbatim."""
     text = open(os.path.join(ROOT, "docs/USING.md")).read()
     section = re.search(r"^## transformers.*?(?=^## )", text, re.DOTALL | re.MULTILINE).group()
     block, = re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)

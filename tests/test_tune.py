@@ -1,5 +1,5 @@
-"""./run_all.sh tune without a GPU: its space, its gates on a fake GPU, a log that survives, exports, and how good the
-search is on lists that a GPU measured. usage: python3 -m pytest tests/test_tune.py"""
+"""Tests of ./run_all.sh tune without a GPU: the search space, the gates on a fake GPU, logs of interrupted searches, exports,
+and the quality of the search on measured lists. usage: python3 -m pytest tests/test_tune.py"""
 import glob
 import importlib.util
 import json
@@ -77,7 +77,7 @@ def test_lines_that_fit_have_the_problems_type():
 @pytest.mark.parametrize("text, knob", [
     pytest.param("mma_alibi", "SCORE_MOD", marks=pytest.mark.long), ("mma_lazy USE_SOFTCAP=2", "USE_SOFTCAP")])
 def test_candidates_compute_the_function_of_the_base(text, knob):
-    """Also those that begin with another line, and in a log, which has them as text."""
+    """This includes searches that start from another line, and candidates that a log stores as text."""
     base = line_of(text)
     value = search.knobs_of(base)[knob]
     for line in search.Space(base, {}).starts(engine.parse_problem("long").typed(base.D, base.dtype)):
@@ -105,7 +105,7 @@ class Gpu(FakeGpu):
 
 @pytest.fixture
 def judged(monkeypatch):
-    """Judges lines whose kernel takes us(line) and is harmed by harm(line); the study and the judge."""
+    """Judges lines whose kernel takes us(line) with the fault harm(line); returns the study and the judge."""
     tool.judge_quickly(monkeypatch)
 
     def judge(lines, us=lambda line: 20.0, harm=lambda line: None, facts=lambda line: builds.Facts(100, 0, shared_bytes=9)):
@@ -144,7 +144,7 @@ def random_elements(O, LSE):
 
 
 class Late:
-    """Right until the last replay: a race that the checks do not meet."""
+    """Correct until the last replay, like a race that the checks do not hit."""
     def __init__(self):
         self.runs = 0
 
@@ -344,7 +344,7 @@ def test_pictures(searched):
 
 @pytest.mark.long
 def test_a_tile_worth_a_row_goes_to_fit(monkeypatch):
-    """tune --table: its search finds a tile twice as quick as those of the table, and `fit` times it beside them."""
+    """tune --table finds a tile twice as fast as the table's, and `fit` times it together with them."""
     tried = []
 
     def search_of(options, gpu, lines):
@@ -378,7 +378,7 @@ def replayed(log):
 
 @pytest.mark.long
 def test_the_search_beats_random_search(tmp_path):
-    """On a list by the cost model."""
+    """Compares both on a list of timings from the cost model."""
     fix = [word for knob in ("BLOCK_M=16,32,64,128,256", "BLOCK_N=32,48,64,96,128", "NUM_WARPS=2,4,8", "STAGES=1,2,3",
                              "SPLIT_KV=1,2,4") for word in ("--fix", knob)]
     assert dry(tmp_path / "all.jsonl", "--all", "--budget", "60", *fix)[0] == 0

@@ -49,6 +49,7 @@ def judge_quickly(patch):
 
 def unoptimized(folder):
     """A compiler for CXX without optimization, which takes half the time, for short programs."""
+    os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, "unoptimized-c++")
     with open(path, "w") as file:
         file.write(f'#!/bin/sh\nexec {builds.CXX} "$@" -O0\n')

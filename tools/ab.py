@@ -46,6 +46,9 @@ def parse(argv, default_shapes):
     b_shapes = options.b_shape or shapes
     if len(b_shapes) != len(shapes):
         raise Refused("give as many --b-shape as --shape")
+    passes = {isinstance(line, builds.Line) and line.is_backward: line.text for line in contenders}
+    if len(passes) > 1:
+        raise Refused(f"{passes[True]} computes gradients, and {passes[False]} does not")
     kinds = {(line.D, line.dtype, line.Dv): line for line in contenders if line.D}
     takes_fewer = all(line.takes_fewer for line in contenders)  # than their own D: then these may differ
     if len({kind[takes_fewer:] for kind in kinds}) > 1:

@@ -38,6 +38,7 @@ TORCH_BACKENDS = dict(cudnn="CUDNN_ATTENTION", flash="FLASH_ATTENTION", efficien
 # All others are scalar. USE_CUBLAS existed in older commits.
 FAMILIES = {"wmma": "USE_WMMA", "mma": "USE_MMA_SYNC", "wgmma": "USE_WGMMA", "cublas": "USE_CUBLAS"}
 NVCC_OPTIONS = "-O3 -DNDEBUG -std=c++17 --no-compress -Xptxas=-v".split()
+KERNELS = ("sdpa.cu", "sdpa_backward.cu")
 LIBRARY, HEADER, CUBLAS = "bindings/library.cu", "bindings/sdpa.h", "tools/cublas.cu"
 LIBRARY_FUNCTIONS = ("sdpa_library_params_bytes", "sdpa_library_workspace_bytes", "sdpa_library_forward")
 EXPRESSIONS = ("SCORE_MOD", "MASK_MOD")  # knobs whose values are C++ expressions
@@ -116,19 +117,13 @@ class Tree:
             raise Refused(f"{self} has no {name}, the list of lines to build")
         if not shutil.which("cmake"):
             raise Refused("cmake is missing (it reads configs.txt); install it with: sudo apt-get install cmake")
-        done = run(["cmake", f"-DCONFIGS={file}", f"-DSOURCE={self.folder()}/sdpa.cu", "-P",
-                    os.path.join(os.path.dirname(os.path.abspath(__file__)), "../configs.cmake")])
-        lines = {}
-        for name, base, expect, arch, knobs, gates in (line.split("\t") for line in done.stdout.splitlines()):
-            knobs = shlex.split(knobs)
-            words = knobs + ["arch=" + arch] * bool(arch) + ["expect=FAIL"] * (expect == "FAIL")
-            lines[name] = ConfigLine(base, words, knobs, gates.split())
-        if not lines and not done.stderr.strip():
+        lines, trouble = parsed_configs(file, f"{self.folder()}/sdpa.cu", open(file).read(), *map(self.read, KERNELS))
+        if not lines and not trouble:
             raise Refused(f"{file}: no configuration in it; a line is NAME KNOB=VALUE ...")
-        return lines, done.stderr.strip()
+        return lines, trouble
 
     def config_lines(self):
-        """The lines of the forward pass. Libraries have no backward pass."""
+        """The lines of the forward pass."""
         return {name: line for name, line in self.read_configs()[0].items() if not is_backward(line)}
 
     def knobs(self):
@@ -164,15 +159,29 @@ class Tree:
                     os.path.join(os.path.dirname(os.path.abspath(__file__)), "../configs.cmake")]).stdout.strip()
 
     def refusal(self, words):
-        """The message with which sdpa.cu refuses these knobs; "" if they are legal."""
-        return refusal_of(self.refusals(), tuple(sorted(definitions(words))))
+        """The message with which sdpa.cu or, with BACKWARD=1, sdpa_backward.cu refuses these knobs; "" if they are legal."""
+        program = self.backward_refusals() if "BACKWARD=1" in words else self.refusals()
+        return refusal_of(program, tuple(sorted(definitions(words))))
 
     @functools.lru_cache(None)
-    def program(self):
-        """sdpa.cu without the harness and comments."""
-        text = self.read("sdpa.cu").split("// ==== COPY TO HERE")[0]
+    def program(self, path="sdpa.cu"):
+        """A source without the harness and comments."""
+        text = self.read(path).split("// ==== COPY TO HERE")[0]
         stripped = run([CXX, "-fpreprocessed", "-dD", "-E", "-P", "-x", "c++", "-"], input=text)
         return text if stripped.returncode else stripped.stdout
+
+
+@functools.lru_cache(None)
+def parsed_configs(file, source, *_):
+    """Tree.read_configs() of a file and sdpa.cu. The other arguments are the texts on which the result depends."""
+    done = run(["cmake", f"-DCONFIGS={file}", f"-DSOURCE={source}", "-P",
+                os.path.join(os.path.dirname(os.path.abspath(__file__)), "../configs.cmake")])
+    lines = {}
+    for name, base, expect, arch, knobs, gates in (line.split("\t") for line in done.stdout.splitlines()):
+        knobs = shlex.split(knobs)
+        words = knobs + ["arch=" + arch] * bool(arch) + ["expect=FAIL"] * (expect == "FAIL")
+        lines[name] = ConfigLine(base, words, knobs, gates.split())
+    return lines, done.stderr.strip()
 
 
 def is_of_harness(path):
@@ -271,10 +280,26 @@ class Line:
         """The architectures to compile for: those of `wanted` on which it runs, or its own arch if there are none."""
         return [arch for arch in wanted if self.runs_on(arch)] or [self.knob("arch")]
 
+    @property
+    def is_backward(self):
+        """True if the line computes gradients."""
+        return self.knob("BACKWARD") == "1"
+
+    @property
+    def repeats(self):
+        """False if the last bits of dQ differ from run to run."""
+        return not (self.is_backward and "1" in (self.knob("ONE_PASS"), self.knob("USE_WARP_SPECIALIZATION")))
+
+    def knob_rows(self):
+        """{name: Knob} of the knobs that the line can have."""
+        own = self.tree.knob_rows("sdpa_backward.cu") if self.is_backward else {}
+        return self.tree.knob_rows() | own
+
     def effective_knobs(self):
         """All knobs with their values, including defaults."""
-        defaults = [f"{knob}={value}" for knob, value in self.tree.knobs().items()]
-        return sorted(word for word in changed(defaults, self.words) if word.split("=")[0] in self.tree.knobs())
+        rows = self.knob_rows()
+        defaults = [f"{name}={knob.default}" for name, knob in rows.items()]
+        return sorted(word for word in changed(defaults, self.words) if word.split("=")[0] in rows)
 
     @property
     def D(self):
@@ -359,10 +384,7 @@ def parse_contenders(words):
 
 def config_line(tree, name, typed):
     """The ConfigLine of a name. Refuses an unknown name."""
-    lines = tree.config_lines()
-    if name in tree.read_configs()[0] and name not in lines:
-        raise Refused(f"{typed}: a line of the backward pass, which the tools cannot load; build it with "
-                      f"./run_all.sh --only '^{name}$' and run build/sdpa_{name}")
+    lines = tree.read_configs()[0]
     if name not in lines:
         raise no_line(typed, name, lines)
     return lines[name]
@@ -383,14 +405,10 @@ def names_matching(pattern, names, option="--only"):
     return found
 
 
-def lines_named(pattern, option="--only", with_backward=False):
-    """The lines whose names match an option's regular expression; lines of the backward pass only with with_backward."""
+def lines_named(pattern, option="--only"):
+    """The lines whose names match an option's regular expression."""
     tree = Tree()
-    names = names_matching(pattern, tree.read_configs()[0], option)
-    found = [Line(tree, name) for name in names if with_backward or name in tree.config_lines()]
-    if not found:
-        config_line(tree, names[0], f"{option} {pattern}")
-    return found
+    return [Line(tree, name) for name in names_matching(pattern, tree.read_configs()[0], option)]
 
 
 def has_bad_lines():
@@ -406,10 +424,12 @@ def change_line(line, word):
     knob = word.split("=")[0]
     if knob in ("expect", "arch") or not (knob in EXPRESSIONS or re.fullmatch(r"[A-Za-z_]\w*=[A-Za-z0-9_]+", word)):
         raise Refused(f"{word} is no knob")
-    if knob in line.tree.knob_rows("sdpa_backward.cu"):
-        raise Refused(f"{word}: a knob of sdpa_backward.cu, whose lines the tools cannot load")
-    if knob not in line.tree.knobs():
-        raise Refused(f"{word}: {no_knob(knob, line.tree.knobs(), f' in {line.tree}')}")
+    if knob == "BACKWARD":
+        raise Refused(f"{word}: a line has either the forward or the backward pass; choose another line")
+    if knob in line.tree.knob_rows("sdpa_backward.cu") and not line.is_backward:
+        raise Refused(f"{word}: a knob of sdpa_backward.cu, and {line.name} is a line of the forward pass")
+    if knob not in line.knob_rows():
+        raise Refused(f"{word}: {no_knob(knob, line.knob_rows(), f' in {line.tree}')}")
     trouble = line.tree.expression_trouble(word) if knob in EXPRESSIONS else ""
     if trouble:
         raise Refused(trouble)
@@ -477,7 +497,7 @@ def build_one(line, archs, program, kind):
         options += ["-lcublas", "-Xlinker=-rpath=" + folder]
     version = run([nvcc(), "--version"]).stdout
     # Changes of comments or of the harness, which a library does not contain, do not rebuild libraries.
-    texts = [line.tree.program() if path == "sdpa.cu" else text for path, text in sources.items()
+    texts = [line.tree.program(path) if path in ("sdpa.cu", "sdpa_backward.cu") else text for path, text in sources.items()
              if not is_of_harness(path)] if is_line else sources.values()
     folder = os.path.join(BUILD, "engine", digest(*sources, *texts))
     for path, text in sources.items():
@@ -497,16 +517,30 @@ def auto_var_init():
     return [option] if not run([CXX, option, "-fsyntax-only", "-x", "c++", "-"], input="").returncode else []
 
 
+HOST = [CXX, "-std=c++17", "-ffp-contract=off", "-w", "-pthread", "-fPIC", "-Icpu_backend"]
+
+
+def host_sources():
+    """The texts of the CPU backend."""
+    folder = os.path.join(ROOT, "cpu_backend")
+    return [Tree().read("cpu_backend/" + name) for name in sorted(os.listdir(folder))]
+
+
+def host_engine():
+    """Compiles the CPU backend, which depends on no knob and takes longer than most kernels. Returns the path of the object."""
+    path = os.path.join(BUILD, "engine", f"host-engine-{digest(*host_sources())}.o")
+    trouble = compile_once(path, [*HOST, *auto_var_init(), "-O2", "-c", "cpu_backend/engine.cpp"], ROOT)
+    if trouble:
+        raise Refused(f"cpu_backend/engine.cpp does not compile: {trouble}", 3)
+    return path
+
+
 def host_library(*knobs, program=LIBRARY):
     """Compiles bindings/library.cu, or a program that includes it, for the CPU backend. Returns its path."""
-    backend = ["cpu_backend/" + name for name in sorted(os.listdir(os.path.join(ROOT, "cpu_backend")))]
-    texts = [*map(Tree().read, backend)]
-    command = [CXX, "-std=c++17", "-ffp-contract=off", *auto_var_init(), "-w", "-pthread", "-fPIC", "-Icpu_backend"]
-    # The backend depends on no knob and takes longer to compile than most kernels.
-    engine = os.path.join(BUILD, "engine", f"host-engine-{digest(*texts)}.o")
-    path = os.path.join(BUILD, "engine", f"host-{digest(program, *knobs, *Tree().sources(program).values(), *texts)}.so")
-    trouble = (compile_once(engine, [*command, "-O2", "-c", "cpu_backend/engine.cpp"], ROOT) or
-               compile_once(path, [*command, "-Og", "-shared", *definitions(knobs), engine, "-x", "c++", program], ROOT))
+    sources = [*Tree().sources(program).values(), *host_sources()]
+    path = os.path.join(BUILD, "engine", f"host-{digest(program, *knobs, *sources)}.so")
+    command = [*HOST, *auto_var_init(), "-Og", "-shared", *definitions(knobs), host_engine(), "-x", "c++", program]
+    trouble = compile_once(path, command, ROOT)
     if trouble:
         raise Refused(f"{program} does not compile: {trouble}", 3)
     return path
@@ -616,7 +650,8 @@ def facts(built):
         data = file.read()
     code = [section.hex() for section in machine_code(data)]
     return Facts(*ptxas_report(built.log), *launch_of(data), sum(map(len, code)) // 2, digest(*code),
-                 digest(*code, built.line.tree.program(), *built.line.effective_knobs()), built.path)
+                 digest(*code, *map(built.line.tree.program, ["sdpa.cu", *["sdpa_backward.cu"] * built.line.is_backward]),
+                        *built.line.effective_knobs()), built.path)
 
 
 def ptxas_report(log):

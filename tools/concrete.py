@@ -1,13 +1,15 @@
-"""Makes an extract of a single build look hand-written: removes the template parameter B and the choice of a kernel,
-moves definitions before their uses, and removes comments about absent options. Used by tools/extract.py after
+"""Makes an extract look hand-written: removes the template parameter B of a single build, redundant names, and unused
+parameters, results and members; inlines calls; moves definitions before their uses. Used by tools/extract.py after
 tools/minimal.py."""
 import collections
+import itertools
 import re
 import textwrap
 
+from calls import line_of, without_idle_functions, without_needless_parameters, without_one, without_unread_fields
 from inlining import edited, inlined, source, type_of_expression
-from minimal import (BANNERS, ROOTS, WIDTH, Folding, callee, declared, descendants, enclosing, listed, minimal, name_of, parse,
-                     units_of, words_of)
+from minimal import (BANNERS, CALLS, ROOTS, WIDTH, Folding, callee, declared, descendants, enclosing, listed, minimal,
+                     name_of, parse, units_of, words_of)
 
 PUBLIC = {"Causal", "Strides", "Descale", "SdpaParams", "SdpaStatus"}
 
@@ -38,8 +40,8 @@ def owner_of(function):
 
 
 def versions(root, text):
-    """Facts about templates with B: {name: parameters without B and selectors}, {name: parameters with them}, names with
-    members defined outside, and specializations that no build selects."""
+    """Facts about the templates on B: {name: parameters other than B and selectors}, {name: number of all parameters},
+    {name: member functions defined outside}, and the specializations that the build does not select."""
     kept, all_of, outside, gone, primary, folding = {}, {}, collections.defaultdict(list), [], {}, Folding(text, set())
     for node in descendants(root, "template_declaration"):
         inner, parameters = declared(node), [one for one in node.child_by_field_name("parameters").named_children]
@@ -64,7 +66,7 @@ def versions(root, text):
 
 
 def without_build(text):
-    """Removes the template parameter B. Returns the text and the constants of B. Members of KernelOf are expanded."""
+    """Removes the template parameter B and expands the members of KernelOf. Returns the text and the constants of B."""
     root = parse(text)
     members, edits, kernel = {}, [], {}
     for node in descendants(root, "template_declaration"):
@@ -127,7 +129,8 @@ def without_build(text):
 
 
 def named_constants(text, members):
-    """Replaces B::x by the constant X or its value. Returns the text and the declarations of the constants."""
+    """Replaces B::x by the constant X, or by its value if it is true, false or an enumerator. Returns the text and the
+    declarations of the constants."""
     last = {}
     for name, value in members.items():
         last[name] = name.upper()
@@ -231,7 +234,7 @@ def without_template_parameters(text, but):
 
 
 def deduced(node, parameter, call, text):
-    """The argument that a call deduces for a template parameter, from the type of an argument or the bound of an array."""
+    """The template argument that a call deduces from the type of an argument or from the bound of an array."""
     function = next(iter(descendants(declared(node), "function_declarator")))
     for one, argument in zip(listed(function, "parameters"), listed(call, "arguments")):
         of, whole = one.child_by_field_name("type"), source(one, text)
@@ -255,8 +258,8 @@ def bound_of(name, node, text):
 
 
 def without_unread_parameters(text, but):
-    """Removes unused parameters of functions whose calls are all known, with the arguments. Unused parameters of other host
-    functions lose their names, which avoids warnings. but: functions to keep."""
+    """Removes unused parameters of functions and lambdas that have one definition of their name, and the arguments. Unused
+    parameters of other host functions lose their names, which avoids warnings. but: functions to keep."""
     root, edits, names = parse(text), [], collections.Counter(re.findall(r"\w+", re.sub(r"//.*", "", text)))
     functions = descendants(root, "function_definition", "lambda_expression")
     made = collections.Counter(name_of(node) for node in functions)
@@ -332,13 +335,6 @@ def without_unused_results(text, but):
     return text
 
 
-def without_one(nodes, n):
-    """The extent of element n of a list, with its comma."""
-    if n + 1 < len(nodes):
-        return nodes[n].start_byte, nodes[n + 1].start_byte
-    return (nodes[n - 1].end_byte if n else nodes[n].start_byte), nodes[n].end_byte
-
-
 # ---- redundant names ----
 
 def without_other_versions(text, but):
@@ -381,7 +377,7 @@ def without_aliases(text):
         is_type = node.type == "alias_declaration"
         scope = enclosing(node, "function_definition", "struct_specifier", "translation_unit")
         found = re.fullmatch(r"using (\w+) = ([^;[]+);" if is_type else
-                             r"const(?:expr)? (?:int|bool|auto) (\w+) = ([A-Za-z]\w*);", source(node, text))
+                             r"const(?:expr)? (?:int|bool|auto) (\w+) = ([A-Za-z]\w*|0);", source(node, text))
         if not found or is_type and scope.type == "translation_unit" or node.parent.type == "template_declaration":
             continue
         uses = [one for one in descendants(scope, "identifier", "type_identifier", "namespace_identifier")
@@ -393,12 +389,26 @@ def without_aliases(text):
             if len(re.findall(rf"\b{found[1]}\b", text)) != len(places) + 1:
                 continue
         most = 2 if re.fullmatch(r"[\w:<>]+", found[2]) else 1
-        if scope.type != "translation_unit" and (len(places) > most or not is_type and found[2] not in top):
+        is_local = scope.type != "translation_unit" and found[2] != "0"
+        if found[2] == "0" and scope.type != "function_definition":
+            continue
+        if is_local and (len(places) > most or not is_type and found[2] not in top):
             continue
         start, end, _ = line_of(node, text)
         if not text[end:].lstrip(" ")[:1].isalpha():  # its comment does not apply to the declarations after it
             start -= len(re.search(r"(?:^ *//(?! ----| ====).*\n)*\Z", text[:start], re.MULTILINE)[0])
         return edited(text, [(start, end, ""), *((*place, found[2]) for place in places)])
+    return text
+
+
+def without_unused_constants(text):
+    """Removes constants that no other code names from lists of constants."""
+    words = collections.Counter(re.findall(r"\w+", re.sub(r"//.*", "", text)))
+    for match in re.finditer(r"^constexpr int (\w+ = [^;]*);\n", text, re.MULTILINE):
+        parts = re.split(r",\s+(?=\w+ = )", match[1])
+        kept = [part for part in parts if words[re.match(r"\w+", part)[0]] > 1]
+        if kept != parts and len(parts) > 1:
+            return text[:match.start()] + (f"constexpr int {', '.join(kept)};\n" if kept else "") + text[match.end():]
     return text
 
 
@@ -460,8 +470,8 @@ def without_unread_members(text):
     writes = collections.defaultdict(list)
     for node in descendants(root, "assignment_expression"):
         left = node.child_by_field_name("left")
-        if left.type == "field_expression" and source(node, text).split(left.text.decode())[1].startswith(" = "):
-            writes[name_of(left.child_by_field_name("field"))].append(node)
+        if left.type in ("field_expression", "identifier") and source(node, text).split(left.text.decode())[1].startswith(" = "):
+            writes[name_of(left.child_by_field_name("field") or left)].append(node)
     for node in descendants(root, "field_initializer"):
         writes[source(node, text).split("(")[0].split("{")[0]].append(node)
     declared_in = collections.Counter(name_of(one) for node in descendants(root, "field_declaration")
@@ -497,14 +507,6 @@ def place_of(write, text):
     return (left.start_byte, right.start_byte, "") if left == write else (left.end_byte, right.end_byte, "")
 
 
-def line_of(node, text):
-    """The extent of a node with its lines and its trailing comment."""
-    start = text.rfind("\n", 0, node.start_byte) + 1
-    end = text.index("\n", node.end_byte)
-    alone = not text[start:node.start_byte].strip() and re.fullmatch(r"\s*(//.*)?", text[node.end_byte:end])
-    return (start, end + 1, "") if alone else (node.start_byte, node.end_byte, "")
-
-
 def members_without(node, gone, text):
     """The edits that remove names from a declaration of members."""
     names = node.children_by_field_name("declarator")
@@ -517,42 +519,6 @@ def members_without(node, gone, text):
     parts = [part for part in re.split(r", (?![^{(]*[})])", whole[len(head):])
              if re.match(r"\W*(\w+)", part)[1] not in gone]
     return [(node.start_byte, node.end_byte, head + ", ".join(parts) + ";")]
-
-
-# ---- comments about absent options ----
-
-def without_words_about(text, absent):
-    """Removes sentences of comments that mention one of these knobs."""
-    about = re.compile(rf"\b(?:{'|'.join(sorted(absent))})\b")
-    lines, out = text.split("\n"), []
-    while lines:
-        indent = re.match(r" *(?=// )", lines[0])
-        n = next((n for n, line in enumerate(lines) if not indent or not line.startswith(indent[0] + "// ")),
-                 len(lines))
-        if not indent or not n:
-            line = lines[0]
-            behind = re.match(r"(.*?[^\s/].*?)(\s+// )(.*)$", line)
-            if behind and about.search(behind[3]):
-                kept = sentences_without(behind[3], about)
-                line = behind[1] + (behind[2] + kept if kept else "")
-            out.append(line)
-            lines = lines[1:]
-            continue
-        block, lines = [line[len(indent[0]) + 3:] for line in lines[:n]], lines[n:]
-        if about.search(" ".join(block)) and not any(re.search(r"\S {3,}\S|^ ", line) for line in block):
-            kept = sentences_without(" ".join(block), about)
-            block = textwrap.wrap(kept, WIDTH - len(indent[0]) - 3) if kept else []
-        out += [f"{indent[0]}// {line}" for line in block]
-    return "\n".join(out)
-
-
-def sentences_without(words, about):
-    """Removes the sentences, or parts of sentences, that match from a comment."""
-    words = re.sub(rf",? (?:or|and) (?:\w+ ){{1,3}}{about.pattern}(?:=\w+)?[^,.;:]*", "", words)
-    parts = re.split(r"(?<=[.;])\s+", words)
-    kept = [part for part in parts if not about.search(part)]
-    kept = " ".join(kept) if any(re.search(r"\w", part) for part in kept) else ""
-    return re.sub(r";$", ".", kept) if words.endswith(".") else kept.rstrip(";")
 
 
 # ---- definitions before their uses ----
@@ -581,12 +547,14 @@ def parts_of(text):
         section = [part for part in parts if title < part.first < following]
         if "\n".join(lines[title + 1:end]).strip("/\n ") and section and section[0].first >= end:
             owner = next((part for part in section if part.is_kernel), section[0])
-            owner.text = "\n".join([*lines[title + 1:end], owner.text])
+            intro = re.sub(r"^(?://\n|\n)+|(?:\n//|\n)+$", "", "\n".join(lines[title + 1:end]))
+            owner.text = f"{intro}\n\n{owner.text}"
     return parts
 
 
 def in_order(parts):
-    """Sorts the parts so that each comes after those that it needs. Removes forward declarations that are then redundant."""
+    """Sorts the parts so that each comes after those that it needs, and a kernel after the member functions that are defined
+    outside of their struct. Removes forward declarations that are then redundant."""
     named = collections.defaultdict(list)
     for part in parts:
         for name in part.names:
@@ -603,6 +571,9 @@ def in_order(parts):
         seen.add(id(part))
         members = {name for one in part.unit.parts
                    for name in one.names} if part.unit.kind == "struct_specifier" else set()
+        for other in parts if part.is_kernel else []:
+            if other.unit.scopes:  # a member function that is defined outside of its struct
+                add(other)
         made = {name for name in named if part.unit.begins and name.startswith(part.unit.begins)}
         for name in sorted((part.uses & named.keys() | made) - members, key=lambda name: named[name][0].first):
             is_declared = any(one.is_declaration and not is_needless(one) for one in named[name])
@@ -618,10 +589,10 @@ def in_order(parts):
 
 
 def chapters(text):
-    """Divides the file into four chapters."""
+    """The text in four chapters: the problem, the steps, the kernel, the call."""
     parts = parts_of(text)
     public, call = ([part for part in parts if part.names & names]
-                    for names in (PUBLIC, {"sdpa_forward", "sdpa_workspace_bytes", "sdpa_scratch_bytes"}))
+                    for names in (PUBLIC, CALLS))
     ordered = in_order([*public, *(part for part in parts if part not in public)])
     last = max(n for n, part in enumerate(ordered) if part in public) + 1
     inner = [part for part in ordered[last:] if part not in call]
@@ -673,6 +644,19 @@ def wgmma(text, rows):
     return text
 
 
+def wgmma_shapes(text, rows):
+    """Reduces the macros for all wgmma shapes to those with the numbers of columns that a table of tiles has."""
+    words = re.findall(r"\bwgmma_(?:ss|rs)<\w+, B::(block_m|block_n|d_v),", text)
+    sizes = sorted({(row["HEAD_DIM_V"] or row["HEAD_DIM"]) if word == "d_v" else row[word.upper()] for word in words for row in rows
+                    if word == "d_v" or row["SWAP_AB"] == (word == "block_m")})
+    rows_of = dict(re.findall(r"X\((\d+), (.*?)\)", text[text.index("#define SDPA_WGMMA_SHAPES"):].split("\n\n")[0]))
+    text = re.sub(r"(#define SDPA_WGMMA_SHAPES\(X\)) (?:.*\\\n)+.*\n", lambda m: m[1] + "".join(
+        f" \\\n  X({n}, {rows_of[str(n)]})" for n in sizes) + "\n", text)
+    steps = [f"#define SDPA_D{n // 2}(F) " + f"SDPA_D{before // 2}(F) " * (before > 0) + " ".join(
+        f"F({i})" for i in range(max(before // 2, 1), n // 2)) + "\n" for before, n in itertools.pairwise([0, *sizes])]
+    return re.sub(r"(?:^#define SDPA_D\d+\(F\) .*\n)+", lambda _: "".join(steps), text, flags=re.MULTILINE)
+
+
 def wgmma_function(text, kind, name, n, trans_b, trans_a=0, is_alone=False):
     """The function of one wgmma shape with N columns: a specialization, or a function if it is the only one. Operand N / 2 is
     the accumulate flag, the next one is the descriptor of B."""
@@ -700,23 +684,27 @@ def wgmma_function(text, kind, name, n, trans_b, trans_a=0, is_alone=False):
 
 
 def shortest(text, instructions, sizes=()):
-    """Evaluates conditions with known values and inlines calls. instructions: functions to keep."""
+    """Evaluates conditions with known values, inlines calls and removes unused code. instructions: functions to keep. sizes:
+    constants that keep their names."""
     def step(text):
-        for change in (lambda text: minimal(text, {*sizes}), without_aliases, with_numbers,
+        for change in (lambda text: minimal(text, {*sizes}), without_aliases, without_unused_constants, with_numbers,
                        lambda text: without_other_versions(text, instructions),
                        lambda text: without_template_parameters(text, instructions),
                        lambda text: without_unread_parameters(text, instructions), without_unread_members,
+                       lambda text: without_idle_functions(text, instructions),
+                       lambda text: without_needless_parameters(text, instructions), without_unread_fields,
                        lambda text: without_unused_results(text, instructions),
                        lambda text: minimal(inlined(text, instructions | ROOTS), {*sizes})):
             text = until_stable(change, text)
         text = re.sub(r"\{\s*if \(([\w.]+)\) return;\s*([^{};]+;)\s*\}", r"{\n  if (!\1) \2\n}", text)
         text = re.sub(r"(?<=\.|:)template (?=\w+\()", "", text)
+        text = re.sub(r"\bunion \{\s*([^;{}]+;)(?: *//.*)?\s*\};", r"\1", text)  # of one member
         return re.sub(r"(?:const )?[A-Z]\w+ (\w+) = ([^;]*);\s*return \1;", r"return \2;", text)
     return until_stable(step, text)
 
 
 def concrete(text, instructions):
-    """The text of a single build, in chapters. instructions: functions to keep, which are named after PTX instructions."""
+    """The text of a single build in chapters. instructions: functions to keep."""
     text, constants = without_build(text)
     text = re.sub(r"(?=^// ==== 2 PROBLEM)", lambda m: constants + "\n", text, count=1, flags=re.MULTILINE)
     return "\n".join(chapters(shortest(text, instructions)))

@@ -24,7 +24,7 @@ import ml_dtypes
 import numpy as np
 from scipy import special, stats
 
-from builds import HEADER, PACKAGES, ROOT, TORCH_BACKENDS, Torch, Tree, run, structs_of
+from builds import HEADER, PACKAGES, ROOT, TORCH_BACKENDS, Line, Torch, Tree, run, structs_of
 from cli import Refused
 
 SHAPES = {"small": (1, 1, 1, 32, 32), "mission": (1, 8, 8, 512, 512), "mission2": (2, 8, 8, 512, 512),
@@ -98,8 +98,10 @@ class Problem(namedtuple("Problem", "shape B Hq Hkv Sq Sk D dtype causal left Dv
         """The number of rows of O."""
         return self.B * self.Hq * self.Sq
 
-    def flops(self):
-        return 2 * (self.D + self.v_dim) * self.B * self.Hq * int(self.visible().sum())
+    def flops(self, is_backward=False):
+        """FLOP of the products: two of the forward pass; five of the backward pass, three of width D and two of width Dv."""
+        widths = 3 * self.D + 2 * self.v_dim if is_backward else self.D + self.v_dim
+        return 2 * widths * self.B * self.Hq * int(self.visible().sum())
 
 
 def parse_problem(text, causal="off"):
@@ -280,7 +282,8 @@ class Nvml:
 # ---- contenders on the GPU ----
 
 # The structs of bindings/sdpa.h. Members are only appended, so SdpaParams of an older commit is a prefix of this one.
-Strides, Descale, SdpaParams = map(structs_of(Tree().read(HEADER)).get, ("SdpaStrides", "SdpaDescale", "SdpaParams"))
+Strides, Descale, SdpaParams, SdpaBackwardParams = map(
+    structs_of(Tree().read(HEADER)).get, ("SdpaStrides", "SdpaDescale", "SdpaParams", "SdpaBackwardParams"))
 
 
 def params_of(p):
@@ -295,8 +298,20 @@ def is_prefix(size):
     return size in [(end + 7) // 8 * 8 for end in ends if end >= SdpaParams.workspace.offset]
 
 
-# Addresses of a contender's O and LSE (0: none), the type of O, and the limits of the errors.
-Outputs = namedtuple("Outputs", "O LSE dtype limits")
+class Outputs(namedtuple("Outputs", "O LSE dtype limits")):
+    """Addresses of a contender's O and LSE (0: none), the type of O, and the limits of the errors."""
+
+    def arrays(self, p):
+        """(address, count, type) of each result; None: the contender has none."""
+        return ((self.O, p.rows * p.v_dim, TYPES[self.dtype]), (self.LSE, p.rows, np.float32) if self.LSE else None)
+
+
+class Gradients(namedtuple("Gradients", "dQ dK dV forward repeats")):
+    """Addresses of a contender's gradients, the Outputs of its forward pass, and whether dQ has the same bits in every run."""
+
+    def arrays(self, p):
+        kind, keys = TYPES[self.forward.dtype], p.B * p.Hkv * p.Sk
+        return (self.dQ, p.rows * p.D, kind), (self.dK, keys * p.D, kind), (self.dV, keys * p.v_dim, kind)
 
 
 class LoadedLine:
@@ -315,7 +330,22 @@ class LoadedLine:
                           f"with {ctypes.sizeof(SdpaParams)} bytes, so this checkout cannot load it")
 
     def prepare(self, gpu, tensors, problem):
-        """Returns a function that enqueues one launch, its Outputs, and its workspace."""
+        """Returns a function that enqueues one launch, its Outputs or Gradients, and its workspace."""
+        p, size = self.params(tensors, problem)
+        outputs = Outputs(p.O, p.LSE, self.line.out_dtype, self.limits)
+        return self.launcher(gpu, self.library.sdpa_library_forward, p), outputs, (p.workspace, size)
+
+    def launcher(self, gpu, function, p):
+        """A function that enqueues one launch."""
+        text = ctypes.create_string_buffer(256)
+
+        def launch():
+            if function(ctypes.byref(p), gpu.stream, text, ctypes.c_size_t(256)):
+                raise CudaError(text.value.decode())
+        return launch
+
+    def params(self, tensors, problem):
+        """The SdpaParams of a problem, and the size of its workspace."""
         p = params_of(problem)
         p.max_ctas = self.max_ctas
         for name in ("Q", "K", "V", "O", "LSE"):
@@ -325,16 +355,30 @@ class LoadedLine:
         p.q_descale = p.k_descale = p.v_descale = Descale(tensors.address.get("factor"), 0, 0)  # none: null
         size = self.library.sdpa_library_workspace_bytes(ctypes.byref(p))
         p.workspace = tensors.workspace(size)
-        text = ctypes.create_string_buffer(256)
-
-        def launch():
-            if self.library.sdpa_library_forward(ctypes.byref(p), gpu.stream, text, ctypes.c_size_t(256)):
-                raise CudaError(text.value.decode())
-        outputs = Outputs(tensors.address["O"], tensors.address["LSE"], self.line.out_dtype, self.limits)
-        return launch, outputs, (p.workspace, size)
+        return p, size
 
     def capture(self, gpu, launch, launches):
         return gpu.capture(launch, launches)
+
+
+class LoadedBackward(LoadedLine):
+    """A line of the backward pass. prepare() runs its forward pass; a launch computes the gradients."""
+
+    def __init__(self, line, path):
+        super().__init__(line, path)
+        self.library.sdpa_library_backward_workspace_bytes.restype = ctypes.c_size_t
+
+    def prepare(self, gpu, tensors, problem):
+        forward, _ = self.params(tensors, problem)
+        # Other contenders overwrite the shared O and LSE, and their bits differ.
+        forward.O, forward.LSE = tensors.allocate(2 * problem.rows * problem.v_dim), tensors.allocate(4 * problem.rows)
+        self.launcher(gpu, self.library.sdpa_library_forward, forward)()
+        size = self.library.sdpa_library_backward_workspace_bytes(ctypes.byref(forward))
+        d = SdpaBackwardParams(forward=forward, workspace=tensors.workspace(size), d_o=forward.o, d_q=forward.q, d_k=forward.k,
+                               d_v=forward.v, **{name: tensors.gradient(name) for name in ("dO", "dQ", "dK", "dV")})
+        outputs = Outputs(forward.O, forward.LSE, self.line.out_dtype, self.limits)
+        return (self.launcher(gpu, self.library.sdpa_library_backward, d),
+                Gradients(d.dQ, d.dK, d.dV, outputs, self.line.repeats), (d.workspace, size))
 
 
 @contextlib.contextmanager
@@ -497,7 +541,7 @@ def load(contender, gpu, built):
         raise Refused(f"{contender.text} is a line for sm_{arch} {others}, and {gpu.name} is sm_{gpu.arch}")
     if built[contender].trouble:
         raise Refused(f"{contender.text} does not compile: {built[contender].trouble}")
-    return LoadedLine(contender, built[contender].path)
+    return (LoadedBackward if contender.is_backward else LoadedLine)(contender, built[contender].path)
 
 
 # ---- tensors and the check ----
@@ -549,9 +593,27 @@ class Tensors:
         if self.dtype in FACTORS:
             self.address["factor"] = gpu.allocate(4)
             gpu.upload(self.address["factor"], np.array([FACTORS[self.dtype]], np.float32))
+        self.sizes = {"dO": o, "dQ": q, "dK": k, "dV": v}  # elements
+        self.draw, self.seed, self.others = draw, seed, []
         self.address["O"] = gpu.allocate(2 * o)
         self.address["LSE"] = gpu.allocate(4 * max(p.rows for p in problems))
         self.workspace(1 << 20)
+
+    def gradient(self, name):
+        """The address of dO, dQ, dK or dV, which are allocated at their first use. dO is drawn like the inputs."""
+        if name not in self.address:
+            count = self.sizes[name]
+            self.address[name] = self.gpu.allocate(2 * count)
+            if name == "dO":
+                drawn = as_bits(self.draw(np.random.default_rng(self.seed + 1), name, min(count, RANDOM_BLOCK)), self.dtype)
+                self.host[name] = np.resize(drawn, count)
+                self.gpu.upload(self.address[name], self.host[name])
+        return self.address[name]
+
+    def allocate(self, size):
+        """Memory of one contender, until free()."""
+        self.others.append(self.gpu.allocate(size))
+        return self.others[-1]
 
     def workspace(self, size):
         """Allocates a workspace of at least this size, shared by all contenders. Returns its address."""
@@ -560,14 +622,14 @@ class Tensors:
         return next(address for address, bytes_there in self.workspaces if bytes_there >= size)
 
     def rows(self, name, problem, b, h):
-        """One head of Q, K or V in float64."""
-        heads, rows = (problem.Hq, problem.Sq) if name == "Q" else (problem.Hkv, problem.Sk)
-        D = problem.v_dim if name == "V" else problem.D
+        """One head of Q, K, V or dO in float64."""
+        heads, rows = (problem.Hq, problem.Sq) if name in ("Q", "dO") else (problem.Hkv, problem.Sk)
+        D = problem.v_dim if name in ("V", "dO") else problem.D
         at = (b * heads + h) * rows * D
         return as_values(self.host[name][at:at + rows * D], type_of(name, self.dtype)).reshape(rows, D)
 
     def free(self):
-        for address in (*self.address.values(), *dict(self.workspaces)):
+        for address in (*self.address.values(), *dict(self.workspaces), *self.others):
             self.gpu.free(address)
 
 
@@ -633,6 +695,64 @@ class Reference:
         return Check(not sentence, rel_rms, float(error.max()), lse_err, len(self.rows), sentence)
 
 
+class GradientReference:
+    """dQ, dK and dV in float64 for some rows of some heads, given O and LSE of the forward pass."""
+
+    def __init__(self, problem, tensors, O, LSE, seed=0):
+        self.problem, self.tensors, p = problem, tensors, problem
+        self.O, self.LSE = O.reshape(p.B, p.Hq, p.Sq, p.v_dim).astype(np.float64), LSE.reshape(p.B, p.Hq, p.Sq).astype(np.float64)
+        rng = np.random.default_rng(seed)
+        heads = rng.choice(p.B * p.Hkv, min(p.B * p.Hkv, MOST_HEADS // 2), replace=False)
+        self.heads = np.column_stack(np.divmod(np.sort(heads), p.Hkv)).tolist()  # (b, KV head)
+        self.queries, self.keys = (np.unique([0, count - 1, *rng.integers(0, count, MOST_ROWS // 4)]) for count in (p.Sq, p.Sk))
+
+    def pairs(self, b, h, queries, keys):
+        """P and dS for these queries of query head h and these keys."""
+        p, tensors = self.problem, self.tensors
+        kv = h * p.Hkv // p.Hq
+        dO = tensors.rows("dO", p, b, h)[queries]
+        S = tensors.rows("Q", p, b, h)[queries] @ tensors.rows("K", p, b, kv)[keys].T / math.sqrt(p.D)
+        begin, end = (bound[queries][:, None] for bound in p.bounds())
+        at = np.arange(p.Sk)[keys]
+        P = np.where((at >= begin) & (at < end), np.exp(S - self.LSE[b, h, queries][:, None]), 0)
+        delta = (dO * self.O[b, h, queries]).sum(1, keepdims=True)
+        return P, P * (dO @ tensors.rows("V", p, b, kv)[keys].T - delta)
+
+    def rows(self):
+        """Yields (name, b, head, rows, the gradient of these rows)."""
+        p, tensors, everything = self.problem, self.tensors, slice(None)
+        group = p.Hq // p.Hkv
+        for b, kv in self.heads:
+            dK, dV = np.zeros((len(self.keys), p.D)), np.zeros((len(self.keys), p.v_dim))
+            for h in range(kv * group, (kv + 1) * group):
+                _, dS = self.pairs(b, h, self.queries, everything)
+                yield "dQ", b, h, self.queries, dS @ tensors.rows("K", p, b, kv) / math.sqrt(p.D)
+                P, dS = self.pairs(b, h, everything, self.keys)
+                dV += P.T @ tensors.rows("dO", p, b, h)
+                dK += dS.T @ tensors.rows("Q", p, b, h) / math.sqrt(p.D)
+            yield "dK", b, kv, self.keys, dK
+            yield "dV", b, kv, self.keys, dV
+
+    def check(self, gradients, limits):
+        """Checks that all of the gradients were written, and compares some rows. Their errors may be twice those of O."""
+        p, (limit, largest, _) = self.problem, limits
+        shapes = (p.B, p.Hq, p.Sq, p.D), (p.B, p.Hkv, p.Sk, p.D), (p.B, p.Hkv, p.Sk, p.v_dim)
+        got = {name: x.reshape(shape) for name, x, shape in zip(("dQ", "dK", "dV"), gradients, shapes)}
+        for name, x in got.items():
+            if (bad := np.isnan(x)).any():
+                return Check(sentence=f"{name}{tuple(map(int, np.argwhere(bad)[0]))} is NaN or was never written")
+        rel_rms = max_abs = rows = 0
+        for name, b, h, at, want in self.rows():
+            error = np.abs(got[name][b, h, at].astype(np.float64) - want)
+            rms = math.sqrt((error ** 2).mean()) / max(math.sqrt((want ** 2).mean()), 1e-30)
+            rel_rms, max_abs, rows = max(rel_rms, rms), max(max_abs, float(error.max())), rows + len(at)
+            if not (rms <= 2 * limit and error.max() <= 2 * largest * max(1.0, np.abs(want).max())):
+                worst = np.unravel_index(error.argmax(), error.shape)
+                return Check(False, rms, float(error.max()), math.nan, rows, f"{name}({b},{h},{at[worst[0]]},{worst[1]}) is "
+                             f"{float(got[name][b, h, at][worst]):.6g} but should be {want[worst]:.6g}; rel_rms {rms:.3g}, max_abs_err {error.max():.3g}")
+        return Check(True, rel_rms, max_abs, math.nan, rows)
+
+
 # ---- contenders of a problem, checked and captured ----
 
 LAUNCHES = 20  # launches per graph, as in the executables; more for short kernels, so that a replay takes REPLAY_US
@@ -653,15 +773,28 @@ class Bench:
                 self.skipped[key] = str(error)
 
     def run(self, kernel, problem):
-        """Launches a kernel once. Returns the check, (O, LSE), the Outputs, the launch function, and the workspace."""
+        """Launches a kernel once. Returns the check, its results, the Outputs or Gradients, the launch function, and the
+        workspace."""
         if problem not in self.references:
             self.references[problem] = Reference(problem, self.tensors)
         launch, outputs, workspace = kernel.prepare(self.gpu, self.tensors, problem)
         self.gpu.fill(workspace[0], 0, workspace[1])
-        self.poison(problem)
+        self.poison(problem, outputs)
         launch()
-        O, LSE = self.read(problem, outputs)
-        return self.references[problem].check(O, LSE, outputs.limits), (O, LSE), outputs, launch, workspace
+        results = self.read(problem, outputs)
+        return self.check(problem, outputs, results), results, outputs, launch, workspace
+
+    def check(self, problem, outputs, results):
+        """The check of results. Gradients are compared only if the forward pass is right."""
+        reference = self.references[problem]
+        if isinstance(outputs, Outputs):
+            return reference.check(*results, outputs.limits)
+        forward = outputs.forward
+        O, LSE = self.read(problem, forward)
+        check = reference.check(O, LSE, forward.limits)
+        if not check.passed:
+            return check._replace(sentence=f"the forward pass: {check.sentence}")
+        return GradientReference(problem, self.tensors, O, LSE).check(results, forward.limits)._replace(lse_err=check.lse_err)
 
     def add(self, key, kernel, problem):
         """Adds a contender. Returns its check."""
@@ -694,24 +827,32 @@ class Bench:
         return {key: graph for key, graph in self.graphs.items()
                 if self.checks[key].passed or isinstance(self.kernels[key], LoadedTorch)}
 
-    def poison(self, problem):
-        self.gpu.fill(self.tensors.address["O"], 0xff, 2 * problem.rows * problem.v_dim)
-        self.gpu.fill(self.tensors.address["LSE"], 0xff, 4 * problem.rows)
+    def poison(self, problem, outputs):
+        own = [array for array in outputs.arrays(problem) if array]
+        shared = (self.tensors.address["O"], problem.rows * problem.v_dim, np.float16), (
+            self.tensors.address["LSE"], problem.rows, np.float32)
+        for address, count, kind in own if isinstance(outputs, Gradients) else shared:
+            self.gpu.fill(address, 0xff, count * np.dtype(kind).itemsize)
 
     def read(self, problem, outputs):
-        """Waits and returns (O, LSE or None)."""
+        """Waits and returns (O, LSE or None), or (dQ, dK, dV)."""
         self.gpu.synchronize()
-        LSE = self.gpu.download(outputs.LSE, problem.rows, np.float32) if outputs.LSE else None
-        return self.gpu.download(outputs.O, problem.rows * problem.v_dim, TYPES[outputs.dtype]), LSE
+        return tuple(array and self.gpu.download(*array) for array in outputs.arrays(problem))
 
     def changed_bits(self, key):
         """True if another replay of a line gives a result that differs from the checked one."""
         if isinstance(self.kernels[key], LoadedTorch):
             return False
-        self.poison(self.problems[key])
+        problem, outputs = self.problems[key], self.outputs[key]
+        self.poison(problem, outputs)
         self.gpu.replay(self.graphs[key], 1)
-        now = self.read(self.problems[key], self.outputs[key])
-        return any(a.tobytes() != b.tobytes() for a, b in zip(now, self.results[key]))
+        now = self.read(problem, outputs)
+        first = 0
+        if isinstance(outputs, Gradients) and not outputs.repeats:  # dQ
+            first = 1
+            if not self.check(problem, outputs, now).passed:
+                return True
+        return any(a.tobytes() != b.tobytes() for a, b in zip(now[first:], self.results[key][first:]))
 
     def close(self):
         self.gpu.synchronize()
@@ -918,7 +1059,9 @@ def row_columns():
 def result_row(bench, key, facts, series):
     """A contender's row for its problem, in the format of the executables; without a time if there is no series."""
     gpu, p, line = bench.gpu, bench.problems[key], bench.kernels[key].line
-    row = dict(p.columns(), config=line.label, family=line.family, status="ok", seed=0, sm=gpu.arch.strip("a"),
+    is_backward = isinstance(line, Line) and line.is_backward
+    row = dict(p.columns(), **{"pass": "backward" if is_backward else "forward"}, config=line.label, family=line.family,
+               status="ok", seed=0, sm=gpu.arch.strip("a"),
                **measured_on(gpu))
     if key in bench.skipped:
         return dict(row, status="skipped", note=bench.skipped[key])
@@ -933,7 +1076,7 @@ def result_row(bench, key, facts, series):
     if series and key in series.graphs:
         us, (low, high) = series.us(key), series.interval(key)
         row.update(graph_us=f"{us:.3f}", graph_lo_us=f"{low:.3f}", graph_hi_us=f"{high:.3f}",
-                   tflops=f"{p.flops() / us * 1e-6:.2f}", clock_mhz=f"{series.clock(key):.0f}")
+                   tflops=f"{p.flops(is_backward) / us * 1e-6:.2f}", clock_mhz=f"{series.clock(key):.0f}")
     return row
 
 

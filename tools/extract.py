@@ -4,10 +4,10 @@ Prints the kernel of a line of configs.txt as a self-contained file without knob
   KNOB=VALUE        overrides a knob of the line, as in BLOCK_N=32 or SCORE_MOD='s - x0[h] * real(q - k)'
   --namespace WORD  the namespace of its functions (default: the line's name)
   --main            adds a program that checks a problem with a naive kernel and times it
-Removes the sections of sdpa.cu for other families and knobs, evaluates all conditions on knobs, and removes what
-sdpa_forward(), sdpa_workspace_bytes() and sdpa_scratch_bytes() do not reach, with its comments. A line without USE_TUNED
-has a single build, so its template parameter is removed, definitions are moved before their uses, and small functions
-with a single call are inlined. clang-format formats the result, if it is installed.
+Evaluates all conditions on knobs and removes the code that sdpa_forward() and the other public functions do not reach.
+Comments lose what they say about absent code. A line without USE_TUNED has one build: its template parameter is removed,
+definitions are moved before their uses, and small functions with one call are inlined. clang-format formats the result
+if it is installed.
 environment: SDPA_CONFIGS, CXX
 """
 import itertools
@@ -21,10 +21,12 @@ import cli
 import concrete
 import minimal
 from cli import Refused, say
+from comments import Comments, Setting
 
-# The words for options in comments.
+# Words of comments about an option. They are removed if the option is off.
 OPTIONS = {"USE_SINKS": "sinks?", "USE_PAGES": "[Pp]ages?", "USE_BIAS": "(?<!exponent )bias",
            "USE_SOFTCAP": "[Ss]oftcap|hook_scale|Caps"}
+OF_8_BITS = "8-bit|descale"
 SIZES = {"HEAD_DIM", "BLOCK_M", "BLOCK_N", "NUM_WARPS", "STAGES", "VEC_WIDTH"}
 
 
@@ -35,7 +37,7 @@ def type_of(knob):
 
 
 def as_code(knob, number):
-    """A knob's value in C++, with its name as a comment."""
+    """The value of a knob as C++ code, followed by a comment with the word that it stands for."""
     if type_of(knob) == "bool":
         return ("false;", "true;")[number]
     words = knob.values.split()
@@ -53,8 +55,8 @@ int main() { print<-1>(), print_from<Defines::use_tuned ? next_tile(0) : -1>(); 
 
 
 def rows_of(tree, name, knobs, words):
-    """{row: {knob: number}} of the builds of a line, evaluated by the host compiler. Row -1 is the build with the line's own
-    knobs."""
+    """{row: {knob: number}} of the builds of a line, computed by the host compiler. Row -1 is the build with the knobs as
+    typed; the others are rows of the table of tiles."""
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/rows"
         done = builds.run([builds.CXX, "-std=c++17", "-w", *builds.definitions(words), "-x", "c++", "-", "-o", program],
@@ -66,8 +68,8 @@ def rows_of(tree, name, knobs, words):
 
 
 def holds(condition, knobs, rows):
-    """Evaluates a section's condition for a build: alternatives separated by commas, joined by " and ". SPLIT_KV > 1 is
-    always true, since kernels test it where they use the section's functions."""
+    """Evaluates the condition of a section: alternatives separated by commas, joined by " and ". SPLIT_KV > 1 is always
+    true; the section's functions are removed later if no kernel calls them."""
     def one_of(word, row):
         name, _, rest = word.partition(" ")
         if name not in knobs:
@@ -80,7 +82,7 @@ def holds(condition, knobs, rows):
 
 
 def numbers(text, knobs, rows):
-    """The knobs of the line as constants. With a table of tiles, some depend on its row."""
+    """Declarations of the line's knobs as constants. With a table of tiles, some are functions of its row."""
     typed, tiles = rows[-1], [rows[row] for row in rows if row >= 0]
     found = {name: {tile[name] for tile in tiles} or {typed[name]} for name in knobs}
     of_row = [name for name in found if len(found[name]) > 1 or
@@ -102,7 +104,7 @@ def numbers(text, knobs, rows):
 
 
 def instructions(source):
-    """The names that the CPU backend replaces."""
+    """The names of the functions and types that the CPU backend replaces."""
     return {name for part in re.findall(r"^#(?:if|else)[^\n]*\n((?:(?!^#if).)*?)^#endif  // SDPA_SIMT$", source,
                                         re.MULTILINE | re.DOTALL)
             for name in re.findall(r"\w+(?=(?:<\w+>)?\()|(?<=using )\w+(?= =)|(?<=constexpr int )\w+",
@@ -133,8 +135,8 @@ def with_mods(source, mods):
 
 
 def without_expressions(text):
-    """Replaces the namespace of the expressions by a function that uses everything that it needs. Returns the text and the
-    namespace, which is inserted unchanged later."""
+    """Replaces the namespace of the expressions by a function that uses the same names, so that they stay reachable. Returns
+    the text and the namespace, which is inserted unchanged at the end."""
     block = EXPRESSIONS.search(text)
     if not block:
         return text, ""
@@ -144,7 +146,7 @@ def without_expressions(text):
 
 
 def sections(source, knobs, rows, namespace):
-    """The marked region of sdpa.cu, without unused sections and with the line's constants."""
+    """The marked region of sdpa.cu without the sections of other lines, with the knobs as constants."""
     chosen = [rows[row] for row in rows if row >= 0] or [rows[-1]]
     text = source.split("// ==== COPY FROM HERE")[1].split("// ==== COPY TO HERE")[0].split("\n", 1)[1]
     text = re.sub(r"#if(?:def SDPA_SIMT\n.*?#else|ndef SDPA_SIMT)\n(.*?)#endif  // SDPA_SIMT\n", r"\1", text,
@@ -167,13 +169,34 @@ def sections(source, knobs, rows, namespace):
     return "\n".join(out[:at] + numbers("\n".join(out), knobs, rows) + out[at:])
 
 
+def setting(knob, values):
+    """The member of a knob, its value as text if all builds have the same, and whether that is not the default."""
+    words = knob.values.split()
+    value = str(*values) if len(values) == 1 else None
+    if value and words[0].isalpha():
+        value = words[int(value)]
+    return Setting(knob.member, value, value != knob.default)
+
+
+def has_stages(row):
+    """True if a build may have several stages: its copies are asynchronous."""
+    return any(row[knob] for knob in ("USE_CP_ASYNC", "USE_WGMMA", "USE_WARP_SPECIALIZATION"))
+
+
+def parted(text):
+    """The includes, and the rest."""
+    return re.split(r"(?=^// Unrolls the following loop)", text, maxsplit=1, flags=re.MULTILINE)
+
+
 def extract(name, namespace="", given=(), is_program=False):
-    """The text of the file. given: knobs that override those of the line. is_program: adds main()."""
+    """The text of an extract. given: knobs that override those of the line. is_program: adds main()."""
     tree = builds.Tree()
     lines, trouble = tree.read_configs()
     if name not in lines and trouble:
         raise Refused(trouble)
     line, source, knobs = builds.config_line(tree, name, name), tree.read("sdpa.cu"), tree.knob_rows()
+    if builds.is_backward(line):
+        raise Refused(f"{name}: a line of the backward pass, which it cannot extract; include sdpa_backward.cu")
     if "expect=FAIL" in line.words:
         say(f"extract: {name} is marked expect=FAIL: its results are wrong on purpose")
     for knob in [word.split("=")[0] for word in given]:
@@ -186,7 +209,8 @@ def extract(name, namespace="", given=(), is_program=False):
     typed = [word for word in line.words if word.split("=")[0] not in [one.split("=")[0] for one in given]] + [*given]
     mods = {knob: next((word[len(knob) + 1:] for word in reversed(typed) if word.startswith(f"{knob}=")), "NONE")
             for knob in builds.EXPRESSIONS}
-    rows, sizes, space = rows_of(tree, name, knobs, typed), {knobs[knob].member for knob in SIZES}, namespace or name
+    rows, space = rows_of(tree, name, knobs, typed), namespace or name
+    sizes = {knobs[knob].member for knob in SIZES - set(() if has_stages(rows[-1]) else ["STAGES"])}
     builds_of = [rows[row] for row in rows if row >= 0] or [rows[-1]]
     own = sections(with_mods(source, mods), knobs, rows, space)
     own, expressions = without_expressions(own)
@@ -200,23 +224,21 @@ def extract(name, namespace="", given=(), is_program=False):
         number = itertools.count()
         text = re.sub(r"^    tile\(.*\n", lambda m: m[0] * (next(number) in rows), text, flags=re.MULTILINE)
         text = concrete.shortest(text, instructions(source) | NAMED_BY_EXPRESSIONS, sizes)
-        head, tail = re.split(r"(?=^// Unrolls the following loop)", text, maxsplit=1, flags=re.MULTILINE)
-        text = "\n".join([head + "#pragma nv_diag_suppress 177  // functions that this program does not call", "",
-                          f"namespace {space} {{", "", "\n".join(concrete.chapters(tail)),
-                          f"}}  // namespace {space}", "", "#pragma nv_diag_default 177", ""])
+        if "SDPA_WGMMA_SHAPES" in text:
+            text = concrete.wgmma_shapes(text, builds_of)
+        head, tail = parted(text)
+        body = "\n".join(concrete.chapters(tail))
     else:
         if "wgmma_ss" in text:  # with a table of tiles, the code for all shapes is shorter
             text = concrete.wgmma(text, builds_of)
-        head, tail = re.split(r"(?=^// Unrolls the following loop)", text, maxsplit=1, flags=re.MULTILINE)
-        text = "\n".join([head + "#pragma nv_diag_suppress 177  // functions that this program does not call", "",
-                          f"namespace {space} {{", "", concrete.concrete(tail, instructions(source) | NAMED_BY_EXPRESSIONS),
-                          f"}}  // namespace {space}", "", "#pragma nv_diag_default 177", ""])
+        head, tail = parted(text)
+        body = concrete.concrete(tail, instructions(source) | NAMED_BY_EXPRESSIONS)
+    text = f"{head}\nnamespace {space} {{\n\n{body}\n}}  // namespace {space}\n"
     if expressions:
         text = re.sub(r"^.*\bvoid expression\((?:.*\n)*?.*}\n", lambda _: expressions, text, flags=re.MULTILINE)
-    absent = {name for name in {*knobs} - SIZES if not any(row[name] for row in builds_of) or all(
-        row[name] == 1 for row in builds_of) and type_of(knobs[name]) == "int" and name not in re.sub("//.*", "", text)}
-    absent |= {OPTIONS[name] for name in absent & {*OPTIONS}}
-    text = concrete.without_words_about(text, absent | ({"KernelOf"} if not rows[-1]["USE_TUNED"] else set()))
+    text = Comments(text, source, {name: setting(knob, {row[name] for row in builds_of}) for name, knob in knobs.items()},
+                    [words for name, words in OPTIONS.items() if not any(row[name] for row in builds_of)] +
+                    [OF_8_BITS] * (not any(row["DTYPE"] > 1 or row["KV_DTYPE"] for row in builds_of))).cleaned(text)
     arch = builds.Line(tree, name).knob("arch", "80")
     code = "compute" if is_program and arch.isdigit() else "sm"
     return formatted("\n".join([
@@ -231,7 +253,7 @@ def extract(name, namespace="", given=(), is_program=False):
 
 
 def program(space, row):
-    """The program of --main: extract_main.cu for a build with these knobs."""
+    """The program that --main adds: extract_main.cu with the types and sizes of a build."""
     is_8bit, is_u8, mixes_types = row["DTYPE"] >= 2, row["DTYPE"] == 3, row["KV_DTYPE"] > 0  # one row of Q has as many bytes as two of K
     D, Dv = row["HEAD_DIM"], row["HEAD_DIM_V"] or row["HEAD_DIM"]
     words = {"SPACE": space, "D_QK": D, "DV": Dv, "MOST": max(D, Dv) * (1 + mixes_types),
@@ -251,13 +273,13 @@ PackConstructorInitializers: BinPack
 
 
 def in_a_line(match):
-    """Joins a struct to one line, with its first comment at the end, if it fits."""
+    """Joins the members of a struct in one line if they fit. The comment moves to the end."""
     line = " ".join([match[1], *map(str.strip, match[3].split("\n")[:-1]), match[4] + (match[2] or "")])
     return line if len(line) <= minimal.WIDTH else match[0]
 
 
 def formatted(text):
-    """Formats the text with clang-format, in the style of the repository but more compact; unformatted without clang-format."""
+    """The text formatted by clang-format, more compact than sdpa.cu. Without clang-format, the text is not formatted."""
     try:
         import clang_format
     except ModuleNotFoundError:

@@ -1,4 +1,5 @@
-"""Inlines function calls in source text. Used by tools/concrete.py."""
+"""Inlines function calls in source text: small expressions, and bodies of functions with one call. Used by
+tools/concrete.py."""
 import collections
 import itertools
 import re

@@ -34,6 +34,8 @@ KIND, SIZES = COLUMNS[:4], COLUMNS[5:10]  # columns that must match the search, 
 
 def trouble(line, arch):
     """The reason why the tile loop cannot be timed on a GPU; "" if it can."""
+    if line.is_backward:
+        return "a line of the backward pass, which has two loops over tiles"
     if lacks := WALKS - {*line.effective_knobs()}:
         return f"its CTAs split the keys, pack heads or choose the tile; append {' '.join(sorted(lacks))}"
     return refusal(line) if line.runs_on(arch) else f"it is a line for sm_{line.knob('arch')}, and the GPU is sm_{arch}"

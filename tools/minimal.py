@@ -1,7 +1,7 @@
-"""Evaluates constant conditions in C++ source and removes dead branches and unreachable declarations.
+"""Evaluates constant conditions in C++ source, and removes dead branches and unreachable declarations.
 
-Uses the syntax tree of tree-sitter. A declaration is reachable if reachable code uses its name, in any scope. Order and
-layout are preserved. Used by tools/extract.py.
+A declaration is reachable if reachable code contains its name, in any scope. The order and the layout of the source are
+preserved. tree-sitter parses the source. Used by tools/extract.py.
 """
 import collections
 import functools
@@ -13,7 +13,8 @@ import textwrap
 import tree_sitter
 import tree_sitter_cpp
 
-ROOTS = {"sdpa_forward", "sdpa_workspace_bytes", "sdpa_scratch_bytes", "SdpaParams", "SdpaStatus", "ok"}
+CALLS = {"sdpa_forward", "sdpa_workspace_bytes", "sdpa_scratch_bytes", "sdpa_map_bias", "sdpa_bias_map_bytes"}
+ROOTS = {*CALLS, "SdpaParams", "SdpaStatus", "ok"}
 ELEMENTS = {"__half", "__nv_bfloat16", "__nv_fp8_e4m3"}
 HEADERS = {"cuda.h": r"\bCU[a-z_]", "cuda_bf16.h": "__nv_bf", "cuda_fp8.h": "__nv_fp8", "cuda_fp16.h": "__half",
            "mma.h": "nvcuda", "string_view": "std::string_view", "type_traits": "std::(conditional|common_type)"}
@@ -286,6 +287,10 @@ class Folding:
             value = self.value(field("condition"))
             if value is not None:
                 return self.emit(field("consequence" if value else "alternative"))
+        if kind == "binary_expression" and not descendants(node, "call_expression"):
+            is_zero = type(self.value(node)) is int and self.value(node) == 0
+            if is_zero or self.source(field("operator")) == "*" and "0" in [self.emit(field(side)) for side in ("left", "right")]:
+                return "0"
         if kind == "binary_expression" and self.source(field("operator")) in NEUTRAL:
             sides = field("left"), field("right")
             for side, other, neutral in zip(sides, sides[::-1], NEUTRAL[self.source(field("operator"))]):
@@ -315,13 +320,20 @@ class Folding:
             for side, other in (("left", "right"), ("right", "left")):
                 if self.does_nothing(field(side)):
                     return self.emit(field(other))
-        if kind == "for_statement" and re.fullmatch(rf"{{?\s*{GONE}\s*}}?", self.emit(field("body"))):
+        if kind == "for_statement" and (re.fullmatch(rf"{{?\s*{GONE}\s*}}?", self.emit(field("body"))) or self.runs_never(node)):
             return GONE
         if kind == "if_statement":
             return self.emit_if(node)
         if kind == "preproc_function_def" and "std::is_same_v<E," in self.source(node):
             return self.emit_macro(node)
         return self.emit_children(node)
+
+    def runs_never(self, node):
+        """True if a loop counts from 0 to 0."""
+        condition = node.child_by_field_name("condition")
+        counter = re.match(r"for \(int (\w+) = 0; \1 < ", self.source(node))
+        return bool(counter) and condition.type == "binary_expression" and (
+            repr(self.value(condition.child_by_field_name("right"))) == "0")
 
     def expand(self, node):
         """The type of an alias, if it uses none of its parameters or passes all of them on; else None."""
@@ -339,8 +351,7 @@ class Folding:
         """True if a declaration declares an unused local variable whose initializer has no call."""
         names = [name_of(one) for one in node.children_by_field_name("declarator")]
         function = enclosing(node, "function_definition")
-        return len(names) == 1 and function is not None and not descendants(node, "call_expression") and (
-            {b"const", b"constexpr"} & {one.text for one in node.children} or self.source(node).endswith("{};")) and (
+        return len(names) == 1 and function is not None and not descendants(node, "call_expression", "argument_list") and (
             len(re.findall(rf"\b{names[0]}\b", self.source(function))) == 1)
 
     def emit_macro(self, node):
@@ -377,7 +388,9 @@ class Folding:
         """The text of an if statement after evaluation. first: the start of a chain of evaluated ones."""
         first, chosen = first or node, self.chosen(node)
         if self.value(node.child_by_field_name("condition")) is None:
-            does = self.emit(node.child_by_field_name("consequence")) != GONE or node.child_by_field_name("alternative")
+            is_empty = re.fullmatch(rf"{{?[\s{GONE}]*}}?", self.emit(node.child_by_field_name("consequence")))
+            does = not is_empty or node.child_by_field_name("alternative") or (
+                self.acts(node.child_by_field_name("condition")) and is_empty[0] != GONE)
             return re.sub(rf"\s*else\s*{GONE}$", "", self.emit_children(node)) if does else GONE
         if chosen is None:
             return GONE

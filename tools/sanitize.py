@@ -183,7 +183,7 @@ def unmet(expected, runs):
 def main():
     options = cli.parse_options(__doc__, 1)
     regex, = options.words or [f"^({'|'.join(KINDS.split())})$"]
-    lines, expected = builds.lines_named(regex, "REGEX", with_backward=True), () if options.strict else EXPECTED
+    lines, expected = builds.lines_named(regex, "REGEX"), () if options.strict else EXPECTED
     has_bad_lines = builds.has_bad_lines()
     engine.need_gpu("; run it on a machine with one", "runs kernels")
     sanitizer = builds.nvcc("compute-sanitizer")

@@ -26,8 +26,8 @@ def knobs_of(line):
 @functools.lru_cache(None)
 def identity(line):
     """The knobs that differ from their defaults, as text."""
-    defaults = line.tree.knobs()
-    return shlex.join(f"{knob}={value}" for knob, value in knobs_of(line).items() if defaults[knob] != value)
+    rows = line.knob_rows()
+    return shlex.join(f"{knob}={value}" for knob, value in knobs_of(line).items() if rows[knob].default != value)
 
 
 def chooses(line):
@@ -46,9 +46,9 @@ def parse_line(tree, text):
     return Line(tree, name, tuple(changes))
 
 
-def family_lines(tree, family):
+def family_lines(tree, family, is_backward=False):
     """The lines of a family, without negative controls and lines with other features."""
-    lines = [Line(tree, name) for name, line in tree.config_lines().items()
+    lines = [Line(tree, name) for name, line in tree.read_configs()[0].items() if builds.is_backward(line) == is_backward
              if "expect=FAIL" not in line.words and not any(word.startswith(builds.EXPRESSIONS) for word in line.knobs)]
     return [line for line in lines if line.family == family]
 
@@ -90,13 +90,14 @@ class Space:
 
     def __init__(self, base, fixed, vary_fixed_alone=False):
         self.tree, self.base, self.fixed, self.values = base.tree, base, fixed, {}
-        lines, configs = family_lines(base.tree, base.family), base.tree.config_lines()
+        lines = family_lines(base.tree, base.family, base.is_backward)
+        configs = {name: line for name, line in base.tree.read_configs()[0].items() if builds.is_backward(line) == base.is_backward}
         wrong = {word for one in configs.values() if "expect=FAIL" in one.words for word in one.knobs
                  if word not in configs[one.base].knobs}
-        for knob, (default, _, legal) in base.tree.knob_rows().items():
+        for knob, (default, _, legal) in base.knob_rows().items():
             if knob in fixed:
                 self.values[knob] = fixed[knob]
-            elif knob not in (*PROBLEMS_OWN, *builds.EXPRESSIONS, "USE_TUNED", *builds.FAMILIES.values()) and not vary_fixed_alone:
+            elif knob not in (*PROBLEMS_OWN, *builds.EXPRESSIONS, "BACKWARD", "USE_TUNED", *builds.FAMILIES.values()) and not vary_fixed_alone:
                 typed, own = {knobs_of(line)[knob] for line in lines}, knobs_of(base)[knob]
                 values = [value for value in spread(knob, legal, {*typed, own})
                           if value == own or f"{knob}={value}" not in wrong]
@@ -118,7 +119,7 @@ class Space:
         own = {knob: knobs_of(self.base)[knob] for knob in (*PROBLEMS_OWN, *builds.EXPRESSIONS)}
         own |= {"HEAD_DIM": str(problem.D), "DTYPE": of_q, "KV_DTYPE": of_kv or "AUTO"}
         lines, found = [], {}
-        for line in [self.base, *family_lines(self.tree, self.base.family)]:
+        for line in [self.base, *family_lines(self.tree, self.base.family, self.base.is_backward)]:
             fixed = {knob: values[0] for knob, values in self.fixed.items() if knobs_of(line)[knob] not in values}
             lines.append(self.line({**own, **fixed}, line))
             if not refusal(lines[-1]):

@@ -160,9 +160,9 @@ def measure_rungs(options):
 def removals(line):
     """For each knob that the line sets: (KNOB=DEFAULT, the changes that reset it or None, the reason why it cannot be
     reset alone). Tries to reset it together with the knobs that the reason suggests, then with one or two others."""
-    defaults = line.tree.knobs()
+    defaults = {name: knob.default for name, knob in line.knob_rows().items()}
     back = [f"{knob}={defaults[knob]}" for knob, value in (word.split("=", 1) for word in line.words)
-            if knob in defaults and knob not in PROBLEMS_OWN and defaults[knob] != value]
+            if knob in defaults and knob not in (*PROBLEMS_OWN, "BACKWARD") and defaults[knob] != value]
     for knob in back:
         def refusal(along=()):
             return line.tree.refusal(builds.changed(line.words, [knob, *along]))

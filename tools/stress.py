@@ -49,7 +49,7 @@ def repeat(bench, kernel, problem, first, repeats, max_ctas=0):
     kernel.max_ctas = max_ctas
     launch, outputs, _ = kernel.prepare(bench.gpu, bench.tensors, problem)
     for number in range(1, repeats + 1):
-        bench.poison(problem)
+        bench.poison(problem, outputs)
         launch()
         if sentence := difference(first, bench.read(problem, outputs), problem):
             return f"run {number} {sentence}"
@@ -141,9 +141,10 @@ def main():
     options = cli.parse_options(__doc__, cli.MOST)
     has_bad_lines = not options.words and builds.has_bad_lines()
     lines = builds.parse_contenders(options.words) or [
-        line for line in builds.lines_named("") if line.knob("USE_WGMMA") == "1" or line.knob("SPLIT_CTAS") == "0"]
-    if any(type(line) is not builds.Line for line in lines):
-        raise Refused("it runs lines of configs.txt")
+        line for line in builds.lines_named("")
+        if not line.is_backward and (line.knob("USE_WGMMA") == "1" or line.knob("SPLIT_CTAS") == "0")]
+    if any(type(line) is not builds.Line or line.is_backward for line in lines):
+        raise Refused("it runs lines of the forward pass of configs.txt")
     if not lines:
         raise Refused("no line of configs.txt has USE_WGMMA=1 or SPLIT_CTAS=0; name the lines")
     gpu = engine.need_gpu("; run it on a machine with one", "runs kernels side by side")

@@ -90,7 +90,7 @@ def parse_fixed(options, line):
         values = text.split(",")
         for value in values:
             builds.change_line(line, f"{knob}={value}")
-            sentence = line.tree.refusal([f"{knob}={value}"])
+            sentence = line.tree.refusal([f"{knob}={value}", *["BACKWARD=1"] * line.is_backward])
             if sentence.startswith(f"{knob}: not a legal value"):
                 raise Refused(f"--fix {knob}={value}: {sentence}")
         if fixed.setdefault(knob, values) != values:
@@ -446,7 +446,7 @@ def times(trial):
 def paste(line):
     """The candidate as a line of configs.txt, based on the most similar line."""
     own, changes = knobs_of(line), {}
-    for base in family_lines(line.tree, line.family):
+    for base in family_lines(line.tree, line.family, line.is_backward):
         if base.knob("arch") == line.knob("arch"):
             changes[base.name] = [f"{knob}={own[knob]}" for knob, value in knobs_of(base).items() if own[knob] != value]
     name = min(changes, key=lambda name: len(changes[name]))
@@ -480,6 +480,8 @@ def run_search(options, gpu, more=()):
     def restart(record):
         log.add(optuna.trial.create_trial(state=TrialState.FAIL, user_attrs=record))
         os.execv(sys.executable, [sys.executable, os.path.dirname(__file__), *sys.argv])
+    if not gpu and line.is_backward:
+        raise Refused(f"{line.name}: --dry-run has no cost model of the backward pass")
     judge = GpuJudge(gpu, problems, restart) if gpu else ModelJudge(problems, line.family)
     judge.resume(log.study, space)
     study = optuna.create_study(sampler=Mutations(space, [options.seed, len(log.study.trials)]))

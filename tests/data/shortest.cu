@@ -19,6 +19,7 @@ struct View {
     for (int i = 0; i < ROWS; i++) x[i] = 0;
     Pair& both = pair;
     both.low = both.high = 0;
+    use(both);
   }
 };
 struct Derived : View {
@@ -105,6 +106,25 @@ bool halve(int (&x)[2]) {
 int callback(int read, int unread) { return read; }
 __device__ int of_device(int read, int unread) { return read; }
 
+// Loses a constructor and a parameter of the other, a method without effect, and a member that nobody reads.
+struct Copier {
+  int step, unread;
+  explicit Copier(int n) : step(n) { init(); }
+  Copier(int n, int spare) : step(n) { init(); }
+  void start(int at) {}
+  // Copies n from `first` on.
+  int copy(int n, int first) const {
+    while (n > first) n -= step;
+    return n;
+  }
+};
+// Loses the member in the middle, in its list too.
+struct Tile {
+  int q;
+  float spare;
+  int k;
+};
+
 int sign(int n) { return sign_of(n); }
 
 int sdpa_forward(const Args& a, float x, int lane) {
@@ -131,6 +151,11 @@ int sdpa_forward(const Args& a, float x, int lane) {
   for (bool first = true;; first = false, total++) {
     if (total > k) break;
   }
+  Copier copier(k, 2);
+  copier.start(total);
+  Tile tile{k, x, lane};
+  total += copier.copy(k, 0) + copier.copy(lane, 0) + tile.q + tile.k;
+  for (int i = 0; i < 0; i++) total += k;
   if (is_first(lane)) total += finite(x) + of_ptx(x) + pair[0];
   return total + sum_of(y, 7);
 }
@@ -205,6 +230,19 @@ void halve(int (&x)[2]) {
 int callback(int read, int) { return read; }
 __device__ int of_device(int read, int unread) { return read; }
 
+// Loses a constructor and a parameter of the other, a method without effect, and a member that nobody reads.
+struct Copier {
+  int step;
+  Copier(int n) : step(n) { init(); }
+  // Copies n from 0 on.
+  int copy(int n) const {
+    while (n > 0) n -= step;
+    return n;
+  }
+};
+// Loses the member in the middle, in its list too.
+struct Tile { int q; int k; };
+
 int sdpa_forward(const Args& a, float x, int lane) {
   View S;
   Derived D;
@@ -212,6 +250,7 @@ int sdpa_forward(const Args& a, float x, int lane) {
   const float y[4] = {1, 2, 3, 4};
   for (int i = 0; i < 4; i++) S.x[i] = 0;
   View::Pair& both = S.pair;
+  use(both);
   // S = y, scaled.
   for (int i = 0; i < 4; i++) S.x[i] = y[i] * a.scale;
   int total = (a.Sq + a.Sk - 1) / a.Sk, k = doubled(lane) + doubled(total);
@@ -236,6 +275,9 @@ int sdpa_forward(const Args& a, float x, int lane) {
   for (;; total++) {
     if (total > k) break;
   }
+  Copier copier(k);
+  Tile tile{k, lane};
+  total += copier.copy(k) + copier.copy(lane) + tile.q + tile.k;
   if (is_first(lane)) total += (x < 0 ? 0.0f : x) + of_ptx(x) + pair[0];
   return total + sum_of(y);
 }
