@@ -20,6 +20,7 @@
 #include <cstdio>
 #include <functional>
 #include <limits>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -607,10 +608,12 @@ class Comparison {
 // is checked separately. Does not support packed sequences, a bias or factors.
 
 // A row of a gradient, and the variance of its error if all roundings of a kernel are random. A
-// gradient is a weighted sum of rows of a tensor; total is their unweighted sum.
+// gradient is a weighted sum of rows of a tensor; total is their unweighted sum, and rounded is their
+// sum weighted with the rounding errors of the weights.
 struct Gradient {
-  std::vector<double> x, variance, total;
-  explicit Gradient(int width) : x(width, 0.0), variance(width, 0.0), total(width, 0.0) {}
+  std::vector<double> x, variance, total, rounded;
+  explicit Gradient(int width)
+      : x(width, 0.0), variance(width, 0.0), total(width, 0.0), rounded(width, 0.0) {}
 };
 
 class Backward {
@@ -623,6 +626,7 @@ class Backward {
            bool same_heads = false, double logit_error = 0)
       : p_(p),
         dO_(dO),
+        type_(type),
         tanh_error_(tanh_error),
         logit_error_(logit_error),
         copies_(same_heads ? p.Hq / std::max(p.Hkv, 1) : 1),
@@ -662,7 +666,7 @@ class Backward {
       if (hides(place)) continue;
       const size_t j = kv_head * p_.Sk + s.first_key + k;
       const Pair pair = pair_of(i, j, place);
-      for (int d = 0; d < p_.D; d++) add(dQ, d, pair.dS, pair.dS_variance, p_.K[j * p_.D + d]);
+      for (int d = 0; d < p_.D; d++) add(dQ, d, pair.dS, pair.dS_variance, pair.dS_rounding, p_.K[j * p_.D + d]);
     }
     finish(dQ, scale_of(p_), lse_error(rows_[i]));
     return dQ;
@@ -681,9 +685,9 @@ class Backward {
         const size_t i = (q_batch * p_.Hq + h) * p_.Sq + s.first_query + q;
         const Pair pair = pair_of(i, j, place);
         for (int d = 0; d < p_.D; d++)
-          add(dK, d, pair.dS, copies_ * pair.dS_variance, p_.Q[i * p_.D + d]);
+          add(dK, d, pair.dS, copies_ * pair.dS_variance, pair.dS_rounding, p_.Q[i * p_.D + d]);
         for (int d = 0; d < p_.d_v(); d++)
-          add(dV, d, pair.P, copies_ * pair.P_variance, dO_[i * p_.d_v() + d]);
+          add(dV, d, pair.P, copies_ * pair.P_variance, pair.P_rounding, dO_[i * p_.d_v() + d]);
       }
     }
     finish(dK, scale_of(p_), 0);
@@ -720,7 +724,7 @@ class Backward {
     double value, slope, slope_error;
   };
   struct Pair {  // a query and a visible key
-    double P = 0, P_variance = 0, dS = 0, dS_variance = 0;
+    double P = 0, P_variance = 0, P_rounding = 0, dS = 0, dS_variance = 0, dS_rounding = 0;
   };
 
   int group() const { return p_.Hq / p_.Hkv; }
@@ -777,23 +781,33 @@ class Backward {
     Pair pair;
     pair.P = P;
     pair.P_variance = P * P * rounding + tiny_ * tiny_;
+    pair.P_rounding = rounding_error(P);
     pair.dS = dS;
     pair.dS_variance = dS * dS * rounding + tiny_ * tiny_;
+    pair.dS_rounding = rounding_error(dS);
     pair.dS_variance +=
         std::pow(P * slope * of_dp, 2) + std::pow(P * (dP - row.delta) * of_slope, 2);
     pair.dS_variance += std::pow(FLT_MIN * (dP - row.delta) * slope, 2);  // if P is flushed to 0
     return pair;
   }
-  static void add(Gradient& sum, int d, double weight, double variance, double x) {
+  // The error of rounding x to nearest; 0 if the result is no normal number.
+  double rounding_error(double x) const {
+    const double unit = ulp(type_, x);
+    return unit > 0 ? std::nearbyint(x / unit) * unit - x : 0;
+  }
+  static void add(Gradient& sum, int d, double weight, double variance, double rounding, double x) {
     sum.x[d] += weight * x;
     sum.variance[d] += variance * x * x;
     sum.total[d] += x;
+    sum.rounded[d] += rounding * x;
   }
   // `error`: a relative error that all terms have in common. Equal weights have equal rounding
-  // errors, which add up; except for subnormal numbers this is less than the rounding error of the
-  // sum.
+  // errors, which add up: 255 weights of 1/255 in bf16 change the sum by 2^-8. So if the sum of the
+  // rounding errors is larger than that of random ones, it counts. It excludes subnormal numbers,
+  // whose error has the variance tiny_^2.
   void finish(Gradient& sum, double scale, double error) const {
     for (size_t d = 0; d < sum.x.size(); d++) {
+      sum.variance[d] = std::max(sum.variance[d], std::pow(sum.rounded[d], 2));
       sum.variance[d] += std::pow(tiny_ * sum.total[d], 2);
       sum.x[d] *= scale;
       sum.variance[d] *= scale * scale;
@@ -804,6 +818,7 @@ class Backward {
 
   const Problem& p_;
   const float* const dO_;
+  const Type type_;
   double unit_;  // rms of the relative rounding error
   double tiny_;  // rms of the absolute rounding error of subnormal numbers
   double tanh_error_, logit_error_;
@@ -827,6 +842,9 @@ class GradientComparison {
 
   void add(const Row& at, const Gradient& want, const float* got) {
     rows++;
+    size_t hash = 0;
+    for (double x : want.x) hash = hash * 1000003 + std::hash<float>()(float(x));
+    distinct_.insert(hash);
     for (size_t d = 0; d < want.x.size(); d++) {
       const double err = distance(want.x[d], got[d]);
       const double units = err == 0 ? 0 : err / std::sqrt(want.variance[d]);
@@ -856,8 +874,8 @@ class GradientComparison {
       return worst_ +
              format(", %.3g times the error of roundings, tol=%g", largest_, largest_limit);
     }
-    // A higher limit for few rows, whose errors are correlated.
-    const double limit = rms_limit * (1 + 3 / std::sqrt(double(std::max(rows, 1L))));
+    // A higher limit for few rows, whose errors are correlated. Equal rows have equal errors.
+    const double limit = rms_limit * (1 + 3 / std::sqrt(double(std::max<size_t>(distinct_.size(), 1))));
     if (!(rms() <= limit)) {
       return format("%s: rms error is %.3g times that of roundings, tol=%.3g; worst ", name_, rms(),
                     limit) +
@@ -869,6 +887,7 @@ class GradientComparison {
  private:
   const char* const name_;
   double squares_err_ = 0, squares_ref_ = 0, variance_ = 0, largest_ = 0;
+  std::set<size_t> distinct_;  // hashes of the rows
   std::string worst_;
 };
 

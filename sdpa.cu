@@ -31,7 +31,8 @@
 // Terms     item     work item: BLOCK_M query rows of one head and batch
 //           split    the keys of one of SPLIT_KV groups of warps of a CTA; also that group of warps
 //           range    the keys of one CTA, if SPLIT_CTAS CTAs share an item
-//           round    one tile of keys for each split: SPLIT_KV * BLOCK_N keys
+//           K tile   BLOCK_N keys of one split; a stage is a buffer for K and V of one K tile in shared memory
+//           round    one K tile of each split: SPLIT_KV * BLOCK_N keys
 //           partial  m, l and O of a split or a range; the partials of an item are merged
 //           score    an element of Q @ K.T; the score hook turns scores into logits, the arguments of exp
 //           mask     the causal mask, the window and the number of keys; the score hook may hide more keys
@@ -380,7 +381,7 @@ struct SdpaParams {
 // NaN and inf propagate as in the formula. NaN and inf of V at a masked key may reach the row, since 0 * inf is
 // NaN. Rows of K and V past the end of a sequence never affect O.
 // Logits may be any finite float. P @ V is accumulated in fp32 and divided by the row sum of P at the end. A
-// row is correct as long as its row sum, at most 2^16 * Sk, times max|V| is below 3.4e38. With DTYPE=BF16 the
+// row is correct as long as its row sum, at most 2^16 * Sk, times max|V| is below 3.4e38. With DTYPE=BF16, the
 // row sum is at most 2^60 * Sk, so |V| must be below 1e15.
 
 namespace {
@@ -2493,28 +2494,29 @@ template <class B> struct ListOfShownRounds {
   __device__ __forceinline__ ShownRounds<B>& shown() const {
     return *reinterpret_cast<ShownRounds<B>*>(&dynamic_shared<unsigned char>() + list);
   }
-  __device__ uint32_t entry(int round) const { return ld_shared<uint16_t>(&shown().entries[is_whole ? 0 : round]); }
-  __device__ int number_of(uint32_t entry, int round) const { return is_whole ? round : int(entry / 2); }
+  __device__ uint32_t entry(int round) const {
+    const uint32_t listed = ld_shared<uint16_t>(&shown().entries[is_whole ? 0 : round]);
+    return is_whole ? 2 * round + listed : listed;
+  }
 };
 
 // ---- items and their rounds (wgmma) ----
 
+template <class B> constexpr bool may_have_list = lists_from_map<B> || lists_by_cta<B>;
+template <class B>
+using ListOf = std::conditional_t<lists_by_cta<B>, ListOfShownRounds<B>,
+                                  std::conditional_t<lists_from_map<B>, ListOfRounds, Nothing>>;
 // A work item and its rounds; in each round, every split (SPLIT_KV) computes one tile of BLOCK_N keys. The last
 // round is computed first: after the tiles with a causal mask, the row max is large enough for most of the other
 // tiles. A round has up to three indices:
 //   round   among the rounds that the item computes, 0 to rounds - 1; with a list, the position in the list
 //   number  among all rounds of the item; it gives the keys. Without a list, it equals `round`
 //   entry   the element of the list: 2 * number, plus 1 if the bias or the mask may change the scores
-template <class B>
-struct alignas(16) WgmmaItem
-    : Item<B>,
-      std::conditional_t<lists_by_cta<B>, ListOfShownRounds<B>,
-                         std::conditional_t<lists_from_map<B>, ListOfRounds, Nothing>> {
+template <class B> struct alignas(16) WgmmaItem : Item<B>, ListOf<B> {
   int h_kv, first_key, rounds;  // zero rounds: there are no more items
 };
 template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem<B>& item, int round, int split) {
-  if constexpr (lists_from_map<B>) round = int(item.entry(round) / 2);  // now the number
-  if constexpr (lists_by_cta<B>) round = item.number_of(item.entry(round), round);  // now the number
+  if constexpr (may_have_list<B>) round = int(item.entry(round) / 2);  // now the number
   return item.first_key + (round * B::split_kv + split) * B::block_n;
 }
 template <class B> __device__ __forceinline__ bool has_list(const KernelArgs& a, const WgmmaItem<B>& item) {
@@ -2984,11 +2986,18 @@ template <class B> struct BiasOfWarp<B, true> {
   }
 };
 
-// ---- 5c lists of rounds (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
+// ---- 5c lists of rounds (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD, USE_KEY_MASK) ----
 
-// The position of a warpgroup in the item's list of rounds. Without a list, all rounds are computed.
-template <class B, bool = lists_from_map<B>> struct RoundWalk {
-  __device__ void start(const WgmmaItem<B>&, int) {}
+// USE_KEY_MASK: the visible keys of the split's tile at key k0, whose round hides a key. `place`: index of
+// its round among the listed rounds with a hidden key. Reads the stored bits, if there are any, otherwise the
+// key mask.
+template <class B>
+__device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, const ShownRounds<B>& list, int place, int k0);
+
+// The position of a warpgroup in the item's list of rounds, from the last round to the first. Rows: WgmmaRows. Without
+// lists, all rounds are computed.
+template <class B, bool = may_have_list<B>> struct RoundWalk {
+  template <class Rows> __device__ void start(const Rows&, const WgmmaItem<B>&, int) {}
   // False if the list says that the bias, MASK_MOD and the key mask leave this tile, or the next one, unchanged.
   __device__ bool is_marked() const { return true; }
   __device__ bool next_is_marked() const { return true; }
@@ -2996,13 +3005,18 @@ template <class B, bool = lists_from_map<B>> struct RoundWalk {
   __device__ void advance() {}
 };
 template <class B> struct RoundWalk<B, true> {
-  ListOfRounds rounds;
+  ListOf<B> list;
   int round;
-  uint32_t entries[2];  // entries of this round and of the next one, which is loaded one round ahead
-  __device__ __forceinline__ void start(const WgmmaItem<B>& item, int first) {
-    rounds = item;
+  uint32_t entries[2];  // of this round and of the next one; after the last round 0
+  // USE_KEY_MASK: the visible keys of this tile, if it is marked; after look_ahead(), of the next tile. list.hiding is
+  // their place among the stored bits.
+  std::conditional_t<B::use_key_mask, KeyBits<B>, Nothing> bits;
+
+  template <class Rows> __device__ __forceinline__ void start(const Rows& rows, const WgmmaItem<B>& item, int first) {
+    list = item;
     round = first + 1;
-    entries[1] = rounds.entry(first);
+    entries[0] = entries[1] = list.entry(first);
+    look_ahead(rows);
     advance();
   }
   __device__ bool is_marked() const { return entries[0] % 2; }
@@ -3012,50 +3026,16 @@ template <class B> struct RoundWalk<B, true> {
     hold(entries);  // otherwise nvcc waits for each entry right after its load
     entries[0] = uniform(entries[1]);
     round--;
-    entries[1] = round > 0 ? rounds.entry(round - 1) : 0;
+    entries[1] = round > 0 ? list.entry(round - 1) : 0;
   }
-};
-
-// USE_KEY_MASK: the visible keys of the split's tile at key k0, whose round hides a key. `place`: index of
-// its round among the listed rounds with a hidden key. Reads the stored bits, if there are any, otherwise the
-// key mask.
-template <class B>
-__device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, const ShownRounds<B>& list, int place, int k0);
-// USE_KEY_MASK: the position of a warpgroup in the list of visible rounds, from the last one to the first.
-// While the warpgroup waits for products, look_ahead() reads the next entry; advance() then makes it the
-// current one.
-template <class B> struct ShownRoundWalk {
-  ListOfShownRounds<B> rounds;
-  // number, next_number: of this round and of the next one. keys_back: first key of this tile minus that of
-  // the next one. rounds.hiding: `place` of the latest bits.
-  int round, number, next_number, keys_back;
-  bool marked, next_marked;  // the key mask hides a key of this round, of the next one
-  KeyBits<B> bits;  // visible keys of this tile, if it is marked; after look_ahead(), of the next tile
-  template <class Rows> __device__ __forceinline__ void start(const Rows& rows, const WgmmaItem<B>& item, int first) {
-    rounds = item;
-    round = first + 1;
-    number = rounds.number_of(rounds.entry(first), first);
-    look_ahead(rows);
-    advance();
-  }
-  __device__ bool is_marked() const { return marked; }
-  __device__ bool next_is_marked() const { return next_marked; }
-  __device__ int step() const { return keys_back; }
-  __device__ void advance() {
-    number = next_number;
-    marked = next_marked;
-    round--;
-  }
+  // Reads the bits of the next tile, while the warpgroup waits for products.
   template <class Rows> __device__ __forceinline__ void look_ahead(const Rows& rows) {
-    const int next = max(round - 1, 0);
-    const uint32_t entry = uniform(rounds.entry(next));
-    next_number = rounds.number_of(entry, next);
-    next_marked = entry % 2;
-    keys_back = (number - next_number) * B::round_keys;
-    if (next_marked) {
-      bits = listed_bits<B>(rows.a, rows.b, rounds.shown(), --rounds.hiding, rows.k0 - keys_back);
-    } else if constexpr (B::changes_logits) {  // SCORE_MOD changes every tile and reads its bits
-      SDPA_UNROLL for (uint32_t& word : bits.word) word = ~0u;
+    if constexpr (B::use_key_mask) {
+      if (uniform(entries[1]) % 2) {
+        bits = listed_bits<B>(rows.a, rows.b, list.shown(), --list.hiding, rows.k0 - step());
+      } else if (B::changes_logits) {  // SCORE_MOD changes every tile and reads its bits
+        SDPA_UNROLL for (uint32_t& word : bits.word) word = ~0u;
+      }
     }
   }
 };
@@ -3074,7 +3054,7 @@ template <class B, class Rows> __device__ __forceinline__ void start_expressions
 
 // The state of the score hook for the tile of a warpgroup: its position in the list of rounds, and its bias. Rows:
 // WgmmaRows.
-template <class B> struct TileWalk : std::conditional_t<lists_by_cta<B>, ShownRoundWalk<B>, RoundWalk<B>> {
+template <class B> struct TileWalk : RoundWalk<B> {
   std::conditional_t<B::use_bias != 0, BiasOfWarp<B>, Nothing> bias;
   int first_biased = 0;  // the item's first key with a bias; if there is none, greater than all keys
 
@@ -3090,8 +3070,7 @@ template <class B> struct TileWalk : std::conditional_t<lists_by_cta<B>, ShownRo
         bias.start(rows.a, *rows.item, first_biased, rows.q);
       }
     }
-    if constexpr (B::use_key_mask) ShownRoundWalk<B>::start(rows, item, first_round);
-    else RoundWalk<B>::start(item, first_round);
+    RoundWalk<B>::start(rows, item, first_round);
     if constexpr (B::use_bias != 0) prefetch_bias(rows, this->is_marked(), rows.k0);
   }
   // False if SCORE_MOD, MASK_MOD and the key mask leave this tile unchanged.
@@ -3344,7 +3323,7 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
       if (!starts && B::use_persistent_cta) item = follow_item();
       if (item.rounds == 0) break;
       uint32_t next_index = 0;
-      // Computed before the loop to save registers.
+      // keys_at_end is computed before the loop to save registers.
       keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, split));
       for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
         // Just before the loads of the item's last round: an earlier fetch would keep the item from an idle CTA.
@@ -3451,8 +3430,8 @@ template <class B> struct WgmmaRows {
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may use the stale maximum.
   int stale_from = 0;
   uint32_t stale_keys = 0;
-  // SCORE_MOD: the stale maximum was too small for a tile of the item. If scores increase along the keys, it would
-  // also be too small for most of the following tiles.
+  // SCORE_MOD: the stale maximum was too small for a tile of the item. SCORE_MOD: if scores increase along the keys, it
+  // would also be too small for most of the following tiles.
   bool stale_max_failed = false;
 
   // ---- state of the tile: run_items() sets it for the item's first tile, advance() for the next one ----
@@ -3533,7 +3512,7 @@ template <class B> struct WgmmaRows {
       k0 -= B::round_keys;
     }
   }
-  // Reads what advance() needs, while the warpgroup waits for products.
+  // Reads the bits of the next tile, while the warpgroup waits for products.
   __device__ __forceinline__ void look_ahead() {
     if constexpr (B::use_key_mask) walk.look_ahead(*this);
   }
@@ -3546,8 +3525,7 @@ template <class B> struct WgmmaRows {
   }
   // Four bytes of a row of an operand, from `byte` on. Converts e4m3 to 16 bits if the tiles have 16 bits.
   static __device__ __forceinline__ uint32_t word(const Input* row_g, int byte) {
-    if constexpr (B::tile_type != B::kv_type)
-      return cvt_rn_f16x2_e4m3x2(ld_global<uint16_t>(row_g + byte / 2));
+    if constexpr (B::tile_type != B::kv_type) return cvt_rn_f16x2_e4m3x2(ld_global<uint16_t>(row_g + byte / 2));
     return ld_global<uint32_t>(reinterpret_cast<const char*>(row_g) + byte);
   }
   // Recomputes S = Q @ K.T for this warp only, by mma.sync. Reads K from global memory, since its tile in shared
@@ -8037,8 +8015,8 @@ constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, 
   t.num_warps = num_warps;
   t.stages = stages;
   t.split_kv = split_kv;
-  if ((on("USE_MMA_SYNC") && Defines::kv_type == DType::e4m3) || Defines::kernel == KernelKind::mma)
-    t.use_mma_sync = t.use_cp_async = t.swizzle_xor = true;
+  const bool uses_mma = (on("USE_MMA_SYNC") && Defines::kv_type == DType::e4m3) || Defines::kernel == KernelKind::mma;
+  if (uses_mma) t.use_mma_sync = t.use_cp_async = t.swizzle_xor = true;
   t.overlap = on("OVERLAP");
   t.use_warp_specialization = on("USE_WARP_SPECIALIZATION") || t.overlap;
   t.use_persistent_cta = on("USE_PERSISTENT_CTA");
@@ -8049,8 +8027,8 @@ constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, 
   t.pack_gqa = on("PACK_GQA");
   t.split_ctas = on("SPLIT_CTAS") || t.pack_gqa ? 0 : 1;
   if (known != knobs.size() + !knobs.empty()) a_row_of_tiles_names_an_unknown_knob();
-  if (Defines::product_type == DType::e4m3)
-    t.fp8_flush = block_n > 64 ? 8 : 16;  // wgmma flushes O after about 1,024 keys
+  // wgmma flushes O after about 1,024 keys.
+  if (Defines::product_type == DType::e4m3) t.fp8_flush = block_n > 64 ? 8 : 16;
   return t;
 }
 constexpr std::array HOPPER_TILES = {
@@ -8151,14 +8129,10 @@ constexpr std::array KV_TILES = {
     tile(256, 16, 32, 2, 2, 2, "PACK_GQA USE_MMA_SYNC", 3, 14000, 0.561),
 };
 constexpr auto TUNED_TILES = [] {
-  if constexpr (Defines::q_type != Defines::kv_type)
-    return KV_TILES;
-  else if constexpr (Defines::kv_type == DType::e4m3)
-    return E4M3_TILES;
-  else if constexpr (Defines::kernel == KernelKind::mma)
-    return AMPERE_TILES;
-  else
-    return HOPPER_TILES;
+  if constexpr (Defines::q_type != Defines::kv_type) return KV_TILES;
+  else if constexpr (Defines::kv_type == DType::e4m3) return E4M3_TILES;
+  else if constexpr (Defines::kernel == KernelKind::mma) return AMPERE_TILES;
+  else return HOPPER_TILES;
 }();
 constexpr int tile_count = TUNED_TILES.size();
 template <int ROW> constexpr Config config_of() { return TUNED_TILES[ROW]; }

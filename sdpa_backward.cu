@@ -402,12 +402,24 @@ template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ D
   return {quotient, chain(x, inverse) + chain(y, -quotient * inverse)};
 }
 __device__ __forceinline__ Dual operator-(Dual x) { return {-x.value, -x.slope}; }
-__device__ __forceinline__ bool operator<(Dual x, Dual y) { return x.value < y.value; }
-__device__ __forceinline__ bool operator>(Dual x, Dual y) { return x.value > y.value; }
-__device__ __forceinline__ bool operator<=(Dual x, Dual y) { return x.value <= y.value; }
-__device__ __forceinline__ bool operator>=(Dual x, Dual y) { return x.value >= y.value; }
-__device__ __forceinline__ bool operator==(Dual x, Dual y) { return x.value == y.value; }
-__device__ __forceinline__ bool operator!=(Dual x, Dual y) { return x.value != y.value; }
+template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ bool operator<(X x, Y y) {
+  return value_of(x) < value_of(y);
+}
+template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ bool operator>(X x, Y y) {
+  return value_of(x) > value_of(y);
+}
+template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ bool operator<=(X x, Y y) {
+  return value_of(x) <= value_of(y);
+}
+template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ bool operator>=(X x, Y y) {
+  return value_of(x) >= value_of(y);
+}
+template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ bool operator==(X x, Y y) {
+  return value_of(x) == value_of(y);
+}
+template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ bool operator!=(X x, Y y) {
+  return value_of(x) != value_of(y);
+}
 
 __device__ __forceinline__ Dual real(Dual x) { return x; }
 __device__ __forceinline__ Dual exp(Dual x) {

@@ -280,7 +280,7 @@ def library_of(name, capability, *features):
 
 def line_with(capability, dtype, D, Dv, features, score_mod="", mask_mod=""):
     """The arguments of library_of() for a problem: its line, and the knobs of its sizes, features and expressions. Expressions
-    reach nvcc only through this function, which checks them with parsed()."""
+    reach nvcc only through knobs_of_mods()."""
     if features >> FEATURES.index("OUT_DTYPE=BF16") & 1 and dtype != torch.float8_e4m3fn:
         raise Unavailable("O has the type of q, and another one with e4m3 alone")
     if features >> FEATURES.index("KV_DTYPE=FP8_E4M3") & 1:
@@ -299,10 +299,13 @@ def line_with(capability, dtype, D, Dv, features, score_mod="", mask_mod=""):
         knobs = [f"HEAD_DIM={D}"] * (D not in (64, 128, 256))
     knobs += [f"HEAD_DIM_V={Dv}"] * (Dv != D)
     knobs += [knob for bit, knob in enumerate(FEATURES) if features >> bit & 1]
-    for argument, text in (("score_mod", score_mod), ("mask_mod", mask_mod)):
-        if text:
-            knobs.append(f"{NUMBERS_AND_ARRAYS[argument][0]}={parsed(argument, text)[0]}")
-    return line, capability, *knobs
+    return line, capability, *knobs, *knobs_of_mods(score_mod, mask_mod)
+
+
+def knobs_of_mods(score_mod, mask_mod):
+    """The knobs of expressions, checked by parsed(). "": none."""
+    return [f"{NUMBERS_AND_ARRAYS[argument][0]}={parsed(argument, text)[0]}"
+            for argument, text in (("score_mod", score_mod), ("mask_mod", mask_mod)) if text]
 
 
 # The lines of the backward pass, by preference. sizes: the HEAD_DIMs that are built, with their knobs; a problem takes the
@@ -317,18 +320,19 @@ BACKWARD_LINES = (
 NEEDED, DETERMINISTIC = 1, 2  # of pytorch_own_backward.h's BackwardKey
 
 
-def backward_line_with(capability, dtype, D, features, asked):
+def backward_line_with(capability, dtype, D, features, asked, score_mod="", mask_mod=""):
     """The arguments of library_of() for the gradients of a problem, and the D to which it is padded, or 0. None if PyTorch's
     backward is faster and not NEEDED is asked."""
     for row in BACKWARD_LINES:
         size = next((size for size in row.sizes if size >= D), None)
         if size is None or capability[0] not in row.capabilities or asked & DETERMINISTIC and not row.repeats:
             continue
-        is_measured = not features >> FEATURES.index("USE_LENGTHS") & 1
+        is_measured = not (features >> FEATURES.index("USE_LENGTHS") & 1 or score_mod or mask_mod)
         if not asked & NEEDED and not (is_measured and size in row.faster):
             return None
         knobs = [f"HEAD_DIM={size}", *row.sizes[size], *["DTYPE=BF16"] * (dtype == torch.bfloat16)]
-        return (row.name, capability, *knobs, *(knob for bit, knob in enumerate(FEATURES) if features >> bit & 1)), size * row.pads
+        knobs += [knob for bit, knob in enumerate(FEATURES) if features >> bit & 1]
+        return (row.name, capability, *knobs, *knobs_of_mods(score_mod, mask_mod)), size * row.pads
     raise Unavailable(f"there is no line of the backward pass for D={D} on sm_{capability[0]}{capability[1]}")
 
 
@@ -373,14 +377,14 @@ def load_line(device, dtype, D, Dv, features, score_mod, mask_mod, line):
 
 
 # pytorch_own_backward.h's LoadBackward
-LOAD_BACKWARD = ctypes.CFUNCTYPE(None, *[ctypes.c_int] * 5, ctypes.POINTER(BackwardLine))
+LOAD_BACKWARD = ctypes.CFUNCTYPE(None, *[ctypes.c_int] * 5, ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(BackwardLine))
 
 
 @LOAD_BACKWARD
-def load_backward(device, dtype, D, features, asked, line):
+def load_backward(device, dtype, D, features, asked, score_mod, mask_mod, line):
     try:
         problem = torch.cuda.get_device_capability(device), list(DTYPES)[dtype], D, features
-        found = backward_line_with(*problem, asked)
+        found = backward_line_with(*problem, asked, score_mod.decode(), mask_mod.decode())
         if found is None:
             line[0].trouble, line[0].is_final = b"PyTorch's backward is faster", 1
             return
@@ -450,7 +454,9 @@ LIBRARY.define(f"attention{CALL} -> (Tensor, Tensor)")
 LIBRARY.define(f"block_mask{CALL} -> (Tensor, str)")
 LIBRARY.define(f"attention_backward(Tensor? grad, {TENSORS[1:]}Tensor o, Tensor lse, {MASK}, Tensor? bias=None, str without='', "
                "float softcap=0., Tensor? sinks=None, Tensor? grad_lse=None, str backward='', Tensor? k_lengths=None, Tensor? q_starts=None, "
-               "Tensor? k_starts=None, SymInt most_keys=0, Tensor? q_lengths=None, Tensor? k_firsts=None) -> (Tensor, Tensor, Tensor, Tensor)")
+               "Tensor? k_starts=None, SymInt most_keys=0, Tensor? q_lengths=None, Tensor? k_firsts=None, str score_mod='', str mask_mod='', "
+               "Tensor? x0=None, Tensor? x1=None, Tensor? x2=None, Tensor? x3=None, Tensor? i0=None, Tensor? i1=None) "
+               "-> (Tensor, Tensor, Tensor, Tensor)")
 LIBRARY.define("append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor lengths, Tensor? page_table, "
                "Tensor? starts) -> Tensor")  # of flash_attn_interface.py
 LIBRARY.define(f"why_not{TENSORS}Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, bool enable_gqa) -> str")

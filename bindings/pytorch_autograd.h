@@ -37,27 +37,28 @@ struct Attention : torch::autograd::Function<Attention> {
     const auto of_lengths = {at_k_lengths, at_q_starts, at_k_starts, at_q_lengths, at_k_firsts};
     bool has_lengths = false;
     for (const int i : of_lengths) has_lengths = has_lengths || !argument(i).isNone();
-    for (const int i : {at_score_mod, at_mask_mod}) has_none = has_none || !argument(i).toStringRef().empty();
     const bool bias_has_none = to_bias || (bias && (argument(at_causal).toInt() != 0 || is_given(at_causal + 1, 0) ||
                                                     is_given(at_causal + 2, 0) || is_given(at_bias + 1, 1) || has_lengths));
     auto& data = ctx->saved_data;
     data["without"] =
-        has_none ? "no backward for e4m3, pages, score_mod, mask_mod"
+        has_none ? "no backward for e4m3, pages"
         : bias_has_none
             ? "no gradient of a bias, and no backward for one beside a causal mask, a window, bias_keys, lengths or starts"
             : "";
     for (int i = 0; i < 5; i++) data["mask" + std::to_string(i)] = argument(at_causal + i);
     data["softcap"] = argument(at_softcap), data["backward"] = argument(at_backward);
     data["most_keys"] = argument(at_most_keys);
-    std::vector<Tensor> lengths;
-    for (const int i : of_lengths) lengths.push_back(argument(i).toOptional<Tensor>().value_or(Tensor()));
+    data["score_mod"] = argument(at_score_mod), data["mask_mod"] = argument(at_mask_mod);
+    std::vector<Tensor> others;  // the lengths, and the arrays of the expressions
+    for (const int i : of_lengths) others.push_back(argument(i).toOptional<Tensor>().value_or(Tensor()));
+    for (int i = at_x0; i <= at_i1; i++) others.push_back(argument(i).toOptional<Tensor>().value_or(Tensor()));
     {
       const at::AutoDispatchBelowADInplaceOrView guard;
       op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
     }
     const Tensor lse = torch::jit::pop(*stack).toTensor(), o = torch::jit::pop(*stack).toTensor();
     variable_list saved{tensors[0], tensors[1], tensors[2], o, lse, bias.value_or(Tensor()), sink.value_or(Tensor())};
-    saved.insert(saved.end(), lengths.begin(), lengths.end());
+    saved.insert(saved.end(), others.begin(), others.end());
     ctx->save_for_backward(saved);
     ctx->set_materialize_grads(false);  // of LSE, which few use
     data["tensors"] = int64_t(tensors.size()), data["to_sinks"] = to_sinks;
@@ -74,7 +75,8 @@ struct Attention : torch::autograd::Function<Attention> {
     for (int i = 0; i < 5; i++) stack.push_back(data["mask" + std::to_string(i)]);
     stack.insert(stack.end(), {given(x[5]), data["without"], data["softcap"], given(x[6]), given(grads[1]),
                                data["backward"], given(x[7]), given(x[8]), given(x[9]), data["most_keys"], given(x[10]),
-                               given(x[11])});
+                               given(x[11]), data["score_mod"], data["mask_mod"]});
+    for (int i = 12; i < 18; i++) stack.push_back(given(x[i]));
     const auto d = called("sdpa::attention_backward", std::move(stack));
     for (int i = 0; i < 3; i++) out[i] = d[i].toTensor();
     // The sinks come before the bias, and nothing else has a gradient.

@@ -287,6 +287,7 @@ struct PytorchsBackward {
   // Returns the reason for having none, or an empty string.
   std::string why_not() const {
     if (call.softcap != 0 || call.sinks) return "PyTorch has no backward with softcap or sinks";
+    if (!call.mods.score.empty() || !call.mods.mask.empty()) return "PyTorch has no backward with score_mod or mask_mod";
     if (call.has_lengths()) return "attention() calls no backward of PyTorch's with lengths or starts";
     if (by_flash || by_efficient) return "";
     return "no backward of PyTorch's takes top-left windows with Sq != Sk, or v's own D beside a window or a bottom-right "
@@ -338,7 +339,9 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const OptionalTensor& bias, std::string_view without, double cap, const OptionalTensor& sink,
     const OptionalTensor& grad_lse, std::string_view choice, const OptionalTensor& k_lengths,
     const OptionalTensor& q_starts, const OptionalTensor& k_starts, int64_t most_keys, const OptionalTensor& q_lengths,
-    const OptionalTensor& k_firsts) {
+    const OptionalTensor& k_firsts, std::string_view score_mod, std::string_view mask_mod, const OptionalTensor& x0,
+    const OptionalTensor& x1, const OptionalTensor& x2, const OptionalTensor& x3, const OptionalTensor& i0,
+    const OptionalTensor& i1) {
   TORCH_CHECK_NOT_IMPLEMENTED(without.empty(), "sdpa.attention: ", without);
   const c10::OptionalDeviceGuard guard(q.device());
   const BackwardCall call{.grad = grad,
@@ -360,7 +363,10 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
                           .k_starts = k_starts,
                           .most_keys = most_keys,
                           .q_lengths = q_lengths,
-                          .k_firsts = k_firsts};
+                          .k_firsts = k_firsts,
+                          .mods = {.score = std::string(score_mod),
+                                   .mask = std::string(mask_mod),
+                                   .arrays = {x0, x1, x2, x3, i0, i1}}};
   Gradients d;
   if (call.is_empty()) {
     d = {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), at::zeros({sink ? sink->size(0) : 0}, lse.options())};

@@ -5,7 +5,7 @@
 #include <ATen/Context.h>
 #include <ATen/ops/zeros.h>
 
-#include "pytorch.h"
+#include "pytorch_attention.h"
 
 struct BackwardLine {
   decltype(&sdpa_library_backward_workspace_bytes) workspace_bytes;
@@ -14,19 +14,22 @@ struct BackwardLine {
   int64_t is_final;   // 1: the next call would be told the same
   char trouble[512];  // why there is none
 };
-// Device, dtype, the larger one of D and Dv, features, and 1 if it is needed plus 2 if it must be deterministic.
-using BackwardKey = std::array<int, 5>;
+// Device, dtype, the larger one of D and Dv, features, and 1 if it is needed plus 2 if it must be deterministic; SCORE_MOD
+// and MASK_MOD.
+using BackwardKey = std::tuple<std::array<int, 5>, std::string, std::string>;
 static auto& backward_lines = *new std::map<BackwardKey, BackwardLine>;
 // pytorch.py's: builds a line if need be, and fills what it is given. One that is not needed is refused where PyTorch's
 // backward is faster.
-using LoadBackward = void (*)(int device, int dtype, int D, int features, int asked, BackwardLine* line);
+using LoadBackward = void (*)(int device, int dtype, int D, int features, int asked, const char* score_mod,
+                              const char* mask_mod, BackwardLine* line);
 static LoadBackward load_backward;
 
 static bool is_final(const BackwardLine& line) { return line.is_final != 0; }
 static const BackwardLine& backward_line_for(const BackwardKey& key) {
   return loaded_for(backward_lines, key, [&](BackwardLine* line) {
-    const auto [device, dtype, D, features, asked] = key;
-    load_backward(device, dtype, D, features, asked, line);
+    const auto& [numbers, score_mod, mask_mod] = key;
+    const auto [device, dtype, D, features, asked] = numbers;
+    load_backward(device, dtype, D, features, asked, score_mod.c_str(), mask_mod.c_str(), line);
     if (!line->backward && !*line->trouble) strcpy(line->trouble, interrupted);
   });
 }
@@ -46,6 +49,7 @@ struct BackwardCall {
   int64_t most_keys = 0;
   const OptionalTensor& q_lengths = no_tensor;
   const OptionalTensor& k_firsts = no_tensor;
+  Mods mods{};
 
   bool has_lengths() const { return k_lengths || q_starts || k_starts || q_lengths || k_firsts; }
   // Number of sequences.
@@ -107,7 +111,9 @@ static std::string our_backward(const BackwardCall& call, bool is_needed, bool i
       (call.softcap != 0 ? softcap : 0) | (call.sinks ? sinks : 0) | (call.has_lengths() ? lengths : 0);
   const int most = int(std::max(q_any.size(3), call.v.size(3)));
   const BackwardLine& line = backward_line_for(
-      {q_any.get_device(), dtype_of(q_any), most, features, int(is_needed) + 2 * int(is_deterministic)});
+      {{q_any.get_device(), dtype_of(q_any), most, features, int(is_needed) + 2 * int(is_deterministic)},
+       call.mods.score,
+       call.mods.mask});
   if (!line.backward) return line.trouble;
 
   const auto padded = [&](const Tensor& x) { return padded_rows(x, line.head_dim ? line.head_dim : x.size(3)); };
@@ -129,6 +135,7 @@ static std::string our_backward(const BackwardCall& call, bool is_needed, bool i
   of.window_right = int(call.right);
   of.scale = scale_of(call.scale.value_or(1 / std::sqrt(double(q_any.size(3)))));  // of the D without padding
   of.softcap = float(call.softcap);
+  set_arrays(of, call.mods, q_any);
   const auto ints = [](const OptionalTensor& x) { return x ? x->const_data_ptr<int>() : nullptr; };
   of.k_lengths = ints(call.k_lengths);
   of.q_starts = ints(call.q_starts);

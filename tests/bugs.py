@@ -59,7 +59,7 @@ PYTORCH = [path for path in Tree().sources("bindings/pytorch.cpp") if "pytorch" 
 
 
 class Broken(Exception):
-    """Why there is no executable."""
+    """The reason why there is no executable."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def run(words, limit=None, is_last=None, **options):
 
 
 def once(function):
-    """As functools.cache, but threads that want the same wait for the first of them."""
+    """Like functools.cache, but concurrent calls with the same arguments compute the value once."""
     locks = defaultdict(threading.Lock)
     cached = functools.lru_cache(None)(function)
 
@@ -117,7 +117,7 @@ def once(function):
 # ---- programs with many bugs ----
 
 class Builder:
-    """Executables in a folder. switches: {file: [mutations.Switch]} of all bugs, whose numbers are below count. built: the paths of
+    """Builds executables in a folder. switches: {file: [mutations.Switch]} of all bugs, numbered below count. built: paths of
     "engine" and "doctest" without sanitizers, if they exist already."""
 
     def __init__(self, folder, switches=(), count=1, built=None):
@@ -167,11 +167,11 @@ class Builder:
         return self.compile(kind, "-c", os.path.join(ROOT, "tests", "doctest_main.cpp"), "-o", f"doctest_{kind}.o")
 
     def harness(self, kind):
-        """The self-check with what tests/sweep.cu adds. It depends on no knob."""
+        """The harness with tests/sweep.cu; independent of knobs."""
         return self.object(Program(kind), self.switches, "tests/sweep.cu", *["-O1"] * (kind != "address"))
 
     def tree(self, texts):
-        """A folder like ROOT with these texts: what is included from it is links."""
+        """A folder like ROOT with these texts; other included files are links."""
         folder = self.path(f"tree{next(self.numbers)}")
         for inner in ("", "tests", "harness"):
             os.mkdir(os.path.join(folder, inner))
@@ -183,7 +183,7 @@ class Builder:
         return folder
 
     def object(self, program, switches, source, *words, texts=()):
-        """An object of a source with these bugs; those that do not compile are left out, and go to self.rejected."""
+        """Compiles a source with these bugs to an object. Bugs that do not compile are omitted and added to self.rejected."""
         knobs = ["-D" + knob for knob in program.knobs.split()]
         while True:
             kept = {name: [one for one in switches.get(name, ()) if one.number not in self.rejected] for name in SWITCHED}
@@ -352,7 +352,7 @@ def try_pytest(builder, bug, text):
 
 
 def try_program(builder, program, bugs, edited):
-    """[(bug, outcome)] of all bugs of a program, and what its clean runs find."""
+    """Returns [(bug, outcome)] of all bugs of a program, and failures of its clean runs."""
     numbers = {bug.number for bug in bugs}
     switches = {name: [one for one in of_file if one.number in numbers] for name, of_file in builder.switches.items()}
     try:
@@ -383,7 +383,7 @@ def try_edit(bug):
 
 
 def try_bugs(bugs, edited, builder, pool):
-    """Tries bugs of bugs.txt; prints what became of them, and returns whether all is well."""
+    """Tries bugs of bugs.txt and prints the outcomes; returns True if all were caught."""
     programs = defaultdict(list)
     for bug in bugs:
         programs[bug.program() if bug.net != "pytest" else bug].append(bug)
@@ -420,7 +420,7 @@ def git(*words):
 
 
 def sample(bugs, count, seed):
-    """At least so many of them: programs with all their bugs, in a drawn order."""
+    """Draws whole programs until they have at least `count` bugs."""
     programs = defaultdict(list)
     for bug in bugs:
         programs[bug.program() if bug.net != "pytest" else bug].append(bug)
@@ -469,7 +469,7 @@ DRAWN_PROGRAMS = {
 
 
 def touched_lines(file):
-    """The numbers of the lines of functions in which the last commit or the working tree has changed something."""
+    """Line numbers of the functions that the last commit or the working tree changes."""
     hunks = re.findall(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@", git("diff", "-W", "HEAD~1", "--", file), re.MULTILINE)
     return {int(first) + i for first, count in hunks for i in range(int(count or 1))}
 
@@ -481,7 +481,7 @@ def read_equivalent():
 
 
 def in_drawn_order(found, seed):
-    """Mutations in a drawn order in which operators take turns, since some have many times as many as others."""
+    """Mutations in random order, with equal shares of all operators, since some generate many times as many as others."""
     by_operator, generator = defaultdict(list), random.Random(seed)
     for mutation in found:
         by_operator[mutation.operator].append(mutation)
@@ -510,8 +510,8 @@ touched_lines_of = functools.lru_cache(None)(touched_lines)
 
 
 def drawn_in_programs(builder, pool, drawn, count):
-    """Runs drawn bugs, {number: mutation}, in the programs that reach them until so many have run:
-    [(mutation, outcome, names of programs)], and those that none reaches."""
+    """Runs drawn bugs, {number: mutation}, in the programs that reach them until `count` have run. Returns
+    [(mutation, outcome, names of programs)] and the mutations that no program reaches."""
     def prepare(name):
         program, runs, *_ = DRAWN_PROGRAMS[name]
         switches = {name: [one for one in of_file if one.number in drawn] for name, of_file in builder.switches.items()}

@@ -120,7 +120,7 @@ MEMBERS = dict(
 
 
 def takes(build, problem):
-    """Whether such a problem is one for the build."""
+    """True if the build supports the problem."""
     has, is_8bit = {knob for knob, value in build.items() if value != "0"}, "FP8_E4M3" in build.values() or build["DTYPE"] == "U8"
     is_wgmma, dist = build["USE_WGMMA"] == "1", problem["dist"].removeprefix("--dist ")
     return ((not problem["lengths"] + problem["packed"] + problem["most_keys"] or "USE_LENGTHS" in has) and
@@ -218,7 +218,7 @@ def judge_source(source):
 
 
 class Judge:
-    """What is legal, among some values of each knob."""
+    """Judges which combinations of some values of each knob are legal."""
 
     def __init__(self, tree, folder):
         source = tree.read("sdpa.cu")
@@ -254,9 +254,9 @@ class Domain(ctypes.Structure):
 
 
 class Kind:
-    """The legal builds of a kind of kernel, and which pairs of values they have, of these knobs. Together: dicts
-    {knob: values} of which all combinations count as pairs do. Paired: the knobs that have pairs (None: all); of the others
-    each value counts as a pair does."""
+    """The legal builds of a kind of kernel, and the pairs of these knobs' values that they cover. Together: dicts {knob: values};
+    all combinations are covered like pairs. Paired: the knobs with pairs (None: all); of the others each single value is
+    covered."""
 
     def __init__(self, judge, name, own, crossed, together=(), paired=None):
         self.judge, self.name, self.random = judge, name, random.Random(name)
@@ -286,7 +286,7 @@ class Kind:
                     self.impossible.append(pair)
 
     def complete(self, fixed):
-        """A legal build with these knobs, or None: at random, and near to some that are legal."""
+        """A legal build with these knobs, or None. Tries random builds, and neighbours of known legal ones."""
         domains = {knob: [fixed[knob]] if knob in fixed else values for knob, values in self.values.items()}
         found = self.judge.complete(domains, 1000)
         for one in self.near:
@@ -300,7 +300,7 @@ class Kind:
         return pairs | {one for one in self.together if all(build[knob] == value for knob, value in one)}
 
     def builds(self):
-        """Builds that have all of its pairs. Each is the one with the most new pairs among several that have some of them."""
+        """Builds that cover all pairs of the kind. Each has the most new pairs of several candidates."""
         builds, left = [], set(self.pairs)
         while left:
             tried = []
@@ -320,7 +320,8 @@ class Kind:
 # ---- the problems ----
 
 class Problems:
-    """Of the builds of a kind, so many for each or more, in which all pairs are of two members, and of a member and a knob."""
+    """Draws at least a given number of problems for each build of a kind, which cover all pairs of two members
+    and of a member and a knob."""
 
     def __init__(self, kind, builds, least):
         self.random, self.builds, self.free = random.Random(kind.name), builds, kind.free
@@ -364,7 +365,7 @@ class Problems:
         return {*itertools.product(self.knobs(n), members), *itertools.combinations(members, 2)}
 
     def add(self, n, fixed):
-        """Of some problems that have these members, the one with the most new pairs."""
+        """Adds the problem with the most new pairs among several with these members."""
         drawn = [problem for problem in (self.draw(n, fixed) for _ in range(40)) if problem]
         best = max(drawn, key=lambda problem: len(self.pairs_of(n, problem) - self.covered))
         self.of_build[n].append(best)
@@ -385,7 +386,7 @@ class Crossed:
 
 
 def with_all_problems(kind, builds):
-    """Some of the builds, which together have each value of the crossed knobs, and what must be together."""
+    """A subset of the builds that has each value of the crossed knobs and the combinations of TOGETHER."""
     left = {one for one in kind.pairs if len(one) == 1} | kind.together & kind.pairs
     chosen = []
     while left:
@@ -395,7 +396,7 @@ def with_all_problems(kind, builds):
 
 
 def cross_features(judge, name, shows_impossible, is_quick):
-    """The builds of a kind in which FEATURES meet, and how many legal pairs none of them has."""
+    """Returns the builds of a kind that cross FEATURES, and the number of legal pairs in none of them."""
     kind = Kind(judge, name, KINDS[name] | FEATURES_OF[name], FEATURES | FEATURES_OF[name], TOGETHER_OF.get(name, ()),
                 PAIRED_OF.get(name) if is_quick else None)
     builds = kind.builds()
@@ -411,7 +412,7 @@ def cross_features(judge, name, shows_impossible, is_quick):
 
 
 def cross(judge, name, shows_impossible):
-    """The builds of a kind, and how many legal pairs none of them has."""
+    """Returns the builds of a kind, and the number of legal pairs in none of them."""
     kind = Kind(judge, name, KINDS[name], KNOBS)
     builds = kind.builds()
     problems = Problems(kind, builds, PROBLEMS)
@@ -431,7 +432,7 @@ def cross(judge, name, shows_impossible):
 
 
 def try_build(builder, build):
-    """What failed, in lines."""
+    """Returns the failures as lines."""
     try:
         executable = builder.build(bugs.Program(knobs=build.knobs), {})
     except bugs.Broken as error:
@@ -448,7 +449,7 @@ UNCOVERED = ("scalar",)
 
 
 def sweep_build(builder, build, parts, taken):
-    """The failures, in lines. Updates taken: {(kind, path): whether a build of the kind took it}."""
+    """Returns the failures as lines. Updates taken: {(kind, path): True if a build of the kind took it}."""
     name = f"features{next(builder.numbers)}"
     coverage = [] if build.kind in UNCOVERED else COVERAGE
     try:

@@ -171,23 +171,23 @@ template <class B> struct PlanCheck {
   const reference::Problem& of;
   string trouble = "";
 
-  bool expect(bool good, const string& sentence) {
+  bool expect(bool good, std::string_view sentence) {
     if (!good && trouble.empty()) trouble = sentence;
     return good;
   }
 
-  // Query heads per item, and queries per head.
-  int heads() const {
+  const int heads = most_heads();  // query heads per item
+  int most_heads() const {
     int most = 1;
     for (int n = 1; B::pack_gqa && n <= B::block_m; n++) {
       if (p.Hq / p.Hkv % n == 0) most = n;
     }
     return most;
   }
-  // batch_invariant: must not depend on the total number of queries.
+  // Queries per head. batch_invariant: must not depend on the total number of queries.
   int queries() const {
     const int most = p.batch_invariant && p.q_starts ? B::block_m : std::max(p.Sq, 1);
-    return B::pack_gqa ? std::min(B::block_m / heads(), most) : B::block_m;
+    return B::pack_gqa ? std::min(B::block_m / heads, most) : B::block_m;
   }
   uint64_t rounds_of(int64_t keys) const { return keys <= 0 ? 0 : uint64_t(keys + B::round_keys - 1) / B::round_keys; }
   // With TMA and pages, K tiles start at a multiple of BLOCK_N.
@@ -216,7 +216,7 @@ template <class B> struct PlanCheck {
 
   string run() {
     // Memory for the maximum number of tiles, and for partials.
-    const uint64_t groups = p.Hq / heads();
+    const uint64_t groups = p.Hq / heads;
     const Items items = items_of<B>(p);
     const PlanArgs room = plan_args<B>(p, items);
     const uint64_t blocks = (p.Sq + queries() - 1) / queries();
@@ -228,7 +228,7 @@ template <class B> struct PlanCheck {
     const uint64_t of_typed = B::split_ctas > 1 ? B::split_ctas * most_tiles : 0;
     const bool is_typed = of_typed > 0 && of_typed + free <= std::min<uint64_t>(most_parts, most_split_items);
     const uint64_t parts = p.batch_invariant ? invariant_parts(most_tiles, share) : free + (is_typed ? of_typed : 0);
-    expect(items.heads == heads() && items.queries == queries(), "rows of an item");
+    expect(items.heads == heads && items.queries == queries(), "rows of an item");
     expect(room.free_parts == free && room.parts == parts && room.items == most_tiles + parts,
            format("room for %u items and %u parts, want %d and %d", room.items, room.parts, int(most_tiles + parts), int(parts)));
     SdpaParams other = p;  // what the host does not know
@@ -266,7 +266,7 @@ template <class B> struct PlanCheck {
     KernelArgs a(call, mask_rows<B>, B::block_n);
     [&](auto& args) { args.plan = room; }(a);
     a.q_heads = Divisor(uint32_t(groups));
-    a.item_heads = heads();
+    a.item_heads = heads;
     const Plan& plan = plan_of(a);
     const PlannedItem* const planned = planned_items(a);
     const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned + room.items);
@@ -350,23 +350,26 @@ template <class B> struct PlanCheck {
         const bool same = item.b == t.b && item.h == 0 && item.q0 == t.rows_from && item.range == int(range) &&
                           item.ranges == int(t.ranges) && item.sequence.q_row == t.own.first_query && item.sequence.Sq == t.own.Sq &&
                           item.sequence.k_row == t.own.first_key && item.sequence.Sk == t.own.Sk && item.first_partial == part;
-        const string which = format("b=%d q0=%d range %d of %d", t.b, t.rows_from, int(range), int(t.ranges));
-        if (!expect(same, which + " is missing or another")) return;
+        const auto expect_of_it = [&](bool good, std::string_view words) {  // most items are good: no text is made of them
+          return good || expect(false, format("b=%d q0=%d range %d of %d ", t.b, t.rows_from, int(range), int(t.ranges)).append(words));
+        };
+        if (!expect_of_it(same, "is missing or another")) return;
         const uint64_t took = t.rounds / t.ranges + (range < t.rounds % t.ranges);
         if (took > 0 || t.ranges == 1) {
           const int64_t end = std::min(t.end, first_of(at) + int64_t(took) * B::round_keys);
-          const bool right = item.keys.begin == at && item.keys.end == end;
-          expect(right, which + format(": keys %d to %d, want %lld to %lld", item.keys.begin, item.keys.end, (long long)at,
+          if (item.keys.begin != at || item.keys.end != end) {
+            expect_of_it(false, format("has keys %d to %d, want %lld to %lld", item.keys.begin, item.keys.end, (long long)at,
                                        (long long)end));
+          }
           at = end;
         } else {
-          expect(item.keys.begin >= item.keys.end, which + " has keys of another");
+          expect_of_it(item.keys.begin >= item.keys.end, "has keys of another");
         }
-        expect(even > at_once || item.keys.end - first_of(item.keys.begin) <= int64_t(at_once) * B::round_keys,
-               which + " is longer than an accumulator sums");
+        expect_of_it(even > at_once || item.keys.end - first_of(item.keys.begin) <= int64_t(at_once) * B::round_keys,
+                     "is longer than an accumulator sums");
         if (range == 0 && t.ranges > 1) firsts.push_back(*next);
-        if (t.ranges > 1 && expect(part >= 0 && part + range < used.size(), which + ": no room for its partial result")) {
-          expect(!used[part + range]++, which + " has the partial result of another");
+        if (t.ranges > 1 && expect_of_it(part >= 0 && part + range < used.size(), "has no room for its partial result")) {
+          expect_of_it(!used[part + range]++, "has the partial result of another");
         }
         costs[*next] = B::split_ctas == 1 ? rounds_of(t.own.Sk) : (t.rounds + t.ranges - 1) / t.ranges;
       }
@@ -396,7 +399,7 @@ template <class B> struct PlanCheck {
       for (int group = 0; group < int(groups); group++) {
         PlannedItem item = planned[i];
         const Item<B> found = planned_item<B>(a, i, group);
-        item.h = group * heads();
+        item.h = group * heads;
         item.first_partial = found.first_partial;
         expect(memcmp(&item, &found, sizeof item) == 0, "an item's heads");
         if (has_kernel) want.push_back(found);

@@ -1,4 +1,4 @@
-"""For tests of the bindings without a GPU: kernels that run on the CPU, and integer tensors in various layouts.
+"""Stand-ins for tests of the bindings without a GPU: kernels that run on the CPU, and integer tensors in various layouts.
 
 `kernels()` makes bindings/pytorch.cpp call a stand-in for a line's C functions. It records the SdpaParams of each call and
 computes O and LSE in double from what pointers, strides and numbers say, as bindings/sdpa.h defines them."""
@@ -324,8 +324,7 @@ def loader_of(text, arrays):
     def load(device, dtype, D, Dv, features, score_mod, mask_mod, line):
         name, *changes = text.split()
         words = builds.Line(builds.Tree(), name, tuple(changes)).words
-        mods = [f"{sdpa.NUMBERS_AND_ARRAYS[argument][0]}={sdpa.parsed(argument, expression.decode())[0]}"
-                for argument, expression in (("score_mod", score_mod), ("mask_mod", mask_mod)) if expression]
+        mods = sdpa.knobs_of_mods(score_mod.decode(), mask_mod.decode())
         library = ctypes.CDLL(builds.host_library(*words, *mods, program="tests/host_library.cu"))
         library.host_allocate.restype = library.host_last_stream.restype = ctypes.c_void_p
         for size in ("workspace_bytes", "scratch_bytes", "bias_map_bytes"):
@@ -409,7 +408,7 @@ def gradients(p, dtype, features):
 
 def backward_line(sizes=(), faster=(), pads=True):
     """A LoadBackward of lines with these HEAD_DIMs; some are faster than PyTorch's backward. pads: D must be HEAD_DIM."""
-    def load(device, dtype, D, features, asked, line):
+    def load(device, dtype, D, features, asked, score_mod, mask_mod, line):
         size = next((size for size in sizes if size >= D), 0)
         if not size or not asked & sdpa.NEEDED and size not in faster:
             line[0].trouble = b"there is no stand-in"
@@ -432,13 +431,16 @@ def backward_line(sizes=(), faster=(), pads=True):
     return LOADED[-1]
 
 
-def backward_loader_of(text):
-    """A LoadBackward that compiles a line with changes, as in "backward_mma BLOCK_N=32", for the CPU backend."""
+def backward_loader_of(text, arrays=()):
+    """A LoadBackward that compiles a line with changes, as in "backward_mma BLOCK_N=32", for the CPU backend. arrays: as for
+    loader_of()."""
     name, *changes = text.split()
+    arrays = {x.data_ptr(): x for x in arrays}
     knobs = builds.changed(builds.Tree().read_configs()[0][name].knobs, changes)
 
-    def load(device, dtype, D, features, asked, line):
+    def load(device, dtype, D, features, asked, score_mod, mask_mod, line):
         words = [f"{sdpa.FEATURES[bit]}=1" for bit in range(3) if features >> bit & 1] + ["DTYPE=BF16"] * (dtype == 1)
+        words += sdpa.knobs_of_mods(score_mod.decode(), mask_mod.decode())
         library = ctypes.CDLL(builds.host_library(*builds.changed(knobs, words), program="tests/host_library.cu"))
         library.host_allocate.restype = library.host_last_stream.restype = ctypes.c_void_p
         library.sdpa_library_backward_workspace_bytes.restype = ctypes.c_size_t
@@ -449,6 +451,9 @@ def backward_loader_of(text):
             copies.put(p, "workspace", p.workspace, library.sdpa_library_backward_workspace_bytes(ctypes.byref(p.forward)))
             copies.put_tensors(p, gradient_tensors(p, t))
             copies.put_tensors(p.forward, t)
+            for member in sdpa.ARRAYS:
+                if address := getattr(p.forward, member):
+                    copies.put(p.forward, member, address, arrays[address].nbytes)
             return copies.call(library.sdpa_library_backward, p, trouble, trouble_bytes)
         functions = Bytes(lambda params: library.sdpa_library_backward_workspace_bytes(params)), Backward(backward)
         LOADED.append((functions, library))

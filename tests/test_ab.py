@@ -1,4 +1,4 @@
-"""./run_all.sh ab on lines of this project where there is no GPU. usage: python3 -m pytest tests/test_ab.py"""
+"""Tests of ./run_all.sh ab on this project's lines without a GPU. usage: python3 -m pytest tests/test_ab.py"""
 import os
 import subprocess
 import sys

@@ -154,7 +154,7 @@ def test_options_of_other_builds_are_gone(texts):
 
 @needs_nvcc
 def test_machine_code_is_the_lines(texts, tmp_path):
-    """By the command that stands on top of the file, with the flags of PyTorch's extensions and all warnings."""
+    """Compiles with the command in the file's first comment, plus the flags of PyTorch's extensions and all warnings."""
     lines = {line.name: line for line in builds.parse_contenders(LINES)}
 
     def code(name):
@@ -183,7 +183,7 @@ def test_machine_code_is_the_lines(texts, tmp_path):
 
 @needs_nvcc
 def test_features_may_be_asked_for(tmp_path):
-    """Of builds that no line has, with what they need of other chapters."""
+    """Extracts builds that no line has; they include the parts of other chapters that they need."""
     lines = ["wgmma_d128_lazy USE_BIAS=2", "mma_lazy USE_SOFTCAP=1 USE_SINKS=1", "scalar_vec8 USE_LENGTHS=1 USE_PAGES=1",
              "wgmma_decode_d128 USE_LENGTHS=1 USE_PAGES=2", "mma_lazy USE_LENGTHS=1", "wgmma_d128_lazy USE_LENGTHS=1 USE_PAGES=1",
              "wgmma_d128_lazy USE_SOFTCAP=1 DTYPE=BF16", "wgmma_kv8 USE_LENGTHS=1 USE_PAGES=1 USE_SINKS=1", "wgmma_chunk USE_LENGTHS=1",
@@ -203,7 +203,7 @@ def test_features_may_be_asked_for(tmp_path):
 
 
 def opcodes(code):
-    """How often a kernel has each instruction: the low 12 bits of its 16 bytes."""
+    """Counts each instruction in a kernel by opcode, the low 12 bits of its 16 bytes."""
     return collections.Counter(int.from_bytes(code[at:at + 2], "little") & 0xfff for at in range(0, len(code), 16))
 
 
@@ -298,7 +298,7 @@ def without_instructions(text, names):
 @pytest.mark.long
 @needs_nvcc
 def test_two_in_one_program(texts, tmp_path):
-    """In one file even; each answers for itself."""
+    """Two extracts work in one program, even in one file, and report their own errors."""
     (tmp_path / "other.cu").write_text(extract("scalar_vec8", "--namespace", "other")[1])
     (tmp_path / "program.cu").write_text(texts["mma_decode_d128_bf16"] + """
 #include "other.cu"

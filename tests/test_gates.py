@@ -1,4 +1,4 @@
-"""./run_all.sh gates: what it reads, what it makes of it, and every line of configs.txt by its own gates.
+"""Tests of ./run_all.sh gates: its input, its verdicts, and every line of configs.txt against its own gates.
 usage: python3 -m pytest tests/test_gates.py"""
 import dataclasses
 import glob
@@ -203,7 +203,7 @@ def test_the_kernel_beside_compiles():
 
 @needs_nvcc
 def test_every_line_keeps_to_its_gates(monkeypatch, capsys):
-    """Or one of each kind, with the base of each that has a step over it."""
+    """With SDPA_TEST_QUICK one line of each kind, and the bases that gates compare it with."""
     few = ["--only", "^(scalar_minimal|wmma_all|mma_lazy|hopper_d128)$"]
     monkeypatch.setattr(sys, "argv", ["gates", *few * bool(os.environ.get("SDPA_TEST_QUICK"))])
     code = gates.main()

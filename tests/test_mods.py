@@ -1,5 +1,6 @@
-"""SCORE_MOD, MASK_MOD and the other features of the score hook: each has an effect on every path, alone and together, and what
-comes out is right; sdpa.cu has them in few places; expressions that do not compile are told; docs/USING.md's compile.
+"""Tests of SCORE_MOD, MASK_MOD and the other features of the score hook: each changes the result on every path, alone and
+combined, and the result is correct; sdpa.cu mentions them in few places; errors of expressions are reported; docs/USING.md's
+expressions compile.
 usage: python3 -m pytest tests/test_mods.py"""
 import ctypes
 import os
@@ -48,7 +49,7 @@ class Program:
         self.k, self.v = (self.placed(rng.normal(size=(B, HKV, SK, D)).astype(TYPES[types[-1]])) for _ in range(2))
 
     def placed(self, x):
-        """The array in what the backend takes for device memory, which ends with the process."""
+        """Copies the array to the backend's device memory; it is freed at exit."""
         address = self.library.host_allocate(ctypes.c_size_t(x.nbytes))
         out = np.frombuffer((ctypes.c_uint8 * x.nbytes).from_address(address), np.uint8).view(x.dtype).reshape(x.shape)
         out[...] = x
@@ -152,7 +153,7 @@ def test_effect(path, features):
 @pytest.mark.parametrize("expression, arguments", [
     ("(s)", {}), ("s - x0[(h)] * real(q + Sk - Sq - k)", dict(x0=np.float32([1 / 2, 1 / 32, -1 / 16, 1 / 128])))])
 def test_names_in_brackets(expression, arguments):
-    """Expressions that have the type of s, or of a head, but not its text."""
+    """Names in parentheses: the expression has the type of s or h, but another text."""
     program = Program("wgmma_lazy", ["SCORE_MOD=" + expression])
     assert program.error(program.attention(**arguments), program.reference(**arguments)) < 4e-3
 

@@ -1,4 +1,4 @@
-"""README.md and docs/: their figures are those of results/, their links lead somewhere, their commands work word for word."""
+"""Tests of README.md and docs/: numbers match results/, links have targets, commands work verbatim."""
 import csv
 import functools
 import io
@@ -30,13 +30,13 @@ KNOBS = re.findall(r"^  X\((\w+),", (ROOT / "sdpa.cu").read_text(encoding="utf-8
 
 
 def sh(command, folder, **environment):
-    """A command as somebody types it."""
+    """Runs a command line in a shell."""
     return subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, check=False,
                           env={**os.environ, **environment})
 
 
 def copy(folder, *what):
-    """FOLDER with those of the repository's own files that are under WHAT; without git all that is there."""
+    """Copies the repository's files under WHAT to FOLDER; without git all files."""
     listed = subprocess.run(["git", "ls-files", "--", *what], cwd=ROOT, capture_output=True, text=True, check=False).stdout
     files = listed.split("\n") if listed else [p.relative_to(ROOT) for w in what for p in [ROOT / w, *(ROOT / w).rglob("*")]]
     for name in filter(lambda name: name and (ROOT / name).is_file(), files):
@@ -47,7 +47,7 @@ def copy(folder, *what):
 
 @pytest.fixture(name="draw")
 def make_draw(monkeypatch):
-    """`./run_all.sh results` in a copy: the exit code, stdout and stderr."""
+    """Runs `./run_all.sh results` in a copy; returns exit code, stdout and stderr."""
     def draw(folder, *arguments):
         monkeypatch.setattr(page, "ROOT", folder)
         monkeypatch.setattr(builds, "ROOT", str(folder))
@@ -57,14 +57,14 @@ def make_draw(monkeypatch):
 
 
 def texts(svg):
-    """What a picture says; that it can be parsed."""
+    """Parses a picture; returns its texts."""
     return [element.text for element in xml.parse(svg).iter("{http://www.w3.org/2000/svg}text")]
 
 
 # ---- the pages equal results/ ----
 
 def test_pages_are_those_of_results(tmp_path, draw):
-    """As committed: a measurement made here needs no page yet."""
+    """Compares committed files only: an uncommitted measurement needs no page yet."""
     own = copy(tmp_path, "README.md", "docs", "results", "configs.txt", "configs.cmake", "sdpa.cu", "harness")
     for path in (own / one.relative_to(ROOT) for one in PAGES):  # what comes back has been made anew
         text = page.NUMBER.sub("0", path.read_text(encoding="utf-8"))
@@ -82,7 +82,7 @@ def test_pages_are_those_of_results(tmp_path, draw):
 
 
 def test_marked_numbers():
-    """Each number that results/ gives has its place on a page, and each marked number is one of these."""
+    """Each number computed from results/ is marked on a page, and each marked number is one of these."""
     marked = re.findall(r"<!--=([\w.]+)-->", "".join(path.read_text(encoding="utf-8") for path in PAGES))
     assert len(marked) == len(page.NUMBER.findall("".join(path.read_text(encoding="utf-8") for path in PAGES)))
     known = page.numbers()
@@ -108,7 +108,7 @@ def test_links():
 # ---- docs/READING.md ----
 
 def test_reading_follows_the_file():
-    """READING has the sections in the order of sdpa.cu, and what it names stands in them."""
+    """READING lists the sections in sdpa.cu's order, and the names it gives are defined there."""
     text = (ROOT / "sdpa.cu").read_text(encoding="utf-8")
     titles = re.compile(r"^// (?:====|----) (?!5 )(\d\w?) ", re.M)
     starts = {found[1]: found.start() for found in reversed([*titles.finditer(text)])}  # 5c has several parts: the first
@@ -152,7 +152,7 @@ template <class T> int kernel(T& t) { Derived<int> d; return d.run(1) + t.load(2
 
 
 def test_calls_of_a_small_program():
-    """Members by the type of their object, bases, lambdas where they are called, any struct where the type is a parameter."""
+    """Calls of members are resolved by the object's type and its bases, lambdas at their call, and dependent types to any struct."""
     chains = pytest.importorskip("chains")
     calls = chains.Calls(SMALL)
     assert {name: calls.callees(name) for name in (*calls.bodies, *calls.lambdas)} == {
@@ -167,7 +167,7 @@ def test_calls_of_a_small_program():
 
 @pytest.mark.skipif(not CHROMIUM, reason="chromium is missing; install it with: sudo apt-get install chromium")
 def test_pictures_in_a_browser(tmp_path):
-    """At 400 pixels no text of a picture lies on another one or is too small."""
+    """At a width of 400 pixels, no text of a picture overlaps another or is too small."""
     pictures = sorted((ROOT / "results").rglob("*.svg"))
     overlaps = HARNESS[HARNESS.index("function overlaps"):HARNESS.index("function examine")]
     shown = tmp_path / "page.html"
@@ -211,7 +211,7 @@ def make_sample(tmp_path):
 
 
 def spoil(old, new, pattern, replacement):
-    """A copy of a CSV with something else in it."""
+    """A copy of a CSV with a replaced text."""
     new.write_text(re.sub(pattern, replacement, old.read_text(encoding="utf-8"), flags=re.M), encoding="utf-8")
 
 
@@ -354,7 +354,7 @@ def test_bugs_table(sample, draw, monkeypatch):
 
 
 def test_refusals(sample, draw, monkeypatch):
-    """One sentence, exit code 2, and nothing written."""
+    """Refusals are one sentence with exit code 2, and write nothing."""
     before = {path: path.read_bytes() for path in sample.rglob("*.md")}
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
 
@@ -396,13 +396,13 @@ ONE = "scalar_vec8"  # the line that these commands check
 
 
 def commands():
-    """Every command line of the sh blocks of README and of how to run and to paste in USING, once."""
+    """The distinct command lines in the sh blocks of README and USING (running and pasting)."""
     blocks = re.findall(r"^```sh\n((?!git clone).*?)^```", README + re.search(r"^## Run it.*?^## C and", USING, re.M | re.S)[0], re.M | re.S)
     return [*dict.fromkeys(re.sub(r"\s+# .*", "", line) for block in blocks for line in block.splitlines())]
 
 
 def needs_time_or_gpu(command):
-    """Commands that time something, or take minutes on the CPU: their words are checked instead."""
+    """True for commands that measure time or take minutes on the CPU; only their arguments are checked."""
     words = shlex.split(command)
     slow = words[0] == "./run_all.sh" and ("--shape" in words or words[1:2] in (["ab"], ["ablate"], ["profile"], ["test"]))
     return slow or words[0].startswith("build/") or "--only" in words and not re.search(words[words.index("--only") + 1], ONE)
@@ -410,7 +410,7 @@ def needs_time_or_gpu(command):
 
 @pytest.fixture(name="clone", scope="module")
 def make_clone(tmp_path_factory):
-    """A copy in which commands leave what they leave; of configs.txt the one line that README checks by itself."""
+    """A copy for commands that write files; its configs.txt has only the line that README runs by itself."""
     folder = copy(tmp_path_factory.mktemp("clone"), ".")
     (folder / "one.txt").write_text(f"{ONE} VEC_WIDTH=8 SYNC_POLICY=1\n", encoding="utf-8")
     done = sh("./run_all.sh --cpu", folder, SDPA_CONFIGS=str(folder / "one.txt"), CXX=tool.unoptimized(tmp_path_factory.mktemp("compiler")))
@@ -433,7 +433,7 @@ def test_commands_that_need_no_gpu(clone):
 
 
 def test_the_output_that_readme_shows(clone):
-    """Of its first command, with the lines of configs.txt, but for the last digits of errors and what "..." stands for."""
+    """README shows the output of its first command with configs.txt, except for the last digits of errors and omissions (...)."""
     command, shown = re.search(r"^```sh\n([^\n]*)\n```\n+```\n(.*?)```", README, re.M | re.S).groups()
     done = sh(command, clone)
     said = re.sub(r"(0\.000\d)\d*", r"\1", done.stdout + done.stderr).splitlines()
@@ -459,7 +459,7 @@ def test_compile_commands(clone):
 
 @functools.cache
 def said_by_help(clone, *command):
-    """What a command of a copy says of itself."""
+    """The --help output of a command in a copy."""
     done = subprocess.run([*command, "--help"], cwd=clone, capture_output=True, text=True, check=False)
     assert done.returncode == 0, command
     return done.stdout + done.stderr

@@ -1,6 +1,6 @@
-"""The examples of pasting and of gradients in docs/USING.md, word for word, as programs: the first one with its knobs and with
-those of one line of each family, some of which need a workspace; beside it a second build out of the marked region. On the CPU
-backend they run, by nvcc the first one compiles and, where there is a GPU, runs.  usage: python3 -m pytest tests/test_paste.py"""
+"""Tests of the pasting and gradient examples in docs/USING.md, compiled verbatim: the first with its own knobs and with those of a line
+of each family, some of which need a workspace, together with a second build of the marked region. They run on the CPU backend;
+the first also compiles with nvcc and runs on a GPU if there is one.  usage: python3 -m pytest tests/test_paste.py"""
 import os
 import re
 import subprocess
@@ -47,7 +47,7 @@ int main() {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """One with the example's programs and the second build's source."""
+    """A folder with the example programs and the second build's source."""
     path = tmp_path_factory.mktemp("paste")
     text = TREE.read("sdpa.cu")
     (path / "pasted_region.cuh").write_text(text[text.index("// ==== COPY FROM HERE"):text.index("// ==== COPY TO HERE")])
@@ -59,7 +59,7 @@ def folder(tmp_path_factory):
 
 
 def ran(folder, name, compiler, *libraries):
-    """The example of that name, compiled, linked to the second build and run. A compiler makes the second build once."""
+    """Compiles the named example, links it to the second build and runs it. The second build is compiled once per compiler."""
     def run(*words):
         done = subprocess.run([*compiler, *words], cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -113,7 +113,7 @@ def test_gradients(folder):
 
 
 def test_builds_of_one_namespace(folder):
-    """Each is asked what it refuses: a D that is not its own, or a factor that its type does not have."""
+    """Each build must refuse a D that is not its own, or a factor that its type does not have."""
     knobs = ["", "HEAD_DIM 128", "DTYPE FP8_E4M3"]
     text = """#define SDPA_NO_MAIN
 %s

@@ -162,8 +162,8 @@ def test_numbers_that_python_and_cpp_share(monkeypatch):
     names = [argument.name for argument in sdpa.OPERATOR._schema.arguments]
     assert names == [argument.name for argument in sdpa.BLOCK_MASK._schema.arguments]
     assert {name: int(place) for name, place in places.items()} == {
-        **{name: names.index(name) for name in ("causal", "softcap", "sinks", "k_lengths", "page_table", "bias", "q_lengths", "score_mod",
-                                               "mask_mod", "x0", "i1", "k_firsts", "backward")}, "arguments": len(names)}
+        **{name: names.index(name) for name in ("causal", "softcap", "sinks", "k_lengths", "q_starts", "k_starts", "page_table", "most_keys",
+                                               "bias", "q_lengths", "score_mod", "mask_mod", "x0", "i1", "k_firsts", "backward")}, "arguments": len(names)}
     assert names[:5] + names[12:] == ("q k v causal left sinks k_lengths q_starts k_starts page_table most_keys bias bias_keys "
                                       "q_lengths batch_invariant bf16_out score_mod mask_mod x0 x1 x2 x3 i0 i1 block_mask made_for "
                                       "k_firsts backward").split()
@@ -994,7 +994,7 @@ def operators_on_cpu(calls=None):
         S = weights(q, k, [None, "br", "tl"][mask], scale, rest[9] if len(rest) > 9 else None)
         return S.softmax(-1) @ v, S.logsumexp(-1).float()
 
-    def backward(grad, q, k, v, o, lse, mask, left, right, by, scale, bias=None, without="", cap=0.0, sinks=None, grad_lse=None, choice=""):
+    def backward(grad, q, k, v, o, lse, mask, left, right, by, scale, bias=None, without="", cap=0.0, sinks=None, grad_lse=None, choice="", *_):
         if without:
             raise NotImplementedError("sdpa.attention: " + without)
         Hkv, grad = k.shape[1], torch.zeros_like(o) if grad is None else grad
@@ -1131,11 +1131,10 @@ def test_autograd_on_stand_ins(on_cpu):
     with torch.no_grad():
         assert not by_operator(q, k, v)[0].requires_grad
     assert not by_operator(*(x.detach() for x in (q, k, v)))[0].requires_grad
-    none, table = "^sdpa.attention: no backward for e4m3, pages, score_mod, mask_mod$", torch.zeros(2, 1, dtype=torch.int32)
-    for option in {"page_table": table}, {"score_mod": "-s"}, {"mask_mod": "q < k"}:
-        for output in range(2):
-            with pytest.raises(NotImplementedError, match=none):
-                by_operator(q, k, v, **option)[output].sum().backward()
+    none, table = "^sdpa.attention: no backward for e4m3, pages$", torch.zeros(2, 1, dtype=torch.int32)
+    for output in range(2):
+        with pytest.raises(NotImplementedError, match=none):
+            by_operator(q, k, v, page_table=table)[output].sum().backward()
     torch.compiler.reset()  # a graph that is compiled ahead runs without its backward
     out, _ = torch.compile(lambda *x: by_operator(*x[:3], page_table=x[3]), backend="aot_eager", fullgraph=True)(q, k, v, table)
     with pytest.raises(NotImplementedError, match=none):
@@ -1918,7 +1917,7 @@ def test_modifications_are_compiled(launches):
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[2], outs[3]) and not torch.equal(outs[0], outs[2])
     tensors[0].requires_grad_()
     torch.library.opcheck(sdpa.OPERATOR, (*(x.detach() for x in tensors), *rest, *mods, slopes, None, None, None, documents, None, tiles, made_for), test_utils=OPCHECKS)
-    with pytest.raises(NotImplementedError, match="^sdpa.attention: no backward for .* score_mod, mask_mod$"):
+    with pytest.raises(NotImplementedError, match="^sdpa.attention: no backward, since there is no stand-in; PyTorch has no backward with score_mod or"):
         compiled(*tensors, slopes, documents, tiles)[0].sum().backward()
 
 
@@ -2300,7 +2299,7 @@ def check_gradients_of_sequences(case, attend, dtype, device="cpu", D=64):
 @needs_no_gpu
 @pytest.mark.parametrize("case", ("packed", "padded", "packed q"))
 def test_our_gradients_of_sequences(backwards, glue, case):
-    """By a stand-in for a line, and with a compiled line on the CPU backend."""
+    """Uses a stand-in for a line, then a compiled line on the CPU backend."""
     glue.sdpa_torch_load_backward_by(stand_in.backward_line((64,)))
     check_gradients_of_sequences(case, stand_in.attention, torch.half)
     assert {call.asked for call in stand_in.GRADIENTS} == {sdpa.NEEDED} and not backwards.calls
@@ -2310,6 +2309,41 @@ def test_our_gradients_of_sequences(backwards, glue, case):
     q, k = drawn(*q_size, 64).requires_grad_(), drawn(*k_size, 64)
     with pytest.raises(NotImplementedError, match=r"^sdpa.attention: no backward, since backward='torch' was asked for; attention\(\) calls no backward of"):
         stand_in.attention(q, k, k, backward="torch", **options).sum().backward()
+
+
+def check_gradients_of_expressions(run, device, arrays, **options):
+    """Against double, for expressions with a slope that is not constant, arrays and hidden keys."""
+    slopes, documents = arrays
+    q, k, v = (drawn(2, H, S, 64, seed=seed).to(device).requires_grad_() for seed, (H, S) in enumerate(((4, 30), (2, 50), (2, 50))))
+    grad = drawn(2, 4, 30, 64, seed=5).to(device)
+    out = run(q, k, v, "br", score_mod="s + s * abs(s) / 8 - x0[h] * real(q + Sk - Sq - k)", mask_mod="i0[q] == i0[k]", args=arrays, **options)
+    got = torch.autograd.grad(out, (q, k, v), grad)
+    copies = wide((q, k, v))
+    s = copies[0] @ copies[1].repeat_interleave(2, 1).mT / 8
+    at_q, at_k = torch.arange(30, device=device)[:, None], torch.arange(50, device=device)
+    s = s + s * s.abs() / 8 - slopes.double()[:, None, None] * (at_q + 20 - at_k)
+    seen = (at_k <= at_q + 20) & (documents[:30, None] == documents[:50])
+    P = s.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0)
+    for name, a, b in zip("qkv", got, torch.autograd.grad(P @ copies[2].repeat_interleave(2, 1), copies, grad.double())):
+        assert rel_rms(a, b) <= 2 * LIMITS[torch.half], name
+
+
+@needs_no_gpu
+def test_our_gradients_of_expressions(backwards, glue):
+    """With a compiled line on the CPU backend. PyTorch's backward cannot be asked for."""
+    arrays = torch.tensor([0.5, 0.25, 0.1, 0.0]), int32(*(n // 13 for n in range(50)))
+    glue.sdpa_torch_load_backward_by(stand_in.backward_loader_of("backward_mma BLOCK_N=32", arrays))
+    check_gradients_of_expressions(stand_in.attention, "cpu", arrays)
+    assert not backwards.calls
+    with pytest.raises(NotImplementedError, match="backward='torch' was asked for; PyTorch has no backward with score_mod or mask_mod$"):
+        check_gradients_of_expressions(stand_in.attention, "cpu", arrays, backward="torch")
+
+
+@needs_gpu
+@pytest.mark.parametrize("backward", (None, "deterministic"))
+def test_our_gradients_of_expressions_on_a_gpu(glue, backward):
+    arrays = torch.tensor([0.5, 0.25, 0.1, 0.0], device="cuda"), torch.arange(50, dtype=torch.int32, device="cuda") // 13
+    check_gradients_of_expressions(sdpa.attention, "cuda", arrays, backward=backward)
 
 
 @needs_no_gpu
@@ -2447,6 +2481,9 @@ def test_the_lines_of_the_backward(monkeypatch, capsys):
     assert found((9, 0), torch.half, 100, 0, 0) == found((9, 0), torch.half, 40, 0, 0) == found((9, 0), torch.half, 100, 0, sdpa.NEEDED) == "atomic"
     assert found((9, 0), torch.half, 100, 0, sdpa.NEEDED | sdpa.DETERMINISTIC) == found((8, 0), torch.half, 100, 0, sdpa.NEEDED) == "any"
     assert found((8, 0), torch.half, 100, 0, 0) is None
+    assert found((9, 0), torch.half, 100, 0, 0, "-s") is None and found((9, 0), torch.half, 100, 0, 0, "", "q < k") is None
+    with pytest.raises(ValueError, match="mask_mod"):
+        found((9, 0), torch.half, 100, 0, sdpa.NEEDED, "", "q; k")
     assert found((9, 0), torch.half, 100, 4, 0) is None and found((9, 0), torch.half, 100, 4, sdpa.NEEDED) == "atomic"  # lengths: not measured
     with pytest.raises(sdpa.Unavailable, match="^there is no line of the backward pass for D=136 on sm_90$"):
         sdpa.backward_line_with((9, 0), torch.half, 136, 0, 0)
@@ -2459,7 +2496,7 @@ def test_the_lines_of_the_backward(monkeypatch, capsys):
     for arguments, want in (((0, 1, 100, 3, 0), (0, 1, b"")), ((1, 0, 100, 0, sdpa.NEEDED), (128, 1, b"")), ((1, 0, 100, 0, 0), (0, 1, b"PyTorch's backward is faster")),
                             ((1, 0, 136, 0, 0), (0, 0, b"there is no line of the backward pass for D=136 on sm_80"))):
         line = sdpa.BackwardLine()
-        sdpa.load_backward(*arguments, line)
+        sdpa.load_backward(*arguments, b"", b"", line)
         assert (line.head_dim, line.is_final, line.trouble) == want and bool(line.backward) == bool(line.workspace_bytes) == (not want[2])
     assert asked == [("atomic", (9, 0), "HEAD_DIM=128", "DTYPE=BF16", "USE_SOFTCAP", "USE_SINKS"), ("any", (8, 0), "HEAD_DIM=128")]
     assert capsys.readouterr().err.count("where PyTorch has a backward of its own, that runs instead") == 1
@@ -2763,8 +2800,6 @@ def test_modifications_in_graphs():
         run(q[:, :, :100], k, v, kept)
     with pytest.raises(RuntimeError, match="^sdpa.attention: block_mask is not on cuda:0$"):
         run(q, k, v, kept._replace(tiles=kept.tiles.cpu()))
-    with pytest.raises(NotImplementedError, match="no backward for .* score_mod, mask_mod$"):
-        run(q.detach().requires_grad_(), k, v).sum().backward()
     with pytest.raises(RuntimeError, match="nvcc could not build .*-SCORE_MOD-sm_.*: error"):
         sdpa.attention(q, k, v, score_mod="s % 2")
 

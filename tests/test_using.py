@@ -1,5 +1,5 @@
-"""The blocks of docs/USING.md, word for word: C++ and ctypes on the CPU backend, PyTorch's on fake tensors and, where there is a
-GPU, on real ones. That for transformers is in test_transformers.py.  usage: python3 -m pytest tests/test_using.py"""
+"""Runs the examples in docs/USING.md verbatim: C++ and ctypes on the CPU backend, PyTorch's on fake tensors and, with a GPU, on
+real ones. test_transformers.py has the one for transformers.  usage: python3 -m pytest tests/test_using.py"""
 import ctypes
 import os
 import re
@@ -35,7 +35,7 @@ def test_the_blocks_are_found():
 
 @pytest.mark.parametrize("name", ["scalar_async2", *(pytest.param(name, marks=pytest.mark.long) for name in ("hopper", "mma_decode"))])
 def test_the_cpp_example(name, tmp_path):
-    """As a target of another project, and then by the two commands, with the CPU backend's headers in CUDA's place."""
+    """Builds it as a target of another project, then with the two commands, with the CPU backend's headers instead of CUDA's."""
     (tmp_path / "example.cpp").write_text(blocks("C and C\\+\\+", "cpp")[0])
     (tmp_path / "CMakeLists.txt").write_text(blocks("C and C\\+\\+", "cmake")[0].replace("sdpa_hopper_lib", f"sdpa_{name}_lib"))
     (tmp_path / "sdpa").symlink_to(ROOT)
@@ -90,7 +90,7 @@ def test_the_extension_of_an_extract(tmp_path):
 @pytest.mark.long
 @pytest.mark.skipif(not builds.nvcc() or not shutil.which("cmake"), reason="nvcc is missing")
 def test_in_a_cuda_project(tmp_path):
-    """Whose own GPUs are those that nvcc takes by default, one too old for us among them."""
+    """The project's own architectures are nvcc's default, which includes one that is too old."""
     (tmp_path / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.20)\nproject(outer LANGUAGES CXX CUDA)\ninclude(FetchContent)\n"
         f"FetchContent_Declare(sdpa SOURCE_DIR {ROOT})\nFetchContent_MakeAvailable(sdpa)\n")
@@ -122,8 +122,8 @@ class HostArray:
 
 
 def test_the_ctypes_example():
-    """Two lines in one process, each with its own type, and a refusal. A library tells the launch that its calls have, or of
-    several tiles the most shared memory."""
+    """Two lines with different types in one process, and a refusal. A library reports the launch dimensions of its calls; with
+    several tiles, the maximum of shared memory."""
     np = pytest.importorskip("numpy")
     space, header = {}, builds.structs_of(builds.Tree().read(builds.HEADER))["SdpaParams"]
     exec(blocks("Python without", "python")[0], space)
@@ -157,7 +157,7 @@ def test_the_ctypes_example():
 
 @pytest.mark.long
 def test_pytorch_on_fake_tensors():
-    """The blocks' calls, shapes and names, on tensors without memory."""
+    """The examples' calls, shapes and names with tensors without memory."""
     torch = pytest.importorskip("torch", minversion="2.11")
     if not builds.nvcc():
         pytest.skip("nvcc is missing")

@@ -376,7 +376,7 @@ TEST_CASE("gradients") {
 // The gradient errors that a comparison accepts and rejects, in units of the rounding error.
 TEST_CASE("gradient_comparison") {
   reference::Gradient want(64);
-  const auto verdict_of = [&](double units, double largest, double zero = 0) {
+  const auto verdict_of = [&](double units, double largest, double zero = 0, bool rows_differ = true) {
     reference::GradientComparison c("dQ");
     for (int row = 0; row < 100; row++) {
       float got[64];
@@ -388,6 +388,7 @@ TEST_CASE("gradient_comparison") {
       want.x[5] = want.variance[5] = 0;
       got[5] = float(zero);
       if (row == 40) got[8] = float(want.x[8] * (1 + largest * 1e-3));
+      if (rows_differ) want.x[1] = got[1] = float(100 + row);
       c.add({0, 0, row}, want, got);
     }
     return c.verdict();
@@ -395,6 +396,23 @@ TEST_CASE("gradient_comparison") {
   CHECK((verdict_of(1, 1).empty() && verdict_of(1.4, 7).empty()));
   CHECK((!verdict_of(2.2, 1).empty() && !verdict_of(1, 9).empty() && !verdict_of(1, NAN).empty() && !verdict_of(1, INFINITY).empty()));
   CHECK(!verdict_of(1, 1, 1e-30).empty());  // of no pair: 0 and nothing else
+  CHECK(verdict_of(2.2, 1, 0, false).empty());  // 100 equal rows are one
+}
+
+// Equal weights have equal rounding errors, which the expected error of their sum contains.
+TEST_CASE("gradient_of_equal_weights") {
+  const int Sq = 64, Sk = 255;
+  SmallAttention a(1, 1, 1, Sq, Sk, reference::Mask::none, 0);  // all weights are 1 / 255
+  std::vector<float> dO(Sq * 8, 1.0f);
+  a.row(0, 0, 0);  // sets the pointers of a.p
+  reference::Backward of(a.p, dO.data(), reference::bf16);
+  const std::vector<float> O(8, 0.0f);
+  for (int q = 0; q < Sq; q++) of.set_row(q, O.data(), std::log(255.0));
+  reference::Gradient dK(8), dV(8);
+  of.of_key({0, 0, 3}, dK, dV);
+  // 1 / 255 is rounded to 1 / 256, and each sum by a random error.
+  const double common = 1 / 255.0 - 1 / 256.0, each = std::sqrt(0.541 / 12) / 128 / 255;
+  CHECK_NEAR(std::sqrt(dV.variance[0]) / Sq, std::sqrt(common * common + each * each), 1e-6);
 }
 
 // The verdict for a single row.

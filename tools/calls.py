@@ -4,10 +4,13 @@ import collections
 import re
 
 from inlining import edited, source
-from minimal import ROOTS, declared, descendants, enclosing, listed, name_of, parse, words_of
+from minimal import ROOTS, descendants, enclosing, listed, name_of, parse, without_sentences, words_of
 
 # A parameter that gets the same one of these values in all calls is replaced by it.
 LITERALS = {"0", "1", "true", "false"}
+# Parents of a type's name that make no object of it.
+NO_OBJECT = {"template_type", "struct_specifier", "base_class_clause", "alias_declaration", "parameter_declaration",
+             "type_descriptor", "qualified_identifier", "dependent_type"}
 
 
 def base_name(kind):
@@ -22,7 +25,7 @@ def declarator_of(function):
 
 
 class Calls:
-    """of: {start of a function definition: argument lists of its calls}. Functions in `open_names` may have other calls."""
+    """of: {offset of a function definition: argument lists of its calls}. Functions in `open_names` may have other calls."""
 
     def __init__(self, text):
         self.text, self.root, self.locals = text, parse(text), {}
@@ -55,11 +58,13 @@ class Calls:
         return struct and name_of(struct)
 
     def resolved(self, kind, struct):
-        """The struct that a type names in a struct or in the file."""
-        for _ in range(5):
-            own = next((self.aliases[one, base_name(kind)] for one in (*self.family(struct), None)
-                        if (one, base_name(kind)) in self.aliases), None)
-            if own is None or base_name(own) == base_name(kind):
+        """The name of the type that a text names in a struct or in the file."""
+        for _ in range(8):
+            scope, _, name = re.sub(r"<.*>|\btypename\b", "", kind, flags=re.DOTALL).strip().rpartition("::")
+            struct = self.resolved(scope, struct) if scope else struct
+            own = next((self.aliases[one, base_name(name)] for one in (*self.family(struct), None)
+                        if (one, base_name(name)) in self.aliases), None)
+            if own in (None, kind):
                 break
             kind = own
         return base_name(kind)
@@ -152,9 +157,9 @@ class Calls:
             of = self.resolved(source(function.child_by_field_name("scope"), self.text), struct)
             self.add(self.family(of), name, arguments)
         else:
-            self.add([self.resolved(name, struct), *self.family(struct), None] if self.resolved(name, struct) in self.structs
-                     else [*self.family(struct), None], self.resolved(name, struct) if self.resolved(
-                         name, struct) in self.structs else name, arguments)
+            made = self.resolved(name, struct)
+            is_made = made in self.structs  # a constructor
+            self.add([made] * is_made + [*self.family(struct), None], made if is_made else name, arguments)
 
     def add_constructions(self):
         """Records the calls of constructors."""
@@ -162,23 +167,16 @@ class Calls:
             if (struct, struct) not in self.functions:
                 continue
             for node in descendants(self.root, "type_identifier", "template_type"):
-                parent, name = node.parent, node.parent.type
-                if self.resolved(source(node, self.text), self.struct_at(node)) != struct or parent.type in (
-                        "template_type", "struct_specifier", "base_class_clause", "alias_declaration", "parameter_declaration",
-                        "type_descriptor", "qualified_identifier", "dependent_type"):
+                parent = node.parent
+                if self.resolved(source(node, self.text), self.struct_at(node)) != struct or parent.type in NO_OBJECT:
                     continue
                 declarators = parent.children_by_field_name("declarator")
-                if name == "declaration" and len(declarators) == 1:
-                    one = declarators[0]
-                    value = one.child_by_field_name("value") or one.child_by_field_name("parameters")
-                    if value is not None and value.type in ("argument_list", "initializer_list", "parameter_list"):
-                        self.add([struct], struct, value.named_children)
-                        continue
-                elif name == "field_declaration" and all(one.type == "reference_declarator" for one in declarators):
-                    continue
-                elif name == "field_declaration":
-                    continue  # its initializers follow
-                self.open_names.add(struct)
+                value = parent.type == "declaration" and len(declarators) == 1 and (
+                    declarators[0].child_by_field_name("value") or declarators[0].child_by_field_name("parameters"))
+                if value and value.type in ("argument_list", "initializer_list", "parameter_list"):
+                    self.add([struct], struct, value.named_children)
+                elif parent.type != "field_declaration":  # members have initializers
+                    self.open_names.add(struct)
         for node in descendants(self.root, "field_initializer"):
             struct, name = self.struct_at(node), name_of(node)
             kind = self.resolved(name, struct) if name in self.bases[struct] or name == "Base" else self.field(struct, name)
@@ -289,13 +287,16 @@ def without_needless_parameters(text, but):
             if same and (is_read or rest != [source(one, text) for one in calls.parameters(same[0])] or
                          re.sub(r"\s", "", inside) != re.sub(r"\s", "", text[declarator_of(same[0]).end_byte:same[0].end_byte])):
                 continue  # the two would be ambiguous
+            at = text.rfind("\n", 0, node.start_byte) + 1
+            above = re.search(r"(?:^ *//(?! ----| ====).*\n)*\Z", text[:at], re.MULTILINE)[0]
             edits = [line_of(node, text)] * bool(same) + [(*without_one(one, n), "") for one in [parameters, *(each for each in given if n < len(each))]]
             if is_read:
-                value, at = next(iter(values)), text.rfind("\n", 0, node.start_byte) + 1
+                value = next(iter(values))
                 edits += [(one.start_byte, one.end_byte, value) for one in descendants(node, "identifier")
                           if source(one, text) == own and not parameter.start_byte <= one.start_byte < parameter.end_byte]
-                above = re.search(r"(?:^ *//(?! ----| ====).*\n)*\Z", text[:at], re.MULTILINE)[0]
                 edits.append((at - len(above), at, re.sub(rf"`{own}`|\b{own}\b", value, above)))
+            elif own and above:
+                edits.append((at - len(above), at, without_sentences(above, rf"`?{own}`?[:,] ")))
             return edited(text, edits)
     return text
 

@@ -173,7 +173,7 @@ def setting(knob, values):
     """The member of a knob, its value as text if all builds have the same, and whether that is not the default."""
     words = knob.values.split()
     value = str(*values) if len(values) == 1 else None
-    if value and words[0].isalpha():
+    if value and words[0][0].isalpha():
         value = words[int(value)]
     return Setting(knob.member, value, value != knob.default)
 

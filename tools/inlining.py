@@ -5,7 +5,8 @@ import itertools
 import re
 import textwrap
 
-from minimal import callee, declared, descendants, enclosing, listed, name_of, parameters_of, parse, words_of
+from minimal import (callee, declared, descendants, enclosing, listed, name_of, parameters_of, parse, without_sentences,
+                     words_of)
 
 SCALARS = {"int", "unsigned", "uint32_t", "int64_t", "uint64_t", "size_t", "float", "double", "bool", "uint16_t",
            "uint8_t", "char"}
@@ -292,8 +293,10 @@ class Inlining:
         clashes = any(source(one, self.text) in top and not any(start <= one.start_byte < end for start, end in inside)
                       for one in descendants(outer, "identifier"))
         plain = {name: to for name, to in bound.items() if re.fullmatch(r"\w+", to)}
-        lines = [re.sub(r"\b[A-Za-z_]\w*\b", lambda m: plain.get(m[0], m[0]), line)
-                 for line in self.comment_of(function)] + first
+        said = "".join(f"{line}\n" for line in self.comment_of(function))
+        for name in [name for name, to in plain.items() if said and to in ("true", "false")]:
+            said = without_sentences(said, rf"[^.;]*`{name}`")
+        lines = [re.sub(r"\b[A-Za-z_]\w*\b", lambda m: plain.get(m[0], m[0]), line) for line in said.splitlines()] + first
         code = textwrap.dedent(self.rendered(body, function, bound, owner)[1:-1].strip("\n").rstrip())
         for one in same:  # already declared by the caller
             code = code.replace(source(one, self.text) + "\n", "", 1)

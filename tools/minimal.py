@@ -416,6 +416,17 @@ def without_gone(text):
     return re.sub(gone, "", text, flags=re.MULTILINE).replace(GONE, "")
 
 
+def without_sentences(comment, start):
+    """A comment without the sentences, and parts of sentences up to a semicolon, that match a pattern at their start."""
+    indent = re.match(r" *// ?", comment)[0]
+    said = re.split(r"(?<=[.;])\s+", " ".join(line.strip()[3:] for line in comment.splitlines()))
+    kept = " ".join(one for one in said if not re.match(start, one))
+    if kept == " ".join(said):
+        return comment
+    kept = re.sub(r";$", ".", kept)
+    return "".join(f"{indent}{line}\n" for line in textwrap.wrap(kept, WIDTH - len(indent)))
+
+
 # ---- unreachable declarations ----
 
 FACTS = {}  # cache of declarations, by their text
