@@ -901,6 +901,10 @@ __device__ __forceinline__ bool softmax_sum(View& S, ScoreScale<B> scale_log2, c
   return may_be_kept;
 }
 
+// Returns x, which is equal in all lanes. After the shuffle, the compiler keeps values derived from x in uniform
+// registers, which descriptors require.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
 // The sum of x over the LANES lanes that share a row. The order is fixed.
 template <int LANES> __device__ __forceinline__ float row_sum(float x) {
   SDPA_UNROLL for (int lane = 1; lane < LANES; lane *= 2) { x += __shfl_xor_sync(0xffffffffu, x, lane); }
@@ -1847,7 +1851,7 @@ __device__ __forceinline__ void add(float* O, const float4& x, float weight) {
 // A view of rows that are 8 apart. Four lanes share a row: of every 4 * RUN columns, each lane has RUN
 // adjacent ones.
 template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
-  [[maybe_unused]] static constexpr int ROWS = HEIGHT, COLS = WIDTH / 4, RUN = LENGTH;
+  static constexpr int ROWS = HEIGHT, COLS = WIDTH / 4, RUN = LENGTH;
   float x[ROWS][COLS];
   int first_row, first_col;
   __device__ int row(int i) const { return first_row + 8 * i; }
@@ -1860,7 +1864,7 @@ template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
 // columns it has columns 2q and 2q + 1.
 template <class B, int WIDTH>
 struct MmaAccumulator : QuadRuns<B::block_m / B::split_warps / 8, WIDTH, 2> {  // [16 * M_TILES of BLOCK_M][WIDTH]
-  [[maybe_unused]] static constexpr int M_TILES = B::block_m / B::split_warps / 16, LANES = 4;
+  static constexpr int M_TILES = B::block_m / B::split_warps / 16, LANES = 4;
 };
 template <class B> using MmaSums = MmaAccumulator<B, B::d_v>;            // O
 template <class B> using MmaStepOfP = uint32_t[MmaSums<B>::M_TILES][4];  // A operands: P of one step's keys
@@ -1957,7 +1961,7 @@ using MmaOperands = std::conditional_t<
 // Q of a warp, as A operands. The first KEPT steps stay in registers, as many as fit in addition to O and S. The
 // other steps are read from shared memory at each use.
 template <class B> struct MmaQueries {
-  static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::head_dim / MMA_K<B>;
+  static constexpr int M_TILES = MmaSums<B>::M_TILES, STEPS = B::head_dim / MMA_K<B>;
   static constexpr int O_AND_S = M_TILES * (B::d_v + B::block_n) / 2;  // registers of O and S
   static constexpr int REGISTERS = MmaOperands<B>::REGISTERS;
   static constexpr int ROOM = O_AND_S < 184 ? (184 - O_AND_S) / (REGISTERS * M_TILES) : 0;
@@ -2394,8 +2398,9 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 //   column            0 1    2 3    4 5    6 7   |  8 9  ...
 //   row 16w + g       q = 0  q = 1  q = 2  q = 3 |           d[0] d[1]  |  d[4] d[5]  ...
 //   row 16w + g + 8                              |           d[2] d[3]  |  d[6] d[7]  ...
-template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
-  [[maybe_unused]] static constexpr int ROWS = 2, COLS = WIDTH / 4, LANES = 4, RUN = 2;
+struct WgmmaView { static constexpr int ROWS = 2, LANES = 4, RUN = 2; };
+template <int WIDTH> struct WgmmaAccumulator : WgmmaView {  // [64][WIDTH]
+  static constexpr int COLS = WIDTH / 4;
   struct Elements {
     float d[WIDTH / 2];
     struct Row {
@@ -2409,10 +2414,6 @@ template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
   __device__ int row(int i) const { return first_row + 8 * i; }
   __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
 };
-
-// Returns x, which is equal in all lanes. After the shuffle, the compiler keeps values derived from x in uniform
-// registers, which descriptors require.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // Layout of a tile with BYTES bytes per row: panels with lines of 128 bytes, or of 64 if 128 does not divide a row.
 template <int BYTES> constexpr int ROW_BYTES = ceil_div(BYTES, 64) * 64;  // with padding, which TMA zero-fills
@@ -3572,10 +3573,16 @@ template <class B, class Shared> struct WgmmaConsumer {
     if constexpr (B::split_kv > 1) barrier_sync(partials_barrier, partials_threads<B>);
     else barrier_sync(q_read_barrier + warpgroup, q_read_threads);
   }
-  // For each item: begin(), compute() if this warpgroup computes any round, end(). The stages of other rounds are
-  // released without being read.
-  template <class Begin, class Compute, class End>
-  __device__ __forceinline__ void run_items(const Begin& begin, const Compute& compute, const End& end) {
+  // Computes all items. `consumer`: this object, as the type of its kernel, which has the steps of an item:
+  //
+  //   begin_item       Q has landed
+  //   compute_rounds   m, l and O over the rounds of the warpgroup; not called if it has none
+  //   finish_item      stores the result; not called if it has no rounds
+  //   end_item         the warpgroup no longer reads Q
+  //   store_range      SPLIT_CTAS: stores the partial of the CTA's only item, which may have no keys
+  //
+  // The stages of rounds that the warpgroup does not compute are released without being read.
+  template <class Consumer> __device__ __forceinline__ void run_items(Consumer& consumer) {
     auto& t = s.split[split];
     do {
       mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
@@ -3587,20 +3594,27 @@ template <class B, class Shared> struct WgmmaConsumer {
       if constexpr (B::use_lengths) rows.mask = item().mask(a);
       const KeyRange rounds_here = own_rounds<B>(a, rows.mask, item(), rounds, rows.q);
       if constexpr (B::use_lengths) clear_queries();
-      begin();
+      consumer.begin_item();
       t.skip(ring, rounds - rounds_here.end);
       if (rounds_here.end > 0) {
         rows.k0 = uniform(first_key_of<B>(item(), rounds_here.end - 1, split));
         last_k0 = uniform(first_key_of<B>(item(), rounds_here.begin, split));
         if constexpr (B::hides_rounds) rows.walk.start_item(rows, item(), rounds_here.end - 1);
         rows.scales.start(item(), row_group * 64 + int(thread_index_anew() % 128 / 32 * 16 + lane / 4));
-        compute();
+        rows.start();
+        consumer.compute_rounds();
+        SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Rows::Sums::LANES>(rows.l[i]);
+        consumer.finish_item();
       }
       t.skip(ring, own_rounds<B>(a, rows.mask, item(), rounds, rows.q).begin);
-      end();
+      consumer.end_item();
       q_ring.advance();
     } while (B::use_persistent_cta);
     turns.leave();
+    if constexpr (B::split_ctas != 1) {
+      if (s.item[0].rounds == 0) rows.set_empty();
+      consumer.store_range();
+    }
   }
   // Issues O += P @ V.   [64][D]
   __device__ __forceinline__ void issue_pv(const WgmmaProbabilities<B>& P, bool v_landed) {
@@ -3660,17 +3674,26 @@ __global__ void __launch_bounds__(B::threads, ctas_by_registers<B>) sdpa_wgmma(c
   auto& s = dynamic_shared<typename Kernel::Shared>();
   const int warp = uniform(threadIdx.x / 32);
   if (!B::use_persistent_cta && !item_of_cta<B>(a).exists()) return;
-  s.init_mbarriers(warp);
+  if (warp == 1 && threadIdx.x % 32 == 0) {  // two threads share the initialization
+    s.init_full();
+    fence_mbarrier_init();
+  }
+  if (warp == 2 && threadIdx.x % 32 == 0) {
+    s.init_empty();
+    fence_mbarrier_init();
+  }
   prefetch_tensor_maps<B>(a);
   clear_rows_without_query<B>(s.queries(0, 0), a);
   __syncthreads();  // hazard: mbarriers initialized by two threads, rows of Q zero-filled by all
   if (warp < B::producer_threads / 32) {
     if (Registers::redistributes) setmaxnreg_dec<Registers::producer, ctas_by_registers<B>>();
-    typename Kernel::Producer(s, a).run(warp);
+    typename Kernel::Producer producer(s, a);
+    producer.run(warp);
   } else {
     if (Registers::redistributes) setmaxnreg_inc<Registers::consumer, ctas_by_registers<B>>();
     wait_then_let_next_kernel_start();
-    typename Kernel::Consumer(s, a).run();
+    typename Kernel::Consumer consumer(s, a);
+    consumer.run_items(consumer);
   }
 }
 
@@ -3778,21 +3801,17 @@ template <class B> struct WgmmaShared {
   __device__ __forceinline__ Element<B>* queries(int stage, int row_group) {
     return Q[stage][0] + row_group * 64 * B::head_dim / (B::pack_gqa ? PANELS<B::qk_bytes> : 1);
   }
-  // Two threads initialize the mbarriers; a __syncthreads() must follow.
-  __device__ __forceinline__ void init_mbarriers(int warp) {
-    if (warp == 1 && threadIdx.x % 32 == 0) {
-      mbarriers_init(q_full, 1);
-      constexpr int arrivals = B::tile_type != B::kv_type ? converter_warps : copying_warps<B>;
-      for (auto& t : split) t.init_full(arrivals, arrivals);
-      if constexpr (B::tile_type != B::kv_type) landed.init_mbarriers();
-      fence_mbarrier_init();
-    }
-    if (warp == 2 && threadIdx.x % 32 == 0) {
-      mbarriers_init(q_empty, 1);
-      for (auto& of_item : o_done) mbarriers_init(of_item, 4);
-      for (auto& t : split) t.init_empty();
-      fence_mbarrier_init();
-    }
+  // The full mbarriers, and all those of `landed`; then the empty ones.
+  __device__ __forceinline__ void init_full() {
+    mbarriers_init(q_full, 1);
+    constexpr int arrivals = B::tile_type != B::kv_type ? converter_warps : copying_warps<B>;
+    for (auto& t : split) t.init_full(arrivals, arrivals);
+    if constexpr (B::tile_type != B::kv_type) landed.init_mbarriers();
+  }
+  __device__ __forceinline__ void init_empty() {
+    mbarriers_init(q_empty, 1);
+    for (auto& of_item : o_done) mbarriers_init(of_item, 4);
+    for (auto& t : split) t.init_empty();
   }
 };
 
@@ -4043,30 +4062,28 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   // Undoes the scaling of Q in the maxima m.
   __device__ __forceinline__ void take_scale_of_q_back();
 
-  __device__ __forceinline__ void run() {
-    const auto compute = [&] {
-      rows.start();
-      if constexpr (B::q_type != B::product_type) make_halves_of_q();
-      if constexpr (B::overlap) Base::overlapped_loop(*this);
-      else serial_loop();
-      SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Base::Rows::Sums::LANES>(rows.l[i]);
-      if constexpr (B::q_type != B::product_type) take_scale_of_q_back();
-      if constexpr (B::split_kv > 1) {
-        merge_and_store();
-      } else if constexpr (stores_by_tma<B>) {
-        write_output();
-      }
-    };
-    Base::run_items([] {}, compute, [&] {
-      if (stores_by_tma<B>) arrive_by_warp(&s.o_done[q_ring.stage][row_group]);
-    });
-    if constexpr (B::split_ctas != 1) {  // stores the partial of the CTA's range, which may have no keys
-      const int thread = int(threadIdx.x) - B::producer_threads;
-      if (s.item[0].rounds == 0) rows.set_empty();
-      rows.O.first_row = thread / 32 * 16 + lane / 4;
-      rows.O.first_col = lane % 4 * 2;
-      store_sums<B>(rows.O, rows.m, rows.l, a, s.item[0]);
+  __device__ __forceinline__ void begin_item() {}
+  __device__ __forceinline__ void compute_rounds() {
+    if constexpr (B::q_type != B::product_type) make_halves_of_q();
+    if constexpr (B::overlap) Base::overlapped_loop(*this);
+    else serial_loop();
+  }
+  __device__ __forceinline__ void finish_item() {
+    if constexpr (B::q_type != B::product_type) take_scale_of_q_back();
+    if constexpr (B::split_kv > 1) {
+      merge_and_store();
+    } else if constexpr (stores_by_tma<B>) {
+      write_output();
     }
+  }
+  __device__ __forceinline__ void end_item() {
+    if (stores_by_tma<B>) arrive_by_warp(&s.o_done[q_ring.stage][row_group]);
+  }
+  __device__ __forceinline__ void store_range() {
+    const int thread = int(threadIdx.x) - B::producer_threads;
+    rows.O.first_row = thread / 32 * 16 + lane / 4;
+    rows.O.first_col = lane % 4 * 2;
+    store_sums<B>(rows.O, rows.m, rows.l, a, s.item[0]);
   }
 };
 
@@ -4129,22 +4146,18 @@ template <class B> struct E4m3Shared {
       return flushed_sums[warpgroup];
     }
   }
-  // Two threads initialize the mbarriers; a __syncthreads() must follow.
-  __device__ __forceinline__ void init_mbarriers(int warp) {
-    if (warp == 1 && threadIdx.x % 32 == 0) {
-      mbarriers_init(q_full, 1);
-      for (auto& t : split) t.init_full(1, TRANSPOSERS);
-      for (Landed& t : landed) {
-        mbarriers_init(t.v_full, 1);
-        mbarriers_init(t.v_empty, TRANSPOSERS);
-      }
-      fence_mbarrier_init();
+  // The full mbarriers, and all those of `landed`; then the empty ones.
+  __device__ __forceinline__ void init_full() {
+    mbarriers_init(q_full, 1);
+    for (auto& t : split) t.init_full(1, TRANSPOSERS);
+    for (Landed& t : landed) {
+      mbarriers_init(t.v_full, 1);
+      mbarriers_init(t.v_empty, TRANSPOSERS);
     }
-    if (warp == 2 && threadIdx.x % 32 == 0) {
-      mbarriers_init(q_empty, B::num_warps);
-      for (auto& t : split) t.init_empty();
-      fence_mbarrier_init();
-    }
+  }
+  __device__ __forceinline__ void init_empty() {
+    mbarriers_init(q_empty, B::num_warps);
+    for (auto& t : split) t.init_empty();
   }
 };
 
@@ -4399,29 +4412,25 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       store_sums<B>(four, rows.m, rows.l, a, item);
     }
   }
-  __device__ __forceinline__ void run() {
-    constexpr bool q_stays = !Shared::Q_IN_REGISTERS || Shared::Q_IN_FLUSHED;  // the buffer of Q is used until the end
-    const auto begin = [&] {
-      if constexpr (Shared::Q_IN_REGISTERS) load_queries();
-      if (!q_stays) release_queries();
-    };
-    const auto compute = [&] {
-      rows.start();
-      tiles = 0;
-      Base::overlapped_loop(*this);
-      SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Base::Rows::Sums::LANES>(rows.l[i]);
-      // Adds the sums in shared memory to O.
-      if (tiles >= B::fp8_flush) for_each_flushed([](float4* place, float* d) { add(d, ld_shared<float4>(place), 1); });
-      if constexpr (B::split_ctas == 1) store();
-    };
-    Base::run_items(begin, compute, [&] {
-      if (q_stays && B::split_kv == 1) release_queries();  // with splits, no producer waits for it
-    });
-    if constexpr (B::split_ctas != 1) {
-      if (Base::item().rounds == 0) rows.set_empty();
-      store();
-    }
+  // True if the buffer of Q is used until the end of the item.
+  static constexpr bool q_stays = !Shared::Q_IN_REGISTERS || Shared::Q_IN_FLUSHED;
+  __device__ __forceinline__ void begin_item() {
+    if constexpr (Shared::Q_IN_REGISTERS) load_queries();
+    if (!q_stays) release_queries();
   }
+  __device__ __forceinline__ void compute_rounds() {
+    tiles = 0;
+    Base::overlapped_loop(*this);
+  }
+  __device__ __forceinline__ void finish_item() {
+    // Adds the sums in shared memory to O.
+    if (tiles >= B::fp8_flush) for_each_flushed([](float4* place, float* d) { add(d, ld_shared<float4>(place), 1); });
+    if constexpr (B::split_ctas == 1) store();
+  }
+  __device__ __forceinline__ void end_item() {
+    if (q_stays && B::split_kv == 1) release_queries();  // with splits, no producer waits for it
+  }
+  __device__ __forceinline__ void store_range() { store(); }
 };
 
 template <class B> struct KernelOf<B, KernelKind::wgmma_e4m3> {

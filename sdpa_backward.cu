@@ -517,7 +517,8 @@ template <class B, class View> struct WeightsOfTile {
   // plain: no score of the tile is hidden.   lse_log2: of this thread's queries
   __device__ __forceinline__ void set_p(const BackwardArgs& a, const Item<B>& item, const Mask& mask, int q0, int k0,
                                         bool plain, const float (&lse_log2)[View::ROWS]) {
-    SlopeTile<B, decltype(slope)> tile{{a, item, mask, q0, k0, item_hook_scale<B>(a, item)}, slope};
+    const ScoreTile<B> of_scores{a, item, mask, q0, k0, item_hook_scale<B>(a, item)};
+    SlopeTile<B, decltype(slope)> tile{of_scores, slope};
     finish_scores<B>(P, tile, plain);
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       // SCORE_MOD of a query past the last may be anything, so that exp2 could overflow.
@@ -982,7 +983,9 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
       continue;
     }
     QK::begin(P, s.kept.x, tile.x, warp);
-    if (HAS_DK) V::begin(dS, s.kept.y, tile.y, warp);
+    if (HAS_DK) {
+      V::begin(dS, s.kept.y, tile.y, warp);
+    }
     tiles.load_ahead(n);
     float of_row[ByQuery::ROWS];  // LSE_log2, later delta: both at once would need too many registers
     SDPA_UNROLL for (int i = 0; i < ByQuery::ROWS; i++) {
@@ -1858,14 +1861,14 @@ SDPA_REFUSE(HEAD_DIM_V_changed && (Defines::kernel == KernelKind::scalar || Defi
 
 // Returns the size of SdpaGradients::workspace for this problem, in bytes. It is 0 for an empty problem, and
 // for sizes that sdpa_backward() refuses.
-static inline size_t sdpa_backward_workspace_bytes(SdpaParams forward) {
+[[maybe_unused]] static size_t sdpa_backward_workspace_bytes(SdpaParams forward) {
   return check_sizes(forward).ok() ? backward_workspace_bytes(forward) : 0;
 }
 
 // Computes dQ, dK and dV from the inputs of sdpa_forward(), O, LSE and dO. Enqueues kernels on a stream of
 // the current device, with the guarantees of sdpa_forward(). Two runs on the same inputs give the same bits,
 // except for dQ with ONE_PASS=1 or USE_WARP_SPECIALIZATION=1.
-static inline SdpaStatus sdpa_backward(const SdpaBackwardParams& params, cudaStream_t stream) {
+[[maybe_unused]] static SdpaStatus sdpa_backward(const SdpaBackwardParams& params, cudaStream_t stream) {
   SdpaBackwardParams p = params;
   const SdpaStatus status = check_backward(p);
   if (!status.ok() || !p.forward.B || !p.forward.Hkv) return status;

@@ -210,7 +210,7 @@ def test_knobs_of_the_backward_pass():
     wgmma = "1 VEC_WIDTH=8 BLOCK_M=128 BLOCK_N=128 NUM_WARPS=8 STAGES=2"
     values = dict(HEAD_DIM="128", HEAD_DIM_V="128 USE_MMA_SYNC=1 BLOCK_M=64", USE_WGMMA=wgmma,
                   USE_WARP_SPECIALIZATION=wgmma + " USE_WGMMA=1", BLOCK_M="64", BLOCK_N="64", NUM_WARPS="2", VEC_WIDTH="8", USE_CP_ASYNC="1 VEC_WIDTH=8",
-                  STAGES="2 USE_CP_ASYNC=1 VEC_WIDTH=8", USE_MMA_SYNC="1 BLOCK_M=64", DTYPE="BF16")
+                  STAGES="2 USE_CP_ASYNC=1 VEC_WIDTH=8", USE_MMA_SYNC="1 BLOCK_M=64", DTYPE="BF16", SCORE_MOD="s*2", MASK_MOD="k<9")
     illegal = {"BACKWARD=2": "BACKWARD: not a legal value", "USE_WMMA=1 BLOCK_M=64": "BACKWARD: only kernels of these families have it: scalar mma",
                "DTYPE=U8 VEC_WIDTH=16": "DTYPE: the backward kernels take 16 bits", "BLOCK_M=64 HEAD_DIM=256 NUM_WARPS=1": "BLOCK_M, BLOCK_N: S, dP and dQ or dK",
                "USE_MMA_SYNC=1 BLOCK_M=64 HEAD_DIM=256 BLOCK_N=128": "BLOCK_M, BLOCK_N: S, dP and dQ or dK", "HEAD_DIM_V=32": "HEAD_DIM_V: only the",
@@ -221,7 +221,7 @@ def test_knobs_of_the_backward_pass():
                "USE_MMA_SYNC=1 BLOCK_M=64 ONE_PASS=1 HEAD_DIM=80": "ONE_PASS, HEAD_DIM: a warp computes 32 or 64",
                "USE_MMA_SYNC=1 BLOCK_M=64 ONE_PASS=1 HEAD_DIM=128 BLOCK_N=64": "ONE_PASS, BLOCK_M, BLOCK_N: S, dP, dQ, dK and dV"}
     others = {name: re.split(r"[ .]+", knob.values)[-1] for name, knob in builds.Tree().knob_rows().items() if name not in own}
-    others.update(SPLIT_KV="2", SPLIT_CTAS="2", FP8_FLUSH="4", SYNC_POLICY="2", SCORE_MOD="s*2", MASK_MOD="k<9")
+    others.update(SPLIT_KV="2", SPLIT_CTAS="2", FP8_FLUSH="4", SYNC_POLICY="2")
     cases = [f"BACKWARD=1 {name}={values.get(name, '1')}" for name in own] + [f"BACKWARD=1 {name}={value}" for name, value in others.items()] + [
         words if words.startswith("BACKWARD") else "BACKWARD=1 " + words for words in illegal]
     said = refusals([(words, text) for words in cases])

@@ -127,8 +127,8 @@ def make_calls():
 
 
 @pytest.mark.parametrize("way", [
-    "WgmmaConsumer::run_items > WgmmaConsumer::overlapped_loop",  # it calls a lambda that does
-    "Wgmma16Consumer::run > WgmmaConsumer::overlapped_loop",  # so does its lambda
+    "WgmmaConsumer::run_items > WgmmaConsumer::overlapped_loop",  # compute_rounds() is in between
+    "Wgmma16Consumer::overlap > WgmmaConsumer::overlapped_loop",  # the call has the opposite direction
     "WgmmaProducer::load_items > WgmmaProducer::load",       # load_round() is in between
     "ItemTiles::copy_kv > VectorCopy::copy",  # TileCopy::copy() is in between
     "sdpa_wgmma > Wgmma16Consumer::load_items", "Wgmma16Producer::run > E4m3Producer::load_items",  # of another struct

@@ -1,6 +1,7 @@
 """Finds the calls of each function of a source text, by scope, receiver type and number of arguments, and removes
 functions and parameters that have no effect. Used by tools/concrete.py."""
 import collections
+import functools
 import re
 
 from inlining import edited, source
@@ -13,6 +14,7 @@ NO_OBJECT = {"template_type", "struct_specifier", "base_class_clause", "alias_de
              "type_descriptor", "qualified_identifier", "dependent_type"}
 
 
+@functools.lru_cache(None)
 def base_name(kind):
     """The name of a type without qualifiers and template arguments."""
     kind = re.sub(r"<.*>|\[.*|\b(?:const|typename|struct)\b|[&*\s]", "", kind, flags=re.DOTALL)
@@ -29,7 +31,7 @@ class Calls:
 
     def __init__(self, text):
         self.text, self.root, self.locals = text, parse(text), {}
-        self.structs, self.aliases, self.bases = {}, {}, collections.defaultdict(list)
+        self.structs, self.aliases, self.bases, self.names = {}, {}, collections.defaultdict(list), {}
         for node in descendants(self.root, "struct_specifier"):
             if node.child_by_field_name("body"):
                 self.structs[name_of(node)] = None if name_of(node) in self.structs else node
@@ -38,6 +40,7 @@ class Calls:
         for node in descendants(self.root, "alias_declaration"):
             of = enclosing(node, "struct_specifier")
             self.aliases[of and name_of(of), name_of(node)] = source(node.child_by_field_name("type"), text)
+        self.parameters_of_templates = {name_of(one) for one in descendants(self.root, "type_parameter_declaration")}
         self.functions = collections.defaultdict(list)  # by owner and name
         for node in descendants(self.root, "function_definition"):
             if node.child_by_field_name("body") and declarator_of(node):
@@ -59,6 +62,12 @@ class Calls:
 
     def resolved(self, kind, struct):
         """The name of the type that a text names in a struct or in the file."""
+        if (kind, struct) not in self.names:
+            self.names[kind, struct] = self.resolve(kind, struct)
+        return self.names[kind, struct]
+
+    def resolve(self, kind, struct):
+        """resolved() without its cache."""
         for _ in range(8):
             scope, _, name = re.sub(r"<.*>|\btypename\b", "", kind, flags=re.DOTALL).strip().rpartition("::")
             struct = self.resolved(scope, struct) if scope else struct
@@ -106,7 +115,8 @@ class Calls:
         own = self.local(source(node, self.text), node)
         if own is None:
             return struct and self.field(struct, source(node, self.text))
-        return None if re.search(r"\bauto\b|decltype", own) else self.resolved(own, struct)
+        kind = self.resolved(own, struct)
+        return None if kind in self.parameters_of_templates or re.search(r"\bauto\b|decltype", own) else kind
 
     def local(self, name, node):
         """The type of a variable or parameter of the function around a node; None if it has none of this name."""
@@ -220,7 +230,8 @@ def without_idle_functions(text, but):
         body = node.child_by_field_name("body")
         places = [arguments and arguments[0].parent.parent for arguments in given]
         is_constructor = owner == name
-        is_overload = any(one.start_byte in calls.of for one in calls.functions[owner, name])
+        is_overload = any(one.start_byte in calls.of for one in calls.functions[owner, name]) or not owner and any(
+            of and one == name for of, one in calls.functions)
         is_unused = not given and (is_overload and name not in inherited if is_constructor else owner or is_overload)
         is_idle = given and not is_constructor and name not in but and not body.named_children
         if not is_unused and not is_idle or not all(

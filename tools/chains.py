@@ -33,7 +33,7 @@ COLUMNS = {
 
 class Calls:
     """The call graph of sdpa.cu. Names of members include the struct, as in TileCopy::copy; names of lambdas include the
-    function, as in Wgmma16Consumer::run.compute."""
+    function, as in Wgmma16Consumer::recompute_qk.lambda."""
 
     def __init__(self, text):
         text = text[text.index("// ==== 2 PROBLEM"):]  # before this marker, macros expand to declarations

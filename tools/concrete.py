@@ -213,8 +213,10 @@ def without_template_parameters(text, but):
             if any(name_of(one) == name_of(parameter)
                    for one in descendants(body, "parameter_declaration", "init_declarator", "alias_declaration")):
                 continue
-            def instead(part):
-                return [(one.start_byte, one.end_byte, value)
+            own_value = value if re.fullmatch(r"[\w:<>, ]+", value) else f"({value})"
+
+            def instead(part, own_value=own_value):
+                return [(one.start_byte, one.end_byte, own_value)
                         for one in descendants(part, "identifier", "type_identifier", "namespace_identifier")
                         if source(one, text) == name_of(parameter)]
             edits = instead(body) + [line_of(one, text) for one in defined[name] if one != node]
@@ -404,11 +406,12 @@ def without_aliases(text):
 def without_unused_constants(text):
     """Removes constants that no other code names from lists of constants."""
     words = collections.Counter(re.findall(r"\w+", re.sub(r"//.*", "", text)))
-    for match in re.finditer(r"^constexpr int (\w+ = [^;]*);\n", text, re.MULTILINE):
-        parts = re.split(r",\s+(?=\w+ = )", match[1])
+    for match in re.finditer(r"^constexpr (\w+) (\w+ = [^;]*);\n", text, re.MULTILINE):
+        parts = re.split(r",\s+(?=\w+ = )", match[2])
         kept = [part for part in parts if words[re.match(r"\w+", part)[0]] > 1]
         if kept != parts and len(parts) > 1:
-            return text[:match.start()] + (f"constexpr int {', '.join(kept)};\n" if kept else "") + text[match.end():]
+            own = f"constexpr {match[1]} {', '.join(kept)};\n" if kept else ""
+            return text[:match.start()] + own + text[match.end():]
     return text
 
 

@@ -73,7 +73,8 @@ def holds(condition, knobs, rows):
     def one_of(word, row):
         name, _, rest = word.partition(" ")
         if name not in knobs:
-            return name == next((family for family, knob in builds.FAMILIES.items() if row.get(knob)), "scalar")
+            families = [next((family for family, knob in builds.FAMILIES.items() if row.get(knob)), "scalar")]
+            return name in families + ["mma"] * row.get("BACKWARD", 0)  # all backward kernels copy tiles like mma
         value = rest[2:] or "1"  # a number, or the index of a word
         return rest.startswith(">") or row[name] == (
             int(value) if value.isdigit() else knobs[name].values.split().index(value))
@@ -148,6 +149,8 @@ def without_expressions(text):
 def sections(source, knobs, rows, namespace):
     """The marked region of sdpa.cu without the sections of other lines, with the knobs as constants."""
     chosen = [rows[row] for row in rows if row >= 0] or [rows[-1]]
+    if rows[-1]["BACKWARD"] and rows[-1]["USE_WGMMA"]:
+        chosen = [{**rows[-1], "USE_CP_ASYNC": 1}]  # its tiles are copied by cp.async, unless it has producer warps
     text = source.split("// ==== COPY FROM HERE")[1].split("// ==== COPY TO HERE")[0].split("\n", 1)[1]
     text = re.sub(r"#if(?:def SDPA_SIMT\n.*?#else|ndef SDPA_SIMT)\n(.*?)#endif  // SDPA_SIMT\n", r"\1", text,
                   flags=re.DOTALL)
@@ -188,6 +191,18 @@ def parted(text):
     return re.split(r"(?=^// Unrolls the following loop)", text, maxsplit=1, flags=re.MULTILINE)
 
 
+def with_backward(source, backward, is_one_pass):
+    """sdpa.cu continued by sdpa_backward.cu, without the knobs and refusals of the latter and with one head size."""
+    own = backward.split("namespace SDPA_NAMESPACE {\n", 1)[1].split("}  // namespace SDPA_NAMESPACE\n")[0]
+    own = own[own.index("// ==== 2 PROBLEM"):]
+    own = re.sub(r"^// ==== 6 REFUSALS.*?(?=^}  // namespace\n)", "", own, flags=re.MULTILINE | re.DOTALL)
+    own = re.sub(r"\bvalue_of\(ONE_PASS_text\) == 1", str(is_one_pass).lower(), own)
+    own = re.sub(r"^// The build B with one head size.*?(?=^// The rows of one head)", "", own, flags=re.MULTILINE | re.DOTALL)
+    own = re.sub(r"\b(?:OfQK|OfV)<B>", "B", own).replace("// B is OfQK or OfV. In", "// In")
+    own = re.sub(r"^(// ==== )\d (\w+)", lambda m: f"{m[1]}9 {m[2]}", own, flags=re.MULTILINE)
+    return source.replace("}  // namespace SDPA_NAMESPACE\n", own + "\n}  // namespace SDPA_NAMESPACE\n", 1)
+
+
 def extract(name, namespace="", given=(), is_program=False):
     """The text of an extract. given: knobs that override those of the line. is_program: adds main()."""
     tree = builds.Tree()
@@ -196,7 +211,13 @@ def extract(name, namespace="", given=(), is_program=False):
         raise Refused(trouble)
     line, source, knobs = builds.config_line(tree, name, name), tree.read("sdpa.cu"), tree.knob_rows()
     if builds.is_backward(line):
-        raise Refused(f"{name}: a line of the backward pass, which it cannot extract; include sdpa_backward.cu")
+        if is_program:
+            raise Refused(f"{name}: --main has no program that checks gradients; omit it")
+        if any(word.startswith(("HEAD_DIM_V=", "USE_LENGTHS=", *builds.EXPRESSIONS)) for word in [*line.words, *given]):
+            raise Refused(f"{name}: it cannot extract gradients with HEAD_DIM_V, USE_LENGTHS, SCORE_MOD or MASK_MOD")
+        if "USE_WARP_SPECIALIZATION=1" in line.words:
+            raise Refused(f"{name}: it cannot extract the backward kernel with producer warps; include sdpa_backward.cu")
+        source = with_backward(source, tree.read("sdpa_backward.cu"), "ONE_PASS=1" in line.words)
     if "expect=FAIL" in line.words:
         say(f"extract: {name} is marked expect=FAIL: its results are wrong on purpose")
     for knob in [word.split("=")[0] for word in given]:
@@ -210,6 +231,8 @@ def extract(name, namespace="", given=(), is_program=False):
     mods = {knob: next((word[len(knob) + 1:] for word in reversed(typed) if word.startswith(f"{knob}=")), "NONE")
             for knob in builds.EXPRESSIONS}
     rows, space = rows_of(tree, name, knobs, typed), namespace or name
+    for row in rows.values():
+        row["BACKWARD"] = int(builds.is_backward(line))
     sizes = {knobs[knob].member for knob in SIZES - set(() if has_stages(rows[-1]) else ["STAGES"])}
     builds_of = [rows[row] for row in rows if row >= 0] or [rows[-1]]
     own = sections(with_mods(source, mods), knobs, rows, space)
@@ -233,9 +256,14 @@ def extract(name, namespace="", given=(), is_program=False):
             text = concrete.wgmma(text, builds_of)
         head, tail = parted(text)
         body = concrete.concrete(tail, instructions(source) | NAMED_BY_EXPRESSIONS)
-    text = f"{head}\nnamespace {space} {{\n\n{body}\n}}  // namespace {space}\n"
+    text = f"namespace {space} {{\n\n{body}\n}}  // namespace {space}\n"
+    if rows[-1]["USE_TUNED"]:
+        text = f"#pragma nv_diag_suppress 177  // a tile uses only some constants of its row\n\n{text}\n#pragma nv_diag_default 177\n"
+    text = f"{head}\n{text}"
     if expressions:
-        text = re.sub(r"^.*\bvoid expression\((?:.*\n)*?.*}\n", lambda _: expressions, text, flags=re.MULTILINE)
+        whole = (f"#pragma nv_diag_suppress 177  // an expression uses only some of these functions\n{expressions}"
+                 "#pragma nv_diag_default 177\n")
+        text = re.sub(r"^.*\bvoid expression\((?:.*\n)*?.*}\n", lambda _: whole, text, flags=re.MULTILINE)
     text = Comments(text, source, {name: setting(knob, {row[name] for row in builds_of}) for name, knob in knobs.items()},
                     [words for name, words in OPTIONS.items() if not any(row[name] for row in builds_of)] +
                     [OF_8_BITS] * (not any(row["DTYPE"] > 1 or row["KV_DTYPE"] for row in builds_of))).cleaned(text)

@@ -51,7 +51,7 @@ LADDERS = {
         wgmma_ws         | | wgmma_d128_ws | mbarrier_wait\(empty|setmaxnreg_(dec|inc)<R|rds\(\);  // hazard: K
         wgmma_overlap    | | wgmma_d128_ws OVERLAP=1 | issue_qk\(S, next
         wgmma_lazy       | | wgmma_d128_lazy | if \(rows\.may_use_stale|keep_max\(softmax
-        wgmma            | | wgmma_d128_tile128 | barrier_(sync|arrive)\(turn \+|return atomicInc
+        wgmma            | | wgmma_d128_tile128 | barrier_(sync|arrive)\(turn_barrier \+|atomicInc
         wgmma_split2     | wgmma_lazy | - | fmaf\(others
         wgmma_split2_64  | | - |
         wgmma_swap32     | | - | wgmma_ss<Input, BLOCK_M, 0>

@@ -13,7 +13,8 @@ import textwrap
 import tree_sitter
 import tree_sitter_cpp
 
-CALLS = {"sdpa_forward", "sdpa_workspace_bytes", "sdpa_scratch_bytes", "sdpa_map_bias", "sdpa_bias_map_bytes"}
+CALLS = {"sdpa_forward", "sdpa_workspace_bytes", "sdpa_scratch_bytes", "sdpa_map_bias", "sdpa_bias_map_bytes", "sdpa_backward",
+         "sdpa_backward_workspace_bytes"}
 ROOTS = {*CALLS, "SdpaParams", "SdpaStatus", "ok"}
 ELEMENTS = {"__half", "__nv_bfloat16", "__nv_fp8_e4m3"}
 HEADERS = {"cuda.h": r"\bCU[a-z_]", "cuda_bf16.h": "__nv_bf", "cuda_fp8.h": "__nv_fp8", "cuda_fp16.h": "__half",
@@ -137,6 +138,7 @@ class Folding:
         self.idle = {name for name, texts in bodies.items()
                      if all(re.fullmatch(r"{\s*(return;)?\s*}", text) for text in texts)}
         self.constants = {}  # by name; "name()" for functions
+        self.sets = {}  # the possible values of enumerations that depend on what is unknown
         self.find_constants(root, sizes)
         # Values of the default arguments of each template, and of the arguments of each use.
         self.defaults = {name_of(declared(node)): [self.value(one.child_by_field_name("default_value"))
@@ -174,6 +176,26 @@ class Folding:
                 value = None if name in sizes else self.value(init)
                 seen[name].add((type(value), value))
             self.constants = {name: values.pop()[1] for name, values in seen.items() if len(values) == 1}
+        inits = collections.defaultdict(list)
+        for name, init in found:
+            inits[name].append(init)
+        for name, (init, *others) in inits.items():
+            if self.constants.get(name) is None and not others and init.type == "conditional_expression":
+                self.sets[name] = self.possible(init)
+
+    def possible(self, node):
+        """The enumerators that an expression may have as its value; empty if unknown."""
+        value = self.value(node)
+        if value is not None:
+            return frozenset([value]) if isinstance(value, str) else frozenset()
+        if node.type in ("identifier", "qualified_identifier", "template_function"):
+            return self.sets.get(name_of(node), frozenset())
+        if node.type != "conditional_expression":
+            return frozenset()
+        chosen = self.value(node.child_by_field_name("condition"))
+        parts = [self.possible(node.child_by_field_name(branch)) for branch, of in (("consequence", True), ("alternative", False))
+                 if chosen in (None, of)]
+        return frozenset().union(*parts) if all(parts) else frozenset()
 
     def value(self, node):
         """The value of an expression: a bool, a number or an enumerator ("DType::fp16"); None if it is not constant."""
@@ -215,6 +237,9 @@ class Folding:
             if sign in ("&&", "||"):
                 known = [one for one in sides if isinstance(one, bool)]
                 return (sign == "||") if (sign == "||") in known else None if len(known) < 2 else sign == "&&"
+            if None in sides and sign in ("==", "!="):
+                sets = [self.possible(field(side)) for side in ("left", "right")]
+                return sign == "!=" if all(sets) and not sets[0] & sets[1] else None
             is_known = sign in OPERATORS and (sign in ("==", "!=") or all(isinstance(one, int) for one in sides))
             return OPERATORS[sign](*sides) if is_known and None not in sides else None
         return None
@@ -255,6 +280,7 @@ class Folding:
             words |= more
             more = words_of(" ".join(self.source(self.aliases[word][1]) for word in more & self.aliases.keys())) - words
         known = [(word, *(found.get(word) for found in (self.constants, self.uses, self.defaults, self.enums)),
+                  sorted(self.sets.get(word, ())),
                   self.constants.get(word + "()"),
                   *(word in names for names in (self.local, self.idle, self.acting, self.defined)),
                   word in self.aliases and (self.aliases[word][0], self.source(self.aliases[word][1])))

@@ -4,9 +4,11 @@
 // ==== 1 KNOBS ====
 
 enum class Mode { plain, packed };
+enum class Kernel { packed, plain, swapped };
 struct B {
   static constexpr bool packs = false;
   static constexpr int block_m = 32, mode = 0, stages = 1;
+  static constexpr Kernel kernel = packs ? Kernel::packed : block_m > 8 ? Kernel::plain : Kernel::swapped;
 };
 constexpr Mode mode_of = Mode(B::mode);
 template <class B> constexpr bool is_plain = mode_of == Mode::plain && !B::packs;
@@ -146,6 +148,9 @@ int sdpa_forward(int a, int b, int c) {
     n = helper(b);
   }
   n += of_device(a, b) + of_host<B>({}, pair, nullptr, c);
+  // Goes, whatever block_m is.
+  if (B::kernel == Kernel::packed) n = helper(n);
+  if (B::kernel == Kernel::plain) n++;
   // Goes: nothing is packed.
   if (B::packs) n = helper(n);
   if (B::stages == 1) return n + either(a);
@@ -156,7 +161,12 @@ int sdpa_forward(int a, int b, int c) {
 
 // ==== 1 KNOBS ====
 
-struct B { static constexpr bool packs = false; static constexpr int block_m = 32, mode = 0, stages = 1; };
+enum class Kernel { packed, plain, swapped };
+struct B {
+  static constexpr bool packs = false;
+  static constexpr int block_m = 32, mode = 0, stages = 1;
+  static constexpr Kernel kernel = block_m > 8 ? Kernel::plain : Kernel::swapped;
+};
 template <class B> constexpr int rows = B::block_m;
 
 // ---- of all ----
@@ -236,5 +246,6 @@ int sdpa_forward(int a, int b, int c) {
   // A chain of decided ones.
   n += 3;
   n += of_device(a, b) + of_host<B>({}, pair, nullptr, c);
+  if (B::kernel == Kernel::plain) n++;
   return n + either(a);
 }
