@@ -7078,11 +7078,26 @@ SdpaStatus cuda_failure(cudaError_t code, const char* what) {
   return failure(code, "%s failed: %s", what, cudaGetErrorString(code));
 }
 
+// True if the number of keys between the two limits of the mask differs between sequences: the limits have different
+// alignments, and the host does not know the lengths.
+bool has_unknown_width(const SdpaParams& p) {
+  const bool has_lengths = p.q_starts || p.q_lengths || p.k_starts || p.k_lengths;
+  const bool is_aligned = p.causal == Causal::off || p.window_alignment == Causal::off || p.causal == p.window_alignment;
+  return Defines::use_lengths && has_lengths && !is_aligned;
+}
+// Maximum number of keys between the two limits of the mask.
+int most_width(const SdpaParams& p) {
+  if (!has_unknown_width(p)) {
+    const KeyBounds bounds(p, p.Sq, p.Sk);
+    return bounds.to - bounds.from;
+  }
+  if (p.window_left < 0 || p.window_right < 0) return most_rows;
+  return int(min(int64_t(p.window_left) + p.window_right + 1, int64_t(most_rows)));
+}
 // Maximum number of keys that a query of the problem sees.
 int most_visible_keys(const SdpaParams& p) {
-  const KeyBounds bounds(p, p.Sq, p.Sk);
-  return max(min(Defines::use_lengths && p.most_keys > 0 ? min(p.most_keys, p.Sk) : bounds.end(p.Sq - 1),
-                 bounds.to - bounds.from), 0);
+  const int end = Defines::use_lengths && p.most_keys > 0 ? min(p.most_keys, p.Sk) : KeyBounds(p, p.Sq, p.Sk).end(p.Sq - 1);
+  return max(min(end, most_width(p)), 0);
 }
 
 // ---- tensors, the GPU and items ----
@@ -8258,7 +8273,8 @@ SdpaParams of_any_batch(SdpaParams p) {
 // Maximum number of keys that a query may see. batch_invariant: unlimited if the lengths are in device memory.
 int keys_of_sum(const SdpaParams& p) {
   if (!p.batch_invariant) return most_visible_keys(p);
-  return p.k_lengths ? most_rows : most_visible_keys(of_any_batch(p));
+  if (p.k_lengths) return most_rows;
+  return has_unknown_width(p) ? most_width(p) : most_visible_keys(of_any_batch(p));
 }
 
 // The row of the tile with the shortest estimated time. The model takes up to 20 us, so the result of the last

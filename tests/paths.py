@@ -51,9 +51,9 @@ PATHS = [
     Path("tiles that a warpgroup skips", r"^      mbarrier_wait\(&k_full\[ring\.stage\], ring\.parity\);", builds="SKIP_MASKED=1"),
     Path("a range without keys", r"if \(s\.item\[0\]\.rounds == 0\) rows\.set_empty\(\);", whole=True),
     Path("a page", r"return min\(max\(ld_global<int>\(a\.p\.page_table"),
-    Path("rows of V behind the last key", r"st_shared\(reinterpret_cast<uint4\*>\(V_s\) \+ n \* panel \+ i, uint4\{\}\);",
-         builds="^(?!.*USE_PAGES=2)"),
-    Path("queries of another sequence", r"st_shared\(reinterpret_cast<uint4\*>\(Q_s\) \+ \(panel \* panel_rows", builds="^(?!.*PACK_GQA)"),
+    Path("rows of V behind the last key", r"^ +clear_rows_of_v<B>\(", builds="^(?!.*USE_PAGES=2)"),
+    Path("queries of another sequence", r"return query_of<B>\(a, item\.q0, first_row \+ row\) >= item\.query_count\(a\.p\);",
+         builds="^(?!.*PACK_GQA)"),
     Path("rows of a sequence that ends in a tile", r"if \(q < item\.query_count\(a\.p\) && col < a\.p\.Dv\) st_global_v4"),
     # ---- sums and their merge ----
     Path("e4m3 sums that are flushed, and flushed again", r"if \(!first\) add\(sum, ld_shared<float4>\(place\), 1\);", whole=True),
