@@ -722,7 +722,7 @@ prepare_tests() {
   fi
 }
 
-test_minutes=13
+test_minutes=14
 run_tests() {
   local base=$build failed=0 which=ON wants_pytorch=1 stage=0 stages=3 listed=0
   case ${1-} in

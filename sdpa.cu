@@ -29,7 +29,7 @@
 //           softmax; alpha the factor that rescales l and O when m grows.
 // Suffixes  _g global memory; _s shared memory; _bytes; _us; _log2 logarithm to base 2.
 // Terms     item     work item: BLOCK_M query rows of one head and batch
-//           split    the keys of one of SPLIT_KV groups of warps of a CTA; also that group of warps
+//           split    one of SPLIT_KV groups of warps of a CTA, and the keys that this group processes
 //           range    the keys of one CTA, if SPLIT_CTAS CTAs share an item
 //           K tile   BLOCK_N keys of one split; a stage is a buffer for K and V of one K tile in shared memory
 //           round    one K tile of each split: SPLIT_KV * BLOCK_N keys
@@ -189,7 +189,7 @@ template <int ROW> struct Knobs {
 
 // ---- what follows from the knobs ----
 
-// A build's kernel: its family, and in the wgmma family which of its kernels.
+// The kernel of a build. The scalar, wmma and mma families have one kernel each, the wgmma family has five.
 enum class KernelKind {
   scalar,
   wmma,
@@ -200,15 +200,15 @@ enum class KernelKind {
   wgmma_e4m3,        // DTYPE=FP8_E4M3: as wgmma_roles; the producers also transpose V
   wgmma_swapped,     // SWAP_AB: transposed products
 };
-// Number formats: the legal values of DTYPE in their order, then fp32, which only products have.
+// Number formats, in the order of the legal values of DTYPE. fp32 occurs only as product_type.
 enum class DType { fp16, bf16, e4m3, u8, fp32 };
 
 // The template argument B of every kernel and device function: the knobs and the constants derived from them.
 // ROW: see config_of().
 template <int ROW> struct BuildOf : Knobs<ROW> {
   using K = Knobs<ROW>;
-  // True for the kernels of the wgmma family. Tuned tiles with USE_WGMMA=1 may use mma.sync instead. TMA copies the
-  // tiles of wgmma kernels. They use programmatic dependent launch (griddepcontrol): they may start before the
+  // True for the kernels of the wgmma family. Tuned tiles with USE_WGMMA=1 may use mma.sync instead. wgmma
+  // kernels copy tiles by TMA. With programmatic dependent launch (griddepcontrol), they may start before the
   // preceding kernel in the stream has ended.
   static constexpr bool is_wgmma = K::use_wgmma && !K::use_mma_sync && !K::use_wmma;
   // USE_WGMMA: D and Dv may be less than HEAD_DIM and HEAD_DIM_V, also in tuned tiles that use mma.sync.
@@ -254,8 +254,8 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
                                              K::use_bias == 0 && !K::use_key_mask;
   // True if at least one knob of the list is on.
   static constexpr bool changes_logits = SDPA_LOGIT_KNOBS(SDPA_IS_ON) false, hides_keys = SDPA_MASK_KNOBS(SDPA_IS_ON) false;
-  // True if no knob of SDPA_MASK_KNOBS other than MASK_MOD is set. If false, the hidden keys may differ
-  // between heads and batches.
+  // mask_knobs: number of knobs of SDPA_MASK_KNOBS that are set. only_expression_hides: none of them is set
+  // except MASK_MOD. Otherwise the hidden keys may differ between heads and between batches.
   static constexpr int mask_knobs = SDPA_MASK_KNOBS(SDPA_COUNT_ON) 0;
   static constexpr bool only_expression_hides = mask_knobs == (K::mask_mod != 0);
   // USE_BIAS: the bias is added to the logits; it has Q's type, or fp32.
@@ -276,7 +276,7 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   static constexpr int d_v = K::head_dim_v > 0 ? K::head_dim_v : K::head_dim;  // elements of a row of V and O
   // wgmma: bytes of a row of Q and K, and of a row of V and O, in shared memory.
   static constexpr int qk_bytes = K::head_dim * element_bytes, v_bytes = d_v * element_bytes;
-  // Length of a row of Q, in elements of K.
+  // Elements of K that occupy as many bytes as a row of Q.
   static constexpr int d_q = q_type != kv_type ? 2 * K::head_dim : K::head_dim;
   static constexpr int round_keys = K::split_kv * K::block_n;
   static constexpr int split_warps = K::num_warps / K::split_kv;  // warps that share a split of the keys
@@ -287,8 +287,9 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
       is_wgmma && ((K::pack_gqa && product_type == DType::e4m3) || q_type != product_type);
 };
 
-// The build that the -D options define. With USE_TUNED a tile of the table changes some knobs, so kernels read B::
-// instead. Defines:: is for what no tile changes (the types of the tensors), for the host code and for refusals.
+// The build as set with -D. With USE_TUNED, a row of the table of tuned tiles changes some knobs, so kernels
+// use their template argument B instead. Use Defines for host code, for refusals and for constants that are
+// equal in all rows of the table, such as the types of the tensors.
 using Defines = BuildOf<-1>;
 
 }  // namespace
@@ -305,7 +306,8 @@ using Input = ElementOf<Defines::kv_type>;  // of K and V
 using Output = ElementOf<Defines::o_type>;  // of O
 using Bias = std::conditional_t<Defines::use_bias == 2, uint8_t,
                                 std::conditional_t<Defines::use_bias == 3, float, Input>>;
-// Element type of Q, K and V in shared memory. The kernels of a build may differ in it.
+// Element type of tiles in shared memory. It may differ between the kernels of a build. With mma.sync and
+// KV_DTYPE, an element of Q occupies two of these elements.
 template <class B> using Element = std::conditional_t<B::tile_type == B::kv_type, Input, __half>;
 
 // The causal mask and the position of query q among the keys. A query does not see keys after its position.
@@ -473,9 +475,9 @@ struct BiasMap {  // USE_BIAS: one list of rounds for each item, or for all item
   Divisor heads, batches;
   uint64_t made_for = 0;  // hash of everything that the lists depend on; a map stores it before its lists
 };
-// Scales convert between the units of scores. A score is an element of Q @ K.T. The score hook turns it into the input
-// of the softmax: a score, with USE_SOFTCAP a tanh, with SCORE_MOD or an added bias a logit. A logit x is in natural
-// units: its weight is exp(x). The weight of an exponent of 2 is 2^x.
+// Scales convert between the units of scores. A score is an element of Q @ K.T. The score hook converts it to
+// the input of the softmax: a score, with USE_SOFTCAP a tanh, with SCORE_MOD or an added bias a logit. The
+// softmax weight of a logit x is exp(x). An exponent of 2 is log2 of the weight.
 //
 //   name              multiplies                   result                          used by
 //   hook_scale        a score                      USE_SOFTCAP: tanh's argument    cap_scores, ScoreMod
@@ -495,16 +497,16 @@ struct Grid {  // maps the index of an item to its batch, head and rows
   Divisor q_heads_per_kv;               // Hq / Hkv
   Divisor items_in_l2;                  // heads_in_l2 * q_blocks
   uint32_t heads_in_l2 = 1;             // number of q_heads whose K and V take about 8/15 of L2; at least 1
-  // Input of the softmax to exponent of 2: scale * log2(e) for a score. USE_SOFTCAP: softcap * log2(e) for a tanh.
-  // USE_BIAS=1, USE_BIAS=3, SCORE_MOD: log2(e) for a logit.
+  // Converts the input of the softmax to an exponent of 2. For a score: scale * log2(e).
+  // USE_SOFTCAP: for a tanh, softcap * log2(e). USE_BIAS=1, USE_BIAS=3, SCORE_MOD: for a logit, log2(e).
   float scale_log2 = 0;                 // the first line of the constant cache ends here
   Divisor item_queries;                 // PACK_GQA: queries per head of an item
   int item_heads = 1;                   // PACK_GQA: query heads of an item
   Divisor ranges;                       // SPLIT_CTAS: CTAs per item
 };
-// SdpaParams, and values that are the same in all CTAs. The first line of the constant cache is Grid up to
-// scale_log2, which suffices to locate an item. Reading another line before the first tile costs a kernel about
-// 0.04 us.
+// The argument of a kernel: SdpaParams, and values that the host derives from them. The first line of the
+// constant cache is Grid up to scale_log2, which suffices to locate an item. Reading another line before the
+// first tile costs a kernel about 0.04 us.
 struct KernelArgs : Grid {
   Mask mask;
   bool has_short_rows;  // USE_WGMMA: D or Dv is less than the build's
@@ -513,7 +515,7 @@ struct KernelArgs : Grid {
   float inverse_scale_log2 = 0;  // 1 / scale_log2
   float hook_scale = 0;          // USE_SOFTCAP: scale / softcap; SCORE_MOD: scale
   float logit_scale = 1;         // USE_BIAS=1, 3: scale for a score, softcap for a tanh
-  float score_scale_log2 = 0;    // what scale_log2 is without SCORE_MOD and bias
+  float score_scale_log2 = 0;    // the value of scale_log2 without SCORE_MOD and bias
   BiasMap bias_map;
   std::conditional_t<Defines::is_wgmma, TensorMaps, Nothing> maps;
   std::conditional_t<Defines::use_lengths, PlanArgs, Nothing> plan;
@@ -632,8 +634,9 @@ template <class B> constexpr int CHUNK = 16 / sizeof(Element<B>);  // elements p
 // of a chunk only within groups of N chunks, at most 128 bytes. A column of chunks of any 8 adjacent rows then covers
 // all 32 banks.
 template <int CHUNKS> constexpr unsigned SWIZZLED = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
-// The position in its row of element x, of UNIT elements per chunk; without UNIT, that of chunk x. Unsigned, so that the
-// compiler sees that rows 8 apart have the same swizzle.
+// The position in its row where element x is stored; a chunk has UNIT elements. With UNIT = 1, x is the index
+// of a chunk. N: chunks per group. Unsigned, so that the compiler sees that rows 8 apart have the same
+// swizzle.
 template <unsigned N, unsigned UNIT = 1> __device__ __forceinline__ unsigned swizzled(unsigned row, unsigned x) {
   return x ^ row / (8 / N) % N * UNIT;
 }
@@ -644,7 +647,7 @@ __host__ __device__ __forceinline__ float to_float(uint8_t x) { return static_ca
 
 // ---- tiles in shared memory (scalar, wmma, mma) ----
 
-// Elements from one row of a tile to the next. With SWIZZLE_XOR, rows of wmma are padded by 16 bytes.
+// TILE_STRIDE: elements from one row of a tile to the next. With SWIZZLE_XOR, wmma pads rows by 16 bytes.
 template <class B> constexpr bool pads_rows = B::swizzle_xor && B::kernel == KernelKind::wmma;
 template <class B, int D = B::head_dim> constexpr int TILE_STRIDE = D + (pads_rows<B> ? CHUNK<B> : 0);
 // Offset in elements of (row, col) in a tile.
@@ -741,7 +744,8 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
 
 template <class B> struct KeyBits;  // USE_KEY_MASK: the visible keys of a tile
 
-// The score hook's view of a tile. WgmmaRows has the same interface and prefetches the bias.
+// The tile that the score hook processes: its item, mask and position. WgmmaRows has the same interface and
+// prefetches the bias.
 template <class B> struct ScoreTile {
   const KernelArgs& a;
   const Item<B>& item;
@@ -795,12 +799,13 @@ template <class B> struct BiasInMemory;
 template <class B, class View, class Tile>
 __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool plain);
 
-// The value of one score after the hook, in tiles without bias, expression and mask.
+// capped(): tanh(x * hook_scale). logit(): the result of the hook for score x in a tile without bias,
+// expression and mask.
 template <class B> __device__ __forceinline__ float capped(float x, float hook_scale);
 template <class B> __device__ __forceinline__ float logit(float x, const KernelArgs& a, float hook_scale) {
   return (is_capped<B>(a) ? capped<B>(x, hook_scale) : x) * (B::adds_bias ? a.logit_scale : 1);
 }
-// True if all queries see all keys of the tile and no key has a bias, so that the tile needs no mask and no bias.
+// True if the tile needs no mask and no bias: all queries see all of its keys, and no key has a bias.
 template <class B>
 __device__ __forceinline__ bool is_plain(const KernelArgs& a, const Mask& mask, int q, int k0) {
   return mask.tiles.cover(q, k0) && !has_bias<B>(a, mask, k0);
@@ -810,8 +815,9 @@ template <class B, class View> __device__ __forceinline__ int first_column(const
   if constexpr (B::swap_ab) return S.first_col();
   return 0;
 }
-// Applies softcap, SCORE_MOD, MASK_MOD, the key mask and the bias to the scores of a tile. Applies the mask unless the tile
-// is `plain`. are_logits: only the mask, since the scores were recovered from P and have passed the hook.
+// Applies softcap, SCORE_MOD, MASK_MOD, the key mask and the bias to the scores of a tile. Applies the mask
+// unless the tile is `plain`. are_logits: S was recovered from P and has passed the hook, so only the mask is
+// applied.
 template <class B, class View, class Tile>
 __device__ __forceinline__ void finish_scores(View& S, Tile& tile, bool plain, bool are_logits = false) {
   if (!are_logits) {
@@ -842,7 +848,7 @@ template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
 // sooner with a stale maximum. With 0, the error of long rows would grow.
 template <class B> constexpr float p_log2 = B::product_type == DType::e4m3 ? 3 : 0;
 
-// The maximum to subtract: 0 for a row that has seen no key yet, which avoids -inf - -inf.
+// The value to subtract from S: m, or 0 for a row that has seen no key yet. This avoids -inf - -inf.
 __device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
 
 // m' = max(m, row max of S);  alpha = 2^((m - m') * scale_log2)   [ROWS]   S: the first COLS columns of each thread
@@ -862,7 +868,8 @@ __device__ __forceinline__ void softmax_max(const View& S, ScoreScale<B> scale_l
 
 // The largest |m * scale_log2| that may be subtracted in the exponent. Its rounding changes P by at most 2^-15.
 constexpr float shift_limit = 1024;
-// The limit for SCORE_MOD, whose terms may be as large as the sequence length, for an error of P of at most 2^-12.
+// SCORE_MOD may add terms as large as the sequence length. Its limit is higher; the error of P is at most
+// 2^-12.
 template <class B> constexpr float stale_limit = B::changes_logits ? 8192 : shift_limit;
 
 // P = 2^(S * scale_log2 - m_log2) in place;  sum += P.   For the columns [first, last) of this thread.
@@ -914,7 +921,7 @@ template <int LANES> __device__ __forceinline__ float row_sum(float x) {
 // ---- epilogue ----
 
 constexpr float ln2 = 0.693147180559945f;
-// USE_SINKS: the sink of the item's head; the row sum including the sink.
+// USE_SINKS: sink_of() returns the sink of the item's head, with_sink() the row sum including the sink.
 template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const Item<B>& item);
 template <class B> __device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const Item<B>&);
 
@@ -1206,8 +1213,9 @@ template <class B, int D = B::head_dim> struct TileCopy {
         row(tid / PER_ROW),
         col(tid % PER_ROW * B::vec_width) {}
 
-  // Copies a tile to dst_s [ROWS][D]. src_g points to this thread's first vector. From its row on, `rows`
-  // rows exist; rows past them are zero-filled. With USE_CP_ASYNC, the data is valid only after a wait.
+  // Copies a tile to dst_s [ROWS][D]. src_g points to this thread's first vector. `rows` rows exist from the
+  // row of this vector on; later rows are zero-filled. With USE_CP_ASYNC, the data is valid only after a
+  // wait.
   template <int ROWS, class Rows>
   __device__ __forceinline__ void copy(Element<B>* dst_s, Rows src_g, int64_t row_stride, int rows) const {
     using Copy = VectorCopy<B::use_cp_async, B::tile_type != B::kv_type>;
@@ -1225,8 +1233,8 @@ template <class B, int D = B::head_dim> struct TileCopy {
 };
 
 // ---- barriers ----
-// Synchronizes the warps of a split if across_warps, a compile-time constant; otherwise only the warp. Each split has
-// a named barrier, from 1 on; barrier 0 is __syncthreads().
+// Synchronizes all warps of the split if across_warps (a compile-time constant), otherwise only the lanes of
+// the warp. Split n uses named barrier 1 + n; barrier 0 is __syncthreads().
 template <class B> __device__ __forceinline__ void split_sync(bool across_warps) {
   if (!across_warps || B::split_threads == 32) {
     __syncwarp();
@@ -1551,10 +1559,10 @@ template <class B>
 __device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r);
 using BiasPair = VectorType<2 * sizeof(Bias)>;
 template <class Pair> __device__ __forceinline__ void add_pair(float& x, float& y, Pair pair, const KernelArgs& a);
-// Stores the result for the CTA's keys: O / l and LSE, or the partial if the item has several ranges.
+// Stores the result of this CTA: O / l and LSE, or a partial if several CTAs share the item's keys.
 template <class B, class View, class R>
 __device__ __forceinline__ void store_sums(const View&, const R& m, const R& l, const KernelArgs&, const Item<B>&);
-// The same for rows with one partial per split in shared memory. It merges these partials first.
+// Merges the partials of the splits, which are in shared memory. Then stores the result like store_sums().
 template <class B, class Partials>
 __device__ __forceinline__ void store_rows(const Partials&, const KernelArgs&, const Item<B>&, int thread, bool& last);
 template <class B> constexpr int PARTIAL_STRIDE = B::d_v + 4;  // padded against bank conflicts
@@ -1602,7 +1610,7 @@ template <class B>
 constexpr bool lists_by_cta = B::use_key_mask && B::is_wgmma && B::kernel != KernelKind::wgmma_plain;
 
 struct ListOfRounds {  // an item's visible rounds: those with a key that the bias or MASK_MOD does not hide
-  // Entries are 2 * number, plus 1 if the bias or MASK_MOD changes its scores. Null: all rounds.
+  // An entry is 2 * n, plus 1 if the bias or MASK_MOD changes the scores of round n. Null: all rounds.
   const uint32_t* list = nullptr;
   __device__ uint32_t entry(int round) const { return list ? ld_global<uint32_t>(list + round) : 2 * round + 1; }
 };
@@ -1639,20 +1647,20 @@ template <class B> __device__ __forceinline__ Item<B> work_item(const KernelArgs
   return item_of_block<B>(a, head, block);
 }
 
-// Index of this CTA's item, in kernels where each CTA has one item.
+// Index of this CTA's item; with persistent CTAs, of its first item.
 template <class B> __device__ __forceinline__ uint32_t item_number_of_cta(const KernelArgs& a) {
   if (B::split_ctas == 1) return blockIdx.x;
   return (merges_by_kernel<B> ? a.first_item : 0) + a.ranges.divide(blockIdx.x);
 }
 
-// USE_PERSISTENT_CTA: fetches the index of this CTA's next item from the queue, which contains the items after the
-// first one of each CTA: its index minus gridDim.x. Every item causes one fetch; the last fetch wraps the counter to 0
-// for the next launch.
+// USE_PERSISTENT_CTA: fetches this CTA's next item from the queue. The first item of a CTA is item
+// blockIdx.x. The queue contains the other items. Returns the item's index minus gridDim.x. There is one fetch
+// per item, and the last fetch wraps the counter to 0 for the next launch.
 template <class B> __device__ __forceinline__ uint32_t fetch_item_index(const KernelArgs& a) {
   return B::use_persistent_cta ? atomicInc(Item<B>::queue(a), a.work_items - 1) : 0;
 }
 
-// SPLIT_CTAS: the rounds of an item that this CTA takes.
+// SPLIT_CTAS: the rounds [begin, end) of an item that this CTA computes, out of `rounds`.
 __device__ __forceinline__ KeyRange range_of_rounds(const KernelArgs& a, int rounds) {
   const int range = int(a.ranges.remainder(blockIdx.x));
   const int each = int(a.ranges.divide(uint32_t(rounds)));
@@ -1672,12 +1680,12 @@ __device__ __forceinline__ KeyRange Item<B, PLANNED>::keys_of_cta(const KernelAr
   return {keys.begin + part.begin * B::round_keys, min(keys.begin + part.end * B::round_keys, keys.end)};
 }
 
-// True if a warpgroup whose rows are all before query 0 or past Sq skips the tiles of the item.
+// True if a warpgroup skips the tiles of an item when all of its rows are before query 0 or past Sq.
 template <class B>
 constexpr bool skips_empty_warpgroups =
     B::is_wgmma && B::use_warp_specialization && B::split_kv == 1 && !B::use_ping_pong && B::split_ctas == 1;
 
-// The current stage of N, and the parity of the current phase of the stage's mbarriers.
+// A ring of N stages: the current stage, and the parity of the current phase of its mbarriers.
 template <int N> struct StageRing {
   int stage = 0, parity = 0;
   __device__ void advance() {
@@ -1745,9 +1753,9 @@ template <class B> struct ItemScales {
   }
 };
 
-// The stale maximum is kept as long as the sum of P over each thread's part of the tile is within this limit, and
-// thus every element of P. The largest e4m3 number is 448. The largest fp16 number is 65504. bf16 has the exponent
-// range of fp32.
+// The stale maximum is kept as long as each thread's sum of P over its part of the tile is within this limit.
+// Then every element of P is within it, too. The largest e4m3 number is 448. The largest fp16 number is
+// 65504. bf16 has the exponent range of fp32.
 template <class B>
 constexpr float lazy_limit = B::product_type == DType::e4m3 ? 448
                              : B::kv_type == DType::bf16    ? 0x1p60f
@@ -1755,8 +1763,8 @@ constexpr float lazy_limit = B::product_type == DType::e4m3 ? 448
 
 // Computes P and l relative to the stale maximum m [ROWS] of earlier tiles (lazy rescaling).
 // There is no row max, no alpha and no rescaling of O, and each exponential depends on one score only. m may
-// be less than the row max as long as P does not overflow. The row sum does not vanish, since m is a score of
-// the row. The sum of P is an upper bound of P, so it suffices to compare the sum with the limit.
+// be less than the row max as long as P does not overflow. The row sum does not underflow, since m is a score
+// of the row. The sum of P is an upper bound of P, so it suffices to compare the sum with the limit.
 template <class B, int ROWS> struct StaleSoftmax {
   ScoreScale<B> tile_scale_log2;  // score_scale_log2, or scale_log2 once the tile contains logits
   float m_log2[ROWS], sum[ROWS];
@@ -1851,7 +1859,7 @@ __device__ __forceinline__ void add(float* O, const float4& x, float weight) {
 // A view of rows that are 8 apart. Four lanes share a row: of every 4 * RUN columns, each lane has RUN
 // adjacent ones.
 template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
-  static constexpr int ROWS = HEIGHT, COLS = WIDTH / 4, RUN = LENGTH;
+  static constexpr int ROWS = HEIGHT, RUN = LENGTH, COLS = WIDTH / (4 * RUN) * RUN;
   float x[ROWS][COLS];
   int first_row, first_col;
   __device__ int row(int i) const { return first_row + 8 * i; }
@@ -1887,7 +1895,7 @@ template <class B> struct MmaPartial {
   float2 m_l[View::ROWS][B::split_threads];
 };
 
-template <class B> struct MmaPacked;  // PACK_GQA: copies of Q and stores of O
+template <class B> struct MmaPacked;  // PACK_GQA: copies Q, reads the descale factors of its rows, stores O
 // The partials of all splits but the first.
 template <class B, bool PACKED = (B::pack_gqa && !merges_by_kernel<B>)> struct MmaPartials {
   static constexpr int OTHERS = B::split_kv > 1 ? B::split_kv - 1 : 1;
@@ -2228,7 +2236,7 @@ __device__ __forceinline__ uint32_t thread_index_anew() {
   return index;
 }
 
-// Stores 16 bytes with one instruction. nvcc may split a plain store of four words from different places.
+// Stores 16 bytes with one instruction. nvcc may split a plain store whose words are computed separately.
 __device__ __forceinline__ void st_global_v4(void* dst_g, uint4 value) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(dst_g), "r"(value.x), "r"(value.y), "r"(value.z),
                "r"(value.w)
@@ -2516,6 +2524,7 @@ using ListOf = std::conditional_t<lists_by_cta<B>, ListOfShownRounds<B>,
 template <class B> struct alignas(16) WgmmaItem : Item<B>, ListOf<B> {
   int h_kv, first_key, rounds;  // zero rounds: there are no more items
 };
+// First key of the tile of a split in a round of the item.
 template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem<B>& item, int round, int split) {
   if constexpr (may_have_list<B>) round = int(item.entry(round) / 2);  // now the number
   return item.first_key + (round * B::split_kv + split) * B::block_n;
@@ -2526,15 +2535,15 @@ template <class B> __device__ __forceinline__ bool has_list(const KernelArgs& a,
 }
 template <class B> __device__ __forceinline__ void take_list(const KernelArgs& a, WgmmaItem<B>& item);
 
-// USE_KEY_MASK: sets tile.listed_as from the item's list.
+// USE_KEY_MASK: sets tile.listed_as from the entry of the round in the item's list.
 template <class B> __device__ __forceinline__ void ask_list(ScoreTile<B>& tile, const WgmmaItem<B>& item, int round) {
   if constexpr (B::use_key_mask) tile.listed_as = item.entry(round) % 2 == 0 ? 1 : 2;
 }
 
-// With a mask, the items of a head are shifted back by the rows of those warpgroups (64 rows) of the last item that
-// have no query. The warpgroups without queries are then before query 0, in the first item, and own_rounds() gives
-// them no rounds. The first item loads fewer keys as a result; the last item loads all keys in any case. Example with
-// a causal mask, Sq = 200 and BLOCK_M = 192: the shift is (2 * 192 - 200) / 64 * 64 = 128 rows.
+// With a mask, all items of a head start earlier: by 64 rows for each warpgroup of the last item that has no
+// query. The warpgroups without queries are then in the first item, before query 0, and own_rounds() gives
+// them no rounds. As a result, the first item loads fewer keys; the last item loads all keys in any case.
+// Example with a causal mask, Sq = 200 and BLOCK_M = 192: the shift is (2 * 192 - 200) / 64 * 64 = 128 rows.
 //
 //               queries of item 0               queries of item 1               keys loaded by items 0, 1
 //   unshifted     0- 63   64-127  128-191  |  192-199  none     none            192, 200
@@ -2572,7 +2581,7 @@ template <class B> __device__ __forceinline__ WgmmaItem<B> wgmma_item(const Kern
 }
 
 // Starts the TMA load of ROWS rows of D elements at coordinates c, as one box. BY_PANELS: one box per panel.
-// Also if rows are shorter than D, so that TMA zero-fills the end of each row.
+// Rows shorter than D are also loaded panel by panel, so that TMA zero-fills the end of each row.
 template <int D, int SIZE, int ROWS, bool BY_PANELS = false>
 __device__ __forceinline__ void load_rows(const KernelArgs& a, void* to_s, const CUtensorMap* map, const int (&c)[5],
                                           uint64_t* full, uint64_t cache_policy) {
@@ -2591,7 +2600,8 @@ __device__ __forceinline__ void load_rows_of_q(const KernelArgs& a, Element<B>* 
   load_rows<B::head_dim, B::element_bytes, ROWS, B::pack_gqa>(a, Q_s, map, box_origin, full, evict_first);
 }
 
-// Waits until a tile of K or V has landed; does not wait if `has_landed`. The calling threads then issue wgmma.
+// Waits until a tile of K or V has landed; does not wait if `has_landed`. Called by the threads that then
+// issue wgmma.
 template <class B>
 __device__ __forceinline__ void wait_for_tile(uint64_t* full, int parity, bool has_landed = false) {
   if (!has_landed) mbarrier_wait(full, parity);
@@ -2723,7 +2733,7 @@ __device__ __forceinline__ bool clear_queries_of_others(Element<B>* Q_s, int pan
 //     S = Q[g] @ K.T          64 rows per warpgroup; Q and K from shared memory
 //     P, m, l = softmax(S)    in registers; rescales O to the new maximum
 //     O = O + P @ V           P from registers, V from shared memory
-//     wait until all warpgroups have read K and V; start the load of the tile STAGES further into their stage
+//     wait until all warpgroups have read K and V; start the load of tile + STAGES into the same stage
 //   O / l
 //
 // Per CTA: the item, Q, m, l and O. Per tile: the stage, S and P. All threads wait for q_full once and for
@@ -2834,9 +2844,9 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_plain> {
 
 // ---- 5c the bias of a warp (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3) ----
 
-// The bias of one warp for one tile: 16 rows, BLOCK_N keys. Its 16-byte chunks are XOR-swizzled by the row, so that
-// the chunks that lanes read together are in different banks: one chunk of each of 8 rows; fp32: two chunks of each
-// of 4 rows.
+// The bias of one warp for one tile: 16 rows, BLOCK_N keys. Lanes read one chunk of each of 8 rows together;
+// fp32: two chunks of each of 4 rows. XOR-swizzling the 16-byte chunks by the row places these chunks in
+// different banks.
 template <class B> struct alignas(128) BiasTile {
   static constexpr int CHUNK = 16 / sizeof(Bias), CHUNKS = B::block_n / CHUNK;
   static constexpr int XORED = SWIZZLED<CHUNKS>;
@@ -2989,14 +2999,14 @@ template <class B> struct BiasOfWarp<B, true> {
 
 // ---- 5c lists of rounds (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD, USE_KEY_MASK) ----
 
-// USE_KEY_MASK: the visible keys of the split's tile at key k0, whose round hides a key. `place`: index of
-// its round among the listed rounds with a hidden key. Reads the stored bits, if there are any, otherwise the
-// key mask.
+// USE_KEY_MASK: returns the visible keys of the split's tile at key k0. The tile's round has a hidden key.
+// `place`: index of the round among the listed rounds with a hidden key. Reads the stored bits, if there are
+// any, otherwise the key mask.
 template <class B>
 __device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, const ShownRounds<B>& list, int place, int k0);
 
-// The position of a warpgroup in the item's list of rounds, from the last round to the first. Rows: WgmmaRows. Without
-// lists, all rounds are computed.
+// Iterates over the item's list of rounds for one warpgroup, from the last entry to the first. Without a
+// list, it computes all rounds. Rows: WgmmaRows.
 template <class B, bool = may_have_list<B>> struct RoundWalk {
   template <class Rows> __device__ void start(const Rows&, const WgmmaItem<B>&, int) {}
   // False if the list says that the bias, MASK_MOD and the key mask leave this tile, or the next one, unchanged.
@@ -3009,8 +3019,8 @@ template <class B> struct RoundWalk<B, true> {
   ListOf<B> list;
   int round;
   uint32_t entries[2];  // of this round and of the next one; after the last round 0
-  // USE_KEY_MASK: the visible keys of this tile, if it is marked; after look_ahead(), of the next tile. list.hiding is
-  // their place among the stored bits.
+  // USE_KEY_MASK: the visible keys of this tile, if it is marked; after look_ahead(), of the next tile.
+  // look_ahead() decrements list.hiding, which is then the index of these bits among the stored ones.
   std::conditional_t<B::use_key_mask, KeyBits<B>, Nothing> bits;
 
   template <class Rows> __device__ __forceinline__ void start(const Rows& rows, const WgmmaItem<B>& item, int first) {
@@ -3045,7 +3055,7 @@ template <class B> struct RoundWalk<B, true> {
 
 // The bias of the tiles of a split, in shared memory.
 template <class B> using TileBias = std::conditional_t<B::use_bias != 0, BiasTiles<B>, Nothing>;
-// True if shared memory has room for the bias and for Q of two items.
+// True if the bias leaves room for Q of two items in shared memory.
 template <class B> constexpr bool bias_fits_twice = B::use_bias == 0 || !bias_has_room<B> || bias_fits<B>(2);
 
 // SCORE_MOD, MASK_MOD: loads the values that the expressions use and that are constant for the item.
@@ -3114,9 +3124,10 @@ template <class B> struct TileWalk : RoundWalk<B> {
 //     wait o_done;  store O;                      write O / l, rounded, over Q;  arrive at o_done
 //     arrive at q_empty
 //
-// OVERLAP=1: Q @ K.T of the next tile is issued before P @ V. With persistent CTAs, the producers continue with the
-// next item while the consumers compute; they load its Q early if shared memory has room for two. SPLIT_KV=2, if the
-// problem has too few items for all SMs: two warpgroups compute two splits of the keys for the same rows.
+// OVERLAP=1: Q @ K.T of the next tile is issued before P @ V. With persistent CTAs, the producers continue
+// with the next item while the consumers compute; they load its Q early if shared memory has room for two.
+// SPLIT_KV=2: two warpgroups compute two splits of the keys for the same rows. This helps if there are fewer
+// items than SMs.
 //
 //   lifetime   state
 //   CTA        the role of a warp; its rings, each a stage and a parity, which continue from item to item
@@ -3180,8 +3191,9 @@ template <class B> struct SplitPartial {
 template <class B>
 using SplitPartials = std::conditional_t<(B::split_kv > 1), SplitPartial<B>[B::block_m / 64], Nothing>;
 
-// CTAs per SM that the register limit of a thread allows. With a bias and one consumer warpgroup, a kernel would use
-// more than half of the SM's registers, and the single CTA would mostly wait. COLUMNS: columns of S and O.
+// CTAs per SM for the launch bounds, which limit the registers per thread. Without the limit, a kernel with a
+// bias and one consumer warpgroup would use more than half of the SM's registers. Only one CTA would fit, and
+// it would mostly wait. COLUMNS: columns of S and O.
 template <class B, int COLUMNS = B::block_n + B::d_v>
 constexpr int ctas_by_registers = B::use_bias == 0 || B::warpgroups > 1 || COLUMNS > 192 ? 1
                                   : COLUMNS > 128 || B::copies_rows                      ? 2
@@ -3203,7 +3215,7 @@ template <class B, int Q_STAGES>
 constexpr int shown_lists = B::use_persistent_cta        ? Q_STAGES + 1
                             : B::tile_type != B::kv_type ? 4
                                                          : 2 * B::split_kv;
-template <class B> struct ListedItem : WgmmaItem<B> { int all_rounds; };  // all: visible or not
+template <class B> struct ListedItem : WgmmaItem<B> { int all_rounds; };  // visible and hidden rounds
 template <class B, int LISTS> struct ListsOfCta {
   ShownRounds<B> of[LISTS];
   ListedItem<B> last;  // USE_PERSISTENT_CTA: the item whose list was written last
@@ -3216,6 +3228,7 @@ __device__ __forceinline__ void list_shown_rounds(const KernelArgs& a, WgmmaItem
 enum WgmmaRole { idle = 0, load_k = 1, load_v = 2, store_o = 4 };  // tasks of a producer warp; bits
 
 // A producer warp. Its state lives as long as the CTA and is equal in all lanes. Lane 0 issues the copies.
+// LANDING: number of stages of `ring`.
 template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
   Shared& s;
   const KernelArgs& a;
@@ -3234,9 +3247,9 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
     return wgmma_item<B>(a, i);
   }
   // USE_KEY_MASK: work item i with a list of its visible rounds. Without persistent CTAs, each warp writes
-  // its own list. With persistent CTAs, warp 0 writes the lists for all warps. It lists the CTA's next item
-  // after it has started the current one, and so after the consumers have finished the item Q_STAGES before
-  // the current one. Thus the Q_STAGES + 1 lists suffice.
+  // its own list. With persistent CTAs, warp 0 writes the lists for all warps. When it lists the next item,
+  // it has started the current one, so the consumers have finished the item that is Q_STAGES items before the
+  // current one. Therefore Q_STAGES + 1 lists suffice.
   __device__ __forceinline__ WgmmaItem<B> find_listed_item(uint32_t i) {
     WgmmaItem<B> item = wgmma_item<B>(a, i);
     if (B::use_persistent_cta && uniform(int(threadIdx.x)) >= 32) return item;
@@ -3378,8 +3391,8 @@ template <class B, bool = B::use_ping_pong> struct WgmmaTurns {  // without turn
   __device__ void leave() const {}
 };
 template <class B> struct WgmmaTurns<B, true> {
-  // Barrier id: turn_barrier + arriving warpgroup. ptxas may recompute an id at each use. All warpgroups wait for
-  // pass_on(), so its id is the simpler one.
+  // Barrier id: turn_barrier + arriving warpgroup. ptxas may recompute an id at each use. pass_on() is on the
+  // critical path, so its id is the simpler expression.
   const int warpgroup;
   __device__ explicit WgmmaTurns(int number) : warpgroup(number) {
     if (warpgroup == B::warpgroups - 1) pass_on();
@@ -3393,8 +3406,8 @@ template <class B> struct WgmmaTurns<B, true> {
   }
 };
 
-// The item's rounds [begin, end) that the warpgroup with first query q computes; none if it has no rows. SKIP_MASKED:
-// without a list of rounds, only those with a key that its rows see, but at least one.
+// The item's rounds [begin, end) that the warpgroup with first query q computes; none if it has no rows.
+// SKIP_MASKED and no list: only the rounds that contain a key which its rows see, but at least one.
 template <class B>
 __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& mask, const WgmmaItem<B>& item,
                                                int rounds, int q) {
@@ -3420,7 +3433,7 @@ template <class B> struct WgmmaRows {
   const WgmmaItem<B>* item = nullptr;  // in shared memory
   ItemScales<B> scales;
   typename Item<B>::HeldMask mask;
-  // SCORE_MOD, MASK_MOD: values of the item, in uniform registers.
+  // SCORE_MOD, MASK_MOD, USE_KEY_MASK: batch and head of the item, in uniform registers.
   int b = 0, h = 0;
   float x_of_head[4] = {};  // x0[h] to x3[h]
 
@@ -3431,8 +3444,9 @@ template <class B> struct WgmmaRows {
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may use the stale maximum.
   int stale_from = 0;
   uint32_t stale_keys = 0;
-  // SCORE_MOD: the stale maximum was too small for a tile of the item. SCORE_MOD: if scores increase along the keys, it
-  // would also be too small for most of the following tiles.
+  // SCORE_MOD: the stale maximum was too small for a tile of the item. SCORE_MOD: if scores increase from
+  // tile to tile (from the last key to the first), it would also be too small for most of the following
+  // tiles.
   bool stale_max_failed = false;
 
   // ---- state of the tile: run_items() sets it for the item's first tile, advance() for the next one ----
@@ -3456,8 +3470,8 @@ template <class B> struct WgmmaRows {
     clear(O);
   }
   __device__ __forceinline__ bool has_mask() const { return !mask.tiles.cover(q, k0); }
-  // If the item's first tile has no mask, takes the maximum of some columns of S as the stale maximum, without
-  // waiting for the exact one. The more columns, the more tiles can use it.
+  // If the item's first tile needs no mask, bias or expression, takes the maximum of some columns of S as the
+  // stale maximum, without waiting for the exact one. The more columns, the more tiles can use it.
   __device__ __forceinline__ void take_estimated_max(const Scores& S) {
     if (!B::use_lazy_max || has_mask() || needs_modify_scores_or_bias()) return;
     constexpr int columns = B::product_type == DType::e4m3                   ? Scores::COLS
@@ -3468,8 +3482,8 @@ template <class B> struct WgmmaRows {
     SDPA_UNROLL for (int i = 0; i < 2; i++) m[i] = logit<B>(m[i], a, of_row(scales.hook_scale(), i));
     keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * largest(scales.scale_log2()) <= stale_limit<B>);
   }
-  // Lets the following tiles without a mask use m as the stale maximum, if `fits` is true in all lanes of the
-  // warp.
+  // If `fits` is true in all lanes of the warp, the following tiles without a mask may use m as the stale
+  // maximum.
   __device__ __forceinline__ void keep_max(bool fits) {
     if (!B::use_lazy_max) return;
     const KeyRange covered = mask.tiles.covered(q);
@@ -3565,7 +3579,8 @@ template <class B, class Shared> struct WgmmaConsumer {
   }
 
   __device__ __forceinline__ const WgmmaItem<B>& item() const { return s.item[q_ring.stage]; }
-  // USE_LENGTHS: zero-fills the rows of Q past the sequence's last query. Both splits read the same rows of Q.
+  // USE_LENGTHS: with batch_invariant, zero-fills the rows of Q past the sequence's last query. Both splits
+  // read the same rows of Q.
   __device__ __forceinline__ void clear_queries() {
     auto* const Q_s = s.queries(q_ring.stage, row_group);
     if (!clear_queries_of_others<B>(Q_s, Q_PANEL_ROWS<B>, a, item(), row_group * 64, 64, threadIdx.x % 128)) return;
@@ -3781,12 +3796,13 @@ __device__ __forceinline__ void merge_splits(const WgmmaRows<B>& rows, SplitPart
 // it. With two stages of Q, Q of the next item is loaded while this item is computed and its O is stored. The state,
 // mbarriers and named barriers are those of the section on producers and consumers.
 
-// KV_DTYPE: the 8-bit tiles of K and V as loaded by TMA, and the number of warps that convert them to 16 bits.
+// KV_DTYPE: LandedTiles has the 8-bit tiles of K and V as loaded by TMA. converter_warps convert them to 16
+// bits.
 template <class B> struct LandedTiles;
 constexpr int converter_warps = 4;
 
 template <class B> struct WgmmaShared {
-  // With persistent CTAs and enough shared memory, Q of the next item is loaded during an item.
+  // With persistent CTAs, Q of the next item is loaded during an item if Q fits twice into shared memory.
   static constexpr bool FITS_TWICE = B::head_dim <= 128 && bias_fits_twice<B>;
   static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta && FITS_TWICE ? 2 : 1;
   alignas(1024) Element<B> Q[Q_STAGES][ROW_GROUPS][64 * B::head_dim];  // [64][D] each; then O, until it is stored
@@ -3801,7 +3817,7 @@ template <class B> struct WgmmaShared {
   __device__ __forceinline__ Element<B>* queries(int stage, int row_group) {
     return Q[stage][0] + row_group * 64 * B::head_dim / (B::pack_gqa ? PANELS<B::qk_bytes> : 1);
   }
-  // The full mbarriers, and all those of `landed`; then the empty ones.
+  // Initializes the full mbarriers. KV_DTYPE: also initializes all mbarriers of `landed`.
   __device__ __forceinline__ void init_full() {
     mbarriers_init(q_full, 1);
     constexpr int arrivals = B::tile_type != B::kv_type ? converter_warps : copying_warps<B>;
@@ -3820,8 +3836,9 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
   using Base::s, Base::q_ring, Base::Base;
 
   __device__ __forceinline__ void run(int warp) {
-    // SPLIT_KV=2: each split has one warp that loads K and one that loads V, and the consumers store O. USE_PAGES=2: two
-    // warps copy each tile. USE_PAGES=2: the second warp that loads V also stores O, since an item needs V later than K.
+    // SPLIT_KV=2: each split has one warp that loads K and one that loads V, and the consumers store O.
+    // USE_PAGES=2: two warps copy each tile. USE_PAGES=2: the second warp that loads V also stores O, since
+    // an item needs V later than K.
     constexpr bool four_loaders = B::split_kv > 1 || B::copies_rows;
     const int role = warp == 0                       ? load_k
                      : warp == 1                     ? load_v
@@ -3875,9 +3892,9 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       ldmatrix_x4<false>(q, Q_s + panel_byte<Q_PANEL_ROWS<B>, line>(row, step_byte + byte));
     });
   }
-  // Called if the stale maximum was too small. Recovers S = log2(P) / scale + m in place; recomputes Q @ K.T if P
-  // may have overflowed. Reads m and a kernel argument: keeping m_log2 or the scale in registers slows down the
-  // exponentials.
+  // Called if the stale maximum was too small. Recovers S = log2(P) / scale_log2 + m in place. Recomputes
+  // Q @ K.T if P may have overflowed. Reads m and a kernel argument again, since keeping m_log2 or the scale in
+  // registers would slow down the exponentials.
   template <class Softmax>
   __device__ __forceinline__ void recover_logits(Scores& P, const Softmax& softmax, bool& are_logits) {
     if (B::changes_logits) rows.stale_max_failed = true;
@@ -3898,7 +3915,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       hold(out[n]);
     }
   }
-  // Waits for the previous P @ V in the middle: only FIRST columns of the stale softmax overlap it.
+  // Waits for the previous P @ V in the middle: it overlaps only FIRST columns of the stale softmax.
   //
   //   if stale: P = exp of the first FIRST columns of S
   //   wait for the previous P @ V
@@ -3924,7 +3941,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     if (!done && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(rows.O, alpha);
     if (!done) pack_all(P, S);
   }
-  // Waits for the previous P @ V at the end: the whole softmax overlaps it.
+  // Waits for the previous P @ V at the end: it overlaps the whole softmax.
   //
   //   if stale: P = exp of S; done if the row sums fit
   //   if not done: recover S if stale; exact m, alpha, P
@@ -3973,8 +3990,8 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     }
   }
 
-  // Two warpgroups do not saturate the pipes of an SM. At D=128 and 256 it is faster for them to wait for P @ V
-  // after half of the exponentials, and to round P together with the other half. With more warpgroups or splits,
+  // Two warpgroups do not saturate the pipes of an SM. At D=128 and 256, waiting for P @ V after half of the
+  // exponentials is faster: P is then rounded together with the other half. With more warpgroups or splits,
   // attend_then_wait() is faster.
   template <class End>
   __device__ __forceinline__ void overlap(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
@@ -4146,7 +4163,7 @@ template <class B> struct E4m3Shared {
       return flushed_sums[warpgroup];
     }
   }
-  // The full mbarriers, and all those of `landed`; then the empty ones.
+  // Initializes the full mbarriers, and all mbarriers of `landed`.
   __device__ __forceinline__ void init_full() {
     mbarriers_init(q_full, 1);
     for (auto& t : split) t.init_full(1, TRANSPOSERS);
@@ -4675,7 +4692,7 @@ template <class B> struct WgmmaColumns {
     }
   }
 
-  // Loads K of `round`, and V of round + 1, whose pages were read for its K. Reads the pages of K of round - 1.
+  // Loads K of `round`, and V of round + 1 with the pages that were read for its K. Reads the pages of round - 1.
   __device__ __forceinline__ void load_next_rows(int round, int rounds, int k_stage) {
     if (round < -1) return;
     const WgmmaColumnsLoader<B> loader{s, a, split, int(warp), s.item};
@@ -5598,8 +5615,8 @@ template <class B> struct ScoreMod {
     else return h;
   }
   // Calls use(i, j, logit, seen) for the thread's columns [first, last) of S. SCORE: the type from which the
-  // logit is computed. WHOLE: all keys of the tile exist. Otherwise indices of keys past the end are clamped to the last key. Indices of padding rows are
-  // clamped to the first or the last query.
+  // logit is computed. WHOLE: all keys of the tile exist. Otherwise indices of keys past the end are clamped
+  // to the last key. Indices of padding rows are clamped to the first or the last query.
   template <bool WHOLE, class SCORE = Score, class View, class Tile, class Use>
   static __device__ __forceinline__ void each(View& S, int first, int last, const Tile& tile, const Use& use) {
     const KernelArgs& a = tile.a;

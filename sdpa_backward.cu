@@ -94,18 +94,18 @@ template <class B> constexpr bool has_roles = B::kernel == KernelKind::wgmma_rol
 // True for the one-pass kernels, which add dQ to fp32 sums in global memory.
 template <class B> constexpr bool adds_dq = has_roles<B> || value_of(ONE_PASS_text) == 1;
 
-// Number of tiles of `size` rows in a head of a tensor with `rows` rows. With starts, sequence b has the tiles
-// from first_tile() on, and some tiles have no rows.
+// Number of tiles of `size` rows in a head of a tensor with `rows` rows. With starts, the tiles of sequence b
+// begin at first_tile(), and some tiles are empty.
 __host__ __device__ inline int64_t tiles_of_head(const SdpaParams& p, const int* starts, int rows, int size) {
   return ceil_div(rows, size) + (Defines::use_lengths && starts ? int64_t(p.B) : 0);
 }
 __device__ inline int first_tile(int start, int b, int size) { return start / size + b; }
-// Number of batches of a tensor with these starts.
+// Batch size of a tensor with these starts: a packed tensor has a batch size of 1.
 __host__ __device__ inline int batches_of(const SdpaParams& p, const int* starts) {
   return Defines::use_lengths && starts ? min(p.B, 1) : p.B;
 }
 
-// Rows per query head in the workspace. has_roles: those of whole tiles of BLOCK_N rows.
+// Rows per query head in the workspace. has_roles: padded to whole tiles of BLOCK_N rows.
 inline int64_t padded_rows_of(const SdpaParams& p) {
   return has_roles<Defines> ? tiles_of_head(p, p.q_starts, p.Sq, Defines::block_n) * Defines::block_n : p.Sq;
 }
@@ -143,8 +143,8 @@ struct BackwardWorkspace {
   }
 };
 
-// The arguments of the backward kernels. A tile of `mask` is what a warp, or a warpgroup (wgmma), computes at
-// once: rows_of_mask queries by keys_of_mask keys.
+// The arguments of the backward kernels. `mask` has the tiles that a warp, or a warpgroup (wgmma), computes
+// at once: rows_of_mask queries by keys_of_mask keys.
 struct BackwardArgs : KernelArgs, SdpaGradients {
   BackwardWorkspace work;
   float gradient_scale;   // the factor of dQ and dK: scale
@@ -196,7 +196,7 @@ __device__ __forceinline__ void red_global_add_v2(float* dst_g, float a, float b
 #endif  // SDPA_SIMT
 
 // ---- items: the rows of a sequence in the tensors ----
-// An Item is one head of a sequence, without USE_LENGTHS of a batch.
+// An Item is one head of a sequence. Without USE_LENGTHS, each batch has one sequence.
 
 // Address of row `row` of head h.
 template <class T>
@@ -246,7 +246,7 @@ template <class B> __device__ __forceinline__ int key_count(const SdpaParams& p,
   if constexpr (B::use_lengths) return item.sequence.Sk;
   return p.Sk;
 }
-// The mask of an item. Its tiles have ROWS queries and KEYS keys; without USE_LENGTHS, so has a.mask.
+// Returns the mask of an item, with tiles of ROWS queries and KEYS keys. Without USE_LENGTHS, this is a.mask.
 template <class B, int ROWS, int KEYS>
 __device__ __forceinline__ decltype(auto) mask_of(const BackwardArgs& a, const Item<B>& item) {
   if constexpr (B::use_lengths) {
@@ -270,7 +270,7 @@ template <class B> __device__ __forceinline__ int workspace_row(const SdpaParams
 
 // ---- pairs of tensors ----
 
-// The build B with one head size for all tensors. OfQK: that of Q and K. OfV: that of V and dO.
+// The build B with head size D for all tensors. OfQK: D is the head size of Q and K. OfV: that of V and dO.
 template <class B, int D> struct OneWidth : B {
   static constexpr int head_dim = D, head_dim_v = 0, d_v = D, qk_bytes = D * B::element_bytes, v_bytes = qk_bytes;
 };
@@ -366,7 +366,8 @@ template <class B, class Load> struct PassingTiles {
 
 // ---- the derivative of SCORE_MOD ----
 //
-// SCORE_MOD is evaluated with a dual number in place of the score: a value, and its derivative by the score.
+// SCORE_MOD is evaluated with a dual number instead of the score. A dual number consists of a value and of
+// its derivative with respect to the score.
 
 namespace expression {
 
@@ -383,7 +384,7 @@ template <class X, class Y> constexpr bool has_dual = is_any_of<Dual, X, Y>;
 
 __device__ __forceinline__ float value_of(Dual x) { return x.value; }
 template <class X> __device__ __forceinline__ float value_of(X x) { return float(x); }
-// The chain rule: the derivative of f(x) by the score, if that of f by x is `derivative`. For constants -0, since the
+// The chain rule: returns d f(x) / d score, where `derivative` is f'(x). Returns -0 for constants, since the
 // compiler removes the addition of -0.
 __device__ __forceinline__ float chain(Dual x, float derivative) { return x.slope * derivative; }
 template <class X> __device__ __forceinline__ float chain(X, float) { return -0.0f; }
@@ -461,13 +462,13 @@ template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ D
 
 }  // namespace expression
 
-// True if the derivative of a logit by its score is not 1.
+// True if the derivative of a logit with respect to its score may differ from 1.
 template <class B> constexpr bool has_slope = B::use_softcap != 0 || B::changes_logits;
-// A tile of the score hook that also gets the derivatives. slope [ROWS][COLS] of the thread's view
+// A ScoreTile that also receives the derivatives: slope [ROWS][COLS] of the thread's view.
 template <class B, class Slopes> struct SlopeTile : ScoreTile<B> {
   Slopes& slope;
 };
-// Overloads modify_scores() of the score hook.
+// Overloads modify_scores() of the score hook: also computes the derivatives.
 template <class B, class View, class Slopes>
 __device__ __forceinline__ void modify_scores(View& S, const SlopeTile<B, Slopes>& tile, bool plain) {
   const ScoreTile<B>& of_scores = tile;
@@ -512,8 +513,8 @@ template <class B, class View> struct WeightsOfTile {
 
   // Replaces S by P = exp2(S * scale_log2 - LSE_log2). Hidden scores are first set to -inf. So are the scores
   // of keys past Sk: they are 0, and exp2(0 - LSE_log2) would overflow if LSE is below -88. Queries past Sq
-  // add 0 to all sums: their P is finite, but dO, dP and delta are 0. has_roles, SCORE_MOD: LSE is +inf and P
-  // is 0.
+  // add 0 to all sums: their P is finite, but dO, dP and delta are 0. has_roles: their P is 0, since their
+  // LSE_log2 is +inf. SCORE_MOD: their P is 0, since their scores are set to -inf.
   // plain: no score of the tile is hidden.   lse_log2: of this thread's queries
   __device__ __forceinline__ void set_p(const BackwardArgs& a, const Item<B>& item, const Mask& mask, int q0, int k0,
                                         bool plain, const float (&lse_log2)[View::ROWS]) {
@@ -521,7 +522,7 @@ template <class B, class View> struct WeightsOfTile {
     SlopeTile<B, decltype(slope)> tile{of_scores, slope};
     finish_scores<B>(P, tile, plain);
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-      // SCORE_MOD of a query past the last may be anything, so that exp2 could overflow.
+      // For a query past Sq, SCORE_MOD may return any value, and exp2 could overflow.
       const bool exists = !B::changes_logits || q0 + P.row(i) < item.query_count(a.p);
       SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
         float& x = P.x[i][j];
@@ -577,8 +578,8 @@ __device__ __forceinline__ void store_gradient(const View& T, float factor, Inpu
 
 // ---- products: on the FMA pipes, by mma.sync and by wgmma ----
 // B is OfQK or OfV. In shared memory: `kept` [BLOCK_M][D] stays for the whole kernel, `passing` [BLOCK_N][D]
-// is a streamed tile. In registers: T [BLOCK_M][BLOCK_N] and a sum [BLOCK_M][D]. A warp has the same BLOCK_M
-// / NUM_WARPS rows of `kept`, T and the sum.
+// is a streamed tile. In registers: T [BLOCK_M][BLOCK_N] and a sum [BLOCK_M][D]. A warp computes BLOCK_M /
+// NUM_WARPS rows of T and of the sum, from the same rows of `kept`.
 //
 //              wgmma                                                      mma.sync             FMA
 //   begin()    issues T = kept @ passing.T                                -                    -
@@ -635,8 +636,8 @@ template <class B> struct Products<B, KernelKind::mma> {
   using Scores = MmaAccumulator<B, B::block_n>;
   using Sums = MmaSums<B>;
   using Operands = MmaHalves<B>;
-  // ONE_PASS: T of all warps, [BLOCK_M][BLOCK_N]. Otherwise none: accumulators of T have the lane layout of A
-  // operands.
+  // ONE_PASS: dS.T of all warps, [BLOCK_M][BLOCK_N]. add() needs no scratch: accumulators of T have the lane
+  // layout of A operands.
   static constexpr int SCRATCH_STRIDE = B::block_n + 8;  // + 8 avoids bank conflicts
   using Scratch = std::conditional_t<adds_dq<B>, Element<B>[B::block_m * SCRATCH_STRIDE], Nothing>;
   using Operand = Nothing;
@@ -775,7 +776,7 @@ __global__ void __launch_bounds__(32 * B::num_warps) sdpa_backward_rows(const __
     }
     if (lane > 0) continue;
     const float lse = exists ? ld_global<float>(p.LSE + head * p.Sq + item.q_row(q)) : -INFINITY;
-    // If the row sees no key, +inf makes its P 0; with -inf, P would be NaN.
+    // A row that sees no key has LSE = -inf, and its P would be NaN. With +inf instead, P is 0.
     const float lse_log2 = lse == -INFINITY ? INFINITY : lse * (1 / ln2);
     // The derivative of LSE by S is P, so dLSE adds P * dLSE to dS.
     const float dLSE = exists && a.dLSE ? ld_global<float>(a.dLSE + head * p.Sq + item.q_row(q)) : 0;
@@ -864,9 +865,9 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_q(const __grid_co
 template <int WIDTH> struct MmaPieceOfDq : QuadRuns<2, WIDTH, 2> {  // [16][WIDTH] of a warp
   static constexpr int M_TILES = 1;
 };
-// ONE_PASS: adds dQ = dS @ K of BLOCK_N queries to their sums, except for queries at or past `count`. The warps
-// divide dQ into pieces of 16 queries and at most 64 elements. They write dS.T to shared memory, since a piece
-// needs dS of all keys.   K [BLOCK_M][D]   sums [count][D]
+// ONE_PASS: adds dQ = dS @ K of BLOCK_N queries to their sums, except for queries at or past `count`. The
+// warps divide dQ into pieces of 16 queries and at most 64 elements. They exchange dS.T through shared
+// memory, since a piece needs dS of all keys.   K [BLOCK_M][D]   sums [count][D]
 template <class B, class View>
 __device__ __forceinline__ void add_dq(float* sums_g, int count, const View& dS, typename Products<B>::Scratch& dS_s,
                                        const Element<B>* K_s, int warp, int lane) {

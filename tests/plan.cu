@@ -585,6 +585,37 @@ TEST_CASE("sequences") {
   }
 }
 
+// No query of a sequence sees more keys than most_visible_keys() says, also where the limits of the mask have different
+// alignments, so that the width of the window depends on the lengths.
+TEST_CASE("visible_keys") {
+  const int starts[] = {0, 5, 40};
+  const Causal alignments[] = {Causal::off, Causal::top_left, Causal::bottom_right};
+  for (const Causal causal : alignments) {
+    for (const Causal alignment : alignments) {
+      for (const auto& [left, right] : {std::pair(-1, -1), {7, -1}, {-1, 3}, {7, 3}}) {
+        SdpaParams p{};
+        p.B = 2;
+        p.Sq = 40;
+        p.Sk = 60;
+        p.causal = causal;
+        p.window_alignment = alignment;
+        p.window_left = left;
+        p.window_right = right;
+        p.q_starts = p.k_starts = starts;
+        int most = 0;
+        for (int queries = 1; queries <= p.Sq; queries++) {
+          for (int keys = 0; keys <= p.Sk; keys++) {
+            const KeyBounds bounds(p, queries, keys);
+            for (int q = 0; q < queries; q++) most = std::max(most, bounds.end(q) - bounds.begin(q));
+          }
+        }
+        CHECK(most_visible_keys(p) >= most);
+        CHECK(most_visible_keys(p) <= (left >= 0 && right >= 0 ? left + right + 1 : p.Sk));
+      }
+    }
+  }
+}
+
 TEST_CASE("scalar") { check_plans<Scalar>(); }
 TEST_CASE("roles") { check_plans<Roles>(); }
 #define PLAN_CASES(name, B)               \

@@ -115,6 +115,10 @@ class Calls:
         own = self.local(source(node, self.text), node)
         if own is None:
             return struct and self.field(struct, source(node, self.text))
+        loop = enclosing(node, "for_range_loop")
+        if loop and name_of(loop.child_by_field_name("declarator")) == source(node, self.text) and re.fullmatch("(const )?auto", own):
+            element = self.type(loop.child_by_field_name("right"))
+            return None if element in self.structs else element  # of an array
         kind = self.resolved(own, struct)
         return None if kind in self.parameters_of_templates or re.search(r"\bauto\b|decltype", own) else kind
 

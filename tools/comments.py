@@ -69,7 +69,15 @@ class Comments:
         """The sentences of a comment that stay."""
         self.is_prose = is_prose
         parts = re.split(r"(?<=[.;])\s+", words)
-        kept = [one for one in map(self.sentence, parts) if one]
+        kept, gone = [], ""
+        for part in parts:
+            own = self.sentence(part)
+            if not own or gone.endswith(";") and re.match("(?:this|it|they) ", own):  # "x; this is y" goes with x
+                gone = part
+                if part.endswith(".") and kept:
+                    kept[-1] = re.sub(";$", ".", kept[-1])
+            else:
+                kept, gone = [*kept, own], ""
         if kept == parts:
             return words
         out = " ".join(kept)

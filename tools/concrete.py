@@ -7,6 +7,7 @@ import re
 import textwrap
 
 from calls import line_of, without_idle_functions, without_needless_parameters, without_one, without_unread_fields
+from comments import code_of
 from inlining import edited, inlined, source, type_of_expression
 from minimal import (BANNERS, CALLS, ROOTS, WIDTH, Folding, callee, declared, descendants, enclosing, listed, minimal,
                      name_of, parse, units_of, words_of)
@@ -141,7 +142,7 @@ def named_constants(text, members):
     text = re.sub(r"\b(?:B|Defines)::(\w+)", lambda m: last.get(m[1], m[0]), text)
     own = {last[name]: re.sub(r"\b[a-z_]+\b", lambda m: last.get(m[0], m[0]), value)
            for name, value in members.items() if last[name] == name.upper()}
-    need = words_of(text) & own.keys()
+    need = words_of(code_of(text)) & own.keys()
     for name, value in reversed(own.items()):
         need |= words_of(value) & own.keys() if name in need else set()
     numbers = [f"{name} = {value}" for name, value in own.items() if name in need and value.isdigit()]
@@ -213,7 +214,8 @@ def without_template_parameters(text, but):
             if any(name_of(one) == name_of(parameter)
                    for one in descendants(body, "parameter_declaration", "init_declarator", "alias_declaration")):
                 continue
-            own_value = value if re.fullmatch(r"[\w:<>, ]+", value) else f"({value})"
+            is_plain = "type_parameter" in parameter.type or re.fullmatch(r"[\w:<>, ]+", value)
+            own_value = value if is_plain else f"({value})"
 
             def instead(part, own_value=own_value):
                 return [(one.start_byte, one.end_byte, own_value)
@@ -503,6 +505,8 @@ def place_of(write, text):
     """The edits that remove the assignment or initializer of a member."""
     if write.type == "field_initializer":
         nodes = [one for one in write.parent.named_children if one.type == "field_initializer"]
+        if len(nodes) == 1:
+            return len(text[:write.parent.start_byte].rstrip()), write.parent.end_byte, ""
         return (*without_one(nodes, nodes.index(write)), "")
     if write.parent.type == "expression_statement":
         return line_of(write.parent, text)

@@ -257,13 +257,13 @@ def extract(name, namespace="", given=(), is_program=False):
         head, tail = parted(text)
         body = concrete.concrete(tail, instructions(source) | NAMED_BY_EXPRESSIONS)
     text = f"namespace {space} {{\n\n{body}\n}}  // namespace {space}\n"
-    if rows[-1]["USE_TUNED"]:
-        text = f"#pragma nv_diag_suppress 177  // a tile uses only some constants of its row\n\n{text}\n#pragma nv_diag_default 177\n"
-    text = f"{head}\n{text}"
     if expressions:
-        whole = (f"#pragma nv_diag_suppress 177  // an expression uses only some of these functions\n{expressions}"
-                 "#pragma nv_diag_default 177\n")
-        text = re.sub(r"^.*\bvoid expression\((?:.*\n)*?.*}\n", lambda _: whole, text, flags=re.MULTILINE)
+        text = re.sub(r"^.*\bvoid expression\((?:.*\n)*?.*}\n", lambda _: expressions, text, flags=re.MULTILINE)
+    unused = ["a tile uses only some constants of its row"] * rows[-1]["USE_TUNED"] + [
+        "an expression uses only some of these functions"] * bool(expressions)
+    if unused:
+        text = f"#pragma nv_diag_suppress 177  // {'; '.join(unused)}\n\n{text}\n#pragma nv_diag_default 177\n"
+    text = f"{head}\n{text}"
     text = Comments(text, source, {name: setting(knob, {row[name] for row in builds_of}) for name, knob in knobs.items()},
                     [words for name, words in OPTIONS.items() if not any(row[name] for row in builds_of)] +
                     [OF_8_BITS] * (not any(row["DTYPE"] > 1 or row["KV_DTYPE"] for row in builds_of))).cleaned(text)

@@ -172,7 +172,8 @@ class Inlining:
                 if name_of(one) in words_of(source(body, self.text) + "".join(first)):
                     return None
                 continue
-            bound[name_of(one)] = explicit[n] if re.fullmatch(r"[\w:<>]+", explicit[n]) else f"({explicit[n]})"
+            is_plain = one.type == "type_parameter_declaration" or re.fullmatch(r"[\w:<>]+", explicit[n])
+            bound[name_of(one)] = explicit[n] if is_plain else f"({explicit[n]})"
         return bound, first, words
 
     def rendered(self, part, function, bound, owner):

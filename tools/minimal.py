@@ -35,6 +35,7 @@ LANGUAGE = tree_sitter.Language(tree_sitter_cpp.language())
 PARSER = tree_sitter.Parser(LANGUAGE)
 # CUDA syntax that the C++ grammar does not have.
 MASKED = re.compile(r"SDPA_UNROLL(?= (?:for|while))|__(?:device|global|host|forceinline|grid_constant|shared)__|"
+                    r"\btypename(?= [\w:]+(?:<[^;(){}]*>[\w:]*)?[({])|"  # of an object that is made, not declared
                     r"__align__\(\w+\)|__launch_bounds__\((?:[^()]|\([^()]*\))*\)|(?<=\" )#(?=\w)")
 # A "<" that the parser could mistake for a template bracket, and multi-byte characters.
 REPLACED = re.compile(r"(?<= )<(?=\s)|[^\x00-\x7f]")
@@ -348,11 +349,19 @@ class Folding:
                     return self.emit(field(other))
         if kind == "for_statement" and (re.fullmatch(rf"{{?\s*{GONE}\s*}}?", self.emit(field("body"))) or self.runs_never(node)):
             return GONE
+        if kind == "do_statement" and self.value(field("condition")) is False and not self.is_left(node):
+            return self.unwrapped(field("body"), node)
         if kind == "if_statement":
             return self.emit_if(node)
         if kind == "preproc_function_def" and "std::is_same_v<E," in self.source(node):
             return self.emit_macro(node)
         return self.emit_children(node)
+
+    @staticmethod
+    def is_left(loop):
+        """True if a loop has a break or continue."""
+        return any(enclosing(one, "do_statement", "for_statement", "for_range_loop", "while_statement") == loop
+                   for one in descendants(loop, "break_statement", "continue_statement"))
 
     def runs_never(self, node):
         """True if a loop counts from 0 to 0."""
@@ -377,7 +386,7 @@ class Folding:
         """True if a declaration declares an unused local variable whose initializer has no call."""
         names = [name_of(one) for one in node.children_by_field_name("declarator")]
         function = enclosing(node, "function_definition")
-        return len(names) == 1 and function is not None and not descendants(node, "call_expression", "argument_list") and (
+        return len(names) == 1 and function is not None and not node.has_error and not descendants(node, "call_expression", "argument_list") and (
             len(re.findall(rf"\b{names[0]}\b", self.source(function))) == 1)
 
     def emit_macro(self, node):
@@ -399,7 +408,7 @@ class Folding:
             ends = (child, *((chosen, *chosen.named_children[-1:]) if chosen else ()))
             unreachable = unreachable or in_block and "return_statement" in [one.type for one in ends]
         text = "".join([*out, self.text[at:node.end_byte]])
-        is_bare = node.type == "parenthesized_expression" and node.parent.type != "sizeof_expression"
+        is_bare = node.type == "parenthesized_expression" and node.parent.type not in ("sizeof_expression", "do_statement")
         is_bare = is_bare and text != self.source(node) and re.fullmatch(r"\([\w:.<>]+(\(\))?\)", text)
         return text[1:-1] if is_bare else text
 

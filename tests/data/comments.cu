@@ -12,6 +12,7 @@ int last;              // USE_THIS=1: set
 int other;             // GONE_WORD
 // ---- a title with gone_name ----
 // SIZE=4: as here. SIZE=8: twice as much. The sinks go. WGMMA and PTX are no names.
+// Kept: a clause; with gone_name a second one; this is about the second one, and goes with it. Kept as well.
 int SIZE = 4;
 // ======== becomes
 // A paragraph of two sentences. A third. A condition that is met goes from its start.
@@ -22,5 +23,5 @@ int kept(int number);  // of each
 int last;              // set
 int other;
 // ---- a title with gone_name ----
-// As here. WGMMA and PTX are no names.
+// As here. WGMMA and PTX are no names. Kept: a clause. Kept as well.
 int SIZE = 4;

@@ -114,6 +114,26 @@ bool either(bool open) { return (open && !B::packs) || B::packs; }
 void keep(int n) {
   if (B::packs) early(n);
 }
+// Loses a loop that runs once, but not one that a break leaves.
+template <class B> int once(int n) {
+  do {
+    const int twice = 2 * n;
+    n += twice;
+  } while (B::packs && n > 0);
+  do {
+    if (n > 3) break;
+    n++;
+  } while (B::packs && n > 0);
+  return n;
+}
+
+// Calls a member of an object that has no name.
+template <class B> void made(int n) {
+  if (n > 3) {
+    typename Copier<B>::Maker(n, n).run(n);
+  }
+}
+
 int counted(int& n) {
   n++;
   return n;
@@ -122,6 +142,7 @@ int counted(int& n) {
 int sdpa_forward(int a, int b, int c) {
   early(a);
   keep(counted(a));
+  made<B>(once<B>(a));
   keep(either(a));
   constexpr int idle = 1;
   Element<B> n = rows<B> + product({}, a) + unit(Input()) + shape<Input, 8>();
@@ -224,6 +245,22 @@ void early(int n) {
 // Loses both brackets at once.
 bool either(bool open) { return open; }
 
+// Loses a loop that runs once, but not one that a break leaves.
+template <class B> int once(int n) {
+  const int twice = 2 * n;
+  n += twice;
+  do {
+    if (n > 3) break;
+    n++;
+  } while (false);
+  return n;
+}
+
+// Calls a member of an object that has no name.
+template <class B> void made(int n) {
+  if (n > 3) { typename Copy<B>::Maker(n, n).run(n); }
+}
+
 int counted(int& n) {
   n++;
   return n;
@@ -232,6 +269,7 @@ int counted(int& n) {
 int sdpa_forward(int a, int b, int c) {
   early(a);
   counted(a);
+  made<B>(once<B>(a));
   Other n = rows<B> + product({}, a) + unit(Input()) + shape<Input, 8>();
   // Stays: a branch does.
   if (a < b || b > c) {

@@ -125,6 +125,26 @@ struct Tile {
   int k;
 };
 
+// Keeps the overload for the elements that the loop has.
+template <int N> __device__ void hold(float (&d)[N]) { asm volatile("" : "+f"(d[0])); }
+template <int N> __device__ void hold(unsigned (&d)[N]) { asm volatile("" : "+r"(d[0])); }
+struct Blocks {
+  float d[2][4];
+  void hold_all() {
+    for (auto& block : d) hold(block);
+  }
+};
+// Loses all that its constructor does.
+struct Bounds {
+  int from, to, own;
+  Bounds(const Args& a, int keys) : from(a.Sq), to(a.Sk - keys) { use(own); }
+};
+// Takes a type that is no name.
+template <class T> int bytes_of(int n) {
+  const int each = size_of<T>();
+  return each * n;
+}
+
 int sign(int n) { return sign_of(n); }
 
 int sdpa_forward(const Args& a, float x, int lane) {
@@ -156,8 +176,13 @@ int sdpa_forward(const Args& a, float x, int lane) {
   Tile tile{k, x, lane};
   total += copier.copy(k, 0) + copier.copy(lane, 0) + tile.q + tile.k;
   for (int i = 0; i < 0; i++) total += k;
+  Blocks blocks;
+  for (int i = 0; i < k; i++) blocks.hold_all();
+  const Bounds bounds(a, k);
+  total += bounds.own;
   if (is_first(lane)) total += finite(x) + of_ptx(x) + pair[0];
-  return total + sum_of(y, 7);
+  if (total > 3) return sum_of(y, 7);
+  return bytes_of<decltype(lane)>(total);
 }
 // ======== becomes
 #include <cstring>
@@ -243,6 +268,20 @@ struct Copier {
 // Loses the member in the middle, in its list too.
 struct Tile { int q; int k; };
 
+// Keeps the overload for the elements that the loop has.
+template <int N> __device__ void hold(float (&d)[N]) { asm volatile("" : "+f"(d[0])); }
+struct Blocks {
+  float d[2][4];
+  void hold_all() {
+    for (auto& block : d) hold(block);
+  }
+};
+// Loses all that its constructor does.
+struct Bounds {
+  int own;
+  Bounds(int) { use(own); }
+};
+
 int sdpa_forward(const Args& a, float x, int lane) {
   View S;
   Derived D;
@@ -278,6 +317,13 @@ int sdpa_forward(const Args& a, float x, int lane) {
   Copier copier(k);
   Tile tile{k, lane};
   total += copier.copy(k) + copier.copy(lane) + tile.q + tile.k;
+  Blocks blocks;
+  for (int i = 0; i < k; i++) blocks.hold_all();
+  const Bounds bounds(k);
+  total += bounds.own;
   if (is_first(lane)) total += (x < 0 ? 0.0f : x) + of_ptx(x) + pair[0];
-  return total + sum_of(y);
+  if (total > 3) return sum_of(y);
+  // Takes a type that is no name.
+  const int each = size_of<decltype(lane)>();
+  return each * total;
 }
