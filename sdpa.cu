@@ -7442,7 +7442,7 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
   cudaLaunchAttribute early{};
   // Programmatic dependent launch: the wgmma kernel starts before the preceding kernel in the stream has ended,
   // and waits for it before it accesses memory. It lets the next kernel with this attribute start early, too.
-  // That kernel must call cudaGridDependencySynchronize() before it reads O or writes an input.
+  // The next kernel must call cudaGridDependencySynchronize() before it reads O or writes an input.
   if (B::is_wgmma) {
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;

@@ -19,7 +19,8 @@ static_assert(SDPA_CAUSAL_TOP_LEFT == int(sdpa::Causal::top_left) &&
 
 static const sdpa::SdpaParams& params_of(const SdpaParams* p) { return *reinterpret_cast<const sdpa::SdpaParams*>(p); }
 
-// Of the build, or of its tiles from row N on. BACKWARD=1: of the kernel that computes dK.
+// The shared memory of the build; with tuned tiles, the maximum from row N on. BACKWARD=1: that of the kernel that
+// computes dK.
 template <int N> constexpr size_t most_shared_bytes() {
 #ifdef BACKWARD
   return sizeof(typename sdpa::BackwardKernelOf<sdpa::BuildOf<N>>::Shared);

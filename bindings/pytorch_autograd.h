@@ -61,7 +61,8 @@ struct Attention : torch::autograd::Function<Attention> {
     saved.insert(saved.end(), others.begin(), others.end());
     ctx->save_for_backward(saved);
     ctx->set_materialize_grads(false);  // of LSE, which few use
-    data["tensors"] = int64_t(tensors.size()), data["to_sinks"] = to_sinks;
+    data["tensors"] = int64_t(tensors.size());
+    data["to_sinks"] = to_sinks;
     return {o, lse};
   }
 

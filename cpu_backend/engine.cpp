@@ -321,7 +321,7 @@ struct Block {  // a CTA
   std::vector<void*> proxies;
   int free_registers = 0;
   Counters counters;
-  // By warp and site: accesses that only some lanes have made so far, oldest first.
+  // Accesses that only some lanes have made so far, by warp and site, oldest first.
   struct Pending {
     uint64_t first = 0;  // number of the oldest
     int bytes = 0;
@@ -1162,8 +1162,7 @@ struct Worker {  // one OS thread's CTA, with stacks that all its CTAs use in tu
   }
 };
 
-// By device and stream: the data that its last launch has written, unless it was synchronized
-// since.
+// The data that the last launch of each device and stream has written, unless it was synchronized since.
 std::map<std::pair<int, const void*>, std::vector<Range>> written;
 std::map<std::pair<int, const void*>, int> shared_allowed;  // by device and kernel
 

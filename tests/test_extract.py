@@ -65,7 +65,7 @@ def test_no_knob_is_left(texts, name):
     assert text.startswith("// Compile: nvcc ") and "SPDX-License-Identifier: MIT. Copyright" in text
 
 
-# What a host compiler lacks to check an extract: CUDA's functions, and a function for the operands of asm statements.
+# Declarations with which a host compiler can check an extract: CUDA's functions, and a function for asm operands.
 CHECKED_BY = """#include <cstdint>
 #define __shared__
 #define __ldg(x) (*(x))

@@ -2487,7 +2487,7 @@ def test_the_lines_of_the_backward(monkeypatch, capsys):
     assert found((9, 0), torch.half, 100, 4, 0) is None and found((9, 0), torch.half, 100, 4, sdpa.NEEDED) == "atomic"  # lengths: not measured
     with pytest.raises(sdpa.Unavailable, match="^there is no line of the backward pass for D=136 on sm_90$"):
         sdpa.backward_line_with((9, 0), torch.half, 136, 0, 0)
-    # What C++ is told: functions, a refusal that holds, and one that does not.
+    # C++ receives the functions, or a refusal that is final or temporary.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 - device, 0))
     library, asked = ctypes.CDLL(None), []
     library.sdpa_library_backward_workspace_bytes, library.sdpa_library_backward = library.malloc, library.free

@@ -11,7 +11,7 @@ from minimal import BANNERS, WIDTH
 
 # Words that look like an identifier: CUDA's spelling of types, names with underscores, capitals, "name()".
 IDENTIFIER = re.compile(r"\b(?:\w*[a-z0-9]_\w+|[A-Z][A-Z0-9_]+|[A-Z]\w*[a-z]\w*[A-Z]\w*|[a-z]+\d+[a-z]\d*|bf16|fp16|\w+(?=\(\)))")
-# What comments call a type.
+# The names of types in comments.
 SPELLED = {"__half": "fp16 FP16", "__nv_bfloat16": "bf16 BF16", "__nv_fp8_e4m3": "e4m3 FP8_E4M3", "e4m3": "e4m3",
            "uint8_t": "u8 U8"}
 
@@ -49,7 +49,7 @@ class Comments:
         return True if True in met else None if None in met else False
 
     def sentence(self, words):
-        """What is left of a sentence, or of a row of a table."""
+        """Returns the rest of a sentence, or of a row of a table, for the knobs of this line."""
         found = self.condition.match(words)
         if found and self.is_on(found[1]) is not None:
             if not self.is_on(found[1]):

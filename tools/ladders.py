@@ -166,7 +166,7 @@ def measured(source):
 
 
 def bound_by(row):
-    """What limits a kernel: the busiest unit, and the main stall reason if that unit is not saturated."""
+    """Returns the limit of a kernel: the busiest unit, and the main stall reason if that unit is not saturated."""
     if not row["unit"]:
         return "–"
     share = float(row["unit_share"])
