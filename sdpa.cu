@@ -5022,8 +5022,8 @@ template <class B, class Shared> struct CtaSoftmax {
 // ---- 5e wmma: tensor cores through nvcuda::wmma, S and P in shared memory (wmma) ----
 
 namespace wmma = nvcuda::wmma;
-template <class Use, class Layout>
-using Operand = wmma::fragment<Use, 16, 16, 16, ElementOf<Defines::product_type>, Layout>;
+template <class B, class Use, class Layout>
+using Operand = wmma::fragment<Use, 16, 16, 16, ElementOf<B::product_type>, Layout>;
 template <class T> using AccumulatorOf = wmma::fragment<wmma::accumulator, 16, 16, 16, T>;
 using Accumulator = AccumulatorOf<float>;
 // The type of S in shared memory. Rows of fp16 have the same stride in bytes as rows of fp32.
@@ -5073,13 +5073,13 @@ template <class B> struct CopyByProducers {
 // S = Q @ K.T   [16][BLOCK_N] per warp, in shared memory
 template <class B>
 __device__ __forceinline__ void wmma_qk(WmmaScore<B>* S_s,
-                                        const Operand<wmma::matrix_a, wmma::row_major> (&Q)[B::head_dim / 16],
+                                        const Operand<B, wmma::matrix_a, wmma::row_major> (&Q)[B::head_dim / 16],
                                         const Element<B>* K_s) {
   SDPA_UNROLL for (int n = 0; n < B::block_n; n += 16) {
     AccumulatorOf<WmmaScore<B>> S;
     wmma::fill_fragment(S, rounded<WmmaScore<B>>(0));
     SDPA_UNROLL for (int d = 0; d < B::head_dim; d += 16) {
-      Operand<wmma::matrix_b, wmma::col_major> K;
+      Operand<B, wmma::matrix_b, wmma::col_major> K;
       wmma::load_matrix_sync(K, K_s + tile_offset<B>(n, d), TILE_STRIDE<B>);
       wmma::mma_sync(S, Q[d / 16], K, S);
     }
@@ -5132,10 +5132,10 @@ template <class B, bool = B::use_wmma_pv> struct WmmaOutput {
   template <class Sums>
   static __device__ __forceinline__ void add_products(Sums& sums, const Element<B>* P_s, const Element<B>* V_s) {
     SDPA_UNROLL for (int k = 0; k < B::block_n; k += 16) {
-      Operand<wmma::matrix_a, wmma::row_major> P;
+      Operand<B, wmma::matrix_a, wmma::row_major> P;
       wmma::load_matrix_sync(P, P_s + k, WmmaShared<B>::P16_STRIDE);
       SDPA_UNROLL for (int d = 0; d < B::head_dim; d += 16) {
-        Operand<wmma::matrix_b, wmma::row_major> V;
+        Operand<B, wmma::matrix_b, wmma::row_major> V;
         wmma::load_matrix_sync(V, V_s + tile_offset<B>(k, d), TILE_STRIDE<B>);
         wmma::mma_sync(sums[d / 16], P, V, sums[d / 16]);
       }
@@ -5194,7 +5194,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   VectorCopy<B::use_cp_async>::commit();
   VectorCopy<B::use_cp_async>::template wait<0>();
   __syncwarp();  // hazard: Q was copied by other lanes
-  Operand<wmma::matrix_a, wmma::row_major> Q[B::head_dim / 16];
+  Operand<B, wmma::matrix_a, wmma::row_major> Q[B::head_dim / 16];
   SDPA_UNROLL for (int d = 0; d < B::head_dim; d += 16) { wmma::load_matrix_sync(Q[d / 16], Q_s + d, TILE_STRIDE<B>); }
 
   const ItemScales<B> scales(a, item);

@@ -181,6 +181,19 @@ def test_a_default_spelt_out_is_a_duplicate_and_a_changed_byte_is_seen():
     assert builds.machine_code(data) != [code]
 
 
+@needs_nvcc
+def test_each_number_format_compiles_for_the_host_as_well():
+    """The other gates compile device code alone. Of each format: the line of wgmma with one tile if there is one."""
+    of_format = {}
+    for line in builds.lines_named(""):
+        if line.knob("USE_TUNED") != "1":
+            wgmma = line.knob("USE_WGMMA") == "1"
+            of_format.setdefault((line.knob("DTYPE"), line.knob("KV_DTYPE")), {}).setdefault(wgmma, line)
+    lines = [found.get(True) or found[False] for found in of_format.values()]
+    assert len(lines) > 4 and "wgmma_e4m3_d128" in {line.name for line in lines}
+    assert not [one.trouble for one in builds.build(lines, "90a").values() if one.trouble]
+
+
 @pytest.mark.long
 @needs_nvcc
 def test_a_library_has_the_functions_that_a_caller_loads():
