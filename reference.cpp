@@ -748,7 +748,11 @@ class Backward {
   Logit logit_of(double x, double x_error, const Place& at) const {
     if (p_.softcap != 0) {
       const double t = std::tanh(x / p_.softcap);
-      return {p_.softcap * t, 1 - t * t, 2 * std::fabs(t) * tanh_error_ + std::ldexp(1.0, -21)};
+      // The slope falls with |x|, and a small softcap makes it change much within the error of x.
+      const double t_of_least = std::tanh(std::max(std::fabs(x) - x_error, 0.0) / p_.softcap);
+      const double by_x = t * t - t_of_least * t_of_least;
+      return {p_.softcap * t, 1 - t * t,
+              by_x + 2 * std::fabs(t) * tanh_error_ + std::ldexp(1.0, -21)};
     }
     if (!p_.logit) return {x, 1, 0};
     // Finite differences: kernels compute the slope with dual numbers.
