@@ -460,6 +460,7 @@ struct Type {
 };
 constexpr Type fp16{"fp16", 10, 0x1p-14, 65504, {1e-3, 1e-3, 1e-3}};
 constexpr Type bf16{"bf16", 7, 0x1p-126, 0x1p127, {8e-3, 8e-3, 1e-3}};
+const Type fp32{"fp32", 23, 0x1p-126, 0x1p127, {1e-6, 1e-6, 1e-6}};  // of a bias, not of other tensors
 // Types of inputs only. With e4m3 the weights have 3 mantissa bits and the logits are sums of 14
 // bits. With u8 the weights are fp16.
 constexpr Type e4m3{"e4m3", 3, 0x1p-6, 448, {4e-2, 6e-2, 4e-3, 3}};
@@ -602,10 +603,11 @@ class Comparison {
 //
 //   P = exp(s - LSE)    dP = dO @ V.T    delta = sum(dO * O) - dLSE    dS = P * (dP - delta) * ds/dx
 //   dV = P.T @ dO    dK = scale * dS.T @ Q    dQ = scale * dS @ K    dsink = -sum(exp(sink - LSE) * delta)
+//   dbias = sum of P * (dP - delta) over the dimensions that share an element of the bias
 //
-// x = scale * Q @ K.T, and s is the logit: x, the softcap of x, or SCORE_MOD of x. MASK_MOD may hide
-// keys. O and LSE are inputs, since a kernel gets them from a forward pass with rounded results, which
-// is checked separately. Does not support packed sequences, a bias or factors.
+// x = scale * Q @ K.T, and s is the logit: x, the softcap of x, or SCORE_MOD of x, plus a bias. MASK_MOD
+// may hide keys. O and LSE are inputs, since a kernel gets them from a forward pass with rounded results,
+// which is checked separately. Does not support factors.
 
 // A row of a gradient, and the variance of its error if all roundings of a kernel are random. A
 // gradient is a weighted sum of rows of a tensor; total is their unweighted sum, and rounded is their
@@ -693,6 +695,49 @@ class Backward {
     finish(dK, scale_of(p_), 0);
     finish(dV, 1, 0);
   }
+  struct Columns {  // first, first + step, ... below end
+    int first, step, end;
+  };
+  // The gradient of elements of the bias: of those in some columns of one row, or, with sums_keys, of their
+  // common element. b, h or q is -1 if all batches, heads or queries share the row. Each
+  // term is a sum in fp32. `type` is the type of the results. Does not support packed sequences.
+  Gradient of_bias(int b, int h, int q, const Columns& of, bool sums_keys, const Type& type) const {
+    Gradient sum(sums_keys ? 1 : (of.end - of.first + of.step - 1) / of.step);
+    const auto all = [](int i, int size) { return i < 0 ? std::make_pair(0, size) : std::make_pair(i, i + 1); };
+    const auto [b_begin, b_end] = all(b, p_.B);
+    const auto [h_begin, h_end] = all(h, p_.Hq);
+    for (int batch = b_begin; batch < b_end; batch++) {
+      const Sequence s = sequence_of(p_, batch);
+      const auto [q_begin, q_end] = all(q, s.Sq);
+      for (int head = h_begin; head < h_end; head++) {
+        for (int query = q_begin; query < std::min(q_end, s.Sq); query++) {
+          const size_t i = (size_t(batch) * p_.Hq + head) * p_.Sq + s.first_query + query;
+          double common_error = 0;  // of a row's dP, which all keys share in part
+          for (int column = of.first; column < of.end; column += of.step) {
+            const int k = p_.bias.of_last_keys ? column + s.Sk - p_.bias.keys : column;
+            if (k < int(first_key(p_, s, query)) || k >= int(past_last_key(p_, s, query))) continue;
+            const Place place{batch, head, query, k, s.Sq, s.Sk};
+            if (hides(place)) continue;
+            const size_t j = (size_t(batch) * p_.Hkv + head / group()) * p_.Sk + s.first_key + k;
+            const Pair pair = pair_of(i, j, place);
+            const size_t at = sums_keys ? 0 : (column - of.first) / of.step;
+            sum.x[at] += pair.dLogit;
+            sum.variance[at] += pair.dLogit_variance;
+            sum.total[at] += std::fabs(pair.dLogit);
+            common_error += pair.dP_error;
+          }
+          if (sums_keys) sum.variance[0] += common_error * common_error;
+        }
+      }
+    }
+    const double unit = std::sqrt(0.541 / 12) * std::ldexp(1.0, -type.mantissa_bits);
+    const double tiny = std::max(type.smallest * std::ldexp(1.0, -type.mantissa_bits), double(FLT_MIN));
+    for (size_t at = 0; at < sum.x.size(); at++) {
+      if (sum.variance[at] == 0) continue;  // no visible pair: exactly 0
+      sum.variance[at] += std::pow(std::ldexp(sum.total[at], -22), 2) + std::pow(sum.x[at] * unit, 2) + tiny * tiny;
+    }
+    return sum;
+  }
   // The gradient of the sink of query head h, which a kernel sums in fp32.
   Gradient of_sink(int h) const {
     Gradient sink(1);
@@ -725,6 +770,8 @@ class Backward {
   };
   struct Pair {  // a query and a visible key
     double P = 0, P_variance = 0, P_rounding = 0, dS = 0, dS_variance = 0, dS_rounding = 0;
+    // P * (dP - delta), not rounded, and its errors: all of them, and the one from dP and delta.
+    double dLogit = 0, dLogit_variance = 0, dP_error = 0;
   };
 
   int group() const { return p_.Hq / p_.Hkv; }
@@ -772,14 +819,16 @@ class Backward {
     if (row.LSE == -std::numeric_limits<double>::infinity()) return {};  // all weights are 0
     const double x = scale_of(p_) * dot(p_.Q + i * p_.D, p_.K + j * p_.D, p_.D);
     const double x_error = std::ldexp(std::fabs(scale_of(p_)) * row.q_norm * k_norms_[j], -23);
-    const auto [s, slope, of_slope] = logit_of(x, x_error, place);
+    const auto [of_x, slope, of_slope] = logit_of(x, x_error, place);
+    const double bias = p_.bias.of(place.b, place.h, place.q, place.k, place.Sk), s = of_x + bias;
+    if (bias == -std::numeric_limits<double>::infinity()) return {};
     const double P = std::exp(s - row.LSE),
                  dP = dot(dO_ + i * p_.d_v(), p_.V + j * p_.d_v(), p_.d_v());
     const double dS = P * (dP - row.delta) * slope;
     // Relative errors of P, from the product, the exponent, LSE and tanh; absolute errors of dP -
     // delta and of the slope.
-    const double of_p = std::fabs(slope) * x_error + std::ldexp(std::fabs(s), -22) + lse_error(row) +
-                        tanh_error_ * std::fabs(s) + logit_error_;
+    const double of_p = std::fabs(slope) * x_error + std::ldexp(std::max(std::fabs(s), std::fabs(of_x)), -22) +
+                        lse_error(row) + tanh_error_ * std::fabs(of_x) + logit_error_;
     const double of_dp = std::ldexp(row.dO_norm * v_norms_[j] + std::fabs(row.delta), -23);
     const double rounding = unit_ * unit_ + of_p * of_p;
     Pair pair;
@@ -791,7 +840,12 @@ class Backward {
     pair.dS_rounding = rounding_error(dS);
     pair.dS_variance +=
         std::pow(P * slope * of_dp, 2) + std::pow(P * (dP - row.delta) * of_slope, 2);
-    pair.dS_variance += std::pow(FLT_MIN * (dP - row.delta) * slope, 2);  // if P is flushed to 0
+    const double of_flush = FLT_MIN * (dP - row.delta);  // if P is flushed to 0
+    pair.dS_variance += std::pow(of_flush * slope, 2);
+    pair.dLogit = P * (dP - row.delta);
+    pair.dP_error = P * of_dp;
+    pair.dLogit_variance = std::pow(pair.dLogit * (of_p + std::ldexp(1.0, -22)), 2) + std::pow(pair.dP_error, 2) +
+                           of_flush * of_flush + double(FLT_MIN) * FLT_MIN;
     return pair;
   }
   // The error of rounding x to nearest; 0 if the result is no normal number.

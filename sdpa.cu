@@ -234,12 +234,12 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
                                         : K::pack_gqa && q_type == DType::e4m3 ? DType::fp16
                                                                                : q_type;
   // Bytes per element. Types with 1 byte have descale factors.
-  static constexpr int query_bytes = q_type == DType::e4m3 || q_type == DType::u8 ? 1 : 2;    // of Q
-  static constexpr int input_bytes = kv_type == DType::e4m3 || kv_type == DType::u8 ? 1 : 2;  // of K and V
-  static constexpr int element_bytes = tile_type == kv_type ? input_bytes : 2;                // of tiles
-  static constexpr DType o_type = K::out_dtype != 0  ? DType(K::out_dtype - 1)
-                                  : query_bytes == 1 ? DType::fp16
-                                                     : q_type;
+  static constexpr int q_bytes = q_type == DType::e4m3 || q_type == DType::u8 ? 1 : 2;     // of Q
+  static constexpr int kv_bytes = kv_type == DType::e4m3 || kv_type == DType::u8 ? 1 : 2;  // of K and V
+  static constexpr int element_bytes = tile_type == kv_type ? kv_bytes : 2;                // of tiles
+  static constexpr DType o_type = K::out_dtype != 0 ? DType(K::out_dtype - 1)
+                                  : q_bytes == 1    ? DType::fp16
+                                                    : q_type;
   static constexpr KernelKind kernel = K::use_mma_sync               ? KernelKind::mma
                                        : K::use_wmma                 ? KernelKind::wmma
                                        : !K::use_wgmma               ? KernelKind::scalar
@@ -250,7 +250,7 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
                                                                      : KernelKind::wgmma_plain;
   // USE_SOFTCAP: tanh by a polynomial for scores that use a stale maximum (lazy rescaling). No gain at D=256.
   static constexpr bool caps_by_polynomial = K::use_softcap == 1 && is_wgmma && K::head_dim <= 128 &&
-                                             K::use_warp_specialization && input_bytes == 2 &&
+                                             K::use_warp_specialization && kv_bytes == 2 &&
                                              K::use_bias == 0 && !K::use_key_mask;
   // True if at least one knob of the list is on.
   static constexpr bool changes_logits = SDPA_LOGIT_KNOBS(SDPA_IS_ON) false, hides_keys = SDPA_MASK_KNOBS(SDPA_IS_ON) false;
@@ -301,14 +301,14 @@ using ElementOf = std::conditional_t<
     T == DType::fp16, __half,
     std::conditional_t<T == DType::bf16, __nv_bfloat16, std::conditional_t<T == DType::e4m3, __nv_fp8_e4m3, uint8_t>>>;
 // Element types in global memory.
-using Query = ElementOf<Defines::q_type>;   // of Q
-using Input = ElementOf<Defines::kv_type>;  // of K and V
-using Output = ElementOf<Defines::o_type>;  // of O
+using Query = ElementOf<Defines::q_type>;      // of Q
+using KeyValue = ElementOf<Defines::kv_type>;  // of K and V
+using Output = ElementOf<Defines::o_type>;     // of O
 using Bias = std::conditional_t<Defines::use_bias == 2, uint8_t,
-                                std::conditional_t<Defines::use_bias == 3, float, Input>>;
+                                std::conditional_t<Defines::use_bias == 3, float, Query>>;
 // Element type of tiles in shared memory. It may differ between the kernels of a build. With mma.sync and
 // KV_DTYPE, an element of Q occupies two of these elements.
-template <class B> using Element = std::conditional_t<B::tile_type == B::kv_type, Input, __half>;
+template <class B> using Element = std::conditional_t<B::tile_type == B::kv_type, KeyValue, __half>;
 
 // The causal mask and the position of query q among the keys. A query does not see keys after its position.
 enum class Causal : int {
@@ -332,8 +332,8 @@ struct Descale {
 
 struct SdpaParams {
   const Query* Q;          // [B,Hq,Sq,D]
-  const Input* K;          // [B,Hkv,Sk,D]
-  const Input* V;          // [B,Hkv,Sk,D]
+  const KeyValue* K;       // [B,Hkv,Sk,D]
+  const KeyValue* V;       // [B,Hkv,Sk,D]
   Output* O;               // [B,Hq,Sq,D], written completely; no element of it may alias an input
   float* LSE = nullptr;    // [B,Hq,Sq] contiguous, 4-byte aligned, natural logarithm; null: not stored
   int B, Hq, Hkv, Sq, Sk;  // Hq is a multiple of Hkv; query head h reads KV head h / (Hq / Hkv)
@@ -393,11 +393,16 @@ template <class T> __host__ __device__ constexpr T ceil_div(T n, typename std::c
   return (n + size - 1) / size;
 }
 
+// Batch size of a tensor with these starts (q_starts or k_starts): packed sequences have a batch size of 1.
+__host__ __device__ inline int batches_of(const SdpaParams& p, const int* starts) {
+  return Defines::use_lengths && starts ? min(p.B, 1) : p.B;
+}
+
 // Tensor maps with dimensions [B][H][panels][S][elements of a panel], or [B][H][1][S][D].
 struct TensorMaps { CUtensorMap q, k, v, o; };
 struct Nothing {};
 
-struct KeyRange { int begin, end; };  // [begin, end)
+struct Interval { int begin, end; };  // [begin, end)
 // The mask: query q sees the existing keys in [q + from, q + to). Sizes are at most 10^9: no sum overflows.
 struct KeyBounds {
   int from, to, Sk;
@@ -414,7 +419,7 @@ struct KeyBounds {
   __host__ __device__ int begin(int q) const { return min(max(q + from, 0), Sk); }
   __host__ __device__ int end(int q) const { return min(max(q + to, 0), Sk); }
   // The keys that at least one of the queries [first, last] sees.
-  __host__ __device__ KeyRange of_rows(int first, int last) const { return {begin(first), end(last)}; }
+  __host__ __device__ Interval of_rows(int first, int last) const { return {begin(first), end(last)}; }
 };
 
 // The mask of a tile with queries [q, q + rows) and keys [k0, k0 + keys), as limits of k0 - q. The tile may
@@ -435,7 +440,9 @@ struct TileBounds {
     return k0 - q >= cover_from && k0 - q <= cover_to && k0 <= whole_to;
   }
   // The values of k0 for which cover(q, k0) is true.
-  __device__ __forceinline__ KeyRange covered(int q) const { return {q + cover_from, min(q + cover_to, whole_to) + 1}; }
+  __device__ __forceinline__ Interval covered(int q) const {
+    return {q + cover_from, min(q + cover_to, whole_to) + 1};
+  }
 };
 
 // The mask of the launch, or with USE_LENGTHS that of an item's sequence.
@@ -461,8 +468,8 @@ struct Divisor {
 };
 
 struct PlanArgs {  // USE_LENGTHS: sizes of the plan (section 5f) for one group of heads, in scratch memory
-  // parts: maximum number of partials. free_parts: the same without those that an explicit SPLIT_CTAS adds.
-  uint32_t items, parts, free_parts;
+  // partials: maximum number of partials. free_partials: the same without those that an explicit SPLIT_CTAS adds.
+  uint32_t items, partials, free_partials;
   Divisor page_size;  // USE_PAGES
   int box_rows = 0;   // keys per TMA box; a box lies within one page and one tile
 };
@@ -540,12 +547,12 @@ template <class B, bool = B::use_lengths> struct Item {
   __device__ int keys_in_tile(int) const { return B::block_n; }           // keys of the sequence in the tile at key k0
   __device__ HeldMask mask(const KernelArgs& a) const { return a.mask; }
   // The keys that the item's rows see, or with SPLIT_CTAS this CTA's range of them. All rounds but the last are full.
-  __device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask& mask) const;
+  __device__ __forceinline__ Interval keys_of_cta(const KernelArgs& a, const Mask& mask) const;
   // SPLIT_CTAS: number of ranges of the item; index of this CTA's partial; index of the item's first partial;
   // index of the item's counter.
   __device__ uint32_t range_count(const KernelArgs& a) const { return a.ranges.divisor; }
-  __device__ uint32_t part(const KernelArgs&) const { return blockIdx.x; }
-  __device__ uint32_t first_part(const KernelArgs& a) const { return counter(a) * a.ranges.divisor; }
+  __device__ uint32_t partial_index(const KernelArgs&) const { return blockIdx.x; }
+  __device__ uint32_t first_partial_index(const KernelArgs& a) const { return counter(a) * a.ranges.divisor; }
   __device__ uint32_t counter(const KernelArgs& a) const { return a.ranges.divide(blockIdx.x); }
   // Number of items that were taken from the queue.
   static __device__ uint32_t* queue(const KernelArgs& a) { return static_cast<uint32_t*>(a.p.workspace); }
@@ -630,13 +637,13 @@ template <class B> constexpr int CHUNK = 16 / sizeof(Element<B>);  // elements p
 // ---- the swizzle of tiles in shared memory ----
 
 // Rows of a tile start in the same few banks, so reads of one column in several rows would cause bank conflicts.
-// Therefore the index of each 16-byte chunk of a row is XORed with bits of the row index. The XOR changes the position
-// of a chunk only within groups of N chunks, at most 128 bytes. A column of chunks of any 8 adjacent rows then covers
-// all 32 banks.
-template <int CHUNKS> constexpr unsigned SWIZZLED = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
-// The position in its row where element x is stored; a chunk has UNIT elements. With UNIT = 1, x is the index
-// of a chunk. N: chunks per group. Unsigned, so that the compiler sees that rows 8 apart have the same
-// swizzle.
+// Therefore the index of each 16-byte chunk of a row is XORed with bits of the row index. The XOR moves a chunk only
+// within a group of chunks, at most 128 bytes. A column of chunks of any 8 adjacent rows then covers all 32 banks.
+// SWIZZLE_GROUP: chunks per group, in rows of CHUNKS chunks.
+template <int CHUNKS>
+constexpr unsigned SWIZZLE_GROUP = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : CHUNKS % 2 == 0 ? 2 : 1;
+// The position in its row where element x is stored. N: chunks per group; UNIT: elements per chunk. With UNIT = 1, x
+// is the index of a chunk. Unsigned, so that the compiler sees that rows 8 apart have the same swizzle.
 template <unsigned N, unsigned UNIT = 1> __device__ __forceinline__ unsigned swizzled(unsigned row, unsigned x) {
   return x ^ row / (8 / N) % N * UNIT;
 }
@@ -653,7 +660,7 @@ template <class B, int D = B::head_dim> constexpr int TILE_STRIDE = D + (pads_ro
 // Offset in elements of (row, col) in a tile.
 template <class B, int D = B::head_dim> __device__ __forceinline__ int tile_offset(int row, int col) {
   return row * TILE_STRIDE<B, D> +
-         (B::swizzle_xor && !pads_rows<B> ? swizzled<SWIZZLED<D / CHUNK<B>>, CHUNK<B>>(row, col) : col);
+         (B::swizzle_xor && !pads_rows<B> ? swizzled<SWIZZLE_GROUP<D / CHUNK<B>>, CHUNK<B>>(row, col) : col);
 }
 
 // ---- accumulator views ----
@@ -693,7 +700,7 @@ __device__ __forceinline__ float finite_scale(float scale) {
 // applies the factor of each row of Q itself, in multiply_qk().
 template <class B> __device__ __forceinline__ float with_descale(const KernelArgs& a, const Item<B>& item, float scale) {
   constexpr bool mma_scales_rows = B::kernel == KernelKind::mma && B::q_type != B::product_type;
-  const bool has_factor_of_q = B::query_bytes == 1 && !mma_scales_rows;
+  const bool has_factor_of_q = B::q_bytes == 1 && !mma_scales_rows;
   const float q_descale = has_factor_of_q ? a.p.q_descale.of_head(item.b, item.h) : 1;
   const float k_descale = a.p.k_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
   // Multiply the descale factors first. One may be 0, and the other times a large scale may be infinite.
@@ -702,17 +709,17 @@ template <class B> __device__ __forceinline__ float with_descale(const KernelArg
 // hook_scale of an item.
 template <class B> __device__ __forceinline__ float item_hook_scale(const KernelArgs& a, const Item<B>& item) {
   if constexpr (!B::has_hook_scale) return 1;  // not read
-  else if constexpr (B::input_bytes == 2) return a.hook_scale;
+  else if constexpr (B::kv_bytes == 2) return a.hook_scale;
   else return with_descale<B>(a, item, a.hook_scale);
 }
 // scale_log2 of an item. If the hook replaces scores, hook_scale includes the descale factors instead.
 template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const Item<B>& item) {
-  if (B::input_bytes == 2 || is_capped<B>(a)) return a.scale_log2;
+  if (B::kv_bytes == 2 || is_capped<B>(a)) return a.scale_log2;
   return with_descale<B>(a, item, a.scale_log2);
 }
 // The descale factor of an item's V.
 template <class B> __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const Item<B>& item) {
-  if constexpr (B::input_bytes == 2) return 1;
+  if constexpr (B::kv_bytes == 2) return 1;
   return element_unit<B> * a.p.v_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
 }
 
@@ -795,9 +802,9 @@ template <class B, class View> __device__ __forceinline__ void scale_scores(View
   }
 }
 template <class B> struct BiasInMemory;
-// Applies SCORE_MOD, MASK_MOD and the key mask to the tile. `plain`: all of its keys exist.
+// Applies SCORE_MOD, MASK_MOD and the key mask to the tile. unmasked: all of its keys exist.
 template <class B, class View, class Tile>
-__device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool plain);
+__device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool unmasked);
 
 // capped(): tanh(x * hook_scale). logit(): the result of the hook for score x in a tile without bias,
 // expression and mask.
@@ -805,9 +812,9 @@ template <class B> __device__ __forceinline__ float capped(float x, float hook_s
 template <class B> __device__ __forceinline__ float logit(float x, const KernelArgs& a, float hook_scale) {
   return (is_capped<B>(a) ? capped<B>(x, hook_scale) : x) * (B::adds_bias ? a.logit_scale : 1);
 }
-// True if the tile needs no mask and no bias: all queries see all of its keys, and no key has a bias.
+// True if the tile needs neither mask nor bias: all queries see all of its keys, and no key has a bias.
 template <class B>
-__device__ __forceinline__ bool is_plain(const KernelArgs& a, const Mask& mask, int q, int k0) {
+__device__ __forceinline__ bool is_unmasked(const KernelArgs& a, const Mask& mask, int q, int k0) {
   return mask.tiles.cover(q, k0) && !has_bias<B>(a, mask, k0);
 }
 // The first column of a view in its tile; recomputed at each use to save a register.
@@ -815,25 +822,24 @@ template <class B, class View> __device__ __forceinline__ int first_column(const
   if constexpr (B::swap_ab) return S.first_col();
   return 0;
 }
-// Applies softcap, SCORE_MOD, MASK_MOD, the key mask and the bias to the scores of a tile. Applies the mask
-// unless the tile is `plain`. are_logits: S was recovered from P and has passed the hook, so only the mask is
-// applied.
+// Applies softcap, SCORE_MOD, MASK_MOD, the key mask and the bias to the scores of a tile, and the mask unless the
+// tile is unmasked. are_logits: S was recovered from P and has already passed the hook, so only the mask is applied.
 template <class B, class View, class Tile>
-__device__ __forceinline__ void finish_scores(View& S, Tile& tile, bool plain, bool are_logits = false) {
+__device__ __forceinline__ void finish_scores(View& S, Tile& tile, bool unmasked, bool are_logits = false) {
   if (!are_logits) {
     cap_scores<B>(S, tile.a, tile.hook_scale());
-    if ((B::changes_logits || B::hides_keys) && tile.needs_modify_scores()) modify_scores<B>(S, tile, plain);
+    if ((B::changes_logits || B::hides_keys) && tile.needs_modify_scores()) modify_scores<B>(S, tile, unmasked);
     if (!tile.add_bias(S)) scale_scores<B>(S, tile.a);
   }
-  if (plain) return;
+  if (unmasked) return;
   tile.locate(S);
   mask_scores<B>(S, tile.a, tile.mask, tile.q, tile.k0 + first_column<B>(S));
 }
 template <class B, class View>
 __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Item<B>& item, const Mask& mask,
-                                              int q, int k0, bool plain) {
+                                              int q, int k0, bool unmasked) {
   ScoreTile<B> tile{a, item, mask, q, k0, item_hook_scale<B>(a, item)};
-  finish_scores<B>(S, tile, plain);
+  finish_scores<B>(S, tile, unmasked);
 }
 
 // ---- online softmax ----
@@ -848,7 +854,7 @@ template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
 // sooner with a stale maximum. With 0, the error of long rows would grow.
 template <class B> constexpr float p_log2 = B::product_type == DType::e4m3 ? 3 : 0;
 
-// The value to subtract from S: m, or 0 for a row that has seen no key yet. This avoids -inf - -inf.
+// The value to subtract from S: m, or 0 for a row without a visible key so far. This avoids -inf - -inf.
 __device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
 
 // m' = max(m, row max of S);  alpha = 2^((m - m') * scale_log2)   [ROWS]   S: the first COLS columns of each thread
@@ -937,11 +943,13 @@ __device__ __forceinline__ void store_lse(float m, float sum, const KernelArgs& 
   }
 }
 
-// The final factor of O: 1 / sum, or 0 for a row without a visible key and without a sink. 8-bit types: times the descale
-// factor of V.
+// The final row sum, which includes the sink, and the final factor of O: 1 / sum, or 0 for a row without a visible key
+// and without a sink. 8-bit types: times the descale factor of V.
+struct FinalSum { float sum, factor; };
 template <class B>
-__device__ __forceinline__ float inverse_of_sum(float sum, const KernelArgs& a, const Item<B>& item) {
-  return sum == 0 ? 0 : rcp_approx_ftz(sum) * item_v_descale<B>(a, item);
+__device__ __forceinline__ FinalSum final_sum(float m, float l, const KernelArgs& a, const Item<B>& item) {
+  const float sum = with_sink<B>(m, l, a, item);
+  return {sum, sum == 0 ? 0 : rcp_approx_ftz(sum) * item_v_descale<B>(a, item)};
 }
 
 // ---- stored from views (scalar, wmma, mma, wgmma) ----
@@ -960,17 +968,17 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     const int q = item.q0 + O.row(i);
     if (q >= item.query_count(p)) continue;
-    const float sum = with_sink<B>(m[i], l[i], a, item), inverse = inverse_of_sum<B>(sum, a, item);
+    const FinalSum final = final_sum<B>(m[i], l[i], a, item);
     SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
       Output e[width];
       SDPA_UNROLL for (int n = 0; n < width; n++) {
-        e[n] = rounded<Output>(l[i] == 0.0f ? 0 : O.x[i][j + n] * inverse);
+        e[n] = rounded<Output>(l[i] == 0.0f ? 0 : O.x[i][j + n] * final.factor);
       }
       Vector x;
       memcpy(&x, e, sizeof x);
       if (!B::takes_short_rows || O.col(j) < columns) st_global(O_g + item.q_row(q) * p.o.row + O.col(j), x);
     }
-    if (O.col(0) == 0) store_lse<B>(m[i], sum, a, item, q);  // the first lane of the row
+    if (O.col(0) == 0) store_lse<B>(m[i], final.sum, a, item, q);  // the first lane of the row
   }
 }
 
@@ -1162,7 +1170,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(
   for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
     const int stage = pipeline.acquire(k0);
     scalar_qk<B>(S, s.Q, s.K[stage]);
-    finish_scores<B>(S, a, item, t.mask, item.q0, k0, is_plain<B>(a, t.mask, item.q0, k0));
+    finish_scores<B>(S, a, item, t.mask, item.q0, k0, is_unmasked<B>(a, t.mask, item.q0, k0));
     float alpha[O.ROWS];
     softmax.step(s, S, scale_log2, alpha);
     scalar_pv<B>(O, alpha, s.P, s.V[stage]);
@@ -1226,7 +1234,7 @@ template <class B, int D = B::head_dim> struct TileCopy {
       SDPA_UNROLL for (int c = 0; c < D; c += col_step) {
         if (D % col_step != 0 && col + c >= D) break;
         Element<B>* const to_s = dst_s + tile_offset<B, D>(row + r, col + c);
-        Copy::template copy<B::vec_width * sizeof(Input)>(to_s, src_g + c, r < rows);
+        Copy::template copy<B::vec_width * sizeof(KeyValue)>(to_s, src_g + c, r < rows);
       }
     }
   }
@@ -1258,9 +1266,9 @@ template <class B> struct ItemTiles {
   typename Item<B>::HeldMask mask;
   TileCopy<B> k_copy;  // the vectors that this thread copies
   TileCopy<B, B::d_v> v_copy;
-  using Rows = std::conditional_t<B::use_pages != 0, PagedRows<B>, const Input*>;
+  using Rows = std::conditional_t<B::use_pages != 0, PagedRows<B>, const KeyValue*>;
   Rows K_g, V_g;  // this thread's first vectors of the next tile
-  KeyRange keys;  // keys that the item's rows see; SPLIT_CTAS: this CTA's range of them
+  Interval keys;  // keys that the item's rows see; SPLIT_CTAS: this CTA's range of them
   int first_key;  // first key of the split
 
   __device__ __forceinline__ ItemTiles(const KernelArgs& a, const Item<B>& item_, int split, int tid, int nthreads)
@@ -1272,7 +1280,7 @@ template <class B> struct ItemTiles {
       K_g = {&a, &item, &p.k, p.K + h_kv * p.k.head + k_copy.col, first_key + k_copy.row};
       V_g = {&a, &item, &p.v, p.V + h_kv * p.v.head + v_copy.col, first_key + v_copy.row};
     } else {
-      const auto first = [&](const Input* tensor, const Strides& strides, int row, int col) {
+      const auto first = [&](const KeyValue* tensor, const Strides& strides, int row, int col) {
         return tensor + item.b * strides.batch + h_kv * strides.head +
                item.k_row(first_key) * strides.row + row * strides.row + col;
       };
@@ -1287,7 +1295,7 @@ template <class B> struct ItemTiles {
     const TileCopy<B, B::d_q> share(tid, nthreads);
     const int q = item.q0 + first_row;
     const Query* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + item.q_row(q) * p.q.row;
-    share.template copy<ROWS>(Q_s, reinterpret_cast<const Input*>(Q_g + share.row * p.q.row) + share.col,
+    share.template copy<ROWS>(Q_s, reinterpret_cast<const KeyValue*>(Q_g + share.row * p.q.row) + share.col,
                               (B::q_type != B::kv_type ? 2 : 1) * p.q.row,
                               item.query_count(p) - q - share.row);
   }
@@ -1609,7 +1617,7 @@ template <class B> __device__ __forceinline__ bool has_map(const KernelArgs& a) 
 template <class B>
 constexpr bool lists_by_cta = B::use_key_mask && B::is_wgmma && B::kernel != KernelKind::wgmma_plain;
 
-struct ListOfRounds {  // an item's visible rounds: those with a key that the bias or MASK_MOD does not hide
+struct ListFromMap {  // an item's visible rounds: those with a key that the bias or MASK_MOD does not hide
   // An entry is 2 * n, plus 1 if the bias or MASK_MOD changes the scores of round n. Null: all rounds.
   const uint32_t* list = nullptr;
   __device__ uint32_t entry(int round) const { return list ? ld_global<uint32_t>(list + round) : 2 * round + 1; }
@@ -1627,8 +1635,8 @@ __device__ __forceinline__ Item<B> item_of_block(const KernelArgs& a, uint32_t h
 }
 
 // Work item i. Without a mask, the items of a head are consecutive, because they share its K and V in L2.
-// With a mask, the heads are divided into parts whose K and V fit into L2. In each part the longest items
-// come first, so that no long item starts last. Only the first part may have fewer heads; a small last part
+// With a mask, the heads are divided into sections whose K and V fit into L2. In each section the longest items
+// come first, so that no long item starts last. Only the first section may have fewer heads; a small last section
 // would leave SMs idle.
 template <class B> __device__ __forceinline__ Item<B> work_item(const KernelArgs& a, uint32_t i) {
   if constexpr (B::use_lengths) return item_of_plan<B>(a, i);
@@ -1638,8 +1646,8 @@ template <class B> __device__ __forceinline__ Item<B> work_item(const KernelArgs
     block = a.q_blocks.remainder(i);
   } else {
     const uint32_t from_end = a.work_items - 1 - i;
-    const uint32_t part = a.items_in_l2.divide(from_end), j = a.items_in_l2.remainder(from_end);
-    const uint32_t first = part * a.heads_in_l2;
+    const uint32_t section = a.items_in_l2.divide(from_end), j = a.items_in_l2.remainder(from_end);
+    const uint32_t first = section * a.heads_in_l2;
     const uint32_t count = min(a.heads_in_l2, a.p.B * a.q_heads.divisor - first);
     head = first + j % count;
     block = j / count;
@@ -1661,7 +1669,7 @@ template <class B> __device__ __forceinline__ uint32_t fetch_item_index(const Ke
 }
 
 // SPLIT_CTAS: the rounds [begin, end) of an item that this CTA computes, out of `rounds`.
-__device__ __forceinline__ KeyRange range_of_rounds(const KernelArgs& a, int rounds) {
+__device__ __forceinline__ Interval range_of_rounds(const KernelArgs& a, int rounds) {
   const int range = int(a.ranges.remainder(blockIdx.x));
   const int each = int(a.ranges.divide(uint32_t(rounds)));
   const int rest = int(a.ranges.remainder(uint32_t(rounds)));  // the first `rest` ranges have one more
@@ -1673,11 +1681,11 @@ template <class B> __device__ __forceinline__ Item<B> item_of_cta(const KernelAr
   return work_item<B>(a, item_number_of_cta<B>(a));
 }
 template <class B, bool PLANNED>
-__device__ __forceinline__ KeyRange Item<B, PLANNED>::keys_of_cta(const KernelArgs& a, const Mask& mask) const {
-  const KeyRange keys = mask.keys.of_rows(q0, min(q0 + queries_of_item<B>(a), a.p.Sq) - 1);
+__device__ __forceinline__ Interval Item<B, PLANNED>::keys_of_cta(const KernelArgs& a, const Mask& mask) const {
+  const Interval keys = mask.keys.of_rows(q0, min(q0 + queries_of_item<B>(a), a.p.Sq) - 1);
   if (B::split_ctas == 1) return keys;
-  const KeyRange part = range_of_rounds(a, max(ceil_div(keys.end - keys.begin, B::round_keys), 0));
-  return {keys.begin + part.begin * B::round_keys, min(keys.begin + part.end * B::round_keys, keys.end)};
+  const Interval rounds = range_of_rounds(a, max(ceil_div(keys.end - keys.begin, B::round_keys), 0));
+  return {keys.begin + rounds.begin * B::round_keys, min(keys.begin + rounds.end * B::round_keys, keys.end)};
 }
 
 // True if a warpgroup skips the tiles of an item when all of its rows are before query 0 or past Sq.
@@ -1715,35 +1723,37 @@ template <class E> __device__ __forceinline__ uint32_t pack(float low, float hig
   return word;
 }
 
-// The scales of an item. With 16-bit types they are kernel arguments, read at each use to save a register.
+// The scales of an item, in registers. With 16-bit types they are kernel arguments, read at each use to save a register.
 template <class B> struct ItemScales {
   const KernelArgs& a;
-  // 8-bit types: the scale that includes the descale factors, of the item or of its rows. This is hook_scale if the
-  // hook replaces scores, otherwise scale_log2.
+  // 8-bit types: the scale that includes the descale factors, of the item or of its rows.
   ScoreScale<B> descaling{};
 
   __device__ __forceinline__ explicit ItemScales(const KernelArgs& a_) : a(a_) {}
   __device__ __forceinline__ ItemScales(const KernelArgs& a_, const Item<B>& item) : a(a_) { start(item, 0); }
   // row: the thread's first row; its other row is row + 8. Padded rows get the scale of an existing head.
   __device__ __forceinline__ void start(const Item<B>& item, int row) {
-    [[maybe_unused]] const float scale = is_capped<B>(a) ? a.hook_scale : a.scale_log2;
     if constexpr (B::scales_rows) {
       SDPA_UNROLL for (int i = 0; i < 2; i++) {
         Item<B> head = row_item<B>(a, item, row + 8 * i);
         head.h = min(head.h, a.p.Hq - 1);
-        descaling.factor[i] = with_descale<B>(a, head, scale);
+        descaling.factor[i] = first_scale(head);
       }
-    } else if constexpr (B::input_bytes == 1) {
-      descaling = with_descale<B>(a, item, scale);
+    } else if constexpr (B::kv_bytes == 1) {
+      descaling = first_scale(item);
     }
   }
+  // The scale that multiplies a score of the item first.
+  __device__ __forceinline__ float first_scale(const Item<B>& item) const {
+    return is_capped<B>(a) ? item_hook_scale<B>(a, item) : item_scale_log2<B>(a, item);
+  }
   __device__ __forceinline__ ScoreScale<B> hook_scale() const {
-    if constexpr (B::input_bytes == 1) return descaling;
+    if constexpr (B::kv_bytes == 1) return descaling;
     else if constexpr (B::has_hook_scale) return a.hook_scale;
     else return 1;  // not read
   }
   __device__ __forceinline__ ScoreScale<B> scale_log2() const {
-    if (B::input_bytes == 1 && !is_capped<B>(a)) return descaling;
+    if (B::kv_bytes == 1 && !is_capped<B>(a)) return descaling;
     if constexpr (B::scales_rows) return {a.scale_log2, a.scale_log2};
     else return a.scale_log2;
   }
@@ -1813,18 +1823,18 @@ __device__ __forceinline__ void exp_by_stale_max(View& S, int first, int last, S
   if constexpr (B::changes_logits || B::hides_keys) {
     using Mod = ScoreMod<B>;
     if (tile.needs_modify_scores()) {
-      const auto exp = [&](int i, int j, auto logit, bool seen) {
+      const auto exp = [&](int i, int j, auto logit, bool visible) {
         const float exponent = Mod::exponent(logit, of_row(softmax.tile_scale_log2, i), softmax.m_log2[i]);
         if constexpr (B::use_key_mask) {  // the exponentials start before the bits are known
           const float p = softmax_exp2<B>(exponent);
-          S.x[i][j] = seen ? p : 0;
+          S.x[i][j] = visible ? p : 0;
         } else {
-          S.x[i][j] = softmax_exp2<B>(seen ? exponent : -INFINITY);
+          S.x[i][j] = softmax_exp2<B>(visible ? exponent : -INFINITY);
         }
         softmax.sum[i] += S.x[i][j];
       };
-      constexpr bool parts = (B::hides_keys && !B::use_key_mask) || B::pack_gqa;
-      return Mod::template each_in_parts<true, parts>(S, first, last, tile, exp);
+      constexpr bool in_steps = (B::hides_keys && !B::use_key_mask) || B::pack_gqa;
+      return Mod::template each_in_steps<true, in_steps>(S, first, last, tile, exp);
     }
   }
   softmax.exp(S, first, last);
@@ -1884,7 +1894,7 @@ template <class B> using MmaStepOfP = uint32_t[MmaSums<B>::M_TILES][4];  // A op
 // registers and spill, so all bits are XORed.
 template <class B, int D = B::head_dim>
 __device__ __forceinline__ SharedAddress tile_step(SharedAddress origin, int r, int c) {
-  constexpr int xored = D > 128 || D & (D - 1) ? int(SWIZZLED<D / CHUNK<B>>) * CHUNK<B> : D;
+  constexpr int xored = D > 128 || D & (D - 1) ? int(SWIZZLE_GROUP<D / CHUNK<B>>) * CHUNK<B> : D;
   return (origin ^ c % xored * int(sizeof(Element<B>))) + (r * D + c / xored * xored) * int(sizeof(Element<B>));
 }
 
@@ -2048,10 +2058,10 @@ template <class B> struct MmaRows {
     }
     if constexpr (B::q_type != B::product_type) scale_rows(S, q_descale);  // PACK_GQA
   }
-  // Computes P of the tile at key k0, which needs no mask, with the stale maximum. Returns false if P is
-  // unusable because the stale maximum was too small.
-  __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScales<B>& scales,
-                                      const Item<B>& item, const Mask& mask, int q0, int k0, int lane) {
+  // Computes P of the unmasked tile at key k0 with the stale maximum. Returns false if P is unusable because the
+  // stale maximum was too small.
+  __device__ bool compute_p_by_stale_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScales<B>& scales,
+                                         const Item<B>& item, const Mask& mask, int q0, int k0, int lane) {
     Scores S;
     S.first_row = O.first_row;
     S.first_col = O.first_col;
@@ -2065,14 +2075,15 @@ template <class B> struct MmaRows {
     }
     return softmax.add_to(l);
   }
-  // Computes P of the tile at key k0 with the new row max; rescales O and l. plain: the tile needs no mask.
-  __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScales<B>& scales,
-                                      const Item<B>& item, const Mask& mask, int q0, int k0, bool plain, int lane) {
+  // Computes P of the tile at key k0 with the new row max; rescales O and l. unmasked: the tile needs no mask.
+  __device__ void compute_p_by_exact_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScales<B>& scales,
+                                         const Item<B>& item, const Mask& mask, int q0, int k0, bool unmasked,
+                                         int lane) {
     Scores S;
     S.first_row = O.first_row;
     S.first_col = O.first_col;
     multiply_qk(S, Q, K_s, lane);
-    finish_scores<B>(S, scales.a, item, mask, q0, k0, plain);
+    finish_scores<B>(S, scales.a, item, mask, q0, k0, unmasked);
     float alpha[ROWS];
     softmax_max<B>(S, scales.scale_log2(), m, alpha);
     const bool may_be_kept = softmax_sum<B>(S, scales.scale_log2(), m, alpha, l);
@@ -2182,14 +2193,14 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
     const int stage = pipeline.acquire(k0);
     if (q < item.query_count(p) && k0 < t.keys.end && t.mask.tiles.touch(q, k0) &&
         (!B::use_key_mask || KeyBits<B>(a, item.b, k0).any())) {
-      const bool plain = is_plain<B>(a, t.mask, q, k0);
+      const bool unmasked = is_unmasked<B>(a, t.mask, q, k0);
       const Element<B>* const K_s = s.in.split[split].K[stage];
       const Element<B>* const V_s = s.in.split[split].V[stage];
       bool done = false;
-      if (B::use_lazy_max && rows.keeps_max && plain) {
-        done = rows.attend_by_stale_max(Q, K_s, scales, s.item, t.mask, s.item.q0, k0, lane);
+      if (B::use_lazy_max && rows.keeps_max && unmasked) {
+        done = rows.compute_p_by_stale_max(Q, K_s, scales, s.item, t.mask, s.item.q0, k0, lane);
       }
-      if (!done) rows.attend_by_exact_max(Q, K_s, scales, s.item, t.mask, s.item.q0, k0, plain, lane);
+      if (!done) rows.compute_p_by_exact_max(Q, K_s, scales, s.item, t.mask, s.item.q0, k0, unmasked, lane);
       SDPA_UNROLL for (int n = 0; n < rows.STEPS; n++) MmaOperands<B>::pv(rows.O, rows.P[n], V_s, n, lane);
     }
     pipeline.release();
@@ -2475,13 +2486,13 @@ constexpr bool stores_by_tma =
 
 // ---- the list of an item's visible rounds (USE_KEY_MASK) ----
 //
-// A round is visible if the key mask shows at least one of its keys. A warp lists the visible rounds of each
-// item in shared memory (list_shown_rounds). Producers and consumers then process only these rounds.
+// A round is visible if the key mask does not hide all of its keys. A warp lists the visible rounds of each item in
+// shared memory (list_visible_rounds). Producers and consumers then process only these rounds.
 
 // Bytes of shared memory for K, V and Q of two items, if Dv = D. The lists have to fit into the rest.
 template <class B>
 constexpr int bytes_beside_lists = (2 * B::block_m + 2 * B::split_kv * B::stages * B::block_n) * B::head_dim * 2;
-template <class B> constexpr bool lists_are_short = B::swap_ab || B::input_bytes == 1;
+template <class B> constexpr bool lists_are_short = B::swap_ab || B::kv_bytes == 1;
 // Maximum number of rounds of an item with a list. An item with more rounds computes all of them.
 template <class B>
 constexpr int most_listed = lists_are_short<B> ? 64 : bytes_beside_lists<B> > 200 * 1024 ? 128 : 512;
@@ -2492,19 +2503,19 @@ constexpr int most_kept = lists_are_short<B> ? 1 : bytes_beside_lists<B> > 200 *
 // The list, in shared memory. entries: for each visible round, 2 * number, plus 1 if the key mask hides one of
 // its keys. bits: for each of the first most_kept rounds with a hidden key, one bit per key, 1 if it is
 // visible.
-template <class B> struct ShownRounds {
+template <class B> struct VisibleRounds {
   alignas(16) uint32_t bits[most_kept<B>][ceil_div(B::round_keys, 32)];
   uint16_t entries[most_listed<B>];
 };
-template <class B> struct ListOfShownRounds {
-  int list = 0;      // offset of the ShownRounds in shared memory
-  int is_whole = 0;  // 1: the item computes all rounds. Bit 0 of the only entry: the key mask may hide keys
-  int hiding = 0;    // number of listed rounds with a hidden key; those from most_kept on have no stored bits
-  __device__ __forceinline__ ShownRounds<B>& shown() const {
-    return *reinterpret_cast<ShownRounds<B>*>(&dynamic_shared<unsigned char>() + list);
+template <class B> struct ListInShared {
+  int list = 0;           // offset of the VisibleRounds in shared memory
+  int is_whole = 0;       // 1: the item computes all rounds. Bit 0 of the only entry: the key mask may hide keys
+  int masked_rounds = 0;  // number of listed rounds with a hidden key; those from most_kept on have no stored bits
+  __device__ __forceinline__ VisibleRounds<B>& visible_rounds() const {
+    return *reinterpret_cast<VisibleRounds<B>*>(&dynamic_shared<unsigned char>() + list);
   }
   __device__ uint32_t entry(int round) const {
-    const uint32_t listed = ld_shared<uint16_t>(&shown().entries[is_whole ? 0 : round]);
+    const uint32_t listed = ld_shared<uint16_t>(&visible_rounds().entries[is_whole ? 0 : round]);
     return is_whole ? 2 * round + listed : listed;
   }
 };
@@ -2513,8 +2524,8 @@ template <class B> struct ListOfShownRounds {
 
 template <class B> constexpr bool may_have_list = lists_from_map<B> || lists_by_cta<B>;
 template <class B>
-using ListOf = std::conditional_t<lists_by_cta<B>, ListOfShownRounds<B>,
-                                  std::conditional_t<lists_from_map<B>, ListOfRounds, Nothing>>;
+using ListOf = std::conditional_t<lists_by_cta<B>, ListInShared<B>,
+                                  std::conditional_t<lists_from_map<B>, ListFromMap, Nothing>>;
 // A work item and its rounds; in each round, every split (SPLIT_KV) computes one tile of BLOCK_N keys. The last
 // round is computed first: after the tiles with a causal mask, the row max is large enough for most of the other
 // tiles. A round has up to three indices:
@@ -2555,7 +2566,7 @@ template <class B> __device__ __forceinline__ int shifted_rows(int items_of_head
 template <class B> __device__ __forceinline__ void set_rounds(const KernelArgs& a, WgmmaItem<B>& item) {
   if (skips_empty_warpgroups<B> && !B::use_lengths) item.q0 -= shifted_rows<B>(int(a.q_blocks.divisor), a.p.Sq);
   const int last = min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1;
-  KeyRange keys = item.mask(a).keys.of_rows(max(item.q0, 0), last);
+  Interval keys = item.mask(a).keys.of_rows(max(item.q0, 0), last);
   if constexpr (B::use_lengths) keys = item.keys_of_cta(a, item.mask(a));
   item.first_key = keys.begin;
   item.rounds = max(ceil_div(keys.end - keys.begin, B::round_keys), int(item.exists()));
@@ -2572,9 +2583,9 @@ template <class B> __device__ __forceinline__ WgmmaItem<B> wgmma_item(const Kern
   }
   if (has_map<B>(a)) take_list<B>(a, item);
   if (!B::use_lengths && B::split_ctas != 1) {
-    const KeyRange part = range_of_rounds(a, item.rounds);
-    item.first_key += part.begin * B::round_keys;
-    item.rounds = part.end - part.begin;
+    const Interval range = range_of_rounds(a, item.rounds);
+    item.first_key += range.begin * B::round_keys;
+    item.rounds = range.end - range.begin;
   }
   item.h_kv = int(a.q_heads_per_kv.divide(item.h));
   return item;
@@ -2623,12 +2634,13 @@ template <class B, int D, bool = B::use_pages != 0> struct TileBox {
 
   __device__ __forceinline__ TileBox(const KernelArgs& a, const Item<B>& item, int h_kv, int k0)
       : box_origin{0, item.k_row(k0), 0, h_kv, item.batch(a.p.k_starts)} {}
-  __device__ __forceinline__ void load(const KernelArgs& a, const CUtensorMap* map, Input* to_s, uint64_t* full) const {
+  __device__ __forceinline__ void load(const KernelArgs& a, const CUtensorMap* map, KeyValue* to_s,
+                                       uint64_t* full) const {
     if (threadIdx.x % 32 > 0) return;
     if (a.mask.keys.Sk == 0) return mbarrier_arrive(full);  // all scores of this tile are masked
-    mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D * B::input_bytes>);
+    mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D * B::kv_bytes>);
     const uint64_t cache_policy = B::swap_ab && B::pack_gqa ? evict_first : evict_last;
-    load_rows<D, B::input_bytes, B::block_n>(a, to_s, map, box_origin, full, cache_policy);
+    load_rows<D, B::kv_bytes, B::block_n>(a, to_s, map, box_origin, full, cache_policy);
   }
 };
 template <class B> struct RowPages;         // the pages of the rows that a warp copies
@@ -2710,7 +2722,7 @@ template <class B> __device__ __forceinline__ void clear_rows_without_query(Elem
 // USE_LENGTHS: zero-fills the rows of V past the last key, since 0 * NaN is NaN. A fence of the async proxy must
 // follow.
 template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, int keys, int thread, int threads) {
-  clear_rows<B::d_v * B::input_bytes>(V_s, B::block_n, keys, B::block_n, thread, threads, [](int) { return true; });
+  clear_rows<B::d_v * B::kv_bytes>(V_s, B::block_n, keys, B::block_n, thread, threads, [](int) { return true; });
 }
 // batch_invariant: zero-fills the rows of Q past the last query of the sequence, in the `rows` rows from first_row
 // of the tile on. They belong to another sequence, and the rows of a warp decide together how long a stale maximum
@@ -2741,10 +2753,10 @@ __device__ __forceinline__ bool clear_queries_of_others(Element<B>* Q_s, int pan
 // the same stage.
 
 template <class B> struct WgmmaPlainShared {
-  alignas(1024) Input Q[B::warpgroups][64 * B::head_dim];      // [64][D] each
-  alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-  alignas(1024) Input V[B::stages][B::block_n * B::d_v];       // [BLOCK_N][Dv]
-  uint64_t q_full, full[B::stages];                            // mbarriers: the data has landed
+  alignas(1024) Element<B> Q[B::warpgroups][64 * B::head_dim];      // [64][D] each
+  alignas(1024) Element<B> K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+  alignas(1024) Element<B> V[B::stages][B::block_n * B::d_v];       // [BLOCK_N][Dv]
+  uint64_t q_full, full[B::stages];                                 // mbarriers: the data has landed
 };
 
 // One warp starts the loads of K and V of a tile. The mbarrier of the stage completes when both have landed.
@@ -2764,7 +2776,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
   if (!item.exists()) return;
   const int h_kv = item.h / (p.Hq / p.Hkv);
   const Mask& mask = item.mask(a);
-  const KeyRange keys = item.keys_of_cta(a, mask);
+  const Interval keys = item.keys_of_cta(a, mask);
   const int tiles = ceil_div(keys.end - keys.begin, B::block_n);
 
   if (tid == 0) {
@@ -2812,13 +2824,13 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
 
     // P, m, l = softmax(S); rescales O
     float alpha[2];
-    finish_scores<B>(S, a, item, mask, item.q0, k0, is_plain<B>(a, mask, item.q0, k0));
+    finish_scores<B>(S, a, item, mask, item.q0, k0, is_unmasked<B>(a, mask, item.q0, k0));
     softmax_max<B>(S, a.scale_log2, m, alpha);
     softmax_sum<B>(S, a.scale_log2, m, alpha, l);
     scale_rows(O, alpha);
     WgmmaProbabilities<B> P;
     SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
-      pack_step<Input>(P[step], S, step);
+      pack_step<Element<B>>(P[step], S, step);
       hold(P[step]);
     }
 
@@ -2849,7 +2861,7 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_plain> {
 // different banks.
 template <class B> struct alignas(128) BiasTile {
   static constexpr int CHUNK = 16 / sizeof(Bias), CHUNKS = B::block_n / CHUNK;
-  static constexpr int XORED = SWIZZLED<CHUNKS>;
+  static constexpr int XORED = SWIZZLE_GROUP<CHUNKS>;
   Bias x[16][B::block_n];
 
   __device__ __forceinline__ Bias* at(int row, int chunk) {
@@ -3003,15 +3015,16 @@ template <class B> struct BiasOfWarp<B, true> {
 // `place`: index of the round among the listed rounds with a hidden key. Reads the stored bits, if there are
 // any, otherwise the key mask.
 template <class B>
-__device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, const ShownRounds<B>& list, int place, int k0);
+__device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, const VisibleRounds<B>& list, int place,
+                                                  int k0);
 
 // Iterates over the item's list of rounds for one warpgroup, from the last entry to the first. Without a
 // list, it computes all rounds. Rows: WgmmaRows.
 template <class B, bool = may_have_list<B>> struct RoundWalk {
   template <class Rows> __device__ void start(const Rows&, const WgmmaItem<B>&, int) {}
   // False if the list says that the bias, MASK_MOD and the key mask leave this tile, or the next one, unchanged.
-  __device__ bool is_marked() const { return true; }
-  __device__ bool next_is_marked() const { return true; }
+  __device__ bool changes_scores() const { return true; }
+  __device__ bool next_changes_scores() const { return true; }
   __device__ int step() const { return B::round_keys; }  // first key of this tile minus that of the next one
   __device__ void advance() {}
 };
@@ -3019,8 +3032,8 @@ template <class B> struct RoundWalk<B, true> {
   ListOf<B> list;
   int round;
   uint32_t entries[2];  // of this round and of the next one; after the last round 0
-  // USE_KEY_MASK: the visible keys of this tile, if it is marked; after look_ahead(), of the next tile.
-  // look_ahead() decrements list.hiding, which is then the index of these bits among the stored ones.
+  // USE_KEY_MASK: the visible keys of this tile, if one is hidden; after look_ahead(), those of the next tile.
+  // look_ahead() decrements list.masked_rounds, which is then the index of these bits among the stored ones.
   std::conditional_t<B::use_key_mask, KeyBits<B>, Nothing> bits;
 
   template <class Rows> __device__ __forceinline__ void start(const Rows& rows, const WgmmaItem<B>& item, int first) {
@@ -3030,8 +3043,8 @@ template <class B> struct RoundWalk<B, true> {
     look_ahead(rows);
     advance();
   }
-  __device__ bool is_marked() const { return entries[0] % 2; }
-  __device__ bool next_is_marked() const { return entries[1] % 2; }
+  __device__ bool changes_scores() const { return entries[0] % 2; }
+  __device__ bool next_changes_scores() const { return entries[1] % 2; }
   __device__ int step() const { return int(entries[0] / 2 - entries[1] / 2) * B::round_keys; }
   __device__ __forceinline__ void advance() {
     hold(entries);  // otherwise nvcc waits for each entry right after its load
@@ -3043,7 +3056,7 @@ template <class B> struct RoundWalk<B, true> {
   template <class Rows> __device__ __forceinline__ void look_ahead(const Rows& rows) {
     if constexpr (B::use_key_mask) {
       if (uniform(entries[1]) % 2) {
-        bits = listed_bits<B>(rows.a, rows.b, list.shown(), --list.hiding, rows.k0 - step());
+        bits = listed_bits<B>(rows.a, rows.b, list.visible_rounds(), --list.masked_rounds, rows.k0 - step());
       } else if (B::changes_logits) {  // SCORE_MOD changes every tile and reads its bits
         SDPA_UNROLL for (uint32_t& word : bits.word) word = ~0u;
       }
@@ -3082,31 +3095,31 @@ template <class B> struct TileWalk : RoundWalk<B> {
       }
     }
     RoundWalk<B>::start(rows, item, first_round);
-    if constexpr (B::use_bias != 0) prefetch_bias(rows, this->is_marked(), rows.k0);
+    if constexpr (B::use_bias != 0) prefetch_bias(rows, this->changes_scores(), rows.k0);
   }
   // False if SCORE_MOD, MASK_MOD and the key mask leave this tile unchanged.
   __device__ __forceinline__ bool needs_modify_scores() const {
-    return B::changes_logits || (B::hides_keys && this->is_marked());
+    return B::changes_logits || (B::hides_keys && this->changes_scores());
   }
   // True if keys of the tile at key k have a bias.
   __device__ __forceinline__ bool has_bias(int k) const { return B::use_bias != 0 && k + B::block_n > first_biased; }
   // False if the tile, whose first key is k0, has no bias or a bias without effect.
-  __device__ __forceinline__ bool needs_bias(int k0) const { return has_bias(k0) && this->is_marked(); }
+  __device__ __forceinline__ bool needs_bias(int k0) const { return has_bias(k0) && this->changes_scores(); }
   // Starts the copy of the bias of the tile at key k to shared memory, if the tile has one.
-  template <class Rows> __device__ __forceinline__ void prefetch_bias(const Rows& rows, bool marked, int k) {
-    if (marked && k >= 0 && has_bias(k)) bias.load(rows.a, *rows.item, rows.mask.keys.Sk, rows.q, k);
+  template <class Rows> __device__ __forceinline__ void prefetch_bias(const Rows& rows, bool changes, int k) {
+    if (changes && k >= 0 && has_bias(k)) bias.load(rows.a, *rows.item, rows.mask.keys.Sk, rows.q, k);
   }
   // Adds the bias of this tile, if it has one, and prefetches that of the next tile, which has smaller keys and so
   // has a bias only if this tile has one. Returns true if it has added a bias.
   template <class View, class Rows> __device__ __forceinline__ bool add_bias(View& S, const Rows& rows) {
     if constexpr (B::use_bias != 0) {
-      if (!has_bias(rows.k0) || !(this->is_marked() || this->next_is_marked())) return false;
-      if (this->is_marked()) {
+      if (!has_bias(rows.k0) || !(this->changes_scores() || this->next_changes_scores())) return false;
+      if (this->changes_scores()) {
         rows.locate(S);
         bias.add(S, rows.a, *rows.item, rows.mask.keys.Sk, rows.q, rows.k0);
       }
-      prefetch_bias(rows, this->next_is_marked(), rows.k0 - this->step());
-      return this->is_marked();
+      prefetch_bias(rows, this->next_changes_scores(), rows.k0 - this->step());
+      return this->changes_scores();
     }
     return false;
   }
@@ -3212,18 +3225,18 @@ template <class B, int PRODUCER, int WITH_MANY_CONSUMERS = 32> struct WgmmaRegis
 // USE_KEY_MASK: number of lists in shared memory. With persistent CTAs: one per stage of Q and one for the
 // next item. Otherwise: one per loading warp.
 template <class B, int Q_STAGES>
-constexpr int shown_lists = B::use_persistent_cta        ? Q_STAGES + 1
+constexpr int list_count = B::use_persistent_cta        ? Q_STAGES + 1
                             : B::tile_type != B::kv_type ? 4
                                                          : 2 * B::split_kv;
 template <class B> struct ListedItem : WgmmaItem<B> { int all_rounds; };  // visible and hidden rounds
 template <class B, int LISTS> struct ListsOfCta {
-  ShownRounds<B> of[LISTS];
+  VisibleRounds<B> of[LISTS];
   ListedItem<B> last;  // USE_PERSISTENT_CTA: the item whose list was written last
 };
 template <class B, int Q_STAGES>
-using ShownRoundsOf = std::conditional_t<B::use_key_mask, ListsOfCta<B, shown_lists<B, Q_STAGES>>, Nothing>;
+using VisibleRoundsOf = std::conditional_t<B::use_key_mask, ListsOfCta<B, list_count<B, Q_STAGES>>, Nothing>;
 template <class B>
-__device__ __forceinline__ void list_shown_rounds(const KernelArgs& a, WgmmaItem<B>& item, ShownRounds<B>& list);
+__device__ __forceinline__ void list_visible_rounds(const KernelArgs& a, WgmmaItem<B>& item, VisibleRounds<B>& list);
 
 enum WgmmaRole { idle = 0, load_k = 1, load_v = 2, store_o = 4 };  // tasks of a producer warp; bits
 
@@ -3236,7 +3249,7 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
   StageRing<LANDING> ring;             // of the next tile
   StageRing<Shared::Q_STAGES> q_ring;  // of the next item
   int keys_at_end = B::block_n, last_parity = 0;  // USE_LENGTHS: keys in the next tile of V; parity of last_landed
-  std::conditional_t<B::use_key_mask, StageRing<shown_lists<B, Shared::Q_STAGES>>, Nothing> list_ring;
+  std::conditional_t<B::use_key_mask, StageRing<list_count<B, Shared::Q_STAGES>>, Nothing> list_ring;
 
   __device__ WgmmaProducer(Shared& s_, const KernelArgs& a_) : s(s_), a(a_) {}
 
@@ -3254,15 +3267,15 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
     WgmmaItem<B> item = wgmma_item<B>(a, i);
     if (B::use_persistent_cta && uniform(int(threadIdx.x)) >= 32) return item;
     const int rounds = item.rounds;
-    auto& last = s.shown.last;
+    auto& last = s.visible.last;
     const bool is_first = list_ring.stage == 0 && list_ring.parity == 0;
     if (B::use_persistent_cta && !is_first && item.b == last.b && item.first_key == last.first_key &&
         rounds == last.all_rounds) {
-      static_cast<ListOfShownRounds<B>&>(item) = last;  // same keys: reuses the last list
+      static_cast<ListInShared<B>&>(item) = last;  // same keys: reuses the last list
       item.rounds = last.rounds;
       return item;
     }
-    list_shown_rounds<B>(a, item, s.shown.of[B::use_persistent_cta ? list_ring.stage : int(threadIdx.x / 32)]);
+    list_visible_rounds<B>(a, item, s.visible.of[B::use_persistent_cta ? list_ring.stage : int(threadIdx.x / 32)]);
     list_ring.advance();
     if (B::use_persistent_cta && issues) {
       static_cast<WgmmaItem<B>&>(last) = item;
@@ -3298,14 +3311,14 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
   // wait. Without pages, computing the coordinates before the wait is 2% slower.
   template <int D>
   __device__ __forceinline__ void load(const WgmmaItem<B>& item, int round, int split, const CUtensorMap* map,
-                                       Input* tile_s, uint64_t* full, uint64_t* empty) {
+                                       KeyValue* tile_s, uint64_t* full, uint64_t* empty) {
     if (!B::use_pages) mbarrier_wait(empty, ring.parity ^ 1);
     TileLoad<B, D> box(a, item, item.h_kv, first_key_of<B>(item, round, split));
     if (B::use_pages) mbarrier_wait(empty, ring.parity ^ 1);
     box.load(a, map, tile_s, full);
   }
   // Waits until V has landed, zero-fills its rows past the last key, and then signals `full`.
-  __device__ __forceinline__ void finish_last_tile(Input* V_s, uint64_t* landed, uint64_t* full) {
+  __device__ __forceinline__ void finish_last_tile(KeyValue* V_s, uint64_t* landed, uint64_t* full) {
     mbarrier_wait(landed, last_parity);
     last_parity ^= 1;
     clear_rows_of_v<B>(V_s, keys_at_end, threadIdx.x % 32, 32);
@@ -3409,15 +3422,15 @@ template <class B> struct WgmmaTurns<B, true> {
 // The item's rounds [begin, end) that the warpgroup with first query q computes; none if it has no rows.
 // SKIP_MASKED and no list: only the rounds that contain a key which its rows see, but at least one.
 template <class B>
-__device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& mask, const WgmmaItem<B>& item,
+__device__ __forceinline__ Interval own_rounds(const KernelArgs& a, const Mask& mask, const WgmmaItem<B>& item,
                                                int rounds, int q) {
   if (skips_empty_warpgroups<B> && (q < 0 || q >= item.query_count(a.p))) return {0, 0};
   if (!B::skip_masked || has_list<B>(a, item)) return {0, rounds};
   const int last = item.query_count(a.p) - 1;
-  const KeyRange seen = mask.keys.of_rows(min(q, last), min(q + 63, last));
+  const Interval visible = mask.keys.of_rows(min(q, last), min(q + 63, last));
   const int first_key = uniform(item.first_key);
-  const int end = min(max(ceil_div(seen.end - first_key, B::round_keys), 1), rounds);
-  return {min((seen.begin - first_key) / B::round_keys, end - 1), end};
+  const int end = min(max(ceil_div(visible.end - first_key, B::round_keys), 1), rounds);
+  return {min((visible.begin - first_key) / B::round_keys, end - 1), end};
 }
 
 // The softmax state of a warpgroup's 64 rows over its split of the keys, in registers. It is also the `tile` of the score
@@ -3486,7 +3499,7 @@ template <class B> struct WgmmaRows {
   // maximum.
   __device__ __forceinline__ void keep_max(bool fits) {
     if (!B::use_lazy_max) return;
-    const KeyRange covered = mask.tiles.covered(q);
+    const Interval covered = mask.tiles.covered(q);
     stale_from = covered.begin;
     if (B::changes_logits) fits &= !stale_max_failed;
     stale_keys = __all_sync(0xffffffffu, fits) ? max(covered.end - covered.begin, 0) : 0;
@@ -3539,7 +3552,7 @@ template <class B> struct WgmmaRows {
     keep_max(softmax_sum<B>(S, scales.scale_log2(), m, alpha, l));
   }
   // Four bytes of a row of an operand, from `byte` on. Converts e4m3 to 16 bits if the tiles have 16 bits.
-  static __device__ __forceinline__ uint32_t word(const Input* row_g, int byte) {
+  static __device__ __forceinline__ uint32_t word(const KeyValue* row_g, int byte) {
     if constexpr (B::tile_type != B::kv_type) return cvt_rn_f16x2_e4m3x2(ld_global<uint16_t>(row_g + byte / 2));
     return ld_global<uint32_t>(reinterpret_cast<const char*>(row_g) + byte);
   }
@@ -3607,7 +3620,7 @@ template <class B, class Shared> struct WgmmaConsumer {
       rows.item = &item();
       start_expressions<B>(rows);
       if constexpr (B::use_lengths) rows.mask = item().mask(a);
-      const KeyRange rounds_here = own_rounds<B>(a, rows.mask, item(), rounds, rows.q);
+      const Interval rounds_here = own_rounds<B>(a, rows.mask, item(), rounds, rows.q);
       if constexpr (B::use_lengths) clear_queries();
       consumer.begin_item();
       t.skip(ring, rounds - rounds_here.end);
@@ -3715,14 +3728,14 @@ __global__ void __launch_bounds__(B::threads, ctas_by_registers<B>) sdpa_wgmma(c
 template <class B>
 template <class ReadQ>
 __device__ void WgmmaRows<B>::recompute_qk(Scores& S, const WgmmaItem<B>& item, const ReadQ& read_q) const {
-  const Input* const K_g = a.p.K + (B::use_pages ? 0 : item.b * a.p.k.batch) + item.h_kv * a.p.k.head;
+  const KeyValue* const K_g = a.p.K + (B::use_pages ? 0 : item.b * a.p.k.batch) + item.h_kv * a.p.k.head;
   [[maybe_unused]] constexpr int at_once =
       B::product_type == DType::e4m3 ? B::block_n / 8 : 1;  // limited by registers
 #pragma unroll at_once
   for (int n = 0; n < B::block_n / 8; n++) {
     const int lane = int(thread_index_anew() % 32), k = k0 + lane / 4 + 8 * n;
     float d[4] = {};
-    const Input* K_row = K_g;
+    const KeyValue* K_row = K_g;
     if constexpr (B::use_pages != 0) {
       // Rows without a query may see keys that no query of the item sees. Such keys have no page in the table.
       const int in_item = min(max(k, item.keys.begin), item.keys.end - 1);
@@ -3757,8 +3770,8 @@ __device__ __forceinline__ void merge_splits(const WgmmaRows<B>& rows, SplitPart
   float share[B::d_v / 4];
   SDPA_UNROLL for (int to = 0; to < 2; to++) {
     SDPA_UNROLL for (int v = 0; v < B::d_v / 16; v++) {
-      const float* const part = rows.O.x.d + v * 8 + to * 2;
-      const float4 x = {part[0], part[1], part[4], part[5]};
+      const float* const d = rows.O.x.d + v * 8 + to * 2;
+      const float4 x = {d[0], d[1], d[4], d[5]};
       if (to == split) {
         memcpy(share + 4 * v, &x, sizeof x);
       } else {
@@ -3777,17 +3790,17 @@ __device__ __forceinline__ void merge_splits(const WgmmaRows<B>& rows, SplitPart
   const float2 m_l[2] = {row_m_l, ld_shared<float2>(&partial.m_l[1 - split][row])};
   float weight[2], m, l;
   merge_weights<B>(m_l, rows.scales.scale_log2(), weight, m, l);
-  const float sum = with_sink<B>(m, l, rows.a, item), inverse = inverse_of_sum<B>(sum, rows.a, item);
+  const FinalSum final = final_sum<B>(m, l, rows.a, item);
   SDPA_UNROLL for (int v = 0; v < B::d_v / 16; v++) {
     const float4 x = ld_shared<float4>(&partial.O[split][v][tid]);
     const float others[4] = {x.x, x.y, x.z, x.w};
     SDPA_UNROLL for (int i = 0; i < 4; i++) {
       float& d = share[4 * v + i];
-      d = l == 0 ? 0 : fmaf(others[i], weight[1] * inverse, d * (weight[0] * inverse));
+      d = l == 0 ? 0 : fmaf(others[i], weight[1] * final.factor, d * (weight[0] * final.factor));
     }
   }
   store(share, row);
-  if (lane % 4 == 0 && q < item.query_count(rows.a.p)) store_lse<B>(m, sum, rows.a, item, q);
+  if (lane % 4 == 0 && q < item.query_count(rows.a.p)) store_lse<B>(m, final.sum, rows.a, item, q);
 }
 
 // ---- 5c 16 bits: the kernel (wgmma and USE_WARP_SPECIALIZATION and DTYPE = FP16, DTYPE = BF16) ----
@@ -3809,7 +3822,7 @@ template <class B> struct WgmmaShared {
   TileRing<B> split[B::split_kv];
   std::conditional_t<B::tile_type != B::kv_type, LandedTiles<B>, Nothing> landed;
   SplitPartials<B> partial;
-  ShownRoundsOf<B, Q_STAGES> shown;
+  VisibleRoundsOf<B, Q_STAGES> visible;
   WgmmaItem<B> item[Q_STAGES];  // the item of each stage of Q
   // q_full: Q has landed, and `item` is set. o_done: all warps have written O over Q. q_empty: O has been stored.
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
@@ -3902,7 +3915,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     are_logits = softmax.keeps_logits() && __all_sync(0xffffffffu, fits);
     if (!are_logits) return recompute_qk(P);
     SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) {
-      const float step = B::input_bytes == 1 ? 1 / of_row(rows.scales.scale_log2(), i / 2 % 2) : a.inverse_scale_log2;
+      const float step = B::kv_bytes == 1 ? 1 / of_row(rows.scales.scale_log2(), i / 2 % 2) : a.inverse_scale_log2;
       P.x.d[i] = fmaf(lg2_approx_ftz(P.x.d[i]), step, rows.m[i / 2 % 2]);
     }
   }
@@ -3922,7 +3935,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   //   if stale: P of the other columns; round P; done if the row sums fit
   //   if not done: recover S if stale; exact m, alpha, P; O = O * alpha; round P
   template <int FIRST, class End>
-  __device__ __forceinline__ void attend(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
+  __device__ __forceinline__ void softmax_with_wait(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
     const bool stale = rows.may_use_stale_max();
     bool done = false;
     bool are_logits = false;
@@ -3949,7 +3962,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   //   if not done: O = O * alpha
   //   round P
   template <class End>
-  __device__ __forceinline__ void attend_then_wait(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
+  __device__ __forceinline__ void softmax_then_wait(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
     bool stale = false, are_logits = false;
     float alpha[2];
     if (rows.may_use_stale_max()) {
@@ -3977,7 +3990,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       arrive_by_warp(&t.k_empty[ring.stage]);
       const bool v_landed = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
       if (first) rows.take_estimated_max(S);
-      attend<S.COLS>(S, P, [] {});
+      softmax_with_wait<S.COLS>(S, P, [] {});
       Base::turns.await();
       Base::issue_pv(P, v_landed);
       Base::turns.pass_on();
@@ -3992,13 +4005,13 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
 
   // Two warpgroups do not saturate the pipes of an SM. At D=128 and 256, waiting for P @ V after half of the
   // exponentials is faster: P is then rounded together with the other half. With more warpgroups or splits,
-  // attend_then_wait() is faster.
+  // softmax_then_wait() is faster.
   template <class End>
   __device__ __forceinline__ void overlap(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
     if constexpr (B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1) {
-      attend<Scores::COLS / 2>(S, P, wait_for_last_pv);
+      softmax_with_wait<Scores::COLS / 2>(S, P, wait_for_last_pv);
     } else {
-      attend_then_wait(S, P, wait_for_last_pv);
+      softmax_then_wait(S, P, wait_for_last_pv);
     }
   }
 
@@ -4015,20 +4028,20 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       if (rows.l[i] != 0) continue;
       SDPA_UNROLL for (int j = 0; j < O.COLS; j++) O.x[i][j] = 0;
     }
-    SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = with_sink<B>(rows.m[i], rows.l[i], a, s.item[stage]);
-    float inverse[2];
-    SDPA_UNROLL for (int i = 0; i < 2; i++) inverse[i] = inverse_of_sum<B>(rows.l[i], a, s.item[stage]);
+    float factor[2];
     SDPA_UNROLL for (int i = 0; i < 2; i++) {
+      const FinalSum final = final_sum<B>(rows.m[i], rows.l[i], a, s.item[stage]);
       const int row = rows.q + first_row + int(lane) / 4 + 8 * i;
       const bool stores = lane % 4 == 0 && row < s.item[stage].query_count(a.p);
-      if (stores) store_lse<B>(rows.m[i], rows.l[i], a, s.item[stage], row);
+      if (stores) store_lse<B>(rows.m[i], final.sum, a, s.item[stage], row);
+      factor[i] = final.factor;
     }
     SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n++) {
-      WgmmaAccumulator<16> part;
-      memcpy(part.x.d, O.x.d + 8 * n, sizeof part.x.d);
-      scale_rows(part, inverse);
+      WgmmaAccumulator<16> columns;
+      memcpy(columns.x.d, O.x.d + 8 * n, sizeof columns.x.d);
+      scale_rows(columns, factor);
       uint32_t o[4];
-      pack_step<Output>(o, part, 0);
+      pack_step<Output>(o, columns, 0);
       const int o_offset = panel_offset<64, PANEL_BYTES<B::v_bytes>>(first_row + lane % 16, n * 16 + lane / 16 * 8);
       stmatrix_x4<false>(shared_address(s.Q[stage][row_group] + o_offset), o);
     }
@@ -4137,24 +4150,24 @@ template <class B> struct E4m3Shared {
   // If shared memory has no room for both, the sums share the buffer of Q, which is read before the first flush.
   static constexpr bool Q_IN_FLUSHED = Q_IN_REGISTERS && FLUSHES && B::head_dim == 256;
   struct Landed {  // V as loaded by TMA, before transposition
-    alignas(1024) Input V[B::stages][B::block_n * ROW_BYTES<B::v_bytes> / sizeof(Input)];  // [BLOCK_N][D]
+    alignas(1024) KeyValue V[B::stages][B::block_n * ROW_BYTES<B::v_bytes> / sizeof(KeyValue)];  // [BLOCK_N][D]
     uint64_t v_full[B::stages], v_empty[B::stages];
   };
-  using Queries = Input[ROW_GROUPS][64 * ROW_BYTES<B::qk_bytes> / sizeof(Input)];
+  using Queries = Element<B>[ROW_GROUPS][64 * ROW_BYTES<B::qk_bytes> / sizeof(Element<B>)];
   using Flushed = float4[B::warpgroups][B::d_v / 8][128];  // by thread
   alignas(1024) std::conditional_t<Q_IN_FLUSHED, Flushed, Queries> Q;
   TileRing<B, ceil_div(B::block_n, V_LINE<B>) * V_LINE<B> * B::d_v> split[B::split_kv];  // V [D][BLOCK_N]
   Landed landed[B::split_kv];
   SplitPartials<B> partial;
-  ShownRoundsOf<B, Q_STAGES> shown;
+  VisibleRoundsOf<B, Q_STAGES> visible;
   WgmmaItem<B> item[Q_STAGES];
   // q_full: Q has landed, and `item` is set. q_empty: all consumer warps have read Q.
   uint64_t q_full[Q_STAGES], q_empty[Q_STAGES];
   std::conditional_t<FLUSHES && !Q_IN_FLUSHED, Flushed, Nothing> flushed_sums;
 
-  __device__ __forceinline__ Input* queries(int, int row_group) {
-    if (B::pack_gqa) return reinterpret_cast<Input*>(Q[0]) + row_group * 64 * PANEL_BYTES<B::qk_bytes>;
-    return reinterpret_cast<Input*>(Q[row_group]);
+  __device__ __forceinline__ Element<B>* queries(int, int row_group) {
+    if (B::pack_gqa) return reinterpret_cast<Element<B>*>(Q[0]) + row_group * 64 * PANEL_BYTES<B::qk_bytes>;
+    return reinterpret_cast<Element<B>*>(Q[row_group]);
   }
   __device__ __forceinline__ auto& flushed(int warpgroup) {
     if constexpr (Q_IN_FLUSHED) {
@@ -4185,8 +4198,9 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
 
   using Base::Base;
 
-  // Transposes V of a split's tiles of all items. Two warps alternate in blocks of 16 d.
-  __device__ __forceinline__ void transpose_items(int split, int part) {
+  // Transposes V of a split's tiles of all items. Two warps alternate in blocks of 16 d. transposer: index of the
+  // warp among those of the split.
+  __device__ __forceinline__ void transpose_items(int split, int transposer) {
     auto& to = this->s.split[split];
     auto& from = this->s.landed[split];
     StageRing<B::stages>& ring = this->ring;
@@ -4197,7 +4211,7 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
         const int n = ring.stage;
         mbarrier_wait(&to.v_empty[n], ring.parity ^ 1);
         mbarrier_wait(&from.v_full[n], ring.parity);
-        transpose(shared_address(to.V[n]), shared_address(from.V[n]), part);
+        transpose(shared_address(to.V[n]), shared_address(from.V[n]), transposer);
         fence_proxy_async();  // orders these writes before P @ V reads them, and these reads before TMA overwrites V
         __syncwarp();         // hazard: V read and written by all lanes
         if (this->issues) {
@@ -4210,13 +4224,13 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
   // Transposes blocks of 16 d and 32 keys. ldmatrix gives each lane the bytes of d = 2g and 2g + 1 of two keys; prmt
   // separates them, which puts the keys in the order of P. Within 16 d, the even d come first, since their lines are
   // in different banks.
-  static __device__ __forceinline__ void transpose(SharedAddress to, SharedAddress from, int part) {
+  static __device__ __forceinline__ void transpose(SharedAddress to, SharedAddress from, int transposer) {
     constexpr int LINE = PANEL_BYTES<B::v_bytes>, LINE_V = V_LINE<B>, STEP = 16 * Shared::TRANSPOSERS;
     constexpr int MOST = B::warpgroups == 2 && B::split_kv == 1 ? 4 : 2;  // limited by registers; loads wait for stores
     constexpr int AT_ONCE = B::d_v / STEP < MOST ? B::d_v / STEP : MOST;
     const uint32_t lane = threadIdx.x % 32;
-    from += panel_byte<B::block_n, LINE>(lane, part * 16);
-    to += panel_byte<B::d_v, LINE_V>(part * 16 + lane % 16, lane / 16 * 16);
+    from += panel_byte<B::block_n, LINE>(lane, transposer * 16);
+    to += panel_byte<B::d_v, LINE_V>(transposer * 16 + lane % 16, lane / 16 * 16);
     SDPA_UNROLL for (int key = 0; key < B::block_n; key += 32) {
       const SharedAddress line = (to ^ key % LINE_V) + key / LINE_V * B::d_v * LINE_V;
       SDPA_UNROLL for (int d0 = 0; d0 < B::d_v; d0 += STEP * AT_ONCE) {
@@ -4283,7 +4297,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       wgmma_fence();
       SDPA_UNROLL for (int step = 0; step < B::qk_bytes / STEP_BYTES; step++) {
         const uint64_t K_step = descriptor_at(K_at, panel_step<PANEL_BYTES<B::qk_bytes>>(step, B::block_n));
-        wgmma_rs<Input, B::block_n, 0>(S.x.d, queries[step], K_step, step > 0);
+        wgmma_rs<Element<B>, B::block_n, 0>(S.x.d, queries[step], K_step, step > 0);
       }
       wgmma_commit_group();
     } else {
@@ -4297,7 +4311,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   __device__ __forceinline__ void recompute_qk(Scores& S) const {
     const SdpaParams& p = a.p;
     const WgmmaItem<B>& item = Base::item();
-    const Input* Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head;
+    const Query* Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head;
     const uint32_t tid = thread_index_anew() % 128;
     const int row = rows.q + int(tid / 32 * 16 + tid % 32 / 4), byte = tid % 4 * 4;
     rows.recompute_qk(S, item, [&](uint32_t (&q)[4], int step_byte) {
@@ -4313,7 +4327,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       }
     });
   }
-  // Like attend_then_wait() of the 16-bit kernel, but first tries to raise a stale maximum that was too small. P is
+  // Like softmax_then_wait() of the 16-bit kernel, but first tries to raise a stale maximum that was too small. P is
   // rounded after the previous P @ V has completed, since ptxas reuses the registers of an operand that wgmma still
   // reads.
   template <class End>
@@ -4500,18 +4514,18 @@ template <class B> constexpr int all_threads = B::warpgroups * 128;
 template <class B> struct WgmmaColumnsShared {
   struct Split {
     union {
-      alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-      float O[B::block_m][PARTIAL_STRIDE<B>];                      // the split's partial, after its last round
+      alignas(1024) Element<B> K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+      float O[B::block_m][PARTIAL_STRIDE<B>];                           // the split's partial, after its last round
     };
-    alignas(1024) Input V[B::stages][B::block_n * B::d_v];       // [BLOCK_N][Dv]
-    alignas(1024) Input P[B::block_n * B::block_m];              // [BLOCK_M][BLOCK_N]
+    alignas(1024) Element<B> V[B::stages][B::block_n * B::d_v];  // [BLOCK_N][Dv]
+    alignas(1024) Element<B> P[B::block_n * B::block_m];         // [BLOCK_M][BLOCK_N]
     float2 m_l[B::block_m];
-    float per_warp[4][32];                           // row maxima or row sums of each warp
+    float per_warp[4][32];                          // row maxima or row sums of each warp
     uint64_t k_full[B::stages], v_full[B::stages];  // mbarriers: the tile has landed
   };
-  alignas(1024) Input Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
+  alignas(1024) Element<B> Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
   Split split[B::split_kv];
-  std::conditional_t<B::use_key_mask, ShownRounds<B>[B::num_warps], Nothing> shown;
+  std::conditional_t<B::use_key_mask, VisibleRounds<B>[B::num_warps], Nothing> visible;
   WgmmaItem<B> item;
   uint64_t q_full;  // mbarrier: Q has landed, and `item` is set
   bool is_last;     // written and read by store_rows()
@@ -4533,7 +4547,7 @@ template <class B> struct WgmmaColumnsLoader {
   __device__ static bool issues() { return threadIdx.x % 32 == 0; }
   __device__ __forceinline__ void find_item() {
     item = wgmma_item<B>(a, item_number_of_cta<B>(a));
-    if constexpr (B::use_key_mask) list_shown_rounds<B>(a, item, s.shown[threadIdx.x / 32]);
+    if constexpr (B::use_key_mask) list_visible_rounds<B>(a, item, s.visible[threadIdx.x / 32]);
   }
   __device__ __forceinline__ void load_q() {
     if (!loads_q() || !issues()) return;
@@ -4551,7 +4565,7 @@ template <class B> struct WgmmaColumnsLoader {
     if (loads_v()) load<B::d_v, FIRST>(round, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
   }
   template <int D, bool FIRST>
-  __device__ __forceinline__ void load(int round, const CUtensorMap* map, Input* tile_s, uint64_t* full) {
+  __device__ __forceinline__ void load(int round, const CUtensorMap* map, KeyValue* tile_s, uint64_t* full) {
     TileLoad<B, D> box(a, item, item.h_kv, first_key_of<B>(item, round, split));
     if (FIRST) {
       hold(map);
@@ -4660,7 +4674,7 @@ template <class B> struct WgmmaColumns {
         constexpr int line = PANEL_BYTES<B::qk_bytes>;
         const int K_step = panel_step<line>(step, B::block_n) + block * 64 * line;
         const int Q_step = panel_step<line>(step, B::block_m);
-        wgmma_ss<Input, B::block_m, 0>(S.x.d[block], K + K_step / 16, Q + Q_step / 16, step > 0);
+        wgmma_ss<Element<B>, B::block_m, 0>(S.x.d[block], K + K_step / 16, Q + Q_step / 16, step > 0);
       }
     }
     wgmma_commit_group();
@@ -4672,7 +4686,7 @@ template <class B> struct WgmmaColumns {
     wgmma_fence();
     SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
       SDPA_UNROLL for (int block = 0; block < D_BLOCKS; block++) {
-        wgmma_ss<Input, B::block_m, 0, 1>(VP.x.d[block], V + (block * B::block_n + step * 16) * 128 / 16,
+        wgmma_ss<Element<B>, B::block_m, 0, 1>(VP.x.d[block], V + (block * B::block_n + step * 16) * 128 / 16,
                                           P + panel_step<128>(step, B::block_m) / 16, step > 0);
       }
     }
@@ -4797,7 +4811,7 @@ template <class B> struct WgmmaColumns {
           const float y = softmax_exp2<B>(fmaf(s[1], a.scale_log2, -m_log2[i + 1]));
           sum[i] += x;
           sum[i + 1] += y;
-          P[j] = pack<Input>(x, y);
+          P[j] = pack<Element<B>>(x, y);
         }
         if (ROWS < 4) {  // both halves of the warp store the same elements
           P[2] = P[0];
@@ -4842,7 +4856,7 @@ template <class B> struct WgmmaColumns {
     const Mask& mask = item.mask(a);
     ScoreTile<B> tile{a, item, mask, item.q0, k0, item_hook_scale<B>(a, item)};
     ask_list<B>(tile, item, round);
-    finish_scores<B>(S, tile, is_plain<B>(a, mask, item.q0, k0));
+    finish_scores<B>(S, tile, is_unmasked<B>(a, mask, item.q0, k0));
     float sum[ROWS];
     softmax<FIRST>(S, O, sum);
     Sums later;
@@ -5119,7 +5133,7 @@ template <class B, bool = B::use_wmma_pv> struct WmmaOutput {
     }
     if constexpr (B::pv_in_fp16) {
       AccumulatorOf<__half> product[B::head_dim / 16];
-      SDPA_UNROLL for (auto& part : product) wmma::fill_fragment(part, rounded<__half>(0));
+      SDPA_UNROLL for (auto& fragment : product) wmma::fill_fragment(fragment, rounded<__half>(0));
       add_products(product, P_s, V_s);
       SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
         SDPA_UNROLL for (int e = 0; e < Accumulator::num_elements; e++) { x[n].x[e] += to_float(product[n].x[e]); }
@@ -5208,7 +5222,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
     __syncwarp();  // hazard: S was written by other lanes
     load_scores(S, reinterpret_cast<const WmmaScore<B>*>(s.P), SCORE_STRIDE<B>);
     if (B::qk_in_fp16) __syncwarp();  // hazard: other lanes still read S, which P overwrites
-    finish_scores<B>(S, a, item, t.mask, item.q0, k0, is_plain<B>(a, t.mask, item.q0, k0));
+    finish_scores<B>(S, a, item, t.mask, item.q0, k0, is_unmasked<B>(a, t.mask, item.q0, k0));
     float alpha[ScalarOutput<B>::ROWS];
     softmax.step(s, S, scales.scale_log2(), alpha);
     sums.multiply(O, alpha, s, first_row, s.V[stage]);
@@ -5590,11 +5604,11 @@ template <class B> struct ScoreMod {
                                               const SdpaParams& p) {
     return expression::mask_mod(b, h, q, k, Sq, Sk, p);
   }
-  static __device__ int head_of(const ScoreTile<B>& tile) { return tile.item.h; }
+  static __device__ int expression_head(const ScoreTile<B>& tile) { return tile.item.h; }
   // True if registers hold x0[h] to x3[h] for a whole item. 16 warps have too few registers for that. With
   // packed GQA the rows of an item belong to several heads.
   static constexpr bool keeps_head = B::num_warps < 16 && !B::pack_gqa;
-  template <class Rows> static __device__ __forceinline__ auto head_of(const Rows& rows) {
+  template <class Rows> static __device__ __forceinline__ auto expression_head(const Rows& rows) {
     const auto& x = rows.x_of_head;
     if constexpr (keeps_head) return expression::Head{rows.h, {x[0], x[1], x[2], x[3]}};
     else return rows.h;
@@ -5614,14 +5628,14 @@ template <class B> struct ScoreMod {
     if constexpr (B::pack_gqa) return min(int(h) + int(a.item_queries.divide(uint32_t(row))), a.p.Hq - 1);
     else return h;
   }
-  // Calls use(i, j, logit, seen) for the thread's columns [first, last) of S. SCORE: the type from which the
+  // Calls use(i, j, logit, visible) for the thread's columns [first, last) of S. SCORE: the type from which the
   // logit is computed. WHOLE: all keys of the tile exist. Otherwise indices of keys past the end are clamped
   // to the last key. Indices of padding rows are clamped to the first or the last query.
   template <bool WHOLE, class SCORE = Score, class View, class Tile, class Use>
   static __device__ __forceinline__ void each(View& S, int first, int last, const Tile& tile, const Use& use) {
     const KernelArgs& a = tile.a;
     const int b = tile.batch_of_item();
-    const auto item_h = head_of(tile);
+    const auto item_h = expression_head(tile);
     const int Sq = tile.query_count(), Sk = tile.mask.keys.Sk, last_key = max(Sk, 1) - 1;
     const int k0 = tile.k0 + first_column<B>(S);
     const ScoreScale<B> hook_scale = tile.hook_scale();
@@ -5636,30 +5650,31 @@ template <class B> struct ScoreMod {
                                    : Position{min(k0 + S.col(j), last_key), 0, column};
         const float factor = of_row(hook_scale, i);
         const SCORE score{S.x[i][j], factor,
-                          B::input_bytes == 1 ? factor * expression::log2e : a.score_scale_log2};
-        const bool seen = !B::hides_keys || sees(b, h, query, key, Sq, Sk, a.p);
-        use(i, j, logit(score, b, h, query, key, Sq, Sk, a.p), seen);
+                          B::kv_bytes == 1 ? factor * expression::log2e : a.score_scale_log2};
+        const bool visible = !B::hides_keys || sees(b, h, query, key, Sq, Sk, a.p);
+        use(i, j, logit(score, b, h, query, key, Sq, Sk, a.p), visible);
       }
     }
   }
-  // USE_KEY_MASK: like each(), but `seen` is false for keys that the mask hides.
+  // USE_KEY_MASK: like each(), but `visible` is false for keys that the mask hides.
   template <bool WHOLE, class View, class Tile, class Use>
-  static __device__ __forceinline__ void each_shown(View& S, int first, int last, const Tile& tile, const Use& use) {
+  static __device__ __forceinline__ void each_by_key_mask(View& S, int first, int last, const Tile& tile,
+                                                          const Use& use) {
     tile.locate(S);
     const KeyBits<B> keys(tile, S, first, last);
-    each<WHOLE>(S, first, last, tile, [&](int i, int j, auto logit, bool seen) {
-      use(i, j, logit, seen && keys.shows(S.col(j) - S.col(0)));
+    each<WHOLE>(S, first, last, tile, [&](int i, int j, auto logit, bool visible) {
+      use(i, j, logit, visible && keys.has(S.col(j) - S.col(0)));
     });
   }
-  // Like each() or each_shown(). PARTS: 8 columns at a time, to need fewer registers. The condition scale_log2 == 0
-  // is never true. It begins a new basic block, without which ptxas spills.
-  template <bool WHOLE, bool PARTS, class View, class Tile, class Use>
-  static __device__ __forceinline__ void each_in_parts(View& S, int first, int last, const Tile& tile, const Use& use) {
-    const int at_once = PARTS && (last - first) % 8 == 0 ? 8 : last - first;
-    SDPA_UNROLL for (int part = first; part < last; part += at_once) {
-      if (PARTS && tile.a.scale_log2 == 0) return;
-      if constexpr (B::use_key_mask) each_shown<WHOLE>(S, part, part + at_once, tile, use);
-      else each<WHOLE>(S, part, part + at_once, tile, use);
+  // Like each() or each_by_key_mask(). STEPS: 8 columns at a time, to need fewer registers. The condition
+  // scale_log2 == 0 is never true. It begins a new basic block, without which ptxas spills.
+  template <bool WHOLE, bool STEPS, class View, class Tile, class Use>
+  static __device__ __forceinline__ void each_in_steps(View& S, int first, int last, const Tile& tile, const Use& use) {
+    const int at_once = STEPS && (last - first) % 8 == 0 ? 8 : last - first;
+    SDPA_UNROLL for (int step = first; step < last; step += at_once) {
+      if (STEPS && tile.a.scale_log2 == 0) return;
+      if constexpr (B::use_key_mask) each_by_key_mask<WHOLE>(S, step, step + at_once, tile, use);
+      else each<WHOLE>(S, step, step + at_once, tile, use);
     }
   }
   // Returns log2(P) = logit * log2e - m_log2. Without SCORE_MOD: score * scale_log2 - m_log2.
@@ -5678,17 +5693,17 @@ template <class B> struct ScoreMod {
 };
 
 template <class B, class View, class Tile>
-__device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool plain) {
+__device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool unmasked) {
   if constexpr (B::changes_logits || B::hides_keys) {
     using Mod = ScoreMod<B>;
-    const auto modify = [&](int i, int j, auto logit, bool seen) {
+    const auto modify = [&](int i, int j, auto logit, bool visible) {
       if constexpr (B::changes_logits) S.x[i][j] = float(logit);
-      if (!seen) S.x[i][j] = -INFINITY;
+      if (!visible) S.x[i][j] = -INFINITY;
     };
     // With lazy rescaling few tiles come here, so they share one version of the code.
-    if (B::use_key_mask && plain) Mod::template each_in_parts<true, false>(S, 0, View::COLS, tile, modify);
-    else if (!B::use_lazy_max && plain) Mod::template each<true>(S, 0, View::COLS, tile, modify);
-    else Mod::template each_in_parts<false, B::use_lazy_max>(S, 0, View::COLS, tile, modify);
+    if (B::use_key_mask && unmasked) Mod::template each_in_steps<true, false>(S, 0, View::COLS, tile, modify);
+    else if (!B::use_lazy_max && unmasked) Mod::template each<true>(S, 0, View::COLS, tile, modify);
+    else Mod::template each_in_steps<false, B::use_lazy_max>(S, 0, View::COLS, tile, modify);
   }
 }
 
@@ -5795,7 +5810,7 @@ __device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<
   return static_cast<const Bias*>(p.bias) + item.b * p.bias_strides.batch + h * p.bias_strides.head +
          q * p.bias_strides.row;
 }
-__device__ __forceinline__ float with_bias(float x, uint8_t seen, float) { return seen ? x : -INFINITY; }
+__device__ __forceinline__ float with_bias(float x, uint8_t visible, float) { return visible ? x : -INFINITY; }
 template <class E> __device__ __forceinline__ float with_bias(float x, E bias, float logit_scale) {
   return fmaf(x, logit_scale, to_float(bias));
 }
@@ -5886,13 +5901,14 @@ template <class B> struct KeyBits {
     SDPA_UNROLL for (int w = 0; w < WORDS; w++) some |= word[w];
     return some != 0;
   }
-  __device__ __forceinline__ bool shows(int column) const { return word[column / 32] & 1u << column % 32; }
+  __device__ __forceinline__ bool has(int column) const { return word[column / 32] & 1u << column % 32; }
 };
 
 // ---- 5f the rounds with a visible key (wgmma and USE_KEY_MASK) ----
 
 template <class B>
-__device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, const ShownRounds<B>& list, int place, int k0) {
+__device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, const VisibleRounds<B>& list, int place,
+                                                  int k0) {
   if (place >= most_kept<B> || (B::split_kv > 1 && B::block_n % 32 != 0)) return KeyBits<B>(a, b, k0);
   const int split = B::split_kv == 1 ? 0 : uniform(int(threadIdx.x - B::producer_threads) / 128) / (B::block_m / 64);
   KeyBits<B> bits;
@@ -5914,7 +5930,8 @@ __device__ __forceinline__ uint32_t bytes_of_keys(const uint8_t* from, int count
 // Writes the visible rounds of the item to `list` and sets item.rounds to their number. If all rounds are
 // computed anyway, it writes one entry for all of them (is_whole). One warp calls it; four lanes process a
 // round.
-template <class B> __device__ __forceinline__ void list_shown_rounds(const KernelArgs& a, WgmmaItem<B>& item, ShownRounds<B>& list) {
+template <class B>
+__device__ __forceinline__ void list_visible_rounds(const KernelArgs& a, WgmmaItem<B>& item, VisibleRounds<B>& list) {
   item.list = int(reinterpret_cast<unsigned char*>(&list) - &dynamic_shared<unsigned char>());
   uint16_t* const list_s = list.entries;
   // Makes the item compute all rounds, without a list. hides: the mask may hide keys.
@@ -5922,7 +5939,7 @@ template <class B> __device__ __forceinline__ void list_shown_rounds(const Kerne
     if (threadIdx.x % 32 == 0) st_shared(list_s, uint16_t(hides));
     __syncwarp();  // hazard: the entry written by lane 0
     item.is_whole = 1;
-    item.hiding = 1 << 30;
+    item.masked_rounds = 1 << 30;
   };
   if (!a.p.key_mask || item.rounds == 0 || item.rounds > most_listed<B>) return list_all(a.p.key_mask);
   griddepcontrol_wait();  // the preceding kernel may write the mask
@@ -5939,7 +5956,7 @@ template <class B> __device__ __forceinline__ void list_shown_rounds(const Kerne
     const auto existing = [&](int n) {
       return 16 * n + lane % 4 * 4 < B::round_keys ? min(max(keys - begin - 16 * n, 0), 4) : 0;
     };
-    bool shows = false, hides = false;
+    bool has_visible = false, has_hidden = false;
     uint32_t bits[ceil_div(B::round_keys, 32)] = {};
     SDPA_UNROLL for (int step = 0; step < STEPS; step += AT_ONCE) {
       uint32_t words[AT_ONCE] = {};
@@ -5951,29 +5968,30 @@ template <class B> __device__ __forceinline__ void list_shown_rounds(const Kerne
         const int n = step + i, count = existing(n);
         if (count > 0 && !(is_aligned && count == 4)) words[i] = bytes_of_keys(row + begin + 16 * n, count);
         const uint32_t missing = count == 4 ? 0 : ~0u << 8 * count;
-        const uint32_t shown = (((words[i] & 0x7f7f7f7f) + 0x7f7f7f7f) | words[i]) & 0x80808080;  // bit 7: not 0
-        shows |= shown != 0;
-        hides |= (shown | missing) != (0x80808080 | missing);
-        bits[n / 2] |= ((shown >> 7) * 0x01020408 >> 24) << (n % 2 * 16 + lane % 4 * 4);
+        const uint32_t visible = (((words[i] & 0x7f7f7f7f) + 0x7f7f7f7f) | words[i]) & 0x80808080;  // bit 7: not 0
+        has_visible |= visible != 0;
+        has_hidden |= (visible | missing) != (0x80808080 | missing);
+        bits[n / 2] |= ((visible >> 7) * 0x01020408 >> 24) << (n % 2 * 16 + lane % 4 * 4);
       }
     }
-    shows = __ballot_sync(0xffffffffu, shows) & lanes_of_round;
-    hides = __ballot_sync(0xffffffffu, hides) & lanes_of_round;
-    const bool lists = lane % 4 == 0 && number < item.rounds && shows;
-    const uint32_t listed = __ballot_sync(0xffffffffu, lists), hiding = __ballot_sync(0xffffffffu, lists && hides);
-    if (lists) st_shared(list_s + count + __popc(listed & low_bits(lane)), uint16_t(2 * number + hides));
-    const int place = item.hiding + __popc(hiding & low_bits(lane));
-    SDPA_UNROLL for (int w = 0; hiding != 0 && w < ceil_div(B::round_keys, 32); w++) {
+    has_visible = __ballot_sync(0xffffffffu, has_visible) & lanes_of_round;
+    has_hidden = __ballot_sync(0xffffffffu, has_hidden) & lanes_of_round;
+    const bool lists = lane % 4 == 0 && number < item.rounds && has_visible;
+    const uint32_t listed = __ballot_sync(0xffffffffu, lists);
+    const uint32_t masked = __ballot_sync(0xffffffffu, lists && has_hidden);
+    if (lists) st_shared(list_s + count + __popc(listed & low_bits(lane)), uint16_t(2 * number + has_hidden));
+    const int place = item.masked_rounds + __popc(masked & low_bits(lane));
+    SDPA_UNROLL for (int w = 0; masked != 0 && w < ceil_div(B::round_keys, 32); w++) {
       SDPA_UNROLL for (int other = 1; other < 4; other *= 2) bits[w] |= __shfl_xor_sync(0xffffffffu, bits[w], other);
-      if (lists && hides && place < most_kept<B>) st_shared(&list.bits[place][w], bits[w]);
+      if (lists && has_hidden && place < most_kept<B>) st_shared(&list.bits[place][w], bits[w]);
     }
     count += __popc(listed);
-    item.hiding += __popc(hiding);
+    item.masked_rounds += __popc(masked);
   }
-  if (count == item.rounds && item.hiding == 0) return list_all(false);
+  if (count == item.rounds && item.masked_rounds == 0) return list_all(false);
   if (count == 0) {  // zero rounds would mean that there are no more items, so list number 0
     if (lane == 0) st_shared(list_s, uint16_t(1));
-    item.hiding = most_kept<B> + 1;
+    item.masked_rounds = most_kept<B> + 1;
   }
   __syncwarp();  // hazard: entries written by all lanes
   item.rounds = max(count, 1);
@@ -6015,8 +6033,8 @@ template <class B> __device__ __forceinline__ void take_list(const KernelArgs& a
 __device__ __forceinline__ int effects_of(uint32_t word) {
   constexpr uint32_t hidden = Defines::use_bias == 2            ? 0
                               : Defines::use_bias == 3          ? 0xff800000
-                              : Defines::kv_type == DType::bf16 ? 0xff80ff80
-                                                              : 0xfc00fc00;
+                              : Defines::q_type == DType::bf16  ? 0xff80ff80
+                                                               : 0xfc00fc00;
   const uint32_t changed = Defines::use_bias == 2   ? (word - 0x01010101) & ~word & 0x80808080
                            : Defines::use_bias == 3 ? word & 0x7fffffff
                                                   : word & 0x7fff7fff;
@@ -6031,9 +6049,9 @@ template <class B> __device__ __forceinline__ int effects_of_mask(const KernelAr
     for (int row = 0; row < rows_of_item<B>(a); row++) {
       const Item<B> query = row_item<B>(a, item, row);
       if (first + lane >= end || query.q0 < 0 || query.q0 >= a.p.Sq || query.h >= a.p.Hq) continue;
-      const bool seen =
+      const bool visible =
           ScoreMod<B>::sees(query.b, query.h, {query.q0, 0, 0}, {first + lane, 0, 0}, a.p.Sq, a.p.Sk, a.p);
-      effects |= seen ? 1 : 2;
+      effects |= visible ? 1 : 2;
     }
     effects = __any_sync(0xffffffffu, effects & 1) + 2 * __any_sync(0xffffffffu, effects & 2);
   }
@@ -6099,9 +6117,9 @@ template <class B> __global__ void __launch_bounds__(map_threads) sdpa_map(const
   int count = 0;
   for (int first = 0; first < item.rounds; first += 32) {
     const uint32_t entry = first + lane < item.rounds ? ld_global<uint32_t>(list + 1 + first + lane) : hidden;
-    const uint32_t shown = __ballot_sync(0xffffffffu, entry != hidden);  // hazard: read before overwritten
-    if (entry != hidden) st_global(list + 1 + count + __popc(shown & ((1u << lane) - 1)), entry);
-    count += __popc(shown);
+    const uint32_t visible = __ballot_sync(0xffffffffu, entry != hidden);  // hazard: read before overwritten
+    if (entry != hidden) st_global(list + 1 + count + __popc(visible & ((1u << lane) - 1)), entry);
+    count += __popc(visible);
   }
   // A list has at least one round. If none has a visible key, it is number 0, which the bias or the mask
   // hides.
@@ -6215,7 +6233,7 @@ constexpr uint32_t most_split_items = Defines::use_lengths ? 131072 : 16384;
 constexpr int ranges_at_once = 16, few_ranges = 4;
 // SPLIT_CTAS=0: minimum number of rounds in a planned range: as many as have 256 KB of K and V.
 __host__ __device__ __forceinline__ int least_rounds(int round_keys) {
-  return max(1, 256 * 1024 / int(round_keys * Defines::head_dim * sizeof(Input) * 2));
+  return max(1, 256 * 1024 / int(round_keys * Defines::head_dim * sizeof(KeyValue) * 2));
 }
 // batch_invariant, SPLIT_CTAS=0: maximum number of rounds in a range, for a sequence of `tiles` tiles with at
 // most `rounds` rounds each. It is least_rounds(), or more if the sequence would otherwise have over
@@ -6241,7 +6259,7 @@ template <class B> __device__ __forceinline__ RangePartial<B>* range_partials(co
 // partials.
 template <class B> __device__ __forceinline__ uint32_t* range_counters(const KernelArgs& a) {
   if constexpr (!B::use_lengths) return static_cast<uint32_t*>(a.p.workspace);
-  else return reinterpret_cast<uint32_t*>(range_partials<B>(a) + plan_room<B>(a).parts * a.q_heads.divisor);
+  else return reinterpret_cast<uint32_t*>(range_partials<B>(a) + plan_room<B>(a).partials * a.q_heads.divisor);
 }
 
 // Stores the O, m and l of a view in a partial, with store(address, vector).
@@ -6265,7 +6283,7 @@ __device__ __forceinline__ void store_sums(const View& O, const Rows& m, const R
                                            const Item<B>& item) {
   if constexpr (B::split_ctas != 1) {
     if (!B::use_lengths || item.range_count(a) != 1) {
-      RangePartial<B>& partial = range_partials<B>(a)[item.part(a)];
+      RangePartial<B>& partial = range_partials<B>(a)[item.partial_index(a)];
       return store_partial(partial, O, m, l, [](void* dst_g, auto x) { st_global(dst_g, x); });
     }
   }
@@ -6368,7 +6386,7 @@ __device__ __forceinline__ void store_rows(const Partials& partials_s, const Ker
   uint32_t* const counters = range_counters<B>(a);
   RangePartial<B>* const partials = range_partials<B>(a);
   merge_split_partials<B>(partials_s, scales, thread, [&](int row, const auto& O, auto& m, auto& l) {
-    RangePartial<B>& partial = partials[item.part(a)];
+    RangePartial<B>& partial = partials[item.partial_index(a)];
     st_global(&partial.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
     if (O.first_col == 0) st_global(&partial.m_l[row], float2{m[0], l[0]});
   });
@@ -6376,7 +6394,7 @@ __device__ __forceinline__ void store_rows(const Partials& partials_s, const Ker
   if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[item.counter(a)], ranges - 1) == ranges - 1;
   __syncthreads();  // hazard: is_last_s is written by thread 0
   if (!is_last_s) return;
-  const RangePartial<B>* const first = partials + item.first_part(a);
+  const RangePartial<B>* const first = partials + item.first_partial_index(a);
   ranges > few_ranges ? merge_ranges<B, ranges_at_once, 4>(first, a, item, thread)
                       : merge_ranges<B, 2, 16>(first, a, item, thread);
 }
@@ -6407,8 +6425,8 @@ template <class B> struct MmaMixedTypes : MmaE4m3AsHalves<B> {
 template <class B> struct LandedTiles {
   // With D > 128, K and V have one stage each. That suffices, since one of them lands while the other is converted.
   static constexpr int COUNT = B::head_dim > 128 ? 1 : B::stages;
-  alignas(1024) Input K[COUNT][B::block_n * ROW_BYTES<B::head_dim * B::input_bytes>];  // [BLOCK_N][D]
-  alignas(1024) Input V[COUNT][B::block_n * ROW_BYTES<B::d_v * B::input_bytes>];       // [BLOCK_N][Dv]
+  alignas(1024) KeyValue K[COUNT][B::block_n * ROW_BYTES<B::head_dim * B::kv_bytes>];  // [BLOCK_N][D]
+  alignas(1024) KeyValue V[COUNT][B::block_n * ROW_BYTES<B::d_v * B::kv_bytes>];       // [BLOCK_N][Dv]
   uint64_t k_full[COUNT], k_empty[COUNT], v_full[COUNT], v_empty[COUNT];
 
   __device__ __forceinline__ void init_mbarriers() {
@@ -6482,7 +6500,7 @@ template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>, Land
   // rows, whose indices differ in bits 0 and 2. This avoids bank conflicts of the reads and of the writes,
   // which are twice as long.
   template <int D> static __device__ __forceinline__ void convert(void* to_s, const void* from_s, int warp) {
-    constexpr int LINE = PANEL_BYTES<D * B::element_bytes>, LANDED_LINE = PANEL_BYTES<D * B::input_bytes>;
+    constexpr int LINE = PANEL_BYTES<D * B::element_bytes>, LANDED_LINE = PANEL_BYTES<D * B::kv_bytes>;
     constexpr int ROWS = 8 * converter_warps, CHUNKS = ceil_div(D, 64), AT_ONCE = CHUNKS < 2 ? CHUNKS : 2;
     constexpr int TIMES = ceil_div(CHUNKS, AT_ONCE);  // steps for 8 rows
     const uint32_t lane = threadIdx.x % 32, row = warp * 8 + (lane / 8 ^ lane / 4 % 2 * 5), byte = lane % 4 * 16;
@@ -6582,7 +6600,7 @@ template <class B> struct MmaPacked {
       const int row = i / per_row, col = i % per_row * B::vec_width,
                 column_of_q = B::q_type != B::kv_type ? col / 2 : col;
       const Item<B> from = row_item<B>(a, t.item, row);
-      VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(
+      VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(KeyValue)>(
           s.in.Q + tile_offset<B, B::d_q>(row, col),
           p.Q + from.b * p.q.batch + from.h * p.q.head + from.q_row(from.q0) * p.q.row + column_of_q,
           row < rows && from.q0 < from.query_count(p) && (!B::takes_short_rows || column_of_q < p.D));
@@ -6626,10 +6644,10 @@ template <class B> struct PagedRows {
   const KernelArgs* a;
   const Item<B>* item;
   const Strides* strides;
-  const Input* head_g;
+  const KeyValue* head_g;
   int k;
   __device__ __forceinline__ void operator+=(int64_t rows) { k += int(rows); }
-  __device__ __forceinline__ const Input* operator+(int column) const {
+  __device__ __forceinline__ const KeyValue* operator+(int column) const {
     const int row = int(plan_room<B>(*a).page_size.remainder(uint32_t(B::use_pages == 1 ? k : item->k_row(k))));
     return head_g + page_of<B>(*a, *item, k) * strides->batch + row * strides->row + column;
   }
@@ -6640,7 +6658,7 @@ template <class B> struct PagedRows {
 // Each lane copies one box: rows of one page in one panel. The constructor reads the page table. Call it while
 // the stage is still full, which hides the latency of that read.
 template <class B, int D> struct TileBox<B, D, true> {
-  static constexpr int BYTES = D * B::input_bytes, PANEL_WIDTH = PANEL_BYTES<BYTES> / B::input_bytes;
+  static constexpr int BYTES = D * B::kv_bytes, PANEL_WIDTH = PANEL_BYTES<BYTES> / B::kv_bytes;
   int box_origin[5], row;  // of this lane's box: coordinates in the tensor map, and its first row in the tile
 
   __device__ __forceinline__ TileBox(const KernelArgs& a, const Item<B>& item, int h_kv, int k0)
@@ -6651,7 +6669,8 @@ template <class B, int D> struct TileBox<B, D, true> {
     box_origin[1] = int(plan_room<B>(a).page_size.remainder(uint32_t(k0 + row)));
     box_origin[4] = page_of<B>(a, item, k0 + row, rows);
   }
-  __device__ __forceinline__ void load(const KernelArgs&, const CUtensorMap* map, Input* to_s, uint64_t* full) const {
+  __device__ __forceinline__ void load(const KernelArgs&, const CUtensorMap* map, KeyValue* to_s,
+                                       uint64_t* full) const {
     if (row >= B::block_n) return;
     if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<BYTES>);
     to_s += box_origin[0] * B::block_n + row * PANEL_WIDTH;
@@ -6680,7 +6699,7 @@ template <class B> struct RowPages {
 // Copies a warp's rows of a tile, in the panel layout that TMA writes. LANES lanes copy a line of a panel, 16
 // bytes each. Rows that the item does not see are zero-filled.
 template <class B, int D> struct TileRows {
-  static constexpr int BYTES = ROW_BYTES<D * B::input_bytes>, LINE = PANEL_BYTES<BYTES>;
+  static constexpr int BYTES = ROW_BYTES<D * B::kv_bytes>, LINE = PANEL_BYTES<BYTES>;
   static constexpr int LANES = LINE / 16, AT_ONCE = 32 / LANES;  // lanes per line; lines that a warp copies at once
   const Item<B>& item;
   const int h_kv, k0;
@@ -6690,13 +6709,14 @@ template <class B, int D> struct TileRows {
       : TileRows(item_, head, first_key, RowPages<B>(a, item_, first_key)) {}
   __device__ __forceinline__ TileRows(const Item<B>& item_, int head, int first_key, const RowPages<B>& found)
       : item(item_), h_kv(head), k0(first_key), pages(found) {}
-  __device__ __forceinline__ void load(const KernelArgs& a, const CUtensorMap* map, Input* to_s, uint64_t* full) const {
+  __device__ __forceinline__ void load(const KernelArgs& a, const CUtensorMap* map, KeyValue* to_s,
+                                       uint64_t* full) const {
     const SdpaParams& p = a.p;
     const bool is_v = map == &tensor_maps<B>(a).v;
     const Strides& strides = is_v ? p.v : p.k;
-    const Input* const head_g = (is_v ? p.V : p.K) + h_kv * strides.head;
+    const KeyValue* const head_g = (is_v ? p.V : p.K) + h_kv * strides.head;
     const int lane = threadIdx.x % 32, line = lane / LANES, byte = lane % LANES * 16, first = pages.first_row();
-    const int bytes = (is_v ? p.Dv : p.D) * B::input_bytes;
+    const int bytes = (is_v ? p.Dv : p.D) * B::kv_bytes;
     // The swizzle repeats every 8 rows, and `first` is a multiple of 8. So the loop only applies the swizzle
     // of row % 8 to `place`.
     char* const first_s = reinterpret_cast<char*>(to_s) + first * LINE;
@@ -6704,7 +6724,7 @@ template <class B, int D> struct TileRows {
     SDPA_UNROLL for (int n = 0; n < pages.COUNT; n++) {
       const int key = k0 + first + 32 * n + lane;
       const int in_page = int(plan_room<B>(a).page_size.remainder(uint32_t(item.k_row(key))));
-      const Input* row_g = head_g + pages.page[n] * strides.batch + in_page * strides.row;
+      const KeyValue* row_g = head_g + pages.page[n] * strides.batch + in_page * strides.row;
       if (pages.page[n] >= p.pages) row_g = nullptr;
       SDPA_UNROLL for (int row = 32 * n; row < min(32 * n + 32, pages.ROWS); row += AT_ONCE) {
         const char* const from_g = reinterpret_cast<const char*>(
@@ -6758,7 +6778,7 @@ struct Sequence {
 };
 // First key of the first tile of these keys. With pages by TMA a tile begins at a multiple of BLOCK_N, as the
 // boxes do.
-template <class B> __device__ __forceinline__ int first_tile_key(const KeyRange& keys) {
+template <class B> __device__ __forceinline__ int first_tile_key(const Interval& keys) {
   return B::use_pages && B::is_wgmma && !B::copies_rows ? keys.begin / B::block_n * B::block_n : keys.begin;
 }
 // One range of a tile of a sequence. q0 counts the rows of the sequence. If the tile has several ranges,
@@ -6767,7 +6787,7 @@ template <class B> __device__ __forceinline__ int first_tile_key(const KeyRange&
 struct alignas(16) PlannedItem {
   int b, h, q0;
   Sequence sequence;
-  KeyRange keys;
+  Interval keys;
   int range, ranges, first_partial;
 };
 // The beginning of the scratch memory: the number of items, of items to merge, and of items fetched from the
@@ -6795,10 +6815,12 @@ template <class B> struct Item<B, true> : PlannedItem {
     const KeyBounds bounds(a.p, sequence.Sq, sequence.Sk);
     return {{bounds, B::pack_gqa ? queries_of_item<B>(a) : mask_rows<B>, B::block_n}, bounds};
   }
-  __device__ KeyRange keys_of_cta(const KernelArgs&, const Mask&) const { return {first_tile_key<B>(keys), keys.end}; }
+  __device__ Interval keys_of_cta(const KernelArgs&, const Mask&) const {
+    return {first_tile_key<B>(keys), keys.end};
+  }
   __device__ uint32_t range_count(const KernelArgs&) const { return ranges; }
-  __device__ uint32_t part(const KernelArgs&) const { return first_partial + range; }
-  __device__ uint32_t first_part(const KernelArgs&) const { return first_partial; }
+  __device__ uint32_t partial_index(const KernelArgs&) const { return first_partial + range; }
+  __device__ uint32_t first_partial_index(const KernelArgs&) const { return first_partial; }
   // The index is unique, because an item with a counter has at least two partials.
   __device__ uint32_t counter(const KernelArgs&) const { return first_partial / 2; }
   static __device__ uint32_t* queue(const KernelArgs& a) { return &plan_of(a).drawn; }
@@ -6849,9 +6871,10 @@ template <class B>
 __device__ __forceinline__ uint32_t invariant_ranges(const KernelArgs& a, const Sequence& sequence, uint32_t rounds) {
   const KeyBounds keys(a.p, sequence.Sq, sequence.Sk);
   const int queries = queries_of_item<B>(a), most_keys = min(sequence.Sk, keys.to - keys.from + queries + B::block_n);
-  const int limit = B::split_ctas != 0 ? rounds_at_once<B>()
-                                       : invariant_rounds(ceil_div(most_keys, B::round_keys), B::round_keys,
-                                                          ceil_div(sequence.Sq, queries), plan_room<B>(a).free_parts);
+  const int limit = B::split_ctas != 0
+                        ? rounds_at_once<B>()
+                        : invariant_rounds(ceil_div(most_keys, B::round_keys), B::round_keys,
+                                           ceil_div(sequence.Sq, queries), plan_room<B>(a).free_partials);
   return B::split_ctas == 1 ? 1 : max(ceil_div(rounds, limit), uint32_t(max(B::split_ctas, 1)));
 }
 // One CTA computes the plan. It sorts the items into classes by their number of rounds.
@@ -6894,11 +6917,11 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
   int shift = 0;
   while (shift < 5 && (a.p.q_starts || 1 << shift < ceil_div(a.p.Sq, queries_of_item<B>(a)))) shift++;
   const auto each_tile = [&](const auto& use) { for_each_tile<B>(a, shift, use); };
-  const auto rounds_of = [](const KeyRange& keys) {
+  const auto rounds_of = [](const Interval& keys) {
     return uint32_t(max(ceil_div(keys.end - first_tile_key<B>(keys), B::round_keys), 0));
   };
   uint64_t rounds_of_thread = 0;
-  each_tile([&](int, const Sequence& sequence, int, const KeyRange& keys) {
+  each_tile([&](int, const Sequence& sequence, int, const Interval& keys) {
     rounds_of_thread += rounds_of(keys);
     atomicMax(&s.most_rounds, rounds_of({0, sequence.Sk}));
   });
@@ -6912,7 +6935,8 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
   // typed: minimum number of ranges per tile: an explicit SPLIT_CTAS if there is room for it, otherwise 1.
   const uint32_t least = least_rounds(B::round_keys);
   const auto& room = plan_room<B>(a);
-  const uint32_t most = rounds_at_once<B>(), free = room.free_parts, typed = room.parts > free ? B::split_ctas : 1;
+  const uint32_t most = rounds_at_once<B>(), free = room.free_partials;
+  const uint32_t typed = room.partials > free ? B::split_ctas : 1;
   const uint64_t rounds_of_all = uint64_t(s.rounds_65536) * 65536 + s.rounds;
   const uint32_t even = free > 0 ? uint32_t(min(2 * rounds_of_all / free + 1, uint64_t(0x7fffffff))) : 0x7fffffff;
   const uint32_t limit = max(even, B::split_ctas == 0 ? min(least, most) : most);
@@ -6928,7 +6952,7 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
     const uint32_t cost = B::split_ctas == 1 ? rounds_of({0, sequence.Sk}) : ceil_div(rounds, ranges);
     return plan_classes - 1 - int(cost * (plan_classes - 1) / longest);
   };
-  each_tile([&](int, const Sequence& sequence, int, const KeyRange& keys) {
+  each_tile([&](int, const Sequence& sequence, int, const Interval& keys) {
     const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(sequence, rounds);
     atomicAdd(&s.count_of[class_of(sequence, rounds, ranges)], ranges);
   });
@@ -6944,7 +6968,7 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
   __syncthreads();  // hazard: first and count written by these threads
   PlannedItem* const items = planned_items(a);
   uint32_t* const merges = reinterpret_cast<uint32_t*>(items + plan_room<B>(a).items);
-  each_tile([&](int b, const Sequence& sequence, int q0, const KeyRange& keys) {
+  each_tile([&](int b, const Sequence& sequence, int q0, const Interval& keys) {
     const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(sequence, rounds);
     const uint32_t first_partial = ranges > 1 ? atomicAdd(&s.partials, ranges) : 0;
     const uint32_t each = rounds / ranges, rest = rounds % ranges;  // `rest` ranges have one more round
@@ -6964,10 +6988,10 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
       }
     }
   });
-  __syncthreads();  // hazard: parts and merges added up by all threads
+  __syncthreads();  // hazard: partials and merges added up by all threads
   if (tid == 0) st_global(&plan_of(a), uint4{s.count, s.count > 0 ? s.merges : 0, 0, 0});
   if constexpr (counts_ranges<B>) {
-    const uint32_t counters = min(s.partials, plan_room<B>(a).parts) * a.q_heads.divisor / 2;
+    const uint32_t counters = min(s.partials, plan_room<B>(a).partials) * a.q_heads.divisor / 2;
 #pragma unroll 1
     for (uint32_t i = tid; i < counters; i += plan_threads) st_global(range_counters<B>(a) + i, 0u);
   }
@@ -7130,16 +7154,14 @@ struct TensorView {  // Q, K, V or O
   } dims[3];
 };
 
+template <class T> TensorView view_of(const char* name, T* data, Strides& s, int B, int H, int S) {
+  return {name, data, sizeof(T), {{"row", S, s.row}, {"head", H, s.head}, {"batch", B, s.batch}}};
+}
 std::array<TensorView, 4> tensors_of(SdpaParams& p) {
-  // USE_LENGTHS: a tensor with packed sequences has a batch size of 1.
-  const int of_q = Defines::use_lengths && p.q_starts ? min(p.B, 1) : p.B,
-            rows = Defines::use_pages ? p.page_size : p.Sk;
-  const int of_k = Defines::use_pages ? p.pages : Defines::use_lengths && p.k_starts ? min(p.B, 1) : p.B;
-  const auto view = [](const char* name, auto* data, Strides& s, int B, int H, int S) {
-    return TensorView{name, data, sizeof *data, {{"row", S, s.row}, {"head", H, s.head}, {"batch", B, s.batch}}};
-  };
-  return {{view("Q", p.Q, p.q, of_q, p.Hq, p.Sq), view("K", p.K, p.k, of_k, p.Hkv, rows),
-           view("V", p.V, p.v, of_k, p.Hkv, rows), view("O", p.O, p.o, of_q, p.Hq, p.Sq)}};
+  const int of_q = batches_of(p, p.q_starts), of_k = Defines::use_pages ? p.pages : batches_of(p, p.k_starts);
+  const int rows = Defines::use_pages ? p.page_size : p.Sk;
+  return {{view_of("Q", p.Q, p.q, of_q, p.Hq, p.Sq), view_of("K", p.K, p.k, of_k, p.Hkv, rows),
+           view_of("V", p.V, p.v, of_k, p.Hkv, rows), view_of("O", p.O, p.o, of_q, p.Hq, p.Sq)}};
 }
 
 // The attribute of the current device, or `otherwise` if there is no device.
@@ -7186,10 +7208,10 @@ int ranges_of(const SdpaParams& p, const Items& items, bool by_kernel, int round
               int sms) {
   const int64_t keys = max(most_visible_keys(p), 1);  // 64 bits, because the sizes may not have been checked yet
   const int rounds = int(ceil_div(keys, round_keys));
-  const double round_kb = round_keys * p.D * sizeof(Input) / 512.0;  // K and V
+  const double round_kb = round_keys * p.D * sizeof(KeyValue) / 512.0;  // K and V
   if (p.batch_invariant) {
-    const int tiles = ceil_div(p.Sq, items.queries), parts = sms / max(p.Hq / items.heads, 1);
-    return ceil_div(rounds, invariant_rounds(rounds, round_keys, tiles, parts));
+    const int tiles = ceil_div(p.Sq, items.queries), partials = sms / max(p.Hq / items.heads, 1);
+    return ceil_div(rounds, invariant_rounds(rounds, round_keys, tiles, partials));
   }
   const int most = by_kernel || items.count <= most_split_items ? min(rounds, 256) : 1;
   int best = 0;
@@ -7247,24 +7269,28 @@ template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   plan.page_size = Divisor(uint32_t(page_size));
   plan.box_rows = bits & -bits;  // the largest power of 2 that divides both
   if (B::split_ctas == 1) return plan;
-  if (p.batch_invariant) {  // free_parts: per sequence. parts: of all sequences; more if one exceeds `most` rounds
-    plan.free_parts = max(sm_count() / int(heads), 1);
+  // batch_invariant: free_partials is per sequence. partials is for all sequences, and more if one of them exceeds
+  // `most` rounds.
+  if (p.batch_invariant) {
+    plan.free_partials = max(sm_count() / int(heads), 1);
     const int keys = p.most_keys > 0 ? min(p.most_keys, p.Sk) : p.Sk, most = rounds_at_once<B>();
     const int rounds = int(ceil_div(keys, B::round_keys)), least = invariant_rounds(1, B::round_keys, 1, 1);
     const auto all = [&](int limit) { return uint64_t(tiles) * max(int(ceil_div(rounds, limit)), B::split_ctas); };
-    uint64_t parts = all(B::split_ctas > 1 ? most : least);
+    uint64_t partials = all(B::split_ctas > 1 ? most : least);
     if (B::split_ctas == 0) {
-      parts = min(parts, uint64_t(p.B) * plan.free_parts + (rounds > most ? all(most) : 0)) * (rounds > least);
+      const uint64_t of_sequences = uint64_t(p.B) * plan.free_partials + (rounds > most ? all(most) : 0);
+      partials = rounds > least ? min(partials, of_sequences) : 0;
     }
-    plan.parts = uint32_t(min(parts, uint64_t(0x7fffffff)));
-    plan.items += plan.parts;
+    plan.partials = uint32_t(min(partials, uint64_t(0x7fffffff)));
+    plan.items += plan.partials;
     return plan;
   }
   const uint32_t counters = merges_by_kernel<B> ? 0x7fffffff : most_split_items / heads;
-  plan.free_parts = min(2 * ceil_div(4 * uint32_t(most_resident_ctas<B>() * sm_count()), heads), counters);
+  plan.free_partials = min(2 * ceil_div(4 * uint32_t(most_resident_ctas<B>() * sm_count()), heads), counters);
   const uint64_t typed = B::split_ctas > 1 ? uint64_t(B::split_ctas) * tiles : 0;
-  plan.parts = plan.free_parts + (typed + plan.free_parts <= min(counters, most_split_items) ? uint32_t(typed) : 0);
-  plan.items += plan.parts;
+  const bool has_room = typed + plan.free_partials <= min(counters, most_split_items);
+  plan.partials = plan.free_partials + (has_room ? uint32_t(typed) : 0);
+  plan.items += plan.partials;
   return plan;
 }
 
@@ -7414,10 +7440,24 @@ template <class Kernel> SdpaStatus allow_shared_bytes(Kernel kernel, size_t byte
                                                                    "this process,");
 }
 
+// Enqueues a kernel. early: by programmatic dependent launch, it starts before the preceding kernel in the stream has
+// ended, and waits for it before it accesses memory. It lets the next kernel with this attribute start early, too. The
+// next kernel must call cudaGridDependencySynchronize() before it reads O or writes an input.
+template <class Args>
+SdpaStatus enqueue(void (*kernel)(Args), const Args& a, uint32_t ctas, int threads, size_t shared, bool early,
+                   cudaStream_t stream, const char* what) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  const cudaLaunchConfig_t launch{dim3(ctas), dim3(threads), shared, stream, &attribute, early ? 1u : 0u};
+  const cudaError_t error = cudaLaunchKernelEx(&launch, kernel, a);
+  return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, what);
+}
+
 // Launches the kernel with one CTA per range of `items` items. USE_PERSISTENT_CTA: launches at most the CTAs that are
 // resident, and at most max_ctas.
 template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t stream) {
-  const uint32_t ctas = items * (B::split_ctas == 1 ? 1 : a.ranges.divisor);
+  uint32_t ctas = items * (B::split_ctas == 1 ? 1 : a.ranges.divisor);
   static_assert(shared_bytes<B> <= 227 * 1024,
                 "BLOCK_M, BLOCK_N, STAGES: more than 227 KB of shared memory per CTA; type a smaller BLOCK_N or "
                 "STAGES");
@@ -7428,44 +7468,28 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
     most = even_share(bytes, 1);
     bytes = even_share(bytes, ctas);
   }
-  const SdpaStatus allowed = allow_shared_bytes(entry, most);
-  if (!allowed.ok()) return allowed;
-  cudaError_t error = cudaSuccess;
-  cudaLaunchConfig_t launch{dim3(ctas), dim3(B::threads), bytes, stream, nullptr, 0};
+  SdpaStatus status = allow_shared_bytes(entry, most);
+  if (!status.ok()) return status;
   if (B::use_persistent_cta) {
     int ctas_per_sm = 0;
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, entry, B::threads, shared_bytes<B>);
+    const cudaError_t error =
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, entry, B::threads, shared_bytes<B>);
     if (error != cudaSuccess) return cuda_failure(error, "querying the occupancy");
     const uint32_t resident = uint32_t(sm_count()) * uint32_t(max(ctas_per_sm, 1)), asked = uint32_t(a.p.max_ctas);
-    launch.gridDim.x = min(ctas, asked > 0 ? min(asked, resident) : resident);
+    ctas = min(ctas, asked > 0 ? min(asked, resident) : resident);
   }
-  cudaLaunchAttribute early{};
-  // Programmatic dependent launch: the wgmma kernel starts before the preceding kernel in the stream has ended,
-  // and waits for it before it accesses memory. It lets the next kernel with this attribute start early, too.
-  // The next kernel must call cudaGridDependencySynchronize() before it reads O or writes an input.
-  if (B::is_wgmma) {
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    launch.attrs = &early;
-    launch.numAttrs = 1;
-  }
+  constexpr bool early = B::is_wgmma;
   if constexpr (B::use_lengths) {
-    cudaLaunchConfig_t plan = launch;
-    plan.gridDim = dim3(1);
-    plan.blockDim = dim3(plan_threads);
-    plan.dynamicSmemBytes = sizeof(PlanShared);
-    error = cudaLaunchKernelEx(&plan, sdpa_plan<B>, a);
-    if (error != cudaSuccess) return cuda_failure(error, "launching the plan");
+    status = enqueue(sdpa_plan<B>, a, 1, plan_threads, sizeof(PlanShared), early, stream, "launching the plan");
+    if (!status.ok()) return status;
   }
-  error = cudaLaunchKernelEx(&launch, entry, a);
+  status = enqueue(entry, a, ctas, B::threads, bytes, early, stream, "launching the kernel");
   if constexpr (merges_by_kernel<B>) {
-    launch.gridDim = dim3(items * merge_ctas<B>);
-    launch.blockDim = dim3(merge_threads);
-    if (B::use_lengths) launch.gridDim.x = min(launch.gridDim.x, 8 * uint32_t(sm_count()));
-    launch.dynamicSmemBytes = 0;
-    if (error == cudaSuccess) error = cudaLaunchKernelEx(&launch, sdpa_merge<B>, a);
+    uint32_t merging = items * merge_ctas<B>;
+    if (B::use_lengths) merging = min(merging, 8 * uint32_t(sm_count()));
+    if (status.ok()) status = enqueue(sdpa_merge<B>, a, merging, merge_threads, 0, early, stream, "launching the merge");
   }
-  return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, "launching the kernel");
+  return status;
 }
 
 float scale_log2_of(const SdpaParams& p) {  // scale * log2(e). DTYPE=U8: times the units of Q and K
@@ -7510,11 +7534,11 @@ template <class B> Grid grid_of(const SdpaParams& p, const Items& items) {
   if (B::split_ctas != 1) grid.ranges = Divisor(uint32_t(items.ranges));
   const bool all = KeyBounds(p, p.Sq, p.Sk).all() && !B::use_lengths;
   grid.unmasked_rounds = all ? max(int(ceil_div(p.Sk, B::round_keys)), 1) : 0;
-  const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Input);  // K and V of one KV head
+  const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(KeyValue);  // K and V of one KV head
   const double l2_bytes = device_attribute(cudaDevAttrL2CacheSize, 60 << 20);
-  // The heads are divided into groups of equal size, whose K and V take about 32 of 60 MB of L2.
-  const double kv_heads = double(p.B) * p.Hkv, groups = std::ceil(kv_heads * kv_bytes / (l2_bytes * 8 / 15));
-  const double heads = std::fmax(1, std::ceil(kv_heads / std::fmax(groups, 1)) * (p.Hq / p.Hkv / items.heads));
+  // The heads are divided into sections of equal size, whose K and V take about 32 of 60 MB of L2.
+  const double kv_heads = double(p.B) * p.Hkv, sections = std::ceil(kv_heads * kv_bytes / (l2_bytes * 8 / 15));
+  const double heads = std::fmax(1, std::ceil(kv_heads / std::fmax(sections, 1)) * (p.Hq / p.Hkv / items.heads));
   grid.heads_in_l2 = uint32_t(std::fmin(heads, most_rows));  // clamped only with USE_LENGTHS, which ignores it
   grid.items_in_l2 = Divisor(uint32_t(std::fmin(double(grid.heads_in_l2) * q_blocks, 0x7fffffff)));
   return grid;
@@ -7593,13 +7617,8 @@ template <class B> SdpaStatus set_bias_map(KernelArgs& a, const Items& items, vo
   a.bias_map.lists = reinterpret_cast<uint32_t*>(static_cast<uint64_t*>(at) + 1);
   a.unmasked_rounds = 0;  // the number of rounds differs between items
   if constexpr (lists_from_map<B>) {
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
-    const uint32_t count = a.bias_map.heads.divisor * a.bias_map.batches.divisor * a.q_blocks.divisor;
-    const cudaLaunchConfig_t launch{dim3(count), dim3(map_threads), 0, stream, &early, 1};
-    const cudaError_t error = makes ? cudaLaunchKernelEx(&launch, sdpa_map<B>, a) : cudaSuccess;
-    if (error != cudaSuccess) return cuda_failure(error, "launching the map of the bias");
+    const uint32_t lists = a.bias_map.heads.divisor * a.bias_map.batches.divisor * a.q_blocks.divisor;
+    if (makes) return enqueue(sdpa_map<B>, a, lists, map_threads, 0, true, stream, "launching the map of the bias");
   }
   return {};
 }
@@ -7634,9 +7653,9 @@ template <class B> LaunchMemory memory_of(const SdpaParams& p) {
   const Items items = items_of<B>(p);
   if constexpr (B::use_lengths) {
     const PlanArgs plan = plan_args<B>(p, items);
-    const size_t parts = size_t(plan.parts) * (p.Hq / items.heads);
-    const size_t counters = counts_ranges<B> ? parts / 2 : 0;
-    return {0, plan_bytes(plan) + parts * sizeof(RangePartial<B>) + counters * sizeof(uint32_t)};
+    const size_t partials = size_t(plan.partials) * (p.Hq / items.heads);
+    const size_t counters = counts_ranges<B> ? partials / 2 : 0;
+    return {0, plan_bytes(plan) + partials * sizeof(RangePartial<B>) + counters * sizeof(uint32_t)};
   }
   if (items.ranges == 1 && counts_ranges<B>) return {0, 0};
   const size_t counters = counts_ranges<B> ? size_t(min(items.count, int64_t(most_split_items))) : 0;
@@ -7681,10 +7700,10 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
     const PlanArgs plan = plan_args<B>(p, items);
     const uint64_t heads = p.Hq / items.heads;
     if (plan.items * heads > most) return failure(refused, "B*Hq*Sq is over %d tiles; split the batch", most);
-    if (!merges_by_kernel<B> && plan.parts * heads > most_split_items) {
+    if (!merges_by_kernel<B> && plan.partials * heads > most_split_items) {
       return failure(refused, "batch_invariant: %llu ranges of keys exceed the limit of %u; split the batch or "
                               "pass most_keys",
-                     (unsigned long long)(plan.parts * heads), most_split_items);
+                     (unsigned long long)(plan.partials * heads), most_split_items);
     }
     [&](auto& args) { args.plan = plan; }(a);
     a.work_items = uint32_t(plan.items * heads);
@@ -7778,8 +7797,8 @@ SdpaStatus check_params(SdpaParams& p) {
   if (p.softcap != 0 && !(p.softcap >= 1e-18 && p.softcap <= 1e18)) {
     return failure(refused, "softcap=%g: must be 0, or 1e-18 to 1e18", double(p.softcap));
   }
-  const char* of_8bit_q = Defines::query_bytes == 1 ? "" : "an 8-bit DTYPE";
-  const char *of_8bit = Defines::input_bytes == 1 ? "" : "an 8-bit DTYPE or KV_DTYPE",
+  const char* of_8bit_q = Defines::q_bytes == 1 ? "" : "an 8-bit DTYPE";
+  const char *of_8bit = Defines::kv_bytes == 1 ? "" : "an 8-bit DTYPE or KV_DTYPE",
              *of_cap = Defines::use_softcap ? "" : "USE_SOFTCAP";
   const char *of_lengths = Defines::use_lengths ? "" : "USE_LENGTHS=1",
              *of_pages = Defines::use_pages ? "" : "USE_PAGES=1";
@@ -7887,14 +7906,14 @@ SDPA_KNOBS(SDPA_LEGAL)
 SDPA_KNOBS(SDPA_FAMILIES)
 SDPA_REFUSE(USE_WMMA_changed + USE_MMA_SYNC_changed + USE_WGMMA_changed > 1,
             "USE_WMMA=1, USE_MMA_SYNC=1 and USE_WGMMA=1: a build has one kernel family; keep one of them");
-SDPA_REFUSE(Defines::kv_dtype != 0 && Defines::query_bytes == 1,
+SDPA_REFUSE(Defines::kv_dtype != 0 && Defines::q_bytes == 1,
             "KV_DTYPE=FP8_E4M3: 8-bit K and V require a 16-bit Q; type DTYPE=FP16 or DTYPE=BF16, or drop KV_DTYPE");
 SDPA_REFUSE(OUT_DTYPE_changed &&
-                DType(Defines::out_dtype - 1) == (Defines::query_bytes == 1 ? DType::fp16 : Defines::q_type),
+                DType(Defines::out_dtype - 1) == (Defines::q_bytes == 1 ? DType::fp16 : Defines::q_type),
             "OUT_DTYPE: O has that type by default; drop OUT_DTYPE");
 SDPA_REFUSE(HEAD_DIM_V_changed && Defines::head_dim_v == Defines::head_dim,
             "HEAD_DIM_V: V and O have that D by default; drop HEAD_DIM_V");
-SDPA_REFUSE(Defines::kernel == KernelKind::mma && Defines::use_tuned && Defines::input_bytes == 1,
+SDPA_REFUSE(Defines::kernel == KernelKind::mma && Defines::use_tuned && Defines::kv_bytes == 1,
             "USE_TUNED=1: the table has no tiles for an 8-bit DTYPE with mma.sync; drop USE_TUNED or type "
             "DTYPE=FP16");
 SDPA_REFUSE(NUM_PRODUCER_WARPS_changed && !Defines::use_warp_specialization,
@@ -7904,7 +7923,7 @@ SDPA_REFUSE(Defines::kv_type == DType::e4m3 && Defines::kernel == KernelKind::wm
             "DTYPE=FP8_E4M3: nvcuda::wmma does not support e4m3; drop USE_WMMA or type DTYPE=U8");
 SDPA_REFUSE(Defines::kv_type == DType::u8 && (Defines::kernel == KernelKind::mma || Defines::is_wgmma),
             "DTYPE=U8: only the scalar and wmma kernels support it; type DTYPE=FP8_E4M3 or USE_WMMA=1");
-SDPA_REFUSE(Defines::use_bias != 0 && Defines::input_bytes == 1,
+SDPA_REFUSE(Defines::use_bias != 0 && Defines::kv_bytes == 1,
             "USE_BIAS: scores of 8-bit types have factors that come after it; type DTYPE=FP16 or DTYPE=BF16");
 SDPA_REFUSE((SCORE_MOD_changed || Defines::changes_logits || (Defines::hides_keys && !Defines::use_key_mask)) &&
                 (Defines::use_softcap != 0 || Defines::use_bias != 0),
@@ -7941,7 +7960,7 @@ template <class B> constexpr bool check_wgmma() {
   SDPA_REFUSE(wgmma && B::tile_type != B::kv_type && (!roles || B::use_persistent_cta || B::split_kv > 1),
               "KV_DTYPE: with wgmma all producer warps convert tiles of one split, so none can store O "
               "meanwhile; add USE_WARP_SPECIALIZATION=1 and drop USE_PERSISTENT_CTA and SPLIT_KV");
-  SDPA_REFUSE(wgmma && B::vec_width != 16 / B::input_bytes,
+  SDPA_REFUSE(wgmma && B::vec_width != 16 / B::kv_bytes,
               "VEC_WIDTH: TMA requires addresses and strides in multiples of 16 bytes; type VEC_WIDTH=8, or 16 "
               "with an 8-bit DTYPE or KV_DTYPE");
   SDPA_REFUSE(wgmma && !roles && (B::overlap || B::use_persistent_cta || B::use_ping_pong),
@@ -8018,13 +8037,13 @@ template <class B> constexpr bool check() {
   SDPA_REFUSE(!wgmma && !B::use_cp_async && !B::use_warp_specialization && B::stages > 1,
               "STAGES: a plain copy finishes before the next one starts, so STAGES does nothing without "
               "cp.async or producer warps; add USE_CP_ASYNC=1 or drop STAGES");
-  SDPA_REFUSE(B::input_bytes == 2 && B::vec_width == 16,
+  SDPA_REFUSE(B::kv_bytes == 2 && B::vec_width == 16,
               "VEC_WIDTH=16: an access has at most 16 bytes, but 16 elements have 32; type VEC_WIDTH=8");
   SDPA_REFUSE(wmma && B::tile_type != B::kv_type && B::vec_width < 8,
               "DTYPE=U8: 8 elements are converted to fp16 at a time; type VEC_WIDTH=16");
   SDPA_REFUSE(wmma && B::tile_type != B::kv_type && B::use_cp_async,
               "USE_CP_ASYNC=1: U8 is converted to fp16 in registers; drop USE_CP_ASYNC");
-  SDPA_REFUSE(B::use_cp_async && B::vec_width * B::input_bytes < 4,
+  SDPA_REFUSE(B::use_cp_async && B::vec_width * B::kv_bytes < 4,
               "USE_CP_ASYNC=1: cp.async moves 4, 8 or 16 bytes, but this VEC_WIDTH has fewer; type VEC_WIDTH=8");
   return check_wgmma<B>();
 }
@@ -8228,13 +8247,13 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
                                     : 0;
   struct { double most, least, mean; } keys{};  // keys per item, in whole rounds
   const auto in_rounds = [&](int64_t count) { return double(ceil_div(count, round_keys)) * round_keys; };
-  const auto seen_by = [&](int q) { return bounds.end(q) - bounds.begin(q); };
-  keys.most = keys.least = std::fmax(in_rounds(seen_by(p.Sq - 1)), round_keys);
+  const auto visible_to = [&](int q) { return bounds.end(q) - bounds.begin(q); };
+  keys.most = keys.least = std::fmax(in_rounds(visible_to(p.Sq - 1)), round_keys);
   for (int i = 1; i < 32; i += 2) {  // samples 16 rows
-    const int seen = seen_by(int(i / 32.0 * p.Sq));
-    keys.mean += seen / 16.0;
-    keys.most = std::fmax(keys.most, in_rounds(seen));
-    keys.least = std::fmin(keys.least, in_rounds(seen));
+    const int visible = visible_to(int(i / 32.0 * p.Sq));
+    keys.mean += visible / 16.0;
+    keys.most = std::fmax(keys.most, in_rounds(visible));
+    keys.least = std::fmin(keys.least, in_rounds(visible));
   }
   // At each edge of the mask an item computes half a tile more than is visible; the edge also costs the time of
   // 64 keys.
@@ -8263,7 +8282,7 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   const double work = std::fmax(longest, std::fmax(spread, in_waves)) + merge;
   // K and V are read once, from L2 if they take less than 52 MB, otherwise from device memory. Reading overlaps
   // with computing, which the 4-norm of both times models.
-  const double bytes = 2.0 * sizeof(Input) * p.D * (bounds.end(p.Sq - 1) - bounds.begin(0)) * p.B * p.Hkv;
+  const double bytes = 2.0 * sizeof(KeyValue) * p.D * (bounds.end(p.Sq - 1) - bounds.begin(0)) * p.B * p.Hkv;
   const double read = bytes / sms / (bytes < 52e6 ? 22 : t.pack_gqa && !by_kernel ? 18 : 15);
   const double start = t.use_persistent_cta ? 3500 : -700;  // -700: overlap with the preceding launch
   return start + std::sqrt(std::hypot(work * work, read * read));

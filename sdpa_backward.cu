@@ -59,11 +59,13 @@ namespace {
 SDPA_BACKWARD_KNOBS(SDPA_KNOB)
 constexpr std::string_view backward_knobs =
     "HEAD_DIM HEAD_DIM_V DTYPE BLOCK_M BLOCK_N NUM_WARPS VEC_WIDTH USE_CP_ASYNC STAGES SWIZZLE_XOR USE_MMA_SYNC "
-    "USE_WGMMA USE_WARP_SPECIALIZATION USE_SOFTCAP USE_SINKS USE_LENGTHS SCORE_MOD MASK_MOD";
+    "USE_WGMMA USE_WARP_SPECIALIZATION USE_SOFTCAP USE_SINKS USE_LENGTHS USE_BIAS SCORE_MOD MASK_MOD";
 
 }  // namespace
 
 // ==== 2 PROBLEM ==================================================================================
+
+using Input = KeyValue;  // element type of Q, K, V and the gradients
 
 struct SdpaGradients {
   const Output* dO;             // [B,Hq,Sq,D]
@@ -71,6 +73,10 @@ struct SdpaGradients {
   Strides d_o, d_q, d_k, d_v;   // of dO, dQ, dK, dV, as in SdpaParams; only dO's may be 0 or negative
   const float* dLSE = nullptr;  // [B,Hq,Sq] contiguous, the gradient of LSE; null: 0
   float* dSinks = nullptr;      // USE_SINKS=1: [Hq], every element is written; or null
+  void* dBias = nullptr;        // USE_BIAS=1, 3: [B,Hq,Sq,keys], every element is written; or null. keys: bias_keys, or if
+                                // that is 0 the lesser one of Sk and most_keys
+  Strides d_bias = {0, 0, 0};   // of dBias. A stride of 0: the dimension has size 1, and dBias is summed over it
+  int dBias_sums_keys = 0;      // 1: a row of dBias has one element, the sum over the keys
   void* workspace = nullptr;    // device memory, 256-byte aligned, one per stream; for its size see
                                 // sdpa_backward_workspace_bytes()
 };
@@ -78,6 +84,9 @@ struct SdpaGradients {
 // dQ of a row that sees no key is 0, and so are dK and dV of a key that no row sees. O and LSE may come from
 // another implementation. LSE is a natural logarithm, includes the scale, and is -inf for a row that sees no
 // key.
+// USE_BIAS: dBias has the type of the bias, but its own strides. An element is the sum of dS over the dimensions with a
+// stride of 0, and over the keys with dBias_sums_keys, in fp32 and in a fixed order. It is 0 where no query sees a key, and where the bias is -inf. The
+// bias_map of the forward pass is ignored.
 // USE_LENGTHS: tensors are packed as in struct Sequence, dO, dQ and O like Q, dK and dV like K. dLSE has the
 // shape of LSE. Rows of dQ, dK and dV that are no query or key of a sequence are 0: such rows of Q, K and V do
 // not affect O. The same rows of Q, K, V, O, dO, LSE and dLSE may contain anything, including NaN.
@@ -88,6 +97,20 @@ struct SdpaBackwardParams : SdpaGradients {
 namespace {
 
 struct GradientMaps { CUtensorMap d_o, d_k, d_v; };
+// USE_BIAS: how sdpa_backward_bias computes dBias. A dimension is either kept, or dBias is summed over it.
+//   tiles   the tiles of dBias: indices along the kept dimensions
+//   steps   the tiles of dS that are summed in a tile of dBias: indices along the other dimensions
+// An index counts batches, heads, tiles of queries and tiles of keys, the last one fastest.
+struct BiasPlan {
+  struct Dims {
+    Divisor heads, queries, keys;  // sizes of the last three dimensions
+    uint32_t count;
+  };
+  Dims tiles, steps;
+  uint32_t ranges;           // CTAs per tile. Each sums a range of the steps
+  bool sums_queries, sums_keys;
+  int columns;               // keys that have a bias
+};
 
 // True for sdpa_backward_wgmma.
 template <class B> constexpr bool has_roles = B::kernel == KernelKind::wgmma_roles;
@@ -100,37 +123,41 @@ __host__ __device__ inline int64_t tiles_of_head(const SdpaParams& p, const int*
   return ceil_div(rows, size) + (Defines::use_lengths && starts ? int64_t(p.B) : 0);
 }
 __device__ inline int first_tile(int start, int b, int size) { return start / size + b; }
-// Batch size of a tensor with these starts: a packed tensor has a batch size of 1.
-__host__ __device__ inline int batches_of(const SdpaParams& p, const int* starts) {
-  return Defines::use_lengths && starts ? min(p.B, 1) : p.B;
-}
 
 // Rows per query head in the workspace. has_roles: padded to whole tiles of BLOCK_N rows.
 inline int64_t padded_rows_of(const SdpaParams& p) {
   return has_roles<Defines> ? tiles_of_head(p, p.q_starts, p.Sq, Defines::block_n) * Defines::block_n : p.Sq;
 }
-// The workspace: arrays with padded_rows entries per query head. The entries are LSE * log2(e), where -inf is
+// Factor of LSE in the workspace. The weight of a logit is 2^((logit - LSE) * log2(e)). Without a bias the factor is
+// log2(e), which saves an instruction. With a bias it is 1: a logit may be the least finite float, and its product with
+// log2(e) would be -inf.
+template <class B> constexpr float lse_factor = B::adds_bias ? 1 : 1 / ln2;
+
+// The workspace: arrays with padded_rows entries per query head. The entries are LSE * lse_factor, where -inf is
 // replaced by +inf, and delta. adds_dq: also D sums of dQ / gradient_scale. has_roles: these are ordered as in
-// add_to_sums_of_dq().
+// add_to_sums_of_dq(). USE_BIAS: also partial sums of dBias.
 struct BackwardWorkspace {
   int64_t heads;  // B * Hq, or Hq with q_starts
   int padded_rows;
-  float2* rows;             // {LSE_log2, delta}
-  float *lse_log2, *delta;  // has_roles: instead of rows
-  float* dQ_sums;           // adds_dq
+  float2* rows;        // {LSE, delta}
+  float *lse, *delta;  // has_roles: instead of rows
+  float* dQ_sums;      // adds_dq
 
   BackwardWorkspace(const SdpaParams& p, void* workspace)
       : heads(int64_t(batches_of(p, p.q_starts)) * p.Hq),
         padded_rows(int(padded_rows_of(p))),
         rows(static_cast<float2*>(workspace)),
-        lse_log2(static_cast<float*>(workspace)),
-        delta(lse_log2 + heads * padded_rows),
-        dQ_sums(lse_log2 + floats_before_sums(heads * padded_rows)) {}
+        lse(static_cast<float*>(workspace)),
+        delta(lse + heads * padded_rows),
+        dQ_sums(lse + floats_before_sums(heads * padded_rows)) {}
+  __device__ __forceinline__ float* dBias_sums() const {
+    return dQ_sums + (adds_dq<Defines> ? heads * padded_rows * Defines::head_dim : 0);
+  }
   static int64_t floats_before_sums(int64_t all_rows) { return (2 * all_rows + 3) / 4 * 4; }  // 16-byte aligned
   __device__ __forceinline__ void set(int64_t head, int q, float2 values) const {
     const int64_t i = head * padded_rows + q;
     if (has_roles<Defines>) {
-      st_global(lse_log2 + i, values.x);
+      st_global(lse + i, values.x);
       st_global(delta + i, values.y);
       return;
     }
@@ -138,7 +165,7 @@ struct BackwardWorkspace {
   }
   __device__ __forceinline__ float2 get(int64_t head, int q) const {
     const int64_t i = head * padded_rows + q;
-    if (has_roles<Defines>) return {ld_global<float>(lse_log2 + i), ld_global<float>(delta + i)};
+    if (has_roles<Defines>) return {ld_global<float>(lse + i), ld_global<float>(delta + i)};
     return ld_global<float2>(rows + i);
   }
 };
@@ -150,6 +177,7 @@ struct BackwardArgs : KernelArgs, SdpaGradients {
   float gradient_scale;   // the factor of dQ and dK: scale
   int heads_at_once = 1;  // has_roles: KV heads per section, see key_tile_of_cta()
   std::conditional_t<has_roles<Defines>, GradientMaps, Nothing> gradient_maps;
+  std::conditional_t<Defines::adds_bias, BiasPlan, Nothing> bias_plan;
 
   BackwardArgs(const SdpaBackwardParams& params, int rows_of_mask, int keys_of_mask, const Grid& grid = {})
       : KernelArgs(params.forward, rows_of_mask, keys_of_mask, grid),
@@ -159,7 +187,7 @@ struct BackwardArgs : KernelArgs, SdpaGradients {
 };
 
 // Returns the range of queries that see at least one key in [first, last].
-__host__ __device__ inline KeyRange queries_of_keys(const KeyBounds& keys, int first, int last, int queries) {
+__host__ __device__ inline Interval queries_of_keys(const KeyBounds& keys, int first, int last, int queries) {
   return {max(first - keys.to + 1, 0), min(last - keys.from + 1, queries)};
 }
 
@@ -464,9 +492,28 @@ template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ D
 
 // True if the derivative of a logit with respect to its score may differ from 1.
 template <class B> constexpr bool has_slope = B::use_softcap != 0 || B::changes_logits;
+// USE_SOFTCAP: the derivative of a logit, given the tanh that the cap has computed, or -inf.
+template <class B> __device__ __forceinline__ float slope_of_cap(const KernelArgs& a, float tanh) {
+  return is_capped<B>(a) ? fmaxf(fmaf(-tanh, tanh, 1), 0) : 1;
+}
 // A ScoreTile that also receives the derivatives: slope [ROWS][COLS] of the thread's view.
 template <class B, class Slopes> struct SlopeTile : ScoreTile<B> {
   Slopes& slope;
+
+  // USE_BIAS: like ScoreTile::add_bias(), for a tile with any number of keys. USE_SOFTCAP: the slope depends on the tanh
+  // to which the bias is added.
+  template <class View> __device__ __forceinline__ bool add_bias(View& S) const {
+    if constexpr (B::use_bias != 0) {
+      const ScoreTile<B>& tile = *this;
+      SDPA_UNROLL for (int i = 0; B::adds_bias && B::use_softcap != 0 && i < View::ROWS; i++) {
+        SDPA_UNROLL for (int j = 0; j < View::COLS; j++) slope[i][j] = slope_of_cap<B>(tile.a, S.x[i][j]);
+      }
+      if (!tile.a.p.bias) return false;
+      BiasInMemory<B>().add(S, tile.a, tile.item, tile.mask.keys.Sk, tile.q, tile.k0);
+      return true;
+    }
+    return false;
+  }
 };
 // Overloads modify_scores() of the score hook: also computes the derivatives.
 template <class B, class View, class Slopes>
@@ -511,29 +558,29 @@ template <class B, class View> struct WeightsOfTile {
   View &P, &dS;
   float slope[has_slope<B> ? View::ROWS : 1][View::COLS];  // d logit / d score
 
-  // Replaces S by P = exp2(S * scale_log2 - LSE_log2). Hidden scores are first set to -inf. So are the scores
-  // of keys past Sk: they are 0, and exp2(0 - LSE_log2) would overflow if LSE is below -88. Queries past Sq
-  // add 0 to all sums: their P is finite, but dO, dP and delta are 0. has_roles: their P is 0, since their
-  // LSE_log2 is +inf. SCORE_MOD: their P is 0, since their scores are set to -inf.
-  // plain: no score of the tile is hidden.   lse_log2: of this thread's queries
+  // Replaces S by P = exp(logit - LSE). Hidden scores are first set to -inf. So are the scores of keys past Sk: they
+  // are 0, and exp(0 - LSE) would overflow if LSE is below -88. Queries past Sq add 0 to all sums: their P is finite,
+  // but dO, dP and delta are 0. has_roles: their P is 0, since their LSE is +inf. SCORE_MOD, USE_BIAS: their P is 0,
+  // since their scores are set to -inf.
+  // plain: the mask hides no score of the tile.   lse: LSE * lse_factor of this thread's queries
   __device__ __forceinline__ void set_p(const BackwardArgs& a, const Item<B>& item, const Mask& mask, int q0, int k0,
-                                        bool plain, const float (&lse_log2)[View::ROWS]) {
+                                        bool plain, const float (&lse)[View::ROWS]) {
     const ScoreTile<B> of_scores{a, item, mask, q0, k0, item_hook_scale<B>(a, item)};
     SlopeTile<B, decltype(slope)> tile{of_scores, slope};
     finish_scores<B>(P, tile, plain);
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-      // For a query past Sq, SCORE_MOD may return any value, and exp2 could overflow.
-      const bool exists = !B::changes_logits || q0 + P.row(i) < item.query_count(a.p);
+      // A query past Sq may have any logit, and its exponential could overflow.
+      constexpr bool any_logit = B::changes_logits || (B::adds_bias && !has_roles<B>);
+      const bool exists = !any_logit || q0 + P.row(i) < item.query_count(a.p);
       SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
         float& x = P.x[i][j];
-        if constexpr (B::use_softcap != 0) {  // x is a tanh, or -inf
-          slope[i][j] = is_capped<B>(a) ? fmaxf(fmaf(-x, x, 1), 0) : 1;
-        }
+        if constexpr (B::use_softcap != 0 && !B::adds_bias) slope[i][j] = slope_of_cap<B>(a, x);
+        if (B::adds_bias && !exists) x = -INFINITY;
         if (B::changes_logits && (!exists || x == -INFINITY)) {
           x = -INFINITY;
           slope[i][j] = 0;  // SCORE_MOD of a hidden key may have no derivative
         }
-        x = ex2_approx_ftz(fmaf(x, a.scale_log2, -lse_log2[i]));
+        x = ex2_approx_ftz(B::adds_bias ? (x - lse[i]) * a.scale_log2 : fmaf(x, a.scale_log2, -lse[i]));
       }
     }
   }
@@ -742,8 +789,8 @@ template <class B> __device__ __forceinline__ int workspace_rows(const BackwardA
   const int queries = item.query_count(a.p);
   return has_roles<B> ? ceil_div(queries, B::block_n) * B::block_n : queries;
 }
-// Writes LSE_log2 and delta of an item's BLOCK_M queries to the workspace. adds_dq: also clears their dQ
-// sums. has_roles: also writes the rows past the last query with LSE_log2 = +inf, which makes their P and dS 0.
+// Writes LSE * lse_factor and delta of an item's BLOCK_M queries to the workspace. adds_dq: also clears their dQ
+// sums. has_roles: also writes the rows past the last query with LSE = +inf, which makes their P and dS 0.
 template <class B>
 __global__ void __launch_bounds__(32 * B::num_warps) sdpa_backward_rows(const __grid_constant__ BackwardArgs a) {
   constexpr int LANES = lanes_of_row<B>(), width = B::vec_width, rows_at_once = 32 * B::num_warps / LANES;
@@ -777,10 +824,10 @@ __global__ void __launch_bounds__(32 * B::num_warps) sdpa_backward_rows(const __
     if (lane > 0) continue;
     const float lse = exists ? ld_global<float>(p.LSE + head * p.Sq + item.q_row(q)) : -INFINITY;
     // A row that sees no key has LSE = -inf, and its P would be NaN. With +inf instead, P is 0.
-    const float lse_log2 = lse == -INFINITY ? INFINITY : lse * (1 / ln2);
+    const float scaled_lse = lse == -INFINITY ? INFINITY : lse * lse_factor<B>;
     // The derivative of LSE by S is P, so dLSE adds P * dLSE to dS.
     const float dLSE = exists && a.dLSE ? ld_global<float>(a.dLSE + head * p.Sq + item.q_row(q)) : 0;
-    a.work.set(head, row, {lse_log2, sum - dLSE});
+    a.work.set(head, row, {scaled_lse, sum - dLSE});
   }
 }
 
@@ -790,7 +837,7 @@ __global__ void __launch_bounds__(32 * B::num_warps) sdpa_backward_rows(const __
 template <class B> struct BackwardShared {
   PairTile<B, B::block_m> kept;
   PairTile<B, B::block_n> passing[B::stages];
-  float2 rows[B::stages][B::block_n];  // sdpa_backward_kv: {LSE_log2, delta} of the streamed queries
+  float2 rows[B::stages][B::block_n];  // sdpa_backward_kv: {LSE, delta} of the streamed queries
   typename Products<OfV<B>>::Scratch scratch;
 };
 
@@ -808,7 +855,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_q(const __grid_co
   const int queries = item.query_count(p);
   if (B::use_lengths && item.q0 >= queries) return;
   const Mask& mask = mask_of<B, SKIPPING_ROWS<B>, B::block_n>(a, item);
-  const KeyRange keys = mask.keys.of_rows(item.q0, min(item.q0 + B::block_m, queries) - 1);
+  const Interval keys = mask.keys.of_rows(item.q0, min(item.q0 + B::block_m, queries) - 1);
   const RowPair passing = keys_of_head(a, item, item.h / (p.Hq / p.Hkv));
 
   copy_pair(s.kept, queries_of_head(a, item, item.h), item.q0, p);
@@ -821,12 +868,12 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_q(const __grid_co
   QK::place(dS, warp, lane);
   QK::place(dQ, warp, lane);
   clear(dQ);
-  float lse_log2[Scores::ROWS], delta[Scores::ROWS];
+  float lse[Scores::ROWS], delta[Scores::ROWS];
   SDPA_UNROLL for (int i = 0; i < Scores::ROWS; i++) {
     const int q = item.q0 + P.row(i);
     const int64_t head = head_index(p, item, item.h);
     const float2 row = q < queries ? a.work.get(head, workspace_row(p, item, q)) : float2{0, 0};
-    lse_log2[i] = row.x;
+    lse[i] = row.x;
     delta[i] = row.y;
   }
 
@@ -844,7 +891,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_q(const __grid_co
     tiles.load_ahead(n);
     QK::template finish<1>(P, s.kept.x, tile.x, warp, lane);
     WeightsOfTile<B, Scores> weights{P, dS, {}};
-    weights.set_p(a, item, mask, item.q0, k0, is_plain<B>(a, mask, q, k0), lse_log2);
+    weights.set_p(a, item, mask, item.q0, k0, mask.tiles.cover(q, k0), lse);
     weights.multiply_by_slope();
     V::template finish<0>(dS, s.kept.y, tile.y, warp, lane);
     weights.set_ds(delta);
@@ -946,7 +993,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
   const int h_kv = keys.h_kv, k0 = keys.k0, group = p.Hq / p.Hkv, key_end = key_count(p, item);
   if (B::use_lengths && k0 >= key_end) return;
   const Mask& mask = mask_of<B, B::block_n, SKIPPING_ROWS<B>>(a, item);
-  const KeyRange queries = queries_of_keys(mask.keys, k0, min(k0 + B::block_m, key_end) - 1, item.query_count(p));
+  const Interval queries = queries_of_keys(mask.keys, k0, min(k0 + B::block_m, key_end) - 1, item.query_count(p));
   const int tiles_of_head = max(ceil_div(queries.end - queries.begin, B::block_n), 0);
 
   const auto head_of_tile = [&](int n) { return h_kv * group + n / tiles_of_head; };
@@ -988,7 +1035,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
       V::begin(dS, s.kept.y, tile.y, warp);
     }
     tiles.load_ahead(n);
-    float of_row[ByQuery::ROWS];  // LSE_log2, later delta: both at once would need too many registers
+    float of_row[ByQuery::ROWS];  // LSE, later delta: both at once would need too many registers
     SDPA_UNROLL for (int i = 0; i < ByQuery::ROWS; i++) {
       of_row[i] = ld_shared<float>(&s.rows[stage][P_by_query.row(i)].x);
     }
@@ -997,7 +1044,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
     Item<B> of_tile = item;
     of_tile.h = head_of_tile(n);
     of_tile.q0 = q0;
-    weights.set_p(a, of_tile, mask, q0, k0, is_plain<B>(a, mask, q0, k), of_row);
+    weights.set_p(a, of_tile, mask, q0, k0, mask.tiles.cover(q0, k), of_row);
     if (HAS_DV) V::add(dV, P, tile.y, s.scratch, P_operand, lane);
     if (HAS_DK) {
       weights.multiply_by_slope();
@@ -1088,7 +1135,7 @@ template <class B> struct BackwardWgmmaShared {
   alignas(1024) Input dS[DS_STAGES][B::block_m * B::block_n];  // dS.T, in panels [BLOCK_M keys][64 queries]
   alignas(1024) Input Q[Q_STAGES][B::block_n * B::head_dim];
   alignas(1024) Input dO[B::stages][B::block_n * B::head_dim];
-  alignas(16) float lse_log2[Q_STAGES][B::block_n];
+  alignas(16) float lse[Q_STAGES][B::block_n];  // times lse_factor
   alignas(16) float delta[B::stages][B::block_n];
   uint64_t kv_full, q_full[Q_STAGES], q_empty[Q_STAGES], o_full[B::stages], o_empty[B::stages];
   // USE_LENGTHS: in shared memory, since neither the producer nor the consumers have registers for them.
@@ -1117,7 +1164,7 @@ template <class B> struct QueryTiles {
   __device__ __forceinline__ QueryTiles(const BackwardArgs& a, const KeyTile<B>& keys, const Mask& mask)
       : h(keys.h_kv * (a.p.Hq / a.p.Hkv)) {
     const int last_key = min(keys.k0 + B::block_m, key_count(a.p, keys.item)) - 1;
-    const KeyRange queries = queries_of_keys(mask.keys, keys.k0, last_key, keys.item.query_count(a.p));
+    const Interval queries = queries_of_keys(mask.keys, keys.k0, last_key, keys.item.query_count(a.p));
     first = queries.begin / B::block_n;
     of_head = queries.end > queries.begin ? ceil_div(queries.end, B::block_n) - first : 0;
   }
@@ -1190,8 +1237,8 @@ __device__ __forceinline__ void produce_backward(BackwardWgmmaShared<B>& s, cons
   const auto load_q = [&](const QueryTiles<B>& t) {
     mbarrier_wait(&s.q_empty[q_ring.stage], q_ring.parity ^ 1);
     const RowPair rows = queries_of_head(a, item, t.h);
-    load_rows_of(t, s.Q[q_ring.stage], &maps.q, rows.x, rows.x_stride, a.p.D, s.lse_log2[q_ring.stage],
-                 a.work.lse_log2, &s.q_full[q_ring.stage]);
+    load_rows_of(t, s.Q[q_ring.stage], &maps.q, rows.x, rows.x_stride, a.p.D, s.lse[q_ring.stage],
+                 a.work.lse, &s.q_full[q_ring.stage]);
     q_ring.advance();
   };
   const auto load_o = [&](const QueryTiles<B>& t) {
@@ -1337,17 +1384,17 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   int ds_stage = Shared::DS_STAGES - 1;  // of the previous tile
   float* dQ_sums_g = nullptr;            // this warpgroup's piece of the previous tile's dQ sums
 
-  // Replaces S by P = exp2(S * scale_log2 - LSE_log2). has_slope: packs P.T, then multiplies P by the slope.
+  // Replaces S by P = exp(logit - LSE). has_slope: packs P.T, then multiplies P by the slope.
   const auto set_p = [&](int q_stage) {
     ByQuery P_by_query(P), dS_by_query(dP);
     WeightsOfTile<B, ByQuery> weights{P_by_query, dS_by_query, {}};
-    float lse_log2[Scores::COLS];
-    load_columns(lse_log2, P, s.lse_log2[q_stage]);
+    float lse[Scores::COLS];
+    load_columns(lse, P, s.lse[q_stage]);
     const int q0 = tile.query();
     Item<B> of_tile = keys.item;
     of_tile.h = tile.h;
     of_tile.q0 = q0;
-    weights.set_p(a, of_tile, mask, q0, k0, is_plain<B>(a, mask, q0, k0), lse_log2);
+    weights.set_p(a, of_tile, mask, q0, k0, mask.tiles.cover(q0, k0), lse);
     if (has_slope<B>) pack_p();
     weights.multiply_by_slope();
   };
@@ -1576,13 +1623,13 @@ __global__ void __launch_bounds__(32 * sink_warps) sdpa_backward_sinks(const __g
   SinksShared& s = dynamic_shared<SinksShared>();
   const SdpaParams& p = a.p;
   const int h = blockIdx.x;
-  const float sink_log2 = ld_global<float>(p.sinks + h) * (1 / ln2);
+  const float sink = ld_global<float>(p.sinks + h) * lse_factor<B>;
   float sum = 0;
   for (int b = 0; b < p.B; b++) {
     const Item<B> item = item_of<B>(p, b, h, 0);
     for (int q = threadIdx.x; q < item.query_count(p); q += 32 * sink_warps) {
       const float2 row = a.work.get(head_index(p, item, h), workspace_row(p, item, q));
-      sum = fmaf(-ex2_approx_ftz(sink_log2 - row.x), row.y, sum);
+      sum = fmaf(-ex2_approx_ftz((sink - row.x) * (1 / ln2 / lse_factor<B>)), row.y, sum);
     }
   }
   sum = row_sum<32>(sum);
@@ -1591,6 +1638,192 @@ __global__ void __launch_bounds__(32 * sink_warps) sdpa_backward_sinks(const __g
   if (threadIdx.x > 0) return;
   for (int warp = 1; warp < sink_warps; warp++) sum += ld_shared<float>(&s.sums[warp]);
   st_global(a.dSinks + h, sum);
+}
+
+// ---- the gradient of a bias (USE_BIAS = 1, USE_BIAS = 3) ----
+// dBias = dS, summed over the dimensions in which dBias has a stride of 0. A CTA computes one tile of dBias, or, if there
+// are few tiles, its sum over a range of the steps. The kernel computes S and dP again. In return, the sums are in
+// registers: no atomics, no dS in global memory, and bitwise the same results in every run.
+
+// The build of sdpa_backward_bias. has_roles: that of the kernel without roles. All families load two steps at once, if
+// shared memory has room for them.
+template <class B> struct OfBias : B {
+  static constexpr KernelKind kernel = has_roles<B> ? KernelKind::wgmma_plain : B::kernel;
+  static constexpr int block_m = has_roles<B> ? 128 : B::block_m, block_n = has_roles<B> ? 64 : B::block_n;
+  static constexpr int num_warps = has_roles<B> ? 8 : B::num_warps, split_warps = num_warps, threads = 32 * num_warps;
+  static constexpr int step_bytes = (block_m + block_n) * (B::head_dim + B::d_v) * int(sizeof(Input));
+  static constexpr int stages = B::stages >= 2 && 2 * step_bytes <= 220 * 1024 ? 2 : 1;
+};
+
+template <class B> struct BiasShared {
+  static constexpr int SUM_STRIDE = B::block_n + 1;  // + 1 avoids bank conflicts
+  struct Step {
+    PairTile<B, B::block_m> queries;
+    PairTile<B, B::block_n> keys;
+  };
+  union {
+    Step steps[B::stages];
+    float sums[B::block_m * SUM_STRIDE];  // after the last step
+  };
+  float2 rows[B::stages][B::block_m];  // {LSE, delta}
+};
+
+// A template for the same reason as tensor_maps().
+template <class B, class Args> __host__ __device__ __forceinline__ auto& bias_plan(Args& a) { return a.bias_plan; }
+
+// A position in dS or in dBias: batch, head, first query and first column of the bias.
+struct BiasPlace { int b, h, q0, column; };
+template <class B> __device__ __forceinline__ BiasPlace bias_place(const BiasPlan::Dims& dims, uint32_t i) {
+  const uint32_t of_keys = dims.keys.divide(i), head = dims.queries.divide(of_keys);
+  return {int(dims.heads.divide(head)), int(dims.heads.remainder(head)),
+          int(dims.queries.remainder(of_keys)) * B::block_m, int(dims.keys.remainder(i)) * B::block_n};
+}
+// Number of floats of a tile of dBias, which is one row if dBias is summed over the queries, and one column if it is
+// summed over the keys.
+template <class B> __device__ __forceinline__ int bias_columns_of_tile(const BiasPlan& plan) {
+  return plan.sums_keys ? 1 : B::block_n;
+}
+template <class B> __device__ __forceinline__ int bias_tile_size(const BiasPlan& plan) {
+  return (plan.sums_queries ? 1 : B::block_m) * bias_columns_of_tile<B>(plan);
+}
+// Stores a tile of dBias. value(r, c) returns an element.
+template <class B, class Value>
+__device__ __forceinline__ void store_bias_tile(const BackwardArgs& a, const BiasPlan& plan, uint32_t tile,
+                                                const Value& value) {
+  const BiasPlace at = bias_place<B>(plan.tiles, tile);
+  const int columns = bias_columns_of_tile<B>(plan), last_row = plan.sums_queries ? 0 : a.p.Sq - 1 - at.q0,
+            last_column = plan.sums_keys ? 0 : plan.columns - 1 - at.column;
+  Bias* const tile_g = head_of(static_cast<Bias*>(a.dBias), a.d_bias, at.b, at.h, at.q0) + at.column;
+  for (int i = threadIdx.x; i < bias_tile_size<B>(plan); i += B::threads) {
+    const int r = i / columns, c = i % columns;
+    if (r <= last_row && c <= last_column) {
+      st_global(tile_g + r * a.d_bias.row + c, rounded<Bias>(value(r, c)));
+    }
+  }
+}
+
+template <class Build>
+__global__ void __launch_bounds__(OfBias<Build>::threads, 1) sdpa_backward_bias(const __grid_constant__ BackwardArgs a) {
+  using B = OfBias<Build>;
+  using QK = Products<OfQK<B>>;
+  using V = Products<OfV<B>>;
+  using Scores = typename Products<B>::Scores;
+  BiasShared<B>& s = dynamic_shared<BiasShared<B>>();
+  const SdpaParams& p = a.p;
+  const BiasPlan& plan = bias_plan<B>(a);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t tile = blockIdx.x / plan.ranges, range = blockIdx.x % plan.ranges;
+  const BiasPlace of_tile = bias_place<B>(plan.tiles, tile);
+  const uint32_t first = uint32_t(uint64_t(plan.steps.count) * range / plan.ranges),
+                 end = uint32_t(uint64_t(plan.steps.count) * (range + 1) / plan.ranges);
+  const auto place_of = [&](int n) {
+    const BiasPlace at = bias_place<B>(plan.steps, first + n);
+    return BiasPlace{of_tile.b + at.b, of_tile.h + at.h, of_tile.q0 + at.q0, of_tile.column + at.column};
+  };
+  const auto item_at = [&](const BiasPlace& at) { return item_of<B>(p, at.b, at.h, at.q0); };
+  const auto first_key = [&](const Item<B>& item, const BiasPlace& at) {
+    return first_biased_key(p, key_count(p, item)) + at.column;
+  };
+  // True if a query of the step sees a key.
+  const auto sees = [&](const Item<B>& item, const Mask& mask, int k0) {
+    return item.q0 < item.query_count(p) && k0 < key_count(p, item) && mask.tiles.touch(item.q0, k0);
+  };
+  const auto load = [&](int n, int stage) {
+    const BiasPlace at = place_of(n);
+    const Item<B> item = item_at(at);
+    const int k0 = first_key(item, at);
+    if (!sees(item, mask_of<B, B::block_m, B::block_n>(a, item), k0)) return;
+    copy_pair(s.steps[stage].queries, queries_of_head(a, item, item.h), item.q0, p);
+    copy_pair(s.steps[stage].keys, keys_of_head(a, item, item.h / (p.Hq / p.Hkv)), k0, p);
+    const int64_t row = head_index(p, item, item.h) * a.work.padded_rows + item.q_row(item.q0);
+    using Copy = VectorCopy<copies_async<B>>;
+    for (int r = threadIdx.x; r < B::block_m; r += B::threads) {
+      const bool exists = item.q0 + r < item.query_count(p);
+      float2& to_s = s.rows[stage][r];
+      if (has_roles<Build>) {
+        Copy::template copy<4>(&to_s.x, a.work.lse + row + r, exists);
+        Copy::template copy<4>(&to_s.y, a.work.delta + row + r, exists);
+      } else {
+        Copy::template copy<8>(&to_s, a.work.rows + row + r, exists);
+      }
+    }
+  };
+  PassingTiles<B, decltype(load)> steps(load, int(end - first));
+
+  Scores P, dS, sum;
+  QK::place(P, warp, lane);
+  QK::place(dS, warp, lane);
+  QK::place(sum, warp, lane);
+  clear(sum);
+  for (int n = 0; n < steps.count; n++) {
+    const BiasPlace at = place_of(n);
+    const Item<B> item = item_at(at);
+    const int stage = steps.acquire(n), k0 = first_key(item, at);
+    const Mask& mask = mask_of<B, B::block_m, B::block_n>(a, item);
+    if (!sees(item, mask, k0)) {
+      steps.load_ahead(n);
+      continue;
+    }
+    QK::begin(P, s.steps[stage].queries.x, s.steps[stage].keys.x, warp);
+    V::begin(dS, s.steps[stage].queries.y, s.steps[stage].keys.y, warp);
+    steps.load_ahead(n);
+    float lse[Scores::ROWS], delta[Scores::ROWS];
+    SDPA_UNROLL for (int i = 0; i < Scores::ROWS; i++) {
+      const float2 row = ld_shared<float2>(&s.rows[stage][P.row(i)]);
+      lse[i] = row.x;
+      delta[i] = row.y;
+    }
+    QK::template finish<1>(P, s.steps[stage].queries.x, s.steps[stage].keys.x, warp, lane);
+    WeightsOfTile<B, Scores> weights{P, dS, {}};
+    weights.set_p(a, item, mask, item.q0, k0, mask.tiles.cover(item.q0, k0), lse);
+    V::template finish<0>(dS, s.steps[stage].queries.y, s.steps[stage].keys.y, warp, lane);
+    weights.set_ds(delta);
+    SDPA_UNROLL for (int i = 0; i < Scores::ROWS; i++) {
+      SDPA_UNROLL for (int j = 0; j < Scores::COLS; j++) sum.x[i][j] += dS.x[i][j];
+    }
+  }
+
+  constexpr int stride = BiasShared<B>::SUM_STRIDE;
+  __syncthreads();  // hazard: tiles of the last steps read by all warps
+  store_scores(s.sums, stride, sum);
+  __syncthreads();  // hazard: sums written by all warps
+  if (plan.sums_queries) {
+    for (int c = threadIdx.x; c < B::block_n; c += B::threads) {
+      float x = 0;
+      for (int r = 0; r < B::block_m; r++) x += ld_shared<float>(&s.sums[r * stride + c]);
+      st_shared(&s.sums[c], x);
+    }
+    __syncthreads();  // hazard: row 0 written by all warps
+  }
+  if (plan.sums_keys) {
+    for (int r = threadIdx.x; r < (plan.sums_queries ? 1 : B::block_m); r += B::threads) {
+      float x = 0;
+      for (int c = 0; c < B::block_n; c++) x += ld_shared<float>(&s.sums[r * stride + c]);
+      st_shared(&s.sums[r * stride], x);
+    }
+    __syncthreads();  // hazard: column 0 written by all warps
+  }
+  const auto value = [&](int r, int c) { return ld_shared<float>(&s.sums[r * stride + c]); };
+  if (plan.ranges == 1) return store_bias_tile<B>(a, plan, tile, value);
+  const int size = bias_tile_size<B>(plan), columns = bias_columns_of_tile<B>(plan);
+  float* const sums_g = a.work.dBias_sums() + int64_t(blockIdx.x) * size;
+  for (int i = threadIdx.x; i < size; i += B::threads) st_global(sums_g + i, value(i / columns, i % columns));
+}
+
+// Adds the sums of the ranges, in their order. One CTA per tile of dBias.
+template <class Build>
+__global__ void __launch_bounds__(OfBias<Build>::threads) sdpa_backward_merge_bias(const __grid_constant__ BackwardArgs a) {
+  using B = OfBias<Build>;
+  const BiasPlan& plan = bias_plan<B>(a);
+  const int size = bias_tile_size<B>(plan), columns = bias_columns_of_tile<B>(plan);
+  const float* const sums_g = a.work.dBias_sums() + int64_t(blockIdx.x) * plan.ranges * size;
+  store_bias_tile<B>(a, plan, blockIdx.x, [&](int r, int c) {
+    float x = 0;
+    for (uint32_t range = 0; range < plan.ranges; range++) {
+      x += ld_global<float>(sums_g + int64_t(range) * size + r * columns + c);
+    }
+    return x;
+  });
 }
 
 // ---- rows that are no query and no key (USE_LENGTHS) ----
@@ -1615,15 +1848,15 @@ __global__ void __launch_bounds__(32 * padding_warps) sdpa_backward_padding(cons
     for (int64_t i = int64_t(blockIdx.x) * padding_warps + threadIdx.x / 32; i < all; i += gridDim.x * padding_warps) {
       const int batch = int(i / rows), row = int(i % rows);
       const auto first = [&](int b) { return min(max(ld_global<int>(starts + b), 0), rows); };
-      const KeyRange used = used_rows(Sequence(p, starts ? last_sequence(p.B, row, first) : batch));
+      const Interval used = used_rows(Sequence(p, starts ? last_sequence(p.B, row, first) : batch));
       if (row < used.begin || row >= used.end) clear(batch, row);
     }
   };
   for_each_unused(
-      p.q_starts, p.Sq, [](const Sequence& s) { return KeyRange{s.q_row, s.q_row + s.Sq}; },
+      p.q_starts, p.Sq, [](const Sequence& s) { return Interval{s.q_row, s.q_row + s.Sq}; },
       [&](int batch, int row) { clear_row(a.dQ, a.d_q, p.Hq, p.D, batch, row); });
   for_each_unused(
-      p.k_starts, p.Sk, [](const Sequence& s) { return KeyRange{s.k_row, s.k_row + s.Sk}; },
+      p.k_starts, p.Sk, [](const Sequence& s) { return Interval{s.k_row, s.k_row + s.Sk}; },
       [&](int batch, int row) {
         clear_row(a.dK, a.d_k, p.Hkv, p.D, batch, row);
         clear_row(a.dV, a.d_v, p.Hkv, p.Dv, batch, row);
@@ -1639,10 +1872,18 @@ template <class B> int64_t kv_tiles(const SdpaParams& p) {
   return batches_of(p, p.k_starts) * p.Hkv * tiles_of_head(p, p.k_starts, p.Sk, B::block_m);
 }
 
+// USE_BIAS: maximum number of CTAs that share the tiles of dBias.
+int64_t most_bias_ranges(const SdpaParams& p) {
+  using B = OfBias<Defines>;
+  if (!Defines::adds_bias || !p.bias) return 0;
+  const double tiles = double(p.B) * p.Hq * ceil_div(p.Sq, B::block_m) * ceil_div(p.Sk, B::block_n);
+  return int64_t(std::fmin(tiles, 2.0 * sm_count()));
+}
 size_t backward_workspace_bytes(const SdpaParams& p) {
   const int64_t all_rows = int64_t(batches_of(p, p.q_starts)) * p.Hq * padded_rows_of(p);
-  const int64_t sums = adds_dq<Defines> ? all_rows * Defines::head_dim : 0;
-  return size_t(BackwardWorkspace::floats_before_sums(all_rows) + sums) * sizeof(float);
+  const int64_t dQ_sums = adds_dq<Defines> ? all_rows * Defines::head_dim : 0;
+  const int64_t dBias_sums = most_bias_ranges(p) * OfBias<Defines>::block_m * OfBias<Defines>::block_n;
+  return size_t(BackwardWorkspace::floats_before_sums(all_rows) + dQ_sums + dBias_sums) * sizeof(float);
 }
 
 SdpaStatus launch_backward(void (*kernel)(BackwardArgs), const BackwardArgs& a, int64_t ctas, int threads, size_t bytes,
@@ -1650,15 +1891,68 @@ SdpaStatus launch_backward(void (*kernel)(BackwardArgs), const BackwardArgs& a, 
   if (ctas == 0) return {};
   const SdpaStatus status = allow_shared_bytes(kernel, bytes);
   if (!status.ok()) return status;
-  const cudaLaunchConfig_t launch{dim3(uint32_t(ctas)), dim3(threads), bytes, stream, nullptr, 0};
-  const cudaError_t error = cudaLaunchKernelEx(&launch, kernel, a);
-  return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, "launching a backward kernel");
+  return enqueue(kernel, a, uint32_t(ctas), threads, bytes, false, stream, "launching a backward kernel");
+}
+
+// USE_BIAS: P is computed from logits in all problems, also in those without a bias.
+template <class B> void set_backward_scales(KernelArgs& a) {
+  set_scales<B>(a);
+  if (!B::adds_bias || a.p.bias) return;
+  a.logit_scale = a.scale_log2 * ln2;
+  a.scale_log2 = 1 / ln2;
 }
 
 template <class B> SdpaStatus launch_sinks(const BackwardArgs& a, cudaStream_t stream) {
   if constexpr (!B::use_sinks) return {};
   if (!a.dSinks) return {};
   return launch_backward(sdpa_backward_sinks<B>, a, a.p.Hq, 32 * sink_warps, sizeof(SinksShared), stream);
+}
+
+// Launches the kernels that compute dBias. They read LSE and delta from the workspace.
+template <class B> SdpaStatus launch_bias(const SdpaBackwardParams& params, cudaStream_t stream) {
+  if constexpr (B::adds_bias) {
+    if (!params.dBias) return {};
+    using Own = OfBias<B>;
+    BackwardArgs a(params, Own::block_m, Own::block_n);
+    set_backward_scales<B>(a);
+    const SdpaParams& p = a.p;
+    BiasPlan& plan = bias_plan<B>(a);
+    plan.columns = p.bias_keys > 0 ? p.bias_keys : p.most_keys > 0 ? min(p.most_keys, p.Sk) : p.Sk;
+    const struct {
+      int size;
+      bool is_summed;
+    } dims[] = {{p.B, params.d_bias.batch == 0},
+                {p.Hq, params.d_bias.head == 0},
+                {int(ceil_div(p.Sq, Own::block_m)), params.d_bias.row == 0},
+                {int(ceil_div(plan.columns, Own::block_n)), params.dBias_sums_keys == 1}};
+    plan.sums_queries = dims[2].is_summed;
+    plan.sums_keys = dims[3].is_summed;
+    const auto set_dims = [&](BiasPlan::Dims& to, bool summed) {
+      double count = 1;
+      uint32_t sizes[4];
+      for (int i = 0; i < 4; i++) {
+        sizes[i] = dims[i].is_summed == summed ? uint32_t(dims[i].size) : 1;
+        count *= sizes[i];
+      }
+      for (const auto& [divisor, size] : {std::pair(&to.heads, sizes[1]), {&to.queries, sizes[2]}, {&to.keys, sizes[3]}})
+        *divisor = Divisor(max(size, 1u));
+      to.count = uint32_t(std::fmin(count, double(most_ctas)));
+      return count <= most_ctas;
+    };
+    if (!set_dims(plan.tiles, false) || !set_dims(plan.steps, true)) {
+      return failure(refused, "dBias has, or sums, over %d tiles; split the batch", most_ctas);
+    }
+    const uint32_t tiles = plan.tiles.count;
+    plan.ranges = max(min(uint32_t(most_bias_ranges(p)) / max(tiles, 1u), plan.steps.count), 1u);
+    SdpaStatus status = launch_backward(sdpa_backward_bias<B>, a, int64_t(tiles) * plan.ranges, Own::threads,
+                                        sizeof(BiasShared<Own>), stream);
+    if (status.ok() && plan.ranges > 1) {
+      status = launch_backward(sdpa_backward_merge_bias<B>, a, tiles, Own::threads, 0, stream);
+    }
+    return status;
+  } else {
+    return {};
+  }
 }
 
 template <class B> SdpaStatus launch_padding(const BackwardArgs& a, cudaStream_t stream) {
@@ -1679,10 +1973,11 @@ template <class B, bool = has_roles<B>> struct BackwardKernelOf {
   static constexpr auto entry = sdpa_backward_kv<B, true, has_room_for_both<B>>;
   static SdpaStatus launch(const SdpaBackwardParams& params, const Items& items, const Grid& grid, cudaStream_t stream) {
     BackwardArgs of_q(params, SKIPPING_ROWS<B>, B::block_n, grid), of_kv(params, B::block_n, SKIPPING_ROWS<B>);
-    set_scales<B>(of_q);
-    set_scales<B>(of_kv);
+    set_backward_scales<B>(of_q);
+    set_backward_scales<B>(of_kv);
     SdpaStatus status = launch_backward(sdpa_backward_rows<B>, of_q, items.count, 32 * B::num_warps, 0, stream);
     if (status.ok()) status = launch_sinks<B>(of_q, stream);
+    if (status.ok()) status = launch_bias<B>(params, stream);
     if (status.ok()) status = launch_padding<B>(of_q, stream);
     if constexpr (!adds_dq<B>) {
       if (status.ok()) {
@@ -1724,9 +2019,6 @@ template <class B> struct BackwardKernelOf<B, true> {
   template <class Args> static SdpaStatus encode_maps(Args& a) {
     SdpaParams& p = a.p;
     std::array<TensorView, 4> inputs = tensors_of(p);
-    const auto view = [&](const char* name, const void* data, Strides& s, int batches, int H, int S) {
-      return TensorView{name, data, sizeof(Input), {{"row", S, s.row}, {"head", H, s.head}, {"batch", batches, s.batch}}};
-    };
     const int of_q = batches_of(p, p.q_starts), of_k = batches_of(p, p.k_starts);
     auto& maps = a.maps;
     auto& of_gradients = a.gradient_maps;
@@ -1737,9 +2029,9 @@ template <class B> struct BackwardKernelOf<B, true> {
     } boxes[] = {{inputs[0], p.D, B::block_n, &maps.q},
                  {inputs[1], p.D, 64, &maps.k},
                  {inputs[2], p.Dv, 64, &maps.v},
-                 {view("dO", a.dO, a.d_o, of_q, p.Hq, p.Sq), p.Dv, B::block_n, &of_gradients.d_o},
-                 {view("dK", a.dK, a.d_k, of_k, p.Hkv, p.Sk), p.D, 64, &of_gradients.d_k},
-                 {view("dV", a.dV, a.d_v, of_k, p.Hkv, p.Sk), p.Dv, 64, &of_gradients.d_v}};
+                 {view_of("dO", a.dO, a.d_o, of_q, p.Hq, p.Sq), p.Dv, B::block_n, &of_gradients.d_o},
+                 {view_of("dK", a.dK, a.d_k, of_k, p.Hkv, p.Sk), p.D, 64, &of_gradients.d_k},
+                 {view_of("dV", a.dV, a.d_v, of_k, p.Hkv, p.Sk), p.Dv, 64, &of_gradients.d_v}};
     for (const auto& x : boxes) {
       RowBoxes of_tensor;
       SdpaStatus status = boxes_of_rows(of_tensor, x.tensor, B::head_dim, a.has_short_rows ? x.D : 0, x.rows);
@@ -1751,7 +2043,7 @@ template <class B> struct BackwardKernelOf<B, true> {
   static SdpaStatus launch(const SdpaBackwardParams& params, const Items& items, const Grid& grid, cudaStream_t stream) {
     BackwardArgs a(params, B::block_n, 64, grid);
     const SdpaParams& p = a.p;
-    set_scales<B>(a);
+    set_backward_scales<B>(a);
     const int64_t pieces = a.work.heads * (a.work.padded_rows / B::block_n) * DQ_PIECES<B>;
     if (pieces > most_ctas) return failure(refused, "B*Hq*ceil(Sq/64) is over %d tiles; split the batch", most_ctas);
     a.heads_at_once = heads_of_section(p, a.work.padded_rows);
@@ -1760,6 +2052,7 @@ template <class B> struct BackwardKernelOf<B, true> {
     if (items.count > 0 && p.Sk > 0) status = encode_maps(a);
     if (status.ok()) status = launch_backward(sdpa_backward_rows<B>, a, items.count, 32 * B::num_warps, 0, stream);
     if (status.ok()) status = launch_sinks<B>(a, stream);
+    if (status.ok()) status = launch_bias<B>(params, stream);
     if (status.ok()) status = launch_padding<B>(a, stream);
     if (status.ok()) {
       status = launch_backward(entry, a, kv_tiles<B>(p), B::threads, sizeof(Shared), stream);
@@ -1790,13 +2083,10 @@ SdpaStatus check_backward(SdpaBackwardParams& d) {
   SdpaStatus status = check_params(p);
   if (!status.ok()) return status;
   if (p.B && p.Hq && p.Sq && !p.LSE) return failure(refused, "LSE is a null pointer; let sdpa_forward() write it");
-  const auto view = [&](const char* name, auto* data, Strides& s, int batches, int H, int S) {
-    return TensorView{name, data, sizeof *data, {{"row", S, s.row}, {"head", H, s.head}, {"batch", batches, s.batch}}};
-  };
   const int of_q = batches_of(p, p.q_starts), of_k = batches_of(p, p.k_starts);
-  const TensorView tensors[] = {view("dO", d.dO, d.d_o, of_q, p.Hq, p.Sq), view("dQ", d.dQ, d.d_q, of_q, p.Hq, p.Sq),
-                                view("dK", d.dK, d.d_k, of_k, p.Hkv, p.Sk),
-                                view("dV", d.dV, d.d_v, of_k, p.Hkv, p.Sk)};
+  const TensorView tensors[] = {
+      view_of("dO", d.dO, d.d_o, of_q, p.Hq, p.Sq), view_of("dQ", d.dQ, d.d_q, of_q, p.Hq, p.Sq),
+      view_of("dK", d.dK, d.d_k, of_k, p.Hkv, p.Sk), view_of("dV", d.dV, d.d_v, of_k, p.Hkv, p.Sk)};
   for (const TensorView& t : tensors) {
     const bool is_empty = t.dims[0].size == 0 || t.dims[1].size == 0 || t.dims[2].size == 0;
     if (!is_empty) status = check_tensor(t, &t != tensors);
@@ -1807,7 +2097,10 @@ SdpaStatus check_backward(SdpaBackwardParams& d) {
     uintptr_t address;
     int alignment;
   } pointers[] = {
-      {"dLSE", uintptr_t(d.dLSE), 4}, {"dSinks", uintptr_t(d.dSinks), 4}, {"workspace", uintptr_t(d.workspace), 256}};
+      {"dLSE", uintptr_t(d.dLSE), 4},
+      {"dSinks", uintptr_t(d.dSinks), 4},
+      {"dBias", uintptr_t(d.dBias), int(sizeof(Bias))},
+      {"workspace", uintptr_t(d.workspace), 256}};
   for (const auto& x : pointers) {
     if (x.address % x.alignment) return failure(refused, "%s is not aligned to %d bytes", x.name, x.alignment);
   }
@@ -1815,6 +2108,21 @@ SdpaStatus check_backward(SdpaBackwardParams& d) {
     return failure(refused, "dSinks is for builds with USE_SINKS=1; set it to 0");
   if (d.dSinks && !p.sinks) {
     return failure(refused, "dSinks is set, but sinks is a null pointer; set both or only sinks");
+  }
+  if (d.dBias && !Defines::adds_bias) {
+    return failure(refused, Defines::use_bias ? "dBias is set, but a mask of USE_BIAS=2 has no gradient; set it to 0"
+                                              : "dBias is for builds with USE_BIAS=1 or USE_BIAS=3; set it to 0");
+  }
+  if (d.dBias && !p.bias) return failure(refused, "dBias is set, but bias is a null pointer; set both or only bias");
+  if (d.dBias_sums_keys != 0 && d.dBias_sums_keys != 1) {
+    return failure(refused, "dBias_sums_keys=%d is outside [0, 1]", d.dBias_sums_keys);
+  }
+  if (d.dBias && (p.q_starts || p.k_starts)) {
+    return failure(refused, "dBias is set, but packed sequences do not say how large it is; set q_starts and k_starts to 0");
+  }
+  if (d.dBias && p.bias_keys > 0 && (p.k_lengths || p.k_firsts || p.most_keys > 0)) {
+    return failure(refused, "dBias is set, but a sequence may have fewer keys than bias_keys=%d; set bias_keys to 0",
+                   p.bias_keys);
   }
   if (!d.workspace && backward_workspace_bytes(p) > 0) {
     return failure(refused, "workspace is null, but this problem needs %zu bytes", backward_workspace_bytes(p));
@@ -1831,7 +2139,7 @@ SDPA_BACKWARD_KNOBS(SDPA_FAMILIES)
   SDPA_REFUSE(name##_changed && place_of(#name, backward_knobs) < 0, \
               #name ": the backward kernels lack it; drop it or BACKWARD=1");
 SDPA_KNOBS(SDPA_NOT_BACKWARD)
-SDPA_REFUSE(Defines::input_bytes == 1,
+SDPA_REFUSE(Defines::kv_bytes == 1,
             "DTYPE: the backward kernels take 16 bits; type DTYPE=FP16 or DTYPE=BF16, or drop BACKWARD=1");
 SDPA_REFUSE(Defines::use_warp_specialization && (Defines::block_m != 128 || Defines::num_warps != 8),
             "BLOCK_M, NUM_WARPS: the backward kernel of USE_WARP_SPECIALIZATION=1 has two consumer warpgroups with "

@@ -337,6 +337,12 @@ static int features_of(const SdpaParams& p, const OptionalTensor& bias, bool in_
 // float, with which logits vanish.
 static float scale_of(std::optional<double> scale) { return scale ? std::max(float(*scale), FLT_MIN) : 0; }
 
+// Sets the members of a bias of bias_of().
+static void set_bias(SdpaParams& p, const Tensor& bias) {
+  const auto shared = [&](int dim) { return bias.size(dim) == 1 ? 0 : bias.stride(dim); };
+  p.bias = bias.const_data_ptr();
+  p.bias_strides = {shared(0), shared(1), shared(2)};
+}
 // Sets the members of the tensors. p.B: the number of sequences if tensors are packed, else 0. LSE may be undefined.
 static void set_tensors(SdpaParams& p, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
                         const Tensor& lse, const OptionalTensor& bias) {
@@ -344,9 +350,7 @@ static void set_tensors(SdpaParams& p, const Tensor& q, const Tensor& k, const T
     p.key_mask = static_cast<const uint8_t*>(bias->const_data_ptr());
     p.key_mask_stride = bias->size(0) == 1 ? 0 : bias->stride(0);
   } else if (bias) {
-    const auto shared = [&](int dim) { return bias->size(dim) == 1 ? 0 : bias->stride(dim); };
-    p.bias = bias->const_data_ptr();
-    p.bias_strides = {shared(0), shared(1), shared(2)};
+    set_bias(p, *bias);
   }
   p.Q = q.const_data_ptr();
   p.K = k.const_data_ptr();

@@ -310,13 +310,14 @@ def knobs_of_mods(score_mod, mask_mod):
 
 # The lines of the backward pass, by preference. sizes: the HEAD_DIMs that are built, with their knobs; a problem takes the
 # next one. pads: D must be HEAD_DIM, so smaller ones are padded. repeats: two runs give the same bits. faster: the HEAD_DIMs
-# for which the line is at least as fast as PyTorch's backward (results/backward), which has not been measured with lengths;
-# elsewhere it runs only where PyTorch has none, may return NaN or must be deterministic.
+# for which the line is at least as fast as PyTorch's backward (results/backward) without expressions and the features of
+# NOT_MEASURED; elsewhere it runs only where PyTorch has none, may return NaN or must be deterministic.
 BackwardRow = collections.namedtuple("BackwardRow", "name capabilities sizes pads repeats faster")
 BACKWARD_LINES = (
     BackwardRow("backward_hopper", (9,), {64: (), 128: ("BLOCK_N=64",)}, False, False, (64,)),
     BackwardRow("backward_wgmma_plain", (9,), {64: (), 128: (), 256: ("BLOCK_N=32",)}, False, True, ()),
     BackwardRow("backward_mma", range(8, 100), {64: (), 96: (), 128: ("BLOCK_N=32",), 256: ("BLOCK_N=32",)}, True, True, ()))
+NOT_MEASURED = "USE_LENGTHS", "USE_BIAS=1", "USE_BIAS=2", "USE_BIAS=3"
 NEEDED, DETERMINISTIC = 1, 2  # of pytorch_own_backward.h's BackwardKey
 
 
@@ -327,7 +328,7 @@ def backward_line_with(capability, dtype, D, features, asked, score_mod="", mask
         size = next((size for size in row.sizes if size >= D), None)
         if size is None or capability[0] not in row.capabilities or asked & DETERMINISTIC and not row.repeats:
             continue
-        is_measured = not (features >> FEATURES.index("USE_LENGTHS") & 1 or score_mod or mask_mod)
+        is_measured = not (score_mod or mask_mod or any(features >> FEATURES.index(feature) & 1 for feature in NOT_MEASURED))
         if not asked & NEEDED and not (is_measured and size in row.faster):
             return None
         knobs = [f"HEAD_DIM={size}", *row.sizes[size], *["DTYPE=BF16"] * (dtype == torch.bfloat16)]
@@ -455,8 +456,8 @@ LIBRARY.define(f"block_mask{CALL} -> (Tensor, str)")
 LIBRARY.define(f"attention_backward(Tensor? grad, {TENSORS[1:]}Tensor o, Tensor lse, {MASK}, Tensor? bias=None, str without='', "
                "float softcap=0., Tensor? sinks=None, Tensor? grad_lse=None, str backward='', Tensor? k_lengths=None, Tensor? q_starts=None, "
                "Tensor? k_starts=None, SymInt most_keys=0, Tensor? q_lengths=None, Tensor? k_firsts=None, str score_mod='', str mask_mod='', "
-               "Tensor? x0=None, Tensor? x1=None, Tensor? x2=None, Tensor? x3=None, Tensor? i0=None, Tensor? i1=None) "
-               "-> (Tensor, Tensor, Tensor, Tensor)")
+               "Tensor? x0=None, Tensor? x1=None, Tensor? x2=None, Tensor? x3=None, Tensor? i0=None, Tensor? i1=None, "
+               "SymInt bias_keys=0, bool to_bias=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 LIBRARY.define("append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor lengths, Tensor? page_table, "
                "Tensor? starts) -> Tensor")  # of flash_attn_interface.py
 LIBRARY.define(f"why_not{TENSORS}Tensor? attn_mask, float dropout_p, bool is_causal, float? scale, bool enable_gqa) -> str")
@@ -493,8 +494,9 @@ def fake_block_mask(q, *_):
 @torch.library.register_fake("sdpa::attention_backward")
 def fake_backward(grad, q, k, v, o, lse, *rest):
     given = dict(zip((argument.name for argument in BACKWARD._schema.arguments[6:]), rest))
-    sinks = given.get("sinks")
-    return *map(torch.empty_like, (q, k, v)), lse.new_empty(0 if sinks is None else sinks.shape)
+    sinks, bias = given.get("sinks"), given.get("bias")
+    d_bias = bias.new_empty(bias.shape) if given.get("to_bias") else lse.new_empty(0)
+    return *map(torch.empty_like, (q, k, v)), lse.new_empty(0 if sinks is None else sinks.shape), d_bias
 
 
 @torch.library.register_fake("sdpa::append")

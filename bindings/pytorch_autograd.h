@@ -23,31 +23,35 @@ static torch::jit::Stack called(const char* name, torch::jit::Stack stack) {
   return stack;
 }
 
+// O of sdpa::attention with a bias, for which autograd is recorded.
+static Tensor attention_with_bias(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bias,
+                                  std::optional<double> scale) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("sdpa::attention", "");
+  const c10::IValue none;
+  torch::jit::Stack stack{q, k, v, SDPA_CAUSAL_OFF, -1, -1, SDPA_CAUSAL_OFF, scale, 0.0};
+  while (stack.size() < at_most_keys) stack.push_back(none);
+  stack.insert(stack.end(), {0, bias});
+  for (size_t i = stack.size(); i < arguments; i++) stack.push_back(*op.schema().arguments()[i].default_value());
+  op.callBoxed(stack);
+  return stack[0].toTensor();
+}
+
 struct Attention : torch::autograd::Function<Attention> {
   // tensors: q, k, v, and those of the other arguments that require a gradient.
   static variable_list forward(torch::autograd::AutogradContext* ctx, at::TensorList tensors,
                                const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     const auto argument = [&](int at) -> const c10::IValue& { return (*stack)[stack->size() - arguments + at]; };
-    const auto is_given = [&](int at, int64_t least) { return argument(at).toSymInt() >= least; };
     const auto bias = argument(at_bias).toOptional<Tensor>(), sink = argument(at_sinks).toOptional<Tensor>();
     const bool to_bias = bias && bias->requires_grad(), to_sinks = sink && sink->requires_grad();
     bool has_none = tensors.size() > 3 + size_t(to_bias) + size_t(to_sinks) ||
                     tensors[2].scalar_type() == at::kFloat8_e4m3fn;
     has_none = has_none || !argument(at_page_table).isNone();
     const auto of_lengths = {at_k_lengths, at_q_starts, at_k_starts, at_q_lengths, at_k_firsts};
-    bool has_lengths = false;
-    for (const int i : of_lengths) has_lengths = has_lengths || !argument(i).isNone();
-    const bool bias_has_none = to_bias || (bias && (argument(at_causal).toInt() != 0 || is_given(at_causal + 1, 0) ||
-                                                    is_given(at_causal + 2, 0) || is_given(at_bias + 1, 1) || has_lengths));
     auto& data = ctx->saved_data;
-    data["without"] =
-        has_none ? "no backward for e4m3, pages"
-        : bias_has_none
-            ? "no gradient of a bias, and no backward for one beside a causal mask, a window, bias_keys, lengths or starts"
-            : "";
+    data["without"] = has_none ? "no backward for e4m3, pages" : "";
     for (int i = 0; i < 5; i++) data["mask" + std::to_string(i)] = argument(at_causal + i);
     data["softcap"] = argument(at_softcap), data["backward"] = argument(at_backward);
-    data["most_keys"] = argument(at_most_keys);
+    data["most_keys"] = argument(at_most_keys), data["bias_keys"] = argument(at_bias + 1);
     data["score_mod"] = argument(at_score_mod), data["mask_mod"] = argument(at_mask_mod);
     std::vector<Tensor> others;  // the lengths, and the arrays of the expressions
     for (const int i : of_lengths) others.push_back(argument(i).toOptional<Tensor>().value_or(Tensor()));
@@ -62,7 +66,7 @@ struct Attention : torch::autograd::Function<Attention> {
     ctx->save_for_backward(saved);
     ctx->set_materialize_grads(false);  // of LSE, which few use
     data["tensors"] = int64_t(tensors.size());
-    data["to_sinks"] = to_sinks;
+    data["to_sinks"] = to_sinks, data["to_bias"] = to_bias;
     return {o, lse};
   }
 
@@ -78,10 +82,13 @@ struct Attention : torch::autograd::Function<Attention> {
                                data["backward"], given(x[7]), given(x[8]), given(x[9]), data["most_keys"], given(x[10]),
                                given(x[11]), data["score_mod"], data["mask_mod"]});
     for (int i = 12; i < 18; i++) stack.push_back(given(x[i]));
+    stack.insert(stack.end(), {data["bias_keys"], data["to_bias"]});
     const auto d = called("sdpa::attention_backward", std::move(stack));
     for (int i = 0; i < 3; i++) out[i] = d[i].toTensor();
     // The sinks come before the bias, and nothing else has a gradient.
-    if (data["to_sinks"].toBool()) out[3] = d[3].toTensor().to(x[6].scalar_type());
+    const bool to_sinks = data["to_sinks"].toBool();
+    if (to_sinks) out[3] = d[3].toTensor().to(x[6].scalar_type());
+    if (data["to_bias"].toBool()) out[3 + to_sinks] = d[4].toTensor();
     return out;
   }
 };

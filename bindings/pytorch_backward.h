@@ -154,11 +154,13 @@ static std::tuple<Tensor, Tensor, Tensor> behind_cudnn_backward(
     const Tensor& seed, const Tensor& offset, const Tensor& bias, const Tensor& q_starts, const Tensor& k_starts,
     int64_t most_q, int64_t most_k, double dropout, bool causal, std::optional<double> scale) {
   const c10::OptionalDeviceGuard guard(q.device());
-  if (dropout == 0 && !bias.defined() && !q_starts.defined() && !lse_lies_otherwise()) {
+  if (dropout == 0 && !q_starts.defined() && !lse_lies_otherwise()) {
     const Tensor rows_lse = lse.reshape(q.sizes().slice(0, 3));
     const int mask = causal ? SDPA_CAUSAL_TOP_LEFT : SDPA_CAUSAL_OFF;
-    const BackwardCall call{.grad = grad, .q = q, .k = k, .v = v, .o = o, .lse = rows_lse, .causal = mask, .scale = scale};
-    if (Gradients d; ours_instead(call, cudnn_may_give_nan(q, bias), d)) return {d.q, d.k, d.v};
+    const OptionalTensor its_bias = bias.defined() ? OptionalTensor(bias) : std::nullopt;
+    const BackwardCall call{.grad = grad, .q = q, .k = k, .v = v, .o = o, .lse = rows_lse, .causal = mask, .scale = scale,
+                            .bias = its_bias};
+    if (Gradients d; ours_instead(call, cudnn_may_give_nan(q, bias) || is_wide(bias, q), d)) return {d.q, d.k, d.v};
   }
   return cudnn_backward(grad, q, k, v, o, lse, seed, offset, bias, q_starts, k_starts, most_q, most_k, dropout, causal,
                         scale);
@@ -225,11 +227,13 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> behind_efficient_backward(
     const Tensor& lse, const Tensor& seed, const Tensor& offset, double dropout, std::array<bool, 4> wanted, bool causal,
     std::optional<double> scale) {
   const c10::OptionalDeviceGuard guard(q.device());
-  if (dropout == 0 && !bias.defined() && grad.defined()) {
+  if (dropout == 0 && grad.defined()) {
     const Tensor rows_lse = lse.narrow(2, 0, q.size(2));  // without the padding
     const int mask = causal ? SDPA_CAUSAL_TOP_LEFT : SDPA_CAUSAL_OFF;
-    const BackwardCall call{.grad = grad, .q = q, .k = k, .v = v, .o = o, .lse = rows_lse, .causal = mask, .scale = scale};
-    if (Gradients d; ours_instead(call, false, d)) return {d.q, d.k, d.v, Tensor()};
+    const OptionalTensor its_bias = bias.defined() ? OptionalTensor(bias) : std::nullopt;
+    const BackwardCall call{.grad = grad, .q = q, .k = k, .v = v, .o = o, .lse = rows_lse, .causal = mask, .scale = scale,
+                            .bias = its_bias, .to_bias = bias.defined() && wanted[3]};
+    if (Gradients d; ours_instead(call, false, d)) return {d.q, d.k, d.v, d.bias};
   }
   return at::native::_scaled_dot_product_efficient_attention_backward_cuda(grad, q, k, v, bias, o, lse, seed, offset, dropout,
                                                                            wanted, causal, scale);
@@ -273,9 +277,9 @@ struct PytorchsBackward {
   bool limited, masked, by_flash, by_efficient;
   Tensor q, k, v;  // with rows that PyTorch's kernels can read
 
-  PytorchsBackward(const BackwardCall& c, const OptionalTensor& bias_any)
+  explicit PytorchsBackward(const BackwardCall& c)
       : call(c), q(readable(c.q, false)), k(readable(c.k, false)), v(readable(c.v, false)) {
-    if (bias_any) bias = bias_of(bias_any->detach(), q, k.size(2));
+    if (call.bias && !call.bias_keys) bias = bias_of(call.bias->detach(), q, k.size(2));
     const int64_t Sq = q.size(2), Sk = k.size(2), by = call.window_alignment ? call.window_alignment : call.causal;
     limited = call.left >= 0 || call.right >= 0;
     masked = call.causal != SDPA_CAUSAL_OFF;
@@ -289,6 +293,10 @@ struct PytorchsBackward {
     if (call.softcap != 0 || call.sinks) return "PyTorch has no backward with softcap or sinks";
     if (!call.mods.score.empty() || !call.mods.mask.empty()) return "PyTorch has no backward with score_mod or mask_mod";
     if (call.has_lengths()) return "attention() calls no backward of PyTorch's with lengths or starts";
+    if (call.to_bias) return "attention() calls no backward of PyTorch's for the gradient of a bias";
+    if (call.bias && (masked || limited || call.bias_keys)) {
+      return "attention() calls no backward of PyTorch's for a bias beside a causal mask, a window or bias_keys";
+    }
     if (by_flash || by_efficient) return "";
     return "no backward of PyTorch's takes top-left windows with Sq != Sk, or v's own D beside a window or a bottom-right "
            "mask with Sq != Sk";
@@ -331,9 +339,9 @@ struct PytorchsBackward {
   }
 };
 
-// dQ, dK, dV and dSinks from O, LSE and the gradients of both. `without`: the reason for having none. It is raised only
+// dQ, dK, dV, dSinks and dBias from O, LSE and the gradients of both. `without`: the reason for having none. It is raised only
 // when the backward runs, so that a graph that is compiled ahead may contain it. choice: attention()'s argument `backward`.
-static std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const OptionalTensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
     int64_t causal, int64_t left, int64_t right, int64_t window_alignment, std::optional<double> scale,
     const OptionalTensor& bias, std::string_view without, double cap, const OptionalTensor& sink,
@@ -341,7 +349,7 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     const OptionalTensor& q_starts, const OptionalTensor& k_starts, int64_t most_keys, const OptionalTensor& q_lengths,
     const OptionalTensor& k_firsts, std::string_view score_mod, std::string_view mask_mod, const OptionalTensor& x0,
     const OptionalTensor& x1, const OptionalTensor& x2, const OptionalTensor& x3, const OptionalTensor& i0,
-    const OptionalTensor& i1) {
+    const OptionalTensor& i1, int64_t bias_keys, bool to_bias) {
   TORCH_CHECK_NOT_IMPLEMENTED(without.empty(), "sdpa.attention: ", without);
   const c10::OptionalDeviceGuard guard(q.device());
   const BackwardCall call{.grad = grad,
@@ -366,18 +374,24 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
                           .k_firsts = k_firsts,
                           .mods = {.score = std::string(score_mod),
                                    .mask = std::string(mask_mod),
-                                   .arrays = {x0, x1, x2, x3, i0, i1}}};
+                                   .arrays = {x0, x1, x2, x3, i0, i1}},
+                          .bias = bias,
+                          .bias_keys = bias_keys,
+                          .to_bias = to_bias};
   Gradients d;
   if (call.is_empty()) {
     d = {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), at::zeros({sink ? sink->size(0) : 0}, lse.options())};
+    if (to_bias) d.bias = at::zeros(bias->sizes(), bias->options());
   } else {
-    const PytorchsBackward theirs(call, bias);
+    const PytorchsBackward theirs(call);
     const std::string why_not_theirs = theirs.why_not();
     const bool is_forced = choice == "sdpa" || choice == "deterministic";
     const bool repeats = choice == "deterministic" || is_deterministic();
-    // PyTorch's kernels compute the gradient of LSE by a second forward and backward; cuDNN's may give NaN for one query.
-    const bool is_needed = is_forced || repeats || grad_lse || !why_not_theirs.empty() || q.size(2) == 1;
-    std::string why_not_ours = choice == "torch" ? "backward='torch' was asked for" : bias ? "there is a bias" : "";
+    // PyTorch's kernels compute the gradient of LSE by a second forward and backward, and that of a float32 bias in float32;
+    // cuDNN's may give NaN for some sizes.
+    const bool is_needed = is_forced || repeats || grad_lse || !why_not_theirs.empty() ||
+                           (bias && is_wide(*bias, q)) || cudnn_may_give_nan(q, bias.value_or(Tensor()));
+    std::string why_not_ours = choice == "torch" ? "backward='torch' was asked for" : "";
     if (why_not_ours.empty()) why_not_ours = our_backward(call, is_needed, repeats, d);
     if (!why_not_ours.empty()) {
       TORCH_CHECK_NOT_IMPLEMENTED(!is_forced && why_not_theirs.empty(), "sdpa.attention: no backward, since ", why_not_ours,
@@ -385,6 +399,8 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
       theirs.run(d);
     }
   }
-  if (!d.sinks.defined()) d.sinks = empty({0}, at::kFloat, q);
-  return {laid_out_as(d.q, q), laid_out_as(d.k, k), laid_out_as(d.v, v), d.sinks};
+  for (Tensor* x : {&d.sinks, &d.bias}) {
+    if (!x->defined()) *x = empty({0}, at::kFloat, q);
+  }
+  return {laid_out_as(d.q, q), laid_out_as(d.k, k), laid_out_as(d.v, v), d.sinks, d.bias};
 }

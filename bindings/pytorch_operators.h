@@ -23,6 +23,7 @@
 #endif
 
 #include "pytorch_attention.h"
+#include "pytorch_autograd.h"
 #include "pytorch_backward.h"
 
 // ---- what F.scaled_dot_product_attention asks ----
@@ -106,10 +107,33 @@ struct Given {
   }
 };
 
+// True if the elements differ from the memory: a dual number, a negated view, or a tensor of zeros without memory.
+static bool is_more(const Tensor& x) { return x._fw_grad(0).defined() || x.is_neg() || x._is_zerotensor(); }
+static bool is_plain(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mask) {
+  return !at::areAnyTensorSubclassLike({q, k, v, mask}) && !is_more(q) && !is_more(k) && !is_more(v) && !is_more(mask);
+}
+
+// Why sdpa's kernels do not compute the gradient of attn_mask, or an empty string. F.scaled_dot_product_attention then is
+// sdpa::attention, which sums the gradient over the dimensions that the mask does not have.
+static std::string why_not_gradient_of_mask(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mask,
+                                            double dropout, bool causal, std::optional<double> scale, bool gqa) {
+  const std::string needed = "attn_mask needs a gradient, and ";
+  if (preference == Preference::pytorchs) return needed + "PyTorch's backward was asked for";
+  if (causal) return needed + "there is a causal mask";
+  if (!is_plain(q, k, v, mask)) return needed + "a tensor is traced";
+  const OptionalTensor read = mask.detach();
+  std::string why = why_not(q, k, v, {at::SDPBackend::flash_attention, read, dropout, false, false, true, scale});
+  if (why.empty() && q.size(1) != k.size(1) && !gqa) why = "the heads of q are no multiple of those of k";
+  if (!why.empty()) return needed + why;
+  const int features = feature_of(bias_of(*read, q, k.size(2)), true), asked = 1 + 2 * int(is_deterministic());
+  return backward_line_for({{q.get_device(), dtype_of(q), int(q.size(3)), features, asked}, "", ""}).trouble;
+}
+
 static std::string why_not_op(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any,
                               const OptionalTensor& mask_any, double dropout, bool causal, std::optional<double> scale,
                               bool gqa) {
   const auto [q, k, v, mask, is_3d] = Given(q_any, k_any, v_any, mask_any);
+  if (needs_grad(mask)) return why_not_gradient_of_mask(q, k, v, *mask, dropout, causal, scale, gqa);
   const bool on_gpu = q.is_cuda() && k.is_cuda() && v.is_cuda();
   auto choice = at::SDPBackend::cudnn_attention;
   try {
@@ -239,10 +263,9 @@ static Tensor chosen(const Tensor& q_any, const Tensor& k_any, const Tensor& v_a
   if (!q_any.is_cuda()) return pytorchs(q_any, k_any, v_any, mask_any);
   const auto [q, k, v, mask, is_3d] = Given(q_any, k_any, v_any, mask_any);
   Tensor o, lse;
-  // True if the elements differ from the memory: a dual number, a negated view, or a tensor of zeros without memory.
-  const auto is_more = [](const Tensor& x) { return x._fw_grad(0).defined() || x.is_neg() || x._is_zerotensor(); };
-  if (mask && dropout == 0 && !causal && !needs_grad(q, k, v) && !needs_grad(mask) &&
-      !at::areAnyTensorSubclassLike({q, k, v, *mask}) && !is_more(q) && !is_more(k) && !is_more(v) && !is_more(*mask)) {
+  if (needs_grad(mask) && why_not_gradient_of_mask(q, k, v, *mask, dropout, causal, scale, gqa).empty()) {
+    o = attention_with_bias(q, k, v, *mask, scale);
+  } else if (mask && dropout == 0 && !causal && !needs_grad(q, k, v) && !needs_grad(mask) && is_plain(q, k, v, *mask)) {
     const c10::OptionalDeviceGuard guard(q.device());
     const auto choice = at::SDPBackend(at::_fused_sdp_choice(q, k, v, mask, 0, false, scale, gqa));
     if (choice != at::SDPBackend::math) taken(q, k, v, {choice, mask, 0, false, false, false, scale}, o, lse);

@@ -50,6 +50,9 @@ struct BackwardCall {
   const OptionalTensor& q_lengths = no_tensor;
   const OptionalTensor& k_firsts = no_tensor;
   Mods mods{};
+  const OptionalTensor& bias = no_tensor;  // as the call has it
+  int64_t bias_keys = 0;
+  bool to_bias = false;  // the bias needs a gradient
 
   bool has_lengths() const { return k_lengths || q_starts || k_starts || q_lengths || k_firsts; }
   // Number of sequences.
@@ -60,6 +63,7 @@ struct BackwardCall {
 struct Gradients {
   Tensor q, k, v;
   Tensor sinks{};  // float32
+  Tensor bias{};   // like the bias
 };
 
 // x, or a copy with D elements to a row that the kernels can read. The elements that x does not have are zeros, which change
@@ -101,14 +105,35 @@ static std::string why_not_lengths(const BackwardCall& call) {
   return "";
 }
 
+// Allocates the gradient of the bias as the kernel writes it, [B or 1,Hq or 1,Sq or 1,keys or 1] of a type, and sets the
+// members of p. Returns the reason for refusing, or an empty string.
+static std::string set_bias_gradient(SdpaBackwardParams& p, const BackwardCall& call, at::ScalarType type, Tensor& written) {
+  if (call.q_starts || call.k_starts) return "a bias of packed sequences has no gradient";
+  if (call.bias_keys && call.has_lengths()) return "a bias of bias_keys has no gradient with lengths";
+  std::array<int64_t, 4> sizes{1, 1, 1, 1};
+  const auto given = call.bias->sizes();
+  std::copy(given.begin(), given.end(), sizes.end() - given.size());
+  written = empty(sizes, type, call.q);
+  const auto kept = [&](int dim) { return sizes[dim] > 1 ? written.stride(dim) : 0; };
+  p.dBias = written.mutable_data_ptr();
+  p.d_bias = {kept(0), kept(1), kept(2)};
+  p.dBias_sums_keys = sizes[3] == 1;
+  return "";
+}
+
 // Enqueues the gradients. Returns the reason for refusing, or an empty string. Shapes have been checked by the forward.
 static std::string our_backward(const BackwardCall& call, bool is_needed, bool is_deterministic, Gradients& d) {
   const Tensor& q_any = call.q;
   if (!q_any.is_cuda() && !on_cpu) return c10::str("a tensor is on ", q_any.device());
   if (call.v.element_size() == 1) return "there is none for e4m3";
   if (const std::string why = why_not_lengths(call); !why.empty()) return why;
-  const int features =
-      (call.softcap != 0 ? softcap : 0) | (call.sinks ? sinks : 0) | (call.has_lengths() ? lengths : 0);
+  OptionalTensor bias;  // as the kernel reads it
+  if (call.bias) {
+    const int64_t keys = call.most_keys ? std::min(call.most_keys, call.k.size(2)) : call.k.size(2);
+    bias = bias_of(call.bias->detach(), q_any, call.bias_keys ? call.bias_keys : keys);
+  }
+  const int features = (call.softcap != 0 ? softcap : 0) | (call.sinks ? sinks : 0) | (call.has_lengths() ? lengths : 0) |
+                       (bias ? feature_of(*bias, true) : 0);  // the mask of keys is read as one of queries
   const int most = int(std::max(q_any.size(3), call.v.size(3)));
   const BackwardLine& line = backward_line_for(
       {{q_any.get_device(), dtype_of(q_any), most, features, int(is_needed) + 2 * int(is_deterministic)},
@@ -165,6 +190,15 @@ static std::string our_backward(const BackwardCall& call, bool is_needed, bool i
     d.sinks = empty({q.size(1)}, at::kFloat, q);
     p.dSinks = d.sinks.mutable_data_ptr<float>();
   }
+  Tensor d_bias;
+  if (bias) {
+    set_bias(of, *bias);
+    of.bias_keys = int(call.bias_keys);
+  }
+  if (call.to_bias) {
+    const std::string why = set_bias_gradient(p, call, bias->scalar_type(), d_bias);
+    if (!why.empty()) return why;
+  }
   const LaunchStream at(q);
   Tensor workspace;  // when the launch is enqueued, what follows it on the stream may have this memory
   if (const size_t bytes = line.workspace_bytes(&of)) {
@@ -179,5 +213,6 @@ static std::string our_backward(const BackwardCall& call, bool is_needed, bool i
   d.q = without_padding(dq, q_any);
   d.k = without_padding(dk, call.k);
   d.v = without_padding(dv, call.v);
+  if (call.to_bias) d.bias = d_bias.view(call.bias->sizes()).to(call.bias->scalar_type());
   return "";
 }

@@ -101,6 +101,13 @@ typedef struct SdpaBackwardParams {
   SdpaStrides d_o, d_q, d_k, d_v; /* those of d_o may be 0 */
   const float* dLSE;              /* [B,Hq,Sq] contiguous, the gradient of LSE; null: 0 */
   float* dSinks;                  /* lines with USE_SINKS: [Hq], written whole; or null */
+  /* Lines with USE_BIAS=1 or 3: [B,Hq,Sq,keys] of the bias' type, written whole; or null. A row is contiguous and has
+     bias_keys elements; if that is 0, Sk or most_keys elements, whichever is less. A stride of 0: the dimension has size
+     1, and dBias is summed over it, in fp32 and in a fixed order; the strides of the bias may differ. Not with q_starts
+     and k_starts, nor with bias_keys beside k_lengths, k_firsts or most_keys. */
+  void* dBias;
+  SdpaStrides d_bias;
+  int dBias_sums_keys;            /* 1: a row of dBias has one element, the sum over the keys; otherwise 0 */
   void* workspace;                /* sdpa_library_backward_workspace_bytes(), with any contents; one per stream */
   SdpaParams forward;             /* of that call; O and LSE are inputs here */
 } SdpaBackwardParams;
@@ -142,7 +149,7 @@ int sdpa_library_forward(const SdpaParams* p, struct CUstream_st* stream, char* 
 /* Lines with BACKWARD=1: bytes that SdpaBackwardParams::workspace must have for this problem; 0: it may be null. */
 size_t sdpa_library_backward_workspace_bytes(const SdpaParams* forward);
 
-/* Lines with BACKWARD=1: enqueues dQ, dK and dV of p->forward, and dSinks if it is set. LSE is a natural logarithm,
+/* Lines with BACKWARD=1: enqueues dQ, dK and dV of p->forward, and dSinks and dBias if they are set. LSE is a natural logarithm,
    includes the scale, and is -inf for a row that sees no key; such a row has a dQ of 0. With USE_WARP_SPECIALIZATION=1 or
    ONE_PASS=1 the last bits of dQ differ from run to run. Makes the same promises and returns as sdpa_library_forward()
    does. */

@@ -7,12 +7,89 @@
 #include <vector>
 
 #include "accuracy.h"
+#include "inputs.h"
 #include "tensors.h"
 
 namespace SDPA_NAMESPACE {
 namespace {
 
 constexpr Tensor gradient_tensors[] = {Tensor::dQ, Tensor::dK, Tensor::dV};
+
+// True if the kernels can compute the gradient of the problem's bias.
+bool has_bias_gradient(const Problem& p) {
+  const bool has_lengths = p.has_lengths || p.has_k_firsts || p.most_keys;
+  return adds_bias() && !p.bias_kind.empty() && p.bias_dims.find('N') == string::npos && !p.packs_q &&
+         !p.packs_k && !(p.bias_kind == "tree" && has_lengths);
+}
+// dBias [batches,heads,queries,keys] in device memory. Dimensions over which it is summed have size 1.
+class BiasGradient {
+ public:
+  BiasGradient(const Problem& p, const Strides& q)
+      : keys(p.most_keys ? std::min(p.most_keys, p.bias.keys) : p.bias.keys) {
+    const struct {
+      char name;
+      int size;
+    } dims[] = {{'b', p.B}, {'h', p.Hq}, {'q', p.Sq}, {'k', keys}};
+    for (int i = 0; i < 4; i++) {
+      const auto names = [&](int c) { return p.bias_dims.find(char(c)) != string::npos; };
+      keeps[i] = (i == 3 || names(dims[i].name)) != names(std::toupper(dims[i].name));
+      size[i] = keeps[i] ? dims[i].size : 1;
+    }
+    // Gaps unless the layout is bhsd; and gigabytes where Q has them.
+    const int64_t gap = p.layout == "bhsd" ? 0 : 3, far = int64_t(1) << 31;
+    const auto gap_of = [&](int64_t of_q) { return gap + (of_q >= far ? far : 0); };
+    const int64_t row = size[3] + gap_of(q.row), head = size[2] * row + gap_of(q.head),
+                  batch = size[1] * head + gap_of(q.batch);
+    steps_ = {batch, head, row};
+    is_far_ = batch >= far;
+    strides = {keeps[0] ? batch : 0, keeps[1] ? head : 0, keeps[2] ? row : 0};
+    memory_.reset(new Guarded("dBias", size_t(size[0]) * batch * bias_bytes()));
+  }
+  void* data() const { return memory_->data(); }
+  size_t rows() const { return size_t(size[0]) * size[1] * size[2]; }
+  void poison() {
+    if (!is_far_) return memory_->fill(0xff);
+    const vector<uint8_t> row((size[3] + 3) * bias_bytes(), 0xff);
+    for (size_t r = 0; r < rows(); r++) memory_->store(row, place_of(r) * bias_bytes());
+  }
+  // The elements without gaps. Sets `trouble` to a sentence if anything else was overwritten.
+  vector<float> read(string& trouble) const {
+    memory_->expect_guards(trouble);
+    const int64_t bytes = bias_bytes();
+    vector<uint8_t> all;
+    if (!is_far_) all = memory_->fetch<uint8_t>(memory_->bytes);
+    vector<float> x(rows() * size[3]);
+    for (size_t r = 0; r < rows(); r++) {
+      const int64_t begin = place_of(r) * bytes, row_bytes = size[3] * bytes;
+      const auto row = is_far_ ? memory_->fetch<uint8_t>((size[3] + 3) * bytes, begin) : vector<uint8_t>();
+      uint8_t* const at = is_far_ ? const_cast<uint8_t*>(row.data()) : &all[begin];
+      for (int k = 0; k < size[3]; k++) {
+        uint32_t bits = 0;
+        memcpy(&bits, at + k * bytes, bytes);
+        x[r * size[3] + k] = bytes == 4 ? float_of(bits) : element_value(line.input, uint16_t(bits));
+      }
+      std::fill_n(at, row_bytes, uint8_t(0xff));
+      const bool is_kept = std::count(row.begin(), row.end(), 0xff) == std::ptrdiff_t(row.size());
+      if (!is_kept && trouble.empty()) trouble = "the kernel wrote after a row of dBias";
+    }
+    if (trouble.empty() && std::count(all.begin(), all.end(), 0xff) != std::ptrdiff_t(all.size()))
+      trouble = "the kernel wrote between the rows of dBias";
+    return x;
+  }
+  const int keys;  // that have a bias
+  bool keeps[4];
+  int size[4];
+  Strides strides;
+
+ private:
+  int64_t place_of(size_t row) const {
+    return int64_t(row) / size[2] / size[1] * steps_.batch + int64_t(row) / size[2] % size[1] * steps_.head +
+           int64_t(row) % size[2] * steps_.row;
+  }
+  Strides steps_;
+  bool is_far_;
+  std::unique_ptr<Guarded> memory_;
+};
 
 class BackwardPass {
  public:
@@ -32,6 +109,12 @@ class BackwardPass {
     dLSE_.reset(new Guarded("dLSE", rows * sizeof(float)));
     dSinks_.reset(new Guarded("dSinks", p.has_sinks ? p.Hq * sizeof(float) : 0));
     if (p.has_sinks) gradients_.dSinks = dSinks_->data<float>();
+    if (has_bias_gradient(p)) {
+      dBias_.reset(new BiasGradient(p, params.q));
+      gradients_.dBias = dBias_->data();
+      gradients_.d_bias = dBias_->strides;
+      gradients_.dBias_sums_keys = !dBias_->keeps[3];
+    }
     workspace_.reset(
         new Guarded("the workspace of the backward pass", line.backward_workspace_bytes(params)));
     gradients_.workspace = workspace_->data();
@@ -63,6 +146,7 @@ class BackwardPass {
   void poison() {
     for (Tensor t : gradient_tensors) tensors_[place(t)]->poison();
     dSinks_->fill(0xff);
+    if (dBias_) dBias_->poison();
     workspace_->fill(0xff);
   }
   void launch(const SdpaParams& params, cudaStream_t stream) const {
@@ -76,6 +160,7 @@ class BackwardPass {
     got_.sinks = dSinks_->fetch<uint32_t>(dSinks_->bytes);
     for (const Guarded* x : {dLSE_.get(), dSinks_.get(), workspace_.get()})
       x->expect_guards(trouble);
+    if (dBias_) got_.bias = dBias_->read(trouble);
     if (dO().read(trouble) != held_dO_ && trouble.empty()) trouble = "the kernel wrote into dO";
     return trouble;
   }
@@ -96,6 +181,7 @@ class BackwardPass {
           got_.x[t].begin();
       if (i < got_.x[t].size()) return where(p, gradient_tensors[t], i) + " " + sentence;
     }
+    if (got_.bias != checked_.bias) return string("dBias ") + sentence;
     return got_.sinks == checked_.sinks ? "" : string("dSinks ") + sentence;
   }
 
@@ -141,9 +227,10 @@ class BackwardPass {
       const float got = float_of(got_.sinks[h]);
       sinks.add({0, h, 0}, of.of_sink(h), &got);
     }
-    figures.rows_checked += long(q_rows_.size() + k_rows.size());
+    reference::GradientComparison bias = compare_bias(p, of, macs);
+    figures.rows_checked += long(q_rows_.size() + k_rows.size() + bias.rows);
     string trouble;
-    for (const reference::GradientComparison* c : {&dQ, &dK, &dV, &sinks}) {
+    for (const reference::GradientComparison* c : {&dQ, &dK, &dV, &sinks, &bias}) {
       figures.include(*c);
       if (trouble.empty()) trouble = c->verdict();
     }
@@ -177,6 +264,35 @@ class BackwardPass {
     for (size_t n = 0; n < q_rows_.size(); n++) add(dQ, p, Tensor::dQ, q_rows_[n], of_q_[n]);
     return dQ;
   }
+  // Compares every row_step-th row of dBias, and of its columns every column_step-th.
+  reference::GradientComparison compare_bias(const Problem& p, const reference::Backward& of, double macs) const {
+    reference::GradientComparison dBias("dBias");
+    if (!dBias_) return dBias;
+    const BiasGradient& x = *dBias_;
+    const size_t rows = x.rows(), width = x.size[3];
+    const double all_macs = 2.0 * (p.D + p.Dv) * p.B * p.Hq * p.Sq * x.keys, part = std::max(all_macs / macs, 1.0);
+    const size_t row_step = std::max<size_t>(std::min(double(rows), std::ceil(part)), 1);
+    const int column_step = x.keeps[3] ? int(std::ceil(part / double(row_step))) : 1;
+    const size_t first_row = p.seed % row_step, first_column = p.seed % column_step;
+    vector<reference::Gradient> want((rows + row_step - 1 - first_row) / row_step, reference::Gradient(0));
+    const auto place = [&](size_t n) {
+      const int row = int(first_row + n * row_step), q = row % x.size[2], head = row / x.size[2];
+      const auto index = [&](int dim, int i) { return x.keeps[dim] ? i : -1; };
+      return reference::Row{index(0, head / x.size[1]), index(1, head % x.size[1]), index(2, q)};
+    };
+    const reference::Type& type = bias_bytes() == 4 ? reference::fp32 : type_of(line.input);
+    reference::parallel_for(width ? want.size() : 0, [&](size_t n) {
+      const reference::Row at = place(n);
+      want[n] = of.of_bias(at.b, at.h, at.q, {int(first_column), column_step, x.keys}, !x.keeps[3], type);
+    });
+    for (size_t n = 0; n < want.size(); n++) {
+      vector<float> got;
+      for (size_t k = first_column; k < width; k += column_step)
+        got.push_back(got_.bias[(first_row + n * row_step) * width + k]);
+      dBias.add(place(n), want[n], got.data());
+    }
+    return dBias;
+  }
   static int place(Tensor t) { return int(t) - int(Tensor::dO); }
   DeviceTensor& dO() const { return *tensors_[0]; }
   // The name and coordinates of an element.
@@ -205,6 +321,7 @@ class BackwardPass {
 
   std::unique_ptr<DeviceTensor> tensors_[4];  // dO, dQ, dK, dV
   std::unique_ptr<Guarded> dLSE_, dSinks_, workspace_;
+  std::unique_ptr<BiasGradient> dBias_;  // null: not computed
   Gradients gradients_{};
   vector<float> dO_, dLSE_values_;
   vector<reference::Row> q_rows_;  // that are checked, and their dQ
@@ -213,6 +330,7 @@ class BackwardPass {
   struct Outputs {
     Bits x[3];  // dQ, dK, dV
     vector<uint32_t> sinks;
+    vector<float> bias;
   } got_, checked_;
 };
 

@@ -70,7 +70,7 @@ KernelFacts backward_facts_of(const SdpaParams& p) {
   return facts;
 }
 SdpaStatus run_backward(const SdpaParams& forward, const Gradients& g, cudaStream_t stream) {
-  const auto as_output = [](void* x) { return static_cast<Input*>(x); };
+  const auto as_output = [](void* x) { return static_cast<KeyValue*>(x); };
   SdpaBackwardParams p{};
   p.forward = forward;
   p.dO = static_cast<const Output*>(g.dO);
@@ -83,6 +83,9 @@ SdpaStatus run_backward(const SdpaParams& forward, const Gradients& g, cudaStrea
   p.d_v = g.d_v;
   p.dLSE = g.dLSE;
   p.dSinks = g.dSinks;
+  p.dBias = g.dBias;
+  p.d_bias = g.d_bias;
+  p.dBias_sums_keys = g.dBias_sums_keys;
   p.workspace = g.workspace;
   return sdpa_backward(p, stream);
 }
@@ -118,7 +121,7 @@ Line describe_build() {
   constexpr bool hides_by_expression = Defines::hides_keys && !Defines::use_key_mask;
   if (hides_by_expression) l.sees = sees_on_host;
   if constexpr (Defines::changes_logits || hides_by_expression)
-    l.reference_kernel = launch_reference_kernel_of<Query, Input, OwnMods>;
+    l.reference_kernel = launch_reference_kernel_of<Query, KeyValue, OwnMods>;
   l.is_wgmma = Defines::is_wgmma;
   l.has_queue = Defines::use_persistent_cta;
   l.is_tuned = Defines::use_tuned;

@@ -250,9 +250,9 @@ class Instance : public Inputs {
       SdpaParams plain =
           params;  // without pages: the page table may have room for more than Sk keys
       plain.Sk = problem.Sk;
-      plain.K = static_cast<const Input*>(tensors[1]->first());
+      plain.K = static_cast<const KeyValue*>(tensors[1]->first());
       plain.k = tensors[1]->strides;
-      plain.V = static_cast<const Input*>(tensors[2]->first());
+      plain.V = static_cast<const KeyValue*>(tensors[2]->first());
       plain.v = tensors[2]->strides;
       require(launch(plain, int(first), int(count), O_g.data<float>(), LSE_g.data<float>()),
               "launching the reference kernel");

@@ -43,6 +43,9 @@ struct Gradients {
   Strides d_o, d_q, d_k, d_v;
   const float* dLSE;
   float* dSinks;
+  void* dBias;
+  Strides d_bias;
+  int dBias_sums_keys;
   void* workspace;
 };
 

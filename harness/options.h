@@ -211,17 +211,17 @@ vector<Option> options_of(Options& o) {
          return !text.empty() && text == packed_text(o.common) ? "" : "want q, k or qk";
        },
        packed_text},
-      {"--bias", "KIND[,bhqm]",
+      {"--bias", "KIND[,bhqmBHQKN]",
        "a bias for each (query, key) pair; letters: its dimensions besides keys (default q); add, "
-       "bool, tree (of the last keys), causal, documents or blocks; m: one map for all launches "
-       "(builds with USE_BIAS)",
+       "bool, tree (of the last keys), causal, documents or blocks; m: one map for all launches; B, H, Q, K: "
+       "dBias does not have this dimension, or it alone has; N: no dBias (builds with USE_BIAS)",
        [&o](const string& text) {
          const size_t comma = std::min(text.find(','), text.size());
          o.common.bias_kind = text.substr(0, comma);
          if (comma < text.size()) o.common.bias_dims = text.substr(comma + 1);
          const bool is_known =
              std::count(std::begin(bias_kinds), std::end(bias_kinds), o.common.bias_kind) > 0;
-         const bool named = o.common.bias_dims.find_first_not_of("bhqm") == string::npos;
+         const bool named = o.common.bias_dims.find_first_not_of("bhqmBHQKN") == string::npos;
          const bool suits = o.common.bias_kind != (line.use_bias == 2 ? "add"
                                                    : line.use_bias    ? "bool"
                                                                       : "");

@@ -74,7 +74,9 @@ struct Problem : reference::Problem {
   int most_keys = 0;          // as in SdpaParams
   bool batch_invariant = false;
   // bias_kind is one of bias_kinds, or "" for no bias. bias_dims lists which of b, h and q are
-  // dimensions of the bias, and m if its map is made once for all launches.
+  // dimensions of the bias, and m if its map is made once for all launches. For its gradient: B, H, Q or
+  // K if only one of the bias and dBias has this dimension (K: dBias is summed over the keys), and N if
+  // dBias is not computed.
   string bias_kind, bias_dims = "q";
   bool keeps_map = false;  // MASK_MOD: one map for all launches
   // One of key_mask_kinds, with ",shared" if all batches share the mask; "" for no mask.

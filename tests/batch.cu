@@ -42,11 +42,11 @@ float element(int tensor, int id, int head, int row, int d) {
 // A sequence with its rows of Q [Hq,Sq,D], K and V.
 struct Own {
   int id, Sq, Sk;
-  vector<Input> Q, K, V;
+  vector<KeyValue> Q, K, V;
   Own(int number, int queries, int keys, int Hq, int Hkv) : id(number), Sq(queries), Sk(keys) {
-    const auto fill = [&](vector<Input>& x, int tensor, int heads, int rows, int width) {
+    const auto fill = [&](vector<KeyValue>& x, int tensor, int heads, int rows, int width) {
       for (int i = 0; i < heads * rows * width; i++) {
-        x.push_back(rounded<Input>(element(tensor, id, i / width / rows, i / width % rows, i % width)));
+        x.push_back(rounded<KeyValue>(element(tensor, id, i / width / rows, i / width % rows, i % width)));
       }
     };
     fill(Q, 0, Hq, Sq, D);
@@ -113,9 +113,9 @@ vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng 
     std::iota(table.begin(), table.end(), 0);
     for (size_t i = table.size(); i > 1; i--) std::swap(table[i - 1], table[draw(int(i))]);
   }
-  vector<Input> Q(size_t(q_batches) * Hq * p.Sq * D, rounded<Input>(NAN));
-  vector<Input> K(size_t(k_batches) * Hkv * p.Sk * D, rounded<Input>(NAN));
-  vector<Input> V(K.size() / D * Dv, rounded<Input>(NAN));
+  vector<KeyValue> Q(size_t(q_batches) * Hq * p.Sq * D, rounded<KeyValue>(NAN));
+  vector<KeyValue> K(size_t(k_batches) * Hkv * p.Sk * D, rounded<KeyValue>(NAN));
+  vector<KeyValue> V(K.size() / D * Dv, rounded<KeyValue>(NAN));
   const auto q_row = [&](int b, int h, int row) {
     const size_t of_head = kind.packs_q() ? q_starts[b] + row : row, batch = kind.packs_q() ? 0 : size_t(b) * Hq * p.Sq;
     return batch + (rows_first ? of_head * Hq + h : h * p.Sq + of_head);
@@ -167,7 +167,7 @@ vector<Bits> results(const Kind& kind, const vector<const Own*>& sequences, Rng 
   if (!is_plain && spare && draw(2)) p.most_keys = Sk + draw(100);
   vector<float> factors(size_t(3) * B * Hq);  // of a sequence and a head
   for (size_t i = 0; i < factors.size(); i++) factors[i] = 0.5f + float((sequences[i / Hq % B]->id + i % Hq) % 7) / 8;
-  if (Defines::input_bytes == 1) {
+  if (Defines::kv_bytes == 1) {
     const float* const held = memory.hold(factors);
     p.q_descale = {held, Hq, 1};
     p.k_descale = {held + B * Hq, Hq, 1};

@@ -606,7 +606,7 @@ TEST_CASE("spoiled") {
   for (int nth : {5, 6}) {
     spoiled(words, "O(b=0,h=1,q=39,d=63) of two runs on the same inputs differs: ", [&](P p, int n) { if (n == nth) move(element(p, 79, 63), 1); });
     spoiled(words, "LSE of two runs on the same inputs differs", [&](P p, int n) { if (n == nth) p.LSE[79] = std::nextafter(p.LSE[79], 9.0f); });
-    spoiled(words, "the kernel wrote into K", [&](P p, int n) { if (n == nth) move(const_cast<Input&>(p.K[5]), 1); });
+    spoiled(words, "the kernel wrote into K", [&](P p, int n) { if (n == nth) move(const_cast<KeyValue&>(p.K[5]), 1); });
   }
   spoiled(words, "O(b=0,h=0,q=0,d=0) in a chain of kernels differs", [](P p, int n) { if (n == 3) move(element(p, 0, 0), 1); });
   spoiled(words, "LSE in a chain of kernels differs", [](P p, int n) { if (n == 3) p.LSE[0] += 1e-6f; });
@@ -769,7 +769,7 @@ TEST_CASE("guards") {
     }
   }
   make_tensor = make_placed_tensor;
-  const auto set = [](const Input* x) { memset(static_cast<void*>(const_cast<Input*>(x)), 3, 1); };
+  const auto set = [](const KeyValue* x) { memset(static_cast<void*>(const_cast<KeyValue*>(x)), 3, 1); };
   CHECK(found("padded", [&](const SdpaParams& p, int) { set(p.Q + 64); }) == "the kernel wrote between the rows of Q");
   CHECK(found("packed", [&](const SdpaParams& p, int) { set(p.Q + 70); }) == "the kernel wrote into Q");
   CHECK(found("packed", [&](const SdpaParams& p, int) { set(p.K + p.k.row); }) == "the kernel wrote into K");
@@ -847,7 +847,7 @@ TEST_CASE("chain") {
   spoil = nullptr;
   launches.clear();
   static const Instance* watched;
-  static std::vector<Input> before[3];
+  static std::vector<KeyValue> before[3];
   static int times, right;
   struct Watched : PlacedTensor {
     Watched(const Problem& p, Tensor t) : PlacedTensor(p, t, place(p, t)) {}
@@ -856,7 +856,7 @@ TEST_CASE("chain") {
       if (!watched || launches.size() != 2) return;
       times++;
       for (int t = 0; t < 3; t++) {
-        const Input* const x = (const Input* const[]){watched->params.Q, watched->params.K, watched->params.V}[t];
+        const KeyValue* const x = (const KeyValue* const[]){watched->params.Q, watched->params.K, watched->params.V}[t];
         bool others = true;
         for (int i = 0; i < 5 * 64; i++) others &= std::isfinite(to_float(x[i])) && to_float(x[i]) != to_float(before[t][i]);
         right += others;
@@ -879,7 +879,7 @@ TEST_CASE("chain") {
   Figures figures;
   CHECK((instance.check(figures, 0) == "" && launches.size() == 4));
   CHECK((times == 2 && right == 6));  // of O and of the second kernel's O
-  CHECK((launches[3].Q == reinterpret_cast<const Input*>(g.O) && launches[3].K == g.K && launches[3].O != g.O));
+  CHECK((launches[3].Q == reinterpret_cast<const KeyValue*>(g.O) && launches[3].K == g.K && launches[3].O != g.O));
   watched = nullptr;
 }
 

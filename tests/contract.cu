@@ -161,8 +161,8 @@ class Attention {
     p.k = p.v = {int64_t(Hkv) * Sk * D, int64_t(Sk) * D, D};
     o_elements_ = size_t(B) * Hq * Sq * D;
     p.Q = input<Query>(q_, o_elements_, seed);
-    p.K = input<Input>(k_, size_t(B) * Hkv * Sk * D, seed + 1);
-    p.V = input<Input>(v_, k_.size(), seed + 2);
+    p.K = input<KeyValue>(k_, size_t(B) * Hkv * Sk * D, seed + 1);
+    p.V = input<KeyValue>(v_, k_.size(), seed + 2);
     p.O = allocate<Output>(o_elements_);
     p.LSE = allocate<float>(o_elements_ / D);
     owned_.emplace(p);
@@ -231,7 +231,7 @@ class Attention {
         const auto append = [](vector<float>& x, const auto* row, int width) {
           for (int d = 0; d < width; d++) x.push_back(to_float(row[d]));
         };
-        const auto key = [&](const Input* tensor, const Strides& s, int k) {
+        const auto key = [&](const KeyValue* tensor, const Strides& s, int k) {
           if (!p.page_table) return tensor + k_batch * s.batch + h_kv * s.head + (of_k.first + k) * s.row;
           const int row = of_k.first + k, page = p.page_table[b * p.page_stride + row / p.page_size];
           return tensor + std::max(0, std::min(page, p.pages - 1)) * s.batch + h_kv * s.head + row % p.page_size * s.row;
@@ -338,7 +338,7 @@ TEST_CASE("pointers") {
   CHECK(refusal([](SdpaParams& p) { p.K = nullptr; }) == "K is a null pointer");
   CHECK(refusal([](SdpaParams& p) { p.V = nullptr; }) == "V is a null pointer");
   CHECK(refusal([](SdpaParams& p) { p.O = nullptr; }) == "O is a null pointer");
-  constexpr int element = sizeof(Input), vec = Defines::vec_width;
+  constexpr int element = sizeof(KeyValue), vec = Defines::vec_width;
   for (int bytes = element == 1 ? 1 : element / 2; bytes < vec * element; bytes *= 2) {
     CHECK(begins(refusal([&](SdpaParams& p) { p.Q = moved(p.Q, bytes); }), "Q is not aligned to"));
     CHECK(begins(refusal([&](SdpaParams& p) { p.K = moved(p.K, bytes); }), "K is not aligned to"));
@@ -354,7 +354,7 @@ TEST_CASE("pointers") {
        {&SdpaParams::q_descale, &SdpaParams::k_descale, &SdpaParams::v_descale}) {
     const std::string no = refusal([&](SdpaParams& p) { (p.*d).factor = moved(factors, 2); });
     const bool of_q = d == &SdpaParams::q_descale;
-    CHECK(contains(no, (of_q ? Defines::query_bytes == 1 : Defines::input_bytes == 1) ? "_descale is not aligned to 4 bytes"
+    CHECK(contains(no, (of_q ? Defines::q_bytes == 1 : Defines::kv_bytes == 1) ? "_descale is not aligned to 4 bytes"
                        : of_q ? "_descale is for builds with an 8-bit DTYPE; set it to 0"
                               : "_descale is for builds with an 8-bit DTYPE or KV_DTYPE; set it to 0"));
   }
@@ -501,7 +501,7 @@ static SdpaStatus map_bias_of(const SdpaParams& p) {
 static bool is_of_build(const string& member) {
   if (member == "Dv" && Defines::head_dim != Defines::d_v) return false;
   if (member == "bias_map_bytes" && !lists_from_map<Defines>) return false;
-  return takes_member({Defines::use_persistent_cta != 0, Defines::use_softcap != 0, Defines::input_bytes == 1, Defines::query_bytes == 1, Defines::use_sinks != 0,
+  return takes_member({Defines::use_persistent_cta != 0, Defines::use_softcap != 0, Defines::kv_bytes == 1, Defines::q_bytes == 1, Defines::use_sinks != 0,
                        Defines::use_lengths != 0, Defines::use_pages != 0, takes_firsts, Defines::use_bias != 0, Defines::use_key_mask}, member);
 }
 
@@ -543,7 +543,7 @@ struct Featured {
       p.key_mask = key_mask;
       p.key_mask_stride = 71;
     }
-    if (Defines::input_bytes == 1) {
+    if (Defines::kv_bytes == 1) {
       p.k_descale = p.v_descale = {factors, 2, 1};
       if (Defines::q_type == Defines::kv_type) p.q_descale = p.k_descale;
     }
@@ -614,7 +614,7 @@ TEST_CASE("changed_members") {
   static const std::pair<const char*, Descale SdpaParams::*> descales[] = {
       {"q_descale", &SdpaParams::q_descale}, {"k_descale", &SdpaParams::k_descale}, {"v_descale", &SdpaParams::v_descale}};
   for (const auto& [name, member] : descales) {
-    const bool has = Defines::input_bytes == 1 && (Defines::q_type == Defines::kv_type || member != &SdpaParams::q_descale);
+    const bool has = Defines::kv_bytes == 1 && (Defines::q_type == Defines::kv_type || member != &SdpaParams::q_descale);
     add(has, name, [m = member](SdpaParams& p) { (p.*m).factor++; });
     add(has, name, [m = member](SdpaParams& p) { (p.*m).factor = nullptr; });
     add(has, name, [m = member](SdpaParams& p) { (p.*m).head = 0; });
@@ -748,7 +748,7 @@ TEST_CASE("rounds_without_visible_keys" * doctest::skip(!Defines::use_key_mask |
       };
       CHECK(forward_by());
       const int ranges = B::split_ctas == 1 ? 1 : items_of<B>(p).ranges;
-      Input* const V = const_cast<Input*>(p.V);
+      KeyValue* const V = const_cast<KeyValue*>(p.V);
       for (int n = 0, end = 0; n < ranges; n++) {
         const int begin = end;
         end += rounds / ranges + (n < rounds % ranges);
@@ -758,7 +758,7 @@ TEST_CASE("rounds_without_visible_keys" * doctest::skip(!Defines::use_key_mask |
         for (int of_range = begin + is_first_taken; of_range < end; of_range++) {
           if (is_seen(of_range)) continue;
           for (int k = of_range * round; k < (of_range + 1) * round; k++) {
-            std::fill_n(V + k * p.v.row, p.Dv, rounded<Input>(NAN));
+            std::fill_n(V + k * p.v.row, p.Dv, rounded<KeyValue>(NAN));
           }
         }
       }
@@ -1177,7 +1177,7 @@ static vector<ExpectedLaunch> launches_of(const SdpaParams& p) {
     const int64_t turns = B::use_lengths ? 1 : ceil_div(items.count, items_at_once<B>(items));
     for (int64_t turn = 0; turn < turns; turn++) {
       add(KernelOf<B>::entry, "launching the kernel");
-      if constexpr (merges_by_kernel<B>) add(sdpa_merge<B>, "launching the kernel");
+      if constexpr (merges_by_kernel<B>) add(sdpa_merge<B>, "launching the merge");
     }
   });
   return all;
@@ -1312,7 +1312,7 @@ TEST_CASE("refusals") {
     if (name == "bias_map") return 8;
     if (name == "key_mask") return 1;
     if (name == "Q") return std::min(Defines::vec_width * int(sizeof(Query)), 16);
-    if (name == "K" || name == "V") return std::min(Defines::vec_width * int(sizeof(Input)), 16);
+    if (name == "K" || name == "V") return std::min(Defines::vec_width * int(sizeof(KeyValue)), 16);
     if (name == "O") return std::min(Defines::vec_width * int(sizeof(Output)), 16);
     return 4;
   };
@@ -1731,7 +1731,7 @@ TEST_CASE("room" * doctest::skip(!Defines::use_lengths || (sums_end<Defines> && 
   CHECK(sdpa_workspace_bytes(wide) == bytes);
   wide.Hq = wide.Hkv = 20000;
   if constexpr (!Defines::use_tuned && !merges_by_kernel<Defines>) {
-    CHECK(plan_args<Defines>(wide, items_of<Defines>(wide)).parts * 20000 <= most_split_items);
+    CHECK(plan_args<Defines>(wide, items_of<Defines>(wide)).partials * 20000 <= most_split_items);
   }
   simt::gpu = {};
   const Attention a(1, 2, 1, 1, most);

@@ -186,7 +186,7 @@ extern "C" bool complete(const Domain* domains, long tries, unsigned long long s
     const Build b(typed);
     // About half of what a CTA may have. sdpa.cu refuses over 227 KB with all that a kernel keeps, where it has the types.
     const int of_keys = b.split_kv * b.stages * b.block_n * (b.head_dim + (b.use_wgmma && b.kv_type == DType::e4m3 ? 2 : 1) * b.d_v);
-    const int bytes = (of_keys + b.block_m * b.head_dim) * b.input_bytes + (b.split_kv > 1 ? 4 * b.block_m * b.d_v : 0);
+    const int bytes = (of_keys + b.block_m * b.head_dim) * b.kv_bytes + (b.split_kv > 1 ? 4 * b.block_m * b.d_v : 0);
     if (bytes < 128 * 1024 && is_legal(b)) return true;
   }
   return false;

@@ -1,10 +1,12 @@
 // The parts of sdpa_backward()'s contract that the harness does not test: refusals, problems
 // without rows or keys, strides of dimensions of size 1, consecutive launches with one workspace,
-// which queries a tile of keys iterates over, and the derivatives of dual numbers.
+// which queries a tile of keys iterates over, the derivatives of dual numbers, and a bias whose
+// elements are the least floats.
 #define SDPA_NO_MAIN
 #include "../sdpa_backward.cu"
 
 #include <algorithm>
+#include <cfloat>
 #include <functional>
 #include <memory>
 #include <string>
@@ -40,11 +42,15 @@ struct Gradients {
   Memory<Input> Q{q_rows * D}, K{k_rows * D}, V{k_rows * D}, O{q_rows * D}, dO{q_rows * D}, dQ{q_rows * D},
       dK{k_rows * D}, dV{k_rows * D};
   Memory<float> LSE{q_rows}, sinks{16}, dSinks{16};
+  Memory<Bias> bias, dBias;  // [Hq,Sq,Sk] of all batches
   std::unique_ptr<Memory<uint8_t>> workspace;
   SdpaBackwardParams p{};
 
   Gradients(int B, int Hq, int Hkv, int Sq, int Sk, Causal causal = Causal::off)
-      : q_rows(size_t(B) * Hq * Sq), k_rows(size_t(B) * Hkv * Sk) {
+      : q_rows(size_t(B) * Hq * Sq),
+        k_rows(size_t(B) * Hkv * Sk),
+        bias(size_t(Hq) * Sq * Sk),
+        dBias(bias.count) {
     uint32_t state = 1;
     for (Memory<Input>* x : {&Q, &K, &V, &dO}) {
       std::vector<Input> values(x->count);
@@ -76,12 +82,20 @@ struct Gradients {
     p.dK = dK.data;
     p.dV = dV.data;
     if (Defines::use_sinks) p.dSinks = dSinks.data;
+    REQUIRE(cudaMemset(bias.data, 0, bias.count * sizeof(Bias)) == cudaSuccess);
+    if (Defines::adds_bias) {
+      f.bias = bias.data;
+      p.dBias = dBias.data;
+      f.bias_strides = p.d_bias = {0, int64_t(Sq) * Sk, Sk};
+    }
     workspace.reset(new Memory<uint8_t>(sdpa_backward_workspace_bytes(f)));
     p.workspace = workspace->data;
     const SdpaStatus status = sdpa_forward(f, 0);
     REQUIRE_MESSAGE(status.ok(), status.text);
   }
-  std::vector<std::vector<uint8_t>> results() const { return {dQ.bytes(), dK.bytes(), dV.bytes(), dSinks.bytes()}; }
+  std::vector<std::vector<uint8_t>> results() const {
+    return {dQ.bytes(), dK.bytes(), dV.bytes(), dSinks.bytes(), dBias.bytes()};
+  }
   bool run() {
     const SdpaStatus status = sdpa_backward(p, 0);
     return status.ok() && cudaDeviceSynchronize() == cudaSuccess;
@@ -123,10 +137,17 @@ TEST_CASE("refusals") {
        [](auto& p) { p.workspace = static_cast<char*>(p.workspace) + 8; }},
       {"k_lengths is for builds with USE_LENGTHS=1",
        [](auto& p) { p.forward.k_lengths = reinterpret_cast<const int*>(p.forward.LSE); }},
-      {"bias is for builds with USE_BIAS", [](auto& p) { p.forward.bias = p.forward.Q; }},
       {"Hq=3 is not a multiple of Hkv=2", [](auto& p) { p.forward.Hq = 3; }},
       {"D=264", [](auto& p) { p.forward.D = 264; }},
       {"over 2147483647 tiles", [](auto& p) { p.forward.B = p.forward.Sk = 1000000; }}};
+  if (Defines::adds_bias) {
+    refused.push_back({"dBias is not aligned to", [](auto& p) { p.dBias = static_cast<char*>(p.dBias) + 1; }});
+    refused.push_back({"dBias is set, but bias is a null pointer", [](auto& p) { p.forward.bias = nullptr; }});
+    refused.push_back({"dBias_sums_keys=2 is outside [0, 1]", [](auto& p) { p.dBias_sums_keys = 2; }});
+  } else {
+    refused.push_back({"bias is for builds with USE_BIAS", [](auto& p) { p.forward.bias = p.forward.Q; }});
+    refused.push_back({"dBias is for builds with USE_BIAS=1 or USE_BIAS=3", [](auto& p) { p.dBias = p.dQ; }});
+  }
   if (Defines::is_wgmma) {
     refused.push_back({"dO has a row stride of -64; TMA takes 0 to 2^40 bytes",
                        [](auto& p) { p.d_o.row = -64; }});
@@ -150,6 +171,16 @@ TEST_CASE("refusals") {
 TEST_CASE("empty") {
   Gradients without_keys(2, 4, 2, 20, 0), without_queries(2, 4, 2, 0, 20);
   CHECK((without_keys.run() && all_zero(without_keys.dQ.bytes())));
+  // A gradient that is summed over no rows or no keys.
+  for (Gradients* g : {&without_keys, &without_queries}) {
+    if (!Defines::adds_bias) break;
+    Memory<Bias> sums(20 * 4);
+    g->p.dBias = sums.data;
+    g->p.d_bias = {0, 20, g == &without_keys ? 1 : 0};
+    g->p.dBias_sums_keys = g == &without_keys;
+    CHECK((g->run() && all_zero(sums.bytes())));
+    g->p.dBias = nullptr;
+  }
   CHECK(sdpa_backward_workspace_bytes(without_queries.p.forward) == 0);
   SdpaBackwardParams& p = without_queries.p;
   p.workspace = nullptr;
@@ -248,6 +279,39 @@ TEST_CASE("one_workspace") {
   CHECK((a.results() == want_a && b.results() == want_b));
 }
 
+// A row whose biases are all the least finite float has finite gradients, in which rows that see no key have no part.
+TEST_CASE("least_bias") {
+  if (!Defines::adds_bias) return;
+  Gradients g(1, 2, 1, 40, 70);
+  std::vector<Bias> bias(g.bias.count, rounded<Bias>(0));
+  const float least = sizeof(Bias) == 4 ? -FLT_MAX : -65504;
+  for (int q = 0; q < 40; q++) {
+    for (int k = 0; k < 70; k++) bias[q * 70 + k] = rounded<Bias>(q % 3 == 0 ? least : q % 3 == 1 ? -INFINITY : 0);
+  }
+  REQUIRE(cudaMemcpy(g.bias.data, bias.data(), bias.size() * sizeof(Bias), cudaMemcpyHostToDevice) == cudaSuccess);
+  REQUIRE((sdpa_forward(g.p.forward, 0).ok() && g.run()));
+  long wrong = 0;
+  const auto count_nans = [&](const auto& memory) {
+    using T = std::remove_pointer_t<decltype(memory.data)>;
+    const std::vector<uint8_t> bytes = memory.bytes();
+    for (size_t i = 0; i < memory.count; i++) {
+      T x;
+      memcpy(static_cast<void*>(&x), &bytes[i * sizeof(T)], sizeof(T));
+      wrong += !std::isfinite(to_float(x));
+    }
+  };
+  count_nans(g.dQ);
+  count_nans(g.dK);
+  count_nans(g.dV);
+  count_nans(g.dBias);
+  const std::vector<uint8_t> dBias = g.dBias.bytes();
+  for (int q = 1; q < 40; q += 3) {
+    const size_t row = size_t(q) * 70 * sizeof(Bias);
+    wrong += 70 * sizeof(Bias) - std::count(&dBias[row], &dBias[row + 70 * sizeof(Bias)], 0);
+  }
+  CHECK(wrong == 0);
+}
+
 namespace of_doubles {
 using std::abs, std::cos, std::exp, std::exp2, std::floor, std::log, std::log2, std::max, std::min, std::pow, std::sin,
     std::sqrt, std::tanh;
@@ -309,7 +373,7 @@ TEST_CASE("queries_of_keys") {
           begin = std::min(begin, q);
           end = q + 1;
         }
-        const KeyRange got = queries_of_keys(keys, first, last, p.Sq);
+        const Interval got = queries_of_keys(keys, first, last, p.Sq);
         wrong += begin < end ? got.begin > begin || got.end < end || (begin > 0 && got.begin < begin) : false;
       }
     }

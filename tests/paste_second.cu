@@ -13,13 +13,13 @@
 int run_second_build() {
   using namespace attention128;
   const int S = 50, D = 128;
-  const std::vector<Input> ones(S * D, Input(1.0f));
+  const std::vector<KeyValue> ones(S * D, KeyValue(1.0f));
   std::vector<Output> O(S * D);
   SdpaParams p{};
-  Input* Q = nullptr;
-  cudaMalloc(&Q, ones.size() * sizeof(Input));
+  KeyValue* Q = nullptr;
+  cudaMalloc(&Q, ones.size() * sizeof(KeyValue));
   cudaMalloc(&p.O, ones.size() * sizeof(Output));
-  cudaMemcpy(Q, ones.data(), ones.size() * sizeof(Input), cudaMemcpyHostToDevice);
+  cudaMemcpy(Q, ones.data(), ones.size() * sizeof(KeyValue), cudaMemcpyHostToDevice);
   p.Q = p.K = p.V = Q;  // all ones, so O is all ones
   p.B = p.Hq = p.Hkv = 1;
   p.Sq = p.Sk = S;

@@ -20,7 +20,7 @@ class Path:
 
 PATHS = [
     # ---- the softmax ----
-    Path("a stale maximum, mma", r"done = rows\.attend_by_stale_max"),
+    Path("a stale maximum, mma", r"done = rows\.compute_p_by_stale_max"),
     Path("a stale maximum that is kept", r"SDPA_UNROLL for \(int i = 0; i < ROWS; i\+\+\) l\[i\] \+= sum\[i\];"),
     Path("a stale maximum that is too small", r"if \(!__all_sync\(0xffffffffu, all <= limit\)\) return false;", whole=True),
     Path("scores recovered by their logarithm", r"P\.x\.d\[i\] = fmaf\(lg2_approx_ftz", builds="USE_BIAS=[13]|^(?!.*USE_SOFTCAP)"),
@@ -61,7 +61,7 @@ PATHS = [
     Path("an e4m3 maximum that is raised", r"rows\.m\[i\] \+= float\(step\)"),
     Path("rows that see no key", r"^      SDPA_UNROLL for \(int j = 0; j < O\.COLS; j\+\+\) O\.x\[i\]\[j\] = 0;"),
     Path("ranges that are merged", r"add\(O\.x\[0\] \+ 4 \* c, x\[n\]\[c\], weight\[1 \+ n\]\)"),
-    Path("ranges that the last CTA merges", r"const RangePartial<B>\* const first = partials \+ item\.first_part\(a\);"),
+    Path("ranges that the last CTA merges", r"const RangePartial<B>\* const first = partials \+ item\.first_partial_index\(a\);"),
     Path("an item in one range", r"^      store_output<B>\(O, m, l, a, row_item<B>\(a, item, row\)\);$"),
     Path("splits that are merged", r"d = l == 0 \? 0 : fmaf\(others\[i\], weight\[1\] \* inverse"),
     Path("a group's heads in one tile", r"const Item<B> from = row_item<B>\(a, t\.item, row\);"),

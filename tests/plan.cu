@@ -101,7 +101,7 @@ Planned problem_of_sizes(int sequences, int Hq, int Hkv, int rows, int keys) {
   p.Sk = keys;
   p.D = Defines::head_dim;
   p.Dv = Defines::d_v;
-  p.Q = p.K = p.V = reinterpret_cast<const Input*>(anything);
+  p.Q = p.K = p.V = reinterpret_cast<const KeyValue*>(anything);
   p.O = const_cast<Output*>(p.Q);
   p.q.row = p.k.row = p.v.row = p.o.row = p.D;
   p.page_size = 64;
@@ -229,8 +229,8 @@ template <class B> struct PlanCheck {
     const bool is_typed = of_typed > 0 && of_typed + free <= std::min<uint64_t>(most_parts, most_split_items);
     const uint64_t parts = p.batch_invariant ? invariant_parts(most_tiles, share) : free + (is_typed ? of_typed : 0);
     expect(items.heads == heads && items.queries == queries(), "rows of an item");
-    expect(room.free_parts == free && room.parts == parts && room.items == most_tiles + parts,
-           format("room for %u items and %u parts, want %d and %d", room.items, room.parts, int(most_tiles + parts), int(parts)));
+    expect(room.free_partials == free && room.partials == parts && room.items == most_tiles + parts,
+           format("room for %u items and %u parts, want %d and %d", room.items, room.partials, int(most_tiles + parts), int(parts)));
     SdpaParams other = p;  // what the host does not know
     other.Sk = 1;
     other.most_keys = 5;
@@ -284,7 +284,7 @@ template <class B> struct PlanCheck {
   }
 
   uint64_t at_once() const { return std::max(simt::gpu.keys_at_once / B::round_keys, 1); }
-  uint64_t rounds_of_256_kb() const { return std::max(1, int((256 << 10) / (2 * sizeof(Input) * p.D * B::round_keys))); }
+  uint64_t rounds_of_256_kb() const { return std::max(1, int((256 << 10) / (2 * sizeof(KeyValue) * p.D * B::round_keys))); }
   // batch_invariant: `share` splits per sequence, or per tile the number that sums require, limited
   // by 256 KB.
   uint64_t invariant_parts(uint64_t tiles, uint64_t share) const {
@@ -323,7 +323,7 @@ template <class B> struct PlanCheck {
     }
     // Maximum K tiles of a split: the limit of an accumulator, unless there is no memory for so
     // many splits. With SPLIT_CTAS=0, at most 256 KB.
-    const uint64_t at_once = this->at_once(), free = room.free_parts;
+    const uint64_t at_once = this->at_once(), free = room.free_partials;
     const uint64_t even = p.batch_invariant && free ? 0 : free ? 2 * rounds / free + 1 : uint64_t(1) << 40;
     const uint64_t limit = p.batch_invariant ? ~uint64_t(0) : std::max(even, B::split_ctas == 0 ? std::min(rounds_of_256_kb(), at_once) : at_once);
     if (p.batch_invariant) take_ranges(all, plan, planned, free);
@@ -339,7 +339,7 @@ template <class B> struct PlanCheck {
     std::iota(order.begin(), order.end(), 0);
     const auto place = [&](uint32_t i) { return std::array<int, 3>{planned[i].b, planned[i].q0, planned[i].range}; };
     std::sort(order.begin(), order.end(), [&](uint32_t x, uint32_t y) { return place(x) < place(y); });
-    vector<char> used(room.parts, 0);
+    vector<char> used(room.partials, 0);
     const uint32_t* next = order.data();
     vector<uint64_t> costs(count);
     for (const Tile& t : all) {
@@ -447,7 +447,7 @@ template <class B> void check_room() {
     for (const int sms : {1, 3}) {
       simt::gpu.sms[0] = sms;
       const Planned one = problem_of_sizes(1, heads, heads, 1, 1);
-      const int free = int(plan_args<B>(one.p, items_of<B>(one.p)).free_parts);
+      const int free = int(plan_args<B>(one.p, items_of<B>(one.p)).free_partials);
       for (const int tiles : {free / 2 - 1, free / 2, free - 1}) {
         for (const int rounds : {free / 2 + 1, free, 3 * free}) {
           if (tiles > 0) check_alike<B>(tiles, heads, rounds, sms, 64);

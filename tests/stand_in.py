@@ -370,18 +370,24 @@ def gradient_tensors(p, t):
              for name, (like, strides) in of.items()}
     found["dLSE"] = p.dLSE and view(p.dLSE, t["LSE"].shape, t["LSE"].stride(), torch.float32)
     found["dSinks"] = p.dSinks and view(p.dSinks, (p.forward.Hq,), (1,), torch.float32)
+    if p.dBias:
+        strides = p.d_bias.batch, p.d_bias.head, p.d_bias.row, 1 - p.dBias_sums_keys
+        sizes = [size if stride else 1 for size, stride in zip(t["bias"].shape, strides)]
+        found["dBias"] = view(p.dBias, sizes, strides, t["bias"].dtype)
     return found
 
 
 def gradients(p, dtype, features):
-    """Writes dQ, dK, dV and dSinks, from O and LSE. Rows that are no query or key get zeros."""
+    """Writes dQ, dK, dV, dSinks and dBias, from O and LSE. Rows that are no query or key get zeros."""
     f = p.forward
     t = tensors_of(f, dtype, features)
     has_lengths = any(t[name] is not None for name in ("k_lengths", "q_lengths", "q_starts", "k_starts", "k_firsts"))
     assert (bool(f.softcap), bool(f.sinks), has_lengths) == (bool(features & 1), bool(features & 2), bool(features & 4))
+    assert bool(f.bias) == any(knob.startswith("USE_BIAS") for bit, knob in enumerate(sdpa.FEATURES) if features >> bit & 1)
     t |= gradient_tensors(p, t)
-    for name in ("dQ", "dK", "dV", *["dSinks"] * bool(p.dSinks)):
+    for name in ("dQ", "dK", "dV", *["dSinks"] * bool(p.dSinks), *["dBias"] * bool(p.dBias)):
         t[name].zero_()
+    d_bias = torch.zeros(t["bias"].shape, dtype=torch.double) if p.dBias else None
     causal, by = ([None, "br", "tl"][number] for number in (f.causal, f.window_alignment))
     window = [None if keys < 0 else keys for keys in (f.window_left, f.window_right)]
     group = f.Hq // f.Hkv
@@ -395,15 +401,25 @@ def gradients(p, dtype, features):
         slope = 1.0
         if f.softcap:
             S, slope = f.softcap * torch.tanh(S / f.softcap), 1 - torch.tanh(S / f.softcap).square()
+        at_bias = b, slice(None), slice(0, end - begin), slice(max(f.bias_keys - (last - first), 0), f.bias_keys or last - first)
+        if f.bias:
+            bias = t["bias"][at_bias]
+            unbiased = S.new_zeros(*bias.shape[:2], last - first - bias.shape[2])
+            S = S + torch.cat((unbiased, bias.double() if bias.dtype != torch.bool else torch.where(bias, 0.0, -torch.inf)), -1)
         P = torch.exp(S - lse[..., None]) * visible(end - begin, last - first, causal, (*window, by or causal), "cpu")
         P = P.where(lse[..., None] > -torch.inf, 0)
         rows = (grad * o).sum(-1) - (0 if t["dLSE"] is None else t["dLSE"][of_q])
-        dS = P * (grad @ v.mT - rows[..., None]) * slope * f.scale
+        dS = P * (grad @ v.mT - rows[..., None])
+        if p.dBias:
+            d_bias[at_bias] = dS[..., last - first - bias.shape[2]:]
+        dS = dS * slope * f.scale
         t["dQ"][of_q] = (dS @ k).to(t["dQ"].dtype)
         for name, x in (("dK", dS.mT @ q), ("dV", P.mT @ grad)):
             t[name][of_k] = x.unflatten(0, (f.Hkv, group)).sum(1).to(t[name].dtype)
         if p.dSinks:
             t["dSinks"] += (-torch.exp(t["sinks"].double()[:, None] - lse) * rows).sum(1).float()
+    if p.dBias:
+        t["dBias"].copy_(d_bias.sum_to_size(t["dBias"].shape))
 
 
 def backward_line(sizes=(), faster=(), pads=True):
@@ -439,7 +455,8 @@ def backward_loader_of(text, arrays=()):
     knobs = builds.changed(builds.Tree().read_configs()[0][name].knobs, changes)
 
     def load(device, dtype, D, features, asked, score_mod, mask_mod, line):
-        words = [f"{sdpa.FEATURES[bit]}=1" for bit in range(3) if features >> bit & 1] + ["DTYPE=BF16"] * (dtype == 1)
+        words = [knob if "=" in knob else f"{knob}=1" for bit, knob in enumerate(sdpa.FEATURES) if features >> bit & 1]
+        words += ["DTYPE=BF16"] * (dtype == 1)
         words += sdpa.knobs_of_mods(score_mod.decode(), mask_mod.decode())
         library = ctypes.CDLL(builds.host_library(*builds.changed(knobs, words), program="tests/host_library.cu"))
         library.host_allocate.restype = library.host_last_stream.restype = ctypes.c_void_p

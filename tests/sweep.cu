@@ -600,7 +600,7 @@ class Kinds {
       const bool has_factors = element_bytes(line.query) == 1;
       if (!line.backward) takes("extremes", has_factors ? "scale_down scale_up scale_up_of_zeros" : "scale_down scale_up");
     }
-    if (adds_bias()) takes("beside_bias", "scale_down scale_up");
+    if (adds_bias() && !line.backward) takes("beside_bias", "scale_down scale_up");
     string alone = "none ", pairs, sets = "none ";
     for (const Feature& f : features()) {
       alone += f.name + string(" ");
@@ -652,6 +652,10 @@ class Kinds {
     if (line.use_bias) {
       takes("bias", adds_bias() ? "none add tree" : "none bool tree");
       takes("bias_of", "all b h q bh bq hq bhq");
+    }
+    if (line.backward && adds_bias()) {
+      takes("dbias_of", "none all b h q bh bq hq bhq");
+      takes("dbias_keys", "kept summed");
     }
     if (line.use_bias) {
       takes("bias_rows", "contiguous padded shifted batch_gaps head_gaps odd");
@@ -773,7 +777,7 @@ class Kinds {
     add("groups", p.Hq == p.Hkv ? "1" : "more");
     add("D", p.D == line.D ? "whole" : "short");
     add("Dv", p.Dv == line.Dv ? "whole" : "short");
-    const string of_dims = p.bias_dims.substr(0, p.bias_dims.find('m'));
+    const string of_dims = p.bias_dims.substr(0, p.bias_dims.find_first_not_of("bhq"));
     add("softcap", p.softcap == 0 ? "none" : p.softcap < 1 ? "small" : p.softcap < 1000 ? "usual" : "large");
     const bool is_up = p.scale > 1e5, is_down = p.scale != 0 && p.scale < 1e-5;
     const bool has_scores = p.Sq > 0 && p.Sk > 1;  // else features change nothing
@@ -803,6 +807,13 @@ class Kinds {
     if (p.Sk > 0) add("bias", p.bias_kind.empty() ? "none" : p.bias_kind);  // without keys a tree is of none
     add("bias_of", of_dims.empty() ? "all" : of_dims);
     if (!p.bias_kind.empty()) add_bias(p, add);
+    if (has_scores && line.backward && !p.bias_kind.empty()) {
+      const auto names = [&](char c) { return p.bias_dims.find(c) != string::npos; };
+      string kept;
+      for (const char* dim : {"bB", "hH", "qQ"}) kept += names(dim[0]) != names(dim[1]) ? string(1, dim[0]) : "";
+      add("dbias_of", !has_bias_gradient(p) ? "none" : kept.empty() ? "all" : kept);
+      if (has_bias_gradient(p)) add("dbias_keys", names('K') ? "summed" : "kept");
+    }
     if (p.Sk > 0) {
       const size_t comma = p.key_mask_kind.find(',');
       add("key_mask", p.key_mask_kind.empty() ? "none" : p.key_mask_kind.substr(0, comma));
@@ -1064,6 +1075,10 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
     if (p.dist == "nonfinite" && p.bias_kind != "bool" && p.softcap > 1e5) p.softcap = 1e5;
     p.bias_dims = far ? "bhq" : dims[draw(8)];
     if (line.has_bias_maps && draw(2)) p.bias_dims += "m";
+    if (line.backward && adds_bias() && !far) {
+      for (const char* dim : {"B", "H", "Q", "K"}) p.bias_dims += draw(3) ? "" : dim;
+      if (draw(8) == 0) p.bias_dims += "N";
+    }
     // Enough keys that the launch makes a map.
     if (line.has_bias_maps && !far && draw(3) == 0) {
       p.Sq = 1 + draw(tile.block_m + 64);

@@ -22,15 +22,15 @@ using namespace SDPA_NAMESPACE;
 // below. Each tensor exists twice with different values, TENSOR elements apart.
 constexpr int64_t ROW = 72, HEAD = 6000, BATCH = 40000, TENSOR = 140000;
 
-static Input* two_tensors(uint32_t seed) {
-  std::vector<Input> x(2 * TENSOR);
-  for (Input& e : x) {
+static KeyValue* two_tensors(uint32_t seed) {
+  std::vector<KeyValue> x(2 * TENSOR);
+  for (KeyValue& e : x) {
     seed = seed * 1664525 + 1013904223;
-    e = rounded<Input>(float(int32_t(seed)) / float(1 << 30));  // in [-2, 2]
+    e = rounded<KeyValue>(float(int32_t(seed)) / float(1 << 30));  // in [-2, 2]
   }
-  Input* x_g = nullptr;
-  CHECK(cudaMalloc(&x_g, x.size() * sizeof(Input)) == cudaSuccess);
-  cudaMemcpy(x_g, x.data(), x.size() * sizeof(Input), cudaMemcpyHostToDevice);
+  KeyValue* x_g = nullptr;
+  CHECK(cudaMalloc(&x_g, x.size() * sizeof(KeyValue)) == cudaSuccess);
+  cudaMemcpy(x_g, x.data(), x.size() * sizeof(KeyValue), cudaMemcpyHostToDevice);
   return x_g;
 }
 
@@ -86,7 +86,7 @@ static const struct {
 
 TEST_CASE("tensor maps") {
   SdpaParams base{};
-  Input* const V = two_tensors(3);
+  KeyValue* const V = two_tensors(3);
   base.Q = two_tensors(1);
   base.K = two_tensors(2);
   base.V = V;
@@ -98,7 +98,7 @@ TEST_CASE("tensor maps") {
   base.Sk = 20;
   base.D = Defines::head_dim;
   base.q = base.k = base.v = base.o = {BATCH, HEAD, ROW};
-  const Input inf = rounded<Input>(INFINITY);  // behind the last key: 0 * inf = NaN, were it loaded
+  const KeyValue inf = rounded<KeyValue>(INFINITY);  // behind the last key: 0 * inf = NaN, were it loaded
   cudaMemcpy(V + base.Sk * ROW, &inf, sizeof inf, cudaMemcpyHostToDevice);
 
   const std::vector<uint16_t> O = O_after({base});

@@ -1,18 +1,22 @@
 """Tests of a broken configs.txt: each error is reported with file and line, and the good lines still run. Also the refusals of
-./run_all.sh and the executables: one sentence each, before anything is built.  usage: python3 -m pytest tests/test_commands.py"""
+./run_all.sh and the executables: one sentence each, before anything is built. Also the commands of README.md and docs/.
+usage: python3 -m pytest tests/test_commands.py"""
 import ast
 import contextlib
 import csv
 import fcntl
+import functools
 import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +29,7 @@ import tool  # noqa: E402
 
 RUN_ALL = os.path.join(ROOT, "run_all.sh")
 BAD = """# a comment
-good1 BLOCK_N=64 VEC_WIDTH=8 gate:regs<=128 gate:step-over=good2:1.05@mission  # and another
+good1 BLOCK_N=64 VEC_WIDTH=8 HEAD_DIM=128 gate:regs<=128 gate:step-over=good2:1.05@mission  # and another
 typo BLOK_N=64
 good1 VEC_WIDTH=8
 novalue BLOCK_N
@@ -95,9 +99,11 @@ def run(*command, cwd=ROOT, **environment):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A folder with bad.txt and the results of ./run_all.sh --cpu on it."""
+    """A folder with bad.txt and the results of ./run_all.sh --cpu on it. few.txt has its good lines."""
     folder = tmp_path_factory.mktemp("bad")
     (folder / "bad.txt").write_text(BAD)
+    (folder / "few.txt").write_text("good1 BLOCK_N=64 VEC_WIDTH=8 HEAD_DIM=128\ngood2 VEC_WIDTH=4 SYNC_POLICY=1\n"
+                                    "good3 : good2 SYNC_POLICY=2 BLOCK_N=64\n")
     code, out, err = run(RUN_ALL, "--cpu", "--csv", "--shape", "small", "--", "--check-only", SDPA_CONFIGS=str(folder / "bad.txt"),
                          SDPA_BUILD_DIR=str(folder / "build"), CXX=tool.unoptimized(folder))
     return folder, code, out, err
@@ -177,17 +183,15 @@ def test_bad_lines_are_listed_and_counted_once_each(tmp_path):
 
 def test_few_lines_without_times_are_shown_each(built, german):
     """Runs in a locale with decimal commas. A shape may end in D, as in README; lines with another D are reported once."""
-    (built[0] / "few.txt").write_text("good2 VEC_WIDTH=4 SYNC_POLICY=1\nnear : good2 SYNC_POLICY=2\nwide : good2 HEAD_DIM=128\n")
-
     def table(*words):
         code, out, err = run(RUN_ALL, "--cpu", *words, SDPA_CONFIGS=str(built[0] / "few.txt"),
                              SDPA_BUILD_DIR=str(built[0] / "build"), **german)
         assert code == 0, err
         return [row.split() for row in out.splitlines() if row], err
     rows, err = table("--shape", "1,2,2,20,20,128", "--causal", "br")
-    assert [row[0] for row in rows] == ["1x2x2x20x20", "good2", "wide"] and rows[0][1:] == ["causal", "br,", "D=128", "fp16"]
-    assert " ".join(rows[1][1:]) == "and 1 more skipped built with HEAD_DIM=64 and the shape has D=128"
-    assert rows[2][1:3] == ["PASS", "rel_rms"] and 0 < float(rows[2][3].rstrip(",")) < 1e-3
+    assert [row[0] for row in rows] == ["1x2x2x20x20", "good1", "good2"] and rows[0][1:] == ["causal", "br,", "D=128", "fp16"]
+    assert rows[1][1:3] == ["PASS", "rel_rms"] and 0 < float(rows[1][3].rstrip(",")) < 1e-3
+    assert " ".join(rows[2][1:]) == "and 1 more skipped built with HEAD_DIM=64 and the shape has D=128"
     assert "1 line checked on the CPU backend, 0 failed, 2 skipped" in err and err.count("skipped") == 1
     rows, err = table("--only", "good2", "--shape", "small")
     assert rows[1][:3] == ["good2", "PASS", "rel_rms"] and "1 line checked on the CPU backend, 0 failed;" in err
@@ -230,19 +234,18 @@ def test_ctrl_c_while_building(tmp_path):
 
 def test_ctrl_c_while_running(built):
     """Ctrl-C keeps the rows of finished lines and the first rows of the unfinished one."""
-    (built[0] / "few.txt").write_text("good2 VEC_WIDTH=4 SYNC_POLICY=1\nnear : good2 SYNC_POLICY=2\n")
-    process = subprocess.Popen([RUN_ALL, "--cpu", "--shape", "small", "--shape", "1,1,1,60000,60000", "--", "--check-only"], text=True,
-                               stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL, start_new_session=True,
+    process = subprocess.Popen([RUN_ALL, "--cpu", "--only", "good[23]", "--shape", "small", "--shape", "1,1,1,60000,60000", "--",
+                                "--check-only"], text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL, start_new_session=True,
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
                                env={**os.environ, "SDPA_CONFIGS": str(built[0] / "few.txt"), "SDPA_BUILD_DIR": str(built[0] / "build"), "JOBS": "2"})
-    rows, runs = built[0] / "build-cpu/rows.csv", [built[0] / f"build-cpu/run/{name}.csv" for name in ("good2", "near")]
+    rows, runs = built[0] / "build-cpu/rows.csv", [built[0] / f"build-cpu/run/{name}.csv" for name in ("good2", "good3")]
     while process.poll() is None and not all(path.exists() and ",small," in path.read_text() for path in runs):
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)
     said = process.stderr.read()
     assert process.wait() == 130 and "stopped; rows: " in said, said
     with open(rows, newline="") as file:
-        assert [(row["config"], row["shape"], row["check"]) for row in csv.DictReader(file)] == [(name, "small", "PASS") for name in ("good2", "near")]
+        assert [(row["config"], row["shape"], row["check"]) for row in csv.DictReader(file)] == [(name, "small", "PASS") for name in ("good2", "good3")]
 
 
 @pytest.mark.long
@@ -543,7 +546,7 @@ def in_own_mounts(script, *words, **environment):
 @pytest.mark.parametrize("size, words", [("60k", "--cpu --only ^scalar_vec8$"), ("1m", "--cpu --only ^scalar_vec8$"),
                                          ("60k", "sweep 1 --cpu --only ^scalar_vec8$"),
                                          pytest.param("1m", "sweep 1 --cpu --only ^scalar_vec8$", marks=pytest.mark.long),
-                                         ("60k", "extract scalar_vec8"), ("60k", "ab scalar_vec8 VEC_WIDTH=4 --shape small")])
+                                         ("60k", "ab scalar_vec8 VEC_WIDTH=4 --shape small")])
 def test_a_full_disk(tmp_path, size, words):
     """The disk fills while CMake configures, while a compiler writes an object, or while a tool writes a file."""
     (tmp_path / "disk").mkdir()
@@ -624,3 +627,106 @@ def test_rows_that_go_nowhere(built):
                               text=True, env={**os.environ, "SDPA_CONFIGS": str(built[0] / "bad.txt"),
                                               "SDPA_BUILD_DIR": str(built[0] / "build")})
     assert done.returncode == 3 and "stdout cannot be written to; the rows are in" in done.stderr
+
+
+# ---- the commands of README.md and docs/ ----
+
+PAGES = [Path(ROOT, "README.md"), *sorted(Path(ROOT, "docs").glob("*.md"))]
+README, USING = (builds.Tree().read(name) for name in ("README.md", "docs/USING.md"))
+
+
+def commands():
+    """The distinct command lines in the sh blocks of README and USING (running and pasting)."""
+    blocks = re.findall(r"^```sh\n((?!git clone).*?)^```", README + re.search(r"^## Run it.*?^## C and", USING, re.M | re.S)[0], re.M | re.S)
+    return [*dict.fromkeys(re.sub(r"\s+# .*", "", line) for block in blocks for line in block.splitlines())]
+
+
+def needs_time_or_gpu(command):
+    """True for commands that measure time or take minutes on the CPU; only their arguments are checked."""
+    words = shlex.split(command)
+    slow = words[0] == "./run_all.sh" and ("--shape" in words or words[1:2] in (["ab"], ["ablate"], ["profile"], ["test"]))
+    return slow or words[0].startswith("build/") or "--only" in words and not re.search(words[words.index("--only") + 1], "scalar_vec8")
+
+
+def test_the_output_that_readme_shows(built):
+    """README shows the output of its first command, except for the last digits of errors and omissions (...)."""
+    command, shown = re.search(r"^```sh\n([^\n#]*?) *#[^\n]*\n```\n+```\n(.*?)```", README, re.M | re.S).groups()
+    done = subprocess.run(["bash", "-c", command + " --shape small"], cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, "SDPA_CONFIGS": "", "SDPA_BUILD_DIR": str(built[0] / "build")})
+    said = re.sub(r"(0\.000\d)\d*", r"\1", done.stdout + done.stderr).splitlines()
+    assert done.returncode == 0, done.stderr
+    for line in re.sub(r"(0\.000\d)\d*", r"\1", shown).splitlines():
+        assert line == "  ..." or line in said, (line, said)
+
+
+@pytest.mark.long
+def test_commands_that_need_no_gpu(tmp_path):
+    """In a copy, since they write files. Of the whole build only CMake's configuration runs."""
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    for name in filter(lambda name: name and os.path.isfile(os.path.join(ROOT, name)), files):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(os.path.join(ROOT, name), tmp_path / name)
+    (tmp_path / "one.txt").write_text("scalar_vec8 VEC_WIDTH=8 SYNC_POLICY=1\n")
+    path = os.environ["PATH"] + ":/usr/local/cuda/bin"
+    run = [command.split(" && ")[0] if command.startswith("cmake") else command for command in commands() if not needs_time_or_gpu(command)]
+    assert sum(command.startswith(("nvcc", "cmake")) for command in run) >= 3 and len(run) >= 7
+    for command in run:
+        if command.startswith(("nvcc", "cmake")) and not builds.nvcc():
+            continue
+        more = {"NVCC_APPEND_FLAGS": "-Xcompiler=-Wall,-Wextra,-Werror"} if command.startswith("nvcc") else {}
+        more |= {} if "extract" in command else {"SDPA_CONFIGS": str(tmp_path / "one.txt")}
+        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PATH": path, **more})
+        assert done.returncode == 0, command + ":\n" + done.stdout + done.stderr
+    extract = (tmp_path / "my_kernel.cu").read_text(encoding="utf-8")
+    assert "namespace wgmma_causal" in extract
+    about = int(re.search(r"(\d+)<!--lines of my_kernel.cu-->", README)[1])
+    assert abs(extract.count("\n") - about) < 0.1 * about
+
+
+@functools.cache
+def said_by_help(*command):
+    code, out, err = run(*command, "--help")
+    assert code == 0, command
+    return out + err
+
+
+def judge_words(words, program):
+    """The sub-command, options, lines and knobs of a command exist."""
+    names, knobs = builds.Tree().read_configs()[0], builds.Tree().knobs()
+    executable = re.fullmatch(r"build(?:-cpu)?/sdpa_(\w+)", words[0])
+    if executable:
+        assert executable[1] in [*names, "NAME"]
+        command, words = [program], words[1:]
+    elif words[0] == "./run_all.sh":
+        sub = words[1:2] if words[1:] and words[1][0] not in "-<>" else []
+        assert not sub or re.search(rf"^  +\S+/?run_all.sh {sub[0]}\b|^usage: ./run_all.sh {sub[0]}\b|^  {sub[0]}\s",
+                                    said_by_help(RUN_ALL), re.M), sub
+        command, words = [RUN_ALL, *(sub if sub not in (["report"], ["list"]) else [])], words[1 + len(sub):]
+    else:
+        command, words = [os.path.join(ROOT, words[0])], words[1:]
+    for word in words:
+        if word == "--":
+            command = [program]
+        elif word.startswith("-"):
+            assert re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", said_by_help(*command)), (command, word)
+        elif re.fullmatch(r"[A-Z_]{3,}=\w+", word):
+            assert word.split("=")[0] in (*knobs, "KNOB"), word
+        elif re.fullmatch(r"(?:[\w~.]+:)?\^?(?:scalar|wmma|mma|wgmma|hopper|ampere)\w*\$?", word):
+            assert word.split(":")[-1].strip("^$") in names, word
+        elif word.startswith("torch:"):
+            assert word in builds.PACKAGES or word.split(":")[1] in builds.TORCH_BACKENDS
+
+
+def test_words_of_all_other_commands(built):
+    found = [("README.md or USING.md", command) for command in commands() if needs_time_or_gpu(command)]
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        spans = re.findall(r"`((?:\./run_all\.sh|tools/peers\.py|build(?:-cpu)?/sdpa_)[^`]*)`", text)
+        lines = re.findall(r"^    (\./run_all\.sh.*|build.*)", text, re.M)
+        found += [(page.name, re.sub(r"\s+#.*", "", command)) for command in spans + lines]
+    assert len(found) >= 25
+    for page, command in found:
+        try:
+            judge_words(shlex.split(command), built[0] / "build-cpu/sdpa_good2")
+        except AssertionError as error:
+            raise AssertionError(f"{page}: {command}: {error}") from error

@@ -292,7 +292,7 @@ def without_instructions(text, names):
     shape is no template: its calls get the arguments of the CPU backend's, which its text has."""
     for kind, accumulators, asm in re.findall(r"void wgmma_(ss|rs)\(float \(&d\)\[(\d+)\](.*?)\n}\n", text, re.DOTALL):
         transposed = re.search(r"p, 1, 1((?:, \d)*);", re.sub(r'"\s*"', "", asm))[1].split(", ")[:0:-1]
-        text = re.sub(rf"(?<!void )\bwgmma_{kind}\(", f"wgmma_{kind}<{', '.join(['Input', str(2 * int(accumulators)), *(transposed or '0')])}>(", text)
+        text = re.sub(rf"(?<!void )\bwgmma_{kind}\(", f"wgmma_{kind}<{', '.join(['KeyValue', str(2 * int(accumulators)), *(transposed or '0')])}>(", text)
     lines = text.split("\n")
     units = [unit for unit in minimal.units_of(minimal.parse(text), lines) if unit.names & names and unit.kind != "struct_specifier"]
     gone = {n for unit in units for n in range(unit.first, unit.last + 1)}
@@ -367,7 +367,7 @@ int cudaEventCreate(int*) { return 0; }
 int cudaEventRecord(int& event) { return event = launches, 0; }
 int cudaEventElapsedTime(float* ms, int start, int end) { return *ms = 2e-4f * float(end - start), 0; }
 namespace space {
-using Input = INPUT;
+using KeyValue = INPUT;
 using Output = float;
 struct Strides { int64_t batch, head, row; };
 struct SdpaParams { const void *Q, *K, *V; float* O; int B, Hq, Hkv, Sq, Sk, D; Strides q, k, v, o; void* workspace; };
@@ -385,7 +385,7 @@ void run_naive() {
 double number(uint8_t x) { return (x - 128) * 448.0 / 127; }
 double number(_Float16 x) { return double(x); }
 space::SdpaStatus space::sdpa_forward(const SdpaParams& p, void*) {
-  const auto *Q = (const Input*)p.Q, *K = (const Input*)p.K, *V = (const Input*)p.V;
+  const auto *Q = (const KeyValue*)p.Q, *K = (const KeyValue*)p.K, *V = (const KeyValue*)p.V;
   float largest = 0;
   for (int row = 0; row < p.Hq * p.Sq && launches == 0; row++) {
     const int h = row / p.Sq, q = row % p.Sq;

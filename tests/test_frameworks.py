@@ -4,7 +4,9 @@ import contextlib
 import csv
 import ctypes
 import io
+import itertools
 import os
+import re
 import sys
 from types import SimpleNamespace
 
@@ -141,6 +143,79 @@ def test_training(timed, monkeypatch):
     assert [(row["contender"], row["us"], row["ratio"]) for row in rows] == 2 * [("PyTorch", 3000, 1), ("sdpa", 2000, 1.5)]
     assert [row["rel_rms"] for row in rows[::2]] == [0, 0] and all(0.005 < row["rel_rms"] < 0.015 for row in rows[1::2])
     assert [row["problem"] for row in rows] == 2 * ["1,2,1,8,64 causal"] + 2 * ["1,1,1,4,64"]
+
+
+def of_varlen(q, k, v, q_starts, k_starts, most_q, most_k, window_size=None, **options):
+    """varlen_attn of PyTorch, and with options flash_attn_varlen_func of FlashAttention-4."""
+    causal = options.get("causal", window_size == (-1, 0))
+    return attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), "br" if causal else None, q_starts=q_starts,
+                     k_starts=k_starts)[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("wrong", ("", "sdpa", "deterministic", "FlashAttention-4"))
+def test_gradients(timed, monkeypatch, capsys, wrong):
+    """The gradients of all contenders are compared with float32, on grouped heads and packed sequences. Contenders whose bits
+    differ between two runs are left out of the deterministic mode; for attention() that is an error."""
+    asked, runs = [], itertools.count()
+
+    def ours(q, k, v, causal, backward, **options):
+        asked.append(backward)
+        out = attention(q, k, v, causal, **options)
+        return out * 1.1 if wrong == "sdpa" else drifting(out) if wrong == backward else out
+
+    def drifting(out):
+        out.register_hook(lambda grad: grad * (1 + next(runs)))
+        return out
+
+    def flash_attention_4(q, k, v, causal, deterministic, **starts):
+        if starts:
+            out = of_varlen(q, k, v, starts["cu_seqlens_q"], starts["cu_seqlens_k"], 0, 0, causal=causal)
+        else:
+            out = attention(*(x.transpose(1, 2) for x in (q, k, v)), "br" if causal else None).transpose(1, 2)
+        return (drifting(out) if wrong == "FlashAttention-4" and deterministic else out), None
+    monkeypatch.setattr(frameworks.sdpa, "attention", ours)
+    monkeypatch.setattr(frameworks, "installed", lambda module, function: flash_attention_4)
+    monkeypatch.setattr(frameworks.importlib.metadata, "version", lambda package: "4.0")
+    monkeypatch.setattr(frameworks, "varlen_attn", of_varlen)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92700)
+    monkeypatch.setattr(frameworks, "sdpa_kernel", lambda backend: contextlib.nullcontext())
+    monkeypatch.setattr(frameworks, "GRADIENTS", ["2,4,2,24,64"])
+    monkeypatch.setattr(frameworks, "PACKED", {"packed": [3, 20, 9]})
+    monkeypatch.setattr(frameworks, "graph_of", lambda call, calls: call)
+    monkeypatch.setattr(frameworks, "loop_us", lambda run, repeats, count: 1.0)
+    turns = iter(range(1, 1000))
+    monkeypatch.setattr(frameworks, "turn_us", lambda run, us: next(turns))
+    measured = frameworks.gradients(3, re.compile("Flash|cuDNN 9.27.0"))
+    if wrong == "deterministic":
+        with pytest.raises(RuntimeError, match="two runs differ"):
+            next(measured)
+        return
+    rows = list(measured)
+    names = ["sdpa", "cuDNN 9.27.0", "FlashAttention-2", "FlashAttention-4 4.0"]
+    repeating = names[:3] if wrong == "FlashAttention-4" else names
+    problems = [problem + causal for problem in ("2,4,2,24,64", "packed") for causal in ("", " causal")]
+    assert [(row["what"], row["problem"], row["contender"]) for row in rows] == [
+        (what, problem, name) for problem in problems for what, own in (("backward", names), ("backward, deterministic", repeating))
+        for name in own if not (problem.startswith("packed") and name.startswith("cuDNN"))]  # nested tensors need a GPU
+    assert ("FlashAttention-4 4.0, deterministic: two runs differ" in capsys.readouterr().err) == (wrong == "FlashAttention-4")
+    assert asked == ["sdpa", "deterministic"] * 4
+    for row in rows:
+        is_right = row["rel_rms"] <= frameworks.WRONG
+        assert is_right == (wrong != "sdpa" or row["contender"] != "sdpa"), row
+        pairs = {"2,4,2,24,64": 8 * 24 * 24, "2,4,2,24,64 causal": 8 * 300, "packed": 16 * 490, "packed causal": 16 * 261}[row["problem"]]
+        D = 64 if row["problem"].startswith("2") else 128
+        assert row["tflops"] == pytest.approx(10 * D * pairs / row["us"] * 1e-6)
+    if not wrong:  # the order of 8 contenders moves by one place a turn
+        assert [row["us"] for row in rows[:8]] == [16, *range(9, 16)] and rows[1]["ratio"] == 9 / 16 and rows[5]["ratio"] == 13 / 12
+
+
+def test_a_turn(timed):
+    """The median of the replays of a turn, without those that warm up."""
+    durations = iter([100] * 3 + [1, 2, 9])
+
+    def replay():
+        timed.ms += next(durations)
+    assert frameworks.turn_us(replay, frameworks.TURN_US / 3) == 2000
 
 
 def test_host(timed, monkeypatch):

@@ -1,12 +1,9 @@
-"""Tests of README.md and docs/: numbers match results/, links have targets, commands work verbatim."""
+"""Tests of README.md and docs/: numbers match results/, links have targets. test_commands.py has their commands."""
 import csv
-import functools
 import io
 import itertools
 import json
-import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -24,15 +21,6 @@ import tool  # noqa: E402
 from test_report import CHROMIUM, HARNESS  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-README, USING = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/USING.md"))
-NAMES = re.findall(r"^(\w+)", (ROOT / "configs.txt").read_text(encoding="utf-8"), re.M)
-KNOBS = re.findall(r"^  X\((\w+),", (ROOT / "sdpa.cu").read_text(encoding="utf-8"), re.M)
-
-
-def sh(command, folder, **environment):
-    """Runs a command line in a shell."""
-    return subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, check=False,
-                          env={**os.environ, **environment})
 
 
 def copy(folder, *what):
@@ -388,124 +376,3 @@ def test_refusals(sample, draw, monkeypatch):
     hopper.write_text("no markers\n", encoding="utf-8")
     before[hopper] = hopper.read_bytes()
     refuses("no page has the markers of accuracy, decode, e4m3, rested, wgmma")
-
-
-# ---- commands, word for word ----
-
-ONE = "scalar_vec8"  # the line that these commands check
-
-
-def commands():
-    """The distinct command lines in the sh blocks of README and USING (running and pasting)."""
-    blocks = re.findall(r"^```sh\n((?!git clone).*?)^```", README + re.search(r"^## Run it.*?^## C and", USING, re.M | re.S)[0], re.M | re.S)
-    return [*dict.fromkeys(re.sub(r"\s+# .*", "", line) for block in blocks for line in block.splitlines())]
-
-
-def needs_time_or_gpu(command):
-    """True for commands that measure time or take minutes on the CPU; only their arguments are checked."""
-    words = shlex.split(command)
-    slow = words[0] == "./run_all.sh" and ("--shape" in words or words[1:2] in (["ab"], ["ablate"], ["profile"], ["test"]))
-    return slow or words[0].startswith("build/") or "--only" in words and not re.search(words[words.index("--only") + 1], ONE)
-
-
-@pytest.fixture(name="clone", scope="module")
-def make_clone(tmp_path_factory):
-    """A copy for commands that write files; its configs.txt has only the line that README runs by itself."""
-    folder = copy(tmp_path_factory.mktemp("clone"), ".")
-    (folder / "one.txt").write_text(f"{ONE} VEC_WIDTH=8 SYNC_POLICY=1\n", encoding="utf-8")
-    done = sh("./run_all.sh --cpu", folder, SDPA_CONFIGS=str(folder / "one.txt"), CXX=tool.unoptimized(tmp_path_factory.mktemp("compiler")))
-    assert done.returncode == 0, done.stderr
-    return folder
-
-
-@pytest.mark.long
-def test_commands_that_need_no_gpu(clone):
-    run = [c for c in commands() if not needs_time_or_gpu(c) and not c.startswith(("nvcc", "cmake"))]
-    assert len(run) >= 4
-    for command in run:
-        with_lines = {} if "extract" in command else {"SDPA_CONFIGS": str(clone / "one.txt")}
-        done = sh(command, clone, **with_lines)
-        assert done.returncode == 0, command + ":\n" + done.stdout + done.stderr
-    extract = (clone / "my_kernel.cu").read_text(encoding="utf-8")
-    assert "namespace wgmma_causal" in extract
-    about = int(re.search(r"(\d+)<!--lines of my_kernel.cu-->", README)[1])
-    assert abs(extract.count("\n") - about) < 0.1 * about
-
-
-def test_the_output_that_readme_shows(clone):
-    """README shows the output of its first command with configs.txt, except for the last digits of errors and omissions (...)."""
-    command, shown = re.search(r"^```sh\n([^\n]*)\n```\n+```\n(.*?)```", README, re.M | re.S).groups()
-    done = sh(command, clone)
-    said = re.sub(r"(0\.000\d)\d*", r"\1", done.stdout + done.stderr).splitlines()
-    assert done.returncode == 0, done.stderr
-    for line in re.sub(r"(0\.000\d)\d*", r"\1", shown).splitlines():
-        assert line == "  ..." or line in said, (line, said)
-
-
-@pytest.mark.long
-def test_compile_commands(clone):
-    path = os.environ["PATH"] + ":/usr/local/cuda/bin"
-    if not shutil.which("nvcc", path=path):
-        pytest.skip("nvcc is missing")
-    run = [c for c in commands() if c.startswith("nvcc")]
-    # Of the whole build the first half: that every line compiles is tested by compiling every line.
-    run += [c.split(" && ")[0] for c in commands() if c.startswith("cmake")]
-    assert len(run) >= 3 and (clone / "my_kernel.cu").is_file()
-    for command in run:
-        strict = {"NVCC_APPEND_FLAGS": "-Xcompiler=-Wall,-Wextra,-Werror"} if command.startswith("nvcc") else {}
-        done = sh(command, clone, PATH=path, **strict)
-        assert done.returncode == 0, command + ":\n" + done.stdout + done.stderr
-
-
-@functools.cache
-def said_by_help(clone, *command):
-    """The --help output of a command in a copy."""
-    done = subprocess.run([*command, "--help"], cwd=clone, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, command
-    return done.stdout + done.stderr
-
-
-def judge_words(words, clone):
-    """The sub-command, options, lines and knobs of a command exist."""
-    def help_of(*command):
-        return said_by_help(clone, *command)
-
-    executable = ["build-cpu/sdpa_scalar_vec8"]
-    built = re.fullmatch(r"build(?:-cpu)?/sdpa_(\w+)", words[0])
-    if built:
-        assert built[1] in NAMES + ["NAME"]
-        command, words = executable, words[1:]
-    elif words[0] == "./run_all.sh":
-        sub = words[1:2] if words[1:] and words[1][0] not in "-<>" else []
-        assert not sub or re.search(rf"^  +\S+/?run_all.sh {sub[0]}\b|^usage: ./run_all.sh {sub[0]}\b|^  {sub[0]}\s",
-                                    help_of("./run_all.sh"), re.M), sub
-        command = ["./run_all.sh", *(sub if sub not in (["report"], ["list"]) else [])]
-        words = words[1 + len(sub):]
-    else:
-        command, words = words[:1], words[1:]
-    for word in words:
-        if word == "--":
-            command = executable
-        elif word.startswith("-"):
-            assert re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", help_of(*command)), (command, word)
-        elif re.fullmatch(r"[A-Z_]{3,}=\w+", word):
-            assert word.split("=")[0] in KNOBS + ["KNOB"], word
-        elif re.fullmatch(r"(?:[\w~.]+:)?\^?(?:scalar|wmma|mma|wgmma|hopper|ampere)\w*\$?", word):
-            assert word.split(":")[-1].strip("^$") in NAMES, word
-        elif word.startswith("torch:"):
-            assert word in builds.PACKAGES or word.split(":")[1] in builds.TORCH_BACKENDS
-
-
-def test_words_of_all_other_commands(clone):
-    found = [("README.md or USING.md", command) for command in commands() if needs_time_or_gpu(command)]
-    for page in PAGES:
-        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-        spans = re.findall(r"`((?:\./run_all\.sh|tools/peers\.py|build(?:-cpu)?/sdpa_)[^`]*)`", text)
-        lines = re.findall(r"^    (\./run_all\.sh.*|build.*)", text, re.M)
-        found += [(page.name, re.sub(r"\s+#.*", "", command)) for command in spans + lines]
-    assert len(found) >= 25
-    for page, command in found:
-        try:
-            judge_words(shlex.split(command), clone)
-        except AssertionError as error:
-            raise AssertionError(f"{page}: {command}: {error}") from error

@@ -718,7 +718,8 @@ WHY_NOT = [({"attn_mask": half(4, 5)}, "attn_mask is of shape [1, 1, 4, 5], whic
              for dtype, name in ((torch.int, "Int"), (torch.double, "Double"))),
            ({"attn_mask": torch.ones(4, 4, dtype=torch.bfloat16)}, "attn_mask is of BFloat16, and PyTorch takes bool, float32 or q's type"),
            ({"attn_mask": torch.ones(4, 4, dtype=torch.bool, device="meta")}, "attn_mask is on meta, not beside q"),
-           ({"attn_mask": half(4, 4).requires_grad_()}, "attn_mask needs a gradient"),
+           ({"attn_mask": half(4, 4).requires_grad_()}, "attn_mask needs a gradient, and " + ON_CPU),
+           ({"attn_mask": half(4, 4).requires_grad_(), "is_causal": True}, "attn_mask needs a gradient, and there is a causal mask"),
            *(({"attn_mask": mask}, ON_CPU) for mask in (half(4, 4), half(4), half(4, 1), half(2, 4, 4).mT, half(1, 1, 4, 4).float(),
                                                         half(1, 2, 1, 4).expand(1, 2, 4, 4), torch.ones(1, 1, 4, 1, dtype=torch.bool))),
            ({"all": half(2, 4, 64)}, ON_CPU), ({"q": half(2, 4, 64), "attn_mask": half(2, 4, 4)}, ON_CPU),
@@ -994,16 +995,19 @@ def operators_on_cpu(calls=None):
         S = weights(q, k, [None, "br", "tl"][mask], scale, rest[9] if len(rest) > 9 else None)
         return S.softmax(-1) @ v, S.logsumexp(-1).float()
 
-    def backward(grad, q, k, v, o, lse, mask, left, right, by, scale, bias=None, without="", cap=0.0, sinks=None, grad_lse=None, choice="", *_):
+    def backward(grad, q, k, v, o, lse, mask, left, right, by, scale, bias=None, without="", cap=0.0, sinks=None, grad_lse=None, choice="", *more):
         if without:
             raise NotImplementedError("sdpa.attention: " + without)
         Hkv, grad = k.shape[1], torch.zeros_like(o) if grad is None else grad
         k, v = (x.repeat_interleave(q.shape[1] // Hkv, 1) for x in (k, v))
         P, dP = weights(q, k, [None, "br", "tl"][mask], scale, bias).softmax(-1), grad @ v.mT
         rows = (grad * o).sum(-1, keepdim=True) - (0 if grad_lse is None else grad_lse[..., None])
-        dS = P * (dP - rows) * (q.shape[3] ** -0.5 if scale is None else scale)
+        dS = P * (dP - rows)
+        to_bias = bool(more) and more[-1] is True
+        of_bias = dS.sum_to_size(bias.shape) if to_bias else torch.zeros(0)
+        dS = dS * (q.shape[3] ** -0.5 if scale is None else scale)
         of_sinks = torch.zeros(0) if sinks is None else (rows * -torch.exp(sinks[:, None] - lse)[..., None]).sum((0, 2, 3)).float()
-        return dS @ k, *(x.unflatten(1, (Hkv, -1)).sum(2) for x in (dS.mT @ q, P.mT @ grad)), of_sinks
+        return dS @ k, *(x.unflatten(1, (Hkv, -1)).sum(2) for x in (dS.mT @ q, P.mT @ grad)), of_sinks, of_bias
     library.impl("attention", forward, "CPU")
     library.impl("attention_backward", backward, "CPU")
     yield
@@ -1099,17 +1103,15 @@ def test_autograd_on_stand_ins(on_cpu):
         if run is compiled:
             q, k, v = make(6, 9, 9)  # the same graph takes other sizes
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    bias = torch.randn(4, 1, 9, dtype=torch.double)
-    want = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, bias).square().sum(), (q, k, v))
-    for a, b in zip(torch.autograd.grad(by_operator(q, k, v, bias=bias)[0].square().sum(), (q, k, v)), want):
-        assert torch.allclose(a, b)
-    ints = torch.zeros(2, dtype=torch.int32)
-    for options in {"bias": bias.clone().requires_grad_()}, {"bias": bias, "mask": 1}, {"bias": bias, "bias_keys": 9}, {"bias": bias, "q_lengths": ints}:
-        with pytest.raises(NotImplementedError, match="^sdpa.attention: no gradient of a bias, and no backward for one beside a "
-                                                      "causal mask, a window, bias_keys, lengths or starts$"):
-            by_operator(q, k, v, **options)[0].sum().backward()
-    with pytest.raises(NotImplementedError, match="no gradient of a bias"):  # of a bias alone
-        by_operator(*(x.detach() for x in (q, k, v)), bias=bias.clone().requires_grad_())[0].sum().backward()
+    bias = torch.randn(4, 1, 9, dtype=torch.double, requires_grad=True)
+    own = [x.detach() for x in (q, k, v)]
+    for tensors, b in (((q, k, v), bias.detach()), ((q, k, v), bias), (own, bias)):  # also of a bias alone
+        inputs = [x for x in (*tensors, b) if x.requires_grad]
+        want = torch.autograd.grad(F.scaled_dot_product_attention(*tensors, b).square().sum(), inputs)
+        call = lambda *x: by_operator(*x[:3], bias=x[3])[0].square().sum()  # noqa: E731
+        for run in call, torch.compile(call, backend="aot_eager", fullgraph=True):
+            for x, y in zip(torch.autograd.grad(run(*tensors, b), inputs), want, strict=True):
+                assert x.shape == y.shape and torch.allclose(x, y)
     for mask, scale in ((None, None), ("br", 0.3), ("tl", 0.0)):  # of LSE too, alone and beside O's, also compiled
         seen = torch.ones(6, 9, dtype=torch.bool) if not mask else visible(6, 9, mask, (None, None), "cpu")
         S = (q @ k.mT * (1 / 8 if scale is None else scale)).masked_fill(~seen, -torch.inf)
@@ -2346,6 +2348,101 @@ def test_our_gradients_of_expressions_on_a_gpu(glue, backward):
     check_gradients_of_expressions(sdpa.attention, "cuda", arrays, backward=backward)
 
 
+# Shapes of a bias beside q [2,4,20,D] and k [2,4,50,D], and options. A negative size is an expanded dimension.
+BIASES = [((1, 4, 20, 50), {}), ((2, 1, 20, 50), {"causal": "br"}), ((1, 1, 1, 50), {}), ((2, 4, 20, 50), {"softcap": 2.0}),
+          ((4, 20, 1), {}), ((20, 50), {"causal": "tl", "window": (9, 5, "br")}), ((50,), {"sinks": True}), ((2, 1, 1, 1), {"of_lse": True}),
+          ((-2, 4, 20, 50), {}), ((1, 4, 20, 7), {"bias_keys": 7}), ((1, 4, 1, 50), {"lengths": True}), ((), {"of_lse": True}),
+          ((2, 1, 1, 50), {"hides": True})]
+
+
+def check_gradients_of_biases(run, device, cases, D=64):
+    """The gradients against double. A bias may be the only input that needs one; a bool bias has none."""
+    for n, ((shape, options), bias_dtype) in enumerate(zip(cases, itertools.cycle((torch.half, torch.float, torch.bfloat16)))):
+        options = dict(options)
+        has_sinks, of_lse, has_lengths, hides = (options.pop(name, False) for name in ("sinks", "of_lse", "lengths", "hides"))
+        q, k, v = (drawn(2, H, S, D, seed=seed).to(device).requires_grad_(n % 4 > 0) for seed, (H, S) in enumerate(((4, 20), (2, 50), (2, 50))))
+        whole = drawn(*map(abs, shape), dtype=bias_dtype, seed=7).to(device)
+        if hides:
+            whole = whole.masked_fill(whole < 0, -torch.inf).index_fill(0, torch.tensor([1], device=device), -torch.inf)
+        bias = whole.requires_grad_().narrow(0, 0, 1).expand(*map(abs, shape)) if shape and shape[0] < 0 else whole.requires_grad_()
+        sinks = drawn(4).float().to(device).requires_grad_() if has_sinks else None
+        lengths = dict(k_lengths=int32(50, 9).to(device), q_lengths=int32(20, 6).to(device)) if has_lengths else {}
+        out, lse = run(q, k, v, bias=bias, sinks=sinks, return_lse=True, **options, **lengths)
+        inputs = [x for x in (q, k, v, sinks, whole) if x is not None and x.requires_grad]
+        grad, lse_grad = drawn(*out.shape, seed=5).to(device), drawn(*lse.shape, dtype=torch.float, seed=6).to(device)
+        keys, queries = torch.arange(50, device=device), torch.arange(20, device=device)[:, None]
+        exists = torch.ones(2, 1, 20, 50, dtype=torch.bool, device=device)
+        if has_lengths:
+            exists[1] = (keys < 9) & (queries < 6)
+            out, lse, grad, lse_grad = ((x.masked_fill(~exists[..., :1], 0) if x.dim() == 4 else x) for x in (out, lse, grad, lse_grad))
+        given = slice(0, 1 + of_lse)
+        got = torch.autograd.grad((out, lse)[given], inputs, (grad, lse_grad)[given])
+        copies = dict(zip(map(id, inputs), wide(inputs)))
+        wide_q, wide_k, wide_v, wide_bias, wide_sinks = (None if x is None else copies.get(id(x), x.detach().double()) for x in (q, k, v, whole, sinks))
+        if options.get("bias_keys"):
+            wide_bias = F.pad(wide_bias, (43, 0))
+        seen = visible(20, 50, options.get("causal"), options.get("window", (None, None)), device) & exists
+        own_bias = wide_bias.narrow(0, 0, 1) if shape and shape[0] < 0 else wide_bias
+        wide_out, wide_lse = reference(wide_q, wide_k, wide_v, seen, None, options.get("softcap"), wide_sinks, own_bias)
+        results = (wide_out, wide_lse)[given]
+        want = torch.autograd.grad(results, list(copies.values()), [x.double() for x in (grad, lse_grad)[given]])
+        for x, a, b in zip(inputs, got, want):
+            assert a.shape == x.shape and a.dtype == x.dtype
+            scale = b.square().mean().sqrt() if b.count_nonzero() else 1
+            # Of a bias that all keys share, the gradient is 0 but for that of LSE.
+            error = (a.double() - b).square().mean().sqrt() / (scale if scale > 1e-6 else 1)
+            assert error <= 2 * LIMITS[torch.half if a.dtype == torch.float else a.dtype], (shape, options, bias_dtype, tuple(x.shape))
+        if hides:
+            assert not got[-1][1].count_nonzero() and not got[-1][whole == -torch.inf].count_nonzero()
+
+
+@needs_no_gpu
+def test_our_gradients_of_biases(backwards, glue):
+    """Uses a stand-in for a line, then a compiled line on the CPU backend."""
+    glue.sdpa_torch_load_backward_by(stand_in.backward_line((64,)))
+    check_gradients_of_biases(stand_in.attention, "cpu", BIASES)
+    assert not backwards.calls
+    glue.sdpa_torch_load_backward_by(stand_in.backward_loader_of("backward_mma BLOCK_N=32"))
+    check_gradients_of_biases(stand_in.attention, "cpu", BIASES[:4])
+
+
+@needs_gpu
+@pytest.mark.parametrize("backward, D", (("sdpa", 64), ("deterministic", 64), ("sdpa", 128), (None, 256)))
+def test_our_gradients_of_biases_on_a_gpu(glue, backward, D):
+    cases = BIASES if (backward, D) == ("sdpa", 64) else BIASES[:3]  # nvcc builds a line for each set of options
+    check_gradients_of_biases(functools.partial(sdpa.attention, backward=backward), "cuda", cases, D)
+    q, bias = drawn(8, 12, 300, D).cuda().requires_grad_(), drawn(1, 12, 300, 300, dtype=torch.float).cuda().requires_grad_()
+    runs = [torch.autograd.grad(sdpa.attention(q, q, q, bias=bias, backward=backward).square().sum(), (q, bias)) for _ in range(2)]
+    assert torch.equal(runs[0][1], runs[1][1]) and (backward == "sdpa" or torch.equal(runs[0][0], runs[1][0]))
+
+
+@needs_gpu
+def test_the_gradient_of_a_mask(glue):
+    """F.scaled_dot_product_attention with an attn_mask that needs a gradient runs our kernels, or PyTorch's in a compiled function."""
+    sdpa.activate()
+    try:
+        for shape, dtype, D, requires_grad in (((1, 4, 32, 48), torch.half, 64, True), ((4, 32, 48), torch.float, 128, True), ((2, 1, 1, 48), torch.half, 64, False)):
+            tensors = [drawn(2, 4, S, D, seed=seed).cuda().requires_grad_(requires_grad) for seed, S in enumerate((32, 48, 48))]
+            mask = drawn(*shape, dtype=dtype).cuda().requires_grad_()
+            inputs = [x for x in (*tensors, mask) if x.requires_grad]
+            run = lambda *x: F.scaled_dot_product_attention(*x[:3], attn_mask=x[3])  # noqa: E731
+            assert sdpa.why_not(*tensors, attn_mask=mask) == ""
+            out = run(*tensors, mask)
+            grad = torch.randn_like(out)
+            got, names = kernels(lambda: torch.autograd.grad(out, inputs, grad))  # noqa: B023
+            assert any("sdpa_backward_bias" in name for name in names), names
+            results = [got]
+            if dtype == torch.half:
+                results.append(torch.autograd.grad(torch.compile(run, fullgraph=True)(*tensors, mask), inputs, grad))
+            copies = wide((*tensors, mask))
+            want = torch.autograd.grad(reference(*copies[:3], bias=copies[3])[0], [x for x, y in zip(copies, (*tensors, mask)) if y.requires_grad], grad.double())
+            for found in results:
+                for x, a, b in zip(inputs, found, want):
+                    assert a.shape == x.shape and rel_rms(a, b) <= 2 * LIMITS[torch.half], (shape, tuple(x.shape))
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+
+
 @needs_no_gpu
 def test_the_gradients_of_a_line(backwards, glue):
     """Runs the kernels on the CPU backend through bindings/sdpa.h: D is padded, dO is expanded, and a refusal is an exception."""
@@ -2386,13 +2483,15 @@ def test_which_backward_runs(backwards, glue):
         load()
         for run, want in (
                 (attend(), "torch"), (attend(causal="tl"), "torch"), (attend(bias=bias), "torch"), (attend(backward="torch"), "torch"),
-                (of_lse(backward="torch"), "torch"), (of_lse(bias=bias), "torch"), (of_lse(), needed), (attend(softcap=2.0), needed),
+                (of_lse(backward="torch"), "torch"), (of_lse(bias=bias), needed), (of_lse(), needed), (attend(softcap=2.0), needed),
+                (attend(bias=bias.float()), needed), (attend(bias=bias, causal="tl"), needed), (attend(bias=bias[..., :3], bias_keys=3), needed),
+                (attend(bias=bias.detach().requires_grad_()), needed), (attend(bias=bias.float(), backward="torch"), "torch"),
                 (attend(sinks=torch.zeros(4)), needed), (attend(backward="sdpa"), needed), (attend(backward="deterministic"), repeats),
                 (lambda: stand_in.attention(q[:, :, :1], k, v).sum(), needed),  # cuDNN's may give NaN
                 (lambda: stand_in.attention(q, long, long, window=(2, 2, "tl")).sum(), needed)):
             assert ran(run) == want
         load(faster=(128,))
-        assert ran(attend()) == ran(attend(causal="br")) == [0] and ran(attend(backward="torch")) == ran(attend(bias=bias)) == "torch"
+        assert ran(attend()) == ran(attend(causal="br")) == ran(attend(bias=bias)) == [0] and ran(attend(backward="torch")) == "torch"
         load(faster=(64,))
         assert ran(attend()) == "torch"
         load(sizes=(64,))  # no line for D=128
@@ -2402,9 +2501,14 @@ def test_which_backward_runs(backwards, glue):
             with pytest.raises(NotImplementedError, match=f"^sdpa.attention: no backward, since {words}$"):
                 attend(**options)().backward()
     load()
-    for options, words in ((dict(backward="sdpa", bias=bias), "there is a bias"),
-                           (dict(backward="torch", softcap=2.0), "backward='torch' was asked for; PyTorch has no backward with softcap or sinks"),
-                           (dict(softcap=2.0, bias=bias), "there is a bias; PyTorch has no backward with softcap or sinks")):
+    of_bias = bias.detach().requires_grad_()
+    for options, words in ((dict(backward="torch", softcap=2.0), "backward='torch' was asked for; PyTorch has no backward with softcap or sinks"),
+                           (dict(backward="torch", bias=of_bias), r"backward='torch' was asked for; attention\(\) calls no backward of PyTorch's "
+                                                                  "for the gradient of a bias"),
+                           (dict(bias=of_bias[..., :3], bias_keys=3, k_lengths=int32(5)), "a bias of bias_keys has no gradient with lengths; "
+                            r"attention\(\) calls no backward of PyTorch's with lengths or starts"),
+                           (dict(bias=of_bias, q_starts=int32(0, 5)), "a bias of packed sequences has no gradient; "
+                            r"attention\(\) calls no backward of PyTorch's with lengths or starts")):
         with pytest.raises(NotImplementedError, match=f"^sdpa.attention: no backward, since {words}$"):
             attend(**options)().backward()
     with pytest.raises(ValueError, match="^sdpa.attention: backward='ours' is none of None, 'sdpa', 'deterministic', 'torch'$"):
@@ -2423,8 +2527,7 @@ def test_which_backward_runs(backwards, glue):
             load(faster=faster)
             glue.sdpa_torch_prefer_backward(sdpa.PREFERENCES[preference])
             torch.use_deterministic_algorithms(deterministic)
-            assert ran(by_cudnn()) == ran(by_flash) == want, (preference, faster, deterministic)
-            assert ran(by_cudnn(mask=bias[None])) == "torch"
+            assert ran(by_cudnn()) == ran(by_cudnn(mask=bias[None])) == ran(by_flash) == want, (preference, faster, deterministic)
             assert ran(attend()) == (repeats if deterministic else [0] if faster else "torch")  # attention() has its own argument
             assert (ran(by_cudnn(single), single) == "torch") == (preference == "torch")
     finally:

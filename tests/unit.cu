@@ -304,10 +304,14 @@ TEST_CASE("gradients") {
     Mask mask;
     double softcap;
     bool has_sinks, has_mods;
+    reference::Bias bias{};  // without values
   } cases[] = {{2, 1, 3, 5, -1, Mask::none, 0, false, false},        {3, 1, 5, 3, -1, Mask::bottom_right, 0, false, false},
                {4, 2, 4, 4, 1, Mask::top_left, 0, true, false},       {2, 2, 3, 6, -1, Mask::none, 0.7, false, false},
                {2, 1, 5, 4, -1, Mask::bottom_right, 2, true, false}, {1, 1, 2, 0, -1, Mask::none, 0, true, false},
-               {4, 2, 5, 6, -1, Mask::bottom_right, 0, true, true}};
+               {4, 2, 5, 6, -1, Mask::bottom_right, 0, true, true},
+               {4, 2, 3, 5, -1, Mask::none, 0.7, true, false, {{}, 1, 4, 3, 5}},
+               {2, 1, 4, 5, -1, Mask::bottom_right, 0, false, false, {{}, 2, 1, 1, 5}},
+               {2, 2, 3, 6, -1, Mask::none, 0, false, false, {{}, 1, 1, 1, 2, true}}};
   for (const auto& c : cases) {
     SmallAttention a(2, c.Hq, c.Hkv, c.Sq, c.Sk, c.mask, 0.6);
     a.p.softcap = c.softcap;
@@ -319,6 +323,9 @@ TEST_CASE("gradients") {
       };
       a.p.sees = [](int b, int h, int q, int k, int, int) { return (b + 2 * h + 3 * q + 5 * k) % 4 > 0; };
     }
+    reference::Bias& bias = a.p.bias = c.bias;
+    bias.x.resize(size_t(bias.batches) * bias.heads * bias.rows * bias.keys);
+    for (size_t i = 0; i < bias.x.size(); i++) bias.x[i] = i == 3 ? -INFINITY : normal(9, Tensor::O, i);
     const size_t rows = size_t(2) * c.Hq * c.Sq;
     std::vector<float> dO(rows * 8);
     std::vector<double> dLSE(rows);
@@ -369,6 +376,22 @@ TEST_CASE("gradients") {
       }
     }
     for (int h = 0; h < c.Hq && c.has_sinks; h++) compare(difference(a.p.sinks[h]), of.of_sink(h).x[0]);
+    const auto index = [](size_t i, int size) { return size == 1 ? -1 : int(i % size); };
+    for (size_t row = 0; row * bias.keys < bias.x.size(); row++) {
+      const size_t head = row / bias.rows, b = head / bias.heads;
+      const auto of_row = [&](const reference::Backward::Columns& columns, bool sums_keys) {
+        return of.of_bias(index(b, bias.batches), index(head, bias.heads), index(row, bias.rows), columns, sums_keys, fp16);
+      };
+      const reference::Gradient all = of_row({0, 1, bias.keys}, false), odd = of_row({1, 2, bias.keys}, false);
+      double sum = 0;
+      for (int k = 0; k < bias.keys; k++) {
+        float& x = bias.x[row * bias.keys + k];
+        compare(x == -INFINITY ? 0 : difference(x), all.x[k]);
+        if (k % 2) compare(all.x[k], odd.x[k / 2]);
+        sum += all.x[k];
+      }
+      compare(sum, of_row({0, 1, bias.keys}, true).x[0]);
+    }
     CHECK(worst < 1e-5);
   }
 }
@@ -795,9 +818,9 @@ TEST_CASE("percentile") {
 
 static SdpaParams valid_params() {
   SdpaParams p{};
-  static Input buffer[64];
+  static KeyValue buffer[64];
   p.Q = p.K = p.V = p.O =
-      reinterpret_cast<Input*>((reinterpret_cast<uintptr_t>(buffer) + 15) / 16 * 16);
+      reinterpret_cast<KeyValue*>((reinterpret_cast<uintptr_t>(buffer) + 15) / 16 * 16);
   p.B = 2;
   p.Hq = 4;
   p.Hkv = 2;

@@ -136,12 +136,14 @@ class Tree:
         row = r'^  X\(([A-Z][A-Z_0-9]+), ([A-Z0-9_]*),(?: (\w+),)?[^"\n]*"([^"\n]*)"'
         return {name: Knob(*row) for name, *row in re.findall(row, self.read(path) or "", re.MULTILINE)}
 
-    def refusals(self):
+    def refusals(self, is_tuned=True):
         """The parts of sdpa.cu that validate knobs, as a program: section 1, the path to a kernel, and section 7 without the
-        cost model."""
+        cost model. Without USE_TUNED=1 no build reads the tables of tiles: one row of each compiles three times as fast."""
         knobs, path, tables = ((self.read("sdpa.cu").split(since, 1) + [""])[1].split(until)[0] for since, until in (
             ("// ==== 1 KNOBS", "// ==== 2 PROBLEM"), ("// ---- the path to a kernel", "// ----"),
             ("// ==== 7 TABLES", "// ---- the choice")))
+        if not is_tuned:
+            tables = re.sub(r"(TILES = \{\n.*\n)(?:.*\n)*?(?=\};)", r"\1", tables)
         if tables:
             tables = f"namespace {{\n//{path}\n//{tables}\n}}\n"
         return f"#include <array>\n#include <string_view>\n#include <type_traits>\n//{knobs}\n{tables}"
@@ -151,7 +153,7 @@ class Tree:
         text = self.read("sdpa_backward.cu")
         knobs, rules = (text.split(since, 1)[1].split(until)[0] for since, until in (
             ("// ==== 1 KNOBS", "// ==== 2"), ("// ==== 6 REFUSALS", "// ==== 7")))
-        return f"{self.refusals()}\n//{knobs}\nnamespace {{\n//{rules}"
+        return f"{self.refusals(False)}\n//{knobs}\nnamespace {{\n//{rules}"
 
     def expression_trouble(self, word):
         """The reason why SCORE_MOD=... or MASK_MOD=... does not compile; "" if it compiles."""
@@ -160,7 +162,7 @@ class Tree:
 
     def refusal(self, words):
         """The message with which sdpa.cu or, with BACKWARD=1, sdpa_backward.cu refuses these knobs; "" if they are legal."""
-        program = self.backward_refusals() if "BACKWARD=1" in words else self.refusals()
+        program = self.backward_refusals() if "BACKWARD=1" in words else self.refusals("USE_TUNED=1" in words)
         return refusal_of(program, tuple(sorted(definitions(words))))
 
     @functools.lru_cache(None)

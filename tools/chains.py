@@ -14,8 +14,8 @@ COLUMNS = {
         K_COPY: "ItemTiles::copy_kv cp_async", PRODUCT: "scalar_qk fmaf",
         EXPONENTIAL: "WarpSoftmax::step softmax_exp ex2_approx_ftz"}),
     "mma.sync": ("sdpa_mma", "E4m3|Capped", {
-        K_COPY: "ItemTiles::copy_kv cp_async", PRODUCT: "MmaRows::attend_by_stale_max mma_m16n8k16",
-        EXPONENTIAL: "MmaRows::attend_by_stale_max softmax_exp ex2_approx_ftz"}),
+        K_COPY: "ItemTiles::copy_kv cp_async", PRODUCT: "MmaRows::compute_p_by_stale_max mma_m16n8k16",
+        EXPONENTIAL: "MmaRows::compute_p_by_stale_max softmax_exp ex2_approx_ftz"}),
     "wgmma, plain": ("sdpa_wgmma_plain", "Capped", {
         K_COPY: "load_tile load_rows cp_async_bulk_tensor_load", PRODUCT: "wgmma_qk wgmma_ss",
         EXPONENTIAL: "softmax_sum ex2_approx_ftz"}),

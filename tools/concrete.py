@@ -631,7 +631,7 @@ def wgmma(text, rows):
         return (row | of_v)[re.sub(r"\w+::", "", word).upper()]
     calls = sorted({(kind, element, columns(word, row), *map(int, re.findall(r"\d", trans))) for row in rows
                     for kind, element, word, trans in
-                    re.findall(r"\bwgmma_(ss|rs)<(Input|__\w+), ([\w:]+)((?:, \d)+)>\(", text)})
+                    re.findall(r"\bwgmma_(ss|rs)<(KeyValue|__\w+), ([\w:]+)((?:, \d)+)>\(", text)})
     kinds = collections.Counter(kind for kind, *_ in calls)
     alone = [kind for kind, count in kinds.items() if count == 1]  # a single shape replaces the declaration of the template
     functions = "\n".join(wgmma_function(text, *call) for call in calls if call[0] not in alone)
@@ -667,7 +667,7 @@ def wgmma_shapes(text, rows):
 def wgmma_function(text, kind, name, n, trans_b, trans_a=0, is_alone=False):
     """The function of one wgmma shape with N columns: a specialization, or a function if it is the only one. Operand N / 2 is
     the accumulate flag, the next one is the descriptor of B."""
-    element = re.search(r"using Input = (\w+);", text)[1] if name == "Input" else name
+    element = re.search(r"using KeyValue = (\w+);", text)[1] if name == "KeyValue" else name
     r, is_8bit = n // 2, element == "__nv_fp8_e4m3"
     types = "k32.f32.e4m3.e4m3" if is_8bit else {"__half": "k16.f32.f16.f16",
                                                  "__nv_bfloat16": "k16.f32.bf16.bf16"}[element]

@@ -11,7 +11,7 @@ namespace sdpa {
 namespace {
 
 // The workspace that cuBLAS recommends for sm_90. In SdpaParams::workspace it is followed by S,
-// float [B,Hq,Sq,Sk], and P, of type Input.
+// float [B,Hq,Sq,Sk], and P, of type KeyValue.
 constexpr size_t cublas_bytes = 32 << 20;
 
 size_t scores_of(const SdpaParams& p) { return size_t(p.B) * p.Hq * p.Sq * p.Sk; }
@@ -20,7 +20,7 @@ size_t bytes_before_P(const SdpaParams& p) { return cublas_bytes + (scores_of(p)
 constexpr int rows_of_cta = 4;
 
 // P[i,:] = softmax(scale * S[i,:] + mask) and LSE[i]; a warp per query row.
-__global__ void softmax_rows(SdpaParams p, KeyBounds keys, float scale_log2, const float* S, Input* P) {
+__global__ void softmax_rows(SdpaParams p, KeyBounds keys, float scale_log2, const float* S, KeyValue* P) {
   const int lane = threadIdx.x % 32;
   const int64_t row = int64_t(blockIdx.x) * rows_of_cta + threadIdx.x / 32;
   if (row >= int64_t(p.B) * p.Hq * p.Sq) return;
@@ -37,7 +37,7 @@ __global__ void softmax_rows(SdpaParams p, KeyBounds keys, float scale_log2, con
   const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
   for (int k = lane; k < p.Sk; k += 32) {
     const float t = k >= begin && k < end ? (S[k] - m) * scale_log2 : -INFINITY;
-    P[k] = rounded<Input>(ex2_approx_ftz(t) * inverse);
+    P[k] = rounded<KeyValue>(ex2_approx_ftz(t) * inverse);
   }
   constexpr float ln2 = 0.693147180559945f;
   if (p.LSE && lane == 0) p.LSE[row] = fmaf(m, scale_log2 * ln2, ln2 * log2f(l));
@@ -67,7 +67,7 @@ SdpaStatus cublas_forward(SdpaParams p, cudaStream_t stream) {
   };
   unsigned char* const workspace = static_cast<unsigned char*>(p.workspace);
   float* const S = reinterpret_cast<float*>(workspace + cublas_bytes);
-  Input* const P = reinterpret_cast<Input*>(workspace + bytes_before_P(p));
+  KeyValue* const P = reinterpret_cast<KeyValue*>(workspace + bytes_before_P(p));
   multiply(p.Q, p.K, CUBLAS_OP_T, p.D, S, p.Sk, CUDA_R_32F);
   const unsigned ctas = unsigned(ceil_div(int64_t(p.B) * p.Hq * p.Sq, rows_of_cta));
   softmax_rows<<<ctas, 32 * rows_of_cta, 0, stream>>>(p, KeyBounds(p, p.Sq, p.Sk), scale_log2_of(p), S, P);
@@ -85,7 +85,7 @@ extern "C" {
 
 size_t sdpa_library_params_bytes() { return sizeof(sdpa::SdpaParams); }
 size_t sdpa_library_workspace_bytes(const sdpa::SdpaParams* p) {
-  return sdpa::bytes_before_P(*p) + sdpa::scores_of(*p) * sizeof(sdpa::Input);
+  return sdpa::bytes_before_P(*p) + sdpa::scores_of(*p) * sizeof(sdpa::KeyValue);
 }
 int sdpa_library_forward(const sdpa::SdpaParams* p, cudaStream_t stream, char* text, size_t text_bytes) {
   const sdpa::SdpaStatus status = sdpa::cublas_forward(*p, stream);

@@ -1,7 +1,7 @@
 // ==== a program: one problem, checked against a naive kernel and timed ===========================
 using namespace SPACE;
 constexpr int64_t B = 2, H = 16, S = 2048, ROWS = B * H * S;
-__managed__ Input qkv[3][ROWS * MOST];  // [B,H,S,D] each
+__managed__ KeyValue qkv[3][ROWS * MOST];  // [B,H,S,D] each
 __managed__ Output O[ROWS * DV];
 __managed__ float expected[ROWS * DV];
 __global__ void naive() {  // A thread has one query.

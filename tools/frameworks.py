@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""usage: tools/frameworks.py [--problems] [--models] [--lengths] [--invariant] [--mods] [--training] [--host]
-                           [--repeats N] >rows.csv
+"""usage: tools/frameworks.py [--problems] [--models] [--lengths] [--invariant] [--mods] [--training] [--gradients] [--host]
+                           [--contenders REGEX] [--repeats N] >rows.csv
 Measures bindings/pytorch.py and competitors on this GPU and prints CSV. Needs PyTorch 2.11 and transformers 5.
   --problems   README's problems, as a loop of calls and as a CUDA graph: the line's C function,
                F.scaled_dot_product_attention with sdpa's kernels, and the same function without sdpa
@@ -15,15 +15,23 @@ Measures bindings/pytorch.py and competitors on this GPU and prints CSV. Needs P
                formula in float32
   --training   a training step of F.scaled_dot_product_attention in bf16, with PyTorch's and with sdpa's kernels; ratio is
                PyTorch's time divided by the contender's, rel_rms the largest one of the gradients
+  --gradients  the backward pass alone, as a CUDA graph, in bf16, also with deterministic algorithms: attention(), PyTorch's
+               cuDNN and FlashAttention-2, and FlashAttention-4 (flash-attn-4) if it is installed; ratio is the contender's
+               time divided by attention()'s, rel_rms the largest one of dQ, dK and dV of one KV head against float32. For a
+               newer cuDNN, preload its libcudnn.so.9
+  --contenders REGEX  with --gradients, only measure matching contenders, and attention()
   --host       CPU time of a call of a tiny problem: F.scaled_dot_product_attention without and with sdpa's kernels,
                attention() with and without lengths, pages and sinks, and FlashAttention-3 (fa3-fwd)
   --repeats N  report the minimum of this number of measurements (default 5)
-exit: 0, 2 bad usage, or no GPU
+exit: 0, 1 gradients are wrong, 2 bad usage, or no GPU
 """
 import contextlib
 import csv
 import ctypes
+import functools
+import importlib.metadata
 import importlib.util
+import itertools
 import math
 import random
 import re
@@ -37,6 +45,7 @@ import engine
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, restore_flash_attention_impl, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.benchmark import Timer
 
 sys.path.insert(0, str(Path(engine.ROOT) / "bindings"))
@@ -79,12 +88,12 @@ def loop_us(run, repeats, count=50):
     return min(Timer("run()", globals={"run": run}).timeit(count).mean for _ in range(repeats)) * 1e6
 
 
-def graph_of(run):
-    """Replays 20 calls."""
+def graph_of(run, calls=20):
+    """Replays a number of calls."""
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(20):
+        for _ in range(calls):
             run()
     return graph.replay
 
@@ -176,6 +185,167 @@ def training(repeats):
                        ratio=medians["PyTorch"] / us, rel_rms=error if name == "sdpa" else 0.0)
 
 
+# ---- the backward pass alone ----
+
+# B,Hq,Hkv,S,D.
+GRADIENTS = ("4,16,16,4096,128 1,16,16,16384,128 1,32,8,8192,128 16,16,16,1024,128 4,32,32,4096,64 1,32,32,16384,64 "
+             "2,8,8,4096,256 1,8,8,16384,256").split()
+PACKED = {"16 of 256 to 4,096, packed": drawn(16, 256, 4096)}  # lengths of sequences; 16 heads, D=128
+WRONG = 2 * engine.LIMITS["bf16"][0]  # as for the gradients in tools/engine.py
+TURN_US = 30e3
+
+
+@contextlib.contextmanager
+def deterministic_algorithms(is_on):
+    """PyTorch's setting, without its kernels that fill new tensors."""
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(is_on)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+def packed_rows(tensors):
+    """[1,H,rows,D] as [rows,H,D]."""
+    return [x.squeeze(0).transpose(0, 1) for x in tensors]
+
+
+def unpacked(rows):
+    return rows.transpose(0, 1)[None]
+
+
+def by_backend(backend, q, k, v, causal, starts, most):
+    """A function that calls PyTorch's operator with one of its kernels and returns O [B,Hq,Sq,D]. Packed sequences are a nested
+    tensor."""
+    def run():
+        rows = q, k, v
+        if starts is not None:
+            rows = [torch.nested.nested_tensor_from_jagged(x, starts, max_seqlen=most).transpose(1, 2) for x in packed_rows(rows)]
+        with sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(*rows, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+        return out if starts is None else unpacked(out.transpose(1, 2).values())
+    return run
+
+
+def by_flash_attention_4(q, k, v, causal, starts, most, deterministic):
+    """The same for FlashAttention-4. None if it is not installed."""
+    call = installed("flash_attn.cute.interface", "flash_attn_func" if starts is None else "flash_attn_varlen_func")
+    if not call:
+        return None
+    options = dict(causal=causal, deterministic=deterministic)
+    if starts is not None:
+        options |= dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=most, max_seqlen_k=most)
+
+    def run():
+        rows = packed_rows((q, k, v)) if starts is not None else [x.transpose(1, 2) for x in (q, k, v)]
+        out = call(*rows, **options)
+        out = out[0] if isinstance(out, tuple) else out
+        return unpacked(out) if starts is not None else out.transpose(1, 2)
+    return run
+
+
+def gradient_calls(q, k, v, causal, starts, most, deterministic):
+    """{contender: function that returns O}, for packed sequences if there are starts."""
+    limits = {} if starts is None else dict(q_starts=starts, k_starts=starts, most_keys=most)
+    mode = "deterministic" if deterministic else "sdpa"
+    calls = {"sdpa": lambda: sdpa.attention(q, k, v, "br" if causal else None, backward=mode, **limits)}
+    major, minor, patch = (torch.backends.cudnn.version() // n % 100 for n in (10000, 100, 1))
+    calls[f"cuDNN {major}.{minor}.{patch}"] = by_backend(SDPBackend.CUDNN_ATTENTION, q, k, v, causal, starts, most)
+    if starts is None:
+        calls["FlashAttention-2"] = by_backend(SDPBackend.FLASH_ATTENTION, q, k, v, causal, starts, most)
+    else:
+        limits_of_both, window = (starts, starts, most, most), (-1, 0) if causal else (-1, -1)
+        calls["FlashAttention-2"] = lambda: unpacked(varlen_attn(*packed_rows((q, k, v)), *limits_of_both, window_size=window))
+    if flash_attention_4 := by_flash_attention_4(q, k, v, causal, starts, most, deterministic):
+        calls[f"FlashAttention-4 {importlib.metadata.version('flash-attn-4')}"] = flash_attention_4
+    return calls
+
+
+def part_of_one_head(tensors, rows):
+    """Of q, k, v and dO, or of dQ, dK and dV: the last KV head of the last batch and its query heads, in float32."""
+    Hkv = tensors[1].shape[1]
+    return [x.detach()[-1:, -(x.shape[1] // Hkv):, rows].float() for x in tensors]
+
+
+def gradients_in_float32(tensors, causal, rows):
+    """dQ, dK and dV of part_of_one_head()."""
+    *inputs, grad = part_of_one_head(tensors, rows)
+    for x in inputs:
+        x.requires_grad_()
+    with sdpa_kernel(SDPBackend.MATH):
+        out = F.scaled_dot_product_attention(*inputs, is_causal=causal, enable_gqa=True)
+    return torch.autograd.grad(out, inputs, grad)
+
+
+def turn_us(replay, us):
+    """Median time of the replays of a turn, after a warm-up."""
+    count = math.ceil(TURN_US / us)
+    for _ in range(count):
+        replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for event in events[1:]:
+        replay()
+        event.record()
+    torch.cuda.synchronize()
+    return statistics.median(1e3 * a.elapsed_time(b) for a, b in itertools.pairwise(events))
+
+
+def gradients_of(problem, sizes, lengths, causal, repeats, wanted):
+    """Yields the rows of --gradients for one problem."""
+    B, Hq, Hkv, S, D = sizes
+    starts = most = None
+    if lengths:
+        starts, most = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda"), max(lengths)
+    q, k, v = (torch.randn(B, H, S, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for H in (Hq, Hkv, Hkv))
+    grad = torch.randn(B, Hq, S, D, device="cuda", dtype=torch.bfloat16)
+    rows = slice(S - (lengths or [S])[-1], S)
+    want = gradients_in_float32((q, k, v, grad), causal, rows)
+    pairs = Hq * sum(n * (n + 1) // 2 if causal else n * n for n in lengths or B * [S])
+    runs, error = {}, {}
+    for is_deterministic in (False, True):
+        calls = gradient_calls(q, k, v, causal, starts, most, is_deterministic)
+        for name in [name for name in calls if name == "sdpa" or wanted.search(name)]:
+            key = name, is_deterministic
+            try:
+                with deterministic_algorithms(is_deterministic):
+                    out = calls[name]()
+
+                    def backward(out=out):
+                        return torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+                    got = backward()
+                    if is_deterministic and not all(map(torch.equal, got, backward())):
+                        raise RuntimeError("two runs differ")
+                    error[key] = max(map(rel_rms, part_of_one_head(got, rows), want))
+                    runs[key] = graph_of(backward, 1)
+            except Exception as trouble:  # some kernels do not support all problems
+                if name == "sdpa":
+                    raise
+                print(f"{problem}: {name}{', deterministic' * is_deterministic}: {str(trouble).splitlines()[0]}", file=sys.stderr)
+    times, first = {key: [] for key in runs}, {key: loop_us(replay, 1, 3) for key, replay in runs.items()}
+    for turn in range(repeats):
+        at = turn % len(runs)
+        for key in [*runs][at:] + [*runs][:at]:
+            times[key].append(turn_us(runs[key], first[key]))
+    medians = {key: statistics.median(of_turns) for key, of_turns in times.items()}
+    for (name, is_deterministic), us in medians.items():
+        yield dict(what="backward" + ", deterministic" * is_deterministic, problem=problem + " causal" * causal, contender=name,
+                   us=us, ratio=us / medians["sdpa", is_deterministic], rel_rms=error[name, is_deterministic],
+                   tflops=10 * D * pairs / us * 1e-6)
+
+
+def gradients(repeats, wanted):
+    """Yields the rows of --gradients."""
+    problems_of_one_length = {text: ([*map(int, text.split(","))], None) for text in GRADIENTS}
+    packed = {problem: ([1, 16, 16, sum(lengths), 128], lengths) for problem, lengths in PACKED.items()}
+    for problem, (sizes, lengths) in {**problems_of_one_length, **packed}.items():
+        for causal in (False, True):
+            yield from gradients_of(problem, sizes, lengths, causal, repeats, wanted)
+
+
 def host_us(run, repeats, count=200):
     """CPU time of a call; the GPU is faster, or its queue holds all calls."""
     def once():
@@ -265,7 +435,12 @@ def models(repeats):
 
 def installed(module, function):
     """A function of a package; None if it is not installed."""
-    return getattr(importlib.import_module(module), function) if importlib.util.find_spec(module) else None
+    try:
+        return getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as missing:
+        if module.startswith(missing.name):
+            return None
+        raise
 
 
 def in_pages(x, lengths, size, places):
@@ -440,16 +615,24 @@ def mods(repeats):
 def main():
     options = cli.parse_options(__doc__)
     facts = dict(engine.measured_on(engine.need_gpu()), torch=torch.__version__)
-    writer = csv.DictWriter(sys.stdout, ["what", "problem", "contender", "us", "ratio", "rel_rms", *facts])
+    columns = ["what", "problem", "contender", "us", "ratio", "rel_rms", *["tflops"] * options.gradients, *facts]
+    writer, are_wrong = csv.DictWriter(sys.stdout, columns), False
     writer.writeheader()
+    try:
+        of_gradients = functools.partial(gradients, wanted=re.compile(options.contenders or ""))
+    except re.error:
+        raise cli.Refused(f"--contenders {options.contenders}: not a regular expression") from None
     for is_wanted, measure in ((options.problems, problems), (options.models, models), (options.lengths, sequences),
                               (options.invariant, invariant), (options.mods, mods),
-                              (options.training, training), (options.host, host)):
+                              (options.training, training), (options.gradients, of_gradients), (options.host, host)):
         for row in measure(options.repeats) if is_wanted else ():
             ratio = f"{row['ratio']:.3f}" if "ratio" in row else ""
+            if "tflops" in row:
+                are_wrong |= row["contender"] == "sdpa" and not row["rel_rms"] <= WRONG
+                row["tflops"] = f"{row['tflops']:.1f}"
             writer.writerow({**facts, **row, "us": f"{row['us']:.4g}", "ratio": ratio, "rel_rms": f"{row['rel_rms']:.2e}"})
             sys.stdout.flush()
-    return 0
+    return int(are_wrong)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ LADDERS = {
     "scalar": ladder(SQUARE, r"""
         scalar_minimal
         scalar_vec8      | | | PER_ROW = |VEC_WIDTH \* sizeof
-        scalar_swizzle   | | | SWIZZLED =|tile_offset\(int
+        scalar_swizzle   | | | SWIZZLE_GROUP =|tile_offset\(int
         scalar_tile32x64
         scalar_async2    | | | \.copy_kv|cp_async<BYTES>|wait_group<STAGES
         wmma_async2      | | wmma_async2 HEAD_DIM=128 BLOCK_N=32 | mma_sync\(S
@@ -54,7 +54,7 @@ LADDERS = {
         wgmma            | | wgmma_d128_tile128 | barrier_(sync|arrive)\(turn_barrier \+|atomicInc
         wgmma_split2     | wgmma_lazy | - | fmaf\(others
         wgmma_split2_64  | | - |
-        wgmma_swap32     | | - | wgmma_ss<Input, BLOCK_M, 0>
+        wgmma_swap32     | | - | wgmma_ss<KeyValue, BLOCK_M, 0>
         hopper           | | hopper_d128 | tuned_clocks\(t, p"""),
     "decode": ladder(DECODE, r"""
         wgmma_d128_lazy

@@ -460,6 +460,8 @@ def find_gpu(options):
 def run_search(options, gpu, more=()):
     """Runs the search. Returns the log, the study, the starting lines and the problems."""
     line = base_line(options, gpu.arch if gpu else "90a")
+    if not gpu and line.is_backward:
+        raise Refused(f"{line.name}: --dry-run has no cost model of the backward pass")
     problems, fixed = parse_problems(options, line), parse_fixed(options, line)
     if options.all and not (options.from_ and fixed):
         raise Refused("--all needs --from LINE and the values of each knob, as in --fix BLOCK_N=32,64")
@@ -480,8 +482,6 @@ def run_search(options, gpu, more=()):
     def restart(record):
         log.add(optuna.trial.create_trial(state=TrialState.FAIL, user_attrs=record))
         os.execv(sys.executable, [sys.executable, os.path.dirname(__file__), *sys.argv])
-    if not gpu and line.is_backward:
-        raise Refused(f"{line.name}: --dry-run has no cost model of the backward pass")
     judge = GpuJudge(gpu, problems, restart) if gpu else ModelJudge(problems, line.family)
     judge.resume(log.study, space)
     study = optuna.create_study(sampler=Mutations(space, [options.seed, len(log.study.trials)]))
