@@ -619,7 +619,6 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
 
 // Conversions to float. They are functions because PyTorch's extensions are compiled without the conversion operators
 // of the 16-bit types. The descale factors of 8-bit types are part of the scale and of 1 / l.
-__host__ __device__ __forceinline__ float to_float(float x) { return x; }
 __host__ __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __host__ __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __host__ __device__ __forceinline__ float to_float(__nv_fp8_e4m3 x) { return static_cast<float>(x); }
@@ -1806,10 +1805,14 @@ template <class B, int ROWS> struct StaleSoftmax {
 
 // ---- the score hook with a stale maximum (wmma, mma, wgmma) ----
 
+// The tile of a kernel with USE_LAZY_MAX, as the score hook takes it.
+template <class B> struct WgmmaRows;
+template <class B> using StaleTile = std::conditional_t<B::is_wgmma, WgmmaRows<B>, ScoreTile<B>>;
+
 // Replaces columns [first, last) of S by P, relative to the stale maximum, in a tile that needs no mask. The
 // first call for a tile has first = 0. It sets are_logits if it converts the scores to logits.
-template <class B, class View, class Tile, class Softmax>
-__device__ __forceinline__ void exp_by_stale_max(View& S, int first, int last, Softmax& softmax, Tile& tile,
+template <class B, class View, class Softmax>
+__device__ __forceinline__ void exp_by_stale_max(View& S, int first, int last, Softmax& softmax, StaleTile<B>& tile,
                                                  bool& are_logits) {
   if constexpr (B::use_bias != 0) {
     if (first == 0) {
@@ -4955,11 +4958,10 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_swapped> {
 
 // ---- 5e softmax with rows that move between warps (scalar, wmma) ----
 
-template <class T, class View> __device__ __forceinline__ void load_scores(View& S, const T* P_s, int stride) {
+// Loads a thread's elements of S. load(i): element i of a matrix in shared memory whose rows are `stride` elements apart.
+template <class View, class Load> __device__ __forceinline__ void load_scores(View& S, int stride, const Load& load) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-      S.x[i][j] = to_float(ld_shared<T>(P_s + S.row(i) * stride + S.col(j)));
-    }
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) S.x[i][j] = load(S.row(i) * stride + S.col(j));
   }
 }
 
@@ -4997,7 +4999,7 @@ template <class B, class Shared> struct CtaSoftmax {
     split_sync<B>(B::sync_policy >= 2);  // hazard: S was written and is read by other warps
 
     ScalarScores<B> S = softmax_rows();
-    load_scores(S, s.P, s.P_STRIDE);
+    load_scores(S, s.P_STRIDE, [&](int i) { return ld_shared<float>(s.P + i); });
     float m[ROWS], l[ROWS], alpha[ROWS];
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = s.m[S.row(i)];
     __syncwarp();  // hazard: m still being read by the row's other lanes
@@ -5220,7 +5222,10 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
     const int stage = pipeline.acquire(k0);
     wmma_qk<B>(reinterpret_cast<WmmaScore<B>*>(S_s), Q, s.K[stage]);
     __syncwarp();  // hazard: S was written by other lanes
-    load_scores(S, reinterpret_cast<const WmmaScore<B>*>(s.P), SCORE_STRIDE<B>);
+    load_scores(S, SCORE_STRIDE<B>, [&](int i) {
+      if constexpr (B::qk_in_fp16) return to_float(ld_shared<__half>(reinterpret_cast<const __half*>(s.P) + i));
+      else return ld_shared<float>(s.P + i);
+    });
     if (B::qk_in_fp16) __syncwarp();  // hazard: other lanes still read S, which P overwrites
     finish_scores<B>(S, a, item, t.mask, item.q0, k0, is_unmasked<B>(a, t.mask, item.q0, k0));
     float alpha[ScalarOutput<B>::ROWS];
@@ -5810,6 +5815,7 @@ __device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<
   return static_cast<const Bias*>(p.bias) + item.b * p.bias_strides.batch + h * p.bias_strides.head +
          q * p.bias_strides.row;
 }
+__host__ __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float with_bias(float x, uint8_t visible, float) { return visible ? x : -INFINITY; }
 template <class E> __device__ __forceinline__ float with_bias(float x, E bias, float logit_scale) {
   return fmaf(x, logit_scale, to_float(bias));
@@ -6376,13 +6382,13 @@ template <class B, class Partials>
 __device__ __forceinline__ void store_rows(const Partials& partials_s, const KernelArgs& a, const Item<B>& item,
                                            int thread, bool& is_last_s) {
   const ItemScales<B> scales(a, item);
-  const uint32_t ranges = item.range_count(a);
-  if (B::split_ctas == 1 || ranges == 1) {
+  if (B::split_ctas == 1 || item.range_count(a) == 1) {
     merge_split_partials<B>(partials_s, scales, thread, [&](int row, const auto& O, auto& m, auto& l) {
       store_output<B>(O, m, l, a, row_item<B>(a, item, row));
     });
     return;
   }
+  const uint32_t ranges = item.range_count(a);
   uint32_t* const counters = range_counters<B>(a);
   RangePartial<B>* const partials = range_partials<B>(a);
   merge_split_partials<B>(partials_s, scales, thread, [&](int row, const auto& O, auto& m, auto& l) {

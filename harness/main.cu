@@ -10,7 +10,7 @@
 // tests/sweep.cu adds harder inputs, layouts and checks.
 //
 //   line.h build.h mods.h          the interface to a build
-//   problem.h tensors.h            problems; tensors in device memory
+//   problem.h sizes.h tensors.h    problems; tensors in device memory
 //   draw.h inputs.h                random inputs and their layouts
 //   reference_kernel.h             a plain kernel that computes every row
 //   accuracy.h check.h backward.h  tolerances; launching and checking a problem

@@ -6,6 +6,7 @@
 
 #include "../reference.cpp"
 #include "line.h"
+#include "sizes.h"
 
 namespace SDPA_NAMESPACE {
 namespace {
@@ -104,14 +105,7 @@ const char* packed_text(const Problem& p) {
 }
 
 SdpaParams params_of(const Problem& p) {  // without the tensors
-  SdpaParams params{};
-  params.B = p.B;
-  params.Hq = p.Hq;
-  params.Hkv = p.Hkv;
-  params.Sq = p.Sq;
-  params.Sk = p.Sk;
-  params.D = p.D;
-  params.Dv = p.Dv;
+  SdpaParams params = params_of_sizes(p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.D, p.Dv);
   params.scale = float(p.scale);
   params.causal = Causal(int(p.mask));
   params.window_left = p.window_left;

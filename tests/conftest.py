@@ -18,6 +18,16 @@ def seeded(request):
         sys.modules["torch"].manual_seed(zlib.crc32(request.node.name.encode()))
 
 
+@pytest.fixture
+def quick_refusals(monkeypatch):
+    """Refusals without a compiler."""
+    import search
+    import tool
+    tool.judge_quickly(monkeypatch)
+    yield
+    search.refusal.cache_clear()
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "long: takes long for what it finds; left out with SDPA_TEST_QUICK=1")
 

@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "../harness/sizes.h"
 #include "../reference.cpp"
 #include "members.h"
 #include <doctest/doctest.h>
@@ -145,20 +146,12 @@ constexpr bool takes_firsts = Defines::use_lengths && Defines::use_pages != 1;
 // A problem with contiguous tensors [B,H,S,D] on the current device.
 class Attention {
  public:
-  SdpaParams p{};
+  SdpaParams p;
 
-  Attention(int B, int Hq, int Hkv, int Sq, int Sk, Causal causal = Causal::off,
-            uint32_t seed = 1) {
+  Attention(int B, int Hq, int Hkv, int Sq, int Sk, Causal causal = Causal::off, uint32_t seed = 1)
+      : p(params_of_sizes(B, Hq, Hkv, Sq, Sk, Defines::head_dim, Defines::head_dim)) {
     constexpr int D = Defines::head_dim;
-    p.B = B;
-    p.Hq = Hq;
-    p.Hkv = Hkv;
-    p.Sq = Sq;
-    p.Sk = Sk;
-    p.D = D;
     p.causal = causal;
-    p.q = p.o = {int64_t(Hq) * Sq * D, int64_t(Sq) * D, D};
-    p.k = p.v = {int64_t(Hkv) * Sk * D, int64_t(Sk) * D, D};
     o_elements_ = size_t(B) * Hq * Sq * D;
     p.Q = input<Query>(q_, o_elements_, seed);
     p.K = input<KeyValue>(k_, size_t(B) * Hkv * Sk * D, seed + 1);

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "../harness/sizes.h"
 #include <doctest/doctest.h>
 
 using namespace SDPA_NAMESPACE;
@@ -61,22 +62,16 @@ struct Gradients {
     const std::vector<float> half(16, 0.5f);
     REQUIRE(cudaMemcpy(sinks.data, half.data(), sizeof(float) * 16, cudaMemcpyHostToDevice) == cudaSuccess);
     SdpaParams& f = p.forward;
+    f = params_of_sizes(B, Hq, Hkv, Sq, Sk, D, D);
     f.Q = Q.data;
     f.K = K.data;
     f.V = V.data;
     f.O = O.data;
     f.LSE = LSE.data;
     f.sinks = sinks.data;
-    f.B = B;
-    f.Hq = Hq;
-    f.Hkv = Hkv;
-    f.Sq = Sq;
-    f.Sk = Sk;
-    f.D = D;
     f.causal = causal;
-    const auto strides = [](int H, int S) { return Strides{int64_t(H) * S * D, int64_t(S) * D, D}; };
-    f.q = f.o = p.d_o = p.d_q = strides(Hq, Sq);
-    f.k = f.v = p.d_k = p.d_v = strides(Hkv, Sk);
+    p.d_o = p.d_q = f.q;
+    p.d_k = p.d_v = f.k;
     p.dO = dO.data;
     p.dQ = dQ.data;
     p.dK = dK.data;

@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "../harness/sizes.h"
 #include "../reference.cpp"
 #include <doctest/doctest.h>
 
@@ -94,16 +95,10 @@ Planned problem_of_sizes(int sequences, int Hq, int Hkv, int rows, int keys) {
   alignas(16) static const unsigned char anything[16] = {};
   Planned c;
   SdpaParams& p = c.p;
-  p.B = sequences;
-  p.Hq = Hq;
-  p.Hkv = Hkv;
-  p.Sq = rows;
-  p.Sk = keys;
-  p.D = Defines::head_dim;
-  p.Dv = Defines::d_v;
+  p = params_of_sizes(sequences, Hq, Hkv, rows, keys, Defines::head_dim, Defines::d_v);
+  p.q = p.k = p.v = p.o = {0, 0, p.D};  // tensor maps have no room for the strides of such sizes
   p.Q = p.K = p.V = reinterpret_cast<const KeyValue*>(anything);
   p.O = const_cast<Output*>(p.Q);
-  p.q.row = p.k.row = p.v.row = p.o.row = p.D;
   p.page_size = 64;
   p.pages = 5;
   c.of.B = p.B;

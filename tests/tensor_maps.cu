@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "../harness/sizes.h"
 #include <doctest/doctest.h>
 
 using namespace SDPA_NAMESPACE;
@@ -85,18 +86,12 @@ static const struct {
 };
 
 TEST_CASE("tensor maps") {
-  SdpaParams base{};
+  SdpaParams base = params_of_sizes(2, 4, 2, 50, 20, Defines::head_dim, Defines::d_v);
   KeyValue* const V = two_tensors(3);
   base.Q = two_tensors(1);
   base.K = two_tensors(2);
   base.V = V;
   base.O = O_memory = reinterpret_cast<Output*>(two_tensors(4));
-  base.B = 2;
-  base.Hq = 4;
-  base.Hkv = 2;
-  base.Sq = 50;
-  base.Sk = 20;
-  base.D = Defines::head_dim;
   base.q = base.k = base.v = base.o = {BATCH, HEAD, ROW};
   const KeyValue inf = rounded<KeyValue>(INFINITY);  // behind the last key: 0 * inf = NaN, were it loaded
   cudaMemcpy(V + base.Sk * ROW, &inf, sizeof inf, cudaMemcpyHostToDevice);

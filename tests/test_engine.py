@@ -369,14 +369,13 @@ class FakeKernel:
         def launch():
             O = np.zeros((p.B, p.Hq, p.Sq, p.v_dim))
             LSE = np.zeros((p.B, p.Hq, p.Sq), np.float32)
-            for b in range(p.B):
-                for h in range(p.Hq):
-                    kv = h * p.Hkv // p.Hq
-                    s = tensors.rows("Q", p, b, h) @ tensors.rows("K", p, b, kv).T * p.D ** -0.5
-                    for q, keys in enumerate(p.visible()):
-                        w = np.exp(s[q, :keys])
-                        O[b, h, q] = w @ tensors.rows("V", p, b, kv)[:keys] / w.sum() if keys else 0
-                        LSE[b, h, q] = math.log(w.sum()) if keys else -math.inf
+            seen = np.arange(p.Sk) < p.visible()[:, None]
+            for b, h in np.ndindex(p.B, p.Hq):
+                Q, K, V = (tensors.rows(name, p, b, h if name == "Q" else h * p.Hkv // p.Hq) for name in "QKV")
+                w = np.where(seen, np.exp(Q @ K.T * p.D ** -0.5), 0)
+                O[b, h] = w @ V / np.maximum(w.sum(1, keepdims=True), 1e-30)
+                with np.errstate(divide="ignore"):
+                    LSE[b, h] = np.log(w.sum(1))
             bits = engine.as_bits(O.astype(np.float32).ravel(), out).reshape(O.shape)
             self.harm(bits, LSE)
             gpu.upload(tensors.address["O"], bits.ravel())

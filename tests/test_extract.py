@@ -109,7 +109,7 @@ def names_of_the_source():
 
 # Words of comments that are names: name(), a_name, A_NAME, NAME, aName, and types as e4m3.
 NAME = re.compile(r"\b(?:\w+(?=\(\))|\w*[a-z0-9]_\w+|[A-Z][A-Z0-9_]+|[A-Z]\w*[a-z]\w*[A-Z]\w*|[be]\d\w+|fp16)")
-TYPES = {"fp16": "__half", "FP16": "__half", "bf16": "__nv_bfloat16", "BF16": "__nv_bfloat16", "U8": "uint8_t", "u8": "uint8_t"}
+TYPES = {"fp16": "__half", "FP16": "__half", "bf16": "__nv_bfloat16", "BF16": "__nv_bfloat16", "U8": "uint8_t", "u8": "uint8_t", "e4m3": "__nv_fp8_e4m3"}
 
 
 @pytest.mark.skipif(not shutil.which("clang++"), reason="clang++ is missing")

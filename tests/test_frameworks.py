@@ -32,7 +32,7 @@ class OnCpu:
             own.elapsed_time = lambda other: other.at - own.at
             return own
         self.cuda = SimpleNamespace(get_device_capability=lambda: (9, 0), synchronize=lambda: None, Event=event,
-                                    set_device=lambda rank: None,
+                                    set_device=lambda rank: None, Stream=lambda: None, stream=lambda stream: contextlib.nullcontext(),
                                     current_stream=lambda: SimpleNamespace(cuda_stream=77), current_device=lambda: 0)
         self.device = lambda *_: torch.device("cpu")
 
@@ -181,7 +181,7 @@ def test_gradients(timed, monkeypatch, capsys, wrong):
     monkeypatch.setattr(frameworks, "sdpa_kernel", lambda backend: contextlib.nullcontext())
     monkeypatch.setattr(frameworks, "GRADIENTS", ["2,4,2,24,64"])
     monkeypatch.setattr(frameworks, "PACKED", {"packed": [3, 20, 9]})
-    monkeypatch.setattr(frameworks, "graph_of", lambda call, calls: call)
+    monkeypatch.setattr(frameworks, "graph_of", lambda call, calls, stream: call)
     monkeypatch.setattr(frameworks, "loop_us", lambda run, repeats, count: 1.0)
     turns = iter(range(1, 1000))
     monkeypatch.setattr(frameworks, "turn_us", lambda run, us: next(turns))
@@ -336,7 +336,7 @@ def test_a_graph_has_20_calls(monkeypatch):
     captured, graph = [], SimpleNamespace(replay="replay")
 
     @contextlib.contextmanager
-    def capture(of):
+    def capture(of, stream):
         captured.append(of)
         yield
         captured.append("end")

@@ -30,14 +30,6 @@ def line_of(*words):
     return search.parse_line(TREE, " ".join(words))
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """Refusals without a compiler."""
-    tool.judge_quickly(monkeypatch)
-    yield
-    search.refusal.cache_clear()
-
-
 def asked(**options):
     return types.SimpleNamespace(**dict(dict(family=None, from_=None, head_dim=None), **options))
 
@@ -70,7 +62,7 @@ def test_a_line_of_another_gpu():
 
 # ---- which tiles ----
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("quick_refusals")
 def test_the_default_line_is_the_quickest_of_its_kind(monkeypatch):
     """It is the fastest line of the family with tune's initial D and type whose CTAs walk over all keys."""
     source, = report_rows.newest(Path(ROOT, "results"))["lines"]
@@ -85,7 +77,7 @@ def test_the_default_line_is_the_quickest_of_its_kind(monkeypatch):
     assert micro.loop_line(asked(family="wgmma", head_dim="128"), "90a").name == "wgmma_d128_ws"
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("quick_refusals")
 def test_tiles_are_the_nearest_legal_ones_of_tunes_space():
     line = line_of("mma_lazy")
     space, found = search.Space(line, {}), micro.tiles(line, 9)
@@ -171,7 +163,7 @@ def zeros(O, LSE):
 
 
 @pytest.fixture
-def timed(monkeypatch, tmp_path, quick):
+def timed(monkeypatch, tmp_path, quick_refusals):
     """Runs micro on TIMES; returns its output, its CSV and the GPU."""
     def run(*words, broken=(), harm=lambda line: right):
         gpu, path, load = Gpu(), str(tmp_path / "micro.csv"), engine.load
@@ -253,7 +245,7 @@ def searched(log):
     return [one.user_attrs["knobs"] for one in tune.read_log(str(log)).trials]
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("quick_refusals")
 def test_a_search_begins_with_the_tiles(tmp_path):
     """After the starting line, whose time is the unit, come the --top best tiles, best first, then the family's
     lines."""
@@ -272,7 +264,7 @@ def test_a_search_begins_with_the_tiles(tmp_path):
         assert code == 2 and "is the log of another search" in err
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("quick_refusals")
 def test_tiles_that_the_space_does_not_have(tmp_path):
     path = write(tmp_path / "micro.csv", ["mma_lazy BLOCK_N=48", "mma_lazy BLOCK_N=48 STAGES=3"])
     log = tmp_path / "log.jsonl"
@@ -283,7 +275,7 @@ def test_tiles_that_the_space_does_not_have(tmp_path):
         2, "", f"tune: {path}: none of its tiles is in this search space\n")
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("quick_refusals")
 @pytest.mark.parametrize("changes,words,sentence", [
     (dict(family="wgmma"), [], "has tiles for wgmma 64 fp16 90a, but the search is for mma 64 fp16 90a"),
     (dict(sm="80"), [], "has tiles for mma 64 fp16 80, but the search is for mma 64 fp16 90a"),
@@ -298,7 +290,7 @@ def test_a_csv_of_something_else(tmp_path, changes, words, sentence):
     assert path in err or "omit it" in err
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("quick_refusals")
 def test_a_broken_csv(tmp_path):
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     (tmp_path / "bytes.csv").write_bytes(b"\0\xff\n")
@@ -307,7 +299,7 @@ def test_a_broken_csv(tmp_path):
         assert code == 2 and err.startswith(f"tune: {path}: ") and err.count("\n") == 1 and not out, err
 
 
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("quick_refusals")
 def test_a_replay_beside_the_tiles(tmp_path, monkeypatch):
     """The CSV ranks the best of four candidates first, so the replay judges it right after the base."""
     monkeypatch.setattr(tune, "KNOWN", 20)  # proposals: of four candidates most are known

@@ -150,11 +150,10 @@ def test_effect(path, features):
         assert program.error(got, plain) > 5 * limit, f"{[*change]} without an effect"
 
 
-@pytest.mark.parametrize("expression, arguments", [
-    ("(s)", {}), ("s - x0[(h)] * real(q + Sk - Sq - k)", dict(x0=np.float32([1 / 2, 1 / 32, -1 / 16, 1 / 128])))])
-def test_names_in_brackets(expression, arguments):
-    """Names in parentheses: the expression has the type of s or h, but another text."""
-    program = Program("wgmma_lazy", ["SCORE_MOD=" + expression])
+def test_names_in_brackets():
+    """Names in parentheses: the expression has the type of s, q or k, but another text."""
+    program = Program("wgmma_lazy", ["SCORE_MOD=(s)", "MASK_MOD=i0[(q)] == i0[(k)]"])
+    arguments = dict(i0=(np.arange(SK) % 7 % 3).astype(np.int32))
     assert program.error(program.attention(**arguments), program.reference(**arguments)) < 4e-3
 
 
@@ -212,10 +211,14 @@ USING = [(knob, text.replace("\\|", "|"))  # in a table
          for knob, text in re.findall(r"^\|.*`((?:SCORE|MASK)_MOD)='([^`]*)'` \|$", TREE.read("docs/USING.md"), re.MULTILINE)]
 
 
-@pytest.mark.parametrize("knob, expression", [USING[0], *(pytest.param(*one, marks=pytest.mark.long) for one in USING[1:])])
+def test_expressions_of_using():
+    assert len(USING) >= 6 and not list(filter(None, (TREE.expression_trouble(f"{knob}={text}") for knob, text in USING)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("knob, expression", USING)
 def test_expression_of_using(knob, expression, tmp_path):
     """Compiled for the CPU backend, and equal to the reference."""
-    assert not TREE.expression_trouble(f"{knob}={expression}")
     command = [builds.CXX, "-std=c++17", "-Og", "-ffp-contract=off", "-w", "-pthread", "-Icpu_backend", f"-D{knob}={expression}",
                "-DVEC_WIDTH=8", builds.host_engine(), "-x", "c++", "sdpa.cu", "-o", f"{tmp_path}/program"]
     subprocess.run(command, cwd=ROOT, check=True)
@@ -223,7 +226,3 @@ def test_expression_of_using(knob, expression, tmp_path):
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [row.split(",")[4] for row in done.stdout.splitlines()] == ["PASS", "PASS"]
-
-
-def test_using_has_examples():
-    assert len(USING) >= 6

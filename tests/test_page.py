@@ -177,7 +177,7 @@ document.querySelector("pre").textContent = JSON.stringify({{svgs: svgs.length, 
 
 SAMPLE = "2026-01-02-Sample-GPU"
 SECTIONS = {"README.md": ["results", "story"], "docs/NUMBERS.md": ["peers", "ladder", "ablation", "field", "published"],
-            "docs/LADDER.md": ["scalar_rungs", "wgmma_rungs", "decode_rungs"], "docs/READING.md": ["chains"], "docs/USING.md": ["ranked"],
+            "docs/LADDER.md": ["scalar_rungs", "wgmma_rungs", "decode_rungs", "backward_rungs"], "docs/READING.md": ["chains"], "docs/USING.md": ["ranked"],
             "docs/HOPPER.md": ["wgmma", "rested", "decode", "e4m3", "accuracy"]}
 BY_HAND = ("mma_split4               PASS\n| mma_split4 |  |  |  | by hand |\n| Named | 1,8,8,512,512,64 fp16 |\n| Unmeasured | 9,9,9,9,9,64 fp16 |\n"
            "| nowhere |  |  |  | by hand too |\n| 2,64,8,9,9,64 bf16 causal window 3:-1 | 349, by hand | 1 |\n")
@@ -243,7 +243,7 @@ def test_sample(sample, draw):
         for part in parts:
             assert part in read(name), part
         assert not re.search("not_the_newest|Other GPU|OLDER|old", read(name))
-    assert read("docs/LADDER.md").count("None on this GPU yet") == 3 and not (results / "ablation/gone.svg").exists()
+    assert read("docs/LADDER.md").count("None on this GPU yet") == 4 and not (results / "ablation/gone.svg").exists()
     assert re.search(r"^\| scalar_racy \|[^|]*\|  \|  \|", read("docs/NUMBERS.md"), re.M)
     assert {"Named", "sdpa"} <= set(texts(results / "peers/peers.svg")) and "Named" not in texts(results / "peers/all.svg")
     # Drawn once more all is the same, also each picture; and so is what `ablate --svg` draws.

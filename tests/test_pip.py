@@ -1,8 +1,7 @@
 """Tests of pip install ./bindings: the wheel in a virtual environment, with tensors without memory; `python -m sdpa build` with
 a fake nvcc, and its cache without nvcc.  usage: python3 -m pytest tests/test_pip.py
 
-Importing PyTorch takes seconds, so few processes do: three have the installed package, one is a clone's command, and this
-one runs that command's other cases itself."""
+Importing PyTorch takes seconds, so few processes do: one has the installed package, and this one runs a clone's commands."""
 import base64
 import contextlib
 import email
@@ -62,21 +61,6 @@ def wheel(tmp_path_factory):
     return made
 
 
-@pytest.fixture(scope="module")
-def python(wheel, tmp_path_factory):
-    """A new virtual environment with the wheel, and a function that runs its Python outside the clone."""
-    need_torch()
-    folder = tmp_path_factory.mktemp("environment")
-    run(sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", str(folder))
-    into = "--python", str(folder / "bin/python")  # of this Python's pip
-    run(sys.executable, "-m", "pip", *into, "install", "--no-deps", "--no-index", str(wheel))
-
-    def call(*words, **environment):
-        environment["PYTHONPATH"] = os.path.dirname(os.path.dirname(torch.__file__))
-        return run(str(folder / "bin/python"), *words, folder=folder, **environment)
-    return call
-
-
 def test_the_wheel(wheel):
     """One small wheel for all platforms contains nvcc's inputs, nothing compiled and a correct RECORD; sdpa is the only top-level name."""
     assert wheel.name.endswith("-py3-none-any.whl") and wheel.stat().st_size < 1_000_000
@@ -104,10 +88,21 @@ def test_the_wheel(wheel):
 
 
 INSTALLED = """
-import sys, torch, importlib.metadata, importlib.util
+import contextlib, io, json, os, runpy, sys, torch, importlib.metadata, importlib.util
 from torch._subclasses import FakeTensorMode
 import sdpa
 from sdpa import flash_attn_interface as fa
+
+def command(*words, **environment):
+    os.environ.update(environment)
+    sys.argv, out = ["sdpa", *words], io.StringIO()
+    with contextlib.redirect_stdout(out):
+        try:
+            runpy.run_module("sdpa", run_name="__main__")
+        except SystemExit as end:
+            assert not end.code, end.code
+    return out.getvalue()
+
 assert sdpa.attention.__module__ == "sdpa.pytorch" and fa.sdpa is sys.modules["sdpa.pytorch"]
 sdpa.pytorch.first_call.library = None  # fake tensors do without pytorch.cpp
 assert "pytorch" not in sys.modules and sdpa.pytorch.knobs_of("hopper")["USE_WGMMA"] == "1"
@@ -115,23 +110,48 @@ with FakeTensorMode():
     q, k = (torch.empty(2, H, 100, 128, device="cuda", dtype=torch.bfloat16) for H in (8, 2))
     out, lse = sdpa.attention(q, k, k, causal="br", return_lse=True)
     rows = fa.flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), k.transpose(1, 2), causal=True)
-print(*(tuple(x.shape) for x in (out, lse, rows)), importlib.util.find_spec("flash_attn_interface"))
-sys.path[:0] = sys.argv[1].split(":")
+assert [tuple(x.shape) for x in (out, lse, rows)] == [(2, 8, 100, 128), (2, 8, 100), (2, 100, 8, 128)]
+assert importlib.util.find_spec("flash_attn_interface") is None
+words, *environments = json.loads(sys.argv[1])
+builds = [command("build", *words, **environment) for environment in environments]
+sys.path[:0] = command("path").strip().split(":")
 import flash_attn_interface
 assert flash_attn_interface.sdpa is sys.modules["sdpa.pytorch"]
 assert importlib.metadata.packages_distributions()["flash_attn_interface"] == ["flash-attn-3"]
-print(importlib.metadata.version("flash_attn_3")[:2])
+assert importlib.metadata.version("flash_attn_3")[:2] == "3."
 if importlib.util.find_spec("transformers"):
     from sdpa import transformers_attention as ours
     assert ours.NAME == "attention_cu"
+print(json.dumps(builds))
 """
 
 
-def test_installed(python):
-    """Imports sdpa and runs it on fake tensors. flash_attn_interface is importable only from the
-    folder that `python -m sdpa path` prints."""
-    path = python("-m", "sdpa", "path").strip()
-    assert python("-c", INSTALLED, path) == "(2, 8, 100, 128) (2, 8, 100) (2, 100, 8, 128) None\n3.\n"
+def test_installed(wheel, nvcc, tmp_path):
+    """In an environment with the wheel, outside the clone: imports sdpa and runs it on fake tensors. Builds every library that the
+    arguments name, several concurrently, then again without nvcc; calls use the same file names. flash_attn_interface is importable
+    only from the folder that `python -m sdpa path` prints."""
+    need_torch()
+    folder = tmp_path / "environment"
+    run(sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", str(folder))
+    run(sys.executable, "-m", "pip", "--python", str(folder / "bin/python"), "install", "--no-deps", "--no-index", str(wheel))
+    words = ("sm_90a", "sm_80", "bf16", "e4m3", "128", "192x128", "plain", "sinks+pages", "backward", "--jobs", "3")
+    without = {**nvcc, "PATH": "/usr/bin:/bin", "CUDA_HOME": str(tmp_path / "no")}
+    out = run(str(folder / "bin/python"), "-c", INSTALLED, json.dumps([words, nvcc, without]), folder=folder,
+              PYTHONPATH=os.path.dirname(os.path.dirname(torch.__file__)))
+    said, again = json.loads(out.splitlines()[-1])
+    calls = (tmp_path / "calls").read_text().split()
+    names = {re.sub(r"-[0-9a-f]{16}-[0-9a-f]{16}\.so$", "", path.name) for path in (tmp_path / "cache").glob("*.so")}
+    want = {f"pytorch-{torch.__version__}", "append-sm_90a", "append-sm_80"}
+    kinds = ((9, 0), torch.bfloat16), ((9, 0), torch.float8_e4m3fn), ((8, 0), torch.bfloat16)  # e4m3 is sm_90's
+    for kind, D, features in itertools.product(kinds, (128, 192), (0, 2 + 4 + 8)):
+        want.add(sdpa.build_of(*sdpa.line_with(*kind, D, 128, features))[0])
+        if kind[1] == torch.bfloat16 and features == 0:
+            want |= {sdpa.build_of(*sdpa.backward_line_with(*kind, D, 0, asked)[0])[0] for asked in (sdpa.NEEDED, sdpa.NEEDED | sdpa.DETERMINISTIC)}
+    assert names == want and len(calls) == 2 * len(want)
+    assert max(itertools.accumulate(1 if call == "begin" else -1 for call in calls)) == 3  # at a time
+    numbers, paths = zip(*re.findall(r"^(\d+ of \d+): (.*\.so)$", said, re.M))
+    assert numbers == tuple(f"{i} of {len(want)}" for i in range(1, len(want) + 1))
+    assert sorted(re.findall(r": (.*\.so)$", again, re.M)) == sorted(paths)
 
 
 # The CUDA releases of the nvcc of CUDA_HOME, PATH and pip's packages; which of them a PyTorch of CUDA 13 takes.
@@ -219,38 +239,6 @@ def program(*words, folder=ROOT, **environment):
                            stderr=error.getvalue())
 
 
-TWICE = """
-import json, os, runpy, sys
-for environment in json.loads(sys.argv.pop(1)):
-    os.environ.update(environment)
-    try:
-        runpy.run_module("sdpa", run_name="__main__")
-    except SystemExit as end:
-        assert end.code == 0
-    print("----")
-"""
-
-
-def test_build(python, nvcc, tmp_path):
-    """Builds every library that the arguments name, several concurrently, then again without nvcc; calls use the same file names."""
-    words = ("sm_90a", "sm_80", "bf16", "e4m3", "128", "192x128", "plain", "sinks+pages", "backward")
-    without = {**nvcc, "PATH": "/usr/bin:/bin", "CUDA_HOME": str(tmp_path / "no")}
-    said, again, _ = python("-c", TWICE, json.dumps([nvcc, without]), "build", *words, "--jobs", "3").split("----\n")
-    calls = (tmp_path / "calls").read_text().split()
-    names = {re.sub(r"-[0-9a-f]{16}-[0-9a-f]{16}\.so$", "", path.name) for path in (tmp_path / "cache").glob("*.so")}
-    want = {f"pytorch-{torch.__version__}", "append-sm_90a", "append-sm_80"}
-    kinds = ((9, 0), torch.bfloat16), ((9, 0), torch.float8_e4m3fn), ((8, 0), torch.bfloat16)  # e4m3 is sm_90's
-    for kind, D, features in itertools.product(kinds, (128, 192), (0, 2 + 4 + 8)):
-        want.add(sdpa.build_of(*sdpa.line_with(*kind, D, 128, features))[0])
-        if kind[1] == torch.bfloat16 and features == 0:
-            want |= {sdpa.build_of(*sdpa.backward_line_with(*kind, D, 0, asked)[0])[0] for asked in (sdpa.NEEDED, sdpa.NEEDED | sdpa.DETERMINISTIC)}
-    assert names == want and len(calls) == 2 * len(want)
-    assert max(itertools.accumulate(1 if call == "begin" else -1 for call in calls)) == 3  # at a time
-    numbers, paths = zip(*re.findall(r"^(\d+ of \d+): (.*\.so)$", said, re.M))
-    assert numbers == tuple(f"{i} of {len(want)}" for i in range(1, len(want) + 1))
-    assert sorted(re.findall(r": (.*\.so)$", again, re.M)) == sorted(paths)
-
-
 @pytest.mark.parametrize("words, sentence", [
     ("sm_90a bf16 128 fast", "sdpa: fast is no GPU, type, D or option; python -m sdpa --help lists them"),
     *((f"sm_90a {word} 128", f"sdpa: {word} is no GPU, type, D or option; did you mean {meant}?")
@@ -312,5 +300,5 @@ def test_help_in_a_clone():
     said = program("--help")
     options = re.findall(r"\w+", re.search(r"OPTIONS = \[(.*)\]", MAIN)[1])
     assert said.returncode == 0 and len(options) == len(sdpa.FEATURES) and all(option in said.stdout for option in options)
-    assert run(sys.executable, "bindings", "path", folder=ROOT).split(os.pathsep)[0] == os.path.join(ROOT, "bindings")
+    assert program("path").stdout.split(os.pathsep)[0] == os.path.join(ROOT, "bindings")
     assert program("paths").returncode == 2

@@ -21,7 +21,7 @@ import steps  # noqa: E402
 import tool  # noqa: E402
 from test_engine import FakeGpu, FakeKernel  # noqa: E402
 
-PAGE = (ROOT / "docs/LADDER.md").read_text(encoding="utf-8").partition("## Gradients")[0]  # which have no times yet
+PAGE = (ROOT / "docs/LADDER.md").read_text(encoding="utf-8")
 RUNGS = {rung.name: rung for one in ladders.LADDERS.values() for rung in one.rungs}
 BLOCKS = dict(re.findall(r"<!-- rung_(\w+):begin[^\n]*\n(.*?)<!-- rung_\1:end -->", PAGE, re.S))
 
@@ -37,9 +37,10 @@ def test_every_rung_has_its_paragraph_and_its_diff():
 
 
 def test_rungs_are_lines_one_step_from_their_base():
-    names = builds.Tree().config_lines()
+    names = builds.Tree().read_configs()[0]
     for one in ladders.LADDERS.values():
         for rung in one.rungs:
+            assert ladders.line_of(rung.line).is_backward == ladders.is_backward(one)
             assert rung.base in [before.name for before in one.rungs[:one.rungs.index(rung)]] + [""]
             assert not rung.base or ladders.step(rung, RUNGS[rung.base])
             for what in one.problems.values():
@@ -113,12 +114,13 @@ def rows_of(times, **more):
         rows.append(dict(columns, config=name, check="" if peer else "PASS", graph_us=us, tflops=1000 / us, dtype=dtype,
                          causal="off", device="GPU", peak_share=f"{1 / us:.4f}", unit="" if peer else "shared memory",
                          unit_share="" if peer else f"{us:.1f}", waits_for="" if peer else "barrier",
-                         note="PyTorch 2.0 with cuDNN 9; 400 W" if peer else "", **dict(zip("B Hq Hkv Sq Sk D".split(), sizes.split(","))), **more))
+                         note="PyTorch 2.0 with cuDNN 9; 400 W" if peer else "", **dict(zip("B Hq Hkv Sq Sk D".split(), sizes.split(","))),
+                         **{"pass": "backward" if name.startswith("backward") else "forward"}, **more))
     return report_rows.Source(Path("2026-01-02-GPU-rungs.csv"), "rungs", rows)
 
 
-def sections(source):
-    return ladders.sections(source, page.table, page.picture, page.provenance)
+def sections(*sources):
+    return ladders.sections(sources, page.table, page.picture, page.provenance)
 
 
 def measured():
@@ -132,7 +134,7 @@ def test_a_table_of_rungs():
     times = measured() | {("scalar_vec8", mission): 25, ("scalar_vec8", long): 90, ("torch_cudnn", mission): 40,
                           ("torch_fa3", big.replace("fp16", "bf16")): 10}
     text, drawings = sections(rows_of(times))
-    assert [*text] == ["scalar_rungs", "wgmma_rungs", "decode_rungs"] and [*drawings] == [f"ladder/{name}.svg" for name in ladders.LADDERS]
+    assert [*text] == ["scalar_rungs", "wgmma_rungs", "decode_rungs", "backward_rungs"] and [*drawings] == [f"ladder/{name}.svg" for name in ladders.LADDERS]
     for line in ("| rung | mission, µs | long, µs | 4,16,16,4096,4096, µs | TFLOP/s | of peak | what binds |",
                  "| scalar_minimal | 50.0 | 50.0 | 50.0 | 20 / 20 / 20 | 2.0% / 2.0% / 2.0% | " + " / ".join(["shared memory 50%, barrier"] * 3) + " |",
                  "| scalar_vec8 | 25.0 (2.00x) | 90.0 (0.56x) | 51.0 (0.98x) | 40 / 11 / 20 | 4.0% / 1.1% / 2.0% | "
@@ -142,6 +144,7 @@ def test_a_table_of_rungs():
                  "| FlashAttention-3 (bf16) | – | – | 10.0 | – / – / 100 |",
                  "Competitors: PyTorch 2.0 with cuDNN 9. GPU, 2026-01-02: [results/ladder/2026-01-02-GPU-rungs.csv](../results/"):
         assert line in text["scalar_rungs"], text["scalar_rungs"]
+    assert "| backward_mma | 51.0 (0.98x) | 51.0" in text["backward_rungs"] and "cuDNN" not in text["backward_rungs"]
     assert "| wgmma_split2 | 55.0 (0.96x) | 55.0 (0.96x) | – | 18 / 18 / – |" in text["wgmma_rungs"]
     assert "Without a row" not in "".join(text.values())
     for name in ("scalar_vec8", "90.0", "cuDNN", "mission"):
@@ -155,16 +158,20 @@ def test_a_rung_without_a_row_is_said():
     assert "Without a row for each of their problems, which `./run_all.sh rungs` measures: `mma_lazy`." in text["scalar_rungs"]
     assert "| mma_lazy | 58.0 (0.98x) | – | 58.0 (0.98x) |" in text["scalar_rungs"] and "| mma_fast_exp | 59.0 (0.98x) | 59.0 |" in text["scalar_rungs"]
     assert sum(part.count("Without a row") for part in text.values()) == 1
-    text, drawings = sections(None)
+    newer = rows_of({key: us + 10 for key, us in measured().items() if key[0].startswith("backward")})
+    text, _ = sections(rows_of(times), newer)  # each ladder is drawn from the last file that has it
+    assert "| backward_minimal | 60.0 | 60.0 |" in text["backward_rungs"] and "| mma_lazy | 58.0 (0.98x) |" in text["scalar_rungs"]
+    text, drawings = sections()
     assert set(text.values()) == {"None on this GPU yet: `./run_all.sh rungs` measures it.\n"} and not drawings
 
 
 def test_rungs_that_lose_do():
     """In the newest CSV a rung is slower where its paragraph's title says that it loses; elsewhere it loses at most 15%."""
-    source = report_rows.newest(ROOT / "results")["rungs"][-1:]
-    if not source:
+    sources = report_rows.newest(ROOT / "results")["rungs"]
+    if not sources:
         pytest.skip("./run_all.sh rungs has not been measured yet")
-    check_losers(source[0])
+    for source in sources:
+        check_losers(source)
 
 
 def claimed_losses(name, titles):
@@ -177,8 +184,8 @@ def claimed_losses(name, titles):
 
 
 def check_losers(source):
-    at = ladders.measured(source)
     for one in ladders.LADDERS.values():
+        at = ladders.measured(source, ladders.is_backward(one))
         for rung in filter(lambda rung: rung.base, one.rungs):
             losses = claimed_losses(rung.name, one.problems)
             for title, what in one.problems.items():
@@ -272,10 +279,11 @@ def test_rungs_and_peers_are_rows(ran):
     assert (rows[0]["bound"], rows[0]["peak_share"]) == ("memory", "0.0003") and rows[0]["device"] == "Fake"
     assert rows[2]["note"] == "PyTorch 2.0 with cuDNN 9.27.0" and rows[3]["note"] == "fa3-fwd 3.1"
     assert err.startswith("rungs: without torch:flash: it is missing\n")
-    assert command[-2:] == ["rungs", "--launch"] and "--profile-from-start" in command
+    assert command[-3:] == ["rungs", "scalar", "--launch"] and "--profile-from-start" in command
     filtered = command[command.index("--kernel-name") + 1]
-    assert all(re.search(filtered[len("regex:"):], f"sdpa_{kernel}") for kernel in ("scalar", "wmma", "mma", "wgmma_columns"))
-    assert not re.search(filtered[len("regex:"):], "sdpa_merge sdpa_plan")
+    assert all(re.search(filtered[len("regex:"):], f"sdpa_{kernel}") for kernel in ("scalar", "wmma", "mma", "wgmma_columns", "backward_kv",
+                                                                                                   "backward_wgmma"))
+    assert not re.search(filtered[len("regex:"):], "sdpa_merge sdpa_plan sdpa_backward_rows sdpa_backward_q sdpa_backward_convert_rows")
 
 
 def test_peak_shares():
@@ -283,7 +291,9 @@ def test_peak_shares():
     flops, bytes_s = steps.peaks(Gpu())
     assert round(flops / 1e12) == 1071 and round(bytes_s / 1e9) == 4917
     assert steps.share(problem, 1000, flops, bytes_s) == dict(peak_share="0.5135", bound="matrix")
+    assert steps.share(problem, 1000, flops, bytes_s, True) == dict(peak_share="1.2838", bound="matrix")  # 2.5 times
     decode = engine.parse_problem("32,32,8,1,8192,128,fp16")
+    assert steps.share(decode, 239, flops, bytes_s, True)["peak_share"] == "1.8284"  # twice the tensors
     assert steps.share(decode, 239, flops, bytes_s) == dict(peak_share="0.9142", bound="memory")
 
 
@@ -313,7 +323,7 @@ def test_what_ncu_looks_at(ran):
 
 def test_refusals(tmp_path):
     (tmp_path / "there.csv").touch()
-    for words, sentence in ((["x"], "x: no such option"), (["--output", f"{tmp_path}/there.csv"], f"--output {tmp_path}/there.csv: this file already exists")):
+    for words, sentence in ((["x"], "x: no such ladder; docs/LADDER.md has scalar, wgmma, decode, backward"), (["--output", f"{tmp_path}/there.csv"], f"--output {tmp_path}/there.csv: this file already exists")):
         code, out, err = tool.run("rungs", *words)
         assert (code, out, err) == (2, "", f"rungs: {sentence}\n")
     if engine.find_gpu() is None:
@@ -322,4 +332,4 @@ def test_refusals(tmp_path):
 
 def test_no_rung_is_refused_by_its_knobs():
     """Nor by sdpa.cu's limits. The lines of configs.txt are compiled by their own tests."""
-    assert [len(lines) for lines in steps.wanted().values()] == [21, 21, 18, 5, 5, 5]
+    assert [len(lines) for lines in steps.wanted(ladders.LADDERS).values()] == [21, 21, 18, *[5] * 6]

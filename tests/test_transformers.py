@@ -28,6 +28,13 @@ CLASSES = {"Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"), "Llama4": ("Llam
            "GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Bert": ("BertConfig", "BertForMaskedLM"),
            "Bart": ("BartConfig", "BartForConditionalGeneration")}
 DECODERS = [kind for kind in MODELS if kind not in ("Bert", "Bart")]
+
+
+def quickly(*kinds):
+    """All decoders for tests that take long. Without --all these: each kind of layer is in one of them."""
+    return [kind if kind in kinds else pytest.param(kind, marks=pytest.mark.long) for kind in DECODERS]
+
+
 TOKENS = 40
 
 
@@ -170,7 +177,7 @@ def steps(model, tokens, mask, cache, sizes):
     return torch.cat(out, 1)
 
 
-@pytest.mark.parametrize("kind", DECODERS)
+@pytest.mark.parametrize("kind", quickly("Llama", "GptOss", "Gemma2", "Llama4"))
 def test_caches(kind, calls):
     """A prefill in chunks, then single tokens, with each kind of cache. Unwritten elements of a static cache are NaN."""
     model = model_of(kind)
@@ -212,7 +219,7 @@ def test_packed(kind):
         assert_close(model(tokens[:1], position_ids=ids, use_cache=False, **more).logits, want)
 
 
-@pytest.mark.parametrize("kind", [*DECODERS, "Bart"])
+@pytest.mark.parametrize("kind", [*quickly("Llama", "GptOss", "Llama4"), "Bart"])
 def test_generate(kind):
     """Compares tokens and logits; on a GPU only the first step's, since rounding may change later tokens. There transformers
     compiles the steps of a static cache."""

@@ -76,6 +76,7 @@ def test_lines_that_fit_have_the_problems_type():
 
 @pytest.mark.parametrize("text, knob", [
     pytest.param("mma_alibi", "SCORE_MOD", marks=pytest.mark.long), ("mma_lazy USE_SOFTCAP=2", "USE_SOFTCAP")])
+@pytest.mark.usefixtures("quick_refusals")
 def test_candidates_compute_the_function_of_the_base(text, knob):
     """This includes searches that start from another line, and candidates that a log stores as text."""
     base = line_of(text)
@@ -104,10 +105,8 @@ class Gpu(FakeGpu):
 
 
 @pytest.fixture
-def judged(monkeypatch):
+def judged(monkeypatch, quick_refusals):
     """Judges lines whose kernel takes us(line) with the fault harm(line); returns the study and the judge."""
-    tool.judge_quickly(monkeypatch)
-
     def judge(lines, us=lambda line: 20.0, harm=lambda line: None, facts=lambda line: builds.Facts(100, 0, shared_bytes=9)):
         monkeypatch.setattr(builds, "build_one", lambda line, *_: builds.Built(
             line, trouble="error: no" if line.knob("STAGES") == "4" else ""))
@@ -118,8 +117,7 @@ def judged(monkeypatch):
         judge, study = tune.GpuJudge(Gpu(), [problem], lambda record: None), optuna.create_study()
         tune.search(study, search.Space(lines[0], {}, True), judge, lines, lambda: True, breed=False)
         return study, judge
-    yield judge
-    search.refusal.cache_clear()
+    return judge
 
 
 def fates(study):
@@ -154,13 +152,13 @@ class Late:
             O[0, 0, 0, 0] ^= 1
 
 
-@pytest.mark.parametrize("harm", [random_elements, lambda O, LSE: O.fill(0), lambda O, LSE: O.__setitem__((0, -1, -1, 5), 0xffff),
-                                  Late()])
-def test_a_wrong_candidate_is_never_the_best(judged, harm):
-    wrong = line_of("scalar_vec8", "SYNC_POLICY=0")
-    lines = [line_of("scalar_minimal"), wrong, line_of("scalar_vec8")]
-    study, judge = judged(lines, lambda line: 10.0 if line is wrong else 20.0, lambda line: harm if line is wrong else None)
-    assert list(fates(study).values()) == ["timed", "wrong", "timed"] and judge.champion != search.identity(wrong)
+def test_a_wrong_candidate_is_never_the_best(judged):
+    harms = random_elements, lambda O, LSE: O.fill(0), lambda O, LSE: O.__setitem__((0, -1, -1, 5), 0xffff), Late()
+    wrong = {line_of("scalar_vec8", f"BLOCK_N={16 * n}"): harm for n, harm in enumerate(harms, 3)}
+    good = [line_of("scalar_minimal"), line_of("scalar_vec8")]
+    study, judge = judged([good[0], *wrong, good[1]], lambda line: 10.0 if line in wrong else 20.0, wrong.get)
+    assert list(fates(study).values()) == ["timed", *["wrong"] * 4, "timed"]
+    assert judge.champion in map(search.identity, good)
 
 
 def test_what_breaks_the_gpu_is_wrong_and_restarts(judged, monkeypatch):
@@ -285,10 +283,9 @@ def test_refusals(words, sentence):
 @pytest.mark.parametrize("path,code,sentence", [
     (os.path.join(ROOT, "configs.txt"), 2, "configs.txt: want a log of ./run_all.sh tune"),
     ("/proc/no/log", 3, "/proc/no/log cannot be written")])
-def test_a_file_that_is_no_log(path, code, sentence, monkeypatch):
-    tool.judge_quickly(monkeypatch)
+@pytest.mark.usefixtures("quick_refusals")
+def test_a_file_that_is_no_log(path, code, sentence):
     found, out, err = run("--dry-run", "--log", path)
-    search.refusal.cache_clear()
     assert found == code and sentence in err and err.count("\n") == 1 and not out, err
 
 

@@ -88,11 +88,11 @@ def loop_us(run, repeats, count=50):
     return min(Timer("run()", globals={"run": run}).timeit(count).mean for _ in range(repeats)) * 1e6
 
 
-def graph_of(run, calls=20):
-    """Replays a number of calls."""
+def graph_of(run, calls=20, stream=None):
+    """Replays a number of calls. stream: the one to capture, for a backward pass that of its forward pass."""
     run()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         for _ in range(calls):
             run()
     return graph.replay
@@ -295,7 +295,7 @@ def turn_us(replay, us):
 
 
 def gradients_of(problem, sizes, lengths, causal, repeats, wanted):
-    """Yields the rows of --gradients for one problem."""
+    """The rows of --gradients for one problem."""
     B, Hq, Hkv, S, D = sizes
     starts = most = None
     if lengths:
@@ -320,7 +320,7 @@ def gradients_of(problem, sizes, lengths, causal, repeats, wanted):
                     if is_deterministic and not all(map(torch.equal, got, backward())):
                         raise RuntimeError("two runs differ")
                     error[key] = max(map(rel_rms, part_of_one_head(got, rows), want))
-                    runs[key] = graph_of(backward, 1)
+                    runs[key] = graph_of(backward, 1, torch.cuda.current_stream())
             except Exception as trouble:  # some kernels do not support all problems
                 if name == "sdpa":
                     raise
@@ -331,10 +331,9 @@ def gradients_of(problem, sizes, lengths, causal, repeats, wanted):
         for key in [*runs][at:] + [*runs][:at]:
             times[key].append(turn_us(runs[key], first[key]))
     medians = {key: statistics.median(of_turns) for key, of_turns in times.items()}
-    for (name, is_deterministic), us in medians.items():
-        yield dict(what="backward" + ", deterministic" * is_deterministic, problem=problem + " causal" * causal, contender=name,
-                   us=us, ratio=us / medians["sdpa", is_deterministic], rel_rms=error[name, is_deterministic],
-                   tflops=10 * D * pairs / us * 1e-6)
+    return [dict(what="backward" + ", deterministic" * is_deterministic, problem=problem + " causal" * causal, contender=name,
+                 us=us, ratio=us / medians["sdpa", is_deterministic], rel_rms=error[name, is_deterministic],
+                 tflops=10 * D * pairs / us * 1e-6) for (name, is_deterministic), us in medians.items()]
 
 
 def gradients(repeats, wanted):
@@ -343,7 +342,9 @@ def gradients(repeats, wanted):
     packed = {problem: ([1, 16, 16, sum(lengths), 128], lengths) for problem, lengths in PACKED.items()}
     for problem, (sizes, lengths) in {**problems_of_one_length, **packed}.items():
         for causal in (False, True):
-            yield from gradients_of(problem, sizes, lengths, causal, repeats, wanted)
+            with torch.cuda.stream(torch.cuda.Stream()):  # the default stream cannot be captured
+                rows = gradients_of(problem, sizes, lengths, causal, repeats, wanted)
+            yield from rows
 
 
 def host_us(run, repeats, count=200):

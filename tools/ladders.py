@@ -1,4 +1,4 @@
-"""The three ladders of docs/LADDER.md: their rungs, the code changes between rungs, and tables of the measured times.
+"""The four ladders of docs/LADDER.md: their rungs, the code changes between rungs, and tables of the measured times.
 
 Apart from steps.py, which measures the rungs, since `results` runs without the packages of the timing engine."""
 import difflib
@@ -62,6 +62,12 @@ LADDERS = {
         packed: wgmma_decode_d128 SPLIT_CTAS=1 | | | one\.h \+=|while \(group
         wgmma_decode_d128 | | | a\.ranges\.remainder\(blockIdx|is_last_s =
         hopper_d128      | | | -"""),
+    "backward": ladder(SQUARE, r"""
+        backward_minimal
+        backward_mma     | | backward_mma HEAD_DIM=128 BLOCK_N=32 | multiply_columns<Operands>\(T|Operands::pv\(sum
+        backward_mma5    | | backward_mma5 HEAD_DIM=128 BLOCK_N=32 | ldmatrix_x4<true>\(rows\[0\]|red_global_add_v2\(row|add_dq\(a
+        backward_wgmma_plain | backward_mma | | wgmma_ss\(T\.x|wgmma_pv\(sum|V::begin\(dS
+        backward_hopper  | | backward_hopper_d128 | -"""),
 }
 
 
@@ -76,6 +82,11 @@ def line_of(text):
     name, *changes = text.split()
     builds.config_line(tree(), name, f"docs/LADDER.md has {name}")
     return builds.Line(tree(), name, tuple(changes))
+
+
+def is_backward(one):
+    """True for a ladder of the backward pass."""
+    return line_of(one.rungs[0].line).is_backward
 
 
 def contender(rung, what):
@@ -156,10 +167,12 @@ def diff_sections(only=""):
 
 # ---- what was measured ----
 
-def measured(source):
-    """{problem: {name of a line or competitor: its row}}. bf16 rows of competitors count for fp16 problems too."""
+def measured(source, of_gradients=False):
+    """{problem: {name of a line or competitor: its row}} of one pass. bf16 rows of competitors count for fp16 problems too."""
     found = {}
     for row, _ in timed(source):
+        if (row.get("pass") == "backward") != of_gradients:
+            continue
         what = problem(row)
         found.setdefault(what.replace("bf16", "fp16") if row["config"] in PEERS else what, {})[row["config"]] = row
     return found
@@ -187,7 +200,7 @@ def cells_of(title, rows, before):
 
 def ladder_table(one, source):
     """The cells of a ladder's table, the names of rungs without measurements, and the panels of its picture."""
-    at, us, cells, missing = measured(source), {}, [], []
+    at, us, cells, missing = measured(source, is_backward(one)), {}, [], []
     for rung in one.rungs:
         lines = {what: contender(rung, what) for what in one.problems.values()}
         rows = {what: line and at.get(what, {}).get(line.label) for what, line in lines.items()}
@@ -204,17 +217,19 @@ def ladder_table(one, source):
                             for title, what in one.problems.items() if any(what in of_rung for of_rung in us.values())]
 
 
-def sections(source, table, picture, provenance):
-    """({name of the markers: section}, {picture: drawing})."""
+def sections(sources, table, picture, provenance):
+    """({name of the markers: section}, {picture: drawing}), each from the last source that has rows for its ladder."""
     import report_charts  # imported here, since steps.py does not need matplotlib
     text, drawings = {name + "_rungs": f"None on this GPU yet: `{COMMAND}` measures it.\n" for name in LADDERS}, {}
-    for name, one in LADDERS.items() if source else ():
-        cells, missing, panels = ladder_table(one, source)
-        if not panels:
+    for name, one in LADDERS.items():
+        tables = [(source, *ladder_table(one, source)) for source in sources]
+        source, cells, missing, panels = next((found for found in reversed(tables) if found[-1]), (None, [], [], []))
+        if not source:
             continue
         path, words = f"ladder/{name}.svg", f"µs of the {name} ladder's rungs, beside peers"
         drawings[path] = report_charts.rungs([rung.name for rung in one.rungs], panels, words)
-        peers = dict.fromkeys(row["note"].partition("; ")[0] for row, _ in timed(source) if row["config"] in PEERS)
+        peers = dict.fromkeys(row["note"].partition("; ")[0] for of_problem in measured(source, is_backward(one)).values()
+                              for row in of_problem.values() if row["config"] in PEERS)
         headers = ["rung", *(f"#{title}, µs" for title in one.problems), "#TFLOP/s", "#of peak", "what binds"]
         text[name + "_rungs"] = "\n".join([
             picture(path, words, 640), table(headers, cells),

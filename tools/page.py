@@ -495,7 +495,7 @@ def drawn(results, named=()):
     if not any(row["shape"] in ("mission", "long") for row, _ in timed(main)):
         raise Refused(f"{main.path} has no row with a time for mission or long; measure on a GPU with ./run_all.sh")
     sections, charts = peers_sections(found.get("peers", [main])[-1], main)
-    rungs, drawings = ladders.sections(next(iter(found["rungs"][-1:]), None), table, picture, provenance)
+    rungs, drawings = ladders.sections(found["rungs"], table, picture, provenance)
     ablation, waterfalls = ablation_section(found["ablation"])
     sections["field"], field = field_section(found["field"][-1]) if found["field"] else ("", {})
     sections.update(rungs, story=story_section(main), ladder=ladder_section(main), ablation=ablation,

@@ -104,7 +104,7 @@ def run_problem(gpu, kernels, problem, facts, pace, blocks):
                if kernel.line in lines or (isinstance(kernel.line, builds.Torch) and problem.fits(kernel.line))}
     bench = engine.Bench(gpu, kernels, dict.fromkeys(kernels, problem))
     series = engine.measure(gpu, bench.fit_to_time(), pace, blocks)
-    values = {key: O.astype(np.float32) for key, (O, _) in bench.results.items()}
+    values = {key: results[0].astype(np.float32) for key, results in bench.results.items()}
     peers = {key: kernel.line.label for key, kernel in kernels.items() if isinstance(kernel.line, builds.Torch)}
     for key, kernel in kernels.items():
         row = engine.result_row(bench, key, facts.get(key), series)
@@ -145,6 +145,8 @@ def main():
     lines = [one for one in contenders if isinstance(one, builds.Line)]
     if not lines:
         raise Refused("which line?")
+    if any(line.is_backward for line in lines):
+        raise Refused("it times the forward pass; tools/frameworks.py --gradients times the backward pass")
     peers = [one for one in contenders if isinstance(one, builds.Torch)] or \
             [builds.Torch("torch:" + backend) for backend in builds.TORCH_BACKENDS]
     texts, drawn = (options.shape or []) + SUITE * options.suite + E4M3 * options.e4m3, drawn_by(options)

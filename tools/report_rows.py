@@ -77,11 +77,12 @@ def read(path, kinds):
     try:
         with open(path, newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
-            # The pages show only the forward pass.
-            rows, columns = [row for row in reader if row.get("pass") != "backward"], reader.fieldnames or []
+            rows, columns = [*reader], reader.fieldnames or []
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise Refused(f"{path} cannot be read: {error}") from error
     kind = next((kind for kind in kinds if set(KINDS[kind].columns) <= set(columns)), kinds[0])
+    if kind != "rungs":  # the other pages show only the forward pass
+        rows = [row for row in rows if row.get("pass") != "backward"]
     missing = [column for column in KINDS[kind].columns if column not in columns]
     uneven = any(None in row or None in row.values() for row in rows)
     trouble = (f"lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}" if missing else

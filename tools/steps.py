@@ -1,9 +1,11 @@
-"""usage: ./run_all.sh rungs [--output FILE] [--launch]
+"""usage: ./run_all.sh rungs [LADDER]... [--output FILE] [--launch]
        ./run_all.sh ablate NAME [--shape S]... [--causal C] [--svg]
-rungs measures the steps of docs/LADDER.md: the time of each rung at the problems of its ladder, next to PyTorch's
-cuDNN and FlashAttention-2 and, if its wheel is installed, FlashAttention-3. If ncu may read the GPU's counters, it then
-measures which unit limits each rung's kernel. `./run_all.sh results` draws the page's tables and pictures from the rows.
-  --output FILE       the CSV (default: results/ladder/DATE-DEVICE-rungs.csv); must not exist
+rungs measures the steps of docs/LADDER.md: the time of each rung at the problems of its ladder, those of the forward
+pass next to PyTorch's cuDNN and FlashAttention-2 and, if its wheel is installed, FlashAttention-3. If ncu may read the
+GPU's counters, it then measures which unit limits each rung's kernel, in the backward pass the one that computes dK.
+`./run_all.sh results` draws the page's tables and pictures from the rows.
+  LADDER              scalar, wgmma, decode or backward (default: all of them)
+  --output FILE       the CSV (default: results/ladder/DATE-DEVICE[-LADDER]-rungs.csv); must not exist
   --launch            only launch each rung at each problem; this is what ncu profiles
 
 ablate measures what each knob of the line NAME of configs.txt contributes. It resets one knob at a time to its default
@@ -32,7 +34,8 @@ from cli import Refused, say
 from search import PROBLEMS_OWN
 
 COLUMNS = ("unit", "unit_share", "waits_for")
-KERNELS = "sdpa_(scalar|wmma|mma|wgmma)"  # without the kernels that plan or merge
+# Without the kernels that plan or merge, and one for each launch of the backward pass.
+KERNELS = "sdpa_(scalar|wmma|mma|wgmma|backward_kv|backward_wgmma)"
 
 
 def load(gpu, built, lines):
@@ -49,19 +52,19 @@ def judged(text):
     return builds.parse_contenders(text.split())[0]
 
 
-def wanted():
-    """{problem: the lines to measure}, in the order of the ladders."""
+def wanted(names):
+    """{(problem, is it the backward pass?): the lines to measure}, in the order of the ladders."""
     found = {}
-    for one in ladders.LADDERS.values():
+    for one in map(ladders.LADDERS.get, names):
         for what in one.problems.values():
-            lines = found.setdefault(engine.parse_problem(what.replace(" ", ",")), {})
+            lines = found.setdefault((engine.parse_problem(what.replace(" ", ",")), ladders.is_backward(one)), {})
             lines |= {line.text: judged(line.text) for rung in one.rungs if (line := ladders.contender(rung, what))}
-    return {problem: [*lines.values()] for problem, lines in found.items()}
+    return {key: [*lines.values()] for key, lines in found.items()}
 
 
-def launch_all(gpu, built):
+def launch_all(gpu, built, names):
     """Launches each line twice at each problem. Only the second launch, with a warm L2 cache, is profiled."""
-    for problem, lines in wanted().items():
+    for (problem, _), lines in wanted(names).items():
         tensors = engine.Tensors(gpu, [problem])
         for line in lines:
             launch, _, workspace = engine.load(line, gpu, built).prepare(gpu, tensors, problem)
@@ -75,14 +78,14 @@ def launch_all(gpu, built):
         tensors.free()
 
 
-def profiled():
+def profiled(names):
     """{(problem, label of a line): its counters}, from ncu profiling a process that launches all lines."""
     if not shutil.which("ncu"):
         raise Refused("ncu is missing; add the folder of Nsight Compute (part of the CUDA Toolkit) to PATH")
     done = builds.run(ncu.command_of("--profile-from-start", "off", "--kernel-name", f"regex:{KERNELS}", sys.executable,
-                                     os.path.join(builds.ROOT, "tools"), "rungs", "--launch"))
+                                     os.path.join(builds.ROOT, "tools"), "rungs", *names, "--launch"))
     ncu.judge_words(done.stdout + done.stderr)
-    keys = [(problem, line.label) for problem, lines in wanted().items() for line in lines]
+    keys = [(problem, line.label) for (problem, _), lines in wanted(names).items() for line in lines]
     try:
         found = ncu.launches_of(done.stdout)
     except ValueError:
@@ -101,48 +104,52 @@ def peaks(gpu):
     return 1e3 * int(flops) * sms * clock, 2e3 * memory_clock * width / 8
 
 
-def share(problem, us, flops, bytes_s):
+def share(problem, us, flops, bytes_s, is_backward=False):
     """{peak_share, bound}: the lower bound of the time, by matrix products or by memory traffic, divided by us."""
     p = problem
-    moved = 2 * p.D * p.B * 2 * (p.Hq * p.Sq + p.Hkv * p.Sk)
-    least = {"matrix": flops and p.flops() / flops, "memory": bytes_s and moved / bytes_s}
+    moved = 2 * p.D * p.B * 2 * (p.Hq * p.Sq + p.Hkv * p.Sk) * (2 if is_backward else 1)  # also the gradients
+    least = {"matrix": flops and p.flops(is_backward) / flops, "memory": bytes_s and moved / bytes_s}
     bound = max(least, key=least.get)
     return dict(peak_share=f"{1e6 * least[bound] / us:.4f}", bound=bound)
 
 
 def measure_rungs(options):
-    lines = [line for of_problem in wanted().values() for line in of_problem]
+    names = options.words or [*ladders.LADDERS]
+    for name in {*names} - {*ladders.LADDERS}:
+        raise Refused(f"{name}: no such ladder; docs/LADDER.md has {', '.join(ladders.LADDERS)}")
     if options.output and os.path.exists(options.output):
         raise Refused(f"--output {options.output}: this file already exists")
     gpu = engine.need_gpu()
+    lines = [line for of_problem in wanted(names).values() for line in of_problem]
     built = builds.build(lines, gpu.arch, progress=(lambda *_: None) if options.launch else builds.show_progress())
     if options.launch:
-        return launch_all(gpu, built)
+        return launch_all(gpu, built, names)
     kernels, facts = load(gpu, built, lines)
     others = {}
-    for text in ("torch:cudnn", "torch:flash", "torch:fa3"):
+    for text in () if all(is_backward for _, is_backward in wanted(names)) else ("torch:cudnn", "torch:flash", "torch:fa3"):
         try:
             others[text] = engine.load(builds.Torch(text), gpu, {})
         except Refused as error:
             say(f"rungs: without {error}")
-    path = options.output or engine.results_path("ladder", gpu.name, "rungs", new=True)
+    path = options.output or engine.results_path("ladder", gpu.name, "-".join([*options.words, "rungs"]), new=True)
     columns, failed, (flops, bytes_s), found = [*engine.row_columns(), *COLUMNS], False, peaks(gpu), {}
     table = engine.Table(path, columns)
-    for problem, of_problem in wanted().items():
+    for (problem, is_backward), of_problem in wanted(names).items():
         here = {line.text: kernels[line.text] for line in of_problem}
-        here |= {text: kernel for text, kernel in others.items() if text not in builds.PACKAGES}
+        beside = {} if is_backward else others
+        here |= {text: kernel for text, kernel in beside.items() if text not in builds.PACKAGES}
         rows = [*peers.run_problem(gpu, here, problem, facts, engine.STEADY, 2)]
-        in_bf16 = {text: kernel for text, kernel in others.items() if text in builds.PACKAGES}  # these support only bf16
+        in_bf16 = {text: kernel for text, kernel in beside.items() if text in builds.PACKAGES}  # these support only bf16
         rows += peers.run_problem(gpu, in_bf16, problem._replace(dtype="bf16"), {}, engine.STEADY, 2) if in_bf16 else []
         for row in rows:
             failed |= row.get("check") == "FAIL"
             if row.get("graph_us"):
-                row |= share(problem, float(row["graph_us"]), flops, bytes_s)
+                row |= share(problem, float(row["graph_us"]), flops, bytes_s, is_backward)
             found[problem, row["config"]] = row
             table.add(**row)
-        say(f"rungs: {problem} done")
+        say(f"rungs: {problem}{', backward,' * is_backward} done")
     try:  # profile last, after the times have been written, since it takes longest
-        for key, counters in profiled().items():
+        for key, counters in profiled(names).items():
             unit, use, stalls = ncu.bound_of(found[key], counters)
             found[key] |= dict(unit=unit, unit_share=f"{use:.1f}", waits_for=stalls[0][0])
         whole = engine.Table(path + ".whole", columns)
@@ -231,5 +238,5 @@ def ablate(options):
 
 def main():
     usages, command = dict(zip(("rungs", "ablate"), __doc__.split("\n\n"))), sys.argv[0]
-    options = cli.parse_options(usages[command], cli.MOST * (command == "ablate"))
+    options = cli.parse_options(usages[command], cli.MOST)
     return measure_rungs(options) if command == "rungs" else ablate(options)
