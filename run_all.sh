@@ -165,7 +165,7 @@ python_with() {
 }
 
 # pip_install PYTHON PACKAGE...: installs missing packages into $venv, which is created from PYTHON if needed, and sets
-# $python.
+# $python. --no-compile, here and below: Python compiles a module at its first import, and most are never imported.
 pip_install() {
   local base=$1
   shift
@@ -173,7 +173,7 @@ pip_install() {
   need_folder
   "$base" -c 'import ensurepip' 2>/dev/null || apt_install python3-venv  # Debian's Python lacks it
   "$venv/bin/python3" -m pip --version >/dev/null 2>&1 || "$base" -m venv --system-site-packages --clear "$venv" || return
-  "$venv/bin/python3" -m pip install -qqq --retries 1 "$@" >"$build/pip.log" 2>&1 || tail -1 "$build/pip.log" >&2
+  "$venv/bin/python3" -m pip install -qqq --no-compile --retries 1 "$@" >"$build/pip.log" 2>&1 || tail -1 "$build/pip.log" >&2
   python_with "$@"
 }
 
@@ -198,8 +198,8 @@ pytorch_size="2.7 GB on the disk"
 has_pytorch() { "$python" -c 'import torch._dynamo' 2>/dev/null; }
 install_pytorch() {
   [ "$python" = "$venv/bin/python3" ] && has_nvcc && may_install "PyTorch (pip, $pytorch_size, into $venv)" &&
-    "$python" -m pip install --quiet expecttest filelock fsspec jinja2 networkx 'sympy>=1.13.3' typing-extensions 'transformers==5.*' >&2 &&
-    "$python" -m pip install -qqq --no-deps 'torch==2.11.*' 'nvidia-cufile==1.*' 'nvidia-cusparselt-cu13==0.8.0' \
+    "$python" -m pip install --quiet --no-compile expecttest filelock fsspec jinja2 networkx 'sympy>=1.13.3' typing-extensions 'transformers==5.*' >&2 &&
+    "$python" -m pip install -qqq --no-compile --no-deps 'torch==2.11.*' 'nvidia-cufile==1.*' 'nvidia-cusparselt-cu13==0.8.0' \
       'nvidia-nccl-cu13==2.28.*' 'nvidia-nvshmem-cu13==3.4.*' 'triton==3.6.*' >&2 && "$python" -c 'import torch._dynamo'
 }
 
@@ -207,7 +207,7 @@ install_pytorch() {
 # that it pins and the CUDA Toolkit lacks. It shares all other packages with the older PyTorch.
 install_newest_pytorch() {
   local folder=$venv-torch-latest
-  local pip=("$python" -m pip install --quiet --no-deps --target "$folder") pins='nvidia-(cusparselt|nccl|nvshmem)-cu[0-9]+==[0-9.]+'
+  local pip=("$python" -m pip install --quiet --no-compile --no-deps --target "$folder") pins='nvidia-(cusparselt|nccl|nvshmem)-cu[0-9]+==[0-9.]+'
   if [ ! -d "$folder/torch" ]; then
     if ! has_nvcc || ! may_install "the newest PyTorch (pip, into $folder)"; then return 1; fi
     if ! "${pip[@]}" torch >&2 || ! grep -ohE "$pins" "$folder"/torch-*.dist-info/METADATA | xargs "${pip[@]}" >&2; then
@@ -709,11 +709,12 @@ prepare_tests() {
   doctest_folder >/dev/null || { apt_install doctest-dev && doctest_folder >/dev/null; } ||
     refuse "doctest is missing; install it with: sudo apt-get install doctest-dev"
   # ONNX from PyPI, since Debian's version lacks the operator Attention.
-  if find_python "${engine_packages[@]}" 'allpairspy==2.*' jsonschema matplotlib 'onnx==1.23.*' 'optuna==4.*' pytest \
+  if find_python "${engine_packages[@]}" 'allpairspy==2.*' matplotlib 'onnx==1.23.*' 'optuna==4.*' pytest \
     "${layout_packages[@]}"; then
     export PYTHON=$python
     if ! has_pytorch && ! { [ $wants_pytorch = 1 ] && install_pytorch; }; then
-      say "---- tests: those of bindings/pytorch.py are left out; they need PyTorch 2.11"
+      mapfile -t missing < <(grep -lE 'importorskip\("torch"|def need_torch' tests/test_*.py)
+      say "---- tests: PyTorch 2.11 is missing, so all or some cases of these files are left out: ${missing[*]#tests/}"
     elif [ $which = ALL ] && ! install_newest_pytorch; then
       say "---- tests: bindings/pytorch.py is not tried with the newest PyTorch, which could not be installed"
     fi

@@ -579,7 +579,8 @@ template <class T> __device__ __forceinline__ T& dynamic_shared() {
 template <class T> __device__ __forceinline__ T ld_shared(const void* src_s) { return *static_cast<const T*>(src_s); }
 template <class T> __device__ __forceinline__ void st_shared(void* dst_s, T value) { *static_cast<T*>(dst_s) = value; }
 template <class T> __device__ __forceinline__ T ld_global(const void* src_g) { return *static_cast<const T*>(src_g); }
-// Only for data that no kernel writes after this one has started, not even before griddepcontrol.wait.
+// Only for data that no other kernel writes while this one runs. Before griddepcontrol.wait, this includes the
+// preceding kernel.
 template <class T> __device__ __forceinline__ T ld_global_nc(const void* src_g) {
   return __ldg(static_cast<const T*>(src_g));
 }
@@ -749,6 +750,8 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
 // through exp_by_stale_max(). Nothing else modifies scores.
 
 template <class B> struct KeyBits;  // USE_KEY_MASK: the visible keys of a tile
+// USE_KEY_MASK: what the item's list of rounds says about the keys of a tile. unknown: the kernel has no list.
+enum class KeysOfTile { unknown, all_visible, some_hidden };
 
 // The tile that the score hook processes: its item, mask and position. WgmmaRows has the same interface and
 // prefetches the bias.
@@ -758,9 +761,7 @@ template <class B> struct ScoreTile {
   const Mask& mask;
   const int q, k0;  // first query and first key
   const ScoreScale<B> scale;  // hook_scale of the item
-  // USE_KEY_MASK, from the item's list. 1: the key mask hides no key of the tile. 2: it may hide some. 0: no
-  // list.
-  std::conditional_t<B::use_key_mask, int, Nothing> listed_as{};
+  std::conditional_t<B::use_key_mask, KeysOfTile, Nothing> listed_keys{};
 
   __device__ ScoreScale<B> hook_scale() const { return scale; }
   __device__ int batch_of_item() const { return item.b; }
@@ -770,8 +771,8 @@ template <class B> struct ScoreTile {
   // False if SCORE_MOD, MASK_MOD and the key mask leave the tile unchanged.
   __device__ __forceinline__ bool needs_modify_scores() const {
     if constexpr (B::use_key_mask && !B::changes_logits) {
-      if (listed_as != 0) return listed_as == 2;
-      return !KeyBits<B>(a, item.b, k0).all();
+      if (listed_keys == KeysOfTile::unknown) return !KeyBits<B>(a, item.b, k0).all();
+      return listed_keys == KeysOfTile::some_hidden;
     }
     return B::changes_logits || B::hides_keys;
   }
@@ -800,7 +801,6 @@ template <class B, class View> __device__ __forceinline__ void scale_scores(View
     }
   }
 }
-template <class B> struct BiasInMemory;
 // Applies SCORE_MOD, MASK_MOD and the key mask to the tile. unmasked: all of its keys exist.
 template <class B, class View, class Tile>
 __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool unmasked);
@@ -926,9 +926,20 @@ template <int LANES> __device__ __forceinline__ float row_sum(float x) {
 // ---- epilogue ----
 
 constexpr float ln2 = 0.693147180559945f;
-// USE_SINKS: sink_of() returns the sink of the item's head, with_sink() the row sum including the sink.
-template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const Item<B>& item);
-template <class B> __device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const Item<B>&);
+// USE_SINKS: the sink of the item's head; -inf if it has none.
+template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const Item<B>& item) {
+  return a.p.sinks ? a.p.sinks[item.h] : -INFINITY;
+}
+// The final row sum: l. USE_SINKS: plus the sink's term, 2^p_log2 * e^(sink - m). USE_SINKS: if that term is above
+// 2^126, the keys' share of O is 0.
+template <class B>
+__device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const Item<B>& item) {
+  if (!B::use_sinks) return l;
+  const float sink = sink_of<B>(a, item);
+  if (!(sink < INFINITY) && l != 0) return NAN;  // a sink of NaN or inf, and a visible key
+  const float above_m = fmaf(-finite_max(m), item_scale_log2<B>(a, item), sink * (1 / ln2));
+  return l + ex2_approx_ftz(fminf(above_m + p_log2<B>, 127));  // 127: 1 / sum is flushed to 0
+}
 
 // Stores LSE = ln2 * (m * scale_log2 + log2(sum)) of query q, unless p.LSE is null. sum includes a factor of 2^p_log2.
 // scale_log2 is multiplied by ln2 first, because m * scale_log2 may overflow.
@@ -1466,16 +1477,16 @@ __device__ __forceinline__ bool mbarrier_test_wait_parity(uint64_t* barrier_s, i
 // Loads four 8x8 matrices of 16-bit elements from shared memory. Lane 8i + r passes the address of row r of
 // matrix i. Lane 4g + q gets columns 2q and 2q + 1 of row g of each matrix. TRANS: it gets rows 2q and 2q + 1
 // of column g.
-template <bool TRANS> __device__ void ldmatrix_x4(uint32_t (&r)[4], SharedAddress row);
-template <> __device__ __forceinline__ void ldmatrix_x4<false>(uint32_t (&r)[4], SharedAddress row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(row));
-}
-template <> __device__ __forceinline__ void ldmatrix_x4<true>(uint32_t (&r)[4], SharedAddress row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(row));
+template <bool TRANS> __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], SharedAddress row) {
+  if constexpr (TRANS) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row));
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row));
+  }
 }
 // Loads the 8 bytes at an address.
 __device__ __forceinline__ void ld_shared_pair(uint32_t (&r)[2], SharedAddress from) {
@@ -1561,17 +1572,12 @@ template <> struct VectorCopy<true> {
 
 // USE_LENGTHS: item i of the plan.
 template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelArgs& a, uint32_t i);
-// USE_BIAS: address of the first bias element of row r of a tile.
-template <class B>
-__device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r);
-using BiasPair = VectorType<2 * sizeof(Bias)>;
-template <class Pair> __device__ __forceinline__ void add_pair(float& x, float& y, Pair pair, const KernelArgs& a);
 // Stores the result of this CTA: O / l and LSE, or a partial if several CTAs share the item's keys.
 template <class B, class View, class R>
 __device__ __forceinline__ void store_sums(const View&, const R& m, const R& l, const KernelArgs&, const Item<B>&);
-// Merges the partials of the splits, which are in shared memory. Then stores the result like store_sums().
-template <class B, class Partials>
-__device__ __forceinline__ void store_rows(const Partials&, const KernelArgs&, const Item<B>&, int thread, bool& last);
+// Merges the partials of the splits, s.split. Then stores the result like store_sums().
+template <class B, class Shared>
+__device__ __forceinline__ void store_rows(Shared& s, const KernelArgs&, const Item<B>&, int thread);
 template <class B> constexpr int PARTIAL_STRIDE = B::d_v + 4;  // padded against bank conflicts
 
 // ---- work items: their rows and their order ----
@@ -2386,16 +2392,16 @@ template <int N, int CTAS = 1> __device__ __forceinline__ void setmaxnreg_inc() 
 }
 
 // Stores four 8x8 matrices of 16-bit elements: the reverse of ldmatrix_x4<TRANS>.
-template <bool TRANS> __device__ void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4]);
-template <> __device__ __forceinline__ void stmatrix_x4<false>(SharedAddress row, const uint32_t (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]), "r"(r[1]),
-               "r"(r[2]), "r"(r[3])
-               : "memory");
-}
-template <> __device__ __forceinline__ void stmatrix_x4<true>(SharedAddress row, const uint32_t (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]),
-               "r"(r[1]), "r"(r[2]), "r"(r[3])
-               : "memory");
+template <bool TRANS> __device__ __forceinline__ void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4]) {
+  if constexpr (TRANS) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+  } else {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]), "r"(r[1]),
+                 "r"(r[2]), "r"(r[3])
+                 : "memory");
+  }
 }
 
 // Programmatic dependent launch: the first function waits for the preceding grid, the second lets the next
@@ -2549,9 +2555,12 @@ template <class B> __device__ __forceinline__ bool has_list(const KernelArgs& a,
 }
 template <class B> __device__ __forceinline__ void take_list(const KernelArgs& a, WgmmaItem<B>& item);
 
-// USE_KEY_MASK: sets tile.listed_as from the entry of the round in the item's list.
-template <class B> __device__ __forceinline__ void ask_list(ScoreTile<B>& tile, const WgmmaItem<B>& item, int round) {
-  if constexpr (B::use_key_mask) tile.listed_as = item.entry(round) % 2 == 0 ? 1 : 2;
+// USE_KEY_MASK: sets tile.listed_keys from the entry of the round in the item's list.
+template <class B>
+__device__ __forceinline__ void set_listed_keys(ScoreTile<B>& tile, const WgmmaItem<B>& item, int round) {
+  if constexpr (B::use_key_mask) {
+    tile.listed_keys = item.entry(round) % 2 == 0 ? KeysOfTile::all_visible : KeysOfTile::some_hidden;
+  }
 }
 
 // With a mask, all items of a head start earlier: by 64 rows for each warpgroup of the last item that has no
@@ -2856,6 +2865,66 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_plain> {
   using Shared = WgmmaPlainShared<B>;
   static constexpr auto entry = sdpa_wgmma_plain<B>;
 };
+
+// ---- the bias in global memory (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3) ----
+
+// Returns the address of row r of the bias. The bias has one row per query. A row has a contiguous element
+// for each of the last bias_keys keys of the sequence; earlier keys have no bias. The strides may be 0.
+// USE_BIAS=1, 3: the element, of Q's type or fp32, is added to the logit; -inf hides the key. USE_BIAS=2: the
+// element is a byte; 0 hides the key. The query and the head of a padding row are clamped to valid ones.
+template <class B>
+__device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r) {
+  const SdpaParams& p = a.p;
+  const int q = min(max(query_of<B>(a, q0, r), 0), item.query_count(p) - 1);
+  const int h = min(item.h + (B::pack_gqa ? int(a.item_queries.divide(uint32_t(r))) : 0), p.Hq - 1);
+  return static_cast<const Bias*>(p.bias) + item.b * p.bias_strides.batch + h * p.bias_strides.head +
+         q * p.bias_strides.row;
+}
+__host__ __device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float with_bias(float x, uint8_t visible, float) { return visible ? x : -INFINITY; }
+template <class E> __device__ __forceinline__ float with_bias(float x, E bias, float logit_scale) {
+  return fmaf(x, logit_scale, to_float(bias));
+}
+using BiasPair = VectorType<2 * sizeof(Bias)>;
+// Adds two adjacent elements of the bias to x and y. The element for x is in the low bits.
+template <class Pair> __device__ __forceinline__ void add_pair(float& x, float& y, Pair pair, const KernelArgs& a) {
+  Bias bias[2];
+  memcpy(bias, &pair, sizeof bias);
+  x = with_bias(x, bias[0], a.logit_scale);
+  y = with_bias(y, bias[1], a.logit_scale);
+}
+// Reads the bias of a tile from global memory, in pairs where the address and the tile allow it.
+template <class B> struct BiasInMemory {
+  template <class View>
+  __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
+    const int first = first_biased_key(a.p, keys), col = k0 - first + S.col(0), cols = keys - first;
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      const Bias* const row = bias_row<B>(a, item, q0, S.row(i)) + col;
+      const bool has_pairs = View::COLS % 2 == 0 && S.col(1) - S.col(0) == 1 && k0 >= first &&
+                             k0 + B::block_n <= keys;
+      if (has_pairs && reinterpret_cast<uintptr_t>(row) % sizeof(BiasPair) == 0) {
+        SDPA_UNROLL for (int j = 0; j + 1 < View::COLS; j += 2) {
+          add_pair(S.x[i][j], S.x[i][j + 1], ld_global_nc<BiasPair>(row + (S.col(j) - S.col(0))), a);
+        }
+      } else {
+        SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
+          const int at = S.col(j) - S.col(0);
+          const bool exists = uint32_t(col + at) < uint32_t(cols);
+          if (exists) S.x[i][j] = with_bias(S.x[i][j], ld_global_nc<Bias>(row + at), a.logit_scale);
+          else if (B::adds_bias) S.x[i][j] *= a.logit_scale;
+        }
+      }
+    }
+  }
+};
+
+template <class B>
+template <class View>
+__device__ __forceinline__ bool ScoreTile<B>::add_bias(View& S) const {
+  if (!has_bias<B>(a, mask, k0)) return false;
+  if constexpr (B::use_bias != 0) BiasInMemory<B>().add(S, a, item, mask.keys.Sk, q, k0 + first_column<B>(S));
+  return true;
+}
 
 // ---- 5c the bias of a warp (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3) ----
 
@@ -4531,7 +4600,7 @@ template <class B> struct WgmmaColumnsShared {
   std::conditional_t<B::use_key_mask, VisibleRounds<B>[B::num_warps], Nothing> visible;
   WgmmaItem<B> item;
   uint64_t q_full;  // mbarrier: Q has landed, and `item` is set
-  bool is_last;     // written and read by store_rows()
+  std::conditional_t<counts_ranges<B>, bool, Nothing> is_last;  // written and read by store_rows()
 };
 
 // Loads the tiles of a split. Separate warps load K and V, since issuing a load takes a warp about 100 clocks. In
@@ -4858,7 +4927,7 @@ template <class B> struct WgmmaColumns {
     }
     const Mask& mask = item.mask(a);
     ScoreTile<B> tile{a, item, mask, item.q0, k0, item_hook_scale<B>(a, item)};
-    ask_list<B>(tile, item, round);
+    set_listed_keys<B>(tile, item, round);
     finish_scores<B>(S, tile, is_unmasked<B>(a, mask, item.q0, k0));
     float sum[ROWS];
     softmax<FIRST>(S, O, sum);
@@ -4923,7 +4992,7 @@ template <class B> struct WgmmaColumns {
       }
     }
     barrier_sync(all_barrier<B>, all_threads<B>);  // hazard: partials of all splits written
-    store_rows<B>(s.split, a, item, int(threadIdx.x), s.is_last);
+    store_rows<B>(s, a, item, int(threadIdx.x));
   }
 };
 
@@ -5330,23 +5399,6 @@ template <> struct VectorCopy<false, true> {
     }
   }
 };
-
-// ---- 5f sinks ----
-
-// The sink of the item's head; -inf if it has none.
-template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const Item<B>& item) {
-  return a.p.sinks ? a.p.sinks[item.h] : -INFINITY;
-}
-// The row sum l plus the sink's term, 2^p_log2 * e^(sink - m). If that term is above 2^126, the keys' share
-// of O is 0.
-template <class B>
-__device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const Item<B>& item) {
-  if (!B::use_sinks) return l;
-  const float sink = sink_of<B>(a, item);
-  if (!(sink < INFINITY) && l != 0) return NAN;  // a sink of NaN or inf, and a visible key
-  const float above_m = fmaf(-finite_max(m), item_scale_log2<B>(a, item), sink * (1 / ln2));
-  return l + ex2_approx_ftz(fminf(above_m + p_log2<B>, 127));  // 127: 1 / sum is flushed to 0
-}
 
 // ---- 5f tanh (USE_SOFTCAP = 1, USE_SOFTCAP = 2, SCORE_MOD, MASK_MOD) ----
 
@@ -5801,65 +5853,6 @@ template <class B> struct CappedSoftmax : StaleSoftmax<B, 2> {
   }
 };
 
-// ---- 5f bias (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3) ----
-
-// Returns the address of row r of the bias. The bias has one row per query. A row has a contiguous element
-// for each of the last bias_keys keys of the sequence; earlier keys have no bias. The strides may be 0.
-// USE_BIAS=1, 3: the element, of Q's type or fp32, is added to the logit; -inf hides the key. USE_BIAS=2: the
-// element is a byte; 0 hides the key. The query and the head of a padding row are clamped to valid ones.
-template <class B>
-__device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r) {
-  const SdpaParams& p = a.p;
-  const int q = min(max(query_of<B>(a, q0, r), 0), item.query_count(p) - 1);
-  const int h = min(item.h + (B::pack_gqa ? int(a.item_queries.divide(uint32_t(r))) : 0), p.Hq - 1);
-  return static_cast<const Bias*>(p.bias) + item.b * p.bias_strides.batch + h * p.bias_strides.head +
-         q * p.bias_strides.row;
-}
-__host__ __device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float with_bias(float x, uint8_t visible, float) { return visible ? x : -INFINITY; }
-template <class E> __device__ __forceinline__ float with_bias(float x, E bias, float logit_scale) {
-  return fmaf(x, logit_scale, to_float(bias));
-}
-// Adds two adjacent elements of the bias to x and y. The element for x is in the low bits.
-template <class Pair> __device__ __forceinline__ void add_pair(float& x, float& y, Pair pair, const KernelArgs& a) {
-  Bias bias[2];
-  memcpy(bias, &pair, sizeof bias);
-  x = with_bias(x, bias[0], a.logit_scale);
-  y = with_bias(y, bias[1], a.logit_scale);
-}
-// Reads the bias of a tile from global memory, in pairs where the address and the tile allow it.
-template <class B> struct BiasInMemory {
-  template <class View>
-  __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
-    const int first = first_biased_key(a.p, keys), col = k0 - first + S.col(0), cols = keys - first;
-    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-      const Bias* const row = bias_row<B>(a, item, q0, S.row(i)) + col;
-      const bool has_pairs = View::COLS % 2 == 0 && S.col(1) - S.col(0) == 1 && k0 >= first &&
-                             k0 + B::block_n <= keys;
-      if (has_pairs && reinterpret_cast<uintptr_t>(row) % sizeof(BiasPair) == 0) {
-        SDPA_UNROLL for (int j = 0; j + 1 < View::COLS; j += 2) {
-          add_pair(S.x[i][j], S.x[i][j + 1], ld_global_nc<BiasPair>(row + (S.col(j) - S.col(0))), a);
-        }
-      } else {
-        SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-          const int at = S.col(j) - S.col(0);
-          const bool exists = uint32_t(col + at) < uint32_t(cols);
-          if (exists) S.x[i][j] = with_bias(S.x[i][j], ld_global_nc<Bias>(row + at), a.logit_scale);
-          else if (B::adds_bias) S.x[i][j] *= a.logit_scale;
-        }
-      }
-    }
-  }
-};
-
-template <class B>
-template <class View>
-__device__ __forceinline__ bool ScoreTile<B>::add_bias(View& S) const {
-  if (!has_bias<B>(a, mask, k0)) return false;
-  if constexpr (B::use_bias != 0) BiasInMemory<B>().add(S, a, item, mask.keys.Sk, q, k0 + first_column<B>(S));
-  return true;
-}
-
 // ---- 5f the mask of keys (USE_KEY_MASK) ----
 
 // Returns a word whose lowest `count` bits are set; all bits if count > 32.
@@ -6283,7 +6276,20 @@ __device__ __forceinline__ void store_partial(Partial& partial, const View& O, c
   }
 }
 
-template <class View> struct OneRow;
+// A view of row i of another view, as row 0 of an item.
+template <class View> struct OneRow {
+  static constexpr int ROWS = 1, COLS = View::COLS, RUN = View::RUN;
+  const View& view;
+  const int i;
+  struct Rows {
+    const View& view;
+    const int i;
+    __device__ auto operator[](int) const { return view.x[i]; }
+  } x{view, i};
+  __device__ int row(int) const { return 0; }
+  __device__ int col(int j) const { return view.col(j); }
+};
+
 template <class B, class View, class Rows>
 __device__ __forceinline__ void store_sums(const View& O, const Rows& m, const Rows& l, const KernelArgs& a,
                                            const Item<B>& item) {
@@ -6378,12 +6384,11 @@ __device__ __forceinline__ void merge_split_partials(const Partials& partials_s,
 
 // Stores O / l and LSE of the item's rows. SPLIT_CTAS: stores the partial of the CTA's range. The last CTA of
 // the item to do so merges the partials.
-template <class B, class Partials>
-__device__ __forceinline__ void store_rows(const Partials& partials_s, const KernelArgs& a, const Item<B>& item,
-                                           int thread, bool& is_last_s) {
+template <class B, class Shared>
+__device__ __forceinline__ void store_rows(Shared& s, const KernelArgs& a, const Item<B>& item, int thread) {
   const ItemScales<B> scales(a, item);
   if (B::split_ctas == 1 || item.range_count(a) == 1) {
-    merge_split_partials<B>(partials_s, scales, thread, [&](int row, const auto& O, auto& m, auto& l) {
+    merge_split_partials<B>(s.split, scales, thread, [&](int row, const auto& O, auto& m, auto& l) {
       store_output<B>(O, m, l, a, row_item<B>(a, item, row));
     });
     return;
@@ -6391,15 +6396,15 @@ __device__ __forceinline__ void store_rows(const Partials& partials_s, const Ker
   const uint32_t ranges = item.range_count(a);
   uint32_t* const counters = range_counters<B>(a);
   RangePartial<B>* const partials = range_partials<B>(a);
-  merge_split_partials<B>(partials_s, scales, thread, [&](int row, const auto& O, auto& m, auto& l) {
+  merge_split_partials<B>(s.split, scales, thread, [&](int row, const auto& O, auto& m, auto& l) {
     RangePartial<B>& partial = partials[item.partial_index(a)];
     st_global(&partial.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
     if (O.first_col == 0) st_global(&partial.m_l[row], float2{m[0], l[0]});
   });
   __syncthreads();  // hazard: the partial is written by all threads
-  if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[item.counter(a)], ranges - 1) == ranges - 1;
-  __syncthreads();  // hazard: is_last_s is written by thread 0
-  if (!is_last_s) return;
+  if (thread == 0) s.is_last = atom_inc_acq_rel(&counters[item.counter(a)], ranges - 1) == ranges - 1;
+  __syncthreads();  // hazard: is_last is written by thread 0
+  if (!s.is_last) return;
   const RangePartial<B>* const first = partials + item.first_partial_index(a);
   ranges > few_ranges ? merge_ranges<B, ranges_at_once, 4>(first, a, item, thread)
                       : merge_ranges<B, 2, 16>(first, a, item, thread);
@@ -6592,8 +6597,8 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_converting> : KernelOf<B
 
 template <class B> struct MmaPartials<B, true> {
   struct type {
-    RowsPartial<B> of_split[B::split_kv];
-    bool is_last;
+    RowsPartial<B> split[B::split_kv];
+    std::conditional_t<counts_ranges<B>, bool, Nothing> is_last;  // written and read by store_rows()
   };
 };
 
@@ -6624,10 +6629,10 @@ template <class B> struct MmaPacked {
     MmaRuns<B> runs;
     rearrange_runs<B>(runs, rows.O, lane);
     __syncthreads();  // hazard: the partials overwrite Q, K and V
-    RowsPartial<B>& partial = s.partial.of_split[split];
+    RowsPartial<B>& partial = s.partial.split[split];
     store_partial(partial, runs, rows.m, rows.l, [](void* dst_s, auto x) { st_shared(dst_s, x); });
     __syncthreads();  // hazard: partials written by all warps
-    store_rows<B>(s.partial.of_split, a, s.item, threadIdx.x, s.partial.is_last);
+    store_rows<B>(s.partial, a, s.item, threadIdx.x);
   }
 };
 
@@ -6851,20 +6856,6 @@ template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelA
   if (number >= plan_of(a).count) return {};
   return planned_item<B>(a, number, int(a.q_heads.remainder(i)));
 }
-
-// A view of row i of another view, as row 0 of an item.
-template <class View> struct OneRow {
-  static constexpr int ROWS = 1, COLS = View::COLS, RUN = View::RUN;
-  const View& view;
-  const int i;
-  struct Rows {
-    const View& view;
-    const int i;
-    __device__ auto operator[](int) const { return view.x[i]; }
-  } x{view, i};
-  __device__ int row(int) const { return 0; }
-  __device__ int col(int j) const { return view.col(j); }
-};
 
 // ---- 5f the planning kernel (USE_LENGTHS) ----
 

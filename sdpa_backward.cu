@@ -109,6 +109,7 @@ struct BiasPlan {
   Dims tiles, steps;
   uint32_t ranges;           // CTAs per tile. Each sums a range of the steps
   bool sums_queries, sums_keys;
+  bool has_one_bias;         // all steps of a tile have the same bias
   int columns;               // keys that have a bias
 };
 
@@ -186,6 +187,10 @@ struct BackwardArgs : KernelArgs, SdpaGradients {
         gradient_scale(scale_log2_of(params.forward) * ln2) {}
 };
 
+// USE_BIAS: number of elements of a row of the bias, if the keys are not packed.
+__host__ __device__ inline int bias_columns(const SdpaParams& p) {
+  return p.bias_keys > 0 ? p.bias_keys : p.most_keys > 0 ? min(p.most_keys, p.Sk) : p.Sk;
+}
 // Returns the range of queries that see at least one key in [first, last].
 __host__ __device__ inline Interval queries_of_keys(const KeyBounds& keys, int first, int last, int queries) {
   return {max(first - keys.to + 1, 0), min(last - keys.from + 1, queries)};
@@ -496,12 +501,18 @@ template <class B> constexpr bool has_slope = B::use_softcap != 0 || B::changes_
 template <class B> __device__ __forceinline__ float slope_of_cap(const KernelArgs& a, float tanh) {
   return is_capped<B>(a) ? fmaxf(fmaf(-tanh, tanh, 1), 0) : 1;
 }
-// A ScoreTile that also receives the derivatives: slope [ROWS][COLS] of the thread's view.
-template <class B, class Slopes> struct SlopeTile : ScoreTile<B> {
+// USE_BIAS: adds the bias from global memory to a tile with any number of keys.
+struct BiasFromMemory {
+  template <class B, class View> __device__ __forceinline__ void add(View& S, const ScoreTile<B>& tile) const {
+    BiasInMemory<B>().add(S, tile.a, tile.item, tile.mask.keys.Sk, tile.q, tile.k0);
+  }
+};
+// A ScoreTile that also receives the derivatives: slope [ROWS][COLS] of the thread's view. It adds the bias by `reader`.
+template <class B, class Slopes, class Reader> struct SlopeTile : ScoreTile<B> {
   Slopes& slope;
+  const Reader& reader;
 
-  // USE_BIAS: like ScoreTile::add_bias(), for a tile with any number of keys. USE_SOFTCAP: the slope depends on the tanh
-  // to which the bias is added.
+  // USE_SOFTCAP: the slope depends on the tanh to which the bias is added.
   template <class View> __device__ __forceinline__ bool add_bias(View& S) const {
     if constexpr (B::use_bias != 0) {
       const ScoreTile<B>& tile = *this;
@@ -509,15 +520,15 @@ template <class B, class Slopes> struct SlopeTile : ScoreTile<B> {
         SDPA_UNROLL for (int j = 0; j < View::COLS; j++) slope[i][j] = slope_of_cap<B>(tile.a, S.x[i][j]);
       }
       if (!tile.a.p.bias) return false;
-      BiasInMemory<B>().add(S, tile.a, tile.item, tile.mask.keys.Sk, tile.q, tile.k0);
+      reader.add(S, tile);
       return true;
     }
     return false;
   }
 };
 // Overloads modify_scores() of the score hook: also computes the derivatives.
-template <class B, class View, class Slopes>
-__device__ __forceinline__ void modify_scores(View& S, const SlopeTile<B, Slopes>& tile, bool plain) {
+template <class B, class View, class Slopes, class Reader>
+__device__ __forceinline__ void modify_scores(View& S, const SlopeTile<B, Slopes, Reader>& tile, bool plain) {
   const ScoreTile<B>& of_scores = tile;
   const auto modify = [&](int i, int j, auto logit, bool seen) {
     if constexpr (B::changes_logits) {
@@ -563,10 +574,11 @@ template <class B, class View> struct WeightsOfTile {
   // but dO, dP and delta are 0. has_roles: their P is 0, since their LSE is +inf. SCORE_MOD, USE_BIAS: their P is 0,
   // since their scores are set to -inf.
   // plain: the mask hides no score of the tile.   lse: LSE * lse_factor of this thread's queries
+  template <class Reader = BiasFromMemory>
   __device__ __forceinline__ void set_p(const BackwardArgs& a, const Item<B>& item, const Mask& mask, int q0, int k0,
-                                        bool plain, const float (&lse)[View::ROWS]) {
+                                        bool plain, const float (&lse)[View::ROWS], const Reader& reader = {}) {
     const ScoreTile<B> of_scores{a, item, mask, q0, k0, item_hook_scale<B>(a, item)};
-    SlopeTile<B, decltype(slope)> tile{of_scores, slope};
+    SlopeTile<B, decltype(slope), Reader> tile{of_scores, slope, reader};
     finish_scores<B>(P, tile, plain);
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       // A query past Sq may have any logit, and its exponential could overflow.
@@ -1142,6 +1154,45 @@ template <class B> struct BackwardWgmmaShared {
   std::conditional_t<B::use_lengths, KeysOfCta<B>, Nothing> of_cta;
 };
 
+// USE_BIAS=1: a warpgroup prefetches the bias of its 64 keys and the next tile's queries into its half of the stage of
+// dS that the next tile will use. The last products that read this stage, dQ of tile n - 2, are complete when the turn
+// of tile n begins. Layout: panels [64 queries][64 keys] as far apart as the panels of dS, with swizzled chunks of 8 keys.
+template <class B> struct BiasOfStage {
+  static constexpr int CHUNK = 8, CHUNKS = 64 / CHUNK;
+  const Bias* tile_s;  // null: the bias is read from global memory
+
+  static __device__ __forceinline__ int offset(int q, int chunk) {
+    return q / 64 * (B::block_m * 64) + (q % 64 * CHUNKS + (chunk ^ q % CHUNKS)) * CHUNK;
+  }
+  // True if all chunks are aligned and exist as a whole.
+  static __device__ __forceinline__ bool is_possible(const SdpaParams& p) {
+    const Strides& s = p.bias_strides;
+    return p.bias && p.bias_keys == 0 && !p.k_starts &&
+           ((s.batch | s.head | s.row | bias_columns(p)) * sizeof(Bias) | reinterpret_cast<uintptr_t>(p.bias)) % 16 == 0;
+  }
+  // Starts the copy. The threads of a warpgroup call it.
+  static __device__ __forceinline__ void load(Bias* tile_s, const SdpaParams& p, const Item<B>& item, int h, int q0,
+                                              int k0) {
+    const int thread = threadIdx.x % 128, chunk = thread % CHUNKS, k = k0 + chunk * CHUNK;
+    const int queries = item.query_count(p), columns = bias_columns(p);
+    const Bias* from = head_of(static_cast<const Bias*>(p.bias), p.bias_strides, item.b, h, q0 + thread / CHUNKS) + k;
+    SDPA_UNROLL for (int q = 0; q < B::block_n; q += 128 / CHUNKS, from += 128 / CHUNKS * p.bias_strides.row) {
+      const int row = q + thread / CHUNKS;
+      cp_async<16>(tile_s + offset(row, chunk), from, q0 + row < queries && k < columns);
+    }
+    cp_async_commit_group();
+  }
+  template <class View> __device__ __forceinline__ void add(View& S, const ScoreTile<B>& tile) const {
+    if (!tile_s) return BiasFromMemory().add(S, tile);
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
+        const Bias* const at = tile_s + offset(S.row(i), S.col(j) / CHUNK) + S.col(j) % CHUNK;
+        S.x[i][j] = with_bias(S.x[i][j], ld_shared<Bias>(at), tile.a.logit_scale);
+      }
+    }
+  }
+};
+
 // Returns the keys of this CTA. The KV heads are divided into sections of heads_at_once heads, of which only
 // the first may have fewer. Within a section, the first keys of all heads come first: if the mask is causal,
 // most queries see them, so the longest CTAs start first.
@@ -1166,7 +1217,8 @@ template <class B> struct QueryTiles {
     const int last_key = min(keys.k0 + B::block_m, key_count(a.p, keys.item)) - 1;
     const Interval queries = queries_of_keys(mask.keys, keys.k0, last_key, keys.item.query_count(a.p));
     first = queries.begin / B::block_n;
-    of_head = queries.end > queries.begin ? ceil_div(queries.end, B::block_n) - first : 0;
+    const bool is_empty = queries.end <= queries.begin || (B::use_lengths && last_key < keys.k0);
+    of_head = is_empty ? 0 : ceil_div(queries.end, B::block_n) - first;
   }
   __device__ __forceinline__ int count(const SdpaParams& p) const { return of_head * (p.Hq / p.Hkv); }
   __device__ __forceinline__ int query() const { return (first + n) * B::block_n; }
@@ -1384,6 +1436,17 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   int ds_stage = Shared::DS_STAGES - 1;  // of the previous tile
   float* dQ_sums_g = nullptr;            // this warpgroup's piece of the previous tile's dQ sums
 
+  // USE_BIAS=1: where the bias of the tile after the current one is prefetched.
+  constexpr bool may_prefetch_bias = B::use_bias == 1;
+  const bool prefetches_bias = may_prefetch_bias && BiasOfStage<B>::is_possible(a.p);
+  const auto bias_of_next = [&] {
+    const int stage = ds_stage + 1 == Shared::DS_STAGES ? 0 : ds_stage + 1;
+    return reinterpret_cast<Bias*>(s.dS[stage] + 64 * 64 * w);
+  };
+  const auto prefetch_bias = [&](const QueryTiles<B>& of) {
+    if (prefetches_bias) BiasOfStage<B>::load(bias_of_next(), a.p, keys.item, of.h, of.query(), k0);
+  };
+
   // Replaces S by P = exp(logit - LSE). has_slope: packs P.T, then multiplies P by the slope.
   const auto set_p = [&](int q_stage) {
     ByQuery P_by_query(P), dS_by_query(dP);
@@ -1394,7 +1457,17 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     Item<B> of_tile = keys.item;
     of_tile.h = tile.h;
     of_tile.q0 = q0;
-    weights.set_p(a, of_tile, mask, q0, k0, mask.tiles.cover(q0, k0), lse);
+    if constexpr (may_prefetch_bias) {
+      if (prefetches_bias) {
+        cp_async_wait_group<0>();
+        barrier_sync(own_group + w, own_group_threads);  // hazard: bias copied by all warps
+      }
+      const BiasOfStage<B> bias{prefetches_bias ? bias_of_next() : nullptr};
+      weights.set_p(a, of_tile, mask, q0, k0, mask.tiles.cover(q0, k0), lse, bias);
+      if (prefetches_bias) barrier_sync(own_group + w, own_group_threads);  // hazard: bias read by all warps, before dS
+    } else {
+      weights.set_p(a, of_tile, mask, q0, k0, mask.tiles.cover(q0, k0), lse);
+    }
     if (has_slope<B>) pack_p();
     weights.multiply_by_slope();
   };
@@ -1421,6 +1494,11 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     fence_proxy_async();
     // The turn. hazard: dS of tile n - 1 written by both warpgroups
     barrier_sync(backward_turn + w, backward_turn_threads);
+    if constexpr (may_prefetch_bias && !last) {
+      QueryTiles<B> next = tile;
+      next.advance();
+      prefetch_bias(next);
+    }
 
     // dV += P.T @ dO, and dQ = dS @ K of the previous tile. In the first tile, this dQ is undefined and not
     // used.
@@ -1473,6 +1551,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
 
   // The first tile's S, dP and P
   const int tiles = tile.count(a.p);
+  if constexpr (may_prefetch_bias) prefetch_bias(tile);
   mbarrier_wait(&s.kv_full, 0);
   mbarrier_wait(&s.q_full[0], 0);
   wgmma_qk<B>(P, K, Q_0);
@@ -1702,6 +1781,17 @@ __device__ __forceinline__ void store_bias_tile(const BackwardArgs& a, const Bia
   }
 }
 
+// Adds the bias from registers.
+template <class Scores> struct BiasFromRegisters {
+  const Scores& bias;
+
+  template <class B> __device__ __forceinline__ void add(Scores& S, const ScoreTile<B>& tile) const {
+    SDPA_UNROLL for (int i = 0; i < Scores::ROWS; i++) {
+      SDPA_UNROLL for (int j = 0; j < Scores::COLS; j++) S.x[i][j] = fmaf(S.x[i][j], tile.a.logit_scale, bias.x[i][j]);
+    }
+  }
+};
+
 template <class Build>
 __global__ void __launch_bounds__(OfBias<Build>::threads, 1) sdpa_backward_bias(const __grid_constant__ BackwardArgs a) {
   using B = OfBias<Build>;
@@ -1750,14 +1840,19 @@ __global__ void __launch_bounds__(OfBias<Build>::threads, 1) sdpa_backward_bias(
   };
   PassingTiles<B, decltype(load)> steps(load, int(end - first));
 
-  Scores P, dS, sum;
+  Scores P, dS, sum, bias;
   QK::place(P, warp, lane);
   QK::place(dS, warp, lane);
   QK::place(sum, warp, lane);
+  QK::place(bias, warp, lane);
   clear(sum);
   for (int n = 0; n < steps.count; n++) {
     const BiasPlace at = place_of(n);
     const Item<B> item = item_at(at);
+    if (n == 0 || !plan.has_one_bias) {
+      clear(bias);
+      BiasInMemory<B>().add(bias, a, item, key_count(p, item), item.q0, first_key(item, at));
+    }
     const int stage = steps.acquire(n), k0 = first_key(item, at);
     const Mask& mask = mask_of<B, B::block_m, B::block_n>(a, item);
     if (!sees(item, mask, k0)) {
@@ -1775,7 +1870,7 @@ __global__ void __launch_bounds__(OfBias<Build>::threads, 1) sdpa_backward_bias(
     }
     QK::template finish<1>(P, s.steps[stage].queries.x, s.steps[stage].keys.x, warp, lane);
     WeightsOfTile<B, Scores> weights{P, dS, {}};
-    weights.set_p(a, item, mask, item.q0, k0, mask.tiles.cover(item.q0, k0), lse);
+    weights.set_p(a, item, mask, item.q0, k0, mask.tiles.cover(item.q0, k0), lse, BiasFromRegisters<Scores>{bias});
     V::template finish<0>(dS, s.steps[stage].queries.y, s.steps[stage].keys.y, warp, lane);
     weights.set_ds(delta);
     SDPA_UNROLL for (int i = 0; i < Scores::ROWS; i++) {
@@ -1917,7 +2012,7 @@ template <class B> SdpaStatus launch_bias(const SdpaBackwardParams& params, cuda
     set_backward_scales<B>(a);
     const SdpaParams& p = a.p;
     BiasPlan& plan = bias_plan<B>(a);
-    plan.columns = p.bias_keys > 0 ? p.bias_keys : p.most_keys > 0 ? min(p.most_keys, p.Sk) : p.Sk;
+    plan.columns = bias_columns(p);
     const struct {
       int size;
       bool is_summed;
@@ -1925,6 +2020,11 @@ template <class B> SdpaStatus launch_bias(const SdpaBackwardParams& params, cuda
                 {p.Hq, params.d_bias.head == 0},
                 {int(ceil_div(p.Sq, Own::block_m)), params.d_bias.row == 0},
                 {int(ceil_div(plan.columns, Own::block_n)), params.dBias_sums_keys == 1}};
+    const int64_t bias_strides[] = {p.bias_strides.batch, p.bias_strides.head, p.bias_strides.row, 1};
+    plan.has_one_bias = !B::use_lengths;
+    for (int i = 0; i < 4; i++) {
+      if (dims[i].is_summed && dims[i].size > 1 && bias_strides[i] != 0) plan.has_one_bias = false;
+    }
     plan.sums_queries = dims[2].is_summed;
     plan.sums_keys = dims[3].is_summed;
     const auto set_dims = [&](BiasPlan::Dims& to, bool summed) {

@@ -17,6 +17,19 @@ inline float float_of_bits(uint32_t bits) {
   return x;
 }
 
+#if defined(__F16C__)
+// The processor's conversions; _cvtss_sh() and _cvtsh_ss() without their header, which is slow to compile.
+inline uint16_t float_to_half(float x) {
+  using Floats = float __attribute__((vector_size(16)));
+  return x != x ? 0x7fff : uint16_t(__builtin_ia32_vcvtps2ph(Floats{x}, 0)[0]);
+}
+
+inline float half_to_float(uint16_t half) {
+  using Halves = short __attribute__((vector_size(16)));
+  const float x = __builtin_ia32_vcvtph2ps(Halves{short(half)})[0];
+  return x != x ? float_of_bits(0x7fffffff) : x;
+}
+#else
 inline uint16_t float_to_half(float x) {
   const uint32_t bits = bits_of_float(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
   if (magnitude > 0x7f800000) return 0x7fff;                              // NaN
@@ -35,6 +48,7 @@ inline float half_to_float(uint16_t half) {
   // The same fields at fp32's places, 2^112 too small; the product is exact, also for subnormals.
   return float_of_bits(sign | magnitude << 13) * 0x1p112f;
 }
+#endif
 
 }  // namespace simt
 

@@ -21,11 +21,10 @@ inline uint8_t float_to_e4m3(float x) {
 }
 
 inline float e4m3_to_float(uint8_t bits) {
-  const int exponent = bits >> 3 & 15, mantissa = bits & 7;
-  if ((bits & 0x7f) == 0x7f) return float_of_bits(0x7fffffff);  // NaN
-  const float magnitude =
-      exponent ? std::ldexp(float(8 + mantissa), exponent - 10) : std::ldexp(float(mantissa), -9);
-  return bits & 0x80 ? -magnitude : magnitude;
+  const uint32_t sign = uint32_t(bits & 0x80) << 24, magnitude = bits & 0x7f;
+  if (magnitude == 0x7f) return float_of_bits(0x7fffffff);  // NaN
+  // The same fields at fp32's places, 2^120 too small; the product is exact, also for subnormals.
+  return float_of_bits(sign | magnitude << 20) * 0x1p120f;
 }
 
 }  // namespace simt

@@ -16,6 +16,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -362,6 +363,7 @@ std::mutex host_mutex;  // of all host functions; a launch holds it to its end
 std::mutex report_mutex;
 std::string report_line;
 std::atomic<bool> launch_failed{false};
+bool is_counting = false;  // changed only between launches, like all_counters
 Counters all_counters;
 struct Allocation {
   size_t bytes;
@@ -497,16 +499,19 @@ void report_deadlock(Runner& c) {
   report(text);
 }
 
-void wake_pollers(Runner& c) {
-  std::vector<Fiber*> still;
+// Makes the waiting fibers ready whose condition holds. With an mbarrier, whose phase is complete, skips those that wait
+// for another mbarrier.
+void wake_pollers(Runner& c, const uint64_t* completed = nullptr) {
+  size_t kept = 0;
   for (Fiber* f : c.pollers) {
-    if (f->is_ready(f->is_ready_context)) {
+    const bool may_be_ready = !completed || !f->mbarrier || f->mbarrier == completed;
+    if (may_be_ready && f->is_ready(f->is_ready_context)) {
       make_ready(c, *f);
     } else {
-      still.push_back(f);
+      c.pollers[kept++] = f;
     }
   }
-  c.pollers.swap(still);
+  c.pollers.resize(kept);
 }
 
 // Waits until ready(context); wake_pollers() evaluates it again.
@@ -598,7 +603,7 @@ struct Mbarrier {
       pending = expected;
     }
     memcpy(word, this, sizeof *this);
-    if (complete) wake_pollers(c);
+    if (complete) wake_pollers(c, word);
   }
   // True if the phase of this parity is complete; records that a thread has observed it.
   static bool see(uint64_t* word, int parity) {
@@ -859,7 +864,7 @@ bool named_barrier(int id, int count, bool wait_here, Site at, bool vote) {
 }
 
 void warp_collective(unsigned mask, void* mine, Collective compute, Site at) {
-  Meeting complete;
+  void* args[32];  // of the meeting, which others may reuse
   const void* clock;
   {
     const Unobserved unobserved;
@@ -899,11 +904,11 @@ void warp_collective(unsigned mask, void* mine, Collective compute, Site at) {
       return;
     }
     acquire(clock);
-    complete = *meeting;
+    std::copy(meeting->args, meeting->args + 32, args);
     meeting->arrived = 0;
     meeting->clocks.odd ^= true;
   }
-  if (compute) compute(complete.args, mask);  // observed: it touches the kernel's memory
+  if (compute) compute(args, mask);  // observed: it touches the kernel's memory
   const Unobserved unobserved;
   Block& b = *self->block;
   Runner& c = *b.runner;
@@ -1072,11 +1077,13 @@ void count_shared(const void* pointer, int bytes, Site at) {
 
 void count_global(int bytes) { self->block->counters.global_bytes += bytes; }
 
-Counters take_counters() {
-  const Lock lock(report_mutex);
-  Counters taken;
-  std::swap(taken, all_counters);
-  return taken;
+void start_counting() { is_counting = true; }
+
+Counters stop_counting() {
+  is_counting = false;
+  Counters counted;
+  std::swap(counted, all_counters);
+  return counted;
 }
 
 // ---- launches ----
@@ -1239,7 +1246,7 @@ bool launch(const Launch& l, void (*body)(const void*), const void* args) {
       const uint64_t at = order_of_ctas[i];
       c.random = (schedule.seed + 1) * 0x9e3779b97f4a7c15u + at;
       run_block(c, {unsigned(at % n.x), unsigned(at / n.x % n.y), unsigned(at / n.x / n.y)},
-                l.shared_bytes, at == 0);
+                l.shared_bytes, is_counting && at == 0);
     }
     if (withheld) withheld->worker_ends();
     const Lock lock(report_mutex);

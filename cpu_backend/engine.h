@@ -11,7 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
+#include <list>
 #include <map>
 #include <string>
 #include <vector>
@@ -61,7 +61,7 @@ struct Thread {  // one CUDA thread
   std::vector<AsyncCopy> open_copies;               // cp.async since the last commit
   std::vector<std::vector<AsyncCopy>> copy_groups;  // committed, oldest first
   std::map<const void*, uint64_t> accesses_at;      // by site, for the conflict counters
-  std::deque<std::deque<BulkStore>> stores;         // bulk groups; the last is open
+  std::list<std::list<BulkStore>> stores;           // bulk groups; the last is open
   uint32_t proxy_fences;                            // fence.proxy.async so far
   // For each mbarrier that tracks cp.async: the copies completed at the last wait, and at the last
   // wait before a fence.
@@ -160,7 +160,7 @@ inline void check_shared(const void* pointer, int bytes, Site at) {
   if (offset + bytes > self->shared_bytes || offset % bytes) check_shared_slow(pointer, bytes, at);
 }
 
-// ---- counters, of the first block of a launch ----
+// ---- counters, of the first block of each launch between start_counting() and stop_counting() ----
 
 struct AccessCount {  // one access site of shared memory
   std::string where;
@@ -171,7 +171,8 @@ struct Counters {
   uint64_t global_bytes = 0;  // read from global memory by all threads
   std::map<std::string, AccessCount> shared;
 };
-Counters take_counters();  // of the launches since the last call
+void start_counting();
+Counters stop_counting();
 void count_shared(const void* pointer, int bytes, Site at);
 void count_global(int bytes);
 

@@ -801,8 +801,9 @@ void bulk_commit() {
 void bulk_wait(int groups, bool read_only) {
   auto& stores = self->stores;
   const size_t keep = size_t(groups) + 1;  // the last is open
-  for (size_t i = 0; i + keep < stores.size(); i++) {
-    for (BulkStore& store : stores[i]) {
+  auto group = stores.begin();
+  for (size_t left = stores.size(); left > keep; left--, ++group) {
+    for (BulkStore& store : *group) {
       if (!store.has_read) {
         void*& proxy = self->block->proxies.back();
         observe_as(proxy, &store, [&] {

@@ -5,7 +5,7 @@
 set -u
 cd "$(dirname "$0")" || exit 1
 find='import importlib.util, sys
-sys.exit(not all(map(importlib.util.find_spec, "allpairspy elftools jsonschema matplotlib ml_dtypes optuna pytest scipy".split())))'
+sys.exit(not all(map(importlib.util.find_spec, "allpairspy elftools matplotlib ml_dtypes optuna pytest scipy".split())))'
 for python in "${PYTHON:-python3}" /usr/bin/python3; do
   "$python" -c "$find" 2>/dev/null || continue
   PATH=$(dirname "$(command -v "$python")"):$PATH  # the tools' #! line finds the same one
@@ -16,5 +16,5 @@ for python in "${PYTHON:-python3}" /usr/bin/python3; do
   if [[ $status = [05] ]] && ! grep -q ' passed' <<<"$out"; then exit 77; fi
   exit $status
 done
-echo "skipped: a package is missing; python3 -m pip install allpairspy jsonschema matplotlib 'ml_dtypes==0.5.*' 'optuna==4.*' pyelftools pytest scipy"
+echo "skipped: a package is missing; python3 -m pip install allpairspy matplotlib 'ml_dtypes==0.5.*' 'optuna==4.*' pyelftools pytest scipy"
 exit 77

@@ -350,9 +350,9 @@ simt::Counters count_tiles(int tiles) {
   p.Sk = tiles * t.split_kv * t.block_n;
   Instance instance(p);
   instance.set_inputs(0);
-  simt::take_counters();
+  simt::start_counting();
   instance.run_once();
-  return simt::take_counters();
+  return simt::stop_counting();
 }
 
 // The cost of an additional K/V tile in a launch of one CTA: barriers of its first thread, bytes

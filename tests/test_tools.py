@@ -80,7 +80,6 @@ def test_how_a_command_ends(ends, code, said, monkeypatch, capfd):
     assert (ended.value.code, capfd.readouterr().err) == (code, said)
 
 
-
 # ---- profile ----
 
 REPORT = [("gpu__time_duration.sum", "ns", "1,500,000.00"),
@@ -102,12 +101,6 @@ def printed_by_ncu():
     return "==PROF== words\n" + out.getvalue()
 
 
-def verdict(family):
-    row = dict(zip("config,family,shape,B,Hq,Hkv,Sq,Sk,D,sm,device,causal".split(","),
-                   f"line,{family},mission,1,2,1,512,512,64,90,GPU,br".split(",")))
-    return ncu.verdict(row, ncu.launches_of(printed_by_ncu())[0])
-
-
 SAID = [
     "line at mission causal br on GPU: 1500.00 us under ncu, SM at 1800 MHz",
     "tensor pipe     60.0%  93% of what mma.sync can reach", "25.0% of its wavefronts are bank conflicts",
@@ -116,12 +109,13 @@ SAID = [
     "bound by               tensor pipe, at 93% of its limit"]
 
 
-def test_a_profile_says():
+@pytest.mark.parametrize("family,bound", [("mma", SAID[-1]), ("wgmma", "bound by               latency: the busiest unit is the tensor pipe at 60%")])
+def test_a_profile_says(family, bound):
     """wgmma lines are not compared with mma.sync's peak."""
-    lines = verdict("mma")
-    assert len(lines) == 11 and not [sentence for sentence in SAID if sentence not in "\n".join(lines)]
-    assert "bound by               latency: the busiest unit is the tensor pipe at 60%" in verdict("wgmma")[-1]
-
+    row = dict(zip("config,family,shape,B,Hq,Hkv,Sq,Sk,D,sm,device,causal".split(","),
+                   f"line,{family},mission,1,2,1,512,512,64,90,GPU,br".split(",")))
+    lines = ncu.verdict(row, ncu.launches_of(printed_by_ncu())[0])
+    assert bound in lines[-1] and (family == "wgmma" or not [sentence for sentence in SAID if sentence not in "\n".join(lines)])
 
 
 ROW = "config,family,shape,B,Hq,Hkv,Sq,Sk,D,sm,device,causal\nmma_lazy,mma,1x2x1x512x512,1,2,1,512,512,64,90,GPU,br\n"
@@ -216,20 +210,17 @@ def test_peers_fail_if_a_line_is_wrong_on_any_problem(compared):
     assert compared("scalar_vec8", *problems[:2], torch_flash=wrong, torch_math=wrong)[0] == 0  # peers have no check
 
 
-def test_peers_of_a_problem_that_no_line_takes(compared):
+def test_rows_of_peers(compared):
+    """A problem that no line takes has no rows. Lines with another HEAD_DIM_V are not compared with the others; the note says so."""
     code, rows, err, courses = compared("scalar_vec8", "torch:math", "--shape", "1,1,1,9,9,128", "--shape", "1,1,1,9,9,64", "--rested")
     assert code == 0 and {row["D"] for row in rows} == {"64"} and courses == [(engine.RESTED, 1)]
     assert err == "peers.py: no line for D=128 : 1x1x1x9x9 is skipped\n"
     assert all(row["note"].endswith("in 10 ms after 0.3 s of rest") for row in rows)
-
-
-def test_peers_of_another_head_dim_v(compared):
-    """Lines with another HEAD_DIM_V are not compared; the note of a row says so."""
-    def run(*words):
-        return compared(*words, "torch:math", "--shape", "1,1,1,9,9,64")
-    rows = run("scalar_vec8", "scalar_vec8", "HEAD_DIM_V=32")[1]
+    rows = compared("scalar_vec8", "scalar_vec8", "HEAD_DIM_V=32", "torch:math", "--shape", "1,1,1,9,9,64")[1]
     assert [(row["config"], row["note"].partition("; V of 32")[1]) for row in rows] == [
         ("scalar_vec8", ""), ("torch_math", ""), ("scalar_vec8__HEAD_DIM_V_32", "; V of 32"), ("torch_math", "; V of 32")]
+    with pytest.raises(cli.Refused, match="^which line[?]$"):
+        compared("torch:math", "torch:flash")
 
 
 def test_which_problems_peers_take(compared, monkeypatch):
@@ -250,33 +241,14 @@ def test_which_problems_peers_take(compared, monkeypatch):
     assert problems() == [engine.parse_problem(f"{shape},{kind}") for shape in ("mission", "mission2", "long")
                           for kind in ("64,bf16", "64,e4m3", "64,fp16", "128,bf16", "256,bf16")]
     assert problems("--shape", "long,64,fp16", "--suite") == parsed(["long,64,fp16", *peers.SUITE])
-    assert problems("--e4m3") == parsed(peers.E4M3) and problems("--chunks") == parsed(
-        f"{text},{D},bf16" for D in (64, 128, 256) for text in peers.CHUNKS)
-    assert asked[0][1] == (engine.STEADY, 2)
+    assert problems("--e4m3") == parsed(peers.E4M3) and asked[0][1] == (engine.STEADY, 2)
     field = problems("--field")
     assert field == parsed(peers.FIELD) and len(set(field)) == 36 and limits == [1]
-    assert {(p.B * p.Sq, p.Hq * p.D, p.Sq == p.Sk, p.Hq == p.Hkv) for p in field} == {(16384, 2048, True, True)}
     published = problems("hopper_d192_v128", "DTYPE=BF16", "hopper_e4m3_d128", "--published")  # the first: V of 128
     assert {(p.D, p.Dv, p.dtype) for p in published} == {(64, 0, "bf16"), (128, 0, "bf16"), (192, 128, "bf16"), (128, 0, "e4m3")}
-    assert len(published) == len(peers.PUBLISHED) == 20 and {p.left for p in published} == {-1, 1023} and limits == [1]
     drawn = [p for p in peers.draw(9, 2, True) if p in parsed([f"{p.shape.replace('x', ',')},{p.D},{p.dtype},{p.causal}"])]
     assert problems("--chunks", "--drawn", "9", "--seed", "2") == drawn != []
-    assert {course for _, course in asked} == {(peers.DRAWN, 1)}
-    assert problems("--drawn", "9") == [p for p in peers.draw(9, 0) if (p.D, p.dtype) != (128, "fp16") and (p.D, p.dtype) != (256, "fp16")]
-
-
-def test_chunks_are_drawn_within_their_kind():
-    drawn = peers.draw(60, 3, True)
-    assert drawn == peers.draw(60, 3, True) != peers.draw(60, 4, True) and {p.causal for p in drawn} == {"off", "br"}
-    assert all(2 <= p.Sq <= 2048 and 4096 <= p.Sk <= 131072 and p.B * p.Hkv <= 16 for p in drawn)
-    assert {p.Hq // p.Hkv for p in drawn} == {1, 4, 8} and any(p.B > 1 for p in drawn)
-    for p in drawn + peers.draw(60, 3):
-        assert p.B * p.D * max(p.Hq * p.Sq, p.Hkv * p.Sk) <= 3 << 26 and 4 * p.B * p.Hq * p.Sq * p.Sk * p.D <= 2e12
-
-
-def test_no_peer_alone(compared):
-    with pytest.raises(cli.Refused, match="^which line[?]$"):
-        compared("torch:math", "torch:flash")
+    assert {course for _, course in asked} == {(peers.DRAWN, 1)} and peers.draw(60, 3, True) != peers.draw(60, 4, True)
 
 
 # ---- stress ----
@@ -316,12 +288,8 @@ def test_stress_sees_a_bit_and_a_run_that_writes_nothing(change, sentence):
     others = {"good": FakeKernel(), "bad": Changing(change, 3), "late": Changing(change, 6)}
     found = dict(stress.stress(FakeGpu(), FakeKernel(line=LINE), others, None, problem, 5))
     assert found == {"alone": "", "good": "", "bad": sentence, "late": ""}
-
-
-def test_stress_of_a_wrong_first_run():
     wrong = FakeKernel(lambda O, LSE: O.fill(0), line=LINE)
-    (case, sentence), = stress.stress(FakeGpu(), wrong, {}, None, engine.parse_problem("1,2,1,40,50,64,fp16"), 2)
-    assert case == "alone" and sentence.startswith("O(")
+    assert dict(stress.stress(FakeGpu(), wrong, {}, None, problem, 2))["alone"].startswith("O(")
 
 
 def test_stress_of_a_line_on_the_cpu_backend():
@@ -355,45 +323,33 @@ def test_rows_and_exit_codes_of_stress(monkeypatch, capsys):
     assert stress.stress_line(None, line, built, None, 9) == 1
 
 
-def test_a_refused_variant_is_no_error(monkeypatch):
-    line, = builds.parse_contenders(["hopper_d128"])
-    built = {one: builds.Built(one, trouble="static assertion failed") for one in stress.variants(line).values()
-             if one.tree.refusal(one.words)}
-    assert built
-    built.update({one: builds.Built(one) for one in (line, *stress.variants(line).values()) if one not in built})
-    monkeypatch.setattr(engine, "load", lambda line, gpu, built: line)
+    # A variant that sdpa.cu refuses is no error; the line itself is.
+    monkeypatch.setattr(builds.Tree, "refusal", lambda *_: "STAGES: no")
+    built[bad] = builds.Built(bad, trouble="static assertion failed")
     monkeypatch.setattr(stress, "stress", lambda *_: [("alone", "")])
     assert stress.stress_line(None, line, built, None, 9) == 0
     built[line] = builds.Built(line, trouble="static assertion failed")
     assert stress.stress_line(None, line, built, None, 9) == 3
 
 
-@pytest.mark.parametrize("codes,code", [((0, 0), 0), ((0, 1), 1), ((3, 1), 3)])
-def test_the_command_stress(codes, code, monkeypatch, capsys):
-    """Builds all variants of each line; the exit code is the worst of the lines'."""
+@pytest.mark.parametrize("words,codes,code", [(" wgmma_plain wgmma_decode", (0, 0), 0), (" wgmma_plain wgmma_decode", (0, 1), 1),
+                                              (" wgmma_plain wgmma_decode", (3, 1), 3), ("", (0,), 1), (" good", (0,), 0)])
+def test_the_command_stress(words, codes, code, monkeypatch, tmp_path, capsys):
+    """Builds all variants of each line; the exit code is the worst of the lines'. Reports bad lines only if it runs all lines."""
     built, left = [], list(codes)
+    if len(codes) == 1:
+        (tmp_path / "two.txt").write_text("good USE_WGMMA=1 BLOCK_M=64 VEC_WIDTH=8\nbad FOO=1\n")
+        monkeypatch.setenv("SDPA_CONFIGS", str(tmp_path / "two.txt"))
     monkeypatch.setattr(engine, "need_gpu", lambda *_: FakeGpu())
     monkeypatch.setattr(builds, "build", lambda lines, arch, **more: built.append([*lines]) or {
         line: builds.Built(line, "path") for line in lines})
     monkeypatch.setattr(stress, "Hog", lambda gpu, path: path)
     monkeypatch.setattr(stress, "stress_line", lambda gpu, line, built, hog, repeats: (hog, repeats) == ("path", 7) and left.pop(0))
-    monkeypatch.setattr(sys, "argv", "stress wgmma_plain wgmma_decode --repeats 7".split())
+    monkeypatch.setattr(sys, "argv", f"stress{words} --repeats 7".split())
     assert stress.main() == code and not left
-    assert [line.text for line in built[0]] == ["wgmma_plain", "wgmma_plain STAGES=2", "wgmma_plain STAGES=4", "wgmma_decode"]
-    assert capsys.readouterr().out == "config,case,problem,repeats,check\n"
-
-
-def test_stress_tells_bad_lines(monkeypatch, tmp_path, capsys):
-    """Reports bad lines only if it runs all lines."""
-    (tmp_path / "two.txt").write_text("good USE_WGMMA=1 BLOCK_M=64 VEC_WIDTH=8\nbad FOO=1\n")
-    monkeypatch.setenv("SDPA_CONFIGS", str(tmp_path / "two.txt"))
-    monkeypatch.setattr(engine, "need_gpu", lambda *_: FakeGpu())
-    monkeypatch.setattr(builds, "build", lambda lines, arch, **more: {line: builds.Built(line, "path") for line in lines})
-    monkeypatch.setattr(stress, "Hog", lambda gpu, path: path)
-    monkeypatch.setattr(stress, "stress_line", lambda *_: 0)
-    for words, code in (("", 1), (" good", 0)):
-        monkeypatch.setattr(sys, "argv", ("stress" + words).split())
-        assert stress.main() == code and ("two.txt:2: no knob is called FOO" in capsys.readouterr().err) == bool(code)
+    out, err = capsys.readouterr()
+    assert out == "config,case,problem,repeats,check\n" and ("two.txt:2: no knob is called FOO" in err) == (not words)
+    assert len(codes) == 1 or [line.text for line in built[0]] == ["wgmma_plain", "wgmma_plain STAGES=2", "wgmma_plain STAGES=4", "wgmma_decode"]
 
 
 # ---- sweep ----

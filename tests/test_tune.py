@@ -1,7 +1,6 @@
 """Tests of ./run_all.sh tune without a GPU: the search space, the gates on a fake GPU, logs of interrupted searches, exports,
 and the quality of the search on measured lists. usage: python3 -m pytest tests/test_tune.py"""
 import glob
-import importlib.util
 import json
 import math
 import os
@@ -14,7 +13,6 @@ import time
 import types
 from unittest import mock
 
-import jsonschema
 import numpy as np
 import optuna
 import pytest
@@ -296,37 +294,20 @@ def test_without_a_gpu():
 
 # ---- what is made of a log ----
 
-T4_RESULT = {"type": "object", "required": ["configuration", "times", "invalidity", "correctness"], "properties": {
-    "timestamp": {"type": "string"}, "configuration": {"type": "object"}, "objectives": {"type": "array"},
-    "times": {"type": "object", "properties": {
-        **{name: {"type": "number"} for name in ("compilation_time", "framework", "search_algorithm", "validation")},
-        "runtimes": {"type": "array"}}},
-    "invalidity": {"enum": ["timeout", "compile", "runtime", "correctness", "constraints", "correct"]},
-    "correctness": {"type": "number"},
-    "measurements": {"type": "array", "items": {"type": "object", "properties": {
-        "name": {"type": "string"}, "value": {"type": ["number", "string", "array"]}, "unit": {"type": "string"}}}}}}
-# The T4 results schema, 1.0.0, in our words; where Kernel Tuner is installed its own file judges as well.
-T4 = {"type": "object", "properties": {"schema_version": {"type": "string", "pattern": r"^\d+\.\d+\.\d+$"},
-                                       "results": {"type": "array", "items": T4_RESULT}}}
-
-
-def t4_schemas():
-    yield T4
-    tuner = importlib.util.find_spec("kernel_tuner")
-    for path in glob.glob(os.path.join(os.path.dirname(tuner.origin), "schema/T4/*/results-schema.json")) if tuner else []:
-        with open(path) as file:
-            yield json.load(file)
-
-
 @pytest.mark.parametrize("log", [pytest.param("", marks=pytest.mark.long), *LISTS])
 def test_t4(log, request):
+    """The members that the schema of T4 results 1.0.0 requires, and their types."""
     log = log or request.getfixturevalue("searched")
     code, out, _ = run("--export", "t4", str(log))
-    exported = json.loads(out)
-    for schema in t4_schemas():
-        jsonschema.validate(exported, schema)
-    own = records_of(log)
-    assert code == 0 and len(exported["results"]) == len(own) > 5
+    exported, own, number = json.loads(out), records_of(log), (int, float)
+    assert code == 0 and len(exported["results"]) == len(own) > 5 and re.fullmatch(r"\d+\.\d+\.\d+", exported["schema_version"])
+    for one in exported["results"]:
+        kinds = dict(configuration=dict, times=dict, invalidity=str, correctness=number, objectives=list, measurements=list, timestamp=str)
+        assert {"configuration", "times", "invalidity", "correctness"} <= one.keys() <= kinds.keys()
+        assert all(isinstance(value, kinds[name]) for name, value in one.items())
+        assert all(isinstance(value, list if name == "runtimes" else number) for name, value in one["times"].items())
+        assert one["invalidity"] in ("timeout", "compile", "runtime", "correctness", "constraints", "correct")
+        assert all(isinstance(each["name"], str) and isinstance(each["value"], (str, list, *number)) for each in one["measurements"])
     assert {one["invalidity"] for one in exported["results"]} >= {"correct"}
     assert exported["results"][0]["configuration"]["USE_MMA_SYNC" if "mma" in own[0]["line"][:3] else "USE_WGMMA"] == "1"
 
@@ -371,18 +352,6 @@ def replayed(log):
     assert code == 0, err
     rows = re.findall(r"^(\S.*?) {2,}(\d+) +(\d+) +[\d.]+% +(\d+) of 20$", out, re.M)
     return {kind: tuple(map(int, figures)) for kind, *figures in rows}
-
-
-@pytest.mark.long
-def test_the_search_beats_random_search(tmp_path):
-    """Compares both on a list of timings from the cost model."""
-    fix = [word for knob in ("BLOCK_M=16,32,64,128,256", "BLOCK_N=32,48,64,96,128", "NUM_WARPS=2,4,8", "STAGES=1,2,3",
-                             "SPLIT_KV=1,2,4") for word in ("--fix", knob)]
-    assert dry(tmp_path / "all.jsonl", "--all", "--budget", "60", *fix)[0] == 0
-    knobs = [record["knobs"] for record in records_of(tmp_path / "all.jsonl")[1:]]
-    assert len(knobs) == len(set(knobs)) > 200
-    found = replayed(tmp_path / "all.jsonl")
-    assert found["from mma_lazy"][2] >= 18 and found["random search"][2] <= 10, found
 
 
 @pytest.mark.long

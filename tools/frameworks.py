@@ -192,7 +192,7 @@ GRADIENTS = ("4,16,16,4096,128 1,16,16,16384,128 1,32,8,8192,128 16,16,16,1024,1
              "2,8,8,4096,256 1,8,8,16384,256").split()
 PACKED = {"16 of 256 to 4,096, packed": drawn(16, 256, 4096)}  # lengths of sequences; 16 heads, D=128
 WRONG = 2 * engine.LIMITS["bf16"][0]  # as for the gradients in tools/engine.py
-TURN_US = 30e3
+TURN_US = 20e3
 
 
 @contextlib.contextmanager

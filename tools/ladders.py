@@ -60,7 +60,7 @@ LADDERS = {
         wgmma_d128_lazy
         transposed: wgmma_decode_d128 PACK_GQA=0 SPLIT_CTAS=1 | | | -
         packed: wgmma_decode_d128 SPLIT_CTAS=1 | | | one\.h \+=|while \(group
-        wgmma_decode_d128 | | | a\.ranges\.remainder\(blockIdx|is_last_s =
+        wgmma_decode_d128 | | | a\.ranges\.remainder\(blockIdx|is_last =
         hopper_d128      | | | -"""),
     "backward": ladder(SQUARE, r"""
         backward_minimal
