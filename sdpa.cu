@@ -102,7 +102,7 @@ namespace {  // internal linkage: two builds in one program must not share const
   X(USE_PERSISTENT_CTA, 0, use_persistent_cta, "0 1", "wmma wgmma", "resident CTAs fetch work items from a queue") \
   X(USE_FAST_EXP, 0, use_fast_exp, "0 1", "all", "2^x by a cubic polynomial on the FMA pipes (error 1e-4), not ex2") \
   X(USE_LAZY_MAX, 0, use_lazy_max, "0 1", "mma wgmma", "lazy rescaling: rescales O only if the row max grew too much") \
-  X(SPLIT_KV, 1, split_kv, "1 2 4", "mma wgmma", "splits: groups of warps that share the keys and merge; for few, long rows") \
+  X(SPLIT_KV, 1, split_kv, "1 2 4", "mma wgmma", "splits: groups of warps that share the keys; for few, long rows") \
   X(USE_WMMA, 0, use_wmma, "0 1", "all", "computes Q @ K.T by nvcuda::wmma") \
   X(USE_WMMA_PV, 0, use_wmma_pv, "0 1", "wmma", "computes P @ V by nvcuda::wmma") \
   X(USE_MMA_SYNC, 0, use_mma_sync, "0 1", "all", "uses mma.sync and ldmatrix") \
@@ -117,7 +117,7 @@ namespace {  // internal linkage: two builds in one program must not share const
   X(SPLIT_CTAS, 1, split_ctas, "0..256", "wmma mma wgmma", "CTAs that share an item's keys; 0: chosen per problem") \
   X(USE_SOFTCAP, 0, use_softcap, "0 1 2", "scalar mma wgmma", "logits are c * tanh(x / c): 1 tanh.approx, 2 exact") \
   X(USE_SINKS, 0, use_sinks, "0 1", "scalar mma wgmma", "attention sinks: adds exp(sink) of the head to each row sum") \
-  X(USE_BIAS, 0, use_bias, "0 1 2 3", "scalar mma wgmma", "bias of the logits: 1 added, 2 hides keys, 3 added (fp32)") \
+  X(USE_BIAS, 0, use_bias, "0 1 2 3 4 5", "scalar mma wgmma", "bias of the logits: 1 added, 2 hides keys, 3 added (fp32); 4, 5: a row") \
   X(USE_LENGTHS, 0, use_lengths, "0 1", "scalar mma wgmma", "reads the length of each sequence from device memory") \
   X(USE_PAGES, 0, use_pages, "0 1 2", "scalar mma wgmma", "paged K and V; page size: 1 a multiple of 16 keys, 2 any") \
   X(USE_TUNED, 0, use_tuned, "0 1", "mma wgmma", "chooses the tile per problem from a table; set knobs restrict it") \
@@ -253,19 +253,22 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
                                              K::use_warp_specialization && kv_bytes == 2 &&
                                              K::use_bias == 0 && !K::use_key_mask;
   // True if at least one knob of the list is on.
-  static constexpr bool changes_logits = SDPA_LOGIT_KNOBS(SDPA_IS_ON) false, hides_keys = SDPA_MASK_KNOBS(SDPA_IS_ON) false;
+  static constexpr bool changes_logits = SDPA_LOGIT_KNOBS(SDPA_IS_ON) false;
+  static constexpr bool hides_keys = SDPA_MASK_KNOBS(SDPA_IS_ON) false;
   // mask_knobs: number of knobs of SDPA_MASK_KNOBS that are set. only_expression_hides: none of them is set
   // except MASK_MOD. Otherwise the hidden keys may differ between heads and between batches.
   static constexpr int mask_knobs = SDPA_MASK_KNOBS(SDPA_COUNT_ON) 0;
   static constexpr bool only_expression_hides = mask_knobs == (K::mask_mod != 0);
-  // USE_BIAS: the bias is added to the logits; it has Q's type, or fp32.
-  static constexpr bool adds_bias = K::use_bias == 1 || K::use_bias == 3;
+  // USE_BIAS: the bias is added to the logits; it has Q's type, or fp32. key_bias: one row is the bias of all queries
+  // and heads of a batch.
+  static constexpr bool adds_bias = K::use_bias != 0 && K::use_bias != 2, key_bias = K::use_bias >= 4;
   // hides_rounds: the score hook may hide all keys of a round. has_hook_scale: it multiplies scores by hook_scale.
   static constexpr bool hides_rounds = K::use_bias != 0 || hides_keys;
   static constexpr bool has_hook_scale = K::use_softcap != 0 || changes_logits;
-  // A separate kernel lists the visible rounds of all items. USE_KEY_MASK: each CTA lists those of its items
-  // instead.
-  static constexpr bool takes_map = hides_rounds && !K::use_key_mask;
+  // takes_map: a separate kernel lists the visible rounds of all items. masks_keys: all queries and heads of a batch
+  // see the same keys, and each CTA lists the visible rounds of its items instead.
+  static constexpr bool masks_keys = K::use_key_mask || key_bias;
+  static constexpr bool takes_map = hides_rounds && !masks_keys;
   // FP16_ACC: S is accumulated in fp16; each tile's P @ V is accumulated in fp16.
   static constexpr bool qk_in_fp16 = K::fp16_acc & 1, pv_in_fp16 = K::fp16_acc & 2;
   // Producer threads of a CTA, then all of its threads.
@@ -305,7 +308,7 @@ using Query = ElementOf<Defines::q_type>;      // of Q
 using KeyValue = ElementOf<Defines::kv_type>;  // of K and V
 using Output = ElementOf<Defines::o_type>;     // of O
 using Bias = std::conditional_t<Defines::use_bias == 2, uint8_t,
-                                std::conditional_t<Defines::use_bias == 3, float, Query>>;
+                                std::conditional_t<Defines::use_bias == 3 || Defines::use_bias == 5, float, Query>>;
 // Element type of tiles in shared memory. It may differ between the kernels of a build. With mma.sync and
 // KV_DTYPE, an element of Q occupies two of these elements.
 template <class B> using Element = std::conditional_t<B::tile_type == B::kv_type, KeyValue, __half>;
@@ -350,7 +353,7 @@ struct SdpaParams {
   int window_left = -1, window_right = -1;  // keys that a query sees before and after its own position; -1: no limit
   Descale q_descale, k_descale, v_descale;  // 8-bit DTYPE: q_descale per query head, the others per KV head
   Causal window_alignment = Causal::off;    // the position that the window is relative to; off: that of `causal`
-  float softcap = 0;                        // USE_SOFTCAP: logits are softcap * tanh(x / softcap); 1e-18 to 1e18, 0: off
+  float softcap = 0;                        // USE_SOFTCAP: logits are softcap * tanh(x / softcap); 1e-18 to 1e18; 0: off
   const float* sinks = nullptr;             // USE_SINKS=1: [Hq] in device memory; exp(sink) is added to the row sum
   const int *k_lengths = nullptr, *q_starts = nullptr, *k_starts = nullptr;  // USE_LENGTHS=1: see struct Sequence
   int most_keys = 0;                        // USE_LENGTHS=1: maximum number of keys per sequence; 0: Sk
@@ -505,7 +508,7 @@ struct Grid {  // maps the index of an item to its batch, head and rows
   Divisor items_in_l2;                  // heads_in_l2 * q_blocks
   uint32_t heads_in_l2 = 1;             // number of q_heads whose K and V take about 8/15 of L2; at least 1
   // Converts the input of the softmax to an exponent of 2. For a score: scale * log2(e).
-  // USE_SOFTCAP: for a tanh, softcap * log2(e). USE_BIAS=1, USE_BIAS=3, SCORE_MOD: for a logit, log2(e).
+  // USE_SOFTCAP: for a tanh, softcap * log2(e). USE_BIAS=1, 3, 4, 5, SCORE_MOD: for a logit, log2(e).
   float scale_log2 = 0;                 // the first line of the constant cache ends here
   Divisor item_queries;                 // PACK_GQA: queries per head of an item
   int item_heads = 1;                   // PACK_GQA: query heads of an item
@@ -521,7 +524,7 @@ struct KernelArgs : Grid {
   uint32_t first_item = 0;  // merges_by_kernel: index of the launch's first item
   float inverse_scale_log2 = 0;  // 1 / scale_log2
   float hook_scale = 0;          // USE_SOFTCAP: scale / softcap; SCORE_MOD: scale
-  float logit_scale = 1;         // USE_BIAS=1, 3: scale for a score, softcap for a tanh
+  float logit_scale = 1;         // USE_BIAS=1, 3, 4, 5: scale for a score, softcap for a tanh
   float score_scale_log2 = 0;    // the value of scale_log2 without SCORE_MOD and bias
   BiasMap bias_map;
   std::conditional_t<Defines::is_wgmma, TensorMaps, Nothing> maps;
@@ -698,7 +701,8 @@ __device__ __forceinline__ float finite_scale(float scale) {
 }
 // A scale times the descale factors of Q and K of an item's heads. A 16-bit Q has no factor. With PACK_GQA, mma.sync
 // applies the factor of each row of Q itself, in multiply_qk().
-template <class B> __device__ __forceinline__ float with_descale(const KernelArgs& a, const Item<B>& item, float scale) {
+template <class B>
+__device__ __forceinline__ float with_descale(const KernelArgs& a, const Item<B>& item, float scale) {
   constexpr bool mma_scales_rows = B::kernel == KernelKind::mma && B::q_type != B::product_type;
   const bool has_factor_of_q = B::q_bytes == 1 && !mma_scales_rows;
   const float q_descale = has_factor_of_q ? a.p.q_descale.of_head(item.b, item.h) : 1;
@@ -746,11 +750,12 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
 }
 
 // ---- the score hook ----
-// Between Q @ K.T and the softmax, every kernel passes the scores of a tile through finish_scores(), or with USE_LAZY_MAX
-// through exp_by_stale_max(). Nothing else modifies scores.
+// Between Q @ K.T and the softmax, every kernel passes the scores of a tile through finish_scores(), or with
+// USE_LAZY_MAX through exp_by_stale_max(). Nothing else modifies scores.
 
 template <class B> struct KeyBits;  // USE_KEY_MASK: the visible keys of a tile
-// USE_KEY_MASK: what the item's list of rounds says about the keys of a tile. unknown: the kernel has no list.
+// USE_KEY_MASK, USE_BIAS=4, 5: what the item's list of rounds says about the keys of a tile. unknown: the kernel has no
+// list. some_hidden: or the bias changes scores.
 enum class KeysOfTile { unknown, all_visible, some_hidden };
 
 // The tile that the score hook processes: its item, mask and position. WgmmaRows has the same interface and
@@ -761,7 +766,8 @@ template <class B> struct ScoreTile {
   const Mask& mask;
   const int q, k0;  // first query and first key
   const ScoreScale<B> scale;  // hook_scale of the item
-  std::conditional_t<B::use_key_mask, KeysOfTile, Nothing> listed_keys{};
+  std::conditional_t<B::masks_keys, KeysOfTile, Nothing> listed_keys{};
+  std::conditional_t<B::key_bias && B::swap_ab, const Bias*, Nothing> loaded{};  // the bias of the thread's columns
 
   __device__ ScoreScale<B> hook_scale() const { return scale; }
   __device__ int batch_of_item() const { return item.b; }
@@ -781,8 +787,11 @@ template <class B> struct ScoreTile {
   __device__ __forceinline__ auto key_bits(int first, int last) const {
     if constexpr (B::use_key_mask) return KeyBits<B>(a, item.b, k0, first, last);
   }
-  // USE_BIAS: adds the bias and returns true, if the tile has one. Scores become logits, or -inf if the key is hidden.
+  // USE_BIAS: adds the bias and returns true, if the tile has one that changes it. Scores become logits, or -inf if the
+  // key is hidden.
   template <class View> __device__ __forceinline__ bool add_bias(View& S) const;
+  // USE_BIAS=4, 5: only WgmmaRows adds a bias to tiles that use a stale maximum.
+  template <class View, class Softmax> __device__ bool exp_with_bias(View&, int, int, Softmax&) const { return false; }
 };
 
 // USE_SOFTCAP: x becomes tanh(x * hook_scale) in this thread's columns [first, last) of S.
@@ -793,7 +802,7 @@ __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreSc
 template <class B> __device__ __forceinline__ bool has_bias(const KernelArgs& a, const Mask& mask, int k0) {
   return B::use_bias != 0 && a.p.bias && k0 + B::block_n > first_biased_key(a.p, mask.keys.Sk);
 }
-// USE_BIAS=1, 3: converts the scores of a tile without bias to logits.
+// USE_BIAS=1, 3, 4, 5: converts the scores of a tile without bias to logits.
 template <class B, class View> __device__ __forceinline__ void scale_scores(View& S, const KernelArgs& a) {
   if constexpr (B::adds_bias) {
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
@@ -978,17 +987,17 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     const int q = item.q0 + O.row(i);
     if (q >= item.query_count(p)) continue;
-    const FinalSum final = final_sum<B>(m[i], l[i], a, item);
+    const FinalSum total = final_sum<B>(m[i], l[i], a, item);
     SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
       Output e[width];
       SDPA_UNROLL for (int n = 0; n < width; n++) {
-        e[n] = rounded<Output>(l[i] == 0.0f ? 0 : O.x[i][j + n] * final.factor);
+        e[n] = rounded<Output>(l[i] == 0.0f ? 0 : O.x[i][j + n] * total.factor);
       }
       Vector x;
       memcpy(&x, e, sizeof x);
       if (!B::takes_short_rows || O.col(j) < columns) st_global(O_g + item.q_row(q) * p.o.row + O.col(j), x);
     }
-    if (O.col(0) == 0) store_lse<B>(m[i], final.sum, a, item, q);  // the first lane of the row
+    if (O.col(0) == 0) store_lse<B>(m[i], total.sum, a, item, q);  // the first lane of the row
   }
 }
 
@@ -1618,9 +1627,9 @@ constexpr bool lists_from_map =
 template <class B> __device__ __forceinline__ bool has_map(const KernelArgs& a) {
   return lists_from_map<B> && a.bias_map.lists;
 }
-// USE_KEY_MASK: true if each CTA lists the visible rounds of its items.
+// USE_KEY_MASK, USE_BIAS=4, 5: true if each CTA lists the visible rounds of its items.
 template <class B>
-constexpr bool lists_by_cta = B::use_key_mask && B::is_wgmma && B::kernel != KernelKind::wgmma_plain;
+constexpr bool lists_by_cta = B::masks_keys && B::is_wgmma && B::kernel != KernelKind::wgmma_plain;
 
 struct ListFromMap {  // an item's visible rounds: those with a key that the bias or MASK_MOD does not hide
   // An entry is 2 * n, plus 1 if the bias or MASK_MOD changes the scores of round n. Null: all rounds.
@@ -1728,7 +1737,8 @@ template <class E> __device__ __forceinline__ uint32_t pack(float low, float hig
   return word;
 }
 
-// The scales of an item, in registers. With 16-bit types they are kernel arguments, read at each use to save a register.
+// The scales of an item, in registers. With 16-bit types they are kernel arguments, read at each use to save
+// registers.
 template <class B> struct ItemScales {
   const KernelArgs& a;
   // 8-bit types: the scale that includes the descale factors, of the item or of its rows.
@@ -1815,12 +1825,15 @@ template <class B, int ROWS> struct StaleSoftmax {
 template <class B> struct WgmmaRows;
 template <class B> using StaleTile = std::conditional_t<B::is_wgmma, WgmmaRows<B>, ScoreTile<B>>;
 
-// Replaces columns [first, last) of S by P, relative to the stale maximum, in a tile that needs no mask. The
-// first call for a tile has first = 0. It sets are_logits if it converts the scores to logits.
+// Replaces columns [first, last) of S by P, relative to the stale maximum, in an unmasked tile. The first call for
+// a tile has first = 0. It sets are_logits if it converts the scores to logits.
 template <class B, class View, class Softmax>
 __device__ __forceinline__ void exp_by_stale_max(View& S, int first, int last, Softmax& softmax, StaleTile<B>& tile,
                                                  bool& are_logits) {
-  if constexpr (B::use_bias != 0) {
+  if constexpr (B::key_bias) {
+    cap_scores<B>(S, tile.a, tile.hook_scale(), first, last);
+    if (tile.exp_with_bias(S, first, last, softmax)) return;
+  } else if constexpr (B::use_bias != 0) {
     if (first == 0) {
       cap_scores<B>(S, tile.a, tile.hook_scale());
       are_logits = tile.add_bias(S);
@@ -2201,7 +2214,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
     const int k0 = round_k0 + split * B::block_n;
     const int stage = pipeline.acquire(k0);
     if (q < item.query_count(p) && k0 < t.keys.end && t.mask.tiles.touch(q, k0) &&
-        (!B::use_key_mask || KeyBits<B>(a, item.b, k0).any())) {
+        (!B::masks_keys || KeyBits<B>(a, item.b, k0).any())) {
       const bool unmasked = is_unmasked<B>(a, t.mask, q, k0);
       const Element<B>* const K_s = s.in.split[split].K[stage];
       const Element<B>* const V_s = s.in.split[split].V[stage];
@@ -2493,10 +2506,10 @@ constexpr bool stores_by_tma =
     (B::kernel == KernelKind::wgmma_roles || B::kernel == KernelKind::wgmma_converting) && B::split_kv == 1 &&
     B::split_ctas == 1;
 
-// ---- the list of an item's visible rounds (USE_KEY_MASK) ----
+// ---- the list of an item's visible rounds (USE_KEY_MASK, USE_BIAS = 4, USE_BIAS = 5) ----
 //
-// A round is visible if the key mask does not hide all of its keys. A warp lists the visible rounds of each item in
-// shared memory (list_visible_rounds). Producers and consumers then process only these rounds.
+// A round is visible if the key mask or the bias does not hide all of its keys. A warp lists the visible rounds of each
+// item in shared memory (list_visible_rounds). Producers and consumers then process only these rounds.
 
 // Bytes of shared memory for K, V and Q of two items, if Dv = D. The lists have to fit into the rest.
 template <class B>
@@ -2510,21 +2523,25 @@ constexpr int most_listed = lists_are_short<B> ? 64 : bytes_beside_lists<B> > 20
 template <class B>
 constexpr int most_kept = lists_are_short<B> ? 1 : bytes_beside_lists<B> > 200 * 1024 ? 32 : 128;
 // The list, in shared memory. entries: for each visible round, 2 * number, plus 1 if the key mask hides one of
-// its keys. bits: for each of the first most_kept rounds with a hidden key, one bit per key, 1 if it is
-// visible.
+// its keys, or if the bias changes a score. bits: USE_KEY_MASK: for each of the first most_kept rounds with a
+// hidden key, one bit per key, 1 if it is visible.
 template <class B> struct VisibleRounds {
-  alignas(16) uint32_t bits[most_kept<B>][ceil_div(B::round_keys, 32)];
-  uint16_t entries[most_listed<B>];
+  using Bits = uint32_t[most_kept<B>][ceil_div(B::round_keys, 32)];
+  alignas(16) std::conditional_t<B::use_key_mask, Bits, Nothing> bits;
+  uint16_t entries[most_listed<B> * (B::key_bias ? 2 : 1)];  // USE_BIAS=4, 5: see list_rounds_of_bias()
 };
 template <class B> struct ListInShared {
   int list = 0;           // offset of the VisibleRounds in shared memory
-  int is_whole = 0;       // 1: the item computes all rounds. Bit 0 of the only entry: the key mask may hide keys
+  int is_whole = 0;       // 1: the item computes all rounds. Bit 0 of the only entry: the mask or bias may have an effect
   int masked_rounds = 0;  // number of listed rounds with a hidden key; those from most_kept on have no stored bits
+  std::conditional_t<B::key_bias, int, Nothing> first{};  // USE_BIAS=4, 5: index of the first entry
   __device__ __forceinline__ VisibleRounds<B>& visible_rounds() const {
     return *reinterpret_cast<VisibleRounds<B>*>(&dynamic_shared<unsigned char>() + list);
   }
   __device__ uint32_t entry(int round) const {
-    const uint32_t listed = ld_shared<uint16_t>(&visible_rounds().entries[is_whole ? 0 : round]);
+    int at = is_whole ? 0 : round;
+    if constexpr (B::key_bias) at += first;
+    const uint32_t listed = ld_shared<uint16_t>(&visible_rounds().entries[at]);
     return is_whole ? 2 * round + listed : listed;
   }
 };
@@ -2550,22 +2567,22 @@ template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem<B
   return item.first_key + (round * B::split_kv + split) * B::block_n;
 }
 template <class B> __device__ __forceinline__ bool has_list(const KernelArgs& a, const WgmmaItem<B>& item) {
-  if constexpr (B::use_key_mask) return !item.is_whole;
+  if constexpr (B::masks_keys) return !item.is_whole;
   return has_map<B>(a);
 }
 template <class B> __device__ __forceinline__ void take_list(const KernelArgs& a, WgmmaItem<B>& item);
 
-// USE_KEY_MASK: sets tile.listed_keys from the entry of the round in the item's list.
+// USE_KEY_MASK, USE_BIAS=4, 5: sets tile.listed_keys from the entry of the round in the item's list.
 template <class B>
 __device__ __forceinline__ void set_listed_keys(ScoreTile<B>& tile, const WgmmaItem<B>& item, int round) {
-  if constexpr (B::use_key_mask) {
+  if constexpr (B::masks_keys) {
     tile.listed_keys = item.entry(round) % 2 == 0 ? KeysOfTile::all_visible : KeysOfTile::some_hidden;
   }
 }
 
-// With a mask, all items of a head start earlier: by 64 rows for each warpgroup of the last item that has no
-// query. The warpgroups without queries are then in the first item, before query 0, and own_rounds() gives
-// them no rounds. As a result, the first item loads fewer keys; the last item loads all keys in any case.
+// With a mask, all items of a head are shifted to earlier rows, by 64 rows for each warpgroup of the last item that
+// would have no query. The warpgroups without queries are then in the first item, before query 0, and own_rounds()
+// gives them no rounds. So the first item loads fewer keys. The last item loads all keys in any case.
 // Example with a causal mask, Sq = 200 and BLOCK_M = 192: the shift is (2 * 192 - 200) / 64 * 64 = 128 rows.
 //
 //               queries of item 0               queries of item 1               keys loaded by items 0, 1
@@ -2737,8 +2754,9 @@ template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, in
   clear_rows<B::d_v * B::kv_bytes>(V_s, B::block_n, keys, B::block_n, thread, threads, [](int) { return true; });
 }
 // batch_invariant: zero-fills the rows of Q past the last query of the sequence, in the `rows` rows from first_row
-// of the tile on. They belong to another sequence, and the rows of a warp decide together how long a stale maximum
-// is kept. Returns true if the tile has such rows; its readers must then wait for all calling threads.
+// of the tile on. They belong to another sequence. They would affect the result, since a warp keeps a stale maximum
+// only if all of its rows allow it. Returns true if the tile has such rows; its readers must then wait for all
+// calling threads.
 template <class B>
 __device__ __forceinline__ bool clear_queries_of_others(Element<B>* Q_s, int panel_rows, const KernelArgs& a,
                                                         const Item<B>& item, int first_row, int rows, int thread) {
@@ -2866,12 +2884,13 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_plain> {
   static constexpr auto entry = sdpa_wgmma_plain<B>;
 };
 
-// ---- the bias in global memory (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3) ----
+// ---- the bias in global memory (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_BIAS = 4, USE_BIAS = 5) ----
 
 // Returns the address of row r of the bias. The bias has one row per query. A row has a contiguous element
 // for each of the last bias_keys keys of the sequence; earlier keys have no bias. The strides may be 0.
-// USE_BIAS=1, 3: the element, of Q's type or fp32, is added to the logit; -inf hides the key. USE_BIAS=2: the
-// element is a byte; 0 hides the key. The query and the head of a padding row are clamped to valid ones.
+// USE_BIAS=1, 3: the element, of Q's type or fp32, is added to the logit; -inf hides the key. USE_BIAS=4, 5: as 1, 3, with
+// one row per batch. USE_BIAS=2: the element is a byte; 0 hides the key. The query and the head of a padding row are
+// clamped to valid ones.
 template <class B>
 __device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r) {
   const SdpaParams& p = a.p;
@@ -2893,11 +2912,29 @@ template <class Pair> __device__ __forceinline__ void add_pair(float& x, float& 
   x = with_bias(x, bias[0], a.logit_scale);
   y = with_bias(y, bias[1], a.logit_scale);
 }
+// USE_BIAS=4, 5: loads the bias of a thread's columns, and adds it to all of its rows. bias_g: that of the first of
+// `columns` columns.
+template <class View>
+__device__ __forceinline__ void load_bias_of_keys(Bias (&bias)[View::COLS], const View& S, const Bias* bias_g, int columns) {
+  SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
+    bias[j] = S.col(j) - S.col(0) < columns ? ld_global_nc<Bias>(bias_g + (S.col(j) - S.col(0))) : rounded<Bias>(0);
+  }
+}
+template <class View> __device__ __forceinline__ void add_to_keys(View& S, const KernelArgs& a, const Bias* bias) {
+  SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) S.x[i][j] = fmaf(S.x[i][j], a.logit_scale, to_float(bias[j]));
+  }
+}
 // Reads the bias of a tile from global memory, in pairs where the address and the tile allow it.
 template <class B> struct BiasInMemory {
   template <class View>
   __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
     const int first = first_biased_key(a.p, keys), col = k0 - first + S.col(0), cols = keys - first;
+    if constexpr (B::key_bias) {
+      Bias of_columns[View::COLS];
+      load_bias_of_keys(of_columns, S, bias_row<B>(a, item, q0, 0) + col, cols - col);
+      return add_to_keys(S, a, of_columns);
+    }
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       const Bias* const row = bias_row<B>(a, item, q0, S.row(i)) + col;
       const bool has_pairs = View::COLS % 2 == 0 && S.col(1) - S.col(0) == 1 && k0 >= first &&
@@ -2922,9 +2959,27 @@ template <class B>
 template <class View>
 __device__ __forceinline__ bool ScoreTile<B>::add_bias(View& S) const {
   if (!has_bias<B>(a, mask, k0)) return false;
-  if constexpr (B::use_bias != 0) BiasInMemory<B>().add(S, a, item, mask.keys.Sk, q, k0 + first_column<B>(S));
+  if constexpr (B::key_bias) {
+    if (listed_keys == KeysOfTile::all_visible) return false;
+  }
+  if constexpr (B::key_bias && B::swap_ab) add_to_keys(S, a, loaded);
+  else if constexpr (B::use_bias != 0) BiasInMemory<B>().add(S, a, item, mask.keys.Sk, q, k0 + first_column<B>(S));
   return true;
 }
+
+// ---- 5c room for a bias (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_BIAS = 4, USE_BIAS = 5) ----
+
+// True if a row of the bias has at most one 16-byte chunk per lane, and if shared memory has room for the bias next
+// to K, V and q_stages tiles of Q; 3 KB are reserved for barriers and items. USE_BIAS=4, 5: a row of floats per warp.
+template <class B> constexpr bool bias_fits(int q_stages) {
+  if (!B::key_bias && B::block_n * sizeof(Bias) > 32 * 16) return false;
+  const int rows = B::split_kv * B::block_m, ring = B::split_kv * B::stages * B::block_n * (B::head_dim + B::d_v) * 2;
+  const int bias = B::block_n * (B::key_bias ? B::num_warps * 4 : rows * int(sizeof(Bias)));
+  const int partial = (B::split_kv > 1) * rows * (B::d_v + 8) * 4;
+  return q_stages * B::block_m * B::head_dim * 2 + ring + bias + partial <= 224 * 1024;
+}
+// If false, each element is read where it is added.
+template <class B> constexpr bool bias_has_room = B::use_bias != 0 && bias_fits<B>(1);
 
 // ---- 5c the bias of a warp (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3) ----
 
@@ -2940,16 +2995,6 @@ template <class B> struct alignas(128) BiasTile {
     return &x[row][swizzled<XORED>(row * (sizeof(Bias) == 4 ? 2 : 1), chunk) * CHUNK];
   }
 };
-// True if a row of the bias has at most one 16-byte chunk per lane, and if shared memory has room for the bias next
-// to K, V and q_stages tiles of Q; 3 KB are reserved for barriers and items. If false, each element is read where it
-// is added.
-template <class B> constexpr bool bias_fits(int q_stages) {
-  if (B::block_n * sizeof(Bias) > 32 * 16) return false;
-  const int rows = B::split_kv * B::block_m, ring = B::split_kv * B::stages * B::block_n * (B::head_dim + B::d_v) * 2;
-  const int bias = rows * B::block_n * int(sizeof(Bias)), partial = (B::split_kv > 1) * rows * (B::d_v + 8) * 4;
-  return q_stages * B::block_m * B::head_dim * 2 + ring + bias + partial <= 224 * 1024;
-}
-template <class B> constexpr bool bias_has_room = B::use_bias != 0 && bias_fits<B>(1);
 template <class B> struct BiasTiles {
   std::conditional_t<bias_has_room<B>, BiasTile<B>[B::split_warps], Nothing> per_warp;
 };
@@ -2957,7 +3002,7 @@ template <class B> struct BiasTiles {
 // Adds the bias to the rows of a warp. During a tile, the bias of the next tile is prefetched into shared memory.
 template <class B, bool = bias_has_room<B>> struct BiasOfWarp : BiasInMemory<B> {
   __device__ void bind(BiasTiles<B>&) {}
-  __device__ void start(const KernelArgs&, const Item<B>&, int, int) {}
+  __device__ void start(const KernelArgs&, const Item<B>&, int, int, int) {}
   __device__ void load(const KernelArgs&, const Item<B>&, int, int, int) {}
 };
 template <class B> struct BiasOfWarp<B, true> {
@@ -2968,7 +3013,7 @@ template <class B> struct BiasOfWarp<B, true> {
   int column_at_0 = 0;            // per item: first column of the lane's chunk, for a tile at key 0
   const Bias* chunk_g = nullptr;  // per item: address of this chunk, in the lane's first row
   int rows_left = 0;              // per item: rows from the lane's first row on
-  bool is_aligned = false;        // per item: rows are 16-byte aligned in global memory
+  int unit = 0;                   // per item: bytes to which chunks are aligned in global memory: 16, 4, or 1 for less
 
   __device__ void bind(BiasTiles<B>& tiles) {
     tile = &tiles.per_warp[(threadIdx.x - B::producer_threads) / 32 % B::split_warps];
@@ -2977,15 +3022,17 @@ template <class B> struct BiasOfWarp<B, true> {
   static __device__ __forceinline__ int first_row() {
     return int(thread_index_anew() - B::producer_threads) / 32 % (B::pack_gqa ? B::split_warps : 4) * 16;
   }
-  // Starts an item whose keys from `first` on have a bias. Computes the addresses once per item, since their 64-bit
-  // multiplications would delay the softmax of each tile.
-  __device__ __forceinline__ void start(const KernelArgs& a, const Item<B>& item, int first, int q0) {
+  // Starts an item whose keys from `first` on have a bias; k0: first key of one of its tiles. Computes addresses and
+  // alignment once per item, since 64-bit multiplications and tests would delay the softmax of each tile.
+  __device__ __forceinline__ void start(const KernelArgs& a, const Item<B>& item, int first, int q0, int k0) {
     const Strides& strides = a.p.bias_strides;
     const int lane = int(thread_index_anew() % 32), q = q0 + first_row() + lane / LANES;
     loaded_k0 = -1;
     column_at_0 = lane % LANES * Tile::CHUNK - first;
     const int64_t elements = strides.batch | strides.head | strides.row;
-    is_aligned = (elements * sizeof(Bias) | reinterpret_cast<uintptr_t>(a.p.bias)) % 16 == 0;
+    // A window may begin at any key.
+    const uint32_t low = uint32_t((elements | (k0 - first)) * int64_t(sizeof(Bias)) | int64_t(reinterpret_cast<uintptr_t>(a.p.bias)));
+    unit = low % 16 == 0 ? 16 : low % 4 == 0 ? 4 : 1;
     if (B::pack_gqa) return;
     chunk_g = bias_row<B>(a, item, 0, 0) + q * strides.row + column_at_0;
     rows_left = item.query_count(a.p) - q;
@@ -2998,8 +3045,10 @@ template <class B> struct BiasOfWarp<B, true> {
     const int columns = keys - chunk * Tile::CHUNK + column_at_0;  // columns of the bias
     cp_async_wait_group<0>();  // for the copy of a tile that was not used
     __syncwarp();              // hazard: previous tile read by all lanes
-    // `column` may be unaligned, since a window may begin at any key.
-    if (is_aligned && column % Tile::CHUNK == 0 && column >= 0 && column + Tile::CHUNK <= columns) {
+    const int first_column = column - chunk * Tile::CHUNK;  // of the tile
+    if (unit == 4 && first_column >= 0 && first_column + B::block_n <= columns) {
+      copy_words(a, item, q0, first_column);
+    } else if (unit == 16 && column >= 0 && column + Tile::CHUNK <= columns) {
       const Bias* from = chunk_g + k0;
       SDPA_UNROLL for (int n = 0; n < ceil_div(16, ROWS); n++, from += ROWS * a.p.bias_strides.row) {
         const int r = lane / LANES + ROWS * n;
@@ -3013,6 +3062,23 @@ template <class B> struct BiasOfWarp<B, true> {
     }
     cp_async_commit_group();
     loaded_k0 = k0;
+  }
+  // Copies a tile whose keys all have a bias, 4 bytes at a time. Adjacent lanes copy adjacent words. column: first
+  // column of the tile.
+  __device__ __forceinline__ void copy_words(const KernelArgs& a, const Item<B>& item, int q0, int column) const {
+    constexpr int WORDS = B::block_n * sizeof(Bias) / 4, IN_CHUNK = 4;  // of a row, of a chunk
+    const int lane = int(thread_index_anew() % 32), queries = item.query_count(a.p) - q0 - first_row();
+    const Bias* from = bias_row<B>(a, item, q0, first_row()) + column;
+#pragma unroll 1
+    for (int r = 0; r < 16; r++, from += a.p.bias_strides.row) {
+      if (B::pack_gqa) from = bias_row<B>(a, item, q0, first_row() + r) + column;  // rows may have different heads
+      SDPA_UNROLL for (int n = 0; n < ceil_div(WORDS, 32); n++) {
+        const int word = lane + 32 * n;
+        if (WORDS % 32 != 0 && word >= WORDS) break;
+        void* const to = reinterpret_cast<uint32_t*>(tile->at(r, word / IN_CHUNK)) + word % IN_CHUNK;
+        cp_async<4>(to, from + word * (4 / int(sizeof(Bias))), B::pack_gqa || r < queries);
+      }
+    }
   }
   // Copies the lane's chunks element by element, from any address. The loads of AT_ONCE rows overlap.
   __device__ __forceinline__ void copy_elements(const KernelArgs& a, const Item<B>& item, int columns, int q0,
@@ -3081,7 +3147,74 @@ template <class B> struct BiasOfWarp<B, true> {
   }
 };
 
-// ---- 5c lists of rounds (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD, USE_KEY_MASK) ----
+// ---- 5c the bias of a tile's keys (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 4, USE_BIAS = 5) ----
+
+template <class B> struct alignas(16) KeyBiasTile { float x[B::block_n]; };
+template <class B> struct KeyBiasTiles { KeyBiasTile<B> per_warp[B::split_warps]; };
+
+// Adds the bias of the keys to the rows of a warp. Each warp has its own copy of the tile's bias in shared memory, as
+// floats, so that warps need not wait for each other. The bias of the next tile is loaded to registers before the
+// exponentials of this tile, and stored while the warpgroup waits for products.
+template <class B> struct BiasOfKeys {
+  static constexpr int PER_LANE = ceil_div(B::block_n, 32);
+  float* tile;                   // of this warp
+  const Bias* lane_g = nullptr;  // per item: the bias of key `lane`
+  Bias next[PER_LANE];           // of keys lane, lane + 32, ... of the next tile
+
+  __device__ void bind(KeyBiasTiles<B>& tiles) {
+    tile = tiles.per_warp[(threadIdx.x - B::producer_threads) / 32 % B::split_warps].x;
+  }
+  __device__ __forceinline__ void start(const KernelArgs& a, const Item<B>& item, int, int, int) {
+    lane_g = bias_row<B>(a, item, 0, 0) + thread_index_anew() % 32;
+  }
+  // Loads the bias of the tile at key k0, of `keys` keys.
+  __device__ __forceinline__ void load(const KernelArgs&, const Item<B>&, int keys, int, int k0) {
+    const Bias* const from = lane_g + k0;
+    if (k0 + PER_LANE * 32 <= keys) {
+      SDPA_UNROLL for (int n = 0; n < PER_LANE; n++) next[n] = ld_global_nc<Bias>(from + 32 * n);
+    } else {
+      const int left = keys - k0 - int(thread_index_anew() % 32);
+      SDPA_UNROLL for (int n = 0; n < PER_LANE; n++) {
+        next[n] = 32 * n < left ? ld_global_nc<Bias>(from + 32 * n) : rounded<Bias>(0);
+      }
+    }
+  }
+  // Makes the loaded tile the current one.
+  __device__ __forceinline__ void store() const {
+    const int lane = int(thread_index_anew() % 32);
+    __syncwarp();  // hazard: previous tile read by all lanes
+    SDPA_UNROLL for (int n = 0; n < PER_LANE; n++) {
+      if (B::block_n % 32 == 0 || 32 * n + lane < B::block_n) st_shared(tile + 32 * n + lane, to_float(next[n]));
+    }
+    __syncwarp();  // hazard: tile written by all lanes
+  }
+  // Calls use(i, j, logit) for the thread's columns [first, last) of S.
+  template <class View, class Use>
+  __device__ __forceinline__ void each(const View& S, int first, int last, const KernelArgs& a, const Use& use) const {
+    SDPA_UNROLL for (int j = first; j < last; j += 2) {
+      const float2 bias = ld_shared<float2>(tile + S.col(j));
+      SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+        use(i, j, fmaf(S.x[i][j], a.logit_scale, bias.x));
+        use(i, j + 1, fmaf(S.x[i][j + 1], a.logit_scale, bias.y));
+      }
+    }
+  }
+  template <class View>
+  __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>&, int, int, int) const {
+    each(S, 0, View::COLS, a, [&](int i, int j, float logit) { S.x[i][j] = logit; });
+  }
+  // Adds the bias to columns [first, last) and replaces them by P. In one pass, since the exponentials hide the latency
+  // of the additions.
+  template <class View, class Softmax>
+  __device__ __forceinline__ void exp(View& S, int first, int last, const KernelArgs& a, Softmax& softmax) const {
+    each(S, first, last, a, [&](int i, int j, float logit) {
+      S.x[i][j] = softmax_exp2<B>(fmaf(logit, a.scale_log2, -softmax.m_log2[i]));
+      softmax.sum[i] += S.x[i][j];
+    });
+  }
+};
+
+// ---- 5c lists of rounds (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_BIAS = 4, USE_BIAS = 5, MASK_MOD, USE_KEY_MASK) ----
 
 // USE_KEY_MASK: returns the visible keys of the split's tile at key k0. The tile's round has a hidden key.
 // `place`: index of the round among the listed rounds with a hidden key. Reads the stored bits, if there are
@@ -3139,9 +3272,12 @@ template <class B> struct RoundWalk<B, true> {
 // ---- 5c the score hook: per-tile state of a warpgroup (wgmma and USE_WARP_SPECIALIZATION) ----
 
 // The bias of the tiles of a split, in shared memory.
-template <class B> using TileBias = std::conditional_t<B::use_bias != 0, BiasTiles<B>, Nothing>;
+template <class B>
+using TileBias =
+    std::conditional_t<B::key_bias, KeyBiasTiles<B>, std::conditional_t<B::use_bias != 0, BiasTiles<B>, Nothing>>;
 // True if the bias leaves room for Q of two items in shared memory.
-template <class B> constexpr bool bias_fits_twice = B::use_bias == 0 || !bias_has_room<B> || bias_fits<B>(2);
+template <class B> constexpr bool bias_fits_twice =
+    B::use_bias == 0 || (!B::key_bias && !bias_has_room<B>) || bias_fits<B>(2);
 
 // SCORE_MOD, MASK_MOD: loads the values that the expressions use and that are constant for the item.
 template <class B, class Rows> __device__ __forceinline__ void start_expressions(Rows& rows) {
@@ -3151,7 +3287,7 @@ template <class B, class Rows> __device__ __forceinline__ void start_expressions
 // The state of the score hook for the tile of a warpgroup: its position in the list of rounds, and its bias. Rows:
 // WgmmaRows.
 template <class B> struct TileWalk : RoundWalk<B> {
-  std::conditional_t<B::use_bias != 0, BiasOfWarp<B>, Nothing> bias;
+  std::conditional_t<B::key_bias, BiasOfKeys<B>, std::conditional_t<B::use_bias != 0, BiasOfWarp<B>, Nothing>> bias;
   int first_biased = 0;  // the item's first key with a bias; if there is none, greater than all keys
 
   __device__ __forceinline__ void bind(TileBias<B>& tiles) {
@@ -3163,11 +3299,21 @@ template <class B> struct TileWalk : RoundWalk<B> {
       first_biased = 2 * most_rows;
       if (rows.a.p.bias) {
         first_biased = first_biased_key(rows.a.p, rows.mask.keys.Sk);
-        bias.start(rows.a, *rows.item, first_biased, rows.q);
+        bias.start(rows.a, *rows.item, first_biased, rows.q, rows.k0);
       }
     }
     RoundWalk<B>::start(rows, item, first_round);
     if constexpr (B::use_bias != 0) prefetch_bias(rows, this->changes_scores(), rows.k0);
+    if constexpr (B::key_bias) store_bias(this->changes_scores());
+  }
+  // USE_BIAS=4, 5: makes the prefetched tile, if there is one, the current one.
+  __device__ __forceinline__ void store_bias(bool is_prefetched) {
+    if (is_prefetched) bias.store();
+  }
+  // Prepares the key mask or the bias of the next tile, while the warpgroup waits for products.
+  template <class Rows> __device__ __forceinline__ void look_ahead(const Rows& rows) {
+    RoundWalk<B>::look_ahead(rows);
+    if constexpr (B::key_bias) store_bias(this->next_changes_scores());
   }
   // False if SCORE_MOD, MASK_MOD and the key mask leave this tile unchanged.
   __device__ __forceinline__ bool needs_modify_scores() const {
@@ -3177,23 +3323,37 @@ template <class B> struct TileWalk : RoundWalk<B> {
   __device__ __forceinline__ bool has_bias(int k) const { return B::use_bias != 0 && k + B::block_n > first_biased; }
   // False if the tile, whose first key is k0, has no bias or a bias without effect.
   __device__ __forceinline__ bool needs_bias(int k0) const { return has_bias(k0) && this->changes_scores(); }
-  // Starts the copy of the bias of the tile at key k to shared memory, if the tile has one.
+  // Starts the copy of the bias of the tile at key k, if the tile has one.
   template <class Rows> __device__ __forceinline__ void prefetch_bias(const Rows& rows, bool changes, int k) {
     if (changes && k >= 0 && has_bias(k)) bias.load(rows.a, *rows.item, rows.mask.keys.Sk, rows.q, k);
   }
-  // Adds the bias of this tile, if it has one, and prefetches that of the next tile, which has smaller keys and so
-  // has a bias only if this tile has one. Returns true if it has added a bias.
+  template <class Rows> __device__ __forceinline__ void prefetch_next_bias(const Rows& rows) {
+    prefetch_bias(rows, this->next_changes_scores(), rows.k0 - this->step());
+  }
+  // Adds the bias of this tile, if it has one, and prefetches that of the next tile. USE_BIAS=1, 2, 3: the next tile has
+  // smaller keys and so has a bias only if this tile has one. Returns true if it has added a bias.
   template <class View, class Rows> __device__ __forceinline__ bool add_bias(View& S, const Rows& rows) {
     if constexpr (B::use_bias != 0) {
       if (!has_bias(rows.k0) || !(this->changes_scores() || this->next_changes_scores())) return false;
+      if constexpr (B::key_bias) prefetch_next_bias(rows);  // to registers, so that it need not wait for this tile
       if (this->changes_scores()) {
         rows.locate(S);
         bias.add(S, rows.a, *rows.item, rows.mask.keys.Sk, rows.q, rows.k0);
       }
-      prefetch_bias(rows, this->next_changes_scores(), rows.k0 - this->step());
+      if constexpr (!B::key_bias) prefetch_next_bias(rows);
       return this->changes_scores();
     }
     return false;
+  }
+  // USE_BIAS=4, 5: adds the bias of this tile to columns [first, last) of S and replaces them by P. Returns false if the
+  // tile has no bias.
+  template <class View, class Rows, class Softmax>
+  __device__ __forceinline__ bool exp_with_bias(View& S, int first, int last, const Rows& rows, Softmax& softmax) {
+    if (first == 0) prefetch_next_bias(rows);
+    if (!needs_bias(rows.k0)) return false;
+    rows.locate(S);
+    bias.exp(S, first, last, rows.a, softmax);
+    return true;
   }
 };
 
@@ -3277,10 +3437,12 @@ template <class B>
 using SplitPartials = std::conditional_t<(B::split_kv > 1), SplitPartial<B>[B::block_m / 64], Nothing>;
 
 // CTAs per SM for the launch bounds, which limit the registers per thread. Without the limit, a kernel with a
-// bias and one consumer warpgroup would use more than half of the SM's registers. Only one CTA would fit, and
+// bias or a key mask and one consumer warpgroup would use more than half of the SM's registers. Only one CTA would fit, and
 // it would mostly wait. COLUMNS: columns of S and O.
 template <class B, int COLUMNS = B::block_n + B::d_v>
-constexpr int ctas_by_registers = B::use_bias == 0 || B::warpgroups > 1 || COLUMNS > 192 ? 1
+constexpr int ctas_by_registers = (B::use_bias == 0 && !(B::use_key_mask && B::kv_bytes == 2)) ||
+                                          B::warpgroups > 1 || COLUMNS > 192
+                                      ? 1
                                   : COLUMNS > 128 || B::copies_rows                      ? 2
                                                                                          : 3;
 // Registers per thread. All threads start with the same number, then producers release some to the consumers.
@@ -3294,7 +3456,7 @@ template <class B, int PRODUCER, int WITH_MANY_CONSUMERS = 32> struct WgmmaRegis
   static constexpr bool redistributes = consumer > at_launch;
 };
 
-// USE_KEY_MASK: number of lists in shared memory. With persistent CTAs: one per stage of Q and one for the
+// USE_KEY_MASK, USE_BIAS=4, 5: number of lists in shared memory. With persistent CTAs: one per stage of Q and one for the
 // next item. Otherwise: one per loading warp.
 template <class B, int Q_STAGES>
 constexpr int list_count = B::use_persistent_cta        ? Q_STAGES + 1
@@ -3306,7 +3468,7 @@ template <class B, int LISTS> struct ListsOfCta {
   ListedItem<B> last;  // USE_PERSISTENT_CTA: the item whose list was written last
 };
 template <class B, int Q_STAGES>
-using VisibleRoundsOf = std::conditional_t<B::use_key_mask, ListsOfCta<B, list_count<B, Q_STAGES>>, Nothing>;
+using VisibleRoundsOf = std::conditional_t<B::masks_keys, ListsOfCta<B, list_count<B, Q_STAGES>>, Nothing>;
 template <class B>
 __device__ __forceinline__ void list_visible_rounds(const KernelArgs& a, WgmmaItem<B>& item, VisibleRounds<B>& list);
 
@@ -3321,17 +3483,17 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
   StageRing<LANDING> ring;             // of the next tile
   StageRing<Shared::Q_STAGES> q_ring;  // of the next item
   int keys_at_end = B::block_n, last_parity = 0;  // USE_LENGTHS: keys in the next tile of V; parity of last_landed
-  std::conditional_t<B::use_key_mask, StageRing<list_count<B, Shared::Q_STAGES>>, Nothing> list_ring;
+  std::conditional_t<B::masks_keys, StageRing<list_count<B, Shared::Q_STAGES>>, Nothing> list_ring;
 
   __device__ WgmmaProducer(Shared& s_, const KernelArgs& a_) : s(s_), a(a_) {}
 
   // Work item i; past the last one, an item with zero rounds.
   __device__ __forceinline__ WgmmaItem<B> find_item(uint32_t i) {
     if (B::use_persistent_cta && !B::use_lengths && i >= a.work_items) return {};
-    if constexpr (B::use_key_mask) return find_listed_item(i);
+    if constexpr (B::masks_keys) return find_listed_item(i);
     return wgmma_item<B>(a, i);
   }
-  // USE_KEY_MASK: work item i with a list of its visible rounds. Without persistent CTAs, each warp writes
+  // USE_KEY_MASK, USE_BIAS=4, 5: work item i with a list of its visible rounds. Without persistent CTAs, each warp writes
   // its own list. With persistent CTAs, warp 0 writes the lists for all warps. When it lists the next item,
   // it has started the current one, so the consumers have finished the item that is Q_STAGES items before the
   // current one. Therefore Q_STAGES + 1 lists suffice.
@@ -3505,8 +3667,8 @@ __device__ __forceinline__ Interval own_rounds(const KernelArgs& a, const Mask& 
   return {min((visible.begin - first_key) / B::round_keys, end - 1), end};
 }
 
-// The softmax state of a warpgroup's 64 rows over its split of the keys, in registers. It is also the `tile` of the score
-// hook.
+// The softmax state of a warpgroup's 64 rows over its split of the keys, in registers. It is also the `tile` of the
+// score hook.
 template <class B> struct WgmmaRows {
   using Scores = WgmmaAccumulator<B::block_n>;
   using Sums = WgmmaAccumulator<B::d_v>;
@@ -3604,6 +3766,10 @@ template <class B> struct WgmmaRows {
     if constexpr (B::hides_rounds) return walk.add_bias(S, *this);
     return false;
   }
+  template <class Softmax> __device__ __forceinline__ bool exp_with_bias(Scores& S, int first, int last, Softmax& softmax) {
+    if constexpr (B::key_bias) return walk.exp_with_bias(S, first, last, *this, softmax);
+    return false;
+  }
   __device__ __forceinline__ void advance() {
     if constexpr (B::hides_rounds) {
       k0 -= walk.step();
@@ -3612,9 +3778,9 @@ template <class B> struct WgmmaRows {
       k0 -= B::round_keys;
     }
   }
-  // Reads the bits of the next tile, while the warpgroup waits for products.
+  // Prepares the key mask or the bias of the next tile, while the warpgroup waits for products.
   __device__ __forceinline__ void look_ahead() {
-    if constexpr (B::use_key_mask) walk.look_ahead(*this);
+    if constexpr (B::masks_keys) walk.look_ahead(*this);
   }
   // Replaces S by P and updates m and l; the caller multiplies O by alpha. are_logits: S has already passed the
   // hook.
@@ -3862,17 +4028,17 @@ __device__ __forceinline__ void merge_splits(const WgmmaRows<B>& rows, SplitPart
   const float2 m_l[2] = {row_m_l, ld_shared<float2>(&partial.m_l[1 - split][row])};
   float weight[2], m, l;
   merge_weights<B>(m_l, rows.scales.scale_log2(), weight, m, l);
-  const FinalSum final = final_sum<B>(m, l, rows.a, item);
+  const FinalSum total = final_sum<B>(m, l, rows.a, item);
   SDPA_UNROLL for (int v = 0; v < B::d_v / 16; v++) {
     const float4 x = ld_shared<float4>(&partial.O[split][v][tid]);
     const float others[4] = {x.x, x.y, x.z, x.w};
     SDPA_UNROLL for (int i = 0; i < 4; i++) {
       float& d = share[4 * v + i];
-      d = l == 0 ? 0 : fmaf(others[i], weight[1] * final.factor, d * (weight[0] * final.factor));
+      d = l == 0 ? 0 : fmaf(others[i], weight[1] * total.factor, d * (weight[0] * total.factor));
     }
   }
   store(share, row);
-  if (lane % 4 == 0 && q < item.query_count(rows.a.p)) store_lse<B>(m, final.sum, rows.a, item, q);
+  if (lane % 4 == 0 && q < item.query_count(rows.a.p)) store_lse<B>(m, total.sum, rows.a, item, q);
 }
 
 // ---- 5c 16 bits: the kernel (wgmma and USE_WARP_SPECIALIZATION and DTYPE = FP16, DTYPE = BF16) ----
@@ -4102,11 +4268,11 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     }
     float factor[2];
     SDPA_UNROLL for (int i = 0; i < 2; i++) {
-      const FinalSum final = final_sum<B>(rows.m[i], rows.l[i], a, s.item[stage]);
+      const FinalSum total = final_sum<B>(rows.m[i], rows.l[i], a, s.item[stage]);
       const int row = rows.q + first_row + int(lane) / 4 + 8 * i;
       const bool stores = lane % 4 == 0 && row < s.item[stage].query_count(a.p);
-      if (stores) store_lse<B>(rows.m[i], final.sum, a, s.item[stage], row);
-      factor[i] = final.factor;
+      if (stores) store_lse<B>(rows.m[i], total.sum, a, s.item[stage], row);
+      factor[i] = total.factor;
     }
     SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n++) {
       WgmmaAccumulator<16> columns;
@@ -4193,7 +4359,7 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_roles> {
   using Shared = WgmmaShared<B>;
   using Producer = Wgmma16Producer<B>;
   using Consumer = Wgmma16Consumer<B>;
-  using Registers = WgmmaRegisters<B, (B::copies_rows ? 80 : B::use_key_mask ? 40 : 24), (B::copies_rows ? 56 : 32)>;
+  using Registers = WgmmaRegisters<B, (B::copies_rows ? 80 : B::masks_keys ? 40 : 24), (B::copies_rows ? 56 : 32)>;
   static constexpr auto entry = sdpa_wgmma<B>;
 };
 
@@ -4454,18 +4620,18 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
 
   // ---- the fp32 sums in shared memory ----
 
-  // Calls what(place, d) for each group of four elements d of O and its place in shared memory.
-  template <class What> __device__ __forceinline__ void for_each_flushed(const What& what) {
+  // Calls use(place, d) for each group of four elements d of O and its place in shared memory.
+  template <class Use> __device__ __forceinline__ void for_each_flushed(const Use& use) {
     if constexpr (Shared::FLUSHES) {
       const uint32_t tid = thread_index_anew() % 128;
       auto& sums = s.flushed(Base::warpgroup);
-      SDPA_UNROLL for (int n = 0; n < B::d_v / 8; n++) what(&sums[n][tid], rows.O.x.d + 4 * n);
+      SDPA_UNROLL for (int n = 0; n < B::d_v / 8; n++) use(&sums[n][tid], rows.O.x.d + 4 * n);
     }
   }
-  // After every FP8_FLUSH tiles and before the next P @ V, adds 3/2 O to the sums in shared memory, which are
-  // relative to the same maximum, and sets O to -O / 2. If these tiles add x to O, O goes from -x / 3 to 2x / 3
-  // instead of from 0 to x, which halves the truncation error. At D=256 the flush overlaps Q @ K.T. With smaller D
-  // it comes before Q @ K.T, since P @ V would wait for it.
+  // After every FP8_FLUSH tiles, before the next P @ V, adds 3/2 O to the sums in shared memory and sets O to -O / 2.
+  // Both are relative to the same maximum, so the total is unchanged. If the tiles between two flushes add x, O goes
+  // from -x / 3 to 2x / 3 instead of from 0 to x, which halves the truncation error. At D=256 the flush overlaps
+  // Q @ K.T. With smaller D it comes before Q @ K.T, since P @ V would wait for it.
   __device__ __forceinline__ void flush(bool overlaps_qk) {
     if (overlaps_qk != (B::head_dim == 256)) return;
     if (!Shared::FLUSHES || !rows.accumulates || ++tiles % B::fp8_flush != 0) return;
@@ -4597,7 +4763,7 @@ template <class B> struct WgmmaColumnsShared {
   };
   alignas(1024) Element<B> Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
   Split split[B::split_kv];
-  std::conditional_t<B::use_key_mask, VisibleRounds<B>[B::num_warps], Nothing> visible;
+  std::conditional_t<B::masks_keys, VisibleRounds<B>[B::num_warps], Nothing> visible;
   WgmmaItem<B> item;
   uint64_t q_full;  // mbarrier: Q has landed, and `item` is set
   std::conditional_t<counts_ranges<B>, bool, Nothing> is_last;  // written and read by store_rows()
@@ -4619,7 +4785,7 @@ template <class B> struct WgmmaColumnsLoader {
   __device__ static bool issues() { return threadIdx.x % 32 == 0; }
   __device__ __forceinline__ void find_item() {
     item = wgmma_item<B>(a, item_number_of_cta<B>(a));
-    if constexpr (B::use_key_mask) list_visible_rounds<B>(a, item, s.visible[threadIdx.x / 32]);
+    if constexpr (B::masks_keys) list_visible_rounds<B>(a, item, s.visible[threadIdx.x / 32]);
   }
   __device__ __forceinline__ void load_q() {
     if (!loads_q() || !issues()) return;
@@ -4721,6 +4887,7 @@ template <class B> struct WgmmaColumns {
   float m_log2[ROWS];  // m * scale_log2 of the thread's queries; 0 if S has been replaced by S - m
   bool m_may_be_kept = false;  // equal in all threads of the split
   std::conditional_t<B::copies_rows, RowPages<B>, Nothing> k_pages, v_pages;  // pages of the tiles to load next
+  std::conditional_t<B::key_bias, Bias[Scores::COLS], Nothing> next_bias;     // of the thread's keys of the next round
 
   __device__ WgmmaColumns(Shared& s_, const KernelArgs& a_)
       : s(s_),
@@ -4839,8 +5006,8 @@ template <class B> struct WgmmaColumns {
   // ---- the softmax ----
 
   // Updates m to max(m, row max of S), and rescales l and O. FIRST: m, l and O have no values yet. As in
-  // softmax_sum(), S is replaced by S - m if m is too large, here for all queries of the warp if one of them is
-  // beyond shift_limit.
+  // softmax_sum(), S is replaced by S - m if |m_log2| is above shift_limit; here for all queries of a warp if it is
+  // above for one of them.
   template <bool FIRST> __device__ __forceinline__ void update_max(Scores& S, Sums& O) {
     float m_new = column_max(S), alpha;
     if (!FIRST) {
@@ -4916,6 +5083,14 @@ template <class B> struct WgmmaColumns {
 
   // ---- rounds ----
 
+  // USE_BIAS=4, 5: loads the bias of the round's keys, if it changes their scores. Overlaps the products.
+  __device__ __forceinline__ void load_bias(const WgmmaItem<B>& item, int round, const Scores& S) {
+    if constexpr (B::key_bias) {
+      if (item.entry(round) % 2 == 0) return;
+      const int k = first_key_of<B>(item, round, split) + S.first_col();
+      load_bias_of_keys(next_bias, S, bias_row<B>(a, item, 0, 0) + k, a.p.Sk - k);
+    }
+  }
   // Computes a round whose scores are in S: O.T += V.T @ P.T. Also computes the scores of the next round into S.
   template <bool FIRST>
   __device__ __forceinline__ void compute_round(int round, const WgmmaItem<B>& item, Scores& S, Sums& O) {
@@ -4928,7 +5103,8 @@ template <class B> struct WgmmaColumns {
     const Mask& mask = item.mask(a);
     ScoreTile<B> tile{a, item, mask, item.q0, k0, item_hook_scale<B>(a, item)};
     set_listed_keys<B>(tile, item, round);
-    finish_scores<B>(S, tile, is_unmasked<B>(a, mask, item.q0, k0));
+    if constexpr (B::key_bias) tile.loaded = next_bias;
+    finish_scores<B>(S, tile, mask.tiles.cover(item.q0, k0));
     float sum[ROWS];
     softmax<FIRST>(S, O, sum);
     Sums later;
@@ -4939,6 +5115,7 @@ template <class B> struct WgmmaColumns {
     StageRing<B::stages> next = ring;
     next.advance();
     if (round > 0) issue_kq(S, next);
+    if (round > 0) load_bias(item, round - 1, S);
     if (!FIRST) combine_pair<16>(sum, sum_of);  // overlaps the products
     const float own_sum = combine_lanes(sum, sum_of);
     l = FIRST ? own_sum : l + own_sum;
@@ -4976,6 +5153,7 @@ template <class B> struct WgmmaColumns {
         k_pages = WgmmaColumnsLoader<B>{s, a, split, int(warp), item}.find_pages(round - B::stages);
       }
       issue_kq(S, ring);
+      load_bias(item, round, S);
       wait_and_load(S, round, item.rounds, ring);
       compute_round<true>(round, item, S, O);
       while (round-- > 0) compute_round<false>(round, item, S, O);
@@ -5027,7 +5205,8 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_swapped> {
 
 // ---- 5e softmax with rows that move between warps (scalar, wmma) ----
 
-// Loads a thread's elements of S. load(i): element i of a matrix in shared memory whose rows are `stride` elements apart.
+// Loads a thread's elements of S. load(i): element i of a matrix in shared memory whose rows are `stride` elements
+// apart.
 template <class View, class Load> __device__ __forceinline__ void load_scores(View& S, int stride, const Load& load) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     SDPA_UNROLL for (int j = 0; j < View::COLS; j++) S.x[i][j] = load(S.row(i) * stride + S.col(j));
@@ -5560,7 +5739,9 @@ template <class X> __device__ __forceinline__ Number sqrt(X x) { return {::sqrtf
 template <class X> __device__ __forceinline__ Number sin(X x) { return {::sinf(float(x))}; }
 template <class X> __device__ __forceinline__ Number cos(X x) { return {::cosf(float(x))}; }
 template <class X> __device__ __forceinline__ Number floor(X x) { return {::floorf(float(x))}; }
-template <class X, class Y, If<are_operands<X, Y>> = 0> __device__ __forceinline__ Number pow(X x, Y y) { return {::powf(float(x), float(y))}; }
+template <class X, class Y, If<are_operands<X, Y>> = 0> __device__ __forceinline__ Number pow(X x, Y y) {
+  return {::powf(float(x), float(y))};
+}
 template <class X> __device__ __forceinline__ Sum tanh(X x) {
   return {SDPA_NAMESPACE::tanh_exact(float(x)), 1, log2e, {}};
 }
@@ -5853,17 +6034,36 @@ template <class B> struct CappedSoftmax : StaleSoftmax<B, 2> {
   }
 };
 
-// ---- 5f the mask of keys (USE_KEY_MASK) ----
+// ---- 5f the effects of four bytes of a bias (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_BIAS = 4, USE_BIAS = 5) ----
+
+// Returns the effects of four bytes of a bias, as bits. 1: a key is visible. 2: a score is changed.
+__device__ __forceinline__ int effects_of(uint32_t word) {
+  constexpr uint32_t hidden = sizeof(Bias) == 1                 ? 0
+                              : sizeof(Bias) == 4               ? 0xff800000
+                              : Defines::q_type == DType::bf16 ? 0xff80ff80
+                                                                : 0xfc00fc00;
+  const uint32_t changed = sizeof(Bias) == 1   ? (word - 0x01010101) & ~word & 0x80808080
+                           : sizeof(Bias) == 4 ? word & 0x7fffffff
+                                               : word & 0x7fff7fff;
+  return int(word != hidden) + 2 * (changed != 0);
+}
+
+// ---- 5f the mask of keys (USE_KEY_MASK, USE_BIAS = 4, USE_BIAS = 5) ----
 
 // Returns a word whose lowest `count` bits are set; all bits if count > 32.
 __device__ __forceinline__ constexpr uint32_t low_bits(int count) { return count >= 32 ? ~0u : (1u << count) - 1; }
-// The key mask of a batch, one byte per key; null: no key is hidden.
-__device__ __forceinline__ const uint8_t* key_mask_of_batch(const SdpaParams& p, int b) {
-  return p.key_mask ? p.key_mask + b * p.key_mask_stride : nullptr;
+// An element of the key mask or of the bias.
+template <class B> using KeyElement = std::conditional_t<B::key_bias, Bias, uint8_t>;
+// The key mask or the bias of a batch, one element per key; null: no key is hidden.
+template <class B> __device__ __forceinline__ const KeyElement<B>* keys_of_batch(const SdpaParams& p, int b) {
+  if constexpr (B::key_bias) return p.bias ? static_cast<const Bias*>(p.bias) + b * p.bias_strides.batch : nullptr;
+  else return p.key_mask ? p.key_mask + b * p.key_mask_stride : nullptr;
 }
+__device__ __forceinline__ bool shows_key(uint8_t byte) { return byte; }
+template <class E> __device__ __forceinline__ bool shows_key(E bias) { return to_float(bias) != -INFINITY; }
 
-// One bit per key of a tile: 1 if the key exists and the key mask does not hide it. Each lane reads one byte,
-// and a ballot packs 32 keys into a word. All lanes of a warp have the same bits.
+// One bit per key of a tile: 1 if the key exists and neither the key mask nor the bias hides it. Each lane reads
+// one key, and a ballot packs 32 keys into a word. All lanes of a warp have the same bits.
 template <class B> struct KeyBits {
   static constexpr int WORDS = ceil_div(B::block_n, 32);
   uint32_t word[WORDS];
@@ -5871,20 +6071,21 @@ template <class B> struct KeyBits {
   KeyBits() = default;
   // Reads the bits of the tile at key k0. Words without a key in [first, last] stay undefined.
   __device__ __forceinline__ KeyBits(const KernelArgs& a, int b, int k0, int first = 0, int last = B::block_n - 1) {
-    const uint8_t* const row = key_mask_of_batch(a.p, b);
+    const KeyElement<B>* const row = keys_of_batch<B>(a.p, b);
     SDPA_UNROLL for (int w = first / 32; w <= last / 32; w++) {
       const int of_tile = 32 * w + int(threadIdx.x % 32), k = k0 + of_tile;
-      uint32_t byte = of_tile < B::block_n && k < a.p.Sk;
-      if (row && byte) byte = ld_global<uint8_t>(row + k);
-      word[w] = __ballot_sync(0xffffffffu, byte);
+      bool shown = of_tile < B::block_n && k < a.p.Sk;
+      if (row && shown) shown = shows_key(ld_global<KeyElement<B>>(row + k));
+      word[w] = __ballot_sync(0xffffffffu, shown);
     }
   }
-  // The bits of a thread's columns [first, last) of a view, shifted so that bit S.col(j) - S.col(0) is column
-  // j. The shift moves no such bit to another word, so each word is shifted on its own.
+  // The bits of a thread's columns [first, last) of a view: bit S.col(j) - S.col(0) is column j. The shift moves
+  // none of these bits across a word boundary, so each word is shifted separately.
   template <class Tile, class View>
   __device__ __forceinline__ KeyBits(const Tile& tile, const View& S, int first, int last) {
     const int from = first_column<B>(S) + S.col(0), words = from / 32;
-    const int begin = B::swap_ab ? 0 : S.col(first) - S.col(0), end = B::swap_ab ? B::block_n - 1 : S.col(last - 1) - S.col(0);
+    const int begin = B::swap_ab ? 0 : S.col(first) - S.col(0);
+    const int end = B::swap_ab ? B::block_n - 1 : S.col(last - 1) - S.col(0);
     const KeyBits of_tile = tile.key_bits(begin, end);
     SDPA_UNROLL for (int w = begin / 32; w <= end / 32; w++) {
       word[w] = (!B::swap_ab || words == 0 || w + 1 == WORDS ? of_tile.word[w] : of_tile.word[w + 1]) >> from % 32;
@@ -5903,7 +6104,7 @@ template <class B> struct KeyBits {
   __device__ __forceinline__ bool has(int column) const { return word[column / 32] & 1u << column % 32; }
 };
 
-// ---- 5f the rounds with a visible key (wgmma and USE_KEY_MASK) ----
+// ---- 5f the rounds with a visible key (wgmma and USE_KEY_MASK, USE_BIAS = 4, USE_BIAS = 5) ----
 
 template <class B>
 __device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, const VisibleRounds<B>& list, int place,
@@ -5926,23 +6127,13 @@ __device__ __forceinline__ uint32_t bytes_of_keys(const uint8_t* from, int count
   return byte[0] | byte[1] << 8 | byte[2] << 16 | byte[3] << 24;
 }
 
-// Writes the visible rounds of the item to `list` and sets item.rounds to their number. If all rounds are
-// computed anyway, it writes one entry for all of them (is_whole). One warp calls it; four lanes process a
-// round.
+// Writes an entry to `list` for each round that the key mask shows, and returns their number; also writes the bits of
+// rounds with a hidden key, and adds the number of these to item.masked_rounds. One warp calls it; four lanes process a
+// round. row: the key mask from the item's first key on.
 template <class B>
-__device__ __forceinline__ void list_visible_rounds(const KernelArgs& a, WgmmaItem<B>& item, VisibleRounds<B>& list) {
-  item.list = int(reinterpret_cast<unsigned char*>(&list) - &dynamic_shared<unsigned char>());
+__device__ __forceinline__ int list_rounds_of_mask(const KernelArgs& a, WgmmaItem<B>& item, VisibleRounds<B>& list,
+                                                   const uint8_t* row) {
   uint16_t* const list_s = list.entries;
-  // Makes the item compute all rounds, without a list. hides: the mask may hide keys.
-  const auto list_all = [&](bool hides) {
-    if (threadIdx.x % 32 == 0) st_shared(list_s, uint16_t(hides));
-    __syncwarp();  // hazard: the entry written by lane 0
-    item.is_whole = 1;
-    item.masked_rounds = 1 << 30;
-  };
-  if (!a.p.key_mask || item.rounds == 0 || item.rounds > most_listed<B>) return list_all(a.p.key_mask);
-  griddepcontrol_wait();  // the preceding kernel may write the mask
-  const uint8_t* const row = key_mask_of_batch(a.p, item.b) + item.first_key;
   const bool is_aligned = reinterpret_cast<uintptr_t>(row) % 4 == 0;
   const int lane = threadIdx.x % 32, keys = a.p.Sk - item.first_key;
   const uint32_t lanes_of_round = 0xfu << lane / 4 * 4;
@@ -5987,9 +6178,95 @@ __device__ __forceinline__ void list_visible_rounds(const KernelArgs& a, WgmmaIt
     count += __popc(listed);
     item.masked_rounds += __popc(masked);
   }
-  if (count == item.rounds && item.masked_rounds == 0) return list_all(false);
+  return count;
+}
+
+// Reads four bytes of a bias of which `count` elements exist. The others are equal to the first one. is_aligned: the
+// address is a multiple of four bytes.
+__device__ __forceinline__ uint32_t word_of_bias(const Bias* from, int count, bool is_aligned) {
+  if constexpr (sizeof(Bias) == 2) {
+    if (is_aligned && count > 1) return ld_global<uint32_t>(from);
+    const uint32_t first = ld_global<uint16_t>(from);
+    return first | (count > 1 ? ld_global<uint16_t>(from + 1) : first) << 16;
+  }
+  return ld_global<uint32_t>(from);
+}
+// True if an element of the word is above the limit, so that a row max of its tile may become a stale maximum.
+__device__ __forceinline__ bool is_near(uint32_t word) {
+  Bias bias[4 / sizeof(Bias)];
+  memcpy(bias, &word, sizeof bias);
+  bool result = false;
+  for (const Bias x : bias) result |= to_float(x) > -512;
+  return result;
+}
+// The same as list_rounds_of_mask() for a bias, without bits: the entry of a round says whether the bias changes a
+// score. A warp processes a round; the loads of AT_ONCE rounds overlap.
+//
+// The last entry is computed first. Rounds whose elements are all far below 0, such as padding of finfo.min, come
+// first in the list: computed last, with the row max of other rounds, they keep the stale maximum. Entries of near
+// rounds are written from the middle of the list up, those of far rounds from the middle down.
+template <class B>
+__device__ __forceinline__ int list_rounds_of_bias(const KernelArgs& a, WgmmaItem<B>& item, VisibleRounds<B>& list,
+                                                   const Bias* row) {
+  constexpr int CHUNK = 4 / int(sizeof(Bias)), WORDS = ceil_div(B::round_keys, 32 * CHUNK);  // of a lane, per round
+  constexpr int AT_ONCE = WORDS < 8 ? 8 / WORDS : 1;
+  const bool is_aligned = reinterpret_cast<uintptr_t>(row) % 4 == 0;
+  const int keys = a.p.Sk - item.first_key, column = int(threadIdx.x % 32) * CHUNK;
+  int begin = most_listed<B>, end = begin;
+  for (int first = 0; first < item.rounds; first += AT_ONCE) {
+    uint32_t words[AT_ONCE][WORDS];
+    bool exists[AT_ONCE][WORDS];
+    SDPA_UNROLL for (int i = 0; i < AT_ONCE; i++) {
+      SDPA_UNROLL for (int n = 0; n < WORDS; n++) {
+        const int in_round = column + 32 * CHUNK * n, k = (first + i) * B::round_keys + in_round;
+        const int past = min((first + i + 1) * B::round_keys, keys);
+        exists[i][n] = k < past;
+        if (exists[i][n]) words[i][n] = word_of_bias(row + k, past - k, is_aligned);
+      }
+    }
+    SDPA_UNROLL for (int i = 0; i < AT_ONCE; i++) {
+      int effects = 0;
+      SDPA_UNROLL for (int n = 0; n < WORDS; n++) {
+        if (exists[i][n]) effects |= effects_of(words[i][n]) + 4 * is_near(words[i][n]);
+      }
+      const bool shows = __any_sync(0xffffffffu, effects & 1), changes = __any_sync(0xffffffffu, effects & 2);
+      const bool near = __any_sync(0xffffffffu, effects & 4);
+      if (first + i >= item.rounds || !shows) continue;
+      const int at = near ? end++ : --begin;
+      if (threadIdx.x % 32 == 0) st_shared(&list.entries[at], uint16_t(2 * (first + i) + changes));
+      item.masked_rounds += changes;
+    }
+  }
+  item.first = begin;
+  return end - begin;
+}
+
+// Writes the visible rounds of the item to `list` and sets item.rounds to their number. If all rounds are
+// computed anyway, it writes one entry for all of them (is_whole). One warp calls it.
+template <class B> __device__ __forceinline__ void list_visible_rounds(const KernelArgs& a, WgmmaItem<B>& item, VisibleRounds<B>& list) {
+  item.list = int(reinterpret_cast<unsigned char*>(&list) - &dynamic_shared<unsigned char>());
+  // Makes the item compute all rounds, without a list. hides: the mask or the bias may have an effect.
+  const auto list_all = [&](bool hides) {
+    if (threadIdx.x % 32 == 0) st_shared(&list.entries[0], uint16_t(hides));
+    __syncwarp();  // hazard: the entry written by lane 0
+    item.is_whole = 1;
+    item.masked_rounds = 1 << 30;
+  };
+  const KeyElement<B>* const row = keys_of_batch<B>(a.p, item.b);
+  // An item computes at least one round. With two, waiting for the mask takes longer than it saves.
+  if (!row || item.rounds <= 2 || item.rounds > most_listed<B>) return list_all(row);
+  griddepcontrol_wait();  // the preceding kernel may write the mask
+  int count = 0;
+  if constexpr (B::key_bias) count = list_rounds_of_bias<B>(a, item, list, row + item.first_key);
+  else count = list_rounds_of_mask<B>(a, item, list, row + item.first_key);
+  if (count == item.rounds && item.masked_rounds == 0) {
+    if constexpr (B::key_bias) item.first = 0;
+    return list_all(false);
+  }
   if (count == 0) {  // zero rounds would mean that there are no more items, so list number 0
-    if (lane == 0) st_shared(list_s, uint16_t(1));
+    int at = 0;
+    if constexpr (B::key_bias) at = item.first;
+    if (threadIdx.x % 32 == 0) st_shared(&list.entries[at], uint16_t(1));
     item.masked_rounds = most_kept<B> + 1;
   }
   __syncwarp();  // hazard: entries written by all lanes
@@ -6027,17 +6304,6 @@ template <class B> __device__ __forceinline__ void take_list(const KernelArgs& a
     item.rounds = rounds;
     item.list = list + 1;
   }
-}
-// Returns the effects of four bytes of a bias, as bits. 1: a key is visible. 2: a score is changed.
-__device__ __forceinline__ int effects_of(uint32_t word) {
-  constexpr uint32_t hidden = Defines::use_bias == 2            ? 0
-                              : Defines::use_bias == 3          ? 0xff800000
-                              : Defines::q_type == DType::bf16  ? 0xff80ff80
-                                                               : 0xfc00fc00;
-  const uint32_t changed = Defines::use_bias == 2   ? (word - 0x01010101) & ~word & 0x80808080
-                           : Defines::use_bias == 3 ? word & 0x7fffffff
-                                                  : word & 0x7fff7fff;
-  return int(word != hidden) + 2 * (changed != 0);
 }
 // Returns the effects of MASK_MOD on a round of an item. Called by a warp; each lane evaluates every 32nd
 // key.
@@ -6393,21 +6659,23 @@ __device__ __forceinline__ void store_rows(Shared& s, const KernelArgs& a, const
     });
     return;
   }
-  const uint32_t ranges = item.range_count(a);
-  uint32_t* const counters = range_counters<B>(a);
-  RangePartial<B>* const partials = range_partials<B>(a);
-  merge_split_partials<B>(s.split, scales, thread, [&](int row, const auto& O, auto& m, auto& l) {
-    RangePartial<B>& partial = partials[item.partial_index(a)];
-    st_global(&partial.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
-    if (O.first_col == 0) st_global(&partial.m_l[row], float2{m[0], l[0]});
-  });
-  __syncthreads();  // hazard: the partial is written by all threads
-  if (thread == 0) s.is_last = atom_inc_acq_rel(&counters[item.counter(a)], ranges - 1) == ranges - 1;
-  __syncthreads();  // hazard: is_last is written by thread 0
-  if (!s.is_last) return;
-  const RangePartial<B>* const first = partials + item.first_partial_index(a);
-  ranges > few_ranges ? merge_ranges<B, ranges_at_once, 4>(first, a, item, thread)
-                      : merge_ranges<B, 2, 16>(first, a, item, thread);
+  if constexpr (counts_ranges<B>) {
+    const uint32_t ranges = item.range_count(a);
+    uint32_t* const counters = range_counters<B>(a);
+    RangePartial<B>* const partials = range_partials<B>(a);
+    merge_split_partials<B>(s.split, scales, thread, [&](int row, const auto& O, auto& m, auto& l) {
+      RangePartial<B>& partial = partials[item.partial_index(a)];
+      st_global(&partial.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
+      if (O.first_col == 0) st_global(&partial.m_l[row], float2{m[0], l[0]});
+    });
+    __syncthreads();  // hazard: the partial is written by all threads
+    if (thread == 0) s.is_last = atom_inc_acq_rel(&counters[item.counter(a)], ranges - 1) == ranges - 1;
+    __syncthreads();  // hazard: is_last is written by thread 0
+    if (!s.is_last) return;
+    const RangePartial<B>* const first = partials + item.first_partial_index(a);
+    ranges > few_ranges ? merge_ranges<B, ranges_at_once, 4>(first, a, item, thread)
+                        : merge_ranges<B, 2, 16>(first, a, item, thread);
+  }
 }
 
 // ---- 5f mma.sync with a 16-bit Q and e4m3 K and V (mma and KV_DTYPE = FP8_E4M3) ----
@@ -7120,7 +7388,8 @@ SdpaStatus cuda_failure(cudaError_t code, const char* what) {
 // alignments, and the host does not know the lengths.
 bool has_unknown_width(const SdpaParams& p) {
   const bool has_lengths = p.q_starts || p.q_lengths || p.k_starts || p.k_lengths;
-  const bool is_aligned = p.causal == Causal::off || p.window_alignment == Causal::off || p.causal == p.window_alignment;
+  const bool has_both = p.causal != Causal::off && p.window_alignment != Causal::off;
+  const bool is_aligned = !has_both || p.causal == p.window_alignment;
   return Defines::use_lengths && has_lengths && !is_aligned;
 }
 // Maximum number of keys between the two limits of the mask.
@@ -7134,7 +7403,8 @@ int most_width(const SdpaParams& p) {
 }
 // Maximum number of keys that a query of the problem sees.
 int most_visible_keys(const SdpaParams& p) {
-  const int end = Defines::use_lengths && p.most_keys > 0 ? min(p.most_keys, p.Sk) : KeyBounds(p, p.Sq, p.Sk).end(p.Sq - 1);
+  const bool has_limit = Defines::use_lengths && p.most_keys > 0;
+  const int end = has_limit ? min(p.most_keys, p.Sk) : KeyBounds(p, p.Sq, p.Sk).end(p.Sq - 1);
   return max(min(end, most_width(p)), 0);
 }
 
@@ -7566,9 +7836,8 @@ template <class B> bool differs_by_batch(const SdpaParams& p) {
 // that MASK_MOD names. Maps that differ in a single number have different hashes.
 template <class B> uint64_t hash_of_map(const BiasMap& map, const SdpaParams& p, const Items& items) {
   const KeyBounds keys(p, p.Sq, p.Sk);
-  const int64_t numbers[] = {B::block_m,    B::round_keys, skips_empty_warpgroups<B>,   items.heads,        items.queries,
-                             p.Sq,          p.Sk,          map.batches.divisor, map.heads.divisor,  p.bias_keys,
-                             keys.from,     keys.to};
+  const int64_t numbers[] = {B::block_m, B::round_keys, skips_empty_warpgroups<B>, items.heads, items.queries, p.Sq, p.Sk,
+                             map.batches.divisor, map.heads.divisor, p.bias_keys, keys.from, keys.to};
   uint64_t hash = 0;
   const auto add = [&](int64_t number) {
     hash = (hash ^ uint64_t(number)) * 0x9e3779b97f4a7c15;
@@ -7609,7 +7878,8 @@ template <class B> SdpaStatus check_bias_map(const SdpaParams& p) {
                  p.bias_map ? p.bias_map_bytes : 0, bytes);
 }
 // Sets the map at `at` as the map of the launch. makes: enqueues the kernel that writes it first.
-template <class B> SdpaStatus set_bias_map(KernelArgs& a, const Items& items, void* at, bool makes, cudaStream_t stream) {
+template <class B>
+SdpaStatus set_bias_map(KernelArgs& a, const Items& items, void* at, bool makes, cudaStream_t stream) {
   a.bias_map = bias_map_of<B>(a.p, items);
   a.bias_map.lists = reinterpret_cast<uint32_t*>(static_cast<uint64_t*>(at) + 1);
   a.unmasked_rounds = 0;  // the number of rounds differs between items
@@ -7683,7 +7953,8 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
     return failure(refused, "B*Hq*ceil(Sq/%d) is over %d tiles; split the batch", items.queries, most);
   }
   if (sums_end<B> && most_visible_keys(p) > most_keys_at_once) {
-    return failure(refused, "a query sees %d keys, but this build takes at most %d; type SPLIT_CTAS=0 or pass most_keys",
+    return failure(refused,
+                   "a query sees %d keys, but this build takes at most %d; type SPLIT_CTAS=0 or pass most_keys",
                    most_visible_keys(p), most_keys_at_once);
   }
   if (B::split_ctas != 1 && !merges_by_kernel<B> && items.ranges > 1 && items.count > most_split_items) {
@@ -7823,9 +8094,9 @@ SdpaStatus check_params(SdpaParams& p) {
       {"max_ctas", of_queue, uintptr_t(p.max_ctas), 1},
       {"softcap", of_cap, p.softcap != 0, 1},
       {"bias", Defines::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias), int(sizeof(Bias))},
-      {"bias_map", Defines::takes_map ? "" : "USE_BIAS or MASK_MOD", uintptr_t(p.bias_map), 8},
-      {"bias_map_bytes", Defines::takes_map ? "" : "USE_BIAS or MASK_MOD", uintptr_t(p.bias_map_bytes), 1},
-      {"bias_keys", Defines::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias_keys), 1},
+      {"bias_map", Defines::takes_map ? "" : "USE_BIAS=1, 2, 3 or MASK_MOD", uintptr_t(p.bias_map), 8},
+      {"bias_map_bytes", Defines::takes_map ? "" : "USE_BIAS=1, 2, 3 or MASK_MOD", uintptr_t(p.bias_map_bytes), 1},
+      {"bias_keys", Defines::use_bias && !Defines::key_bias ? "" : "USE_BIAS=1, 2, 3", uintptr_t(p.bias_keys), 1},
       {"page_stride", of_pages, uintptr_t(p.page_stride), 1},
       {"page_size", of_pages, uintptr_t(p.page_size), 1},
       {"pages", of_pages, uintptr_t(p.pages), 1},
@@ -7850,6 +8121,10 @@ SdpaStatus check_params(SdpaParams& p) {
                                         : "%s is a null pointer, but SCORE_MOD or MASK_MOD names it", x.name);
       }
     }
+  }
+  if (Defines::key_bias && p.bias && ((p.bias_strides.head && p.Hq > 1) || (p.bias_strides.row && p.Sq > 1))) {
+    return failure(refused, "bias_strides: this build takes a bias that all heads and queries of a batch share; set head and "
+                            "row to 0, or build with USE_BIAS=%d", Defines::use_bias == 4 ? 1 : 3);
   }
   if (Defines::takes_map && p.bias_map_bytes > 0 && !p.bias_map) {
     return failure(refused, "bias_map_bytes is %zu, but bias_map is null; set both or neither", p.bias_map_bytes);
@@ -7924,10 +8199,14 @@ SDPA_REFUSE(Defines::use_bias != 0 && Defines::kv_bytes == 1,
             "USE_BIAS: scores of 8-bit types have factors that come after it; type DTYPE=FP16 or DTYPE=BF16");
 SDPA_REFUSE((SCORE_MOD_changed || Defines::changes_logits || (Defines::hides_keys && !Defines::use_key_mask)) &&
                 (Defines::use_softcap != 0 || Defines::use_bias != 0),
-            "SCORE_MOD and MASK_MOD: the soft cap or the bias can be a part of the expression, as in 30 * tanh(s / 30); "
-            "drop USE_SOFTCAP and USE_BIAS");
+            "SCORE_MOD and MASK_MOD: the soft cap or the bias can be a part of the expression, as in "
+            "30 * tanh(s / 30); drop USE_SOFTCAP and USE_BIAS");
 SDPA_REFUSE(Defines::use_key_mask && (Defines::use_bias != 0 || Defines::mask_knobs > 1),
-            "USE_KEY_MASK=1: a bias or a MASK_MOD can hide the keys as well; drop USE_KEY_MASK, or USE_BIAS and MASK_MOD");
+            "USE_KEY_MASK=1: a bias or a MASK_MOD can hide the keys as well; drop USE_KEY_MASK, or USE_BIAS and "
+            "MASK_MOD");
+SDPA_REFUSE(Defines::key_bias && Defines::use_lengths,
+            "USE_BIAS=4, 5: keys are counted from the start of a sequence there; type USE_BIAS=1 or 3, or drop "
+            "USE_LENGTHS");
 SDPA_REFUSE(Defines::use_key_mask && Defines::use_lengths,
             "USE_KEY_MASK=1: keys are counted from the start of a sequence there; drop USE_KEY_MASK or USE_LENGTHS");
 SDPA_REFUSE(Defines::use_pages && !Defines::use_lengths,
@@ -7945,7 +8224,8 @@ template <class B> constexpr bool check_wgmma() {
   SDPA_REFUSE(wgmma && !B::swap_ab && (B::split_warps % 4 != 0 || B::block_m != 16 * B::split_warps),
               "BLOCK_M and NUM_WARPS: a warpgroup has 4 warps and 64 query rows, so BLOCK_M must be "
               "16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8, or BLOCK_M=64 NUM_WARPS=8 SPLIT_KV=2");
-  SDPA_REFUSE(wgmma && B::use_pages == 1 && B::block_n * B::head_dim / (B::head_dim % 64 || B::d_v % 64 ? 512 : 1024) > 32,
+  SDPA_REFUSE(wgmma && B::use_pages == 1 &&
+                  B::block_n * B::head_dim / (B::head_dim % 64 || B::d_v % 64 ? 512 : 1024) > 32,
               "USE_PAGES=1: each of 32 lanes copies one TMA box, and this tile may have more than 32; type a "
               "smaller BLOCK_N");
   SDPA_REFUSE(wgmma && B::product_type == DType::e4m3 && (!roles || !B::overlap),
@@ -8268,11 +8548,12 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   // dominates there.
   const double ctas_per_sm = double(items.count) / sms * ranges, ctas = std::ceil(ctas_per_sm);
   const double rate_alone = t.ctas > 1 && !t.swap_ab ? sole_rate : 1, waves = std::ceil(ctas / t.ctas);
-  // Bound 1, the longest item. It shares its SM with the next item for `beside` keys: with a mask, an SM that
+  // Bound 1, the longest item. Other items share its SM during `shared_keys` of its keys: with a mask, an SM that
   // becomes free takes the longest item that is left.
-  const double beside = t.ctas > 1 && ctas_per_sm > 1 ? keys.most - (keys.most - keys.least) / ctas_per_sm : 0;
-  const double shared = beside * std::fmin(ctas, t.ctas) + (keys.most - beside) / rate_alone;
-  const double longest = t.item_clocks + of_key * shared;
+  const bool shares = t.ctas > 1 && ctas_per_sm > 1;
+  const double shared_keys = shares ? keys.most - (keys.most - keys.least) / ctas_per_sm : 0;
+  const double full_rate_keys = shared_keys * std::fmin(ctas, t.ctas) + (keys.most - shared_keys) / rate_alone;
+  const double longest = t.item_clocks + of_key * full_rate_keys;
   // Bound 2, all items spread evenly over the SMs. Bound 3, waves of t.ctas CTAs per SM, all as short as the shortest.
   const double spread = ctas_per_sm * (t.item_clocks / t.ctas + of_key * keys.mean);
   const double in_waves = waves * t.item_clocks + of_key * keys.least * ctas;

@@ -11,6 +11,7 @@
 //   delta = row sum of dO * O, minus dLSE   the row sum equals that of P * dP; dLSE: gradient of LSE, or 0
 //   dS = P * (dP - delta)
 //   dV = P.T @ dO,   dK = scale * dS.T @ Q,   dQ = scale * dS @ K
+//   dBias = dS, summed over the batches, heads, queries or keys that share an element of it
 //
 // Either way sdpa_backward_rows runs first and computes delta of each row.
 //
@@ -23,6 +24,8 @@
 // share of dQ atomically to fp32 sums in the workspace. Another kernel scales and rounds these sums. The order
 // of the additions differs from run to run, and so do the last bits of dQ. dK and dV are bitwise the same in
 // every run.
+//
+// With a bias (USE_BIAS=1, 3), sdpa_backward_bias computes dBias, from S and dP that it computes again.
 //
 // Build one variant   nvcc -O3 -std=c++17 -arch=native -DBACKWARD=1 -DBLOCK_M=64 sdpa_backward.cu -o sdpa_backward
 // Check and time it   ./sdpa_backward --shape mission
@@ -2241,6 +2244,8 @@ SDPA_BACKWARD_KNOBS(SDPA_FAMILIES)
 SDPA_KNOBS(SDPA_NOT_BACKWARD)
 SDPA_REFUSE(Defines::kv_bytes == 1,
             "DTYPE: the backward kernels take 16 bits; type DTYPE=FP16 or DTYPE=BF16, or drop BACKWARD=1");
+SDPA_REFUSE(Defines::key_bias,
+            "USE_BIAS=4, 5: the backward kernels read the bias by queries; type USE_BIAS=1 or 3, whose strides may be 0");
 SDPA_REFUSE(Defines::use_warp_specialization && (Defines::block_m != 128 || Defines::num_warps != 8),
             "BLOCK_M, NUM_WARPS: the backward kernel of USE_WARP_SPECIALIZATION=1 has two consumer warpgroups with "
             "64 keys each; type BLOCK_M=128 NUM_WARPS=8");

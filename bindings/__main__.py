@@ -6,10 +6,11 @@ one per core):
   sm_80 sm_90a ...     GPUs
   fp16 bf16 e4m3       types
   64 128 192x128 ...   D, or D of Q and K and D of V
-  plain softcap sinks lengths pages any_pages bias mask key_mask bf16_out kv8 fp32_bias, or several as in sinks+lengths: options
-                       of attention() (default: plain). pages: page sizes that are multiples of 16; any_pages: other page
-                       sizes, or k_firsts; bias: of q's type; fp32_bias: of another type; mask: a bias of bools; key_mask: a
-                       mask that all heads and queries share; bf16_out: bf16 O of e4m3; kv8: e4m3 k and v with a 16-bit q
+  plain softcap sinks lengths pages any_pages bias mask fp32_bias key_bias key_mask fp32_key_bias bf16_out kv8, or several as in
+                       sinks+lengths: options of attention() (default: plain). pages: page sizes that are multiples of 16;
+                       any_pages: other page sizes, or k_firsts; bias: of q's type; fp32_bias: of another type; mask: a bias
+                       of bools; key_bias, key_mask, fp32_key_bias: the same, if all heads and queries share it; bf16_out:
+                       bf16 O of e4m3; kv8: e4m3 k and v with a 16-bit q
   backward             also sdpa's backward kernels for these builds, where a line has them
   score_mod=TEXT mask_mod=TEXT    these arguments of attention(), for all builds
   and also the interface to PyTorch and the kernel that appends to caches. A program that finds all of its builds in the
@@ -26,8 +27,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 import pytorch as sdpa
 
 TYPES = {"fp16": "float16", "bf16": "bfloat16", "e4m3": "float8_e4m3fn"}
-OPTIONS = ["softcap", "sinks", "lengths", "pages", "bias", "mask", "bf16_out", "kv8", "fp32_bias", "any_pages", "key_mask"]  # the names in sdpa.FEATURES
-BIASES = {"bias", "mask", "fp32_bias"}
+# The names of sdpa.FEATURES.
+OPTIONS = ["softcap", "sinks", "lengths", "pages", "bias", "mask", "bf16_out", "kv8", "fp32_bias", "any_pages", "key_mask", "key_bias",
+           "fp32_key_bias"]
+BIASES = {"bias", "mask", "fp32_bias", "key_bias", "fp32_key_bias"}
 
 
 def builds_of(words):

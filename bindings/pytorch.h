@@ -53,7 +53,9 @@ enum Feature {
   kv_in_8_bits = 128,
   biases_in_fp32 = 256,
   any_pages = 512,  // instead of pages
-  key_mask = 1024
+  key_mask = 1024,
+  key_biases = 2048,         // instead of biases, biases_in_fp32
+  key_biases_in_fp32 = 4096
 };  // of what a problem asks beyond a line's own: builds of their own
 // The arguments of attention() that modify scores, and a kept map of the tiles that are hidden.
 struct Mods {
@@ -174,15 +176,17 @@ static Tensor readable(const Tensor& x, bool may_be_expanded) {
   return fit(x) && !is_expanded(x, may_be_expanded ? 2 : 0, 2) ? x : x.clone(at::MemoryFormat::Contiguous);
 }
 
-// True if all heads and queries share the mask, so that it hides keys of a batch.
+// True if all heads and queries share the mask or bias, so that it has one element per key of a batch.
 static bool is_of_keys(const Tensor& mask) {
   const auto is_shared = [&](int64_t dim) { return dim < 0 || mask.size(dim) == 1 || mask.stride(dim) == 0; };
-  return mask.scalar_type() == at::kBool && is_shared(mask.dim() - 2) && is_shared(mask.dim() - 3);
+  return is_shared(mask.dim() - 2) && is_shared(mask.dim() - 3);
 }
-// Builds that count keys by sequences take masks of keys as those of queries.
+// Builds that count keys by sequences have no kernels for masks and biases of keys.
 static int feature_of(const Tensor& bias, bool has_lengths) {
-  if (bias.scalar_type() == at::kFloat) return biases_in_fp32;
-  return bias.scalar_type() != at::kBool ? biases : is_of_keys(bias) && !has_lengths ? key_mask : masks;
+  const bool of_keys = is_of_keys(bias) && !has_lengths;
+  if (bias.scalar_type() == at::kBool) return of_keys ? key_mask : masks;
+  if (bias.scalar_type() == at::kFloat) return of_keys ? key_biases_in_fp32 : biases_in_fp32;
+  return of_keys ? key_biases : biases;
 }
 
 // Checks a mask (bool, true: visible) or an additive bias x for these queries and keys of [B,Hq].

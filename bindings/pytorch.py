@@ -30,7 +30,8 @@ from torch.utils.flop_counter import register_flop_formula
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DTYPES = {torch.float16: "", torch.bfloat16: "_bf16", torch.float8_e4m3fn: "_e4m3"}  # and the names of their lines
 FEATURES = ("USE_SOFTCAP", "USE_SINKS", "USE_LENGTHS", "USE_PAGES", "USE_BIAS=1", "USE_BIAS=2",
-            "OUT_DTYPE=BF16", "KV_DTYPE=FP8_E4M3", "USE_BIAS=3", "USE_PAGES=2", "USE_KEY_MASK")  # in the order of the bits of Feature in pytorch.h
+            "OUT_DTYPE=BF16", "KV_DTYPE=FP8_E4M3", "USE_BIAS=3", "USE_PAGES=2", "USE_KEY_MASK", "USE_BIAS=4",
+            "USE_BIAS=5")  # in the order of the bits of Feature in pytorch.h
 MASKS = {None: 0, False: 0, "off": 0, True: 1, "br": 1, "tl": 2}
 BACKWARDS = None, "sdpa", "deterministic", "torch"  # values of attention()'s argument
 PREFERENCES = {None: 0, "sdpa": 1, "torch": 2}  # pytorch_backward.h's Preference
@@ -538,10 +539,13 @@ def build_ahead(operator, arguments):
     lengths = bool(tensors & {"k_lengths", "q_lengths", "q_starts", "k_starts", "page_table", "k_firsts"})
     any_pages = "page_table" in tensors and (given["k"].shape[2] % 16 != 0 or "k_firsts" in tensors)
     bias, own = (given["bias"].dtype, given["q"].dtype) if "bias" in tensors else (None, None)
-    of_keys = bias == torch.bool and not lengths and not given.get("bias_keys") and is_of_keys(given["bias"])
+    of_keys = bias is not None and not lengths and not given.get("bias_keys") and is_of_keys(given["bias"])
+    kinds = bias is not None and bias == own, bias == torch.bool, bias not in (None, torch.bool, own)  # of a bias
+    is_own, is_mask, is_fp32 = (kind and not of_keys for kind in kinds)
+    is_own_of_keys, is_mask_of_keys, is_fp32_of_keys = (kind and of_keys for kind in kinds)
     features = (given["softcap"] != 0, "sinks" in tensors, lengths, "page_table" in tensors and not any_pages,
-                bias is not None and bias == own, bias == torch.bool and not of_keys, given.get("bf16_out", False),
-                given["v"].dtype != given["q"].dtype, bias not in (None, torch.bool, own), any_pages, of_keys)  # as in FEATURES
+                is_own, is_mask, given.get("bf16_out", False), given["v"].dtype != given["q"].dtype, is_fp32, any_pages,
+                is_mask_of_keys, is_own_of_keys, is_fp32_of_keys)  # as in FEATURES
     with contextlib.suppress(Exception):
         q, v = given["q"], given["v"]
         built(*build_of(*line_with(torch.cuda.get_device_capability(q.device), q.dtype, q.shape[3], v.shape[3],
@@ -628,7 +632,8 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
         types are added to the logits after the softcap, in q's type or float32 (another 16-bit type is converted to
         float32). causal and window apply too. The bias covers all keys of a sequence, or with bias_keys only that many last
         keys. A bool bias that all heads and queries share, such as [B,1,1,Sk], is the fastest, and also works with e4m3.
-        With q_starts, its rows are the queries of each sequence, and every query needs one.
+        With q_starts, its rows are the queries of each sequence, and every query needs one. Its gradient has its shape;
+        dimensions of size 1 are summed in float32.
     batch_invariant: O and LSE of a sequence are bitwise independent of the other sequences in the batch (docs/USING.md).
         Gradients are not.
     score_mod: an expression that replaces the logit s, the scaled q @ k.T, such as "s - x0[h] * real(q + Sk - Sq - k)".

@@ -69,6 +69,8 @@ typedef struct SdpaParams {
      USE_BIAS=1: elements of the line's DTYPE, added to scale * Q @ K.T after a softcap; -inf hides the key.
      USE_BIAS=2: bytes; 0 hides the key.
      USE_BIAS=3: as 1, with elements of type float.
+     USE_BIAS=4, 5: as 1, 3, with one row per batch for all of its queries and heads: the strides of heads and rows
+     are 0 where Hq and Sq are over 1, and bias_keys is 0.
      A tile that is hidden completely may be skipped, even if one of its scores is NaN. */
   const void* bias;
   SdpaStrides bias_strides;
@@ -128,7 +130,7 @@ size_t sdpa_library_workspace_bytes(const SdpaParams* p);
 /* Size in bytes of p->scratch, if it is set. 0: it may be null. */
 size_t sdpa_library_scratch_bytes(const SdpaParams* p);
 
-/* Size in bytes of the map that lines with USE_BIAS or MASK_MOD use to skip hidden tiles. 0: this problem has no
+/* Size in bytes of the map that lines with USE_BIAS=1, 2, 3 or MASK_MOD use to skip hidden tiles. 0: this problem has no
    map. */
 size_t sdpa_library_bias_map_bytes(const SdpaParams* p);
 

@@ -16,8 +16,10 @@
 namespace SDPA_NAMESPACE {
 namespace {
 
-bool adds_bias() { return line.use_bias == 1 || line.use_bias == 3; }
-int bias_bytes() { return line.use_bias == 2 ? 1 : line.use_bias == 3 ? 4 : 2; }  // per element
+bool adds_bias() { return line.use_bias != 0 && line.use_bias != 2; }
+bool has_float_bias() { return line.use_bias == 3 || line.use_bias == 5; }
+bool has_key_bias() { return line.use_bias >= 4; }  // one row for all queries and heads of a batch
+int bias_bytes() { return line.use_bias == 2 ? 1 : has_float_bias() ? 4 : 2; }  // per element
 
 // The layout of a bias, which depends on the layout of the other tensors.
 struct BiasRows {
@@ -236,7 +238,8 @@ class Inputs {
     reference::Bias& bias = problem.bias;
     const float infinity = std::numeric_limits<float>::infinity();
     bias.x.assign(size_t(bias.batches) * bias.heads * bias.rows * bias.keys, 0);
-    const bool has_floats = line.use_bias == 3;
+    const bool has_floats = has_float_bias();
+    const bool has_large = adds_bias() && (line.input == DType::bf16 || has_floats);
     const string& kind = problem.bias_kind;
     reference::parallel_for(bias.x.size() / std::max(bias.keys, 1), [&](size_t row) {
       const int q = int(row % bias.rows);
@@ -266,8 +269,17 @@ class Inputs {
           if (kind == "add" && has_floats) x += 1000;  // 16-bit types have steps of 0.5 or 4 here
           // With -3.3e38 for all keys, LSE as a float would be no input for a backward pass.
           const bool is_least = r % 64 == 33 || (of_row % 32 == 1 && !line.backward);
-          if (kind == "add" && (line.input == DType::bf16 || has_floats) && is_special && is_least)
+          if (kind == "add" && has_large && is_special && is_least) x = -3.3e38f;
+        }
+        if (kind == "padding") {
+          const int length = bias.keys / 2 + int(of_row % (bias.keys / 2 + 1));
+          seen = of_row % 8 > 0 && (of_row / 8 % 3 == 0   ? k < length
+                                    : of_row / 8 % 3 == 1 ? k >= bias.keys - length
+                                                          : r % 64 > 0);
+          if (!seen && has_large && !line.backward && of_row / 32 % 2) {
+            seen = true;
             x = -3.3e38f;
+          }
         }
         x = !seen        ? -infinity
             : has_floats ? x

@@ -213,22 +213,30 @@ vector<Option> options_of(Options& o) {
        packed_text},
       {"--bias", "KIND[,bhqmBHQKN]",
        "a bias for each (query, key) pair; letters: its dimensions besides keys (default q); add, "
-       "bool, tree (of the last keys), causal, documents or blocks; m: one map for all launches; B, H, Q, K: "
+       "bool, tree (of the last keys), causal, documents, blocks or padding; m: one map for all launches; B, H, Q, K: "
        "dBias does not have this dimension, or it alone has; N: no dBias (builds with USE_BIAS)",
        [&o](const string& text) {
          const size_t comma = std::min(text.find(','), text.size());
          o.common.bias_kind = text.substr(0, comma);
+         if (has_key_bias()) o.common.bias_dims = "b";
          if (comma < text.size()) o.common.bias_dims = text.substr(comma + 1);
          const bool is_known =
              std::count(std::begin(bias_kinds), std::end(bias_kinds), o.common.bias_kind) > 0;
-         const bool named = o.common.bias_dims.find_first_not_of("bhqmBHQKN") == string::npos;
+         const char* const dims = has_key_bias() ? "b" : "bhqmBHQKN";
+         const bool named = o.common.bias_dims.find_first_not_of(dims) == string::npos;
          const bool suits = o.common.bias_kind != (line.use_bias == 2 ? "add"
                                                    : line.use_bias    ? "bool"
                                                                       : "");
+         if (has_key_bias()) {
+           return is_known && named && suits && o.common.bias_kind != "tree"
+                      ? ""
+                      : "want add, padding, causal, documents or blocks, and optionally ,b (a bias per batch, the "
+                        "default) or a comma (one for all)";
+         }
          return is_known && named && suits
                     ? ""
-                    : "want add (USE_BIAS=1, 3), bool (USE_BIAS=2), tree, causal, documents or "
-                      "blocks, and optionally letters of b, h, q and m, such as tree,bq";
+                    : "want add (USE_BIAS=1, 3), bool (USE_BIAS=2), tree, causal, documents, blocks or "
+                      "padding, and optionally letters of b, h, q and m, such as tree,bq";
        },
        bias_text},
       {"--key-mask", "KIND[,shared]",

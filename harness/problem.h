@@ -94,7 +94,7 @@ constexpr const char* key_mask_kinds[] = {"right", "left", "scattered"};
 // add and bool: random, including rows that see no key. tree: covers the last keys only; a node
 // sees its ancestors. causal: a causal mask. documents: 16 documents, each sees only itself.
 // blocks: a different quarter of the blocks for each head.
-constexpr const char* bias_kinds[] = {"add", "bool", "tree", "causal", "documents", "blocks"};
+constexpr const char* bias_kinds[] = {"add", "bool", "tree", "causal", "documents", "blocks", "padding"};
 string bias_text(const Problem& p) {
   return p.bias_kind.empty() ? "" : p.bias_kind + "," + p.bias_dims;
 }

@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(ReferenceKernelShared<D>::THREADS)
                        (q_row - first_query) * p.bias_strides.row + column;
     const float bias = column < 0        ? 0
                        : a.use_bias == 2 ? static_cast<const uint8_t*>(p.bias)[at] ? 0 : -INFINITY
-                       : a.use_bias == 3 ? static_cast<const float*>(p.bias)[at]
+                       : a.use_bias == 3 || a.use_bias == 5 ? static_cast<const float*>(p.bias)[at]
                                          : number(static_cast<const T*>(p.bias)[at]);
     return a.use_bias == 2 && bias == -INFINITY ? bias : S * unit + bias;
   };

@@ -494,6 +494,7 @@ static SdpaStatus map_bias_of(const SdpaParams& p) {
 static bool is_of_build(const string& member) {
   if (member == "Dv" && Defines::head_dim != Defines::d_v) return false;
   if (member == "bias_map_bytes" && !lists_from_map<Defines>) return false;
+  if ((member == "bias_map" || member == "bias_keys") && Defines::key_bias) return false;
   return takes_member({Defines::use_persistent_cta != 0, Defines::use_softcap != 0, Defines::kv_bytes == 1, Defines::q_bytes == 1, Defines::use_sinks != 0,
                        Defines::use_lengths != 0, Defines::use_pages != 0, takes_firsts, Defines::use_bias != 0, Defines::use_key_mask}, member);
 }
@@ -530,7 +531,7 @@ struct Featured {
     if (Defines::use_sinks) p.sinks = sinks;
     if (Defines::use_bias) {
       p.bias = static_cast<const Bias*>(bias);
-      p.bias_strides = {3600, 900, 75};
+      p.bias_strides = {3600, Defines::key_bias ? 0 : 900, Defines::key_bias ? 0 : 75};
     }
     if (Defines::use_key_mask) {
       p.key_mask = key_mask;
@@ -616,18 +617,18 @@ TEST_CASE("changed_members") {
   add(Defines::use_softcap != 0, "softcap", [](SdpaParams& p) { p.softcap = 2; });
   add(Defines::use_sinks, "sinks", [](SdpaParams& p) { p.sinks = nullptr; });
   add(Defines::use_sinks, "sinks", [&](SdpaParams& p) { p.sinks = other_sinks; });
-  constexpr bool has_bias = Defines::use_bias != 0;
+  constexpr bool has_bias = Defines::use_bias != 0, has_rows = has_bias && !Defines::key_bias;
   add(has_bias, "bias", [](SdpaParams& p) { p.bias = nullptr; });
   add(has_bias, "bias", [](SdpaParams& p) { p.bias = static_cast<const Bias*>(p.bias) + 1; });
   add(has_bias, "bias_strides", [](SdpaParams& p) { p.bias_strides.batch = 0; });
-  add(has_bias, "bias_strides", [](SdpaParams& p) { p.bias_strides.head = 0; });
-  add(has_bias, "bias_strides", [](SdpaParams& p) { p.bias_strides.row = 0; });
-  add(has_bias, "bias_keys", [](SdpaParams& p) { p.bias_keys = 9; });
+  add(has_rows, "bias_strides", [](SdpaParams& p) { p.bias_strides.head = 0; });
+  add(has_rows, "bias_strides", [](SdpaParams& p) { p.bias_strides.row = 0; });
+  add(has_rows, "bias_keys", [](SdpaParams& p) { p.bias_keys = 9; });
   add(Defines::use_key_mask, "key_mask", [](SdpaParams& p) { p.key_mask = nullptr; });
   add(Defines::use_key_mask, "key_mask", [](SdpaParams& p) { p.key_mask++; });
   add(Defines::use_key_mask, "key_mask_stride", [](SdpaParams& p) { p.key_mask_stride = 0; });
   const Workspace map(4096);
-  add(has_bias, "bias_map", [&](SdpaParams& p) {
+  add(has_rows, "bias_map", [&](SdpaParams& p) {
     p.bias_map = map;
     p.bias_map_bytes = sdpa_bias_map_bytes(p);
     CHECK((p.bias_map_bytes <= map.bytes && map_bias_of(p).ok()));
@@ -646,7 +647,7 @@ TEST_CASE("changed_members") {
   add(Defines::use_pages, "page_size", [](SdpaParams& p) { p.page_size = 32; });
   add(Defines::use_pages, "pages", [](SdpaParams& p) { p.pages = 4; });
   add(Defines::use_pages, "pages", [](SdpaParams& p) { p.pages = 12; });  // the last is one that the table names
-  add(Defines::head_dim == Defines::d_v, "Dv", [](SdpaParams& p) { p.Dv = D; });
+  add(Defines::head_dim == Defines::d_v, "Dv", [](SdpaParams& p) { p.Dv = 0; });
 
   // Batched; with lengths also with inputs that all batches share, and packed.
   SdpaParams own = base;
@@ -720,26 +721,32 @@ TEST_CASE("changed_members") {
 // Rounds without a visible key are skipped, and their contents do not affect any row. A split
 // without a visible key keeps its first round. An item with more rounds than a list can hold keeps
 // all of them.
-TEST_CASE("rounds_without_visible_keys" * doctest::skip(!Defines::use_key_mask || !Defines::is_wgmma)) {
+TEST_CASE("rounds_without_visible_keys" * doctest::skip(!Defines::masks_keys || !Defines::is_wgmma)) {
   for_each_build([](auto build) {
     using B = decltype(build);
     if (B::kernel == KernelKind::wgmma_plain) return;
     for (const int rounds : {33, most_listed<B> + 1}) {
       constexpr int round = B::round_keys;
-      const Attention a(1, 2, 1, 40, rounds * round);
-      vector<uint8_t> seen(rounds * round);
+      const int keys = rounds * round - 1;
+      const Attention a(1, 2, 1, 40, keys);
+      vector<uint8_t> seen(keys);
+      vector<Bias> added(keys);  // the same, with other changes in the last round
       const auto is_seen = [&](int n) { return n == 2 || n == 12 || n == rounds - 1; };
-      for (int k = 0; k < rounds * round; k++) seen[k] = is_seen(k / round) && (k / round != 2 || k % 9 > 0);
+      for (int k = 0; k < keys; k++) {
+        seen[k] = is_seen(k / round) && (k / round != 2 || k % 9 > 0);
+        added[k] = rounded<Bias>(!seen[k] ? -INFINITY : k / round == rounds - 1 ? float(k % 5) / 4 : 0);
+      }
       const Held<uint8_t> mask(seen);
+      const Held<Bias> bias(added);
       SdpaParams p = a.p;
-      p.key_mask = mask;
+      if (Defines::use_key_mask) p.key_mask = mask;
+      else p.bias = static_cast<const Bias*>(bias);
       p.Dv = p.D;
       const Workspace workspace(workspace_bytes<B>(p));
       p.workspace = workspace;
-      const auto forward_by = [&] {
-        return a.call_by([&](cudaStream_t stream) { return forward<B>(p, stream); }).ok() && a.is_right(p);
-      };
-      CHECK(forward_by());
+      const auto forward_by = [&] { return a.call_by([&](cudaStream_t stream) { return forward<B>(p, stream); }).ok(); };
+      CHECK((forward_by() && a.is_right(p)));
+      const vector<Output> O(p.O, p.O + 2 * 40 * p.D);
       const int ranges = B::split_ctas == 1 ? 1 : items_of<B>(p).ranges;
       KeyValue* const V = const_cast<KeyValue*>(p.V);
       for (int n = 0, end = 0; n < ranges; n++) {
@@ -755,7 +762,8 @@ TEST_CASE("rounds_without_visible_keys" * doctest::skip(!Defines::use_key_mask |
           }
         }
       }
-      CHECK(forward_by());
+      // With a bias the reference adds 0 * NaN.
+      CHECK((forward_by() && std::equal(O.begin(), O.end(), p.O, [](Output x, Output y) { return to_float(x) == to_float(y); })));
     }
   });
 }
@@ -987,8 +995,22 @@ TEST_CASE("bias_map_of_others" * doctest::skip(!has_map_of_bias)) {
   });
 }
 
+// A bias of one row per batch has no strides of heads and queries, except where these have size 1.
+TEST_CASE("bias_of_keys_refusals" * doctest::skip(!Defines::key_bias)) {
+  const Featured featured;
+  for (const bool of_head : {false, true}) {
+    SdpaParams p = featured.p;
+    (of_head ? p.bias_strides.head : p.bias_strides.row) = 75;
+    const string refusal = featured.a.forward(p);
+    CHECK(begins(refusal, "bias_strides: this build takes a bias that all heads and queries of a batch share"));
+    (of_head ? p.Hq : p.Sq) = 1;
+    if (of_head) p.Hkv = 1;
+    CHECK((featured.a.forward(p) == "" && featured.a.is_right(p)));
+  }
+}
+
 // A bias_map of the wrong size is refused. A failed launch of the map kernel fails the call.
-TEST_CASE("bias_map_refusals" * doctest::skip(!Defines::use_bias)) {
+TEST_CASE("bias_map_refusals" * doctest::skip(!Defines::use_bias || Defines::key_bias)) {
   const Featured featured;
   SdpaParams p = featured.p;
   const size_t bytes = sdpa_bias_map_bytes(p);

@@ -40,7 +40,7 @@ except ModuleNotFoundError as error:
 KNOBS = dict(
     HEAD_DIM="64 96 128", HEAD_DIM_V="0 64 128 48", DTYPE="FP16 BF16 FP8_E4M3 U8", OUT_DTYPE="AUTO BF16 FP16",
     BLOCK_M="32 64 128 16", NUM_WARPS="4 8 2 16", SPLIT_KV="1 2 4", BLOCK_N="64 32 128", VEC_WIDTH="8 16 1", USE_LENGTHS="1 0",
-    USE_PAGES="1 2 0", USE_SINKS="1 0", USE_BIAS="1 2 3 0", USE_KEY_MASK="1 0", SPLIT_CTAS="3 0 1", PACK_GQA="1 0", USE_SOFTCAP="2 0 1", STAGES="3 1", USE_CP_ASYNC="1 0",
+    USE_PAGES="1 2 0", USE_SINKS="1 0", USE_BIAS="1 2 3 4 5 0", USE_KEY_MASK="1 0", SPLIT_CTAS="3 0 1", PACK_GQA="1 0", USE_SOFTCAP="2 0 1", STAGES="3 1", USE_CP_ASYNC="1 0",
     USE_LAZY_MAX="1 0", SWIZZLE_XOR="1 0", USE_PERSISTENT_CTA="1 0", USE_FAST_EXP="0 1", OVERLAP="1 0", USE_PING_PONG="0 1",
     SKIP_MASKED="1 0", FP8_FLUSH="8 0 1", SYNC_POLICY="1 5", USE_WMMA_PV="1 0", FP16_ACC="NONE BOTH",
     NUM_PRODUCER_WARPS="1 2", USE_WARP_SPECIALIZATION="1 0")
@@ -64,18 +64,18 @@ TYPED = ("HEAD_DIM", "HEAD_DIM_V", "DTYPE", "OUT_DTYPE", "VEC_WIDTH", "BLOCK_M",
          "USE_KEY_MASK", "USE_LENGTHS", "USE_PAGES", "USE_MMA_SYNC", "USE_WGMMA")
 
 # --features: the knobs of which every two values meet, by the values to try; of a kind also its own. Other knobs take some
-# legal value. USE_SOFTCAP=2 is USE_SOFTCAP=1 with another tanh, but for a kernel that has a polynomial for the latter. USE_BIAS=3 is
-# USE_BIAS=1 with another type, and USE_PAGES=2 takes the pages of USE_PAGES=1: a kind whose code is the same has one of them.
-FEATURES = dict(DTYPE="FP16 BF16", HEAD_DIM="64 96", USE_SOFTCAP="1 0", USE_BIAS="1 2 3 0", USE_KEY_MASK="1 0", USE_SINKS="1 0", USE_LENGTHS="1 0", USE_PAGES="0 1 2",
+# legal value. USE_SOFTCAP=2 is USE_SOFTCAP=1 with another tanh, but for a kernel that has a polynomial for the latter. USE_BIAS=3 and 5
+# are USE_BIAS=1 and 4 with another type, and USE_PAGES=2 takes the pages of USE_PAGES=1: a kind whose code is the same has one of them.
+FEATURES = dict(DTYPE="FP16 BF16", HEAD_DIM="64 96", USE_SOFTCAP="1 0", USE_BIAS="1 2 3 4 0", USE_KEY_MASK="1 0", USE_SINKS="1 0", USE_LENGTHS="1 0", USE_PAGES="0 1 2",
                 SPLIT_KV="1 2", SPLIT_CTAS="1 0", PACK_GQA="0 1", USE_LAZY_MAX="1 0", OVERLAP="1 0", SKIP_MASKED="0 1")
 FEATURES_OF = dict(
     scalar=dict(DTYPE="FP16 FP8_E4M3", USE_SOFTCAP="2 0", SPLIT_CTAS="1", USE_BIAS="3 2 0", USE_PAGES="0 2"),
     wmma=dict(DTYPE="FP16 U8", HEAD_DIM="64", USE_SOFTCAP="0"),
-    mma=dict(DTYPE="FP16 BF16 FP8_E4M3", KV_DTYPE="AUTO FP8_E4M3", SPLIT_KV="1 4", USE_BIAS="1 2 0", USE_PAGES="0 2"),
+    mma=dict(DTYPE="FP16 BF16 FP8_E4M3", KV_DTYPE="AUTO FP8_E4M3", SPLIT_KV="1 4", USE_BIAS="1 2 4 0", USE_PAGES="0 2"),
     wgmma_plain=dict(USE_SOFTCAP="2 0", USE_BIAS="1 2 0"),
     wgmma_roles=dict(USE_SOFTCAP="1 2 0"),
     wgmma_converting=dict(KV_DTYPE="FP8_E4M3", BLOCK_N="64 48"),
-    wgmma_swapped=dict(HEAD_DIM="64 128", USE_SOFTCAP="2 0", USE_BIAS="3 2 0"),
+    wgmma_swapped=dict(HEAD_DIM="64 128", USE_SOFTCAP="2 0", USE_BIAS="3 2 5 0"),
     wgmma_e4m3=dict(DTYPE="FP8_E4M3", FP8_FLUSH="8 0 1"))
 
 # --features: also all combinations of these values meet. Other features switch off parts of the softmax by a stale maximum,
@@ -108,7 +108,7 @@ MEMBERS = dict(
     most_keys=["", "--most-keys 21"], batch_invariant=["", "--batch-invariant"],
     pages=["", "--pages 16", "--pages 48", "--pages 64", "--pages 3"],
     sinks=["", "--sinks"],
-    bias=["", "--bias add", "--bias add,bhq", "--bias bool", "--bias bool,bq", "--bias tree,hq"],
+    bias=["", "--bias add", "--bias add,bhq", "--bias bool", "--bias bool,bq", "--bias tree,hq", "--bias padding"],
     key_mask=["", "--key-mask right", "--key-mask left", "--key-mask scattered,shared"],
     softcap=["", "--softcap 2", "--softcap 50"],
     layout=["", "--layout packed", "--layout padded", "--layout zero", "--layout reversed"],
@@ -130,6 +130,7 @@ def takes(build, problem):
             (not problem["sinks"] or "USE_SINKS" in has and dist not in ("negative", "stairs")) and
             (not problem["bias"] or build["USE_BIAS"] != "0" and
              ("add" if build["USE_BIAS"] == "2" else "bool") not in problem["bias"] and
+             (build["USE_BIAS"] not in ("4", "5") or problem["bias"] in ("--bias add", "--bias padding")) and
              # Beside such logits a float loses what is added.
              (build["USE_BIAS"] == "2" or dist not in ("stairs", "huge"))) and
             (not problem["key_mask"] or "USE_KEY_MASK" in has) and

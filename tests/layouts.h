@@ -192,7 +192,7 @@ vector<StridedInput> strided_inputs(const Problem& problem, SdpaParams& p) {
   if (p.bias) {
     Strides& s = p.bias_strides;
     inputs.push_back({data(p.bias), size_t(bias_bytes()), p.bias_keys ? p.bias_keys : std::min(p.Sk, problem.Sk),
-                      {{p.Sq, &s.row}, {p.Hq, &s.head}, {p.B, &s.batch}}});
+                      {{has_key_bias() ? 1 : p.Sq, &s.row}, {has_key_bias() ? 1 : p.Hq, &s.head}, {p.B, &s.batch}}});
   }
   if (p.key_mask) inputs.push_back({data(p.key_mask), 1, p.Sk, {{1, nullptr}, {1, nullptr}, {p.B, &p.key_mask_stride}}});
   const auto add_factors = [&](Descale& d, int heads) {

@@ -63,7 +63,7 @@ PATHS = [
     Path("ranges that are merged", r"add\(O\.x\[0\] \+ 4 \* c, x\[n\]\[c\], weight\[1 \+ n\]\)"),
     Path("ranges that the last CTA merges", r"const RangePartial<B>\* const first = partials \+ item\.first_partial_index\(a\);"),
     Path("an item in one range", r"^      store_output<B>\(O, m, l, a, row_item<B>\(a, item, row\)\);$"),
-    Path("splits that are merged", r"d = l == 0 \? 0 : fmaf\(others\[i\], weight\[1\] \* inverse"),
+    Path("splits that are merged", r"d = l == 0 \? 0 : fmaf\(others\[i\], weight\[1\] \* total\.factor"),
     Path("a group's heads in one tile", r"const Item<B> from = row_item<B>\(a, t\.item, row\);"),
 ]
 

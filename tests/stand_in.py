@@ -75,7 +75,7 @@ def tensors_of(p, dtype, features):
         rows = p.Sq if not p.q_starts else int(found["q_starts"].diff().max())
         most = min(p.most_keys or p.Sk, p.Sk)
         has = lambda knob: features >> sdpa.FEATURES.index(knob) & 1  # noqa: E731
-        kind = torch.bool if has("USE_BIAS=2") else torch.float if has("USE_BIAS=3") else of_q
+        kind = torch.bool if has("USE_BIAS=2") else torch.float if has("USE_BIAS=3") or has("USE_BIAS=5") else of_q
         strides = p.bias_strides.batch, p.bias_strides.head, p.bias_strides.row, 1
         found["bias"] = view(p.bias, (p.B, p.Hq, rows, p.bias_keys or most), strides, kind)
     return found
@@ -227,6 +227,10 @@ def recorded(p, dtype, features, mods):
         assert given == bool(features >> sdpa.FEATURES.index(name) & 1), f"the build's {name} is not the call's"
     of_pages = [bool(features >> sdpa.FEATURES.index(name) & 1) for name in ("USE_PAGES", "USE_PAGES=2")]
     has_any = bool(p.page_table and (p.page_size % 16 or p.k_firsts))
+    if p.bias:
+        of_keys = not (p.bias_strides.head or p.bias_strides.row or p.bias_keys or features >> sdpa.FEATURES.index("USE_LENGTHS") & 1)
+        has_key_bias = any(features >> sdpa.FEATURES.index(f"USE_BIAS={n}") & 1 for n in (4, 5))
+        assert has_key_bias == of_keys, "the build's USE_BIAS is not the call's"
     assert of_pages == [bool(p.page_table) and not has_any, has_any], "the build's USE_PAGES is not the call's"
     for name in sdpa.ARRAYS:
         assert bool(getattr(p, name)) == bool(re.search(rf"\b{name}\b", " ".join(mods))), f"{name} is not the expressions'"

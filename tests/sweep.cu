@@ -454,6 +454,7 @@ bool takes_k_firsts() { return line.has_lengths && (!line.has_pages || line.has_
 // True if all problems of this build have the same value of a member.
 bool is_fixed(const string& member) {
   if (member == "bias_map" || member == "bias_map_bytes") return !line.has_bias_maps;
+  if (member == "bias_keys" && has_key_bias()) return true;
   if (member == "D" || member == "Dv") return !line.is_wgmma;
   return !takes_member({line.has_queue, line.has_softcap, element_bytes(line.input) == 1, element_bytes(line.query) == 1,
                         line.has_sinks, line.has_lengths, line.has_pages, takes_k_firsts(), line.use_bias != 0, line.has_key_mask}, member);
@@ -619,7 +620,7 @@ class Kinds {
       takes("start", has_few_bits() ? "0" : element_bytes(line.input) == 1 ? "-32 0 32" : "-inf -32768 -32 0 32 32768");
     }
     if (has_stale_maximum() && line.use_bias && takes_dist("ramps")) {
-      takes("bias_of_stale", adds_bias() ? "add tree shared" : "bool tree shared");  // by all queries
+      takes("bias_of_stale", has_key_bias() ? "shared" : adds_bias() ? "add tree shared" : "bool tree shared");  // by all queries
     }
     // A polynomial replaces tanh between bounds that depend on the softcap.
     const bool has_polynomial = line.is_wgmma && line.tanh_is_approximate && line.use_bias == 0 && element_bytes(line.input) == 2;
@@ -650,15 +651,15 @@ class Kinds {
     if (has_tiles_of_factors()) takes("factors_of_tile", "one several");
     if (line.has_sinks) takes("sinks", string("none usual -inf ") + (line.backward ? "" : "nonfinite ") + "large small");
     if (line.use_bias) {
-      takes("bias", adds_bias() ? "none add tree" : "none bool tree");
-      takes("bias_of", "all b h q bh bq hq bhq");
+      takes("bias", has_key_bias() ? "none add padding" : adds_bias() ? "none add tree" : "none bool tree");
+      takes("bias_of", has_key_bias() ? "all b" : "all b h q bh bq hq bhq");
     }
     if (line.backward && adds_bias()) {
       takes("dbias_of", "none all b h q bh bq hq bhq");
       takes("dbias_keys", "kept summed");
     }
     if (line.use_bias) {
-      takes("bias_rows", "contiguous padded shifted batch_gaps head_gaps odd");
+      takes("bias_rows", has_key_bias() ? "contiguous padded shifted batch_gaps odd" : "contiguous padded shifted batch_gaps head_gaps odd");
       takes("padded_keys", "whole tail");
     }
     if (line.has_key_mask && line.has_queue) takes("items_of_cta", "any of_equal_counts");
@@ -731,6 +732,7 @@ class Kinds {
     string text;
     if (has_clock) return text;  // a GPU has no room for all of them
     for_each_stride(SdpaParams{}, [&](const string& name, int64_t) {
+      if (has_key_bias() && (name == "bias_strides.head" || name == "bias_strides.row")) return;
       if (!is_fixed(name.substr(0, name.find('.'))) && !far_.count(name)) text += " far:" + name;
     });
     return text;
@@ -956,7 +958,7 @@ template <class Draw> void draw_extremes(Problem& p, const Draw& draw) {
   // Scores may be 0 too. With a bias they are steps; logits are floats then and must be finite.
   if (up && takes_dist("stairs")) p.dist = "stairs";
   // The smallest bias of a type would absorb all steps of a row.
-  if (up && adds) p.bias_kind = "tree";
+  if (up && adds) p.bias_kind = has_key_bias() ? "blocks" : "tree";
 }
 
 // Turns features off: none, all but one or two, or all but one or two of those that change scores.
@@ -1070,10 +1072,11 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   if (p.softcap == 2 && is_small && draw(4) == 0) p.softcap = power_of_ten(-18, -1);
   if (line.use_bias && draw(4) && !exact) {
     constexpr const char* dims[] = {"", "b", "h", "q", "bh", "bq", "hq", "bhq"};
-    p.bias_kind = draw(3) == 0 ? "tree" : adds_bias() ? "add" : "bool";
+    p.bias_kind = draw(3) == 0 ? (has_key_bias() ? "padding" : "tree") : adds_bias() ? "add" : "bool";
     // The logit of an infinite score is the softcap. Beyond 10^5 adding a bias to it is inexact in floats.
     if (p.dist == "nonfinite" && p.bias_kind != "bool" && p.softcap > 1e5) p.softcap = 1e5;
-    p.bias_dims = far ? "bhq" : dims[draw(8)];
+    p.bias_dims = has_key_bias() ? dims[far || draw(2)] : far ? "bhq" : dims[draw(8)];
+    if (has_key_bias() && !far && draw(3) == 0) p.Sk = 1000 + draw(2000);  // runs of hidden tiles
     if (line.has_bias_maps && draw(2)) p.bias_dims += "m";
     if (line.backward && adds_bias() && !far) {
       for (const char* dim : {"B", "H", "Q", "K"}) p.bias_dims += draw(3) ? "" : dim;

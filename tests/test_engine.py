@@ -139,12 +139,12 @@ def test_error_rates(ratio, count, wanted, least, gpus):
 
 @pytest.mark.parametrize("hog_at", [0.0, 0.6])
 def test_a_neighbour_gives_no_wrong_verdict(hog_at):
-    same, more = (verdicts(20, ratio, hog_at=hog_at, noise=0.003, budget_s=3) for ratio in (1.0, 1.01))
+    same, more = (verdicts(10, ratio, hog_at=hog_at, noise=0.003, budget_s=3) for ratio in (1.0, 1.01))
     assert set(same) <= {"SAME", "UNCLEAR"} and set(more) <= {"SLOWER", "UNCLEAR"}, (same, more)
 
 
 def test_a_neighbour_in_gusts_gives_no_verdict():
-    found = verdicts(20, 1.01, us=60.0, gusts=0.005, budget_s=3)
+    found = verdicts(10, 1.01, us=60.0, gusts=0.005, budget_s=3)
     assert set(found) == {"UNCLEAR"}, found
 
 

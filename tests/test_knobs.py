@@ -162,6 +162,7 @@ def judged():
 
 def test_accepted(judged):
     assert dict(zip(ACCEPTED, judged[0])) == dict.fromkeys(ACCEPTED, [])
+    assert builds.Tree().refusal([*TUNED.split(), "STAGES=4"]) == ""  # it compiles all rows of the tables
 
 
 def test_refused(judged):

@@ -299,6 +299,7 @@ def test_a_broken_csv(tmp_path):
         assert code == 2 and err.startswith(f"tune: {path}: ") and err.count("\n") == 1 and not out, err
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("quick_refusals")
 def test_a_replay_beside_the_tiles(tmp_path, monkeypatch):
     """The CSV ranks the best of four candidates first, so the replay judges it right after the base."""

@@ -145,7 +145,8 @@ def test_numbers_that_python_and_cpp_share(monkeypatch):
     header = builds.Tree().read("bindings/sdpa.h")
     bits = re.findall(r"(\w+) = (\d+)", re.search(r"enum Feature {(.*?)}", cpp, re.DOTALL)[1])
     knobs = {**{name: "USE_" + name.upper() for name, _ in bits}, "biases": "USE_BIAS=1", "masks": "USE_BIAS=2",
-             "bf16_out": "OUT_DTYPE=BF16", "kv_in_8_bits": "KV_DTYPE=FP8_E4M3", "biases_in_fp32": "USE_BIAS=3", "any_pages": "USE_PAGES=2"}
+             "bf16_out": "OUT_DTYPE=BF16", "kv_in_8_bits": "KV_DTYPE=FP8_E4M3", "biases_in_fp32": "USE_BIAS=3", "any_pages": "USE_PAGES=2",
+             "key_biases": "USE_BIAS=4", "key_biases_in_fp32": "USE_BIAS=5"}
     assert [(knobs[name], int(bit)) for name, bit in bits] == [(knob, 1 << i) for i, knob in enumerate(sdpa.FEATURES)]
     assert {knob.partition("=")[0] for knob in sdpa.FEATURES} <= set(builds.Tree().knobs())
     types = re.findall(r"scalar_type\(\) == at::k(\w+) \? (\d)", cpp)
@@ -337,8 +338,7 @@ def test_expressions_that_are_allowed():
                   for library in (stand_in.expressions(*texts), stand_in.expressions(*given))]
         assert values[0] == values[1] and all(score == score for score, _ in values[0])
         results += values[0]
-        knobs = builds.definitions(["VEC_WIDTH=8", f"SCORE_MOD={given[0]}", f"MASK_MOD={given[1]}"])
-        subprocess.run([builds.CXX, "-std=c++17", "-fsyntax-only", "-w", "-Icpu_backend", *knobs, "-x", "c++", "tests/host_library.cu"], cwd=ROOT, check=True)
+        assert not any(builds.Tree().expression_trouble(f"{knob}={text}") for knob, text in zip(("SCORE_MOD", "MASK_MOD"), given))
     assert {seen for _, seen in results} == {0, 1} and len({score for score, _ in results}) > 10
 
 
@@ -559,9 +559,10 @@ def test_a_first_call_builds_its_line_beside_pytorch_cpp(monkeypatch):
                             ({"q_lengths": ints}, 4), ({"q_starts": ints}, 4), ({"sinks": ints, "page_table": ints}, 512 + 6),
                             ({"k": q[:, :, :96], "page_table": ints}, 12), ({"k_firsts": ints}, 4),
                             ({"k": q[:, :, :96], "page_table": ints, "k_firsts": ints}, 512 + 4),
-                            ({"k_starts": ints, "q_descale": ints}, 4), ({"bias": ints}, 256), ({"bias": ints > 0}, 1024),
+                            ({"k_starts": ints, "q_descale": ints}, 4), ({"bias": ints}, 4096), ({"bias": ints > 0}, 1024),
                             ({"bias": torch.zeros(2, 2) > 0}, 32), ({"bias": ints > 0, "k_lengths": ints}, 32 + 4),
-                            ({"bias": ints.bfloat16()}, 16), ({"bias": ints.half()}, 256),
+                            ({"bias": ints.bfloat16()}, 2048), ({"bias": ints.half()}, 4096),
+                            ({"bias": ints.bfloat16(), "bias_keys": 2}, 16), ({"bias": torch.zeros(2, 2)}, 256),
                             ({"q": q.to(E4M3), "v": v.to(E4M3), "k_lengths": ints, "bf16_out": True}, 64 + 4),
                             ({"k": q.to(E4M3), "v": v.to(E4M3), "k_lengths": ints}, 128 + 4),
                             ({"score_mod": "-s", "sinks": ints}, 2)):
@@ -1596,7 +1597,7 @@ def attention_entries():
     q, k, v = drawn(2, 4, 5, 64), drawn(2, 2, 9, 64), drawn(2, 2, 9, 64, seed=1)
     K, V = drawn(6, 2, 16, 64), drawn(6, 2, 16, 64, seed=1)
     sinks, bias, hidden = drawn(4, dtype=torch.float), drawn(4, 5, 9), drawn(2, 1, 5, 9) > 0
-    last = drawn(4, 1, 3)
+    last, of_keys = drawn(4, 1, 3), drawn(2, 1, 1, 9)
     rows = [(dict(causal=value), dict(causal=number)) for value, number in ((True, 1), ("br", 1), ("tl", 2))]
     rows += [
         (dict(causal=False), {}), (dict(window=(3, None)), dict(window_left=3)), (dict(window=(None, 2)), dict(window_right=2)),
@@ -1618,6 +1619,9 @@ def attention_entries():
          dict(most_keys=7, k_lengths=[3, 2], bias=bits_of(bias[..., :7], 2, 4, 5, 7), bias_dtype=torch.half)),
         (dict(bias_keys=3, bias=last), dict(bias_keys=3, bias=bits_of(last, 2, 4, 5, 3), bias_dtype=torch.half)),
         *masks_of_keys("bias", hidden),
+        (dict(bias=of_keys), dict(bias=bits_of(of_keys, 2, 4, 5, 9), bias_dtype=torch.half)),
+        (dict(bias=of_keys[0, 0, 0].float()), dict(bias=bits_of(of_keys[:1].float(), 2, 4, 5, 9), bias_dtype=torch.float)),
+        (dict(bias=of_keys, k_lengths=USED), dict(bias=bits_of(of_keys, 2, 4, 5, 9), bias_dtype=torch.half, k_lengths=[3, 2])),
         (dict(bias=hidden[:, :, :1], k_lengths=USED),
          dict(bias=bits_of(hidden[:, :, :1], 2, 4, 5, 9), bias_dtype=torch.bool, k_lengths=[3, 2])),
         (dict(bias=hidden[:, :, :1, :3], bias_keys=3),

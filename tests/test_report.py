@@ -78,10 +78,9 @@ document.body.append(control);
 </script>"""
 
 
-def report(results, output, **environment):
-    """Runs the command as a user does."""
-    return subprocess.run([sys.executable, ROOT / "tools", "report", "--results", results, "--output", output],
-                          capture_output=True, text=True, check=False, env={**os.environ, **environment})
+def report(results, output):
+    """Returns the exit code, stdout and stderr of the command."""
+    return tool.run("report", "--results", str(results), "--output", str(output))
 
 
 def write_samples(folder):
@@ -110,8 +109,8 @@ def built_page(tmp_path_factory):
     shutil.copy(ROOT / "configs.txt", folder)
     write_samples(folder / "results/ab")
     output = folder / "report.html"
-    done = report(folder / "results", output)
-    assert done.returncode == 0, done.stderr
+    code, _, err = report(folder / "results", output)
+    assert code == 0, err
     return output
 
 
@@ -227,12 +226,13 @@ def test_refusals(tmp_path):
     stub.mkdir(parents=True)
     (stub / "__init__.py").write_text("raise ModuleNotFoundError('no', name='matplotlib')\n", encoding="utf-8")
 
-    def refuses(*words, **environment):
-        if environment:
-            done = report(results, output, **environment)
+    def refuses(*words, path=""):
+        if path:  # with this module path, in another process
+            done = subprocess.run([sys.executable, ROOT / "tools", "report", "--results", results, "--output", output],
+                                  capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
             code, out, err = done.returncode, done.stdout, done.stderr
         else:
-            code, out, err = tool.run("report", "--results", str(results), "--output", str(output))
+            code, out, err = report(results, output)
         assert code == 2 and out == "" and err.count("\n") == 1, err
         assert all(word in err for word in ("report: ", *words)), err
         assert not list(output.parent.iterdir())
@@ -243,7 +243,7 @@ def test_refusals(tmp_path):
     main = results / "lines" / (name + ".csv")
     main.parent.mkdir()
     shutil.copy(ROOT / "results/lines" / main.name, main)
-    refuses("lacks matplotlib", "pip install", PYTHONPATH=str(stub.parent))
+    refuses("lacks matplotlib", "pip install", path=str(stub.parent))
     rows = main.read_text(encoding="utf-8")
     spoil(main, ",graph_us,", ",graph_ms,")
     refuses(main.name, "graph_us")
@@ -252,5 +252,5 @@ def test_refusals(tmp_path):
     main.write_text(re.sub(r"^([^,]*,[^,]*,mission,(?:[^,]*,){6})[^,]*", r"\1soon", rows, flags=re.M), encoding="utf-8")
     refuses(main.name, "'soon'", "graph_us")
     main.write_text(rows, encoding="utf-8")
-    done = report(results, output)
-    assert done.returncode == 0 and output.stat().st_size > 50_000, done.stderr
+    code, _, err = report(results, output)
+    assert code == 0 and output.stat().st_size > 50_000, err

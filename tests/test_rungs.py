@@ -90,18 +90,6 @@ def test_passages(new, found):
     assert passages(new) == found
 
 
-def test_what_goes_and_what_comes_are_apart_if_one_is_long():
-    many = "\n".join(f"  x{n}();" for n in range(12))
-    gone, came = passages(f"first();\n\nvoid f() {{\n{many}\n}}\nlast();\nend();")
-    assert set(re.findall("^.", gone, re.M)) == {"-"} and set(re.findall("^.", came, re.M)) == {"+"}
-
-
-def test_excerpts_are_what_matches_and_the_lines_around():
-    passage = [f"+{n}" for n in range(40)]
-    assert ladders.excerpts(passage, r"\+(20|22)$") == [passage[15:28]]
-    assert ladders.excerpts(passage, r"\+(3|39)$") == [passage[:9], passage[34:]] and ladders.excerpts(passage, "x") == []
-
-
 # ---- the tables ----
 
 def rows_of(times, **more):

@@ -47,11 +47,24 @@ def judge_quickly(patch):
     search.refusal.cache_clear()
 
 
+UNOPTIMIZED = """#!/bin/sh
+for word; do
+  case $last in -o) out=$word ;; -MF) deps=$word ;; esac
+  last=$word
+done
+case $last in
+  */cpu_backend/engine.cpp) cp "{engine}" "$out" && echo "$out:" >"$deps" ;;
+  *) exec {compiler} "$@" -O0 ;;
+esac
+"""
+
+
 def unoptimized(folder):
-    """A compiler for CXX without optimization, which takes half the time, for short programs."""
+    """A compiler for CXX without optimization, which takes half the time, for short programs. The CPU backend is not compiled but
+    copied from the build folder, where all tests share it."""
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, "unoptimized-c++")
     with open(path, "w") as file:
-        file.write(f'#!/bin/sh\nexec {builds.CXX} "$@" -O0\n')
+        file.write(UNOPTIMIZED.format(engine=builds.host_engine(), compiler=builds.CXX))
     os.chmod(path, 0o755)
     return path

@@ -42,7 +42,7 @@ LADDERS = {
         wmma_async2      | | wmma_async2 HEAD_DIM=128 BLOCK_N=32 | mma_sync\(S
         wmma_ws1         | | wmma_ws1 HEAD_DIM=128 BLOCK_N=32 | mbarrier_spin\(&|mbarrier_arrive_noinc\(&s
         mma_tile64       | wmma_async2 | | multiply_columns<MmaHalves>\(S|k = Q @|P\[step\]\[m\]\[i\] =
-        mma_lazy         | | | = __all_sync|keeps_max && plain|if \(!__all_sync
+        mma_lazy         | | | = __all_sync|keeps_max && unmasked|if \(!__all_sync
         mma_fast_exp     | | | fmaf\(fmaf\(fmaf
         mma_split2       | mma_lazy | | s\.partial|barrier_sync\(1
         mma_split4"""),
