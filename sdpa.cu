@@ -117,7 +117,7 @@ namespace {  // internal linkage: two builds in one program must not share const
   X(SPLIT_CTAS, 1, split_ctas, "0..256", "wmma mma wgmma", "CTAs that share an item's keys; 0: chosen per problem") \
   X(USE_SOFTCAP, 0, use_softcap, "0 1 2", "scalar mma wgmma", "logits are c * tanh(x / c): 1 tanh.approx, 2 exact") \
   X(USE_SINKS, 0, use_sinks, "0 1", "scalar mma wgmma", "attention sinks: adds exp(sink) of the head to each row sum") \
-  X(USE_BIAS, 0, use_bias, "0 1 2 3 4 5", "scalar mma wgmma", "bias of the logits: 1 added, 2 hides keys, 3 added (fp32); 4, 5: a row") \
+  X(USE_BIAS, 0, use_bias, "0 1 2 3 4 5", "scalar mma wgmma", "bias of the logits: 1 added, 2 hides keys, 3 added (fp32); 4, 5: 1, 3 by key") \
   X(USE_LENGTHS, 0, use_lengths, "0 1", "scalar mma wgmma", "reads the length of each sequence from device memory") \
   X(USE_PAGES, 0, use_pages, "0 1 2", "scalar mma wgmma", "paged K and V; page size: 1 a multiple of 16 keys, 2 any") \
   X(USE_TUNED, 0, use_tuned, "0 1", "mma wgmma", "chooses the tile per problem from a table; set knobs restrict it") \
@@ -496,7 +496,8 @@ struct BiasMap {  // USE_BIAS: one list of rounds for each item, or for all item
 //   score_scale_log2  a score or a tanh            an exponent of 2                 StaleSoftmax, ScoreMod
 //   scale_log2        the input of the softmax, m  an exponent of 2                 softmax, merges, LSE
 //
-// KernelArgs has the scales of a launch. item_hook_scale(), item_scale_log2() and ItemScales have those of a work item.
+// KernelArgs has the scales of a launch. item_hook_scale() and item_scale_log2() return those of a work item, and
+// ItemScales keeps them.
 // With 8-bit types, the first scale that multiplies a score then includes the descale factors of Q and K.
 
 struct Grid {  // maps the index of an item to its batch, head and rows
@@ -689,8 +690,6 @@ __device__ __forceinline__ float of_row(float scale, int) { return scale; }
 __device__ __forceinline__ float largest(float scale) { return scale; }
 template <class B>
 constexpr float element_unit = B::kv_type == DType::u8 ? 448.0f / 127 : 1;  // x / to_float(u)
-// SCORE_MOD and MASK_MOD as functions that are applied to a score.
-template <class B> struct ScoreMod;
 // True if the hook replaces scores by other quantities: softcap by tanh, SCORE_MOD by logits.
 template <class B> __device__ __forceinline__ bool is_capped(const KernelArgs& a) {
   return B::changes_logits || (B::use_softcap != 0 && a.hook_scale != 0);
@@ -1737,7 +1736,7 @@ template <class E> __device__ __forceinline__ uint32_t pack(float low, float hig
   return word;
 }
 
-// The scales of an item, in registers. With 16-bit types they are kernel arguments, read at each use to save
+// The scales of an item. 8-bit types: in registers. 16-bit types: kernel arguments, read at each use to save
 // registers.
 template <class B> struct ItemScales {
   const KernelArgs& a;
@@ -1821,6 +1820,7 @@ template <class B, int ROWS> struct StaleSoftmax {
 
 // ---- the score hook with a stale maximum (wmma, mma, wgmma) ----
 
+template <class B> struct ScoreMod;  // SCORE_MOD and MASK_MOD as functions of a score
 // The tile of a kernel with USE_LAZY_MAX, as the score hook takes it.
 template <class B> struct WgmmaRows;
 template <class B> using StaleTile = std::conditional_t<B::is_wgmma, WgmmaRows<B>, ScoreTile<B>>;
@@ -2915,7 +2915,8 @@ template <class Pair> __device__ __forceinline__ void add_pair(float& x, float& 
 // USE_BIAS=4, 5: loads the bias of a thread's columns, and adds it to all of its rows. bias_g: that of the first of
 // `columns` columns.
 template <class View>
-__device__ __forceinline__ void load_bias_of_keys(Bias (&bias)[View::COLS], const View& S, const Bias* bias_g, int columns) {
+__device__ __forceinline__ void load_bias_of_keys(Bias (&bias)[View::COLS], const View& S, const Bias* bias_g,
+                                                  int columns) {
   SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
     bias[j] = S.col(j) - S.col(0) < columns ? ld_global_nc<Bias>(bias_g + (S.col(j) - S.col(0))) : rounded<Bias>(0);
   }
@@ -3031,7 +3032,8 @@ template <class B> struct BiasOfWarp<B, true> {
     column_at_0 = lane % LANES * Tile::CHUNK - first;
     const int64_t elements = strides.batch | strides.head | strides.row;
     // A window may begin at any key.
-    const uint32_t low = uint32_t((elements | (k0 - first)) * int64_t(sizeof(Bias)) | int64_t(reinterpret_cast<uintptr_t>(a.p.bias)));
+    const uint64_t offsets = uint64_t((elements | (k0 - first)) * int64_t(sizeof(Bias)));
+    const uint64_t low = offsets | reinterpret_cast<uintptr_t>(a.p.bias);
     unit = low % 16 == 0 ? 16 : low % 4 == 0 ? 4 : 1;
     if (B::pack_gqa) return;
     chunk_g = bias_row<B>(a, item, 0, 0) + q * strides.row + column_at_0;
@@ -3045,10 +3047,7 @@ template <class B> struct BiasOfWarp<B, true> {
     const int columns = keys - chunk * Tile::CHUNK + column_at_0;  // columns of the bias
     cp_async_wait_group<0>();  // for the copy of a tile that was not used
     __syncwarp();              // hazard: previous tile read by all lanes
-    const int first_column = column - chunk * Tile::CHUNK;  // of the tile
-    if (unit == 4 && first_column >= 0 && first_column + B::block_n <= columns) {
-      copy_words(a, item, q0, first_column);
-    } else if (unit == 16 && column >= 0 && column + Tile::CHUNK <= columns) {
+    if (unit == 16 && column >= 0 && column + Tile::CHUNK <= columns) {
       const Bias* from = chunk_g + k0;
       SDPA_UNROLL for (int n = 0; n < ceil_div(16, ROWS); n++, from += ROWS * a.p.bias_strides.row) {
         const int r = lane / LANES + ROWS * n;
@@ -3057,6 +3056,8 @@ template <class B> struct BiasOfWarp<B, true> {
           cp_async<16>(tile->at(r, chunk), from, B::pack_gqa || ROWS * n < rows_left);
         }
       }
+    } else if (unit == 4 && k0 >= keys - columns && k0 + B::block_n <= keys) {
+      copy_words(a, item, q0, column - chunk * Tile::CHUNK);
     } else if (lane < LANES * ROWS) {
       copy_elements(a, item, columns, q0, column);
     }
@@ -3304,6 +3305,9 @@ template <class B> struct TileWalk : RoundWalk<B> {
     }
     RoundWalk<B>::start(rows, item, first_round);
     if constexpr (B::use_bias != 0) prefetch_bias(rows, this->changes_scores(), rows.k0);
+  }
+  // Stores the bias of the item's first tile, while the warpgroup waits for Q @ K.T.
+  __device__ __forceinline__ void store_first_bias() {
     if constexpr (B::key_bias) store_bias(this->changes_scores());
   }
   // USE_BIAS=4, 5: makes the prefetched tile, if there is one, the current one.
@@ -3441,10 +3445,9 @@ using SplitPartials = std::conditional_t<(B::split_kv > 1), SplitPartial<B>[B::b
 // it would mostly wait. COLUMNS: columns of S and O.
 template <class B, int COLUMNS = B::block_n + B::d_v>
 constexpr int ctas_by_registers = (B::use_bias == 0 && !(B::use_key_mask && B::kv_bytes == 2)) ||
-                                          B::warpgroups > 1 || COLUMNS > 192
-                                      ? 1
-                                  : COLUMNS > 128 || B::copies_rows                      ? 2
-                                                                                         : 3;
+                                          B::warpgroups > 1 || COLUMNS > 192  ? 1
+                                  : COLUMNS > 128 || B::copies_rows           ? 2
+                                                                              : 3;
 // Registers per thread. All threads start with the same number, then producers release some to the consumers.
 // setmaxnreg takes multiples of 8.
 template <class B, int PRODUCER, int WITH_MANY_CONSUMERS = 32> struct WgmmaRegisters {
@@ -3778,6 +3781,9 @@ template <class B> struct WgmmaRows {
       k0 -= B::round_keys;
     }
   }
+  __device__ __forceinline__ void store_first_bias() {
+    if constexpr (B::key_bias) walk.store_first_bias();
+  }
   // Prepares the key mask or the bias of the next tile, while the warpgroup waits for products.
   __device__ __forceinline__ void look_ahead() {
     if constexpr (B::masks_keys) walk.look_ahead(*this);
@@ -3902,6 +3908,7 @@ template <class B, class Shared> struct WgmmaConsumer {
       if (rows.accumulates) arrive_by_warp(&t.v_empty[last_stage]);
     };
     consumer.issue_qk(S, ring, false);
+    rows.store_first_bias();
     wgmma_wait_group<0>();
     hold(S.x.d);
     rows.take_estimated_max(S);
@@ -4223,6 +4230,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     Probabilities P;
     for (bool first = true;; first = false, rows.advance()) {
       issue_qk(S, ring, false);
+      if (first) rows.store_first_bias();
       wgmma_wait_group<0>();
       hold(S.x.d);
       arrive_by_warp(&t.k_empty[ring.stage]);
@@ -6191,51 +6199,51 @@ __device__ __forceinline__ uint32_t word_of_bias(const Bias* from, int count, bo
   }
   return ld_global<uint32_t>(from);
 }
-// True if an element of the word is above the limit, so that a row max of its tile may become a stale maximum.
-__device__ __forceinline__ bool is_near(uint32_t word) {
-  Bias bias[4 / sizeof(Bias)];
-  memcpy(bias, &word, sizeof bias);
-  bool result = false;
-  for (const Bias x : bias) result |= to_float(x) > -512;
-  return result;
-}
 // The same as list_rounds_of_mask() for a bias, without bits: the entry of a round says whether the bias changes a
-// score. A warp processes a round; the loads of AT_ONCE rounds overlap.
+// score.
 //
 // The last entry is computed first. Rounds whose elements are all far below 0, such as padding of finfo.min, come
-// first in the list: computed last, with the row max of other rounds, they keep the stale maximum. Entries of near
-// rounds are written from the middle of the list up, those of far rounds from the middle down.
+// first in the list: computed last, with the row max of other rounds, they keep the stale maximum. Far are fp16 from
+// -512 and bf16 and fp32 from -2^65 down, whose three highest bits are set. Entries of near rounds are written from the
+// middle of the list up, those of far rounds from the middle down.
 template <class B>
 __device__ __forceinline__ int list_rounds_of_bias(const KernelArgs& a, WgmmaItem<B>& item, VisibleRounds<B>& list,
                                                    const Bias* row) {
-  constexpr int CHUNK = 4 / int(sizeof(Bias)), WORDS = ceil_div(B::round_keys, 32 * CHUNK);  // of a lane, per round
-  constexpr int AT_ONCE = WORDS < 8 ? 8 / WORDS : 1;
+  constexpr int CHUNK = 4 / int(sizeof(Bias)), WORDS = ceil_div(B::round_keys, 4 * CHUNK), AT_ONCE = 8;
+  constexpr uint32_t far = sizeof(Bias) == 2 ? 0xe000e000 : 0xe0000000;
   const bool is_aligned = reinterpret_cast<uintptr_t>(row) % 4 == 0;
-  const int keys = a.p.Sk - item.first_key, column = int(threadIdx.x % 32) * CHUNK;
+  const int lane = threadIdx.x % 32, keys = a.p.Sk - item.first_key;
+  const uint32_t lanes_of_round = 0xfu << lane / 4 * 4;
   int begin = most_listed<B>, end = begin;
-  for (int first = 0; first < item.rounds; first += AT_ONCE) {
-    uint32_t words[AT_ONCE][WORDS];
-    bool exists[AT_ONCE][WORDS];
-    SDPA_UNROLL for (int i = 0; i < AT_ONCE; i++) {
-      SDPA_UNROLL for (int n = 0; n < WORDS; n++) {
-        const int in_round = column + 32 * CHUNK * n, k = (first + i) * B::round_keys + in_round;
-        const int past = min((first + i + 1) * B::round_keys, keys);
-        exists[i][n] = k < past;
-        if (exists[i][n]) words[i][n] = word_of_bias(row + k, past - k, is_aligned);
+  for (int first = 0; first < item.rounds; first += 8) {
+    const int number = first + lane / 4, past = min((number + 1) * B::round_keys, keys);
+    int effects = 0;
+    uint32_t common = ~0u;  // bits that all elements have
+    SDPA_UNROLL for (int step = 0; step < WORDS; step += AT_ONCE) {
+      uint32_t words[AT_ONCE];
+      int counts[AT_ONCE];
+      SDPA_UNROLL for (int i = 0; i < AT_ONCE; i++) {
+        const int k = number * B::round_keys + ((step + i) * 4 + lane % 4) * CHUNK;
+        counts[i] = step + i < WORDS ? past - k : 0;
+        if (counts[i] > 0) words[i] = word_of_bias(row + k, counts[i], is_aligned);
+      }
+      SDPA_UNROLL for (int i = 0; i < AT_ONCE; i++) {
+        if (counts[i] <= 0) continue;
+        effects |= effects_of(words[i]);
+        common &= words[i];
       }
     }
-    SDPA_UNROLL for (int i = 0; i < AT_ONCE; i++) {
-      int effects = 0;
-      SDPA_UNROLL for (int n = 0; n < WORDS; n++) {
-        if (exists[i][n]) effects |= effects_of(words[i][n]) + 4 * is_near(words[i][n]);
-      }
-      const bool shows = __any_sync(0xffffffffu, effects & 1), changes = __any_sync(0xffffffffu, effects & 2);
-      const bool near = __any_sync(0xffffffffu, effects & 4);
-      if (first + i >= item.rounds || !shows) continue;
-      const int at = near ? end++ : --begin;
-      if (threadIdx.x % 32 == 0) st_shared(&list.entries[at], uint16_t(2 * (first + i) + changes));
-      item.masked_rounds += changes;
-    }
+    const bool shows = __ballot_sync(0xffffffffu, effects & 1) & lanes_of_round;
+    const bool changes = __ballot_sync(0xffffffffu, effects & 2) & lanes_of_round;
+    const bool is_near = __ballot_sync(0xffffffffu, (common & far) != far) & lanes_of_round;
+    const bool lists = lane % 4 == 0 && number < item.rounds && shows;
+    const uint32_t near = __ballot_sync(0xffffffffu, lists && is_near);
+    const uint32_t listed = __ballot_sync(0xffffffffu, lists), distant = listed & ~near;
+    const int at = is_near ? end + __popc(near & low_bits(lane)) : begin - 1 - __popc(distant & low_bits(lane));
+    if (lists) st_shared(&list.entries[at], uint16_t(2 * number + changes));
+    item.masked_rounds += __popc(__ballot_sync(0xffffffffu, lists && changes));
+    end += __popc(near);
+    begin -= __popc(distant);
   }
   item.first = begin;
   return end - begin;
@@ -6243,7 +6251,8 @@ __device__ __forceinline__ int list_rounds_of_bias(const KernelArgs& a, WgmmaIte
 
 // Writes the visible rounds of the item to `list` and sets item.rounds to their number. If all rounds are
 // computed anyway, it writes one entry for all of them (is_whole). One warp calls it.
-template <class B> __device__ __forceinline__ void list_visible_rounds(const KernelArgs& a, WgmmaItem<B>& item, VisibleRounds<B>& list) {
+template <class B>
+__device__ __forceinline__ void list_visible_rounds(const KernelArgs& a, WgmmaItem<B>& item, VisibleRounds<B>& list) {
   item.list = int(reinterpret_cast<unsigned char*>(&list) - &dynamic_shared<unsigned char>());
   // Makes the item compute all rounds, without a list. hides: the mask or the bias may have an effect.
   const auto list_all = [&](bool hides) {
@@ -6253,8 +6262,8 @@ template <class B> __device__ __forceinline__ void list_visible_rounds(const Ker
     item.masked_rounds = 1 << 30;
   };
   const KeyElement<B>* const row = keys_of_batch<B>(a.p, item.b);
-  // An item computes at least one round. With two, waiting for the mask takes longer than it saves.
-  if (!row || item.rounds <= 2 || item.rounds > most_listed<B>) return list_all(row);
+  // An item computes at least one round. With two rounds of a bias, waiting for the list takes longer than it saves.
+  if (!row || item.rounds <= 1 + B::key_bias || item.rounds > most_listed<B>) return list_all(row);
   griddepcontrol_wait();  // the preceding kernel may write the mask
   int count = 0;
   if constexpr (B::key_bias) count = list_rounds_of_bias<B>(a, item, list, row + item.first_key);

@@ -121,6 +121,14 @@ template <class B> constexpr bool has_roles = B::kernel == KernelKind::wgmma_rol
 // True for the one-pass kernels, which add dQ to fp32 sums in global memory.
 template <class B> constexpr bool adds_dq = has_roles<B> || value_of(ONE_PASS_text) == 1;
 
+// HEAD_DIM=256 has_roles: dK and dV of 64 keys fill the registers of both consumer warpgroups. CTAs form pairs
+// (clusters), which share 128 keys. See "pairs of CTAs".
+template <class B> constexpr bool in_pairs = has_roles<B> && B::head_dim == 256;
+// Keys per CTA of the kernel that computes dK, and per pair.
+template <class B> constexpr int CTA_KEYS = in_pairs<B> ? 64 : B::block_m;
+template <class B> constexpr int CLUSTER_CTAS = in_pairs<B> ? 2 : 1;
+template <class B> constexpr int CLUSTER_KEYS = CTA_KEYS<B> * CLUSTER_CTAS<B>;
+
 // Number of tiles of `size` rows in a head of a tensor with `rows` rows. With starts, the tiles of sequence b
 // begin at first_tile(), and some tiles are empty.
 __host__ __device__ inline int64_t tiles_of_head(const SdpaParams& p, const int* starts, int rows, int size) {
@@ -214,6 +222,41 @@ __device__ __forceinline__ void cp_async_bulk_load(void* dst_s, const void* src_
                "l"(src_g), "r"(bytes), "r"(shared_address(barrier_s))
                : "memory");
 }
+
+// Clusters of CTAs. The shared memory of a CTA can be addressed by all CTAs of its cluster.
+
+// Index of this CTA in its cluster.
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return int(rank);
+}
+// Waits for all threads of the cluster. Writes to shared memory before it are visible to them after it.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
+}
+// The address of the same variable in the shared memory of CTA `rank`.
+__device__ __forceinline__ SharedAddress address_in_cta(const void* p_s, int rank) {
+  SharedAddress address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p_s)), "r"(rank));
+  return address;
+}
+// Starts a copy from the shared memory of this CTA to that of a CTA of the cluster. It completes on an mbarrier of
+// that CTA. `bytes` is a multiple of 16. One thread calls it.
+__device__ __forceinline__ void cp_async_bulk_copy_to_cta(SharedAddress dst, const void* src_s, uint32_t bytes,
+                                                          SharedAddress barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+               "r"(shared_address(src_s)), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+// arrive_by_warp() for an mbarrier of any CTA of the cluster.
+__device__ __forceinline__ void arrive_in_cluster_by_warp(SharedAddress barrier) {
+  asm volatile(
+      "{ .reg .pred p; bar.warp.sync -1; elect.sync _|p, -1; "
+      "@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0]; }" ::"r"(barrier)
+      : "memory");
+}
+
 // Adds to four floats in global memory by four separate atomic additions.
 __device__ __forceinline__ void red_global_add_v4(float* dst_g, float a, float b, float c, float d) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(dst_g), "f"(a), "f"(b), "f"(c), "f"(d)
@@ -277,6 +320,12 @@ __device__ __forceinline__ Item<B> sequence_tile(const SdpaParams& p, const int*
 template <class B> __device__ __forceinline__ Item<B> query_item(const BackwardArgs& a, uint32_t i) {
   if constexpr (B::use_lengths) return sequence_tile<B, B::block_m>(a.p, a.p.q_starts, a.p.Sq, a.p.Hq, i);
   return work_item<B>(a, i);
+}
+// The queries from q0 on of query head h, in the sequence of `item`.
+template <class B> __device__ __forceinline__ Item<B> query_tile(Item<B> item, int h, int q0) {
+  item.h = h;
+  item.q0 = q0;
+  return item;
 }
 template <class B> __device__ __forceinline__ int key_count(const SdpaParams& p, const Item<B>& item) {
   if constexpr (B::use_lengths) return item.sequence.Sk;
@@ -531,18 +580,18 @@ template <class B, class Slopes, class Reader> struct SlopeTile : ScoreTile<B> {
 };
 // Overloads modify_scores() of the score hook: also computes the derivatives.
 template <class B, class View, class Slopes, class Reader>
-__device__ __forceinline__ void modify_scores(View& S, const SlopeTile<B, Slopes, Reader>& tile, bool plain) {
+__device__ __forceinline__ void modify_scores(View& S, const SlopeTile<B, Slopes, Reader>& tile, bool unmasked) {
   const ScoreTile<B>& of_scores = tile;
-  const auto modify = [&](int i, int j, auto logit, bool seen) {
+  const auto modify = [&](int i, int j, auto logit, bool visible) {
     if constexpr (B::changes_logits) {
       const expression::Dual x(logit);
       S.x[i][j] = x.value;
       tile.slope[i][j] = x.slope;
     }
-    if (!seen) S.x[i][j] = -INFINITY;
+    if (!visible) S.x[i][j] = -INFINITY;
   };
   using expression::Dual;
-  if (plain) ScoreMod<B>::template each<true, Dual>(S, 0, View::COLS, of_scores, modify);
+  if (unmasked) ScoreMod<B>::template each<true, Dual>(S, 0, View::COLS, of_scores, modify);
   else ScoreMod<B>::template each<false, Dual>(S, 0, View::COLS, of_scores, modify);
 }
 
@@ -576,13 +625,13 @@ template <class B, class View> struct WeightsOfTile {
   // are 0, and exp(0 - LSE) would overflow if LSE is below -88. Queries past Sq add 0 to all sums: their P is finite,
   // but dO, dP and delta are 0. has_roles: their P is 0, since their LSE is +inf. SCORE_MOD, USE_BIAS: their P is 0,
   // since their scores are set to -inf.
-  // plain: the mask hides no score of the tile.   lse: LSE * lse_factor of this thread's queries
+  // unmasked: the mask hides no score of the tile.   lse: LSE * lse_factor of this thread's queries
   template <class Reader = BiasFromMemory>
   __device__ __forceinline__ void set_p(const BackwardArgs& a, const Item<B>& item, const Mask& mask, int q0, int k0,
-                                        bool plain, const float (&lse)[View::ROWS], const Reader& reader = {}) {
+                                        bool unmasked, const float (&lse)[View::ROWS], const Reader& reader = {}) {
     const ScoreTile<B> of_scores{a, item, mask, q0, k0, item_hook_scale<B>(a, item)};
     SlopeTile<B, decltype(slope), Reader> tile{of_scores, slope, reader};
-    finish_scores<B>(P, tile, plain);
+    finish_scores<B>(P, tile, unmasked);
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       // A query past Sq may have any logit, and its exponential could overflow.
       constexpr bool any_logit = B::changes_logits || (B::adds_bias && !has_roles<B>);
@@ -979,9 +1028,10 @@ template <class B> struct KeyTile {
   Item<B> item;  // the sequence
   int h_kv, k0;
 };
-// USE_LENGTHS: key tile i. The tiles of a head are consecutive, so that they share its Q and dO in L2.
+// USE_LENGTHS: tile i of CLUSTER_KEYS keys. The tiles of a head are consecutive, so that they share its Q and dO in
+// L2.
 template <class B> __device__ __forceinline__ KeyTile<B> key_tile_of_sequence(const BackwardArgs& a, uint32_t i) {
-  const Item<B> item = sequence_tile<B, B::block_m>(a.p, a.p.k_starts, a.p.Sk, a.p.Hkv, i);
+  const Item<B> item = sequence_tile<B, CLUSTER_KEYS<B>>(a.p, a.p.k_starts, a.p.Sk, a.p.Hkv, i);
   return {item, item.h, item.q0};
 }
 // Without a mask, consecutive CTAs have tiles of the same head and share its Q and dO in L2. With a mask, the
@@ -1056,10 +1106,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
     }
     QK::template finish<HAS_DK>(P, s.kept.x, tile.x, warp, lane);
     WeightsOfTile<B, ByQuery> weights{P_by_query, dS_by_query, {}};
-    Item<B> of_tile = item;
-    of_tile.h = head_of_tile(n);
-    of_tile.q0 = q0;
-    weights.set_p(a, of_tile, mask, q0, k0, mask.tiles.cover(q0, k), of_row);
+    weights.set_p(a, query_tile(item, head_of_tile(n), q0), mask, q0, k0, mask.tiles.cover(q0, k), of_row);
     if (HAS_DV) V::add(dV, P, tile.y, s.scratch, P_operand, lane);
     if (HAS_DK) {
       weights.multiply_by_slope();
@@ -1128,7 +1175,7 @@ __global__ void __launch_bounds__(B::threads) sdpa_backward_convert_rows(const _
 // both halves of dS of tile n - 1 are complete, since the other warpgroup stored its half before its own
 // previous turn.
 
-// Pieces [64 queries][64 elements] of a tile's dQ. There are always two: one per consumer warpgroup.
+// Pieces [64 queries][64 elements] of a tile's dQ. There is one per consumer warpgroup of the CTA, or of the pair.
 template <class B> constexpr int DQ_PIECES = B::block_n / 64 * (B::head_dim / 64);
 constexpr int dq_piece_floats = 64 * 64;
 
@@ -1136,18 +1183,28 @@ constexpr int dq_piece_floats = 64 * 64;
 constexpr int backward_turn = 1, backward_turn_threads = 256;  // backward_turn + w: the turn of w
 constexpr int both_groups = 3, both_groups_threads = 256;
 constexpr int own_group = 4, own_group_threads = 128;  // own_group + w: the warps of w
+constexpr int p_stored = 6, p_read = 7, p_threads = 256;  // in_pairs
 
 template <class B> struct KeysOfCta {
   KeyTile<B> keys;
   Mask mask;
 };
 
+// in_pairs: what the warpgroups and CTAs exchange.
+struct PairShared {
+  alignas(1024) Input K[2][64 * 64];   // the other CTA's keys, columns of this CTA's pieces of dQ, in panels
+  alignas(1024) Input dS[2][64 * 64];  // dS.T of the other CTA
+  float4 P[8][128];                    // P.T of this CTA: the accumulators of the threads
+  uint64_t ds_full[2], ds_empty[2];
+};
+
 template <class B> struct BackwardWgmmaShared {
   static constexpr int Q_STAGES = B::stages + 1;  // a tile's Q is read before its dO, and released after it
-  static constexpr int DS_STAGES = 3;  // one warpgroup reads dS of tiles n - 1 and n, the other writes n + 1
-  alignas(1024) Input K[2][64 * B::head_dim];  // [64][D], later dK
-  alignas(1024) Input V[2][64 * B::head_dim];  // later dV
-  alignas(1024) Input dS[DS_STAGES][B::block_m * B::block_n];  // dS.T, in panels [BLOCK_M keys][64 queries]
+  // One warpgroup reads dS of tiles n - 1 and n, the other writes n + 1. in_pairs: one reads n, the other writes n + 1.
+  static constexpr int DS_STAGES = in_pairs<B> ? 2 : 3;
+  alignas(1024) Input K[CTA_KEYS<B> / 64][64 * B::head_dim];  // [64][D], later dK
+  alignas(1024) Input V[CTA_KEYS<B> / 64][64 * B::head_dim];  // later dV
+  alignas(1024) Input dS[DS_STAGES][CTA_KEYS<B> * B::block_n];  // dS.T, in panels [CTA_KEYS][64 queries]
   alignas(1024) Input Q[Q_STAGES][B::block_n * B::head_dim];
   alignas(1024) Input dO[B::stages][B::block_n * B::head_dim];
   alignas(16) float lse[Q_STAGES][B::block_n];  // times lse_factor
@@ -1155,6 +1212,7 @@ template <class B> struct BackwardWgmmaShared {
   uint64_t kv_full, q_full[Q_STAGES], q_empty[Q_STAGES], o_full[B::stages], o_empty[B::stages];
   // USE_LENGTHS: in shared memory, since neither the producer nor the consumers have registers for them.
   std::conditional_t<B::use_lengths, KeysOfCta<B>, Nothing> of_cta;
+  std::conditional_t<in_pairs<B>, PairShared, Nothing> pair;
 };
 
 // USE_BIAS=1: a warpgroup prefetches the bias of its 64 keys and the next tile's queries into its half of the stage of
@@ -1196,28 +1254,29 @@ template <class B> struct BiasOfStage {
   }
 };
 
-// Returns the keys of this CTA. The KV heads are divided into sections of heads_at_once heads, of which only
+// Returns the keys of this CTA's cluster. The KV heads are divided into sections of heads_at_once heads, of which only
 // the first may have fewer. Within a section, the first keys of all heads come first: if the mask is causal,
 // most queries see them, so the longest CTAs start first.
-template <class B> __device__ __forceinline__ KeyTile<B> key_tile_of_cta(const BackwardArgs& a) {
-  if constexpr (B::use_lengths) return key_tile_of_sequence<B>(a, blockIdx.x);
-  const uint32_t tiles = ceil_div(a.p.Sk, B::block_m), each = a.heads_at_once, i = blockIdx.x;
+template <class B> __device__ __forceinline__ KeyTile<B> key_tile_of_cluster(const BackwardArgs& a) {
+  const uint32_t i = blockIdx.x / CLUSTER_CTAS<B>;
+  if constexpr (B::use_lengths) return key_tile_of_sequence<B>(a, i);
+  const uint32_t tiles = ceil_div(a.p.Sk, CLUSTER_KEYS<B>), each = a.heads_at_once;
   // The first section has each - missing heads.
   const uint32_t missing = each - 1 - (a.p.B * a.p.Hkv - 1) % each;
   const uint32_t section = (i + missing * tiles) / (each * tiles);
   const uint32_t first = section > 0 ? section * each - missing : 0, heads = section > 0 ? each : each - missing;
   const uint32_t j = i - first * tiles, head = first + j % heads;
-  return {item_of<B>(a.p, int(head / a.p.Hkv), 0, 0), int(head % a.p.Hkv), int(j / heads * B::block_m)};
+  return {item_of<B>(a.p, int(head / a.p.Hkv), 0, 0), int(head % a.p.Hkv), int(j / heads * CLUSTER_KEYS<B>)};
 }
 
-// Iterates over the tiles of queries that see a key of the CTA, for each query head of the GQA group.
+// Iterates over the tiles of queries that see a key of the cluster, for each query head of the GQA group.
 template <class B> struct QueryTiles {
   int h, first, of_head;  // first: index of a head's first tile; of_head: number of tiles per head
   int n = 0;              // the current tile is tile first + n of head h
 
   __device__ __forceinline__ QueryTiles(const BackwardArgs& a, const KeyTile<B>& keys, const Mask& mask)
       : h(keys.h_kv * (a.p.Hq / a.p.Hkv)) {
-    const int last_key = min(keys.k0 + B::block_m, key_count(a.p, keys.item)) - 1;
+    const int last_key = min(keys.k0 + CLUSTER_KEYS<B>, key_count(a.p, keys.item)) - 1;
     const Interval queries = queries_of_keys(mask.keys, keys.k0, last_key, keys.item.query_count(a.p));
     first = queries.begin / B::block_n;
     const bool is_empty = queries.end <= queries.begin || (B::use_lengths && last_key < keys.k0);
@@ -1304,20 +1363,35 @@ __device__ __forceinline__ void produce_backward(BackwardWgmmaShared<B>& s, cons
     o_ring.advance();
   };
   load_q(q_tile);
-  if (B::use_lengths && keys.k0 + B::block_m > key_count(a.p, item)) {
+  // in_pairs: the other CTA's keys, and the columns of K of this CTA's pieces of dQ
+  const int other_k0 = in_pairs<B> ? keys.k0 ^ CTA_KEYS<B> : keys.k0, first_d = in_pairs<B> ? cluster_rank() * (D / 2) : 0;
+  if (B::use_lengths && max(keys.k0, other_k0) + CTA_KEYS<B> > key_count(a.p, item)) {
     const RowPair rows = keys_of_head(a, item, keys.h_kv);
-    for (int w = 0; w < 2; w++) {
+    for (int w = 0; w < CTA_KEYS<B> / 64; w++) {
       const int k = keys.k0 + 64 * w, count = rows.count - k;
       copy_last_tile<64, D>(s.K[w], rows.x + k * rows.x_stride, rows.x_stride, a.p.D, count);
       copy_last_tile<64, D>(s.V[w], rows.y + k * rows.y_stride, rows.y_stride, a.p.Dv, count);
     }
+    if constexpr (in_pairs<B>) {
+      for (int n = 0; n < 2; n++) {
+        const int d = first_d + 64 * n;
+        copy_last_tile<64, 64>(s.pair.K[n], rows.x + other_k0 * rows.x_stride + d, rows.x_stride, a.p.D - d,
+                               rows.count - other_k0);
+      }
+    }
     if (is_first_lane) mbarrier_arrive(&s.kv_full);
   } else if (is_first_lane) {
-    mbarrier_arrive_expect_tx(&s.kv_full, sizeof s.K + sizeof s.V);
-    for (int w = 0; w < 2; w++) {
+    mbarrier_arrive_expect_tx(&s.kv_full, sizeof s.K + sizeof s.V + (in_pairs<B> ? sizeof(PairShared::K) : 0));
+    for (int w = 0; w < CTA_KEYS<B> / 64; w++) {
       const int box_origin[5] = {0, item.k_row(keys.k0 + 64 * w), 0, keys.h_kv, item.batch(a.p.k_starts)};
-      load_rows<D, sizeof(Input), 64>(a, s.K[w], &maps.k, box_origin, &s.kv_full, evict_first);
+      load_rows<D, sizeof(Input), 64, in_pairs<B>>(a, s.K[w], &maps.k, box_origin, &s.kv_full, evict_first);
       load_rows<D, sizeof(Input), 64>(a, s.V[w], &maps.v, box_origin, &s.kv_full, evict_first);
+    }
+    if constexpr (in_pairs<B>) {
+      for (int n = 0; n < 2; n++) {
+        const int box_origin[5] = {first_d + 64 * n, item.k_row(other_k0), 0, keys.h_kv, item.batch(a.p.k_starts)};
+        cp_async_bulk_tensor_load(s.pair.K[n], &maps.k, box_origin, &s.kv_full, evict_first);
+      }
     }
   }
   for (int left = q_tile.count(a.p); left > 0; left--) {
@@ -1457,19 +1531,16 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     float lse[Scores::COLS];
     load_columns(lse, P, s.lse[q_stage]);
     const int q0 = tile.query();
-    Item<B> of_tile = keys.item;
-    of_tile.h = tile.h;
-    of_tile.q0 = q0;
     if constexpr (may_prefetch_bias) {
       if (prefetches_bias) {
         cp_async_wait_group<0>();
         barrier_sync(own_group + w, own_group_threads);  // hazard: bias copied by all warps
       }
       const BiasOfStage<B> bias{prefetches_bias ? bias_of_next() : nullptr};
-      weights.set_p(a, of_tile, mask, q0, k0, mask.tiles.cover(q0, k0), lse, bias);
+      weights.set_p(a, query_tile(keys.item, tile.h, q0), mask, q0, k0, mask.tiles.cover(q0, k0), lse, bias);
       if (prefetches_bias) barrier_sync(own_group + w, own_group_threads);  // hazard: bias read by all warps, before dS
     } else {
-      weights.set_p(a, of_tile, mask, q0, k0, mask.tiles.cover(q0, k0), lse);
+      weights.set_p(a, query_tile(keys.item, tile.h, q0), mask, q0, k0, mask.tiles.cover(q0, k0), lse);
     }
     if (has_slope<B>) pack_p();
     weights.multiply_by_slope();
@@ -1601,10 +1672,217 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   cp_async_bulk_wait_group_read<0>();
 }
 
+// ---- pairs of CTAs (in_pairs) ----
+// dK and dV of 64 keys with 256 elements take all registers of two warpgroups. With 64 keys per CTA, the additions to
+// dQ would take 1.2 times as long as the products. So two CTAs of a cluster have 128 keys and iterate over the same
+// tiles of queries. They exchange dS, and each computes half of the columns of dQ from all 128 keys.
+//
+//   warpgroup 0                                warpgroup 1
+//   before the first tile:  S, P of tile 0     dP, dS of tile 0
+//   for each tile n:                           for each tile n:
+//     dV += P.T @ dO            release dO       dK += dS.T @ Q             release Q
+//     dQ of tile n - 1, 64 columns               dQ of tile n - 1, 64 columns
+//     S = K @ Q.T of tile n + 1  release Q       dP = V @ dO.T of tile n + 1  release dO
+//     add dQ to the sums in global memory        add dQ to the sums in global memory
+//     P = exp(logit - LSE) of tile n + 1         wait for P of tile n + 1
+//     pass P to warpgroup 1                      dS = P * (dP - delta);  send it to the other CTA
+//   after the last tile:  its dQ; store dV     after the last tile:  its dQ; store dK
+//
+// P.T and dS.T are A operands in registers. One warpgroup multiplies while the other computes P or dS. The mbarriers
+// of the two buffers of dS: ds_full completes when dS of both CTAs has been written. ds_empty completes when all
+// warpgroups of the pair have computed dQ from it.
+
+// Issues dQ = dS @ K for one piece, from the keys of both CTAs.   dS.T [64 keys][64 queries], K [64 keys][64]
+template <class B>
+__device__ __forceinline__ void wgmma_dq_of_pair(WgmmaAccumulator<64>& dQ, uint64_t dS, uint64_t K, uint64_t other_dS,
+                                                 uint64_t other_K) {
+  forget(dQ.x.d);
+  wgmma_fence();
+  SDPA_UNROLL for (int step = 0; step < 4; step++) {
+    wgmma_ss<Input, 64, 1, 1>(dQ.x.d, descriptor_at(dS, step * 16 * 128), descriptor_at(K, step * 16 * 128), step > 0);
+  }
+  SDPA_UNROLL for (int step = 0; step < 4; step++) {
+    wgmma_ss<Input, 64, 1, 1>(dQ.x.d, descriptor_at(other_dS, step * 16 * 128),
+                              descriptor_at(other_K, step * 16 * 128), true);
+  }
+}
+
+// Consumer warpgroup W.
+template <class B, int W>
+__device__ __forceinline__ void consume_of_pair(BackwardWgmmaShared<B>& s, const BackwardArgs& a,
+                                                const KeyTile<B>& keys, const Mask& mask, QueryTiles<B> tile) {
+  using Shared = BackwardWgmmaShared<B>;
+  using Scores = WgmmaAccumulator<B::block_n>;
+  using ByQuery = Transposed<Scores>;
+  constexpr int D = B::head_dim, tile_bytes = sizeof s.Q[0];
+  const int tid = threadIdx.x % 128, lane = threadIdx.x % 32, piece = 2 * cluster_rank() + W;
+  Scores T;                       // W == 0: S.T, then P.T. W == 1: dP.T, then dS.T
+  WgmmaProbabilities<B> operand;  // P.T or dS.T, rounded
+  WgmmaAccumulator<D> sum;        // dV or dK
+  WgmmaAccumulator<64> dQ;
+  T.first_row = tid / 32 * 16 + lane / 4;
+  T.first_col = lane % 4 * 2;
+  forget(sum.x.d);  // the products of the first tile overwrite it
+
+  // T is a product with Q or dO, of which tile n + 1 is read while tile n is an operand of the sum.
+  constexpr int T_STAGES = W == 0 ? Shared::Q_STAGES : B::stages, SUM_STAGES = W == 0 ? B::stages : Shared::Q_STAGES;
+  uint64_t *const t_full = W == 0 ? s.q_full : s.o_full, *const t_empty = W == 0 ? s.q_empty : s.o_empty;
+  uint64_t *const sum_full = W == 0 ? s.o_full : s.q_full, *const sum_empty = W == 0 ? s.o_empty : s.q_empty;
+  StageRing<T_STAGES> t_ring;
+  StageRing<SUM_STAGES> sum_ring;
+  StageRing<2> ds_ring, ds_before{1};  // of tile n + 1 and of tile n - 1
+  float* dQ_sums_g = nullptr;          // this warpgroup's piece of the previous tile's dQ sums
+
+  // Descriptors are computed anew for each tile. Otherwise those of all steps would stay in registers.
+  const auto matrix = [](const void* at_s, int leading_bytes = 16) {
+    return wgmma_descriptor(uniform(shared_address(at_s)), leading_bytes, 1024);
+  };
+  const auto issue_scores = [&] {
+    const Input* const tiles_s = W == 0 ? s.Q[0] : s.dO[0];
+    mbarrier_wait(&t_full[t_ring.stage], t_ring.parity);
+    wgmma_qk<B>(T, matrix(W == 0 ? s.K[0] : s.V[0]), descriptor_at(matrix(tiles_s), t_ring.stage * tile_bytes));
+  };
+  const auto issue_dq = [&](int stage) {
+    wgmma_dq_of_pair<B>(dQ, matrix(s.dS[stage]), matrix(s.K[0] + piece * 64 * 64), matrix(s.pair.dS[stage]),
+                        matrix(s.pair.K[W]));
+  };
+  const auto pack_operand = [&] {
+    SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
+      pack_step<Input>(operand[step], T, step);
+      hold(operand[step]);
+    }
+  };
+  // Given T, computes P or dS of a tile and the operand of the sum.
+  const auto finish_scores = [&](bool first) {
+    const int stage = ds_ring.stage;
+    if constexpr (W == 0) {
+      ByQuery P_by_query(T);
+      WeightsOfTile<B, ByQuery> weights{P_by_query, P_by_query, {}};
+      float lse[Scores::COLS];
+      load_columns(lse, T, s.lse[t_ring.stage]);
+      const int q0 = tile.query();
+      Item<B> of_tile = keys.item;
+      of_tile.h = tile.h;
+      of_tile.q0 = q0;
+      weights.set_p(a, of_tile, mask, q0, keys.k0, mask.tiles.cover(q0, keys.k0), lse);
+      pack_operand();
+      weights.multiply_by_slope();
+      if (!first) barrier_sync(p_read, p_threads);  // hazard: P of the previous tile read by warpgroup 1
+      SDPA_UNROLL for (int i = 0; i < B::block_n / 8; i++) {
+        const float* const d = T.x.d + 4 * i;
+        st_shared(&s.pair.P[i][tid], float4{d[0], d[1], d[2], d[3]});
+      }
+      barrier_arrive(p_stored, p_threads);
+    } else {
+      Scores P;
+      float delta[Scores::COLS];
+      load_columns(delta, T, s.delta[t_ring.stage]);
+      barrier_sync(p_stored, p_threads);  // hazard: P written by warpgroup 0
+      SDPA_UNROLL for (int i = 0; i < B::block_n / 8; i++) {
+        const float4 x = ld_shared<float4>(&s.pair.P[i][tid]);
+        memcpy(P.x.d + 4 * i, &x, sizeof x);
+      }
+      ByQuery P_by_query(P), dS_by_query(T);
+      WeightsOfTile<B, ByQuery>{P_by_query, dS_by_query, {}}.set_ds(delta);
+      pack_operand();
+      mbarrier_wait(&s.pair.ds_empty[stage], ds_ring.parity ^ 1);
+      store_to_panels<64>(T, 1, s.dS[stage]);
+      fence_proxy_async();
+      barrier_sync(own_group + W, own_group_threads);  // hazard: dS written by all warps
+      if (tid == 0) {
+        const int other = cluster_rank() ^ 1;
+        mbarrier_arrive_expect_tx(&s.pair.ds_full[stage], sizeof s.pair.dS[0]);  // the other CTA sends as much
+        cp_async_bulk_copy_to_cta(address_in_cta(s.pair.dS[stage], other), s.dS[stage], sizeof s.dS[0],
+                                  address_in_cta(&s.pair.ds_full[stage], other));
+      }
+    }
+    arrive_by_warp(&t_empty[t_ring.stage]);
+    t_ring.advance();
+  };
+  // Computes a tile, given the operand of its sum. Replaces it by that of the next tile.
+  const auto do_tile = [&](bool first, auto is_last) {
+    constexpr bool last = decltype(is_last)::value;
+    if (W == 1 && !last) barrier_arrive(p_read, p_threads);
+    // dV += P.T @ dO or dK += dS.T @ Q, and dQ = dS @ K of the previous tile. In the first tile, this dQ is undefined
+    // and not used.
+    const Input* const tiles_s = W == 0 ? s.dO[0] : s.Q[0];
+    mbarrier_wait(&sum_full[sum_ring.stage], sum_ring.parity);
+    wgmma_pv<B>(sum, operand, descriptor_at(matrix(tiles_s, B::block_n * 128), sum_ring.stage * tile_bytes), !first);
+    if (!first) {
+      mbarrier_wait(&s.pair.ds_full[ds_before.stage], ds_before.parity);
+      issue_dq(ds_before.stage);
+    }
+    wgmma_commit_group();
+    if constexpr (!last) issue_scores();
+
+    wgmma_wait_group<last ? 1 : 2>();
+    hold(sum.x.d);
+    arrive_by_warp(&sum_empty[sum_ring.stage]);
+    sum_ring.advance();
+    wgmma_wait_group<last ? 0 : 1>();
+    hold(dQ.x.d);
+    if (!first) {
+      SDPA_UNROLL for (int rank = 0; rank < 2; rank++) {
+        arrive_in_cluster_by_warp(address_in_cta(&s.pair.ds_empty[ds_before.stage], rank));
+      }
+      add_to_sums_of_dq(dQ, dQ_sums_g);
+    }
+    dQ_sums_g = a.work.dQ_sums + tile.row(a, keys.item) * D + piece * dq_piece_floats;
+    ds_before = ds_ring;
+    ds_ring.advance();
+    if constexpr (!last) {
+      tile.advance();
+      wgmma_wait_group<0>();
+      hold(T.x.d);
+      finish_scores(false);
+    }
+  };
+
+  const int tiles = tile.count(a.p);
+  mbarrier_wait(&s.kv_full, 0);
+  issue_scores();
+  wgmma_wait_group<0>();
+  hold(T.x.d);
+  finish_scores(true);
+  for (int n = 0; n + 1 < tiles; n++) do_tile(n == 0, std::false_type{});
+  do_tile(tiles == 1, std::true_type{});
+
+  // dQ of the last tile
+  mbarrier_wait(&s.pair.ds_full[ds_before.stage], ds_before.parity);
+  issue_dq(ds_before.stage);
+  wgmma_commit_group();
+  wgmma_wait_group<0>();
+  hold(dQ.x.d);
+  add_to_sums_of_dq(dQ, dQ_sums_g);
+
+  // Write dV over V or dK over K, then store it by TMA.
+  barrier_sync(both_groups, both_groups_threads);  // hazard: K and V read by both warpgroups
+  Input* const sum_s = W == 0 ? s.V[0] : s.K[0];
+  store_to_panels<64>(sum, W == 0 ? 1 : a.gradient_scale, sum_s);
+  fence_proxy_async();
+  barrier_sync(own_group + W, own_group_threads);  // hazard: the sum written by all warps
+  const int batch = keys.item.batch(a.p.k_starts), row = keys.item.k_row(keys.k0);
+  const int rows = key_count(a.p, keys.item) - keys.k0;
+  const Strides& strides = W == 0 ? a.d_v : a.d_k;
+  if (B::use_lengths && rows < 64) {  // the rows after those are the next sequence's
+    Input* const to_g = head_of(W == 0 ? a.dV : a.dK, strides, batch, keys.h_kv, row);
+    store_panels<D>(sum_s, to_g, strides.row, rows, W == 0 ? a.p.Dv : a.p.D);
+    return;
+  }
+  if (tid > 0) return;
+  for (int n = 0; n < (a.has_short_rows ? D / 64 : 1); n++) {
+    const int box_origin[5] = {n * 64, row, 0, keys.h_kv, batch};
+    const CUtensorMap* const map = W == 0 ? &gradient_maps<B>(a).d_v : &gradient_maps<B>(a).d_k;
+    cp_async_bulk_tensor_store(map, box_origin, sum_s + n * 64 * 64);
+  }
+  cp_async_bulk_commit_group();
+  cp_async_bulk_wait_group_read<0>();
+}
+
 // Clears dK and dV of the CTA's keys, which no query sees.
 template <class B>
 __device__ __forceinline__ void store_zero_gradients(const BackwardArgs& a, const KeyTile<B>& keys) {
-  const int rows = min(key_count(a.p, keys.item) - keys.k0, B::block_m);
+  const int rows = min(key_count(a.p, keys.item) - keys.k0, CTA_KEYS<B>);
   const int batch = keys.item.batch(a.p.k_starts), row = keys.item.k_row(0);
   const auto clear_rows = [&](Input* to_g, int64_t row_stride, int D) {
     for (int i = threadIdx.x; i < rows * (D / 8); i += B::threads) {
@@ -1625,7 +1903,15 @@ __device__ __forceinline__ void run_backward_roles(BackwardWgmmaShared<B>& s, co
     if (threadIdx.x < (B::use_lengths ? 32 : 1)) produce_backward(s, a, keys, tiles);
   } else {
     setmaxnreg_inc<Registers::consumer>();
-    consume_backward(s, a, keys, mask, tiles, group - 1);
+    if constexpr (in_pairs<B>) {
+      if (group == 1) {
+        consume_of_pair<B, 0>(s, a, keys, mask, tiles);
+      } else {
+        consume_of_pair<B, 1>(s, a, keys, mask, tiles);
+      }
+    } else {
+      consume_backward(s, a, keys, mask, tiles, group - 1);
+    }
   }
 }
 
@@ -1633,9 +1919,10 @@ template <class B>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_wgmma(const __grid_constant__ BackwardArgs a) {
   BackwardWgmmaShared<B>& s = dynamic_shared<BackwardWgmmaShared<B>>();
   const int group = uniform(threadIdx.x / 128);
-  const KeyTile<B> keys = key_tile_of_cta<B>(a);
+  KeyTile<B> keys = key_tile_of_cluster<B>(a);
   const Mask& mask = mask_of<B, B::block_n, 64>(a, keys.item);
   const QueryTiles<B> tiles(a, keys, mask);
+  if (in_pairs<B>) keys.k0 += cluster_rank() * CTA_KEYS<B>;
   if (tiles.count(a.p) == 0) return store_zero_gradients<B>(a, keys);
   if (threadIdx.x == 0) {
     mbarrier_init(&s.kv_full, 1);
@@ -1643,15 +1930,25 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_wgmma(const __gri
     mbarriers_init(s.o_full, 1);
     mbarriers_init(s.q_empty, B::num_warps);
     mbarriers_init(s.o_empty, B::num_warps);
+    if constexpr (in_pairs<B>) {
+      mbarriers_init(s.pair.ds_full, 1);
+      mbarriers_init(s.pair.ds_empty, 2 * B::num_warps);
+    }
     fence_mbarrier_init();
     if constexpr (B::use_lengths) s.of_cta = {keys, mask};
   }
-  __syncthreads();  // hazard: mbarriers initialized and of_cta written by thread 0
+  // hazard: mbarriers initialized and of_cta written by thread 0
+  if constexpr (in_pairs<B>) {
+    cluster_sync();
+  } else {
+    __syncthreads();
+  }
   if constexpr (B::use_lengths) {
     run_backward_roles(s, a, s.of_cta.keys, s.of_cta.mask, tiles, group);
   } else {
     run_backward_roles(s, a, keys, mask, tiles, group);
   }
+  if constexpr (in_pairs<B>) cluster_sync();  // hazard: shared memory of this CTA accessed by the other one
 }
 
 // ---- one pass by wgmma: dQ from its sums ----
@@ -1965,31 +2262,46 @@ __global__ void __launch_bounds__(32 * padding_warps) sdpa_backward_padding(cons
 
 constexpr int most_ctas = 2147483647;  // maximum gridDim.x
 
-// Number of tiles of BLOCK_M keys. Each has one CTA.
+// Number of CTAs of CTA_KEYS keys, rounded up to whole clusters.
 template <class B> int64_t kv_tiles(const SdpaParams& p) {
-  return batches_of(p, p.k_starts) * p.Hkv * tiles_of_head(p, p.k_starts, p.Sk, B::block_m);
+  const int64_t clusters = batches_of(p, p.k_starts) * p.Hkv * tiles_of_head(p, p.k_starts, p.Sk, CLUSTER_KEYS<B>);
+  return clusters * CLUSTER_CTAS<B>;
 }
 
-// USE_BIAS: maximum number of CTAs that share the tiles of dBias.
-int64_t most_bias_ranges(const SdpaParams& p) {
-  using B = OfBias<Defines>;
-  if (!Defines::adds_bias || !p.bias) return 0;
-  const double tiles = double(p.B) * p.Hq * ceil_div(p.Sq, B::block_m) * ceil_div(p.Sk, B::block_n);
-  return int64_t(std::fmin(tiles, 2.0 * sm_count()));
+// USE_BIAS: maximum number of CTAs that share the tiles of dBias: 512 threads per SM.
+template <class B> int64_t most_bias_ranges(const SdpaParams& p) {
+  using Own = OfBias<B>;
+  if (!p.bias) return 0;
+  const double tiles = double(p.B) * p.Hq * ceil_div(p.Sq, Own::block_m) * ceil_div(p.Sk, Own::block_n);
+  return int64_t(std::fmin(tiles, double(max(512 / Own::threads, 1)) * sm_count()));
+}
+// Number of floats in the workspace for partial sums of dBias.
+template <class B> int64_t dBias_sums_of(const SdpaParams& p) {
+  if constexpr (B::adds_bias) {
+    return most_bias_ranges<B>(p) * OfBias<B>::block_m * OfBias<B>::block_n;
+  } else {
+    return 0;
+  }
 }
 size_t backward_workspace_bytes(const SdpaParams& p) {
   const int64_t all_rows = int64_t(batches_of(p, p.q_starts)) * p.Hq * padded_rows_of(p);
   const int64_t dQ_sums = adds_dq<Defines> ? all_rows * Defines::head_dim : 0;
-  const int64_t dBias_sums = most_bias_ranges(p) * OfBias<Defines>::block_m * OfBias<Defines>::block_n;
-  return size_t(BackwardWorkspace::floats_before_sums(all_rows) + dQ_sums + dBias_sums) * sizeof(float);
+  return size_t(BackwardWorkspace::floats_before_sums(all_rows) + dQ_sums + dBias_sums_of<Defines>(p)) * sizeof(float);
 }
 
 SdpaStatus launch_backward(void (*kernel)(BackwardArgs), const BackwardArgs& a, int64_t ctas, int threads, size_t bytes,
-                           cudaStream_t stream) {
+                           cudaStream_t stream, int ctas_of_cluster = 1) {
   if (ctas == 0) return {};
   const SdpaStatus status = allow_shared_bytes(kernel, bytes);
   if (!status.ok()) return status;
-  return enqueue(kernel, a, uint32_t(ctas), threads, bytes, false, stream, "launching a backward kernel");
+  const char* const what = "launching a backward kernel";
+  if (ctas_of_cluster == 1) return enqueue(kernel, a, uint32_t(ctas), threads, bytes, false, stream, what);
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {unsigned(ctas_of_cluster), 1, 1};
+  const cudaLaunchConfig_t launch{dim3(uint32_t(ctas)), dim3(threads), bytes, stream, &cluster, 1};
+  const cudaError_t error = cudaLaunchKernelEx(&launch, kernel, a);
+  return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, what);
 }
 
 // USE_BIAS: P is computed from logits in all problems, also in those without a bias.
@@ -2001,9 +2313,10 @@ template <class B> void set_backward_scales(KernelArgs& a) {
 }
 
 template <class B> SdpaStatus launch_sinks(const BackwardArgs& a, cudaStream_t stream) {
-  if constexpr (!B::use_sinks) return {};
-  if (!a.dSinks) return {};
-  return launch_backward(sdpa_backward_sinks<B>, a, a.p.Hq, 32 * sink_warps, sizeof(SinksShared), stream);
+  if constexpr (B::use_sinks) {
+    if (a.dSinks) return launch_backward(sdpa_backward_sinks<B>, a, a.p.Hq, 32 * sink_warps, sizeof(SinksShared), stream);
+  }
+  return {};
 }
 
 // Launches the kernels that compute dBias. They read LSE and delta from the workspace.
@@ -2046,7 +2359,7 @@ template <class B> SdpaStatus launch_bias(const SdpaBackwardParams& params, cuda
       return failure(refused, "dBias has, or sums, over %d tiles; split the batch", most_ctas);
     }
     const uint32_t tiles = plan.tiles.count;
-    plan.ranges = max(min(uint32_t(most_bias_ranges(p)) / max(tiles, 1u), plan.steps.count), 1u);
+    plan.ranges = max(min(uint32_t(most_bias_ranges<B>(p)) / max(tiles, 1u), plan.steps.count), 1u);
     SdpaStatus status = launch_backward(sdpa_backward_bias<B>, a, int64_t(tiles) * plan.ranges, Own::threads,
                                         sizeof(BiasShared<Own>), stream);
     if (status.ok() && plan.ranges > 1) {
@@ -2114,7 +2427,7 @@ template <class B> struct BackwardKernelOf<B, true> {
     const int64_t heads = int64_t(p.B) * p.Hkv;
     const double head_bytes = double(p.Hq / p.Hkv) * padded_rows * B::head_dim * (2 * sizeof(Input) + sizeof(float));
     const double in_l2 = device_attribute(cudaDevAttrL2CacheSize, 60 << 20) * 8.0 / 15 / std::fmax(head_bytes, 1);
-    const double least = ceil_div(sm_count(), max(ceil_div(p.Sk, B::block_m), 1));
+    const double least = ceil_div(sm_count(), max(int(ceil_div(p.Sk, CLUSTER_KEYS<B>)) * CLUSTER_CTAS<B>, 1));
     const int64_t wanted = int64_t(std::fmin(std::fmax(in_l2, least), double(heads)));
     return int(ceil_div(heads, max(heads / max(wanted, int64_t(1)), int64_t(1))));
   }
@@ -2137,7 +2450,8 @@ template <class B> struct BackwardKernelOf<B, true> {
                  {view_of("dV", a.dV, a.d_v, of_k, p.Hkv, p.Sk), p.Dv, 64, &of_gradients.d_v}};
     for (const auto& x : boxes) {
       RowBoxes of_tensor;
-      SdpaStatus status = boxes_of_rows(of_tensor, x.tensor, B::head_dim, a.has_short_rows ? x.D : 0, x.rows);
+      const bool by_panels = a.has_short_rows || (in_pairs<B> && x.map == &maps.k);
+      SdpaStatus status = boxes_of_rows(of_tensor, x.tensor, B::head_dim, by_panels ? x.D : 0, x.rows);
       if (status.ok()) status = encode_boxes(*x.map, x.tensor, of_tensor);
       if (!status.ok()) return status;
     }
@@ -2158,7 +2472,7 @@ template <class B> struct BackwardKernelOf<B, true> {
     if (status.ok()) status = launch_bias<B>(params, stream);
     if (status.ok()) status = launch_padding<B>(a, stream);
     if (status.ok()) {
-      status = launch_backward(entry, a, kv_tiles<B>(p), B::threads, sizeof(Shared), stream);
+      status = launch_backward(entry, a, kv_tiles<B>(p), B::threads, sizeof(Shared), stream, CLUSTER_CTAS<B>);
     }
     if (!status.ok()) return status;
     return launch_backward(sdpa_backward_convert<B>, a, pieces, 128, sizeof(ConvertShared), stream);
@@ -2172,7 +2486,7 @@ template <class B> SdpaStatus backward(const SdpaBackwardParams& params, cudaStr
   // The workspace has room for the last tile of every sequence.
   if (items.count > most_ctas || kv_tiles<B>(p) > most_ctas || padded_rows_of(p) > most_ctas) {
     return failure(refused, "B*Hq*ceil(Sq/%d) or B*Hkv*ceil(Sk/%d) is over %d tiles; split the batch", B::block_m,
-                   B::block_m, most_ctas);
+                   CTA_KEYS<B>, most_ctas);
   }
   static_assert(sizeof(typename BackwardKernelOf<B>::Shared) <= 227 * 1024,
                 "BLOCK_M, BLOCK_N, STAGES: over the 227 KB of shared memory of a CTA; type smaller BLOCK_N or STAGES");
@@ -2252,9 +2566,10 @@ SDPA_REFUSE(Defines::use_warp_specialization && (Defines::block_m != 128 || Defi
 SDPA_REFUSE(Defines::is_wgmma && (Defines::head_dim % 64 || Defines::d_v % 64),
             "HEAD_DIM: the wgmma backward kernels support 64, 128, 192 and 256; type one of them for HEAD_DIM and "
             "HEAD_DIM_V");
-SDPA_REFUSE(Defines::use_warp_specialization && Defines::block_n * Defines::head_dim != 64 * 128,
-            "BLOCK_N, HEAD_DIM: each of two warpgroups computes 64x64 elements of dQ; type HEAD_DIM=128 BLOCK_N=64 or "
-            "HEAD_DIM=64 BLOCK_N=128");
+SDPA_REFUSE(Defines::use_warp_specialization &&
+                (Defines::head_dim == 192 || Defines::block_n != (Defines::head_dim == 64 ? 128 : 64)),
+            "BLOCK_N, HEAD_DIM: each of two warpgroups, or of four with HEAD_DIM=256, computes 64x64 elements of dQ; type "
+            "HEAD_DIM=64 BLOCK_N=128, HEAD_DIM=128 BLOCK_N=64 or HEAD_DIM=256 BLOCK_N=64");
 SDPA_REFUSE(!Defines::use_warp_specialization &&
                 Defines::block_m / Defines::num_warps * (Defines::head_dim / 2 + Defines::block_n) / 16 > 192,
             "BLOCK_M, BLOCK_N: S, dP and dQ or dK would take over 192 registers and spill; type a smaller BLOCK_N, or "

@@ -158,8 +158,7 @@ static std::tuple<Tensor, Tensor, Tensor> behind_cudnn_backward(
     const Tensor rows_lse = lse.reshape(q.sizes().slice(0, 3));
     const int mask = causal ? SDPA_CAUSAL_TOP_LEFT : SDPA_CAUSAL_OFF;
     const OptionalTensor its_bias = bias.defined() ? OptionalTensor(bias) : std::nullopt;
-    const BackwardCall call{.grad = grad, .q = q, .k = k, .v = v, .o = o, .lse = rows_lse, .causal = mask, .scale = scale,
-                            .bias = its_bias};
+    const BackwardCall call{{.q = q, .k = k, .v = v, .causal = mask, .scale = scale, .bias = its_bias}, grad, o, rows_lse};
     if (Gradients d; ours_instead(call, cudnn_may_give_nan(q, bias) || is_wide(bias, q), d)) return {d.q, d.k, d.v};
   }
   return cudnn_backward(grad, q, k, v, o, lse, seed, offset, bias, q_starts, k_starts, most_q, most_k, dropout, causal,
@@ -174,7 +173,7 @@ static std::tuple<Tensor, Tensor, Tensor> behind_flash_backward(
   const c10::OptionalDeviceGuard guard(q.device());
   if (dropout == 0 && !q_starts.defined()) {
     const int mask = causal ? SDPA_CAUSAL_BOTTOM_RIGHT : SDPA_CAUSAL_OFF;
-    const BackwardCall call{.grad = grad, .q = q, .k = k, .v = v, .o = o, .lse = lse, .causal = mask, .scale = scale};
+    const BackwardCall call{{.q = q, .k = k, .v = v, .causal = mask, .scale = scale}, grad, o, lse};
     if (Gradients d; ours_instead(call, false, d)) return {d.q, d.k, d.v};
   }
   const auto rows = [](const Tensor& x) { return x.transpose(1, 2); };
@@ -202,20 +201,18 @@ static std::tuple<Tensor, Tensor, Tensor> behind_flash_rows_backward(
     const OptionalTensor dO = heads_first(grad), q_begins = q_starts, k_begins = k_starts;
     const Tensor q_rows = heads_first(q), k_rows = heads_first(k), v_rows = heads_first(v), o_rows = heads_first(o);
     const Tensor lse_rows = lse.unsqueeze(0);
-    const BackwardCall call{.grad = dO,
-                            .q = q_rows,
-                            .k = k_rows,
-                            .v = v_rows,
-                            .o = o_rows,
-                            .lse = lse_rows,
-                            .causal = is_causal ? SDPA_CAUSAL_BOTTOM_RIGHT : SDPA_CAUSAL_OFF,
-                            .left = limit(left),
-                            .right = is_causal ? -1 : limit(right),
-                            .window_alignment = SDPA_CAUSAL_BOTTOM_RIGHT,
-                            .scale = scale,
-                            .q_starts = q_begins,
-                            .k_starts = k_begins,
-                            .most_keys = std::clamp<int64_t>(most_k, 0, 1000000000)};
+    const BackwardCall call{{.q = q_rows,
+                             .k = k_rows,
+                             .v = v_rows,
+                             .causal = is_causal ? SDPA_CAUSAL_BOTTOM_RIGHT : SDPA_CAUSAL_OFF,
+                             .left = limit(left),
+                             .right = is_causal ? -1 : limit(right),
+                             .window_alignment = SDPA_CAUSAL_BOTTOM_RIGHT,
+                             .scale = scale,
+                             .q_starts = q_begins,
+                             .k_starts = k_begins,
+                             .most_keys = std::clamp<int64_t>(most_k, 0, 1000000000)},
+                            dO, o_rows, lse_rows};
     if (Gradients d; !call.is_empty() && ours_instead(call, false, d)) return {rows(d.q), rows(d.k), rows(d.v)};
   }
   return flash_backward(grad, q, k, v, o, lse, q_starts, k_starts, most_q, most_k, dropout, causal, seed, offset, scale,
@@ -231,8 +228,8 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> behind_efficient_backward(
     const Tensor rows_lse = lse.narrow(2, 0, q.size(2));  // without the padding
     const int mask = causal ? SDPA_CAUSAL_TOP_LEFT : SDPA_CAUSAL_OFF;
     const OptionalTensor its_bias = bias.defined() ? OptionalTensor(bias) : std::nullopt;
-    const BackwardCall call{.grad = grad, .q = q, .k = k, .v = v, .o = o, .lse = rows_lse, .causal = mask, .scale = scale,
-                            .bias = its_bias, .to_bias = bias.defined() && wanted[3]};
+    const BackwardCall call{{.q = q, .k = k, .v = v, .causal = mask, .scale = scale, .bias = its_bias},
+                            grad, o, rows_lse, no_tensor, bias.defined() && wanted[3]};
     if (Gradients d; ours_instead(call, false, d)) return {d.q, d.k, d.v, d.bias};
   }
   return at::native::_scaled_dot_product_efficient_attention_backward_cuda(grad, q, k, v, bias, o, lse, seed, offset, dropout,
@@ -352,32 +349,28 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const OptionalTensor& i1, int64_t bias_keys, bool to_bias) {
   TORCH_CHECK_NOT_IMPLEMENTED(without.empty(), "sdpa.attention: ", without);
   const c10::OptionalDeviceGuard guard(q.device());
-  const BackwardCall call{.grad = grad,
-                          .q = q,
-                          .k = k,
-                          .v = v,
-                          .o = o,
-                          .lse = lse,
-                          .causal = causal,
-                          .left = left,
-                          .right = right,
-                          .window_alignment = window_alignment,
-                          .scale = scale,
-                          .softcap = cap,
-                          .sinks = sink,
-                          .grad_lse = grad_lse,
-                          .k_lengths = k_lengths,
-                          .q_starts = q_starts,
-                          .k_starts = k_starts,
-                          .most_keys = most_keys,
-                          .q_lengths = q_lengths,
-                          .k_firsts = k_firsts,
-                          .mods = {.score = std::string(score_mod),
-                                   .mask = std::string(mask_mod),
-                                   .arrays = {x0, x1, x2, x3, i0, i1}},
-                          .bias = bias,
-                          .bias_keys = bias_keys,
-                          .to_bias = to_bias};
+  const BackwardCall call{{.q = q,
+                           .k = k,
+                           .v = v,
+                           .causal = causal,
+                           .left = left,
+                           .right = right,
+                           .window_alignment = window_alignment,
+                           .scale = scale,
+                           .softcap = cap,
+                           .sinks = sink,
+                           .k_lengths = k_lengths,
+                           .q_starts = q_starts,
+                           .k_starts = k_starts,
+                           .most_keys = most_keys,
+                           .bias = bias,
+                           .bias_keys = bias_keys,
+                           .q_lengths = q_lengths,
+                           .mods = {.score = std::string(score_mod),
+                                    .mask = std::string(mask_mod),
+                                    .arrays = {x0, x1, x2, x3, i0, i1}},
+                           .k_firsts = k_firsts},
+                          grad, o, lse, grad_lse, to_bias};
   Gradients d;
   if (call.is_empty()) {
     d = {at::zeros_like(q), at::zeros_like(k), at::zeros_like(v), at::zeros({sink ? sink->size(0) : 0}, lse.options())};

@@ -125,7 +125,7 @@ static std::string why_not_gradient_of_mask(const Tensor& q, const Tensor& k, co
   std::string why = why_not(q, k, v, {at::SDPBackend::flash_attention, read, dropout, false, false, true, scale});
   if (why.empty() && q.size(1) != k.size(1) && !gqa) why = "the heads of q are no multiple of those of k";
   if (!why.empty()) return needed + why;
-  const int features = feature_of(bias_of(*read, q, k.size(2)), true), asked = 1 + 2 * int(is_deterministic());
+  const int features = feature_of(bias_of(*read, q, k.size(2)), true), asked = asked_of(q, k, true, is_deterministic());
   return backward_line_for({{q.get_device(), dtype_of(q), int(q.size(3)), features, asked}, "", ""}).trouble;
 }
 

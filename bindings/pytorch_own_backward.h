@@ -14,8 +14,8 @@ struct BackwardLine {
   int64_t is_final;   // 1: the next call would be told the same
   char trouble[512];  // why there is none
 };
-// Device, dtype, the larger one of D and Dv, features, and 1 if it is needed plus 2 if it must be deterministic; SCORE_MOD
-// and MASK_MOD.
+// Device, dtype, the larger one of D and Dv, features, and 1 if it is needed plus 2 if it must be deterministic plus 4 if
+// there are at most 64 queries and keys; SCORE_MOD and MASK_MOD.
 using BackwardKey = std::tuple<std::array<int, 5>, std::string, std::string>;
 static auto& backward_lines = *new std::map<BackwardKey, BackwardLine>;
 // pytorch.py's: builds a line if need be, and fills what it is given. One that is not needed is refused where PyTorch's
@@ -34,27 +34,17 @@ static const BackwardLine& backward_line_for(const BackwardKey& key) {
   });
 }
 
-// A call of the forward, and the gradients of its results.
-struct BackwardCall {
+static int asked_of(const Tensor& q, const Tensor& k, bool is_needed, bool is_deterministic) {
+  return int(is_needed) + 2 * int(is_deterministic) + 4 * int(q.size(2) <= 64 && k.size(2) <= 64);
+}
+
+// The call of the forward, its results and their gradients. bias: as the call has it.
+struct BackwardCall : Call {
   const OptionalTensor& grad;  // of O
-  const Tensor &q, &k, &v, &o, &lse;
-  int64_t causal = SDPA_CAUSAL_OFF, left = -1, right = -1, window_alignment = SDPA_CAUSAL_OFF;
-  std::optional<double> scale{};
-  double softcap = 0;
-  const OptionalTensor& sinks = no_tensor;
+  const Tensor &o, &lse;
   const OptionalTensor& grad_lse = no_tensor;
-  const OptionalTensor& k_lengths = no_tensor;
-  const OptionalTensor& q_starts = no_tensor;
-  const OptionalTensor& k_starts = no_tensor;
-  int64_t most_keys = 0;
-  const OptionalTensor& q_lengths = no_tensor;
-  const OptionalTensor& k_firsts = no_tensor;
-  Mods mods{};
-  const OptionalTensor& bias = no_tensor;  // as the call has it
-  int64_t bias_keys = 0;
   bool to_bias = false;  // the bias needs a gradient
 
-  bool has_lengths() const { return k_lengths || q_starts || k_starts || q_lengths || k_firsts; }
   // Number of sequences.
   int64_t count() const { return q_starts ? q_starts->numel() - 1 : k_starts ? k_starts->numel() - 1 : q.size(0); }
   // True if no gradient is other than 0.
@@ -136,7 +126,7 @@ static std::string our_backward(const BackwardCall& call, bool is_needed, bool i
                        (bias ? feature_of(*bias, true) : 0);  // the mask of keys is read as one of queries
   const int most = int(std::max(q_any.size(3), call.v.size(3)));
   const BackwardLine& line = backward_line_for(
-      {{q_any.get_device(), dtype_of(q_any), most, features, int(is_needed) + 2 * int(is_deterministic)},
+      {{q_any.get_device(), dtype_of(q_any), most, features, asked_of(q_any, call.k, is_needed, is_deterministic)},
        call.mods.score,
        call.mods.mask});
   if (!line.backward) return line.trouble;

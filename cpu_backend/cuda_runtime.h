@@ -190,9 +190,13 @@ struct cudaFuncAttributes {
   size_t localSizeBytes;
 };
 enum cudaLaunchAttributeID {
+  cudaLaunchAttributeClusterDimension = 4,
   cudaLaunchAttributeProgrammaticStreamSerialization = 6,
 };
 union cudaLaunchAttributeValue {
+  struct {
+    unsigned x, y, z;
+  } clusterDim;
   int programmaticStreamSerializationAllowed;
 };
 struct cudaLaunchAttribute {
@@ -373,6 +377,13 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     const cudaLaunchAttribute& attribute = config->attrs[i];
     if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization) {
       launch.dependent = attribute.val.programmaticStreamSerializationAllowed != 0;
+    }
+    if (attribute.id == cudaLaunchAttributeClusterDimension) {
+      const auto& cluster = attribute.val.clusterDim;
+      if (!cluster.x || cluster.x > 8 || g.x % cluster.x || cluster.y != 1 || cluster.z != 1) {
+        return simt::result(cudaErrorInvalidConfiguration);
+      }
+      launch.cluster_ctas = int(cluster.x);
     }
   }
   if (launch.shared_bytes > size_t(simt::allowed_shared(function, launch.device))) {

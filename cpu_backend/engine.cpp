@@ -213,12 +213,13 @@ struct Mark {             // the last write to 4 bytes of shared memory through 
   uint32_t fences;        // that this thread had passed; with a tracker the number of the landing
 };
 
-struct Transfer {  // a bulk load in flight, or the cp.async of a thread that an mbarrier tracks
+struct Transfer {  // a bulk copy to shared memory in flight, or the cp.async of a thread that an mbarrier tracks
   Fiber* issuer;
+  Block* to;  // whose shared memory has dst and barrier
   Site at;
   unsigned char* dst;
   int swizzle;  // bytes, 0: none
-  std::vector<std::pair<unsigned char*, int>> pieces;  // in global memory, null: zeros
+  std::vector<std::pair<unsigned char*, int>> pieces;  // of the source, null: zeros
   int bytes;
   uint64_t* barrier;
   int parity = 0;                 // of the mbarrier's phase when this was issued
@@ -303,6 +304,7 @@ struct Runner;
 struct Block {  // a CTA
   std::vector<Fiber> fibers;
   Runner* runner = nullptr;
+  int rank = 0;  // in its cluster
   Index3 index{};
   unsigned char* shared = nullptr;
   size_t shared_bytes = 0;
@@ -332,8 +334,9 @@ struct Block {  // a CTA
   std::map<std::pair<int, const void*>, Pending> accesses;
 };
 
-struct Runner {  // of one CTA after another, on one OS thread
-  Block block;
+struct Runner {  // of one cluster after another, on one OS thread
+  std::vector<Block> blocks;  // the CTAs of the cluster; without clusters one
+  Barrier cluster;            // of all their threads
   std::vector<Fiber*> ready;  // that can run; pick() chooses
   size_t next_ready = 0;
   std::vector<Fiber*> pollers;
@@ -483,13 +486,15 @@ std::string block_name(const Index3& block) {
 }
 
 void report_deadlock(Runner& c) {
-  std::string text = "deadlock in " + block_name(c.block.index) + ":";
+  std::string text = "deadlock in " + block_name(c.blocks[0].index) + ":";
   std::map<std::string, std::vector<const Thread*>> groups;
-  for (const Fiber& f : c.block.fibers) {
-    groups[f.state == State::done ? "have returned"
-                                  : std::string("wait for ") + f.waits_for + " at " +
-                                        name_of(f.waits_at) + f.missing()]
-        .push_back(&f.thread);
+  for (const Block& b : c.blocks) {
+    for (const Fiber& f : b.fibers) {
+      groups[f.state == State::done ? "have returned"
+                                    : std::string("wait for ") + f.waits_for + " at " +
+                                          name_of(f.waits_at) + f.missing()]
+          .push_back(&f.thread);
+    }
   }
   for (const auto& group : groups) {
     text += (group.first == groups.begin()->first ? " " : "; ") +
@@ -707,9 +712,9 @@ namespace simt {
 namespace {
 
 // Initializes the CTA's threads. Returns false if there is no memory.
-bool start_block(Runner& c, Index3 index, size_t shared_bytes, bool counting) {
-  Block& b = c.block;
+bool start_block(Runner& c, Block& b, Index3 index, size_t shared_bytes, bool counting) {
   b.runner = &c;
+  b.rank = int(&b - c.blocks.data());
   b.index = index;
   b.shared_bytes = shared_bytes;
   b.shared = nullptr;
@@ -772,22 +777,24 @@ void close_counters(Block& b) {
 // restored.
 void launch_before_ends(Runner& c) {
   const Unobserved unobserved;
-  for (Fiber& f : c.block.fibers) {
-    const auto read_early = [&](std::vector<AsyncCopy>& copies) {
-      for (AsyncCopy& copy : copies) {
-        if (!copy.src) continue;
-        c.early.emplace_back();
-        memcpy(c.early.back().data(), copy.src, copy.bytes);
-        copy.src = c.early.back().data();
-      }
-    };
-    for (auto& group : f.thread.copy_groups) read_early(group);
-    read_early(f.thread.open_copies);
-    for (auto& group : f.thread.stores) {
-      for (BulkStore& store : group) {
-        read_shared(store);
-        write_global(c, store);
-        for (auto& piece : store.pieces) piece.first = nullptr;
+  const auto read_early = [&](std::vector<AsyncCopy>& copies) {
+    for (AsyncCopy& copy : copies) {
+      if (!copy.src) continue;
+      c.early.emplace_back();
+      memcpy(c.early.back().data(), copy.src, copy.bytes);
+      copy.src = c.early.back().data();
+    }
+  };
+  for (Block& b : c.blocks) {
+    for (Fiber& f : b.fibers) {
+      for (auto& group : f.thread.copy_groups) read_early(group);
+      read_early(f.thread.open_copies);
+      for (auto& group : f.thread.stores) {
+        for (BulkStore& store : group) {
+          read_shared(store);
+          write_global(c, store);
+          for (auto& piece : store.pieces) piece.first = nullptr;
+        }
       }
     }
   }
@@ -799,8 +806,8 @@ void launch_before_ends(Runner& c) {
   c.sees_all = true;
 }
 
-void run_block(Runner& c, Index3 index, size_t shared_bytes, bool counting) {
-  Block& b = c.block;
+// first: index of the cluster's first CTA. The others follow it in x.
+void run_cluster(Runner& c, Index3 first, size_t shared_bytes, bool counting) {
   c.ready.clear();
   c.pollers.clear();
   c.in_flight.clear();
@@ -813,12 +820,17 @@ void run_block(Runner& c, Index3 index, size_t shared_bytes, bool counting) {
     const std::lock_guard<std::mutex> lock(c.withheld->mutex);
     c.sees_all = c.withheld->back;
   }
-  if (!start_block(c, index, shared_bytes, counting)) {
+  c.cluster = Barrier();
+  for (Block& b : c.blocks) {
+    if (start_block(c, b, first, shared_bytes, counting && b.rank == 0)) {
+      first.x++;
+      continue;
+    }
     report("no host memory for a block's shared memory");
     c.failed = true;
   }
   if (c.order == Order::reverse) std::reverse(c.ready.begin(), c.ready.end());
-  const auto done = [&] { return size_t(b.done) == b.fibers.size(); };
+  const auto done = [&] { return std::all_of(c.blocks.begin(), c.blocks.end(), has_returned); };
   while (!c.failed && !done()) {
     if (c.next_ready == c.ready.size()) wake_pollers(c);
     const bool idle = c.next_ready == c.ready.size();
@@ -834,9 +846,9 @@ void run_block(Runner& c, Index3 index, size_t shared_bytes, bool counting) {
       switch_fibers(c.scheduler, pick(c));
     }
   }
-  if (!c.failed && done()) finish_block(c);
-  if (counting) close_counters(b);
-  free(b.shared);
+  if (!c.failed && done()) finish_cluster(c);
+  if (counting) close_counters(c.blocks[0]);
+  for (Block& b : c.blocks) free(b.shared);
 }
 
 }  // namespace
@@ -861,6 +873,26 @@ bool named_barrier(int id, int count, bool wait_here, Site at, bool vote) {
   all = vote && (!barrier.open || all);
   reach(barrier, count, wait_here, "a named barrier", at, false);
   return all;
+}
+
+void sync_cluster(Site at) {
+  const Unobserved unobserved;
+  Runner& c = *self->block->runner;
+  for (const Block& b : c.blocks) {
+    if (b.done) fail(at, "divergent barrier: %d threads of the cluster have returned", b.done);
+  }
+  const int threads = int(c.blocks.size() * self->block->fibers.size());
+  reach(c.cluster, threads, true, "the cluster's barrier", at, true);
+}
+
+int cluster_rank() { return self->block->rank; }
+
+void* address_in_cta(const void* pointer, int rank, Site at) {
+  const Unobserved unobserved;
+  check_shared(pointer, 1, at);
+  std::vector<Block>& blocks = self->block->runner->blocks;
+  if (rank < 0 || size_t(rank) >= blocks.size()) fail(at, "the cluster has no CTA %d", rank);
+  return blocks[rank].shared + (static_cast<const unsigned char*>(pointer) - self->shared);
 }
 
 void warp_collective(unsigned mask, void* mine, Collective compute, Site at) {
@@ -943,6 +975,13 @@ void mbarrier_arrive(uint64_t* barrier, int expect_bytes, Site at) {
   const Unobserved unobserved;
   check_shared(barrier, 8, at);
   arrive(barrier, expect_bytes, at);
+}
+
+void mbarrier_arrive_in_cluster(uint64_t* barrier, Site at) {
+  const Unobserved unobserved;
+  Block& b = block_of(barrier, 8, at);
+  check_fenced(b, barrier, at);
+  arrive(barrier, 0, at);
 }
 
 void mbarrier_wait(uint64_t* barrier, int parity, Site at) {
@@ -1110,13 +1149,13 @@ constexpr bool KEEPS_STACKS = true;
 std::mutex kept_stacks_mutex;
 std::multimap<size_t, unsigned char*> kept_stacks;  // by count: new ones take longer than most launches
 
-struct Worker {  // one OS thread's CTA, with stacks that all its CTAs use in turn
+struct Worker {  // one OS thread's cluster, with stacks that all its clusters use in turn
   Runner runner;
   unsigned char* stacks = nullptr;
   size_t stack_count = 0;
 
-  bool prepare(int threads) {
-    stack_count = size_t(threads);
+  bool prepare(int ctas, int threads) {
+    stack_count = size_t(ctas) * threads;
     {
       const std::lock_guard<std::mutex> lock(kept_stacks_mutex);
       const auto kept = kept_stacks.find(stack_count);
@@ -1128,13 +1167,16 @@ struct Worker {  // one OS thread's CTA, with stacks that all its CTAs use in tu
     if (!stacks) stacks = map_stacks(stack_count);
     if (!stacks) return false;
     unsigned char* guard = stacks;
-    runner.block.fibers.resize(threads);
-    for (Fiber& f : runner.block.fibers) {
-      f.stack = guard + GUARD_BYTES;
-      guard += STACK_BYTES + GUARD_BYTES;
+    runner.blocks.resize(ctas);
+    for (Block& b : runner.blocks) {
+      b.fibers.resize(threads);
+      for (Fiber& f : b.fibers) {
+        f.stack = guard + GUARD_BYTES;
+        guard += STACK_BYTES + GUARD_BYTES;
 #if defined(SIMT_TSAN)
-      f.tsan = __tsan_create_fiber(0);
+        f.tsan = __tsan_create_fiber(0);
 #endif
+      }
     }
     runner.scheduler.started = true;
 #if defined(SIMT_TSAN)
@@ -1152,11 +1194,13 @@ struct Worker {  // one OS thread's CTA, with stacks that all its CTAs use in tu
   }
   ~Worker() {
 #if defined(SIMT_TSAN)
-    for (Fiber& f : runner.block.fibers) {
-      if (f.tsan) __tsan_destroy_fiber(f.tsan);
-    }
-    for (void* proxy : runner.block.proxies) {
-      if (proxy) __tsan_destroy_fiber(proxy);
+    for (Block& b : runner.blocks) {
+      for (Fiber& f : b.fibers) {
+        if (f.tsan) __tsan_destroy_fiber(f.tsan);
+      }
+      for (void* proxy : b.proxies) {
+        if (proxy) __tsan_destroy_fiber(proxy);
+      }
     }
 #endif
     if (!stacks) return;
@@ -1213,10 +1257,10 @@ bool launch(const Launch& l, void (*body)(const void*), const void* args) {
   launches++;
   launch_failed = false;
   const Index3& n = l.grid_dim;
-  const uint64_t ctas = uint64_t(n.x) * n.y * n.z;
+  const uint64_t clusters = uint64_t(n.x) * n.y * n.z / l.cluster_ctas;
   // At least two, so that CTAs run concurrently on any machine.
   const uint64_t cores = std::max(2u, std::thread::hardware_concurrency());
-  const int workers = int(std::max<uint64_t>(1, std::min(cores, ctas)));
+  const int workers = int(std::max<uint64_t>(1, std::min(cores, clusters)));
   std::unique_ptr<Withheld> withheld;
   const std::pair<int, const void*> stream(l.device, l.stream);
   const auto before = written.find(stream);
@@ -1224,17 +1268,17 @@ bool launch(const Launch& l, void (*body)(const void*), const void* args) {
   if (withheld) withheld->workers = workers;
   std::vector<Range> writes;
   std::atomic<uint64_t> next{0};
-  std::vector<uint64_t> order_of_ctas(ctas);
-  std::iota(order_of_ctas.begin(), order_of_ctas.end(), 0);
-  if (order == Order::reverse) std::reverse(order_of_ctas.begin(), order_of_ctas.end());
+  std::vector<uint64_t> order_of_clusters(clusters);
+  std::iota(order_of_clusters.begin(), order_of_clusters.end(), 0);
+  if (order == Order::reverse) std::reverse(order_of_clusters.begin(), order_of_clusters.end());
   if (order == Order::random) {
-    std::shuffle(order_of_ctas.begin(), order_of_ctas.end(), std::mt19937_64(schedule.seed));
+    std::shuffle(order_of_clusters.begin(), order_of_clusters.end(), std::mt19937_64(schedule.seed));
   }
   const auto work = [&] {
     Worker worker;
     grid = {l.grid_dim, l.block_dim, l.device};
     Runner& c = worker.runner;
-    if (!worker.prepare(int(l.block_dim.x * l.block_dim.y * l.block_dim.z))) {
+    if (!worker.prepare(l.cluster_ctas, int(l.block_dim.x * l.block_dim.y * l.block_dim.z))) {
       report("no host memory for the stacks of a block");
     }
     c.body = body;
@@ -1242,11 +1286,11 @@ bool launch(const Launch& l, void (*body)(const void*), const void* args) {
     c.order = order;
     c.poison = poison;
     c.withheld = withheld.get();
-    for (uint64_t i; !launch_failed && (i = next++) < ctas;) {
-      const uint64_t at = order_of_ctas[i];
+    for (uint64_t i; !launch_failed && (i = next++) < clusters;) {
+      const uint64_t at = order_of_clusters[i] * l.cluster_ctas;
       c.random = (schedule.seed + 1) * 0x9e3779b97f4a7c15u + at;
-      run_block(c, {unsigned(at % n.x), unsigned(at / n.x % n.y), unsigned(at / n.x / n.y)},
-                l.shared_bytes, is_counting && at == 0);
+      run_cluster(c, {unsigned(at % n.x), unsigned(at / n.x % n.y), unsigned(at / n.x / n.y)},
+                  l.shared_bytes, is_counting && at == 0);
     }
     if (withheld) withheld->worker_ends();
     const Lock lock(report_mutex);

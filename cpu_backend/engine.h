@@ -1,4 +1,4 @@
-// Runs CUDA kernels on the CPU: one fiber per CUDA thread, one block at a time per worker thread.
+// Runs CUDA kernels on the CPU: one fiber per CUDA thread, one block or cluster at a time per worker thread.
 // This header is the interface for kernels. engine.cpp has the scheduler, which is compiled without
 // sanitizers, so that ThreadSanitizer sees only the CUDA threads and their barriers.
 //
@@ -84,6 +84,11 @@ void sync_threads(Site at);
 // bar.sync (wait) and bar.arrive (!wait) on barrier `id` of `count` threads. Returns true if `vote`
 // is true in all waiting threads (bar.red.and).
 bool named_barrier(int id, int count, bool wait, Site at, bool vote = true);
+// barrier.cluster of all threads of the cluster.
+void sync_cluster(Site at);
+int cluster_rank();  // of this CTA
+// The address in CTA `rank` of the cluster that corresponds to this CTA's `pointer` to shared memory.
+void* address_in_cta(const void* pointer, int rank, Site at);
 // A collective of the lanes of `mask`: the last to arrive runs compute(args) on the arguments of
 // all lanes. Reports lanes in different operations.
 using Collective = void (*)(void* const args[32], unsigned mask);
@@ -92,6 +97,7 @@ void warp_collective(unsigned mask, void* mine, Collective compute, Site at);
 // when both are 0. wait() returns when the phase of that parity is complete.
 void mbarrier_init(uint64_t* barrier, int count, Site at);
 void mbarrier_arrive(uint64_t* barrier, int expect_bytes, Site at);
+void mbarrier_arrive_in_cluster(uint64_t* barrier, Site at);  // in any CTA of the cluster
 void mbarrier_wait(uint64_t* barrier, int parity, Site at);
 bool mbarrier_peek(uint64_t* barrier, int parity, Site at);
 // Makes the mbarriers that this thread has initialized visible to asynchronous copies.
@@ -107,6 +113,8 @@ void prefetch_tensormap(const CUtensorMap_st* map, Site at);
 void tensor_load(void* dst, const CUtensorMap_st* map, const int* c, int rank, uint64_t* barrier,
                  Site at);
 void bulk_store(void* dst, const void* src, uint32_t bytes, Site at);
+// Copies to the shared memory of a CTA of the cluster, which also has the mbarrier.
+void bulk_copy_to_cta(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, Site at);
 void tensor_store(const CUtensorMap_st* map, const int* c, int rank, const void* src, Site at);
 void bulk_commit();
 void bulk_wait(int groups, bool read_only);
@@ -202,6 +210,7 @@ struct Launch {
   int device;
   const void* stream;
   bool dependent;  // may start before the launch before it on the stream has ended
+  int cluster_ctas = 1;  // of consecutive x
 };
 // Runs body() for every thread of every block. Returns false if an error was reported. Launches of
 // several host threads are serialized.

@@ -5,6 +5,8 @@
 //                 random order also earlier.
 //   cp.async      that an mbarrier tracks lands as a bulk load does. It writes through the generic
 //                 proxy: who waits for the mbarrier has to pass a fence.proxy.async afterwards.
+//   bulk copies   from the shared memory of a CTA to that of another one of its cluster read their source
+//                 when they land.
 //   bulk stores   read shared memory at the wait_group.read that covers them, and write global memory
 //                 at the wait_group or at the end of the kernel.
 //   wgmma         reads its operands, registers of A included, at the wait_group that covers it; until
@@ -196,19 +198,32 @@ void check_map(const CUtensorMap_st* map, int rank, const int* coordinates, cons
       line_bytes == 64 ? "TMA with the 64-byte swizzle" : "TMA with the 128-byte swizzle", at);
 }
 
-void start_load(Transfer t) {
-  Block& b = *self->block;
-  t.parity = Mbarrier::load(t.barrier, t.at).phase;
+// Fails if the mbarrier is not yet visible to asynchronous copies and to other CTAs of the cluster.
+void check_fenced(const Block& b, const uint64_t* barrier, Site at) {
   for (const Block::Unfenced& u : b.unfenced) {
-    if (u.mbarrier == t.barrier) {
-      fail(t.at, "this mbarrier was initialised without a fence.mbarrier_init since");
+    if (u.mbarrier == barrier) {
+      fail(at, "this mbarrier was initialised without a fence.mbarrier_init since");
     }
   }
-  if (self->counting) {
-    for (const auto& piece : t.pieces) {
-      if (piece.first) b.counters.global_bytes += piece.second;
-    }
+}
+
+bool has_returned(const Block& b) { return size_t(b.done) == b.fibers.size(); }
+
+// The CTA of the cluster whose shared memory has these bytes.
+Block& block_of(const void* pointer, uint64_t bytes, Site at) {
+  for (Block& b : self->block->runner->blocks) {
+    const uint64_t offset = static_cast<const unsigned char*>(pointer) - b.shared;
+    if (offset > b.shared_bytes || bytes > b.shared_bytes - offset) continue;
+    if (has_returned(b)) fail(at, "CTA %d of the cluster has returned", b.rank);
+    return b;
   }
+  fail(at, "%llu bytes at %p are in no shared memory of the cluster", (unsigned long long)bytes, pointer);
+}
+
+void start_load(Transfer t) {
+  Block& b = *t.to;
+  t.parity = Mbarrier::load(t.barrier, t.at).phase;
+  check_fenced(b, t.barrier, t.at);
   for_parts(t.dst, t.swizzle, t.pieces, [&](unsigned char* s, unsigned char*, int bytes) {
     memset(s, 0xff, bytes);
     const size_t offset = s - b.shared;
@@ -239,6 +254,9 @@ void land_one(Runner& c) {
   if (c.order == Order::random) i = c.draw() % c.in_flight.size();
   const Transfer t = std::move(c.in_flight[i]);
   c.in_flight.erase(c.in_flight.begin() + i);
+  if (has_returned(*t.to) || has_returned(*t.issuer->thread.block)) {
+    return report_for(*t.issuer, t.at, "a CTA of the cluster returns before this copy between them lands");
+  }
   for_parts(t.dst, t.swizzle, t.pieces, [](unsigned char* s, unsigned char* g, int bytes) {
     if (g) {
       memcpy(s, g, bytes);
@@ -246,7 +264,7 @@ void land_one(Runner& c) {
       memset(s, 0, bytes);
     }
   });
-  if (t.is_copies) write_copies(c.block, t);
+  if (t.is_copies) write_copies(*t.to, t);
   Mbarrier m;
   memcpy(&m, t.barrier, sizeof m);
   if (m.unused) return report_for(*t.issuer, t.at, "its mbarrier is gone when the load lands");
@@ -676,19 +694,21 @@ void leave(Fiber& f) {
   }
 }
 
-// All threads of the CTA have returned.
-void finish_block(Runner& c) {
+// All threads of the cluster have returned.
+void finish_cluster(Runner& c) {
   const Unobserved unobserved;
   for (const Transfer& t : c.in_flight) {
     report_for(*t.issuer, t.at, "this bulk load may be in flight when its CTA is gone");
   }
-  for (Fiber& f : c.block.fibers) {
-    for (const auto& group : f.thread.stores) {
-      for (const BulkStore& store : group) write_global(c, store);
-    }
-    Warpgroup& w = c.block.warpgroups[f.thread.linear / 128];
-    if (w.position[f.thread.linear % 128] != w.first + w.steps.size()) {
-      report_for(f, w.steps.back().at, "divergent warpgroup: not all of its threads came here");
+  for (Block& b : c.blocks) {
+    for (Fiber& f : b.fibers) {
+      for (const auto& group : f.thread.stores) {
+        for (const BulkStore& store : group) write_global(c, store);
+      }
+      Warpgroup& w = b.warpgroups[f.thread.linear / 128];
+      if (w.position[f.thread.linear % 128] != w.first + w.steps.size()) {
+        report_for(f, w.steps.back().at, "divergent warpgroup: not all of its threads came here");
+      }
     }
   }
 }
@@ -713,7 +733,7 @@ void arrive_after_copies(uint64_t* barrier, Site at) {
   Mbarrier m = Mbarrier::load(barrier, at);
   m.pending++;
   m.store(barrier, *self->block->runner);
-  Transfer t{&fiber_of(self), at, nullptr, 0, {}, 0, barrier};
+  Transfer t{&fiber_of(self), self->block, at, nullptr, 0, {}, 0, barrier};
   t.is_copies = true;
   for (auto& group : self->copy_groups) t.copies.insert(t.copies.end(), group.begin(), group.end());
   t.copies.insert(t.copies.end(), self->open_copies.begin(), self->open_copies.end());
@@ -732,7 +752,9 @@ void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, Si
   check_global_range(src, bytes, at);
   check_shared(barrier, 8, at);
   unsigned char* const from = static_cast<unsigned char*>(const_cast<void*>(src));
+  if (self->counting) self->block->counters.global_bytes += bytes;
   start_load({&fiber_of(self),
+              self->block,
               at,
               static_cast<unsigned char*>(dst),
               0,
@@ -758,8 +780,29 @@ void tensor_load(void* dst, const CUtensorMap_st* map, const int* c, int rank, u
   const int bytes = int(map->box_bytes());
   observe_write(dst, bytes);
   const Unobserved unobserved;
-  start_load({&fiber_of(self), at, static_cast<unsigned char*>(dst), map->swizzle_bytes,
+  if (self->counting) {
+    for (const auto& piece : pieces) {
+      if (piece.first) self->block->counters.global_bytes += piece.second;
+    }
+  }
+  start_load({&fiber_of(self), self->block, at, static_cast<unsigned char*>(dst), map->swizzle_bytes,
               std::move(pieces), bytes, barrier});
+}
+
+void bulk_copy_to_cta(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, Site at) {
+  observe_read(src, bytes);
+  observe_write(dst, bytes);
+  const Unobserved unobserved;
+  check_shared_range(src, bytes, 16, "a bulk copy", at);
+  Block& to = block_of(dst, bytes, at);
+  if (reinterpret_cast<uintptr_t>(dst) % 16 || bytes % 16) {
+    fail(at, "a bulk copy of %u bytes to %p: both must be multiples of 16", bytes, dst);
+  }
+  if (&block_of(barrier, 8, at) != &to) fail(at, "the mbarrier is not in the CTA that the copy goes to");
+  unsigned char* const from = static_cast<unsigned char*>(const_cast<void*>(src));
+  check_marks(from - self->shared, int(bytes), at);
+  start_load({&fiber_of(self), &to, at, static_cast<unsigned char*>(dst), 0, {{from, int(bytes)}},
+              int(bytes), barrier});
 }
 
 void bulk_store(void* dst, const void* src, uint32_t bytes, Site at) {

@@ -39,6 +39,23 @@ inline void cp_async_bulk_load(void* dst_s, const void* src_g, uint32_t bytes, u
 inline void cp_async_bulk_store(void* dst_g, const void* src_s, uint32_t bytes, SIMT_CALLER) {
   simt::bulk_store(dst_g, src_s, bytes, at);
 }
+// Addresses in the shared memory of a CTA of the cluster.
+inline SharedAddress address_in_cta(const void* p_s, int rank, SIMT_CALLER) {
+  return reinterpret_cast<SharedAddress>(simt::address_in_cta(p_s, rank, at));
+}
+inline int cluster_rank() { return simt::cluster_rank(); }
+inline void cluster_sync(SIMT_CALLER) { simt::sync_cluster(at); }
+inline void cp_async_bulk_copy_to_cta(SharedAddress dst, const void* src_s, uint32_t bytes,
+                                      SharedAddress barrier, SIMT_CALLER) {
+  simt::bulk_copy_to_cta(reinterpret_cast<void*>(dst), src_s, bytes,
+                         reinterpret_cast<uint64_t*>(barrier), at);
+}
+inline void arrive_in_cluster_by_warp(SharedAddress barrier, SIMT_CALLER) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
+    simt::mbarrier_arrive_in_cluster(reinterpret_cast<uint64_t*>(barrier), at);
+  }
+}
 inline void cp_async_bulk_commit_group() { simt::bulk_commit(); }
 template <int N> inline void cp_async_bulk_wait_group_read() { simt::bulk_wait(N, true); }
 template <int N> inline void cp_async_bulk_wait_group() { simt::bulk_wait(N, false); }

@@ -266,8 +266,9 @@ constexpr int ROW_STRIDE = 80;
 static float tensor_value(int head, int row, int i) { return float(head * 512 + row * 8 + i % 8); }
 
 // One CTA of `threads` threads.
+// With ctas > 1: they are one cluster.
 static std::vector<float> run_hopper(HopperKernel kernel, std::string& report, int threads = 128,
-                                     std::vector<float>* tensor = nullptr) {
+                                     std::vector<float>* tensor = nullptr, unsigned ctas = 1) {
   HopperArgs a{};
   const size_t elements = HEADS * ROWS * ROW_STRIDE;
   std::vector<float> out(OUT, -1.0f);
@@ -285,9 +286,14 @@ static std::vector<float> run_hopper(HopperKernel kernel, std::string& report, i
   const cuuint32_t box[3] = {64, BOX, 1};
   CHECK(encode_tensor_map(a.map, 3, a.tensor, sizes, strides, box) == cudaSuccess);
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(1);
+  launch.gridDim = dim3(ctas);
   launch.blockDim = dim3(threads);
   launch.dynamicSmemBytes = sizeof(HopperScratch);
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {ctas, 1, 1};
+  launch.attrs = &cluster;
+  launch.numAttrs = ctas > 1;
   report = cudaLaunchKernelEx(&launch, kernel, a) == cudaSuccess ? "" : simt::last_report();
   cudaMemcpy(out.data(), a.out, OUT * sizeof(float), cudaMemcpyDeviceToHost);
   if (tensor) {
@@ -299,13 +305,13 @@ static std::vector<float> run_hopper(HopperKernel kernel, std::string& report, i
 }
 
 static void expect_hopper_report(const char* what, HopperKernel kernel,
-                                 std::vector<std::string> words, int threads = 128) {
+                                 std::vector<std::string> words, int threads = 128, unsigned ctas = 1) {
   const simt::Schedule schedule = simt::schedule;
   for (simt::Order order : {simt::Order::forward, simt::Order::reverse}) {
     simt::schedule.alternate = false;
     simt::schedule.order = order;
     std::string report;
-    run_hopper(kernel, report, threads);
+    run_hopper(kernel, report, threads, nullptr, ctas);
     check_report(what, report, words);
   }
   simt::schedule = schedule;
@@ -679,6 +685,89 @@ TEST_CASE("tma_stores") {
                        {"this store may not have read shared memory yet"});
   expect_hopper_report("begins before the tensor", store_tile<Omit::nothing, -1>,
                        {"may reach past the tensor's end, but not begin at -1"});
+}
+
+// ---- clusters ----
+
+enum class Fault {
+  none, fence, init_fence, wait_for_read, own_barrier, past_end, early_return, no_waits, no_last_barrier, divergent, no_such_cta
+};
+// Each CTA of a cluster of two sends the other one a row of 128 bytes that it has written, and overwrites it once the
+// other one has told it that the row has arrived.
+template <Fault FAULT> static void exchange_rows(const HopperArgs a) {
+  HopperScratch& s = dynamic_shared<HopperScratch>();
+  const int rank = cluster_rank(), peer = rank ^ 1, tid = int(threadIdx.x);
+  if (tid == 0) {
+    mbarrier_init(&s.barriers[0], 1);  // the row has arrived
+    mbarrier_init(&s.barriers[1], 4);  // the other CTA has its row
+    if (FAULT != Fault::init_fence) fence_mbarrier_init();
+  }
+  if (FAULT == Fault::early_return && rank == 1) return;
+  if (FAULT == Fault::divergent && rank == 1) cluster_sync();
+  if (FAULT != Fault::divergent || rank == 0) cluster_sync();
+  if (tid < 64) {
+    st_shared(&s.a[tid], __half(float(100 * rank + tid)));
+    if (FAULT != Fault::fence) fence_proxy_async();
+  }
+  __syncthreads();
+  if (tid == 0) {
+    mbarrier_arrive_expect_tx(&s.barriers[0], 128);
+    const SharedAddress arrived = address_in_cta(&s.barriers[0], FAULT == Fault::no_such_cta ? 2 : peer);
+    cp_async_bulk_copy_to_cta(address_in_cta(s.b, peer) + (FAULT == Fault::past_end ? sizeof s : 0), s.a, 128,
+                              FAULT == Fault::own_barrier ? shared_address(&s.barriers[0]) : arrived);
+  }
+  if (FAULT == Fault::no_waits) return;
+  a.out[128 * rank + tid] = tid < 64 ? float(s.b[tid]) : 0;
+  wait_for(&s.barriers[0], 0);
+  arrive_in_cluster_by_warp(address_in_cta(&s.barriers[1], peer));
+  if (FAULT != Fault::wait_for_read) wait_for(&s.barriers[1], 0);
+  if (tid < 64) {
+    st_shared(&s.a[tid], __half(-1.0f));
+    a.out[256 + 64 * rank + tid] = float(s.b[tid]);
+  }
+  if (FAULT != Fault::no_last_barrier || rank == 0) cluster_sync();
+}
+
+TEST_CASE("clusters") {
+  int early = 0, late = 0;
+  under_all_orders([&] {
+    std::string report;
+    const std::vector<float> out = run_hopper(exchange_rows<Fault::none>, report, 128, nullptr, 2);
+    CHECK(report == "");
+    bool right = true;
+    for (int i = 0; i < 128; i++) right = right && out[256 + i] == float(100 * (i / 64 ^ 1) + i % 64);
+    CHECK(right);
+    (std::isnan(out[0]) ? late : early)++;
+    CHECK(simt::last_launch().cluster_ctas == 2);
+  });
+  CHECK((late > 0 && early > 0));
+  // The copy reads its source when it lands.
+  int overwritten = 0;
+  under_all_orders([&] {
+    std::string report;
+    const std::vector<float> out = run_hopper(exchange_rows<Fault::wait_for_read>, report, 128, nullptr, 2);
+    for (int i = 0; i < 128; i++) overwritten += out[256 + i] == -1;
+  });
+  CHECK(overwritten > 0);
+  expect_hopper_report("no proxy fence", exchange_rows<Fault::fence>,
+                       {"was written by warp ", "without a fence.proxy.async since"}, 128, 2);
+  expect_hopper_report("no mbarrier fence", exchange_rows<Fault::init_fence>,
+                       {"this mbarrier was initialised without a fence.mbarrier_init since"}, 128, 2);
+  expect_hopper_report("mbarrier of the wrong CTA", exchange_rows<Fault::own_barrier>,
+                       {"the mbarrier is not in the CTA that the copy goes to"}, 128, 2);
+  expect_hopper_report("past the end", exchange_rows<Fault::past_end>, {"are in no shared memory of the cluster"}, 128, 2);
+  expect_hopper_report("no such CTA", exchange_rows<Fault::no_such_cta>, {"the cluster has no CTA 2"}, 128, 2);
+  expect_hopper_report("a CTA that returns", exchange_rows<Fault::early_return>, {"cluster"}, 128, 2);
+  expect_hopper_report("CTAs that do not wait", exchange_rows<Fault::no_waits>, {"CTA"}, 128, 2);
+  expect_hopper_report("two barriers", exchange_rows<Fault::divergent>,
+                       {"divergent barrier: others of the block wait at backend.cu:"}, 128, 2);
+  expect_hopper_report("a CTA without the last barrier", exchange_rows<Fault::no_last_barrier>, {"cluster"}, 128, 2);
+  HopperArgs a{};
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {2, 1, 1};
+  const cudaLaunchConfig_t launch{dim3(3), dim3(128), 0, nullptr, &cluster, 1};
+  CHECK(cudaLaunchKernelEx(&launch, exchange_rows<Fault::none>, a) == cudaErrorInvalidConfiguration);
 }
 
 enum class Fence { none, before_wait, after_wait, by_writers };

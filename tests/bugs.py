@@ -9,13 +9,14 @@ All bugs of one build are compiled into one program, in which the environment va
 usage: tests/bugs.py [REGEX] [--sample N | --list]
        tests/bugs.py --drawn N [--seed S] [--touched] [--only REGEX] [FILE...]
   REGEX       bugs whose names match (default: all)
-  --sample N  at least N of them: whole builds, drawn by the commit
+  --sample N  at least N of them: whole builds, drawn by the commit, first one for each file that the last commit changes
   --list      print their names and checks, and stop
   --drawn N   N drawn bugs, of FILEs (default: those in C++ that SWITCHED names)
   --seed S    of the draw (default: the commit)
   --touched   in functions that the last commit or the working tree changes, if they have any
   --only R    in functions whose names match
-  --engine FILE, --doctest FILE  the CPU backend and doctest's main(), as libraries; without them they are compiled"""
+  --engine FILE, --doctest FILE  the CPU backend and doctest's main(), as libraries; without them they are compiled
+  --harness FILE...  objects of the harness and tests/sweep.cu, for bugs that are not in the harness"""
 import argparse
 import contextlib
 import functools
@@ -46,7 +47,7 @@ except ImportError as missing:
     sys.exit(77)
 from builds import CXX, HEADER, Tree, auto_var_init, structs_of  # noqa: E402
 
-# A bug takes longer to compile than to run, so nothing is optimised.
+# A bug of a line takes longer to compile than to run, so lines are not optimised; tests in C++ and the harness are.
 FLAGS = ["-std=c++17", "-O0", "-march=native", "-ffp-contract=off", *auto_var_init(), "-w", "-pthread", "-I.", "-I" + ROOT,
          "-I" + os.path.join(ROOT, "cpu_backend")]
 SANITIZE = {"plain": [], "thread": ["-fsanitize=thread", "-g1"],
@@ -118,7 +119,7 @@ def once(function):
 
 class Builder:
     """Builds executables in a folder. switches: {file: [mutations.Switch]} of all bugs, numbered below count. built: paths of
-    "engine" and "doctest" without sanitizers, if they exist already."""
+    "engine", "doctest" and "harness" (a list) without sanitizers, if they exist already."""
 
     def __init__(self, folder, switches=(), count=1, built=None):
         self.built = built or {}
@@ -167,8 +168,19 @@ class Builder:
         return self.compile(kind, "-c", os.path.join(ROOT, "tests", "doctest_main.cpp"), "-o", f"doctest_{kind}.o")
 
     def harness(self, kind):
-        """The harness with tests/sweep.cu; independent of knobs."""
-        return self.object(Program(kind), self.switches, "tests/sweep.cu", *["-O1"] * (kind != "address"))
+        """The objects of the harness with tests/sweep.cu; independent of knobs."""
+        is_clean = not any(self.is_in_harness(file, one.start) for file, of_file in self.switches.items() for one in of_file)
+        if kind == "plain" and "harness" in self.built and is_clean:
+            return self.built["harness"]
+        return [self.object(Program(kind), self.switches, "tests/sweep.cu", *["-Og"] * (kind != "address"))]
+
+    def is_in_harness(self, file, position):
+        """True for the harness's own files, and for the sections of sdpa.cu that it calls: those about the knobs and the
+        problem, and the tables."""
+        if file not in OF_LINES:
+            return file in SWITCHED
+        text = self.texts["sdpa.cu"]
+        return file == "sdpa.cu" and not text.index("// ==== 3 PTX") < position < text.index("// ==== 7 TABLES")
 
     def tree(self, texts):
         """A folder like ROOT with these texts; other included files are links."""
@@ -229,14 +241,15 @@ class Builder:
         """The executable of a program with these bugs in its line or its tests; texts: {file: text} instead."""
         texts = dict(texts)
         if program.tests:
-            parts = [self.object(program, switches, f"tests/{program.tests}.cu", texts={**self.cases(program), **texts}),
+            parts = [self.object(program, switches, f"tests/{program.tests}.cu", *["-Og"] * (program.kind != "address"),
+                                 texts={**self.cases(program), **texts}),
                      self.doctest(program.kind)]
         elif texts and not set(texts) & set(OF_LINES):
             parts = [self.object(program, {}, program.source, "-DSDPA_LINE_ONLY"),
                      self.object(Program(program.kind), {}, "tests/sweep.cu", texts=texts)]
         else:
             line = {name: of_file for name, of_file in switches.items() if name in OF_LINES}
-            parts = [self.object(program, line, program.source, "-DSDPA_LINE_ONLY", texts=texts), self.harness(program.kind)]
+            parts = [self.object(program, line, program.source, "-DSDPA_LINE_ONLY", texts=texts), *self.harness(program.kind)]
         return self.compile(program.kind, *parts, self.engine(program.kind), "-o", f"program{next(self.numbers)}")
 
     def clean(self, executable, words):
@@ -420,14 +433,18 @@ def git(*words):
 
 
 def sample(bugs, count, seed):
-    """Draws whole programs until they have at least `count` bugs."""
+    """Draws whole programs until they have `count` bugs; first one with a bug in each file that the last commit changes."""
     programs = defaultdict(list)
     for bug in bugs:
         programs[bug.program() if bug.net != "pytest" else bug].append(bug)
     order = list(programs.values())
     random.Random(seed).shuffle(order)
-    chosen = set()
+    changed, of_changed, chosen = set(git("diff", "--name-only", "HEAD~1").split()), [], set()
     for of_program in order:
+        files = changed & {bug.file for bug in of_program}
+        of_changed += [of_program] if files else []
+        changed -= files
+    for of_program in of_changed + order:
         if len(chosen) < count:
             chosen |= {bug.number for bug in of_program}
     return [bug for bug in bugs if bug.number in chosen]
@@ -435,7 +452,7 @@ def sample(bugs, count, seed):
 
 # ---- drawn bugs ----
 
-# Builds that together compile most of sdpa.cu, and what each runs; the last one only for functions of these names.
+# Builds that together compile most of sdpa.cu, and what each runs; some only for certain mutations.
 SWEEP = ["--sweep 4 --alone --check-only"]
 ROLES = "USE_WGMMA=1 USE_WARP_SPECIALIZATION=1 OVERLAP=1 USE_LAZY_MAX=1 STAGES=2"
 DRAWN_PROGRAMS = {
@@ -457,14 +474,18 @@ DRAWN_PROGRAMS = {
     "decode": (Program(knobs="USE_WGMMA=1 VEC_WIDTH=8 SWAP_AB=1 BLOCK_M=16 NUM_WARPS=4 BLOCK_N=64 PACK_GQA=1 SPLIT_CTAS=0 "
                        "STAGES=2 USE_LENGTHS=1 USE_LAZY_MAX=1 USE_BIAS=2"), SWEEP),
     "backward": (Program(knobs="BACKWARD=1 USE_MMA_SYNC=1 VEC_WIDTH=8 SWIZZLE_XOR=1 USE_CP_ASYNC=1 STAGES=2 BLOCK_M=64 "
-                         "USE_SOFTCAP=2 USE_SINKS=1"), SWEEP),
+                         "USE_SOFTCAP=2 USE_SINKS=1"),
+                 [*SWEEP, *(f"--check-only --shape 1,1,1,2,70 --shape 2,2,2,2,3 --layout {layout}" for layout in
+                            ("far", "far_heads", "far_rows"))]),
     "contract": (Program(knobs=f"{ROLES} VEC_WIDTH=8 BLOCK_M=64 NUM_WARPS=4 BLOCK_N=16 USE_BIAS=2", tests="contract"),
                  ["--test-case-exclude=changed_*,failed_launches,many_keys,workspace",
                   "--test-case=changed_*,failed_launches,many_keys,workspace"]),
     "unit": (Program(tests="unit"), ["--test-case-exclude=exp2,reference_kernel_of_all,every_row*,given,seeds,spoiled,inputs",
-                                     "--test-case=every_row,given,seeds,spoiled,inputs"]),
+                                     "--test-case=every_row,given,seeds,spoiled,inputs"],
+             lambda one: one.file not in OF_LINES),
     "plan": (Program(tests="plan"), ["--test-case=sequences,scalar,roles,chunk,decode,paged"],
-             "plan|^for_each_tile|^invariant|^rounds_at_once|^items_of|^grid_of|^memory_of|^(workspace|scratch)_bytes|^Sequence"),
+             lambda one: re.search("plan|^for_each_tile|^invariant|^rounds_at_once|^items_of|^grid_of|^memory_of|"
+                                   "^(workspace|scratch)_bytes|^Sequence", one.function)),
 }
 
 
@@ -519,8 +540,9 @@ def drawn_in_programs(builder, pool, drawn, count):
         for words in map(str.split, runs):
             words += ["--abort-after=1"] * bool(program.tests)
             yield name, [executable, *words], *builder.clean(executable, tuple(words))
-    needed = [name for name, (_, _, *only) in DRAWN_PROGRAMS.items()
-              if any(re.search("".join(only), one.function) for one in drawn.values())]
+    needed = [name for name, (program, _, *only) in DRAWN_PROGRAMS.items()
+              if any((one.file != "sdpa_backward.cu" or one.file == program.source) and all(is_for(one) for is_for in only)
+                     for one in drawn.values())]
     runs = itertools.chain.from_iterable(pool.map(lambda name: list(prepare(name)), needed))
     prepared = sorted(runs, key=lambda one: one[3])  # cheapest first
     for name, words, found, *_ in prepared:
@@ -590,8 +612,9 @@ def main():
     parser.add_argument("--only", default="")
     parser.add_argument("--engine", type=os.path.abspath)
     parser.add_argument("--doctest", type=os.path.abspath)
+    parser.add_argument("--harness", type=os.path.abspath, nargs="+")
     options = parser.parse_args()
-    built = {name: path for name, path in (("engine", options.engine), ("doctest", options.doctest)) if path}
+    built = {name: path for name, path in (("engine", options.engine), ("doctest", options.doctest), ("harness", options.harness)) if path}
     bugs, drawn = [], {}
     if options.sample or not options.drawn:
         pattern = "" if options.drawn else "|".join(options.words)

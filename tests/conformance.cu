@@ -291,6 +291,12 @@ __global__ void test_red_add(const Args a) {
   float* const sums = reinterpret_cast<float*>(a.out) + tid / 8 * 4;
   red_global_add_v4(sums, float(tid), 2.0f * tid, -0.5f * tid, 1);
 }
+// Eight threads add to the same two floats.
+__global__ void test_red_add_v2(const Args a) {
+  const int tid = threadIdx.x;
+  float* const sums = reinterpret_cast<float*>(a.out) + tid / 8 * 2;
+  red_global_add_v2(sums, float(tid), -0.5f * tid);
+}
 
 // Warp 0 passes numbers to warp 1 and back, synchronized by a named barrier and by mbarriers.
 __global__ void test_barriers(const Args a) {
@@ -778,6 +784,7 @@ int main(int argc, char** argv) {
   run("cp_async_16", test_cp_async<16>);
   run("loads_stores_atomic", test_memory);
   run("red_add", test_red_add);
+  run("red_add_v2", test_red_add_v2);
   run("barriers", test_barriers);
   run("conversions_fp16", test_conversions<__half>);
   run("conversions_bf16", test_conversions<__nv_bfloat16>);

@@ -5,9 +5,9 @@ knobs meet in one of them, except for pairs that sdpa.cu refuses; such a pair is
 By default the arrays cover all knobs. Every value of a knob meets every value of a member of the problem, and every two
 members meet. Each problem is checked against the reference.
 
---features covers the knobs in FEATURES. Each build runs a sweep of eight random problems. Builds that together have each value
-of each knob run as many more as it takes until these are of all kinds that the build takes. Each path of tests/paths.py must
-be taken in a build of each kind that has it.
+--features covers the knobs in FEATURES. Each build runs a sweep of four random problems, one of them also in a chain of
+kernels. Builds that together have each value of each knob run more, until these are of all kinds that the build takes. Each
+path of tests/paths.py must be taken in a build of each kind that has it.
 usage: tests/crossed.py [REGEX] [--features [--quick]] [--show] [--link FILE...]
   REGEX   the builds whose kind and knobs match, as in "mma.* HEAD_DIM_V"
   --quick fewer pairs for the kinds in PAIRED_OF
@@ -408,7 +408,7 @@ def cross_features(judge, name, shows_impossible, is_quick):
     with_all, found = with_all_problems(kind, builds), []
     for number, build in enumerate(builds):
         knobs = " ".join(f"{knob}={value}" for knob, value in build.items() if value != judge.rows[knob][0])
-        found.append(Crossed(name, knobs, ("--sweep 8 --all-kinds" if build in with_all else f"--sweep 8 --seeds {number}",)))
+        found.append(Crossed(name, knobs, ("--sweep 8 --all-kinds" if build in with_all else f"--sweep 4 --seeds {number}",)))
     return found, len(kind.pairs) - len(covered)
 
 
@@ -457,7 +457,7 @@ def sweep_build(builder, build, parts, taken):
         options = ["-Og", *coverage]
         line = builder.compile("plain", *options, "-include", builder.headers("plain", *options),
                                *("-D" + knob for knob in build.knobs.split()), "-DSDPA_LINE_ONLY", "-x", "c++", "-c", os.path.join(bugs.ROOT, "sdpa.cu"), "-o", name + ".o")
-        objects = parts or [builder.harness("plain"), builder.engine("plain")]
+        objects = parts or [*builder.harness("plain"), builder.engine("plain")]
         executable = builder.compile("plain", *coverage, line, *objects, "-o", name)
     except bugs.Broken as error:
         return [f"{build}: {error}"]

@@ -44,7 +44,7 @@ struct Gradients {
       dK{k_rows * D}, dV{k_rows * D};
   Memory<float> LSE{q_rows}, sinks{16}, dSinks{16};
   Memory<Bias> bias, dBias;  // [Hq,Sq,Sk] of all batches
-  std::unique_ptr<Memory<uint8_t>> workspace;
+  std::unique_ptr<Memory<uint8_t>> workspace, of_forward;
   SdpaBackwardParams p{};
 
   Gradients(int B, int Hq, int Hkv, int Sq, int Sk, Causal causal = Causal::off)
@@ -83,8 +83,16 @@ struct Gradients {
       p.dBias = dBias.data;
       f.bias_strides = p.d_bias = {0, int64_t(Sq) * Sk, Sk};
     }
+    forward();
+  }
+  // Allocates the memory of both passes and runs the forward pass.
+  void forward() {
+    SdpaParams& f = p.forward;
     workspace.reset(new Memory<uint8_t>(sdpa_backward_workspace_bytes(f)));
     p.workspace = workspace->data;
+    of_forward.reset(new Memory<uint8_t>(sdpa_workspace_bytes(f)));
+    REQUIRE(cudaMemset(of_forward->data, 0, of_forward->count) == cudaSuccess);
+    f.workspace = of_forward->data;
     const SdpaStatus status = sdpa_forward(f, 0);
     REQUIRE_MESSAGE(status.ok(), status.text);
   }
@@ -96,6 +104,38 @@ struct Gradients {
     return status.ok() && cudaDeviceSynchronize() == cudaSuccess;
   }
 };
+
+// A tensor of a problem: its rows, contiguous in `from`, and where sdpa_backward() finds it.
+struct Tensor {
+  const Input* from;
+  Strides* strides;
+  std::function<void(Input*)> set;
+  int B, H, S;
+};
+std::vector<Tensor> tensors_of(Gradients& g, int tensor_batches) {
+  SdpaParams& f = g.p.forward;
+  const int B = tensor_batches;
+  return {{f.Q, &f.q, [&](Input* x) { f.Q = x; }, B, f.Hq, f.Sq},
+          {f.K, &f.k, [&](Input* x) { f.K = x; }, B, f.Hkv, f.Sk},
+          {f.V, &f.v, [&](Input* x) { f.V = x; }, B, f.Hkv, f.Sk},
+          {f.O, &f.o, [&](Input* x) { f.O = x; }, B, f.Hq, f.Sq},
+          {g.p.dO, &g.p.d_o, [&](Input* x) { g.p.dO = x; }, B, f.Hq, f.Sq},
+          {g.p.dQ, &g.p.d_q, [&](Input* x) { g.p.dQ = x; }, B, f.Hq, f.Sq},
+          {g.p.dK, &g.p.d_k, [&](Input* x) { g.p.dK = x; }, B, f.Hkv, f.Sk},
+          {g.p.dV, &g.p.d_v, [&](Input* x) { g.p.dV = x; }, B, f.Hkv, f.Sk}};
+}
+constexpr int inputs = 5;  // of these tensors
+// Calls visit(offset in `from`, offset in a tensor with these strides) for each row.
+template <class Visit> void each_row(const Tensor& t, const Strides& s, const Visit& visit) {
+  for (int row = 0; row < t.B * t.H * t.S; row++) {
+    visit(row * D, row / t.S / t.H * s.batch + row / t.S % t.H * s.head + row % t.S * s.row);
+  }
+}
+void copy_rows(const Tensor& t, Input* to) {
+  each_row(t, *t.strides, [&](int64_t at, int64_t there) {
+    REQUIRE(cudaMemcpy(to + there, t.from + at, D * sizeof(Input), cudaMemcpyDeviceToDevice) == cudaSuccess);
+  });
+}
 
 bool all_zero(const std::vector<uint8_t>& bytes) {
   return std::all_of(bytes.begin(), bytes.end(), [](uint8_t x) { return x == 0; });
@@ -130,11 +170,13 @@ TEST_CASE("refusals") {
       {needs_memory.c_str(), [](auto& p) { p.workspace = nullptr; }},
       {"workspace is not aligned to 256 bytes",
        [](auto& p) { p.workspace = static_cast<char*>(p.workspace) + 8; }},
-      {"k_lengths is for builds with USE_LENGTHS=1",
-       [](auto& p) { p.forward.k_lengths = reinterpret_cast<const int*>(p.forward.LSE); }},
       {"Hq=3 is not a multiple of Hkv=2", [](auto& p) { p.forward.Hq = 3; }},
       {"D=264", [](auto& p) { p.forward.D = 264; }},
       {"over 2147483647 tiles", [](auto& p) { p.forward.B = p.forward.Sk = 1000000; }}};
+  if (!Defines::use_lengths) {
+    refused.push_back({"k_lengths is for builds with USE_LENGTHS=1",
+                       [](auto& p) { p.forward.k_lengths = reinterpret_cast<const int*>(p.forward.LSE); }});
+  }
   if (Defines::adds_bias) {
     refused.push_back({"dBias is not aligned to", [](auto& p) { p.dBias = static_cast<char*>(p.dBias) + 1; }});
     refused.push_back({"dBias is set, but bias is a null pointer", [](auto& p) { p.forward.bias = nullptr; }});
@@ -213,47 +255,69 @@ TEST_CASE("strides_of_each") {
   Gradients g(2, 4, 2, 20, 30);
   REQUIRE(g.run());
   const std::vector<std::vector<uint8_t>> want = g.results();
-  SdpaParams& f = g.p.forward;
-  struct Tensor {
-    const Input* from;
-    Strides* strides;
-    std::function<void(Input*)> set;
-    int H, S;
-  };
-  const Tensor tensors[] = {{f.Q, &f.q, [&](Input* x) { f.Q = x; }, 4, 20},
-                            {f.K, &f.k, [&](Input* x) { f.K = x; }, 2, 30},
-                            {f.V, &f.v, [&](Input* x) { f.V = x; }, 2, 30},
-                            {f.O, &f.o, [&](Input* x) { f.O = x; }, 4, 20},
-                            {g.p.dO, &g.p.d_o, [&](Input* x) { g.p.dO = x; }, 4, 20},
-                            {g.p.dQ, &g.p.d_q, [&](Input* x) { g.p.dQ = x; }, 4, 20},
-                            {g.p.dK, &g.p.d_k, [&](Input* x) { g.p.dK = x; }, 2, 30},
-                            {g.p.dV, &g.p.d_v, [&](Input* x) { g.p.dV = x; }, 2, 30}};
+  const std::vector<Tensor> tensors = tensors_of(g, 2);
   std::vector<std::unique_ptr<Memory<Input>>> memory;
-  const auto each_row = [](const Tensor& t, const Strides& s, const auto& visit) {
-    for (int row = 0; row < 2 * t.H * t.S; row++) {
-      visit(row * D, row / t.S / t.H * s.batch + row / t.S % t.H * s.head + row % t.S * s.row);
-    }
-  };
   for (const Tensor& t : tensors) {
     const int64_t n = int64_t(memory.size()) + 1, row = D + 8 * n, head = t.S * row + 16 * n;
     *t.strides = {t.H * head + 24 * n, head, row};
     memory.emplace_back(new Memory<Input>(2 * t.strides->batch));
     Input* const to = memory.back()->data;
-    if (n <= 5) {
-      each_row(t, *t.strides, [&](int64_t at, int64_t there) {
-        REQUIRE(cudaMemcpy(to + there, t.from + at, D * sizeof(Input), cudaMemcpyDeviceToDevice) == cudaSuccess);
-      });
-    }
+    if (n <= inputs) copy_rows(t, to);
     t.set(to);
   }
   REQUIRE(g.run());
   for (int i = 0; i < 3; i++) {
-    std::vector<uint8_t> bytes = memory[5 + i]->bytes(), rows(want[i].size());
-    each_row(tensors[5 + i], *tensors[5 + i].strides, [&](int64_t at, int64_t there) {
+    std::vector<uint8_t> bytes = memory[inputs + i]->bytes(), rows(want[i].size());
+    each_row(tensors[inputs + i], *tensors[inputs + i].strides, [&](int64_t at, int64_t there) {
       std::copy_n(&bytes[there * sizeof(Input)], D * sizeof(Input), &rows[at * sizeof(Input)]);
       std::fill_n(&bytes[there * sizeof(Input)], D * sizeof(Input), uint8_t(0xff));
     });
     CHECK((rows == want[i] && std::all_of(bytes.begin(), bytes.end(), [](uint8_t x) { return x == 0xff; })));
+  }
+}
+
+// Rows, heads or batches are over 2^31 elements apart. There are two tiles of queries and of keys, and packed sequences that
+// begin in the middle of the tensors, so that each product of an index and a stride is over 2^31.
+TEST_CASE("far") {
+  for (int far_dimension = 0; far_dimension < 3; far_dimension++) {
+    const bool is_packed = Defines::use_lengths && far_dimension < 2;
+    const int B = is_packed ? 1 : 2;
+    Gradients g(B, 2, 2, 150, 140);
+    SdpaParams& f = g.p.forward;
+    const int q_starts[] = {3, 15, 150}, k_starts[] = {2, 9, 139};
+    Memory<int> starts[] = {Memory<int>(3), Memory<int>(3)};
+    f.bias = nullptr;
+    g.p.dBias = nullptr;
+    if (is_packed) {
+      cudaMemcpy(starts[0].data, q_starts, sizeof q_starts, cudaMemcpyHostToDevice);
+      cudaMemcpy(starts[1].data, k_starts, sizeof k_starts, cudaMemcpyHostToDevice);
+      f.B = 2;
+      f.q_starts = starts[0].data;
+      f.k_starts = starts[1].data;
+    }
+    g.forward();
+    REQUIRE(g.run());
+    const std::vector<std::vector<uint8_t>> want = g.results();
+    std::vector<Input*> memory;
+    const std::vector<Tensor> tensors = tensors_of(g, B);
+    for (const Tensor& t : tensors) {
+      const auto gap = [&](int dimension) { return dimension == far_dimension ? int64_t(1) << 31 : 0; };
+      const int64_t row = D + gap(0), head = t.S * row + gap(1);
+      *t.strides = {t.H * head + gap(2), head, row};
+      memory.emplace_back();
+      REQUIRE(cudaMalloc(&memory.back(), t.B * t.strides->batch * sizeof(Input)) == cudaSuccess);
+      if (memory.size() <= inputs) copy_rows(t, memory.back());
+      t.set(memory.back());
+    }
+    REQUIRE(g.run());
+    for (int i = 0; i < 3; i++) {
+      std::vector<uint8_t> rows(want[i].size());
+      each_row(tensors[inputs + i], *tensors[inputs + i].strides, [&](int64_t at, int64_t there) {
+        cudaMemcpy(&rows[at * sizeof(Input)], memory[inputs + i] + there, D * sizeof(Input), cudaMemcpyDeviceToHost);
+      });
+      CHECK_MESSAGE(rows == want[i], "dimension ", far_dimension, ", gradient ", i);
+    }
+    for (Input* x : memory) cudaFree(x);
   }
 }
 

@@ -440,7 +440,8 @@ def backward_line(sizes=(), faster=(), pads=True):
         def backward(p):
             assert not pads or p.forward.D == p.forward.Dv == size
             ctypes.memset(p.workspace, 0xff, workspace_bytes([p.forward]))
-            GRADIENTS.append(SimpleNamespace(asked=asked, dO=p.dO, d_o=(p.d_o.batch, p.d_o.head, p.d_o.row), dLSE=bool(p.dLSE)))
+            assert bool(asked & sdpa.SHORT) == (max(p.forward.Sq, p.forward.Sk) <= 64)
+            GRADIENTS.append(SimpleNamespace(asked=asked & ~sdpa.SHORT, dO=p.dO, d_o=(p.d_o.batch, p.d_o.head, p.d_o.row), dLSE=bool(p.dLSE)))
             gradients(p, dtype, features)
         functions = Bytes(workspace_bytes), told(backward, Backward)
         LOADED.append(functions)

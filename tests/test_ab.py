@@ -1,4 +1,4 @@
-"""Tests of ./run_all.sh ab on this project's lines without a GPU. usage: python3 -m pytest tests/test_ab.py"""
+"""Tests of ./run_all.sh ab on this project's lines without a GPU; test_engine.py has its parts. usage: python3 -m pytest tests/test_ab.py"""
 import os
 import subprocess
 import sys
@@ -39,11 +39,7 @@ def test_a_commit_against_the_working_tree():
     assert code == 0 and out.count("PASS") == 2, err
 
 
+@pytest.mark.long
 def test_a_wrong_line_is_told():
     code, out, err = run("ab", "scalar_racy", "scalar_minimal", "--shape", "small")
     assert code == 1 and "ab: A (scalar_racy) gives wrong results at small on the CPU backend: " in err
-
-
-def test_a_combination_that_sdpa_cu_refuses():
-    code, out, err = run("ab", "mma_lazy", "BLOCK_N=40")
-    assert code == 2 and err.startswith("ab: mma_lazy BLOCK_N=40: BLOCK_N: the scalar kernel takes multiples of 8, the others of 16"), err

@@ -96,6 +96,7 @@ REFUSED = [
     ("STAGES=2", "STAGES does nothing without cp.async or producer warps; add USE_CP_ASYNC=1 or drop"),
     ("USE_KEY_MASK=1 USE_BIAS=2", "a bias or a MASK_MOD can hide the keys as well; drop USE_KEY_MASK, or USE_BIAS and MASK_MOD"),
     ("USE_KEY_MASK=1 USE_LENGTHS=1", "keys are counted from the start of a sequence there; drop USE_KEY_MASK or USE_LENGTHS"),
+    ("USE_BIAS=4 USE_LENGTHS=1", "keys are counted from the start of a sequence there; type USE_BIAS=1 or 3, or drop USE_LENGTHS"),
     ("VEC_WIDTH=16", "an access has at most 16 bytes, but 16 elements have 32; type VEC_WIDTH=8"),
     ("USE_CP_ASYNC=1", "but this VEC_WIDTH has fewer; type VEC_WIDTH=8"),
     ("USE_CP_ASYNC=1 DTYPE=FP8_E4M3 VEC_WIDTH=2", "but this VEC_WIDTH has fewer; type VEC_WIDTH=8"),
@@ -201,6 +202,7 @@ def test_knobs_of_the_backward_pass():
                "USE_MMA_SYNC=1 BLOCK_M=128 HEAD_DIM=256": "BLOCK_M, BLOCK_N:", f"USE_WGMMA={wgmma} HEAD_DIM=96": "HEAD_DIM: the",
                "USE_WGMMA=1 USE_WARP_SPECIALIZATION=1 VEC_WIDTH=8 BLOCK_M=64 BLOCK_N=128": "BLOCK_M, NUM_WARPS: the backward kernel",
                f"USE_WGMMA={wgmma} USE_WARP_SPECIALIZATION=1 HEAD_DIM=128": "BLOCK_N, HEAD_DIM: each of two warpgroups",
+               "USE_BIAS=4": "USE_BIAS=4, 5: the backward kernels read the bias by queries",
                "ONE_PASS=1": "ONE_PASS: only kernels of these families have it: mma",
                "USE_MMA_SYNC=1 BLOCK_M=64 ONE_PASS=1 HEAD_DIM=80": "ONE_PASS, HEAD_DIM: a warp computes 32 or 64",
                "USE_MMA_SYNC=1 BLOCK_M=64 ONE_PASS=1 HEAD_DIM=128 BLOCK_N=64": "ONE_PASS, BLOCK_M, BLOCK_N: S, dP, dQ, dK and dV"}

@@ -53,7 +53,7 @@ def texts(svg):
 
 def test_pages_are_those_of_results(tmp_path, draw):
     """Compares committed files only: an uncommitted measurement needs no page yet."""
-    own = copy(tmp_path, "README.md", "docs", "results", "configs.txt", "configs.cmake", "sdpa.cu", "harness")
+    own = copy(tmp_path, "README.md", "docs", "results", "configs.txt", "configs.cmake", "sdpa.cu", "sdpa_backward.cu", "harness")
     for path in (own / one.relative_to(ROOT) for one in PAGES):  # what comes back has been made anew
         text = page.NUMBER.sub("0", path.read_text(encoding="utf-8"))
         path.write_text(re.sub(r"(<!-- chains:begin.*?-->).*?(?=<!-- chains:end)", r"\1\n", text, flags=re.S), encoding="utf-8")
@@ -376,3 +376,37 @@ def test_refusals(sample, draw, monkeypatch):
     hopper.write_text("no markers\n", encoding="utf-8")
     before[hopper] = hopper.read_bytes()
     refuses("no page has the markers of accuracy, decode, e4m3, rested, wgmma")
+
+
+# ---- the backward pass ----
+
+def test_the_tables_of_the_backward_pass(monkeypatch, tmp_path):
+    """Cells have TFLOP/s without a mask and with a causal one. A ratio is taken from its own file, in which we have another
+    time. What a contender does not support is a dash."""
+    folder = tmp_path / "results/backward"
+    folder.mkdir(parents=True)
+    packed = "16 of 256 to 4,096, packed"
+    rows = [("backward", "1,2,2,64,128", "sdpa", 10, 1, 600), ("backward", "1,2,2,64,128", "cuDNN 9.19.0", 11, 1.1, 545),
+            ("backward", "1,2,2,64,128", "FlashAttention-4 4.0.0b36", 12, 1.2, 500),
+            ("backward, deterministic", "1,2,2,64,128", "sdpa", 14, 1, 430),
+            ("backward, deterministic", "1,2,2,64,128", "FlashAttention-4 4.0.0b36", 21, 1.5, 286),
+            ("backward", "1,2,2,64,128 causal", "sdpa", 8, 1, 400), ("backward", "1,2,2,64,128 causal", "cuDNN 9.19.0", 6, 0.75, 533),
+            ("backward", packed, "sdpa", 5, 1, 300), ("backward", packed + " causal", "sdpa", 4, 1, 280),
+            ("backward", packed + " causal", "FlashAttention-4 4.0.0b36", 8, 2, 140), ("backward", "1,2,2,64,256", "sdpa", 5, 1, 300),
+            ("backward", "1,2,2,64,256", "cuDNN 9.19.0", 4, 0.8, 375)]
+    newer = [("backward", "1,2,2,64,128", "sdpa", 20, 1, 300), ("backward", "1,2,2,64,128", "cuDNN 9.27.0", 21, 1.05, 286)]
+    for name, of_file in (("2026-01-02-NVIDIA-H200", rows), ("2026-01-01-NVIDIA-H200", newer), ("2026-01-02-NVIDIA-H200-newer-cudnn", newer)):
+        with open(folder / f"{name}.csv", "w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([("what", "problem", "contender", "us", "ratio", "tflops"), *of_file])
+    monkeypatch.setattr(page, "ROOT", tmp_path)
+    text, drawings = page.backward_sections()
+    assert text["backward_short"] == (
+        "| TFLOP/s | sdpa | FlashAttention-4 | cuDNN 9.19 | cuDNN 9.27 | times as fast |\n|---|--:|--:|--:|--:|--:|\n"
+        "| 1,2,2,64,128 | 600, 400 | 500, – | 545, 533 | 286, – | 1.05, 0.75 |\n"
+        f"| {packed} | 300, 280 | –, 140 |  |  | –, 2.00 |\n| 1,2,2,64,256 | 300, – |  | 375, – |  | 0.80, – |\n")
+    assert "| 1,2,2,64,128 | 430, – | 286, – | 1.50, – |" in text["deterministic"] and "cuDNN" not in text["deterministic"]
+    assert text["backward"].endswith("(../results/backward/2026-01-02-NVIDIA-H200-newer-cudnn.csv)\n")
+    assert {"1,2,2,64,128 causal", "0.75x", "cuDNN 9.27"} <= set(re.findall(r">([^<]+)</text>", drawings["backward/backward.svg"]))
+    found = page.backward_rows()
+    assert [*page.backward_gains(found, False, lambda problem: problem.endswith("128"))] == [1.05, 0.75]
+    assert [*page.backward_gains(found, True)] == [1.5]

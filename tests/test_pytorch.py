@@ -2352,30 +2352,31 @@ def test_our_gradients_of_expressions_on_a_gpu(glue, backward):
     check_gradients_of_expressions(sdpa.attention, "cuda", arrays, backward=backward)
 
 
-# Shapes of a bias beside q [2,4,20,D] and k [2,4,50,D], and options. A negative size is an expanded dimension.
-BIASES = [((1, 4, 20, 50), {}), ((2, 1, 20, 50), {"causal": "br"}), ((1, 1, 1, 50), {}), ((2, 4, 20, 50), {"softcap": 2.0}),
-          ((4, 20, 1), {}), ((20, 50), {"causal": "tl", "window": (9, 5, "br")}), ((50,), {"sinks": True}), ((2, 1, 1, 1), {"of_lse": True}),
-          ((-2, 4, 20, 50), {}), ((1, 4, 20, 7), {"bias_keys": 7}), ((1, 4, 1, 50), {"lengths": True}), ((), {"of_lse": True}),
-          ((2, 1, 1, 50), {"hides": True})]
+def biases(Sq, Sk):
+    """Shapes of a bias beside q [2,4,Sq,D] and k [2,2,Sk,D], and options. A negative size is an expanded dimension."""
+    return [((1, 4, Sq, Sk), {}), ((2, 1, Sq, Sk), {"causal": "br"}), ((1, 1, 1, Sk), {}), ((2, 4, Sq, Sk), {"softcap": 2.0}),
+            ((4, Sq, 1), {}), ((Sq, Sk), {"causal": "tl", "window": (9, 5, "br")}), ((Sk,), {"sinks": True}), ((2, 1, 1, 1), {"of_lse": True}),
+            ((-2, 4, Sq, Sk), {}), ((1, 4, Sq, 7), {"bias_keys": 7}), ((1, 4, 1, Sk), {"lengths": True}), ((), {"of_lse": True}),
+            ((2, 1, 1, Sk), {"hides": True})]
 
 
-def check_gradients_of_biases(run, device, cases, D=64):
+def check_gradients_of_biases(run, device, count=None, D=64, Sq=20, Sk=50):
     """The gradients against double. A bias may be the only input that needs one; a bool bias has none."""
-    for n, ((shape, options), bias_dtype) in enumerate(zip(cases, itertools.cycle((torch.half, torch.float, torch.bfloat16)))):
+    for n, ((shape, options), bias_dtype) in enumerate(zip(biases(Sq, Sk)[:count], itertools.cycle((torch.half, torch.float, torch.bfloat16)))):
         options = dict(options)
         has_sinks, of_lse, has_lengths, hides = (options.pop(name, False) for name in ("sinks", "of_lse", "lengths", "hides"))
-        q, k, v = (drawn(2, H, S, D, seed=seed).to(device).requires_grad_(n % 4 > 0) for seed, (H, S) in enumerate(((4, 20), (2, 50), (2, 50))))
+        q, k, v = (drawn(2, H, S, D, seed=seed).to(device).requires_grad_(n % 4 > 0) for seed, (H, S) in enumerate(((4, Sq), (2, Sk), (2, Sk))))
         whole = drawn(*map(abs, shape), dtype=bias_dtype, seed=7).to(device)
         if hides:
             whole = whole.masked_fill(whole < 0, -torch.inf).index_fill(0, torch.tensor([1], device=device), -torch.inf)
         bias = whole.requires_grad_().narrow(0, 0, 1).expand(*map(abs, shape)) if shape and shape[0] < 0 else whole.requires_grad_()
         sinks = drawn(4).float().to(device).requires_grad_() if has_sinks else None
-        lengths = dict(k_lengths=int32(50, 9).to(device), q_lengths=int32(20, 6).to(device)) if has_lengths else {}
+        lengths = dict(k_lengths=int32(Sk, 9).to(device), q_lengths=int32(Sq, 6).to(device)) if has_lengths else {}
         out, lse = run(q, k, v, bias=bias, sinks=sinks, return_lse=True, **options, **lengths)
         inputs = [x for x in (q, k, v, sinks, whole) if x is not None and x.requires_grad]
         grad, lse_grad = drawn(*out.shape, seed=5).to(device), drawn(*lse.shape, dtype=torch.float, seed=6).to(device)
-        keys, queries = torch.arange(50, device=device), torch.arange(20, device=device)[:, None]
-        exists = torch.ones(2, 1, 20, 50, dtype=torch.bool, device=device)
+        keys, queries = torch.arange(Sk, device=device), torch.arange(Sq, device=device)[:, None]
+        exists = torch.ones(2, 1, Sq, Sk, dtype=torch.bool, device=device)
         if has_lengths:
             exists[1] = (keys < 9) & (queries < 6)
             out, lse, grad, lse_grad = ((x.masked_fill(~exists[..., :1], 0) if x.dim() == 4 else x) for x in (out, lse, grad, lse_grad))
@@ -2384,8 +2385,8 @@ def check_gradients_of_biases(run, device, cases, D=64):
         copies = dict(zip(map(id, inputs), wide(inputs)))
         wide_q, wide_k, wide_v, wide_bias, wide_sinks = (None if x is None else copies.get(id(x), x.detach().double()) for x in (q, k, v, whole, sinks))
         if options.get("bias_keys"):
-            wide_bias = F.pad(wide_bias, (43, 0))
-        seen = visible(20, 50, options.get("causal"), options.get("window", (None, None)), device) & exists
+            wide_bias = F.pad(wide_bias, (Sk - 7, 0))
+        seen = visible(Sq, Sk, options.get("causal"), options.get("window", (None, None)), device) & exists
         own_bias = wide_bias.narrow(0, 0, 1) if shape and shape[0] < 0 else wide_bias
         wide_out, wide_lse = reference(wide_q, wide_k, wide_v, seen, None, options.get("softcap"), wide_sinks, own_bias)
         results = (wide_out, wide_lse)[given]
@@ -2404,17 +2405,20 @@ def check_gradients_of_biases(run, device, cases, D=64):
 def test_our_gradients_of_biases(backwards, glue):
     """Uses a stand-in for a line, then a compiled line on the CPU backend."""
     glue.sdpa_torch_load_backward_by(stand_in.backward_line((64,)))
-    check_gradients_of_biases(stand_in.attention, "cpu", BIASES)
+    check_gradients_of_biases(stand_in.attention, "cpu")
     assert not backwards.calls
     glue.sdpa_torch_load_backward_by(stand_in.backward_loader_of("backward_mma BLOCK_N=32"))
-    check_gradients_of_biases(stand_in.attention, "cpu", BIASES[:4])
+    check_gradients_of_biases(stand_in.attention, "cpu", 4)
 
 
 @needs_gpu
 @pytest.mark.parametrize("backward, D", (("sdpa", 64), ("deterministic", 64), ("sdpa", 128), (None, 256)))
 def test_our_gradients_of_biases_on_a_gpu(glue, backward, D):
-    cases = BIASES if (backward, D) == ("sdpa", 64) else BIASES[:3]  # nvcc builds a line for each set of options
-    check_gradients_of_biases(functools.partial(sdpa.attention, backward=backward), "cuda", cases, D)
+    count = None if (backward, D) == ("sdpa", 64) else 3  # nvcc builds a line for each set of options
+    run = functools.partial(sdpa.attention, backward=backward)
+    check_gradients_of_biases(run, "cuda", count, D, Sq=150, Sk=200)
+    if D == 64:
+        check_gradients_of_biases(run, "cuda", 3, D)  # by the lines for few rows
     q, bias = drawn(8, 12, 300, D).cuda().requires_grad_(), drawn(1, 12, 300, 300, dtype=torch.float).cuda().requires_grad_()
     runs = [torch.autograd.grad(sdpa.attention(q, q, q, bias=bias, backward=backward).square().sum(), (q, bias)) for _ in range(2)]
     assert torch.equal(runs[0][1], runs[1][1]) and (backward == "sdpa" or torch.equal(runs[0][0], runs[1][0]))
@@ -2575,7 +2579,8 @@ def test_the_lines_of_the_backward(monkeypatch, capsys):
         gpu = (row.capabilities[0], 0)
         for size, own in row.sizes.items():
             for dtype, features in itertools.product(HALVES, range(8)):
-                (name, capability, *changes), of_size = sdpa.backward_line_with(gpu, dtype, size - 8, features, sdpa.NEEDED)
+                asked = sdpa.NEEDED | sdpa.SHORT * row.is_short
+                (name, capability, *changes), of_size = sdpa.backward_line_with(gpu, dtype, size - 8, features, asked)
                 assert (name, of_size, capability) == (row.name, size * row.pads, gpu)
                 assert {*own, f"HEAD_DIM={size}"} <= set(changes) and ("DTYPE=BF16" in changes) == (dtype == torch.bfloat16)
                 assert [knob in changes for knob in ("USE_SOFTCAP", "USE_SINKS", "USE_LENGTHS")] == [bool(features >> bit & 1) for bit in range(3)]
@@ -2583,11 +2588,14 @@ def test_the_lines_of_the_backward(monkeypatch, capsys):
             assert builds.refusal_of(tree.backward_refusals(), tuple(sorted(builds.definitions(words)))) == "", words
     rows = [sdpa.BackwardRow("atomic", (9,), {128: ()}, False, False, (128,)),
             sdpa.BackwardRow("any", range(8, 100), {64: (), 128: ()}, True, True, ())]
+    rows.insert(0, sdpa.BackwardRow("short", (9,), {128: ()}, True, False, (), True))
     monkeypatch.setattr(sdpa, "BACKWARD_LINES", rows)
     found = lambda *x: (sdpa.backward_line_with(*x) or [[None]])[0][0]  # noqa: E731
     assert found((9, 0), torch.half, 100, 0, 0) == found((9, 0), torch.half, 40, 0, 0) == found((9, 0), torch.half, 100, 0, sdpa.NEEDED) == "atomic"
     assert found((9, 0), torch.half, 100, 0, sdpa.NEEDED | sdpa.DETERMINISTIC) == found((8, 0), torch.half, 100, 0, sdpa.NEEDED) == "any"
     assert found((8, 0), torch.half, 100, 0, 0) is None
+    shorts = [found((9, 0), torch.half, 100, 0, sdpa.SHORT | more) for more in (0, sdpa.NEEDED, sdpa.NEEDED | sdpa.DETERMINISTIC)]
+    assert shorts == ["atomic", "short", "any"]
     assert found((9, 0), torch.half, 100, 0, 0, "-s") is None and found((9, 0), torch.half, 100, 0, 0, "", "q < k") is None
     with pytest.raises(ValueError, match="mask_mod"):
         found((9, 0), torch.half, 100, 0, sdpa.NEEDED, "", "q; k")

@@ -3,10 +3,13 @@ usage: python3 -m pytest tests/test_tools.py"""
 import csv
 import errno
 import io
+import itertools
+import math
 import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -298,10 +301,42 @@ def test_stress_of_a_line_on_the_cpu_backend():
     problem = engine.parse_problem("2,4,2,100,177,64,fp16,br")
     found = dict(stress.stress(HostGpu(kernel.library), kernel, {}, None, problem, 2))
     assert found == dict.fromkeys(("alone", "max_ctas_1", "max_ctas_3", "max_ctas_7"), "")
-    plain = engine.LoadedLine(LINE, builds.host_library(*LINE.words, program="tests/host_library.cu"))
+    other, = builds.parse_contenders(["scalar_e4m3"])  # test_engine.py has this library
+    plain = engine.LoadedLine(other, builds.host_library(*other.words, program="tests/host_library.cu"))
+    problem = problem._replace(dtype="e4m3")
     bench = engine.Bench(HostGpu(plain.library), {}, {"": problem})
     with pytest.raises(engine.CudaError, match="max_ctas is for builds with USE_PERSISTENT_CTA=1"):
         stress.repeat(bench, plain, problem, None, 1, 2)  # so the number does arrive
+
+
+class ChangingGradients(engine.LoadedBackward):
+    """A line of the backward pass whose third run multiplies an element of a gradient."""
+
+    def prepare(self, gpu, tensors, problem):
+        launch, outputs, workspace = super().prepare(gpu, tensors, problem)
+        runs = itertools.count(1)
+
+        def changed():
+            launch()
+            gpu.synchronize()
+            if next(runs) == 3:
+                gpu.memory[tensors.address[self.name]].view(np.float16)[self.at] *= self.factor
+        return changed, outputs, workspace
+
+
+@pytest.mark.parametrize("name,factor,sentence", [
+    ("dK", 1.001, "run 3 differs from the first one in 1 elements of dK, the first dK(0,0,7,7)"),
+    ("dV", 1.001, "run 3 differs from the first one in 1 elements of dV, the first dV(0,0,7,7)"),
+    ("dQ", 1.001, ""), ("dQ", -1.0, "run 3 differs from the first one by a rel_rms of"), ("dQ", math.nan, "run 3 differs from")])
+def test_stress_of_gradients(name, factor, sentence):
+    """Bits of dK and dV must repeat. dQ of backward_mma5 is a sum in any order, so it may differ by rounding."""
+    line, = builds.parse_contenders(["backward_mma5"])
+    kernel = ChangingGradients(line, builds.host_library(*line.words, program="tests/host_library.cu"))
+    kernel.name, kernel.at, kernel.factor = name, 7 * 64 + 7, factor
+    problem = engine.parse_problem("1,2,1,20,30,64,fp16,br")
+    other = engine.LoadedBackward(line, kernel.library._name)
+    found = dict(stress.stress(HostGpu(kernel.library), other, {"bad": kernel}, None, problem, 4))
+    assert found["alone"] == "" and found["bad"].startswith(sentence) and bool(found["bad"]) == bool(sentence), found
 
 
 def test_rows_and_exit_codes_of_stress(monkeypatch, capsys):
@@ -410,7 +445,7 @@ def test_a_sweep_on_the_cpu_backend():
     ("ab mma_lazy ONE_PASS=1", "ab: ONE_PASS=1: a knob of sdpa_backward.cu, and mma_lazy is a line of the forward pass"),
     ("micro --from backward_mma", "micro: backward_mma: a line of the backward pass"),
     ("tune --from backward_mma --dry-run --budget 1", "tune: backward_mma: --dry-run has no cost model of the backward pass"),
-    ("stress backward_mma", "stress: it runs lines of the forward pass"),
+    ("stress torch:math", "stress: it runs lines of configs.txt"),
     ("extract backward_hopper", "extract: backward_hopper: it cannot extract the backward kernel with producer warps"),
     ("extract backward_mma --main", "extract: backward_mma: --main has no program that checks gradients"),
     ("extract backward_mma_d192_v128_bf16", "extract: backward_mma_d192_v128_bf16: it cannot extract gradients with HEAD_DIM_V"),

@@ -177,20 +177,18 @@ class Calls:
 
     def add_constructions(self):
         """Records the calls of constructors."""
-        for struct in [name for name, node in self.structs.items() if node]:
-            if (struct, struct) not in self.functions:
+        for node in descendants(self.root, "type_identifier", "template_type"):
+            parent = node.parent
+            struct = None if parent.type in NO_OBJECT else self.resolved(source(node, self.text), self.struct_at(node))
+            if not self.structs.get(struct) or (struct, struct) not in self.functions:
                 continue
-            for node in descendants(self.root, "type_identifier", "template_type"):
-                parent = node.parent
-                if self.resolved(source(node, self.text), self.struct_at(node)) != struct or parent.type in NO_OBJECT:
-                    continue
-                declarators = parent.children_by_field_name("declarator")
-                value = parent.type == "declaration" and len(declarators) == 1 and (
-                    declarators[0].child_by_field_name("value") or declarators[0].child_by_field_name("parameters"))
-                if value and value.type in ("argument_list", "initializer_list", "parameter_list"):
-                    self.add([struct], struct, value.named_children)
-                elif parent.type != "field_declaration":  # members have initializers
-                    self.open_names.add(struct)
+            declarators = parent.children_by_field_name("declarator")
+            value = parent.type == "declaration" and len(declarators) == 1 and (
+                declarators[0].child_by_field_name("value") or declarators[0].child_by_field_name("parameters"))
+            if value and value.type in ("argument_list", "initializer_list", "parameter_list"):
+                self.add([struct], struct, value.named_children)
+            elif parent.type != "field_declaration":  # members have initializers
+                self.open_names.add(struct)
         for node in descendants(self.root, "field_initializer"):
             struct, name = self.struct_at(node), name_of(node)
             kind = self.resolved(name, struct) if name in self.bases[struct] or name == "Base" else self.field(struct, name)

@@ -392,7 +392,7 @@ def without_aliases(text):
                 rf"(?:typename )?\b{name_of(scope)}::{found[1]}\b", text)]
             if len(re.findall(rf"\b{found[1]}\b", text)) != len(places) + 1:
                 continue
-        most = 2 if re.fullmatch(r"[\w:<>]+", found[2]) else 1
+        most = 99 if found[2] in ("true", "false") else 2 if re.fullmatch(r"[\w:<>]+", found[2]) else 1
         is_local = scope.type != "translation_unit" and found[2] != "0"
         if found[2] == "0" and scope.type != "function_definition":
             continue
@@ -628,10 +628,13 @@ def wgmma(text, rows):
     builds."""
     def columns(word, row):
         of_v = {"D_V": row["HEAD_DIM_V"] or row["HEAD_DIM"]}
-        return (row | of_v)[re.sub(r"\w+::", "", word).upper()]
-    calls = sorted({(kind, element, columns(word, row), *map(int, re.findall(r"\d", trans))) for row in rows
-                    for kind, element, word, trans in
-                    re.findall(r"\bwgmma_(ss|rs)<(KeyValue|__\w+), ([\w:]+)((?:, \d)+)>\(", text)})
+        return int(word) if word.isdigit() else (row | of_v)[re.sub(r"\w+::", "", word).upper()]
+    text = re.sub(r"(\bwgmma_[sr]s<)Input,", r"\1KeyValue,", text)
+    calls = set()
+    for kind, element, word, trans in re.findall(r"\bwgmma_(ss|rs)<(KeyValue|__\w+), ([\w:]+)((?:, \d)+)>\(", text):
+        transposes = [*map(int, re.findall(r"\d", trans)), 0][:2 if kind == "ss" else 1]  # TRANS_A is 0 by default
+        calls |= {(kind, element, columns(word, row), *transposes) for row in rows}
+    calls = sorted(calls)
     kinds = collections.Counter(kind for kind, *_ in calls)
     alone = [kind for kind, count in kinds.items() if count == 1]  # a single shape replaces the declaration of the template
     functions = "\n".join(wgmma_function(text, *call) for call in calls if call[0] not in alone)

@@ -138,12 +138,15 @@ def with_mods(source, mods):
 def without_expressions(text):
     """Replaces the namespace of the expressions by a function that uses the same names, so that they stay reachable. Returns
     the text and the namespace, which is inserted unchanged at the end."""
-    block = EXPRESSIONS.search(text)
-    if not block:
+    first, *more = EXPRESSIONS.findall(text) or [""]
+    if not first:
         return text, ""
-    members = "".join(f", p.{name}" for name in sorted({*re.findall(r"p\.(\w+)", block[0])}))
-    calls = ", ".join(f"{name}(0)" for name in sorted(NAMED_BY_EXPRESSIONS))
-    return text.replace(block[0], f"__device__ void expression(const SdpaParams& p) {{ use({calls}{members}); }}\n"), block[0]
+    members = "".join(f", p.{name}" for name in sorted({*re.findall(r"p\.(\w+)", first)}))
+    constants = {*re.findall(r"\b(?:ln2|log2e)\b", "".join([first, *more]))}
+    calls = ", ".join([*(f"{name}(0)" for name in sorted(NAMED_BY_EXPRESSIONS)), *sorted(constants)])
+    for block in more:
+        text = text.replace(block, "")
+    return text.replace(first, f"__device__ void expression(const SdpaParams& p) {{ use({calls}{members}); }}\n"), "\n".join([first, *more])
 
 
 def sections(source, knobs, rows, namespace):
@@ -191,14 +194,36 @@ def parted(text):
     return re.split(r"(?=^// Unrolls the following loop)", text, maxsplit=1, flags=re.MULTILINE)
 
 
-def with_backward(source, backward, is_one_pass):
-    """sdpa.cu continued by sdpa_backward.cu, without the knobs and refusals of the latter and with one head size."""
+def width_of_v(row):
+    return row["HEAD_DIM_V"] or row["HEAD_DIM"]
+
+
+# Parts of sdpa_backward.cu for builds with a bias, apart from its sections.
+BIAS_OF_GRADIENTS = (
+    r"^  (?:void\* dBias|Strides d_bias|int dBias_sums_keys)\b.*\n(?: +//.*\n)*", r'^ +\{"dBias", .*\n',
+    r"^  if \(d\.dBias && !Defines::adds_bias\)(?:.*\n)*?(?=  if \(!d\.workspace)", r"^// USE_BIAS: dBias has (?:.*\n)*?.* is ignored\.\n",
+    r"^// USE_BIAS: adds the bias from global memory.*\nstruct BiasFromMemory \{\n(?:.*\n)*?\};\n", r" It adds the bias by `reader`\.",
+    r"^  template <class Reader = BiasFromMemory>\n|^  const Reader& reader;\n|^      reader\.add\(S, tile\);\n",
+    r", class Reader\b|, Reader(?=>)|, reader(?=\})|, const Reader& reader = \{\}", r"^.* status = launch_bias<B>.*\n",
+    r"^(?:  // .*\n)*  const auto bias_of_next = \[&\] \{\n(?:    .*\n)*  \};\n")
+
+
+def with_backward(source, backward, row, is_one_pass):
+    """sdpa.cu continued by sdpa_backward.cu, without the knobs and refusals of the latter. If all tensors have one head size,
+    its types are those of the build."""
     own = backward.split("namespace SDPA_NAMESPACE {\n", 1)[1].split("}  // namespace SDPA_NAMESPACE\n")[0]
     own = own[own.index("// ==== 2 PROBLEM"):]
     own = re.sub(r"^// ==== 6 REFUSALS.*?(?=^}  // namespace\n)", "", own, flags=re.MULTILINE | re.DOTALL)
     own = re.sub(r"\bvalue_of\(ONE_PASS_text\) == 1", str(is_one_pass).lower(), own)
-    own = re.sub(r"^// The build B with one head size.*?(?=^// The rows of one head)", "", own, flags=re.MULTILINE | re.DOTALL)
-    own = re.sub(r"\b(?:OfQK|OfV)<B>", "B", own).replace("// B is OfQK or OfV. In", "// In")
+    for part in BIAS_OF_GRADIENTS:  # there is none
+        own = re.sub(part, "", own, flags=re.MULTILINE)
+    # A kernel that is not launched must not be named, and sizes are constants of which nothing is known.
+    registers = row["BLOCK_M"] // row["NUM_WARPS"] * ((row["HEAD_DIM"] + width_of_v(row)) // 2 + row["BLOCK_N"]) // 16
+    own = re.sub(r"^template <class B> constexpr bool has_room_for_both = .*\n", "", own, flags=re.MULTILINE)
+    own = own.replace("has_room_for_both<B>", str(registers <= 192).lower())
+    if row["HEAD_DIM"] == width_of_v(row):
+        own = re.sub(r"^// The build B with head size D.*?(?=^// The rows of one head)", "", own, flags=re.MULTILINE | re.DOTALL)
+        own = re.sub(r"\b(?:OfQK|OfV)<B>", "B", own).replace("// B is OfQK or OfV. In", "// In")
     own = re.sub(r"^(// ==== )\d (\w+)", lambda m: f"{m[1]}9 {m[2]}", own, flags=re.MULTILINE)
     return source.replace("}  // namespace SDPA_NAMESPACE\n", own + "\n}  // namespace SDPA_NAMESPACE\n", 1)
 
@@ -210,19 +235,12 @@ def extract(name, namespace="", given=(), is_program=False):
     if name not in lines and trouble:
         raise Refused(trouble)
     line, source, knobs = builds.config_line(tree, name, name), tree.read("sdpa.cu"), tree.knob_rows()
-    if builds.is_backward(line):
-        if is_program:
-            raise Refused(f"{name}: --main has no program that checks gradients; omit it")
-        if any(word.startswith(("HEAD_DIM_V=", "USE_LENGTHS=", *builds.EXPRESSIONS)) for word in [*line.words, *given]):
-            raise Refused(f"{name}: it cannot extract gradients with HEAD_DIM_V, USE_LENGTHS, SCORE_MOD or MASK_MOD")
-        if "USE_WARP_SPECIALIZATION=1" in line.words:
-            raise Refused(f"{name}: it cannot extract the backward kernel with producer warps; include sdpa_backward.cu")
-        source = with_backward(source, tree.read("sdpa_backward.cu"), "ONE_PASS=1" in line.words)
+    own_knobs = builds.Line(tree, name).knob_rows()
     if "expect=FAIL" in line.words:
         say(f"extract: {name} is marked expect=FAIL: its results are wrong on purpose")
     for knob in [word.split("=")[0] for word in given]:
-        if knob not in knobs:
-            raise Refused(builds.no_knob(knob, knobs))
+        if knob not in own_knobs:
+            raise Refused(builds.no_knob(knob, own_knobs))
     for word in given:
         trouble = word.split("=")[0] in builds.EXPRESSIONS and tree.expression_trouble(word)
         if trouble:
@@ -231,6 +249,13 @@ def extract(name, namespace="", given=(), is_program=False):
     mods = {knob: next((word[len(knob) + 1:] for word in reversed(typed) if word.startswith(f"{knob}=")), "NONE")
             for knob in builds.EXPRESSIONS}
     rows, space = rows_of(tree, name, knobs, typed), namespace or name
+    has_two_widths = builds.is_backward(line) and rows[-1]["HEAD_DIM"] != width_of_v(rows[-1])
+    if builds.is_backward(line):
+        if trouble := tree.refusal(typed):
+            raise Refused(f"{name}: {trouble}")
+        if rows[-1]["USE_BIAS"]:
+            raise Refused(f"{name}: it cannot extract the gradient of a bias; include sdpa_backward.cu")
+        source = with_backward(source, tree.read("sdpa_backward.cu"), rows[-1], "ONE_PASS=1" in typed)
     for row in rows.values():
         row["BACKWARD"] = int(builds.is_backward(line))
     sizes = {knobs[knob].member for knob in SIZES - set(() if has_stages(rows[-1]) else ["STAGES"])}
@@ -243,10 +268,11 @@ def extract(name, namespace="", given=(), is_program=False):
         own = re.sub(r",\s*(?:\{\"batch_invariant\".*?\}|p\.batch_invariant)(?=\};)", "", own)
         own = re.sub(r"\b(?:a\.)?p\.batch_invariant", "false", own)
     text = concrete.without_options(minimal.minimal(own, sizes))
-    if rows[-1]["USE_TUNED"]:  # removes rows of the table of tiles that do not fit
+    if rows[-1]["USE_TUNED"] or has_two_widths:  # removes rows of the table of tiles that do not fit
         number = itertools.count()
         text = re.sub(r"^    tile\(.*\n", lambda m: m[0] * (next(number) in rows), text, flags=re.MULTILINE)
         text = concrete.shortest(text, instructions(source) | NAMED_BY_EXPRESSIONS, sizes)
+        text = re.sub(r"(?:template <[^\n]*>\s*)?__global__ void __launch_bounds__\((?:[^()]|\([^()]*\))*\)", bounds_of_defines, text)
         if "SDPA_WGMMA_SHAPES" in text:
             text = concrete.wgmma_shapes(text, builds_of)
         head, tail = parted(text)
@@ -272,7 +298,8 @@ def extract(name, namespace="", given=(), is_program=False):
     return formatted("\n".join([
         f"// Compile: nvcc -O3 -std=c++17 -gencode arch=compute_{arch},code={code}_{arch} "
         f"{'-o my_kernel' if is_program else '-c'} my_kernel.cu",
-        f"// Call:    {space}::sdpa_forward(params, stream), below it or in a file that includes it",
+        f"// Call:    {space}::sdpa_forward(params, stream)" + f", then {space}::sdpa_backward(params, stream)" * rows[-1]["BACKWARD"] +
+        ", below it or in a file that includes it",
         textwrap.fill(f"// From sdpa, line {name}: " + (
             " ".join(re.sub(r"^(SCORE_MOD|MASK_MOD)=(.*)$", r"\1='\2'", word) for word in typed if "=" in word) or
             "all knobs as they are by default"), minimal.WIDTH, subsequent_indent="//   "),
@@ -280,16 +307,21 @@ def extract(name, namespace="", given=(), is_program=False):
         text.strip(), program(space, builds_of[0]) * is_program]))
 
 
+def bounds_of_defines(match):
+    """The launch bounds of a kernel, which concrete.py does not parse. A kernel that is no template on B has those of Defines."""
+    return match[0] if "class B" in match[0] else match[0].replace("B::", "Defines::")
+
+
 def program(space, row):
-    """The program that --main adds: extract_main.cu with the types and sizes of a build."""
+    """The program that --main adds: extract_main.cu or extract_backward_main.cu with the types and sizes of a build."""
     is_8bit, is_u8, mixes_types = row["DTYPE"] >= 2, row["DTYPE"] == 3, row["KV_DTYPE"] > 0  # one row of Q has as many bytes as two of K
-    D, Dv = row["HEAD_DIM"], row["HEAD_DIM_V"] or row["HEAD_DIM"]
+    D, Dv = row["HEAD_DIM"], width_of_v(row)
     words = {"SPACE": space, "D_QK": D, "DV": Dv, "MOST": max(D, Dv) * (1 + mixes_types),
              "QUERIES": ("((__half*)qkv[0])", "((__nv_bfloat16*)qkv[0])")[row["DTYPE"]] if mixes_types else "qkv[0]",
              "LAST": "true" if is_8bit or mixes_types else "i % 2",
-             "TOLERANCE": "0.1f" if is_8bit else "0.01f"}
+             "TOLERANCE": "0.1f" if is_8bit else "0.02f" if row["BACKWARD"] and row["DTYPE"] else "0.01f"}
     text = re.sub(r"NUMBER\((\w+(?:\[\d\])?\[.*?\])\)", r"(\1 - 128) * 3.5275591f" if is_u8 else r"float(\1)",
-                  builds.Tree().read("tools/extract_main.cu"))
+                  builds.Tree().read(f"tools/extract_{'backward_' * row['BACKWARD']}main.cu"))
     return re.sub(r"\b(?:" + "|".join(words) + r")\b", lambda m: str(words[m[0]]), text)
 
 

@@ -305,7 +305,7 @@ def gradients_of(problem, sizes, lengths, causal, repeats, wanted):
     rows = slice(S - (lengths or [S])[-1], S)
     want = gradients_in_float32((q, k, v, grad), causal, rows)
     pairs = Hq * sum(n * (n + 1) // 2 if causal else n * n for n in lengths or B * [S])
-    runs, error = {}, {}
+    runs, error, kept = {}, {}, []  # kept: what the graphs read
     for is_deterministic in (False, True):
         calls = gradient_calls(q, k, v, causal, starts, most, is_deterministic)
         for name in [name for name in calls if name == "sdpa" or wanted.search(name)]:
@@ -313,6 +313,7 @@ def gradients_of(problem, sizes, lengths, causal, repeats, wanted):
             try:
                 with deterministic_algorithms(is_deterministic):
                     out = calls[name]()
+                    kept.append(out)
 
                     def backward(out=out):
                         return torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)

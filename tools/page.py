@@ -376,11 +376,14 @@ def numbers():
     for name, (file, other) in FRAMEWORKS.items():
         if path := latest("frameworks", file):
             found |= summary(name, [*framework_gains(path, other)])
-    if path := latest("backward", "NVIDIA-H200-cudnn"):
-        gains = [(name, float(other["graph_us"]) / float(ours["graph_us"]))
-                 for pairs in backward_gains(path).values() for name, ours, other in pairs]
-        found |= summary("backward", [gain for name, gain in gains if "d256" not in name])
-        found |= summary("backward_d256", [gain for name, gain in gains if "d256" in name])
+    if rows := backward_rows():
+        for name, is_deterministic, counts in (("backward", False, lambda problem_text: not problem_text.endswith(",256")),
+                                               ("backward_d256", False, lambda problem_text: problem_text.endswith(",256")),
+                                               ("deterministic", True, lambda problem_text: True)):
+            found |= summary(name, [*backward_gains(rows, is_deterministic, counts)])
+        found |= summary("deterministic_costs", [
+            float(at["sdpa"]["us"]) / float(rows[problem_text, mask, False]["sdpa"]["us"])
+            for (problem_text, mask, is_deterministic), at in rows.items() if is_deterministic])
     if path := latest("frameworks", "NVIDIA-H200-mods"):
         alibi = framework_times(path)["ALiBi", "4,16,16,4096,4096,128"]
         for name, contender in (("alibi", "sdpa"), ("alibi_flex", "FlexAttention, TRITON")):
@@ -445,31 +448,70 @@ def mods_section(path):
     return pivot(["expression"], cells)
 
 
-def backward_gains(path):
-    """{problem: [(line, its TFLOP/s, the competitor's) without a mask, and with a causal mask]}."""
-    with open(path, newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    cudnn = {(row["problem"], row["causal"]): row for row in rows if row["contender"] == "torch:cudnn"}
-    found = collections.defaultdict(list)
-    for row in rows:
-        if row["contender"] != "torch:cudnn":
-            found[row["problem"]].append((row["contender"], row, cudnn[row["problem"], row["causal"]]))
+# ---- the backward pass: rows of tools/frameworks.py --gradients ----
+
+# In results/backward: with PyTorch's cuDNN and with a newer one. A ratio is to our time in the same file.
+BACKWARD_FILES = ("NVIDIA-H200", "NVIDIA-H200-newer-cudnn")
+
+
+def backward_rows():
+    """{(problem, "causal" or "", is it deterministic?): {contender: its row}} of the newest files. Our rows are those of the first
+    file."""
+    found = collections.defaultdict(dict)
+    for path in filter(None, (latest("backward", name) for name in BACKWARD_FILES)):
+        with open(path, newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                problem_text, _, mask = row["problem"].partition(" causal")
+                mask = "causal" if row["problem"].endswith(" causal") else ""
+                name = re.sub(r"^(cuDNN \d+\.\d+|FlashAttention-\d).*", r"\1", row["contender"])
+                found[problem_text, mask, "deterministic" in row["what"]].setdefault(name, row)
     return found
 
 
-def backward_section(path):
-    cells = {}
-    for problem_text, pairs in backward_gains(path).items():
-        cells[problem_text, f"`{pairs[0][0]}`"] = {
-            "TFLOP/s": ", ".join(ours["tflops"] for _, ours, _ in pairs), "cuDNN": ", ".join(other["tflops"] for *_, other in pairs),
-            "time of cuDNN over ours": ", ".join(f"{float(other['graph_us']) / float(ours['graph_us']):.2f}" for _, ours, other in pairs)}
-    return pivot(["problem", "line"], cells)
+def backward_gains(rows, is_deterministic, counts=lambda problem_text: True):
+    """The time of the best competitor divided by ours, for each selected problem."""
+    for (problem_text, _, mode), at in rows.items():
+        others = [float(row["ratio"]) for name, row in at.items() if name != "sdpa"]
+        if mode == is_deterministic and counts(problem_text) and others:
+            yield min(others)
+
+
+def backward_table(rows, is_deterministic):
+    """TFLOP/s of the contenders, a row per problem. Each cell: without a mask, causal."""
+    names = [name for name in dict.fromkeys(name for at in rows.values() for name in at) if name != "sdpa"]
+    cells = collections.defaultdict(dict)
+
+    def pair(problem_text, value):
+        found = [value(rows.get((problem_text, mask, is_deterministic), {})) for mask in ("", "causal")]
+        return ", ".join(one or "–" for one in found) if any(found) else None
+    for problem_text in dict.fromkeys(problem_text for problem_text, *_ in rows):
+        for name in ("sdpa", *sorted(names)):
+            cells[problem_text,][name] = pair(problem_text, lambda at, name=name: at and name in at and f"{float(at[name]['tflops']):.0f}")
+        cells[problem_text,]["times as fast"] = pair(problem_text, lambda at: len(at) > 1 and (
+            f"{min(float(row['ratio']) for name, row in at.items() if name != 'sdpa'):.2f}"))
+    columns = [name for name in next(iter(cells.values())) if any(row[name] for row in cells.values())]
+    return pivot(["TFLOP/s"], {title: {name: row[name] for name in columns} for title, row in cells.items()})
+
+
+def backward_sections():
+    """The tables of the backward pass in README.md and docs/NUMBERS.md, and their picture."""
+    rows = backward_rows()
+    if not rows:
+        return {}, {}
+    bars = [(problem_text + (mask and " " + mask), {name: float(row["tflops"]) for name, row in at.items()},
+             f"{min((float(row['ratio']) for name, row in at.items() if name != 'sdpa'), default=1):.2f}x")
+            for (problem_text, mask, is_deterministic), at in rows.items() if not is_deterministic]
+    series = ["sdpa", *sorted({name for _, values, _ in bars for name in values} - {"sdpa"})]
+    files = [latest("backward", name) for name in BACKWARD_FILES]
+    links = ", ".join(f"[{path.name}](../results/backward/{path.name})" for path in files if path)
+    default = backward_table(rows, False)
+    return ({"backward_short": default, "backward": f"{default}\n{links}\n", "deterministic": backward_table(rows, True)},
+            {"backward/backward.svg": against(bars, series, 500)})
 
 
 OF_ONE_FILE = {  # sections from a single file: its folder and name
     "behind": ("peers", "NVIDIA-H200-behind", behind_section), "training": ("frameworks", "NVIDIA-H100-training", training_section),
-    "lengths": ("frameworks", "NVIDIA-H100-lengths", lengths_section), "mods": ("frameworks", "NVIDIA-H200-mods", mods_section),
-    "backward": ("backward", "NVIDIA-H200-cudnn", backward_section)}
+    "lengths": ("frameworks", "NVIDIA-H100-lengths", lengths_section), "mods": ("frameworks", "NVIDIA-H200-mods", mods_section)}
 
 
 # ---- the pages ----
@@ -504,9 +546,11 @@ def drawn(results, named=()):
                           ("decode", decode_section), ("accuracy", accuracy_section)):
         sections[name] = "".join(section(source) + "\n" + provenance(source, "../") for source in found[name][-1:])
     sections.update({name: section(path) for name, (folder, file, section) in OF_ONE_FILE.items() if (path := latest(folder, file))})
+    of_gradients, gradients = backward_sections()
+    sections.update(of_gradients)
     for name in [name for name, text in sections.items() if not text]:
         sections[name] = f"None on this GPU yet: `{KINDS[name].command}` measures it.\n"
-    return sections, {**charts, **drawings, **waterfalls, **field}
+    return sections, {**charts, **drawings, **waterfalls, **field, **gradients}
 
 
 def main():

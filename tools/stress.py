@@ -1,6 +1,7 @@
 """usage: ./run_all.sh stress [NAME...] [--repeats N]
 Runs lines of configs.txt (default: those with USE_WGMMA=1 or SPLIT_CTAS=0) N times on each of three problems and
-compares O and LSE bitwise with a first run. Prints CSV, a row per case: config,case,problem,repeats,check, where
+compares O and LSE, or dQ, dK and dV, bitwise with a first run. dQ of lines that add it atomically may differ by the limit
+of rel_rms instead. Prints CSV, a row per case: config,case,problem,repeats,check, where
 check is PASS or FAIL. The cases:
   alone       the same launch again
   max_ctas_N  persistent lines: at most 1, 3 or 7 CTAs
@@ -33,14 +34,24 @@ def variants(line):
     return {f"stages_{stages}": builds.change_line(line, f"STAGES={stages}") for stages in others}
 
 
-def difference(first, now, p):
-    """Describes the first difference of O and LSE from the first run; "" if they are bitwise equal."""
-    for name, a, b in zip(("O", "LSE"), first, now):
+def difference(first, now, p, outputs):
+    """Describes the first difference of a result from the first run; "" if it repeats."""
+    q, k = (p.B, p.Hq, p.Sq), (p.B, p.Hkv, p.Sk)
+    shapes = {"O": (*q, p.v_dim), "LSE": q}
+    if isinstance(outputs, engine.Gradients):
+        shapes = {"dQ": (*q, p.D), "dK": (*k, p.D), "dV": (*k, p.v_dim)}
+    for (name, shape), a, b in zip(shapes.items(), first, now):
         other = np.flatnonzero(a.view(f"u{a.itemsize}") != b.view(f"u{b.itemsize}"))
-        if other.size:
-            at = np.unravel_index(other[0], (p.B, p.Hq, p.Sq, p.v_dim)[:4 if name == "O" else 3])
-            place = f"{name}({','.join(map(str, at))})"
-            return f"differs from the first one in {other.size} elements of {name}, the first {place}"
+        if not other.size:
+            continue
+        if name == "dQ" and not outputs.repeats:
+            a, b = a.astype(np.float64), b.astype(np.float64)
+            rel_rms = np.linalg.norm(b - a) / max(np.linalg.norm(a), 1e-30)
+            if rel_rms <= outputs.forward.limits[0]:
+                continue
+            return f"differs from the first one by a rel_rms of {rel_rms:.1e} in dQ"
+        place = f"{name}({','.join(map(str, np.unravel_index(other[0], shape)))})"
+        return f"differs from the first one in {other.size} elements of {name}, the first {place}"
     return ""
 
 
@@ -51,7 +62,7 @@ def repeat(bench, kernel, problem, first, repeats, max_ctas=0):
     for number in range(1, repeats + 1):
         bench.poison(problem, outputs)
         launch()
-        if sentence := difference(first, bench.read(problem, outputs), problem):
+        if sentence := difference(first, bench.read(problem, outputs), problem, outputs):
             return f"run {number} {sentence}"
     return ""
 
@@ -142,9 +153,9 @@ def main():
     has_bad_lines = not options.words and builds.has_bad_lines()
     lines = builds.parse_contenders(options.words) or [
         line for line in builds.lines_named("")
-        if not line.is_backward and (line.knob("USE_WGMMA") == "1" or line.knob("SPLIT_CTAS") == "0")]
-    if any(type(line) is not builds.Line or line.is_backward for line in lines):
-        raise Refused("it runs lines of the forward pass of configs.txt")
+        if line.knob("USE_WGMMA") == "1" or line.knob("SPLIT_CTAS") == "0"]
+    if any(type(line) is not builds.Line for line in lines):
+        raise Refused("it runs lines of configs.txt")
     if not lines:
         raise Refused("no line of configs.txt has USE_WGMMA=1 or SPLIT_CTAS=0; name the lines")
     gpu = engine.need_gpu("; run it on a machine with one", "runs kernels side by side")
