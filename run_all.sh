@@ -51,6 +51,7 @@ refuse() { say "run_all.sh: $*"; exit 2; }
 # show TEXT: prints it to stdout. Exits with the reason if that fails.
 show() {
   local reason
+  { :; } 2>/dev/null 3>&1 || { say "run_all.sh: stdout is closed"; exit 3; }
   { reason=$(printf '%s\n' "$1" 2>&1 >&3); } 3>&1 && return
   reason=${reason##*: }
   say "run_all.sh: stdout cannot be written to (${reason:-its reader has exited})"

@@ -5,8 +5,8 @@
 //
 //   O = softmax(scale * Q @ K.T + mask) @ V          per head:  Q [Sq,D]  K,V [Sk,D]  O [Sq,D]
 //
-// Each CTA computes BLOCK_M rows of O. It iterates over the keys once (online softmax), so the scores never reach
-// global memory:
+// A CTA computes BLOCK_M rows of O at a time. It iterates over the keys once (online softmax), so the scores
+// never reach global memory:
 //
 //   m = -inf, l = 0, O = 0                  per row
 //   for each tile of BLOCK_N keys:
@@ -34,7 +34,7 @@
 //           K tile   BLOCK_N keys of one split; a stage is a buffer for K and V of one K tile in shared memory
 //           round    one K tile of each split: SPLIT_KV * BLOCK_N keys
 //           partial  m, l and O of a split or a range; the partials of an item are merged
-//           score    an element of Q @ K.T; the score hook turns scores into logits, the arguments of exp
+//           score    an element of Q @ K.T; the score hook may convert it to a logit, an argument of exp
 //           mask     the causal mask, the window and the number of keys; the score hook may hide more keys
 //           stale    a row max of earlier tiles that is used without an update (USE_LAZY_MAX)
 //
@@ -256,7 +256,7 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   static constexpr bool changes_logits = SDPA_LOGIT_KNOBS(SDPA_IS_ON) false;
   static constexpr bool hides_keys = SDPA_MASK_KNOBS(SDPA_IS_ON) false;
   // mask_knobs: number of knobs of SDPA_MASK_KNOBS that are set. only_expression_hides: none of them is set
-  // except MASK_MOD. Otherwise the hidden keys may differ between heads and between batches.
+  // except MASK_MOD.
   static constexpr int mask_knobs = SDPA_MASK_KNOBS(SDPA_COUNT_ON) 0;
   static constexpr bool only_expression_hides = mask_knobs == (K::mask_mod != 0);
   // USE_BIAS: the bias is added to the logits; it has Q's type, or fp32. key_bias: one row is the bias of all queries
@@ -265,13 +265,13 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   // hides_rounds: the score hook may hide all keys of a round. has_hook_scale: it multiplies scores by hook_scale.
   static constexpr bool hides_rounds = K::use_bias != 0 || hides_keys;
   static constexpr bool has_hook_scale = K::use_softcap != 0 || changes_logits;
-  // takes_map: a separate kernel lists the visible rounds of all items. masks_keys: all queries and heads of a batch
-  // see the same keys, and each CTA lists the visible rounds of its items instead.
+  // takes_map: a separate kernel may list the visible rounds of all items. masks_keys: all queries and heads
+  // of a batch see the same keys; each CTA may list the visible rounds of its items instead.
   static constexpr bool masks_keys = K::use_key_mask || key_bias;
   static constexpr bool takes_map = hides_rounds && !masks_keys;
   // FP16_ACC: S is accumulated in fp16; each tile's P @ V is accumulated in fp16.
   static constexpr bool qk_in_fp16 = K::fp16_acc & 1, pv_in_fp16 = K::fp16_acc & 2;
-  // Producer threads of a CTA, then all of its threads.
+  // producer_threads: producer threads of a CTA. threads: all threads of a CTA.
   static constexpr int producer_threads = !K::use_warp_specialization ? 0
                                           : is_wgmma                  ? 128
                                                                       : K::num_producer_warps * 32;
@@ -363,7 +363,7 @@ struct SdpaParams {
   const void* bias = nullptr;               // USE_BIAS: see bias_row(); or null
   Strides bias_strides = {0, 0, 0};         // in elements, any value; 0 where batches, heads or queries share a bias
   int bias_keys = 0;                        // number of keys that have a bias, the last ones of each sequence; 0: all
-  void* bias_map = nullptr;                 // USE_BIAS: written by sdpa_map_bias(); null: each launch makes its own map
+  void* bias_map = nullptr;                 // USE_BIAS, MASK_MOD: see sdpa_map_bias(); or null
   size_t bias_map_bytes = 0;                // size of bias_map, from sdpa_bias_map_bytes()
   const int* q_lengths = nullptr;           // USE_LENGTHS=1: see struct Sequence
   int batch_invariant = 0;                  // 1: the bits of a row do not depend on the other sequences of the batch
@@ -480,7 +480,7 @@ struct PlanArgs {  // USE_LENGTHS: sizes of the plan (section 5f) for one group 
 struct CapPolynomial {
   float shift = 0, rest = 0, factor = 0;  // factor 0: no polynomial
 };
-struct BiasMap {  // USE_BIAS: one list of rounds for each item, or for all items that share a bias; lists null: no map
+struct BiasMap {  // USE_BIAS, MASK_MOD: lists of visible rounds, which items may share; lists null: no map
   uint32_t *lists = nullptr, list_words = 0;
   Divisor heads, batches;
   uint64_t made_for = 0;  // hash of everything that the lists depend on; a map stores it before its lists
@@ -496,9 +496,9 @@ struct BiasMap {  // USE_BIAS: one list of rounds for each item, or for all item
 //   score_scale_log2  a score or a tanh            an exponent of 2                 StaleSoftmax, ScoreMod
 //   scale_log2        the input of the softmax, m  an exponent of 2                 softmax, merges, LSE
 //
-// KernelArgs has the scales of a launch. item_hook_scale() and item_scale_log2() return those of a work item, and
-// ItemScales keeps them.
-// With 8-bit types, the first scale that multiplies a score then includes the descale factors of Q and K.
+// KernelArgs has the scales of a launch. item_hook_scale() and item_scale_log2() return those of a work item,
+// and ItemScales keeps them. With 8-bit types, the first scale that multiplies a score includes the descale
+// factors of Q and K.
 
 struct Grid {  // maps the index of an item to its batch, head and rows
   alignas(64) int unmasked_rounds = 0;  // rounds over all keys (1 or more) if nothing is masked; otherwise 0
@@ -538,7 +538,8 @@ struct KernelArgs : Grid {
         p(params) {}
 };
 
-// A work item: rows [q0, q0 + BLOCK_M) of O, of head h in batch b. USE_LENGTHS has its own specialization.
+// A work item: rows [q0, q0 + BLOCK_M) of O, of head h in batch b. PACK_GQA: see rows_of_item(). USE_LENGTHS
+// has its own specialization.
 template <class B, bool = B::use_lengths> struct Item {
   using HeldMask = const Mask&;
   int b, h, q0;
@@ -698,8 +699,8 @@ template <class B> __device__ __forceinline__ bool is_capped(const KernelArgs& a
 __device__ __forceinline__ float finite_scale(float scale) {
   return scale > 3.4e38f ? 3.4e38f : max_nan(scale, 1.2e-38f);
 }
-// A scale times the descale factors of Q and K of an item's heads. A 16-bit Q has no factor. With PACK_GQA, mma.sync
-// applies the factor of each row of Q itself, in multiply_qk().
+// A scale times the descale factors of Q and K of an item's heads. A 16-bit Q has no factor. With PACK_GQA,
+// multiply_qk() of the mma kernel applies the factor of each row of Q.
 template <class B>
 __device__ __forceinline__ float with_descale(const KernelArgs& a, const Item<B>& item, float scale) {
   constexpr bool mma_scales_rows = B::kernel == KernelKind::mma && B::q_type != B::product_type;
@@ -753,8 +754,8 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
 // USE_LAZY_MAX through exp_by_stale_max(). Nothing else modifies scores.
 
 template <class B> struct KeyBits;  // USE_KEY_MASK: the visible keys of a tile
-// USE_KEY_MASK, USE_BIAS=4, 5: what the item's list of rounds says about the keys of a tile. unknown: the kernel has no
-// list. some_hidden: or the bias changes scores.
+// USE_KEY_MASK, USE_BIAS=4, 5: the keys of a tile according to the item's list of rounds. unknown: the kernel
+// has no list. some_hidden: a key is hidden, or the bias changes scores.
 enum class KeysOfTile { unknown, all_visible, some_hidden };
 
 // The tile that the score hook processes: its item, mask and position. WgmmaRows has the same interface and
@@ -786,8 +787,8 @@ template <class B> struct ScoreTile {
   __device__ __forceinline__ auto key_bits(int first, int last) const {
     if constexpr (B::use_key_mask) return KeyBits<B>(a, item.b, k0, first, last);
   }
-  // USE_BIAS: adds the bias and returns true, if the tile has one that changes it. Scores become logits, or -inf if the
-  // key is hidden.
+  // USE_BIAS: if the tile has a bias that changes it, adds the bias and returns true. Scores become logits,
+  // or -inf if the key is hidden.
   template <class View> __device__ __forceinline__ bool add_bias(View& S) const;
   // USE_BIAS=4, 5: only WgmmaRows adds a bias to tiles that use a stale maximum.
   template <class View, class Softmax> __device__ bool exp_with_bias(View&, int, int, Softmax&) const { return false; }
@@ -938,8 +939,8 @@ constexpr float ln2 = 0.693147180559945f;
 template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const Item<B>& item) {
   return a.p.sinks ? a.p.sinks[item.h] : -INFINITY;
 }
-// The final row sum: l. USE_SINKS: plus the sink's term, 2^p_log2 * e^(sink - m). USE_SINKS: if that term is above
-// 2^126, the keys' share of O is 0.
+// The final row sum: l. USE_SINKS: plus the sink's term, 2^p_log2 * e^(sink - m). USE_SINKS: if that term is
+// above 2^126, O is 0.
 template <class B>
 __device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const Item<B>& item) {
   if (!B::use_sinks) return l;
@@ -1034,7 +1035,7 @@ template <class B> struct ScalarScores {
   __device__ int col(int j) const { return first_col + COL_LANES * j; }
 };
 
-// O [BLOCK_M][D]. A warp has the same rows as in ScalarScores. A lane has runs of RUN adjacent columns.
+// O [BLOCK_M][Dv]. A warp has the same rows as in ScalarScores. A lane has runs of RUN adjacent columns.
 template <class B> struct ScalarOutput {
   static constexpr int ROWS = ScalarScores<B>::ROWS, COLS = B::d_v / COL_LANES;
   static constexpr int RUN = COLS % RUN_READ ? 2 : RUN_READ;  // adjacent elements of x with adjacent d
@@ -1064,7 +1065,7 @@ template <class B> struct ScalarShared {
   __device__ void store_alpha(const ScalarScores<B>&, const float (&)[ScalarScores<B>::ROWS]) {}
 };
 
-// O = O * alpha + P @ V   [BLOCK_M][D]
+// O = O * alpha + P @ V   [BLOCK_M][Dv]
 template <class B>
 __device__ __forceinline__ void scalar_pv(ScalarOutput<B>& O, const float (&alpha)[ScalarOutput<B>::ROWS],
                                           const float* P_s, const Element<B>* V_s) {
@@ -1130,8 +1131,8 @@ using TileSoftmax = std::conditional_t<B::sync_policy == 1, WarpSoftmax<B, Share
 
 // ---- the path to a kernel ----
 
-// True if a second kernel, sdpa_merge(), merges the ranges of an item. Kernels whose partials pass through
-// shared memory do not need it: the last CTA of an item merges its ranges.
+// True if a second kernel, sdpa_merge(), merges the partials of an item's ranges. Kernels whose partials pass
+// through shared memory do not need it: the last CTA of an item merges them.
 template <class B>
 constexpr bool merges_by_kernel =
     B::split_ctas != 1 && !B::swap_ab && !(B::kernel == KernelKind::mma && B::pack_gqa && B::split_kv > 1);
@@ -1275,7 +1276,7 @@ template <class B> __device__ __forceinline__ void split_sync(bool across_warps)
 
 // ---- copies of an item's tiles by all threads (scalar, wmma, mma) ----
 
-template <class B> struct PagedRows;  // USE_PAGES: in place of a pointer to rows of K or V
+template <class B> struct PagedRows;  // USE_PAGES: replaces a pointer to rows of K or V
 
 // Copies the tiles of an item. The threads of split n copy the K/V tiles n, SPLIT_KV + n, and so on.
 template <class B> struct ItemTiles {
@@ -1350,8 +1351,8 @@ template <class B, class Shared> struct CopyTogether {
       Copy::commit();
     }
   }
-  // Waits for the tile at k0. Refills the stage of the previous tile with the tile STAGES - 1 further on
-  // (with one stage, with the tile at k0).
+  // Waits for the tile at k0. Refills the stage of the previous tile with the tile that is STAGES - 1 tiles
+  // ahead (with one stage: the tile at k0).
   __device__ __forceinline__ int acquire(int k0) {
     if (B::stages > 1) stage = stage + 1 == B::stages ? 0 : stage + 1;
     const int previous = B::stages == 1 || stage == 0 ? B::stages - 1 : stage - 1;
@@ -1388,7 +1389,7 @@ static_assert(!(Defines::kernel == KernelKind::mma && Defines::kv_type == DType:
 // lose 0.13%.
 constexpr int most_keys_at_once = 65536;
 
-// An address in shared memory as an integer of 32 bits. The compiler computes pointers with 64 bits.
+// An address in shared memory as an integer of 32 bits. Pointers have 64 bits.
 using SharedAddress = uint32_t;
 __device__ __forceinline__ SharedAddress shared_address(const void* p_s) {
   return static_cast<SharedAddress>(__cvta_generic_to_shared(p_s));
@@ -1463,7 +1464,7 @@ __device__ __forceinline__ void barrier_arrive(int id, int threads) {
   asm volatile("barrier.arrive.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Initialises an mbarrier, 8 bytes of shared memory. Its phase completes after `arrivals` arrivals and after
+// Initializes an mbarrier, 8 bytes of shared memory. Its phase completes after `arrivals` arrivals and after
 // the transfer of all bytes that the arrivals announced.
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier_s, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier_s)), "r"(arrivals) : "memory");
@@ -1618,8 +1619,8 @@ template <class B> __device__ __forceinline__ Item<B> row_item(const KernelArgs&
 // Returns a.plan. As a template it delays the lookup of members that do not exist without USE_LENGTHS.
 template <class B> __host__ __device__ __forceinline__ const auto& plan_room(const KernelArgs& a) { return a.plan; }
 
-// USE_BIAS, MASK_MOD: true if an item can have a list of its visible rounds, from a map of all items that sdpa_map()
-// makes. Only the kernel with producer and consumer warps reads a map, and only if each item has a single range.
+// USE_BIAS, MASK_MOD: true if items may have lists of their visible rounds, from a map that sdpa_map() makes.
+// Only the kernel with producer and consumer warps reads a map, and only if each item has a single range.
 template <class B>
 constexpr bool lists_from_map =
     B::takes_map && B::kernel == KernelKind::wgmma_roles && !B::use_lengths && B::split_ctas == 1;
@@ -1716,7 +1717,7 @@ template <int N> struct StageRing {
     }
   }
 };
-// Initialises an array of mbarriers.
+// Initializes an array of mbarriers.
 template <int N> __device__ __forceinline__ void mbarriers_init(uint64_t (&barriers_s)[N], int arrivals) {
   for (uint64_t& barrier : barriers_s) mbarrier_init(&barrier, arrivals);
 }
@@ -1821,7 +1822,7 @@ template <class B, int ROWS> struct StaleSoftmax {
 // ---- the score hook with a stale maximum (wmma, mma, wgmma) ----
 
 template <class B> struct ScoreMod;  // SCORE_MOD and MASK_MOD as functions of a score
-// The tile of a kernel with USE_LAZY_MAX, as the score hook takes it.
+// The type of the tile that the score hook processes in kernels with USE_LAZY_MAX.
 template <class B> struct WgmmaRows;
 template <class B> using StaleTile = std::conditional_t<B::is_wgmma, WgmmaRows<B>, ScoreTile<B>>;
 
@@ -1888,8 +1889,7 @@ __device__ __forceinline__ void add(float* O, const float4& x, float weight) {
   O[3] = fmaf(x.w, weight, O[3]);
 }
 
-// A view of rows that are 8 apart. Four lanes share a row: of every 4 * RUN columns, each lane has RUN
-// adjacent ones.
+// A view of rows that are 8 apart. Four lanes share a row; a lane has RUN adjacent ones of 4 * RUN columns.
 template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
   static constexpr int ROWS = HEIGHT, RUN = LENGTH, COLS = WIDTH / (4 * RUN) * RUN;
   float x[ROWS][COLS];
@@ -1900,8 +1900,8 @@ template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
 
 // ---- 5b mma.sync: S, P and O in registers (mma) ----
 
-// A warp has M_TILES row tiles of 16 rows. Of each row tile, lane 4g + q has rows g and g + 8, and of every 8
-// columns it has columns 2q and 2q + 1.
+// A warp has M_TILES row tiles of 16 rows. Lane 4g + q has rows g and g + 8 of each row tile, and columns 2q
+// and 2q + 1 of every 8 columns.
 template <class B, int WIDTH>
 struct MmaAccumulator : QuadRuns<B::block_m / B::split_warps / 8, WIDTH, 2> {  // [16 * M_TILES of BLOCK_M][WIDTH]
   static constexpr int M_TILES = B::block_m / B::split_warps / 16, LANES = 4;
@@ -2007,7 +2007,7 @@ template <class B> struct MmaQueries {
   static constexpr int ROOM = O_AND_S < 184 ? (184 - O_AND_S) / (REGISTERS * M_TILES) : 0;
   static constexpr int KEPT = ROOM < STEPS ? ROOM : STEPS;
   uint32_t kept[KEPT ? KEPT : 1][M_TILES][REGISTERS];
-  SharedAddress lane_address;  // the lane's address for ldmatrix in the first 16 rows and MMA_K columns
+  SharedAddress lane_address;  // the lane's address in the first 16 rows and MMA_K columns
 
   __device__ void read(uint32_t (&a)[M_TILES][REGISTERS], int step) const {
     SDPA_UNROLL for (int m = 0; m < M_TILES; m++) {
@@ -2144,8 +2144,8 @@ template <class B> struct MmaRows {
 template <class B>
 using MmaRuns = QuadRuns<MmaSums<B>::ROWS, B::d_v, sizeof(Element<B>) == 1 ? 4 : B::d_v % 32 ? 2 : 8>;
 
-// Rearranges O from accumulators to runs. The 4 lanes of a row exchange pairs of columns twice. Of every 32
-// columns, lane q then has columns 8q to 8q + 7.
+// Rearranges O from accumulators to runs. The 4 lanes of a row exchange pairs of columns twice. Lane q
+// then has columns 8q to 8q + 7 of every 32.
 template <class B>
 __device__ __forceinline__ void rearrange_runs(MmaRuns<B>& R, const MmaSums<B>& O, int lane) {
   const int q = lane % 4;
@@ -2303,7 +2303,7 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier_s, in
 __device__ __forceinline__ bool mbarrier_peek_parity(uint64_t* barrier_s, int parity) {
   return mbarrier_test_wait_parity(barrier_s, parity);
 }
-// Makes the mbarriers that this thread initialised visible to the async proxy.
+// Makes the mbarriers that this thread initialized visible to the async proxy.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -2511,7 +2511,7 @@ constexpr bool stores_by_tma =
 // A round is visible if the key mask or the bias does not hide all of its keys. A warp lists the visible rounds of each
 // item in shared memory (list_visible_rounds). Producers and consumers then process only these rounds.
 
-// Bytes of shared memory for K, V and Q of two items, if Dv = D. The lists have to fit into the rest.
+// Bytes of shared memory for Q of two items and all stages of K and V, if Dv = D. The rest holds the lists.
 template <class B>
 constexpr int bytes_beside_lists = (2 * B::block_m + 2 * B::split_kv * B::stages * B::block_n) * B::head_dim * 2;
 template <class B> constexpr bool lists_are_short = B::swap_ab || B::kv_bytes == 1;
@@ -2522,9 +2522,9 @@ constexpr int most_listed = lists_are_short<B> ? 64 : bytes_beside_lists<B> > 20
 // rounds are computed from the key mask at each use.
 template <class B>
 constexpr int most_kept = lists_are_short<B> ? 1 : bytes_beside_lists<B> > 200 * 1024 ? 32 : 128;
-// The list, in shared memory. entries: for each visible round, 2 * number, plus 1 if the key mask hides one of
-// its keys, or if the bias changes a score. bits: USE_KEY_MASK: for each of the first most_kept rounds with a
-// hidden key, one bit per key, 1 if it is visible.
+// The list, in shared memory. entries: for each visible round, 2 * its index among all rounds, plus 1 if the
+// key mask hides one of its keys, or if the bias changes a score. bits: USE_KEY_MASK: for each of the first
+// most_kept rounds with a hidden key, one bit per key, 1 if it is visible.
 template <class B> struct VisibleRounds {
   using Bits = uint32_t[most_kept<B>][ceil_div(B::round_keys, 32)];
   alignas(16) std::conditional_t<B::use_key_mask, Bits, Nothing> bits;
@@ -2532,7 +2532,7 @@ template <class B> struct VisibleRounds {
 };
 template <class B> struct ListInShared {
   int list = 0;           // offset of the VisibleRounds in shared memory
-  int is_whole = 0;       // 1: the item computes all rounds. Bit 0 of the only entry: the mask or bias may have an effect
+  int is_whole = 0;       // 1: all rounds are computed; the only entry is 1 if the mask or bias may matter
   int masked_rounds = 0;  // number of listed rounds with a hidden key; those from most_kept on have no stored bits
   std::conditional_t<B::key_bias, int, Nothing> first{};  // USE_BIAS=4, 5: index of the first entry
   __device__ __forceinline__ VisibleRounds<B>& visible_rounds() const {
@@ -2559,7 +2559,7 @@ using ListOf = std::conditional_t<lists_by_cta<B>, ListInShared<B>,
 //   number  among all rounds of the item; it gives the keys. Without a list, it equals `round`
 //   entry   the element of the list: 2 * number, plus 1 if the bias or the mask may change the scores
 template <class B> struct alignas(16) WgmmaItem : Item<B>, ListOf<B> {
-  int h_kv, first_key, rounds;  // zero rounds: there are no more items
+  int h_kv, first_key, rounds;  // zero rounds: no more items, or with SPLIT_CTAS an empty range
 };
 // First key of the tile of a split in a round of the item.
 template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem<B>& item, int round, int split) {
@@ -2699,10 +2699,11 @@ template <class B> __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::
 
 // P of a tile, rounded: the A operands of P @ V.
 template <class B> using WgmmaProbabilities = uint32_t[B::block_n * B::element_bytes / STEP_BYTES][4];
-// e4m3: keys per panel of the transposed V [D][BLOCK_N], which are also the bytes of a line.
+// e4m3: keys per panel of the transposed V [Dv][BLOCK_N], which are also the bytes of a line.
 template <class B> constexpr int V_LINE = B::block_n > 64 ? 128 : 64;
 
-// Issues O [64][D] = P @ V (+ O if accumulate). V [BLOCK_N][D] is a descriptor. DTYPE=FP8_E4M3: V [D][BLOCK_N].
+// Issues O [64][Dv] = P @ V (+ O if accumulate). V [BLOCK_N][Dv] is a descriptor. DTYPE=FP8_E4M3: V
+// [Dv][BLOCK_N].
 template <class B>
 __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::d_v>& O, const WgmmaProbabilities<B>& P, uint64_t V,
                                          bool accumulate) {
@@ -2753,10 +2754,10 @@ template <class B> __device__ __forceinline__ void clear_rows_without_query(Elem
 template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, int keys, int thread, int threads) {
   clear_rows<B::d_v * B::kv_bytes>(V_s, B::block_n, keys, B::block_n, thread, threads, [](int) { return true; });
 }
-// batch_invariant: zero-fills the rows of Q past the last query of the sequence, in the `rows` rows from first_row
-// of the tile on. They belong to another sequence. They would affect the result, since a warp keeps a stale maximum
-// only if all of its rows allow it. Returns true if the tile has such rows; its readers must then wait for all
-// calling threads.
+// batch_invariant: zero-fills the rows of Q past the last query of the sequence, among the tile's `rows` rows
+// that begin at first_row. They belong to another sequence. They would affect the result, since a warp keeps
+// a stale maximum only if all of its rows allow it. Returns true if the item has such rows; its readers must
+// then wait for all calling threads.
 template <class B>
 __device__ __forceinline__ bool clear_queries_of_others(Element<B>* Q_s, int panel_rows, const KernelArgs& a,
                                                         const Item<B>& item, int first_row, int rows, int thread) {
@@ -2814,7 +2815,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
     mbarriers_init(s.full, 2);
     fence_mbarrier_init();
   }
-  __syncthreads();  // hazard: mbarriers initialised by thread 0
+  __syncthreads();  // hazard: mbarriers initialized by thread 0
   wait_then_let_next_kernel_start();
   if (tid == 0) {
     mbarrier_arrive_expect_tx(&s.q_full, sizeof s.Q);
@@ -2864,7 +2865,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
       hold(P[step]);
     }
 
-    // O = O + P @ V   [64][D]
+    // O = O + P @ V   [64][Dv]
     const uint64_t V = wgmma_descriptor(uniform(shared_address(s.V[stage])), B::block_n * PANEL_BYTES<B::v_bytes>,
                                         PANEL_ATOM<B::v_bytes>);
     wgmma_pv<B>(O, P, V, true);
@@ -2886,11 +2887,11 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_plain> {
 
 // ---- the bias in global memory (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_BIAS = 4, USE_BIAS = 5) ----
 
-// Returns the address of row r of the bias. The bias has one row per query. A row has a contiguous element
-// for each of the last bias_keys keys of the sequence; earlier keys have no bias. The strides may be 0.
-// USE_BIAS=1, 3: the element, of Q's type or fp32, is added to the logit; -inf hides the key. USE_BIAS=4, 5: as 1, 3, with
-// one row per batch. USE_BIAS=2: the element is a byte; 0 hides the key. The query and the head of a padding row are
-// clamped to valid ones.
+// Returns the address of the bias of row r of the tile at query q0. The bias has one row per query. A row has
+// a contiguous element for each of the last bias_keys keys of the sequence; earlier keys have no bias. The
+// strides may be 0. USE_BIAS=1, 3: the element, of Q's type or fp32, is added to the logit; -inf hides the
+// key. USE_BIAS=4, 5: as 1, 3, with one row per batch. USE_BIAS=2: the element is a byte; 0 hides the key.
+// The query and the head of a padding row are clamped to valid ones.
 template <class B>
 __device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r) {
   const SdpaParams& p = a.p;
@@ -2912,8 +2913,9 @@ template <class Pair> __device__ __forceinline__ void add_pair(float& x, float& 
   x = with_bias(x, bias[0], a.logit_scale);
   y = with_bias(y, bias[1], a.logit_scale);
 }
-// USE_BIAS=4, 5: loads the bias of a thread's columns, and adds it to all of its rows. bias_g: that of the first of
-// `columns` columns.
+// USE_BIAS=4, 5: load_bias_of_keys() loads the bias of a thread's columns, add_to_keys() adds it to the
+// thread's rows. bias_g: address of the bias of the thread's first column; `columns` columns from there on
+// have a bias.
 template <class View>
 __device__ __forceinline__ void load_bias_of_keys(Bias (&bias)[View::COLS], const View& S, const Bias* bias_g,
                                                   int columns) {
@@ -3039,8 +3041,8 @@ template <class B> struct BiasOfWarp<B, true> {
     chunk_g = bias_row<B>(a, item, 0, 0) + q * strides.row + column_at_0;
     rows_left = item.query_count(a.p) - q;
   }
-  // Starts the copy of the bias of the tile at key k0, unless it is in flight. A lane copies its chunk by
-  // cp.async if the chunk is aligned and lies inside the bias; otherwise element by element.
+  // Starts the copy of the bias of the tile at key k0, unless it has been started. A lane copies its chunk by
+  // one cp.async if the chunk is aligned and lies inside the bias; otherwise by words or elements.
   __device__ __forceinline__ void load(const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
     if (loaded_k0 == k0) return;
     const int lane = int(thread_index_anew() % 32), chunk = lane % LANES, column = k0 + column_at_0;
@@ -3225,7 +3227,7 @@ __device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, co
                                                   int k0);
 
 // Iterates over the item's list of rounds for one warpgroup, from the last entry to the first. Without a
-// list, it computes all rounds. Rows: WgmmaRows.
+// list, iterates over all rounds. Rows: WgmmaRows.
 template <class B, bool = may_have_list<B>> struct RoundWalk {
   template <class Rows> __device__ void start(const Rows&, const WgmmaItem<B>&, int) {}
   // False if the list says that the bias, MASK_MOD and the key mask leave this tile, or the next one, unchanged.
@@ -3238,8 +3240,8 @@ template <class B> struct RoundWalk<B, true> {
   ListOf<B> list;
   int round;
   uint32_t entries[2];  // of this round and of the next one; after the last round 0
-  // USE_KEY_MASK: the visible keys of this tile, if one is hidden; after look_ahead(), those of the next tile.
-  // look_ahead() decrements list.masked_rounds, which is then the index of these bits among the stored ones.
+  // USE_KEY_MASK: the visible keys of this tile, if its round has a hidden key; after look_ahead(), those of
+  // the next tile. look_ahead() decrements list.masked_rounds to the index of these stored bits.
   std::conditional_t<B::use_key_mask, KeyBits<B>, Nothing> bits;
 
   template <class Rows> __device__ __forceinline__ void start(const Rows& rows, const WgmmaItem<B>& item, int first) {
@@ -3334,8 +3336,9 @@ template <class B> struct TileWalk : RoundWalk<B> {
   template <class Rows> __device__ __forceinline__ void prefetch_next_bias(const Rows& rows) {
     prefetch_bias(rows, this->next_changes_scores(), rows.k0 - this->step());
   }
-  // Adds the bias of this tile, if it has one, and prefetches that of the next tile. USE_BIAS=1, 2, 3: the next tile has
-  // smaller keys and so has a bias only if this tile has one. Returns true if it has added a bias.
+  // Adds the bias of this tile, if it has one, and prefetches that of the next tile. USE_BIAS=1, 2, 3: the
+  // next tile has smaller keys and so has a bias only if this tile has one. Returns true if it has added a
+  // bias.
   template <class View, class Rows> __device__ __forceinline__ bool add_bias(View& S, const Rows& rows) {
     if constexpr (B::use_bias != 0) {
       if (!has_bias(rows.k0) || !(this->changes_scores() || this->next_changes_scores())) return false;
@@ -3349,8 +3352,8 @@ template <class B> struct TileWalk : RoundWalk<B> {
     }
     return false;
   }
-  // USE_BIAS=4, 5: adds the bias of this tile to columns [first, last) of S and replaces them by P. Returns false if the
-  // tile has no bias.
+  // USE_BIAS=4, 5: adds the bias of this tile to columns [first, last) of S and replaces them by P. Returns
+  // false if the tile has no bias.
   template <class View, class Rows, class Softmax>
   __device__ __forceinline__ bool exp_with_bias(View& S, int first, int last, const Rows& rows, Softmax& softmax) {
     if (first == 0) prefetch_next_bias(rows);
@@ -3385,7 +3388,7 @@ template <class B> struct TileWalk : RoundWalk<B> {
 //   tile       k0, S, P, and the stage of its K and V
 //
 //   mbarrier          completed by                                 awaited by           protects
-//   q_full            the warp that starts the item, and TMA       all other warps      Q and s.item: written
+//   q_full            the warp that starts the item, and TMA       all readers          Q and s.item: written
 //   q_empty           the last readers of Q, or the warp           the warp that        Q and s.item: read, and O over
 //                     that has stored O                            starts the item      Q: stored
 //   k_full, v_full    TMA, or the warps that copied the tile       consumers            the tile: written
@@ -3405,7 +3408,7 @@ template <class B> constexpr int partials_threads = B::warpgroups * 128;
 template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
   using E = Element<B>;
   alignas(1024) E K[B::stages][B::block_n * ROW_BYTES<B::qk_bytes> / sizeof(E)];  // [BLOCK_N][D]
-  alignas(1024) E V[B::stages][V_ELEMENTS];                                       // [BLOCK_N][D]
+  alignas(1024) E V[B::stages][V_ELEMENTS];                                       // [BLOCK_N][Dv]
   uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
   std::conditional_t<B::use_lengths, uint64_t, Nothing> last_landed;  // V has landed; it still needs zero-fill
   TileBias<B> bias;
@@ -3441,8 +3444,8 @@ template <class B>
 using SplitPartials = std::conditional_t<(B::split_kv > 1), SplitPartial<B>[B::block_m / 64], Nothing>;
 
 // CTAs per SM for the launch bounds, which limit the registers per thread. Without the limit, a kernel with a
-// bias or a key mask and one consumer warpgroup would use more than half of the SM's registers. Only one CTA would fit, and
-// it would mostly wait. COLUMNS: columns of S and O.
+// bias or a key mask and one consumer warpgroup would use more than half of the SM's registers. Only one CTA
+// would fit, and it would mostly wait. COLUMNS: columns of S and O.
 template <class B, int COLUMNS = B::block_n + B::d_v>
 constexpr int ctas_by_registers = (B::use_bias == 0 && !(B::use_key_mask && B::kv_bytes == 2)) ||
                                           B::warpgroups > 1 || COLUMNS > 192  ? 1
@@ -3455,12 +3458,12 @@ template <class B, int PRODUCER, int WITH_MANY_CONSUMERS = 32> struct WgmmaRegis
   static constexpr int producer = B::warpgroups > 2 ? WITH_MANY_CONSUMERS : PRODUCER;
   static constexpr int spare = at_launch * (B::warpgroups + 1) - producer;
   static constexpr int consumer = spare / B::warpgroups < 240 ? spare / B::warpgroups / 8 * 8 : 240;
-  // False with one consumer warpgroup, which has enough registers at launch.
+  // False with one consumer warpgroup and one CTA per SM: the consumers have enough registers at launch.
   static constexpr bool redistributes = consumer > at_launch;
 };
 
-// USE_KEY_MASK, USE_BIAS=4, 5: number of lists in shared memory. With persistent CTAs: one per stage of Q and one for the
-// next item. Otherwise: one per loading warp.
+// USE_KEY_MASK, USE_BIAS=4, 5: number of lists in shared memory. With persistent CTAs: one per stage of Q and
+// one for the next item. Otherwise: one per loading warp.
 template <class B, int Q_STAGES>
 constexpr int list_count = B::use_persistent_cta        ? Q_STAGES + 1
                             : B::tile_type != B::kv_type ? 4
@@ -3477,8 +3480,8 @@ __device__ __forceinline__ void list_visible_rounds(const KernelArgs& a, WgmmaIt
 
 enum WgmmaRole { idle = 0, load_k = 1, load_v = 2, store_o = 4 };  // tasks of a producer warp; bits
 
-// A producer warp. Its state lives as long as the CTA and is equal in all lanes. Lane 0 issues the copies.
-// LANDING: number of stages of `ring`.
+// A producer warp. Its state lives as long as the CTA and is equal in all lanes, except `issues`: lane 0
+// issues the TMA copies. LANDING: number of stages of `ring`.
 template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
   Shared& s;
   const KernelArgs& a;
@@ -3496,10 +3499,10 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
     if constexpr (B::masks_keys) return find_listed_item(i);
     return wgmma_item<B>(a, i);
   }
-  // USE_KEY_MASK, USE_BIAS=4, 5: work item i with a list of its visible rounds. Without persistent CTAs, each warp writes
-  // its own list. With persistent CTAs, warp 0 writes the lists for all warps. When it lists the next item,
-  // it has started the current one, so the consumers have finished the item that is Q_STAGES items before the
-  // current one. Therefore Q_STAGES + 1 lists suffice.
+  // USE_KEY_MASK, USE_BIAS=4, 5: work item i with a list of its visible rounds. Without persistent CTAs, each
+  // warp writes its own list. With persistent CTAs, warp 0 writes the lists for all warps. When it lists the
+  // next item, it has started the current one, so the consumers have finished the item that is Q_STAGES items
+  // before the current one. Therefore Q_STAGES + 1 lists suffice.
   __device__ __forceinline__ WgmmaItem<B> find_listed_item(uint32_t i) {
     WgmmaItem<B> item = wgmma_item<B>(a, i);
     if (B::use_persistent_cta && uniform(int(threadIdx.x)) >= 32) return item;
@@ -3522,7 +3525,7 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
     return item;
   }
   // Waits until the buffer of Q is free (`empty`), starts the TMA load of Q and publishes the item in s.item.
-  // Consumers and other producer warps wait on q_full.
+  // All other warps that read the item wait on q_full.
   __device__ __forceinline__ void start_item(const WgmmaItem<B>& item, uint64_t* empty, int parity) {
     const int stage = q_ring.stage;
     uint64_t* const full = &s.q_full[stage];
@@ -3540,7 +3543,7 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
   __device__ __forceinline__ WgmmaItem<B> follow_item() {
     mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
     const WgmmaItem<B> item = s.item[q_ring.stage];
-    __syncwarp();  // hazard: item read by all lanes, before copies of lane 0 let it be overwritten
+    __syncwarp();  // hazard: item read by all lanes; after lane 0 has issued copies, it may be overwritten
     q_ring.advance();
     return item;
   }
@@ -3590,7 +3593,7 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
       // keys_at_end is computed before the loop to save registers.
       keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, split));
       for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
-        // Just before the loads of the item's last round: an earlier fetch would keep the item from an idle CTA.
+        // Fetch just before the last loads of this item. An earlier fetch would starve idle CTAs.
         if (starts && issues && round == 0) next_index = fetch_item_index<B>(a);
         load_round(role, item, round, split, k, v);
       }
@@ -3601,8 +3604,9 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
       if (starts) item = find_item(gridDim.x + uniform(next_index));
     }
   }
-  // One thread stores O, which the consumers have written over the item's Q. TMA does not write rows past Sq, but a
-  // box must not begin before row 0.
+  // One thread stores O, which the consumers have written over the item's Q. TMA does not write rows past Sq,
+  // but a box must not begin before row 0. USE_LENGTHS: the consumers store the boxes in which a sequence
+  // ends.
   __device__ __forceinline__ void store_item(const StageRing<Shared::Q_STAGES>& of_item) {
     const int stage = of_item.stage;
     const WgmmaItem<B>& item = s.item[stage];
@@ -3694,9 +3698,8 @@ template <class B> struct WgmmaRows {
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may use the stale maximum.
   int stale_from = 0;
   uint32_t stale_keys = 0;
-  // SCORE_MOD: the stale maximum was too small for a tile of the item. SCORE_MOD: if scores increase from
-  // tile to tile (from the last key to the first), it would also be too small for most of the following
-  // tiles.
+  // SCORE_MOD: the stale maximum was too small for a tile of the item. SCORE_MOD: if scores increase towards
+  // the first key, it would also be too small for most of the following tiles.
   bool stale_max_failed = false;
 
   // ---- state of the tile: run_items() sets it for the item's first tile, advance() for the next one ----
@@ -3845,7 +3848,7 @@ template <class B, class Shared> struct WgmmaConsumer {
     if constexpr (B::split_kv > 1) barrier_sync(partials_barrier, partials_threads<B>);
     else barrier_sync(q_read_barrier + warpgroup, q_read_threads);
   }
-  // Computes all items. `consumer`: this object, as the type of its kernel, which has the steps of an item:
+  // Computes all items. `consumer`: this object as the derived type, which defines the steps of an item:
   //
   //   begin_item       Q has landed
   //   compute_rounds   m, l and O over the rounds of the warpgroup; not called if it has none
@@ -3888,7 +3891,7 @@ template <class B, class Shared> struct WgmmaConsumer {
       consumer.store_range();
     }
   }
-  // Issues O += P @ V.   [64][D]
+  // Issues O += P @ V.   [64][Dv]
   __device__ __forceinline__ void issue_pv(const WgmmaProbabilities<B>& P, bool v_landed) {
     wait_for_tile<B>(&s.split[split].v_full[ring.stage], ring.parity, v_landed);
     wgmma_pv<B>(rows.O, P, descriptor_at(V, ring.stage * int(sizeof s.split[0].V[0])), rows.accumulates);
@@ -4095,8 +4098,8 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
 
   __device__ __forceinline__ void run(int warp) {
     // SPLIT_KV=2: each split has one warp that loads K and one that loads V, and the consumers store O.
-    // USE_PAGES=2: two warps copy each tile. USE_PAGES=2: the second warp that loads V also stores O, since
-    // an item needs V later than K.
+    // USE_PAGES=2: with one split, two warps copy each tile, and the second one for V also stores O, since an
+    // item needs V later than K.
     constexpr bool four_loaders = B::split_kv > 1 || B::copies_rows;
     const int role = warp == 0                       ? load_k
                      : warp == 1                     ? load_v
@@ -4199,7 +4202,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     if (!done && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(rows.O, alpha);
     if (!done) pack_all(P, S);
   }
-  // Waits for the previous P @ V at the end: it overlaps the whole softmax.
+  // Waits for the previous P @ V after the softmax, which overlaps it.
   //
   //   if stale: P = exp of S; done if the row sums fit
   //   if not done: recover S if stale; exact m, alpha, P
@@ -4249,9 +4252,9 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     }
   }
 
-  // Two warpgroups do not saturate the pipes of an SM. At D=128 and 256, waiting for P @ V after half of the
-  // exponentials is faster: P is then rounded together with the other half. With more warpgroups or splits,
-  // softmax_then_wait() is faster.
+  // Two warpgroups do not saturate the pipes of an SM. At D=128 and 256, it is faster to wait for P @ V after
+  // half of the exponentials: P is then rounded while the other half is computed. With more warpgroups or
+  // splits, softmax_then_wait() is faster.
   template <class End>
   __device__ __forceinline__ void overlap(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
     if constexpr (B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1) {
@@ -4294,8 +4297,8 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     fence_proxy_async();
     if constexpr (B::use_lengths) store_partial_rows(s.item[stage], s.Q[stage][row_group], first_row, lane);
   }
-  // USE_LENGTHS: if the sequence ends within the warpgroup's rows, stores O of the warp's rows from shared memory;
-  // TMA would store rows of the next sequence.
+  // USE_LENGTHS: if the sequence ends within the warpgroup's rows, stores O of the warp's rows from shared
+  // memory. TMA would overwrite rows of the next sequence.
   __device__ __forceinline__ void store_partial_rows(const Item<B>& item, const Element<B>* O_s, int first_row,
                                                      int lane) {
     if (!item.ends_before(rows.q + 64)) return;
@@ -4372,10 +4375,11 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_roles> {
 };
 
 // ---- 5c e4m3: Q in registers, V transposed, sums in fp32 (wgmma and DTYPE = FP8_E4M3) ----
-// wgmma cannot transpose 8-bit operands, so two producer warps transpose V. wgmma accumulates e4m3 products with 14
-// bits: each product is truncated to 2^-13 of the accumulator. If the mean of V is not 0, O becomes too small, and
-// after some thousand keys it stops growing. Therefore O is added to fp32 sums in shared memory after every
-// FP8_FLUSH tiles (flush()). OVERLAP is always 1.
+// wgmma cannot transpose 8-bit operands, so two producer warps transpose V. wgmma accumulates e4m3 products
+// with 14 bits: it truncates each product to a multiple of 2^-13 of the accumulator. If the mean of V is not
+// 0, O becomes too small, and after some thousand keys it stops growing. Therefore O is added to fp32 sums in
+// shared memory after every FP8_FLUSH tiles (flush()). OVERLAP is always 1. SPLIT_KV=2: warps 0 and 1 each
+// load K and V of one split; warps 2 and 3 each transpose V of one split.
 //
 //   producer warps                                    consumer warpgroups
 //   0: for each tile: wait k_empty;  load K           for each item:
@@ -4391,9 +4395,9 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_roles> {
 template <class B> struct E4m3Shared {
   static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta ? 2 : 1;
   static constexpr int TRANSPOSERS = 2 / B::split_kv;  // warps per split that transpose V
-  // Q is in registers if they suffice: from shared memory, an instruction would read as much of Q as of K.
+  // Q is in registers if they suffice. From shared memory, each wgmma would also read 64 rows of Q.
   static constexpr bool Q_IN_REGISTERS = B::warpgroups < 4, FLUSHES = B::fp8_flush != 0;
-  // If shared memory has no room for both, the sums share the buffer of Q, which is read before the first flush.
+  // If shared memory has no room for Q and the sums, the sums overwrite Q after it has been read.
   static constexpr bool Q_IN_FLUSHED = Q_IN_REGISTERS && FLUSHES && B::head_dim == 256;
   struct Landed {  // V as loaded by TMA, before transposition
     alignas(1024) KeyValue V[B::stages][B::block_n * ROW_BYTES<B::v_bytes> / sizeof(KeyValue)];  // [BLOCK_N][D]
@@ -4440,12 +4444,12 @@ template <class B> struct E4m3Shared {
 template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
   using Shared = E4m3Shared<B>;
   using Base = WgmmaProducer<B, Shared>;
-  StageRing<Shared::Q_STAGES> last_q{Shared::Q_STAGES - 1, 1};  // of the previous item; all items share one buffer of Q
+  StageRing<Shared::Q_STAGES> last_q{Shared::Q_STAGES - 1, 1};  // of the previous item; Q has a single buffer
 
   using Base::Base;
 
-  // Transposes V of a split's tiles of all items. Two warps alternate in blocks of 16 d. transposer: index of the
-  // warp among those of the split.
+  // Transposes the V tiles of a split, for all items. Its TRANSPOSERS warps alternate in blocks of 16 d.
+  // transposer: index of the warp among them.
   __device__ __forceinline__ void transpose_items(int split, int transposer) {
     auto& to = this->s.split[split];
     auto& from = this->s.landed[split];
@@ -4467,12 +4471,12 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
       }
     } while (B::use_persistent_cta);
   }
-  // Transposes blocks of 16 d and 32 keys. ldmatrix gives each lane the bytes of d = 2g and 2g + 1 of two keys; prmt
-  // separates them, which puts the keys in the order of P. Within 16 d, the even d come first, since their lines are
-  // in different banks.
+  // Transposes blocks of 16 d and 32 keys. ldmatrix gives lane 4g + q the bytes of d = 2g and 2g + 1 of two
+  // keys. prmt separates the even d from the odd d, which puts the keys in the order of P. Within 16 d, the
+  // even d come first: these 8 adjacent lines are in different banks.
   static __device__ __forceinline__ void transpose(SharedAddress to, SharedAddress from, int transposer) {
     constexpr int LINE = PANEL_BYTES<B::v_bytes>, LINE_V = V_LINE<B>, STEP = 16 * Shared::TRANSPOSERS;
-    constexpr int MOST = B::warpgroups == 2 && B::split_kv == 1 ? 4 : 2;  // limited by registers; loads wait for stores
+    constexpr int MOST = B::warpgroups == 2 && B::split_kv == 1 ? 4 : 2;  // registers limit the loads at once
     constexpr int AT_ONCE = B::d_v / STEP < MOST ? B::d_v / STEP : MOST;
     const uint32_t lane = threadIdx.x % 32;
     from += panel_byte<B::block_n, LINE>(lane, transposer * 16);
@@ -4573,9 +4577,9 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       }
     });
   }
-  // Like softmax_then_wait() of the 16-bit kernel, but first tries to raise a stale maximum that was too small. P is
-  // rounded after the previous P @ V has completed, since ptxas reuses the registers of an operand that wgmma still
-  // reads.
+  // Like softmax_then_wait() of the 16-bit kernel, but if the stale maximum was too small, first tries to
+  // raise it. P is rounded after the previous P @ V has completed, since ptxas reuses the registers of an
+  // operand that wgmma still reads.
   template <class End>
   __device__ __forceinline__ void overlap(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
     float alpha[2];
@@ -4596,8 +4600,8 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       scale_rows(rows.O, alpha);
       scale_flushed(alpha);
     }
-    // The accumulators of 32 columns have the lane layout of an A operand, but with the keys in another order, in
-    // which V is stored as well: of each 16 keys, k = 4q + r is column r / 2 * 8 + 2q + r % 2.
+    // The accumulators of 32 columns have the lane layout of an A operand with permuted keys: in each group
+    // of 16, k = 4q + r is column r / 2 * 8 + 2q + r % 2. V is stored with its keys in the same order.
     SDPA_UNROLL for (int step = 0; step < B::block_n / 32; step++) {
       SDPA_UNROLL for (int i = 0; i < 4; i++) {
         const float* const d = S.x.d + 16 * step + i / 2 * 8 + i % 2 * 2;
@@ -4606,9 +4610,9 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       hold(P[step]);
     }
   }
-  // Called if the stale maximum was too small. Raises m by powers of two until no P exceeds 2^p_log2, and rescales P
-  // and l, without using S. Sets alpha for O. Returns false, and changes nothing, if a P has overflowed or reached
-  // 2^127, the end of the polynomial's domain.
+  // Called if the stale maximum was too small. Raises m so that alpha is a power of two and no P exceeds
+  // 2^p_log2. Rescales P and l by alpha, without using S; the caller rescales O. Returns false and changes
+  // nothing if P may have overflowed or, with the polynomial, have been clamped at 2^127.
   __device__ __forceinline__ bool raise_max(Scores& P, const StaleSoftmax<B, 2>& softmax, float (&alpha)[2]) {
     constexpr float most = B::use_fast_exp ? 0x1p120f : INFINITY;
     if (!__all_sync(0xffffffffu, softmax.sum[0] + softmax.sum[1] < most)) return false;
@@ -4782,7 +4786,7 @@ template <class B> struct WgmmaColumnsShared {
 template <class B> struct WgmmaColumnsLoader {
   WgmmaColumnsShared<B>& s;
   const KernelArgs& a;
-  const int split, warp;  // warp: counted in the split
+  const int split, warp;  // warp: index in the split
   WgmmaItem<B> item;         // has zero rounds in a warp that loads nothing
 
   __device__ bool loads_k() const { return B::copies_rows || warp == 0; }
@@ -4819,7 +4823,7 @@ template <class B> struct WgmmaColumnsLoader {
     }
     box.load(a, map, tile_s, full);
   }
-  // Starts the loads into all stages. The loads of V of all splits come after those of K, which is needed first.
+  // Starts the loads into all stages. The first K tiles of all splits are needed first, so they precede V.
   __device__ __forceinline__ void load_first_tiles() {
     if (item.rounds == 0) return;
     if constexpr (B::copies_rows) return load_first_rows();
@@ -4887,9 +4891,9 @@ template <class B> struct WgmmaColumns {
 
   Shared& s;
   const KernelArgs& a;
-  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;  // warp: counted in the warpgroup
+  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;  // warp: index in the warpgroup
   const int split = int(threadIdx.x / 128);
-  const SharedAddress Q_s, K_s, V_s, P_s;  // K and V: the first stages
+  const SharedAddress Q_s, K_s, V_s, P_s;  // K_s, V_s: stage 0
   StageRing<B::stages> ring;               // stage and parity of this round's K and V
   float m, l;          // of the query that the thread owns; l sums only the keys of its warp
   float m_log2[ROWS];  // m * scale_log2 of the thread's queries; 0 if S has been replaced by S - m
@@ -4939,8 +4943,8 @@ template <class B> struct WgmmaColumns {
     }
     wgmma_commit_group();
   }
-  // Waits for both products, which complete for all warps of the warpgroup at once, and then starts the loads of
-  // later tiles into the stages of K and V that they have read.
+  // Waits for both products, which complete for all warps of the warpgroup at once. Then starts the loads of
+  // later tiles into the stages that the products have read.
   __device__ __forceinline__ void wait_and_load(Scores& S, int round, int rounds,
                                                   const StageRing<B::stages>& k_ring) {
     wgmma_wait_group<0>();
@@ -4966,8 +4970,9 @@ template <class B> struct WgmmaColumns {
 
   // ---- row max and row sum of the queries ----
   // 8 lanes reduce the values of their ROWS queries, by exchanges at distances of 16, 8 and 4 lanes. In each
-  // exchange, a lane keeps half of its queries: it sends its values of the other half, and receives the partner's
-  // values of the kept half. At the end each lane owns one query, and 8 / ROWS lanes own the same one.
+  // exchange, a lane with several queries keeps half of them: it sends its values of the other half and
+  // receives the partner's values of the kept half. At the end each lane owns one query, and 8 / ROWS lanes
+  // own the same one.
 
   template <int DISTANCE, class Combine>
   __device__ __forceinline__ void combine_pair(float (&x)[ROWS], Combine combine) const {
@@ -5014,8 +5019,8 @@ template <class B> struct WgmmaColumns {
   // ---- the softmax ----
 
   // Updates m to max(m, row max of S), and rescales l and O. FIRST: m, l and O have no values yet. As in
-  // softmax_sum(), S is replaced by S - m if |m_log2| is above shift_limit; here for all queries of a warp if it is
-  // above for one of them.
+  // softmax_sum(), S is replaced by S - m if |m_log2| is above shift_limit; here for all queries of a warp if
+  // one of them is above it.
   template <bool FIRST> __device__ __forceinline__ void update_max(Scores& S, Sums& O) {
     float m_new = column_max(S), alpha;
     if (!FIRST) {
@@ -5071,8 +5076,8 @@ template <class B> struct WgmmaColumns {
     fence_proxy_async();
     wait_for_tile<B>(&own_split().v_full[ring.stage], ring.parity);
   }
-  // Writes P to shared memory for all warps. If the stale maximum was too small, updates m and rescales l and O. The
-  // caller adds `sum` to l.
+  // Writes P to shared memory for all warps. Unless the stale maximum suffices, updates m and rescales l and
+  // O. The caller adds `sum` to l.
   template <bool FIRST> __device__ __forceinline__ void softmax(Scores& S, Sums& O, float (&sum)[ROWS]) {
     bool fits = false;
     if (!FIRST && m_may_be_kept) {
@@ -5326,8 +5331,8 @@ __device__ __forceinline__ void mbarrier_spin(uint64_t* barrier_s, int parity) {
   }
 }
 
-// The counterpart of CopyTogether for consumer warps if producer warps copy the tiles. The ring continues
-// from one item to the next.
+// Takes the place of CopyTogether in consumer warps if producer warps copy the tiles. The ring continues from
+// one item to the next.
 template <class B> struct CopyByProducers {
   WmmaShared<B>& s;
   StageRing<B::stages>& ring;
@@ -5621,8 +5626,8 @@ template <int N> constexpr bool is_read_by_head = reads_by_head(SCORE_MOD_text, 
 //   logit = score * factor + base + slope * column
 //   exponent = score * factor_log2 + ((slope * log2e) * column + (base * log2e - m_log2))
 //
-// factor and slope are the same in all columns of a tile, and base is the same in all columns of a row.
-// column is a compile-time constant. An expression that does not have this form becomes a Number.
+// column is a compile-time constant. factor, base and slope usually are the same in all columns of a row.
+// Then the terms in parentheses are computed once per row. An expression without this form becomes a Number.
 
 namespace expression {
 
@@ -5946,7 +5951,7 @@ __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool un
       if constexpr (B::changes_logits) S.x[i][j] = float(logit);
       if (!visible) S.x[i][j] = -INFINITY;
     };
-    // With lazy rescaling few tiles come here, so they share one version of the code.
+    // With lazy rescaling, few tiles reach this code. Without a key mask, they share one version of it.
     if (B::use_key_mask && unmasked) Mod::template each_in_steps<true, false>(S, 0, View::COLS, tile, modify);
     else if (!B::use_lazy_max && unmasked) Mod::template each<true>(S, 0, View::COLS, tile, modify);
     else Mod::template each_in_steps<false, B::use_lazy_max>(S, 0, View::COLS, tile, modify);
@@ -5971,7 +5976,7 @@ template <class B> __device__ __forceinline__ float capped(float x, float hook_s
   return B::use_softcap == 1 ? tanh_approx(x * hook_scale) : tanh_exact(x * hook_scale);
 }
 // Branches on is_capped() once per tile, so that the tanh of several scores overlap. With tanh.approx and no
-// polynomial it is tested per score: there, one branch per tile is up to 4% slower.
+// polynomial, tests it per score, since one branch per tile is up to 4% slower.
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> hook_scale, int first, int last) {
   if constexpr (B::use_softcap != 0) {
@@ -5996,8 +6001,8 @@ __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreSc
 //   x > 0.85     P is larger than 2^16, which add_to() detects by the sum of P
 //   x < -0.85    P is below 2^-30 with the polynomial and with tanh
 //
-// The square is completed, so that every FMA has a constant operand. A third register operand would be
-// slower.
+// The square is completed, so that every FMA reads one operand from constant memory. Three register operands
+// would be slower.
 
 template <class Args> void set_cap_polynomial(Args& a) {
   const double x = a.hook_scale, k0 = 0.9995825, k1 = -0.3226164, k2 = 0.08978852, shift = k1 / (2 * k2);
@@ -6114,6 +6119,7 @@ template <class B> struct KeyBits {
 
 // ---- 5f the rounds with a visible key (wgmma and USE_KEY_MASK, USE_BIAS = 4, USE_BIAS = 5) ----
 
+// Returns the bits of a round with a hidden key: list.bits[place], or if they are not stored, from the mask.
 template <class B>
 __device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, const VisibleRounds<B>& list, int place,
                                                   int k0) {
@@ -6135,9 +6141,9 @@ __device__ __forceinline__ uint32_t bytes_of_keys(const uint8_t* from, int count
   return byte[0] | byte[1] << 8 | byte[2] << 16 | byte[3] << 24;
 }
 
-// Writes an entry to `list` for each round that the key mask shows, and returns their number; also writes the bits of
-// rounds with a hidden key, and adds the number of these to item.masked_rounds. One warp calls it; four lanes process a
-// round. row: the key mask from the item's first key on.
+// Writes an entry to `list` for each round that is visible by the key mask, and returns their number. Also
+// writes the bits of listed rounds with a hidden key, and adds their number to item.masked_rounds. Called by
+// one warp; four lanes process a round. row: the key mask from the item's first key on.
 template <class B>
 __device__ __forceinline__ int list_rounds_of_mask(const KernelArgs& a, WgmmaItem<B>& item, VisibleRounds<B>& list,
                                                    const uint8_t* row) {
@@ -6189,8 +6195,8 @@ __device__ __forceinline__ int list_rounds_of_mask(const KernelArgs& a, WgmmaIte
   return count;
 }
 
-// Reads four bytes of a bias of which `count` elements exist. The others are equal to the first one. is_aligned: the
-// address is a multiple of four bytes.
+// Reads four bytes of a bias. Only their first `count` elements exist; the others get the value of the first.
+// is_aligned: the address is a multiple of four bytes.
 __device__ __forceinline__ uint32_t word_of_bias(const Bias* from, int count, bool is_aligned) {
   if constexpr (sizeof(Bias) == 2) {
     if (is_aligned && count > 1) return ld_global<uint32_t>(from);
@@ -6199,13 +6205,14 @@ __device__ __forceinline__ uint32_t word_of_bias(const Bias* from, int count, bo
   }
   return ld_global<uint32_t>(from);
 }
-// The same as list_rounds_of_mask() for a bias, without bits: the entry of a round says whether the bias changes a
-// score.
+// Like list_rounds_of_mask(), for a bias and without bits. An entry says whether the bias changes a score of
+// the round.
 //
-// The last entry is computed first. Rounds whose elements are all far below 0, such as padding of finfo.min, come
-// first in the list: computed last, with the row max of other rounds, they keep the stale maximum. Far are fp16 from
-// -512 and bf16 and fp32 from -2^65 down, whose three highest bits are set. Entries of near rounds are written from the
-// middle of the list up, those of far rounds from the middle down.
+// The last entry is computed first. Rounds whose elements are all far below 0, as in padding with finfo.min,
+// come first in the list: computed last, after the row max of other rounds is known, they keep the stale
+// maximum. An element is far below 0 if its three highest bits are set: fp16 from -512 down, bf16 and fp32
+// from -2^65 down. Entries of near rounds are written from the middle of the list up, those of far rounds
+// from the middle down.
 template <class B>
 __device__ __forceinline__ int list_rounds_of_bias(const KernelArgs& a, WgmmaItem<B>& item, VisibleRounds<B>& list,
                                                    const Bias* row) {
@@ -6272,7 +6279,7 @@ __device__ __forceinline__ void list_visible_rounds(const KernelArgs& a, WgmmaIt
     if constexpr (B::key_bias) item.first = 0;
     return list_all(false);
   }
-  if (count == 0) {  // zero rounds would mean that there are no more items, so list number 0
+  if (count == 0) {  // zero rounds would mean that there are no more items, so list round number 0
     int at = 0;
     if constexpr (B::key_bias) at = item.first;
     if (threadIdx.x % 32 == 0) st_shared(&list.entries[at], uint16_t(1));
@@ -6369,7 +6376,7 @@ template <class B> __device__ __forceinline__ int effects_on_round(const KernelA
 }
 
 constexpr int map_threads = 1024;
-// Writes the list of one item per CTA.
+// Each CTA writes the list of one item.
 template <class B> __global__ void __launch_bounds__(map_threads) sdpa_map(const __grid_constant__ KernelArgs a) {
   wait_then_let_next_kernel_start();
   if (blockIdx.x == 0 && threadIdx.x == 0) st_global(map_header(a.bias_map), a.bias_map.made_for);
@@ -6419,8 +6426,8 @@ __device__ __forceinline__ void bf16_of_f16(uint32_t (&pairs)[2]) {
 // ---- 5f mma.sync with e4m3 (mma and DTYPE = FP8_E4M3, KV_DTYPE = FP8_E4M3) ----
 
 // P @ V with m16n8k32. The keys of a step are permuted, so that lanes need not exchange P: k = 4q + i of both
-// operands is key i / 2 * 8 + 2q + i % 2, and k = 16 + 4q + i is the key 16 further. A register of V from
-// ldmatrix has the bytes d = 2g and d = 2g + 1 of two keys. prmt separates the even d from the odd
+// operands is key i / 2 * 8 + 2q + i % 2, and k = 16 + 4q + i is 16 keys further. In lane 4g + q, a register
+// of V from ldmatrix has the bytes d = 2g and d = 2g + 1 of two keys. prmt separates the even d from the odd
 // d, which are the operands of two products. Together the products give a lane 4 adjacent d of 16.
 template <class B> struct MmaE4m3 {
   static constexpr int REGISTERS = 4, KEYS = 32;
@@ -6451,7 +6458,7 @@ template <class B> struct MmaE4m3 {
 };
 
 // mma.sync with 16-bit operands, which are converted when they are read. A step of Q @ K.T takes two
-// products: the first multiplies the lane's bytes k = 4q ... 4q + 3, the second the bytes 16 k further.
+// products: the first multiplies the lane's bytes k = 4q ... 4q + 3, the second k = 16 + 4q ... 16 + 4q + 3.
 template <class B> struct MmaE4m3AsHalves {
   static constexpr int REGISTERS = 8, KEYS = 16;
 
@@ -6505,13 +6512,13 @@ constexpr uint32_t most_split_items = Defines::use_lengths ? 131072 : 16384;
 // Number of ranges whose partials a thread loads at once. For up to few_ranges ranges it loads more columns
 // instead.
 constexpr int ranges_at_once = 16, few_ranges = 4;
-// SPLIT_CTAS=0: minimum number of rounds in a planned range: as many as have 256 KB of K and V.
+// SPLIT_CTAS=0: minimum number of rounds in a planned range: those of about 256 KB of K and V.
 __host__ __device__ __forceinline__ int least_rounds(int round_keys) {
   return max(1, 256 * 1024 / int(round_keys * Defines::head_dim * sizeof(KeyValue) * 2));
 }
 // batch_invariant, SPLIT_CTAS=0: maximum number of rounds in a range, for a sequence of `tiles` tiles with at
 // most `rounds` rounds each. It is least_rounds(), or more if the sequence would otherwise have over
-// `partials` ranges in a head group.
+// `partials` ranges in a head group (the heads of an item).
 __host__ __device__ __forceinline__ int invariant_rounds(int rounds, int round_keys, int tiles, int partials) {
   const int share = ceil_div(rounds, max(partials / max(tiles, 1), 1));
   return min(max(least_rounds(round_keys), share), max(most_keys_at_once / round_keys, 1));
@@ -6784,9 +6791,9 @@ template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>, Land
   using Base::s, Base::a, Base::ring, Base::issues, Base::Base;
   StageRing<B::stages> tile;  // the 16-bit stage to write; `ring`: the 8-bit stage to read, then to reload
 
-  // Converts a tile's rows to fp16. Of every 32 rows the warp converts 8. Eight lanes convert 64 bytes of two
-  // rows, whose indices differ in bits 0 and 2. This avoids bank conflicts of the reads and of the writes,
-  // which are twice as long.
+  // Converts a tile's rows to fp16. Each warp converts 8 of every 32 rows. Eight lanes convert 64 bytes of
+  // each of two rows, whose indices differ in bits 0 and 2. This avoids bank conflicts of the reads and of
+  // the writes, which are twice as long.
   template <int D> static __device__ __forceinline__ void convert(void* to_s, const void* from_s, int warp) {
     constexpr int LINE = PANEL_BYTES<D * B::element_bytes>, LANDED_LINE = PANEL_BYTES<D * B::kv_bytes>;
     constexpr int ROWS = 8 * converter_warps, CHUNKS = ceil_div(D, 64), AT_ONCE = CHUNKS < 2 ? CHUNKS : 2;
@@ -6835,8 +6842,8 @@ template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>, Land
       mbarrier_arrive(full);
     }
   }
-  // Loads the first landed_stages rounds at once. Then loads a new tile into each 8-bit stage that has been
-  // converted.
+  // Loads the first landed_stages rounds at once. Then converts each tile, and loads another into its 8-bit
+  // stage.
   __device__ __forceinline__ void run(int warp) {
     auto& to = s.split[0];
     auto& from = s.landed;
@@ -7032,8 +7039,8 @@ template <class B, int D> struct TileRows {
 };
 
 // ---- 5f planned items (USE_LENGTHS) ----
-// sdpa_plan() runs before the attention kernel. It lists the items of all sequences for one head group,
-// longest first, and divides long items into ranges.
+// sdpa_plan() runs before the attention kernel. For one head group, it divides the tiles of query rows of all
+// sequences into ranges of keys. Each range is an item. It lists the items, longest first.
 
 // USE_LENGTHS: the position of a sequence in the tensors, and its number of rows. These arrays are in device
 // memory:
@@ -7064,12 +7071,12 @@ struct Sequence {
     }
   }
 };
-// First key of the first tile of these keys. With pages by TMA a tile begins at a multiple of BLOCK_N, as the
-// boxes do.
+// First key of the first tile of `keys`. With pages by TMA, tiles begin at multiples of BLOCK_N, so that no
+// box crosses the end of a page.
 template <class B> __device__ __forceinline__ int first_tile_key(const Interval& keys) {
   return B::use_pages && B::is_wgmma && !B::copies_rows ? keys.begin / B::block_n * B::block_n : keys.begin;
 }
-// One range of a tile of a sequence. q0 counts the rows of the sequence. If the tile has several ranges,
+// One range of a tile of query rows. q0 counts the rows of the sequence. If the tile has several ranges,
 // their partials have the indices first_partial ... first_partial + ranges - 1. ranges = 0: an item past the
 // last one.
 struct alignas(16) PlannedItem {
@@ -7155,7 +7162,7 @@ __device__ __forceinline__ uint32_t invariant_ranges(const KernelArgs& a, const 
 constexpr int plan_threads = 1024, plan_classes = 64;
 struct PlanShared {
   uint32_t rounds, rounds_65536;  // all items together have rounds + 65536 * rounds_65536 rounds
-  uint32_t most_rounds;           // maximum number of rounds for all keys of a sequence
+  uint32_t most_rounds;           // rounds of all keys of the longest sequence
   uint32_t partials, count, merges;  // number of partials, of items, and of items to merge
   uint32_t count_of[plan_classes];  // number of items of a class
   uint32_t first[plan_classes];     // index of the next item of a class in the list
@@ -7235,7 +7242,7 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
     uint32_t before = 0;
     for (int n = 0; n < tid; n++) before += s.count_of[n];
     if (tid < plan_classes) s.first[tid] = before;
-    // If starts decrease, rows belong to several sequences, and the items may exceed their room. Then the
+    // If q_starts decreases, rows belong to several sequences, and there may be more items than fit. Then the
     // plan is empty.
     if (tid == plan_classes) s.count = before <= plan_room<B>(a).items ? before : 0;
   }
@@ -7393,8 +7400,8 @@ SdpaStatus cuda_failure(cudaError_t code, const char* what) {
   return failure(code, "%s failed: %s", what, cudaGetErrorString(code));
 }
 
-// True if the number of keys between the two limits of the mask differs between sequences: the limits have different
-// alignments, and the host does not know the lengths.
+// True if the number of keys between the two limits of the mask may differ between sequences: the limits have
+// different alignments, and the host does not know the lengths.
 bool has_unknown_width(const SdpaParams& p) {
   const bool has_lengths = p.q_starts || p.q_lengths || p.k_starts || p.k_lengths;
   const bool has_both = p.causal != Causal::off && p.window_alignment != Causal::off;
@@ -7476,10 +7483,11 @@ int64_t merge_steps(const Items& items, int D, int threads, int ranges) {
 // Throughput of a CTA that is alone on an SM, relative to the SM's throughput with two CTAs.
 constexpr double sole_rate = 0.75;
 
-// SPLIT_CTAS=0: the number of ranges with the least estimated time. The unit of time is the KB that an SM reads
-// in it; 1 KB takes 50 clocks. The estimate, fitted to an H200, is the sum of the KB of an SM's rounds, 64 KB
-// per wave of CTAs with `resident` CTAs per SM, and 24 KB per step of the merge by the last CTA. No range
-// exceeds most_keys_at_once keys, unless that would take more than 256 ranges.
+// SPLIT_CTAS=0: the number of ranges with the least estimated time. The unit of time is the 50 clocks in
+// which an SM reads 1 KB. The estimate, fitted to an H200, is the sum of the KB of an SM's rounds, 64 KB per
+// wave of CTAs with `resident` CTAs per SM, and 24 KB per step of the merge by the last CTA. With
+// sdpa_merge(), its time replaces the last term. No range exceeds most_keys_at_once keys, unless that would
+// take more than 256 ranges or there are more items than counters.
 int ranges_of(const SdpaParams& p, const Items& items, bool by_kernel, int round_keys, int threads, int resident,
               int sms) {
   const int64_t keys = max(most_visible_keys(p), 1);  // 64 bits, because the sizes may not have been checked yet
@@ -7516,7 +7524,7 @@ Items items_of_tile(const SdpaParams& p, int heads, int queries) {
   const int64_t groups = p.Hq / heads, tiles = ceil_div(p.Sq, queries);
   return {heads, queries, groups * (Defines::use_lengths && p.q_starts ? p.B + tiles : p.B * tiles)};
 }
-// PACK_GQA: an item has as many query heads of a KV head as fit into block_m rows and divide their number.
+// PACK_GQA: the query heads of an item are the largest divisor of Hq / Hkv that is at most block_m.
 Items items_of_packed_tile(const SdpaParams& p, int block_m) {
   const int group = p.Hkv > 0 ? max(p.Hq / p.Hkv, 1) : 1;
   int heads = min(group, block_m);
@@ -7535,9 +7543,9 @@ template <class B> Items items_of(const SdpaParams& p) {
   return items;
 }
 
-// USE_LENGTHS: the sizes of the plan. There are four ranges per resident CTA, so that the last range takes at
-// most a quarter of the time. Items with several ranges have at most twice as many ranges in total, limited by
-// the number of counters; an explicit SPLIT_CTAS adds its own.
+// USE_LENGTHS: the sizes of the plan. It aims at four ranges per resident CTA, so that the last range takes
+// at most a quarter of the time. It has room for twice as many partials, limited by the number of counters.
+// An explicit SPLIT_CTAS adds its own if there is room.
 template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   const uint32_t heads = uint32_t(max(p.Hq / items.heads, 1)), tiles = uint32_t(items.count / heads);
   PlanArgs plan{tiles, 0, 0, {}};
@@ -7545,8 +7553,8 @@ template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   plan.page_size = Divisor(uint32_t(page_size));
   plan.box_rows = bits & -bits;  // the largest power of 2 that divides both
   if (B::split_ctas == 1) return plan;
-  // batch_invariant: free_partials is per sequence. partials is for all sequences, and more if one of them exceeds
-  // `most` rounds.
+  // batch_invariant: free_partials is per sequence. partials is for all sequences; it is larger if a sequence
+  // may exceed `most` rounds.
   if (p.batch_invariant) {
     plan.free_partials = max(sm_count() / int(heads), 1);
     const int keys = p.most_keys > 0 ? min(p.most_keys, p.Sk) : p.Sk, most = rounds_at_once<B>();
@@ -7570,7 +7578,8 @@ template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   return plan;
 }
 
-// Number of items per launch: all; or with sdpa_merge() 32 CTAs per SM, so that the partials take at most 0.6 GB.
+// Number of items per launch: all, or with sdpa_merge() those of 32 CTAs per SM. Their partials take up to
+// 0.6 GB.
 template <class B> int64_t items_at_once(const Items& items) {
   if (!merges_by_kernel<B>) return items.count;
   return max(min(items.count, int64_t(32 * sm_count() / items.ranges)), int64_t(1));
@@ -7643,7 +7652,8 @@ SdpaStatus encode_boxes(CUtensorMap& map, const TensorView& t, const RowBoxes& b
   return failure(error, "the driver cannot encode a tensor map of %s: %s", t.name, cudaGetErrorString(error));
 }
 
-// True if the addresses, sizes and strides are equal. Tensor maps depend on nothing else.
+// True if the tensors and the rows of a packed tile are the same. Apart from these, tensor maps depend only
+// on whether k_starts is null.
 bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
   constexpr size_t sizes = offsetof(SdpaParams, B), end = offsetof(SdpaParams, scale);  // sizes and strides
   return a.Q == b.Q && a.K == b.K && a.V == b.V && a.O == b.O && a.page_size == b.page_size && a.pages == b.pages &&
@@ -7716,9 +7726,10 @@ template <class Kernel> SdpaStatus allow_shared_bytes(Kernel kernel, size_t byte
                                                                    "this process,");
 }
 
-// Enqueues a kernel. early: by programmatic dependent launch, it starts before the preceding kernel in the stream has
-// ended, and waits for it before it accesses memory. It lets the next kernel with this attribute start early, too. The
-// next kernel must call cudaGridDependencySynchronize() before it reads O or writes an input.
+// Enqueues a kernel. early: it may start before the preceding kernel in the stream has ended (programmatic
+// dependent launch), and waits for that kernel before it accesses memory. It lets the next kernel with this
+// attribute start early, too. That kernel must call cudaGridDependencySynchronize() before it reads O or
+// writes an input.
 template <class Args>
 SdpaStatus enqueue(void (*kernel)(Args), const Args& a, uint32_t ctas, int threads, size_t shared, bool early,
                    cudaStream_t stream, const char* what) {
@@ -7788,7 +7799,7 @@ template <class B> void set_scales(KernelArgs& a) {
     a.hook_scale = a.scale_log2 * ln2;
     a.scale_log2 = 1 / ln2;
   }
-  // Without a bias, keep scores instead of logits: differences of scores are exact, products with a scale are rounded.
+  // Without a bias, S holds scores instead of logits, since each product with the scale would be rounded.
   if (B::adds_bias && a.p.bias) {
     a.logit_scale = a.scale_log2 * ln2;
     a.scale_log2 = 1 / ln2;
@@ -7812,7 +7823,7 @@ template <class B> Grid grid_of(const SdpaParams& p, const Items& items) {
   grid.unmasked_rounds = all ? max(int(ceil_div(p.Sk, B::round_keys)), 1) : 0;
   const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(KeyValue);  // K and V of one KV head
   const double l2_bytes = device_attribute(cudaDevAttrL2CacheSize, 60 << 20);
-  // The heads are divided into sections of equal size, whose K and V take about 32 of 60 MB of L2.
+  // The heads are divided into sections of equal size, whose K and V take at most about 32 of 60 MB of L2.
   const double kv_heads = double(p.B) * p.Hkv, sections = std::ceil(kv_heads * kv_bytes / (l2_bytes * 8 / 15));
   const double heads = std::fmax(1, std::ceil(kv_heads / std::fmax(sections, 1)) * (p.Hq / p.Hkv / items.heads));
   grid.heads_in_l2 = uint32_t(std::fmin(heads, most_rows));  // clamped only with USE_LENGTHS, which ignores it
@@ -7820,8 +7831,9 @@ template <class B> Grid grid_of(const SdpaParams& p, const Items& items) {
   return grid;
 }
 
-// True if the tensor cores accumulate O over all keys of a row, which is accurate up to most_keys_at_once keys.
-// SWAP_AB and e4m3 with wgmma accumulate in fp32 registers. SPLIT_CTAS splits the keys into ranges.
+// True if the tensor cores accumulate O over all keys of a row, which is accurate up to most_keys_at_once
+// keys. SWAP_AB, and e4m3 with wgmma, add the products of tiles on the FMA pipes. SPLIT_CTAS splits the keys
+// into ranges.
 template <class B>
 constexpr bool sums_end =
     B::split_ctas == 1 && (B::kernel == KernelKind::mma || B::use_wmma_pv ||
@@ -7886,7 +7898,7 @@ template <class B> SdpaStatus check_bias_map(const SdpaParams& p) {
   return failure(refused, "bias_map has %zu bytes, but the map of this problem has %zu; call sdpa_bias_map_bytes()",
                  p.bias_map ? p.bias_map_bytes : 0, bytes);
 }
-// Sets the map at `at` as the map of the launch. makes: enqueues the kernel that writes it first.
+// Sets the map at `at` as the map of the launch. makes: first enqueues the kernel that writes it.
 template <class B>
 SdpaStatus set_bias_map(KernelArgs& a, const Items& items, void* at, bool makes, cudaStream_t stream) {
   a.bias_map = bias_map_of<B>(a.p, items);
@@ -8343,15 +8355,16 @@ struct TunedTile : Config {
   double item_clocks, scores_per_clock;
 };
 inline void a_row_of_tiles_names_an_unknown_knob() {}  // not constexpr, so that calling it stops the compilation
-// The knobs that were set with -D, with these sizes, and with the knobs in the string `knobs` set to 1.
+// Returns the knobs that were set with -D, with these sizes and costs, and with the knobs in `knobs` set to
+// 1.
 constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, int stages, int split_kv,
                          std::string_view knobs, int ctas, double item_clocks, double scores_per_clock) {
   TunedTile t{{}, ctas, item_clocks, scores_per_clock};
   size_t known = 0;  // characters of the string that were recognized, plus one space per knob
   const auto on = [&](std::string_view knob) { return knobs.find(knob) != knobs.npos && (known += knob.size() + 1); };
   const bool for_maps = on("USE_BIAS");  // only for builds with a bias or a MASK_MOD
-  // A build uses the rows of the next larger D in the table. The D of a build is the larger of HEAD_DIM and
-  // HEAD_DIM_V.
+  // A build uses the rows of its own D, and of 64, 128 or 256, whichever is next. Its D is the larger of
+  // HEAD_DIM and HEAD_DIM_V.
   const int typed = Defines::head_dim > Defines::d_v ? Defines::head_dim : Defines::d_v;
   const bool is_next = head_dim == typed || head_dim == (typed <= 64 ? 64 : typed <= 128 ? 128 : 256);
   if (!is_next) t.head_dim = head_dim == Defines::head_dim ? 0 : head_dim;  // 0: V is too wide for this row
@@ -8547,8 +8560,9 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   keys.mean = std::fmin(keys.mean + edges * ((edge_rows + round_keys) / 2.0 + 64), in_rounds(p.Sk));
   const double share = ceil_div(int64_t(keys.most) / round_keys, ranges) * round_keys / keys.most;
   keys = {keys.most * share, keys.least * share, keys.mean * share};
-  // Clocks per key of an item that is alone on its SM. With a mask, ping-pong warpgroups wait for each other at
-  // its edge. With SKIP_MASKED, a single active warpgroup takes half of the time of the whole tile.
+  // Clocks per key of an item at the full throughput of an SM. With a mask, ping-pong warpgroups wait for
+  // each other at its edge. With SKIP_MASKED, a single active warpgroup takes half of the time of the whole
+  // tile.
   double of_key = t.block_m / t.scores_per_clock * (t.use_ping_pong && !bounds.all() ? 1.07 : 1);
   const double used = 64.0 * ceil_div(Sq, 64) / ceil_div(Sq, t.block_m);  // rows per tile that are not skipped
   if (t.skip_masked) of_key *= 0.5 + 0.5 * (used - 64) / (t.block_m - 64);

@@ -13,19 +13,20 @@
 //   dV = P.T @ dO,   dK = scale * dS.T @ Q,   dQ = scale * dS @ K
 //   dBias = dS, summed over the batches, heads, queries or keys that share an element of it
 //
-// Either way sdpa_backward_rows runs first and computes delta of each row.
+// Every build first runs sdpa_backward_rows, which computes delta of each row.
 //
 // Two passes (the default): sdpa_backward_q computes dQ, sdpa_backward_kv computes dK and dV. Both compute S
-// and dP, so there are seven products instead of five. In return, all sums stay in the registers of one CTA:
-// no atomics, no accumulators in global memory, and bitwise the same results in every run.
+// and dP, so there are seven products, not the five of the formulas. If dK and dV need separate launches,
+// there are eight. In return, all sums stay in the registers of one CTA: no atomics, no accumulators in
+// global memory, and bitwise identical results in every run.
 //
 // One pass (ONE_PASS=1, or USE_WGMMA=1 USE_WARP_SPECIALIZATION=1): sdpa_backward_kv or sdpa_backward_wgmma
 // computes S and dP once, so there are five products. A CTA accumulates dK and dV in registers and adds its
-// share of dQ atomically to fp32 sums in the workspace. Another kernel scales and rounds these sums. The order
-// of the additions differs from run to run, and so do the last bits of dQ. dK and dV are bitwise the same in
-// every run.
+// partial dQ atomically to fp32 sums in the workspace. sdpa_backward_convert_rows or sdpa_backward_convert
+// scales and rounds these sums. The order of the additions differs from run to run, and so do the last bits
+// of dQ. dK and dV are bitwise identical in every run.
 //
-// With a bias (USE_BIAS=1, 3), sdpa_backward_bias computes dBias, from S and dP that it computes again.
+// With a bias (USE_BIAS=1, 3), sdpa_backward_bias recomputes S and dP and sums dS to dBias.
 //
 // Build one variant   nvcc -O3 -std=c++17 -arch=native -DBACKWARD=1 -DBLOCK_M=64 sdpa_backward.cu -o sdpa_backward
 // Check and time it   ./sdpa_backward --shape mission
@@ -68,17 +69,17 @@ constexpr std::string_view backward_knobs =
 
 // ==== 2 PROBLEM ==================================================================================
 
-using Input = KeyValue;  // element type of Q, K, V and the gradients
+using Input = KeyValue;  // element type of Q, K, V, dQ, dK and dV
 
 struct SdpaGradients {
   const Output* dO;             // [B,Hq,Sq,D]
-  Input *dQ, *dK, *dV;          // shaped like Q, K, V; every element is written; no two may share an address
+  Input *dQ, *dK, *dV;          // shaped like Q, K, V; every element is written; elements may not overlap
   Strides d_o, d_q, d_k, d_v;   // of dO, dQ, dK, dV, as in SdpaParams; only dO's may be 0 or negative
   const float* dLSE = nullptr;  // [B,Hq,Sq] contiguous, the gradient of LSE; null: 0
   float* dSinks = nullptr;      // USE_SINKS=1: [Hq], every element is written; or null
-  void* dBias = nullptr;        // USE_BIAS=1, 3: [B,Hq,Sq,keys], every element is written; or null. keys: bias_keys, or if
-                                // that is 0 the lesser one of Sk and most_keys
-  Strides d_bias = {0, 0, 0};   // of dBias. A stride of 0: the dimension has size 1, and dBias is summed over it
+  void* dBias = nullptr;        // USE_BIAS=1, 3: [B,Hq,Sq,columns], every element is written; or null. columns:
+                                // bias_keys; if that is 0, min(Sk, most_keys); if both are 0, Sk
+  Strides d_bias = {0, 0, 0};   // of dBias. Stride 0: the dimension has size 1, and dBias is summed over it
   int dBias_sums_keys = 0;      // 1: a row of dBias has one element, the sum over the keys
   void* workspace = nullptr;    // device memory, 256-byte aligned, one per stream; for its size see
                                 // sdpa_backward_workspace_bytes()
@@ -87,12 +88,12 @@ struct SdpaGradients {
 // dQ of a row that sees no key is 0, and so are dK and dV of a key that no row sees. O and LSE may come from
 // another implementation. LSE is a natural logarithm, includes the scale, and is -inf for a row that sees no
 // key.
-// USE_BIAS: dBias has the type of the bias, but its own strides. An element is the sum of dS over the dimensions with a
-// stride of 0, and over the keys with dBias_sums_keys, in fp32 and in a fixed order. It is 0 where no query sees a key, and where the bias is -inf. The
-// bias_map of the forward pass is ignored.
-// USE_LENGTHS: tensors are packed as in struct Sequence, dO, dQ and O like Q, dK and dV like K. dLSE has the
-// shape of LSE. Rows of dQ, dK and dV that are no query or key of a sequence are 0: such rows of Q, K and V do
-// not affect O. The same rows of Q, K, V, O, dO, LSE and dLSE may contain anything, including NaN.
+// USE_BIAS: dBias has the type of the bias, but its own strides. An element is the sum of dS over the
+// dimensions with stride 0, and with dBias_sums_keys=1 also over the keys, in fp32 and in a fixed order.
+// Hidden keys, and keys with a bias of -inf, add 0. The bias_map of the forward pass is ignored.
+// USE_LENGTHS: tensors are packed as in struct Sequence: dO, dQ and O like Q, dK and dV like K. dLSE has the
+// shape of LSE. Padding rows are rows that are no query or key of any sequence. In dQ, dK and dV they are 0.
+// In Q, K, V, O, dO, LSE and dLSE they may contain anything, including NaN.
 struct SdpaBackwardParams : SdpaGradients {
   SdpaParams forward{};  // of the sdpa_forward() call that wrote O and LSE; both are inputs here
 };
@@ -101,9 +102,9 @@ namespace {
 
 struct GradientMaps { CUtensorMap d_o, d_k, d_v; };
 // USE_BIAS: how sdpa_backward_bias computes dBias. A dimension is either kept, or dBias is summed over it.
-//   tiles   the tiles of dBias: indices along the kept dimensions
-//   steps   the tiles of dS that are summed in a tile of dBias: indices along the other dimensions
-// An index counts batches, heads, tiles of queries and tiles of keys, the last one fastest.
+//   tiles   tiles of dBias, indexed along the kept dimensions
+//   steps   tiles of dS that are added to one tile of dBias, indexed along the other dimensions
+// An index counts batches, heads, query tiles and key tiles; key tiles vary fastest.
 struct BiasPlan {
   struct Dims {
     Divisor heads, queries, keys;  // sizes of the last three dimensions
@@ -116,15 +117,15 @@ struct BiasPlan {
   int columns;               // keys that have a bias
 };
 
-// True for sdpa_backward_wgmma.
+// True for sdpa_backward_wgmma, which has producer and consumer warpgroups.
 template <class B> constexpr bool has_roles = B::kernel == KernelKind::wgmma_roles;
 // True for the one-pass kernels, which add dQ to fp32 sums in global memory.
 template <class B> constexpr bool adds_dq = has_roles<B> || value_of(ONE_PASS_text) == 1;
 
-// HEAD_DIM=256 has_roles: dK and dV of 64 keys fill the registers of both consumer warpgroups. CTAs form pairs
-// (clusters), which share 128 keys. See "pairs of CTAs".
+// True for has_roles with HEAD_DIM=256. dK and dV of 128 keys do not fit into the registers of two consumer
+// warpgroups. A pair is a cluster of two CTAs with 64 keys each. See "pairs of CTAs".
 template <class B> constexpr bool in_pairs = has_roles<B> && B::head_dim == 256;
-// Keys per CTA of the kernel that computes dK, and per pair.
+// Keys per CTA of the kernel that computes dK, CTAs per cluster, and keys per cluster.
 template <class B> constexpr int CTA_KEYS = in_pairs<B> ? 64 : B::block_m;
 template <class B> constexpr int CLUSTER_CTAS = in_pairs<B> ? 2 : 1;
 template <class B> constexpr int CLUSTER_KEYS = CTA_KEYS<B> * CLUSTER_CTAS<B>;
@@ -140,14 +141,14 @@ __device__ inline int first_tile(int start, int b, int size) { return start / si
 inline int64_t padded_rows_of(const SdpaParams& p) {
   return has_roles<Defines> ? tiles_of_head(p, p.q_starts, p.Sq, Defines::block_n) * Defines::block_n : p.Sq;
 }
-// Factor of LSE in the workspace. The weight of a logit is 2^((logit - LSE) * log2(e)). Without a bias the factor is
-// log2(e), which saves an instruction. With a bias it is 1: a logit may be the least finite float, and its product with
-// log2(e) would be -inf.
+// Factor of LSE in the workspace. The weight of a logit is 2^((logit - LSE) * log2(e)). Without a bias the
+// factor is log2(e), which saves an instruction. With a bias it is 1: a logit may be the least finite float,
+// and its product with log2(e) would be -inf.
 template <class B> constexpr float lse_factor = B::adds_bias ? 1 : 1 / ln2;
 
-// The workspace: arrays with padded_rows entries per query head. The entries are LSE * lse_factor, where -inf is
-// replaced by +inf, and delta. adds_dq: also D sums of dQ / gradient_scale. has_roles: these are ordered as in
-// add_to_sums_of_dq(). USE_BIAS: also partial sums of dBias.
+// The workspace: arrays with padded_rows entries per query head. An entry has LSE * lse_factor, with +inf
+// instead of -inf, and delta. adds_dq: also D sums of dQ / gradient_scale. has_roles: these are ordered as in
+// add_to_sums_of_dq(). USE_BIAS=1, 3: behind the arrays, partials of dBias.
 struct BackwardWorkspace {
   int64_t heads;  // B * Hq, or Hq with q_starts
   int padded_rows;
@@ -182,12 +183,12 @@ struct BackwardWorkspace {
   }
 };
 
-// The arguments of the backward kernels. `mask` has the tiles that a warp, or a warpgroup (wgmma), computes
-// at once: rows_of_mask queries by keys_of_mask keys.
+// The arguments of the backward kernels. `mask` is for tiles of rows_of_mask queries by keys_of_mask keys:
+// those of a warp, or of a warpgroup (wgmma). sdpa_backward_bias: those of a CTA.
 struct BackwardArgs : KernelArgs, SdpaGradients {
   BackwardWorkspace work;
   float gradient_scale;   // the factor of dQ and dK: scale
-  int heads_at_once = 1;  // has_roles: KV heads per section, see key_tile_of_cta()
+  int heads_at_once = 1;  // has_roles: KV heads per section, see key_tile_of_cluster()
   std::conditional_t<has_roles<Defines>, GradientMaps, Nothing> gradient_maps;
   std::conditional_t<Defines::adds_bias, BiasPlan, Nothing> bias_plan;
 
@@ -241,8 +242,8 @@ __device__ __forceinline__ SharedAddress address_in_cta(const void* p_s, int ran
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(p_s)), "r"(rank));
   return address;
 }
-// Starts a copy from the shared memory of this CTA to that of a CTA of the cluster. It completes on an mbarrier of
-// that CTA. `bytes` is a multiple of 16. One thread calls it.
+// Starts a copy from the shared memory of this CTA to that of another CTA of the cluster. It completes on an
+// mbarrier of the destination CTA. `bytes` is a multiple of 16. One thread calls it.
 __device__ __forceinline__ void cp_async_bulk_copy_to_cta(SharedAddress dst, const void* src_s, uint32_t bytes,
                                                           SharedAddress barrier) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
@@ -275,9 +276,10 @@ __device__ __forceinline__ void red_global_add_v2(float* dst_g, float a, float b
 #endif  // SDPA_SIMT
 
 // ---- items: the rows of a sequence in the tensors ----
-// An Item is one head of a sequence. Without USE_LENGTHS, each batch has one sequence.
+// An Item names a sequence b, a head h and a first row q0. Functions that also take a head or a row use only
+// the sequence of the Item. Without USE_LENGTHS, each batch has one sequence.
 
-// Address of row `row` of head h.
+// Address of row `row` of head h in batch b.
 template <class T>
 __device__ __forceinline__ T* head_of(T* x_g, const Strides& s, int b, int h, int row) {
   return x_g + b * s.batch + h * s.head + row * s.row;
@@ -304,8 +306,8 @@ template <class B> __device__ __forceinline__ Item<B> item_of(const SdpaParams& 
   if constexpr (B::use_lengths) item.sequence = Sequence(p, b);
   return item;
 }
-// USE_LENGTHS: tile i of a tensor with `heads` heads. q0 is its first row in the sequence. Past the sequence's
-// last row, the tile is empty.
+// USE_LENGTHS: tile i of SIZE rows in a tensor with `heads` heads. q0 is the tile's first row in its
+// sequence. The tile is empty if q0 is past the last row.
 template <class B, int SIZE>
 __device__ __forceinline__ Item<B> sequence_tile(const SdpaParams& p, const int* starts, int rows, int heads,
                                                 uint32_t i) {
@@ -443,7 +445,7 @@ template <class B, class Load> struct PassingTiles {
     return n % B::stages;
   }
   // Starts the load of tile n + STAGES - 1 into the stage of tile n - 1, which all warps have read by
-  // acquire(n). Called after the products of tile n have been issued.
+  // acquire(n). wgmma: called after S and dP of tile n have been issued.
   __device__ __forceinline__ void load_ahead(int n) {
     if (B::stages > 1) begin(n + B::stages - 1);
   }
@@ -451,14 +453,14 @@ template <class B, class Load> struct PassingTiles {
 
 // ---- the derivative of SCORE_MOD ----
 //
-// SCORE_MOD is evaluated with a dual number instead of the score. A dual number consists of a value and of
-// its derivative with respect to the score.
+// SCORE_MOD is evaluated with a dual number instead of s, the scaled score. A dual number consists of a value
+// and its derivative with respect to s.
 
 namespace expression {
 
 struct Dual {
   float value, slope;
-  // As a Score: the score s = score * factor.
+  // The variable s = score * factor, with the arguments of Score.
   __device__ __forceinline__ Dual(float score, float factor, float) : value(score * factor), slope(1) {}
   __device__ __forceinline__ Dual(float value_, float slope_) : value(value_), slope(slope_) {}
   // A constant, as in the expression  s > 0 ? s : 0
@@ -469,7 +471,7 @@ template <class X, class Y> constexpr bool has_dual = is_any_of<Dual, X, Y>;
 
 __device__ __forceinline__ float value_of(Dual x) { return x.value; }
 template <class X> __device__ __forceinline__ float value_of(X x) { return float(x); }
-// The chain rule: returns d f(x) / d score, where `derivative` is f'(x). Returns -0 for constants, since the
+// The chain rule: returns d f(x) / d s, where `derivative` is f'(x). Returns -0 for constants, since the
 // compiler removes the addition of -0.
 __device__ __forceinline__ float chain(Dual x, float derivative) { return x.slope * derivative; }
 template <class X> __device__ __forceinline__ float chain(X, float) { return -0.0f; }
@@ -547,9 +549,9 @@ template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ D
 
 }  // namespace expression
 
-// True if the derivative of a logit with respect to its score may differ from 1.
+// True if d logit / d s may differ from 1. s: the scaled score.
 template <class B> constexpr bool has_slope = B::use_softcap != 0 || B::changes_logits;
-// USE_SOFTCAP: the derivative of a logit, given the tanh that the cap has computed, or -inf.
+// USE_SOFTCAP: d logit / d s, given tanh(s / softcap), or -inf for a hidden key.
 template <class B> __device__ __forceinline__ float slope_of_cap(const KernelArgs& a, float tanh) {
   return is_capped<B>(a) ? fmaxf(fmaf(-tanh, tanh, 1), 0) : 1;
 }
@@ -559,12 +561,12 @@ struct BiasFromMemory {
     BiasInMemory<B>().add(S, tile.a, tile.item, tile.mask.keys.Sk, tile.q, tile.k0);
   }
 };
-// A ScoreTile that also receives the derivatives: slope [ROWS][COLS] of the thread's view. It adds the bias by `reader`.
+// A ScoreTile that also stores the slopes [ROWS][COLS] of the thread's view. It adds the bias by `reader`.
 template <class B, class Slopes, class Reader> struct SlopeTile : ScoreTile<B> {
   Slopes& slope;
   const Reader& reader;
 
-  // USE_SOFTCAP: the slope depends on the tanh to which the bias is added.
+  // USE_SOFTCAP: computes the slope from the tanh, before the bias is added to it.
   template <class View> __device__ __forceinline__ bool add_bias(View& S) const {
     if constexpr (B::use_bias != 0) {
       const ScoreTile<B>& tile = *this;
@@ -578,7 +580,7 @@ template <class B, class Slopes, class Reader> struct SlopeTile : ScoreTile<B> {
     return false;
   }
 };
-// Overloads modify_scores() of the score hook: also computes the derivatives.
+// Overload of the score hook's modify_scores() that also computes the slopes.
 template <class B, class View, class Slopes, class Reader>
 __device__ __forceinline__ void modify_scores(View& S, const SlopeTile<B, Slopes, Reader>& tile, bool unmasked) {
   const ScoreTile<B>& of_scores = tile;
@@ -619,13 +621,13 @@ template <class View> struct Transposed {
 // P and dS of a tile. Rows of View are queries. P holds S until set_p(), and dS holds dP until set_ds().
 template <class B, class View> struct WeightsOfTile {
   View &P, &dS;
-  float slope[has_slope<B> ? View::ROWS : 1][View::COLS];  // d logit / d score
+  float slope[has_slope<B> ? View::ROWS : 1][View::COLS];  // d logit / d s
 
-  // Replaces S by P = exp(logit - LSE). Hidden scores are first set to -inf. So are the scores of keys past Sk: they
-  // are 0, and exp(0 - LSE) would overflow if LSE is below -88. Queries past Sq add 0 to all sums: their P is finite,
-  // but dO, dP and delta are 0. has_roles: their P is 0, since their LSE is +inf. SCORE_MOD, USE_BIAS: their P is 0,
-  // since their scores are set to -inf.
-  // unmasked: the mask hides no score of the tile.   lse: LSE * lse_factor of this thread's queries
+  // Replaces S by P = exp(logit - LSE). Scores of hidden keys are first set to -inf. So are those of keys
+  // past Sk: they are 0, and exp(0 - LSE) would overflow if LSE is below -88. Queries past Sq add 0 to all
+  // sums: their P is finite, and their dO, dP and delta are 0. has_roles: their P is 0, since their LSE is
+  // +inf. SCORE_MOD, USE_BIAS=1, 3: their P is 0, since their logits are set to -inf.
+  // unmasked: the mask hides no key of the tile.   lse: LSE * lse_factor of this thread's queries
   template <class Reader = BiasFromMemory>
   __device__ __forceinline__ void set_p(const BackwardArgs& a, const Item<B>& item, const Mask& mask, int q0, int k0,
                                         bool unmasked, const float (&lse)[View::ROWS], const Reader& reader = {}) {
@@ -642,13 +644,13 @@ template <class B, class View> struct WeightsOfTile {
         if (B::adds_bias && !exists) x = -INFINITY;
         if (B::changes_logits && (!exists || x == -INFINITY)) {
           x = -INFINITY;
-          slope[i][j] = 0;  // SCORE_MOD of a hidden key may have no derivative
+          slope[i][j] = 0;  // SCORE_MOD may have no derivative at a hidden key
         }
         x = ex2_approx_ftz(B::adds_bias ? (x - lse[i]) * a.scale_log2 : fmaf(x, a.scale_log2, -lse[i]));
       }
     }
   }
-  // Multiplies P by the slope. Called after the operand of P.T @ dO has been packed.
+  // Multiplies P by the slope. Called after P has been packed for P.T @ dO, which has no slope.
   __device__ __forceinline__ void multiply_by_slope() {
     if constexpr (has_slope<B>) {
       SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
@@ -688,19 +690,19 @@ __device__ __forceinline__ void store_gradient(const View& T, float factor, Inpu
 }
 
 // ---- products: on the FMA pipes, by mma.sync and by wgmma ----
-// B is OfQK or OfV. In shared memory: `kept` [BLOCK_M][D] stays for the whole kernel, `passing` [BLOCK_N][D]
-// is a streamed tile. In registers: T [BLOCK_M][BLOCK_N] and a sum [BLOCK_M][D]. A warp computes BLOCK_M /
-// NUM_WARPS rows of T and of the sum, from the same rows of `kept`.
+// B is OfQK or OfV. In shared memory: `kept` [BLOCK_M][D] stays for the whole kernel, except in
+// sdpa_backward_bias; `passing` [BLOCK_N][D] is streamed. In registers: T [BLOCK_M][BLOCK_N] and a sum
+// [BLOCK_M][D]. A warp computes BLOCK_M / NUM_WARPS rows of T and of the sum, from the same rows of `kept`.
 //
 //              wgmma                                                      mma.sync             FMA
 //   begin()    issues T = kept @ passing.T                                -                    -
-//   finish()   waits for T; up to PENDING later groups stay in flight     T = kept @ passing.T (both)
+//   finish()   waits for T; up to PENDING later groups stay in flight     T = kept @ passing.T the same
 //   add()      issues sum += T @ passing, with T rounded; the operand     sum += T @ passing   the same;
 //              must stay unchanged until settle()                         with T rounded       T stays fp32
 //   settle()   waits for all products                                     -                    -
 
 template <class B> constexpr int WARP_ROWS = B::block_m / B::num_warps;
-// Rows that skip a fully masked tile together: those of a warp, or of a warpgroup (wgmma).
+// Rows of T for which a masked tile is skipped at once: those of a warp, or of a warpgroup (wgmma).
 template <class B> constexpr int SKIPPING_ROWS = B::is_wgmma ? 64 : WARP_ROWS<B>;
 template <class B> __device__ __forceinline__ int first_skipping_row(int warp) {
   return uniform(warp * WARP_ROWS<B> / SKIPPING_ROWS<B> * SKIPPING_ROWS<B>);
@@ -853,8 +855,8 @@ template <class B> __device__ __forceinline__ int workspace_rows(const BackwardA
   const int queries = item.query_count(a.p);
   return has_roles<B> ? ceil_div(queries, B::block_n) * B::block_n : queries;
 }
-// Writes LSE * lse_factor and delta of an item's BLOCK_M queries to the workspace. adds_dq: also clears their dQ
-// sums. has_roles: also writes the rows past the last query with LSE = +inf, which makes their P and dS 0.
+// Writes LSE * lse_factor and delta of an item's BLOCK_M queries to the workspace. adds_dq: also clears their
+// dQ sums. has_roles: also writes the rows past the last query with LSE = +inf, which makes their P and dS 0.
 template <class B>
 __global__ void __launch_bounds__(32 * B::num_warps) sdpa_backward_rows(const __grid_constant__ BackwardArgs a) {
   constexpr int LANES = lanes_of_row<B>(), width = B::vec_width, rows_at_once = 32 * B::num_warps / LANES;
@@ -889,7 +891,7 @@ __global__ void __launch_bounds__(32 * B::num_warps) sdpa_backward_rows(const __
     const float lse = exists ? ld_global<float>(p.LSE + head * p.Sq + item.q_row(q)) : -INFINITY;
     // A row that sees no key has LSE = -inf, and its P would be NaN. With +inf instead, P is 0.
     const float scaled_lse = lse == -INFINITY ? INFINITY : lse * lse_factor<B>;
-    // The derivative of LSE by S is P, so dLSE adds P * dLSE to dS.
+    // d LSE / d S = P, so dLSE adds P * dLSE to dS.
     const float dLSE = exists && a.dLSE ? ld_global<float>(a.dLSE + head * p.Sq + item.q_row(q)) : 0;
     a.work.set(head, row, {scaled_lse, sum - dLSE});
   }
@@ -971,14 +973,15 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_q(const __grid_co
 // the GQA group, so that dK and dV are summed over these heads in registers. If dK and dV together need too
 // many registers, the kernel is launched once for each of them.
 //
-// ONE_PASS: the kernel also adds the tile's share of dQ to the sums in the workspace, from all BLOCK_M keys.
+// ONE_PASS: for each tile, the kernel also adds the partial dQ of its BLOCK_M keys to the dQ sums.
 
 template <int WIDTH> struct MmaPieceOfDq : QuadRuns<2, WIDTH, 2> {  // [16][WIDTH] of a warp
   static constexpr int M_TILES = 1;
 };
-// ONE_PASS: adds dQ = dS @ K of BLOCK_N queries to their sums, except for queries at or past `count`. The
-// warps divide dQ into pieces of 16 queries and at most 64 elements. They exchange dS.T through shared
-// memory, since a piece needs dS of all keys.   K [BLOCK_M][D]   sums [count][D]
+// ONE_PASS: adds dQ = dS @ K of BLOCK_N queries to their sums, except for queries at or past `count`. A warp
+// computes pieces of 16 queries and at most 64 elements. The warps exchange dS.T through shared memory, since
+// a piece needs dS of all keys. The barrier in acquire() of the next tile protects dS_s.
+//   K [BLOCK_M][D]   sums [count][D]
 template <class B, class View>
 __device__ __forceinline__ void add_dq(float* sums_g, int count, const View& dS, typename Products<B>::Scratch& dS_s,
                                        const Element<B>* K_s, int warp, int lane) {
@@ -1028,14 +1031,14 @@ template <class B> struct KeyTile {
   Item<B> item;  // the sequence
   int h_kv, k0;
 };
-// USE_LENGTHS: tile i of CLUSTER_KEYS keys. The tiles of a head are consecutive, so that they share its Q and dO in
-// L2.
+// USE_LENGTHS: tile i of CLUSTER_KEYS keys. Consecutive tiles of a head share its Q and dO in L2.
 template <class B> __device__ __forceinline__ KeyTile<B> key_tile_of_sequence(const BackwardArgs& a, uint32_t i) {
   const Item<B> item = sequence_tile<B, CLUSTER_KEYS<B>>(a.p, a.p.k_starts, a.p.Sk, a.p.Hkv, i);
   return {item, item.h, item.q0};
 }
 // Without a mask, consecutive CTAs have tiles of the same head and share its Q and dO in L2. With a mask, the
-// first keys of all heads come first: if it is causal, most queries see them, so the longest CTAs start first.
+// first keys of all heads come first. Under a causal mask the most queries see these keys, so the longest
+// CTAs start first.
 template <class B> __device__ __forceinline__ KeyTile<B> key_tile(const BackwardArgs& a, int i) {
   if constexpr (B::use_lengths) return key_tile_of_sequence<B>(a, i);
   const int blocks = ceil_div(a.p.Sk, B::block_m), heads = a.p.B * a.p.Hkv;
@@ -1155,27 +1158,27 @@ __global__ void __launch_bounds__(B::threads) sdpa_backward_convert_rows(const _
 // ---- one pass by wgmma: five products, a producer warpgroup and two consumer warpgroups (has_roles) ----
 // A CTA keeps 128 keys, 64 per consumer warpgroup, and streams tiles of BLOCK_N queries. S.T = K @ Q.T and
 // dP.T = V @ dO.T have keys as rows, so that P.T is an A operand in registers. The warpgroups write dS.T to
-// shared memory. Then each computes half of the tile's dQ from all 128 keys.
+// shared memory. Then each computes half of the tile's dQ from all 128 keys. For D=256 see "pairs of CTAs".
 //
 //   producer, one thread                  consumer warpgroup w
 //   load Q, LSE of tile 0;  load K, V     before the first tile:  S, dP, P of tile 0
 //   for each tile n:                      for each tile n:
 //     wait o_empty;  load dO, delta         dS = P * (dP - delta), to shared memory
 //     wait q_empty;  load Q, LSE            wait for the turn
-//       of tile n + 1                       dV += P.T @ dO                          release dO
+//       of tile n + 1                       dV += P.T @ dO                          release dO of tile n
 //                                           dQ = dS @ K of tile n - 1
 //                                           S = K @ Q.T of tile n + 1
 //                                           dK += dS.T @ Q
 //                                           add dQ to the sums in global memory
 //                                           dP = V @ dO.T of tile n + 1;  pass the turn on
-//                                           P = exp2(S - LSE) of tile n + 1         release Q
+//                                           P = exp(logit - LSE) of tile n + 1      release Q of tile n
 //                                         after the last tile:  its dQ;  store dK, dV
 //
 // The warpgroups take turns: one issues products while the other computes P and dS. At the start of a turn,
 // both halves of dS of tile n - 1 are complete, since the other warpgroup stored its half before its own
 // previous turn.
 
-// Pieces [64 queries][64 elements] of a tile's dQ. There is one per consumer warpgroup of the CTA, or of the pair.
+// Pieces [64 queries][64 elements] of a tile's dQ: one per consumer warpgroup of the CTA or pair.
 template <class B> constexpr int DQ_PIECES = B::block_n / 64 * (B::head_dim / 64);
 constexpr int dq_piece_floats = 64 * 64;
 
@@ -1183,24 +1186,25 @@ constexpr int dq_piece_floats = 64 * 64;
 constexpr int backward_turn = 1, backward_turn_threads = 256;  // backward_turn + w: the turn of w
 constexpr int both_groups = 3, both_groups_threads = 256;
 constexpr int own_group = 4, own_group_threads = 128;  // own_group + w: the warps of w
-constexpr int p_stored = 6, p_read = 7, p_threads = 256;  // in_pairs
+constexpr int p_stored = 6, p_read = 7, p_threads = 256;  // in_pairs: P written by warpgroup 0, read by 1
 
 template <class B> struct KeysOfCta {
   KeyTile<B> keys;
   Mask mask;
 };
 
-// in_pairs: what the warpgroups and CTAs exchange.
+// in_pairs: K and dS of the other CTA, and P for warpgroup 1.
 struct PairShared {
-  alignas(1024) Input K[2][64 * 64];   // the other CTA's keys, columns of this CTA's pieces of dQ, in panels
+  alignas(1024) Input K[2][64 * 64];   // rows: keys of the other CTA; columns: those of this CTA's dQ; in panels
   alignas(1024) Input dS[2][64 * 64];  // dS.T of the other CTA
   float4 P[8][128];                    // P.T of this CTA: the accumulators of the threads
   uint64_t ds_full[2], ds_empty[2];
 };
 
 template <class B> struct BackwardWgmmaShared {
-  static constexpr int Q_STAGES = B::stages + 1;  // a tile's Q is read before its dO, and released after it
-  // One warpgroup reads dS of tiles n - 1 and n, the other writes n + 1. in_pairs: one reads n, the other writes n + 1.
+  static constexpr int Q_STAGES = B::stages + 1;  // a tile's Q is read before its dO and released after it
+  // One warpgroup reads dS of tiles n - 1 and n while the other writes n + 1. in_pairs: one reads n while the
+  // other writes n + 1.
   static constexpr int DS_STAGES = in_pairs<B> ? 2 : 3;
   alignas(1024) Input K[CTA_KEYS<B> / 64][64 * B::head_dim];  // [64][D], later dK
   alignas(1024) Input V[CTA_KEYS<B> / 64][64 * B::head_dim];  // later dV
@@ -1210,14 +1214,15 @@ template <class B> struct BackwardWgmmaShared {
   alignas(16) float lse[Q_STAGES][B::block_n];  // times lse_factor
   alignas(16) float delta[B::stages][B::block_n];
   uint64_t kv_full, q_full[Q_STAGES], q_empty[Q_STAGES], o_full[B::stages], o_empty[B::stages];
-  // USE_LENGTHS: in shared memory, since neither the producer nor the consumers have registers for them.
+  // USE_LENGTHS: keys and mask, for which neither the producer nor the consumers have registers.
   std::conditional_t<B::use_lengths, KeysOfCta<B>, Nothing> of_cta;
   std::conditional_t<in_pairs<B>, PairShared, Nothing> pair;
 };
 
-// USE_BIAS=1: a warpgroup prefetches the bias of its 64 keys and the next tile's queries into its half of the stage of
-// dS that the next tile will use. The last products that read this stage, dQ of tile n - 2, are complete when the turn
-// of tile n begins. Layout: panels [64 queries][64 keys] as far apart as the panels of dS, with swizzled chunks of 8 keys.
+// USE_BIAS=1: in the turn of tile n, a warpgroup prefetches the bias for its 64 keys and tile n + 1 into its
+// half of the dS stage of tile n + 1. The last products that read this stage, dQ of tile n - 2, are complete
+// when the turn begins. Layout: panels [64 queries][64 keys], as far apart as the panels of dS, with swizzled
+// chunks of 8 keys.
 template <class B> struct BiasOfStage {
   static constexpr int CHUNK = 8, CHUNKS = 64 / CHUNK;
   const Bias* tile_s;  // null: the bias is read from global memory
@@ -1225,7 +1230,7 @@ template <class B> struct BiasOfStage {
   static __device__ __forceinline__ int offset(int q, int chunk) {
     return q / 64 * (B::block_m * 64) + (q % 64 * CHUNKS + (chunk ^ q % CHUNKS)) * CHUNK;
   }
-  // True if all chunks are aligned and exist as a whole.
+  // True if all chunks are aligned and none extends past the end of a row of the bias.
   static __device__ __forceinline__ bool is_possible(const SdpaParams& p) {
     const Strides& s = p.bias_strides;
     return p.bias && p.bias_keys == 0 && !p.k_starts &&
@@ -1254,9 +1259,9 @@ template <class B> struct BiasOfStage {
   }
 };
 
-// Returns the keys of this CTA's cluster. The KV heads are divided into sections of heads_at_once heads, of which only
-// the first may have fewer. Within a section, the first keys of all heads come first: if the mask is causal,
-// most queries see them, so the longest CTAs start first.
+// Returns the keys of this CTA's cluster. The KV heads are divided into sections of heads_at_once heads. Only
+// the first section may have fewer. Within a section, the first keys of all heads come first. Under a causal
+// mask the most queries see these keys, so the longest CTAs start first.
 template <class B> __device__ __forceinline__ KeyTile<B> key_tile_of_cluster(const BackwardArgs& a) {
   const uint32_t i = blockIdx.x / CLUSTER_CTAS<B>;
   if constexpr (B::use_lengths) return key_tile_of_sequence<B>(a, i);
@@ -1296,17 +1301,17 @@ template <class B> struct QueryTiles {
   }
 };
 
-// A template for the same reason as tensor_maps().
+// A template, since only has_roles has these maps.
 template <class B> __device__ __forceinline__ const auto& gradient_maps(const BackwardArgs& a) {
   return a.gradient_maps;
 }
 
-// L2 cache policy: the default priority of eviction.
+// L2 cache policy: the default eviction priority.
 constexpr uint64_t evict_normal = 0x1000000000000000;
 
-// USE_LENGTHS: copies a tile that ends past the last row of its sequence, and zero-fills the missing rows, where
-// TMA would load those of the next sequence. The producer warp calls it. The copies have landed when it returns;
-// an arrival of lane 0 then lets the consumers read them.
+// USE_LENGTHS: copies a tile that ends past the last row of its sequence, and zero-fills the missing rows.
+// TMA would load rows of the next sequence instead. The producer warp calls it. The copies have landed when
+// it returns. Then lane 0 arrives at the mbarrier, so that the consumers may read them.
 //   from_g: the tile's first row   count: number of rows of the tile that exist
 template <int ROWS, int D>
 __device__ __forceinline__ void copy_last_tile(Input* panels_s, const Input* from_g, int64_t row_stride, int width,
@@ -1325,8 +1330,8 @@ __device__ __forceinline__ void copy_last_tile(Input* panels_s, const Input* fro
   __syncwarp();  // hazard: rows copied by all lanes
 }
 
-// The producer: thread 0, or with USE_LENGTHS its warp. Loads K and V once, and Q, LSE, dO and delta of every tile
-// of queries.
+// The producer: thread 0, or with USE_LENGTHS its warp. Loads K and V once, and Q, LSE, dO and delta of every
+// query tile.
 template <class B>
 __device__ __forceinline__ void produce_backward(BackwardWgmmaShared<B>& s, const BackwardArgs& a,
                                                  const KeyTile<B>& keys, QueryTiles<B> q_tile) {
@@ -1363,7 +1368,7 @@ __device__ __forceinline__ void produce_backward(BackwardWgmmaShared<B>& s, cons
     o_ring.advance();
   };
   load_q(q_tile);
-  // in_pairs: the other CTA's keys, and the columns of K of this CTA's pieces of dQ
+  // in_pairs: first key of the other CTA, and first column of this CTA's half of dQ
   const int other_k0 = in_pairs<B> ? keys.k0 ^ CTA_KEYS<B> : keys.k0, first_d = in_pairs<B> ? cluster_rank() * (D / 2) : 0;
   if (B::use_lengths && max(keys.k0, other_k0) + CTA_KEYS<B> > key_count(a.p, item)) {
     const RowPair rows = keys_of_head(a, item, keys.h_kv);
@@ -1435,8 +1440,7 @@ __device__ __forceinline__ void add_to_sums_of_dq(const WgmmaAccumulator<64>& dQ
   }
 }
 
-// Stores factor * T [64][WIDTH], rounded, to panels of PANEL_ROWS rows. tile_s: the first of T's rows in
-// panel 0.
+// Stores factor * T [64][WIDTH], rounded, to panels of PANEL_ROWS rows. tile_s: T's row 0 in panel 0.
 template <int PANEL_ROWS, int WIDTH>
 __device__ __forceinline__ void store_to_panels(const WgmmaAccumulator<WIDTH>& T, float factor, Input* tile_s) {
   const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
@@ -1450,7 +1454,7 @@ __device__ __forceinline__ void store_to_panels(const WgmmaAccumulator<WIDTH>& T
   }
 }
 
-// Loads one value per query of a tile, for the queries that this thread has as columns of T.
+// Loads one value per query (column of T), for the columns that this thread holds.
 template <class View>
 __device__ __forceinline__ void load_columns(float (&x)[View::COLS], const View& T, const float* row_s) {
   SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) {
@@ -1494,8 +1498,8 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) pack_step<Input>(P_operand[step], P, step);
   };
 
-  // Descriptors. wgmma ignores the leading byte offset except in B operands that it transposes and that have
-  // several panels: Q in dK and dO in dV.
+  // Descriptors. The leading byte offset matters only for transposed B operands with several panels: Q in dK
+  // and dO in dV.
   const auto matrix = [](const void* at_s, int leading_bytes = 16) {
     return wgmma_descriptor(shared_address(at_s), leading_bytes, 1024);
   };
@@ -1513,7 +1517,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   int ds_stage = Shared::DS_STAGES - 1;  // of the previous tile
   float* dQ_sums_g = nullptr;            // this warpgroup's piece of the previous tile's dQ sums
 
-  // USE_BIAS=1: where the bias of the tile after the current one is prefetched.
+  // USE_BIAS=1: bias_of_next() is the buffer for the bias of the next tile.
   constexpr bool may_prefetch_bias = B::use_bias == 1;
   const bool prefetches_bias = may_prefetch_bias && BiasOfStage<B>::is_possible(a.p);
   const auto bias_of_next = [&] {
@@ -1538,7 +1542,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
       }
       const BiasOfStage<B> bias{prefetches_bias ? bias_of_next() : nullptr};
       weights.set_p(a, query_tile(keys.item, tile.h, q0), mask, q0, k0, mask.tiles.cover(q0, k0), lse, bias);
-      if (prefetches_bias) barrier_sync(own_group + w, own_group_threads);  // hazard: bias read by all warps, before dS
+      if (prefetches_bias) barrier_sync(own_group + w, own_group_threads);  // hazard: bias read by all warps
     } else {
       weights.set_p(a, query_tile(keys.item, tile.h, q0), mask, q0, k0, mask.tiles.cover(q0, k0), lse);
     }
@@ -1657,7 +1661,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   barrier_sync(own_group + w, own_group_threads);  // hazard: dK and dV written by all warps
   const int batch = keys.item.batch(a.p.k_starts), row = keys.item.k_row(0);
   const int rows = key_count(a.p, keys.item) - k0;
-  if (B::use_lengths && rows < 64) {  // the rows after those are the next sequence's
+  if (B::use_lengths && rows < 64) {  // later rows belong to the next sequence
     store_panels<D>(s.K[w], head_of(a.dK, a.d_k, batch, keys.h_kv, row + k0), a.d_k.row, rows, a.p.D);
     store_panels<D>(s.V[w], head_of(a.dV, a.d_v, batch, keys.h_kv, row + k0), a.d_v.row, rows, a.p.Dv);
     return;
@@ -1673,26 +1677,30 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
 }
 
 // ---- pairs of CTAs (in_pairs) ----
-// dK and dV of 64 keys with 256 elements take all registers of two warpgroups. With 64 keys per CTA, the additions to
-// dQ would take 1.2 times as long as the products. So two CTAs of a cluster have 128 keys and iterate over the same
-// tiles of queries. They exchange dS, and each computes half of the columns of dQ from all 128 keys.
+// dK and dV of 128 keys with 256 elements would take 256 registers per thread of two warpgroups, so a CTA has
+// 64 keys. Without a cluster this would double the additions to dQ per product. So two CTAs form a cluster
+// with 128 keys and iterate over the same query tiles. They exchange dS, and each computes half of the
+// columns of dQ from all 128 keys.
 //
 //   warpgroup 0                                warpgroup 1
 //   before the first tile:  S, P of tile 0     dP, dS of tile 0
 //   for each tile n:                           for each tile n:
-//     dV += P.T @ dO            release dO       dK += dS.T @ Q             release Q
+//     dV += P.T @ dO             release dO      dK += dS.T @ Q             release Q
 //     dQ of tile n - 1, 64 columns               dQ of tile n - 1, 64 columns
-//     S = K @ Q.T of tile n + 1  release Q       dP = V @ dO.T of tile n + 1  release dO
+//     S = K @ Q.T of tile n + 1                  dP = V @ dO.T of tile n + 1
 //     add dQ to the sums in global memory        add dQ to the sums in global memory
 //     P = exp(logit - LSE) of tile n + 1         wait for P of tile n + 1
-//     pass P to warpgroup 1                      dS = P * (dP - delta);  send it to the other CTA
+//     pass P to warpgroup 1      release Q       dS = P * (dP - delta)
+//                                                send dS to the other CTA   release dO
 //   after the last tile:  its dQ; store dV     after the last tile:  its dQ; store dK
 //
-// P.T and dS.T are A operands in registers. One warpgroup multiplies while the other computes P or dS. The mbarriers
-// of the two buffers of dS: ds_full completes when dS of both CTAs has been written. ds_empty completes when all
-// warpgroups of the pair have computed dQ from it.
+// Both warpgroups release each stage of Q and dO. P.T and dS.T are A operands in registers. One warpgroup
+// multiplies while the other computes P or dS. Each of the two buffers of dS has two mbarriers. ds_full
+// completes when dS of both CTAs has been written. ds_empty completes when all consumer warpgroups of the
+// pair have computed dQ from it.
 
-// Issues dQ = dS @ K for one piece, from the keys of both CTAs.   dS.T [64 keys][64 queries], K [64 keys][64]
+// Issues dQ = dS @ K for one piece, from the keys of both CTAs. The caller commits the group.
+//   dS.T [64 keys][64 queries]   K [64 keys][64]
 template <class B>
 __device__ __forceinline__ void wgmma_dq_of_pair(WgmmaAccumulator<64>& dQ, uint64_t dS, uint64_t K, uint64_t other_dS,
                                                  uint64_t other_K) {
@@ -1707,7 +1715,7 @@ __device__ __forceinline__ void wgmma_dq_of_pair(WgmmaAccumulator<64>& dQ, uint6
   }
 }
 
-// Consumer warpgroup W.
+// Consumer warpgroup W. W == 0 computes P and dV, W == 1 computes dS and dK.
 template <class B, int W>
 __device__ __forceinline__ void consume_of_pair(BackwardWgmmaShared<B>& s, const BackwardArgs& a,
                                                 const KeyTile<B>& keys, const Mask& mask, QueryTiles<B> tile) {
@@ -1724,16 +1732,16 @@ __device__ __forceinline__ void consume_of_pair(BackwardWgmmaShared<B>& s, const
   T.first_col = lane % 4 * 2;
   forget(sum.x.d);  // the products of the first tile overwrite it
 
-  // T is a product with Q or dO, of which tile n + 1 is read while tile n is an operand of the sum.
+  // Rings of Q (W == 1: dO) for T and of dO (W == 1: Q) for the sum. T is one tile ahead of the sum.
   constexpr int T_STAGES = W == 0 ? Shared::Q_STAGES : B::stages, SUM_STAGES = W == 0 ? B::stages : Shared::Q_STAGES;
   uint64_t *const t_full = W == 0 ? s.q_full : s.o_full, *const t_empty = W == 0 ? s.q_empty : s.o_empty;
   uint64_t *const sum_full = W == 0 ? s.o_full : s.q_full, *const sum_empty = W == 0 ? s.o_empty : s.q_empty;
   StageRing<T_STAGES> t_ring;
   StageRing<SUM_STAGES> sum_ring;
-  StageRing<2> ds_ring, ds_before{1};  // of tile n + 1 and of tile n - 1
+  StageRing<2> ds_ring, ds_before{1};  // dS: written for tile n + 1, read for n - 1
   float* dQ_sums_g = nullptr;          // this warpgroup's piece of the previous tile's dQ sums
 
-  // Descriptors are computed anew for each tile. Otherwise those of all steps would stay in registers.
+  // Computes descriptors again for each tile. Otherwise those of all steps would stay in registers.
   const auto matrix = [](const void* at_s, int leading_bytes = 16) {
     return wgmma_descriptor(uniform(shared_address(at_s)), leading_bytes, 1024);
   };
@@ -1791,7 +1799,7 @@ __device__ __forceinline__ void consume_of_pair(BackwardWgmmaShared<B>& s, const
       barrier_sync(own_group + W, own_group_threads);  // hazard: dS written by all warps
       if (tid == 0) {
         const int other = cluster_rank() ^ 1;
-        mbarrier_arrive_expect_tx(&s.pair.ds_full[stage], sizeof s.pair.dS[0]);  // the other CTA sends as much
+        mbarrier_arrive_expect_tx(&s.pair.ds_full[stage], sizeof s.pair.dS[0]);  // from the other CTA
         cp_async_bulk_copy_to_cta(address_in_cta(s.pair.dS[stage], other), s.dS[stage], sizeof s.dS[0],
                                   address_in_cta(&s.pair.ds_full[stage], other));
       }
@@ -1799,12 +1807,12 @@ __device__ __forceinline__ void consume_of_pair(BackwardWgmmaShared<B>& s, const
     arrive_by_warp(&t_empty[t_ring.stage]);
     t_ring.advance();
   };
-  // Computes a tile, given the operand of its sum. Replaces it by that of the next tile.
+  // Adds a tile to the sum, given its operand. Replaces the operand by that of the next tile.
   const auto do_tile = [&](bool first, auto is_last) {
     constexpr bool last = decltype(is_last)::value;
     if (W == 1 && !last) barrier_arrive(p_read, p_threads);
-    // dV += P.T @ dO or dK += dS.T @ Q, and dQ = dS @ K of the previous tile. In the first tile, this dQ is undefined
-    // and not used.
+    // dV += P.T @ dO or dK += dS.T @ Q, and dQ = dS @ K of the previous tile. For the first tile, there is no
+    // dQ, and its group is empty.
     const Input* const tiles_s = W == 0 ? s.dO[0] : s.Q[0];
     mbarrier_wait(&sum_full[sum_ring.stage], sum_ring.parity);
     wgmma_pv<B>(sum, operand, descriptor_at(matrix(tiles_s, B::block_n * 128), sum_ring.stage * tile_bytes), !first);
@@ -1855,7 +1863,7 @@ __device__ __forceinline__ void consume_of_pair(BackwardWgmmaShared<B>& s, const
   hold(dQ.x.d);
   add_to_sums_of_dq(dQ, dQ_sums_g);
 
-  // Write dV over V or dK over K, then store it by TMA.
+  // Warpgroup 0 writes dV over V, warpgroup 1 writes dK over K. Then TMA stores both.
   barrier_sync(both_groups, both_groups_threads);  // hazard: K and V read by both warpgroups
   Input* const sum_s = W == 0 ? s.V[0] : s.K[0];
   store_to_panels<64>(sum, W == 0 ? 1 : a.gradient_scale, sum_s);
@@ -1864,7 +1872,7 @@ __device__ __forceinline__ void consume_of_pair(BackwardWgmmaShared<B>& s, const
   const int batch = keys.item.batch(a.p.k_starts), row = keys.item.k_row(keys.k0);
   const int rows = key_count(a.p, keys.item) - keys.k0;
   const Strides& strides = W == 0 ? a.d_v : a.d_k;
-  if (B::use_lengths && rows < 64) {  // the rows after those are the next sequence's
+  if (B::use_lengths && rows < 64) {  // later rows belong to the next sequence
     Input* const to_g = head_of(W == 0 ? a.dV : a.dK, strides, batch, keys.h_kv, row);
     store_panels<D>(sum_s, to_g, strides.row, rows, W == 0 ? a.p.Dv : a.p.D);
     return;
@@ -1879,7 +1887,7 @@ __device__ __forceinline__ void consume_of_pair(BackwardWgmmaShared<B>& s, const
   cp_async_bulk_wait_group_read<0>();
 }
 
-// Clears dK and dV of the CTA's keys, which no query sees.
+// Stores 0 to dK and dV of the CTA's keys, which no query sees.
 template <class B>
 __device__ __forceinline__ void store_zero_gradients(const BackwardArgs& a, const KeyTile<B>& keys) {
   const int rows = min(key_count(a.p, keys.item) - keys.k0, CTA_KEYS<B>);
@@ -2020,12 +2028,13 @@ __global__ void __launch_bounds__(32 * sink_warps) sdpa_backward_sinks(const __g
 }
 
 // ---- the gradient of a bias (USE_BIAS = 1, USE_BIAS = 3) ----
-// dBias = dS, summed over the dimensions in which dBias has a stride of 0. A CTA computes one tile of dBias, or, if there
-// are few tiles, its sum over a range of the steps. The kernel computes S and dP again. In return, the sums are in
-// registers: no atomics, no dS in global memory, and bitwise the same results in every run.
+// dBias = dS, summed over the dimensions in which dBias has stride 0, and with dBias_sums_keys=1 over the
+// keys. A CTA computes one tile of dBias. If there are few tiles, it computes a partial: the sum over a range
+// of the steps. The kernel recomputes S and dP. In return, the sums are in registers: no atomics, no dS in
+// global memory, and bitwise identical results in every run.
 
-// The build of sdpa_backward_bias. has_roles: that of the kernel without roles. All families load two steps at once, if
-// shared memory has room for them.
+// The build of sdpa_backward_bias. has_roles: a wgmma build without roles. There are two stages, if the build
+// has at least two and shared memory has room for them.
 template <class B> struct OfBias : B {
   static constexpr KernelKind kernel = has_roles<B> ? KernelKind::wgmma_plain : B::kernel;
   static constexpr int block_m = has_roles<B> ? 128 : B::block_m, block_n = has_roles<B> ? 64 : B::block_n;
@@ -2047,7 +2056,7 @@ template <class B> struct BiasShared {
   float2 rows[B::stages][B::block_m];  // {LSE, delta}
 };
 
-// A template for the same reason as tensor_maps().
+// A template, since only builds with USE_BIAS=1 or 3 have a plan.
 template <class B, class Args> __host__ __device__ __forceinline__ auto& bias_plan(Args& a) { return a.bias_plan; }
 
 // A position in dS or in dBias: batch, head, first query and first column of the bias.
@@ -2057,8 +2066,8 @@ template <class B> __device__ __forceinline__ BiasPlace bias_place(const BiasPla
   return {int(dims.heads.divide(head)), int(dims.heads.remainder(head)),
           int(dims.queries.remainder(of_keys)) * B::block_m, int(dims.keys.remainder(i)) * B::block_n};
 }
-// Number of floats of a tile of dBias, which is one row if dBias is summed over the queries, and one column if it is
-// summed over the keys.
+// Number of columns, and number of floats, of a tile of dBias. A tile is one row if dBias is summed over the
+// queries, and one column if it is summed over the keys.
 template <class B> __device__ __forceinline__ int bias_columns_of_tile(const BiasPlan& plan) {
   return plan.sums_keys ? 1 : B::block_n;
 }
@@ -2205,7 +2214,7 @@ __global__ void __launch_bounds__(OfBias<Build>::threads, 1) sdpa_backward_bias(
   for (int i = threadIdx.x; i < size; i += B::threads) st_global(sums_g + i, value(i / columns, i % columns));
 }
 
-// Adds the sums of the ranges, in their order. One CTA per tile of dBias.
+// Adds the partials of the ranges, in order. One CTA per tile of dBias.
 template <class Build>
 __global__ void __launch_bounds__(OfBias<Build>::threads) sdpa_backward_merge_bias(const __grid_constant__ BackwardArgs a) {
   using B = OfBias<Build>;
@@ -2225,8 +2234,7 @@ __global__ void __launch_bounds__(OfBias<Build>::threads) sdpa_backward_merge_bi
 
 constexpr int padding_warps = 8;
 
-// Writes zeros to the rows of dQ, dK and dV that are no query and no key of a sequence. A warp clears a row of
-// all heads.
+// Clears the padding rows of dQ, dK and dV (see SdpaBackwardParams). A warp clears a row of all heads.
 template <class B>
 __global__ void __launch_bounds__(32 * padding_warps) sdpa_backward_padding(const __grid_constant__ BackwardArgs a) {
   constexpr int width = B::vec_width;
@@ -2237,7 +2245,7 @@ __global__ void __launch_bounds__(32 * padding_warps) sdpa_backward_padding(cons
       st_global(head_of(x_g, s, batch, i / D, row) + i % D, VectorType<width * sizeof(Input)>{});
     }
   };
-  // Calls clear(batch, row) for the rows that have no use in a tensor with these starts.
+  // Calls clear(batch, row) for the padding rows of a tensor with these starts.
   const auto for_each_unused = [&](const int* starts, int rows, auto used_rows, auto clear) {
     const int64_t all = int64_t(batches_of(p, starts)) * rows;
     for (int64_t i = int64_t(blockIdx.x) * padding_warps + threadIdx.x / 32; i < all; i += gridDim.x * padding_warps) {
@@ -2268,14 +2276,14 @@ template <class B> int64_t kv_tiles(const SdpaParams& p) {
   return clusters * CLUSTER_CTAS<B>;
 }
 
-// USE_BIAS: maximum number of CTAs that share the tiles of dBias: 512 threads per SM.
+// USE_BIAS: maximum number of partials of dBias: min(tiles of dS, CTAs at 512 threads per SM).
 template <class B> int64_t most_bias_ranges(const SdpaParams& p) {
   using Own = OfBias<B>;
   if (!p.bias) return 0;
   const double tiles = double(p.B) * p.Hq * ceil_div(p.Sq, Own::block_m) * ceil_div(p.Sk, Own::block_n);
   return int64_t(std::fmin(tiles, double(max(512 / Own::threads, 1)) * sm_count()));
 }
-// Number of floats in the workspace for partial sums of dBias.
+// Number of floats in the workspace for partials of dBias.
 template <class B> int64_t dBias_sums_of(const SdpaParams& p) {
   if constexpr (B::adds_bias) {
     return most_bias_ranges<B>(p) * OfBias<B>::block_m * OfBias<B>::block_n;
@@ -2304,7 +2312,7 @@ SdpaStatus launch_backward(void (*kernel)(BackwardArgs), const BackwardArgs& a, 
   return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, what);
 }
 
-// USE_BIAS: P is computed from logits in all problems, also in those without a bias.
+// USE_BIAS=1, 3: P is computed from logits even if the problem has no bias, since lse_factor is 1.
 template <class B> void set_backward_scales(KernelArgs& a) {
   set_scales<B>(a);
   if (!B::adds_bias || a.p.bias) return;
@@ -2420,9 +2428,9 @@ template <class B> struct BackwardKernelOf<B, true> {
   using Shared = BackwardWgmmaShared<B>;
   static constexpr auto entry = sdpa_backward_wgmma<B>;
 
-  // Returns the number of KV heads per section: as many as fit in 8/15 of L2, as in grid_of(), with the Q,
-  // dO and dQ sums of their query heads, but enough for one CTA per SM. Then evens out the sizes of the
-  // sections.
+  // Returns the number of KV heads per section. The Q, dO and dQ sums of a section's query heads should fit
+  // into 8/15 of L2, as in grid_of(), but a section has at least one CTA per SM. The heads are divided into
+  // sections of about equal size.
   static int heads_of_section(const SdpaParams& p, int padded_rows) {
     const int64_t heads = int64_t(p.B) * p.Hkv;
     const double head_bytes = double(p.Hq / p.Hkv) * padded_rows * B::head_dim * (2 * sizeof(Input) + sizeof(float));
@@ -2464,7 +2472,7 @@ template <class B> struct BackwardKernelOf<B, true> {
     const int64_t pieces = a.work.heads * (a.work.padded_rows / B::block_n) * DQ_PIECES<B>;
     if (pieces > most_ctas) return failure(refused, "B*Hq*ceil(Sq/64) is over %d tiles; split the batch", most_ctas);
     a.heads_at_once = heads_of_section(p, a.work.padded_rows);
-    // Without queries or keys, no kernel loads anything, and an empty tensor has no tensor map.
+    // Without queries or keys, no kernel reads a map, and an empty tensor cannot have one.
     SdpaStatus status;
     if (items.count > 0 && p.Sk > 0) status = encode_maps(a);
     if (status.ok()) status = launch_backward(sdpa_backward_rows<B>, a, items.count, 32 * B::num_warps, 0, stream);
@@ -2483,7 +2491,7 @@ template <class B> SdpaStatus backward(const SdpaBackwardParams& params, cudaStr
   const SdpaParams& p = params.forward;
   const bool has_rows = p.Hq > 0 && p.Sq > 0;
   const Items items = has_rows ? items_of_tile(p, 1, B::block_m) : Items{1, B::block_m, 0};
-  // The workspace has room for the last tile of every sequence.
+  // padded_rows_of() may exceed Sq, since every sequence has a padded last tile.
   if (items.count > most_ctas || kv_tiles<B>(p) > most_ctas || padded_rows_of(p) > most_ctas) {
     return failure(refused, "B*Hq*ceil(Sq/%d) or B*Hkv*ceil(Sk/%d) is over %d tiles; split the batch", B::block_m,
                    CTA_KEYS<B>, most_ctas);
@@ -2594,7 +2602,7 @@ SDPA_REFUSE(HEAD_DIM_V_changed && (Defines::kernel == KernelKind::scalar || Defi
   return check_sizes(forward).ok() ? backward_workspace_bytes(forward) : 0;
 }
 
-// Computes dQ, dK and dV from the inputs of sdpa_forward(), O, LSE and dO. Enqueues kernels on a stream of
+// Computes the gradients from the inputs of sdpa_forward(), O, LSE and dO. Enqueues kernels on a stream of
 // the current device, with the guarantees of sdpa_forward(). Two runs on the same inputs give the same bits,
 // except for dQ with ONE_PASS=1 or USE_WARP_SPECIALIZATION=1.
 [[maybe_unused]] static SdpaStatus sdpa_backward(const SdpaBackwardParams& params, cudaStream_t stream) {

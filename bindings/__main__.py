@@ -78,7 +78,7 @@ def builds_of(words):
             if expressions and named & ({"softcap"} | BIASES):
                 raise sdpa.Unavailable("a soft cap or a bias beside score_mod and mask_mod is a part of the expression")
             builds.append(sdpa.build_of(*sdpa.line_with(gpu, dtype, D, Dv, features, **expressions)))
-            if with_backward and not expressions and named <= {"softcap", "sinks", "lengths"} and dtype != sdpa.torch.float8_e4m3fn:
+            if with_backward and not expressions and named <= {"softcap", "sinks", "lengths", "bias", "mask", "fp32_bias"} and dtype != sdpa.torch.float8_e4m3fn:
                 for asked in sdpa.NEEDED, sdpa.NEEDED | sdpa.DETERMINISTIC:
                     builds.append(sdpa.build_of(*sdpa.backward_line_with(gpu, dtype, max(D, Dv), features, asked)[0]))
         except sdpa.Unavailable as why:
@@ -90,11 +90,12 @@ def builds_of(words):
 
 def build(words):
     jobs = os.cpu_count()
-    if "--jobs" in words[:-1]:
+    if "--jobs" in words:
         at = words.index("--jobs")
-        if not re.fullmatch("[1-9][0-9]*", words[at + 1]):
-            raise SystemExit(f"sdpa: --jobs {words[at + 1]}: want a whole number from 1")
-        jobs = int(words[at + 1])
+        value = "".join(words[at + 1:at + 2])
+        if not re.fullmatch("[1-9][0-9]*", value):
+            raise SystemExit(f"sdpa: --jobs {value}".rstrip() + ": want a whole number from 1")
+        jobs = int(value)
         del words[at:at + 2]
     builds = dict.fromkeys([sdpa.build_of_glue(), *builds_of(words)])
     failed = 0
@@ -114,11 +115,22 @@ def main(words):
         print(os.pathsep.join((here, os.path.join(here, "flash_attn_3"))))
     elif words[:1] == ["build"] and words[1:] not in (["--help"], ["-h"]):
         return build(words[1:])
-    else:
+    elif words[-1:] in (["--help"], ["-h"]):
         print(__doc__)
-        return 0 if words[-1:] in (["--help"], ["-h"]) else 2
+    else:
+        near = difflib.get_close_matches("".join(words[:1]), ["build", "path", "--help"], 1, 0.6)
+        hint = f"did you mean {near[0]}?" if near and near != words[:1] else "python -m sdpa --help has the commands"
+        print(f"sdpa: {' '.join(words) or 'a command is missing'}: {hint}", file=sys.stderr)
+        return 2
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        code = main(sys.argv[1:])
+        print(end="", flush=True)
+    except OSError as error:
+        print(f"sdpa: stdout cannot be written to ({error.strerror})", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout again at exit
+        code = 3
+    sys.exit(code)

@@ -46,6 +46,9 @@ def shardings(operator, outputs, given):
         # Each device has a partial gradient of the shared tensors, from its own queries.
         if name == "sinks":
             return Replicate() if way is None or given.get(name) is None else Partial() if way == "batch" else Shard(0)
+        if name == "bias":
+            place = placed(name, given[name], way) if given.get("to_bias") else Replicate()
+            return Partial() if way is not None and given.get("to_bias") and place == Replicate() else place
         return Partial() if way == "heads" and name in "kv" and k.shape[1] == 1 else placed(name, None, way)
     return [([of_output(name, way) for name in outputs],
              [placed(name, x, way) if hasattr(x, "placements") else None for name, x in given.items()]) for way in ways]
@@ -57,4 +60,4 @@ def register(operator, outputs):
 
 
 register(torch.ops.sdpa.attention.default, ("q", "lse"))
-register(torch.ops.sdpa.attention_backward.default, ("q", "k", "v", "sinks"))
+register(torch.ops.sdpa.attention_backward.default, ("q", "k", "v", "sinks", "bias"))

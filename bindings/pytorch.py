@@ -310,16 +310,16 @@ def knobs_of_mods(score_mod, mask_mod):
 
 
 # The lines of the backward pass, by preference. sizes: the HEAD_DIMs that are built, with their knobs; a problem takes the
-# next one. pads: D must be HEAD_DIM, so smaller ones are padded. repeats: two runs give the same bits. faster: the HEAD_DIMs
+# next one. pads: D must be HEAD_DIM, so smaller ones are padded. repeats: two runs give the same bits. faster: the values of D
 # for which the line is at least as fast as PyTorch's backward (results/backward) without expressions and the features of
-# NOT_MEASURED; elsewhere it runs only where PyTorch has none, may return NaN or must be deterministic. is_short: only for at
-# most 64 queries and keys, for which tiles of 128 are mostly empty.
+# NOT_MEASURED; elsewhere it runs only where PyTorch has none, may return NaN or must be deterministic. A smaller D takes as long
+# as HEAD_DIM, so it is not listed. is_short: only for at most 64 queries and keys, for which tiles of 128 are mostly empty.
 BackwardRow = collections.namedtuple("BackwardRow", "name capabilities sizes pads repeats faster is_short", defaults=(False,))
 BACKWARD_LINES = (
     BackwardRow("backward_mma5", (9,), {32: (), 64: ()}, True, False, (), True),
     BackwardRow("backward_mma", (9,), {32: (), 64: ()}, True, True, (), True),
     BackwardRow("backward_hopper", (9,), {64: (), 128: ("BLOCK_N=64",), 256: ("BLOCK_N=64", "STAGES=1")}, False, False,
-                (64, 256)),
+                (64, 128, 256)),
     BackwardRow("backward_wgmma_plain", (9,), {64: (), 128: (), 256: ("BLOCK_N=32",)}, False, True, ()),
     BackwardRow("backward_mma", range(8, 100), {64: (), 96: (), 128: ("BLOCK_N=32",), 256: ("BLOCK_N=32",)}, True, True, ()))
 NOT_MEASURED = "USE_LENGTHS", "USE_BIAS=1", "USE_BIAS=2", "USE_BIAS=3"
@@ -336,7 +336,7 @@ def backward_line_with(capability, dtype, D, features, asked, score_mod="", mask
         if row.is_short and not (asked & NEEDED and asked & SHORT):
             continue
         is_measured = not (score_mod or mask_mod or any(features >> FEATURES.index(feature) & 1 for feature in NOT_MEASURED))
-        if not asked & NEEDED and not (is_measured and size in row.faster):
+        if not asked & NEEDED and not (is_measured and D in row.faster):
             return None
         knobs = [f"HEAD_DIM={size}", *row.sizes[size], *["DTYPE=BF16"] * (dtype == torch.bfloat16)]
         knobs += [knob for bit, knob in enumerate(FEATURES) if features >> bit & 1]

@@ -44,7 +44,7 @@ PATHS = [
     Path("a map by chunks", r"effects \|= effects_of\(x\[n\]\.y\)", whole=True),
     Path("a map by elements", r"x\[n\]\.x = ld_global_nc<VectorType<sizeof\(Bias\)>>", whole=True),
     # ---- the mask of keys ----
-    Path("keys that are hidden in a tile", r"word\[w\] = __ballot_sync\(0xffffffffu, byte\);"),
+    Path("keys that are hidden in a tile", r"word\[w\] = __ballot_sync\(0xffffffffu, shown\);"),
     # ---- items and their rounds ----
     Path("items by their length", r"const uint32_t from_end = a\.work_items - 1 - i;"),
     Path("items that move up", r"if \(skips_empty_warpgroups<B> && !B::use_lengths\) item\.q0 -="),

@@ -1173,7 +1173,7 @@ Problem sweep_problem(uint64_t series, uint64_t n, Kinds& had) {
 // were not drawn.
 string draw_problems(uint64_t series, int count, bool all_kinds, vector<Problem>& problems) {
   Kinds had;
-  for (int n = 0; n < count || (all_kinds && !had.has_all() && n < 4 * count + 16); n++) {
+  for (int n = 0; n < count || (all_kinds && !had.has_all() && n < 8 * count + 16); n++) {
     problems.push_back(sweep_problem(series, n, had));
   }
   return all_kinds ? had.missing() : "";

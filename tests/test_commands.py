@@ -553,6 +553,8 @@ def test_paths_that_cmake_splits(name, value):
 
 @pytest.mark.parametrize("words", ["--help", "list", "list --help", "test --help", "ab --help", "report --help"])
 def test_stdout_that_cannot_be_written_to(words):
+    done = subprocess.run(["bash", "-c", f"{RUN_ALL} {words} >&-"], capture_output=True, text=True)
+    assert done.returncode == 3 and re.fullmatch("[^\\n]*stdout is closed\n", done.stderr), done.stderr
     for target, reason in (("/dev/full", "No space left on device"), ("|true", "its reader has exited|stdout is closed")):
         command = f"{RUN_ALL} {words} " + (f">{target}" if target[0] == "/" else "| true; exit ${PIPESTATUS[0]}")
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
@@ -655,7 +657,8 @@ def test_commands_that_need_no_gpu(tmp_path):
             continue
         more = {"NVCC_APPEND_FLAGS": "-Xcompiler=-Wall,-Wextra,-Werror"} if command.startswith("nvcc") else {}
         more |= {} if "extract" in command else {"SDPA_CONFIGS": str(tmp_path / "one.txt")}
-        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PATH": path, **more})
+        done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True,
+                              env={**os.environ, "PATH": path, "SDPA_BUILD_DIR": "", **more})
         assert done.returncode == 0, command + ":\n" + done.stdout + done.stderr
     extract = (tmp_path / "my_kernel.cu").read_text(encoding="utf-8")
     assert "namespace wgmma_causal" in extract

@@ -185,7 +185,8 @@ def test_gradients(timed, monkeypatch, capsys, wrong):
     monkeypatch.setattr(frameworks, "loop_us", lambda run, repeats, count: 1.0)
     turns = iter(range(1, 1000))
     monkeypatch.setattr(frameworks, "turn_us", lambda run, us: next(turns))
-    measured = frameworks.gradients(3, re.compile("Flash|cuDNN 9.27.0"))
+    assert not list(frameworks.gradients(3, re.compile(""), re.compile("causal.")))
+    measured = frameworks.gradients(3, re.compile("Flash|cuDNN 9.27.0"), re.compile("2,4|packed"))
     if wrong == "deterministic":
         with pytest.raises(RuntimeError, match="two runs differ"):
             next(measured)

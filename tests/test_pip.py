@@ -246,7 +246,7 @@ def program(*words, folder=ROOT, **environment):
     ("sm_90a 128", "sdpa: build needs a type, as in bf16"),
     ("sm_90a bf16 128 score_mod=s;1", "sdpa.attention: score_mod: ';' at character 2 is not allowed there; docs/USING.md"),
     ("sm_90a bf16", "sdpa: build needs a D, as in 128"), ("bf16 128", "sdpa: build needs a GPU, as in sm_90a"),
-    *((f"sm_90a bf16 128 --jobs {jobs}", f"sdpa: --jobs {jobs}: want a whole number from 1") for jobs in ("abc", "0"))])
+    *((f"sm_90a bf16 128 --jobs {jobs}", f"sdpa: --jobs {jobs}".rstrip() + ": want a whole number from 1") for jobs in ("abc", "0", ""))])
 def test_words_that_are_none(nvcc, words, sentence):
     done = program("build", *words.split(), **nvcc)
     assert done.returncode == 1 and done.stderr.startswith(sentence) and done.stderr.count("\n") == 1
@@ -298,7 +298,13 @@ def test_a_build_that_fails(nvcc, tmp_path):
 
 def test_help_in_a_clone():
     said = program("--help")
-    options = re.findall(r"\w+", re.search(r"OPTIONS = \[(.*)\]", MAIN)[1])
+    options = re.findall(r"\w+", re.search(r"OPTIONS = \[(.*?)\]", MAIN, re.DOTALL)[1])
     assert said.returncode == 0 and len(options) == len(sdpa.FEATURES) and all(option in said.stdout for option in options)
     assert program("path").stdout.split(os.pathsep)[0] == os.path.join(ROOT, "bindings")
-    assert program("paths").returncode == 2
+    for words, sentence in ((["paths"], "sdpa: paths: did you mean path?"), (["path", "x"], "sdpa: path x: python -m sdpa --help has the commands"),
+                            ([], "sdpa: a command is missing: python -m sdpa --help has the commands")):
+        done = program(*words)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence + "\n")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, os.path.join(ROOT, "bindings"), "path"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (3, "sdpa: stdout cannot be written to (No space left on device)\n")

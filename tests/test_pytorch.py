@@ -2591,15 +2591,16 @@ def test_the_lines_of_the_backward(monkeypatch, capsys):
     rows.insert(0, sdpa.BackwardRow("short", (9,), {128: ()}, True, False, (), True))
     monkeypatch.setattr(sdpa, "BACKWARD_LINES", rows)
     found = lambda *x: (sdpa.backward_line_with(*x) or [[None]])[0][0]  # noqa: E731
-    assert found((9, 0), torch.half, 100, 0, 0) == found((9, 0), torch.half, 40, 0, 0) == found((9, 0), torch.half, 100, 0, sdpa.NEEDED) == "atomic"
+    assert found((9, 0), torch.half, 128, 0, 0) == found((9, 0), torch.half, 100, 0, sdpa.NEEDED) == "atomic"
+    assert found((9, 0), torch.half, 120, 0, 0) is found((9, 0), torch.half, 40, 0, 0) is None
     assert found((9, 0), torch.half, 100, 0, sdpa.NEEDED | sdpa.DETERMINISTIC) == found((8, 0), torch.half, 100, 0, sdpa.NEEDED) == "any"
     assert found((8, 0), torch.half, 100, 0, 0) is None
-    shorts = [found((9, 0), torch.half, 100, 0, sdpa.SHORT | more) for more in (0, sdpa.NEEDED, sdpa.NEEDED | sdpa.DETERMINISTIC)]
+    shorts = [found((9, 0), torch.half, 128, 0, sdpa.SHORT | more) for more in (0, sdpa.NEEDED, sdpa.NEEDED | sdpa.DETERMINISTIC)]
     assert shorts == ["atomic", "short", "any"]
-    assert found((9, 0), torch.half, 100, 0, 0, "-s") is None and found((9, 0), torch.half, 100, 0, 0, "", "q < k") is None
+    assert found((9, 0), torch.half, 128, 0, 0, "-s") is None and found((9, 0), torch.half, 128, 0, 0, "", "q < k") is None
     with pytest.raises(ValueError, match="mask_mod"):
         found((9, 0), torch.half, 100, 0, sdpa.NEEDED, "", "q; k")
-    assert found((9, 0), torch.half, 100, 4, 0) is None and found((9, 0), torch.half, 100, 4, sdpa.NEEDED) == "atomic"  # lengths: not measured
+    assert found((9, 0), torch.half, 128, 4, 0) is None and found((9, 0), torch.half, 100, 4, sdpa.NEEDED) == "atomic"  # lengths: not measured
     with pytest.raises(sdpa.Unavailable, match="^there is no line of the backward pass for D=136 on sm_90$"):
         sdpa.backward_line_with((9, 0), torch.half, 136, 0, 0)
     # C++ receives the functions, or a refusal that is final or temporary.
@@ -2608,7 +2609,7 @@ def test_the_lines_of_the_backward(monkeypatch, capsys):
     library.sdpa_library_backward_workspace_bytes, library.sdpa_library_backward = library.malloc, library.free
     monkeypatch.setattr(sdpa, "library_of", lambda *x: asked.append(x) or library)
     monkeypatch.setattr(sdpa, "FAILED", {})
-    for arguments, want in (((0, 1, 100, 3, 0), (0, 1, b"")), ((1, 0, 100, 0, sdpa.NEEDED), (128, 1, b"")), ((1, 0, 100, 0, 0), (0, 1, b"PyTorch's backward is faster")),
+    for arguments, want in (((0, 1, 128, 3, 0), (0, 1, b"")), ((1, 0, 100, 0, sdpa.NEEDED), (128, 1, b"")), ((1, 0, 100, 0, 0), (0, 1, b"PyTorch's backward is faster")),
                             ((1, 0, 136, 0, 0), (0, 0, b"there is no line of the backward pass for D=136 on sm_80"))):
         line = sdpa.BackwardLine()
         sdpa.load_backward(*arguments, b"", b"", line)

@@ -63,6 +63,11 @@ def test_the_space_is_asked_of_the_code():
     assert space.values["BLOCK_M"] == ["64", "128"] and "SWIZZLE_XOR" not in space.free
 
 
+def test_options_of_a_problem_are_not_searched():
+    options = set(re.findall(r"^  X\((USE_(?:KEY_MASK|SOFTCAP|SINKS|LENGTHS|PAGES|BIAS))\b", TREE.read("sdpa.cu"), re.MULTILINE))
+    assert len(options) == 6 and options <= set(search.PROBLEMS_OWN)
+
+
 @pytest.mark.long
 def test_lines_that_fit_have_the_problems_type():
     problem = engine.parse_problem("long").typed(128, "bf16")
@@ -352,6 +357,18 @@ def replayed(log):
     assert code == 0, err
     rows = re.findall(r"^(\S.*?) {2,}(\d+) +(\d+) +[\d.]+% +(\d+) of 20$", out, re.M)
     return {kind: tuple(map(int, figures)) for kind, *figures in rows}
+
+
+@pytest.mark.long
+def test_the_search_beats_random_search(tmp_path):
+    """Compares both on a list of timings from the cost model."""
+    fix = [word for knob in ("BLOCK_M=16,32,64,128,256", "BLOCK_N=32,48,64,96,128", "NUM_WARPS=2,4,8", "STAGES=1,2,3",
+                             "SPLIT_KV=1,2,4") for word in ("--fix", knob)]
+    assert dry(tmp_path / "all.jsonl", "--all", "--budget", "60", *fix)[0] == 0
+    knobs = [record["knobs"] for record in records_of(tmp_path / "all.jsonl")[1:]]
+    assert len(knobs) == len(set(knobs)) > 200
+    found = replayed(tmp_path / "all.jsonl")
+    assert found["from mma_lazy"][2] >= 18 and found["random search"][2] <= 10, found
 
 
 @pytest.mark.long

@@ -111,6 +111,9 @@ def words_of(error):
 
 def command(name, main):
     """Runs a command. Prints errors as one sentence and exits."""
+    if sys.stdout is None:
+        say(f"{name}: stdout is closed")
+        sys.exit(3)
     try:
         code = main()
         sys.stdout.flush()

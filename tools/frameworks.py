@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """usage: tools/frameworks.py [--problems] [--models] [--lengths] [--invariant] [--mods] [--training] [--gradients] [--host]
-                           [--contenders REGEX] [--repeats N] >rows.csv
+                           [--contenders REGEX] [--only REGEX] [--repeats N] >rows.csv
 Measures bindings/pytorch.py and competitors on this GPU and prints CSV. Needs PyTorch 2.11 and transformers 5.
   --problems   README's problems, as a loop of calls and as a CUDA graph: the line's C function,
                F.scaled_dot_product_attention with sdpa's kernels, and the same function without sdpa
@@ -20,6 +20,7 @@ Measures bindings/pytorch.py and competitors on this GPU and prints CSV. Needs P
                time divided by attention()'s, rel_rms the largest one of dQ, dK and dV of one KV head against float32. For a
                newer cuDNN, preload its libcudnn.so.9
   --contenders REGEX  with --gradients, only measure matching contenders, and attention()
+  --only REGEX  with --gradients, only measure matching problems, such as 1,8,8,16384,256 causal
   --host       CPU time of a call of a tiny problem: F.scaled_dot_product_attention without and with sdpa's kernels,
                attention() with and without lengths, pages and sinks, and FlashAttention-3 (fa3-fwd)
   --repeats N  report the minimum of this number of measurements (default 5)
@@ -337,12 +338,12 @@ def gradients_of(problem, sizes, lengths, causal, repeats, wanted):
                  tflops=10 * D * pairs / us * 1e-6) for (name, is_deterministic), us in medians.items()]
 
 
-def gradients(repeats, wanted):
+def gradients(repeats, wanted, only):
     """Yields the rows of --gradients."""
     problems_of_one_length = {text: ([*map(int, text.split(","))], None) for text in GRADIENTS}
     packed = {problem: ([1, 16, 16, sum(lengths), 128], lengths) for problem, lengths in PACKED.items()}
     for problem, (sizes, lengths) in {**problems_of_one_length, **packed}.items():
-        for causal in (False, True):
+        for causal in [causal for causal in (False, True) if only.search(problem + " causal" * causal)]:
             with torch.cuda.stream(torch.cuda.Stream()):  # the default stream cannot be captured
                 rows = gradients_of(problem, sizes, lengths, causal, repeats, wanted)
             yield from rows
@@ -620,10 +621,13 @@ def main():
     columns = ["what", "problem", "contender", "us", "ratio", "rel_rms", *["tflops"] * options.gradients, *facts]
     writer, are_wrong = csv.DictWriter(sys.stdout, columns), False
     writer.writeheader()
-    try:
-        of_gradients = functools.partial(gradients, wanted=re.compile(options.contenders or ""))
-    except re.error:
-        raise cli.Refused(f"--contenders {options.contenders}: not a regular expression") from None
+    patterns = {}
+    for name in ("contenders", "only"):
+        try:
+            patterns[name] = re.compile(getattr(options, name) or "")
+        except re.error:
+            raise cli.Refused(f"--{name} {getattr(options, name)}: not a regular expression") from None
+    of_gradients = functools.partial(gradients, wanted=patterns["contenders"], only=patterns["only"])
     for is_wanted, measure in ((options.problems, problems), (options.models, models), (options.lengths, sequences),
                               (options.invariant, invariant), (options.mods, mods),
                               (options.training, training), (options.gradients, of_gradients), (options.host, host)):

@@ -450,13 +450,13 @@ def mods_section(path):
 
 # ---- the backward pass: rows of tools/frameworks.py --gradients ----
 
-# In results/backward: with PyTorch's cuDNN and with a newer one. A ratio is to our time in the same file.
-BACKWARD_FILES = ("NVIDIA-H200", "NVIDIA-H200-newer-cudnn")
+# In results/backward: PyTorch's kernels, a newer cuDNN, and FlashAttention-4. A ratio is to our time in the same file.
+BACKWARD_FILES = ("NVIDIA-H200", "NVIDIA-H200-newer-cudnn", "NVIDIA-H200-fa4")
 
 
 def backward_rows():
-    """{(problem, "causal" or "", is it deterministic?): {contender: its row}} of the newest files. Our rows are those of the first
-    file."""
+    """{(problem, "causal" or "", is it deterministic?): {contender: its row}} of the newest files. Our row is that of the first file
+    with the problem."""
     found = collections.defaultdict(dict)
     for path in filter(None, (latest("backward", name) for name in BACKWARD_FILES)):
         with open(path, newline="", encoding="utf-8") as file:

@@ -13,7 +13,8 @@ import builds
 from builds import Line
 from cli import Refused
 
-PROBLEMS_OWN = ("HEAD_DIM", "HEAD_DIM_V", "DTYPE", "OUT_DTYPE", "USE_SOFTCAP", "USE_SINKS", "USE_LENGTHS", "USE_PAGES", "USE_BIAS")
+PROBLEMS_OWN = ("HEAD_DIM", "HEAD_DIM_V", "DTYPE", "OUT_DTYPE", "USE_SOFTCAP", "USE_SINKS", "USE_LENGTHS", "USE_PAGES", "USE_BIAS",
+                "USE_KEY_MASK")
 TRIES = 200  # maximum number of mutations of an illegal base
 
 
