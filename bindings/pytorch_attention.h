@@ -44,6 +44,16 @@ struct Call {
   bool has_lengths() const { return k_lengths || q_lengths || q_starts || k_starts || page_table || k_firsts; }
 };
 
+// The mask, the soft cap and the bound of the keys, which forward and backward set alike.
+static void set_mask(SdpaParams& p, const Call& call) {
+  p.causal = int(call.causal);
+  p.window_alignment = int(call.window_alignment);
+  p.window_left = int(call.left);
+  p.window_right = int(call.right);
+  p.softcap = float(call.softcap);
+  p.most_keys = int(call.most_keys);
+}
+
 // Sets the members of the arrays that SCORE_MOD and MASK_MOD name. The kernel refuses an expression whose arrays are null.
 static void set_arrays(SdpaParams& p, const Mods& mods, const Tensor& q) {
   const float** const reals[] = {&p.x0, &p.x1, &p.x2, &p.x3};
@@ -142,14 +152,9 @@ static Tensor attend(const Call& call, Tensor& o, Mods* makes = nullptr) {
     p.pages = int(k.size(0));
     p.Sk = int(page_table->size(1) * k.size(2));
   }
-  p.most_keys = int(call.most_keys);
+  set_mask(p, call);
   p.batch_invariant = call.batch_invariant;
   p.scale = scale_of(call.scale);
-  p.softcap = float(call.softcap);
-  p.causal = int(call.causal);
-  p.window_alignment = int(call.window_alignment);
-  p.window_left = int(call.left);
-  p.window_right = int(call.right);
   p.sinks = call.sinks ? sinks_kept.const_data_ptr<float>() : nullptr;
   OptionalTensor bias;
   if (call.bias) {

@@ -144,18 +144,13 @@ static std::string our_backward(const BackwardCall& call, bool is_needed, bool i
 
   SdpaBackwardParams p{};
   SdpaParams& of = p.forward;
-  of.causal = int(call.causal);
-  of.window_alignment = int(call.window_alignment);
-  of.window_left = int(call.left);
-  of.window_right = int(call.right);
+  set_mask(of, call);
   of.scale = scale_of(call.scale.value_or(1 / std::sqrt(double(q_any.size(3)))));  // of the D without padding
-  of.softcap = float(call.softcap);
   set_arrays(of, call.mods, q_any);
   const auto ints = [](const OptionalTensor& x) { return x ? x->const_data_ptr<int>() : nullptr; };
   of.k_lengths = ints(call.k_lengths);
   of.q_starts = ints(call.q_starts);
   of.k_starts = ints(call.k_starts);
-  of.most_keys = int(call.most_keys);
   of.q_lengths = ints(call.q_lengths);
   of.k_firsts = ints(call.k_firsts);
   if (call.q_starts || call.k_starts) of.B = int(call.count());

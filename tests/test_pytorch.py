@@ -2394,7 +2394,7 @@ def check_gradients_of_biases(run, device, count=None, D=64, Sq=20, Sk=50):
         for x, a, b in zip(inputs, got, want):
             assert a.shape == x.shape and a.dtype == x.dtype
             scale = b.square().mean().sqrt() if b.count_nonzero() else 1
-            # Of a bias that all keys share, the gradient is 0 but for that of LSE.
+            # The gradient of a bias that all keys share is 0, unless LSE has a gradient.
             error = (a.double() - b).square().mean().sqrt() / (scale if scale > 1e-6 else 1)
             assert error <= 2 * LIMITS[torch.half if a.dtype == torch.float else a.dtype], (shape, options, bias_dtype, tuple(x.shape))
         if hides:

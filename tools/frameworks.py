@@ -266,7 +266,7 @@ def gradient_calls(q, k, v, causal, starts, most, deterministic):
 
 
 def part_of_one_head(tensors, rows):
-    """Of q, k, v and dO, or of dQ, dK and dV: the last KV head of the last batch and its query heads, in float32."""
+    """The last KV head of the last batch and its query heads, in float32. tensors: q, k, v and dO, or dQ, dK and dV."""
     Hkv = tensors[1].shape[1]
     return [x.detach()[-1:, -(x.shape[1] // Hkv):, rows].float() for x in tensors]
 
