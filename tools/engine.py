@@ -394,6 +394,7 @@ def as_cuda_error():
 
 class LoadedTorch:
     """A kernel of PyTorch or another package, with the interface of LoadedLine."""
+    factor_of_o = None  # the tensor with which cuDNN multiplies O before it rounds it to e4m3
 
     def __init__(self, contender, gpu):
         self.line, self.text = contender, contender.text
@@ -514,6 +515,7 @@ class LoadedTorch:
         size = np.dtype(TYPES[p.dtype]).itemsize
         self.output = self.torch.full((p.rows * p.v_dim * size,), 0x7f, dtype=self.torch.uint8, device="cuda")
         scalars = [self.torch.tensor([value], device="cuda") for value in (*scales.values(), *[0.0] * len(largest))]
+        self.factor_of_o = scalars[len(scales) - 1] if is_e4m3 else None
         places = {O: self.output.data_ptr(), **{inputs[name]: tensors.address[name.upper()] for name in inputs}}
         places |= {one: scalar.data_ptr() for one, scalar in zip((*factors.values(), *largest), scalars)}
         workspace = self.torch.zeros(max(graph.get_workspace_size(), 1), dtype=self.torch.uint8, device="cuda")
