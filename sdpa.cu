@@ -117,7 +117,7 @@ namespace {  // internal linkage: two builds in one program must not share const
   X(SPLIT_CTAS, 1, split_ctas, "0..256", "wmma mma wgmma", "CTAs that share an item's keys; 0: chosen per problem") \
   X(USE_SOFTCAP, 0, use_softcap, "0 1 2", "scalar mma wgmma", "logits are c * tanh(x / c): 1 tanh.approx, 2 exact") \
   X(USE_SINKS, 0, use_sinks, "0 1", "scalar mma wgmma", "attention sinks: adds exp(sink) of the head to each row sum") \
-  X(USE_BIAS, 0, use_bias, "0 1 2 3 4 5", "scalar mma wgmma", "bias of the logits: 1 added, 2 hides keys, 3 added (fp32); 4, 5: 1, 3 by key") \
+  X(USE_BIAS, 0, use_bias, "0 1 2 3 4 5", "scalar mma wgmma", "adds a bias: 1 of Q's type, 3 fp32; 4, 5: as 1, 3, a row per batch; 2: bytes hide keys") \
   X(USE_LENGTHS, 0, use_lengths, "0 1", "scalar mma wgmma", "reads the length of each sequence from device memory") \
   X(USE_PAGES, 0, use_pages, "0 1 2", "scalar mma wgmma", "paged K and V; page size: 1 a multiple of 16 keys, 2 any") \
   X(USE_TUNED, 0, use_tuned, "0 1", "mma wgmma", "chooses the tile per problem from a table; set knobs restrict it") \
@@ -137,10 +137,10 @@ namespace {  // internal linkage: two builds in one program must not share const
 // ---- the knobs as typed (typed) ----
 
 // Index of a word in the list "a b c", counted from 0; -1 if the list does not contain it.
-constexpr int place_of(std::string_view word, std::string_view words) {
-  for (int place = 0;; place++) {
+constexpr int index_of(std::string_view word, std::string_view words) {
+  for (int index = 0;; index++) {
     const size_t end = words.find(' ');
-    if (words.substr(0, end) == word && !word.empty()) return place;
+    if (words.substr(0, end) == word && !word.empty()) return index;
     if (end == words.npos) return -1;
     words.remove_prefix(end + 1);
   }
@@ -153,7 +153,7 @@ constexpr int value_of(std::string_view value, std::string_view values = "") {
   if (values == expressions) return value != "NONE" && value != "s";
   int number = value.empty() ? -1 : 0;
   for (char c : value) number = number < 0 || number > 99999 || c < '0' || c > '9' ? -1 : number * 10 + (c - '0');
-  return number < 0 ? place_of(value, values) : number;
+  return number < 0 ? index_of(value, values) : number;
 }
 
 // The macro of a knob that is not set expands to its own name; the knob then has its default.
@@ -255,10 +255,7 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   // True if at least one knob of the list is on.
   static constexpr bool changes_logits = SDPA_LOGIT_KNOBS(SDPA_IS_ON) false;
   static constexpr bool hides_keys = SDPA_MASK_KNOBS(SDPA_IS_ON) false;
-  // mask_knobs: number of knobs of SDPA_MASK_KNOBS that are set. only_expression_hides: none of them is set
-  // except MASK_MOD.
-  static constexpr int mask_knobs = SDPA_MASK_KNOBS(SDPA_COUNT_ON) 0;
-  static constexpr bool only_expression_hides = mask_knobs == (K::mask_mod != 0);
+  static constexpr int mask_knobs = SDPA_MASK_KNOBS(SDPA_COUNT_ON) 0;  // number of knobs of the list that are on
   // USE_BIAS: the bias is added to the logits; it has Q's type, or fp32. key_bias: one row is the bias of all queries
   // and heads of a batch.
   static constexpr bool adds_bias = K::use_bias != 0 && K::use_bias != 2, key_bias = K::use_bias >= 4;
@@ -425,8 +422,8 @@ struct KeyBounds {
   __host__ __device__ Interval of_rows(int first, int last) const { return {begin(first), end(last)}; }
 };
 
-// The mask of a tile with queries [q, q + rows) and keys [k0, k0 + keys), as limits of k0 - q. The tile may
-// extend past the last query or the last key.
+// The mask of a tile with queries [q0, q0 + rows) and keys [k0, k0 + keys), as limits of k0 - q0. The tile
+// may extend past the last query or the last key.
 struct TileBounds {
   int touch_from, touch_to, cover_from, cover_to, whole_to;
 
@@ -437,14 +434,14 @@ struct TileBounds {
         cover_to(b.to - keys),
         whole_to(b.Sk - keys) {}
   // True if one of the queries may see one of the keys.
-  __device__ __forceinline__ bool touch(int q, int k0) const { return k0 - q >= touch_from && k0 - q < touch_to; }
+  __device__ __forceinline__ bool touch(int q0, int k0) const { return k0 - q0 >= touch_from && k0 - q0 < touch_to; }
   // True if all queries see all keys, so that mask_scores() would change nothing.
-  __device__ __forceinline__ bool cover(int q, int k0) const {
-    return k0 - q >= cover_from && k0 - q <= cover_to && k0 <= whole_to;
+  __device__ __forceinline__ bool cover(int q0, int k0) const {
+    return k0 - q0 >= cover_from && k0 - q0 <= cover_to && k0 <= whole_to;
   }
-  // The values of k0 for which cover(q, k0) is true.
-  __device__ __forceinline__ Interval covered(int q) const {
-    return {q + cover_from, min(q + cover_to, whole_to) + 1};
+  // The values of k0 for which cover(q0, k0) is true.
+  __device__ __forceinline__ Interval covered(int q0) const {
+    return {q0 + cover_from, min(q0 + cover_to, whole_to) + 1};
   }
 };
 
@@ -538,8 +535,8 @@ struct KernelArgs : Grid {
         p(params) {}
 };
 
-// A work item: rows [q0, q0 + BLOCK_M) of O, of head h in batch b. PACK_GQA: see rows_of_item(). USE_LENGTHS
-// has its own specialization.
+// A work item: BLOCK_M rows of O, of query head h in batch b, from query q0 on. PACK_GQA: rows of several heads,
+// h is the first; see rows_of_item(). USE_LENGTHS has its own specialization.
 template <class B, bool = B::use_lengths> struct Item {
   using HeldMask = const Mask&;
   int b, h, q0;
@@ -684,11 +681,14 @@ template <class View> __device__ __forceinline__ void scale_rows(View& T, const 
 
 // ---- the score hook: the scales of scores ----
 
-// The scale of a thread's scores: one number, or with B::scales_rows one per row.
-struct RowScales;
+// The scale of a thread's scores: one number, or with B::scales_rows one for each of its two rows, which may belong
+// to different heads.
+struct RowScales { float factor[2]; };
 template <class B> using ScoreScale = std::conditional_t<B::scales_rows, RowScales, float>;
 __device__ __forceinline__ float of_row(float scale, int) { return scale; }
+__device__ __forceinline__ float of_row(const RowScales& scales, int i) { return scales.factor[i]; }
 __device__ __forceinline__ float largest(float scale) { return scale; }
+__device__ __forceinline__ float largest(const RowScales& scales) { return fmaxf(scales.factor[0], scales.factor[1]); }
 template <class B>
 constexpr float element_unit = B::kv_type == DType::u8 ? 448.0f / 127 : 1;  // x / to_float(u)
 // True if the hook replaces scores by other quantities: softcap by tanh, SCORE_MOD by logits.
@@ -751,7 +751,38 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
 
 // ---- the score hook ----
 // Between Q @ K.T and the softmax, every kernel passes the scores of a tile through finish_scores(), or with
-// USE_LAZY_MAX through exp_by_stale_max(). Nothing else modifies scores.
+// USE_LAZY_MAX through exp_by_stale_max(). Nothing else modifies scores. The steps come first, in
+// the order in which finish_scores() takes them.
+
+// USE_SOFTCAP: x becomes tanh(x * hook_scale) in this thread's columns [first, last) of S.
+template <class B, class View>
+__device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> hook_scale, int first = 0,
+                                           int last = View::COLS);
+// Applies SCORE_MOD, MASK_MOD and the key mask to the tile. unmasked: all of its keys exist.
+template <class B, class View, class Tile>
+__device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool unmasked);
+// USE_BIAS: true if keys of the tile at key k0 have a bias.
+template <class B> __device__ __forceinline__ bool has_bias(const KernelArgs& a, const Mask& mask, int k0) {
+  return B::use_bias != 0 && a.p.bias && k0 + B::block_n > first_biased_key(a.p, mask.keys.Sk);
+}
+// USE_BIAS=1, 3, 4, 5: converts the scores of a tile without bias to logits.
+template <class B, class View> __device__ __forceinline__ void scale_scores(View& S, const KernelArgs& a) {
+  if constexpr (B::adds_bias) {
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      SDPA_UNROLL for (int j = 0; j < View::COLS; j++) S.x[i][j] *= a.logit_scale;
+    }
+  }
+}
+// True if the tile needs neither mask nor bias: all queries see all of its keys, and no key has a bias.
+template <class B>
+__device__ __forceinline__ bool is_unmasked(const KernelArgs& a, const Mask& mask, int q0, int k0) {
+  return mask.tiles.cover(q0, k0) && !has_bias<B>(a, mask, k0);
+}
+// The first column of a view in its tile; recomputed at each use to save a register.
+template <class B, class View> __device__ __forceinline__ int first_column(const View& S) {
+  if constexpr (B::swap_ab) return S.first_col();
+  return 0;
+}
 
 template <class B> struct KeyBits;  // USE_KEY_MASK: the visible keys of a tile
 // USE_KEY_MASK, USE_BIAS=4, 5: the keys of a tile according to the item's list of rounds. unknown: the kernel
@@ -764,7 +795,7 @@ template <class B> struct ScoreTile {
   const KernelArgs& a;
   const Item<B>& item;
   const Mask& mask;
-  const int q, k0;  // first query and first key
+  const int q0, k0;  // first query and first key
   const ScoreScale<B> scale;  // hook_scale of the item
   std::conditional_t<B::masks_keys, KeysOfTile, Nothing> listed_keys{};
   std::conditional_t<B::key_bias && B::swap_ab, const Bias*, Nothing> loaded{};  // the bias of the thread's columns
@@ -794,42 +825,6 @@ template <class B> struct ScoreTile {
   template <class View, class Softmax> __device__ bool exp_with_bias(View&, int, int, Softmax&) const { return false; }
 };
 
-// USE_SOFTCAP: x becomes tanh(x * hook_scale) in this thread's columns [first, last) of S.
-template <class B, class View>
-__device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> hook_scale, int first = 0,
-                                           int last = View::COLS);
-// USE_BIAS: true if keys of the tile at key k0 have a bias.
-template <class B> __device__ __forceinline__ bool has_bias(const KernelArgs& a, const Mask& mask, int k0) {
-  return B::use_bias != 0 && a.p.bias && k0 + B::block_n > first_biased_key(a.p, mask.keys.Sk);
-}
-// USE_BIAS=1, 3, 4, 5: converts the scores of a tile without bias to logits.
-template <class B, class View> __device__ __forceinline__ void scale_scores(View& S, const KernelArgs& a) {
-  if constexpr (B::adds_bias) {
-    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-      SDPA_UNROLL for (int j = 0; j < View::COLS; j++) S.x[i][j] *= a.logit_scale;
-    }
-  }
-}
-// Applies SCORE_MOD, MASK_MOD and the key mask to the tile. unmasked: all of its keys exist.
-template <class B, class View, class Tile>
-__device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool unmasked);
-
-// capped(): tanh(x * hook_scale). logit(): the result of the hook for score x in a tile without bias,
-// expression and mask.
-template <class B> __device__ __forceinline__ float capped(float x, float hook_scale);
-template <class B> __device__ __forceinline__ float logit(float x, const KernelArgs& a, float hook_scale) {
-  return (is_capped<B>(a) ? capped<B>(x, hook_scale) : x) * (B::adds_bias ? a.logit_scale : 1);
-}
-// True if the tile needs neither mask nor bias: all queries see all of its keys, and no key has a bias.
-template <class B>
-__device__ __forceinline__ bool is_unmasked(const KernelArgs& a, const Mask& mask, int q, int k0) {
-  return mask.tiles.cover(q, k0) && !has_bias<B>(a, mask, k0);
-}
-// The first column of a view in its tile; recomputed at each use to save a register.
-template <class B, class View> __device__ __forceinline__ int first_column(const View& S) {
-  if constexpr (B::swap_ab) return S.first_col();
-  return 0;
-}
 // Applies softcap, SCORE_MOD, MASK_MOD, the key mask and the bias to the scores of a tile, and the mask unless the
 // tile is unmasked. are_logits: S was recovered from P and has already passed the hook, so only the mask is applied.
 template <class B, class View, class Tile>
@@ -841,7 +836,7 @@ __device__ __forceinline__ void finish_scores(View& S, Tile& tile, bool unmasked
   }
   if (unmasked) return;
   tile.locate(S);
-  mask_scores<B>(S, tile.a, tile.mask, tile.q, tile.k0 + first_column<B>(S));
+  mask_scores<B>(S, tile.a, tile.mask, tile.q0, tile.k0 + first_column<B>(S));
 }
 template <class B, class View>
 __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Item<B>& item, const Mask& mask,
@@ -1045,7 +1040,7 @@ template <class B> struct ScalarOutput {
   __device__ int col(int j) const { return first_col + j / RUN * (COL_LANES * RUN) + j % RUN; }
 };
 
-template <class T, class View> __device__ __forceinline__ void store_scores(T* P_s, int stride, const View& S) {
+template <class T, class View> __device__ __forceinline__ void write_view(T* P_s, int stride, const View& S) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
       st_shared(P_s + S.row(i) * stride + S.col(j), rounded<T>(S.x[i][j]));
@@ -1061,8 +1056,8 @@ template <class B> struct ScalarShared {
   float P[B::block_m * P_STRIDE];                         // [BLOCK_M][BLOCK_N]: S, overwritten by P
   float m[B::block_m], l[B::block_m], alpha[B::block_m];  // used if a row moves between warps
 
-  __device__ void store_probabilities(const ScalarScores<B>& S) { store_scores(P, P_STRIDE, S); }
-  __device__ void store_alpha(const ScalarScores<B>&, const float (&)[ScalarScores<B>::ROWS]) {}
+  __device__ void write_p(const ScalarScores<B>& S) { write_view(P, P_STRIDE, S); }
+  __device__ void write_alpha(const ScalarScores<B>&, const float (&)[ScalarScores<B>::ROWS]) {}
 };
 
 // O = O * alpha + P @ V   [BLOCK_M][Dv]
@@ -1110,8 +1105,8 @@ template <class B, class Shared> struct WarpSoftmax {
   __device__ void step(Shared& s, ScalarScores<B>& S, float scale_log2, float (&alpha)[ROWS]) {
     softmax_max<B>(S, scale_log2, m, alpha);
     softmax_sum<B>(S, scale_log2, m, alpha, l);
-    s.store_probabilities(S);
-    s.store_alpha(S, alpha);
+    s.write_p(S);
+    s.write_alpha(S, alpha);
     __syncwarp();  // hazard: P and alpha were written by other lanes
   }
   // The final m and l of this thread's rows.
@@ -1583,10 +1578,10 @@ template <> struct VectorCopy<true> {
 template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelArgs& a, uint32_t i);
 // Stores the result of this CTA: O / l and LSE, or a partial if several CTAs share the item's keys.
 template <class B, class View, class R>
-__device__ __forceinline__ void store_sums(const View&, const R& m, const R& l, const KernelArgs&, const Item<B>&);
-// Merges the partials of the splits, s.split. Then stores the result like store_sums().
+__device__ __forceinline__ void store_result(const View&, const R& m, const R& l, const KernelArgs&, const Item<B>&);
+// Merges the partials of the splits, s.split. Then stores the result like store_result().
 template <class B, class Shared>
-__device__ __forceinline__ void store_rows(Shared& s, const KernelArgs&, const Item<B>&, int thread);
+__device__ __forceinline__ void merge_and_store(Shared& s, const KernelArgs&, const Item<B>&, int thread);
 template <class B> constexpr int PARTIAL_STRIDE = B::d_v + 4;  // padded against bank conflicts
 
 // ---- work items: their rows and their order ----
@@ -1722,12 +1717,7 @@ template <int N> __device__ __forceinline__ void mbarriers_init(uint64_t (&barri
   for (uint64_t& barrier : barriers_s) mbarrier_init(&barrier, arrivals);
 }
 
-// ---- operand pairs, row scales, lazy rescaling (wmma, mma, wgmma) ----
-
-// The scales of a thread's two rows, which may belong to different heads.
-struct RowScales { float factor[2]; };
-__device__ __forceinline__ float of_row(const RowScales& scales, int i) { return scales.factor[i]; }
-__device__ __forceinline__ float largest(const RowScales& scales) { return fmaxf(scales.factor[0], scales.factor[1]); }
+// ---- operand pairs, scales of an item, lazy rescaling (wmma, mma, wgmma) ----
 
 // Rounds two values of a row and packs them into one register of an mma.sync operand.
 template <class E> __device__ __forceinline__ uint32_t pack(float low, float high) {
@@ -1822,14 +1812,17 @@ template <class B, int ROWS> struct StaleSoftmax {
 // ---- the score hook with a stale maximum (wmma, mma, wgmma) ----
 
 template <class B> struct ScoreMod;  // SCORE_MOD and MASK_MOD as functions of a score
-// The type of the tile that the score hook processes in kernels with USE_LAZY_MAX.
-template <class B> struct WgmmaRows;
-template <class B> using StaleTile = std::conditional_t<B::is_wgmma, WgmmaRows<B>, ScoreTile<B>>;
+// capped(): tanh(x * hook_scale). logit(): the result of the hook for score x in a tile without bias, expression
+// and mask.
+template <class B> __device__ __forceinline__ float capped(float x, float hook_scale);
+template <class B> __device__ __forceinline__ float logit(float x, const KernelArgs& a, float hook_scale) {
+  return (is_capped<B>(a) ? capped<B>(x, hook_scale) : x) * (B::adds_bias ? a.logit_scale : 1);
+}
 
 // Replaces columns [first, last) of S by P, relative to the stale maximum, in an unmasked tile. The first call for
 // a tile has first = 0. It sets are_logits if it converts the scores to logits.
-template <class B, class View, class Softmax>
-__device__ __forceinline__ void exp_by_stale_max(View& S, int first, int last, Softmax& softmax, StaleTile<B>& tile,
+template <class B, class View, class Softmax, class Tile>
+__device__ __forceinline__ void exp_by_stale_max(View& S, int first, int last, Softmax& softmax, Tile& tile,
                                                  bool& are_logits) {
   if constexpr (B::key_bias) {
     cap_scores<B>(S, tile.a, tile.hook_scale(), first, last);
@@ -1861,6 +1854,11 @@ __device__ __forceinline__ void exp_by_stale_max(View& S, int first, int last, S
     }
   }
   softmax.exp(S, first, last);
+}
+
+// SCORE_MOD, MASK_MOD: loads the values that the expressions use and that are constant for the item.
+template <class B, class Rows> __device__ __forceinline__ void start_expressions(Rows& rows) {
+  if constexpr (B::changes_logits || B::hides_keys) ScoreMod<B>::start(rows);
 }
 
 // ---- merge weights (wmma, mma, wgmma) ----
@@ -2241,7 +2239,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
     }
     MmaRuns<B> runs;
     rearrange_runs<B>(runs, rows.O, lane);
-    store_sums<B>(runs, rows.m, rows.l, a, s.item);
+    store_result<B>(runs, rows.m, rows.l, a, s.item);
   }
 }
 
@@ -2877,491 +2875,12 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
   }
 
   SDPA_UNROLL for (int i = 0; i < 2; i++) l[i] = row_sum<O.LANES>(l[i]);
-  store_sums<B>(O, m, l, a, item);
+  store_result<B>(O, m, l, a, item);
 }
 
 template <class B> struct KernelOf<B, KernelKind::wgmma_plain> {
   using Shared = WgmmaPlainShared<B>;
   static constexpr auto entry = sdpa_wgmma_plain<B>;
-};
-
-// ---- the bias in global memory (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_BIAS = 4, USE_BIAS = 5) ----
-
-// Returns the address of the bias of row r of the tile at query q0. The bias has one row per query. A row has
-// a contiguous element for each of the last bias_keys keys of the sequence; earlier keys have no bias. The
-// strides may be 0. USE_BIAS=1, 3: the element, of Q's type or fp32, is added to the logit; -inf hides the
-// key. USE_BIAS=4, 5: as 1, 3, with one row per batch. USE_BIAS=2: the element is a byte; 0 hides the key.
-// The query and the head of a padding row are clamped to valid ones.
-template <class B>
-__device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r) {
-  const SdpaParams& p = a.p;
-  const int q = min(max(query_of<B>(a, q0, r), 0), item.query_count(p) - 1);
-  const int h = min(item.h + (B::pack_gqa ? int(a.item_queries.divide(uint32_t(r))) : 0), p.Hq - 1);
-  return static_cast<const Bias*>(p.bias) + item.b * p.bias_strides.batch + h * p.bias_strides.head +
-         q * p.bias_strides.row;
-}
-__host__ __device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float with_bias(float x, uint8_t visible, float) { return visible ? x : -INFINITY; }
-template <class E> __device__ __forceinline__ float with_bias(float x, E bias, float logit_scale) {
-  return fmaf(x, logit_scale, to_float(bias));
-}
-using BiasPair = VectorType<2 * sizeof(Bias)>;
-// Adds two adjacent elements of the bias to x and y. The element for x is in the low bits.
-template <class Pair> __device__ __forceinline__ void add_pair(float& x, float& y, Pair pair, const KernelArgs& a) {
-  Bias bias[2];
-  memcpy(bias, &pair, sizeof bias);
-  x = with_bias(x, bias[0], a.logit_scale);
-  y = with_bias(y, bias[1], a.logit_scale);
-}
-// USE_BIAS=4, 5: load_bias_of_keys() loads the bias of a thread's columns, add_to_keys() adds it to the
-// thread's rows. bias_g: address of the bias of the thread's first column; `columns` columns from there on
-// have a bias.
-template <class View>
-__device__ __forceinline__ void load_bias_of_keys(Bias (&bias)[View::COLS], const View& S, const Bias* bias_g,
-                                                  int columns) {
-  SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-    bias[j] = S.col(j) - S.col(0) < columns ? ld_global_nc<Bias>(bias_g + (S.col(j) - S.col(0))) : rounded<Bias>(0);
-  }
-}
-template <class View> __device__ __forceinline__ void add_to_keys(View& S, const KernelArgs& a, const Bias* bias) {
-  SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) S.x[i][j] = fmaf(S.x[i][j], a.logit_scale, to_float(bias[j]));
-  }
-}
-// Reads the bias of a tile from global memory, in pairs where the address and the tile allow it.
-template <class B> struct BiasInMemory {
-  template <class View>
-  __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
-    const int first = first_biased_key(a.p, keys), col = k0 - first + S.col(0), cols = keys - first;
-    if constexpr (B::key_bias) {
-      Bias of_columns[View::COLS];
-      load_bias_of_keys(of_columns, S, bias_row<B>(a, item, q0, 0) + col, cols - col);
-      return add_to_keys(S, a, of_columns);
-    }
-    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-      const Bias* const row = bias_row<B>(a, item, q0, S.row(i)) + col;
-      const bool has_pairs = View::COLS % 2 == 0 && S.col(1) - S.col(0) == 1 && k0 >= first &&
-                             k0 + B::block_n <= keys;
-      if (has_pairs && reinterpret_cast<uintptr_t>(row) % sizeof(BiasPair) == 0) {
-        SDPA_UNROLL for (int j = 0; j + 1 < View::COLS; j += 2) {
-          add_pair(S.x[i][j], S.x[i][j + 1], ld_global_nc<BiasPair>(row + (S.col(j) - S.col(0))), a);
-        }
-      } else {
-        SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-          const int at = S.col(j) - S.col(0);
-          const bool exists = uint32_t(col + at) < uint32_t(cols);
-          if (exists) S.x[i][j] = with_bias(S.x[i][j], ld_global_nc<Bias>(row + at), a.logit_scale);
-          else if (B::adds_bias) S.x[i][j] *= a.logit_scale;
-        }
-      }
-    }
-  }
-};
-
-template <class B>
-template <class View>
-__device__ __forceinline__ bool ScoreTile<B>::add_bias(View& S) const {
-  if (!has_bias<B>(a, mask, k0)) return false;
-  if constexpr (B::key_bias) {
-    if (listed_keys == KeysOfTile::all_visible) return false;
-  }
-  if constexpr (B::key_bias && B::swap_ab) add_to_keys(S, a, loaded);
-  else if constexpr (B::use_bias != 0) BiasInMemory<B>().add(S, a, item, mask.keys.Sk, q, k0 + first_column<B>(S));
-  return true;
-}
-
-// ---- 5c room for a bias (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_BIAS = 4, USE_BIAS = 5) ----
-
-// True if a row of the bias has at most one 16-byte chunk per lane, and if shared memory has room for the bias next
-// to K, V and q_stages tiles of Q; 3 KB are reserved for barriers and items. USE_BIAS=4, 5: a row of floats per warp.
-template <class B> constexpr bool bias_fits(int q_stages) {
-  if (!B::key_bias && B::block_n * sizeof(Bias) > 32 * 16) return false;
-  const int rows = B::split_kv * B::block_m, ring = B::split_kv * B::stages * B::block_n * (B::head_dim + B::d_v) * 2;
-  const int bias = B::block_n * (B::key_bias ? B::num_warps * 4 : rows * int(sizeof(Bias)));
-  const int partial = (B::split_kv > 1) * rows * (B::d_v + 8) * 4;
-  return q_stages * B::block_m * B::head_dim * 2 + ring + bias + partial <= 224 * 1024;
-}
-// If false, each element is read where it is added.
-template <class B> constexpr bool bias_has_room = B::use_bias != 0 && bias_fits<B>(1);
-
-// ---- 5c the bias of a warp (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3) ----
-
-// The bias of one warp for one tile: 16 rows, BLOCK_N keys. Lanes read one chunk of each of 8 rows together;
-// fp32: two chunks of each of 4 rows. XOR-swizzling the 16-byte chunks by the row places these chunks in
-// different banks.
-template <class B> struct alignas(128) BiasTile {
-  static constexpr int CHUNK = 16 / sizeof(Bias), CHUNKS = B::block_n / CHUNK;
-  static constexpr int XORED = SWIZZLE_GROUP<CHUNKS>;
-  Bias x[16][B::block_n];
-
-  __device__ __forceinline__ Bias* at(int row, int chunk) {
-    return &x[row][swizzled<XORED>(row * (sizeof(Bias) == 4 ? 2 : 1), chunk) * CHUNK];
-  }
-};
-template <class B> struct BiasTiles {
-  std::conditional_t<bias_has_room<B>, BiasTile<B>[B::split_warps], Nothing> per_warp;
-};
-
-// Adds the bias to the rows of a warp. During a tile, the bias of the next tile is prefetched into shared memory.
-template <class B, bool = bias_has_room<B>> struct BiasOfWarp : BiasInMemory<B> {
-  __device__ void bind(BiasTiles<B>&) {}
-  __device__ void start(const KernelArgs&, const Item<B>&, int, int, int) {}
-  __device__ void load(const KernelArgs&, const Item<B>&, int, int, int) {}
-};
-template <class B> struct BiasOfWarp<B, true> {
-  using Tile = BiasTile<B>;
-  static constexpr int LANES = Tile::CHUNKS, ROWS = 32 / LANES;  // LANES lanes copy a row; ROWS rows are copied at once
-  Tile* tile;
-  int loaded_k0 = -1;             // per tile: first key of the tile that is in shared memory or in flight; -1: none
-  int column_at_0 = 0;            // per item: first column of the lane's chunk, for a tile at key 0
-  const Bias* chunk_g = nullptr;  // per item: address of this chunk, in the lane's first row
-  int rows_left = 0;              // per item: rows from the lane's first row on
-  int unit = 0;                   // per item: bytes to which chunks are aligned in global memory: 16, 4, or 1 for less
-
-  __device__ void bind(BiasTiles<B>& tiles) {
-    tile = &tiles.per_warp[(threadIdx.x - B::producer_threads) / 32 % B::split_warps];
-  }
-  // First row of the warp, counted in its warpgroup. PACK_GQA: counted in the item.
-  static __device__ __forceinline__ int first_row() {
-    return int(thread_index_anew() - B::producer_threads) / 32 % (B::pack_gqa ? B::split_warps : 4) * 16;
-  }
-  // Starts an item whose keys from `first` on have a bias; k0: first key of one of its tiles. Computes addresses and
-  // alignment once per item, since 64-bit multiplications and tests would delay the softmax of each tile.
-  __device__ __forceinline__ void start(const KernelArgs& a, const Item<B>& item, int first, int q0, int k0) {
-    const Strides& strides = a.p.bias_strides;
-    const int lane = int(thread_index_anew() % 32), q = q0 + first_row() + lane / LANES;
-    loaded_k0 = -1;
-    column_at_0 = lane % LANES * Tile::CHUNK - first;
-    const int64_t elements = strides.batch | strides.head | strides.row;
-    // A window may begin at any key.
-    const uint64_t offsets = uint64_t((elements | (k0 - first)) * int64_t(sizeof(Bias)));
-    const uint64_t low = offsets | reinterpret_cast<uintptr_t>(a.p.bias);
-    unit = low % 16 == 0 ? 16 : low % 4 == 0 ? 4 : 1;
-    if (B::pack_gqa) return;
-    chunk_g = bias_row<B>(a, item, 0, 0) + q * strides.row + column_at_0;
-    rows_left = item.query_count(a.p) - q;
-  }
-  // Starts the copy of the bias of the tile at key k0, unless it has been started. A lane copies its chunk by
-  // one cp.async if the chunk is aligned and lies inside the bias; otherwise by words or elements.
-  __device__ __forceinline__ void load(const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
-    if (loaded_k0 == k0) return;
-    const int lane = int(thread_index_anew() % 32), chunk = lane % LANES, column = k0 + column_at_0;
-    const int columns = keys - chunk * Tile::CHUNK + column_at_0;  // columns of the bias
-    cp_async_wait_group<0>();  // for the copy of a tile that was not used
-    __syncwarp();              // hazard: previous tile read by all lanes
-    if (unit == 16 && column >= 0 && column + Tile::CHUNK <= columns) {
-      const Bias* from = chunk_g + k0;
-      SDPA_UNROLL for (int n = 0; n < ceil_div(16, ROWS); n++, from += ROWS * a.p.bias_strides.row) {
-        const int r = lane / LANES + ROWS * n;
-        if ((LANES * ROWS == 32 && ROWS <= 16) || (lane < LANES * ROWS && r < 16)) {
-          if (B::pack_gqa) from = bias_row<B>(a, item, q0, first_row() + r) + column;  // rows may have different heads
-          cp_async<16>(tile->at(r, chunk), from, B::pack_gqa || ROWS * n < rows_left);
-        }
-      }
-    } else if (unit == 4 && k0 >= keys - columns && k0 + B::block_n <= keys) {
-      copy_words(a, item, q0, column - chunk * Tile::CHUNK);
-    } else if (lane < LANES * ROWS) {
-      copy_elements(a, item, columns, q0, column);
-    }
-    cp_async_commit_group();
-    loaded_k0 = k0;
-  }
-  // Copies a tile whose keys all have a bias, 4 bytes at a time. Adjacent lanes copy adjacent words. column: first
-  // column of the tile.
-  __device__ __forceinline__ void copy_words(const KernelArgs& a, const Item<B>& item, int q0, int column) const {
-    constexpr int WORDS = B::block_n * sizeof(Bias) / 4, IN_CHUNK = 4;  // of a row, of a chunk
-    const int lane = int(thread_index_anew() % 32), queries = item.query_count(a.p) - q0 - first_row();
-    const Bias* from = bias_row<B>(a, item, q0, first_row()) + column;
-#pragma unroll 1
-    for (int r = 0; r < 16; r++, from += a.p.bias_strides.row) {
-      if (B::pack_gqa) from = bias_row<B>(a, item, q0, first_row() + r) + column;  // rows may have different heads
-      SDPA_UNROLL for (int n = 0; n < ceil_div(WORDS, 32); n++) {
-        const int word = lane + 32 * n;
-        if (WORDS % 32 != 0 && word >= WORDS) break;
-        void* const to = reinterpret_cast<uint32_t*>(tile->at(r, word / IN_CHUNK)) + word % IN_CHUNK;
-        cp_async<4>(to, from + word * (4 / int(sizeof(Bias))), B::pack_gqa || r < queries);
-      }
-    }
-  }
-  // Copies the lane's chunks element by element, from any address. The loads of AT_ONCE rows overlap.
-  __device__ __forceinline__ void copy_elements(const KernelArgs& a, const Item<B>& item, int columns, int q0,
-                                                int column) {
-    constexpr int AT_ONCE = 2;
-    const int lane = int(thread_index_anew() % 32);
-#pragma unroll 1
-    for (int r = lane / LANES; r < 16; r += AT_ONCE * ROWS) {
-      alignas(16) Bias chunks[AT_ONCE][Tile::CHUNK];
-      SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
-        const Bias* const from = bias_row<B>(a, item, q0, first_row() + r + ROWS * n) + column;
-        SDPA_UNROLL for (int i = 0; i < Tile::CHUNK; i++) {
-          const bool exists = uint32_t(column + i) < uint32_t(columns);
-          chunks[n][i] = exists ? ld_global_nc<Bias>(from + i) : rounded<Bias>(B::use_bias == 2);
-        }
-      }
-      SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
-        uint4 bytes;
-        memcpy(&bytes, chunks[n], sizeof bytes);
-        if (r + ROWS * n < 16) st_shared(tile->at(r + ROWS * n, lane % LANES), bytes);
-      }
-    }
-  }
-  template <class View>
-  __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
-    load(a, item, keys, q0, k0);  // copies it again if Q @ K.T has been recomputed
-    cp_async_wait_group<0>();
-    __syncwarp();  // hazard: tile copied by all lanes
-    if constexpr (sizeof(Bias) == 4)
-      add_as_read(S, a);
-    else
-      add_all(S, a);
-  }
-  template <class View> __device__ __forceinline__ void add_all(View& S, const KernelArgs& a) {
-    uint32_t pairs[View::ROWS][View::COLS / 2];
-    if constexpr (sizeof(Bias) == 2) {
-      // Reads rows 0-7 and 8-15 of two chunks, in the lane layout of the accumulators.
-      const int lane = int(thread_index_anew() % 32);
-      const SharedAddress from = shared_address(tile->at(lane % 16, lane / 16));
-      SDPA_UNROLL for (int j = 0; j < View::COLS / 2; j += 2) {
-        uint32_t x[4];
-        ldmatrix_x4<false>(x, (from ^ j % Tile::XORED * 16) + j / Tile::XORED * Tile::XORED * 16);
-        SDPA_UNROLL for (int i = 0; i < 4; i++) pairs[i % 2][j + i / 2] = x[i];
-      }
-    } else {
-      SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-        SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) {
-          const Bias* const at = tile->at(S.row(i) % 16, S.col(j) / Tile::CHUNK) + S.col(j) % Tile::CHUNK;
-          pairs[i][j / 2] = ld_shared<BiasPair>(at);
-        }
-        hold(pairs[i]);  // otherwise nvcc reads element by element
-      }
-    }
-    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-      SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) add_pair(S.x[i][j], S.x[i][j + 1], pairs[i][j / 2], a);
-    }
-  }
-  // Adds each pair of floats right after its load. Loading all of them first would take as many registers as S.
-  template <class View> __device__ __forceinline__ void add_as_read(View& S, const KernelArgs& a) {
-    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-      SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) {
-        const Bias* const at = tile->at(S.row(i) % 16, S.col(j) / Tile::CHUNK) + S.col(j) % Tile::CHUNK;
-        add_pair(S.x[i][j], S.x[i][j + 1], ld_shared<BiasPair>(at), a);
-      }
-    }
-  }
-};
-
-// ---- 5c the bias of a tile's keys (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 4, USE_BIAS = 5) ----
-
-template <class B> struct alignas(16) KeyBiasTile { float x[B::block_n]; };
-template <class B> struct KeyBiasTiles { KeyBiasTile<B> per_warp[B::split_warps]; };
-
-// Adds the bias of the keys to the rows of a warp. Each warp has its own copy of the tile's bias in shared memory, as
-// floats, so that warps need not wait for each other. The bias of the next tile is loaded to registers before the
-// exponentials of this tile, and stored while the warpgroup waits for products.
-template <class B> struct BiasOfKeys {
-  static constexpr int PER_LANE = ceil_div(B::block_n, 32);
-  float* tile;                   // of this warp
-  const Bias* lane_g = nullptr;  // per item: the bias of key `lane`
-  Bias next[PER_LANE];           // of keys lane, lane + 32, ... of the next tile
-
-  __device__ void bind(KeyBiasTiles<B>& tiles) {
-    tile = tiles.per_warp[(threadIdx.x - B::producer_threads) / 32 % B::split_warps].x;
-  }
-  __device__ __forceinline__ void start(const KernelArgs& a, const Item<B>& item, int, int, int) {
-    lane_g = bias_row<B>(a, item, 0, 0) + thread_index_anew() % 32;
-  }
-  // Loads the bias of the tile at key k0, of `keys` keys.
-  __device__ __forceinline__ void load(const KernelArgs&, const Item<B>&, int keys, int, int k0) {
-    const Bias* const from = lane_g + k0;
-    if (k0 + PER_LANE * 32 <= keys) {
-      SDPA_UNROLL for (int n = 0; n < PER_LANE; n++) next[n] = ld_global_nc<Bias>(from + 32 * n);
-    } else {
-      const int left = keys - k0 - int(thread_index_anew() % 32);
-      SDPA_UNROLL for (int n = 0; n < PER_LANE; n++) {
-        next[n] = 32 * n < left ? ld_global_nc<Bias>(from + 32 * n) : rounded<Bias>(0);
-      }
-    }
-  }
-  // Makes the loaded tile the current one.
-  __device__ __forceinline__ void store() const {
-    const int lane = int(thread_index_anew() % 32);
-    __syncwarp();  // hazard: previous tile read by all lanes
-    SDPA_UNROLL for (int n = 0; n < PER_LANE; n++) {
-      if (B::block_n % 32 == 0 || 32 * n + lane < B::block_n) st_shared(tile + 32 * n + lane, to_float(next[n]));
-    }
-    __syncwarp();  // hazard: tile written by all lanes
-  }
-  // Calls use(i, j, logit) for the thread's columns [first, last) of S.
-  template <class View, class Use>
-  __device__ __forceinline__ void each(const View& S, int first, int last, const KernelArgs& a, const Use& use) const {
-    SDPA_UNROLL for (int j = first; j < last; j += 2) {
-      const float2 bias = ld_shared<float2>(tile + S.col(j));
-      SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-        use(i, j, fmaf(S.x[i][j], a.logit_scale, bias.x));
-        use(i, j + 1, fmaf(S.x[i][j + 1], a.logit_scale, bias.y));
-      }
-    }
-  }
-  template <class View>
-  __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>&, int, int, int) const {
-    each(S, 0, View::COLS, a, [&](int i, int j, float logit) { S.x[i][j] = logit; });
-  }
-  // Adds the bias to columns [first, last) and replaces them by P. In one pass, since the exponentials hide the latency
-  // of the additions.
-  template <class View, class Softmax>
-  __device__ __forceinline__ void exp(View& S, int first, int last, const KernelArgs& a, Softmax& softmax) const {
-    each(S, first, last, a, [&](int i, int j, float logit) {
-      S.x[i][j] = softmax_exp2<B>(fmaf(logit, a.scale_log2, -softmax.m_log2[i]));
-      softmax.sum[i] += S.x[i][j];
-    });
-  }
-};
-
-// ---- 5c lists of rounds (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_BIAS = 4, USE_BIAS = 5, MASK_MOD, USE_KEY_MASK) ----
-
-// USE_KEY_MASK: returns the visible keys of the split's tile at key k0. The tile's round has a hidden key.
-// `place`: index of the round among the listed rounds with a hidden key. Reads the stored bits, if there are
-// any, otherwise the key mask.
-template <class B>
-__device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, const VisibleRounds<B>& list, int place,
-                                                  int k0);
-
-// Iterates over the item's list of rounds for one warpgroup, from the last entry to the first. Without a
-// list, iterates over all rounds. Rows: WgmmaRows.
-template <class B, bool = may_have_list<B>> struct RoundWalk {
-  template <class Rows> __device__ void start(const Rows&, const WgmmaItem<B>&, int) {}
-  // False if the list says that the bias, MASK_MOD and the key mask leave this tile, or the next one, unchanged.
-  __device__ bool changes_scores() const { return true; }
-  __device__ bool next_changes_scores() const { return true; }
-  __device__ int step() const { return B::round_keys; }  // first key of this tile minus that of the next one
-  __device__ void advance() {}
-};
-template <class B> struct RoundWalk<B, true> {
-  ListOf<B> list;
-  int round;
-  uint32_t entries[2];  // of this round and of the next one; after the last round 0
-  // USE_KEY_MASK: the visible keys of this tile, if its round has a hidden key; after look_ahead(), those of
-  // the next tile. look_ahead() decrements list.masked_rounds to the index of these stored bits.
-  std::conditional_t<B::use_key_mask, KeyBits<B>, Nothing> bits;
-
-  template <class Rows> __device__ __forceinline__ void start(const Rows& rows, const WgmmaItem<B>& item, int first) {
-    list = item;
-    round = first + 1;
-    entries[0] = entries[1] = list.entry(first);
-    look_ahead(rows);
-    advance();
-  }
-  __device__ bool changes_scores() const { return entries[0] % 2; }
-  __device__ bool next_changes_scores() const { return entries[1] % 2; }
-  __device__ int step() const { return int(entries[0] / 2 - entries[1] / 2) * B::round_keys; }
-  __device__ __forceinline__ void advance() {
-    hold(entries);  // otherwise nvcc waits for each entry right after its load
-    entries[0] = uniform(entries[1]);
-    round--;
-    entries[1] = round > 0 ? list.entry(round - 1) : 0;
-  }
-  // Reads the bits of the next tile, while the warpgroup waits for products.
-  template <class Rows> __device__ __forceinline__ void look_ahead(const Rows& rows) {
-    if constexpr (B::use_key_mask) {
-      if (uniform(entries[1]) % 2) {
-        bits = listed_bits<B>(rows.a, rows.b, list.visible_rounds(), --list.masked_rounds, rows.k0 - step());
-      } else if (B::changes_logits) {  // SCORE_MOD changes every tile and reads its bits
-        SDPA_UNROLL for (uint32_t& word : bits.word) word = ~0u;
-      }
-    }
-  }
-};
-
-// ---- 5c the score hook: per-tile state of a warpgroup (wgmma and USE_WARP_SPECIALIZATION) ----
-
-// The bias of the tiles of a split, in shared memory.
-template <class B>
-using TileBias =
-    std::conditional_t<B::key_bias, KeyBiasTiles<B>, std::conditional_t<B::use_bias != 0, BiasTiles<B>, Nothing>>;
-// True if the bias leaves room for Q of two items in shared memory.
-template <class B> constexpr bool bias_fits_twice =
-    B::use_bias == 0 || (!B::key_bias && !bias_has_room<B>) || bias_fits<B>(2);
-
-// SCORE_MOD, MASK_MOD: loads the values that the expressions use and that are constant for the item.
-template <class B, class Rows> __device__ __forceinline__ void start_expressions(Rows& rows) {
-  if constexpr (B::changes_logits || B::hides_keys) ScoreMod<B>::start(rows);
-}
-
-// The state of the score hook for the tile of a warpgroup: its position in the list of rounds, and its bias. Rows:
-// WgmmaRows.
-template <class B> struct TileWalk : RoundWalk<B> {
-  std::conditional_t<B::key_bias, BiasOfKeys<B>, std::conditional_t<B::use_bias != 0, BiasOfWarp<B>, Nothing>> bias;
-  int first_biased = 0;  // the item's first key with a bias; if there is none, greater than all keys
-
-  __device__ __forceinline__ void bind(TileBias<B>& tiles) {
-    if constexpr (B::use_bias != 0) bias.bind(tiles);
-  }
-  template <class Rows>
-  __device__ __forceinline__ void start_item(const Rows& rows, const WgmmaItem<B>& item, int first_round) {
-    if constexpr (B::use_bias != 0) {
-      first_biased = 2 * most_rows;
-      if (rows.a.p.bias) {
-        first_biased = first_biased_key(rows.a.p, rows.mask.keys.Sk);
-        bias.start(rows.a, *rows.item, first_biased, rows.q, rows.k0);
-      }
-    }
-    RoundWalk<B>::start(rows, item, first_round);
-    if constexpr (B::use_bias != 0) prefetch_bias(rows, this->changes_scores(), rows.k0);
-  }
-  // Stores the bias of the item's first tile, while the warpgroup waits for Q @ K.T.
-  __device__ __forceinline__ void store_first_bias() {
-    if constexpr (B::key_bias) store_bias(this->changes_scores());
-  }
-  // USE_BIAS=4, 5: makes the prefetched tile, if there is one, the current one.
-  __device__ __forceinline__ void store_bias(bool is_prefetched) {
-    if (is_prefetched) bias.store();
-  }
-  // Prepares the key mask or the bias of the next tile, while the warpgroup waits for products.
-  template <class Rows> __device__ __forceinline__ void look_ahead(const Rows& rows) {
-    RoundWalk<B>::look_ahead(rows);
-    if constexpr (B::key_bias) store_bias(this->next_changes_scores());
-  }
-  // False if SCORE_MOD, MASK_MOD and the key mask leave this tile unchanged.
-  __device__ __forceinline__ bool needs_modify_scores() const {
-    return B::changes_logits || (B::hides_keys && this->changes_scores());
-  }
-  // True if keys of the tile at key k have a bias.
-  __device__ __forceinline__ bool has_bias(int k) const { return B::use_bias != 0 && k + B::block_n > first_biased; }
-  // False if the tile, whose first key is k0, has no bias or a bias without effect.
-  __device__ __forceinline__ bool needs_bias(int k0) const { return has_bias(k0) && this->changes_scores(); }
-  // Starts the copy of the bias of the tile at key k, if the tile has one.
-  template <class Rows> __device__ __forceinline__ void prefetch_bias(const Rows& rows, bool changes, int k) {
-    if (changes && k >= 0 && has_bias(k)) bias.load(rows.a, *rows.item, rows.mask.keys.Sk, rows.q, k);
-  }
-  template <class Rows> __device__ __forceinline__ void prefetch_next_bias(const Rows& rows) {
-    prefetch_bias(rows, this->next_changes_scores(), rows.k0 - this->step());
-  }
-  // Adds the bias of this tile, if it has one, and prefetches that of the next tile. USE_BIAS=1, 2, 3: the
-  // next tile has smaller keys and so has a bias only if this tile has one. Returns true if it has added a
-  // bias.
-  template <class View, class Rows> __device__ __forceinline__ bool add_bias(View& S, const Rows& rows) {
-    if constexpr (B::use_bias != 0) {
-      if (!has_bias(rows.k0) || !(this->changes_scores() || this->next_changes_scores())) return false;
-      if constexpr (B::key_bias) prefetch_next_bias(rows);  // to registers, so that it need not wait for this tile
-      if (this->changes_scores()) {
-        rows.locate(S);
-        bias.add(S, rows.a, *rows.item, rows.mask.keys.Sk, rows.q, rows.k0);
-      }
-      if constexpr (!B::key_bias) prefetch_next_bias(rows);
-      return this->changes_scores();
-    }
-    return false;
-  }
-  // USE_BIAS=4, 5: adds the bias of this tile to columns [first, last) of S and replaces them by P. Returns
-  // false if the tile has no bias.
-  template <class View, class Rows, class Softmax>
-  __device__ __forceinline__ bool exp_with_bias(View& S, int first, int last, const Rows& rows, Softmax& softmax) {
-    if (first == 0) prefetch_next_bias(rows);
-    if (!needs_bias(rows.k0)) return false;
-    rows.locate(S);
-    bias.exp(S, first, last, rows.a, softmax);
-    return true;
-  }
 };
 
 // ---- 5c producers and consumers: shared by their kernels (wgmma and USE_WARP_SPECIALIZATION) ----
@@ -3402,6 +2921,12 @@ constexpr int turn_barrier = 1, turn_threads = 256;      // turn_barrier + w: w 
 constexpr int q_read_barrier = 5, q_read_threads = 128;  // q_read_barrier + w: all warps of w have read Q
 constexpr int partials_barrier = 9;                      // the partials of both splits are in shared memory
 template <class B> constexpr int partials_threads = B::warpgroups * 128;
+
+template <class B> struct BiasTiles;     // USE_BIAS=1, 2, 3: the bias of the tiles of a split, in shared memory
+template <class B> struct KeyBiasTiles;  // USE_BIAS=4, 5: the same
+template <class B>
+using TileBias =
+    std::conditional_t<B::key_bias, KeyBiasTiles<B>, std::conditional_t<B::use_bias != 0, BiasTiles<B>, Nothing>>;
 
 // The stages of a split's K and V tiles, and their mbarriers. full: the tile has landed. empty: all consumers have
 // read the tile.
@@ -3660,19 +3185,21 @@ template <class B> struct WgmmaTurns<B, true> {
   }
 };
 
-// The item's rounds [begin, end) that the warpgroup with first query q computes; none if it has no rows.
+// The item's rounds [begin, end) that the warpgroup with first query q0 computes; none if it has no rows.
 // SKIP_MASKED and no list: only the rounds that contain a key which its rows see, but at least one.
 template <class B>
 __device__ __forceinline__ Interval own_rounds(const KernelArgs& a, const Mask& mask, const WgmmaItem<B>& item,
-                                               int rounds, int q) {
-  if (skips_empty_warpgroups<B> && (q < 0 || q >= item.query_count(a.p))) return {0, 0};
+                                               int rounds, int q0) {
+  if (skips_empty_warpgroups<B> && (q0 < 0 || q0 >= item.query_count(a.p))) return {0, 0};
   if (!B::skip_masked || has_list<B>(a, item)) return {0, rounds};
   const int last = item.query_count(a.p) - 1;
-  const Interval visible = mask.keys.of_rows(min(q, last), min(q + 63, last));
+  const Interval visible = mask.keys.of_rows(min(q0, last), min(q0 + 63, last));
   const int first_key = uniform(item.first_key);
   const int end = min(max(ceil_div(visible.end - first_key, B::round_keys), 1), rounds);
   return {min((visible.begin - first_key) / B::round_keys, end - 1), end};
 }
+
+template <class B> struct TileWalk;  // the state of the score hook for a tile: its bias, and its position in a list of tiles
 
 // The softmax state of a warpgroup's 64 rows over its split of the keys, in registers. It is also the `tile` of the
 // score hook.
@@ -3683,7 +3210,7 @@ template <class B> struct WgmmaRows {
 
   const KernelArgs& a;
   // ---- state of the work item, constant: run_items() sets it before the first tile ----
-  int q = 0;                           // first query
+  int q0 = 0;                          // first query
   const WgmmaItem<B>* item = nullptr;  // in shared memory
   ItemScales<B> scales;
   typename Item<B>::HeldMask mask;
@@ -3722,7 +3249,7 @@ template <class B> struct WgmmaRows {
     start();
     clear(O);
   }
-  __device__ __forceinline__ bool has_mask() const { return !mask.tiles.cover(q, k0); }
+  __device__ __forceinline__ bool has_mask() const { return !mask.tiles.cover(q0, k0); }
   // If the item's first tile needs no mask, bias or expression, takes the maximum of some columns of S as the
   // stale maximum, without waiting for the exact one. The more columns, the more tiles can use it.
   __device__ __forceinline__ void take_estimated_max(const Scores& S) {
@@ -3739,7 +3266,7 @@ template <class B> struct WgmmaRows {
   // maximum.
   __device__ __forceinline__ void keep_max(bool fits) {
     if (!B::use_lazy_max) return;
-    const Interval covered = mask.tiles.covered(q);
+    const Interval covered = mask.tiles.covered(q0);
     stale_from = covered.begin;
     if (B::changes_logits) fits &= !stale_max_failed;
     stale_keys = __all_sync(0xffffffffu, fits) ? max(covered.end - covered.begin, 0) : 0;
@@ -3784,8 +3311,8 @@ template <class B> struct WgmmaRows {
       k0 -= B::round_keys;
     }
   }
-  __device__ __forceinline__ void store_first_bias() {
-    if constexpr (B::key_bias) walk.store_first_bias();
+  __device__ __forceinline__ void write_first_bias() {
+    if constexpr (B::key_bias) walk.write_first_bias();
   }
   // Prepares the key mask or the bias of the next tile, while the warpgroup waits for products.
   __device__ __forceinline__ void look_ahead() {
@@ -3863,11 +3390,11 @@ template <class B, class Shared> struct WgmmaConsumer {
       mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
       const int rounds = uniform(item().rounds);
       if (rounds == 0) break;
-      rows.q = uniform(item().q0 + (B::pack_gqa ? 0 : row_group * 64));
+      rows.q0 = uniform(item().q0 + (B::pack_gqa ? 0 : row_group * 64));
       rows.item = &item();
       start_expressions<B>(rows);
       if constexpr (B::use_lengths) rows.mask = item().mask(a);
-      const Interval rounds_here = own_rounds<B>(a, rows.mask, item(), rounds, rows.q);
+      const Interval rounds_here = own_rounds<B>(a, rows.mask, item(), rounds, rows.q0);
       if constexpr (B::use_lengths) clear_queries();
       consumer.begin_item();
       t.skip(ring, rounds - rounds_here.end);
@@ -3881,7 +3408,7 @@ template <class B, class Shared> struct WgmmaConsumer {
         SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Rows::Sums::LANES>(rows.l[i]);
         consumer.finish_item();
       }
-      t.skip(ring, own_rounds<B>(a, rows.mask, item(), rounds, rows.q).begin);
+      t.skip(ring, own_rounds<B>(a, rows.mask, item(), rounds, rows.q0).begin);
       consumer.end_item();
       q_ring.advance();
     } while (B::use_persistent_cta);
@@ -3911,7 +3438,7 @@ template <class B, class Shared> struct WgmmaConsumer {
       if (rows.accumulates) arrive_by_warp(&t.v_empty[last_stage]);
     };
     consumer.issue_qk(S, ring, false);
-    rows.store_first_bias();
+    rows.write_first_bias();
     wgmma_wait_group<0>();
     hold(S.x.d);
     rows.take_estimated_max(S);
@@ -3922,7 +3449,7 @@ template <class B, class Shared> struct WgmmaConsumer {
       // The next K and this V have usually landed. The softmax hides the latency of these polls.
       const bool k_landed = mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
       const bool v_landed = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
-      consumer.overlap(S, P, wait_for_last_pv);
+      consumer.overlapped_softmax(S, P, wait_for_last_pv);
       if constexpr (B::product_type == DType::e4m3) consumer.flush(/*overlaps_qk=*/false);
       turns.await();
       if (rows.k0 != last_k0) consumer.issue_qk(S, next, k_landed);
@@ -4014,7 +3541,7 @@ template <class B, class Store>
 __device__ __forceinline__ void merge_splits(const WgmmaRows<B>& rows, SplitPartial<B>& partial, int split,
                                              const Item<B>& item, const Store& store) {
   const uint32_t tid = thread_index_anew() % 128, lane = tid % 32, warp = tid / 32;
-  const int row = warp * 16 + split * 8 + lane / 4, q = rows.q + row;  // the row that the thread finalizes
+  const int row = warp * 16 + split * 8 + lane / 4, q = rows.q0 + row;  // the row that the thread finalizes
   float share[B::d_v / 4];
   SDPA_UNROLL for (int to = 0; to < 2; to++) {
     SDPA_UNROLL for (int v = 0; v < B::d_v / 16; v++) {
@@ -4050,6 +3577,23 @@ __device__ __forceinline__ void merge_splits(const WgmmaRows<B>& rows, SplitPart
   store(share, row);
   if (lane % 4 == 0 && q < item.query_count(rows.a.p)) store_lse<B>(m, total.sum, rows.a, item, q);
 }
+
+// ---- 5c room for a bias (wgmma and USE_WARP_SPECIALIZATION) ----
+
+// True if a row of the bias has at most one 16-byte chunk per lane, and if shared memory has room for the bias next
+// to K, V and q_stages tiles of Q; 3 KB are reserved for barriers and items. USE_BIAS=4, 5: a row of floats per warp.
+template <class B> constexpr bool bias_fits(int q_stages) {
+  if (!B::key_bias && B::block_n * sizeof(Bias) > 32 * 16) return false;
+  const int rows = B::split_kv * B::block_m, ring = B::split_kv * B::stages * B::block_n * (B::head_dim + B::d_v) * 2;
+  const int bias = B::block_n * (B::key_bias ? B::num_warps * 4 : rows * int(sizeof(Bias)));
+  const int partial = (B::split_kv > 1) * rows * (B::d_v + 8) * 4;
+  return q_stages * B::block_m * B::head_dim * 2 + ring + bias + partial <= 224 * 1024;
+}
+// If false, each element is read where it is added.
+template <class B> constexpr bool bias_has_room = B::use_bias != 0 && bias_fits<B>(1);
+// True if the bias leaves room for Q of two items in shared memory.
+template <class B> constexpr bool bias_fits_twice =
+    B::use_bias == 0 || (!B::key_bias && !bias_has_room<B>) || bias_fits<B>(2);
 
 // ---- 5c 16 bits: the kernel (wgmma and USE_WARP_SPECIALIZATION and DTYPE = FP16, DTYPE = BF16) ----
 //
@@ -4233,7 +3777,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     Probabilities P;
     for (bool first = true;; first = false, rows.advance()) {
       issue_qk(S, ring, false);
-      if (first) rows.store_first_bias();
+      if (first) rows.write_first_bias();
       wgmma_wait_group<0>();
       hold(S.x.d);
       arrive_by_warp(&t.k_empty[ring.stage]);
@@ -4256,7 +3800,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   // half of the exponentials: P is then rounded while the other half is computed. With more warpgroups or
   // splits, softmax_then_wait() is faster.
   template <class End>
-  __device__ __forceinline__ void overlap(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
+  __device__ __forceinline__ void overlapped_softmax(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
     if constexpr (B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1) {
       softmax_with_wait<Scores::COLS / 2>(S, P, wait_for_last_pv);
     } else {
@@ -4280,7 +3824,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     float factor[2];
     SDPA_UNROLL for (int i = 0; i < 2; i++) {
       const FinalSum total = final_sum<B>(rows.m[i], rows.l[i], a, s.item[stage]);
-      const int row = rows.q + first_row + int(lane) / 4 + 8 * i;
+      const int row = rows.q0 + first_row + int(lane) / 4 + 8 * i;
       const bool stores = lane % 4 == 0 && row < s.item[stage].query_count(a.p);
       if (stores) store_lse<B>(rows.m[i], total.sum, a, s.item[stage], row);
       factor[i] = total.factor;
@@ -4295,18 +3839,18 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       stmatrix_x4<false>(shared_address(s.Q[stage][row_group] + o_offset), o);
     }
     fence_proxy_async();
-    if constexpr (B::use_lengths) store_partial_rows(s.item[stage], s.Q[stage][row_group], first_row, lane);
+    if constexpr (B::use_lengths) store_last_rows(s.item[stage], s.Q[stage][row_group], first_row, lane);
   }
   // USE_LENGTHS: if the sequence ends within the warpgroup's rows, stores O of the warp's rows from shared
   // memory. TMA would overwrite rows of the next sequence.
-  __device__ __forceinline__ void store_partial_rows(const Item<B>& item, const Element<B>* O_s, int first_row,
+  __device__ __forceinline__ void store_last_rows(const Item<B>& item, const Element<B>* O_s, int first_row,
                                                      int lane) {
-    if (!item.ends_before(rows.q + 64)) return;
+    if (!item.ends_before(rows.q0 + 64)) return;
     __syncwarp();  // hazard: O_s written by all lanes
     constexpr int chunks = B::d_v / 8, line = PANEL_BYTES<B::v_bytes>;
     Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head;
     for (int i = lane; i < 16 * chunks; i += 32) {
-      const int row = first_row + i / chunks, col = i % chunks * 8, q = rows.q + row;
+      const int row = first_row + i / chunks, col = i % chunks * 8, q = rows.q0 + row;
       const uint4 o = ld_shared<uint4>(O_s + panel_offset<64, line>(row, col));
       if (q < item.query_count(a.p) && col < a.p.Dv) st_global_v4(O_g + item.q_row(q) * a.p.o.row + col, o);
     }
@@ -4330,7 +3874,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       SDPA_UNROLL for (int i = 0; i < TIMES; i++) o[i] = ld_shared<uint4>(&out_s[first + i * ROWS_AT_ONCE][col]);
       Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head + col;
       SDPA_UNROLL for (int i = 0; i < TIMES; i++) {
-        const int r = rows.q + row - int(lane / 4) + first + i * ROWS_AT_ONCE;
+        const int r = rows.q0 + row - int(lane / 4) + first + i * ROWS_AT_ONCE;
         if (r < item.query_count(a.p) && col < a.p.Dv) st_global_v4(O_g + item.q_row(r) * a.p.o.row, o[i]);
       }
     });
@@ -4362,7 +3906,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     const int thread = int(threadIdx.x) - B::producer_threads;
     rows.O.first_row = thread / 32 * 16 + lane / 4;
     rows.O.first_col = lane % 4 * 2;
-    store_sums<B>(rows.O, rows.m, rows.l, a, s.item[0]);
+    store_result<B>(rows.O, rows.m, rows.l, a, s.item[0]);
   }
 };
 
@@ -4563,7 +4107,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     const WgmmaItem<B>& item = Base::item();
     const Query* Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head;
     const uint32_t tid = thread_index_anew() % 128;
-    const int row = rows.q + int(tid / 32 * 16 + tid % 32 / 4), byte = tid % 4 * 4;
+    const int row = rows.q0 + int(tid / 32 * 16 + tid % 32 / 4), byte = tid % 4 * 4;
     rows.recompute_qk(S, item, [&](uint32_t (&q)[4], int step_byte) {
       SDPA_UNROLL for (int i = 0; i < 4; i++) {
         int query = row + i % 2 * 8;
@@ -4581,7 +4125,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   // raise it. P is rounded after the previous P @ V has completed, since ptxas reuses the registers of an
   // operand that wgmma still reads.
   template <class End>
-  __device__ __forceinline__ void overlap(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
+  __device__ __forceinline__ void overlapped_softmax(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
     float alpha[2];
     const bool may_be_stale = rows.may_use_stale_max();
     bool stale = may_be_stale;
@@ -4632,7 +4176,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
 
   // ---- the fp32 sums in shared memory ----
 
-  // Calls use(place, d) for each group of four elements d of O and its place in shared memory.
+  // Calls use(sum_s, d) for each group of four elements d of O and its sums in shared memory.
   template <class Use> __device__ __forceinline__ void for_each_flushed(const Use& use) {
     if constexpr (Shared::FLUSHES) {
       const uint32_t tid = thread_index_anew() % 128;
@@ -4648,19 +4192,19 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     if (overlaps_qk != (B::head_dim == 256)) return;
     if (!Shared::FLUSHES || !rows.accumulates || ++tiles % B::fp8_flush != 0) return;
     const bool first = tiles == B::fp8_flush;
-    for_each_flushed([&](float4* place, float* d) {
+    for_each_flushed([&](float4* sum_s, float* d) {
       SDPA_UNROLL for (int i = 0; i < 4; i++) d[i] *= -0.5f;
       float sum[4] = {-3 * d[0], -3 * d[1], -3 * d[2], -3 * d[3]};
-      if (!first) add(sum, ld_shared<float4>(place), 1);
-      st_shared(place, float4{sum[0], sum[1], sum[2], sum[3]});
+      if (!first) add(sum, ld_shared<float4>(sum_s), 1);
+      st_shared(sum_s, float4{sum[0], sum[1], sum[2], sum[3]});
     });
   }
   // Rescales the sums in shared memory, as scale_rows() rescales O.
   __device__ __forceinline__ void scale_flushed(const float (&alpha)[2]) {
     if (tiles < B::fp8_flush) return;
-    for_each_flushed([&](float4* place, float*) {
-      const float4 x = ld_shared<float4>(place);
-      st_shared(place, float4{x.x * alpha[0], x.y * alpha[0], x.z * alpha[1], x.w * alpha[1]});
+    for_each_flushed([&](float4* sum_s, float*) {
+      const float4 x = ld_shared<float4>(sum_s);
+      st_shared(sum_s, float4{x.x * alpha[0], x.y * alpha[0], x.z * alpha[1], x.w * alpha[1]});
     });
   }
 
@@ -4672,7 +4216,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     if constexpr (B::split_kv > 1) {
       const Item<B> cta_item = item;  // read before the barrier, whose wait hides the latency
       merge_splits<B>(rows, s.partial[row_group], split, cta_item, [&](const float (&share)[B::d_v / 4], int row) {
-        const int q = rows.q + row;
+        const int q = rows.q0 + row;
         Output* const O_g = a.p.O + cta_item.b * a.p.o.batch + cta_item.h * a.p.o.head + cta_item.q_row(q) * a.p.o.row;
         SDPA_UNROLL for (int v = 0; v < B::d_v / 16 && q < cta_item.query_count(a.p); v++) {
           const float* const x = share + 4 * v;
@@ -4683,14 +4227,14 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     } else {
       const uint32_t tid = thread_index_anew() % 128;
       QuadRuns<2, B::d_v, 4> four;  // undoes the order of d in the transposed V: in each 16 the even d come first
-      four.first_row = (B::split_ctas != 1 ? row_group * 64 : rows.q - item.q0) + tid / 32 * 16 + tid % 32 / 4;
+      four.first_row = (B::split_ctas != 1 ? row_group * 64 : rows.q0 - item.q0) + tid / 32 * 16 + tid % 32 / 4;
       four.first_col = tid % 4 * 4;
       SDPA_UNROLL for (int i = 0; i < four.ROWS; i++) {
         SDPA_UNROLL for (int j = 0; j < four.COLS; j++) {
           four.x[i][j] = rows.O.x.d[2 * i + j / 4 * 8 + j % 2 * 4 + j / 2 % 2];
         }
       }
-      store_sums<B>(four, rows.m, rows.l, a, item);
+      store_result<B>(four, rows.m, rows.l, a, item);
     }
   }
   // True if the buffer of Q is used until the end of the item.
@@ -4705,7 +4249,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   }
   __device__ __forceinline__ void finish_item() {
     // Adds the sums in shared memory to O.
-    if (tiles >= B::fp8_flush) for_each_flushed([](float4* place, float* d) { add(d, ld_shared<float4>(place), 1); });
+    if (tiles >= B::fp8_flush) for_each_flushed([](float4* sum_s, float* d) { add(d, ld_shared<float4>(sum_s), 1); });
     if constexpr (B::split_ctas == 1) store();
   }
   __device__ __forceinline__ void end_item() {
@@ -4721,6 +4265,466 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_e4m3> {
   // With 32 registers per producer thread, the copy of rows spills: 1.26 times slower at D=128 with pages of 1 key.
   using Registers = WgmmaRegisters<B, (B::copies_rows ? (B::head_dim > 128 ? 56 : 72) : 40), B::copies_rows ? 56 : 32>;
   static constexpr auto entry = sdpa_wgmma<B>;
+};
+
+// ---- the bias in global memory (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_BIAS = 4, USE_BIAS = 5) ----
+
+// Returns the address of the bias of row r of the tile at query q0. The bias has one row per query. A row has
+// a contiguous element for each of the last bias_keys keys of the sequence; earlier keys have no bias. The
+// strides may be 0. USE_BIAS=1, 3: the element, of Q's type or fp32, is added to the logit; -inf hides the
+// key. USE_BIAS=4, 5: as 1, 3, with one row per batch. USE_BIAS=2: the element is a byte; 0 hides the key.
+// The query and the head of a padding row are clamped to valid ones.
+template <class B>
+__device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r) {
+  const SdpaParams& p = a.p;
+  const int q = min(max(query_of<B>(a, q0, r), 0), item.query_count(p) - 1);
+  const int h = min(item.h + (B::pack_gqa ? int(a.item_queries.divide(uint32_t(r))) : 0), p.Hq - 1);
+  return static_cast<const Bias*>(p.bias) + item.b * p.bias_strides.batch + h * p.bias_strides.head +
+         q * p.bias_strides.row;
+}
+__host__ __device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float with_bias(float x, uint8_t visible, float) { return visible ? x : -INFINITY; }
+template <class E> __device__ __forceinline__ float with_bias(float x, E bias, float logit_scale) {
+  return fmaf(x, logit_scale, to_float(bias));
+}
+using BiasPair = VectorType<2 * sizeof(Bias)>;
+// Adds two adjacent elements of the bias to x and y. The element for x is in the low bits.
+template <class Pair> __device__ __forceinline__ void add_pair(float& x, float& y, Pair pair, const KernelArgs& a) {
+  Bias bias[2];
+  memcpy(bias, &pair, sizeof bias);
+  x = with_bias(x, bias[0], a.logit_scale);
+  y = with_bias(y, bias[1], a.logit_scale);
+}
+// USE_BIAS=4, 5: load_bias_of_keys() loads the bias of a thread's columns, add_to_keys() adds it to the
+// thread's rows. bias_g: address of the bias of the thread's first column; `columns` columns from there on
+// have a bias.
+template <class View>
+__device__ __forceinline__ void load_bias_of_keys(Bias (&bias)[View::COLS], const View& S, const Bias* bias_g,
+                                                  int columns) {
+  SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
+    bias[j] = S.col(j) - S.col(0) < columns ? ld_global_nc<Bias>(bias_g + (S.col(j) - S.col(0))) : rounded<Bias>(0);
+  }
+}
+template <class View> __device__ __forceinline__ void add_to_keys(View& S, const KernelArgs& a, const Bias* bias) {
+  SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) S.x[i][j] = fmaf(S.x[i][j], a.logit_scale, to_float(bias[j]));
+  }
+}
+// Reads the bias of a tile from global memory, in pairs where the address and the tile allow it.
+template <class B> struct BiasInMemory {
+  template <class View>
+  __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
+    const int first = first_biased_key(a.p, keys), col = k0 - first + S.col(0), cols = keys - first;
+    if constexpr (B::key_bias) {
+      Bias of_columns[View::COLS];
+      load_bias_of_keys(of_columns, S, bias_row<B>(a, item, q0, 0) + col, cols - col);
+      return add_to_keys(S, a, of_columns);
+    }
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      const Bias* const row = bias_row<B>(a, item, q0, S.row(i)) + col;
+      const bool has_pairs = View::COLS % 2 == 0 && S.col(1) - S.col(0) == 1 && k0 >= first &&
+                             k0 + B::block_n <= keys;
+      if (has_pairs && reinterpret_cast<uintptr_t>(row) % sizeof(BiasPair) == 0) {
+        SDPA_UNROLL for (int j = 0; j + 1 < View::COLS; j += 2) {
+          add_pair(S.x[i][j], S.x[i][j + 1], ld_global_nc<BiasPair>(row + (S.col(j) - S.col(0))), a);
+        }
+      } else {
+        SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
+          const int at = S.col(j) - S.col(0);
+          const bool exists = uint32_t(col + at) < uint32_t(cols);
+          if (exists) S.x[i][j] = with_bias(S.x[i][j], ld_global_nc<Bias>(row + at), a.logit_scale);
+          else if (B::adds_bias) S.x[i][j] *= a.logit_scale;
+        }
+      }
+    }
+  }
+};
+
+template <class B>
+template <class View>
+__device__ __forceinline__ bool ScoreTile<B>::add_bias(View& S) const {
+  if (!has_bias<B>(a, mask, k0)) return false;
+  if constexpr (B::key_bias) {
+    if (listed_keys == KeysOfTile::all_visible) return false;
+  }
+  if constexpr (B::key_bias && B::swap_ab) add_to_keys(S, a, loaded);
+  else if constexpr (B::use_bias != 0) BiasInMemory<B>().add(S, a, item, mask.keys.Sk, q0, k0 + first_column<B>(S));
+  return true;
+}
+
+// ---- 5c the bias of a warp (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3) ----
+
+// The bias of one warp for one tile: 16 rows, BLOCK_N keys. Lanes read one chunk of each of 8 rows together;
+// fp32: two chunks of each of 4 rows. XOR-swizzling the 16-byte chunks by the row places these chunks in
+// different banks.
+template <class B> struct alignas(128) BiasTile {
+  static constexpr int CHUNK = 16 / sizeof(Bias), CHUNKS = B::block_n / CHUNK;
+  static constexpr int XORED = SWIZZLE_GROUP<CHUNKS>;
+  Bias x[16][B::block_n];
+
+  __device__ __forceinline__ Bias* at(int row, int chunk) {
+    return &x[row][swizzled<XORED>(row * (sizeof(Bias) == 4 ? 2 : 1), chunk) * CHUNK];
+  }
+};
+template <class B> struct BiasTiles {
+  std::conditional_t<bias_has_room<B>, BiasTile<B>[B::split_warps], Nothing> per_warp;
+};
+
+// Adds the bias to the rows of a warp. During a tile, the bias of the next tile is prefetched into shared memory.
+template <class B, bool = bias_has_room<B>> struct BiasOfWarp : BiasInMemory<B> {
+  __device__ void bind(BiasTiles<B>&) {}
+  __device__ void start(const KernelArgs&, const Item<B>&, int, int, int) {}
+  __device__ void load(const KernelArgs&, const Item<B>&, int, int, int) {}
+};
+template <class B> struct BiasOfWarp<B, true> {
+  using Tile = BiasTile<B>;
+  static constexpr int LANES = Tile::CHUNKS, ROWS = 32 / LANES;  // LANES lanes copy a row; ROWS rows are copied at once
+  Tile* tile;
+  int loaded_k0 = -1;             // per tile: first key of the tile that is in shared memory or in flight; -1: none
+  int column_at_0 = 0;            // per item: first column of the lane's chunk, for a tile at key 0
+  const Bias* chunk_g = nullptr;  // per item: address of this chunk, in the lane's first row
+  int rows_left = 0;              // per item: rows from the lane's first row on
+  int unit = 0;                   // per item: bytes to which chunks are aligned in global memory: 16, 4, or 1 for less
+
+  __device__ void bind(BiasTiles<B>& tiles) {
+    tile = &tiles.per_warp[(threadIdx.x - B::producer_threads) / 32 % B::split_warps];
+  }
+  // First row of the warp, counted in its warpgroup. PACK_GQA: counted in the item.
+  static __device__ __forceinline__ int first_row() {
+    return int(thread_index_anew() - B::producer_threads) / 32 % (B::pack_gqa ? B::split_warps : 4) * 16;
+  }
+  // Starts an item whose keys from `first` on have a bias; k0: first key of one of its tiles. Computes addresses and
+  // alignment once per item, since 64-bit multiplications and tests would delay the softmax of each tile.
+  __device__ __forceinline__ void start(const KernelArgs& a, const Item<B>& item, int first, int q0, int k0) {
+    const Strides& strides = a.p.bias_strides;
+    const int lane = int(thread_index_anew() % 32), q = q0 + first_row() + lane / LANES;
+    loaded_k0 = -1;
+    column_at_0 = lane % LANES * Tile::CHUNK - first;
+    const int64_t elements = strides.batch | strides.head | strides.row;
+    // A window may begin at any key.
+    const uint64_t offsets = uint64_t((elements | (k0 - first)) * int64_t(sizeof(Bias)));
+    const uint64_t low = offsets | reinterpret_cast<uintptr_t>(a.p.bias);
+    unit = low % 16 == 0 ? 16 : low % 4 == 0 ? 4 : 1;
+    if (B::pack_gqa) return;
+    chunk_g = bias_row<B>(a, item, 0, 0) + q * strides.row + column_at_0;
+    rows_left = item.query_count(a.p) - q;
+  }
+  // Starts the copy of the bias of the tile at key k0, unless it has been started. A lane copies its chunk by
+  // one cp.async if the chunk is aligned and lies inside the bias; otherwise by words or elements.
+  __device__ __forceinline__ void load(const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
+    if (loaded_k0 == k0) return;
+    const int lane = int(thread_index_anew() % 32), chunk = lane % LANES, column = k0 + column_at_0;
+    const int columns = keys - chunk * Tile::CHUNK + column_at_0;  // columns of the bias
+    cp_async_wait_group<0>();  // for the copy of a tile that was not used
+    __syncwarp();              // hazard: previous tile read by all lanes
+    if (unit == 16 && column >= 0 && column + Tile::CHUNK <= columns) {
+      const Bias* from = chunk_g + k0;
+      SDPA_UNROLL for (int n = 0; n < ceil_div(16, ROWS); n++, from += ROWS * a.p.bias_strides.row) {
+        const int r = lane / LANES + ROWS * n;
+        if ((LANES * ROWS == 32 && ROWS <= 16) || (lane < LANES * ROWS && r < 16)) {
+          if (B::pack_gqa) from = bias_row<B>(a, item, q0, first_row() + r) + column;  // rows may have different heads
+          cp_async<16>(tile->at(r, chunk), from, B::pack_gqa || ROWS * n < rows_left);
+        }
+      }
+    } else if (unit == 4 && k0 >= keys - columns && k0 + B::block_n <= keys) {
+      copy_words(a, item, q0, column - chunk * Tile::CHUNK);
+    } else if (lane < LANES * ROWS) {
+      copy_elements(a, item, columns, q0, column);
+    }
+    cp_async_commit_group();
+    loaded_k0 = k0;
+  }
+  // Copies a tile whose keys all have a bias, 4 bytes at a time. Adjacent lanes copy adjacent words. column: first
+  // column of the tile.
+  __device__ __forceinline__ void copy_words(const KernelArgs& a, const Item<B>& item, int q0, int column) const {
+    constexpr int WORDS = B::block_n * sizeof(Bias) / 4, IN_CHUNK = 4;  // of a row, of a chunk
+    const int lane = int(thread_index_anew() % 32), queries = item.query_count(a.p) - q0 - first_row();
+    const Bias* from = bias_row<B>(a, item, q0, first_row()) + column;
+#pragma unroll 1
+    for (int r = 0; r < 16; r++, from += a.p.bias_strides.row) {
+      if (B::pack_gqa) from = bias_row<B>(a, item, q0, first_row() + r) + column;  // rows may have different heads
+      SDPA_UNROLL for (int n = 0; n < ceil_div(WORDS, 32); n++) {
+        const int word = lane + 32 * n;
+        if (WORDS % 32 != 0 && word >= WORDS) break;
+        void* const to = reinterpret_cast<uint32_t*>(tile->at(r, word / IN_CHUNK)) + word % IN_CHUNK;
+        cp_async<4>(to, from + word * (4 / int(sizeof(Bias))), B::pack_gqa || r < queries);
+      }
+    }
+  }
+  // Copies the lane's chunks element by element, from any address. The loads of AT_ONCE rows overlap.
+  __device__ __forceinline__ void copy_elements(const KernelArgs& a, const Item<B>& item, int columns, int q0,
+                                                int column) {
+    constexpr int AT_ONCE = 2;
+    const int lane = int(thread_index_anew() % 32);
+#pragma unroll 1
+    for (int r = lane / LANES; r < 16; r += AT_ONCE * ROWS) {
+      alignas(16) Bias chunks[AT_ONCE][Tile::CHUNK];
+      SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
+        const Bias* const from = bias_row<B>(a, item, q0, first_row() + r + ROWS * n) + column;
+        SDPA_UNROLL for (int i = 0; i < Tile::CHUNK; i++) {
+          const bool exists = uint32_t(column + i) < uint32_t(columns);
+          chunks[n][i] = exists ? ld_global_nc<Bias>(from + i) : rounded<Bias>(B::use_bias == 2);
+        }
+      }
+      SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
+        uint4 bytes;
+        memcpy(&bytes, chunks[n], sizeof bytes);
+        if (r + ROWS * n < 16) st_shared(tile->at(r + ROWS * n, lane % LANES), bytes);
+      }
+    }
+  }
+  template <class View>
+  __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
+    load(a, item, keys, q0, k0);  // copies it again if Q @ K.T has been recomputed
+    cp_async_wait_group<0>();
+    __syncwarp();  // hazard: tile copied by all lanes
+    if constexpr (sizeof(Bias) == 4)
+      add_as_read(S, a);
+    else
+      add_all(S, a);
+  }
+  template <class View> __device__ __forceinline__ void add_all(View& S, const KernelArgs& a) {
+    uint32_t pairs[View::ROWS][View::COLS / 2];
+    if constexpr (sizeof(Bias) == 2) {
+      // Reads rows 0-7 and 8-15 of two chunks, in the lane layout of the accumulators.
+      const int lane = int(thread_index_anew() % 32);
+      const SharedAddress from = shared_address(tile->at(lane % 16, lane / 16));
+      SDPA_UNROLL for (int j = 0; j < View::COLS / 2; j += 2) {
+        uint32_t x[4];
+        ldmatrix_x4<false>(x, (from ^ j % Tile::XORED * 16) + j / Tile::XORED * Tile::XORED * 16);
+        SDPA_UNROLL for (int i = 0; i < 4; i++) pairs[i % 2][j + i / 2] = x[i];
+      }
+    } else {
+      SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+        SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) {
+          const Bias* const at = tile->at(S.row(i) % 16, S.col(j) / Tile::CHUNK) + S.col(j) % Tile::CHUNK;
+          pairs[i][j / 2] = ld_shared<BiasPair>(at);
+        }
+        hold(pairs[i]);  // otherwise nvcc reads element by element
+      }
+    }
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) add_pair(S.x[i][j], S.x[i][j + 1], pairs[i][j / 2], a);
+    }
+  }
+  // Adds each pair of floats right after its load. Loading all of them first would take as many registers as S.
+  template <class View> __device__ __forceinline__ void add_as_read(View& S, const KernelArgs& a) {
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) {
+        const Bias* const at = tile->at(S.row(i) % 16, S.col(j) / Tile::CHUNK) + S.col(j) % Tile::CHUNK;
+        add_pair(S.x[i][j], S.x[i][j + 1], ld_shared<BiasPair>(at), a);
+      }
+    }
+  }
+};
+
+// ---- 5c the bias of a tile's keys (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 4, USE_BIAS = 5) ----
+
+template <class B> struct alignas(16) KeyBiasTile { float x[B::block_n]; };
+template <class B> struct KeyBiasTiles { KeyBiasTile<B> per_warp[B::split_warps]; };
+
+// Adds the bias of the keys to the rows of a warp. Each warp has its own copy of the tile's bias in shared memory, as
+// floats, so that warps need not wait for each other. The bias of the next tile is loaded to registers before the
+// exponentials of this tile, and stored while the warpgroup waits for products.
+template <class B> struct BiasOfKeys {
+  static constexpr int PER_LANE = ceil_div(B::block_n, 32);
+  float* tile;                   // of this warp
+  const Bias* lane_g = nullptr;  // per item: the bias of key `lane`
+  Bias next[PER_LANE];           // of keys lane, lane + 32, ... of the next tile
+
+  __device__ void bind(KeyBiasTiles<B>& tiles) {
+    tile = tiles.per_warp[(threadIdx.x - B::producer_threads) / 32 % B::split_warps].x;
+  }
+  __device__ __forceinline__ void start(const KernelArgs& a, const Item<B>& item, int, int, int) {
+    lane_g = bias_row<B>(a, item, 0, 0) + thread_index_anew() % 32;
+  }
+  // Loads the bias of the tile at key k0, of `keys` keys.
+  __device__ __forceinline__ void load(const KernelArgs&, const Item<B>&, int keys, int, int k0) {
+    const Bias* const from = lane_g + k0;
+    if (k0 + PER_LANE * 32 <= keys) {
+      SDPA_UNROLL for (int n = 0; n < PER_LANE; n++) next[n] = ld_global_nc<Bias>(from + 32 * n);
+    } else {
+      const int left = keys - k0 - int(thread_index_anew() % 32);
+      SDPA_UNROLL for (int n = 0; n < PER_LANE; n++) {
+        next[n] = 32 * n < left ? ld_global_nc<Bias>(from + 32 * n) : rounded<Bias>(0);
+      }
+    }
+  }
+  // Makes the loaded tile the current one.
+  __device__ __forceinline__ void store() const {
+    const int lane = int(thread_index_anew() % 32);
+    __syncwarp();  // hazard: previous tile read by all lanes
+    SDPA_UNROLL for (int n = 0; n < PER_LANE; n++) {
+      if (B::block_n % 32 == 0 || 32 * n + lane < B::block_n) st_shared(tile + 32 * n + lane, to_float(next[n]));
+    }
+    __syncwarp();  // hazard: tile written by all lanes
+  }
+  // Calls use(i, j, logit) for the thread's columns [first, last) of S.
+  template <class View, class Use>
+  __device__ __forceinline__ void each(const View& S, int first, int last, const KernelArgs& a, const Use& use) const {
+    SDPA_UNROLL for (int j = first; j < last; j += 2) {
+      const float2 bias = ld_shared<float2>(tile + S.col(j));
+      SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+        use(i, j, fmaf(S.x[i][j], a.logit_scale, bias.x));
+        use(i, j + 1, fmaf(S.x[i][j + 1], a.logit_scale, bias.y));
+      }
+    }
+  }
+  template <class View>
+  __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>&, int, int, int) const {
+    each(S, 0, View::COLS, a, [&](int i, int j, float logit) { S.x[i][j] = logit; });
+  }
+  // Adds the bias to columns [first, last) and replaces them by P. In one pass, since the exponentials hide the latency
+  // of the additions.
+  template <class View, class Softmax>
+  __device__ __forceinline__ void exp(View& S, int first, int last, const KernelArgs& a, Softmax& softmax) const {
+    each(S, first, last, a, [&](int i, int j, float logit) {
+      S.x[i][j] = softmax_exp2<B>(fmaf(logit, a.scale_log2, -softmax.m_log2[i]));
+      softmax.sum[i] += S.x[i][j];
+    });
+  }
+};
+
+// ---- 5c lists of rounds (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_BIAS = 4, USE_BIAS = 5, MASK_MOD, USE_KEY_MASK) ----
+
+// USE_KEY_MASK: returns the visible keys of the split's tile at key k0. The tile's round has a hidden key.
+// masked_index: index of the round among the listed rounds with a hidden key. Reads the stored bits, if there
+// are any, otherwise the key mask.
+template <class B>
+__device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, const VisibleRounds<B>& list,
+                                                  int masked_index, int k0) {
+  if (masked_index >= most_kept<B> || (B::split_kv > 1 && B::block_n % 32 != 0)) return KeyBits<B>(a, b, k0);
+  const int split = B::split_kv == 1 ? 0 : uniform(int(threadIdx.x - B::producer_threads) / 128) / (B::block_m / 64);
+  KeyBits<B> bits;
+  SDPA_UNROLL for (int w = 0; w < KeyBits<B>::WORDS; w++) {
+    bits.word[w] = ld_shared<uint32_t>(&list.bits[masked_index][split * bits.WORDS + w]);
+  }
+  return bits;
+}
+
+// Iterates over the item's list of rounds for one warpgroup, from the last entry to the first. Without a
+// list, iterates over all rounds. Rows: WgmmaRows.
+template <class B, bool = may_have_list<B>> struct RoundWalk {
+  template <class Rows> __device__ void start(const Rows&, const WgmmaItem<B>&, int) {}
+  // False if the list says that the bias, MASK_MOD and the key mask leave this tile, or the next one, unchanged.
+  __device__ bool changes_scores() const { return true; }
+  __device__ bool next_changes_scores() const { return true; }
+  __device__ int step() const { return B::round_keys; }  // first key of this tile minus that of the next one
+  __device__ void advance() {}
+};
+template <class B> struct RoundWalk<B, true> {
+  ListOf<B> list;
+  int round;
+  uint32_t entries[2];  // of this round and of the next one; after the last round 0
+  // USE_KEY_MASK: the visible keys of this tile, if its round has a hidden key; after look_ahead(), those of
+  // the next tile. look_ahead() decrements list.masked_rounds to the index of these stored bits.
+  std::conditional_t<B::use_key_mask, KeyBits<B>, Nothing> bits;
+
+  template <class Rows> __device__ __forceinline__ void start(const Rows& rows, const WgmmaItem<B>& item, int first) {
+    list = item;
+    round = first + 1;
+    entries[0] = entries[1] = list.entry(first);
+    look_ahead(rows);
+    advance();
+  }
+  __device__ bool changes_scores() const { return entries[0] % 2; }
+  __device__ bool next_changes_scores() const { return entries[1] % 2; }
+  __device__ int step() const { return int(entries[0] / 2 - entries[1] / 2) * B::round_keys; }
+  __device__ __forceinline__ void advance() {
+    hold(entries);  // otherwise nvcc waits for each entry right after its load
+    entries[0] = uniform(entries[1]);
+    round--;
+    entries[1] = round > 0 ? list.entry(round - 1) : 0;
+  }
+  // Reads the bits of the next tile, while the warpgroup waits for products.
+  template <class Rows> __device__ __forceinline__ void look_ahead(const Rows& rows) {
+    if constexpr (B::use_key_mask) {
+      if (uniform(entries[1]) % 2) {
+        bits = listed_bits<B>(rows.a, rows.b, list.visible_rounds(), --list.masked_rounds, rows.k0 - step());
+      } else if (B::changes_logits) {  // SCORE_MOD changes every tile and reads its bits
+        SDPA_UNROLL for (uint32_t& word : bits.word) word = ~0u;
+      }
+    }
+  }
+};
+
+// ---- 5c the score hook: per-tile state of a warpgroup (wgmma and USE_WARP_SPECIALIZATION) ----
+
+// The state of the score hook for the tile of a warpgroup: its position in the list of rounds, and its bias. Rows:
+// WgmmaRows.
+template <class B> struct TileWalk : RoundWalk<B> {
+  std::conditional_t<B::key_bias, BiasOfKeys<B>, std::conditional_t<B::use_bias != 0, BiasOfWarp<B>, Nothing>> bias;
+  int first_biased = 0;  // the item's first key with a bias; if there is none, greater than all keys
+
+  __device__ __forceinline__ void bind(TileBias<B>& tiles) {
+    if constexpr (B::use_bias != 0) bias.bind(tiles);
+  }
+  template <class Rows>
+  __device__ __forceinline__ void start_item(const Rows& rows, const WgmmaItem<B>& item, int first_round) {
+    if constexpr (B::use_bias != 0) {
+      first_biased = 2 * most_rows;
+      if (rows.a.p.bias) {
+        first_biased = first_biased_key(rows.a.p, rows.mask.keys.Sk);
+        bias.start(rows.a, *rows.item, first_biased, rows.q0, rows.k0);
+      }
+    }
+    RoundWalk<B>::start(rows, item, first_round);
+    if constexpr (B::use_bias != 0) prefetch_bias(rows, this->changes_scores(), rows.k0);
+  }
+  // Stores the bias of the item's first tile, while the warpgroup waits for Q @ K.T.
+  __device__ __forceinline__ void write_first_bias() {
+    if constexpr (B::key_bias) write_bias(this->changes_scores());
+  }
+  // USE_BIAS=4, 5: makes the prefetched tile, if there is one, the current one.
+  __device__ __forceinline__ void write_bias(bool is_prefetched) {
+    if (is_prefetched) bias.store();
+  }
+  // Prepares the key mask or the bias of the next tile, while the warpgroup waits for products.
+  template <class Rows> __device__ __forceinline__ void look_ahead(const Rows& rows) {
+    RoundWalk<B>::look_ahead(rows);
+    if constexpr (B::key_bias) write_bias(this->next_changes_scores());
+  }
+  // False if SCORE_MOD, MASK_MOD and the key mask leave this tile unchanged.
+  __device__ __forceinline__ bool needs_modify_scores() const {
+    return B::changes_logits || (B::hides_keys && this->changes_scores());
+  }
+  // True if keys of the tile at key k have a bias.
+  __device__ __forceinline__ bool has_bias(int k) const { return B::use_bias != 0 && k + B::block_n > first_biased; }
+  // False if the tile, whose first key is k0, has no bias or a bias without effect.
+  __device__ __forceinline__ bool needs_bias(int k0) const { return has_bias(k0) && this->changes_scores(); }
+  // Starts the copy of the bias of the tile at key k, if the tile has one.
+  template <class Rows> __device__ __forceinline__ void prefetch_bias(const Rows& rows, bool changes, int k) {
+    if (changes && k >= 0 && has_bias(k)) bias.load(rows.a, *rows.item, rows.mask.keys.Sk, rows.q0, k);
+  }
+  template <class Rows> __device__ __forceinline__ void prefetch_next_bias(const Rows& rows) {
+    prefetch_bias(rows, this->next_changes_scores(), rows.k0 - this->step());
+  }
+  // Adds the bias of this tile, if it has one, and prefetches that of the next tile. USE_BIAS=1, 2, 3: the
+  // next tile has smaller keys and so has a bias only if this tile has one. Returns true if it has added a
+  // bias.
+  template <class View, class Rows> __device__ __forceinline__ bool add_bias(View& S, const Rows& rows) {
+    if constexpr (B::use_bias != 0) {
+      if (!has_bias(rows.k0) || !(this->changes_scores() || this->next_changes_scores())) return false;
+      if constexpr (B::key_bias) prefetch_next_bias(rows);  // to registers, so that it need not wait for this tile
+      if (this->changes_scores()) {
+        rows.locate(S);
+        bias.add(S, rows.a, *rows.item, rows.mask.keys.Sk, rows.q0, rows.k0);
+      }
+      if constexpr (!B::key_bias) prefetch_next_bias(rows);
+      return this->changes_scores();
+    }
+    return false;
+  }
+  // USE_BIAS=4, 5: adds the bias of this tile to columns [first, last) of S and replaces them by P. Returns
+  // false if the tile has no bias.
+  template <class View, class Rows, class Softmax>
+  __device__ __forceinline__ bool exp_with_bias(View& S, int first, int last, const Rows& rows, Softmax& softmax) {
+    if (first == 0) prefetch_next_bias(rows);
+    if (!needs_bias(rows.k0)) return false;
+    rows.locate(S);
+    bias.exp(S, first, last, rows.a, softmax);
+    return true;
+  }
 };
 
 // ---- 5d wgmma, transposed: keys are the M dimension, for few query rows (wgmma and SWAP_AB) ----
@@ -4778,7 +4782,7 @@ template <class B> struct WgmmaColumnsShared {
   std::conditional_t<B::masks_keys, VisibleRounds<B>[B::num_warps], Nothing> visible;
   WgmmaItem<B> item;
   uint64_t q_full;  // mbarrier: Q has landed, and `item` is set
-  std::conditional_t<counts_ranges<B>, bool, Nothing> is_last;  // written and read by store_rows()
+  std::conditional_t<counts_ranges<B>, bool, Nothing> is_last;  // written and read by merge_and_store()
 };
 
 // Loads the tiles of a split. Separate warps load K and V, since issuing a load takes a warp about 100 clocks. In
@@ -5183,7 +5187,7 @@ template <class B> struct WgmmaColumns {
       }
     }
     barrier_sync(all_barrier<B>, all_threads<B>);  // hazard: partials of all splits written
-    store_rows<B>(s, a, item, int(threadIdx.x));
+    merge_and_store<B>(s, a, item, int(threadIdx.x));
   }
 };
 
@@ -5256,7 +5260,7 @@ template <class B, class Shared> struct CtaSoftmax {
     __syncthreads();  // hazard: if there is no tile, other warps read m and l in finish()
   }
   __device__ void step(Shared& s, const ScalarScores<B>& scores, float scale_log2, float (&alpha_out)[ROWS]) {
-    store_scores(s.P, s.P_STRIDE, scores);
+    write_view(s.P, s.P_STRIDE, scores);
     split_sync<B>(B::sync_policy >= 2);  // hazard: S was written and is read by other warps
 
     ScalarScores<B> S = softmax_rows();
@@ -5279,7 +5283,7 @@ template <class B, class Shared> struct CtaSoftmax {
       l[i] = S.first_col == 0 ? s.l[S.row(i)] : 0.0f;
     }
     softmax_sum<B>(S, scale_log2, m, alpha, l);
-    s.store_probabilities(S);
+    s.write_p(S);
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       l[i] = row_sum<COL_LANES>(l[i]);
       if (S.first_col == 0) s.l[S.row(i)] = l[i];
@@ -5313,12 +5317,12 @@ template <class B> struct WmmaShared : ScalarShared<B> {
   uint64_t full[B::stages], empty[B::stages];  // mbarriers: tile was copied, tile was read by all consumers
   uint32_t item_index;                         // written by next_item()
 
-  __device__ void store_probabilities(const ScalarScores<B>& S) {
-    if (B::use_wmma_pv) store_scores(P16, P16_STRIDE, S);
-    else store_scores(this->P, this->P_STRIDE, S);
+  __device__ void write_p(const ScalarScores<B>& S) {
+    if (B::use_wmma_pv) write_view(P16, P16_STRIDE, S);
+    else write_view(this->P, this->P_STRIDE, S);
   }
   // Stores alpha, because the lanes of S and of WmmaOutput have different rows.
-  __device__ void store_alpha(const ScalarScores<B>& S, const float (&row_alpha)[ScalarScores<B>::ROWS]) {
+  __device__ void write_alpha(const ScalarScores<B>& S, const float (&row_alpha)[ScalarScores<B>::ROWS]) {
     SDPA_UNROLL for (int i = 0; i < S.ROWS; i++) {
       if (S.first_col == 0) this->alpha[S.row(i)] = row_alpha[i];
     }
@@ -5497,7 +5501,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   sums.finish(O, S_s, first_row);
   float m[ScalarOutput<B>::ROWS], l[ScalarOutput<B>::ROWS];
   softmax.finish(s, S, m, l);
-  store_sums<B>(O, m, l, a, item);
+  store_result<B>(O, m, l, a, item);
 }
 
 // Sets i to the index of the CTA's next item. Returns false if there is none.
@@ -5600,6 +5604,27 @@ __device__ __forceinline__ float tanh_exact(float t) {
   const float series = t * fmaf(square, fmaf(square, fmaf(square, -17.0f / 315, 2.0f / 15), -1.0f / 3), 1);
   const float exact = 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(t * 2.88539008f));  // 2 * log2(e)
   return square < 0.0625f ? series : exact;
+}
+
+// ---- 5f softcap ----
+
+// USE_SOFTCAP: tanh(x * hook_scale).
+template <class B> __device__ __forceinline__ float capped(float x, float hook_scale) {
+  return B::use_softcap == 1 ? tanh_approx(x * hook_scale) : tanh_exact(x * hook_scale);
+}
+// Branches on is_capped() once per tile, so that the tanh of several scores overlap. With tanh.approx and no
+// polynomial, tests it per score, since one branch per tile is up to 4% slower.
+template <class B, class View>
+__device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> hook_scale, int first, int last) {
+  if constexpr (B::use_softcap != 0) {
+    if ((B::use_softcap == 2 || B::caps_by_polynomial) && !is_capped<B>(a)) return;
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      SDPA_UNROLL for (int j = first; j < last; j++) {
+        float& x = S.x[i][j];
+        x = B::use_softcap == 2 || is_capped<B>(a) ? capped<B>(x, of_row(hook_scale, i)) : x;
+      }
+    }
+  }
 }
 
 // ---- 5f arrays that expressions index by head (SCORE_MOD, MASK_MOD) ----
@@ -5892,7 +5917,7 @@ template <class B> struct ScoreMod {
     const ScoreScale<B> hook_scale = tile.hook_scale();
     tile.locate(S);
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-      const int row = S.row(i), q = min(max(query_of<B>(a, tile.q, row), 0), Sq - 1);
+      const int row = S.row(i), q = min(max(query_of<B>(a, tile.q0, row), 0), Sq - 1);
       const auto h = head_of_row(item_h, a, row);
       SDPA_UNROLL for (int j = first; j < last; j++) {
         const int column = S.col(j) - S.col(0);
@@ -5967,27 +5992,6 @@ __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool un
                 "ScoreMod::logit() changes logits, but no knob of SDPA_LOGIT_KNOBS is set: add its knob there");
   static_assert(Defines::hides_keys || std::is_same_v<Seen, expression::Always>,
                 "ScoreMod::sees() hides keys, but no knob of SDPA_MASK_KNOBS is set: add its knob there");
-}
-
-// ---- 5f softcap ----
-
-// USE_SOFTCAP: tanh(x * hook_scale).
-template <class B> __device__ __forceinline__ float capped(float x, float hook_scale) {
-  return B::use_softcap == 1 ? tanh_approx(x * hook_scale) : tanh_exact(x * hook_scale);
-}
-// Branches on is_capped() once per tile, so that the tanh of several scores overlap. With tanh.approx and no
-// polynomial, tests it per score, since one branch per tile is up to 4% slower.
-template <class B, class View>
-__device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> hook_scale, int first, int last) {
-  if constexpr (B::use_softcap != 0) {
-    if ((B::use_softcap == 2 || B::caps_by_polynomial) && !is_capped<B>(a)) return;
-    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-      SDPA_UNROLL for (int j = first; j < last; j++) {
-        float& x = S.x[i][j];
-        x = B::use_softcap == 2 || is_capped<B>(a) ? capped<B>(x, of_row(hook_scale, i)) : x;
-      }
-    }
-  }
 }
 
 // ---- 5f softcap by a polynomial (wgmma and USE_WARP_SPECIALIZATION and USE_SOFTCAP = 1) ----
@@ -6119,19 +6123,6 @@ template <class B> struct KeyBits {
 
 // ---- 5f the rounds with a visible key (wgmma and USE_KEY_MASK, USE_BIAS = 4, USE_BIAS = 5) ----
 
-// Returns the bits of a round with a hidden key: list.bits[place], or if they are not stored, from the mask.
-template <class B>
-__device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, const VisibleRounds<B>& list, int place,
-                                                  int k0) {
-  if (place >= most_kept<B> || (B::split_kv > 1 && B::block_n % 32 != 0)) return KeyBits<B>(a, b, k0);
-  const int split = B::split_kv == 1 ? 0 : uniform(int(threadIdx.x - B::producer_threads) / 128) / (B::block_m / 64);
-  KeyBits<B> bits;
-  SDPA_UNROLL for (int w = 0; w < KeyBits<B>::WORDS; w++) {
-    bits.word[w] = ld_shared<uint32_t>(&list.bits[place][split * bits.WORDS + w]);
-  }
-  return bits;
-}
-
 // Reads `count` bytes, at most 4, of a key mask; the other bytes are 0.
 __device__ __forceinline__ uint32_t bytes_of_keys(const uint8_t* from, int count) {
   uint32_t byte[4] = {};
@@ -6184,10 +6175,10 @@ __device__ __forceinline__ int list_rounds_of_mask(const KernelArgs& a, WgmmaIte
     const uint32_t listed = __ballot_sync(0xffffffffu, lists);
     const uint32_t masked = __ballot_sync(0xffffffffu, lists && has_hidden);
     if (lists) st_shared(list_s + count + __popc(listed & low_bits(lane)), uint16_t(2 * number + has_hidden));
-    const int place = item.masked_rounds + __popc(masked & low_bits(lane));
+    const int masked_index = item.masked_rounds + __popc(masked & low_bits(lane));
     SDPA_UNROLL for (int w = 0; masked != 0 && w < ceil_div(B::round_keys, 32); w++) {
       SDPA_UNROLL for (int other = 1; other < 4; other *= 2) bits[w] |= __shfl_xor_sync(0xffffffffu, bits[w], other);
-      if (lists && has_hidden && place < most_kept<B>) st_shared(&list.bits[place][w], bits[w]);
+      if (lists && has_hidden && masked_index < most_kept<B>) st_shared(&list.bits[masked_index][w], bits[w]);
     }
     count += __popc(listed);
     item.masked_rounds += __popc(masked);
@@ -6573,7 +6564,7 @@ template <class View> struct OneRow {
 };
 
 template <class B, class View, class Rows>
-__device__ __forceinline__ void store_sums(const View& O, const Rows& m, const Rows& l, const KernelArgs& a,
+__device__ __forceinline__ void store_result(const View& O, const Rows& m, const Rows& l, const KernelArgs& a,
                                            const Item<B>& item) {
   if constexpr (B::split_ctas != 1) {
     if (!B::use_lengths || item.range_count(a) != 1) {
@@ -6667,7 +6658,7 @@ __device__ __forceinline__ void merge_split_partials(const Partials& partials_s,
 // Stores O / l and LSE of the item's rows. SPLIT_CTAS: stores the partial of the CTA's range. The last CTA of
 // the item to do so merges the partials.
 template <class B, class Shared>
-__device__ __forceinline__ void store_rows(Shared& s, const KernelArgs& a, const Item<B>& item, int thread) {
+__device__ __forceinline__ void merge_and_store(Shared& s, const KernelArgs& a, const Item<B>& item, int thread) {
   const ItemScales<B> scales(a, item);
   if (B::split_ctas == 1 || item.range_count(a) == 1) {
     merge_split_partials<B>(s.split, scales, thread, [&](int row, const auto& O, auto& m, auto& l) {
@@ -6882,7 +6873,7 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_converting> : KernelOf<B
 template <class B> struct MmaPartials<B, true> {
   struct type {
     RowsPartial<B> split[B::split_kv];
-    std::conditional_t<counts_ranges<B>, bool, Nothing> is_last;  // written and read by store_rows()
+    std::conditional_t<counts_ranges<B>, bool, Nothing> is_last;  // written and read by merge_and_store()
   };
 };
 
@@ -6916,7 +6907,7 @@ template <class B> struct MmaPacked {
     RowsPartial<B>& partial = s.partial.split[split];
     store_partial(partial, runs, rows.m, rows.l, [](void* dst_s, auto x) { st_shared(dst_s, x); });
     __syncthreads();  // hazard: partials written by all warps
-    store_rows<B>(s.partial, a, s.item, threadIdx.x);
+    merge_and_store<B>(s.partial, a, s.item, threadIdx.x);
   }
 };
 
@@ -6931,8 +6922,8 @@ template <class B> struct MmaPacked {
 template <class B>
 __device__ __forceinline__ int page_of(const KernelArgs& a, const Item<B>& item, int k, int keys = 1) {
   if (max(k, item.keys.begin) >= min(k + keys, item.keys.end)) return a.p.pages;
-  const int place = int(plan_room<B>(a).page_size.divide(uint32_t(B::use_pages == 1 ? k : item.k_row(k))));
-  return min(max(ld_global<int>(a.p.page_table + int64_t(item.b) * a.p.page_stride + place), 0), a.p.pages - 1);
+  const int index = int(plan_room<B>(a).page_size.divide(uint32_t(B::use_pages == 1 ? k : item.k_row(k))));
+  return min(max(ld_global<int>(a.p.page_table + int64_t(item.b) * a.p.page_stride + index), 0), a.p.pages - 1);
 }
 // Acts as a pointer to row k of K or V, for rows in pages. head_g: row 0 of page 0.
 template <class B> struct PagedRows {
@@ -7013,9 +7004,9 @@ template <class B, int D> struct TileRows {
     const int lane = threadIdx.x % 32, line = lane / LANES, byte = lane % LANES * 16, first = pages.first_row();
     const int bytes = (is_v ? p.Dv : p.D) * B::kv_bytes;
     // The swizzle repeats every 8 rows, and `first` is a multiple of 8. So the loop only applies the swizzle
-    // of row % 8 to `place`.
+    // of row % 8 to `offset`.
     char* const first_s = reinterpret_cast<char*>(to_s) + first * LINE;
-    const uint32_t place = panel_byte<B::block_n, LINE>(line, byte);
+    const uint32_t offset = panel_byte<B::block_n, LINE>(line, byte);
     SDPA_UNROLL for (int n = 0; n < pages.COUNT; n++) {
       const int key = k0 + first + 32 * n + lane;
       const int in_page = int(plan_room<B>(a).page_size.remainder(uint32_t(item.k_row(key))));
@@ -7025,7 +7016,7 @@ template <class B, int D> struct TileRows {
         const char* const from_g = reinterpret_cast<const char*>(
             __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(row_g), row % 32 + line));
         if (pages.ROWS * copying_warps<B> > B::block_n && first + row >= B::block_n) break;
-        const uint32_t at = (place ^ panel_byte<B::block_n, LINE>(row % 8, 0) % LINE) + row * LINE;
+        const uint32_t at = (offset ^ panel_byte<B::block_n, LINE>(row % 8, 0) % LINE) + row * LINE;
         SDPA_UNROLL for (int panel = 0; panel < PANELS<BYTES>; panel++) {
           const int column = panel * LINE + byte;
           cp_async<16>(first_s + panel * B::block_n * LINE + at, from_g + column, from_g && column < bytes);
@@ -7845,13 +7836,17 @@ constexpr bool sums_end =
 template <class B> bool may_have_map(const SdpaParams& p) {
   return lists_from_map<B> && (B::hides_keys || p.bias);
 }
+// True if the mask may depend on the argument `name` of MASK_MOD: MASK_MOD names it, or another knob hides keys.
+template <class B> constexpr bool mask_depends_on(std::string_view name) {
+  return B::mask_knobs > B::mask_mod || expression_names(name, MASK_MOD_text);
+}
 // True if the map has different lists for different heads.
 template <class B> bool differs_by_head(const SdpaParams& p) {
-  return B::hides_keys ? !B::only_expression_hides || expression_names("h", MASK_MOD_text) : p.bias_strides.head != 0;
+  return B::hides_keys ? mask_depends_on<B>("h") : p.bias_strides.head != 0;
 }
 // True if the map has different lists for different batches.
 template <class B> bool differs_by_batch(const SdpaParams& p) {
-  return B::hides_keys ? !B::only_expression_hides || expression_names("b", MASK_MOD_text) : p.bias_strides.batch != 0;
+  return B::hides_keys ? mask_depends_on<B>("b") : p.bias_strides.batch != 0;
 }
 // Hash of everything that the lists of a map depend on, except for the contents of the bias and of the arrays
 // that MASK_MOD names. Maps that differ in a single number have different hashes.
@@ -7979,8 +7974,8 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
                    most_visible_keys(p), most_keys_at_once);
   }
   if (B::split_ctas != 1 && !merges_by_kernel<B> && items.ranges > 1 && items.count > most_split_items) {
-    return failure(refused, "SPLIT_CTAS=%d takes at most %u items, but this problem has %lld; split the batch",
-                   items.ranges, most_split_items, (long long)items.count);
+    return failure(refused, "SPLIT_CTAS=%d takes at most %u tiles, but this problem has %lld; split the batch",
+                   B::split_ctas, most_split_items, (long long)items.count);
   }
   KernelArgs a(p, B::pack_gqa ? items.queries : mask_rows<B>, B::block_n, grid_of<B>(p, items));
   if (has_scratch<B> && !p.scratch && p.workspace) a.p.scratch = static_cast<char*>(p.workspace) + most_state_bytes;
@@ -8019,6 +8014,8 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
 
 // ---- the checks ----
 
+// What to try if a tensor is not aligned. wgmma needs 16 bytes.
+constexpr const char* or_lower_width = Defines::use_wgmma ? "" : " or lower VEC_WIDTH";
 // Checks pointer, alignment and strides. As in PyTorch, the stride of a dimension of size 1 may have any value;
 // it is set to 0, so that no address depends on it.
 SdpaStatus check_tensor(const TensorView& t, bool is_output) {
@@ -8026,13 +8023,13 @@ SdpaStatus check_tensor(const TensorView& t, bool is_output) {
   const bool has_rows = t.dims[0].size > 0;
   if (has_rows && !t.data) return failure(refused, "%s is a null pointer", t.name);
   if (has_rows && reinterpret_cast<uintptr_t>(t.data) % alignment) {
-    return failure(refused, "%s is not aligned to %d bytes; align it or lower VEC_WIDTH=%d", t.name, alignment, vec);
+    return failure(refused, "%s is not aligned to %d bytes; align it%s", t.name, alignment, or_lower_width);
   }
   for (const auto& dim : t.dims) {
     if (dim.size <= 1) dim.stride = 0;
     if (has_rows && dim.stride % vec) {
-      return failure(refused, "%s has a %s stride of %lld; pad it to a multiple of VEC_WIDTH=%d or lower VEC_WIDTH",
-                     t.name, dim.name, (long long)dim.stride, vec);
+      return failure(refused, "%s has a %s stride of %lld; pad it to a multiple of %d%s", t.name, dim.name,
+                     (long long)dim.stride, vec, or_lower_width);
     }
     if (is_output && dim.size > 1 && dim.stride == 0) {
       return failure(refused, "%s has a %s stride of 0: its rows would overlap", t.name, dim.name);
@@ -8182,7 +8179,7 @@ constexpr const char* family_name = Defines::is_wgmma                     ? "wgm
 constexpr bool is_one_of(std::string_view value, std::string_view values) {  // "a b c" or "low..high"
   if (values == expressions) return !value.empty() && value != "1";  // -DKNOB without a value defines KNOB as 1
   const size_t dots = values.find("..");
-  if (dots == values.npos) return place_of(value, values) >= 0;
+  if (dots == values.npos) return index_of(value, values) >= 0;
   const int n = value_of(value);
   return n >= value_of(values.substr(0, dots)) && n <= value_of(values.substr(dots + 2));
 }

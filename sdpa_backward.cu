@@ -58,7 +58,8 @@ namespace {
 // clang-format off
 #define SDPA_BACKWARD_KNOBS(X) \
   X(BACKWARD, 0, backward, "0 1", "scalar mma wgmma", "1: the line is built from sdpa_backward.cu and computes dQ, dK and dV") \
-  X(ONE_PASS, 0, one_pass, "0 1", "mma", "five products instead of seven; adds dQ atomically to sums in global memory")
+  X(ONE_PASS, 0, one_pass, "0 1", "mma", "five products instead of seven; adds dQ atomically to sums in global memory") \
+  X(ORDERED_ADDS, 0, ordered_adds, "0 1", "wgmma", "USE_WARP_SPECIALIZATION=1: CTAs add dQ in a fixed order; the bits of dQ repeat")
 // clang-format on
 SDPA_BACKWARD_KNOBS(SDPA_KNOB)
 constexpr std::string_view backward_knobs =
@@ -121,6 +122,8 @@ struct BiasPlan {
 template <class B> constexpr bool has_roles = B::kernel == KernelKind::wgmma_roles;
 // True for the one-pass kernels, which add dQ to fp32 sums in global memory.
 template <class B> constexpr bool adds_dq = has_roles<B> || value_of(ONE_PASS_text) == 1;
+// True if the CTAs add to dQ in a fixed order. See "ordered additions".
+template <class B> constexpr bool orders_adds = has_roles<B> && value_of(ORDERED_ADDS_text) == 1;
 
 // True for has_roles with HEAD_DIM=256. dK and dV of 128 keys do not fit into the registers of two consumer
 // warpgroups. A pair is a cluster of two CTAs with 64 keys each. See "pairs of CTAs".
@@ -141,6 +144,8 @@ __device__ inline int first_tile(int start, int b, int size) { return start / si
 inline int64_t padded_rows_of(const SdpaParams& p) {
   return has_roles<Defines> ? tiles_of_head(p, p.q_starts, p.Sq, Defines::block_n) * Defines::block_n : p.Sq;
 }
+// has_roles: a piece of dQ is [64 queries][64 elements] of a tile, one per consumer warpgroup of the CTA or pair.
+constexpr int dq_piece_floats = 64 * 64;
 // Factor of LSE in the workspace. The weight of a logit is 2^((logit - LSE) * log2(e)). Without a bias the
 // factor is log2(e), which saves an instruction. With a bias it is 1: a logit may be the least finite float,
 // and its product with log2(e) would be -inf.
@@ -148,7 +153,8 @@ template <class B> constexpr float lse_factor = B::adds_bias ? 1 : 1 / ln2;
 
 // The workspace: arrays with padded_rows entries per query head. An entry has LSE * lse_factor, with +inf
 // instead of -inf, and delta. adds_dq: also D sums of dQ / gradient_scale. has_roles: these are ordered as in
-// add_to_sums_of_dq(). USE_BIAS=1, 3: behind the arrays, partials of dBias.
+// add_to_sums_of_dq(). orders_adds: behind the arrays, the number of additions to each piece of dQ. USE_BIAS=1,
+// 3: then partials of dBias.
 struct BackwardWorkspace {
   int64_t heads;  // B * Hq, or Hq with q_starts
   int padded_rows;
@@ -163,8 +169,17 @@ struct BackwardWorkspace {
         lse(static_cast<float*>(workspace)),
         delta(lse + heads * padded_rows),
         dQ_sums(lse + floats_before_sums(heads * padded_rows)) {}
+  __host__ __device__ __forceinline__ static int64_t sums_of_dq(int64_t all_rows) {
+    return adds_dq<Defines> ? all_rows * Defines::head_dim : 0;
+  }
+  __host__ __device__ __forceinline__ static int64_t counts_of_adds(int64_t all_rows) {
+    return orders_adds<Defines> ? ceil_div(sums_of_dq(all_rows) / dq_piece_floats, 4) * 4 : 0;  // 16-byte aligned
+  }
+  __device__ __forceinline__ uint32_t* adds_to_piece(int64_t piece) const {
+    return reinterpret_cast<uint32_t*>(dQ_sums + sums_of_dq(heads * padded_rows)) + piece;
+  }
   __device__ __forceinline__ float* dBias_sums() const {
-    return dQ_sums + (adds_dq<Defines> ? heads * padded_rows * Defines::head_dim : 0);
+    return dQ_sums + sums_of_dq(heads * padded_rows) + counts_of_adds(heads * padded_rows);
   }
   static int64_t floats_before_sums(int64_t all_rows) { return (2 * all_rows + 3) / 4 * 4; }  // 16-byte aligned
   __device__ __forceinline__ void set(int64_t head, int q, float2 values) const {
@@ -271,6 +286,29 @@ __device__ __forceinline__ void red_global_add_v2(float* dst_g, float a, float b
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(dst_g), "f"(a) : "memory");
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(dst_g + 1), "f"(b) : "memory");
 #endif
+}
+// Starts a bulk operation that adds floats from shared memory to global memory by separate atomic additions.
+// `bytes` is a multiple of 16. The thread that calls it must also commit and wait.
+__device__ __forceinline__ void cp_reduce_async_bulk_add(float* dst_g, const float* src_s, uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst_g),
+               "r"(shared_address(src_s)), "r"(bytes)
+               : "memory");
+}
+// Waits until at most N of this thread's latest groups are incomplete: their results may not be visible yet.
+template <int N> __device__ __forceinline__ void cp_async_bulk_wait_group() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
+}
+// Orders this thread's earlier accesses to global memory before its later asynchronous ones.
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+// Waits until the counter has this value. Acquire: what the thread that stored it had observed is visible.
+__device__ __forceinline__ void wait_for_value(const uint32_t* counter_g, uint32_t value) {
+  uint32_t now;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter_g) : "memory");
+  } while (now != value);
+}
+__device__ __forceinline__ void st_release(uint32_t* counter_g, uint32_t value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(counter_g), "r"(value) : "memory");
 }
 
 #endif  // SDPA_SIMT
@@ -558,7 +596,7 @@ template <class B> __device__ __forceinline__ float slope_of_cap(const KernelArg
 // USE_BIAS: adds the bias from global memory to a tile with any number of keys.
 struct BiasFromMemory {
   template <class B, class View> __device__ __forceinline__ void add(View& S, const ScoreTile<B>& tile) const {
-    BiasInMemory<B>().add(S, tile.a, tile.item, tile.mask.keys.Sk, tile.q, tile.k0);
+    BiasInMemory<B>().add(S, tile.a, tile.item, tile.mask.keys.Sk, tile.q0, tile.k0);
   }
 };
 // A ScoreTile that also stores the slopes [ROWS][COLS] of the thread's view. It adds the bias by `reader`.
@@ -738,7 +776,7 @@ template <class B> struct Products<B, KernelKind::scalar> {
                                              Scratch& scratch_s, Operand&, int) {
     float unchanged[Sums::ROWS];  // scalar_pv() rescales the sum by this factor
     SDPA_UNROLL for (int i = 0; i < Sums::ROWS; i++) unchanged[i] = 1;
-    store_scores(scratch_s, ScalarShared<B>::P_STRIDE, T);
+    write_view(scratch_s, ScalarShared<B>::P_STRIDE, T);
     __syncwarp();  // hazard: T written by the other lanes
     scalar_pv<B>(sum, unchanged, scratch_s, passing_s);
     __syncwarp();  // hazard: T read by the other lanes
@@ -856,7 +894,7 @@ template <class B> __device__ __forceinline__ int workspace_rows(const BackwardA
   return has_roles<B> ? ceil_div(queries, B::block_n) * B::block_n : queries;
 }
 // Writes LSE * lse_factor and delta of an item's BLOCK_M queries to the workspace. adds_dq: also clears their
-// dQ sums. has_roles: also writes the rows past the last query with LSE = +inf, which makes their P and dS 0.
+// dQ sums and counts of additions. has_roles: also writes the rows past the last query with LSE = +inf, which makes their P and dS 0.
 template <class B>
 __global__ void __launch_bounds__(32 * B::num_warps) sdpa_backward_rows(const __grid_constant__ BackwardArgs a) {
   constexpr int LANES = lanes_of_row<B>(), width = B::vec_width, rows_at_once = 32 * B::num_warps / LANES;
@@ -888,6 +926,10 @@ __global__ void __launch_bounds__(32 * B::num_warps) sdpa_backward_rows(const __
       for (int d = lane * 4; d < B::head_dim; d += LANES * 4) st_global(sums + d, float4{0, 0, 0, 0});
     }
     if (lane > 0) continue;
+    if (orders_adds<B>) {
+      const int64_t first = (head * a.work.padded_rows + row) * B::head_dim;
+      if (first % dq_piece_floats == 0) st_global(a.work.adds_to_piece(first / dq_piece_floats), 0u);
+    }
     const float lse = exists ? ld_global<float>(p.LSE + head * p.Sq + item.q_row(q)) : -INFINITY;
     // A row that sees no key has LSE = -inf, and its P would be NaN. With +inf instead, P is 0.
     const float scaled_lse = lse == -INFINITY ? INFINITY : lse * lse_factor<B>;
@@ -1178,15 +1220,14 @@ __global__ void __launch_bounds__(B::threads) sdpa_backward_convert_rows(const _
 // both halves of dS of tile n - 1 are complete, since the other warpgroup stored its half before its own
 // previous turn.
 
-// Pieces [64 queries][64 elements] of a tile's dQ: one per consumer warpgroup of the CTA or pair.
-template <class B> constexpr int DQ_PIECES = B::block_n / 64 * (B::head_dim / 64);
-constexpr int dq_piece_floats = 64 * 64;
+template <class B> constexpr int DQ_PIECES = B::block_n / 64 * (B::head_dim / 64);  // of a tile
 
 // Named barriers of the consumers, and the number of threads that arrive or wait. w: a warpgroup.
 constexpr int backward_turn = 1, backward_turn_threads = 256;  // backward_turn + w: the turn of w
 constexpr int both_groups = 3, both_groups_threads = 256;
 constexpr int own_group = 4, own_group_threads = 128;  // own_group + w: the warps of w
 constexpr int p_stored = 6, p_read = 7, p_threads = 256;  // in_pairs: P written by warpgroup 0, read by 1
+constexpr int dq_full = 6, dq_empty = 8, dq_threads = 160;  // orders_adds: dq_full + w: w and a producer warp
 
 template <class B> struct KeysOfCta {
   KeyTile<B> keys;
@@ -1201,8 +1242,13 @@ struct PairShared {
   uint64_t ds_full[2], ds_empty[2];
 };
 
+// orders_adds: a piece of dQ of each warpgroup, with the layout of the sums.
+struct AddsShared { alignas(128) float dQ[2][dq_piece_floats]; };
+
 template <class B> struct BackwardWgmmaShared {
-  static constexpr int Q_STAGES = B::stages + 1;  // a tile's Q is read before its dO and released after it
+  // A tile's Q is read before its dO and released after it. orders_adds: for D=64, AddsShared takes the room of
+  // the additional stage.
+  static constexpr int Q_STAGES = B::stages + !(orders_adds<B> && B::head_dim == 64);
   // One warpgroup reads dS of tiles n - 1 and n while the other writes n + 1. in_pairs: one reads n while the
   // other writes n + 1.
   static constexpr int DS_STAGES = in_pairs<B> ? 2 : 3;
@@ -1217,6 +1263,7 @@ template <class B> struct BackwardWgmmaShared {
   // USE_LENGTHS: keys and mask, for which neither the producer nor the consumers have registers.
   std::conditional_t<B::use_lengths, KeysOfCta<B>, Nothing> of_cta;
   std::conditional_t<in_pairs<B>, PairShared, Nothing> pair;
+  std::conditional_t<orders_adds<B>, AddsShared, Nothing> adds;
 };
 
 // USE_BIAS=1: in the turn of tile n, a warpgroup prefetches the bias for its 64 keys and tile n + 1 into its
@@ -1275,9 +1322,10 @@ template <class B> __device__ __forceinline__ KeyTile<B> key_tile_of_cluster(con
 }
 
 // Iterates over the tiles of queries that see a key of the cluster, for each query head of the GQA group.
+// orders_adds: from the last tile to the first, and for each of them over the heads.
 template <class B> struct QueryTiles {
   int h, first, of_head;  // first: index of a head's first tile; of_head: number of tiles per head
-  int n = 0;              // the current tile is tile first + n of head h
+  int n = 0;              // the current tile is tile first + n of head h. orders_adds: tile first
 
   __device__ __forceinline__ QueryTiles(const BackwardArgs& a, const KeyTile<B>& keys, const Mask& mask)
       : h(keys.h_kv * (a.p.Hq / a.p.Hkv)) {
@@ -1286,6 +1334,7 @@ template <class B> struct QueryTiles {
     first = queries.begin / B::block_n;
     const bool is_empty = queries.end <= queries.begin || (B::use_lengths && last_key < keys.k0);
     of_head = is_empty ? 0 : ceil_div(queries.end, B::block_n) - first;
+    if (orders_adds<B>) first += of_head - 1;
   }
   __device__ __forceinline__ int count(const SdpaParams& p) const { return of_head * (p.Hq / p.Hkv); }
   __device__ __forceinline__ int query() const { return (first + n) * B::block_n; }
@@ -1293,7 +1342,14 @@ template <class B> struct QueryTiles {
   __device__ __forceinline__ int64_t row(const BackwardArgs& a, const Item<B>& item) const {
     return head_index(a.p, item, h) * a.work.padded_rows + workspace_row(a.p, item, query());
   }
-  __device__ __forceinline__ void advance() {
+  __device__ __forceinline__ void advance(const BackwardArgs& a) {
+    if constexpr (orders_adds<B>) {
+      h++;
+      if (a.q_heads_per_kv.remainder(h) > 0) return;
+      h -= a.q_heads_per_kv.divisor;
+      first--;
+      return;
+    }
     if (++n == of_head) {
       n = 0;
       h++;
@@ -1402,7 +1458,7 @@ __device__ __forceinline__ void produce_backward(BackwardWgmmaShared<B>& s, cons
   for (int left = q_tile.count(a.p); left > 0; left--) {
     const QueryTiles<B> o_tile = q_tile;
     load_o(o_tile);
-    q_tile.advance();
+    q_tile.advance(a);
     if (left > 1) load_q(q_tile);
   }
 }
@@ -1437,6 +1493,64 @@ __device__ __forceinline__ void add_to_sums_of_dq(const WgmmaAccumulator<64>& dQ
   SDPA_UNROLL for (int i = 0; i < 8; i++) {
     const float* const d = dQ.x.d + 4 * i;
     red_global_add_v4(to_g + i * 512, d[0], d[1], d[2], d[3]);
+  }
+}
+
+// ---- ordered additions (orders_adds) ----
+// Floating-point addition is not associative, so the sums of dQ repeat only if the CTAs add to each of them in
+// a fixed order: by ascending keys. The counter of a piece of dQ is the number of CTAs that have added to it. A
+// CTA waits until all CTAs with smaller keys have added. Consumer warpgroups do not wait: they pass each piece
+// through shared memory to a thread of the producer warpgroup, which adds it by a bulk operation.
+//
+// No deadlock: CTAs start in the order of blockIdx, and a CTA waits only for CTAs with a smaller blockIdx, which
+// add in the same order. So the unfinished CTA with the smallest blockIdx has started and waits for none.
+//
+// Short waits: all CTAs of a head visit its query tiles in descending order. Under a mask, the last tile of a
+// CTA with smaller keys is at most that of one with larger keys, so it reaches every common tile first.
+// For the same reason, the heads of a GQA group alternate: CTAs with more tiles per head would otherwise hold up
+// the others at each head.
+
+// Number of CTAs that add to tiles of queries from q0 on before the CTA with keys from k0 on.
+template <class B> __device__ __forceinline__ uint32_t adds_before(const Mask& mask, int q0, int k0) {
+  return k0 / CLUSTER_KEYS<B> - mask.keys.begin(q0) / CLUSTER_KEYS<B>;
+}
+
+// Passes a piece of dQ to add_in_order().
+__device__ __forceinline__ void pass_dq(AddsShared& s, const WgmmaAccumulator<64>& dQ, int w) {
+  barrier_sync(dq_empty + w, dq_threads);  // hazard: previous piece read by the bulk operation
+  SDPA_UNROLL for (int i = 0; i < 8; i++) {
+    const float* const d = dQ.x.d + 4 * i;
+    st_shared(s.dQ[w] + i * 512 + threadIdx.x % 128 * 4, float4{d[0], d[1], d[2], d[3]});
+  }
+  fence_proxy_async();
+  barrier_arrive(dq_full + w, dq_threads);
+}
+
+// Adds the pieces of warpgroup w to the sums of dQ. One warp calls it.
+template <class B>
+__device__ __forceinline__ void add_in_order(BackwardWgmmaShared<B>& s, const BackwardArgs& a, const KeyTile<B>& keys,
+                                             const Mask& mask, QueryTiles<B> tile, int w) {
+  const bool is_first_lane = threadIdx.x % 32 == 0;
+  barrier_arrive(dq_empty + w, dq_threads);
+  for (int left = tile.count(a.p); left > 0; left--) {
+    const uint32_t before = adds_before<B>(mask, tile.query(), keys.k0);
+    const int64_t piece = tile.row(a, keys.item) / B::block_n * DQ_PIECES<B> + w;
+    if (is_first_lane) wait_for_value(a.work.adds_to_piece(piece), before);
+    __syncwarp();
+    barrier_sync(dq_full + w, dq_threads);  // hazard: piece written by the warpgroup
+    if (is_first_lane) {
+      fence_proxy_async_global();
+      cp_reduce_async_bulk_add(a.work.dQ_sums + piece * dq_piece_floats, s.adds.dQ[w], sizeof s.adds.dQ[w]);
+      cp_async_bulk_commit_group();
+      cp_async_bulk_wait_group_read<0>();
+    }
+    __syncwarp();
+    if (left > 1) barrier_arrive(dq_empty + w, dq_threads);
+    if (is_first_lane) {
+      cp_async_bulk_wait_group<0>();
+      st_release(a.work.adds_to_piece(piece), before + 1);
+    }
+    tile.advance(a);
   }
 }
 
@@ -1516,6 +1630,13 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   StageRing<B::stages> o_ring;
   int ds_stage = Shared::DS_STAGES - 1;  // of the previous tile
   float* dQ_sums_g = nullptr;            // this warpgroup's piece of the previous tile's dQ sums
+  const auto add_dq_of_before = [&](const WgmmaAccumulator<64>& dQ) {
+    if constexpr (orders_adds<B>) {
+      pass_dq(s.adds, dQ, w);
+    } else {
+      add_to_sums_of_dq(dQ, dQ_sums_g);
+    }
+  };
 
   // USE_BIAS=1: bias_of_next() is the buffer for the bias of the next tile.
   constexpr bool may_prefetch_bias = B::use_bias == 1;
@@ -1574,7 +1695,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     barrier_sync(backward_turn + w, backward_turn_threads);
     if constexpr (may_prefetch_bias && !last) {
       QueryTiles<B> next = tile;
-      next.advance();
+      next.advance(a);
       prefetch_bias(next);
     }
 
@@ -1601,7 +1722,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     }
     wgmma_wait_group<last ? 1 : 2>();
     hold(dQ.x.d);
-    if (!first) add_to_sums_of_dq(dQ, dQ_sums_g);
+    if (!first) add_dq_of_before(dQ);
     dQ_sums_g = a.work.dQ_sums + tile.row(a, keys.item) * D + w * dq_piece_floats;
 
     if constexpr (last) {
@@ -1613,7 +1734,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
       mbarrier_wait(&s.o_full[o_ring.stage], o_ring.parity);
       wgmma_qk<B>(next_dP, V, dO_of(o_ring.stage));
       barrier_arrive(backward_turn + 1 - w, backward_turn_threads);
-      tile.advance();
+      tile.advance(a);
       wgmma_wait_group<2>();
       hold(next_S.x.d);
       SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) P.x.d[i] = next_S.x.d[i];
@@ -1651,7 +1772,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   wgmma_dq<B>(dQ, descriptor_at(dS_of(ds_stage), dq_panel), K_panel);
   wgmma_wait_group<0>();
   hold(dQ.x.d);
-  add_to_sums_of_dq(dQ, dQ_sums_g);
+  add_dq_of_before(dQ);
 
   // Write dV over this warpgroup's V and dK over its K, then store both by TMA.
   store_to_panels<64>(dV, 1, s.V[w]);
@@ -1839,7 +1960,7 @@ __device__ __forceinline__ void consume_of_pair(BackwardWgmmaShared<B>& s, const
     ds_before = ds_ring;
     ds_ring.advance();
     if constexpr (!last) {
-      tile.advance();
+      tile.advance(a);
       wgmma_wait_group<0>();
       hold(T.x.d);
       finish_scores(false);
@@ -1908,7 +2029,12 @@ __device__ __forceinline__ void run_backward_roles(BackwardWgmmaShared<B>& s, co
   using Registers = WgmmaRegisters<B, 24>;
   if (group == 0) {
     setmaxnreg_dec<Registers::producer>();
-    if (threadIdx.x < (B::use_lengths ? 32 : 1)) produce_backward(s, a, keys, tiles);
+    if (threadIdx.x < (B::use_lengths ? 32 : 1)) {
+      produce_backward(s, a, keys, tiles);
+    } else if constexpr (orders_adds<B>) {
+      const int w = threadIdx.x / 32 - 1;
+      if (w == 0 || w == 1) add_in_order(s, a, keys, mask, tiles, w);
+    }
   } else {
     setmaxnreg_inc<Registers::consumer>();
     if constexpr (in_pairs<B>) {
@@ -2068,21 +2194,21 @@ template <class B> __device__ __forceinline__ BiasPlace bias_place(const BiasPla
 }
 // Number of columns, and number of floats, of a tile of dBias. A tile is one row if dBias is summed over the
 // queries, and one column if it is summed over the keys.
-template <class B> __device__ __forceinline__ int bias_columns_of_tile(const BiasPlan& plan) {
+template <class B> __host__ __device__ __forceinline__ int bias_columns_of_tile(const BiasPlan& plan) {
   return plan.sums_keys ? 1 : B::block_n;
 }
-template <class B> __device__ __forceinline__ int bias_tile_size(const BiasPlan& plan) {
+template <class B> __host__ __device__ __forceinline__ int bias_tile_size(const BiasPlan& plan) {
   return (plan.sums_queries ? 1 : B::block_m) * bias_columns_of_tile<B>(plan);
 }
-// Stores a tile of dBias. value(r, c) returns an element.
+// Stores a tile of dBias. value(r, c) returns an element. first, step: the elements of this thread.
 template <class B, class Value>
-__device__ __forceinline__ void store_bias_tile(const BackwardArgs& a, const BiasPlan& plan, uint32_t tile,
-                                                const Value& value) {
+__device__ __forceinline__ void store_bias_tile(const BackwardArgs& a, const BiasPlan& plan, uint32_t tile, int first,
+                                                int step, const Value& value) {
   const BiasPlace at = bias_place<B>(plan.tiles, tile);
   const int columns = bias_columns_of_tile<B>(plan), last_row = plan.sums_queries ? 0 : a.p.Sq - 1 - at.q0,
             last_column = plan.sums_keys ? 0 : plan.columns - 1 - at.column;
   Bias* const tile_g = head_of(static_cast<Bias*>(a.dBias), a.d_bias, at.b, at.h, at.q0) + at.column;
-  for (int i = threadIdx.x; i < bias_tile_size<B>(plan); i += B::threads) {
+  for (int i = first; i < bias_tile_size<B>(plan); i += step) {
     const int r = i / columns, c = i % columns;
     if (r <= last_row && c <= last_column) {
       st_global(tile_g + r * a.d_bias.row + c, rounded<Bias>(value(r, c)));
@@ -2189,7 +2315,7 @@ __global__ void __launch_bounds__(OfBias<Build>::threads, 1) sdpa_backward_bias(
 
   constexpr int stride = BiasShared<B>::SUM_STRIDE;
   __syncthreads();  // hazard: tiles of the last steps read by all warps
-  store_scores(s.sums, stride, sum);
+  write_view(s.sums, stride, sum);
   __syncthreads();  // hazard: sums written by all warps
   if (plan.sums_queries) {
     for (int c = threadIdx.x; c < B::block_n; c += B::threads) {
@@ -2208,21 +2334,23 @@ __global__ void __launch_bounds__(OfBias<Build>::threads, 1) sdpa_backward_bias(
     __syncthreads();  // hazard: column 0 written by all warps
   }
   const auto value = [&](int r, int c) { return ld_shared<float>(&s.sums[r * stride + c]); };
-  if (plan.ranges == 1) return store_bias_tile<B>(a, plan, tile, value);
+  if (plan.ranges == 1) return store_bias_tile<B>(a, plan, tile, threadIdx.x, B::threads, value);
   const int size = bias_tile_size<B>(plan), columns = bias_columns_of_tile<B>(plan);
   float* const sums_g = a.work.dBias_sums() + int64_t(blockIdx.x) * size;
   for (int i = threadIdx.x; i < size; i += B::threads) st_global(sums_g + i, value(i / columns, i % columns));
 }
 
-// Adds the partials of the ranges, in order. One CTA per tile of dBias.
+// Adds the partials of the ranges, in order. One thread per element of dBias.
 template <class Build>
 __global__ void __launch_bounds__(OfBias<Build>::threads) sdpa_backward_merge_bias(const __grid_constant__ BackwardArgs a) {
   using B = OfBias<Build>;
   const BiasPlan& plan = bias_plan<B>(a);
   const int size = bias_tile_size<B>(plan), columns = bias_columns_of_tile<B>(plan);
-  const float* const sums_g = a.work.dBias_sums() + int64_t(blockIdx.x) * plan.ranges * size;
-  store_bias_tile<B>(a, plan, blockIdx.x, [&](int r, int c) {
+  const int ctas = ceil_div(size, B::threads), tile = blockIdx.x / ctas, cta = blockIdx.x % ctas;
+  const float* const sums_g = a.work.dBias_sums() + int64_t(tile) * plan.ranges * size;
+  store_bias_tile<B>(a, plan, tile, cta * B::threads + threadIdx.x, size, [&](int r, int c) {
     float x = 0;
+#pragma unroll 8
     for (uint32_t range = 0; range < plan.ranges; range++) {
       x += ld_global<float>(sums_g + int64_t(range) * size + r * columns + c);
     }
@@ -2292,9 +2420,10 @@ template <class B> int64_t dBias_sums_of(const SdpaParams& p) {
   }
 }
 size_t backward_workspace_bytes(const SdpaParams& p) {
+  using Work = BackwardWorkspace;
   const int64_t all_rows = int64_t(batches_of(p, p.q_starts)) * p.Hq * padded_rows_of(p);
-  const int64_t dQ_sums = adds_dq<Defines> ? all_rows * Defines::head_dim : 0;
-  return size_t(BackwardWorkspace::floats_before_sums(all_rows) + dQ_sums + dBias_sums_of<Defines>(p)) * sizeof(float);
+  const int64_t dQ_sums = Work::sums_of_dq(all_rows) + Work::counts_of_adds(all_rows);
+  return size_t(Work::floats_before_sums(all_rows) + dQ_sums + dBias_sums_of<Defines>(p)) * sizeof(float);
 }
 
 SdpaStatus launch_backward(void (*kernel)(BackwardArgs), const BackwardArgs& a, int64_t ctas, int threads, size_t bytes,
@@ -2371,7 +2500,8 @@ template <class B> SdpaStatus launch_bias(const SdpaBackwardParams& params, cuda
     SdpaStatus status = launch_backward(sdpa_backward_bias<B>, a, int64_t(tiles) * plan.ranges, Own::threads,
                                         sizeof(BiasShared<Own>), stream);
     if (status.ok() && plan.ranges > 1) {
-      status = launch_backward(sdpa_backward_merge_bias<B>, a, tiles, Own::threads, 0, stream);
+      const int64_t ctas = int64_t(tiles) * ceil_div(bias_tile_size<Own>(plan), Own::threads);
+      status = launch_backward(sdpa_backward_merge_bias<B>, a, ctas, Own::threads, 0, stream);
     }
     return status;
   } else {
@@ -2470,7 +2600,10 @@ template <class B> struct BackwardKernelOf<B, true> {
     const SdpaParams& p = a.p;
     set_backward_scales<B>(a);
     const int64_t pieces = a.work.heads * (a.work.padded_rows / B::block_n) * DQ_PIECES<B>;
-    if (pieces > most_ctas) return failure(refused, "B*Hq*ceil(Sq/64) is over %d tiles; split the batch", most_ctas);
+    if (pieces > most_ctas) {
+      return failure(refused, "dQ has %lld tiles of 64x64, but a grid has at most %d CTAs; split the batch",
+                     (long long)pieces, most_ctas);
+    }
     a.heads_at_once = heads_of_section(p, a.work.padded_rows);
     // Without queries or keys, no kernel reads a map, and an empty tensor cannot have one.
     SdpaStatus status;
@@ -2561,7 +2694,7 @@ SDPA_BACKWARD_KNOBS(SDPA_LEGAL)
 SDPA_BACKWARD_KNOBS(SDPA_FAMILIES)
 #define SDPA_NOT_BACKWARD(name, fallback, member, values, families, meaning) \
   SDPA_NEW_LINE                                                              \
-  SDPA_REFUSE(name##_changed && place_of(#name, backward_knobs) < 0, \
+  SDPA_REFUSE(name##_changed && index_of(#name, backward_knobs) < 0, \
               #name ": the backward kernels lack it; drop it or BACKWARD=1");
 SDPA_KNOBS(SDPA_NOT_BACKWARD)
 SDPA_REFUSE(Defines::kv_bytes == 1,
@@ -2569,8 +2702,8 @@ SDPA_REFUSE(Defines::kv_bytes == 1,
 SDPA_REFUSE(Defines::key_bias,
             "USE_BIAS=4, 5: the backward kernels read the bias by queries; type USE_BIAS=1 or 3, whose strides may be 0");
 SDPA_REFUSE(Defines::use_warp_specialization && (Defines::block_m != 128 || Defines::num_warps != 8),
-            "BLOCK_M, NUM_WARPS: the backward kernel of USE_WARP_SPECIALIZATION=1 has two consumer warpgroups with "
-            "64 keys each; type BLOCK_M=128 NUM_WARPS=8");
+            "BLOCK_M, NUM_WARPS: the backward kernels of USE_WARP_SPECIALIZATION=1 have two consumer warpgroups per "
+            "CTA for 128 keys; type BLOCK_M=128 NUM_WARPS=8");
 SDPA_REFUSE(Defines::is_wgmma && (Defines::head_dim % 64 || Defines::d_v % 64),
             "HEAD_DIM: the wgmma backward kernels support 64, 128, 192 and 256; type one of them for HEAD_DIM and "
             "HEAD_DIM_V");
@@ -2588,6 +2721,12 @@ SDPA_REFUSE(value_of(ONE_PASS_text) == 1 &&
                 Defines::block_m / Defines::num_warps * ((Defines::head_dim + Defines::d_v) / 2 + Defines::block_n) / 16 > 160,
             "ONE_PASS, BLOCK_M, BLOCK_N: S, dP, dQ, dK and dV would take over 192 registers and spill; type a smaller "
             "BLOCK_N, or BLOCK_M=16*NUM_WARPS, or drop ONE_PASS");
+SDPA_REFUSE(value_of(ORDERED_ADDS_text) == 1 && !Defines::use_warp_specialization,
+            "ORDERED_ADDS: only the kernel of USE_WARP_SPECIALIZATION=1 adds to dQ in global memory; drop it or type "
+            "USE_WARP_SPECIALIZATION=1");
+SDPA_REFUSE(value_of(ORDERED_ADDS_text) == 1 && Defines::head_dim == 256,
+            "ORDERED_ADDS, HEAD_DIM=256: shared memory has no room for dQ; drop ORDERED_ADDS, or drop "
+            "USE_WARP_SPECIALIZATION for two passes");
 SDPA_REFUSE(HEAD_DIM_V_changed && (Defines::kernel == KernelKind::scalar || Defines::use_warp_specialization),
             "HEAD_DIM_V: only the two-pass backward kernels on tensor cores support it; drop it or type "
             "USE_MMA_SYNC=1");

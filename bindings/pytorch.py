@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
@@ -473,49 +474,238 @@ OPERATOR, BLOCK_MASK = torch.ops.sdpa.attention.default, torch.ops.sdpa.block_ma
 BACKWARD = torch.ops.sdpa.attention_backward.default
 
 
-@torch.library.register_fake("sdpa::attention")
-def fake(q, k, v, *rest):
+# ---- fake tensors ----
+
+# Fake and meta tensors have sizes, strides and types. troubles(), troubles_of_backward() and troubles_of_append() refuse of
+# them what the C++ functions refuse, in the same order and with the same sentences. tests/test_pytorch.py compares them.
+
+BAD_ROWS = "the rows of q, k or v are not contiguous or do not all start at a multiple of 16 bytes"
+LENGTHS = "k_lengths", "q_lengths", "q_starts", "k_starts", "page_table", "k_firsts"
+
+
+def holds(condition):
+    """True if a condition on sizes, which may be symbols of a graph, holds; False if only data can tell."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # takes long to import
+    return guard_or_false(condition)
+
+
+def differ(sizes, others):
+    """Conditions, one of which holds if two lists of sizes differ."""
+    return [len(sizes) != len(others), *(one != other for one, other in zip(sizes, others))]
+
+
+def expands(sizes, to):
+    """True if a tensor of these sizes expands to others."""
+    return len(sizes) <= len(to) and all(holds(one == 1) or not holds(one != other) for one, other in zip(sizes[::-1], to[::-1]))
+
+
+def raise_first(function, troubles):
+    """Raises the sentence of the first trouble whose condition, or one of whose conditions, holds."""
+    for conditions, sentence in troubles:
+        if any(map(holds, conditions if isinstance(conditions, list) else [conditions])):
+            raise RuntimeError(f"{function}: {sentence}")
+
+
+def call_of(operator, arguments):
+    """The arguments of an operator by their names."""
+    return types.SimpleNamespace(**{argument.name: argument.default_value for argument in operator._schema.arguments}
+                                 | dict(zip((argument.name for argument in operator._schema.arguments), arguments)))
+
+
+def is_int_row(x, q, length):
+    return x.dtype == torch.int32 and x.device == q.device and x.dim() == 1 and x.is_contiguous() and not holds(x.shape[0] != length)
+
+
+def troubles(call):
+    """(conditions, sentence) of what attend() in pytorch_attention.h refuses."""
+    q, k, v, bias, table = call.q, call.k, call.v, call.bias, call.page_table
+    has_lengths = any(getattr(call, name) is not None for name in LENGTHS)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        yield x.dim() != 4, f"a tensor has {x.dim()} dimensions, not [B,H,S,D]"
+        yield x.device != q.device, f"tensors are on {q.device} and {x.device}"
+        yield x.dtype != (q if name == "q" else v).dtype, "q, k and v have different dtypes"
+        yield [name != "v" and x.shape[3] != q.shape[3], not has_lengths and x.shape[0] != q.shape[0]], "q, k and v differ in B or D"
+    e4m3 = torch.float8_e4m3fn
+    yield q.dtype not in DTYPES, f"there is no line for {q.dtype}"
+    yield v.dtype not in (q.dtype, e4m3), "q, k and v have different dtypes"
+    for D in (q.shape[3], v.shape[3]):
+        yield [D <= 0, D > 256, D % (16 // v.element_size()) != 0], f"there is no line for D={D}"
+    yield differ(k.shape[:3], v.shape[:3]), "k and v have different shapes"
+    yield [k.shape[1] == 0], "the heads of q are no multiple of those of k"
+    yield [q.shape[1] % k.shape[1] != 0], "the heads of q are no multiple of those of k"
+    yield [size > 10**9 for size in (*q.shape[:3], k.shape[2])], "a dimension is over 10^9"
+    yield call.scale is not None and not 0 <= call.scale < 1e38, f"scale={call.scale if call.scale is None else format(call.scale, 'g')} is not from 0 to 10^38"
     for x in (q, k, v):
-        if x.dim() != 4:
-            raise ValueError(f"sdpa.attention: a tensor has {x.dim()} dimensions, not [B,H,S,D]")
-    given = dict(zip((argument.name for argument in OPERATOR._schema.arguments[3:]), rest))
-    check_expressions(given.get("score_mod"), given.get("mask_mod"), tuple(name for name in ARRAYS if given.get(name) is not None))
-    for name in ("k_lengths", "q_lengths", "q_starts", "k_starts", "k_firsts"):
-        x = given.get(name)
-        if x is not None and (x.dtype != torch.int32 or x.dim() != 1):
-            raise ValueError(f"sdpa.attention: {name} is {x.dtype} {list(x.shape)}, not a contiguous int32 tensor of one dimension")
-    table = given.get("page_table")
-    if table is not None and (table.dtype != torch.int32 or table.dim() != 2 or k.shape[2] == 0 or given.get("k_starts") is not None):
-        raise ValueError("sdpa.attention: page_table is not an int32 tensor [B,pages of a sequence] beside q, without k_starts, of "
-                         "pages of 1 key or more")
-    dtype = torch.bfloat16 if given.get("bf16_out") else torch.float16 if q.dtype == torch.float8_e4m3fn else q.dtype
+        yield [x.stride(3) != 1, x.storage_offset() * x.element_size() % 16 != 0], BAD_ROWS
+        for i in range(3):
+            yield not holds(x.shape[i] <= 1) and x.stride(i) * x.element_size() % 16 != 0, BAD_ROWS
+    for name, keys, least in (("window_left", call.left, -1), ("window_right", call.right, -1), ("most_keys", call.most_keys, 0),
+                              ("bias_keys", call.bias_keys, 0)):
+        yield [keys < least, keys > 10**9], f"{name}={keys} is outside [{least}, 1000000000]"
+    yield not has_lengths and call.most_keys != 0, "most_keys is for sequences of k_lengths, starts or pages"
+    softcap = ctypes.c_float(call.softcap).value
+    yield call.softcap != 0 and softcap == 0, f"softcap={call.softcap:g} is not from 1e-18 to 1e18"
+    yield call.bf16_out and q.dtype != e4m3, "O has the type of q, and another one with e4m3 alone"
+    is_mask_of_keys = bias is not None and bias.dtype == torch.bool and is_of_keys(bias) and not has_lengths
+    yield v.dtype == e4m3 and bias is not None and not (is_mask_of_keys and call.bias_keys == 0), \
+        "e4m3 has no bias but a bool mask of keys, which all queries and heads share, without lengths"
+    yield bias is None and call.bias_keys != 0, "bias_keys is for a bias"
+    yield bool(call.score_mod or call.mask_mod) and (call.softcap != 0 or bias is not None), \
+        "softcap and bias are parts of the expression beside score_mod or mask_mod, as in score_mod='30 * tanh(s / 30) + x0[k]'"
+    tiles, sinks = call.block_mask, call.sinks
+    yield tiles is not None and not (tiles.device == q.device and tiles.dtype == torch.uint8 and tiles.is_contiguous()), \
+        f"block_mask is not on {q.device}"
+    if sinks is not None:
+        yield [sinks.device != q.device, *differ(sinks.shape, q.shape[1:2])], "sinks is not a tensor [Hq] beside q"
+    for name in ARRAYS:
+        x, dtype = getattr(call, name), torch.float32 if name[0] == "x" else torch.int32
+        if x is not None:
+            yield [x.device != q.device, x.dtype != dtype, not x.is_contiguous(), x.numel() == 0], \
+                f"{name} of args is not a contiguous {str(dtype)[6:]} tensor with elements on {q.device}"
+
+    B = q.shape[0]
+    for starts in (call.q_starts, call.k_starts):
+        B = B if starts is None else starts.numel() - 1
+    if table is not None:
+        yield [table.dtype != torch.int32, table.device != q.device, table.dim() != 2, call.k_starts is not None, k.shape[2] == 0] + (
+            [table.shape[0] != B, holds(table.stride(1) != 1) and table.shape[1] != 1, table.shape[1] * k.shape[2] > 10**9] if table.dim() == 2 else []), \
+            f"page_table is not an int32 tensor [{B},pages of a sequence] beside q, without k_starts, of pages of 1 key or more"
+    packs_q = call.q_starts is not None
+    keys, packs_k = (k, call.k_starts is not None) if table is None else (q, packs_q)
+    for name, length, rows, packs in (("q_starts", B + 1, q, packs_q), ("k_starts", B + 1, keys, packs_k), ("k_lengths", B, keys, packs_k),
+                                      ("q_lengths", B, q, packs_q), ("k_firsts", B, keys, packs_k)):
+        x, batches = getattr(call, name), 1 if packs else B
+        yield rows.shape[0] != batches, f"q or k has a batch of {rows.shape[0]}, not {batches}"
+        if x is not None:
+            yield [not is_int_row(x, q, length), holds(B <= 0) and q.numel() != 0], f"{name} is not a contiguous int32 tensor [{length}] beside q"
+    Sk = k.shape[2] if table is None else table.shape[1] * k.shape[2]
+    if bias is not None:
+        queries = q.shape[2] if not packs_q else bias.shape[-2] if bias.dim() > 1 else 1
+        covered = call.bias_keys or (torch.sym_min(call.most_keys, Sk) if call.most_keys else Sk)
+        sizes = B, q.shape[1], queries, covered
+        yield bias.device != q.device, f"bias is on {bias.device}, not beside q"
+        yield bias.dtype not in (torch.bool, torch.float32, torch.float16, torch.bfloat16), \
+            f"bias is of {bias.dtype}, not bool, float32, float16 or bfloat16"
+        yield not expands(bias.shape, sizes), f"bias is of shape {list(bias.shape)}, which does not expand to {list(sizes)}"
+    key_batches = k.shape[0] if table is None and call.k_starts is None else B
+    for name, x, batches in (("q_descale", q, B if packs_q else q.shape[0]), ("k_descale", k, key_batches), ("v_descale", v, key_batches)):
+        factor, heads, key_heads = getattr(call, name), x.shape[1], k.shape[1]
+        if factor is None:
+            continue
+        yield factor.dtype != torch.float32 or factor.device != q.device, f"{name} is not a float32 tensor on {q.device}"
+        by_key_head = name == "q_descale" and key_heads > 1 and key_heads != heads and factor.dim() > 0 and factor.shape[-1] == key_heads
+        yield not expands([*factor.shape[:-1], heads] if by_key_head else factor.shape, (batches, heads)), \
+            f"{name} is of shape {list(factor.shape)}, which does not expand to [{batches},{heads}]"
+    # sdpa.cu refuses these.
+    yield not has_lengths and call.bias_keys > Sk, f"bias_keys={call.bias_keys} is outside [0, {Sk}]"
+    yield softcap != 0 and not 1e-18 <= softcap <= 1e18, f"softcap={softcap:g}: must be 0, or 1e-18 to 1e18"
+    for name, x in (("q_descale", q), ("k_descale", k), ("v_descale", v)):
+        yield getattr(call, name) is not None and x.dtype != e4m3, \
+            f"{name} is for builds with an 8-bit DTYPE{' or KV_DTYPE' * (x is not q)}; set it to 0"
+
+
+def check_call(arguments):
+    """Raises if attention() refuses a call. Returns its arguments by their names."""
+    call = call_of(OPERATOR, arguments)
+    check_expressions(call.score_mod, call.mask_mod, tuple(name for name in ARRAYS if getattr(call, name) is not None))
+    raise_first("sdpa.attention", troubles(call))
+    return call
+
+
+@torch.library.register_fake("sdpa::attention")
+def fake(*arguments):
+    call = check_call(arguments)
+    q, v = call.q, call.v
+    dtype = torch.bfloat16 if call.bf16_out else torch.float16 if q.dtype == torch.float8_e4m3fn else q.dtype
     out = torch.empty_like(q, dtype=dtype) if v.shape[3] == q.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]), dtype=dtype)
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.register_fake("sdpa::block_mask")
-def fake_block_mask(q, *_):
-    return q.new_empty(0, dtype=torch.uint8), ""  # the build knows its size
+def fake_block_mask(*arguments):
+    return check_call(arguments).q.new_empty(0, dtype=torch.uint8), ""  # the build knows its size
 
 
 @torch.library.register_fake("sdpa::attention_backward")
-def fake_backward(grad, q, k, v, o, lse, *rest):
-    given = dict(zip((argument.name for argument in BACKWARD._schema.arguments[6:]), rest))
-    sinks, bias = given.get("sinks"), given.get("bias")
-    d_bias = bias.new_empty(bias.shape) if given.get("to_bias") else lse.new_empty(0)
-    return *map(torch.empty_like, (q, k, v)), lse.new_empty(0 if sinks is None else sinks.shape), d_bias
+def fake_backward(*arguments):
+    call = call_of(BACKWARD, arguments)
+    if call.q.device.type == "meta":  # a graph that is compiled may contain a backward that never runs
+        refuse_backward(call)
+    d_bias = call.bias.new_empty(call.bias.shape) if call.to_bias else call.lse.new_empty(0)
+    of_sinks = call.lse.new_empty(0 if call.sinks is None else call.sinks.shape)
+    return *map(torch.empty_like, (call.q, call.k, call.v)), of_sinks, d_bias
+
+
+def refuse_backward(call):
+    """Raises if no GPU has a backward for a call, as attention_backward() in pytorch_backward.h does."""
+    def refuse(sentence):
+        raise NotImplementedError(f"sdpa.attention: {sentence}")
+    if call.without:
+        refuse(call.without)
+    q, k, v = call.q, call.k, call.v
+    count = next((x.numel() - 1 for x in (call.q_starts, call.k_starts) if x is not None), q.shape[0])
+    if q.numel() == 0 or k.numel() == 0 or count == 0:
+        return
+    has_lengths = any(getattr(call, name, None) is not None for name in LENGTHS)
+    limited, masked, same = call.left >= 0 or call.right >= 0, call.causal != MASKS[None], q.shape[2] == k.shape[2]
+    by = call.window_alignment or call.causal
+    why_not_theirs = ""
+    if call.softcap != 0 or call.sinks is not None:
+        why_not_theirs = "PyTorch has no backward with softcap or sinks"
+    elif call.score_mod or call.mask_mod:
+        why_not_theirs = "PyTorch has no backward with score_mod or mask_mod"
+    elif has_lengths:
+        why_not_theirs = "attention() calls no backward of PyTorch's with lengths or starts"
+    elif call.to_bias:
+        why_not_theirs = "attention() calls no backward of PyTorch's for the gradient of a bias"
+    elif call.bias is not None and (masked or limited or call.bias_keys):
+        why_not_theirs = "attention() calls no backward of PyTorch's for a bias beside a causal mask, a window or bias_keys"
+    else:
+        bottom_right = call.causal != MASKS["tl"] and (not limited or by == MASKS["br"])
+        by_flash = call.bias is None and q.shape[3] == v.shape[3] and (same or bottom_right)
+        if not by_flash and (limited or call.causal == MASKS["br"] and not same):
+            why_not_theirs = ("no backward of PyTorch's takes top-left windows with Sq != Sk, or v's own D beside a window or a bottom-right "
+                              "mask with Sq != Sk")
+    why_not_ours = ""
+    if call.backward == "torch":
+        why_not_ours = "backward='torch' was asked for"
+    elif call.to_bias and (call.q_starts is not None or call.k_starts is not None):
+        why_not_ours = "a bias of packed sequences has no gradient"
+    elif call.to_bias and call.bias_keys and has_lengths:
+        why_not_ours = "a bias of bias_keys has no gradient with lengths"
+    is_forced = call.backward in ("sdpa", "deterministic")
+    if why_not_ours and (is_forced or why_not_theirs):
+        refuse(f"no backward, since {why_not_ours}" + ("" if is_forced else f"; {why_not_theirs}"))
+
+
+def troubles_of_append(call):
+    """(conditions, sentence) of what append() in pytorch_append.h refuses."""
+    starts, lengths, table = call.starts, call.lengths, call.page_table
+    B = lengths.numel()
+    for cache, x in ((call.k_cache, call.k), (call.v_cache, call.v)):
+        yield cache.dim() != 4 or x.dim() != (4 if starts is None else 3), \
+            f"the caches have {cache.dim()} dimensions, and k or v {x.dim()}"
+        yield [x.device != cache.device, x.dtype != cache.dtype, x.shape[-1] != cache.shape[3], x.shape[-2] != cache.shape[2],
+               starts is None and x.shape[0] != B], f"k and v are not of the caches' device, type, heads and D, or not of {B} sequences"
+        yield cache.stride(3) != 1, "rows of the caches are not contiguous"
+        yield table is None and cache.shape[0] != B, f"there are {cache.shape[0]} caches for {B} sequences"
+    yield differ(call.k.shape[:-1], call.v.shape[:-1]) + differ(call.k_cache.shape[:3], call.v_cache.shape[:3]), \
+        "k and v, or their caches, differ in shape"
+    for name, x, dims, length in (("cache_seqlens", lengths, 1, B), ("cu_seqlens_k_new", starts, 1, B + 1), ("page_table", table, 2, B)):
+        if x is not None:
+            yield name == "page_table" and call.k_cache.shape[1] == 0, "page_table is of pages of 0 keys"
+            is_integer = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+            yield x.device != call.k_cache.device or not is_integer or x.dim() != dims, f"{name} has no {length} integers beside the caches"
+            yield x.shape[0] != length, f"{name} has no {length} integers beside the caches"
 
 
 @torch.library.register_fake("sdpa::append")
-def fake_append(k_cache, v_cache, k, v, lengths, page_table, starts):
-    for cache, x in ((k_cache, k), (v_cache, v)):
-        if cache.dim() != 4 or x.dim() != (4 if starts is None else 3):
-            raise ValueError(f"flash_attn_with_kvcache: the caches have {cache.dim()} dimensions, and k or v {x.dim()}")
-        if x.dtype != cache.dtype or x.shape[-2:] != cache.shape[-2:]:
-            raise ValueError("flash_attn_with_kvcache: k and v are not of the caches' device, type, heads and D")
-    if page_table is not None and k_cache.shape[1] == 0:
-        raise ValueError("flash_attn_with_kvcache: page_table is of pages of 0 keys")
-    return lengths.new_empty(lengths.shape, dtype=torch.int32)
+def fake_append(*arguments):
+    call = call_of(torch.ops.sdpa.append.default, arguments)
+    raise_first("flash_attn_with_kvcache", troubles_of_append(call))
+    return call.lengths.new_empty(call.lengths.shape, dtype=torch.int32)
 
 
 # FLOP formulas for torch.utils.flop_counter. Like PyTorch's own, they depend only on shapes and ignore masks. Packed

@@ -97,7 +97,7 @@ static Tensor attend(const Call& call, Tensor& o, Mods* makes = nullptr) {
   const bool e4m3 = q.scalar_type() == at::kFloat8_e4m3fn;
   TORCH_CHECK(e4m3 || !call.bf16_out, "sdpa.attention: O has the type of q, and another one with e4m3 alone");
   TORCH_CHECK(v.scalar_type() != at::kFloat8_e4m3fn || !call.bias ||
-                  (is_of_keys(*call.bias) && !has_lengths && !call.bias_keys),
+                  (call.bias->scalar_type() == at::kBool && is_of_keys(*call.bias) && !has_lengths && !call.bias_keys),
               "sdpa.attention: e4m3 has no bias but a bool mask of keys, which all queries and heads share, "
               "without lengths");
   TORCH_CHECK(call.bias || call.bias_keys == 0, "sdpa.attention: bias_keys is for a bias");

@@ -224,16 +224,24 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> behind_efficient_backward(
     const Tensor& lse, const Tensor& seed, const Tensor& offset, double dropout, std::array<bool, 4> wanted, bool causal,
     std::optional<double> scale) {
   const c10::OptionalDeviceGuard guard(q.device());
+  Tensor padded = lse;
   if (dropout == 0 && grad.defined()) {
-    const Tensor rows_lse = lse.narrow(2, 0, q.size(2));  // without the padding
     const int mask = causal ? SDPA_CAUSAL_TOP_LEFT : SDPA_CAUSAL_OFF;
     const OptionalTensor its_bias = bias.defined() ? OptionalTensor(bias) : std::nullopt;
-    const BackwardCall call{{.q = q, .k = k, .v = v, .causal = mask, .scale = scale, .bias = its_bias},
-                            grad, o, rows_lse, no_tensor, bias.defined() && wanted[3]};
-    if (Gradients d; ours_instead(call, false, d)) return {d.q, d.k, d.v, d.bias};
+    const Call forward{.q = q, .k = k, .v = v, .causal = mask, .scale = scale, .bias = its_bias};
+    // A compiled function whose bias alone needs a gradient asks for no LSE in its forward, but its backward reads it.
+    const bool lacks_lse = lse.size(2) < q.size(2);
+    if (lacks_lse) {
+      Tensor unused, computed = attend(forward, unused);
+      hide_empty_rows(computed);
+      padded = padded_lse(computed);
+    }
+    const Tensor rows_lse = padded.narrow(2, 0, q.size(2));
+    const BackwardCall call{forward, grad, o, rows_lse, no_tensor, bias.defined() && wanted[3]};
+    if (Gradients d; ours_instead(call, lacks_lse, d)) return {d.q, d.k, d.v, d.bias};
   }
-  return at::native::_scaled_dot_product_efficient_attention_backward_cuda(grad, q, k, v, bias, o, lse, seed, offset, dropout,
-                                                                           wanted, causal, scale);
+  return at::native::_scaled_dot_product_efficient_attention_backward_cuda(grad, q, k, v, bias, o, padded, seed, offset,
+                                                                           dropout, wanted, causal, scale);
 }
 
 // ---- sdpa::attention_backward ----

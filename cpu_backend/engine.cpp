@@ -17,6 +17,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -288,6 +289,17 @@ struct Withheld {
   void worker_ends();
 };
 
+// The workers of a launch, some of which wait for CTAs of others. See wait_for_clusters().
+struct Workers {
+  std::mutex mutex;
+  std::condition_variable has_changed;
+  std::atomic<uint64_t> changes{0};  // stores for which a cluster may wait; changed with the mutex
+  int running = 0;                   // workers that have not ended
+  int waiting = 0;                   // since the latest change
+  std::deque<std::thread> threads;
+  std::function<void()> replace;  // starts a worker in the place of a waiting one; none: they are not replaced
+};
+
 struct Access {  // one warp-wide access to shared memory, being put together lane by lane
   uint64_t address[32];
   unsigned lanes = 0;
@@ -342,6 +354,7 @@ struct Runner {  // of one cluster after another, on one OS thread
   std::vector<Fiber*> pollers;
   std::vector<Transfer> in_flight;                  // bulk loads
   std::vector<Range> writes;                        // to global memory, of all CTAs of this worker
+  Workers* workers = nullptr;                       // of this launch
   Withheld* withheld = nullptr;                     // of this launch; null: it depends on none
   bool sees_all = true;                             // nothing is withheld any more
   bool awaits_launch = false;                       // a thread is at griddepcontrol.wait
@@ -806,6 +819,33 @@ void launch_before_ends(Runner& c) {
   c.sees_all = true;
 }
 
+struct AwaitedValue {
+  const uint32_t* counter;
+  uint32_t value;
+};
+bool has_value(const void* context) {
+  const AwaitedValue& awaited = *static_cast<const AwaitedValue*>(context);
+  return __atomic_load_n(awaited.counter, __ATOMIC_ACQUIRE) == awaited.value;
+}
+bool waits_for_clusters(const Fiber* f) { return f->is_ready == has_value; }
+
+// No thread of the cluster can continue, and some wait for other clusters. Waits until one of these may be ready.
+// Returns false if no cluster runs any more that could make them ready.
+bool other_clusters_run(Runner& c, uint64_t changes) {
+  Workers& w = *c.workers;
+  std::unique_lock<std::mutex> lock(w.mutex);
+  if (w.changes != changes) return true;
+  if (w.replace) w.replace();
+  w.waiting++;
+  // A worker that fails or finds the deadlock notifies nobody.
+  const auto is_over = [&] { return w.changes != changes || launch_failed || w.waiting == w.running; };
+  while (!w.has_changed.wait_for(lock, std::chrono::milliseconds(10), is_over)) {
+  }
+  if (w.changes != changes) return true;
+  w.waiting--;
+  return false;
+}
+
 // first: index of the cluster's first CTA. The others follow it in x.
 void run_cluster(Runner& c, Index3 first, size_t shared_bytes, bool counting) {
   c.ready.clear();
@@ -832,6 +872,7 @@ void run_cluster(Runner& c, Index3 first, size_t shared_bytes, bool counting) {
   if (c.order == Order::reverse) std::reverse(c.ready.begin(), c.ready.end());
   const auto done = [&] { return std::all_of(c.blocks.begin(), c.blocks.end(), has_returned); };
   while (!c.failed && !done()) {
+    const uint64_t changes = c.workers->changes;
     if (c.next_ready == c.ready.size()) wake_pollers(c);
     const bool idle = c.next_ready == c.ready.size();
     const auto now = [&] { return idle || (c.order == Order::random && c.draw() % 4 == 0); };
@@ -839,6 +880,10 @@ void run_cluster(Runner& c, Index3 first, size_t shared_bytes, bool counting) {
       land_one(c);
     } else if (c.awaits_launch && now()) {
       launch_before_ends(c);
+    } else if (idle && std::any_of(c.pollers.begin(), c.pollers.end(), waits_for_clusters)) {
+      if (other_clusters_run(c, changes)) continue;
+      if (!launch_failed) report_deadlock(c);
+      break;
     } else if (idle) {
       report_deadlock(c);
       break;
@@ -886,6 +931,21 @@ void sync_cluster(Site at) {
 }
 
 int cluster_rank() { return self->block->rank; }
+
+void wait_for_clusters(const uint32_t* counter, uint32_t value, Site at) {
+  const Unobserved unobserved;
+  const AwaitedValue awaited{counter, value};
+  wait_until(has_value, &awaited, "another CTA", at);
+}
+
+void wake_other_clusters() {
+  const Unobserved unobserved;
+  Workers& w = *self->block->runner->workers;
+  const std::lock_guard<std::mutex> lock(w.mutex);
+  w.changes++;
+  w.waiting = 0;  // each of them looks again
+  w.has_changed.notify_all();
+}
 
 void* address_in_cta(const void* pointer, int rank, Site at) {
   const Unobserved unobserved;
@@ -1274,6 +1334,7 @@ bool launch(const Launch& l, void (*body)(const void*), const void* args) {
   if (order == Order::random) {
     std::shuffle(order_of_clusters.begin(), order_of_clusters.end(), std::mt19937_64(schedule.seed));
   }
+  Workers team;
   const auto work = [&] {
     Worker worker;
     grid = {l.grid_dim, l.block_dim, l.device};
@@ -1285,6 +1346,7 @@ bool launch(const Launch& l, void (*body)(const void*), const void* args) {
     c.args = args;
     c.order = order;
     c.poison = poison;
+    c.workers = &team;
     c.withheld = withheld.get();
     for (uint64_t i; !launch_failed && (i = next++) < clusters;) {
       const uint64_t at = order_of_clusters[i] * l.cluster_ctas;
@@ -1293,14 +1355,33 @@ bool launch(const Launch& l, void (*body)(const void*), const void* args) {
                   l.shared_bytes, is_counting && at == 0);
     }
     if (withheld) withheld->worker_ends();
+    {
+      const std::lock_guard<std::mutex> lock(team.mutex);
+      team.running--;
+      team.has_changed.notify_all();
+    }
     const Lock lock(report_mutex);
     writes.insert(writes.end(), c.writes.begin(), c.writes.end());
   };
-  std::vector<std::thread> threads;
-  for (int t = 1; t < workers; t++) threads.emplace_back(work);
   // Always on a new thread, whose thread-local state ends with the launch.
-  std::thread(work).join();
-  for (std::thread& t : threads) t.join();
+  const auto start_worker = [&] {
+    team.running++;
+    team.threads.emplace_back(work);
+  };
+  if (order != Order::forward && !withheld) {
+    team.replace = [&] {
+      if (next < clusters) start_worker();
+    };
+  }
+  const auto thread_of = [&](size_t i) {
+    const std::lock_guard<std::mutex> lock(team.mutex);
+    return i < team.threads.size() ? &team.threads[i] : nullptr;
+  };
+  {
+    const std::lock_guard<std::mutex> lock(team.mutex);
+    for (int t = 0; t < workers; t++) start_worker();
+  }
+  for (size_t i = 0; std::thread* t = thread_of(i); i++) t->join();
   if (withheld && !withheld->back) {
     withheld->give_back();
     report(

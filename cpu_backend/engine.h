@@ -40,13 +40,14 @@ struct AsyncCopy {  // one cp.async
   int bytes;
 };
 
-struct BulkStore {  // one TMA store, or a plain one of `bytes`
+struct BulkStore {  // one TMA store, or a plain one
   const unsigned char* src;
   std::vector<unsigned char> data;  // what it read of shared memory, once it has
   bool has_read;
   std::vector<std::pair<unsigned char*, int>> pieces;  // in global memory, null: outside the tensor
   const CUtensorMap_st* map;                           // null: plain
   Site at;
+  bool adds = false;  // floats, by separate atomic additions
 };
 
 struct Block;
@@ -102,6 +103,12 @@ void mbarrier_wait(uint64_t* barrier, int parity, Site at);
 bool mbarrier_peek(uint64_t* barrier, int parity, Site at);
 // Makes the mbarriers that this thread has initialized visible to asynchronous copies.
 void fence_mbarrier_init();
+// Waits until *counter == value, which another CTA stores and reports by wake_other_clusters(). In forward
+// order, a waiting cluster keeps its worker, as if it occupied an SM: if all wait, that is a deadlock. In
+// other orders, clusters start in an order that the hardware does not have. So another worker takes the
+// place of one that waits.
+void wait_for_clusters(const uint32_t* counter, uint32_t value, Site at);
+void wake_other_clusters();
 // Ordering for ThreadSanitizer on other objects.
 void release(const void* object);
 void acquire(const void* object);
@@ -113,6 +120,7 @@ void prefetch_tensormap(const CUtensorMap_st* map, Site at);
 void tensor_load(void* dst, const CUtensorMap_st* map, const int* c, int rank, uint64_t* barrier,
                  Site at);
 void bulk_store(void* dst, const void* src, uint32_t bytes, Site at);
+void bulk_add(float* dst, const float* src, uint32_t bytes, Site at);
 // Copies to the shared memory of a CTA of the cluster, which also has the mbarrier.
 void bulk_copy_to_cta(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, Site at);
 void tensor_store(const CUtensorMap_st* map, const int* c, int rank, const void* src, Site at);

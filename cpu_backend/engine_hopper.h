@@ -304,11 +304,25 @@ void read_shared(BulkStore& store) {
             });
 }
 
+void add_floats(float* to, const unsigned char* from, int count) {
+  for (int i = 0; i < count; i++) {
+    float x, old;
+    memcpy(&x, from + i * sizeof x, sizeof x);
+    __atomic_load(to + i, &old, __ATOMIC_RELAXED);
+    float sum = old + x;
+    while (!__atomic_compare_exchange(to + i, &old, &sum, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) sum = old + x;
+  }
+}
+
 void write_global(Runner& c, const BulkStore& store) {
   const unsigned char* from = store.data.data();
   for (const auto& piece : store.pieces) {
     if (piece.first) {
-      memcpy(piece.first, from, piece.second);
+      if (store.adds) {
+        add_floats(reinterpret_cast<float*>(piece.first), from, piece.second / int(sizeof(float)));
+      } else {
+        memcpy(piece.first, from, piece.second);
+      }
       note_write_of(c, piece.first, piece.second);
     }
     from += piece.second;
@@ -805,7 +819,7 @@ void bulk_copy_to_cta(void* dst, const void* src, uint32_t bytes, uint64_t* barr
               int(bytes), barrier});
 }
 
-void bulk_store(void* dst, const void* src, uint32_t bytes, Site at) {
+static void bulk_store_or_add(void* dst, const void* src, uint32_t bytes, bool adds, Site at) {
   observe_read(src, bytes);
   const Unobserved unobserved;
   check_shared_range(src, bytes, 16, "a bulk copy", at);
@@ -815,8 +829,10 @@ void bulk_store(void* dst, const void* src, uint32_t bytes, Site at) {
   check_global_range(dst, bytes, at);
   const unsigned char* const from = static_cast<const unsigned char*>(src);
   check_marks(from - self->shared, int(bytes), at);
-  start_store({from, {}, false, {{static_cast<unsigned char*>(dst), int(bytes)}}, nullptr, at});
+  start_store({from, {}, false, {{static_cast<unsigned char*>(dst), int(bytes)}}, nullptr, at, adds});
 }
+void bulk_store(void* dst, const void* src, uint32_t bytes, Site at) { bulk_store_or_add(dst, src, bytes, false, at); }
+void bulk_add(float* dst, const float* src, uint32_t bytes, Site at) { bulk_store_or_add(dst, src, bytes, true, at); }
 
 void tensor_store(const CUtensorMap_st* map, const int* c, int rank, const void* src, Site at) {
   {
@@ -857,7 +873,7 @@ void bulk_wait(int groups, bool read_only) {
       }
       if (!read_only) {
         for (const auto& piece : store.pieces) {
-          if (piece.first) observe_write(piece.first, piece.second);
+          if (piece.first && !store.adds) observe_write(piece.first, piece.second);
         }
       }
       const Unobserved unobserved;

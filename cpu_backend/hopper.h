@@ -39,6 +39,11 @@ inline void cp_async_bulk_load(void* dst_s, const void* src_g, uint32_t bytes, u
 inline void cp_async_bulk_store(void* dst_g, const void* src_s, uint32_t bytes, SIMT_CALLER) {
   simt::bulk_store(dst_g, src_s, bytes, at);
 }
+inline void cp_reduce_async_bulk_add(float* dst_g, const float* src_s, uint32_t bytes, SIMT_CALLER) {
+  simt::bulk_add(dst_g, src_s, bytes, at);
+}
+// No effect: a bulk operation reads and writes global memory when it is waited for.
+inline void fence_proxy_async_global() {}
 // Addresses in the shared memory of a CTA of the cluster.
 inline SharedAddress address_in_cta(const void* p_s, int rank, SIMT_CALLER) {
   return reinterpret_cast<SharedAddress>(simt::address_in_cta(p_s, rank, at));

@@ -45,6 +45,18 @@ template <class T> inline void st_global(void* dst_g, T value, SIMT_CALLER) {
 inline uint32_t atom_inc_acq_rel(uint32_t* counter_g, uint32_t last, SIMT_CALLER) {
   return simt::increment<__ATOMIC_ACQ_REL>(counter_g, last, at);
 }
+inline void st_release(uint32_t* counter_g, uint32_t value, SIMT_CALLER) {
+  simt::check_global(counter_g, sizeof *counter_g, at);
+  simt::note_global_write(counter_g, sizeof *counter_g);
+  __atomic_store_n(counter_g, value, __ATOMIC_RELEASE);
+  simt::wake_other_clusters();
+}
+// Waits until the counter has this value.
+inline void wait_for_value(const uint32_t* counter_g, uint32_t value, SIMT_CALLER) {
+  simt::check_global(counter_g, sizeof *counter_g, at);
+  simt::wait_for_clusters(counter_g, value, at);
+  (void)__atomic_load_n(counter_g, __ATOMIC_ACQUIRE);
+}
 // Adds to N floats by separate atomic additions.
 template <int N> inline void red_global_add(float* dst_g, const float (&x)[N], SIMT_CALLER) {
   simt::check_global(dst_g, sizeof x, at);

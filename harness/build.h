@@ -138,7 +138,7 @@ Line describe_build() {
   l.facts_of = backward_facts_of;
   l.backward = run_backward;
   l.backward_workspace_bytes = backward_workspace_bytes;
-  l.dq_repeats = !adds_dq<Defines>;
+  l.dq_repeats = !adds_dq<Defines> || orders_adds<Defines>;
 #endif
   return l;
 }

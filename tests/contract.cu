@@ -720,31 +720,39 @@ TEST_CASE("changed_members") {
 
 // Rounds without a visible key are skipped, and their contents do not affect any row. A split
 // without a visible key keeps its first round. An item with more rounds than a list can hold keeps
-// all of them.
+// all of them. The mask and the bias may start at any element.
 TEST_CASE("rounds_without_visible_keys" * doctest::skip(!Defines::masks_keys || !Defines::is_wgmma)) {
   for_each_build([](auto build) {
     using B = decltype(build);
     if (B::kernel == KernelKind::wgmma_plain) return;
-    for (const int rounds : {33, most_listed<B> + 1}) {
+    const struct { int rounds, shift; } cases[] = {{33, 0}, {most_listed<B> + 1, 0}, {5, 1}, {5, 2}, {5, 3}};
+    for (const auto& [rounds, shift] : cases) {
       constexpr int round = B::round_keys;
       const int keys = rounds * round - 1;
       const Attention a(1, 2, 1, 40, keys);
-      vector<uint8_t> seen(keys);
-      vector<Bias> added(keys);  // the same, with other changes in the last round
-      const auto is_seen = [&](int n) { return n == 2 || n == 12 || n == rounds - 1; };
+      vector<uint8_t> seen(shift + keys);
+      vector<Bias> added(shift + keys);  // the same, with other changes in the last round
+      const auto is_seen = [last = rounds - 1](int n) { return n == 2 || n == 12 || n == last; };
       for (int k = 0; k < keys; k++) {
-        seen[k] = is_seen(k / round) && (k / round != 2 || k % 9 > 0);
-        added[k] = rounded<Bias>(!seen[k] ? -INFINITY : k / round == rounds - 1 ? float(k % 5) / 4 : 0);
+        const bool is_shown = is_seen(k / round) && (k / round != 2 || k % 9 > 0);
+        seen[shift + k] = is_shown;
+        added[shift + k] = rounded<Bias>(!is_shown ? -INFINITY : k / round == rounds - 1 ? float(k % 5) / 4 : 0);
       }
       const Held<uint8_t> mask(seen);
       const Held<Bias> bias(added);
       SdpaParams p = a.p;
-      if (Defines::use_key_mask) p.key_mask = mask;
-      else p.bias = static_cast<const Bias*>(bias);
+      if (Defines::use_key_mask) p.key_mask = static_cast<const uint8_t*>(mask) + shift;
+      else p.bias = static_cast<const Bias*>(bias) + shift;
       p.Dv = p.D;
       const Workspace workspace(workspace_bytes<B>(p));
       p.workspace = workspace;
-      const auto forward_by = [&] { return a.call_by([&](cudaStream_t stream) { return forward<B>(p, stream); }).ok(); };
+      vector<vector<unsigned char>> held;
+      const auto forward_by = [&] {  // the kernel before it writes the mask and the bias
+        return a.call_by([&](cudaStream_t stream) {
+          write_by_kernel({mask, bias}, held, stream);
+          return forward<B>(p, stream);
+        }).ok();
+      };
       CHECK((forward_by() && a.is_right(p)));
       const vector<Output> O(p.O, p.O + 2 * 40 * p.D);
       const int ranges = B::split_ctas == 1 ? 1 : items_of<B>(p).ranges;

@@ -56,8 +56,8 @@ PATHS = [
          builds="^(?!.*PACK_GQA)"),
     Path("rows of a sequence that ends in a tile", r"if \(q < item\.query_count\(a\.p\) && col < a\.p\.Dv\) st_global_v4"),
     # ---- sums and their merge ----
-    Path("e4m3 sums that are flushed, and flushed again", r"if \(!first\) add\(sum, ld_shared<float4>\(place\), 1\);", whole=True),
-    Path("e4m3 sums that are rescaled", r"st_shared\(place, float4\{x\.x \* alpha\[0\]"),
+    Path("e4m3 sums that are flushed, and flushed again", r"if \(!first\) add\(sum, ld_shared<float4>\(sum_s\), 1\);", whole=True),
+    Path("e4m3 sums that are rescaled", r"st_shared\(sum_s, float4\{x\.x \* alpha\[0\]"),
     Path("an e4m3 maximum that is raised", r"rows\.m\[i\] \+= float\(step\)"),
     Path("rows that see no key", r"^      SDPA_UNROLL for \(int j = 0; j < O\.COLS; j\+\+\) O\.x\[i\]\[j\] = 0;"),
     Path("ranges that are merged", r"add\(O\.x\[0\] \+ 4 \* c, x\[n\]\[c\], weight\[1 \+ n\]\)"),

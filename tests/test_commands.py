@@ -6,7 +6,6 @@ import contextlib
 import csv
 import fcntl
 import functools
-import json
 import os
 import pty
 import re
@@ -115,17 +114,6 @@ def test_cmake_refuses_the_file_and_names_every_bad_line(tmp_path):
     assert code and not [sentence for sentence in SENTENCES if sentence not in err]
 
 
-def test_names_that_the_build_uses(tmp_path):
-    """Names that collide with the targets sdpa_NAME and sdpa_NAME_lib are refused. A byte order mark is not part of a name."""
-    texts = [builds.Tree().read(path) for path in ("CMakeLists.txt", "cpu_backend/CMakeLists.txt")]
-    names = {*re.findall(r"^ *add_\w+\(sdpa_(\w+)[ )]", "\n".join(texts), re.MULTILINE), "harness", "sweep", "scalar_lib"}
-    assert names >= {"table", "selected", "sweeps", "cpu_backend", "git_sha"}
-    (tmp_path / "bad.txt").write_text("\ufefffirst VEC_WIDTH=8\r\nsecond : first STAGES=1\r\n" + "\n".join(names) + "\n", encoding="utf-8")
-    code, out, err = run("cmake", f"-DCONFIGS={tmp_path}/bad.txt", "-P", os.path.join(ROOT, "configs.cmake"))
-    assert re.findall(r"'(\w+)' is no name for a line: the build uses it", err) == list(names)
-    assert [line.split("\t")[:2] for line in out.splitlines()] == [["first", ""], ["second", "first"]]
-
-
 def test_run_all_names_them_too_and_builds_the_good_lines(built):
     folder, code, out, err = built
     assert code == 1 and not [sentence for sentence in SENTENCES if sentence not in err]
@@ -148,10 +136,8 @@ def test_run_all_names_them_too_and_builds_the_good_lines(built):
 
 @pytest.mark.parametrize("words,code,sentence", [
     ("--cpu --only (", 2, "--only (: not a regular expression"),
-    ("--frob", 2, "--frob: no such option or command; --help lists them"), ("--cpu=1", 2, "--cpu=1: no such option or command"),
     ("--onyl x", 2, "--onyl: no such option or command; did you mean --only?"),
-    ("extarct hopper", 2, "extarct: no such option or command; did you mean extract?"),
-    ("--shape", 2, "--shape: its value is missing"), ("--shape=huge", 2, "--shape huge: want small, mission"),
+    ("--shape", 2, "--shape: its value is missing"),
     ("--cpu --shape mission --shape 1,3,2,8,8", 2, "--shape 1,3,2,8,8: want small, mission"),
     ("--cpu --shape 2147483648,1,1,1,1", 2, "--shape 2147483648,1,1,1,1: want small, mission"),
     ("--causal=yes --cpu", 2, "--causal yes: want br (bottom-right), tl (top-left) or off"),
@@ -161,24 +147,13 @@ def test_run_all_names_them_too_and_builds_the_good_lines(built):
     ("--cpu -- --check-only --header", 2, "-- --header: only for a single executable; type: build/sdpa_NAME --header"),
     ("test --no-pytroch", 2, "test --no-pytroch: neither --all or --no-pytorch, which come first, nor an option of ctest; "
                              "did you mean --no-pytorch?"),
-    ("test unit", 2, "test unit: want an option of ctest before it, as in -R unit"),
-    ("list --frob", 2, "list --frob: no such option"), ("list a b", 2, "list b: it takes one regular expression"),
-    ("list nobody", 2, "list nobody: no line of configs.txt has such a name"), ("list (", 2, "list (: not a regular expression"),
-    ("list ^scalar_vec", 0, "scalar_vec8 sm_80 scalar_vec2 VEC_WIDTH=8"),
+    ("list nobody", 2, "list nobody: no line of configs.txt has such a name"),
     ("list ^scalar_racy", 0, "scalar_racy sm_80, must fail scalar_vec8 SYNC_POLICY=0"),
     ("list ^hopper_bf16$", 0, "hopper_bf16 sm_90a hopper DTYPE=BF16")])
 def test_arguments_are_judged_before_anything_is_built(tmp_path, words, code, sentence):
     found, out, err = run(RUN_ALL, *words.split(), SDPA_BUILD_DIR=str(tmp_path / "none"))
     assert found == code and sentence in " ".join(out.split()) + err
     assert "zzz" in words or not list(tmp_path.iterdir())  # names are read by CMake
-
-
-def test_bad_lines_are_listed_and_counted_once_each(tmp_path):
-    (tmp_path / "bad.txt").write_text("good VEC_WIDTH=8\nbad FOO=1 BAR=2\nworse FOO\n")
-    code, out, err = run(RUN_ALL, "list", SDPA_CONFIGS=str(tmp_path / "bad.txt"))
-    assert code == 1 and out.splitlines()[1].split() == ["good", "sm_80", "VEC_WIDTH=8"]
-    assert all(sentence in err for sentence in ("bad.txt:2: no knob is called FOO", "bad.txt:2: no knob is called BAR", "bad.txt:3: FOO has no"))
-    assert err.endswith("list: 2 lines more could not be read")
 
 
 def test_few_lines_without_times_are_shown_each(built, german):
@@ -200,38 +175,6 @@ def test_few_lines_without_times_are_shown_each(built, german):
     assert code == 77 and "nothing was checked, since every line was skipped" in err
 
 
-COMPILER = """#!/bin/sh
-for word; do [ "$last" = -o ] && out=$word; last=$word; done
-case "$*" in
-  *SDPA_LINE_ONLY*) mkdir {0}/first 2>/dev/null || exec sleep 60 ;;
-  *SDPA_HARNESS_ONLY*) ;;
-  *) exec g++ "$@" ;;
-esac
-: >"$out"
-"""
-
-
-@pytest.mark.long
-def test_ctrl_c_while_building(tmp_path):
-    """The compiler hangs on the second line; only the first one produced an object."""
-    (tmp_path / "c++").write_text(COMPILER.format(tmp_path))
-    (tmp_path / "c++").chmod(0o755)
-    (tmp_path / "two.txt").write_text("first VEC_WIDTH=4\nsecond VEC_WIDTH=8\n")
-    process = subprocess.Popen([RUN_ALL, "--cpu"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True,
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background ignores it
-                               start_new_session=True, env={**os.environ, "SDPA_CONFIGS": str(tmp_path / "two.txt"), "JOBS": "1",
-                                                            "SDPA_BUILD_DIR": str(tmp_path / "build"), "CXX": str(tmp_path / "c++")})
-    said = []
-    for line in process.stderr:
-        said.append(line)
-        if line.startswith("built 1 of 2"):
-            break
-    os.killpg(process.pid, signal.SIGINT)
-    said = "".join(said) + process.stderr.read()
-    assert process.wait() == 130, said
-    assert f"stopped while building, 1 line of 2 compiled; the same command continues in {tmp_path}/build-cpu" in said
-
-
 def test_ctrl_c_while_running(built):
     """Ctrl-C keeps the rows of finished lines and the first rows of the unfinished one."""
     process = subprocess.Popen([RUN_ALL, "--cpu", "--only", "good[23]", "--shape", "small", "--shape", "1,1,1,60000,60000", "--",
@@ -248,53 +191,16 @@ def test_ctrl_c_while_running(built):
         assert [(row["config"], row["shape"], row["check"]) for row in csv.DictReader(file)] == [(name, "small", "PASS") for name in ("good2", "good3")]
 
 
-@pytest.mark.long
-@pytest.mark.skipif(not builds.nvcc(), reason="nvcc is missing")
-def test_cmakes_own_variable_for_architectures(tmp_path):
-    def configured(value):
-        return run("cmake", "-S", ROOT, "-B", str(tmp_path), "-DCMAKE_CUDA_ARCHITECTURES=" + value, "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
-                   "-DCMAKE_CUDA_COMPILER=" + builds.nvcc())
-    assert configured("86-real")[0] == 0
-    rows = json.loads((tmp_path / "compile_commands.json").read_text())
-    command, = [row["command"] for row in rows if "line_scalar_minimal.dir" in row["command"]]
-    assert "code=[sm_86]" in command and command.count("sm_") == 1
-    code, _, err = configured("every")
-    assert code and "CMAKE_CUDA_ARCHITECTURES=every: want native or a list such as 80-real;90a-real" in err
-
-
-@pytest.mark.parametrize("command", ["list", "--cpu", "ab scalar_vec8 STAGES=1", "test -N"])
-def test_environment_that_no_command_takes(command, tmp_path):
+@pytest.mark.parametrize("name,value,sentence", [
+    *(("SDPA_ARCHS", archs, "want native or a list such as 80-real;90a-real") for archs in ("foo", "80-real;")),
+    ("JOBS", "abc", "want a number of processes from 1 to 9999"), ("SDPA_BUILD_DIR", "a;b", "CMake splits paths at ';'"),
+    ("SDPA_CONFIGS", "nosuch", "there is no such file"), ("SDPA_CONFIGS", "empty.txt", "no configuration in it; a line is NAME")])
+def test_environment_that_no_command_takes(name, value, sentence, tmp_path):
     """Names of files are relative to the folder in which the command is typed."""
     (tmp_path / "empty.txt").write_text("# nothing\n")
-    refused = [(dict(SDPA_ARCHS=archs), f"SDPA_ARCHS={archs}: want native or a list such as 80-real;90a-real") for archs in ("foo", "80-real;")]
-    refused += [(dict(SDPA_CONFIGS="nosuch"), f"SDPA_CONFIGS={tmp_path}/nosuch: there is no such file"),
-                (dict(JOBS="abc"), "JOBS=abc: want a number of processes from 1 to 9999")]
-    for environment, sentence in refused:
-        assert run(RUN_ALL, *command.split(), cwd=tmp_path, SDPA_BUILD_DIR=str(tmp_path / "build"), **environment) == (
-            2, "", f"run_all.sh: {sentence}")
+    code, out, err = run(RUN_ALL, "--cpu", cwd=tmp_path, **{"SDPA_BUILD_DIR": str(tmp_path / "build"), name: value})
+    assert code == 2 and not out and sentence in err and value in err
     assert len(list(tmp_path.iterdir())) == 1
-    if command == "--cpu":
-        code, _, err = run(RUN_ALL, "--cpu", cwd=tmp_path, SDPA_CONFIGS="empty.txt", SDPA_BUILD_DIR=str(tmp_path / "build"))
-        assert code == 2 and "empty.txt: no configuration in it; a line is NAME KNOB=VALUE ..." in err
-    if command == "list":
-        for archs in ("native", "80-real;90a-real", "120f-virtual", "89"):
-            assert run(RUN_ALL, "list", "^scalar_minimal$", SDPA_ARCHS=archs)[0] == 0
-
-
-def test_what_sdpa_configs_said_last_is_not_remembered(built):
-    code, _, err = run(RUN_ALL, "--cpu", "--only", "^good1", SDPA_BUILD_DIR=str(built[0] / "build"), SDPA_CONFIGS="")
-    assert code == 2 and "--only ^good1: no line of configs.txt has such a name" in err
-
-
-@pytest.mark.long
-def test_a_harness_that_does_not_compile_is_said_once(tmp_path):
-    there = tmp_path / "there"
-    shutil.copytree(ROOT, there, ignore=lambda folder, names: [
-        name for name in names if name in (".git", "results", "docs") or name.startswith("build")])
-    (there / "harness/main.cu").write_text("#error no check today\n")
-    code, _, err = run(str(there / "run_all.sh"), "--cpu", "--only", "^scalar_(minimal|vec8)$", SDPA_BUILD_DIR=str(tmp_path / "b"))
-    assert code == 2 and err.count("no check today") == 1, err
-    assert "the harness, which all lines share, does not compile:" in err
 
 
 @pytest.mark.long
@@ -321,14 +227,6 @@ def test_one_job_at_a_time_in_a_folder(built):
     assert code == 2 and f"{build}: another run_all.sh is running there; wait, or set SDPA_BUILD_DIR" in err
 
 
-def test_a_link_from_another_folder(built):
-    folder = built[0]
-    (folder / "link").symlink_to(RUN_ALL)
-    code, _, err = run("./link", "--cpu", "--only", "^good2$", "--shape", "small", cwd=folder, SDPA_CONFIGS="bad.txt",
-                       SDPA_BUILD_DIR=str(folder / "build"))
-    assert code == 1 and "rows: build-cpu/rows.csv" in err  # 1: the bad lines
-
-
 # ---- numbers and words, on a terminal and in other languages ----
 
 @pytest.fixture(scope="module")
@@ -343,10 +241,8 @@ def german(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    """The compiled table.cpp, with the compiler's output in a file next to it."""
     program = tmp_path_factory.mktemp("table") / "sdpa_table"
-    with open(program.with_name("words"), "w") as words:
-        subprocess.run([builds.CXX, "-std=c++17", "-Wall", "-Wextra", os.path.join(ROOT, "table.cpp"), "-o", program], stderr=words)
+    subprocess.run([builds.CXX, "-std=c++17", os.path.join(ROOT, "table.cpp"), "-o", program], check=True)
     return program
 
 
@@ -356,7 +252,6 @@ DATA = os.path.join(ROOT, "tests", "data")
 def test_the_table(table, german):
     """The fastest correct line wins, each problem has its own baseline, and every message appears, in any locale."""
     want = builds.Tree().read("tests/data/table.txt")
-    assert max(map(len, want.splitlines())) <= 100 and not table.with_name("words").read_text()
     for environment in ({}, german, dict(TERM="xterm")):
         shown = subprocess.run([table, os.path.join(DATA, "table.csv")], capture_output=True, text=True, env={**os.environ, **environment})
         assert shown.stdout == want, environment
@@ -366,13 +261,12 @@ def test_the_table(table, german):
 def test_the_table_on_a_terminal(table):
     """The terminal's table has colours if enabled, and the same text."""
     want = builds.Tree().read("tests/data/table.txt")
-    for environment in (dict(TERM="xterm", NO_COLOR="1"), dict(TERM="dumb", NO_COLOR=None), dict(TERM=None, NO_COLOR=None)):
+    for environment in (dict(TERM="xterm", NO_COLOR="1"), dict(TERM="dumb", NO_COLOR=None)):
         assert on_a_terminal(table, os.path.join(DATA, "table.csv"), **environment) == (0, want), environment
-    for environment in (dict(TERM="xterm", NO_COLOR=None), dict(TERM="xterm", NO_COLOR="")):
-        code, said = on_a_terminal(table, os.path.join(DATA, "table.csv"), **environment)
-        assert code == 0 and re.sub(r"\033\[[0-9;]*m", "", said) == want
-        assert set(re.findall(r"\033\[1;31m(.*?)\033\[0m", said)) == {"FAIL  ", "skipped", "error  "}
-        assert re.findall(r"\033\[1;32m(\w+) *\033\[0m", said) == ["quick", "base2"] and "\033[1mno executable\033[0m" in said
+    code, said = on_a_terminal(table, os.path.join(DATA, "table.csv"), TERM="xterm", NO_COLOR=None)
+    assert code == 0 and re.sub(r"\033\[[0-9;]*m", "", said) == want
+    assert set(re.findall(r"\033\[1;31m(.*?)\033\[0m", said)) == {"FAIL  ", "skipped", "error  "}
+    assert re.findall(r"\033\[1;32m(\w+) *\033\[0m", said) == ["quick", "base2"]
 
 
 def test_tables_without_times_and_of_two_passes(table, tmp_path):
@@ -387,24 +281,6 @@ def test_tables_without_times_and_of_two_passes(table, tmp_path):
     out = shown("tflops,rel_rms,max_abs_err,note,pass", *(f"{name},long,off,64,fp16,ok,PASS,{us},1,0,0,,{of}" for name, us, of in (
         ("forth", 9, "forward"), ("back", 7, "backward"), ("old", 8, ""))))
     assert re.search("^long, D=64 fp16, base forth$", out, re.M) and re.search("^backward of long, D=64 fp16, base back$", out, re.M), out
-
-
-def test_what_a_command_starts_has_a_decimal_point(tmp_path):
-    """This includes awk and the shell's printf. The user's language is kept."""
-    (tmp_path / "cmake").write_text('#!/bin/sh\necho "numbers: $LC_NUMERIC, words: $LANG, ${LC_ALL:-not all}" >&2\n')
-    (tmp_path / "cmake").chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    assert "numbers: C, words: de_DE.UTF-8, not all" in run(RUN_ALL, "list", LC_ALL="de_DE.UTF-8", LC_NUMERIC="de_DE.UTF-8", PATH=path)[2]
-    assert "numbers: C, words: fr_FR, not all" in run(RUN_ALL, "list", LC_ALL="", LANG="fr_FR", LC_NUMERIC="fr_FR", PATH=path)[2]
-
-
-def test_progress_on_a_terminal():
-    """Progress overwrites one line; a terminal without cursor control gets one line per step. No colours without a terminal."""
-    command = RUN_ALL, "--cpu", "--only", "^scalar_vec2$"
-    refused = "run_all.sh: /proc/none-cpu: not a writable folder; set SDPA_BUILD_DIR to one\n"
-    for term, start in (("xterm", "\r\033[Kreading configs.txt"), ("dumb", "reading configs.txt\n"), (None, "reading configs.txt\n")):
-        code, said = on_a_terminal(*command, TERM=term, SDPA_BUILD_DIR="/proc/none")
-        assert (code, said) == (2, start + refused), term
 
 
 @pytest.fixture
@@ -447,26 +323,21 @@ def bare(tmp_path):
     return tmp_path, dict(PATH=str(tmp_path), SDPA_BUILD_DIR=str(tmp_path / "build"))
 
 
-def test_a_missing_tool_is_installed_and_named(bare):
-    folder, environment = bare
-    code, _, err = run(RUN_ALL, "--cpu", **environment)
-    assert code == 2 and "installing cmake (apt-get)" in err and "CMake could not configure" in err
-    assert (folder / "log").read_text() == "update\ninstall -y --no-install-recommends cmake\n"
-
-
 @pytest.mark.parametrize("answer,is_installed", [("n", False), ("", False), ("y", True)])
-def test_on_a_terminal_it_asks_before(bare, answer, is_installed):
+def test_a_missing_tool_is_installed_if_the_user_agrees(bare, answer, is_installed):
     folder, environment = bare
     code, said = on_a_terminal(RUN_ALL, "--cpu", typed=answer + "\n", **environment)
     assert code == 2 and "May I install cmake (apt-get)? [y/N]" in said and (folder / "log").exists() == is_installed
-    assert is_installed or "cmake is missing; install it with: sudo apt-get install cmake" in said
+    if is_installed:
+        assert (folder / "log").read_text() == "update\ninstall -y --no-install-recommends cmake\n"
+    else:
+        assert "cmake is missing; install it with: sudo apt-get install cmake" in said
 
 
 # Before anything is installed or compiled: what each command can know without its packages.
-JUDGED = [("extract nosuch", "nosuch: no line of configs.txt has that name"), ("extract hoper", "hoper: .* did you mean hopper[?]"),
-          ("ab scalar_ve8 STAGES=1", "scalar_ve8: .* did you mean scalar_vec8[?]"), ("ab hopper --shap small", "--shap: .* did you mean --shape[?]"),
-          ("gates --only", "--only: its value is missing"), ("results --difs", "--difs: no such option; did you mean --diffs[?]"),
-          *((words, f"{words.split()[0]}: it .* and there is no GPU here") for words in ("tune", "stress", "rungs", "gates --time")),
+JUDGED = [("extract hoper", "hoper: .* did you mean hopper[?]"), ("ab hopper --shap small", "--shap: .* did you mean --shape[?]"),
+          ("results --difs", "--difs: no such option; did you mean --diffs[?]"),
+          *((words, f"{words.split()[0]}: it .* and there is no GPU here") for words in ("tune", "gates --time")),
           # Last, since CMake lists tests in a build folder.
           pytest.param("test -R nosuch", "test -R nosuch: no test is left", marks=pytest.mark.long)]
 
@@ -495,16 +366,6 @@ def test_arguments_are_judged_before_anything_is_installed(without_packages, wor
     assert words.startswith("test ") or not (folder / "build").exists()
 
 
-def test_doctest_is_where_the_compiler_finds_it(tmp_path):
-    """The search includes folders that CMake does not search."""
-    (tmp_path / "include/doctest").mkdir(parents=True)
-    (tmp_path / "include/doctest/doctest.h").touch()
-    source = open(RUN_ALL).read()
-    function = re.search(r"^doctest_folder\(\) \{.*?^\}", source, re.MULTILINE | re.DOTALL)[0]
-    for environment in (dict(CPATH=str(tmp_path / "include")), dict(CXXFLAGS=f"-O1 -I{tmp_path}/include")):
-        assert run("bash", "-c", f"{function}\ndoctest_folder", CXX="g++", **environment) == (0, f"{tmp_path}/include\n", "")
-
-
 # ---- a disk that is full or cannot be written to ----
 
 FULL = """#!/bin/sh
@@ -524,7 +385,6 @@ def in_own_mounts(script, *words, **environment):
 
 
 @pytest.mark.parametrize("size, words", [("60k", "--cpu --only ^scalar_vec8$"), ("1m", "--cpu --only ^scalar_vec8$"),
-                                         ("60k", "sweep 1 --cpu --only ^scalar_vec8$"),
                                          pytest.param("1m", "sweep 1 --cpu --only ^scalar_vec8$", marks=pytest.mark.long),
                                          ("60k", "ab scalar_vec8 VEC_WIDTH=4 --shape small")])
 def test_a_full_disk(tmp_path, size, words):
@@ -538,20 +398,14 @@ def test_a_full_disk(tmp_path, size, words):
     assert str(tmp_path / "disk") in err or "head: error writing" in err, err
 
 
-@pytest.mark.parametrize("words", ["--cpu --only ^scalar_vec8$", "sweep 1 --cpu --only ^scalar_vec8$", "ab scalar_vec8 VEC_WIDTH=4"])
+@pytest.mark.parametrize("words", ["--cpu --only ^scalar_vec8$", "ab scalar_vec8 VEC_WIDTH=4"])
 def test_a_checkout_that_cannot_be_written_to(words):
     code, _, err = in_own_mounts(f"mount --bind {ROOT} {ROOT} && mount -o remount,ro,bind {ROOT} && cd {ROOT}", os.path.join(ROOT, "run_all.sh"),
                                  *words.split(), SDPA_BUILD_DIR="")
     assert code in (2, 3) and re.search("set SDPA_BUILD_DIR to (one|a writable folder)$", err), err
 
 
-@pytest.mark.parametrize("name, value", [("SDPA_BUILD_DIR", "a;b"), ("SDPA_BUILD_DIR", "a\nb"), ("SDPA_CONFIGS", "/a;b.txt")])
-def test_paths_that_cmake_splits(name, value):
-    code, _, err = run(RUN_ALL, "--cpu", **{name: value})
-    assert code == 2 and f"{' '.join(value.split())}: CMake splits paths at ';' and at line ends" in err
-
-
-@pytest.mark.parametrize("words", ["--help", "list", "list --help", "test --help", "ab --help", "report --help"])
+@pytest.mark.parametrize("words", ["list", "ab --help"])
 def test_stdout_that_cannot_be_written_to(words):
     done = subprocess.run(["bash", "-c", f"{RUN_ALL} {words} >&-"], capture_output=True, text=True)
     assert done.returncode == 3 and re.fullmatch("[^\\n]*stdout is closed\n", done.stderr), done.stderr
@@ -567,21 +421,15 @@ def test_stdout_that_cannot_be_written_to(words):
 # ---- an executable ----
 
 @pytest.mark.parametrize("program,words,code,sentence", [
-    ("sdpa_good1", "--frob", 2, "sdpa: --frob: no such option; --help lists them"),
     ("sdpa_good1", "--shpae=small", 2, "sdpa: --shpae: no such option; did you mean --shape?"),
     *(("sdpa_good1", f"--scale={scale}", 2, f"--scale {scale}: want a number greater than 0, below 10^38")
-      for scale in ("0x10", "inf", "nan", "-1", "1e39", "1.5.2", "")),
+      for scale in ("0x10", "nan", "-1", "1e39", "1.5.2", "")),
     ("sdpa_good1", "--scale 1.5e-1 --shape 1,1,1,8,8 --check-only", 0, "PASS"),
-    ("sdpa_good2", "--config", 0, "SYNC_POLICY 1"),
     ("sdpa_good3", "--config", 0, "changed: BLOCK_N=64 VEC_WIDTH=4 SYNC_POLICY=2"),
-    ("sdpa_good2", "--check-only --causal off --shape 1x1x1x8x8", 0, "1x1x1x8x8,ok,PASS"),
     ("sdpa_good2", "--check-only --causal=off --shape=1x1x1x8x8", 0, "1x1x1x8x8,ok,PASS"),
-    ("sdpa_good2", "--shape=huge", 2, "--shape huge: want small"), ("sdpa_good2", "--shape=", 2, "--shape : want small"),
-    ("sdpa_good2", "--packed=", 2, "--packed : want q, k or qk"),
-    ("sdpa_good2", "--shape", 2, "--shape: its value is missing"), ("sdpa_good2", "--check-only=1", 2, "--check-only: it takes no value"),
-    ("sdpa_good2", "--header=", 2, "--header: it takes no value"), ("sdpa_good2", "--frob=1", 2, "--frob: no such option"),
-    ("sdpa_good2", "--causal=br --causal off", 2, "--causal is given twice"), ("sdpa_good2", "--dist=a=b", 2, "--dist a=b: want"),
-    ("sdpa_good2", "--help", 0, "(prints a summary to a terminal, CSV rows to a file or a pipe)")])
+    ("sdpa_good2", "--shape=", 2, "--shape : want small"), ("sdpa_good2", "--shape", 2, "--shape: its value is missing"),
+    ("sdpa_good2", "--check-only=1", 2, "--check-only: it takes no value"), ("sdpa_good2", "--dist=a=b", 2, "--dist a=b: want"),
+    ("sdpa_good2", "--causal=br --causal off", 2, "--causal is given twice")])
 def test_a_program(built, program, words, code, sentence):
     found, out, err = run(built[0] / "build-cpu" / program, *words.split())
     assert found == code and sentence in " ".join(out.split()) + err

@@ -309,7 +309,7 @@ def without_instructions(text, names):
 
 # Builds of the backward pass: all kernels, two widths, sequences, and expressions with their derivatives.
 GRADIENTS = ["backward_minimal", "backward_mma5", "backward_wgmma_plain", "backward_hopper", "backward_mma_d256_bf16",
-             "backward_wgmma_plain_d192_v128_bf16", "backward_hopper USE_LENGTHS=1 USE_SINKS=1",
+             "backward_wgmma_plain_d192_v128_bf16", "backward_hopper USE_LENGTHS=1 USE_SINKS=1", "backward_ordered_d128_bf16",
              "backward_mma 'SCORE_MOD=s - x0[h] * abs(real(q - k))' 'MASK_MOD=i0[q] == i0[k]'"]
 
 
@@ -320,7 +320,7 @@ def test_gradients(tmp_path, text):
     """An extract of the backward pass has no warnings and the machine code of its line."""
     line, = builds.parse_contenders(shlex.split(text))
     extracted = extract_module.extract(line.name, given=line.changes)
-    assert not re.search(r"\b(ONE_PASS_text|SDPA_BACKWARD_KNOBS)\b", extracted)
+    assert not re.search(r"\b(ONE_PASS_text|ORDERED_ADDS_text|SDPA_BACKWARD_KNOBS)\b", extracted)
     assert ("OfQK" in extracted) == ("_v128" in text)
     check_machine_code(text, *compiled(line, extracted, tmp_path), 0.03)
 

@@ -4,7 +4,6 @@ import csv
 import os
 import re
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -62,15 +61,6 @@ def test_rows_are_printed_as_they_stand_in_sdpa_cu():
         assert [tile.row(line) for tile in fit.Model(line).tiles] == rows
 
 
-@pytest.mark.long
-def test_a_tile_is_a_line(model):
-    tree = builds.Tree()
-    for table in fit.TABLES:
-        for tile in fit.Model(table).tiles:
-            line = tile.line(tree, table=table)
-            assert tree.refusal(line.words) == "" and line.D == tile.head_dim
-
-
 def test_costs_are_found_that_choose_well(model, tmp_path):
     """The GPU has other costs than the table: it chooses badly, and what is fitted to noisy times does not, nor on problems
     that the fit has not seen."""
@@ -116,29 +106,6 @@ def test_times_of_tiles(model, monkeypatch, tmp_path):
     assert refused.value.code == 3
 
 
-def test_which_rows_judge_a_table(monkeypatch, tmp_path):
-    """The newest rows of its own list and of --chunks judge a table, random problems do not. Rows match a table by type and tiles."""
-    folder = tmp_path / "results" / "tuning"
-    folder.mkdir(parents=True)
-    names = ("{0}-hopper.csv {0}-hopper-2.csv {0}-hopper-10.csv {0}-hopper-chunks-3.csv {0}-hopper-drawn-11.csv {0}-hopper_bf16-12.csv "
-             "{0}-ampere-9.csv {0}-ampere-chunks.csv {0}-more-tiles.csv")  # the last one is no table's
-    for name in names.format("2026-01-02-NVIDIA-H200").split() + ["2025-12-31-NVIDIA-H200-hopper-99.csv"]:
-        (folder / name).write_text("")
-    monkeypatch.setattr(builds, "ROOT", str(tmp_path))
-    asked = []
-    monkeypatch.setattr(fit, "read_rows", lambda path: asked.append(path.name.removeprefix("2026-01-02-NVIDIA-H200")) or [])
-    assert fit.committed("hopper") == fit.committed("ampere") == fit.committed("hopper_bf16") == []
-    assert asked == ["-hopper-10.csv", "-hopper-chunks-3.csv", "-ampere-9.csv", "-ampere-chunks.csv", "-hopper_bf16-12.csv"]
-    assert fit.newest("hopper", "drawn").name.endswith("-drawn-11.csv") and fit.newest("hopper_e4m3") is None
-    with pytest.raises(builds.Refused, match="^results/tuning has no rows of hopper_e4m3; measure them with: .* --table hopper_e4m3$"):
-        fit.committed("hopper_e4m3")
-    monkeypatch.setattr(fit, "Model", lambda table: (_ for _ in ()).throw(builds.Refused(table)))
-    for dtype, tile, table in (("fp16", "", "hopper"), ("bf16", "", "hopper_bf16"), ("e4m3", "", "hopper_e4m3"),
-                               ("bf16/e4m3", "USE_MMA_SYNC=1", "hopper_kv8_d128_bf16"), ("fp16", "USE_MMA_SYNC=1", "ampere")):
-        with pytest.raises(builds.Refused, match=f"^{table}$"):
-            fit.check([dict(tile="BLOCK_M=64", dtype=dtype), dict(tile="BLOCK_M=64 " + tile)])
-
-
 def test_check_tells_a_good_table_from_a_bad_one(model, tmp_path):
     tiles = [tile for tile in model.tiles if tile.head_dim == 64]
     assert run("--check", write_rows(tmp_path / "good.csv", model, tiles))[0] == 0
@@ -166,42 +133,6 @@ def test_the_table_in_sdpa_cu_by_committed_rows(table):
     assert code == 0, out + err
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("table, dtype", [("hopper", "fp16"), ("hopper_bf16", "bf16")])
-def test_drawn_problems_have_the_type_of_the_table(table, dtype, monkeypatch, tmp_path):
-    timed = []
-    monkeypatch.setattr(sys, "argv", ["fit", "--table", table, "--drawn", "20"])
-    monkeypatch.setattr(engine, "need_gpu", lambda *_: SimpleNamespace(name="a GPU"))
-    monkeypatch.setattr(engine, "results_path", lambda *_, **__: str(tmp_path / "rows.csv"))
-    monkeypatch.setattr(fit, "measure", lambda gpu, model, tiles, problems, out: timed.extend(problems))
-    monkeypatch.setattr(fit, "print_fit", lambda *_: None)
-    assert fit.main() == 0
-    assert len(timed) == 20 and {problem.dtype for problem in timed} == {dtype}
-
-
-def test_only_decode_whose_keys_just_fit_l2_may_lose_more():
-    at_edge = [shape for shape in ("10,64,8,1,800", "10,64,8,1,400", "10,64,8,1,1600", "10,64,8,2,800", "8,32,8,1,2048")
-               if fit.worst_loss(engine.parse_problem(shape).typed(128, "fp16")) > fit.WORST_LOSS]
-    assert at_edge == ["10,64,8,1,800"]
-    assert fit.worst_loss(engine.parse_problem(at_edge[0]).typed(128, "e4m3")) == fit.WORST_LOSS
-
-
-@pytest.mark.parametrize("words,sentence", [
-    (["--check", "/no/such.csv"], "fit: /no/such.csv: no such file"),
-    (["--check", os.path.join(ROOT, "configs.txt")], "configs.txt: want rows that ./run_all.sh fit wrote, with"),
-    (["--check", sys.executable], f"fit: {sys.executable} cannot be read: "),
-    (["--from", str(fit.newest("ampere"))], "fit: these rows are not of the tiles of hopper; type another --table of hopper, hopper_bf16, ampere"),
-    (["--table", "wgmma"], "fit: --table: invalid choice: 'wgmma' (choose from 'hopper', 'hopper_bf16', 'ampere', 'hopper_e4m3', 'hopper_kv8_d128_bf16')"),
-    (["rows.csv"], "fit: rows.csv: only --check takes files by themselves"),
-    (["--check", "--head-dim", "64"], "fit: --check takes files by themselves and judges all of their rows"),
-    (["--check", "--drawn", "9"], "fit: --drawn measures; --check and --from do not"),
-    (["--seed", "3"], "fit: --seed 3: the seed of --drawn N; add that option"),
-])
-def test_refusals(words, sentence):
-    code, out, err = run(*words)
-    assert code == 2 and sentence in err and err.count("\n") == 1 and not out
-
-
 @pytest.mark.parametrize("us", ["abc", "nan", "0"])
 def test_a_broken_number_is_refused(tmp_path, us):
     rows = fit.read_rows(str(fit.newest("hopper")))
@@ -211,9 +142,3 @@ def test_a_broken_number_is_refused(tmp_path, us):
         out.writerows([rows[0], dict(rows[1], us=us)])
     code, out, err = run("--check", str(tmp_path / "rows.csv"))
     assert code == 2 and f"{tmp_path}/rows.csv: row 3 lacks a number or has one that is not positive" in err and not out
-
-
-def test_without_a_gpu():
-    if engine.find_gpu() is None:
-        code, _, err = run()
-        assert code == 2 and err == "fit: it times kernels and there is no GPU here; --from CSV and --check need none\n"

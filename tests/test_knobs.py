@@ -204,6 +204,9 @@ def test_knobs_of_the_backward_pass():
                f"USE_WGMMA={wgmma} USE_WARP_SPECIALIZATION=1 HEAD_DIM=128": "BLOCK_N, HEAD_DIM: each of two warpgroups",
                "USE_BIAS=4": "USE_BIAS=4, 5: the backward kernels read the bias by queries",
                "ONE_PASS=1": "ONE_PASS: only kernels of these families have it: mma",
+               "ORDERED_ADDS=1": "ORDERED_ADDS: only kernels of these families have it: wgmma",
+               f"USE_WGMMA={wgmma} ORDERED_ADDS=1": "ORDERED_ADDS: only the kernel of USE_WARP_SPECIALIZATION=1 adds",
+               f"USE_WGMMA={wgmma} USE_WARP_SPECIALIZATION=1 ORDERED_ADDS=1 HEAD_DIM=256": "ORDERED_ADDS, HEAD_DIM=256: shared",
                "USE_MMA_SYNC=1 BLOCK_M=64 ONE_PASS=1 HEAD_DIM=80": "ONE_PASS, HEAD_DIM: a warp computes 32 or 64",
                "USE_MMA_SYNC=1 BLOCK_M=64 ONE_PASS=1 HEAD_DIM=128 BLOCK_N=64": "ONE_PASS, BLOCK_M, BLOCK_N: S, dP, dQ, dK and dV"}
     others = {name: re.split(r"[ .]+", knob.values)[-1] for name, knob in builds.Tree().knob_rows().items() if name not in own}

@@ -1,5 +1,6 @@
-"""Tests of ./run_all.sh micro without a GPU: refusals, tiles, arithmetic on a fake GPU's times, and a search that begins with
-its tiles.  usage: python3 -m pytest tests/test_micro.py"""
+"""Tests of ./run_all.sh micro without a GPU: tiles, arithmetic on a fake GPU's times, a search that begins with its tiles, and
+parts of the backward loop on the CPU backend.
+usage: python3 -m pytest tests/test_micro.py"""
 import csv
 import os
 import re
@@ -8,11 +9,11 @@ import sys
 import types
 from pathlib import Path
 
-import optuna
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "tools"))
+import backward_parts  # noqa: E402
 import builds  # noqa: E402
 import engine  # noqa: E402
 import micro  # noqa: E402
@@ -20,7 +21,7 @@ import report_rows  # noqa: E402
 import search  # noqa: E402
 import tool  # noqa: E402
 import tune  # noqa: E402
-from test_engine import FakeGpu, FakeKernel  # noqa: E402
+from test_engine import FakeGpu, FakeKernel, HostGpu  # noqa: E402
 
 
 TREE = builds.Tree()
@@ -30,52 +31,7 @@ def line_of(*words):
     return search.parse_line(TREE, " ".join(words))
 
 
-def asked(**options):
-    return types.SimpleNamespace(**dict(dict(family=None, from_=None, head_dim=None), **options))
-
-
-# ---- what is refused ----
-
-@pytest.mark.parametrize("words,sentence", [
-    (["--family", "frob"], "--family frob: want scalar, wmma, mma or wgmma"),
-    (["--from", "nobody"], "nobody: no line of configs.txt has that name"),
-    (["--head-dim", "100"], "--head-dim 100: want a multiple of 16"),
-    (["--from", "mma_lazy", "--family", "wgmma"], "--from mma_lazy has the family mma; omit --family wgmma"),
-    (["--from", "hopper"], "hopper: its CTAs split the keys, pack heads or choose the tile; append USE_TUNED=0"),
-    (["--from", "wgmma_chunk"], "wgmma_chunk: its CTAs split the keys, pack heads or choose the tile; append PACK_GQA=0"),
-    (["--from", "mma_lazy BLOCK_N=40"], "mma_lazy BLOCK_N=40: BLOCK_N: the scalar kernel takes multiples of 8"),
-    (["--from", "mma_lazy", "--output", __file__], f"--output {__file__}: this file already exists")])
-def test_refusals(words, sentence):
-    code, out, err = tool.run("micro", *words)
-    assert code == 2 and err.startswith(f"micro: {sentence}") and err.count("\n") == 1 and not out
-
-
-def test_without_a_gpu():
-    if engine.find_gpu() is None:
-        assert tool.run("micro", "--from", "mma_lazy") == (2, "", "micro: it times kernels and there is no GPU here\n")
-
-
-def test_a_line_of_another_gpu():
-    with pytest.raises(builds.Refused, match="^wgmma_lazy: it is a line for sm_90a, and the GPU is sm_80$"):
-        micro.loop_line(asked(from_="wgmma_lazy"), "80")
-
-
 # ---- which tiles ----
-
-@pytest.mark.usefixtures("quick_refusals")
-def test_the_default_line_is_the_quickest_of_its_kind(monkeypatch):
-    """It is the fastest line of the family with tune's initial D and type whose CTAs walk over all keys."""
-    source, = report_rows.newest(Path(ROOT, "results"))["lines"]
-    us = {row["config"]: us for row, us in report_rows.timed(source) if row["shape"] == "long"}
-    for family, D in (("mma", 64), ("wgmma", 128)):
-        line = micro.loop_line(asked(family=family, head_dim=str(D)), "90a")
-        own = [one for one in search.family_lines(line.tree, family) if (one.D, one.dtype) == (D, "fp16") and
-               (one.knob("USE_TUNED"), one.knob("PACK_GQA"), one.knob("SPLIT_CTAS")) in (("", "", ""), ("0", "0", "1"))]
-        assert line.name == min(own, key=lambda one: us[one.name]).name and len(own) > 3
-    monkeypatch.setattr(report_rows, "timed", lambda source: [(dict(config=name, shape="long"), us) for name, us in (
-        ("wgmma_d128_bf16", 1), ("wgmma", 2), ("hopper_d128", 3), ("wgmma_d128_ws", 4), ("wgmma_d128_lazy", 5))])
-    assert micro.loop_line(asked(family="wgmma", head_dim="128"), "90a").name == "wgmma_d128_ws"
-
 
 @pytest.mark.usefixtures("quick_refusals")
 def test_tiles_are_the_nearest_legal_ones_of_tunes_space():
@@ -215,12 +171,48 @@ def test_what_is_wrong_or_does_not_compile_has_no_row(timed):
     assert f"{broken} does not compile: error: no\n" in err
 
 
+# ---- parts of the backward loop ----
+
+class PartsGpu(HostGpu):
+    """The CPU backend with five SMs and fake times, which depend on the part and the number of tiles."""
+
+    def __init__(self, library):
+        super().__init__(library)
+        self.attribute, self.noise = {engine.SM_COUNT: 5}.get, 1e-5
+
+    def capture(self, launch, launches):
+        asked = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backward_parts.Parts, "launch", lambda self, *words: asked.append(words))
+            launch()
+        (name, tiles), = asked
+        return lambda: 7 + tiles * len(name) / 100, lambda: None
+
+
 @pytest.mark.long
-def test_nothing_timed_and_more_keys_in_no_time(timed, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "TIMES", {text: (keys, -0.05) for text, (keys, _) in TIMES.items()})
-    code, out, err, rows, *_ = timed()
-    assert code == 3 and not out and not rows and err.endswith("micro: no tile could be timed\n")
-    assert err.count("more keys did not take longer, so the GPU is shared\n") == len(TIMES)
+def test_parts_of_the_backward_loop(monkeypatch, tmp_path):
+    """All parts have the right results, wrong ones are seen, and each row has the time of a tile."""
+    line, path = line_of(backward_parts.LINE), str(tmp_path / "parts.csv")
+    library = builds.host_library(*line.words, program="tests/host_parts.cu")
+    gpu = PartsGpu(engine.ctypes.CDLL(library))
+    monkeypatch.setattr(engine, "find_gpu", lambda: gpu)
+    monkeypatch.setattr(builds, "build", lambda lines, arch, program: {one: builds.Built(one, library) for one in lines})
+    monkeypatch.setattr(backward_parts, "CHECKED_TILES", 5)
+    code, out, err = tool.run("micro", "--backward", "--output", path)
+    assert code == 0 and err.endswith("parts.csv\n") and len(out.splitlines()) == 11, err
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        name, us = row["part"], len(row["part"]) / 100
+        added = 0 if "red" not in name else 16384 if "half" in name else 32768
+        assert float(row["ns_tile"]) == pytest.approx(1e3 * us, rel=0.005)
+        assert float(row["added_bytes_per_clock"]) == pytest.approx(added / (1980 * us), rel=0.01, abs=0.1)
+        assert float(row["tflops"] or 0) == pytest.approx(4 * 10.486 / us * ("products" in name), rel=0.01)
+    assert len(rows) == 10
+    parts, name, download = backward_parts.Parts(gpu, library, 4), "products, dS staged, red.v4", gpu.download
+    for harmed, sentence in ((parts.sums, f"{name}: dQ has an error of "), (parts.results, f"{name}: dV and dK have the sum ")):
+        monkeypatch.setattr(gpu, "download", lambda at, *more: download(at, *more) * (1 + 0.01 * (at == harmed)))  # noqa: B023
+        assert parts.trouble(name).startswith(sentence)
 
 
 # ---- a search that begins with it ----
@@ -265,21 +257,8 @@ def test_a_search_begins_with_the_tiles(tmp_path):
 
 
 @pytest.mark.usefixtures("quick_refusals")
-def test_tiles_that_the_space_does_not_have(tmp_path):
-    path = write(tmp_path / "micro.csv", ["mma_lazy BLOCK_N=48", "mma_lazy BLOCK_N=48 STAGES=3"])
-    log = tmp_path / "log.jsonl"
-    assert dry("--seed-from", path, "--fix", "STAGES=2", "--log", str(log))[0] == 0
-    assert searched(log)[1] == search.identity(line_of("mma_lazy BLOCK_N=48"))
-    assert not [one for one in searched(log) if "STAGES=3" in one]
-    assert dry("--seed-from", path, "--fix", "STAGES=4") == (
-        2, "", f"tune: {path}: none of its tiles is in this search space\n")
-
-
-@pytest.mark.usefixtures("quick_refusals")
 @pytest.mark.parametrize("changes,words,sentence", [
     (dict(family="wgmma"), [], "has tiles for wgmma 64 fp16 90a, but the search is for mma 64 fp16 90a"),
-    (dict(sm="80"), [], "has tiles for mma 64 fp16 80, but the search is for mma 64 fp16 90a"),
-    ({}, ["--dtype", "bf16"], "has tiles for mma 64 fp16 90a, but the search is for mma 64 bf16 90a"),
     (dict(ns_per_1000_pairs="soon"), [], "want a CSV of ./run_all.sh micro"),
     (dict(line="gone BLOCK_N=32"), [], "want a CSV of ./run_all.sh micro, for a line of configs.txt"),
     ({}, ["--table"], "--seed-from requires a search or --replay; omit it")])
@@ -288,29 +267,3 @@ def test_a_csv_of_something_else(tmp_path, changes, words, sentence):
     code, out, err = dry("--seed-from", path, *words)
     assert code == 2 and sentence in err and err.count("\n") == 1 and not out, err
     assert path in err or "omit it" in err
-
-
-@pytest.mark.usefixtures("quick_refusals")
-def test_a_broken_csv(tmp_path):
-    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
-    (tmp_path / "bytes.csv").write_bytes(b"\0\xff\n")
-    for path in (tmp_path / "other.csv", tmp_path / "bytes.csv", tmp_path / "none.csv", tmp_path):
-        code, out, err = dry("--seed-from", str(path))
-        assert code == 2 and err.startswith(f"tune: {path}: ") and err.count("\n") == 1 and not out, err
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("quick_refusals")
-def test_a_replay_beside_the_tiles(tmp_path, monkeypatch):
-    """The CSV ranks the best of four candidates first, so the replay judges it right after the base."""
-    monkeypatch.setattr(tune, "KNOWN", 20)  # proposals: of four candidates most are known
-    lines = [line_of("mma_lazy", f"BLOCK_N={n}") for n in (64, 32, 48, 80)]
-    space = search.Space(lines[0], {"BLOCK_N": ["64", "32", "48", "80"]}, True)
-    log = tune.Log(str(tmp_path / "all.jsonl"), dict(all=True, gpu="Fake", base="mma_lazy", space=space.values,
-                                                     problems=[["long", 64, "fp16"]]))
-    for line, score in zip(lines, (1.0, 1.1, 1.05, 0.8)):
-        record = dict(knobs=search.identity(line), line=line.text, fate="timed")
-        log.add(optuna.trial.create_trial(value=score, user_attrs=record))
-    path = write(tmp_path / "micro.csv", ["mma_lazy BLOCK_N=32", "mma_lazy BLOCK_N=80"], sm="80")
-    code, out, err = tool.run("tune", "--replay", log.path, "--seed-from", path)
-    assert code == 0 and re.search(r"^from mma_lazy and micro's +2 +2 +50.0%", out, re.MULTILINE), out + err

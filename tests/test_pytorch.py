@@ -7,6 +7,7 @@ import ctypes
 import functools
 import inspect
 import itertools
+import math
 import multiprocessing
 import os
 import random
@@ -237,18 +238,16 @@ def on_meta(*shape, dtype=torch.half):
 def test_shapes_of_the_fake_kernel(dtype, D, Dv):
     """O has V's own D, LSE none. q then has another size than O, so O is contiguous instead of laid out like q."""
     q, k, v = on_meta(2, 8, 100, D, dtype=dtype), on_meta(2, 4, 300, D, dtype=dtype), on_meta(2, 4, 300, Dv, dtype=dtype)
-    out, lse = sdpa.fake(q, k, v, 0, -1, -1)
+    plain = 0, -1, -1, 0, None, 0.0, *[None] * 8, 0
+    out, lse = sdpa.fake(q, k, v, *plain)
     assert out.shape == (2, 8, 100, Dv) and out.dtype == (torch.half if dtype == torch.float8_e4m3fn else dtype)
     assert out.stride() == (q.stride() if D == Dv else (8 * 100 * Dv, 100 * Dv, Dv, 1))
     assert (lse.shape, lse.dtype, lse.stride()) == ((2, 8, 100), torch.float32, (800, 100, 1))
     if dtype == torch.float8_e4m3fn:
-        out, _ = sdpa.fake(q, k, v, 0, -1, -1, 0, None, 0.0, *[None] * 8, 0, None, 0, None, False, True)
+        out, _ = sdpa.fake(q, k, v, *plain, None, 0, None, False, True)
         assert out.dtype == torch.bfloat16
-    for x, dx in zip((q, k, v), sdpa.fake_backward(out, q, k, v, out, lse, 0)):
+    for x, dx in zip((q, k, v), sdpa.fake_backward(out, q, k, v, out, lse, *plain[:5])):
         assert (dx.shape, dx.stride(), dx.dtype) == (x.shape, x.stride(), x.dtype)
-    for bad in ((q[0], k, v), (q, k[0], v), (q, k, v[0])):
-        with pytest.raises(ValueError, match="a tensor has 3 dimensions"):
-            sdpa.fake(*bad)
 
 
 def test_each_argument_gets_to_its_place(monkeypatch):
@@ -688,7 +687,7 @@ def test_refusals():
                 sdpa.attention(q, q, q, **{name: [1]})
             with pytest.raises(ValueError, match=f"^sdpa.attention: {name} is on cpu, not on cuda:0$"):
                 sdpa.attention(q, q, q, **{name: on_cpu})
-        with pytest.raises(ValueError, match="^sdpa.attention: a tensor has 3 dimensions, not"):
+        with pytest.raises(RuntimeError, match="^sdpa.attention: a tensor has 3 dimensions, not"):
             sdpa.attention(q[0], q[0], q[0])
         x, n = torch.empty(9, device="cuda"), torch.empty(9, device="cuda", dtype=torch.int32)
         for options, error, words in (
@@ -812,9 +811,10 @@ def test_strides_that_pytorch_promises():
             want = torch.empty_like(q).stride()
             with FakeTensorMode():
                 fake = torch.empty_strided(q.shape, q.stride(), device="cuda", dtype=torch.half)
-                outs = (sdpa.OPERATOR(fake, fake, fake, 0, -1, -1, 0, None, 0.0, *[None] * 8, 0)[0],
-                        torch.ops.aten._scaled_dot_product_cudnn_attention(fake, fake, fake, None, True)[0],
+                outs = (torch.ops.aten._scaled_dot_product_cudnn_attention(fake, fake, fake, None, True)[0],
                         torch.ops.aten._scaled_dot_product_flash_attention(fake, fake, fake)[0])
+                if all(step % 8 == 0 for step in q.stride()[:3]):  # else attention() refuses it
+                    outs += sdpa.OPERATOR(fake, fake, fake, 0, -1, -1, 0, None, 0.0, *[None] * 8, 0)[:1]
             large = [i for i, size in enumerate(shape) if size > 1]
             for out in outs:
                 assert [out.stride()[i] for i in large] == [want[i] for i in large], (q.shape, q.stride())
@@ -831,7 +831,7 @@ def test_the_fake_kernel(glue):
         out, lse = sdpa.attention(*(x.to("meta") for x in (q, k, k)), return_lse=True)
         assert out.is_meta and (out.shape, out.stride(), lse.shape) == (q.shape, q.stride(), q.shape[:3])
         e4m3 = q.to(torch.float8_e4m3fn)
-        assert sdpa.attention(e4m3, k, k).dtype == torch.float16
+        assert sdpa.attention(e4m3, e4m3, e4m3).dtype == torch.float16
         for dtype in HALVES:  # autocast's type, of float32 and of 16 bits, and of nothing else; torch.autocast() wants a GPU
             torch.set_autocast_enabled("cuda", True), torch.set_autocast_dtype("cuda", dtype)
             got = [sdpa.attention(*x).dtype for x in ((q.float(), k.float(), k), (q, k, k), (e4m3, e4m3, e4m3))]
@@ -992,7 +992,7 @@ def operators_on_cpu(calls=None):
     def forward(q, k, v, mask, left, right, by, scale, cap, *rest):
         if calls is not None:
             calls.append((q, k, v, *rest))
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        k, v = (x[:q.shape[0]].repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))  # of pages, any
         S = weights(q, k, [None, "br", "tl"][mask], scale, rest[9] if len(rest) > 9 else None)
         return S.softmax(-1) @ v, S.logsumexp(-1).float()
 
@@ -1029,11 +1029,15 @@ import torch.distributed as dist
 import pytorch as sdpa, test_pytorch as here
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
+from dtensor_sharding import DIMENSIONS
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", init_method="file://" + os.environ["MEETING"], rank=rank, world_size=2)
 mesh, calls = init_device_mesh("cpu", (2,)), []
 sdpa.glue()
+names = [argument.name for argument in sdpa.OPERATOR._schema.arguments]
+del names[3:9]  # numbers, which calls do not have
 place = lambda x, *how: distribute_tensor(x, mesh, how)
+sdpa.troubles = lambda call: []  # the stand-ins take float64
 torch.manual_seed(0)
 whole, batch, heads = Replicate(), Shard(0), Shard(1)
 with here.operators_on_cpu(calls):
@@ -1046,19 +1050,27 @@ with here.operators_on_cpu(calls):
         plain = [torch.randn(S, dtype=torch.double, requires_grad=True) for S in shapes]
         of_k = whole if Hkv == 1 and split == heads else split
         tensors = [place(x.detach(), how).requires_grad_() for x, how in zip(plain, (split, of_k, of_k))]
-        extra = dict(sinks=torch.randn(Hq), k_lengths=torch.tensor([3, 7], dtype=torch.int32), q_descale=torch.ones(2, Hq),
-                     k_descale=torch.ones(1, Hkv))
-        options = {name: place(x, whole) for name, x in extra.items()}
-        calls.clear()
-        with torch.no_grad():
-            here.by_operator(*tensors, 1, **options)
-        (q, k, v, q_descale, k_descale, v_descale, sinks, k_lengths, *_), = calls
+        # Every optional tensor with a dimension of batches or heads; these dimensions are marked by letters.
+        sizes = dict(B=2, H=Hq, K=Hkv)
+        dims = dict(sinks="H", k_lengths="B", q_lengths="B", k_firsts="B", q_descale="BH", k_descale="1K", v_descale="BK", bias="BH57",
+                    page_table="B3")
+        assert dims.keys() == DIMENSIONS.keys()
         by_heads, by_batch = split == heads and Hkv != 3, split == batch
-        local = slice(2 * rank, 2 * rank + 2) if by_heads else slice(None)
-        assert q.shape[:2] == (1 if by_batch else 2, 2 if by_heads else Hq), (Hkv, split, q.shape)
-        assert k.shape[1] == max(Hkv // 2, 1) if by_heads else k.shape[1] == Hkv
-        assert torch.equal(sinks, extra["sinks"][local]) and q_descale.shape == q.shape[:2] and k_descale.shape == (1, k.shape[1])
-        assert k_lengths.tolist() == ([[3], [7]][rank] if by_batch else [3, 7])
+        for left_out in ["page_table"], ["k_lengths", "q_lengths"]:
+            extra = {name: 9 * torch.randn([sizes.get(dim) or int(dim) for dim in of_x]) for name, of_x in dims.items() if name not in left_out}
+            extra |= {name: x.int() for name, x in extra.items() if not {"H", "K"} & set(dims[name])}  # lengths and pages
+            calls.clear()
+            with torch.no_grad():
+                here.by_operator(*tensors, 1, **{name: place(x, whole) for name, x in extra.items()})
+            given = dict(zip(names, calls[0]))
+            q, k = given["q"], given["k"]
+            assert q.shape[:2] == (1 if by_batch else 2, 2 if by_heads else Hq), (Hkv, split, q.shape)
+            assert k.shape[:2] == (1 if by_batch and "page_table" in left_out else 2, max(Hkv // 2, 1) if by_heads else Hkv)
+            for name, x in extra.items():
+                for at, dim in enumerate(dims[name]):
+                    if dim == "B" and by_batch or dim in "HK" and by_heads and x.shape[at] > 1:
+                        x = x.chunk(2, at)[rank]
+                assert torch.equal(given[name], x), (Hkv, split, name)
         with CommDebugMode() as traffic:
             out, lse = here.by_operator(*tensors, 1)
         assert traffic.get_total_counts() == 0 or split == Shard(2) or Hkv == 3, (Hkv, split)
@@ -1517,6 +1529,182 @@ def test_append_of_many_rows(append):
     append(k, v, new, new, lengths, None, None)
     assert k[0, 1:].all() and v[1, :-1].all() and not k[0, 0].any() and not v[1, -1].any()
     assert [x._version for x in (k, v)] == [n + 1 for n in versions] and k.grad_fn is None
+
+
+# ---- fake tensors refuse what kernels refuse ----
+
+def int32_of(*shape):
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def calls_of_attention():
+    """Arguments of sdpa::attention by the names of its schema: a call for each group of options. No other test has these D, since
+    pytorch.cpp keeps the lines."""
+    q, k, v = (torch.zeros(2, H, S, D, dtype=torch.half) for H, S, D in ((4, 6, 176), (2, 8, 176), (2, 8, 208)))
+    row, pages, mask = int32_of(3), torch.zeros(5, 2, 16, 176, dtype=torch.half), torch.ones(2, 1, 1, 8, dtype=torch.bool)
+    q8, k8 = q.to(E4M3), k.to(E4M3)
+    plain = dict(q=q, k=k, v=k, causal=0, left=-1, right=-1, window_alignment=0, scale=None, softcap=0.0, most_keys=0, bias_keys=0)
+    of_mods = dict(score_mod="s - x0[h]", mask_mod="i0[q] == i0[k]", x0=torch.ones(4), i0=int32_of(8), block_mask=torch.zeros(9, dtype=torch.uint8))
+    options = {"plain": {}, "own Dv": dict(v=v, sinks=torch.zeros(4), softcap=3.0), "e4m3": dict(
+        q=q8, k=k8, v=k8, q_descale=torch.ones(2, 4), k_descale=torch.ones(2), v_descale=torch.ones(1, 1), bf16_out=True), "mask of keys": dict(
+        q=q8, k=k8, v=k8, q_descale=torch.ones(2), bias=mask), "kv8": dict(k=k8, v=k8, k_descale=torch.ones(2, 2)), "packed": dict(
+        q=q[:1], k=k[:1], v=k[:1], q_starts=row, k_starts=row, most_keys=7, bias=torch.zeros(6, 7)), "queries packed": dict(
+        q=q[:1], q_starts=row, k_lengths=row[:2], q_lengths=row[:2], v=v), "pages": dict(
+        k=pages, v=pages, page_table=int32_of(2, 3), k_lengths=row[:2], k_firsts=row[:2]), "packed, pages": dict(
+        q=q[:1], k=pages, v=pages, page_table=int32_of(2, 3), q_starts=row, bias=torch.zeros(1, 3), bias_keys=3), "bias": dict(
+        bias=torch.zeros(4, 6, 8), sinks=torch.zeros(4)), "bias of last keys": dict(bias=torch.zeros(2, 1, 6, 1).half(), bias_keys=5), "no key heads": dict(
+        k=k[:, :0], v=k[:, :0]), "mods": of_mods}
+    return {name: plain | given for name, given in options.items()}
+
+
+def changes_of_tensor(x):
+    """Yields tensors that differ from x in type, in the number of dimensions, in one size, or in how they lie."""
+    yield from (x.to(dtype) for dtype in (torch.half, torch.bfloat16, torch.float32, torch.double, E4M3, torch.int32, torch.int64, torch.bool,
+                                          torch.uint8))
+    yield from (x[None], x.reshape(-1), x.new_zeros(x.numel() + 1)[1:].view(x.shape), x.new_zeros(()))
+    if x.dim() == 4:
+        yield x[:, :, :1].expand(-1, -1, 10**9 + 1, -1)
+    for dim, size in enumerate(x.shape):
+        yield from (x.new_zeros(*x.shape[:dim], other, *x.shape[dim + 1:]) for other in {0, 1, abs(size - 1), size + 1, 2 * size, 24, 264})
+        yield from (x.new_zeros(*x.shape[:dim], size + 1, *x.shape[dim + 1:]).narrow(dim, first, size) for first in (0, 1))
+        yield x.new_zeros(*x.shape[:dim], 2 * size, *x.shape[dim + 1:]).narrow(dim, 0, 2 * size)[(slice(None),) * dim + (slice(None, None, 2),)]
+        yield x.new_zeros(*x.shape[:dim], 1, *x.shape[dim + 1:]).expand(x.shape)
+        yield x.transpose(dim, 0).contiguous().transpose(dim, 0)
+        yield x.transpose(dim, -1)
+
+
+NUMBERS = {"left": (-2, 0, 10**9, 10**9 + 1), "right": (-2, 0, 10**9 + 1), "most_keys": (-1, 1, 7, 9, 10**9 + 1), "bias_keys": (-1, 1, 5, 8, 9, 10**9 + 1),
+           "scale": (0.0, -1.0, 1e38, math.inf, math.nan), "softcap": (1.0, 1e-50, 1e-30), "bf16_out": (True, False),
+           "score_mod": ("", "s - x0[h]"), "mask_mod": ("", "i0[q] == i0[k]"), "causal": (0, 1, 2), "window_alignment": (1, 2)}
+
+
+def changed_calls(calls, count, numbers):
+    """Yields (name, changes, call): each call with each change of each argument and with each argument of the others, and `count` random
+    pairs of changes."""
+    singles, required = {}, set.intersection(*({key for key, x in call.items() if isinstance(x, torch.Tensor)} for call in calls.values()))
+    for name, call in calls.items():
+        others = [(key, x) for other in calls.values() for key, x in other.items() if isinstance(x, torch.Tensor)]
+        singles[name] = [(key, x) for key, x in others] + [(key, None) for key in call if key not in required] + [
+            (key, x) for key, given in call.items() if isinstance(given, torch.Tensor) for x in changes_of_tensor(given)] + [
+            (key, x) for key, values in numbers.items() for x in values]
+        singles[name] = [(key, x) for key, x in singles[name] if x is not None or isinstance(call[key], torch.Tensor)]
+        yield name, [], call
+        yield from ((name, [change], call | dict([change])) for change in singles[name])
+    draw = random.Random(0)
+    for _ in range(count):
+        name = draw.choice(list(calls))
+        changes = draw.sample(singles[name], 2)
+        yield name, changes, calls[name] | dict(changes)
+
+
+def as_meta(x):
+    """A meta tensor that lies as x does."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    whole = torch.empty(x.untyped_storage().nbytes() // x.element_size(), dtype=x.dtype, device="meta")
+    return whole.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+NAMES_OF_DTYPES = {"Half": "float16", "BFloat16": "bfloat16", "Float": "float32", "Double": "float64", "Float8_e4m3fn": "float8_e4m3fn", "Int": "int32",
+                   "Long": "int64", "Bool": "bool", "Byte": "uint8"}
+
+
+def outcome(function, *arguments):
+    """The results as (shape, strides, dtype), or the first line of the error without the names of devices and of types."""
+    try:
+        out = function(*arguments)
+    except Exception as trouble:
+        words = str(trouble).splitlines()[0].replace("torch.", "")
+        words = re.sub(r"\b(of|for) (\w+)\b", lambda match: f"{match[1]} {NAMES_OF_DTYPES.get(match[2], match[2])}", words)
+        return re.sub(r"\b(cpu|meta)\b", "DEVICE", words)
+    of_rows = [[step for size, step in zip(x.shape, x.stride()) if size > 1] for x in (out if isinstance(out, tuple) else [out])]
+    return [(x.shape, steps, x.dtype) for x, steps in zip(out if isinstance(out, tuple) else [out], of_rows)]
+
+
+def idle(names, kind):
+    """A loader of a line whose functions do nothing."""
+    def load(*arguments):
+        functions = [stand_in.told(lambda p: None, kind) if name in ("forward", "backward", "map_bias") else stand_in.Bytes(lambda p: 0) for name in names]
+        stand_in.LOADED.append(functions)
+        for name, function in zip(names, functions):
+            setattr(arguments[-1][0], name, ctypes.cast(function, ctypes.c_void_p).value)
+    return load
+
+
+@needs_no_gpu
+def test_fake_tensors_refuse_what_kernels_refuse(glue):
+    """attention() of meta tensors has the shapes and strides of a real call, or its error."""
+    defaults = {argument.name: argument.default_value for argument in sdpa.OPERATOR._schema.arguments}
+    source = builds.Tree().read("sdpa.cu")
+    of_library = [re.sub("%[sdg]", ".*", re.escape(words)) for words in (
+        "softcap=%g: must be 0, or 1e-18 to 1e18", "%s=%d is outside [%d, %d]", "%s is for builds with %s; set it to 0") if f'"{words}"' in source]
+    errors, count = Counter(), 0
+    with stand_in.kernels(glue, sdpa.LOAD(idle(sdpa.LINE_FUNCTIONS, stand_in.Forward))), torch.no_grad():
+        for name, changes, call in changed_calls(calls_of_attention(), 3000, NUMBERS):
+            call = defaults | call
+            mods = call["score_mod"] + call["mask_mod"]
+            if {*re.findall(r"\b[xi]\d", mods)} != {x for x in sdpa.ARRAYS if call[x] is not None}:
+                continue  # attention() refuses these itself
+            want, got = outcome(sdpa.OPERATOR, *call.values()), outcome(sdpa.fake, *map(as_meta, call.values()))
+            if "block_mask was made for" in want:
+                continue  # the map may be of any call
+            if not isinstance(want, str) and isinstance(got, str):
+                assert any(re.fullmatch("sdpa.attention: " + words, got) for words in of_library), (name, changes, got)
+            else:
+                assert got == want, (name, changes)
+            errors[re.sub(r"[-\d.]+|\[.*?\]", "N", got) if isinstance(got, str) else "none"] += 1
+            count += 1
+        for name, call in calls_of_attention().items():
+            metas = {key: as_meta(x) for key, x in (defaults | call).items()}
+            for key, x in call.items():
+                other = metas | {key: x} if key != "q" else defaults | call | dict(q=metas["q"])
+                assert not isinstance(x, torch.Tensor) or isinstance(outcome(sdpa.fake, *other.values()), str), (name, key)
+    assert count > 6000 and errors["none"] > 1500 and len(errors) > 40, (count, len(errors), errors)
+
+
+@needs_no_gpu
+def test_fake_caches_refuse_what_append_refuses(glue):
+    cache, rows, lengths = torch.zeros(2, 8, 2, 32), torch.zeros(2, 3, 2, 32), int32_of(2)
+    plain = dict(k_cache=cache, v_cache=cache, k=rows, v=rows, lengths=lengths, page_table=None, starts=None)
+    calls = {"plain": plain, "pages": plain | dict(page_table=int32_of(2, 4)), "packed": plain | dict(k=rows[0], v=rows[0], starts=int32_of(3))}
+    operator, errors = torch.ops.sdpa.append.default, Counter()
+    with stand_in.kernels(glue), torch.no_grad():
+        for name, changes, call in changed_calls(calls, 500, {}):
+            want, got = outcome(operator, *call.values()), outcome(sdpa.fake_append, *map(as_meta, call.values()))
+            assert got == want, (name, changes)
+            errors[re.sub(r"\d+", "N", got) if isinstance(got, str) else "none"] += 1
+    assert errors["none"] > 100 and len(errors) > 8, errors
+
+
+@needs_no_gpu
+def test_meta_tensors_refuse_gradients_that_kernels_refuse(glue):
+    """Refusals that do not depend on the GPU: lines for all sizes stand in."""
+    q, k, row = torch.zeros(2, 4, 6, 64).half(), torch.zeros(2, 2, 8, 64).half(), int32_of(2)
+    starts, bias = int32_of(3), torch.zeros(4, 6, 8)
+    choices = dict(
+        k=[k, k[:, :, :6]], v=[None, k.new_zeros(2, 2, 8, 128)], causal=[0, 1, 2], left=[-1, 3], right=[-1, 0], window_alignment=[0, 1, 2],
+        bias=[None, bias], to_bias=[False, True], softcap=[0.0, 2.0], sinks=[None, torch.zeros(4)], k_lengths=[None, row], q_starts=[None, starts],
+        bias_keys=[0, 8], score_mod=["", "2 * s"], without=["", "no backward for e4m3, pages"], backward=["", "sdpa", "deterministic", "torch"])
+    defaults = {argument.name: argument.default_value for argument in sdpa.BACKWARD._schema.arguments}
+    draw, kinds = random.Random(0), Counter()
+    with stand_in.kernels(glue, load_backward=sdpa.LOAD_BACKWARD(idle(("workspace_bytes", "backward"), stand_in.Backward))):
+        for _ in range(3000):
+            call = defaults | dict(scale=None) | {name: draw.choice([values[0], draw.choice(values)]) for name, values in choices.items()}
+            packs = call["q_starts"] is not None
+            call["q"] = call["grad"] = q[:1] if packs else q
+            call["v"] = call["k"] if call["v"] is None else call["v"][:, :, :call["k"].shape[2]]
+            if call["bias"] is not None:
+                call["bias"] = call["bias"][..., :min(call["bias_keys"] or 8, call["k"].shape[2])]
+                call["bias_keys"] = min(call["bias_keys"], call["k"].shape[2])
+            call |= dict(o=call["q"].new_zeros(*call["q"].shape[:3], call["v"].shape[3]), lse=torch.zeros(call["q"].shape[:3]),
+                         to_bias=call["to_bias"] and call["bias"] is not None, bias_keys=call["bias_keys"] if call["bias"] is not None else 0)
+            call["grad"] = call["o"]
+            want, got = outcome(sdpa.BACKWARD, *call.values()), outcome(sdpa.fake_backward, *map(as_meta, call.values()))
+            if isinstance(want, str) and not want.startswith("sdpa.attention: "):
+                want = got if not isinstance(got, str) else want  # PyTorch's kernels, which do not run on the CPU
+            assert got == want, {name: x if not isinstance(x, torch.Tensor) else list(x.shape) for name, x in call.items() if x is not defaults[name]}
+            kinds[got if isinstance(got, str) else "none"] += 1
+    assert kinds["none"] > 1000 and len(kinds) > 10, kinds
 
 
 def test_what_append_refuses(append):

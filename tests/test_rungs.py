@@ -18,7 +18,6 @@ import ncu  # noqa: E402
 import page  # noqa: E402
 import report_rows  # noqa: E402
 import steps  # noqa: E402
-import tool  # noqa: E402
 from test_engine import FakeGpu, FakeKernel  # noqa: E402
 
 PAGE = (ROOT / "docs/LADDER.md").read_text(encoding="utf-8")
@@ -59,35 +58,6 @@ def shown_today(pattern):
 @pytest.mark.long
 def test_all_diffs_are_todays():
     shown_today("")
-
-
-def test_only_the_named_diffs_are_drawn(monkeypatch):
-    monkeypatch.setattr(ladders, "code", lambda line: ["a;", "alpha = exp2;" if line.name == "mma_fast_exp" else "b;", "c;"])
-    assert [*ladders.diff_sections("tile32|split4")] == ["rung_scalar_tile32x64", "rung_mma_split4"]
-    with pytest.raises(builds.Refused, match="^mma_fast_exp: no line of its diff to mma_lazy has fmaf"):
-        ladders.diff_sections("fast_exp")
-
-
-# ---- passages of a diff ----
-
-OLD = "first();\n\nvoid f() {\n  a();\n  b();\n  c();\n}\nlast();\nend();".split("\n")
-
-
-def passages(new):
-    return ["\n".join(passage) for passage in ladders.passages(OLD, new.split("\n"))]
-
-
-@pytest.mark.parametrize("new,found", [
-    ("\n".join(OLD), []),
-    ("first();\n\nvoid f() {\n  a();\n  B();\n  c();\n}\nlast();\nend();", ["-  b();\n+  B();"]),
-    # One line that stays belongs to the passage, as its context; two do not.
-    ("first();\n\nvoid f() {\n  A();\n  b();\n  C();\n}\nlast();\nend();", ["-  a();\n+  A();\n   b();\n-  c();\n+  C();"]),
-    ("first();\n\nvoid f() {\n  A();\n  b();\n  c();\n  D();\n}\nlast();\nend();", ["-  a();\n+  A();", "+  D();"]),
-    # A function is one, and so is what an empty line parts.
-    ("first();\n\nvoid g() {\n  x();\n}\nint y;\n\nint z;\nvoid f() {\n  a();\n  b();\n  c();\n}\nlast();\nend();",
-     ["+void g() {\n+  x();\n+}", "+int y;", "+int z;"])])
-def test_passages(new, found):
-    assert passages(new) == found
 
 
 # ---- the tables ----
@@ -293,9 +263,8 @@ def test_a_wrong_rung_fails(ran):
 
 
 @pytest.mark.parametrize("more,sentence", [
-    (dict(path=None), "ncu is missing; add the folder of Nsight Compute"), (dict(ncu_said="==ERROR== ERR_NVGPUCTRPERM"), "this user may not read"),
-    (dict(ncu_said=printed(2)), "ncu saw 2 of 3 launches: ==PROF== words"),
-    (dict(ncu_said="==PROF== a\nrungs: mma: it is out of memory\n"), "ncu saw 0 of 3 launches: rungs: mma: it is out of memory")])
+    (dict(path=None), "ncu is missing; add the folder of Nsight Compute"),
+    (dict(ncu_said=printed(2)), "ncu saw 2 of 3 launches: ==PROF== words")])
 def test_without_counters_there_are_times(ran, more, sentence):
     code, rows, err, *_ = ran(peers=(), **more)  # which are written before ncu is asked
     assert code == 0 and len(rows) == 3 and not any(row["unit"] for row in rows) and all(row["graph_us"] for row in rows)
@@ -307,17 +276,3 @@ def test_what_ncu_looks_at(ran):
     code, rows, _, gpu, commands = ran("--launch")
     assert not code and not rows and not commands and gpu.calls == ["cuProfilerStart", "cuProfilerStop"] * 3
     assert not gpu.memory
-
-
-def test_refusals(tmp_path):
-    (tmp_path / "there.csv").touch()
-    for words, sentence in ((["x"], "x: no such ladder; docs/LADDER.md has scalar, wgmma, decode, backward"), (["--output", f"{tmp_path}/there.csv"], f"--output {tmp_path}/there.csv: this file already exists")):
-        code, out, err = tool.run("rungs", *words)
-        assert (code, out, err) == (2, "", f"rungs: {sentence}\n")
-    if engine.find_gpu() is None:
-        assert tool.run("rungs") == (2, "", "rungs: it times kernels and there is no GPU here\n")
-
-
-def test_no_rung_is_refused_by_its_knobs():
-    """Nor by sdpa.cu's limits. The lines of configs.txt are compiled by their own tests."""
-    assert [len(lines) for lines in steps.wanted(ladders.LADDERS).values()] == [21, 21, 18, *[5] * 6]

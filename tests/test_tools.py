@@ -1,4 +1,4 @@
-"""Tests of ./run_all.sh profile, stress and sweep: how they use the output of the programs they run, faked here, and what they refuse.
+"""Tests of ./run_all.sh profile, stress and sweep with faked programs, and the refusals of all commands.
 usage: python3 -m pytest tests/test_tools.py"""
 import csv
 import errno
@@ -17,6 +17,7 @@ sys.path.insert(0, os.path.join(ROOT, "tools"))
 import builds  # noqa: E402
 import cli  # noqa: E402
 import engine  # noqa: E402
+import fit  # noqa: E402
 import ncu  # noqa: E402
 import peers  # noqa: E402
 import stress  # noqa: E402
@@ -26,11 +27,6 @@ from test_engine import FakeGpu, FakeKernel, HostGpu  # noqa: E402
 
 LINE, = builds.parse_contenders(["scalar_vec8"])
 needs_no_gpu = pytest.mark.skipif(engine.find_gpu() is not None, reason="there is a GPU")
-
-
-def run_all(*words):
-    done = subprocess.run([os.path.join(ROOT, "run_all.sh"), *words], capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
 
 
 # ---- options ----
@@ -66,12 +62,9 @@ def test_options_are_refused_in_a_sentence(words, sentence):
     (lambda: None, None, ""), (lambda: 1, 1, ""),
     (cli.Refused("no such line"), 2, "it: no such line\n"), (cli.Refused("the GPU is gone", 3), 3, "it: the GPU is gone\n"),
     (KeyboardInterrupt(), 130, "it: stopped\n"), (BrokenPipeError(), 3, "it: stdout is closed, so not all of it was printed\n"),
-    *[(OSError(number, "not now", builds.BUILD + "/y"), 3,
-       f"it: {builds.BUILD}/y: not now; set SDPA_BUILD_DIR to a writable folder\n")
-      for number in (errno.EACCES, errno.EROFS, errno.EPERM)],
-    (OSError(errno.EROFS, "not now", "/x/y"), 3, "it: /x/y: not now\n"),
-    (OSError(errno.ENOSPC, "full", "/x/y"), 3, "it: /x/y: full\n"), (OSError("words alone"), 3, "it: words alone\n"),
-    (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "odd"), 3, "it: 'utf-8' codec can't decode byte 0xff in position 0: odd\n")], ids=repr)
+    (OSError(errno.EROFS, "not now", builds.BUILD + "/y"), 3,
+     f"it: {builds.BUILD}/y: not now; set SDPA_BUILD_DIR to a writable folder\n"),
+    (OSError(errno.ENOSPC, "full", "/x/y"), 3, "it: /x/y: full\n")], ids=repr)
 def test_how_a_command_ends(ends, code, said, monkeypatch, capfd):
     def main():
         if isinstance(ends, BaseException):
@@ -202,8 +195,6 @@ def test_peers_fail_if_a_line_is_wrong_on_any_problem(compared):
         ("torch_math", "1x1x1x41x50", "")]
     assert [bool(row["graph_us"]) for row in rows] == [False, True, True, True] and courses == [(engine.STEADY, 2)] * 2
     assert rows[0]["note"].startswith("O(0,0,") and "max diff to torch_math " in rows[0]["note"]
-    code, rows, *_ = compared("scalar_vec8", "torch:math", *problems)
-    assert code == 0 and {row["check"] for row in rows} == {"PASS", ""}
     code, rows, *_ = compared("scalar_vec8", "scalar_vec2", *problems[:2], torch_flash=wrong, scalar_vec2=wrong)
     assert code == 1 and [row["config"] for row in rows] == ["scalar_vec8", "scalar_vec2", "torch_cudnn", "torch_flash",
                                                              "torch_efficient", "torch_math"]  # all of them, unless some are typed
@@ -224,34 +215,6 @@ def test_rows_of_peers(compared):
         ("scalar_vec8", ""), ("torch_math", ""), ("scalar_vec8__HEAD_DIM_V_32", "; V of 32"), ("torch_math", "; V of 32")]
     with pytest.raises(cli.Refused, match="^which line[?]$"):
         compared("torch:math", "torch:flash")
-
-
-def test_which_problems_peers_take(compared, monkeypatch):
-    asked, limits = [], []
-
-    def run_problem(gpu, kernels, problem, facts, *course):
-        asked.append((problem, course))
-        return ()
-    monkeypatch.setattr(peers, "run_problem", run_problem)
-    monkeypatch.setattr(peers, "product_of_matrices", lambda gpu: limits.append(1) or {})
-
-    def problems(*words):
-        asked.clear()
-        assert compared("hopper", "hopper_bf16", "hopper_d128_bf16", "hopper_d256_bf16", "hopper_e4m3", "torch:math", *words)[0] == 0
-        return [problem for problem, _ in asked]
-    parsed = lambda texts: [problem for problem in map(engine.parse_problem, texts)  # noqa: E731
-                            if (problem.D, problem.dtype) in ((64, "fp16"), (64, "bf16"), (128, "bf16"), (256, "bf16"), (64, "e4m3"))]
-    assert problems() == [engine.parse_problem(f"{shape},{kind}") for shape in ("mission", "mission2", "long")
-                          for kind in ("64,bf16", "64,e4m3", "64,fp16", "128,bf16", "256,bf16")]
-    assert problems("--shape", "long,64,fp16", "--suite") == parsed(["long,64,fp16", *peers.SUITE])
-    assert problems("--e4m3") == parsed(peers.E4M3) and asked[0][1] == (engine.STEADY, 2)
-    field = problems("--field")
-    assert field == parsed(peers.FIELD) and len(set(field)) == 36 and limits == [1]
-    published = problems("hopper_d192_v128", "DTYPE=BF16", "hopper_e4m3_d128", "--published")  # the first: V of 128
-    assert {(p.D, p.Dv, p.dtype) for p in published} == {(64, 0, "bf16"), (128, 0, "bf16"), (192, 128, "bf16"), (128, 0, "e4m3")}
-    drawn = [p for p in peers.draw(9, 2, True) if p in parsed([f"{p.shape.replace('x', ',')},{p.D},{p.dtype},{p.causal}"])]
-    assert problems("--chunks", "--drawn", "9", "--seed", "2") == drawn != []
-    assert {course for _, course in asked} == {(peers.DRAWN, 1)} and peers.draw(60, 3, True) != peers.draw(60, 4, True)
 
 
 # ---- stress ----
@@ -295,6 +258,7 @@ def test_stress_sees_a_bit_and_a_run_that_writes_nothing(change, sentence):
     assert dict(stress.stress(FakeGpu(), wrong, {}, None, problem, 2))["alone"].startswith("O(")
 
 
+@pytest.mark.long
 def test_stress_of_a_line_on_the_cpu_backend():
     line, = builds.parse_contenders(["wmma_persistent"])
     kernel = engine.LoadedLine(line, builds.host_library(*line.words, program="tests/host_library.cu"))
@@ -325,7 +289,6 @@ class ChangingGradients(engine.LoadedBackward):
 
 
 @pytest.mark.parametrize("name,factor,sentence", [
-    ("dK", 1.001, "run 3 differs from the first one in 1 elements of dK, the first dK(0,0,7,7)"),
     ("dV", 1.001, "run 3 differs from the first one in 1 elements of dV, the first dV(0,0,7,7)"),
     ("dQ", 1.001, ""), ("dQ", -1.0, "run 3 differs from the first one by a rel_rms of"), ("dQ", math.nan, "run 3 differs from")])
 def test_stress_of_gradients(name, factor, sentence):
@@ -357,7 +320,6 @@ def test_rows_and_exit_codes_of_stress(monkeypatch, capsys):
     built[bad] = builds.Built(bad)
     assert stress.stress_line(None, line, built, None, 9) == 1
 
-
     # A variant that sdpa.cu refuses is no error; the line itself is.
     monkeypatch.setattr(builds.Tree, "refusal", lambda *_: "STAGES: no")
     built[bad] = builds.Built(bad, trouble="static assertion failed")
@@ -367,8 +329,8 @@ def test_rows_and_exit_codes_of_stress(monkeypatch, capsys):
     assert stress.stress_line(None, line, built, None, 9) == 3
 
 
-@pytest.mark.parametrize("words,codes,code", [(" wgmma_plain wgmma_decode", (0, 0), 0), (" wgmma_plain wgmma_decode", (0, 1), 1),
-                                              (" wgmma_plain wgmma_decode", (3, 1), 3), ("", (0,), 1), (" good", (0,), 0)])
+@pytest.mark.parametrize("words,codes,code", [(" wgmma_plain wgmma_decode", (0, 0), 0), (" wgmma_plain wgmma_decode", (3, 1), 3),
+                                              ("", (0,), 1)])
 def test_the_command_stress(words, codes, code, monkeypatch, tmp_path, capsys):
     """Builds all variants of each line; the exit code is the worst of the lines'. Reports bad lines only if it runs all lines."""
     built, left = [], list(codes)
@@ -425,45 +387,47 @@ def test_the_tally_of_a_sweep(tmp_path):
     assert sweep.tally("none", 8, str(tmp_path / "none"))["problems"] == 0
 
 
-@pytest.mark.long
-@needs_no_gpu
-def test_a_sweep_on_the_cpu_backend():
-    code, out, err = run_all("sweep", "3", "--only", "^scalar_(vec2|racy)$", "--series", "5", "--cpu")
-    rows = list(csv.DictReader(io.StringIO(out)))
-    assert code == 0 and [(row["config"], row["series"], row["passed"]) for row in rows] == [("scalar_vec2", "9", "3")], err
-
-
 # ---- what is refused ----
 
 @pytest.mark.parametrize("words,sentence", [
     ("ablate nobody", "ablate: nobody: no line of configs.txt has that name"),
     ("ab backward_mma BLOCK_N=40", "ab: backward_mma BLOCK_N=40: BLOCK_N: the scalar kernel takes multiples of 8"),
-    ("ab backward_mma USE_LAZY_MAX=1", "ab: backward_mma USE_LAZY_MAX=1: USE_LAZY_MAX: the backward kernels lack it"),
     ("ab backward_mma mma_lazy", "ab: backward_mma computes gradients, and mma_lazy does not"),
     ("ab backward_mma torch:cudnn", "ab: backward_mma computes gradients, and torch:cudnn does not"),
     ("ab mma_lazy BACKWARD=1", "ab: BACKWARD=1: a line has either the forward or the backward pass"),
     ("ab mma_lazy ONE_PASS=1", "ab: ONE_PASS=1: a knob of sdpa_backward.cu, and mma_lazy is a line of the forward pass"),
     ("micro --from backward_mma", "micro: backward_mma: a line of the backward pass"),
+    ("micro --from hopper", "micro: hopper: its CTAs split the keys, pack heads or choose the tile; append USE_TUNED=0"),
+    (f"micro --from mma_lazy --output {__file__}", f"micro: --output {__file__}: this file already exists"),
+    ("micro --backward --head-dim 64", "micro: --backward has a line of its own; omit --family, --from and --head-dim"),
+    ("micro --from mma_lazy --family wgmma", "micro: --from mma_lazy has the family mma; omit --family wgmma"),
     ("tune --from backward_mma --dry-run --budget 1", "tune: backward_mma: --dry-run has no cost model of the backward pass"),
+    ("tune --dry-run --fix BLOCK_Q=3", "tune: BLOCK_Q=3: no knob is called BLOCK_Q in the working tree; did you mean BLOCK_N?"),
+    ("tune --dry-run --fix BLOCK_M=5000", "tune: --fix BLOCK_M=5000: BLOCK_M: not a legal value"),
+    ("tune --dry-run --fix BLOCK_M=64 --fix BLOCK_M=32", "tune: --fix BLOCK_M=32 contradicts --fix BLOCK_M=64"),
+    ("tune --dry-run --budget 0.05", "tune: --budget 0.05: 3 s is less than the 6 s that a candidate takes"),
+    ("tune --dry-run --shape long,64,fp16 --head-dim 128", "tune: --shape long has D=64 fp16, but 128 fp16 was requested"),
+    ("tune --replay /no/such", "tune: /no/such: no such file"),
+    ("fit --check /no/such.csv", "fit: /no/such.csv: no such file"),
+    (f"fit --check {ROOT}/configs.txt", f"fit: {ROOT}/configs.txt: want rows that ./run_all.sh fit wrote, with"),
+    (f"fit --from {fit.newest('ampere')}", "fit: these rows are not of the tiles of hopper; type another --table"),
+    ("fit --check --head-dim 64", "fit: --check takes files by themselves and judges all of their rows"),
+    ("fit --seed 3", "fit: --seed 3: the seed of --drawn N; add that option"),
+    ("rungs x", "rungs: x: no such ladder; docs/LADDER.md has scalar, wgmma, decode, backward"),
+    ("sanitize [", "sanitize: REGEX [: not a regular expression"), ("sanitize --tool lint", "sanitize: --tool: invalid choice"),
+    ("gates --only (", "gates: --only (: not a regular expression"),
+    (f"gates --steps {ROOT}/configs.txt", f"gates: {ROOT}/configs.txt lacks the columns line, over, shape, low, high; measure"),
     ("stress torch:math", "stress: it runs lines of configs.txt"),
     ("extract backward_mma USE_BIAS=1", "extract: backward_mma: it cannot extract the gradient of a bias"),
-    ("extract backward_mma USE_LAZY_MAX=1", "extract: backward_mma: USE_LAZY_MAX: the backward kernels lack it"),
     ("ablate", "ablate: which line?"),
     ("profile wmma_all mma_lazy", "profile: one line at a time"),
     ("profile wmma_all --shape huge", "profile: --shape huge: want small, mission"),
-    ("stress --frob", "stress: --frob: no such option"),
     ("sweep 0", "sweep: N 0: want a whole number from 1 to 999999"),
-    ("sweep --only [", "sweep: --only [: not a regular expression"),
-    pytest.param("stress", "stress: it runs kernels side by side and there is no GPU here", marks=needs_no_gpu),
-    pytest.param("profile wmma_all -- --help", "profile: it times kernels and there is no GPU here", marks=needs_no_gpu),
-    pytest.param("gates --time", "gates: it times kernels and there is no GPU here; without --time", marks=needs_no_gpu),
-    pytest.param("ablate wmma_all", "ablate: it times kernels and there is no GPU here", marks=needs_no_gpu)])
+    *(pytest.param(words, f"{words.split()[0]}: it {does} and there is no GPU here", marks=needs_no_gpu) for words, does in (
+        ("stress", "runs kernels side by side"), ("sanitize", "runs kernels"), *((words, "times kernels") for words in (
+            "profile wmma_all -- --help", "gates --time", "ablate wmma_all", "peers mma_lazy", "rungs", "fit", "tune",
+            "micro --from mma_lazy"))))])
 def test_refusals(words, sentence):
+    """One sentence that starts with the command, exit code 2, and nothing on stdout."""
     code, out, err = tool.run(*words.split())
-    assert code == 2 and err.startswith(sentence) and err.count("\n") == 1 and not out
-
-
-@needs_no_gpu
-def test_peers_without_a_gpu():
-    done = builds.run([os.path.join(ROOT, "tools", "peers.py"), "mma_lazy"])
-    assert done.returncode == 2 and done.stderr.startswith("peers.py: it times kernels and there is no GPU here")
+    assert code == 2 and err.startswith(sentence) and err.count("\n") == 1 and not out, err

@@ -300,17 +300,21 @@ def test_a_mask_function_that_it_does_not_know(calls):
     assert any(one["bias"] is not None for one in calls)
 
 
-@pytest.mark.parametrize("name", ["none", "right", "holes"])
+@pytest.mark.parametrize("name", ["none", "right", "holes", "added"])
 def test_position_bias(name, calls):
-    """T5's position bias with and without padding, in the encoder, the decoder and cross attention, and with a cache."""
+    """T5's position bias with and without padding, also as numbers to add, in the encoder, the decoder and cross attention, and
+    with a cache."""
     config = transformers.T5Config(vocab_size=97, d_model=64, d_kv=64, d_ff=96, num_layers=2, num_heads=2, pad_token_id=0,
                                    decoder_start_token_id=0, eos_token_id=None, dropout_rate=0.0)
     torch.manual_seed(0)
     model, tokens = drawn(transformers.T5ForConditionalGeneration(config)), tokens_of(3)
-    mask = dict(none=None, right=padding(*PADDINGS["right"]), holes=HOLES)[name]
+    added = torch.zeros(HOLES.shape, device=DEVICE, dtype=DTYPE).masked_fill(HOLES == 0, torch.finfo(DTYPE).min)[:, None, None]
+    mask = dict(none=None, right=padding(*PADDINGS["right"]), holes=HOLES, added=added)[name]
     want, got = both(model, lambda: model(tokens, attention_mask=mask, decoder_input_ids=tokens[:, :17]).logits)
     assert_close(got, want)
     assert all(one["bias"] is not None for one in calls)
+    if name == "added":
+        return  # generate() takes no such mask
     want, got = both(model, lambda: model.generate(tokens, attention_mask=mask, max_new_tokens=8, do_sample=False))
     assert GPU or torch.equal(got, want)
 

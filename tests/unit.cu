@@ -23,9 +23,9 @@ using reference::ulp;
 static const bool has_dists = (add_dists(), true);
 
 TEST_CASE("knob_text") {
-  CHECK((place_of("64", "64 128 256") == 0 && place_of("256", "64 128 256") == 2));
-  CHECK((place_of("6", "64 128 256") < 0 && place_of("640", "64 128 256") < 0));
-  CHECK((place_of("", "64 128") < 0 && place_of("64 128", "64 128 256x") < 0));
+  CHECK((index_of("64", "64 128 256") == 0 && index_of("256", "64 128 256") == 2));
+  CHECK((index_of("6", "64 128 256") < 0 && index_of("640", "64 128 256") < 0));
+  CHECK((index_of("", "64 128") < 0 && index_of("64 128", "64 128 256x") < 0));
   CHECK((is_one_of("BF16", "FP16 BF16") && !is_one_of("BF", "FP16 BF16")));
   CHECK((is_one_of("4", "4..256") && is_one_of("256", "4..256") && !is_one_of("3", "4..256") && !is_one_of("257", "4..256")));
   CHECK((!is_one_of("ON", "1..16") && !is_one_of("-1", "1..16") && !is_one_of("8x", "1..16") && !is_one_of("", "1..16")));
@@ -875,7 +875,7 @@ TEST_CASE("preconditions") {
   CHECK(refusal([](SdpaParams& p) { p.max_ctas = 8; }) ==
         "max_ctas is for builds with USE_PERSISTENT_CTA=1; set it to 0");
   CHECK(refusal([](SdpaParams& p) { p.k.row = 65; }) ==
-        "K has a row stride of 65; pad it to a multiple of VEC_WIDTH=8 or lower VEC_WIDTH");
+        "K has a row stride of 65; pad it to a multiple of 8 or lower VEC_WIDTH");
   CHECK(refusal([](SdpaParams& p) { p.V = p.V + 1; }).find("V is not aligned to 16 bytes") == 0);
   CHECK(refusal([](SdpaParams& p) { p.o.head = 0; }) ==
         "O has a head stride of 0: its rows would overlap");

@@ -290,7 +290,8 @@ class Line:
     @property
     def repeats(self):
         """False if the last bits of dQ differ from run to run."""
-        return not (self.is_backward and "1" in (self.knob("ONE_PASS"), self.knob("USE_WARP_SPECIALIZATION")))
+        adds_dq = self.is_backward and "1" in (self.knob("ONE_PASS"), self.knob("USE_WARP_SPECIALIZATION"))
+        return not adds_dq or self.knob("ORDERED_ADDS") == "1"
 
     def knob_rows(self):
         """{name: Knob} of the knobs that the line can have."""
@@ -386,9 +387,9 @@ def parse_contenders(words):
 
 def config_line(tree, name, typed):
     """The ConfigLine of a name. Refuses an unknown name."""
-    lines = tree.read_configs()[0]
+    lines, trouble = tree.read_configs()
     if name not in lines:
-        raise no_line(typed, name, lines)
+        raise no_line(typed, name, lines, trouble)
     return lines[name]
 
 
@@ -396,21 +397,23 @@ def no_knob(knob, names, place=""):
     return f"no knob is called {knob}{place}; {nearest(knob, names) or 'the knobs are ' + ' '.join(names)}"
 
 
-def names_matching(pattern, names, option="--only"):
-    """The names that match an option's regular expression. Refuses if there are none."""
+def names_matching(pattern, names, option="--only", trouble=""):
+    """The names that match an option's regular expression. Refuses if there are none. trouble: the errors of lines that cannot
+    be read."""
     try:
         found = [name for name in names if re.search(pattern, name)]
     except re.error:
         raise Refused(f"{option} {pattern}: not a regular expression") from None
     if not found:
-        raise Refused(f"{option} {pattern}: no line of configs.txt has such a name")
+        raise Refused("; ".join([f"{option} {pattern}: no line of configs.txt has such a name", *trouble.splitlines()]))
     return found
 
 
 def lines_named(pattern, option="--only"):
     """The lines whose names match an option's regular expression."""
     tree = Tree()
-    return [Line(tree, name) for name in names_matching(pattern, tree.read_configs()[0], option)]
+    lines, trouble = tree.read_configs()
+    return [Line(tree, name) for name in names_matching(pattern, lines, option, trouble)]
 
 
 def has_bad_lines():

@@ -33,8 +33,10 @@ def nearest(name, names):
     return "".join(f"did you mean {by_letters[near]}?" for near in difflib.get_close_matches(name.lower(), by_letters, 1, 0.7))
 
 
-def no_line(typed, name, lines):
-    """The error for a name that no line of configs.txt has."""
+def no_line(typed, name, lines, trouble=""):
+    """The error for a name that no line of configs.txt has. trouble: the errors of lines that cannot be read."""
+    if trouble:
+        return Refused(f"{typed}: no line of configs.txt that can be read has that name; {'; '.join(trouble.splitlines())}")
     return Refused(f"{typed}: no line of configs.txt has that name; {nearest(name, lines) or './run_all.sh list has them all'}")
 
 

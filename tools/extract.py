@@ -208,13 +208,13 @@ BIAS_OF_GRADIENTS = (
     r"^(?:  // .*\n)*  const auto bias_of_next = \[&\] \{\n(?:    .*\n)*  \};\n")
 
 
-def with_backward(source, backward, row, is_one_pass):
+def with_backward(source, backward, row, words):
     """sdpa.cu continued by sdpa_backward.cu, without the knobs and refusals of the latter. If all tensors have one head size,
     its types are those of the build."""
     own = backward.split("namespace SDPA_NAMESPACE {\n", 1)[1].split("}  // namespace SDPA_NAMESPACE\n")[0]
     own = own[own.index("// ==== 2 PROBLEM"):]
     own = re.sub(r"^// ==== 6 REFUSALS.*?(?=^}  // namespace\n)", "", own, flags=re.MULTILINE | re.DOTALL)
-    own = re.sub(r"\bvalue_of\(ONE_PASS_text\) == 1", str(is_one_pass).lower(), own)
+    own = re.sub(r"\bvalue_of\((\w+)_text\) == 1", lambda m: str(f"{m[1]}=1" in words).lower(), own)
     for part in BIAS_OF_GRADIENTS:  # there is none
         own = re.sub(part, "", own, flags=re.MULTILINE)
     # A kernel that is not launched must not be named, and sizes are constants of which nothing is known.
@@ -231,9 +231,6 @@ def with_backward(source, backward, row, is_one_pass):
 def extract(name, namespace="", given=(), is_program=False):
     """The text of an extract. given: knobs that override those of the line. is_program: adds main()."""
     tree = builds.Tree()
-    lines, trouble = tree.read_configs()
-    if name not in lines and trouble:
-        raise Refused(trouble)
     line, source, knobs = builds.config_line(tree, name, name), tree.read("sdpa.cu"), tree.knob_rows()
     own_knobs = builds.Line(tree, name).knob_rows()
     if "expect=FAIL" in line.words:
@@ -255,7 +252,7 @@ def extract(name, namespace="", given=(), is_program=False):
             raise Refused(f"{name}: {trouble}")
         if rows[-1]["USE_BIAS"]:
             raise Refused(f"{name}: it cannot extract the gradient of a bias; include sdpa_backward.cu")
-        source = with_backward(source, tree.read("sdpa_backward.cu"), rows[-1], "ONE_PASS=1" in typed)
+        source = with_backward(source, tree.read("sdpa_backward.cu"), rows[-1], typed)
     for row in rows.values():
         row["BACKWARD"] = int(builds.is_backward(line))
     sizes = {knobs[knob].member for knob in SIZES - set(() if has_stages(rows[-1]) else ["STAGES"])}

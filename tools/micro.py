@@ -1,4 +1,5 @@
 """usage: ./run_all.sh micro [--family F|--from LINE] [--head-dim D] [--tiles N] [--top N] [--output CSV]
+       ./run_all.sh micro --backward [--output CSV]
 Measures the time per iteration of the tile loop in a family's kernels, for many tiles. `tune --seed-from CSV` starts with
 the best ones. Each kernel runs with as many CTAs as fit on the GPU, all with the same K and V, which stay in L2, for two
 numbers of keys; the difference excludes launch, prologue and epilogue. Times are from replayed graphs, so the kernels are
@@ -9,7 +10,9 @@ nearest in tune's search space.
   --head-dim D  a multiple of 16; default LINE's
   --tiles N     number of timed tiles, including LINE's own (default 64)
   --top N       number of printed tiles (default 8); the CSV has all
-  --output CSV  a new file; default results/tuning/DATE-DEVICE-micro-NAME.csv
+  --backward    instead of tiles, times parts of the loop of backward_hopper_d128_bf16: its products, the store of dS to shared
+                memory, the additions to dQ and the exchange of dS in a cluster
+  --output CSV  a new file; default results/tuning/DATE-DEVICE-micro-NAME.csv, or results/variants/DATE-DEVICE-backward-parts.csv
 exit: 0, 2 bad usage, 3 no tile could be timed, or the GPU or the disk failed
 """
 import csv
@@ -18,6 +21,7 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import backward_parts
 import builds
 import cli
 import engine
@@ -117,9 +121,14 @@ def seeds(path, space, arch, count):
 
 def main():
     options, gpu, rows = cli.parse_options(__doc__), engine.find_gpu(), []
-    line = loop_line(options, gpu.arch if gpu else "90a")
+    if options.backward and (options.family or options.from_ or options.head_dim):
+        raise Refused("--backward has a line of its own; omit --family, --from and --head-dim")
+    line = None if options.backward else loop_line(options, gpu.arch if gpu else "90a")
     if options.output and Path(options.output).exists():
         raise Refused(f"--output {options.output}: this file already exists")
+    if options.backward:
+        say(f"rows: {backward_parts.measure(gpu or engine.need_gpu(), options.output)}")
+        return 0
     gpu, name = gpu or engine.need_gpu(), f"micro-{line.family}-D{line.D}-{line.dtype}"
     table = engine.Table(options.output or engine.results_path("tuning", gpu.name, name, new=True), COLUMNS)
     for one, built in builds.build(tiles(line, options.tiles), gpu.arch, progress=builds.show_progress()).items():

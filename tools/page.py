@@ -334,7 +334,7 @@ GAINS = {
 FRAMEWORKS = {
     "mixed": ("NVIDIA-H100-lengths", "FlashAttention-3"),
     "pages": ("NVIDIA-H100-lengths", "FlashInfer"),
-    "training": ("NVIDIA-H100-training", "PyTorch"),
+    "training": ("NVIDIA-H200-training", "PyTorch"),
 }
 
 
@@ -510,7 +510,7 @@ def backward_sections():
 
 
 OF_ONE_FILE = {  # sections from a single file: its folder and name
-    "behind": ("peers", "NVIDIA-H200-behind", behind_section), "training": ("frameworks", "NVIDIA-H100-training", training_section),
+    "behind": ("peers", "NVIDIA-H200-behind", behind_section), "training": ("frameworks", "NVIDIA-H200-training", training_section),
     "lengths": ("frameworks", "NVIDIA-H100-lengths", lengths_section), "mods": ("frameworks", "NVIDIA-H200-mods", mods_section)}
 
 
