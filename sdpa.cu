@@ -6791,13 +6791,12 @@ template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>, Land
     constexpr int TIMES = ceil_div(CHUNKS, AT_ONCE);  // steps for 8 rows
     const uint32_t lane = threadIdx.x % 32, row = warp * 8 + (lane / 8 ^ lane / 4 % 2 * 5), byte = lane % 4 * 16;
     uint4 x[2][AT_ONCE];  // double buffer: this step and the next one
-    const auto is_of_tile = [&](int first, int column) {
-      return (B::block_n % ROWS == 0 || first + warp * 8 < B::block_n) && (D % 64 == 0 || column + byte < D);
-    };
+    const auto has_column = [&](int column) { return column < D && (D % 64 == 0 || column + byte < D); };
+    const auto has_row = [&](int first) { return B::block_n % ROWS == 0 || first + warp * 8 < B::block_n; };
     const auto load = [&](int step) {
       SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
         const int first = step / TIMES * ROWS, column = (step % TIMES * AT_ONCE + n) * 64;
-        if (column >= D || !is_of_tile(first, column)) continue;
+        if (!has_column(column) || !has_row(first)) continue;
         const uint32_t at = panel_byte<B::block_n, LANDED_LINE>(row, column + byte) + first * LANDED_LINE;
         x[step % 2][n] = ld_shared<uint4>(static_cast<const char*>(from_s) + at);
       }
@@ -6808,7 +6807,7 @@ template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>, Land
       if (step + 1 < steps) load(step + 1);
       SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
         const int first = step / TIMES * ROWS, column = (step % TIMES * AT_ONCE + n) * 64;
-        if (column >= D || !is_of_tile(first, column)) continue;
+        if (!has_column(column) || !has_row(first)) continue;
         uint32_t words[4], pairs[4][2];
         memcpy(words, &x[step % 2][n], sizeof words);
         SDPA_UNROLL for (int i = 0; i < 4; i++) f16_of_e4m3(pairs[i], words[i]);

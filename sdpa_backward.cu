@@ -1522,7 +1522,7 @@ __device__ __forceinline__ void pass_dq(AddsShared& s, const WgmmaAccumulator<64
     const float* const d = dQ.x.d + 4 * i;
     st_shared(s.dQ[w] + i * 512 + threadIdx.x % 128 * 4, float4{d[0], d[1], d[2], d[3]});
   }
-  fence_proxy_async();
+  fence_proxy_async();  // the bulk operation reads the piece
   barrier_arrive(dq_full + w, dq_threads);
 }
 

@@ -354,6 +354,7 @@ struct Runner {  // of one cluster after another, on one OS thread
   std::vector<Fiber*> pollers;
   std::vector<Transfer> in_flight;                  // bulk loads
   std::vector<Range> writes;                        // to global memory, of all CTAs of this worker
+  std::vector<BulkStore> late;                      // that no thread waited for; complete after the last CTA
   Workers* workers = nullptr;                       // of this launch
   Withheld* withheld = nullptr;                     // of this launch; null: it depends on none
   bool sees_all = true;                             // nothing is withheld any more
@@ -1354,6 +1355,7 @@ bool launch(const Launch& l, void (*body)(const void*), const void* args) {
       run_cluster(c, {unsigned(at % n.x), unsigned(at / n.x % n.y), unsigned(at / n.x / n.y)},
                   l.shared_bytes, is_counting && at == 0);
     }
+    for (const BulkStore& store : c.late) write_global(c, store);
     if (withheld) withheld->worker_ends();
     {
       const std::lock_guard<std::mutex> lock(team.mutex);

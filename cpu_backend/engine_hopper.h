@@ -716,8 +716,8 @@ void finish_cluster(Runner& c) {
   }
   for (Block& b : c.blocks) {
     for (Fiber& f : b.fibers) {
-      for (const auto& group : f.thread.stores) {
-        for (const BulkStore& store : group) write_global(c, store);
+      for (auto& group : f.thread.stores) {
+        for (BulkStore& store : group) c.late.push_back(std::move(store));
       }
       Warpgroup& w = b.warpgroups[f.thread.linear / 128];
       if (w.position[f.thread.linear % 128] != w.first + w.steps.size()) {

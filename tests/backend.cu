@@ -25,14 +25,14 @@ struct Args {
 };
 using Kernel = void (*)(const Args);
 
-// Runs a kernel on two blocks of 64 threads. Returns its outputs, or an error report in `report`.
-static std::vector<float> run(Kernel kernel, std::string& report) {
+// Runs a kernel on blocks of 64 threads. Returns its outputs, or an error report in `report`.
+static std::vector<float> run(Kernel kernel, std::string& report, unsigned blocks = 2) {
   Args a{};
   std::vector<float> out(256);
   cudaMalloc(&a.out, 256 * sizeof(float));
   cudaMemset(a.out, 0, 256 * sizeof(float));
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(2);
+  launch.gridDim = dim3(blocks);
   launch.blockDim = dim3(64);
   launch.dynamicSmemBytes = sizeof(Scratch);
   report = cudaLaunchKernelEx(&launch, kernel, a) == cudaSuccess ? "" : simt::last_report();
@@ -768,6 +768,56 @@ TEST_CASE("clusters") {
   cluster.val.clusterDim = {2, 1, 1};
   const cudaLaunchConfig_t launch{dim3(3), dim3(128), 0, nullptr, &cluster, 1};
   CHECK(cudaLaunchKernelEx(&launch, exchange_rows<Fault::none>, a) == cudaErrorInvalidConfiguration);
+}
+
+enum class Turn { right, read_only, no_wait, no_signal, descending };
+// Each block adds 256 floats after the blocks before it. The floats are so different that a sum depends on the order.
+template <Turn FAULT> static void add_in_turn(const Args a) {
+  Scratch& s = dynamic_shared<Scratch>();
+  const unsigned blocks = gridDim.x, turn = FAULT == Turn::descending ? blocks - 1 - blockIdx.x : blockIdx.x;
+  for (int i = threadIdx.x; i < 128; i += 64) st_shared(&s.x[i], turn % 3 == 0 ? 1e8f : turn % 3 == 1 ? -1e8f : 1 + i);
+  fence_proxy_async();
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  uint32_t* const counter = reinterpret_cast<uint32_t*>(a.out + 255);
+  if (FAULT != Turn::no_wait) wait_for_value(counter, turn);
+  fence_proxy_async_global();
+  cp_reduce_async_bulk_add(a.out, s.x, 128 * sizeof(float));
+  cp_async_bulk_commit_group();
+  cp_async_bulk_wait_group_read<0>();
+  if (FAULT != Turn::read_only) cp_async_bulk_wait_group<0>();
+  if (FAULT != Turn::no_signal) st_release(counter, turn + 1);
+}
+
+TEST_CASE("blocks_in_turn") {
+  const unsigned blocks = 2 * std::max(2u, std::thread::hardware_concurrency()) + 1;
+  std::vector<float> want(128);
+  for (unsigned turn = 0; turn < blocks; turn++) {
+    for (int i = 0; i < 128; i++) want[i] += turn % 3 == 0 ? 1e8f : turn % 3 == 1 ? -1e8f : 1 + i;
+  }
+  const auto is_right = [&](Kernel kernel) {
+    std::string report;
+    const std::vector<float> out = run(kernel, report, blocks);
+    CHECK(report == "");
+    return std::equal(want.begin(), want.end(), out.begin());
+  };
+  int read_only = 0, no_wait = 0;
+  under_all_orders([&] {
+    CHECK(is_right(add_in_turn<Turn::right>));
+    read_only += !is_right(add_in_turn<Turn::read_only>);
+    no_wait += !is_right(add_in_turn<Turn::no_wait>);
+    std::string report;
+    run(add_in_turn<Turn::no_signal>, report, blocks);
+    check_report("no signal", report, {"deadlock in block (", "1 threads, first warp 0 lane 0", "wait for another CTA at backend.cu:"});
+  });
+  CHECK((read_only > 0 && no_wait > 0));
+  // In the order in which the hardware starts blocks, one must not wait for a later one.
+  const simt::Schedule schedule = simt::schedule;
+  simt::schedule.alternate = false;
+  std::string report;
+  run(add_in_turn<Turn::descending>, report, blocks);
+  check_report("later blocks", report, {"deadlock in block (", "wait for another CTA"});
+  simt::schedule = schedule;
 }
 
 enum class Fence { none, before_wait, after_wait, by_writers };

@@ -25,11 +25,17 @@ import tool  # noqa: E402
 
 LINES = """scalar_minimal scalar_e4m3 wmma_async2 wmma_all wmma_u8 mma_lazy mma_decode_d128_bf16 mma_decode_kv8_d128_bf16
            scalar_alibi hopper_documents_d128_bf16 mma_e4m3_d128 wgmma_plain wgmma_ws wgmma_overlap wgmma_causal wgmma_d128_bf16 wgmma_decode_d128 wgmma_e4m3_split2 ampere hopper_d128 hopper_e4m3_d128""".split()
-if os.environ.get("SDPA_TEST_QUICK"):
-    LINES = ["scalar_minimal", "scalar_alibi", "mma_lazy", "hopper_d128"]
+if IS_QUICK := bool(os.environ.get("SDPA_TEST_QUICK")):
+    LINES = tool.QUICK_LINES
 # Lines whose kernels nvcc schedules anew when unused arguments, or unused reads of the thread index, are left out.
 REORDERED = {"scalar_e4m3", "wgmma_plain", "wgmma_ws", "wgmma_overlap", "wgmma_causal", "wgmma_d128_bf16", "wgmma_decode_d128",
-             "mma_decode_kv8_d128_bf16", "hopper_documents_d128_bf16", "hopper_d128"}
+             "wgmma_d128_lazy", "mma_decode_kv8_d128_bf16", "hopper_documents_d128_bf16", "hopper_d128"}
+# Builds that no line has: with features, which need parts of other chapters, and programs. Without --all a drawn one.
+CHANGED = ["wgmma_d128_lazy USE_BIAS=2", "mma_lazy USE_SOFTCAP=1 USE_SINKS=1", "scalar_vec8 USE_LENGTHS=1 USE_PAGES=1",
+           "wgmma_decode_d128 USE_LENGTHS=1 USE_PAGES=2", "mma_lazy USE_LENGTHS=1", "wgmma_d128_lazy USE_LENGTHS=1 USE_PAGES=1",
+           "wgmma_d128_lazy USE_SOFTCAP=1 DTYPE=BF16", "wgmma_kv8 USE_LENGTHS=1 USE_PAGES=1 USE_SINKS=1", "wgmma_chunk USE_LENGTHS=1",
+           "wgmma_e4m3_split2 USE_SOFTCAP=1", "scalar_minimal USE_BIAS=1", "hopper_d128 USE_BIAS=1 BLOCK_M=128 BLOCK_N=128",
+           "scalar_async2 STAGES=3 --main", "scalar_u8 --main", "wgmma_causal --main", "backward_mma --main"]
 ARCHS = re.findall(r"\d+a?", os.environ.get("SDPA_ARCHS", "")) or ["80", "89", "90a"]
 PYTORCH = """-D__CUDA_NO_HALF_OPERATORS__ -D__CUDA_NO_HALF_CONVERSIONS__ -D__CUDA_NO_BFLOAT16_CONVERSIONS__
              -D__CUDA_NO_HALF2_OPERATORS__ --expt-relaxed-constexpr""".split()
@@ -113,7 +119,7 @@ TYPES = {"fp16": "__half", "FP16": "__half", "bf16": "__nv_bfloat16", "BF16": "_
 
 
 @pytest.mark.skipif(not shutil.which("clang++"), reason="clang++ is missing")
-@pytest.mark.parametrize("name", LINES if os.environ.get("SDPA_TEST_QUICK") else
+@pytest.mark.parametrize("name", LINES if IS_QUICK else
                          [line for line, of in builds.Tree().config_lines().items() if "BACKWARD=1" not in of.words])
 def test_nothing_can_be_deleted(tmp_path, name):
     """No function, variable, parameter or macro is unused, and comments name only what the file contains. The functions for
@@ -167,7 +173,7 @@ def compiled(line, text, folder):
     command = re.sub(r"(?<=_)\d+a?", archs[0], command)
     passes = ["forward"] + ["backward"] * line.is_backward
     caller = "".join(f"const void* kept_{one}() {{ return (const void*){line.name}::sdpa_{one}; }}\n" for one in passes)
-    (folder / f"{line.name}.cu").write_text(text + caller)
+    (folder / f"{line.name}.cu").write_text(f"{text}\n{caller}")
     done = builds.run([builds.nvcc(), *shlex.split(command), *PYTORCH, "-Xcompiler=-Wall,-Wextra", "--no-compress",
                        "-c", f"{line.name}.cu", "-o", f"{line.name}.o"], cwd=folder)
     built = builds.build([line], *ARCHS, kind="-fatbin")[line]  # as the gates have it
@@ -194,24 +200,25 @@ def test_machine_code_is_the_lines(texts, tmp_path):
 
 
 @needs_nvcc
-def test_features_may_be_asked_for(tmp_path):
-    """Extracts builds that no line has; they include the parts of other chapters that they need."""
-    lines = ["wgmma_d128_lazy USE_BIAS=2", "mma_lazy USE_SOFTCAP=1 USE_SINKS=1", "scalar_vec8 USE_LENGTHS=1 USE_PAGES=1",
-             "wgmma_decode_d128 USE_LENGTHS=1 USE_PAGES=2", "mma_lazy USE_LENGTHS=1", "wgmma_d128_lazy USE_LENGTHS=1 USE_PAGES=1",
-             "wgmma_d128_lazy USE_SOFTCAP=1 DTYPE=BF16", "wgmma_kv8 USE_LENGTHS=1 USE_PAGES=1 USE_SINKS=1", "wgmma_chunk USE_LENGTHS=1",
-             "wgmma_e4m3_split2 USE_SOFTCAP=1", "scalar_minimal USE_BIAS=1", "hopper_d128 USE_BIAS=1 BLOCK_M=128 BLOCK_N=128"]
-    for words in lines[1:2] if os.environ.get("SDPA_TEST_QUICK") else lines:
-        status, text, trouble = extract(*words.split())
-        assert status == 0, trouble
-        members = {"BIAS": "bias", "SOFTCAP": "softcap", "LENGTHS": "k_lengths", "PAGES": "page_table", "SINKS": "sinks"}
-        params = re.search(r"^struct SdpaParams \{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL)[1]
-        for knob in re.findall(r"USE_(\w+)", words):
-            assert re.search(rf"^  [^/\n]*\b{members[knob]}\b", params, re.MULTILINE), words
-        (tmp_path / "kernel.cu").write_text(text)
-        command = re.search(r"^// Compile: nvcc (.*) -c my_kernel.cu$", text, re.MULTILINE)[1]
-        done = builds.run([builds.nvcc(), *shlex.split(command), "-Xcompiler=-Wall,-Wextra", "-c", "kernel.cu", "-o", "kernel.o"],
-                          cwd=tmp_path)
-        assert done.returncode == 0 and not done.stderr, (words, done.stderr[:2000])
+@pytest.mark.parametrize("words", [tool.drawn(CHANGED)] if IS_QUICK else CHANGED)
+def test_builds_that_no_line_has(tmp_path, words):
+    """They compile without warnings by the command in their first line, have the members of their features and the size that was
+    asked for, and a program is short."""
+    status, text, trouble = extract(*words.split())
+    assert status == 0, trouble
+    members = {"BIAS": "bias", "SOFTCAP": "softcap", "LENGTHS": "k_lengths", "PAGES": "page_table", "SINKS": "sinks"}
+    params = re.search(r"^struct SdpaParams \{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL)[1]
+    for knob in re.findall(r"USE_(\w+)", words):
+        assert re.search(rf"^  [^/\n]*\b{members[knob]}\b", params, re.MULTILINE), words
+    assert "STAGES=3" not in words or re.search(r"\bSTAGES = 3\b", text)
+    if "--main" in words:
+        program = text[text.index("// ==== a program"):]
+        assert len(program.splitlines()) <= (130 if words.startswith("backward") else 70)
+    command = re.search(r"^// Compile: nvcc (.*) my_kernel.cu$", text, re.MULTILINE)[1]
+    assert command.endswith("-o my_kernel" if "--main" in words else "-c")
+    (tmp_path / "my_kernel.cu").write_text(text)
+    done = builds.run([builds.nvcc(), *shlex.split(command), "-Xcompiler=-Wall,-Wextra", "my_kernel.cu"], cwd=tmp_path)
+    assert done.returncode == 0 and not done.stderr, (words, done.stderr[:2000])
 
 
 def opcodes(code):
@@ -339,20 +346,6 @@ int main() { printf("%s\\n%s", scalar_minimal::sdpa_forward({}, 0).text, other::
     assert re.findall(r"HEAD_DIM=(\d+)", subprocess.check_output([tmp_path / "program"], text=True)) == ["64", "128"]
 
 
-@needs_nvcc
-def test_programs(tmp_path):
-    """--main compiles by the command on top of the file; a size is what was asked for."""
-    for words in ["scalar_async2 STAGES=3 --main", "scalar_u8 --main", "wgmma_causal --main", "backward_mma --main"][
-            :1 if os.environ.get("SDPA_TEST_QUICK") else 4]:
-        text = extract(*words.split())[1]
-        assert len(text[text.index("// ==== a program"):].splitlines()) <= (130 if words.startswith("backward") else 70)
-        assert "STAGES=3" not in words or re.search(r"\bSTAGES = 3\b", text)
-        command = re.search(r"^// Compile: nvcc (.*) my_kernel.cu$", text, re.MULTILINE).group(1)
-        (tmp_path / "my_kernel.cu").write_text(text)
-        done = builds.run([builds.nvcc(), *shlex.split(command), "-Xcompiler=-Wall,-Wextra", "my_kernel.cu"], cwd=tmp_path)
-        assert done.returncode == 0 and not done.stderr, done.stderr[:2000]
-
-
 # What the program of --main finds on the host: CUDA's functions, and a kernel in double, whose results are right but for one
 # element, which is wrong by so much of the largest one. Between two events each launch takes 0.2 us.
 HOST = """#include <cmath>
@@ -455,22 +448,14 @@ def test_changes(name, change):
 @pytest.mark.parametrize("words,sentence", [
     ("", "extract: which line?"),
     ("mma_lasy3", "extract: mma_lasy3: no line of configs.txt has that name; did you mean mma_lazy"),
-    ("mma_lazy mma_split2", "extract: one line, not mma_lazy and mma_split2"),
+    ("typo", "bad.txt:1: no knob is called BLOK_N"), ("illegal", "HEAD_DIM: not a legal value; it takes one of: 32..256"),
     ("mma_lazy BLOK_N=32", "extract: no knob is called BLOK_N; did you mean BLOCK_N?"),
-    ("mma_lazy BLOCK_N", "extract: BLOCK_N has no value: write BLOCK_N=VALUE"),
     ("mma_lazy SCORE_MOD=s+x9[k]", "extract: SCORE_MOD='s+x9[k]' does not compile: "),
-    ("mma_lazy HEAD_DIM=24", "HEAD_DIM: not a legal value; it takes one of: 32..256"),
     *((f"mma_lazy --namespace {word}", f"extract: --namespace {word}: want a name that is not reserved in C++")
-      for word in ("1x", "a-b", "class", "alignas", "linux", "std", "_x", "a__b"))])
-def test_refusals(words, sentence):
+      for word in ("1x", "class", "linux", "std", "_x", "a__b"))])
+def test_refusals(words, sentence, tmp_path, monkeypatch):
+    if words in ("typo", "illegal"):
+        (tmp_path / "bad.txt").write_text("typo BLOK_N=64\nillegal HEAD_DIM=24\n")
+        monkeypatch.setenv("SDPA_CONFIGS", str(tmp_path / "bad.txt"))
     code, out, err = extract(*words.split())
     assert code == 2 and sentence in err and not out
-
-
-def test_bad_lines(tmp_path, monkeypatch):
-    (tmp_path / "bad.txt").write_text("typo BLOK_N=64\nillegal HEAD_DIM=24\nwords BLOCK_N\n")
-    monkeypatch.setenv("SDPA_CONFIGS", str(tmp_path / "bad.txt"))
-    for name, sentence in (("typo", "bad.txt:1: no knob is called BLOK_N"), ("words", "bad.txt:3: BLOCK_N has no value: write BLOCK_N=VALUE"),
-                           ("illegal", "HEAD_DIM: not a legal value; it takes one of: 32..256")):
-        code, out, err = extract(name)
-        assert code == 2 and sentence in err and not out

@@ -14,6 +14,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "tools"))
 import builds  # noqa: E402
 import gates  # noqa: E402
+import tool  # noqa: E402
+
+IS_QUICK = bool(os.environ.get("SDPA_TEST_QUICK"))
 
 ROWS = [dict(line=line, over=over, shape="mission", low="1.222", high="1.278") for line, over in
         (("faster", "good"), ("not_faster", "good"), ("perhaps", "good"), ("unmeasured", "good"), ("wrong", "spills"))]
@@ -101,18 +104,6 @@ def test_nothing_else_fails(capsys):
     assert judged(["faster"], None)[-1].found == "not timed: gates --time"
 
 
-@pytest.mark.parametrize("words,sentence", [
-    (["--only", "("], "--only (: not a regular expression"),
-    (["--steps", "/no/such.csv"], "/no/such.csv: no such file"),
-    (["--steps", os.path.join(ROOT, "configs.txt")], f"{ROOT}/configs.txt lacks the columns line, over, shape, low, high; measure it again "
-                                                     "with ./run_all.sh gates --time, or delete it")])
-def test_refusals(words, sentence, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["gates", *words])
-    with pytest.raises(builds.Refused) as refused:
-        gates.main()
-    assert str(refused.value) == sentence and refused.value.code == 2
-
-
 # ---- with nvcc ----
 
 needs_nvcc = pytest.mark.skipif(not builds.nvcc(), reason="nvcc is missing")
@@ -155,6 +146,7 @@ def test_some_lines_are_compiled_for_another_architecture_as_well(monkeypatch, c
     assert "sm_120 is skipped: this nvcc does not support it" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @needs_nvcc
 def test_cmake_builds_for_an_rtx_50(tmp_path):
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 12.0\n")
@@ -181,9 +173,10 @@ def test_a_default_spelt_out_is_a_duplicate_and_a_changed_byte_is_seen():
     assert builds.machine_code(data) != [code]
 
 
+@pytest.mark.long
 @needs_nvcc
 def test_each_number_format_compiles_for_the_host_as_well():
-    """The other gates compile only device code. Compiles a line of each format, of wgmma if there is one. Without --all: 8-bit K."""
+    """The other gates compile only device code. Compiles a line of each format, of wgmma if there is one."""
     of_format = {}
     for line in builds.lines_named(""):
         if line.knob("USE_TUNED") != "1":
@@ -191,8 +184,6 @@ def test_each_number_format_compiles_for_the_host_as_well():
             of_format.setdefault((line.knob("DTYPE"), line.knob("KV_DTYPE")), {}).setdefault(wgmma, line)
     lines = [found.get(True) or found[False] for found in of_format.values()]
     assert len(lines) > 4 and "wgmma_e4m3_d128" in {line.name for line in lines}
-    if os.environ.get("SDPA_TEST_QUICK"):
-        lines = [line for line in lines if "FP8_E4M3" in (line.knob("DTYPE"), line.knob("KV_DTYPE"))]
     assert not [one.trouble for one in builds.build(lines, "90a").values() if one.trouble]
 
 
@@ -218,9 +209,9 @@ def test_the_kernel_beside_compiles():
 
 @needs_nvcc
 def test_every_line_keeps_to_its_gates(monkeypatch, capsys):
-    """With SDPA_TEST_QUICK one line of each kind, and the bases that gates compare it with."""
-    few = ["--only", "^(scalar_minimal|wmma_all|mma_lazy|hopper_d128)$"]
-    monkeypatch.setattr(sys, "argv", ["gates", *few * bool(os.environ.get("SDPA_TEST_QUICK"))])
+    """Without --all the lines whose extracts are compared with them, and a drawn one."""
+    few = "|".join([*tool.QUICK_LINES, tool.drawn(list(TREE.config_lines()))])
+    monkeypatch.setattr(sys, "argv", ["gates", *["--only", f"^({few})$"] * IS_QUICK])
     code = gates.main()
     assert code == 0, capsys.readouterr().out
     claims = glob.glob(os.path.join(ROOT, "results", "ladder", "*-claims*.csv"))

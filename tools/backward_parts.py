@@ -13,8 +13,8 @@ from cli import Refused
 LINE, PROGRAM = "backward_hopper_d128_bf16", "tools/backward_parts.cu"
 D, ROWS, TILES_PER_HEAD, CTAS_PER_HEAD = 128, 64, 64, 32  # as in the program
 THREADS, TILE_FLOATS = 256, ROWS * D
-TILES = (512, 1536)  # the difference excludes launch and prologue
-CHECKED_TILES = 67   # more than a head has
+TILES = 8192        # launch and prologue take less than 0.1% of their time
+CHECKED_TILES = 67  # more than a head has
 COLUMNS = "part ns_tile clocks_tile tflops added_bytes_per_clock clock_mhz device driver cuda git_sha".split()
 
 
@@ -78,16 +78,14 @@ def expected(name, ctas, tiles):
     return sums, results
 
 
-def row(gpu, series, name, ctas, few, many):
-    """The row of a part, from its times for two numbers of tiles."""
-    us = (series.us((name, many)) - series.us((name, few))) / (many - few)
-    if not us > 0:
-        raise Refused(f"{name}: more tiles did not take longer, so the GPU is shared", 3)
-    clocks = us * series.clock((name, many))
+def row(gpu, series, name, ctas):
+    """The row of a part."""
+    us = series.us(name) / TILES
+    clocks = us * series.clock(name)
     flops = 5 * 2 * 128 * ROWS * D * ("products" in name) * ctas
     return dict(part=name, ns_tile=f"{1e3 * us:.1f}", clocks_tile=f"{clocks:.0f}", tflops=f"{flops / us * 1e-6:.1f}" * (flops > 0),
                 added_bytes_per_clock=f"{4 * TILE_FLOATS * added_share(name) / clocks:.1f}",
-                clock_mhz=f"{series.clock((name, many)):.0f}", **engine.measured_on(gpu))
+                clock_mhz=f"{series.clock(name):.0f}", **engine.measured_on(gpu))
 
 
 def measure(gpu, output):
@@ -103,14 +101,13 @@ def measure(gpu, output):
     for name in parts.names:
         if sentence := parts.trouble(name):
             raise Refused(sentence, 3)
-        for tiles in TILES:
-            enqueue, close = gpu.capture(lambda: parts.launch(name, tiles), 4)  # noqa: B023
-            graphs[name, tiles] = engine.Graph(enqueue, 4, 4.0 * tiles, close=close)
+        enqueue, close = gpu.capture(lambda: parts.launch(name, TILES), 1)  # noqa: B023
+        graphs[name] = engine.Graph(enqueue, 1, 1.0 * TILES, close=close)
     series = engine.measure(gpu, graphs, engine.PACE, blocks=3)
     table = engine.Table(output or engine.results_path("variants", gpu.name, "backward-parts", new=True), COLUMNS)
     print(*COLUMNS[1:6], COLUMNS[0], sep="  ")
     for name in parts.names:
-        found = row(gpu, series, name, parts.ctas, *TILES)
+        found = row(gpu, series, name, parts.ctas)
         table.add(**found)
         print("  ".join(f"{found[column]:>{len(column)}}" for column in COLUMNS[1:6]), name, sep="  ")
     return table.name
