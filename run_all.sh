@@ -666,9 +666,6 @@ any_tests() {
   local build=$base-cpu
   configure_tests -DSDPA_CPU=ON
   has_tests && return
-  build=$base-tsan
-  configure_tests -DSDPA_CPU=ON -DSDPA_SANITIZE=thread
-  has_tests && return
   has_nvcc || return
   build=$base
   configure_tests
@@ -700,9 +697,30 @@ doctest_folder() {
     sed -n 's|^ *\(.*: \)\{0,1\}\(.*[^ ]\)/doctest/doctest\.h.*|\2|p' | grep -m1 .
 }
 
+build_cpu_tests() {
+  local build=$base-cpu
+  configure_tests -DSDPA_CPU=ON
+  ! has_tests || cmake --build "$build" -j "$jobs" 9>&-  # the lock ends with this function
+}
+# start_build: builds the tests on the CPU backend in the background, until stop_build.
+start_build() {
+  set -m  # its own process group
+  build_cpu_tests >/dev/null 2>&1 &
+  building=$!
+  set +m
+  trap 'stop_build; exit 130' INT TERM
+}
+stop_build() {
+  [ -n "$building" ] || return 0
+  while kill -TERM -- -"$building" 2>/dev/null; do sleep 0.1; done
+  wait "$building" 2>/dev/null
+  building=''
+  trap - INT TERM
+}
+
 # prepare_tests: installs missing dependencies of the tests if possible, and prints which tests are left out.
 prepare_tests() {
-  local tool missing=()
+  local tool missing=() building=''
   for tool in git shellcheck chromium; do
     command -v "$tool" >/dev/null || missing+=("$tool")
   done
@@ -710,8 +728,9 @@ prepare_tests() {
   doctest_folder >/dev/null || { apt_install doctest-dev && doctest_folder >/dev/null; } ||
     refuse "doctest is missing; install it with: sudo apt-get install doctest-dev"
   # ONNX from PyPI, since Debian's version lacks the operator Attention.
-  if find_python "${engine_packages[@]}" 'allpairspy==2.*' matplotlib 'onnx==1.23.*' 'optuna==4.*' pytest \
-    "${layout_packages[@]}"; then
+  local packages=("${engine_packages[@]}" 'allpairspy==2.*' matplotlib 'onnx==1.23.*' 'optuna==4.*' pytest "${layout_packages[@]}")
+  if ! python_with "${packages[@]}" || { [ $wants_pytorch = 1 ] && ! has_pytorch; }; then start_build; fi
+  if find_python "${packages[@]}"; then
     export PYTHON=$python
     if ! has_pytorch && ! { [ $wants_pytorch = 1 ] && install_pytorch; }; then
       mapfile -t missing < <(grep -lE 'importorskip\("torch"|def need_torch' tests/test_*.py)
@@ -722,11 +741,12 @@ prepare_tests() {
   else
     say "---- tests: those in Python are left out; they need packages of PyPI, which pip could not install"
   fi
+  stop_build
 }
 
-test_minutes=14
+test_minutes=10
 run_tests() {
-  local base=$build failed=0 which=ON wants_pytorch=1 stage=0 stages=3 listed=0
+  local base=$build failed=0 which=ON wants_pytorch=1 stage=0 stages=1 listed=0
   case ${1-} in
     -h|--help)
       show "usage: ./run_all.sh test [--all] [--no-pytorch] [CTEST OPTION...]
@@ -761,10 +781,8 @@ run_tests() {
     prepare_tests
     if [ $# = 0 ] && [ $which = ON ]; then say "---- tests: two cores take about $test_minutes minutes"; fi
   fi
-  has_nvcc && stages=4
+  has_nvcc && stages=2
   test_in "$base-cpu" "the CPU backend" -DSDPA_CPU=ON || failed=1
-  test_in "$base-asan" "AddressSanitizer and UBSan" -DSDPA_CPU=ON -DSDPA_SANITIZE=address || failed=1
-  test_in "$base-tsan" "ThreadSanitizer" -DSDPA_CPU=ON -DSDPA_SANITIZE=thread || failed=1
   if has_nvcc; then
     test_in "$base" "CUDA" || failed=1
   else
@@ -791,7 +809,7 @@ name_files() {
 
 # help_of FILE: prints a tool's docstring, which is its usage, without running Python.
 help_of() {
-  show "$(sed -n -e '1,/^"""$/{ /^#!/d; s/^"""//; /^$/!p; }' "$1")"
+  show "$(sed -n -e '1,/^"""$/{ /^#!/d; s/^"""//; p; }' "$1" | awk -v RS= -v own="./run_all.sh $2" '!/^usage:/ || index($0, own)')"
   exit 0
 }
 
@@ -804,7 +822,7 @@ case ${1-} in
 esac
 for word in "$@"; do
   [ "$word" != -- ] || break
-  [ -z "$tool" ] || [[ ! $word =~ ^(-h|--help)$ ]] || help_of "$tool"
+  [ -z "$tool" ] || [[ ! $word =~ ^(-h|--help)$ ]] || help_of "$tool" "$1"
 done
 case ${1-} in
   ab|ablate|fit|gates|micro|profile|rungs|sanitize|stress|sweep|tune)

@@ -24,9 +24,9 @@
 // Copy it             Copy the text between COPY FROM HERE and COPY TO HERE into your own .cu file, or write
 //                     `#define SDPA_NO_MAIN` and `#include "sdpa.cu"`. Then call sdpa::sdpa_forward().
 //
-// Letters   B batch; H heads (Hq of Q and O, Hkv of K and V); Sq query rows; Sk key rows; D head dimension;
-//           q, k, d global indices; r, j row and column inside a tile; m, l running row max and row sum of the
-//           softmax; alpha the factor that rescales l and O when m grows.
+// Letters   B batch; H heads (Hq of Q and O, Hkv of K and V); Sq query rows; Sk key rows; D head dimension
+//           (Dv of V and O); q, k, d global indices; r, j row and column inside a tile; m, l running row max
+//           and row sum of the softmax; alpha the factor that rescales l and O when m grows.
 // Suffixes  _g global memory; _s shared memory; _bytes; _us; _log2 logarithm to base 2.
 // Terms     item     work item: BLOCK_M query rows of one head and batch
 //           split    one of SPLIT_KV groups of warps of a CTA, and the keys that this group processes
@@ -34,12 +34,14 @@
 //           K tile   BLOCK_N keys of one split; a stage is a buffer for K and V of one K tile in shared memory
 //           round    one K tile of each split: SPLIT_KV * BLOCK_N keys
 //           partial  m, l and O of a split or a range; the partials of an item are merged
-//           score    an element of Q @ K.T; the score hook may convert it to a logit, an argument of exp
-//           mask     the causal mask, the window and the number of keys; the score hook may hide more keys
+//           score    an element of Q @ K.T; a logit is an argument of exp
+//           mask     the causal mask, the window and the number of keys
+//           hook     score hook: modifies scores (softcap, SCORE_MOD, bias); may hide more keys
 //           stale    a row max of earlier tiles that is used without an update (USE_LAZY_MAX)
 //
 // Sections  1 KNOBS  2 PROBLEM  3 PTX  4 BLOCKS  5 KERNELS  6 LAUNCH  7 TABLES  8 CALL. harness/ contains main().
-//           docs/READING.md explains the order in which to read them.
+//           docs/READING.md explains the order in which to read them. Parentheses after a section title name
+//           the builds that need the section.
 // Kernels   5a scalar: the loop above on the FMA pipes. 5b mma: mma.sync, with S, P and O in registers. 5c wgmma:
 //           Hopper's tensor cores; first a plain kernel, then producer and consumer warps, then e4m3. 5d: transposed
 //           wgmma, for few query rows. 5e wmma: S and P in shared memory. 5f options: softcap, splits, lengths, pages.
@@ -80,9 +82,10 @@ namespace SDPA_NAMESPACE {
 namespace {  // internal linkage: two builds in one program must not share constants and kernels
 
 // ---- the list of knobs (typed) ----
-// A knob is a compile-time option, set with -DNAME=VALUE. Each row lists its name, default, member of Config, legal
-// values ("a..b" is a range), the kernel families that support it, and its meaning and cost. Only this section reads
-// the knobs' macros. The tools parse this list.
+// A knob is a compile-time option, set with -DNAME=VALUE. Each row lists its name, default, member of Config,
+// legal values ("a..b" is a range), the kernel families that support it, and its meaning and cost. Outside
+// this section, only 5f (SCORE_MOD, MASK_MOD) and one #if in 5c read the knobs' macros. The tools parse this
+// list.
 
 // clang-format off
 #define SDPA_KNOBS(X) \
@@ -159,7 +162,7 @@ constexpr int value_of(std::string_view value, std::string_view values = "") {
 // The macro of a knob that is not set expands to its own name; the knob then has its default.
 #define SDPA_TEXT_AS_IS(...) #__VA_ARGS__
 #define SDPA_TEXT(...) SDPA_TEXT_AS_IS(__VA_ARGS__)
-// nvcc prints the whole line of an error, which would be all rows of SDPA_KNOBS. A pragma ends the line.
+// For an error, nvcc prints the whole source line, here all rows of SDPA_KNOBS. A pragma ends that line.
 #define SDPA_NEW_LINE _Pragma("GCC diagnostic push") _Pragma("GCC diagnostic pop")
 #define SDPA_KNOB(name, fallback, member, values, families, meaning)                                                  \
   SDPA_NEW_LINE                                                                                                       \
@@ -179,7 +182,7 @@ template <int ROW> struct Knobs {
   static constexpr Config config = config_of<ROW>();
   SDPA_KNOBS(SDPA_CONSTANT)
 };
-// Where the expressions are evaluated, NONE is a variable: the unchanged logit for SCORE_MOD, true for MASK_MOD.
+// Where section 5f evaluates the expressions, NONE is a variable: the unchanged logit, or true for MASK_MOD.
 #ifndef SCORE_MOD
 #define SCORE_MOD NONE
 #endif
@@ -208,8 +211,8 @@ enum class DType { fp16, bf16, e4m3, u8, fp32 };
 template <int ROW> struct BuildOf : Knobs<ROW> {
   using K = Knobs<ROW>;
   // True for the kernels of the wgmma family. Tuned tiles with USE_WGMMA=1 may use mma.sync instead. wgmma
-  // kernels copy tiles by TMA. With programmatic dependent launch (griddepcontrol), they may start before the
-  // preceding kernel in the stream has ended.
+  // kernels copy tiles by TMA, except if copies_rows. With programmatic dependent launch (griddepcontrol),
+  // they may start before the preceding kernel in the stream has ended.
   static constexpr bool is_wgmma = K::use_wgmma && !K::use_mma_sync && !K::use_wmma;
   // USE_WGMMA: D and Dv may be less than HEAD_DIM and HEAD_DIM_V, also in tuned tiles that use mma.sync.
   static constexpr bool takes_short_rows = K::use_wgmma;
@@ -252,10 +255,10 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   static constexpr bool caps_by_polynomial = K::use_softcap == 1 && is_wgmma && K::head_dim <= 128 &&
                                              K::use_warp_specialization && kv_bytes == 2 &&
                                              K::use_bias == 0 && !K::use_key_mask;
-  // True if at least one knob of the list is on.
+  // True if at least one knob of SDPA_LOGIT_KNOBS, of SDPA_MASK_KNOBS is on.
   static constexpr bool changes_logits = SDPA_LOGIT_KNOBS(SDPA_IS_ON) false;
   static constexpr bool hides_keys = SDPA_MASK_KNOBS(SDPA_IS_ON) false;
-  static constexpr int mask_knobs = SDPA_MASK_KNOBS(SDPA_COUNT_ON) 0;  // number of knobs of the list that are on
+  static constexpr int mask_knobs = SDPA_MASK_KNOBS(SDPA_COUNT_ON) 0;  // number of them that are on
   // USE_BIAS: the bias is added to the logits; it has Q's type, or fp32. key_bias: one row is the bias of all queries
   // and heads of a batch.
   static constexpr bool adds_bias = K::use_bias != 0 && K::use_bias != 2, key_bias = K::use_bias >= 4;
@@ -276,7 +279,7 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   static constexpr int d_v = K::head_dim_v > 0 ? K::head_dim_v : K::head_dim;  // elements of a row of V and O
   // wgmma: bytes of a row of Q and K, and of a row of V and O, in shared memory.
   static constexpr int qk_bytes = K::head_dim * element_bytes, v_bytes = d_v * element_bytes;
-  // Elements of K that occupy as many bytes as a row of Q.
+  // Length of a row of Q in elements of K's type.
   static constexpr int d_q = q_type != kv_type ? 2 * K::head_dim : K::head_dim;
   static constexpr int round_keys = K::split_kv * K::block_n;
   static constexpr int split_warps = K::num_warps / K::split_kv;  // warps that share a split of the keys
@@ -310,7 +313,7 @@ using Bias = std::conditional_t<Defines::use_bias == 2, uint8_t,
 // KV_DTYPE, an element of Q occupies two of these elements.
 template <class B> using Element = std::conditional_t<B::tile_type == B::kv_type, KeyValue, __half>;
 
-// The causal mask and the position of query q among the keys. A query does not see keys after its position.
+// The causal mask, and the position of query q among the keys. With a causal mask, q sees no later key.
 enum class Causal : int {
   off,           // no causal mask; the position is q
   bottom_right,  // the position is q + Sk - Sq: the last query sees the last key
@@ -333,8 +336,8 @@ struct Descale {
 struct SdpaParams {
   const Query* Q;          // [B,Hq,Sq,D]
   const KeyValue* K;       // [B,Hkv,Sk,D]
-  const KeyValue* V;       // [B,Hkv,Sk,D]
-  Output* O;               // [B,Hq,Sq,D], written completely; no element of it may alias an input
+  const KeyValue* V;       // [B,Hkv,Sk,Dv]
+  Output* O;               // [B,Hq,Sq,Dv], all rows of queries are written; no element may alias an input
   float* LSE = nullptr;    // [B,Hq,Sq] contiguous, 4-byte aligned, natural logarithm; null: not stored
   int B, Hq, Hkv, Sq, Sk;  // Hq is a multiple of Hkv; query head h reads KV head h / (Hq / Hkv)
   int D;                   // HEAD_DIM; USE_WGMMA=1: or a smaller multiple of VEC_WIDTH
@@ -343,20 +346,20 @@ struct SdpaParams {
   Strides q, k, v, o;
   float scale = 0;  // 0: 1/sqrt(D). To give all visible keys the same weight, pass FLT_MIN instead of 0
   Causal causal = Causal::off;
-  // sdpa_workspace_bytes() of device memory, 256-byte aligned, one per stream. Zero it once before the first
-  // launch; it then serves launches of any problem.
+  // sdpa_workspace_bytes() bytes of device memory, 256-byte aligned, one per stream. Zero it once before the
+  // first launch; it then serves launches of any problem.
   void* workspace = nullptr;
   int max_ctas = 0;                         // USE_PERSISTENT_CTA=1: upper limit of CTAs; 0: all that are resident
   int window_left = -1, window_right = -1;  // keys that a query sees before and after its own position; -1: no limit
-  Descale q_descale, k_descale, v_descale;  // 8-bit DTYPE: q_descale per query head, the others per KV head
+  Descale q_descale, k_descale, v_descale;  // 8-bit types: q_descale per query head, the others per KV head
   Causal window_alignment = Causal::off;    // the position that the window is relative to; off: that of `causal`
   float softcap = 0;                        // USE_SOFTCAP: logits are softcap * tanh(x / softcap); 1e-18 to 1e18; 0: off
   const float* sinks = nullptr;             // USE_SINKS=1: [Hq] in device memory; exp(sink) is added to the row sum
   const int *k_lengths = nullptr, *q_starts = nullptr, *k_starts = nullptr;  // USE_LENGTHS=1: see struct Sequence
   int most_keys = 0;                        // USE_LENGTHS=1: maximum number of keys per sequence; 0: Sk
-  const int* page_table = nullptr;          // USE_PAGES: see page_of()
+  const int* page_table = nullptr;          // USE_PAGES: K, V are [pages,Hkv,page_size,D]; see page_of()
   int page_stride = 0, page_size = 0, pages = 0;
-  int Dv = 0;                               // D of V and O; HEAD_DIM_V, or with USE_WGMMA=1 less, as for D; 0: D
+  int Dv = 0;                               // length of rows of V and O; limited like D, by HEAD_DIM_V; 0: D
   const void* bias = nullptr;               // USE_BIAS: see bias_row(); or null
   Strides bias_strides = {0, 0, 0};         // in elements, any value; 0 where batches, heads or queries share a bias
   int bias_keys = 0;                        // number of keys that have a bias, the last ones of each sequence; 0: all
@@ -371,9 +374,9 @@ struct SdpaParams {
   const float* x3 = nullptr;
   const int* i0 = nullptr;
   const int* i1 = nullptr;
-  // sdpa_scratch_bytes() of device memory, 256-byte aligned, with any contents; used only by this launch. The
-  // workspace is then smaller: it holds only data that is zero between launches. Null: scratch memory is part
-  // of the workspace.
+  // sdpa_scratch_bytes() bytes of device memory, 256-byte aligned, with any contents; used only by this
+  // launch. The workspace is then smaller: it holds only data that is zero between launches. Null: scratch
+  // memory is part of the workspace.
   void* scratch = nullptr;
   const int* k_firsts = nullptr;            // USE_LENGTHS=1 without USE_PAGES=1: see struct Sequence
   const uint8_t* key_mask = nullptr;        // USE_KEY_MASK=1: [B,Sk] bytes, 0 hides a key of the batch; or null
@@ -384,7 +387,7 @@ struct SdpaParams {
 // NaN. Rows of K and V past the end of a sequence never affect O.
 // Logits may be any finite float. P @ V is accumulated in fp32 and divided by the row sum of P at the end. A
 // row is correct as long as its row sum, at most 2^16 * Sk, times max|V| is below 3.4e38. With DTYPE=BF16, the
-// row sum is at most 2^60 * Sk, so |V| must be below 1e15.
+// row sum is at most 2^60 * Sk, so max|V| must be below 2.9e20 / Sk.
 
 namespace {
 
@@ -398,7 +401,8 @@ __host__ __device__ inline int batches_of(const SdpaParams& p, const int* starts
   return Defines::use_lengths && starts ? min(p.B, 1) : p.B;
 }
 
-// Tensor maps with dimensions [B][H][panels][S][elements of a panel], or [B][H][1][S][D].
+// Tensor maps with dimensions [B][H][panels][S][elements of a panel], or [B][H][1][S][D]. A panel is a group
+// of columns that occupy 128 or 64 bytes of each row (section 5c).
 struct TensorMaps { CUtensorMap q, k, v, o; };
 struct Nothing {};
 
@@ -422,8 +426,8 @@ struct KeyBounds {
   __host__ __device__ Interval of_rows(int first, int last) const { return {begin(first), end(last)}; }
 };
 
-// The mask of a tile with queries [q0, q0 + rows) and keys [k0, k0 + keys), as limits of k0 - q0. The tile
-// may extend past the last query or the last key.
+// The mask of a tile with queries [q0, q0 + rows) and keys [k0, k0 + keys), as limits of k0 - q0
+// (whole_to: of k0). The tile may extend past the last query or the last key.
 struct TileBounds {
   int touch_from, touch_to, cover_from, cover_to, whole_to;
 
@@ -467,8 +471,9 @@ struct Divisor {
   __device__ __forceinline__ uint32_t remainder(uint32_t n) const { return n - divide(n) * divisor; }
 };
 
-struct PlanArgs {  // USE_LENGTHS: sizes of the plan (section 5f) for one group of heads, in scratch memory
-  // partials: maximum number of partials. free_partials: the same without those that an explicit SPLIT_CTAS adds.
+struct PlanArgs {  // USE_LENGTHS: sizes of the plan (section 5f) for the heads of one item, in scratch memory
+  // partials: maximum number of partials. free_partials: the same without those that an explicit SPLIT_CTAS
+  // adds, per sequence if batch_invariant is set.
   uint32_t items, partials, free_partials;
   Divisor page_size;  // USE_PAGES
   int box_rows = 0;   // keys per TMA box; a box lies within one page and one tile
@@ -504,7 +509,7 @@ struct Grid {  // maps the index of an item to its batch, head and rows
   Divisor q_heads;                      // Hq, or with PACK_GQA Hq / item_heads
   Divisor q_heads_per_kv;               // Hq / Hkv
   Divisor items_in_l2;                  // heads_in_l2 * q_blocks
-  uint32_t heads_in_l2 = 1;             // number of q_heads whose K and V take about 8/15 of L2; at least 1
+  uint32_t heads_in_l2 = 1;             // number of q_heads whose K and V take at most 8/15 of L2; at least 1
   // Converts the input of the softmax to an exponent of 2. For a score: scale * log2(e).
   // USE_SOFTCAP: for a tanh, softcap * log2(e). USE_BIAS=1, 3, 4, 5, SCORE_MOD: for a logit, log2(e).
   float scale_log2 = 0;                 // the first line of the constant cache ends here
@@ -541,7 +546,7 @@ template <class B, bool = B::use_lengths> struct Item {
   using HeldMask = const Mask&;
   int b, h, q0;
   __device__ bool exists() const { return true; }                         // false: this CTA has no item
-  __device__ int batch(const int*) const { return b; }                    // index in a tensor with these starts
+  __device__ int batch(const int*) const { return b; }                    // batch in tensors with such starts
   __device__ int q_row(int q) const { return q; }                         // row of query q in Q and O
   __device__ int k_row(int k) const { return k; }                         // row of key k in K and V
   __device__ int query_count(const SdpaParams& p) const { return p.Sq; }  // queries of the sequence
@@ -556,7 +561,7 @@ template <class B, bool = B::use_lengths> struct Item {
   __device__ uint32_t partial_index(const KernelArgs&) const { return blockIdx.x; }
   __device__ uint32_t first_partial_index(const KernelArgs& a) const { return counter(a) * a.ranges.divisor; }
   __device__ uint32_t counter(const KernelArgs& a) const { return a.ranges.divide(blockIdx.x); }
-  // Number of items that were taken from the queue.
+  // The counter of the items fetched from the queue.
   static __device__ uint32_t* queue(const KernelArgs& a) { return static_cast<uint32_t*>(a.p.workspace); }
 };
 
@@ -581,8 +586,8 @@ template <class T> __device__ __forceinline__ T& dynamic_shared() {
 template <class T> __device__ __forceinline__ T ld_shared(const void* src_s) { return *static_cast<const T*>(src_s); }
 template <class T> __device__ __forceinline__ void st_shared(void* dst_s, T value) { *static_cast<T*>(dst_s) = value; }
 template <class T> __device__ __forceinline__ T ld_global(const void* src_g) { return *static_cast<const T*>(src_g); }
-// Only for data that no other kernel writes while this one runs. Before griddepcontrol.wait, this includes the
-// preceding kernel.
+// Only for data that no kernel writes while this one runs. Before griddepcontrol.wait, the preceding kernel
+// may still run.
 template <class T> __device__ __forceinline__ T ld_global_nc(const void* src_g) {
   return __ldg(static_cast<const T*>(src_g));
 }
@@ -690,7 +695,7 @@ __device__ __forceinline__ float of_row(const RowScales& scales, int i) { return
 __device__ __forceinline__ float largest(float scale) { return scale; }
 __device__ __forceinline__ float largest(const RowScales& scales) { return fmaxf(scales.factor[0], scales.factor[1]); }
 template <class B>
-constexpr float element_unit = B::kv_type == DType::u8 ? 448.0f / 127 : 1;  // x / to_float(u)
+constexpr float element_unit = B::kv_type == DType::u8 ? 448.0f / 127 : 1;  // value of u / to_float(u)
 // True if the hook replaces scores by other quantities: softcap by tanh, SCORE_MOD by logits.
 template <class B> __device__ __forceinline__ bool is_capped(const KernelArgs& a) {
   return B::changes_logits || (B::use_softcap != 0 && a.hook_scale != 0);
@@ -703,7 +708,7 @@ __device__ __forceinline__ float finite_scale(float scale) {
 // multiply_qk() of the mma kernel applies the factor of each row of Q.
 template <class B>
 __device__ __forceinline__ float with_descale(const KernelArgs& a, const Item<B>& item, float scale) {
-  constexpr bool mma_scales_rows = B::kernel == KernelKind::mma && B::q_type != B::product_type;
+  constexpr bool mma_scales_rows = B::kernel == KernelKind::mma && B::pack_gqa;
   const bool has_factor_of_q = B::q_bytes == 1 && !mma_scales_rows;
   const float q_descale = has_factor_of_q ? a.p.q_descale.of_head(item.b, item.h) : 1;
   const float k_descale = a.p.k_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
@@ -751,8 +756,8 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
 
 // ---- the score hook ----
 // Between Q @ K.T and the softmax, every kernel passes the scores of a tile through finish_scores(), or with
-// USE_LAZY_MAX through exp_by_stale_max(). Nothing else modifies scores. The steps come first, in
-// the order in which finish_scores() takes them.
+// USE_LAZY_MAX through exp_by_stale_max(). Nothing else modifies scores. The steps of finish_scores() are
+// declared first, in the order of the calls.
 
 // USE_SOFTCAP: x becomes tanh(x * hook_scale) in this thread's columns [first, last) of S.
 template <class B, class View>
@@ -803,7 +808,7 @@ template <class B> struct ScoreTile {
   __device__ ScoreScale<B> hook_scale() const { return scale; }
   __device__ int batch_of_item() const { return item.b; }
   __device__ int query_count() const { return item.query_count(a.p); }
-  // Sets the first row and the first column of the thread's view.
+  // Does nothing; WgmmaRows sets the first row and column of the view here.
   template <class View> static __device__ void locate(View&) {}
   // False if SCORE_MOD, MASK_MOD and the key mask leave the tile unchanged.
   __device__ __forceinline__ bool needs_modify_scores() const {
@@ -968,8 +973,8 @@ __device__ __forceinline__ FinalSum final_sum(float m, float l, const KernelArgs
 
 // ---- stored from views (scalar, wmma, mma, wgmma) ----
 
-// Stores O / l and LSE of the rows below Sq. O of a row without a visible key is 0. m, l [ROWS] are final in
-// all lanes.
+// Stores O / l and LSE of the rows that have a query. O of a row without a visible key is 0. m, l [ROWS] are
+// final in all lanes.
 template <class B, class View>
 __device__ __forceinline__ void store_output(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
                                              const KernelArgs& a, const Item<B>& item) {
@@ -1261,7 +1266,7 @@ template <class B> __device__ __forceinline__ void split_sync(bool across_warps)
   if (!across_warps || B::split_threads == 32) {
     __syncwarp();
   } else if constexpr (B::split_kv > 1) {
-    SDPA_UNROLL for (int split = 0; split < B::split_kv; split++) {  // an id must be an immediate operand
+    SDPA_UNROLL for (int split = 0; split < B::split_kv; split++) {  // unrolled, so that the id is a constant
       if (int(threadIdx.x / B::split_threads) == split) barrier_sync(1 + split, B::split_threads);
     }
   } else {
@@ -1572,18 +1577,6 @@ template <> struct VectorCopy<true> {
   template <int IN_FLIGHT> __device__ static __forceinline__ void wait() { cp_async_wait_group<IN_FLIGHT>(); }
 };
 
-// ---- declarations of options; the definitions follow the kernels ----
-
-// USE_LENGTHS: item i of the plan.
-template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelArgs& a, uint32_t i);
-// Stores the result of this CTA: O / l and LSE, or a partial if several CTAs share the item's keys.
-template <class B, class View, class R>
-__device__ __forceinline__ void store_result(const View&, const R& m, const R& l, const KernelArgs&, const Item<B>&);
-// Merges the partials of the splits, s.split. Then stores the result like store_result().
-template <class B, class Shared>
-__device__ __forceinline__ void merge_and_store(Shared& s, const KernelArgs&, const Item<B>&, int thread);
-template <class B> constexpr int PARTIAL_STRIDE = B::d_v + 4;  // padded against bank conflicts
-
 // ---- work items: their rows and their order ----
 
 // Number of query rows that skip a masked K tile together: the rows of a warp, a warpgroup or the CTA.
@@ -1615,7 +1608,8 @@ template <class B> __device__ __forceinline__ Item<B> row_item(const KernelArgs&
 template <class B> __host__ __device__ __forceinline__ const auto& plan_room(const KernelArgs& a) { return a.plan; }
 
 // USE_BIAS, MASK_MOD: true if items may have lists of their visible rounds, from a map that sdpa_map() makes.
-// Only the kernel with producer and consumer warps reads a map, and only if each item has a single range.
+// Only the 16-bit kernel with producer and consumer warps reads a map. It does not if USE_LENGTHS or
+// SPLIT_CTAS is set.
 template <class B>
 constexpr bool lists_from_map =
     B::takes_map && B::kernel == KernelKind::wgmma_roles && !B::use_lengths && B::split_ctas == 1;
@@ -1642,6 +1636,9 @@ __device__ __forceinline__ Item<B> item_of_block(const KernelArgs& a, uint32_t h
   if (B::pack_gqa) item.h *= a.item_heads;
   return item;
 }
+
+// USE_LENGTHS: item i of the plan.
+template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelArgs& a, uint32_t i);
 
 // Work item i. Without a mask, the items of a head are consecutive, because they share its K and V in L2.
 // With a mask, the heads are divided into sections whose K and V fit into L2. In each section the longest items
@@ -1697,7 +1694,7 @@ __device__ __forceinline__ Interval Item<B, PLANNED>::keys_of_cta(const KernelAr
   return {keys.begin + rounds.begin * B::round_keys, min(keys.begin + rounds.end * B::round_keys, keys.end)};
 }
 
-// True if a warpgroup skips the tiles of an item when all of its rows are before query 0 or past Sq.
+// True if a warpgroup skips an item in which all of its rows are before query 0 or past the last query.
 template <class B>
 constexpr bool skips_empty_warpgroups =
     B::is_wgmma && B::use_warp_specialization && B::split_kv == 1 && !B::use_ping_pong && B::split_ctas == 1;
@@ -1736,7 +1733,7 @@ template <class B> struct ItemScales {
 
   __device__ __forceinline__ explicit ItemScales(const KernelArgs& a_) : a(a_) {}
   __device__ __forceinline__ ItemScales(const KernelArgs& a_, const Item<B>& item) : a(a_) { start(item, 0); }
-  // row: the thread's first row; its other row is row + 8. Padded rows get the scale of an existing head.
+  // row: the thread's first row; its other row is row + 8. Padding rows get the scale of a valid head.
   __device__ __forceinline__ void start(const Item<B>& item, int row) {
     if constexpr (B::scales_rows) {
       SDPA_UNROLL for (int i = 0; i < 2; i++) {
@@ -1812,6 +1809,9 @@ template <class B, int ROWS> struct StaleSoftmax {
 // ---- the score hook with a stale maximum (wmma, mma, wgmma) ----
 
 template <class B> struct ScoreMod;  // SCORE_MOD and MASK_MOD as functions of a score
+// The type of the tile that the score hook processes in kernels with USE_LAZY_MAX.
+template <class B> struct WgmmaRows;
+template <class B> using StaleTile = std::conditional_t<B::is_wgmma, WgmmaRows<B>, ScoreTile<B>>;
 // capped(): tanh(x * hook_scale). logit(): the result of the hook for score x in a tile without bias, expression
 // and mask.
 template <class B> __device__ __forceinline__ float capped(float x, float hook_scale);
@@ -1821,8 +1821,8 @@ template <class B> __device__ __forceinline__ float logit(float x, const KernelA
 
 // Replaces columns [first, last) of S by P, relative to the stale maximum, in an unmasked tile. The first call for
 // a tile has first = 0. It sets are_logits if it converts the scores to logits.
-template <class B, class View, class Softmax, class Tile>
-__device__ __forceinline__ void exp_by_stale_max(View& S, int first, int last, Softmax& softmax, Tile& tile,
+template <class B, class View, class Softmax>
+__device__ __forceinline__ void exp_by_stale_max(View& S, int first, int last, Softmax& softmax, StaleTile<B>& tile,
                                                  bool& are_logits) {
   if constexpr (B::key_bias) {
     cap_scores<B>(S, tile.a, tile.hook_scale(), first, last);
@@ -1879,6 +1879,9 @@ __device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scal
   }
 }
 
+// Floats from one row of O to the next in a partial in shared memory; padded against bank conflicts.
+template <class B> constexpr int PARTIAL_STRIDE = B::d_v + 4;
+
 // O[0] to O[3] += x * weight
 __device__ __forceinline__ void add(float* O, const float4& x, float weight) {
   O[0] = fmaf(x.x, weight, O[0]);
@@ -1887,7 +1890,7 @@ __device__ __forceinline__ void add(float* O, const float4& x, float weight) {
   O[3] = fmaf(x.w, weight, O[3]);
 }
 
-// A view of rows that are 8 apart. Four lanes share a row; a lane has RUN adjacent ones of 4 * RUN columns.
+// A view of rows that are 8 apart. Four lanes share a row; a lane has RUN adjacent columns of every 4 * RUN.
 template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
   static constexpr int ROWS = HEIGHT, RUN = LENGTH, COLS = WIDTH / (4 * RUN) * RUN;
   float x[ROWS][COLS];
@@ -1925,7 +1928,7 @@ template <class B> struct MmaPartial {
   float2 m_l[View::ROWS][B::split_threads];
 };
 
-template <class B> struct MmaPacked;  // PACK_GQA: copies Q, reads the descale factors of its rows, stores O
+template <class B> struct MmaPacked;  // PACK_GQA: copies Q and stores O
 // The partials of all splits but the first.
 template <class B, bool PACKED = (B::pack_gqa && !merges_by_kernel<B>)> struct MmaPartials {
   static constexpr int OTHERS = B::split_kv > 1 ? B::split_kv - 1 : 1;
@@ -1975,7 +1978,7 @@ template <class B> struct MmaHalves {
   }
   // Reads an A operand of 16 rows.
   static __device__ __forceinline__ void read(uint32_t (&a)[4], SharedAddress from) { ldmatrix_x4<false>(a, from); }
-  // Rounds P in the next columns of a row and packs it into one register.
+  // Rounds adjacent elements of a row of P and packs them into one register.
   static __device__ __forceinline__ uint32_t pack_p(const float* x) { return pack<Element<B>>(x[0], x[1]); }
   // O += P @ V for the keys of a step   [16 * M_TILES][Dv] per warp
   static __device__ __forceinline__ void pv(MmaSums<B>& O, const MmaStepOfP<B>& p, const Element<B>* V_s, int step,
@@ -2034,7 +2037,7 @@ template <class B> struct MmaRows {
   // ---- state of the work item ----
   Sums O;
   float m[ROWS], l[ROWS];
-  float q_descale[B::q_type != B::product_type ? ROWS : 1];  // of the rows' heads
+  float q_descale[B::q_bytes == 1 && B::pack_gqa ? ROWS : 1];  // of the rows' heads
   bool keeps_max;  // USE_LAZY_MAX: all rows of the warp may keep m as a stale maximum
   // ---- state of the tile ----
   MmaStepOfP<B> P[STEPS];
@@ -2076,7 +2079,7 @@ template <class B> struct MmaRows {
         multiply_columns<MmaOperands<B>>(S, n, q, k);
       }
     }
-    if constexpr (B::q_type != B::product_type) scale_rows(S, q_descale);  // PACK_GQA
+    if constexpr (B::q_bytes == 1 && B::pack_gqa) scale_rows(S, q_descale);
   }
   // Computes P of the unmasked tile at key k0 with the stale maximum. Returns false if P is unusable because the
   // stale maximum was too small.
@@ -2202,11 +2205,12 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
   MmaQueries<B> Q;
   MmaRows<B> rows;
   const ItemScales<B> scales(a, item);
-  // The first query of the warp. With a mask, some warps skip tiles that other warps of the CTA compute.
+  // The first query of the warp; PACK_GQA: of the item. With a mask, some warps skip tiles that other warps
+  // of the CTA compute.
   const int q = item.q0 + (B::pack_gqa ? 0 : warp * WARP_ROWS);
   Q.start(s.in.Q, warp, lane);
   rows.start(warp * WARP_ROWS + lane / 4, lane % 4 * 2);
-  if constexpr (B::q_type != B::product_type) MmaPacked<B>::read_factors(rows, a, s.item);
+  if constexpr (B::q_bytes == 1 && B::pack_gqa) read_q_descale(rows, a, s.item);
   // All splits take part in all rounds. In the last round, a split may have no tile.
   for (int round_k0 = t.keys.begin; round_k0 < t.keys.end; round_k0 += B::round_keys) {
     const int k0 = round_k0 + split * B::block_n;
@@ -2239,7 +2243,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
     }
     MmaRuns<B> runs;
     rearrange_runs<B>(runs, rows.O, lane);
-    store_result<B>(runs, rows.m, rows.l, a, s.item);
+    store_result(runs, rows.m, rows.l, a, s.item);
   }
 }
 
@@ -2250,7 +2254,8 @@ template <class B> struct KernelOf<B, KernelKind::mma> {
 
 // ---- 5c instructions of sm_90a (wgmma) ----
 // TMA and wgmma access shared memory through the async proxy; ordinary loads and stores use the generic
-// proxy. Between a write through one proxy and a read through the other, a fence is necessary.
+// proxy. A generic write requires a proxy fence before an async access to the same data. A generic read after
+// a TMA load only requires the wait for its mbarrier.
 
 #ifndef SDPA_SIMT
 
@@ -2363,13 +2368,13 @@ template <int N> __device__ __forceinline__ void forget(float (&d)[N]) {
   SDPA_UNROLL for (int i = 0; i < N; i++) asm volatile("" : "=f"(d[i])::"memory");
 }
 
-// The descriptor of a 16-bit matrix in shared memory with the 128-byte swizzle, which XORs bits 4-6 of an
+// The descriptor of a matrix in shared memory with the 128-byte swizzle, which XORs bits 4-6 of an
 // address with bits 7-9. The matrix consists of atoms of 8 lines of 128 bytes, aligned to 1024 bytes.
 //
-//   K-major   A line is part of a row; the next 16 k are 32 bytes further in the line. stride_bytes is the
-//             distance from 8 rows to the next 8. leading_bytes is ignored.
-//   MN-major  A line has 64 rows or columns at one k. stride_bytes is the distance from 8 k to the next 8.
-//             leading_bytes is the distance from 64 rows or columns to the next 64.
+//   K-major   A line is part of a row; each wgmma reads 32 bytes of it. stride_bytes is the distance from 8
+//             rows to the next 8. leading_bytes is ignored.
+//   MN-major  16-bit types: a line has 64 rows or columns at one k. stride_bytes is the distance from 8 k to
+//             the next 8. leading_bytes is the distance from 64 rows or columns to the next 64.
 //
 // stride_bytes = 512 selects the 64-byte swizzle, which XORs bits 4-5 with bits 7-8. Lines then have 64 bytes
 // and atoms 512.
@@ -2394,7 +2399,8 @@ template <class E, int N, int TRANS_B>
 __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate);
 
 // All warps of a warpgroup call them. setmaxnreg_dec() releases the registers above N per thread to the CTA.
-// setmaxnreg_inc() waits until N per thread are available. CTAS: CTAs per SM of the kernel's launch bounds.
+// setmaxnreg_inc() waits until N per thread are available. CTAS: CTAs per SM of the launch bounds, for the
+// CPU backend.
 template <int N, int CTAS = 1> __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
@@ -2425,8 +2431,8 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #endif  // SDPA_SIMT
 
 // ---- 5c wgmma: shared by its kernels (wgmma) ----
-// A tile in shared memory consists of D/64 panels of [rows][64]; a line has 128 bytes. TMA and wgmma swizzle the
-// 16-byte chunks of each line:
+// If D is a multiple of 64, a 16-bit tile in shared memory consists of D/64 panels of [rows][64]; a line has
+// 128 bytes. PANEL_BYTES below has the other cases. TMA and wgmma swizzle the 16-byte chunks of each line:
 //
 //   line 0 (8, 16, ...)   0 1 2 3 4 5 6 7        line 2   2 3 0 1 6 7 4 5
 //   line 1 (9, 17, ...)   1 0 3 2 5 4 7 6        line r   chunk c at c ^ r % 8
@@ -2477,7 +2483,7 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier_s, int parity) {
   }
 }
 
-// The tensor maps. A template, since KernelArgs has no member `maps` in other families.
+// The tensor maps. As a template it delays the lookup of members that other families do not have.
 template <class B> __device__ __forceinline__ const auto& tensor_maps(const KernelArgs& a) { return a.maps; }
 
 // Descriptor of the matrix that begins `bytes` later. The sum does not overflow the address field.
@@ -2550,9 +2556,9 @@ template <class B> constexpr bool may_have_list = lists_from_map<B> || lists_by_
 template <class B>
 using ListOf = std::conditional_t<lists_by_cta<B>, ListInShared<B>,
                                   std::conditional_t<lists_from_map<B>, ListFromMap, Nothing>>;
-// A work item and its rounds; in each round, every split (SPLIT_KV) computes one tile of BLOCK_N keys. The last
-// round is computed first: after the tiles with a causal mask, the row max is large enough for most of the other
-// tiles. A round has up to three indices:
+// A work item and its rounds; in each round, every split (SPLIT_KV) computes one tile of BLOCK_N keys. The
+// last round is computed first. With a causal mask, the masked tiles then come first, and their row max
+// suffices as the stale maximum of most other tiles. A round has up to three indices:
 //   round   among the rounds that the item computes, 0 to rounds - 1; with a list, the position in the list
 //   number  among all rounds of the item; it gives the keys. Without a list, it equals `round`
 //   entry   the element of the list: 2 * number, plus 1 if the bias or the mask may change the scores
@@ -2568,7 +2574,6 @@ template <class B> __device__ __forceinline__ bool has_list(const KernelArgs& a,
   if constexpr (B::masks_keys) return !item.is_whole;
   return has_map<B>(a);
 }
-template <class B> __device__ __forceinline__ void take_list(const KernelArgs& a, WgmmaItem<B>& item);
 
 // USE_KEY_MASK, USE_BIAS=4, 5: sets tile.listed_keys from the entry of the round in the item's list.
 template <class B>
@@ -2608,7 +2613,7 @@ template <class B> __device__ __forceinline__ WgmmaItem<B> wgmma_item(const Kern
     static_cast<Item<B>&>(item) = work_item<B>(a, i);
     set_rounds<B>(a, item);
   }
-  if (has_map<B>(a)) take_list<B>(a, item);
+  if (has_map<B>(a)) take_list(a, item);
   if (!B::use_lengths && B::split_ctas != 1) {
     const Interval range = range_of_rounds(a, item.rounds);
     item.first_key += range.begin * B::round_keys;
@@ -2654,8 +2659,8 @@ constexpr int copying_warps = !B::copies_rows                             ? 1
                               : B::kernel == KernelKind::wgmma_roles      ? 2 / B::split_kv
                                                                           : 1;
 
-// Copies a tile of K or V, from key k0 on, by one warp; lane 0 issues the load. Rows past the last key are
-// zero-filled.
+// Copies a tile of K or V, from key k0 on, by one warp; lane 0 issues the load. Rows past the end of the
+// tensor are zero-filled.
 template <class B, int D, bool = B::use_pages != 0> struct TileBox {
   int box_origin[5];  // coordinates in the tensor map
 
@@ -2674,7 +2679,8 @@ template <class B> struct RowPages;         // the pages of the rows that a warp
 template <class B, int D> struct TileRows;  // copies rows of a tile by cp.async
 template <class B, int D> using TileLoad = std::conditional_t<B::copies_rows, TileRows<B, D>, TileBox<B, D>>;
 
-// Offset in bytes, in a tile of `rows` rows, of the operand of wgmma number `step` along a row (STEP_BYTES each).
+// Offset in bytes of the operand of wgmma number `step` in a tile of `rows` rows. A step is STEP_BYTES of
+// each row.
 template <int LINE> __host__ __device__ constexpr int panel_step(int step, int rows) {
   constexpr int steps = LINE / STEP_BYTES;  // per panel
   return step / steps * LINE * rows + step % steps * STEP_BYTES;
@@ -2754,7 +2760,7 @@ template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, in
 }
 // batch_invariant: zero-fills the rows of Q past the last query of the sequence, among the tile's `rows` rows
 // that begin at first_row. They belong to another sequence. They would affect the result, since a warp keeps
-// a stale maximum only if all of its rows allow it. Returns true if the item has such rows; its readers must
+// a stale maximum only if all of its rows allow it. Returns true if the item has such rows; readers of Q must
 // then wait for all calling threads.
 template <class B>
 __device__ __forceinline__ bool clear_queries_of_others(Element<B>* Q_s, int panel_rows, const KernelArgs& a,
@@ -2875,7 +2881,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
   }
 
   SDPA_UNROLL for (int i = 0; i < 2; i++) l[i] = row_sum<O.LANES>(l[i]);
-  store_result<B>(O, m, l, a, item);
+  store_result(O, m, l, a, item);
 }
 
 template <class B> struct KernelOf<B, KernelKind::wgmma_plain> {
@@ -3000,8 +3006,6 @@ template <class B, int LISTS> struct ListsOfCta {
 };
 template <class B, int Q_STAGES>
 using VisibleRoundsOf = std::conditional_t<B::masks_keys, ListsOfCta<B, list_count<B, Q_STAGES>>, Nothing>;
-template <class B>
-__device__ __forceinline__ void list_visible_rounds(const KernelArgs& a, WgmmaItem<B>& item, VisibleRounds<B>& list);
 
 enum WgmmaRole { idle = 0, load_k = 1, load_v = 2, store_o = 4 };  // tasks of a producer warp; bits
 
@@ -3040,7 +3044,7 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
       item.rounds = last.rounds;
       return item;
     }
-    list_visible_rounds<B>(a, item, s.visible.of[B::use_persistent_cta ? list_ring.stage : int(threadIdx.x / 32)]);
+    list_visible_rounds(a, item, s.visible.of[B::use_persistent_cta ? list_ring.stage : int(threadIdx.x / 32)]);
     list_ring.advance();
     if (B::use_persistent_cta && issues) {
       static_cast<WgmmaItem<B>&>(last) = item;
@@ -3091,7 +3095,7 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
     fence_proxy_async();
     arrive_by_warp(full);
   }
-  // Loads a split's tiles of a round: K into a stage of k, V into a stage of v; each only if `role` says so.
+  // Loads a split's tiles of a round as selected by `role`: K into a stage of k, V into a stage of v.
   template <class K, class V>
   __device__ __forceinline__ void load_round(int role, const WgmmaItem<B>& item, int round, int split, K& k, V& v) {
     const auto& maps = tensor_maps<B>(a);
@@ -3589,7 +3593,7 @@ template <class B> constexpr bool bias_fits(int q_stages) {
   const int partial = (B::split_kv > 1) * rows * (B::d_v + 8) * 4;
   return q_stages * B::block_m * B::head_dim * 2 + ring + bias + partial <= 224 * 1024;
 }
-// If false, each element is read where it is added.
+// True if shared memory has room for the bias. If it has not, each element is read where it is added.
 template <class B> constexpr bool bias_has_room = B::use_bias != 0 && bias_fits<B>(1);
 // True if the bias leaves room for Q of two items in shared memory.
 template <class B> constexpr bool bias_fits_twice =
@@ -3720,7 +3724,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       hold(out[n]);
     }
   }
-  // Waits for the previous P @ V in the middle: it overlaps only FIRST columns of the stale softmax.
+  // Waits for the previous P @ V after the first FIRST columns of the stale softmax, which overlap it.
   //
   //   if stale: P = exp of the first FIRST columns of S
   //   wait for the previous P @ V
@@ -3906,7 +3910,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     const int thread = int(threadIdx.x) - B::producer_threads;
     rows.O.first_row = thread / 32 * 16 + lane / 4;
     rows.O.first_col = lane % 4 * 2;
-    store_result<B>(rows.O, rows.m, rows.l, a, s.item[0]);
+    store_result(rows.O, rows.m, rows.l, a, s.item[0]);
   }
 };
 
@@ -3944,13 +3948,13 @@ template <class B> struct E4m3Shared {
   // If shared memory has no room for Q and the sums, the sums overwrite Q after it has been read.
   static constexpr bool Q_IN_FLUSHED = Q_IN_REGISTERS && FLUSHES && B::head_dim == 256;
   struct Landed {  // V as loaded by TMA, before transposition
-    alignas(1024) KeyValue V[B::stages][B::block_n * ROW_BYTES<B::v_bytes> / sizeof(KeyValue)];  // [BLOCK_N][D]
+    alignas(1024) KeyValue V[B::stages][B::block_n * ROW_BYTES<B::v_bytes> / sizeof(KeyValue)];  // [BLOCK_N][Dv]
     uint64_t v_full[B::stages], v_empty[B::stages];
   };
   using Queries = Element<B>[ROW_GROUPS][64 * ROW_BYTES<B::qk_bytes> / sizeof(Element<B>)];
   using Flushed = float4[B::warpgroups][B::d_v / 8][128];  // by thread
   alignas(1024) std::conditional_t<Q_IN_FLUSHED, Flushed, Queries> Q;
-  TileRing<B, ceil_div(B::block_n, V_LINE<B>) * V_LINE<B> * B::d_v> split[B::split_kv];  // V [D][BLOCK_N]
+  TileRing<B, ceil_div(B::block_n, V_LINE<B>) * V_LINE<B> * B::d_v> split[B::split_kv];  // V [Dv][BLOCK_N]
   Landed landed[B::split_kv];
   SplitPartials<B> partial;
   VisibleRoundsOf<B, Q_STAGES> visible;
@@ -4234,7 +4238,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
           four.x[i][j] = rows.O.x.d[2 * i + j / 4 * 8 + j % 2 * 4 + j / 2 % 2];
         }
       }
-      store_result<B>(four, rows.m, rows.l, a, item);
+      store_result(four, rows.m, rows.l, a, item);
     }
   }
   // True if the buffer of Q is used until the end of the item.
@@ -4354,9 +4358,9 @@ __device__ __forceinline__ bool ScoreTile<B>::add_bias(View& S) const {
 
 // ---- 5c the bias of a warp (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3) ----
 
-// The bias of one warp for one tile: 16 rows, BLOCK_N keys. Lanes read one chunk of each of 8 rows together;
-// fp32: two chunks of each of 4 rows. XOR-swizzling the 16-byte chunks by the row places these chunks in
-// different banks.
+// The bias of one warp for one tile: 16 rows, BLOCK_N keys. Lanes read one 16-byte chunk of each of 8 rows at
+// a time (fp32: two chunks of each of 4 rows). The XOR swizzle by the row puts these chunks in different
+// banks.
 template <class B> struct alignas(128) BiasTile {
   static constexpr int CHUNK = 16 / sizeof(Bias), CHUNKS = B::block_n / CHUNK;
   static constexpr int XORED = SWIZZLE_GROUP<CHUNKS>;
@@ -4370,7 +4374,7 @@ template <class B> struct BiasTiles {
   std::conditional_t<bias_has_room<B>, BiasTile<B>[B::split_warps], Nothing> per_warp;
 };
 
-// Adds the bias to the rows of a warp. During a tile, the bias of the next tile is prefetched into shared memory.
+// Adds the bias to the rows of a warp. Prefetches the bias of the next tile into shared memory.
 template <class B, bool = bias_has_room<B>> struct BiasOfWarp : BiasInMemory<B> {
   __device__ void bind(BiasTiles<B>&) {}
   __device__ void start(const KernelArgs&, const Item<B>&, int, int, int) {}
@@ -4381,10 +4385,10 @@ template <class B> struct BiasOfWarp<B, true> {
   static constexpr int LANES = Tile::CHUNKS, ROWS = 32 / LANES;  // LANES lanes copy a row; ROWS rows are copied at once
   Tile* tile;
   int loaded_k0 = -1;             // per tile: first key of the tile that is in shared memory or in flight; -1: none
-  int column_at_0 = 0;            // per item: first column of the lane's chunk, for a tile at key 0
+  int column_at_0 = 0;            // per item: column of the bias at the lane's chunk of a tile at key 0
   const Bias* chunk_g = nullptr;  // per item: address of this chunk, in the lane's first row
-  int rows_left = 0;              // per item: rows from the lane's first row on
-  int unit = 0;                   // per item: bytes to which chunks are aligned in global memory: 16, 4, or 1 for less
+  int rows_left = 0;              // per item: queries that exist from the lane's first row on
+  int unit = 0;                   // per item: alignment of chunks in global memory: 16, 4, or 1 for less
 
   __device__ void bind(BiasTiles<B>& tiles) {
     tile = &tiles.per_warp[(threadIdx.x - B::producer_threads) / 32 % B::split_warps];
@@ -4401,7 +4405,7 @@ template <class B> struct BiasOfWarp<B, true> {
     loaded_k0 = -1;
     column_at_0 = lane % LANES * Tile::CHUNK - first;
     const int64_t elements = strides.batch | strides.head | strides.row;
-    // A window may begin at any key.
+    // With a window, k0 may be any key.
     const uint64_t offsets = uint64_t((elements | (k0 - first)) * int64_t(sizeof(Bias)));
     const uint64_t low = offsets | reinterpret_cast<uintptr_t>(a.p.bias);
     unit = low % 16 == 0 ? 16 : low % 4 == 0 ? 4 : 1;
@@ -4415,7 +4419,7 @@ template <class B> struct BiasOfWarp<B, true> {
     if (loaded_k0 == k0) return;
     const int lane = int(thread_index_anew() % 32), chunk = lane % LANES, column = k0 + column_at_0;
     const int columns = keys - chunk * Tile::CHUNK + column_at_0;  // columns of the bias
-    cp_async_wait_group<0>();  // for the copy of a tile that was not used
+    cp_async_wait_group<0>();  // the copy of a tile that was not used may be in flight
     __syncwarp();              // hazard: previous tile read by all lanes
     if (unit == 16 && column >= 0 && column + Tile::CHUNK <= columns) {
       const Bias* from = chunk_g + k0;
@@ -4437,7 +4441,7 @@ template <class B> struct BiasOfWarp<B, true> {
   // Copies a tile whose keys all have a bias, 4 bytes at a time. Adjacent lanes copy adjacent words. column: first
   // column of the tile.
   __device__ __forceinline__ void copy_words(const KernelArgs& a, const Item<B>& item, int q0, int column) const {
-    constexpr int WORDS = B::block_n * sizeof(Bias) / 4, IN_CHUNK = 4;  // of a row, of a chunk
+    constexpr int WORDS = B::block_n * sizeof(Bias) / 4, IN_CHUNK = 4;  // words per row, per chunk
     const int lane = int(thread_index_anew() % 32), queries = item.query_count(a.p) - q0 - first_row();
     const Bias* from = bias_row<B>(a, item, q0, first_row()) + column;
 #pragma unroll 1
@@ -4538,7 +4542,7 @@ template <class B> struct BiasOfKeys {
   __device__ __forceinline__ void start(const KernelArgs& a, const Item<B>& item, int, int, int) {
     lane_g = bias_row<B>(a, item, 0, 0) + thread_index_anew() % 32;
   }
-  // Loads the bias of the tile at key k0, of `keys` keys.
+  // Loads the bias of the tile at key k0. keys: keys of the sequence.
   __device__ __forceinline__ void load(const KernelArgs&, const Item<B>&, int keys, int, int k0) {
     const Bias* const from = lane_g + k0;
     if (k0 + PER_LANE * 32 <= keys) {
@@ -4550,7 +4554,7 @@ template <class B> struct BiasOfKeys {
       }
     }
   }
-  // Makes the loaded tile the current one.
+  // Stores the loaded bias to shared memory, as that of the current tile.
   __device__ __forceinline__ void store() const {
     const int lane = int(thread_index_anew() % 32);
     __syncwarp();  // hazard: previous tile read by all lanes
@@ -4574,8 +4578,8 @@ template <class B> struct BiasOfKeys {
   __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>&, int, int, int) const {
     each(S, 0, View::COLS, a, [&](int i, int j, float logit) { S.x[i][j] = logit; });
   }
-  // Adds the bias to columns [first, last) and replaces them by P. In one pass, since the exponentials hide the latency
-  // of the additions.
+  // Adds the bias to columns [first, last) and replaces them by P. One pass over the columns, so that the
+  // exponentials hide the latency of the additions.
   template <class View, class Softmax>
   __device__ __forceinline__ void exp(View& S, int first, int last, const KernelArgs& a, Softmax& softmax) const {
     each(S, first, last, a, [&](int i, int j, float logit) {
@@ -4587,7 +4591,7 @@ template <class B> struct BiasOfKeys {
 
 // ---- 5c lists of rounds (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_BIAS = 4, USE_BIAS = 5, MASK_MOD, USE_KEY_MASK) ----
 
-// USE_KEY_MASK: returns the visible keys of the split's tile at key k0. The tile's round has a hidden key.
+// USE_KEY_MASK: returns the visible keys of the split's tile at key k0, whose round must have a hidden key.
 // masked_index: index of the round among the listed rounds with a hidden key. Reads the stored bits, if there
 // are any, otherwise the key mask.
 template <class B>
@@ -4615,9 +4619,9 @@ template <class B, bool = may_have_list<B>> struct RoundWalk {
 template <class B> struct RoundWalk<B, true> {
   ListOf<B> list;
   int round;
-  uint32_t entries[2];  // of this round and of the next one; after the last round 0
+  uint32_t entries[2];  // list entries of this round and the next one; 0 past the last round
   // USE_KEY_MASK: the visible keys of this tile, if its round has a hidden key; after look_ahead(), those of
-  // the next tile. look_ahead() decrements list.masked_rounds to the index of these stored bits.
+  // the next tile. list.masked_rounds counts down: after look_ahead(), it is the index of these bits.
   std::conditional_t<B::use_key_mask, KeyBits<B>, Nothing> bits;
 
   template <class Rows> __device__ __forceinline__ void start(const Rows& rows, const WgmmaItem<B>& item, int first) {
@@ -4675,7 +4679,7 @@ template <class B> struct TileWalk : RoundWalk<B> {
   __device__ __forceinline__ void write_first_bias() {
     if constexpr (B::key_bias) write_bias(this->changes_scores());
   }
-  // USE_BIAS=4, 5: makes the prefetched tile, if there is one, the current one.
+  // USE_BIAS=4, 5: stores the prefetched bias, if there is one, as that of the current tile.
   __device__ __forceinline__ void write_bias(bool is_prefetched) {
     if (is_prefetched) bias.store();
   }
@@ -4705,7 +4709,7 @@ template <class B> struct TileWalk : RoundWalk<B> {
   template <class View, class Rows> __device__ __forceinline__ bool add_bias(View& S, const Rows& rows) {
     if constexpr (B::use_bias != 0) {
       if (!has_bias(rows.k0) || !(this->changes_scores() || this->next_changes_scores())) return false;
-      if constexpr (B::key_bias) prefetch_next_bias(rows);  // to registers, so that it need not wait for this tile
+      if constexpr (B::key_bias) prefetch_next_bias(rows);  // to registers; shared memory holds this tile's
       if (this->changes_scores()) {
         rows.locate(S);
         bias.add(S, rows.a, *rows.item, rows.mask.keys.Sk, rows.q0, rows.k0);
@@ -4745,8 +4749,8 @@ template <class B> struct TileWalk : RoundWalk<B> {
 // SPLIT_CTAS: the last CTA of an item to finish merges the partials that all of its CTAs have written to scratch
 // memory.
 //
-// A CTA computes one item. State per item: m, l, O, and m_log2 and m_may_be_kept, which change only with m. State per
-// tile: S, P, and the stage of `ring`.
+// A CTA computes one item. State per item: m, l, O; m_log2 and m_may_be_kept, which are computed from m.
+// State per tile: S, P, and the stage of `ring`.
 //
 //   barrier                    completed by                      awaited by           protects
 //   mbarriers q_full, k_full,  TMA, or the warps that copied     all threads that     Q, K, V: written
@@ -4759,6 +4763,8 @@ template <class B> struct TileWalk : RoundWalk<B> {
 // all warps of the split have read the stage.
 
 // Named barriers, and the number of threads that arrive or wait; barrier 0 is __syncthreads().
+// k_issued_barrier and all_barrier share an id: the first one completes before any thread reaches the second
+// one.
 constexpr int split_barrier = 1, split_barrier_threads = 128;  // split_barrier + split
 template <class B> constexpr int k_issued_barrier = 1 + B::split_kv;
 template <class B> constexpr int k_issued_threads = 64 * B::split_kv;
@@ -4782,7 +4788,7 @@ template <class B> struct WgmmaColumnsShared {
   std::conditional_t<B::masks_keys, VisibleRounds<B>[B::num_warps], Nothing> visible;
   WgmmaItem<B> item;
   uint64_t q_full;  // mbarrier: Q has landed, and `item` is set
-  std::conditional_t<counts_ranges<B>, bool, Nothing> is_last;  // written and read by merge_and_store()
+  std::conditional_t<counts_ranges<B>, bool, Nothing> is_last;  // written and read by store_merged()
 };
 
 // Loads the tiles of a split. Separate warps load K and V, since issuing a load takes a warp about 100 clocks. In
@@ -4801,7 +4807,7 @@ template <class B> struct WgmmaColumnsLoader {
   __device__ static bool issues() { return threadIdx.x % 32 == 0; }
   __device__ __forceinline__ void find_item() {
     item = wgmma_item<B>(a, item_number_of_cta<B>(a));
-    if constexpr (B::masks_keys) list_visible_rounds<B>(a, item, s.visible[threadIdx.x / 32]);
+    if constexpr (B::masks_keys) list_visible_rounds(a, item, s.visible[threadIdx.x / 32]);
   }
   __device__ __forceinline__ void load_q() {
     if (!loads_q() || !issues()) return;
@@ -4861,7 +4867,8 @@ template <class B> struct WgmmaColumnsLoader {
   }
 };
 
-// A view of a warpgroup's S.T or O.T with queries as rows: a thread has ROWS queries with COLS keys or d each.
+// A view of a warpgroup's S.T or O.T with queries as rows: a thread has ROWS queries, each with COLS
+// keys (S.T) or elements of d (O.T).
 //
 //            query 8i + 2(t % 4), 8i + 2(t % 4) + 1     lane t of warp w; element d[block][4i + 2h + e]
 //   key 64 block + 16w + t / 4 + 8h                      is x[2i + e][2 block + h]
@@ -5022,9 +5029,8 @@ template <class B> struct WgmmaColumns {
 
   // ---- the softmax ----
 
-  // Updates m to max(m, row max of S), and rescales l and O. FIRST: m, l and O have no values yet. As in
-  // softmax_sum(), S is replaced by S - m if |m_log2| is above shift_limit; here for all queries of a warp if
-  // one of them is above it.
+  // Updates m to max(m, row max of S), and rescales l and O. FIRST: m, l and O have no values yet. If
+  // |m_log2| of a query of the warp exceeds shift_limit, replaces S by S - m for all queries of the warp.
   template <bool FIRST> __device__ __forceinline__ void update_max(Scores& S, Sums& O) {
     float m_new = column_max(S), alpha;
     if (!FIRST) {
@@ -5187,7 +5193,7 @@ template <class B> struct WgmmaColumns {
       }
     }
     barrier_sync(all_barrier<B>, all_threads<B>);  // hazard: partials of all splits written
-    merge_and_store<B>(s, a, item, int(threadIdx.x));
+    store_merged(s, a, item, int(threadIdx.x));
   }
 };
 
@@ -5235,8 +5241,8 @@ template <class View, class Load> __device__ __forceinline__ void load_scores(Vi
 //
 // SYNC_POLICY=5 has a CTA barrier at every hazard of the tile loop. SYNC_POLICY=2 omits two redundant barriers:
 // the barrier for K and V covers Q, too, and m is read only by the warp that wrote it. With SYNC_POLICY=1, a row
-// has one owner throughout (WarpSoftmax), so warps share only the tiles of K and V; other families do the same.
-// SYNC_POLICY=0 has no CTA barriers and is racy.
+// has one owner throughout (WarpSoftmax), so warps share only the tiles of K and V, as in the mma kernel.
+// SYNC_POLICY=0 has no CTA barrier in the tile loop and is racy.
 template <class B, class Shared> struct CtaSoftmax {
   static constexpr int ROWS = ScalarScores<B>::ROWS;
 
@@ -5335,8 +5341,8 @@ __device__ __forceinline__ void mbarrier_spin(uint64_t* barrier_s, int parity) {
   }
 }
 
-// Takes the place of CopyTogether in consumer warps if producer warps copy the tiles. The ring continues from
-// one item to the next.
+// Replaces CopyTogether in consumer warps if producer warps copy the tiles. The ring continues from one item
+// to the next.
 template <class B> struct CopyByProducers {
   WmmaShared<B>& s;
   StageRing<B::stages>& ring;
@@ -5501,7 +5507,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   sums.finish(O, S_s, first_row);
   float m[ScalarOutput<B>::ROWS], l[ScalarOutput<B>::ROWS];
   softmax.finish(s, S, m, l);
-  store_result<B>(O, m, l, a, item);
+  store_result(O, m, l, a, item);
 }
 
 // Sets i to the index of the CTA's next item. Returns false if there is none.
@@ -5629,7 +5635,7 @@ __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreSc
 
 // ---- 5f arrays that expressions index by head (SCORE_MOD, MASK_MOD) ----
 
-// True if the expression `text` contains x0[h], with `number` instead of 0. Spaces may follow x0, [ and h.
+// True if the expression `text` contains x<number>[h]. Spaces may follow the number, [ and h.
 constexpr bool reads_by_head(std::string_view text, int number) {
   const char wanted[] = {'x', char('0' + number), '[', 'h', ']'};
   for (size_t at = text.find(wanted[0]); at != text.npos; at = text.find(wanted[0], at + 1)) {
@@ -5867,9 +5873,9 @@ constexpr bool mods_name(std::string_view name) {
 template <class B> struct ScoreMod {
   using Score = expression::Score;
   using Position = expression::Position;
-  // logit() returns the logit of a score; sees() returns true if query q sees key k. Features of the score
-  // hook that have a knob of their own are implemented in these two functions. S: Score, or another type with
-  // the operators of one. H: int or Head.
+  // logit() returns the logit of a score; sees() returns true if query q sees key k. To add a modification
+  // with its own knob, extend one of them and list the knob in SDPA_LOGIT_KNOBS or SDPA_MASK_KNOBS. S: Score,
+  // or another type with its operators. H: int or Head.
   template <class S, class H>
   static __device__ __forceinline__ auto logit(S s, int b, H h, Position q, Position k, int Sq, int Sk,
                                                const SdpaParams& p) {
@@ -5881,8 +5887,8 @@ template <class B> struct ScoreMod {
     return expression::mask_mod(b, h, q, k, Sq, Sk, p);
   }
   static __device__ int expression_head(const ScoreTile<B>& tile) { return tile.item.h; }
-  // True if registers hold x0[h] to x3[h] for a whole item. 16 warps have too few registers for that. With
-  // packed GQA the rows of an item belong to several heads.
+  // True if registers hold x0[h] to x3[h] for a whole item. With 16 warps, a thread has too few registers.
+  // With packed GQA, the rows of an item belong to several heads.
   static constexpr bool keeps_head = B::num_warps < 16 && !B::pack_gqa;
   template <class Rows> static __device__ __forceinline__ auto expression_head(const Rows& rows) {
     const auto& x = rows.x_of_head;
@@ -5976,7 +5982,7 @@ __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool un
       if constexpr (B::changes_logits) S.x[i][j] = float(logit);
       if (!visible) S.x[i][j] = -INFINITY;
     };
-    // With lazy rescaling, few tiles reach this code. Without a key mask, they share one version of it.
+    // With lazy rescaling, few tiles reach this code. Without a key mask, they share one instantiation.
     if (B::use_key_mask && unmasked) Mod::template each_in_steps<true, false>(S, 0, View::COLS, tile, modify);
     else if (!B::use_lazy_max && unmasked) Mod::template each<true>(S, 0, View::COLS, tile, modify);
     else Mod::template each_in_steps<false, B::use_lazy_max>(S, 0, View::COLS, tile, modify);
@@ -5996,9 +6002,9 @@ __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool un
 
 // ---- 5f softcap by a polynomial (wgmma and USE_WARP_SPECIALIZATION and USE_SOFTCAP = 1) ----
 //
-// A tanh keeps the special-function unit busy as long as an exponential does. With both per score, it is as
-// busy as the tensor cores. Therefore tanh(x) is approximated by the minimax polynomial x * (k0 + k1 * x^2 +
-// k2 * x^4), whose error for |x| <= 0.85 is at most 2^-11, as is that of tanh.approx. For |x| > 0.85 the
+// tanh.approx and ex2.approx take the special-function unit the same time. With both per score, this unit is
+// as busy as the tensor cores. Therefore tanh(x) is approximated by the minimax polynomial x * (k0 + k1 * x^2
+// + k2 * x^4), whose error for |x| <= 0.85 is at most 2^-11, as is that of tanh.approx. For |x| > 0.85 the
 // polynomial grows faster than tanh.
 //
 // Scores need no range check if the row max m is within the bounds that the constructor tests:
@@ -6079,14 +6085,14 @@ template <class B> __device__ __forceinline__ const KeyElement<B>* keys_of_batch
 __device__ __forceinline__ bool shows_key(uint8_t byte) { return byte; }
 template <class E> __device__ __forceinline__ bool shows_key(E bias) { return to_float(bias) != -INFINITY; }
 
-// One bit per key of a tile: 1 if the key exists and neither the key mask nor the bias hides it. Each lane reads
-// one key, and a ballot packs 32 keys into a word. All lanes of a warp have the same bits.
+// One bit per key of a tile: 1 if the key exists and neither the key mask nor the bias hides it.
 template <class B> struct KeyBits {
   static constexpr int WORDS = ceil_div(B::block_n, 32);
   uint32_t word[WORDS];
 
   KeyBits() = default;
-  // Reads the bits of the tile at key k0. Words without a key in [first, last] stay undefined.
+  // Reads the bits of the tile at key k0. Each lane reads one key, and a ballot packs 32 keys into a word.
+  // Words without a key in [first, last] stay undefined.
   __device__ __forceinline__ KeyBits(const KernelArgs& a, int b, int k0, int first = 0, int last = B::block_n - 1) {
     const KeyElement<B>* const row = keys_of_batch<B>(a.p, b);
     SDPA_UNROLL for (int w = first / 32; w <= last / 32; w++) {
@@ -6132,9 +6138,9 @@ __device__ __forceinline__ uint32_t bytes_of_keys(const uint8_t* from, int count
   return byte[0] | byte[1] << 8 | byte[2] << 16 | byte[3] << 24;
 }
 
-// Writes an entry to `list` for each round that is visible by the key mask, and returns their number. Also
-// writes the bits of listed rounds with a hidden key, and adds their number to item.masked_rounds. Called by
-// one warp; four lanes process a round. row: the key mask from the item's first key on.
+// Writes an entry to `list` for each round with a visible key, and returns their number. For listed rounds
+// with a hidden key, also writes their bits and adds their number to item.masked_rounds. Called by one warp;
+// four lanes process a round. row: the key mask from the item's first key on.
 template <class B>
 __device__ __forceinline__ int list_rounds_of_mask(const KernelArgs& a, WgmmaItem<B>& item, VisibleRounds<B>& list,
                                                    const uint8_t* row) {
@@ -6199,11 +6205,11 @@ __device__ __forceinline__ uint32_t word_of_bias(const Bias* from, int count, bo
 // Like list_rounds_of_mask(), for a bias and without bits. An entry says whether the bias changes a score of
 // the round.
 //
-// The last entry is computed first. Rounds whose elements are all far below 0, as in padding with finfo.min,
-// come first in the list: computed last, after the row max of other rounds is known, they keep the stale
-// maximum. An element is far below 0 if its three highest bits are set: fp16 from -512 down, bf16 and fp32
-// from -2^65 down. Entries of near rounds are written from the middle of the list up, those of far rounds
-// from the middle down.
+// A far round has only elements far below 0, as in padding with finfo.min; the other rounds are near. Far
+// rounds come first in the list. The kernel starts with the last entry, so it knows the row max of the near
+// rounds before it computes a far round, which then keeps the stale maximum. An element is far below 0 if its
+// three highest bits are set: fp16 from -512 down, bf16 and fp32 from -2^65 down. Entries of near rounds are
+// written from the middle of the list up, those of far rounds from the middle down.
 template <class B>
 __device__ __forceinline__ int list_rounds_of_bias(const KernelArgs& a, WgmmaItem<B>& item, VisibleRounds<B>& list,
                                                    const Bias* row) {
@@ -6282,12 +6288,12 @@ __device__ __forceinline__ void list_visible_rounds(const KernelArgs& a, WgmmaIt
 
 // ---- 5f lists of visible rounds (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
 //
-// sdpa_map() writes the map, which has a list for each item. Items that read the same rows of the bias or the
-// same values of MASK_MOD share a list. A list contains the number of rounds with a visible key, and an entry
-// for each of them. The other rounds are skipped, even if their scores are NaN. If the bias or the mask has
-// no effect on a round (all bytes true, or all elements 0), its entry says so, and the round does not read
-// it. A map that was made for another mask, window, problem size or tile is ignored, and all rounds are
-// computed.
+// sdpa_map() writes the map: the lists of all items. Items that read the same rows of the bias or the same
+// values of MASK_MOD share a list. A list contains the number of rounds with a visible key, and an entry for
+// each of them. The other rounds are skipped, even if their scores are NaN. An entry says whether a score of
+// its round changes. If none does (all bytes true, or all elements 0), the round reads no bias and evaluates
+// no expression. A map that was made for another mask, window, problem size or tile is ignored, and all
+// rounds are computed.
 
 __device__ __forceinline__ uint64_t* map_header(const BiasMap& map) {
   return reinterpret_cast<uint64_t*>(map.lists) - 1;
@@ -6367,7 +6373,7 @@ template <class B> __device__ __forceinline__ int effects_on_round(const KernelA
 }
 
 constexpr int map_threads = 1024;
-// Each CTA writes the list of one item.
+// Each CTA writes one list, that of one item.
 template <class B> __global__ void __launch_bounds__(map_threads) sdpa_map(const __grid_constant__ KernelArgs a) {
   wait_then_let_next_kernel_start();
   if (blockIdx.x == 0 && threadIdx.x == 0) st_global(map_header(a.bias_map), a.bias_map.made_for);
@@ -6497,13 +6503,13 @@ template <class B> struct MmaE4m3AsHalves {
 
 // ---- 5f ranges of keys ----
 
-// SPLIT_CTAS: maximum number of items with several ranges per launch, each of which has a counter.
-// USE_LENGTHS: maximum number of their ranges.
+// SPLIT_CTAS: maximum number of items per launch that have several ranges; each of them has a counter.
+// USE_LENGTHS: maximum number of ranges of these items.
 constexpr uint32_t most_split_items = Defines::use_lengths ? 131072 : 16384;
 // Number of ranges whose partials a thread loads at once. For up to few_ranges ranges it loads more columns
 // instead.
 constexpr int ranges_at_once = 16, few_ranges = 4;
-// SPLIT_CTAS=0: minimum number of rounds in a planned range: those of about 256 KB of K and V.
+// SPLIT_CTAS=0: the limit of rounds per range is not set below this number, about 256 KB of K and V.
 __host__ __device__ __forceinline__ int least_rounds(int round_keys) {
   return max(1, 256 * 1024 / int(round_keys * Defines::head_dim * sizeof(KeyValue) * 2));
 }
@@ -6563,9 +6569,10 @@ template <class View> struct OneRow {
   __device__ int col(int j) const { return view.col(j); }
 };
 
+// Stores the result of this CTA: O / l and LSE, or a partial if several CTAs share the item's keys.
 template <class B, class View, class Rows>
 __device__ __forceinline__ void store_result(const View& O, const Rows& m, const Rows& l, const KernelArgs& a,
-                                           const Item<B>& item) {
+                                             const Item<B>& item) {
   if constexpr (B::split_ctas != 1) {
     if (!B::use_lengths || item.range_count(a) != 1) {
       RangePartial<B>& partial = range_partials<B>(a)[item.partial_index(a)];
@@ -6655,10 +6662,10 @@ __device__ __forceinline__ void merge_split_partials(const Partials& partials_s,
   }
 }
 
-// Stores O / l and LSE of the item's rows. SPLIT_CTAS: stores the partial of the CTA's range. The last CTA of
-// the item to do so merges the partials.
+// Merges the partials of the splits, s.split, and stores O / l and LSE of the item's rows. SPLIT_CTAS: stores the
+// partial of the CTA's range. The last CTA of the item to do so merges the partials.
 template <class B, class Shared>
-__device__ __forceinline__ void merge_and_store(Shared& s, const KernelArgs& a, const Item<B>& item, int thread) {
+__device__ __forceinline__ void store_merged(Shared& s, const KernelArgs& a, const Item<B>& item, int thread) {
   const ItemScales<B> scales(a, item);
   if (B::split_ctas == 1 || item.range_count(a) == 1) {
     merge_split_partials<B>(s.split, scales, thread, [&](int row, const auto& O, auto& m, auto& l) {
@@ -6872,9 +6879,18 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_converting> : KernelOf<B
 template <class B> struct MmaPartials<B, true> {
   struct type {
     RowsPartial<B> split[B::split_kv];
-    std::conditional_t<counts_ranges<B>, bool, Nothing> is_last;  // written and read by merge_and_store()
+    std::conditional_t<counts_ranges<B>, bool, Nothing> is_last;  // written and read by store_merged()
   };
 };
+
+// Reads the descale factor of each row of Q. Padding rows get the factor of a valid head.
+template <class B>
+__device__ __forceinline__ void read_q_descale(MmaRows<B>& rows, const KernelArgs& a, const Item<B>& item) {
+  SDPA_UNROLL for (int i = 0; i < rows.ROWS; i++) {
+    const Item<B> one_row = row_item<B>(a, item, rows.O.row(i));
+    rows.q_descale[i] = a.p.q_descale.of_head(one_row.b, min(one_row.h, a.p.Hq - 1));
+  }
+}
 
 template <class B> struct MmaPacked {
   static __device__ __forceinline__ void copy_q(MmaShared<B>& s, const ItemTiles<B>& t, const KernelArgs& a) {
@@ -6891,13 +6907,6 @@ template <class B> struct MmaPacked {
           row < rows && from.q0 < from.query_count(p) && (!B::takes_short_rows || column_of_q < p.D));
     }
   }
-  // Padding rows get the factor of a valid head.
-  static __device__ __forceinline__ void read_factors(MmaRows<B>& rows, const KernelArgs& a, const Item<B>& item) {
-    SDPA_UNROLL for (int i = 0; i < rows.ROWS; i++) {
-      const Item<B> one_row = row_item<B>(a, item, rows.O.row(i));
-      rows.q_descale[i] = a.p.q_descale.of_head(one_row.b, min(one_row.h, a.p.Hq - 1));
-    }
-  }
   static __device__ __forceinline__ void store(MmaShared<B>& s, const MmaRows<B>& rows, const KernelArgs& a, int split,
                                                int lane) {
     MmaRuns<B> runs;
@@ -6906,7 +6915,7 @@ template <class B> struct MmaPacked {
     RowsPartial<B>& partial = s.partial.split[split];
     store_partial(partial, runs, rows.m, rows.l, [](void* dst_s, auto x) { st_shared(dst_s, x); });
     __syncthreads();  // hazard: partials written by all warps
-    merge_and_store<B>(s.partial, a, s.item, threadIdx.x);
+    store_merged(s.partial, a, s.item, threadIdx.x);
   }
 };
 
@@ -7030,7 +7039,7 @@ template <class B, int D> struct TileRows {
 
 // ---- 5f planned items (USE_LENGTHS) ----
 // sdpa_plan() runs before the attention kernel. For one head group, it divides the tiles of query rows of all
-// sequences into ranges of keys. Each range is an item. It lists the items, longest first.
+// sequences into ranges of keys and lists them, longest first. With USE_LENGTHS, each range is an item.
 
 // USE_LENGTHS: the position of a sequence in the tensors, and its number of rows. These arrays are in device
 // memory:
@@ -7066,7 +7075,7 @@ struct Sequence {
 template <class B> __device__ __forceinline__ int first_tile_key(const Interval& keys) {
   return B::use_pages && B::is_wgmma && !B::copies_rows ? keys.begin / B::block_n * B::block_n : keys.begin;
 }
-// One range of a tile of query rows. q0 counts the rows of the sequence. If the tile has several ranges,
+// One range of a tile of query rows. q0 is relative to the sequence. If the tile has several ranges,
 // their partials have the indices first_partial ... first_partial + ranges - 1. ranges = 0: an item past the
 // last one.
 struct alignas(16) PlannedItem {
@@ -7157,7 +7166,7 @@ struct PlanShared {
   uint32_t count_of[plan_classes];  // number of items of a class
   uint32_t first[plan_classes];     // index of the next item of a class in the list
 };
-// Calls use(b, sequence, q0, keys) for every tile. q0 is that of set_rounds(). 2^shift lanes share a
+// Calls use(b, sequence, q0, keys) for every tile. q0 is shifted as in set_rounds(). 2^shift lanes share a
 // sequence and begin with its last rows.
 template <class B, class Use> __device__ __forceinline__ void for_each_tile(const KernelArgs& a, int shift, Use use) {
   const int tid = threadIdx.x, queries = queries_of_item<B>(a);
@@ -7535,7 +7544,7 @@ template <class B> Items items_of(const SdpaParams& p) {
 
 // USE_LENGTHS: the sizes of the plan. It aims at four ranges per resident CTA, so that the last range takes
 // at most a quarter of the time. It has room for twice as many partials, limited by the number of counters.
-// An explicit SPLIT_CTAS adds its own if there is room.
+// An explicit SPLIT_CTAS adds its partials if there is room.
 template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   const uint32_t heads = uint32_t(max(p.Hq / items.heads, 1)), tiles = uint32_t(items.count / heads);
   PlanArgs plan{tiles, 0, 0, {}};
@@ -7543,8 +7552,8 @@ template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   plan.page_size = Divisor(uint32_t(page_size));
   plan.box_rows = bits & -bits;  // the largest power of 2 that divides both
   if (B::split_ctas == 1) return plan;
-  // batch_invariant: free_partials is per sequence. partials is for all sequences; it is larger if a sequence
-  // may exceed `most` rounds.
+  // batch_invariant: free_partials counts those of one sequence, partials those of all sequences. partials is
+  // larger if a sequence may exceed `most` rounds.
   if (p.batch_invariant) {
     plan.free_partials = max(sm_count() / int(heads), 1);
     const int keys = p.most_keys > 0 ? min(p.most_keys, p.Sk) : p.Sk, most = rounds_at_once<B>();
@@ -7643,7 +7652,7 @@ SdpaStatus encode_boxes(CUtensorMap& map, const TensorView& t, const RowBoxes& b
 }
 
 // True if the tensors and the rows of a packed tile are the same. Apart from these, tensor maps depend only
-// on whether k_starts is null.
+// on whether k_starts is null; whether q_starts is null shows in the batch stride of O.
 bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
   constexpr size_t sizes = offsetof(SdpaParams, B), end = offsetof(SdpaParams, scale);  // sizes and strides
   return a.Q == b.Q && a.K == b.K && a.V == b.V && a.O == b.O && a.page_size == b.page_size && a.pages == b.pages &&
@@ -7831,7 +7840,7 @@ constexpr bool sums_end =
 
 // ---- the map of hidden rounds (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
 
-// True if the launch may have a map of hidden rounds.
+// True if the launch may have a map, that is, lists of visible rounds.
 template <class B> bool may_have_map(const SdpaParams& p) {
   return lists_from_map<B> && (B::hides_keys || p.bias);
 }
@@ -7982,7 +7991,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   if constexpr (B::use_lengths) {
     const PlanArgs plan = plan_args<B>(p, items);
     const uint64_t heads = p.Hq / items.heads;
-    if (plan.items * heads > most) return failure(refused, "B*Hq*Sq is over %d tiles; split the batch", most);
+    if (plan.items * heads > most) return failure(refused, "the plan has over %d tiles; split the batch", most);
     if (!merges_by_kernel<B> && plan.partials * heads > most_split_items) {
       return failure(refused, "batch_invariant: %llu ranges of keys exceed the limit of %u; split the batch or "
                               "pass most_keys",
@@ -8013,7 +8022,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
 
 // ---- the checks ----
 
-// What to try if a tensor is not aligned. wgmma needs 16 bytes.
+// Advice for a tensor that is not aligned. With wgmma there is none: TMA needs 16 bytes.
 constexpr const char* or_lower_width = Defines::use_wgmma ? "" : " or lower VEC_WIDTH";
 // Checks pointer, alignment and strides. As in PyTorch, the stride of a dimension of size 1 may have any value;
 // it is set to 0, so that no address depends on it.
@@ -8161,12 +8170,13 @@ SdpaStatus check_params(SdpaParams& p) {
 // ==== 7 TABLES ===================================================================================
 
 // ---- refusals (typed) ----
-// To add a variant, add a line to configs.txt. To add a knob, add a row to SDPA_KNOBS with the families that support it,
-// its refusals below, and one function that it selects. If only few kernels support it, the function belongs to the
-// options of section 5. A knob selects whole functions; it never removes lines from a kernel.
-// The banner of a section may end in families or knobs, as in (wmma, USE_CP_ASYNC): other builds do not need the
-// section. Extracts do not need the sections marked (typed), because their knobs are constants. extract removes
-// sections by these words.
+// To add a variant, add a line to configs.txt. To add a knob, add a row to SDPA_KNOBS with the families that
+// support it, its refusals below, and one function that it selects. If only few kernels support it, the
+// function belongs to the options of section 5. A knob selects whole functions; it never removes lines from a
+// kernel.
+// The title of a section may end in families or knobs, as in (wmma, USE_CP_ASYNC): other builds do
+// not need the section. Sections marked (typed) process the knobs as set with -D; in an extract, knobs are
+// constants. tools/extract.py removes sections by these words.
 //
 // Each refusal of a knob without effect or of an impossible combination says what is refused, why, and what to type.
 
@@ -8359,8 +8369,8 @@ constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, 
   size_t known = 0;  // characters of the string that were recognized, plus one space per knob
   const auto on = [&](std::string_view knob) { return knobs.find(knob) != knobs.npos && (known += knob.size() + 1); };
   const bool for_maps = on("USE_BIAS");  // only for builds with a bias or a MASK_MOD
-  // A build uses the rows of its own D, and of 64, 128 or 256, whichever is next. Its D is the larger of
-  // HEAD_DIM and HEAD_DIM_V.
+  // A build uses the rows of its own D, and those of its D rounded up to 64, 128 or 256. Its D is the larger
+  // of HEAD_DIM and HEAD_DIM_V.
   const int typed = Defines::head_dim > Defines::d_v ? Defines::head_dim : Defines::d_v;
   const bool is_next = head_dim == typed || head_dim == (typed <= 64 ? 64 : typed <= 128 ? 128 : 256);
   if (!is_next) t.head_dim = head_dim == Defines::head_dim ? 0 : head_dim;  // 0: V is too wide for this row
@@ -8603,7 +8613,8 @@ SdpaParams of_any_batch(SdpaParams p) {
   p.B = 8;
   return p;
 }
-// Maximum number of keys that a query may see. batch_invariant: unlimited if the lengths are in device memory.
+// Maximum number of keys that a query may see. batch_invariant: unlimited with k_lengths, typical with
+// k_starts.
 int keys_of_sum(const SdpaParams& p) {
   if (!p.batch_invariant) return most_visible_keys(p);
   if (p.k_lengths) return most_rows;
@@ -8703,9 +8714,9 @@ template <class Launch> SdpaStatus leaving_no_error(const Launch& launch) {
   return with_build(p, [&](auto build) { return scratch_bytes<decltype(build)>(p); });
 }
 
-// Enqueues O, LSE = attention(Q, K, V) on the stream of the current device and returns without waiting. It does
-// not print or allocate memory, and may be captured into a CUDA graph. A problem that this build does not
-// support is refused before anything is launched.
+// Enqueues O, LSE = attention(Q, K, V) on `stream`, of the current device, and returns without waiting. It
+// does not print or allocate memory, and may be captured into a CUDA graph. A problem that this build does
+// not support is refused before anything is launched.
 [[maybe_unused]] static SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
   SdpaParams p = params;
   const SdpaStatus status = check_params(p);

@@ -24,7 +24,8 @@
 // computes S and dP once, so there are five products. A CTA accumulates dK and dV in registers and adds its
 // partial dQ atomically to fp32 sums in the workspace. sdpa_backward_convert_rows or sdpa_backward_convert
 // scales and rounds these sums. The order of the additions differs from run to run, and so do the last bits
-// of dQ. dK and dV are bitwise identical in every run.
+// of dQ. dK and dV are bitwise identical in every run. With ORDERED_ADDS=1, which sdpa_backward_wgmma supports,
+// CTAs wait for each other and add in a fixed order, so dQ is bitwise identical, too.
 //
 // With a bias (USE_BIAS=1, 3), sdpa_backward_bias recomputes S and dP and sums dS to dBias.
 //
@@ -59,7 +60,7 @@ namespace {
 #define SDPA_BACKWARD_KNOBS(X) \
   X(BACKWARD, 0, backward, "0 1", "scalar mma wgmma", "1: the line is built from sdpa_backward.cu and computes dQ, dK and dV") \
   X(ONE_PASS, 0, one_pass, "0 1", "mma", "five products instead of seven; adds dQ atomically to sums in global memory") \
-  X(ORDERED_ADDS, 0, ordered_adds, "0 1", "wgmma", "USE_WARP_SPECIALIZATION=1: CTAs add dQ in a fixed order; the bits of dQ repeat")
+  X(ORDERED_ADDS, 0, ordered_adds, "0 1", "wgmma", "USE_WARP_SPECIALIZATION=1: CTAs add dQ in a fixed order, so that two runs give the same bits")
 // clang-format on
 SDPA_BACKWARD_KNOBS(SDPA_KNOB)
 constexpr std::string_view backward_knobs =
@@ -122,15 +123,15 @@ struct BiasPlan {
 template <class B> constexpr bool has_roles = B::kernel == KernelKind::wgmma_roles;
 // True for the one-pass kernels, which add dQ to fp32 sums in global memory.
 template <class B> constexpr bool adds_dq = has_roles<B> || value_of(ONE_PASS_text) == 1;
-// True if the CTAs add to dQ in a fixed order. See "ordered additions".
+// True if the CTAs add to dQ in a fixed order. See "additions to dQ".
 template <class B> constexpr bool orders_adds = has_roles<B> && value_of(ORDERED_ADDS_text) == 1;
 
 // True for has_roles with HEAD_DIM=256. dK and dV of 128 keys do not fit into the registers of two consumer
-// warpgroups. A pair is a cluster of two CTAs with 64 keys each. See "pairs of CTAs".
-template <class B> constexpr bool in_pairs = has_roles<B> && B::head_dim == 256;
+// warpgroups. Two CTAs with 64 keys each form a cluster. See "clusters of two CTAs".
+template <class B> constexpr bool in_clusters = has_roles<B> && B::head_dim == 256;
 // Keys per CTA of the kernel that computes dK, CTAs per cluster, and keys per cluster.
-template <class B> constexpr int CTA_KEYS = in_pairs<B> ? 64 : B::block_m;
-template <class B> constexpr int CLUSTER_CTAS = in_pairs<B> ? 2 : 1;
+template <class B> constexpr int CTA_KEYS = in_clusters<B> ? 64 : B::block_m;
+template <class B> constexpr int CLUSTER_CTAS = in_clusters<B> ? 2 : 1;
 template <class B> constexpr int CLUSTER_KEYS = CTA_KEYS<B> * CLUSTER_CTAS<B>;
 
 // Number of tiles of `size` rows in a head of a tensor with `rows` rows. With starts, the tiles of sequence b
@@ -144,7 +145,7 @@ __device__ inline int first_tile(int start, int b, int size) { return start / si
 inline int64_t padded_rows_of(const SdpaParams& p) {
   return has_roles<Defines> ? tiles_of_head(p, p.q_starts, p.Sq, Defines::block_n) * Defines::block_n : p.Sq;
 }
-// has_roles: a piece of dQ is [64 queries][64 elements] of a tile, one per consumer warpgroup of the CTA or pair.
+// has_roles: a piece of dQ is [64 queries][64 elements] of a tile, one per consumer warpgroup of the CTA or cluster.
 constexpr int dq_piece_floats = 64 * 64;
 // Factor of LSE in the workspace. The weight of a logit is 2^((logit - LSE) * log2(e)). Without a bias the
 // factor is log2(e), which saves an instruction. With a bias it is 1: a logit may be the least finite float,
@@ -153,8 +154,8 @@ template <class B> constexpr float lse_factor = B::adds_bias ? 1 : 1 / ln2;
 
 // The workspace: arrays with padded_rows entries per query head. An entry has LSE * lse_factor, with +inf
 // instead of -inf, and delta. adds_dq: also D sums of dQ / gradient_scale. has_roles: these are ordered as in
-// add_to_sums_of_dq(). orders_adds: behind the arrays, the number of additions to each piece of dQ. USE_BIAS=1,
-// 3: then partials of dBias.
+// add_to_sums_of_dq(). orders_adds: behind the arrays, the number of additions to each piece of dQ. USE_BIAS=1, 3: then
+// partials of dBias.
 struct BackwardWorkspace {
   int64_t heads;  // B * Hq, or Hq with q_starts
   int padded_rows;
@@ -1200,9 +1201,9 @@ __global__ void __launch_bounds__(B::threads) sdpa_backward_convert_rows(const _
 // ---- one pass by wgmma: five products, a producer warpgroup and two consumer warpgroups (has_roles) ----
 // A CTA keeps 128 keys, 64 per consumer warpgroup, and streams tiles of BLOCK_N queries. S.T = K @ Q.T and
 // dP.T = V @ dO.T have keys as rows, so that P.T is an A operand in registers. The warpgroups write dS.T to
-// shared memory. Then each computes half of the tile's dQ from all 128 keys. For D=256 see "pairs of CTAs".
+// shared memory. Then each computes half of the tile's dQ from all 128 keys. For D=256 see "clusters of two CTAs".
 //
-//   producer, one thread                  consumer warpgroup w
+//   producer, warp 0                      consumer warpgroup w
 //   load Q, LSE of tile 0;  load K, V     before the first tile:  S, dP, P of tile 0
 //   for each tile n:                      for each tile n:
 //     wait o_empty;  load dO, delta         dS = P * (dP - delta), to shared memory
@@ -1211,7 +1212,7 @@ __global__ void __launch_bounds__(B::threads) sdpa_backward_convert_rows(const _
 //                                           dQ = dS @ K of tile n - 1
 //                                           S = K @ Q.T of tile n + 1
 //                                           dK += dS.T @ Q
-//                                           add dQ to the sums in global memory
+//                                           pass dQ to producer warp 1 + w, which adds it to the sums
 //                                           dP = V @ dO.T of tile n + 1;  pass the turn on
 //                                           P = exp(logit - LSE) of tile n + 1      release Q of tile n
 //                                         after the last tile:  its dQ;  store dK, dV
@@ -1226,32 +1227,31 @@ template <class B> constexpr int DQ_PIECES = B::block_n / 64 * (B::head_dim / 64
 constexpr int backward_turn = 1, backward_turn_threads = 256;  // backward_turn + w: the turn of w
 constexpr int both_groups = 3, both_groups_threads = 256;
 constexpr int own_group = 4, own_group_threads = 128;  // own_group + w: the warps of w
-constexpr int p_stored = 6, p_read = 7, p_threads = 256;  // in_pairs: P written by warpgroup 0, read by 1
-constexpr int dq_full = 6, dq_empty = 8, dq_threads = 160;  // orders_adds: dq_full + w: w and a producer warp
+constexpr int p_stored = 6, p_read = 7, p_threads = 256;  // in_clusters: P written by warpgroup 0, read by 1
+constexpr int dq_free = 8, dq_passed = 10, dq_threads = 160;  // + w: a piece of w, with a warp of producers
 
 template <class B> struct KeysOfCta {
   KeyTile<B> keys;
   Mask mask;
 };
 
-// in_pairs: K and dS of the other CTA, and P for warpgroup 1.
-struct PairShared {
+// in_clusters: K and dS of the other CTA, and P for warpgroup 1.
+struct ClusterShared {
   alignas(1024) Input K[2][64 * 64];   // rows: keys of the other CTA; columns: those of this CTA's dQ; in panels
   alignas(1024) Input dS[2][64 * 64];  // dS.T of the other CTA
   float4 P[8][128];                    // P.T of this CTA: the accumulators of the threads
   uint64_t ds_full[2], ds_empty[2];
 };
 
-// orders_adds: a piece of dQ of each warpgroup, with the layout of the sums.
-struct AddsShared { alignas(128) float dQ[2][dq_piece_floats]; };
+// A piece of dQ of each warpgroup, in the order of the sums.
+struct PiecesShared { alignas(128) float dQ[2][dq_piece_floats]; };
 
 template <class B> struct BackwardWgmmaShared {
-  // A tile's Q is read before its dO and released after it. orders_adds: for D=64, AddsShared takes the room of
-  // the additional stage.
-  static constexpr int Q_STAGES = B::stages + !(orders_adds<B> && B::head_dim == 64);
-  // One warpgroup reads dS of tiles n - 1 and n while the other writes n + 1. in_pairs: one reads n while the
+  // A tile's Q is read before its dO and released after it. For D=64 there is no room for an additional stage.
+  static constexpr int Q_STAGES = B::stages + (B::head_dim > 64);
+  // One warpgroup reads dS of tiles n - 1 and n while the other writes n + 1. in_clusters: one reads n while the
   // other writes n + 1.
-  static constexpr int DS_STAGES = in_pairs<B> ? 2 : 3;
+  static constexpr int DS_STAGES = in_clusters<B> ? 2 : 3;
   alignas(1024) Input K[CTA_KEYS<B> / 64][64 * B::head_dim];  // [64][D], later dK
   alignas(1024) Input V[CTA_KEYS<B> / 64][64 * B::head_dim];  // later dV
   alignas(1024) Input dS[DS_STAGES][CTA_KEYS<B> * B::block_n];  // dS.T, in panels [CTA_KEYS][64 queries]
@@ -1262,8 +1262,8 @@ template <class B> struct BackwardWgmmaShared {
   uint64_t kv_full, q_full[Q_STAGES], q_empty[Q_STAGES], o_full[B::stages], o_empty[B::stages];
   // USE_LENGTHS: keys and mask, for which neither the producer nor the consumers have registers.
   std::conditional_t<B::use_lengths, KeysOfCta<B>, Nothing> of_cta;
-  std::conditional_t<in_pairs<B>, PairShared, Nothing> pair;
-  std::conditional_t<orders_adds<B>, AddsShared, Nothing> adds;
+  std::conditional_t<in_clusters<B>, ClusterShared, Nothing> cluster;
+  std::conditional_t<in_clusters<B>, Nothing, PiecesShared> pieces;
 };
 
 // USE_BIAS=1: in the turn of tile n, a warpgroup prefetches the bias for its 64 keys and tile n + 1 into its
@@ -1321,39 +1321,31 @@ template <class B> __device__ __forceinline__ KeyTile<B> key_tile_of_cluster(con
   return {item_of<B>(a.p, int(head / a.p.Hkv), 0, 0), int(head % a.p.Hkv), int(j / heads * CLUSTER_KEYS<B>)};
 }
 
-// Iterates over the tiles of queries that see a key of the cluster, for each query head of the GQA group.
-// orders_adds: from the last tile to the first, and for each of them over the heads.
+// Iterates over the tiles of queries that see a key of the cluster, from the last one to the first, and for each
+// of them over the query heads of the GQA group.
 template <class B> struct QueryTiles {
-  int h, first, of_head;  // first: index of a head's first tile; of_head: number of tiles per head
-  int n = 0;              // the current tile is tile first + n of head h. orders_adds: tile first
+  int h, tile, of_head;  // head and index of the current tile; number of tiles per head
 
   __device__ __forceinline__ QueryTiles(const BackwardArgs& a, const KeyTile<B>& keys, const Mask& mask)
       : h(keys.h_kv * (a.p.Hq / a.p.Hkv)) {
     const int last_key = min(keys.k0 + CLUSTER_KEYS<B>, key_count(a.p, keys.item)) - 1;
     const Interval queries = queries_of_keys(mask.keys, keys.k0, last_key, keys.item.query_count(a.p));
-    first = queries.begin / B::block_n;
+    const int first = queries.begin / B::block_n;
     const bool is_empty = queries.end <= queries.begin || (B::use_lengths && last_key < keys.k0);
     of_head = is_empty ? 0 : ceil_div(queries.end, B::block_n) - first;
-    if (orders_adds<B>) first += of_head - 1;
+    tile = first + of_head - 1;
   }
   __device__ __forceinline__ int count(const SdpaParams& p) const { return of_head * (p.Hq / p.Hkv); }
-  __device__ __forceinline__ int query() const { return (first + n) * B::block_n; }
+  __device__ __forceinline__ int query() const { return tile * B::block_n; }
   // Index of the tile's first row in the workspace.
   __device__ __forceinline__ int64_t row(const BackwardArgs& a, const Item<B>& item) const {
     return head_index(a.p, item, h) * a.work.padded_rows + workspace_row(a.p, item, query());
   }
   __device__ __forceinline__ void advance(const BackwardArgs& a) {
-    if constexpr (orders_adds<B>) {
-      h++;
-      if (a.q_heads_per_kv.remainder(h) > 0) return;
-      h -= a.q_heads_per_kv.divisor;
-      first--;
-      return;
-    }
-    if (++n == of_head) {
-      n = 0;
-      h++;
-    }
+    h++;
+    if (a.q_heads_per_kv.remainder(h) > 0) return;
+    h -= a.q_heads_per_kv.divisor;
+    tile--;
   }
 };
 
@@ -1424,34 +1416,35 @@ __device__ __forceinline__ void produce_backward(BackwardWgmmaShared<B>& s, cons
     o_ring.advance();
   };
   load_q(q_tile);
-  // in_pairs: first key of the other CTA, and first column of this CTA's half of dQ
-  const int other_k0 = in_pairs<B> ? keys.k0 ^ CTA_KEYS<B> : keys.k0, first_d = in_pairs<B> ? cluster_rank() * (D / 2) : 0;
+  // in_clusters: first key of the other CTA, and first column of this CTA's half of dQ
+  const int other_k0 = in_clusters<B> ? keys.k0 ^ CTA_KEYS<B> : keys.k0, first_d = in_clusters<B> ? cluster_rank() * (D / 2) : 0;
   if (B::use_lengths && max(keys.k0, other_k0) + CTA_KEYS<B> > key_count(a.p, item)) {
     const RowPair rows = keys_of_head(a, item, keys.h_kv);
+#pragma unroll 1  // the producer has few registers
     for (int w = 0; w < CTA_KEYS<B> / 64; w++) {
       const int k = keys.k0 + 64 * w, count = rows.count - k;
       copy_last_tile<64, D>(s.K[w], rows.x + k * rows.x_stride, rows.x_stride, a.p.D, count);
       copy_last_tile<64, D>(s.V[w], rows.y + k * rows.y_stride, rows.y_stride, a.p.Dv, count);
     }
-    if constexpr (in_pairs<B>) {
+    if constexpr (in_clusters<B>) {
       for (int n = 0; n < 2; n++) {
         const int d = first_d + 64 * n;
-        copy_last_tile<64, 64>(s.pair.K[n], rows.x + other_k0 * rows.x_stride + d, rows.x_stride, a.p.D - d,
+        copy_last_tile<64, 64>(s.cluster.K[n], rows.x + other_k0 * rows.x_stride + d, rows.x_stride, a.p.D - d,
                                rows.count - other_k0);
       }
     }
     if (is_first_lane) mbarrier_arrive(&s.kv_full);
   } else if (is_first_lane) {
-    mbarrier_arrive_expect_tx(&s.kv_full, sizeof s.K + sizeof s.V + (in_pairs<B> ? sizeof(PairShared::K) : 0));
+    mbarrier_arrive_expect_tx(&s.kv_full, sizeof s.K + sizeof s.V + (in_clusters<B> ? sizeof(ClusterShared::K) : 0));
     for (int w = 0; w < CTA_KEYS<B> / 64; w++) {
       const int box_origin[5] = {0, item.k_row(keys.k0 + 64 * w), 0, keys.h_kv, item.batch(a.p.k_starts)};
-      load_rows<D, sizeof(Input), 64, in_pairs<B>>(a, s.K[w], &maps.k, box_origin, &s.kv_full, evict_first);
+      load_rows<D, sizeof(Input), 64, in_clusters<B>>(a, s.K[w], &maps.k, box_origin, &s.kv_full, evict_first);
       load_rows<D, sizeof(Input), 64>(a, s.V[w], &maps.v, box_origin, &s.kv_full, evict_first);
     }
-    if constexpr (in_pairs<B>) {
+    if constexpr (in_clusters<B>) {
       for (int n = 0; n < 2; n++) {
         const int box_origin[5] = {first_d + 64 * n, item.k_row(other_k0), 0, keys.h_kv, item.batch(a.p.k_starts)};
-        cp_async_bulk_tensor_load(s.pair.K[n], &maps.k, box_origin, &s.kv_full, evict_first);
+        cp_async_bulk_tensor_load(s.cluster.K[n], &maps.k, box_origin, &s.kv_full, evict_first);
       }
     }
   }
@@ -1486,6 +1479,39 @@ __device__ __forceinline__ void wgmma_dq(WgmmaAccumulator<64>& dQ, uint64_t dS, 
   }
   wgmma_commit_group();
 }
+
+// ---- additions to dQ ----
+// A piece of dQ is added to sums in global memory. Consumer warpgroup w writes it to shared memory, and warp 1 + w
+// of the producer warpgroup adds it by a bulk operation, so that consumers do not wait for additions.
+//
+//   warp 1 + w of the producer warpgroup      consumer warpgroup w
+//   ORDERED_ADDS: wait for the turn             compute a piece of dQ
+//   wait dq_passed                              wait dq_free
+//   add the piece; wait until it is read        write the piece to shared memory
+//   arrive dq_free                              arrive dq_passed
+//   ORDERED_ADDS: wait until it is added;
+//     pass on the turn
+//
+// in_clusters: shared memory has no room for the pieces, so the consumers add them. With ORDERED_ADDS they wait for
+// dq_free, at which the warp arrives when it is their turn.
+//
+// ORDERED_ADDS: floating-point addition is not associative, so the sums repeat only if the CTAs add to each of
+// them in a fixed order: by ascending keys. The counter of a piece is the number of CTAs that have added to it.
+// A CTA waits until all CTAs with smaller keys have added.
+//
+// No deadlock: CTAs start in the order of blockIdx, and a CTA waits only for CTAs with a smaller blockIdx, which
+// add in the same order. So the unfinished CTA with the smallest blockIdx has started and waits for none.
+//
+// Short waits: all CTAs of a head visit its query tiles in descending order. Under a mask, the last tile of a
+// CTA with smaller keys is at most that of one with larger keys, so it reaches every common tile first. For the
+// same reason, the heads of a GQA group alternate: CTAs with more tiles per head would otherwise hold up the
+// others at each head.
+
+// Number of CTAs that add to tiles of queries from q0 on before the CTA with keys from k0 on.
+template <class B> __device__ __forceinline__ uint32_t adds_before(const Mask& mask, int q0, int k0) {
+  return k0 / CLUSTER_KEYS<B> - mask.keys.begin(q0) / CLUSTER_KEYS<B>;
+}
+
 // Adds a piece of dQ to its sums. Accumulators 4i to 4i + 3 of thread t are added to floats 512i + 4t and
 // following, so that the warp's addresses are contiguous.
 __device__ __forceinline__ void add_to_sums_of_dq(const WgmmaAccumulator<64>& dQ, float* piece_g) {
@@ -1495,76 +1521,73 @@ __device__ __forceinline__ void add_to_sums_of_dq(const WgmmaAccumulator<64>& dQ
     red_global_add_v4(to_g + i * 512, d[0], d[1], d[2], d[3]);
   }
 }
-
-// ---- ordered additions (orders_adds) ----
-// Floating-point addition is not associative, so the sums of dQ repeat only if the CTAs add to each of them in
-// a fixed order: by ascending keys. The counter of a piece of dQ is the number of CTAs that have added to it. A
-// CTA waits until all CTAs with smaller keys have added. Consumer warpgroups do not wait: they pass each piece
-// through shared memory to a thread of the producer warpgroup, which adds it by a bulk operation.
-//
-// No deadlock: CTAs start in the order of blockIdx, and a CTA waits only for CTAs with a smaller blockIdx, which
-// add in the same order. So the unfinished CTA with the smallest blockIdx has started and waits for none.
-//
-// Short waits: all CTAs of a head visit its query tiles in descending order. Under a mask, the last tile of a
-// CTA with smaller keys is at most that of one with larger keys, so it reaches every common tile first.
-// For the same reason, the heads of a GQA group alternate: CTAs with more tiles per head would otherwise hold up
-// the others at each head.
-
-// Number of CTAs that add to tiles of queries from q0 on before the CTA with keys from k0 on.
-template <class B> __device__ __forceinline__ uint32_t adds_before(const Mask& mask, int q0, int k0) {
-  return k0 / CLUSTER_KEYS<B> - mask.keys.begin(q0) / CLUSTER_KEYS<B>;
-}
-
-// Passes a piece of dQ to add_in_order().
-__device__ __forceinline__ void pass_dq(AddsShared& s, const WgmmaAccumulator<64>& dQ, int w) {
-  barrier_sync(dq_empty + w, dq_threads);  // hazard: previous piece read by the bulk operation
-  SDPA_UNROLL for (int i = 0; i < 8; i++) {
-    const float* const d = dQ.x.d + 4 * i;
-    st_shared(s.dQ[w] + i * 512 + threadIdx.x % 128 * 4, float4{d[0], d[1], d[2], d[3]});
+// Passes a piece of dQ of warpgroup w to add_pieces(), in the order of the sums. in_clusters: adds it.
+template <class B>
+__device__ __forceinline__ void pass_dq(BackwardWgmmaShared<B>& s, const WgmmaAccumulator<64>& dQ, int w,
+                                        float* piece_g) {
+  // hazard: previous piece read by the bulk operation
+  if (!in_clusters<B> || orders_adds<B>) barrier_sync(dq_free + w, dq_threads);
+  if constexpr (in_clusters<B>) {
+    add_to_sums_of_dq(dQ, piece_g);
+  } else {
+    SDPA_UNROLL for (int i = 0; i < 8; i++) {
+      const float* const d = dQ.x.d + 4 * i;
+      st_shared(s.pieces.dQ[w] + i * 512 + threadIdx.x % 128 * 4, float4{d[0], d[1], d[2], d[3]});
+    }
+    fence_proxy_async();  // the bulk operation reads the piece
   }
-  fence_proxy_async();  // the bulk operation reads the piece
-  barrier_arrive(dq_full + w, dq_threads);
+  if (!in_clusters<B> || orders_adds<B>) barrier_arrive(dq_passed + w, dq_threads);
 }
 
 // Adds the pieces of warpgroup w to the sums of dQ. One warp calls it.
 template <class B>
-__device__ __forceinline__ void add_in_order(BackwardWgmmaShared<B>& s, const BackwardArgs& a, const KeyTile<B>& keys,
-                                             const Mask& mask, QueryTiles<B> tile, int w) {
+__device__ __forceinline__ void add_pieces(BackwardWgmmaShared<B>& s, const BackwardArgs& a, const KeyTile<B>& keys,
+                                           const Mask& mask, QueryTiles<B> tile, int w) {
   const bool is_first_lane = threadIdx.x % 32 == 0;
-  barrier_arrive(dq_empty + w, dq_threads);
+  const int piece_of_tile = in_clusters<B> ? 2 * cluster_rank() + w : w;
+  if (!in_clusters<B>) barrier_arrive(dq_free + w, dq_threads);
   for (int left = tile.count(a.p); left > 0; left--) {
+    const int64_t piece = tile.row(a, keys.item) / B::block_n * DQ_PIECES<B> + piece_of_tile;
     const uint32_t before = adds_before<B>(mask, tile.query(), keys.k0);
-    const int64_t piece = tile.row(a, keys.item) / B::block_n * DQ_PIECES<B> + w;
-    if (is_first_lane) wait_for_value(a.work.adds_to_piece(piece), before);
+    if (orders_adds<B> && is_first_lane) wait_for_value(a.work.adds_to_piece(piece), before);
     __syncwarp();
-    barrier_sync(dq_full + w, dq_threads);  // hazard: piece written by the warpgroup
-    if (is_first_lane) {
-      fence_proxy_async_global();
-      cp_reduce_async_bulk_add(a.work.dQ_sums + piece * dq_piece_floats, s.adds.dQ[w], sizeof s.adds.dQ[w]);
-      cp_async_bulk_commit_group();
-      cp_async_bulk_wait_group_read<0>();
+    if constexpr (in_clusters<B>) {
+      barrier_arrive(dq_free + w, dq_threads);
+      barrier_sync(dq_passed + w, dq_threads);
+    } else {
+      barrier_sync(dq_passed + w, dq_threads);  // hazard: piece written by the warpgroup
+      if (is_first_lane) {
+        if (orders_adds<B>) fence_proxy_async_global();
+        cp_reduce_async_bulk_add(a.work.dQ_sums + piece * dq_piece_floats, s.pieces.dQ[w], sizeof s.pieces.dQ[w]);
+        cp_async_bulk_commit_group();
+        cp_async_bulk_wait_group_read<0>();
+      }
+      __syncwarp();
+      if (left > 1) barrier_arrive(dq_free + w, dq_threads);
+      if (orders_adds<B> && is_first_lane) cp_async_bulk_wait_group<0>();
     }
-    __syncwarp();
-    if (left > 1) barrier_arrive(dq_empty + w, dq_threads);
-    if (is_first_lane) {
-      cp_async_bulk_wait_group<0>();
-      st_release(a.work.adds_to_piece(piece), before + 1);
-    }
+    if (orders_adds<B> && is_first_lane) st_release(a.work.adds_to_piece(piece), before + 1);
     tile.advance(a);
   }
 }
 
-// Stores factor * T [64][WIDTH], rounded, to panels of PANEL_ROWS rows. tile_s: T's row 0 in panel 0.
-template <int PANEL_ROWS, int WIDTH>
-__device__ __forceinline__ void store_to_panels(const WgmmaAccumulator<WIDTH>& T, float factor, Input* tile_s) {
+// Stores 16 columns of a tile with 64 rows, given as an A operand, to panels of PANEL_ROWS rows. tile_s: the tile's
+// row 0 in panel 0.
+template <int PANEL_ROWS>
+__device__ __forceinline__ void store_step_to_panels(Input* tile_s, int step, const uint32_t (&x)[4]) {
   const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
   const SharedAddress lane_s = shared_address(tile_s + panel_offset<PANEL_ROWS>(row, lane / 16 * 8));
+  stmatrix_x4<false>((lane_s ^ step % 4 * 32) + step / 4 * PANEL_ROWS * 128, x);
+}
+// Stores factor * T [64][WIDTH], rounded.
+template <int PANEL_ROWS, int WIDTH>
+__device__ __forceinline__ void store_to_panels(const WgmmaAccumulator<WIDTH>& T, float factor, Input* tile_s) {
   SDPA_UNROLL for (int step = 0; step < WIDTH / 16; step++) {
     uint32_t x[4];
     SDPA_UNROLL for (int i = 0; i < 4; i++) {
       x[i] = pack<Input>(T.x.d[8 * step + 2 * i] * factor, T.x.d[8 * step + 2 * i + 1] * factor);
     }
-    stmatrix_x4<false>((lane_s ^ step % 4 * 32) + step / 4 * PANEL_ROWS * 128, x);
+    store_step_to_panels<PANEL_ROWS>(tile_s, step, x);
   }
 }
 
@@ -1578,14 +1601,29 @@ __device__ __forceinline__ void load_columns(float (&x)[View::COLS], const View&
   }
 }
 
-// USE_LENGTHS: stores the first `rows` rows of panels [64][D]. All threads of a warpgroup call it.
-template <int D>
-__device__ __forceinline__ void store_panels(const Input* panels_s, Input* to_g, int64_t row_stride, int rows,
-                                             int width) {
-  for (int i = threadIdx.x % 128; i < rows * (D / 8); i += 128) {
-    const int r = i / (D / 8), d = i % (D / 8) * 8;
-    if (d < width) st_global(to_g + r * row_stride + d, ld_shared<uint4>(panels_s + panel_offset<64>(r, d)));
+// Starts to store dK or dV of the 64 keys from k0 on, which are in panels. All threads of a warpgroup call it and
+// then wait until the panels have been read.
+template <class B>
+__device__ __forceinline__ void store_key_gradient(const BackwardArgs& a, const KeyTile<B>& keys, int k0,
+                                                   const Input* panels_s, Input* gradient_g, const Strides& strides,
+                                                   const CUtensorMap* map, int width) {
+  constexpr int D = B::head_dim;
+  const int batch = keys.item.batch(a.p.k_starts), row = keys.item.k_row(0) + k0;
+  const int rows = key_count(a.p, keys.item) - k0;
+  if (B::use_lengths && rows < 64) {  // later rows belong to the next sequence
+    Input* const to_g = head_of(gradient_g, strides, batch, keys.h_kv, row);
+    for (int i = threadIdx.x % 128; i < rows * (D / 8); i += 128) {
+      const int r = i / (D / 8), d = i % (D / 8) * 8;
+      if (d < width) st_global(to_g + r * strides.row + d, ld_shared<uint4>(panels_s + panel_offset<64>(r, d)));
+    }
+    return;
   }
+  if (threadIdx.x % 128 > 0) return;
+  for (int n = 0; n < (a.has_short_rows ? D / 64 : 1); n++) {
+    const int box_origin[5] = {n * 64, row, 0, keys.h_kv, batch};
+    cp_async_bulk_tensor_store(map, box_origin, panels_s + n * 64 * 64);
+  }
+  cp_async_bulk_commit_group();
 }
 
 // Consumer warpgroup w. Computes dK and dV of its 64 keys, and its piece of every tile's dQ.
@@ -1629,14 +1667,6 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   StageRing<Shared::Q_STAGES> q_ring;
   StageRing<B::stages> o_ring;
   int ds_stage = Shared::DS_STAGES - 1;  // of the previous tile
-  float* dQ_sums_g = nullptr;            // this warpgroup's piece of the previous tile's dQ sums
-  const auto add_dq_of_before = [&](const WgmmaAccumulator<64>& dQ) {
-    if constexpr (orders_adds<B>) {
-      pass_dq(s.adds, dQ, w);
-    } else {
-      add_to_sums_of_dq(dQ, dQ_sums_g);
-    }
-  };
 
   // USE_BIAS=1: bias_of_next() is the buffer for the bias of the next tile.
   constexpr bool may_prefetch_bias = B::use_bias == 1;
@@ -1722,8 +1752,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     }
     wgmma_wait_group<last ? 1 : 2>();
     hold(dQ.x.d);
-    if (!first) add_dq_of_before(dQ);
-    dQ_sums_g = a.work.dQ_sums + tile.row(a, keys.item) * D + w * dq_piece_floats;
+    if (!first) pass_dq<B>(s, dQ, w, nullptr);
 
     if constexpr (last) {
       if (w == 0) barrier_arrive(last_barrier, backward_turn_threads);  // the other warpgroup's last turn
@@ -1772,7 +1801,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   wgmma_dq<B>(dQ, descriptor_at(dS_of(ds_stage), dq_panel), K_panel);
   wgmma_wait_group<0>();
   hold(dQ.x.d);
-  add_dq_of_before(dQ);
+  pass_dq<B>(s, dQ, w, nullptr);
 
   // Write dV over this warpgroup's V and dK over its K, then store both by TMA.
   store_to_panels<64>(dV, 1, s.V[w]);
@@ -1780,24 +1809,12 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   store_to_panels<64>(dK, a.gradient_scale, s.K[w]);
   fence_proxy_async();
   barrier_sync(own_group + w, own_group_threads);  // hazard: dK and dV written by all warps
-  const int batch = keys.item.batch(a.p.k_starts), row = keys.item.k_row(0);
-  const int rows = key_count(a.p, keys.item) - k0;
-  if (B::use_lengths && rows < 64) {  // later rows belong to the next sequence
-    store_panels<D>(s.K[w], head_of(a.dK, a.d_k, batch, keys.h_kv, row + k0), a.d_k.row, rows, a.p.D);
-    store_panels<D>(s.V[w], head_of(a.dV, a.d_v, batch, keys.h_kv, row + k0), a.d_v.row, rows, a.p.Dv);
-    return;
-  }
-  if (threadIdx.x % 128 > 0) return;
-  for (int n = 0; n < (a.has_short_rows ? D / 64 : 1); n++) {
-    const int box_origin[5] = {n * 64, row + k0, 0, keys.h_kv, batch};
-    cp_async_bulk_tensor_store(&gradient_maps<B>(a).d_k, box_origin, s.K[w] + n * 64 * 64);
-    cp_async_bulk_tensor_store(&gradient_maps<B>(a).d_v, box_origin, s.V[w] + n * 64 * 64);
-  }
-  cp_async_bulk_commit_group();
+  store_key_gradient<B>(a, keys, k0, s.K[w], a.dK, a.d_k, &gradient_maps<B>(a).d_k, a.p.D);
+  store_key_gradient<B>(a, keys, k0, s.V[w], a.dV, a.d_v, &gradient_maps<B>(a).d_v, a.p.Dv);
   cp_async_bulk_wait_group_read<0>();
 }
 
-// ---- pairs of CTAs (in_pairs) ----
+// ---- clusters of two CTAs (in_clusters) ----
 // dK and dV of 128 keys with 256 elements would take 256 registers per thread of two warpgroups, so a CTA has
 // 64 keys. Without a cluster this would double the additions to dQ per product. So two CTAs form a cluster
 // with 128 keys and iterate over the same query tiles. They exchange dS, and each computes half of the
@@ -1818,13 +1835,13 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
 // Both warpgroups release each stage of Q and dO. P.T and dS.T are A operands in registers. One warpgroup
 // multiplies while the other computes P or dS. Each of the two buffers of dS has two mbarriers. ds_full
 // completes when dS of both CTAs has been written. ds_empty completes when all consumer warpgroups of the
-// pair have computed dQ from it.
+// cluster have computed dQ from it.
 
 // Issues dQ = dS @ K for one piece, from the keys of both CTAs. The caller commits the group.
 //   dS.T [64 keys][64 queries]   K [64 keys][64]
 template <class B>
-__device__ __forceinline__ void wgmma_dq_of_pair(WgmmaAccumulator<64>& dQ, uint64_t dS, uint64_t K, uint64_t other_dS,
-                                                 uint64_t other_K) {
+__device__ __forceinline__ void wgmma_dq_of_cluster(WgmmaAccumulator<64>& dQ, uint64_t dS, uint64_t K,
+                                                    uint64_t other_dS, uint64_t other_K) {
   forget(dQ.x.d);
   wgmma_fence();
   SDPA_UNROLL for (int step = 0; step < 4; step++) {
@@ -1838,7 +1855,7 @@ __device__ __forceinline__ void wgmma_dq_of_pair(WgmmaAccumulator<64>& dQ, uint6
 
 // Consumer warpgroup W. W == 0 computes P and dV, W == 1 computes dS and dK.
 template <class B, int W>
-__device__ __forceinline__ void consume_of_pair(BackwardWgmmaShared<B>& s, const BackwardArgs& a,
+__device__ __forceinline__ void consume_in_cluster(BackwardWgmmaShared<B>& s, const BackwardArgs& a,
                                                 const KeyTile<B>& keys, const Mask& mask, QueryTiles<B> tile) {
   using Shared = BackwardWgmmaShared<B>;
   using Scores = WgmmaAccumulator<B::block_n>;
@@ -1872,8 +1889,8 @@ __device__ __forceinline__ void consume_of_pair(BackwardWgmmaShared<B>& s, const
     wgmma_qk<B>(T, matrix(W == 0 ? s.K[0] : s.V[0]), descriptor_at(matrix(tiles_s), t_ring.stage * tile_bytes));
   };
   const auto issue_dq = [&](int stage) {
-    wgmma_dq_of_pair<B>(dQ, matrix(s.dS[stage]), matrix(s.K[0] + piece * 64 * 64), matrix(s.pair.dS[stage]),
-                        matrix(s.pair.K[W]));
+    wgmma_dq_of_cluster<B>(dQ, matrix(s.dS[stage]), matrix(s.K[0] + piece * 64 * 64), matrix(s.cluster.dS[stage]),
+                        matrix(s.cluster.K[W]));
   };
   const auto pack_operand = [&] {
     SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
@@ -1899,7 +1916,7 @@ __device__ __forceinline__ void consume_of_pair(BackwardWgmmaShared<B>& s, const
       if (!first) barrier_sync(p_read, p_threads);  // hazard: P of the previous tile read by warpgroup 1
       SDPA_UNROLL for (int i = 0; i < B::block_n / 8; i++) {
         const float* const d = T.x.d + 4 * i;
-        st_shared(&s.pair.P[i][tid], float4{d[0], d[1], d[2], d[3]});
+        st_shared(&s.cluster.P[i][tid], float4{d[0], d[1], d[2], d[3]});
       }
       barrier_arrive(p_stored, p_threads);
     } else {
@@ -1908,21 +1925,21 @@ __device__ __forceinline__ void consume_of_pair(BackwardWgmmaShared<B>& s, const
       load_columns(delta, T, s.delta[t_ring.stage]);
       barrier_sync(p_stored, p_threads);  // hazard: P written by warpgroup 0
       SDPA_UNROLL for (int i = 0; i < B::block_n / 8; i++) {
-        const float4 x = ld_shared<float4>(&s.pair.P[i][tid]);
+        const float4 x = ld_shared<float4>(&s.cluster.P[i][tid]);
         memcpy(P.x.d + 4 * i, &x, sizeof x);
       }
       ByQuery P_by_query(P), dS_by_query(T);
       WeightsOfTile<B, ByQuery>{P_by_query, dS_by_query, {}}.set_ds(delta);
       pack_operand();
-      mbarrier_wait(&s.pair.ds_empty[stage], ds_ring.parity ^ 1);
-      store_to_panels<64>(T, 1, s.dS[stage]);
+      mbarrier_wait(&s.cluster.ds_empty[stage], ds_ring.parity ^ 1);
+      SDPA_UNROLL for (int step = 0; step < 4; step++) store_step_to_panels<64>(s.dS[stage], step, operand[step]);
       fence_proxy_async();
       barrier_sync(own_group + W, own_group_threads);  // hazard: dS written by all warps
       if (tid == 0) {
         const int other = cluster_rank() ^ 1;
-        mbarrier_arrive_expect_tx(&s.pair.ds_full[stage], sizeof s.pair.dS[0]);  // from the other CTA
-        cp_async_bulk_copy_to_cta(address_in_cta(s.pair.dS[stage], other), s.dS[stage], sizeof s.dS[0],
-                                  address_in_cta(&s.pair.ds_full[stage], other));
+        mbarrier_arrive_expect_tx(&s.cluster.ds_full[stage], sizeof s.cluster.dS[0]);  // from the other CTA
+        cp_async_bulk_copy_to_cta(address_in_cta(s.cluster.dS[stage], other), s.dS[stage], sizeof s.dS[0],
+                                  address_in_cta(&s.cluster.ds_full[stage], other));
       }
     }
     arrive_by_warp(&t_empty[t_ring.stage]);
@@ -1938,7 +1955,7 @@ __device__ __forceinline__ void consume_of_pair(BackwardWgmmaShared<B>& s, const
     mbarrier_wait(&sum_full[sum_ring.stage], sum_ring.parity);
     wgmma_pv<B>(sum, operand, descriptor_at(matrix(tiles_s, B::block_n * 128), sum_ring.stage * tile_bytes), !first);
     if (!first) {
-      mbarrier_wait(&s.pair.ds_full[ds_before.stage], ds_before.parity);
+      mbarrier_wait(&s.cluster.ds_full[ds_before.stage], ds_before.parity);
       issue_dq(ds_before.stage);
     }
     wgmma_commit_group();
@@ -1952,9 +1969,9 @@ __device__ __forceinline__ void consume_of_pair(BackwardWgmmaShared<B>& s, const
     hold(dQ.x.d);
     if (!first) {
       SDPA_UNROLL for (int rank = 0; rank < 2; rank++) {
-        arrive_in_cluster_by_warp(address_in_cta(&s.pair.ds_empty[ds_before.stage], rank));
+        arrive_in_cluster_by_warp(address_in_cta(&s.cluster.ds_empty[ds_before.stage], rank));
       }
-      add_to_sums_of_dq(dQ, dQ_sums_g);
+      pass_dq<B>(s, dQ, W, dQ_sums_g);
     }
     dQ_sums_g = a.work.dQ_sums + tile.row(a, keys.item) * D + piece * dq_piece_floats;
     ds_before = ds_ring;
@@ -1977,12 +1994,12 @@ __device__ __forceinline__ void consume_of_pair(BackwardWgmmaShared<B>& s, const
   do_tile(tiles == 1, std::true_type{});
 
   // dQ of the last tile
-  mbarrier_wait(&s.pair.ds_full[ds_before.stage], ds_before.parity);
+  mbarrier_wait(&s.cluster.ds_full[ds_before.stage], ds_before.parity);
   issue_dq(ds_before.stage);
   wgmma_commit_group();
   wgmma_wait_group<0>();
   hold(dQ.x.d);
-  add_to_sums_of_dq(dQ, dQ_sums_g);
+  pass_dq<B>(s, dQ, W, dQ_sums_g);
 
   // Warpgroup 0 writes dV over V, warpgroup 1 writes dK over K. Then TMA stores both.
   barrier_sync(both_groups, both_groups_threads);  // hazard: K and V read by both warpgroups
@@ -1990,21 +2007,9 @@ __device__ __forceinline__ void consume_of_pair(BackwardWgmmaShared<B>& s, const
   store_to_panels<64>(sum, W == 0 ? 1 : a.gradient_scale, sum_s);
   fence_proxy_async();
   barrier_sync(own_group + W, own_group_threads);  // hazard: the sum written by all warps
-  const int batch = keys.item.batch(a.p.k_starts), row = keys.item.k_row(keys.k0);
-  const int rows = key_count(a.p, keys.item) - keys.k0;
-  const Strides& strides = W == 0 ? a.d_v : a.d_k;
-  if (B::use_lengths && rows < 64) {  // later rows belong to the next sequence
-    Input* const to_g = head_of(W == 0 ? a.dV : a.dK, strides, batch, keys.h_kv, row);
-    store_panels<D>(sum_s, to_g, strides.row, rows, W == 0 ? a.p.Dv : a.p.D);
-    return;
-  }
-  if (tid > 0) return;
-  for (int n = 0; n < (a.has_short_rows ? D / 64 : 1); n++) {
-    const int box_origin[5] = {n * 64, row, 0, keys.h_kv, batch};
-    const CUtensorMap* const map = W == 0 ? &gradient_maps<B>(a).d_v : &gradient_maps<B>(a).d_k;
-    cp_async_bulk_tensor_store(map, box_origin, sum_s + n * 64 * 64);
-  }
-  cp_async_bulk_commit_group();
+  const auto& maps = gradient_maps<B>(a);
+  store_key_gradient<B>(a, keys, keys.k0, sum_s, W == 0 ? a.dV : a.dK, W == 0 ? a.d_v : a.d_k,
+                        W == 0 ? &maps.d_v : &maps.d_k, W == 0 ? a.p.Dv : a.p.D);
   cp_async_bulk_wait_group_read<0>();
 }
 
@@ -2029,19 +2034,19 @@ __device__ __forceinline__ void run_backward_roles(BackwardWgmmaShared<B>& s, co
   using Registers = WgmmaRegisters<B, 24>;
   if (group == 0) {
     setmaxnreg_dec<Registers::producer>();
-    if (threadIdx.x < (B::use_lengths ? 32 : 1)) {
-      produce_backward(s, a, keys, tiles);
-    } else if constexpr (orders_adds<B>) {
-      const int w = threadIdx.x / 32 - 1;
-      if (w == 0 || w == 1) add_in_order(s, a, keys, mask, tiles, w);
+    const int warp = uniform(threadIdx.x / 32);
+    if (warp == 0) {
+      if (B::use_lengths || threadIdx.x == 0) produce_backward(s, a, keys, tiles);
+    } else if (warp <= 2 && (!in_clusters<B> || orders_adds<B>)) {
+      add_pieces(s, a, keys, mask, tiles, warp - 1);
     }
   } else {
     setmaxnreg_inc<Registers::consumer>();
-    if constexpr (in_pairs<B>) {
+    if constexpr (in_clusters<B>) {
       if (group == 1) {
-        consume_of_pair<B, 0>(s, a, keys, mask, tiles);
+        consume_in_cluster<B, 0>(s, a, keys, mask, tiles);
       } else {
-        consume_of_pair<B, 1>(s, a, keys, mask, tiles);
+        consume_in_cluster<B, 1>(s, a, keys, mask, tiles);
       }
     } else {
       consume_backward(s, a, keys, mask, tiles, group - 1);
@@ -2056,7 +2061,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_wgmma(const __gri
   KeyTile<B> keys = key_tile_of_cluster<B>(a);
   const Mask& mask = mask_of<B, B::block_n, 64>(a, keys.item);
   const QueryTiles<B> tiles(a, keys, mask);
-  if (in_pairs<B>) keys.k0 += cluster_rank() * CTA_KEYS<B>;
+  if (in_clusters<B>) keys.k0 += cluster_rank() * CTA_KEYS<B>;
   if (tiles.count(a.p) == 0) return store_zero_gradients<B>(a, keys);
   if (threadIdx.x == 0) {
     mbarrier_init(&s.kv_full, 1);
@@ -2064,15 +2069,15 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_wgmma(const __gri
     mbarriers_init(s.o_full, 1);
     mbarriers_init(s.q_empty, B::num_warps);
     mbarriers_init(s.o_empty, B::num_warps);
-    if constexpr (in_pairs<B>) {
-      mbarriers_init(s.pair.ds_full, 1);
-      mbarriers_init(s.pair.ds_empty, 2 * B::num_warps);
+    if constexpr (in_clusters<B>) {
+      mbarriers_init(s.cluster.ds_full, 1);
+      mbarriers_init(s.cluster.ds_empty, 2 * B::num_warps);
     }
     fence_mbarrier_init();
     if constexpr (B::use_lengths) s.of_cta = {keys, mask};
   }
   // hazard: mbarriers initialized and of_cta written by thread 0
-  if constexpr (in_pairs<B>) {
+  if constexpr (in_clusters<B>) {
     cluster_sync();
   } else {
     __syncthreads();
@@ -2082,7 +2087,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_wgmma(const __gri
   } else {
     run_backward_roles(s, a, keys, mask, tiles, group);
   }
-  if constexpr (in_pairs<B>) cluster_sync();  // hazard: shared memory of this CTA accessed by the other one
+  if constexpr (in_clusters<B>) cluster_sync();  // hazard: shared memory of this CTA accessed by the other one
 }
 
 // ---- one pass by wgmma: dQ from its sums ----
@@ -2588,7 +2593,7 @@ template <class B> struct BackwardKernelOf<B, true> {
                  {view_of("dV", a.dV, a.d_v, of_k, p.Hkv, p.Sk), p.Dv, 64, &of_gradients.d_v}};
     for (const auto& x : boxes) {
       RowBoxes of_tensor;
-      const bool by_panels = a.has_short_rows || (in_pairs<B> && x.map == &maps.k);
+      const bool by_panels = a.has_short_rows || (in_clusters<B> && x.map == &maps.k);
       SdpaStatus status = boxes_of_rows(of_tensor, x.tensor, B::head_dim, by_panels ? x.D : 0, x.rows);
       if (status.ok()) status = encode_boxes(*x.map, x.tensor, of_tensor);
       if (!status.ok()) return status;
@@ -2724,9 +2729,6 @@ SDPA_REFUSE(value_of(ONE_PASS_text) == 1 &&
 SDPA_REFUSE(value_of(ORDERED_ADDS_text) == 1 && !Defines::use_warp_specialization,
             "ORDERED_ADDS: only the kernel of USE_WARP_SPECIALIZATION=1 adds to dQ in global memory; drop it or type "
             "USE_WARP_SPECIALIZATION=1");
-SDPA_REFUSE(value_of(ORDERED_ADDS_text) == 1 && Defines::head_dim == 256,
-            "ORDERED_ADDS, HEAD_DIM=256: shared memory has no room for dQ; drop ORDERED_ADDS, or drop "
-            "USE_WARP_SPECIALIZATION for two passes");
 SDPA_REFUSE(HEAD_DIM_V_changed && (Defines::kernel == KernelKind::scalar || Defines::use_warp_specialization),
             "HEAD_DIM_V: only the two-pass backward kernels on tensor cores support it; drop it or type "
             "USE_MMA_SYNC=1");
@@ -2743,7 +2745,7 @@ SDPA_REFUSE(HEAD_DIM_V_changed && (Defines::kernel == KernelKind::scalar || Defi
 
 // Computes the gradients from the inputs of sdpa_forward(), O, LSE and dO. Enqueues kernels on a stream of
 // the current device, with the guarantees of sdpa_forward(). Two runs on the same inputs give the same bits,
-// except for dQ with ONE_PASS=1 or USE_WARP_SPECIALIZATION=1.
+// except for dQ with ONE_PASS=1, and with USE_WARP_SPECIALIZATION=1 unless ORDERED_ADDS=1.
 [[maybe_unused]] static SdpaStatus sdpa_backward(const SdpaBackwardParams& params, cudaStream_t stream) {
   SdpaBackwardParams p = params;
   const SdpaStatus status = check_backward(p);

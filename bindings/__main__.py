@@ -21,6 +21,7 @@ import difflib
 import itertools
 import os
 import re
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
@@ -33,6 +34,19 @@ OPTIONS = ["softcap", "sinks", "lengths", "pages", "bias", "mask", "bf16_out", "
 BIASES = {"bias", "mask", "fp32_bias", "key_bias", "fp32_key_bias"}
 
 
+def check_gpus(gpus):
+    """Refuses GPUs for which nvcc does not compile. Without nvcc, all builds may be in the cache."""
+    try:
+        compiler = sdpa.nvcc()
+    except sdpa.Unavailable:
+        return
+    codes = re.findall(r"sm_(\d+)", subprocess.run([compiler, "--list-gpu-code"], capture_output=True, text=True).stdout)
+    for major, minor in gpus:
+        if codes and f"{major}{minor}" not in codes:
+            newer = ", ".join(f"sm_{code}" for code in codes if int(code) >= 80)
+            raise SystemExit(f"sdpa: {compiler} does not compile for sm_{major}{minor}, only for {newer}")
+
+
 def builds_of(words):
     """Yields the arguments of built() for all combinations of the words. Skips and reports combinations without a line."""
     kinds = {"a GPU, as in sm_90a": [], "a type, as in bf16": [], "a D, as in 128": [], "options": []}
@@ -40,7 +54,9 @@ def builds_of(words):
     expressions, with_backward = {}, False
     for word in words:
         name, equals, text = word.partition("=")
-        if equals and name in sdpa.NUMBERS_AND_ARRAYS:
+        if equals and name in expressions:
+            raise SystemExit(f"sdpa: {name} is given twice; all builds have the same expressions")
+        elif equals and name in sdpa.NUMBERS_AND_ARRAYS:
             try:
                 expressions[name] = sdpa.parsed(name, text)[0]
             except ValueError as why:
@@ -65,6 +81,7 @@ def builds_of(words):
     for kind, found in kinds.items():
         if not found:
             raise SystemExit(f"sdpa: build needs {kind}; python -m sdpa --help has the words")
+    check_gpus(gpus)
     builds = [sdpa.build_of_appender(gpu) for gpu in gpus]
     for gpu, dtype, (D, Dv), features in itertools.product(*kinds.values()):
         try:

@@ -30,10 +30,27 @@ def refuse(function, **arguments):
             raise ValueError(f"{function}: sdpa's kernels have no {name}; {UNKNOWN[name]}")
 
 
-def check_integers(function, **tensors):
-    for name, x in tensors.items():
-        if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.dtype == torch.bool):
+def check_call(function, causal, window_size, **tensors):
+    """tensors: (a tensor or None, its number of dimensions) by name."""
+    for name, (x, dims) in tensors.items():
+        if x is not None and x.dim() != dims:
+            raise ValueError(f"{function}: {name} has {x.dim()} dimensions; want {'[rows,H,D]' if dims == 3 else '[B,S,H,D]'}")
+    if isinstance(causal, torch.Tensor):
+        raise TypeError(f"{function}: causal is a Tensor, not True or False")
+    is_pair = isinstance(window_size, (tuple, list)) or isinstance(window_size, torch.Tensor) and window_size.device.type == "cpu"
+    if not is_pair or len(window_size) != 2 or any(isinstance(keys, (float, str, tuple, list)) for keys in window_size):
+        raise ValueError(f"{function}: window_size={window_size!r} is not (keys before, keys after)")
+
+
+def check_integers(function, page_table=None, **tensors):
+    for name, x, dims in (("page_table", page_table, 2), *((name, x, 1) for name, x in tensors.items())):
+        if x is None:
+            continue
+        sdpa.check_tensors(function, **{name: x})
+        if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
             raise ValueError(f"{function}: {name} is of {x.dtype}; want int32 or another integer type")
+        if x.dim() != dims:
+            raise ValueError(f"{function}: {name} has {x.dim()} dimensions; want {dims}")
 
 
 def rotated(x, cos, sin, first, starts, turns_rows, interleaved):
@@ -61,6 +78,7 @@ def check_rotary(function, q, k, cos, sin):
     for name, x, other in (("rotary_cos", cos, "rotary_sin"), ("rotary_sin", sin, "rotary_cos")):
         if x is None:
             raise ValueError(f"{function}: {name} is missing beside {other}")
+        sdpa.check_tensors(function, **{name: x})
         if x.dtype != q.dtype or x.dim() != 2 or x.shape != cos.shape or 2 * x.shape[1] > q.shape[-1] or x.shape[1] % 8:
             raise ValueError(f"{function}: {name} is {x.dtype} {list(x.shape)}; want {q.dtype} [positions,d / 2] of both, d a "
                              f"multiple of 16 up to {q.shape[-1]}")
@@ -75,6 +93,8 @@ def alibi(function, slopes, heads, sequences, causal, softcap):
     if slopes.dtype != torch.float32 or tuple(slopes.shape) not in ((heads,), (sequences, heads)):
         what = f"{slopes.dtype} {list(slopes.shape)}"
         raise ValueError(f"{function}: alibi_slopes is {what}; want float32 [{heads}] or [{sequences},{heads}]")
+    if softcap and not 1e-18 <= softcap <= 1e18:
+        raise ValueError(f"{function}: softcap={softcap:g}: must be 0, or 1e-18 to 1e18")
     slope = "x0[h]" if slopes.dim() == 1 else f"x0[b * {heads} + h]"
     # The causal mask hides keys with a negative distance, so abs(), which is slower, is not needed.
     distance = "real(q + Sk - Sq - k)" if causal else "real(abs(q + Sk - Sq - k))"
@@ -125,6 +145,8 @@ def flash_attn_func(q, k, v, softmax_scale=None, causal=False, qv=None, q_descal
     """O [B,Sq,Hq,Dv] of q [B,Sq,Hq,D], k [B,Sk,Hkv,D] and v [B,Sk,Hkv,Dv], and with return_attn_probs the LSE. Supports the
     backward pass of attention(), deterministic or not."""
     refuse("flash_attn_func", qv=qv, attention_chunk=attention_chunk, **others)
+    sdpa.check_tensors("flash_attn_func", q=q, k=k, v=v)
+    check_call("flash_attn_func", causal, window_size, q=(q, 4), k=(k, 4), v=(v, 4))
     out, lse = attend("flash_attn_func", q, k, v, softmax_scale, causal, window_size, softcap, q_descale, k_descale,
                       v_descale, learnable_sink, alibi_slopes, backward="deterministic" if deterministic else None)
     return (out, lse) if return_attn_probs else out
@@ -134,9 +156,10 @@ def flash_attn_qkvpacked_func(qkv, softmax_scale=None, causal=False, q_descale=N
                               window_size=(-1, -1), attention_chunk=0, softcap=0.0, deterministic=False,
                               num_heads_q=None, sm_margin=0, return_attn_probs=False, **others):
     """flash_attn_func() for qkv [B,S,3,H,D], or [B,S,Hq + 2 * Hkv,D] with num_heads_q."""
+    sdpa.check_tensors("flash_attn_qkvpacked_func", qkv=qkv)
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         q, k, v = qkv.unbind(2)
-    elif qkv.dim() == 4 and num_heads_q is not None and 0 < num_heads_q < qkv.shape[2] and (qkv.shape[2] - num_heads_q) % 2 == 0:
+    elif qkv.dim() == 4 and isinstance(num_heads_q, int) and 0 < num_heads_q < qkv.shape[2] and (qkv.shape[2] - num_heads_q) % 2 == 0:
         q, k, v = qkv.split([num_heads_q, *[(qkv.shape[2] - num_heads_q) // 2] * 2], 2)
     else:
         raise ValueError(f"flash_attn_qkvpacked_func: qkv is {list(qkv.shape)}; want [B,S,3,H,D], or [B,S,Hq + 2 * Hkv,D] and "
@@ -156,8 +179,11 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     tensor, for which the host would have to wait. Supports the backward pass of attention(), deterministic or not, except with
     page_table; rows of q, k and v that are no query or key have a gradient of 0."""
     refuse("flash_attn_varlen_func", qv=qv, attention_chunk=attention_chunk, **others)
+    sdpa.check_tensors("flash_attn_varlen_func", q=q, k=k, v=v)
     check_integers("flash_attn_varlen_func", cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
                    seqused_k=seqused_k, page_table=page_table)
+    of_keys = 4 if cu_seqlens_k is None else 3
+    check_call("flash_attn_varlen_func", causal, window_size, q=(q, 4 if cu_seqlens_q is None else 3), k=(k, of_keys), v=(v, of_keys))
     if page_table is not None and cu_seqlens_k is not None:
         raise ValueError("flash_attn_varlen_func: cu_seqlens_k is not for K and V in pages, whose order is the page_table's "
                          "alone")
@@ -195,20 +221,31 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
     place of the partials of splits."""
     name = "flash_attn_with_kvcache"
     refuse(name, qv=qv, attention_chunk=attention_chunk, **others)
-    check_integers(name, cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, page_table=page_table,
+    sdpa.check_tensors(name, q=q, k_cache=k_cache, v_cache=v_cache,
+                       **{which: x for which, x in (("k", k), ("v", v)) if x is not None})
+    used = None if isinstance(cache_seqlens, int) else cache_seqlens
+    if used is None and cache_seqlens is not None and not 0 <= cache_seqlens <= MOST_KEYS:
+        raise ValueError(f"{name}: cache_seqlens={cache_seqlens} is outside [0, {MOST_KEYS}]")
+    check_integers(name, cache_seqlens=used, cache_batch_idx=cache_batch_idx, page_table=page_table,
                    cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, cache_leftpad=cache_leftpad,
                    rotary_seqlens=rotary_seqlens)
+    of_new = 4 if cu_seqlens_k_new is None else 3
+    check_call(name, causal, window_size, q=(q, 4 if cu_seqlens_q is None else 3), k_cache=(k_cache, 4), v_cache=(v_cache, 4), k=(k, of_new),
+               v=(v, of_new))
     if rotary_cos is not None or rotary_sin is not None:
         check_rotary(name, q, k, rotary_cos, rotary_sin)
     if (k is None) != (v is None):
         raise ValueError(f"{name}: {'k' if k is None else 'v'} is missing; keys are appended with their values")
     if k is not None and cache_seqlens is None:
         raise ValueError(f"{name}: cache_seqlens is missing, which says where k and v are appended")
+    sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     if cache_seqlens is not None and not isinstance(cache_seqlens, torch.Tensor):
-        sequences = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
         cache_seqlens = torch.full((sequences,), cache_seqlens, dtype=torch.int32, device=k_cache.device)
     if rotary_cos is not None:
         first = cache_seqlens if rotary_seqlens is None else rotary_seqlens
+        if first.shape[0] != sequences:
+            which = "cache_seqlens" if rotary_seqlens is None else "rotary_seqlens"
+            raise ValueError(f"{name}: {which} has {first.shape[0]} elements for {sequences} sequences")
         turns_rows = causal or any(keys is not None and keys >= 0 for keys in window_size)
         q = rotated(q, rotary_cos, rotary_sin, first, cu_seqlens_q, turns_rows, rotary_interleaved)
         k = rotated(k, rotary_cos, rotary_sin, first, cu_seqlens_k_new, True, rotary_interleaved)
@@ -230,6 +267,15 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
 
 def flash_attn_combine(out_partial, lse_partial, out=None, out_dtype=None):
     """Merges n partials [n,B,S,H,D] over different keys with their LSEs [n,B,S,H], all fp32, to O [B,S,H,D] and LSE [B,S,H]."""
+    name = "flash_attn_combine"
+    sdpa.check_tensors(name, out_partial=out_partial, lse_partial=lse_partial, **{} if out is None else {"out": out})
+    if out_partial.dim() == 0 or out_partial.shape[:-1] != lse_partial.shape:
+        raise ValueError(f"{name}: out_partial is {list(out_partial.shape)} and lse_partial {list(lse_partial.shape)}; want [n,B,S,H,D] and "
+                         "[n,B,S,H]")
+    if out is not None and out.shape != out_partial.shape[1:]:
+        raise ValueError(f"{name}: out is {list(out.shape)}, not {list(out_partial.shape[1:])}")
+    if not isinstance(out_dtype, (torch.dtype, type(None))):
+        raise TypeError(f"{name}: out_dtype is a {type(out_dtype).__name__}, not a dtype of PyTorch")
     lse = lse_partial.logsumexp(0)
     weights = (lse_partial - lse.where(lse > -torch.inf, 0)).exp()[..., None]
     whole = (out_partial.where(weights > 0, 0) * weights).sum(0)  # a partial without keys may have any contents
@@ -241,4 +287,5 @@ def get_scheduler_metadata(batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, 
                            cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1),
                            attention_chunk=0, has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0):
     """An empty tensor for scheduler_metadata, which has no effect, since the kernels plan their work themselves."""
+    sdpa.check_tensors("get_scheduler_metadata", cache_seqlens=cache_seqlens)
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)

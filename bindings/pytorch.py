@@ -321,6 +321,7 @@ BACKWARD_LINES = (
     BackwardRow("backward_mma", (9,), {32: (), 64: ()}, True, True, (), True),
     BackwardRow("backward_hopper", (9,), {64: (), 128: ("BLOCK_N=64",), 256: ("BLOCK_N=64", "STAGES=1")}, False, False,
                 (64, 128, 256)),
+    BackwardRow("backward_ordered", (9,), {64: (), 128: ("BLOCK_N=64",), 256: ("BLOCK_N=64", "STAGES=1")}, False, True, ()),
     BackwardRow("backward_wgmma_plain", (9,), {64: (), 128: (), 256: ("BLOCK_N=32",)}, False, True, ()),
     BackwardRow("backward_mma", range(8, 100), {64: (), 96: (), 128: ("BLOCK_N=32",), 256: ("BLOCK_N=32",)}, True, True, ()))
 NOT_MEASURED = "USE_LENGTHS", "USE_BIAS=1", "USE_BIAS=2", "USE_BIAS=3"
@@ -536,7 +537,8 @@ def troubles(call):
     yield [k.shape[1] == 0], "the heads of q are no multiple of those of k"
     yield [q.shape[1] % k.shape[1] != 0], "the heads of q are no multiple of those of k"
     yield [size > 10**9 for size in (*q.shape[:3], k.shape[2])], "a dimension is over 10^9"
-    yield call.scale is not None and not 0 <= call.scale < 1e38, f"scale={call.scale if call.scale is None else format(call.scale, 'g')} is not from 0 to 10^38"
+    if call.scale is not None:
+        yield not 0 <= call.scale < 1e38, f"scale={call.scale:g} is not from 0 to 10^38"
     for x in (q, k, v):
         yield [x.stride(3) != 1, x.storage_offset() * x.element_size() % 16 != 0], BAD_ROWS
         for i in range(3):
@@ -569,9 +571,9 @@ def troubles(call):
     for starts in (call.q_starts, call.k_starts):
         B = B if starts is None else starts.numel() - 1
     if table is not None:
-        yield [table.dtype != torch.int32, table.device != q.device, table.dim() != 2, call.k_starts is not None, k.shape[2] == 0] + (
-            [table.shape[0] != B, holds(table.stride(1) != 1) and table.shape[1] != 1, table.shape[1] * k.shape[2] > 10**9] if table.dim() == 2 else []), \
-            f"page_table is not an int32 tensor [{B},pages of a sequence] beside q, without k_starts, of pages of 1 key or more"
+        sentence = f"page_table is not an int32 tensor [{B},pages of a sequence] beside q, without k_starts, of pages of 1 key or more"
+        yield [table.dtype != torch.int32, table.device != q.device, table.dim() != 2, call.k_starts is not None, k.shape[2] == 0], sentence
+        yield [table.shape[0] != B, holds(table.stride(1) != 1) and table.shape[1] != 1, table.shape[1] * k.shape[2] > 10**9], sentence
     packs_q = call.q_starts is not None
     keys, packs_k = (k, call.k_starts is not None) if table is None else (q, packs_q)
     for name, length, rows, packs in (("q_starts", B + 1, q, packs_q), ("k_starts", B + 1, keys, packs_k), ("k_lengths", B, keys, packs_k),
@@ -594,6 +596,7 @@ def troubles(call):
         factor, heads, key_heads = getattr(call, name), x.shape[1], k.shape[1]
         if factor is None:
             continue
+        yield x.dtype != e4m3, f"{name} is for e4m3"
         yield factor.dtype != torch.float32 or factor.device != q.device, f"{name} is not a float32 tensor on {q.device}"
         by_key_head = name == "q_descale" and key_heads > 1 and key_heads != heads and factor.dim() > 0 and factor.shape[-1] == key_heads
         yield not expands([*factor.shape[:-1], heads] if by_key_head else factor.shape, (batches, heads)), \
@@ -601,9 +604,6 @@ def troubles(call):
     # sdpa.cu refuses these.
     yield not has_lengths and call.bias_keys > Sk, f"bias_keys={call.bias_keys} is outside [0, {Sk}]"
     yield softcap != 0 and not 1e-18 <= softcap <= 1e18, f"softcap={softcap:g}: must be 0, or 1e-18 to 1e18"
-    for name, x in (("q_descale", q), ("k_descale", k), ("v_descale", v)):
-        yield getattr(call, name) is not None and x.dtype != e4m3, \
-            f"{name} is for builds with an 8-bit DTYPE{' or KV_DTYPE' * (x is not q)}; set it to 0"
 
 
 def check_call(arguments):
@@ -766,6 +766,44 @@ for operator in (BACKWARD, torch.ops.sdpa.append.default, BLOCK_MASK):
     first_call.library.impl(operator.name(), first_call(operator), "CUDA")
 
 
+KINDS = {"float": "a number", "int": "an integer", "bool": "True or False", "Tensor": "a tensor"}  # by the names of a schema
+OF_WINDOW = {"left": "window[0]", "right": "window[1]"}  # names of the operator and of attention()
+
+
+def check_tensors(function, **tensors):
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{function}: {name} is a {type(x).__name__}, not a tensor")
+        if x.is_nested or x.layout is not torch.strided:
+            raise TypeError(f"{function}: {name} is a {'nested' if x.is_nested else 'sparse'} tensor, not a dense one")
+
+
+def is_one_of(x, values):
+    try:
+        return x in values
+    except TypeError:  # it has no hash
+        return False
+
+
+def called(function, operator, *arguments, **named):
+    """operator(...). An argument of a wrong type raises a sentence instead of PyTorch's error with the whole schema or list of
+    dispatch keys."""
+    if torch.compiler.is_compiling():
+        return operator(*arguments, **named)
+    try:
+        return operator(*arguments, **named)
+    except RuntimeError as error:
+        wrong = re.match(r"\S+ Expected a value of type '(?:Optional\[)?(\w+)\]?' for argument '(\w+)' but instead found type '(\w+)'"
+                         r"\.\nPosition: \d+\nValue: (.*)", str(error))
+        if not wrong:
+            given = zip((argument.name for argument in operator._schema.arguments), arguments)
+            check_tensors(function, **{name: x for name, x in (*given, *named.items()) if isinstance(x, torch.Tensor)})
+            raise
+        wanted, name, kind, value = wrong.groups()
+        why = f"a {kind}, not {KINDS[wanted]}" if kind not in ("int", wanted) or wanted == "Tensor" else "out of range"
+    raise TypeError(f"{function}: {OF_WINDOW.get(name, name)}={value[:40]} is {why}")
+
+
 BlockMask = collections.namedtuple("BlockMask", "tiles made_for")
 NEW_BLOCK_MASK = object()
 
@@ -844,14 +882,17 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
     """
     if type(q).__name__ == "DTensor" and not torch.compiler.is_compiling():
         importlib.import_module(f"{__package__}.dtensor_sharding" if __package__ else "dtensor_sharding")
+    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        check_tensors("sdpa.attention", q=q, k=k, v=v)
     left = right = -1
     by = None
     if window is not None:
         if not isinstance(window, (tuple, list)) or len(window) not in (2, 3):
             raise ValueError(f"sdpa.attention: window={window!r} is not (keys before, keys after) or (before, after, 'br' or 'tl')")
         left, right, by = *(-1 if keys is None else keys for keys in window[:2]), window[2] if len(window) > 2 else None
-    if causal not in MASKS or by not in MASKS:
-        raise ValueError(f"sdpa.attention: a mask of {by if causal in MASKS else causal!r} is none of None, 'br', 'tl'")
+    for mask in (causal, by):
+        if not is_one_of(mask, MASKS):
+            raise ValueError(f"sdpa.attention: a mask of {mask!r} is none of None, 'br', 'tl'")
     if backward not in BACKWARDS:
         raise ValueError(f"sdpa.attention: backward={backward!r} is none of None, 'sdpa', 'deterministic', 'torch'")
     if out_dtype not in (None, torch.float16, torch.bfloat16) or out_dtype and q.dtype != torch.float8_e4m3fn:
@@ -872,15 +913,15 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
                 raise TypeError(f"sdpa.attention: {name} is a {type(x).__name__}, not a tensor beside q")
             if x.device != q.device:
                 raise ValueError(f"sdpa.attention: {name} is on {x.device}, not on {q.device}")
-    modifies = score_mod is not None or mask_mod is not None or len(args) > 0 or block_mask is not None
+    modifies = score_mod is not None or mask_mod is not None or args not in ((), []) or block_mask is not None
     more = modification(q, score_mod, mask_mod, args, block_mask) if modifies else ()
     named = {name: x for name, x in (("k_firsts", k_firsts), ("backward", backward)) if x is not None}
-    arguments = (q, k, v, MASKS[causal], left, right, MASKS[by], scale, softcap or 0.0, q_descale, k_descale, v_descale, sinks,
+    arguments = (q, k, v, MASKS[causal], left, right, MASKS[by], scale, 0.0 if softcap is None else softcap, q_descale, k_descale, v_descale, sinks,
                  k_lengths, q_starts, k_starts, page_table, most_keys, bias, bias_keys, q_lengths,
                  batch_invariant, out_dtype == torch.bfloat16, *more)
     if block_mask is NEW_BLOCK_MASK:
-        return BlockMask(*BLOCK_MASK(*arguments, **named))
-    out, lse = OPERATOR(*arguments, **named)
+        return BlockMask(*called("sdpa.block_mask", BLOCK_MASK, *arguments, **named))
+    out, lse = called("sdpa.attention", OPERATOR, *arguments, **named)
     return (out, lse) if return_lse else out
 
 
@@ -913,7 +954,7 @@ def activate(backward=None):
     attention, until torch.nn.attention.restore_flash_attention_impl(). Does not initialize CUDA, so the process may still
     fork, and does not change PyTorch's order of backends. backward: None, "sdpa" or "torch", as in attention(); PyTorch's
     kernels compute the gradients that sdpa's cannot compute."""
-    if backward not in PREFERENCES:
+    if not is_one_of(backward, PREFERENCES):
         raise ValueError(f"sdpa.activate: backward={backward!r} is none of None, 'sdpa', 'torch'")
     if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
         raise Unavailable(f"PyTorch {torch.__version__} takes no other FlashAttention; 2.11 is the first that does")
@@ -924,16 +965,22 @@ def activate(backward=None):
 def why_not(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """The reason why F.scaled_dot_product_attention(...) would run PyTorch's own kernel after activate(); empty if sdpa's
     kernel would run."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            check_tensors("sdpa.why_not", **{name: x})
     for name, x in (("q", q), ("k", k), ("v", v), ("attn_mask", attn_mask)):
         if isinstance(x, torch.Tensor) and (x.is_nested or x.layout is not torch.strided):
             return f"{name} is a {'nested' if x.is_nested else 'sparse'} tensor, which PyTorch takes apart before a kernel is chosen"
-    if isinstance(q, torch.Tensor) and q.device.type == "cpu" and first_call.library:  # checked without pytorch.cpp
+    if q.device.type == "cpu" and first_call.library:  # checked without pytorch.cpp
         return "a tensor is on cpu; sdpa's kernels run on CUDA devices"
     try:
         glue()
     except Unavailable as why:
         return str(why)
     try:
-        return torch.ops.sdpa.why_not(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        why = called("sdpa.why_not", torch.ops.sdpa.why_not.default, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except NotImplementedError as error:  # for tensor subclasses
         return f"PyTorch says: {str(error).splitlines()[0]}"
+    if why.startswith("a tensor is on meta;") and q.device.type != "meta":  # C++ sees fake tensors as meta tensors
+        return f"q is a fake tensor on {q.device}, whose kernel is only chosen for a real one"
+    return why

@@ -8,6 +8,7 @@
 static SdpaDescale descale(const char* name, const OptionalTensor& x, const Tensor& of, int64_t batches,
                            int64_t key_heads, Tensor& kept) {
   if (!x) return {};
+  TORCH_CHECK(of.scalar_type() == at::kFloat8_e4m3fn, "sdpa.attention: ", name, " is for e4m3");
   TORCH_CHECK(x->scalar_type() == at::kFloat && x->device() == of.device(), "sdpa.attention: ", name,
               " is not a float32 tensor on ", of.device());
   const int64_t heads = of.size(1), sizes[2] = {batches, heads};

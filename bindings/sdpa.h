@@ -152,9 +152,9 @@ int sdpa_library_forward(const SdpaParams* p, struct CUstream_st* stream, char* 
 size_t sdpa_library_backward_workspace_bytes(const SdpaParams* forward);
 
 /* Lines with BACKWARD=1: enqueues dQ, dK and dV of p->forward, and dSinks and dBias if they are set. LSE is a natural logarithm,
-   includes the scale, and is -inf for a row that sees no key; such a row has a dQ of 0. With USE_WARP_SPECIALIZATION=1 or
-   ONE_PASS=1 the last bits of dQ differ from run to run. Makes the same promises and returns as sdpa_library_forward()
-   does. */
+   includes the scale, and is -inf for a row that sees no key; such a row has a dQ of 0. With ONE_PASS=1, or
+   USE_WARP_SPECIALIZATION=1 without ORDERED_ADDS=1, the last bits of dQ differ from run to run. Makes the same promises and
+   returns as sdpa_library_forward() does. */
 int sdpa_library_backward(const SdpaBackwardParams* p, struct CUstream_st* stream, char* text, size_t text_bytes);
 
 #ifdef __GNUC__

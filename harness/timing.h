@@ -22,6 +22,12 @@ inline double percentile(vector<double> samples, double fraction) {  // nearest 
   const double rank = std::ceil(fraction * double(samples.size()));
   return samples[size_t(std::max(1.0, rank)) - 1];
 }
+// The number of the lowest of n samples, and of the highest, that are outside a 95% confidence interval
+// of the median: ranks within 1.96 standard deviations of a binomial(n, 1/2) from the middle are inside
+// (David and Nagaraja, Order Statistics, 7.1).
+inline size_t outside_of_interval(size_t n) {
+  return size_t(std::max(0.0, (double(n) - 1.96 * std::sqrt(double(n))) / 2));
+}
 
 #ifdef SDPA_SIMT
 Timing time_kernel(Instance&, int, int) { return {}; }
@@ -95,11 +101,8 @@ class Timer {
       replay();
       t.clock_mhz = clock_mhz();  // right after the load, before the clock rises again
     });
-    // A 95% confidence interval of the median: the samples whose ranks are 1.96 standard deviations
-    // of a binomial(n, 1/2) from the middle (David and Nagaraja, Order Statistics, 7.1).
     std::sort(us.begin(), us.end());
-    const double n = double(us.size());
-    const size_t skipped = size_t(std::max(0.0, (n - 1.96 * std::sqrt(n)) / 2));
+    const size_t skipped = outside_of_interval(us.size());
     t.graph_us = percentile(us, 0.5);
     t.graph_lo_us = us[skipped];
     t.graph_hi_us = us[us.size() - 1 - skipped];

@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include <doctest/doctest.h>
+#include "check.h"
 
 using namespace SDPA_NAMESPACE;
 

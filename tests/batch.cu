@@ -273,7 +273,8 @@ constexpr bool has_ranges = Defines::use_tuned || Defines::split_ctas == 0;
 }  // namespace
 
 TEST_CASE("prefill") {
-  check({{{150, 3, 70, 129}, {150, 90, 129, 333}}, 16, 65536, Causal::bottom_right, -1},
+  // A tile may have many rows of other sequences, or only one.
+  check({{{127, 3, 63, 129}, {150, 90, 129, 333}}, 16, 65536, Causal::bottom_right, -1},
         meets_others || Defines::use_tuned);
 }
 TEST_CASE("chunks") { check({{{20, 33, 5}, {400, 170, 1000}}, 6, 192, Causal::bottom_right, -1}, meets_others); }

@@ -839,6 +839,153 @@ TEST_CASE("exit_codes") {
   CHECK(sweep("--frob").code == 2);
 }
 
+// ---- gradients with a single fault ----
+
+// The gradients by the reference, rounded, as the tested backward pass; spoil_gradients changes them.
+static const Instance* of_gradients;
+static int backward_launches;
+static std::function<void(const SdpaParams&, const Gradients&, int)> spoil_gradients;
+
+static uint16_t& bits_at(const void* tensor, size_t i) { return static_cast<uint16_t*>(const_cast<void*>(tensor))[i]; }
+
+static SdpaStatus backward_by_reference(const SdpaParams& p, const Gradients& g, cudaStream_t) {
+  const Problem& problem = of_gradients->problem;
+  const int D = problem.D, H = problem.Hq, Hkv = problem.Hkv;
+  const size_t rows = rows_of(problem, Tensor::O), keys = rows_of(problem, Tensor::K);
+  const auto numbers = [&](const void* tensor, size_t i) { return output_value(bits_at(tensor, i)); };
+  std::vector<float> O(rows * D), dO(rows * D);
+  for (size_t i = 0; i < rows * D; i++) {
+    O[i] = numbers(p.O, i);
+    dO[i] = numbers(g.dO, i);
+  }
+  reference::Backward of(problem, dO.data(), output_type);
+  for (size_t i = 0; i < rows; i++) of.set_row(i, &O[i * D], p.LSE[i], g.dLSE ? g.dLSE[i] : 0);
+  const auto store = [&](void* tensor, size_t at, const reference::Gradient& x) {
+    for (size_t d = 0; d < x.x.size(); d++) bits_at(tensor, at + d) = element_bits(line.output, float(x.x[d]));
+  };
+  for (int i = 0; i < int(rows); i++) {
+    store(g.dQ, size_t(i) * D, of.of_query({i / p.Sq / H, i / p.Sq % H, i % p.Sq}));
+  }
+  for (int j = 0; j < int(keys); j++) {
+    reference::Gradient dK(D), dV(D);
+    of.of_key({j / p.Sk / Hkv, j / p.Sk % Hkv, j % p.Sk}, dK, dV);
+    store(g.dK, size_t(j) * D, dK);
+    store(g.dV, size_t(j) * D, dV);
+  }
+  for (int h = 0; h < H; h++) g.dSinks[h] = float(of.of_sink(h).x[0]);
+  for (int q = 0; q < p.Sq; q++) {
+    store(g.dBias, size_t(q) * p.Sk, of.of_bias(-1, -1, q, {0, 1, p.Sk}, false, type_of(line.input)));
+  }
+  if (spoil_gradients) spoil_gradients(p, g, ++backward_launches);
+  return {};
+}
+
+// Each gradient has a check for every fault: of its values, of what is not written or written elsewhere, of
+// rows that are no query or no key, and of its bits in a second launch.
+TEST_CASE("spoiled_gradients") {
+  ChangedLine changed;
+  make_tensor = [](const Problem& p, Tensor t) { return std::make_unique<DeviceTensor>(p, t); };
+  changed.now.forward = forward_by_reference_kernel;
+  changed.now.backward = backward_by_reference;
+  changed.now.backward_workspace_bytes = [](const SdpaParams&) { return size_t(256); };
+  changed.now.has_lengths = changed.now.has_sinks = changed.now.dq_repeats = true;
+  changed.now.use_bias = 1;
+  constexpr int B = 3, H = 2, Sq = 6, Sk = 7, D = 64;
+  Problem p;
+  p.B = B;
+  p.Hq = H;
+  p.Hkv = 1;
+  p.Sq = Sq;
+  p.Sk = Sk;
+  p.has_sinks = p.has_lengths = p.has_q_lengths = true;
+  p.bias_kind = "add";
+  Figures figures;
+  SdpaParams forward;  // of the case
+  using G = const Gradients&;
+  using Spoil = std::function<void(G, int)>;
+  const auto found = [&](const Spoil& spoil) {
+    Instance instance(p);
+    of_gradients = &instance;
+    instance.set_inputs(1);  // with dLSE
+    spoil_gradients = [&](const SdpaParams& params, G g, int n) {
+      forward = params;
+      spoil(g, n);
+    };
+    backward_launches = 0;
+    figures = {};
+    return instance.check(figures, 1);
+  };
+  const auto says = [&](const std::string& want, const Spoil& spoil) {
+    const std::string said = found(spoil);
+    CAPTURE(want);
+    CAPTURE(said);
+    CHECK(said.find(want) != std::string::npos);
+  };
+  CHECK((found([](G, int) {}) == "" && backward_launches == 2));
+  CHECK((figures.rel_rms > 0 && figures.rel_rms_limit > figures.rel_rms && figures.max_abs_err > 0 && figures.rows_checked > Sq));
+
+  // A row of Q or K that is used, and one that is not.
+  Instance of_lengths(p);
+  of_lengths.set_inputs(1);
+  const reference::Problem& drawn = of_lengths.problem;
+  const auto row_of = [&](bool of_q, bool is_used) {
+    const int S = of_q ? Sq : Sk, heads = of_q ? H : 1;
+    for (int row = 0;; row++) {
+      REQUIRE(row < B * heads * S);
+      const reference::Row at{row / S / heads, row / S % heads, row % S};
+      if ((of_q ? is_query(drawn, at) : is_key(drawn, at)) == is_used) return row;
+    }
+  };
+  struct Found {
+    const char* name;  // in sentences
+    std::function<void*(G)> data;
+    size_t bytes, used, element;  // used: an element
+  };
+  const size_t query = row_of(true, true), key = row_of(false, true);
+  const Found all[] = {{"dQ", [](G g) { return g.dQ; }, size_t(B) * H * Sq * D * 2, query * D + 5, 2},
+                       {"dK", [](G g) { return g.dK; }, size_t(B) * Sk * D * 2, key * D + 5, 2},
+                       {"dV", [](G g) { return g.dV; }, size_t(B) * Sk * D * 2, key * D + 5, 2},
+                       {"dBias", [](G g) { return g.dBias; }, Sq * Sk * 2, 0, 2},
+                       {"dSinks", [](G g) { return static_cast<void*>(g.dSinks); }, H * 4, 0, 4},
+                       {"dO", [](G g) { return const_cast<void*>(g.dO); }, size_t(B) * H * Sq * D * 2, query * D, 2},
+                       {"dLSE", [](G g) { return static_cast<void*>(const_cast<float*>(g.dLSE)); }, B * H * Sq * 4, 0, 4},
+                       {"the workspace of the backward pass", [](G g) { return g.workspace; }, 256, 0, 4}};
+  for (const Found& x : all) {
+    const auto bytes = [&x](G g) { return static_cast<char*>(x.data(g)); };
+    for (int nth : {1, 2}) {
+      says(string("the kernel wrote before ") + x.name, [&](G g, int n) { if (n == nth) bytes(g)[-1] = 3; });
+      says(string("the kernel wrote after ") + x.name, [&](G g, int n) { if (n == nth) bytes(g)[x.bytes] = 3; });
+    }
+    const bool is_result = &x - all < 5, is_row = &x - all < 3;
+    if (!is_result) continue;
+    const auto fill = [&](G g, int byte) { memset(bytes(g) + x.used * x.element, byte, x.element); };
+    const string element = string(x.name == string("dSinks") ? "dSink" : x.name) + "(";
+    says(element, [&](G g, int) { fill(g, 0x45); });
+    says(element, [&](G g, int) { fill(g, 0xff); });
+    says("of two runs on the same inputs differs", [&](G g, int n) { bytes(g)[x.used * x.element] ^= n == 2; });
+    if (!is_row) continue;
+    says("was never written", [&](G g, int) { fill(g, 0xff); });
+    says("is NaN", [&](G g, int) { fill(g, 0x7f); });
+    const size_t unused = row_of(&x == all, false) * D;
+    says(element, [&](G g, int) { bits_at(x.data(g), unused) = 0x3c00; });
+    says("is not 0, but its row is unused", [&](G g, int) { bits_at(x.data(g), unused + D - 1) = 1; });
+  }
+  // Bits of a dQ that need not repeat may differ, but must be right in each launch.
+  changed.now.dq_repeats = false;
+  CHECK(found([&](G g, int n) { bits_at(g.dQ, query * D) ^= n == 2; }) == "");
+  says("dQ(", [&](G g, int n) { if (n == 2) bits_at(g.dQ, query * D) = 0x4500; });
+  says("was never written", [&](G g, int n) { if (n == 2) bits_at(g.dQ, query * D) = 0xffff; });
+  says("dK", [&](G g, int n) { bits_at(g.dK, key * D) ^= n == 2; });
+  // Inputs stay as they are.
+  says("the kernel wrote into dO", [&](G g, int) { bits_at(g.dO, query * D) ^= 1; });
+  says("the kernel wrote into Q", [&](G, int) { bits_at(forward.Q, 0) ^= 1; });
+  says("the kernel wrote into K", [&](G, int) { bits_at(forward.K, 0) ^= 1; });
+  says("the kernel wrote into V", [&](G, int) { bits_at(forward.V, 0) ^= 1; });
+  says("the kernel wrote into O or LSE", [&](G, int) { bits_at(forward.O, 0) ^= 1; });
+  says("the kernel wrote into O or LSE", [&](G, int) { bits_at(forward.LSE, 0) ^= 1; });
+  spoil_gradients = nullptr;
+}
+
 // Before the chain of kernels all inputs have other contents, which detects a kernel that does not
 // wait.
 TEST_CASE("chain") {

@@ -106,9 +106,6 @@ __device__ void cp_async_bulk_store(void* dst_g, const void* src_s, uint32_t byt
                "r"(shared_address(src_s)), "r"(bytes)
                : "memory");
 }
-template <int N> __device__ void cp_async_bulk_wait_group() {
-  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
-}
 #endif
 
 constexpr int THREADS = 64, WORDS = 64;  // results per thread
@@ -296,6 +293,27 @@ __global__ void test_red_add_v2(const Args a) {
   const int tid = threadIdx.x;
   float* const sums = reinterpret_cast<float*>(a.out) + tid / 8 * 2;
   red_global_add_v2(sums, float(tid), -0.5f * tid);
+}
+
+// Threads 32, 0 and 32 add 2^24, 1 and -2^24 to each of 256 floats, in this order, so the sums are 0.
+__global__ void test_bulk_adds_in_turn(const Args a) {
+  Scratch& s = dynamic_shared<Scratch>();
+  float* const x = reinterpret_cast<float*>(s.bytes);
+  for (int i = threadIdx.x; i < 3 * 256; i += THREADS) st_shared(x + i, i / 256 == 1 ? 1.0f : i < 256 ? 0x1p24f : -0x1p24f);
+  float* const sums = reinterpret_cast<float*>(a.out);
+  for (int i = threadIdx.x; i < 256; i += THREADS) sums[i] = float(i % 2);
+  fence_proxy_async();
+  fence_proxy_async_global();
+  __syncthreads();
+  if (threadIdx.x % 32 > 0) return;
+  for (int turn = threadIdx.x > 0 ? 0 : 1; turn < 3; turn += 2) {
+    wait_for_value(a.counter, turn);
+    fence_proxy_async_global();
+    cp_reduce_async_bulk_add(sums, x + 256 * turn, 1024);
+    cp_async_bulk_commit_group();
+    cp_async_bulk_wait_group<0>();
+    st_release(a.counter, turn + 1);
+  }
 }
 
 // Warp 0 passes numbers to warp 1 and back, synchronized by a named barrier and by mbarriers.
@@ -785,6 +803,7 @@ int main(int argc, char** argv) {
   run("loads_stores_atomic", test_memory);
   run("red_add", test_red_add);
   run("red_add_v2", test_red_add_v2);
+  run("bulk_adds_in_turn", test_bulk_adds_in_turn);
   run("barriers", test_barriers);
   run("conversions_fp16", test_conversions<__half>);
   run("conversions_bf16", test_conversions<__nv_bfloat16>);

@@ -17,22 +17,12 @@
 
 #include "../harness/sizes.h"
 #include "../reference.cpp"
+#include "check.h"
 #include "members.h"
-#include <doctest/doctest.h>
 
 using namespace SDPA_NAMESPACE;
 using std::string;
 using std::vector;
-
-// CHECK as a function call, since doctest's expression templates take twice as long to compile.
-static void check(bool is_good, const char* text, int line) {
-  doctest::detail::ResultBuilder result(doctest::assertType::DT_CHECK, __FILE__, line, text);
-  result.setResult(doctest::detail::Result(is_good));
-  result.log();
-  result.react();
-}
-#undef CHECK
-#define CHECK(...) check(bool(__VA_ARGS__), #__VA_ARGS__, __LINE__)
 
 // Zero-initialized device memory.
 class Workspace {
@@ -226,7 +216,7 @@ class Attention {
         };
         const auto key = [&](const KeyValue* tensor, const Strides& s, int k) {
           if (!p.page_table) return tensor + k_batch * s.batch + h_kv * s.head + (of_k.first + k) * s.row;
-          const int row = of_k.first + k, page = p.page_table[b * p.page_stride + row / p.page_size];
+          const int row = of_k.first + k, page = p.page_table[int64_t(b) * p.page_stride + row / p.page_size];
           return tensor + std::max(0, std::min(page, p.pages - 1)) * s.batch + h_kv * s.head + row % p.page_size * s.row;
         };
         for (int q = 0; q < queries.count; q++) {
@@ -725,18 +715,24 @@ TEST_CASE("rounds_without_visible_keys" * doctest::skip(!Defines::masks_keys || 
   for_each_build([](auto build) {
     using B = decltype(build);
     if (B::kernel == KernelKind::wgmma_plain) return;
-    const struct { int rounds, shift; } cases[] = {{33, 0}, {most_listed<B> + 1, 0}, {5, 1}, {5, 2}, {5, 3}};
-    for (const auto& [rounds, shift] : cases) {
+    // The last round is partial, or the bias does not change it, or is far below 0 in a partial one.
+    enum Last { is_partial, is_whole, is_far };
+    const struct { int rounds, shift; Last last; } cases[] = {
+        {33, 0, is_partial}, {most_listed<B> + 1, 0, is_partial}, {5, 1, is_partial}, {5, 2, is_whole}, {5, 3, is_far}};
+    for (const auto& [rounds, shift, last] : cases) {
       constexpr int round = B::round_keys;
-      const int keys = rounds * round - 1;
-      const Attention a(1, 2, 1, 40, keys);
+      const int keys = rounds * round - (last == is_partial ? 1 : last == is_far ? round - 3 : 0);
+      const float least = std::is_same_v<Bias, __half> ? -65504 : -3.3e38f;
+      const int Sq = last == is_far ? B::block_m + 40 : 40;  // more than one tile
+      const Attention a(1, 2, 1, Sq, keys);
       vector<uint8_t> seen(shift + keys);
       vector<Bias> added(shift + keys);  // the same, with other changes in the last round
       const auto is_seen = [last = rounds - 1](int n) { return n == 2 || n == 12 || n == last; };
       for (int k = 0; k < keys; k++) {
         const bool is_shown = is_seen(k / round) && (k / round != 2 || k % 9 > 0);
+        const float of_last = last == is_partial ? float(k % 5) / 4 : last == is_far ? least : 0;
         seen[shift + k] = is_shown;
-        added[shift + k] = rounded<Bias>(!is_shown ? -INFINITY : k / round == rounds - 1 ? float(k % 5) / 4 : 0);
+        added[shift + k] = rounded<Bias>(!is_shown ? -INFINITY : k / round == rounds - 1 ? of_last : 0);
       }
       const Held<uint8_t> mask(seen);
       const Held<Bias> bias(added);
@@ -754,7 +750,7 @@ TEST_CASE("rounds_without_visible_keys" * doctest::skip(!Defines::masks_keys || 
         }).ok();
       };
       CHECK((forward_by() && a.is_right(p)));
-      const vector<Output> O(p.O, p.O + 2 * 40 * p.D);
+      const vector<Output> O(p.O, p.O + 2 * Sq * p.D);
       const int ranges = B::split_ctas == 1 ? 1 : items_of<B>(p).ranges;
       KeyValue* const V = const_cast<KeyValue*>(p.V);
       for (int n = 0, end = 0; n < ranges; n++) {
@@ -1639,6 +1635,19 @@ TEST_CASE("pages" * doctest::skip(!Defines::use_pages)) {
         CHECK((a.forward(p) == "" && a.is_right(p)));
       }
     }
+  }
+  {  // rows of the table are so far apart that the last one is beyond 2^31 entries
+    p.page_stride = 1100000000;
+    p.Sk = 2 * size;
+    p.k_lengths = nullptr;
+    int* far = nullptr;
+    REQUIRE(cudaMalloc(&far, (2 * size_t(p.page_stride) + 2) * sizeof(int)) == cudaSuccess);
+    for (int64_t b = 0; b < 3; b++) {
+      for (int i = 0; i < 2; i++) far[b * p.page_stride + i] = int(5 * b + 3 * i);
+    }
+    p.page_table = far;
+    CHECK((a.forward(p) == "" && a.is_right(p)));
+    cudaFree(far);
   }
   p.page_table = table;
   p.page_stride = pages;

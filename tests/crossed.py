@@ -8,9 +8,12 @@ members meet. Each problem is checked against the reference.
 --features covers the knobs in FEATURES. Each build runs a sweep of four random problems, one of them also in a chain of
 kernels. Builds that together have each value of each knob run more, until these are of all kinds that the build takes. Each
 path of tests/paths.py must be taken in a build of each kind that has it.
+
+--quick selects some of these builds: those that together have, for each kind of kernel, each value of a knob other than its
+default, and each pair of such values in some kind. Fewer run problems of all kinds: those that have each value in some kernel
+with mma.sync and in some with wgmma. A path must be taken in one kind of each of these two families.
 usage: tests/crossed.py [REGEX] [--features [--quick]] [--show] [--link FILE...]
   REGEX   the builds whose kind and knobs match, as in "mma.* HEAD_DIM_V"
-  --quick fewer pairs for the kinds in PAIRED_OF
   --show  print the builds, their problems and the pairs that no legal build has, and stop
   --link  objects and libraries of the sweep's harness and of the CPU backend; without it they are compiled"""
 import argparse
@@ -24,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import bugs
 import paths
@@ -86,13 +89,6 @@ TOGETHER_OF = dict(
                  dict(USE_KEY_MASK="1", USE_PERSISTENT_CTA="1", BLOCK_M="64"),
                  dict(USE_BIAS="1 2 3", USE_LENGTHS="0", SPLIT_CTAS="1", SPLIT_KV="1", BLOCK_M="128", USE_PING_PONG="0")],
     wgmma_converting=[dict(USE_LAZY_MAX="1", USE_SOFTCAP="1 0", DTYPE="BF16")])
-
-# --features --quick: the knobs whose pairs meet; of the others each value does. These kinds share the code of the others with
-# mma, wgmma_roles and wgmma_swapped, where all pairs meet.
-PAIRED_OF = dict(
-    scalar=[], wmma=[], wgmma_plain=[],
-    wgmma_converting=["BLOCK_N", "HEAD_DIM", "USE_PAGES", "USE_LAZY_MAX", "PACK_GQA", "SPLIT_CTAS"],
-    wgmma_e4m3=["FP8_FLUSH", "HEAD_DIM", "SPLIT_KV", "USE_LAZY_MAX", "OVERLAP", "SPLIT_CTAS", "PACK_GQA"])
 
 CANDIDATES, PAIRS_AT_ONCE = 20, 12  # that are tried for a build
 
@@ -160,7 +156,8 @@ struct Build : K {
   %(build)s
 };
 #define SDPA_CHANGED(name, fallback, member, values, families, meaning) \\
-  const bool name##_changed = b.member != value_of(#fallback, values);
+  constexpr int name##_default = value_of(#fallback, values); \\
+  const bool name##_changed = b.member != name##_default;
 #define SDPA_REFUSE(condition, sentence) if (condition) return false
 constexpr bool is_one_of%(judged)s
 static bool is_legal(const Build& b) {
@@ -256,10 +253,9 @@ class Domain(ctypes.Structure):
 
 class Kind:
     """The legal builds of a kind of kernel, and the pairs of these knobs' values that they cover. Together: dicts {knob: values};
-    all combinations are covered like pairs. Paired: the knobs with pairs (None: all); of the others each single value is
-    covered."""
+    all combinations are covered like pairs."""
 
-    def __init__(self, judge, name, own, crossed, together=(), paired=None):
+    def __init__(self, judge, name, own, crossed, together=()):
         self.judge, self.name, self.random = judge, name, random.Random(name)
         family = "wgmma" if own.get("USE_WGMMA") else "mma" if own.get("USE_MMA_SYNC") else "wmma" if own.get("USE_WMMA") else "scalar"
         domains = KNOBS | crossed
@@ -271,7 +267,7 @@ class Kind:
         self.free = [knob for knob in crossed if len(self.values[knob]) > 1]
         self.near = [self.complete({}) for _ in range(8)]
         self.sets = [(knob,) for knob in self.free]
-        self.sets += itertools.combinations([knob for knob in self.free if paired is None or knob in paired], 2)
+        self.sets += itertools.combinations(self.free, 2)
         of_sets = [{knob: self.values[knob] for knob in knobs} for knobs in self.sets]
         of_more = [{knob: values.split() for knob, values in one.items()} for one in together]
         self.together = {tuple(zip(one, values)) for one in of_more for values in itertools.product(*one.values())}
@@ -377,39 +373,66 @@ class Problems:
 
 @dataclass(frozen=True)
 class Crossed:
-    """A build, and the options of its problems, or of a sweep."""
+    """A build, and the options of its problems, or of a sweep. features: the values, pairs and combinations of TOGETHER_OF that a
+    build with a sweep covers, without defaults."""
     kind: str
     knobs: str
     problems: tuple
+    features: frozenset = frozenset()
+
+    @property
+    def family(self):
+        """Kinds of a family share most of their code."""
+        return "wgmma" if self.kind.startswith("wgmma") else "mma"
 
     def __str__(self):
         return f"{self.kind}: {self.knobs}"
 
 
-def with_all_problems(kind, builds):
-    """A subset of the builds that has each value of the crossed knobs and the combinations of TOGETHER."""
-    left = {one for one in kind.pairs if len(one) == 1} | kind.together & kind.pairs
-    chosen = []
+def covering(left, builds, covered_by):
+    """A subset of builds that covers all of left, as far as they can: each has the most that is new."""
+    chosen, left = [], left & set().union(*map(covered_by, builds))
     while left:
-        chosen.append(max(builds, key=lambda build: len(left & kind.pairs_of(build))))
-        left -= kind.pairs_of(chosen[-1])
+        chosen.append(max(builds, key=lambda build: len(left & covered_by(build))))
+        left -= covered_by(chosen[-1])
     return chosen
 
 
-def cross_features(judge, name, shows_impossible, is_quick):
+ALL_PROBLEMS = "--sweep 8 --all-kinds"
+
+
+def cross_features(judge, name, shows_impossible):
     """Returns the builds of a kind that cross FEATURES, and the number of legal pairs in none of them."""
-    kind = Kind(judge, name, KINDS[name] | FEATURES_OF[name], FEATURES | FEATURES_OF[name], TOGETHER_OF.get(name, ()),
-                PAIRED_OF.get(name) if is_quick else None)
+    kind = Kind(judge, name, KINDS[name] | FEATURES_OF[name], FEATURES | FEATURES_OF[name], TOGETHER_OF.get(name, ()))
     builds = kind.builds()
     covered = kind.pairs & set().union(*map(kind.pairs_of, builds))
     print(f"{name:<16} {len(covered):>5} of {len(kind.pairs):<5} {len(kind.impossible):>4} {len(builds):>6}")
     if shows_impossible:
         print(*("  no legal build has " + " ".join(map("=".join, pair)) for pair in kind.impossible), sep="\n")
-    with_all, found = with_all_problems(kind, builds), []
+    of_values = {one for one in kind.pairs if len(one) == 1} | kind.together & kind.pairs
+    with_all, found = covering(of_values, builds, kind.pairs_of), []
     for number, build in enumerate(builds):
         knobs = " ".join(f"{knob}={value}" for knob, value in build.items() if value != judge.rows[knob][0])
-        found.append(Crossed(name, knobs, ("--sweep 8 --all-kinds" if build in with_all else f"--sweep 4 --seeds {number}",)))
+        problems = ALL_PROBLEMS if build in with_all else f"--sweep 4 --seeds {number}"
+        features = {one for one in kind.pairs_of(build)
+                    if one in kind.together or all(value != judge.rows[knob][0] for knob, value in one)}
+        found.append(Crossed(name, knobs, (problems,), frozenset(features)))
     return found, len(kind.pairs) - len(covered)
+
+
+def selected(builds):
+    """The builds that --quick runs, and their problems."""
+    def by_family(build):
+        return {(build.kind if len(one) > 2 else build.family, one) for one in build.features if len(one) != 2}
+
+    def by_kind(build):
+        return {(build.kind if len(one) != 2 else "any", one) for one in build.features}
+    with_all = [build for build in builds if build.problems == (ALL_PROBLEMS,)]
+    with_all = covering(set().union(*map(by_family, with_all)), with_all, by_family)
+    left = set().union(*map(by_kind, builds)) - set().union(*map(by_kind, with_all))
+    others = covering(left, [build for build in builds if build not in with_all], by_kind)
+    fewer = "--sweep 8"  # the first problems of all kinds
+    return with_all + [replace(build, problems=(fewer,)) if build.problems == (ALL_PROBLEMS,) else build for build in others]
 
 
 def cross(judge, name, shows_impossible):
@@ -449,8 +472,9 @@ COVERAGE = ["--coverage", "-fprofile-update=atomic", r"-fprofile-filter-files=.*
 UNCOVERED = ("scalar",)
 
 
-def sweep_build(builder, build, parts, taken):
-    """Returns the failures as lines. Updates taken: {(kind, path): True if a build of the kind took it}."""
+def sweep_build(builder, build, parts, taken, scope):
+    """Returns the failures as lines. Updates taken: {(scope, path): True if a build of the scope took it}. scope: "kind" or
+    "family"."""
     name = f"features{next(builder.numbers)}"
     coverage = [] if build.kind in UNCOVERED else COVERAGE
     try:
@@ -466,9 +490,8 @@ def sweep_build(builder, build, parts, taken):
     words = [line for line in done.stdout.split("\n") if re.search(r"FAIL \S+:|^repeat|missing:|have none|rror", line) and "," not in line[:20]]
     if not done.returncode and coverage:
         for path, is_taken in paths.taken(builder.folder, name, build.knobs, builder.texts["sdpa.cu"]).items():
-            taken.setdefault((build.kind, path), False)
-            if is_taken:
-                taken[build.kind, path] = True
+            key = getattr(build, scope), path
+            taken[key] = taken.get(key, False) or is_taken
     if not done.returncode:
         words = []
     elif not words:
@@ -490,9 +513,10 @@ def main():
         print("pairs             of features  none builds" if options.features else
               "pairs          of knobs       none  and of members   builds  problems")
         for name in FEATURES_OF if options.features else KINDS:
-            of_kind, missing = (cross_features(judge, name, options.show, options.quick) if options.features else
-                                cross(judge, name, options.show))
+            of_kind, missing = (cross_features if options.features else cross)(judge, name, options.show)
             builds, uncovered = builds + of_kind, uncovered + missing
+        if options.features and options.quick:
+            builds = selected(builds)
         chosen = [build for build in builds if re.search(options.only, str(build))]
         if options.show:
             print(*("\n  ".join([str(build), *build.problems]) for build in chosen), sep="\n")
@@ -503,13 +527,14 @@ def main():
         builder = bugs.Builder(folder)
         taken = {}
         try_one = functools.partial(
-            sweep_build, parts=[os.path.abspath(part) for part in options.link], taken=taken) if options.features else try_build
+            sweep_build, parts=[os.path.abspath(part) for part in options.link], taken=taken,
+            scope="family" if options.quick else "kind") if options.features else try_build
         tried = [pool.submit(try_one, builder, build) for build in chosen]
         failed = []
         for one in as_completed(tried):
             failed += one.result()
             print(*one.result(), sep="\n", end="\n" * bool(one.result()), flush=True)
-        untaken = [f"no problem of a {kind} build took a path: {path}" for (kind, path), is_taken in taken.items() if not is_taken]
+        untaken = [f"no problem of a {scope} build took a path: {path}" for (scope, path), is_taken in taken.items() if not is_taken]
         if options.features and chosen == builds:
             untaken += paths.missing(builder.texts["sdpa.cu"], {path for _, path in taken})
         failed += untaken if chosen == builds else []

@@ -1,6 +1,6 @@
 // The parts of sdpa_backward()'s contract that the harness does not test: refusals, problems
-// without rows or keys, strides of dimensions of size 1, consecutive launches with one workspace,
-// which queries a tile of keys iterates over, the derivatives of dual numbers, and a bias whose
+// without rows or keys, strides of dimensions of size 1, the stream of all launches, consecutive launches
+// with one workspace, which queries a tile of keys iterates over, the derivatives of dual numbers, and a bias whose
 // elements are the least floats.
 #define SDPA_NO_MAIN
 #include "../sdpa_backward.cu"
@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "../harness/sizes.h"
-#include <doctest/doctest.h>
+#include "check.h"
 
 using namespace SDPA_NAMESPACE;
 
@@ -99,9 +99,16 @@ struct Gradients {
   std::vector<std::vector<uint8_t>> results() const {
     return {dQ.bytes(), dK.bytes(), dV.bytes(), dSinks.bytes(), dBias.bytes()};
   }
+  // Returns true if the call succeeds and all of its launches are on its stream.
   bool run() {
-    const SdpaStatus status = sdpa_backward(p, 0);
-    return status.ok() && cudaDeviceSynchronize() == cudaSuccess;
+    char stream;
+    std::vector<simt::Launch> log;
+    simt::launch_log = &log;
+    const SdpaStatus status = sdpa_backward(p, reinterpret_cast<cudaStream_t>(&stream));
+    simt::launch_log = nullptr;
+    const bool is_on_stream =
+        std::all_of(log.begin(), log.end(), [&](const simt::Launch& launch) { return launch.stream == &stream; });
+    return status.ok() && is_on_stream && cudaDeviceSynchronize() == cudaSuccess;
   }
 };
 
@@ -176,6 +183,16 @@ TEST_CASE("refusals") {
   if (!Defines::use_lengths) {
     refused.push_back({"k_lengths is for builds with USE_LENGTHS=1",
                        [](auto& p) { p.forward.k_lengths = reinterpret_cast<const int*>(p.forward.LSE); }});
+  }
+  if (Defines::adds_bias && Defines::use_lengths) {
+    const auto ints = [](auto& p) { return reinterpret_cast<const int*>(p.forward.LSE); };
+    const auto with = [&refused](const char* sentence, const Spoil& spoil) { refused.push_back({sentence, spoil}); };
+    const char *const few = "dBias is set, but a sequence may have fewer keys than bias_keys=5", *const packed = "packed sequences";
+    with(few, [=](auto& p) { p.forward.bias_keys = 5, p.forward.k_lengths = ints(p); });
+    with(few, [=](auto& p) { p.forward.bias_keys = 5, p.forward.k_firsts = ints(p); });
+    with(few, [=](auto& p) { p.forward.bias_keys = 5, p.forward.most_keys = 9; });
+    with(packed, [=](auto& p) { p.forward.q_starts = ints(p); });
+    with(packed, [=](auto& p) { p.forward.k_starts = ints(p); });
   }
   if (Defines::adds_bias) {
     refused.push_back({"dBias is not aligned to", [](auto& p) { p.dBias = static_cast<char*>(p.dBias) + 1; }});
@@ -336,6 +353,36 @@ TEST_CASE("one_workspace") {
   }
   REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
   CHECK((a.results() == want_a && b.results() == want_b));
+}
+
+// dBias that one CTA sums over sequences of different lengths is the sum of the dBias of each.
+TEST_CASE("bias_of_sequences") {
+  if (!Defines::adds_bias || !Defines::use_lengths) return;
+  simt::gpu.sms[0] = 1;
+  constexpr int B = 3, H = 2, Sq = 40, Sk = 70, count = H * Sq * Sk;
+  Gradients g(B, H, 1, Sq, Sk);
+  std::vector<Bias> values(count);
+  for (int i = 0; i < count; i++) values[i] = rounded<Bias>(float(i * 37 % 64) / 16 - 2);
+  cudaMemcpy(g.bias.data, values.data(), count * sizeof(Bias), cudaMemcpyHostToDevice);
+  const int lengths[B] = {9, Sk, 41};
+  Memory<int> k_lengths(B);
+  cudaMemcpy(k_lengths.data, lengths, sizeof lengths, cudaMemcpyHostToDevice);
+  g.p.forward.k_lengths = k_lengths.data;
+  g.forward();
+  REQUIRE(g.run());
+  Memory<Bias> each(B * count);
+  g.p.dBias = each.data;
+  g.p.d_bias.batch = count;
+  REQUIRE(g.run());
+  float worst = 0, largest = 0;
+  for (int i = 0; i < count; i++) {
+    float sum = 0;
+    for (int b = 0; b < B; b++) sum += to_float(each.data[b * count + i]);
+    worst = std::max(worst, std::fabs(sum - to_float(g.dBias.data[i])));
+    largest = std::max(largest, std::fabs(sum));
+  }
+  CHECK((largest > 0.1f && worst <= 2e-3f * largest));
+  simt::gpu = {};
 }
 
 // A row whose biases are all the least finite float has finite gradients, in which rows that see no key have no part.

@@ -1,10 +1,12 @@
 // Kernels that pass shared memory between threads, TMA and wgmma, each with one synchronization removed,
 // and two host threads that launch. ThreadSanitizer must report a data race with the bug, and none
 // without it.
-//   races NAME     one of the names below; exit code 0 and no report for `none`
+// `forward` is sdpa_forward() of the build, without a bug.
+//   races NAME     one of the names below; exit code 0 and no report for `none` and `forward`
 #define SDPA_NO_MAIN
 #include "../sdpa.cu"
 
+#include "../harness/sizes.h"
 #include <string>
 #include <thread>
 #include <vector>
@@ -127,11 +129,32 @@ template <Bug BUG> static bool launch() {
   return error == cudaSuccess;
 }
 
+// sdpa_forward() with tensors of this host thread.
+static bool forward() {
+  SdpaParams p = params_of_sizes(1, 2, 1, 20, 50, Defines::head_dim, Defines::head_dim);
+  std::vector<void*> memory;
+  const auto allocate = [&](auto*& pointer, size_t elements) {
+    memory.emplace_back();
+    cudaMalloc(&memory.back(), elements * sizeof *pointer);
+    cudaMemset(memory.back(), 0, elements * sizeof *pointer);
+    pointer = static_cast<std::remove_reference_t<decltype(pointer)>>(memory.back());
+  };
+  constexpr int D = Defines::head_dim;
+  allocate(p.Q, 2 * 20 * D);
+  allocate(p.K, 50 * D);
+  allocate(p.V, 50 * D);
+  allocate(p.O, 2 * 20 * D);
+  const bool ok = sdpa_forward(p, nullptr).ok() && cudaDeviceSynchronize() == cudaSuccess;
+  for (void* one : memory) cudaFree(one);
+  return ok;
+}
+
 int main(int argc, char** argv) {
   const struct {
     const char* name;
     bool (*launch)();
   } cases[] = {
+      {"forward", forward},
       {"none", launch<Bug::none>},
       {"no_wait_for_full", launch<Bug::no_wait_for_full>},
       {"released_before_wait", launch<Bug::released_before_wait>},

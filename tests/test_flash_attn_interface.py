@@ -646,6 +646,10 @@ def test_refusals():
         raises(kvcache, r"rotary_cos is torch.\w+ \[.*\]; want torch.\w+ \[positions,d / 2\] of both", **new, rotary_cos=x, rotary_sin=x)
     raises(kvcache, "rotary_sin is torch", **new, rotary_cos=half, rotary_sin=half[:8])
     raises(kvcache, "rotary_cos is for k and v that are appended, and k is missing$", rotary_cos=half, rotary_sin=half)
+    raises(kvcache, "rotary_seqlens has 3 elements for 2 sequences$", **new, rotary_cos=half, rotary_sin=half, rotary_seqlens=ints(1, 2, 3))
+    raises(kvcache, "cache_seqlens has 3 elements for 2 sequences$", **new, rotary_cos=half, rotary_sin=half, cache_seqlens=ints(1, 2, 3))
+    for name in functions:
+        raises(name, "softcap=-3: must be 0, or 1e-18 to 1e18$", alibi_slopes=torch.ones(4), softcap=-3.0)
     raises("flash_attn_varlen_func", "cu_seqlens_k is not for K and V in pages", page_table=table)
     for run in (lambda: fa.flash_attn_with_kvcache(q, of_0, of_0, page_table=table, cache_seqlens=lengths),
                 lambda: fa.flash_attn_varlen_func(q, of_0, of_0, None, None, 5, 8, page_table=table)):

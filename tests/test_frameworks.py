@@ -2,7 +2,6 @@
 tools/engine.py, bindings/context_parallel.py.  usage: python3 -m pytest tests/test_frameworks.py"""
 import contextlib
 import csv
-import ctypes
 import io
 import itertools
 import os
@@ -90,49 +89,6 @@ def timed(monkeypatch):
     assert not clock.active
 
 
-class Library:
-    """A line's library that reads and writes through pointers and strides."""
-
-    def __init__(self):
-        self.asked = []
-
-        def workspace_bytes(p):
-            return 100
-
-        def forward(p, stream, text, size):
-            p = p._obj
-            assert (stream.value, text, size) == (77, None, 0) and bytes((ctypes.c_uint8 * 100).from_address(p.workspace)) == bytes(100)
-            assert (p.window_left, p.window_right, p.scale, p.softcap, p.sinks, p.k_lengths) == (-1, -1, 0, 0, None, None)
-
-            def tensor(place, H, S, strides):
-                shape, strides = (p.B, H, S, p.D), (strides.batch, strides.head, strides.row, 1)
-                count = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides))
-                return torch.frombuffer((ctypes.c_uint16 * count).from_address(place), dtype=torch.half).as_strided(shape, strides)
-            q, k, v, o = (tensor(getattr(p, name.upper()), p.Hkv if name in "kv" else p.Hq, p.Sk if name in "kv" else p.Sq,
-                                 getattr(p, name))
-                          for name in "qkvo")
-            (ctypes.c_float * (p.B * p.Hq * p.Sq)).from_address(p.LSE)[-1] = 1
-            o[:] = attention(q, k, v, [None, "br"][p.causal])
-            return 0
-        self.sdpa_library_workspace_bytes, self.sdpa_library_forward = workspace_bytes, forward
-
-
-@pytest.mark.parametrize("problem,name", [("2,4,2,20,20,64c", "hopper"), ("1,2,2,9,30,128", "hopper_d128")])
-def test_problems(timed, monkeypatch, problem, name):
-    """The C function, PyTorch and our attention give the same results, each in rows of its own name."""
-    asked, active = [], []
-    monkeypatch.setattr(frameworks, "PROBLEMS", [problem])
-    monkeypatch.setattr(frameworks.sdpa, "library_of", lambda *x: asked.append(x) or Library())
-    monkeypatch.setattr(frameworks, "loop_us", lambda run, repeats: (run(), active.append(timed.active), 7.0)[2] * repeats)
-    monkeypatch.setattr(frameworks, "graph_us", lambda run, repeats: 5.0 * repeats)
-    rows = list(frameworks.problems(3))
-    assert asked == [(name, (9, 0))] and active == [False, False, True]
-    assert [(row["contender"], row["what"], row["us"]) for row in rows] == [
-        (contender, *kind) for contender in ("C function", "PyTorch", "sdpa") for kind in (("loop", 21.0), ("graph", 15.0))]
-    assert [round(row["rel_rms"], 3) for row in rows] == [0, 0, 0, 0, 0.01, 0.01] and {row["problem"] for row in rows} == {
-        problem.replace("c", " causal")}
-
-
 def test_training(timed, monkeypatch):
     """Times are medians without the turns that build and warm up; a ratio is PyTorch's time divided by the contender's."""
     counted, median = [], frameworks.statistics.median
@@ -210,30 +166,6 @@ def test_gradients(timed, monkeypatch, capsys, wrong):
         assert [row["us"] for row in rows[:8]] == [16, *range(9, 16)] and rows[1]["ratio"] == 9 / 16 and rows[5]["ratio"] == 13 / 12
 
 
-def test_a_turn(timed):
-    """The median of the replays of a turn, without those that warm up."""
-    durations = iter([100] * 3 + [1, 2, 9])
-
-    def replay():
-        timed.ms += next(durations)
-    assert frameworks.turn_us(replay, frameworks.TURN_US / 3) == 2000
-
-
-def test_host(timed, monkeypatch):
-    """Every entry, each with its own options, gives correct results."""
-    found = {}
-    monkeypatch.setattr(frameworks, "installed", lambda *_: None)
-    monkeypatch.setattr(frameworks, "host_us", lambda run, repeats: (run(), timed.active, repeats))
-    for row in frameworks.host(5):
-        found[row["contender"]] = row["us"]
-    assert [name for name, (_, active, repeats) in found.items() if active] == ["F.scaled_dot_product_attention, sdpa"]
-    assert list(found) == ["PyTorch", "F.scaled_dot_product_attention, sdpa", "attention()", "attention(), k_lengths", "attention(), pages",
-                           "attention(), sinks"] and {repeats for *_, repeats in found.values()} == {5}
-    assert torch.equal(found["attention(), k_lengths"][0], found["attention(), pages"][0])
-    assert frameworks.rel_rms(found["PyTorch"][0], found["attention()"][0]) < 1e-2 < frameworks.rel_rms(found["attention(), sinks"][0],
-                                                                                                   found["attention()"][0])
-
-
 def of_rows(q, k, v, cache_seqlens=None, causal=False):
     """FlashAttention-3's flash_attn_with_kvcache."""
     return attention(*(x.transpose(1, 2) for x in (q, k, v)), "br" if causal else None, k_lengths=cache_seqlens).transpose(1, 2)
@@ -292,123 +224,6 @@ def test_sequences(timed, monkeypatch, are_installed):
     assert all(row["rel_rms"] < 1e-6 for row in rows), rows
     own = [row["us"] * 20 for row in rows if row["problem"] == "packed"]
     assert own == ([997, 998] if are_installed else [999])  # the second turn goes the other way round
-
-
-def test_invariant(timed, monkeypatch):
-    """Times each of our calls with and without batch_invariant; a graph keeps the setting of its capture."""
-    monkeypatch.setattr(frameworks, "SEQUENCES", {"packed": (None, [5, 70, 3]), "decode": (1, [7, 140])})
-    monkeypatch.setattr(frameworks, "INVARIANT", ["2,4,2,3,9c", "1,2,2,1,5"])
-    monkeypatch.setattr(frameworks, "installed", lambda module, function: PACKAGES[function])
-    asked, by_kernels = [], frameworks.sdpa.attention
-
-    def with_bits(*x, batch_invariant=None, **options):
-        asked.append(batch_invariant)
-        return by_kernels(*x, **options) * (1 + batch_invariant)
-    monkeypatch.setattr(frameworks.sdpa, "attention", with_bits)
-    monkeypatch.setattr(frameworks, "graph_of", lambda call: call() is not None and asked[-1])
-    monkeypatch.setattr(frameworks, "loop_us", lambda is_on, repeats, calls: 60 if is_on else 40)
-    rows = list(frameworks.invariant(2))
-    names = [("packed", "sdpa"), *(("decode", "sdpa" + pages) for pages in ("", ", pages of 16", ", pages of 64", ", pages of 256")),
-             ("2,4,2,3,9 causal", "sdpa"), ("1,2,2,1,5", "sdpa")]
-    assert [(row["problem"], row["contender"]) for row in rows] == [
-        (problem, name + on) for problem, name in names for on in ("", ", batch_invariant")]
-    assert [(row["us"], row["ratio"]) for row in rows] == len(names) * [(2, 1), (3, 1.5)]
-    assert [row["rel_rms"] for row in rows] == len(names) * [0, 1]
-
-
-def test_clocks(monkeypatch):
-    """A time is the minimum of several means, in us: of a call, of one of 20 calls in a graph, of the host's part."""
-    asked, means = [], iter((3e-6, 2e-6, 4e-6, 9e-6, 8e-6))
-    monkeypatch.setattr(frameworks, "Timer", lambda call, globals: SimpleNamespace(
-        timeit=lambda count: (asked.append((call, globals["run"], count)), SimpleNamespace(mean=next(means)))[1]))
-    assert frameworks.loop_us("run", 3) == pytest.approx(2) and asked == [("run()", "run", 50)] * 3
-    monkeypatch.setattr(frameworks, "graph_of", lambda run: "replay of " + run)
-    assert frameworks.graph_us("run", 2) == pytest.approx(0.4) and asked[-1] == ("run()", "replay of run", 50)
-    calls, ticks = [], iter((0, 4e-4, 10, 10 + 2e-4, 20, 20 + 9e-4))
-    monkeypatch.setattr(frameworks, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
-    monkeypatch.setattr(frameworks, "torch", OnCpu(SimpleNamespace(ms=0)))
-    frameworks.torch.cuda.synchronize = lambda: calls.append("wait")
-    assert frameworks.host_us(lambda: calls.append("call"), 1, 2) == pytest.approx(100)
-    assert calls == ["call", *["wait", "call", "call"] * 3]
-    assert frameworks.installed("math", "sqrt")(4) == 2 and frameworks.installed("no_such_module", "sqrt") is None
-
-
-def test_a_graph_has_20_calls(monkeypatch):
-    captured, graph = [], SimpleNamespace(replay="replay")
-
-    @contextlib.contextmanager
-    def capture(of, stream):
-        captured.append(of)
-        yield
-        captured.append("end")
-    monkeypatch.setattr(frameworks, "torch", SimpleNamespace(cuda=SimpleNamespace(CUDAGraph=lambda: graph, graph=capture)))
-    assert frameworks.graph_of(lambda: captured.append("call")) == "replay"
-    assert captured == ["call", graph, *["call"] * 20, "end"]  # the first one may build
-
-
-def test_the_share_of_attention(monkeypatch):
-    kinds = SimpleNamespace(CUDA="cuda")
-    events = [SimpleNamespace(name=name, device_type=kind, time_range=SimpleNamespace(elapsed_us=lambda us=us: us)) for name, kind, us in (
-        ("sdpa::sdpa_wgmma", "cuda", 20), ("cudnn_fmha", "cuda", 5), ("flash_fwd", "cuda", 3), ("efficient_attention", "cuda", 2),
-        ("gemm", "cuda", 70),
-        ("attention", "cpu", 1000))]
-    profile = contextlib.nullcontext(SimpleNamespace(events=lambda: events))
-    ran = []
-    monkeypatch.setattr(frameworks, "torch", SimpleNamespace(
-        cuda=SimpleNamespace(synchronize=lambda: ran.append("wait")), autograd=SimpleNamespace(DeviceType=kinds),
-        profiler=SimpleNamespace(ProfilerActivity=kinds, profile=lambda activities: profile)))
-    assert frameworks.attention_share(lambda: ran.append("run")) == 0.3 and ran == ["run", "wait"]
-
-
-def test_models(timed, monkeypatch):
-    """Times a prefill and 32 tokens of generate() with each contender's attention; the prefill's logits are compared with PyTorch's."""
-    chosen, active = [], []
-
-    class Model:
-        def __init__(self, config):
-            self.config = config
-
-        def to(self, dtype):
-            return self
-
-        def eval(self):
-            return self
-
-        def set_attn_implementation(self, name):
-            self.name = name
-            chosen.append((self.config["hidden_size"], name))
-
-        def __call__(self, tokens, logits_to_keep):
-            assert tokens.shape == (1, 8192) and logits_to_keep == 64
-            active.append(timed.active)
-            timed.ms += 100
-            return SimpleNamespace(logits=torch.ones(3) * (1 + 0.01 * timed.active))
-
-        def generate(self, tokens, attention_mask, max_new_tokens, min_new_tokens, do_sample):
-            assert max_new_tokens == min_new_tokens and not do_sample and attention_mask.all()
-            timed.ms += 100 + max_new_tokens * (1 if timed.active else 2)
-
-    def loop_us(run, repeats, count):
-        since = timed.ms
-        run()
-        return 1e3 * (timed.ms - since)
-    monkeypatch.setitem(sys.modules, "transformers_attention", SimpleNamespace())
-    parts = dict(Config=lambda dtype, **sizes: sizes, ForCausalLM=Model)
-    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(
-        **{kind + part: of for kind in ("Llama", "Mistral", "Gemma") for part, of in parts.items()}))
-    monkeypatch.setattr(frameworks, "loop_us", loop_us)
-    monkeypatch.setattr(frameworks, "attention_share", lambda run: 0.25)
-    monkeypatch.setattr(frameworks, "sdpa_kernel", lambda backend: contextlib.nullcontext())
-    rows = list(frameworks.models(1))
-    names = [name for name, *_ in frameworks.CONTENDERS]
-    assert [row["contender"] for row in rows[::3]] == names + [names[0], *names[2:]] + names  # Mistral's window is no FlashAttention
-    assert [row["problem"] for row in rows] == ["Llama"] * 12 + ["Mistral"] * 9 + ["Gemma"] * 12
-    for row in rows:
-        is_ours = row["contender"].startswith("sdpa")
-        assert row["us"] == {"prefill": 1e5, "attention's share": 0.25, "token": 1e3 if is_ours else 2e3}[row["what"]]
-        assert row["rel_rms"] == pytest.approx(0.01 if is_ours else 0, abs=1e-6)
-    assert [name for _, name in chosen] == [one[1] for one in (*frameworks.CONTENDERS, frameworks.CONTENDERS[0], *frameworks.CONTENDERS[2:],
-                                                               *frameworks.CONTENDERS)]
 
 
 def test_rows_of_the_command(monkeypatch, capsys):

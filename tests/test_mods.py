@@ -25,8 +25,8 @@ TYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "e4m3": ml_dtypes.float
 PATHS = ["scalar_vec8", "wmma_async2", "mma_tile128", "mma_lazy", "mma_split4", "mma_decode", "mma_kv8", "wgmma_plain",
          "wgmma_ws", "wgmma_lazy", "wgmma", "wgmma_causal", "wgmma_split2", "wgmma_swap32", "wgmma_decode", "wgmma_chunk",
          "wgmma_kv8", "wgmma_e4m3", "wgmma_lazy USE_LENGTHS=1", "mma_lazy USE_LENGTHS=1 USE_PAGES=1"]
-# Without --all these.
-QUICK = ("mma_lazy", "wgmma_lazy")
+# Without --all these, with the first features.
+QUICK = ("scalar_vec8", "mma_lazy", "wgmma_decode", "wgmma_lazy")
 # Features of one program, each of which the arguments of a call turn on: a row has its knobs and what arguments it takes.
 MODS = ["SCORE_MOD=s - x0[h] * real(q + Sk - Sq - k)", "MASK_MOD=i0[q] == i0[k]"]
 KNOBS = ["USE_SOFTCAP=2", "USE_BIAS=1"]
@@ -130,9 +130,8 @@ def takes(path, features):
 
 
 @pytest.mark.parametrize("path, features", [
-    pytest.param(path, features, id=f"{path}-{name}", marks=[pytest.mark.long] * (path not in quick))
-    for name, features, quick in (("mods", MODS, QUICK), ("softcap_and_bias", KNOBS, QUICK[1:]), ("key_mask", KEYS, ()))
-    for path in PATHS])
+    pytest.param(path, features, id=f"{path}-{name}", marks=[pytest.mark.long] * (name != "mods" or path not in QUICK))
+    for name, features in (("mods", MODS), ("softcap_and_bias", KNOBS), ("key_mask", KEYS)) for path in PATHS])
 def test_effect(path, features):
     if not takes(path, features):
         assert features is not MODS, "every path takes SCORE_MOD and MASK_MOD"
@@ -150,6 +149,7 @@ def test_effect(path, features):
         assert program.error(got, plain) > 5 * limit, f"{[*change]} without an effect"
 
 
+@pytest.mark.long
 def test_names_in_brackets():
     """Names in parentheses: the expression has the type of s, q or k, but another text."""
     program = Program("wgmma_lazy", ["SCORE_MOD=(s)", "MASK_MOD=i0[(q)] == i0[(k)]"])

@@ -117,16 +117,5 @@ def test_edits_that_cannot_be_switched():
     assert mutations.switches_of(struct, struct.replace("int x", "long x"), 0) is None
 
 
-def test_lines_of_mutants():
-    """A compiler's error in a mutant is traced to it."""
-    switches = [mutations.Switch(one.start, one.end, n, one.mutated) for n, one in enumerate(
-        mutations.mutations("x.cu", SOURCE, mutations.Declared(SOURCE)))]
-    text, lines = mutations.schemata(SOURCE, switches)
-    for n, line in enumerate(text.splitlines(), 1):
-        if "MUTANT(" in line:
-            assert f"MUTANT({lines[n]})" in line
-    assert set(lines.values()) == set(range(len(switches)))
-
-
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__]))

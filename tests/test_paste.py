@@ -112,6 +112,7 @@ def test_gradients(folder):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_builds_of_one_namespace(folder):
     """Each build must refuse a D that is not its own, or a factor that its type does not have."""
     knobs = ["DTYPE BF16", "HEAD_DIM 128"]

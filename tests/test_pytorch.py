@@ -32,8 +32,10 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [os.path.join(ROOT, name) for name in ("bindings", "tools", "tests")]
 import builds  # noqa: E402
+import flash_attn_interface  # noqa: E402
 import pytorch as sdpa  # noqa: E402
 import stand_in  # noqa: E402
+import test_knobs  # noqa: E402
 from stand_in import reference, visible  # noqa: E402
 
 GPU = torch.cuda.is_available()
@@ -77,11 +79,9 @@ LINES_OF_SIZES = [
     (64, 80, "hopper_d128", (96,)), (64, 128, "hopper_d128", ()), (192, 256, "hopper_d256", ())]  # a V wider than Q and K
 
 
-@pytest.mark.parametrize("D,Dv,line,widths", LINES_OF_SIZES)
-def test_lines_of_all_sizes(D, Dv, line, widths, monkeypatch):
-    """On sm_90 the sizes share the next larger build, elsewhere they have their own. A compiler checks that the build is legal;
-    the sizes alternate between biases and types."""
-    turn = LINES_OF_SIZES.index((D, Dv, line, widths))
+def check_line_of_size(turn, D, Dv, line, widths, monkeypatch):
+    """Returns the knobs of the builds for a size, which must be legal. The sizes alternate between biases and types."""
+    legal = []
     asked, library, tree = [], ctypes.CDLL(None), builds.Tree()
     functions = dict(workspace_bytes=library.malloc, scratch_bytes=library.memcpy, forward=library.free, bias_map_bytes=library.calloc,
                      map_bias=library.realloc)
@@ -109,13 +109,13 @@ def test_lines_of_all_sizes(D, Dv, line, widths, monkeypatch):
             of_e4m3, _, *more = sdpa.line_with(capability, torch.float8_e4m3fn, D, Dv or D, 0b1101)
             assert of_e4m3 == line.replace("hopper", "hopper_e4m3") and more == knobs[:-1] + ["USE_SOFTCAP", "USE_LENGTHS", "USE_PAGES"]
             more = [word if "=" in word else word + "=1" for word in more]
-            assert tree.refusal(builds.changed(tree.config_lines()[of_e4m3].knobs, more)) == ""
-        assert tree.refusal(builds.changed(words, [[], ["USE_BIAS=1"], ["USE_BIAS=2"], ["USE_BIAS=3"]][turn % 4])) == "", (words, turn % 4)
+            legal.append(builds.changed(tree.config_lines()[of_e4m3].knobs, more))
+        legal.append(builds.changed(words, [[], ["USE_BIAS=1"], ["USE_BIAS=2"], ["USE_BIAS=3"]][turn % 4]))
     if Dv in (0, D) and D in SIZES:  # e4m3's O in bf16, by a build of its own
         name, _, *knobs = sdpa.line_with((9, 0), E4M3, D, D, 64 + 4)
         assert knobs == ["USE_LENGTHS", "OUT_DTYPE=BF16"]
         changes = ["USE_LENGTHS=1", "OUT_DTYPE=BF16"]
-        assert tree.refusal(builds.changed(tree.config_lines()[name].knobs, changes)) == ""
+        legal.append(builds.changed(tree.config_lines()[name].knobs, changes))
         with pytest.raises(sdpa.Unavailable, match="^O has the type of q, and another one with e4m3 alone$"):
             sdpa.line_with((9, 0), torch.bfloat16, D, D, 64)
     for capability, multiple in ((8, 9), 32), ((9, 0), 16):  # k and v in 8 bits beside a q of 16
@@ -131,13 +131,23 @@ def test_lines_of_all_sizes(D, Dv, line, widths, monkeypatch):
             assert {**{"HEAD_DIM_V": own["HEAD_DIM"]}, **of_line}.items() >= {**own, "KV_DTYPE": "FP8_E4M3"}.items()
             changes = [word if "=" in word else word + "=1" for word in knobs]
             if dtype == HALVES[turn % 2]:
-                assert tree.refusal(builds.changed(tree.config_lines()[name].knobs, changes)) == "", (capability, D, Dv)
+                legal.append(builds.changed(tree.config_lines()[name].knobs, changes))
         assert name == ("hopper" if capability[0] == 9 else "mma_decode") + "_kv8_d128_bf16"
     for capability, dtype, sentence in (
             ((8, 6), torch.bfloat16, "k and v of e4m3 beside a q of 16 bits have a line from sm_89 on"),
             ((9, 0), E4M3, r"k and v of e4m3 beside a q of 16 bits \(kv8\): q is e4m3 itself")):
         with pytest.raises(sdpa.Unavailable, match=f"^{sentence}$"):
             sdpa.line_with(capability, dtype, D, D, 128)
+    return legal
+
+
+def test_lines_of_all_sizes(monkeypatch):
+    """On sm_90 the sizes share the next larger build, elsewhere they have their own. A compiler checks that all builds are legal."""
+    legal = [words for turn, size in enumerate(LINES_OF_SIZES) for words in check_line_of_size(turn, *size, monkeypatch)]
+    sections = {is_tuned: builds.Tree().refusals(is_tuned) for is_tuned in (True, False)}
+    cases = {" ".join(definition[2:] for definition in builds.definitions(words)): sections["USE_TUNED=1" in words] for words in legal}
+    refused = dict(zip(cases, test_knobs.refusals([*cases.items()])))
+    assert len(cases) >= 50 and not {words: found for words, found in refused.items() if found}
 
 
 def test_numbers_that_python_and_cpp_share(monkeypatch):
@@ -255,7 +265,7 @@ def test_each_argument_gets_to_its_place(monkeypatch):
     asked = []
     monkeypatch.setattr(sdpa, "OPERATOR", lambda *x, **more: asked.append(dict(zip(names, x), **more)) or ("O", "LSE"))
     monkeypatch.setattr(sdpa, "BLOCK_MASK", lambda *x: asked.append(dict(zip(names, x))) or ("tiles", "made for"))
-    q, k, v = (SimpleNamespace(is_cuda=True, dtype=torch.float8_e4m3fn, device=torch.device("cpu")) for _ in "qkv")
+    q, k, v = (torch.empty(1, dtype=E4M3).as_subclass(stand_in.OnGpu) for _ in "qkv")
     tensors = {name: torch.empty(0) for name in (
         "q_descale", "k_descale", "v_descale", "sinks", "k_lengths", "q_lengths", "q_starts", "k_starts", "page_table", "bias")}
     nothing = dict.fromkeys(tensors) | dict(q=q, k=k, v=v, causal=0, left=-1, right=-1, window_alignment=0, scale=None, softcap=0.0,
@@ -294,10 +304,13 @@ def test_each_argument_gets_to_its_place(monkeypatch):
         assert asked.pop() == nothing | none | changes | dict(causal=1, block_mask=None, made_for="")
     assert sdpa.attention(q, k, v, return_lse=True) == ("O", "LSE")
     monkeypatch.setattr(sdpa, "glue", lambda: asked.append("glue"))
-    monkeypatch.setattr(torch.ops.sdpa, "why_not", lambda *x: x, raising=False)
-    given = dict(q=1, k=2, v=3, attn_mask=4, dropout_p=5, is_causal=6, scale=7, enable_gqa=8)
-    assert sdpa.why_not(**given) == tuple(given.values()) and sdpa.why_not(1, 2, 3) == (1, 2, 3, None, 0.0, False, None, False)
-    assert asked[-2:] == ["glue"] * 2
+    monkeypatch.setattr(torch.ops.sdpa, "why_not", SimpleNamespace(default=lambda *x: asked.append(x) or "a sentence"), raising=False)
+    q, k, v = (torch.empty(1, device="meta") for _ in "qkv")
+    asked.clear()
+    given = dict(q=q, k=k, v=v, attn_mask=4, dropout_p=5, is_causal=6, scale=7, enable_gqa=8)
+    assert sdpa.why_not(**given) == sdpa.why_not(q, k, v) == "a sentence"
+    assert [*map(id, asked[1])] == [*map(id, given.values())] and asked[3][:3] == (q, k, v) and asked[3][3:] == (None, 0.0, False, None, False)
+    assert asked[0] == asked[2] == "glue"
 
 
 # ---- expressions, without a GPU ----
@@ -769,9 +782,10 @@ def test_why_not_of_a_subclass(monkeypatch):
     """The operator does not support tensor subclasses such as DTensor."""
     def unknown(*_):
         raise NotImplementedError("no rule for sdpa::why_not\nmore")
+    unknown._schema = SimpleNamespace(arguments=[])
     monkeypatch.setattr(sdpa, "glue", lambda: None)
     monkeypatch.setattr(sdpa.first_call, "library", None)  # as pytorch.cpp leaves it
-    monkeypatch.setattr(torch.ops.sdpa, "why_not", unknown, raising=False)
+    monkeypatch.setattr(torch.ops.sdpa, "why_not", SimpleNamespace(default=unknown), raising=False)
     assert sdpa.why_not(*[half(1, 2, 4, 64)] * 3) == "PyTorch says: no rule for sdpa::why_not"
 
 
@@ -802,6 +816,45 @@ def layouts(B, H, S, D, make):
 
 
 SHAPES = ((2, 4, 10, 64), (1, 4, 10, 64), (2, 1, 10, 64), (2, 4, 1, 64), (1, 1, 1, 64))
+
+
+def entry_points():
+    """Yields (name, function, arguments of a call on meta tensors)."""
+    q, k = on_meta(2, 8, 100, 64), on_meta(2, 4, 100, 64)
+    rows, starts = q[0].transpose(0, 1), torch.empty(3, dtype=torch.int32, device="meta")
+    caches = dict(q=rows[None], k_cache=rows[None], v_cache=rows[None], k=rows[None, :1], v=rows[None, :1], cache_seqlens=starts[:1])
+    partials = torch.empty(3, 2, 100, 8, 64, device="meta")
+    for name, own in {"attention": {}, "block_mask": dict(mask_mod="q < k"), "why_not": {}}.items():
+        yield name, getattr(sdpa, name), dict(q=q, k=k, v=k) | own
+    for name, own in {"flash_attn_func": dict(q=rows[None], k=rows[None], v=rows[None]), "flash_attn_qkvpacked_func": dict(
+            qkv=rows[None].repeat(1, 1, 2, 1), num_heads_q=8),
+                      "flash_attn_varlen_func": dict(q=rows, k=rows, v=rows, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=9, max_seqlen_k=9),
+                      "flash_attn_with_kvcache": caches, "flash_attn_combine": dict(out_partial=partials, lse_partial=partials[..., 0])}.items():
+        yield name, getattr(flash_attn_interface, name), own
+
+
+@pytest.mark.parametrize("entry", entry_points(), ids=lambda entry: entry[0])
+def test_arguments_of_other_types(glue, entry):
+    """Whatever an argument is, a call succeeds or says in one line which argument is wrong. No argument of the signature is left out."""
+    name, function, plain = entry
+    function(**plain)
+    names = [x.name for x in inspect.signature(function).parameters.values() if x.kind != x.VAR_KEYWORD]
+    names += [x for x in inspect.signature(sdpa.attention).parameters if name == "block_mask" and x not in (*names, "block_mask")]
+    jagged = torch.nested.nested_tensor([torch.empty(4, S, 64, device="meta") for S in (3, 5)], layout=torch.jagged)
+    sparse = torch.sparse_coo_tensor(torch.zeros(2, 1, dtype=torch.long, device="meta"), torch.zeros(1, device="meta"), (8, 8), device="meta")
+    refused, flags = Counter(), {"return_lse", "return_attn_probs", "return_softmax_lse", "deterministic", "rotary_interleaved"}
+    for argument in names:
+        for bad in (object(), "x", b"x", 3.5, 1j, [1], (1,), {}, {1}, torch.half, lambda: 0, 10**30, torch.empty(2, dtype=torch.half, device="meta"),
+                    (None, "x"), (1.5, 1), (1, 2, 3), (1, 2, []), SimpleNamespace(shape=(1, 1, 1, 64)), jagged, sparse):
+            if isinstance(bad, torch.Tensor) and argument in flags:
+                continue  # Python's own error for the truth of a tensor
+            try:
+                function(**plain | {argument: bad})
+            except (TypeError, ValueError, RuntimeError) as error:
+                words = str(error)
+                assert re.match(rf"(sdpa\.\w+|flash_attn_\w+): ", words) and ("\n" not in words or bad is sparse), (argument, bad, words)
+                refused[argument] += 1
+    assert {*names} - refused.keys() <= {*flags, "num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", "max_seqlen_q"}
 
 
 def test_strides_that_pytorch_promises():
@@ -1011,7 +1064,9 @@ def operators_on_cpu(calls=None):
         return dS @ k, *(x.unflatten(1, (Hkv, -1)).sum(2) for x in (dS.mT @ q, P.mT @ grad)), of_sinks, of_bias
     library.impl("attention", forward, "CPU")
     library.impl("attention_backward", backward, "CPU")
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sdpa, "troubles", lambda call: [])  # the stand-ins take float64
+        yield
     library._destroy()
 
 
@@ -1037,7 +1092,6 @@ sdpa.glue()
 names = [argument.name for argument in sdpa.OPERATOR._schema.arguments]
 del names[3:9]  # numbers, which calls do not have
 place = lambda x, *how: distribute_tensor(x, mesh, how)
-sdpa.troubles = lambda call: []  # the stand-ins take float64
 torch.manual_seed(0)
 whole, batch, heads = Replicate(), Shard(0), Shard(1)
 with here.operators_on_cpu(calls):
@@ -1258,8 +1312,7 @@ WINDOWS = {(-1, -1): {}, (-1, 0): dict(causal="br"), (3, 0): dict(window=(3, 0, 
            (5, -1): dict(window=(5, None, "br"))}
 
 
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype, window", [*((torch.half, window) for window in WINDOWS), (torch.bfloat16, (3, 0))], ids=str)
 def test_varlen_attn(doors, glue, dtype, window):
     """O has q's layout, LSE is [H,rows]; PyTorch's backward and ours compute the gradients; a graph gives the same."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
@@ -1617,8 +1670,8 @@ def outcome(function, *arguments):
         words = str(trouble).splitlines()[0].replace("torch.", "")
         words = re.sub(r"\b(of|for) (\w+)\b", lambda match: f"{match[1]} {NAMES_OF_DTYPES.get(match[2], match[2])}", words)
         return re.sub(r"\b(cpu|meta)\b", "DEVICE", words)
-    of_rows = [[step for size, step in zip(x.shape, x.stride()) if size > 1] for x in (out if isinstance(out, tuple) else [out])]
-    return [(x.shape, steps, x.dtype) for x, steps in zip(out if isinstance(out, tuple) else [out], of_rows)]
+    out = out if isinstance(out, tuple) else (out,)
+    return [(x.shape, [step for size, step in zip(x.shape, x.stride()) if size > 1], x.dtype) for x in out]
 
 
 def idle(names, kind):
@@ -1637,7 +1690,7 @@ def test_fake_tensors_refuse_what_kernels_refuse(glue):
     defaults = {argument.name: argument.default_value for argument in sdpa.OPERATOR._schema.arguments}
     source = builds.Tree().read("sdpa.cu")
     of_library = [re.sub("%[sdg]", ".*", re.escape(words)) for words in (
-        "softcap=%g: must be 0, or 1e-18 to 1e18", "%s=%d is outside [%d, %d]", "%s is for builds with %s; set it to 0") if f'"{words}"' in source]
+        "softcap=%g: must be 0, or 1e-18 to 1e18", "%s=%d is outside [%d, %d]") if f'"{words}"' in source]
     errors, count = Counter(), 0
     with stand_in.kernels(glue, sdpa.LOAD(idle(sdpa.LINE_FUNCTIONS, stand_in.Forward))), torch.no_grad():
         for name, changes, call in changed_calls(calls_of_attention(), 3000, NUMBERS):
@@ -1834,7 +1887,14 @@ def attention_entries():
             (dict(q_descale=by_key_head), dict(q_descale=by_key_head.repeat_interleave(2, 1).tolist())), *of_keys,
             (dict(out_dtype=torch.half), {}), (dict(out_dtype=torch.bfloat16), dict(O_dtype=torch.bfloat16)),
             *masks_of_keys("bias", hidden)]
-    yield "attention of e4m3", Entry(stand_in.attention, as_e4m3(dict(q=q, k=k, v=v)), rows)
+    # With pages or packed tensors, factors are those of sequences.
+    packed, pages = as_e4m3(dict(q=q[:1], k=k[:1], v=v[:1])), as_e4m3(dict(k=K, v=V))
+    of_packed = {name.upper(): bits_of(x) for name, x in packed.items()} | dict(q_starts=[0, 2, 5], k_starts=[0, 4, 9])
+    of_pages = with_pages(pages["k"], pages["v"]) | dict(page_stride=3, k_lengths=[3, 2])
+    rows += [(layout | changes, members | want) for changes, want in (rows[0], *of_keys) for layout, members in (
+        (packed | dict(q_starts=STARTS_Q, k_starts=STARTS_K), of_packed),
+        (pages | dict(page_table=TABLE_OF_6, k_lengths=USED), of_pages))]
+    yield "attention of e4m3", Entry(stand_in.attention, as_e4m3(dict(q=q, k=k, v=v)), rows, integers="some")
     # As many query heads to a key head as there are not key heads.
     six = as_e4m3(dict(q=drawn(2, 6, 5, 64), k=drawn(2, 3, 9, 64), v=drawn(2, 3, 9, 64, seed=1)))
     by_key_head = drawn(2, 3, dtype=torch.float).abs()
@@ -2069,6 +2129,16 @@ def test_lse_of_the_efficient_operator(launches, Sq):
     assert lse[..., Sq:].isposinf().all() and not lse[..., :Sq].isinf().any()
 
 
+@needs_no_gpu
+@pytest.mark.parametrize("name", ("cudnn", "efficient"))
+def test_lse_of_rows_without_keys(launches, name):
+    """LSE of a row that a mask hides from all keys is inf, with which PyTorch's backward gets weights of 0."""
+    q, k, seen = drawn(2, 4, 5, 64), drawn(2, 4, 9, 64), (torch.arange(5) != 3)[:, None].expand(5, 9)
+    for mask in (seen, torch.zeros(5, 9).half().masked_fill(~seen, -torch.inf)):
+        lse = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention")(q, k, k, mask, True)[1][:, :, :5]
+        assert lse[:, :, 3].isposinf().all() and lse.isfinite().sum() == lse.numel() - lse[:, :, 3].numel()
+
+
 def is_integer(x):
     return isinstance(x, torch.Tensor) and x.dtype == torch.int32
 
@@ -2201,7 +2271,7 @@ def alibi(H, Sk, device="cpu"):
 
 
 @needs_no_gpu
-@pytest.mark.parametrize("line", ("scalar_async2", "mma_lazy", "wgmma_lazy"))
+@pytest.mark.parametrize("line", ("mma_lazy", *(pytest.param(line, marks=pytest.mark.long) for line in ("scalar_async2", "wgmma_lazy"))))
 def test_a_float32_bias_is_read_as_it_is(glue, line):
     """sdpa.cu on the CPU backend, in bf16, which would round the bias of the last keys to steps of Sk / 256."""
     with stand_in.kernels(glue, stand_in.loader_of(f"{line} DTYPE=BF16 USE_BIAS=3", [])):
@@ -2596,7 +2666,7 @@ def test_our_gradients_of_biases(backwards, glue):
     check_gradients_of_biases(stand_in.attention, "cpu")
     assert not backwards.calls
     glue.sdpa_torch_load_backward_by(stand_in.backward_loader_of("backward_mma BLOCK_N=32"))
-    check_gradients_of_biases(stand_in.attention, "cpu", 4)
+    check_gradients_of_biases(stand_in.attention, "cpu", 2)
 
 
 @needs_gpu
@@ -3994,7 +4064,7 @@ def test_bad_input(active):
         assert why == rows or why in sdpa.why_not(bad, bad, bad)
         out, want = (F.scaled_dot_product_attention(x, x, x) for x in (bad, bad.double()))
         assert rel_rms(out, want) <= 2e-3
-    with pytest.raises(RuntimeError, match="tensors are on|a tensor is on cpu"):
+    with pytest.raises(ValueError, match="q, k and v are on cuda:0, cpu and cuda:0, not on one device"):
         sdpa.attention(q, q.cpu(), q)
     with pytest.raises(RuntimeError, match="different dtypes"):
         sdpa.attention(q, q.bfloat16(), q.bfloat16())
@@ -4005,7 +4075,7 @@ def test_bad_input(active):
                          ({"softcap": 1e-50}, "softcap=1e-50 is not from 1e-18"), ({"softcap": 1e-40}, "must be 0, or 1e-18 to 1e18")):
         with pytest.raises(RuntimeError, match=why):
             sdpa.attention(q, q, q, **options)
-    with pytest.raises(RuntimeError, match="q_descale is for builds with an 8-bit DTYPE"):
+    with pytest.raises(RuntimeError, match="q_descale is for e4m3"):
         sdpa.attention(q, q, q, q_descale=torch.ones(1, device="cuda"))
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         assert not any("sdpa::" in name for name in kernels(lambda: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5))[1])

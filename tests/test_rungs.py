@@ -109,20 +109,6 @@ def test_a_table_of_rungs():
         assert f">{name}<" in drawings["ladder/scalar.svg"], name
 
 
-def test_a_rung_without_a_row_is_said():
-    times = measured()
-    del times["mma_lazy", ladders.SQUARE["long"]]
-    text, _ = sections(rows_of(times))
-    assert "Without a row for each of their problems, which `./run_all.sh rungs` measures: `mma_lazy`." in text["scalar_rungs"]
-    assert "| mma_lazy | 58.0 (0.98x) | – | 58.0 (0.98x) |" in text["scalar_rungs"] and "| mma_fast_exp | 59.0 (0.98x) | 59.0 |" in text["scalar_rungs"]
-    assert sum(part.count("Without a row") for part in text.values()) == 1
-    newer = rows_of({key: us + 10 for key, us in measured().items() if key[0].startswith("backward")})
-    text, _ = sections(rows_of(times), newer)  # each ladder is drawn from the last file that has it
-    assert "| backward_minimal | 60.0 | 60.0 |" in text["backward_rungs"] and "| mma_lazy | 58.0 (0.98x) |" in text["scalar_rungs"]
-    text, drawings = sections()
-    assert set(text.values()) == {"None on this GPU yet: `./run_all.sh rungs` measures it.\n"} and not drawings
-
-
 def test_rungs_that_lose_do():
     """In the newest CSV a rung is slower where its paragraph's title says that it loses; elsewhere it loses at most 15%."""
     sources = report_rows.newest(ROOT / "results")["rungs"]

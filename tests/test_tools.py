@@ -416,6 +416,7 @@ def test_the_tally_of_a_sweep(tmp_path):
     ("rungs x", "rungs: x: no such ladder; docs/LADDER.md has scalar, wgmma, decode, backward"),
     ("sanitize [", "sanitize: REGEX [: not a regular expression"), ("sanitize --tool lint", "sanitize: --tool: invalid choice"),
     ("gates --only (", "gates: --only (: not a regular expression"),
+    ("gates --steps /no/such.csv", "gates: /no/such.csv: no such file"),
     (f"gates --steps {ROOT}/configs.txt", f"gates: {ROOT}/configs.txt lacks the columns line, over, shape, low, high; measure"),
     ("stress torch:math", "stress: it runs lines of configs.txt"),
     ("extract backward_mma USE_BIAS=1", "extract: backward_mma: it cannot extract the gradient of a bias"),

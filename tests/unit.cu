@@ -9,7 +9,7 @@
 #include <set>
 #include <tuple>
 
-#include <doctest/doctest.h>
+#include "check.h"
 
 using namespace SDPA_NAMESPACE;
 using reference::Comparison;
@@ -814,6 +814,20 @@ TEST_CASE("percentile") {
   for (int i = 100; i >= 1; i--) x.push_back(i);
   CHECK((percentile(x, 0) == 1 && percentile(x, 0.5) == 50 && percentile(x, 0.9) == 90));
   CHECK((percentile(x, 0.99) == 99 && percentile({7}, 0.99) == 7));
+}
+
+// The interval contains the median with a probability of about 95%: unless as many samples are on one
+// side of it as are outside of the interval, or fewer.
+TEST_CASE("interval_of_median") {
+  CHECK((outside_of_interval(1) == 0 && outside_of_interval(3) == 0));
+  for (int n : {30, 100, 300, 1000}) {
+    double term = std::exp2(-n), outside = 0;  // the probability of k samples on one side
+    for (size_t k = 0; k <= outside_of_interval(n); k++) {
+      outside += 2 * term;
+      term *= double(n - k) / double(k + 1);
+    }
+    CHECK_NEAR(1 - outside, 0.95, 0.012);
+  }
 }
 
 static SdpaParams valid_params() {

@@ -28,7 +28,7 @@ def has_gpu():
 def judge(command, words):
     """Refuses bad options, unknown lines and a missing GPU before the packages of the command are installed."""
     with open(os.path.join(FOLDER, cli.MODULES.get(command, command) + ".py")) as file:
-        usage = ast.get_docstring(ast.parse(file.read()))
+        usage = cli.usage_of(command, ast.get_docstring(ast.parse(file.read())))
     options = cli.parse_options(usage, cli.MOST, words[:words.index("--")] if "--" in words else words)
     if command in TAKE_LINES:
         with open(os.environ.get("SDPA_CONFIGS") or os.path.join(FOLDER, "../configs.txt"), encoding="utf-8-sig") as file:

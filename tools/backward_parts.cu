@@ -22,19 +22,6 @@ struct PartsShared {
   uint64_t full[2], empty[2];        // of dS_of_other
 };
 
-// Adds floats in shared memory to those in global memory. `bytes` is a multiple of 16. One thread calls it.
-__device__ __forceinline__ void cp_reduce_async_bulk_add(float* dst_g, const float* src_s, uint32_t bytes) {
-#ifdef SDPA_SIMT
-  for (uint32_t i = 0; i < bytes / 4; i += 4) {
-    red_global_add_v4(dst_g + i, src_s[i], src_s[i + 1], src_s[i + 2], src_s[i + 3]);
-  }
-#else
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst_g),
-               "r"(shared_address(src_s)), "r"(bytes)
-               : "memory");
-#endif
-}
-
 // Element i of input `which`: a multiple of 1/128 in [-1, 1), which is exact in bf16.
 __device__ __forceinline__ float input_value(int which, int i) {
   return int((uint32_t(which * tile_floats + i) * 2654435761u) >> 24) / 128.0f - 1;
@@ -43,7 +30,8 @@ __device__ __forceinline__ float input_value(int which, int i) {
 // multiplies: the five products of a tile. stages: dS goes through shared memory, and both warpgroups wait for each other
 // once per tile. exchanges: each CTA sends dS to the other CTA of its cluster, and computes dQ from the dS that it has
 // received for the previous tile. Without products, dQ is 1.
-//   sums_g: dQ of all heads, ordered as in add_to_sums_of_dq()   results_g: the sum of each thread's dV and dK
+//   sums_g: dQ of all heads; accumulators 4i to 4i + 3 of thread t are floats 512i + 4t and following of its warpgroup
+//   results_g: the sum of each thread's dV and dK
 template <bool multiplies, bool stages, Adds adds, bool exchanges>
 __global__ void __launch_bounds__(256, 1) backward_parts(float* sums_g, float* results_g, int tiles) {
   PartsShared& s = dynamic_shared<PartsShared>();
@@ -90,7 +78,7 @@ __global__ void __launch_bounds__(256, 1) backward_parts(float* sums_g, float* r
   }
   SDPA_UNROLL for (int i = 0; i < 32; i++) dQ.x.d[i] = 1;
   SDPA_UNROLL for (int i = 0; i < D / 2; i++) dK.x.d[i] = dV.x.d[i] = 0;
-  float any_of_dq = 0;  // so that the compiler keeps dQ
+  float any = 0;  // so that the compiler keeps the products whose results nothing else reads
   float* const of_head_g = sums_g + int64_t(blockIdx.x / ctas_per_head) * tiles_per_head * tile_floats + w * (64 * 64);
 
 #pragma unroll 1
@@ -120,18 +108,16 @@ __global__ void __launch_bounds__(256, 1) backward_parts(float* sums_g, float* r
       wgmma_wait_group<1>();
       hold(dV.x.d);
       hold(dQ.x.d);
-      if constexpr (adds == Adds::none) any_of_dq += dQ.x.d[0];
+      if constexpr (adds == Adds::none) any += dQ.x.d[0];
     }
     if constexpr (exchanges) {
       if (n > 0) arrive_in_cluster_by_warp(address_in_cta(&s.empty[before], other));
     }
     float* const dQ_g = of_head_g + n % tiles_per_head * tile_floats;
-    if constexpr (adds == Adds::all) add_to_sums_of_dq(dQ, dQ_g);
-    if constexpr (adds == Adds::half) {
-      SDPA_UNROLL for (int i = 0; i < 4; i++) {
-        const float* const d = dQ.x.d + 4 * i;
-        red_global_add_v4(dQ_g + i * 512 + tid * 4, d[0], d[1], d[2], d[3]);
-      }
+    constexpr int pieces = adds == Adds::all ? 8 : adds == Adds::half ? 4 : 0;
+    SDPA_UNROLL for (int i = 0; i < pieces; i++) {
+      const float* const d = dQ.x.d + 4 * i;
+      red_global_add_v4(dQ_g + i * 512 + tid * 4, d[0], d[1], d[2], d[3]);
     }
     if constexpr (adds == Adds::bulk) {
       if (tid == 0) cp_async_bulk_wait_group_read<0>();
@@ -154,6 +140,7 @@ __global__ void __launch_bounds__(256, 1) backward_parts(float* sums_g, float* r
       hold(dK.x.d);
       hold(S.x.d);
       hold(dP.x.d);
+      if constexpr (!stages) any += dP.x.d[0];
     }
   }
   if constexpr (exchanges) {
@@ -161,7 +148,7 @@ __global__ void __launch_bounds__(256, 1) backward_parts(float* sums_g, float* r
     cluster_sync();  // hazard: the other CTA still signals this one
   }
   if (adds == Adds::bulk && tid == 0) cp_async_bulk_wait_group_read<0>();
-  float sum = any_of_dq == -1.0f / 3 ? 1 : 0;  // 0: no sum of dQ has this value
+  float sum = any == -1.0f / 3 ? 1 : 0;  // 0, since no sum has this value
   for (int i = 0; i < D / 2; i++) sum += dV.x.d[i] + dK.x.d[i];
   results_g[blockIdx.x * 256 + threadIdx.x] = sum;
 }

@@ -15,7 +15,7 @@ D, ROWS, TILES_PER_HEAD, CTAS_PER_HEAD = 128, 64, 64, 32  # as in the program
 THREADS, TILE_FLOATS = 256, ROWS * D
 TILES = 8192        # launch and prologue take less than 0.1% of their time
 CHECKED_TILES = 67  # more than a head has
-COLUMNS = "part ns_tile clocks_tile tflops added_bytes_per_clock clock_mhz device driver cuda git_sha".split()
+COLUMNS = "part ns_tile tflops added_tb_per_s clock_mhz device driver cuda git_sha".split()
 
 
 class Parts:
@@ -39,7 +39,7 @@ class Parts:
         self.gpu.fill(self.results, 0xff, 4 * self.ctas * THREADS)
         self.launch(name, CHECKED_TILES)
         self.gpu.synchronize()
-        # Threads have the accumulators of wgmma, and add_to_sums_of_dq() stores four of each thread together.
+        # Threads have the accumulators of wgmma, and four of each thread are stored together.
         axes = -1, TILES_PER_HEAD, 2, 8, 4, 8, 4, 2, 2  # head, tile, warpgroup, 8 columns, warp, row, 2 columns, 8 rows, column
         sums = self.gpu.download(self.sums, self.sums_size, np.float32).astype(np.float64).reshape(axes)
         sums = sums.transpose(0, 1, 4, 7, 5, 2, 3, 6, 8).reshape(-1, TILES_PER_HEAD, ROWS, D)
@@ -81,11 +81,11 @@ def expected(name, ctas, tiles):
 def row(gpu, series, name, ctas):
     """The row of a part."""
     us = series.us(name) / TILES
-    clocks = us * series.clock(name)
-    flops = 5 * 2 * 128 * ROWS * D * ("products" in name) * ctas
-    return dict(part=name, ns_tile=f"{1e3 * us:.1f}", clocks_tile=f"{clocks:.0f}", tflops=f"{flops / us * 1e-6:.1f}" * (flops > 0),
-                added_bytes_per_clock=f"{4 * TILE_FLOATS * added_share(name) / clocks:.1f}",
-                clock_mhz=f"{series.clock(name):.0f}", **engine.measured_on(gpu))
+    flops = 5 * 2 * 128 * ROWS * D * ("products" in name)
+    added = 4 * TILE_FLOATS * added_share(name)
+    return dict(part=name, ns_tile=f"{1e3 * us:.1f}", tflops=f"{ctas * flops / us * 1e-6:.1f}" * (flops > 0),
+                added_tb_per_s=f"{ctas * added / us * 1e-6:.2f}" * (added > 0), clock_mhz=f"{series.clock(name):.0f}",
+                **engine.measured_on(gpu))
 
 
 def measure(gpu, output):
@@ -105,9 +105,9 @@ def measure(gpu, output):
         graphs[name] = engine.Graph(enqueue, 1, 1.0 * TILES, close=close)
     series = engine.measure(gpu, graphs, engine.PACE, blocks=3)
     table = engine.Table(output or engine.results_path("variants", gpu.name, "backward-parts", new=True), COLUMNS)
-    print(*COLUMNS[1:6], COLUMNS[0], sep="  ")
+    print(*COLUMNS[1:5], COLUMNS[0], sep="  ")
     for name in parts.names:
         found = row(gpu, series, name, parts.ctas)
         table.add(**found)
-        print("  ".join(f"{found[column]:>{len(column)}}" for column in COLUMNS[1:6]), name, sep="  ")
+        print("  ".join(f"{found[column]:>{len(column)}}" for column in COLUMNS[1:5]), name, sep="  ")
     return table.name

@@ -62,6 +62,11 @@ def explain(kind, error, trace):
 sys.excepthook = explain
 
 
+def usage_of(command, text):
+    """The paragraphs of a docstring without the usages of other commands, which begin with "usage:"."""
+    return "\n\n".join(part for part in text.split("\n\n") if not part.startswith("usage:") or f"./run_all.sh {command} " in part)
+
+
 def parse_options(usage, most_words=0, argv=None):
     """Parses the arguments by the lines "  --NAME VALUE  TEXT" of a usage. VALUE: A|B is a choice, N a whole number, and
     without VALUE it is a flag. TEXT may contain (default D), "from N" or "from N to N", and "repeatable". --help prints the

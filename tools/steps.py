@@ -1,14 +1,15 @@
 """usage: ./run_all.sh rungs [LADDER]... [--output FILE] [--launch]
-       ./run_all.sh ablate NAME [--shape S]... [--causal C] [--svg]
-rungs measures the steps of docs/LADDER.md: the time of each rung at the problems of its ladder, those of the forward
+Measures the steps of docs/LADDER.md: the time of each rung at the problems of its ladder, those of the forward
 pass next to PyTorch's cuDNN and FlashAttention-2 and, if its wheel is installed, FlashAttention-3. If ncu may read the
 GPU's counters, it then measures which unit limits each rung's kernel, in the backward pass the one that computes dK.
 `./run_all.sh results` draws the page's tables and pictures from the rows.
   LADDER              scalar, wgmma, decode or backward (default: all of them)
   --output FILE       the CSV (default: results/ladder/DATE-DEVICE[-LADDER]-rungs.csv); must not exist
   --launch            only launch each rung at each problem; this is what ncu profiles
+exit: 0, 2 bad usage, 3 a build could not be run
 
-ablate measures what each knob of the line NAME of configs.txt contributes. It resets one knob at a time to its default
+usage: ./run_all.sh ablate NAME [--shape S]... [--causal C] [--svg]
+Measures what each knob of the line NAME of configs.txt contributes. It resets one knob at a time to its default
 (together with others if it cannot be reset alone; HEAD_DIM and DTYPE stay), checks these builds, times them in turns
 with the line, and prints the cost of each reset. The rows go to results/ablation/DATE-DEVICE-NAME.csv.
   --shape S           the problem, as for ab (the page of ablations knows it by its sizes); repeatable; default mission
@@ -237,6 +238,6 @@ def ablate(options):
 
 
 def main():
-    usages, command = dict(zip(("rungs", "ablate"), __doc__.split("\n\n"))), sys.argv[0]
-    options = cli.parse_options(usages[command], cli.MOST)
+    command = sys.argv[0]
+    options = cli.parse_options(cli.usage_of(command, __doc__), cli.MOST)
     return measure_rungs(options) if command == "rungs" else ablate(options)
