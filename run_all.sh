@@ -744,7 +744,7 @@ prepare_tests() {
   stop_build
 }
 
-test_minutes=10
+test_minutes=9
 run_tests() {
   local base=$build failed=0 which=ON wants_pytorch=1 stage=0 stages=1 listed=0
   case ${1-} in

@@ -251,25 +251,26 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
                                        : tile_type != kv_type        ? KernelKind::wgmma_converting
                                        : K::use_warp_specialization  ? KernelKind::wgmma_roles
                                                                      : KernelKind::wgmma_plain;
-  // USE_SOFTCAP: tanh by a polynomial for scores that use a stale maximum (lazy rescaling). No gain at D=256.
+  // USE_SOFTCAP: tiles that use a stale maximum compute tanh by a polynomial. No gain at D=256.
   static constexpr bool caps_by_polynomial = K::use_softcap == 1 && is_wgmma && K::head_dim <= 128 &&
                                              K::use_warp_specialization && kv_bytes == 2 &&
                                              K::use_bias == 0 && !K::use_key_mask;
-  // True if at least one knob of SDPA_LOGIT_KNOBS, of SDPA_MASK_KNOBS is on.
+  // changes_logits: a knob of SDPA_LOGIT_KNOBS is on. hides_keys: a knob of SDPA_MASK_KNOBS is on.
   static constexpr bool changes_logits = SDPA_LOGIT_KNOBS(SDPA_IS_ON) false;
   static constexpr bool hides_keys = SDPA_MASK_KNOBS(SDPA_IS_ON) false;
-  static constexpr int mask_knobs = SDPA_MASK_KNOBS(SDPA_COUNT_ON) 0;  // number of them that are on
+  static constexpr int mask_knobs = SDPA_MASK_KNOBS(SDPA_COUNT_ON) 0;  // number of mask knobs that are on
   // USE_BIAS: the bias is added to the logits; it has Q's type, or fp32. key_bias: one row is the bias of all queries
   // and heads of a batch.
   static constexpr bool adds_bias = K::use_bias != 0 && K::use_bias != 2, key_bias = K::use_bias >= 4;
-  // hides_rounds: the score hook may hide all keys of a round. has_hook_scale: it multiplies scores by hook_scale.
+  // hides_rounds: the score hook may hide all keys of a round; the other rounds are visible. has_hook_scale:
+  // the hook multiplies scores by hook_scale.
   static constexpr bool hides_rounds = K::use_bias != 0 || hides_keys;
   static constexpr bool has_hook_scale = K::use_softcap != 0 || changes_logits;
   // takes_map: a separate kernel may list the visible rounds of all items. masks_keys: all queries and heads
-  // of a batch see the same keys; each CTA may list the visible rounds of its items instead.
+  // of a batch share the key mask or the bias; each CTA may list the visible rounds of its items instead.
   static constexpr bool masks_keys = K::use_key_mask || key_bias;
   static constexpr bool takes_map = hides_rounds && !masks_keys;
-  // FP16_ACC: S is accumulated in fp16; each tile's P @ V is accumulated in fp16.
+  // FP16_ACC: S, or each tile's P @ V, is accumulated in fp16.
   static constexpr bool qk_in_fp16 = K::fp16_acc & 1, pv_in_fp16 = K::fp16_acc & 2;
   // producer_threads: producer threads of a CTA. threads: all threads of a CTA.
   static constexpr int producer_threads = !K::use_warp_specialization ? 0
@@ -342,14 +343,14 @@ struct SdpaParams {
   int B, Hq, Hkv, Sq, Sk;  // Hq is a multiple of Hkv; query head h reads KV head h / (Hq / Hkv)
   int D;                   // HEAD_DIM; USE_WGMMA=1: or a smaller multiple of VEC_WIDTH
   // Strides are multiples of VEC_WIDTH elements or of 16 bytes, whichever is less. Strides of inputs may be 0 or
-  // negative. The stride of a dimension of size 1 is ignored.
+  // negative. Strides of O are Dv or more, or -Dv or less. The stride of a dimension of size 1 is ignored.
   Strides q, k, v, o;
   float scale = 0;  // 0: 1/sqrt(D). To give all visible keys the same weight, pass FLT_MIN instead of 0
   Causal causal = Causal::off;
   // sdpa_workspace_bytes() bytes of device memory, 256-byte aligned, one per stream. Zero it once before the
   // first launch; it then serves launches of any problem.
   void* workspace = nullptr;
-  int max_ctas = 0;                         // USE_PERSISTENT_CTA=1: upper limit of CTAs; 0: all that are resident
+  int max_ctas = 0;                         // USE_PERSISTENT_CTA=1: maximum number of CTAs; 0: as many as fit
   int window_left = -1, window_right = -1;  // keys that a query sees before and after its own position; -1: no limit
   Descale q_descale, k_descale, v_descale;  // 8-bit types: q_descale per query head, the others per KV head
   Causal window_alignment = Causal::off;    // the position that the window is relative to; off: that of `causal`
@@ -362,7 +363,7 @@ struct SdpaParams {
   int Dv = 0;                               // length of rows of V and O; limited like D, by HEAD_DIM_V; 0: D
   const void* bias = nullptr;               // USE_BIAS: see bias_row(); or null
   Strides bias_strides = {0, 0, 0};         // in elements, any value; 0 where batches, heads or queries share a bias
-  int bias_keys = 0;                        // number of keys that have a bias, the last ones of each sequence; 0: all
+  int bias_keys = 0;                        // only this many last keys of a sequence have a bias; 0: all keys
   void* bias_map = nullptr;                 // USE_BIAS, MASK_MOD: see sdpa_map_bias(); or null
   size_t bias_map_bytes = 0;                // size of bias_map, from sdpa_bias_map_bytes()
   const int* q_lengths = nullptr;           // USE_LENGTHS=1: see struct Sequence
@@ -401,8 +402,8 @@ __host__ __device__ inline int batches_of(const SdpaParams& p, const int* starts
   return Defines::use_lengths && starts ? min(p.B, 1) : p.B;
 }
 
-// Tensor maps with dimensions [B][H][panels][S][elements of a panel], or [B][H][1][S][D]. A panel is a group
-// of columns that occupy 128 or 64 bytes of each row (section 5c).
+// Tensor maps with dimensions [B][H][panels][S][elements of a panel], or [B][H][1][S][D]. PACK_GQA: that of
+// Q has [B][1][Hq][Sq][D]. A panel is a group of columns: 128 or 64 bytes of each row (section 5c).
 struct TensorMaps { CUtensorMap q, k, v, o; };
 struct Nothing {};
 
@@ -471,9 +472,9 @@ struct Divisor {
   __device__ __forceinline__ uint32_t remainder(uint32_t n) const { return n - divide(n) * divisor; }
 };
 
-struct PlanArgs {  // USE_LENGTHS: sizes of the plan (section 5f) for the heads of one item, in scratch memory
-  // partials: maximum number of partials. free_partials: the same without those that an explicit SPLIT_CTAS
-  // adds, per sequence if batch_invariant is set.
+struct PlanArgs {  // USE_LENGTHS: sizes of the plan (section 5f), the list of items in scratch memory
+  // items, partials: maximum numbers per group of item_heads heads. free_partials: partials without those
+  // that an explicit SPLIT_CTAS adds. With batch_invariant, free_partials is a number per sequence.
   uint32_t items, partials, free_partials;
   Divisor page_size;  // USE_PAGES
   int box_rows = 0;   // keys per TMA box; a box lies within one page and one tile
@@ -524,7 +525,7 @@ struct KernelArgs : Grid {
   Mask mask;
   bool has_short_rows;  // USE_WGMMA: D or Dv is less than the build's
   SdpaParams p;
-  uint32_t first_item = 0;  // merges_by_kernel: index of the launch's first item
+  uint32_t first_item = 0;  // index of the launch's first item; 0 unless sdpa_merge() merges the partials
   float inverse_scale_log2 = 0;  // 1 / scale_log2
   float hook_scale = 0;          // USE_SOFTCAP: scale / softcap; SCORE_MOD: scale
   float logit_scale = 1;         // USE_BIAS=1, 3, 4, 5: scale for a score, softcap for a tanh
@@ -541,12 +542,13 @@ struct KernelArgs : Grid {
 };
 
 // A work item: BLOCK_M rows of O, of query head h in batch b, from query q0 on. PACK_GQA: rows of several heads,
-// h is the first; see rows_of_item(). USE_LENGTHS has its own specialization.
+// h is the first; see rows_of_item(). USE_LENGTHS has its own specialization. The copies handle the end of a
+// tensor, so only there can ends_before() be true or keys_in_tile() be less than BLOCK_N.
 template <class B, bool = B::use_lengths> struct Item {
   using HeldMask = const Mask&;
   int b, h, q0;
   __device__ bool exists() const { return true; }                         // false: this CTA has no item
-  __device__ int batch(const int*) const { return b; }                    // batch in tensors with such starts
+  __device__ int batch(const int*) const { return b; }                    // batch index in tensors with these starts
   __device__ int q_row(int q) const { return q; }                         // row of query q in Q and O
   __device__ int k_row(int k) const { return k; }                         // row of key k in K and V
   __device__ int query_count(const SdpaParams& p) const { return p.Sq; }  // queries of the sequence
@@ -695,8 +697,8 @@ __device__ __forceinline__ float of_row(const RowScales& scales, int i) { return
 __device__ __forceinline__ float largest(float scale) { return scale; }
 __device__ __forceinline__ float largest(const RowScales& scales) { return fmaxf(scales.factor[0], scales.factor[1]); }
 template <class B>
-constexpr float element_unit = B::kv_type == DType::u8 ? 448.0f / 127 : 1;  // value of u / to_float(u)
-// True if the hook replaces scores by other quantities: softcap by tanh, SCORE_MOD by logits.
+constexpr float element_unit = B::kv_type == DType::u8 ? 448.0f / 127 : 1;  // value per unit of to_float()
+// True if the hook replaces scores by tanh (USE_SOFTCAP) or by logits (SCORE_MOD).
 template <class B> __device__ __forceinline__ bool is_capped(const KernelArgs& a) {
   return B::changes_logits || (B::use_softcap != 0 && a.hook_scale != 0);
 }
@@ -1007,7 +1009,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
 template <class B> __device__ __forceinline__ Item<B> item_of_cta(const KernelArgs& a);
 // The keys and the mask of an item. copy_q() copies its rows of Q; copy_kv() copies the next tile of K and V.
 template <class B> struct ItemTiles;
-// acquire(k0) waits for the tile at key k0 and returns its stage. release() marks it as read by this warp.
+// acquire(k0) waits for the tile at key k0 and returns its stage. release() ends this warp's reads of it.
 template <class B, class Shared> struct CopyTogether;
 
 // ---- scores in shared memory (scalar, wmma) ----
@@ -1357,13 +1359,13 @@ template <class B, class Shared> struct CopyTogether {
     if (B::stages > 1) stage = stage + 1 == B::stages ? 0 : stage + 1;
     const int previous = B::stages == 1 || stage == 0 ? B::stages - 1 : stage - 1;
     const int next_k0 = k0 + (B::stages - 1) * B::round_keys;
-    split_sync<B>(B::kernel != KernelKind::mma && B::sync_policy == 5);  // hazard: Q was copied by all warps
+    split_sync<B>(B::kernel != KernelKind::mma && B::sync_policy == 5);  // hazard: Q copied by all (redundant)
     if (!REFILLS_AFTER_BARRIER) {
       t.copy_kv(s, previous, next_k0);
       Copy::commit();
     }
     Copy::template wait<REFILLS_AFTER_BARRIER ? B::stages - 2 : B::stages - 1>();
-    split_sync<B>(B::sync_policy >= 1);  // hazard: K and V were copied by all warps
+    split_sync<B>(B::sync_policy >= 1);  // hazard: Q, K and V were copied by all warps
     if (REFILLS_AFTER_BARRIER) {
       t.copy_kv(s, previous, next_k0);
       Copy::commit();
@@ -1776,7 +1778,7 @@ constexpr float lazy_limit = B::product_type == DType::e4m3 ? 448
 // Computes P and l relative to the stale maximum m [ROWS] of earlier tiles (lazy rescaling).
 // There is no row max, no alpha and no rescaling of O, and each exponential depends on one score only. m may
 // be less than the row max as long as P does not overflow. The row sum does not underflow, since m is a score
-// of the row. The sum of P is an upper bound of P, so it suffices to compare the sum with the limit.
+// of the row.
 template <class B, int ROWS> struct StaleSoftmax {
   ScoreScale<B> tile_scale_log2;  // score_scale_log2, or scale_log2 once the tile contains logits
   float m_log2[ROWS], sum[ROWS];
@@ -1913,8 +1915,8 @@ template <class B> using MmaStepOfP = uint32_t[MmaSums<B>::M_TILES][4];  // A op
 // The address of element (row + r, col + c) of a tile, where `origin` is the address of (row, col). r is a
 // multiple of 8, and c has no bit in common with col. The swizzle XORs the low bits of the column, so the low
 // bits of c are XORed, too. If D > 128 or if D is not a power of 2, the high bits of c are added as an
-// immediate, which saves registers. At D=128 the compiler would then keep the few XORed addresses in
-// registers and spill, so all bits are XORed.
+// immediate, which saves registers. Otherwise all bits are XORed: with an immediate at D=128, the compiler
+// would keep the few XORed addresses in registers and spill.
 template <class B, int D = B::head_dim>
 __device__ __forceinline__ SharedAddress tile_step(SharedAddress origin, int r, int c) {
   constexpr int xored = D > 128 || D & (D - 1) ? int(SWIZZLE_GROUP<D / CHUNK<B>>) * CHUNK<B> : D;
@@ -1993,7 +1995,7 @@ template <class B> struct MmaHalves {
 };
 template <class B> struct MmaE4m3;          // multiplies e4m3
 template <class B> struct MmaE4m3AsHalves;  // converts e4m3 to fp16 in registers
-template <class B> struct MmaMixedTypes;    // converts K and V from e4m3 to the type of Q
+template <class B> struct MmaMixedTypes;    // converts e4m3: K to the type of Q, V to fp16
 template <class B>
 using MmaOperands = std::conditional_t<
     B::q_type != B::kv_type, MmaMixedTypes<B>,
@@ -2341,7 +2343,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* ma
 __device__ __forceinline__ void cp_async_bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Waits until at most N of this thread's latest groups of stores still have to read shared memory.
+// Waits until all but the latest N groups of this thread's stores have read shared memory.
 template <int N> __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
@@ -2536,7 +2538,7 @@ template <class B> struct VisibleRounds {
 };
 template <class B> struct ListInShared {
   int list = 0;           // offset of the VisibleRounds in shared memory
-  int is_whole = 0;       // 1: all rounds are computed; the only entry is 1 if the mask or bias may matter
+  int is_whole = 0;       // 1: all rounds are computed; the only entry is 1 if mask or bias may change scores
   int masked_rounds = 0;  // number of listed rounds with a hidden key; those from most_kept on have no stored bits
   std::conditional_t<B::key_bias, int, Nothing> first{};  // USE_BIAS=4, 5: index of the first entry
   __device__ __forceinline__ VisibleRounds<B>& visible_rounds() const {
@@ -2746,7 +2748,8 @@ __device__ __forceinline__ void clear_rows(void* tile_s, int panel_rows, int beg
     }
   }
 }
-// PACK_GQA: zero-fills the rows of Q that have no query. Their contents would affect the rounding of other rows.
+// PACK_GQA: zero-fills the rows of Q that have no query. Their contents would affect the rounding of other
+// rows, since a warp keeps a stale maximum only if all of its rows allow it.
 template <class B> __device__ __forceinline__ void clear_rows_without_query(Element<B>* Q_s, const KernelArgs& a) {
   if (!B::pack_gqa) return;
   clear_rows<B::qk_bytes>(Q_s, B::block_m, rows_of_item<B>(a), B::block_m, threadIdx.x, B::threads,
@@ -2912,13 +2915,13 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_plain> {
 //              in which m may be used as the stale maximum
 //   tile       k0, S, P, and the stage of its K and V
 //
-//   mbarrier          completed by                                 awaited by           protects
-//   q_full            the warp that starts the item, and TMA       all readers          Q and s.item: written
-//   q_empty           the last readers of Q, or the warp           the warp that        Q and s.item: read, and O over
-//                     that has stored O                            starts the item      Q: stored
-//   k_full, v_full    TMA, or the warps that copied the tile       consumers            the tile: written
-//   k_empty, v_empty  all consumer warps of the split              producers            the tile: read
-//   o_done            the 4 warps of a warpgroup                   the warp storing O   O over Q: written
+//   mbarrier          completed by                                 awaited by           signals that
+//   q_full            the warp that starts the item, and TMA       all readers          Q and s.item are written
+//   q_empty           the last readers of Q, or the warp           the warp that        Q and s.item are read, and
+//                     that has stored O                            starts the item      O is stored
+//   k_full, v_full    TMA, or the warps that copied the tile       consumers            the tile is written
+//   k_empty, v_empty  all consumer warps of the split              producers            the tile is read
+//   o_done            the 4 warps of a warpgroup                   the warp storing O   O is written over Q
 
 // Named barriers, and the number of threads that arrive or wait. Barrier 0 is __syncthreads(). w: a consumer
 // warpgroup. q_read_barrier, or partials_barrier with two splits, also protects the rows of Q that clear_queries()
@@ -2969,7 +2972,7 @@ template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
 template <class B> struct SplitPartial {
   float4 O[2][B::d_v / 16][128];
   float2 m_l[2][64];
-  alignas(16) Output out[2][4][8][B::d_v + 8];  // 8: padding against bank conflicts
+  alignas(16) Output out[2][4][8][B::d_v + 8];  // O by split, warp, row; 8: padding against bank conflicts
 };
 template <class B>
 using SplitPartials = std::conditional_t<(B::split_kv > 1), SplitPartial<B>[B::block_m / 64], Nothing>;
@@ -3072,7 +3075,7 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
   __device__ __forceinline__ WgmmaItem<B> follow_item() {
     mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
     const WgmmaItem<B> item = s.item[q_ring.stage];
-    __syncwarp();  // hazard: item read by all lanes; after lane 0 has issued copies, it may be overwritten
+    __syncwarp();  // hazard: item read by all lanes; once lane 0 has issued the copies, it may be overwritten
     q_ring.advance();
     return item;
   }
@@ -3133,9 +3136,9 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
       if (starts) item = find_item(gridDim.x + uniform(next_index));
     }
   }
-  // One thread stores O, which the consumers have written over the item's Q. TMA does not write rows past Sq,
-  // but a box must not begin before row 0. USE_LENGTHS: the consumers store the boxes in which a sequence
-  // ends.
+  // One thread stores O, which the consumers have written over the item's Q. TMA does not write rows past Sq.
+  // Boxes before query 0 still hold Q and are skipped. USE_LENGTHS: the consumers store the boxes in which a
+  // sequence ends.
   __device__ __forceinline__ void store_item(const StageRing<Shared::Q_STAGES>& of_item) {
     const int stage = of_item.stage;
     const WgmmaItem<B>& item = s.item[stage];
@@ -3203,7 +3206,7 @@ __device__ __forceinline__ Interval own_rounds(const KernelArgs& a, const Mask& 
   return {min((visible.begin - first_key) / B::round_keys, end - 1), end};
 }
 
-template <class B> struct TileWalk;  // the state of the score hook for a tile: its bias, and its position in a list of tiles
+template <class B> struct TileWalk;  // score hook: a tile's bias and its position in the list of rounds
 
 // The softmax state of a warpgroup's 64 rows over its split of the keys, in registers. It is also the `tile` of the
 // score hook.
@@ -3254,8 +3257,8 @@ template <class B> struct WgmmaRows {
     clear(O);
   }
   __device__ __forceinline__ bool has_mask() const { return !mask.tiles.cover(q0, k0); }
-  // If the item's first tile needs no mask, bias or expression, takes the maximum of some columns of S as the
-  // stale maximum, without waiting for the exact one. The more columns, the more tiles can use it.
+  // If the item's first tile needs no mask, bias or expression, it uses a stale maximum, too: the maximum of
+  // some columns of S. With more columns, more tiles can use it.
   __device__ __forceinline__ void take_estimated_max(const Scores& S) {
     if (!B::use_lazy_max || has_mask() || needs_modify_scores_or_bias()) return;
     constexpr int columns = B::product_type == DType::e4m3                   ? Scores::COLS
@@ -3383,7 +3386,7 @@ template <class B, class Shared> struct WgmmaConsumer {
   //
   //   begin_item       Q has landed
   //   compute_rounds   m, l and O over the rounds of the warpgroup; not called if it has none
-  //   finish_item      stores the result; not called if it has no rounds
+  //   finish_item      completes O; stores it unless CTAs share the item; not called if it has no rounds
   //   end_item         the warpgroup no longer reads Q
   //   store_range      SPLIT_CTAS: stores the partial of the CTA's only item, which may have no keys
   //
@@ -3540,7 +3543,7 @@ __device__ void WgmmaRows<B>::recompute_qk(Scores& S, const WgmmaItem<B>& item, 
 // ---- 5c merge of splits (wgmma and USE_WARP_SPECIALIZATION and SPLIT_KV > 1) ----
 
 // Merges the partials of both splits; each split finalizes half of the rows. Stores LSE and calls store(share, row).
-// share[4v ... 4v + 3]: the finalized row's elements of accumulators 8v to 8v + 7, divided by l.
+// share[4v] to share[4v + 3]: the four of the accumulators 8v to 8v + 7 in the finalized row, divided by l.
 template <class B, class Store>
 __device__ __forceinline__ void merge_splits(const WgmmaRows<B>& rows, SplitPartial<B>& partial, int split,
                                              const Item<B>& item, const Store& store) {
@@ -3943,7 +3946,7 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_roles> {
 template <class B> struct E4m3Shared {
   static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta ? 2 : 1;
   static constexpr int TRANSPOSERS = 2 / B::split_kv;  // warps per split that transpose V
-  // Q is in registers if they suffice. From shared memory, each wgmma would also read 64 rows of Q.
+  // Q is in registers if there are enough. From shared memory, each wgmma would also read 64 rows of Q.
   static constexpr bool Q_IN_REGISTERS = B::warpgroups < 4, FLUSHES = B::fp8_flush != 0;
   // If shared memory has no room for Q and the sums, the sums overwrite Q after it has been read.
   static constexpr bool Q_IN_FLUSHED = Q_IN_REGISTERS && FLUSHES && B::head_dim == 256;
@@ -3992,7 +3995,7 @@ template <class B> struct E4m3Shared {
 template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
   using Shared = E4m3Shared<B>;
   using Base = WgmmaProducer<B, Shared>;
-  StageRing<Shared::Q_STAGES> last_q{Shared::Q_STAGES - 1, 1};  // of the previous item; Q has a single buffer
+  StageRing<Shared::Q_STAGES> last_q{Shared::Q_STAGES - 1, 1};  // of the previous item, whose Q must be free
 
   using Base::Base;
 
@@ -4385,7 +4388,7 @@ template <class B> struct BiasOfWarp<B, true> {
   static constexpr int LANES = Tile::CHUNKS, ROWS = 32 / LANES;  // LANES lanes copy a row; ROWS rows are copied at once
   Tile* tile;
   int loaded_k0 = -1;             // per tile: first key of the tile that is in shared memory or in flight; -1: none
-  int column_at_0 = 0;            // per item: column of the bias at the lane's chunk of a tile at key 0
+  int column_at_0 = 0;            // per item: bias column of the lane's chunk, for a tile at key 0
   const Bias* chunk_g = nullptr;  // per item: address of this chunk, in the lane's first row
   int rows_left = 0;              // per item: queries that exist from the lane's first row on
   int unit = 0;                   // per item: alignment of chunks in global memory: 16, 4, or 1 for less
@@ -4405,7 +4408,7 @@ template <class B> struct BiasOfWarp<B, true> {
     loaded_k0 = -1;
     column_at_0 = lane % LANES * Tile::CHUNK - first;
     const int64_t elements = strides.batch | strides.head | strides.row;
-    // With a window, k0 may be any key.
+    // k0 - first gives the alignment of all tiles of the item. With a window, k0 may be any key.
     const uint64_t offsets = uint64_t((elements | (k0 - first)) * int64_t(sizeof(Bias)));
     const uint64_t low = offsets | reinterpret_cast<uintptr_t>(a.p.bias);
     unit = low % 16 == 0 ? 16 : low % 4 == 0 ? 4 : 1;
@@ -4438,8 +4441,8 @@ template <class B> struct BiasOfWarp<B, true> {
     cp_async_commit_group();
     loaded_k0 = k0;
   }
-  // Copies a tile whose keys all have a bias, 4 bytes at a time. Adjacent lanes copy adjacent words. column: first
-  // column of the tile.
+  // Copies a tile whose keys all have a bias, 4 bytes at a time. Adjacent lanes copy adjacent words. column:
+  // the bias column of the tile's first key.
   __device__ __forceinline__ void copy_words(const KernelArgs& a, const Item<B>& item, int q0, int column) const {
     constexpr int WORDS = B::block_n * sizeof(Bias) / 4, IN_CHUNK = 4;  // words per row, per chunk
     const int lane = int(thread_index_anew() % 32), queries = item.query_count(a.p) - q0 - first_row();
@@ -4610,7 +4613,7 @@ __device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, co
 // list, iterates over all rounds. Rows: WgmmaRows.
 template <class B, bool = may_have_list<B>> struct RoundWalk {
   template <class Rows> __device__ void start(const Rows&, const WgmmaItem<B>&, int) {}
-  // False if the list says that the bias, MASK_MOD and the key mask leave this tile, or the next one, unchanged.
+  // False if the list says that bias, MASK_MOD and key mask do not change this tile; next_: the next tile.
   __device__ bool changes_scores() const { return true; }
   __device__ bool next_changes_scores() const { return true; }
   __device__ int step() const { return B::round_keys; }  // first key of this tile minus that of the next one
@@ -4704,8 +4707,8 @@ template <class B> struct TileWalk : RoundWalk<B> {
     prefetch_bias(rows, this->next_changes_scores(), rows.k0 - this->step());
   }
   // Adds the bias of this tile, if it has one, and prefetches that of the next tile. USE_BIAS=1, 2, 3: the
-  // next tile has smaller keys and so has a bias only if this tile has one. Returns true if it has added a
-  // bias.
+  // next tile has lower key indices, so it has a bias only if this tile has one. Returns true if it has
+  // added a bias.
   template <class View, class Rows> __device__ __forceinline__ bool add_bias(View& S, const Rows& rows) {
     if constexpr (B::use_bias != 0) {
       if (!has_bias(rows.k0) || !(this->changes_scores() || this->next_changes_scores())) return false;
@@ -4743,7 +4746,7 @@ template <class B> struct TileWalk : RoundWalk<B> {
 //     issue S.T = K @ Q.T        of the next tile; overlaps V.T @ P.T
 //     wait for both; start the loads of later tiles into the stages that both have read
 //     O.T += V.T @ P.T
-//   merge the splits, O / l
+//   merge the splits; O = O / l
 //
 // The warps of a split also load its tiles. USE_LAZY_MAX: a tile with a stale maximum needs only one barrier.
 // SPLIT_CTAS: the last CTA of an item to finish merges the partials that all of its CTAs have written to scratch
@@ -4842,7 +4845,7 @@ template <class B> struct WgmmaColumnsLoader {
     if (loads_k()) barrier_arrive(k_issued_barrier<B>, k_issued_threads<B>);
     for (int n = 1; n < B::stages && n < item.rounds; n++) load_tile<false>(item.rounds - 1 - n, n);
   }
-  // ---- copies of rows by cp.async; their pages are read one round earlier, to hide the latency ----
+  // ---- copies of rows by cp.async; the page table is read one round earlier, to hide the latency ----
   __device__ __forceinline__ RowPages<B> find_pages(int round) const {
     return round < 0 ? RowPages<B>() : RowPages<B>(a, item, first_key_of<B>(item, round, split));
   }
@@ -4870,8 +4873,9 @@ template <class B> struct WgmmaColumnsLoader {
 // A view of a warpgroup's S.T or O.T with queries as rows: a thread has ROWS queries, each with COLS
 // keys (S.T) or elements of d (O.T).
 //
-//            query 8i + 2(t % 4), 8i + 2(t % 4) + 1     lane t of warp w; element d[block][4i + 2h + e]
-//   key 64 block + 16w + t / 4 + 8h                      is x[2i + e][2 block + h]
+// In lane t of warp w, x[2i + e][2 block + h] is d[block][4i + 2h + e], which belongs to
+//   query 8i + 2(t % 4) + e
+//   key   64 block + 16w + t / 4 + 8h   (O.T: element of d)
 //
 // The 8 lanes t, t + 4, ... t + 28 of each of the four warps have the same queries.
 template <class B, int BLOCKS> struct WgmmaColumnsView {
@@ -4968,7 +4972,8 @@ template <class B> struct WgmmaColumns {
     }
   }
 
-  // Loads K of `round`, and V of round + 1 with the pages that were read for its K. Reads the pages of round - 1.
+  // Loads K of `round` and V of round + 1, and looks up the pages of round - 1. V is in the pages that were
+  // looked up for K of its round.
   __device__ __forceinline__ void load_next_rows(int round, int rounds, int k_stage) {
     if (round < -1) return;
     const WgmmaColumnsLoader<B> loader{s, a, split, int(warp), s.item};
@@ -5618,8 +5623,8 @@ __device__ __forceinline__ float tanh_exact(float t) {
 template <class B> __device__ __forceinline__ float capped(float x, float hook_scale) {
   return B::use_softcap == 1 ? tanh_approx(x * hook_scale) : tanh_exact(x * hook_scale);
 }
-// Branches on is_capped() once per tile, so that the tanh of several scores overlap. With tanh.approx and no
-// polynomial, tests it per score, since one branch per tile is up to 4% slower.
+// USE_SOFTCAP=2 and builds with the polynomial branch on is_capped() once per tile, so that the tanh of
+// several scores overlap. Other builds test it per score: there a branch per tile is up to 4% slower.
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> hook_scale, int first, int last) {
   if constexpr (B::use_softcap != 0) {
@@ -5982,7 +5987,8 @@ __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool un
       if constexpr (B::changes_logits) S.x[i][j] = float(logit);
       if (!visible) S.x[i][j] = -INFINITY;
     };
-    // With lazy rescaling, few tiles reach this code. Without a key mask, they share one instantiation.
+    // With lazy rescaling, few tiles reach this code, so unmasked tiles use the code of masked ones, unless
+    // there is a key mask.
     if (B::use_key_mask && unmasked) Mod::template each_in_steps<true, false>(S, 0, View::COLS, tile, modify);
     else if (!B::use_lazy_max && unmasked) Mod::template each<true>(S, 0, View::COLS, tile, modify);
     else Mod::template each_in_steps<false, B::use_lazy_max>(S, 0, View::COLS, tile, modify);
@@ -6002,8 +6008,8 @@ __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool un
 
 // ---- 5f softcap by a polynomial (wgmma and USE_WARP_SPECIALIZATION and USE_SOFTCAP = 1) ----
 //
-// tanh.approx and ex2.approx take the special-function unit the same time. With both per score, this unit is
-// as busy as the tensor cores. Therefore tanh(x) is approximated by the minimax polynomial x * (k0 + k1 * x^2
+// tanh.approx and ex2.approx have the same throughput. With both per score, the special-function unit is as
+// busy as the tensor cores. Therefore tanh(x) is approximated by the minimax polynomial x * (k0 + k1 * x^2
 // + k2 * x^4), whose error for |x| <= 0.85 is at most 2^-11, as is that of tanh.approx. For |x| > 0.85 the
 // polynomial grows faster than tanh.
 //
@@ -6266,7 +6272,7 @@ __device__ __forceinline__ void list_visible_rounds(const KernelArgs& a, WgmmaIt
     item.masked_rounds = 1 << 30;
   };
   const KeyElement<B>* const row = keys_of_batch<B>(a.p, item.b);
-  // An item computes at least one round. With two rounds of a bias, waiting for the list takes longer than it saves.
+  // An item computes at least one round. For a bias, a list of two rounds costs more time than it saves.
   if (!row || item.rounds <= 1 + B::key_bias || item.rounds > most_listed<B>) return list_all(row);
   griddepcontrol_wait();  // the preceding kernel may write the mask
   int count = 0;
@@ -6411,7 +6417,7 @@ template <class B> __global__ void __launch_bounds__(map_threads) sdpa_map(const
 __device__ __forceinline__ void f16_of_e4m3(uint32_t (&pairs)[2], uint32_t bytes) {
   SDPA_UNROLL for (int n = 0; n < 2; n++) pairs[n] = cvt_rn_f16x2_e4m3x2(bytes >> 16 * n);
 }
-// Converts these pairs of fp16 to bf16, which also represents e4m3 exactly.
+// Converts two pairs of fp16 that hold e4m3 values to bf16, which represents e4m3 exactly.
 __device__ __forceinline__ void bf16_of_f16(uint32_t (&pairs)[2]) {
   SDPA_UNROLL for (int n = 0; n < 2; n++) {
     __half x[2];
@@ -6504,18 +6510,18 @@ template <class B> struct MmaE4m3AsHalves {
 // ---- 5f ranges of keys ----
 
 // SPLIT_CTAS: maximum number of items per launch that have several ranges; each of them has a counter.
-// USE_LENGTHS: maximum number of ranges of these items.
+// USE_LENGTHS: maximum number of ranges of all these items together.
 constexpr uint32_t most_split_items = Defines::use_lengths ? 131072 : 16384;
 // Number of ranges whose partials a thread loads at once. For up to few_ranges ranges it loads more columns
 // instead.
 constexpr int ranges_at_once = 16, few_ranges = 4;
-// SPLIT_CTAS=0: the limit of rounds per range is not set below this number, about 256 KB of K and V.
+// SPLIT_CTAS=0: a range may always have this many rounds: about 256 KB of K and V.
 __host__ __device__ __forceinline__ int least_rounds(int round_keys) {
   return max(1, 256 * 1024 / int(round_keys * Defines::head_dim * sizeof(KeyValue) * 2));
 }
-// batch_invariant, SPLIT_CTAS=0: maximum number of rounds in a range, for a sequence of `tiles` tiles with at
-// most `rounds` rounds each. It is least_rounds(), or more if the sequence would otherwise have over
-// `partials` ranges in a head group (the heads of an item).
+// batch_invariant, SPLIT_CTAS=0: maximum number of rounds in a range, for a sequence of `tiles` query tiles
+// with at most `rounds` rounds each. It is least_rounds(), or more if the sequence would otherwise have over
+// `partials` ranges in a head group (the heads of an item), but at most most_keys_at_once keys.
 __host__ __device__ __forceinline__ int invariant_rounds(int rounds, int round_keys, int tiles, int partials) {
   const int share = ceil_div(rounds, max(partials / max(tiles, 1), 1));
   return min(max(least_rounds(round_keys), share), max(most_keys_at_once / round_keys, 1));
@@ -6732,8 +6738,8 @@ template <class B> struct LandedTiles {
 
 // Converts the warpgroup's rows of Q from bf16 to fp16 in place. Each row is multiplied by the power of two
 // that brings its largest element between 2^14 and 2^15, but by no more than 2^126. So no element overflows,
-// and rounding errors of small elements are below 2^-38 of the largest element. The scale of the row is
-// divided by the same power.
+// and rounding errors of small elements are below 2^-38 of the largest element (if that is at least 2^-112).
+// The scale of the row is divided by the same power.
 template <class B> __device__ void Wgmma16Consumer<B>::make_halves_of_q() {
   const uint32_t tid = thread_index_anew() % 128, first_row = tid / 32 * 16 + tid % 32 / 4;
   char* const Q_s = reinterpret_cast<char*>(s.queries(q_ring.stage, row_group));
@@ -6772,7 +6778,7 @@ template <class B> __device__ void Wgmma16Consumer<B>::make_halves_of_q() {
   barrier_sync(q_read_barrier + Base::warpgroup, q_read_threads);  // hazard: rows written by all warps
 }
 // Divides m by the power of two by which the row of Q was multiplied, so that the merge, the sink and LSE can
-// use the item's scale. With a softcap m stays as it is, because it is a maximum of tanh values.
+// use the item's scale. With a softcap or SCORE_MOD, m is a maximum of tanh values or logits: no change.
 template <class B> __device__ void Wgmma16Consumer<B>::take_scale_of_q_back() {
   const uint32_t tid = thread_index_anew() % 128;
   ItemScales<B> of_item(a);
@@ -7146,7 +7152,7 @@ template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelA
 template <class B> __host__ __device__ __forceinline__ int rounds_at_once() {
   return max(most_keys_at_once / B::round_keys, 1);
 }
-// batch_invariant: number of ranges of a tile of the sequence with `rounds` rounds.
+// batch_invariant: number of ranges of a tile with `rounds` rounds, which belongs to the sequence.
 template <class B>
 __device__ __forceinline__ uint32_t invariant_ranges(const KernelArgs& a, const Sequence& sequence, uint32_t rounds) {
   const KeyBounds keys(a.p, sequence.Sq, sequence.Sk);
@@ -7209,9 +7215,9 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
   atomicAdd(&s.rounds_65536, uint32_t(rounds_of_thread / 65536));
   __syncthreads();  // hazard: rounds added up by all threads
 
-  // limit: maximum number of rounds in a range. A limit of `even` or more leaves room for all partials,
-  // because only a tile of more than `even` rounds is divided, into at most 2 * rounds / even ranges. If `even`
-  // is above `most`, an accumulator sums more rounds than it should.
+  // limit: maximum number of rounds in a range. It is at least `even`, so that all partials fit: only tiles
+  // of more than `even` rounds are divided, into at most 2 * rounds / even ranges, in total fewer than
+  // free_partials. If `even` exceeds `most`, an accumulator sums more keys than most_keys_at_once.
   // typed: minimum number of ranges per tile: an explicit SPLIT_CTAS if there is room for it, otherwise 1.
   const uint32_t least = least_rounds(B::round_keys);
   const auto& room = plan_room<B>(a);
@@ -7402,7 +7408,7 @@ SdpaStatus cuda_failure(cudaError_t code, const char* what) {
 // True if the number of keys between the two limits of the mask may differ between sequences: the limits have
 // different alignments, and the host does not know the lengths.
 bool has_unknown_width(const SdpaParams& p) {
-  const bool has_lengths = p.q_starts || p.q_lengths || p.k_starts || p.k_lengths;
+  const bool has_lengths = p.q_starts || p.q_lengths || p.k_starts || p.k_lengths || p.k_firsts;
   const bool has_both = p.causal != Causal::off && p.window_alignment != Causal::off;
   const bool is_aligned = !has_both || p.causal == p.window_alignment;
   return Defines::use_lengths && has_lengths && !is_aligned;
@@ -7428,7 +7434,7 @@ int most_visible_keys(const SdpaParams& p) {
 struct TensorView {  // Q, K, V or O
   const char* name;
   const void* data;
-  int element_bytes;
+  int element_bytes, width;  // width: elements per row
   struct {
     const char* name;
     int size;
@@ -7436,14 +7442,14 @@ struct TensorView {  // Q, K, V or O
   } dims[3];
 };
 
-template <class T> TensorView view_of(const char* name, T* data, Strides& s, int B, int H, int S) {
-  return {name, data, sizeof(T), {{"row", S, s.row}, {"head", H, s.head}, {"batch", B, s.batch}}};
+template <class T> TensorView view_of(const char* name, T* data, Strides& s, int B, int H, int S, int D) {
+  return {name, data, sizeof(T), D, {{"row", S, s.row}, {"head", H, s.head}, {"batch", B, s.batch}}};
 }
 std::array<TensorView, 4> tensors_of(SdpaParams& p) {
   const int of_q = batches_of(p, p.q_starts), of_k = Defines::use_pages ? p.pages : batches_of(p, p.k_starts);
   const int rows = Defines::use_pages ? p.page_size : p.Sk;
-  return {{view_of("Q", p.Q, p.q, of_q, p.Hq, p.Sq), view_of("K", p.K, p.k, of_k, p.Hkv, rows),
-           view_of("V", p.V, p.v, of_k, p.Hkv, rows), view_of("O", p.O, p.o, of_q, p.Hq, p.Sq)}};
+  return {{view_of("Q", p.Q, p.q, of_q, p.Hq, p.Sq, p.D), view_of("K", p.K, p.k, of_k, p.Hkv, rows, p.D),
+           view_of("V", p.V, p.v, of_k, p.Hkv, rows, p.Dv), view_of("O", p.O, p.o, of_q, p.Hq, p.Sq, p.Dv)}};
 }
 
 // The attribute of the current device, or `otherwise` if there is no device.
@@ -7523,7 +7529,7 @@ Items items_of_tile(const SdpaParams& p, int heads, int queries) {
   const int64_t groups = p.Hq / heads, tiles = ceil_div(p.Sq, queries);
   return {heads, queries, groups * (Defines::use_lengths && p.q_starts ? p.B + tiles : p.B * tiles)};
 }
-// PACK_GQA: the query heads of an item are the largest divisor of Hq / Hkv that is at most block_m.
+// PACK_GQA: the number of query heads per item is the largest divisor of Hq / Hkv that is at most block_m.
 Items items_of_packed_tile(const SdpaParams& p, int block_m) {
   const int group = p.Hkv > 0 ? max(p.Hq / p.Hkv, 1) : 1;
   int heads = min(group, block_m);
@@ -7552,8 +7558,8 @@ template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   plan.page_size = Divisor(uint32_t(page_size));
   plan.box_rows = bits & -bits;  // the largest power of 2 that divides both
   if (B::split_ctas == 1) return plan;
-  // batch_invariant: free_partials counts those of one sequence, partials those of all sequences. partials is
-  // larger if a sequence may exceed `most` rounds.
+  // batch_invariant: free_partials counts those of one sequence, partials those of all sequences. Sequences
+  // of more than `most` rounds may need more than free_partials.
   if (p.batch_invariant) {
     plan.free_partials = max(sm_count() / int(heads), 1);
     const int keys = p.most_keys > 0 ? min(p.most_keys, p.Sk) : p.Sk, most = rounds_at_once<B>();
@@ -7593,7 +7599,7 @@ template <class B> int64_t items_at_once(const Items& items) {
 inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base, const cuuint64_t* sizes,
                                      const cuuint64_t* strides_bytes, const cuuint32_t* box, int element_bytes = 2,
                                      bool read_once = false) {
-  thread_local void* encoder = nullptr;  // looked up through the runtime, so that no program links libcuda
+  thread_local void* encoder = nullptr;  // found by the runtime, so that programs need not link libcuda
   if (!encoder) {
     cudaDriverEntryPointQueryResult found;
 #if CUDART_VERSION >= 12050
@@ -7652,7 +7658,8 @@ SdpaStatus encode_boxes(CUtensorMap& map, const TensorView& t, const RowBoxes& b
 }
 
 // True if the tensors and the rows of a packed tile are the same. Apart from these, tensor maps depend only
-// on whether k_starts is null; whether q_starts is null shows in the batch stride of O.
+// on whether q_starts and k_starts are null. The batch stride of O is 0 if q_starts is set; the caller
+// compares k_starts.
 bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
   constexpr size_t sizes = offsetof(SdpaParams, B), end = offsetof(SdpaParams, scale);  // sizes and strides
   return a.Q == b.Q && a.K == b.K && a.V == b.V && a.O == b.O && a.page_size == b.page_size && a.pages == b.pages &&
@@ -7680,9 +7687,9 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
       continue;
     }
     const bool by_panels = a.has_short_rows || (B::pack_gqa && is_q) || (B::use_pages != 0 && !of_queries);
-    const int D = map < &maps.v ? B::head_dim : B::d_v, present = map < &maps.v ? p.D : p.Dv;
+    const int D = map < &maps.v ? B::head_dim : B::d_v;
     RowBoxes boxes;
-    SdpaStatus status = boxes_of_rows(boxes, t, D, by_panels ? present : 0,
+    SdpaStatus status = boxes_of_rows(boxes, t, D, by_panels ? t.width : 0,
                                       !of_queries ? B::block_n : B::swap_ab ? B::block_m : 64);
     if (!status.ok()) return status;
     if constexpr (B::use_pages != 0) {
@@ -7831,8 +7838,8 @@ template <class B> Grid grid_of(const SdpaParams& p, const Items& items) {
 }
 
 // True if the tensor cores accumulate O over all keys of a row, which is accurate up to most_keys_at_once
-// keys. SWAP_AB, and e4m3 with wgmma, add the products of tiles on the FMA pipes. SPLIT_CTAS splits the keys
-// into ranges.
+// keys. SWAP_AB, and e4m3 with wgmma unless FP8_FLUSH=0, add the products of tiles on the FMA pipes.
+// SPLIT_CTAS splits the keys into ranges.
 template <class B>
 constexpr bool sums_end =
     B::split_ctas == 1 && (B::kernel == KernelKind::mma || B::use_wmma_pv ||
@@ -8024,6 +8031,16 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
 
 // Advice for a tensor that is not aligned. With wgmma there is none: TMA needs 16 bytes.
 constexpr const char* or_lower_width = Defines::use_wgmma ? "" : " or lower VEC_WIDTH";
+// Refuses strides of an output with which rows overlap: those below the row's width.
+SdpaStatus check_overlap(const TensorView& t) {
+  for (const auto& dim : t.dims) {
+    if (dim.size > 1 && dim.stride > -t.width && dim.stride < t.width) {
+      return failure(refused, "%s has a %s stride of %lld: its rows of %d elements would overlap", t.name, dim.name,
+                     (long long)dim.stride, t.width);
+    }
+  }
+  return {};
+}
 // Checks pointer, alignment and strides. As in PyTorch, the stride of a dimension of size 1 may have any value;
 // it is set to 0, so that no address depends on it.
 SdpaStatus check_tensor(const TensorView& t, bool is_output) {
@@ -8039,11 +8056,8 @@ SdpaStatus check_tensor(const TensorView& t, bool is_output) {
       return failure(refused, "%s has a %s stride of %lld; pad it to a multiple of %d%s", t.name, dim.name,
                      (long long)dim.stride, vec, or_lower_width);
     }
-    if (is_output && dim.size > 1 && dim.stride == 0) {
-      return failure(refused, "%s has a %s stride of 0: its rows would overlap", t.name, dim.name);
-    }
   }
-  return {};
+  return is_output ? check_overlap(t) : SdpaStatus{};
 }
 SdpaStatus check_tensors(SdpaParams& p) {
   for (const TensorView& t : tensors_of(p)) {
@@ -8213,8 +8227,8 @@ SDPA_REFUSE(OUT_DTYPE_changed &&
 SDPA_REFUSE(HEAD_DIM_V_changed && Defines::head_dim_v == Defines::head_dim,
             "HEAD_DIM_V: V and O have that D by default; drop HEAD_DIM_V");
 SDPA_REFUSE(Defines::kernel == KernelKind::mma && Defines::use_tuned && Defines::kv_bytes == 1,
-            "USE_TUNED=1: the table has no tiles for an 8-bit DTYPE with mma.sync; drop USE_TUNED or type "
-            "DTYPE=FP16");
+            "USE_TUNED=1: the table has no tiles for an 8-bit DTYPE with mma.sync or for KV_DTYPE with it; "
+            "drop USE_TUNED or the 8-bit type");
 SDPA_REFUSE(NUM_PRODUCER_WARPS_changed && !Defines::use_warp_specialization,
             "NUM_PRODUCER_WARPS: only builds with USE_WARP_SPECIALIZATION=1 have producer warps; add that or "
             "drop NUM_PRODUCER_WARPS");
@@ -8361,8 +8375,8 @@ struct TunedTile : Config {
   double item_clocks, scores_per_clock;
 };
 inline void a_row_of_tiles_names_an_unknown_knob() {}  // not constexpr, so that calling it stops the compilation
-// Returns the knobs that were set with -D, with these sizes and costs, and with the knobs in `knobs` set to
-// 1.
+// Returns the knobs that were set with -D, with these sizes and costs and USE_LAZY_MAX=1. `knobs`: the other
+// knobs that are on. SPLIT_CTAS and PACK_GQA in it mean SPLIT_CTAS=0; USE_BIAS: see for_maps.
 constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, int stages, int split_kv,
                          std::string_view knobs, int ctas, double item_clocks, double scores_per_clock) {
   TunedTile t{{}, ctas, item_clocks, scores_per_clock};
@@ -8373,7 +8387,7 @@ constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, 
   // of HEAD_DIM and HEAD_DIM_V.
   const int typed = Defines::head_dim > Defines::d_v ? Defines::head_dim : Defines::d_v;
   const bool is_next = head_dim == typed || head_dim == (typed <= 64 ? 64 : typed <= 128 ? 128 : 256);
-  if (!is_next) t.head_dim = head_dim == Defines::head_dim ? 0 : head_dim;  // 0: V is too wide for this row
+  if (!is_next) t.head_dim = head_dim == Defines::head_dim ? 0 : head_dim;  // a D that tile_fits() refuses
   if (for_maps && (!Defines::takes_map || !is_next)) t.head_dim = 0;
   t.block_m = block_m;
   t.block_n = block_n;
@@ -8577,8 +8591,8 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   // dominates there.
   const double ctas_per_sm = double(items.count) / sms * ranges, ctas = std::ceil(ctas_per_sm);
   const double rate_alone = t.ctas > 1 && !t.swap_ab ? sole_rate : 1, waves = std::ceil(ctas / t.ctas);
-  // Bound 1, the longest item. Other items share its SM during `shared_keys` of its keys: with a mask, an SM that
-  // becomes free takes the longest item that is left.
+  // Bound 1, the longest item. If items share SMs, it is alone for (keys.most - keys.least) / ctas_per_sm of
+  // its keys. With a mask, the longest items start first, so the items that share its SM last are short.
   const bool shares = t.ctas > 1 && ctas_per_sm > 1;
   const double shared_keys = shares ? keys.most - (keys.most - keys.least) / ctas_per_sm : 0;
   const double full_rate_keys = shared_keys * std::fmin(ctas, t.ctas) + (keys.most - shared_keys) / rate_alone;
@@ -8613,8 +8627,8 @@ SdpaParams of_any_batch(SdpaParams p) {
   p.B = 8;
   return p;
 }
-// Maximum number of keys that a query may see. batch_invariant: unlimited with k_lengths, typical with
-// k_starts.
+// Maximum number of keys that a query may see. batch_invariant: no limit with k_lengths; with k_starts,
+// that of of_any_batch().
 int keys_of_sum(const SdpaParams& p) {
   if (!p.batch_invariant) return most_visible_keys(p);
   if (p.k_lengths) return most_rows;
@@ -8624,7 +8638,8 @@ int keys_of_sum(const SdpaParams& p) {
 // The row of the tile with the shortest estimated time. The model takes up to 20 us, so the result of the last
 // problem is kept. The choice must not depend on max_ctas, because the bits of O depend on the tile.
 int choose_tile(const SdpaParams& p) {
-  const int sms = sm_count(), given = !p.k_lengths + 2 * !p.q_starts + 4 * !p.k_starts + 8 * !p.q_lengths;
+  const int sms = sm_count();
+  const int given = !p.k_lengths + 2 * !p.q_starts + 4 * !p.k_starts + 8 * !p.q_lengths + 16 * !p.k_firsts;
   const std::array now{sms, given, p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.D, int(p.causal), p.window_left, p.window_right,
                        int(p.window_alignment), p.most_keys, p.batch_invariant};
   thread_local auto last = now;
@@ -8689,8 +8704,9 @@ template <class Launch> SdpaStatus leaving_no_error(const Launch& launch) {
 }
 // Enqueues a kernel that writes bias_map. Launches that use the map must have the same contents of the bias and of
 // the arrays that MASK_MOD names; this is not checked. If another parameter differs (the tile, a size, the causal
-// mask, the window, bias_keys, or whether heads and batches share the bias), the launch ignores the map and computes
-// all rounds: O is correct, but takes longer.
+// mask, the window, bias_keys, or whether heads and batches share the bias), a launch with the wrong
+// bias_map_bytes is refused. With the right size, it ignores the map and computes all rounds: O is correct,
+// but takes longer.
 [[maybe_unused]] static SdpaStatus sdpa_map_bias(const SdpaParams& params, cudaStream_t stream) {
   SdpaParams p = params;
   const SdpaStatus status = check_params(p);

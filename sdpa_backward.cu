@@ -3,13 +3,13 @@
 //
 // ==== 0 MANUAL ===================================================================================
 //
-//   Given dO, the gradient of O, compute dQ, dK and dV. One head:  Q,O,dO [Sq,D]  K,V [Sk,D]
+//   Given dO, the gradient of O, compute dQ, dK and dV. Per head: Q [Sq,D]  K [Sk,D]  V [Sk,Dv]  O,dO [Sq,Dv]
 //
-//   S  = scale * Q @ K.T                    recomputed, never stored in global memory
-//   P  = exp(S - LSE), masked               the forward's LSE replaces the row maximum and the row sum
+//   S  = Q @ K.T                            recomputed, never stored in global memory
+//   P  = exp(scale * S - LSE), masked       the forward's LSE replaces the row maximum and the row sum
 //   dP = dO @ V.T
-//   delta = row sum of dO * O, minus dLSE   the row sum equals that of P * dP; dLSE: gradient of LSE, or 0
-//   dS = P * (dP - delta)
+//   delta = row sum of dO * O, minus dLSE   dO * O and P * dP have equal row sums; dLSE is 0 if absent
+//   dS = P * (dP - delta)                   the gradient of scale * S
 //   dV = P.T @ dO,   dK = scale * dS.T @ Q,   dQ = scale * dS @ K
 //   dBias = dS, summed over the batches, heads, queries or keys that share an element of it
 //
@@ -24,8 +24,8 @@
 // computes S and dP once, so there are five products. A CTA accumulates dK and dV in registers and adds its
 // partial dQ atomically to fp32 sums in the workspace. sdpa_backward_convert_rows or sdpa_backward_convert
 // scales and rounds these sums. The order of the additions differs from run to run, and so do the last bits
-// of dQ. dK and dV are bitwise identical in every run. With ORDERED_ADDS=1, which sdpa_backward_wgmma supports,
-// CTAs wait for each other and add in a fixed order, so dQ is bitwise identical, too.
+// of dQ. dK and dV are bitwise identical in every run. With ORDERED_ADDS=1 (sdpa_backward_wgmma only), the
+// CTAs add in a fixed order, so dQ is bitwise identical, too.
 //
 // With a bias (USE_BIAS=1, 3), sdpa_backward_bias recomputes S and dP and sums dS to dBias.
 //
@@ -34,7 +34,7 @@
 // Use it              #define SDPA_NO_MAIN
 //                     #include "sdpa_backward.cu"; call sdpa_forward(), then sdpa_backward().
 //
-// Letters and suffixes are those of sdpa.cu. `D` is the head size.
+// Letters and suffixes are those of sdpa.cu.
 //
 // Sections  1 KNOBS  2 PROBLEM  3 BLOCKS  4 KERNELS  5 LAUNCH  6 REFUSALS  7 CALL
 
@@ -58,7 +58,7 @@ namespace {
 // support. Section 6 refuses the others.
 // clang-format off
 #define SDPA_BACKWARD_KNOBS(X) \
-  X(BACKWARD, 0, backward, "0 1", "scalar mma wgmma", "1: the line is built from sdpa_backward.cu and computes dQ, dK and dV") \
+  X(BACKWARD, 0, backward, "0 1", "scalar mma wgmma", "1: builds sdpa_backward.cu, which computes dQ, dK and dV") \
   X(ONE_PASS, 0, one_pass, "0 1", "mma", "five products instead of seven; adds dQ atomically to sums in global memory") \
   X(ORDERED_ADDS, 0, ordered_adds, "0 1", "wgmma", "USE_WARP_SPECIALIZATION=1: CTAs add dQ in a fixed order, so that two runs give the same bits")
 // clang-format on
@@ -74,22 +74,23 @@ constexpr std::string_view backward_knobs =
 using Input = KeyValue;  // element type of Q, K, V, dQ, dK and dV
 
 struct SdpaGradients {
-  const Output* dO;             // [B,Hq,Sq,D]
-  Input *dQ, *dK, *dV;          // shaped like Q, K, V; every element is written; elements may not overlap
-  Strides d_o, d_q, d_k, d_v;   // of dO, dQ, dK, dV, as in SdpaParams; only dO's may be 0 or negative
+  const Output* dO;             // [B,Hq,Sq,Dv]
+  Input *dQ, *dK, *dV;          // shaped like Q, K, V; every element is written; elements must not overlap
+  Strides d_o, d_q, d_k, d_v;   // of dO, dQ, dK, dV: dO's like an input's of SdpaParams, the others' like O's
   const float* dLSE = nullptr;  // [B,Hq,Sq] contiguous, the gradient of LSE; null: 0
   float* dSinks = nullptr;      // USE_SINKS=1: [Hq], every element is written; or null
-  void* dBias = nullptr;        // USE_BIAS=1, 3: [B,Hq,Sq,columns], every element is written; or null. columns:
-                                // bias_keys; if that is 0, min(Sk, most_keys); if both are 0, Sk
-  Strides d_bias = {0, 0, 0};   // of dBias. Stride 0: the dimension has size 1, and dBias is summed over it
+  void* dBias = nullptr;        // USE_BIAS=1, 3: [B,Hq,Sq,columns], every element is written; or null.
+                                // columns: bias_keys, or if that is 0: Sk, limited to most_keys if set
+  Strides d_bias = {0, 0, 0};   // of dBias. 0: the dimension has size 1, and dBias is summed over it. Others are at
+                                // least the number of columns, or 1 with dBias_sums_keys=1
   int dBias_sums_keys = 0;      // 1: a row of dBias has one element, the sum over the keys
   void* workspace = nullptr;    // device memory, 256-byte aligned, one per stream; for its size see
                                 // sdpa_backward_workspace_bytes()
 };
 
 // dQ of a row that sees no key is 0, and so are dK and dV of a key that no row sees. O and LSE may come from
-// another implementation. LSE is a natural logarithm, includes the scale, and is -inf for a row that sees no
-// key.
+// another implementation. LSE is a natural logarithm and includes the scale. For a row that sees no key, it
+// is -inf or the row's sink.
 // USE_BIAS: dBias has the type of the bias, but its own strides. An element is the sum of dS over the
 // dimensions with stride 0, and with dBias_sums_keys=1 also over the keys, in fp32 and in a fixed order.
 // Hidden keys, and keys with a bias of -inf, add 0. The bias_map of the forward pass is ignored.
@@ -106,7 +107,7 @@ struct GradientMaps { CUtensorMap d_o, d_k, d_v; };
 // USE_BIAS: how sdpa_backward_bias computes dBias. A dimension is either kept, or dBias is summed over it.
 //   tiles   tiles of dBias, indexed along the kept dimensions
 //   steps   tiles of dS that are added to one tile of dBias, indexed along the other dimensions
-// An index counts batches, heads, query tiles and key tiles; key tiles vary fastest.
+// Both are linear indices over (batch, head, query tile, key tile); the key tile varies fastest.
 struct BiasPlan {
   struct Dims {
     Divisor heads, queries, keys;  // sizes of the last three dimensions
@@ -129,13 +130,19 @@ template <class B> constexpr bool orders_adds = has_roles<B> && value_of(ORDERED
 // True for has_roles with HEAD_DIM=256. dK and dV of 128 keys do not fit into the registers of two consumer
 // warpgroups. Two CTAs with 64 keys each form a cluster. See "clusters of two CTAs".
 template <class B> constexpr bool in_clusters = has_roles<B> && B::head_dim == 256;
+// has_roles: true if the consumers add dQ to its sums; false if a warp of the producer warpgroup adds it by bulk
+// operations. In clusters, shared memory has no room for the pieces. For D=64, bulk operations are not faster.
+template <class B> constexpr bool adds_directly = in_clusters<B> || (B::head_dim == 64 && !orders_adds<B>);
+// has_roles: true if CTAs visit the query tiles from last to first, which ORDERED_ADDS needs. Otherwise both orders
+// take the same time.
+template <class B> constexpr bool descends = orders_adds<B> || B::head_dim > 64;
 // Keys per CTA of the kernel that computes dK, CTAs per cluster, and keys per cluster.
 template <class B> constexpr int CTA_KEYS = in_clusters<B> ? 64 : B::block_m;
 template <class B> constexpr int CLUSTER_CTAS = in_clusters<B> ? 2 : 1;
 template <class B> constexpr int CLUSTER_KEYS = CTA_KEYS<B> * CLUSTER_CTAS<B>;
 
-// Number of tiles of `size` rows in a head of a tensor with `rows` rows. With starts, the tiles of sequence b
-// begin at first_tile(), and some tiles are empty.
+// Number of tiles of `size` rows that cover the `rows` rows of a head. With starts, no tile has rows of two
+// sequences, so this is an upper bound. first_tile() is the index of the first tile of sequence b.
 __host__ __device__ inline int64_t tiles_of_head(const SdpaParams& p, const int* starts, int rows, int size) {
   return ceil_div(rows, size) + (Defines::use_lengths && starts ? int64_t(p.B) : 0);
 }
@@ -145,7 +152,8 @@ __device__ inline int first_tile(int start, int b, int size) { return start / si
 inline int64_t padded_rows_of(const SdpaParams& p) {
   return has_roles<Defines> ? tiles_of_head(p, p.q_starts, p.Sq, Defines::block_n) * Defines::block_n : p.Sq;
 }
-// has_roles: a piece of dQ is [64 queries][64 elements] of a tile, one per consumer warpgroup of the CTA or cluster.
+// has_roles: a piece of dQ is [64 queries][64 elements] of a tile. Each consumer warpgroup of the CTA or
+// cluster computes one piece of a tile.
 constexpr int dq_piece_floats = 64 * 64;
 // Factor of LSE in the workspace. The weight of a logit is 2^((logit - LSE) * log2(e)). Without a bias the
 // factor is log2(e), which saves an instruction. With a bias it is 1: a logit may be the least finite float,
@@ -154,8 +162,8 @@ template <class B> constexpr float lse_factor = B::adds_bias ? 1 : 1 / ln2;
 
 // The workspace: arrays with padded_rows entries per query head. An entry has LSE * lse_factor, with +inf
 // instead of -inf, and delta. adds_dq: also D sums of dQ / gradient_scale. has_roles: these are ordered as in
-// add_to_sums_of_dq(). orders_adds: behind the arrays, the number of additions to each piece of dQ. USE_BIAS=1, 3: then
-// partials of dBias.
+// add_to_sums_of_dq(). orders_adds: the number of additions to each piece of dQ follows. USE_BIAS=1, 3:
+// partials of dBias are at the end.
 struct BackwardWorkspace {
   int64_t heads;  // B * Hq, or Hq with q_starts
   int padded_rows;
@@ -199,8 +207,8 @@ struct BackwardWorkspace {
   }
 };
 
-// The arguments of the backward kernels. `mask` is for tiles of rows_of_mask queries by keys_of_mask keys:
-// those of a warp, or of a warpgroup (wgmma). sdpa_backward_bias: those of a CTA.
+// The arguments of the backward kernels. The tiles of `mask` have rows_of_mask queries and keys_of_mask keys:
+// the part of S that a warp computes, or a warpgroup (wgmma). sdpa_backward_bias: that of the CTA.
 struct BackwardArgs : KernelArgs, SdpaGradients {
   BackwardWorkspace work;
   float gradient_scale;   // the factor of dQ and dK: scale
@@ -295,13 +303,13 @@ __device__ __forceinline__ void cp_reduce_async_bulk_add(float* dst_g, const flo
                "r"(shared_address(src_s)), "r"(bytes)
                : "memory");
 }
-// Waits until at most N of this thread's latest groups are incomplete: their results may not be visible yet.
+// Waits until at most N of this thread's latest bulk groups are pending. Completed writes are visible to it.
 template <int N> __device__ __forceinline__ void cp_async_bulk_wait_group() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
-// Orders this thread's earlier accesses to global memory before its later asynchronous ones.
+// Orders this thread's earlier accesses to global memory before its later ones through the async proxy.
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-// Waits until the counter has this value. Acquire: what the thread that stored it had observed is visible.
+// Waits until the counter has this value. Writes that precede the st_release() of the value are then visible.
 __device__ __forceinline__ void wait_for_value(const uint32_t* counter_g, uint32_t value) {
   uint32_t now;
   do {
@@ -323,7 +331,7 @@ template <class T>
 __device__ __forceinline__ T* head_of(T* x_g, const Strides& s, int b, int h, int row) {
   return x_g + b * s.batch + h * s.head + row * s.row;
 }
-// USE_LENGTHS: the last sequence b with first(b) <= i, or sequence 0. first() does not decrease.
+// USE_LENGTHS: the last sequence b with first(b) <= i, or sequence 0. first() is nondecreasing.
 template <class First> __device__ __forceinline__ int last_sequence(int sequences, int i, const First& first) {
   int b = 0;
   for (int end = sequences; end - b > 1;) {
@@ -372,7 +380,8 @@ template <class B> __device__ __forceinline__ int key_count(const SdpaParams& p,
   if constexpr (B::use_lengths) return item.sequence.Sk;
   return p.Sk;
 }
-// Returns the mask of an item, with tiles of ROWS queries and KEYS keys. Without USE_LENGTHS, this is a.mask.
+// Returns the mask of an item, with tiles of ROWS queries and KEYS keys. Without USE_LENGTHS, this is a.mask,
+// which the launch constructs with the same ROWS and KEYS.
 template <class B, int ROWS, int KEYS>
 __device__ __forceinline__ decltype(auto) mask_of(const BackwardArgs& a, const Item<B>& item) {
   if constexpr (B::use_lengths) {
@@ -382,7 +391,7 @@ __device__ __forceinline__ decltype(auto) mask_of(const BackwardArgs& a, const I
     return (a.mask);
   }
 }
-// Index of the item's head in LSE and in the workspace.
+// Index of head h of the item's batch in LSE and in the workspace.
 template <class B> __device__ __forceinline__ int64_t head_index(const SdpaParams& p, const Item<B>& item, int h) {
   return int64_t(item.batch(p.q_starts)) * p.Hq + h;
 }
@@ -396,7 +405,7 @@ template <class B> __device__ __forceinline__ int workspace_row(const SdpaParams
 
 // ---- pairs of tensors ----
 
-// The build B with head size D for all tensors. OfQK: D is the head size of Q and K. OfV: that of V and dO.
+// The build B with head dimension D for all tensors. OfQK: D is that of Q and K. OfV: that of V and dO.
 template <class B, int D> struct OneWidth : B {
   static constexpr int head_dim = D, head_dim_v = 0, d_v = D, qk_bytes = D * B::element_bytes, v_bytes = qk_bytes;
 };
@@ -429,7 +438,7 @@ template <class B, int ROWS> struct PairTile {
   alignas(TILE_ALIGNMENT<B>) Element<B> x[ROWS * TILE_STRIDE<OfQK<B>>];
   alignas(TILE_ALIGNMENT<B>) Element<B> y[ROWS * TILE_STRIDE<OfV<B>>];
 };
-// wgmma: starts the copy of ROWS rows from `first` on to panels. Columns at or past `width` and rows at or
+// wgmma: starts the copy of rows [first, first + ROWS) to panels. Columns at or past `width` and rows at or
 // past `count` are zero-filled.
 template <class B, int ROWS, int D>
 __device__ __forceinline__ void copy_to_panels(Input* panels_s, const Input* from_g, int64_t row_stride, int width,
@@ -440,7 +449,7 @@ __device__ __forceinline__ void copy_to_panels(Input* panels_s, const Input* fro
                                         first + r < count && d < width);
   }
 }
-// Starts the copy of ROWS rows from `first` on. Rows at or past from.count are zero-filled.
+// Starts the copy of rows [first, first + ROWS). Rows at or past from.count are zero-filled.
 template <class B, int ROWS>
 __device__ __forceinline__ void copy_pair(PairTile<B, ROWS>& tile, const RowPair& from, int first,
                                           const SdpaParams& p) {
@@ -458,8 +467,8 @@ __device__ __forceinline__ void copy_pair(PairTile<B, ROWS>& tile, const RowPair
 
 template <class B> constexpr bool copies_async = B::use_cp_async || B::is_wgmma;
 
-// The pipeline of streamed tiles, which loads STAGES - 1 tiles ahead. load(n, stage) starts the copies of
-// tile n.
+// The pipeline of the streamed tiles (`passing`). It loads STAGES - 1 tiles ahead. load(n, stage) starts the
+// copies of tile n.
 template <class B, class Load> struct PassingTiles {
   using Copy = VectorCopy<copies_async<B>>;
   const Load& load;
@@ -468,11 +477,13 @@ template <class B, class Load> struct PassingTiles {
   __device__ __forceinline__ PassingTiles(const Load& load_, int count_) : load(load_), count(count_) {
     for (int n = 0; n < B::stages - 1; n++) begin(n);
   }
+  // Commits a group even if there is no tile n, since acquire() counts groups.
   __device__ __forceinline__ void begin(int n) {
     if (n < count) load(n, n % B::stages);
     Copy::commit();
   }
   // Waits until tile n and all earlier copies have landed. Returns the tile's stage.
+  // wgmma: before the barrier, each thread makes its copies visible to wgmma, which reads by the async proxy.
   __device__ __forceinline__ int acquire(int n) {
     if (B::stages == 1) {
       __syncthreads();  // hazard: tile n - 1 read by all warps
@@ -484,7 +495,9 @@ template <class B, class Load> struct PassingTiles {
     return n % B::stages;
   }
   // Starts the load of tile n + STAGES - 1 into the stage of tile n - 1, which all warps have read by
-  // acquire(n). wgmma: called after S and dP of tile n have been issued.
+  // acquire(n). Called once per tile, even if the warp skips tile n.
+  // wgmma: called after S and dP of tile n have been issued. finish() and settle() have completed the
+  // products that read tile n - 1.
   __device__ __forceinline__ void load_ahead(int n) {
     if (B::stages > 1) begin(n + B::stages - 1);
   }
@@ -499,7 +512,7 @@ namespace expression {
 
 struct Dual {
   float value, slope;
-  // The variable s = score * factor, with the arguments of Score.
+  // The variable s = score * factor. Same parameters as the constructor of Score.
   __device__ __forceinline__ Dual(float score, float factor, float) : value(score * factor), slope(1) {}
   __device__ __forceinline__ Dual(float value_, float slope_) : value(value_), slope(slope_) {}
   // A constant, as in the expression  s > 0 ? s : 0
@@ -590,11 +603,11 @@ template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ D
 
 // True if d logit / d s may differ from 1. s: the scaled score.
 template <class B> constexpr bool has_slope = B::use_softcap != 0 || B::changes_logits;
-// USE_SOFTCAP: d logit / d s, given tanh(s / softcap), or -inf for a hidden key.
+// USE_SOFTCAP: d logit / d s. `tanh` is tanh(s / softcap), or -inf for a hidden key, whose slope is 0.
 template <class B> __device__ __forceinline__ float slope_of_cap(const KernelArgs& a, float tanh) {
   return is_capped<B>(a) ? fmaxf(fmaf(-tanh, tanh, 1), 0) : 1;
 }
-// USE_BIAS: adds the bias from global memory to a tile with any number of keys.
+// USE_BIAS: adds the bias from global memory. The tile may have more or fewer than BLOCK_N keys.
 struct BiasFromMemory {
   template <class B, class View> __device__ __forceinline__ void add(View& S, const ScoreTile<B>& tile) const {
     BiasInMemory<B>().add(S, tile.a, tile.item, tile.mask.keys.Sk, tile.q0, tile.k0);
@@ -605,7 +618,7 @@ template <class B, class Slopes, class Reader> struct SlopeTile : ScoreTile<B> {
   Slopes& slope;
   const Reader& reader;
 
-  // USE_SOFTCAP: computes the slope from the tanh, before the bias is added to it.
+  // Adds the bias, or returns false if there is none. USE_SOFTCAP: first computes the slope from the tanh.
   template <class View> __device__ __forceinline__ bool add_bias(View& S) const {
     if constexpr (B::use_bias != 0) {
       const ScoreTile<B>& tile = *this;
@@ -662,10 +675,15 @@ template <class B, class View> struct WeightsOfTile {
   View &P, &dS;
   float slope[has_slope<B> ? View::ROWS : 1][View::COLS];  // d logit / d s
 
-  // Replaces S by P = exp(logit - LSE). Scores of hidden keys are first set to -inf. So are those of keys
-  // past Sk: they are 0, and exp(0 - LSE) would overflow if LSE is below -88. Queries past Sq add 0 to all
-  // sums: their P is finite, and their dO, dP and delta are 0. has_roles: their P is 0, since their LSE is
-  // +inf. SCORE_MOD, USE_BIAS=1, 3: their P is 0, since their logits are set to -inf.
+  // Replaces S by P = exp(logit - LSE). Scores of hidden keys and of keys past Sk are first set to -inf. A
+  // key past Sk has score 0, and exp(0 - LSE) would overflow if LSE is below -88. Queries past Sq add 0 to
+  // all sums: their P is finite, and their dO, dP and delta are 0. has_roles: their P is 0, since their LSE
+  // is +inf. SCORE_MOD, USE_BIAS=1, 3: their P is 0, since their logits are set to -inf.
+  //
+  // Without softcap, SCORE_MOD and USE_BIAS=1, 3, `tile` acts as a ScoreTile, and the loop only computes
+  // P = exp2(S * scale_log2 - LSE * log2(e)).
+  //
+  // q0, k0: first query and key of the CTA's tile, not of the warp's rows. P.row(), P.col() count from there
   // unmasked: the mask hides no key of the tile.   lse: LSE * lse_factor of this thread's queries
   template <class Reader = BiasFromMemory>
   __device__ __forceinline__ void set_p(const BackwardArgs& a, const Item<B>& item, const Mask& mask, int q0, int k0,
@@ -674,7 +692,7 @@ template <class B, class View> struct WeightsOfTile {
     SlopeTile<B, decltype(slope), Reader> tile{of_scores, slope, reader};
     finish_scores<B>(P, tile, unmasked);
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-      // A query past Sq may have any logit, and its exponential could overflow.
+      // The logit of a query past Sq is arbitrary here, and its exponential could overflow.
       constexpr bool any_logit = B::changes_logits || (B::adds_bias && !has_roles<B>);
       const bool exists = !any_logit || q0 + P.row(i) < item.query_count(a.p);
       SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
@@ -689,7 +707,7 @@ template <class B, class View> struct WeightsOfTile {
       }
     }
   }
-  // Multiplies P by the slope. Called after P has been packed for P.T @ dO, which has no slope.
+  // Multiplies P by the slope. Called after P has been packed for P.T @ dO, which needs P without the slope.
   __device__ __forceinline__ void multiply_by_slope() {
     if constexpr (has_slope<B>) {
       SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
@@ -729,19 +747,22 @@ __device__ __forceinline__ void store_gradient(const View& T, float factor, Inpu
 }
 
 // ---- products: on the FMA pipes, by mma.sync and by wgmma ----
-// B is OfQK or OfV. In shared memory: `kept` [BLOCK_M][D] stays for the whole kernel, except in
-// sdpa_backward_bias; `passing` [BLOCK_N][D] is streamed. In registers: T [BLOCK_M][BLOCK_N] and a sum
-// [BLOCK_M][D]. A warp computes BLOCK_M / NUM_WARPS rows of T and of the sum, from the same rows of `kept`.
+// B is OfQK or OfV. In shared memory, `kept` [BLOCK_M][D] is loaded once, `passing` [BLOCK_N][D] is streamed.
+// sdpa_backward_bias streams both. In registers: T [BLOCK_M][BLOCK_N] and a sum [BLOCK_M][D]. A warp computes
+// BLOCK_M / NUM_WARPS rows of T and the same rows of the sum.
 //
 //              wgmma                                                      mma.sync             FMA
 //   begin()    issues T = kept @ passing.T                                -                    -
 //   finish()   waits for T; up to PENDING later groups stay in flight     T = kept @ passing.T the same
-//   add()      issues sum += T @ passing, with T rounded; the operand     sum += T @ passing   the same;
-//              must stay unchanged until settle()                         with T rounded       T stays fp32
+//   add()      rounds T to `operand`, issues sum += operand @ passing;    sum += T @ passing   the same;
+//              `operand` must stay unchanged until settle()               with T rounded       T stays fp32
 //   settle()   waits for all products                                     -                    -
+//
+// Order of the calls of wgmma_commit_group() in a tile: S, dP, dV, then dQ or dK. settle() is called for each
+// sum, but the first call waits for both.
 
 template <class B> constexpr int WARP_ROWS = B::block_m / B::num_warps;
-// Rows of T for which a masked tile is skipped at once: those of a warp, or of a warpgroup (wgmma).
+// Rows of T that skip a masked tile together: those of a warp, or of a warpgroup (wgmma).
 template <class B> constexpr int SKIPPING_ROWS = B::is_wgmma ? 64 : WARP_ROWS<B>;
 template <class B> __device__ __forceinline__ int first_skipping_row(int warp) {
   return uniform(warp * WARP_ROWS<B> / SKIPPING_ROWS<B> * SKIPPING_ROWS<B>);
@@ -752,7 +773,8 @@ template <class B, KernelKind = B::kernel> struct Products;
 template <class B> struct Products<B, KernelKind::scalar> {
   using Scores = ScalarScores<B>;
   using Sums = ScalarOutput<B>;
-  // T of all warps, since a lane reads all columns of its rows.
+  // T [BLOCK_M][BLOCK_N]. A lane holds only some columns of T, but add() needs all columns of its rows.
+  // Lanes of the same warp write them, so __syncwarp() suffices.
   using Scratch = float[B::block_m * ScalarShared<B>::P_STRIDE];
   using Operand = Nothing;
 
@@ -836,6 +858,9 @@ template <class B> struct Products<B, KernelKind::mma> {
   }
 };
 
+// `kept` consists of panels [BLOCK_M][64], `passing` of panels [BLOCK_N][64]. A warpgroup multiplies its 64
+// rows of `kept`, which start at element 64 * 64 * (warp / 4) of a panel. wgmma_descriptor() gives the strides
+// of an operand whose rows are contiguous, and of one whose columns are.
 template <class B> struct Products<B, KernelKind::wgmma_plain> {
   using Scores = WgmmaAccumulator<B::block_n>;
   using Sums = WgmmaAccumulator<B::head_dim>;
@@ -894,8 +919,9 @@ template <class B> __device__ __forceinline__ int workspace_rows(const BackwardA
   const int queries = item.query_count(a.p);
   return has_roles<B> ? ceil_div(queries, B::block_n) * B::block_n : queries;
 }
-// Writes LSE * lse_factor and delta of an item's BLOCK_M queries to the workspace. adds_dq: also clears their
-// dQ sums and counts of additions. has_roles: also writes the rows past the last query with LSE = +inf, which makes their P and dS 0.
+// Writes LSE * lse_factor and delta of an item's BLOCK_M queries to the workspace, see BackwardWorkspace.
+// adds_dq: also clears their dQ sums. orders_adds: also clears their counts of additions. has_roles: also
+// writes the padding rows past the last query, with LSE = +inf, so that their P and dS are 0.
 template <class B>
 __global__ void __launch_bounds__(32 * B::num_warps) sdpa_backward_rows(const __grid_constant__ BackwardArgs a) {
   constexpr int LANES = lanes_of_row<B>(), width = B::vec_width, rows_at_once = 32 * B::num_warps / LANES;
@@ -942,6 +968,7 @@ __global__ void __launch_bounds__(32 * B::num_warps) sdpa_backward_rows(const __
 
 // ---- two passes: shared memory ----
 // A CTA keeps BLOCK_M rows of one RowPair in shared memory and streams tiles of BLOCK_N rows of the other.
+// The kept rows are copied in the same group as tile 0, so acquire(0) waits for both.
 
 template <class B> struct BackwardShared {
   PairTile<B, B::block_m> kept;
@@ -952,10 +979,16 @@ template <class B> struct BackwardShared {
 
 // ---- two passes: dQ. Q and dO are kept, K and V are streamed ----
 
+//   for each tile of keys:                P holds S until set_p(), dS holds dP until set_ds()
+//     S = Q @ K.T,  dP = dO @ V.T         [BLOCK_M queries][BLOCK_N keys]
+//     P = exp(logit - LSE)                logit: scale * S after the score hook
+//     dS = P * (dP - delta)
+//     dQ += dS @ K                        [BLOCK_M][D]
+//   store scale * dQ
 template <class B>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_q(const __grid_constant__ BackwardArgs a) {
-  using QK = Products<OfQK<B>>;
-  using V = Products<OfV<B>>;
+  using QK = Products<OfQK<B>>;  // products with rows of Q or K, of D elements
+  using V = Products<OfV<B>>;    // products with rows of V or dO, of Dv elements
   using Scores = typename Products<B>::Scores;
   BackwardShared<B>& s = dynamic_shared<BackwardShared<B>>();
   const SdpaParams& p = a.p;
@@ -987,7 +1020,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_q(const __grid_co
   }
 
   typename QK::Operand dS_operand;
-  const int q = item.q0 + first_skipping_row<B>(warp);
+  const int q = item.q0 + first_skipping_row<B>(warp);  // first of the rows that skip tiles together
   for (int n = 0; n < tiles.count; n++) {
     const int k0 = keys.begin + n * B::block_n;
     const PairTile<B, B::block_n>& tile = s.passing[tiles.acquire(n)];
@@ -1022,8 +1055,9 @@ template <int WIDTH> struct MmaPieceOfDq : QuadRuns<2, WIDTH, 2> {  // [16][WIDT
   static constexpr int M_TILES = 1;
 };
 // ONE_PASS: adds dQ = dS @ K of BLOCK_N queries to their sums, except for queries at or past `count`. A warp
-// computes pieces of 16 queries and at most 64 elements. The warps exchange dS.T through shared memory, since
-// a piece needs dS of all keys. The barrier in acquire() of the next tile protects dS_s.
+// computes blocks of [16 queries][32 or 64 elements]. The warps exchange dS.T through shared memory, since a
+// block needs dS of all keys. Before dS_s is overwritten, acquire() of the next tile waits for all warps.
+//
 //   K [BLOCK_M][D]   sums [count][D]
 template <class B, class View>
 __device__ __forceinline__ void add_dq(float* sums_g, int count, const View& dS, typename Products<B>::Scratch& dS_s,
@@ -1063,7 +1097,8 @@ __device__ __forceinline__ void add_dq(float* sums_g, int count, const View& dS,
   }
 }
 
-// Registers per thread for S, dP and sums with `columns` columns in total.
+// Registers per thread for S, dP and sums with `columns` columns in total: the elements of a warp's rows,
+// WARP_ROWS * (2 * BLOCK_N + columns), divided by 32 lanes.
 template <class B> constexpr int sum_registers(int columns) {
   return B::block_m / B::num_warps * (columns / 2 + B::block_n) / 16;
 }
@@ -1074,7 +1109,8 @@ template <class B> struct KeyTile {
   Item<B> item;  // the sequence
   int h_kv, k0;
 };
-// USE_LENGTHS: tile i of CLUSTER_KEYS keys. Consecutive tiles of a head share its Q and dO in L2.
+// USE_LENGTHS: tile i of CLUSTER_KEYS keys. Here item.h is a KV head, and item.q0 is the tile's first key.
+// Consecutive tiles of a head share its Q and dO in L2.
 template <class B> __device__ __forceinline__ KeyTile<B> key_tile_of_sequence(const BackwardArgs& a, uint32_t i) {
   const Item<B> item = sequence_tile<B, CLUSTER_KEYS<B>>(a.p, a.p.k_starts, a.p.Sk, a.p.Hkv, i);
   return {item, item.h, item.q0};
@@ -1090,6 +1126,12 @@ template <class B> __device__ __forceinline__ KeyTile<B> key_tile(const Backward
   return {item_of<B>(a.p, head / a.p.Hkv, 0, 0), head % a.p.Hkv, k0};
 }
 
+//   for each query head of the group, for each tile of its queries:
+//     S.T = K @ Q.T,  dP.T = V @ dO.T                  [BLOCK_M keys][BLOCK_N queries], in P and dS
+//     P.T = exp(logit - LSE)
+//     dV += P.T @ dO                                   [BLOCK_M][Dv]
+//     dS.T = P.T * (dP.T - delta);  dK += dS.T @ Q     [BLOCK_M][D]
+//   store dV and scale * dK
 template <class B, bool HAS_DK, bool HAS_DV>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_constant__ BackwardArgs a) {
   using QK = Products<OfQK<B>>;
@@ -1105,21 +1147,22 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
   if (B::use_lengths && k0 >= key_end) return;
   const Mask& mask = mask_of<B, B::block_n, SKIPPING_ROWS<B>>(a, item);
   const Interval queries = queries_of_keys(mask.keys, k0, min(k0 + B::block_m, key_end) - 1, item.query_count(p));
-  const int tiles_of_head = max(ceil_div(queries.end - queries.begin, B::block_n), 0);
+  const int tiles_per_head = max(ceil_div(queries.end - queries.begin, B::block_n), 0);
 
-  const auto head_of_tile = [&](int n) { return h_kv * group + n / tiles_of_head; };
-  const auto query_of_tile = [&](int n) { return queries.begin + n % tiles_of_head * B::block_n; };
+  const auto head_of_tile = [&](int n) { return h_kv * group + n / tiles_per_head; };
+  const auto query_of_tile = [&](int n) { return queries.begin + n % tiles_per_head * B::block_n; };
   const auto load = [&](int n, int stage) {
     const int h = head_of_tile(n), q0 = query_of_tile(n);
     if (n == 0) copy_pair(s.kept, keys_of_head(a, item, h_kv), k0, p);
     copy_pair(s.passing[stage], queries_of_head(a, item, h), q0, p);
+    // Here work.padded_rows is Sq.
     const float2* const rows_g = a.work.rows + head_index(p, item, h) * p.Sq + workspace_row(p, item, q0);
     for (int r = threadIdx.x; r < B::block_n; r += B::threads) {
       VectorCopy<copies_async<B>>::template copy<sizeof(float2)>(&s.rows[stage][r], rows_g + r,
                                                                   q0 + r < item.query_count(p));
     }
   };
-  PassingTiles<B, decltype(load)> tiles(load, group * tiles_of_head);
+  PassingTiles<B, decltype(load)> tiles(load, group * tiles_per_head);
 
   Scores P, dS;
   typename QK::Sums dK;
@@ -1133,11 +1176,11 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
   ByQuery P_by_query(P), dS_by_query(dS);
 
   typename QK::Operand P_operand, dS_operand;
-  const int k = k0 + first_skipping_row<B>(warp);
+  const int k = k0 + first_skipping_row<B>(warp);  // first of the keys that skip tiles together
   for (int n = 0; n < tiles.count; n++) {
     const int stage = tiles.acquire(n), q0 = query_of_tile(n);
     const PairTile<B, B::block_n>& tile = s.passing[stage];
-    if (!adds_dq<B> && !mask.tiles.touch(q0, k)) {  // add_dq() needs all warps
+    if (!adds_dq<B> && !mask.tiles.touch(q0, k)) {  // add_dq() has a barrier of all warps
       tiles.load_ahead(n);
       continue;
     }
@@ -1150,13 +1193,13 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
     SDPA_UNROLL for (int i = 0; i < ByQuery::ROWS; i++) {
       of_row[i] = ld_shared<float>(&s.rows[stage][P_by_query.row(i)].x);
     }
-    QK::template finish<HAS_DK>(P, s.kept.x, tile.x, warp, lane);
+    QK::template finish<HAS_DK ? 1 : 0>(P, s.kept.x, tile.x, warp, lane);  // dP stays in flight
     WeightsOfTile<B, ByQuery> weights{P_by_query, dS_by_query, {}};
     weights.set_p(a, query_tile(item, head_of_tile(n), q0), mask, q0, k0, mask.tiles.cover(q0, k), of_row);
     if (HAS_DV) V::add(dV, P, tile.y, s.scratch, P_operand, lane);
     if (HAS_DK) {
       weights.multiply_by_slope();
-      V::template finish<HAS_DV>(dS, s.kept.y, tile.y, warp, lane);
+      V::template finish<HAS_DV ? 1 : 0>(dS, s.kept.y, tile.y, warp, lane);  // dV stays in flight
       SDPA_UNROLL for (int i = 0; i < ByQuery::ROWS; i++) {
         of_row[i] = ld_shared<float>(&s.rows[stage][P_by_query.row(i)].y);
       }
@@ -1164,7 +1207,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
       QK::add(dK, dS, tile.x, s.scratch, dS_operand, lane);
       QK::settle(dK);
     }
-    if (HAS_DV) V::settle(dV);
+    if (HAS_DV) V::settle(dV);  // hazard: the stage of this tile read by wgmma
     if constexpr (adds_dq<B>) {
       const int64_t row = head_index(p, item, head_of_tile(n)) * p.Sq + workspace_row(p, item, q0);
       add_dq<OfQK<B>>(a.work.dQ_sums + row * B::head_dim, item.query_count(p) - q0, dS, s.scratch, s.kept.x, warp,
@@ -1201,7 +1244,8 @@ __global__ void __launch_bounds__(B::threads) sdpa_backward_convert_rows(const _
 // ---- one pass by wgmma: five products, a producer warpgroup and two consumer warpgroups (has_roles) ----
 // A CTA keeps 128 keys, 64 per consumer warpgroup, and streams tiles of BLOCK_N queries. S.T = K @ Q.T and
 // dP.T = V @ dO.T have keys as rows, so that P.T is an A operand in registers. The warpgroups write dS.T to
-// shared memory. Then each computes half of the tile's dQ from all 128 keys. For D=256 see "clusters of two CTAs".
+// shared memory. Then each computes half of the tile's dQ from all 128 keys. For D=256, see "clusters of two
+// CTAs".
 //
 //   producer, warp 0                      consumer warpgroup w
 //   load Q, LSE of tile 0;  load K, V     before the first tile:  S, dP, P of tile 0
@@ -1210,25 +1254,25 @@ __global__ void __launch_bounds__(B::threads) sdpa_backward_convert_rows(const _
 //     wait q_empty;  load Q, LSE            wait for the turn
 //       of tile n + 1                       dV += P.T @ dO                          release dO of tile n
 //                                           dQ = dS @ K of tile n - 1
-//                                           S = K @ Q.T of tile n + 1
+//                                           S.T = K @ Q.T of tile n + 1
 //                                           dK += dS.T @ Q
 //                                           pass dQ to producer warp 1 + w, which adds it to the sums
-//                                           dP = V @ dO.T of tile n + 1;  pass the turn on
+//                                           dP.T = V @ dO.T of tile n + 1;  pass the turn on
 //                                           P = exp(logit - LSE) of tile n + 1      release Q of tile n
 //                                         after the last tile:  its dQ;  store dK, dV
 //
-// The warpgroups take turns: one issues products while the other computes P and dS. At the start of a turn,
-// both halves of dS of tile n - 1 are complete, since the other warpgroup stored its half before its own
-// previous turn.
+// The warpgroups take turns: one issues products while the other computes P and dS. When a warpgroup's turn
+// for tile n starts, both halves of dS of tile n - 1 are complete: the other warpgroup stored its half before
+// its latest turn.
 
 template <class B> constexpr int DQ_PIECES = B::block_n / 64 * (B::head_dim / 64);  // of a tile
 
-// Named barriers of the consumers, and the number of threads that arrive or wait. w: a warpgroup.
+// Ids of named barriers, and the number of threads that arrive or wait. w: a consumer warpgroup.
 constexpr int backward_turn = 1, backward_turn_threads = 256;  // backward_turn + w: the turn of w
 constexpr int both_groups = 3, both_groups_threads = 256;
 constexpr int own_group = 4, own_group_threads = 128;  // own_group + w: the warps of w
 constexpr int p_stored = 6, p_read = 7, p_threads = 256;  // in_clusters: P written by warpgroup 0, read by 1
-constexpr int dq_free = 8, dq_passed = 10, dq_threads = 160;  // + w: a piece of w, with a warp of producers
+constexpr int dq_free = 8, dq_passed = 10, dq_threads = 160;  // + w: w and producer warp 1 + w
 
 template <class B> struct KeysOfCta {
   KeyTile<B> keys;
@@ -1237,20 +1281,21 @@ template <class B> struct KeysOfCta {
 
 // in_clusters: K and dS of the other CTA, and P for warpgroup 1.
 struct ClusterShared {
-  alignas(1024) Input K[2][64 * 64];   // rows: keys of the other CTA; columns: those of this CTA's dQ; in panels
+  alignas(1024) Input K[2][64 * 64];   // panels. Rows: keys of the other CTA; columns: those of this CTA's dQ
   alignas(1024) Input dS[2][64 * 64];  // dS.T of the other CTA
   float4 P[8][128];                    // P.T of this CTA: the accumulators of the threads
   uint64_t ds_full[2], ds_empty[2];
 };
 
-// A piece of dQ of each warpgroup, in the order of the sums.
+// A piece of dQ of each warpgroup, ordered as in add_to_sums_of_dq().
 struct PiecesShared { alignas(128) float dQ[2][dq_piece_floats]; };
 
 template <class B> struct BackwardWgmmaShared {
-  // A tile's Q is read before its dO and released after it. For D=64 there is no room for an additional stage.
-  static constexpr int Q_STAGES = B::stages + (B::head_dim > 64);
-  // One warpgroup reads dS of tiles n - 1 and n while the other writes n + 1. in_clusters: one reads n while the
-  // other writes n + 1.
+  // A tile's Q is read before its dO and released after it, so Q has an additional stage. For D=64, shared
+  // memory has no room for it.
+  static constexpr int Q_STAGES = B::stages + (B::head_dim > 64 || adds_directly<B>);
+  // One warpgroup reads dS of tiles n - 1 and n while the other writes n + 1. in_clusters: one reads n while
+  // the other writes n + 1.
   static constexpr int DS_STAGES = in_clusters<B> ? 2 : 3;
   alignas(1024) Input K[CTA_KEYS<B> / 64][64 * B::head_dim];  // [64][D], later dK
   alignas(1024) Input V[CTA_KEYS<B> / 64][64 * B::head_dim];  // later dV
@@ -1263,7 +1308,7 @@ template <class B> struct BackwardWgmmaShared {
   // USE_LENGTHS: keys and mask, for which neither the producer nor the consumers have registers.
   std::conditional_t<B::use_lengths, KeysOfCta<B>, Nothing> of_cta;
   std::conditional_t<in_clusters<B>, ClusterShared, Nothing> cluster;
-  std::conditional_t<in_clusters<B>, Nothing, PiecesShared> pieces;
+  std::conditional_t<adds_directly<B>, Nothing, PiecesShared> pieces;
 };
 
 // USE_BIAS=1: in the turn of tile n, a warpgroup prefetches the bias for its 64 keys and tile n + 1 into its
@@ -1321,31 +1366,39 @@ template <class B> __device__ __forceinline__ KeyTile<B> key_tile_of_cluster(con
   return {item_of<B>(a.p, int(head / a.p.Hkv), 0, 0), int(head % a.p.Hkv), int(j / heads * CLUSTER_KEYS<B>)};
 }
 
-// Iterates over the tiles of queries that see a key of the cluster, from the last one to the first, and for each
-// of them over the query heads of the GQA group.
+// Iterates over the tiles of queries that see a key of the cluster, for each query head of the GQA group.
+// descends: from last to first, and the inner loop iterates over the heads.
 template <class B> struct QueryTiles {
-  int h, tile, of_head;  // head and index of the current tile; number of tiles per head
+  int h, first, of_head;  // first: index of a head's first tile; of_head: number of tiles per head
+  int n = 0;              // the current tile is tile first + n of head h. descends: tile first
 
   __device__ __forceinline__ QueryTiles(const BackwardArgs& a, const KeyTile<B>& keys, const Mask& mask)
       : h(keys.h_kv * (a.p.Hq / a.p.Hkv)) {
     const int last_key = min(keys.k0 + CLUSTER_KEYS<B>, key_count(a.p, keys.item)) - 1;
     const Interval queries = queries_of_keys(mask.keys, keys.k0, last_key, keys.item.query_count(a.p));
-    const int first = queries.begin / B::block_n;
+    first = queries.begin / B::block_n;
     const bool is_empty = queries.end <= queries.begin || (B::use_lengths && last_key < keys.k0);
     of_head = is_empty ? 0 : ceil_div(queries.end, B::block_n) - first;
-    tile = first + of_head - 1;
+    if (descends<B>) first += of_head - 1;
   }
   __device__ __forceinline__ int count(const SdpaParams& p) const { return of_head * (p.Hq / p.Hkv); }
-  __device__ __forceinline__ int query() const { return tile * B::block_n; }
+  __device__ __forceinline__ int query() const { return (first + n) * B::block_n; }
   // Index of the tile's first row in the workspace.
   __device__ __forceinline__ int64_t row(const BackwardArgs& a, const Item<B>& item) const {
     return head_index(a.p, item, h) * a.work.padded_rows + workspace_row(a.p, item, query());
   }
   __device__ __forceinline__ void advance(const BackwardArgs& a) {
-    h++;
-    if (a.q_heads_per_kv.remainder(h) > 0) return;
-    h -= a.q_heads_per_kv.divisor;
-    tile--;
+    if constexpr (descends<B>) {
+      h++;
+      if (a.q_heads_per_kv.remainder(h) > 0) return;
+      h -= a.q_heads_per_kv.divisor;
+      first--;
+      return;
+    }
+    if (++n == of_head) {
+      n = 0;
+      h++;
+    }
   }
 };
 
@@ -1359,7 +1412,8 @@ constexpr uint64_t evict_normal = 0x1000000000000000;
 
 // USE_LENGTHS: copies a tile that ends past the last row of its sequence, and zero-fills the missing rows.
 // TMA would load rows of the next sequence instead. The producer warp calls it. The copies have landed when
-// it returns. Then lane 0 arrives at the mbarrier, so that the consumers may read them.
+// it returns. The caller then arrives at the mbarrier, so that the consumers may read them.
+//
 //   from_g: the tile's first row   count: number of rows of the tile that exist
 template <int ROWS, int D>
 __device__ __forceinline__ void copy_last_tile(Input* panels_s, const Input* from_g, int64_t row_stride, int width,
@@ -1378,11 +1432,12 @@ __device__ __forceinline__ void copy_last_tile(Input* panels_s, const Input* fro
   __syncwarp();  // hazard: rows copied by all lanes
 }
 
-// The producer: thread 0, or with USE_LENGTHS its warp. Loads K and V once, and Q, LSE, dO and delta of every
-// query tile.
+// The producer: thread 0, or with USE_LENGTHS its warp. Loads K and V once, then Q, LSE, dO and delta of each
+// query tile. in_clusters: also K of the other CTA.
 template <class B>
 __device__ __forceinline__ void produce_backward(BackwardWgmmaShared<B>& s, const BackwardArgs& a,
                                                  const KeyTile<B>& keys, QueryTiles<B> q_tile) {
+  // row_bytes: LSE or delta of a tile. rows_bytes: its Q or dO.
   constexpr int D = B::head_dim, row_bytes = B::block_n * sizeof(float), rows_bytes = B::block_n * D * sizeof(Input);
   using Shared = BackwardWgmmaShared<B>;
   const Item<B>& item = keys.item;
@@ -1481,33 +1536,34 @@ __device__ __forceinline__ void wgmma_dq(WgmmaAccumulator<64>& dQ, uint64_t dS, 
 }
 
 // ---- additions to dQ ----
-// A piece of dQ is added to sums in global memory. Consumer warpgroup w writes it to shared memory, and warp 1 + w
-// of the producer warpgroup adds it by a bulk operation, so that consumers do not wait for additions.
+// Consumer warpgroup w writes its piece of dQ to shared memory. Warp 1 + w of the producer warpgroup adds it
+// to the sums in global memory by a bulk operation, so that the consumers do not wait for the addition.
 //
 //   warp 1 + w of the producer warpgroup      consumer warpgroup w
-//   ORDERED_ADDS: wait for the turn             compute a piece of dQ
+//   ORDERED_ADDS: wait for the counter          compute a piece of dQ
 //   wait dq_passed                              wait dq_free
 //   add the piece; wait until it is read        write the piece to shared memory
 //   arrive dq_free                              arrive dq_passed
 //   ORDERED_ADDS: wait until it is added;
-//     pass on the turn
+//     increment the counter
 //
-// in_clusters: shared memory has no room for the pieces, so the consumers add them. With ORDERED_ADDS they wait for
-// dq_free, at which the warp arrives when it is their turn.
+// adds_directly: the consumers add the pieces. With ORDERED_ADDS, the warp arrives at dq_free when the counter
+// permits the addition, and the consumers wait for it.
 //
-// ORDERED_ADDS: floating-point addition is not associative, so the sums repeat only if the CTAs add to each of
-// them in a fixed order: by ascending keys. The counter of a piece is the number of CTAs that have added to it.
-// A CTA waits until all CTAs with smaller keys have added.
+// ORDERED_ADDS: floating-point addition is not associative, so results are bitwise identical only if the CTAs
+// add to each piece in a fixed order: by ascending keys. The counter of a piece is the number of CTAs that
+// have added to it. A CTA waits until all CTAs with smaller keys have added.
 //
-// No deadlock: CTAs start in the order of blockIdx, and a CTA waits only for CTAs with a smaller blockIdx, which
-// add in the same order. So the unfinished CTA with the smallest blockIdx has started and waits for none.
+// No deadlock, provided that CTAs start in the order of blockIdx, as they do on NVIDIA GPUs (CUDA does not
+// guarantee it). A CTA waits only for CTAs with a smaller blockIdx, and all visit the pieces in the same
+// order. So the unfinished CTA with the smallest blockIdx has started and waits for none.
 //
-// Short waits: all CTAs of a head visit its query tiles in descending order. Under a mask, the last tile of a
-// CTA with smaller keys is at most that of one with larger keys, so it reaches every common tile first. For the
-// same reason, the heads of a GQA group alternate: CTAs with more tiles per head would otherwise hold up the
+// Short waits: with ORDERED_ADDS, all CTAs of a head visit its query tiles in descending order. Under a mask, a CTA with smaller
+// keys begins at the same tile or one with a smaller index, so it reaches a common tile first. The heads of
+// a GQA group are the inner loop. If they were the outer loop, CTAs with more tiles per head would delay the
 // others at each head.
 
-// Number of CTAs that add to tiles of queries from q0 on before the CTA with keys from k0 on.
+// Number of CTAs that add to a piece of the query tile at q0 before the CTA whose first key is k0.
 template <class B> __device__ __forceinline__ uint32_t adds_before(const Mask& mask, int q0, int k0) {
   return k0 / CLUSTER_KEYS<B> - mask.keys.begin(q0) / CLUSTER_KEYS<B>;
 }
@@ -1521,13 +1577,14 @@ __device__ __forceinline__ void add_to_sums_of_dq(const WgmmaAccumulator<64>& dQ
     red_global_add_v4(to_g + i * 512, d[0], d[1], d[2], d[3]);
   }
 }
-// Passes a piece of dQ of warpgroup w to add_pieces(), in the order of the sums. in_clusters: adds it.
+// Passes a piece of dQ of warpgroup w to add_pieces(), ordered as in add_to_sums_of_dq(). adds_directly: adds
+// it to the sums at piece_g.
 template <class B>
 __device__ __forceinline__ void pass_dq(BackwardWgmmaShared<B>& s, const WgmmaAccumulator<64>& dQ, int w,
                                         float* piece_g) {
-  // hazard: previous piece read by the bulk operation
-  if (!in_clusters<B> || orders_adds<B>) barrier_sync(dq_free + w, dq_threads);
-  if constexpr (in_clusters<B>) {
+  // hazard: previous piece read by the bulk operation. adds_directly: smaller keys added by other CTAs
+  if (!adds_directly<B> || orders_adds<B>) barrier_sync(dq_free + w, dq_threads);
+  if constexpr (adds_directly<B>) {
     add_to_sums_of_dq(dQ, piece_g);
   } else {
     SDPA_UNROLL for (int i = 0; i < 8; i++) {
@@ -1536,22 +1593,22 @@ __device__ __forceinline__ void pass_dq(BackwardWgmmaShared<B>& s, const WgmmaAc
     }
     fence_proxy_async();  // the bulk operation reads the piece
   }
-  if (!in_clusters<B> || orders_adds<B>) barrier_arrive(dq_passed + w, dq_threads);
+  if (!adds_directly<B> || orders_adds<B>) barrier_arrive(dq_passed + w, dq_threads);
 }
 
-// Adds the pieces of warpgroup w to the sums of dQ. One warp calls it.
+// Adds the pieces of warpgroup w to the sums of dQ. adds_directly: orders the additions. One warp calls it.
 template <class B>
 __device__ __forceinline__ void add_pieces(BackwardWgmmaShared<B>& s, const BackwardArgs& a, const KeyTile<B>& keys,
                                            const Mask& mask, QueryTiles<B> tile, int w) {
   const bool is_first_lane = threadIdx.x % 32 == 0;
   const int piece_of_tile = in_clusters<B> ? 2 * cluster_rank() + w : w;
-  if (!in_clusters<B>) barrier_arrive(dq_free + w, dq_threads);
+  if (!adds_directly<B>) barrier_arrive(dq_free + w, dq_threads);
   for (int left = tile.count(a.p); left > 0; left--) {
     const int64_t piece = tile.row(a, keys.item) / B::block_n * DQ_PIECES<B> + piece_of_tile;
     const uint32_t before = adds_before<B>(mask, tile.query(), keys.k0);
     if (orders_adds<B> && is_first_lane) wait_for_value(a.work.adds_to_piece(piece), before);
     __syncwarp();
-    if constexpr (in_clusters<B>) {
+    if constexpr (adds_directly<B>) {
       barrier_arrive(dq_free + w, dq_threads);
       barrier_sync(dq_passed + w, dq_threads);
     } else {
@@ -1571,8 +1628,8 @@ __device__ __forceinline__ void add_pieces(BackwardWgmmaShared<B>& s, const Back
   }
 }
 
-// Stores 16 columns of a tile with 64 rows, given as an A operand, to panels of PANEL_ROWS rows. tile_s: the tile's
-// row 0 in panel 0.
+// Stores 16 columns of a tile with 64 rows, given as an A operand, to panels of PANEL_ROWS rows. tile_s: the
+// tile's row 0 in panel 0.
 template <int PANEL_ROWS>
 __device__ __forceinline__ void store_step_to_panels(Input* tile_s, int step, const uint32_t (&x)[4]) {
   const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
@@ -1601,8 +1658,8 @@ __device__ __forceinline__ void load_columns(float (&x)[View::COLS], const View&
   }
 }
 
-// Starts to store dK or dV of the 64 keys from k0 on, which are in panels. All threads of a warpgroup call it and
-// then wait until the panels have been read.
+// Starts the store of dK or dV of keys [k0, k0 + 64) from panels. All threads of a warpgroup call it. The
+// caller waits until the panels have been read.
 template <class B>
 __device__ __forceinline__ void store_key_gradient(const BackwardArgs& a, const KeyTile<B>& keys, int k0,
                                                    const Input* panels_s, Input* gradient_g, const Strides& strides,
@@ -1657,6 +1714,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   };
   const uint64_t K = matrix(s.K[w]), V = matrix(s.V[w]), Q_0 = matrix(s.Q[0], B::block_n * 128);
   const uint64_t dO_0 = matrix(s.dO[0], B::block_n * 128), dS_0 = matrix(s.dS[0]);
+  // For dQ of w: 64 columns of K, and the panel of 64 queries of dS.
   const uint64_t K_panel = descriptor_at(matrix(s.K[0]), w % (D / 64) * 64 * 128);
   constexpr int query_panel_bytes = B::block_m * 128, own_keys_bytes = 64 * 128;
   const int dq_panel = w / (D / 64) * query_panel_bytes;
@@ -1667,6 +1725,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   StageRing<Shared::Q_STAGES> q_ring;
   StageRing<B::stages> o_ring;
   int ds_stage = Shared::DS_STAGES - 1;  // of the previous tile
+  float* dQ_sums_g = nullptr;            // this warpgroup's piece of the previous tile's dQ sums
 
   // USE_BIAS=1: bias_of_next() is the buffer for the bias of the next tile.
   constexpr bool may_prefetch_bias = B::use_bias == 1;
@@ -1739,7 +1798,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     hold(dV.x.d);
     arrive_by_warp(&s.o_empty[o_stage]);
 
-    // S = K @ Q.T of the next tile, and dK += dS.T @ Q of this one
+    // S.T = K @ Q.T of the next tile, and dK += dS.T @ Q of this one
     Scores next_S, next_dP;
     if constexpr (!last) {
       mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
@@ -1752,14 +1811,15 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     }
     wgmma_wait_group<last ? 1 : 2>();
     hold(dQ.x.d);
-    if (!first) pass_dq<B>(s, dQ, w, nullptr);
+    if (!first) pass_dq<B>(s, dQ, w, dQ_sums_g);
+    dQ_sums_g = a.work.dQ_sums + tile.row(a, keys.item) * D + w * dq_piece_floats;
 
     if constexpr (last) {
       if (w == 0) barrier_arrive(last_barrier, backward_turn_threads);  // the other warpgroup's last turn
       wgmma_wait_group<0>();
       hold(dK.x.d);
     } else {
-      // dP = V @ dO.T and P of the next tile
+      // dP.T = V @ dO.T and P of the next tile
       mbarrier_wait(&s.o_full[o_ring.stage], o_ring.parity);
       wgmma_qk<B>(next_dP, V, dO_of(o_ring.stage));
       barrier_arrive(backward_turn + 1 - w, backward_turn_threads);
@@ -1801,7 +1861,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   wgmma_dq<B>(dQ, descriptor_at(dS_of(ds_stage), dq_panel), K_panel);
   wgmma_wait_group<0>();
   hold(dQ.x.d);
-  pass_dq<B>(s, dQ, w, nullptr);
+  pass_dq<B>(s, dQ, w, dQ_sums_g);
 
   // Write dV over this warpgroup's V and dK over its K, then store both by TMA.
   store_to_panels<64>(dV, 1, s.V[w]);
@@ -1816,7 +1876,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
 
 // ---- clusters of two CTAs (in_clusters) ----
 // dK and dV of 128 keys with 256 elements would take 256 registers per thread of two warpgroups, so a CTA has
-// 64 keys. Without a cluster this would double the additions to dQ per product. So two CTAs form a cluster
+// 64 keys. Separate CTAs of 64 keys would double the number of additions to dQ. So two CTAs form a cluster
 // with 128 keys and iterate over the same query tiles. They exchange dS, and each computes half of the
 // columns of dQ from all 128 keys.
 //
@@ -1825,7 +1885,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
 //   for each tile n:                           for each tile n:
 //     dV += P.T @ dO             release dO      dK += dS.T @ Q             release Q
 //     dQ of tile n - 1, 64 columns               dQ of tile n - 1, 64 columns
-//     S = K @ Q.T of tile n + 1                  dP = V @ dO.T of tile n + 1
+//     S.T = K @ Q.T of tile n + 1                dP.T = V @ dO.T of tile n + 1
 //     add dQ to the sums in global memory        add dQ to the sums in global memory
 //     P = exp(logit - LSE) of tile n + 1         wait for P of tile n + 1
 //     pass P to warpgroup 1      release Q       dS = P * (dP - delta)
@@ -1870,16 +1930,17 @@ __device__ __forceinline__ void consume_in_cluster(BackwardWgmmaShared<B>& s, co
   T.first_col = lane % 4 * 2;
   forget(sum.x.d);  // the products of the first tile overwrite it
 
-  // Rings of Q (W == 1: dO) for T and of dO (W == 1: Q) for the sum. T is one tile ahead of the sum.
+  // t_ring: stages of Q (W == 1: of dO), which T is computed from. sum_ring: stages of dO (W == 1: of Q),
+  // which the sum is computed from. T is one tile ahead of the sum.
   constexpr int T_STAGES = W == 0 ? Shared::Q_STAGES : B::stages, SUM_STAGES = W == 0 ? B::stages : Shared::Q_STAGES;
   uint64_t *const t_full = W == 0 ? s.q_full : s.o_full, *const t_empty = W == 0 ? s.q_empty : s.o_empty;
   uint64_t *const sum_full = W == 0 ? s.o_full : s.q_full, *const sum_empty = W == 0 ? s.o_empty : s.q_empty;
   StageRing<T_STAGES> t_ring;
   StageRing<SUM_STAGES> sum_ring;
-  StageRing<2> ds_ring, ds_before{1};  // dS: written for tile n + 1, read for n - 1
+  StageRing<2> ds_ring, ds_before{1};  // dS: in tile n, written for tile n + 1, read for tile n - 1
   float* dQ_sums_g = nullptr;          // this warpgroup's piece of the previous tile's dQ sums
 
-  // Computes descriptors again for each tile. Otherwise those of all steps would stay in registers.
+  // Called for each tile. Descriptors kept across tiles would occupy registers for every step.
   const auto matrix = [](const void* at_s, int leading_bytes = 16) {
     return wgmma_descriptor(uniform(shared_address(at_s)), leading_bytes, 1024);
   };
@@ -1899,11 +1960,11 @@ __device__ __forceinline__ void consume_in_cluster(BackwardWgmmaShared<B>& s, co
     }
   };
   // Given T, computes P or dS of a tile and the operand of the sum.
-  const auto finish_scores = [&](bool first) {
+  const auto compute_operand = [&](bool first) {
     const int stage = ds_ring.stage;
     if constexpr (W == 0) {
       ByQuery P_by_query(T);
-      WeightsOfTile<B, ByQuery> weights{P_by_query, P_by_query, {}};
+      WeightsOfTile<B, ByQuery> weights{P_by_query, P_by_query, {}};  // no dS in this warpgroup
       float lse[Scores::COLS];
       load_columns(lse, T, s.lse[t_ring.stage]);
       const int q0 = tile.query();
@@ -1980,7 +2041,7 @@ __device__ __forceinline__ void consume_in_cluster(BackwardWgmmaShared<B>& s, co
       tile.advance(a);
       wgmma_wait_group<0>();
       hold(T.x.d);
-      finish_scores(false);
+      compute_operand(false);
     }
   };
 
@@ -1989,7 +2050,7 @@ __device__ __forceinline__ void consume_in_cluster(BackwardWgmmaShared<B>& s, co
   issue_scores();
   wgmma_wait_group<0>();
   hold(T.x.d);
-  finish_scores(true);
+  compute_operand(true);
   for (int n = 0; n + 1 < tiles; n++) do_tile(n == 0, std::false_type{});
   do_tile(tiles == 1, std::true_type{});
 
@@ -2030,14 +2091,14 @@ __device__ __forceinline__ void store_zero_gradients(const BackwardArgs& a, cons
 template <class B>
 __device__ __forceinline__ void run_backward_roles(BackwardWgmmaShared<B>& s, const BackwardArgs& a,
                                                    const KeyTile<B>& keys, const Mask& mask,
-                                                   const QueryTiles<B>& tiles, int group) {
+                                                   QueryTiles<B> tiles, int group) {
   using Registers = WgmmaRegisters<B, 24>;
   if (group == 0) {
     setmaxnreg_dec<Registers::producer>();
     const int warp = uniform(threadIdx.x / 32);
     if (warp == 0) {
       if (B::use_lengths || threadIdx.x == 0) produce_backward(s, a, keys, tiles);
-    } else if (warp <= 2 && (!in_clusters<B> || orders_adds<B>)) {
+    } else if (warp <= 2 && (!adds_directly<B> || orders_adds<B>)) {
       add_pieces(s, a, keys, mask, tiles, warp - 1);
     }
   } else {
@@ -2060,7 +2121,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_wgmma(const __gri
   const int group = uniform(threadIdx.x / 128);
   KeyTile<B> keys = key_tile_of_cluster<B>(a);
   const Mask& mask = mask_of<B, B::block_n, 64>(a, keys.item);
-  const QueryTiles<B> tiles(a, keys, mask);
+  QueryTiles<B> tiles(a, keys, mask);
   if (in_clusters<B>) keys.k0 += cluster_rank() * CTA_KEYS<B>;
   if (tiles.count(a.p) == 0) return store_zero_gradients<B>(a, keys);
   if (threadIdx.x == 0) {
@@ -2134,8 +2195,8 @@ struct SinksShared {
   float sums[sink_warps];
 };
 
-// A sink is a logit with P = exp(sink - LSE) and dP = 0. So dSink = sum of -P * delta over the rows of a
-// head. One CTA per query head.
+// A sink is a logit with P = exp(sink - LSE) and dP = 0. So dSink = sum of -P * delta over the rows of a head
+// in all batches. One CTA per query head.
 template <class B>
 __global__ void __launch_bounds__(32 * sink_warps) sdpa_backward_sinks(const __grid_constant__ BackwardArgs a) {
   SinksShared& s = dynamic_shared<SinksShared>();
@@ -2205,7 +2266,7 @@ template <class B> __host__ __device__ __forceinline__ int bias_columns_of_tile(
 template <class B> __host__ __device__ __forceinline__ int bias_tile_size(const BiasPlan& plan) {
   return (plan.sums_queries ? 1 : B::block_m) * bias_columns_of_tile<B>(plan);
 }
-// Stores a tile of dBias. value(r, c) returns an element. first, step: the elements of this thread.
+// Stores a tile of dBias. value(r, c) returns an element. The thread stores every step-th one from `first`.
 template <class B, class Value>
 __device__ __forceinline__ void store_bias_tile(const BackwardArgs& a, const BiasPlan& plan, uint32_t tile, int first,
                                                 int step, const Value& value) {
@@ -2254,7 +2315,7 @@ __global__ void __launch_bounds__(OfBias<Build>::threads, 1) sdpa_backward_bias(
   const auto first_key = [&](const Item<B>& item, const BiasPlace& at) {
     return first_biased_key(p, key_count(p, item)) + at.column;
   };
-  // True if a query of the step sees a key.
+  // True if a query of the step may see one of its keys.
   const auto sees = [&](const Item<B>& item, const Mask& mask, int k0) {
     return item.q0 < item.query_count(p) && k0 < key_count(p, item) && mask.tiles.touch(item.q0, k0);
   };
@@ -2311,6 +2372,7 @@ __global__ void __launch_bounds__(OfBias<Build>::threads, 1) sdpa_backward_bias(
     QK::template finish<1>(P, s.steps[stage].queries.x, s.steps[stage].keys.x, warp, lane);
     WeightsOfTile<B, Scores> weights{P, dS, {}};
     weights.set_p(a, item, mask, item.q0, k0, mask.tiles.cover(item.q0, k0), lse, BiasFromRegisters<Scores>{bias});
+    // dBias is the gradient of the logit, so P is not multiplied by the slope.
     V::template finish<0>(dS, s.steps[stage].queries.y, s.steps[stage].keys.y, warp, lane);
     weights.set_ds(delta);
     SDPA_UNROLL for (int i = 0; i < Scores::ROWS; i++) {
@@ -2409,7 +2471,8 @@ template <class B> int64_t kv_tiles(const SdpaParams& p) {
   return clusters * CLUSTER_CTAS<B>;
 }
 
-// USE_BIAS: maximum number of partials of dBias: min(tiles of dS, CTAs at 512 threads per SM).
+// USE_BIAS: maximum number of partials of dBias. There is at most one per tile of dS, and at most one per CTA
+// of a grid with 512 threads per SM.
 template <class B> int64_t most_bias_ranges(const SdpaParams& p) {
   using Own = OfBias<B>;
   if (!p.bias) return 0;
@@ -2498,7 +2561,7 @@ template <class B> SdpaStatus launch_bias(const SdpaBackwardParams& params, cuda
       return count <= most_ctas;
     };
     if (!set_dims(plan.tiles, false) || !set_dims(plan.steps, true)) {
-      return failure(refused, "dBias has, or sums, over %d tiles; split the batch", most_ctas);
+      return failure(refused, "dBias has more than %d tiles, or is summed over more; split the batch", most_ctas);
     }
     const uint32_t tiles = plan.tiles.count;
     plan.ranges = max(min(uint32_t(most_bias_ranges<B>(p)) / max(tiles, 1u), plan.steps.count), 1u);
@@ -2563,9 +2626,9 @@ template <class B> struct BackwardKernelOf<B, true> {
   using Shared = BackwardWgmmaShared<B>;
   static constexpr auto entry = sdpa_backward_wgmma<B>;
 
-  // Returns the number of KV heads per section. The Q, dO and dQ sums of a section's query heads should fit
-  // into 8/15 of L2, as in grid_of(), but a section has at least one CTA per SM. The heads are divided into
-  // sections of about equal size.
+  // Returns the number of KV heads per section. `wanted` is the number of heads whose Q, dO and dQ sums fit
+  // into 8/15 of L2, as in grid_of(), but at least one CTA per SM. The heads are divided into sections of
+  // about equal size, with `wanted` to 2 * wanted heads.
   static int heads_of_section(const SdpaParams& p, int padded_rows) {
     const int64_t heads = int64_t(p.B) * p.Hkv;
     const double head_bytes = double(p.Hq / p.Hkv) * padded_rows * B::head_dim * (2 * sizeof(Input) + sizeof(float));
@@ -2583,18 +2646,18 @@ template <class B> struct BackwardKernelOf<B, true> {
     auto& of_gradients = a.gradient_maps;
     const struct {
       TensorView tensor;
-      int D, rows;
+      int rows;
       CUtensorMap* map;
-    } boxes[] = {{inputs[0], p.D, B::block_n, &maps.q},
-                 {inputs[1], p.D, 64, &maps.k},
-                 {inputs[2], p.Dv, 64, &maps.v},
-                 {view_of("dO", a.dO, a.d_o, of_q, p.Hq, p.Sq), p.Dv, B::block_n, &of_gradients.d_o},
-                 {view_of("dK", a.dK, a.d_k, of_k, p.Hkv, p.Sk), p.D, 64, &of_gradients.d_k},
-                 {view_of("dV", a.dV, a.d_v, of_k, p.Hkv, p.Sk), p.Dv, 64, &of_gradients.d_v}};
+    } boxes[] = {{inputs[0], B::block_n, &maps.q},
+                 {inputs[1], 64, &maps.k},
+                 {inputs[2], 64, &maps.v},
+                 {view_of("dO", a.dO, a.d_o, of_q, p.Hq, p.Sq, p.Dv), B::block_n, &of_gradients.d_o},
+                 {view_of("dK", a.dK, a.d_k, of_k, p.Hkv, p.Sk, p.D), 64, &of_gradients.d_k},
+                 {view_of("dV", a.dV, a.d_v, of_k, p.Hkv, p.Sk, p.Dv), 64, &of_gradients.d_v}};
     for (const auto& x : boxes) {
       RowBoxes of_tensor;
       const bool by_panels = a.has_short_rows || (in_clusters<B> && x.map == &maps.k);
-      SdpaStatus status = boxes_of_rows(of_tensor, x.tensor, B::head_dim, by_panels ? x.D : 0, x.rows);
+      SdpaStatus status = boxes_of_rows(of_tensor, x.tensor, B::head_dim, by_panels ? x.tensor.width : 0, x.rows);
       if (status.ok()) status = encode_boxes(*x.map, x.tensor, of_tensor);
       if (!status.ok()) return status;
     }
@@ -2648,8 +2711,8 @@ SdpaStatus check_backward(SdpaBackwardParams& d) {
   if (p.B && p.Hq && p.Sq && !p.LSE) return failure(refused, "LSE is a null pointer; let sdpa_forward() write it");
   const int of_q = batches_of(p, p.q_starts), of_k = batches_of(p, p.k_starts);
   const TensorView tensors[] = {
-      view_of("dO", d.dO, d.d_o, of_q, p.Hq, p.Sq), view_of("dQ", d.dQ, d.d_q, of_q, p.Hq, p.Sq),
-      view_of("dK", d.dK, d.d_k, of_k, p.Hkv, p.Sk), view_of("dV", d.dV, d.d_v, of_k, p.Hkv, p.Sk)};
+      view_of("dO", d.dO, d.d_o, of_q, p.Hq, p.Sq, p.Dv), view_of("dQ", d.dQ, d.d_q, of_q, p.Hq, p.Sq, p.D),
+      view_of("dK", d.dK, d.d_k, of_k, p.Hkv, p.Sk, p.D), view_of("dV", d.dV, d.d_v, of_k, p.Hkv, p.Sk, p.Dv)};
   for (const TensorView& t : tensors) {
     const bool is_empty = t.dims[0].size == 0 || t.dims[1].size == 0 || t.dims[2].size == 0;
     if (!is_empty) status = check_tensor(t, &t != tensors);
@@ -2673,15 +2736,22 @@ SdpaStatus check_backward(SdpaBackwardParams& d) {
     return failure(refused, "dSinks is set, but sinks is a null pointer; set both or only sinks");
   }
   if (d.dBias && !Defines::adds_bias) {
-    return failure(refused, Defines::use_bias ? "dBias is set, but a mask of USE_BIAS=2 has no gradient; set it to 0"
+    return failure(refused, Defines::use_bias ? "dBias is set, but a mask of USE_BIAS=2 has no gradient; set dBias to 0"
                                               : "dBias is for builds with USE_BIAS=1 or USE_BIAS=3; set it to 0");
   }
   if (d.dBias && !p.bias) return failure(refused, "dBias is set, but bias is a null pointer; set both or only bias");
   if (d.dBias_sums_keys != 0 && d.dBias_sums_keys != 1) {
     return failure(refused, "dBias_sums_keys=%d is outside [0, 1]", d.dBias_sums_keys);
   }
+  if (d.dBias) {
+    const int columns = d.dBias_sums_keys ? 1 : bias_columns(p);
+    TensorView t = view_of("dBias", static_cast<Bias*>(d.dBias), d.d_bias, p.B, p.Hq, p.Sq, columns);
+    for (auto& dim : t.dims) dim.size = dim.stride ? dim.size : 1;  // dBias is summed over dimensions of stride 0
+    status = check_overlap(t);
+    if (!status.ok()) return status;
+  }
   if (d.dBias && (p.q_starts || p.k_starts)) {
-    return failure(refused, "dBias is set, but packed sequences do not say how large it is; set q_starts and k_starts to 0");
+    return failure(refused, "dBias is set, but its size is unknown for packed sequences; set q_starts and k_starts to 0");
   }
   if (d.dBias && p.bias_keys > 0 && (p.k_lengths || p.k_firsts || p.most_keys > 0)) {
     return failure(refused, "dBias is set, but a sequence may have fewer keys than bias_keys=%d; set bias_keys to 0",
@@ -2727,10 +2797,10 @@ SDPA_REFUSE(value_of(ONE_PASS_text) == 1 &&
             "ONE_PASS, BLOCK_M, BLOCK_N: S, dP, dQ, dK and dV would take over 192 registers and spill; type a smaller "
             "BLOCK_N, or BLOCK_M=16*NUM_WARPS, or drop ONE_PASS");
 SDPA_REFUSE(value_of(ORDERED_ADDS_text) == 1 && !Defines::use_warp_specialization,
-            "ORDERED_ADDS: only the kernel of USE_WARP_SPECIALIZATION=1 adds to dQ in global memory; drop it or type "
+            "ORDERED_ADDS: only the kernel of USE_WARP_SPECIALIZATION=1 adds to dQ in a fixed order; drop it or type "
             "USE_WARP_SPECIALIZATION=1");
 SDPA_REFUSE(HEAD_DIM_V_changed && (Defines::kernel == KernelKind::scalar || Defines::use_warp_specialization),
-            "HEAD_DIM_V: only the two-pass backward kernels on tensor cores support it; drop it or type "
+            "HEAD_DIM_V: only the mma and the plain wgmma backward kernels support it; drop it or type "
             "USE_MMA_SYNC=1");
 
 }  // namespace

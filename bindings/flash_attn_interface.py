@@ -53,6 +53,22 @@ def check_integers(function, page_table=None, **tensors):
             raise ValueError(f"{function}: {name} has {x.dim()} dimensions; want {dims}")
 
 
+def check_counts(function, q, table_has_own_rows=False, page_table=None, **tensors):
+    """Raises unless each integer tensor has an element for each sequence, cu_seqlens one more, and page_table a row."""
+    if torch.compiler.is_compiling():
+        return  # the fake kernel checks sizes, which may be symbols
+    name = next((name for name in ("cu_seqlens_q", "cu_seqlens_k") if tensors.get(name) is not None), None)
+    sequences = q.shape[0] if name is None else tensors[name].shape[0] - 1
+    if name is not None and (sequences < 0 or sequences == 0 and q.numel() > 0):
+        raise ValueError(f"{function}: {name} has {sequences + 1} elements; want one more than the number of sequences, which is 0 only "
+                         "if q is empty")
+    if page_table is not None and not table_has_own_rows and page_table.shape[0] != sequences:
+        raise ValueError(f"{function}: page_table has {page_table.shape[0]} rows for {sequences} sequences")
+    for name, x in tensors.items():
+        if x is not None and x.shape[0] != sequences + name.startswith("cu_seqlens"):
+            raise ValueError(f"{function}: {name} has {x.shape[0]} elements for {sequences} sequences")
+
+
 def rotated(x, cos, sin, first, starts, turns_rows, interleaved):
     """Rotates the first elements of x [B,S,H,D], or [rows,H,D] with starts [B+1]: pairs of neighbours if interleaved, else pairs
     from the two halves. Row i of sequence b has the angles of position first[b] + i, or of first[b] unless turns_rows. e4m3
@@ -180,10 +196,11 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     page_table; rows of q, k and v that are no query or key have a gradient of 0."""
     refuse("flash_attn_varlen_func", qv=qv, attention_chunk=attention_chunk, **others)
     sdpa.check_tensors("flash_attn_varlen_func", q=q, k=k, v=v)
-    check_integers("flash_attn_varlen_func", cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q,
-                   seqused_k=seqused_k, page_table=page_table)
+    integers = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table)
+    check_integers("flash_attn_varlen_func", **integers)
     of_keys = 4 if cu_seqlens_k is None else 3
     check_call("flash_attn_varlen_func", causal, window_size, q=(q, 4 if cu_seqlens_q is None else 3), k=(k, of_keys), v=(v, of_keys))
+    check_counts("flash_attn_varlen_func", q, **integers)
     if page_table is not None and cu_seqlens_k is not None:
         raise ValueError("flash_attn_varlen_func: cu_seqlens_k is not for K and V in pages, whose order is the page_table's "
                          "alone")
@@ -226,12 +243,13 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
     used = None if isinstance(cache_seqlens, int) else cache_seqlens
     if used is None and cache_seqlens is not None and not 0 <= cache_seqlens <= MOST_KEYS:
         raise ValueError(f"{name}: cache_seqlens={cache_seqlens} is outside [0, {MOST_KEYS}]")
-    check_integers(name, cache_seqlens=used, cache_batch_idx=cache_batch_idx, page_table=page_table,
-                   cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, cache_leftpad=cache_leftpad,
-                   rotary_seqlens=rotary_seqlens)
+    integers = dict(cache_seqlens=used, cache_batch_idx=cache_batch_idx, page_table=page_table, cu_seqlens_q=cu_seqlens_q,
+                    cu_seqlens_k_new=cu_seqlens_k_new, cache_leftpad=cache_leftpad, rotary_seqlens=rotary_seqlens)
+    check_integers(name, **integers)
     of_new = 4 if cu_seqlens_k_new is None else 3
     check_call(name, causal, window_size, q=(q, 4 if cu_seqlens_q is None else 3), k_cache=(k_cache, 4), v_cache=(v_cache, 4), k=(k, of_new),
                v=(v, of_new))
+    check_counts(name, q, table_has_own_rows=cache_batch_idx is not None, **integers)
     if rotary_cos is not None or rotary_sin is not None:
         check_rotary(name, q, k, rotary_cos, rotary_sin)
     if (k is None) != (v is None):
@@ -243,7 +261,7 @@ def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, rotary
         cache_seqlens = torch.full((sequences,), cache_seqlens, dtype=torch.int32, device=k_cache.device)
     if rotary_cos is not None:
         first = cache_seqlens if rotary_seqlens is None else rotary_seqlens
-        if first.shape[0] != sequences:
+        if first.shape[0] != sequences:  # check_counts() skips compiled calls
             which = "cache_seqlens" if rotary_seqlens is None else "rotary_seqlens"
             raise ValueError(f"{name}: {which} has {first.shape[0]} elements for {sequences} sequences")
         turns_rows = causal or any(keys is not None and keys >= 0 for keys in window_size)

@@ -322,7 +322,6 @@ BACKWARD_LINES = (
     BackwardRow("backward_hopper", (9,), {64: (), 128: ("BLOCK_N=64",), 256: ("BLOCK_N=64", "STAGES=1")}, False, False,
                 (64, 128, 256)),
     BackwardRow("backward_ordered", (9,), {64: (), 128: ("BLOCK_N=64",), 256: ("BLOCK_N=64", "STAGES=1")}, False, True, ()),
-    BackwardRow("backward_wgmma_plain", (9,), {64: (), 128: (), 256: ("BLOCK_N=32",)}, False, True, ()),
     BackwardRow("backward_mma", range(8, 100), {64: (), 96: (), 128: ("BLOCK_N=32",), 256: ("BLOCK_N=32",)}, True, True, ()))
 NOT_MEASURED = "USE_LENGTHS", "USE_BIAS=1", "USE_BIAS=2", "USE_BIAS=3"
 NEEDED, DETERMINISTIC, SHORT = 1, 2, 4  # of pytorch_own_backward.h's BackwardKey
@@ -519,6 +518,49 @@ def is_int_row(x, q, length):
     return x.dtype == torch.int32 and x.device == q.device and x.dim() == 1 and x.is_contiguous() and not holds(x.shape[0] != length)
 
 
+def is_shared(x, n):
+    """True if the n-th last dimension of a tensor, if it has one, has size 1 or stride 0."""
+    return x.dim() < n or holds(x.shape[-n] == 1) or holds(x.stride(-n) == 0)
+
+
+def is_of_keys(mask):
+    """True if all heads and queries share the mask, like the function of this name in pytorch.h."""
+    return is_shared(mask, 2) and is_shared(mask, 3)
+
+
+def features_of(given):
+    """The bits of Feature in pytorch.h for the arguments of a call that are not None."""
+    lengths = any(name in given for name in LENGTHS)
+    any_pages = "page_table" in given and (holds(given["k"].shape[2] % 16 != 0) or "k_firsts" in given)
+    bias, own = (given["bias"].dtype, given["q"].dtype) if "bias" in given else (None, None)
+    of_keys = bias is not None and not lengths and not given.get("bias_keys") and is_of_keys(given["bias"])
+    kinds = bias is not None and bias == own, bias == torch.bool, bias not in (None, torch.bool, own)  # of a bias
+    is_own, is_mask, is_fp32 = (kind and not of_keys for kind in kinds)
+    is_own_of_keys, is_mask_of_keys, is_fp32_of_keys = (kind and of_keys for kind in kinds)
+    features = (given["softcap"] != 0, "sinks" in given, lengths, "page_table" in given and not any_pages,
+                is_own, is_mask, given.get("bf16_out", False), given["v"].dtype != given["q"].dtype, is_fp32, any_pages,
+                is_mask_of_keys, is_own_of_keys, is_fp32_of_keys)  # as in FEATURES
+    return sum(bit << i for i, bit in enumerate(features))
+
+
+def dependencies_of(call, B, Sk):
+    """(name, value) of what the function of this name in pytorch.h lists. Sizes may be symbols."""
+    q, k, v, bias = call.q, call.k, call.v, call.bias
+
+    def is_null(name, x):  # a null pointer in the launch; a page table of no columns has q's pointer
+        return x is None or name in ("sinks", *LENGTHS) and holds(x.numel() == 0) and (name != "page_table" or holds(q.numel() == 0))
+    features = features_of({name: x for name, x in vars(call).items() if not is_null(name, x)})
+    has_one_head = all(is_shared(x, 3) and not (holds(x.shape[2] > 1) and is_shared(x, 2)) for x in (k, v)) and all(
+        x is None or is_shared(x, 1) for x in (call.k_descale, call.v_descale))
+    has_rows = bias is not None and not features >> FEATURES.index("USE_KEY_MASK") & 1
+    yield from (("score_mod", f"'{call.score_mod}'"), ("mask_mod", f"'{call.mask_mod}'"), ("device", -1 if q.device.index is None else q.device.index),
+                ("dtype", str(q.dtype)[6:]), ("options", features), ("B", B), ("Hq", q.shape[1]), ("Hkv", 1 if has_one_head else k.shape[1]),
+                ("Sq", q.shape[2]), ("Sk", Sk), ("D", q.shape[3]), ("Dv", v.shape[3]), ("causal", call.causal), ("window_left", call.left),
+                ("window_right", call.right), ("window_alignment", call.window_alignment), ("batch_invariant", int(call.batch_invariant)),
+                ("bias_keys", call.bias_keys), ("bias of each batch", int(has_rows and not is_shared(bias, 4))),
+                ("bias of each head", int(has_rows and not is_shared(bias, 3))))
+
+
 def troubles(call):
     """(conditions, sentence) of what attend() in pytorch_attention.h refuses."""
     q, k, v, bias, table = call.q, call.k, call.v, call.bias, call.page_table
@@ -568,8 +610,11 @@ def troubles(call):
                 f"{name} of args is not a contiguous {str(dtype)[6:]} tensor with elements on {q.device}"
 
     B = q.shape[0]
-    for starts in (call.q_starts, call.k_starts):
-        B = B if starts is None else starts.numel() - 1
+    for name, starts in (("q_starts", call.q_starts), ("k_starts", call.k_starts)):
+        if starts is not None:
+            B = starts.numel() - 1
+            yield [B < 0, holds(B <= 0) and q.numel() != 0], \
+                f"{name} has {starts.numel()} elements; want one more than the number of sequences, which is 0 only if q is empty"
     if table is not None:
         sentence = f"page_table is not an int32 tensor [{B},pages of a sequence] beside q, without k_starts, of pages of 1 key or more"
         yield [table.dtype != torch.int32, table.device != q.device, table.dim() != 2, call.k_starts is not None, k.shape[2] == 0], sentence
@@ -581,7 +626,7 @@ def troubles(call):
         x, batches = getattr(call, name), 1 if packs else B
         yield rows.shape[0] != batches, f"q or k has a batch of {rows.shape[0]}, not {batches}"
         if x is not None:
-            yield [not is_int_row(x, q, length), holds(B <= 0) and q.numel() != 0], f"{name} is not a contiguous int32 tensor [{length}] beside q"
+            yield not is_int_row(x, q, length), f"{name} is not a contiguous int32 tensor [{length}] beside q"
     Sk = k.shape[2] if table is None else table.shape[1] * k.shape[2]
     if bias is not None:
         queries = q.shape[2] if not packs_q else bias.shape[-2] if bias.dim() > 1 else 1
@@ -601,6 +646,12 @@ def troubles(call):
         by_key_head = name == "q_descale" and key_heads > 1 and key_heads != heads and factor.dim() > 0 and factor.shape[-1] == key_heads
         yield not expands([*factor.shape[:-1], heads] if by_key_head else factor.shape, (batches, heads)), \
             f"{name} is of shape {list(factor.shape)}, which does not expand to [{batches},{heads}]"
+    if tiles is not None and call.made_for:
+        made_for = iter(call.made_for.split("\n"))
+        for name, value in dependencies_of(call, B, Sk):
+            its = next(made_for, "")
+            is_known = isinstance(value, (int, str)) and not (name == "device" and q.is_meta)  # else the launch compares them
+            yield is_known and its != f"{name}={value}", f"block_mask was made for {its}, and this call has {name}={value}"
     # sdpa.cu refuses these.
     yield not has_lengths and call.bias_keys > Sk, f"bias_keys={call.bias_keys} is outside [0, {Sk}]"
     yield softcap != 0 and not 1e-18 <= softcap <= 1e18, f"softcap={softcap:g}: must be 0, or 1e-18 to 1e18"
@@ -723,30 +774,13 @@ def flops_backward(grad, q, k, v, *_, out_shape=None, **__):
     return 2 * q[0] * q[1] * q[2] * k[2] * (3 * q[3] + 2 * v[3])
 
 
-def is_of_keys(mask):
-    """True if all heads and queries share the mask, like the function of this name in pytorch.h."""
-    return all(mask.dim() < n or mask.shape[-n] == 1 or mask.stride(-n) == 0 for n in (2, 3))
-
-
 def build_ahead(operator, arguments):
     """Builds the line that attention() with these arguments will load. Ignores errors, which that call reports."""
     given = {argument.name: x for argument, x in zip(operator._schema.arguments, arguments) if x is not None}
-    tensors = {name for name, x in given.items() if isinstance(x, torch.Tensor)}
-    lengths = bool(tensors & {"k_lengths", "q_lengths", "q_starts", "k_starts", "page_table", "k_firsts"})
-    any_pages = "page_table" in tensors and (given["k"].shape[2] % 16 != 0 or "k_firsts" in tensors)
-    bias, own = (given["bias"].dtype, given["q"].dtype) if "bias" in tensors else (None, None)
-    of_keys = bias is not None and not lengths and not given.get("bias_keys") and is_of_keys(given["bias"])
-    kinds = bias is not None and bias == own, bias == torch.bool, bias not in (None, torch.bool, own)  # of a bias
-    is_own, is_mask, is_fp32 = (kind and not of_keys for kind in kinds)
-    is_own_of_keys, is_mask_of_keys, is_fp32_of_keys = (kind and of_keys for kind in kinds)
-    features = (given["softcap"] != 0, "sinks" in tensors, lengths, "page_table" in tensors and not any_pages,
-                is_own, is_mask, given.get("bf16_out", False), given["v"].dtype != given["q"].dtype, is_fp32, any_pages,
-                is_mask_of_keys, is_own_of_keys, is_fp32_of_keys)  # as in FEATURES
     with contextlib.suppress(Exception):
         q, v = given["q"], given["v"]
         built(*build_of(*line_with(torch.cuda.get_device_capability(q.device), q.dtype, q.shape[3], v.shape[3],
-                                   sum(bit << i for i, bit in enumerate(features)), given.get("score_mod", ""),
-                                   given.get("mask_mod", ""))))
+                                   features_of(given), given.get("score_mod", ""), given.get("mask_mod", ""))))
 
 
 def first_call(operator):

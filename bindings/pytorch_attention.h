@@ -118,9 +118,14 @@ static Tensor attend(const Call& call, Tensor& o, Mods* makes = nullptr) {
   SdpaParams p{};
   set_arrays(p, mods, q);
   int64_t B = q.size(0);
-  for (const OptionalTensor* starts : {&call.q_starts, &call.k_starts}) {
-    if (*starts) B = p.B = int((*starts)->numel() - 1);
-  }
+  const auto count_by = [&](const char* name, const OptionalTensor& starts) {
+    if (!starts) return;
+    B = p.B = int(starts->numel() - 1);
+    TORCH_CHECK(B > 0 || (B == 0 && q.numel() == 0), "sdpa.attention: ", name, " has ", starts->numel(),
+                " elements; want one more than the number of sequences, which is 0 only if q is empty");
+  };
+  count_by("q_starts", call.q_starts);
+  count_by("k_starts", call.k_starts);
   TORCH_CHECK(!page_table || (page_table->scalar_type() == at::kInt && page_table->device() == q.device() &&
                               page_table->dim() == 2 && page_table->size(0) == B &&
                               (page_table->stride(1) == 1 || page_table->size(1) == 1) && k.size(2) > 0 &&
@@ -135,7 +140,7 @@ static Tensor attend(const Call& call, Tensor& o, Mods* makes = nullptr) {
     TORCH_CHECK(packed.size(0) == (packs ? 1 : B), "sdpa.attention: q or k has a batch of ", packed.size(0),
                 ", not ", packs ? 1 : B);
     TORCH_CHECK(!x || (x->scalar_type() == at::kInt && x->device() == q.device() && x->is_contiguous() &&
-                       x->dim() == 1 && x->size(0) == length && (B > 0 || q.numel() == 0)),
+                       x->dim() == 1 && x->size(0) == length),
                 "sdpa.attention: ", name, " is not a contiguous int32 tensor [", length, "] beside q");
     return x ? x->const_data_ptr<int>() : nullptr;
   };

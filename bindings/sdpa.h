@@ -36,9 +36,9 @@ typedef struct SdpaParams {
   const void *Q, *K, *V;   /* [B,Hq,Sq,D], [B,Hkv,Sk,D], [B,Hkv,Sk,D]; type DTYPE, or KV_DTYPE for K and V */
   void* O;                 /* [B,Hq,Sq,D]; type OUT_DTYPE */
   float* LSE;              /* [B,Hq,Sq] contiguous, natural logarithm; or null */
-  int B, Hq, Hkv, Sq, Sk;  /* Hq is a multiple of Hkv; strides of inputs may be 0 */
+  int B, Hq, Hkv, Sq, Sk;  /* Hq is a multiple of Hkv */
   int D;                   /* the line's HEAD_DIM. USE_WGMMA=1: or less, a multiple of 8, or of 16 for 8-bit types */
-  SdpaStrides q, k, v, o;
+  SdpaStrides q, k, v, o;  /* of inputs: may be 0; of O: at least Dv. Ignored for dimensions of size 1 */
   float scale;             /* 0: 1/sqrt(D). For equal weights of all visible keys (a scale of 0), pass FLT_MIN */
   int causal;              /* SDPA_CAUSAL_... */
   void* workspace;         /* sdpa_library_workspace_bytes(), zeroed once; one per library and stream */
@@ -100,13 +100,14 @@ typedef struct SdpaBackwardParams {
   const void* dO;                 /* [B,Hq,Sq,D] of OUT_DTYPE, the gradient of O */
   void *dQ, *dK, *dV;             /* like Q, K and V, written whole; no element of them may alias another tensor's.
                                      Rows that are no query or key of a sequence get 0 */
-  SdpaStrides d_o, d_q, d_k, d_v; /* those of d_o may be 0 */
+  SdpaStrides d_o, d_q, d_k, d_v; /* those of d_o may be 0; the others are at least the D or Dv of their rows */
   const float* dLSE;              /* [B,Hq,Sq] contiguous, the gradient of LSE; null: 0 */
   float* dSinks;                  /* lines with USE_SINKS: [Hq], written whole; or null */
   /* Lines with USE_BIAS=1 or 3: [B,Hq,Sq,keys] of the bias' type, written whole; or null. A row is contiguous and has
      bias_keys elements; if that is 0, Sk or most_keys elements, whichever is less. A stride of 0: the dimension has size
-     1, and dBias is summed over it, in fp32 and in a fixed order; the strides of the bias may differ. Not with q_starts
-     and k_starts, nor with bias_keys beside k_lengths, k_firsts or most_keys. */
+     1, and dBias is summed over it, in fp32 and in a fixed order. Other strides are at least the number of elements of
+     a row. The strides of the bias may differ. Not with q_starts and k_starts, nor with bias_keys beside k_lengths,
+     k_firsts or most_keys. */
   void* dBias;
   SdpaStrides d_bias;
   int dBias_sums_keys;            /* 1: a row of dBias has one element, the sum over the keys; otherwise 0 */

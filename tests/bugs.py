@@ -7,11 +7,12 @@ tests/equivalent.txt lists mutations that are known to be equivalent.
 
 All bugs of one build are compiled into one program, in which the environment variable MUTANT selects one.
 usage: tests/bugs.py [REGEX] [--sample N | --list]
-       tests/bugs.py --drawn N [--seed S] [--touched] [--only REGEX] [FILE...]
+       tests/bugs.py --drawn N [--few] [--seed S] [--touched] [--only REGEX] [FILE...]
   REGEX       bugs whose names match (default: all)
   --sample N  at least N of them: whole builds, drawn by the commit, first one for each file that the last commit changes
   --list      print their names and checks, and stop
   --drawn N   N drawn bugs, of FILEs (default: those in C++ that SWITCHED names)
+  --few       build random programs only until they reach N drawn bugs; default: all programs
   --seed S    of the draw (default: the commit)
   --touched   in functions that the last commit or the working tree changes, if they have any
   --only R    in functions whose names match
@@ -530,9 +531,10 @@ def candidates(files, only, is_touched):
 touched_lines_of = functools.lru_cache(None)(touched_lines)
 
 
-def drawn_in_programs(builder, pool, drawn, count):
-    """Runs drawn bugs, {number: mutation}, in the programs that reach them until `count` have run. Returns
-    [(mutation, outcome, names of programs)] and the mutations that no program reaches."""
+def drawn_in_programs(builder, pool, drawn, count, few_by):
+    """Runs drawn bugs, {number: mutation}, in the programs that reach them until `count` have run. few_by: the seed of the order
+    in which programs are built until they reach as many bugs; None: build all. Returns [(mutation, outcome, names of programs)]
+    and the mutations that no program reaches."""
     def prepare(name):
         program, runs, *_ = DRAWN_PROGRAMS[name]
         switches = {name: [one for one in of_file if one.number in drawn] for name, of_file in builder.switches.items()}
@@ -543,7 +545,15 @@ def drawn_in_programs(builder, pool, drawn, count):
     needed = [name for name, (program, _, *only) in DRAWN_PROGRAMS.items()
               if any((one.file != "sdpa_backward.cu" or one.file == program.source) and all(is_for(one) for is_for in only)
                      for one in drawn.values())]
-    runs = itertools.chain.from_iterable(pool.map(lambda name: list(prepare(name)), needed))
+    at_once = len(needed)
+    if few_by is not None:
+        random.Random(few_by).shuffle(needed)
+        at_once = os.cpu_count()
+    runs, reached = [], set()
+    while needed and len(reached - builder.rejected) < count:
+        runs += itertools.chain.from_iterable(pool.map(lambda name: list(prepare(name)), needed[:at_once]))
+        reached = set().union(*(one[4] for one in runs))
+        del needed[:at_once]
     prepared = sorted(runs, key=lambda one: one[3])  # cheapest first
     for name, words, found, *_ in prepared:
         if found != "nothing":
@@ -559,9 +569,9 @@ def drawn_in_programs(builder, pool, drawn, count):
                     return drawn[number], found, ran
         return drawn[number], "nothing", ran
     compiled = [number for number in drawn if number not in builder.rejected]
-    reached = set().union(*(one[4] for one in prepared))
     chosen = [number for number in compiled if number in reached][:count]
-    unreached = [drawn[number] for number in compiled if number not in reached and number < max(chosen, default=0)]
+    unreached = [drawn[number] for number in compiled
+                 if few_by is None and number not in reached and number < max(chosen, default=0)]
     return list(pool.map(attempt, chosen)), unreached
 
 
@@ -585,13 +595,13 @@ def drawn_in_pytest(builder, pool, drawn):
     return list(pool.map(attempt, drawn))
 
 
-def try_drawn(drawn, count, seed, builder, pool):
+def try_drawn(drawn, count, seed, is_few, builder, pool):
     """Tries drawn bugs, {number: mutation}, and prints the survivors."""
     in_programs = {number: one for number, one in drawn.items() if one.file in SWITCHED}
     in_python = {number: one for number, one in drawn.items() if one.file not in SWITCHED}
     tried, unreached = [], []
     if in_programs:
-        tried, unreached = drawn_in_programs(builder, pool, in_programs, count)
+        tried, unreached = drawn_in_programs(builder, pool, in_programs, count, seed if is_few else None)
     tried += drawn_in_pytest(builder, pool, dict(itertools.islice(in_python.items(), count - len(tried))))
     survivors = [one for one in tried if one[1] == "nothing"]
     for mutation, _, programs in survivors:
@@ -607,6 +617,7 @@ def main():
     parser.add_argument("--sample", type=int)
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--drawn", type=int)
+    parser.add_argument("--few", action="store_true")
     parser.add_argument("--seed", default=git("rev-parse", "HEAD").strip() or "no clone")
     parser.add_argument("--touched", action="store_true")
     parser.add_argument("--only", default="")
@@ -648,7 +659,7 @@ def main():
         builder = Builder(folder, switches, 1 + max(itertools.chain((bug.number for bug in bugs), drawn)), built)
         is_well = not bugs or try_bugs(bugs, edited, builder, pool)
         if drawn:
-            try_drawn(drawn, options.drawn, options.seed, builder, pool)
+            try_drawn(drawn, options.drawn, options.seed, options.few, builder, pool)
     print(f"{sum(os.times()[:4]):.0f} CPU-seconds")
     return 0 if is_well else 1
 

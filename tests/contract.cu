@@ -1350,6 +1350,17 @@ TEST_CASE("refusals") {
     }
   });
   CHECK(refused_members > 0);
+  // Strides with which rows of O overlap.
+  const int width = base.Dv ? base.Dv : base.D;
+  for (int64_t Strides::*const dim : {&Strides::batch, &Strides::head, &Strides::row}) {
+    for (const int stride : {16 - width, -16, 0, 16, width - 16}) {
+      SdpaParams p = base;
+      p.o.*dim = stride;
+      const SdpaStatus status = sdpa_forward(p, /*stream=*/0);
+      const string words = " stride of " + std::to_string(stride) + ": its rows of " + std::to_string(width) + " elements would overlap";
+      CHECK((status.code == cudaErrorInvalidValue && begins(status.text, "O has a ") && contains(status.text, words.c_str())));
+    }
+  }
   CHECK(simt::launches() == launches);
 }
 

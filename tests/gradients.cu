@@ -152,12 +152,12 @@ bool all_zero(const std::vector<uint8_t>& bytes) {
 
 // Each refusal is a sentence that names the error, and no gradient is written.
 TEST_CASE("refusals") {
-  Gradients g(1, 4, 2, 20, 30);
+  Gradients g(2, 4, 2, 20, 30);
   const std::vector<std::vector<uint8_t>> before = g.results();
   using Spoil = std::function<void(SdpaBackwardParams&)>;
   const std::string needs_memory =
       "workspace is null, but this problem needs " + std::to_string(g.workspace->count) + " bytes";
-  std::vector<std::pair<const char*, Spoil>> refused = {
+  std::vector<std::pair<std::string, Spoil>> refused = {
       {"LSE is a null pointer", [](auto& p) { p.forward.LSE = nullptr; }},
       {"O is a null pointer", [](auto& p) { p.forward.O = nullptr; }},
       {"dO is a null pointer", [](auto& p) { p.dO = nullptr; }},
@@ -167,19 +167,17 @@ TEST_CASE("refusals") {
       {"dO is not aligned to",
        [](auto& p) { p.dO = reinterpret_cast<const Output*>(uintptr_t(p.dO) + 2); }},
       {"dK has a row stride of 65", [](auto& p) { p.d_k.row++; }},
-      {"dV has a head stride of 0", [](auto& p) { p.d_v.head = 0; }},
-      {"dQ has a row stride of 0", [](auto& p) { p.d_q.row = 0; }},
       {"dLSE is not aligned to 4 bytes",
        [](auto& p) { p.dLSE = reinterpret_cast<const float*>(uintptr_t(p.forward.LSE) + 2); }},
       {"dSinks is not aligned to 4 bytes",
        [](auto& p) { p.dSinks = reinterpret_cast<float*>(uintptr_t(p.dSinks) + 1); }},
       {"dSinks is set, but sinks is a null pointer", [](auto& p) { p.forward.sinks = nullptr; }},
-      {needs_memory.c_str(), [](auto& p) { p.workspace = nullptr; }},
+      {needs_memory, [](auto& p) { p.workspace = nullptr; }},
       {"workspace is not aligned to 256 bytes",
        [](auto& p) { p.workspace = static_cast<char*>(p.workspace) + 8; }},
       {"Hq=3 is not a multiple of Hkv=2", [](auto& p) { p.forward.Hq = 3; }},
       {"D=264", [](auto& p) { p.forward.D = 264; }},
-      {"over 2147483647 tiles", [](auto& p) { p.forward.B = p.forward.Sk = 1000000; }}};
+      {"over 2147483647 tiles", [](auto& p) { p.dBias = nullptr, p.forward.B = p.forward.Sk = 1000000; }}};
   if (!Defines::use_lengths) {
     refused.push_back({"k_lengths is for builds with USE_LENGTHS=1",
                        [](auto& p) { p.forward.k_lengths = reinterpret_cast<const int*>(p.forward.LSE); }});
@@ -208,6 +206,22 @@ TEST_CASE("refusals") {
     refused.push_back({"dV has a head stride of -64; TMA takes 0 to 2^40 bytes",
                        [](auto& p) { p.d_v.head = -64; }});
   }
+  // Strides with which rows of an output overlap. dBias is summed over dimensions with stride 0.
+  const auto forbid_overlap = [&](const char* name, int width, int step, Strides SdpaBackwardParams::*strides) {
+    const std::pair<const char*, int64_t Strides::*> dims[] = {
+        {" has a batch stride of ", &Strides::batch}, {" has a head stride of ", &Strides::head}, {" has a row stride of ", &Strides::row}};
+    for (const auto& [words, dim] : dims) {
+      for (const int64_t stride : {-width + step, -step, 0, step, width - step}) {
+        const std::string rows = ": its rows of " + std::to_string(width) + " elements would overlap";
+        if (stride == 0 && strides == &SdpaBackwardParams::d_bias) continue;
+        refused.push_back({name + (words + std::to_string(stride)) + rows, [=, dim = dim](auto& p) { p.*strides.*dim = stride; }});
+      }
+    }
+  };
+  forbid_overlap("dQ", D, 16, &SdpaBackwardParams::d_q);
+  forbid_overlap("dK", D, 16, &SdpaBackwardParams::d_k);
+  forbid_overlap("dV", D, 16, &SdpaBackwardParams::d_v);
+  if (Defines::adds_bias) forbid_overlap("dBias", g.p.forward.Sk, 1, &SdpaBackwardParams::d_bias);
   for (const auto& [sentence, spoil] : refused) {
     SdpaBackwardParams p = g.p;
     spoil(p);

@@ -585,27 +585,30 @@ TEST_CASE("sequences") {
 TEST_CASE("visible_keys") {
   const int starts[] = {0, 5, 40};
   const Causal alignments[] = {Causal::off, Causal::top_left, Causal::bottom_right};
-  for (const Causal causal : alignments) {
-    for (const Causal alignment : alignments) {
-      for (const auto& [left, right] : {std::pair(-1, -1), {7, -1}, {-1, 3}, {7, 3}}) {
-        SdpaParams p{};
-        p.B = 2;
-        p.Sq = 40;
-        p.Sk = 60;
-        p.causal = causal;
-        p.window_alignment = alignment;
-        p.window_left = left;
-        p.window_right = right;
-        p.q_starts = p.k_starts = starts;
-        int most = 0;
-        for (int queries = 1; queries <= p.Sq; queries++) {
-          for (int keys = 0; keys <= p.Sk; keys++) {
-            const KeyBounds bounds(p, queries, keys);
-            for (int q = 0; q < queries; q++) most = std::max(most, bounds.end(q) - bounds.begin(q));
+  for (const bool only_firsts : {false, true}) {
+    for (const Causal causal : alignments) {
+      for (const Causal alignment : alignments) {
+        for (const auto& [left, right] : {std::pair(-1, -1), {7, -1}, {-1, 3}, {7, 3}}) {
+          SdpaParams p{};
+          p.B = 2;
+          p.Sq = 40;
+          p.Sk = 60;
+          p.causal = causal;
+          p.window_alignment = alignment;
+          p.window_left = left;
+          p.window_right = right;
+          p.q_starts = p.k_starts = only_firsts ? nullptr : starts;
+          p.k_firsts = only_firsts ? starts : nullptr;
+          int most = 0;
+          for (int queries = only_firsts ? p.Sq : 1; queries <= p.Sq; queries++) {
+            for (int keys = 0; keys <= p.Sk; keys++) {
+              const KeyBounds bounds(p, queries, keys);
+              for (int q = 0; q < queries; q++) most = std::max(most, bounds.end(q) - bounds.begin(q));
+            }
           }
+          CHECK(most_visible_keys(p) >= most);
+          CHECK(most_visible_keys(p) <= (left >= 0 && right >= 0 ? left + right + 1 : p.Sk));
         }
-        CHECK(most_visible_keys(p) >= most);
-        CHECK(most_visible_keys(p) <= (left >= 0 && right >= 0 ? left + right + 1 : p.Sk));
       }
     }
   }

@@ -971,10 +971,11 @@ template <class Draw> void keep_features(Problem& p, const Draw& draw) {
   }
 }
 
-// Reduces the problem until the CPU backend takes a tenth of a second. Tiles of tuned builds
-// require larger ones.
+// Reduces the problem until the CPU backend takes a tenth of a second. Tiles of tuned builds require
+// larger ones. wgmma takes less for a pair, since it multiplies a tile at once.
 void limit_size(Problem& p, const TunedTile& tile) {
-  const double most_pairs = line.is_tuned ? 8e5 : 6e4 * std::min(1.0, tile.block_m / 64.0);  // of a query and a key
+  const double of_tile = line.is_wgmma || line.backward ? 6e4 : 3e4;
+  const double most_pairs = line.is_tuned ? 8e5 : of_tile * std::min(1.0, tile.block_m / 64.0);  // of a query and a key
   const auto is_too_large = [&] { return double(p.packs_q && p.packs_k ? 1 : p.B) * p.Hq * p.Sq * p.Sk > most_pairs; };
   if (is_too_large() && !p.packs_q) p.B = 1;
   if (is_too_large()) {

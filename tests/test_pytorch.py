@@ -995,16 +995,23 @@ def test_no_graph_break():
         q = torch.empty(2, 8, 100, 128, device="cuda", dtype=torch.bfloat16)
         lengths = torch.empty(2, device="cuda", dtype=torch.int32)
         mods = dict(score_mod="s - x0[h]", mask_mod="i0[q] == i0[k]", args=[torch.empty(8, device="cuda"), lengths])
+        made_for = "\n".join(("score_mod='s - x0[h]'", "mask_mod='i0[q] == i0[k]'", "device=0", "dtype=bfloat16", "options=0", "B=2", "Hq=8", "Hkv=8",
+                              "Sq=100", "Sk=100", "D=128", "Dv=128", "causal=0", "window_left=-1", "window_right=-1", "window_alignment=0",
+                              "batch_invariant=0", "bias_keys=0", "bias of each batch=0", "bias of each head=0"))
         for options, want in (({}, (0, -1, -1, 0, None)), ({"causal": "tl", "window": (10, None, "br"), "scale": 0.0}, (2, 10, -1, 1, 0.0)),
                               ({"causal": "br", "k_lengths": lengths}, (1, -1, -1, 0, None)),
                               ({"bias": torch.empty(100, 9, device="cuda"), "bias_keys": 9}, (0, -1, -1, 0, None)),
-                              (mods | {"block_mask": sdpa.BlockMask(torch.empty(9, device="cuda", dtype=torch.uint8), "B=2\nHq=8")},
+                              (mods | {"block_mask": sdpa.BlockMask(torch.empty(9, device="cuda", dtype=torch.uint8), made_for)},
                                (0, -1, -1, 0, None))):
             torch.compiler.reset()
             torch.compile(lambda q: sdpa.attention(q, q, q, **options), fullgraph=True,
                           backend=lambda graph, _: nodes.append([x for x in graph.graph.nodes if x.op == "call_function"]) or graph)(q)
             assert nodes[-1][0].target == sdpa.OPERATOR and nodes[-1][0].args[3:8] == want and len(nodes[-1]) == 2
-        assert nodes[-1][0].args[23:25] == (mods["score_mod"], mods["mask_mod"]) and nodes[-1][0].args[-1] == "B=2\nHq=8"
+        assert nodes[-1][0].args[23:25] == (mods["score_mod"], mods["mask_mod"]) and nodes[-1][0].args[-1] == made_for
+        other_map = sdpa.BlockMask(torch.empty(9, device="cuda", dtype=torch.uint8), made_for.replace("causal=0", "causal=1"))
+        torch.compiler.reset()
+        with pytest.raises(RuntimeError, match="block_mask was made for causal=1, and this call has causal=0"):
+            torch.compile(lambda q: sdpa.attention(q, q, q, **mods, block_mask=other_map), fullgraph=True, backend="eager")(q)
         assert [x is None for x in nodes[-1][0].args[25:32]] == [False, True, True, True, False, True, False]
         torch.compiler.reset()
         with pytest.raises(RuntimeError, match="sdpa.block_mask: it cannot be compiled; call it before the compiled"):
@@ -1628,7 +1635,7 @@ def changes_of_tensor(x):
 
 NUMBERS = {"left": (-2, 0, 10**9, 10**9 + 1), "right": (-2, 0, 10**9 + 1), "most_keys": (-1, 1, 7, 9, 10**9 + 1), "bias_keys": (-1, 1, 5, 8, 9, 10**9 + 1),
            "scale": (0.0, -1.0, 1e38, math.inf, math.nan), "softcap": (1.0, 1e-50, 1e-30), "bf16_out": (True, False),
-           "score_mod": ("", "s - x0[h]"), "mask_mod": ("", "i0[q] == i0[k]"), "causal": (0, 1, 2), "window_alignment": (1, 2)}
+           "batch_invariant": (True,), "score_mod": ("", "s - x0[h]"), "mask_mod": ("", "i0[q] == i0[k]"), "causal": (0, 1, 2), "window_alignment": (1, 2)}
 
 
 def changed_calls(calls, count, numbers):
@@ -1693,14 +1700,20 @@ def test_fake_tensors_refuse_what_kernels_refuse(glue):
         "softcap=%g: must be 0, or 1e-18 to 1e18", "%s=%d is outside [%d, %d]") if f'"{words}"' in source]
     errors, count = Counter(), 0
     with stand_in.kernels(glue, sdpa.LOAD(idle(sdpa.LINE_FUNCTIONS, stand_in.Forward))), torch.no_grad():
-        for name, changes, call in changed_calls(calls_of_attention(), 3000, NUMBERS):
+        calls = calls_of_attention()
+        for name in "own Dv", "mask of keys", "kv8", "packed", "pages", "bias", "bias of last keys", "mods":
+            made_for = sdpa.BLOCK_MASK(*(defaults | calls[name] | dict(block_mask=None)).values())[1]
+            kept = dict(block_mask=torch.zeros(9, dtype=torch.uint8), made_for=made_for)
+            calls[name + " with a kept map"] = calls[name] | kept
+        calls["mods"]["block_mask"] = None
+        for name, changes, call in changed_calls(calls, 3000, NUMBERS):
             call = defaults | call
+            if not call["made_for"]:
+                call["block_mask"] = None  # else made by a fake call, which a launch refuses
             mods = call["score_mod"] + call["mask_mod"]
             if {*re.findall(r"\b[xi]\d", mods)} != {x for x in sdpa.ARRAYS if call[x] is not None}:
                 continue  # attention() refuses these itself
             want, got = outcome(sdpa.OPERATOR, *call.values()), outcome(sdpa.fake, *map(as_meta, call.values()))
-            if "block_mask was made for" in want:
-                continue  # the map may be of any call
             if not isinstance(want, str) and isinstance(got, str):
                 assert any(re.fullmatch("sdpa.attention: " + words, got) for words in of_library), (name, changes, got)
             else:
@@ -2891,9 +2904,35 @@ def test_no_sequences(launches):
             (lambda: fa.flash_attn_with_kvcache(rows, caches, caches, new, new, cache_seqlens=none, page_table=table), (0, 5, 4, 64)),
             (lambda: fa.flash_attn_with_kvcache(rows, caches, caches, cache_seqlens=none, cache_batch_idx=none), (0, 5, 4, 64))):
         assert run().shape == shape
-    for options in (dict(q_starts=none), dict(q_starts=zero), dict(q_starts=zero, k_starts=zero)):
-        with pytest.raises(RuntimeError, match=r"^sdpa.attention: (q_starts is not a contiguous int32 tensor \[\d\] beside q|q or k has a batch)"):
-            sdpa.attention(packed, k[:1], k[:1], **options)
+
+    def refuses(words, run, *arguments, **options):
+        with pytest.raises((RuntimeError, ValueError), match=f"{words}; want one more than the number of sequences, which is 0 only if q is empty$"):
+            run(*arguments, **options)
+    for name, starts in itertools.product(("q_starts", "k_starts"), (none, zero)):
+        for others in dict(), dict(k_lengths=int32(5)), dict(q_starts=int32(0, 5)) if name == "k_starts" else dict(page_table=int32(0)[:, None]):
+            refuses(f"^sdpa.attention: {name} has {len(starts)} elements", sdpa.attention, packed, k[:1], k[:1], **{name: starts}, **others)
+        refuses(f"^sdpa.attention: {name} has 0 elements", sdpa.attention, packed[:, :, :0], k[:1, :, :0], k[:1, :, :0], **{name: none})
+    rows, starts = drawn(5, 4, 64), int32(0, 5)
+    for cu in none, zero:
+        words = f"^flash_attn_varlen_func: cu_seqlens_q has {len(cu)} elements"
+        refuses(words, fa.flash_attn_varlen_func, rows, rows, rows, cu, starts, 5, 5)
+        refuses(words.replace("_q ", "_k "), fa.flash_attn_varlen_func, rows[None], rows, rows, None, cu, 5, 5)
+        refuses(words.replace("varlen_func", "with_kvcache"), fa.flash_attn_with_kvcache, rows, caches, caches, cu_seqlens_q=cu, cache_seqlens=3,
+                page_table=int32(0)[:, None])
+    given = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=5, max_seqlen_k=5)
+    cached = dict(k_cache=caches[:2], v_cache=caches[:2], cache_seqlens=int32(3, 3))
+    for count in 0, 1, 3, 4:
+        x, table = torch.zeros(count, dtype=torch.int32), torch.zeros(count, 2, dtype=torch.int32)
+        calls = [(fa.flash_attn_varlen_func, dict(q=rows, k=rows, v=rows) | given | {name: x}, name, "elements for 1 sequences")
+                 for name in ("cu_seqlens_k", "seqused_q", "seqused_k") if count != 1]
+        calls += [(fa.flash_attn_with_kvcache, dict(q=q.transpose(1, 2)) | cached | {name: x}, name, "elements for 2 sequences")
+                  for name in ("cache_seqlens", "cache_batch_idx", "cache_leftpad", "rotary_seqlens")]
+        calls += [(fa.flash_attn_with_kvcache, dict(q=q.transpose(1, 2)) | cached | dict(page_table=table), "page_table", "rows for 2 sequences"),
+                  (fa.flash_attn_varlen_func, dict(q=q.transpose(1, 2), k=caches, v=caches) | dict.fromkeys(given) | dict(page_table=table),
+                   "page_table", "rows for 2 sequences")]
+        for function, arguments, name, words in calls:
+            with pytest.raises(ValueError, match=f"^{function.__name__}: {name} has {count} {words}$"):
+                function(**arguments)
 
 
 def test_pytorch_cpp_compiles_and_takes_its_place(tmp_path):

@@ -892,7 +892,7 @@ TEST_CASE("preconditions") {
         "K has a row stride of 65; pad it to a multiple of 8 or lower VEC_WIDTH");
   CHECK(refusal([](SdpaParams& p) { p.V = p.V + 1; }).find("V is not aligned to 16 bytes") == 0);
   CHECK(refusal([](SdpaParams& p) { p.o.head = 0; }) ==
-        "O has a head stride of 0: its rows would overlap");
+        "O has a head stride of 0: its rows of 64 elements would overlap");
   CHECK(refusal([](SdpaParams& p) {
           p.B = p.Hq = p.Hkv = 1 << 15;
           p.Sq = 1 << 20;

@@ -194,6 +194,13 @@ def parted(text):
     return re.split(r"(?=^// Unrolls the following loop)", text, maxsplit=1, flags=re.MULTILINE)
 
 
+def without(pattern, text):
+    """text without what matches the pattern, which must occur."""
+    text, found = re.subn(pattern, "", text, flags=re.MULTILINE)
+    assert found, f"nothing matches {pattern}"
+    return text
+
+
 def width_of_v(row):
     return row["HEAD_DIM_V"] or row["HEAD_DIM"]
 
@@ -213,16 +220,16 @@ def with_backward(source, backward, row, words):
     its types are those of the build."""
     own = backward.split("namespace SDPA_NAMESPACE {\n", 1)[1].split("}  // namespace SDPA_NAMESPACE\n")[0]
     own = own[own.index("// ==== 2 PROBLEM"):]
-    own = re.sub(r"^// ==== 6 REFUSALS.*?(?=^}  // namespace\n)", "", own, flags=re.MULTILINE | re.DOTALL)
+    own = without(r"(?s)^// ==== 6 REFUSALS.*?(?=^}  // namespace\n)", own)
     own = re.sub(r"\bvalue_of\((\w+)_text\) == 1", lambda m: str(f"{m[1]}=1" in words).lower(), own)
     for part in BIAS_OF_GRADIENTS:  # there is none
-        own = re.sub(part, "", own, flags=re.MULTILINE)
+        own = without(part, own)
     # A kernel that is not launched must not be named, and sizes are constants of which nothing is known.
     registers = row["BLOCK_M"] // row["NUM_WARPS"] * ((row["HEAD_DIM"] + width_of_v(row)) // 2 + row["BLOCK_N"]) // 16
-    own = re.sub(r"^template <class B> constexpr bool has_room_for_both = .*\n", "", own, flags=re.MULTILINE)
+    own = without(r"^template <class B> constexpr bool has_room_for_both = .*\n", own)
     own = own.replace("has_room_for_both<B>", str(registers <= 192).lower())
     if row["HEAD_DIM"] == width_of_v(row):
-        own = re.sub(r"^// The build B with head size D.*?(?=^// The rows of one head)", "", own, flags=re.MULTILINE | re.DOTALL)
+        own = without(r"(?s)^// The build B with head dimension D.*?(?=^// The rows of one head)", own)
         own = re.sub(r"\b(?:OfQK|OfV)<B>", "B", own).replace("// B is OfQK or OfV. In", "// In")
     own = re.sub(r"^(// ==== )\d (\w+)", lambda m: f"{m[1]}9 {m[2]}", own, flags=re.MULTILINE)
     return source.replace("}  // namespace SDPA_NAMESPACE\n", own + "\n}  // namespace SDPA_NAMESPACE\n", 1)
