@@ -2019,6 +2019,7 @@ __device__ __forceinline__ void consume_in_cluster(BackwardWgmmaShared<B>& s, co
       mbarrier_wait(&s.cluster.ds_full[ds_before.stage], ds_before.parity);
       issue_dq(ds_before.stage);
     }
+    wgmma_fence();  // of the path without dQ: ptxas inserts one here otherwise
     wgmma_commit_group();
     if constexpr (!last) issue_scores();
 

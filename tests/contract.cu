@@ -722,6 +722,7 @@ TEST_CASE("rounds_without_visible_keys" * doctest::skip(!Defines::masks_keys || 
     for (const auto& [rounds, shift, last] : cases) {
       constexpr int round = B::round_keys;
       const int keys = rounds * round - (last == is_partial ? 1 : last == is_far ? round - 3 : 0);
+      if (sums_end<B> && keys > most_keys_at_once) continue;  // refused
       const float least = std::is_same_v<Bias, __half> ? -65504 : -3.3e38f;
       const int Sq = last == is_far ? B::block_m + 40 : 40;  // more than one tile
       const Attention a(1, 2, 1, Sq, keys);
@@ -740,6 +741,7 @@ TEST_CASE("rounds_without_visible_keys" * doctest::skip(!Defines::masks_keys || 
       if (Defines::use_key_mask) p.key_mask = static_cast<const uint8_t*>(mask) + shift;
       else p.bias = static_cast<const Bias*>(bias) + shift;
       p.Dv = p.D;
+      p.scratch = nullptr;  // it is that of the chosen tile
       const Workspace workspace(workspace_bytes<B>(p));
       p.workspace = workspace;
       vector<vector<unsigned char>> held;
@@ -1205,6 +1207,7 @@ static vector<ExpectedLaunch> launches_of(const SdpaParams& p) {
 // Problems with all kinds of launches. simt::gpu.sms[0] = 1, so that 40 items need several launches
 // if a kernel merges.
 struct Launching {
+  const int one = simt::gpu.sms[0] = 1;  // before the workspaces, whose sizes depend on the chosen tile
   const Attention few{1, 1, 1, 40, 30}, many{1, 40, 40, 3, 130, Causal::bottom_right};
   const Attention mapped{1, 2, 1, 70, has_map_of_bias ? 4200 : 30};
   const Held<Bias> bias{vector<Bias>(4200, rounded<Bias>(Defines::use_bias == 2))};  // shared by all rows
@@ -1212,7 +1215,6 @@ struct Launching {
   vector<std::pair<const Attention*, SdpaParams>> calls = {{&few, few.p}, {&many, many.p}};
 
   Launching() {
-    simt::gpu.sms[0] = 1;
     if (!has_map_of_bias) return;
     SdpaParams p = mapped.p;
     p.bias = static_cast<const Bias*>(bias);

@@ -71,8 +71,11 @@ def numbers():
     for schedule in ("forward", "reverse"):
         expect_pass(f"--shape small {ragged} --causal br --schedule {schedule}")
     expect_pass(f"{ragged} {short} --causal br --dist stairs --layout packed --schedule random:1")
-    huge = f"{ragged} --causal tl --dist huge --layout padded --schedule random:2"
-    fp16_sums = " FP16_ACC=NONE " not in run("--shape small")[1]
+    out = run("--shape small")[1]
+    # Beside a huge logit the sum of SCORE_MOD depends on its precision, and so does the result.
+    dist = "huge" if " SCORE_MOD=NONE " in out else "large"
+    huge = f"{ragged} --causal tl --dist {dist} --layout padded --schedule random:2"
+    fp16_sums = " FP16_ACC=NONE " not in out
     if not fp16_sums:
         expect_pass(huge)
     elif run(huge)[0] != 1:
