@@ -44,7 +44,10 @@
 //           the builds that need the section.
 // Kernels   5a scalar: the loop above on the FMA pipes. 5b mma: mma.sync, with S, P and O in registers. 5c wgmma:
 //           Hopper's tensor cores; first a plain kernel, then producer and consumer warps, then e4m3. 5d: transposed
-//           wgmma, for few query rows. 5e wmma: S and P in shared memory. 5f options: softcap, splits, lengths, pages.
+//           wgmma, for few query rows. 5e wmma: S and P in shared memory.
+// Options   5f functions of a score: fast exp2, softcap, SCORE_MOD, MASK_MOD. 5g bias, key mask, lists of visible rounds.
+//           5h ranges of keys, sequences of different lengths. 5i merge of partials. 5j pages. 5k conversion of 8-bit
+//           elements. 5l wgmma instructions.
 
 // ==== COPY FROM HERE =============================================================================
 
@@ -472,7 +475,7 @@ struct Divisor {
   __device__ __forceinline__ uint32_t remainder(uint32_t n) const { return n - divide(n) * divisor; }
 };
 
-struct PlanArgs {  // USE_LENGTHS: sizes of the plan (section 5f), the list of items in scratch memory
+struct PlanArgs {  // USE_LENGTHS: sizes of the plan (section 5h), the list of items in scratch memory
   // items, partials: maximum numbers per group of item_heads heads. free_partials: partials without those
   // that an explicit SPLIT_CTAS adds. With batch_invariant, free_partials is a number per sequence.
   uint32_t items, partials, free_partials;
@@ -768,6 +771,9 @@ __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreSc
 // Applies SCORE_MOD, MASK_MOD and the key mask to the tile. unmasked: all of its keys exist.
 template <class B, class View, class Tile>
 __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool unmasked);
+// USE_BIAS: address of the bias of row r of the tile at query q0 (section 5g).
+template <class B>
+__device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r);
 // USE_BIAS: true if keys of the tile at key k0 have a bias.
 template <class B> __device__ __forceinline__ bool has_bias(const KernelArgs& a, const Mask& mask, int k0) {
   return B::use_bias != 0 && a.p.bias && k0 + B::block_n > first_biased_key(a.p, mask.keys.Sk);
@@ -792,9 +798,9 @@ template <class B, class View> __device__ __forceinline__ int first_column(const
 }
 
 template <class B> struct KeyBits;  // USE_KEY_MASK: the visible keys of a tile
-// USE_KEY_MASK, USE_BIAS=4, 5: the keys of a tile according to the item's list of rounds. unknown: the kernel
-// has no list. some_hidden: a key is hidden, or the bias changes scores.
-enum class KeysOfTile { unknown, all_visible, some_hidden };
+// USE_KEY_MASK, USE_BIAS=4, 5: what the item's list of visible rounds says of a tile. unknown: the kernel has no list.
+// unchanged: the key mask hides none of its keys, and the bias is 0 for all of them.
+enum class ListedTile { unknown, unchanged, changed };
 
 // The tile that the score hook processes: its item, mask and position. WgmmaRows has the same interface and
 // prefetches the bias.
@@ -804,7 +810,7 @@ template <class B> struct ScoreTile {
   const Mask& mask;
   const int q0, k0;  // first query and first key
   const ScoreScale<B> scale;  // hook_scale of the item
-  std::conditional_t<B::masks_keys, KeysOfTile, Nothing> listed_keys{};
+  std::conditional_t<B::masks_keys, ListedTile, Nothing> listed{};
   std::conditional_t<B::key_bias && B::swap_ab, const Bias*, Nothing> loaded{};  // the bias of the thread's columns
 
   __device__ ScoreScale<B> hook_scale() const { return scale; }
@@ -815,8 +821,8 @@ template <class B> struct ScoreTile {
   // False if SCORE_MOD, MASK_MOD and the key mask leave the tile unchanged.
   __device__ __forceinline__ bool needs_modify_scores() const {
     if constexpr (B::use_key_mask && !B::changes_logits) {
-      if (listed_keys == KeysOfTile::unknown) return !KeyBits<B>(a, item.b, k0).all();
-      return listed_keys == KeysOfTile::some_hidden;
+      if (listed == ListedTile::unknown) return !KeyBits<B>(a, item.b, k0).all();
+      return listed == ListedTile::changed;
     }
     return B::changes_logits || B::hides_keys;
   }
@@ -1622,12 +1628,6 @@ template <class B> __device__ __forceinline__ bool has_map(const KernelArgs& a) 
 template <class B>
 constexpr bool lists_by_cta = B::masks_keys && B::is_wgmma && B::kernel != KernelKind::wgmma_plain;
 
-struct ListFromMap {  // an item's visible rounds: those with a key that the bias or MASK_MOD does not hide
-  // An entry is 2 * n, plus 1 if the bias or MASK_MOD changes the scores of round n. Null: all rounds.
-  const uint32_t* list = nullptr;
-  __device__ uint32_t entry(int round) const { return list ? ld_global<uint32_t>(list + round) : 2 * round + 1; }
-};
-
 // The item with query block `block` of head `head`. Heads are numbered across all batches.
 template <class B>
 __device__ __forceinline__ Item<B> item_of_block(const KernelArgs& a, uint32_t head, uint32_t block) {
@@ -1968,7 +1968,7 @@ __device__ __forceinline__ void multiply_columns(View& T, int n,
 
 // Elements of d per step of Q @ K.T: 32 bytes of each row of K.
 template <class B> constexpr int MMA_K = 2 * CHUNK<B>;
-// The operands of a step for 16-bit types. Section 5f has the operands for DTYPE=FP8_E4M3 and KV_DTYPE.
+// The operands of a step for 16-bit types. Section 5k has the operands for DTYPE=FP8_E4M3 and KV_DTYPE.
 template <class B> struct MmaHalves {
   static constexpr int REGISTERS = 4;  // registers per A operand of 16 rows
   static constexpr int KEYS = 16;      // keys per step of P @ V
@@ -2512,119 +2512,6 @@ constexpr bool stores_by_tma =
     (B::kernel == KernelKind::wgmma_roles || B::kernel == KernelKind::wgmma_converting) && B::split_kv == 1 &&
     B::split_ctas == 1;
 
-// ---- the list of an item's visible rounds (USE_KEY_MASK, USE_BIAS = 4, USE_BIAS = 5) ----
-//
-// A round is visible if the key mask or the bias does not hide all of its keys. A warp lists the visible rounds of each
-// item in shared memory (list_visible_rounds). Producers and consumers then process only these rounds.
-
-// Bytes of shared memory for Q of two items and all stages of K and V, if Dv = D. The rest holds the lists.
-template <class B>
-constexpr int bytes_beside_lists = (2 * B::block_m + 2 * B::split_kv * B::stages * B::block_n) * B::head_dim * 2;
-template <class B> constexpr bool lists_are_short = B::swap_ab || B::kv_bytes == 1;
-// Maximum number of rounds of an item with a list. An item with more rounds computes all of them.
-template <class B>
-constexpr int most_listed = lists_are_short<B> ? 64 : bytes_beside_lists<B> > 200 * 1024 ? 128 : 512;
-// Maximum number of visible rounds with a hidden key whose bits are stored with the list. The bits of further
-// rounds are computed from the key mask at each use.
-template <class B>
-constexpr int most_kept = lists_are_short<B> ? 1 : bytes_beside_lists<B> > 200 * 1024 ? 32 : 128;
-// The list, in shared memory. entries: for each visible round, 2 * its index among all rounds, plus 1 if the
-// key mask hides one of its keys, or if the bias changes a score. bits: USE_KEY_MASK: for each of the first
-// most_kept rounds with a hidden key, one bit per key, 1 if it is visible.
-template <class B> struct VisibleRounds {
-  using Bits = uint32_t[most_kept<B>][ceil_div(B::round_keys, 32)];
-  alignas(16) std::conditional_t<B::use_key_mask, Bits, Nothing> bits;
-  uint16_t entries[most_listed<B> * (B::key_bias ? 2 : 1)];  // USE_BIAS=4, 5: see list_rounds_of_bias()
-};
-template <class B> struct ListInShared {
-  int list = 0;           // offset of the VisibleRounds in shared memory
-  int is_whole = 0;       // 1: all rounds are computed; the only entry is 1 if mask or bias may change scores
-  int masked_rounds = 0;  // number of listed rounds with a hidden key; those from most_kept on have no stored bits
-  std::conditional_t<B::key_bias, int, Nothing> first{};  // USE_BIAS=4, 5: index of the first entry
-  __device__ __forceinline__ VisibleRounds<B>& visible_rounds() const {
-    return *reinterpret_cast<VisibleRounds<B>*>(&dynamic_shared<unsigned char>() + list);
-  }
-  __device__ uint32_t entry(int round) const {
-    int at = is_whole ? 0 : round;
-    if constexpr (B::key_bias) at += first;
-    const uint32_t listed = ld_shared<uint16_t>(&visible_rounds().entries[at]);
-    return is_whole ? 2 * round + listed : listed;
-  }
-};
-
-// ---- items and their rounds (wgmma) ----
-
-template <class B> constexpr bool may_have_list = lists_from_map<B> || lists_by_cta<B>;
-template <class B>
-using ListOf = std::conditional_t<lists_by_cta<B>, ListInShared<B>,
-                                  std::conditional_t<lists_from_map<B>, ListFromMap, Nothing>>;
-// A work item and its rounds; in each round, every split (SPLIT_KV) computes one tile of BLOCK_N keys. The
-// last round is computed first. With a causal mask, the masked tiles then come first, and their row max
-// suffices as the stale maximum of most other tiles. A round has up to three indices:
-//   round   among the rounds that the item computes, 0 to rounds - 1; with a list, the position in the list
-//   number  among all rounds of the item; it gives the keys. Without a list, it equals `round`
-//   entry   the element of the list: 2 * number, plus 1 if the bias or the mask may change the scores
-template <class B> struct alignas(16) WgmmaItem : Item<B>, ListOf<B> {
-  int h_kv, first_key, rounds;  // zero rounds: no more items, or with SPLIT_CTAS an empty range
-};
-// First key of the tile of a split in a round of the item.
-template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem<B>& item, int round, int split) {
-  if constexpr (may_have_list<B>) round = int(item.entry(round) / 2);  // now the number
-  return item.first_key + (round * B::split_kv + split) * B::block_n;
-}
-template <class B> __device__ __forceinline__ bool has_list(const KernelArgs& a, const WgmmaItem<B>& item) {
-  if constexpr (B::masks_keys) return !item.is_whole;
-  return has_map<B>(a);
-}
-
-// USE_KEY_MASK, USE_BIAS=4, 5: sets tile.listed_keys from the entry of the round in the item's list.
-template <class B>
-__device__ __forceinline__ void set_listed_keys(ScoreTile<B>& tile, const WgmmaItem<B>& item, int round) {
-  if constexpr (B::masks_keys) {
-    tile.listed_keys = item.entry(round) % 2 == 0 ? KeysOfTile::all_visible : KeysOfTile::some_hidden;
-  }
-}
-
-// With a mask, all items of a head are shifted to earlier rows, by 64 rows for each warpgroup of the last item that
-// would have no query. The warpgroups without queries are then in the first item, before query 0, and own_rounds()
-// gives them no rounds. So the first item loads fewer keys. The last item loads all keys in any case.
-// Example with a causal mask, Sq = 200 and BLOCK_M = 192: the shift is (2 * 192 - 200) / 64 * 64 = 128 rows.
-//
-//               queries of item 0               queries of item 1               keys loaded by items 0, 1
-//   unshifted     0- 63   64-127  128-191  |  192-199  none     none            192, 200
-//   shifted     none     none       0- 63  |   64-127  128-191  192-199          64, 200
-template <class B> __device__ __forceinline__ int shifted_rows(int items_of_head, int Sq) {
-  return (items_of_head * B::block_m - Sq) / 64 * 64;
-}
-// Sets an item's first key and number of rounds.
-template <class B> __device__ __forceinline__ void set_rounds(const KernelArgs& a, WgmmaItem<B>& item) {
-  if (skips_empty_warpgroups<B> && !B::use_lengths) item.q0 -= shifted_rows<B>(int(a.q_blocks.divisor), a.p.Sq);
-  const int last = min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1;
-  Interval keys = item.mask(a).keys.of_rows(max(item.q0, 0), last);
-  if constexpr (B::use_lengths) keys = item.keys_of_cta(a, item.mask(a));
-  item.first_key = keys.begin;
-  item.rounds = max(ceil_div(keys.end - keys.begin, B::round_keys), int(item.exists()));
-}
-template <class B> __device__ __forceinline__ WgmmaItem<B> wgmma_item(const KernelArgs& a, uint32_t i) {
-  WgmmaItem<B> item;
-  if (!B::use_lengths && a.unmasked_rounds > 0) {  // equals work_item(), but reads fewer arguments
-    static_cast<Item<B>&>(item) = item_of_block<B>(a, a.q_blocks.divide(i), a.q_blocks.remainder(i));
-    item.first_key = 0;
-    item.rounds = a.unmasked_rounds;
-  } else {
-    static_cast<Item<B>&>(item) = work_item<B>(a, i);
-    set_rounds<B>(a, item);
-  }
-  if (has_map<B>(a)) take_list(a, item);
-  if (!B::use_lengths && B::split_ctas != 1) {
-    const Interval range = range_of_rounds(a, item.rounds);
-    item.first_key += range.begin * B::round_keys;
-    item.rounds = range.end - range.begin;
-  }
-  item.h_kv = int(a.q_heads_per_kv.divide(item.h));
-  return item;
-}
-
 // Starts the TMA load of ROWS rows of D elements at coordinates c, as one box. BY_PANELS: one box per panel.
 // Rows shorter than D are also loaded panel by panel, so that TMA zero-fills the end of each row.
 template <int D, int SIZE, int ROWS, bool BY_PANELS = false>
@@ -2748,34 +2635,11 @@ __device__ __forceinline__ void clear_rows(void* tile_s, int panel_rows, int beg
     }
   }
 }
-// PACK_GQA: zero-fills the rows of Q that have no query. Their contents would affect the rounding of other
-// rows, since a warp keeps a stale maximum only if all of its rows allow it.
-template <class B> __device__ __forceinline__ void clear_rows_without_query(Element<B>* Q_s, const KernelArgs& a) {
-  if (!B::pack_gqa) return;
-  clear_rows<B::qk_bytes>(Q_s, B::block_m, rows_of_item<B>(a), B::block_m, threadIdx.x, B::threads,
-                          [](int) { return true; });
-  fence_proxy_async();
-}
 // USE_LENGTHS: zero-fills the rows of V past the last key, since 0 * NaN is NaN. A fence of the async proxy must
 // follow.
 template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, int keys, int thread, int threads) {
   clear_rows<B::d_v * B::kv_bytes>(V_s, B::block_n, keys, B::block_n, thread, threads, [](int) { return true; });
 }
-// batch_invariant: zero-fills the rows of Q past the last query of the sequence, among the tile's `rows` rows
-// that begin at first_row. They belong to another sequence. They would affect the result, since a warp keeps
-// a stale maximum only if all of its rows allow it. Returns true if the item has such rows; readers of Q must
-// then wait for all calling threads.
-template <class B>
-__device__ __forceinline__ bool clear_queries_of_others(Element<B>* Q_s, int panel_rows, const KernelArgs& a,
-                                                        const Item<B>& item, int first_row, int rows, int thread) {
-  if (!a.p.batch_invariant || !item.ends_before(item.q0 + queries_of_item<B>(a))) return false;
-  clear_rows<B::qk_bytes>(Q_s, panel_rows, 0, rows, thread, B::swap_ab ? B::threads : 128, [&](int row) {
-    return query_of<B>(a, item.q0, first_row + row) >= item.query_count(a.p);
-  });
-  fence_proxy_async();
-  return true;
-}
-
 // ---- 5c the plain kernel (wgmma and USE_WARP_SPECIALIZATION = 0 and SWAP_AB = 0) ----
 //
 //   start the loads of Q[g] for each warpgroup g, and of the first STAGES tiles
@@ -2892,6 +2756,115 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_plain> {
   static constexpr auto entry = sdpa_wgmma_plain<B>;
 };
 
+// ---- 5c work items and their rounds (wgmma) ----
+
+// The list of an item's visible rounds (section 5g).
+struct ListFromMap;                    // in global memory
+template <class B> struct ListByCta;   // in shared memory
+template <class B> struct ListMemory;  // the contents of a ListByCta
+template <class B> constexpr bool may_have_list = lists_from_map<B> || lists_by_cta<B>;
+template <class B>
+using ListOf = std::conditional_t<lists_by_cta<B>, ListByCta<B>,
+                                  std::conditional_t<lists_from_map<B>, ListFromMap, Nothing>>;
+// An entry of a list: 2 * number, plus 1 if the round is changed, that is, if the bias, MASK_MOD or the key mask changes
+// a score of the round.
+__device__ __forceinline__ constexpr uint32_t make_entry(int number, uint32_t changed) { return 2 * number + changed; }
+__device__ __forceinline__ constexpr int entry_number(uint32_t entry) { return int(entry / 2); }
+__device__ __forceinline__ constexpr bool entry_changed(uint32_t entry) { return entry % 2; }
+
+// A work item and its rounds; in each round, every split (SPLIT_KV) computes one tile of BLOCK_N keys. The
+// last round is computed first. With a causal mask, the masked tiles then come first, and their row max
+// suffices as the stale maximum of most other tiles. A round has up to three indices:
+//   round   among the rounds that the item computes, 0 to rounds - 1; with a list, the position in the list
+//   number  among all rounds of the item; it gives the keys. Without a list, it equals `round`
+//   entry   the element of the list
+template <class B> struct alignas(16) WgmmaItem : Item<B>, ListOf<B> {
+  int h_kv, first_key, rounds;  // zero rounds: no more items, or with SPLIT_CTAS an empty range
+};
+// First key of the tile of a split in a round of the item.
+template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem<B>& item, int round, int split) {
+  if constexpr (may_have_list<B>) round = entry_number(item.entry(round));
+  return item.first_key + (round * B::split_kv + split) * B::block_n;
+}
+// False if the item computes all of its rounds.
+template <class B> __device__ __forceinline__ bool has_list(const KernelArgs& a, const WgmmaItem<B>& item) {
+  if constexpr (B::masks_keys) return !item.has_one_entry;
+  return has_map<B>(a);
+}
+
+// USE_KEY_MASK, USE_BIAS=4, 5: sets tile.listed from the entry of the round in the item's list.
+template <class B>
+__device__ __forceinline__ void set_listed(ScoreTile<B>& tile, const WgmmaItem<B>& item, int round) {
+  if constexpr (B::masks_keys) {
+    tile.listed = entry_changed(item.entry(round)) ? ListedTile::changed : ListedTile::unchanged;
+  }
+}
+
+// With a mask, all items of a head are shifted to earlier rows, by 64 rows for each warpgroup of the last item that
+// would have no query. The warpgroups without queries are then in the first item, before query 0, and own_rounds()
+// gives them no rounds. So the first item loads fewer keys. The last item loads all keys in any case.
+// Example with a causal mask, Sq = 200 and BLOCK_M = 192: the shift is (2 * 192 - 200) / 64 * 64 = 128 rows.
+//
+//               queries of item 0               queries of item 1               keys loaded by items 0, 1
+//   unshifted     0- 63   64-127  128-191  |  192-199  none     none            192, 200
+//   shifted     none     none       0- 63  |   64-127  128-191  192-199          64, 200
+template <class B> __device__ __forceinline__ int shifted_rows(int items_of_head, int Sq) {
+  return (items_of_head * B::block_m - Sq) / 64 * 64;
+}
+// Sets an item's first key and number of rounds.
+template <class B> __device__ __forceinline__ void set_rounds(const KernelArgs& a, WgmmaItem<B>& item) {
+  if (skips_empty_warpgroups<B> && !B::use_lengths) item.q0 -= shifted_rows<B>(int(a.q_blocks.divisor), a.p.Sq);
+  const int last = min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1;
+  Interval keys = item.mask(a).keys.of_rows(max(item.q0, 0), last);
+  if constexpr (B::use_lengths) keys = item.keys_of_cta(a, item.mask(a));
+  item.first_key = keys.begin;
+  item.rounds = max(ceil_div(keys.end - keys.begin, B::round_keys), int(item.exists()));
+}
+template <class B> __device__ __forceinline__ WgmmaItem<B> wgmma_item(const KernelArgs& a, uint32_t i) {
+  WgmmaItem<B> item;
+  if (!B::use_lengths && a.unmasked_rounds > 0) {  // equals work_item(), but reads fewer arguments
+    static_cast<Item<B>&>(item) = item_of_block<B>(a, a.q_blocks.divide(i), a.q_blocks.remainder(i));
+    item.first_key = 0;
+    item.rounds = a.unmasked_rounds;
+  } else {
+    static_cast<Item<B>&>(item) = work_item<B>(a, i);
+    set_rounds<B>(a, item);
+  }
+  if (has_map<B>(a)) take_list(a, item);
+  if (!B::use_lengths && B::split_ctas != 1) {
+    const Interval range = range_of_rounds(a, item.rounds);
+    item.first_key += range.begin * B::round_keys;
+    item.rounds = range.end - range.begin;
+  }
+  item.h_kv = int(a.q_heads_per_kv.divide(item.h));
+  return item;
+}
+
+// ---- 5c rows of Q without a query (wgmma) ----
+
+// PACK_GQA: zero-fills the rows of Q that have no query. Their contents would affect the rounding of other
+// rows, since a warp keeps a stale maximum only if all of its rows allow it.
+template <class B> __device__ __forceinline__ void clear_rows_without_query(Element<B>* Q_s, const KernelArgs& a) {
+  if (!B::pack_gqa) return;
+  clear_rows<B::qk_bytes>(Q_s, B::block_m, rows_of_item<B>(a), B::block_m, threadIdx.x, B::threads,
+                          [](int) { return true; });
+  fence_proxy_async();
+}
+// batch_invariant: zero-fills the rows of Q past the last query of the sequence, among the tile's `rows` rows
+// that begin at first_row. They belong to another sequence. They would affect the result, since a warp keeps
+// a stale maximum only if all of its rows allow it. Returns true if the item has such rows; readers of Q must
+// then wait for all calling threads.
+template <class B>
+__device__ __forceinline__ bool clear_queries_of_others(Element<B>* Q_s, int panel_rows, const KernelArgs& a,
+                                                        const Item<B>& item, int first_row, int rows, int thread) {
+  if (!a.p.batch_invariant || !item.ends_before(item.q0 + queries_of_item<B>(a))) return false;
+  clear_rows<B::qk_bytes>(Q_s, panel_rows, 0, rows, thread, B::swap_ab ? B::threads : 128, [&](int row) {
+    return query_of<B>(a, item.q0, first_row + row) >= item.query_count(a.p);
+  });
+  fence_proxy_async();
+  return true;
+}
+
 // ---- 5c producers and consumers: shared by their kernels (wgmma and USE_WARP_SPECIALIZATION) ----
 //
 //   producer warps                              consumer warpgroups, 64 rows each
@@ -3004,11 +2977,11 @@ constexpr int list_count = B::use_persistent_cta        ? Q_STAGES + 1
                                                          : 2 * B::split_kv;
 template <class B> struct ListedItem : WgmmaItem<B> { int all_rounds; };  // visible and hidden rounds
 template <class B, int LISTS> struct ListsOfCta {
-  VisibleRounds<B> of[LISTS];
+  ListMemory<B> of[LISTS];
   ListedItem<B> last;  // USE_PERSISTENT_CTA: the item whose list was written last
 };
 template <class B, int Q_STAGES>
-using VisibleRoundsOf = std::conditional_t<B::masks_keys, ListsOfCta<B, list_count<B, Q_STAGES>>, Nothing>;
+using ListsInShared = std::conditional_t<B::masks_keys, ListsOfCta<B, list_count<B, Q_STAGES>>, Nothing>;
 
 enum WgmmaRole { idle = 0, load_k = 1, load_v = 2, store_o = 4 };  // tasks of a producer warp; bits
 
@@ -3039,15 +3012,15 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
     WgmmaItem<B> item = wgmma_item<B>(a, i);
     if (B::use_persistent_cta && uniform(int(threadIdx.x)) >= 32) return item;
     const int rounds = item.rounds;
-    auto& last = s.visible.last;
+    auto& last = s.lists.last;
     const bool is_first = list_ring.stage == 0 && list_ring.parity == 0;
     if (B::use_persistent_cta && !is_first && item.b == last.b && item.first_key == last.first_key &&
         rounds == last.all_rounds) {
-      static_cast<ListInShared<B>&>(item) = last;  // same keys: reuses the last list
+      static_cast<ListByCta<B>&>(item) = last;  // same keys: reuses the last list
       item.rounds = last.rounds;
       return item;
     }
-    list_visible_rounds(a, item, s.visible.of[B::use_persistent_cta ? list_ring.stage : int(threadIdx.x / 32)]);
+    list_visible_rounds(a, item, s.lists.of[B::use_persistent_cta ? list_ring.stage : int(threadIdx.x / 32)]);
     list_ring.advance();
     if (B::use_persistent_cta && issues) {
       static_cast<WgmmaItem<B>&>(last) = item;
@@ -3621,7 +3594,7 @@ template <class B> struct WgmmaShared {
   TileRing<B> split[B::split_kv];
   std::conditional_t<B::tile_type != B::kv_type, LandedTiles<B>, Nothing> landed;
   SplitPartials<B> partial;
-  VisibleRoundsOf<B, Q_STAGES> visible;
+  ListsInShared<B, Q_STAGES> lists;
   WgmmaItem<B> item[Q_STAGES];  // the item of each stage of Q
   // q_full: Q has landed, and `item` is set. o_done: all warps have written O over Q. q_empty: O has been stored.
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
@@ -3960,7 +3933,7 @@ template <class B> struct E4m3Shared {
   TileRing<B, ceil_div(B::block_n, V_LINE<B>) * V_LINE<B> * B::d_v> split[B::split_kv];  // V [Dv][BLOCK_N]
   Landed landed[B::split_kv];
   SplitPartials<B> partial;
-  VisibleRoundsOf<B, Q_STAGES> visible;
+  ListsInShared<B, Q_STAGES> lists;
   WgmmaItem<B> item[Q_STAGES];
   // q_full: Q has landed, and `item` is set. q_empty: all consumer warps have read Q.
   uint64_t q_full[Q_STAGES], q_empty[Q_STAGES];
@@ -4274,466 +4247,6 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_e4m3> {
   static constexpr auto entry = sdpa_wgmma<B>;
 };
 
-// ---- the bias in global memory (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_BIAS = 4, USE_BIAS = 5) ----
-
-// Returns the address of the bias of row r of the tile at query q0. The bias has one row per query. A row has
-// a contiguous element for each of the last bias_keys keys of the sequence; earlier keys have no bias. The
-// strides may be 0. USE_BIAS=1, 3: the element, of Q's type or fp32, is added to the logit; -inf hides the
-// key. USE_BIAS=4, 5: as 1, 3, with one row per batch. USE_BIAS=2: the element is a byte; 0 hides the key.
-// The query and the head of a padding row are clamped to valid ones.
-template <class B>
-__device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r) {
-  const SdpaParams& p = a.p;
-  const int q = min(max(query_of<B>(a, q0, r), 0), item.query_count(p) - 1);
-  const int h = min(item.h + (B::pack_gqa ? int(a.item_queries.divide(uint32_t(r))) : 0), p.Hq - 1);
-  return static_cast<const Bias*>(p.bias) + item.b * p.bias_strides.batch + h * p.bias_strides.head +
-         q * p.bias_strides.row;
-}
-__host__ __device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float with_bias(float x, uint8_t visible, float) { return visible ? x : -INFINITY; }
-template <class E> __device__ __forceinline__ float with_bias(float x, E bias, float logit_scale) {
-  return fmaf(x, logit_scale, to_float(bias));
-}
-using BiasPair = VectorType<2 * sizeof(Bias)>;
-// Adds two adjacent elements of the bias to x and y. The element for x is in the low bits.
-template <class Pair> __device__ __forceinline__ void add_pair(float& x, float& y, Pair pair, const KernelArgs& a) {
-  Bias bias[2];
-  memcpy(bias, &pair, sizeof bias);
-  x = with_bias(x, bias[0], a.logit_scale);
-  y = with_bias(y, bias[1], a.logit_scale);
-}
-// USE_BIAS=4, 5: load_bias_of_keys() loads the bias of a thread's columns, add_to_keys() adds it to the
-// thread's rows. bias_g: address of the bias of the thread's first column; `columns` columns from there on
-// have a bias.
-template <class View>
-__device__ __forceinline__ void load_bias_of_keys(Bias (&bias)[View::COLS], const View& S, const Bias* bias_g,
-                                                  int columns) {
-  SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-    bias[j] = S.col(j) - S.col(0) < columns ? ld_global_nc<Bias>(bias_g + (S.col(j) - S.col(0))) : rounded<Bias>(0);
-  }
-}
-template <class View> __device__ __forceinline__ void add_to_keys(View& S, const KernelArgs& a, const Bias* bias) {
-  SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) S.x[i][j] = fmaf(S.x[i][j], a.logit_scale, to_float(bias[j]));
-  }
-}
-// Reads the bias of a tile from global memory, in pairs where the address and the tile allow it.
-template <class B> struct BiasInMemory {
-  template <class View>
-  __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
-    const int first = first_biased_key(a.p, keys), col = k0 - first + S.col(0), cols = keys - first;
-    if constexpr (B::key_bias) {
-      Bias of_columns[View::COLS];
-      load_bias_of_keys(of_columns, S, bias_row<B>(a, item, q0, 0) + col, cols - col);
-      return add_to_keys(S, a, of_columns);
-    }
-    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-      const Bias* const row = bias_row<B>(a, item, q0, S.row(i)) + col;
-      const bool has_pairs = View::COLS % 2 == 0 && S.col(1) - S.col(0) == 1 && k0 >= first &&
-                             k0 + B::block_n <= keys;
-      if (has_pairs && reinterpret_cast<uintptr_t>(row) % sizeof(BiasPair) == 0) {
-        SDPA_UNROLL for (int j = 0; j + 1 < View::COLS; j += 2) {
-          add_pair(S.x[i][j], S.x[i][j + 1], ld_global_nc<BiasPair>(row + (S.col(j) - S.col(0))), a);
-        }
-      } else {
-        SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-          const int at = S.col(j) - S.col(0);
-          const bool exists = uint32_t(col + at) < uint32_t(cols);
-          if (exists) S.x[i][j] = with_bias(S.x[i][j], ld_global_nc<Bias>(row + at), a.logit_scale);
-          else if (B::adds_bias) S.x[i][j] *= a.logit_scale;
-        }
-      }
-    }
-  }
-};
-
-template <class B>
-template <class View>
-__device__ __forceinline__ bool ScoreTile<B>::add_bias(View& S) const {
-  if (!has_bias<B>(a, mask, k0)) return false;
-  if constexpr (B::key_bias) {
-    if (listed_keys == KeysOfTile::all_visible) return false;
-  }
-  if constexpr (B::key_bias && B::swap_ab) add_to_keys(S, a, loaded);
-  else if constexpr (B::use_bias != 0) BiasInMemory<B>().add(S, a, item, mask.keys.Sk, q0, k0 + first_column<B>(S));
-  return true;
-}
-
-// ---- 5c the bias of a warp (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3) ----
-
-// The bias of one warp for one tile: 16 rows, BLOCK_N keys. Lanes read one 16-byte chunk of each of 8 rows at
-// a time (fp32: two chunks of each of 4 rows). The XOR swizzle by the row puts these chunks in different
-// banks.
-template <class B> struct alignas(128) BiasTile {
-  static constexpr int CHUNK = 16 / sizeof(Bias), CHUNKS = B::block_n / CHUNK;
-  static constexpr int XORED = SWIZZLE_GROUP<CHUNKS>;
-  Bias x[16][B::block_n];
-
-  __device__ __forceinline__ Bias* at(int row, int chunk) {
-    return &x[row][swizzled<XORED>(row * (sizeof(Bias) == 4 ? 2 : 1), chunk) * CHUNK];
-  }
-};
-template <class B> struct BiasTiles {
-  std::conditional_t<bias_has_room<B>, BiasTile<B>[B::split_warps], Nothing> per_warp;
-};
-
-// Adds the bias to the rows of a warp. Prefetches the bias of the next tile into shared memory.
-template <class B, bool = bias_has_room<B>> struct BiasOfWarp : BiasInMemory<B> {
-  __device__ void bind(BiasTiles<B>&) {}
-  __device__ void start(const KernelArgs&, const Item<B>&, int, int, int) {}
-  __device__ void load(const KernelArgs&, const Item<B>&, int, int, int) {}
-};
-template <class B> struct BiasOfWarp<B, true> {
-  using Tile = BiasTile<B>;
-  static constexpr int LANES = Tile::CHUNKS, ROWS = 32 / LANES;  // LANES lanes copy a row; ROWS rows are copied at once
-  Tile* tile;
-  int loaded_k0 = -1;             // per tile: first key of the tile that is in shared memory or in flight; -1: none
-  int column_at_0 = 0;            // per item: bias column of the lane's chunk, for a tile at key 0
-  const Bias* chunk_g = nullptr;  // per item: address of this chunk, in the lane's first row
-  int rows_left = 0;              // per item: queries that exist from the lane's first row on
-  int unit = 0;                   // per item: alignment of chunks in global memory: 16, 4, or 1 for less
-
-  __device__ void bind(BiasTiles<B>& tiles) {
-    tile = &tiles.per_warp[(threadIdx.x - B::producer_threads) / 32 % B::split_warps];
-  }
-  // First row of the warp, counted in its warpgroup. PACK_GQA: counted in the item.
-  static __device__ __forceinline__ int first_row() {
-    return int(thread_index_anew() - B::producer_threads) / 32 % (B::pack_gqa ? B::split_warps : 4) * 16;
-  }
-  // Starts an item whose keys from `first` on have a bias; k0: first key of one of its tiles. Computes addresses and
-  // alignment once per item, since 64-bit multiplications and tests would delay the softmax of each tile.
-  __device__ __forceinline__ void start(const KernelArgs& a, const Item<B>& item, int first, int q0, int k0) {
-    const Strides& strides = a.p.bias_strides;
-    const int lane = int(thread_index_anew() % 32), q = q0 + first_row() + lane / LANES;
-    loaded_k0 = -1;
-    column_at_0 = lane % LANES * Tile::CHUNK - first;
-    const int64_t elements = strides.batch | strides.head | strides.row;
-    // k0 - first gives the alignment of all tiles of the item. With a window, k0 may be any key.
-    const uint64_t offsets = uint64_t((elements | (k0 - first)) * int64_t(sizeof(Bias)));
-    const uint64_t low = offsets | reinterpret_cast<uintptr_t>(a.p.bias);
-    unit = low % 16 == 0 ? 16 : low % 4 == 0 ? 4 : 1;
-    if (B::pack_gqa) return;
-    chunk_g = bias_row<B>(a, item, 0, 0) + q * strides.row + column_at_0;
-    rows_left = item.query_count(a.p) - q;
-  }
-  // Starts the copy of the bias of the tile at key k0, unless it has been started. A lane copies its chunk by
-  // one cp.async if the chunk is aligned and lies inside the bias; otherwise by words or elements.
-  __device__ __forceinline__ void load(const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
-    if (loaded_k0 == k0) return;
-    const int lane = int(thread_index_anew() % 32), chunk = lane % LANES, column = k0 + column_at_0;
-    const int columns = keys - chunk * Tile::CHUNK + column_at_0;  // columns of the bias
-    cp_async_wait_group<0>();  // the copy of a tile that was not used may be in flight
-    __syncwarp();              // hazard: previous tile read by all lanes
-    if (unit == 16 && column >= 0 && column + Tile::CHUNK <= columns) {
-      const Bias* from = chunk_g + k0;
-      SDPA_UNROLL for (int n = 0; n < ceil_div(16, ROWS); n++, from += ROWS * a.p.bias_strides.row) {
-        const int r = lane / LANES + ROWS * n;
-        if ((LANES * ROWS == 32 && ROWS <= 16) || (lane < LANES * ROWS && r < 16)) {
-          if (B::pack_gqa) from = bias_row<B>(a, item, q0, first_row() + r) + column;  // rows may have different heads
-          cp_async<16>(tile->at(r, chunk), from, B::pack_gqa || ROWS * n < rows_left);
-        }
-      }
-    } else if (unit == 4 && k0 >= keys - columns && k0 + B::block_n <= keys) {
-      copy_words(a, item, q0, column - chunk * Tile::CHUNK);
-    } else if (lane < LANES * ROWS) {
-      copy_elements(a, item, columns, q0, column);
-    }
-    cp_async_commit_group();
-    loaded_k0 = k0;
-  }
-  // Copies a tile whose keys all have a bias, 4 bytes at a time. Adjacent lanes copy adjacent words. column:
-  // the bias column of the tile's first key.
-  __device__ __forceinline__ void copy_words(const KernelArgs& a, const Item<B>& item, int q0, int column) const {
-    constexpr int WORDS = B::block_n * sizeof(Bias) / 4, IN_CHUNK = 4;  // words per row, per chunk
-    const int lane = int(thread_index_anew() % 32), queries = item.query_count(a.p) - q0 - first_row();
-    const Bias* from = bias_row<B>(a, item, q0, first_row()) + column;
-#pragma unroll 1
-    for (int r = 0; r < 16; r++, from += a.p.bias_strides.row) {
-      if (B::pack_gqa) from = bias_row<B>(a, item, q0, first_row() + r) + column;  // rows may have different heads
-      SDPA_UNROLL for (int n = 0; n < ceil_div(WORDS, 32); n++) {
-        const int word = lane + 32 * n;
-        if (WORDS % 32 != 0 && word >= WORDS) break;
-        void* const to = reinterpret_cast<uint32_t*>(tile->at(r, word / IN_CHUNK)) + word % IN_CHUNK;
-        cp_async<4>(to, from + word * (4 / int(sizeof(Bias))), B::pack_gqa || r < queries);
-      }
-    }
-  }
-  // Copies the lane's chunks element by element, from any address. The loads of AT_ONCE rows overlap.
-  __device__ __forceinline__ void copy_elements(const KernelArgs& a, const Item<B>& item, int columns, int q0,
-                                                int column) {
-    constexpr int AT_ONCE = 2;
-    const int lane = int(thread_index_anew() % 32);
-#pragma unroll 1
-    for (int r = lane / LANES; r < 16; r += AT_ONCE * ROWS) {
-      alignas(16) Bias chunks[AT_ONCE][Tile::CHUNK];
-      SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
-        const Bias* const from = bias_row<B>(a, item, q0, first_row() + r + ROWS * n) + column;
-        SDPA_UNROLL for (int i = 0; i < Tile::CHUNK; i++) {
-          const bool exists = uint32_t(column + i) < uint32_t(columns);
-          chunks[n][i] = exists ? ld_global_nc<Bias>(from + i) : rounded<Bias>(B::use_bias == 2);
-        }
-      }
-      SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
-        uint4 bytes;
-        memcpy(&bytes, chunks[n], sizeof bytes);
-        if (r + ROWS * n < 16) st_shared(tile->at(r + ROWS * n, lane % LANES), bytes);
-      }
-    }
-  }
-  template <class View>
-  __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
-    load(a, item, keys, q0, k0);  // copies it again if Q @ K.T has been recomputed
-    cp_async_wait_group<0>();
-    __syncwarp();  // hazard: tile copied by all lanes
-    if constexpr (sizeof(Bias) == 4)
-      add_as_read(S, a);
-    else
-      add_all(S, a);
-  }
-  template <class View> __device__ __forceinline__ void add_all(View& S, const KernelArgs& a) {
-    uint32_t pairs[View::ROWS][View::COLS / 2];
-    if constexpr (sizeof(Bias) == 2) {
-      // Reads rows 0-7 and 8-15 of two chunks, in the lane layout of the accumulators.
-      const int lane = int(thread_index_anew() % 32);
-      const SharedAddress from = shared_address(tile->at(lane % 16, lane / 16));
-      SDPA_UNROLL for (int j = 0; j < View::COLS / 2; j += 2) {
-        uint32_t x[4];
-        ldmatrix_x4<false>(x, (from ^ j % Tile::XORED * 16) + j / Tile::XORED * Tile::XORED * 16);
-        SDPA_UNROLL for (int i = 0; i < 4; i++) pairs[i % 2][j + i / 2] = x[i];
-      }
-    } else {
-      SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-        SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) {
-          const Bias* const at = tile->at(S.row(i) % 16, S.col(j) / Tile::CHUNK) + S.col(j) % Tile::CHUNK;
-          pairs[i][j / 2] = ld_shared<BiasPair>(at);
-        }
-        hold(pairs[i]);  // otherwise nvcc reads element by element
-      }
-    }
-    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-      SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) add_pair(S.x[i][j], S.x[i][j + 1], pairs[i][j / 2], a);
-    }
-  }
-  // Adds each pair of floats right after its load. Loading all of them first would take as many registers as S.
-  template <class View> __device__ __forceinline__ void add_as_read(View& S, const KernelArgs& a) {
-    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-      SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) {
-        const Bias* const at = tile->at(S.row(i) % 16, S.col(j) / Tile::CHUNK) + S.col(j) % Tile::CHUNK;
-        add_pair(S.x[i][j], S.x[i][j + 1], ld_shared<BiasPair>(at), a);
-      }
-    }
-  }
-};
-
-// ---- 5c the bias of a tile's keys (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 4, USE_BIAS = 5) ----
-
-template <class B> struct alignas(16) KeyBiasTile { float x[B::block_n]; };
-template <class B> struct KeyBiasTiles { KeyBiasTile<B> per_warp[B::split_warps]; };
-
-// Adds the bias of the keys to the rows of a warp. Each warp has its own copy of the tile's bias in shared memory, as
-// floats, so that warps need not wait for each other. The bias of the next tile is loaded to registers before the
-// exponentials of this tile, and stored while the warpgroup waits for products.
-template <class B> struct BiasOfKeys {
-  static constexpr int PER_LANE = ceil_div(B::block_n, 32);
-  float* tile;                   // of this warp
-  const Bias* lane_g = nullptr;  // per item: the bias of key `lane`
-  Bias next[PER_LANE];           // of keys lane, lane + 32, ... of the next tile
-
-  __device__ void bind(KeyBiasTiles<B>& tiles) {
-    tile = tiles.per_warp[(threadIdx.x - B::producer_threads) / 32 % B::split_warps].x;
-  }
-  __device__ __forceinline__ void start(const KernelArgs& a, const Item<B>& item, int, int, int) {
-    lane_g = bias_row<B>(a, item, 0, 0) + thread_index_anew() % 32;
-  }
-  // Loads the bias of the tile at key k0. keys: keys of the sequence.
-  __device__ __forceinline__ void load(const KernelArgs&, const Item<B>&, int keys, int, int k0) {
-    const Bias* const from = lane_g + k0;
-    if (k0 + PER_LANE * 32 <= keys) {
-      SDPA_UNROLL for (int n = 0; n < PER_LANE; n++) next[n] = ld_global_nc<Bias>(from + 32 * n);
-    } else {
-      const int left = keys - k0 - int(thread_index_anew() % 32);
-      SDPA_UNROLL for (int n = 0; n < PER_LANE; n++) {
-        next[n] = 32 * n < left ? ld_global_nc<Bias>(from + 32 * n) : rounded<Bias>(0);
-      }
-    }
-  }
-  // Stores the loaded bias to shared memory, as that of the current tile.
-  __device__ __forceinline__ void store() const {
-    const int lane = int(thread_index_anew() % 32);
-    __syncwarp();  // hazard: previous tile read by all lanes
-    SDPA_UNROLL for (int n = 0; n < PER_LANE; n++) {
-      if (B::block_n % 32 == 0 || 32 * n + lane < B::block_n) st_shared(tile + 32 * n + lane, to_float(next[n]));
-    }
-    __syncwarp();  // hazard: tile written by all lanes
-  }
-  // Calls use(i, j, logit) for the thread's columns [first, last) of S.
-  template <class View, class Use>
-  __device__ __forceinline__ void each(const View& S, int first, int last, const KernelArgs& a, const Use& use) const {
-    SDPA_UNROLL for (int j = first; j < last; j += 2) {
-      const float2 bias = ld_shared<float2>(tile + S.col(j));
-      SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-        use(i, j, fmaf(S.x[i][j], a.logit_scale, bias.x));
-        use(i, j + 1, fmaf(S.x[i][j + 1], a.logit_scale, bias.y));
-      }
-    }
-  }
-  template <class View>
-  __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>&, int, int, int) const {
-    each(S, 0, View::COLS, a, [&](int i, int j, float logit) { S.x[i][j] = logit; });
-  }
-  // Adds the bias to columns [first, last) and replaces them by P. One pass over the columns, so that the
-  // exponentials hide the latency of the additions.
-  template <class View, class Softmax>
-  __device__ __forceinline__ void exp(View& S, int first, int last, const KernelArgs& a, Softmax& softmax) const {
-    each(S, first, last, a, [&](int i, int j, float logit) {
-      S.x[i][j] = softmax_exp2<B>(fmaf(logit, a.scale_log2, -softmax.m_log2[i]));
-      softmax.sum[i] += S.x[i][j];
-    });
-  }
-};
-
-// ---- 5c lists of rounds (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_BIAS = 4, USE_BIAS = 5, MASK_MOD, USE_KEY_MASK) ----
-
-// USE_KEY_MASK: returns the visible keys of the split's tile at key k0, whose round must have a hidden key.
-// masked_index: index of the round among the listed rounds with a hidden key. Reads the stored bits, if there
-// are any, otherwise the key mask.
-template <class B>
-__device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, const VisibleRounds<B>& list,
-                                                  int masked_index, int k0) {
-  if (masked_index >= most_kept<B> || (B::split_kv > 1 && B::block_n % 32 != 0)) return KeyBits<B>(a, b, k0);
-  const int split = B::split_kv == 1 ? 0 : uniform(int(threadIdx.x - B::producer_threads) / 128) / (B::block_m / 64);
-  KeyBits<B> bits;
-  SDPA_UNROLL for (int w = 0; w < KeyBits<B>::WORDS; w++) {
-    bits.word[w] = ld_shared<uint32_t>(&list.bits[masked_index][split * bits.WORDS + w]);
-  }
-  return bits;
-}
-
-// Iterates over the item's list of rounds for one warpgroup, from the last entry to the first. Without a
-// list, iterates over all rounds. Rows: WgmmaRows.
-template <class B, bool = may_have_list<B>> struct RoundWalk {
-  template <class Rows> __device__ void start(const Rows&, const WgmmaItem<B>&, int) {}
-  // False if the list says that bias, MASK_MOD and key mask do not change this tile; next_: the next tile.
-  __device__ bool changes_scores() const { return true; }
-  __device__ bool next_changes_scores() const { return true; }
-  __device__ int step() const { return B::round_keys; }  // first key of this tile minus that of the next one
-  __device__ void advance() {}
-};
-template <class B> struct RoundWalk<B, true> {
-  ListOf<B> list;
-  int round;
-  uint32_t entries[2];  // list entries of this round and the next one; 0 past the last round
-  // USE_KEY_MASK: the visible keys of this tile, if its round has a hidden key; after look_ahead(), those of
-  // the next tile. list.masked_rounds counts down: after look_ahead(), it is the index of these bits.
-  std::conditional_t<B::use_key_mask, KeyBits<B>, Nothing> bits;
-
-  template <class Rows> __device__ __forceinline__ void start(const Rows& rows, const WgmmaItem<B>& item, int first) {
-    list = item;
-    round = first + 1;
-    entries[0] = entries[1] = list.entry(first);
-    look_ahead(rows);
-    advance();
-  }
-  __device__ bool changes_scores() const { return entries[0] % 2; }
-  __device__ bool next_changes_scores() const { return entries[1] % 2; }
-  __device__ int step() const { return int(entries[0] / 2 - entries[1] / 2) * B::round_keys; }
-  __device__ __forceinline__ void advance() {
-    hold(entries);  // otherwise nvcc waits for each entry right after its load
-    entries[0] = uniform(entries[1]);
-    round--;
-    entries[1] = round > 0 ? list.entry(round - 1) : 0;
-  }
-  // Reads the bits of the next tile, while the warpgroup waits for products.
-  template <class Rows> __device__ __forceinline__ void look_ahead(const Rows& rows) {
-    if constexpr (B::use_key_mask) {
-      if (uniform(entries[1]) % 2) {
-        bits = listed_bits<B>(rows.a, rows.b, list.visible_rounds(), --list.masked_rounds, rows.k0 - step());
-      } else if (B::changes_logits) {  // SCORE_MOD changes every tile and reads its bits
-        SDPA_UNROLL for (uint32_t& word : bits.word) word = ~0u;
-      }
-    }
-  }
-};
-
-// ---- 5c the score hook: per-tile state of a warpgroup (wgmma and USE_WARP_SPECIALIZATION) ----
-
-// The state of the score hook for the tile of a warpgroup: its position in the list of rounds, and its bias. Rows:
-// WgmmaRows.
-template <class B> struct TileWalk : RoundWalk<B> {
-  std::conditional_t<B::key_bias, BiasOfKeys<B>, std::conditional_t<B::use_bias != 0, BiasOfWarp<B>, Nothing>> bias;
-  int first_biased = 0;  // the item's first key with a bias; if there is none, greater than all keys
-
-  __device__ __forceinline__ void bind(TileBias<B>& tiles) {
-    if constexpr (B::use_bias != 0) bias.bind(tiles);
-  }
-  template <class Rows>
-  __device__ __forceinline__ void start_item(const Rows& rows, const WgmmaItem<B>& item, int first_round) {
-    if constexpr (B::use_bias != 0) {
-      first_biased = 2 * most_rows;
-      if (rows.a.p.bias) {
-        first_biased = first_biased_key(rows.a.p, rows.mask.keys.Sk);
-        bias.start(rows.a, *rows.item, first_biased, rows.q0, rows.k0);
-      }
-    }
-    RoundWalk<B>::start(rows, item, first_round);
-    if constexpr (B::use_bias != 0) prefetch_bias(rows, this->changes_scores(), rows.k0);
-  }
-  // Stores the bias of the item's first tile, while the warpgroup waits for Q @ K.T.
-  __device__ __forceinline__ void write_first_bias() {
-    if constexpr (B::key_bias) write_bias(this->changes_scores());
-  }
-  // USE_BIAS=4, 5: stores the prefetched bias, if there is one, as that of the current tile.
-  __device__ __forceinline__ void write_bias(bool is_prefetched) {
-    if (is_prefetched) bias.store();
-  }
-  // Prepares the key mask or the bias of the next tile, while the warpgroup waits for products.
-  template <class Rows> __device__ __forceinline__ void look_ahead(const Rows& rows) {
-    RoundWalk<B>::look_ahead(rows);
-    if constexpr (B::key_bias) write_bias(this->next_changes_scores());
-  }
-  // False if SCORE_MOD, MASK_MOD and the key mask leave this tile unchanged.
-  __device__ __forceinline__ bool needs_modify_scores() const {
-    return B::changes_logits || (B::hides_keys && this->changes_scores());
-  }
-  // True if keys of the tile at key k have a bias.
-  __device__ __forceinline__ bool has_bias(int k) const { return B::use_bias != 0 && k + B::block_n > first_biased; }
-  // False if the tile, whose first key is k0, has no bias or a bias without effect.
-  __device__ __forceinline__ bool needs_bias(int k0) const { return has_bias(k0) && this->changes_scores(); }
-  // Starts the copy of the bias of the tile at key k, if the tile has one.
-  template <class Rows> __device__ __forceinline__ void prefetch_bias(const Rows& rows, bool changes, int k) {
-    if (changes && k >= 0 && has_bias(k)) bias.load(rows.a, *rows.item, rows.mask.keys.Sk, rows.q0, k);
-  }
-  template <class Rows> __device__ __forceinline__ void prefetch_next_bias(const Rows& rows) {
-    prefetch_bias(rows, this->next_changes_scores(), rows.k0 - this->step());
-  }
-  // Adds the bias of this tile, if it has one, and prefetches that of the next tile. USE_BIAS=1, 2, 3: the
-  // next tile has lower key indices, so it has a bias only if this tile has one. Returns true if it has
-  // added a bias.
-  template <class View, class Rows> __device__ __forceinline__ bool add_bias(View& S, const Rows& rows) {
-    if constexpr (B::use_bias != 0) {
-      if (!has_bias(rows.k0) || !(this->changes_scores() || this->next_changes_scores())) return false;
-      if constexpr (B::key_bias) prefetch_next_bias(rows);  // to registers; shared memory holds this tile's
-      if (this->changes_scores()) {
-        rows.locate(S);
-        bias.add(S, rows.a, *rows.item, rows.mask.keys.Sk, rows.q0, rows.k0);
-      }
-      if constexpr (!B::key_bias) prefetch_next_bias(rows);
-      return this->changes_scores();
-    }
-    return false;
-  }
-  // USE_BIAS=4, 5: adds the bias of this tile to columns [first, last) of S and replaces them by P. Returns
-  // false if the tile has no bias.
-  template <class View, class Rows, class Softmax>
-  __device__ __forceinline__ bool exp_with_bias(View& S, int first, int last, const Rows& rows, Softmax& softmax) {
-    if (first == 0) prefetch_next_bias(rows);
-    if (!needs_bias(rows.k0)) return false;
-    rows.locate(S);
-    bias.exp(S, first, last, rows.a, softmax);
-    return true;
-  }
-};
-
 // ---- 5d wgmma, transposed: keys are the M dimension, for few query rows (wgmma and SWAP_AB) ----
 //
 // S.T = K @ Q.T and O.T = V.T @ P.T. Keys and d are the M dimension of wgmma, which is 64; query rows are its N
@@ -4788,7 +4301,7 @@ template <class B> struct WgmmaColumnsShared {
   };
   alignas(1024) Element<B> Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
   Split split[B::split_kv];
-  std::conditional_t<B::masks_keys, VisibleRounds<B>[B::num_warps], Nothing> visible;
+  std::conditional_t<B::masks_keys, ListMemory<B>[B::num_warps], Nothing> lists;
   WgmmaItem<B> item;
   uint64_t q_full;  // mbarrier: Q has landed, and `item` is set
   std::conditional_t<counts_ranges<B>, bool, Nothing> is_last;  // written and read by store_merged()
@@ -4810,7 +4323,7 @@ template <class B> struct WgmmaColumnsLoader {
   __device__ static bool issues() { return threadIdx.x % 32 == 0; }
   __device__ __forceinline__ void find_item() {
     item = wgmma_item<B>(a, item_number_of_cta<B>(a));
-    if constexpr (B::masks_keys) list_visible_rounds(a, item, s.visible[threadIdx.x / 32]);
+    if constexpr (B::masks_keys) list_visible_rounds(a, item, s.lists[threadIdx.x / 32]);
   }
   __device__ __forceinline__ void load_q() {
     if (!loads_q() || !issues()) return;
@@ -5114,7 +4627,7 @@ template <class B> struct WgmmaColumns {
   // USE_BIAS=4, 5: loads the bias of the round's keys, if it changes their scores. Overlaps the products.
   __device__ __forceinline__ void load_bias(const WgmmaItem<B>& item, int round, const Scores& S) {
     if constexpr (B::key_bias) {
-      if (item.entry(round) % 2 == 0) return;
+      if (!entry_changed(item.entry(round))) return;
       const int k = first_key_of<B>(item, round, split) + S.first_col();
       load_bias_of_keys(next_bias, S, bias_row<B>(a, item, 0, 0) + k, a.p.Sk - k);
     }
@@ -5130,7 +4643,7 @@ template <class B> struct WgmmaColumns {
     }
     const Mask& mask = item.mask(a);
     ScoreTile<B> tile{a, item, mask, item.q0, k0, item_hook_scale<B>(a, item)};
-    set_listed_keys<B>(tile, item, round);
+    set_listed<B>(tile, item, round);
     if constexpr (B::key_bias) tile.loaded = next_bias;
     finish_scores<B>(S, tile, mask.tiles.cover(item.q0, k0));
     float sum[ROWS];
@@ -5567,7 +5080,7 @@ template <class B> struct KernelOf<B, KernelKind::wmma> {
   static constexpr auto entry = sdpa_wmma<B>;
 };
 
-// ---- 5f options: 2^x on the FMA pipes (USE_FAST_EXP) ----
+// ---- 5f 2^x on the FMA pipes (USE_FAST_EXP) ----
 
 // Returns 2^t, computed on the FMA pipes. t = n + f with n = floor(t). 2^f is approximated by a cubic p with
 // p(0) = 1, whose maximum relative error on [0,1] is 8.6e-5 (tests/unit.cu tests every float from -126).
@@ -5583,29 +5096,6 @@ template <class B> __device__ __forceinline__ float exp2_polynomial(float t) {
   const float power = fmaf(fmaf(fmaf(0.07706704f, f, 0.22764499f), f, 0.69511679f), f, 1.0f);
   return power * float_of(bits_of(shifted) << 23);
 }
-
-// ---- 5f copies that convert U8 (wmma and DTYPE = U8) ----
-
-// Converts two bytes u of a word, the low or the high ones, to u - 128 in fp16. The bits 0x6400 | u are the
-// fp16 number 1024 + u.
-__device__ __forceinline__ uint32_t f16x2_of_u8x2(uint32_t word, bool high) {
-  constexpr uint32_t halves_of_1152 = 0x64806480;
-  return sub_f16x2(prmt(word, 0x64646464, high ? 0x4342 : 0x4140), halves_of_1152);
-}
-// Copies a vector of 8 or 16 elements and converts them to fp16, the type of the products.
-template <> struct VectorCopy<false, true> {
-  template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
-    VectorType<BYTES> vector{};
-    if (valid) vector = ld_global_nc<decltype(vector)>(src_g);
-    uint32_t words[BYTES / 4];
-    memcpy(words, &vector, sizeof vector);
-    SDPA_UNROLL for (int i = 0; i < BYTES / 4; i += 2) {
-      const uint32_t low = words[i], high = words[i + 1];
-      st_shared(static_cast<uint4*>(dst_s) + i / 2, uint4{f16x2_of_u8x2(low, false), f16x2_of_u8x2(low, true),
-                                                          f16x2_of_u8x2(high, false), f16x2_of_u8x2(high, true)});
-    }
-  }
-};
 
 // ---- 5f tanh (USE_SOFTCAP = 1, USE_SOFTCAP = 2, SCORE_MOD, MASK_MOD) ----
 
@@ -6063,21 +5553,325 @@ template <class B> struct CappedSoftmax : StaleSoftmax<B, 2> {
   }
 };
 
-// ---- 5f the effects of four bytes of a bias (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_BIAS = 4, USE_BIAS = 5) ----
+// ---- 5g the bias in global memory (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_BIAS = 4, USE_BIAS = 5) ----
 
-// Returns the effects of four bytes of a bias, as bits. 1: a key is visible. 2: a score is changed.
-__device__ __forceinline__ int effects_of(uint32_t word) {
-  constexpr uint32_t hidden = sizeof(Bias) == 1                 ? 0
-                              : sizeof(Bias) == 4               ? 0xff800000
-                              : Defines::q_type == DType::bf16 ? 0xff80ff80
-                                                                : 0xfc00fc00;
-  const uint32_t changed = sizeof(Bias) == 1   ? (word - 0x01010101) & ~word & 0x80808080
-                           : sizeof(Bias) == 4 ? word & 0x7fffffff
-                                               : word & 0x7fff7fff;
-  return int(word != hidden) + 2 * (changed != 0);
+// Returns the address of the bias of row r of the tile at query q0. The bias has one row per query. A row has
+// a contiguous element for each of the last bias_keys keys of the sequence; earlier keys have no bias. The
+// strides may be 0. USE_BIAS=1, 3: the element, of Q's type or fp32, is added to the logit; -inf hides the
+// key. USE_BIAS=4, 5: as 1, 3, with one row per batch. USE_BIAS=2: the element is a byte; 0 hides the key.
+// The query and the head of a padding row are clamped to valid ones.
+template <class B>
+__device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r) {
+  const SdpaParams& p = a.p;
+  const int q = min(max(query_of<B>(a, q0, r), 0), item.query_count(p) - 1);
+  const int h = min(item.h + (B::pack_gqa ? int(a.item_queries.divide(uint32_t(r))) : 0), p.Hq - 1);
+  return static_cast<const Bias*>(p.bias) + item.b * p.bias_strides.batch + h * p.bias_strides.head +
+         q * p.bias_strides.row;
+}
+__host__ __device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float with_bias(float x, uint8_t visible, float) { return visible ? x : -INFINITY; }
+template <class E> __device__ __forceinline__ float with_bias(float x, E bias, float logit_scale) {
+  return fmaf(x, logit_scale, to_float(bias));
+}
+using BiasPair = VectorType<2 * sizeof(Bias)>;
+// Adds two adjacent elements of the bias to x and y. The element for x is in the low bits.
+template <class Pair> __device__ __forceinline__ void add_pair(float& x, float& y, Pair pair, const KernelArgs& a) {
+  Bias bias[2];
+  memcpy(bias, &pair, sizeof bias);
+  x = with_bias(x, bias[0], a.logit_scale);
+  y = with_bias(y, bias[1], a.logit_scale);
+}
+// USE_BIAS=4, 5: load_bias_of_keys() loads the bias of a thread's columns, add_to_keys() adds it to the
+// thread's rows. bias_g: address of the bias of the thread's first column; `columns` columns from there on
+// have a bias.
+template <class View>
+__device__ __forceinline__ void load_bias_of_keys(Bias (&bias)[View::COLS], const View& S, const Bias* bias_g,
+                                                  int columns) {
+  SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
+    bias[j] = S.col(j) - S.col(0) < columns ? ld_global_nc<Bias>(bias_g + (S.col(j) - S.col(0))) : rounded<Bias>(0);
+  }
+}
+template <class View> __device__ __forceinline__ void add_to_keys(View& S, const KernelArgs& a, const Bias* bias) {
+  SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) S.x[i][j] = fmaf(S.x[i][j], a.logit_scale, to_float(bias[j]));
+  }
+}
+// Reads the bias of a tile from global memory, in pairs where the address and the tile allow it.
+template <class B> struct BiasInMemory {
+  template <class View>
+  __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
+    const int first = first_biased_key(a.p, keys), col = k0 - first + S.col(0), cols = keys - first;
+    if constexpr (B::key_bias) {
+      Bias of_columns[View::COLS];
+      load_bias_of_keys(of_columns, S, bias_row<B>(a, item, q0, 0) + col, cols - col);
+      return add_to_keys(S, a, of_columns);
+    }
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      const Bias* const row = bias_row<B>(a, item, q0, S.row(i)) + col;
+      const bool has_pairs = View::COLS % 2 == 0 && S.col(1) - S.col(0) == 1 && k0 >= first &&
+                             k0 + B::block_n <= keys;
+      if (has_pairs && reinterpret_cast<uintptr_t>(row) % sizeof(BiasPair) == 0) {
+        SDPA_UNROLL for (int j = 0; j + 1 < View::COLS; j += 2) {
+          add_pair(S.x[i][j], S.x[i][j + 1], ld_global_nc<BiasPair>(row + (S.col(j) - S.col(0))), a);
+        }
+      } else {
+        SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
+          const int at = S.col(j) - S.col(0);
+          const bool exists = uint32_t(col + at) < uint32_t(cols);
+          if (exists) S.x[i][j] = with_bias(S.x[i][j], ld_global_nc<Bias>(row + at), a.logit_scale);
+          else if (B::adds_bias) S.x[i][j] *= a.logit_scale;
+        }
+      }
+    }
+  }
+};
+
+template <class B>
+template <class View>
+__device__ __forceinline__ bool ScoreTile<B>::add_bias(View& S) const {
+  if (!has_bias<B>(a, mask, k0)) return false;
+  if constexpr (B::key_bias) {
+    if (listed == ListedTile::unchanged) return false;
+  }
+  if constexpr (B::key_bias && B::swap_ab) add_to_keys(S, a, loaded);
+  else if constexpr (B::use_bias != 0) BiasInMemory<B>().add(S, a, item, mask.keys.Sk, q0, k0 + first_column<B>(S));
+  return true;
 }
 
-// ---- 5f the mask of keys (USE_KEY_MASK, USE_BIAS = 4, USE_BIAS = 5) ----
+// ---- 5g the bias of a warp (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3) ----
+
+// The bias of one warp for one tile: 16 rows, BLOCK_N keys. Lanes read one 16-byte chunk of each of 8 rows at
+// a time (fp32: two chunks of each of 4 rows). The XOR swizzle by the row puts these chunks in different
+// banks.
+template <class B> struct alignas(128) BiasTile {
+  static constexpr int CHUNK = 16 / sizeof(Bias), CHUNKS = B::block_n / CHUNK;
+  static constexpr int XORED = SWIZZLE_GROUP<CHUNKS>;
+  Bias x[16][B::block_n];
+
+  __device__ __forceinline__ Bias* at(int row, int chunk) {
+    return &x[row][swizzled<XORED>(row * (sizeof(Bias) == 4 ? 2 : 1), chunk) * CHUNK];
+  }
+};
+template <class B> struct BiasTiles {
+  std::conditional_t<bias_has_room<B>, BiasTile<B>[B::split_warps], Nothing> per_warp;
+};
+
+// Adds the bias to the rows of a warp. Prefetches the bias of the next tile into shared memory.
+template <class B, bool = bias_has_room<B>> struct BiasOfWarp : BiasInMemory<B> {
+  __device__ void bind(BiasTiles<B>&) {}
+  __device__ void start(const KernelArgs&, const Item<B>&, int, int, int) {}
+  __device__ void load(const KernelArgs&, const Item<B>&, int, int, int) {}
+};
+template <class B> struct BiasOfWarp<B, true> {
+  using Tile = BiasTile<B>;
+  static constexpr int LANES = Tile::CHUNKS, ROWS = 32 / LANES;  // LANES lanes copy a row; ROWS rows are copied at once
+  Tile* tile;
+  int loaded_k0 = -1;             // per tile: first key of the tile that is in shared memory or in flight; -1: none
+  int column_at_0 = 0;            // per item: bias column of the lane's chunk, for a tile at key 0
+  const Bias* chunk_g = nullptr;  // per item: address of this chunk, in the lane's first row
+  int rows_left = 0;              // per item: queries that exist from the lane's first row on
+  int unit = 0;                   // per item: alignment of chunks in global memory: 16, 4, or 1 for less
+
+  __device__ void bind(BiasTiles<B>& tiles) {
+    tile = &tiles.per_warp[(threadIdx.x - B::producer_threads) / 32 % B::split_warps];
+  }
+  // First row of the warp, counted in its warpgroup. PACK_GQA: counted in the item.
+  static __device__ __forceinline__ int first_row() {
+    return int(thread_index_anew() - B::producer_threads) / 32 % (B::pack_gqa ? B::split_warps : 4) * 16;
+  }
+  // Starts an item whose keys from `first` on have a bias; k0: first key of one of its tiles. Computes addresses and
+  // alignment once per item, since 64-bit multiplications and tests would delay the softmax of each tile.
+  __device__ __forceinline__ void start(const KernelArgs& a, const Item<B>& item, int first, int q0, int k0) {
+    const Strides& strides = a.p.bias_strides;
+    const int lane = int(thread_index_anew() % 32), q = q0 + first_row() + lane / LANES;
+    loaded_k0 = -1;
+    column_at_0 = lane % LANES * Tile::CHUNK - first;
+    const int64_t elements = strides.batch | strides.head | strides.row;
+    // k0 - first gives the alignment of all tiles of the item. With a window, k0 may be any key.
+    const uint64_t offsets = uint64_t((elements | (k0 - first)) * int64_t(sizeof(Bias)));
+    const uint64_t low = offsets | reinterpret_cast<uintptr_t>(a.p.bias);
+    unit = low % 16 == 0 ? 16 : low % 4 == 0 ? 4 : 1;
+    if (B::pack_gqa) return;
+    chunk_g = bias_row<B>(a, item, 0, 0) + q * strides.row + column_at_0;
+    rows_left = item.query_count(a.p) - q;
+  }
+  // Starts the copy of the bias of the tile at key k0, unless it has been started. A lane copies its chunk by
+  // one cp.async if the chunk is aligned and lies inside the bias; otherwise by words or elements.
+  __device__ __forceinline__ void load(const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
+    if (loaded_k0 == k0) return;
+    const int lane = int(thread_index_anew() % 32), chunk = lane % LANES, column = k0 + column_at_0;
+    const int columns = keys - chunk * Tile::CHUNK + column_at_0;  // columns of the bias
+    cp_async_wait_group<0>();  // the copy of a tile that was not used may be in flight
+    __syncwarp();              // hazard: previous tile read by all lanes
+    if (unit == 16 && column >= 0 && column + Tile::CHUNK <= columns) {
+      const Bias* from = chunk_g + k0;
+      SDPA_UNROLL for (int n = 0; n < ceil_div(16, ROWS); n++, from += ROWS * a.p.bias_strides.row) {
+        const int r = lane / LANES + ROWS * n;
+        if ((LANES * ROWS == 32 && ROWS <= 16) || (lane < LANES * ROWS && r < 16)) {
+          if (B::pack_gqa) from = bias_row<B>(a, item, q0, first_row() + r) + column;  // rows may have different heads
+          cp_async<16>(tile->at(r, chunk), from, B::pack_gqa || ROWS * n < rows_left);
+        }
+      }
+    } else if (unit == 4 && k0 >= keys - columns && k0 + B::block_n <= keys) {
+      copy_words(a, item, q0, column - chunk * Tile::CHUNK);
+    } else if (lane < LANES * ROWS) {
+      copy_elements(a, item, columns, q0, column);
+    }
+    cp_async_commit_group();
+    loaded_k0 = k0;
+  }
+  // Copies a tile whose keys all have a bias, 4 bytes at a time. Adjacent lanes copy adjacent words. column:
+  // the bias column of the tile's first key.
+  __device__ __forceinline__ void copy_words(const KernelArgs& a, const Item<B>& item, int q0, int column) const {
+    constexpr int WORDS = B::block_n * sizeof(Bias) / 4, IN_CHUNK = 4;  // words per row, per chunk
+    const int lane = int(thread_index_anew() % 32), queries = item.query_count(a.p) - q0 - first_row();
+    const Bias* from = bias_row<B>(a, item, q0, first_row()) + column;
+#pragma unroll 1
+    for (int r = 0; r < 16; r++, from += a.p.bias_strides.row) {
+      if (B::pack_gqa) from = bias_row<B>(a, item, q0, first_row() + r) + column;  // rows may have different heads
+      SDPA_UNROLL for (int n = 0; n < ceil_div(WORDS, 32); n++) {
+        const int word = lane + 32 * n;
+        if (WORDS % 32 != 0 && word >= WORDS) break;
+        void* const to = reinterpret_cast<uint32_t*>(tile->at(r, word / IN_CHUNK)) + word % IN_CHUNK;
+        cp_async<4>(to, from + word * (4 / int(sizeof(Bias))), B::pack_gqa || r < queries);
+      }
+    }
+  }
+  // Copies the lane's chunks element by element, from any address. The loads of AT_ONCE rows overlap.
+  __device__ __forceinline__ void copy_elements(const KernelArgs& a, const Item<B>& item, int columns, int q0,
+                                                int column) {
+    constexpr int AT_ONCE = 2;
+    const int lane = int(thread_index_anew() % 32);
+#pragma unroll 1
+    for (int r = lane / LANES; r < 16; r += AT_ONCE * ROWS) {
+      alignas(16) Bias chunks[AT_ONCE][Tile::CHUNK];
+      SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
+        const Bias* const from = bias_row<B>(a, item, q0, first_row() + r + ROWS * n) + column;
+        SDPA_UNROLL for (int i = 0; i < Tile::CHUNK; i++) {
+          const bool exists = uint32_t(column + i) < uint32_t(columns);
+          chunks[n][i] = exists ? ld_global_nc<Bias>(from + i) : rounded<Bias>(B::use_bias == 2);
+        }
+      }
+      SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
+        uint4 bytes;
+        memcpy(&bytes, chunks[n], sizeof bytes);
+        if (r + ROWS * n < 16) st_shared(tile->at(r + ROWS * n, lane % LANES), bytes);
+      }
+    }
+  }
+  template <class View>
+  __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
+    load(a, item, keys, q0, k0);  // copies it again if Q @ K.T has been recomputed
+    cp_async_wait_group<0>();
+    __syncwarp();  // hazard: tile copied by all lanes
+    if constexpr (sizeof(Bias) == 4)
+      add_as_read(S, a);
+    else
+      add_all(S, a);
+  }
+  template <class View> __device__ __forceinline__ void add_all(View& S, const KernelArgs& a) {
+    uint32_t pairs[View::ROWS][View::COLS / 2];
+    if constexpr (sizeof(Bias) == 2) {
+      // Reads rows 0-7 and 8-15 of two chunks, in the lane layout of the accumulators.
+      const int lane = int(thread_index_anew() % 32);
+      const SharedAddress from = shared_address(tile->at(lane % 16, lane / 16));
+      SDPA_UNROLL for (int j = 0; j < View::COLS / 2; j += 2) {
+        uint32_t x[4];
+        ldmatrix_x4<false>(x, (from ^ j % Tile::XORED * 16) + j / Tile::XORED * Tile::XORED * 16);
+        SDPA_UNROLL for (int i = 0; i < 4; i++) pairs[i % 2][j + i / 2] = x[i];
+      }
+    } else {
+      SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+        SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) {
+          const Bias* const at = tile->at(S.row(i) % 16, S.col(j) / Tile::CHUNK) + S.col(j) % Tile::CHUNK;
+          pairs[i][j / 2] = ld_shared<BiasPair>(at);
+        }
+        hold(pairs[i]);  // otherwise nvcc reads element by element
+      }
+    }
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) add_pair(S.x[i][j], S.x[i][j + 1], pairs[i][j / 2], a);
+    }
+  }
+  // Adds each pair of floats right after its load. Loading all of them first would take as many registers as S.
+  template <class View> __device__ __forceinline__ void add_as_read(View& S, const KernelArgs& a) {
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) {
+        const Bias* const at = tile->at(S.row(i) % 16, S.col(j) / Tile::CHUNK) + S.col(j) % Tile::CHUNK;
+        add_pair(S.x[i][j], S.x[i][j + 1], ld_shared<BiasPair>(at), a);
+      }
+    }
+  }
+};
+
+// ---- 5g the bias of a tile's keys (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 4, USE_BIAS = 5) ----
+
+template <class B> struct alignas(16) KeyBiasTile { float x[B::block_n]; };
+template <class B> struct KeyBiasTiles { KeyBiasTile<B> per_warp[B::split_warps]; };
+
+// Adds the bias of the keys to the rows of a warp. Each warp has its own copy of the tile's bias in shared memory, as
+// floats, so that warps need not wait for each other. The bias of the next tile is loaded to registers before the
+// exponentials of this tile, and stored while the warpgroup waits for products.
+template <class B> struct BiasOfKeys {
+  static constexpr int PER_LANE = ceil_div(B::block_n, 32);
+  float* tile;                   // of this warp
+  const Bias* lane_g = nullptr;  // per item: the bias of key `lane`
+  Bias next[PER_LANE];           // of keys lane, lane + 32, ... of the next tile
+
+  __device__ void bind(KeyBiasTiles<B>& tiles) {
+    tile = tiles.per_warp[(threadIdx.x - B::producer_threads) / 32 % B::split_warps].x;
+  }
+  __device__ __forceinline__ void start(const KernelArgs& a, const Item<B>& item, int, int, int) {
+    lane_g = bias_row<B>(a, item, 0, 0) + thread_index_anew() % 32;
+  }
+  // Loads the bias of the tile at key k0. keys: keys of the sequence.
+  __device__ __forceinline__ void load(const KernelArgs&, const Item<B>&, int keys, int, int k0) {
+    const Bias* const from = lane_g + k0;
+    if (k0 + PER_LANE * 32 <= keys) {
+      SDPA_UNROLL for (int n = 0; n < PER_LANE; n++) next[n] = ld_global_nc<Bias>(from + 32 * n);
+    } else {
+      const int left = keys - k0 - int(thread_index_anew() % 32);
+      SDPA_UNROLL for (int n = 0; n < PER_LANE; n++) {
+        next[n] = 32 * n < left ? ld_global_nc<Bias>(from + 32 * n) : rounded<Bias>(0);
+      }
+    }
+  }
+  // Stores the loaded bias to shared memory, as that of the current tile.
+  __device__ __forceinline__ void store() const {
+    const int lane = int(thread_index_anew() % 32);
+    __syncwarp();  // hazard: previous tile read by all lanes
+    SDPA_UNROLL for (int n = 0; n < PER_LANE; n++) {
+      if (B::block_n % 32 == 0 || 32 * n + lane < B::block_n) st_shared(tile + 32 * n + lane, to_float(next[n]));
+    }
+    __syncwarp();  // hazard: tile written by all lanes
+  }
+  // Calls use(i, j, logit) for the thread's columns [first, last) of S.
+  template <class View, class Use>
+  __device__ __forceinline__ void each(const View& S, int first, int last, const KernelArgs& a, const Use& use) const {
+    SDPA_UNROLL for (int j = first; j < last; j += 2) {
+      const float2 bias = ld_shared<float2>(tile + S.col(j));
+      SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+        use(i, j, fmaf(S.x[i][j], a.logit_scale, bias.x));
+        use(i, j + 1, fmaf(S.x[i][j + 1], a.logit_scale, bias.y));
+      }
+    }
+  }
+  template <class View>
+  __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>&, int, int, int) const {
+    each(S, 0, View::COLS, a, [&](int i, int j, float logit) { S.x[i][j] = logit; });
+  }
+  // Adds the bias to columns [first, last) and replaces them by P. One pass over the columns, so that the
+  // exponentials hide the latency of the additions.
+  template <class View, class Softmax>
+  __device__ __forceinline__ void exp(View& S, int first, int last, const KernelArgs& a, Softmax& softmax) const {
+    each(S, first, last, a, [&](int i, int j, float logit) {
+      S.x[i][j] = softmax_exp2<B>(fmaf(logit, a.scale_log2, -softmax.m_log2[i]));
+      softmax.sum[i] += S.x[i][j];
+    });
+  }
+};
+
+// ---- 5g the mask of keys (USE_KEY_MASK, USE_BIAS = 4, USE_BIAS = 5) ----
 
 // Returns a word whose lowest `count` bits are set; all bits if count > 32.
 __device__ __forceinline__ constexpr uint32_t low_bits(int count) { return count >= 32 ? ~0u : (1u << count) - 1; }
@@ -6133,7 +5927,81 @@ template <class B> struct KeyBits {
   __device__ __forceinline__ bool has(int column) const { return word[column / 32] & 1u << column % 32; }
 };
 
-// ---- 5f the rounds with a visible key (wgmma and USE_KEY_MASK, USE_BIAS = 4, USE_BIAS = 5) ----
+// ---- 5g lists of visible rounds (wgmma and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_BIAS = 4, USE_BIAS = 5, MASK_MOD, USE_KEY_MASK) ----
+//
+// With wgmma, rounds whose keys are all hidden are not computed, even if their scores are NaN. An item has a list of
+// its visible rounds, and producers and consumers process only these.
+//
+//   hidden    A key is hidden from a query if its element of the bias is -inf or, with USE_BIAS=2, 0; if MASK_MOD is
+//             false; or if its byte of the key mask is 0. The causal mask, the window and the end of the keys do not
+//             count.
+//   visible   Not hidden. A round is visible if a query of the item sees one of its keys.
+//   changed   A key of the round is hidden, or has a bias other than 0. In rounds that are not changed, the score hook
+//             reads no bias and no key mask, and evaluates no MASK_MOD.
+//
+//   build                        lists are written by                      a list is read by
+//   USE_BIAS=1, 2, 3, MASK_MOD   sdpa_map(), to global memory: the map     all items with the same bias or MASK_MOD
+//   USE_KEY_MASK                 list_rounds_of_mask(), to shared memory   the item; with persistent CTAs also the
+//                                                                          next items, if they have the same keys
+//   USE_BIAS=4, 5                list_rounds_of_bias(), to shared memory   the same
+//
+// RoundWalk iterates over a list of either kind.
+
+// What is known of a round while its keys are examined, as bits.
+enum RoundState { has_visible_key = 1, is_changed = 2, is_known = has_visible_key | is_changed };
+
+// ---- 5g lists in shared memory (USE_KEY_MASK, USE_BIAS = 4, USE_BIAS = 5) ----
+
+// Bytes of shared memory for Q of two items and all stages of K and V, if Dv = D. The rest holds the lists.
+template <class B>
+constexpr int bytes_beside_lists = (2 * B::block_m + 2 * B::split_kv * B::stages * B::block_n) * B::head_dim * 2;
+template <class B> constexpr bool lists_are_short = B::swap_ab || B::kv_bytes == 1;
+// Maximum number of rounds of an item with a list. An item with more rounds computes all of them.
+template <class B>
+constexpr int most_listed = lists_are_short<B> ? 64 : bytes_beside_lists<B> > 200 * 1024 ? 128 : 512;
+// USE_KEY_MASK: maximum number of changed rounds whose bits are stored with the list. The bits of further rounds are
+// computed from the key mask at each use.
+template <class B>
+constexpr int most_stored_bits = lists_are_short<B> ? 1 : bytes_beside_lists<B> > 200 * 1024 ? 32 : 128;
+// Index of stored bits that no list has, even after RoundWalk has decremented it once per round.
+constexpr int no_stored_bits = 1 << 30;
+// bits: USE_KEY_MASK: for each of the first most_stored_bits changed rounds, one bit per key, 1 if it is visible.
+template <class B> struct ListMemory {
+  using Bits = uint32_t[most_stored_bits<B>][ceil_div(B::round_keys, 32)];
+  alignas(16) std::conditional_t<B::use_key_mask, Bits, Nothing> bits;
+  uint16_t entries[most_listed<B> * (B::key_bias ? 2 : 1)];  // USE_BIAS=4, 5: see list_rounds_of_bias()
+};
+template <class B> struct ListByCta {
+  int memory_offset = 0;  // of the ListMemory in shared memory
+  int has_one_entry = 0;  // 1: the item computes all rounds; the only entry says whether any of them may be changed
+  int bits_end = 0;       // USE_KEY_MASK: number of changed rounds in the list, or no_stored_bits
+  std::conditional_t<B::key_bias, int, Nothing> first_entry{};  // USE_BIAS=4, 5: its index in `entries`
+  __device__ __forceinline__ ListMemory<B>& memory() const {
+    return *reinterpret_cast<ListMemory<B>*>(&dynamic_shared<unsigned char>() + memory_offset);
+  }
+  __device__ uint32_t entry(int round) const {
+    int at = has_one_entry ? 0 : round;
+    if constexpr (B::key_bias) at += first_entry;
+    const uint32_t listed = ld_shared<uint16_t>(&memory().entries[at]);
+    return has_one_entry ? make_entry(round, listed) : listed;
+  }
+};
+
+// ---- 5g four bytes of a bias (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_BIAS = 4, USE_BIAS = 5) ----
+
+// Returns the RoundState of four bytes of a bias.
+__device__ __forceinline__ int state_of_bias(uint32_t word) {
+  constexpr uint32_t hidden = sizeof(Bias) == 1                 ? 0
+                              : sizeof(Bias) == 4               ? 0xff800000
+                              : Defines::q_type == DType::bf16 ? 0xff80ff80
+                                                                : 0xfc00fc00;
+  const uint32_t changed = sizeof(Bias) == 1   ? (word - 0x01010101) & ~word & 0x80808080
+                           : sizeof(Bias) == 4 ? word & 0x7fffffff
+                                               : word & 0x7fff7fff;
+  return has_visible_key * (word != hidden) + is_changed * (changed != 0);
+}
+
+// ---- 5g lists of visible rounds that each CTA makes (wgmma and USE_KEY_MASK, USE_BIAS = 4, USE_BIAS = 5) ----
 
 // Reads `count` bytes, at most 4, of a key mask; the other bytes are 0.
 __device__ __forceinline__ uint32_t bytes_of_keys(const uint8_t* from, int count) {
@@ -6144,26 +6012,27 @@ __device__ __forceinline__ uint32_t bytes_of_keys(const uint8_t* from, int count
   return byte[0] | byte[1] << 8 | byte[2] << 16 | byte[3] << 24;
 }
 
-// Writes an entry to `list` for each round with a visible key, and returns their number. For listed rounds
-// with a hidden key, also writes their bits and adds their number to item.masked_rounds. Called by one warp;
-// four lanes process a round. row: the key mask from the item's first key on.
+struct ListedRounds { int count, changed; };  // the number of listed rounds, and how many of them are changed
+
+// Writes an entry to `list` for each visible round, and the bits of changed rounds. Called by one warp; four lanes
+// process a round. row: the key mask from the item's first key on.
 template <class B>
-__device__ __forceinline__ int list_rounds_of_mask(const KernelArgs& a, WgmmaItem<B>& item, VisibleRounds<B>& list,
-                                                   const uint8_t* row) {
+__device__ __forceinline__ ListedRounds list_rounds_of_mask(const KernelArgs& a, const WgmmaItem<B>& item,
+                                                            ListMemory<B>& list, const uint8_t* row) {
   uint16_t* const list_s = list.entries;
   const bool is_aligned = reinterpret_cast<uintptr_t>(row) % 4 == 0;
   const int lane = threadIdx.x % 32, keys = a.p.Sk - item.first_key;
   const uint32_t lanes_of_round = 0xfu << lane / 4 * 4;
   constexpr int STEPS = ceil_div(B::round_keys, 16);
   constexpr int AT_ONCE = B::warpgroups > 2 && !B::swap_ab ? 2 : 4;  // limited by registers
-  int count = 0;
+  ListedRounds total{0, 0};
   for (int first = 0; first < item.rounds; first += 8) {
     const int number = first + lane / 4;
     const int begin = number * B::round_keys + lane % 4 * 4;
     const auto existing = [&](int n) {
       return 16 * n + lane % 4 * 4 < B::round_keys ? min(max(keys - begin - 16 * n, 0), 4) : 0;
     };
-    bool has_visible = false, has_hidden = false;
+    bool visible = false, changed = false;  // of the round
     uint32_t bits[ceil_div(B::round_keys, 32)] = {};
     SDPA_UNROLL for (int step = 0; step < STEPS; step += AT_ONCE) {
       uint32_t words[AT_ONCE] = {};
@@ -6175,27 +6044,28 @@ __device__ __forceinline__ int list_rounds_of_mask(const KernelArgs& a, WgmmaIte
         const int n = step + i, count = existing(n);
         if (count > 0 && !(is_aligned && count == 4)) words[i] = bytes_of_keys(row + begin + 16 * n, count);
         const uint32_t missing = count == 4 ? 0 : ~0u << 8 * count;
-        const uint32_t visible = (((words[i] & 0x7f7f7f7f) + 0x7f7f7f7f) | words[i]) & 0x80808080;  // bit 7: not 0
-        has_visible |= visible != 0;
-        has_hidden |= (visible | missing) != (0x80808080 | missing);
-        bits[n / 2] |= ((visible >> 7) * 0x01020408 >> 24) << (n % 2 * 16 + lane % 4 * 4);
+        const uint32_t shown = (((words[i] & 0x7f7f7f7f) + 0x7f7f7f7f) | words[i]) & 0x80808080;  // bit 7: not 0
+        visible |= shown != 0;
+        changed |= (shown | missing) != (0x80808080 | missing);
+        bits[n / 2] |= ((shown >> 7) * 0x01020408 >> 24) << (n % 2 * 16 + lane % 4 * 4);
       }
     }
-    has_visible = __ballot_sync(0xffffffffu, has_visible) & lanes_of_round;
-    has_hidden = __ballot_sync(0xffffffffu, has_hidden) & lanes_of_round;
-    const bool lists = lane % 4 == 0 && number < item.rounds && has_visible;
-    const uint32_t listed = __ballot_sync(0xffffffffu, lists);
-    const uint32_t masked = __ballot_sync(0xffffffffu, lists && has_hidden);
-    if (lists) st_shared(list_s + count + __popc(listed & low_bits(lane)), uint16_t(2 * number + has_hidden));
-    const int masked_index = item.masked_rounds + __popc(masked & low_bits(lane));
-    SDPA_UNROLL for (int w = 0; masked != 0 && w < ceil_div(B::round_keys, 32); w++) {
+    visible = __ballot_sync(0xffffffffu, visible) & lanes_of_round;
+    changed = __ballot_sync(0xffffffffu, changed) & lanes_of_round;
+    const bool lists = lane % 4 == 0 && number < item.rounds && visible;
+    const uint32_t listed_lanes = __ballot_sync(0xffffffffu, lists);
+    const uint32_t changed_lanes = __ballot_sync(0xffffffffu, lists && changed);
+    const int position = total.count + __popc(listed_lanes & low_bits(lane));
+    if (lists) st_shared(list_s + position, uint16_t(make_entry(number, changed)));
+    const int bits_index = total.changed + __popc(changed_lanes & low_bits(lane));
+    SDPA_UNROLL for (int w = 0; changed_lanes != 0 && w < ceil_div(B::round_keys, 32); w++) {
       SDPA_UNROLL for (int other = 1; other < 4; other *= 2) bits[w] |= __shfl_xor_sync(0xffffffffu, bits[w], other);
-      if (lists && has_hidden && masked_index < most_kept<B>) st_shared(&list.bits[masked_index][w], bits[w]);
+      if (lists && changed && bits_index < most_stored_bits<B>) st_shared(&list.bits[bits_index][w], bits[w]);
     }
-    count += __popc(listed);
-    item.masked_rounds += __popc(masked);
+    total.count += __popc(listed_lanes);
+    total.changed += __popc(changed_lanes);
   }
-  return count;
+  return total;
 }
 
 // Reads four bytes of a bias. Only their first `count` elements exist; the others get the value of the first.
@@ -6208,8 +6078,7 @@ __device__ __forceinline__ uint32_t word_of_bias(const Bias* from, int count, bo
   }
   return ld_global<uint32_t>(from);
 }
-// Like list_rounds_of_mask(), for a bias and without bits. An entry says whether the bias changes a score of
-// the round.
+// Like list_rounds_of_mask(), for a bias and without bits.
 //
 // A far round has only elements far below 0, as in padding with finfo.min; the other rounds are near. Far
 // rounds come first in the list. The kernel starts with the last entry, so it knows the row max of the near
@@ -6217,17 +6086,17 @@ __device__ __forceinline__ uint32_t word_of_bias(const Bias* from, int count, bo
 // three highest bits are set: fp16 from -512 down, bf16 and fp32 from -2^65 down. Entries of near rounds are
 // written from the middle of the list up, those of far rounds from the middle down.
 template <class B>
-__device__ __forceinline__ int list_rounds_of_bias(const KernelArgs& a, WgmmaItem<B>& item, VisibleRounds<B>& list,
-                                                   const Bias* row) {
+__device__ __forceinline__ ListedRounds list_rounds_of_bias(const KernelArgs& a, WgmmaItem<B>& item,
+                                                            ListMemory<B>& list, const Bias* row) {
   constexpr int CHUNK = 4 / int(sizeof(Bias)), WORDS = ceil_div(B::round_keys, 4 * CHUNK), AT_ONCE = 8;
   constexpr uint32_t far = sizeof(Bias) == 2 ? 0xe000e000 : 0xe0000000;
   const bool is_aligned = reinterpret_cast<uintptr_t>(row) % 4 == 0;
   const int lane = threadIdx.x % 32, keys = a.p.Sk - item.first_key;
   const uint32_t lanes_of_round = 0xfu << lane / 4 * 4;
-  int begin = most_listed<B>, end = begin;
+  int changed_rounds = 0, begin = most_listed<B>, end = begin;
   for (int first = 0; first < item.rounds; first += 8) {
     const int number = first + lane / 4, past = min((number + 1) * B::round_keys, keys);
-    int effects = 0;
+    int state = 0;
     uint32_t common = ~0u;  // bits that all elements have
     SDPA_UNROLL for (int step = 0; step < WORDS; step += AT_ONCE) {
       uint32_t words[AT_ONCE];
@@ -6239,68 +6108,73 @@ __device__ __forceinline__ int list_rounds_of_bias(const KernelArgs& a, WgmmaIte
       }
       SDPA_UNROLL for (int i = 0; i < AT_ONCE; i++) {
         if (counts[i] <= 0) continue;
-        effects |= effects_of(words[i]);
+        state |= state_of_bias(words[i]);
         common &= words[i];
       }
     }
-    const bool shows = __ballot_sync(0xffffffffu, effects & 1) & lanes_of_round;
-    const bool changes = __ballot_sync(0xffffffffu, effects & 2) & lanes_of_round;
+    const bool visible = __ballot_sync(0xffffffffu, state & has_visible_key) & lanes_of_round;
+    const bool changed = __ballot_sync(0xffffffffu, state & is_changed) & lanes_of_round;
     const bool is_near = __ballot_sync(0xffffffffu, (common & far) != far) & lanes_of_round;
-    const bool lists = lane % 4 == 0 && number < item.rounds && shows;
-    const uint32_t near = __ballot_sync(0xffffffffu, lists && is_near);
-    const uint32_t listed = __ballot_sync(0xffffffffu, lists), distant = listed & ~near;
-    const int at = is_near ? end + __popc(near & low_bits(lane)) : begin - 1 - __popc(distant & low_bits(lane));
-    if (lists) st_shared(&list.entries[at], uint16_t(2 * number + changes));
-    item.masked_rounds += __popc(__ballot_sync(0xffffffffu, lists && changes));
-    end += __popc(near);
-    begin -= __popc(distant);
+    const bool lists = lane % 4 == 0 && number < item.rounds && visible;
+    const uint32_t near_lanes = __ballot_sync(0xffffffffu, lists && is_near);
+    const uint32_t listed_lanes = __ballot_sync(0xffffffffu, lists), far_lanes = listed_lanes & ~near_lanes;
+    const int position = is_near ? end + __popc(near_lanes & low_bits(lane))
+                                 : begin - 1 - __popc(far_lanes & low_bits(lane));
+    if (lists) st_shared(&list.entries[position], uint16_t(make_entry(number, changed)));
+    changed_rounds += __popc(__ballot_sync(0xffffffffu, lists && changed));
+    end += __popc(near_lanes);
+    begin -= __popc(far_lanes);
   }
-  item.first = begin;
-  return end - begin;
+  item.first_entry = begin;
+  return {end - begin, changed_rounds};
 }
 
 // Writes the visible rounds of the item to `list` and sets item.rounds to their number. If all rounds are
-// computed anyway, it writes one entry for all of them (is_whole). One warp calls it.
+// computed anyway, it writes one entry for all of them. One warp calls it.
 template <class B>
-__device__ __forceinline__ void list_visible_rounds(const KernelArgs& a, WgmmaItem<B>& item, VisibleRounds<B>& list) {
-  item.list = int(reinterpret_cast<unsigned char*>(&list) - &dynamic_shared<unsigned char>());
-  // Makes the item compute all rounds, without a list. hides: the mask or the bias may have an effect.
-  const auto list_all = [&](bool hides) {
-    if (threadIdx.x % 32 == 0) st_shared(&list.entries[0], uint16_t(hides));
+__device__ __forceinline__ void list_visible_rounds(const KernelArgs& a, WgmmaItem<B>& item, ListMemory<B>& list) {
+  item.memory_offset = int(reinterpret_cast<unsigned char*>(&list) - &dynamic_shared<unsigned char>());
+  // Makes the item compute all rounds. changed: one of them may be changed.
+  const auto compute_all = [&](bool changed) {
+    if (threadIdx.x % 32 == 0) st_shared(&list.entries[0], uint16_t(make_entry(0, changed)));
     __syncwarp();  // hazard: the entry written by lane 0
-    item.is_whole = 1;
-    item.masked_rounds = 1 << 30;
+    item.has_one_entry = 1;
+    item.bits_end = no_stored_bits;
   };
   const KeyElement<B>* const row = keys_of_batch<B>(a.p, item.b);
   // An item computes at least one round. For a bias, a list of two rounds costs more time than it saves.
-  if (!row || item.rounds <= 1 + B::key_bias || item.rounds > most_listed<B>) return list_all(row);
+  if (!row || item.rounds <= 1 + B::key_bias || item.rounds > most_listed<B>) return compute_all(row);
   griddepcontrol_wait();  // the preceding kernel may write the mask
-  int count = 0;
-  if constexpr (B::key_bias) count = list_rounds_of_bias<B>(a, item, list, row + item.first_key);
-  else count = list_rounds_of_mask<B>(a, item, list, row + item.first_key);
-  if (count == item.rounds && item.masked_rounds == 0) {
-    if constexpr (B::key_bias) item.first = 0;
-    return list_all(false);
+  ListedRounds listed;
+  if constexpr (B::key_bias) listed = list_rounds_of_bias<B>(a, item, list, row + item.first_key);
+  else listed = list_rounds_of_mask<B>(a, item, list, row + item.first_key);
+  if (listed.count == item.rounds && listed.changed == 0) {
+    if constexpr (B::key_bias) item.first_entry = 0;
+    return compute_all(false);
   }
-  if (count == 0) {  // zero rounds would mean that there are no more items, so list round number 0
+  item.bits_end = listed.changed;
+  if (listed.count == 0) {  // zero rounds would mean that there are no more items, so list round number 0
     int at = 0;
-    if constexpr (B::key_bias) at = item.first;
-    if (threadIdx.x % 32 == 0) st_shared(&list.entries[at], uint16_t(1));
-    item.masked_rounds = most_kept<B> + 1;
+    if constexpr (B::key_bias) at = item.first_entry;
+    if (threadIdx.x % 32 == 0) st_shared(&list.entries[at], uint16_t(make_entry(0, true)));
+    item.bits_end = no_stored_bits;
   }
   __syncwarp();  // hazard: entries written by all lanes
-  item.rounds = max(count, 1);
+  item.rounds = max(listed.count, 1);
 }
 
-// ---- 5f lists of visible rounds (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
+// ---- 5g lists in global memory: the map (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
 //
-// sdpa_map() writes the map: the lists of all items. Items that read the same rows of the bias or the same
-// values of MASK_MOD share a list. A list contains the number of rounds with a visible key, and an entry for
-// each of them. The other rounds are skipped, even if their scores are NaN. An entry says whether a score of
-// its round changes. If none does (all bytes true, or all elements 0), the round reads no bias and evaluates
-// no expression. A map that was made for another mask, window, problem size or tile is ignored, and all
-// rounds are computed.
+// Items that read the same rows of the bias, or the same values of MASK_MOD, share a list. A list contains the number
+// of visible rounds, and an entry for each of them. A map that was made for another mask, window, problem size or tile
+// is ignored, and all rounds are computed.
 
+struct ListFromMap {
+  const uint32_t* entries = nullptr;  // null: all rounds are computed, and any of them may be changed
+  __device__ uint32_t entry(int round) const {
+    return entries ? ld_global<uint32_t>(entries + round) : make_entry(round, true);
+  }
+};
 __device__ __forceinline__ uint64_t* map_header(const BiasMap& map) {
   return reinterpret_cast<uint64_t*>(map.lists) - 1;
 }
@@ -6321,29 +6195,34 @@ template <class B> __device__ __forceinline__ void take_list(const KernelArgs& a
     const int rounds = int(ld_global<uint32_t>(list));
     if (ld_global<uint64_t>(map_header(a.bias_map)) != a.bias_map.made_for) return;
     item.rounds = rounds;
-    item.list = list + 1;
+    item.entries = list + 1;
   }
 }
-// Returns the effects of MASK_MOD on a round of an item. Called by a warp; each lane evaluates every 32nd
-// key.
-template <class B> __device__ __forceinline__ int effects_of_mask(const KernelArgs& a, const Item<B>& item, int k0) {
+// The RoundState of all lanes together.
+__device__ __forceinline__ int state_of_warp(int state) {
+  return has_visible_key * __any_sync(0xffffffffu, state & has_visible_key) +
+         is_changed * __any_sync(0xffffffffu, state & is_changed);
+}
+// Returns the RoundState of the round of an item at key k0, according to MASK_MOD. Called by a warp; each lane
+// evaluates every 32nd key.
+template <class B> __device__ __forceinline__ int state_of_mask(const KernelArgs& a, const Item<B>& item, int k0) {
   const int lane = threadIdx.x % 32, end = min(k0 + B::round_keys, a.p.Sk);
-  int effects = 0;
-  for (int first = k0; first < end && effects < 3; first += 32) {
+  int state = 0;
+  for (int first = k0; first < end && state < is_known; first += 32) {
     for (int row = 0; row < rows_of_item<B>(a); row++) {
       const Item<B> query = row_item<B>(a, item, row);
       if (first + lane >= end || query.q0 < 0 || query.q0 >= a.p.Sq || query.h >= a.p.Hq) continue;
       const bool visible =
           ScoreMod<B>::sees(query.b, query.h, {query.q0, 0, 0}, {first + lane, 0, 0}, a.p.Sq, a.p.Sk, a.p);
-      effects |= visible ? 1 : 2;
+      state |= visible ? has_visible_key : is_changed;
     }
-    effects = __any_sync(0xffffffffu, effects & 1) + 2 * __any_sync(0xffffffffu, effects & 2);
+    state = state_of_warp(state);
   }
-  return effects;
+  return state;
 }
-// Returns the effects of the bias, or of MASK_MOD, on a round of an item. Called by a warp.
-template <class B> __device__ __forceinline__ int effects_on_round(const KernelArgs& a, const Item<B>& item, int k0) {
-  if constexpr (B::hides_keys) return effects_of_mask<B>(a, item, k0);
+// The same according to the bias or MASK_MOD.
+template <class B> __device__ __forceinline__ int state_of_round(const KernelArgs& a, const Item<B>& item, int k0) {
+  if constexpr (B::hides_keys) return state_of_mask<B>(a, item, k0);
   constexpr int chunk = 16 / sizeof(Bias), rows_at_once = 8;
   // The factor that repeats an element until it fills 4 bytes.
   constexpr uint32_t repeat = sizeof(Bias) == 1 ? 0x01010101 : sizeof(Bias) == 2 ? 0x00010001 : 1;
@@ -6355,10 +6234,10 @@ template <class B> __device__ __forceinline__ int effects_on_round(const KernelA
   const int columns = by_chunks ? keys / chunk : keys, lane = threadIdx.x % 32;
   // `lanes` adjacent lanes read a row, so that the warp reads `step` rows at once.
   const int lanes = min(max(columns, 1), 32), step = 32 / lanes, rows = lane < lanes * step ? rows_of_item<B>(a) : 0;
-  int effects = k0 < first;
+  int state = k0 < first ? has_visible_key : 0;  // keys without a bias are visible
   for (int column = 0; column < columns; column += lanes) {
     const int lane_column = column + lane % lanes;
-    for (int row = 0; row < rows_of_item<B>(a) && effects < 3; row += rows_at_once * step) {
+    for (int row = 0; row < rows_of_item<B>(a) && state < is_known; row += rows_at_once * step) {
       uint4 x[rows_at_once];
       bool exists[rows_at_once];
       SDPA_UNROLL for (int n = 0; n < rows_at_once; n++) {
@@ -6369,13 +6248,13 @@ template <class B> __device__ __forceinline__ int effects_on_round(const KernelA
         if (exists[n] && !by_chunks) x[n].x = ld_global_nc<VectorType<sizeof(Bias)>>(at) * repeat;
       }
       SDPA_UNROLL for (int n = 0; n < rows_at_once; n++) {
-        if (exists[n]) effects |= effects_of(x[n].x);
-        if (exists[n] && by_chunks) effects |= effects_of(x[n].y) | effects_of(x[n].z) | effects_of(x[n].w);
+        if (exists[n]) state |= state_of_bias(x[n].x);
+        if (exists[n] && by_chunks) state |= state_of_bias(x[n].y) | state_of_bias(x[n].z) | state_of_bias(x[n].w);
       }
-      effects = __any_sync(0xffffffffu, effects & 1) + 2 * __any_sync(0xffffffffu, effects & 2);
+      state = state_of_warp(state);
     }
   }
-  return effects;
+  return state;
 }
 
 constexpr int map_threads = 1024;
@@ -6383,7 +6262,7 @@ constexpr int map_threads = 1024;
 template <class B> __global__ void __launch_bounds__(map_threads) sdpa_map(const __grid_constant__ KernelArgs a) {
   wait_then_let_next_kernel_start();
   if (blockIdx.x == 0 && threadIdx.x == 0) st_global(map_header(a.bias_map), a.bias_map.made_for);
-  constexpr uint32_t hidden = 0xffffffff;
+  constexpr uint32_t no_entry = 0xffffffff;  // of a hidden round
   const uint32_t head = a.q_blocks.divide(blockIdx.x);  // index among the heads with separate lists
   const uint32_t b = a.bias_map.heads.divide(head), h = a.bias_map.heads.remainder(head);
   WgmmaItem<B> item;
@@ -6392,122 +6271,171 @@ template <class B> __global__ void __launch_bounds__(map_threads) sdpa_map(const
   uint32_t* const list = list_of<B>(a, item);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (int number = warp; number < item.rounds; number += map_threads / 32) {
-    const int effects = effects_on_round<B>(a, item, item.first_key + number * B::round_keys);
-    if (lane == 0) st_global(list + 1 + number, effects & 1 ? uint32_t(2 * number + effects / 2) : hidden);
+    const int state = state_of_round<B>(a, item, item.first_key + number * B::round_keys);
+    if (lane == 0) {
+      st_global(list + 1 + number, state & has_visible_key ? make_entry(number, state / is_changed) : no_entry);
+    }
   }
   __syncthreads();  // hazard: entries written by all warps
   // Warp 0 moves the entries of visible rounds to the front.
   if (warp > 0) return;
   int count = 0;
   for (int first = 0; first < item.rounds; first += 32) {
-    const uint32_t entry = first + lane < item.rounds ? ld_global<uint32_t>(list + 1 + first + lane) : hidden;
-    const uint32_t visible = __ballot_sync(0xffffffffu, entry != hidden);  // hazard: read before overwritten
-    if (entry != hidden) st_global(list + 1 + count + __popc(visible & ((1u << lane) - 1)), entry);
+    const uint32_t entry = first + lane < item.rounds ? ld_global<uint32_t>(list + 1 + first + lane) : no_entry;
+    const uint32_t visible = __ballot_sync(0xffffffffu, entry != no_entry);  // hazard: read before overwritten
+    if (entry != no_entry) st_global(list + 1 + count + __popc(visible & ((1u << lane) - 1)), entry);
     count += __popc(visible);
   }
   // A list has at least one round. If none has a visible key, it is number 0, which the bias or the mask
   // hides.
   if (lane == 0) st_global(list, uint32_t(max(count, 1)));
-  if (lane == 0 && count == 0) st_global(list + 1, 1u);
+  if (lane == 0 && count == 0) st_global(list + 1, make_entry(0, true));
 }
 
-// ---- 5f conversion of e4m3 to 16 bits (DTYPE = FP8_E4M3, KV_DTYPE = FP8_E4M3) ----
+// ---- 5g iteration over visible rounds (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_BIAS = 4, USE_BIAS = 5, MASK_MOD, USE_KEY_MASK) ----
 
-// Converts four e4m3 elements to two pairs of fp16.
-__device__ __forceinline__ void f16_of_e4m3(uint32_t (&pairs)[2], uint32_t bytes) {
-  SDPA_UNROLL for (int n = 0; n < 2; n++) pairs[n] = cvt_rn_f16x2_e4m3x2(bytes >> 16 * n);
+// USE_KEY_MASK: returns the visible keys of the split's tile at key k0, whose round is changed. bits_index: index of
+// the round's bits, if they are stored; otherwise this reads the key mask.
+template <class B>
+__device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, const ListMemory<B>& list, int bits_index,
+                                                  int k0) {
+  if (bits_index >= most_stored_bits<B> || (B::split_kv > 1 && B::block_n % 32 != 0)) return KeyBits<B>(a, b, k0);
+  const int split = B::split_kv == 1 ? 0 : uniform(int(threadIdx.x - B::producer_threads) / 128) / (B::block_m / 64);
+  KeyBits<B> bits;
+  SDPA_UNROLL for (int w = 0; w < KeyBits<B>::WORDS; w++) {
+    bits.word[w] = ld_shared<uint32_t>(&list.bits[bits_index][split * bits.WORDS + w]);
+  }
+  return bits;
 }
-// Converts two pairs of fp16 that hold e4m3 values to bf16, which represents e4m3 exactly.
-__device__ __forceinline__ void bf16_of_f16(uint32_t (&pairs)[2]) {
-  SDPA_UNROLL for (int n = 0; n < 2; n++) {
-    __half x[2];
-    memcpy(x, &pairs[n], sizeof x);
-    pairs[n] = pack<__nv_bfloat16>(to_float(x[0]), to_float(x[1]));
-  }
-}
 
-// ---- 5f mma.sync with e4m3 (mma and DTYPE = FP8_E4M3, KV_DTYPE = FP8_E4M3) ----
+// Iterates over the item's list of rounds for one warpgroup, from the last entry to the first. Without a
+// list, iterates over all rounds. Rows: WgmmaRows.
+template <class B, bool = may_have_list<B>> struct RoundWalk {
+  template <class Rows> __device__ void start(const Rows&, const WgmmaItem<B>&, int) {}
+  // False if the list says that the round of this tile is not changed; next_: the round of the next tile.
+  __device__ bool may_be_changed() const { return true; }
+  __device__ bool next_may_be_changed() const { return true; }
+  __device__ int step() const { return B::round_keys; }  // first key of this tile minus that of the next one
+  __device__ void advance() {}
+};
+template <class B> struct RoundWalk<B, true> {
+  ListOf<B> list;
+  int round;
+  uint32_t entries[2];  // list entries of this round and the next one; 0 past the last round
+  // USE_KEY_MASK: the visible keys of this tile, if its round is changed; after look_ahead(), those of the next tile.
+  std::conditional_t<B::use_key_mask, KeyBits<B>, Nothing> bits;
+  std::conditional_t<B::use_key_mask, int, Nothing> bits_index;  // of these bits in the list
 
-// P @ V with m16n8k32. The keys of a step are permuted, so that lanes need not exchange P: k = 4q + i of both
-// operands is key i / 2 * 8 + 2q + i % 2, and k = 16 + 4q + i is 16 keys further. In lane 4g + q, a register
-// of V from ldmatrix has the bytes d = 2g and d = 2g + 1 of two keys. prmt separates the even d from the odd
-// d, which are the operands of two products. Together the products give a lane 4 adjacent d of 16.
-template <class B> struct MmaE4m3 {
-  static constexpr int REGISTERS = 4, KEYS = 32;
-
-  static __device__ __forceinline__ void multiply(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
-                                                  uint32_t b0, uint32_t b1) {
-    mma_m16n8k32_e4m3(d0, d1, d2, d3, a, b0, b1);
+  template <class Rows> __device__ __forceinline__ void start(const Rows& rows, const WgmmaItem<B>& item, int first) {
+    list = item;
+    if constexpr (B::use_key_mask) bits_index = item.bits_end;
+    round = first + 1;
+    entries[0] = entries[1] = list.entry(first);
+    look_ahead(rows);
+    advance();
   }
-  static __device__ __forceinline__ void read(uint32_t (&a)[4], SharedAddress from) { ldmatrix_x4<false>(a, from); }
-  static __device__ __forceinline__ uint32_t pack_p(const float* x) {
-    return cvt_rn_satfinite_e4m3x4(x[0], x[1], x[2], x[3]);
+  __device__ bool may_be_changed() const { return entry_changed(entries[0]); }
+  __device__ bool next_may_be_changed() const { return entry_changed(entries[1]); }
+  __device__ int step() const { return (entry_number(entries[0]) - entry_number(entries[1])) * B::round_keys; }
+  __device__ __forceinline__ void advance() {
+    hold(entries);  // otherwise nvcc waits for each entry right after its load
+    entries[0] = uniform(entries[1]);
+    round--;
+    entries[1] = round > 0 ? list.entry(round - 1) : 0;
   }
-  static __device__ __forceinline__ void pv(MmaSums<B>& O, const MmaStepOfP<B>& p, const Element<B>* V_s, int step,
-                                            int lane) {
-    const SharedAddress lane_address = shared_address(V_s + tile_offset<B, B::d_v>(lane, 0));
-    SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n++) {
-      uint32_t v[4];  // keys 0-7, 8-15, 16-23 and 24-31
-      ldmatrix_x4<true>(v, tile_step<B, B::d_v>(lane_address, MMA_K<B> * step, 16 * n));
-      const uint32_t even[2] = {prmt(v[0], v[1], 0x6420), prmt(v[2], v[3], 0x6420)};
-      const uint32_t odd[2] = {prmt(v[0], v[1], 0x7531), prmt(v[2], v[3], 0x7531)};
-      SDPA_UNROLL for (int m = 0; m < O.M_TILES; m++) {
-        float *const top = O.x[2 * m] + 4 * n, *const bottom = O.x[2 * m + 1] + 4 * n;
-        multiply(top[0], top[2], bottom[0], bottom[2], p[m], even[0], even[1]);
-        multiply(top[1], top[3], bottom[1], bottom[3], p[m], odd[0], odd[1]);
+  // Reads the bits of the next tile, while the warpgroup waits for products.
+  template <class Rows> __device__ __forceinline__ void look_ahead(const Rows& rows) {
+    if constexpr (B::use_key_mask) {
+      if (entry_changed(uniform(entries[1]))) {
+        bits_index--;
+        bits = listed_bits<B>(rows.a, rows.b, list.memory(), bits_index, rows.k0 - step());
+      } else if (B::changes_logits) {  // SCORE_MOD changes every tile and reads its bits
+        SDPA_UNROLL for (uint32_t& word : bits.word) word = ~0u;
       }
     }
   }
 };
 
-// mma.sync with 16-bit operands, which are converted when they are read. A step of Q @ K.T takes two
-// products: the first multiplies the lane's bytes k = 4q ... 4q + 3, the second k = 16 + 4q ... 16 + 4q + 3.
-template <class B> struct MmaE4m3AsHalves {
-  static constexpr int REGISTERS = 8, KEYS = 16;
+// ---- 5g the score hook: per-tile state of a warpgroup (wgmma and USE_WARP_SPECIALIZATION) ----
 
-  static __device__ __forceinline__ void multiply(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[8],
-                                                  uint32_t b0, uint32_t b1) {
-    const uint32_t b[2] = {b0, b1};
-    SDPA_UNROLL for (int n = 0; n < 2; n++) {
-      uint32_t pairs[2], a_of_product[4];
-      f16_of_e4m3(pairs, b[n]);
-      memcpy(a_of_product, a + 4 * n, sizeof a_of_product);
-      if constexpr (B::product_type == DType::bf16) bf16_of_f16(pairs);
-      mma_m16n8k16<ElementOf<B::product_type>>(d0, d1, d2, d3, a_of_product, pairs[0], pairs[1]);
-    }
+// The state of the score hook for the tile of a warpgroup: its position in the list of rounds, and its bias. Rows:
+// WgmmaRows.
+template <class B> struct TileWalk : RoundWalk<B> {
+  std::conditional_t<B::key_bias, BiasOfKeys<B>, std::conditional_t<B::use_bias != 0, BiasOfWarp<B>, Nothing>> bias;
+  int first_biased = 0;  // the item's first key with a bias; if there is none, greater than all keys
+
+  __device__ __forceinline__ void bind(TileBias<B>& tiles) {
+    if constexpr (B::use_bias != 0) bias.bind(tiles);
   }
-  static __device__ __forceinline__ void read(uint32_t (&a)[8], SharedAddress from) {
-    uint32_t bytes[4], pairs[2];
-    ldmatrix_x4<false>(bytes, from);
-    SDPA_UNROLL for (int i = 0; i < 4; i++) {  // rows g and g + 8 of the first 16 k, then of the next 16
-      f16_of_e4m3(pairs, bytes[i]);
-      a[i / 2 * 4 + i % 2] = pairs[0];
-      a[i / 2 * 4 + i % 2 + 2] = pairs[1];
-    }
-  }
-  static __device__ __forceinline__ uint32_t pack_p(const float* x) { return pack<__half>(x[0], x[1]); }
-  static __device__ __forceinline__ void pv(MmaSums<B>& O, const MmaStepOfP<B>& p, const Element<B>* V_s, int step,
-                                            int lane) {
-    const SharedAddress lane_address = shared_address(V_s + tile_offset<B, B::d_v>(lane % 16, lane / 16 * CHUNK<B>));
-    SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n += 2) {
-      uint32_t v[4];  // keys 0-7 and 8-15 of 16 d, then of the next 16 d
-      ldmatrix_x4<true>(v, tile_step<B, B::d_v>(lane_address, 16 * step, 16 * n));
-      SDPA_UNROLL for (int next = 0; next < 2; next++) {
-        uint32_t low[2], high[2];  // keys 0-7 and 8-15; the even d and the odd d of each
-        f16_of_e4m3(low, prmt(v[2 * next], 0, 0x3120));
-        f16_of_e4m3(high, prmt(v[2 * next + 1], 0, 0x3120));
-        SDPA_UNROLL for (int m = 0; m < O.M_TILES; m++) {
-          float* const top = O.x[2 * m] + 4 * (n + next);
-          float* const bottom = O.x[2 * m + 1] + 4 * (n + next);
-          mma_m16n8k16<__half>(top[0], top[2], bottom[0], bottom[2], p[m], low[0], high[0]);
-          mma_m16n8k16<__half>(top[1], top[3], bottom[1], bottom[3], p[m], low[1], high[1]);
-        }
+  template <class Rows>
+  __device__ __forceinline__ void start_item(const Rows& rows, const WgmmaItem<B>& item, int first_round) {
+    if constexpr (B::use_bias != 0) {
+      first_biased = 2 * most_rows;
+      if (rows.a.p.bias) {
+        first_biased = first_biased_key(rows.a.p, rows.mask.keys.Sk);
+        bias.start(rows.a, *rows.item, first_biased, rows.q0, rows.k0);
       }
     }
+    RoundWalk<B>::start(rows, item, first_round);
+    if constexpr (B::use_bias != 0) prefetch_bias(rows, this->may_be_changed(), rows.k0);
+  }
+  // Stores the bias of the item's first tile, while the warpgroup waits for Q @ K.T.
+  __device__ __forceinline__ void write_first_bias() {
+    if constexpr (B::key_bias) write_bias(this->may_be_changed());
+  }
+  // USE_BIAS=4, 5: stores the prefetched bias, if there is one, as that of the current tile.
+  __device__ __forceinline__ void write_bias(bool is_prefetched) {
+    if (is_prefetched) bias.store();
+  }
+  // Prepares the key mask or the bias of the next tile, while the warpgroup waits for products.
+  template <class Rows> __device__ __forceinline__ void look_ahead(const Rows& rows) {
+    RoundWalk<B>::look_ahead(rows);
+    if constexpr (B::key_bias) write_bias(this->next_may_be_changed());
+  }
+  // False if SCORE_MOD, MASK_MOD and the key mask leave this tile unchanged.
+  __device__ __forceinline__ bool needs_modify_scores() const {
+    return B::changes_logits || (B::hides_keys && this->may_be_changed());
+  }
+  // True if keys of the tile at key k have a bias.
+  __device__ __forceinline__ bool has_bias(int k) const { return B::use_bias != 0 && k + B::block_n > first_biased; }
+  // False if the tile, whose first key is k0, has no bias or a bias without effect.
+  __device__ __forceinline__ bool needs_bias(int k0) const { return has_bias(k0) && this->may_be_changed(); }
+  // Starts the copy of the bias of the tile at key k, if the tile has one.
+  template <class Rows> __device__ __forceinline__ void prefetch_bias(const Rows& rows, bool may_be_changed, int k) {
+    if (may_be_changed && k >= 0 && has_bias(k)) bias.load(rows.a, *rows.item, rows.mask.keys.Sk, rows.q0, k);
+  }
+  template <class Rows> __device__ __forceinline__ void prefetch_next_bias(const Rows& rows) {
+    prefetch_bias(rows, this->next_may_be_changed(), rows.k0 - this->step());
+  }
+  // Adds the bias of this tile, if it has one, and prefetches that of the next tile. USE_BIAS=1, 2, 3: the
+  // next tile has lower key indices, so it has a bias only if this tile has one. Returns true if it has
+  // added a bias.
+  template <class View, class Rows> __device__ __forceinline__ bool add_bias(View& S, const Rows& rows) {
+    if constexpr (B::use_bias != 0) {
+      if (!has_bias(rows.k0) || !(this->may_be_changed() || this->next_may_be_changed())) return false;
+      if constexpr (B::key_bias) prefetch_next_bias(rows);  // to registers; shared memory holds this tile's
+      if (this->may_be_changed()) {
+        rows.locate(S);
+        bias.add(S, rows.a, *rows.item, rows.mask.keys.Sk, rows.q0, rows.k0);
+      }
+      if constexpr (!B::key_bias) prefetch_next_bias(rows);
+      return this->may_be_changed();
+    }
+    return false;
+  }
+  // USE_BIAS=4, 5: adds the bias of this tile to columns [first, last) of S and replaces them by P. Returns
+  // false if the tile has no bias.
+  template <class View, class Rows, class Softmax>
+  __device__ __forceinline__ bool exp_with_bias(View& S, int first, int last, const Rows& rows, Softmax& softmax) {
+    if (first == 0) prefetch_next_bias(rows);
+    if (!needs_bias(rows.k0)) return false;
+    rows.locate(S);
+    bias.exp(S, first, last, rows.a, softmax);
+    return true;
   }
 };
 
-// ---- 5f ranges of keys ----
+// ---- 5h ranges of keys ----
 
 // SPLIT_CTAS: maximum number of items per launch that have several ranges; each of them has a counter.
 // USE_LENGTHS: maximum number of ranges of all these items together.
@@ -6531,8 +6459,6 @@ template <class B> struct alignas(256) RangePartial {
   float2 m_l[B::block_m];
 };
 
-// ---- 5f partials of ranges, and their merge (wmma, mma, wgmma) ----
-
 // The partials of all CTAs, in scratch memory.
 template <class B> __device__ __forceinline__ RangePartial<B>* range_partials(const KernelArgs& a) {
   unsigned char* partials = static_cast<unsigned char*>(a.p.scratch);
@@ -6545,6 +6471,248 @@ template <class B> __device__ __forceinline__ uint32_t* range_counters(const Ker
   if constexpr (!B::use_lengths) return static_cast<uint32_t*>(a.p.workspace);
   else return reinterpret_cast<uint32_t*>(range_partials<B>(a) + plan_room<B>(a).partials * a.q_heads.divisor);
 }
+
+// ---- 5h planned items (USE_LENGTHS) ----
+// sdpa_plan() runs before the attention kernel. For one head group, it divides the tiles of query rows of all
+// sequences into ranges of keys and lists them, longest first. With USE_LENGTHS, each range is an item.
+
+// USE_LENGTHS: the position of a sequence in the tensors, and its number of rows. These arrays are in device
+// memory:
+//   q_starts, k_starts    [B + 1] Sequence b has the rows [starts[b], starts[b + 1]) of the Sq rows of Q and O,
+//                         or of the Sk rows of K and V. Such tensors have a batch size of 1. LSE is [Hq,Sq].
+//   q_lengths, k_lengths  [B] Only the first lengths[b] rows are queries or keys. Keys are limited to most_keys.
+//   k_firsts              [B] The first k_firsts[b] of these keys are skipped. Key 0 is the one after them.
+// Rows of O and LSE without a query are not written. Values that exceed the tensors are clamped.
+struct Sequence {
+  int q_row, k_row, Sq, Sk;
+
+  Sequence() = default;
+  __device__ Sequence(const SdpaParams& p, int b) : q_row(0), k_row(0), Sq(p.Sq), Sk(p.Sk) {
+    const auto find = [&](const int* starts, int& row, int& rows) {
+      if (!starts) return;
+      row = min(max(starts[b], 0), rows);
+      rows = max(min(starts[b + 1], rows), row) - row;
+    };
+    find(p.q_starts, q_row, Sq);
+    find(p.k_starts, k_row, Sk);
+    if (p.q_lengths) Sq = min(max(p.q_lengths[b], 0), Sq);
+    if (p.k_lengths) Sk = min(max(p.k_lengths[b], 0), Sk);
+    if (p.most_keys > 0) Sk = min(Sk, p.most_keys);
+    if (p.k_firsts) {
+      const int first = min(max(p.k_firsts[b], 0), Sk);
+      k_row += first;
+      Sk -= first;
+    }
+  }
+};
+// First key of the first tile of `keys`. With pages by TMA, tiles begin at multiples of BLOCK_N, so that no
+// box crosses the end of a page.
+template <class B> __device__ __forceinline__ int first_tile_key(const Interval& keys) {
+  return B::use_pages && B::is_wgmma && !B::copies_rows ? keys.begin / B::block_n * B::block_n : keys.begin;
+}
+// One range of a tile of query rows. q0 is relative to the sequence. If the tile has several ranges,
+// their partials have the indices first_partial ... first_partial + ranges - 1. ranges = 0: an item past the
+// last one.
+struct alignas(16) PlannedItem {
+  int b, h, q0;
+  Sequence sequence;
+  Interval keys;
+  int range, ranges, first_partial;
+};
+// The beginning of the scratch memory: the number of items, of items to merge, and of items fetched from the
+// queue. The items follow, then the indices of the items to merge.
+struct Plan { uint32_t count, merges, drawn, unused; };
+__host__ __device__ constexpr size_t plan_bytes(const PlanArgs& plan) {
+  return 256 + ceil_div(plan.items * (sizeof(PlannedItem) + sizeof(uint32_t)), 256) * 256;
+}
+__device__ __forceinline__ Plan& plan_of(const KernelArgs& a) {
+  return *static_cast<Plan*>(a.p.scratch);
+}
+template <class B> struct Item<B, true> : PlannedItem {
+  using HeldMask = Mask;
+  __device__ bool exists() const { return ranges > 0; }
+  __device__ int batch(const int* starts) const { return starts ? 0 : b; }
+  __device__ int q_row(int q) const { return sequence.q_row + q; }
+  __device__ int k_row(int k) const { return sequence.k_row + k; }
+  __device__ int query_count(const SdpaParams&) const { return sequence.Sq; }
+  __device__ bool ends_before(int q) const { return q > sequence.Sq; }
+  __device__ int keys_in_tile(int k0) const {
+    if (B::copies_rows) return B::block_n;  // TileRows writes zeros past the last key
+    return min(max(sequence.Sk - k0, 0), B::block_n);
+  }
+  __device__ Mask mask(const KernelArgs& a) const {
+    const KeyBounds bounds(a.p, sequence.Sq, sequence.Sk);
+    return {{bounds, B::pack_gqa ? queries_of_item<B>(a) : mask_rows<B>, B::block_n}, bounds};
+  }
+  __device__ Interval keys_of_cta(const KernelArgs&, const Mask&) const {
+    return {first_tile_key<B>(keys), keys.end};
+  }
+  __device__ uint32_t range_count(const KernelArgs&) const { return ranges; }
+  __device__ uint32_t partial_index(const KernelArgs&) const { return first_partial + range; }
+  __device__ uint32_t first_partial_index(const KernelArgs&) const { return first_partial; }
+  // The index is unique, because an item with a counter has at least two partials.
+  __device__ uint32_t counter(const KernelArgs&) const { return first_partial / 2; }
+  static __device__ uint32_t* queue(const KernelArgs& a) { return &plan_of(a).drawn; }
+};
+
+__device__ __forceinline__ PlannedItem* planned_items(const KernelArgs& a) {
+  return reinterpret_cast<PlannedItem*>(reinterpret_cast<unsigned char*>(&plan_of(a)) + 256);
+}
+// Item i of the list, for the head group with index head_group.
+template <class B> __device__ __forceinline__ Item<B> planned_item(const KernelArgs& a, uint32_t i, int head_group) {
+  Item<B> item{planned_items(a)[i]};
+  item.h = head_group * a.item_heads;
+  item.first_partial = item.first_partial * int(a.q_heads.divisor) + head_group * item.ranges;
+  return item;
+}
+
+// USE_LENGTHS: item i of the launch, in which every item of the plan occurs once per head group. Past the
+// last one, an item with ranges = 0.
+template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelArgs& a, uint32_t i) {
+  if constexpr (B::is_wgmma) griddepcontrol_wait();  // sdpa_plan() has finished
+  const uint32_t number = a.q_heads.divide(i);
+  if (number >= plan_of(a).count) return {};
+  return planned_item<B>(a, number, int(a.q_heads.remainder(i)));
+}
+
+// ---- 5h the planning kernel (USE_LENGTHS) ----
+
+// Maximum number of rounds that one accumulator sums.
+template <class B> __host__ __device__ __forceinline__ int rounds_at_once() {
+  return max(most_keys_at_once / B::round_keys, 1);
+}
+// batch_invariant: number of ranges of a tile with `rounds` rounds, which belongs to the sequence.
+template <class B>
+__device__ __forceinline__ uint32_t invariant_ranges(const KernelArgs& a, const Sequence& sequence, uint32_t rounds) {
+  const KeyBounds keys(a.p, sequence.Sq, sequence.Sk);
+  const int queries = queries_of_item<B>(a), most_keys = min(sequence.Sk, keys.to - keys.from + queries + B::block_n);
+  const int limit = B::split_ctas != 0
+                        ? rounds_at_once<B>()
+                        : invariant_rounds(ceil_div(most_keys, B::round_keys), B::round_keys,
+                                           ceil_div(sequence.Sq, queries), plan_room<B>(a).free_partials);
+  return B::split_ctas == 1 ? 1 : max(ceil_div(rounds, limit), uint32_t(max(B::split_ctas, 1)));
+}
+// One CTA computes the plan. It sorts the items into classes by their number of rounds.
+constexpr int plan_threads = 1024, plan_classes = 64;
+struct PlanShared {
+  uint32_t rounds, rounds_65536;  // all items together have rounds + 65536 * rounds_65536 rounds
+  uint32_t most_rounds;           // rounds of all keys of the longest sequence
+  uint32_t partials, count, merges;  // number of partials, of items, and of items to merge
+  uint32_t count_of[plan_classes];  // number of items of a class
+  uint32_t first[plan_classes];     // index of the next item of a class in the list
+};
+// Calls use(b, sequence, q0, keys) for every tile. q0 is shifted as in set_rounds(). 2^shift lanes share a
+// sequence and begin with its last rows.
+template <class B, class Use> __device__ __forceinline__ void for_each_tile(const KernelArgs& a, int shift, Use use) {
+  const int tid = threadIdx.x, queries = queries_of_item<B>(a);
+  for (int b = tid / 32 + (tid % 32 >> shift) * (plan_threads / 32); b < a.p.B; b += plan_threads >> shift) {
+    const Sequence sequence(a.p, b);
+    const KeyBounds keys(a.p, sequence.Sq, sequence.Sk);
+    const int tiles = ceil_div(sequence.Sq, queries);
+    const int shifted = skips_empty_warpgroups<B> && !keys.all() ? shifted_rows<B>(tiles, sequence.Sq) : 0;
+    for (int i = tiles - 1 - tid % (1 << shift); i >= 0; i -= 1 << shift) {
+      const int q0 = i * queries - shifted;
+      use(b, sequence, q0, keys.of_rows(max(q0, 0), min(q0 + queries, sequence.Sq) - 1));
+    }
+  }
+}
+template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(const __grid_constant__ KernelArgs a) {
+  PlanShared& s = dynamic_shared<PlanShared>();
+  const int tid = threadIdx.x;
+  if constexpr (B::is_wgmma) wait_then_let_next_kernel_start();
+  if (tid == 0) {
+    s.rounds = 0;
+    s.rounds_65536 = 0;
+    s.most_rounds = 0;
+    s.partials = 0;
+    s.merges = 0;
+  }
+  if (tid < plan_classes) s.count_of[tid] = 0;
+  __syncthreads();  // hazard: counters cleared by these threads
+  int shift = 0;
+  while (shift < 5 && (a.p.q_starts || 1 << shift < ceil_div(a.p.Sq, queries_of_item<B>(a)))) shift++;
+  const auto each_tile = [&](const auto& use) { for_each_tile<B>(a, shift, use); };
+  const auto rounds_of = [](const Interval& keys) {
+    return uint32_t(max(ceil_div(keys.end - first_tile_key<B>(keys), B::round_keys), 0));
+  };
+  uint64_t rounds_of_thread = 0;
+  each_tile([&](int, const Sequence& sequence, int, const Interval& keys) {
+    rounds_of_thread += rounds_of(keys);
+    atomicMax(&s.most_rounds, rounds_of({0, sequence.Sk}));
+  });
+  atomicAdd(&s.rounds, uint32_t(rounds_of_thread % 65536));  // in two halves: shared memory has no 64-bit add
+  atomicAdd(&s.rounds_65536, uint32_t(rounds_of_thread / 65536));
+  __syncthreads();  // hazard: rounds added up by all threads
+
+  // limit: maximum number of rounds in a range. It is at least `even`, so that all partials fit: only tiles
+  // of more than `even` rounds are divided, into at most 2 * rounds / even ranges, in total fewer than
+  // free_partials. If `even` exceeds `most`, an accumulator sums more keys than most_keys_at_once.
+  // typed: minimum number of ranges per tile: an explicit SPLIT_CTAS if there is room for it, otherwise 1.
+  const uint32_t least = least_rounds(B::round_keys);
+  const auto& room = plan_room<B>(a);
+  const uint32_t most = rounds_at_once<B>(), free = room.free_partials;
+  const uint32_t typed = room.partials > free ? B::split_ctas : 1;
+  const uint64_t rounds_of_all = uint64_t(s.rounds_65536) * 65536 + s.rounds;
+  const uint32_t even = free > 0 ? uint32_t(min(2 * rounds_of_all / free + 1, uint64_t(0x7fffffff))) : 0x7fffffff;
+  const uint32_t limit = max(even, B::split_ctas == 0 ? min(least, most) : most);
+  const auto ranges_of_tile = [&](const Sequence& sequence, uint32_t rounds) {
+    if (a.p.batch_invariant) return invariant_ranges<B>(a, sequence, rounds);
+    return max(ceil_div(rounds, limit), typed);
+  };
+  // Class 0 has the most rounds. The class depends on the rounds of the item's range. With SPLIT_CTAS=1 it
+  // depends on the rounds of the sequence, so that the tiles of a sequence are adjacent in the list and share
+  // its K and V in L2.
+  const uint32_t longest = max(a.p.batch_invariant ? s.most_rounds : min(s.most_rounds, limit), 1u);
+  const auto class_of = [&](const Sequence& sequence, uint32_t rounds, uint32_t ranges) {
+    const uint32_t cost = B::split_ctas == 1 ? rounds_of({0, sequence.Sk}) : ceil_div(rounds, ranges);
+    return plan_classes - 1 - int(cost * (plan_classes - 1) / longest);
+  };
+  each_tile([&](int, const Sequence& sequence, int, const Interval& keys) {
+    const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(sequence, rounds);
+    atomicAdd(&s.count_of[class_of(sequence, rounds, ranges)], ranges);
+  });
+  __syncthreads();  // hazard: count_of added up by all threads
+  if (tid <= plan_classes) {
+    uint32_t before = 0;
+    for (int n = 0; n < tid; n++) before += s.count_of[n];
+    if (tid < plan_classes) s.first[tid] = before;
+    // If q_starts decreases, rows belong to several sequences, and there may be more items than fit. Then the
+    // plan is empty.
+    if (tid == plan_classes) s.count = before <= plan_room<B>(a).items ? before : 0;
+  }
+  __syncthreads();  // hazard: first and count written by these threads
+  PlannedItem* const items = planned_items(a);
+  uint32_t* const merges = reinterpret_cast<uint32_t*>(items + plan_room<B>(a).items);
+  each_tile([&](int b, const Sequence& sequence, int q0, const Interval& keys) {
+    const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(sequence, rounds);
+    const uint32_t first_partial = ranges > 1 ? atomicAdd(&s.partials, ranges) : 0;
+    const uint32_t each = rounds / ranges, rest = rounds % ranges;  // `rest` ranges have one more round
+    // The lanes of a warp append range by range, so that items with the same keys are adjacent in the list.
+    for (uint32_t range = 0; range < ranges; range++) {
+      const uint32_t number = atomicAdd(&s.first[class_of(sequence, rounds, ranges)], 1u);
+      if (number >= plan_room<B>(a).items) return;
+      if (ranges > 1 && range == 0) st_global(merges + atomicAdd(&s.merges, 1u), number);
+      const int begin = first_tile_key<B>(keys) + int(each * range + min(range, rest)) * B::round_keys;
+      const int end = min(begin + int(each + (range < rest)) * B::round_keys, keys.end);
+      const PlannedItem item{b, 0, q0, sequence, {max(begin, keys.begin), end}, int(range), int(ranges),
+                             int(first_partial)};
+      uint4 words[sizeof item / 16];
+      memcpy(words, &item, sizeof item);
+      for (int i = 0; i < int(sizeof item / 16); i++) {
+        st_global(reinterpret_cast<uint4*>(items + number) + i, words[i]);
+      }
+    }
+  });
+  __syncthreads();  // hazard: partials and merges added up by all threads
+  if (tid == 0) st_global(&plan_of(a), uint4{s.count, s.count > 0 ? s.merges : 0, 0, 0});
+  if constexpr (counts_ranges<B>) {
+    const uint32_t counters = min(s.partials, plan_room<B>(a).partials) * a.q_heads.divisor / 2;
+#pragma unroll 1
+    for (uint32_t i = tid; i < counters; i += plan_threads) st_global(range_counters<B>(a) + i, 0u);
+  }
+}
+
+// ---- 5i partials of ranges, and their merge (wmma, mma, wgmma) ----
 
 // Stores the O, m and l of a view in a partial, with store(address, vector).
 template <class Partial, class View, class Store>
@@ -6634,7 +6802,34 @@ __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, con
   }
 }
 
-// ---- 5f partials of splits in shared memory ----
+// ---- 5i the merge kernel (SPLIT_CTAS > 1) ----
+// A thread merges four columns of a row, so that all SMs share the work. With one CTA per item they would
+// not.
+
+constexpr int merge_threads = 128;
+template <class B> constexpr int merge_ctas = ceil_div(B::block_m * B::d_v / 4, merge_threads);  // per item
+
+template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(const __grid_constant__ KernelArgs a) {
+  if constexpr (B::is_wgmma) wait_then_let_next_kernel_start();
+  if constexpr (B::use_lengths) {  // the plan lists the items to merge
+    const uint32_t heads = a.q_heads.divisor, ctas = plan_of(a).merges * heads * merge_ctas<B>;
+    const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned_items(a) + plan_room<B>(a).items);
+    for (uint32_t i = blockIdx.x; i < ctas; i += gridDim.x) {
+      const uint32_t merge = i / merge_ctas<B>;
+      const Item<B> item = planned_item<B>(a, merges[merge / heads], int(merge % heads));
+      merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + item.first_partial, a, item,
+                                         int(i % merge_ctas<B> * merge_threads + threadIdx.x),
+                                         merge_ctas<B> * merge_threads);
+    }
+  } else {
+    const uint32_t number = blockIdx.x / merge_ctas<B>, cta = blockIdx.x % merge_ctas<B>;
+    merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + number * a.ranges.divisor, a,
+                                       work_item<B>(a, a.first_item + number), int(cta * merge_threads + threadIdx.x),
+                                       merge_ctas<B> * merge_threads);
+  }
+}
+
+// ---- 5i partials of splits in shared memory ----
 
 // The partial of a split.
 template <class B> struct RowsPartial {
@@ -6698,7 +6893,289 @@ __device__ __forceinline__ void store_merged(Shared& s, const KernelArgs& a, con
   }
 }
 
-// ---- 5f mma.sync with a 16-bit Q and e4m3 K and V (mma and KV_DTYPE = FP8_E4M3) ----
+// ---- 5i packed GQA with mma.sync (mma and PACK_GQA) ----
+
+template <class B> struct MmaPartials<B, true> {
+  struct type {
+    RowsPartial<B> split[B::split_kv];
+    std::conditional_t<counts_ranges<B>, bool, Nothing> is_last;  // written and read by store_merged()
+  };
+};
+
+// Reads the descale factor of each row of Q. Padding rows get the factor of a valid head.
+template <class B>
+__device__ __forceinline__ void read_q_descale(MmaRows<B>& rows, const KernelArgs& a, const Item<B>& item) {
+  SDPA_UNROLL for (int i = 0; i < rows.ROWS; i++) {
+    const Item<B> one_row = row_item<B>(a, item, rows.O.row(i));
+    rows.q_descale[i] = a.p.q_descale.of_head(one_row.b, min(one_row.h, a.p.Hq - 1));
+  }
+}
+
+template <class B> struct MmaPacked {
+  static __device__ __forceinline__ void copy_q(MmaShared<B>& s, const ItemTiles<B>& t, const KernelArgs& a) {
+    constexpr int per_row = TileCopy<B, B::d_q>::PER_ROW;
+    const SdpaParams& p = a.p;
+    const int rows = rows_of_item<B>(a);
+    for (int i = threadIdx.x; i < B::block_m * per_row; i += B::threads) {
+      const int row = i / per_row, col = i % per_row * B::vec_width,
+                column_of_q = B::q_type != B::kv_type ? col / 2 : col;
+      const Item<B> from = row_item<B>(a, t.item, row);
+      VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(KeyValue)>(
+          s.in.Q + tile_offset<B, B::d_q>(row, col),
+          p.Q + from.b * p.q.batch + from.h * p.q.head + from.q_row(from.q0) * p.q.row + column_of_q,
+          row < rows && from.q0 < from.query_count(p) && (!B::takes_short_rows || column_of_q < p.D));
+    }
+  }
+  static __device__ __forceinline__ void store(MmaShared<B>& s, const MmaRows<B>& rows, const KernelArgs& a, int split,
+                                               int lane) {
+    MmaRuns<B> runs;
+    rearrange_runs<B>(runs, rows.O, lane);
+    __syncthreads();  // hazard: the partials overwrite Q, K and V
+    RowsPartial<B>& partial = s.partial.split[split];
+    store_partial(partial, runs, rows.m, rows.l, [](void* dst_s, auto x) { st_shared(dst_s, x); });
+    __syncthreads();  // hazard: partials written by all warps
+    store_merged(s.partial, a, s.item, threadIdx.x);
+  }
+};
+
+// ---- 5j pages (USE_PAGES = 1, USE_PAGES = 2) ----
+
+// K and V are [pages,Hkv,page_size,D]; their batch stride is the stride from page to page. Row k of sequence
+// b is row k % page_size of page page_table[b * page_stride + k / page_size]. A row of the page table covers
+// Sk keys.
+
+// Returns the page of the item's keys [k, k + keys), which are in one page. If the item sees none of them,
+// returns p.pages, which is out of bounds, so that TMA zero-fills the box.
+template <class B>
+__device__ __forceinline__ int page_of(const KernelArgs& a, const Item<B>& item, int k, int keys = 1) {
+  if (max(k, item.keys.begin) >= min(k + keys, item.keys.end)) return a.p.pages;
+  const int index = int(plan_room<B>(a).page_size.divide(uint32_t(B::use_pages == 1 ? k : item.k_row(k))));
+  return min(max(ld_global<int>(a.p.page_table + int64_t(item.b) * a.p.page_stride + index), 0), a.p.pages - 1);
+}
+// Acts as a pointer to row k of K or V, for rows in pages. head_g: row 0 of page 0.
+template <class B> struct PagedRows {
+  const KernelArgs* a;
+  const Item<B>* item;
+  const Strides* strides;
+  const KeyValue* head_g;
+  int k;
+  __device__ __forceinline__ void operator+=(int64_t rows) { k += int(rows); }
+  __device__ __forceinline__ const KeyValue* operator+(int column) const {
+    const int row = int(plan_room<B>(*a).page_size.remainder(uint32_t(B::use_pages == 1 ? k : item->k_row(k))));
+    return head_g + page_of<B>(*a, *item, k) * strides->batch + row * strides->row + column;
+  }
+};
+
+// ---- 5j pages by TMA (wgmma and USE_PAGES = 1) ----
+
+// Each lane copies one box: rows of one page in one panel. The constructor reads the page table. Call it while
+// the stage is still full, which hides the latency of that read.
+template <class B, int D> struct TileBox<B, D, true> {
+  static constexpr int BYTES = D * B::kv_bytes, PANEL_WIDTH = PANEL_BYTES<BYTES> / B::kv_bytes;
+  int box_origin[5], row;  // of this lane's box: coordinates in the tensor map, and its first row in the tile
+
+  __device__ __forceinline__ TileBox(const KernelArgs& a, const Item<B>& item, int h_kv, int k0)
+      : box_origin{0, 0, 0, h_kv, 0} {
+    const int lane = threadIdx.x % 32, rows = plan_room<B>(a).box_rows;
+    row = lane / PANELS<BYTES> * rows;
+    box_origin[0] = lane % PANELS<BYTES> * PANEL_WIDTH;
+    box_origin[1] = int(plan_room<B>(a).page_size.remainder(uint32_t(k0 + row)));
+    box_origin[4] = page_of<B>(a, item, k0 + row, rows);
+  }
+  __device__ __forceinline__ void load(const KernelArgs&, const CUtensorMap* map, KeyValue* to_s,
+                                       uint64_t* full) const {
+    if (row >= B::block_n) return;
+    if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<BYTES>);
+    to_s += box_origin[0] * B::block_n + row * PANEL_WIDTH;
+    cp_async_bulk_tensor_load(to_s, map, box_origin, full, B::swap_ab && B::pack_gqa ? evict_first : evict_last);
+  }
+};
+
+// ---- 5j pages of any size by cp.async (wgmma and USE_PAGES = 2) ----
+
+// The pages of the rows of a tile that a warp copies: ROWS rows from first_row(). Each lane has the page of
+// every 32nd row.
+template <class B> struct RowPages {
+  static constexpr int ROWS = ceil_div(B::block_n, 8 * copying_warps<B>) * 8, COUNT = ceil_div(ROWS, 32);
+  int page[COUNT];
+
+  static __device__ __forceinline__ int first_row() {
+    return uniform(threadIdx.x / 32 % 4 / (4 / copying_warps<B>)) * ROWS;
+  }
+  RowPages() = default;
+  __device__ __forceinline__ RowPages(const KernelArgs& a, const Item<B>& item, int k0) {
+    SDPA_UNROLL for (int n = 0; n < COUNT; n++) {
+      page[n] = page_of<B>(a, item, k0 + first_row() + 32 * n + int(threadIdx.x % 32));
+    }
+  }
+};
+// Copies a warp's rows of a tile, in the panel layout that TMA writes. LANES lanes copy a line of a panel, 16
+// bytes each. Rows that the item does not see are zero-filled.
+template <class B, int D> struct TileRows {
+  static constexpr int BYTES = ROW_BYTES<D * B::kv_bytes>, LINE = PANEL_BYTES<BYTES>;
+  static constexpr int LANES = LINE / 16, AT_ONCE = 32 / LANES;  // lanes per line; lines that a warp copies at once
+  const Item<B>& item;
+  const int h_kv, k0;
+  const RowPages<B> pages;
+
+  __device__ __forceinline__ TileRows(const KernelArgs& a, const Item<B>& item_, int head, int first_key)
+      : TileRows(item_, head, first_key, RowPages<B>(a, item_, first_key)) {}
+  __device__ __forceinline__ TileRows(const Item<B>& item_, int head, int first_key, const RowPages<B>& found)
+      : item(item_), h_kv(head), k0(first_key), pages(found) {}
+  __device__ __forceinline__ void load(const KernelArgs& a, const CUtensorMap* map, KeyValue* to_s,
+                                       uint64_t* full) const {
+    const SdpaParams& p = a.p;
+    const bool is_v = map == &tensor_maps<B>(a).v;
+    const Strides& strides = is_v ? p.v : p.k;
+    const KeyValue* const head_g = (is_v ? p.V : p.K) + h_kv * strides.head;
+    const int lane = threadIdx.x % 32, line = lane / LANES, byte = lane % LANES * 16, first = pages.first_row();
+    const int bytes = (is_v ? p.Dv : p.D) * B::kv_bytes;
+    // The swizzle repeats every 8 rows, and `first` is a multiple of 8. So the loop only applies the swizzle
+    // of row % 8 to `offset`.
+    char* const first_s = reinterpret_cast<char*>(to_s) + first * LINE;
+    const uint32_t offset = panel_byte<B::block_n, LINE>(line, byte);
+    SDPA_UNROLL for (int n = 0; n < pages.COUNT; n++) {
+      const int key = k0 + first + 32 * n + lane;
+      const int in_page = int(plan_room<B>(a).page_size.remainder(uint32_t(item.k_row(key))));
+      const KeyValue* row_g = head_g + pages.page[n] * strides.batch + in_page * strides.row;
+      if (pages.page[n] >= p.pages) row_g = nullptr;
+      SDPA_UNROLL for (int row = 32 * n; row < min(32 * n + 32, pages.ROWS); row += AT_ONCE) {
+        const char* const from_g = reinterpret_cast<const char*>(
+            __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(row_g), row % 32 + line));
+        if (pages.ROWS * copying_warps<B> > B::block_n && first + row >= B::block_n) break;
+        const uint32_t at = (offset ^ panel_byte<B::block_n, LINE>(row % 8, 0) % LINE) + row * LINE;
+        SDPA_UNROLL for (int panel = 0; panel < PANELS<BYTES>; panel++) {
+          const int column = panel * LINE + byte;
+          cp_async<16>(first_s + panel * B::block_n * LINE + at, from_g + column, from_g && column < bytes);
+        }
+      }
+    }
+    cp_async_mbarrier_arrive(full);
+    __syncwarp();  // hazard: the phase must not end before every lane has raised its pending count
+    if (lane == 0) mbarrier_arrive(full);
+  }
+};
+
+// ---- 5k copies that convert U8 (wmma and DTYPE = U8) ----
+
+// Converts two bytes u of a word, the low or the high ones, to u - 128 in fp16. The bits 0x6400 | u are the
+// fp16 number 1024 + u.
+__device__ __forceinline__ uint32_t f16x2_of_u8x2(uint32_t word, bool high) {
+  constexpr uint32_t halves_of_1152 = 0x64806480;
+  return sub_f16x2(prmt(word, 0x64646464, high ? 0x4342 : 0x4140), halves_of_1152);
+}
+// Copies a vector of 8 or 16 elements and converts them to fp16, the type of the products.
+template <> struct VectorCopy<false, true> {
+  template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
+    VectorType<BYTES> vector{};
+    if (valid) vector = ld_global_nc<decltype(vector)>(src_g);
+    uint32_t words[BYTES / 4];
+    memcpy(words, &vector, sizeof vector);
+    SDPA_UNROLL for (int i = 0; i < BYTES / 4; i += 2) {
+      const uint32_t low = words[i], high = words[i + 1];
+      st_shared(static_cast<uint4*>(dst_s) + i / 2, uint4{f16x2_of_u8x2(low, false), f16x2_of_u8x2(low, true),
+                                                          f16x2_of_u8x2(high, false), f16x2_of_u8x2(high, true)});
+    }
+  }
+};
+
+// ---- 5k conversion of e4m3 to 16 bits (DTYPE = FP8_E4M3, KV_DTYPE = FP8_E4M3) ----
+
+// Converts four e4m3 elements to two pairs of fp16.
+__device__ __forceinline__ void f16_of_e4m3(uint32_t (&pairs)[2], uint32_t bytes) {
+  SDPA_UNROLL for (int n = 0; n < 2; n++) pairs[n] = cvt_rn_f16x2_e4m3x2(bytes >> 16 * n);
+}
+// Converts two pairs of fp16 that hold e4m3 values to bf16, which represents e4m3 exactly.
+__device__ __forceinline__ void bf16_of_f16(uint32_t (&pairs)[2]) {
+  SDPA_UNROLL for (int n = 0; n < 2; n++) {
+    __half x[2];
+    memcpy(x, &pairs[n], sizeof x);
+    pairs[n] = pack<__nv_bfloat16>(to_float(x[0]), to_float(x[1]));
+  }
+}
+
+// ---- 5k mma.sync with e4m3 (mma and DTYPE = FP8_E4M3, KV_DTYPE = FP8_E4M3) ----
+
+// P @ V with m16n8k32. The keys of a step are permuted, so that lanes need not exchange P: k = 4q + i of both
+// operands is key i / 2 * 8 + 2q + i % 2, and k = 16 + 4q + i is 16 keys further. In lane 4g + q, a register
+// of V from ldmatrix has the bytes d = 2g and d = 2g + 1 of two keys. prmt separates the even d from the odd
+// d, which are the operands of two products. Together the products give a lane 4 adjacent d of 16.
+template <class B> struct MmaE4m3 {
+  static constexpr int REGISTERS = 4, KEYS = 32;
+
+  static __device__ __forceinline__ void multiply(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
+                                                  uint32_t b0, uint32_t b1) {
+    mma_m16n8k32_e4m3(d0, d1, d2, d3, a, b0, b1);
+  }
+  static __device__ __forceinline__ void read(uint32_t (&a)[4], SharedAddress from) { ldmatrix_x4<false>(a, from); }
+  static __device__ __forceinline__ uint32_t pack_p(const float* x) {
+    return cvt_rn_satfinite_e4m3x4(x[0], x[1], x[2], x[3]);
+  }
+  static __device__ __forceinline__ void pv(MmaSums<B>& O, const MmaStepOfP<B>& p, const Element<B>* V_s, int step,
+                                            int lane) {
+    const SharedAddress lane_address = shared_address(V_s + tile_offset<B, B::d_v>(lane, 0));
+    SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n++) {
+      uint32_t v[4];  // keys 0-7, 8-15, 16-23 and 24-31
+      ldmatrix_x4<true>(v, tile_step<B, B::d_v>(lane_address, MMA_K<B> * step, 16 * n));
+      const uint32_t even[2] = {prmt(v[0], v[1], 0x6420), prmt(v[2], v[3], 0x6420)};
+      const uint32_t odd[2] = {prmt(v[0], v[1], 0x7531), prmt(v[2], v[3], 0x7531)};
+      SDPA_UNROLL for (int m = 0; m < O.M_TILES; m++) {
+        float *const top = O.x[2 * m] + 4 * n, *const bottom = O.x[2 * m + 1] + 4 * n;
+        multiply(top[0], top[2], bottom[0], bottom[2], p[m], even[0], even[1]);
+        multiply(top[1], top[3], bottom[1], bottom[3], p[m], odd[0], odd[1]);
+      }
+    }
+  }
+};
+
+// mma.sync with 16-bit operands, which are converted when they are read. A step of Q @ K.T takes two
+// products: the first multiplies the lane's bytes k = 4q ... 4q + 3, the second k = 16 + 4q ... 16 + 4q + 3.
+template <class B> struct MmaE4m3AsHalves {
+  static constexpr int REGISTERS = 8, KEYS = 16;
+
+  static __device__ __forceinline__ void multiply(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[8],
+                                                  uint32_t b0, uint32_t b1) {
+    const uint32_t b[2] = {b0, b1};
+    SDPA_UNROLL for (int n = 0; n < 2; n++) {
+      uint32_t pairs[2], a_of_product[4];
+      f16_of_e4m3(pairs, b[n]);
+      memcpy(a_of_product, a + 4 * n, sizeof a_of_product);
+      if constexpr (B::product_type == DType::bf16) bf16_of_f16(pairs);
+      mma_m16n8k16<ElementOf<B::product_type>>(d0, d1, d2, d3, a_of_product, pairs[0], pairs[1]);
+    }
+  }
+  static __device__ __forceinline__ void read(uint32_t (&a)[8], SharedAddress from) {
+    uint32_t bytes[4], pairs[2];
+    ldmatrix_x4<false>(bytes, from);
+    SDPA_UNROLL for (int i = 0; i < 4; i++) {  // rows g and g + 8 of the first 16 k, then of the next 16
+      f16_of_e4m3(pairs, bytes[i]);
+      a[i / 2 * 4 + i % 2] = pairs[0];
+      a[i / 2 * 4 + i % 2 + 2] = pairs[1];
+    }
+  }
+  static __device__ __forceinline__ uint32_t pack_p(const float* x) { return pack<__half>(x[0], x[1]); }
+  static __device__ __forceinline__ void pv(MmaSums<B>& O, const MmaStepOfP<B>& p, const Element<B>* V_s, int step,
+                                            int lane) {
+    const SharedAddress lane_address = shared_address(V_s + tile_offset<B, B::d_v>(lane % 16, lane / 16 * CHUNK<B>));
+    SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n += 2) {
+      uint32_t v[4];  // keys 0-7 and 8-15 of 16 d, then of the next 16 d
+      ldmatrix_x4<true>(v, tile_step<B, B::d_v>(lane_address, 16 * step, 16 * n));
+      SDPA_UNROLL for (int next = 0; next < 2; next++) {
+        uint32_t low[2], high[2];  // keys 0-7 and 8-15; the even d and the odd d of each
+        f16_of_e4m3(low, prmt(v[2 * next], 0, 0x3120));
+        f16_of_e4m3(high, prmt(v[2 * next + 1], 0, 0x3120));
+        SDPA_UNROLL for (int m = 0; m < O.M_TILES; m++) {
+          float* const top = O.x[2 * m] + 4 * (n + next);
+          float* const bottom = O.x[2 * m + 1] + 4 * (n + next);
+          mma_m16n8k16<__half>(top[0], top[2], bottom[0], bottom[2], p[m], low[0], high[0]);
+          mma_m16n8k16<__half>(top[1], top[3], bottom[1], bottom[3], p[m], low[1], high[1]);
+        }
+      }
+    }
+  }
+};
+
+// ---- 5k mma.sync with a 16-bit Q and e4m3 K and V (mma and KV_DTYPE = FP8_E4M3) ----
 
 template <class B> struct MmaMixedTypes : MmaE4m3AsHalves<B> {
   // A lane reads 4 of every 16 elements of a row: 8 bytes.
@@ -6712,7 +7189,7 @@ template <class B> struct MmaMixedTypes : MmaE4m3AsHalves<B> {
   }
 };
 
-// ---- 5f wgmma with a 16-bit Q and e4m3 K and V (wgmma and KV_DTYPE = FP8_E4M3) ----
+// ---- 5k wgmma with a 16-bit Q and e4m3 K and V (wgmma and KV_DTYPE = FP8_E4M3) ----
 //
 // The producer warps convert each tile of K and V to fp16 after it has landed. A conversion to bf16 would
 // take four times as many instructions. P is fp16, too. The conversion reads 1 byte of shared memory and
@@ -6880,437 +7357,7 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_converting> : KernelOf<B
   using Registers = WgmmaRegisters<B, (B::head_dim > 128 ? 56 : 48), (B::head_dim > 64 ? 40 : 32)>;
 };
 
-// ---- 5f packed GQA with mma.sync (mma and PACK_GQA) ----
-
-template <class B> struct MmaPartials<B, true> {
-  struct type {
-    RowsPartial<B> split[B::split_kv];
-    std::conditional_t<counts_ranges<B>, bool, Nothing> is_last;  // written and read by store_merged()
-  };
-};
-
-// Reads the descale factor of each row of Q. Padding rows get the factor of a valid head.
-template <class B>
-__device__ __forceinline__ void read_q_descale(MmaRows<B>& rows, const KernelArgs& a, const Item<B>& item) {
-  SDPA_UNROLL for (int i = 0; i < rows.ROWS; i++) {
-    const Item<B> one_row = row_item<B>(a, item, rows.O.row(i));
-    rows.q_descale[i] = a.p.q_descale.of_head(one_row.b, min(one_row.h, a.p.Hq - 1));
-  }
-}
-
-template <class B> struct MmaPacked {
-  static __device__ __forceinline__ void copy_q(MmaShared<B>& s, const ItemTiles<B>& t, const KernelArgs& a) {
-    constexpr int per_row = TileCopy<B, B::d_q>::PER_ROW;
-    const SdpaParams& p = a.p;
-    const int rows = rows_of_item<B>(a);
-    for (int i = threadIdx.x; i < B::block_m * per_row; i += B::threads) {
-      const int row = i / per_row, col = i % per_row * B::vec_width,
-                column_of_q = B::q_type != B::kv_type ? col / 2 : col;
-      const Item<B> from = row_item<B>(a, t.item, row);
-      VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(KeyValue)>(
-          s.in.Q + tile_offset<B, B::d_q>(row, col),
-          p.Q + from.b * p.q.batch + from.h * p.q.head + from.q_row(from.q0) * p.q.row + column_of_q,
-          row < rows && from.q0 < from.query_count(p) && (!B::takes_short_rows || column_of_q < p.D));
-    }
-  }
-  static __device__ __forceinline__ void store(MmaShared<B>& s, const MmaRows<B>& rows, const KernelArgs& a, int split,
-                                               int lane) {
-    MmaRuns<B> runs;
-    rearrange_runs<B>(runs, rows.O, lane);
-    __syncthreads();  // hazard: the partials overwrite Q, K and V
-    RowsPartial<B>& partial = s.partial.split[split];
-    store_partial(partial, runs, rows.m, rows.l, [](void* dst_s, auto x) { st_shared(dst_s, x); });
-    __syncthreads();  // hazard: partials written by all warps
-    store_merged(s.partial, a, s.item, threadIdx.x);
-  }
-};
-
-// ---- 5f pages (USE_PAGES = 1, USE_PAGES = 2) ----
-
-// K and V are [pages,Hkv,page_size,D]; their batch stride is the stride from page to page. Row k of sequence
-// b is row k % page_size of page page_table[b * page_stride + k / page_size]. A row of the page table covers
-// Sk keys.
-
-// Returns the page of the item's keys [k, k + keys), which are in one page. If the item sees none of them,
-// returns p.pages, which is out of bounds, so that TMA zero-fills the box.
-template <class B>
-__device__ __forceinline__ int page_of(const KernelArgs& a, const Item<B>& item, int k, int keys = 1) {
-  if (max(k, item.keys.begin) >= min(k + keys, item.keys.end)) return a.p.pages;
-  const int index = int(plan_room<B>(a).page_size.divide(uint32_t(B::use_pages == 1 ? k : item.k_row(k))));
-  return min(max(ld_global<int>(a.p.page_table + int64_t(item.b) * a.p.page_stride + index), 0), a.p.pages - 1);
-}
-// Acts as a pointer to row k of K or V, for rows in pages. head_g: row 0 of page 0.
-template <class B> struct PagedRows {
-  const KernelArgs* a;
-  const Item<B>* item;
-  const Strides* strides;
-  const KeyValue* head_g;
-  int k;
-  __device__ __forceinline__ void operator+=(int64_t rows) { k += int(rows); }
-  __device__ __forceinline__ const KeyValue* operator+(int column) const {
-    const int row = int(plan_room<B>(*a).page_size.remainder(uint32_t(B::use_pages == 1 ? k : item->k_row(k))));
-    return head_g + page_of<B>(*a, *item, k) * strides->batch + row * strides->row + column;
-  }
-};
-
-// ---- 5f pages by TMA (wgmma and USE_PAGES = 1) ----
-
-// Each lane copies one box: rows of one page in one panel. The constructor reads the page table. Call it while
-// the stage is still full, which hides the latency of that read.
-template <class B, int D> struct TileBox<B, D, true> {
-  static constexpr int BYTES = D * B::kv_bytes, PANEL_WIDTH = PANEL_BYTES<BYTES> / B::kv_bytes;
-  int box_origin[5], row;  // of this lane's box: coordinates in the tensor map, and its first row in the tile
-
-  __device__ __forceinline__ TileBox(const KernelArgs& a, const Item<B>& item, int h_kv, int k0)
-      : box_origin{0, 0, 0, h_kv, 0} {
-    const int lane = threadIdx.x % 32, rows = plan_room<B>(a).box_rows;
-    row = lane / PANELS<BYTES> * rows;
-    box_origin[0] = lane % PANELS<BYTES> * PANEL_WIDTH;
-    box_origin[1] = int(plan_room<B>(a).page_size.remainder(uint32_t(k0 + row)));
-    box_origin[4] = page_of<B>(a, item, k0 + row, rows);
-  }
-  __device__ __forceinline__ void load(const KernelArgs&, const CUtensorMap* map, KeyValue* to_s,
-                                       uint64_t* full) const {
-    if (row >= B::block_n) return;
-    if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<BYTES>);
-    to_s += box_origin[0] * B::block_n + row * PANEL_WIDTH;
-    cp_async_bulk_tensor_load(to_s, map, box_origin, full, B::swap_ab && B::pack_gqa ? evict_first : evict_last);
-  }
-};
-
-// ---- 5f pages of any size by cp.async (wgmma and USE_PAGES = 2) ----
-
-// The pages of the rows of a tile that a warp copies: ROWS rows from first_row(). Each lane has the page of
-// every 32nd row.
-template <class B> struct RowPages {
-  static constexpr int ROWS = ceil_div(B::block_n, 8 * copying_warps<B>) * 8, COUNT = ceil_div(ROWS, 32);
-  int page[COUNT];
-
-  static __device__ __forceinline__ int first_row() {
-    return uniform(threadIdx.x / 32 % 4 / (4 / copying_warps<B>)) * ROWS;
-  }
-  RowPages() = default;
-  __device__ __forceinline__ RowPages(const KernelArgs& a, const Item<B>& item, int k0) {
-    SDPA_UNROLL for (int n = 0; n < COUNT; n++) {
-      page[n] = page_of<B>(a, item, k0 + first_row() + 32 * n + int(threadIdx.x % 32));
-    }
-  }
-};
-// Copies a warp's rows of a tile, in the panel layout that TMA writes. LANES lanes copy a line of a panel, 16
-// bytes each. Rows that the item does not see are zero-filled.
-template <class B, int D> struct TileRows {
-  static constexpr int BYTES = ROW_BYTES<D * B::kv_bytes>, LINE = PANEL_BYTES<BYTES>;
-  static constexpr int LANES = LINE / 16, AT_ONCE = 32 / LANES;  // lanes per line; lines that a warp copies at once
-  const Item<B>& item;
-  const int h_kv, k0;
-  const RowPages<B> pages;
-
-  __device__ __forceinline__ TileRows(const KernelArgs& a, const Item<B>& item_, int head, int first_key)
-      : TileRows(item_, head, first_key, RowPages<B>(a, item_, first_key)) {}
-  __device__ __forceinline__ TileRows(const Item<B>& item_, int head, int first_key, const RowPages<B>& found)
-      : item(item_), h_kv(head), k0(first_key), pages(found) {}
-  __device__ __forceinline__ void load(const KernelArgs& a, const CUtensorMap* map, KeyValue* to_s,
-                                       uint64_t* full) const {
-    const SdpaParams& p = a.p;
-    const bool is_v = map == &tensor_maps<B>(a).v;
-    const Strides& strides = is_v ? p.v : p.k;
-    const KeyValue* const head_g = (is_v ? p.V : p.K) + h_kv * strides.head;
-    const int lane = threadIdx.x % 32, line = lane / LANES, byte = lane % LANES * 16, first = pages.first_row();
-    const int bytes = (is_v ? p.Dv : p.D) * B::kv_bytes;
-    // The swizzle repeats every 8 rows, and `first` is a multiple of 8. So the loop only applies the swizzle
-    // of row % 8 to `offset`.
-    char* const first_s = reinterpret_cast<char*>(to_s) + first * LINE;
-    const uint32_t offset = panel_byte<B::block_n, LINE>(line, byte);
-    SDPA_UNROLL for (int n = 0; n < pages.COUNT; n++) {
-      const int key = k0 + first + 32 * n + lane;
-      const int in_page = int(plan_room<B>(a).page_size.remainder(uint32_t(item.k_row(key))));
-      const KeyValue* row_g = head_g + pages.page[n] * strides.batch + in_page * strides.row;
-      if (pages.page[n] >= p.pages) row_g = nullptr;
-      SDPA_UNROLL for (int row = 32 * n; row < min(32 * n + 32, pages.ROWS); row += AT_ONCE) {
-        const char* const from_g = reinterpret_cast<const char*>(
-            __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(row_g), row % 32 + line));
-        if (pages.ROWS * copying_warps<B> > B::block_n && first + row >= B::block_n) break;
-        const uint32_t at = (offset ^ panel_byte<B::block_n, LINE>(row % 8, 0) % LINE) + row * LINE;
-        SDPA_UNROLL for (int panel = 0; panel < PANELS<BYTES>; panel++) {
-          const int column = panel * LINE + byte;
-          cp_async<16>(first_s + panel * B::block_n * LINE + at, from_g + column, from_g && column < bytes);
-        }
-      }
-    }
-    cp_async_mbarrier_arrive(full);
-    __syncwarp();  // hazard: the phase must not end before every lane has raised its pending count
-    if (lane == 0) mbarrier_arrive(full);
-  }
-};
-
-// ---- 5f planned items (USE_LENGTHS) ----
-// sdpa_plan() runs before the attention kernel. For one head group, it divides the tiles of query rows of all
-// sequences into ranges of keys and lists them, longest first. With USE_LENGTHS, each range is an item.
-
-// USE_LENGTHS: the position of a sequence in the tensors, and its number of rows. These arrays are in device
-// memory:
-//   q_starts, k_starts    [B + 1] Sequence b has the rows [starts[b], starts[b + 1]) of the Sq rows of Q and O,
-//                         or of the Sk rows of K and V. Such tensors have a batch size of 1. LSE is [Hq,Sq].
-//   q_lengths, k_lengths  [B] Only the first lengths[b] rows are queries or keys. Keys are limited to most_keys.
-//   k_firsts              [B] The first k_firsts[b] of these keys are skipped. Key 0 is the one after them.
-// Rows of O and LSE without a query are not written. Values that exceed the tensors are clamped.
-struct Sequence {
-  int q_row, k_row, Sq, Sk;
-
-  Sequence() = default;
-  __device__ Sequence(const SdpaParams& p, int b) : q_row(0), k_row(0), Sq(p.Sq), Sk(p.Sk) {
-    const auto find = [&](const int* starts, int& row, int& rows) {
-      if (!starts) return;
-      row = min(max(starts[b], 0), rows);
-      rows = max(min(starts[b + 1], rows), row) - row;
-    };
-    find(p.q_starts, q_row, Sq);
-    find(p.k_starts, k_row, Sk);
-    if (p.q_lengths) Sq = min(max(p.q_lengths[b], 0), Sq);
-    if (p.k_lengths) Sk = min(max(p.k_lengths[b], 0), Sk);
-    if (p.most_keys > 0) Sk = min(Sk, p.most_keys);
-    if (p.k_firsts) {
-      const int first = min(max(p.k_firsts[b], 0), Sk);
-      k_row += first;
-      Sk -= first;
-    }
-  }
-};
-// First key of the first tile of `keys`. With pages by TMA, tiles begin at multiples of BLOCK_N, so that no
-// box crosses the end of a page.
-template <class B> __device__ __forceinline__ int first_tile_key(const Interval& keys) {
-  return B::use_pages && B::is_wgmma && !B::copies_rows ? keys.begin / B::block_n * B::block_n : keys.begin;
-}
-// One range of a tile of query rows. q0 is relative to the sequence. If the tile has several ranges,
-// their partials have the indices first_partial ... first_partial + ranges - 1. ranges = 0: an item past the
-// last one.
-struct alignas(16) PlannedItem {
-  int b, h, q0;
-  Sequence sequence;
-  Interval keys;
-  int range, ranges, first_partial;
-};
-// The beginning of the scratch memory: the number of items, of items to merge, and of items fetched from the
-// queue. The items follow, then the indices of the items to merge.
-struct Plan { uint32_t count, merges, drawn, unused; };
-__host__ __device__ constexpr size_t plan_bytes(const PlanArgs& plan) {
-  return 256 + ceil_div(plan.items * (sizeof(PlannedItem) + sizeof(uint32_t)), 256) * 256;
-}
-__device__ __forceinline__ Plan& plan_of(const KernelArgs& a) {
-  return *static_cast<Plan*>(a.p.scratch);
-}
-template <class B> struct Item<B, true> : PlannedItem {
-  using HeldMask = Mask;
-  __device__ bool exists() const { return ranges > 0; }
-  __device__ int batch(const int* starts) const { return starts ? 0 : b; }
-  __device__ int q_row(int q) const { return sequence.q_row + q; }
-  __device__ int k_row(int k) const { return sequence.k_row + k; }
-  __device__ int query_count(const SdpaParams&) const { return sequence.Sq; }
-  __device__ bool ends_before(int q) const { return q > sequence.Sq; }
-  __device__ int keys_in_tile(int k0) const {
-    if (B::copies_rows) return B::block_n;  // TileRows writes zeros past the last key
-    return min(max(sequence.Sk - k0, 0), B::block_n);
-  }
-  __device__ Mask mask(const KernelArgs& a) const {
-    const KeyBounds bounds(a.p, sequence.Sq, sequence.Sk);
-    return {{bounds, B::pack_gqa ? queries_of_item<B>(a) : mask_rows<B>, B::block_n}, bounds};
-  }
-  __device__ Interval keys_of_cta(const KernelArgs&, const Mask&) const {
-    return {first_tile_key<B>(keys), keys.end};
-  }
-  __device__ uint32_t range_count(const KernelArgs&) const { return ranges; }
-  __device__ uint32_t partial_index(const KernelArgs&) const { return first_partial + range; }
-  __device__ uint32_t first_partial_index(const KernelArgs&) const { return first_partial; }
-  // The index is unique, because an item with a counter has at least two partials.
-  __device__ uint32_t counter(const KernelArgs&) const { return first_partial / 2; }
-  static __device__ uint32_t* queue(const KernelArgs& a) { return &plan_of(a).drawn; }
-};
-
-__device__ __forceinline__ PlannedItem* planned_items(const KernelArgs& a) {
-  return reinterpret_cast<PlannedItem*>(reinterpret_cast<unsigned char*>(&plan_of(a)) + 256);
-}
-// Item i of the list, for the head group with index head_group.
-template <class B> __device__ __forceinline__ Item<B> planned_item(const KernelArgs& a, uint32_t i, int head_group) {
-  Item<B> item{planned_items(a)[i]};
-  item.h = head_group * a.item_heads;
-  item.first_partial = item.first_partial * int(a.q_heads.divisor) + head_group * item.ranges;
-  return item;
-}
-
-// USE_LENGTHS: item i of the launch, in which every item of the plan occurs once per head group. Past the
-// last one, an item with ranges = 0.
-template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelArgs& a, uint32_t i) {
-  if constexpr (B::is_wgmma) griddepcontrol_wait();  // sdpa_plan() has finished
-  const uint32_t number = a.q_heads.divide(i);
-  if (number >= plan_of(a).count) return {};
-  return planned_item<B>(a, number, int(a.q_heads.remainder(i)));
-}
-
-// ---- 5f the planning kernel (USE_LENGTHS) ----
-
-// Maximum number of rounds that one accumulator sums.
-template <class B> __host__ __device__ __forceinline__ int rounds_at_once() {
-  return max(most_keys_at_once / B::round_keys, 1);
-}
-// batch_invariant: number of ranges of a tile with `rounds` rounds, which belongs to the sequence.
-template <class B>
-__device__ __forceinline__ uint32_t invariant_ranges(const KernelArgs& a, const Sequence& sequence, uint32_t rounds) {
-  const KeyBounds keys(a.p, sequence.Sq, sequence.Sk);
-  const int queries = queries_of_item<B>(a), most_keys = min(sequence.Sk, keys.to - keys.from + queries + B::block_n);
-  const int limit = B::split_ctas != 0
-                        ? rounds_at_once<B>()
-                        : invariant_rounds(ceil_div(most_keys, B::round_keys), B::round_keys,
-                                           ceil_div(sequence.Sq, queries), plan_room<B>(a).free_partials);
-  return B::split_ctas == 1 ? 1 : max(ceil_div(rounds, limit), uint32_t(max(B::split_ctas, 1)));
-}
-// One CTA computes the plan. It sorts the items into classes by their number of rounds.
-constexpr int plan_threads = 1024, plan_classes = 64;
-struct PlanShared {
-  uint32_t rounds, rounds_65536;  // all items together have rounds + 65536 * rounds_65536 rounds
-  uint32_t most_rounds;           // rounds of all keys of the longest sequence
-  uint32_t partials, count, merges;  // number of partials, of items, and of items to merge
-  uint32_t count_of[plan_classes];  // number of items of a class
-  uint32_t first[plan_classes];     // index of the next item of a class in the list
-};
-// Calls use(b, sequence, q0, keys) for every tile. q0 is shifted as in set_rounds(). 2^shift lanes share a
-// sequence and begin with its last rows.
-template <class B, class Use> __device__ __forceinline__ void for_each_tile(const KernelArgs& a, int shift, Use use) {
-  const int tid = threadIdx.x, queries = queries_of_item<B>(a);
-  for (int b = tid / 32 + (tid % 32 >> shift) * (plan_threads / 32); b < a.p.B; b += plan_threads >> shift) {
-    const Sequence sequence(a.p, b);
-    const KeyBounds keys(a.p, sequence.Sq, sequence.Sk);
-    const int tiles = ceil_div(sequence.Sq, queries);
-    const int shifted = skips_empty_warpgroups<B> && !keys.all() ? shifted_rows<B>(tiles, sequence.Sq) : 0;
-    for (int i = tiles - 1 - tid % (1 << shift); i >= 0; i -= 1 << shift) {
-      const int q0 = i * queries - shifted;
-      use(b, sequence, q0, keys.of_rows(max(q0, 0), min(q0 + queries, sequence.Sq) - 1));
-    }
-  }
-}
-template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(const __grid_constant__ KernelArgs a) {
-  PlanShared& s = dynamic_shared<PlanShared>();
-  const int tid = threadIdx.x;
-  if constexpr (B::is_wgmma) wait_then_let_next_kernel_start();
-  if (tid == 0) {
-    s.rounds = 0;
-    s.rounds_65536 = 0;
-    s.most_rounds = 0;
-    s.partials = 0;
-    s.merges = 0;
-  }
-  if (tid < plan_classes) s.count_of[tid] = 0;
-  __syncthreads();  // hazard: counters cleared by these threads
-  int shift = 0;
-  while (shift < 5 && (a.p.q_starts || 1 << shift < ceil_div(a.p.Sq, queries_of_item<B>(a)))) shift++;
-  const auto each_tile = [&](const auto& use) { for_each_tile<B>(a, shift, use); };
-  const auto rounds_of = [](const Interval& keys) {
-    return uint32_t(max(ceil_div(keys.end - first_tile_key<B>(keys), B::round_keys), 0));
-  };
-  uint64_t rounds_of_thread = 0;
-  each_tile([&](int, const Sequence& sequence, int, const Interval& keys) {
-    rounds_of_thread += rounds_of(keys);
-    atomicMax(&s.most_rounds, rounds_of({0, sequence.Sk}));
-  });
-  atomicAdd(&s.rounds, uint32_t(rounds_of_thread % 65536));  // in two halves: shared memory has no 64-bit add
-  atomicAdd(&s.rounds_65536, uint32_t(rounds_of_thread / 65536));
-  __syncthreads();  // hazard: rounds added up by all threads
-
-  // limit: maximum number of rounds in a range. It is at least `even`, so that all partials fit: only tiles
-  // of more than `even` rounds are divided, into at most 2 * rounds / even ranges, in total fewer than
-  // free_partials. If `even` exceeds `most`, an accumulator sums more keys than most_keys_at_once.
-  // typed: minimum number of ranges per tile: an explicit SPLIT_CTAS if there is room for it, otherwise 1.
-  const uint32_t least = least_rounds(B::round_keys);
-  const auto& room = plan_room<B>(a);
-  const uint32_t most = rounds_at_once<B>(), free = room.free_partials;
-  const uint32_t typed = room.partials > free ? B::split_ctas : 1;
-  const uint64_t rounds_of_all = uint64_t(s.rounds_65536) * 65536 + s.rounds;
-  const uint32_t even = free > 0 ? uint32_t(min(2 * rounds_of_all / free + 1, uint64_t(0x7fffffff))) : 0x7fffffff;
-  const uint32_t limit = max(even, B::split_ctas == 0 ? min(least, most) : most);
-  const auto ranges_of_tile = [&](const Sequence& sequence, uint32_t rounds) {
-    if (a.p.batch_invariant) return invariant_ranges<B>(a, sequence, rounds);
-    return max(ceil_div(rounds, limit), typed);
-  };
-  // Class 0 has the most rounds. The class depends on the rounds of the item's range. With SPLIT_CTAS=1 it
-  // depends on the rounds of the sequence, so that the tiles of a sequence are adjacent in the list and share
-  // its K and V in L2.
-  const uint32_t longest = max(a.p.batch_invariant ? s.most_rounds : min(s.most_rounds, limit), 1u);
-  const auto class_of = [&](const Sequence& sequence, uint32_t rounds, uint32_t ranges) {
-    const uint32_t cost = B::split_ctas == 1 ? rounds_of({0, sequence.Sk}) : ceil_div(rounds, ranges);
-    return plan_classes - 1 - int(cost * (plan_classes - 1) / longest);
-  };
-  each_tile([&](int, const Sequence& sequence, int, const Interval& keys) {
-    const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(sequence, rounds);
-    atomicAdd(&s.count_of[class_of(sequence, rounds, ranges)], ranges);
-  });
-  __syncthreads();  // hazard: count_of added up by all threads
-  if (tid <= plan_classes) {
-    uint32_t before = 0;
-    for (int n = 0; n < tid; n++) before += s.count_of[n];
-    if (tid < plan_classes) s.first[tid] = before;
-    // If q_starts decreases, rows belong to several sequences, and there may be more items than fit. Then the
-    // plan is empty.
-    if (tid == plan_classes) s.count = before <= plan_room<B>(a).items ? before : 0;
-  }
-  __syncthreads();  // hazard: first and count written by these threads
-  PlannedItem* const items = planned_items(a);
-  uint32_t* const merges = reinterpret_cast<uint32_t*>(items + plan_room<B>(a).items);
-  each_tile([&](int b, const Sequence& sequence, int q0, const Interval& keys) {
-    const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(sequence, rounds);
-    const uint32_t first_partial = ranges > 1 ? atomicAdd(&s.partials, ranges) : 0;
-    const uint32_t each = rounds / ranges, rest = rounds % ranges;  // `rest` ranges have one more round
-    // The lanes of a warp append range by range, so that items with the same keys are adjacent in the list.
-    for (uint32_t range = 0; range < ranges; range++) {
-      const uint32_t number = atomicAdd(&s.first[class_of(sequence, rounds, ranges)], 1u);
-      if (number >= plan_room<B>(a).items) return;
-      if (ranges > 1 && range == 0) st_global(merges + atomicAdd(&s.merges, 1u), number);
-      const int begin = first_tile_key<B>(keys) + int(each * range + min(range, rest)) * B::round_keys;
-      const int end = min(begin + int(each + (range < rest)) * B::round_keys, keys.end);
-      const PlannedItem item{b, 0, q0, sequence, {max(begin, keys.begin), end}, int(range), int(ranges),
-                             int(first_partial)};
-      uint4 words[sizeof item / 16];
-      memcpy(words, &item, sizeof item);
-      for (int i = 0; i < int(sizeof item / 16); i++) {
-        st_global(reinterpret_cast<uint4*>(items + number) + i, words[i]);
-      }
-    }
-  });
-  __syncthreads();  // hazard: partials and merges added up by all threads
-  if (tid == 0) st_global(&plan_of(a), uint4{s.count, s.count > 0 ? s.merges : 0, 0, 0});
-  if constexpr (counts_ranges<B>) {
-    const uint32_t counters = min(s.partials, plan_room<B>(a).partials) * a.q_heads.divisor / 2;
-#pragma unroll 1
-    for (uint32_t i = tid; i < counters; i += plan_threads) st_global(range_counters<B>(a) + i, 0u);
-  }
-}
-
-// ---- 5f the merge kernel (SPLIT_CTAS > 1) ----
-// A thread merges four columns of a row, so that all SMs share the work. With one CTA per item they would
-// not.
-
-constexpr int merge_threads = 128;
-template <class B> constexpr int merge_ctas = ceil_div(B::block_m * B::d_v / 4, merge_threads);  // per item
-
-template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(const __grid_constant__ KernelArgs a) {
-  if constexpr (B::is_wgmma) wait_then_let_next_kernel_start();
-  if constexpr (B::use_lengths) {  // the plan lists the items to merge
-    const uint32_t heads = a.q_heads.divisor, ctas = plan_of(a).merges * heads * merge_ctas<B>;
-    const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned_items(a) + plan_room<B>(a).items);
-    for (uint32_t i = blockIdx.x; i < ctas; i += gridDim.x) {
-      const uint32_t merge = i / merge_ctas<B>;
-      const Item<B> item = planned_item<B>(a, merges[merge / heads], int(merge % heads));
-      merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + item.first_partial, a, item,
-                                         int(i % merge_ctas<B> * merge_threads + threadIdx.x),
-                                         merge_ctas<B> * merge_threads);
-    }
-  } else {
-    const uint32_t number = blockIdx.x / merge_ctas<B>, cta = blockIdx.x % merge_ctas<B>;
-    merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + number * a.ranges.divisor, a,
-                                       work_item<B>(a, a.first_item + number), int(cta * merge_threads + threadIdx.x),
-                                       merge_ctas<B> * merge_threads);
-  }
-}
-
-// ---- 5f wgmma instructions of all shapes (wgmma) ----
+// ---- 5l wgmma instructions of all shapes (wgmma) ----
 
 #ifndef SDPA_SIMT
 

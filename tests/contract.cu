@@ -774,7 +774,7 @@ TEST_CASE("rounds_without_visible_keys" * doctest::skip(!Defines::masks_keys || 
   });
 }
 
-// The expected map of a bias, as described in section 5f of sdpa.cu: for each tile of rows a list
+// The expected map of a bias, as described in section 5g of sdpa.cu: for each tile of rows a list
 // of the K tiles with a key that the bias does not hide, as 2 * K tile, plus 1 if the bias changes
 // a score in it.
 template <class B> struct ExpectedMap {

@@ -41,7 +41,7 @@ PATHS = [
     Path("tiles without a bias in a launch with one", r"S\.x\[i\]\[j\] \*= a\.logit_scale;$", builds="USE_BIAS=[13]"),
     Path("a map of the bias", r"item\.list = list \+ 1;"),
     Path("a map of the bias by the launch", r"return set_bias_map<B>\(a, items, a\.p\.scratch, true"),
-    Path("a map by chunks", r"effects \|= effects_of\(x\[n\]\.y\)", whole=True),
+    Path("a map by chunks", r"state \|= state_of_bias\(x\[n\]\.y\)", whole=True),
     Path("a map by elements", r"x\[n\]\.x = ld_global_nc<VectorType<sizeof\(Bias\)>>", whole=True),
     # ---- the mask of keys ----
     Path("keys that are hidden in a tile", r"word\[w\] = __ballot_sync\(0xffffffffu, shown\);"),

@@ -94,12 +94,15 @@ float negative(const InputAt& i) {
 constexpr float TINY_SCALE = 0x1p97f;
 float tiny(const InputAt& i) { return i.tensor == Tensor::Q ? std::ldexp(i.x, -100) : i.x; }
 
-// With a softcap, most heads of `ramps` have logits on both sides of the point where a polynomial
-// replaces tanh. These are the fractions for 8 rows of Q, and for the next 8.
-bool is_beside_cap(const reference::Problem& p, uint64_t random) {
-  return p.softcap >= 1 && p.softcap < 1000 && element_bytes(line.input) == 2 && random / 512 % 8 > 1;
+// With a softcap, four of five key heads of `ramps` have logits on both sides of the point where a polynomial
+// replaces tanh. Returns their kind, an index of parts_beside_cap, or -1.
+int kind_beside_cap(const reference::Problem& p, uint64_t seed, uint64_t kv_head) {
+  if (p.softcap < 1 || p.softcap >= 1000 || element_bytes(line.input) != 2) return -1;
+  return int((mix(seed + 111) / 8 + kv_head) % 5) - 1;
 }
+// Indices of the factors of 8 rows of Q, and of the next 8.
 constexpr int parts_beside_cap[][2] = {{3, 4}, {1, 1}, {0, 0}, {4, 3}};
+constexpr int small_jumps = 2;
 
 enum Way { slowly, at_once, at_keys, after_a_fall };
 struct Ramp {
@@ -132,6 +135,7 @@ float ramps(const InputAt& i) {
   const reference::Problem& p = i.problem;
   const bool few_bits = has_few_bits();
   const uint64_t of_seed = mix(i.seed + 111), r = mix(of_seed + i.head);
+  const int beside_cap = kind_beside_cap(p, i.seed, i.head);
   if (i.tensor == Tensor::V) {
     const bool is_bf16 = line.input == DType::bf16 && line.output == DType::bf16;
     return of_seed % 4 ? std::ldexp(i.x, is_bf16 ? 64 - std::ilogb(std::max(p.Sk, 1)) : 12) : i.x;
@@ -141,32 +145,36 @@ float ramps(const InputAt& i) {
     constexpr float parts[] = {4, 4, 2, 0, -4};
     const int first = mix(r + 1) % 5, other = (first + 1 + mix(r + 2) % 4) % 5;
     const bool is_second = i.row / 8 % 2;
-    const int part = is_beside_cap(p, r) ? parts_beside_cap[r / 64 % 4][is_second]
-                     : r % 2                ? (is_second ? other : first)
-                                            : mix(r + i.row) % 5;
+    const int part = beside_cap >= 0 ? parts_beside_cap[beside_cap][is_second]
+                     : r % 2         ? (is_second ? other : first)
+                                     : mix(r + i.row) % 5;
     return i.d == 0 ? parts[p.sinks.empty() ? part : std::min(part, 3)] : i.d == 1 ? 128 : noise;
   }
   if (i.d > 1) return noise;
   const Ramp& kind = ramp_of(i.seed, i.head);
   const float last = float(std::max(p.Sk - 1, 1)), k = r % 4 < 2 ? float(i.row) : last - float(i.row);
   const float drawn = float(mix(r + uint64_t(k)) % 4096) / 4096;
-  if (is_beside_cap(p, r)) {
-    const bool is_level = parts_beside_cap[r / 64 % 4][0] != parts_beside_cap[r / 64 % 4][1];
+  if (beside_cap >= 0) {
+    const bool is_level = parts_beside_cap[beside_cap][0] != parts_beside_cap[beside_cap][1];
     const float level = is_level ? 1 + r / 1024 % 32 / 10.0f : 0.4f + r / 1024 % 32 / 50.0f;
     const float slope = is_level ? 0 : 0.2f + r / 32768 % 32 / 50.0f;
-    // Or at single keys, by factors of 2^18 to 2^49 in P, to scores near the cap that differ
-    // slightly.
-    const bool jumps = !is_level && mix(r + 3) % 4;
-    const float high = 0.95f + r / 32768 % 32 / 128.0f, by = (18 + r / 1024 % 32) / (1.4427f * float(p.softcap));
-    const float low = std::atanh(std::max(std::tanh(high) - by, -0.3f));
-    const float beyond = high + 100 * drawn / float(p.softcap);
+    // Or at single keys, to scores near the cap that differ slightly. These jumps multiply P by 2^18 to 2^49. Small
+    // ones multiply it by less than 2^16, from scores inside the polynomial's range to equal scores outside it.
+    const bool is_small = beside_cap == small_jumps, jumps = is_small || (!is_level && mix(r + 3) % 4);
+    const float bit = 1 / (1.4427f * float(p.softcap)), range = std::tanh(0.85f);  // fractions of the softcap
+    const float high = is_small ? std::min(range + (5 + r / 32768 % 32 / 10.0f) * bit, 0.95f)
+                                : std::tanh(0.95f + r / 32768 % 32 / 128.0f);
+    const float below = is_small ? range - (2 + r / 1024 % 32 / 16.0f) * bit : high - (18 + r / 1024 % 32) * bit;
+    const float low = std::atanh(std::max(below, -0.3f));
+    const float beyond = std::atanh(high) + (is_small ? 0 : 100 * drawn / float(p.softcap));
+    const bool is_late = (is_small ? last - float(i.row) : k) > 0.6f * last;  // wgmma kernels begin at the last key
     // In rows whose factor is -1, most keys are below the polynomial's range, and the row max is just inside it.
     const bool falls = is_level && (p.softcap == 30 || mix(r + 4) % 2);
     const float near = 0.7f + r / 1024 % 32 / 230.0f, far = near + 0.2f + r / 32768 % 32 / 160.0f;
     const float part = falls    ? (drawn < 0.06f ? near : far)
                        : !jumps ? level + slope * k / last
-                       : k > 0.6f * last && drawn < 0.06f ? beyond
-                                                          : low;
+                       : is_late && drawn < 0.06f ? beyond
+                                                  : low;
     return i.d == 1 ? 0 : std::round(float(p.softcap) * part * std::sqrt(float(p.D)) / 4);
   }
   if (i.d == 1) {
@@ -625,7 +633,7 @@ class Kinds {
     // A polynomial replaces tanh between bounds that depend on the softcap.
     const bool has_polynomial = line.is_wgmma && line.tanh_is_approximate && line.use_bias == 0 && element_bytes(line.input) == 2;
     if (has_stale_maximum() && line.has_softcap) {
-      takes("cap_of_stale", has_polynomial ? "30 50 100 200 large" : line.tanh_is_approximate ? "50 large" : "50");
+      takes("cap_of_stale", has_polynomial ? "30 50 100 200 small_jump large" : line.tanh_is_approximate ? "50 large" : "50");
     }
     if (has_stale_maximum() && has_polynomial) takes("cap_of_negative", "1e+08 1e+09");
 
@@ -886,7 +894,9 @@ class Kinds {
     const bool adds = !p.bias_kind.empty() && p.bias_kind != "bool";
     for (int head = 0; head < (p.same_heads ? 1 : p.packs_k ? p.Hkv : p.B * p.Hkv); head++) {
       const int start = start_of_ramp(p.seed, head, p.has_sinks, adds);
-      if (!is_beside_cap(p, mix(mix(p.seed + 111) + head))) add("start", start == INT_MIN ? "-inf" : to_string(start));
+      const int beside_cap = kind_beside_cap(p, p.seed, head);
+      if (beside_cap < 0) add("start", start == INT_MIN ? "-inf" : to_string(start));
+      if (beside_cap == small_jumps && set == "softcap" && p.softcap >= 30) add("cap_of_stale", "small_jump");
     }
     if (set == "bias") add("bias_of_stale", p.bias_dims.find('q') == string::npos ? "shared" : p.bias_kind);
     if (set == "softcap") add("cap_of_stale", p.softcap < 1000 ? format("%g", p.softcap) : "large");
