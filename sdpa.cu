@@ -101,7 +101,7 @@ namespace {  // internal linkage: two builds in one program must not share const
   X(BLOCK_N, 32, block_n, "8..256", "all", "keys per tile; larger: fewer barriers, more shared memory") \
   X(NUM_WARPS, 4, num_warps, "1..16", "all", "compute warps per CTA; they share the tile's query rows") \
   X(VEC_WIDTH, 1, vec_width, "1 2 4 8 16", "all", "elements per global access; strides must be multiples of it") \
-  X(SYNC_POLICY, 1, sync_policy, "5 2 1 0", "scalar wmma", "CTA barriers per K/V tile: 5 six, 2 four, 1 two, 0 none") \
+  X(SYNC_POLICY, 1, sync_policy, "5 2 1 0", "scalar wmma", "CTA barriers per K/V tile: 5 six, 2 four, 1 two, 0 none (a data race)") \
   X(USE_CP_ASYNC, 0, use_cp_async, "0 1", "scalar wmma mma", "copies by cp.async; uses no registers, prefetches") \
   X(STAGES, 1, stages, "1..4", "all", "K/V tiles in flight (cp.async or producers); each uses shared memory") \
   X(SWIZZLE_XOR, 0, swizzle_xor, "0 1", "scalar wmma mma", "XOR-swizzled rows (wmma: padded) avoid bank conflicts") \
@@ -123,13 +123,26 @@ namespace {  // internal linkage: two builds in one program must not share const
   X(SPLIT_CTAS, 1, split_ctas, "0..256", "wmma mma wgmma", "CTAs that share an item's keys; 0: chosen per problem") \
   X(USE_SOFTCAP, 0, use_softcap, "0 1 2", "scalar mma wgmma", "logits are c * tanh(x / c): 1 tanh.approx, 2 exact") \
   X(USE_SINKS, 0, use_sinks, "0 1", "scalar mma wgmma", "attention sinks: adds exp(sink) of the head to each row sum") \
-  X(USE_BIAS, 0, use_bias, "0 1 2 3 4 5", "scalar mma wgmma", "adds a bias: 1 of Q's type, 3 fp32; 4, 5: as 1, 3, a row per batch; 2: bytes hide keys") \
+  X(USE_BIAS, 0, use_bias, "0 1 2 3 4 5", "scalar mma wgmma", "adds a bias: 1 of Q's type, 3 fp32; 4, 5: the same, a row per batch; 2: bytes hide keys") \
   X(USE_LENGTHS, 0, use_lengths, "0 1", "scalar mma wgmma", "reads the length of each sequence from device memory") \
   X(USE_PAGES, 0, use_pages, "0 1 2", "scalar mma wgmma", "paged K and V; page size: 1 a multiple of 16 keys, 2 any") \
   X(USE_TUNED, 0, use_tuned, "0 1", "mma wgmma", "chooses the tile per problem from a table; set knobs restrict it") \
   X(USE_WARP_SPECIALIZATION, 0, use_warp_specialization, "0 1", "wmma wgmma", "producer and consumer warps") \
   X(NUM_PRODUCER_WARPS, 1, num_producer_warps, "1 2 4", "wmma", "number of producer warps") \
   SDPA_LOGIT_KNOBS(X) SDPA_MASK_KNOBS(X)
+// The values of two of these knobs:
+//
+//   SYNC_POLICY   5  six CTA barriers per K/V tile, one at each hazard (section 5e)
+//                 2  four: without the two that are redundant
+//                 1  two, around the reads of K and V. Each row of S and P stays in one warp
+//                 0  none: a data race, so the check of O must fail
+//   USE_BIAS      1  adds a bias of Q's type to the logits. The bias has an element per batch, head, query and key; its
+//                    strides may be 0
+//                 2  as 1, but an element is a byte, and 0 hides the key
+//                 3  as 1, in fp32
+//                 4  adds a bias of Q's type that has an element per batch and key
+//                 5  as 4, in fp32
+//
 // Knobs of the score hook: the first list changes logits, the second hides keys.
 #define SDPA_LOGIT_KNOBS(X) \
   X(SCORE_MOD, NONE, score_mod, "NONE expression", "all", "the logit, an expression of s, b, h, q, k, Sq, Sk, x0 to x3")
@@ -140,7 +153,7 @@ namespace {  // internal linkage: two builds in one program must not share const
 #define SDPA_IS_ON(name, fallback, member, values, families, meaning) K::member != 0 ||
 #define SDPA_COUNT_ON(name, fallback, member, values, families, meaning) (K::member != 0) +
 
-// ---- the knobs as typed (typed) ----
+// ---- the knobs as set with -D (typed) ----
 
 // Index of a word in the list "a b c", counted from 0; -1 if the list does not contain it.
 constexpr int index_of(std::string_view word, std::string_view words) {
@@ -524,6 +537,12 @@ struct Grid {  // maps the index of an item to its batch, head and rows
 // The argument of a kernel: SdpaParams, and values that the host derives from them. The first line of the
 // constant cache is Grid up to scale_log2, which suffices to locate an item. Reading another line before the
 // first tile costs a kernel about 0.04 us.
+//
+// Some builds launch small kernels before or after the attention kernel, with the same argument:
+//
+//   USE_LENGTHS                  before   sdpa_plan() lists the items: the plan (section 5h)
+//   USE_BIAS=1, 2, 3, MASK_MOD   before   sdpa_map() lists the visible rounds of each item: the map (section 5g)
+//   SPLIT_CTAS                   after    sdpa_merge() merges the partials of an item's CTAs (section 5i)
 struct KernelArgs : Grid {
   Mask mask;
   bool has_short_rows;  // USE_WGMMA: D or Dv is less than the build's
@@ -533,7 +552,7 @@ struct KernelArgs : Grid {
   float hook_scale = 0;          // USE_SOFTCAP: scale / softcap; SCORE_MOD: scale
   float logit_scale = 1;         // USE_BIAS=1, 3, 4, 5: scale for a score, softcap for a tanh
   float score_scale_log2 = 0;    // the value of scale_log2 without SCORE_MOD and bias
-  BiasMap bias_map;
+  BiasMap bias_map;              // USE_BIAS, MASK_MOD
   std::conditional_t<Defines::is_wgmma, TensorMaps, Nothing> maps;
   std::conditional_t<Defines::use_lengths, PlanArgs, Nothing> plan;
   CapPolynomial cap_polynomial;
@@ -702,7 +721,7 @@ __device__ __forceinline__ float largest(const RowScales& scales) { return fmaxf
 template <class B>
 constexpr float element_unit = B::kv_type == DType::u8 ? 448.0f / 127 : 1;  // value per unit of to_float()
 // True if the hook replaces scores by tanh (USE_SOFTCAP) or by logits (SCORE_MOD).
-template <class B> __device__ __forceinline__ bool is_capped(const KernelArgs& a) {
+template <class B> __device__ __forceinline__ bool replaces_scores(const KernelArgs& a) {
   return B::changes_logits || (B::use_softcap != 0 && a.hook_scale != 0);
 }
 // The scale, clamped so that it is neither 0 nor infinite. Then -inf * scale is -inf, and 0 * scale is 0.
@@ -728,7 +747,7 @@ template <class B> __device__ __forceinline__ float item_hook_scale(const Kernel
 }
 // scale_log2 of an item. If the hook replaces scores, hook_scale includes the descale factors instead.
 template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const Item<B>& item) {
-  if (B::kv_bytes == 2 || is_capped<B>(a)) return a.scale_log2;
+  if (B::kv_bytes == 2 || replaces_scores<B>(a)) return a.scale_log2;
   return with_descale<B>(a, item, a.scale_log2);
 }
 // The descale factor of an item's V.
@@ -932,7 +951,7 @@ __device__ __forceinline__ bool softmax_sum(View& S, ScoreScale<B> scale_log2, c
 
 // Returns x, which is equal in all lanes. After the shuffle, the compiler keeps values derived from x in uniform
 // registers, which descriptors require.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+__device__ __forceinline__ int warp_uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // The sum of x over the LANES lanes that share a row. The order is fixed.
 template <int LANES> __device__ __forceinline__ float row_sum(float x) {
@@ -1664,15 +1683,15 @@ template <class B> __device__ __forceinline__ Item<B> work_item(const KernelArgs
 }
 
 // Index of this CTA's item; with persistent CTAs, of its first item.
-template <class B> __device__ __forceinline__ uint32_t item_number_of_cta(const KernelArgs& a) {
+template <class B> __device__ __forceinline__ uint32_t item_index_of_cta(const KernelArgs& a) {
   if (B::split_ctas == 1) return blockIdx.x;
   return (merges_by_kernel<B> ? a.first_item : 0) + a.ranges.divide(blockIdx.x);
 }
 
-// USE_PERSISTENT_CTA: fetches this CTA's next item from the queue. The first item of a CTA is item
-// blockIdx.x. The queue contains the other items. Returns the item's index minus gridDim.x. There is one fetch
-// per item, and the last fetch wraps the counter to 0 for the next launch.
-template <class B> __device__ __forceinline__ uint32_t fetch_item_index(const KernelArgs& a) {
+// USE_PERSISTENT_CTA: fetches this CTA's next item from the queue. The first item of a CTA is item blockIdx.x. The
+// queue contains the other items: position i has item gridDim.x + i. Returns the position. There is one fetch per
+// item, and the last fetch wraps the counter to 0 for the next launch.
+template <class B> __device__ __forceinline__ uint32_t fetch_queue_position(const KernelArgs& a) {
   return B::use_persistent_cta ? atomicInc(Item<B>::queue(a), a.work_items - 1) : 0;
 }
 
@@ -1686,7 +1705,7 @@ __device__ __forceinline__ Interval range_of_rounds(const KernelArgs& a, int rou
 }
 
 template <class B> __device__ __forceinline__ Item<B> item_of_cta(const KernelArgs& a) {
-  return work_item<B>(a, item_number_of_cta<B>(a));
+  return work_item<B>(a, item_index_of_cta<B>(a));
 }
 template <class B, bool PLANNED>
 __device__ __forceinline__ Interval Item<B, PLANNED>::keys_of_cta(const KernelArgs& a, const Mask& mask) const {
@@ -1749,7 +1768,7 @@ template <class B> struct ItemScales {
   }
   // The scale that multiplies a score of the item first.
   __device__ __forceinline__ float first_scale(const Item<B>& item) const {
-    return is_capped<B>(a) ? item_hook_scale<B>(a, item) : item_scale_log2<B>(a, item);
+    return replaces_scores<B>(a) ? item_hook_scale<B>(a, item) : item_scale_log2<B>(a, item);
   }
   __device__ __forceinline__ ScoreScale<B> hook_scale() const {
     if constexpr (B::kv_bytes == 1) return descaling;
@@ -1757,7 +1776,7 @@ template <class B> struct ItemScales {
     else return 1;  // not read
   }
   __device__ __forceinline__ ScoreScale<B> scale_log2() const {
-    if (B::kv_bytes == 1 && !is_capped<B>(a)) return descaling;
+    if (B::kv_bytes == 1 && !replaces_scores<B>(a)) return descaling;
     if constexpr (B::scales_rows) return {a.scale_log2, a.scale_log2};
     else return a.scale_log2;
   }
@@ -1818,7 +1837,7 @@ template <class B> using StaleTile = std::conditional_t<B::is_wgmma, WgmmaRows<B
 // and mask.
 template <class B> __device__ __forceinline__ float capped(float x, float hook_scale);
 template <class B> __device__ __forceinline__ float logit(float x, const KernelArgs& a, float hook_scale) {
-  return (is_capped<B>(a) ? capped<B>(x, hook_scale) : x) * (B::adds_bias ? a.logit_scale : 1);
+  return (replaces_scores<B>(a) ? capped<B>(x, hook_scale) : x) * (B::adds_bias ? a.logit_scale : 1);
 }
 
 // Replaces columns [first, last) of S by P, relative to the stale maximum, in an unmasked tile. The first call for
@@ -2268,7 +2287,7 @@ template <class B> struct KernelOf<B, KernelKind::mma> {
 #endif  // USE_WGMMA
 
 // Reads threadIdx.x again, so that values computed from it need not stay in registers.
-__device__ __forceinline__ uint32_t thread_index_anew() {
+__device__ __forceinline__ uint32_t mov_tid_x() {
   uint32_t index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
   return index;
@@ -2673,7 +2692,7 @@ template <class B>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_constant__ KernelArgs a) {
   const SdpaParams& p = a.p;
   WgmmaPlainShared<B>& s = dynamic_shared<WgmmaPlainShared<B>>();
-  const int tid = threadIdx.x, lane = tid % 32, warpgroup = uniform(tid / 128);
+  const int tid = threadIdx.x, lane = tid % 32, warpgroup = warp_uniform(tid / 128);
   const Item<B> item = item_of_cta<B>(a);
   if (!item.exists()) return;
   const int h_kv = item.h / (p.Hq / p.Hkv);
@@ -2706,7 +2725,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
   S.first_col = O.first_col = lane % 4 * 2;
   clear(O);
   float m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0};
-  const uint64_t Q = wgmma_descriptor(uniform(shared_address(s.Q[warpgroup])), 16, PANEL_ATOM<B::qk_bytes>);
+  const uint64_t Q = wgmma_descriptor(warp_uniform(shared_address(s.Q[warpgroup])), 16, PANEL_ATOM<B::qk_bytes>);
   mbarrier_wait(&s.q_full, 0);
 
   for (int tile = 0; tile < tiles; tile++) {
@@ -2719,7 +2738,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
     }
 
     // S = Q @ K.T   [64][BLOCK_N]
-    const uint64_t K = wgmma_descriptor(uniform(shared_address(s.K[stage])), 16, PANEL_ATOM<B::qk_bytes>);
+    const uint64_t K = wgmma_descriptor(warp_uniform(shared_address(s.K[stage])), 16, PANEL_ATOM<B::qk_bytes>);
     wgmma_qk<B>(S, Q, K);
     wgmma_wait_group<0>();
     hold(S.x.d);
@@ -2737,7 +2756,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
     }
 
     // O = O + P @ V   [64][Dv]
-    const uint64_t V = wgmma_descriptor(uniform(shared_address(s.V[stage])), B::block_n * PANEL_BYTES<B::v_bytes>,
+    const uint64_t V = wgmma_descriptor(warp_uniform(shared_address(s.V[stage])), B::block_n * PANEL_BYTES<B::v_bytes>,
                                         PANEL_ATOM<B::v_bytes>);
     wgmma_pv<B>(O, P, V, true);
     wgmma_wait_group<0>();
@@ -2917,13 +2936,12 @@ template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
   alignas(1024) E K[B::stages][B::block_n * ROW_BYTES<B::qk_bytes> / sizeof(E)];  // [BLOCK_N][D]
   alignas(1024) E V[B::stages][V_ELEMENTS];                                       // [BLOCK_N][Dv]
   uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
-  std::conditional_t<B::use_lengths, uint64_t, Nothing> last_landed;  // V has landed; it still needs zero-fill
+  std::conditional_t<B::use_lengths, uint64_t, Nothing> v_landed;  // V of the last tile: before its zero-fill
   TileBias<B> bias;
-  __device__ __forceinline__ uint64_t* landed_last() { return reinterpret_cast<uint64_t*>(&last_landed); }
   __device__ __forceinline__ void init_full(int k_arrivals, int v_arrivals) {
     mbarriers_init(k_full, k_arrivals);
     mbarriers_init(v_full, v_arrivals);
-    if constexpr (B::use_lengths) mbarrier_init(&last_landed, 1);
+    if constexpr (B::use_lengths) mbarrier_init(&v_landed, 1);
   }
   __device__ __forceinline__ void init_empty() {
     mbarriers_init(k_empty, B::split_warps);
@@ -2993,7 +3011,7 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
   const bool issues = threadIdx.x % 32 == 0;
   StageRing<LANDING> ring;             // of the next tile
   StageRing<Shared::Q_STAGES> q_ring;  // of the next item
-  int keys_at_end = B::block_n, last_parity = 0;  // USE_LENGTHS: keys in the next tile of V; parity of last_landed
+  int keys_at_end = B::block_n, landed_parity = 0;  // USE_LENGTHS: keys in the next tile of V; parity of v_landed
   std::conditional_t<B::masks_keys, StageRing<list_count<B, Shared::Q_STAGES>>, Nothing> list_ring;
 
   __device__ WgmmaProducer(Shared& s_, const KernelArgs& a_) : s(s_), a(a_) {}
@@ -3010,7 +3028,7 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
   // before the current one. Therefore Q_STAGES + 1 lists suffice.
   __device__ __forceinline__ WgmmaItem<B> find_listed_item(uint32_t i) {
     WgmmaItem<B> item = wgmma_item<B>(a, i);
-    if (B::use_persistent_cta && uniform(int(threadIdx.x)) >= 32) return item;
+    if (B::use_persistent_cta && warp_uniform(int(threadIdx.x)) >= 32) return item;
     const int rounds = item.rounds;
     auto& last = s.lists.last;
     const bool is_first = list_ring.stage == 0 && list_ring.parity == 0;
@@ -3064,8 +3082,8 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
   }
   // Waits until V has landed, zero-fills its rows past the last key, and then signals `full`.
   __device__ __forceinline__ void finish_last_tile(KeyValue* V_s, uint64_t* landed, uint64_t* full) {
-    mbarrier_wait(landed, last_parity);
-    last_parity ^= 1;
+    mbarrier_wait(landed, landed_parity);
+    landed_parity ^= 1;
     clear_rows_of_v<B>(V_s, keys_at_end, threadIdx.x % 32, 32);
     keys_at_end = B::block_n;
     fence_proxy_async();
@@ -3078,35 +3096,37 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
     const int n = ring.stage;
     if (role & load_k) load<B::head_dim>(item, round, split, &maps.k, k.K[n], &k.k_full[n], &k.k_empty[n]);
     if (!(role & load_v)) return;
-    uint64_t* const full =
-        B::use_lengths && keys_at_end < B::block_n ? s.split[split].landed_last() : &v.v_full[n];
-    load<B::d_v>(item, round, split, &maps.v, v.V[n], full, &v.v_empty[n]);
-    if (B::use_lengths && keys_at_end < B::block_n) finish_last_tile(v.V[n], full, &v.v_full[n]);
+    uint64_t* landed = &v.v_full[n];
+    if constexpr (B::use_lengths) {
+      if (keys_at_end < B::block_n) landed = &s.split[split].v_landed;
+    }
+    load<B::d_v>(item, round, split, &maps.v, v.V[n], landed, &v.v_empty[n]);
+    if (B::use_lengths && keys_at_end < B::block_n) finish_last_tile(v.V[n], landed, &v.v_full[n]);
   }
   // Loads a split's tiles of all items. If there are enough warps, separate warps load K and V, so that neither
   // blocks the other. `starts`: this warp also starts each item, by start(item); the others follow it.
   template <class K, class V, class Start>
   __device__ __forceinline__ void load_items(int role, int split, K& k, V& v, bool starts, const Start& start) {
-    WgmmaItem<B> item = find_item(item_number_of_cta<B>(a));
+    WgmmaItem<B> item = find_item(item_index_of_cta<B>(a));
     griddepcontrol_wait();  // for the preceding kernel, which may have written the inputs
     while (true) {
       const StageRing<Shared::Q_STAGES> of_item = q_ring;
       if (starts) start(item);
       if (!starts && B::use_persistent_cta) item = follow_item();
       if (item.rounds == 0) break;
-      uint32_t next_index = 0;
+      uint32_t next_position = 0;
       // keys_at_end is computed before the loop to save registers.
       keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, split));
       for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
         // Fetch just before the last loads of this item. An earlier fetch would starve idle CTAs.
-        if (starts && issues && round == 0) next_index = fetch_item_index<B>(a);
+        if (starts && issues && round == 0) next_position = fetch_queue_position<B>(a);
         load_round(role, item, round, split, k, v);
       }
       if constexpr (B::copies_rows && stores_by_tma<B>) {
         if ((role & store_o) && issues) store_item(of_item);
       }
       if (!B::use_persistent_cta) break;
-      if (starts) item = find_item(gridDim.x + uniform(next_index));
+      if (starts) item = find_item(gridDim.x + warp_uniform(next_position));
     }
   }
   // One thread stores O, which the consumers have written over the item's Q. TMA does not write rows past Sq.
@@ -3174,7 +3194,7 @@ __device__ __forceinline__ Interval own_rounds(const KernelArgs& a, const Mask& 
   if (!B::skip_masked || has_list<B>(a, item)) return {0, rounds};
   const int last = item.query_count(a.p) - 1;
   const Interval visible = mask.keys.of_rows(min(q0, last), min(q0 + 63, last));
-  const int first_key = uniform(item.first_key);
+  const int first_key = warp_uniform(item.first_key);
   const int end = min(max(ceil_div(visible.end - first_key, B::round_keys), 1), rounds);
   return {min((visible.begin - first_key) / B::round_keys, end - 1), end};
 }
@@ -3256,7 +3276,7 @@ template <class B> struct WgmmaRows {
   }
   // Sets the first row and column of S. Computed at each use to save registers.
   static __device__ __forceinline__ void locate(Scores& S) {
-    const uint32_t tid = B::pack_gqa ? thread_index_anew() - B::producer_threads : thread_index_anew() % 128;
+    const uint32_t tid = B::pack_gqa ? mov_tid_x() - B::producer_threads : mov_tid_x() % 128;
     S.first_row = tid / 32 * 16 + tid % 32 / 4;
     S.first_col = tid % 4 * 2;
   }
@@ -3326,13 +3346,14 @@ template <class B, class Shared> struct WgmmaConsumer {
   Shared& s;
   const KernelArgs& a;
   const int lane = int(threadIdx.x - B::producer_threads) % 32;
-  const int warpgroup = uniform(int(threadIdx.x - B::producer_threads) / 128);
+  const int warpgroup = warp_uniform(int(threadIdx.x - B::producer_threads) / 128);
   const int split = warpgroup / Shared::ROW_GROUPS, row_group = warpgroup % Shared::ROW_GROUPS;
   // Descriptors of the first stages. Q: the warpgroup's rows.
-  const uint64_t Q = wgmma_descriptor(uniform(shared_address(s.queries(0, row_group))), 16, PANEL_ATOM<B::qk_bytes>);
-  const uint64_t K = wgmma_descriptor(uniform(shared_address(s.split[split].K[0])), 16, PANEL_ATOM<B::qk_bytes>);
+  const uint64_t Q =
+      wgmma_descriptor(warp_uniform(shared_address(s.queries(0, row_group))), 16, PANEL_ATOM<B::qk_bytes>);
+  const uint64_t K = wgmma_descriptor(warp_uniform(shared_address(s.split[split].K[0])), 16, PANEL_ATOM<B::qk_bytes>);
   const uint64_t V =
-      wgmma_descriptor(uniform(shared_address(s.split[split].V[0])),
+      wgmma_descriptor(warp_uniform(shared_address(s.split[split].V[0])),
                        B::product_type == DType::e4m3 ? 16 : B::block_n * PANEL_BYTES<B::v_bytes>,
                        B::product_type == DType::e4m3 ? 8 * V_LINE<B> : PANEL_ATOM<B::v_bytes>);
   Rows rows;
@@ -3368,9 +3389,9 @@ template <class B, class Shared> struct WgmmaConsumer {
     auto& t = s.split[split];
     do {
       mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
-      const int rounds = uniform(item().rounds);
+      const int rounds = warp_uniform(item().rounds);
       if (rounds == 0) break;
-      rows.q0 = uniform(item().q0 + (B::pack_gqa ? 0 : row_group * 64));
+      rows.q0 = warp_uniform(item().q0 + (B::pack_gqa ? 0 : row_group * 64));
       rows.item = &item();
       start_expressions<B>(rows);
       if constexpr (B::use_lengths) rows.mask = item().mask(a);
@@ -3379,10 +3400,10 @@ template <class B, class Shared> struct WgmmaConsumer {
       consumer.begin_item();
       t.skip(ring, rounds - rounds_here.end);
       if (rounds_here.end > 0) {
-        rows.k0 = uniform(first_key_of<B>(item(), rounds_here.end - 1, split));
-        last_k0 = uniform(first_key_of<B>(item(), rounds_here.begin, split));
+        rows.k0 = warp_uniform(first_key_of<B>(item(), rounds_here.end - 1, split));
+        last_k0 = warp_uniform(first_key_of<B>(item(), rounds_here.begin, split));
         if constexpr (B::hides_rounds) rows.walk.start_item(rows, item(), rounds_here.end - 1);
-        rows.scales.start(item(), row_group * 64 + int(thread_index_anew() % 128 / 32 * 16 + lane / 4));
+        rows.scales.start(item(), row_group * 64 + int(mov_tid_x() % 128 / 32 * 16 + lane / 4));
         rows.start();
         consumer.compute_rounds();
         SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Rows::Sums::LANES>(rows.l[i]);
@@ -3455,7 +3476,7 @@ __global__ void __launch_bounds__(B::threads, ctas_by_registers<B>) sdpa_wgmma(c
   using Kernel = KernelOf<B>;
   using Registers = typename Kernel::Registers;
   auto& s = dynamic_shared<typename Kernel::Shared>();
-  const int warp = uniform(threadIdx.x / 32);
+  const int warp = warp_uniform(threadIdx.x / 32);
   if (!B::use_persistent_cta && !item_of_cta<B>(a).exists()) return;
   if (warp == 1 && threadIdx.x % 32 == 0) {  // two threads share the initialization
     s.init_full();
@@ -3488,7 +3509,7 @@ __device__ void WgmmaRows<B>::recompute_qk(Scores& S, const WgmmaItem<B>& item, 
       B::product_type == DType::e4m3 ? B::block_n / 8 : 1;  // limited by registers
 #pragma unroll at_once
   for (int n = 0; n < B::block_n / 8; n++) {
-    const int lane = int(thread_index_anew() % 32), k = k0 + lane / 4 + 8 * n;
+    const int lane = int(mov_tid_x() % 32), k = k0 + lane / 4 + 8 * n;
     float d[4] = {};
     const KeyValue* K_row = K_g;
     if constexpr (B::use_pages != 0) {
@@ -3520,7 +3541,7 @@ __device__ void WgmmaRows<B>::recompute_qk(Scores& S, const WgmmaItem<B>& item, 
 template <class B, class Store>
 __device__ __forceinline__ void merge_splits(const WgmmaRows<B>& rows, SplitPartial<B>& partial, int split,
                                              const Item<B>& item, const Store& store) {
-  const uint32_t tid = thread_index_anew() % 128, lane = tid % 32, warp = tid / 32;
+  const uint32_t tid = mov_tid_x() % 128, lane = tid % 32, warp = tid / 32;
   const int row = warp * 16 + split * 8 + lane / 4, q = rows.q0 + row;  // the row that the thread finalizes
   float share[B::d_v / 4];
   SDPA_UNROLL for (int to = 0; to < 2; to++) {
@@ -3670,7 +3691,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
 
   // Recomputes Q @ K.T with Q from shared memory.
   __device__ __forceinline__ void recompute_qk(Scores& S) const {
-    const uint32_t tid = thread_index_anew() % 128, row = tid / 32 * 16 + tid % 16, byte = tid % 32 / 16 * 16;
+    const uint32_t tid = mov_tid_x() % 128, row = tid / 32 * 16 + tid % 16, byte = tid % 32 / 16 * 16;
     const SharedAddress Q_s = shared_address(s.queries(q_ring.stage, row_group));
     constexpr int line = PANEL_BYTES<B::qk_bytes>;
     rows.recompute_qk(S, Base::item(), [&](uint32_t (&q)[4], int step_byte) {
@@ -3701,6 +3722,9 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     }
   }
   // Waits for the previous P @ V after the first FIRST columns of the stale softmax, which overlap it.
+  // P can be rounded only after the wait, since the previous P @ V reads its operand from the same registers. After
+  // an early wait, the rounding overlaps the other exponentials. After a late one, as in softmax_then_wait(), it
+  // overlaps none, but more exponentials overlap P @ V.
   //
   //   if stale: P = exp of the first FIRST columns of S
   //   wait for the previous P @ V
@@ -3793,7 +3817,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   // Waits until all warps of the warpgroup have read Q, writes O / l, rounded, over Q, and stores LSE.
   __device__ __forceinline__ void write_output() {
     auto& O = rows.O;
-    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
+    const uint32_t tid = mov_tid_x() % 128, lane = tid % 32;
     const int first_row = tid / 32 * 16, stage = q_ring.stage;  // first row of the warp in its warpgroup
     // hazard: Q read by all warps of the warpgroup, which write O over it
     barrier_sync(q_read_barrier + Base::warpgroup, q_read_threads);
@@ -3840,7 +3864,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     const Item<B> item = s.item[0];  // read before the barrier, whose wait hides the latency
     SplitPartial<B>& partial = s.partial[row_group];
     merge_splits<B>(rows, partial, split, item, [&](const float (&share)[B::d_v / 4], int row) {
-      const uint32_t lane = thread_index_anew() % 32, warp = thread_index_anew() / 32 % 4;
+      const uint32_t lane = mov_tid_x() % 32, warp = mov_tid_x() / 32 % 4;
       auto& out_s = partial.out[split][warp];
       SDPA_UNROLL for (int n = 0; n < B::d_v / 32; n++) {
         uint32_t o[4];
@@ -4050,7 +4074,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   // ---- the products ----
 
   __device__ __forceinline__ void load_queries() {
-    const uint32_t tid = thread_index_anew() % 128;
+    const uint32_t tid = mov_tid_x() % 128;
     const SharedAddress Q_s = shared_address(s.queries(0, row_group));
     SDPA_UNROLL for (int step = 0; step < B::qk_bytes / STEP_BYTES; step++) {
       const uint32_t row = tid / 32 * 16 + tid % 16, byte = step * STEP_BYTES + tid / 16 % 2 * 16;
@@ -4086,7 +4110,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     const SdpaParams& p = a.p;
     const WgmmaItem<B>& item = Base::item();
     const Query* Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head;
-    const uint32_t tid = thread_index_anew() % 128;
+    const uint32_t tid = mov_tid_x() % 128;
     const int row = rows.q0 + int(tid / 32 * 16 + tid % 32 / 4), byte = tid % 4 * 4;
     rows.recompute_qk(S, item, [&](uint32_t (&q)[4], int step_byte) {
       SDPA_UNROLL for (int i = 0; i < 4; i++) {
@@ -4159,7 +4183,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   // Calls use(sum_s, d) for each group of four elements d of O and its sums in shared memory.
   template <class Use> __device__ __forceinline__ void for_each_flushed(const Use& use) {
     if constexpr (Shared::FLUSHES) {
-      const uint32_t tid = thread_index_anew() % 128;
+      const uint32_t tid = mov_tid_x() % 128;
       auto& sums = s.flushed(Base::warpgroup);
       SDPA_UNROLL for (int n = 0; n < B::d_v / 8; n++) use(&sums[n][tid], rows.O.x.d + 4 * n);
     }
@@ -4205,7 +4229,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
         }
       });
     } else {
-      const uint32_t tid = thread_index_anew() % 128;
+      const uint32_t tid = mov_tid_x() % 128;
       QuadRuns<2, B::d_v, 4> four;  // undoes the order of d in the transposed V: in each 16 the even d come first
       four.first_row = (B::split_ctas != 1 ? row_group * 64 : rows.q0 - item.q0) + tid / 32 * 16 + tid % 32 / 4;
       four.first_col = tid % 4 * 4;
@@ -4322,7 +4346,7 @@ template <class B> struct WgmmaColumnsLoader {
 
   __device__ static bool issues() { return threadIdx.x % 32 == 0; }
   __device__ __forceinline__ void find_item() {
-    item = wgmma_item<B>(a, item_number_of_cta<B>(a));
+    item = wgmma_item<B>(a, item_index_of_cta<B>(a));
     if constexpr (B::masks_keys) list_visible_rounds(a, item, s.lists[threadIdx.x / 32]);
   }
   __device__ __forceinline__ void load_q() {
@@ -4432,10 +4456,10 @@ template <class B> struct WgmmaColumns {
   __device__ WgmmaColumns(Shared& s_, const KernelArgs& a_)
       : s(s_),
         a(a_),
-        Q_s(uniform(shared_address(s.Q))),
-        K_s(uniform(shared_address(s.split[split].K[0]))),
-        V_s(uniform(shared_address(s.split[split].V[0]))),
-        P_s(uniform(shared_address(s.split[split].P))) {}
+        Q_s(warp_uniform(shared_address(s.Q))),
+        K_s(warp_uniform(shared_address(s.split[split].K[0]))),
+        V_s(warp_uniform(shared_address(s.split[split].V[0]))),
+        P_s(warp_uniform(shared_address(s.split[split].P))) {}
 
   __device__ __forceinline__ typename Shared::Split& own_split() const { return s.split[split]; }
   __device__ void sync() const { barrier_sync(split_barrier + split, split_barrier_threads); }
@@ -4718,7 +4742,7 @@ template <class B> struct WgmmaColumns {
 template <class B>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_columns(const __grid_constant__ KernelArgs a) {
   WgmmaColumnsShared<B>& s = dynamic_shared<WgmmaColumnsShared<B>>();
-  const int warp = uniform(threadIdx.x / 32);
+  const int warp = warp_uniform(threadIdx.x / 32);
   if (!item_of_cta<B>(a).exists()) return;
   if (threadIdx.x == 32) {
     mbarrier_init(&s.q_full, 1);
@@ -4839,7 +4863,7 @@ template <class B> struct WmmaShared : ScalarShared<B> {
   static constexpr int P16_STRIDE = B::block_n + 8;  // 8 adjacent rows start in different groups of 4 banks
   alignas(32) Element<B> P16[B::use_wmma_pv ? B::block_m * P16_STRIDE : 1];  // P for wmma, [BLOCK_M][BLOCK_N]
   uint64_t full[B::stages], empty[B::stages];  // mbarriers: tile was copied, tile was read by all consumers
-  uint32_t item_index;                         // written by next_item()
+  uint32_t queue_position;                     // written by next_item()
 
   __device__ void write_p(const ScalarScores<B>& S) {
     if (B::use_wmma_pv) write_view(P16, P16_STRIDE, S);
@@ -5029,12 +5053,12 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
 }
 
 // Sets i to the index of the CTA's next item. Returns false if there is none.
-template <class B> __device__ __forceinline__ bool next_item(const KernelArgs& a, uint32_t& item_index_s, uint32_t& i) {
+template <class B> __device__ __forceinline__ bool next_item(const KernelArgs& a, uint32_t& position_s, uint32_t& i) {
   if (!B::use_persistent_cta) return false;
-  __syncthreads();  // hazard: other warps still read item_index_s and the tiles of the previous item
-  if (threadIdx.x == 0) item_index_s = fetch_item_index<B>(a);
-  __syncthreads();  // hazard: item_index_s was written by thread 0
-  i = gridDim.x + item_index_s;
+  __syncthreads();  // hazard: other warps still read position_s and the tiles of the previous item
+  if (threadIdx.x == 0) position_s = fetch_queue_position<B>(a);
+  __syncthreads();  // hazard: position_s was written by thread 0
+  i = gridDim.x + position_s;
   return i < a.work_items;
 }
 
@@ -5051,7 +5075,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(co
     __syncthreads();  // hazard: mbarriers were initialized by thread 0
   }
 
-  uint32_t i = item_number_of_cta<B>(a);
+  uint32_t i = item_index_of_cta<B>(a);
   do {
     const Item<B> item = work_item<B>(a, i);
     if constexpr (!B::use_warp_specialization) {
@@ -5072,7 +5096,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(co
       CopyByProducers<B> pipeline{s, ring};
       wmma_consume<B>(s, a, item, t, pipeline);
     }
-  } while (next_item<B>(a, s.item_index, i));
+  } while (next_item<B>(a, s.queue_position, i));
 }
 
 template <class B> struct KernelOf<B, KernelKind::wmma> {
@@ -5113,16 +5137,16 @@ __device__ __forceinline__ float tanh_exact(float t) {
 template <class B> __device__ __forceinline__ float capped(float x, float hook_scale) {
   return B::use_softcap == 1 ? tanh_approx(x * hook_scale) : tanh_exact(x * hook_scale);
 }
-// USE_SOFTCAP=2 and builds with the polynomial branch on is_capped() once per tile, so that the tanh of
+// USE_SOFTCAP=2 and builds with the polynomial branch on replaces_scores() once per tile, so that the tanh of
 // several scores overlap. Other builds test it per score: there a branch per tile is up to 4% slower.
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> hook_scale, int first, int last) {
   if constexpr (B::use_softcap != 0) {
-    if ((B::use_softcap == 2 || B::caps_by_polynomial) && !is_capped<B>(a)) return;
+    if ((B::use_softcap == 2 || B::caps_by_polynomial) && !replaces_scores<B>(a)) return;
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       SDPA_UNROLL for (int j = first; j < last; j++) {
         float& x = S.x[i][j];
-        x = B::use_softcap == 2 || is_capped<B>(a) ? capped<B>(x, of_row(hook_scale, i)) : x;
+        x = B::use_softcap == 2 || replaces_scores<B>(a) ? capped<B>(x, of_row(hook_scale, i)) : x;
       }
     }
   }
@@ -5392,8 +5416,8 @@ template <class B> struct ScoreMod {
   }
   // Called at the start of an item. Loads its batch, its head and x0[h] to x3[h].
   template <class Rows> static __device__ __forceinline__ void start(Rows& rows) {
-    rows.b = uniform(rows.item->b);
-    rows.h = uniform(rows.item->h);
+    rows.b = warp_uniform(rows.item->b);
+    rows.h = warp_uniform(rows.item->h);
     if constexpr (!keeps_head) return;
     const SdpaParams& p = rows.a.p;
     rows.x_of_head[0] = value_of_head<0>(p.x0, rows.h);
@@ -5677,13 +5701,13 @@ template <class B> struct BiasOfWarp<B, true> {
   }
   // First row of the warp, counted in its warpgroup. PACK_GQA: counted in the item.
   static __device__ __forceinline__ int first_row() {
-    return int(thread_index_anew() - B::producer_threads) / 32 % (B::pack_gqa ? B::split_warps : 4) * 16;
+    return int(mov_tid_x() - B::producer_threads) / 32 % (B::pack_gqa ? B::split_warps : 4) * 16;
   }
   // Starts an item whose keys from `first` on have a bias; k0: first key of one of its tiles. Computes addresses and
   // alignment once per item, since 64-bit multiplications and tests would delay the softmax of each tile.
   __device__ __forceinline__ void start(const KernelArgs& a, const Item<B>& item, int first, int q0, int k0) {
     const Strides& strides = a.p.bias_strides;
-    const int lane = int(thread_index_anew() % 32), q = q0 + first_row() + lane / LANES;
+    const int lane = int(mov_tid_x() % 32), q = q0 + first_row() + lane / LANES;
     loaded_k0 = -1;
     column_at_0 = lane % LANES * Tile::CHUNK - first;
     const int64_t elements = strides.batch | strides.head | strides.row;
@@ -5699,7 +5723,7 @@ template <class B> struct BiasOfWarp<B, true> {
   // one cp.async if the chunk is aligned and lies inside the bias; otherwise by words or elements.
   __device__ __forceinline__ void load(const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
     if (loaded_k0 == k0) return;
-    const int lane = int(thread_index_anew() % 32), chunk = lane % LANES, column = k0 + column_at_0;
+    const int lane = int(mov_tid_x() % 32), chunk = lane % LANES, column = k0 + column_at_0;
     const int columns = keys - chunk * Tile::CHUNK + column_at_0;  // columns of the bias
     cp_async_wait_group<0>();  // the copy of a tile that was not used may be in flight
     __syncwarp();              // hazard: previous tile read by all lanes
@@ -5724,7 +5748,7 @@ template <class B> struct BiasOfWarp<B, true> {
   // the bias column of the tile's first key.
   __device__ __forceinline__ void copy_words(const KernelArgs& a, const Item<B>& item, int q0, int column) const {
     constexpr int WORDS = B::block_n * sizeof(Bias) / 4, IN_CHUNK = 4;  // words per row, per chunk
-    const int lane = int(thread_index_anew() % 32), queries = item.query_count(a.p) - q0 - first_row();
+    const int lane = int(mov_tid_x() % 32), queries = item.query_count(a.p) - q0 - first_row();
     const Bias* from = bias_row<B>(a, item, q0, first_row()) + column;
 #pragma unroll 1
     for (int r = 0; r < 16; r++, from += a.p.bias_strides.row) {
@@ -5741,7 +5765,7 @@ template <class B> struct BiasOfWarp<B, true> {
   __device__ __forceinline__ void copy_elements(const KernelArgs& a, const Item<B>& item, int columns, int q0,
                                                 int column) {
     constexpr int AT_ONCE = 2;
-    const int lane = int(thread_index_anew() % 32);
+    const int lane = int(mov_tid_x() % 32);
 #pragma unroll 1
     for (int r = lane / LANES; r < 16; r += AT_ONCE * ROWS) {
       alignas(16) Bias chunks[AT_ONCE][Tile::CHUNK];
@@ -5773,7 +5797,7 @@ template <class B> struct BiasOfWarp<B, true> {
     uint32_t pairs[View::ROWS][View::COLS / 2];
     if constexpr (sizeof(Bias) == 2) {
       // Reads rows 0-7 and 8-15 of two chunks, in the lane layout of the accumulators.
-      const int lane = int(thread_index_anew() % 32);
+      const int lane = int(mov_tid_x() % 32);
       const SharedAddress from = shared_address(tile->at(lane % 16, lane / 16));
       SDPA_UNROLL for (int j = 0; j < View::COLS / 2; j += 2) {
         uint32_t x[4];
@@ -5822,7 +5846,7 @@ template <class B> struct BiasOfKeys {
     tile = tiles.per_warp[(threadIdx.x - B::producer_threads) / 32 % B::split_warps].x;
   }
   __device__ __forceinline__ void start(const KernelArgs& a, const Item<B>& item, int, int, int) {
-    lane_g = bias_row<B>(a, item, 0, 0) + thread_index_anew() % 32;
+    lane_g = bias_row<B>(a, item, 0, 0) + mov_tid_x() % 32;
   }
   // Loads the bias of the tile at key k0. keys: keys of the sequence.
   __device__ __forceinline__ void load(const KernelArgs&, const Item<B>&, int keys, int, int k0) {
@@ -5830,7 +5854,7 @@ template <class B> struct BiasOfKeys {
     if (k0 + PER_LANE * 32 <= keys) {
       SDPA_UNROLL for (int n = 0; n < PER_LANE; n++) next[n] = ld_global_nc<Bias>(from + 32 * n);
     } else {
-      const int left = keys - k0 - int(thread_index_anew() % 32);
+      const int left = keys - k0 - int(mov_tid_x() % 32);
       SDPA_UNROLL for (int n = 0; n < PER_LANE; n++) {
         next[n] = 32 * n < left ? ld_global_nc<Bias>(from + 32 * n) : rounded<Bias>(0);
       }
@@ -5838,7 +5862,7 @@ template <class B> struct BiasOfKeys {
   }
   // Stores the loaded bias to shared memory, as that of the current tile.
   __device__ __forceinline__ void store() const {
-    const int lane = int(thread_index_anew() % 32);
+    const int lane = int(mov_tid_x() % 32);
     __syncwarp();  // hazard: previous tile read by all lanes
     SDPA_UNROLL for (int n = 0; n < PER_LANE; n++) {
       if (B::block_n % 32 == 0 || 32 * n + lane < B::block_n) st_shared(tile + 32 * n + lane, to_float(next[n]));
@@ -6300,7 +6324,8 @@ template <class B>
 __device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, const ListMemory<B>& list, int bits_index,
                                                   int k0) {
   if (bits_index >= most_stored_bits<B> || (B::split_kv > 1 && B::block_n % 32 != 0)) return KeyBits<B>(a, b, k0);
-  const int split = B::split_kv == 1 ? 0 : uniform(int(threadIdx.x - B::producer_threads) / 128) / (B::block_m / 64);
+  const int warpgroup = warp_uniform(int(threadIdx.x - B::producer_threads) / 128);
+  const int split = B::split_kv == 1 ? 0 : warpgroup / (B::block_m / 64);
   KeyBits<B> bits;
   SDPA_UNROLL for (int w = 0; w < KeyBits<B>::WORDS; w++) {
     bits.word[w] = ld_shared<uint32_t>(&list.bits[bits_index][split * bits.WORDS + w]);
@@ -6339,14 +6364,14 @@ template <class B> struct RoundWalk<B, true> {
   __device__ int step() const { return (entry_number(entries[0]) - entry_number(entries[1])) * B::round_keys; }
   __device__ __forceinline__ void advance() {
     hold(entries);  // otherwise nvcc waits for each entry right after its load
-    entries[0] = uniform(entries[1]);
+    entries[0] = warp_uniform(entries[1]);
     round--;
     entries[1] = round > 0 ? list.entry(round - 1) : 0;
   }
   // Reads the bits of the next tile, while the warpgroup waits for products.
   template <class Rows> __device__ __forceinline__ void look_ahead(const Rows& rows) {
     if constexpr (B::use_key_mask) {
-      if (entry_changed(uniform(entries[1]))) {
+      if (entry_changed(warp_uniform(entries[1]))) {
         bits_index--;
         bits = listed_bits<B>(rows.a, rows.b, list.memory(), bits_index, rows.k0 - step());
       } else if (B::changes_logits) {  // SCORE_MOD changes every tile and reads its bits
@@ -6521,7 +6546,7 @@ struct alignas(16) PlannedItem {
 };
 // The beginning of the scratch memory: the number of items, of items to merge, and of items fetched from the
 // queue. The items follow, then the indices of the items to merge.
-struct Plan { uint32_t count, merges, drawn, unused; };
+struct Plan { uint32_t count, merges, fetched, unused; };
 __host__ __device__ constexpr size_t plan_bytes(const PlanArgs& plan) {
   return 256 + ceil_div(plan.items * (sizeof(PlannedItem) + sizeof(uint32_t)), 256) * 256;
 }
@@ -6552,7 +6577,7 @@ template <class B> struct Item<B, true> : PlannedItem {
   __device__ uint32_t first_partial_index(const KernelArgs&) const { return first_partial; }
   // The index is unique, because an item with a counter has at least two partials.
   __device__ uint32_t counter(const KernelArgs&) const { return first_partial / 2; }
-  static __device__ uint32_t* queue(const KernelArgs& a) { return &plan_of(a).drawn; }
+  static __device__ uint32_t* queue(const KernelArgs& a) { return &plan_of(a).fetched; }
 };
 
 __device__ __forceinline__ PlannedItem* planned_items(const KernelArgs& a) {
@@ -6647,17 +6672,17 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
   // limit: maximum number of rounds in a range. It is at least `even`, so that all partials fit: only tiles
   // of more than `even` rounds are divided, into at most 2 * rounds / even ranges, in total fewer than
   // free_partials. If `even` exceeds `most`, an accumulator sums more keys than most_keys_at_once.
-  // typed: minimum number of ranges per tile: an explicit SPLIT_CTAS if there is room for it, otherwise 1.
+  // least_ranges: minimum number of ranges per tile: an explicit SPLIT_CTAS if there is room for it, otherwise 1.
   const uint32_t least = least_rounds(B::round_keys);
   const auto& room = plan_room<B>(a);
   const uint32_t most = rounds_at_once<B>(), free = room.free_partials;
-  const uint32_t typed = room.partials > free ? B::split_ctas : 1;
+  const uint32_t least_ranges = room.partials > free ? B::split_ctas : 1;
   const uint64_t rounds_of_all = uint64_t(s.rounds_65536) * 65536 + s.rounds;
   const uint32_t even = free > 0 ? uint32_t(min(2 * rounds_of_all / free + 1, uint64_t(0x7fffffff))) : 0x7fffffff;
   const uint32_t limit = max(even, B::split_ctas == 0 ? min(least, most) : most);
   const auto ranges_of_tile = [&](const Sequence& sequence, uint32_t rounds) {
     if (a.p.batch_invariant) return invariant_ranges<B>(a, sequence, rounds);
-    return max(ceil_div(rounds, limit), typed);
+    return max(ceil_div(rounds, limit), least_ranges);
   };
   // Class 0 has the most rounds. The class depends on the rounds of the item's range. With SPLIT_CTAS=1 it
   // depends on the rounds of the sequence, so that the tiles of a sequence are adjacent in the list and share
@@ -7000,7 +7025,7 @@ template <class B> struct RowPages {
   int page[COUNT];
 
   static __device__ __forceinline__ int first_row() {
-    return uniform(threadIdx.x / 32 % 4 / (4 / copying_warps<B>)) * ROWS;
+    return warp_uniform(threadIdx.x / 32 % 4 / (4 / copying_warps<B>)) * ROWS;
   }
   RowPages() = default;
   __device__ __forceinline__ RowPages(const KernelArgs& a, const Item<B>& item, int k0) {
@@ -7218,7 +7243,7 @@ template <class B> struct LandedTiles {
 // and rounding errors of small elements are below 2^-38 of the largest element (if that is at least 2^-112).
 // The scale of the row is divided by the same power.
 template <class B> __device__ void Wgmma16Consumer<B>::make_halves_of_q() {
-  const uint32_t tid = thread_index_anew() % 128, first_row = tid / 32 * 16 + tid % 32 / 4;
+  const uint32_t tid = mov_tid_x() % 128, first_row = tid / 32 * 16 + tid % 32 / 4;
   char* const Q_s = reinterpret_cast<char*>(s.queries(q_ring.stage, row_group));
   SDPA_UNROLL for (int i = 0; i < 2; i++) {
     constexpr int TIMES = ceil_div(B::qk_bytes, 64);  // four lanes share a row and read 64 bytes of it at once
@@ -7257,11 +7282,11 @@ template <class B> __device__ void Wgmma16Consumer<B>::make_halves_of_q() {
 // Divides m by the power of two by which the row of Q was multiplied, so that the merge, the sink and LSE can
 // use the item's scale. With a softcap or SCORE_MOD, m is a maximum of tanh values or logits: no change.
 template <class B> __device__ void Wgmma16Consumer<B>::take_scale_of_q_back() {
-  const uint32_t tid = thread_index_anew() % 128;
+  const uint32_t tid = mov_tid_x() % 128;
   ItemScales<B> of_item(a);
   of_item.start(Base::item(), row_group * 64 + tid / 32 * 16 + tid % 32 / 4);
   SDPA_UNROLL for (int i = 0; i < 2; i++) {
-    if (!is_capped<B>(a)) rows.m[i] *= rows.scales.descaling.factor[i] / of_item.descaling.factor[i];
+    if (!replaces_scores<B>(a)) rows.m[i] *= rows.scales.descaling.factor[i] / of_item.descaling.factor[i];
   }
 }
 
@@ -7328,7 +7353,7 @@ template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>, Land
     auto& to = s.split[0];
     auto& from = s.landed;
     constexpr int landed_stages = LandedTiles<B>::COUNT;
-    const WgmmaItem<B> item = Base::find_item(item_number_of_cta<B>(a));
+    const WgmmaItem<B> item = Base::find_item(item_index_of_cta<B>(a));
     griddepcontrol_wait();  // the preceding kernel has ended, and its writes are visible
     const auto load = [&](int role, int round) {
       if ((B::copies_rows || warp == 0) && round >= 0) Base::load_round(role, item, round, 0, from, from);
@@ -7623,9 +7648,9 @@ template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   }
   const uint32_t counters = merges_by_kernel<B> ? 0x7fffffff : most_split_items / heads;
   plan.free_partials = min(2 * ceil_div(4 * uint32_t(most_resident_ctas<B>() * sm_count()), heads), counters);
-  const uint64_t typed = B::split_ctas > 1 ? uint64_t(B::split_ctas) * tiles : 0;
-  const bool has_room = typed + plan.free_partials <= min(counters, most_split_items);
-  plan.partials = plan.free_partials + (has_room ? uint32_t(typed) : 0);
+  const uint64_t requested = B::split_ctas > 1 ? uint64_t(B::split_ctas) * tiles : 0;
+  const bool has_room = requested + plan.free_partials <= min(counters, most_split_items);
+  plan.partials = plan.free_partials + (has_room ? uint32_t(requested) : 0);
   plan.items += plan.partials;
   return plan;
 }
@@ -8432,8 +8457,8 @@ constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, 
   const bool for_maps = on("USE_BIAS");  // only for builds with a bias or a MASK_MOD
   // A build uses the rows of its own D, and those of its D rounded up to 64, 128 or 256. Its D is the larger
   // of HEAD_DIM and HEAD_DIM_V.
-  const int typed = Defines::head_dim > Defines::d_v ? Defines::head_dim : Defines::d_v;
-  const bool is_next = head_dim == typed || head_dim == (typed <= 64 ? 64 : typed <= 128 ? 128 : 256);
+  const int build_D = Defines::head_dim > Defines::d_v ? Defines::head_dim : Defines::d_v;
+  const bool is_next = head_dim == build_D || head_dim == (build_D <= 64 ? 64 : build_D <= 128 ? 128 : 256);
   if (!is_next) t.head_dim = head_dim == Defines::head_dim ? 0 : head_dim;  // a D that tile_fits() refuses
   if (for_maps && (!Defines::takes_map || !is_next)) t.head_dim = 0;
   t.block_m = block_m;
@@ -8563,19 +8588,19 @@ constexpr auto TUNED_TILES = [] {
 constexpr int tile_count = TUNED_TILES.size();
 template <int ROW> constexpr Config config_of() { return TUNED_TILES[ROW]; }
 
-// ---- tiles that the typed knobs leave (typed) ----
+// ---- tiles that agree with the knobs as set with -D (typed) ----
 
-#define SDPA_IS_ROWS(name, fallback, member, values, families, meaning) &&(!name##_changed || t.member == typed.member)
+#define SDPA_IS_ROWS(name, fallback, member, values, families, meaning) &&(!name##_changed || t.member == as_set.member)
 // True if this build may use the tile: the tile has the values of all knobs that were set with -D.
 constexpr bool tile_fits(const TunedTile& t) {
-  constexpr Config typed{};
+  constexpr Config as_set{};  // with -D
   const bool wgmma = Defines::is_wgmma && !t.use_mma_sync;
   const bool no_room =
       (wgmma && (t.swap_ab ? Defines::d_v % 64 != 0 : t.split_kv > 1 && 256 % Defines::d_v != 0)) ||
       (t.head_dim == 192 && t.block_n == 128 && Defines::d_v > 128) ||
       (Defines::takes_map && t.num_warps == 16 && !t.swap_ab) ||  // maps and biases need registers
       (Defines::use_key_mask && t.num_warps == 16 && t.swap_ab);
-  return typed.use_tuned && t.head_dim == typed.head_dim && !no_room SDPA_KNOBS(SDPA_IS_ROWS);
+  return as_set.use_tuned && t.head_dim == as_set.head_dim && !no_room SDPA_KNOBS(SDPA_IS_ROWS);
 }
 
 // ---- tiles by number (USE_TUNED) ----
@@ -8676,7 +8701,7 @@ SdpaParams of_any_batch(SdpaParams p) {
 }
 // Maximum number of keys that a query may see. batch_invariant: no limit with k_lengths; with k_starts,
 // that of of_any_batch().
-int keys_of_sum(const SdpaParams& p) {
+int most_keys_of_sum(const SdpaParams& p) {
   if (!p.batch_invariant) return most_visible_keys(p);
   if (p.k_lengths) return most_rows;
   return has_unknown_width(p) ? most_width(p) : most_visible_keys(of_any_batch(p));
@@ -8703,7 +8728,7 @@ int choose_tile(const SdpaParams& p) {
     if (Defines::use_lengths && !p.batch_invariant && p.k_lengths) {
       clocks += std::sqrt(p.B) * tuned_clocks(t, of_equal_lengths(p, 1), sms);
     }
-    if (t.split_ctas == 1 && !t.swap_ab && keys_of_sum(p) > most_keys_at_once) clocks *= 1e9;
+    if (t.split_ctas == 1 && !t.swap_ab && most_keys_of_sum(p) > most_keys_at_once) clocks *= 1e9;
     if (best < 0 || clocks < best_clocks) {
       best = n;
       best_clocks = clocks;

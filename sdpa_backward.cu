@@ -605,7 +605,7 @@ template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ D
 template <class B> constexpr bool has_slope = B::use_softcap != 0 || B::changes_logits;
 // USE_SOFTCAP: d logit / d s. `tanh` is tanh(s / softcap), or -inf for a hidden key, whose slope is 0.
 template <class B> __device__ __forceinline__ float slope_of_cap(const KernelArgs& a, float tanh) {
-  return is_capped<B>(a) ? fmaxf(fmaf(-tanh, tanh, 1), 0) : 1;
+  return replaces_scores<B>(a) ? fmaxf(fmaf(-tanh, tanh, 1), 0) : 1;
 }
 // USE_BIAS: adds the bias from global memory. The tile may have more or fewer than BLOCK_N keys.
 struct BiasFromMemory {
@@ -765,7 +765,7 @@ template <class B> constexpr int WARP_ROWS = B::block_m / B::num_warps;
 // Rows of T that skip a masked tile together: those of a warp, or of a warpgroup (wgmma).
 template <class B> constexpr int SKIPPING_ROWS = B::is_wgmma ? 64 : WARP_ROWS<B>;
 template <class B> __device__ __forceinline__ int first_skipping_row(int warp) {
-  return uniform(warp * WARP_ROWS<B> / SKIPPING_ROWS<B> * SKIPPING_ROWS<B>);
+  return warp_uniform(warp * WARP_ROWS<B> / SKIPPING_ROWS<B> * SKIPPING_ROWS<B>);
 }
 
 template <class B, KernelKind = B::kernel> struct Products;
@@ -872,8 +872,8 @@ template <class B> struct Products<B, KernelKind::wgmma_plain> {
     T.first_col = lane % 4 * 2;
   }
   static __device__ __forceinline__ void begin(Scores& T, const Input* kept_s, const Input* passing_s, int warp) {
-    const uint64_t kept = wgmma_descriptor(uniform(shared_address(kept_s + warp / 4 * 64 * 64)), 16, 1024);
-    const uint64_t passing = wgmma_descriptor(uniform(shared_address(passing_s)), 16, 1024);
+    const uint64_t kept = wgmma_descriptor(warp_uniform(shared_address(kept_s + warp / 4 * 64 * 64)), 16, 1024);
+    const uint64_t passing = wgmma_descriptor(warp_uniform(shared_address(passing_s)), 16, 1024);
     forget(T.x.d);
     wgmma_fence();
     SDPA_UNROLL for (int step = 0; step < B::head_dim / 16; step++) {
@@ -893,7 +893,7 @@ template <class B> struct Products<B, KernelKind::wgmma_plain> {
       pack_step<Input>(operand[step], T, step);
       hold(operand[step]);
     }
-    const uint64_t passing = wgmma_descriptor(uniform(shared_address(passing_s)), B::block_n * 128, 1024);
+    const uint64_t passing = wgmma_descriptor(warp_uniform(shared_address(passing_s)), B::block_n * 128, 1024);
     wgmma_pv<B>(sum, operand, passing, true);
   }
   static __device__ __forceinline__ void settle(Sums& sum) {
@@ -1942,7 +1942,7 @@ __device__ __forceinline__ void consume_in_cluster(BackwardWgmmaShared<B>& s, co
 
   // Called for each tile. Descriptors kept across tiles would occupy registers for every step.
   const auto matrix = [](const void* at_s, int leading_bytes = 16) {
-    return wgmma_descriptor(uniform(shared_address(at_s)), leading_bytes, 1024);
+    return wgmma_descriptor(warp_uniform(shared_address(at_s)), leading_bytes, 1024);
   };
   const auto issue_scores = [&] {
     const Input* const tiles_s = W == 0 ? s.Q[0] : s.dO[0];
@@ -2096,7 +2096,7 @@ __device__ __forceinline__ void run_backward_roles(BackwardWgmmaShared<B>& s, co
   using Registers = WgmmaRegisters<B, 24>;
   if (group == 0) {
     setmaxnreg_dec<Registers::producer>();
-    const int warp = uniform(threadIdx.x / 32);
+    const int warp = warp_uniform(threadIdx.x / 32);
     if (warp == 0) {
       if (B::use_lengths || threadIdx.x == 0) produce_backward(s, a, keys, tiles);
     } else if (warp <= 2 && (!adds_directly<B> || orders_adds<B>)) {
@@ -2119,7 +2119,7 @@ __device__ __forceinline__ void run_backward_roles(BackwardWgmmaShared<B>& s, co
 template <class B>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_wgmma(const __grid_constant__ BackwardArgs a) {
   BackwardWgmmaShared<B>& s = dynamic_shared<BackwardWgmmaShared<B>>();
-  const int group = uniform(threadIdx.x / 128);
+  const int group = warp_uniform(threadIdx.x / 128);
   KeyTile<B> keys = key_tile_of_cluster<B>(a);
   const Mask& mask = mask_of<B, B::block_n, 64>(a, keys.item);
   QueryTiles<B> tiles(a, keys, mask);

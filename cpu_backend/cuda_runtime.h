@@ -60,7 +60,7 @@ namespace simt {
 
 template <class T> struct ShuffleArgs { T value; int source; };
 
-template <class T> T shuffle(unsigned mask, T value, int source, Site at) {
+template <class T> T shuffle(unsigned mask, T value, int source, const Site& at) {
   ShuffleArgs<T> mine{value, source};
   warp_collective(mask, &mine, [](void* const args[32], unsigned lanes) {
     T values[32];
@@ -80,7 +80,7 @@ template <class T> T shuffle(unsigned mask, T value, int source, Site at) {
   return mine.value;
 }
 
-inline unsigned ballot(unsigned mask, bool predicate, Site at) {
+inline unsigned ballot(unsigned mask, bool predicate, const Site& at) {
   unsigned mine = predicate;
   warp_collective(mask, &mine, [](void* const args[32], unsigned lanes) {
     unsigned votes = 0;
@@ -115,7 +115,7 @@ inline bool __all_sync(unsigned mask, bool predicate, SIMT_CALLER) {
 
 namespace simt {
 // Atomics in shared or global memory.
-inline void check_atomic(const void* address, int bytes, Site at) {
+inline void check_atomic(const void* address, int bytes, const Site& at) {
   if (size_t(static_cast<const unsigned char*>(address) - self->shared) < self->shared_bytes) {
     return check_shared(address, bytes, at);
   }
@@ -138,7 +138,7 @@ inline unsigned atomicMax(unsigned* address, unsigned value, SIMT_CALLER) {
 }
 // Counts up, after `last` from 0 again; returns the old value.
 namespace simt {
-template <int ORDER> inline unsigned increment(unsigned* address, unsigned last, Site at) {
+template <int ORDER> inline unsigned increment(unsigned* address, unsigned last, const Site& at) {
   check_global(address, sizeof *address, at);
   note_global_write(address, sizeof *address);
   unsigned old = __atomic_load_n(address, __ATOMIC_RELAXED);

@@ -449,7 +449,7 @@ Fiber& pick(Runner& c) {  // the choice stays at ready[next_ready - 1]
 
 // Lets other fibers run until f is ready. Switches directly to the next ready fiber, except that
 // fibers are started by the scheduler.
-void wait(Fiber& f, const char* what, Site at) {
+void wait(Fiber& f, const char* what, const Site& at) {
   Runner& c = *f.thread.block->runner;
   f.state = State::waiting;
   f.waits_at = at;
@@ -534,7 +534,7 @@ void wake_pollers(Runner& c, const uint64_t* completed = nullptr) {
 }
 
 // Waits until ready(context); wake_pollers() evaluates it again.
-void wait_until(bool (*ready)(const void*), const void* context, const char* what, Site at) {
+void wait_until(bool (*ready)(const void*), const void* context, const char* what, const Site& at) {
   Fiber& f = fiber_of(self);
   if (ready(context)) return;
   f.is_ready = ready;
@@ -543,7 +543,7 @@ void wait_until(bool (*ready)(const void*), const void* context, const char* wha
   wait(f, what, at);
 }
 
-void reach(Barrier& barrier, int count, bool wait_here, const char* what, Site at, bool same) {
+void reach(Barrier& barrier, int count, bool wait_here, const char* what, const Site& at, bool same) {
   Fiber& f = fiber_of(self);
   Block& b = *self->block;
   if (!barrier.open) {
@@ -608,7 +608,7 @@ struct Mbarrier {
   uint32_t pending : 12, expected : 12, phase : 1, unseen : 1, unused : 6;  // unseen: that the phase before has ended
   int32_t bytes;  // announced and not yet landed; negative when they land first
 
-  static Mbarrier load(const uint64_t* word, Site at) {
+  static Mbarrier load(const uint64_t* word, const Site& at) {
     Mbarrier m;
     memcpy(&m, word, sizeof m);
     if (m.unused || !m.expected) fail(at, "this mbarrier was never initialised");
@@ -640,7 +640,7 @@ struct Mbarrier {
 };
 static_assert(sizeof(Mbarrier) == 8, "an mbarrier is 8 bytes");
 
-void arrive(uint64_t* barrier, int expect_bytes, Site at) {
+void arrive(uint64_t* barrier, int expect_bytes, const Site& at) {
   Mbarrier m = Mbarrier::load(barrier, at);
   if (m.pending == 0) fail(at, "more arrivals at this mbarrier than the %d of a phase", m.expected);
   if (m.unseen) fail(at, "this mbarrier enters a new phase, and no thread has waited for the end of the one before");
@@ -901,7 +901,7 @@ void run_cluster(Runner& c, Index3 first, size_t shared_bytes, bool counting) {
 
 // ---- waiting ----
 
-void sync_threads(Site at) {
+void sync_threads(const Site& at) {
   const Unobserved unobserved;
   Block& b = *self->block;
   if (b.done) fail(at, "divergent barrier: %d threads of the block have returned", b.done);
@@ -909,7 +909,7 @@ void sync_threads(Site at) {
   reach(b.all, int(b.fibers.size()), true, "the block's barrier", at, true);
 }
 
-bool named_barrier(int id, int count, bool wait_here, Site at, bool vote) {
+bool named_barrier(int id, int count, bool wait_here, const Site& at, bool vote) {
   const Unobserved unobserved;
   if (id < 0 || id > 15) fail(at, "barrier %d: there are 0 to 15", id);
   if (count <= 0 || count % 32) fail(at, "barrier %d: %d threads is no multiple of a warp", id, count);
@@ -921,7 +921,7 @@ bool named_barrier(int id, int count, bool wait_here, Site at, bool vote) {
   return all;
 }
 
-void sync_cluster(Site at) {
+void sync_cluster(const Site& at) {
   const Unobserved unobserved;
   Runner& c = *self->block->runner;
   for (const Block& b : c.blocks) {
@@ -933,7 +933,7 @@ void sync_cluster(Site at) {
 
 int cluster_rank() { return self->block->rank; }
 
-void wait_for_clusters(const uint32_t* counter, uint32_t value, Site at) {
+void wait_for_clusters(const uint32_t* counter, uint32_t value, const Site& at) {
   const Unobserved unobserved;
   const AwaitedValue awaited{counter, value};
   wait_until(has_value, &awaited, "another CTA", at);
@@ -948,7 +948,7 @@ void wake_other_clusters() {
   w.has_changed.notify_all();
 }
 
-void* address_in_cta(const void* pointer, int rank, Site at) {
+void* address_in_cta(const void* pointer, int rank, const Site& at) {
   const Unobserved unobserved;
   check_shared(pointer, 1, at);
   std::vector<Block>& blocks = self->block->runner->blocks;
@@ -956,7 +956,7 @@ void* address_in_cta(const void* pointer, int rank, Site at) {
   return blocks[rank].shared + (static_cast<const unsigned char*>(pointer) - self->shared);
 }
 
-void warp_collective(unsigned mask, void* mine, Collective compute, Site at) {
+void warp_collective(unsigned mask, void* mine, Collective compute, const Site& at) {
   void* args[32];  // of the meeting, which others may reuse
   const void* clock;
   {
@@ -1012,7 +1012,7 @@ void warp_collective(unsigned mask, void* mine, Collective compute, Site at) {
   }
 }
 
-void mbarrier_init(uint64_t* barrier, int count, Site at) {
+void mbarrier_init(uint64_t* barrier, int count, const Site& at) {
   const Unobserved unobserved;
   check_shared(barrier, 8, at);
   if (count < 1 || count > 4095) fail(at, "an mbarrier of %d arrivals", count);
@@ -1032,20 +1032,20 @@ void fence_mbarrier_init() {
   unfenced.erase(std::remove_if(unfenced.begin(), unfenced.end(), fenced), unfenced.end());
 }
 
-void mbarrier_arrive(uint64_t* barrier, int expect_bytes, Site at) {
+void mbarrier_arrive(uint64_t* barrier, int expect_bytes, const Site& at) {
   const Unobserved unobserved;
   check_shared(barrier, 8, at);
   arrive(barrier, expect_bytes, at);
 }
 
-void mbarrier_arrive_in_cluster(uint64_t* barrier, Site at) {
+void mbarrier_arrive_in_cluster(uint64_t* barrier, const Site& at) {
   const Unobserved unobserved;
   Block& b = block_of(barrier, 8, at);
   check_fenced(b, barrier, at);
   arrive(barrier, 0, at);
 }
 
-void mbarrier_wait(uint64_t* barrier, int parity, Site at) {
+void mbarrier_wait(uint64_t* barrier, int parity, const Site& at) {
   const Unobserved unobserved;
   check_shared(barrier, 8, at);
   Mbarrier::load(barrier, at);
@@ -1065,7 +1065,7 @@ void mbarrier_wait(uint64_t* barrier, int parity, Site at) {
   note_wait(barrier, parity);
 }
 
-bool mbarrier_peek(uint64_t* barrier, int parity, Site at) {
+bool mbarrier_peek(uint64_t* barrier, int parity, const Site& at) {
   const Unobserved unobserved;
   check_shared(barrier, 8, at);
   Mbarrier::load(barrier, at);
@@ -1079,7 +1079,7 @@ void note_global_write(const void* dst, int bytes) {
   note_write_of(*self->block->runner, dst, bytes);
 }
 
-void griddepcontrol_wait(Site at) {
+void griddepcontrol_wait(const Site& at) {
   const Unobserved unobserved;
   Runner& c = *self->block->runner;
   if (c.sees_all) return;
@@ -1104,7 +1104,7 @@ void acquire(const void* object) {
 
 // ---- reports ----
 
-void fail(Site at, const char* format, ...) {
+void fail(const Site& at, const char* format, ...) {
   char text[400];
   va_list values;
   va_start(values, format);
@@ -1117,7 +1117,7 @@ void fail(Site at, const char* format, ...) {
   abort();  // a failed block is never resumed
 }
 
-void check_shared_slow(const void* pointer, int bytes, Site at) {
+void check_shared_slow(const void* pointer, int bytes, const Site& at) {
   const ptrdiff_t offset = static_cast<const unsigned char*>(pointer) - self->shared;
   const bool outside = offset < 0 || size_t(offset) + bytes > self->shared_bytes;
   if (outside) {
@@ -1128,7 +1128,7 @@ void check_shared_slow(const void* pointer, int bytes, Site at) {
        (long long)offset);
 }
 
-void check_global_range(const void* pointer, uint64_t bytes, Site at) {
+void check_global_range(const void* pointer, uint64_t bytes, const Site& at) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
   static thread_local std::pair<uintptr_t, size_t> last;  // most accesses hit the same allocation
   if (!(address >= last.first && address + bytes <= last.first + last.second)) {
@@ -1148,7 +1148,7 @@ void check_global_range(const void* pointer, uint64_t bytes, Site at) {
   }
 }
 
-void check_global(const void* pointer, int bytes, Site at) {
+void check_global(const void* pointer, int bytes, const Site& at) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
   check_global_range(pointer, uint64_t(bytes), at);
   if (address % bytes) fail(at, "%d-byte access at %p is misaligned", bytes, pointer);
@@ -1156,7 +1156,7 @@ void check_global(const void* pointer, int bytes, Site at) {
 
 // ---- counters ----
 
-void count_shared(const void* pointer, int bytes, Site at) {
+void count_shared(const void* pointer, int bytes, const Site& at) {
   const Unobserved unobserved;
   Block& b = *self->block;
   const uint64_t number = self->accesses_at[at.file + at.line]++;  // file + line: a key, not a text

@@ -32,7 +32,7 @@ struct Site {
 };
 #define SIMT_HERE (::simt::Site{__FILE__, __LINE__, __PRETTY_FUNCTION__})
 // As default arguments: the location of the call.
-#define SIMT_CALLER ::simt::Site at = {__builtin_FILE(), __builtin_LINE(), __builtin_FUNCTION()}
+#define SIMT_CALLER const ::simt::Site& at = {__builtin_FILE(), __builtin_LINE(), __builtin_FUNCTION()}
 
 struct AsyncCopy {  // one cp.async
   unsigned char* dst;
@@ -81,33 +81,33 @@ extern thread_local Grid grid;
 // ---- waiting; all of these may switch to other CUDA threads ----
 
 // __syncthreads(). Reports a divergent barrier if threads are at different sites or have exited.
-void sync_threads(Site at);
+void sync_threads(const Site& at);
 // bar.sync (wait) and bar.arrive (!wait) on barrier `id` of `count` threads. Returns true if `vote`
 // is true in all waiting threads (bar.red.and).
-bool named_barrier(int id, int count, bool wait, Site at, bool vote = true);
+bool named_barrier(int id, int count, bool wait, const Site& at, bool vote = true);
 // barrier.cluster of all threads of the cluster.
-void sync_cluster(Site at);
+void sync_cluster(const Site& at);
 int cluster_rank();  // of this CTA
 // The address in CTA `rank` of the cluster that corresponds to this CTA's `pointer` to shared memory.
-void* address_in_cta(const void* pointer, int rank, Site at);
+void* address_in_cta(const void* pointer, int rank, const Site& at);
 // A collective of the lanes of `mask`: the last to arrive runs compute(args) on the arguments of
 // all lanes. Reports lanes in different operations.
 using Collective = void (*)(void* const args[32], unsigned mask);
-void warp_collective(unsigned mask, void* mine, Collective compute, Site at);
+void warp_collective(unsigned mask, void* mine, Collective compute, const Site& at);
 // mbarriers, in 8 bytes of shared memory: count arrivals and bytes in flight; a phase is complete
 // when both are 0. wait() returns when the phase of that parity is complete.
-void mbarrier_init(uint64_t* barrier, int count, Site at);
-void mbarrier_arrive(uint64_t* barrier, int expect_bytes, Site at);
-void mbarrier_arrive_in_cluster(uint64_t* barrier, Site at);  // in any CTA of the cluster
-void mbarrier_wait(uint64_t* barrier, int parity, Site at);
-bool mbarrier_peek(uint64_t* barrier, int parity, Site at);
+void mbarrier_init(uint64_t* barrier, int count, const Site& at);
+void mbarrier_arrive(uint64_t* barrier, int expect_bytes, const Site& at);
+void mbarrier_arrive_in_cluster(uint64_t* barrier, const Site& at);  // in any CTA of the cluster
+void mbarrier_wait(uint64_t* barrier, int parity, const Site& at);
+bool mbarrier_peek(uint64_t* barrier, int parity, const Site& at);
 // Makes the mbarriers that this thread has initialized visible to asynchronous copies.
 void fence_mbarrier_init();
 // Waits until *counter == value, which another CTA stores and reports by wake_other_clusters(). In forward
 // order, a waiting cluster keeps its worker, as if it occupied an SM: if all wait, that is a deadlock. In
 // other orders, clusters start in an order that the hardware does not have. So another worker takes the
 // place of one that waits.
-void wait_for_clusters(const uint32_t* counter, uint32_t value, Site at);
+void wait_for_clusters(const uint32_t* counter, uint32_t value, const Site& at);
 void wake_other_clusters();
 // Ordering for ThreadSanitizer on other objects.
 void release(const void* object);
@@ -115,15 +115,15 @@ void acquire(const void* object);
 
 // ---- sm_90: TMA, wgmma, registers; engine_hopper.h says how strict they are ----
 
-void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, Site at);
-void prefetch_tensormap(const CUtensorMap_st* map, Site at);
+void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, const Site& at);
+void prefetch_tensormap(const CUtensorMap_st* map, const Site& at);
 void tensor_load(void* dst, const CUtensorMap_st* map, const int* c, int rank, uint64_t* barrier,
-                 Site at);
-void bulk_store(void* dst, const void* src, uint32_t bytes, Site at);
-void bulk_add(float* dst, const float* src, uint32_t bytes, Site at);
+                 const Site& at);
+void bulk_store(void* dst, const void* src, uint32_t bytes, const Site& at);
+void bulk_add(float* dst, const float* src, uint32_t bytes, const Site& at);
 // Copies to the shared memory of a CTA of the cluster, which also has the mbarrier.
-void bulk_copy_to_cta(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, Site at);
-void tensor_store(const CUtensorMap_st* map, const int* c, int rank, const void* src, Site at);
+void bulk_copy_to_cta(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, const Site& at);
+void tensor_store(const CUtensorMap_st* map, const int* c, int rank, const void* src, const Site& at);
 void bulk_commit();
 void bulk_wait(int groups, bool read_only);
 // A write through the generic proxy, for the check of fence.proxy.async. Writes through plain
@@ -131,7 +131,7 @@ void bulk_wait(int groups, bool read_only);
 void note_write(const void* dst, int bytes);
 void fence_proxy_async();
 // cp.async.mbarrier.arrive: the phase completes only after the thread's copies.
-void arrive_after_copies(uint64_t* barrier, Site at);
+void arrive_after_copies(uint64_t* barrier, const Site& at);
 
 enum class Element { fp16, bf16, e4m3 };  // of matrices
 
@@ -144,13 +144,13 @@ struct Product {
   const uint32_t* a;  // [4], or null: descriptor a_s
   uint64_t a_s, b_s;
 };
-void wgmma(const Product& p, Site at);
-void wgmma_fence(Site at);
-void wgmma_commit(Site at);
-void wgmma_wait(int groups, Site at);
+void wgmma(const Product& p, const Site& at);
+void wgmma_fence(const Site& at);
+void wgmma_commit(const Site& at);
+void wgmma_wait(int groups, const Site& at);
 
 // ctas: CTAs per SM in the kernel's launch bounds, which determine the initial register count.
-void setmaxnreg(int registers, int ctas, bool increase, Site at);
+void setmaxnreg(int registers, int ctas, bool increase, const Site& at);
 
 // ---- programmatic dependent launch ----
 
@@ -159,19 +159,19 @@ void setmaxnreg(int registers, int ctas, bool increase, Site at);
 void note_global_write(const void* dst, int bytes);
 // Returns when no thread of the running CTAs can continue without it (with random order also
 // earlier). From then on, the launch sees the results of the previous one.
-void griddepcontrol_wait(Site at);
+void griddepcontrol_wait(const Site& at);
 
 // ---- reports ----
 
 // Prints a report with the thread's location, fails the launch and ends the thread. Never returns.
-[[noreturn]] void fail(Site at, const char* format, ...) __attribute__((format(printf, 2, 3)));
+[[noreturn]] void fail(const Site& at, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
 // Fails unless [pointer, pointer + bytes) is aligned to `bytes` and inside the block's shared
 // memory, or inside one allocation of the device's global memory.
-void check_shared_slow(const void* pointer, int bytes, Site at);
-void check_global(const void* pointer, int bytes, Site at);
-void check_global_range(const void* pointer, uint64_t bytes, Site at);  // of any alignment
-inline void check_shared(const void* pointer, int bytes, Site at) {
+void check_shared_slow(const void* pointer, int bytes, const Site& at);
+void check_global(const void* pointer, int bytes, const Site& at);
+void check_global_range(const void* pointer, uint64_t bytes, const Site& at);  // of any alignment
+inline void check_shared(const void* pointer, int bytes, const Site& at) {
   const size_t offset = static_cast<const unsigned char*>(pointer) - self->shared;
   if (offset + bytes > self->shared_bytes || offset % bytes) check_shared_slow(pointer, bytes, at);
 }
@@ -189,7 +189,7 @@ struct Counters {
 };
 void start_counting();
 Counters stop_counting();
-void count_shared(const void* pointer, int bytes, Site at);
+void count_shared(const void* pointer, int bytes, const Site& at);
 void count_global(int bytes);
 
 // ---- the host's side; all of it may be called by several host threads at once ----

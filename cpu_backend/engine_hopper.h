@@ -62,7 +62,7 @@ template <class F> void observe_as(void*& proxy, const void* issue, F f) {
 }
 
 // For errors that are detected after the thread has continued.
-void report_for(const Fiber& issuer, Site at, const std::string& text) {
+void report_for(const Fiber& issuer, const Site& at, const std::string& text) {
   Runner& c = *issuer.thread.block->runner;
   report(block_name(issuer.thread.block_index) + " " + name_of(issuer.thread) + " at " +
          name_of(at) + ": " + text);
@@ -70,7 +70,7 @@ void report_for(const Fiber& issuer, Site at, const std::string& text) {
 }
 
 void check_shared_range(const void* pointer, uint64_t bytes, int alignment, const char* what,
-                        Site at) {
+                        const Site& at) {
   const uint64_t offset = static_cast<const unsigned char*>(pointer) - self->shared;
   if (offset > self->shared_bytes || bytes > self->shared_bytes - offset) {
     fail(at, "%s: %llu bytes at offset %lld of shared memory, which has %zu", what,
@@ -87,7 +87,7 @@ void check_shared_range(const void* pointer, uint64_t bytes, int alignment, cons
 // Fails if [offset, offset + bytes) contains a write whose thread has not executed
 // fence.proxy.async since. After a write by cp.async, its thread or this one must have executed the
 // fence after a wait for the mbarrier.
-void check_marks(uint64_t offset, int bytes, Site at) {
+void check_marks(uint64_t offset, int bytes, const Site& at) {
   const Block& b = *self->block;
   if (bytes == 16) {  // mostly there is none: quickly
     uint64_t marks[4];
@@ -120,7 +120,7 @@ uint64_t swizzle(uint64_t address, int line_bytes) {
 using Pieces = std::vector<std::pair<unsigned char*, int>>;
 
 // The box at coordinates c, in the order of shared memory before the swizzle.
-Pieces pieces_of(const CUtensorMap_st& map, const int* c, Site at) {
+Pieces pieces_of(const CUtensorMap_st& map, const int* c, const Site& at) {
   Pieces pieces;
   uint32_t i[5] = {};
   const auto add = [&](unsigned char* start, int elements) {
@@ -172,14 +172,14 @@ void for_parts(unsigned char* shared, int line_bytes, const Pieces& pieces, F f)
   }
 }
 
-void check_encoded(const CUtensorMap_st* map, Site at) {
+void check_encoded(const CUtensorMap_st* map, const Site& at) {
   if (reinterpret_cast<uintptr_t>(map) % 64 || map->magic != CUtensorMap_st::MAGIC) {
     fail(at, "this is no tensor map: none was encoded, or it is not aligned to 64 bytes");
   }
 }
 
 void check_map(const CUtensorMap_st* map, int rank, const int* coordinates, const void* shared,
-               Site at) {
+               const Site& at) {
   check_encoded(map, at);
   if (map->rank != rank) {
     fail(at, "a tensor map of %d dimensions is used with %d coordinates", map->rank, rank);
@@ -199,7 +199,7 @@ void check_map(const CUtensorMap_st* map, int rank, const int* coordinates, cons
 }
 
 // Fails if the mbarrier is not yet visible to asynchronous copies and to other CTAs of the cluster.
-void check_fenced(const Block& b, const uint64_t* barrier, Site at) {
+void check_fenced(const Block& b, const uint64_t* barrier, const Site& at) {
   for (const Block::Unfenced& u : b.unfenced) {
     if (u.mbarrier == barrier) {
       fail(at, "this mbarrier was initialised without a fence.mbarrier_init since");
@@ -210,7 +210,7 @@ void check_fenced(const Block& b, const uint64_t* barrier, Site at) {
 bool has_returned(const Block& b) { return size_t(b.done) == b.fibers.size(); }
 
 // The CTA of the cluster whose shared memory has these bytes.
-Block& block_of(const void* pointer, uint64_t bytes, Site at) {
+Block& block_of(const void* pointer, uint64_t bytes, const Site& at) {
   for (Block& b : self->block->runner->blocks) {
     const uint64_t offset = static_cast<const unsigned char*>(pointer) - b.shared;
     if (offset > b.shared_bytes || bytes > b.shared_bytes - offset) continue;
@@ -331,7 +331,7 @@ void write_global(Runner& c, const BulkStore& store) {
 
 // ---- wgmma ----
 
-Warpgroup& warpgroup(Site at) {
+Warpgroup& warpgroup(const Site& at) {
   Block& b = *self->block;
   const size_t i = self->linear / 128;
   if (b.fibers.size() < (i + 1) * 128) {
@@ -353,7 +353,7 @@ void start_warpgroups(Block& b) {
 }
 
 // The step of this thread, created if it is the first to arrive.
-Step& join(Warpgroup& w, Step::Kind kind, int value, bool& first, Site at) {
+Step& join(Warpgroup& w, Step::Kind kind, int value, bool& first, const Site& at) {
   const uint64_t i = w.position[self->linear % 128]++ - w.first;
   first = i == w.steps.size();
   if (first) {
@@ -425,7 +425,7 @@ struct Operand {
   }
 };
 
-void check_descriptor(const char* name, uint64_t descriptor, int rows, bool mn_major, Site at) {
+void check_descriptor(const char* name, uint64_t descriptor, int rows, bool mn_major, const Site& at) {
   const Operand o(descriptor);
   const int mode = int(descriptor >> 62), in_line_bytes = 2 * (mn_major ? std::min(rows, o.line_words) : 16);
   if (mode != 1 && mode != 2) {
@@ -626,7 +626,7 @@ void compute(Block& b, Warpgroup& w, Step& step) {
 }
 
 // Completes a chain of products.
-void deliver(Block& b, Warpgroup& w, const Chain& chain, Site at) {
+void deliver(Block& b, Warpgroup& w, const Chain& chain, const Site& at) {
   for (int t = 0; t < 128; t++) {
     float* const d = chain.d[t];
     uint32_t touched = 0;
@@ -649,7 +649,7 @@ void deliver(Block& b, Warpgroup& w, const Chain& chain, Site at) {
 }
 
 // Called by the last thread of the warpgroup that arrives at the wait.
-void retire(Warpgroup& w, int groups, Site at) {
+void retire(Warpgroup& w, int groups, const Site& at) {
   Block& b = *self->block;
   for (int t = 1; t < 128; t++) {
     if (w.position[t] != w.position[0]) {
@@ -741,7 +741,7 @@ void fence_proxy_async() {
   self->landings_fenced = self->landings_seen;
 }
 
-void arrive_after_copies(uint64_t* barrier, Site at) {
+void arrive_after_copies(uint64_t* barrier, const Site& at) {
   const Unobserved unobserved;
   check_shared(barrier, 8, at);
   Mbarrier m = Mbarrier::load(barrier, at);
@@ -756,7 +756,7 @@ void arrive_after_copies(uint64_t* barrier, Site at) {
   start_load(std::move(t));
 }
 
-void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, Site at) {
+void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, const Site& at) {
   observe_write(dst, bytes);
   const Unobserved unobserved;
   check_shared_range(dst, bytes, 16, "a bulk copy", at);
@@ -777,13 +777,13 @@ void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, Si
               barrier});
 }
 
-void prefetch_tensormap(const CUtensorMap_st* map, Site at) {
+void prefetch_tensormap(const CUtensorMap_st* map, const Site& at) {
   const Unobserved unobserved;
   check_encoded(map, at);
 }
 
 void tensor_load(void* dst, const CUtensorMap_st* map, const int* c, int rank, uint64_t* barrier,
-                 Site at) {
+                 const Site& at) {
   Pieces pieces;
   {
     const Unobserved unobserved;
@@ -803,7 +803,7 @@ void tensor_load(void* dst, const CUtensorMap_st* map, const int* c, int rank, u
               std::move(pieces), bytes, barrier});
 }
 
-void bulk_copy_to_cta(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, Site at) {
+void bulk_copy_to_cta(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, const Site& at) {
   observe_read(src, bytes);
   observe_write(dst, bytes);
   const Unobserved unobserved;
@@ -819,7 +819,7 @@ void bulk_copy_to_cta(void* dst, const void* src, uint32_t bytes, uint64_t* barr
               int(bytes), barrier});
 }
 
-static void bulk_store_or_add(void* dst, const void* src, uint32_t bytes, bool adds, Site at) {
+static void bulk_store_or_add(void* dst, const void* src, uint32_t bytes, bool adds, const Site& at) {
   observe_read(src, bytes);
   const Unobserved unobserved;
   check_shared_range(src, bytes, 16, "a bulk copy", at);
@@ -831,10 +831,10 @@ static void bulk_store_or_add(void* dst, const void* src, uint32_t bytes, bool a
   check_marks(from - self->shared, int(bytes), at);
   start_store({from, {}, false, {{static_cast<unsigned char*>(dst), int(bytes)}}, nullptr, at, adds});
 }
-void bulk_store(void* dst, const void* src, uint32_t bytes, Site at) { bulk_store_or_add(dst, src, bytes, false, at); }
-void bulk_add(float* dst, const float* src, uint32_t bytes, Site at) { bulk_store_or_add(dst, src, bytes, true, at); }
+void bulk_store(void* dst, const void* src, uint32_t bytes, const Site& at) { bulk_store_or_add(dst, src, bytes, false, at); }
+void bulk_add(float* dst, const float* src, uint32_t bytes, const Site& at) { bulk_store_or_add(dst, src, bytes, true, at); }
 
-void tensor_store(const CUtensorMap_st* map, const int* c, int rank, const void* src, Site at) {
+void tensor_store(const CUtensorMap_st* map, const int* c, int rank, const void* src, const Site& at) {
   {
     const Unobserved unobserved;
     check_map(map, rank, c, src, at);
@@ -887,7 +887,7 @@ void bulk_wait(int groups, bool read_only) {
   }
 }
 
-void wgmma(const Product& p, Site at) {
+void wgmma(const Product& p, const Site& at) {
   const Unobserved unobserved;
   Warpgroup& w = warpgroup(at);
   const int t = self->linear % 128, words = p.n / 2;
@@ -955,7 +955,7 @@ void wgmma(const Product& p, Site at) {
   for (int i = 0; i < words; i++) memcpy(p.d + i, &IN_FLIGHT, 4);
 }
 
-void wgmma_fence(Site at) {
+void wgmma_fence(const Site& at) {
   const Unobserved unobserved;
   Warpgroup& w = warpgroup(at);
   const int t = self->linear % 128;
@@ -965,13 +965,13 @@ void wgmma_fence(Site at) {
   for (Known& k : w.known[t]) k.checksum = checksum(k.registers, k.words);
 }
 
-void wgmma_commit(Site at) {
+void wgmma_commit(const Site& at) {
   const Unobserved unobserved;
   bool first;
   join(warpgroup(at), Step::Kind::commit, 0, first, at);
 }
 
-void wgmma_wait(int groups, Site at) {
+void wgmma_wait(int groups, const Site& at) {
   const Unobserved unobserved;
   Warpgroup& w = warpgroup(at);
   if (!w.arrived) {
@@ -992,7 +992,7 @@ void wgmma_wait(int groups, Site at) {
   acquire(&self->block->proxies[self->linear / 128]);
 }
 
-void setmaxnreg(int registers, int ctas, bool increase, Site at) {
+void setmaxnreg(int registers, int ctas, bool increase, const Site& at) {
   const Unobserved unobserved;
   if (registers < 24 || registers > 256 || registers % 8) {
     fail(at, "setmaxnreg: %d registers are no multiple of 8 from 24 to 256", registers);

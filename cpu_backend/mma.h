@@ -28,7 +28,7 @@ namespace detail {
 inline int row_of(int lane, int i) { return lane / 4 + i / 2 % 2 * 8; }
 inline int col_of(int lane, int i) { return 2 * (lane % 4) + i % 2 + i / 4 * 8; }
 
-template <class T> void check(const T* tile, unsigned ldm, simt::Site at) {
+template <class T> void check(const T* tile, unsigned ldm, const simt::Site& at) {
   if (reinterpret_cast<uintptr_t>(tile) % 32) simt::fail(at, "a wmma tile is not 32-byte aligned");
   if (ldm * sizeof(T) % 16) simt::fail(at, "wmma: a leading dimension of %u elements is no multiple "
                                            "of 16 bytes", ldm);
@@ -50,7 +50,7 @@ template <class T> void check(const T* tile, unsigned ldm, simt::Site at) {
 // The shared-memory accesses of a load, as on sm_80 and newer. 16-bit elements: an ldmatrix of four
 // 8x8 matrices, where lane 8i + r accesses row r of matrix i. 32-bit accumulators: pairs of
 // columns.
-template <class T> void count(const T* tile, unsigned ldm, simt::Site at) {
+template <class T> void count(const T* tile, unsigned ldm, const simt::Site& at) {
   if (!simt::self->counting) return;
   const size_t offset = reinterpret_cast<const unsigned char*>(tile) - simt::self->shared;
   if (offset >= simt::self->shared_bytes) return;
@@ -64,7 +64,7 @@ template <class T> void count(const T* tile, unsigned ldm, simt::Site at) {
   }
 }
 
-inline void meet(simt::Site at) { simt::warp_collective(~0u, nullptr, nullptr, at); }
+inline void meet(const simt::Site& at) { simt::warp_collective(~0u, nullptr, nullptr, at); }
 
 template <class T, class Sum> struct MmaArgs {
   const T *a, *b;

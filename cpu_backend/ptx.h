@@ -180,7 +180,7 @@ template <int N, bool TRANS, bool STORE> inline void move_matrices(void* const a
 // Each lane accesses its own row: the instruction does not order memory accesses of different
 // lanes.
 template <int N, bool TRANS, bool STORE>
-inline void matrix_collective(void* row_s, uint32_t* registers, simt::Site at) {
+inline void matrix_collective(void* row_s, uint32_t* registers, const simt::Site& at) {
   MatrixArgs mine;
   mine.registers = registers;
   const bool has_row = simt::self->lane < 8 * N;
@@ -320,7 +320,7 @@ inline uint32_t sub_f16x2(uint32_t a, uint32_t b) {
   return out;
 }
 
-inline uint32_t thread_index_anew() { return threadIdx.x; }
+inline uint32_t mov_tid_x() { return threadIdx.x; }
 
 // ---- barriers ----
 

@@ -69,13 +69,13 @@ class Instance : public Inputs {
     if (trouble.empty()) trouble = check_more(*this);
     if (trouble.empty() && backward_) trouble = check_backward(figures);
     for (int n = 0; n < repeats && trouble.empty(); n++) {
-      trouble = check_again("of two runs on the same inputs differs");
+      trouble = check_again();
     }
     return trouble;
   }
   // Runs again. Returns a sentence if the results are not bitwise equal to those of the checked
   // run.
-  string check_again(const char* sentence) {
+  string check_again(const char* sentence = "of two runs on the same inputs differs") {
     const string trouble = run_once();
     return trouble.empty() ? difference(sentence) : trouble;
   }

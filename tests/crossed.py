@@ -9,9 +9,9 @@ members meet. Each problem is checked against the reference.
 kernels. Builds that together have each value of each knob run more, until these are of all kinds that the build takes. Each
 path of tests/paths.py must be taken in a build of each kind that has it.
 
---quick selects some of these builds: those that together have, for each kind of kernel, each value of a knob other than its
-default, and each pair of such values in some kind. Fewer run problems of all kinds: those that have each value in some kernel
-with mma.sync and in some with wgmma. A path must be taken in one kind of each of these two families.
+--quick covers less: for each kind of kernel each value of a knob other than its default, and each pair of such values in some
+kind. Builds that together have each value in some kernel with mma.sync and in some with wgmma run problems of all kinds. A path
+must be taken in one kind of each of these two families.
 usage: tests/crossed.py [REGEX] [--features [--quick]] [--show] [--link FILE...]
   REGEX   the builds whose kind and knobs match, as in "mma.* HEAD_DIM_V"
   --show  print the builds, their problems and the pairs that no legal build has, and stop
@@ -69,7 +69,7 @@ TYPED = ("HEAD_DIM", "HEAD_DIM_V", "DTYPE", "OUT_DTYPE", "VEC_WIDTH", "BLOCK_M",
 # --features: the knobs of which every two values meet, by the values to try; of a kind also its own. Other knobs take some
 # legal value. USE_SOFTCAP=2 is USE_SOFTCAP=1 with another tanh, but for a kernel that has a polynomial for the latter. USE_BIAS=3 and 5
 # are USE_BIAS=1 and 4 with another type, and USE_PAGES=2 takes the pages of USE_PAGES=1: a kind whose code is the same has one of them.
-FEATURES = dict(DTYPE="FP16 BF16", HEAD_DIM="64 96", USE_SOFTCAP="1 0", USE_BIAS="1 2 3 4 0", USE_KEY_MASK="1 0", USE_SINKS="1 0", USE_LENGTHS="1 0", USE_PAGES="0 1 2",
+FEATURES = dict(DTYPE="FP16 BF16", KV_DTYPE="AUTO", HEAD_DIM="64 96", USE_SOFTCAP="1 0", USE_BIAS="1 2 3 4 0", USE_KEY_MASK="1 0", USE_SINKS="1 0", USE_LENGTHS="1 0", USE_PAGES="0 1 2",
                 SPLIT_KV="1 2", SPLIT_CTAS="1 0", PACK_GQA="0 1", USE_LAZY_MAX="1 0", OVERLAP="1 0", SKIP_MASKED="0 1")
 FEATURES_OF = dict(
     scalar=dict(DTYPE="FP16 FP8_E4M3", USE_SOFTCAP="2 0", SPLIT_CTAS="1", USE_BIAS="3 2 0", USE_PAGES="0 2"),
@@ -282,32 +282,45 @@ class Kind:
                 elif pair not in self.pairs:
                     self.impossible.append(pair)
 
-    def complete(self, fixed):
+    def complete(self, fixed, tries=1000):
         """A legal build with these knobs, or None. Tries random builds, and neighbours of known legal ones."""
         domains = {knob: [fixed[knob]] if knob in fixed else values for knob, values in self.values.items()}
-        found = self.judge.complete(domains, 1000)
+        found = self.judge.complete(domains, tries)
         for one in self.near:
             if found:
                 break
-            found = self.judge.complete({knob: values + [one[knob]] * (6 * (len(values) > 1)) for knob, values in domains.items()}, 2000)
+            weighted = {knob: values + [one[knob]] * (6 * (len(values) > 1)) for knob, values in domains.items()}
+            found = self.judge.complete(weighted, 2 * tries)
         return found
 
     def pairs_of(self, build):
         pairs = {tuple((knob, build[knob]) for knob in knobs) for knobs in self.sets}
         return pairs | {one for one in self.together if all(build[knob] == value for knob, value in one)}
 
+    def features_of(self, build=None):
+        """The values and pairs of a build, or of all, that have no default; and its combinations."""
+        return {one for one in (self.pairs_of(build) if build else self.pairs)
+                if one in self.together or all(value != self.judge.rows[knob][0] for knob, value in one)}
+
+    def words(self, build):
+        """The knobs of a build that are not defaults."""
+        return " ".join(f"{knob}={value}" for knob, value in build.items() if value != self.judge.rows[knob][0])
+
+    def candidate(self, left):
+        """A legal build with several of these pairs, or None."""
+        fixed, found = {}, None
+        for pair in self.random.sample(left, min(len(left), PAIRS_AT_ONCE)):
+            more = fixed | dict(pair)
+            if all(more[knob] == value for knob, value in (*fixed.items(), *pair)) and (one := self.complete(more, 100)):
+                fixed, found = more, one
+        return found
+
     def builds(self):
         """Builds that cover all pairs of the kind. Each has the most new pairs of several candidates."""
         builds, left = [], set(self.pairs)
         while left:
-            tried = []
-            for _ in range(CANDIDATES):
-                fixed, found = {}, None
-                for pair in self.random.sample(sorted(left), min(len(left), PAIRS_AT_ONCE)):
-                    more = fixed | dict(pair)
-                    if all(more[knob] == value for knob, value in (*fixed.items(), *pair)) and (one := self.complete(more)):
-                        fixed, found = more, one
-                tried += [found] if found else []
+            ordered = sorted(left)
+            tried = list(filter(None, (self.candidate(ordered) for _ in range(CANDIDATES))))
             if tried:
                 builds.append(max(tried, key=lambda build: len(left & self.pairs_of(build))))
                 left -= self.pairs_of(builds[-1])
@@ -373,20 +386,18 @@ class Problems:
 
 @dataclass(frozen=True)
 class Crossed:
-    """A build, and the options of its problems, or of a sweep. features: the values, pairs and combinations of TOGETHER_OF that a
-    build with a sweep covers, without defaults."""
+    """A build, and the options of its problems, or of a sweep."""
     kind: str
     knobs: str
     problems: tuple
-    features: frozenset = frozenset()
-
-    @property
-    def family(self):
-        """Kinds of a family share most of their code."""
-        return "wgmma" if self.kind.startswith("wgmma") else "mma"
 
     def __str__(self):
         return f"{self.kind}: {self.knobs}"
+
+
+def family(kind):
+    """Kinds of a family share most of their code."""
+    return "wgmma" if kind.startswith("wgmma") else "mma"
 
 
 def covering(left, builds, covered_by):
@@ -401,38 +412,43 @@ def covering(left, builds, covered_by):
 ALL_PROBLEMS = "--sweep 8 --all-kinds"
 
 
-def cross_features(judge, name, shows_impossible):
-    """Returns the builds of a kind that cross FEATURES, and the number of legal pairs in none of them."""
-    kind = Kind(judge, name, KINDS[name] | FEATURES_OF[name], FEATURES | FEATURES_OF[name], TOGETHER_OF.get(name, ()))
+def cross_features(kind):
+    """Builds of a kind that cross FEATURES. Those that together have each value and combination run problems of all kinds."""
     builds = kind.builds()
-    covered = kind.pairs & set().union(*map(kind.pairs_of, builds))
-    print(f"{name:<16} {len(covered):>5} of {len(kind.pairs):<5} {len(kind.impossible):>4} {len(builds):>6}")
-    if shows_impossible:
-        print(*("  no legal build has " + " ".join(map("=".join, pair)) for pair in kind.impossible), sep="\n")
     of_values = {one for one in kind.pairs if len(one) == 1} | kind.together & kind.pairs
-    with_all, found = covering(of_values, builds, kind.pairs_of), []
-    for number, build in enumerate(builds):
-        knobs = " ".join(f"{knob}={value}" for knob, value in build.items() if value != judge.rows[knob][0])
-        problems = ALL_PROBLEMS if build in with_all else f"--sweep 4 --seeds {number}"
-        features = {one for one in kind.pairs_of(build)
-                    if one in kind.together or all(value != judge.rows[knob][0] for knob, value in one)}
-        found.append(Crossed(name, knobs, (problems,), frozenset(features)))
-    return found, len(kind.pairs) - len(covered)
+    with_all = covering(of_values, builds, kind.pairs_of)
+    return [Crossed(kind.name, kind.words(build), (ALL_PROBLEMS if build in with_all else f"--sweep 4 --seeds {number}",))
+            for number, build in enumerate(builds)]
 
 
-def selected(builds):
-    """The builds that --quick runs, and their problems."""
-    def by_family(build):
-        return {(build.kind if len(one) > 2 else build.family, one) for one in build.features if len(one) != 2}
+def cross_few_features(kinds):
+    """The builds of --quick. Each has the most that is new of several candidates of each kind."""
+    def covers(kind, one):
+        return "any" if len(one) == 2 else kind.name, one
 
-    def by_kind(build):
-        return {(build.kind if len(one) != 2 else "any", one) for one in build.features}
-    with_all = [build for build in builds if build.problems == (ALL_PROBLEMS,)]
-    with_all = covering(set().union(*map(by_family, with_all)), with_all, by_family)
-    left = set().union(*map(by_kind, builds)) - set().union(*map(by_kind, with_all))
-    others = covering(left, [build for build in builds if build not in with_all], by_kind)
-    fewer = "--sweep 8"  # the first problems of all kinds
-    return with_all + [replace(build, problems=(fewer,)) if build.problems == (ALL_PROBLEMS,) else build for build in others]
+    def covered_by(build):
+        kind, knobs = build
+        return {covers(kind, one) for one in kind.features_of(knobs)}
+
+    def covered_in_family(build):
+        kind, knobs = build
+        return {(kind.name if len(one) > 2 else family(kind.name), one) for one in kind.features_of(knobs) if len(one) != 2}
+    # Pairs of two features; other knobs of a kind meet some of them.
+    of_kind = {kind: sorted(one for one in kind.features_of() if len(one) != 2 or dict(one).keys() <= FEATURES.keys())
+               for kind in kinds}
+    left = {covers(kind, one) for kind, features in of_kind.items() for one in features}
+    builds = []
+    while left:
+        tried = []
+        for kind, features in of_kind.items():
+            of_kind[kind] = [one for one in features if covers(kind, one) in left]
+            tried += [(kind, build) for build in (kind.candidate(of_kind[kind]) for _ in range(CANDIDATES // 4)) if build]
+        if tried:
+            builds.append(max(tried, key=lambda build: len(left & covered_by(build))))
+            left -= covered_by(builds[-1])
+    with_all = covering(set().union(*map(covered_in_family, builds)), builds, covered_in_family)
+    return [Crossed(kind.name, kind.words(build), (ALL_PROBLEMS if (kind, build) in with_all else f"--sweep 4 --seeds {number}",))
+            for number, (kind, build) in enumerate(builds)]
 
 
 def cross(judge, name, shows_impossible):
@@ -472,15 +488,25 @@ COVERAGE = ["--coverage", "-fprofile-update=atomic", r"-fprofile-filter-files=.*
 UNCOVERED = ("scalar",)
 
 
+@bugs.once
+def headers_of_lines(builder):
+    """The headers of sdpa.cu, precompiled for builds with and without coverage."""
+    name = "line.h"
+    builder.write(name, "\n".join(re.findall(r"^#include <[\w.]+>", builder.texts["sdpa.cu"], re.MULTILINE)) + "\n")
+    builder.compile("plain", "-Og", *COVERAGE, "-x", "c++-header", name, "-o", name + ".gch")
+    return name
+
+
 def sweep_build(builder, build, parts, taken, scope):
-    """Returns the failures as lines. Updates taken: {(scope, path): True if a build of the scope took it}. scope: "kind" or
-    "family"."""
+    """Returns the failures as lines. Updates taken: {(scope, path): True if a build of the scope took it}. scope: a function of
+    the kind."""
     name = f"features{next(builder.numbers)}"
-    coverage = [] if build.kind in UNCOVERED else COVERAGE
+    # Four problems take few paths, and counting costs a tenth of a build's time.
+    coverage = [] if build.kind in UNCOVERED or build.problems != (ALL_PROBLEMS,) else COVERAGE
     try:
-        options = ["-Og", *coverage]
-        line = builder.compile("plain", *options, "-include", builder.headers("plain", *options),
-                               *("-D" + knob for knob in build.knobs.split()), "-DSDPA_LINE_ONLY", "-x", "c++", "-c", os.path.join(bugs.ROOT, "sdpa.cu"), "-o", name + ".o")
+        line = builder.compile("plain", "-Og", *coverage, "-include", headers_of_lines(builder),
+                               *("-D" + knob for knob in build.knobs.split()), "-DSDPA_LINE_ONLY", "-x", "c++", "-c",
+                               os.path.join(bugs.ROOT, "sdpa.cu"), "-o", name + ".o")
         objects = parts or [*builder.harness("plain"), builder.engine("plain")]
         executable = builder.compile("plain", *coverage, line, *objects, "-o", name)
     except bugs.Broken as error:
@@ -490,7 +516,7 @@ def sweep_build(builder, build, parts, taken, scope):
     words = [line for line in done.stdout.split("\n") if re.search(r"FAIL \S+:|^repeat|missing:|have none|rror", line) and "," not in line[:20]]
     if not done.returncode and coverage:
         for path, is_taken in paths.taken(builder.folder, name, build.knobs, builder.texts["sdpa.cu"]).items():
-            key = getattr(build, scope), path
+            key = scope(build.kind), path
             taken[key] = taken.get(key, False) or is_taken
     if not done.returncode:
         words = []
@@ -510,13 +536,20 @@ def main():
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(int(os.environ.get("JOBS", os.cpu_count()))) as pool:
         judge, builds, uncovered = Judge(Tree(), folder), [], 0
-        print("pairs             of features  none builds" if options.features else
-              "pairs          of knobs       none  and of members   builds  problems")
-        for name in FEATURES_OF if options.features else KINDS:
-            of_kind, missing = (cross_features if options.features else cross)(judge, name, options.show)
-            builds, uncovered = builds + of_kind, uncovered + missing
-        if options.features and options.quick:
-            builds = selected(builds)
+        if options.features:
+            kinds = [Kind(judge, name, KINDS[name] | of_kind, FEATURES | of_kind, TOGETHER_OF.get(name, ()))
+                     for name, of_kind in FEATURES_OF.items()]
+            of_kinds = [cross_few_features(kinds)] if options.quick else map(cross_features, kinds)
+            builds = [build for of_kind in of_kinds for build in of_kind]
+            if options.show:
+                for kind in kinds:
+                    print(f"{kind.name}: {len(kind.pairs)} pairs of features; no legal build has",
+                          "; ".join(" ".join(map("=".join, pair)) for pair in kind.impossible))
+        else:
+            print("pairs          of knobs       none  and of members   builds  problems")
+            for name in KINDS:
+                of_kind, missing = cross(judge, name, options.show)
+                builds, uncovered = builds + of_kind, uncovered + missing
         chosen = [build for build in builds if re.search(options.only, str(build))]
         if options.show:
             print(*("\n  ".join([str(build), *build.problems]) for build in chosen), sep="\n")
@@ -528,7 +561,7 @@ def main():
         taken = {}
         try_one = functools.partial(
             sweep_build, parts=[os.path.abspath(part) for part in options.link], taken=taken,
-            scope="family" if options.quick else "kind") if options.features else try_build
+            scope=family if options.quick else str) if options.features else try_build
         tried = [pool.submit(try_one, builder, build) for build in chosen]
         failed = []
         for one in as_completed(tried):

@@ -40,7 +40,7 @@ vector<PlannedItem> noted;  // by all CTAs of a launch
 template <class B> void note_items(const KernelArgs a) {
   if (threadIdx.x != 0) return;
   const uint32_t step = B::use_persistent_cta ? gridDim.x : a.work_items;
-  for (uint32_t i = B::use_persistent_cta ? blockIdx.x : item_number_of_cta<B>(a); i < a.work_items; i += step) {
+  for (uint32_t i = B::use_persistent_cta ? blockIdx.x : item_index_of_cta<B>(a); i < a.work_items; i += step) {
     const PlannedItem item = work_item<B>(a, i);
     const std::lock_guard<std::mutex> lock(noted_mutex);
     if (item.ranges > 0) noted.push_back(item);
@@ -271,7 +271,7 @@ template <class B> struct PlanCheck {
     expect(reinterpret_cast<const unsigned char*>(merges + room.items) <= scratch + plan_end, "merges lie in the partial results");
     expect(std::all_of(scratch + plan_end, scratch + std::min(counters_at, plan_end + 4096), [](int x) { return x == 0xa5; }),
            "written behind the plan");
-    expect(plan.drawn == 0, "the queue does not begin with item 0");
+    expect(plan.fetched == 0, "the queue does not begin with item 0");
     if (trouble.empty()) check_items(plan, planned, merges, room, is_typed);
     if (trouble.empty()) check_heads(a, plan, planned, groups, parts, counters, has_kernel);
     cudaFree(call.scratch);

@@ -1,6 +1,9 @@
 """Tests of tools/engine.py and tools/builds.py without a GPU: the error rates of the verdict on simulated GPUs, the faults that
 the check detects, and refusals."""
+import contextlib
 import csv
+import dataclasses
+import itertools
 import math
 import os
 import re
@@ -21,14 +24,13 @@ import accuracy  # noqa: E402
 import builds  # noqa: E402
 import engine  # noqa: E402
 import gates  # noqa: E402
-import peers  # noqa: E402
 import steps  # noqa: E402
 
 
 class FakeGpu:
-    """A GPU with NumPy memory and a simulated clock: a replay takes the time of its graph plus a GPU's noise. Options add slow
-    drift, hiccups, a power limit (the clock keeps the last contender's value for a while, and may dip for a fifth of each
-    second), throttling, and a neighbour that takes memory bandwidth in slices or in gusts."""
+    """A GPU with NumPy memory and a simulated clock: a replay takes the time of its graph plus noise. Options add slow drift,
+    hiccups, a power limit (the clock keeps the last contender's value for a while, and may dip for a fifth of each second), and a
+    neighbour that takes memory bandwidth in slices or in gusts."""
     name, arch, cuda = "Fake", "90a", "13.0"
 
     gust = False
@@ -36,13 +38,12 @@ class FakeGpu:
     class nvml:
         driver = "1"
 
-    def __init__(self, seed=0, noise=0.001, drift=0.0, hiccups=0.0, power=None, dips=False, hog_at=math.inf,
-                 hot_at=math.inf, gusts=0.0):
+    def __init__(self, seed=0, noise=0.001, drift=0.0, hiccups=0.0, power=None, dips=False, hog_at=math.inf, gusts=0.0):
         self.rng = np.random.default_rng(seed)
         self.noise, self.drift, self.hiccups, self.power = noise, drift, hiccups, power or {}
         self.dip_at = self.rng.random() if dips else math.inf
         self.gusts, self.turn_at = gusts, self.rng.exponential(gusts)
-        self.hog_at, self.hot_at, self.now, self.clock, self.memory = hog_at, hot_at, 0.0, 1.0, {}
+        self.hog_at, self.now, self.clock, self.memory = hog_at, 0.0, 1.0, {}
 
     def seconds(self):
         return self.now
@@ -68,11 +69,8 @@ class FakeGpu:
                     self.dip_at += (now > self.dip_at + 0.2) * (0.8 + 0.4 * self.rng.random())
                 self.clock += (goal - self.clock) * (1 - math.exp(-t * 1e-6 / 0.01))
                 times[i] = t / self.clock
-        hot = self.now > self.hot_at
-        if hot:
-            times *= 1.3
         self.now += times.sum() * 1e-6 + 50e-6
-        return list(times), (int(1980 * self.clock * (0.75 if hot else 1)), 4 * bool(self.power) + 0x20 * hot)
+        return list(times), (int(1980 * self.clock), 4 * bool(self.power))
 
     # What a Bench needs.
     def allocate(self, size):
@@ -110,13 +108,11 @@ def graphs(a_us, b_us):
 
 
 def verdicts(count, ratio, us=20.0, budget_s=None, **gpu):
-    """Counts the verdicts of `count` comparisons, each on a fake GPU of its own."""
-    found = {}
+    """The verdicts of `count` comparisons, each on a fake GPU of its own."""
+    found = []
     for seed in range(count):
         fake = FakeGpu(seed, **gpu)
-        _, decided = engine.compare(fake, graphs(us, us * ratio), budget_s=budget_s, seed=seed)
-        verdict = decided["B"]
-        found[verdict.verdict] = found.get(verdict.verdict, 0) + 1
+        found.append(engine.compare(fake, graphs(us, us * ratio), budget_s=budget_s, seed=seed)[1]["B"].verdict)
         assert fake.now < 20, "too slow"
     return found
 
@@ -133,7 +129,7 @@ def test_error_rates(ratio, count, wanted, least, gpus):
     """A line is the SAME as itself. With 1% more it is SLOWER, with 0.5% more mostly. It is never FASTER."""
     for gpu in gpus:
         found = verdicts(count, ratio, **gpu)
-        assert found.get(wanted, 0) >= least and "FASTER" not in found and (ratio > 1 or "SLOWER" not in found), (gpu, found)
+        assert found.count(wanted) >= least and "FASTER" not in found and (ratio > 1 or "SLOWER" not in found), (gpu, found)
 
 
 @pytest.mark.parametrize("ratio,us,gpu,allowed", [
@@ -156,15 +152,7 @@ def test_power_that_a_contender_draws_counts():
         assert series.at_power_limit()
 
 
-def series_of(count, turns):
-    """A Series with `count` identical blocks {contender: turn}."""
-    series = engine.Series(None, dict.fromkeys(turns), engine.PACE)
-    series.blocks = [{key: [turn, turn] for key, turn in turns.items()} for _ in range(count)]
-    return series
-
-
-@pytest.mark.parametrize("half", (0, 1))
-@pytest.mark.parametrize("side", "AB")
+@pytest.mark.parametrize("side,half", [("A", 0), ("B", 1)])
 def test_which_pairs_are_thrown_out(side, half):
     """Pairs are discarded if either side was throttled or ran at an unusual clock. The power limit, an idle GPU, a clock set by the
     user and a third contender's state discard nothing."""
@@ -172,14 +160,13 @@ def test_which_pairs_are_thrown_out(side, half):
     usual = math.log(111 / 101)
 
     def pairs(at=side, **changes):
-        series = series_of(8, turns)
+        series = engine.Series(None, turns, engine.PACE)
+        series.blocks = [{key: [turn, turn] for key, turn in turns.items()} for _ in range(8)]
         series.blocks[5][at][half] = turns[at]._replace(us=(200.0,), **changes)
         return series.ratios("B", "A")
     all_kept, thrown = [usual] * 16, ([usual] * 15, 1)
     all_kept[2 * 5 + half] = math.log(111 / 200 if side == "A" else 200 / 101)
-    kept = {bit for bit in range(64) if pairs(throttle=1 << bit) == (all_kept, 0)}
-    assert kept == {0, 1, 2, 8} and all(pairs(throttle=1 << bit) == thrown for bit in set(range(64)) - kept)
-    assert pairs(throttle=4 | 32) == thrown
+    assert {bit for bit in range(64) if pairs(throttle=1 << bit) == (all_kept, 0)} == {0, 1, 2, 8} and pairs(throttle=4 | 32) == thrown
     own = turns[side].clock_mhz
     for factor, throttle, want in ((0.89, 0, thrown), (1.11, 2, thrown), (0.91, 0, (all_kept, 0)),
                                    (1.09, 1, (all_kept, 0)), (0.5, 4, (all_kept, 0))):
@@ -189,35 +176,24 @@ def test_which_pairs_are_thrown_out(side, half):
     assert pairs() == (all_kept, 0)
 
 
-def test_a_turn_times_what_is_warm(monkeypatch):
+@pytest.mark.parametrize("pace,asked,us,slept", [
+    (engine.Pace(1000, 3500, 2), (12, 3, 5), [n / 10 for n in range(4, 13)], []),
+    (engine.Pace(0, 100, 3, rest_s=0.3), (3, 0, 0), [0.1, 0.2, 0.3], [0.3])])
+def test_a_turn_times_what_is_warm(monkeypatch, pace, asked, us, slept):
     """A turn warms up and measures for the times in the pace, and appends untimed replays unless the GPU rests before."""
-    asked, told, slept = [], [], []
-
-    class Counts:
-        def replay(self, graph, count, warm=0, behind=0):
-            asked.append((count, warm, behind))
-            return list(range(1, count + 1)), (1500, 4, 300.0)
-    monkeypatch.setattr(engine.time, "sleep", slept.append)
-
-    def turn(*pace, **more):
-        return engine.Series(Counts(), {"A": engine.Graph(None, 10, 400.0)}, engine.Pace(*pace, **more),
-                             lambda *x: told.append(x)).turn("A")
-    found = turn(1000, 3500, 2)
-    assert asked == [(12, 3, 5)] and found == ((*(n / 10 for n in range(4, 13)),), 1500, 4, 300.0) and told == [("A", found)] and not slept
-    assert turn(0, 100, 3, rest_s=0.3).us == (0.1, 0.2, 0.3) and asked[1] == (3, 0, 0) and slept == [0.3]
+    rests, told = [], []
+    monkeypatch.setattr(engine.time, "sleep", rests.append)
+    gpu = SimpleNamespace(replay=lambda graph, *counts: (list(range(1, counts[0] + 1)), (1500, 4, 300.0)) if counts == asked else None)
+    turn = engine.Series(gpu, {"A": engine.Graph(None, 10, 400.0)}, pace, lambda *x: told.append(x)).turn("A")
+    assert turn == (tuple(us), 1500, 4, 300.0) and told == [("A", turn)] and rests == slept
 
 
 def test_judge_by_hand():
-    assert engine.judge([0.01] * 8).verdict == "SLOWER"
-    assert engine.judge([-0.01] * 8).verdict == "FASTER"
-    assert engine.judge([0.001] * 8).verdict == "SAME"
-    assert engine.judge([0.01] * 3).verdict == "UNCLEAR"
-    assert engine.judge([0.006] * 8).verdict == "SLOWER" and engine.judge([0.006] * 8, us=4).verdict == "SAME"
-    assert engine.judge([-0.01] * 8, us=4).verdict == "FASTER"
-    # Each limit from both sides: 0.3% for a difference, 0.5% for none, and 30 ns for both.
+    """Each limit from both sides: 0.3% for a difference, 0.5% for none, and 30 ns for both."""
     for ratio, us, verdict in ((0.0031, 1e9, "SLOWER"), (0.0029, 1e9, "SAME"), (0.0151, 2, "SLOWER"), (0.0149, 2, "SAME")):
         assert engine.judge([ratio] * 8, us=us).verdict == verdict and engine.judge([-ratio] * 8, us=us).verdict == verdict.replace("SLOW", "FAST")
     assert engine.judge([0.0045, 0.0055] * 8).verdict == "SLOWER" and engine.judge([0.001, 0.0045] * 4).verdict == "UNCLEAR"
+    assert engine.judge([0.01] * 7).verdict == "UNCLEAR"
 
 
 @pytest.mark.parametrize("count", [8, 25])
@@ -251,16 +227,12 @@ def test_a_table_keeps_its_rows_and_prints_them(tmp_path, capsys):
 def test_problems():
     p = engine.parse_problem("2,8,4,100,70,128,bf16,br")
     assert (p.shape, p.Hkv, p.Sk, p.D, p.dtype, p.causal) == ("2x8x4x100x70", 4, 70, 128, "bf16", "br")
-    assert p.visible()[0] == 0 and p.visible()[99] == 70 and p.visible()[30] == 1
-    assert p.columns()["window"] == "" and str(p) == "2x8x4x100x70 br"
+    assert [p.visible()[q] for q in (0, 30, 99)] == [0, 1, 70] and p.columns()["window"] == "" and str(p) == "2x8x4x100x70 br"
     p = engine.parse_problem("1,2,2,100,70,64,bf16,br,9")  # a query's own key, and nine before it
-    begin, end = p.bounds()
-    assert [list(bound[[0, 30, 45, 99]]) for bound in (begin, end)] == [[0, 0, 6, 60], [0, 1, 16, 70]]
+    assert [list(bound[[0, 30, 45, 99]]) for bound in p.bounds()] == [[0, 0, 6, 60], [0, 1, 16, 70]]
     assert p.columns()["window"] == "9:-1" and str(p) == "1x2x2x100x70 br window 9" and engine.params_of(p).window_left == 9
     assert p.flops() == 4 * 64 * 2 * sum(min(q + 1, 10) for q in range(70))
     assert list(engine.parse_problem("1,1,1,3,8,64,bf16,off,1").visible()) == [8, 8, 7]
-    assert engine.parse_problem("mission").typed(64, "fp16").flops() == 4 * 64 * 8 * 512 * 512
-    assert engine.parse_problem("decode1").Sk == 32768
     for text in ("huge", "1,2,3,4", "1,3,2,8,8", "1,1,1,0,8", "mission,64,fp8", "mission,64,fp16,up", "mission,64,fp16,br,-1",
                  "mission,64,fp16,br,9999999999"):
         with pytest.raises(builds.Refused, match="want small, mission"):
@@ -283,10 +255,9 @@ class FakeKernel:
     """Attention head by head in float32; `harm` changes O and LSE."""
     torch = SimpleNamespace(__version__="2.0", backends=SimpleNamespace(cudnn=SimpleNamespace(version=lambda: 92700)))
     version = engine.LoadedTorch.version  # by its text and torch
-    text = "fake"
 
-    def __init__(self, harm=lambda O, LSE: None, us=20.0, line=builds.Torch("torch:math")):
-        self.harm, self.us, self.line = harm, us, line
+    def __init__(self, harm=lambda O, LSE: None, us=20.0, line=builds.Torch("torch:math"), text="fake"):
+        self.harm, self.us, self.line, self.text = harm, us, line, text
 
     def prepare(self, gpu, tensors, p):
         out = "fp16" if p.dtype in engine.FACTORS else p.dtype
@@ -317,45 +288,33 @@ class FakeKernel:
         return enqueue, lambda: None
 
 
-def check_of(harm, shape="1,4,2,70,90,64,fp16,br"):
-    problem = engine.parse_problem(shape)
-    bench = engine.Bench(FakeGpu(), {"A": FakeKernel(harm)}, {"A": problem})
-    return bench.checks["A"]
-
-
-@pytest.mark.parametrize("shape", ["1,4,2,70,90,64,fp16,br", "2,2,1,90,40,64,bf16,br", "1,1,1,1,5,128,fp16,tl",
-                                   "1,2,1,40,50,64,e4m3,br"])
-def test_a_right_kernel_passes(shape):
-    check = check_of(lambda O, LSE: None, shape)
-    assert check.passed and check.rel_rms < 8e-3 and check.rows, check
-
-
 def shift_heads(O, LSE):
     O[:] = np.roll(O, 1, axis=1)
 
 
-@pytest.mark.parametrize("harm", [
-    lambda O, LSE: O.fill(0), shift_heads, lambda O, LSE: O.__setitem__((0, 1, 33, 5), 0xffff),
-    lambda O, LSE: O.__setitem__((0, 0, 0), O[0, 0, 0] + 8), lambda O, LSE: LSE.__iadd__(0.01),
-    lambda O, LSE: LSE.__setitem__((0, 2, 7), math.nan)])
-def test_a_wrong_kernel_does_not(harm):
-    check = check_of(harm)
-    assert not check.passed and check.sentence
+@pytest.mark.parametrize("shape,harm", [
+    *((shape, None) for shape in ("1,4,2,70,90,64,fp16,br", "2,2,1,90,40,64,bf16,br", "1,1,1,1,5,128,fp16,tl", "1,2,1,40,50,64,e4m3,br")),
+    *(("1,4,2,70,90,64,fp16,br", harm) for harm in (
+        lambda O, LSE: O.fill(0), shift_heads, lambda O, LSE: O.__setitem__((0, 1, 33, 5), 0xffff),
+        lambda O, LSE: O.__setitem__((0, 0, 0), O[0, 0, 0] + 8), lambda O, LSE: LSE.__iadd__(0.01),
+        lambda O, LSE: LSE.__setitem__((0, 2, 7), math.nan)))])
+def test_the_check(shape, harm):
+    """A right kernel passes, and one with a fault in O or LSE does not."""
+    problem = engine.parse_problem(shape)
+    check = engine.Bench(FakeGpu(), {"A": FakeKernel(harm or harmless)}, {"A": problem}).checks["A"]
+    assert check.passed == (not harm) and bool(check.sentence) == bool(harm) and (harm or check.rel_rms < 8e-3 and check.rows), check
 
 
 @pytest.mark.parametrize("us,launches", [(1.0, 400), (10.0, 50), (124.0, 20), (126.0, 10), (5000.0, 1)])
 def test_launches_of_a_graph(us, launches):
     """A graph holds half a millisecond of launches, between 20 and 400; fewer if a launch is long."""
-    class Timed(FakeGpu):
-        def time(self, enqueue, count):
-            return [us + 1, us, us + 2][:count], (0, 0)
-    captured, kernel = [], FakeKernel(line=builds.Torch("torch:math"))
+    captured, gpu, kernel = [], FakeGpu(noise=0), FakeKernel()
+    gpu.time = lambda enqueue, count: ([us + 1, us, us + 2], (0, 0))
     kernel.capture = lambda gpu, launch, launches: captured.append(launches) or (lambda: us, lambda: captured.append("closed"))
-    gpu, problem = Timed(noise=0), engine.parse_problem("1,1,1,3,5,64,fp16")
-    bench = engine.Bench(gpu, {"A": kernel}, {"A": problem})
+    bench = engine.Bench(gpu, {"A": kernel}, {"A": engine.parse_problem("1,1,1,3,5,64,fp16")})
     assert captured == [launches] == [bench.graphs["A"].launches] and bench.graphs["A"].replay_us == us * launches
     bench.drop("A")
-    assert captured[1:] == ["closed"] and not bench.graphs and not bench.checks and not bench.trouble()
+    assert captured[1:] == ["closed"] and not bench.graphs and not bench.trouble()
     bench.tensors.workspace(5 << 20)
     bench.close()
     assert not gpu.memory, "device memory is left"
@@ -399,16 +358,15 @@ class HostGpu(FakeGpu):
         return lambda: 20.0, lambda: None
 
 
-@pytest.mark.parametrize("name,dtype", [("scalar_e4m3", "e4m3"), *(
-    pytest.param(f"scalar_{name}", dtype, marks=pytest.mark.long) for name, dtype in (("vec8", "fp16"), ("u8", "u8")))])
+@pytest.mark.parametrize("name,dtype", [("scalar_e4m3", "e4m3"), pytest.param("scalar_u8", "u8", marks=pytest.mark.long)])
 def test_a_real_line_through_its_library(name, dtype):
     line, = builds.parse_contenders([name])
     kernel = engine.LoadedLine(line, builds.host_library(*line.words, program="tests/host_library.cu"))
     gpu = HostGpu(kernel.library)
-    problems = [engine.parse_problem(f"{text},64,{dtype},{causal}") for text, causal in (("1,4,2,70,90", "br,20"), ("1,4,2,40,50", "tl"), ("1,4,2,40,50", "br,0"))]
-    bench = engine.Bench(gpu, dict.fromkeys("ABC", kernel), dict(zip("ABC", problems)))
+    problems = [engine.parse_problem(f"{text},64,{dtype},{causal}") for text, causal in (("1,4,2,70,90", "br,20"), ("1,4,2,40,50", "tl"))]
+    bench = engine.Bench(gpu, dict.fromkeys("AB", kernel), dict(zip("AB", problems)))
     assert not bench.skipped and all(check.passed for check in bench.checks.values()), (bench.skipped, bench.checks)
-    assert dtype == "fp16" or bench.checks["A"].rel_rms < {"e4m3": 2e-3, "u8": 1e-3}[dtype]  # P is not rounded to it
+    assert bench.checks["A"].rel_rms < {"e4m3": 2e-3, "u8": 1e-3}[dtype]  # P is not rounded to it
     for row in accuracy.rows_of(gpu, [kernel], 64, dtype, 96):
         assert float(row["rel_rms"]) < 2e-3 and abs(float(row.get("mean", 1)) - 1) < 2e-4, row
     wrong = engine.parse_problem(f"1,1,1,32,32,128,{dtype}")
@@ -553,11 +511,9 @@ def test_refusals(repository, words, sentence):
 
 def test_the_name_of_a_line_that_cannot_be_read(repository):
     repository("configs.txt", "kept STAGES=2\nmine : gone STAGES=3\nbad : kept STAGES\n")
-    for words in "mine kept", "kept bad", "kept typo":
-        with pytest.raises(builds.Refused, match="has that name; configs.txt:2: .*'gone' is no earlier line.*; configs.txt:3: .*STAGES has no value"):
-            ab.parse(words.split(), ["mission"])
-    with pytest.raises(builds.Refused, match="^--only mine: no line of configs.txt has such a name; configs.txt:2: .*; configs.txt:3: "):
-        builds.lines_named("mine")
+    for call, words in ((lambda: ab.parse(["kept", "bad"], ["mission"]), "has that name; "), (lambda: builds.lines_named("mine"), "such a name; ")):
+        with pytest.raises(builds.Refused, match=words + "configs.txt:2: .*'gone' is no earlier line.*; configs.txt:3: .*STAGES has no value"):
+            call()
 
 
 def test_one_line_and_knobs_are_two_contenders(repository):
@@ -569,36 +525,31 @@ def test_one_line_and_knobs_are_two_contenders(repository):
 
 def test_d_below_that_of_lines():
     """wgmma lines accept a smaller D, and are compared on the same problem; one of several such lines is enough."""
-    contenders, problems, *_ = ab.parse("hopper_d128 hopper_d256 --shape long,80 --shape long --shape 1,2,2,9,9,72".split(), [])
-    assert [(a.D, b.D, a.dtype, a.Dv) for a, b in problems] == [(n, n, "fp16", 0) for n in (80, 128, 72)]
+    contenders, problems, *_ = ab.parse("hopper_d128 hopper_d256 --shape long,80 --shape long".split(), [])
+    assert [(a.D, b.D, a.dtype, a.Dv) for a, b in problems] == [(n, n, "fp16", 0) for n in (80, 128)]
     contenders, problems, *_ = ab.parse("hopper_d192_v128 OVERLAP=0 --shape long,160 --shape long,96".split(), [])
     assert [(a.D, a.Dv) for a, _ in problems] == [(160, 128), (96, 96)]
-    for words in ("hopper_d128 hopper_d256 --shape long,129", "mma_tile64 mma_lazy --shape long,56", "hopper_d128 ampere_d128 --shape long,80",
-                  "hopper_d128 hopper_d256_bf16"):
-        with pytest.raises(builds.Refused, match="is asked for|do not compute the same"):
+    for words in ("hopper_d128 hopper_d256 --shape long,129", "hopper_d128 ampere_d128 --shape long,80"):
+        with pytest.raises(builds.Refused, match="is asked for"):
             ab.parse(words.split(), ["mission"])
     lines = builds.parse_contenders("hopper hopper_d256 hopper_d128 ampere_d128 hopper_d128_bf16".split())
-    for shape, names in {"long,80": "hopper_d128 hopper_d128_bf16", "long,80,fp16": "hopper_d128", "long,64": "hopper", "long,40": "hopper",
-                         "long,128,fp16": "hopper_d128 ampere_d128", "long,136": "hopper_d256", "long,100": ""}.items():
+    for shape, names in {"long,80": "hopper_d128 hopper_d128_bf16", "long,80,fp16": "hopper_d128", "long,40": "hopper",
+                         "long,128,fp16": "hopper_d128 ampere_d128", "long,100": ""}.items():
         assert [line.text for line in engine.parse_problem(shape).lines_for(lines)] == names.split(), shape
 
 
-def test_what_a_gpu_cannot_run_is_refused(repository, monkeypatch):
-    repository("configs.txt", "kept arch=90a\n")
-    line, = builds.parse_contenders(["kept"])
-    gpu = FakeGpu()
-    gpu.arch = "80"
-    with pytest.raises(builds.Refused, match="kept is a line for sm_90a alone, and Fake is sm_80"):
-        engine.load(line, gpu, {})
-    repository("configs.txt", "newer arch=89\n")
-    line, = builds.parse_contenders(["newer"])
-    with pytest.raises(builds.Refused, match="newer is a line for sm_89 and newer, and Fake is sm_80"):
-        engine.load(line, gpu, {})
-    assert line.archs(["80", "89", "90a", "100"]) == ["89", "90a", "100"] and line.archs(["80"]) == ["89"]
+@pytest.mark.parametrize("words,sentence", [
+    ("arch=90a", "kept is a line for sm_90a alone, and Fake is sm_80"), ("arch=89", "kept is a line for sm_89 and newer, and Fake is sm_80"),
+    ("", "torch:fa3: fa3_fwd_interface is missing; install it with: pip install fa3-fwd")])
+def test_what_a_gpu_cannot_run_is_refused(repository, monkeypatch, words, sentence):
+    repository("configs.txt", f"kept {words}\n")
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))
     monkeypatch.setitem(sys.modules, "fa3_fwd_interface", None)
-    with pytest.raises(builds.Refused, match="torch:fa3: fa3_fwd_interface is missing; install it with: pip install fa3-fwd"):
-        engine.load(builds.Torch("torch:fa3"), gpu, {})
+    monkeypatch.setattr(FakeGpu, "arch", "80")
+    line, = builds.parse_contenders(["kept" if words else "torch:fa3"])
+    with pytest.raises(builds.Refused, match=sentence):
+        engine.load(line, FakeGpu(), {})
+    assert words != "arch=89" or line.archs(["80", "89", "90a", "100"]) == ["89", "90a", "100"] and line.archs(["80"]) == ["89"]
 
 
 # ---- building, by a compiler that writes down its words ----
@@ -658,11 +609,6 @@ def test_a_library_is_built_once(nvcc, tmp_path, monkeypatch):
         builds.build([found.line], "80")
 
 
-def test_a_library_of_an_older_commit(repository, nvcc):
-    _, calls = nvcc("HEAD:kept kept", "80")
-    assert sorted(call.split()[-3] for call in calls) == ["bindings/library.cu", "tools/library.cu"]
-
-
 def test_what_does_not_compile_is_tried_again(nvcc, monkeypatch):
     monkeypatch.setattr(builds.Tree, "refusal", lambda tree, words: "")
     for _ in range(2):
@@ -706,8 +652,6 @@ def test_facts_are_those_of_the_device_code(repository, tmp_path):
     assert same.code == facts.code != other.code and same.same == facts.same != other.same and facts.code != facts.same
     changed = library(1, name="kept STAGES=3")
     assert changed.code == facts.code and changed.same != facts.same  # another program launches it
-    repository("sdpa.cu", builds.Tree().read("sdpa.cu").replace("int x;", "int y;"))
-    assert library(1).code == facts.code and library(1).same not in (facts.same, changed.same)
     bare = library(1, machine=62)  # the host's alone
     assert (bare.threads, bare.shared_bytes, bare.block_m, bare.code_bytes, bare.registers) == (96, 777, 32, 0, 0)
 
@@ -791,23 +735,23 @@ def test_a_comparison(course, tmp_path, capsys):
 
 
 def test_a_sustained_comparison(course, tmp_path, capsys):
-    course(harmless, harmless, FakeGpu(power=defaultdict(lambda: 0.8, any=0.8)), engine.SUSTAINED)
-    assert "B is the SAME: " in capsys.readouterr().out and len(rows(tmp_path, "sustained-verdicts")) == 1
-    course(harmless, harmless, FakeGpu(power=defaultdict(lambda: 0.8, any=0.8)))
-    assert "With --sustained, each runs at the clock that its power allows" in capsys.readouterr().out
+    for pace, words, suffix in ((engine.SUSTAINED, "B is the SAME: ", "sustained-verdicts"), (engine.PACE, "With --sustained, each runs at", "verdicts")):
+        course(harmless, harmless, FakeGpu(power=defaultdict(lambda: 0.8, any=0.8)), pace)
+        assert words in capsys.readouterr().out and len(rows(tmp_path, suffix)) == 1
 
 
-def test_a_wrong_side_gets_no_time(course, tmp_path, capsys):
-    with pytest.raises(builds.Refused, match=r"B \(other\) gives wrong results at 1x2x1x40x50, so it is not timed: O") as e:
-        course(harmless, lambda O, LSE: O.fill(0), FakeGpu())
+def late(O, LSE, calls=itertools.count()):
+    """Correct in the first launches, like a race that the check does not hit."""
+    O[0, 0] += next(calls) > 1
+
+
+@pytest.mark.parametrize("a,b,sentence", [
+    (harmless, lambda O, LSE: O.fill(0), r"B \(other\) gives wrong results at 1x2x1x40x50, so it is not timed: O"),
+    (late, harmless, "A .fake.: the result of its last replay at 1x2x1x40x50 differs")])
+def test_a_wrong_side_gets_no_time(course, tmp_path, capsys, a, b, sentence):
+    with pytest.raises(builds.Refused, match=sentence) as e:
+        course(a, b, FakeGpu())
     assert e.value.code == 1 and " us" not in capsys.readouterr().out and not rows(tmp_path, "verdicts")
-
-
-def test_a_side_whose_bits_change_gets_no_time(course, capsys):
-    calls = []
-    with pytest.raises(builds.Refused, match="A .fake.: the result of its last replay at 1x2x1x40x50 differs") as e:
-        course(lambda O, LSE: (calls.append(0), O[0, 0].__iadd__(len(calls) > 2)), harmless, FakeGpu())
-    assert e.value.code == 1 and " us" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("error,code,sentence", [
@@ -824,53 +768,40 @@ def test_an_end_in_the_middle_keeps_the_samples(course, tmp_path, error, code, s
     assert e.value.code == code and len(rows(tmp_path, "samples")) > 20 and not rows(tmp_path, "verdicts")
 
 
-def test_without_a_gpu_what_is_no_line_is_not_checked(monkeypatch, capsys):
-    """ab reports for each contender whether it was checked."""
-    checked = []
+@pytest.mark.parametrize("code,sentence", [
+    (0, ""), (1, "D (hopper STAGES=4) gives wrong results at 1x1x1x9x9 br window 3 on the CPU backend: wrong by 3"),
+    (77, "D (hopper STAGES=4) cannot compute 1x1x1x9x9 br window 3 on the CPU backend: exit 77")])
+def test_without_a_gpu_what_is_no_line_is_not_checked(monkeypatch, capsys, code, sentence):
+    """ab reports for each contender whether it was checked on the CPU backend, and with which result."""
+    contenders, commands = builds.parse_contenders("hopper torch:cudnn cublas hopper STAGES=4".split()), []
+
+    def run(command):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, code * (len(commands) > 1), "", "wrong by 3\nmore" * (code == 1))
     monkeypatch.setattr(builds, "nvcc", lambda: None)
-    monkeypatch.setattr(ab, "cpu_executables", lambda lines: {line: "executable of " + line.text for line in lines})
-    monkeypatch.setattr(ab, "check_on_cpu", lambda *x: checked.append(x))
-    here, there = (engine.parse_problem(text) for text in ("small", "1,1,1,9,9"))
-    ab.without_gpu(builds.parse_contenders("torch:cudnn hopper cublas hopper STAGES=4".split()), [(here, there)])
+    monkeypatch.setattr(builds, "run", run)
+    monkeypatch.setattr(ab, "cpu_executables", lambda lines: {line: line.text for line in lines})
+    problems = [(engine.parse_problem("small"), engine.parse_problem("1,1,1,9,9,64,fp16,br,3"))]
+    with pytest.raises(builds.Refused) if code else contextlib.nullcontext() as refused:
+        ab.without_gpu(contenders, problems)
     out, err = capsys.readouterr()
-    assert out == "A  torch:cudnn\nB  hopper\nC  cublas\nD  hopper STAGES=4\n"
-    assert sorted(err.splitlines()[1:]) == ["A (torch:cudnn) is not checked: it needs a GPU.", "C (cublas) is not checked: it needs a GPU.",
+    passed = ["A  small: PASS on the CPU backend", "D  1x1x1x9x9 br window 3: PASS on the CPU backend"]
+    assert out.splitlines() == ["A  hopper", "B  torch:cudnn", "C  cublas", "D  hopper STAGES=4", *passed[:1 if code else 2]]
+    assert sorted(err.splitlines()[1:]) == ["B (torch:cudnn) is not checked: it needs a GPU.", "C (cublas) is not checked: it needs a GPU.",
                                             "nvcc is missing: no registers and no instruction counts."]
-    assert [(key, line.text, program, problem) for key, line, program, problem in checked] == [
-        (key, text, "executable of " + text, there) for key, text in (("B", "hopper"), ("D", "hopper STAGES=4"))]
-    checked.clear()
-    ab.without_gpu(builds.parse_contenders(["hopper", "torch:cudnn"]), [(here, there)])
-    assert checked[0][3] == here and "\nB (torch:cudnn) is not checked: it needs a GPU.\n" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("code,said,sentence", [
-    (1, "wrong by 3\nmore", "B (kept) gives wrong results at 1x2x1x4x5 br on the CPU backend: wrong by 3"),
-    (77, "", "B (kept) cannot compute 1x2x1x4x5 br on the CPU backend: exit 77")])
-def test_a_check_on_the_cpu_backend(repository, monkeypatch, capsys, code, said, sentence):
-    commands = []
-    monkeypatch.setattr(builds, "run", lambda command: commands.append(command) or subprocess.CompletedProcess(command, code, "", said))
-    line, problem = builds.Line(builds.Tree(), "kept"), engine.parse_problem("1,2,1,4,5", "br")
-    with pytest.raises(builds.Refused) as refused:
-        ab.check_on_cpu("B", line, "executable", problem)
-    assert str(refused.value) == sentence and refused.value.code == (1 if code == 1 else 3)
-    assert commands == [["executable", "--check-only", "--shape", "1,2,1,4,5", "--causal", "br"]]
-    code = 0
-    ab.check_on_cpu("B", line, "executable", problem)
-    ab.check_on_cpu("B", line, "executable", problem._replace(left=3))
-    assert capsys.readouterr().out == ("B  1x2x1x4x5 br: PASS on the CPU backend\n"
-                                       "B  1x2x1x4x5 br window 3: PASS on the CPU backend\n")
-    assert commands[1:] == [commands[0], [*commands[0], "--window", "3,-1"]]
+    assert commands == [["hopper", *"--check-only --shape 1,1,1,32,32 --causal off".split()],
+                        ["hopper STAGES=4", *"--check-only --shape 1,1,1,9,9 --causal br --window 3,-1".split()]]
+    assert not code or (str(refused.value), refused.value.code) == (sentence, 1 if code == 1 else 3)
 
 
 def test_rows_of_what_was_compiled(capsys):
-    ab.print_facts({"A": builds.Facts(40, 0, shared_bytes=100, code_bytes=9), "B": builds.Facts(40, 8, shared_bytes=100, code_bytes=7),
-                    "C": builds.Facts(40, 0, shared_bytes=100, code_bytes=9)})
+    one = builds.Facts(40, 0, shared_bytes=100, code_bytes=9, same="x")
+    other = dataclasses.replace(one, spilled=8, code_bytes=7, same="y")
+    ab.print_facts({"A": one, "B": other})
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.split() == "registers spilled shared bytes code bytes".split()
-    assert [row.split() for row in rows[:3]] == [["A", "40", "0", "100", "9"], ["B", "40", "8*", "100", "7*"], ["C", "40", "0", "100", "9"]]
-    assert rows[3:] == ["* differs from A", "(no instruction mix: cuobjdump is missing)"]
-    a, b = builds.Facts(same="x"), builds.Facts(same="y")
-    assert ab.drop_equal(dict.fromkeys("ABCDE"), {"A": a, "B": b, "C": a, "D": b}) == ["A", "B", "E"]
+    assert [row.split() for row in rows[:2]] == [["A", "40", "0", "100", "9"], ["B", "40", "8*", "100", "7*"]] and rows[2] == "* differs from A"
+    assert ab.drop_equal(dict.fromkeys("ABCDE"), dict(zip("ABCD", (one, other, one, other)))) == ["A", "B", "E"]
     out = capsys.readouterr().out
     assert out.count("is not timed.") == 2 and "A and C have identical machine code" in out and "B and D have identical" in out
 
@@ -933,20 +864,6 @@ def test_ablate_ranks_what_is_left(lines, tmp_path, capsys):
     assert "X=1 " in out and "not timed: O(" in out
     assert [row["check"] for row in rows] == ["PASS", "PASS", "FAIL"] and rows[2]["graph_us"] == ""
     assert rows[1]["config"] == "kept__STAGES_1" and abs(float(rows[1]["graph_us"]) - 30) < 1
-
-
-def test_peers_have_times_and_no_check(lines):
-    torch = FakeKernel(us=40.0)
-    torch.text = "torch:math"
-    kernels = {"kept": FakeKernel(line=lines[0]), "torch:math": torch}
-    line, peer = peers.run_problem(FakeGpu(), kernels, engine.parse_problem("1,2,1,40,50,64,fp16"),
-                                   {"kept": builds.Facts(40, 8)}, engine.STEADY, 2)
-    assert (line["check"], line["regs"], line["spill_bytes"], line["note"]) == ("PASS", 40, 8, "max diff to torch_math 0.0e+00")
-    assert (peer["config"], peer["family"], peer["note"]) == ("torch_math", "torch", "PyTorch 2.0")
-    assert "check" not in peer
-    for row, us in ((line, 20), (peer, 40)):
-        assert us - 1 < float(row["graph_lo_us"]) <= float(row["graph_us"]) <= float(row["graph_hi_us"]) < us + 1 and row["clock_mhz"] == "1980"
-        assert float(row["tflops"]) == pytest.approx(4 * 64 * 2 * 40 * 50 / float(row["graph_us"]) * 1e-6, abs=0.006)
 
 
 def test_claims_of_steps(lines, monkeypatch):

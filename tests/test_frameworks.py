@@ -42,25 +42,15 @@ class OnCpu:
         return lambda *x, device="cuda", **more: found(*x, **more)
 
 
-def attention(q, k, v, causal=None, window=(None, None), sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0,
-              page_table=None):
+def attention(q, k, v, causal=None, q_starts=None, k_starts=None, **options):
     """attention() of bindings/pytorch.py, a sequence at a time, in double."""
     out = torch.full(q.shape, torch.nan, dtype=torch.double)
-    sequences = len(q_starts) - 1 if q_starts is not None else q.shape[0]
-    for b in range(sequences):
-        mine = [x[b:b + 1] if q_starts is None else x[:, :, starts[b]:starts[b + 1]] for x, starts in
-                ((q, q_starts), (k, k_starts), (v, k_starts))] if page_table is None else [
-            q[b:b + 1], *(x[page_table[b].long()].transpose(0, 1).flatten(1, 2)[None] for x in (k, v))]
-        if k_lengths is not None:
-            mine[1:] = [x[:, :, :k_lengths[b]] for x in mine[1:]]
-        Sq, Sk = mine[0].shape[2], mine[1].shape[2]
-        assert not most_keys or Sk <= most_keys
-        own = torch.arange(Sq)[:, None] + Sk - Sq
-        seen = torch.arange(Sk) <= own if causal == "br" else torch.ones(Sq, Sk, dtype=bool)
-        if window[0] is not None:
-            seen &= torch.arange(Sk) >= own - window[0]
-        to = out[b:b + 1] if q_starts is None else out[:, :, q_starts[b]:q_starts[b + 1]]
-        to[:] = PLAIN(*(x.double() for x in mine), attn_mask=seen, enable_gqa=True)
+    for b in range(q.shape[0] if q_starts is None else len(q_starts) - 1):
+        own, other = (slice(b, b + 1), slice(b, b + 1)) if q_starts is None else (
+            (slice(None), slice(None), slice(starts[b], starts[b + 1])) for starts in (q_starts, k_starts))
+        Q, K, V = q[own].double(), k[other].double(), v[other].double()
+        seen = torch.ones(Q.shape[2], K.shape[2], dtype=bool).tril(K.shape[2] - Q.shape[2] if causal == "br" else K.shape[2])
+        out[own] = PLAIN(Q, K, V, attn_mask=seen, enable_gqa=True)
     return out.to(q.dtype)
 
 
@@ -166,66 +156,6 @@ def test_gradients(timed, monkeypatch, capsys, wrong):
         assert [row["us"] for row in rows[:8]] == [16, *range(9, 16)] and rows[1]["ratio"] == 9 / 16 and rows[5]["ratio"] == 13 / 12
 
 
-def of_rows(q, k, v, cache_seqlens=None, causal=False):
-    """FlashAttention-3's flash_attn_with_kvcache."""
-    return attention(*(x.transpose(1, 2) for x in (q, k, v)), "br" if causal else None, k_lengths=cache_seqlens).transpose(1, 2)
-
-
-def of_packed(q, k, v, q_starts, k_starts, most_q, most_k, causal):
-    """Its flash_attn_varlen_func."""
-    assert most_q == int(q_starts.diff().max()) and most_k == int(k_starts.diff().max())
-    return attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), "br", q_starts=q_starts, k_starts=k_starts)[0].transpose(0, 1)
-
-
-class Wrapper:
-    """FlashInfer's wrapper for pages, for one query of each sequence (decode) or several."""
-
-    def __init__(self, room, layout, **options):
-        assert layout == "HND" and options in (dict(backend="fa3"), dict(use_tensor_cores=True))
-        self.is_decode = "use_tensor_cores" in options
-
-    def plan(self, *tables, q_data_type, kv_data_type, causal=None):
-        *tables, self.Hq, Hkv, D, self.size = tables
-        assert len(tables) == 4 - self.is_decode and (Hkv, D, causal) == (8, 128, None if self.is_decode else True)
-        assert all(table.dtype == torch.int32 for table in tables)
-        *q_starts, self.ends, self.places, self.last = tables
-        self.q_starts = q_starts[0] if q_starts else torch.arange(len(self.ends))
-
-    def run(self, q, pages):
-        out = torch.empty_like(q)
-        for b, rows in enumerate(zip(self.q_starts, self.q_starts[1:])):
-            places = self.places[self.ends[b]:self.ends[b + 1]].long()
-            length = (len(places) - 1) * self.size + int(self.last[b])
-            k, v = (x[places].transpose(0, 1).flatten(1, 2)[None, :, :length] for x in pages)
-            out[slice(*rows)] = attention(q[slice(*rows)].transpose(0, 1)[None], k, v, "br")[0].transpose(0, 1)
-        return out
-
-
-PACKAGES = {"flash_attn_with_kvcache": of_rows, "flash_attn_varlen_func": of_packed, "BatchPrefillWithPagedKVCacheWrapper": Wrapper,
-            "BatchDecodeWithPagedKVCacheWrapper": Wrapper, "__version__": "1"}
-
-
-@pytest.mark.parametrize("are_installed", (False, True))
-def test_sequences(timed, monkeypatch, are_installed):
-    """All contenders give the same results for caches, pages and packed sequences; each one's time is the minimum of its turns."""
-    monkeypatch.setattr(frameworks, "SEQUENCES", {"packed": (None, [5, 70, 3]), "decode": (1, [7, 140]), "chunk": (4, [16, 65])})
-    monkeypatch.setattr(frameworks, "installed", lambda module, function: PACKAGES[function] if are_installed else None)
-    monkeypatch.setattr(frameworks, "graph_of", lambda call: call)
-    count = iter(range(1000, 0, -1))
-    monkeypatch.setattr(frameworks, "loop_us", lambda run, repeats, calls: next(count))
-    rows = list(frameworks.sequences(2))
-    pages = [f"pages of {size}" for size in (16, 64, 256)]
-    names = dict(packed=["sdpa"], decode=["sdpa", *(f"sdpa, {one}" for one in pages)])
-    if are_installed:
-        names = dict(packed=["sdpa", "FlashAttention-3"],
-                     decode=["sdpa", "FlashAttention-3", *(f"{name}, {one}" for one in pages for name in ("sdpa", "FlashInfer"))])
-    names["chunk"] = names["decode"]
-    assert [(row["problem"], row["contender"]) for row in rows] == [(problem, name) for problem, own in names.items() for name in own]
-    assert all(row["rel_rms"] < 1e-6 for row in rows), rows
-    own = [row["us"] * 20 for row in rows if row["problem"] == "packed"]
-    assert own == ([997, 998] if are_installed else [999])  # the second turn goes the other way round
-
-
 def test_rows_of_the_command(monkeypatch, capsys):
     monkeypatch.setattr(engine, "need_gpu", lambda: None)
     monkeypatch.setattr(engine, "measured_on", lambda gpu: dict(device="Fake", git_sha="abc"))
@@ -268,45 +198,38 @@ def test_of_a_package(text, causal):
 
     def function(q, k, v, causal, **options):
         asked.append(options)
-        if p.left >= 0:  # whose mask is not computed here
-            return q if text == "flashinfer" else (q, "LSE")
-        rows = (q[None], k[None], v[None]) if text == "flashinfer" else (q, k, v)
-        out = of_rows(*rows, causal=causal)
+        if text == "flashinfer":
+            q, k, v = q[None], k[None], v[None]
+        out = attention(*(x.transpose(1, 2) for x in (q, k, v)), "br" if causal else None).transpose(1, 2)
         return out[0] if text == "flashinfer" else (out, "LSE") if text == "torch:fa3" else out
-    p = problem("1,4,2,20,20" if causal == "tl" else "1,4,2,9,20", causal)
+    p = problem("1,4,2,9,20" if causal == "br" else "1,4,2,20,20", causal)
     tensors = qkv(p)
-    want = attention(*tensors, None if causal == "off" else "br")
-    assert torch.equal(loaded(text, function).of_package(*tensors, p), want)
+    found = loaded(text, function).of_package(*tensors, p)
+    assert torch.equal(found, attention(*tensors, None if causal == "off" else "br"))
+    loaded(text, function).of_package(*tensors, p._replace(left=5))  # whose mask is not computed here
     own = {"torch:fa3": dict(num_splits=0), "torch:fa4": {}, "flashinfer": dict(backend="fa3")}[text]
-    p = p._replace(left=5)
-    if causal != "off":
-        loaded(text, function).of_package(*tensors, p)
-        assert asked == [own, own | (dict(window_left=5) if text == "flashinfer" else dict(window_size=(5, 0)))]
-    p = p._replace(causal="off", Sk=p.Sq)
-    loaded(text, function).of_package(*(x[:, :, :p.Sq] for x in tensors), p)
-    unlimited = -1 if text == "torch:fa3" else None
-    assert asked[-1] == own | (dict(window_left=5) if text == "flashinfer" else dict(window_size=(5, unlimited)))
+    unlimited = 0 if causal != "off" else -1 if text == "torch:fa3" else None
+    assert asked == [own, own | (dict(window_left=5) if text == "flashinfer" else dict(window_size=(5, unlimited)))]
 
 
 def test_what_packages_do_not_compute():
+    square = problem("1,1,1,4,4")
     for text, p, words in (("torch:fa3", problem("1,1,1,4,5", "tl"), "its causal mask is the bottom-right one"),
                            ("torch:fa4", problem("1,1,1,4,5")._replace(left=2), "its causal mask is the bottom-right one"),
-                           ("flashinfer", problem("2,1,1,4,5"), "it is called for one sequence")):
+                           ("flashinfer", problem("2,1,1,4,5"), "it is called for one sequence"),
+                           ("torch:flash", problem("1,1,1,4,5", "br"), "PyTorch's is_causal is top-left"),
+                           ("torch:flash", square._replace(dtype="e4m3"), "it has no attention of e4m3"),
+                           ("torch:flash", square._replace(left=2), "it takes no window"),
+                           ("torch:cudnn", square._replace(dtype="u8"), "it has no attention of u8")):
         with pytest.raises(engine.CudaError, match=words):
-            loaded(text).of_package(*qkv(p), p)
-    for text, p, words in (("torch:flash", problem("1,1,1,4,5", "br"), "PyTorch's is_causal is top-left"),
-                           ("torch:flash", problem("1,1,1,4,4")._replace(dtype="e4m3"), "it has no attention of e4m3"),
-                           ("torch:flash", problem("1,1,1,4,4")._replace(left=2), "it takes no window"),
-                           ("torch:cudnn", problem("1,1,1,4,4")._replace(dtype="u8"), "it has no attention of u8")):
-        with pytest.raises(engine.CudaError, match=words):
-            loaded(text).prepare(None, None, p)
+            loaded(text).prepare(None, None, p) if text in ("torch:flash", "torch:cudnn") else loaded(text).of_package(*qkv(p), p)
     with pytest.raises(engine.CudaError, match="^words$"), engine.as_cuda_error():
         raise RuntimeError("\nwords\nmore")
     with pytest.raises(engine.CudaError, match="^ours$"), engine.as_cuda_error():
         raise engine.CudaError("ours")
 
 
-@pytest.mark.parametrize("shape,causal", [("2,4,2,20,20", "br"), ("1,2,2,9,20", "tl"), ("1,2,1,9,20", "off")])
+@pytest.mark.parametrize("shape,causal", [("2,4,2,20,20", "br"), ("1,2,1,9,20", "tl")])
 def test_of_pytorch(shape, causal, monkeypatch):
     """Runs the named PyTorch backend with its own mask, which equals ours if Sq = Sk."""
     kernel, p, backends = loaded("torch:math"), problem(shape, causal), []
@@ -314,7 +237,7 @@ def test_of_pytorch(shape, causal, monkeypatch):
     monkeypatch.setattr(kernel, "tensor", lambda x, shape, dtype: x if x.shape == shape and dtype == "fp16" else None, raising=False)
     monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", lambda backend: backends.append(backend.name) or contextlib.nullcontext())
     launch, outputs, workspace = kernel.prepare(None, SimpleNamespace(address=tensors), p)
-    want = PLAIN(*tensors.values(), is_causal=causal != "off", enable_gqa=True)
+    want = PLAIN(*tensors.values(), is_causal=True, enable_gqa=True)
     assert torch.equal(kernel.output, want) and torch.equal(launch(), want) and set(backends) == {"MATH"} and workspace == (0, 0)
     assert outputs == (kernel.output.data_ptr(), 0, "fp16", engine.LIMITS["fp16"])
 

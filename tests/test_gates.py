@@ -162,10 +162,9 @@ def test_cmake_builds_for_an_rtx_50(tmp_path):
 
 @needs_nvcc
 def test_a_default_spelt_out_is_a_duplicate_and_a_changed_byte_is_seen():
-    a, twin, other = (builds.facts(built(*knobs)) for knobs in
-                      (["VEC_WIDTH=8"], ["VEC_WIDTH=8", "STAGES=1"], ["VEC_WIDTH=8", "SYNC_POLICY=5"]))
+    a, twin = (builds.facts(built(*knobs)) for knobs in (["VEC_WIDTH=8"], ["VEC_WIDTH=8", "STAGES=1"]))
     assert a.threads == 128 and a.block_m == 32 and a.shared_bytes > 1000 and a.archs == ("90a",)
-    assert dataclasses.replace(a, same="", path="") == dataclasses.replace(twin, same="", path="") and a.code != other.code
+    assert dataclasses.replace(a, same="", path="") == dataclasses.replace(twin, same="", path="")
     with open(a.path, "rb") as file:
         data = bytearray(file.read())
     code, = builds.machine_code(data)

@@ -90,28 +90,16 @@ TIMES = {"mma_split2": (128, 1.0), "mma_split2 BLOCK_N=48": (96, 0.6), "mma_spli
          "mma_split2 STAGES=3": (128, 0.7), "mma_split2 STAGES=1": (128, 2.0)}
 
 
-def right(O, LSE):
-    """Leaves O and LSE unchanged."""
-
-
-def zeros(O, LSE):
-    O.fill(0)
-
-
 @pytest.fixture
 def timed(monkeypatch, tmp_path, quick_refusals):
     """Runs micro on TIMES; returns its output, its CSV and the GPU."""
-    def run(*words, broken=(), harm=lambda line: right):
+    def run(*words, broken=(), wrong=()):
         gpu, path, load = Gpu(), str(tmp_path / "micro.csv"), engine.load
-
-        def loaded(line, gpu, built):
-            if built[line].trouble:
-                return load(line, gpu, built)  # which refuses it
-            return Loop(*TIMES[line.text], harm=harm(line), line=line)
-        monkeypatch.setattr(engine, "find_gpu", lambda: gpu)
+        tool.on_a_gpu(monkeypatch, gpu, None)
+        monkeypatch.setattr(engine, "load", lambda line, gpu, built: load(line, gpu, built) if built[line].trouble else Loop(
+            *TIMES[line.text], harm=lambda O, LSE: O.__imul__(line.text not in wrong), line=line))
         monkeypatch.setattr(engine, "RANDOM_BLOCK", 1 << 18)
         monkeypatch.setattr(micro, "KEYS", KEYS)
-        monkeypatch.setattr(engine, "load", loaded)
         monkeypatch.setattr(micro, "tiles", lambda line, count: [search.parse_line(line.tree, text) for text in TIMES])
         monkeypatch.setattr(builds, "build", lambda lines, arch, progress: {
             line: builds.Built(line, trouble="error: no" * (line.text in broken)) for line in lines})
@@ -145,7 +133,7 @@ def test_an_iteration_and_the_rank(timed):
 
 def test_what_is_wrong_or_does_not_compile_has_no_row(timed):
     *good, wrong, broken = TIMES
-    code, out, err, rows, *_ = timed(broken=[broken], harm=lambda line: zeros if line.text == wrong else right)
+    code, out, err, rows, *_ = timed(broken=[broken], wrong=[wrong])
     assert code == 0 and [row["line"] for row in rows] == good
     assert re.search(f"^{wrong}: O\\(.*\\) is 0 but should be ", err, re.MULTILINE)
     assert f"{broken} does not compile: error: no\n" in err

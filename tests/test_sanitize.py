@@ -10,6 +10,7 @@ sys.path.insert(0, os.path.join(ROOT, "tools"))
 import builds  # noqa: E402
 import engine  # noqa: E402
 import sanitize  # noqa: E402
+import tool  # noqa: E402
 
 TILE = "<sdpa::<unnamed>::BuildOf<(int)%d>>(sdpa::<unnamed>::KernelArgs)"
 KERNEL_5D = "void sdpa::<unnamed>::sdpa_wgmma" + TILE % 10
@@ -74,33 +75,22 @@ def test_reports_are_read():
     (race, warning), promised = sanitize.parse(RACE)
     assert promised == 2 and race.hazards == 1120 and race.offsets == ("0x5e10", "0x5e60", "0x5e10")
     assert race.group.sentence == "Error: Race reported between Write access" and race.group.kernel == ""
-    assert race.group.places[0] == "Write st_shared " + FIRST
-    assert race.group.places[1].startswith("Read ld_shared sdpa.cu:2")
+    assert race.group.places[0] == "Write st_shared " + FIRST and race.group.places[1].startswith("Read ld_shared sdpa.cu:2")
     assert warning.group.kernel == "sdpa_scalar" and warning.group.places == ("Read sdpa_scalar", "Write sdpa_scalar")
     (one, other), promised = sanitize.parse(HAZARDS)  # of other threads and bytes
     assert promised == 2 and one.group == other.group and one.group.places[0].startswith("Write sdpa_scalar sdpa.cu:1")
     reports, promised = sanitize.parse(MEMORY)
-    assert promised == 4 and len(reports) == 4 and reports[0].group == reports[2].group
-    assert reports[0].group.places[0] == "st_global " + FIRST and reports[0].group.kernel == "sdpa_scalar"
-    assert "cudaErrorLaunchFailure" in reports[3].group.sentence
+    assert promised == 4 == len(reports) and reports[0].group == reports[2].group and reports[0].group.kernel == "sdpa_scalar"
+    assert reports[0].group.places[0] == "st_global " + FIRST and "cudaErrorLaunchFailure" in reports[3].group.sentence
     second = builds.Tree().read("sdpa_backward.cu").splitlines()[1].strip()[:70]
     (other, *_), _ = sanitize.parse(MEMORY.replace("sdpa.cu:1", "/tmp/sdpa_backward.cu:2"))
     assert other.group.places[0] == f"st_global /tmp/sdpa_backward.cu:2 `{second}`"
-    (sync,), promised = sanitize.parse(SYNC)
-    assert promised == 1 and sync.group.kernel == "sdpa_wgmma tile 10"
-    assert sync.group.places[0].startswith("mbarrier_arrive sdpa.cu:1")
-    assert [sanitize.parse(text) for text in CLEAN.values()] == 3 * [([], 0)]
-    assert sanitize.parse("") == ([], -1)
 
 
-def judged(name, tool, text, code=0):
-    line, = builds.parse_contenders([name])
-    run = sanitize.Run(line, "shape 1,6,2,130,300", tool)
-    sanitize.judge(run, text, code)
-    return run.verdict, run.reports, run.unexpected, "\n".join(run.words)
+LONE = RACE[:RACE.index("========= Warning")] + "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n"
 
 
-@pytest.mark.parametrize("name,tool,text,code,verdict,words", [
+@pytest.mark.parametrize("name,checker,text,code,verdict,words", [
     ("scalar_vec8", "memcheck", CLEAN["memcheck"], 0, "PASS", ""),
     ("wgmma", "synccheck", CLEAN["synccheck"], 77, "SKIPPED", ""),
     ("scalar_vec8", "memcheck", MEMORY, 3, "FAIL", "3 times: Invalid __global__ write of size 4 bytes, in sdpa_scalar at 0x50"),
@@ -115,20 +105,18 @@ def judged(name, tool, text, code=0):
     ("scalar_vec8", "memcheck", "", 0, "FAIL", "there is no summary: it printed nothing"),
     ("wgmma", "synccheck", SYNC.replace("1 error", "2 errors"), 3, "FAIL", "the summary counts 2 reports, but 1 were parsed"),
     ("scalar_vec8", "racecheck", CLEAN["racecheck"], 124, "FAIL", "it ended with exit code 124"),
+    ("wgmma_swap32", "racecheck", LONE, 0, "PASS", ""),
+    ("wgmma_swap32", "racecheck", LONE, 1, "FAIL", "it ended with exit code 1"),
     ("scalar_racy", "memcheck", CLEAN["memcheck"], 1, "PASS", ""),
     ("scalar_racy", "racecheck", CLEAN["racecheck"], 1, "FAIL", "racecheck finds nothing in a line without barriers"),
     ("scalar_racy", "racecheck", RACE, 1, "PASS", ""),
 ], ids=lambda value: str(value)[-20:])
-def test_a_verdict(name, tool, text, code, verdict, words):
-    found, reports, unexpected, said = judged(name, tool, text, code)
-    assert found == verdict and words in said and bool(said) == (verdict == "FAIL")
-    assert reports == len(sanitize.parse(text)[0]) * (verdict != "SKIPPED") and (unexpected == 0 if verdict == "PASS" else True)
-
-
-def test_a_wrong_result_under_racecheck_is_not_excused_by_expected_reports():
-    lone = RACE[:RACE.index("========= Warning")] + "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n"
-    assert judged("wgmma_swap32", "racecheck", lone)[:3] == ("PASS", 1, 0)
-    assert judged("wgmma_swap32", "racecheck", lone, 1)[3] == "it ended with exit code 1"
+def test_a_verdict(name, checker, text, code, verdict, words):
+    line, = builds.parse_contenders([name])
+    run = sanitize.Run(line, "shape 1,6,2,130,300", checker)
+    sanitize.judge(run, text, code)
+    assert run.verdict == verdict and words in "\n".join(run.words) and bool(run.words) == (verdict == "FAIL")
+    assert run.reports == len(sanitize.parse(text)[0]) * (verdict != "SKIPPED") and (verdict != "PASS" or run.unexpected == 0)
 
 
 def test_what_is_expected_has_a_reason_and_lines():
@@ -144,28 +132,26 @@ def test_what_is_expected_has_a_reason_and_lines():
 
 
 @pytest.fixture
-def fakes(tmp_path, monkeypatch, capsys):
+def sanitized(tmp_path, monkeypatch):
     """Runs the command with a fake compute-sanitizer with this output and exit code; returns exit code, stdout and stderr."""
-    def run(text, code, *words, built=True):
+    def run(text, code, *words, built=("scalar_vec8", "wmma_persistent", "scalar_racy")):
         (tmp_path / "text").write_text(text)
-        tool = tmp_path / "compute-sanitizer"
-        tool.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo Version 7 && exit\necho "$@" >>{tmp_path}/args\n'
-                        f"cat {tmp_path}/text\nexit {code}\n")
-        tool.chmod(0o755)
-        for name in ("scalar_vec8", "wmma_persistent", "scalar_racy"):
-            if built:
-                (tmp_path / f"sdpa_{name}").write_text("")
+        program = tmp_path / "compute-sanitizer"
+        program.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo Version 7 && exit\necho "$@" >>{tmp_path}/args\n'
+                           f"cat {tmp_path}/text\nexit {code}\n")
+        program.chmod(0o755)
+        for name in built:
+            (tmp_path / f"sdpa_{name}").touch()
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         monkeypatch.setattr(builds, "BUILD", str(tmp_path))
         monkeypatch.setattr(builds, "cmake_build", lambda *args, **options: None)
         monkeypatch.setattr(engine, "find_gpu", lambda: True)
-        monkeypatch.setattr(sys, "argv", ["sanitize", *words])
-        return sanitize.main(), *capsys.readouterr()
+        return tool.run("sanitize", *words)
     return run
 
 
-def test_the_command(fakes, tmp_path):
-    code, out, err = fakes(CLEAN["memcheck"], 0, "^(scalar_vec8|wmma_persistent)$", "--tool", "memcheck")
+def test_the_command(sanitized, tmp_path):
+    code, out, err = sanitized(CLEAN["memcheck"], 0, "^(scalar_vec8|wmma_persistent)$", "--tool", "memcheck")
     assert code == 0 and err == "Version 7\n"
     assert out.splitlines()[:2] == ["line,problem,tool,reports,unexpected,verdict",
                                     'scalar_vec8,"shape 1,6,2,130,300",memcheck,0,0,PASS'] and out.count("PASS") == 6
@@ -175,13 +161,12 @@ def test_the_command(fakes, tmp_path):
     assert log.count("exit code 0") == 3 and CLEAN["memcheck"] in log
 
 
-def test_what_fails_and_what_could_not_run(fakes):
-    code, out, err = fakes(MEMORY, 3, "^scalar_vec8$")
-    assert code == 1 and out.count("4,4,FAIL") == 9
-    assert "memcheck of scalar_vec8, shape 1,6,2,130,300: 3 times: Invalid __global__ write" in err
-    code, out, err = fakes(RACE, 1, "^scalar_racy$", "--tool", "racecheck")
-    assert code == 0 and out.count("2,0,PASS") == 3 and err == "Version 7\n"
-    assert fakes(RACE, 1, "^scalar_racy$", "--tool", "racecheck", "--strict")[:2] == (1, out.replace("0,PASS", "2,FAIL"))
-    assert fakes(CLEAN["memcheck"], 77, "^scalar_vec8$", "--tool", "memcheck")[0] == 1  # nothing ran
-    code, out, err = fakes(CLEAN["memcheck"], 0, "^scalar_vec2$", "--tool", "memcheck", built=False)
-    assert code == 1 and "it was not built" in err and out.count("FAIL") == 3
+@pytest.mark.parametrize("text,ended,words,code,count,verdict,said", [
+    (MEMORY, 3, "^scalar_vec8$", 1, 9, "4,4,FAIL", "memcheck of scalar_vec8, shape 1,6,2,130,300: 3 times: Invalid __global__ write"),
+    (RACE, 1, "^scalar_racy$ --tool racecheck", 0, 3, "2,0,PASS", ""),
+    (RACE, 1, "^scalar_racy$ --tool racecheck --strict", 1, 3, "2,2,FAIL", ""),
+    (CLEAN["memcheck"], 77, "^scalar_vec8$ --tool memcheck", 1, 3, "0,0,SKIPPED", ""),  # nothing ran
+    (CLEAN["memcheck"], 0, "^scalar_vec2$ --tool memcheck", 1, 3, "FAIL", "it was not built")])
+def test_what_fails_and_what_could_not_run(sanitized, text, ended, words, code, count, verdict, said):
+    found, out, err = sanitized(text, ended, *words.split())
+    assert (found, out.count(verdict)) == (code, count) and said in err

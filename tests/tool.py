@@ -32,6 +32,15 @@ def run(name, *words):
             return end.code or 0, out.getvalue(), err.getvalue()
 
 
+def on_a_gpu(patch, gpu, kernel_of):
+    """Commands use this GPU and load kernel_of(contender); nothing is compiled."""
+    import engine
+    patch.setattr(engine, "find_gpu", lambda: gpu)
+    patch.setattr(engine, "load", lambda contender, gpu, built: kernel_of(contender))
+    patch.setattr(builds, "build", lambda lines, arch, **_: {line: builds.Built(line) for line in lines})
+    patch.setattr(builds, "facts", lambda built: builds.Facts(40, 8))
+
+
 def judge_quickly(patch):
     """Replaces the compiler by these rules for validating knobs, since it takes 0.1 s per candidate. For tests of how a search
     handles refusals; tests/test_knobs.py tests the refusals of sdpa.cu."""

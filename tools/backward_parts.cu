@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(256, 1) backward_parts(float* sums_g, float* r
 
   // Computes a descriptor anew for each use. Otherwise those of all steps would stay in registers.
   const auto matrix = [](const void* at_s, int leading_bytes = 16) {
-    return wgmma_descriptor(uniform(shared_address(at_s)), leading_bytes, 1024);
+    return wgmma_descriptor(warp_uniform(shared_address(at_s)), leading_bytes, 1024);
   };
   const auto issue_scores = [&](auto& T, const Input* keys_s, const Input* queries_s) {
     wgmma_qk<B>(T, matrix(keys_s), matrix(queries_s));
