@@ -653,7 +653,14 @@ test_in() {
     return
   fi
   # Build nothing if the options select no test of this set.
-  ! has_tests || { build_tests && run_ctest; }
+  has_tests || return 0
+  build_tests || return
+  # Build the next set beside these tests. Its own stage builds again, which reports errors.
+  [ $stage = $stages ] || start_build "$base" 1
+  local outcome=0
+  run_ctest || outcome=$?
+  end_build
+  return $outcome
 }
 # Tests can be listed without doctest. Tells CMake where the compiler finds doctest.
 configure_tests() {
@@ -697,30 +704,34 @@ doctest_folder() {
     sed -n 's|^ *\(.*: \)\{0,1\}\(.*[^ ]\)/doctest/doctest\.h.*|\2|p' | grep -m1 .
 }
 
-build_cpu_tests() {
-  local build=$base-cpu
-  configure_tests -DSDPA_CPU=ON
-  ! has_tests || cmake --build "$build" -j "$jobs" 9>&-  # the lock ends with this function
+# build_set DIRECTORY JOBS CMAKE_OPTION...: builds one set of tests.
+build_set() {
+  local build=$1
+  configure_tests "${@:3}"
+  ! has_tests || cmake --build "$build" -j "$2" 9>&-  # the lock ends with this function
 }
-# start_build: builds the tests on the CPU backend in the background, until stop_build.
+# start_build: build_set in the background. end_build waits until it ends; stop_build ends it.
 start_build() {
   set -m  # its own process group
-  build_cpu_tests >/dev/null 2>&1 &
+  build_set "$@" >/dev/null 2>&1 &
   building=$!
   set +m
   trap 'stop_build; exit 130' INT TERM
 }
-stop_build() {
+end_build() {
   [ -n "$building" ] || return 0
-  while kill -TERM -- -"$building" 2>/dev/null; do sleep 0.1; done
   wait "$building" 2>/dev/null
   building=''
   trap - INT TERM
 }
+stop_build() {
+  while [ -n "$building" ] && kill -TERM -- -"$building" 2>/dev/null; do sleep 0.1; done
+  end_build
+}
 
 # prepare_tests: installs missing dependencies of the tests if possible, and prints which tests are left out.
 prepare_tests() {
-  local tool missing=() building=''
+  local tool missing=()
   for tool in git shellcheck chromium; do
     command -v "$tool" >/dev/null || missing+=("$tool")
   done
@@ -729,7 +740,9 @@ prepare_tests() {
     refuse "doctest is missing; install it with: sudo apt-get install doctest-dev"
   # ONNX from PyPI, since Debian's version lacks the operator Attention.
   local packages=("${engine_packages[@]}" 'allpairspy==2.*' matplotlib 'onnx==1.23.*' 'optuna==4.*' pytest "${layout_packages[@]}")
-  if ! python_with "${packages[@]}" || { [ $wants_pytorch = 1 ] && ! has_pytorch; }; then start_build; fi
+  if ! python_with "${packages[@]}" || { [ $wants_pytorch = 1 ] && ! has_pytorch; }; then
+    start_build "$base-cpu" "$jobs" -DSDPA_CPU=ON
+  fi
   if find_python "${packages[@]}"; then
     export PYTHON=$python
     if ! has_pytorch && ! { [ $wants_pytorch = 1 ] && install_pytorch; }; then
@@ -746,7 +759,7 @@ prepare_tests() {
 
 test_minutes=9
 run_tests() {
-  local base=$build failed=0 which=ON wants_pytorch=1 stage=0 stages=1 listed=0
+  local base=$build failed=0 which=ON wants_pytorch=1 stage=0 stages=1 listed=0 building=''
   case ${1-} in
     -h|--help)
       show "usage: ./run_all.sh test [--all] [--no-pytorch] [CTEST OPTION...]

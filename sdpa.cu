@@ -274,6 +274,7 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   // changes_logits: a knob of SDPA_LOGIT_KNOBS is on. hides_keys: a knob of SDPA_MASK_KNOBS is on.
   static constexpr bool changes_logits = SDPA_LOGIT_KNOBS(SDPA_IS_ON) false;
   static constexpr bool hides_keys = SDPA_MASK_KNOBS(SDPA_IS_ON) false;
+  static constexpr bool modifies_scores = changes_logits || hides_keys;
   static constexpr int mask_knobs = SDPA_MASK_KNOBS(SDPA_COUNT_ON) 0;  // number of mask knobs that are on
   // USE_BIAS: the bias is added to the logits; it has Q's type, or fp32. key_bias: one row is the bias of all queries
   // and heads of a batch.
@@ -305,6 +306,8 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   // True if each row of scores has its own scale: that of its head, or that of its row of Q.
   static constexpr bool scales_rows =
       is_wgmma && ((K::pack_gqa && product_type == DType::e4m3) || q_type != product_type);
+  // True if the mma kernel multiplies each row of scores by the descale factor of its head of Q.
+  static constexpr bool mma_scales_rows = kernel == KernelKind::mma && K::pack_gqa && q_bytes == 1;
 };
 
 // The build as set with -D. With USE_TUNED, a row of the table of tuned tiles changes some knobs, so kernels
@@ -419,7 +422,7 @@ __host__ __device__ inline int batches_of(const SdpaParams& p, const int* starts
 }
 
 // Tensor maps with dimensions [B][H][panels][S][elements of a panel], or [B][H][1][S][D]. PACK_GQA: that of
-// Q has [B][1][Hq][Sq][D]. A panel is a group of columns: 128 or 64 bytes of each row (section 5c).
+// Q has [B][1][Hq][Sq][D]. A panel is a group of columns: 128 or 64 bytes of each row.
 struct TensorMaps { CUtensorMap q, k, v, o; };
 struct Nothing {};
 
@@ -488,7 +491,7 @@ struct Divisor {
   __device__ __forceinline__ uint32_t remainder(uint32_t n) const { return n - divide(n) * divisor; }
 };
 
-struct PlanArgs {  // USE_LENGTHS: sizes of the plan (section 5h), the list of items in scratch memory
+struct PlanArgs {  // USE_LENGTHS: sizes of the plan, the list of items that sdpa_plan() makes in scratch memory
   // items, partials: maximum numbers per group of item_heads heads. free_partials: partials without those
   // that an explicit SPLIT_CTAS adds. With batch_invariant, free_partials is a number per sequence.
   uint32_t items, partials, free_partials;
@@ -538,11 +541,9 @@ struct Grid {  // maps the index of an item to its batch, head and rows
 // constant cache is Grid up to scale_log2, which suffices to locate an item. Reading another line before the
 // first tile costs a kernel about 0.04 us.
 //
-// Some builds launch small kernels before or after the attention kernel, with the same argument:
-//
-//   USE_LENGTHS                  before   sdpa_plan() lists the items: the plan (section 5h)
-//   USE_BIAS=1, 2, 3, MASK_MOD   before   sdpa_map() lists the visible rounds of each item: the map (section 5g)
-//   SPLIT_CTAS                   after    sdpa_merge() merges the partials of an item's CTAs (section 5i)
+// sdpa_plan() has the same argument; it runs before the attention kernel and lists its items: the plan. sdpa_map() runs
+// before the attention kernel and lists the visible rounds of all items: the map. sdpa_merge() runs after the attention
+// kernel and merges the partials of CTAs that share an item.
 struct KernelArgs : Grid {
   Mask mask;
   bool has_short_rows;  // USE_WGMMA: D or Dv is less than the build's
@@ -716,8 +717,8 @@ struct RowScales { float factor[2]; };
 template <class B> using ScoreScale = std::conditional_t<B::scales_rows, RowScales, float>;
 __device__ __forceinline__ float of_row(float scale, int) { return scale; }
 __device__ __forceinline__ float of_row(const RowScales& scales, int i) { return scales.factor[i]; }
-__device__ __forceinline__ float largest(float scale) { return scale; }
-__device__ __forceinline__ float largest(const RowScales& scales) { return fmaxf(scales.factor[0], scales.factor[1]); }
+__device__ __forceinline__ float largest_of(float scale) { return scale; }
+__device__ __forceinline__ float largest_of(const RowScales& scales) { return fmaxf(scales.factor[0], scales.factor[1]); }
 template <class B>
 constexpr float element_unit = B::kv_type == DType::u8 ? 448.0f / 127 : 1;  // value per unit of to_float()
 // True if the hook replaces scores by tanh (USE_SOFTCAP) or by logits (SCORE_MOD).
@@ -732,8 +733,7 @@ __device__ __forceinline__ float finite_scale(float scale) {
 // multiply_qk() of the mma kernel applies the factor of each row of Q.
 template <class B>
 __device__ __forceinline__ float with_descale(const KernelArgs& a, const Item<B>& item, float scale) {
-  constexpr bool mma_scales_rows = B::kernel == KernelKind::mma && B::pack_gqa;
-  const bool has_factor_of_q = B::q_bytes == 1 && !mma_scales_rows;
+  const bool has_factor_of_q = B::q_bytes == 1 && !B::mma_scales_rows;
   const float q_descale = has_factor_of_q ? a.p.q_descale.of_head(item.b, item.h) : 1;
   const float k_descale = a.p.k_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
   // Multiply the descale factors first. One may be 0, and the other times a large scale may be infinite.
@@ -790,7 +790,7 @@ __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreSc
 // Applies SCORE_MOD, MASK_MOD and the key mask to the tile. unmasked: all of its keys exist.
 template <class B, class View, class Tile>
 __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool unmasked);
-// USE_BIAS: address of the bias of row r of the tile at query q0 (section 5g).
+// USE_BIAS: address of the bias of row r of the tile at query q0.
 template <class B>
 __device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<B>& item, int q0, int r);
 // USE_BIAS: true if keys of the tile at key k0 have a bias.
@@ -843,7 +843,7 @@ template <class B> struct ScoreTile {
       if (listed == ListedTile::unknown) return !KeyBits<B>(a, item.b, k0).all();
       return listed == ListedTile::changed;
     }
-    return B::changes_logits || B::hides_keys;
+    return B::modifies_scores;
   }
   // USE_KEY_MASK: a bit per key of the tile, 1 if it is visible. Words without a key in [first, last] are
   // undefined.
@@ -863,7 +863,7 @@ template <class B, class View, class Tile>
 __device__ __forceinline__ void finish_scores(View& S, Tile& tile, bool unmasked, bool are_logits = false) {
   if (!are_logits) {
     cap_scores<B>(S, tile.a, tile.hook_scale());
-    if ((B::changes_logits || B::hides_keys) && tile.needs_modify_scores()) modify_scores<B>(S, tile, unmasked);
+    if ((B::modifies_scores) && tile.needs_modify_scores()) modify_scores<B>(S, tile, unmasked);
     if (!tile.add_bias(S)) scale_scores<B>(S, tile.a);
   }
   if (unmasked) return;
@@ -1631,8 +1631,8 @@ template <class B> __device__ __forceinline__ Item<B> row_item(const KernelArgs&
   return one;
 }
 
-// Returns a.plan. As a template it delays the lookup of members that do not exist without USE_LENGTHS.
-template <class B> __host__ __device__ __forceinline__ const auto& plan_room(const KernelArgs& a) { return a.plan; }
+// Returns a.plan. As a template, it delays the lookup of members that do not exist without USE_LENGTHS.
+template <class B> __host__ __device__ __forceinline__ const auto& plan_sizes(const KernelArgs& a) { return a.plan; }
 
 // USE_BIAS, MASK_MOD: true if items may have lists of their visible rounds, from a map that sdpa_map() makes.
 // Only the 16-bit kernel with producer and consumer warps reads a map. It does not if USE_LENGTHS or
@@ -1833,10 +1833,10 @@ template <class B> struct ScoreMod;  // SCORE_MOD and MASK_MOD as functions of a
 // The type of the tile that the score hook processes in kernels with USE_LAZY_MAX.
 template <class B> struct WgmmaRows;
 template <class B> using StaleTile = std::conditional_t<B::is_wgmma, WgmmaRows<B>, ScoreTile<B>>;
-// capped(): tanh(x * hook_scale). logit(): the result of the hook for score x in a tile without bias, expression
+// capped(): tanh(x * hook_scale). logit_of(): the result of the hook for score x in a tile without bias, expression
 // and mask.
 template <class B> __device__ __forceinline__ float capped(float x, float hook_scale);
-template <class B> __device__ __forceinline__ float logit(float x, const KernelArgs& a, float hook_scale) {
+template <class B> __device__ __forceinline__ float logit_of(float x, const KernelArgs& a, float hook_scale) {
   return (replaces_scores<B>(a) ? capped<B>(x, hook_scale) : x) * (B::adds_bias ? a.logit_scale : 1);
 }
 
@@ -1857,7 +1857,7 @@ __device__ __forceinline__ void exp_by_stale_max(View& S, int first, int last, S
   } else if constexpr (!B::caps_by_polynomial) {  // otherwise CappedSoftmax applies the cap
     cap_scores<B>(S, tile.a, tile.hook_scale(), first, last);
   }
-  if constexpr (B::changes_logits || B::hides_keys) {
+  if constexpr (B::modifies_scores) {
     using Mod = ScoreMod<B>;
     if (tile.needs_modify_scores()) {
       const auto exp = [&](int i, int j, auto logit, bool visible) {
@@ -1879,7 +1879,7 @@ __device__ __forceinline__ void exp_by_stale_max(View& S, int first, int last, S
 
 // SCORE_MOD, MASK_MOD: loads the values that the expressions use and that are constant for the item.
 template <class B, class Rows> __device__ __forceinline__ void start_expressions(Rows& rows) {
-  if constexpr (B::changes_logits || B::hides_keys) ScoreMod<B>::start(rows);
+  if constexpr (B::modifies_scores) ScoreMod<B>::start(rows);
 }
 
 // ---- merge weights (wmma, mma, wgmma) ----
@@ -1904,7 +1904,7 @@ __device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scal
 template <class B> constexpr int PARTIAL_STRIDE = B::d_v + 4;
 
 // O[0] to O[3] += x * weight
-__device__ __forceinline__ void add(float* O, const float4& x, float weight) {
+__device__ __forceinline__ void add_weighted(float* O, const float4& x, float weight) {
   O[0] = fmaf(x.x, weight, O[0]);
   O[1] = fmaf(x.y, weight, O[1]);
   O[2] = fmaf(x.z, weight, O[2]);
@@ -2058,7 +2058,7 @@ template <class B> struct MmaRows {
   // ---- state of the work item ----
   Sums O;
   float m[ROWS], l[ROWS];
-  float q_descale[B::q_bytes == 1 && B::pack_gqa ? ROWS : 1];  // of the rows' heads
+  float q_descale[B::mma_scales_rows ? ROWS : 1];  // of the rows' heads
   bool keeps_max;  // USE_LAZY_MAX: all rows of the warp may keep m as a stale maximum
   // ---- state of the tile ----
   MmaStepOfP<B> P[STEPS];
@@ -2076,7 +2076,7 @@ template <class B> struct MmaRows {
 
   // Rounds P of a step and packs it into A operands. Each lane holds the same elements in the accumulators and
   // in the A operands, so no data moves between lanes.
-  __device__ void pack_step(const Scores& S, int step) {
+  __device__ void pack_operands(const Scores& S, int step) {
     SDPA_UNROLL for (int m = 0; m < O.M_TILES; m++) {
       SDPA_UNROLL for (int i = 0; i < 4; i++) {
         P[step][m][i] = MmaOperands<B>::pack_p(&S.x[2 * m + i % 2][COLS * step + COLS / 2 * (i / 2)]);
@@ -2100,7 +2100,7 @@ template <class B> struct MmaRows {
         multiply_columns<MmaOperands<B>>(S, n, q, k);
       }
     }
-    if constexpr (B::q_bytes == 1 && B::pack_gqa) scale_rows(S, q_descale);
+    if constexpr (B::mma_scales_rows) scale_rows(S, q_descale);
   }
   // Computes P of the unmasked tile at key k0 with the stale maximum. Returns false if P is unusable because the
   // stale maximum was too small.
@@ -2115,7 +2115,7 @@ template <class B> struct MmaRows {
     bool are_logits = false;
     SDPA_UNROLL for (int step = 0; step < STEPS; step++) {
       exp_by_stale_max<B>(S, COLS * step, COLS * (step + 1), softmax, tile, are_logits);
-      pack_step(S, step);
+      pack_operands(S, step);
     }
     return softmax.add_to(l);
   }
@@ -2133,7 +2133,7 @@ template <class B> struct MmaRows {
     const bool may_be_kept = softmax_sum<B>(S, scales.scale_log2(), m, alpha, l);
     if (B::use_lazy_max) keeps_max = __all_sync(0xffffffffu, may_be_kept);
     scale_rows(O, alpha);
-    SDPA_UNROLL for (int step = 0; step < STEPS; step++) pack_step(S, step);
+    SDPA_UNROLL for (int step = 0; step < STEPS; step++) pack_operands(S, step);
   }
 
   // Stores the partial of this split.
@@ -2231,7 +2231,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
   const int q = item.q0 + (B::pack_gqa ? 0 : warp * WARP_ROWS);
   Q.start(s.in.Q, warp, lane);
   rows.start(warp * WARP_ROWS + lane / 4, lane % 4 * 2);
-  if constexpr (B::q_bytes == 1 && B::pack_gqa) read_q_descale(rows, a, s.item);
+  if constexpr (B::mma_scales_rows) read_q_descale(rows, a, s.item);
   // All splits take part in all rounds. In the last round, a split may have no tile.
   for (int round_k0 = t.keys.begin; round_k0 < t.keys.end; round_k0 += B::round_keys) {
     const int k0 = round_k0 + split * B::block_n;
@@ -2522,8 +2522,10 @@ __device__ __forceinline__ void wait_then_let_next_kernel_start() {
   griddepcontrol_launch_dependents();
 }
 
-// L2 cache policies of loads. Q is read once; K and V are read by many CTAs.
+// L2 cache policies of loads. Q is read once. K and V are read by many CTAs, unless a CTA has all query heads.
 constexpr uint64_t evict_first = 0x12f0000000000000, evict_last = 0x14f0000000000000;
+template <class B> constexpr bool reads_kv_once = B::swap_ab && B::pack_gqa;
+template <class B> constexpr uint64_t kv_cache_policy = reads_kv_once<B> ? evict_first : evict_last;
 
 // True if a producer warp stores O from shared memory by TMA; otherwise the consumers store O.
 template <class B>
@@ -2579,8 +2581,7 @@ template <class B, int D, bool = B::use_pages != 0> struct TileBox {
     if (threadIdx.x % 32 > 0) return;
     if (a.mask.keys.Sk == 0) return mbarrier_arrive(full);  // all scores of this tile are masked
     mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D * B::kv_bytes>);
-    const uint64_t cache_policy = B::swap_ab && B::pack_gqa ? evict_first : evict_last;
-    load_rows<D, B::kv_bytes, B::block_n>(a, to_s, map, box_origin, full, cache_policy);
+    load_rows<D, B::kv_bytes, B::block_n>(a, to_s, map, box_origin, full, kv_cache_policy<B>);
   }
 };
 template <class B> struct RowPages;         // the pages of the rows that a warp copies
@@ -2777,26 +2778,34 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_plain> {
 
 // ---- 5c work items and their rounds (wgmma) ----
 
-// The list of an item's visible rounds (section 5g).
-struct ListFromMap;                    // in global memory
-template <class B> struct ListByCta;   // in shared memory
+struct ListFromMap;
+template <class B> struct ListByCta;
 template <class B> struct ListMemory;  // the contents of a ListByCta
 template <class B> constexpr bool may_have_list = lists_from_map<B> || lists_by_cta<B>;
 template <class B>
 using ListOf = std::conditional_t<lists_by_cta<B>, ListByCta<B>,
                                   std::conditional_t<lists_from_map<B>, ListFromMap, Nothing>>;
-// An entry of a list: 2 * number, plus 1 if the round is changed, that is, if the bias, MASK_MOD or the key mask changes
-// a score of the round.
+
+// Rounds whose keys are all hidden are not computed, even if their scores are NaN. An item has a list of its visible
+// rounds, and producers and consumers process only these.
+//
+//   visible   a query of the item sees one of the round's keys, according to the score hook
+//   hidden    not visible. The causal mask, the window and the last key do not count
+//   changed   the score hook changes a score of the round, possibly to -inf; it skips the tiles of other rounds
+//   entry     element of the list: 2 * the index of the round among all rounds, plus 1 if the round is changed
+//
+// sdpa_map() writes the lists of all items to global memory, before the attention kernel: the map.
+// list_visible_rounds() writes the list of an item to shared memory, within the attention kernel. RoundWalk iterates
+// over a list of either kind.
 __device__ __forceinline__ constexpr uint32_t make_entry(int number, uint32_t changed) { return 2 * number + changed; }
 __device__ __forceinline__ constexpr int entry_number(uint32_t entry) { return int(entry / 2); }
 __device__ __forceinline__ constexpr bool entry_changed(uint32_t entry) { return entry % 2; }
 
 // A work item and its rounds; in each round, every split (SPLIT_KV) computes one tile of BLOCK_N keys. The
 // last round is computed first. With a causal mask, the masked tiles then come first, and their row max
-// suffices as the stale maximum of most other tiles. A round has up to three indices:
+// suffices as the stale maximum of most other tiles. A round has up to two indices:
 //   round   among the rounds that the item computes, 0 to rounds - 1; with a list, the position in the list
 //   number  among all rounds of the item; it gives the keys. Without a list, it equals `round`
-//   entry   the element of the list
 template <class B> struct alignas(16) WgmmaItem : Item<B>, ListOf<B> {
   int h_kv, first_key, rounds;  // zero rounds: no more items, or with SPLIT_CTAS an empty range
 };
@@ -2849,7 +2858,7 @@ template <class B> __device__ __forceinline__ WgmmaItem<B> wgmma_item(const Kern
     static_cast<Item<B>&>(item) = work_item<B>(a, i);
     set_rounds<B>(a, item);
   }
-  if (has_map<B>(a)) take_list(a, item);
+  if (has_map<B>(a)) read_list_of_map(a, item);
   if (!B::use_lengths && B::split_ctas != 1) {
     const Interval range = range_of_rounds(a, item.rounds);
     item.first_key += range.begin * B::round_keys;
@@ -3031,6 +3040,7 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
     if (B::use_persistent_cta && warp_uniform(int(threadIdx.x)) >= 32) return item;
     const int rounds = item.rounds;
     auto& last = s.lists.last;
+    // Also true after the ring has wrapped twice. Then the list is made again, although it may be the same.
     const bool is_first = list_ring.stage == 0 && list_ring.parity == 0;
     if (B::use_persistent_cta && !is_first && item.b == last.b && item.first_key == last.first_key &&
         rounds == last.all_rounds) {
@@ -3259,8 +3269,8 @@ template <class B> struct WgmmaRows {
                                                                              : 16;
     float alpha[ROWS];
     softmax_max<B, Scores, columns>(S, scales.scale_log2(), m, alpha);
-    SDPA_UNROLL for (int i = 0; i < 2; i++) m[i] = logit<B>(m[i], a, of_row(scales.hook_scale(), i));
-    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * largest(scales.scale_log2()) <= stale_limit<B>);
+    SDPA_UNROLL for (int i = 0; i < 2; i++) m[i] = logit_of<B>(m[i], a, of_row(scales.hook_scale(), i));
+    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * largest_of(scales.scale_log2()) <= stale_limit<B>);
   }
   // If `fits` is true in all lanes of the warp, the following tiles without a mask may use m as the stale
   // maximum.
@@ -3409,7 +3419,7 @@ template <class B, class Shared> struct WgmmaConsumer {
         SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Rows::Sums::LANES>(rows.l[i]);
         consumer.finish_item();
       }
-      t.skip(ring, own_rounds<B>(a, rows.mask, item(), rounds, rows.q0).begin);
+      t.skip(ring, own_rounds<B>(a, rows.mask, item(), rounds, rows.q0).begin);  // recomputed to save registers
       consumer.end_item();
       q_ring.advance();
     } while (B::use_persistent_cta);
@@ -3885,18 +3895,18 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   }
 
   // KV_DTYPE with bf16 Q: converts the warpgroup's rows of Q to fp16, each scaled by a power of two.
-  __device__ __forceinline__ void make_halves_of_q();
+  __device__ __forceinline__ void convert_q_to_fp16();
   // Undoes the scaling of Q in the maxima m.
-  __device__ __forceinline__ void take_scale_of_q_back();
+  __device__ __forceinline__ void undo_scale_of_q();
 
   __device__ __forceinline__ void begin_item() {}
   __device__ __forceinline__ void compute_rounds() {
-    if constexpr (B::q_type != B::product_type) make_halves_of_q();
+    if constexpr (B::q_type != B::product_type) convert_q_to_fp16();
     if constexpr (B::overlap) Base::overlapped_loop(*this);
     else serial_loop();
   }
   __device__ __forceinline__ void finish_item() {
-    if constexpr (B::q_type != B::product_type) take_scale_of_q_back();
+    if constexpr (B::q_type != B::product_type) undo_scale_of_q();
     if constexpr (B::split_kv > 1) {
       merge_and_store();
     } else if constexpr (stores_by_tma<B>) {
@@ -4199,7 +4209,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     for_each_flushed([&](float4* sum_s, float* d) {
       SDPA_UNROLL for (int i = 0; i < 4; i++) d[i] *= -0.5f;
       float sum[4] = {-3 * d[0], -3 * d[1], -3 * d[2], -3 * d[3]};
-      if (!first) add(sum, ld_shared<float4>(sum_s), 1);
+      if (!first) add_weighted(sum, ld_shared<float4>(sum_s), 1);
       st_shared(sum_s, float4{sum[0], sum[1], sum[2], sum[3]});
     });
   }
@@ -4252,8 +4262,9 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     Base::overlapped_loop(*this);
   }
   __device__ __forceinline__ void finish_item() {
-    // Adds the sums in shared memory to O.
-    if (tiles >= B::fp8_flush) for_each_flushed([](float4* sum_s, float* d) { add(d, ld_shared<float4>(sum_s), 1); });
+    if (tiles >= B::fp8_flush) {  // adds the sums in shared memory to O
+      for_each_flushed([](float4* sum_s, float* d) { add_weighted(d, ld_shared<float4>(sum_s), 1); });
+    }
     if constexpr (B::split_ctas == 1) store();
   }
   __device__ __forceinline__ void end_item() {
@@ -5495,7 +5506,7 @@ template <class B> struct ScoreMod {
 
 template <class B, class View, class Tile>
 __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool unmasked) {
-  if constexpr (B::changes_logits || B::hides_keys) {
+  if constexpr (B::modifies_scores) {
     using Mod = ScoreMod<B>;
     const auto modify = [&](int i, int j, auto logit, bool visible) {
       if constexpr (B::changes_logits) S.x[i][j] = float(logit);
@@ -5668,12 +5679,12 @@ __device__ __forceinline__ bool ScoreTile<B>::add_bias(View& S) const {
 // a time (fp32: two chunks of each of 4 rows). The XOR swizzle by the row puts these chunks in different
 // banks.
 template <class B> struct alignas(128) BiasTile {
-  static constexpr int CHUNK = 16 / sizeof(Bias), CHUNKS = B::block_n / CHUNK;
+  static constexpr int PER_CHUNK = 16 / sizeof(Bias), CHUNKS = B::block_n / PER_CHUNK;
   static constexpr int XORED = SWIZZLE_GROUP<CHUNKS>;
   Bias x[16][B::block_n];
 
   __device__ __forceinline__ Bias* at(int row, int chunk) {
-    return &x[row][swizzled<XORED>(row * (sizeof(Bias) == 4 ? 2 : 1), chunk) * CHUNK];
+    return &x[row][swizzled<XORED>(row * (sizeof(Bias) == 4 ? 2 : 1), chunk) * PER_CHUNK];
   }
 };
 template <class B> struct BiasTiles {
@@ -5709,7 +5720,7 @@ template <class B> struct BiasOfWarp<B, true> {
     const Strides& strides = a.p.bias_strides;
     const int lane = int(mov_tid_x() % 32), q = q0 + first_row() + lane / LANES;
     loaded_k0 = -1;
-    column_at_0 = lane % LANES * Tile::CHUNK - first;
+    column_at_0 = lane % LANES * Tile::PER_CHUNK - first;
     const int64_t elements = strides.batch | strides.head | strides.row;
     // k0 - first gives the alignment of all tiles of the item. With a window, k0 may be any key.
     const uint64_t offsets = uint64_t((elements | (k0 - first)) * int64_t(sizeof(Bias)));
@@ -5724,10 +5735,10 @@ template <class B> struct BiasOfWarp<B, true> {
   __device__ __forceinline__ void load(const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
     if (loaded_k0 == k0) return;
     const int lane = int(mov_tid_x() % 32), chunk = lane % LANES, column = k0 + column_at_0;
-    const int columns = keys - chunk * Tile::CHUNK + column_at_0;  // columns of the bias
+    const int columns = keys - chunk * Tile::PER_CHUNK + column_at_0;  // columns of the bias
     cp_async_wait_group<0>();  // the copy of a tile that was not used may be in flight
     __syncwarp();              // hazard: previous tile read by all lanes
-    if (unit == 16 && column >= 0 && column + Tile::CHUNK <= columns) {
+    if (unit == 16 && column >= 0 && column + Tile::PER_CHUNK <= columns) {
       const Bias* from = chunk_g + k0;
       SDPA_UNROLL for (int n = 0; n < ceil_div(16, ROWS); n++, from += ROWS * a.p.bias_strides.row) {
         const int r = lane / LANES + ROWS * n;
@@ -5737,7 +5748,7 @@ template <class B> struct BiasOfWarp<B, true> {
         }
       }
     } else if (unit == 4 && k0 >= keys - columns && k0 + B::block_n <= keys) {
-      copy_words(a, item, q0, column - chunk * Tile::CHUNK);
+      copy_words(a, item, q0, column - chunk * Tile::PER_CHUNK);
     } else if (lane < LANES * ROWS) {
       copy_elements(a, item, columns, q0, column);
     }
@@ -5768,10 +5779,10 @@ template <class B> struct BiasOfWarp<B, true> {
     const int lane = int(mov_tid_x() % 32);
 #pragma unroll 1
     for (int r = lane / LANES; r < 16; r += AT_ONCE * ROWS) {
-      alignas(16) Bias chunks[AT_ONCE][Tile::CHUNK];
+      alignas(16) Bias chunks[AT_ONCE][Tile::PER_CHUNK];
       SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
         const Bias* const from = bias_row<B>(a, item, q0, first_row() + r + ROWS * n) + column;
-        SDPA_UNROLL for (int i = 0; i < Tile::CHUNK; i++) {
+        SDPA_UNROLL for (int i = 0; i < Tile::PER_CHUNK; i++) {
           const bool exists = uint32_t(column + i) < uint32_t(columns);
           chunks[n][i] = exists ? ld_global_nc<Bias>(from + i) : rounded<Bias>(B::use_bias == 2);
         }
@@ -5807,7 +5818,7 @@ template <class B> struct BiasOfWarp<B, true> {
     } else {
       SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
         SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) {
-          const Bias* const at = tile->at(S.row(i) % 16, S.col(j) / Tile::CHUNK) + S.col(j) % Tile::CHUNK;
+          const Bias* const at = tile->at(S.row(i) % 16, S.col(j) / Tile::PER_CHUNK) + S.col(j) % Tile::PER_CHUNK;
           pairs[i][j / 2] = ld_shared<BiasPair>(at);
         }
         hold(pairs[i]);  // otherwise nvcc reads element by element
@@ -5821,7 +5832,7 @@ template <class B> struct BiasOfWarp<B, true> {
   template <class View> __device__ __forceinline__ void add_as_read(View& S, const KernelArgs& a) {
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) {
-        const Bias* const at = tile->at(S.row(i) % 16, S.col(j) / Tile::CHUNK) + S.col(j) % Tile::CHUNK;
+        const Bias* const at = tile->at(S.row(i) % 16, S.col(j) / Tile::PER_CHUNK) + S.col(j) % Tile::PER_CHUNK;
         add_pair(S.x[i][j], S.x[i][j + 1], ld_shared<BiasPair>(at), a);
       }
     }
@@ -5952,24 +5963,6 @@ template <class B> struct KeyBits {
 };
 
 // ---- 5g lists of visible rounds (wgmma and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_BIAS = 4, USE_BIAS = 5, MASK_MOD, USE_KEY_MASK) ----
-//
-// With wgmma, rounds whose keys are all hidden are not computed, even if their scores are NaN. An item has a list of
-// its visible rounds, and producers and consumers process only these.
-//
-//   hidden    A key is hidden from a query if its element of the bias is -inf or, with USE_BIAS=2, 0; if MASK_MOD is
-//             false; or if its byte of the key mask is 0. The causal mask, the window and the end of the keys do not
-//             count.
-//   visible   Not hidden. A round is visible if a query of the item sees one of its keys.
-//   changed   A key of the round is hidden, or has a bias other than 0. In rounds that are not changed, the score hook
-//             reads no bias and no key mask, and evaluates no MASK_MOD.
-//
-//   build                        lists are written by                      a list is read by
-//   USE_BIAS=1, 2, 3, MASK_MOD   sdpa_map(), to global memory: the map     all items with the same bias or MASK_MOD
-//   USE_KEY_MASK                 list_rounds_of_mask(), to shared memory   the item; with persistent CTAs also the
-//                                                                          next items, if they have the same keys
-//   USE_BIAS=4, 5                list_rounds_of_bias(), to shared memory   the same
-//
-// RoundWalk iterates over a list of either kind.
 
 // What is known of a round while its keys are examined, as bits.
 enum RoundState { has_visible_key = 1, is_changed = 2, is_known = has_visible_key | is_changed };
@@ -6112,7 +6105,7 @@ __device__ __forceinline__ uint32_t word_of_bias(const Bias* from, int count, bo
 template <class B>
 __device__ __forceinline__ ListedRounds list_rounds_of_bias(const KernelArgs& a, WgmmaItem<B>& item,
                                                             ListMemory<B>& list, const Bias* row) {
-  constexpr int CHUNK = 4 / int(sizeof(Bias)), WORDS = ceil_div(B::round_keys, 4 * CHUNK), AT_ONCE = 8;
+  constexpr int PER_WORD = 4 / int(sizeof(Bias)), WORDS = ceil_div(B::round_keys, 4 * PER_WORD), AT_ONCE = 8;
   constexpr uint32_t far = sizeof(Bias) == 2 ? 0xe000e000 : 0xe0000000;
   const bool is_aligned = reinterpret_cast<uintptr_t>(row) % 4 == 0;
   const int lane = threadIdx.x % 32, keys = a.p.Sk - item.first_key;
@@ -6126,7 +6119,7 @@ __device__ __forceinline__ ListedRounds list_rounds_of_bias(const KernelArgs& a,
       uint32_t words[AT_ONCE];
       int counts[AT_ONCE];
       SDPA_UNROLL for (int i = 0; i < AT_ONCE; i++) {
-        const int k = number * B::round_keys + ((step + i) * 4 + lane % 4) * CHUNK;
+        const int k = number * B::round_keys + ((step + i) * 4 + lane % 4) * PER_WORD;
         counts[i] = step + i < WORDS ? past - k : 0;
         if (counts[i] > 0) words[i] = word_of_bias(row + k, counts[i], is_aligned);
       }
@@ -6212,7 +6205,7 @@ template <class B> __device__ __forceinline__ uint32_t* list_of(const KernelArgs
   const uint32_t of_head = map.batches.remainder(item.b) * map.heads.divisor + map.heads.remainder(head);
   return map.lists + size_t(of_head * a.q_blocks.divisor + block) * map.list_words;
 }
-template <class B> __device__ __forceinline__ void take_list(const KernelArgs& a, WgmmaItem<B>& item) {
+template <class B> __device__ __forceinline__ void read_list_of_map(const KernelArgs& a, WgmmaItem<B>& item) {
   if constexpr (lists_from_map<B>) {
     griddepcontrol_wait();  // sdpa_map() has finished
     const uint32_t* const list = list_of<B>(a, item);
@@ -6487,14 +6480,14 @@ template <class B> struct alignas(256) RangePartial {
 // The partials of all CTAs, in scratch memory.
 template <class B> __device__ __forceinline__ RangePartial<B>* range_partials(const KernelArgs& a) {
   unsigned char* partials = static_cast<unsigned char*>(a.p.scratch);
-  if constexpr (B::use_lengths) partials += plan_bytes(plan_room<B>(a));
+  if constexpr (B::use_lengths) partials += plan_bytes(plan_sizes<B>(a));
   return reinterpret_cast<RangePartial<B>*>(partials);
 }
 // One counter for each item with several ranges, 0 when the kernel starts. USE_LENGTHS: they follow the
 // partials.
 template <class B> __device__ __forceinline__ uint32_t* range_counters(const KernelArgs& a) {
   if constexpr (!B::use_lengths) return static_cast<uint32_t*>(a.p.workspace);
-  else return reinterpret_cast<uint32_t*>(range_partials<B>(a) + plan_room<B>(a).partials * a.q_heads.divisor);
+  else return reinterpret_cast<uint32_t*>(range_partials<B>(a) + plan_sizes<B>(a).partials * a.q_heads.divisor);
 }
 
 // ---- 5h planned items (USE_LENGTHS) ----
@@ -6614,10 +6607,10 @@ __device__ __forceinline__ uint32_t invariant_ranges(const KernelArgs& a, const 
   const int limit = B::split_ctas != 0
                         ? rounds_at_once<B>()
                         : invariant_rounds(ceil_div(most_keys, B::round_keys), B::round_keys,
-                                           ceil_div(sequence.Sq, queries), plan_room<B>(a).free_partials);
+                                           ceil_div(sequence.Sq, queries), plan_sizes<B>(a).free_partials);
   return B::split_ctas == 1 ? 1 : max(ceil_div(rounds, limit), uint32_t(max(B::split_ctas, 1)));
 }
-// One CTA computes the plan. It sorts the items into classes by their number of rounds.
+// One CTA computes the plan. It sorts the items into classes by their number of rounds. Class 0 has the most rounds.
 constexpr int plan_threads = 1024, plan_classes = 64;
 struct PlanShared {
   uint32_t rounds, rounds_65536;  // all items together have rounds + 65536 * rounds_65536 rounds
@@ -6626,115 +6619,143 @@ struct PlanShared {
   uint32_t count_of[plan_classes];  // number of items of a class
   uint32_t first[plan_classes];     // index of the next item of a class in the list
 };
-// Calls use(b, sequence, q0, keys) for every tile. q0 is shifted as in set_rounds(). 2^shift lanes share a
-// sequence and begin with its last rows.
-template <class B, class Use> __device__ __forceinline__ void for_each_tile(const KernelArgs& a, int shift, Use use) {
-  const int tid = threadIdx.x, queries = queries_of_item<B>(a);
-  for (int b = tid / 32 + (tid % 32 >> shift) * (plan_threads / 32); b < a.p.B; b += plan_threads >> shift) {
-    const Sequence sequence(a.p, b);
-    const KeyBounds keys(a.p, sequence.Sq, sequence.Sk);
-    const int tiles = ceil_div(sequence.Sq, queries);
-    const int shifted = skips_empty_warpgroups<B> && !keys.all() ? shifted_rows<B>(tiles, sequence.Sq) : 0;
-    for (int i = tiles - 1 - tid % (1 << shift); i >= 0; i -= 1 << shift) {
-      const int q0 = i * queries - shifted;
-      use(b, sequence, q0, keys.of_rows(max(q0, 0), min(q0 + queries, sequence.Sq) - 1));
+// The steps of sdpa_plan(). A tile is a tile of query rows; each of its ranges of keys becomes an item.
+template <class B> struct Planner {
+  const KernelArgs& a;
+  PlanShared& s;
+  int shift = 0;              // 2^shift lanes share a sequence
+  uint32_t limit = 0;         // maximum number of rounds in a range
+  uint32_t least_ranges = 0;  // minimum number of ranges per tile
+  uint32_t longest = 0;       // maximum number of rounds that determine a class
+
+  static __device__ __forceinline__ uint32_t rounds_of(const Interval& keys) {
+    return uint32_t(max(ceil_div(keys.end - first_tile_key<B>(keys), B::round_keys), 0));
+  }
+  // Calls use(b, sequence, q0, keys) for every tile. q0 is shifted as in set_rounds(). The lanes that share a sequence
+  // begin with its last rows.
+  template <class Use> __device__ __forceinline__ void each_tile(Use use) const {
+    const int tid = threadIdx.x, queries = queries_of_item<B>(a);
+    for (int b = tid / 32 + (tid % 32 >> shift) * (plan_threads / 32); b < a.p.B; b += plan_threads >> shift) {
+      const Sequence sequence(a.p, b);
+      const KeyBounds keys(a.p, sequence.Sq, sequence.Sk);
+      const int tiles = ceil_div(sequence.Sq, queries);
+      const int shifted = skips_empty_warpgroups<B> && !keys.all() ? shifted_rows<B>(tiles, sequence.Sq) : 0;
+      for (int i = tiles - 1 - tid % (1 << shift); i >= 0; i -= 1 << shift) {
+        const int q0 = i * queries - shifted;
+        use(b, sequence, q0, keys.of_rows(max(q0, 0), min(q0 + queries, sequence.Sq) - 1));
+      }
     }
   }
-}
-template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(const __grid_constant__ KernelArgs a) {
-  PlanShared& s = dynamic_shared<PlanShared>();
-  const int tid = threadIdx.x;
-  if constexpr (B::is_wgmma) wait_then_let_next_kernel_start();
-  if (tid == 0) {
-    s.rounds = 0;
-    s.rounds_65536 = 0;
-    s.most_rounds = 0;
-    s.partials = 0;
-    s.merges = 0;
+  __device__ __forceinline__ void clear_counters() {
+    const int tid = threadIdx.x;
+    if (tid == 0) {
+      s.rounds = 0;
+      s.rounds_65536 = 0;
+      s.most_rounds = 0;
+      s.partials = 0;
+      s.merges = 0;
+    }
+    if (tid < plan_classes) s.count_of[tid] = 0;
   }
-  if (tid < plan_classes) s.count_of[tid] = 0;
-  __syncthreads();  // hazard: counters cleared by these threads
-  int shift = 0;
-  while (shift < 5 && (a.p.q_starts || 1 << shift < ceil_div(a.p.Sq, queries_of_item<B>(a)))) shift++;
-  const auto each_tile = [&](const auto& use) { for_each_tile<B>(a, shift, use); };
-  const auto rounds_of = [](const Interval& keys) {
-    return uint32_t(max(ceil_div(keys.end - first_tile_key<B>(keys), B::round_keys), 0));
-  };
-  uint64_t rounds_of_thread = 0;
-  each_tile([&](int, const Sequence& sequence, int, const Interval& keys) {
-    rounds_of_thread += rounds_of(keys);
-    atomicMax(&s.most_rounds, rounds_of({0, sequence.Sk}));
-  });
-  atomicAdd(&s.rounds, uint32_t(rounds_of_thread % 65536));  // in two halves: shared memory has no 64-bit add
-  atomicAdd(&s.rounds_65536, uint32_t(rounds_of_thread / 65536));
-  __syncthreads();  // hazard: rounds added up by all threads
-
-  // limit: maximum number of rounds in a range. It is at least `even`, so that all partials fit: only tiles
-  // of more than `even` rounds are divided, into at most 2 * rounds / even ranges, in total fewer than
-  // free_partials. If `even` exceeds `most`, an accumulator sums more keys than most_keys_at_once.
-  // least_ranges: minimum number of ranges per tile: an explicit SPLIT_CTAS if there is room for it, otherwise 1.
-  const uint32_t least = least_rounds(B::round_keys);
-  const auto& room = plan_room<B>(a);
-  const uint32_t most = rounds_at_once<B>(), free = room.free_partials;
-  const uint32_t least_ranges = room.partials > free ? B::split_ctas : 1;
-  const uint64_t rounds_of_all = uint64_t(s.rounds_65536) * 65536 + s.rounds;
-  const uint32_t even = free > 0 ? uint32_t(min(2 * rounds_of_all / free + 1, uint64_t(0x7fffffff))) : 0x7fffffff;
-  const uint32_t limit = max(even, B::split_ctas == 0 ? min(least, most) : most);
-  const auto ranges_of_tile = [&](const Sequence& sequence, uint32_t rounds) {
+  __device__ __forceinline__ void count_rounds() {
+    while (shift < 5 && (a.p.q_starts || 1 << shift < ceil_div(a.p.Sq, queries_of_item<B>(a)))) shift++;
+    uint64_t rounds_of_thread = 0;
+    each_tile([&](int, const Sequence& sequence, int, const Interval& keys) {
+      rounds_of_thread += rounds_of(keys);
+      atomicMax(&s.most_rounds, rounds_of({0, sequence.Sk}));
+    });
+    atomicAdd(&s.rounds, uint32_t(rounds_of_thread % 65536));  // in two halves: shared memory has no 64-bit add
+    atomicAdd(&s.rounds_65536, uint32_t(rounds_of_thread / 65536));
+  }
+  // The limit is at least `even`, so that all partials fit: only tiles of more than `even` rounds are divided, into at
+  // most 2 * rounds / even ranges, in total fewer than free_partials. If `even` exceeds `most`, an accumulator sums
+  // more keys than most_keys_at_once. A tile has at least SPLIT_CTAS ranges, if there is room for them.
+  __device__ __forceinline__ void set_limits() {
+    const uint32_t least = least_rounds(B::round_keys);
+    const auto& sizes = plan_sizes<B>(a);
+    const uint32_t most = rounds_at_once<B>(), free = sizes.free_partials;
+    least_ranges = sizes.partials > free ? B::split_ctas : 1;
+    const uint64_t rounds_of_all = uint64_t(s.rounds_65536) * 65536 + s.rounds;
+    const uint32_t even = free > 0 ? uint32_t(min(2 * rounds_of_all / free + 1, uint64_t(0x7fffffff))) : 0x7fffffff;
+    limit = max(even, B::split_ctas == 0 ? min(least, most) : most);
+    longest = max(a.p.batch_invariant ? s.most_rounds : min(s.most_rounds, limit), 1u);
+  }
+  __device__ __forceinline__ uint32_t ranges_of_tile(const Sequence& sequence, uint32_t rounds) const {
     if (a.p.batch_invariant) return invariant_ranges<B>(a, sequence, rounds);
     return max(ceil_div(rounds, limit), least_ranges);
-  };
-  // Class 0 has the most rounds. The class depends on the rounds of the item's range. With SPLIT_CTAS=1 it
-  // depends on the rounds of the sequence, so that the tiles of a sequence are adjacent in the list and share
-  // its K and V in L2.
-  const uint32_t longest = max(a.p.batch_invariant ? s.most_rounds : min(s.most_rounds, limit), 1u);
-  const auto class_of = [&](const Sequence& sequence, uint32_t rounds, uint32_t ranges) {
+  }
+  // The class depends on the rounds of the item's range. With SPLIT_CTAS=1 it depends on the rounds of the sequence, so
+  // that the tiles of a sequence are adjacent in the list and share its K and V in L2.
+  __device__ __forceinline__ int class_of(const Sequence& sequence, uint32_t rounds, uint32_t ranges) const {
     const uint32_t cost = B::split_ctas == 1 ? rounds_of({0, sequence.Sk}) : ceil_div(rounds, ranges);
     return plan_classes - 1 - int(cost * (plan_classes - 1) / longest);
-  };
-  each_tile([&](int, const Sequence& sequence, int, const Interval& keys) {
-    const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(sequence, rounds);
-    atomicAdd(&s.count_of[class_of(sequence, rounds, ranges)], ranges);
-  });
-  __syncthreads();  // hazard: count_of added up by all threads
-  if (tid <= plan_classes) {
+  }
+  __device__ __forceinline__ void count_items() {
+    each_tile([&](int, const Sequence& sequence, int, const Interval& keys) {
+      const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(sequence, rounds);
+      atomicAdd(&s.count_of[class_of(sequence, rounds, ranges)], ranges);
+    });
+  }
+  // Sets the index of the first item of each class, and the number of items. If q_starts decreases, rows belong to
+  // several sequences, and there may be more items than fit. Then the plan is empty.
+  __device__ __forceinline__ void order_classes() {
+    const int tid = threadIdx.x;
+    if (tid > plan_classes) return;
     uint32_t before = 0;
     for (int n = 0; n < tid; n++) before += s.count_of[n];
     if (tid < plan_classes) s.first[tid] = before;
-    // If q_starts decreases, rows belong to several sequences, and there may be more items than fit. Then the
-    // plan is empty.
-    if (tid == plan_classes) s.count = before <= plan_room<B>(a).items ? before : 0;
+    if (tid == plan_classes) s.count = before <= plan_sizes<B>(a).items ? before : 0;
   }
-  __syncthreads();  // hazard: first and count written by these threads
-  PlannedItem* const items = planned_items(a);
-  uint32_t* const merges = reinterpret_cast<uint32_t*>(items + plan_room<B>(a).items);
-  each_tile([&](int b, const Sequence& sequence, int q0, const Interval& keys) {
-    const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(sequence, rounds);
-    const uint32_t first_partial = ranges > 1 ? atomicAdd(&s.partials, ranges) : 0;
-    const uint32_t each = rounds / ranges, rest = rounds % ranges;  // `rest` ranges have one more round
-    // The lanes of a warp append range by range, so that items with the same keys are adjacent in the list.
-    for (uint32_t range = 0; range < ranges; range++) {
-      const uint32_t number = atomicAdd(&s.first[class_of(sequence, rounds, ranges)], 1u);
-      if (number >= plan_room<B>(a).items) return;
-      if (ranges > 1 && range == 0) st_global(merges + atomicAdd(&s.merges, 1u), number);
-      const int begin = first_tile_key<B>(keys) + int(each * range + min(range, rest)) * B::round_keys;
-      const int end = min(begin + int(each + (range < rest)) * B::round_keys, keys.end);
-      const PlannedItem item{b, 0, q0, sequence, {max(begin, keys.begin), end}, int(range), int(ranges),
-                             int(first_partial)};
-      uint4 words[sizeof item / 16];
-      memcpy(words, &item, sizeof item);
-      for (int i = 0; i < int(sizeof item / 16); i++) {
-        st_global(reinterpret_cast<uint4*>(items + number) + i, words[i]);
+  // Appends the ranges of all tiles to the list. The lanes of a warp append range by range, so that items with the same
+  // keys are adjacent.
+  __device__ __forceinline__ void list_items() {
+    PlannedItem* const items = planned_items(a);
+    uint32_t* const merges = reinterpret_cast<uint32_t*>(items + plan_sizes<B>(a).items);
+    each_tile([&](int b, const Sequence& sequence, int q0, const Interval& keys) {
+      const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(sequence, rounds);
+      const uint32_t first_partial = ranges > 1 ? atomicAdd(&s.partials, ranges) : 0;
+      const uint32_t each = rounds / ranges, rest = rounds % ranges;  // `rest` ranges have one more round
+      for (uint32_t range = 0; range < ranges; range++) {
+        const uint32_t number = atomicAdd(&s.first[class_of(sequence, rounds, ranges)], 1u);
+        if (number >= plan_sizes<B>(a).items) return;
+        if (ranges > 1 && range == 0) st_global(merges + atomicAdd(&s.merges, 1u), number);
+        const int begin = first_tile_key<B>(keys) + int(each * range + min(range, rest)) * B::round_keys;
+        const int end = min(begin + int(each + (range < rest)) * B::round_keys, keys.end);
+        const PlannedItem item{b, 0, q0, sequence, {max(begin, keys.begin), end}, int(range), int(ranges),
+                               int(first_partial)};
+        uint4 words[sizeof item / 16];
+        memcpy(words, &item, sizeof item);
+        for (int i = 0; i < int(sizeof item / 16); i++) {
+          st_global(reinterpret_cast<uint4*>(items + number) + i, words[i]);
+        }
       }
-    }
-  });
-  __syncthreads();  // hazard: partials and merges added up by all threads
-  if (tid == 0) st_global(&plan_of(a), uint4{s.count, s.count > 0 ? s.merges : 0, 0, 0});
-  if constexpr (counts_ranges<B>) {
-    const uint32_t counters = min(s.partials, plan_room<B>(a).partials) * a.q_heads.divisor / 2;
-#pragma unroll 1
-    for (uint32_t i = tid; i < counters; i += plan_threads) st_global(range_counters<B>(a) + i, 0u);
+    });
   }
+  // Writes the numbers of items and of items to merge, and clears the counters of ranges.
+  __device__ __forceinline__ void write_counts() {
+    if (threadIdx.x == 0) st_global(&plan_of(a), uint4{s.count, s.count > 0 ? s.merges : 0, 0, 0});
+    if constexpr (counts_ranges<B>) {
+      const uint32_t counters = min(s.partials, plan_sizes<B>(a).partials) * a.q_heads.divisor / 2;
+#pragma unroll 1
+      for (uint32_t i = threadIdx.x; i < counters; i += plan_threads) st_global(range_counters<B>(a) + i, 0u);
+    }
+  }
+};
+template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(const __grid_constant__ KernelArgs a) {
+  if constexpr (B::is_wgmma) wait_then_let_next_kernel_start();
+  Planner<B> planner{a, dynamic_shared<PlanShared>()};
+  planner.clear_counters();
+  __syncthreads();  // hazard: counters cleared by these threads
+  planner.count_rounds();
+  __syncthreads();  // hazard: rounds added up by all threads
+  planner.set_limits();
+  planner.count_items();
+  __syncthreads();  // hazard: count_of added up by all threads
+  planner.order_classes();
+  __syncthreads();  // hazard: first and count written by these threads
+  planner.list_items();
+  __syncthreads();  // hazard: partials and merges added up by all threads
+  planner.write_counts();
 }
 
 // ---- 5i partials of ranges, and their merge (wmma, mma, wgmma) ----
@@ -6820,7 +6841,7 @@ __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, con
       merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
       SDPA_UNROLL for (int j = 0; j < COLS; j++) O.x[0][j] *= weight[0];
       SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
-        SDPA_UNROLL for (int c = 0; c < COLS / 4; c++) add(O.x[0] + 4 * c, x[n][c], weight[1 + n]);
+        SDPA_UNROLL for (int c = 0; c < COLS / 4; c++) add_weighted(O.x[0] + 4 * c, x[n][c], weight[1 + n]);
       }
     }
     store_output<B>(O, m, l, a, row_item<B>(a, item, row));
@@ -6838,7 +6859,7 @@ template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(c
   if constexpr (B::is_wgmma) wait_then_let_next_kernel_start();
   if constexpr (B::use_lengths) {  // the plan lists the items to merge
     const uint32_t heads = a.q_heads.divisor, ctas = plan_of(a).merges * heads * merge_ctas<B>;
-    const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned_items(a) + plan_room<B>(a).items);
+    const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned_items(a) + plan_sizes<B>(a).items);
     for (uint32_t i = blockIdx.x; i < ctas; i += gridDim.x) {
       const uint32_t merge = i / merge_ctas<B>;
       const Item<B> item = planned_item<B>(a, merges[merge / heads], int(merge % heads));
@@ -6882,7 +6903,7 @@ __device__ __forceinline__ void merge_split_partials(const Partials& partials_s,
     SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) m_l[n] = ld_shared<float2>(&partials_s[n].m_l[row]);
     merge_weights<B>(m_l, scales.scale_log2(), weight, m[0], l[0]);
     SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) {
-      add(O.x[0], ld_shared<float4>(&partials_s[n].O[row][O.first_col]), weight[n]);
+      add_weighted(O.x[0], ld_shared<float4>(&partials_s[n].O[row][O.first_col]), weight[n]);
     }
     put(row, O, m, l);
   }
@@ -6974,7 +6995,7 @@ template <class B> struct MmaPacked {
 template <class B>
 __device__ __forceinline__ int page_of(const KernelArgs& a, const Item<B>& item, int k, int keys = 1) {
   if (max(k, item.keys.begin) >= min(k + keys, item.keys.end)) return a.p.pages;
-  const int index = int(plan_room<B>(a).page_size.divide(uint32_t(B::use_pages == 1 ? k : item.k_row(k))));
+  const int index = int(plan_sizes<B>(a).page_size.divide(uint32_t(B::use_pages == 1 ? k : item.k_row(k))));
   return min(max(ld_global<int>(a.p.page_table + int64_t(item.b) * a.p.page_stride + index), 0), a.p.pages - 1);
 }
 // Acts as a pointer to row k of K or V, for rows in pages. head_g: row 0 of page 0.
@@ -6986,7 +7007,7 @@ template <class B> struct PagedRows {
   int k;
   __device__ __forceinline__ void operator+=(int64_t rows) { k += int(rows); }
   __device__ __forceinline__ const KeyValue* operator+(int column) const {
-    const int row = int(plan_room<B>(*a).page_size.remainder(uint32_t(B::use_pages == 1 ? k : item->k_row(k))));
+    const int row = int(plan_sizes<B>(*a).page_size.remainder(uint32_t(B::use_pages == 1 ? k : item->k_row(k))));
     return head_g + page_of<B>(*a, *item, k) * strides->batch + row * strides->row + column;
   }
 };
@@ -7001,10 +7022,10 @@ template <class B, int D> struct TileBox<B, D, true> {
 
   __device__ __forceinline__ TileBox(const KernelArgs& a, const Item<B>& item, int h_kv, int k0)
       : box_origin{0, 0, 0, h_kv, 0} {
-    const int lane = threadIdx.x % 32, rows = plan_room<B>(a).box_rows;
+    const int lane = threadIdx.x % 32, rows = plan_sizes<B>(a).box_rows;
     row = lane / PANELS<BYTES> * rows;
     box_origin[0] = lane % PANELS<BYTES> * PANEL_WIDTH;
-    box_origin[1] = int(plan_room<B>(a).page_size.remainder(uint32_t(k0 + row)));
+    box_origin[1] = int(plan_sizes<B>(a).page_size.remainder(uint32_t(k0 + row)));
     box_origin[4] = page_of<B>(a, item, k0 + row, rows);
   }
   __device__ __forceinline__ void load(const KernelArgs&, const CUtensorMap* map, KeyValue* to_s,
@@ -7012,7 +7033,7 @@ template <class B, int D> struct TileBox<B, D, true> {
     if (row >= B::block_n) return;
     if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<BYTES>);
     to_s += box_origin[0] * B::block_n + row * PANEL_WIDTH;
-    cp_async_bulk_tensor_load(to_s, map, box_origin, full, B::swap_ab && B::pack_gqa ? evict_first : evict_last);
+    cp_async_bulk_tensor_load(to_s, map, box_origin, full, kv_cache_policy<B>);
   }
 };
 
@@ -7061,7 +7082,7 @@ template <class B, int D> struct TileRows {
     const uint32_t offset = panel_byte<B::block_n, LINE>(line, byte);
     SDPA_UNROLL for (int n = 0; n < pages.COUNT; n++) {
       const int key = k0 + first + 32 * n + lane;
-      const int in_page = int(plan_room<B>(a).page_size.remainder(uint32_t(item.k_row(key))));
+      const int in_page = int(plan_sizes<B>(a).page_size.remainder(uint32_t(item.k_row(key))));
       const KeyValue* row_g = head_g + pages.page[n] * strides.batch + in_page * strides.row;
       if (pages.page[n] >= p.pages) row_g = nullptr;
       SDPA_UNROLL for (int row = 32 * n; row < min(32 * n + 32, pages.ROWS); row += AT_ONCE) {
@@ -7242,7 +7263,7 @@ template <class B> struct LandedTiles {
 // that brings its largest element between 2^14 and 2^15, but by no more than 2^126. So no element overflows,
 // and rounding errors of small elements are below 2^-38 of the largest element (if that is at least 2^-112).
 // The scale of the row is divided by the same power.
-template <class B> __device__ void Wgmma16Consumer<B>::make_halves_of_q() {
+template <class B> __device__ void Wgmma16Consumer<B>::convert_q_to_fp16() {
   const uint32_t tid = mov_tid_x() % 128, first_row = tid / 32 * 16 + tid % 32 / 4;
   char* const Q_s = reinterpret_cast<char*>(s.queries(q_ring.stage, row_group));
   SDPA_UNROLL for (int i = 0; i < 2; i++) {
@@ -7281,7 +7302,7 @@ template <class B> __device__ void Wgmma16Consumer<B>::make_halves_of_q() {
 }
 // Divides m by the power of two by which the row of Q was multiplied, so that the merge, the sink and LSE can
 // use the item's scale. With a softcap or SCORE_MOD, m is a maximum of tanh values or logits: no change.
-template <class B> __device__ void Wgmma16Consumer<B>::take_scale_of_q_back() {
+template <class B> __device__ void Wgmma16Consumer<B>::undo_scale_of_q() {
   const uint32_t tid = mov_tid_x() % 128;
   ItemScales<B> of_item(a);
   of_item.start(Base::item(), row_group * 64 + tid / 32 * 16 + tid % 32 / 4);
@@ -7765,7 +7786,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
                                       !of_queries ? B::block_n : B::swap_ab ? B::block_m : 64);
     if (!status.ok()) return status;
     if constexpr (B::use_pages != 0) {
-      if (!of_queries) boxes.box[1] = uint32_t(plan_room<B>(a).box_rows);
+      if (!of_queries) boxes.box[1] = uint32_t(plan_sizes<B>(a).box_rows);
     }
     if (B::pack_gqa && is_q) {  // the heads of an item are rows of its panels
       boxes.sizes[2] = boxes.sizes[3];
@@ -7774,7 +7795,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
       boxes.box[1] = a.item_queries.divisor;
       boxes.box[2] = uint32_t(a.item_heads);
     }
-    status = encode_boxes(*map++, t, boxes, B::swap_ab && B::pack_gqa);
+    status = encode_boxes(*map++, t, boxes, reads_kv_once<B>);
     if (!status.ok()) return status;
   }
   last = p;
@@ -8168,15 +8189,8 @@ SdpaStatus check_sizes(SdpaParams& p) {
   return {};
 }
 
-SdpaStatus check_params(SdpaParams& p) {
-  const SdpaStatus sizes = check_sizes(p);
-  if (!sizes.ok()) return sizes;
-  if (!(p.scale >= 0 && scale_log2_of(p) < INFINITY)) {
-    return failure(refused, "scale=%g: must be 0 or more, below 10^38", double(p.scale));
-  }
-  if (p.softcap != 0 && !(p.softcap >= 1e-18 && p.softcap <= 1e18)) {
-    return failure(refused, "softcap=%g: must be 0, or 1e-18 to 1e18", double(p.softcap));
-  }
+// Refuses options that this build does not support, and pointers that are not aligned.
+SdpaStatus check_options(const SdpaParams& p) {
   const char* of_8bit_q = Defines::q_bytes == 1 ? "" : "an 8-bit DTYPE";
   const char *of_8bit = Defines::kv_bytes == 1 ? "" : "an 8-bit DTYPE or KV_DTYPE",
              *of_cap = Defines::use_softcap ? "" : "USE_SOFTCAP";
@@ -8186,7 +8200,7 @@ SdpaStatus check_params(SdpaParams& p) {
                           : Defines::use_pages == 1 ? "USE_PAGES=2"
                                                     : "";
   const char* of_queue = Defines::use_persistent_cta ? "" : "USE_PERSISTENT_CTA=1";
-  const char* of_mods = Defines::changes_logits || Defines::hides_keys ? "" : "SCORE_MOD or MASK_MOD";
+  const char* of_mods = Defines::modifies_scores ? "" : "SCORE_MOD or MASK_MOD";
   const struct {
     const char *name, *builds;  // builds: the knobs that support it; empty if this build does
     uintptr_t value;
@@ -8226,7 +8240,7 @@ SdpaStatus check_params(SdpaParams& p) {
   for (const auto& x : options) {
     if (x.value && *x.builds) return failure(refused, "%s is for builds with %s; set it to 0", x.name, x.builds);
     if (x.value % x.alignment) return failure(refused, "%s is not aligned to %d bytes", x.name, x.alignment);
-    if constexpr (Defines::changes_logits || Defines::hides_keys) {
+    if constexpr (Defines::modifies_scores) {
       const bool is_array = x.name[1] >= '0' && x.name[1] <= '9';  // x0 to x3, i0, i1
       if (is_array && !x.value != !mods_name(x.name)) {
         return failure(refused, x.value ? "%s is set, but neither SCORE_MOD nor MASK_MOD names it"
@@ -8234,6 +8248,20 @@ SdpaStatus check_params(SdpaParams& p) {
       }
     }
   }
+  return {};
+}
+
+SdpaStatus check_params(SdpaParams& p) {
+  const SdpaStatus sizes = check_sizes(p);
+  if (!sizes.ok()) return sizes;
+  if (!(p.scale >= 0 && scale_log2_of(p) < INFINITY)) {
+    return failure(refused, "scale=%g: must be 0 or more, below 10^38", double(p.scale));
+  }
+  if (p.softcap != 0 && !(p.softcap >= 1e-18 && p.softcap <= 1e18)) {
+    return failure(refused, "softcap=%g: must be 0, or 1e-18 to 1e18", double(p.softcap));
+  }
+  const SdpaStatus options = check_options(p);
+  if (!options.ok()) return options;
   if (Defines::key_bias && p.bias && ((p.bias_strides.head && p.Hq > 1) || (p.bias_strides.row && p.Sq > 1))) {
     return failure(refused, "bias_strides: this build takes a bias that all heads and queries of a batch share; set head and "
                             "row to 0, or build with USE_BIAS=%d", Defines::use_bias == 4 ? 1 : 3);

@@ -133,6 +133,8 @@ template <class B> constexpr bool in_clusters = has_roles<B> && B::head_dim == 2
 // has_roles: true if the consumers add dQ to its sums; false if a warp of the producer warpgroup adds it by bulk
 // operations. In clusters, shared memory has no room for the pieces. For D=64, bulk operations are not faster.
 template <class B> constexpr bool adds_directly = in_clusters<B> || (B::head_dim == 64 && !orders_adds<B>);
+// has_roles: true if warps 1 and 2 of the producer warpgroup run add_pieces().
+template <class B> constexpr bool has_adding_warps = !adds_directly<B> || orders_adds<B>;
 // has_roles: true if CTAs visit the query tiles from last to first, which ORDERED_ADDS needs. Otherwise both orders
 // take the same time.
 template <class B> constexpr bool descends = orders_adds<B> || B::head_dim > 64;
@@ -212,7 +214,7 @@ struct BackwardWorkspace {
 struct BackwardArgs : KernelArgs, SdpaGradients {
   BackwardWorkspace work;
   float gradient_scale;   // the factor of dQ and dK: scale
-  int heads_at_once = 1;  // has_roles: KV heads per section, see key_tile_of_cluster()
+  int heads_per_section = 1;  // has_roles: KV heads per section, see key_tile_of_cluster()
   std::conditional_t<has_roles<Defines>, GradientMaps, Nothing> gradient_maps;
   std::conditional_t<Defines::adds_bias, BiasPlan, Nothing> bias_plan;
 
@@ -467,14 +469,14 @@ __device__ __forceinline__ void copy_pair(PairTile<B, ROWS>& tile, const RowPair
 
 template <class B> constexpr bool copies_async = B::use_cp_async || B::is_wgmma;
 
-// The pipeline of the streamed tiles (`passing`). It loads STAGES - 1 tiles ahead. load(n, stage) starts the
+// The pipeline of the streamed tiles. It loads STAGES - 1 tiles ahead. load(n, stage) starts the
 // copies of tile n.
-template <class B, class Load> struct PassingTiles {
+template <class B, class Load> struct StreamedTiles {
   using Copy = VectorCopy<copies_async<B>>;
   const Load& load;
   const int count;
 
-  __device__ __forceinline__ PassingTiles(const Load& load_, int count_) : load(load_), count(count_) {
+  __device__ __forceinline__ StreamedTiles(const Load& load_, int count_) : load(load_), count(count_) {
     for (int n = 0; n < B::stages - 1; n++) begin(n);
   }
   // Commits a group even if there is no tile n, since acquire() counts groups.
@@ -670,7 +672,7 @@ template <class View> struct Transposed {
   __device__ __forceinline__ int col(int j) const { return x.T.row(j); }
 };
 
-// P and dS of a tile. Rows of View are queries. P holds S until set_p(), and dS holds dP until set_ds().
+// Computes P and dS of a tile in place: P overwrites S, and dS overwrites dP. Rows of View are queries.
 template <class B, class View> struct WeightsOfTile {
   View &P, &dS;
   float slope[has_slope<B> ? View::ROWS : 1][View::COLS];  // d logit / d s
@@ -747,16 +749,16 @@ __device__ __forceinline__ void store_gradient(const View& T, float factor, Inpu
 }
 
 // ---- products: on the FMA pipes, by mma.sync and by wgmma ----
-// B is OfQK or OfV. In shared memory, `kept` [BLOCK_M][D] is loaded once, `passing` [BLOCK_N][D] is streamed.
-// sdpa_backward_bias streams both. In registers: T [BLOCK_M][BLOCK_N] and a sum [BLOCK_M][D]. A warp computes
-// BLOCK_M / NUM_WARPS rows of T and the same rows of the sum.
+// B is OfQK or OfV. In shared memory: `kept` [BLOCK_M][D], loaded once, and `streamed` [BLOCK_N][D], another
+// tile in each iteration. sdpa_backward_bias streams both. In registers: T [BLOCK_M][BLOCK_N] and a sum
+// [BLOCK_M][D]. A warp computes BLOCK_M / NUM_WARPS rows of T and the same rows of the sum.
 //
-//              wgmma                                                      mma.sync             FMA
-//   begin()    issues T = kept @ passing.T                                -                    -
-//   finish()   waits for T; up to PENDING later groups stay in flight     T = kept @ passing.T the same
-//   add()      rounds T to `operand`, issues sum += operand @ passing;    sum += T @ passing   the same;
-//              `operand` must stay unchanged until settle()               with T rounded       T stays fp32
-//   settle()   waits for all products                                     -                    -
+//              wgmma                                                      mma.sync               FMA
+//   begin()    issues T = kept @ streamed.T                               -                      -
+//   finish()   waits for T; up to PENDING later groups stay in flight     T = kept @ streamed.T  the same
+//   add()      rounds T to `operand`, issues sum += operand @ streamed;   sum += T @ streamed    the same;
+//              `operand` must stay unchanged until settle()               with T rounded         T stays fp32
+//   settle()   waits for all products                                     -                      -
 //
 // Order of the calls of wgmma_commit_group() in a tile: S, dP, dV, then dQ or dK. settle() is called for each
 // sum, but the first call waits for both.
@@ -790,18 +792,18 @@ template <class B> struct Products<B, KernelKind::scalar> {
   }
   static __device__ __forceinline__ void begin(Scores&, const Element<B>*, const Element<B>*, int) {}
   template <int PENDING>
-  static __device__ __forceinline__ void finish(Scores& T, const Element<B>* kept_s, const Element<B>* passing_s, int,
-                                                int) {
-    scalar_qk<B>(T, kept_s, passing_s);
+  static __device__ __forceinline__ void finish(Scores& T, const Element<B>* kept_s, const Element<B>* streamed_s,
+                                                int, int) {
+    scalar_qk<B>(T, kept_s, streamed_s);
   }
   static __device__ __forceinline__ void settle(Sums&) {}
-  static __device__ __forceinline__ void add(Sums& sum, const Scores& T, const Element<B>* passing_s,
+  static __device__ __forceinline__ void add(Sums& sum, const Scores& T, const Element<B>* streamed_s,
                                              Scratch& scratch_s, Operand&, int) {
     float unchanged[Sums::ROWS];  // scalar_pv() rescales the sum by this factor
     SDPA_UNROLL for (int i = 0; i < Sums::ROWS; i++) unchanged[i] = 1;
     write_view(scratch_s, ScalarShared<B>::P_STRIDE, T);
     __syncwarp();  // hazard: T written by the other lanes
-    scalar_pv<B>(sum, unchanged, scratch_s, passing_s);
+    scalar_pv<B>(sum, unchanged, scratch_s, streamed_s);
     __syncwarp();  // hazard: T read by the other lanes
   }
 };
@@ -824,12 +826,12 @@ template <class B> struct Products<B, KernelKind::mma> {
   static __device__ __forceinline__ void begin(View&, const Element<B>*, const Element<B>*, int) {}
   static __device__ __forceinline__ void settle(Sums&) {}
   template <int PENDING, class View>
-  static __device__ __forceinline__ void finish(View& T, const Element<B>* kept_s, const Element<B>* passing_s, int warp,
-                                                int lane) {
+  static __device__ __forceinline__ void finish(View& T, const Element<B>* kept_s, const Element<B>* streamed_s,
+                                                int warp, int lane) {
     const SharedAddress a_lane =
         shared_address(kept_s + tile_offset<B>(warp * WARP_ROWS<B> + lane % 16, lane / 16 * CHUNK<B>));
     const SharedAddress b_lane =
-        shared_address(passing_s + tile_offset<B>(lane / 16 * 8 + lane % 8, lane / 8 % 2 * CHUNK<B>));
+        shared_address(streamed_s + tile_offset<B>(lane / 16 * 8 + lane % 8, lane / 8 % 2 * CHUNK<B>));
     clear(T);
     SDPA_UNROLL for (int step = 0; step < B::head_dim / MMA_K<B>; step++) {
       uint32_t rows[Scores::M_TILES][4];
@@ -844,8 +846,8 @@ template <class B> struct Products<B, KernelKind::mma> {
     }
   }
   template <class View>
-  static __device__ __forceinline__ void add(Sums& sum, const View& T, const Element<B>* passing_s, Scratch&, Operand&,
-                                             int lane) {
+  static __device__ __forceinline__ void add(Sums& sum, const View& T, const Element<B>* streamed_s, Scratch&,
+                                             Operand&, int lane) {
     SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
       MmaStepOfP<B> rows;
       SDPA_UNROLL for (int m = 0; m < Sums::M_TILES; m++) {
@@ -853,12 +855,12 @@ template <class B> struct Products<B, KernelKind::mma> {
           rows[m][i] = Operands::pack_p(&T.x[2 * m + i % 2][4 * step + 2 * (i / 2)]);
         }
       }
-      Operands::pv(sum, rows, passing_s, step, lane);
+      Operands::pv(sum, rows, streamed_s, step, lane);
     }
   }
 };
 
-// `kept` consists of panels [BLOCK_M][64], `passing` of panels [BLOCK_N][64]. A warpgroup multiplies its 64
+// `kept` consists of panels [BLOCK_M][64], `streamed` of panels [BLOCK_N][64]. A warpgroup multiplies its 64
 // rows of `kept`, which start at element 64 * 64 * (warp / 4) of a panel. wgmma_descriptor() gives the strides
 // of an operand whose rows are contiguous, and of one whose columns are.
 template <class B> struct Products<B, KernelKind::wgmma_plain> {
@@ -871,14 +873,14 @@ template <class B> struct Products<B, KernelKind::wgmma_plain> {
     T.first_row = warp * 16 + lane / 4;
     T.first_col = lane % 4 * 2;
   }
-  static __device__ __forceinline__ void begin(Scores& T, const Input* kept_s, const Input* passing_s, int warp) {
+  static __device__ __forceinline__ void begin(Scores& T, const Input* kept_s, const Input* streamed_s, int warp) {
     const uint64_t kept = wgmma_descriptor(warp_uniform(shared_address(kept_s + warp / 4 * 64 * 64)), 16, 1024);
-    const uint64_t passing = wgmma_descriptor(warp_uniform(shared_address(passing_s)), 16, 1024);
+    const uint64_t streamed = wgmma_descriptor(warp_uniform(shared_address(streamed_s)), 16, 1024);
     forget(T.x.d);
     wgmma_fence();
     SDPA_UNROLL for (int step = 0; step < B::head_dim / 16; step++) {
       wgmma_ss<Input, B::block_n, 0>(T.x.d, descriptor_at(kept, panel_step<128>(step, B::block_m)),
-                                     descriptor_at(passing, panel_step<128>(step, B::block_n)), step > 0);
+                                     descriptor_at(streamed, panel_step<128>(step, B::block_n)), step > 0);
     }
     wgmma_commit_group();
   }
@@ -887,14 +889,14 @@ template <class B> struct Products<B, KernelKind::wgmma_plain> {
     wgmma_wait_group<PENDING>();
     hold(T.x.d);
   }
-  static __device__ __forceinline__ void add(Sums& sum, const Scores& T, const Input* passing_s, Scratch&,
+  static __device__ __forceinline__ void add(Sums& sum, const Scores& T, const Input* streamed_s, Scratch&,
                                              Operand& operand, int) {
     SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
       pack_step<Input>(operand[step], T, step);
       hold(operand[step]);
     }
-    const uint64_t passing = wgmma_descriptor(warp_uniform(shared_address(passing_s)), B::block_n * 128, 1024);
-    wgmma_pv<B>(sum, operand, passing, true);
+    const uint64_t streamed = wgmma_descriptor(warp_uniform(shared_address(streamed_s)), B::block_n * 128, 1024);
+    wgmma_pv<B>(sum, operand, streamed, true);
   }
   static __device__ __forceinline__ void settle(Sums& sum) {
     wgmma_wait_group<0>();
@@ -937,15 +939,16 @@ __global__ void __launch_bounds__(32 * B::num_warps) sdpa_backward_rows(const __
   for (int first = 0; first < B::block_m; first += rows_at_once) {
     const int r = first + int(threadIdx.x) / LANES, q = item.q0 + r;
     const bool exists = r < B::block_m && q < queries;
-    float sum = 0;
+    float dot = 0;  // of a row of dO and of O
     for (int d = lane * width; exists && d < p.Dv; d += LANES * width) {
-      const Vector x = ld_global<Vector>(O_g + q * p.o.row + d), y = ld_global<Vector>(dO_g + q * a.d_o.row + d);
-      Output x_of[width], y_of[width];
-      memcpy(x_of, &x, sizeof x);
-      memcpy(y_of, &y, sizeof y);
-      SDPA_UNROLL for (int i = 0; i < width; i++) sum = fmaf(to_float(x_of[i]), to_float(y_of[i]), sum);
+      const Vector O_vector = ld_global<Vector>(O_g + q * p.o.row + d);
+      const Vector dO_vector = ld_global<Vector>(dO_g + q * a.d_o.row + d);
+      Output O[width], dO[width];
+      memcpy(O, &O_vector, sizeof O);
+      memcpy(dO, &dO_vector, sizeof dO);
+      SDPA_UNROLL for (int i = 0; i < width; i++) dot = fmaf(to_float(O[i]), to_float(dO[i]), dot);
     }
-    sum = row_sum<LANES>(sum);
+    dot = row_sum<LANES>(dot);
     if (r >= B::block_m || q >= rows) continue;
     const int row = workspace_row(p, item, q);
     if (adds_dq<B>) {
@@ -954,15 +957,15 @@ __global__ void __launch_bounds__(32 * B::num_warps) sdpa_backward_rows(const __
     }
     if (lane > 0) continue;
     if (orders_adds<B>) {
-      const int64_t first = (head * a.work.padded_rows + row) * B::head_dim;
-      if (first % dq_piece_floats == 0) st_global(a.work.adds_to_piece(first / dq_piece_floats), 0u);
+      const int64_t offset = (head * a.work.padded_rows + row) * B::head_dim;  // of the row in dQ_sums
+      if (offset % dq_piece_floats == 0) st_global(a.work.adds_to_piece(offset / dq_piece_floats), 0u);
     }
     const float lse = exists ? ld_global<float>(p.LSE + head * p.Sq + item.q_row(q)) : -INFINITY;
     // A row that sees no key has LSE = -inf, and its P would be NaN. With +inf instead, P is 0.
     const float scaled_lse = lse == -INFINITY ? INFINITY : lse * lse_factor<B>;
     // d LSE / d S = P, so dLSE adds P * dLSE to dS.
     const float dLSE = exists && a.dLSE ? ld_global<float>(a.dLSE + head * p.Sq + item.q_row(q)) : 0;
-    a.work.set(head, row, {scaled_lse, sum - dLSE});
+    a.work.set(head, row, {scaled_lse, dot - dLSE});
   }
 }
 
@@ -972,14 +975,14 @@ __global__ void __launch_bounds__(32 * B::num_warps) sdpa_backward_rows(const __
 
 template <class B> struct BackwardShared {
   PairTile<B, B::block_m> kept;
-  PairTile<B, B::block_n> passing[B::stages];
+  PairTile<B, B::block_n> streamed[B::stages];
   float2 rows[B::stages][B::block_n];  // sdpa_backward_kv: {LSE, delta} of the streamed queries
   typename Products<OfV<B>>::Scratch scratch;
 };
 
 // ---- two passes: dQ. Q and dO are kept, K and V are streamed ----
 
-//   for each tile of keys:                P holds S until set_p(), dS holds dP until set_ds()
+//   for each tile of keys:
 //     S = Q @ K.T,  dP = dO @ V.T         [BLOCK_M queries][BLOCK_N keys]
 //     P = exp(logit - LSE)                logit: scale * S after the score hook
 //     dS = P * (dP - delta)
@@ -987,8 +990,8 @@ template <class B> struct BackwardShared {
 //   store scale * dQ
 template <class B>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_q(const __grid_constant__ BackwardArgs a) {
-  using QK = Products<OfQK<B>>;  // products with rows of Q or K, of D elements
-  using V = Products<OfV<B>>;    // products with rows of V or dO, of Dv elements
+  using QkProducts = Products<OfQK<B>>;  // products with rows of Q or K, of D elements
+  using VProducts = Products<OfV<B>>;    // products with rows of V or dO, of Dv elements
   using Scores = typename Products<B>::Scores;
   BackwardShared<B>& s = dynamic_shared<BackwardShared<B>>();
   const SdpaParams& p = a.p;
@@ -998,47 +1001,50 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_q(const __grid_co
   if (B::use_lengths && item.q0 >= queries) return;
   const Mask& mask = mask_of<B, SKIPPING_ROWS<B>, B::block_n>(a, item);
   const Interval keys = mask.keys.of_rows(item.q0, min(item.q0 + B::block_m, queries) - 1);
-  const RowPair passing = keys_of_head(a, item, item.h / (p.Hq / p.Hkv));
+  const RowPair streamed = keys_of_head(a, item, item.h / (p.Hq / p.Hkv));
 
   copy_pair(s.kept, queries_of_head(a, item, item.h), item.q0, p);
-  const auto load = [&](int n, int stage) { copy_pair(s.passing[stage], passing, keys.begin + n * B::block_n, p); };
-  PassingTiles<B, decltype(load)> tiles(load, ceil_div(keys.end - keys.begin, B::block_n));
+  const auto load = [&](int n, int stage) {
+    copy_pair(s.streamed[stage], streamed, keys.begin + n * B::block_n, p);
+  };
+  StreamedTiles<B, decltype(load)> tiles(load, ceil_div(keys.end - keys.begin, B::block_n));
 
-  Scores P, dS;
-  typename QK::Sums dQ;
-  QK::place(P, warp, lane);
-  QK::place(dS, warp, lane);
-  QK::place(dQ, warp, lane);
+  Scores S, dP;
+  Scores& dS = dP;  // P overwrites S, and dS overwrites dP
+  typename QkProducts::Sums dQ;
+  QkProducts::place(S, warp, lane);
+  QkProducts::place(dP, warp, lane);
+  QkProducts::place(dQ, warp, lane);
   clear(dQ);
   float lse[Scores::ROWS], delta[Scores::ROWS];
   SDPA_UNROLL for (int i = 0; i < Scores::ROWS; i++) {
-    const int q = item.q0 + P.row(i);
+    const int q = item.q0 + S.row(i);
     const int64_t head = head_index(p, item, item.h);
     const float2 row = q < queries ? a.work.get(head, workspace_row(p, item, q)) : float2{0, 0};
     lse[i] = row.x;
     delta[i] = row.y;
   }
 
-  typename QK::Operand dS_operand;
+  typename QkProducts::Operand dS_operand;
   const int q = item.q0 + first_skipping_row<B>(warp);  // first of the rows that skip tiles together
   for (int n = 0; n < tiles.count; n++) {
     const int k0 = keys.begin + n * B::block_n;
-    const PairTile<B, B::block_n>& tile = s.passing[tiles.acquire(n)];
+    const PairTile<B, B::block_n>& tile = s.streamed[tiles.acquire(n)];
     if (!mask.tiles.touch(q, k0)) {
       tiles.load_ahead(n);
       continue;
     }
-    QK::begin(P, s.kept.x, tile.x, warp);
-    V::begin(dS, s.kept.y, tile.y, warp);
+    QkProducts::begin(S, s.kept.x, tile.x, warp);
+    VProducts::begin(dP, s.kept.y, tile.y, warp);
     tiles.load_ahead(n);
-    QK::template finish<1>(P, s.kept.x, tile.x, warp, lane);
-    WeightsOfTile<B, Scores> weights{P, dS, {}};
+    QkProducts::template finish<1>(S, s.kept.x, tile.x, warp, lane);
+    WeightsOfTile<B, Scores> weights{S, dP, {}};
     weights.set_p(a, item, mask, item.q0, k0, mask.tiles.cover(q, k0), lse);
     weights.multiply_by_slope();
-    V::template finish<0>(dS, s.kept.y, tile.y, warp, lane);
+    VProducts::template finish<0>(dP, s.kept.y, tile.y, warp, lane);
     weights.set_ds(delta);
-    QK::add(dQ, dS, tile.x, s.scratch, dS_operand, lane);
-    QK::settle(dQ);
+    QkProducts::add(dQ, dS, tile.x, s.scratch, dS_operand, lane);
+    QkProducts::settle(dQ);
   }
   store_gradient<B>(dQ, a.gradient_scale, head_of(a.dQ, a.d_q, item.batch(p.q_starts), item.h, item.q_row(0)),
                     a.d_q.row, item.q0, queries, p.D);
@@ -1051,7 +1057,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_q(const __grid_co
 //
 // ONE_PASS: for each tile, the kernel also adds the partial dQ of its BLOCK_M keys to the dQ sums.
 
-template <int WIDTH> struct MmaPieceOfDq : QuadRuns<2, WIDTH, 2> {  // [16][WIDTH] of a warp
+template <int WIDTH> struct MmaBlockOfDq : QuadRuns<2, WIDTH, 2> {  // [16][WIDTH] of a warp
   static constexpr int M_TILES = 1;
 };
 // ONE_PASS: adds dQ = dS @ K of BLOCK_N queries to their sums, except for queries at or past `count`. A warp
@@ -1074,7 +1080,7 @@ __device__ __forceinline__ void add_dq(float* sums_g, int count, const View& dS,
     const SharedAddress dS_lane =
         shared_address(&dS_s[(lane / 16 * 8 + lane % 8) * stride + r0 + lane / 8 % 2 * 8]);
     const SharedAddress K_lane = shared_address(K_s + tile_offset<B>(lane % 16, lane / 16 * 8));
-    MmaPieceOfDq<width> dQ;
+    MmaBlockOfDq<width> dQ;
     dQ.first_row = r0 + lane / 4;
     dQ.first_col = d0 + lane % 4 * 2;
     clear(dQ);
@@ -1120,22 +1126,22 @@ template <class B> __device__ __forceinline__ KeyTile<B> key_tile_of_sequence(co
 // CTAs start first.
 template <class B> __device__ __forceinline__ KeyTile<B> key_tile(const BackwardArgs& a, int i) {
   if constexpr (B::use_lengths) return key_tile_of_sequence<B>(a, i);
-  const int blocks = ceil_div(a.p.Sk, B::block_m), heads = a.p.B * a.p.Hkv;
+  const int tiles = ceil_div(a.p.Sk, B::block_m), heads = a.p.B * a.p.Hkv;
   const bool by_head = a.mask.keys.all();
-  const int head = by_head ? i / blocks : i % heads, k0 = (by_head ? i % blocks : i / heads) * B::block_m;
+  const int head = by_head ? i / tiles : i % heads, k0 = (by_head ? i % tiles : i / heads) * B::block_m;
   return {item_of<B>(a.p, head / a.p.Hkv, 0, 0), head % a.p.Hkv, k0};
 }
 
 //   for each query head of the group, for each tile of its queries:
-//     S.T = K @ Q.T,  dP.T = V @ dO.T                  [BLOCK_M keys][BLOCK_N queries], in P and dS
+//     S.T = K @ Q.T,  dP.T = V @ dO.T                  [BLOCK_M keys][BLOCK_N queries]
 //     P.T = exp(logit - LSE)
 //     dV += P.T @ dO                                   [BLOCK_M][Dv]
 //     dS.T = P.T * (dP.T - delta);  dK += dS.T @ Q     [BLOCK_M][D]
 //   store dV and scale * dK
 template <class B, bool HAS_DK, bool HAS_DV>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_constant__ BackwardArgs a) {
-  using QK = Products<OfQK<B>>;
-  using V = Products<OfV<B>>;
+  using QkProducts = Products<OfQK<B>>;
+  using VProducts = Products<OfV<B>>;
   using Scores = typename Products<B>::Scores;
   using ByQuery = Transposed<Scores>;
   BackwardShared<B>& s = dynamic_shared<BackwardShared<B>>();
@@ -1154,7 +1160,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
   const auto load = [&](int n, int stage) {
     const int h = head_of_tile(n), q0 = query_of_tile(n);
     if (n == 0) copy_pair(s.kept, keys_of_head(a, item, h_kv), k0, p);
-    copy_pair(s.passing[stage], queries_of_head(a, item, h), q0, p);
+    copy_pair(s.streamed[stage], queries_of_head(a, item, h), q0, p);
     // Here work.padded_rows is Sq.
     const float2* const rows_g = a.work.rows + head_index(p, item, h) * p.Sq + workspace_row(p, item, q0);
     for (int r = threadIdx.x; r < B::block_n; r += B::threads) {
@@ -1162,52 +1168,53 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
                                                                   q0 + r < item.query_count(p));
     }
   };
-  PassingTiles<B, decltype(load)> tiles(load, group * tiles_per_head);
+  StreamedTiles<B, decltype(load)> tiles(load, group * tiles_per_head);
 
-  Scores P, dS;
-  typename QK::Sums dK;
-  typename V::Sums dV;
-  QK::place(P, warp, lane);
-  QK::place(dS, warp, lane);
-  QK::place(dK, warp, lane);
-  V::place(dV, warp, lane);
+  Scores S, dP;
+  Scores &P = S, &dS = dP;  // P overwrites S, dS overwrites dP
+  typename QkProducts::Sums dK;
+  typename VProducts::Sums dV;
+  QkProducts::place(S, warp, lane);
+  QkProducts::place(dP, warp, lane);
+  QkProducts::place(dK, warp, lane);
+  VProducts::place(dV, warp, lane);
   clear(dK);
   clear(dV);
-  ByQuery P_by_query(P), dS_by_query(dS);
+  ByQuery S_by_query(S), dP_by_query(dP);
 
-  typename QK::Operand P_operand, dS_operand;
+  typename QkProducts::Operand P_operand, dS_operand;
   const int k = k0 + first_skipping_row<B>(warp);  // first of the keys that skip tiles together
   for (int n = 0; n < tiles.count; n++) {
     const int stage = tiles.acquire(n), q0 = query_of_tile(n);
-    const PairTile<B, B::block_n>& tile = s.passing[stage];
+    const PairTile<B, B::block_n>& tile = s.streamed[stage];
     if (!adds_dq<B> && !mask.tiles.touch(q0, k)) {  // add_dq() has a barrier of all warps
       tiles.load_ahead(n);
       continue;
     }
-    QK::begin(P, s.kept.x, tile.x, warp);
+    QkProducts::begin(S, s.kept.x, tile.x, warp);
     if (HAS_DK) {
-      V::begin(dS, s.kept.y, tile.y, warp);
+      VProducts::begin(dP, s.kept.y, tile.y, warp);
     }
     tiles.load_ahead(n);
-    float of_row[ByQuery::ROWS];  // LSE, later delta: both at once would need too many registers
+    float row_values[ByQuery::ROWS];  // LSE, later delta: both at once would need too many registers
     SDPA_UNROLL for (int i = 0; i < ByQuery::ROWS; i++) {
-      of_row[i] = ld_shared<float>(&s.rows[stage][P_by_query.row(i)].x);
+      row_values[i] = ld_shared<float>(&s.rows[stage][S_by_query.row(i)].x);
     }
-    QK::template finish<HAS_DK ? 1 : 0>(P, s.kept.x, tile.x, warp, lane);  // dP stays in flight
-    WeightsOfTile<B, ByQuery> weights{P_by_query, dS_by_query, {}};
-    weights.set_p(a, query_tile(item, head_of_tile(n), q0), mask, q0, k0, mask.tiles.cover(q0, k), of_row);
-    if (HAS_DV) V::add(dV, P, tile.y, s.scratch, P_operand, lane);
+    QkProducts::template finish<HAS_DK ? 1 : 0>(S, s.kept.x, tile.x, warp, lane);  // dP stays in flight
+    WeightsOfTile<B, ByQuery> weights{S_by_query, dP_by_query, {}};
+    weights.set_p(a, query_tile(item, head_of_tile(n), q0), mask, q0, k0, mask.tiles.cover(q0, k), row_values);
+    if (HAS_DV) VProducts::add(dV, P, tile.y, s.scratch, P_operand, lane);
     if (HAS_DK) {
       weights.multiply_by_slope();
-      V::template finish<HAS_DV ? 1 : 0>(dS, s.kept.y, tile.y, warp, lane);  // dV stays in flight
+      VProducts::template finish<HAS_DV ? 1 : 0>(dP, s.kept.y, tile.y, warp, lane);  // dV stays in flight
       SDPA_UNROLL for (int i = 0; i < ByQuery::ROWS; i++) {
-        of_row[i] = ld_shared<float>(&s.rows[stage][P_by_query.row(i)].y);
+        row_values[i] = ld_shared<float>(&s.rows[stage][S_by_query.row(i)].y);
       }
-      weights.set_ds(of_row);
-      QK::add(dK, dS, tile.x, s.scratch, dS_operand, lane);
-      QK::settle(dK);
+      weights.set_ds(row_values);
+      QkProducts::add(dK, dS, tile.x, s.scratch, dS_operand, lane);
+      QkProducts::settle(dK);
     }
-    if (HAS_DV) V::settle(dV);  // hazard: the stage of this tile read by wgmma
+    if (HAS_DV) VProducts::settle(dV);  // hazard: the stage of this tile read by wgmma
     if constexpr (adds_dq<B>) {
       const int64_t row = head_index(p, item, head_of_tile(n)) * p.Sq + workspace_row(p, item, q0);
       add_dq<OfQK<B>>(a.work.dQ_sums + row * B::head_dim, item.query_count(p) - q0, dS, s.scratch, s.kept.x, warp,
@@ -1250,7 +1257,7 @@ __global__ void __launch_bounds__(B::threads) sdpa_backward_convert_rows(const _
 //   producer, warp 0                      consumer warpgroup w
 //   load Q, LSE of tile 0;  load K, V     before the first tile:  S, dP, P of tile 0
 //   for each tile n:                      for each tile n:
-//     wait o_empty;  load dO, delta         dS = P * (dP - delta), to shared memory
+//     wait do_empty;  load dO, delta        dS = P * (dP - delta), to shared memory
 //     wait q_empty;  load Q, LSE            wait for the turn
 //       of tile n + 1                       dV += P.T @ dO                          release dO of tile n
 //                                           dQ = dS @ K of tile n - 1
@@ -1304,7 +1311,7 @@ template <class B> struct BackwardWgmmaShared {
   alignas(1024) Input dO[B::stages][B::block_n * B::head_dim];
   alignas(16) float lse[Q_STAGES][B::block_n];  // times lse_factor
   alignas(16) float delta[B::stages][B::block_n];
-  uint64_t kv_full, q_full[Q_STAGES], q_empty[Q_STAGES], o_full[B::stages], o_empty[B::stages];
+  uint64_t kv_full, q_full[Q_STAGES], q_empty[Q_STAGES], do_full[B::stages], do_empty[B::stages];
   // USE_LENGTHS: keys and mask, for which neither the producer nor the consumers have registers.
   std::conditional_t<B::use_lengths, KeysOfCta<B>, Nothing> of_cta;
   std::conditional_t<in_clusters<B>, ClusterShared, Nothing> cluster;
@@ -1351,17 +1358,18 @@ template <class B> struct BiasOfStage {
   }
 };
 
-// Returns the keys of this CTA's cluster. The KV heads are divided into sections of heads_at_once heads. Only
-// the first section may have fewer. Within a section, the first keys of all heads come first. Under a causal
+// Returns the keys of this CTA's cluster. The KV heads are divided into sections of heads_per_section heads.
+// Only the first section may have fewer. Within a section, the first keys of all heads come first. Under a causal
 // mask the most queries see these keys, so the longest CTAs start first.
 template <class B> __device__ __forceinline__ KeyTile<B> key_tile_of_cluster(const BackwardArgs& a) {
   const uint32_t i = blockIdx.x / CLUSTER_CTAS<B>;
   if constexpr (B::use_lengths) return key_tile_of_sequence<B>(a, i);
-  const uint32_t tiles = ceil_div(a.p.Sk, CLUSTER_KEYS<B>), each = a.heads_at_once;
-  // The first section has each - missing heads.
-  const uint32_t missing = each - 1 - (a.p.B * a.p.Hkv - 1) % each;
-  const uint32_t section = (i + missing * tiles) / (each * tiles);
-  const uint32_t first = section > 0 ? section * each - missing : 0, heads = section > 0 ? each : each - missing;
+  const uint32_t tiles = ceil_div(a.p.Sk, CLUSTER_KEYS<B>), most_heads = a.heads_per_section;
+  // The first section has most_heads - missing heads.
+  const uint32_t missing = most_heads - 1 - (a.p.B * a.p.Hkv - 1) % most_heads;
+  const uint32_t section = (i + missing * tiles) / (most_heads * tiles);
+  const uint32_t first = section > 0 ? section * most_heads - missing : 0;
+  const uint32_t heads = section > 0 ? most_heads : most_heads - missing;
   const uint32_t j = i - first * tiles, head = first + j % heads;
   return {item_of<B>(a.p, int(head / a.p.Hkv), 0, 0), int(head % a.p.Hkv), int(j / heads * CLUSTER_KEYS<B>)};
 }
@@ -1369,7 +1377,8 @@ template <class B> __device__ __forceinline__ KeyTile<B> key_tile_of_cluster(con
 // Iterates over the tiles of queries that see a key of the cluster, for each query head of the GQA group.
 // descends: from last to first, and the inner loop iterates over the heads.
 template <class B> struct QueryTiles {
-  int h, first, of_head;  // first: index of a head's first tile; of_head: number of tiles per head
+  int h, tiles_per_head;
+  int first;              // index of a head's first tile
   int n = 0;              // the current tile is tile first + n of head h. descends: tile first
 
   __device__ __forceinline__ QueryTiles(const BackwardArgs& a, const KeyTile<B>& keys, const Mask& mask)
@@ -1378,10 +1387,10 @@ template <class B> struct QueryTiles {
     const Interval queries = queries_of_keys(mask.keys, keys.k0, last_key, keys.item.query_count(a.p));
     first = queries.begin / B::block_n;
     const bool is_empty = queries.end <= queries.begin || (B::use_lengths && last_key < keys.k0);
-    of_head = is_empty ? 0 : ceil_div(queries.end, B::block_n) - first;
-    if (descends<B>) first += of_head - 1;
+    tiles_per_head = is_empty ? 0 : ceil_div(queries.end, B::block_n) - first;
+    if (descends<B>) first += tiles_per_head - 1;
   }
-  __device__ __forceinline__ int count(const SdpaParams& p) const { return of_head * (p.Hq / p.Hkv); }
+  __device__ __forceinline__ int count(const SdpaParams& p) const { return tiles_per_head * (p.Hq / p.Hkv); }
   __device__ __forceinline__ int query() const { return (first + n) * B::block_n; }
   // Index of the tile's first row in the workspace.
   __device__ __forceinline__ int64_t row(const BackwardArgs& a, const Item<B>& item) const {
@@ -1395,7 +1404,7 @@ template <class B> struct QueryTiles {
       first--;
       return;
     }
-    if (++n == of_head) {
+    if (++n == tiles_per_head) {
       n = 0;
       h++;
     }
@@ -1432,47 +1441,16 @@ __device__ __forceinline__ void copy_last_tile(Input* panels_s, const Input* fro
   __syncwarp();  // hazard: rows copied by all lanes
 }
 
-// The producer: thread 0, or with USE_LENGTHS its warp. Loads K and V once, then Q, LSE, dO and delta of each
-// query tile. in_clusters: also K of the other CTA.
+// Loads K and V of the CTA's keys. in_clusters: also K of the other CTA. The producer calls it.
 template <class B>
-__device__ __forceinline__ void produce_backward(BackwardWgmmaShared<B>& s, const BackwardArgs& a,
-                                                 const KeyTile<B>& keys, QueryTiles<B> q_tile) {
-  // row_bytes: LSE or delta of a tile. rows_bytes: its Q or dO.
-  constexpr int D = B::head_dim, row_bytes = B::block_n * sizeof(float), rows_bytes = B::block_n * D * sizeof(Input);
-  using Shared = BackwardWgmmaShared<B>;
+__device__ __forceinline__ void load_keys(BackwardWgmmaShared<B>& s, const BackwardArgs& a, const KeyTile<B>& keys) {
+  constexpr int D = B::head_dim;
   const Item<B>& item = keys.item;
   const auto& maps = tensor_maps<B>(a);
   const bool is_first_lane = !B::use_lengths || threadIdx.x == 0;
-  const auto load_rows_of = [&](const QueryTiles<B>& t, Input* to_s, const CUtensorMap* map, const Input* rows_g,
-                                int64_t row_stride, int width, float* row_s, const float* row_g, uint64_t* full) {
-    const int count = item.query_count(a.p) - t.query();
-    const bool is_last = B::use_lengths && count < B::block_n;
-    if (is_last) copy_last_tile<B::block_n, D>(to_s, rows_g + t.query() * row_stride, row_stride, width, count);
-    if (!is_first_lane) return;
-    const int box_origin[5] = {0, item.q_row(t.query()), 0, t.h, item.batch(a.p.q_starts)};
-    mbarrier_arrive_expect_tx(full, is_last ? row_bytes : rows_bytes + row_bytes);
-    if (!is_last) load_rows<D, sizeof(Input), B::block_n>(a, to_s, map, box_origin, full, evict_normal);
-    cp_async_bulk_load(row_s, row_g + t.row(a, item), row_bytes, full);
-  };
-  StageRing<Shared::Q_STAGES> q_ring;
-  StageRing<B::stages> o_ring;
-  const auto load_q = [&](const QueryTiles<B>& t) {
-    mbarrier_wait(&s.q_empty[q_ring.stage], q_ring.parity ^ 1);
-    const RowPair rows = queries_of_head(a, item, t.h);
-    load_rows_of(t, s.Q[q_ring.stage], &maps.q, rows.x, rows.x_stride, a.p.D, s.lse[q_ring.stage],
-                 a.work.lse, &s.q_full[q_ring.stage]);
-    q_ring.advance();
-  };
-  const auto load_o = [&](const QueryTiles<B>& t) {
-    mbarrier_wait(&s.o_empty[o_ring.stage], o_ring.parity ^ 1);
-    const RowPair rows = queries_of_head(a, item, t.h);
-    load_rows_of(t, s.dO[o_ring.stage], &gradient_maps<B>(a).d_o, rows.y, rows.y_stride, a.p.Dv, s.delta[o_ring.stage],
-                 a.work.delta, &s.o_full[o_ring.stage]);
-    o_ring.advance();
-  };
-  load_q(q_tile);
   // in_clusters: first key of the other CTA, and first column of this CTA's half of dQ
-  const int other_k0 = in_clusters<B> ? keys.k0 ^ CTA_KEYS<B> : keys.k0, first_d = in_clusters<B> ? cluster_rank() * (D / 2) : 0;
+  const int other_k0 = in_clusters<B> ? keys.k0 ^ CTA_KEYS<B> : keys.k0;
+  const int first_d = in_clusters<B> ? cluster_rank() * (D / 2) : 0;
   if (B::use_lengths && max(keys.k0, other_k0) + CTA_KEYS<B> > key_count(a.p, item)) {
     const RowPair rows = keys_of_head(a, item, keys.h_kv);
 #pragma unroll 1  // the producer has few registers
@@ -1503,11 +1481,54 @@ __device__ __forceinline__ void produce_backward(BackwardWgmmaShared<B>& s, cons
       }
     }
   }
-  for (int left = q_tile.count(a.p); left > 0; left--) {
-    const QueryTiles<B> o_tile = q_tile;
-    load_o(o_tile);
-    q_tile.advance(a);
-    if (left > 1) load_q(q_tile);
+}
+
+// The producer: thread 0, or with USE_LENGTHS its warp. Loads K and V once, then Q, LSE, dO and delta of each
+// query tile.
+template <class B>
+__device__ __forceinline__ void produce_backward(BackwardWgmmaShared<B>& s, const BackwardArgs& a,
+                                                 const KeyTile<B>& keys, QueryTiles<B> tile) {
+  constexpr int D = B::head_dim;
+  constexpr int tile_bytes = B::block_n * D * sizeof(Input);  // of Q, or of dO
+  constexpr int lse_bytes = B::block_n * sizeof(float);       // of LSE, or of delta
+  using Shared = BackwardWgmmaShared<B>;
+  const Item<B>& item = keys.item;
+  const auto& maps = tensor_maps<B>(a);
+  const bool is_first_lane = !B::use_lengths || threadIdx.x == 0;
+  // Loads a tile of Q or dO, which map and rows_g describe, and the LSE or delta of its rows.
+  const auto load_tile = [&](const QueryTiles<B>& t, Input* tile_s, const CUtensorMap* map, const Input* rows_g,
+                             int64_t row_stride, int width, float* lse_s, const float* lse_g, uint64_t* full) {
+    const int count = item.query_count(a.p) - t.query();
+    const bool is_last = B::use_lengths && count < B::block_n;
+    if (is_last) copy_last_tile<B::block_n, D>(tile_s, rows_g + t.query() * row_stride, row_stride, width, count);
+    if (!is_first_lane) return;
+    const int box_origin[5] = {0, item.q_row(t.query()), 0, t.h, item.batch(a.p.q_starts)};
+    mbarrier_arrive_expect_tx(full, is_last ? lse_bytes : tile_bytes + lse_bytes);
+    if (!is_last) load_rows<D, sizeof(Input), B::block_n>(a, tile_s, map, box_origin, full, evict_normal);
+    cp_async_bulk_load(lse_s, lse_g + t.row(a, item), lse_bytes, full);
+  };
+  StageRing<Shared::Q_STAGES> q_ring;
+  StageRing<B::stages> do_ring;
+  const auto load_q = [&](const QueryTiles<B>& t) {
+    mbarrier_wait(&s.q_empty[q_ring.stage], q_ring.parity ^ 1);
+    const RowPair rows = queries_of_head(a, item, t.h);
+    load_tile(t, s.Q[q_ring.stage], &maps.q, rows.x, rows.x_stride, a.p.D, s.lse[q_ring.stage], a.work.lse,
+              &s.q_full[q_ring.stage]);
+    q_ring.advance();
+  };
+  const auto load_do = [&](const QueryTiles<B>& t) {
+    mbarrier_wait(&s.do_empty[do_ring.stage], do_ring.parity ^ 1);
+    const RowPair rows = queries_of_head(a, item, t.h);
+    load_tile(t, s.dO[do_ring.stage], &gradient_maps<B>(a).d_o, rows.y, rows.y_stride, a.p.Dv,
+              s.delta[do_ring.stage], a.work.delta, &s.do_full[do_ring.stage]);
+    do_ring.advance();
+  };
+  load_q(tile);
+  load_keys(s, a, keys);
+  for (int left = tile.count(a.p); left > 0; left--) {
+    load_do(tile);
+    tile.advance(a);
+    if (left > 1) load_q(tile);
   }
 }
 
@@ -1558,10 +1579,10 @@ __device__ __forceinline__ void wgmma_dq(WgmmaAccumulator<64>& dQ, uint64_t dS, 
 // guarantee it). A CTA waits only for CTAs with a smaller blockIdx, and all visit the pieces in the same
 // order. So the unfinished CTA with the smallest blockIdx has started and waits for none.
 //
-// Short waits: with ORDERED_ADDS, all CTAs of a head visit its query tiles in descending order. Under a mask, a CTA with smaller
-// keys begins at the same tile or one with a smaller index, so it reaches a common tile first. The heads of
-// a GQA group are the inner loop. If they were the outer loop, CTAs with more tiles per head would delay the
-// others at each head.
+// Short waits: with ORDERED_ADDS, all CTAs of a head visit its query tiles in descending order. Under a mask, a
+// CTA with smaller keys begins at the same tile or one with a smaller index, so it reaches a common tile first.
+// The heads of a GQA group are the inner loop. If they were the outer loop, CTAs with more tiles per head would
+// delay the others at each head.
 
 // Number of CTAs that add to a piece of the query tile at q0 before the CTA whose first key is k0.
 template <class B> __device__ __forceinline__ uint32_t adds_before(const Mask& mask, int q0, int k0) {
@@ -1583,7 +1604,7 @@ template <class B>
 __device__ __forceinline__ void pass_dq(BackwardWgmmaShared<B>& s, const WgmmaAccumulator<64>& dQ, int w,
                                         float* piece_g) {
   // hazard: previous piece read by the bulk operation. adds_directly: smaller keys added by other CTAs
-  if (!adds_directly<B> || orders_adds<B>) barrier_sync(dq_free + w, dq_threads);
+  if (has_adding_warps<B>) barrier_sync(dq_free + w, dq_threads);
   if constexpr (adds_directly<B>) {
     add_to_sums_of_dq(dQ, piece_g);
   } else {
@@ -1593,7 +1614,7 @@ __device__ __forceinline__ void pass_dq(BackwardWgmmaShared<B>& s, const WgmmaAc
     }
     fence_proxy_async();  // the bulk operation reads the piece
   }
-  if (!adds_directly<B> || orders_adds<B>) barrier_arrive(dq_passed + w, dq_threads);
+  if (has_adding_warps<B>) barrier_arrive(dq_passed + w, dq_threads);
 }
 
 // Adds the pieces of warpgroup w to the sums of dQ. adds_directly: orders the additions. One warp calls it.
@@ -1690,12 +1711,13 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   using Shared = BackwardWgmmaShared<B>;
   using Scores = WgmmaAccumulator<B::block_n>;
   using ByQuery = Transposed<Scores>;
-  constexpr int D = B::head_dim, last_barrier = backward_turn + 1;
+  constexpr int D = B::head_dim;
   const int lane = threadIdx.x % 32, k0 = keys.k0 + 64 * w;
-  Scores P, dP;
+  Scores S, dP;
+  Scores &P = S, &dS = dP;  // P overwrites S, dS overwrites dP
   WgmmaAccumulator<D> dK, dV;
-  P.first_row = dP.first_row = threadIdx.x % 128 / 32 * 16 + lane / 4;
-  P.first_col = dP.first_col = lane % 4 * 2;
+  S.first_row = dP.first_row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+  S.first_col = dP.first_col = lane % 4 * 2;
   forget(dK.x.d);  // the products of the first tile overwrite dK and dV
   forget(dV.x.d);
   // D=128: dK += dS.T @ Q takes dS.T from registers, which saves reads of shared memory. With D=64 or a
@@ -1709,13 +1731,14 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
 
   // Descriptors. The leading byte offset matters only for transposed B operands with several panels: Q in dK
   // and dO in dV.
-  const auto matrix = [](const void* at_s, int leading_bytes = 16) {
+  const auto descriptor_of = [](const void* at_s, int leading_bytes = 16) {
     return wgmma_descriptor(shared_address(at_s), leading_bytes, 1024);
   };
-  const uint64_t K = matrix(s.K[w]), V = matrix(s.V[w]), Q_0 = matrix(s.Q[0], B::block_n * 128);
-  const uint64_t dO_0 = matrix(s.dO[0], B::block_n * 128), dS_0 = matrix(s.dS[0]);
+  const uint64_t K = descriptor_of(s.K[w]), V = descriptor_of(s.V[w]);
+  const uint64_t Q_0 = descriptor_of(s.Q[0], B::block_n * 128), dO_0 = descriptor_of(s.dO[0], B::block_n * 128);
+  const uint64_t dS_0 = descriptor_of(s.dS[0]);
   // For dQ of w: 64 columns of K, and the panel of 64 queries of dS.
-  const uint64_t K_panel = descriptor_at(matrix(s.K[0]), w % (D / 64) * 64 * 128);
+  const uint64_t K_panel = descriptor_at(descriptor_of(s.K[0]), w % (D / 64) * 64 * 128);
   constexpr int query_panel_bytes = B::block_m * 128, own_keys_bytes = 64 * 128;
   const int dq_panel = w / (D / 64) * query_panel_bytes;
   const auto Q_of = [&](int stage) { return descriptor_at(Q_0, stage * int(sizeof s.Q[0])); };
@@ -1723,7 +1746,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   const auto dS_of = [&](int stage) { return descriptor_at(dS_0, stage * int(sizeof s.dS[0])); };
 
   StageRing<Shared::Q_STAGES> q_ring;
-  StageRing<B::stages> o_ring;
+  StageRing<B::stages> do_ring;
   int ds_stage = Shared::DS_STAGES - 1;  // of the previous tile
   float* dQ_sums_g = nullptr;            // this warpgroup's piece of the previous tile's dQ sums
 
@@ -1740,10 +1763,10 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
 
   // Replaces S by P = exp(logit - LSE). has_slope: packs P.T, then multiplies P by the slope.
   const auto set_p = [&](int q_stage) {
-    ByQuery P_by_query(P), dS_by_query(dP);
-    WeightsOfTile<B, ByQuery> weights{P_by_query, dS_by_query, {}};
+    ByQuery S_by_query(S), dP_by_query(dP);
+    WeightsOfTile<B, ByQuery> weights{S_by_query, dP_by_query, {}};
     float lse[Scores::COLS];
-    load_columns(lse, P, s.lse[q_stage]);
+    load_columns(lse, S, s.lse[q_stage]);
     const int q0 = tile.query();
     if constexpr (may_prefetch_bias) {
       if (prefetches_bias) {
@@ -1760,24 +1783,24 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     weights.multiply_by_slope();
   };
   // Computes a tile, given its P and dP. Replaces them by those of the next tile.
-  const auto do_tile = [&](bool first, auto is_last) {
+  const auto process_tile = [&](bool first, auto is_last) {
     constexpr bool last = decltype(is_last)::value;
-    const int q_stage = q_ring.stage, o_stage = o_ring.stage, ds_before = ds_stage;
+    const int q_stage = q_ring.stage, do_stage = do_ring.stage, ds_before = ds_stage;
     q_ring.advance();
-    o_ring.advance();
+    do_ring.advance();
     ds_stage = ds_stage + 1 == Shared::DS_STAGES ? 0 : ds_stage + 1;
 
     // dS = P * (dP - delta), to shared memory
     {
-      ByQuery P_by_query(P), dS_by_query(dP);
+      ByQuery S_by_query(S), dP_by_query(dP);
       float delta[Scores::COLS];
-      load_columns(delta, P, s.delta[o_stage]);
-      WeightsOfTile<B, ByQuery>{P_by_query, dS_by_query, {}}.set_ds(delta);
+      load_columns(delta, P, s.delta[do_stage]);
+      WeightsOfTile<B, ByQuery>{S_by_query, dP_by_query, {}}.set_ds(delta);
       SDPA_UNROLL for (int step = 0; dS_in_registers && step < B::block_n / 16; step++) {
-        pack_step<Input>(dS_operand[step], dP, step);
+        pack_step<Input>(dS_operand[step], dS, step);
         hold(dS_operand[step]);
       }
-      store_to_panels<B::block_m>(dP, 1, s.dS[ds_stage] + 64 * 64 * w);
+      store_to_panels<B::block_m>(dS, 1, s.dS[ds_stage] + 64 * 64 * w);
     }
     fence_proxy_async();
     // The turn. hazard: dS of tile n - 1 written by both warpgroups
@@ -1791,12 +1814,12 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     // dV += P.T @ dO, and dQ = dS @ K of the previous tile. In the first tile, this dQ is undefined and not
     // used.
     if (!has_slope<B>) pack_p();
-    wgmma_pv<B>(dV, P_operand, dO_of(o_stage), !first);
+    wgmma_pv<B>(dV, P_operand, dO_of(do_stage), !first);
     WgmmaAccumulator<64> dQ;
     wgmma_dq<B>(dQ, descriptor_at(dS_of(ds_before), dq_panel), K_panel);
     wgmma_wait_group<1>();
     hold(dV.x.d);
-    arrive_by_warp(&s.o_empty[o_stage]);
+    arrive_by_warp(&s.do_empty[do_stage]);
 
     // S.T = K @ Q.T of the next tile, and dK += dS.T @ Q of this one
     Scores next_S, next_dP;
@@ -1815,18 +1838,18 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     dQ_sums_g = a.work.dQ_sums + tile.row(a, keys.item) * D + w * dq_piece_floats;
 
     if constexpr (last) {
-      if (w == 0) barrier_arrive(last_barrier, backward_turn_threads);  // the other warpgroup's last turn
+      if (w == 0) barrier_arrive(backward_turn + 1, backward_turn_threads);  // warpgroup 1's last turn
       wgmma_wait_group<0>();
       hold(dK.x.d);
     } else {
       // dP.T = V @ dO.T and P of the next tile
-      mbarrier_wait(&s.o_full[o_ring.stage], o_ring.parity);
-      wgmma_qk<B>(next_dP, V, dO_of(o_ring.stage));
+      mbarrier_wait(&s.do_full[do_ring.stage], do_ring.parity);
+      wgmma_qk<B>(next_dP, V, dO_of(do_ring.stage));
       barrier_arrive(backward_turn + 1 - w, backward_turn_threads);
       tile.advance(a);
       wgmma_wait_group<2>();
       hold(next_S.x.d);
-      SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) P.x.d[i] = next_S.x.d[i];
+      SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) S.x.d[i] = next_S.x.d[i];
       set_p(q_ring.stage);
       wgmma_wait_group<1>();
       hold(dK.x.d);
@@ -1842,18 +1865,18 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   if constexpr (may_prefetch_bias) prefetch_bias(tile);
   mbarrier_wait(&s.kv_full, 0);
   mbarrier_wait(&s.q_full[0], 0);
-  wgmma_qk<B>(P, K, Q_0);
-  mbarrier_wait(&s.o_full[0], 0);
+  wgmma_qk<B>(S, K, Q_0);
+  mbarrier_wait(&s.do_full[0], 0);
   wgmma_qk<B>(dP, V, dO_0);
   wgmma_wait_group<1>();
-  hold(P.x.d);
+  hold(S.x.d);
   set_p(0);
   wgmma_wait_group<0>();
   hold(dP.x.d);
   if (w == 1) barrier_arrive(backward_turn, backward_turn_threads);  // the first turn is warpgroup 0's
 
-  for (int n = 0; n + 1 < tiles; n++) do_tile(n == 0, std::false_type{});
-  do_tile(tiles == 1, std::true_type{});
+  for (int n = 0; n + 1 < tiles; n++) process_tile(n == 0, std::false_type{});
+  process_tile(tiles == 1, std::true_type{});
 
   // dQ of the last tile
   barrier_sync(both_groups, both_groups_threads);  // hazard: dS written by both warpgroups
@@ -1916,7 +1939,7 @@ __device__ __forceinline__ void wgmma_dq_of_cluster(WgmmaAccumulator<64>& dQ, ui
 // Consumer warpgroup W. W == 0 computes P and dV, W == 1 computes dS and dK.
 template <class B, int W>
 __device__ __forceinline__ void consume_in_cluster(BackwardWgmmaShared<B>& s, const BackwardArgs& a,
-                                                const KeyTile<B>& keys, const Mask& mask, QueryTiles<B> tile) {
+                                                   const KeyTile<B>& keys, const Mask& mask, QueryTiles<B> tile) {
   using Shared = BackwardWgmmaShared<B>;
   using Scores = WgmmaAccumulator<B::block_n>;
   using ByQuery = Transposed<Scores>;
@@ -1933,25 +1956,26 @@ __device__ __forceinline__ void consume_in_cluster(BackwardWgmmaShared<B>& s, co
   // t_ring: stages of Q (W == 1: of dO), which T is computed from. sum_ring: stages of dO (W == 1: of Q),
   // which the sum is computed from. T is one tile ahead of the sum.
   constexpr int T_STAGES = W == 0 ? Shared::Q_STAGES : B::stages, SUM_STAGES = W == 0 ? B::stages : Shared::Q_STAGES;
-  uint64_t *const t_full = W == 0 ? s.q_full : s.o_full, *const t_empty = W == 0 ? s.q_empty : s.o_empty;
-  uint64_t *const sum_full = W == 0 ? s.o_full : s.q_full, *const sum_empty = W == 0 ? s.o_empty : s.q_empty;
+  uint64_t *const t_full = W == 0 ? s.q_full : s.do_full, *const t_empty = W == 0 ? s.q_empty : s.do_empty;
+  uint64_t *const sum_full = W == 0 ? s.do_full : s.q_full, *const sum_empty = W == 0 ? s.do_empty : s.q_empty;
   StageRing<T_STAGES> t_ring;
   StageRing<SUM_STAGES> sum_ring;
   StageRing<2> ds_ring, ds_before{1};  // dS: in tile n, written for tile n + 1, read for tile n - 1
   float* dQ_sums_g = nullptr;          // this warpgroup's piece of the previous tile's dQ sums
 
   // Called for each tile. Descriptors kept across tiles would occupy registers for every step.
-  const auto matrix = [](const void* at_s, int leading_bytes = 16) {
+  const auto descriptor_of = [](const void* at_s, int leading_bytes = 16) {
     return wgmma_descriptor(warp_uniform(shared_address(at_s)), leading_bytes, 1024);
   };
   const auto issue_scores = [&] {
     const Input* const tiles_s = W == 0 ? s.Q[0] : s.dO[0];
     mbarrier_wait(&t_full[t_ring.stage], t_ring.parity);
-    wgmma_qk<B>(T, matrix(W == 0 ? s.K[0] : s.V[0]), descriptor_at(matrix(tiles_s), t_ring.stage * tile_bytes));
+    wgmma_qk<B>(T, descriptor_of(W == 0 ? s.K[0] : s.V[0]),
+                descriptor_at(descriptor_of(tiles_s), t_ring.stage * tile_bytes));
   };
   const auto issue_dq = [&](int stage) {
-    wgmma_dq_of_cluster<B>(dQ, matrix(s.dS[stage]), matrix(s.K[0] + piece * 64 * 64), matrix(s.cluster.dS[stage]),
-                        matrix(s.cluster.K[W]));
+    wgmma_dq_of_cluster<B>(dQ, descriptor_of(s.dS[stage]), descriptor_of(s.K[0] + piece * 64 * 64),
+                           descriptor_of(s.cluster.dS[stage]), descriptor_of(s.cluster.K[W]));
   };
   const auto pack_operand = [&] {
     SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
@@ -1963,15 +1987,12 @@ __device__ __forceinline__ void consume_in_cluster(BackwardWgmmaShared<B>& s, co
   const auto compute_operand = [&](bool first) {
     const int stage = ds_ring.stage;
     if constexpr (W == 0) {
-      ByQuery P_by_query(T);
-      WeightsOfTile<B, ByQuery> weights{P_by_query, P_by_query, {}};  // no dS in this warpgroup
+      ByQuery S_by_query(T);
+      WeightsOfTile<B, ByQuery> weights{S_by_query, S_by_query, {}};  // no dS in this warpgroup
       float lse[Scores::COLS];
       load_columns(lse, T, s.lse[t_ring.stage]);
       const int q0 = tile.query();
-      Item<B> of_tile = keys.item;
-      of_tile.h = tile.h;
-      of_tile.q0 = q0;
-      weights.set_p(a, of_tile, mask, q0, keys.k0, mask.tiles.cover(q0, keys.k0), lse);
+      weights.set_p(a, query_tile(keys.item, tile.h, q0), mask, q0, keys.k0, mask.tiles.cover(q0, keys.k0), lse);
       pack_operand();
       weights.multiply_by_slope();
       if (!first) barrier_sync(p_read, p_threads);  // hazard: P of the previous tile read by warpgroup 1
@@ -1989,8 +2010,8 @@ __device__ __forceinline__ void consume_in_cluster(BackwardWgmmaShared<B>& s, co
         const float4 x = ld_shared<float4>(&s.cluster.P[i][tid]);
         memcpy(P.x.d + 4 * i, &x, sizeof x);
       }
-      ByQuery P_by_query(P), dS_by_query(T);
-      WeightsOfTile<B, ByQuery>{P_by_query, dS_by_query, {}}.set_ds(delta);
+      ByQuery P_by_query(P), dP_by_query(T);
+      WeightsOfTile<B, ByQuery>{P_by_query, dP_by_query, {}}.set_ds(delta);
       pack_operand();
       mbarrier_wait(&s.cluster.ds_empty[stage], ds_ring.parity ^ 1);
       SDPA_UNROLL for (int step = 0; step < 4; step++) store_step_to_panels<64>(s.dS[stage], step, operand[step]);
@@ -2007,14 +2028,15 @@ __device__ __forceinline__ void consume_in_cluster(BackwardWgmmaShared<B>& s, co
     t_ring.advance();
   };
   // Adds a tile to the sum, given its operand. Replaces the operand by that of the next tile.
-  const auto do_tile = [&](bool first, auto is_last) {
+  const auto process_tile = [&](bool first, auto is_last) {
     constexpr bool last = decltype(is_last)::value;
     if (W == 1 && !last) barrier_arrive(p_read, p_threads);
     // dV += P.T @ dO or dK += dS.T @ Q, and dQ = dS @ K of the previous tile. For the first tile, there is no
     // dQ, and its group is empty.
     const Input* const tiles_s = W == 0 ? s.dO[0] : s.Q[0];
     mbarrier_wait(&sum_full[sum_ring.stage], sum_ring.parity);
-    wgmma_pv<B>(sum, operand, descriptor_at(matrix(tiles_s, B::block_n * 128), sum_ring.stage * tile_bytes), !first);
+    const uint64_t tiles = descriptor_of(tiles_s, B::block_n * 128);
+    wgmma_pv<B>(sum, operand, descriptor_at(tiles, sum_ring.stage * tile_bytes), !first);
     if (!first) {
       mbarrier_wait(&s.cluster.ds_full[ds_before.stage], ds_before.parity);
       issue_dq(ds_before.stage);
@@ -2052,8 +2074,8 @@ __device__ __forceinline__ void consume_in_cluster(BackwardWgmmaShared<B>& s, co
   wgmma_wait_group<0>();
   hold(T.x.d);
   compute_operand(true);
-  for (int n = 0; n + 1 < tiles; n++) do_tile(n == 0, std::false_type{});
-  do_tile(tiles == 1, std::true_type{});
+  for (int n = 0; n + 1 < tiles; n++) process_tile(n == 0, std::false_type{});
+  process_tile(tiles == 1, std::true_type{});
 
   // dQ of the last tile
   mbarrier_wait(&s.cluster.ds_full[ds_before.stage], ds_before.parity);
@@ -2099,7 +2121,7 @@ __device__ __forceinline__ void run_backward_roles(BackwardWgmmaShared<B>& s, co
     const int warp = warp_uniform(threadIdx.x / 32);
     if (warp == 0) {
       if (B::use_lengths || threadIdx.x == 0) produce_backward(s, a, keys, tiles);
-    } else if (warp <= 2 && (!adds_directly<B> || orders_adds<B>)) {
+    } else if (warp <= 2 && has_adding_warps<B>) {
       add_pieces(s, a, keys, mask, tiles, warp - 1);
     }
   } else {
@@ -2128,9 +2150,9 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_wgmma(const __gri
   if (threadIdx.x == 0) {
     mbarrier_init(&s.kv_full, 1);
     mbarriers_init(s.q_full, 1);
-    mbarriers_init(s.o_full, 1);
+    mbarriers_init(s.do_full, 1);
     mbarriers_init(s.q_empty, B::num_warps);
-    mbarriers_init(s.o_empty, B::num_warps);
+    mbarriers_init(s.do_empty, B::num_warps);
     if constexpr (in_clusters<B>) {
       mbarriers_init(s.cluster.ds_full, 1);
       mbarriers_init(s.cluster.ds_empty, 2 * B::num_warps);
@@ -2165,7 +2187,8 @@ template <class B> __device__ __forceinline__ Item<B> item_of_sums(const Backwar
   return item_of<B>(a.p, head / a.p.Hq, head % a.p.Hq, tile * B::block_n);
 }
 // Scales and rounds dQ. One CTA per piece of [64 queries][64 elements].
-template <class B> __global__ void __launch_bounds__(128) sdpa_backward_convert(const __grid_constant__ BackwardArgs a) {
+template <class B>
+__global__ void __launch_bounds__(128) sdpa_backward_convert(const __grid_constant__ BackwardArgs a) {
   ConvertShared& s = dynamic_shared<ConvertShared>();
   const int piece = blockIdx.x % DQ_PIECES<B>;
   const Item<B> item = item_of_sums<B>(a, blockIdx.x / DQ_PIECES<B>);
@@ -2294,11 +2317,32 @@ template <class Scores> struct BiasFromRegisters {
   }
 };
 
+// Sums a tile of dS over its queries, into row 0, and over its keys, into column 0, as the plan says.
+template <class B> __device__ __forceinline__ void reduce_bias_tile(float* sums_s, const BiasPlan& plan) {
+  constexpr int stride = BiasShared<B>::SUM_STRIDE;
+  if (plan.sums_queries) {
+    for (int c = threadIdx.x; c < B::block_n; c += B::threads) {
+      float x = 0;
+      for (int r = 0; r < B::block_m; r++) x += ld_shared<float>(&sums_s[r * stride + c]);
+      st_shared(&sums_s[c], x);
+    }
+    __syncthreads();  // hazard: row 0 written by all warps
+  }
+  if (plan.sums_keys) {
+    for (int r = threadIdx.x; r < (plan.sums_queries ? 1 : B::block_m); r += B::threads) {
+      float x = 0;
+      for (int c = 0; c < B::block_n; c++) x += ld_shared<float>(&sums_s[r * stride + c]);
+      st_shared(&sums_s[r * stride], x);
+    }
+    __syncthreads();  // hazard: column 0 written by all warps
+  }
+}
+
 template <class Build>
 __global__ void __launch_bounds__(OfBias<Build>::threads, 1) sdpa_backward_bias(const __grid_constant__ BackwardArgs a) {
   using B = OfBias<Build>;
-  using QK = Products<OfQK<B>>;
-  using V = Products<OfV<B>>;
+  using QkProducts = Products<OfQK<B>>;
+  using VProducts = Products<OfV<B>>;
   using Scores = typename Products<B>::Scores;
   BiasShared<B>& s = dynamic_shared<BiasShared<B>>();
   const SdpaParams& p = a.p;
@@ -2340,13 +2384,14 @@ __global__ void __launch_bounds__(OfBias<Build>::threads, 1) sdpa_backward_bias(
       }
     }
   };
-  PassingTiles<B, decltype(load)> steps(load, int(end - first));
+  StreamedTiles<B, decltype(load)> steps(load, int(end - first));
 
-  Scores P, dS, sum, bias;
-  QK::place(P, warp, lane);
-  QK::place(dS, warp, lane);
-  QK::place(sum, warp, lane);
-  QK::place(bias, warp, lane);
+  Scores S, dP, sum, bias;
+  Scores& dS = dP;  // P overwrites S, and dS overwrites dP
+  QkProducts::place(S, warp, lane);
+  QkProducts::place(dP, warp, lane);
+  QkProducts::place(sum, warp, lane);
+  QkProducts::place(bias, warp, lane);
   clear(sum);
   for (int n = 0; n < steps.count; n++) {
     const BiasPlace at = place_of(n);
@@ -2361,20 +2406,20 @@ __global__ void __launch_bounds__(OfBias<Build>::threads, 1) sdpa_backward_bias(
       steps.load_ahead(n);
       continue;
     }
-    QK::begin(P, s.steps[stage].queries.x, s.steps[stage].keys.x, warp);
-    V::begin(dS, s.steps[stage].queries.y, s.steps[stage].keys.y, warp);
+    QkProducts::begin(S, s.steps[stage].queries.x, s.steps[stage].keys.x, warp);
+    VProducts::begin(dP, s.steps[stage].queries.y, s.steps[stage].keys.y, warp);
     steps.load_ahead(n);
     float lse[Scores::ROWS], delta[Scores::ROWS];
     SDPA_UNROLL for (int i = 0; i < Scores::ROWS; i++) {
-      const float2 row = ld_shared<float2>(&s.rows[stage][P.row(i)]);
+      const float2 row = ld_shared<float2>(&s.rows[stage][S.row(i)]);
       lse[i] = row.x;
       delta[i] = row.y;
     }
-    QK::template finish<1>(P, s.steps[stage].queries.x, s.steps[stage].keys.x, warp, lane);
-    WeightsOfTile<B, Scores> weights{P, dS, {}};
+    QkProducts::template finish<1>(S, s.steps[stage].queries.x, s.steps[stage].keys.x, warp, lane);
+    WeightsOfTile<B, Scores> weights{S, dP, {}};
     weights.set_p(a, item, mask, item.q0, k0, mask.tiles.cover(item.q0, k0), lse, BiasFromRegisters<Scores>{bias});
     // dBias is the gradient of the logit, so P is not multiplied by the slope.
-    V::template finish<0>(dS, s.steps[stage].queries.y, s.steps[stage].keys.y, warp, lane);
+    VProducts::template finish<0>(dP, s.steps[stage].queries.y, s.steps[stage].keys.y, warp, lane);
     weights.set_ds(delta);
     SDPA_UNROLL for (int i = 0; i < Scores::ROWS; i++) {
       SDPA_UNROLL for (int j = 0; j < Scores::COLS; j++) sum.x[i][j] += dS.x[i][j];
@@ -2385,22 +2430,7 @@ __global__ void __launch_bounds__(OfBias<Build>::threads, 1) sdpa_backward_bias(
   __syncthreads();  // hazard: tiles of the last steps read by all warps
   write_view(s.sums, stride, sum);
   __syncthreads();  // hazard: sums written by all warps
-  if (plan.sums_queries) {
-    for (int c = threadIdx.x; c < B::block_n; c += B::threads) {
-      float x = 0;
-      for (int r = 0; r < B::block_m; r++) x += ld_shared<float>(&s.sums[r * stride + c]);
-      st_shared(&s.sums[c], x);
-    }
-    __syncthreads();  // hazard: row 0 written by all warps
-  }
-  if (plan.sums_keys) {
-    for (int r = threadIdx.x; r < (plan.sums_queries ? 1 : B::block_m); r += B::threads) {
-      float x = 0;
-      for (int c = 0; c < B::block_n; c++) x += ld_shared<float>(&s.sums[r * stride + c]);
-      st_shared(&s.sums[r * stride], x);
-    }
-    __syncthreads();  // hazard: column 0 written by all warps
-  }
+  reduce_bias_tile<B>(s.sums, plan);
   const auto value = [&](int r, int c) { return ld_shared<float>(&s.sums[r * stride + c]); };
   if (plan.ranges == 1) return store_bias_tile<B>(a, plan, tile, threadIdx.x, B::threads, value);
   const int size = bias_tile_size<B>(plan), columns = bias_columns_of_tile<B>(plan);
@@ -2442,7 +2472,7 @@ __global__ void __launch_bounds__(32 * padding_warps) sdpa_backward_padding(cons
     }
   };
   // Calls clear(batch, row) for the padding rows of a tensor with these starts.
-  const auto for_each_unused = [&](const int* starts, int rows, auto used_rows, auto clear) {
+  const auto for_each_padding_row = [&](const int* starts, int rows, auto used_rows, auto clear) {
     const int64_t all = int64_t(batches_of(p, starts)) * rows;
     for (int64_t i = int64_t(blockIdx.x) * padding_warps + threadIdx.x / 32; i < all; i += gridDim.x * padding_warps) {
       const int batch = int(i / rows), row = int(i % rows);
@@ -2451,10 +2481,10 @@ __global__ void __launch_bounds__(32 * padding_warps) sdpa_backward_padding(cons
       if (row < used.begin || row >= used.end) clear(batch, row);
     }
   };
-  for_each_unused(
+  for_each_padding_row(
       p.q_starts, p.Sq, [](const Sequence& s) { return Interval{s.q_row, s.q_row + s.Sq}; },
       [&](int batch, int row) { clear_row(a.dQ, a.d_q, p.Hq, p.D, batch, row); });
-  for_each_unused(
+  for_each_padding_row(
       p.k_starts, p.Sk, [](const Sequence& s) { return Interval{s.k_row, s.k_row + s.Sk}; },
       [&](int batch, int row) {
         clear_row(a.dK, a.d_k, p.Hkv, p.D, batch, row);
@@ -2467,7 +2497,7 @@ __global__ void __launch_bounds__(32 * padding_warps) sdpa_backward_padding(cons
 constexpr int most_ctas = 2147483647;  // maximum gridDim.x
 
 // Number of CTAs of CTA_KEYS keys, rounded up to whole clusters.
-template <class B> int64_t kv_tiles(const SdpaParams& p) {
+template <class B> int64_t kv_ctas(const SdpaParams& p) {
   const int64_t clusters = batches_of(p, p.k_starts) * p.Hkv * tiles_of_head(p, p.k_starts, p.Sk, CLUSTER_KEYS<B>);
   return clusters * CLUSTER_CTAS<B>;
 }
@@ -2525,6 +2555,45 @@ template <class B> SdpaStatus launch_sinks(const BackwardArgs& a, cudaStream_t s
   return {};
 }
 
+// USE_BIAS=1, 3: sets the plan of sdpa_backward_bias.
+template <class B> SdpaStatus set_bias_plan(BiasPlan& plan, const SdpaBackwardParams& params) {
+  using Own = OfBias<B>;
+  const SdpaParams& p = params.forward;
+  plan.columns = bias_columns(p);
+  const struct {
+    int size;
+    bool is_summed;
+  } dims[] = {{p.B, params.d_bias.batch == 0},
+              {p.Hq, params.d_bias.head == 0},
+              {int(ceil_div(p.Sq, Own::block_m)), params.d_bias.row == 0},
+              {int(ceil_div(plan.columns, Own::block_n)), params.dBias_sums_keys == 1}};
+  const int64_t bias_strides[] = {p.bias_strides.batch, p.bias_strides.head, p.bias_strides.row, 1};
+  plan.has_one_bias = !B::use_lengths;
+  for (int i = 0; i < 4; i++) {
+    if (dims[i].is_summed && dims[i].size > 1 && bias_strides[i] != 0) plan.has_one_bias = false;
+  }
+  plan.sums_queries = dims[2].is_summed;
+  plan.sums_keys = dims[3].is_summed;
+  // Sets the sizes of the summed or of the kept dimensions. Returns false if there are too many tiles.
+  const auto set_dims = [&](BiasPlan::Dims& to, bool summed) {
+    double count = 1;
+    uint32_t sizes[4];
+    for (int i = 0; i < 4; i++) {
+      sizes[i] = dims[i].is_summed == summed ? uint32_t(dims[i].size) : 1;
+      count *= sizes[i];
+    }
+    to.heads = Divisor(max(sizes[1], 1u));
+    to.queries = Divisor(max(sizes[2], 1u));
+    to.keys = Divisor(max(sizes[3], 1u));
+    to.count = uint32_t(std::fmin(count, double(most_ctas)));
+    return count <= most_ctas;
+  };
+  if (!set_dims(plan.tiles, false) || !set_dims(plan.steps, true)) {
+    return failure(refused, "dBias has more than %d tiles, or is summed over more; split the batch", most_ctas);
+  }
+  plan.ranges = max(min(uint32_t(most_bias_ranges<B>(p)) / max(plan.tiles.count, 1u), plan.steps.count), 1u);
+  return {};
+}
 // Launches the kernels that compute dBias. They read LSE and delta from the workspace.
 template <class B> SdpaStatus launch_bias(const SdpaBackwardParams& params, cudaStream_t stream) {
   if constexpr (B::adds_bias) {
@@ -2532,44 +2601,13 @@ template <class B> SdpaStatus launch_bias(const SdpaBackwardParams& params, cuda
     using Own = OfBias<B>;
     BackwardArgs a(params, Own::block_m, Own::block_n);
     set_backward_scales<B>(a);
-    const SdpaParams& p = a.p;
     BiasPlan& plan = bias_plan<B>(a);
-    plan.columns = bias_columns(p);
-    const struct {
-      int size;
-      bool is_summed;
-    } dims[] = {{p.B, params.d_bias.batch == 0},
-                {p.Hq, params.d_bias.head == 0},
-                {int(ceil_div(p.Sq, Own::block_m)), params.d_bias.row == 0},
-                {int(ceil_div(plan.columns, Own::block_n)), params.dBias_sums_keys == 1}};
-    const int64_t bias_strides[] = {p.bias_strides.batch, p.bias_strides.head, p.bias_strides.row, 1};
-    plan.has_one_bias = !B::use_lengths;
-    for (int i = 0; i < 4; i++) {
-      if (dims[i].is_summed && dims[i].size > 1 && bias_strides[i] != 0) plan.has_one_bias = false;
-    }
-    plan.sums_queries = dims[2].is_summed;
-    plan.sums_keys = dims[3].is_summed;
-    const auto set_dims = [&](BiasPlan::Dims& to, bool summed) {
-      double count = 1;
-      uint32_t sizes[4];
-      for (int i = 0; i < 4; i++) {
-        sizes[i] = dims[i].is_summed == summed ? uint32_t(dims[i].size) : 1;
-        count *= sizes[i];
-      }
-      for (const auto& [divisor, size] : {std::pair(&to.heads, sizes[1]), {&to.queries, sizes[2]}, {&to.keys, sizes[3]}})
-        *divisor = Divisor(max(size, 1u));
-      to.count = uint32_t(std::fmin(count, double(most_ctas)));
-      return count <= most_ctas;
-    };
-    if (!set_dims(plan.tiles, false) || !set_dims(plan.steps, true)) {
-      return failure(refused, "dBias has more than %d tiles, or is summed over more; split the batch", most_ctas);
-    }
-    const uint32_t tiles = plan.tiles.count;
-    plan.ranges = max(min(uint32_t(most_bias_ranges<B>(p)) / max(tiles, 1u), plan.steps.count), 1u);
-    SdpaStatus status = launch_backward(sdpa_backward_bias<B>, a, int64_t(tiles) * plan.ranges, Own::threads,
-                                        sizeof(BiasShared<Own>), stream);
+    SdpaStatus status = set_bias_plan<B>(plan, params);
+    if (!status.ok()) return status;
+    const int64_t tiles = plan.tiles.count;
+    status = launch_backward(sdpa_backward_bias<B>, a, tiles * plan.ranges, Own::threads, sizeof(BiasShared<Own>), stream);
     if (status.ok() && plan.ranges > 1) {
-      const int64_t ctas = int64_t(tiles) * ceil_div(bias_tile_size<Own>(plan), Own::threads);
+      const int64_t ctas = tiles * ceil_div(bias_tile_size<Own>(plan), Own::threads);
       status = launch_backward(sdpa_backward_merge_bias<B>, a, ctas, Own::threads, 0, stream);
     }
     return status;
@@ -2595,28 +2633,28 @@ template <class B, bool = has_roles<B>> struct BackwardKernelOf {
   using Shared = BackwardShared<B>;
   static constexpr auto entry = sdpa_backward_kv<B, true, has_room_for_both<B>>;
   static SdpaStatus launch(const SdpaBackwardParams& params, const Items& items, const Grid& grid, cudaStream_t stream) {
-    BackwardArgs of_q(params, SKIPPING_ROWS<B>, B::block_n, grid), of_kv(params, B::block_n, SKIPPING_ROWS<B>);
-    set_backward_scales<B>(of_q);
-    set_backward_scales<B>(of_kv);
-    SdpaStatus status = launch_backward(sdpa_backward_rows<B>, of_q, items.count, 32 * B::num_warps, 0, stream);
-    if (status.ok()) status = launch_sinks<B>(of_q, stream);
+    BackwardArgs q_args(params, SKIPPING_ROWS<B>, B::block_n, grid), kv_args(params, B::block_n, SKIPPING_ROWS<B>);
+    set_backward_scales<B>(q_args);
+    set_backward_scales<B>(kv_args);
+    SdpaStatus status = launch_backward(sdpa_backward_rows<B>, q_args, items.count, 32 * B::num_warps, 0, stream);
+    if (status.ok()) status = launch_sinks<B>(q_args, stream);
     if (status.ok()) status = launch_bias<B>(params, stream);
-    if (status.ok()) status = launch_padding<B>(of_q, stream);
+    if (status.ok()) status = launch_padding<B>(q_args, stream);
     if constexpr (!adds_dq<B>) {
       if (status.ok()) {
-        status = launch_backward(sdpa_backward_q<B>, of_q, items.count, B::threads, sizeof(Shared), stream);
+        status = launch_backward(sdpa_backward_q<B>, q_args, items.count, B::threads, sizeof(Shared), stream);
       }
     }
-    const int64_t tiles = kv_tiles<B>(params.forward);
-    if (status.ok()) status = launch_backward(entry, of_kv, tiles, B::threads, sizeof(Shared), stream);
+    const int64_t ctas = kv_ctas<B>(params.forward);
+    if (status.ok()) status = launch_backward(entry, kv_args, ctas, B::threads, sizeof(Shared), stream);
     if constexpr (!has_room_for_both<B>) {
       if (status.ok()) {
-        status = launch_backward(sdpa_backward_kv<B, false, true>, of_kv, tiles, B::threads, sizeof(Shared), stream);
+        status = launch_backward(sdpa_backward_kv<B, false, true>, kv_args, ctas, B::threads, sizeof(Shared), stream);
       }
     }
     if constexpr (adds_dq<B>) {
       if (status.ok()) {
-        status = launch_backward(sdpa_backward_convert_rows<B>, of_q, items.count, B::threads, 0, stream);
+        status = launch_backward(sdpa_backward_convert_rows<B>, q_args, items.count, B::threads, 0, stream);
       }
     }
     return status;
@@ -2642,7 +2680,7 @@ template <class B> struct BackwardKernelOf<B, true> {
   template <class Args> static SdpaStatus encode_maps(Args& a) {
     SdpaParams& p = a.p;
     std::array<TensorView, 4> inputs = tensors_of(p);
-    const int of_q = batches_of(p, p.q_starts), of_k = batches_of(p, p.k_starts);
+    const int q_batches = batches_of(p, p.q_starts), k_batches = batches_of(p, p.k_starts);
     auto& maps = a.maps;
     auto& of_gradients = a.gradient_maps;
     const struct {
@@ -2652,9 +2690,9 @@ template <class B> struct BackwardKernelOf<B, true> {
     } boxes[] = {{inputs[0], B::block_n, &maps.q},
                  {inputs[1], 64, &maps.k},
                  {inputs[2], 64, &maps.v},
-                 {view_of("dO", a.dO, a.d_o, of_q, p.Hq, p.Sq, p.Dv), B::block_n, &of_gradients.d_o},
-                 {view_of("dK", a.dK, a.d_k, of_k, p.Hkv, p.Sk, p.D), 64, &of_gradients.d_k},
-                 {view_of("dV", a.dV, a.d_v, of_k, p.Hkv, p.Sk, p.Dv), 64, &of_gradients.d_v}};
+                 {view_of("dO", a.dO, a.d_o, q_batches, p.Hq, p.Sq, p.Dv), B::block_n, &of_gradients.d_o},
+                 {view_of("dK", a.dK, a.d_k, k_batches, p.Hkv, p.Sk, p.D), 64, &of_gradients.d_k},
+                 {view_of("dV", a.dV, a.d_v, k_batches, p.Hkv, p.Sk, p.Dv), 64, &of_gradients.d_v}};
     for (const auto& x : boxes) {
       RowBoxes of_tensor;
       const bool by_panels = a.has_short_rows || (in_clusters<B> && x.map == &maps.k);
@@ -2673,7 +2711,7 @@ template <class B> struct BackwardKernelOf<B, true> {
       return failure(refused, "dQ has %lld tiles of 64x64, but a grid has at most %d CTAs; split the batch",
                      (long long)pieces, most_ctas);
     }
-    a.heads_at_once = heads_of_section(p, a.work.padded_rows);
+    a.heads_per_section = heads_of_section(p, a.work.padded_rows);
     // Without queries or keys, no kernel reads a map, and an empty tensor cannot have one.
     SdpaStatus status;
     if (items.count > 0 && p.Sk > 0) status = encode_maps(a);
@@ -2682,7 +2720,7 @@ template <class B> struct BackwardKernelOf<B, true> {
     if (status.ok()) status = launch_bias<B>(params, stream);
     if (status.ok()) status = launch_padding<B>(a, stream);
     if (status.ok()) {
-      status = launch_backward(entry, a, kv_tiles<B>(p), B::threads, sizeof(Shared), stream, CLUSTER_CTAS<B>);
+      status = launch_backward(entry, a, kv_ctas<B>(p), B::threads, sizeof(Shared), stream, CLUSTER_CTAS<B>);
     }
     if (!status.ok()) return status;
     return launch_backward(sdpa_backward_convert<B>, a, pieces, 128, sizeof(ConvertShared), stream);
@@ -2694,7 +2732,7 @@ template <class B> SdpaStatus backward(const SdpaBackwardParams& params, cudaStr
   const bool has_rows = p.Hq > 0 && p.Sq > 0;
   const Items items = has_rows ? items_of_tile(p, 1, B::block_m) : Items{1, B::block_m, 0};
   // padded_rows_of() may exceed Sq, since every sequence has a padded last tile.
-  if (items.count > most_ctas || kv_tiles<B>(p) > most_ctas || padded_rows_of(p) > most_ctas) {
+  if (items.count > most_ctas || kv_ctas<B>(p) > most_ctas || padded_rows_of(p) > most_ctas) {
     return failure(refused, "B*Hq*ceil(Sq/%d) or B*Hkv*ceil(Sk/%d) is over %d tiles; split the batch", B::block_m,
                    CTA_KEYS<B>, most_ctas);
   }
@@ -2705,15 +2743,40 @@ template <class B> SdpaStatus backward(const SdpaBackwardParams& params, cudaStr
 
 // ---- the checks ----
 
+SdpaStatus check_bias_gradient(SdpaBackwardParams& d) {
+  const SdpaParams& p = d.forward;
+  if (d.dBias_sums_keys != 0 && d.dBias_sums_keys != 1) {
+    return failure(refused, "dBias_sums_keys=%d is outside [0, 1]", d.dBias_sums_keys);
+  }
+  if (!d.dBias) return {};
+  if (!Defines::adds_bias) {
+    return failure(refused, Defines::use_bias ? "dBias is set, but a mask of USE_BIAS=2 has no gradient; set dBias to 0"
+                                              : "dBias is for builds with USE_BIAS=1 or USE_BIAS=3; set it to 0");
+  }
+  if (!p.bias) return failure(refused, "dBias is set, but bias is a null pointer; set both or only bias");
+  const int columns = d.dBias_sums_keys ? 1 : bias_columns(p);
+  TensorView t = view_of("dBias", static_cast<Bias*>(d.dBias), d.d_bias, p.B, p.Hq, p.Sq, columns);
+  for (auto& dim : t.dims) dim.size = dim.stride ? dim.size : 1;  // dBias is summed over dimensions of stride 0
+  const SdpaStatus status = check_overlap(t);
+  if (!status.ok()) return status;
+  if (p.q_starts || p.k_starts) {
+    return failure(refused, "dBias is set, but its size is unknown for packed sequences; set q_starts and k_starts to 0");
+  }
+  if (p.bias_keys > 0 && (p.k_lengths || p.k_firsts || p.most_keys > 0)) {
+    return failure(refused, "dBias is set, but a sequence may have fewer keys than bias_keys=%d; set bias_keys to 0",
+                   p.bias_keys);
+  }
+  return {};
+}
 SdpaStatus check_backward(SdpaBackwardParams& d) {
   SdpaParams& p = d.forward;
   SdpaStatus status = check_params(p);
   if (!status.ok()) return status;
   if (p.B && p.Hq && p.Sq && !p.LSE) return failure(refused, "LSE is a null pointer; let sdpa_forward() write it");
-  const int of_q = batches_of(p, p.q_starts), of_k = batches_of(p, p.k_starts);
+  const int q_batches = batches_of(p, p.q_starts), k_batches = batches_of(p, p.k_starts);
   const TensorView tensors[] = {
-      view_of("dO", d.dO, d.d_o, of_q, p.Hq, p.Sq, p.Dv), view_of("dQ", d.dQ, d.d_q, of_q, p.Hq, p.Sq, p.D),
-      view_of("dK", d.dK, d.d_k, of_k, p.Hkv, p.Sk, p.D), view_of("dV", d.dV, d.d_v, of_k, p.Hkv, p.Sk, p.Dv)};
+      view_of("dO", d.dO, d.d_o, q_batches, p.Hq, p.Sq, p.Dv), view_of("dQ", d.dQ, d.d_q, q_batches, p.Hq, p.Sq, p.D),
+      view_of("dK", d.dK, d.d_k, k_batches, p.Hkv, p.Sk, p.D), view_of("dV", d.dV, d.d_v, k_batches, p.Hkv, p.Sk, p.Dv)};
   for (const TensorView& t : tensors) {
     const bool is_empty = t.dims[0].size == 0 || t.dims[1].size == 0 || t.dims[2].size == 0;
     if (!is_empty) status = check_tensor(t, &t != tensors);
@@ -2731,33 +2794,14 @@ SdpaStatus check_backward(SdpaBackwardParams& d) {
   for (const auto& x : pointers) {
     if (x.address % x.alignment) return failure(refused, "%s is not aligned to %d bytes", x.name, x.alignment);
   }
-  if (d.dSinks && !Defines::use_sinks)
+  if (d.dSinks && !Defines::use_sinks) {
     return failure(refused, "dSinks is for builds with USE_SINKS=1; set it to 0");
+  }
   if (d.dSinks && !p.sinks) {
     return failure(refused, "dSinks is set, but sinks is a null pointer; set both or only sinks");
   }
-  if (d.dBias && !Defines::adds_bias) {
-    return failure(refused, Defines::use_bias ? "dBias is set, but a mask of USE_BIAS=2 has no gradient; set dBias to 0"
-                                              : "dBias is for builds with USE_BIAS=1 or USE_BIAS=3; set it to 0");
-  }
-  if (d.dBias && !p.bias) return failure(refused, "dBias is set, but bias is a null pointer; set both or only bias");
-  if (d.dBias_sums_keys != 0 && d.dBias_sums_keys != 1) {
-    return failure(refused, "dBias_sums_keys=%d is outside [0, 1]", d.dBias_sums_keys);
-  }
-  if (d.dBias) {
-    const int columns = d.dBias_sums_keys ? 1 : bias_columns(p);
-    TensorView t = view_of("dBias", static_cast<Bias*>(d.dBias), d.d_bias, p.B, p.Hq, p.Sq, columns);
-    for (auto& dim : t.dims) dim.size = dim.stride ? dim.size : 1;  // dBias is summed over dimensions of stride 0
-    status = check_overlap(t);
-    if (!status.ok()) return status;
-  }
-  if (d.dBias && (p.q_starts || p.k_starts)) {
-    return failure(refused, "dBias is set, but its size is unknown for packed sequences; set q_starts and k_starts to 0");
-  }
-  if (d.dBias && p.bias_keys > 0 && (p.k_lengths || p.k_firsts || p.most_keys > 0)) {
-    return failure(refused, "dBias is set, but a sequence may have fewer keys than bias_keys=%d; set bias_keys to 0",
-                   p.bias_keys);
-  }
+  status = check_bias_gradient(d);
+  if (!status.ok()) return status;
   if (!d.workspace && backward_workspace_bytes(p) > 0) {
     return failure(refused, "workspace is null, but this problem needs %zu bytes", backward_workspace_bytes(p));
   }

@@ -167,14 +167,17 @@ void print_said(const string& text) {
 void print_fastest(const Table& table) {
   std::printf("\n%s\n",
               painted("1", "the fastest line of each problem on " + table.device).c_str());
-  std::printf("%-28s %-24s %10s %8s %6s %-6s %9s\n", "problem", "line", "graph_us", "TFLOP/s",
-              "peak", "of", "base");
+  size_t width = 28;
+  for (const Problem& p : table.problems) width = std::max(width, p.name.size());
+  std::printf("%s %-24s %10s %8s %6s %-6s %9s\n", padded("problem", width).c_str(), "line", "graph_us",
+              "TFLOP/s", "peak", "of", "base");
   for (const Problem& p : table.problems) {
     const vector<const Row*> timed = p.by_time();
     const auto best =
         std::find_if(timed.begin(), timed.end(), [](const Row* r) { return r->verdict == "PASS"; });
     if (best == timed.end()) continue;
-    std::printf("%-28s %s ", p.name.c_str(), painted("1;32", padded((*best)->line, 24)).c_str());
+    std::printf("%s %s ", padded(p.name, width).c_str(),
+                painted("1;32", padded((*best)->line, 24)).c_str());
     print_figures(**best);
     std::printf(" %-6s", (*best)->bound.c_str());
     print_factor(**best, p.base());

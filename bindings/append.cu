@@ -1,6 +1,6 @@
-// Writes new rows of K and V behind those that caches have, and the new lengths: flash_attn_with_kvcache(k=, v=) in one
-// launch. The kernel reads where they belong, so that the host waits for nothing and a graph may be replayed with other
-// lengths. Starts are clamped to the new rows. A row that has no place in its cache, or whose page is none, is left out.
+// Appends new rows of K and V to caches and writes the new lengths: flash_attn_with_kvcache(k=, v=) in one launch. The kernel
+// reads the lengths from device memory, so that the host does not wait and a graph may be replayed with other lengths. Starts
+// are clamped to the new rows. Rows past the end of a cache, and rows of pages that do not exist, are not written.
 #include <cuda_runtime.h>
 
 #include "append.h"
@@ -9,7 +9,7 @@ namespace sdpa {
 
 constexpr int threads = 128, most_ctas = 4096;
 
-// A row of all heads, by all threads of the CTA.
+// Copies a row of all heads. All threads of the CTA call it.
 template <class Word> static __device__ void copy_row(const SdpaNewRows& x, int heads, const char* from, char* to) {
   const int words = x.bytes / int(sizeof(Word));
   for (int i = int(threadIdx.x); i < heads * words; i += threads) {
@@ -43,7 +43,7 @@ template <class Word> static __global__ void __launch_bounds__(threads) append(S
 
 extern "C" int sdpa_append(const SdpaAppend* a, CUstream_st* stream) {
   if (a->B == 0) return cudaSuccess;
-  int64_t all = 0;  // the lowest bit that is set says to which size everything is aligned
+  int64_t all = 0;  // its lowest set bit is the alignment of all addresses, strides and sizes
   for (const SdpaNewRows* x : {&a->k, &a->v}) {
     all |= int64_t(x->source) | int64_t(x->target) | x->bytes;
     all |= x->source_sequence | x->source_row | x->source_head | x->target_cache | x->target_row | x->target_head;

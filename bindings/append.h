@@ -1,11 +1,11 @@
-/* bindings/append.cu's function, which pytorch.cpp calls. */
+/* The function of bindings/append.cu, which pytorch.cpp calls. */
 #ifndef SDPA_APPEND_H
 #define SDPA_APPEND_H
 
 #include <stdint.h>
 
-/* New rows, [B,new_rows,heads] or with starts [new_rows,heads] of `bytes` each, and caches or pages [count,keys,heads].
-   Strides are in bytes. */
+/* New rows, [B,new_rows,heads] or with starts [new_rows,heads], and caches or pages, [count,keys,heads]. A row of a head has
+   `bytes` bytes. Strides are in bytes. */
 typedef struct SdpaNewRows {
   const char* source;
   char* target;
@@ -13,15 +13,15 @@ typedef struct SdpaNewRows {
   int bytes;
 } SdpaNewRows;
 
-/* All pointers are to device memory. */
+/* All pointers point to device memory. */
 typedef struct SdpaAppend {
   SdpaNewRows k, v;
   int B, heads, new_rows;
-  int count, keys;                 /* caches or pages, and rows of each */
-  const int* lengths;              /* [B]: rows that a sequence has */
-  int* new_lengths;                /* [B]: with the new ones */
-  const int* starts;               /* [B + 1], or null: the new rows of b are those from starts[b] to starts[b + 1] */
-  const int* page_table;           /* [B,pages of a sequence] at page_stride, or null */
+  int count, keys;                 /* number of caches or pages, and of rows in each */
+  const int* lengths;              /* [B]: number of rows of each sequence before the call */
+  int* new_lengths;                /* [B]: number of rows after the call */
+  const int* starts;               /* [B + 1]: sequence b has the new rows [starts[b], starts[b + 1]); or null */
+  const int* page_table;           /* [B,sequence_pages] with row stride page_stride; or null */
   int page_stride, sequence_pages;
 } SdpaAppend;
 

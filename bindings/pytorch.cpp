@@ -1,6 +1,6 @@
-// The compiled half of pytorch.py: what is between PyTorch's dispatcher and the C functions of sdpa.h, in C++ because a
-// call in Python costs more than a small kernel. It contains no kernel; pytorch.py builds them and hands over their
-// functions. This file registers the operators; each header has one concern.
+// The C++ part of pytorch.py, between PyTorch's dispatcher and the C functions of sdpa.h. In Python, a call would take longer
+// than a small kernel. It contains no kernels: pytorch.py builds them and passes pointers to their functions. This file
+// registers the operators that the headers implement.
 
 #include "pytorch.h"
 #include "pytorch_append.h"
@@ -40,14 +40,15 @@ void sdpa_torch_load_appender_by(LoadAppender function) { load_appender = functi
 void sdpa_torch_load_backward_by(LoadBackward function) { load_backward = function; }
 void sdpa_torch_prefer_backward(int number) { preference = Preference(number); }
 
-// Puts ours behind PyTorch's operators, or takes them away again.
+// Registers our kernels for PyTorch's operators, or removes them.
 void sdpa_torch_activate(bool on) {
   static std::unique_ptr<torch::Library> library, composite;
-  library.reset(), composite.reset();
+  library.reset();
+  composite.reset();
   if (!on) return;
   struct : c10::WarningHandler {
     void process(const c10::Warning&) override {}
-  } quiet;  // that the operators had kernels before is known
+  } quiet;  // no warning that a kernel is overridden
   const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
   put_behind(*library);
@@ -56,11 +57,12 @@ void sdpa_torch_activate(bool on) {
   composite->impl("scaled_dot_product_attention", chosen);
 }
 
-// For tests without a GPU: all of these and sdpa's own operators for tensors on the CPU, of which PyTorch has none. The
-// test's Load and LoadAppender give them kernels that run there.
+// For tests without a GPU: registers these operators and sdpa's own ones for tensors on the CPU. The Load and LoadAppender of
+// the test return kernels that run there.
 void sdpa_torch_activate_on_cpu(bool on) {
   static std::unique_ptr<torch::Library> library, own;
-  library.reset(), own.reset();
+  library.reset();
+  own.reset();
   on_cpu = on;
   if (!on) return;
   const auto key = c10::DispatchKey::CPU;

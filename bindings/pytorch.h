@@ -1,5 +1,5 @@
-// The parts of pytorch.cpp share this header: lines and their loading, checks of tensors, workspaces, and a launch.
-// pytorch.cpp includes the parts into one translation unit, since PyTorch's headers take most of its compilation.
+// Shared by the parts of pytorch.cpp: lines and their loading, checks of tensors, workspaces, and the launch. pytorch.cpp
+// includes all parts in one translation unit, since PyTorch's headers take most of the compile time.
 
 #pragma once
 
@@ -31,6 +31,7 @@
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 static const OptionalTensor no_tensor;
+constexpr int64_t most_size = 1000000000;  // maximum of dimensions, lengths and window limits
 
 // ---- the lines ----
 
@@ -40,8 +41,9 @@ struct Line {
   decltype(&sdpa_library_forward) forward;
   decltype(&sdpa_library_bias_map_bytes) bias_map_bytes;
   decltype(&sdpa_library_map_bias) map_bias;
-  char trouble[512];  // why there is none
+  char trouble[512];  // the reason for having no line, or empty
 };
+// What a problem needs beyond a line's own knobs. Each combination is a separate build.
 enum Feature {
   softcap = 1,
   sinks = 2,
@@ -56,23 +58,23 @@ enum Feature {
   key_mask = 1024,
   key_biases = 2048,         // instead of biases, biases_in_fp32
   key_biases_in_fp32 = 4096
-};  // of what a problem asks beyond a line's own: builds of their own
-// The arguments of attention() that modify scores, and a kept map of the tiles that are hidden.
+};
+// The arguments of attention() that modify scores, and the map of hidden tiles that block_mask() returned.
 struct Mods {
   std::string score{}, mask{};             // expressions; empty: none
   std::array<OptionalTensor, 6> arrays{};  // x0 to x3, i0, i1
   OptionalTensor block_mask{};
-  std::string made_for{};  // dependencies_of() the map
+  std::string made_for{};  // dependencies_of() the call for which the map was made
 };
 // Device, dtype, D, D of v, features, SCORE_MOD and MASK_MOD.
 using LineKey = std::tuple<std::array<int, 5>, std::string, std::string>;
 static auto& lines = *new std::map<LineKey, Line>;
 
-// The value of a key among those that pytorch.py has loaded. load(&value) fills a new one. If it is not final, the next
-// call loads it again.
+// Returns the value of a key. A value that is not known yet is filled by load(&value), which calls pytorch.py. If it is not
+// final, the next call loads it again.
 template <class Key, class Value, class Load>
 static const Value& loaded_for(std::map<Key, Value>& known, const Key& key, const Load& load) {
-  static std::mutex mutex;  // of known. load() runs without it, since it takes Python's GIL
+  static std::mutex mutex;  // guards `known`. Not held during load(), which takes Python's GIL
   {
     const std::lock_guard<std::mutex> lock(mutex);
     const auto found = known.find(key);
@@ -86,10 +88,10 @@ static const Value& loaded_for(std::map<Key, Value>& known, const Key& key, cons
   return known.emplace(key, loaded).first->second;
 }
 
-// A test's switch: attend() takes tensors on the CPU too, for kernels that run there.
+// Set by tests: attend() also accepts tensors on the CPU, for kernels that run there.
 static bool on_cpu = false;
 
-// pytorch.py's: builds a line if need be, and fills what it is given.
+// pytorch.py's function that builds a line if necessary and fills *line.
 using Load = void (*)(int device, int dtype, int D, int Dv, int features, const char* score_mod, const char* mask_mod,
                       Line* line);
 static Load load;
@@ -113,11 +115,11 @@ static const Line& line_for(const LineKey& key) {
   });
 }
 
-// ---- what no line takes ----
+// ---- unsupported problems ----
 
-// Each of these functions returns a sentence that says why the kernels cannot compute the problem, or an empty string.
+// Each function why_not...() returns the reason why the kernels cannot compute the problem, or an empty string.
 
-// The tensors' shapes and types, on whatever device. own: of attention(), which has e4m3 and sizes between the lines'.
+// Checks shapes, types and devices. own: called by sdpa::attention, which also supports e4m3 and other head sizes.
 static std::string why_not_tensors(const Tensor& q, const Tensor& k, const Tensor& v, bool own, bool has_lengths) {
   for (const Tensor* x : {&q, &k, &v}) {
     if (x->dim() != 4) return c10::str("a tensor has ", x->dim(), " dimensions, not [B,H,S,D]");
@@ -139,7 +141,7 @@ static std::string why_not_tensors(const Tensor& q, const Tensor& k, const Tenso
   if (k.sizes().slice(0, 3) != v.sizes().slice(0, 3)) return "k and v have different shapes";
   if (k.size(1) == 0 || q.size(1) % k.size(1)) return "the heads of q are no multiple of those of k";
   for (const int64_t size : {q.size(0), q.size(1), q.size(2), k.size(2)}) {
-    if (size > 1000000000) return "a dimension is over 10^9";
+    if (size > most_size) return "a dimension is over 10^9";
   }
   return "";
 }
@@ -163,7 +165,7 @@ static bool fit(const Tensor& x) {
 static const char* const bad_rows =
     "the rows of q, k or v are not contiguous or do not all start at a multiple of 16 bytes";
 
-// True if one of the dimensions first to last is expanded: all of its elements are the same one.
+// True if a dimension in [first, last] has stride 0.
 static bool is_expanded(const Tensor& x, int first, int last) {
   for (int i = first; i <= last; i++) {
     if (x.size(i) > 1 && x.stride(i) == 0) return true;
@@ -171,7 +173,8 @@ static bool is_expanded(const Tensor& x, int first, int last) {
   return false;
 }
 
-// x, or a copy that kernels can read. Ours read expanded batches and heads of k and v as they are, PyTorch's do not.
+// Returns x, or a contiguous copy if the kernels cannot read x. Our kernels read expanded batches and heads of k and v,
+// PyTorch's kernels do not.
 static Tensor readable(const Tensor& x, bool may_be_expanded) {
   return fit(x) && !is_expanded(x, may_be_expanded ? 2 : 0, 2) ? x : x.clone(at::MemoryFormat::Contiguous);
 }
@@ -181,7 +184,7 @@ static bool is_of_keys(const Tensor& mask) {
   const auto is_shared = [&](int64_t dim) { return dim < 0 || mask.size(dim) == 1 || mask.stride(dim) == 0; };
   return is_shared(mask.dim() - 2) && is_shared(mask.dim() - 3);
 }
-// Builds that count keys by sequences have no kernels for masks and biases of keys.
+// The Feature of a bias. Builds with USE_LENGTHS have no kernels for masks and biases of keys.
 static int feature_of(const Tensor& bias, bool has_lengths) {
   const bool of_keys = is_of_keys(bias) && !has_lengths;
   if (bias.scalar_type() == at::kBool) return of_keys ? key_mask : masks;
@@ -221,19 +224,19 @@ static Tensor bias_of(const Tensor& x, const Tensor& q, int64_t keys) {
 #define cudaStreamGetCaptureInfo cudaStreamGetCaptureInfo_v2
 #endif
 
-constexpr size_t state_bytes = 65536;  // the largest workspace beside scratch memory, as sdpa.h says
+constexpr size_t state_bytes = 65536;  // maximum size of the workspace if scratch memory is separate, see sdpa.h
 struct GraphState {
   void* data = nullptr;
   unsigned long long capture = 0;
 };
-using Place = std::pair<int, cudaStream_t>;                    // a device, and a stream of it
-static auto& stream_states = *new std::map<Place, void*>;      // never destroyed: CUDA may be gone by then
+using Place = std::pair<int, cudaStream_t>;                    // a device and one of its streams
+static auto& stream_states = *new std::map<Place, void*>;      // never destroyed, since CUDA may be shut down before
 static auto& graph_states = *new std::map<Place, GraphState>;  // of the newest capture
-static std::mutex states_mutex;                                // of both
+static std::mutex states_mutex;                                // guards both maps
 static auto& of_dead_graphs = *new std::vector<void*>;
 static std::mutex of_dead_graphs_mutex;
 
-// Plain memory: PyTorch's belongs to the pool in use, a graph's or torch.cuda.use_mem_pool()'s.
+// Allocates by cudaMalloc. PyTorch's allocator would use the current pool, which may belong to a graph.
 static void* allocated_state() {
   void* data = nullptr;
   for (const bool again : {false, true}) {
@@ -248,7 +251,7 @@ static void* allocated_state() {
   TORCH_CHECK_WITH(OutOfMemoryError, false, "sdpa: the GPU has no memory for a workspace of ", state_bytes, " bytes");
 }
 
-// One that the graph owns. It is zeroed here and now: as a node of the graph that would cost each replay a launch.
+// Returns a workspace that the captured graph owns. It is zeroed immediately: a memset node would run in each replay.
 static void* graph_state(GraphState& state, cudaStream_t captured) {
   cudaStreamCaptureStatus status;
   unsigned long long capture = 0;
@@ -256,7 +259,7 @@ static void* graph_state(GraphState& state, cudaStream_t captured) {
   C10_CUDA_CHECK(cudaStreamGetCaptureInfo(captured, &status, &capture, &graph));
   if (state.capture == capture) return state.data;
   void* data = allocated_state();
-  const auto free_later = [](void* dead) {  // CUDA may not be called here
+  const auto free_later = [](void* dead) {  // a callback, in which CUDA must not be called
     const std::lock_guard<std::mutex> lock(of_dead_graphs_mutex);
     of_dead_graphs.push_back(dead);
   };
@@ -290,8 +293,8 @@ static void* stream_state(void*& state, cudaStream_t stream) {
   return state = data;
 }
 
-// The workspace of a launch beside scratch memory: the stream's, or the graph's that the launch is captured into.
-// Launches of all lines share it, since each finds it zero and leaves it zero.
+// Returns the workspace of a launch: that of the stream, or of the graph into which the launch is captured. All lines share
+// it, since each launch leaves it zeroed.
 static void* state_of(cudaStream_t stream, bool captured) {
   const std::lock_guard<std::mutex> lock(states_mutex);
   if (!captured) free_of_dead_graphs();
@@ -301,8 +304,8 @@ static void* state_of(cudaStream_t stream, bool captured) {
 
 // ---- a launch ----
 
-// Tensors beside another one, without the dispatcher, which takes longer than the allocation: contiguous, or with its
-// sizes and, where they leave no gaps, its strides.
+// Allocate without the dispatcher, whose overhead exceeds the allocation's. empty() returns a contiguous tensor on the
+// device of `beside`. empty_like() also copies the strides of x if x is dense.
 static Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const Tensor& beside) {
   if (!beside.is_cuda()) return at::empty(sizes, beside.options().dtype(dtype));
   return at::detail::empty_cuda(sizes, dtype, beside.device(), std::nullopt);
@@ -312,15 +315,15 @@ static Tensor empty_like(const Tensor& x, at::ScalarType dtype) {
   return at::detail::empty_strided_cuda(x.sizes(), x.strides(), dtype, x.device());
 }
 
-// The current stream of the tensor's device. While this lives, the launch may load a kernel's module and allocate memory
-// even if a graph is being captured.
+// The current stream of the tensor's device. During its lifetime, a launch may load a module and allocate memory even while a
+// graph is being captured.
 struct LaunchStream {
   cudaStream_t stream = nullptr;
   bool captured = false;
   std::optional<c10::cuda::CUDAStreamCaptureModeGuard> relaxed;
 
   explicit LaunchStream(const Tensor& beside) {
-    if (!beside.is_cuda()) return;  // a test's, whose kernel runs on the CPU
+    if (!beside.is_cuda()) return;  // in a test whose kernels run on the CPU
     stream = c10::cuda::getCurrentCUDAStream();
     captured = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
     if (captured) relaxed.emplace(cudaStreamCaptureModeRelaxed);
@@ -337,17 +340,18 @@ static int features_of(const SdpaParams& p, const OptionalTensor& bias, bool in_
          (bias ? feature_of(*bias, has_lengths || p.bias_keys) : 0) | (in_bf16 ? bf16_out : 0);
 }
 
-// A scale as the C function has it, where 0 stands for the default: one of 0, or too small for a float, is the least
-// float, with which logits vanish.
+// SdpaParams::scale, where 0 means the default. A scale of 0, or one too small for a float, becomes FLT_MIN, so that all
+// logits are about 0.
 static float scale_of(std::optional<double> scale) { return scale ? std::max(float(*scale), FLT_MIN) : 0; }
 
-// Sets the members of a bias of bias_of().
+// Sets the members for a bias that bias_of() returned.
 static void set_bias(SdpaParams& p, const Tensor& bias) {
   const auto shared = [&](int dim) { return bias.size(dim) == 1 ? 0 : bias.stride(dim); };
   p.bias = bias.const_data_ptr();
   p.bias_strides = {shared(0), shared(1), shared(2)};
 }
-// Sets the members of the tensors. p.B: the number of sequences if tensors are packed, else 0. LSE may be undefined.
+// Sets the pointers, sizes and strides of the tensors. p.B: the number of sequences if tensors are packed, otherwise 0. LSE may
+// be undefined.
 static void set_tensors(SdpaParams& p, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
                         const Tensor& lse, const OptionalTensor& bias) {
   if (bias && features_of(p, bias, false) & key_mask) {
@@ -372,11 +376,11 @@ static void set_tensors(SdpaParams& p, const Tensor& q, const Tensor& k, const T
   p.k = strides_of(k);
   p.v = strides_of(v);
   p.o = strides_of(o);
-  // Expanded heads are one key head, for which GQA is faster than for several equal heads.
+  // Expanded heads count as one KV head: GQA with one head is faster than several equal heads.
   if (p.k.head == 0 && p.v.head == 0 && p.k_descale.head == 0 && p.v_descale.head == 0) p.Hkv = std::min(p.Hkv, 1);
 }
 
-// Everything that a map of hidden tiles depends on, except for the contents of arrays and biases: a line each.
+// Returns everything that a map of hidden tiles depends on, except the contents of arrays and biases, one item per line.
 static std::string dependencies_of(const SdpaParams& p, const LineKey& key) {
   const auto& [numbers, score_mod, mask_mod] = key;
   const auto& [device, dtype, D, Dv, features] = numbers;
@@ -389,7 +393,7 @@ static std::string dependencies_of(const SdpaParams& p, const LineKey& key) {
                   "\nbias of each head=", p.bias_strides.head != 0);
 }
 
-// Sets the kept map, if there is one. Returns the reason for refusing it, or an empty string.
+// Sets the map of hidden tiles if the call has one. Returns the reason for refusing it, or an empty string.
 static std::string set_block_mask(SdpaParams& p, const LineKey& key, const Mods& mods) {
   if (!mods.block_mask) return "";
   std::istringstream made_for(mods.made_for), needed(dependencies_of(p, key));
@@ -403,8 +407,8 @@ static std::string set_block_mask(SdpaParams& p, const LineKey& key, const Mods&
   return "";
 }
 
-// Enqueues O, LSE = attention(q, k, v) with the mask, the scale and the other members of p, and with a bias of bias_of().
-// Returns the reason for refusing, or an empty string. Shapes have been checked. in_bf16: O of e4m3 is bf16, else fp16.
+// Enqueues O, LSE = attention(q, k, v) with the mask, scale and other members of p, and a bias from bias_of(). Shapes have
+// been checked. in_bf16: O of e4m3 inputs is bf16 instead of fp16. Returns the reason for refusing, or an empty string.
 static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
                           SdpaParams p, const OptionalTensor& bias, bool in_bf16 = false, const Mods& mods = {}) {
   const LineKey key = key_of(q, v, features_of(p, bias, in_bf16), mods);
@@ -414,7 +418,7 @@ static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, con
   if (!why.empty()) return why;
   const LaunchStream at(q);
   char text[256];
-  Tensor scratch;  // when the launch is enqueued, what follows it on the stream may have this memory
+  Tensor scratch;  // may be freed after the launch is enqueued: later work on the stream may reuse it
   if (const size_t bytes = line.scratch_bytes(&p)) {
     scratch = empty({int64_t(bytes)}, at::kByte, q);
     p.scratch = scratch.mutable_data_ptr();
@@ -423,8 +427,8 @@ static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, con
   return line.forward(&p, at.stream, text, sizeof text) ? text : "";
 }
 
-// Enqueues the kernel that makes mods.block_mask for such a launch, and sets mods.made_for. The map is empty if the build
-// has none for these sizes. Returns as launch() does.
+// Enqueues the kernel that writes mods.block_mask for a launch with these arguments, and sets mods.made_for. The map is empty
+// if the build has no map for these sizes. Returns the reason for refusing, or an empty string.
 static std::string make_block_mask(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
                                    SdpaParams p, const OptionalTensor& bias, bool in_bf16, Mods& mods) {
   const LineKey key = key_of(q, v, features_of(p, bias, in_bf16), mods);

@@ -1,4 +1,4 @@
-// sdpa::append: new rows of K and V behind those of caches.
+// sdpa::append: appends new rows of K and V to caches.
 
 #pragma once
 
@@ -9,7 +9,7 @@
 
 struct Appender {
   decltype(&sdpa_append) append;
-  char trouble[512];  // why there is none
+  char trouble[512];  // the reason for having no function, or empty
 };
 static auto& appenders = *new std::map<int, Appender>;  // by device
 using LoadAppender = void (*)(int device, Appender* appender);
@@ -20,8 +20,8 @@ static const Appender& appender_for(int device) {
   return loaded_for(appenders, device, [&](Appender* appender) { load_appender(device, appender); });
 }
 
-// The members of SdpaNewRows for a cache [caches or pages,keys,H,D] and new rows x: [B,rows,H,D], or with starts
-// [rows,H,D].
+// Returns the pointers and strides of new rows x, [B,rows,H,D] or with starts [rows,H,D], and of their cache,
+// [caches or pages,keys,H,D].
 static SdpaNewRows new_rows_of(const Tensor& cache, const Tensor& x) {
   const int64_t size = x.element_size();
   const int last = int(x.dim());
@@ -30,7 +30,7 @@ static SdpaNewRows new_rows_of(const Tensor& cache, const Tensor& x) {
           cache.stride(0) * size, cache.stride(1) * size, cache.stride(2) * size, int(x.size(last - 1) * size)};
 }
 
-// Rows of k and v behind the first lengths[b] ones of caches, in place; returns the new lengths.
+// Writes the rows of k and v to the caches, behind the first lengths[b] rows. Returns the new lengths.
 static Tensor append(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k_any, const Tensor& v_any,
                      const Tensor& lengths_any, const OptionalTensor& page_table, const OptionalTensor& starts) {
   const c10::OptionalDeviceGuard guard(k_cache.device());
@@ -89,7 +89,7 @@ static Tensor append(const Tensor& k_cache, const Tensor& v_cache, const Tensor&
   return new_lengths;
 }
 
-// There is no gradient; that the caches have changed is told to what has saved them for one.
+// There is no gradient. Increments the versions of the caches, so that autograd detects that they were modified.
 static Tensor append_autograd(c10::DispatchKeySet keys, const Tensor& k_cache, const Tensor& v_cache, const Tensor& k,
                               const Tensor& v, const Tensor& lengths, const OptionalTensor& page_table,
                               const OptionalTensor& starts) {

@@ -4,7 +4,8 @@
 
 #include "pytorch.h"
 
-// A factor for each head of `of`: x is float32, of a shape that expands to [B,H], or of q one for each key head.
+// Checks and returns the dequantization factors x of the tensor `of`. x is float32 and expands to [B,H]; that of q may also be
+// [B,Hkv]. `kept` keeps the memory alive.
 static SdpaDescale descale(const char* name, const OptionalTensor& x, const Tensor& of, int64_t batches,
                            int64_t key_heads, Tensor& kept) {
   if (!x) return {};
@@ -45,7 +46,10 @@ struct Call {
   bool has_lengths() const { return k_lengths || q_lengths || q_starts || k_starts || page_table || k_firsts; }
 };
 
-// The mask, the soft cap and the bound of the keys, which forward and backward set alike.
+// Returns a window limit of PyTorch's operators as Call has it: -1 if there is none.
+static int64_t limit(std::optional<int64_t> keys) { return std::clamp<int64_t>(keys.value_or(-1), -1, most_size); }
+
+// Sets the mask, the softcap and the maximum number of keys, both for the forward and the backward pass.
 static void set_mask(SdpaParams& p, const Call& call) {
   p.causal = int(call.causal);
   p.window_alignment = int(call.window_alignment);
@@ -72,7 +76,8 @@ static void set_arrays(SdpaParams& p, const Mods& mods, const Tensor& q) {
   }
 }
 
-// LSE; O is written into `o`, or into a new tensor if that is undefined. makes: instead of a launch, makes its block_mask.
+// Computes O and returns LSE. O is written into `o`, or into a new tensor if `o` is undefined. makes: writes the block_mask of
+// such a call to *makes instead.
 static Tensor attend(const Call& call, Tensor& o, Mods* makes = nullptr) {
   const OptionalTensor& page_table = call.page_table;
   const Mods& mods = call.mods;
@@ -82,8 +87,8 @@ static Tensor attend(const Call& call, Tensor& o, Mods* makes = nullptr) {
   check(why_not_scale(call.scale));
   check(fit(call.q) && fit(call.k) && fit(call.v) ? "" : bad_rows);
   const auto within = [&](const char* name, int64_t x, int64_t least) {
-    TORCH_CHECK(x >= least && x <= 1000000000, "sdpa.attention: ", name, "=", x, " is outside [", least,
-                ", 1000000000]");
+    TORCH_CHECK(x >= least && x <= most_size, "sdpa.attention: ", name, "=", x, " is outside [", least, ", ", most_size,
+                "]");
   };
   within("window_left", call.left, -1);
   within("window_right", call.right, -1);
@@ -129,12 +134,12 @@ static Tensor attend(const Call& call, Tensor& o, Mods* makes = nullptr) {
   TORCH_CHECK(!page_table || (page_table->scalar_type() == at::kInt && page_table->device() == q.device() &&
                               page_table->dim() == 2 && page_table->size(0) == B &&
                               (page_table->stride(1) == 1 || page_table->size(1) == 1) && k.size(2) > 0 &&
-                              !call.k_starts && page_table->size(1) * k.size(2) <= 1000000000),
+                              !call.k_starts && page_table->size(1) * k.size(2) <= most_size),
               "sdpa.attention: page_table is not an int32 tensor [", B,
               ",pages of a sequence] beside q, without k_starts, of pages of 1 key or more");
-  const Tensor& keys = page_table ? q : k;  // whose batch is one of sequences
+  const Tensor& keys = page_table ? q : k;  // the tensor whose batch size is the number of sequences
   const bool packs_k = (page_table ? call.q_starts : call.k_starts).has_value();
-  // Its data, if x is a tensor [length] beside q; of starts `packed` has a batch of 1, else B.
+  // Checks that x is an int32 tensor [length] and returns its data. packs: `packed` has a batch size of 1, otherwise B.
   const auto ints = [&](const char* name, const OptionalTensor& x, int64_t length, const Tensor& packed,
                         bool packs) {
     TORCH_CHECK(packed.size(0) == (packs ? 1 : B), "sdpa.attention: q or k has a batch of ", packed.size(0),
@@ -150,7 +155,7 @@ static Tensor attend(const Call& call, Tensor& o, Mods* makes = nullptr) {
   p.q_lengths = ints("q_lengths", call.q_lengths, B, q, call.q_starts.has_value());
   p.k_firsts = ints("k_firsts", call.k_firsts, B, keys, packs_k);
   if (page_table) {
-    // A table of no columns has no data, and a kernel that sees no key does not read it.
+    // A table without columns has no data. The kernel does not read it, but the pointer must not be null.
     p.page_table =
         static_cast<const int*>(page_table->numel() ? page_table->const_data_ptr() : q.const_data_ptr());
     p.page_stride = int(page_table->stride(0));
@@ -174,7 +179,7 @@ static Tensor attend(const Call& call, Tensor& o, Mods* makes = nullptr) {
   const bool same_sizes = v.size(3) == q.size(3);
   check(why_not_line(q, v, features_of(p, bias, call.bf16_out), mods));
   Tensor kept[3];
-  // Packed sequences have factors of their own.
+  // With packed sequences, there are factors for each sequence.
   const int64_t key_batches = page_table || call.k_starts ? B : k.size(0);
   p.q_descale = descale("q_descale", call.q_descale, q, call.q_starts ? B : q.size(0), k.size(1), kept[0]);
   p.k_descale = descale("k_descale", call.k_descale, k, key_batches, 0, kept[1]);
@@ -206,7 +211,7 @@ static std::tuple<Tensor, std::string> block_mask(const Call& call) {
   return {*made.block_mask, made.made_for};
 }
 
-// run() on the arguments of sdpa::attention and sdpa::block_mask, in the order of their schema.
+// Calls run() with the arguments of sdpa::attention and sdpa::block_mask, in the order of their schema in pytorch.py.
 template <auto run>
 static auto with_call(const Tensor& q, const Tensor& k, const Tensor& v, int64_t causal, int64_t left, int64_t right,
                       int64_t window_alignment, std::optional<double> scale, double cap, const OptionalTensor& q_descale,

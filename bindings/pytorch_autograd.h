@@ -1,29 +1,32 @@
-// Autograd and autocast of sdpa::attention. They take the operator's arguments as a stack and know only those that they
-// need.
+// Autograd and autocast of sdpa::attention. They are boxed kernels, which get the arguments as a stack. at_...: the index of an
+// argument in the schema in pytorch.py.
 
 #pragma once
 
-#include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include "pytorch_attention.h"
 
-using torch::autograd::variable_list;
-// Places of the operator's arguments.
-constexpr int at_causal = 3, at_softcap = 8, at_sinks = 12, at_k_lengths = 13, at_q_starts = 14, at_k_starts = 15,
-              at_page_table = 16, at_bias = 18,
-              at_most_keys = 17, at_q_lengths = 20, at_score_mod = 23, at_mask_mod = 24, at_x0 = 25, at_i1 = 30, at_k_firsts = 33,
-              at_backward = 34, arguments = 35;
+// Of ATen/autocast_mode.h, which includes the headers of all operators: a quarter of the time of this file's compilation.
+namespace at::autocast {
+TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
+TORCH_API Tensor cached_cast(at::ScalarType to_type, const Tensor& arg, c10::DeviceType device_type);
+}
 
-// The results of an operator of ours. Its numbers may be symbols of a graph.
+using torch::autograd::variable_list;
+constexpr int at_causal = 3, at_softcap = 8, at_sinks = 12, at_k_lengths = 13, at_q_starts = 14, at_k_starts = 15,
+              at_page_table = 16, at_most_keys = 17, at_bias = 18, at_bias_keys = 19, at_q_lengths = 20, at_score_mod = 23,
+              at_mask_mod = 24, at_x0 = 25, at_i1 = 30, at_k_firsts = 33, at_backward = 34, arguments = 35;
+
+// Calls one of our operators and returns its results. Integers may be symbols of a traced graph.
 static torch::jit::Stack called(const char* name, torch::jit::Stack stack) {
   c10::Dispatcher::singleton().findSchemaOrThrow(name, "").callBoxed(stack);
   return stack;
 }
 
-// O of sdpa::attention with a bias, for which autograd is recorded.
+// Returns O of sdpa::attention with a bias, called through the dispatcher, so that autograd records it.
 static Tensor attention_with_bias(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bias,
                                   std::optional<double> scale) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("sdpa::attention", "");
@@ -37,7 +40,7 @@ static Tensor attention_with_bias(const Tensor& q, const Tensor& k, const Tensor
 }
 
 struct Attention : torch::autograd::Function<Attention> {
-  // tensors: q, k, v, and those of the other arguments that require a gradient.
+  // tensors: q, k, v, and the other tensors that require a gradient.
   static variable_list forward(torch::autograd::AutogradContext* ctx, at::TensorList tensors,
                                const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
     const auto argument = [&](int at) -> const c10::IValue& { return (*stack)[stack->size() - arguments + at]; };
@@ -50,9 +53,12 @@ struct Attention : torch::autograd::Function<Attention> {
     auto& data = ctx->saved_data;
     data["without"] = has_none ? "no backward for e4m3, pages" : "";
     for (int i = 0; i < 5; i++) data["mask" + std::to_string(i)] = argument(at_causal + i);
-    data["softcap"] = argument(at_softcap), data["backward"] = argument(at_backward);
-    data["most_keys"] = argument(at_most_keys), data["bias_keys"] = argument(at_bias + 1);
-    data["score_mod"] = argument(at_score_mod), data["mask_mod"] = argument(at_mask_mod);
+    data["softcap"] = argument(at_softcap);
+    data["backward"] = argument(at_backward);
+    data["most_keys"] = argument(at_most_keys);
+    data["bias_keys"] = argument(at_bias_keys);
+    data["score_mod"] = argument(at_score_mod);
+    data["mask_mod"] = argument(at_mask_mod);
     std::vector<Tensor> others;  // the lengths, and the arrays of the expressions
     for (const int i : of_lengths) others.push_back(argument(i).toOptional<Tensor>().value_or(Tensor()));
     for (int i = at_x0; i <= at_i1; i++) others.push_back(argument(i).toOptional<Tensor>().value_or(Tensor()));
@@ -64,15 +70,16 @@ struct Attention : torch::autograd::Function<Attention> {
     variable_list saved{tensors[0], tensors[1], tensors[2], o, lse, bias.value_or(Tensor()), sink.value_or(Tensor())};
     saved.insert(saved.end(), others.begin(), others.end());
     ctx->save_for_backward(saved);
-    ctx->set_materialize_grads(false);  // of LSE, which few use
+    ctx->set_materialize_grads(false);  // LSE rarely has a gradient
     data["tensors"] = int64_t(tensors.size());
-    data["to_sinks"] = to_sinks, data["to_bias"] = to_bias;
+    data["to_sinks"] = to_sinks;
+    data["to_bias"] = to_bias;
     return {o, lse};
   }
 
   static variable_list backward(torch::autograd::AutogradContext* ctx, variable_list grads) {
     auto& data = ctx->saved_data;
-    variable_list out(data["tensors"].toInt() + 3);  // and of op, keys and stack
+    variable_list out(data["tensors"].toInt() + 3);  // + 3: op, keys and stack, which have no gradient
     if (!grads[0].defined() && !grads[1].defined()) return out;
     const variable_list x = ctx->get_saved_variables();
     const auto given = [](const Tensor& tensor) { return tensor.defined() ? c10::IValue(tensor) : c10::IValue(); };
@@ -85,7 +92,7 @@ struct Attention : torch::autograd::Function<Attention> {
     stack.insert(stack.end(), {data["bias_keys"], data["to_bias"]});
     const auto d = called("sdpa::attention_backward", std::move(stack));
     for (int i = 0; i < 3; i++) out[i] = d[i].toTensor();
-    // The sinks come before the bias, and nothing else has a gradient.
+    // After q, k and v, `tensors` may contain the sinks and the bias, in this order.
     const bool to_sinks = data["to_sinks"].toBool();
     if (to_sinks) out[3] = d[3].toTensor().to(x[6].scalar_type());
     if (data["to_bias"].toBool()) out[3 + to_sinks] = d[4].toTensor();
@@ -101,7 +108,7 @@ static void attention_autograd(const c10::OperatorHandle& op, c10::DispatchKeySe
     const c10::IValue& x = (*stack)[first + i];
     if (!x.isTensor() || !x.toTensor().defined()) continue;
     TORCH_CHECK_NOT_IMPLEMENTED(!x.toTensor()._fw_grad(0).defined(), "sdpa.attention: no forward-mode derivative");
-    // Refused before the launch: a compiled graph would drop a backward that gives an array no gradient.
+    // Refused here and not in the backward: a compiled graph would drop a backward without a gradient of the array.
     TORCH_CHECK(i < at_x0 || !x.toTensor().requires_grad() || !at::GradMode::is_enabled(),
                 "sdpa.attention: no gradient of args; detach them");
     if (i > at_softcap && !x.toTensor().requires_grad()) continue;
@@ -116,8 +123,8 @@ static void attention_autograd(const c10::OperatorHandle& op, c10::DispatchKeySe
   torch::jit::push(*stack, std::move(outputs[0]), std::move(outputs[1]));
 }
 
-// As PyTorch does of its own function: q, k and v, the first arguments, become autocast's type, but not from 8 bits or
-// doubles.
+// Converts q, k and v, the first three arguments, to the type of autocast, as F.scaled_dot_product_attention does. e4m3 and
+// float64 are not converted.
 static void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
   const size_t first = stack->size() - op.schema().arguments().size();

@@ -1,9 +1,10 @@
-// dQ, dK and dV by PyTorch's backward kernels (cuDNN's, FlashAttention-2's and the memory-efficient ones), and the choice
-// between them and ours. All of them read the O and LSE of our forward.
+// dQ, dK and dV by PyTorch's backward kernels (cuDNN, FlashAttention-2 and the memory-efficient ones), and the choice between
+// them and ours. All of them read the O and LSE of our forward.
 
 #pragma once
 
 #include <ATen/SDPBackend.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/_cudnn_attention_backward.h>
 #include <ATen/ops/_flash_attention_backward.h>
 #include <ATen/ops/_flash_attention_backward_native.h>
@@ -19,24 +20,24 @@
 #include "pytorch_attention.h"
 #include "pytorch_own_backward.h"
 
-// PyTorch's setting by which cuDNN's backward takes an LSE that lies otherwise than ours.
+// True if a PyTorch setting makes cuDNN's backward expect a different layout of LSE than ours.
 static bool lse_lies_otherwise() {
   static const bool it_does = c10::utils::check_env("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == true;
   return it_does;
 }
 
-// The LSE of rows that see no key is -inf, which would make their P exp(inf) in a backward; with inf it is 0.
+// Replaces the LSE of rows that see no key, -inf, by +inf. Then their P is 0 in a backward, instead of exp(inf).
 static void hide_empty_rows(Tensor& lse) { lse.masked_fill_(lse.eq(-INFINITY), INFINITY); }
 
-// cuDNN reads a bias as q's type whatever its own, so convert it. A hidden key has -65504, as in PyTorch.
+// cuDNN reads a bias as q's dtype whatever its own, so convert it. A hidden key becomes -65504, as in PyTorch.
 static Tensor for_cudnn(const Tensor& bias, const Tensor& q) {
   if (!bias.defined() || bias.scalar_type() != at::kBool) return bias.defined() ? bias.to(q.scalar_type()) : bias;
   const auto value = [&](double x) { return at::scalar_tensor(x, q.options()); };
   return at::where(bias, value(0), value(-65504));
 }
 
-// The additive bias [B,H,Sq,Sk] of PyTorch's memory-efficient kernels, of the given type, whose rows start at multiples of
-// 16 bytes.
+// Returns the bias for PyTorch's memory-efficient kernels: additive, [B,H,Sq,Sk], of the given type, with rows that start at
+// multiples of 16 bytes.
 static Tensor for_efficient(const Tensor& bias_any, const Tensor& q, int64_t Sk, at::ScalarType type) {
   const Tensor given = bias_of(bias_any, q, Sk);
   const std::array<int64_t, 4> sizes{given.size(0), given.size(1), given.size(2), (Sk + 7) / 8 * 8};
@@ -47,7 +48,7 @@ static Tensor for_efficient(const Tensor& bias_any, const Tensor& q, int64_t Sk,
     bias.copy_(given);
   return bias.expand({q.size(0), q.size(1), q.size(2), Sk});
 }
-// k or v with a head for each of q's, which these kernels need, of the given type.
+// Returns k or v in the given type, with its heads repeated to the number of heads of q. These kernels do not support GQA.
 static Tensor by_query_heads(const Tensor& x, const Tensor& q, at::ScalarType type) {
   const int64_t group = q.size(1) / x.size(1);
   return (group == 1 ? x : x.repeat_interleave(group, 1)).to(type);
@@ -58,7 +59,7 @@ static bool is_wide(const Tensor& bias, const Tensor& q) {
   return bias.defined() && bias.scalar_type() == at::kFloat && q.scalar_type() != at::kFloat;
 }
 
-// LSE [B,H,Sq] as the memory-efficient backward reads it: padded with inf to a multiple of 32 rows.
+// Returns LSE [B,H,Sq], padded with inf to a multiple of 32 rows for the memory-efficient backward.
 static Tensor padded_lse(const Tensor& lse) {
   const int64_t Sq = lse.size(2);
   const Tensor padded = empty({lse.size(0), lse.size(1), (Sq + 31) / 32 * 32}, at::kFloat, lse);
@@ -67,8 +68,8 @@ static Tensor padded_lse(const Tensor& lse) {
   return padded;
 }
 
-// dQ, dK, dV by PyTorch's memory-efficient backward, whose causal mask is top-left. It needs O contiguous as [B,Sq,H,D]. With
-// a float32 bias all of it is in float32, since the kernel takes a bias of q's type only.
+// Computes dQ, dK and dV by PyTorch's memory-efficient backward. Its causal mask is top-left, and it needs O contiguous as
+// [B,Sq,H,D]. With a float32 bias, everything is converted to float32, since the kernel only supports a bias of q's type.
 static std::tuple<Tensor, Tensor, Tensor> efficient_backward(const Tensor& grad, const Tensor& q, const Tensor& k,
                                                              const Tensor& v, const Tensor& o, const Tensor& lse,
                                                              const Tensor& bias_any, bool causal,
@@ -79,8 +80,8 @@ static std::tuple<Tensor, Tensor, Tensor> efficient_backward(const Tensor& grad,
   const auto by_key_heads = [&](const Tensor& dx) {
     return (group == 1 ? dx : dx.unflatten(1, {key_heads, group}).sum(2)).to(q.scalar_type());
   };
-  const Tensor unused = empty({}, at::kLong, q);  // a random generator's state, read with dropout alone
-  // Not through the dispatcher, which leads to behind_efficient_backward(). On the CPU a test has an operator of its own.
+  const Tensor unused = empty({}, at::kLong, q);  // state of the random generator, only read with dropout
+  // Not through the dispatcher, which would call behind_efficient_backward(). On the CPU, tests register their own operator.
   const auto kernel = on_cpu ? at::_scaled_dot_product_efficient_attention_backward
                              : at::native::_scaled_dot_product_efficient_attention_backward_cuda;
   const auto [dq, dk, dv, of_bias] = kernel(
@@ -90,15 +91,15 @@ static std::tuple<Tensor, Tensor, Tensor> efficient_backward(const Tensor& grad,
   return {dq.to(q.scalar_type()), by_key_heads(dk), by_key_heads(dv)};
 }
 
-// True if cuDNN's backward gives NaN once the LSE of a row is below about -88: with a single query, and with a bias where
-// the last tile of 128 queries is at most half full. LSE is device data, so the shape alone decides.
+// True if cuDNN's backward may return NaN. It does so if the LSE of a row is below about -88, and there is a single query, or
+// a bias and at most 64 queries in the last tile of 128. LSE is not known on the host, so only the shape decides.
 static bool cudnn_may_give_nan(const Tensor& q, const Tensor& bias) {
   const int64_t last = q.size(2) % 128;
   return q.size(2) == 1 || (bias.defined() && q.size(3) <= 64 && last >= 1 && last <= 64);
 }
 
-// PyTorch keeps cuDNN's plans by how q, k and v lie, and each has dO as it lay in the first such call: so dO comes as O
-// lies, or gradients of another layout were wrong.
+// PyTorch caches cuDNN's plans by the layout of q, k and v. A plan expects dO in the layout of the first call. Therefore dO is
+// always passed in the layout of O; otherwise gradients would be wrong.
 static std::tuple<Tensor, Tensor, Tensor> cudnn_backward(const Tensor& grad, const Tensor& q, const Tensor& k,
                                                          const Tensor& v, const Tensor& o, const Tensor& lse,
                                                          const Tensor& seed, const Tensor& offset, const Tensor& bias,
@@ -115,8 +116,8 @@ static std::tuple<Tensor, Tensor, Tensor> cudnn_backward(const Tensor& grad, con
                                        most_q, most_k, dropout, causal, scale);
 }
 
-// FlashAttention-2's backward. Not through the dispatcher, which leads to behind_flash_rows_backward(). On the CPU a test
-// has an operator of its own.
+// FlashAttention-2's backward. Not through the dispatcher, which would call behind_flash_rows_backward(). On the CPU, tests
+// register their own operator.
 static std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const Tensor& q, const Tensor& k,
                                                          const Tensor& v, const Tensor& o, const Tensor& lse,
                                                          const Tensor& q_starts, const Tensor& k_starts, int64_t most_q,
@@ -135,13 +136,14 @@ static std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, con
 
 // ---- behind PyTorch's operators ----
 
-// The backward that PyTorch's operators run: the faster one, ours if a line supports the problem, or PyTorch's.
+// Which backward PyTorch's operators run: the faster one, ours if a line supports the problem, or PyTorch's.
 enum class Preference { faster, ours, pytorchs };
 static auto preference = Preference::faster;
 
 static bool is_deterministic() { return at::globalContext().deterministicAlgorithms(); }
 
-// Computes the gradients of one of PyTorch's operators if ours run. is_needed: PyTorch's kernel may give NaN.
+// Computes the gradients of one of PyTorch's operators by our kernels. Returns false if PyTorch's kernels are to run instead.
+// is_needed: PyTorch's kernel may return NaN.
 static bool ours_instead(const BackwardCall& call, bool is_needed, Gradients& d) {
   const std::string why = why_not_tensors(call.q, call.k, call.v, true, call.has_lengths());
   if (preference == Preference::pytorchs || !why.empty()) return false;
@@ -194,9 +196,6 @@ static std::tuple<Tensor, Tensor, Tensor> behind_flash_rows_backward(
   if (dropout == 0 && is_packed && q.size(2) == v.size(2)) {
     const auto heads_first = [](const Tensor& x) { return x.transpose(0, 1).unsqueeze(0); };
     const auto rows = [](const Tensor& x) { return x.squeeze(0).transpose(0, 1); };
-    const auto limit = [](std::optional<int64_t> keys) {
-      return std::clamp<int64_t>(keys.value_or(-1), -1, 1000000000);
-    };
     const bool is_causal = causal || (limit(left) < 0 && limit(right) == 0);
     const OptionalTensor dO = heads_first(grad), q_begins = q_starts, k_begins = k_starts;
     const Tensor q_rows = heads_first(q), k_rows = heads_first(k), v_rows = heads_first(v), o_rows = heads_first(o);
@@ -211,7 +210,7 @@ static std::tuple<Tensor, Tensor, Tensor> behind_flash_rows_backward(
                              .scale = scale,
                              .q_starts = q_begins,
                              .k_starts = k_begins,
-                             .most_keys = std::clamp<int64_t>(most_k, 0, 1000000000)},
+                             .most_keys = std::clamp<int64_t>(most_k, 0, most_size)},
                             dO, o_rows, lse_rows};
     if (Gradients d; !call.is_empty() && ours_instead(call, false, d)) return {rows(d.q), rows(d.k), rows(d.v)};
   }
@@ -229,7 +228,7 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> behind_efficient_backward(
     const int mask = causal ? SDPA_CAUSAL_TOP_LEFT : SDPA_CAUSAL_OFF;
     const OptionalTensor its_bias = bias.defined() ? OptionalTensor(bias) : std::nullopt;
     const Call forward{.q = q, .k = k, .v = v, .causal = mask, .scale = scale, .bias = its_bias};
-    // A compiled function whose bias alone needs a gradient asks for no LSE in its forward, but its backward reads it.
+    // If only the bias of a compiled function needs a gradient, its forward returns no LSE. Compute it here.
     const bool lacks_lse = lse.size(2) < q.size(2);
     if (lacks_lse) {
       Tensor unused, computed = attend(forward, unused);
@@ -246,41 +245,47 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> behind_efficient_backward(
 
 // ---- sdpa::attention_backward ----
 
-// True if F.scaled_dot_product_attention could be called with this problem, and PyTorch would choose cuDNN. The causal
-// mask of that function is top-left.
+// True if F.scaled_dot_product_attention supports this problem, and PyTorch would choose cuDNN. The causal mask of that
+// function is top-left.
 static bool is_for_cudnn(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias, int64_t causal,
                          bool limited, std::optional<double> scale) {
   if (limited || lse_lies_otherwise() || (causal == SDPA_CAUSAL_BOTTOM_RIGHT && q.size(2) != k.size(2))) return false;
   try {
     const bool masked = causal != SDPA_CAUSAL_OFF;
-    const at::AutoGradMode with_gradients(true);  // some sizes have a forward alone
+    const at::AutoGradMode with_gradients(true);  // for some sizes, there is a forward, but no backward
     const Tensor asked = q.detach().requires_grad_();
     const int64_t choice = at::_fused_sdp_choice(asked, k, v, bias, 0, masked, scale, q.size(1) != k.size(1));
     return at::SDPBackend(choice) == at::SDPBackend::cudnn_attention;
-  } catch (const c10::Error&) {  // there is no choice, since those that take it have been disabled
+  } catch (const c10::Error&) {  // all kernels that support the problem are disabled
     return false;
   }
 }
 
-// O as PyTorch's cuDNN would have laid it out: as q, with v's D, since its plans are kept by how q lies.
+// Returns O in the layout in which PyTorch's cuDNN operator would return it: that of q, with v's D. Plans are cached by q's
+// layout.
 static Tensor laid_out_by(const Tensor& q, const Tensor& o) {
   if (o.strides() == q.strides() && o.sizes() == q.sizes() && q.is_non_overlapping_and_dense()) return o;
   std::array<int64_t, 4> order{0, 1, 2, 3}, strides;
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return q.stride(a) < q.stride(b); });
   int64_t next = 1;
-  for (const int64_t dim : order) strides[dim] = next, next *= o.size(dim);
+  for (const int64_t dim : order) {
+    strides[dim] = next;
+    next *= o.size(dim);
+  }
   Tensor out = o.size(3) == q.size(3) ? at::empty_like(q) : at::empty_strided(o.sizes(), strides, o.options());
   return o.strides() == out.strides() ? o : out.copy_(o);
 }
 
-// A problem that is not cuDNN's goes to FlashAttention-2, whose masks and windows are bottom-right and for which a limit
-// of -1 means all keys only if both are -1; or to the memory-efficient backward, for a bias, a top-left mask with
-// Sq != Sk, and a v with its own D.
+// PyTorch's backward for a call of attention(). If cuDNN does not support the problem, FlashAttention-2 or the memory-efficient
+// backward computes it. Masks and windows of FlashAttention-2 are bottom-right, and a limit of -1 means all keys only if both
+// limits are -1. The memory-efficient backward supports a bias, a top-left mask with Sq != Sk, and a v with another D than q.
 struct PytorchsBackward {
   const BackwardCall& call;
-  OptionalTensor bias;  // of bias_of()
-  bool limited, masked, by_flash, by_efficient;
-  Tensor q, k, v;  // with rows that PyTorch's kernels can read
+  OptionalTensor bias;  // from bias_of()
+  bool limited;         // by a window
+  bool masked;          // by a causal mask
+  bool by_flash, by_efficient;  // true if this backward supports the problem
+  Tensor q, k, v;               // copied if PyTorch's kernels cannot read their rows
 
   explicit PytorchsBackward(const BackwardCall& c)
       : call(c), q(readable(c.q, false)), k(readable(c.k, false)), v(readable(c.v, false)) {
@@ -307,7 +312,7 @@ struct PytorchsBackward {
            "mask with Sq != Sk";
   }
 
-  // {dQ, dK, dV} of O = P @ V for any V.
+  // Returns {dQ, dK, dV} of O = P @ V for any V.
   std::tuple<Tensor, Tensor, Tensor> of_product(const Tensor& grad, const Tensor& of_v, const Tensor& o) const {
     const int64_t Sq = q.size(2), Sk = k.size(2);
     Tensor lse = call.lse;
@@ -344,8 +349,9 @@ struct PytorchsBackward {
   }
 };
 
-// dQ, dK, dV, dSinks and dBias from O, LSE and the gradients of both. `without`: the reason for having none. It is raised only
-// when the backward runs, so that a graph that is compiled ahead may contain it. choice: attention()'s argument `backward`.
+// sdpa::attention_backward: computes dQ, dK, dV, dSinks and dBias from O, LSE and their gradients. `without`: the reason for
+// having no backward. It is raised when the backward runs, since a compiled graph may contain a backward that never runs.
+// choice: attention()'s argument `backward`.
 static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const OptionalTensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
     int64_t causal, int64_t left, int64_t right, int64_t window_alignment, std::optional<double> scale,
@@ -388,8 +394,8 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const std::string why_not_theirs = theirs.why_not();
     const bool is_forced = choice == "sdpa" || choice == "deterministic";
     const bool repeats = choice == "deterministic" || is_deterministic();
-    // PyTorch's kernels compute the gradient of LSE by a second forward and backward, and that of a float32 bias in float32;
-    // cuDNN's may give NaN for some sizes.
+    // Needed, since PyTorch's kernels are slow or wrong here: with a gradient of LSE they need a second forward and backward,
+    // with a float32 bias they compute in float32, and cuDNN may return NaN for some sizes.
     const bool is_needed = is_forced || repeats || grad_lse || !why_not_theirs.empty() ||
                            (bias && is_wide(*bias, q)) || cudnn_may_give_nan(q, bias.value_or(Tensor()));
     std::string why_not_ours = choice == "torch" ? "backward='torch' was asked for" : "";

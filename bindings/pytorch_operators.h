@@ -1,5 +1,5 @@
-// The kernels behind PyTorch's own operators: those that F.scaled_dot_product_attention chooses from, those that
-// varlen_attn calls, and attention in 8 bits. Their signatures depend on PyTorch's version.
+// Implementations of PyTorch's own operators: those among which F.scaled_dot_product_attention chooses, those that varlen_attn
+// calls, and 8-bit attention. Their signatures depend on the version of PyTorch.
 
 #pragma once
 
@@ -26,11 +26,11 @@
 #include "pytorch_autograd.h"
 #include "pytorch_backward.h"
 
-// ---- what F.scaled_dot_product_attention asks ----
+// ---- the problem of F.scaled_dot_product_attention ----
 
 // The arguments with which F.scaled_dot_product_attention calls one of its operators.
 struct Asked {
-  at::SDPBackend behind;  // whose operator it is
+  at::SDPBackend behind;  // the backend to which the operator belongs
   const OptionalTensor& mask;
   double dropout;
   bool causal, debug_mask, needs_grad;
@@ -44,7 +44,7 @@ static bool needs_grad(const OptionalTensor& mask) {
   return mask && at::GradMode::is_enabled() && mask->requires_grad();
 }
 
-// Why a problem of F.scaled_dot_product_attention's runs PyTorch's own kernel: this decides, and why_not() says it.
+// Returns the reason why PyTorch's own kernel runs a problem of F.scaled_dot_product_attention, or an empty string.
 static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, const Asked& asked) {
   if (asked.dropout != 0) return "there is dropout";
   if (asked.debug_mask) return "a debug mask is asked for";
@@ -80,7 +80,7 @@ static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, co
 struct Given {
   Tensor q, k, v;
   OptionalTensor mask;
-  bool is_3d = false;  // O is then, too
+  bool is_3d = false;  // all inputs have three dimensions, and so has O
 
   Given(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any, const OptionalTensor& mask_any)
       : q(q_any), k(k_any), v(v_any), mask(mask_any) {
@@ -107,14 +107,14 @@ struct Given {
   }
 };
 
-// True if the elements differ from the memory: a dual number, a negated view, or a tensor of zeros without memory.
+// True if the memory does not contain the elements: a dual number, a negated view, or a tensor of zeros without memory.
 static bool is_more(const Tensor& x) { return x._fw_grad(0).defined() || x.is_neg() || x._is_zerotensor(); }
 static bool is_plain(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mask) {
   return !at::areAnyTensorSubclassLike({q, k, v, mask}) && !is_more(q) && !is_more(k) && !is_more(v) && !is_more(mask);
 }
 
-// Why sdpa's kernels do not compute the gradient of attn_mask, or an empty string. F.scaled_dot_product_attention then is
-// sdpa::attention, which sums the gradient over the dimensions that the mask does not have.
+// Returns the reason why sdpa's kernels do not compute the gradient of attn_mask, or an empty string. In this case,
+// F.scaled_dot_product_attention calls sdpa::attention, which sums the gradient over the dimensions that the mask lacks.
 static std::string why_not_gradient_of_mask(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mask,
                                             double dropout, bool causal, std::optional<double> scale, bool gqa) {
   const std::string needed = "attn_mask needs a gradient, and ";
@@ -138,7 +138,7 @@ static std::string why_not_op(const Tensor& q_any, const Tensor& k_any, const Te
   auto choice = at::SDPBackend::cudnn_attention;
   try {
     if (on_gpu) choice = at::SDPBackend(at::_fused_sdp_choice(q, k, v, mask, dropout, causal, scale, gqa));
-  } catch (const c10::Error&) {  // those that take it are disabled
+  } catch (const c10::Error&) {  // all kernels that support the problem are disabled
     choice = at::SDPBackend::error;
   }
   const std::string why = why_not(q, k, v, {choice, mask, dropout, causal, false, needs_grad(q, k, v), scale});
@@ -149,9 +149,9 @@ static std::string why_not_op(const Tensor& q_any, const Tensor& k_any, const Te
 
 // ---- the operators that F.scaled_dot_product_attention chooses from ----
 
-// Returns true if a line supports the problem, with the results in o and lse. O has the strides that PyTorch's meta functions
-// promise, those of empty_like(q), also where rows that do not fit() are copied; behind the memory-efficient operator it
-// is [B,Sq,H,D]. cuDNN's LSE has a last dimension of 1.
+// Computes o and lse and returns true if a line supports the problem. O has the strides that PyTorch's meta functions promise:
+// those of empty_like(q), even if rows that do not fit() are copied, or those of [B,Sq,H,D] for the memory-efficient operator.
+// cuDNN's LSE has a last dimension of size 1.
 static bool taken(const Tensor& q, const Tensor& k, const Tensor& v, const Asked& asked, Tensor& o, Tensor& lse) {
   if (!why_not(q, k, v, asked).empty()) return false;
   const bool is_cudnns = asked.behind == at::SDPBackend::cudnn_attention;
@@ -179,7 +179,7 @@ static bool taken(const Tensor& q, const Tensor& k, const Tensor& v, const Asked
   return why.empty();
 }
 
-// O and LSE [B,H,Sq] by the memory-efficient kernel in float32, the only one of PyTorch's that reads a float32 bias.
+// Computes O and LSE [B,H,Sq] by the memory-efficient kernel in float32, PyTorch's only kernel that reads a float32 bias.
 static std::tuple<Tensor, Tensor> efficient_in_fp32(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bias,
                                                     bool causal, std::optional<double> scale) {
   const auto [o, lse, seed, offset] = at::native::_scaled_dot_product_efficient_attention_cuda(
@@ -192,7 +192,7 @@ static std::tuple<Tensor, Tensor> efficient_in_fp32(const Tensor& q, const Tenso
 
 using Result = std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>;
 
-// PyTorch's autograd takes O and LSE to cuDNN's backward, which is content with ours.
+// PyTorch's autograd passes O and LSE to cuDNN's backward, which also accepts ours.
 static Result cudnn(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask, bool with_lse,
                     double dropout, bool causal, bool debug_mask, std::optional<double> scale) {
   const c10::OptionalDeviceGuard guard(q.device());
@@ -207,11 +207,11 @@ static Result cudnn(const Tensor& q, const Tensor& k, const Tensor& v, const Opt
     return at::_cudnn_attention_forward(q, k, v, mask ? for_cudnn(*mask, q) : mask, {}, {}, q.size(2), k.size(2),
                                         with_lse, dropout, causal, debug_mask, scale);
   }
-  const auto unused = [&] { return empty({}, at::kLong, q); };  // a random generator's state, read with dropout alone
+  const auto unused = [&] { return empty({}, at::kLong, q); };  // state of the random generator, only read with dropout
   return {o, lse, Tensor(), Tensor(), q.size(2), k.size(2), unused(), unused(), Tensor()};
 }
 
-// FlashAttention-2 fails with "misaligned address" on some rows that do not fit(), which are copied for it too.
+// FlashAttention-2 fails with "misaligned address" on some rows that do not fit(), so they are copied for it, too.
 static Result flash(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any, double dropout, bool causal,
                     bool debug_mask, std::optional<double> scale) {
   const c10::OptionalDeviceGuard guard(q_any.device());
@@ -239,7 +239,8 @@ static Result flash(const Tensor& q_any, const Tensor& k_any, const Tensor& v_an
   return {out, out_lse, Tensor(), Tensor(), q.size(1), k.size(1), state, unused, mask};
 }
 
-// PyTorch's choice for masks on most GPUs, and for causal ones with Sq != Sk. Its backward takes O and a padded LSE.
+// PyTorch chooses this operator for masks on most GPUs, and for causal masks with Sq != Sk. Its backward reads O and a padded
+// LSE.
 static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(const Tensor& q, const Tensor& k, const Tensor& v,
                                                             const OptionalTensor& mask, bool with_lse, double dropout,
                                                             bool causal, std::optional<double> scale) {
@@ -253,8 +254,9 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(const Tensor& q, con
   return {o, with_lse ? padded_lse(lse) : empty({q.size(0), q.size(1), 0}, at::kFloat, q), unused(), unused()};
 }
 
-// F.scaled_dot_product_attention itself. Where nothing is differentiated or traced a mask is read as it is: PyTorch would
-// make a bool one additive, with -65504 for cuDNN, by which rows that see no key become softmax(Q @ K.T) @ V.
+// F.scaled_dot_product_attention itself. If nothing is differentiated or traced, our kernels read the mask directly. PyTorch
+// would convert a bool mask to an additive one, with -65504 for cuDNN, and O of rows that see no key would become
+// softmax(Q @ K.T) @ V.
 static Tensor chosen(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any, const OptionalTensor& mask_any,
                      double dropout, bool causal, std::optional<double> scale, bool gqa) {
   const auto pytorchs = [&](const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask) {
@@ -274,12 +276,12 @@ static Tensor chosen(const Tensor& q_any, const Tensor& k_any, const Tensor& v_a
   return is_3d ? o.squeeze(0) : o;
 }
 
-// ---- PyTorch's FlashAttention and cuDNN themselves, which varlen_attn calls, and 8 bits ----
+// ---- PyTorch's FlashAttention and cuDNN operators, which varlen_attn calls, and 8-bit attention ----
 
-// The arguments of a call other than q, k and v, which are [rows,H,D] with starts, else [B,S,H,D]. Masks and windows
-// count from the last key, except for packed sequences behind cuDNN's operator.
+// The arguments other than q, k and v, which are [rows,H,D] with starts, otherwise [B,S,H,D]. Masks and windows are
+// bottom-right, except for packed sequences in cuDNN's operator.
 struct Sequences {
-  const OptionalTensor &q_starts, &k_starts, &k_lengths, &page_table;  // k and v of a table are [pages,keys,Hkv,D]
+  const OptionalTensor &q_starts, &k_starts, &k_lengths, &page_table;  // with page_table, k and v are [pages,keys,Hkv,D]
   int64_t most_keys;
   double dropout;
   bool causal, debug_mask;
@@ -287,7 +289,7 @@ struct Sequences {
   std::optional<int64_t> left, right;
   bool top_left = false;
   bool has_slopes = false;
-  std::optional<int64_t> splits;  // 1: the bits of a sequence do not depend on the others
+  std::optional<int64_t> splits;  // 1: the bits of a sequence do not depend on the other sequences
 };
 struct Descales {
   OptionalTensor q, k, v;
@@ -297,7 +299,7 @@ static Tensor heads_first(const Tensor& x) {
   return x.dim() == 3 ? x.transpose(0, 1).unsqueeze(0) : x.transpose(1, 2);
 }
 
-// Why not, of a call with tensors as attention() has them.
+// Returns the reason for refusing a call with tensors [B,H,S,D], or an empty string.
 static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, const Sequences& asked) {
   if (asked.dropout != 0) return "there is dropout";
   if (asked.debug_mask) return "a debug mask is asked for";
@@ -312,16 +314,16 @@ static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, co
   if (!why.empty()) return why;
   if (v.size(3) != q.size(3)) return "q and v differ in D";
   if (q.numel() == 0 || k.numel() == 0) return "a tensor is empty";
-  if (asked.page_table && !(fit(k) && fit(v))) return bad_rows;  // a copy would be of all pages
+  if (asked.page_table && !(fit(k) && fit(v))) return bad_rows;  // readable() would copy all pages
   return "";
 }
 
-// O and LSE of a call on [1 or B,H,S,D], or why not. A given O is written into.
+// Computes O and LSE of tensors [1 or B,H,S,D]. If o is defined, it is overwritten. Returns the reason for refusing, or an
+// empty string.
 static std::string taken(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any, const Sequences& asked,
                          const Descales& descales, Tensor& o, Tensor& lse) {
   std::string why = why_not(q_any, k_any, v_any, asked);
   if (!why.empty()) return why;
-  const auto limit = [](std::optional<int64_t> keys) { return std::clamp<int64_t>(keys.value_or(-1), -1, 1000000000); };
   int64_t left = limit(asked.left), right = limit(asked.right);
   const bool causal = asked.causal || (left < 0 && right == 0);
   if (causal) right = -1;
@@ -345,7 +347,7 @@ static std::string taken(const Tensor& q_any, const Tensor& k_any, const Tensor&
                   .q_starts = asked.q_starts,
                   .k_starts = k_starts,
                   .page_table = asked.page_table,
-                  .most_keys = has_lengths ? std::clamp<int64_t>(asked.most_keys, 0, 1000000000) : 0,
+                  .most_keys = has_lengths ? std::clamp<int64_t>(asked.most_keys, 0, most_size) : 0,
                   .batch_invariant = asked.splits == 1,
                   .bf16_out = q.scalar_type() == at::kFloat8_e4m3fn};
   int features = has_lengths ? lengths : 0;
@@ -356,7 +358,7 @@ static std::string taken(const Tensor& q_any, const Tensor& k_any, const Tensor&
   return why;
 }
 
-// The same on tensors as these operators have them: LSE is [H,rows] with starts, else [B,H,S].
+// taken() for tensors in the layout of these operators. LSE is [H,rows] with starts, otherwise [B,H,S].
 static std::string rows_taken(const Tensor& q, const Tensor& k, const Tensor& v, const Sequences& asked,
                               const Descales& descales, Tensor& o, Tensor& lse) {
   if (q.dim() != (asked.q_starts ? 3 : 4)) return c10::str("q has ", q.dim(), " dimensions");
@@ -383,7 +385,7 @@ static void warn_of_pytorchs(const std::string& why) {
 [[noreturn]] static void refuse_8_bits(const std::string& why) {
   TORCH_CHECK(false, "sdpa: ", why, "; PyTorch has no kernel of its own for 8 bits");
 }
-// A random generator's state, which is read with dropout alone, and a debug mask.
+// The state of the random generator, which is only read with dropout, and a debug mask.
 static std::tuple<Tensor, Tensor, Tensor> unused_of_flash(const Tensor& q) {
   const auto state = q.options().dtype(at::kUInt64);
   return {at::empty({2}, state), at::empty({}, state), at::empty({0}, q.options())};
@@ -438,7 +440,7 @@ static Tensor flash_forward_into(Tensor& out, const Tensor& q, const Tensor& k, 
 }
 #endif
 
-// O of 8 bits is bf16. PyTorch has no backward for them, and says so.
+// For 8-bit inputs, O is bf16. PyTorch raises an error if their gradient is needed.
 static FlashResult flash_forward_8_bits(const Tensor& q, const Tensor& k, const Tensor& v,
                                         const OptionalTensor& q_starts, const OptionalTensor& k_starts, int64_t most_q,
                                         int64_t most_k, double dropout, bool causal, bool debug_mask,
@@ -466,8 +468,8 @@ static Result flash_8_bits(const Tensor& q, const Tensor& k, const Tensor& v, co
 }
 
 #if PYTORCH_2(14)
-// varlen_attn calls cuDNN too, whose causal mask is top-left unless there are lengths. Its LSE is [H,rows] from 2.14
-// on; what has no starts is F.scaled_dot_product_attention's.
+// varlen_attn may call cuDNN, whose causal mask is top-left unless there are lengths. From PyTorch 2.14 on, its LSE is [H,rows].
+// Calls without starts come from F.scaled_dot_product_attention.
 static std::string cudnn_rows_taken(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& q_starts,
                                     const OptionalTensor& k_starts, int64_t most_k, double dropout, bool causal,
                                     bool debug_mask, std::optional<double> scale, const OptionalTensor& k_lengths,

@@ -1,4 +1,4 @@
-// The gradients by our own kernels: the lines with BACKWARD=1 and their launch.
+// The gradients by our kernels: the lines with BACKWARD=1 and their launch.
 
 #pragma once
 
@@ -10,16 +10,15 @@
 struct BackwardLine {
   decltype(&sdpa_library_backward_workspace_bytes) workspace_bytes;
   decltype(&sdpa_library_backward) backward;
-  int64_t head_dim;   // to which D and Dv are padded, or 0 if the line takes them as they are
-  int64_t is_final;   // 1: the next call would be told the same
-  char trouble[512];  // why there is none
+  int64_t head_dim;   // D and Dv are padded to it; 0: no padding
+  int64_t is_final;   // 1: the next call would get the same answer
+  char trouble[512];  // the reason for having no line, or empty
 };
-// Device, dtype, the larger one of D and Dv, features, and 1 if it is needed plus 2 if it must be deterministic plus 4 if
-// there are at most 64 queries and keys; SCORE_MOD and MASK_MOD.
+// Device, dtype, max(D, Dv), features, asked_of() the call; SCORE_MOD and MASK_MOD.
 using BackwardKey = std::tuple<std::array<int, 5>, std::string, std::string>;
 static auto& backward_lines = *new std::map<BackwardKey, BackwardLine>;
-// pytorch.py's: builds a line if need be, and fills what it is given. One that is not needed is refused where PyTorch's
-// backward is faster.
+// pytorch.py's function that builds a line if necessary and fills *line. Unless the line is needed, it is refused where
+// PyTorch's backward is faster.
 using LoadBackward = void (*)(int device, int dtype, int D, int features, int asked, const char* score_mod,
                               const char* mask_mod, BackwardLine* line);
 static LoadBackward load_backward;
@@ -34,11 +33,12 @@ static const BackwardLine& backward_line_for(const BackwardKey& key) {
   });
 }
 
+// 1 if our line is needed, plus 2 if it must be deterministic, plus 4 if there are at most 64 queries and keys.
 static int asked_of(const Tensor& q, const Tensor& k, bool is_needed, bool is_deterministic) {
   return int(is_needed) + 2 * int(is_deterministic) + 4 * int(q.size(2) <= 64 && k.size(2) <= 64);
 }
 
-// The call of the forward, its results and their gradients. bias: as the call has it.
+// The arguments and results of the forward, and the gradients of the results.
 struct BackwardCall : Call {
   const OptionalTensor& grad;  // of O
   const Tensor &o, &lse;
@@ -47,7 +47,7 @@ struct BackwardCall : Call {
 
   // Number of sequences.
   int64_t count() const { return q_starts ? q_starts->numel() - 1 : k_starts ? k_starts->numel() - 1 : q.size(0); }
-  // True if no gradient is other than 0.
+  // True if all gradients are 0.
   bool is_empty() const { return q.numel() == 0 || k.numel() == 0 || count() == 0; }
 };
 struct Gradients {
@@ -56,15 +56,14 @@ struct Gradients {
   Tensor bias{};   // like the bias
 };
 
-// x, or a copy with D elements to a row that the kernels can read. The elements that x does not have are zeros, which change
-// no product.
+// Returns x, or a copy with rows of D elements that the kernels can read. The padding is 0, which changes no product.
 static Tensor padded_rows(const Tensor& x, int64_t D) {
   if (x.size(3) == D) return fit(x) ? x : x.clone(at::MemoryFormat::Contiguous);
   const Tensor padded = at::zeros({x.size(0), x.size(1), x.size(2), D}, x.options());
   padded.narrow(3, 0, x.size(3)).copy_(x);
   return padded;
 }
-// dx as the fake kernel promises it: as x lies.
+// Returns dx in the layout of x, as the fake kernel promises.
 static Tensor laid_out_as(const Tensor& dx, const Tensor& x) {
   const bool already = x.is_non_overlapping_and_dense() && dx.strides() == x.strides();
   return already ? dx : empty_like(x, x.scalar_type()).copy_(dx);
@@ -95,7 +94,7 @@ static std::string why_not_lengths(const BackwardCall& call) {
   return "";
 }
 
-// Allocates the gradient of the bias as the kernel writes it, [B or 1,Hq or 1,Sq or 1,keys or 1] of a type, and sets the
+// Allocates the gradient of the bias in the layout that the kernel writes, [B or 1,Hq or 1,Sq or 1,keys or 1], and sets the
 // members of p. Returns the reason for refusing, or an empty string.
 static std::string set_bias_gradient(SdpaBackwardParams& p, const BackwardCall& call, at::ScalarType type, Tensor& written) {
   if (call.q_starts || call.k_starts) return "a bias of packed sequences has no gradient";
@@ -111,7 +110,8 @@ static std::string set_bias_gradient(SdpaBackwardParams& p, const BackwardCall& 
   return "";
 }
 
-// Enqueues the gradients. Returns the reason for refusing, or an empty string. Shapes have been checked by the forward.
+// Enqueues the kernels that compute the gradients. The forward has checked the shapes. Returns the reason for refusing, or an
+// empty string.
 static std::string our_backward(const BackwardCall& call, bool is_needed, bool is_deterministic, Gradients& d) {
   const Tensor& q_any = call.q;
   if (!q_any.is_cuda() && !on_cpu) return c10::str("a tensor is on ", q_any.device());
@@ -123,7 +123,7 @@ static std::string our_backward(const BackwardCall& call, bool is_needed, bool i
     bias = bias_of(call.bias->detach(), q_any, call.bias_keys ? call.bias_keys : keys);
   }
   const int features = (call.softcap != 0 ? softcap : 0) | (call.sinks ? sinks : 0) | (call.has_lengths() ? lengths : 0) |
-                       (bias ? feature_of(*bias, true) : 0);  // the mask of keys is read as one of queries
+                       (bias ? feature_of(*bias, true) : 0);  // the kernels have no masks or biases of keys
   const int most = int(std::max(q_any.size(3), call.v.size(3)));
   const BackwardLine& line = backward_line_for(
       {{q_any.get_device(), dtype_of(q_any), most, features, asked_of(q_any, call.k, is_needed, is_deterministic)},
@@ -145,7 +145,7 @@ static std::string our_backward(const BackwardCall& call, bool is_needed, bool i
   SdpaBackwardParams p{};
   SdpaParams& of = p.forward;
   set_mask(of, call);
-  of.scale = scale_of(call.scale.value_or(1 / std::sqrt(double(q_any.size(3)))));  // of the D without padding
+  of.scale = scale_of(call.scale.value_or(1 / std::sqrt(double(q_any.size(3)))));  // without padding
   set_arrays(of, call.mods, q_any);
   const auto ints = [](const OptionalTensor& x) { return x ? x->const_data_ptr<int>() : nullptr; };
   of.k_lengths = ints(call.k_lengths);
@@ -155,7 +155,7 @@ static std::string our_backward(const BackwardCall& call, bool is_needed, bool i
   of.k_firsts = ints(call.k_firsts);
   if (call.q_starts || call.k_starts) of.B = int(call.count());
   set_tensors(of, q, k, v, o, lse, {});
-  of.Hkv = int(k.size(1));  // expanded heads too have a gradient each
+  of.Hkv = int(k.size(1));  // each head has its own gradient, even if heads are expanded
   p.dO = grad.const_data_ptr();
   p.d_o = strides_of(grad);
   p.dQ = dq.mutable_data_ptr();
@@ -185,7 +185,7 @@ static std::string our_backward(const BackwardCall& call, bool is_needed, bool i
     if (!why.empty()) return why;
   }
   const LaunchStream at(q);
-  Tensor workspace;  // when the launch is enqueued, what follows it on the stream may have this memory
+  Tensor workspace;  // may be freed after the launch is enqueued: later work on the stream may reuse it
   if (const size_t bytes = line.workspace_bytes(&of)) {
     workspace = empty({int64_t(bytes)}, at::kByte, q);
     p.workspace = workspace.mutable_data_ptr();

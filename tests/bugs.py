@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import functools
 import itertools
+import json
 import os
 import random
 import re
@@ -125,6 +126,8 @@ class Builder:
     def __init__(self, folder, switches=(), count=1, built=None):
         self.built = built or {}
         self.folder, self.switches = folder, defaultdict(list, switches)
+        self.servers = PytestServers()
+        self.of_line_alone = set()  # numbers of bugs for which the harness is not compiled, since they are in functions of the line too
         self.rejected = set()  # numbers of bugs that do not compile in some program
         self.texts = {name: read(name) for name in SWITCHED}
         names = [name for name, _ in structs_of(Tree().read(HEADER))["SdpaParams"]._fields_]
@@ -170,7 +173,8 @@ class Builder:
 
     def harness(self, kind):
         """The objects of the harness with tests/sweep.cu; independent of knobs."""
-        is_clean = not any(self.is_in_harness(file, one.start) for file, of_file in self.switches.items() for one in of_file)
+        is_clean = not any(self.is_in_harness(file, one.start) and one.number not in self.of_line_alone
+                           for file, of_file in self.switches.items() for one in of_file)
         if kind == "plain" and "harness" in self.built and is_clean:
             return self.built["harness"]
         return [self.object(Program(kind), self.switches, "tests/sweep.cu", *["-Og"] * (kind != "address"))]
@@ -223,11 +227,17 @@ class Builder:
             self.write(os.path.join(folder, name), text)
         return folder
 
-    def switched_copy(self):
-        """A copy with all bugs of the PyTorch binding, whose compilation takes a minute."""
+    def switched_texts(self):
+        """{file: text} of the PyTorch binding with all its bugs. It is compiled once, for the other bugs in Python too."""
+        if not any(self.switches[name] for name in PYTORCH):
+            return {}
         texts = {name: mutations.schemata(read(name), self.switches[name])[0] for name in PYTORCH}
         texts[PYTORCH[0]] = f'#include "{self.path("mutant.h")}"\n{texts[PYTORCH[0]]}'
-        return self.copy(texts)
+        return texts
+
+    def switched_copy(self):
+        """A copy with all bugs of the PyTorch binding."""
+        return self.copy(self.switched_texts())
 
     def cases(self, program):
         """{file: text} of a test in C++ with only some of its test cases, which halves the time to compile it."""
@@ -270,15 +280,12 @@ def read(name):
 EVIDENCE = re.compile(r": FAIL [^:]*: (.*)|^\d+ problems have (.*)|(CHECK\w*\(.*\)) is NOT correct", re.MULTILINE)
 
 
-def outcome(words, limit, environment=(), is_last=None, folder=None):
+def outcome(words, limit, environment=(), is_last=None):
     """"CHECK: evidence", or "nothing"."""
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1", **dict(environment)}
-    code, out = run(words, limit, is_last, env=environment, cwd=folder)
+    code, out = run(words, limit, is_last, env=environment)
     if code is None:
         return f"no end after {limit:.0f} s"
-    if folder:
-        failed = re.findall("^(?:FAILED|ERROR) (.*::.*)", out, re.MULTILINE)
-        return "nothing" if code == 0 else f"pytest: {failed[0]}" if code == 1 and failed else f"exit {code}: {out[-200:]}"
     address = re.search("AddressSanitizer: [a-z-]*|runtime error: .*", out)
     evidence, backend = EVIDENCE.search(out), re.search("^simt: (.*)", out, re.MULTILINE)
     if "ThreadSanitizer: data race" in out:
@@ -353,16 +360,44 @@ def read_bugs(path):
                           file_name or "sdpa.cu", section)
 
 
+class PytestServers:
+    """Processes of tests/pytest_server.py; one runs one request at a time."""
+    IMPORTED = ("numpy", "torch", "torch._dynamo", "torch.export", "torch.fx.experimental.symbolic_shapes", "torch.utils.flop_counter")
+
+    def __init__(self):
+        self.idle = defaultdict(list)  # {packages: [process]}
+
+    def outcome(self, folder, words, limit, environment):
+        """"pytest: failed test", or "nothing"."""
+        tests = read(f"tests/{words[0]}")
+        packages = [name for name in self.IMPORTED if re.search(rf"^\s*(?:import|from) {name.split('.')[0]}\b", tests, re.MULTILINE)]
+        idle = self.idle[tuple(packages)]
+        try:
+            server = idle.pop()
+        except IndexError:
+            server = subprocess.Popen([sys.executable, f"{ROOT}/tests/pytest_server.py", *packages], stdin=subprocess.PIPE,
+                                      stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        words = ["-q", "-x", "-p", "no:cacheprovider", "--assert=plain", "--rootdir=" + folder, *words]
+        with tempfile.NamedTemporaryFile("r", errors="replace") as output:
+            print(json.dumps([os.path.join(folder, "tests"), environment, words, output.name, limit]), file=server.stdin, flush=True)
+            code, out = int(server.stdout.readline()), output.read()
+        idle.append(server)
+        failed = re.findall("^(?:FAILED|ERROR) (.*::.*)", out, re.MULTILINE)
+        return "nothing" if code == 0 else f"pytest: {failed[0]}" if code == 1 and failed else f"exit {code}: {out[-200:]}"
+
+    def close(self):
+        for server in itertools.chain.from_iterable(self.idle.values()):
+            server.communicate()
+
+
 def try_pytest(builder, bug, text):
     """Runs a bug's tests in Python in a copy of all files."""
     if bug.file in PYTORCH and any(bug.number == one.number for one in builder.switches[bug.file]):
         folder, mutant = builder.switched_copy(), {"MUTANT": str(bug.number)}
     else:
-        folder, mutant = builder.copy({bug.file: text}), {}
-    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--rootdir=" + folder]
+        folder, mutant = builder.copy({**builder.switched_texts(), bug.file: text}), {}
     # A common build folder, so that the same sources are built once.
-    return outcome([*words, *shlex.split(bug.options)], 300, {**mutant, "SDPA_BUILD_DIR": builder.path("pytest")},
-                   folder=os.path.join(folder, "tests"))
+    return builder.servers.outcome(folder, shlex.split(bug.options), 300, {**mutant, "SDPA_BUILD_DIR": builder.path("pytest")})
 
 
 def try_program(builder, program, bugs, edited):
@@ -433,13 +468,22 @@ def git(*words):
     return done.stdout if done.returncode == 0 else ""
 
 
+def takes_long(bug):
+    """True if something else than a line is compiled for this bug: the harness, the CPU backend, tests/unit.cu or the PyTorch binding."""
+    if bug.net == "pytest":
+        return bug.file in PYTORCH or "torch" in read("tests/" + bug.options.split()[0])
+    return bug.net in ("thread", "address", "unit") or bug.file not in OF_LINES
+
+
 def sample(bugs, count, seed):
-    """Draws whole programs until they have `count` bugs; first one with a bug in each file that the last commit changes."""
+    """Draws whole programs until they have `count` bugs, preferably quick ones; first one with a bug in each file that the last
+    commit changes."""
     programs = defaultdict(list)
     for bug in bugs:
         programs[bug.program() if bug.net != "pytest" else bug].append(bug)
     order = list(programs.values())
     random.Random(seed).shuffle(order)
+    order.sort(key=lambda of_program: any(takes_long(bug) for bug in of_program))
     changed, of_changed, chosen = set(git("diff", "--name-only", "HEAD~1").split()), [], set()
     for of_program in order:
         files = changed & {bug.file for bug in of_program}
@@ -547,6 +591,7 @@ def drawn_in_programs(builder, pool, drawn, count, few_by):
                      for one in drawn.values())]
     at_once = len(needed)
     if few_by is not None:
+        builder.of_line_alone = {number for number, one in drawn.items() if one.file in OF_LINES}
         random.Random(few_by).shuffle(needed)
         at_once = os.cpu_count()
     runs, reached = [], set()
@@ -564,7 +609,7 @@ def drawn_in_programs(builder, pool, drawn, count, few_by):
         for name, words, _, seconds, reached in prepared:
             if number in reached:
                 ran.append(name)
-                found = outcome(words, 5 + 5 * seconds, {"MUTANT": str(number)}, ": FAIL |^simt: ")
+                found = outcome(words, 3 + 5 * seconds, {"MUTANT": str(number)}, ": FAIL |^simt: ")
                 if found != "nothing":
                     return drawn[number], found, ran
         return drawn[number], "nothing", ran
@@ -660,6 +705,7 @@ def main():
         is_well = not bugs or try_bugs(bugs, edited, builder, pool)
         if drawn:
             try_drawn(drawn, options.drawn, options.seed, options.few, builder, pool)
+        builder.servers.close()
     print(f"{sum(os.times()[:4]):.0f} CPU-seconds")
     return 0 if is_well else 1
 

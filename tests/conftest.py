@@ -5,6 +5,7 @@ import zlib
 
 import pytest
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tools"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # with small tensors, several threads are six times slower
 
 if "SDPA_BUILD_DIR" in os.environ:  # the cache of bindings/pytorch.py, also in subprocesses of tests

@@ -26,8 +26,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import bugs
 import paths
@@ -421,6 +422,19 @@ def cross_features(kind):
             for number, build in enumerate(builds)]
 
 
+def merge_two(builds, covered_by, wanted):
+    """Replaces two builds (kind, knobs) of a kind by one that covers what only they cover. Returns None if none can."""
+    counts = Counter(one for build in builds for one in covered_by(build) & wanted)
+    for a, b in itertools.combinations(builds, 2):
+        if a[0] is b[0]:
+            both = Counter((*covered_by(a), *covered_by(b)))
+            pairs = [pair for name, pair in wanted & both.keys() if counts[name, pair] == both[name, pair]]
+            knobs = {item for pair in pairs for item in pair}
+            if len(dict(knobs)) == len(knobs) and (one := a[0].complete(dict(knobs), 100)):
+                return [build for build in builds if build not in (a, b)] + [(a[0], one)]
+    return None
+
+
 def cross_few_features(kinds):
     """The builds of --quick. Each has the most that is new of several candidates of each kind."""
     def covers(kind, one):
@@ -436,8 +450,8 @@ def cross_few_features(kinds):
     # Pairs of two features; other knobs of a kind meet some of them.
     of_kind = {kind: sorted(one for one in kind.features_of() if len(one) != 2 or dict(one).keys() <= FEATURES.keys())
                for kind in kinds}
-    left = {covers(kind, one) for kind, features in of_kind.items() for one in features}
-    builds = []
+    wanted = {covers(kind, one) for kind, features in of_kind.items() for one in features}
+    left, builds = set(wanted), []
     while left:
         tried = []
         for kind, features in of_kind.items():
@@ -446,6 +460,8 @@ def cross_few_features(kinds):
         if tried:
             builds.append(max(tried, key=lambda build: len(left & covered_by(build))))
             left -= covered_by(builds[-1])
+    while merged := merge_two(builds, covered_by, wanted):
+        builds = merged
     with_all = covering(set().union(*map(covered_in_family, builds)), builds, covered_in_family)
     return [Crossed(kind.name, kind.words(build), (ALL_PROBLEMS if (kind, build) in with_all else f"--sweep 4 --seeds {number}",))
             for number, (kind, build) in enumerate(builds)]
@@ -501,8 +517,7 @@ def sweep_build(builder, build, parts, taken, scope):
     """Returns the failures as lines. Updates taken: {(scope, path): True if a build of the scope took it}. scope: a function of
     the kind."""
     name = f"features{next(builder.numbers)}"
-    # Four problems take few paths, and counting costs a tenth of a build's time.
-    coverage = [] if build.kind in UNCOVERED or build.problems != (ALL_PROBLEMS,) else COVERAGE
+    coverage = [] if build.kind in UNCOVERED else COVERAGE
     try:
         line = builder.compile("plain", "-Og", *coverage, "-include", headers_of_lines(builder),
                                *("-D" + knob for knob in build.knobs.split()), "-DSDPA_LINE_ONLY", "-x", "c++", "-c",

@@ -21,7 +21,9 @@ def fail(*words):
     print(*words, sep="\n")
 
 
-def expect_pass(words):
+def expect_pass(words, has_chains=False):
+    """Chains of kernels cost three more launches of each problem, and depend only on the build: one run per line has them."""
+    words += "" if has_chains else " --alone"
     code, out = run(words)
     if code:
         fail(f"exit {code}: {EXE} --check-only {words}", *out.splitlines()[:60])
@@ -68,8 +70,8 @@ def layout_backwards(out):
 def numbers():
     # More keys than queries and the other way round; one query; no key.
     ragged, short = "--shape 1,2,1,33,70 --shape 1,1,1,70,33", "--shape 1,1,1,1,100 --shape 2,2,2,5,0"
-    for schedule in ("forward", "reverse"):
-        expect_pass(f"--shape small {ragged} --causal br --schedule {schedule}")
+    expect_pass(f"--shape small {ragged} --causal br --schedule forward", has_chains=True)
+    expect_pass(f"{ragged} --causal br --schedule reverse")
     expect_pass(f"{ragged} {short} --causal br --dist stairs --layout packed --schedule random:1")
     out = run("--shape small")[1]
     # Beside a huge logit the sum of SCORE_MOD depends on its precision, and so does the result.
@@ -100,12 +102,12 @@ def numbers():
 def gradients():
     """Problems for a line with a backward pass: partial tiles, rows without a key, keys that no row sees, and no key; logits and LSE far
     from 0; a V that is constant and a dO that is 1; a dO whose rows are one, or that lies in other ways; offsets beyond 2^31."""
-    ragged = "--shape 2,6,2,33,70 --shape 1,3,1,70,33 --shape 1,8,1,65,127 --shape 1,2,2,200,270"
-    tiles = "--shape 2,6,2,33,70 --shape 1,2,1,130,190"  # fewer, of one and of several tiles
+    ragged = "--shape 2,4,2,33,70 --shape 1,3,1,70,33 --shape 1,4,1,65,127 --shape 1,1,1,200,270"
+    tiles = "--shape 2,4,2,33,70 --shape 1,1,1,130,190"  # fewer, of one and of several tiles
     backwards = layout_backwards(run("--shape small")[1])
-    for schedule in ("forward", "reverse"):
-        expect_pass(f"{ragged} --causal br --schedule {schedule}")
-    expect_pass(f"{tiles} --causal br --schedule random:1")
+    expect_pass(f"{ragged} --causal br --schedule forward", has_chains=True)
+    for schedule in ("reverse", "random:1"):
+        expect_pass(f"{tiles} --causal br --schedule {schedule}")
     expect_pass(f"{ragged} --shape 1,1,1,1,100 --shape 2,2,2,5,0 --window 9,3,br --causal tl")
     expect_pass("--shape 1,1,1,300,20 --window 5,-1 --shape 1,1,1,20,300")
     for mask in ("off", "br"):

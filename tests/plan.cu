@@ -438,24 +438,22 @@ template <class B> void check_alike(int sequences, int heads, int64_t rounds, in
 // At the limit of the memory: tiles with one K tile more than a split allows, the maximum number of
 // splits, and one more.
 template <class B> void check_room() {
-  for (const int heads : {1, 3, 300, 20000}) {
-    for (const int sms : {1, 3}) {
-      simt::gpu.sms[0] = sms;
-      const Planned one = problem_of_sizes(1, heads, heads, 1, 1);
-      const int free = int(plan_args<B>(one.p, items_of<B>(one.p)).free_partials);
-      for (const int tiles : {free / 2 - 1, free / 2, free - 1}) {
-        for (const int rounds : {free / 2 + 1, free, 3 * free}) {
-          if (tiles > 0) check_alike<B>(tiles, heads, rounds, sms, 64);
-        }
+  for (const auto& [heads, sms] : {std::pair(1, 3), {3, 1}, {300, 3}, {20000, 1}}) {
+    simt::gpu.sms[0] = sms;
+    const Planned one = problem_of_sizes(1, heads, heads, 1, 1);
+    const int free = int(plan_args<B>(one.p, items_of<B>(one.p)).free_partials);
+    for (const int tiles : {free / 2 - 1, free / 2, free - 1}) {
+      for (const int rounds : {free / 2 + 1, free, 3 * free}) {
+        if (tiles > 0) check_alike<B>(tiles, heads, rounds, sms, 64);
       }
-      const int split = std::max(B::split_ctas, 1), most = merges_by_kernel<B> ? most_split_items : most_split_items / heads;
-      const int fit = (most - free) / split;
-      for (const int tiles : {fit, fit + 1}) {
-        if (tiles > 0 && int64_t(tiles) * heads < 200000) check_alike<B>(tiles, heads, 2, sms, 65536);
-      }
-      const int64_t longest = most_rows / B::round_keys;
-      check_alike<B>(int((int64_t(1) << 32) / longest + 1), heads, longest, sms, 65536);  // over 2^32 rounds in all
     }
+    const int split = std::max(B::split_ctas, 1), most = merges_by_kernel<B> ? most_split_items : most_split_items / heads;
+    const int fit = (most - free) / split;
+    for (const int tiles : {fit, fit + 1}) {
+      if (tiles > 0 && int64_t(tiles) * heads < 200000) check_alike<B>(tiles, heads, 2, sms, 65536);
+    }
+    const int64_t longest = most_rows / B::round_keys;
+    check_alike<B>(int((int64_t(1) << 32) / longest + 1), heads, longest, sms, 65536);  // over 2^32 rounds in all
   }
   // A split with the maximum length of a sum, and one K tile more.
   for (const int sums : {65536, 200, 64}) {
@@ -512,7 +510,7 @@ template <class B> vector<Places> places_of(SdpaParams p) {
 // batch_invariant: the items of a sequence equal those of the sequence alone.
 template <class B> void check_alone() {
   int compared = 0;
-  for (int n = 0; n < 48; n++) {
+  for (int n = 0; n < 30; n++) {
     const Planned c = problem<B>(n, 9, n % 3 == 0 ? 1 : 200, n % 2, true);
     const vector<Places> together = places_of<B>(c.p);
     for (int b = 0; b < int(together.size()); b++) {

@@ -4,6 +4,10 @@
 # was).  usage: tests/pytest.sh FILE [WORD...]
 set -u
 cd "$(dirname "$0")" || exit 1
+if [ -n "${PYTHONDONTWRITEBYTECODE-}" ]; then  # with it, each process compiles the modules of PyTorch again, in 4 s
+  unset PYTHONDONTWRITEBYTECODE
+  export PYTHONPYCACHEPREFIX=${SDPA_BUILD_DIR:-$PWD/../build}/pycache
+fi
 find='import importlib.util, sys
 sys.exit(not all(map(importlib.util.find_spec, "allpairspy elftools matplotlib ml_dtypes optuna pytest scipy".split())))'
 for python in "${PYTHON:-python3}" /usr/bin/python3; do

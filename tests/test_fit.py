@@ -3,19 +3,17 @@ usage: python3 -m pytest tests/test_fit.py"""
 import csv
 import os
 import re
-import sys
 
 import numpy as np
 import pytest
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, os.path.join(ROOT, "tools"))
-import builds  # noqa: E402
-import engine  # noqa: E402
-import fit  # noqa: E402
-import tool  # noqa: E402
-from test_engine import FakeGpu, FakeKernel  # noqa: E402
+import builds
+import engine
+import fit
+import tool
+from test_engine import FakeGpu, FakeKernel
 
+ROOT = builds.ROOT
 MHZ, SMS = 1800.0, 132
 
 
@@ -115,13 +113,10 @@ def test_check_tells_a_good_table_from_a_bad_one(model, tmp_path):
     assert code == 1 and "never timed: HEAD_DIM=64 BLOCK_M=64" in out
 
 
-def test_from_rows_prints_a_table_to_paste(model, tmp_path, monkeypatch, capsys):
-    rows = write_rows(tmp_path / "rows.csv", model, model.tiles)
-    monkeypatch.setattr(sys, "argv", ["fit", "--from", rows, "--head-dim", "256"])
-    assert fit.main() == 0
-    out = capsys.readouterr().out
+def test_from_rows_prints_a_table_to_paste(model, tmp_path):
+    code, out, _ = run("--from", write_rows(tmp_path / "rows.csv", model, model.tiles), "--head-dim", "256")
     pasted = re.findall(r"^    tile\(256, .*\),$", out, re.MULTILINE)
-    assert len(pasted) == sum(tile.head_dim == 256 for tile in model.tiles)
+    assert code == 0 and len(pasted) == sum(tile.head_dim == 256 for tile in model.tiles)
     assert "fitted: the fastest tile on" in out and " 64 " not in out.split("\n")[1]
 
 

@@ -4,15 +4,13 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, os.path.join(ROOT, "tools"))
-import builds  # noqa: E402
+import builds
 
+ROOT = builds.ROOT
 SECTION, UNTUNED = map(builds.Tree().refusals, (True, False))
 WGMMA = "USE_WGMMA=1 VEC_WIDTH=8"
 TUNED = WGMMA + " USE_TUNED=1"
@@ -218,6 +216,15 @@ hopper"""
 ON_DEVICE = (": Base{s_, a_} {}", ": Base{s, a} {}")
 
 
+def parsed(compiler, words):
+    """The compiler's result for a part of the sources: options and @lines."""
+    lines, part = builds.Tree().read_configs()[0], []
+    for word in words.split():
+        part += ["-DSDPA_LINE_ONLY"] * ("SDPA" not in words) + builds.definitions(lines[word[1:]].knobs) if word[0] == "@" else [word]
+    file = "sdpa_backward.cu" if "@backward" in words else "sdpa.cu"
+    return builds.run([*compiler.split(), "-std=c++17", "-fsyntax-only", "-Icpu_backend", *part, "-x", "c++", file], cwd=ROOT)
+
+
 @pytest.mark.parametrize("words", [
     "@backward_hopper_d128_bf16", "@hopper -DUSE_LENGTHS=1 -DUSE_SINKS=1 -DUSE_PAGES=1 -DUSE_SOFTCAP=1",
     *(pytest.param(words, marks=pytest.mark.long) for words in (
@@ -225,11 +232,7 @@ ON_DEVICE = (": Base{s_, a_} {}", ": Base{s, a} {}")
         "@mma_split4", "@wgmma_swap32", "@hopper_e4m3"))])
 def test_no_warning(words):
     """g++ -Wall -Wextra reports nothing with the CPU backend. test_extract.py checks the warnings of nvcc and its host compiler."""
-    lines, part, file = builds.Tree().read_configs()[0], [], "sdpa_backward.cu" if "backward" in words else "sdpa.cu"
-    for word in words.split():
-        part += ["-DSDPA_LINE_ONLY"] * ("SDPA" not in words) + builds.definitions(lines[word[1:]].knobs) if word[0] == "@" else [word]
-    strict = "-std=c++17 -fsyntax-only -Wall -Wextra -Wno-unknown-pragmas -Icpu_backend".split()
-    done = builds.run([os.environ.get("CXX", "g++"), *strict, *part, "-x", "c++", file], cwd=ROOT)
+    done = parsed(os.environ.get("CXX", "g++") + " -Wall -Wextra -Wno-unknown-pragmas", words)
     source = builds.Tree().read("sdpa.cu").splitlines()
     found = [(path, number, words) for path, number, words in re.findall(r"^(\S+?):(\d+):\d+: warning: (.*)", done.stderr, re.MULTILINE)
              if path != "sdpa.cu" or "missing-field" not in words or not any(one in source[int(number) - 1] for one in ON_DEVICE)]
@@ -239,11 +242,6 @@ def test_no_warning(words):
 @pytest.mark.long
 @pytest.mark.skipif(not shutil.which("clang++"), reason="clang++ is missing")
 def test_clang():
-    lines = builds.Tree().config_lines()
-
-    def compiled(name):
-        part = ["-DSDPA_LINE_ONLY", *builds.definitions(lines[name].knobs)] if name else ["-DSDPA_HARNESS_ONLY"]
-        return builds.run(["clang++", "-std=c++17", "-fsyntax-only", "-w", "-Icpu_backend", *part, "-x", "c++", "sdpa.cu"], cwd=ROOT)
     with ThreadPoolExecutor(builds.JOBS) as pool:
-        for done in pool.map(compiled, ["", *KINDS.split()]):
+        for done in pool.map(lambda words: parsed("clang++ -w", words), ["-DSDPA_HARNESS_ONLY", *("@" + name for name in KINDS.split())]):
             assert done.returncode == 0, done.stderr

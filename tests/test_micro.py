@@ -5,25 +5,22 @@ import csv
 import os
 import re
 import shlex
-import sys
 import types
 from pathlib import Path
 
 import pytest
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, os.path.join(ROOT, "tools"))
-import backward_parts  # noqa: E402
-import builds  # noqa: E402
-import engine  # noqa: E402
-import micro  # noqa: E402
-import report_rows  # noqa: E402
-import search  # noqa: E402
-import tool  # noqa: E402
-import tune  # noqa: E402
-from test_engine import FakeGpu, FakeKernel, HostGpu  # noqa: E402
+import backward_parts
+import builds
+import engine
+import micro
+import report_rows
+import search
+import tool
+import tune
+from test_engine import FakeGpu, FakeKernel, HostGpu
 
-
+ROOT = builds.ROOT
 TREE = builds.Tree()
 
 

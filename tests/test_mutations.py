@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 pytest.importorskip("tree_sitter_cpp")
-import mutations  # noqa: E402
+import mutations
 
 SOURCE = """
 struct Strides { long batch, head; int row; float x; };

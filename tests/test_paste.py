@@ -4,14 +4,12 @@ the first also compiles with nvcc and runs on a GPU if there is one.  usage: pyt
 import os
 import re
 import subprocess
-import sys
 
 import pytest
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, os.path.join(ROOT, "tools"))
-import builds  # noqa: E402
+import builds
 
+ROOT = builds.ROOT
 TREE = builds.Tree()
 HEAD, BODY = re.search(r"^## Paste it.*?```cpp\n(.*?#include \"sdpa.cu\"\n)(.*?)```", TREE.read("docs/USING.md"),
                        re.DOTALL | re.MULTILINE).groups()

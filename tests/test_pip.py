@@ -34,7 +34,7 @@ NVCC = """#!/bin/sh
 [ "$1" = --version ] && echo 13.0 && exit
 [ "$1" = --list-gpu-code ] && echo sm_75 sm_90 sm_120 && exit
 echo begin >>"$CALLS"
-sleep 0.5
+sleep 0.3
 for word; do [ "$last" = -o ] && echo "$*" >"$word"; last=$word; done
 echo end >>"$CALLS"
 """

@@ -338,7 +338,7 @@ def test_expressions_that_are_allowed():
     """A C++ compiler gives the same values for the user's text and the text passed to nvcc, and sdpa.cu compiles with the latter."""
     numbers, integers = (torch.arange(100) % 7).float() / 4, torch.arange(100, dtype=torch.int32) % 3
     at = [x.data_ptr() for x in [numbers] * 4 + [integers] * 2]
-    results = []
+    results, whole = [], {argument: [] for argument in ALLOWED}
     for texts in itertools.zip_longest(*ALLOWED.values(), fillvalue="q < k"):
         given = []
         for argument, text in zip(ALLOWED, texts):
@@ -350,8 +350,11 @@ def test_expressions_that_are_allowed():
                   for library in (stand_in.expressions(*texts), stand_in.expressions(*given))]
         assert values[0] == values[1] and all(score == score for score, _ in values[0])
         results += values[0]
-        assert not any(builds.Tree().expression_trouble(f"{knob}={text}") for knob, text in zip(("SCORE_MOD", "MASK_MOD"), given))
+        for tokens, argument in zip(given, ALLOWED):
+            whole[argument].append(f"({tokens})")
     assert {seen for _, seen in results} == {0, 1} and len({score for score, _ in results}) > 10
+    for knob, texts in zip(("SCORE_MOD", "MASK_MOD"), whole.values()):
+        assert not builds.Tree().expression_trouble(f"{knob}={' + '.join(texts)}")
 
 
 @pytest.mark.parametrize("argument", ALLOWED)
@@ -1092,10 +1095,11 @@ import pytorch as sdpa, test_pytorch as here
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from dtensor_sharding import DIMENSIONS
-rank = int(os.environ["RANK"])
+sdpa.glue()
+other = os.fork()
+rank = int(other == 0)
 dist.init_process_group("gloo", init_method="file://" + os.environ["MEETING"], rank=rank, world_size=2)
 mesh, calls = init_device_mesh("cpu", (2,)), []
-sdpa.glue()
 names = [argument.name for argument in sdpa.OPERATOR._schema.arguments]
 del names[3:9]  # numbers, which calls do not have
 place = lambda x, *how: distribute_tensor(x, mesh, how)
@@ -1149,17 +1153,17 @@ with here.operators_on_cpu(calls):
         assert calls[0][0].shape[1] == (2 if is_split else 4), text
 dist.barrier()
 dist.destroy_process_group()
-os._exit(0)  # skips destructors: a thread of PyTorch that still runs in one of them aborts the process
+# Skips destructors: a thread of PyTorch that still runs in one of them aborts the process.
+os._exit(os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) if other else 0)
 """
 
 
 def test_dtensors(glue, tmp_path):
     """With two devices each computes its batches or heads without communication, and with their options. Sizes that are not divisible are
     gathered first, as are heads if an expression uses them."""
-    ranks = [subprocess.Popen([sys.executable, "-c", OF_TWO_DEVICES], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              env=os.environ | dict(RANK=str(rank), MEETING=str(tmp_path / "meeting"))) for rank in range(2)]
-    said = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    done = subprocess.run([sys.executable, "-c", OF_TWO_DEVICES], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          timeout=300, env=os.environ | dict(MEETING=str(tmp_path / "meeting")))
+    assert done.returncode == 0, done.stdout
 
 
 def test_autograd_on_stand_ins(on_cpu):
@@ -1324,43 +1328,44 @@ def test_varlen_attn(doors, glue, dtype, window):
     """O has q's layout, LSE is [H,rows]; PyTorch's backward and ours compute the gradients; a graph gives the same."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
     options = dict(return_aux=AuxRequest(lse=True), window_size=window, **OF_GROUPS)
-    for Hkv, lengths, keys, scale in ((4, ROWS, ROWS, None), (4, ROWS, KEYS, 0.3), (2, ROWS, KEYS, None)):
-        tensors = [half(sum(n), H, 64, dtype=dtype) for n, H in ((lengths, 4), (keys, Hkv), (keys, Hkv))]
-        if lengths == keys:
-            tensors = half(sum(keys), 3, 4, 64, dtype=dtype).unbind(1)
-        tensors = [x.detach().requires_grad_() for x in tensors]
-        starts = starts_of(lengths), starts_of(keys)
+    shapes = (4, ROWS, ROWS, None), (4, ROWS, KEYS, 0.3), (2, ROWS, KEYS, None)
+    Hkv, lengths, keys, scale = shapes[(list(WINDOWS).index(window) + (dtype == torch.bfloat16)) % 3]
+    tensors = [half(sum(n), H, 64, dtype=dtype) for n, H in ((lengths, 4), (keys, Hkv), (keys, Hkv))]
+    if lengths == keys:
+        tensors = half(sum(keys), 3, 4, 64, dtype=dtype).unbind(1)
+    tensors = [x.detach().requires_grad_() for x in tensors]
+    starts = starts_of(lengths), starts_of(keys)
 
-        def call(*tensors):
-            return varlen_attn(*tensors, *starts, max(lengths), max(keys), scale=scale, **options)
-        out, lse = call(*tensors)
-        mask = dict(scale=scale, **WINDOWS[window])
-        want, want_lse = of_sequences(*tensors, *starts, **mask)
-        assert near(out, want, LIMITS[dtype]) and near_lse(lse, want_lse)
-        assert out.stride() == torch.empty_like(tensors[0]).stride()
-        assert doors[-1].most_keys == max(keys) and doors[-1].causal == (window == (-1, 0))
-        grad = half(*out.shape, dtype=dtype)
-        got, doubles = torch.autograd.grad(out, tensors, grad), wide(tensors)
-        for a, b in zip(got, torch.autograd.grad(of_sequences(*doubles, *starts, **mask)[0], doubles, grad.double())):
-            assert near(a, b, 2 * LIMITS[dtype])
-        torch.compiler.reset()
-        compiled, its_lse = torch.compile(call, backend="aot_eager", fullgraph=True)(*tensors)
-        assert torch.equal(compiled, out) and compiled.stride() == out.stride() and torch.equal(its_lse, lse)
-        for a, b in zip(torch.autograd.grad(compiled, tensors, grad), got):
-            assert torch.equal(a, b)
-        assert not stand_in.GRADIENTS
-        glue.sdpa_torch_load_backward_by(stand_in.backward_line((64,), faster=(64,)))
-        try:
-            for preference, deterministic, asked in (("sdpa", False, sdpa.NEEDED), (None, True, sdpa.NEEDED | sdpa.DETERMINISTIC)):
-                glue.sdpa_torch_prefer_backward(sdpa.PREFERENCES[preference])
-                torch.use_deterministic_algorithms(deterministic)
-                for a, b in zip(torch.autograd.grad(call(*tensors)[0], tensors, grad), got):
-                    assert a.stride() == b.stride() and near(a, b, 2 * LIMITS[dtype])
-                assert [one.asked for one in stand_in.GRADIENTS] == [asked]
-                stand_in.GRADIENTS.clear()
-        finally:
-            glue.sdpa_torch_prefer_backward(0), torch.use_deterministic_algorithms(False)
-            glue.sdpa_torch_load_backward_by(stand_in.backward_line())
+    def call(*tensors):
+        return varlen_attn(*tensors, *starts, max(lengths), max(keys), scale=scale, **options)
+    out, lse = call(*tensors)
+    mask = dict(scale=scale, **WINDOWS[window])
+    want, want_lse = of_sequences(*tensors, *starts, **mask)
+    assert near(out, want, LIMITS[dtype]) and near_lse(lse, want_lse)
+    assert out.stride() == torch.empty_like(tensors[0]).stride()
+    assert doors[-1].most_keys == max(keys) and doors[-1].causal == (window == (-1, 0))
+    grad = half(*out.shape, dtype=dtype)
+    got, doubles = torch.autograd.grad(out, tensors, grad), wide(tensors)
+    for a, b in zip(got, torch.autograd.grad(of_sequences(*doubles, *starts, **mask)[0], doubles, grad.double())):
+        assert near(a, b, 2 * LIMITS[dtype])
+    torch.compiler.reset()
+    compiled, its_lse = torch.compile(call, backend="aot_eager", fullgraph=True)(*tensors)
+    assert torch.equal(compiled, out) and compiled.stride() == out.stride() and torch.equal(its_lse, lse)
+    for a, b in zip(torch.autograd.grad(compiled, tensors, grad), got):
+        assert torch.equal(a, b)
+    assert not stand_in.GRADIENTS
+    glue.sdpa_torch_load_backward_by(stand_in.backward_line((64,), faster=(64,)))
+    try:
+        for preference, deterministic, asked in (("sdpa", False, sdpa.NEEDED), (None, True, sdpa.NEEDED | sdpa.DETERMINISTIC)):
+            glue.sdpa_torch_prefer_backward(sdpa.PREFERENCES[preference])
+            torch.use_deterministic_algorithms(deterministic)
+            for a, b in zip(torch.autograd.grad(call(*tensors)[0], tensors, grad), got):
+                assert a.stride() == b.stride() and near(a, b, 2 * LIMITS[dtype])
+            assert [one.asked for one in stand_in.GRADIENTS] == [asked]
+            stand_in.GRADIENTS.clear()
+    finally:
+        glue.sdpa_torch_prefer_backward(0), torch.use_deterministic_algorithms(False)
+        glue.sdpa_torch_load_backward_by(stand_in.backward_line())
 
 
 def test_flash_attention_forward(doors):
@@ -1398,7 +1403,7 @@ def test_8_bits(doors, monkeypatch):
 
     def quantized(*shape):
         return half(*shape).to(E4M3)
-    for (Hkv, causal), order in itertools.product(((4, False), (2, True), (1, True)), itertools.permutations(range(3))):
+    for order, (Hkv, causal) in zip(itertools.permutations(range(3)), itertools.cycle(((4, False), (2, True), (1, True)))):
         q = quantized(*((2, 4, 5, 64)[i] for i in (*order, 3))).permute(*(order.index(i) for i in range(3)), 3)
         k, v, factors = quantized(2, Hkv, 9, 64), quantized(2, Hkv, 9, 64), [torch.rand(2, Hkv) + 0.5 for _ in "qkv"]
 
@@ -1642,9 +1647,9 @@ def changed_calls(calls, count, numbers):
     """Yields (name, changes, call): each call with each change of each argument and with each argument of the others, and `count` random
     pairs of changes."""
     singles, required = {}, set.intersection(*({key for key, x in call.items() if isinstance(x, torch.Tensor)} for call in calls.values()))
+    others = {(key, id(x)): (key, x) for call in calls.values() for key, x in call.items() if isinstance(x, torch.Tensor)}
     for name, call in calls.items():
-        others = [(key, x) for other in calls.values() for key, x in other.items() if isinstance(x, torch.Tensor)]
-        singles[name] = [(key, x) for key, x in others] + [(key, None) for key in call if key not in required] + [
+        singles[name] = [*others.values()] + [(key, None) for key in call if key not in required] + [
             (key, x) for key, given in call.items() if isinstance(given, torch.Tensor) for x in changes_of_tensor(given)] + [
             (key, x) for key, values in numbers.items() for x in values]
         singles[name] = [(key, x) for key, x in singles[name] if x is not None or isinstance(call[key], torch.Tensor)]
@@ -1706,7 +1711,7 @@ def test_fake_tensors_refuse_what_kernels_refuse(glue):
             kept = dict(block_mask=torch.zeros(9, dtype=torch.uint8), made_for=made_for)
             calls[name + " with a kept map"] = calls[name] | kept
         calls["mods"]["block_mask"] = None
-        for name, changes, call in changed_calls(calls, 3000, NUMBERS):
+        for name, changes, call in changed_calls(calls, 1000, NUMBERS):
             call = defaults | call
             if not call["made_for"]:
                 call["block_mask"] = None  # else made by a fake call, which a launch refuses
@@ -1754,7 +1759,7 @@ def test_meta_tensors_refuse_gradients_that_kernels_refuse(glue):
     defaults = {argument.name: argument.default_value for argument in sdpa.BACKWARD._schema.arguments}
     draw, kinds = random.Random(0), Counter()
     with stand_in.kernels(glue, load_backward=sdpa.LOAD_BACKWARD(idle(("workspace_bytes", "backward"), stand_in.Backward))):
-        for _ in range(3000):
+        for _ in range(1200):
             call = defaults | dict(scale=None) | {name: draw.choice([values[0], draw.choice(values)]) for name, values in choices.items()}
             packs = call["q_starts"] is not None
             call["q"] = call["grad"] = q[:1] if packs else q
@@ -1770,7 +1775,7 @@ def test_meta_tensors_refuse_gradients_that_kernels_refuse(glue):
                 want = got if not isinstance(got, str) else want  # PyTorch's kernels, which do not run on the CPU
             assert got == want, {name: x if not isinstance(x, torch.Tensor) else list(x.shape) for name, x in call.items() if x is not defaults[name]}
             kinds[got if isinstance(got, str) else "none"] += 1
-    assert kinds["none"] > 1000 and len(kinds) > 10, kinds
+    assert kinds["none"] > 400 and len(kinds) > 10, kinds
 
 
 def test_what_append_refuses(append):
@@ -2133,22 +2138,19 @@ def test_scratch_memory(launches, kind):
 
 
 @needs_no_gpu
-@pytest.mark.parametrize("Sq", (1, 31, 32, 33, 64))
-def test_lse_of_the_efficient_operator(launches, Sq):
-    """LSE has the row count of PyTorch's meta function; rows after the last query are infinite."""
-    operator, q, k = torch.ops.aten._scaled_dot_product_efficient_attention, drawn(2, 4, Sq, 64), drawn(2, 4, 9, 64)
-    lse = operator(q, k, k, None, True)[1]
-    assert lse.shape == operator(*(x.to("meta") for x in (q, k, k)), None, True)[1].shape
-    assert lse[..., Sq:].isposinf().all() and not lse[..., :Sq].isinf().any()
-
-
-@needs_no_gpu
-@pytest.mark.parametrize("name", ("cudnn", "efficient"))
-def test_lse_of_rows_without_keys(launches, name):
-    """LSE of a row that a mask hides from all keys is inf, with which PyTorch's backward gets weights of 0."""
-    q, k, seen = drawn(2, 4, 5, 64), drawn(2, 4, 9, 64), (torch.arange(5) != 3)[:, None].expand(5, 9)
-    for mask in (seen, torch.zeros(5, 9).half().masked_fill(~seen, -torch.inf)):
-        lse = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention")(q, k, k, mask, True)[1][:, :, :5]
+def test_lse_of_pytorchs_operators(launches):
+    """The efficient operator's LSE has the row count of PyTorch's meta function; rows after the last query are infinite. LSE of a row
+    that a mask hides from all keys is inf, with which PyTorch's backward gets weights of 0."""
+    efficient, cudnn = (getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention") for name in ("efficient", "cudnn"))
+    k = drawn(2, 4, 9, 64)
+    for Sq in 1, 31, 32, 33, 64:
+        q = drawn(2, 4, Sq, 64)
+        lse = efficient(q, k, k, None, True)[1]
+        assert lse.shape == efficient(*(x.to("meta") for x in (q, k, k)), None, True)[1].shape
+        assert lse[..., Sq:].isposinf().all() and not lse[..., :Sq].isinf().any()
+    q, seen = drawn(2, 4, 5, 64), (torch.arange(5) != 3)[:, None].expand(5, 9)
+    for mask, operator in itertools.product((seen, torch.zeros(5, 9).half().masked_fill(~seen, -torch.inf)), (efficient, cudnn)):
+        lse = operator(q, k, k, mask, True)[1][:, :, :5]
         assert lse[:, :, 3].isposinf().all() and lse.isfinite().sum() == lse.numel() - lse[:, :, 3].numel()
 
 
@@ -2439,10 +2441,9 @@ def test_the_backward_of_a_shape(backwards, choice):
     gradients there, and where FlashAttention's does not support the problem: a bias, a top-left mask with Sq != Sk, v's own D."""
     backwards.choice = choice
     cudnns = torch.ops.aten._scaled_dot_product_cudnn_attention
-    for Sq, (D, Dv), kind, causal in itertools.product((1, 2, 64, 65, 128, 129, 192, 193), ((64, 64), (128, 128), (128, 64)),
-                                                       (None, "bias", "float32", "mask"), (None, "tl")):
-        if kind and causal:
-            continue  # no backward
+    shapes = [*itertools.product((1, 2, 64, 65, 128, 129, 192, 193), ((64, 64), (128, 128), (128, 64)))]
+    others = itertools.cycle(((None, None), ("float32", None), ("mask", None), (None, "tl")))
+    for (Sq, (D, Dv)), (kind, causal) in [*((shape, ("bias", None)) for shape in shapes), *zip(shapes, others)]:
         q, k, v = (x.requires_grad_() for x in (drawn(1, 4, Sq, D), drawn(1, 2, 70, D, seed=1), drawn(1, 2, 70, Dv, seed=2)))
         bias = {None: None, "bias": 8 * drawn(4, 1, 70), "float32": 300 + drawn(4, 1, 70, dtype=torch.float), "mask": (drawn(1, 1, Sq, 70) > 0).index_fill(2, torch.tensor(0), False)}[kind]
         grad, wide = drawn(1, 4, Sq, Dv, seed=3), [x.detach().double().requires_grad_() for x in (q, k, v)]
@@ -2468,8 +2469,7 @@ def test_the_backward_of_a_shape(backwards, choice):
             of_lse = drawn(*lse.shape, dtype=torch.float)
             wide_out, wide_lse = reference(*wide, visible(Sq, 70, causal, (None, None), "cpu"), 0.2, bias=bias)
             want = torch.autograd.grad((wide_out, wide_lse), wide, (grad.double(), of_lse.double()))
-            for a, b in zip(torch.autograd.grad((out, lse), (q, k, v), (grad, of_lse)), want):
-                assert rel_rms(a, b) <= 4e-3, (Sq, D, Dv, kind, causal)
+            check_near(torch.autograd.grad((out, lse), (q, k, v), (grad, of_lse)), want, 4e-3, Sq, D, Dv, kind, causal)
 
 
 @needs_no_gpu
@@ -2538,9 +2538,11 @@ def sequences_of(case, device="cpu"):
     return own["sizes"], options, rows
 
 
-def check_gradients_of_sequences(case, attend, dtype, device="cpu", D=64):
-    """The gradients of every sequence against double; other rows have zeros, though their dO and their rows of q, k and v are NaN."""
-    for causal, window, cap, has_sinks, of_lse in ((None, None, None, True, False), ("br", None, 2.0, False, True), ("tl", (20, 3, "br"), None, True, True)):
+def check_gradients_of_sequences(case, attend, dtype, device="cpu", D=64, count=3):
+    """The gradients of every sequence against double, with the first `count` kinds of options. Other rows have zeros, though their dO
+    and their rows of q, k and v are NaN."""
+    kinds = (None, None, None, True, False), ("tl", (20, 3, "br"), None, True, True), ("br", None, 2.0, False, True)
+    for causal, window, cap, has_sinks, of_lse in kinds[:count]:
         (q_size, k_size), options, rows = sequences_of(case, device)
         q, k, v = (drawn(*size, D, dtype=dtype, seed=seed).to(device) for seed, size in enumerate((q_size, k_size, k_size)))
         used = [torch.zeros(x.shape[0], x.shape[2], dtype=torch.bool, device=device) for x in (q, k)]
@@ -2581,7 +2583,7 @@ def test_our_gradients_of_sequences(backwards, glue, case):
     check_gradients_of_sequences(case, stand_in.attention, torch.half)
     assert {call.asked for call in stand_in.GRADIENTS} == {sdpa.NEEDED} and not backwards.calls
     glue.sdpa_torch_load_backward_by(stand_in.backward_loader_of("backward_mma BLOCK_N=32"))
-    check_gradients_of_sequences(case, stand_in.attention, torch.bfloat16)
+    check_gradients_of_sequences(case, stand_in.attention, torch.bfloat16, count=2)  # by one build
     (q_size, k_size), options, _ = sequences_of(case)
     q, k = drawn(*q_size, 64).requires_grad_(), drawn(*k_size, 64)
     with pytest.raises(NotImplementedError, match=r"^sdpa.attention: no backward, since backward='torch' was asked for; attention\(\) calls no backward of"):
@@ -2631,9 +2633,10 @@ def biases(Sq, Sk):
             ((2, 1, 1, Sk), {"hides": True})]
 
 
-def check_gradients_of_biases(run, device, count=None, D=64, Sq=20, Sk=50):
+def check_gradients_of_biases(run, device, chosen=slice(None), D=64, Sq=20, Sk=50):
     """The gradients against double. A bias may be the only input that needs one; a bool bias has none."""
-    for n, ((shape, options), bias_dtype) in enumerate(zip(biases(Sq, Sk)[:count], itertools.cycle((torch.half, torch.float, torch.bfloat16)))):
+    cases = zip(biases(Sq, Sk), itertools.cycle((torch.half, torch.float, torch.bfloat16)))
+    for n, ((shape, options), bias_dtype) in [*enumerate(cases)][chosen]:
         options = dict(options)
         has_sinks, of_lse, has_lengths, hides = (options.pop(name, False) for name in ("sinks", "of_lse", "lengths", "hides"))
         q, k, v = (drawn(2, H, S, D, seed=seed).to(device).requires_grad_(n % 4 > 0) for seed, (H, S) in enumerate(((4, Sq), (2, Sk), (2, Sk))))
@@ -2679,17 +2682,17 @@ def test_our_gradients_of_biases(backwards, glue):
     check_gradients_of_biases(stand_in.attention, "cpu")
     assert not backwards.calls
     glue.sdpa_torch_load_backward_by(stand_in.backward_loader_of("backward_mma BLOCK_N=32"))
-    check_gradients_of_biases(stand_in.attention, "cpu", 2)
+    check_gradients_of_biases(stand_in.attention, "cpu", slice(1, 2))
 
 
 @needs_gpu
 @pytest.mark.parametrize("backward, D", (("sdpa", 64), ("deterministic", 64), ("sdpa", 128), (None, 256)))
 def test_our_gradients_of_biases_on_a_gpu(glue, backward, D):
-    count = None if (backward, D) == ("sdpa", 64) else 3  # nvcc builds a line for each set of options
+    chosen = slice(None if (backward, D) == ("sdpa", 64) else 3)  # nvcc builds a line for each set of options
     run = functools.partial(sdpa.attention, backward=backward)
-    check_gradients_of_biases(run, "cuda", count, D, Sq=150, Sk=200)
+    check_gradients_of_biases(run, "cuda", chosen, D, Sq=150, Sk=200)
     if D == 64:
-        check_gradients_of_biases(run, "cuda", 3, D)  # by the lines for few rows
+        check_gradients_of_biases(run, "cuda", slice(3), D)  # by the lines for few rows
     q, bias = drawn(8, 12, 300, D).cuda().requires_grad_(), drawn(1, 12, 300, 300, dtype=torch.float).cuda().requires_grad_()
     runs = [torch.autograd.grad(sdpa.attention(q, q, q, bias=bias, backward=backward).square().sum(), (q, bias)) for _ in range(2)]
     assert torch.equal(runs[0][1], runs[1][1]) and (backward == "sdpa" or torch.equal(runs[0][0], runs[1][0]))
@@ -2818,8 +2821,7 @@ def test_which_backward_runs(backwards, glue):
         x = [y.detach().requires_grad_() for y in (q, long, long)]
         copies = wide(x)
         want = torch.autograd.grad(reference(*copies, visible(5, 9, causal, (None, None), "cpu"), 0.2)[0], copies, grad.double())
-        for a, b in zip(torch.autograd.grad(run(*x), x, grad), want):
-            assert rel_rms(a, b) <= LIMITS[torch.half], causal
+        check_near(torch.autograd.grad(run(*x), x, grad), want, LIMITS[torch.half], causal)
 
 
 @needs_no_gpu
@@ -2843,7 +2845,7 @@ def test_our_gradients_in_graphs(backwards, glue):
 def test_the_lines_of_the_backward(monkeypatch, capsys):
     """Each row of the table is a legal build for all of its sizes, types and features; the first matching row is used."""
     tree = builds.Tree()
-    knobs = {name: line.knobs for name, line in tree.read_configs()[0].items()}
+    knobs, legal = {name: line.knobs for name, line in tree.read_configs()[0].items()}, []
     for row in sdpa.BACKWARD_LINES:
         assert "BACKWARD=1" in knobs[row.name] and set(row.faster) <= set(row.sizes) and list(row.sizes) == sorted(row.sizes)
         monkeypatch.setattr(sdpa, "BACKWARD_LINES", [row])
@@ -2856,7 +2858,8 @@ def test_the_lines_of_the_backward(monkeypatch, capsys):
                 assert {*own, f"HEAD_DIM={size}"} <= set(changes) and ("DTYPE=BF16" in changes) == (dtype == torch.bfloat16)
                 assert [knob in changes for knob in ("USE_SOFTCAP", "USE_SINKS", "USE_LENGTHS")] == [bool(features >> bit & 1) for bit in range(3)]
             words = builds.changed(knobs[row.name], [word if "=" in word else word + "=1" for word in changes])
-            assert builds.refusal_of(tree.backward_refusals(), tuple(sorted(builds.definitions(words)))) == "", words
+            legal.append(" ".join(definition[2:] for definition in builds.definitions(words)))
+    assert len(legal) > 10 and not any(test_knobs.refusals([(words, tree.backward_refusals()) for words in legal])), legal
     rows = [sdpa.BackwardRow("atomic", (9,), {128: ()}, False, False, (128,)),
             sdpa.BackwardRow("any", range(8, 100), {64: (), 128: ()}, True, True, ())]
     rows.insert(0, sdpa.BackwardRow("short", (9,), {128: ()}, True, False, (), True))
@@ -2991,6 +2994,12 @@ def rel_rms(got, want):
     return float((got - want).norm() / want.norm().clamp_min(1e-30))
 
 
+def check_near(got, want, limit, *where):
+    """Compares tensors with those in double."""
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert rel_rms(a, b) <= limit, (i, *where)
+
+
 def samples(dtype, D, requires_grad):
     """PyTorch's own samples of scaled_dot_product_attention, with rows of D instead of 8 elements unless D is 8, and some more."""
     from torch.testing._internal.common_methods_invocations import op_db
@@ -3015,10 +3024,9 @@ def samples(dtype, D, requires_grad):
 
 @needs_gpu
 @pytest.mark.parametrize("requires_grad", (False, True))
-@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("D", (8, *SIZES))
-def test_samples_of_pytorch(active, dtype, D, requires_grad):
-    ours = declined = 0
+def test_samples_of_pytorch(active, D, requires_grad):
+    ours, declined, dtype = 0, 0, HALVES[(D in (8, 128)) ^ requires_grad]
     for q, k, v, options in samples(dtype, D, requires_grad):
         tensors = [x.detach().requires_grad_(requires_grad) for x in (q, k, v)]
         why = sdpa.why_not(*tensors, **options)
@@ -3033,8 +3041,7 @@ def test_samples_of_pytorch(active, dtype, D, requires_grad):
         assert got.shape == want.shape and rel_rms(got, want) <= LIMITS[dtype], (q.shape, options)
         if requires_grad:
             grad = torch.randn_like(got)
-            for a, b in zip(torch.autograd.grad(got, tensors, grad), torch.autograd.grad(want, wide, grad.double())):
-                assert rel_rms(a, b) <= 2 * LIMITS[dtype], (q.shape, options)
+            check_near(torch.autograd.grad(got, tensors, grad), torch.autograd.grad(want, wide, grad.double()), 2 * LIMITS[dtype], q.shape, options)
     print(f"{dtype} D={D} requires_grad={requires_grad}: {ours} by sdpa, {declined} declined")
     assert declined <= 12 + requires_grad and ours  # with dropout, and of one mask a gradient
 
@@ -3063,8 +3070,10 @@ def masks(B, H, Sq, Sk, dtype):
 def test_masks(active, backend, dtype, Sq, Sk, D):
     """attn_mask of each kind against double, behind both of PyTorch's operators that take one, also in a graph; gradients by their
     backwards. Rows that see no key are 0, but in training and in graphs behind cuDNN, for which PyTorch makes -65504 of False."""
-    for what, mask in masks(2, 8, Sq, Sk, dtype):
+    for n, (what, mask) in enumerate(masks(2, 8, Sq, Sk, dtype), Sq % 3):  # 200, 256 and 1
         for requires_grad, compiled in ((False, False), (True, False), (False, True)):
+            if compiled and n % 3:
+                continue  # each mask is compiled in one of the shapes, which takes seconds
             if backend == SDPBackend.EFFICIENT_ATTENTION and mask.dtype == torch.float and requires_grad:
                 continue  # PyTorch's backward refuses it
             tensors = [half(2, 8, S, D, dtype=dtype, device="cuda").requires_grad_(requires_grad) for S in (Sq, Sk, Sk)]
@@ -3084,8 +3093,7 @@ def test_masks(active, backend, dtype, Sq, Sk, D):
             assert rel_rms(got[rows], out[rows]) <= LIMITS[dtype], what
             if requires_grad:
                 grad = torch.randn_like(got) * seen[..., None]
-                for a, b in zip(torch.autograd.grad(got, tensors, grad), torch.autograd.grad(out, want, grad.double())):
-                    assert rel_rms(a, b) <= 2 * LIMITS[dtype], what
+                check_near(torch.autograd.grad(got, tensors, grad), torch.autograd.grad(out, want, grad.double()), 2 * LIMITS[dtype], what)
 
 
 @needs_gpu
@@ -3218,9 +3226,8 @@ def test_modifications_in_graphs():
 
 
 @needs_gpu
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float8_e4m3fn), ids=str)
 @pytest.mark.parametrize("kind", ("plain", "lengths", "packed", "pages", "packed_pages"))
-@pytest.mark.parametrize("queries", (1, 256, 1500))
+@pytest.mark.parametrize("dtype, queries", [(torch.bfloat16, 1), (E4M3, 1), (torch.bfloat16, 256), (E4M3, 1500)], ids=str)
 def test_batch_invariant(dtype, kind, queries):
     """Each sequence alone has the bits that it has in 20 drawn batches. Some rows of q are so large that a stale maximum does not last;
     what lies between sequences is NaN."""
@@ -3276,8 +3283,7 @@ def test_backward_with_a_bias(glue):
         tensors = [torch.randn(2, H, S, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for H, S in shapes]
         grad = torch.randn_like(tensors[0])
         got = gradients(lambda *x: sdpa.attention(*x, bias=bias), tensors, grad)
-        for a, b in zip(got, gradients(lambda *x: reference(*x, bias=bias)[0], wide(tensors), grad.double())):
-            assert rel_rms(a, b) <= 3e-2, what
+        check_near(got, gradients(lambda *x: reference(*x, bias=bias)[0], wide(tensors), grad.double()), 3e-2, what)
 
 
 @needs_gpu
@@ -3301,8 +3307,7 @@ def test_a_float32_bias(active, entry):
             grad = torch.randn_like(out)
             doubles = wide(tensors)
             expected = torch.autograd.grad(reference(*doubles, bias=bias)[0], doubles, grad.double())
-            for a, b in zip(torch.autograd.grad(out, tensors, grad), expected):
-                assert rel_rms(a, b) <= 1e-2, Sk
+            check_near(torch.autograd.grad(out, tensors, grad), expected, 1e-2, Sk)
 
 
 @needs_gpu
@@ -3449,8 +3454,8 @@ def test_head_sizes(dtype, D, Dv):
         out, lse = sdpa.attention(q, k, v, mask, return_lse=True)
         want, want_lse = reference(q, k, v, visible(Sq, Sk, mask, (None, None)))
         assert out.shape == want.shape and rel_rms(out, want) <= LIMITS[dtype] and (lse - want_lse).abs().max() <= 1e-2
-        compiled = torch.compile(lambda *x: sdpa.attention(*x, mask), fullgraph=True)
-        assert torch.equal(compiled(q, k, v), out)
+    compiled = torch.compile(lambda *x: sdpa.attention(*x, mask), fullgraph=True)
+    assert torch.equal(compiled(q, k, v), out)
     with pytest.raises(RuntimeError, match="there is no line for D=4"):
         sdpa.attention(*(x[..., :4] for x in (q, k, v)))
 
@@ -3504,8 +3509,7 @@ def test_training(active, glue, entry):
             grad = make(tensors[0].detach())
             got, names = kernels(lambda: gradients(run, tensors, grad))
             want = gradients(lambda *x: reference(*x, visible(Sq, Sk, mask, (None, None)))[0], wide(tensors), grad.double())
-            for a, b in zip(got, want):
-                assert rel_rms(a, b) <= 2 * LIMITS[dtype], (mask, name)
+            check_near(got, want, 2 * LIMITS[dtype], mask, name)
             if cudnns:
                 assert any("sdpa::" in x for x in names) and not any("pytorch_flash" in x for x in names), names
             grad = torch.randn_like(tensors[0])
@@ -3526,16 +3530,14 @@ def test_backward_of_attention(glue):
         grad = torch.randn_like(tensors[0])
         got = gradients(lambda *x: sdpa.attention(*x, causal=causal, window=window), tensors, grad)
         want = gradients(lambda *x: reference(*x, visible(Sq, Sk, causal, window))[0], wide(tensors), grad.double())
-        for a, b in zip(got, want):
-            assert rel_rms(a, b) <= 3e-2, (causal, window, Sq, Sk)
+        check_near(got, want, 3e-2, causal, window, Sq, Sk)
     q, k = (torch.randn(1, 2, S, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for S in (60, 170))
     with pytest.raises(NotImplementedError, match="no backward of PyTorch's takes top-left windows with Sq != Sk"):
         sdpa.attention(q, k, k, window=(20, 9, "tl"), backward="torch").sum().backward()
     q, k, v = tensors = [torch.randn(1, 2, 256, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for D in (192, 192, 128)]
     grad = torch.randn_like(v)
     want = gradients(lambda *x: reference(*x)[0], wide(tensors), grad.double())
-    for a, b in zip(gradients(sdpa.attention, tensors, grad), want):
-        assert rel_rms(a, b) <= 3e-2
+    check_near(gradients(sdpa.attention, tensors, grad), want, 3e-2)
 
 
 # dtype, B, Hq, Hkv, Sq, Sk, D, Dv, causal, window, and the features of the call. Few builds: they take a minute each.
@@ -3549,10 +3551,12 @@ BACKWARDS = [
 
 @needs_gpu
 @pytest.mark.parametrize("backward", ("sdpa", "deterministic"))
-@pytest.mark.parametrize("dtype, D", itertools.product(HALVES, (64, 128, 256)), ids=str)
+@pytest.mark.parametrize("D", (64, 128, 256))
 @pytest.mark.parametrize("case", ("packed", "padded", "packed q"))
-def test_our_gradients_of_sequences_on_a_gpu(glue, case, dtype, D, backward):
-    """The same sequences by our kernels, twice: deterministic gradients have the same bits."""
+def test_our_gradients_of_sequences_on_a_gpu(glue, case, D, backward):
+    """The same sequences by our kernels, twice: deterministic gradients have the same bits. nvcc builds two lines for each D and
+    backward, so these have one type each."""
+    dtype = HALVES[(D == 128) ^ (backward == "sdpa")]
     attend = functools.partial(sdpa.attention, backward=backward)
     check_gradients_of_sequences(case, attend, dtype, "cuda", D)
     (q_size, k_size), options, _ = sequences_of(case, "cuda")
@@ -3584,8 +3588,7 @@ def test_sequences_of_pytorch_by_our_backward(glue, dtype):
                 sdpa.activate(preference)
                 got, names = kernels(lambda: torch.autograd.grad(call(*tensors), tensors, grad))  # noqa: B023
                 assert any("sdpa_backward" in name for name in names) == own, (preference, names)
-                for a, b in zip(got, want):
-                    assert rel_rms(a, b) <= 2 * LIMITS[dtype]
+                check_near(got, want, 2 * LIMITS[dtype])
     finally:
         torch.nn.attention.restore_flash_attention_impl()
 
@@ -3709,8 +3712,7 @@ def test_deterministic_training(active):
     finally:
         torch.use_deterministic_algorithms(False)
     assert any("sdpa_backward" in x for x in names) and all(torch.equal(a, b) for a, b in zip(got, same))
-    for a, b in zip(got, want):
-        assert rel_rms(a, b) <= 2 * LIMITS[torch.half]
+    check_near(got, want, 2 * LIMITS[torch.half])
     sdpa.activate("sdpa")
     for choice, Sk in (SDPBackend.EFFICIENT_ATTENTION, 300), (SDPBackend.FLASH_ATTENTION, 200), (SDPBackend.CUDNN_ATTENTION, 200):
         k, v = (half(3, 4, Sk, 64, device="cuda").requires_grad_() for _ in "kv")
@@ -3725,8 +3727,7 @@ def test_deterministic_training(active):
         each = torch.vmap(torch.func.grad(lambda q, k, v, g: (run(q[None], k[None], v[None])[0] * g).sum(), (0, 1, 2)))(*x)
     finally:
         sdpa.activate()
-    for a, b in zip(each, want[1:]):
-        assert rel_rms(a, b) <= 2 * LIMITS[torch.half]
+    check_near(each, want[1:], 2 * LIMITS[torch.half])
 
 
 @needs_gpu
@@ -3740,8 +3741,7 @@ def test_plans_of_another_layout(expanded_first):
         tensors = [x.detach().requires_grad_() for x in (q, k, v)]
         grad = torch.randn_like(k)
         want = gradients(lambda *x: reference(*x)[0], wide(tensors), grad.double())
-        for a, b in zip(gradients(sdpa.attention, tensors, grad), want):
-            assert rel_rms(a, b) <= 3e-2
+        check_near(gradients(sdpa.attention, tensors, grad), want, 3e-2)
 
 
 @needs_gpu
@@ -3794,34 +3794,33 @@ def test_scale(active, glue, scale):
 def test_varlen_attn_on_a_gpu(active, window):
     """Our kernels run, and PyTorch's backward, FlashAttention's or cuDNN's, accepts their O and LSE."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
-    for dtype, Hkv, rows, keys in ((torch.bfloat16, 8, (100, 0, 333, 1), None), (torch.half, 8, (200, 30), (333, 500)),
-                                   (torch.bfloat16, 2, (5, 300), (700, 300))):
-        if Hkv != 8 and not HAS_TABLES:
-            continue
-        starts = starts_of(rows, "cuda")
-        k_starts = starts if keys is None else starts_of(keys, "cuda")
-        sizes = (sum(rows), 8), (sum(keys or rows), Hkv), (sum(keys or rows), Hkv)
-        tensors = [half(*size, 128, dtype=dtype, device="cuda").requires_grad_() for size in sizes]
-        options = dict(return_aux=AuxRequest(lse=True), window_size=window, **OF_GROUPS)
+    shapes = [(torch.bfloat16, 8, (100, 0, 333, 1), None), (torch.half, 8, (200, 30), (333, 500))]
+    shapes += [(torch.bfloat16, 2, (5, 300), (700, 300))] * HAS_TABLES
+    dtype, Hkv, rows, keys = shapes[list(WINDOWS).index(window) % len(shapes)]
+    starts = starts_of(rows, "cuda")
+    k_starts = starts if keys is None else starts_of(keys, "cuda")
+    sizes = (sum(rows), 8), (sum(keys or rows), Hkv), (sum(keys or rows), Hkv)
+    tensors = [half(*size, 128, dtype=dtype, device="cuda").requires_grad_() for size in sizes]
+    options = dict(return_aux=AuxRequest(lse=True), window_size=window, **OF_GROUPS)
 
-        def call(*tensors):
-            return varlen_attn(*tensors, starts, k_starts, max(rows), max(keys or rows), **options)
-        (out, lse), names = kernels(lambda: call(*tensors))
-        assert any("sdpa::" in name for name in names) and not any("pytorch_flash" in name for name in names), names
-        want, want_lse = of_sequences(*tensors, starts, k_starts, **WINDOWS[window])
-        seen = want_lse > -torch.inf
-        assert near(out, want, LIMITS[dtype]) and torch.equal(lse > -torch.inf, seen)
-        assert lse.shape == want_lse.shape and (lse - want_lse)[seen].abs().max() <= 1e-2
-        grad, doubles = torch.randn_like(out), wide(tensors)
-        got = torch.autograd.grad(out, tensors, grad)
-        expected = of_sequences(*doubles, starts, k_starts, **WINDOWS[window])[0]
-        for a, b in zip(got, torch.autograd.grad(expected, doubles, grad.double())):
-            assert near(a, b, 2 * LIMITS[dtype])
-        torch.compiler.reset()
-        compiled, _ = torch.compile(call, fullgraph=True)(*tensors)
-        assert compiled.stride() == out.stride() and near(compiled, want, LIMITS[dtype])
-        for a, b in zip(torch.autograd.grad(compiled, tensors, grad), got):
-            assert near(a, b, LIMITS[dtype])
+    def call(*tensors):
+        return varlen_attn(*tensors, starts, k_starts, max(rows), max(keys or rows), **options)
+    (out, lse), names = kernels(lambda: call(*tensors))
+    assert any("sdpa::" in name for name in names) and not any("pytorch_flash" in name for name in names), names
+    want, want_lse = of_sequences(*tensors, starts, k_starts, **WINDOWS[window])
+    seen = want_lse > -torch.inf
+    assert near(out, want, LIMITS[dtype]) and torch.equal(lse > -torch.inf, seen)
+    assert lse.shape == want_lse.shape and (lse - want_lse)[seen].abs().max() <= 1e-2
+    grad, doubles = torch.randn_like(out), wide(tensors)
+    got = torch.autograd.grad(out, tensors, grad)
+    expected = of_sequences(*doubles, starts, k_starts, **WINDOWS[window])[0]
+    for a, b in zip(got, torch.autograd.grad(expected, doubles, grad.double())):
+        assert near(a, b, 2 * LIMITS[dtype])
+    torch.compiler.reset()
+    compiled, _ = torch.compile(call, fullgraph=True)(*tensors)
+    assert compiled.stride() == out.stride() and near(compiled, want, LIMITS[dtype])
+    for a, b in zip(torch.autograd.grad(compiled, tensors, grad), got):
+        assert near(a, b, LIMITS[dtype])
     torch.nn.attention.restore_flash_attention_impl()
     assert not any("sdpa::" in name for name in kernels(lambda: call(*tensors))[1])
     sdpa.activate()
@@ -3848,7 +3847,7 @@ def test_varlen_attn_of_pages_on_a_gpu(active):
 def test_8_bits_on_a_gpu(active):
     from torch.nn.attention.experimental._scaled_dot_product_attention_quantized import \
         _scaled_dot_product_attention_quantized as function
-    for order, causal in itertools.product(itertools.permutations(range(3)), (False, True)):
+    for order, causal in zip(itertools.permutations(range(3)), itertools.cycle((False, True))):
         shapes = (2, 8, 200, 128), (2, 2, 333, 128), (2, 2, 333, 128)
         q, k, v = (half(*(shape[i] for i in (*order, 3)), device="cuda").to(E4M3)
                    .permute(*(order.index(i) for i in range(3)), 3) for shape in shapes)

@@ -5,17 +5,16 @@ import random
 import re
 import shutil
 import subprocess
-import sys
 from html import unescape
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-import engine  # noqa: E402
-import tool  # noqa: E402
+import builds
+import engine
+import tool
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(builds.ROOT)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ELSEWHERE = "http://127.0.0.1:9/x.png"
 # What the browser does with the page in a frame of 400 and of 1200 pixels; the findings go to <pre id=found>.
@@ -88,14 +87,10 @@ def write_samples(folder):
         for number, b, problem, us, ratio in ((1, "mma_lazy STAGES=3", "mission", 10.9, 1.002), (2, "mma_split4", "long", 29.1, 1.3)):
             for turn in range(28):
                 name, factor = ((b, ratio) if turn % 2 else ("mma_lazy", 1))
-                out.writerows([number, name, problem, turn, replay, f"{us * factor * rng.gauss(1, 0.003):.3f}", 1980, 0] for replay in range(10))
+                out.writerows([number, name, problem, turn, replay, f"{us * factor * rng.gauss(1, 0.003):.3f}", 1980, 0]
+                              for replay in range(10))
             judged.writerow(dict(comparison=number, a="mma_lazy", b=b, problem=problem, b_problem=problem, ratio=ratio,
                                  low=ratio - 0.001, high=ratio + 0.002, verdict="SLOWER", pairs=14, thrown_out=3))
-
-
-def report(results, output):
-    """Returns the exit code, stdout and stderr of the command."""
-    return tool.run("report", "--results", str(results), "--output", str(output))
 
 
 @pytest.fixture(scope="module", name="page")
@@ -106,14 +101,15 @@ def built_page(tmp_path_factory):
     shutil.copy(ROOT / "configs.txt", folder)
     write_samples(folder / "results/ab")
     output = folder / "report.html"
-    code, _, err = report(folder / "results", output)
+    code, _, err = tool.run("report", "--results", str(folder / "results"), "--output", str(output))
     assert code == 0, err
     return output
 
 
 def newest_rows():
     """The rows of the newest results/lines/DATE-DEVICE[-N].csv."""
-    path = max((ROOT / "results/lines").glob("*.csv"), key=lambda path: [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", path.stem)])
+    path = max((ROOT / "results/lines").glob("*.csv"), key=lambda path: [
+        int(word) if word.isdigit() else word for word in re.split(r"(\d+)", path.stem)])
     with open(path, newline="", encoding="utf-8") as file:
         return path.stem, list(csv.DictReader(file))
 
@@ -192,22 +188,3 @@ def test_in_a_browser(page):
         assert at["all"] == at["rows"] == at["again"] > at["filtered"] > 0
         assert at["D"] == ["128"] and at["says"] == f"{at['filtered']} of {at['rows']} rows"
         assert at["names"] and all("hopper" in name for name in at["names"]) and at["times"] == sorted(at["times"])
-
-
-def test_refusals(tmp_path):
-    """Refusals are one sentence with exit code 2, and write nothing."""
-    name, _ = newest_rows()
-    results, output = tmp_path / "results", tmp_path / "out/report.html"
-    rows = (ROOT / f"results/lines/{name}.csv").read_text(encoding="utf-8")
-    output.parent.mkdir()
-    main = results / f"lines/{name}.csv"
-    for text, words in ((None, ["no such folder"]), ("", ["no CSV", "./run_all.sh"]), (rows.replace(",graph_us,", ",graph_ms,"), [main.name, "graph_us"]),
-                        (rows.splitlines()[0] + "\n", [main.name, "no rows"]),
-                        (re.sub(r"^([^,]*,[^,]*,mission,(?:[^,]*,){6})[^,]*", r"\1soon", rows, flags=re.M), [main.name, "'soon'", "graph_us"])):
-        if text is not None:
-            main.parent.mkdir(parents=True, exist_ok=True)
-        if text:
-            main.write_text(text, encoding="utf-8")
-        code, out, err = report(results, output)
-        assert code == 2 and out == "" and err.count("\n") == 1, err
-        assert all(word in err for word in ("report: ", *words)) and not list(output.parent.iterdir()), err

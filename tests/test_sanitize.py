@@ -1,16 +1,13 @@
 """Tests of ./run_all.sh sanitize with a fake program: parsing of compute-sanitizer's output, and the verdicts.
 usage: python3 -m pytest tests/test_sanitize.py"""
 import os
-import sys
 
 import pytest
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, os.path.join(ROOT, "tools"))
-import builds  # noqa: E402
-import engine  # noqa: E402
-import sanitize  # noqa: E402
-import tool  # noqa: E402
+import builds
+import engine
+import sanitize
+import tool
 
 TILE = "<sdpa::<unnamed>::BuildOf<(int)%d>>(sdpa::<unnamed>::KernelArgs)"
 KERNEL_5D = "void sdpa::<unnamed>::sdpa_wgmma" + TILE % 10

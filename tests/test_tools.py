@@ -7,56 +7,25 @@ import itertools
 import math
 import os
 import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, os.path.join(ROOT, "tools"))
-import builds  # noqa: E402
-import cli  # noqa: E402
-import engine  # noqa: E402
-import fit  # noqa: E402
-import ncu  # noqa: E402
-import peers  # noqa: E402
-import stress  # noqa: E402
-import sweep  # noqa: E402
-import tool  # noqa: E402
-from test_engine import FakeGpu, FakeKernel, HostGpu  # noqa: E402
+import builds
+import cli
+import engine
+import fit
+import ncu
+import stress
+import tool
+from test_engine import FakeGpu, FakeKernel, HostGpu
 
+ROOT = builds.ROOT
 LINE, = builds.parse_contenders(["scalar_vec8"])
 needs_no_gpu = pytest.mark.skipif(engine.find_gpu() is not None, reason="there is a GPU")
 
 
-# ---- options ----
-
-USAGE = """usage: it WORD... [OPTION...]
-  --plain           a flag
-  --shape S         as for ab; repeatable
-  --mask off|br     one of these (default off)
-  --from LINE       text that goes on
-                    in a second line (default here)
-  --jobs N          at once, from 2 to 9 (default 4)
-exit: 0"""
-
-
-def test_options_are_read_from_the_usage():
-    found = vars(cli.parse_options(USAGE, 1, "word --shape a --plain --shape b".split()))
-    assert found == dict(words=["word"], help=False, plain=True, shape=["a", "b"], mask="off", from_="here", jobs=4)
-    found = vars(cli.parse_options(USAGE, 0, "--jobs 9 --mask br --from x".split()))
-    assert found == dict(words=[], help=False, plain=False, shape=None, mask="br", from_="x", jobs=9)
-
-
-@pytest.mark.parametrize("words,sentence", [
-    ("--jobs 1", "--jobs 1: want a whole number from 2 to 9"),
-    ("--mask tl", "--mask: invalid choice: 'tl'"), ("--shape", "--shape: its value is missing"),
-    ("a b", "b: no such option"), ("--plai", "--plai: no such option; did you mean --plain?")])
-def test_options_are_refused_in_a_sentence(words, sentence):
-    with pytest.raises(cli.Refused) as refused:
-        cli.parse_options(USAGE, 1, words.split())
-    assert str(refused.value).startswith(sentence) and refused.value.code == 2
-
+# ---- how a command ends ----
 
 @pytest.mark.parametrize("ends,code,said", [
     (lambda: None, None, ""), (lambda: 1, 1, ""),
@@ -173,8 +142,8 @@ def test_peers_fail_if_a_line_is_wrong_on_any_problem(compared):
     assert rows[0]["note"].startswith("O(0,0,") and "max diff to torch_math " in rows[0]["note"]
     assert (rows[2]["regs"], rows[2]["spill_bytes"], rows[3]["family"]) == ("40", "8", "torch")
     for row, us in ((rows[2], 20), (rows[3], 40)):
-        assert us - 1 < float(row["graph_lo_us"]) <= float(row["graph_us"]) <= float(row["graph_hi_us"]) < us + 1 and row["clock_mhz"] == "1980"
-        assert float(row["tflops"]) == pytest.approx(4 * 64 * 41 * 50 / float(row["graph_us"]) * 1e-6, abs=0.006)
+        assert us - 1 < float(row["graph_lo_us"]) <= float(row["graph_us"]) <= float(row["graph_hi_us"]) < us + 1
+        assert row["clock_mhz"] == "1980" and float(row["tflops"]) == pytest.approx(4 * 64 * 41 * 50 / float(row["graph_us"]) * 1e-6, abs=0.006)
     code, rows, *_ = compared("scalar_vec8", "scalar_vec2", *problems[:2], torch_flash=wrong)
     assert code == 0 and [row["config"] for row in rows] == ["scalar_vec8", "scalar_vec2", "torch_cudnn", "torch_flash",
                                                              "torch_efficient", "torch_math"]  # all of them, unless some are typed
@@ -359,6 +328,8 @@ def test_the_command_sweep(kinds, bad_line, code, monkeypatch, tmp_path):
     (f"fit --from {fit.newest('ampere')}", "fit: these rows are not of the tiles of hopper; type another --table"),
     ("fit --check --head-dim 64", "fit: --check takes files by themselves and judges all of their rows"),
     ("fit --seed 3", "fit: --seed 3: the seed of --drawn N; add that option"),
+    ("report --results /no/such", "report: /no/such: no such folder"),
+    (f"report --results {ROOT}/docs", f"report: {ROOT}/docs has no CSV"),
     ("rungs x", "rungs: x: no such ladder; docs/LADDER.md has scalar, wgmma, decode, backward"),
     ("sanitize [", "sanitize: REGEX [: not a regular expression"), ("sanitize --tool lint", "sanitize: --tool: invalid choice"),
     (f"gates --steps {ROOT}/configs.txt", f"gates: {ROOT}/configs.txt lacks the columns line, over, shape, low, high; measure"),
@@ -366,6 +337,9 @@ def test_the_command_sweep(kinds, bad_line, code, monkeypatch, tmp_path):
     ("extract backward_mma USE_BIAS=1", "extract: backward_mma: it cannot extract the gradient of a bias"),
     ("profile wmma_all mma_lazy", "profile: one line at a time"),
     ("sweep 0", "sweep: N 0: want a whole number from 1 to 999999"),
+    ("sweep --jobs x", "sweep: --jobs x: want a whole number from 1 to"),
+    ("fit --tabel x", "fit: --tabel: no such option; did you mean --table?"),
+    ("gates --only", "gates: --only: its value is missing"),
     *(pytest.param(words, f"{words.split()[0]}: it {does} and there is no GPU here", marks=needs_no_gpu) for words, does in (
         ("stress", "runs kernels side by side"), ("sanitize", "runs kernels"), *((words, "times kernels") for words in (
             "profile wmma_all -- --help", "ablate wmma_all", "peers mma_lazy", "rungs", "fit", "micro --from mma_lazy"))))])

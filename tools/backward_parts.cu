@@ -27,9 +27,9 @@ __device__ __forceinline__ float input_value(int which, int i) {
   return int((uint32_t(which * tile_floats + i) * 2654435761u) >> 24) / 128.0f - 1;
 }
 
-// multiplies: the five products of a tile. stages: dS goes through shared memory, and both warpgroups wait for each other
-// once per tile. exchanges: each CTA sends dS to the other CTA of its cluster, and computes dQ from the dS that it has
-// received for the previous tile. Without products, dQ is 1.
+// multiplies: the kernel computes the five products of a tile; otherwise dQ is 1. stages: dS goes through shared memory,
+// and the warpgroups wait for each other once per tile. adds: how dQ is added to its sums. exchanges: each CTA sends dS to
+// the other CTA of its cluster, and computes dQ from the dS that it received for the previous tile.
 //   sums_g: dQ of all heads; accumulators 4i to 4i + 3 of thread t are floats 512i + 4t and following of its warpgroup
 //   results_g: the sum of each thread's dV and dK
 template <bool multiplies, bool stages, Adds adds, bool exchanges>
@@ -56,20 +56,21 @@ __global__ void __launch_bounds__(256, 1) backward_parts(float* sums_g, float* r
   fence_proxy_async();
   cluster_sync();
 
-  // Computes a descriptor anew for each use. Otherwise those of all steps would stay in registers.
-  const auto matrix = [](const void* at_s, int leading_bytes = 16) {
+  // Called for each use. Descriptors kept across tiles would occupy registers for every step.
+  const auto descriptor_of = [](const void* at_s, int leading_bytes = 16) {
     return wgmma_descriptor(warp_uniform(shared_address(at_s)), leading_bytes, 1024);
-  };
-  const auto issue_scores = [&](auto& T, const Input* keys_s, const Input* queries_s) {
-    wgmma_qk<B>(T, matrix(keys_s), matrix(queries_s));
   };
   WgmmaAccumulator<64> S, dP, dQ;
   WgmmaAccumulator<D> dK, dV;
   WgmmaProbabilities<B> P_operand;
-  if constexpr (multiplies) {
-    issue_scores(S, s.K[w], s.Q);
-    issue_scores(dP, s.V[w], s.dO);
+  // Issues S.T = K @ Q.T and dP.T = V @ dO.T, and waits for all products.
+  const auto compute_s_and_dp = [&] {
+    wgmma_qk<B>(S, descriptor_of(s.K[w]), descriptor_of(s.Q));
+    wgmma_qk<B>(dP, descriptor_of(s.V[w]), descriptor_of(s.dO));
     wgmma_wait_group<0>();
+  };
+  if constexpr (multiplies) {
+    compute_s_and_dp();
     hold(S.x.d);
     hold(dP.x.d);
     for (int n = 0; n < 2; n++) store_to_panels<128>(dP, 1, s.dS[n] + 64 * 64 * w);
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(256, 1) backward_parts(float* sums_g, float* r
   }
   SDPA_UNROLL for (int i = 0; i < 32; i++) dQ.x.d[i] = 1;
   SDPA_UNROLL for (int i = 0; i < D / 2; i++) dK.x.d[i] = dV.x.d[i] = 0;
-  float any = 0;  // so that the compiler keeps the products whose results nothing else reads
+  float unused = 0;  // keeps products whose results nothing else reads
   float* const of_head_g = sums_g + int64_t(blockIdx.x / ctas_per_head) * tiles_per_head * tile_floats + w * (64 * 64);
 
 #pragma unroll 1
@@ -102,13 +103,13 @@ __global__ void __launch_bounds__(256, 1) backward_parts(float* sums_g, float* r
       if (n > 0) mbarrier_wait(&s.full[before], (n - 1) / 2 % 2);
     }
     if constexpr (multiplies) {
-      wgmma_pv<B>(dV, P_operand, matrix(s.dO, 64 * 128), true);
-      wgmma_dq<B>(dQ, matrix(exchanges ? s.dS_of_other[before] : s.dS[stage]), matrix(s.K[0] + w * 64 * 64));
-      wgmma_dk<B>(dK, matrix(s.dS[stage] + 64 * 64 * w), matrix(s.Q, 64 * 128), true);
+      wgmma_pv<B>(dV, P_operand, descriptor_of(s.dO, 64 * 128), true);
+      wgmma_dq<B>(dQ, descriptor_of(exchanges ? s.dS_of_other[before] : s.dS[stage]), descriptor_of(s.K[0] + w * 64 * 64));
+      wgmma_dk<B>(dK, descriptor_of(s.dS[stage] + 64 * 64 * w), descriptor_of(s.Q, 64 * 128), true);
       wgmma_wait_group<1>();
       hold(dV.x.d);
       hold(dQ.x.d);
-      if constexpr (adds == Adds::none) any += dQ.x.d[0];
+      if constexpr (adds == Adds::none) unused += dQ.x.d[0];
     }
     if constexpr (exchanges) {
       if (n > 0) arrive_in_cluster_by_warp(address_in_cta(&s.empty[before], other));
@@ -134,13 +135,11 @@ __global__ void __launch_bounds__(256, 1) backward_parts(float* sums_g, float* r
       }
     }
     if constexpr (multiplies) {
-      issue_scores(S, s.K[w], s.Q);
-      issue_scores(dP, s.V[w], s.dO);
-      wgmma_wait_group<0>();
+      compute_s_and_dp();
       hold(dK.x.d);
       hold(S.x.d);
       hold(dP.x.d);
-      if constexpr (!stages) any += dP.x.d[0];
+      if constexpr (!stages) unused += dP.x.d[0];
     }
   }
   if constexpr (exchanges) {
@@ -148,7 +147,7 @@ __global__ void __launch_bounds__(256, 1) backward_parts(float* sums_g, float* r
     cluster_sync();  // hazard: the other CTA still signals this one
   }
   if (adds == Adds::bulk && tid == 0) cp_async_bulk_wait_group_read<0>();
-  float sum = any == -1.0f / 3 ? 1 : 0;  // 0, since no sum has this value
+  float sum = unused == -1.0f / 3 ? 1 : 0;  // 0, since no sum has this value
   for (int i = 0; i < D / 2; i++) sum += dV.x.d[i] + dK.x.d[i];
   results_g[blockIdx.x * 256 + threadIdx.x] = sum;
 }

@@ -208,7 +208,7 @@ def width_of_v(row):
 # Parts of sdpa_backward.cu for builds with a bias, apart from its sections.
 BIAS_OF_GRADIENTS = (
     r"^  (?:void\* dBias|Strides d_bias|int dBias_sums_keys)\b.*\n(?: +//.*\n)*", r'^ +\{"dBias", .*\n',
-    r"^  if \(d\.dBias && !Defines::adds_bias\)(?:.*\n)*?(?=  if \(!d\.workspace)", r"^// USE_BIAS: dBias has (?:.*\n)*?.* is ignored\.\n",
+    r"^  status = check_bias_gradient\(d\);\n.*\n", r"^// USE_BIAS: dBias has (?:.*\n)*?.* is ignored\.\n",
     r"^// USE_BIAS: adds the bias from global memory.*\nstruct BiasFromMemory \{\n(?:.*\n)*?\};\n", r" It adds the bias by `reader`\.",
     r"^  template <class Reader = BiasFromMemory>\n|^  const Reader& reader;\n|^      reader\.add\(S, tile\);\n",
     r", class Reader\b|, Reader(?=>)|, reader(?=\})|, const Reader& reader = \{\}", r"^.* status = launch_bias<B>.*\n",
