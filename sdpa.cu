@@ -577,7 +577,7 @@ template <class B, bool = B::use_lengths> struct Item {
   __device__ int query_count(const SdpaParams& p) const { return p.Sq; }  // queries of the sequence
   __device__ bool ends_before(int) const { return false; }                // true if the sequence ends before query q
   __device__ int keys_in_tile(int) const { return B::block_n; }           // keys of the sequence in the tile at key k0
-  __device__ HeldMask mask(const KernelArgs& a) const { return a.mask; }
+  static __device__ HeldMask mask(const KernelArgs& a) { return a.mask; }
   // The keys that the item's rows see, or with SPLIT_CTAS this CTA's range of them. All rounds but the last are full.
   __device__ __forceinline__ Interval keys_of_cta(const KernelArgs& a, const Mask& mask) const;
   // SPLIT_CTAS: number of ranges of the item; index of this CTA's partial; index of the item's first partial;
@@ -1810,10 +1810,6 @@ template <class B, int ROWS> struct StaleSoftmax {
       sum[i] = 0;
     }
   }
-  // Replaces columns [first, last) of S by P.
-  template <class View> __device__ __forceinline__ void exp(View& S, int first, int last) {
-    softmax_exp<B>(S, first, last, tile_scale_log2, m_log2, sum);
-  }
   // True if log2(P) recovers the logits.
   __device__ bool keeps_logits() const { return true; }
   // Adds the sums to l and returns true. If a sum of the warp is NaN or above the limit, it returns false and
@@ -1874,7 +1870,11 @@ __device__ __forceinline__ void exp_by_stale_max(View& S, int first, int last, S
       return Mod::template each_in_steps<true, in_steps>(S, first, last, tile, exp);
     }
   }
-  softmax.exp(S, first, last);
+  if constexpr (B::caps_by_polynomial) {
+    softmax.exp_capped(S, first, last);
+  } else {
+    softmax_exp<B>(S, first, last, softmax.tile_scale_log2, softmax.m_log2, softmax.sum);
+  }
 }
 
 // SCORE_MOD, MASK_MOD: loads the values that the expressions use and that are constant for the item.
@@ -3347,6 +3347,12 @@ template <class B> struct WgmmaRows {
   __device__ __forceinline__ void recompute_qk(Scores& S, const WgmmaItem<B>& item, const ReadQ& read_q) const;
 };
 
+// True if the consumers wait for the previous P @ V after half of the exponentials of a tile: P is then rounded while
+// the other half is computed. This is faster at D=128 and 256 with two warpgroups, which do not saturate the pipes of an
+// SM. With more warpgroups or splits it is faster to wait after the softmax.
+template <class B>
+constexpr bool waits_within_softmax = B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1 && B::element_bytes == 2;
+
 // A consumer warpgroup: 64 rows over its split of the keys. Each kernel derives from it and adds its products and
 // stores. State per CTA: the descriptors and the rings, which continue from item to item. State per work item: last_k0.
 // For rows, see WgmmaRows.
@@ -3389,7 +3395,8 @@ template <class B, class Shared> struct WgmmaConsumer {
   // Computes all items. `consumer`: this object as the derived type, which defines the steps of an item:
   //
   //   begin_item       Q has landed
-  //   compute_rounds   m, l and O over the rounds of the warpgroup; not called if it has none
+  //   begin_rounds     the scales of the item are set; not called if the warpgroup has no rounds
+  //   serial_loop      OVERLAP=0: m, l and O over the rounds of the warpgroup; otherwise overlapped_loop() below
   //   finish_item      completes O; stores it unless CTAs share the item; not called if it has no rounds
   //   end_item         the warpgroup no longer reads Q
   //   store_range      SPLIT_CTAS: stores the partial of the CTA's only item, which may have no keys
@@ -3415,7 +3422,9 @@ template <class B, class Shared> struct WgmmaConsumer {
         if constexpr (B::hides_rounds) rows.walk.start_item(rows, item(), rounds_here.end - 1);
         rows.scales.start(item(), row_group * 64 + int(mov_tid_x() % 128 / 32 * 16 + lane / 4));
         rows.start();
-        consumer.compute_rounds();
+        consumer.begin_rounds();
+        if constexpr (B::overlap) overlapped_loop(consumer);
+        else consumer.serial_loop();
         SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Rows::Sums::LANES>(rows.l[i]);
         consumer.finish_item();
       }
@@ -3460,7 +3469,11 @@ template <class B, class Shared> struct WgmmaConsumer {
       // The next K and this V have usually landed. The softmax hides the latency of these polls.
       const bool k_landed = mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
       const bool v_landed = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
-      consumer.overlapped_softmax(S, P, wait_for_last_pv);
+      if constexpr (waits_within_softmax<B>) {
+        consumer.template softmax_with_wait<Scores::COLS / 2>(S, P, wait_for_last_pv);
+      } else {
+        consumer.softmax_then_wait(S, P, wait_for_last_pv);
+      }
       if constexpr (B::product_type == DType::e4m3) consumer.flush(/*overlaps_qk=*/false);
       turns.await();
       if (rows.k0 != last_k0) consumer.issue_qk(S, next, k_landed);
@@ -3810,18 +3823,6 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     }
   }
 
-  // Two warpgroups do not saturate the pipes of an SM. At D=128 and 256, it is faster to wait for P @ V after
-  // half of the exponentials: P is then rounded while the other half is computed. With more warpgroups or
-  // splits, softmax_then_wait() is faster.
-  template <class End>
-  __device__ __forceinline__ void overlapped_softmax(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
-    if constexpr (B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1) {
-      softmax_with_wait<Scores::COLS / 2>(S, P, wait_for_last_pv);
-    } else {
-      softmax_then_wait(S, P, wait_for_last_pv);
-    }
-  }
-
   // ---- items ----
 
   // Waits until all warps of the warpgroup have read Q, writes O / l, rounded, over Q, and stores LSE.
@@ -3900,10 +3901,8 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   __device__ __forceinline__ void undo_scale_of_q();
 
   __device__ __forceinline__ void begin_item() {}
-  __device__ __forceinline__ void compute_rounds() {
+  __device__ __forceinline__ void begin_rounds() {
     if constexpr (B::q_type != B::product_type) convert_q_to_fp16();
-    if constexpr (B::overlap) Base::overlapped_loop(*this);
-    else serial_loop();
   }
   __device__ __forceinline__ void finish_item() {
     if constexpr (B::q_type != B::product_type) undo_scale_of_q();
@@ -4139,7 +4138,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   // raise it. P is rounded after the previous P @ V has completed, since ptxas reuses the registers of an
   // operand that wgmma still reads.
   template <class End>
-  __device__ __forceinline__ void overlapped_softmax(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
+  __device__ __forceinline__ void softmax_then_wait(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
     float alpha[2];
     const bool may_be_stale = rows.may_use_stale_max();
     bool stale = may_be_stale;
@@ -4257,10 +4256,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     if constexpr (Shared::Q_IN_REGISTERS) load_queries();
     if (!q_stays) release_queries();
   }
-  __device__ __forceinline__ void compute_rounds() {
-    tiles = 0;
-    Base::overlapped_loop(*this);
-  }
+  __device__ __forceinline__ void begin_rounds() { tiles = 0; }
   __device__ __forceinline__ void finish_item() {
     if (tiles >= B::fp8_flush) {  // adds the sums in shared memory to O
       for_each_flushed([](float4* sum_s, float* d) { add_weighted(d, ld_shared<float4>(sum_s), 1); });
@@ -5567,10 +5563,11 @@ template <class B> struct CappedSoftmax : StaleSoftmax<B, 2> {
     }
     by_polynomial = __all_sync(0xffffffffu, is_in_bounds);
   }
-  template <class View> __device__ __forceinline__ void exp(View& S, int first, int last) {
+  // Replaces columns [first, last) of S by P of the capped scores.
+  template <class View> __device__ __forceinline__ void exp_capped(View& S, int first, int last) {
     if (!by_polynomial) {
       cap_scores<B>(S, a, a.hook_scale, first, last);
-      return Base::exp(S, first, last);
+      return softmax_exp<B>(S, first, last, Base::tile_scale_log2, m_log2, sum);
     }
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       SDPA_UNROLL for (int j = first; j < last; j++) {

@@ -73,8 +73,10 @@ float stairs(const InputAt& i) {
 }
 
 // NaN or +inf in an element of most heads of Q, and of a quarter of the heads of K and V. e4m3 has
-// no inf; 448 instead would give logits beyond the resolution of 14-bit sums.
+// no inf; 448 instead would give logits beyond the resolution of 14-bit sums. K is finite if a bias is added: the
+// reference adds -inf to NaN, but kernels may skip keys with a bias of -inf.
 float nonfinite(const InputAt& i) {
+  if (i.tensor == Tensor::K && i.problem.bias.keys > 0 && !i.problem.bias.hides) return i.x;
   const size_t heads = heads_of(i.problem, i.tensor);
   const uint64_t per_head = rows_of(i.problem, i.tensor) / heads * i.problem.D;
   const uint64_t r = mix(mix(i.seed + 99) + i.head * 4 + uint64_t(i.tensor));

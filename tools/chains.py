@@ -21,10 +21,10 @@ COLUMNS = {
         EXPONENTIAL: "softmax_sum ex2_approx_ftz"}),
     "wgmma, producers and consumers": ("sdpa_wgmma", "E4m3|Capped", {
         K_COPY: "WgmmaProducer::load_round load_rows cp_async_bulk_tensor_load",
-        PRODUCT: "WgmmaConsumer::overlapped_loop wgmma_ss", EXPONENTIAL: "Wgmma16Consumer::overlapped_softmax softmax_exp ex2_approx_ftz"}),
+        PRODUCT: "WgmmaConsumer::overlapped_loop wgmma_ss", EXPONENTIAL: "WgmmaConsumer::overlapped_loop softmax_exp ex2_approx_ftz"}),
     "the same, e4m3": ("sdpa_wgmma", "Wgmma16|Converter|Capped", {
         K_COPY: "WgmmaProducer::load_round load_rows cp_async_bulk_tensor_load",
-        PRODUCT: "E4m3Consumer::issue_qk wgmma_rs", EXPONENTIAL: "E4m3Consumer::overlapped_softmax softmax_exp ex2_approx_ftz"}),
+        PRODUCT: "E4m3Consumer::issue_qk wgmma_rs", EXPONENTIAL: "E4m3Consumer::softmax_then_wait softmax_exp ex2_approx_ftz"}),
     "wgmma, transposed": ("sdpa_wgmma_columns", "", {
         K_COPY: "WgmmaColumnsLoader::load_first_tiles load_rows cp_async_bulk_tensor_load",
         PRODUCT: "WgmmaColumns::issue_kq wgmma_ss", EXPONENTIAL: "WgmmaColumns::write_p ex2_approx_ftz"}),

@@ -1,13 +1,11 @@
 #!/usr/bin/env python3
 """usage: ./run_all.sh results [CSV]...
        ./run_all.sh results --diffs [REGEX]...
-       tests/bugs.py --list | tools/page.py --bugs
 Updates the generated parts of README.md and docs/ and the pictures of results/ from the CSVs in results/: the given CSVs,
 else the newest of each kind (by name). Generated are the text between <!-- NAME:begin --> and <!-- NAME:end -->, each
 number before <!--=NAME-->, and the call chains of docs/READING.md, which come from sdpa.cu. The last column of the
 story's and the ladder's tables, and the names of problems in README, are written by hand and preserved.
   --diffs  update only the diffs of docs/LADDER.md, all or those of matching rungs; takes about 4 minutes
-  --bugs   update only the table of injected bugs in docs/TESTING.md, from stdin
 exit: 0, 2 bad usage or a file that cannot be read
 """
 import collections
@@ -15,7 +13,6 @@ import csv
 import math
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import cli
@@ -260,21 +257,6 @@ def accuracy_section(source):
         what, value = ("rel_rms", row["rel_rms"]) if is_normal else (f"mean of O, {row['input']}", row["mean"])
         cells[f"`{row['contender']}` D={row['D']} {row['dtype']}", what][f"{int(row['Sk']):,} keys"] = value
     return pivot(["contender", "what"], dict(sorted(cells.items(), key=lambda item: item[0][1])))
-
-
-def bugs_section(words):
-    """The output of tests/bugs.py, with or without --list: the number of bugs of each kind that each check catches."""
-    kinds, missed, kind = collections.defaultdict(collections.Counter), [], ""
-    for title, net, name in re.findall(r"^# (.+)|^\S+ +(?:caught|listed) +(\w+)|^(\S+) +MISSED", words, re.M):
-        kind = title or kind
-        kinds[kind].update(filter(None, [net]))
-        missed += filter(None, [name])
-    if not kinds:
-        raise Refused("stdin has no line of tests/bugs.py")
-    nets, total = "check backend thread address unit pytest".split(), sum(kinds.values(), collections.Counter())
-    rows = [[kind, *(count[net] or None for net in nets)] for kind, count in kinds.items()]
-    rows.append([f"all: {sum(total.values())}", *(total[net] for net in nets)])
-    return table(["bugs", *("#" + net for net in nets)], rows) + (f"\nMissed: {', '.join(missed)}\n" if missed else "")
 
 
 def ranked_section(source):
@@ -555,8 +537,6 @@ def drawn(results, named=()):
 
 def main():
     options = cli.parse_options(__doc__, cli.MOST)
-    if options.bugs:
-        return put({"bugs": bugs_section(sys.stdin.read())})
     if options.diffs:
         try:
             sections = ladders.diff_sections("|".join(options.words))
