@@ -5,7 +5,7 @@ knobs meet in one of them, except for pairs that sdpa.cu refuses; such a pair is
 By default the arrays cover all knobs. Every value of a knob meets every value of a member of the problem, and every two
 members meet. Each problem is checked against the reference.
 
---features covers the knobs in FEATURES. Each build runs a sweep of four random problems, one of them also in a chain of
+--features covers the knobs in FEATURES. Each build runs a sweep of four random problems (--quick: eight), one of them also in a chain of
 kernels. Builds that together have each value of each knob run more, until these are of all kinds that the build takes. Each
 path of tests/paths.py must be taken in a build of each kind that has it.
 
@@ -463,7 +463,7 @@ def cross_few_features(kinds):
     while merged := merge_two(builds, covered_by, wanted):
         builds = merged
     with_all = covering(set().union(*map(covered_in_family, builds)), builds, covered_in_family)
-    return [Crossed(kind.name, kind.words(build), (ALL_PROBLEMS if (kind, build) in with_all else f"--sweep 4 --seeds {number}",))
+    return [Crossed(kind.name, kind.words(build), (ALL_PROBLEMS if (kind, build) in with_all else f"--sweep 8 --seeds {number}",))
             for number, (kind, build) in enumerate(builds)]
 
 
