@@ -73,10 +73,11 @@ float stairs(const InputAt& i) {
 }
 
 // NaN or +inf in an element of most heads of Q, and of a quarter of the heads of K and V. e4m3 has
-// no inf; 448 instead would give logits beyond the resolution of 14-bit sums. K is finite if a bias is added: the
-// reference adds -inf to NaN, but kernels may skip keys with a bias of -inf.
+// no inf; 448 instead would give logits beyond the resolution of 14-bit sums. Q and K are finite if a bias is added and
+// the kernel skips rounds of keys with a bias of -inf: the reference adds -inf to NaN.
 float nonfinite(const InputAt& i) {
-  if (i.tensor == Tensor::K && i.problem.bias.keys > 0 && !i.problem.bias.hides) return i.x;
+  const bool adds = i.problem.bias.keys > 0 && !i.problem.bias.hides;
+  if (adds && (line.has_bias_maps || has_key_bias()) && i.tensor != Tensor::V) return i.x;
   const size_t heads = heads_of(i.problem, i.tensor);
   const uint64_t per_head = rows_of(i.problem, i.tensor) / heads * i.problem.D;
   const uint64_t r = mix(mix(i.seed + 99) + i.head * 4 + uint64_t(i.tensor));
@@ -117,11 +118,11 @@ const Ramp& ramp_of(uint64_t seed, uint64_t kv_head) {
   return ramps[(mix(seed + 111) + kv_head) % 8];
 }
 bool has_few_bits() { return line.input == DType::e4m3 && line.family != string("scalar"); }
-// Scores within the range of the type, above a sink, and small enough that adding a bias is exact
-// in a float.
+// Scores within the range of the type, above a sink, and small enough that adding a bias or a term of SCORE_MOD is
+// exact in a float.
 int start_of_ramp(uint64_t seed, uint64_t kv_head, bool has_sinks, bool adds_bias) {
   const int start = ramp_of(seed, kv_head).start;
-  if (has_few_bits() || (element_bytes(line.input) == 1 && start != 32) || (adds_bias && start > 1 << 10)) return 0;
+  if (has_few_bits() || (element_bytes(line.input) == 1 && start != 32) || ((adds_bias || line.logit) && start > 1 << 10)) return 0;
   return start == INT_MIN || has_sinks || mix(mix(seed + 111) + kv_head) / 4 % 2 ? start : -start;
 }
 
@@ -1098,9 +1099,9 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
       for (const char* dim : {"B", "H", "Q", "K"}) p.bias_dims += draw(3) ? "" : dim;
       if (draw(8) == 0) p.bias_dims += "N";
     }
-    // Enough keys that the launch makes a map.
+    // Enough keys that the launch makes a map, and enough rows that two tiles of 192 are faster than five of 64.
     if (line.has_bias_maps && !far && draw(3) == 0) {
-      p.Sq = 1 + draw(tile.block_m + 64);
+      p.Sq = 1 + draw(tile.block_m + 128);
       p.Sk = (16 + draw(8)) * tile.block_n * tile.split_kv + draw(100);
       p.B = p.Hkv = 1;
       p.Hq = 1 + draw(2);
