@@ -16,7 +16,7 @@
 //     P = exp(scale * (S - m')),  m = m'
 //     l = l * alpha + row sum of P
 //     O = O * alpha + P @ V                 [BLOCK_M][D]
-//   O = O / l,  LSE = scale * m + log l     log-sum-exp; needed to merge partial results and for the backward pass
+//   O = O / l,  LSE = scale * m + log l     log-sum-exp; needed to merge partials and by the backward pass
 //
 // Build one variant   nvcc -O3 -std=c++17 -arch=native -DBLOCK_M=64 -DVEC_WIDTH=8 sdpa.cu -o sdpa
 // Check and time it   ./sdpa --shape mission            (B=1, H=8, Sq=Sk=512; CSV row on stdout, messages on stderr)
@@ -41,13 +41,13 @@
 //
 // Sections  1 KNOBS  2 PROBLEM  3 PTX  4 BLOCKS  5 KERNELS  6 LAUNCH  7 TABLES  8 CALL. harness/ contains main().
 //           docs/READING.md explains the order in which to read them. Parentheses after a section title name
-//           the builds that need the section.
+//           the builds that need the section; typed: builds of this file, not extracts.
 // Kernels   5a scalar: the loop above on the FMA pipes. 5b mma: mma.sync, with S, P and O in registers. 5c wgmma:
 //           Hopper's tensor cores; first a plain kernel, then producer and consumer warps, then e4m3. 5d: transposed
 //           wgmma, for few query rows. 5e wmma: S and P in shared memory.
-// Options   5f functions of a score: fast exp2, softcap, SCORE_MOD, MASK_MOD. 5g bias, key mask, lists of visible rounds.
-//           5h ranges of keys, sequences of different lengths. 5i merge of partials. 5j pages. 5k conversion of 8-bit
-//           elements. 5l wgmma instructions.
+// Options   5f functions of a score: fast exp2, softcap, SCORE_MOD, MASK_MOD. 5g bias, key mask, lists of visible
+//           rounds. 5h ranges of keys, sequences of different lengths. 5i merge of partials. 5j pages. 5k conversion of
+//           8-bit elements. 5l wgmma instructions.
 
 // ==== COPY FROM HERE =============================================================================
 
@@ -103,12 +103,12 @@ namespace {  // internal linkage: two builds in one program must not share const
   X(VEC_WIDTH, 1, vec_width, "1 2 4 8 16", "all", "elements per global access; strides must be multiples of it") \
   X(SYNC_POLICY, 1, sync_policy, "5 2 1 0", "scalar wmma", "CTA barriers per K/V tile: 5 six, 2 four, 1 two, 0 none (a data race)") \
   X(USE_CP_ASYNC, 0, use_cp_async, "0 1", "scalar wmma mma", "copies by cp.async; uses no registers, prefetches") \
-  X(STAGES, 1, stages, "1..4", "all", "K/V tiles in flight (cp.async or producers); each uses shared memory") \
+  X(STAGES, 1, stages, "1..4", "all", "ring of K/V tiles in shared memory, filled by cp.async or producers") \
   X(SWIZZLE_XOR, 0, swizzle_xor, "0 1", "scalar wmma mma", "XOR-swizzled rows (wmma: padded) avoid bank conflicts") \
   X(USE_PERSISTENT_CTA, 0, use_persistent_cta, "0 1", "wmma wgmma", "resident CTAs fetch work items from a queue") \
   X(USE_FAST_EXP, 0, use_fast_exp, "0 1", "all", "2^x by a cubic polynomial on the FMA pipes (error 1e-4), not ex2") \
   X(USE_LAZY_MAX, 0, use_lazy_max, "0 1", "mma wgmma", "lazy rescaling: rescales O only if the row max grew too much") \
-  X(SPLIT_KV, 1, split_kv, "1 2 4", "mma wgmma", "splits: groups of warps that share the keys; for few, long rows") \
+  X(SPLIT_KV, 1, split_kv, "1 2 4", "mma wgmma", "splits: groups of warps divide the keys; for few queries") \
   X(USE_WMMA, 0, use_wmma, "0 1", "all", "computes Q @ K.T by nvcuda::wmma") \
   X(USE_WMMA_PV, 0, use_wmma_pv, "0 1", "wmma", "computes P @ V by nvcuda::wmma") \
   X(USE_MMA_SYNC, 0, use_mma_sync, "0 1", "all", "uses mma.sync and ldmatrix") \
@@ -150,6 +150,7 @@ namespace {  // internal linkage: two builds in one program must not share const
   X(MASK_MOD, NONE, mask_mod, "NONE expression", "all", "true if q sees k; of b, h, q, k, ..., x0 to x3, i0, i1") \
   X(USE_KEY_MASK, 0, use_key_mask, "0 1", "all", "bytes hide keys of a batch from all of its queries and heads")
 // clang-format on
+// LIST(SDPA_IS_ON) false: true if a knob of LIST is on. LIST(SDPA_COUNT_ON) 0: the number of those that are on.
 #define SDPA_IS_ON(name, fallback, member, values, families, meaning) K::member != 0 ||
 #define SDPA_COUNT_ON(name, fallback, member, values, families, meaning) (K::member != 0) +
 
@@ -175,7 +176,7 @@ constexpr int value_of(std::string_view value, std::string_view values = "") {
   return number < 0 ? index_of(value, values) : number;
 }
 
-// The macro of a knob that is not set expands to its own name; the knob then has its default.
+// If a knob is not set, its name is not a macro: SDPA_TEXT(name) is the name itself, and the knob has its default.
 #define SDPA_TEXT_AS_IS(...) #__VA_ARGS__
 #define SDPA_TEXT(...) SDPA_TEXT_AS_IS(__VA_ARGS__)
 // For an error, nvcc prints the whole source line, here all rows of SDPA_KNOBS. A pragma ends that line.
@@ -217,7 +218,7 @@ enum class KernelKind {
   wgmma_roles,       // producer and consumer warps
   wgmma_converting,  // KV_DTYPE: as wgmma_roles; the producers also convert tiles
   wgmma_e4m3,        // DTYPE=FP8_E4M3: as wgmma_roles; the producers also transpose V
-  wgmma_swapped,     // SWAP_AB: transposed products
+  wgmma_transposed,  // SWAP_AB: S.T = K @ Q.T and O.T = V.T @ P.T, in sdpa_wgmma_columns
 };
 // Number formats, in the order of the legal values of DTYPE. fp32 occurs only as product_type.
 enum class DType { fp16, bf16, e4m3, u8, fp32 };
@@ -262,7 +263,7 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   static constexpr KernelKind kernel = K::use_mma_sync               ? KernelKind::mma
                                        : K::use_wmma                 ? KernelKind::wmma
                                        : !K::use_wgmma               ? KernelKind::scalar
-                                       : K::swap_ab                  ? KernelKind::wgmma_swapped
+                                       : K::swap_ab                  ? KernelKind::wgmma_transposed
                                        : product_type == DType::e4m3 ? KernelKind::wgmma_e4m3
                                        : tile_type != kv_type        ? KernelKind::wgmma_converting
                                        : K::use_warp_specialization  ? KernelKind::wgmma_roles
@@ -279,7 +280,7 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   // USE_BIAS: the bias is added to the logits; it has Q's type, or fp32. key_bias: one row is the bias of all queries
   // and heads of a batch.
   static constexpr bool adds_bias = K::use_bias != 0 && K::use_bias != 2, key_bias = K::use_bias >= 4;
-  // hides_rounds: the score hook may hide all keys of a round; the other rounds are visible. has_hook_scale:
+  // hides_rounds: the score hook may hide all keys of a round; the other rounds are called visible. has_hook_scale:
   // the hook multiplies scores by hook_scale.
   static constexpr bool hides_rounds = K::use_bias != 0 || hides_keys;
   static constexpr bool has_hook_scale = K::use_softcap != 0 || changes_logits;
@@ -297,17 +298,18 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   static constexpr int d_v = K::head_dim_v > 0 ? K::head_dim_v : K::head_dim;  // elements of a row of V and O
   // wgmma: bytes of a row of Q and K, and of a row of V and O, in shared memory.
   static constexpr int qk_bytes = K::head_dim * element_bytes, v_bytes = d_v * element_bytes;
-  // Length of a row of Q in elements of K's type.
+  // mma: tile elements per row of Q. With KV_DTYPE, an element of Q occupies two tile elements.
   static constexpr int d_q = q_type != kv_type ? 2 * K::head_dim : K::head_dim;
   static constexpr int round_keys = K::split_kv * K::block_n;
   static constexpr int split_warps = K::num_warps / K::split_kv;  // warps that share a split of the keys
   static constexpr int split_threads = split_warps * 32;
   static constexpr int warpgroups = K::num_warps / 4;  // consumers only
-  // True if each row of scores has its own scale: that of its head, or that of its row of Q.
-  static constexpr bool scales_rows =
+  // wgmma: true if each row of scores has its own scale: that of its head, or that by which a row of a bf16 Q
+  // was multiplied before its conversion to fp16.
+  static constexpr bool has_row_scales =
       is_wgmma && ((K::pack_gqa && product_type == DType::e4m3) || q_type != product_type);
-  // True if the mma kernel multiplies each row of scores by the descale factor of its head of Q.
-  static constexpr bool mma_scales_rows = kernel == KernelKind::mma && K::pack_gqa && q_bytes == 1;
+  // mma: true if each row of scores is multiplied by the descale factor of its head of Q.
+  static constexpr bool has_row_descale = kernel == KernelKind::mma && K::pack_gqa && q_bytes == 1;
 };
 
 // The build as set with -D. With USE_TUNED, a row of the table of tuned tiles changes some knobs, so kernels
@@ -357,7 +359,7 @@ struct SdpaParams {
   const Query* Q;          // [B,Hq,Sq,D]
   const KeyValue* K;       // [B,Hkv,Sk,D]
   const KeyValue* V;       // [B,Hkv,Sk,Dv]
-  Output* O;               // [B,Hq,Sq,Dv], all rows of queries are written; no element may alias an input
+  Output* O;               // [B,Hq,Sq,Dv], every query row is written; no element may alias an input
   float* LSE = nullptr;    // [B,Hq,Sq] contiguous, 4-byte aligned, natural logarithm; null: not stored
   int B, Hq, Hkv, Sq, Sk;  // Hq is a multiple of Hkv; query head h reads KV head h / (Hq / Hkv)
   int D;                   // HEAD_DIM; USE_WGMMA=1: or a smaller multiple of VEC_WIDTH
@@ -402,7 +404,7 @@ struct SdpaParams {
   const uint8_t* key_mask = nullptr;        // USE_KEY_MASK=1: [B,Sk] bytes, 0 hides a key of the batch; or null
   int64_t key_mask_stride = 0;              // from batch to batch, any; 0: they share the mask
 };
-// A row that sees no key, or only keys with logit -inf, gets O = 0, and LSE = -inf or its sink.
+// A row that sees no key, or only keys with logit -inf, gets O = 0, and LSE = -inf or the sink of its head.
 // NaN and inf propagate as in the formula. NaN and inf of V at a masked key may reach the row, since 0 * inf is
 // NaN. Rows of K and V past the end of a sequence never affect O.
 // Logits may be any finite float. P @ V is accumulated in fp32 and divided by the row sum of P at the end. A
@@ -411,7 +413,7 @@ struct SdpaParams {
 
 namespace {
 
-constexpr int most_rows = 1000000000;  // maximum size of a dimension
+constexpr int size_limit = 1000000000;  // maximum size of a dimension; as a bound of a mask: no limit
 template <class T> __host__ __device__ constexpr T ceil_div(T n, typename std::common_type<T>::type size) {
   return (n + size - 1) / size;
 }
@@ -421,24 +423,24 @@ __host__ __device__ inline int batches_of(const SdpaParams& p, const int* starts
   return Defines::use_lengths && starts ? min(p.B, 1) : p.B;
 }
 
-// Tensor maps with dimensions [B][H][panels][S][elements of a panel], or [B][H][1][S][D]. PACK_GQA: that of
-// Q has [B][1][Hq][Sq][D]. A panel is a group of columns: 128 or 64 bytes of each row.
+// Dimensions of the tensor maps: [B][H][panels][S][elements of a panel], where a panel is 128 or 64 bytes of each row.
+// TMA boxes of a single panel, for short rows and for pages: [B][H][1][S][D]. PACK_GQA, for Q: [B][1][Hq][Sq][D].
 struct TensorMaps { CUtensorMap q, k, v, o; };
 struct Nothing {};
 
 struct Interval { int begin, end; };  // [begin, end)
-// The mask: query q sees the existing keys in [q + from, q + to). Sizes are at most 10^9: no sum overflows.
+// The mask: query q sees the existing keys in [q + from, q + to). Bounds are at most size_limit, so no sum overflows.
 struct KeyBounds {
   int from, to, Sk;
 
-  __host__ __device__ KeyBounds(const SdpaParams& p, int queries, int keys) : from(-most_rows), to(keys), Sk(keys) {
+  __host__ __device__ KeyBounds(const SdpaParams& p, int queries, int keys) : from(-size_limit), to(keys), Sk(keys) {
     const auto position_of_query_0 = [&](Causal by) { return by == Causal::bottom_right ? keys - queries : 0; };
     const int window_position = position_of_query_0(p.window_alignment == Causal::off ? p.causal : p.window_alignment);
     if (p.causal != Causal::off) to = min(position_of_query_0(p.causal) + 1, to);
     if (p.window_right >= 0) to = min(window_position + p.window_right + 1, to);
-    if (p.window_left >= 0) from = min(max(window_position - p.window_left, -most_rows), to);
+    if (p.window_left >= 0) from = min(max(window_position - p.window_left, -size_limit), to);
   }
-  __host__ __device__ bool all() const { return from == -most_rows && to == Sk; }
+  __host__ __device__ bool all() const { return from == -size_limit && to == Sk; }
   // begin(q) <= end(q). Both are nondecreasing in q.
   __host__ __device__ int begin(int q) const { return min(max(q + from, 0), Sk); }
   __host__ __device__ int end(int q) const { return min(max(q + to, 0), Sk); }
@@ -492,8 +494,8 @@ struct Divisor {
 };
 
 struct PlanArgs {  // USE_LENGTHS: sizes of the plan, the list of items that sdpa_plan() makes in scratch memory
-  // items, partials: maximum numbers per group of item_heads heads. free_partials: partials without those
-  // that an explicit SPLIT_CTAS adds. With batch_invariant, free_partials is a number per sequence.
+  // items, partials: maximum numbers per group of item_heads heads. free_partials: those partials that balance the
+  // load, without those of an explicit SPLIT_CTAS; with batch_invariant, of one sequence.
   uint32_t items, partials, free_partials;
   Divisor page_size;  // USE_PAGES
   int box_rows = 0;   // keys per TMA box; a box lies within one page and one tile
@@ -504,12 +506,12 @@ struct CapPolynomial {
 };
 struct BiasMap {  // USE_BIAS, MASK_MOD: lists of visible rounds, which items may share; lists null: no map
   uint32_t *lists = nullptr, list_words = 0;
-  Divisor heads, batches;
-  uint64_t made_for = 0;  // hash of everything that the lists depend on; a map stores it before its lists
+  Divisor heads, batches;  // numbers of heads and batches with lists of their own; 1: they share the lists
+  uint64_t made_for = 0;  // hash of the problem for which the lists are made; stored in front of them
 };
-// Scales convert between the units of scores. A score is an element of Q @ K.T. The score hook converts it to
-// the input of the softmax: a score, with USE_SOFTCAP a tanh, with SCORE_MOD or an added bias a logit. The
-// softmax weight of a logit x is exp(x). An exponent of 2 is log2 of the weight.
+// Scales convert scores to logits or to exponents. A score is an element of Q @ K.T. A logit x has the softmax weight
+// exp(x) = 2^y, where y is the exponent of 2. The input of the softmax, which the score hook computes, is a score, or
+// with USE_SOFTCAP a tanh, or with SCORE_MOD or an added bias a logit.
 //
 //   name              multiplies                   result                          used by
 //   hook_scale        a score                      USE_SOFTCAP: tanh's argument    cap_scores, ScoreMod
@@ -565,19 +567,19 @@ struct KernelArgs : Grid {
 };
 
 // A work item: BLOCK_M rows of O, of query head h in batch b, from query q0 on. PACK_GQA: rows of several heads,
-// h is the first; see rows_of_item(). USE_LENGTHS has its own specialization. The copies handle the end of a
-// tensor, so only there can ends_before() be true or keys_in_tile() be less than BLOCK_N.
+// h is the first; see rows_of_item(). USE_LENGTHS has its own specialization. In this template, a sequence
+// ends where its tensor ends. The copies handle that end, so ends_before() is false and keys_in_tile() is BLOCK_N.
 template <class B, bool = B::use_lengths> struct Item {
-  using HeldMask = const Mask&;
+  using ItemMask = const Mask&;  // result of mask()
   int b, h, q0;
   __device__ bool exists() const { return true; }                         // false: this CTA has no item
   __device__ int batch(const int*) const { return b; }                    // batch index in tensors with these starts
   __device__ int q_row(int q) const { return q; }                         // row of query q in Q and O
   __device__ int k_row(int k) const { return k; }                         // row of key k in K and V
   __device__ int query_count(const SdpaParams& p) const { return p.Sq; }  // queries of the sequence
-  __device__ bool ends_before(int) const { return false; }                // true if the sequence ends before query q
+  __device__ bool ends_before(int) const { return false; }                // true if query_count() < q
   __device__ int keys_in_tile(int) const { return B::block_n; }           // keys of the sequence in the tile at key k0
-  static __device__ HeldMask mask(const KernelArgs& a) { return a.mask; }
+  static __device__ ItemMask mask(const KernelArgs& a) { return a.mask; }
   // The keys that the item's rows see, or with SPLIT_CTAS this CTA's range of them. All rounds but the last are full.
   __device__ __forceinline__ Interval keys_of_cta(const KernelArgs& a, const Mask& mask) const;
   // SPLIT_CTAS: number of ranges of the item; index of this CTA's partial; index of the item's first partial;
@@ -697,7 +699,8 @@ template <class B, int D = B::head_dim> __device__ __forceinline__ int tile_offs
 
 // ---- accumulator views ----
 // A view is the part of a tile that a thread holds: ROWS x COLS floats x[i][j] at (row(i), col(j)). LANES adjacent
-// lanes share these rows. All kernel families share the mask, softmax and epilogue, which use only this interface.
+// lanes share these rows. In a view of O, every RUN elements of x[i] have adjacent columns. All kernel families share
+// the mask, softmax and epilogue, which use only this interface.
 
 template <class View> __device__ __forceinline__ void clear(View& T) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) { SDPA_UNROLL for (int j = 0; j < View::COLS; j++) T.x[i][j] = 0; }
@@ -711,10 +714,10 @@ template <class View> __device__ __forceinline__ void scale_rows(View& T, const 
 
 // ---- the score hook: the scales of scores ----
 
-// The scale of a thread's scores: one number, or with B::scales_rows one for each of its two rows, which may belong
+// The scale of a thread's scores: one number, or with B::has_row_scales one for each of its two rows, which may belong
 // to different heads.
 struct RowScales { float factor[2]; };
-template <class B> using ScoreScale = std::conditional_t<B::scales_rows, RowScales, float>;
+template <class B> using ScoreScale = std::conditional_t<B::has_row_scales, RowScales, float>;
 __device__ __forceinline__ float of_row(float scale, int) { return scale; }
 __device__ __forceinline__ float of_row(const RowScales& scales, int i) { return scales.factor[i]; }
 __device__ __forceinline__ float largest_of(float scale) { return scale; }
@@ -733,7 +736,7 @@ __device__ __forceinline__ float finite_scale(float scale) {
 // multiply_qk() of the mma kernel applies the factor of each row of Q.
 template <class B>
 __device__ __forceinline__ float with_descale(const KernelArgs& a, const Item<B>& item, float scale) {
-  const bool has_factor_of_q = B::q_bytes == 1 && !B::mma_scales_rows;
+  const bool has_factor_of_q = B::q_bytes == 1 && !B::has_row_descale;
   const float q_descale = has_factor_of_q ? a.p.q_descale.of_head(item.b, item.h) : 1;
   const float k_descale = a.p.k_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
   // Multiply the descale factors first. One may be 0, and the other times a large scale may be infinite.
@@ -775,7 +778,7 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
     }
   };
   hide([&](int j, int q) { return j >= keys.end(q) - k0; });
-  if (keys.from > -most_rows) hide([&](int j, int q) { return j < keys.begin(q) - k0; });
+  if (keys.from > -size_limit) hide([&](int j, int q) { return j < keys.begin(q) - k0; });
 }
 
 // ---- the score hook ----
@@ -787,7 +790,7 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> hook_scale, int first = 0,
                                            int last = View::COLS);
-// Applies SCORE_MOD, MASK_MOD and the key mask to the tile. unmasked: all of its keys exist.
+// Applies SCORE_MOD, MASK_MOD and the key mask to the tile. unmasked: it needs no mask, so all of its keys exist.
 template <class B, class View, class Tile>
 __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool unmasked);
 // USE_BIAS: address of the bias of row r of the tile at query q0.
@@ -816,8 +819,8 @@ template <class B, class View> __device__ __forceinline__ int first_column(const
   return 0;
 }
 
-template <class B> struct KeyBits;  // USE_KEY_MASK: the visible keys of a tile
-// USE_KEY_MASK, USE_BIAS=4, 5: what the item's list of visible rounds says of a tile. unknown: the kernel has no list.
+template <class B> struct KeyBits;  // USE_KEY_MASK, USE_BIAS=4, 5: a bit per key of a tile, 1 if it is visible
+// USE_KEY_MASK, USE_BIAS=4, 5: a tile's entry in the item's list of visible rounds. unknown: the kernel has no list.
 // unchanged: the key mask hides none of its keys, and the bias is 0 for all of them.
 enum class ListedTile { unknown, unchanged, changed };
 
@@ -863,7 +866,7 @@ template <class B, class View, class Tile>
 __device__ __forceinline__ void finish_scores(View& S, Tile& tile, bool unmasked, bool are_logits = false) {
   if (!are_logits) {
     cap_scores<B>(S, tile.a, tile.hook_scale());
-    if ((B::modifies_scores) && tile.needs_modify_scores()) modify_scores<B>(S, tile, unmasked);
+    if (B::modifies_scores && tile.needs_modify_scores()) modify_scores<B>(S, tile, unmasked);
     if (!tile.add_bias(S)) scale_scores<B>(S, tile.a);
   }
   if (unmasked) return;
@@ -872,8 +875,8 @@ __device__ __forceinline__ void finish_scores(View& S, Tile& tile, bool unmasked
 }
 template <class B, class View>
 __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Item<B>& item, const Mask& mask,
-                                              int q, int k0, bool unmasked) {
-  ScoreTile<B> tile{a, item, mask, q, k0, item_hook_scale<B>(a, item)};
+                                              int q0, int k0, bool unmasked) {
+  ScoreTile<B> tile{a, item, mask, q0, k0, item_hook_scale<B>(a, item)};
   finish_scores<B>(S, tile, unmasked);
 }
 
@@ -909,9 +912,9 @@ __device__ __forceinline__ void softmax_max(const View& S, ScoreScale<B> scale_l
 
 // The largest |m * scale_log2| that may be subtracted in the exponent. Its rounding changes P by at most 2^-15.
 constexpr float shift_limit = 1024;
-// SCORE_MOD may add terms as large as the sequence length. Its limit is higher; the error of P is at most
-// 2^-12.
-template <class B> constexpr float stale_limit = B::changes_logits ? 8192 : shift_limit;
+// The limit of a build. SCORE_MOD may add terms as large as the sequence length, so its limit is higher, and P
+// changes by at most 2^-12.
+template <class B> constexpr float shift_limit_of = B::changes_logits ? 8192 : shift_limit;
 
 // P = 2^(S * scale_log2 - m_log2) in place;  sum += P.   For the columns [first, last) of this thread.
 template <class B, class View>
@@ -939,7 +942,7 @@ __device__ __forceinline__ bool softmax_sum(View& S, ScoreScale<B> scale_log2, c
     const float shift = finite_max(m[i]);
     m_log2[i] = shift * of_row(scale_log2, i) - p_log2<B>;
     if (m[i] == -INFINITY) may_be_kept = false;
-    if (fabsf(m_log2[i]) <= stale_limit<B>) continue;
+    if (fabsf(m_log2[i]) <= shift_limit_of<B>) continue;
     may_be_kept = false;
     m_log2[i] = 0 - p_log2<B>;
     SDPA_UNROLL for (int j = 0; j < View::COLS; j++) S.x[i][j] -= shift;
@@ -998,7 +1001,7 @@ __device__ __forceinline__ FinalSum final_sum(float m, float l, const KernelArgs
   return {sum, sum == 0 ? 0 : rcp_approx_ftz(sum) * item_v_descale<B>(a, item)};
 }
 
-// ---- stored from views (scalar, wmma, mma, wgmma) ----
+// ---- the store of O and LSE from views (scalar, wmma, mma, wgmma) ----
 
 // Stores O / l and LSE of the rows that have a query. O of a row without a visible key is 0. m, l [ROWS] are
 // final in all lanes.
@@ -1072,6 +1075,7 @@ template <class B> struct ScalarOutput {
   __device__ int col(int j) const { return first_col + j / RUN * (COL_LANES * RUN) + j % RUN; }
 };
 
+// Rounds a view and stores it in shared memory.
 template <class T, class View> __device__ __forceinline__ void write_view(T* P_s, int stride, const View& S) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
@@ -1089,7 +1093,7 @@ template <class B> struct ScalarShared {
   float m[B::block_m], l[B::block_m], alpha[B::block_m];  // used if a row moves between warps
 
   __device__ void write_p(const ScalarScores<B>& S) { write_view(P, P_STRIDE, S); }
-  __device__ void write_alpha(const ScalarScores<B>&, const float (&)[ScalarScores<B>::ROWS]) {}
+  __device__ void write_alpha(const ScalarScores<B>&, const float (&)[ScalarScores<B>::ROWS]) {}  // USE_WMMA only
 };
 
 // O = O * alpha + P @ V   [BLOCK_M][Dv]
@@ -1267,9 +1271,9 @@ template <class B, int D = B::head_dim> struct TileCopy {
         row(tid / PER_ROW),
         col(tid % PER_ROW * B::vec_width) {}
 
-  // Copies a tile to dst_s [ROWS][D]. src_g points to this thread's first vector. `rows` rows exist from the
-  // row of this vector on; later rows are zero-filled. With USE_CP_ASYNC, the data is valid only after a
-  // wait.
+  // Copies a tile to dst_s [ROWS][D]. src_g points to this thread's first vector. `rows`: number of valid rows,
+  // counted from the row of this vector; later rows are zero-filled. With USE_CP_ASYNC, the data is valid only
+  // after a wait.
   template <int ROWS, class Rows>
   __device__ __forceinline__ void copy(Element<B>* dst_s, Rows src_g, int64_t row_stride, int rows) const {
     using Copy = VectorCopy<B::use_cp_async, B::tile_type != B::kv_type>;
@@ -1309,7 +1313,7 @@ template <class B> struct PagedRows;  // USE_PAGES: replaces a pointer to rows o
 template <class B> struct ItemTiles {
   const SdpaParams& p;
   const Item<B>& item;
-  typename Item<B>::HeldMask mask;
+  typename Item<B>::ItemMask mask;
   TileCopy<B> k_copy;  // the vectors that this thread copies
   TileCopy<B, B::d_v> v_copy;
   using Rows = std::conditional_t<B::use_pages != 0, PagedRows<B>, const KeyValue*>;
@@ -1338,17 +1342,18 @@ template <class B> struct ItemTiles {
   // KV_DTYPE: an element of Q is copied as two elements of K.
   template <int ROWS>
   __device__ __forceinline__ void copy_q(Element<B>* Q_s, int first_row, int tid, int nthreads) const {
-    const TileCopy<B, B::d_q> share(tid, nthreads);
+    const TileCopy<B, B::d_q> q_copy(tid, nthreads);
     const int q = item.q0 + first_row;
     const Query* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + item.q_row(q) * p.q.row;
-    share.template copy<ROWS>(Q_s, reinterpret_cast<const KeyValue*>(Q_g + share.row * p.q.row) + share.col,
+    q_copy.template copy<ROWS>(Q_s, reinterpret_cast<const KeyValue*>(Q_g + q_copy.row * p.q.row) + q_copy.col,
                               (B::q_type != B::kv_type ? 2 : 1) * p.q.row,
-                              item.query_count(p) - q - share.row);
+                              item.query_count(p) - q - q_copy.row);
   }
   // Copies the split's next tile of K and V, whose first key is k0, to a stage. Does nothing past the last key.
   template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
     if (k0 < keys.end) {
       const int rows = keys.end - k0;
+      // PagedRows advances by rows, a pointer by elements.
       const auto row_stride = [](const Strides& strides) { return B::use_pages ? 1 : strides.row; };
       k_copy.template copy<B::block_n>(s.K[stage], K_g, row_stride(p.k),
                                        !B::takes_short_rows || k_copy.col < p.D ? rows - k_copy.row : 0);
@@ -1384,7 +1389,7 @@ template <class B, class Shared> struct CopyTogether {
     if (B::stages > 1) stage = stage + 1 == B::stages ? 0 : stage + 1;
     const int previous = B::stages == 1 || stage == 0 ? B::stages - 1 : stage - 1;
     const int next_k0 = k0 + (B::stages - 1) * B::round_keys;
-    split_sync<B>(B::kernel != KernelKind::mma && B::sync_policy == 5);  // hazard: Q copied by all (redundant)
+    split_sync<B>(B::kernel != KernelKind::mma && B::sync_policy == 5);  // hazard: Q copied by all warps (redundant)
     if (!REFILLS_AFTER_BARRIER) {
       t.copy_kv(s, previous, next_k0);
       Copy::commit();
@@ -1412,8 +1417,8 @@ static_assert(!(Defines::kernel == KernelKind::mma && Defines::kv_type == DType:
               "DTYPE=FP8_E4M3: mma.sync takes e4m3 from sm_89 on; type -arch=sm_89 or DTYPE=FP16");
 #endif
 
-// Maximum number of keys that one accumulator sums. Tensor cores truncate each sum: 524,288 equal addends
-// lose 0.13%.
+// Maximum number of keys that one accumulator of a tensor core sums. Tensor cores truncate each sum: 524,288 equal
+// addends lose 0.13%.
 constexpr int most_keys_at_once = 65536;
 
 // An address in shared memory as an integer of 32 bits. Pointers have 64 bits.
@@ -1715,7 +1720,7 @@ __device__ __forceinline__ Interval Item<B, PLANNED>::keys_of_cta(const KernelAr
   return {keys.begin + rounds.begin * B::round_keys, min(keys.begin + rounds.end * B::round_keys, keys.end)};
 }
 
-// True if a warpgroup skips an item in which all of its rows are before query 0 or past the last query.
+// True if a warpgroup skips an item in which none of its rows has a query. With shifted_rows(), q0 may be negative.
 template <class B>
 constexpr bool skips_empty_warpgroups =
     B::is_wgmma && B::use_warp_specialization && B::split_kv == 1 && !B::use_ping_pong && B::split_ctas == 1;
@@ -1756,7 +1761,7 @@ template <class B> struct ItemScales {
   __device__ __forceinline__ ItemScales(const KernelArgs& a_, const Item<B>& item) : a(a_) { start(item, 0); }
   // row: the thread's first row; its other row is row + 8. Padding rows get the scale of a valid head.
   __device__ __forceinline__ void start(const Item<B>& item, int row) {
-    if constexpr (B::scales_rows) {
+    if constexpr (B::has_row_scales) {
       SDPA_UNROLL for (int i = 0; i < 2; i++) {
         Item<B> head = row_item<B>(a, item, row + 8 * i);
         head.h = min(head.h, a.p.Hq - 1);
@@ -1777,7 +1782,7 @@ template <class B> struct ItemScales {
   }
   __device__ __forceinline__ ScoreScale<B> scale_log2() const {
     if (B::kv_bytes == 1 && !replaces_scores<B>(a)) return descaling;
-    if constexpr (B::scales_rows) return {a.scale_log2, a.scale_log2};
+    if constexpr (B::has_row_scales) return {a.scale_log2, a.scale_log2};
     else return a.scale_log2;
   }
   __device__ __forceinline__ ScoreScale<B> score_scale_log2() const {
@@ -1823,21 +1828,21 @@ template <class B, int ROWS> struct StaleSoftmax {
   }
 };
 
-// ---- the score hook with a stale maximum (wmma, mma, wgmma) ----
+// ---- the score hook with a stale maximum (mma, wgmma) ----
 
 template <class B> struct ScoreMod;  // SCORE_MOD and MASK_MOD as functions of a score
 // The type of the tile that the score hook processes in kernels with USE_LAZY_MAX.
 template <class B> struct WgmmaRows;
 template <class B> using StaleTile = std::conditional_t<B::is_wgmma, WgmmaRows<B>, ScoreTile<B>>;
-// capped(): tanh(x * hook_scale). logit_of(): the result of the hook for score x in a tile without bias, expression
-// and mask.
+// capped(): tanh(x * hook_scale). softmax_input(): the result of the hook for score x in a tile without bias,
+// expression and mask.
 template <class B> __device__ __forceinline__ float capped(float x, float hook_scale);
-template <class B> __device__ __forceinline__ float logit_of(float x, const KernelArgs& a, float hook_scale) {
+template <class B> __device__ __forceinline__ float softmax_input(float x, const KernelArgs& a, float hook_scale) {
   return (replaces_scores<B>(a) ? capped<B>(x, hook_scale) : x) * (B::adds_bias ? a.logit_scale : 1);
 }
 
-// Replaces columns [first, last) of S by P, relative to the stale maximum, in an unmasked tile. The first call for
-// a tile has first = 0. It sets are_logits if it converts the scores to logits.
+// Replaces columns [first, last) of S by P, relative to the stale maximum, in a tile that needs no mask. The first
+// call for a tile has first = 0. USE_BIAS=1, 2, 3: sets are_logits if the tile has a bias.
 template <class B, class View, class Softmax>
 __device__ __forceinline__ void exp_by_stale_max(View& S, int first, int last, Softmax& softmax, StaleTile<B>& tile,
                                                  bool& are_logits) {
@@ -1866,6 +1871,7 @@ __device__ __forceinline__ void exp_by_stale_max(View& S, int first, int last, S
         }
         softmax.sum[i] += S.x[i][j];
       };
+      // 8 columns at a time need fewer registers.
       constexpr bool in_steps = (B::hides_keys && !B::use_key_mask) || B::pack_gqa;
       return Mod::template each_in_steps<true, in_steps>(S, first, last, tile, exp);
     }
@@ -2026,7 +2032,8 @@ template <class B> struct MmaQueries {
   static constexpr int M_TILES = MmaSums<B>::M_TILES, STEPS = B::head_dim / MMA_K<B>;
   static constexpr int O_AND_S = M_TILES * (B::d_v + B::block_n) / 2;  // registers of O and S
   static constexpr int REGISTERS = MmaOperands<B>::REGISTERS;
-  static constexpr int ROOM = O_AND_S < 184 ? (184 - O_AND_S) / (REGISTERS * M_TILES) : 0;
+  static constexpr int BUDGET = 184;  // registers of a thread for O, S and Q
+  static constexpr int ROOM = O_AND_S < BUDGET ? (BUDGET - O_AND_S) / (REGISTERS * M_TILES) : 0;
   static constexpr int KEPT = ROOM < STEPS ? ROOM : STEPS;
   uint32_t kept[KEPT ? KEPT : 1][M_TILES][REGISTERS];
   SharedAddress lane_address;  // the lane's address in the first 16 rows and MMA_K columns
@@ -2058,7 +2065,7 @@ template <class B> struct MmaRows {
   // ---- state of the work item ----
   Sums O;
   float m[ROWS], l[ROWS];
-  float q_descale[B::mma_scales_rows ? ROWS : 1];  // of the rows' heads
+  float q_descale[B::has_row_descale ? ROWS : 1];  // of the rows' heads
   bool keeps_max;  // USE_LAZY_MAX: all rows of the warp may keep m as a stale maximum
   // ---- state of the tile ----
   MmaStepOfP<B> P[STEPS];
@@ -2100,7 +2107,7 @@ template <class B> struct MmaRows {
         multiply_columns<MmaOperands<B>>(S, n, q, k);
       }
     }
-    if constexpr (B::mma_scales_rows) scale_rows(S, q_descale);
+    if constexpr (B::has_row_descale) scale_rows(S, q_descale);
   }
   // Computes P of the unmasked tile at key k0 with the stale maximum. Returns false if P is unusable because the
   // stale maximum was too small.
@@ -2202,6 +2209,14 @@ __device__ __forceinline__ void rearrange_runs(MmaRuns<B>& R, const MmaSums<B>& 
 
 // ---- 5b the kernel (mma) ----
 
+// Reads the descale factor of each row of Q; see section 5i.
+template <class B>
+__device__ __forceinline__ void read_q_descale(MmaRows<B>& rows, const KernelArgs& a, const Item<B>& item);
+// Stores O / l and LSE, or a partial if several CTAs share the item's keys; see section 5i.
+template <class B, class View, class Rows>
+__device__ __forceinline__ void store_result(const View& O, const Rows& m, const Rows& l, const KernelArgs& a,
+                                             const Item<B>& item);
+
 template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant__ KernelArgs a) {
   const SdpaParams& p = a.p;
   MmaShared<B>& s = dynamic_shared<MmaShared<B>>();
@@ -2231,7 +2246,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
   const int q = item.q0 + (B::pack_gqa ? 0 : warp * WARP_ROWS);
   Q.start(s.in.Q, warp, lane);
   rows.start(warp * WARP_ROWS + lane / 4, lane % 4 * 2);
-  if constexpr (B::mma_scales_rows) read_q_descale(rows, a, s.item);
+  if constexpr (B::has_row_descale) read_q_descale(rows, a, s.item);
   // All splits take part in all rounds. In the last round, a split may have no tile.
   for (int round_k0 = t.keys.begin; round_k0 < t.keys.end; round_k0 += B::round_keys) {
     const int k0 = round_k0 + split * B::block_n;
@@ -2564,7 +2579,7 @@ __device__ __forceinline__ void wait_for_tile(uint64_t* full, int parity, bool h
 // Number of warps that copy a K or V tile together. Each arrives once at the tile's mbarrier.
 template <class B>
 constexpr int copying_warps = !B::copies_rows                             ? 1
-                              : B::kernel == KernelKind::wgmma_swapped    ? 4
+                              : B::kernel == KernelKind::wgmma_transposed ? 4
                               : B::kernel == KernelKind::wgmma_converting ? 4
                               : B::kernel == KernelKind::wgmma_roles      ? 2 / B::split_kv
                                                                           : 1;
@@ -3223,7 +3238,7 @@ template <class B> struct WgmmaRows {
   int q0 = 0;                          // first query
   const WgmmaItem<B>* item = nullptr;  // in shared memory
   ItemScales<B> scales;
-  typename Item<B>::HeldMask mask;
+  typename Item<B>::ItemMask mask;
   // SCORE_MOD, MASK_MOD, USE_KEY_MASK: batch and head of the item, in uniform registers.
   int b = 0, h = 0;
   float x_of_head[4] = {};  // x0[h] to x3[h]
@@ -3269,8 +3284,8 @@ template <class B> struct WgmmaRows {
                                                                              : 16;
     float alpha[ROWS];
     softmax_max<B, Scores, columns>(S, scales.scale_log2(), m, alpha);
-    SDPA_UNROLL for (int i = 0; i < 2; i++) m[i] = logit_of<B>(m[i], a, of_row(scales.hook_scale(), i));
-    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * largest_of(scales.scale_log2()) <= stale_limit<B>);
+    SDPA_UNROLL for (int i = 0; i < 2; i++) m[i] = softmax_input<B>(m[i], a, of_row(scales.hook_scale(), i));
+    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * largest_of(scales.scale_log2()) <= shift_limit_of<B>);
   }
   // If `fits` is true in all lanes of the warp, the following tiles without a mask may use m as the stale
   // maximum.
@@ -4770,7 +4785,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_columns(const __grid
   WgmmaColumns<B>(s, a).run();
 }
 
-template <class B> struct KernelOf<B, KernelKind::wgmma_swapped> {
+template <class B> struct KernelOf<B, KernelKind::wgmma_transposed> {
   using Shared = WgmmaColumnsShared<B>;
   static constexpr auto entry = sdpa_wgmma_columns<B>;
 };
@@ -6385,7 +6400,7 @@ template <class B> struct TileWalk : RoundWalk<B> {
   template <class Rows>
   __device__ __forceinline__ void start_item(const Rows& rows, const WgmmaItem<B>& item, int first_round) {
     if constexpr (B::use_bias != 0) {
-      first_biased = 2 * most_rows;
+      first_biased = 2 * size_limit;
       if (rows.a.p.bias) {
         first_biased = first_biased_key(rows.a.p, rows.mask.keys.Sk);
         bias.start(rows.a, *rows.item, first_biased, rows.q0, rows.k0);
@@ -6544,7 +6559,7 @@ __device__ __forceinline__ Plan& plan_of(const KernelArgs& a) {
   return *static_cast<Plan*>(a.p.scratch);
 }
 template <class B> struct Item<B, true> : PlannedItem {
-  using HeldMask = Mask;
+  using ItemMask = Mask;
   __device__ bool exists() const { return ranges > 0; }
   __device__ int batch(const int* starts) const { return starts ? 0 : b; }
   __device__ int q_row(int q) const { return sequence.q_row + q; }
@@ -7509,8 +7524,8 @@ int most_width(const SdpaParams& p) {
     const KeyBounds bounds(p, p.Sq, p.Sk);
     return bounds.to - bounds.from;
   }
-  if (p.window_left < 0 || p.window_right < 0) return most_rows;
-  return int(min(int64_t(p.window_left) + p.window_right + 1, int64_t(most_rows)));
+  if (p.window_left < 0 || p.window_right < 0) return size_limit;
+  return int(min(int64_t(p.window_left) + p.window_right + 1, int64_t(size_limit)));
 }
 // Maximum number of keys that a query of the problem sees.
 int most_visible_keys(const SdpaParams& p) {
@@ -7922,7 +7937,7 @@ template <class B> Grid grid_of(const SdpaParams& p, const Items& items) {
   // The heads are divided into sections of equal size, whose K and V take at most about 32 of 60 MB of L2.
   const double kv_heads = double(p.B) * p.Hkv, sections = std::ceil(kv_heads * kv_bytes / (l2_bytes * 8 / 15));
   const double heads = std::fmax(1, std::ceil(kv_heads / std::fmax(sections, 1)) * (p.Hq / p.Hkv / items.heads));
-  grid.heads_in_l2 = uint32_t(std::fmin(heads, most_rows));  // clamped only with USE_LENGTHS, which ignores it
+  grid.heads_in_l2 = uint32_t(std::fmin(heads, size_limit));  // clamped only with USE_LENGTHS, which ignores it
   grid.items_in_l2 = Divisor(uint32_t(std::fmin(double(grid.heads_in_l2) * q_blocks, 0x7fffffff)));
   return grid;
 }
@@ -8161,11 +8176,11 @@ SdpaStatus check_tensors(SdpaParams& p) {
 SdpaStatus check_sizes(SdpaParams& p) {
   const struct {
     const char* name;
-    int value, least = 0, most = most_rows;
+    int value, least = 0, most = size_limit;
   } numbers[] = {{"B", p.B}, {"Hq", p.Hq}, {"Hkv", p.Hkv}, {"Sq", p.Sq}, {"Sk", p.Sk}, {"max_ctas", p.max_ctas},
                  {"window_left", p.window_left, -1}, {"window_right", p.window_right, -1},
                  {"causal", int(p.causal), 0, 2}, {"window_alignment", int(p.window_alignment), 0, 2},
-                 {"bias_keys", p.bias_keys, 0, Defines::use_lengths ? most_rows : p.Sk},
+                 {"bias_keys", p.bias_keys, 0, Defines::use_lengths ? size_limit : p.Sk},
                  {"most_keys", p.most_keys}, {"batch_invariant", p.batch_invariant, 0, 1}};
   for (const auto& x : numbers) {
     if (x.value >= x.least && x.value <= x.most) continue;
@@ -8673,7 +8688,7 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   }
   // At each edge of the mask an item computes half a tile more than is visible; the edge also costs the time of
   // 64 keys.
-  const int edges = (bounds.to < p.Sk) + (bounds.from > -most_rows), edge_rows = t.skip_masked ? 64 : t.block_m;
+  const int edges = (bounds.to < p.Sk) + (bounds.from > -size_limit), edge_rows = t.skip_masked ? 64 : t.block_m;
   keys.mean = std::fmin(keys.mean + edges * ((edge_rows + round_keys) / 2.0 + 64), in_rounds(p.Sk));
   const double share = ceil_div(int64_t(keys.most) / round_keys, ranges) * round_keys / keys.most;
   keys = {keys.most * share, keys.least * share, keys.mean * share};
@@ -8728,7 +8743,7 @@ SdpaParams of_any_batch(SdpaParams p) {
 // that of of_any_batch().
 int most_keys_of_sum(const SdpaParams& p) {
   if (!p.batch_invariant) return most_visible_keys(p);
-  if (p.k_lengths) return most_rows;
+  if (p.k_lengths) return size_limit;
   return has_unknown_width(p) ? most_width(p) : most_visible_keys(of_any_batch(p));
 }
 

@@ -95,7 +95,7 @@ string parse_shape(const string& text, Problem& p) {
   }
   const bool is_named = sizes != text;
   std::replace(sizes.begin(), sizes.end(), 'x', ',');  // the form in CSV rows
-  const vector<long long> n = parse_numbers(sizes, 0, most_rows);
+  const vector<long long> n = parse_numbers(sizes, 0, size_limit);
   if (n.size() < 5 || n.size() > 7) {
     return "want " + shape_names() +
            " or sizes B,Hq,Hkv,Sq,Sk from 0 to 10^9, optionally with D or D,Dv, such as "
@@ -163,7 +163,7 @@ vector<Option> options_of(Options& o) {
        "position as with --causal",
        [&o](const string& text) {
          const size_t comma = text.find(',', text.find(',') + 1);
-         const vector<long long> n = parse_numbers(text.substr(0, comma), -1, most_rows);
+         const vector<long long> n = parse_numbers(text.substr(0, comma), -1, size_limit);
          const string by = comma == string::npos ? "off" : text.substr(comma + 1);
          const auto names = std::begin(causal_names), end = std::end(causal_names);
          const auto found = std::find(names, end, by);

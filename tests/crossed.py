@@ -59,7 +59,7 @@ KINDS = dict(
     wgmma_roles=dict(ROLES, HEAD_DIM_V="0 64 96", DTYPE="FP16 BF16", BLOCK_N="64 32"),
     wgmma_converting=dict(ROLES, DTYPE="FP16 BF16", KV_DTYPE="FP8_E4M3", HEAD_DIM_V="0 64 96", VEC_WIDTH="16", SPLIT_KV="1",
                           USE_PERSISTENT_CTA="0", BLOCK_N="64 48 96"),
-    wgmma_swapped=dict(USE_WGMMA="1", SWAP_AB="1", BLOCK_M="32 16 8"),
+    wgmma_transposed=dict(USE_WGMMA="1", SWAP_AB="1", BLOCK_M="32 16 8"),
     wgmma_e4m3=dict(ROLES, DTYPE="FP8_E4M3", NUM_WARPS="4 8"),
     tuned_mma=dict(TILE, USE_MMA_SYNC="1", HEAD_DIM_V="0 128 48", DTYPE="FP16 BF16", VEC_WIDTH="8", USE_CP_ASYNC="1", SWIZZLE_XOR="1"),
     tuned_wgmma=dict(TILE, **ROLES, HEAD_DIM_V="0 64 96",
@@ -79,7 +79,7 @@ FEATURES_OF = dict(
     wgmma_plain=dict(USE_SOFTCAP="2 0", USE_BIAS="1 2 0"),
     wgmma_roles=dict(USE_SOFTCAP="1 2 0"),
     wgmma_converting=dict(KV_DTYPE="FP8_E4M3", BLOCK_N="64 48"),
-    wgmma_swapped=dict(HEAD_DIM="64 128", USE_SOFTCAP="2 0", USE_BIAS="3 2 5 0"),
+    wgmma_transposed=dict(HEAD_DIM="64 128", USE_SOFTCAP="2 0", USE_BIAS="3 2 5 0"),
     wgmma_e4m3=dict(DTYPE="FP8_E4M3", FP8_FLUSH="8 0 1"))
 
 # --features: also all combinations of these values meet. Other features switch off parts of the softmax by a stale maximum,

@@ -113,12 +113,12 @@ Planned problem_of_sizes(int sequences, int Hq, int Hkv, int rows, int keys) {
 // B sequences of at most `rows` queries; packed ones may be empty. n selects the other properties.
 template <class B> Planned problem(int n, int sequences, int rows, bool packs_q, bool invariant = false) {
   constexpr int heads[][2] = {{1, 1}, {8, 2}, {71, 1}, {24, 2}, {3, 3}}, sms[] = {3, 132, 1}, sums[] = {65536, 200, 64};
-  constexpr int64_t most_keys[] = {300, 70000, most_rows, 3000000};
+  constexpr int64_t most_keys[] = {300, 70000, size_limit, 3000000};
   Rng draw{uint64_t(n)};
   simt::gpu.sms[0] = sms[n % 3];
   simt::gpu.keys_at_once = sums_end<B> ? 65536 : sums[n / 2 % 3];
-  const int most = int(std::min({most_keys[n % 4], sums_end<B> ? int64_t(65536) : int64_t(most_rows),
-                                 invariant ? int64_t(20000) : int64_t(most_rows)}));  // else there is no memory for it
+  const int most = int(std::min({most_keys[n % 4], sums_end<B> ? int64_t(65536) : int64_t(size_limit),
+                                 invariant ? int64_t(20000) : int64_t(size_limit)}));  // else there is no memory for it
   Planned c = problem_of_sizes(sequences, heads[n % 5][0], heads[n % 5][1], rows, most);
   SdpaParams& p = c.p;
   reference::Problem& of = c.of;
@@ -432,7 +432,7 @@ template <class B> void check_plan(const Planned& c) {
 template <class B> void check_alike(int sequences, int heads, int64_t rounds, int sms, int sums) {
   simt::gpu.sms[0] = sms;
   simt::gpu.keys_at_once = sums;
-  check_plan<B>(problem_of_sizes(sequences, heads, heads, 1, int(std::min<int64_t>(rounds * B::round_keys, most_rows))));
+  check_plan<B>(problem_of_sizes(sequences, heads, heads, 1, int(std::min<int64_t>(rounds * B::round_keys, size_limit))));
 }
 
 // At the limit of the memory: tiles with one K tile more than a split allows, the maximum number of
@@ -452,7 +452,7 @@ template <class B> void check_room() {
     for (const int tiles : {fit, fit + 1}) {
       if (tiles > 0 && int64_t(tiles) * heads < 200000) check_alike<B>(tiles, heads, 2, sms, 65536);
     }
-    const int64_t longest = most_rows / B::round_keys;
+    const int64_t longest = size_limit / B::round_keys;
     check_alike<B>(int((int64_t(1) << 32) / longest + 1), heads, longest, sms, 65536);  // over 2^32 rounds in all
   }
   // A split with the maximum length of a sum, and one K tile more.
@@ -463,8 +463,8 @@ template <class B> void check_room() {
     }
   }
   // 2^32 K tiles in the tiles of one thread, since lanes share them.
-  const int64_t tiles = 32 * ((int64_t(1) << 32) / (most_rows / B::round_keys) + 2);
-  check_plan<B>(problem_of_sizes(1, 1, 1, int(tiles * B::block_m), most_rows));
+  const int64_t tiles = 32 * ((int64_t(1) << 32) / (size_limit / B::round_keys) + 2);
+  check_plan<B>(problem_of_sizes(1, 1, 1, int(tiles * B::block_m), size_limit));
 }
 
 template <class B> void check_plans() {
