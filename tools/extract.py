@@ -149,12 +149,16 @@ def without_expressions(text):
     return text.replace(first, f"__device__ void expression(const SdpaParams& p) {{ use({calls}{members}); }}\n"), "\n".join([first, *more])
 
 
+KNOBS, TYPED_TILES = "// ---- what follows from the knobs", "// ---- tiles that agree with the knobs as set with -D"
+
+
 def sections(source, knobs, rows, namespace):
     """The marked region of sdpa.cu without the sections of other lines, with the knobs as constants."""
     chosen = [rows[row] for row in rows if row >= 0] or [rows[-1]]
     if rows[-1]["BACKWARD"] and rows[-1]["USE_WGMMA"]:
         chosen = [{**rows[-1], "USE_CP_ASYNC": 1}]  # its tiles are copied by cp.async, unless it has producer warps
     text = source.split("// ==== COPY FROM HERE")[1].split("// ==== COPY TO HERE")[0].split("\n", 1)[1]
+    assert KNOBS in text and TYPED_TILES in text, "extract.py looks for the titles of these sections"
     text = re.sub(r"#if(?:def SDPA_SIMT\n.*?#else|ndef SDPA_SIMT)\n(.*?)#endif  // SDPA_SIMT\n", r"\1", text,
                   flags=re.DOTALL)
     text = re.sub(r"#ifndef SDPA_NAMESPACE.*?#endif\n|#pragma GCC .*?\n", "", text, flags=re.DOTALL)
@@ -166,9 +170,9 @@ def sections(source, knobs, rows, namespace):
             banner = re.fullmatch(r"(// ---- .*) \(((?:typed|scalar|wmma|mma|wgmma|[A-Z_0-9]+)\b[^()]*)\) ----", line)
             keep = not banner or holds(banner[2], knobs, chosen)
             line = banner[1] + " ----" if banner else line
-            if "what follows from the knobs" in line:
+            if line.startswith(KNOBS):
                 at = len(out)
-            if "tiles that the typed knobs leave" in line and rows[-1]["USE_TUNED"]:
+            if banner and banner[1] == TYPED_TILES and rows[-1]["USE_TUNED"]:
                 out += ["constexpr bool tile_fits(const TunedTile&) { return true; }  // the others are left out", ""]
         if keep or line == "}  // namespace":
             out.append(line)
