@@ -510,7 +510,7 @@ template <class B> vector<Places> places_of(SdpaParams p) {
 // batch_invariant: the items of a sequence equal those of the sequence alone.
 template <class B> void check_alone() {
   int compared = 0;
-  for (int n = 0; n < 30; n++) {
+  for (int n = 0; n < 48; n++) {
     const Planned c = problem<B>(n, 9, n % 3 == 0 ? 1 : 200, n % 2, true);
     const vector<Places> together = places_of<B>(c.p);
     for (int b = 0; b < int(together.size()); b++) {

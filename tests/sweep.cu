@@ -1137,7 +1137,8 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   if (p.dist == "tiny") p.scale = TINY_SCALE;
   draw_extremes(p, draw);
   if (line.has_queue && draw(4) == 0) p.max_ctas = 1 + draw(5);
-  if (line.has_queue && !p.key_mask_kind.empty() && !far && draw(3) == 0) {
+  const bool is_band = line.has_queue && !p.key_mask_kind.empty() && !far && draw(3) == 0;
+  if (is_band) {
     p.B = p.Hq = p.Hkv = p.max_ctas = 1;
     p.Sq = p.Sk = 3 * tile.block_m + 1 + draw(tile.block_m / 2);
     p.mask = reference::Mask::bottom_right;
@@ -1154,7 +1155,7 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   }
   p.batch_invariant = draw(3) == 0;
   keep_features(p, draw);
-  if (!far) limit_size(p, tile);
+  if (!far && !is_band) limit_size(p, tile);
   if (is_longest && p.most_keys) p.most_keys = longest_sequence(p);
   // With the maximum keys of a wide table, the partials of such builds take gigabytes, or are
   // refused.
