@@ -66,6 +66,11 @@ SDPA_BACKWARD_KNOBS(SDPA_KNOB)
 constexpr std::string_view backward_knobs =
     "HEAD_DIM HEAD_DIM_V DTYPE BLOCK_M BLOCK_N NUM_WARPS VEC_WIDTH USE_CP_ASYNC STAGES SWIZZLE_XOR USE_MMA_SYNC "
     "USE_WGMMA USE_WARP_SPECIALIZATION USE_SOFTCAP USE_SINKS USE_LENGTHS USE_BIAS SCORE_MOD MASK_MOD";
+// Registers per thread for S, dP and sums with `columns` columns in total: a warp has BLOCK_M / NUM_WARPS rows of
+// 2 * BLOCK_N + columns elements, divided by 32 lanes.
+template <class B> constexpr int accumulator_registers(int columns) {
+  return B::block_m / B::num_warps * (columns / 2 + B::block_n) / 16;
+}
 
 }  // namespace
 
@@ -76,13 +81,13 @@ using Input = KeyValue;  // element type of Q, K, V, dQ, dK and dV
 struct SdpaGradients {
   const Output* dO;             // [B,Hq,Sq,Dv]
   Input *dQ, *dK, *dV;          // shaped like Q, K, V; every element is written; elements must not overlap
-  Strides d_o, d_q, d_k, d_v;   // of dO, dQ, dK, dV: dO's like an input's of SdpaParams, the others' like O's
+  Strides d_o, d_q, d_k, d_v;   // of dO, dQ, dK, dV. SdpaParams has the rules: of an input for dO, of O for the others
   const float* dLSE = nullptr;  // [B,Hq,Sq] contiguous, the gradient of LSE; null: 0
   float* dSinks = nullptr;      // USE_SINKS=1: [Hq], every element is written; or null
   void* dBias = nullptr;        // USE_BIAS=1, 3: [B,Hq,Sq,columns], every element is written; or null.
                                 // columns: bias_keys, or if that is 0: Sk, limited to most_keys if set
-  Strides d_bias = {0, 0, 0};   // of dBias. 0: the dimension has size 1, and dBias is summed over it. Others are at
-                                // least the number of columns, or 1 with dBias_sums_keys=1
+  Strides d_bias = {0, 0, 0};   // of dBias. Stride 0: the dimension has size 1, and dBias is summed over it. Other
+                                // strides are at least the number of columns, or 1 with dBias_sums_keys=1
   int dBias_sums_keys = 0;      // 1: a row of dBias has one element, the sum over the keys
   void* workspace = nullptr;    // device memory, 256-byte aligned, one per stream; for its size see
                                 // sdpa_backward_workspace_bytes()
@@ -105,9 +110,9 @@ namespace {
 
 struct GradientMaps { CUtensorMap d_o, d_k, d_v; };
 // USE_BIAS: how sdpa_backward_bias computes dBias. A dimension is either kept, or dBias is summed over it.
-//   tiles   tiles of dBias, indexed along the kept dimensions
-//   steps   tiles of dS that are added to one tile of dBias, indexed along the other dimensions
-// Both are linear indices over (batch, head, query tile, key tile); the key tile varies fastest.
+//   tiles   the tiles of dBias: the kept dimensions
+//   steps   the tiles of dS that are added to one tile of dBias: the summed dimensions
+// Dims decodes a linear index over (batch, head, query tile, key tile); the key tile varies fastest.
 struct BiasPlan {
   struct Dims {
     Divisor heads, queries, keys;  // sizes of the last three dimensions
@@ -130,14 +135,15 @@ template <class B> constexpr bool orders_adds = has_roles<B> && value_of(ORDERED
 // True for has_roles with HEAD_DIM=256. dK and dV of 128 keys do not fit into the registers of two consumer
 // warpgroups. Two CTAs with 64 keys each form a cluster. See "clusters of two CTAs".
 template <class B> constexpr bool in_clusters = has_roles<B> && B::head_dim == 256;
-// has_roles: true if the consumers add dQ to its sums; false if a warp of the producer warpgroup adds it by bulk
-// operations. In clusters, shared memory has no room for the pieces. For D=64, bulk operations are not faster.
+// has_roles: a piece of dQ is [64 queries][64 elements] of a tile. Each consumer warpgroup of the CTA or
+// cluster computes one piece of a tile.
+constexpr int dq_piece_floats = 64 * 64;
+// has_roles: true if the consumers add their pieces to the dQ sums; false if the adding warps do it by bulk operations
+// from shared memory. In clusters, shared memory has no room for the pieces. For D=64, bulk operations are
+// not faster, and are used only with ORDERED_ADDS, so that the consumers do not wait for other CTAs.
 template <class B> constexpr bool adds_directly = in_clusters<B> || (B::head_dim == 64 && !orders_adds<B>);
-// has_roles: true if warps 1 and 2 of the producer warpgroup run add_pieces().
+// has_roles: true if there are adding warps: warps 1 and 2 of the producer warpgroup, which run add_pieces().
 template <class B> constexpr bool has_adding_warps = !adds_directly<B> || orders_adds<B>;
-// has_roles: true if CTAs visit the query tiles from last to first, which ORDERED_ADDS needs. Otherwise both orders
-// take the same time.
-template <class B> constexpr bool descends = orders_adds<B> || B::head_dim > 64;
 // Keys per CTA of the kernel that computes dK, CTAs per cluster, and keys per cluster.
 template <class B> constexpr int CTA_KEYS = in_clusters<B> ? 64 : B::block_m;
 template <class B> constexpr int CLUSTER_CTAS = in_clusters<B> ? 2 : 1;
@@ -154,67 +160,68 @@ __device__ inline int first_tile(int start, int b, int size) { return start / si
 inline int64_t padded_rows_of(const SdpaParams& p) {
   return has_roles<Defines> ? tiles_of_head(p, p.q_starts, p.Sq, Defines::block_n) * Defines::block_n : p.Sq;
 }
-// has_roles: a piece of dQ is [64 queries][64 elements] of a tile. Each consumer warpgroup of the CTA or
-// cluster computes one piece of a tile.
-constexpr int dq_piece_floats = 64 * 64;
 // Factor of LSE in the workspace. The weight of a logit is 2^((logit - LSE) * log2(e)). Without a bias the
 // factor is log2(e), which saves an instruction. With a bias it is 1: a logit may be the least finite float,
 // and its product with log2(e) would be -inf.
 template <class B> constexpr float lse_factor = B::adds_bias ? 1 : 1 / ln2;
 
-// The workspace: arrays with padded_rows entries per query head. An entry has LSE * lse_factor, with +inf
-// instead of -inf, and delta. adds_dq: also D sums of dQ / gradient_scale. has_roles: these are ordered as in
-// add_to_sums_of_dq(). orders_adds: the number of additions to each piece of dQ follows. USE_BIAS=1, 3:
-// partials of dBias are at the end.
+// The workspace. It consists of these arrays, in this order:
+//
+//   LSE * lse_factor, delta   of each row; LSE is +inf instead of -inf
+//   dQ sums                   adds_dq: D floats per row, dQ / gradient_scale. has_roles: ordered as in add_to_dq_sums()
+//   add counters              orders_adds: for each piece of dQ, the number of CTAs that have added to it
+//   dBias partials            USE_BIAS=1, 3
 struct BackwardWorkspace {
   int64_t heads;  // B * Hq, or Hq with q_starts
-  int padded_rows;
-  float2* rows;        // {LSE, delta}
-  float *lse, *delta;  // has_roles: instead of rows
+  int padded_rows;     // per head
+  float2* lse_delta;   // pairs of LSE and delta
+  float *lse, *delta;  // has_roles: two arrays instead of lse_delta
   float* dQ_sums;      // adds_dq
 
   BackwardWorkspace(const SdpaParams& p, void* workspace)
       : heads(int64_t(batches_of(p, p.q_starts)) * p.Hq),
         padded_rows(int(padded_rows_of(p))),
-        rows(static_cast<float2*>(workspace)),
+        lse_delta(static_cast<float2*>(workspace)),
         lse(static_cast<float*>(workspace)),
         delta(lse + heads * padded_rows),
-        dQ_sums(lse + floats_before_sums(heads * padded_rows)) {}
-  __host__ __device__ __forceinline__ static int64_t sums_of_dq(int64_t all_rows) {
+        dQ_sums(lse + lse_and_delta_floats(heads * padded_rows)) {}
+  // Sizes of the arrays, in floats. all_rows: heads * padded_rows.
+  static int64_t lse_and_delta_floats(int64_t all_rows) { return (2 * all_rows + 3) / 4 * 4; }  // 16-byte aligned
+  __host__ __device__ __forceinline__ static int64_t dq_sum_floats(int64_t all_rows) {
     return adds_dq<Defines> ? all_rows * Defines::head_dim : 0;
   }
-  __host__ __device__ __forceinline__ static int64_t counts_of_adds(int64_t all_rows) {
-    return orders_adds<Defines> ? ceil_div(sums_of_dq(all_rows) / dq_piece_floats, 4) * 4 : 0;  // 16-byte aligned
+  __host__ __device__ __forceinline__ static int64_t add_counter_floats(int64_t all_rows) {
+    return orders_adds<Defines> ? ceil_div(dq_sum_floats(all_rows) / dq_piece_floats, 4) * 4 : 0;  // 16-byte aligned
   }
-  __device__ __forceinline__ uint32_t* adds_to_piece(int64_t piece) const {
-    return reinterpret_cast<uint32_t*>(dQ_sums + sums_of_dq(heads * padded_rows)) + piece;
+  __device__ __forceinline__ uint32_t* add_counter(int64_t piece) const {
+    return reinterpret_cast<uint32_t*>(dQ_sums + dq_sum_floats(heads * padded_rows)) + piece;
   }
-  __device__ __forceinline__ float* dBias_sums() const {
-    return dQ_sums + sums_of_dq(heads * padded_rows) + counts_of_adds(heads * padded_rows);
+  __device__ __forceinline__ float* dBias_partials() const {
+    return dQ_sums + dq_sum_floats(heads * padded_rows) + add_counter_floats(heads * padded_rows);
   }
-  static int64_t floats_before_sums(int64_t all_rows) { return (2 * all_rows + 3) / 4 * 4; }  // 16-byte aligned
-  __device__ __forceinline__ void set(int64_t head, int q, float2 values) const {
-    const int64_t i = head * padded_rows + q;
+  // Stores, or loads, LSE and delta of a row.
+  __device__ __forceinline__ void set(int64_t head, int row, float2 pair) const {
+    const int64_t i = head * padded_rows + row;
     if (has_roles<Defines>) {
-      st_global(lse + i, values.x);
-      st_global(delta + i, values.y);
+      st_global(lse + i, pair.x);
+      st_global(delta + i, pair.y);
       return;
     }
-    st_global(rows + i, values);
+    st_global(lse_delta + i, pair);
   }
-  __device__ __forceinline__ float2 get(int64_t head, int q) const {
-    const int64_t i = head * padded_rows + q;
+  __device__ __forceinline__ float2 get(int64_t head, int row) const {
+    const int64_t i = head * padded_rows + row;
     if (has_roles<Defines>) return {ld_global<float>(lse + i), ld_global<float>(delta + i)};
-    return ld_global<float2>(rows + i);
+    return ld_global<float2>(lse_delta + i);
   }
 };
 
-// The arguments of the backward kernels. The tiles of `mask` have rows_of_mask queries and keys_of_mask keys:
-// the part of S that a warp computes, or a warpgroup (wgmma). sdpa_backward_bias: that of the CTA.
+// The arguments of the backward kernels. `mask` tells which tiles to skip: tiles of rows_of_mask queries and
+// keys_of_mask keys, the part of S of a warp, of a warpgroup (wgmma), or of the CTA (sdpa_backward_bias).
 struct BackwardArgs : KernelArgs, SdpaGradients {
   BackwardWorkspace work;
   float gradient_scale;   // the factor of dQ and dK: scale
-  int heads_per_section = 1;  // has_roles: KV heads per section, see key_tile_of_cluster()
+  int heads_per_section = 1;  // has_roles: see key_tile_of_cluster()
   std::conditional_t<has_roles<Defines>, GradientMaps, Nothing> gradient_maps;
   std::conditional_t<Defines::adds_bias, BiasPlan, Nothing> bias_plan;
 
@@ -460,11 +467,11 @@ __device__ __forceinline__ void copy_pair(PairTile<B, ROWS>& tile, const RowPair
     copy_to_panels<B, ROWS, B::d_v>(tile.y, from.y, from.y_stride, p.Dv, first, from.count);
     return;
   }
-  const TileCopy<OfQK<B>> of_x(threadIdx.x, B::threads);
-  const TileCopy<OfV<B>> of_y(threadIdx.x, B::threads);
-  const int x_row = first + of_x.row, y_row = first + of_y.row;
-  of_x.template copy<ROWS>(tile.x, from.x + x_row * from.x_stride + of_x.col, from.x_stride, from.count - x_row);
-  of_y.template copy<ROWS>(tile.y, from.y + y_row * from.y_stride + of_y.col, from.y_stride, from.count - y_row);
+  const TileCopy<OfQK<B>> x_copy(threadIdx.x, B::threads);
+  const TileCopy<OfV<B>> y_copy(threadIdx.x, B::threads);
+  const int x_row = first + x_copy.row, y_row = first + y_copy.row;
+  x_copy.template copy<ROWS>(tile.x, from.x + x_row * from.x_stride + x_copy.col, from.x_stride, from.count - x_row);
+  y_copy.template copy<ROWS>(tile.y, from.y + y_row * from.y_stride + y_copy.col, from.y_stride, from.count - y_row);
 }
 
 template <class B> constexpr bool copies_async = B::use_cp_async || B::is_wgmma;
@@ -523,44 +530,44 @@ struct Dual {
 };
 template <class X, class Y> constexpr bool has_dual = is_any_of<Dual, X, Y>;
 
-__device__ __forceinline__ float value_of(Dual x) { return x.value; }
-template <class X> __device__ __forceinline__ float value_of(X x) { return float(x); }
+__device__ __forceinline__ float number_of(Dual x) { return x.value; }
+template <class X> __device__ __forceinline__ float number_of(X x) { return float(x); }
 // The chain rule: returns d f(x) / d s, where `derivative` is f'(x). Returns -0 for constants, since the
 // compiler removes the addition of -0.
 __device__ __forceinline__ float chain(Dual x, float derivative) { return x.slope * derivative; }
 template <class X> __device__ __forceinline__ float chain(X, float) { return -0.0f; }
 
 template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ Dual operator+(X x, Y y) {
-  return {value_of(x) + value_of(y), chain(x, 1) + chain(y, 1)};
+  return {number_of(x) + number_of(y), chain(x, 1) + chain(y, 1)};
 }
 template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ Dual operator-(X x, Y y) {
-  return {value_of(x) - value_of(y), chain(x, 1) + chain(y, -1)};
+  return {number_of(x) - number_of(y), chain(x, 1) + chain(y, -1)};
 }
 template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ Dual operator*(X x, Y y) {
-  return {value_of(x) * value_of(y), chain(x, value_of(y)) + chain(y, value_of(x))};
+  return {number_of(x) * number_of(y), chain(x, number_of(y)) + chain(y, number_of(x))};
 }
 template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ Dual operator/(X x, Y y) {
-  const float inverse = 1 / value_of(y), quotient = value_of(x) * inverse;
+  const float inverse = 1 / number_of(y), quotient = number_of(x) * inverse;
   return {quotient, chain(x, inverse) + chain(y, -quotient * inverse)};
 }
 __device__ __forceinline__ Dual operator-(Dual x) { return {-x.value, -x.slope}; }
 template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ bool operator<(X x, Y y) {
-  return value_of(x) < value_of(y);
+  return number_of(x) < number_of(y);
 }
 template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ bool operator>(X x, Y y) {
-  return value_of(x) > value_of(y);
+  return number_of(x) > number_of(y);
 }
 template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ bool operator<=(X x, Y y) {
-  return value_of(x) <= value_of(y);
+  return number_of(x) <= number_of(y);
 }
 template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ bool operator>=(X x, Y y) {
-  return value_of(x) >= value_of(y);
+  return number_of(x) >= number_of(y);
 }
 template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ bool operator==(X x, Y y) {
-  return value_of(x) == value_of(y);
+  return number_of(x) == number_of(y);
 }
 template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ bool operator!=(X x, Y y) {
-  return value_of(x) != value_of(y);
+  return number_of(x) != number_of(y);
 }
 
 __device__ __forceinline__ Dual real(Dual x) { return x; }
@@ -591,14 +598,14 @@ __device__ __forceinline__ Dual tanh_approx(Dual x) {
 }
 __device__ __forceinline__ Dual abs(Dual x) { return x.value < 0 ? -x : x; }
 template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ Dual pow(X x, Y y) {
-  const float power = ::powf(value_of(x), value_of(y));
-  return {power, chain(x, value_of(y) * ::powf(value_of(x), value_of(y) - 1)) + chain(y, power * ::logf(value_of(x)))};
+  const float power = ::powf(number_of(x), number_of(y));
+  return {power, chain(x, number_of(y) * ::powf(number_of(x), number_of(y) - 1)) + chain(y, power * ::logf(number_of(x)))};
 }
 template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ Dual min(X x, Y y) {
-  return value_of(y) < value_of(x) ? Dual(y) : Dual(x);
+  return number_of(y) < number_of(x) ? Dual(y) : Dual(x);
 }
 template <class X, class Y, If<has_dual<X, Y>> = 0> __device__ __forceinline__ Dual max(X x, Y y) {
-  return value_of(y) > value_of(x) ? Dual(y) : Dual(x);
+  return number_of(y) > number_of(x) ? Dual(y) : Dual(x);
 }
 
 }  // namespace expression
@@ -637,7 +644,7 @@ template <class B, class Slopes, class Reader> struct SlopeTile : ScoreTile<B> {
 // Overload of the score hook's modify_scores() that also computes the slopes.
 template <class B, class View, class Slopes, class Reader>
 __device__ __forceinline__ void modify_scores(View& S, const SlopeTile<B, Slopes, Reader>& tile, bool unmasked) {
-  const ScoreTile<B>& of_scores = tile;
+  const ScoreTile<B>& score_tile = tile;
   const auto modify = [&](int i, int j, auto logit, bool visible) {
     if constexpr (B::changes_logits) {
       const expression::Dual x(logit);
@@ -647,8 +654,8 @@ __device__ __forceinline__ void modify_scores(View& S, const SlopeTile<B, Slopes
     if (!visible) S.x[i][j] = -INFINITY;
   };
   using expression::Dual;
-  if (unmasked) ScoreMod<B>::template each<true, Dual>(S, 0, View::COLS, of_scores, modify);
-  else ScoreMod<B>::template each<false, Dual>(S, 0, View::COLS, of_scores, modify);
+  if (unmasked) ScoreMod<B>::template each<true, Dual>(S, 0, View::COLS, score_tile, modify);
+  else ScoreMod<B>::template each<false, Dual>(S, 0, View::COLS, score_tile, modify);
 }
 
 // ---- P and dS ----
@@ -685,13 +692,13 @@ template <class B, class View> struct WeightsOfTile {
   // Without softcap, SCORE_MOD and USE_BIAS=1, 3, `tile` acts as a ScoreTile, and the loop only computes
   // P = exp2(S * scale_log2 - LSE * log2(e)).
   //
-  // q0, k0: first query and key of the CTA's tile, not of the warp's rows. P.row(), P.col() count from there
+  // q0, k0: the query of P.row() = 0 and the key of P.col() = 0, which other warps may hold
   // unmasked: the mask hides no key of the tile.   lse: LSE * lse_factor of this thread's queries
   template <class Reader = BiasFromMemory>
   __device__ __forceinline__ void set_p(const BackwardArgs& a, const Item<B>& item, const Mask& mask, int q0, int k0,
                                         bool unmasked, const float (&lse)[View::ROWS], const Reader& reader = {}) {
-    const ScoreTile<B> of_scores{a, item, mask, q0, k0, item_hook_scale<B>(a, item)};
-    SlopeTile<B, decltype(slope), Reader> tile{of_scores, slope, reader};
+    const ScoreTile<B> score_tile{a, item, mask, q0, k0, item_hook_scale<B>(a, item)};
+    SlopeTile<B, decltype(slope), Reader> tile{score_tile, slope, reader};
     finish_scores<B>(P, tile, unmasked);
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       // The logit of a query past Sq is arbitrary here, and its exponential could overflow.
@@ -861,8 +868,8 @@ template <class B> struct Products<B, KernelKind::mma> {
 };
 
 // `kept` consists of panels [BLOCK_M][64], `streamed` of panels [BLOCK_N][64]. A warpgroup multiplies its 64
-// rows of `kept`, which start at element 64 * 64 * (warp / 4) of a panel. wgmma_descriptor() gives the strides
-// of an operand whose rows are contiguous, and of one whose columns are.
+// rows of `kept`, which start at element 64 * 64 * (warp / 4) of a panel. The comment of wgmma_descriptor()
+// explains the strides.
 template <class B> struct Products<B, KernelKind::wgmma_plain> {
   using Scores = WgmmaAccumulator<B::block_n>;
   using Sums = WgmmaAccumulator<B::head_dim>;
@@ -958,7 +965,7 @@ __global__ void __launch_bounds__(32 * B::num_warps) sdpa_backward_rows(const __
     if (lane > 0) continue;
     if (orders_adds<B>) {
       const int64_t offset = (head * a.work.padded_rows + row) * B::head_dim;  // of the row in dQ_sums
-      if (offset % dq_piece_floats == 0) st_global(a.work.adds_to_piece(offset / dq_piece_floats), 0u);
+      if (offset % dq_piece_floats == 0) st_global(a.work.add_counter(offset / dq_piece_floats), 0u);
     }
     const float lse = exists ? ld_global<float>(p.LSE + head * p.Sq + item.q_row(q)) : -INFINITY;
     // A row that sees no key has LSE = -inf, and its P would be NaN. With +inf instead, P is 0.
@@ -976,7 +983,7 @@ __global__ void __launch_bounds__(32 * B::num_warps) sdpa_backward_rows(const __
 template <class B> struct BackwardShared {
   PairTile<B, B::block_m> kept;
   PairTile<B, B::block_n> streamed[B::stages];
-  float2 rows[B::stages][B::block_n];  // sdpa_backward_kv: {LSE, delta} of the streamed queries
+  float2 lse_delta[B::stages][B::block_n];  // sdpa_backward_kv: of the streamed queries
   typename Products<OfV<B>>::Scratch scratch;
 };
 
@@ -1020,9 +1027,9 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_q(const __grid_co
   SDPA_UNROLL for (int i = 0; i < Scores::ROWS; i++) {
     const int q = item.q0 + S.row(i);
     const int64_t head = head_index(p, item, item.h);
-    const float2 row = q < queries ? a.work.get(head, workspace_row(p, item, q)) : float2{0, 0};
-    lse[i] = row.x;
-    delta[i] = row.y;
+    const float2 pair = q < queries ? a.work.get(head, workspace_row(p, item, q)) : float2{0, 0};
+    lse[i] = pair.x;
+    delta[i] = pair.y;
   }
 
   typename QkProducts::Operand dS_operand;
@@ -1057,7 +1064,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_q(const __grid_co
 //
 // ONE_PASS: for each tile, the kernel also adds the partial dQ of its BLOCK_M keys to the dQ sums.
 
-template <int WIDTH> struct MmaBlockOfDq : QuadRuns<2, WIDTH, 2> {  // [16][WIDTH] of a warp
+template <int WIDTH> struct MmaBlockOfDq : QuadRuns<2, WIDTH, 2> {  // [16][WIDTH], the accumulators of a warp
   static constexpr int M_TILES = 1;
 };
 // ONE_PASS: adds dQ = dS @ K of BLOCK_N queries to their sums, except for queries at or past `count`. A warp
@@ -1068,15 +1075,16 @@ template <int WIDTH> struct MmaBlockOfDq : QuadRuns<2, WIDTH, 2> {  // [16][WIDT
 template <class B, class View>
 __device__ __forceinline__ void add_dq(float* sums_g, int count, const View& dS, typename Products<B>::Scratch& dS_s,
                                        const Element<B>* K_s, int warp, int lane) {
-  constexpr int stride = Products<B>::SCRATCH_STRIDE, width = B::head_dim % 64 ? 32 : 64, across = B::head_dim / width;
+  constexpr int stride = Products<B>::SCRATCH_STRIDE, width = B::head_dim % 64 ? 32 : 64;
+  constexpr int blocks_per_row = B::head_dim / width;
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     SDPA_UNROLL for (int j = 0; j < View::COLS; j += 2) {
       st_shared(&dS_s[dS.row(i) * stride + dS.col(j)], pack<Input>(dS.x[i][j], dS.x[i][j + 1]));
     }
   }
   __syncthreads();  // hazard: dS written by all warps
-  for (int n = warp; n < B::block_n / 16 * across; n += B::num_warps) {
-    const int r0 = n / across * 16, d0 = n % across * width;
+  for (int n = warp; n < B::block_n / 16 * blocks_per_row; n += B::num_warps) {
+    const int r0 = n / blocks_per_row * 16, d0 = n % blocks_per_row * width;
     const SharedAddress dS_lane =
         shared_address(&dS_s[(lane / 16 * 8 + lane % 8) * stride + r0 + lane / 8 % 2 * 8]);
     const SharedAddress K_lane = shared_address(K_s + tile_offset<B>(lane % 16, lane / 16 * 8));
@@ -1103,12 +1111,7 @@ __device__ __forceinline__ void add_dq(float* sums_g, int count, const View& dS,
   }
 }
 
-// Registers per thread for S, dP and sums with `columns` columns in total: the elements of a warp's rows,
-// WARP_ROWS * (2 * BLOCK_N + columns), divided by 32 lanes.
-template <class B> constexpr int sum_registers(int columns) {
-  return B::block_m / B::num_warps * (columns / 2 + B::block_n) / 16;
-}
-template <class B> constexpr bool has_room_for_both = sum_registers<B>(B::head_dim + B::d_v) <= 192;
+template <class B> constexpr bool has_room_for_both = accumulator_registers<B>(B::head_dim + B::d_v) <= 192;
 
 // The keys of a CTA: those of KV head h_kv from k0 on.
 template <class B> struct KeyTile {
@@ -1121,8 +1124,8 @@ template <class B> __device__ __forceinline__ KeyTile<B> key_tile_of_sequence(co
   const Item<B> item = sequence_tile<B, CLUSTER_KEYS<B>>(a.p, a.p.k_starts, a.p.Sk, a.p.Hkv, i);
   return {item, item.h, item.q0};
 }
-// Without a mask, consecutive CTAs have tiles of the same head and share its Q and dO in L2. With a mask, the
-// first keys of all heads come first. Under a causal mask the most queries see these keys, so the longest
+// Without a mask, consecutive CTAs have tiles of the same head and share its Q and dO in L2. With a mask, CTAs
+// are ordered by key and then by head. Under a causal mask, the most queries see the first keys, so the longest
 // CTAs start first.
 template <class B> __device__ __forceinline__ KeyTile<B> key_tile(const BackwardArgs& a, int i) {
   if constexpr (B::use_lengths) return key_tile_of_sequence<B>(a, i);
@@ -1149,26 +1152,26 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const KeyTile<B> keys = key_tile<B>(a, blockIdx.x);
   const Item<B>& item = keys.item;
-  const int h_kv = keys.h_kv, k0 = keys.k0, group = p.Hq / p.Hkv, key_end = key_count(p, item);
+  const int h_kv = keys.h_kv, k0 = keys.k0, heads_per_kv = p.Hq / p.Hkv, key_end = key_count(p, item);
   if (B::use_lengths && k0 >= key_end) return;
   const Mask& mask = mask_of<B, B::block_n, SKIPPING_ROWS<B>>(a, item);
   const Interval queries = queries_of_keys(mask.keys, k0, min(k0 + B::block_m, key_end) - 1, item.query_count(p));
   const int tiles_per_head = max(ceil_div(queries.end - queries.begin, B::block_n), 0);
 
-  const auto head_of_tile = [&](int n) { return h_kv * group + n / tiles_per_head; };
+  const auto head_of_tile = [&](int n) { return h_kv * heads_per_kv + n / tiles_per_head; };
   const auto query_of_tile = [&](int n) { return queries.begin + n % tiles_per_head * B::block_n; };
   const auto load = [&](int n, int stage) {
     const int h = head_of_tile(n), q0 = query_of_tile(n);
     if (n == 0) copy_pair(s.kept, keys_of_head(a, item, h_kv), k0, p);
     copy_pair(s.streamed[stage], queries_of_head(a, item, h), q0, p);
     // Here work.padded_rows is Sq.
-    const float2* const rows_g = a.work.rows + head_index(p, item, h) * p.Sq + workspace_row(p, item, q0);
+    const float2* const from_g = a.work.lse_delta + head_index(p, item, h) * p.Sq + workspace_row(p, item, q0);
     for (int r = threadIdx.x; r < B::block_n; r += B::threads) {
-      VectorCopy<copies_async<B>>::template copy<sizeof(float2)>(&s.rows[stage][r], rows_g + r,
+      VectorCopy<copies_async<B>>::template copy<sizeof(float2)>(&s.lse_delta[stage][r], from_g + r,
                                                                   q0 + r < item.query_count(p));
     }
   };
-  StreamedTiles<B, decltype(load)> tiles(load, group * tiles_per_head);
+  StreamedTiles<B, decltype(load)> tiles(load, heads_per_kv * tiles_per_head);
 
   Scores S, dP;
   Scores &P = S, &dS = dP;  // P overwrites S, dS overwrites dP
@@ -1198,7 +1201,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
     tiles.load_ahead(n);
     float row_values[ByQuery::ROWS];  // LSE, later delta: both at once would need too many registers
     SDPA_UNROLL for (int i = 0; i < ByQuery::ROWS; i++) {
-      row_values[i] = ld_shared<float>(&s.rows[stage][S_by_query.row(i)].x);
+      row_values[i] = ld_shared<float>(&s.lse_delta[stage][S_by_query.row(i)].x);
     }
     QkProducts::template finish<HAS_DK ? 1 : 0>(S, s.kept.x, tile.x, warp, lane);  // dP stays in flight
     WeightsOfTile<B, ByQuery> weights{S_by_query, dP_by_query, {}};
@@ -1208,7 +1211,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
       weights.multiply_by_slope();
       VProducts::template finish<HAS_DV ? 1 : 0>(dP, s.kept.y, tile.y, warp, lane);  // dV stays in flight
       SDPA_UNROLL for (int i = 0; i < ByQuery::ROWS; i++) {
-        row_values[i] = ld_shared<float>(&s.rows[stage][S_by_query.row(i)].y);
+        row_values[i] = ld_shared<float>(&s.lse_delta[stage][S_by_query.row(i)].y);
       }
       weights.set_ds(row_values);
       QkProducts::add(dK, dS, tile.x, s.scratch, dS_operand, lane);
@@ -1263,7 +1266,7 @@ __global__ void __launch_bounds__(B::threads) sdpa_backward_convert_rows(const _
 //                                           dQ = dS @ K of tile n - 1
 //                                           S.T = K @ Q.T of tile n + 1
 //                                           dK += dS.T @ Q
-//                                           pass dQ to producer warp 1 + w, which adds it to the sums
+//                                           pass dQ to adding warp w, which adds it to the dQ sums
 //                                           dP.T = V @ dO.T of tile n + 1;  pass the turn on
 //                                           P = exp(logit - LSE) of tile n + 1      release Q of tile n
 //                                         after the last tile:  its dQ;  store dK, dV
@@ -1276,12 +1279,12 @@ template <class B> constexpr int DQ_PIECES = B::block_n / 64 * (B::head_dim / 64
 
 // Ids of named barriers, and the number of threads that arrive or wait. w: a consumer warpgroup.
 constexpr int backward_turn = 1, backward_turn_threads = 256;  // backward_turn + w: the turn of w
-constexpr int both_groups = 3, both_groups_threads = 256;
-constexpr int own_group = 4, own_group_threads = 128;  // own_group + w: the warps of w
+constexpr int both_warpgroups = 3, both_warpgroups_threads = 256;
+constexpr int own_warpgroup = 4, own_warpgroup_threads = 128;  // own_warpgroup + w: the warps of w
 constexpr int p_stored = 6, p_read = 7, p_threads = 256;  // in_clusters: P written by warpgroup 0, read by 1
-constexpr int dq_free = 8, dq_passed = 10, dq_threads = 160;  // + w: w and producer warp 1 + w
+constexpr int dq_free = 8, dq_passed = 10, dq_threads = 160;  // + w: w and its adding warp
 
-template <class B> struct KeysOfCta {
+template <class B> struct KeysAndMask {
   KeyTile<B> keys;
   Mask mask;
 };
@@ -1294,12 +1297,12 @@ struct ClusterShared {
   uint64_t ds_full[2], ds_empty[2];
 };
 
-// A piece of dQ of each warpgroup, ordered as in add_to_sums_of_dq().
+// A piece of dQ of each warpgroup, ordered as in add_to_dq_sums().
 struct PiecesShared { alignas(128) float dQ[2][dq_piece_floats]; };
 
 template <class B> struct BackwardWgmmaShared {
-  // A tile's Q is read before its dO and released after it, so Q has an additional stage. For D=64, shared
-  // memory has no room for it.
+  // A tile's Q is read before its dO and released after it, so Q has an additional stage. For D=64 with pieces of dQ
+  // in shared memory, there is no room for it.
   static constexpr int Q_STAGES = B::stages + (B::head_dim > 64 || adds_directly<B>);
   // One warpgroup reads dS of tiles n - 1 and n while the other writes n + 1. in_clusters: one reads n while
   // the other writes n + 1.
@@ -1312,8 +1315,8 @@ template <class B> struct BackwardWgmmaShared {
   alignas(16) float lse[Q_STAGES][B::block_n];  // times lse_factor
   alignas(16) float delta[B::stages][B::block_n];
   uint64_t kv_full, q_full[Q_STAGES], q_empty[Q_STAGES], do_full[B::stages], do_empty[B::stages];
-  // USE_LENGTHS: keys and mask, for which neither the producer nor the consumers have registers.
-  std::conditional_t<B::use_lengths, KeysOfCta<B>, Nothing> of_cta;
+  // USE_LENGTHS: neither the producer nor the consumers have registers for these.
+  std::conditional_t<B::use_lengths, KeysAndMask<B>, Nothing> keys_and_mask;
   std::conditional_t<in_clusters<B>, ClusterShared, Nothing> cluster;
   std::conditional_t<adds_directly<B>, Nothing, PiecesShared> pieces;
 };
@@ -1358,9 +1361,9 @@ template <class B> struct BiasOfStage {
   }
 };
 
-// Returns the keys of this CTA's cluster. The KV heads are divided into sections of heads_per_section heads.
-// Only the first section may have fewer. Within a section, the first keys of all heads come first. Under a causal
-// mask the most queries see these keys, so the longest CTAs start first.
+// Returns the keys of this CTA's cluster. The KV heads are divided into sections of heads_per_section heads, so that
+// L2 holds the data of a section. Only the first section may have fewer. Within a section, clusters are ordered by
+// key and then by head. Under a causal mask, the most queries see the first keys, so the longest CTAs start first.
 template <class B> __device__ __forceinline__ KeyTile<B> key_tile_of_cluster(const BackwardArgs& a) {
   const uint32_t i = blockIdx.x / CLUSTER_CTAS<B>;
   if constexpr (B::use_lengths) return key_tile_of_sequence<B>(a, i);
@@ -1374,40 +1377,32 @@ template <class B> __device__ __forceinline__ KeyTile<B> key_tile_of_cluster(con
   return {item_of<B>(a.p, int(head / a.p.Hkv), 0, 0), int(head % a.p.Hkv), int(j / heads * CLUSTER_KEYS<B>)};
 }
 
-// Iterates over the tiles of queries that see a key of the cluster, for each query head of the GQA group.
-// descends: from last to first, and the inner loop iterates over the heads.
-template <class B> struct QueryTiles {
-  int h, tiles_per_head;
-  int first;              // index of a head's first tile
-  int n = 0;              // the current tile is tile first + n of head h. descends: tile first
+// Iterates over the tiles of queries that see a key of the cluster, from last to first. The inner loop iterates
+// over the query heads of the GQA group. Only ORDERED_ADDS depends on this order, see "Short waits" below.
+template <class B> struct QueryTileIterator {
+  int tiles_per_head;
+  int h, tile;  // the current tile: its query head and its index in the sequence
 
-  __device__ __forceinline__ QueryTiles(const BackwardArgs& a, const KeyTile<B>& keys, const Mask& mask)
+  __device__ __forceinline__ QueryTileIterator(const BackwardArgs& a, const KeyTile<B>& keys, const Mask& mask)
       : h(keys.h_kv * (a.p.Hq / a.p.Hkv)) {
     const int last_key = min(keys.k0 + CLUSTER_KEYS<B>, key_count(a.p, keys.item)) - 1;
     const Interval queries = queries_of_keys(mask.keys, keys.k0, last_key, keys.item.query_count(a.p));
-    first = queries.begin / B::block_n;
+    const int first = queries.begin / B::block_n;
     const bool is_empty = queries.end <= queries.begin || (B::use_lengths && last_key < keys.k0);
     tiles_per_head = is_empty ? 0 : ceil_div(queries.end, B::block_n) - first;
-    if (descends<B>) first += tiles_per_head - 1;
+    tile = first + tiles_per_head - 1;
   }
   __device__ __forceinline__ int count(const SdpaParams& p) const { return tiles_per_head * (p.Hq / p.Hkv); }
-  __device__ __forceinline__ int query() const { return (first + n) * B::block_n; }
+  __device__ __forceinline__ int query() const { return tile * B::block_n; }
   // Index of the tile's first row in the workspace.
   __device__ __forceinline__ int64_t row(const BackwardArgs& a, const Item<B>& item) const {
     return head_index(a.p, item, h) * a.work.padded_rows + workspace_row(a.p, item, query());
   }
   __device__ __forceinline__ void advance(const BackwardArgs& a) {
-    if constexpr (descends<B>) {
-      h++;
-      if (a.q_heads_per_kv.remainder(h) > 0) return;
-      h -= a.q_heads_per_kv.divisor;
-      first--;
-      return;
-    }
-    if (++n == tiles_per_head) {
-      n = 0;
-      h++;
-    }
+    h++;
+    if (a.q_heads_per_kv.remainder(h) > 0) return;
+    h -= a.q_heads_per_kv.divisor;
+    tile--;
   }
 };
 
@@ -1487,7 +1482,7 @@ __device__ __forceinline__ void load_keys(BackwardWgmmaShared<B>& s, const Backw
 // query tile.
 template <class B>
 __device__ __forceinline__ void produce_backward(BackwardWgmmaShared<B>& s, const BackwardArgs& a,
-                                                 const KeyTile<B>& keys, QueryTiles<B> tile) {
+                                                 const KeyTile<B>& keys, QueryTileIterator<B> tile) {
   constexpr int D = B::head_dim;
   constexpr int tile_bytes = B::block_n * D * sizeof(Input);  // of Q, or of dO
   constexpr int lse_bytes = B::block_n * sizeof(float);       // of LSE, or of delta
@@ -1496,7 +1491,7 @@ __device__ __forceinline__ void produce_backward(BackwardWgmmaShared<B>& s, cons
   const auto& maps = tensor_maps<B>(a);
   const bool is_first_lane = !B::use_lengths || threadIdx.x == 0;
   // Loads a tile of Q or dO, which map and rows_g describe, and the LSE or delta of its rows.
-  const auto load_tile = [&](const QueryTiles<B>& t, Input* tile_s, const CUtensorMap* map, const Input* rows_g,
+  const auto load_tile = [&](const QueryTileIterator<B>& t, Input* tile_s, const CUtensorMap* map, const Input* rows_g,
                              int64_t row_stride, int width, float* lse_s, const float* lse_g, uint64_t* full) {
     const int count = item.query_count(a.p) - t.query();
     const bool is_last = B::use_lengths && count < B::block_n;
@@ -1509,14 +1504,14 @@ __device__ __forceinline__ void produce_backward(BackwardWgmmaShared<B>& s, cons
   };
   StageRing<Shared::Q_STAGES> q_ring;
   StageRing<B::stages> do_ring;
-  const auto load_q = [&](const QueryTiles<B>& t) {
+  const auto load_q = [&](const QueryTileIterator<B>& t) {
     mbarrier_wait(&s.q_empty[q_ring.stage], q_ring.parity ^ 1);
     const RowPair rows = queries_of_head(a, item, t.h);
     load_tile(t, s.Q[q_ring.stage], &maps.q, rows.x, rows.x_stride, a.p.D, s.lse[q_ring.stage], a.work.lse,
               &s.q_full[q_ring.stage]);
     q_ring.advance();
   };
-  const auto load_do = [&](const QueryTiles<B>& t) {
+  const auto load_do = [&](const QueryTileIterator<B>& t) {
     mbarrier_wait(&s.do_empty[do_ring.stage], do_ring.parity ^ 1);
     const RowPair rows = queries_of_head(a, item, t.h);
     load_tile(t, s.dO[do_ring.stage], &gradient_maps<B>(a).d_o, rows.y, rows.y_stride, a.p.Dv,
@@ -1557,10 +1552,10 @@ __device__ __forceinline__ void wgmma_dq(WgmmaAccumulator<64>& dQ, uint64_t dS, 
 }
 
 // ---- additions to dQ ----
-// Consumer warpgroup w writes its piece of dQ to shared memory. Warp 1 + w of the producer warpgroup adds it
-// to the sums in global memory by a bulk operation, so that the consumers do not wait for the addition.
+// Consumer warpgroup w writes its piece of dQ to shared memory. Adding warp w, which is warp 1 + w of the producer
+// warpgroup, adds it to the dQ sums by a bulk operation, so that the consumers do not wait for the addition.
 //
-//   warp 1 + w of the producer warpgroup      consumer warpgroup w
+//   adding warp w                               consumer warpgroup w
 //   ORDERED_ADDS: wait for the counter          compute a piece of dQ
 //   wait dq_passed                              wait dq_free
 //   add the piece; wait until it is read        write the piece to shared memory
@@ -1568,8 +1563,8 @@ __device__ __forceinline__ void wgmma_dq(WgmmaAccumulator<64>& dQ, uint64_t dS, 
 //   ORDERED_ADDS: wait until it is added;
 //     increment the counter
 //
-// adds_directly: the consumers add the pieces. With ORDERED_ADDS, the warp arrives at dq_free when the counter
-// permits the addition, and the consumers wait for it.
+// adds_directly: the consumers add the pieces. With ORDERED_ADDS, the adding warp arrives at dq_free when the
+// counter permits the addition, and the consumers wait for it.
 //
 // ORDERED_ADDS: floating-point addition is not associative, so results are bitwise identical only if the CTAs
 // add to each piece in a fixed order: by ascending keys. The counter of a piece is the number of CTAs that
@@ -1579,34 +1574,34 @@ __device__ __forceinline__ void wgmma_dq(WgmmaAccumulator<64>& dQ, uint64_t dS, 
 // guarantee it). A CTA waits only for CTAs with a smaller blockIdx, and all visit the pieces in the same
 // order. So the unfinished CTA with the smallest blockIdx has started and waits for none.
 //
-// Short waits: with ORDERED_ADDS, all CTAs of a head visit its query tiles in descending order. Under a mask, a
-// CTA with smaller keys begins at the same tile or one with a smaller index, so it reaches a common tile first.
-// The heads of a GQA group are the inner loop. If they were the outer loop, CTAs with more tiles per head would
-// delay the others at each head.
+// Short waits: all CTAs of a head visit its query tiles in descending order. Under a mask, a CTA with smaller
+// keys begins at the same tile or one with a smaller index, so it reaches a common tile first. The heads of a GQA
+// group are the inner loop. If they were the outer loop, CTAs with more tiles per head would delay the others at
+// each head.
 
 // Number of CTAs that add to a piece of the query tile at q0 before the CTA whose first key is k0.
 template <class B> __device__ __forceinline__ uint32_t adds_before(const Mask& mask, int q0, int k0) {
   return k0 / CLUSTER_KEYS<B> - mask.keys.begin(q0) / CLUSTER_KEYS<B>;
 }
 
-// Adds a piece of dQ to its sums. Accumulators 4i to 4i + 3 of thread t are added to floats 512i + 4t and
+// Adds a piece of dQ to the dQ sums. Accumulators 4i to 4i + 3 of thread t are added to floats 512i + 4t and
 // following, so that the warp's addresses are contiguous.
-__device__ __forceinline__ void add_to_sums_of_dq(const WgmmaAccumulator<64>& dQ, float* piece_g) {
+__device__ __forceinline__ void add_to_dq_sums(const WgmmaAccumulator<64>& dQ, float* piece_g) {
   float* const to_g = piece_g + threadIdx.x % 128 * 4;
   SDPA_UNROLL for (int i = 0; i < 8; i++) {
     const float* const d = dQ.x.d + 4 * i;
     red_global_add_v4(to_g + i * 512, d[0], d[1], d[2], d[3]);
   }
 }
-// Passes a piece of dQ of warpgroup w to add_pieces(), ordered as in add_to_sums_of_dq(). adds_directly: adds
-// it to the sums at piece_g.
+// Passes a piece of dQ of warpgroup w to its adding warp, ordered as in add_to_dq_sums(). adds_directly: adds it
+// to the dQ sums at piece_g.
 template <class B>
 __device__ __forceinline__ void pass_dq(BackwardWgmmaShared<B>& s, const WgmmaAccumulator<64>& dQ, int w,
                                         float* piece_g) {
-  // hazard: previous piece read by the bulk operation. adds_directly: smaller keys added by other CTAs
+  // hazard: previous piece read by the bulk operation. adds_directly: pieces of smaller keys added by other CTAs
   if (has_adding_warps<B>) barrier_sync(dq_free + w, dq_threads);
   if constexpr (adds_directly<B>) {
-    add_to_sums_of_dq(dQ, piece_g);
+    add_to_dq_sums(dQ, piece_g);
   } else {
     SDPA_UNROLL for (int i = 0; i < 8; i++) {
       const float* const d = dQ.x.d + 4 * i;
@@ -1617,17 +1612,17 @@ __device__ __forceinline__ void pass_dq(BackwardWgmmaShared<B>& s, const WgmmaAc
   if (has_adding_warps<B>) barrier_arrive(dq_passed + w, dq_threads);
 }
 
-// Adds the pieces of warpgroup w to the sums of dQ. adds_directly: orders the additions. One warp calls it.
+// Adding warp w: adds the pieces of warpgroup w to the dQ sums. adds_directly: only orders the additions.
 template <class B>
 __device__ __forceinline__ void add_pieces(BackwardWgmmaShared<B>& s, const BackwardArgs& a, const KeyTile<B>& keys,
-                                           const Mask& mask, QueryTiles<B> tile, int w) {
+                                           const Mask& mask, QueryTileIterator<B> tile, int w) {
   const bool is_first_lane = threadIdx.x % 32 == 0;
   const int piece_of_tile = in_clusters<B> ? 2 * cluster_rank() + w : w;
   if (!adds_directly<B>) barrier_arrive(dq_free + w, dq_threads);
   for (int left = tile.count(a.p); left > 0; left--) {
     const int64_t piece = tile.row(a, keys.item) / B::block_n * DQ_PIECES<B> + piece_of_tile;
     const uint32_t before = adds_before<B>(mask, tile.query(), keys.k0);
-    if (orders_adds<B> && is_first_lane) wait_for_value(a.work.adds_to_piece(piece), before);
+    if (orders_adds<B> && is_first_lane) wait_for_value(a.work.add_counter(piece), before);
     __syncwarp();
     if constexpr (adds_directly<B>) {
       barrier_arrive(dq_free + w, dq_threads);
@@ -1644,7 +1639,7 @@ __device__ __forceinline__ void add_pieces(BackwardWgmmaShared<B>& s, const Back
       if (left > 1) barrier_arrive(dq_free + w, dq_threads);
       if (orders_adds<B> && is_first_lane) cp_async_bulk_wait_group<0>();
     }
-    if (orders_adds<B> && is_first_lane) st_release(a.work.adds_to_piece(piece), before + 1);
+    if (orders_adds<B> && is_first_lane) st_release(a.work.add_counter(piece), before + 1);
     tile.advance(a);
   }
 }
@@ -1707,7 +1702,8 @@ __device__ __forceinline__ void store_key_gradient(const BackwardArgs& a, const 
 // Consumer warpgroup w. Computes dK and dV of its 64 keys, and its piece of every tile's dQ.
 template <class B>
 __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, const BackwardArgs& a,
-                                                 const KeyTile<B>& keys, const Mask& mask, QueryTiles<B> tile, int w) {
+                                                 const KeyTile<B>& keys, const Mask& mask,
+                                                 QueryTileIterator<B> tile, int w) {
   using Shared = BackwardWgmmaShared<B>;
   using Scores = WgmmaAccumulator<B::block_n>;
   using ByQuery = Transposed<Scores>;
@@ -1757,7 +1753,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     const int stage = ds_stage + 1 == Shared::DS_STAGES ? 0 : ds_stage + 1;
     return reinterpret_cast<Bias*>(s.dS[stage] + 64 * 64 * w);
   };
-  const auto prefetch_bias = [&](const QueryTiles<B>& of) {
+  const auto prefetch_bias = [&](const QueryTileIterator<B>& of) {
     if (prefetches_bias) BiasOfStage<B>::load(bias_of_next(), a.p, keys.item, of.h, of.query(), k0);
   };
 
@@ -1771,11 +1767,11 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     if constexpr (may_prefetch_bias) {
       if (prefetches_bias) {
         cp_async_wait_group<0>();
-        barrier_sync(own_group + w, own_group_threads);  // hazard: bias copied by all warps
+        barrier_sync(own_warpgroup + w, own_warpgroup_threads);  // hazard: bias copied by all warps
       }
       const BiasOfStage<B> bias{prefetches_bias ? bias_of_next() : nullptr};
       weights.set_p(a, query_tile(keys.item, tile.h, q0), mask, q0, k0, mask.tiles.cover(q0, k0), lse, bias);
-      if (prefetches_bias) barrier_sync(own_group + w, own_group_threads);  // hazard: bias read by all warps
+      if (prefetches_bias) barrier_sync(own_warpgroup + w, own_warpgroup_threads);  // hazard: bias read by all warps
     } else {
       weights.set_p(a, query_tile(keys.item, tile.h, q0), mask, q0, k0, mask.tiles.cover(q0, k0), lse);
     }
@@ -1806,7 +1802,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     // The turn. hazard: dS of tile n - 1 written by both warpgroups
     barrier_sync(backward_turn + w, backward_turn_threads);
     if constexpr (may_prefetch_bias && !last) {
-      QueryTiles<B> next = tile;
+      QueryTileIterator<B> next = tile;
       next.advance(a);
       prefetch_bias(next);
     }
@@ -1879,7 +1875,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
   process_tile(tiles == 1, std::true_type{});
 
   // dQ of the last tile
-  barrier_sync(both_groups, both_groups_threads);  // hazard: dS written by both warpgroups
+  barrier_sync(both_warpgroups, both_warpgroups_threads);  // hazard: dS written by both warpgroups
   WgmmaAccumulator<64> dQ;
   wgmma_dq<B>(dQ, descriptor_at(dS_of(ds_stage), dq_panel), K_panel);
   wgmma_wait_group<0>();
@@ -1888,10 +1884,10 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
 
   // Write dV over this warpgroup's V and dK over its K, then store both by TMA.
   store_to_panels<64>(dV, 1, s.V[w]);
-  barrier_sync(both_groups, both_groups_threads);  // hazard: K read by both warpgroups
+  barrier_sync(both_warpgroups, both_warpgroups_threads);  // hazard: K read by both warpgroups
   store_to_panels<64>(dK, a.gradient_scale, s.K[w]);
   fence_proxy_async();
-  barrier_sync(own_group + w, own_group_threads);  // hazard: dK and dV written by all warps
+  barrier_sync(own_warpgroup + w, own_warpgroup_threads);  // hazard: dK and dV written by all warps
   store_key_gradient<B>(a, keys, k0, s.K[w], a.dK, a.d_k, &gradient_maps<B>(a).d_k, a.p.D);
   store_key_gradient<B>(a, keys, k0, s.V[w], a.dV, a.d_v, &gradient_maps<B>(a).d_v, a.p.Dv);
   cp_async_bulk_wait_group_read<0>();
@@ -1909,7 +1905,7 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
 //     dV += P.T @ dO             release dO      dK += dS.T @ Q             release Q
 //     dQ of tile n - 1, 64 columns               dQ of tile n - 1, 64 columns
 //     S.T = K @ Q.T of tile n + 1                dP.T = V @ dO.T of tile n + 1
-//     add dQ to the sums in global memory        add dQ to the sums in global memory
+//     add dQ to the dQ sums                      add dQ to the dQ sums
 //     P = exp(logit - LSE) of tile n + 1         wait for P of tile n + 1
 //     pass P to warpgroup 1      release Q       dS = P * (dP - delta)
 //                                                send dS to the other CTA   release dO
@@ -1939,7 +1935,7 @@ __device__ __forceinline__ void wgmma_dq_of_cluster(WgmmaAccumulator<64>& dQ, ui
 // Consumer warpgroup W. W == 0 computes P and dV, W == 1 computes dS and dK.
 template <class B, int W>
 __device__ __forceinline__ void consume_in_cluster(BackwardWgmmaShared<B>& s, const BackwardArgs& a,
-                                                   const KeyTile<B>& keys, const Mask& mask, QueryTiles<B> tile) {
+                                                   const KeyTile<B>& keys, const Mask& mask, QueryTileIterator<B> tile) {
   using Shared = BackwardWgmmaShared<B>;
   using Scores = WgmmaAccumulator<B::block_n>;
   using ByQuery = Transposed<Scores>;
@@ -1960,7 +1956,7 @@ __device__ __forceinline__ void consume_in_cluster(BackwardWgmmaShared<B>& s, co
   uint64_t *const sum_full = W == 0 ? s.do_full : s.q_full, *const sum_empty = W == 0 ? s.do_empty : s.q_empty;
   StageRing<T_STAGES> t_ring;
   StageRing<SUM_STAGES> sum_ring;
-  StageRing<2> ds_ring, ds_before{1};  // dS: in tile n, written for tile n + 1, read for tile n - 1
+  StageRing<2> ds_ring, ds_before{1};  // stages of dS: of the operand's tile, and of the tile before it
   float* dQ_sums_g = nullptr;          // this warpgroup's piece of the previous tile's dQ sums
 
   // Called for each tile. Descriptors kept across tiles would occupy registers for every step.
@@ -2016,7 +2012,7 @@ __device__ __forceinline__ void consume_in_cluster(BackwardWgmmaShared<B>& s, co
       mbarrier_wait(&s.cluster.ds_empty[stage], ds_ring.parity ^ 1);
       SDPA_UNROLL for (int step = 0; step < 4; step++) store_step_to_panels<64>(s.dS[stage], step, operand[step]);
       fence_proxy_async();
-      barrier_sync(own_group + W, own_group_threads);  // hazard: dS written by all warps
+      barrier_sync(own_warpgroup + W, own_warpgroup_threads);  // hazard: dS written by all warps
       if (tid == 0) {
         const int other = cluster_rank() ^ 1;
         mbarrier_arrive_expect_tx(&s.cluster.ds_full[stage], sizeof s.cluster.dS[0]);  // from the other CTA
@@ -2041,7 +2037,7 @@ __device__ __forceinline__ void consume_in_cluster(BackwardWgmmaShared<B>& s, co
       mbarrier_wait(&s.cluster.ds_full[ds_before.stage], ds_before.parity);
       issue_dq(ds_before.stage);
     }
-    wgmma_fence();  // of the path without dQ: ptxas inserts one here otherwise
+    wgmma_fence();  // for the path without dQ; otherwise ptxas inserts one here
     wgmma_commit_group();
     if constexpr (!last) issue_scores();
 
@@ -2086,11 +2082,11 @@ __device__ __forceinline__ void consume_in_cluster(BackwardWgmmaShared<B>& s, co
   pass_dq<B>(s, dQ, W, dQ_sums_g);
 
   // Warpgroup 0 writes dV over V, warpgroup 1 writes dK over K. Then TMA stores both.
-  barrier_sync(both_groups, both_groups_threads);  // hazard: K and V read by both warpgroups
+  barrier_sync(both_warpgroups, both_warpgroups_threads);  // hazard: K and V read by both warpgroups
   Input* const sum_s = W == 0 ? s.V[0] : s.K[0];
   store_to_panels<64>(sum, W == 0 ? 1 : a.gradient_scale, sum_s);
   fence_proxy_async();
-  barrier_sync(own_group + W, own_group_threads);  // hazard: the sum written by all warps
+  barrier_sync(own_warpgroup + W, own_warpgroup_threads);  // hazard: the sum written by all warps
   const auto& maps = gradient_maps<B>(a);
   store_key_gradient<B>(a, keys, keys.k0, sum_s, W == 0 ? a.dV : a.dK, W == 0 ? a.d_v : a.d_k,
                         W == 0 ? &maps.d_v : &maps.d_k, W == 0 ? a.p.Dv : a.p.D);
@@ -2114,9 +2110,9 @@ __device__ __forceinline__ void store_zero_gradients(const BackwardArgs& a, cons
 template <class B>
 __device__ __forceinline__ void run_backward_roles(BackwardWgmmaShared<B>& s, const BackwardArgs& a,
                                                    const KeyTile<B>& keys, const Mask& mask,
-                                                   QueryTiles<B> tiles, int group) {
+                                                   QueryTileIterator<B> tiles, int warpgroup) {
   using Registers = WgmmaRegisters<B, 24>;
-  if (group == 0) {
+  if (warpgroup == 0) {
     setmaxnreg_dec<Registers::producer>();
     const int warp = warp_uniform(threadIdx.x / 32);
     if (warp == 0) {
@@ -2127,13 +2123,13 @@ __device__ __forceinline__ void run_backward_roles(BackwardWgmmaShared<B>& s, co
   } else {
     setmaxnreg_inc<Registers::consumer>();
     if constexpr (in_clusters<B>) {
-      if (group == 1) {
+      if (warpgroup == 1) {
         consume_in_cluster<B, 0>(s, a, keys, mask, tiles);
       } else {
         consume_in_cluster<B, 1>(s, a, keys, mask, tiles);
       }
     } else {
-      consume_backward(s, a, keys, mask, tiles, group - 1);
+      consume_backward(s, a, keys, mask, tiles, warpgroup - 1);
     }
   }
 }
@@ -2141,10 +2137,10 @@ __device__ __forceinline__ void run_backward_roles(BackwardWgmmaShared<B>& s, co
 template <class B>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_wgmma(const __grid_constant__ BackwardArgs a) {
   BackwardWgmmaShared<B>& s = dynamic_shared<BackwardWgmmaShared<B>>();
-  const int group = warp_uniform(threadIdx.x / 128);
+  const int warpgroup = warp_uniform(threadIdx.x / 128);
   KeyTile<B> keys = key_tile_of_cluster<B>(a);
   const Mask& mask = mask_of<B, B::block_n, 64>(a, keys.item);
-  QueryTiles<B> tiles(a, keys, mask);
+  QueryTileIterator<B> tiles(a, keys, mask);
   if (in_clusters<B>) keys.k0 += cluster_rank() * CTA_KEYS<B>;
   if (tiles.count(a.p) == 0) return store_zero_gradients<B>(a, keys);
   if (threadIdx.x == 0) {
@@ -2158,18 +2154,18 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_wgmma(const __gri
       mbarriers_init(s.cluster.ds_empty, 2 * B::num_warps);
     }
     fence_mbarrier_init();
-    if constexpr (B::use_lengths) s.of_cta = {keys, mask};
+    if constexpr (B::use_lengths) s.keys_and_mask = {keys, mask};
   }
-  // hazard: mbarriers initialized and of_cta written by thread 0
+  // hazard: mbarriers initialized and keys_and_mask written by thread 0
   if constexpr (in_clusters<B>) {
     cluster_sync();
   } else {
     __syncthreads();
   }
   if constexpr (B::use_lengths) {
-    run_backward_roles(s, a, s.of_cta.keys, s.of_cta.mask, tiles, group);
+    run_backward_roles(s, a, s.keys_and_mask.keys, s.keys_and_mask.mask, tiles, warpgroup);
   } else {
-    run_backward_roles(s, a, keys, mask, tiles, group);
+    run_backward_roles(s, a, keys, mask, tiles, warpgroup);
   }
   if constexpr (in_clusters<B>) cluster_sync();  // hazard: shared memory of this CTA accessed by the other one
 }
@@ -2180,8 +2176,8 @@ struct ConvertShared {
   Input rows[64][64 + 8];  // + 8 avoids bank conflicts
 };
 
-// Tile i of the sums of dQ in the workspace.
-template <class B> __device__ __forceinline__ Item<B> item_of_sums(const BackwardArgs& a, uint32_t i) {
+// Tile i of the dQ sums.
+template <class B> __device__ __forceinline__ Item<B> tile_of_dq_sums(const BackwardArgs& a, uint32_t i) {
   if constexpr (B::use_lengths) return sequence_tile<B, B::block_n>(a.p, a.p.q_starts, a.p.Sq, a.p.Hq, i);
   const int tiles = a.work.padded_rows / B::block_n, head = i / tiles, tile = i % tiles;
   return item_of<B>(a.p, head / a.p.Hq, head % a.p.Hq, tile * B::block_n);
@@ -2191,7 +2187,7 @@ template <class B>
 __global__ void __launch_bounds__(128) sdpa_backward_convert(const __grid_constant__ BackwardArgs a) {
   ConvertShared& s = dynamic_shared<ConvertShared>();
   const int piece = blockIdx.x % DQ_PIECES<B>;
-  const Item<B> item = item_of_sums<B>(a, blockIdx.x / DQ_PIECES<B>);
+  const Item<B> item = tile_of_dq_sums<B>(a, blockIdx.x / DQ_PIECES<B>);
   const int q0 = item.q0 + piece / (B::head_dim / 64) * 64, d0 = piece % (B::head_dim / 64) * 64;
   const int queries = item.query_count(a.p);
   if (B::use_lengths && q0 >= queries) return;
@@ -2231,8 +2227,8 @@ __global__ void __launch_bounds__(32 * sink_warps) sdpa_backward_sinks(const __g
   for (int b = 0; b < p.B; b++) {
     const Item<B> item = item_of<B>(p, b, h, 0);
     for (int q = threadIdx.x; q < item.query_count(p); q += 32 * sink_warps) {
-      const float2 row = a.work.get(head_index(p, item, h), workspace_row(p, item, q));
-      sum = fmaf(-ex2_approx_ftz((sink - row.x) * (1 / ln2 / lse_factor<B>)), row.y, sum);
+      const float2 pair = a.work.get(head_index(p, item, h), workspace_row(p, item, q));  // LSE, delta
+      sum = fmaf(-ex2_approx_ftz((sink - pair.x) * (1 / ln2 / lse_factor<B>)), pair.y, sum);
     }
   }
   sum = row_sum<32>(sum);
@@ -2249,8 +2245,8 @@ __global__ void __launch_bounds__(32 * sink_warps) sdpa_backward_sinks(const __g
 // of the steps. The kernel recomputes S and dP. In return, the sums are in registers: no atomics, no dS in
 // global memory, and bitwise identical results in every run.
 
-// The build of sdpa_backward_bias. has_roles: a wgmma build without roles. There are two stages, if the build
-// has at least two and shared memory has room for them.
+// The build of sdpa_backward_bias. has_roles: a wgmma build without roles. There are two stages, if the build has at
+// least two and shared memory has room for them: 227 KB less the other arrays.
 template <class B> struct OfBias : B {
   static constexpr KernelKind kernel = has_roles<B> ? KernelKind::wgmma_plain : B::kernel;
   static constexpr int block_m = has_roles<B> ? 128 : B::block_m, block_n = has_roles<B> ? 64 : B::block_n;
@@ -2269,7 +2265,7 @@ template <class B> struct BiasShared {
     Step steps[B::stages];
     float sums[B::block_m * SUM_STRIDE];  // after the last step
   };
-  float2 rows[B::stages][B::block_m];  // {LSE, delta}
+  float2 lse_delta[B::stages][B::block_m];
 };
 
 // A template, since only builds with USE_BIAS=1 or 3 have a plan.
@@ -2278,9 +2274,9 @@ template <class B, class Args> __host__ __device__ __forceinline__ auto& bias_pl
 // A position in dS or in dBias: batch, head, first query and first column of the bias.
 struct BiasPlace { int b, h, q0, column; };
 template <class B> __device__ __forceinline__ BiasPlace bias_place(const BiasPlan::Dims& dims, uint32_t i) {
-  const uint32_t of_keys = dims.keys.divide(i), head = dims.queries.divide(of_keys);
-  return {int(dims.heads.divide(head)), int(dims.heads.remainder(head)),
-          int(dims.queries.remainder(of_keys)) * B::block_m, int(dims.keys.remainder(i)) * B::block_n};
+  const uint32_t row = dims.keys.divide(i), head = dims.queries.divide(row);  // row: of tiles, in all heads
+  return {int(dims.heads.divide(head)), int(dims.heads.remainder(head)), int(dims.queries.remainder(row)) * B::block_m,
+          int(dims.keys.remainder(i)) * B::block_n};
 }
 // Number of columns, and number of floats, of a tile of dBias. A tile is one row if dBias is summed over the
 // queries, and one column if it is summed over the keys.
@@ -2290,15 +2286,15 @@ template <class B> __host__ __device__ __forceinline__ int bias_columns_of_tile(
 template <class B> __host__ __device__ __forceinline__ int bias_tile_size(const BiasPlan& plan) {
   return (plan.sums_queries ? 1 : B::block_m) * bias_columns_of_tile<B>(plan);
 }
-// Stores a tile of dBias. value(r, c) returns an element. The thread stores every step-th one from `first`.
+// Stores a tile of dBias. value(r, c) returns an element. Called by `threads` threads, numbered from 0.
 template <class B, class Value>
-__device__ __forceinline__ void store_bias_tile(const BackwardArgs& a, const BiasPlan& plan, uint32_t tile, int first,
-                                                int step, const Value& value) {
+__device__ __forceinline__ void store_bias_tile(const BackwardArgs& a, const BiasPlan& plan, uint32_t tile, int thread,
+                                                int threads, const Value& value) {
   const BiasPlace at = bias_place<B>(plan.tiles, tile);
   const int columns = bias_columns_of_tile<B>(plan), last_row = plan.sums_queries ? 0 : a.p.Sq - 1 - at.q0,
             last_column = plan.sums_keys ? 0 : plan.columns - 1 - at.column;
   Bias* const tile_g = head_of(static_cast<Bias*>(a.dBias), a.d_bias, at.b, at.h, at.q0) + at.column;
-  for (int i = first; i < bias_tile_size<B>(plan); i += step) {
+  for (int i = thread; i < bias_tile_size<B>(plan); i += threads) {
     const int r = i / columns, c = i % columns;
     if (r <= last_row && c <= last_column) {
       st_global(tile_g + r * a.d_bias.row + c, rounded<Bias>(value(r, c)));
@@ -2375,12 +2371,12 @@ __global__ void __launch_bounds__(OfBias<Build>::threads, 1) sdpa_backward_bias(
     using Copy = VectorCopy<copies_async<B>>;
     for (int r = threadIdx.x; r < B::block_m; r += B::threads) {
       const bool exists = item.q0 + r < item.query_count(p);
-      float2& to_s = s.rows[stage][r];
+      float2& to_s = s.lse_delta[stage][r];
       if (has_roles<Build>) {
         Copy::template copy<4>(&to_s.x, a.work.lse + row + r, exists);
         Copy::template copy<4>(&to_s.y, a.work.delta + row + r, exists);
       } else {
-        Copy::template copy<8>(&to_s, a.work.rows + row + r, exists);
+        Copy::template copy<8>(&to_s, a.work.lse_delta + row + r, exists);
       }
     }
   };
@@ -2411,9 +2407,9 @@ __global__ void __launch_bounds__(OfBias<Build>::threads, 1) sdpa_backward_bias(
     steps.load_ahead(n);
     float lse[Scores::ROWS], delta[Scores::ROWS];
     SDPA_UNROLL for (int i = 0; i < Scores::ROWS; i++) {
-      const float2 row = ld_shared<float2>(&s.rows[stage][S.row(i)]);
-      lse[i] = row.x;
-      delta[i] = row.y;
+      const float2 pair = ld_shared<float2>(&s.lse_delta[stage][S.row(i)]);
+      lse[i] = pair.x;
+      delta[i] = pair.y;
     }
     QkProducts::template finish<1>(S, s.steps[stage].queries.x, s.steps[stage].keys.x, warp, lane);
     WeightsOfTile<B, Scores> weights{S, dP, {}};
@@ -2434,8 +2430,8 @@ __global__ void __launch_bounds__(OfBias<Build>::threads, 1) sdpa_backward_bias(
   const auto value = [&](int r, int c) { return ld_shared<float>(&s.sums[r * stride + c]); };
   if (plan.ranges == 1) return store_bias_tile<B>(a, plan, tile, threadIdx.x, B::threads, value);
   const int size = bias_tile_size<B>(plan), columns = bias_columns_of_tile<B>(plan);
-  float* const sums_g = a.work.dBias_sums() + int64_t(blockIdx.x) * size;
-  for (int i = threadIdx.x; i < size; i += B::threads) st_global(sums_g + i, value(i / columns, i % columns));
+  float* const partial_g = a.work.dBias_partials() + int64_t(blockIdx.x) * size;
+  for (int i = threadIdx.x; i < size; i += B::threads) st_global(partial_g + i, value(i / columns, i % columns));
 }
 
 // Adds the partials of the ranges, in order. One thread per element of dBias.
@@ -2445,18 +2441,18 @@ __global__ void __launch_bounds__(OfBias<Build>::threads) sdpa_backward_merge_bi
   const BiasPlan& plan = bias_plan<B>(a);
   const int size = bias_tile_size<B>(plan), columns = bias_columns_of_tile<B>(plan);
   const int ctas = ceil_div(size, B::threads), tile = blockIdx.x / ctas, cta = blockIdx.x % ctas;
-  const float* const sums_g = a.work.dBias_sums() + int64_t(tile) * plan.ranges * size;
+  const float* const partials_g = a.work.dBias_partials() + int64_t(tile) * plan.ranges * size;
   store_bias_tile<B>(a, plan, tile, cta * B::threads + threadIdx.x, size, [&](int r, int c) {
     float x = 0;
 #pragma unroll 8
     for (uint32_t range = 0; range < plan.ranges; range++) {
-      x += ld_global<float>(sums_g + int64_t(range) * size + r * columns + c);
+      x += ld_global<float>(partials_g + int64_t(range) * size + r * columns + c);
     }
     return x;
   });
 }
 
-// ---- rows that are no query and no key (USE_LENGTHS) ----
+// ---- padding rows (USE_LENGTHS) ----
 
 constexpr int padding_warps = 8;
 
@@ -2504,16 +2500,16 @@ template <class B> int64_t kv_ctas(const SdpaParams& p) {
 
 // USE_BIAS: maximum number of partials of dBias. There is at most one per tile of dS, and at most one per CTA
 // of a grid with 512 threads per SM.
-template <class B> int64_t most_bias_ranges(const SdpaParams& p) {
+template <class B> int64_t most_bias_partials(const SdpaParams& p) {
   using Own = OfBias<B>;
   if (!p.bias) return 0;
   const double tiles = double(p.B) * p.Hq * ceil_div(p.Sq, Own::block_m) * ceil_div(p.Sk, Own::block_n);
   return int64_t(std::fmin(tiles, double(max(512 / Own::threads, 1)) * sm_count()));
 }
 // Number of floats in the workspace for partials of dBias.
-template <class B> int64_t dBias_sums_of(const SdpaParams& p) {
+template <class B> int64_t dBias_partial_floats(const SdpaParams& p) {
   if constexpr (B::adds_bias) {
-    return most_bias_ranges<B>(p) * OfBias<B>::block_m * OfBias<B>::block_n;
+    return most_bias_partials<B>(p) * OfBias<B>::block_m * OfBias<B>::block_n;
   } else {
     return 0;
   }
@@ -2521,8 +2517,8 @@ template <class B> int64_t dBias_sums_of(const SdpaParams& p) {
 size_t backward_workspace_bytes(const SdpaParams& p) {
   using Work = BackwardWorkspace;
   const int64_t all_rows = int64_t(batches_of(p, p.q_starts)) * p.Hq * padded_rows_of(p);
-  const int64_t dQ_sums = Work::sums_of_dq(all_rows) + Work::counts_of_adds(all_rows);
-  return size_t(Work::floats_before_sums(all_rows) + dQ_sums + dBias_sums_of<Defines>(p)) * sizeof(float);
+  const int64_t dQ_sums = Work::dq_sum_floats(all_rows) + Work::add_counter_floats(all_rows);
+  return size_t(Work::lse_and_delta_floats(all_rows) + dQ_sums + dBias_partial_floats<Defines>(p)) * sizeof(float);
 }
 
 SdpaStatus launch_backward(void (*kernel)(BackwardArgs), const BackwardArgs& a, int64_t ctas, int threads, size_t bytes,
@@ -2591,7 +2587,7 @@ template <class B> SdpaStatus set_bias_plan(BiasPlan& plan, const SdpaBackwardPa
   if (!set_dims(plan.tiles, false) || !set_dims(plan.steps, true)) {
     return failure(refused, "dBias has more than %d tiles, or is summed over more; split the batch", most_ctas);
   }
-  plan.ranges = max(min(uint32_t(most_bias_ranges<B>(p)) / max(plan.tiles.count, 1u), plan.steps.count), 1u);
+  plan.ranges = max(min(uint32_t(most_bias_partials<B>(p)) / max(plan.tiles.count, 1u), plan.steps.count), 1u);
   return {};
 }
 // Launches the kernels that compute dBias. They read LSE and delta from the workspace.
@@ -2666,9 +2662,9 @@ template <class B> struct BackwardKernelOf<B, true> {
   static constexpr auto entry = sdpa_backward_wgmma<B>;
 
   // Returns the number of KV heads per section. `wanted` is the number of heads whose Q, dO and dQ sums fit
-  // into 8/15 of L2, as in grid_of(), but at least one CTA per SM. The heads are divided into sections of
+  // into 8/15 of L2, as in grid_of(), but enough for one CTA per SM. The heads are divided into sections of
   // about equal size, with `wanted` to 2 * wanted heads.
-  static int heads_of_section(const SdpaParams& p, int padded_rows) {
+  static int choose_heads_per_section(const SdpaParams& p, int padded_rows) {
     const int64_t heads = int64_t(p.B) * p.Hkv;
     const double head_bytes = double(p.Hq / p.Hkv) * padded_rows * B::head_dim * (2 * sizeof(Input) + sizeof(float));
     const double in_l2 = device_attribute(cudaDevAttrL2CacheSize, 60 << 20) * 8.0 / 15 / std::fmax(head_bytes, 1);
@@ -2682,7 +2678,7 @@ template <class B> struct BackwardKernelOf<B, true> {
     std::array<TensorView, 4> inputs = tensors_of(p);
     const int q_batches = batches_of(p, p.q_starts), k_batches = batches_of(p, p.k_starts);
     auto& maps = a.maps;
-    auto& of_gradients = a.gradient_maps;
+    auto& gradient_maps = a.gradient_maps;
     const struct {
       TensorView tensor;
       int rows;
@@ -2690,14 +2686,14 @@ template <class B> struct BackwardKernelOf<B, true> {
     } boxes[] = {{inputs[0], B::block_n, &maps.q},
                  {inputs[1], 64, &maps.k},
                  {inputs[2], 64, &maps.v},
-                 {view_of("dO", a.dO, a.d_o, q_batches, p.Hq, p.Sq, p.Dv), B::block_n, &of_gradients.d_o},
-                 {view_of("dK", a.dK, a.d_k, k_batches, p.Hkv, p.Sk, p.D), 64, &of_gradients.d_k},
-                 {view_of("dV", a.dV, a.d_v, k_batches, p.Hkv, p.Sk, p.Dv), 64, &of_gradients.d_v}};
+                 {view_of("dO", a.dO, a.d_o, q_batches, p.Hq, p.Sq, p.Dv), B::block_n, &gradient_maps.d_o},
+                 {view_of("dK", a.dK, a.d_k, k_batches, p.Hkv, p.Sk, p.D), 64, &gradient_maps.d_k},
+                 {view_of("dV", a.dV, a.d_v, k_batches, p.Hkv, p.Sk, p.Dv), 64, &gradient_maps.d_v}};
     for (const auto& x : boxes) {
-      RowBoxes of_tensor;
+      RowBoxes row_boxes;
       const bool by_panels = a.has_short_rows || (in_clusters<B> && x.map == &maps.k);
-      SdpaStatus status = boxes_of_rows(of_tensor, x.tensor, B::head_dim, by_panels ? x.tensor.width : 0, x.rows);
-      if (status.ok()) status = encode_boxes(*x.map, x.tensor, of_tensor);
+      SdpaStatus status = boxes_of_rows(row_boxes, x.tensor, B::head_dim, by_panels ? x.tensor.width : 0, x.rows);
+      if (status.ok()) status = encode_boxes(*x.map, x.tensor, row_boxes);
       if (!status.ok()) return status;
     }
     return {};
@@ -2711,7 +2707,7 @@ template <class B> struct BackwardKernelOf<B, true> {
       return failure(refused, "dQ has %lld tiles of 64x64, but a grid has at most %d CTAs; split the batch",
                      (long long)pieces, most_ctas);
     }
-    a.heads_per_section = heads_of_section(p, a.work.padded_rows);
+    a.heads_per_section = choose_heads_per_section(p, a.work.padded_rows);
     // Without queries or keys, no kernel reads a map, and an empty tensor cannot have one.
     SdpaStatus status;
     if (items.count > 0 && p.Sk > 0) status = encode_maps(a);
@@ -2820,7 +2816,7 @@ SDPA_KNOBS(SDPA_NOT_BACKWARD)
 SDPA_REFUSE(Defines::kv_bytes == 1,
             "DTYPE: the backward kernels take 16 bits; type DTYPE=FP16 or DTYPE=BF16, or drop BACKWARD=1");
 SDPA_REFUSE(Defines::key_bias,
-            "USE_BIAS=4, 5: the backward kernels read the bias by queries; type USE_BIAS=1 or 3, whose strides may be 0");
+            "USE_BIAS=4, 5: the backward kernels lack a bias per key; type USE_BIAS=1 or 3, whose strides may be 0");
 SDPA_REFUSE(Defines::use_warp_specialization && (Defines::block_m != 128 || Defines::num_warps != 8),
             "BLOCK_M, NUM_WARPS: the backward kernels of USE_WARP_SPECIALIZATION=1 have two consumer warpgroups per "
             "CTA for 128 keys; type BLOCK_M=128 NUM_WARPS=8");
@@ -2831,14 +2827,13 @@ SDPA_REFUSE(Defines::use_warp_specialization &&
                 (Defines::head_dim == 192 || Defines::block_n != (Defines::head_dim == 64 ? 128 : 64)),
             "BLOCK_N, HEAD_DIM: each of two warpgroups, or of four with HEAD_DIM=256, computes 64x64 elements of dQ; type "
             "HEAD_DIM=64 BLOCK_N=128, HEAD_DIM=128 BLOCK_N=64 or HEAD_DIM=256 BLOCK_N=64");
-SDPA_REFUSE(!Defines::use_warp_specialization &&
-                Defines::block_m / Defines::num_warps * (Defines::head_dim / 2 + Defines::block_n) / 16 > 192,
+SDPA_REFUSE(!Defines::use_warp_specialization && accumulator_registers<Defines>(Defines::head_dim) > 192,
             "BLOCK_M, BLOCK_N: S, dP and dQ or dK would take over 192 registers and spill; type a smaller BLOCK_N, or "
             "BLOCK_M=16*NUM_WARPS");
 SDPA_REFUSE(value_of(ONE_PASS_text) == 1 && Defines::head_dim % 32,
             "ONE_PASS, HEAD_DIM: a warp computes 32 or 64 elements of a row of dQ; type a multiple of 32 for HEAD_DIM");
 SDPA_REFUSE(value_of(ONE_PASS_text) == 1 &&
-                Defines::block_m / Defines::num_warps * ((Defines::head_dim + Defines::d_v) / 2 + Defines::block_n) / 16 > 160,
+                accumulator_registers<Defines>(Defines::head_dim + Defines::d_v) > 192 - 32,  // 32: a block of dQ
             "ONE_PASS, BLOCK_M, BLOCK_N: S, dP, dQ, dK and dV would take over 192 registers and spill; type a smaller "
             "BLOCK_N, or BLOCK_M=16*NUM_WARPS, or drop ONE_PASS");
 SDPA_REFUSE(value_of(ORDERED_ADDS_text) == 1 && !Defines::use_warp_specialization,

@@ -173,7 +173,7 @@ def test_knobs_of_the_backward_pass():
                "USE_MMA_SYNC=1 BLOCK_M=128 HEAD_DIM=256": "BLOCK_M, BLOCK_N:", f"USE_WGMMA={wgmma} HEAD_DIM=96": "HEAD_DIM: the",
                "USE_WGMMA=1 USE_WARP_SPECIALIZATION=1 VEC_WIDTH=8 BLOCK_M=64 BLOCK_N=128": "BLOCK_M, NUM_WARPS: the backward kernel",
                f"USE_WGMMA={wgmma} USE_WARP_SPECIALIZATION=1 HEAD_DIM=128": "BLOCK_N, HEAD_DIM: each of two warpgroups",
-               "USE_BIAS=4": "USE_BIAS=4, 5: the backward kernels read the bias by queries",
+               "USE_BIAS=4": "USE_BIAS=4, 5: the backward kernels lack a bias per key",
                "ONE_PASS=1": "ONE_PASS: only kernels of these families have it: mma",
                "ORDERED_ADDS=1": "ORDERED_ADDS: only kernels of these families have it: wgmma",
                f"USE_WGMMA={wgmma} ORDERED_ADDS=1": "ORDERED_ADDS: only the kernel of USE_WARP_SPECIALIZATION=1 adds",

@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(256, 1) backward_parts(float* sums_g, float* r
     hold(dP.x.d);
     for (int n = 0; n < 2; n++) store_to_panels<128>(dP, 1, s.dS[n] + 64 * 64 * w);
     fence_proxy_async();
-    barrier_sync(both_groups, both_groups_threads);  // hazard: dS written by both warpgroups
+    barrier_sync(both_warpgroups, both_warpgroups_threads);  // hazard: dS written by both warpgroups
   }
   SDPA_UNROLL for (int i = 0; i < 32; i++) dQ.x.d[i] = 1;
   SDPA_UNROLL for (int i = 0; i < D / 2; i++) dK.x.d[i] = dV.x.d[i] = 0;
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(256, 1) backward_parts(float* sums_g, float* r
     if constexpr (stages) {
       if constexpr (multiplies) store_to_panels<128>(dP, 1, s.dS[stage] + 64 * 64 * w);
       fence_proxy_async();
-      barrier_sync(both_groups, both_groups_threads);  // hazard: dS written by both warpgroups
+      barrier_sync(both_warpgroups, both_warpgroups_threads);  // hazard: dS written by both warpgroups
     }
     if constexpr (exchanges) {
       if (threadIdx.x == 0) {
@@ -122,13 +122,13 @@ __global__ void __launch_bounds__(256, 1) backward_parts(float* sums_g, float* r
     }
     if constexpr (adds == Adds::bulk) {
       if (tid == 0) cp_async_bulk_wait_group_read<0>();
-      barrier_sync(own_group + w, own_group_threads);  // hazard: dQ of the previous tile has been read
+      barrier_sync(own_warpgroup + w, own_warpgroup_threads);  // hazard: dQ of the previous tile has been read
       SDPA_UNROLL for (int i = 0; i < 8; i++) {
         const float* const d = dQ.x.d + 4 * i;
         *reinterpret_cast<float4*>(s.dQ[w] + i * 512 + tid * 4) = float4{d[0], d[1], d[2], d[3]};
       }
       fence_proxy_async();
-      barrier_sync(own_group + w, own_group_threads);  // hazard: dQ written by all warps
+      barrier_sync(own_warpgroup + w, own_warpgroup_threads);  // hazard: dQ written by all warps
       if (tid == 0) {
         cp_reduce_async_bulk_add(dQ_g, s.dQ[w], sizeof s.dQ[w]);
         cp_async_bulk_commit_group();
