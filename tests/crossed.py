@@ -207,11 +207,11 @@ def judge_source(source):
     refusals = re.sub(r"#define SDPA_REFUSE.*|return true;|return check\w*\(\);", "", refusals)
     build = between("template <int ROW> struct BuildOf : Knobs<ROW> {", "\n};")
     return JUDGE % dict(
-        knobs=between("// ---- the list of knobs (typed) ----", "// The macro of a knob that is not set"),
-        enums=between("// ---- what follows from the knobs ----", "// The template argument"),
+        knobs=between("// ---- the list of knobs (typed) ----", "#define SDPA_TEXT_AS_IS"),
+        enums=between("// ---- what follows from the knobs ----", "template <int ROW> struct BuildOf"),
         build=re.sub("static constexpr|using K = .*", "", build),
         derived=of_struct(between("using Defines = BuildOf<-1>;", "}  // namespace") +
-                          between("// ---- the path to a kernel ----", "// KernelOf describes") +
+                          between("// ---- the path to a kernel ----", "template <class B, KernelKind") +
                           between("#define SDPA_REFUSE(condition", "constexpr bool is_one_of").split("\n", 1)[1]),
         judged=between("constexpr bool is_one_of", "#define SDPA_LEGAL"), refusals=refusals)
 
