@@ -322,7 +322,7 @@ BACKWARD_LINES = (
     BackwardRow("backward_hopper", (9,), {64: (), 128: ("BLOCK_N=64",), 256: ("BLOCK_N=64", "STAGES=1")}, False, False,
                 (64, 128, 256)),
     BackwardRow("backward_ordered", (9,), {64: (), 128: ("BLOCK_N=64",), 256: ("BLOCK_N=64", "STAGES=1")}, False, True, ()),
-    BackwardRow("backward_mma", range(8, 100), {64: (), 96: (), 128: ("BLOCK_N=32",), 256: ("BLOCK_N=32",)}, True, True, ()))
+    BackwardRow("backward_mma", range(8, 100), {64: (), 96: (), 128: ("BLOCK_N=32",), 256: ("BLOCK_N=32", "STAGES=1")}, True, True, ()))
 NOT_MEASURED = "USE_LENGTHS", "USE_BIAS=1", "USE_BIAS=2", "USE_BIAS=3"
 NEEDED, DETERMINISTIC, SHORT = 1, 2, 4  # of pytorch_own_backward.h's BackwardKey
 
