@@ -289,7 +289,7 @@ class Instance : public Inputs {
   // - more than 16,384 keys are summed: tensor cores truncate their sums;
   // - P has fewer bits than O, or sums are in fp16: their errors are larger than the rounding of O;
   // - the type is u8: the rounding of a single weight affects a whole row;
-  // - O is a row of 8-bit V and all heads are equal: there are too few different values.
+  // - O is a row of 8-bit V and all heads are equal, or the mean of a few rows: there are too few different values.
   bool judges_rounding() const {
     if ((line.tanh_is_approximate && problem.softcap != 0) || error_by_tanh_approx() > 0)
       return false;
@@ -297,7 +297,8 @@ class Instance : public Inputs {
     const bool is_row_of_v =
         problem.dist == "stairs" || (!mask.empty() && std::count(mask.begin(), mask.end(), 1) < 16);
     const bool has_one_head = problem.same_heads || problem.B * problem.Hkv == 1;
-    if (is_row_of_v && has_one_head && element_bytes(line.input) == 1) return false;
+    const bool has_few_values = problem.dist == "huge" || (is_row_of_v && has_one_head);
+    if (has_few_values && element_bytes(line.input) == 1) return false;
     return !line.fp16_acc && line.input != DType::u8 && problem.Sk <= 1 << 14 &&
            query_type.mantissa_bits >= output_type.mantissa_bits;
   }
