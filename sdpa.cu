@@ -2337,8 +2337,8 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier_s, in
       : "memory");
   return complete;
 }
-// The same as mbarrier_test_wait_parity(). It has its own name because the CPU backend runs other threads in
-// mbarrier_test_wait_parity() but must not do so here.
+// mbarrier_test_wait_parity() for a poll outside a loop: the CPU backend lets other threads run in
+// mbarrier_test_wait_parity(), but not here.
 __device__ __forceinline__ bool mbarrier_peek_parity(uint64_t* barrier_s, int parity) {
   return mbarrier_test_wait_parity(barrier_s, parity);
 }
@@ -2356,7 +2356,7 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-// One thread calls it. The mbarrier counts all bytes of the box, including out-of-bounds elements.
+// Called by one thread. The mbarrier counts all bytes of the box, including out-of-bounds elements.
 __device__ __forceinline__ void cp_async_bulk_tensor_load(void* dst_s, const CUtensorMap* map, const int (&c)[5],
                                                           uint64_t* barrier_s, uint64_t cache_policy) {
   asm volatile(
@@ -2365,7 +2365,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor_load(void* dst_s, const CUt
       "l"(map), "r"(shared_address(barrier_s)), "l"(cache_policy), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]), "r"(c[4])
       : "memory");
 }
-// The thread that calls it must also commit and wait.
+// Called by one thread, which must also commit and wait.
 __device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* map, const int (&c)[5],
                                                            const void* src_s) {
   asm volatile(
@@ -2382,8 +2382,8 @@ template <int N> __device__ __forceinline__ void cp_async_bulk_wait_group_read()
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 
-// wgmma: asynchronous matrix products of a warpgroup (128 threads; the first index is a multiple of 128). The
-// order is fence, products, commit, wait. From the first product until the wait, no thread may access the
+// wgmma: asynchronous matrix products of a warpgroup, which is threads 128 w to 128 w + 127 of the CTA. The order
+// is fence, products, commit, wait. From the first product until the wait, no thread may access the
 // accumulators or the registers of A, or write the operands in shared memory.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -2434,7 +2434,7 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t
 template <class E, int N, int TRANS_B>
 __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate);
 
-// All warps of a warpgroup call them. setmaxnreg_dec() releases the registers above N per thread to the CTA.
+// Called by all warps of a warpgroup. setmaxnreg_dec() releases the registers above N per thread to the CTA.
 // setmaxnreg_inc() waits until N per thread are available. CTAS: CTAs per SM of the launch bounds, for the
 // CPU backend.
 template <int N, int CTAS = 1> __device__ __forceinline__ void setmaxnreg_dec() {
@@ -2537,7 +2537,7 @@ __device__ __forceinline__ void wait_then_let_next_kernel_start() {
   griddepcontrol_launch_dependents();
 }
 
-// L2 cache policies of loads. Q is read once. K and V are read by many CTAs, unless a CTA has all query heads.
+// L2 cache policies of loads. Q is read once. K and V are read by many CTAs, unless a CTA has rows of several heads.
 constexpr uint64_t evict_first = 0x12f0000000000000, evict_last = 0x14f0000000000000;
 template <class B> constexpr bool reads_kv_once = B::swap_ab && B::pack_gqa;
 template <class B> constexpr uint64_t kv_cache_policy = reads_kv_once<B> ? evict_first : evict_last;
@@ -2550,12 +2550,13 @@ constexpr bool stores_by_tma =
 
 // Starts the TMA load of ROWS rows of D elements at coordinates c, as one box. BY_PANELS: one box per panel.
 // Rows shorter than D are also loaded panel by panel, so that TMA zero-fills the end of each row.
-template <int D, int SIZE, int ROWS, bool BY_PANELS = false>
+template <int D, int ELEMENT_BYTES, int ROWS, bool BY_PANELS = false>
 __device__ __forceinline__ void load_rows(const KernelArgs& a, void* to_s, const CUtensorMap* map, const int (&c)[5],
                                           uint64_t* full, uint64_t cache_policy) {
-  for (int n = 0; n < (BY_PANELS || a.has_short_rows ? PANELS<D * SIZE> : 1); n++) {
-    const int panel_origin[5] = {n * PANEL_BYTES<D * SIZE> / SIZE, c[1], c[2], c[3], c[4]};
-    unsigned char* const panel_s = reinterpret_cast<unsigned char*>(to_s) + n * ROWS * PANEL_BYTES<D * SIZE>;
+  constexpr int bytes = D * ELEMENT_BYTES, line = PANEL_BYTES<bytes>;
+  for (int n = 0; n < (BY_PANELS || a.has_short_rows ? PANELS<bytes> : 1); n++) {
+    const int panel_origin[5] = {n * line / ELEMENT_BYTES, c[1], c[2], c[3], c[4]};
+    unsigned char* const panel_s = reinterpret_cast<unsigned char*>(to_s) + n * ROWS * line;
     cp_async_bulk_tensor_load(panel_s, map, panel_origin, full, cache_policy);
   }
 }
@@ -2657,14 +2658,14 @@ template <class B> __device__ __forceinline__ void prefetch_tensor_maps(const Ke
   prefetch_tensormap(&tensor_maps<B>(a).v);
 }
 
-// Zero-fills the rows of a tile for which hides(row) is true, from row `begin` up to row `end`. The tile has rows of
-// BYTES bytes and panels of panel_rows rows.
-template <int BYTES, class Hides>
+// Zero-fills the rows in [begin, end) of a tile for which clears(row) is true. The tile has rows of BYTES bytes and
+// panels of panel_rows rows.
+template <int BYTES, class Clears>
 __device__ __forceinline__ void clear_rows(void* tile_s, int panel_rows, int begin, int end, int thread, int threads,
-                                           const Hides& hides) {
+                                           const Clears& clears) {
   constexpr int line = PANEL_BYTES<BYTES> / 16;
   for (int i = begin * line + thread; i < end * line; i += threads) {
-    if (!hides(i / line)) continue;
+    if (!clears(i / line)) continue;
     SDPA_UNROLL for (int n = 0; n < PANELS<BYTES>; n++) {
       st_shared(static_cast<uint4*>(tile_s) + n * panel_rows * line + i, uint4{});
     }
@@ -2675,6 +2676,7 @@ __device__ __forceinline__ void clear_rows(void* tile_s, int panel_rows, int beg
 template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, int keys, int thread, int threads) {
   clear_rows<B::d_v * B::kv_bytes>(V_s, B::block_n, keys, B::block_n, thread, threads, [](int) { return true; });
 }
+
 // ---- 5c the plain kernel (wgmma and USE_WARP_SPECIALIZATION = 0 and SWAP_AB = 0) ----
 //
 //   start the loads of Q[g] for each warpgroup g, and of the first STAGES tiles
@@ -2793,16 +2795,16 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_plain> {
 
 // ---- 5c work items and their rounds (wgmma) ----
 
-struct ListFromMap;
-template <class B> struct ListByCta;
-template <class B> struct ListMemory;  // the contents of a ListByCta
+struct ListFromMap;                    // refers to a list in the map
+template <class B> struct ListByCta;   // refers to a list that the CTA has written to shared memory
+template <class B> struct ListMemory;  // the contents of such a list
 template <class B> constexpr bool may_have_list = lists_from_map<B> || lists_by_cta<B>;
 template <class B>
 using ListOf = std::conditional_t<lists_by_cta<B>, ListByCta<B>,
                                   std::conditional_t<lists_from_map<B>, ListFromMap, Nothing>>;
 
-// Rounds whose keys are all hidden are not computed, even if their scores are NaN. An item has a list of its visible
-// rounds, and producers and consumers process only these.
+// USE_BIAS, MASK_MOD, USE_KEY_MASK: an item may have a list of its visible rounds. Then the kernel skips the hidden
+// ones, so a NaN among their scores has no effect.
 //
 //   visible   a query of the item sees one of the round's keys, according to the score hook
 //   hidden    not visible. The causal mask, the window and the last key do not count
@@ -2831,7 +2833,7 @@ template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem<B
 }
 // False if the item computes all of its rounds.
 template <class B> __device__ __forceinline__ bool has_list(const KernelArgs& a, const WgmmaItem<B>& item) {
-  if constexpr (B::masks_keys) return !item.has_one_entry;
+  if constexpr (B::masks_keys) return !item.computes_all;
   return has_map<B>(a);
 }
 
@@ -2843,8 +2845,8 @@ __device__ __forceinline__ void set_listed(ScoreTile<B>& tile, const WgmmaItem<B
   }
 }
 
-// With a mask, all items of a head are shifted to earlier rows, by 64 rows for each warpgroup of the last item that
-// would have no query. The warpgroups without queries are then in the first item, before query 0, and own_rounds()
+// With a mask or a map, the items of a head are shifted to earlier rows, by 64 rows for each warpgroup of the last item
+// that would have no query. The warpgroups without queries are then in the first item, before query 0, and own_rounds()
 // gives them no rounds. So the first item loads fewer keys. The last item loads all keys in any case.
 // Example with a causal mask, Sq = 200 and BLOCK_M = 192: the shift is (2 * 192 - 200) / 64 * 64 = 128 rows.
 //
@@ -2960,7 +2962,8 @@ template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
   alignas(1024) E K[B::stages][B::block_n * ROW_BYTES<B::qk_bytes> / sizeof(E)];  // [BLOCK_N][D]
   alignas(1024) E V[B::stages][V_ELEMENTS];                                       // [BLOCK_N][Dv]
   uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
-  std::conditional_t<B::use_lengths, uint64_t, Nothing> v_landed;  // V of the last tile: before its zero-fill
+  // V of the item's last tile has landed. Then its rows past the last key are zero-filled, and v_full completes.
+  std::conditional_t<B::use_lengths, uint64_t, Nothing> v_landed;
   TileBias<B> bias;
   __device__ __forceinline__ void init_full(int k_arrivals, int v_arrivals) {
     mbarriers_init(k_full, k_arrivals);
@@ -3001,10 +3004,11 @@ constexpr int ctas_by_registers = (B::use_bias == 0 && !(B::use_key_mask && B::k
                                   : COLUMNS > 128 || B::copies_rows           ? 2
                                                                               : 3;
 // Registers per thread. All threads start with the same number, then producers release some to the consumers.
-// setmaxnreg takes multiples of 8.
-template <class B, int PRODUCER, int WITH_MANY_CONSUMERS = 32> struct WgmmaRegisters {
+// setmaxnreg takes multiples of 8. A producer keeps PRODUCER registers, or PRODUCER_OF_MANY if there are three or four
+// consumer warpgroups.
+template <class B, int PRODUCER, int PRODUCER_OF_MANY = 32> struct WgmmaRegisters {
   static constexpr int at_launch = 65536 / ctas_by_registers<B> / B::threads / 8 * 8;
-  static constexpr int producer = B::warpgroups > 2 ? WITH_MANY_CONSUMERS : PRODUCER;
+  static constexpr int producer = B::warpgroups > 2 ? PRODUCER_OF_MANY : PRODUCER;
   static constexpr int spare = at_launch * (B::warpgroups + 1) - producer;
   static constexpr int consumer = spare / B::warpgroups < 240 ? spare / B::warpgroups / 8 * 8 : 240;
   // False with one consumer warpgroup and one CTA per SM: the consumers have enough registers at launch.
@@ -3028,14 +3032,15 @@ using ListsInShared = std::conditional_t<B::masks_keys, ListsOfCta<B, list_count
 enum WgmmaRole { idle = 0, load_k = 1, load_v = 2, store_o = 4 };  // tasks of a producer warp; bits
 
 // A producer warp. Its state lives as long as the CTA and is equal in all lanes, except `issues`: lane 0
-// issues the TMA copies. LANDING: number of stages of `ring`.
-template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
+// issues the TMA copies. RING_STAGES: stages of the buffers that it loads into.
+template <class B, class Shared, int RING_STAGES = B::stages> struct WgmmaProducer {
   Shared& s;
   const KernelArgs& a;
   const bool issues = threadIdx.x % 32 == 0;
-  StageRing<LANDING> ring;             // of the next tile
+  StageRing<RING_STAGES> ring;         // of the next tile
   StageRing<Shared::Q_STAGES> q_ring;  // of the next item
-  int keys_at_end = B::block_n, landed_parity = 0;  // USE_LENGTHS: keys in the next tile of V; parity of v_landed
+  // USE_LENGTHS: keys in the next tile of V, less than BLOCK_N only in an item's last tile; parity of v_landed.
+  int keys_in_next_v = B::block_n, landed_parity = 0;
   std::conditional_t<B::masks_keys, StageRing<list_count<B, Shared::Q_STAGES>>, Nothing> list_ring;
 
   __device__ WgmmaProducer(Shared& s_, const KernelArgs& a_) : s(s_), a(a_) {}
@@ -3109,8 +3114,8 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
   __device__ __forceinline__ void finish_last_tile(KeyValue* V_s, uint64_t* landed, uint64_t* full) {
     mbarrier_wait(landed, landed_parity);
     landed_parity ^= 1;
-    clear_rows_of_v<B>(V_s, keys_at_end, threadIdx.x % 32, 32);
-    keys_at_end = B::block_n;
+    clear_rows_of_v<B>(V_s, keys_in_next_v, threadIdx.x % 32, 32);
+    keys_in_next_v = B::block_n;
     fence_proxy_async();
     arrive_by_warp(full);
   }
@@ -3123,10 +3128,10 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
     if (!(role & load_v)) return;
     uint64_t* landed = &v.v_full[n];
     if constexpr (B::use_lengths) {
-      if (keys_at_end < B::block_n) landed = &s.split[split].v_landed;
+      if (keys_in_next_v < B::block_n) landed = &s.split[split].v_landed;
     }
     load<B::d_v>(item, round, split, &maps.v, v.V[n], landed, &v.v_empty[n]);
-    if (B::use_lengths && keys_at_end < B::block_n) finish_last_tile(v.V[n], landed, &v.v_full[n]);
+    if (B::use_lengths && keys_in_next_v < B::block_n) finish_last_tile(v.V[n], landed, &v.v_full[n]);
   }
   // Loads a split's tiles of all items. If there are enough warps, separate warps load K and V, so that neither
   // blocks the other. `starts`: this warp also starts each item, by start(item); the others follow it.
@@ -3135,20 +3140,20 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
     WgmmaItem<B> item = find_item(item_index_of_cta<B>(a));
     griddepcontrol_wait();  // for the preceding kernel, which may have written the inputs
     while (true) {
-      const StageRing<Shared::Q_STAGES> of_item = q_ring;
+      const StageRing<Shared::Q_STAGES> item_stage = q_ring;
       if (starts) start(item);
       if (!starts && B::use_persistent_cta) item = follow_item();
       if (item.rounds == 0) break;
       uint32_t next_position = 0;
-      // keys_at_end is computed before the loop to save registers.
-      keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, split));
+      // Computed before the loop to save registers.
+      keys_in_next_v = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, split));
       for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
         // Fetch just before the last loads of this item. An earlier fetch would starve idle CTAs.
         if (starts && issues && round == 0) next_position = fetch_queue_position<B>(a);
         load_round(role, item, round, split, k, v);
       }
       if constexpr (B::copies_rows && stores_by_tma<B>) {
-        if ((role & store_o) && issues) store_item(of_item);
+        if ((role & store_o) && issues) store_item(item_stage);
       }
       if (!B::use_persistent_cta) break;
       if (starts) item = find_item(gridDim.x + warp_uniform(next_position));
@@ -3157,11 +3162,11 @@ template <class B, class Shared, int LANDING = B::stages> struct WgmmaProducer {
   // One thread stores O, which the consumers have written over the item's Q. TMA does not write rows past Sq.
   // Boxes before query 0 still hold Q and are skipped. USE_LENGTHS: the consumers store the boxes in which a
   // sequence ends.
-  __device__ __forceinline__ void store_item(const StageRing<Shared::Q_STAGES>& of_item) {
-    const int stage = of_item.stage;
+  __device__ __forceinline__ void store_item(const StageRing<Shared::Q_STAGES>& item_stage) {
+    const int stage = item_stage.stage;
     const WgmmaItem<B>& item = s.item[stage];
     for (int row_group = 0; row_group < s.ROW_GROUPS; row_group++) {
-      mbarrier_wait(&s.o_done[stage][row_group], of_item.parity);
+      mbarrier_wait(&s.o_done[stage][row_group], item_stage.parity);
       const int q = item.q0 + row_group * 64;
       if (q < 0 || item.ends_before(q + 64)) continue;
       constexpr int width = PANEL_BYTES<B::v_bytes> / B::element_bytes;
@@ -3211,17 +3216,17 @@ template <class B> struct WgmmaTurns<B, true> {
 };
 
 // The item's rounds [begin, end) that the warpgroup with first query q0 computes; none if it has no rows.
-// SKIP_MASKED and no list: only the rounds that contain a key which its rows see, but at least one.
+// SKIP_MASKED and no list: only the rounds with a key that one of its rows sees, but at least one.
 template <class B>
 __device__ __forceinline__ Interval own_rounds(const KernelArgs& a, const Mask& mask, const WgmmaItem<B>& item,
                                                int rounds, int q0) {
   if (skips_empty_warpgroups<B> && (q0 < 0 || q0 >= item.query_count(a.p))) return {0, 0};
   if (!B::skip_masked || has_list<B>(a, item)) return {0, rounds};
   const int last = item.query_count(a.p) - 1;
-  const Interval visible = mask.keys.of_rows(min(q0, last), min(q0 + 63, last));
+  const Interval keys = mask.keys.of_rows(min(q0, last), min(q0 + 63, last));
   const int first_key = warp_uniform(item.first_key);
-  const int end = min(max(ceil_div(visible.end - first_key, B::round_keys), 1), rounds);
-  return {min((visible.begin - first_key) / B::round_keys, end - 1), end};
+  const int end = min(max(ceil_div(keys.end - first_key, B::round_keys), 1), rounds);
+  return {min((keys.begin - first_key) / B::round_keys, end - 1), end};
 }
 
 template <class B> struct TileWalk;  // score hook: a tile's bias and its position in the list of rounds
@@ -3250,8 +3255,8 @@ template <class B> struct WgmmaRows {
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may use the stale maximum.
   int stale_from = 0;
   uint32_t stale_keys = 0;
-  // SCORE_MOD: the stale maximum was too small for a tile of the item. SCORE_MOD: if scores increase towards
-  // the first key, it would also be too small for most of the following tiles.
+  // SCORE_MOD: the stale maximum was too small for a tile of the item. It is then not used again, since scores may
+  // increase towards the first key, so that it would be too small for most of the following tiles, too.
   bool stale_max_failed = false;
 
   // ---- state of the tile: run_items() sets it for the item's first tile, advance() for the next one ----
@@ -3274,11 +3279,11 @@ template <class B> struct WgmmaRows {
     start();
     clear(O);
   }
-  __device__ __forceinline__ bool has_mask() const { return !mask.tiles.cover(q0, k0); }
+  __device__ __forceinline__ bool needs_mask() const { return !mask.tiles.cover(q0, k0); }
   // If the item's first tile needs no mask, bias or expression, it uses a stale maximum, too: the maximum of
   // some columns of S. With more columns, more tiles can use it.
   __device__ __forceinline__ void take_estimated_max(const Scores& S) {
-    if (!B::use_lazy_max || has_mask() || needs_modify_scores_or_bias()) return;
+    if (!B::use_lazy_max || needs_mask() || needs_modify_scores_or_bias()) return;
     constexpr int columns = B::product_type == DType::e4m3                   ? Scores::COLS
                             : B::kv_type == DType::bf16 || Scores::COLS < 16 ? 4
                                                                              : 16;
@@ -3324,7 +3329,8 @@ template <class B> struct WgmmaRows {
     if constexpr (B::hides_rounds) return walk.add_bias(S, *this);
     return false;
   }
-  template <class Softmax> __device__ __forceinline__ bool exp_with_bias(Scores& S, int first, int last, Softmax& softmax) {
+  template <class Softmax>
+  __device__ __forceinline__ bool exp_with_bias(Scores& S, int first, int last, Softmax& softmax) {
     if constexpr (B::key_bias) return walk.exp_with_bias(S, first, last, *this, softmax);
     return false;
   }
@@ -3336,6 +3342,7 @@ template <class B> struct WgmmaRows {
       k0 -= B::round_keys;
     }
   }
+  // USE_BIAS=4, 5: stores the bias of the item's first tile in shared memory.
   __device__ __forceinline__ void write_first_bias() {
     if constexpr (B::key_bias) walk.write_first_bias();
   }
@@ -3346,7 +3353,7 @@ template <class B> struct WgmmaRows {
   // Replaces S by P and updates m and l; the caller multiplies O by alpha. are_logits: S has already passed the
   // hook.
   __device__ __forceinline__ void softmax_by_exact_max(Scores& S, float (&alpha)[ROWS], bool are_logits = false) {
-    finish_scores<B>(S, *this, !has_mask(), are_logits);
+    finish_scores<B>(S, *this, !needs_mask(), are_logits);
     softmax_max<B>(S, scales.scale_log2(), m, alpha);
     keep_max(softmax_sum<B>(S, scales.scale_log2(), m, alpha, l));
   }
@@ -3363,10 +3370,11 @@ template <class B> struct WgmmaRows {
 };
 
 // True if the consumers wait for the previous P @ V after half of the exponentials of a tile: P is then rounded while
-// the other half is computed. This is faster at D=128 and 256 with two warpgroups, which do not saturate the pipes of an
-// SM. With more warpgroups or splits it is faster to wait after the softmax.
+// the other half is computed. This is faster at D=128 and 256 with two warpgroups, which do not saturate the pipes of
+// an SM. With more warpgroups or splits it is faster to wait after the softmax.
 template <class B>
-constexpr bool waits_within_softmax = B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1 && B::element_bytes == 2;
+constexpr bool waits_within_softmax =
+    B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1 && B::element_bytes == 2;
 
 // A consumer warpgroup: 64 rows over its split of the keys. Each kernel derives from it and adds its products and
 // stores. State per CTA: the descriptors and the rings, which continue from item to item. State per work item: last_k0.
@@ -3543,9 +3551,9 @@ template <class B>
 template <class ReadQ>
 __device__ void WgmmaRows<B>::recompute_qk(Scores& S, const WgmmaItem<B>& item, const ReadQ& read_q) const {
   const KeyValue* const K_g = a.p.K + (B::use_pages ? 0 : item.b * a.p.k.batch) + item.h_kv * a.p.k.head;
-  [[maybe_unused]] constexpr int at_once =
-      B::product_type == DType::e4m3 ? B::block_n / 8 : 1;  // limited by registers
-#pragma unroll at_once
+  // With 16-bit types, too few registers are free for unrolling.
+  [[maybe_unused]] constexpr int unrolled = B::product_type == DType::e4m3 ? B::block_n / 8 : 1;
+#pragma unroll unrolled
   for (int n = 0; n < B::block_n / 8; n++) {
     const int lane = int(mov_tid_x() % 32), k = k0 + lane / 4 + 8 * n;
     float d[4] = {};
@@ -3575,7 +3583,7 @@ __device__ void WgmmaRows<B>::recompute_qk(Scores& S, const WgmmaItem<B>& item, 
 // ---- 5c merge of splits (wgmma and USE_WARP_SPECIALIZATION and SPLIT_KV > 1) ----
 
 // Merges the partials of both splits; each split finalizes half of the rows. Stores LSE and calls store(share, row).
-// share[4v] to share[4v + 3]: the four of the accumulators 8v to 8v + 7 in the finalized row, divided by l.
+// share[4v] to share[4v + 3]: those of the thread's accumulators 8v to 8v + 7 that belong to `row`, divided by l.
 template <class B, class Store>
 __device__ __forceinline__ void merge_splits(const WgmmaRows<B>& rows, SplitPartial<B>& partial, int split,
                                              const Item<B>& item, const Store& store) {
@@ -3631,7 +3639,7 @@ template <class B> constexpr bool bias_fits(int q_stages) {
 // True if shared memory has room for the bias. If it has not, each element is read where it is added.
 template <class B> constexpr bool bias_has_room = B::use_bias != 0 && bias_fits<B>(1);
 // True if the bias leaves room for Q of two items in shared memory.
-template <class B> constexpr bool bias_fits_twice =
+template <class B> constexpr bool bias_leaves_room =
     B::use_bias == 0 || (!B::key_bias && !bias_has_room<B>) || bias_fits<B>(2);
 
 // ---- 5c 16 bits: the kernel (wgmma and USE_WARP_SPECIALIZATION and DTYPE = FP16, DTYPE = BF16) ----
@@ -3640,15 +3648,14 @@ template <class B> constexpr bool bias_fits_twice =
 // it. With two stages of Q, Q of the next item is loaded while this item is computed and its O is stored. The state,
 // mbarriers and named barriers are those of the section on producers and consumers.
 
-// KV_DTYPE: LandedTiles has the 8-bit tiles of K and V as loaded by TMA. converter_warps convert them to 16
-// bits.
+// KV_DTYPE: LandedTiles has the 8-bit tiles of K and V as loaded. converter_warps convert them to 16 bits.
 template <class B> struct LandedTiles;
 constexpr int converter_warps = 4;
 
 template <class B> struct WgmmaShared {
-  // With persistent CTAs, Q of the next item is loaded during an item if Q fits twice into shared memory.
-  static constexpr bool FITS_TWICE = B::head_dim <= 128 && bias_fits_twice<B>;
-  static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta && FITS_TWICE ? 2 : 1;
+  // With persistent CTAs, Q of the next item is loaded during an item if shared memory has room for both.
+  static constexpr bool Q_FITS_TWICE = B::head_dim <= 128 && bias_leaves_room<B>;
+  static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta && Q_FITS_TWICE ? 2 : 1;
   alignas(1024) Element<B> Q[Q_STAGES][ROW_GROUPS][64 * B::head_dim];  // [64][D] each; then O, until it is stored
   TileRing<B> split[B::split_kv];
   std::conditional_t<B::tile_type != B::kv_type, LandedTiles<B>, Nothing> landed;
@@ -3658,6 +3665,7 @@ template <class B> struct WgmmaShared {
   // q_full: Q has landed, and `item` is set. o_done: all warps have written O over Q. q_empty: O has been stored.
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
 
+  // The warpgroup's 64 rows of Q, or with PACK_GQA their lines in the first panel.
   __device__ __forceinline__ Element<B>* queries(int stage, int row_group) {
     return Q[stage][0] + row_group * 64 * B::head_dim / (B::pack_gqa ? PANELS<B::qk_bytes> : 1);
   }
@@ -3670,7 +3678,7 @@ template <class B> struct WgmmaShared {
   }
   __device__ __forceinline__ void init_empty() {
     mbarriers_init(q_empty, 1);
-    for (auto& of_item : o_done) mbarriers_init(of_item, 4);
+    for (auto& of_stage : o_done) mbarriers_init(of_stage, 4);
     for (auto& t : split) t.init_empty();
   }
 };
@@ -3739,15 +3747,15 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   // Called if the stale maximum was too small. Recovers S = log2(P) / scale_log2 + m in place. Recomputes
   // Q @ K.T if P may have overflowed. Reads m and a kernel argument again, since keeping m_log2 or the scale in
   // registers would slow down the exponentials.
-  template <class Softmax>
   __device__ __forceinline__ void recover_logits(Scores& P, const Softmax& softmax, bool& are_logits) {
     if (B::changes_logits) rows.stale_max_failed = true;
     const bool fits = softmax.sum[0] + softmax.sum[1] < 0x1p120f;
     are_logits = softmax.keeps_logits() && __all_sync(0xffffffffu, fits);
     if (!are_logits) return recompute_qk(P);
     SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) {
-      const float step = B::kv_bytes == 1 ? 1 / of_row(rows.scales.scale_log2(), i / 2 % 2) : a.inverse_scale_log2;
-      P.x.d[i] = fmaf(lg2_approx_ftz(P.x.d[i]), step, rows.m[i / 2 % 2]);
+      const float inverse_scale =
+          B::kv_bytes == 1 ? 1 / of_row(rows.scales.scale_log2(), i / 2 % 2) : a.inverse_scale_log2;
+      P.x.d[i] = fmaf(lg2_approx_ftz(P.x.d[i]), inverse_scale, rows.m[i / 2 % 2]);
     }
   }
   // Rounds P. hold() keeps the rounding before the fence of P @ V. Otherwise nvcc moves some of it after the fence,
@@ -3768,8 +3776,8 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   //   wait for the previous P @ V
   //   if stale: P of the other columns; round P; done if the row sums fit
   //   if not done: recover S if stale; exact m, alpha, P; O = O * alpha; round P
-  template <int FIRST, class End>
-  __device__ __forceinline__ void softmax_with_wait(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
+  template <int FIRST, class Wait>
+  __device__ __forceinline__ void softmax_with_wait(Scores& S, Probabilities& P, const Wait& wait_for_last_pv) {
     const bool stale = rows.may_use_stale_max();
     bool done = false;
     bool are_logits = false;
@@ -3795,19 +3803,19 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   //   wait for the previous P @ V
   //   if not done: O = O * alpha
   //   round P
-  template <class End>
-  __device__ __forceinline__ void softmax_then_wait(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
-    bool stale = false, are_logits = false;
+  template <class Wait>
+  __device__ __forceinline__ void softmax_then_wait(Scores& S, Probabilities& P, const Wait& wait_for_last_pv) {
+    bool done = false, are_logits = false;
     float alpha[2];
     if (rows.may_use_stale_max()) {
       Softmax softmax(rows.m, rows.scales);
       exp_by_stale_max<B>(S, 0, S.COLS, softmax, rows, are_logits);
-      stale = softmax.add_to(rows.l);
-      if (!stale) recover_logits(S, softmax, are_logits);
+      done = softmax.add_to(rows.l);
+      if (!done) recover_logits(S, softmax, are_logits);
     }
-    if (!stale) rows.softmax_by_exact_max(S, alpha, are_logits);
+    if (!done) rows.softmax_by_exact_max(S, alpha, are_logits);
     wait_for_last_pv();
-    if (!stale && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(rows.O, alpha);
+    if (!done && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(rows.O, alpha);
     pack_all(P, S);
   }
 
@@ -3854,9 +3862,9 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     float factor[2];
     SDPA_UNROLL for (int i = 0; i < 2; i++) {
       const FinalSum total = final_sum<B>(rows.m[i], rows.l[i], a, s.item[stage]);
-      const int row = rows.q0 + first_row + int(lane) / 4 + 8 * i;
-      const bool stores = lane % 4 == 0 && row < s.item[stage].query_count(a.p);
-      if (stores) store_lse<B>(rows.m[i], total.sum, a, s.item[stage], row);
+      const int q = rows.q0 + first_row + int(lane) / 4 + 8 * i;
+      const bool stores = lane % 4 == 0 && q < s.item[stage].query_count(a.p);
+      if (stores) store_lse<B>(rows.m[i], total.sum, a, s.item[stage], q);
       factor[i] = total.factor;
     }
     SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n++) {
@@ -3874,7 +3882,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   // USE_LENGTHS: if the sequence ends within the warpgroup's rows, stores O of the warp's rows from shared
   // memory. TMA would overwrite rows of the next sequence.
   __device__ __forceinline__ void store_last_rows(const Item<B>& item, const Element<B>* O_s, int first_row,
-                                                     int lane) {
+                                                  int lane) {
     if (!item.ends_before(rows.q0 + 64)) return;
     __syncwarp();  // hazard: O_s written by all lanes
     constexpr int chunks = B::d_v / 8, line = PANEL_BYTES<B::v_bytes>;
@@ -3898,14 +3906,14 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
         stmatrix_x4<false>(shared_address(&out_s[lane % 8][n * 32 + lane / 8 * 8]), o);
       }
       __syncwarp();  // hazard: out_s written by all lanes
-      constexpr int TIMES = B::d_v / 32, ROWS_AT_ONCE = 8 / TIMES;  // 32 lanes times 8 elements
+      constexpr int TIMES = B::d_v / 32, ROWS_AT_ONCE = 8 / TIMES;  // each of 32 lanes stores 8 elements at once
       const int first = lane / (B::d_v / 8), col = lane % (B::d_v / 8) * 8;
       uint4 o[TIMES];  // all loads come before the first store, since a load waits for preceding stores
       SDPA_UNROLL for (int i = 0; i < TIMES; i++) o[i] = ld_shared<uint4>(&out_s[first + i * ROWS_AT_ONCE][col]);
       Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head + col;
       SDPA_UNROLL for (int i = 0; i < TIMES; i++) {
-        const int r = rows.q0 + row - int(lane / 4) + first + i * ROWS_AT_ONCE;
-        if (r < item.query_count(a.p) && col < a.p.Dv) st_global_v4(O_g + item.q_row(r) * a.p.o.row, o[i]);
+        const int q = rows.q0 + row - int(lane / 4) + first + i * ROWS_AT_ONCE;
+        if (q < item.query_count(a.p) && col < a.p.Dv) st_global_v4(O_g + item.q_row(q) * a.p.o.row, o[i]);
       }
     });
   }
@@ -3965,19 +3973,20 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_roles> {
 // overwrite it, the consumers arrive at q_empty at the end of the item.
 
 template <class B> struct E4m3Shared {
+  // Q_STAGES: stages of `item` and its mbarriers; Q itself has one buffer.
   static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta ? 2 : 1;
   static constexpr int TRANSPOSERS = 2 / B::split_kv;  // warps per split that transpose V
   // Q is in registers if there are enough. From shared memory, each wgmma would also read 64 rows of Q.
   static constexpr bool Q_IN_REGISTERS = B::warpgroups < 4, FLUSHES = B::fp8_flush != 0;
   // If shared memory has no room for Q and the sums, the sums overwrite Q after it has been read.
-  static constexpr bool Q_IN_FLUSHED = Q_IN_REGISTERS && FLUSHES && B::head_dim == 256;
-  struct Landed {  // V as loaded by TMA, before transposition
+  static constexpr bool SUMS_OVERWRITE_Q = Q_IN_REGISTERS && FLUSHES && B::head_dim == 256;
+  struct Landed {  // V as loaded, before transposition
     alignas(1024) KeyValue V[B::stages][B::block_n * ROW_BYTES<B::v_bytes> / sizeof(KeyValue)];  // [BLOCK_N][Dv]
     uint64_t v_full[B::stages], v_empty[B::stages];
   };
   using Queries = Element<B>[ROW_GROUPS][64 * ROW_BYTES<B::qk_bytes> / sizeof(Element<B>)];
   using Flushed = float4[B::warpgroups][B::d_v / 8][128];  // by thread
-  alignas(1024) std::conditional_t<Q_IN_FLUSHED, Flushed, Queries> Q;
+  alignas(1024) std::conditional_t<SUMS_OVERWRITE_Q, Flushed, Queries> Q;
   TileRing<B, ceil_div(B::block_n, V_LINE<B>) * V_LINE<B> * B::d_v> split[B::split_kv];  // V [Dv][BLOCK_N]
   Landed landed[B::split_kv];
   SplitPartials<B> partial;
@@ -3985,14 +3994,14 @@ template <class B> struct E4m3Shared {
   WgmmaItem<B> item[Q_STAGES];
   // q_full: Q has landed, and `item` is set. q_empty: all consumer warps have read Q.
   uint64_t q_full[Q_STAGES], q_empty[Q_STAGES];
-  std::conditional_t<FLUSHES && !Q_IN_FLUSHED, Flushed, Nothing> flushed_sums;
+  std::conditional_t<FLUSHES && !SUMS_OVERWRITE_Q, Flushed, Nothing> flushed_sums;
 
   __device__ __forceinline__ Element<B>* queries(int, int row_group) {
     if (B::pack_gqa) return reinterpret_cast<Element<B>*>(Q[0]) + row_group * 64 * PANEL_BYTES<B::qk_bytes>;
     return reinterpret_cast<Element<B>*>(Q[row_group]);
   }
   __device__ __forceinline__ auto& flushed(int warpgroup) {
-    if constexpr (Q_IN_FLUSHED) {
+    if constexpr (SUMS_OVERWRITE_Q) {
       return Q[warpgroup];
     } else {
       return flushed_sums[warpgroup];
@@ -4047,25 +4056,25 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
   // keys. prmt separates the even d from the odd d, which puts the keys in the order of P. Within 16 d, the
   // even d come first: these 8 adjacent lines are in different banks.
   static __device__ __forceinline__ void transpose(SharedAddress to, SharedAddress from, int transposer) {
-    constexpr int LINE = PANEL_BYTES<B::v_bytes>, LINE_V = V_LINE<B>, STEP = 16 * Shared::TRANSPOSERS;
+    constexpr int FROM_LINE = PANEL_BYTES<B::v_bytes>, TO_LINE = V_LINE<B>, STEP = 16 * Shared::TRANSPOSERS;
     constexpr int MOST = B::warpgroups == 2 && B::split_kv == 1 ? 4 : 2;  // registers limit the loads at once
     constexpr int AT_ONCE = B::d_v / STEP < MOST ? B::d_v / STEP : MOST;
     const uint32_t lane = threadIdx.x % 32;
-    from += panel_byte<B::block_n, LINE>(lane, transposer * 16);
-    to += panel_byte<B::d_v, LINE_V>(transposer * 16 + lane % 16, lane / 16 * 16);
+    from += panel_byte<B::block_n, FROM_LINE>(lane, transposer * 16);
+    to += panel_byte<B::d_v, TO_LINE>(transposer * 16 + lane % 16, lane / 16 * 16);
     SDPA_UNROLL for (int key = 0; key < B::block_n; key += 32) {
-      const SharedAddress line = (to ^ key % LINE_V) + key / LINE_V * B::d_v * LINE_V;
+      const SharedAddress line = (to ^ key % TO_LINE) + key / TO_LINE * B::d_v * TO_LINE;
       SDPA_UNROLL for (int d0 = 0; d0 < B::d_v; d0 += STEP * AT_ONCE) {
         uint32_t v[AT_ONCE][4];
         // The swizzle XORs low bits of the address, so a step within a line is an XOR as well.
         SDPA_UNROLL for (int n = 0; n < AT_ONCE && d0 + n * STEP < B::d_v; n++) {
           const int d = d0 + n * STEP;
-          ldmatrix_x4<true>(v[n], (from ^ d % LINE) + (d / LINE * B::block_n + key) * LINE);
+          ldmatrix_x4<true>(v[n], (from ^ d % FROM_LINE) + (d / FROM_LINE * B::block_n + key) * FROM_LINE);
         }
         SDPA_UNROLL for (int n = 0; n < AT_ONCE && d0 + n * STEP < B::d_v; n++) {
           const uint32_t out[4] = {prmt(v[n][0], v[n][1], 0x6420), prmt(v[n][0], v[n][1], 0x7531),
                                    prmt(v[n][2], v[n][3], 0x6420), prmt(v[n][2], v[n][3], 0x7531)};
-          stmatrix_x4<false>(line + (d0 + n * STEP) * LINE_V, out);
+          stmatrix_x4<false>(line + (d0 + n * STEP) * TO_LINE, out);
         }
       }
     }
@@ -4150,25 +4159,24 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     });
   }
   // Like softmax_then_wait() of the 16-bit kernel, but if the stale maximum was too small, first tries to
-  // raise it. P is rounded after the previous P @ V has completed, since ptxas reuses the registers of an
-  // operand that wgmma still reads.
-  template <class End>
-  __device__ __forceinline__ void softmax_then_wait(Scores& S, Probabilities& P, const End& wait_for_last_pv) {
+  // raise it. P is rounded after the wait, since the previous P @ V reads its operand from the same registers.
+  template <class Wait>
+  __device__ __forceinline__ void softmax_then_wait(Scores& S, Probabilities& P, const Wait& wait_for_last_pv) {
     float alpha[2];
-    const bool may_be_stale = rows.may_use_stale_max();
-    bool stale = may_be_stale;
+    const bool stale = rows.may_use_stale_max();
+    bool done = stale;
     StaleSoftmax<B, 2> softmax(rows.m, rows.scales);
-    if (may_be_stale) {
+    if (stale) {
       bool are_logits = false;
       exp_by_stale_max<B>(S, 0, S.COLS, softmax, rows, are_logits);
-      stale = softmax.add_to(rows.l);
+      done = softmax.add_to(rows.l);
     }
-    if (!stale && !(may_be_stale && raise_max(S, softmax, alpha))) {
-      if (may_be_stale) recompute_qk(S);
+    if (!done && !(stale && raise_max(S, softmax, alpha))) {
+      if (stale) recompute_qk(S);
       rows.softmax_by_exact_max(S, alpha);
     }
     wait_for_last_pv();
-    if (!stale && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) {
+    if (!done && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) {
       scale_rows(rows.O, alpha);
       scale_flushed(alpha);
     }
@@ -4193,9 +4201,10 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       SDPA_UNROLL for (int j = 0; j < P.COLS; j++) largest = fmaxf(largest, P.x[i][j]);
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      const int step = max(int(bits_of(largest) >> 23) - 126 - int(p_log2<B>), 0);  // rounded up to a power of two
-      alpha[i] = float_of(uint32_t(127 - step) << 23);
-      rows.m[i] += float(step) / of_row(rows.scales.scale_log2(), i);
+      // alpha = 2^-exponent, where 2^exponent is at least largest / 2^p_log2.
+      const int exponent = max(int(bits_of(largest) >> 23) - 126 - int(p_log2<B>), 0);
+      alpha[i] = float_of(uint32_t(127 - exponent) << 23);
+      rows.m[i] += float(exponent) / of_row(rows.scales.scale_log2(), i);
       rows.l[i] = (rows.l[i] + softmax.sum[i]) * alpha[i];
       SDPA_UNROLL for (int j = 0; j < P.COLS; j++) P.x[i][j] *= alpha[i];
     }
@@ -4229,7 +4238,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   }
   // Rescales the sums in shared memory, as scale_rows() rescales O.
   __device__ __forceinline__ void scale_flushed(const float (&alpha)[2]) {
-    if (tiles < B::fp8_flush) return;
+    if (tiles < B::fp8_flush) return;  // not flushed yet
     for_each_flushed([&](float4* sum_s, float*) {
       const float4 x = ld_shared<float4>(sum_s);
       st_shared(sum_s, float4{x.x * alpha[0], x.y * alpha[0], x.z * alpha[1], x.w * alpha[1]});
@@ -4255,6 +4264,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     } else {
       const uint32_t tid = mov_tid_x() % 128;
       QuadRuns<2, B::d_v, 4> four;  // undoes the order of d in the transposed V: in each 16 the even d come first
+      // SPLIT_CTAS: rows.q0 is not set if the CTA's range is empty.
       four.first_row = (B::split_ctas != 1 ? row_group * 64 : rows.q0 - item.q0) + tid / 32 * 16 + tid % 32 / 4;
       four.first_col = tid % 4 * 4;
       SDPA_UNROLL for (int i = 0; i < four.ROWS; i++) {
@@ -4266,14 +4276,14 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     }
   }
   // True if the buffer of Q is used until the end of the item.
-  static constexpr bool q_stays = !Shared::Q_IN_REGISTERS || Shared::Q_IN_FLUSHED;
+  static constexpr bool q_stays = !Shared::Q_IN_REGISTERS || Shared::SUMS_OVERWRITE_Q;
   __device__ __forceinline__ void begin_item() {
     if constexpr (Shared::Q_IN_REGISTERS) load_queries();
     if (!q_stays) release_queries();
   }
   __device__ __forceinline__ void begin_rounds() { tiles = 0; }
   __device__ __forceinline__ void finish_item() {
-    if (tiles >= B::fp8_flush) {  // adds the sums in shared memory to O
+    if (tiles >= B::fp8_flush) {  // O has been flushed: adds the sums in shared memory
       for_each_flushed([](float4* sum_s, float* d) { add_weighted(d, ld_shared<float4>(sum_s), 1); });
     }
     if constexpr (B::split_ctas == 1) store();
@@ -4311,7 +4321,7 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_e4m3> {
 // SPLIT_CTAS: the last CTA of an item to finish merges the partials that all of its CTAs have written to scratch
 // memory.
 //
-// A CTA computes one item. State per item: m, l, O; m_log2 and m_may_be_kept, which are computed from m.
+// A CTA computes one item. State per item: m, l, O; m_log2 and keeps_max, which are computed from m.
 // State per tile: S, P, and the stage of `ring`.
 //
 //   barrier                    completed by                      awaited by           protects
@@ -4359,7 +4369,7 @@ template <class B> struct WgmmaColumnsLoader {
   WgmmaColumnsShared<B>& s;
   const KernelArgs& a;
   const int split, warp;  // warp: index in the split
-  WgmmaItem<B> item;         // has zero rounds in a warp that loads nothing
+  WgmmaItem<B> item;      // has zero rounds in a warp that loads nothing
 
   __device__ bool loads_k() const { return B::copies_rows || warp == 0; }
   __device__ bool loads_v() const { return B::copies_rows || warp == 1; }
@@ -4380,7 +4390,7 @@ template <class B> struct WgmmaColumnsLoader {
     griddepcontrol_wait();  // for the preceding kernel, as late as possible
     load_rows_of_q<B, B::block_m>(a, s.Q, map, item, item.q0, &s.q_full);
   }
-  // Starts the load of the split's tile of a round into a stage that has been read. FIRST: the warp's first tile.
+  // Starts the load of the split's tile of a round into a free stage. FIRST: the warp's first tile.
   template <bool FIRST> __device__ __forceinline__ void load_tile(int round, int stage) {
     typename WgmmaColumnsShared<B>::Split& t = s.split[split];
     if (loads_k()) load<B::head_dim, FIRST>(round, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
@@ -4471,7 +4481,7 @@ template <class B> struct WgmmaColumns {
   StageRing<B::stages> ring;               // stage and parity of this round's K and V
   float m, l;          // of the query that the thread owns; l sums only the keys of its warp
   float m_log2[ROWS];  // m * scale_log2 of the thread's queries; 0 if S has been replaced by S - m
-  bool m_may_be_kept = false;  // equal in all threads of the split
+  bool keeps_max = false;  // m may be kept as the stale maximum; equal in all threads of the split
   std::conditional_t<B::copies_rows, RowPages<B>, Nothing> k_pages, v_pages;  // pages of the tiles to load next
   std::conditional_t<B::key_bias, Bias[Scores::COLS], Nothing> next_bias;     // of the thread's keys of the next round
 
@@ -4504,7 +4514,7 @@ template <class B> struct WgmmaColumns {
     }
     wgmma_commit_group();
   }
-  // Issues VP = V.T @ P.T of this round.   [D][BLOCK_M]
+  // Issues VP = V.T @ P.T of this round.   [Dv][BLOCK_M]
   __device__ __forceinline__ void issue_vp(Sums& VP) {
     const uint64_t P = wgmma_descriptor(P_s, 16, 1024);
     const uint64_t V = wgmma_descriptor(V_s + ring.stage * sizeof s.split[0].V[0], 16, 1024);
@@ -4518,9 +4528,10 @@ template <class B> struct WgmmaColumns {
     wgmma_commit_group();
   }
   // Waits for both products, which complete for all warps of the warpgroup at once. Then starts the loads of
-  // later tiles into the stages that the products have read.
+  // later tiles into the stages that the products have read. S: the scores of `round`, whose K is in the stage of
+  // k_ring.
   __device__ __forceinline__ void wait_and_load(Scores& S, int round, int rounds,
-                                                  const StageRing<B::stages>& k_ring) {
+                                                const StageRing<B::stages>& k_ring) {
     wgmma_wait_group<0>();
     S.hold_all();
     if constexpr (B::copies_rows) return load_next_rows(round - B::stages, rounds, k_ring.stage);
@@ -4577,7 +4588,8 @@ template <class B> struct WgmmaColumns {
   }
   static __device__ __forceinline__ float sum_of(float x, float y) { return x + y; }
   static __device__ __forceinline__ float larger_of(float x, float y) { return fmaxf(x, y); }
-  __device__ __forceinline__ float column_max(const Scores& S) {
+  // The largest element of S of the thread's own query.
+  __device__ __forceinline__ float row_max(const Scores& S) {
     float x[ROWS];
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       x[i] = S.x[i][0];
@@ -4596,7 +4608,7 @@ template <class B> struct WgmmaColumns {
   // Updates m to max(m, row max of S), and rescales l and O. FIRST: m, l and O have no values yet. If
   // |m_log2| of a query of the warp exceeds shift_limit, replaces S by S - m for all queries of the warp.
   template <bool FIRST> __device__ __forceinline__ void update_max(Scores& S, Sums& O) {
-    float m_new = column_max(S), alpha;
+    float m_new = row_max(S), alpha;
     if (!FIRST) {
       m_new = fmaxf(m, m_new);
       alpha = softmax_exp2<B>((m - finite_max(m_new)) * a.scale_log2);
@@ -4613,7 +4625,7 @@ template <class B> struct WgmmaColumns {
       own_m_log2 = 0;
       may_be_kept = false;
     }
-    m_may_be_kept = B::use_lazy_max && __all_sync(0xffffffffu, may_be_kept);
+    keeps_max = B::use_lazy_max && __all_sync(0xffffffffu, may_be_kept);
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       m_log2[i] = from_owner(own_m_log2, i);
       if (FIRST) continue;
@@ -4632,9 +4644,9 @@ template <class B> struct WgmmaColumns {
         uint32_t P[4];  // pairs of queries
         SDPA_UNROLL for (int j = 0; j < (ROWS < 4 ? 2 : 4); j++) {
           const int i = q / 4 + j / 2 * 2;
-          const float* const s = S.x.d[block] + q / 2 + 2 * j;
-          const float x = softmax_exp2<B>(fmaf(s[0], a.scale_log2, -m_log2[i]));
-          const float y = softmax_exp2<B>(fmaf(s[1], a.scale_log2, -m_log2[i + 1]));
+          const float* const pair = S.x.d[block] + q / 2 + 2 * j;
+          const float x = softmax_exp2<B>(fmaf(pair[0], a.scale_log2, -m_log2[i]));
+          const float y = softmax_exp2<B>(fmaf(pair[1], a.scale_log2, -m_log2[i + 1]));
           sum[i] += x;
           sum[i + 1] += y;
           P[j] = pack<Element<B>>(x, y);
@@ -4654,7 +4666,7 @@ template <class B> struct WgmmaColumns {
   // O. The caller adds `sum` to l.
   template <bool FIRST> __device__ __forceinline__ void softmax(Scores& S, Sums& O, float (&sum)[ROWS]) {
     bool fits = false;
-    if (!FIRST && m_may_be_kept) {
+    if (!FIRST && keeps_max) {
       write_p<FIRST>(S, sum);
       float all = 0;
       SDPA_UNROLL for (const float& x : sum) all += x;
@@ -4694,8 +4706,8 @@ template <class B> struct WgmmaColumns {
     finish_scores<B>(S, tile, mask.tiles.cover(item.q0, k0));
     float sum[ROWS];
     softmax<FIRST>(S, O, sum);
-    Sums later;
-    Sums& VP = FIRST ? O : later;
+    Sums product;
+    Sums& VP = FIRST ? O : product;
     S.forget_all();
     VP.forget_all();
     issue_vp(VP);
@@ -4899,7 +4911,7 @@ template <class B> struct WmmaShared : ScalarShared<B> {
   }
 };
 
-// Waits until the phase of this parity is complete.
+// mbarrier_wait() for sm_80, which has no mbarrier.try_wait.
 __device__ __forceinline__ void mbarrier_spin(uint64_t* barrier_s, int parity) {
   while (!mbarrier_test_wait_parity(barrier_s, parity)) {
   }
@@ -5061,7 +5073,8 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
       if constexpr (B::qk_in_fp16) return to_float(ld_shared<__half>(reinterpret_cast<const __half*>(s.P) + i));
       else return ld_shared<float>(s.P + i);
     });
-    if (B::qk_in_fp16) __syncwarp();  // hazard: other lanes still read S, which P overwrites
+    // hazard: other lanes still read the fp16 S, which fp32 values overwrite; an fp32 S is overwritten by its readers
+    if (B::qk_in_fp16) __syncwarp();
     finish_scores<B>(S, a, item, t.mask, item.q0, k0, is_unmasked<B>(a, t.mask, item.q0, k0));
     float alpha[ScalarOutput<B>::ROWS];
     softmax.step(s, S, scales.scale_log2(), alpha);
@@ -6002,17 +6015,17 @@ template <class B> struct ListMemory {
 };
 template <class B> struct ListByCta {
   int memory_offset = 0;  // of the ListMemory in shared memory
-  int has_one_entry = 0;  // 1: the item computes all rounds; the only entry says whether any of them may be changed
+  int computes_all = 0;   // 1: all rounds are computed; the only entry says whether any of them may be changed
   int bits_end = 0;       // USE_KEY_MASK: number of changed rounds in the list, or no_stored_bits
   std::conditional_t<B::key_bias, int, Nothing> first_entry{};  // USE_BIAS=4, 5: its index in `entries`
   __device__ __forceinline__ ListMemory<B>& memory() const {
     return *reinterpret_cast<ListMemory<B>*>(&dynamic_shared<unsigned char>() + memory_offset);
   }
   __device__ uint32_t entry(int round) const {
-    int at = has_one_entry ? 0 : round;
+    int at = computes_all ? 0 : round;
     if constexpr (B::key_bias) at += first_entry;
     const uint32_t listed = ld_shared<uint16_t>(&memory().entries[at]);
-    return has_one_entry ? make_entry(round, listed) : listed;
+    return computes_all ? make_entry(round, listed) : listed;
   }
 };
 
@@ -6167,7 +6180,7 @@ __device__ __forceinline__ void list_visible_rounds(const KernelArgs& a, WgmmaIt
   const auto compute_all = [&](bool changed) {
     if (threadIdx.x % 32 == 0) st_shared(&list.entries[0], uint16_t(make_entry(0, changed)));
     __syncwarp();  // hazard: the entry written by lane 0
-    item.has_one_entry = 1;
+    item.computes_all = 1;
     item.bits_end = no_stored_bits;
   };
   const KeyElement<B>* const row = keys_of_batch<B>(a.p, item.b);
@@ -7392,7 +7405,7 @@ template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>, Land
       if ((B::copies_rows || warp == 0) && round >= 0) Base::load_round(role, item, round, 0, from, from);
     };
     if (warp == 0) Base::start_item(item, nullptr, 0);
-    Base::keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, 0));
+    Base::keys_in_next_v = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, 0));
     for (int n = 1; n <= landed_stages; n++, ring.advance()) load(load_k | load_v, item.rounds - n);
     for (int round = item.rounds - 1; round >= 0; round--, tile.advance(), ring.advance()) {
       const int n = tile.stage, at = ring.stage;
