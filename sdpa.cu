@@ -1571,7 +1571,7 @@ __device__ __forceinline__ uint32_t cvt_rn_satfinite_e4m3x4(float a, float b, fl
   return out;
 }
 
-// ---- cp.async (USE_CP_ASYNC, USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_PAGES = 2) ----
+// ---- cp.async (USE_CP_ASYNC, USE_BIAS = 1..3, USE_PAGES = 2) ----
 
 // Copies BYTES (4, 8 or 16) asynchronously. If !valid, it reads nothing and writes zeros.
 template <int BYTES> __device__ __forceinline__ void cp_async(void* dst_s, const void* src_g, bool valid) {
@@ -5142,7 +5142,7 @@ template <class B> struct KernelOf<B, KernelKind::wmma> {
 // ---- 5f 2^x on the FMA pipes (USE_FAST_EXP) ----
 
 // Returns 2^t, computed on the FMA pipes. t = n + f with n = floor(t). 2^f is approximated by a cubic p with
-// p(0) = 1, whose maximum relative error on [0,1] is 8.6e-5 (tests/unit.cu tests every float from -126).
+// p(0) = 1, whose maximum relative error on [0,1] is 8.6e-5 (tests/unit.cu tests [-126, 0]).
 // Adding `magic`, rounded down, leaves n + 127 in the low bits of the sum: the biased exponent. Results below
 // 2^-126 are 0, as with ex2.approx.ftz; 2^0 is exactly 1; NaN gives NaN. Only lazy rescaling passes t > 127,
 // which is clamped.
@@ -5217,10 +5217,10 @@ template <int N> constexpr bool is_read_by_head = reads_by_head(SCORE_MOD_text, 
 namespace expression {
 
 constexpr float log2e = 1.44269504f;
-// The index of a query or a key: base + times * column.
+// The index of a query or a key: base + slope * column.
 struct Position {
-  int base, times, column;
-  __device__ __forceinline__ operator int() const { return base + times * column; }
+  int base, slope, column;
+  __device__ __forceinline__ operator int() const { return base + slope * column; }
 };
 // The index of a head, and x0[h] to x3[h]. Those that an expression contains are loaded once per item.
 struct Head {
@@ -5252,8 +5252,8 @@ struct Score {
 template <class T, class... Types> constexpr bool is_any_of = (std::is_same_v<T, Types> || ...);
 template <class T> constexpr bool is_value = is_any_of<T, Number, Linear, Sum, Score>;
 template <class T> constexpr bool is_position = is_any_of<T, Position>;
-template <class T> constexpr bool is_whole = std::is_integral_v<T> || is_any_of<T, Position, Head>;
-template <class T> constexpr bool is_operand = is_value<T> || is_whole<T> || std::is_floating_point_v<T>;
+template <class T> constexpr bool is_integer = std::is_integral_v<T> || is_any_of<T, Position, Head>;
+template <class T> constexpr bool is_operand = is_value<T> || is_integer<T> || std::is_floating_point_v<T>;
 template <class X, class Y> constexpr bool are_operands = is_operand<X> && is_operand<Y>;
 // True if the operators below apply to X and Y: one of them is a value, or one is a Position and the other
 // floating-point.
@@ -5265,7 +5265,7 @@ template <bool CONDITION> using If = std::enable_if_t<CONDITION, int>;
 
 // Converts an operand to a Number, a Linear or a Sum.
 __device__ __forceinline__ Linear term(Position x) {
-  return {float(x.base), x.times ? float(x.times) : -0.0f, x.column};
+  return {float(x.base), x.slope ? float(x.slope) : -0.0f, x.column};
 }
 __device__ __forceinline__ Number term(Head x) { return {float(x.h)}; }
 __device__ __forceinline__ Linear term(Linear x) { return x; }
@@ -5309,13 +5309,13 @@ template <class X, class Y, If<is_value_operation<X, Y>> = 0> __device__ __force
 template <class X, class Y, If<is_value_operation<X, Y>> = 0> __device__ __forceinline__ auto operator/(X x, Y y) {
   return times(term(x), Number{1 / float(y)});
 }
-__device__ __forceinline__ Position operator-(Position x) { return {-x.base, -x.times, x.column}; }
+__device__ __forceinline__ Position operator-(Position x) { return {-x.base, -x.slope, x.column}; }
 __device__ __forceinline__ Position operator+(Position x, Position y) {
-  return {x.base + y.base, x.times + y.times, x.column};
+  return {x.base + y.base, x.slope + y.slope, x.column};
 }
 __device__ __forceinline__ Position operator-(Position x, Position y) { return x + -y; }
 template <class N, If<std::is_integral_v<N>> = 0> __device__ __forceinline__ Position operator+(Position x, N n) {
-  return {x.base + int(n), x.times, x.column};
+  return {x.base + int(n), x.slope, x.column};
 }
 template <class N, If<std::is_integral_v<N>> = 0> __device__ __forceinline__ Position operator+(N n, Position x) {
   return x + n;
@@ -5327,7 +5327,7 @@ template <class N, If<std::is_integral_v<N>> = 0> __device__ __forceinline__ Pos
   return -x + n;
 }
 
-// The functions that expressions may call.
+// The functions that expressions may call. real() makes an index a floating-point operand.
 template <class X> __device__ __forceinline__ auto real(X x) { return term(x); }
 template <class X> __device__ __forceinline__ Number exp(X x) { return {::expf(float(x))}; }
 template <class X> __device__ __forceinline__ Number exp2(X x) { return {::exp2f(float(x))}; }
@@ -5348,15 +5348,15 @@ template <class X> __device__ __forceinline__ Sum tanh_approx(X x) {
   return {SDPA_NAMESPACE::tanh_approx(float(x)), 1, log2e, {}};
 }
 template <class X> __device__ __forceinline__ auto abs(X x) {
-  if constexpr (is_whole<X>) return int(x) < 0 ? -int(x) : int(x);
+  if constexpr (is_integer<X>) return int(x) < 0 ? -int(x) : int(x);
   else return Number{fabsf(float(x))};
 }
 template <class X, class Y, If<are_operands<X, Y>> = 0> __device__ __forceinline__ auto min(X x, Y y) {
-  if constexpr (is_whole<X> && is_whole<Y>) return int(x) < int(y) ? int(x) : int(y);
+  if constexpr (is_integer<X> && is_integer<Y>) return int(x) < int(y) ? int(x) : int(y);
   else return Number{fminf(float(x), float(y))};
 }
 template <class X, class Y, If<are_operands<X, Y>> = 0> __device__ __forceinline__ auto max(X x, Y y) {
-  if constexpr (is_whole<X> && is_whole<Y>) return int(x) > int(y) ? int(x) : int(y);
+  if constexpr (is_integer<X> && is_integer<Y>) return int(x) > int(y) ? int(x) : int(y);
   else return Number{fmaxf(float(x), float(y))};
 }
 // An array of floats. NUMBER: 0 to 3 for x0 to x3, -1 for other arrays.
@@ -5409,8 +5409,8 @@ template <int N> __device__ __forceinline__ float value_of_head(const float* arr
   if constexpr (is_read_by_head<N>) return __shfl_sync(0xffffffffu, ld_global_nc<float>(array + h), 0);
   return 0;
 }
-// True if the expression `text` contains `name` as a whole word.
-constexpr bool expression_names(std::string_view name, std::string_view text) {
+// True if `text` contains `name` as a whole word.
+constexpr bool contains_word(std::string_view name, std::string_view text) {
   const auto is_letter = [](char c) {
     return c == '_' || (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
   };
@@ -5420,8 +5420,9 @@ constexpr bool expression_names(std::string_view name, std::string_view text) {
   }
   return false;
 }
-constexpr bool mods_name(std::string_view name) {
-  return expression_names(name, SCORE_MOD_text) || expression_names(name, MASK_MOD_text);
+// True if SCORE_MOD or MASK_MOD contains `name`.
+constexpr bool mods_contain(std::string_view name) {
+  return contains_word(name, SCORE_MOD_text) || contains_word(name, MASK_MOD_text);
 }
 
 template <class B> struct ScoreMod {
@@ -5464,9 +5465,9 @@ template <class B> struct ScoreMod {
     if constexpr (B::pack_gqa) return min(int(h) + int(a.item_queries.divide(uint32_t(row))), a.p.Hq - 1);
     else return h;
   }
-  // Calls use(i, j, logit, visible) for the thread's columns [first, last) of S. SCORE: the type from which the
-  // logit is computed. WHOLE: all keys of the tile exist. Otherwise indices of keys past the end are clamped
-  // to the last key. Indices of padding rows are clamped to the first or the last query.
+  // Calls use(i, j, logit, visible) for the thread's columns [first, last) of S. SCORE: Score, or the Dual of the
+  // backward pass. WHOLE: all keys of the tile exist. Otherwise indices of keys past the end are clamped to the
+  // last key. Indices of padding rows are clamped to the first or the last query.
   template <bool WHOLE, class SCORE = Score, class View, class Tile, class Use>
   static __device__ __forceinline__ void each(View& S, int first, int last, const Tile& tile, const Use& use) {
     const KernelArgs& a = tile.a;
@@ -5584,10 +5585,10 @@ template <class B> struct CappedSoftmax : StaleSoftmax<B, 2> {
 
   __device__ __forceinline__ CappedSoftmax(const float (&m)[2], const ItemScales<B>& scales)
       : Base(m, scales), a(scales.a) {
-    const float largest = 0.691f * a.scale_log2;  // tanh(0.85)
+    const float exponent_at_bound = 0.691f * a.scale_log2;  // of x = 0.85: tanh(0.85) * scale_log2
     bool is_in_bounds = a.cap_polynomial.factor != 0;
     SDPA_UNROLL for (int i = 0; i < 2; i++) {
-      is_in_bounds &= 30 - largest <= m_log2[i] && m_log2[i] <= largest - 16;
+      is_in_bounds &= 30 - exponent_at_bound <= m_log2[i] && m_log2[i] <= exponent_at_bound - 16;
     }
     by_polynomial = __all_sync(0xffffffffu, is_in_bounds);
   }
@@ -5613,7 +5614,7 @@ template <class B> struct CappedSoftmax : StaleSoftmax<B, 2> {
   }
 };
 
-// ---- 5g the bias in global memory (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_BIAS = 4, USE_BIAS = 5) ----
+// ---- 5g the bias in global memory (USE_BIAS = 1..5) ----
 
 // Returns the address of the bias of row r of the tile at query q0. The bias has one row per query. A row has
 // a contiguous element for each of the last bias_keys keys of the sequence; earlier keys have no bias. The
@@ -5662,9 +5663,9 @@ template <class B> struct BiasInMemory {
   __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
     const int first = first_biased_key(a.p, keys), col = k0 - first + S.col(0), cols = keys - first;
     if constexpr (B::key_bias) {
-      Bias of_columns[View::COLS];
-      load_bias_of_keys(of_columns, S, bias_row<B>(a, item, q0, 0) + col, cols - col);
-      return add_to_keys(S, a, of_columns);
+      Bias column_bias[View::COLS];
+      load_bias_of_keys(column_bias, S, bias_row<B>(a, item, q0, 0) + col, cols - col);
+      return add_to_keys(S, a, column_bias);
     }
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       const Bias* const row = bias_row<B>(a, item, q0, S.row(i)) + col;
@@ -5698,7 +5699,7 @@ __device__ __forceinline__ bool ScoreTile<B>::add_bias(View& S) const {
   return true;
 }
 
-// ---- 5g the bias of a warp (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3) ----
+// ---- 5g the bias of a warp (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1..3) ----
 
 // The bias of one warp for one tile: 16 rows, BLOCK_N keys. Lanes read one 16-byte chunk of each of 8 rows at
 // a time (fp32: two chunks of each of 4 rows). The XOR swizzle by the row puts these chunks in different
@@ -5716,7 +5717,8 @@ template <class B> struct BiasTiles {
   std::conditional_t<bias_has_room<B>, BiasTile<B>[B::split_warps], Nothing> per_warp;
 };
 
-// Adds the bias to the rows of a warp. Prefetches the bias of the next tile into shared memory.
+// Adds the bias to the rows of a warp. Prefetches the bias of the next tile into shared memory; without room
+// there, reads it from global memory.
 template <class B, bool = bias_has_room<B>> struct BiasOfWarp : BiasInMemory<B> {
   __device__ void bind(BiasTiles<B>&) {}
   __device__ void start(const KernelArgs&, const Item<B>&, int, int, int) {}
@@ -5746,6 +5748,7 @@ template <class B> struct BiasOfWarp<B, true> {
     const int lane = int(mov_tid_x() % 32), q = q0 + first_row() + lane / LANES;
     loaded_k0 = -1;
     column_at_0 = lane % LANES * Tile::PER_CHUNK - first;
+    // An OR of offsets is a multiple of a power of 2 if all of them are.
     const int64_t elements = strides.batch | strides.head | strides.row;
     // k0 - first gives the alignment of all tiles of the item. With a window, k0 may be any key.
     const uint64_t offsets = uint64_t((elements | (k0 - first)) * int64_t(sizeof(Bias)));
@@ -5760,7 +5763,7 @@ template <class B> struct BiasOfWarp<B, true> {
   __device__ __forceinline__ void load(const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
     if (loaded_k0 == k0) return;
     const int lane = int(mov_tid_x() % 32), chunk = lane % LANES, column = k0 + column_at_0;
-    const int columns = keys - chunk * Tile::PER_CHUNK + column_at_0;  // columns of the bias
+    const int columns = keys - chunk * Tile::PER_CHUNK + column_at_0;  // columns of the bias: keys - first
     cp_async_wait_group<0>();  // the copy of a tile that was not used may be in flight
     __syncwarp();              // hazard: previous tile read by all lanes
     if (unit == 16 && column >= 0 && column + Tile::PER_CHUNK <= columns) {
@@ -5821,7 +5824,7 @@ template <class B> struct BiasOfWarp<B, true> {
   }
   template <class View>
   __device__ __forceinline__ void add(View& S, const KernelArgs& a, const Item<B>& item, int keys, int q0, int k0) {
-    load(a, item, keys, q0, k0);  // copies it again if Q @ K.T has been recomputed
+    load(a, item, keys, q0, k0);  // again, if S was recomputed: the next tile's bias has overwritten it
     cp_async_wait_group<0>();
     __syncwarp();  // hazard: tile copied by all lanes
     if constexpr (sizeof(Bias) == 4)
@@ -5864,7 +5867,7 @@ template <class B> struct BiasOfWarp<B, true> {
   }
 };
 
-// ---- 5g the bias of a tile's keys (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 4, USE_BIAS = 5) ----
+// ---- 5g the bias of a tile's keys (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 4..5) ----
 
 template <class B> struct alignas(16) KeyBiasTile { float x[B::block_n]; };
 template <class B> struct KeyBiasTiles { KeyBiasTile<B> per_warp[B::split_warps]; };
@@ -5896,7 +5899,7 @@ template <class B> struct BiasOfKeys {
       }
     }
   }
-  // Stores the loaded bias to shared memory, as that of the current tile.
+  // Stores the loaded bias to shared memory, for the next add() or exp().
   __device__ __forceinline__ void store() const {
     const int lane = int(mov_tid_x() % 32);
     __syncwarp();  // hazard: previous tile read by all lanes
@@ -5931,7 +5934,7 @@ template <class B> struct BiasOfKeys {
   }
 };
 
-// ---- 5g the mask of keys (USE_KEY_MASK, USE_BIAS = 4, USE_BIAS = 5) ----
+// ---- 5g the key mask (USE_KEY_MASK, USE_BIAS = 4..5) ----
 
 // Returns a word whose lowest `count` bits are set; all bits if count > 32.
 __device__ __forceinline__ constexpr uint32_t low_bits(int count) { return count >= 32 ? ~0u : (1u << count) - 1; }
@@ -5942,8 +5945,8 @@ template <class B> __device__ __forceinline__ const KeyElement<B>* keys_of_batch
   if constexpr (B::key_bias) return p.bias ? static_cast<const Bias*>(p.bias) + b * p.bias_strides.batch : nullptr;
   else return p.key_mask ? p.key_mask + b * p.key_mask_stride : nullptr;
 }
-__device__ __forceinline__ bool shows_key(uint8_t byte) { return byte; }
-template <class E> __device__ __forceinline__ bool shows_key(E bias) { return to_float(bias) != -INFINITY; }
+__device__ __forceinline__ bool is_visible_key(uint8_t byte) { return byte; }
+template <class E> __device__ __forceinline__ bool is_visible_key(E bias) { return to_float(bias) != -INFINITY; }
 
 // One bit per key of a tile: 1 if the key exists and neither the key mask nor the bias hides it.
 template <class B> struct KeyBits {
@@ -5956,22 +5959,23 @@ template <class B> struct KeyBits {
   __device__ __forceinline__ KeyBits(const KernelArgs& a, int b, int k0, int first = 0, int last = B::block_n - 1) {
     const KeyElement<B>* const row = keys_of_batch<B>(a.p, b);
     SDPA_UNROLL for (int w = first / 32; w <= last / 32; w++) {
-      const int of_tile = 32 * w + int(threadIdx.x % 32), k = k0 + of_tile;
-      bool shown = of_tile < B::block_n && k < a.p.Sk;
-      if (row && shown) shown = shows_key(ld_global<KeyElement<B>>(row + k));
-      word[w] = __ballot_sync(0xffffffffu, shown);
+      const int column = 32 * w + int(threadIdx.x % 32), k = k0 + column;
+      bool visible = column < B::block_n && k < a.p.Sk;
+      if (row && visible) visible = is_visible_key(ld_global<KeyElement<B>>(row + k));
+      word[w] = __ballot_sync(0xffffffffu, visible);
     }
   }
   // The bits of a thread's columns [first, last) of a view: bit S.col(j) - S.col(0) is column j. The shift moves
-  // none of these bits across a word boundary, so each word is shifted separately.
+  // none of these bits across a word boundary, so each word is shifted separately. SWAP_AB: the thread has
+  // columns only in words 0, 2, ...
   template <class Tile, class View>
   __device__ __forceinline__ KeyBits(const Tile& tile, const View& S, int first, int last) {
-    const int from = first_column<B>(S) + S.col(0), words = from / 32;
+    const int from = first_column<B>(S) + S.col(0), skipped = from / 32;
     const int begin = B::swap_ab ? 0 : S.col(first) - S.col(0);
     const int end = B::swap_ab ? B::block_n - 1 : S.col(last - 1) - S.col(0);
-    const KeyBits of_tile = tile.key_bits(begin, end);
+    const KeyBits bits = tile.key_bits(begin, end);
     SDPA_UNROLL for (int w = begin / 32; w <= end / 32; w++) {
-      word[w] = (!B::swap_ab || words == 0 || w + 1 == WORDS ? of_tile.word[w] : of_tile.word[w + 1]) >> from % 32;
+      word[w] = (!B::swap_ab || skipped == 0 || w + 1 == WORDS ? bits.word[w] : bits.word[w + 1]) >> from % 32;
     }
   }
   __device__ __forceinline__ bool all() const {
@@ -5987,12 +5991,12 @@ template <class B> struct KeyBits {
   __device__ __forceinline__ bool has(int column) const { return word[column / 32] & 1u << column % 32; }
 };
 
-// ---- 5g lists of visible rounds (wgmma and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_BIAS = 4, USE_BIAS = 5, MASK_MOD, USE_KEY_MASK) ----
+// ---- 5g lists of visible rounds (wgmma and USE_BIAS = 1..5, MASK_MOD, USE_KEY_MASK) ----
 
-// What is known of a round while its keys are examined, as bits.
-enum RoundState { has_visible_key = 1, is_changed = 2, is_known = has_visible_key | is_changed };
+// The state of a round, as bits. all_states: further keys cannot change it.
+enum RoundState { has_visible_key = 1, is_changed = 2, all_states = has_visible_key | is_changed };
 
-// ---- 5g lists in shared memory (USE_KEY_MASK, USE_BIAS = 4, USE_BIAS = 5) ----
+// ---- 5g lists in shared memory (USE_KEY_MASK, USE_BIAS = 4..5) ----
 
 // Bytes of shared memory for Q of two items and all stages of K and V, if Dv = D. The rest holds the lists.
 template <class B>
@@ -6029,7 +6033,7 @@ template <class B> struct ListByCta {
   }
 };
 
-// ---- 5g four bytes of a bias (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_BIAS = 4, USE_BIAS = 5) ----
+// ---- 5g four bytes of a bias (USE_BIAS = 1..5) ----
 
 // Returns the RoundState of four bytes of a bias.
 __device__ __forceinline__ int state_of_bias(uint32_t word) {
@@ -6043,7 +6047,7 @@ __device__ __forceinline__ int state_of_bias(uint32_t word) {
   return has_visible_key * (word != hidden) + is_changed * (changed != 0);
 }
 
-// ---- 5g lists of visible rounds that each CTA makes (wgmma and USE_KEY_MASK, USE_BIAS = 4, USE_BIAS = 5) ----
+// ---- 5g lists of visible rounds that each CTA makes (wgmma and USE_KEY_MASK, USE_BIAS = 4..5) ----
 
 // Reads `count` bytes, at most 4, of a key mask; the other bytes are 0.
 __device__ __forceinline__ uint32_t bytes_of_keys(const uint8_t* from, int count) {
@@ -6071,7 +6075,7 @@ __device__ __forceinline__ ListedRounds list_rounds_of_mask(const KernelArgs& a,
   for (int first = 0; first < item.rounds; first += 8) {
     const int number = first + lane / 4;
     const int begin = number * B::round_keys + lane % 4 * 4;
-    const auto existing = [&](int n) {
+    const auto existing = [&](int n) {  // number of keys in word n of the lane
       return 16 * n + lane % 4 * 4 < B::round_keys ? min(max(keys - begin - 16 * n, 0), 4) : 0;
     };
     bool visible = false, changed = false;  // of the round
@@ -6086,10 +6090,12 @@ __device__ __forceinline__ ListedRounds list_rounds_of_mask(const KernelArgs& a,
         const int n = step + i, count = existing(n);
         if (count > 0 && !(is_aligned && count == 4)) words[i] = bytes_of_keys(row + begin + 16 * n, count);
         const uint32_t missing = count == 4 ? 0 : ~0u << 8 * count;
-        const uint32_t shown = (((words[i] & 0x7f7f7f7f) + 0x7f7f7f7f) | words[i]) & 0x80808080;  // bit 7: not 0
-        visible |= shown != 0;
-        changed |= (shown | missing) != (0x80808080 | missing);
-        bits[n / 2] |= ((shown >> 7) * 0x01020408 >> 24) << (n % 2 * 16 + lane % 4 * 4);
+        // Bit 7 of each byte: the byte is not 0.
+        const uint32_t visible_bytes = (((words[i] & 0x7f7f7f7f) + 0x7f7f7f7f) | words[i]) & 0x80808080;
+        visible |= visible_bytes != 0;
+        changed |= (visible_bytes | missing) != (0x80808080 | missing);
+        const uint32_t four_bits = (visible_bytes >> 7) * 0x01020408 >> 24;  // one per byte
+        bits[n / 2] |= four_bits << (n % 2 * 16 + lane % 4 * 4);
       }
     }
     visible = __ballot_sync(0xffffffffu, visible) & lanes_of_round;
@@ -6124,7 +6130,7 @@ __device__ __forceinline__ uint32_t word_of_bias(const Bias* from, int count, bo
 //
 // A far round has only elements far below 0, as in padding with finfo.min; the other rounds are near. Far
 // rounds come first in the list. The kernel starts with the last entry, so it knows the row max of the near
-// rounds before it computes a far round, which then keeps the stale maximum. An element is far below 0 if its
+// rounds before it computes a far round, for which it is a good stale maximum. An element is far below 0 if its
 // three highest bits are set: fp16 from -512 down, bf16 and fp32 from -2^65 down. Entries of near rounds are
 // written from the middle of the list up, those of far rounds from the middle down.
 template <class B>
@@ -6185,7 +6191,7 @@ __device__ __forceinline__ void list_visible_rounds(const KernelArgs& a, WgmmaIt
   };
   const KeyElement<B>* const row = keys_of_batch<B>(a.p, item.b);
   // An item computes at least one round. For a bias, a list of two rounds costs more time than it saves.
-  if (!row || item.rounds <= 1 + B::key_bias || item.rounds > most_listed<B>) return compute_all(row);
+  if (!row || item.rounds <= 1 + B::key_bias || item.rounds > most_listed<B>) return compute_all(row != nullptr);
   griddepcontrol_wait();  // the preceding kernel may write the mask
   ListedRounds listed;
   if constexpr (B::key_bias) listed = list_rounds_of_bias<B>(a, item, list, row + item.first_key);
@@ -6205,7 +6211,7 @@ __device__ __forceinline__ void list_visible_rounds(const KernelArgs& a, WgmmaIt
   item.rounds = max(listed.count, 1);
 }
 
-// ---- 5g lists in global memory: the map (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
+// ---- 5g lists in global memory: the map (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1..3, MASK_MOD) ----
 //
 // Items that read the same rows of the bias, or the same values of MASK_MOD, share a list. A list contains the number
 // of visible rounds, and an entry for each of them. A map that was made for another mask, window, problem size or tile
@@ -6227,8 +6233,8 @@ template <class B> __device__ __forceinline__ uint32_t* list_of(const KernelArgs
   const int queries = queries_of_item<B>(a), block = (item.q0 + queries - 1) / queries;
   const int head = B::pack_gqa ? item.h / a.item_heads : item.h;
   const BiasMap& map = a.bias_map;
-  const uint32_t of_head = map.batches.remainder(item.b) * map.heads.divisor + map.heads.remainder(head);
-  return map.lists + size_t(of_head * a.q_blocks.divisor + block) * map.list_words;
+  const uint32_t head_index = map.batches.remainder(item.b) * map.heads.divisor + map.heads.remainder(head);
+  return map.lists + size_t(head_index * a.q_blocks.divisor + block) * map.list_words;
 }
 template <class B> __device__ __forceinline__ void read_list_of_map(const KernelArgs& a, WgmmaItem<B>& item) {
   if constexpr (lists_from_map<B>) {
@@ -6250,7 +6256,7 @@ __device__ __forceinline__ int state_of_warp(int state) {
 template <class B> __device__ __forceinline__ int state_of_mask(const KernelArgs& a, const Item<B>& item, int k0) {
   const int lane = threadIdx.x % 32, end = min(k0 + B::round_keys, a.p.Sk);
   int state = 0;
-  for (int first = k0; first < end && state < is_known; first += 32) {
+  for (int first = k0; first < end && state < all_states; first += 32) {
     for (int row = 0; row < rows_of_item<B>(a); row++) {
       const Item<B> query = row_item<B>(a, item, row);
       if (first + lane >= end || query.q0 < 0 || query.q0 >= a.p.Sq || query.h >= a.p.Hq) continue;
@@ -6265,31 +6271,33 @@ template <class B> __device__ __forceinline__ int state_of_mask(const KernelArgs
 // The same according to the bias or MASK_MOD.
 template <class B> __device__ __forceinline__ int state_of_round(const KernelArgs& a, const Item<B>& item, int k0) {
   if constexpr (B::hides_keys) return state_of_mask<B>(a, item, k0);
-  constexpr int chunk = 16 / sizeof(Bias), rows_at_once = 8;
+  constexpr int chunk = 16 / sizeof(Bias), loads_at_once = 8;
   // The factor that repeats an element until it fills 4 bytes.
   constexpr uint32_t repeat = sizeof(Bias) == 1 ? 0x01010101 : sizeof(Bias) == 2 ? 0x00010001 : 1;
   const int first = first_biased_key(a.p, a.p.Sk), begin = max(k0, first) - first;
   const int keys = min(k0 + B::round_keys, a.p.Sk) - first - begin;
   const Strides& strides = a.p.bias_strides;
+  // An OR of offsets is a multiple of a power of 2 if all of them are.
   const int64_t elements = strides.batch | strides.head | strides.row | begin | keys;
   const bool by_chunks = (elements * sizeof(Bias) | reinterpret_cast<uintptr_t>(a.p.bias)) % 16 == 0;
   const int columns = by_chunks ? keys / chunk : keys, lane = threadIdx.x % 32;
-  // `lanes` adjacent lanes read a row, so that the warp reads `step` rows at once.
-  const int lanes = min(max(columns, 1), 32), step = 32 / lanes, rows = lane < lanes * step ? rows_of_item<B>(a) : 0;
+  // `lanes` adjacent lanes read a row, so that the warp reads rows_per_load rows at once.
+  const int lanes = min(max(columns, 1), 32), rows_per_load = 32 / lanes;
+  const int rows = lane < lanes * rows_per_load ? rows_of_item<B>(a) : 0;
   int state = k0 < first ? has_visible_key : 0;  // keys without a bias are visible
   for (int column = 0; column < columns; column += lanes) {
     const int lane_column = column + lane % lanes;
-    for (int row = 0; row < rows_of_item<B>(a) && state < is_known; row += rows_at_once * step) {
-      uint4 x[rows_at_once];
-      bool exists[rows_at_once];
-      SDPA_UNROLL for (int n = 0; n < rows_at_once; n++) {
-        const int r = row + n * step + lane / lanes, q = query_of<B>(a, item.q0, r);
+    for (int row = 0; row < rows_of_item<B>(a) && state < all_states; row += loads_at_once * rows_per_load) {
+      uint4 x[loads_at_once];
+      bool exists[loads_at_once];
+      SDPA_UNROLL for (int n = 0; n < loads_at_once; n++) {
+        const int r = row + n * rows_per_load + lane / lanes, q = query_of<B>(a, item.q0, r);
         exists[n] = lane_column < columns && r < rows && q >= 0 && q < a.p.Sq;
         const Bias* const at = bias_row<B>(a, item, item.q0, r) + begin + lane_column * (by_chunks ? chunk : 1);
         if (exists[n] && by_chunks) x[n] = ld_global_nc<uint4>(at);
         if (exists[n] && !by_chunks) x[n].x = ld_global_nc<VectorType<sizeof(Bias)>>(at) * repeat;
       }
-      SDPA_UNROLL for (int n = 0; n < rows_at_once; n++) {
+      SDPA_UNROLL for (int n = 0; n < loads_at_once; n++) {
         if (exists[n]) state |= state_of_bias(x[n].x);
         if (exists[n] && by_chunks) state |= state_of_bias(x[n].y) | state_of_bias(x[n].z) | state_of_bias(x[n].w);
       }
@@ -6334,7 +6342,7 @@ template <class B> __global__ void __launch_bounds__(map_threads) sdpa_map(const
   if (lane == 0 && count == 0) st_global(list + 1, make_entry(0, true));
 }
 
-// ---- 5g iteration over visible rounds (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, USE_BIAS = 4, USE_BIAS = 5, MASK_MOD, USE_KEY_MASK) ----
+// ---- 5g iteration over visible rounds (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1..5, MASK_MOD, USE_KEY_MASK) ----
 
 // USE_KEY_MASK: returns the visible keys of the split's tile at key k0, whose round is changed. bits_index: index of
 // the round's bits, if they are stored; otherwise this reads the key mask.
@@ -6372,7 +6380,7 @@ template <class B> struct RoundWalk<B, true> {
   template <class Rows> __device__ __forceinline__ void start(const Rows& rows, const WgmmaItem<B>& item, int first) {
     list = item;
     if constexpr (B::use_key_mask) bits_index = item.bits_end;
-    round = first + 1;
+    round = first + 1;  // starts one round earlier and advances to the first one
     entries[0] = entries[1] = list.entry(first);
     look_ahead(rows);
     advance();
@@ -6426,7 +6434,7 @@ template <class B> struct TileWalk : RoundWalk<B> {
   __device__ __forceinline__ void write_first_bias() {
     if constexpr (B::key_bias) write_bias(this->may_be_changed());
   }
-  // USE_BIAS=4, 5: stores the prefetched bias, if there is one, as that of the current tile.
+  // USE_BIAS=4, 5: stores the prefetched bias, if there is one, to shared memory.
   __device__ __forceinline__ void write_bias(bool is_prefetched) {
     if (is_prefetched) bias.store();
   }
@@ -6491,8 +6499,8 @@ __host__ __device__ __forceinline__ int least_rounds(int round_keys) {
   return max(1, 256 * 1024 / int(round_keys * Defines::head_dim * sizeof(KeyValue) * 2));
 }
 // batch_invariant, SPLIT_CTAS=0: maximum number of rounds in a range, for a sequence of `tiles` query tiles
-// with at most `rounds` rounds each. It is least_rounds(), or more if the sequence would otherwise have over
-// `partials` ranges in a head group (the heads of an item), but at most most_keys_at_once keys.
+// with at most `rounds` rounds each. It is chosen so that a head group (the heads of an item) has at most about
+// `partials` ranges of the sequence. It is at least least_rounds(), and has at most most_keys_at_once keys.
 __host__ __device__ __forceinline__ int invariant_rounds(int rounds, int round_keys, int tiles, int partials) {
   const int share = ceil_div(rounds, max(partials / max(tiles, 1), 1));
   return min(max(least_rounds(round_keys), share), max(most_keys_at_once / round_keys, 1));
@@ -6562,8 +6570,8 @@ struct alignas(16) PlannedItem {
   Interval keys;
   int range, ranges, first_partial;
 };
-// The beginning of the scratch memory: the number of items, of items to merge, and of items fetched from the
-// queue. The items follow, then the indices of the items to merge.
+// The beginning of the scratch memory: the number of items, of tiles with several ranges, and of items fetched
+// from the queue. The items follow, then the index of the first range of each of these tiles.
 struct Plan { uint32_t count, merges, fetched, unused; };
 __host__ __device__ constexpr size_t plan_bytes(const PlanArgs& plan) {
   return 256 + ceil_div(plan.items * (sizeof(PlannedItem) + sizeof(uint32_t)), 256) * 256;
@@ -6640,7 +6648,7 @@ constexpr int plan_threads = 1024, plan_classes = 64;
 struct PlanShared {
   uint32_t rounds, rounds_65536;  // all items together have rounds + 65536 * rounds_65536 rounds
   uint32_t most_rounds;           // rounds of all keys of the longest sequence
-  uint32_t partials, count, merges;  // number of partials, of items, and of items to merge
+  uint32_t partials, count, merges;  // number of partials, of items, and of tiles to merge
   uint32_t count_of[plan_classes];  // number of items of a class
   uint32_t first[plan_classes];     // index of the next item of a class in the list
 };
@@ -6651,7 +6659,7 @@ template <class B> struct Planner {
   int shift = 0;              // 2^shift lanes share a sequence
   uint32_t limit = 0;         // maximum number of rounds in a range
   uint32_t least_ranges = 0;  // minimum number of ranges per tile
-  uint32_t longest = 0;       // maximum number of rounds that determine a class
+  uint32_t longest = 0;       // number of rounds of an item in class 0
 
   static __device__ __forceinline__ uint32_t rounds_of(const Interval& keys) {
     return uint32_t(max(ceil_div(keys.end - first_tile_key<B>(keys), B::round_keys), 0));
@@ -6682,6 +6690,7 @@ template <class B> struct Planner {
     }
     if (tid < plan_classes) s.count_of[tid] = 0;
   }
+  // Adds up the rounds. As many lanes as a sequence has tiles share it, at most 32; with q_starts 32.
   __device__ __forceinline__ void count_rounds() {
     while (shift < 5 && (a.p.q_starts || 1 << shift < ceil_div(a.p.Sq, queries_of_item<B>(a)))) shift++;
     uint64_t rounds_of_thread = 0;
@@ -6756,7 +6765,7 @@ template <class B> struct Planner {
       }
     });
   }
-  // Writes the numbers of items and of items to merge, and clears the counters of ranges.
+  // Writes the numbers of items and of tiles to merge, and clears the counters of ranges.
   __device__ __forceinline__ void write_counts() {
     if (threadIdx.x == 0) st_global(&plan_of(a), uint4{s.count, s.count > 0 ? s.merges : 0, 0, 0});
     if constexpr (counts_ranges<B>) {
@@ -6840,15 +6849,15 @@ __device__ __forceinline__ void store_result(const View& O, const Rows& m, const
 template <class B, int AT_ONCE, int COLS>
 __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, const KernelArgs& a, const Item<B>& item,
                                              int thread, int threads = B::num_warps * 32) {
-  constexpr int columns = B::d_v / COLS;  // vectors of a row
+  constexpr int row_vectors = B::d_v / COLS;
   const int ranges = int(item.range_count(a));
-  const int vectors = rows_of_item<B>(a) * columns;
+  const int vectors = rows_of_item<B>(a) * row_vectors;
   for (int vector = thread; vector < vectors; vector += threads) {
-    const int row = vector / columns;
+    const int row = vector / row_vectors;
     const float scale_log2 = item_scale_log2<B>(a, row_item<B>(a, item, row));
     QuadRuns<1, 4 * COLS, COLS> O;
     O.first_row = 0;
-    O.first_col = vector % columns * COLS;
+    O.first_col = vector % row_vectors * COLS;
     clear(O);
     float m[1] = {-INFINITY}, l[1] = {0};
     for (int first = 0; first < ranges; first += AT_ONCE) {
@@ -6882,7 +6891,7 @@ template <class B> constexpr int merge_ctas = ceil_div(B::block_m * B::d_v / 4, 
 
 template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(const __grid_constant__ KernelArgs a) {
   if constexpr (B::is_wgmma) wait_then_let_next_kernel_start();
-  if constexpr (B::use_lengths) {  // the plan lists the items to merge
+  if constexpr (B::use_lengths) {  // the plan lists the first ranges of the tiles to merge
     const uint32_t heads = a.q_heads.divisor, ctas = plan_of(a).merges * heads * merge_ctas<B>;
     const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned_items(a) + plan_sizes<B>(a).items);
     for (uint32_t i = blockIdx.x; i < ctas; i += gridDim.x) {
@@ -6902,7 +6911,7 @@ template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(c
 
 // ---- 5i partials of splits in shared memory ----
 
-// The partial of a split.
+// The partial of a split, row by row.
 template <class B> struct RowsPartial {
   alignas(16) float O[B::block_m][PARTIAL_STRIDE<B>];
   float2 m_l[B::block_m];
@@ -7081,7 +7090,7 @@ template <class B> struct RowPages {
   }
 };
 // Copies a warp's rows of a tile, in the panel layout that TMA writes. LANES lanes copy a line of a panel, 16
-// bytes each. Rows that the item does not see are zero-filled.
+// bytes each. Rows that the item does not see are zero-filled. `map` tells load() which of K and V to copy.
 template <class B, int D> struct TileRows {
   static constexpr int BYTES = ROW_BYTES<D * B::kv_bytes>, LINE = PANEL_BYTES<BYTES>;
   static constexpr int LANES = LINE / 16, AT_ONCE = 32 / LANES;  // lanes per line; lines that a warp copies at once
@@ -7297,10 +7306,10 @@ template <class B> __device__ void Wgmma16Consumer<B>::convert_q_to_fp16() {
     const auto chunk = [&](int n) {
       return Q_s + panel_byte<Q_PANEL_ROWS<B>, PANEL_BYTES<B::qk_bytes>>(first_row + 8 * i, 64 * n + tid % 4 * 16);
     };
-    const auto is_of_row = [&](int n) { return B::qk_bytes % 64 == 0 || 64 * n + int(tid) % 4 * 16 < B::qk_bytes; };
+    const auto has_chunk = [&](int n) { return B::qk_bytes % 64 == 0 || 64 * n + int(tid) % 4 * 16 < B::qk_bytes; };
     float largest = 0;
     SDPA_UNROLL for (int n = 0; n < TIMES; n++) {
-      const uint4 x = is_of_row(n) ? ld_shared<uint4>(chunk(n)) : uint4{};
+      const uint4 x = has_chunk(n) ? ld_shared<uint4>(chunk(n)) : uint4{};
       memcpy(words[n], &x, sizeof x);
       for (const uint32_t word : words[n]) {
         largest = fmaxf(largest, fmaxf(fabsf(float_of(word << 16)), fabsf(float_of(word & 0xffff0000u))));
@@ -7317,7 +7326,7 @@ template <class B> __device__ void Wgmma16Consumer<B>::convert_q_to_fp16() {
         word = pack<__half>(float_of(word << 16) * factor, float_of(word & 0xffff0000u) * factor);
       }
       memcpy(&x, words[n], sizeof x);
-      if (is_of_row(n)) st_shared(chunk(n), x);
+      if (has_chunk(n)) st_shared(chunk(n), x);
     }
     float& scale = rows.scales.descaling.factor[i];
     scale = finite_scale(scale * float_of(uint32_t(127 + exponent) << 23));
@@ -7329,10 +7338,10 @@ template <class B> __device__ void Wgmma16Consumer<B>::convert_q_to_fp16() {
 // use the item's scale. With a softcap or SCORE_MOD, m is a maximum of tanh values or logits: no change.
 template <class B> __device__ void Wgmma16Consumer<B>::undo_scale_of_q() {
   const uint32_t tid = mov_tid_x() % 128;
-  ItemScales<B> of_item(a);
-  of_item.start(Base::item(), row_group * 64 + tid / 32 * 16 + tid % 32 / 4);
+  ItemScales<B> item_scales(a);
+  item_scales.start(Base::item(), row_group * 64 + tid / 32 * 16 + tid % 32 / 4);
   SDPA_UNROLL for (int i = 0; i < 2; i++) {
-    if (!replaces_scores<B>(a)) rows.m[i] *= rows.scales.descaling.factor[i] / of_item.descaling.factor[i];
+    if (!replaces_scores<B>(a)) rows.m[i] *= rows.scales.descaling.factor[i] / item_scales.descaling.factor[i];
   }
 }
 
@@ -7341,7 +7350,8 @@ template <class B> __device__ void Wgmma16Consumer<B>::undo_scale_of_q() {
 template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>, LandedTiles<B>::COUNT> {
   using Base = WgmmaProducer<B, WgmmaShared<B>, LandedTiles<B>::COUNT>;
   using Base::s, Base::a, Base::ring, Base::issues, Base::Base;
-  StageRing<B::stages> tile;  // the 16-bit stage to write; `ring`: the 8-bit stage to read, then to reload
+  StageRing<B::stages> tile_ring;  // the 16-bit stage to write
+  // ring: the 8-bit stage to read and reload, in the phase of the reload.
 
   // Converts a tile's rows to fp16. Each warp converts 8 of every 32 rows. Eight lanes convert 64 bytes of
   // each of two rows, whose indices differ in bits 0 and 2. This avoids bank conflicts of the reads and of
@@ -7383,7 +7393,7 @@ template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>, Land
   template <int D>
   __device__ __forceinline__ void convert_tile(void* to_s, uint64_t* empty, uint64_t* full, const void* from_s,
                                                uint64_t* landed, uint64_t* read, int warp) {
-    mbarrier_wait(empty, tile.parity ^ 1);
+    mbarrier_wait(empty, tile_ring.parity ^ 1);
     mbarrier_wait(landed, ring.parity ^ 1);
     convert<D>(to_s, from_s, warp);
     fence_proxy_async();  // hazard: to_s written here, read by wgmma; from_s read here, written by TMA
@@ -7407,8 +7417,8 @@ template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>, Land
     if (warp == 0) Base::start_item(item, nullptr, 0);
     Base::keys_in_next_v = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, 0));
     for (int n = 1; n <= landed_stages; n++, ring.advance()) load(load_k | load_v, item.rounds - n);
-    for (int round = item.rounds - 1; round >= 0; round--, tile.advance(), ring.advance()) {
-      const int n = tile.stage, at = ring.stage;
+    for (int round = item.rounds - 1; round >= 0; round--, tile_ring.advance(), ring.advance()) {
+      const int n = tile_ring.stage, at = ring.stage;
       convert_tile<B::head_dim>(to.K[n], &to.k_empty[n], &to.k_full[n], from.K[at], &from.k_full[at],
                                 &from.k_empty[at], warp);
       load(load_k, round - landed_stages);
@@ -7564,10 +7574,13 @@ template <class T> TensorView view_of(const char* name, T* data, Strides& s, int
   return {name, data, sizeof(T), D, {{"row", S, s.row}, {"head", H, s.head}, {"batch", B, s.batch}}};
 }
 std::array<TensorView, 4> tensors_of(SdpaParams& p) {
-  const int of_q = batches_of(p, p.q_starts), of_k = Defines::use_pages ? p.pages : batches_of(p, p.k_starts);
+  const int q_batches = batches_of(p, p.q_starts);
+  const int k_batches = Defines::use_pages ? p.pages : batches_of(p, p.k_starts);
   const int rows = Defines::use_pages ? p.page_size : p.Sk;
-  return {{view_of("Q", p.Q, p.q, of_q, p.Hq, p.Sq, p.D), view_of("K", p.K, p.k, of_k, p.Hkv, rows, p.D),
-           view_of("V", p.V, p.v, of_k, p.Hkv, rows, p.Dv), view_of("O", p.O, p.o, of_q, p.Hq, p.Sq, p.Dv)}};
+  return {{view_of("Q", p.Q, p.q, q_batches, p.Hq, p.Sq, p.D),
+           view_of("K", p.K, p.k, k_batches, p.Hkv, rows, p.D),
+           view_of("V", p.V, p.v, k_batches, p.Hkv, rows, p.Dv),
+           view_of("O", p.O, p.o, q_batches, p.Hq, p.Sq, p.Dv)}};
 }
 
 // The attribute of the current device, or `otherwise` if there is no device.
@@ -7596,7 +7609,7 @@ double merge_kernel_clocks(const Items& items, int D, int ranges, int sms) {
   return 1000 + 2000.0 * ceil_div(ranges, ranges_at_once) + bytes / sms / 40;
 }
 
-// Estimated number of steps of the merge by an item's last CTA. Few ranges take fewer steps.
+// Estimated number of steps of the merge by an item's last CTA. In a step, a thread waits for one batch of loads.
 int64_t merge_steps(const Items& items, int D, int threads, int ranges) {
   if (ranges == 1) return 0;
   const int64_t vectors = ceil_div(items.heads * items.queries * (D / 4), threads);  // float4s of O per thread
@@ -7638,13 +7651,14 @@ int ranges_of(const SdpaParams& p, const Items& items, bool by_kernel, int round
 }
 
 // batch_invariant: true if Sq depends on the batch. Then the number of queries in a packed tile must not depend on Sq.
-bool has_queries_of_batch(const SdpaParams& p) {
+bool sq_depends_on_batch(const SdpaParams& p) {
   return Defines::use_lengths && p.batch_invariant && (p.q_starts || p.q_lengths);
 }
 
 // Partition of a problem into items with one range each.
 Items items_of_tile(const SdpaParams& p, int heads, int queries) {
   const int64_t groups = p.Hq / heads, tiles = ceil_div(p.Sq, queries);
+  // q_starts: each sequence may end in a partial tile.
   return {heads, queries, groups * (Defines::use_lengths && p.q_starts ? p.B + tiles : p.B * tiles)};
 }
 // PACK_GQA: the number of query heads per item is the largest divisor of Hq / Hkv that is at most block_m.
@@ -7652,7 +7666,7 @@ Items items_of_packed_tile(const SdpaParams& p, int block_m) {
   const int group = p.Hkv > 0 ? max(p.Hq / p.Hkv, 1) : 1;
   int heads = min(group, block_m);
   while (group % heads) heads--;
-  return items_of_tile(p, heads, min(block_m / heads, has_queries_of_batch(p) ? block_m : max(p.Sq, 1)));
+  return items_of_tile(p, heads, min(block_m / heads, sq_depends_on_batch(p) ? block_m : max(p.Sq, 1)));
 }
 
 template <class B> Items items_of(const SdpaParams& p) {
@@ -7676,17 +7690,21 @@ template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   plan.page_size = Divisor(uint32_t(page_size));
   plan.box_rows = bits & -bits;  // the largest power of 2 that divides both
   if (B::split_ctas == 1) return plan;
-  // batch_invariant: free_partials counts those of one sequence, partials those of all sequences. Sequences
-  // of more than `most` rounds may need more than free_partials.
+  // batch_invariant: free_partials counts those of one sequence, partials those of all sequences. A range has at
+  // most a number of rounds from least_limit to most_limit. Sequences of more than most_limit rounds may need
+  // more than free_partials.
   if (p.batch_invariant) {
     plan.free_partials = max(sm_count() / int(heads), 1);
-    const int keys = p.most_keys > 0 ? min(p.most_keys, p.Sk) : p.Sk, most = rounds_at_once<B>();
-    const int rounds = int(ceil_div(keys, B::round_keys)), least = invariant_rounds(1, B::round_keys, 1, 1);
-    const auto all = [&](int limit) { return uint64_t(tiles) * max(int(ceil_div(rounds, limit)), B::split_ctas); };
-    uint64_t partials = all(B::split_ctas > 1 ? most : least);
+    const int keys = p.most_keys > 0 ? min(p.most_keys, p.Sk) : p.Sk;
+    const int rounds = int(ceil_div(keys, B::round_keys));
+    const int least_limit = invariant_rounds(1, B::round_keys, 1, 1), most_limit = rounds_at_once<B>();
+    const auto all_partials = [&](int limit) {  // number of partials with this limit
+      return uint64_t(tiles) * max(int(ceil_div(rounds, limit)), B::split_ctas);
+    };
+    uint64_t partials = all_partials(B::split_ctas > 1 ? most_limit : least_limit);
     if (B::split_ctas == 0) {
-      const uint64_t of_sequences = uint64_t(p.B) * plan.free_partials + (rounds > most ? all(most) : 0);
-      partials = rounds > least ? min(partials, of_sequences) : 0;
+      const uint64_t long_partials = rounds > most_limit ? all_partials(most_limit) : 0;
+      partials = rounds > least_limit ? min(partials, uint64_t(p.B) * plan.free_partials + long_partials) : 0;
     }
     plan.partials = uint32_t(min(partials, uint64_t(0x7fffffff)));
     plan.items += plan.partials;
@@ -7703,7 +7721,7 @@ template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
 
 // Number of items per launch: all, or with sdpa_merge() those of 32 CTAs per SM. Their partials take up to
 // 0.6 GB.
-template <class B> int64_t items_at_once(const Items& items) {
+template <class B> int64_t items_per_launch(const Items& items) {
   if (!merges_by_kernel<B>) return items.count;
   return max(min(items.count, int64_t(32 * sm_count() / items.ranges)), int64_t(1));
 }
@@ -7775,13 +7793,12 @@ SdpaStatus encode_boxes(CUtensorMap& map, const TensorView& t, const RowBoxes& b
   return failure(error, "the driver cannot encode a tensor map of %s: %s", t.name, cudaGetErrorString(error));
 }
 
-// True if the tensors and the rows of a packed tile are the same. Apart from these, tensor maps depend only
-// on whether q_starts and k_starts are null. The batch stride of O is 0 if q_starts is set; the caller
-// compares k_starts.
+// True if the tensors and the rows of a packed tile are the same. Tensor maps also depend on whether q_starts and
+// k_starts are null. The caller compares k_starts; with q_starts, the batch stride of O is 0.
 bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
   constexpr size_t sizes = offsetof(SdpaParams, B), end = offsetof(SdpaParams, scale);  // sizes and strides
   return a.Q == b.Q && a.K == b.K && a.V == b.V && a.O == b.O && a.page_size == b.page_size && a.pages == b.pages &&
-         a.Dv == b.Dv && has_queries_of_batch(a) == has_queries_of_batch(b) &&
+         a.Dv == b.Dv && sq_depends_on_batch(a) == sq_depends_on_batch(b) &&
          memcmp(reinterpret_cast<const char*>(&a) + sizes, reinterpret_cast<const char*>(&b) + sizes, end - sizes) == 0;
 }
 
@@ -7796,22 +7813,22 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
   }
   CUtensorMap* map = &maps.q;
   for (const TensorView& t : tensors_of(p)) {
-    const bool is_q = map == &maps.q, of_queries = is_q || map == &maps.o;
+    const bool is_q = map == &maps.q, is_q_or_o = is_q || map == &maps.o;
     const int S = t.dims[0].size;
     // Tensors that TMA does not copy: K and V without keys or copied by cp.async, and O in most kernels. Their
     // maps are prefetched and must be valid.
-    if (S == 0 || (map == &maps.o && !stores_by_tma<B>) || (B::copies_rows && !of_queries)) {
+    if (S == 0 || (map == &maps.o && !stores_by_tma<B>) || (B::copies_rows && !is_q_or_o)) {
       *map++ = maps.q;
       continue;
     }
-    const bool by_panels = a.has_short_rows || (B::pack_gqa && is_q) || (B::use_pages != 0 && !of_queries);
+    const bool by_panels = a.has_short_rows || (B::pack_gqa && is_q) || (B::use_pages != 0 && !is_q_or_o);
     const int D = map < &maps.v ? B::head_dim : B::d_v;
     RowBoxes boxes;
     SdpaStatus status = boxes_of_rows(boxes, t, D, by_panels ? t.width : 0,
-                                      !of_queries ? B::block_n : B::swap_ab ? B::block_m : 64);
+                                      !is_q_or_o ? B::block_n : B::swap_ab ? B::block_m : 64);
     if (!status.ok()) return status;
     if constexpr (B::use_pages != 0) {
-      if (!of_queries) boxes.box[1] = uint32_t(plan_sizes<B>(a).box_rows);
+      if (!is_q_or_o) boxes.box[1] = uint32_t(plan_sizes<B>(a).box_rows);
     }
     if (B::pack_gqa && is_q) {  // the heads of an item are rows of its panels
       boxes.sizes[2] = boxes.sizes[3];
@@ -7955,15 +7972,15 @@ template <class B> Grid grid_of(const SdpaParams& p, const Items& items) {
   return grid;
 }
 
-// True if the tensor cores accumulate O over all keys of a row, which is accurate up to most_keys_at_once
-// keys. SWAP_AB, and e4m3 with wgmma unless FP8_FLUSH=0, add the products of tiles on the FMA pipes.
-// SPLIT_CTAS splits the keys into ranges.
+// True if the tensor cores accumulate O over all keys of a row. Then a query may see at most most_keys_at_once keys.
+// SWAP_AB, and e4m3 with wgmma, add the products of tiles on the FMA pipes; FP8_FLUSH=0 does not, but is not
+// limited. SPLIT_CTAS splits the keys into ranges.
 template <class B>
-constexpr bool sums_end =
+constexpr bool limits_keys =
     B::split_ctas == 1 && (B::kernel == KernelKind::mma || B::use_wmma_pv ||
                            (B::is_wgmma && !B::swap_ab && B::product_type != DType::e4m3));
 
-// ---- the map of hidden rounds (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
+// ---- the map of visible rounds (USE_BIAS = 1..3, MASK_MOD) ----
 
 // True if the launch may have a map, that is, lists of visible rounds.
 template <class B> bool may_have_map(const SdpaParams& p) {
@@ -7971,7 +7988,7 @@ template <class B> bool may_have_map(const SdpaParams& p) {
 }
 // True if the mask may depend on the argument `name` of MASK_MOD: MASK_MOD names it, or another knob hides keys.
 template <class B> constexpr bool mask_depends_on(std::string_view name) {
-  return B::mask_knobs > B::mask_mod || expression_names(name, MASK_MOD_text);
+  return B::mask_knobs > B::mask_mod || contains_word(name, MASK_MOD_text);
 }
 // True if the map has different lists for different heads.
 template <class B> bool differs_by_head(const SdpaParams& p) {
@@ -8034,7 +8051,7 @@ SdpaStatus set_bias_map(KernelArgs& a, const Items& items, void* at, bool makes,
   a.unmasked_rounds = 0;  // the number of rounds differs between items
   if constexpr (lists_from_map<B>) {
     const uint32_t lists = a.bias_map.heads.divisor * a.bias_map.batches.divisor * a.q_blocks.divisor;
-    if (makes) return enqueue(sdpa_map<B>, a, lists, map_threads, 0, true, stream, "launching the map of the bias");
+    if (makes) return enqueue(sdpa_map<B>, a, lists, map_threads, 0, true, stream, "launching the map");
   }
   return {};
 }
@@ -8076,7 +8093,7 @@ template <class B> LaunchMemory memory_of(const SdpaParams& p) {
   if (items.ranges == 1 && counts_ranges<B>) return {0, 0};
   const size_t counters = counts_ranges<B> ? size_t(min(items.count, int64_t(most_split_items))) : 0;
   // size_t: the product may wrap around for sizes that cannot be allocated anyway.
-  const size_t partials = size_t(items_at_once<B>(items)) * size_t(items.ranges);
+  const size_t partials = size_t(items_per_launch<B>(items)) * size_t(items.ranges);
   return {counters * sizeof(uint32_t), partials * sizeof(RangePartial<B>)};
 }
 template <class B> size_t scratch_bytes(const SdpaParams& p) {
@@ -8101,7 +8118,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   if (double(items.count) * items.ranges > most) {
     return failure(refused, "B*Hq*ceil(Sq/%d) is over %d tiles; split the batch", items.queries, most);
   }
-  if (sums_end<B> && most_visible_keys(p) > most_keys_at_once) {
+  if (limits_keys<B> && most_visible_keys(p) > most_keys_at_once) {
     return failure(refused,
                    "a query sees %d keys, but this build takes at most %d; type SPLIT_CTAS=0 or pass most_keys",
                    most_visible_keys(p), most_keys_at_once);
@@ -8122,7 +8139,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
                               "pass most_keys",
                      (unsigned long long)(plan.partials * heads), most_split_items);
     }
-    [&](auto& args) { args.plan = plan; }(a);
+    [&](auto& args) { args.plan = plan; }(a);  // generic, since other builds have no plan
     a.work_items = uint32_t(plan.items * heads);
   }
   if constexpr (B::is_wgmma) {
@@ -8134,11 +8151,11 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
     if (!status.ok()) return status;
   }
   if constexpr (merges_by_kernel<B> && !B::use_lengths) {
-    const int64_t at_once = items_at_once<B>(items);
+    const int64_t per_launch = items_per_launch<B>(items);
     SdpaStatus status;
-    for (int64_t first = 0; first < items.count && status.ok(); first += at_once) {
+    for (int64_t first = 0; first < items.count && status.ok(); first += per_launch) {
       a.first_item = uint32_t(first);
-      status = launch_kernel<B>(a, uint32_t(min(at_once, items.count - first)), stream);
+      status = launch_kernel<B>(a, uint32_t(min(per_launch, items.count - first)), stream);
     }
     return status;
   }
@@ -8216,58 +8233,58 @@ SdpaStatus check_sizes(SdpaParams& p) {
 
 // Refuses options that this build does not support, and pointers that are not aligned.
 SdpaStatus check_options(const SdpaParams& p) {
-  const char* of_8bit_q = Defines::q_bytes == 1 ? "" : "an 8-bit DTYPE";
-  const char *of_8bit = Defines::kv_bytes == 1 ? "" : "an 8-bit DTYPE or KV_DTYPE",
-             *of_cap = Defines::use_softcap ? "" : "USE_SOFTCAP";
-  const char *of_lengths = Defines::use_lengths ? "" : "USE_LENGTHS=1",
-             *of_pages = Defines::use_pages ? "" : "USE_PAGES=1";
-  const char* of_firsts = !Defines::use_lengths     ? "USE_LENGTHS=1"
+  const char* needs_8bit_q = Defines::q_bytes == 1 ? "" : "an 8-bit DTYPE";
+  const char *needs_8bit = Defines::kv_bytes == 1 ? "" : "an 8-bit DTYPE or KV_DTYPE",
+             *needs_cap = Defines::use_softcap ? "" : "USE_SOFTCAP";
+  const char *needs_lengths = Defines::use_lengths ? "" : "USE_LENGTHS=1",
+             *needs_pages = Defines::use_pages ? "" : "USE_PAGES=1";
+  const char* needs_firsts = !Defines::use_lengths     ? "USE_LENGTHS=1"
                           : Defines::use_pages == 1 ? "USE_PAGES=2"
                                                     : "";
-  const char* of_queue = Defines::use_persistent_cta ? "" : "USE_PERSISTENT_CTA=1";
-  const char* of_mods = Defines::modifies_scores ? "" : "SCORE_MOD or MASK_MOD";
+  const char* needs_queue = Defines::use_persistent_cta ? "" : "USE_PERSISTENT_CTA=1";
+  const char* needs_mods = Defines::modifies_scores ? "" : "SCORE_MOD or MASK_MOD";
   const struct {
     const char *name, *builds;  // builds: the knobs that support it; empty if this build does
     uintptr_t value;
     int alignment = 4;
   } options[] = {
-      {"q_descale", of_8bit_q, uintptr_t(p.q_descale.factor)},
-      {"q_starts", of_lengths, uintptr_t(p.q_starts)},
-      {"k_descale", of_8bit, uintptr_t(p.k_descale.factor)},
-      {"k_starts", of_lengths, uintptr_t(p.k_starts)},
-      {"v_descale", of_8bit, uintptr_t(p.v_descale.factor)},
+      {"q_descale", needs_8bit_q, uintptr_t(p.q_descale.factor)},
+      {"q_starts", needs_lengths, uintptr_t(p.q_starts)},
+      {"k_descale", needs_8bit, uintptr_t(p.k_descale.factor)},
+      {"k_starts", needs_lengths, uintptr_t(p.k_starts)},
+      {"v_descale", needs_8bit, uintptr_t(p.v_descale.factor)},
       {"workspace", "", uintptr_t(p.workspace), 256},
       {"scratch", "", uintptr_t(p.scratch), 256},
-      {"k_lengths", of_lengths, uintptr_t(p.k_lengths)},
-      {"page_table", of_pages, uintptr_t(p.page_table)},
+      {"k_lengths", needs_lengths, uintptr_t(p.k_lengths)},
+      {"page_table", needs_pages, uintptr_t(p.page_table)},
       {"sinks", Defines::use_sinks ? "" : "USE_SINKS=1", uintptr_t(p.sinks)},
       {"LSE", "", uintptr_t(p.LSE)},
-      {"max_ctas", of_queue, uintptr_t(p.max_ctas), 1},
-      {"softcap", of_cap, p.softcap != 0, 1},
+      {"max_ctas", needs_queue, uintptr_t(p.max_ctas), 1},
+      {"softcap", needs_cap, p.softcap != 0, 1},
       {"bias", Defines::use_bias ? "" : "USE_BIAS", uintptr_t(p.bias), int(sizeof(Bias))},
       {"bias_map", Defines::takes_map ? "" : "USE_BIAS=1, 2, 3 or MASK_MOD", uintptr_t(p.bias_map), 8},
       {"bias_map_bytes", Defines::takes_map ? "" : "USE_BIAS=1, 2, 3 or MASK_MOD", uintptr_t(p.bias_map_bytes), 1},
       {"bias_keys", Defines::use_bias && !Defines::key_bias ? "" : "USE_BIAS=1, 2, 3", uintptr_t(p.bias_keys), 1},
-      {"page_stride", of_pages, uintptr_t(p.page_stride), 1},
-      {"page_size", of_pages, uintptr_t(p.page_size), 1},
-      {"pages", of_pages, uintptr_t(p.pages), 1},
-      {"x0", of_mods, uintptr_t(p.x0)},
-      {"x1", of_mods, uintptr_t(p.x1)},
-      {"x2", of_mods, uintptr_t(p.x2)},
-      {"x3", of_mods, uintptr_t(p.x3)},
-      {"i0", of_mods, uintptr_t(p.i0)},
-      {"i1", of_mods, uintptr_t(p.i1)},
+      {"page_stride", needs_pages, uintptr_t(p.page_stride), 1},
+      {"page_size", needs_pages, uintptr_t(p.page_size), 1},
+      {"pages", needs_pages, uintptr_t(p.pages), 1},
+      {"x0", needs_mods, uintptr_t(p.x0)},
+      {"x1", needs_mods, uintptr_t(p.x1)},
+      {"x2", needs_mods, uintptr_t(p.x2)},
+      {"x3", needs_mods, uintptr_t(p.x3)},
+      {"i0", needs_mods, uintptr_t(p.i0)},
+      {"i1", needs_mods, uintptr_t(p.i1)},
       {"key_mask", Defines::use_key_mask ? "" : "USE_KEY_MASK=1", uintptr_t(p.key_mask), 1},
       {"key_mask_stride", Defines::use_key_mask ? "" : "USE_KEY_MASK=1", uintptr_t(p.key_mask_stride), 1},
-      {"q_lengths", of_lengths, uintptr_t(p.q_lengths)},
-      {"k_firsts", of_firsts, uintptr_t(p.k_firsts)},
-      {"most_keys", of_lengths, uintptr_t(p.most_keys), 1}};
+      {"q_lengths", needs_lengths, uintptr_t(p.q_lengths)},
+      {"k_firsts", needs_firsts, uintptr_t(p.k_firsts)},
+      {"most_keys", needs_lengths, uintptr_t(p.most_keys), 1}};
   for (const auto& x : options) {
     if (x.value && *x.builds) return failure(refused, "%s is for builds with %s; set it to 0", x.name, x.builds);
     if (x.value % x.alignment) return failure(refused, "%s is not aligned to %d bytes", x.name, x.alignment);
     if constexpr (Defines::modifies_scores) {
       const bool is_array = x.name[1] >= '0' && x.name[1] <= '9';  // x0 to x3, i0, i1
-      if (is_array && !x.value != !mods_name(x.name)) {
+      if (is_array && !x.value != !mods_contain(x.name)) {
         return failure(refused, x.value ? "%s is set, but neither SCORE_MOD nor MASK_MOD names it"
                                         : "%s is a null pointer, but SCORE_MOD or MASK_MOD names it", x.name);
       }
@@ -8311,9 +8328,8 @@ SdpaStatus check_params(SdpaParams& p) {
 // ---- refusals (typed) ----
 // To add a variant, add a line to configs.txt. To add a knob, add a row to SDPA_KNOBS with the families that
 // support it, its refusals below, and one function that it selects. If only few kernels support it, the
-// function belongs to the options of section 5. A knob selects whole functions; it never removes lines from a
-// kernel.
-// The title of a section may end in families or knobs, as in (wmma, USE_CP_ASYNC): other builds do
+// function belongs to the options of section 5. A knob selects functions and types; no #if cuts a kernel.
+// The title of a section may end in families or knobs, as in (wmma, USE_CP_ASYNC, USE_BIAS = 1..3): other builds do
 // not need the section. Sections marked (typed) process the knobs as set with -D; in an extract, knobs are
 // constants. tools/extract.py removes sections by these words.
 //
@@ -8362,7 +8378,7 @@ SDPA_REFUSE(Defines::kv_type == DType::e4m3 && Defines::kernel == KernelKind::wm
 SDPA_REFUSE(Defines::kv_type == DType::u8 && (Defines::kernel == KernelKind::mma || Defines::is_wgmma),
             "DTYPE=U8: only the scalar and wmma kernels support it; type DTYPE=FP8_E4M3 or USE_WMMA=1");
 SDPA_REFUSE(Defines::use_bias != 0 && Defines::kv_bytes == 1,
-            "USE_BIAS: scores of 8-bit types have factors that come after it; type DTYPE=FP16 or DTYPE=BF16");
+            "USE_BIAS: a bias would be added before the descale factors of 8-bit types; type DTYPE=FP16 or DTYPE=BF16");
 SDPA_REFUSE((SCORE_MOD_changed || Defines::changes_logits || (Defines::hides_keys && !Defines::use_key_mask)) &&
                 (Defines::use_softcap != 0 || Defines::use_bias != 0),
             "SCORE_MOD and MASK_MOD: the soft cap or the bias can be a part of the expression, as in "
@@ -8371,10 +8387,11 @@ SDPA_REFUSE(Defines::use_key_mask && (Defines::use_bias != 0 || Defines::mask_kn
             "USE_KEY_MASK=1: a bias or a MASK_MOD can hide the keys as well; drop USE_KEY_MASK, or USE_BIAS and "
             "MASK_MOD");
 SDPA_REFUSE(Defines::key_bias && Defines::use_lengths,
-            "USE_BIAS=4, 5: keys are counted from the start of a sequence there; type USE_BIAS=1 or 3, or drop "
+            "USE_BIAS=4, 5: USE_LENGTHS counts keys from the start of their sequence; type USE_BIAS=1 or 3, or drop "
             "USE_LENGTHS");
 SDPA_REFUSE(Defines::use_key_mask && Defines::use_lengths,
-            "USE_KEY_MASK=1: keys are counted from the start of a sequence there; drop USE_KEY_MASK or USE_LENGTHS");
+            "USE_KEY_MASK=1: USE_LENGTHS counts keys from the start of their sequence; drop USE_KEY_MASK or "
+            "USE_LENGTHS");
 SDPA_REFUSE(Defines::use_pages && !Defines::use_lengths,
             "USE_PAGES: the page table is indexed by sequence; add USE_LENGTHS=1");
 SDPA_REFUSE(FP8_FLUSH_changed && Defines::product_type != DType::e4m3,
@@ -8511,9 +8528,9 @@ constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, 
   // A build uses the rows of its own D, and those of its D rounded up to 64, 128 or 256. Its D is the larger
   // of HEAD_DIM and HEAD_DIM_V.
   const int build_D = Defines::head_dim > Defines::d_v ? Defines::head_dim : Defines::d_v;
-  const bool is_next = head_dim == build_D || head_dim == (build_D <= 64 ? 64 : build_D <= 128 ? 128 : 256);
-  if (!is_next) t.head_dim = head_dim == Defines::head_dim ? 0 : head_dim;  // a D that tile_fits() refuses
-  if (for_maps && (!Defines::takes_map || !is_next)) t.head_dim = 0;
+  const bool is_for_build = head_dim == build_D || head_dim == (build_D <= 64 ? 64 : build_D <= 128 ? 128 : 256);
+  if (!is_for_build) t.head_dim = head_dim == Defines::head_dim ? 0 : head_dim;  // a D that tile_fits() refuses
+  if (for_maps && (!Defines::takes_map || !is_for_build)) t.head_dim = 0;
   t.block_m = block_m;
   t.block_n = block_n;
   t.num_warps = num_warps;
@@ -8643,7 +8660,8 @@ template <int ROW> constexpr Config config_of() { return TUNED_TILES[ROW]; }
 
 // ---- tiles that agree with the knobs as set with -D (typed) ----
 
-#define SDPA_IS_ROWS(name, fallback, member, values, families, meaning) &&(!name##_changed || t.member == as_set.member)
+#define SDPA_AGREES(name, fallback, member, values, families, meaning) \
+  &&(!name##_changed || t.member == as_set.member)
 // True if this build may use the tile: the tile has the values of all knobs that were set with -D.
 constexpr bool tile_fits(const TunedTile& t) {
   constexpr Config as_set{};  // with -D
@@ -8653,10 +8671,10 @@ constexpr bool tile_fits(const TunedTile& t) {
       (t.head_dim == 192 && t.block_n == 128 && Defines::d_v > 128) ||
       (Defines::takes_map && t.num_warps == 16 && !t.swap_ab) ||  // maps and biases need registers
       (Defines::use_key_mask && t.num_warps == 16 && t.swap_ab);
-  return as_set.use_tuned && t.head_dim == as_set.head_dim && !no_room SDPA_KNOBS(SDPA_IS_ROWS);
+  return as_set.use_tuned && t.head_dim == as_set.head_dim && !no_room SDPA_KNOBS(SDPA_AGREES);
 }
 
-// ---- tiles by number (USE_TUNED) ----
+// ---- iteration over the tiles (USE_TUNED) ----
 
 // The first row from n on whose tile fits; tile_count if there is none.
 constexpr int next_tile(int n) {
@@ -8683,7 +8701,7 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   const KeyBounds bounds(p, p.Sq, p.Sk);
   const int round_keys = t.block_n * t.split_kv, threads = t.num_warps * 32, Sq = max(p.Sq, 1);
   const Items items = t.pack_gqa ? items_of_packed_tile(p, t.block_m) : items_of_tile(p, 1, t.block_m);
-  // SPLIT_CTAS=0: each CTA takes one range of the keys. A kernel or the last CTA of an item merges the partials.
+  // SPLIT_CTAS=0: each CTA takes one range of the keys. by_kernel: merges_by_kernel of the tile's build.
   const bool by_kernel = t.split_ctas == 0 && !t.swap_ab && !(t.use_mma_sync && t.pack_gqa && t.split_kv > 1);
   const int ranges = t.split_ctas ? 1 : ranges_of(p, items, by_kernel, round_keys, threads, t.ctas, sms);
   const double merge = by_kernel    ? merge_kernel_clocks(items, p.D, ranges, sms)
@@ -8708,9 +8726,9 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   // Clocks per key of an item at the full throughput of an SM. With a mask, ping-pong warpgroups wait for
   // each other at its edge. With SKIP_MASKED, a single active warpgroup takes half of the time of the whole
   // tile.
-  double of_key = t.block_m / t.scores_per_clock * (t.use_ping_pong && !bounds.all() ? 1.07 : 1);
+  double clocks_per_key = t.block_m / t.scores_per_clock * (t.use_ping_pong && !bounds.all() ? 1.07 : 1);
   const double used = 64.0 * ceil_div(Sq, 64) / ceil_div(Sq, t.block_m);  // rows per tile that are not skipped
-  if (t.skip_masked) of_key *= 0.5 + 0.5 * (used - 64) / (t.block_m - 64);
+  if (t.skip_masked) clocks_per_key *= 0.5 + 0.5 * (used - 64) / (t.block_m - 64);
   // The time of the products and the softmax is the largest of three lower bounds. CTAs on an SM share its
   // throughput. A CTA that is alone reaches sole_rate of it; with SWAP_AB it reaches all of it, because latency
   // dominates there.
@@ -8721,10 +8739,10 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   const bool shares = t.ctas > 1 && ctas_per_sm > 1;
   const double shared_keys = shares ? keys.most - (keys.most - keys.least) / ctas_per_sm : 0;
   const double full_rate_keys = shared_keys * std::fmin(ctas, t.ctas) + (keys.most - shared_keys) / rate_alone;
-  const double longest = t.item_clocks + of_key * full_rate_keys;
+  const double longest = t.item_clocks + clocks_per_key * full_rate_keys;
   // Bound 2, all items spread evenly over the SMs. Bound 3, waves of t.ctas CTAs per SM, all as short as the shortest.
-  const double spread = ctas_per_sm * (t.item_clocks / t.ctas + of_key * keys.mean);
-  const double in_waves = waves * t.item_clocks + of_key * keys.least * ctas;
+  const double spread = ctas_per_sm * (t.item_clocks / t.ctas + clocks_per_key * keys.mean);
+  const double in_waves = waves * t.item_clocks + clocks_per_key * keys.least * ctas;
   const double work = std::fmax(longest, std::fmax(spread, in_waves)) + merge;
   // K and V are read once, from L2 if they take less than 52 MB, otherwise from device memory. Reading overlaps
   // with computing, which the 4-norm of both times models.
@@ -8735,7 +8753,7 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
 }
 
 // USE_LENGTHS: the same problem with `sequences` sequences of equal lengths. The host does not know the real lengths.
-SdpaParams of_equal_lengths(SdpaParams p, int sequences) {
+SdpaParams with_equal_lengths(SdpaParams p, int sequences) {
   if (p.q_starts && p.B > 0) p.Sq = ceil_div(p.Sq, p.B);
   if (p.k_starts && p.B > 0) p.Sk = ceil_div(p.Sk, p.B);
   p.q_starts = p.k_starts = nullptr;
@@ -8744,7 +8762,7 @@ SdpaParams of_equal_lengths(SdpaParams p, int sequences) {
 }
 
 // batch_invariant: the problem with typical values of everything that depends on the batch or is in device memory.
-SdpaParams of_any_batch(SdpaParams p) {
+SdpaParams with_typical_batch(SdpaParams p) {
   if (p.q_starts || p.q_lengths) p.Sq = 2048;
   if (p.k_lengths || p.k_starts) p.Sk = p.k_starts && !p.k_lengths && p.q_starts ? p.Sq : max(p.Sq, 8192);
   p.q_starts = p.q_lengths = p.k_starts = nullptr;
@@ -8752,12 +8770,11 @@ SdpaParams of_any_batch(SdpaParams p) {
   p.B = 8;
   return p;
 }
-// Maximum number of keys that a query may see. batch_invariant: no limit with k_lengths; with k_starts,
-// that of of_any_batch().
-int most_keys_of_sum(const SdpaParams& p) {
+// Maximum number of keys that a query may see. batch_invariant: in any batch, so with k_lengths there is no limit.
+int most_visible_keys_of_any_batch(const SdpaParams& p) {
   if (!p.batch_invariant) return most_visible_keys(p);
   if (p.k_lengths) return size_limit;
-  return has_unknown_width(p) ? most_width(p) : most_visible_keys(of_any_batch(p));
+  return has_unknown_width(p) ? most_width(p) : most_visible_keys(with_typical_batch(p));
 }
 
 // The row of the tile with the shortest estimated time. The model takes up to 20 us, so the result of the last
@@ -8776,12 +8793,13 @@ int choose_tile(const SdpaParams& p) {
   for (int n = next_tile(0); n < tile_count; n = next_tile(n + 1)) {
     const TunedTile& t = TUNED_TILES[n];
     double clocks = tuned_clocks(
-        t, p.batch_invariant ? of_any_batch(p) : Defines::use_lengths ? of_equal_lengths(p, p.B) : p, sms);
+        t, p.batch_invariant ? with_typical_batch(p) : Defines::use_lengths ? with_equal_lengths(p, p.B) : p, sms);
     // One sequence may have nearly all keys. Add the time of that problem, with weight sqrt(B).
     if (Defines::use_lengths && !p.batch_invariant && p.k_lengths) {
-      clocks += std::sqrt(p.B) * tuned_clocks(t, of_equal_lengths(p, 1), sms);
+      clocks += std::sqrt(p.B) * tuned_clocks(t, with_equal_lengths(p, 1), sms);
     }
-    if (t.split_ctas == 1 && !t.swap_ab && most_keys_of_sum(p) > most_keys_at_once) clocks *= 1e9;
+    // A tile that may sum more than most_keys_at_once keys is the last choice.
+    if (t.split_ctas == 1 && !t.swap_ab && most_visible_keys_of_any_batch(p) > most_keys_at_once) clocks *= 1e9;
     if (best < 0 || clocks < best_clocks) {
       best = n;
       best_clocks = clocks;
@@ -8820,7 +8838,7 @@ template <class Launch> SdpaStatus leaving_no_error(const Launch& launch) {
 
 }  // namespace
 
-// ---- a map of hidden rounds for several launches (USE_BIAS = 1, USE_BIAS = 2, USE_BIAS = 3, MASK_MOD) ----
+// ---- a map of visible rounds for several launches (USE_BIAS = 1..3, MASK_MOD) ----
 
 // Size in bytes of the map that sdpa_map_bias() writes. 0: this problem has no map, or its sizes are refused.
 [[maybe_unused]] static size_t sdpa_bias_map_bytes(SdpaParams p) {

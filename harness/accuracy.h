@@ -11,7 +11,7 @@ namespace {
 
 // The largest change of a logit by the error of tanh_approx() in SCORE_MOD, which is at most 2^-11.
 double error_by_tanh_approx() {
-  if (!line.logit || !expression_names("tanh_approx", knob_value("SCORE_MOD"))) return 0;
+  if (!line.logit || !contains_word("tanh_approx", knob_value("SCORE_MOD"))) return 0;
   const vector<float> ones(4096, 1.0f);
   const vector<int> zeros(4096, 0);
   bool outside = false;

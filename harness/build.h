@@ -116,7 +116,7 @@ Line describe_build() {
   l.has_key_mask = Defines::use_key_mask;
   l.has_bias_maps = Defines::is_wgmma && Defines::takes_map && !Defines::use_lengths &&
                     (Defines::use_tuned || lists_from_map<Defines>);
-  for (int n = 0; n < 6; n++) l.names[n] = mods_name(mod_arrays[n]);
+  for (int n = 0; n < 6; n++) l.names[n] = mods_contain(mod_arrays[n]);
   if (Defines::changes_logits) l.logit = logit_on_host;
   constexpr bool hides_by_expression = Defines::hides_keys && !Defines::use_key_mask;
   if (hides_by_expression) l.sees = sees_on_host;
@@ -125,7 +125,7 @@ Line describe_build() {
   l.is_wgmma = Defines::is_wgmma;
   l.has_queue = Defines::use_persistent_cta;
   l.is_tuned = Defines::use_tuned;
-  l.sums_end = sums_end<Defines> && !Defines::use_tuned;
+  l.limits_keys = limits_keys<Defines> && !Defines::use_tuned;
   for (int n = next_tile(0); n < tile_count; n = next_tile(n + 1)) {
     l.tiles[l.tile_count++] = TUNED_TILES[n];
   }

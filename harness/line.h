@@ -58,7 +58,7 @@ struct Line {
   bool has_softcap, has_sinks, has_lengths, has_pages, has_small_pages, tanh_is_approximate;
   int use_bias;
   bool has_key_mask;
-  bool has_bias_maps, is_wgmma, has_queue, is_tuned, sums_end;
+  bool has_bias_maps, is_wgmma, has_queue, is_tuned, limits_keys;
   TunedTile tiles[most_tiles];  // one, or the candidates of a tuned line
   int tile_count;
   // SCORE_MOD and MASK_MOD: the arrays that they use, their values in double, and a reference

@@ -118,7 +118,7 @@ SdpaParams params_of(const Problem& p) {  // without the tensors
   // A page table as wide as a large cache, whatever the lengths are. A build whose sums end after
   // 65,536 keys gets no more keys than that.
   if (p.page_size && p.has_lengths && !p.narrow_table)
-    params.Sk = line.sums_end && !p.most_keys ? 1 << 16 : 1 << 20;
+    params.Sk = line.limits_keys && !p.most_keys ? 1 << 16 : 1 << 20;
   return params;
 }
 

@@ -253,7 +253,7 @@ void check(const Problem& x, bool may_differ) {
   for (const Kind& kind : kinds()) {
     INFO("layout " << int(kind.layout));
     simt::gpu.sms[0] = x.sms;
-    if (!sums_end<Defines> || Defines::use_tuned) simt::gpu.keys_at_once = x.keys_at_once;
+    if (!limits_keys<Defines> || Defines::use_tuned) simt::gpu.keys_at_once = x.keys_at_once;
     SdpaParams p{};
     p.Hq = x.causal == Causal::bottom_right ? 4 : 2;
     p.Hkv = 2;

@@ -749,7 +749,7 @@ CASE_IF("rounds_without_visible_keys", Defines::masks_keys && Defines::is_wgmma)
     for (const auto& [rounds, shift, last] : cases) {
       constexpr int round = B::round_keys;
       const int keys = rounds * round - (last == is_partial ? 1 : last == is_far ? round - 3 : 0);
-      if (sums_end<B> && keys > most_keys_at_once) continue;  // refused
+      if (limits_keys<B> && keys > most_keys_at_once) continue;  // refused
       const float least = std::is_same_v<Bias, __half> ? -65504 : -3.3e38f;
       const int Sq = last == is_far ? B::block_m + 40 : 40;  // more than one tile
       const Attention a(1, 2, 1, Sq, keys);
@@ -1102,7 +1102,7 @@ CASE_IF("bias_map_refusals", Defines::use_bias && !Defines::key_bias) {
   p.bias_map_bytes = bytes;
   simt::fail_next("cudaLaunchKernelEx", cudaErrorMemoryAllocation);
   const SdpaStatus failed = map_bias_of(p);
-  CHECK((failed.code == cudaErrorMemoryAllocation && begins(failed.text, "launching the map of the bias failed: ")));
+  CHECK((failed.code == cudaErrorMemoryAllocation && begins(failed.text, "launching the map failed: ")));
   CHECK(cudaPeekAtLastError() == cudaSuccess);
   CHECK((map_bias_of(p).ok() && featured.a.forward(p) == "" && featured.a.is_right(p)));
 }
@@ -1253,11 +1253,11 @@ static vector<ExpectedLaunch> launches_of(const SdpaParams& p) {
     using B = decltype(build);
     const auto add = [&](auto* kernel, const char* what) { all.push_back({reinterpret_cast<const void*>(kernel), what}); };
     if constexpr (lists_from_map<B>) {
-      if (p.bias && !p.bias_map) add(sdpa_map<B>, "launching the map of the bias");
+      if (p.bias && !p.bias_map) add(sdpa_map<B>, "launching the map");
     }
     if constexpr (B::use_lengths) add(sdpa_plan<B>, "launching the plan");
     const Items items = items_of<B>(p);
-    const int64_t turns = B::use_lengths ? 1 : ceil_div(items.count, items_at_once<B>(items));
+    const int64_t turns = B::use_lengths ? 1 : ceil_div(items.count, items_per_launch<B>(items));
     for (int64_t turn = 0; turn < turns; turn++) {
       add(KernelOf<B>::entry, "launching the kernel");
       if constexpr (merges_by_kernel<B>) add(sdpa_merge<B>, "launching the merge");
@@ -1545,7 +1545,7 @@ CASE_IF("many_keys", Defines::kernel != KernelKind::scalar) {
   const Attention a(1, 1, 1, 3, 65537);
   SdpaParams p = a.p;
   const string said = a.forward(p);
-  if (sums_end<Defines> && !Defines::use_tuned) {
+  if (limits_keys<Defines> && !Defines::use_tuned) {
     CHECK(begins(said, "a query sees 65537 keys, but this build takes at most 65536"));
   } else {
     CHECK((said == "" && a.is_right()));
@@ -1559,7 +1559,7 @@ CASE_IF("many_keys", Defines::kernel != KernelKind::scalar) {
       SdpaParams few = a.p;
       few.k_lengths = length;
       few.most_keys = most_keys;
-      const bool is_refused = sums_end<Defines> && !Defines::use_tuned && most_keys != 65536;
+      const bool is_refused = limits_keys<Defines> && !Defines::use_tuned && most_keys != 65536;
       const string text = a.forward(few);
       CHECK((is_refused ? begins(text, "a query sees 65537 keys") : text == "" && a.is_right(few)));
     }
@@ -1823,7 +1823,7 @@ CASE_IF("backwards", Defines::use_lengths && !Defines::use_pages) {
 
 // The memory for partials does not depend on the maximum number of keys, and no number of sequences
 // is refused.
-CASE_IF("room", Defines::use_lengths && (!sums_end<Defines> || Defines::use_tuned)) {
+CASE_IF("room", Defines::use_lengths && (!limits_keys<Defines> || Defines::use_tuned)) {
   constexpr int B = 300, most = 140000, D = Defines::head_dim;
   SdpaParams wide{};
   wide.B = 4096;

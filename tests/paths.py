@@ -44,7 +44,7 @@ PATHS = [
     Path("a map by chunks", r"state \|= state_of_bias\(x\[n\]\.y\)", whole=True),
     Path("a map by elements", r"x\[n\]\.x = ld_global_nc<VectorType<sizeof\(Bias\)>>", whole=True),
     # ---- the mask of keys ----
-    Path("keys that are hidden in a tile", r"word\[w\] = __ballot_sync\(0xffffffffu, shown\);"),
+    Path("keys that are hidden in a tile", r"word\[w\] = __ballot_sync\(0xffffffffu, visible\);"),
     # ---- items and their rounds ----
     Path("items by their length", r"const uint32_t from_end = a\.work_items - 1 - i;"),
     Path("items that move up", r"if \(skips_empty_warpgroups<B> && !B::use_lengths\) item\.q0 -="),
@@ -58,7 +58,7 @@ PATHS = [
     # ---- sums and their merge ----
     Path("e4m3 sums that are flushed, and flushed again", r"if \(!first\) add_weighted\(sum, ld_shared<float4>\(sum_s\), 1\);", whole=True),
     Path("e4m3 sums that are rescaled", r"st_shared\(sum_s, float4\{x\.x \* alpha\[0\]"),
-    Path("an e4m3 maximum that is raised", r"rows\.m\[i\] \+= float\(step\)"),
+    Path("an e4m3 maximum that is raised", r"rows\.m\[i\] \+= float\(exponent\)"),
     Path("rows that see no key", r"^      SDPA_UNROLL for \(int j = 0; j < O\.COLS; j\+\+\) O\.x\[i\]\[j\] = 0;"),
     Path("ranges that are merged", r"add_weighted\(O\.x\[0\] \+ 4 \* c, x\[n\]\[c\], weight\[1 \+ n\]\)"),
     Path("ranges that the last CTA merges", r"const RangePartial<B>\* const first = partials \+ item\.first_partial_index\(a\);"),

@@ -116,8 +116,8 @@ template <class B> Planned problem(int n, int sequences, int rows, bool packs_q,
   constexpr int64_t most_keys[] = {300, 70000, size_limit, 3000000};
   Rng draw{uint64_t(n)};
   simt::gpu.sms[0] = sms[n % 3];
-  simt::gpu.keys_at_once = sums_end<B> ? 65536 : sums[n / 2 % 3];
-  const int most = int(std::min({most_keys[n % 4], sums_end<B> ? int64_t(65536) : int64_t(size_limit),
+  simt::gpu.keys_at_once = limits_keys<B> ? 65536 : sums[n / 2 % 3];
+  const int most = int(std::min({most_keys[n % 4], limits_keys<B> ? int64_t(65536) : int64_t(size_limit),
                                  invariant ? int64_t(20000) : int64_t(size_limit)}));  // else there is no memory for it
   Planned c = problem_of_sizes(sequences, heads[n % 5][0], heads[n % 5][1], rows, most);
   SdpaParams& p = c.p;

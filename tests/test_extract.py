@@ -152,7 +152,7 @@ def test_one_build_has_no_templates_on_it(texts, name):
 
 
 def test_options_of_other_builds_are_gone(texts):
-    """SdpaParams has no member of an option that the build lacks. A map of hidden rounds is an option of MASK_MOD, too."""
+    """SdpaParams has no member of an option that the build lacks. A map of visible rounds is an option of MASK_MOD, too."""
     options = "softcap sinks bias bias_strides bias_keys bias_map bias_map_bytes k_lengths q_lengths k_firsts q_starts k_starts most_keys page_table page_size pages".split()
     for name, text in texts.items():
         members = re.search(r"^struct SdpaParams \{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL)[1]

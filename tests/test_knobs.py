@@ -74,8 +74,8 @@ REFUSED = [
     ("BLOCK_M=256 BLOCK_N=64", "over 176 registers and spill; type a smaller BLOCK_M or more NUM_WARPS"),
     ("STAGES=2", "STAGES does nothing without cp.async or producer warps; add USE_CP_ASYNC=1 or drop"),
     ("USE_KEY_MASK=1 USE_BIAS=2", "a bias or a MASK_MOD can hide the keys as well; drop USE_KEY_MASK, or USE_BIAS and MASK_MOD"),
-    ("USE_KEY_MASK=1 USE_LENGTHS=1", "keys are counted from the start of a sequence there; drop USE_KEY_MASK or USE_LENGTHS"),
-    ("USE_BIAS=4 USE_LENGTHS=1", "keys are counted from the start of a sequence there; type USE_BIAS=1 or 3, or drop USE_LENGTHS"),
+    ("USE_KEY_MASK=1 USE_LENGTHS=1", "USE_LENGTHS counts keys from the start of their sequence; drop USE_KEY_MASK or USE_LENGTHS"),
+    ("USE_BIAS=4 USE_LENGTHS=1", "USE_LENGTHS counts keys from the start of their sequence; type USE_BIAS=1 or 3, or drop USE_LENGTHS"),
     ("VEC_WIDTH=16", "an access has at most 16 bytes, but 16 elements have 32; type VEC_WIDTH=8"),
     ("USE_CP_ASYNC=1", "but this VEC_WIDTH has fewer; type VEC_WIDTH=8"),
     ("@wmma DTYPE=FP8_E4M3", "nvcuda::wmma does not support e4m3; drop USE_WMMA or type DTYPE=U8"),
@@ -112,7 +112,7 @@ REFUSED = [
     ("@wgmma BLOCK_M=64 PACK_GQA=1", "PACK_GQA: with producer warps its rows can only be stored as partials of ranges; type SPLIT_CTAS=0"),
     ("@wgmma BLOCK_M=64 SPLIT_CTAS=4 USE_PERSISTENT_CTA=1", "SPLIT_CTAS: a CTA computes one range; drop USE_PERSISTENT_CTA"),
     ("USE_MMA_SYNC=1 BLOCK_M=64 DTYPE=FP8_E4M3 KV_DTYPE=FP8_E4M3", "KV_DTYPE=FP8_E4M3: 8-bit K and V require a 16-bit Q"),
-    ("USE_BIAS=1 DTYPE=FP8_E4M3", "USE_BIAS: scores of 8-bit types have factors that come after it"),
+    ("USE_BIAS=1 DTYPE=FP8_E4M3", "USE_BIAS: a bias would be added before the descale factors of 8-bit types"),
 ]
 TABLE = "constexpr std::array HOPPER_TILES = {\n"
 ROW = TABLE + '    tile(64, 192, 64, 8, 2, 1, "OVERLAP", 1, 1, 1),\n'

@@ -959,7 +959,7 @@ template <class X, class Y> static void check_operators(X x, Y y) {
   is(x + y, float(x) + float(y));
   is(x - y, float(x) - float(y));
   is(x * y, float(x) * float(y));
-  if constexpr (expression::is_whole<X> && expression::is_whole<Y>) CHECK(x / y == int(x) / int(y));
+  if constexpr (expression::is_integer<X> && expression::is_integer<Y>) CHECK(x / y == int(x) / int(y));
   else is(x / y, float(x) / float(y));
   is(-x, -float(x));
   near(float(expression::min(x, y)), std::min(float(x), float(y)));

@@ -440,7 +440,7 @@ def without_options(text):
     """Removes members of SdpaParams that only other builds use (their value is 0), and the rows that refuse them."""
     table = re.search(r"\boptions\[\] = \{(.*?)\};", text, re.DOTALL)
     rows = re.findall(r"\{\"(\w+)\", (\w+|\"[^\"]*\"), ([^{}]*)\}", table[1])
-    known = dict(re.findall(r"\b(of_\w+) = (\"[^\"]*\")", text))
+    known = dict(re.findall(r"\b(needs_\w+) = (\"[^\"]*\")", text))
     kept = [row for row in rows if known.get(row[1], row[1]) == '""' or row[1].isidentifier() and row[1] not in known]
     is_open = any(of.isidentifier() and of not in known for _, of,
                   _ in kept)  # depends on the row of the table of tiles
@@ -450,7 +450,7 @@ def without_options(text):
     if not is_open:
         text = re.sub(r"^ *if \(x\.value && \*x\.\w+\) return .*\n", "", text, flags=re.MULTILINE)
         text = re.sub(r"const char \*name, \*\w+;.*\n", "const char* name;\n", text)
-    text = re.sub(r"^ *const char ?\*[^;]*\bof_\w+ = \"[^;]*;\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^ *const char ?\*[^;]*\bneeds_\w+ = \"[^;]*;\n", "", text, flags=re.MULTILINE)
     gone = {name for name, *_ in rows} - {name for name, *_ in kept}
     gone |= {name for option in gone for name in WITH.get(option, ())}
     for name in gone:

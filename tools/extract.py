@@ -68,16 +68,19 @@ def rows_of(tree, name, knobs, words):
 
 
 def holds(condition, knobs, rows):
-    """Evaluates the condition of a section: alternatives separated by commas, joined by " and ". SPLIT_KV > 1 is always
-    true; the section's functions are removed later if no kernel calls them."""
+    """Evaluates the condition of a section: alternatives separated by commas, joined by " and ". "1..3" is a range.
+    SPLIT_KV > 1 is always true; the section's functions are removed later if no kernel calls them."""
     def one_of(word, row):
         name, _, rest = word.partition(" ")
         if name not in knobs:
             families = [next((family for family, knob in builds.FAMILIES.items() if row.get(knob)), "scalar")]
             return name in families + ["mma"] * row.get("BACKWARD", 0)  # all backward kernels copy tiles like mma
-        value = rest[2:] or "1"  # a number, or the index of a word
-        return rest.startswith(">") or row[name] == (
-            int(value) if value.isdigit() else knobs[name].values.split().index(value))
+        low, dots, high = (rest[2:] or "1").partition("..")  # numbers, or a word
+        if rest.startswith(">"):
+            return True
+        if dots:
+            return int(low) <= row[name] <= int(high)
+        return row[name] == (int(low) if low.isdigit() else knobs[name].values.split().index(low))
     parts = [part.split(", ") for part in condition.split(" and ")]
     return any(all(any(one_of(word, row) for word in part) for part in parts) for row in rows)
 
