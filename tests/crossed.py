@@ -411,6 +411,8 @@ def covering(left, builds, covered_by):
 
 
 ALL_PROBLEMS = "--sweep 8 --all-kinds"
+# Logits on both sides of the bound of the softcap's polynomial, in tiles that exceed a stale maximum.
+BEYOND_CAP = "--check-only --shape 1,2,2,70,600 --dist outliers --softcap 30"
 
 
 def cross_features(kind):
@@ -463,7 +465,8 @@ def cross_few_features(kinds):
     while merged := merge_two(builds, covered_by, wanted):
         builds = merged
     with_all = covering(set().union(*map(covered_in_family, builds)), builds, covered_in_family)
-    return [Crossed(kind.name, kind.words(build), (ALL_PROBLEMS if (kind, build) in with_all else f"--sweep 8 --seeds {number}",))
+    return [Crossed(kind.name, kind.words(build), (ALL_PROBLEMS if (kind, build) in with_all else f"--sweep 8 --seeds {number}",
+                                                   *[BEYOND_CAP] * (dict(build).get("USE_SOFTCAP") == "1")))
             for number, (kind, build) in enumerate(builds)]
 
 
