@@ -43,7 +43,7 @@ struct Line {
   decltype(&sdpa_library_map_bias) map_bias;
   char trouble[512];  // the reason for having no line, or empty
 };
-// What a problem needs beyond a line's own knobs. Each combination is a separate build.
+// The features of a problem that the knobs of a line do not cover, as bits. Each combination is a separate build.
 enum Feature {
   softcap = 1,
   sinks = 2,

@@ -9,7 +9,7 @@
 
 #include "pytorch_attention.h"
 
-// Of ATen/autocast_mode.h, which includes the headers of all operators: a quarter of the time of this file's compilation.
+// Declared as in ATen/autocast_mode.h. That header includes those of all operators, a quarter of the compile time.
 namespace at::autocast {
 TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
 TORCH_API Tensor cached_cast(at::ScalarType to_type, const Tensor& arg, c10::DeviceType device_type);

@@ -415,13 +415,18 @@ ALL_PROBLEMS = "--sweep 8 --all-kinds"
 BEYOND_CAP = "--check-only --shape 1,2,2,70,600 --dist outliers --softcap 30"
 
 
+def problems_of(build, runs_all, count, number):
+    """The problems of build `number`: those of all kinds, or `count` random ones."""
+    beyond_cap = [BEYOND_CAP] * (dict(build).get("USE_SOFTCAP") == "1")
+    return ALL_PROBLEMS if runs_all else f"--sweep {count} --seeds {number}", *beyond_cap
+
+
 def cross_features(kind):
     """Builds of a kind that cross FEATURES. Those that together have each value and combination run problems of all kinds."""
     builds = kind.builds()
     of_values = {one for one in kind.pairs if len(one) == 1} | kind.together & kind.pairs
     with_all = covering(of_values, builds, kind.pairs_of)
-    return [Crossed(kind.name, kind.words(build), (ALL_PROBLEMS if build in with_all else f"--sweep 4 --seeds {number}",))
-            for number, build in enumerate(builds)]
+    return [Crossed(kind.name, kind.words(build), problems_of(build, build in with_all, 4, number)) for number, build in enumerate(builds)]
 
 
 def merge_two(builds, covered_by, wanted):
@@ -465,8 +470,7 @@ def cross_few_features(kinds):
     while merged := merge_two(builds, covered_by, wanted):
         builds = merged
     with_all = covering(set().union(*map(covered_in_family, builds)), builds, covered_in_family)
-    return [Crossed(kind.name, kind.words(build), (ALL_PROBLEMS if (kind, build) in with_all else f"--sweep 8 --seeds {number}",
-                                                   *[BEYOND_CAP] * (dict(build).get("USE_SOFTCAP") == "1")))
+    return [Crossed(kind.name, kind.words(build), problems_of(build, (kind, build) in with_all, 8, number))
             for number, (kind, build) in enumerate(builds)]
 
 

@@ -1417,8 +1417,8 @@ int main(int argc, char** argv) {
   check_more = [](Instance& instance) {
     if (!launched) return check_chain(instance);
     launched->add(instance.problem, contents_of(instance.params));
-    // Of a sweep, an eighth of the problems run in a chain, which costs three launches. A quarter and those with max_ctas,
-    // which the checked launch ignores, run again; those of a backward pass always do.
+    // An eighth of a sweep's problems run in a chain, which costs three launches. A quarter run again, and all problems with
+    // max_ctas, which the checked launch ignores. Problems of a backward pass always run again, by --repeats.
     const uint64_t turn = instance.problem.seed % 8;
     const std::string trouble = turn == 0 ? check_chain(instance) : "";
     const bool again = turn % 4 == 2 || instance.params.max_ctas > 0;

@@ -16,7 +16,7 @@ def run(*words):
 
 @pytest.mark.long
 def test_builds_of_a_line():
-    """Of a commit, if there is one (an unpacked archive has none), and of the working tree."""
+    """The line is built from the working tree and, in a git repository, from a commit."""
     is_repository = not subprocess.run(["git", "rev-parse", "HEAD"], cwd=builds.ROOT, capture_output=True).returncode
     words = "scalar_minimal scalar_minimal VEC_WIDTH=1 scalar_minimal VEC_WIDTH=2" + " HEAD:scalar_minimal" * is_repository
     code, out, err = run(*words.split())
