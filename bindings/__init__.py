@@ -3,6 +3,6 @@ bindings/ are submodules, as in `from sdpa import flash_attn_interface`. nvcc bu
 20 to 60 s, and caches it; `python -m sdpa build` builds kernels in advance."""
 import os
 
-__path__ = [os.path.join(os.path.dirname(os.path.abspath(__file__)), "bindings")]
+__path__ = [os.path.join(os.path.dirname(os.path.abspath(__file__)), folder) for folder in ("bindings", "bindings/flash_attn_3")]
 
 from .pytorch import Unavailable, activate, attention, block_mask, why_not  # noqa: E402, F401

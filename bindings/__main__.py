@@ -127,9 +127,11 @@ def build(words):
 
 
 def main(words):
-    here = os.path.dirname(os.path.abspath(__file__))
     if words == ["path"]:
-        print(os.pathsep.join((here, os.path.join(here, "flash_attn_3"))))
+        here = os.path.dirname(os.path.abspath(__file__))
+        # Of a wheel, only flash_attn_interface may be on the path: torchvision imports any `pytorch` that it finds.
+        folders = [here] if sdpa.__name__ == "pytorch" else []
+        print(os.pathsep.join([*folders, os.path.join(here, "flash_attn_3")]))
     elif words[:1] == ["build"] and words[1:] not in (["--help"], ["-h"]):
         return build(words[1:])
     elif words[-1:] in (["--help"], ["-h"]):

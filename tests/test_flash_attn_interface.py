@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path[:0] = [os.path.join(ROOT, "bindings"), os.path.join(ROOT, "tools"), os.path.dirname(os.path.abspath(__file__))]
+sys.path[:0] = [os.path.join(ROOT, name) for name in ("bindings", "bindings/flash_attn_3", "tools", "tests")]
 torch = pytest.importorskip("torch", minversion="2.11", reason="PyTorch 2.11 or newer is missing")
 AllPairs = pytest.importorskip("allpairspy").AllPairs
 import builds  # noqa: E402

@@ -116,9 +116,11 @@ assert importlib.util.find_spec("flash_attn_interface") is None
 words, *environments = json.loads(sys.argv[1])
 builds = [command("build", *words, **environment) for environment in environments]
 sys.path[:0] = command("path").strip().split(":")
+assert importlib.util.find_spec("pytorch") is None  # torchvision would import it
 import flash_attn_interface
 assert flash_attn_interface.sdpa is sys.modules["sdpa.pytorch"]
-assert importlib.metadata.packages_distributions()["flash_attn_interface"] == ["flash-attn-3"]
+for name in ("flash_attn_interface", "flash_attn_3"):
+    assert importlib.metadata.packages_distributions()[name] == ["flash-attn-3"]
 assert importlib.metadata.version("flash_attn_3")[:2] == "3."
 if importlib.util.find_spec("transformers"):
     from sdpa import transformers_attention as ours

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path[:0] = [os.path.join(ROOT, name) for name in ("bindings", "tools", "tests")]
+sys.path[:0] = [os.path.join(ROOT, name) for name in ("bindings", "bindings/flash_attn_3", "tools", "tests")]
 import builds  # noqa: E402
 import flash_attn_interface  # noqa: E402
 import pytorch as sdpa  # noqa: E402

@@ -28,7 +28,7 @@ def knobs(name):
 def test_the_blocks_are_found():
     assert [len(blocks(*where)) for where in (("C and C\\+\\+", "cpp"), ("Python without", "python"), ("PyTorch", "python"),
                                               ("pip", "sh"), ("FlashAttention-3's", "python"), ("transformers", "python"))] == [1, 1, 2, 1, 2, 1]
-    names = ("sdpa.h", "pytorch.py", "context_parallel.py", "transformers_attention.py", "flash_attn_interface.py", "flash_attn_3")
+    names = ("sdpa.h", "pytorch.py", "context_parallel.py", "transformers_attention.py", "flash_attn_3")
     assert set(re.findall(r"bindings/[\w.]+", TEXT)) == {"bindings/" + name for name in names}
 
 
