@@ -16,7 +16,7 @@
 //     P = exp(scale * (S - m')),  m = m'
 //     l = l * alpha + row sum of P
 //     O = O * alpha + P @ V                 [BLOCK_M][D]
-//   O = O / l,  LSE = scale * m + log l     log-sum-exp; needed to merge partials and by the backward pass
+//   O = O / l,  LSE = scale * m + log l     log-sum-exp; for the backward pass, and to merge O of several calls
 //
 // Build one variant   nvcc -O3 -std=c++17 -arch=native -DBLOCK_M=64 -DVEC_WIDTH=8 sdpa.cu -o sdpa
 // Check and time it   ./sdpa --shape mission            (B=1, H=8, Sq=Sk=512; CSV row on stdout, messages on stderr)
@@ -41,7 +41,7 @@
 //
 // Sections  1 KNOBS  2 PROBLEM  3 PTX  4 BLOCKS  5 KERNELS  6 LAUNCH  7 TABLES  8 CALL. harness/ contains main().
 //           docs/READING.md explains the order in which to read them. Parentheses after a section title name
-//           the builds that need the section; typed: builds of this file, not extracts.
+//           the builds that need the section; (typed): it processes -D, so `./run_all.sh extract` omits it.
 // Kernels   5a scalar: the loop above on the FMA pipes. 5b mma: mma.sync, with S, P and O in registers. 5c wgmma:
 //           Hopper's tensor cores; first a plain kernel, then producer and consumer warps, then e4m3. 5d: transposed
 //           wgmma, for few query rows. 5e wmma: S and P in shared memory.
@@ -143,14 +143,14 @@ namespace {  // internal linkage: two builds in one program must not share const
 //                 4  adds a bias of Q's type that has an element per batch and key
 //                 5  as 4, in fp32
 //
-// Knobs of the score hook: the first list changes logits, the second hides keys.
+// Two lists of knobs of the score hook: those of the first change logits, those of the second hide keys.
 #define SDPA_LOGIT_KNOBS(X) \
   X(SCORE_MOD, NONE, score_mod, "NONE expression", "all", "the logit, an expression of s, b, h, q, k, Sq, Sk, x0 to x3")
 #define SDPA_MASK_KNOBS(X) \
   X(MASK_MOD, NONE, mask_mod, "NONE expression", "all", "true if q sees k; of b, h, q, k, ..., x0 to x3, i0, i1") \
   X(USE_KEY_MASK, 0, use_key_mask, "0 1", "all", "bytes hide keys of a batch from all of its queries and heads")
 // clang-format on
-// LIST(SDPA_IS_ON) false: true if a knob of LIST is on. LIST(SDPA_COUNT_ON) 0: the number of those that are on.
+// `LIST(SDPA_IS_ON) false` is true if a knob of LIST is on. `LIST(SDPA_COUNT_ON) 0` is the number of those that are on.
 #define SDPA_IS_ON(name, fallback, member, values, families, meaning) K::member != 0 ||
 #define SDPA_COUNT_ON(name, fallback, member, values, families, meaning) (K::member != 0) +
 
@@ -209,7 +209,8 @@ template <int ROW> struct Knobs {
 
 // ---- what follows from the knobs ----
 
-// The kernel of a build. The scalar, wmma and mma families have one kernel each, the wgmma family has five.
+// The kernel of a build. The scalar, wmma and mma families have one kernel each, the wgmma family has five, three of
+// which are instances of sdpa_wgmma().
 enum class KernelKind {
   scalar,
   wmma,
@@ -284,10 +285,10 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   // the hook multiplies scores by hook_scale.
   static constexpr bool hides_rounds = K::use_bias != 0 || hides_keys;
   static constexpr bool has_hook_scale = K::use_softcap != 0 || changes_logits;
-  // takes_map: a separate kernel may list the visible rounds of all items. masks_keys: all queries and heads
-  // of a batch share the key mask or the bias; each CTA may list the visible rounds of its items instead.
-  static constexpr bool masks_keys = K::use_key_mask || key_bias;
-  static constexpr bool takes_map = hides_rounds && !masks_keys;
+  // takes_map: a separate kernel may list the visible rounds of all items. has_key_bits: all queries and heads of a
+  // batch share the key mask or the bias (KeyBits); each CTA may list the visible rounds of its items instead.
+  static constexpr bool has_key_bits = K::use_key_mask || key_bias;
+  static constexpr bool takes_map = hides_rounds && !has_key_bits;
   // FP16_ACC: S, or each tile's P @ V, is accumulated in fp16.
   static constexpr bool qk_in_fp16 = K::fp16_acc & 1, pv_in_fp16 = K::fp16_acc & 2;
   // producer_threads: producer threads of a CTA. threads: all threads of a CTA.
@@ -304,8 +305,8 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   static constexpr int split_warps = K::num_warps / K::split_kv;  // warps that share a split of the keys
   static constexpr int split_threads = split_warps * 32;
   static constexpr int warpgroups = K::num_warps / 4;  // consumers only
-  // wgmma: true if each row of scores has its own scale: that of its head, or that by which a row of a bf16 Q
-  // was multiplied before its conversion to fp16.
+  // wgmma: true if each row of scores has its own scale: the head of each row has its own descale factor, or the
+  // conversion of a bf16 Q to fp16 multiplies each row by its own power of two.
   static constexpr bool has_row_scales =
       is_wgmma && ((K::pack_gqa && product_type == DType::e4m3) || q_type != product_type);
   // mma: true if each row of scores is multiplied by the descale factor of its head of Q.
@@ -369,7 +370,7 @@ struct SdpaParams {
   float scale = 0;  // 0: 1/sqrt(D). To give all visible keys the same weight, pass FLT_MIN instead of 0
   Causal causal = Causal::off;
   // sdpa_workspace_bytes() bytes of device memory, 256-byte aligned, one per stream. Zero it once before the
-  // first launch; it then serves launches of any problem.
+  // first launch; it then serves all problems that need no more bytes.
   void* workspace = nullptr;
   int max_ctas = 0;                         // USE_PERSISTENT_CTA=1: maximum number of CTAs; 0: as many as fit
   int window_left = -1, window_right = -1;  // keys that a query sees before and after its own position; -1: no limit
@@ -424,7 +425,7 @@ __host__ __device__ inline int batches_of(const SdpaParams& p, const int* starts
 }
 
 // Dimensions of the tensor maps: [B][H][panels][S][elements of a panel], where a panel is 128 or 64 bytes of each row.
-// TMA boxes of a single panel, for short rows and for pages: [B][H][1][S][D]. PACK_GQA, for Q: [B][1][Hq][Sq][D].
+// If a TMA box is one panel, for short rows and for pages: [B][H][1][S][D]. PACK_GQA, for Q: [B][1][Hq][Sq][D].
 struct TensorMaps { CUtensorMap q, k, v, o; };
 struct Nothing {};
 
@@ -440,6 +441,7 @@ struct KeyBounds {
     if (p.window_right >= 0) to = min(window_position + p.window_right + 1, to);
     if (p.window_left >= 0) from = min(max(window_position - p.window_left, -size_limit), to);
   }
+  // True if every query sees every key.
   __host__ __device__ bool all() const { return from == -size_limit && to == Sk; }
   // begin(q) <= end(q). Both are nondecreasing in q.
   __host__ __device__ int begin(int q) const { return min(max(q + from, 0), Sk); }
@@ -494,8 +496,8 @@ struct Divisor {
 };
 
 struct PlanArgs {  // USE_LENGTHS: sizes of the plan, the list of items that sdpa_plan() makes in scratch memory
-  // items, partials: maximum numbers per group of item_heads heads. free_partials: those partials that balance the
-  // load, without those of an explicit SPLIT_CTAS; with batch_invariant, of one sequence.
+  // Maximum numbers per group of item_heads heads. free_partials: the partials with which sdpa_plan() balances the load
+  // (batch_invariant: of one sequence); an explicit SPLIT_CTAS adds partials of its own.
   uint32_t items, partials, free_partials;
   Divisor page_size;  // USE_PAGES
   int box_rows = 0;   // keys per TMA box; a box lies within one page and one tile
@@ -813,8 +815,8 @@ template <class B>
 __device__ __forceinline__ bool is_unmasked(const KernelArgs& a, const Mask& mask, int q0, int k0) {
   return mask.tiles.cover(q0, k0) && !has_bias<B>(a, mask, k0);
 }
-// The first column of a view in its tile; recomputed at each use to save a register.
-template <class B, class View> __device__ __forceinline__ int first_column(const View& S) {
+// SWAP_AB: S.col() is relative to this column, which is recomputed at each use to save a register. Other views: 0.
+template <class B, class View> __device__ __forceinline__ int column_offset(const View& S) {
   if constexpr (B::swap_ab) return S.first_col();
   return 0;
 }
@@ -832,8 +834,8 @@ template <class B> struct ScoreTile {
   const Mask& mask;
   const int q0, k0;  // first query and first key
   const ScoreScale<B> scale;  // hook_scale of the item
-  std::conditional_t<B::masks_keys, ListedTile, Nothing> listed{};
-  std::conditional_t<B::key_bias && B::swap_ab, const Bias*, Nothing> loaded{};  // the bias of the thread's columns
+  std::conditional_t<B::has_key_bits, ListedTile, Nothing> listed{};
+  std::conditional_t<B::key_bias && B::swap_ab, const Bias*, Nothing> bias_of_columns{};  // of the thread's columns
 
   __device__ ScoreScale<B> hook_scale() const { return scale; }
   __device__ int batch_of_item() const { return item.b; }
@@ -871,7 +873,7 @@ __device__ __forceinline__ void finish_scores(View& S, Tile& tile, bool unmasked
   }
   if (unmasked) return;
   tile.locate(S);
-  mask_scores<B>(S, tile.a, tile.mask, tile.q0, tile.k0 + first_column<B>(S));
+  mask_scores<B>(S, tile.a, tile.mask, tile.q0, tile.k0 + column_offset<B>(S));
 }
 template <class B, class View>
 __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Item<B>& item, const Mask& mask,
@@ -953,7 +955,7 @@ __device__ __forceinline__ bool softmax_sum(View& S, ScoreScale<B> scale_log2, c
 }
 
 // Returns x, which is equal in all lanes. After the shuffle, the compiler keeps values derived from x in uniform
-// registers, which descriptors require.
+// registers, which wgmma descriptors require.
 __device__ __forceinline__ int warp_uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // The sum of x over the LANES lanes that share a row. The order is fixed.
@@ -969,8 +971,8 @@ constexpr float ln2 = 0.693147180559945f;
 template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const Item<B>& item) {
   return a.p.sinks ? a.p.sinks[item.h] : -INFINITY;
 }
-// The final row sum: l. USE_SINKS: plus the sink's term, 2^p_log2 * e^(sink - m). USE_SINKS: if that term is
-// above 2^126, O is 0.
+// The final row sum: l. USE_SINKS: plus the sink's term, 2^p_log2 * e^(sink - m). If that term is above 2^126, O
+// is 0.
 template <class B>
 __device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const Item<B>& item) {
   if (!B::use_sinks) return l;
@@ -1065,7 +1067,7 @@ template <class B> struct ScalarScores {
   __device__ int col(int j) const { return first_col + COL_LANES * j; }
 };
 
-// O [BLOCK_M][Dv]. A warp has the same rows as in ScalarScores. A lane has runs of RUN adjacent columns.
+// O [BLOCK_M][Dv]. A lane has the same rows as in ScalarScores, and runs of RUN adjacent columns.
 template <class B> struct ScalarOutput {
   static constexpr int ROWS = ScalarScores<B>::ROWS, COLS = B::d_v / COL_LANES;
   static constexpr int RUN = COLS % RUN_READ ? 2 : RUN_READ;  // adjacent elements of x with adjacent d
@@ -1414,7 +1416,7 @@ template <class B, class Shared> struct CopyTogether {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
 static_assert(!(Defines::kernel == KernelKind::mma && Defines::kv_type == DType::e4m3),
-              "DTYPE=FP8_E4M3: mma.sync takes e4m3 from sm_89 on; type -arch=sm_89 or DTYPE=FP16");
+              "FP8_E4M3: mma.sync and cvt take e4m3 from sm_89 on; type -arch=sm_89, or DTYPE=FP16 without KV_DTYPE");
 #endif
 
 // Maximum number of keys that one accumulator of a tensor core sums. Tensor cores truncate each sum: 524,288 equal
@@ -1530,7 +1532,7 @@ template <bool TRANS> __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[
   }
 }
 // Loads the 8 bytes at an address.
-__device__ __forceinline__ void ld_shared_pair(uint32_t (&r)[2], SharedAddress from) {
+__device__ __forceinline__ void ld_shared_v2(uint32_t (&r)[2], SharedAddress from) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(from));
 }
 
@@ -1650,7 +1652,7 @@ template <class B> __device__ __forceinline__ bool has_map(const KernelArgs& a) 
 }
 // USE_KEY_MASK, USE_BIAS=4, 5: true if each CTA lists the visible rounds of its items.
 template <class B>
-constexpr bool lists_by_cta = B::masks_keys && B::is_wgmma && B::kernel != KernelKind::wgmma_plain;
+constexpr bool lists_by_cta = B::has_key_bits && B::is_wgmma && B::kernel != KernelKind::wgmma_plain;
 
 // The item with query block `block` of head `head`. Heads are numbered across all batches.
 template <class B>
@@ -1720,7 +1722,8 @@ __device__ __forceinline__ Interval Item<B, PLANNED>::keys_of_cta(const KernelAr
   return {keys.begin + rounds.begin * B::round_keys, min(keys.begin + rounds.end * B::round_keys, keys.end)};
 }
 
-// True if a warpgroup skips an item in which none of its rows has a query. With shifted_rows(), q0 may be negative.
+// True if a warpgroup skips an item in which none of its rows has a query. Then shifted_rows() may move the first item
+// of a head to before query 0.
 template <class B>
 constexpr bool skips_empty_warpgroups =
     B::is_wgmma && B::use_warp_specialization && B::split_kv == 1 && !B::use_ping_pong && B::split_ctas == 1;
@@ -1929,7 +1932,7 @@ template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
 // ---- 5b mma.sync: S, P and O in registers (mma) ----
 
 // A warp has M_TILES row tiles of 16 rows. Lane 4g + q has rows g and g + 8 of each row tile, and columns 2q
-// and 2q + 1 of every 8 columns.
+// and 2q + 1 of every 8. With an 8-bit V, O has columns 4q to 4q + 3 of every 16 instead: x is that of MmaRuns.
 template <class B, int WIDTH>
 struct MmaAccumulator : QuadRuns<B::block_m / B::split_warps / 8, WIDTH, 2> {  // [16 * M_TILES of BLOCK_M][WIDTH]
   static constexpr int M_TILES = B::block_m / B::split_warps / 16, LANES = 4;
@@ -2252,7 +2255,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
     const int k0 = round_k0 + split * B::block_n;
     const int stage = pipeline.acquire(k0);
     if (q < item.query_count(p) && k0 < t.keys.end && t.mask.tiles.touch(q, k0) &&
-        (!B::masks_keys || KeyBits<B>(a, item.b, k0).any())) {
+        (!B::has_key_bits || KeyBits<B>(a, item.b, k0).any())) {
       const bool unmasked = is_unmasked<B>(a, t.mask, q, k0);
       const Element<B>* const K_s = s.in.split[split].K[stage];
       const Element<B>* const V_s = s.in.split[split].V[stage];
@@ -2833,14 +2836,14 @@ template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem<B
 }
 // False if the item computes all of its rounds.
 template <class B> __device__ __forceinline__ bool has_list(const KernelArgs& a, const WgmmaItem<B>& item) {
-  if constexpr (B::masks_keys) return !item.computes_all;
+  if constexpr (B::has_key_bits) return !item.computes_all;
   return has_map<B>(a);
 }
 
 // USE_KEY_MASK, USE_BIAS=4, 5: sets tile.listed from the entry of the round in the item's list.
 template <class B>
 __device__ __forceinline__ void set_listed(ScoreTile<B>& tile, const WgmmaItem<B>& item, int round) {
-  if constexpr (B::masks_keys) {
+  if constexpr (B::has_key_bits) {
     tile.listed = entry_changed(item.entry(round)) ? ListedTile::changed : ListedTile::unchanged;
   }
 }
@@ -3027,7 +3030,7 @@ template <class B, int LISTS> struct ListsOfCta {
   ListedItem<B> last;  // USE_PERSISTENT_CTA: the item whose list was written last
 };
 template <class B, int Q_STAGES>
-using ListsInShared = std::conditional_t<B::masks_keys, ListsOfCta<B, list_count<B, Q_STAGES>>, Nothing>;
+using ListsInShared = std::conditional_t<B::has_key_bits, ListsOfCta<B, list_count<B, Q_STAGES>>, Nothing>;
 
 enum WgmmaRole { idle = 0, load_k = 1, load_v = 2, store_o = 4 };  // tasks of a producer warp; bits
 
@@ -3041,14 +3044,14 @@ template <class B, class Shared, int RING_STAGES = B::stages> struct WgmmaProduc
   StageRing<Shared::Q_STAGES> q_ring;  // of the next item
   // USE_LENGTHS: keys in the next tile of V, less than BLOCK_N only in an item's last tile; parity of v_landed.
   int keys_in_next_v = B::block_n, landed_parity = 0;
-  std::conditional_t<B::masks_keys, StageRing<list_count<B, Shared::Q_STAGES>>, Nothing> list_ring;
+  std::conditional_t<B::has_key_bits, StageRing<list_count<B, Shared::Q_STAGES>>, Nothing> list_ring;
 
   __device__ WgmmaProducer(Shared& s_, const KernelArgs& a_) : s(s_), a(a_) {}
 
   // Work item i; past the last one, an item with zero rounds.
   __device__ __forceinline__ WgmmaItem<B> find_item(uint32_t i) {
     if (B::use_persistent_cta && !B::use_lengths && i >= a.work_items) return {};
-    if constexpr (B::masks_keys) return find_listed_item(i);
+    if constexpr (B::has_key_bits) return find_listed_item(i);
     return wgmma_item<B>(a, i);
   }
   // USE_KEY_MASK, USE_BIAS=4, 5: work item i with a list of its visible rounds. Without persistent CTAs, each
@@ -3348,7 +3351,7 @@ template <class B> struct WgmmaRows {
   }
   // Prepares the key mask or the bias of the next tile, while the warpgroup waits for products.
   __device__ __forceinline__ void look_ahead() {
-    if constexpr (B::masks_keys) walk.look_ahead(*this);
+    if constexpr (B::has_key_bits) walk.look_ahead(*this);
   }
   // Replaces S by P and updates m and l; the caller multiplies O by alpha. are_logits: S has already passed the
   // hook.
@@ -3950,7 +3953,7 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_roles> {
   using Shared = WgmmaShared<B>;
   using Producer = Wgmma16Producer<B>;
   using Consumer = Wgmma16Consumer<B>;
-  using Registers = WgmmaRegisters<B, (B::copies_rows ? 80 : B::masks_keys ? 40 : 24), (B::copies_rows ? 56 : 32)>;
+  using Registers = WgmmaRegisters<B, (B::copies_rows ? 80 : B::has_key_bits ? 40 : 24), (B::copies_rows ? 56 : 32)>;
   static constexpr auto entry = sdpa_wgmma<B>;
 };
 
@@ -4357,7 +4360,7 @@ template <class B> struct WgmmaColumnsShared {
   };
   alignas(1024) Element<B> Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
   Split split[B::split_kv];
-  std::conditional_t<B::masks_keys, ListMemory<B>[B::num_warps], Nothing> lists;
+  std::conditional_t<B::has_key_bits, ListMemory<B>[B::num_warps], Nothing> lists;
   WgmmaItem<B> item;
   uint64_t q_full;  // mbarrier: Q has landed, and `item` is set
   std::conditional_t<counts_ranges<B>, bool, Nothing> is_last;  // written and read by store_merged()
@@ -4379,7 +4382,7 @@ template <class B> struct WgmmaColumnsLoader {
   __device__ static bool issues() { return threadIdx.x % 32 == 0; }
   __device__ __forceinline__ void find_item() {
     item = wgmma_item<B>(a, item_index_of_cta<B>(a));
-    if constexpr (B::masks_keys) list_visible_rounds(a, item, s.lists[threadIdx.x / 32]);
+    if constexpr (B::has_key_bits) list_visible_rounds(a, item, s.lists[threadIdx.x / 32]);
   }
   __device__ __forceinline__ void load_q() {
     if (!loads_q() || !issues()) return;
@@ -4702,7 +4705,7 @@ template <class B> struct WgmmaColumns {
     const Mask& mask = item.mask(a);
     ScoreTile<B> tile{a, item, mask, item.q0, k0, item_hook_scale<B>(a, item)};
     set_listed<B>(tile, item, round);
-    if constexpr (B::key_bias) tile.loaded = next_bias;
+    if constexpr (B::key_bias) tile.bias_of_columns = next_bias;
     finish_scores<B>(S, tile, mask.tiles.cover(item.q0, k0));
     float sum[ROWS];
     softmax<FIRST>(S, O, sum);
@@ -5474,7 +5477,7 @@ template <class B> struct ScoreMod {
     const int b = tile.batch_of_item();
     const auto item_h = expression_head(tile);
     const int Sq = tile.query_count(), Sk = tile.mask.keys.Sk, last_key = max(Sk, 1) - 1;
-    const int k0 = tile.k0 + first_column<B>(S);
+    const int k0 = tile.k0 + column_offset<B>(S);
     const ScoreScale<B> hook_scale = tile.hook_scale();
     tile.locate(S);
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
@@ -5694,8 +5697,8 @@ __device__ __forceinline__ bool ScoreTile<B>::add_bias(View& S) const {
   if constexpr (B::key_bias) {
     if (listed == ListedTile::unchanged) return false;
   }
-  if constexpr (B::key_bias && B::swap_ab) add_to_keys(S, a, loaded);
-  else if constexpr (B::use_bias != 0) BiasInMemory<B>().add(S, a, item, mask.keys.Sk, q0, k0 + first_column<B>(S));
+  if constexpr (B::key_bias && B::swap_ab) add_to_keys(S, a, bias_of_columns);
+  else if constexpr (B::use_bias != 0) BiasInMemory<B>().add(S, a, item, mask.keys.Sk, q0, k0 + column_offset<B>(S));
   return true;
 }
 
@@ -5970,7 +5973,7 @@ template <class B> struct KeyBits {
   // columns only in words 0, 2, ...
   template <class Tile, class View>
   __device__ __forceinline__ KeyBits(const Tile& tile, const View& S, int first, int last) {
-    const int from = first_column<B>(S) + S.col(0), skipped = from / 32;
+    const int from = column_offset<B>(S) + S.col(0), skipped = from / 32;
     const int begin = B::swap_ab ? 0 : S.col(first) - S.col(0);
     const int end = B::swap_ab ? B::block_n - 1 : S.col(last - 1) - S.col(0);
     const KeyBits bits = tile.key_bits(begin, end);
@@ -7262,7 +7265,7 @@ template <class B> struct MmaMixedTypes : MmaE4m3AsHalves<B> {
   static __device__ __forceinline__ void read(uint32_t (&a)[8], SharedAddress from) {
     SDPA_UNROLL for (int i = 0; i < 4; i++) {  // rows g and g + 8 of the first 16 k, then of the next 16
       uint32_t pairs[2];
-      ld_shared_pair(pairs, tile_step<B, B::d_q>(from, i % 2 * 8, i / 2 * 32));
+      ld_shared_v2(pairs, tile_step<B, B::d_q>(from, i % 2 * 8, i / 2 * 32));
       a[i / 2 * 4 + i % 2] = pairs[0];
       a[i / 2 * 4 + i % 2 + 2] = pairs[1];
     }

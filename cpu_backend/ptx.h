@@ -206,7 +206,7 @@ template <bool TRANS>
 inline void ldmatrix_x4(uint32_t (&r)[4], SharedAddress row, SIMT_CALLER) {
   matrix_collective<4, TRANS, false>(reinterpret_cast<void*>(row), r, at);
 }
-inline void ld_shared_pair(uint32_t (&r)[2], SharedAddress from, SIMT_CALLER) {
+inline void ld_shared_v2(uint32_t (&r)[2], SharedAddress from, SIMT_CALLER) {
   const uint2 x = ld_shared<uint2>(reinterpret_cast<const void*>(from), at);
   r[0] = x.x;
   r[1] = x.y;

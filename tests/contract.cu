@@ -738,7 +738,7 @@ CASE("changed_members") {
 // Rounds without a visible key are skipped, and their contents do not affect any row. A split
 // without a visible key keeps its first round. An item with more rounds than a list can hold keeps
 // all of them. The mask and the bias may start at any element.
-CASE_IF("rounds_without_visible_keys", Defines::masks_keys && Defines::is_wgmma) {
+CASE_IF("rounds_without_visible_keys", Defines::has_key_bits && Defines::is_wgmma) {
   for_each_build([](auto build) {
     using B = decltype(build);
     if (B::kernel == KernelKind::wgmma_plain) return;
