@@ -2385,7 +2385,7 @@ template <int N> __device__ __forceinline__ void cp_async_bulk_wait_group_read()
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 
-// wgmma: asynchronous matrix products of a warpgroup, which is threads 128 w to 128 w + 127 of the CTA. The order
+// wgmma: asynchronous matrix products of a warpgroup, which is threads 128w to 128w + 127 of the CTA. The order
 // is fence, products, commit, wait. From the first product until the wait, no thread may access the
 // accumulators or the registers of A, or write the operands in shared memory.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -2499,19 +2499,19 @@ template <int WIDTH> struct WgmmaAccumulator : WgmmaView {  // [64][WIDTH]
   __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
 };
 
-// Layout of a tile with BYTES bytes per row: panels with lines of 128 bytes, or of 64 if 128 does not divide a row.
+// Layout of a tile with BYTES bytes per row: panels with lines of 128 bytes, or of 64 if 128 does not divide ROW_BYTES.
 template <int BYTES> constexpr int ROW_BYTES = ceil_div(BYTES, 64) * 64;  // with padding, which TMA zero-fills
 template <int BYTES> constexpr int PANEL_BYTES = ROW_BYTES<BYTES> % 128 ? 64 : 128;
 template <int BYTES> constexpr int PANELS = ROW_BYTES<BYTES> / PANEL_BYTES<BYTES>;
 template <int BYTES> constexpr int PANEL_ATOM = 8 * PANEL_BYTES<BYTES>;  // swizzle atom: 8 lines of a panel
 constexpr int STEP_BYTES = 32;  // bytes of a row of A per wgmma instruction
 
-// Offset in bytes of a byte of a row, in a tile whose panels have ROWS lines of LINE bytes.
+// Offset in bytes of (row, byte) in a tile whose panels have ROWS lines of LINE bytes.
 template <int ROWS, int LINE = 128> __device__ __forceinline__ uint32_t panel_byte(uint32_t row, uint32_t byte) {
   const uint32_t chunk = swizzled<LINE / 16>(row, byte / 16 % (LINE / 16));
   return (byte / LINE * ROWS + row) * LINE + chunk * 16 + byte % 16;
 }
-// Offset in elements of a 16-bit element, in a tile whose panels have ROWS lines of LINE bytes.
+// Offset in elements of (row, column) in a 16-bit tile whose panels have ROWS lines of LINE bytes.
 template <int ROWS, int LINE = 128> __device__ __forceinline__ uint32_t panel_offset(uint32_t row, uint32_t column) {
   return panel_byte<ROWS, LINE>(row, column * 2) / 2;
 }
@@ -2540,7 +2540,7 @@ __device__ __forceinline__ void wait_then_let_next_kernel_start() {
   griddepcontrol_launch_dependents();
 }
 
-// L2 cache policies of loads. Q is read once. K and V are read by many CTAs, unless a CTA has rows of several heads.
+// L2 cache policies of loads. Q is read once. K and V are read by many CTAs, with SWAP_AB and PACK_GQA usually by one.
 constexpr uint64_t evict_first = 0x12f0000000000000, evict_last = 0x14f0000000000000;
 template <class B> constexpr bool reads_kv_once = B::swap_ab && B::pack_gqa;
 template <class B> constexpr uint64_t kv_cache_policy = reads_kv_once<B> ? evict_first : evict_last;
@@ -2666,11 +2666,11 @@ template <class B> __device__ __forceinline__ void prefetch_tensor_maps(const Ke
 template <int BYTES, class Clears>
 __device__ __forceinline__ void clear_rows(void* tile_s, int panel_rows, int begin, int end, int thread, int threads,
                                            const Clears& clears) {
-  constexpr int line = PANEL_BYTES<BYTES> / 16;
-  for (int i = begin * line + thread; i < end * line; i += threads) {
-    if (!clears(i / line)) continue;
+  constexpr int chunks = PANEL_BYTES<BYTES> / 16;  // per line
+  for (int i = begin * chunks + thread; i < end * chunks; i += threads) {
+    if (!clears(i / chunks)) continue;
     SDPA_UNROLL for (int n = 0; n < PANELS<BYTES>; n++) {
-      st_shared(static_cast<uint4*>(tile_s) + n * panel_rows * line + i, uint4{});
+      st_shared(static_cast<uint4*>(tile_s) + n * panel_rows * chunks + i, uint4{});
     }
   }
 }
@@ -2811,12 +2811,12 @@ using ListOf = std::conditional_t<lists_by_cta<B>, ListByCta<B>,
 //
 //   visible   a query of the item sees one of the round's keys, according to the score hook
 //   hidden    not visible. The causal mask, the window and the last key do not count
-//   changed   the score hook changes a score of the round, possibly to -inf; it skips the tiles of other rounds
+//   changed   the score hook changes a score of the round, possibly to -inf; the hook skips the tiles of other rounds
 //   entry     element of the list: 2 * the index of the round among all rounds, plus 1 if the round is changed
 //
 // sdpa_map() writes the lists of all items to global memory, before the attention kernel: the map.
-// list_visible_rounds() writes the list of an item to shared memory, within the attention kernel. RoundWalk iterates
-// over a list of either kind.
+// list_visible_rounds() writes the list of an item to shared memory, within the attention kernel. Consumer warps
+// iterate over a list of either kind by RoundWalk.
 __device__ __forceinline__ constexpr uint32_t make_entry(int number, uint32_t changed) { return 2 * number + changed; }
 __device__ __forceinline__ constexpr int entry_number(uint32_t entry) { return int(entry / 2); }
 __device__ __forceinline__ constexpr bool entry_changed(uint32_t entry) { return entry % 2; }
@@ -2834,7 +2834,7 @@ template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem<B
   if constexpr (may_have_list<B>) round = entry_number(item.entry(round));
   return item.first_key + (round * B::split_kv + split) * B::block_n;
 }
-// False if the item computes all of its rounds.
+// If false, the item computes all of its rounds, and `round` equals `number`.
 template <class B> __device__ __forceinline__ bool has_list(const KernelArgs& a, const WgmmaItem<B>& item) {
   if constexpr (B::has_key_bits) return !item.computes_all;
   return has_map<B>(a);
@@ -2859,7 +2859,7 @@ __device__ __forceinline__ void set_listed(ScoreTile<B>& tile, const WgmmaItem<B
 template <class B> __device__ __forceinline__ int shifted_rows(int items_of_head, int Sq) {
   return (items_of_head * B::block_m - Sq) / 64 * 64;
 }
-// Sets an item's first key and number of rounds.
+// Sets an item's first key and number of rounds: at least one, since zero would mean that there are no more items.
 template <class B> __device__ __forceinline__ void set_rounds(const KernelArgs& a, WgmmaItem<B>& item) {
   if (skips_empty_warpgroups<B> && !B::use_lengths) item.q0 -= shifted_rows<B>(int(a.q_blocks.divisor), a.p.Sq);
   const int last = min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1;
@@ -2937,12 +2937,12 @@ __device__ __forceinline__ bool clear_queries_of_others(Element<B>* Q_s, int pan
 //   tile       k0, S, P, and the stage of its K and V
 //
 //   mbarrier          completed by                                 awaited by           signals that
-//   q_full            the warp that starts the item, and TMA       all readers          Q and s.item are written
-//   q_empty           the last readers of Q, or the warp           the warp that        Q and s.item are read, and
-//                     that has stored O                            starts the item      O is stored
-//   k_full, v_full    TMA, or the warps that copied the tile       consumers            the tile is written
-//   k_empty, v_empty  all consumer warps of the split              producers            the tile is read
-//   o_done            the 4 warps of a warpgroup                   the warp storing O   O is written over Q
+//   q_full            the warp that starts the item, and TMA       all readers          Q and s.item were written
+//   q_empty           the last readers of Q, or the warp           the warp that        Q and s.item were read, and
+//                     that has stored O                            starts the item      O was stored
+//   k_full, v_full    TMA, or the warps that copied the tile       consumers            the tile was written
+//   k_empty, v_empty  all consumer warps of the split              producers            the tile was read
+//   o_done            the 4 warps of a warpgroup                   the warp storing O   O was written over Q
 
 // Named barriers, and the number of threads that arrive or wait. Barrier 0 is __syncthreads(). w: a consumer
 // warpgroup. q_read_barrier, or partials_barrier with two splits, also protects the rows of Q that clear_queries()
@@ -3019,7 +3019,7 @@ template <class B, int PRODUCER, int PRODUCER_OF_MANY = 32> struct WgmmaRegister
 };
 
 // USE_KEY_MASK, USE_BIAS=4, 5: number of lists in shared memory. With persistent CTAs: one per stage of Q and
-// one for the next item. Otherwise: one per loading warp.
+// one for the next item. Otherwise: one per warp that loads or converts.
 template <class B, int Q_STAGES>
 constexpr int list_count = B::use_persistent_cta        ? Q_STAGES + 1
                             : B::tile_type != B::kv_type ? 4
@@ -3089,7 +3089,7 @@ template <class B, class Shared, int RING_STAGES = B::stages> struct WgmmaProduc
     if (issues) {
       s.item[stage] = item;
       mbarrier_arrive_expect_tx(full, item.rounds > 0 ? rows_of_item<B>(a) * ROW_BYTES<B::qk_bytes> : 0);
-      for (int n = 0; item.rounds > 0 && n < (B::pack_gqa ? 1 : Shared::ROW_GROUPS); n++) {  // per 64 rows, or once
+      for (int n = 0; item.rounds > 0 && n < (B::pack_gqa ? 1 : Shared::ROW_GROUPS); n++) {  // PACK_GQA: once
         load_rows_of_q<B, Q_PANEL_ROWS<B>>(a, s.queries(stage, n), &tensor_maps<B>(a).q, item, item.q0 + n * 64, full);
       }
     }
@@ -3136,8 +3136,8 @@ template <class B, class Shared, int RING_STAGES = B::stages> struct WgmmaProduc
     load<B::d_v>(item, round, split, &maps.v, v.V[n], landed, &v.v_empty[n]);
     if (B::use_lengths && keys_in_next_v < B::block_n) finish_last_tile(v.V[n], landed, &v.v_full[n]);
   }
-  // Loads a split's tiles of all items. If there are enough warps, separate warps load K and V, so that neither
-  // blocks the other. `starts`: this warp also starts each item, by start(item); the others follow it.
+  // Loads a split's tiles of all items. If there are enough warps, separate warps load K and V, so that neither blocks
+  // the other. `starts`: this warp also starts each item, by start(item). With persistent CTAs, the others follow it.
   template <class K, class V, class Start>
   __device__ __forceinline__ void load_items(int role, int split, K& k, V& v, bool starts, const Start& start) {
     WgmmaItem<B> item = find_item(item_index_of_cta<B>(a));
@@ -3206,7 +3206,7 @@ template <class B> struct WgmmaTurns<B, true> {
   // Barrier id: turn_barrier + arriving warpgroup. ptxas may recompute an id at each use. pass_on() is on the
   // critical path, so its id is the simpler expression.
   const int warpgroup;
-  __device__ explicit WgmmaTurns(int number) : warpgroup(number) {
+  __device__ explicit WgmmaTurns(int index) : warpgroup(index) {
     if (warpgroup == B::warpgroups - 1) pass_on();
   }
   __device__ void await() const {
@@ -3218,8 +3218,8 @@ template <class B> struct WgmmaTurns<B, true> {
   }
 };
 
-// The item's rounds [begin, end) that the warpgroup with first query q0 computes; none if it has no rows.
-// SKIP_MASKED and no list: only the rounds with a key that one of its rows sees, but at least one.
+// The item's rounds [begin, end) that the warpgroup with first query q0 computes. skips_empty_warpgroups: none if its
+// rows have no query. SKIP_MASKED and no list: only the rounds with a key that one of its rows sees, but at least one.
 template <class B>
 __device__ __forceinline__ Interval own_rounds(const KernelArgs& a, const Mask& mask, const WgmmaItem<B>& item,
                                                int rounds, int q0) {
@@ -3366,8 +3366,8 @@ template <class B> struct WgmmaRows {
     return ld_global<uint32_t>(reinterpret_cast<const char*>(row_g) + byte);
   }
   // Recomputes S = Q @ K.T for this warp only, by mma.sync. Reads K from global memory, since its tile in shared
-  // memory may have been overwritten. read_q(q, byte) loads the A operand of STEP_BYTES of Q. Rarely called, so
-  // optimized for size.
+  // memory may have been overwritten. read_q(q, byte) loads the A operand of Q that begins at `byte` of each
+  // row. Rarely called, so optimized for size.
   template <class ReadQ>
   __device__ __forceinline__ void recompute_qk(Scores& S, const WgmmaItem<B>& item, const ReadQ& read_q) const;
 };
@@ -3379,9 +3379,9 @@ template <class B>
 constexpr bool waits_within_softmax =
     B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1 && B::element_bytes == 2;
 
-// A consumer warpgroup: 64 rows over its split of the keys. Each kernel derives from it and adds its products and
-// stores. State per CTA: the descriptors and the rings, which continue from item to item. State per work item: last_k0.
-// For rows, see WgmmaRows.
+// A consumer warpgroup: 64 rows (row_group) over its split of the keys. Each kernel derives from it and adds its
+// products and stores. State per CTA: the descriptors and the rings, which continue from item to item. State per work
+// item: last_k0. For rows, see WgmmaRows.
 template <class B, class Shared> struct WgmmaConsumer {
   using Rows = WgmmaRows<B>;
   using Scores = typename Rows::Scores;
@@ -3438,14 +3438,14 @@ template <class B, class Shared> struct WgmmaConsumer {
       rows.item = &item();
       start_expressions<B>(rows);
       if constexpr (B::use_lengths) rows.mask = item().mask(a);
-      const Interval rounds_here = own_rounds<B>(a, rows.mask, item(), rounds, rows.q0);
+      const Interval own = own_rounds<B>(a, rows.mask, item(), rounds, rows.q0);
       if constexpr (B::use_lengths) clear_queries();
       consumer.begin_item();
-      t.skip(ring, rounds - rounds_here.end);
-      if (rounds_here.end > 0) {
-        rows.k0 = warp_uniform(first_key_of<B>(item(), rounds_here.end - 1, split));
-        last_k0 = warp_uniform(first_key_of<B>(item(), rounds_here.begin, split));
-        if constexpr (B::hides_rounds) rows.walk.start_item(rows, item(), rounds_here.end - 1);
+      t.skip(ring, rounds - own.end);
+      if (own.end > 0) {
+        rows.k0 = warp_uniform(first_key_of<B>(item(), own.end - 1, split));
+        last_k0 = warp_uniform(first_key_of<B>(item(), own.begin, split));
+        if constexpr (B::hides_rounds) rows.walk.start_item(rows, item(), own.end - 1);
         rows.scales.start(item(), row_group * 64 + int(mov_tid_x() % 128 / 32 * 16 + lane / 4));
         rows.start();
         consumer.begin_rounds();
@@ -3480,7 +3480,7 @@ template <class B, class Shared> struct WgmmaConsumer {
     const auto wait_for_last_pv = [&] {
       wgmma_wait_group<0>();
       hold(rows.O.x.d);
-      hold(S.x.d);  // S is rounded only after the wait
+      hold(S.x.d);  // P, in place of S, is rounded only after the wait
       if (rows.accumulates) arrive_by_warp(&t.v_empty[last_stage]);
     };
     consumer.issue_qk(S, ring, false);
@@ -3562,7 +3562,7 @@ __device__ void WgmmaRows<B>::recompute_qk(Scores& S, const WgmmaItem<B>& item, 
     float d[4] = {};
     const KeyValue* K_row = K_g;
     if constexpr (B::use_pages != 0) {
-      // Rows without a query may see keys that no query of the item sees. Such keys have no page in the table.
+      // Rows without a query may see keys that no query of the item sees. Such keys may have no page.
       const int in_item = min(max(k, item.keys.begin), item.keys.end - 1);
       K_row = PagedRows<B>{&a, &item, &a.p.k, K_g, in_item} + lane % 4 * 4 / B::element_bytes;
     } else {
@@ -3586,7 +3586,7 @@ __device__ void WgmmaRows<B>::recompute_qk(Scores& S, const WgmmaItem<B>& item, 
 // ---- 5c merge of splits (wgmma and USE_WARP_SPECIALIZATION and SPLIT_KV > 1) ----
 
 // Merges the partials of both splits; each split finalizes half of the rows. Stores LSE and calls store(share, row).
-// share[4v] to share[4v + 3]: those of the thread's accumulators 8v to 8v + 7 that belong to `row`, divided by l.
+// share[4v + i]: O / l in `row` and accumulator column 16v + i / 2 * 8 + lane % 4 * 2 + i % 2.
 template <class B, class Store>
 __device__ __forceinline__ void merge_splits(const WgmmaRows<B>& rows, SplitPartial<B>& partial, int split,
                                              const Item<B>& item, const Store& store) {
@@ -4028,7 +4028,7 @@ template <class B> struct E4m3Shared {
 template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
   using Shared = E4m3Shared<B>;
   using Base = WgmmaProducer<B, Shared>;
-  StageRing<Shared::Q_STAGES> last_q{Shared::Q_STAGES - 1, 1};  // of the previous item, whose Q must be free
+  StageRing<Shared::Q_STAGES> last_q{Shared::Q_STAGES - 1, 1};  // of the previous item, whose Q must have been read
 
   using Base::Base;
 
@@ -4066,7 +4066,7 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
     from += panel_byte<B::block_n, FROM_LINE>(lane, transposer * 16);
     to += panel_byte<B::d_v, TO_LINE>(transposer * 16 + lane % 16, lane / 16 * 16);
     SDPA_UNROLL for (int key = 0; key < B::block_n; key += 32) {
-      const SharedAddress line = (to ^ key % TO_LINE) + key / TO_LINE * B::d_v * TO_LINE;
+      const SharedAddress to_key = (to ^ key % TO_LINE) + key / TO_LINE * B::d_v * TO_LINE;
       SDPA_UNROLL for (int d0 = 0; d0 < B::d_v; d0 += STEP * AT_ONCE) {
         uint32_t v[AT_ONCE][4];
         // The swizzle XORs low bits of the address, so a step within a line is an XOR as well.
@@ -4077,7 +4077,7 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
         SDPA_UNROLL for (int n = 0; n < AT_ONCE && d0 + n * STEP < B::d_v; n++) {
           const uint32_t out[4] = {prmt(v[n][0], v[n][1], 0x6420), prmt(v[n][0], v[n][1], 0x7531),
                                    prmt(v[n][2], v[n][3], 0x6420), prmt(v[n][2], v[n][3], 0x7531)};
-          stmatrix_x4<false>(line + (d0 + n * STEP) * TO_LINE, out);
+          stmatrix_x4<false>(to_key + (d0 + n * STEP) * TO_LINE, out);
         }
       }
     }
@@ -4250,7 +4250,8 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
 
   // ---- items ----
 
-  // Stores O / l and LSE from registers. Each thread has four adjacent columns.
+  // Stores O / l and LSE from registers. In each 16 columns the even d come first, as in the transposed V, so a thread
+  // has four adjacent d.
   __device__ __forceinline__ void store() {
     const Item<B>& item = Base::item();
     if constexpr (B::split_kv > 1) {
@@ -4266,7 +4267,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       });
     } else {
       const uint32_t tid = mov_tid_x() % 128;
-      QuadRuns<2, B::d_v, 4> four;  // undoes the order of d in the transposed V: in each 16 the even d come first
+      QuadRuns<2, B::d_v, 4> four;  // O in the order of d
       // SPLIT_CTAS: rows.q0 is not set if the CTA's range is empty.
       four.first_row = (B::split_ctas != 1 ? row_group * 64 : rows.q0 - item.q0) + tid / 32 * 16 + tid % 32 / 4;
       four.first_col = tid % 4 * 4;
@@ -4334,7 +4335,7 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_e4m3> {
 //   k_issued_barrier           warps that load K                 warps that load V    the order of the first loads
 //   all_barrier                all threads                       the same             partials: written
 //
-// There are no empty barriers: a warp starts a load into a stage after wgmma_wait_group<0>(), when the products of
+// There are no `empty` mbarriers: a warp starts a load into a stage after wgmma_wait_group<0>(), when the products of
 // all warps of the split have read the stage.
 
 // Named barriers, and the number of threads that arrive or wait; barrier 0 is __syncthreads().
@@ -4449,7 +4450,7 @@ template <class B> struct WgmmaColumnsLoader {
 //   query 8i + 2(t % 4) + e
 //   key   64 block + 16w + t / 4 + 8h   (O.T: element of d)
 //
-// The 8 lanes t, t + 4, ... t + 28 of each of the four warps have the same queries.
+// The 8 lanes with equal t % 4 in each of the four warps have the same queries.
 template <class B, int BLOCKS> struct WgmmaColumnsView {
   static constexpr int ROWS = B::block_m / 4, COLS = 2 * BLOCKS;
   struct Elements {
@@ -4469,6 +4470,7 @@ template <class B, int BLOCKS> struct WgmmaColumnsView {
   __device__ __forceinline__ void hold_all() { SDPA_UNROLL for (auto& block : x.d) hold(block); }
 };
 
+// A warpgroup: computes one split of the item's keys.
 template <class B> struct WgmmaColumns {
   using Shared = WgmmaColumnsShared<B>;
   static constexpr int KEY_BLOCKS = B::block_n / 64, D_BLOCKS = B::d_v / 64;
@@ -4482,7 +4484,7 @@ template <class B> struct WgmmaColumns {
   const int split = int(threadIdx.x / 128);
   const SharedAddress Q_s, K_s, V_s, P_s;  // K_s, V_s: stage 0
   StageRing<B::stages> ring;               // stage and parity of this round's K and V
-  float m, l;          // of the query that the thread owns; l sums only the keys of its warp
+  float m, l;          // of the query that the thread owns (see combine_pair); l sums only the keys of its warp
   float m_log2[ROWS];  // m * scale_log2 of the thread's queries; 0 if S has been replaced by S - m
   bool keeps_max = false;  // m may be kept as the stale maximum; equal in all threads of the split
   std::conditional_t<B::copies_rows, RowPages<B>, Nothing> k_pages, v_pages;  // pages of the tiles to load next
@@ -4500,6 +4502,7 @@ template <class B> struct WgmmaColumns {
   __device__ void sync() const { barrier_sync(split_barrier + split, split_barrier_threads); }
 
   // ---- the products ----
+  // They add to descriptors directly: with descriptor_at(), the kernel has up to 5% more instructions.
 
   // Issues S.T = K @ Q.T of the tile in the stage of k_ring.   [BLOCK_N][BLOCK_M]
   __device__ __forceinline__ void issue_kq(Scores& S, const StageRing<B::stages>& k_ring) {
@@ -4519,13 +4522,16 @@ template <class B> struct WgmmaColumns {
   }
   // Issues VP = V.T @ P.T of this round.   [Dv][BLOCK_M]
   __device__ __forceinline__ void issue_vp(Sums& VP) {
-    const uint64_t P = wgmma_descriptor(P_s, 16, 1024);
-    const uint64_t V = wgmma_descriptor(V_s + ring.stage * sizeof s.split[0].V[0], 16, 1024);
+    constexpr int line = 128;  // of V and P, since Dv and BLOCK_N are multiples of 64
+    const uint64_t P = wgmma_descriptor(P_s, 16, 8 * line);
+    const uint64_t V = wgmma_descriptor(V_s + ring.stage * sizeof s.split[0].V[0], 16, 8 * line);
     wgmma_fence();
     SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
       SDPA_UNROLL for (int block = 0; block < D_BLOCKS; block++) {
-        wgmma_ss<Element<B>, B::block_m, 0, 1>(VP.x.d[block], V + (block * B::block_n + step * 16) * 128 / 16,
-                                          P + panel_step<128>(step, B::block_m) / 16, step > 0);
+        const int V_step = (block * B::block_n + step * 16) * line;
+        const int P_step = panel_step<line>(step, B::block_m);
+        wgmma_ss<Element<B>, B::block_m, 0, 1>(VP.x.d[block], V + V_step / 16, P + P_step / 16,
+                                               step > 0);
       }
     }
     wgmma_commit_group();
@@ -4538,10 +4544,10 @@ template <class B> struct WgmmaColumns {
     wgmma_wait_group<0>();
     S.hold_all();
     if constexpr (B::copies_rows) return load_next_rows(round - B::stages, rounds, k_ring.stage);
-    const int next = round - B::stages + (warp == 1);  // warp 0 loads K; warp 1 loads V, one round behind
-    if (warp < 2 && next >= 0 && next < rounds - B::stages) {
+    const int next_round = round - B::stages + (warp == 1);  // warp 0 loads K; warp 1 loads V, one round behind
+    if (warp < 2 && next_round >= 0 && next_round < rounds - B::stages) {
       WgmmaColumnsLoader<B>{s, a, split, int(warp), s.item}.template load_tile<false>(
-          next, warp == 0 ? k_ring.stage : ring.stage);
+          next_round, warp == 0 ? k_ring.stage : ring.stage);
     }
   }
 
@@ -4565,14 +4571,15 @@ template <class B> struct WgmmaColumns {
 
   template <int DISTANCE, class Combine>
   __device__ __forceinline__ void combine_pair(float (&x)[ROWS], Combine combine) const {
+    // Before the exchange, a lane has max(ROWS * DISTANCE / 16, 1) queries.
     constexpr bool halve = ROWS * DISTANCE >= 32;
     constexpr int kept = halve ? ROWS * DISTANCE / 32 : 1;
     const uint32_t upper = 0 - lane / DISTANCE % 2;  // a bit mask, since nvcc compiles a condition to branches
     SDPA_UNROLL for (int i = 0; i < kept; i++) {
       const uint32_t low = bits_of(x[i]), high = bits_of(x[halve ? i + kept : i]);
-      const uint32_t both = (low ^ high) & upper;
-      const float theirs = __shfl_xor_sync(0xffffffffu, float_of(high ^ both), DISTANCE);
-      x[i] = combine(float_of(low ^ both), theirs);
+      const uint32_t swap = (low ^ high) & upper;
+      const float theirs = __shfl_xor_sync(0xffffffffu, float_of(high ^ swap), DISTANCE);
+      x[i] = combine(float_of(low ^ swap), theirs);
     }
   }
   // Reduces the values of the thread's own query over the lanes. x: the result of combine_pair<16>().
@@ -5076,7 +5083,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
       if constexpr (B::qk_in_fp16) return to_float(ld_shared<__half>(reinterpret_cast<const __half*>(s.P) + i));
       else return ld_shared<float>(s.P + i);
     });
-    // hazard: other lanes still read the fp16 S, which fp32 values overwrite; an fp32 S is overwritten by its readers
+    // hazard: other lanes still read the fp16 S, which fp32 values overwrite; only its reader overwrites an fp32 S
     if (B::qk_in_fp16) __syncwarp();
     finish_scores<B>(S, a, item, t.mask, item.q0, k0, is_unmasked<B>(a, t.mask, item.q0, k0));
     float alpha[ScalarOutput<B>::ROWS];
