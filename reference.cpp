@@ -386,10 +386,10 @@ inline std::vector<Result> attend(const Problem& p, const std::vector<Row>& rows
 
 // ---- which rows to compare ----
 
-// Returns all queries in order if affordable. Otherwise a sample: at least one row of every work
-// item (`item_rows` rows), chosen by a hash; in the first and last head also the first and last row
-// of every work item and sequence and, in their first and last work item, of every group of 64
-// rows.
+// Returns all queries in order if affordable. Otherwise a sample:
+// - of every work item (`item_rows` rows), at least one row, chosen by a hash;
+// - in the first and last head, the first and last row of every work item and sequence;
+// - in the first and last work item of these heads, the first and last row of every group of 64 rows.
 inline std::vector<Row> rows_to_check(const Problem& p, uint64_t seed, int item_rows,
                                       double affordable_macs) {
   std::vector<Row> rows;
@@ -434,16 +434,16 @@ struct Tolerance {
   double lse;            // limit of the error of LSE / max(1, |reference|)
   int weight_bits = 53;  // mantissa bits of the weights, if their rounding dominates the error
 
-  // The limit of rel_rms over a number of rows. In the worst case a row has one large weight, and
-  // rounding changes it by a relative error of at most most = 1 / (2^(bits+1) + 1). Then rel_rms^2
-  // is the mean of the squares of these errors over the rows. If the logarithms of the weights are
-  // uniform, a square has the mean u = 0.541 * 2^(-2 bits) / 12 and the standard deviation 1.04 u.
-  // The limit allows five standard deviations of the mean.
-  double rel_rms_of(double rows_that_count) const {
-    const double most = 1 / (std::ldexp(1.0, weight_bits + 1) + 1);
+  // The limit of rel_rms over a number of rows. In the worst case each row has one large weight, and
+  // rounding it causes a relative error of at most `worst` = 1 / (2^(bits+1) + 1). rel_rms^2 is the
+  // mean of the squares of these errors over the rows. If the logarithms of the weights are uniform, a
+  // square has the mean u = 0.541 * 2^(-2 bits) / 12 and the standard deviation 1.04 u. The limit
+  // allows five standard deviations of the mean.
+  double rel_rms_of(double rows) const {
+    const double worst = 1 / (std::ldexp(1.0, weight_bits + 1) + 1);
     const double u = std::ldexp(0.541 / 12, -2 * weight_bits);
-    const double few = std::sqrt(u * (1 + 5 * 1.04 / std::sqrt(rows_that_count)));
-    return std::max(rel_rms, std::min(few, most));
+    const double uniform = std::sqrt(u * (1 + 5 * 1.04 / std::sqrt(rows)));
+    return std::max(rel_rms, std::min(uniform, worst));
   }
 };
 inline Tolerance max(const Tolerance& a, const Tolerance& b) {
@@ -495,8 +495,8 @@ class Comparison {
   // The limit of the mean of |got| - |ref| over O, in units in the last place; truncation gives
   // -0.5. Requires a minimum of rows and elements, since the errors of a row are correlated: all of
   // them contain the rounding of its weights.
-  static constexpr double bias_limit = 0.25;
-  static constexpr long bias_rows = 32, bias_elements = 256;
+  static constexpr double mean_limit = 0.25;
+  static constexpr long least_rows = 32, least_elements = 256;
 
   explicit Comparison(const Type& type, bool judges_rounding)
       : type_(&type), judges_rounding_(judges_rounding) {}
@@ -530,7 +530,7 @@ class Comparison {
 
   void merge(const Comparison& other) {  // adds the errors of other rows
     rows += other.rows;
-    bias_elements_ += other.bias_elements_;
+    elements_ += other.elements_;
     squares_err_ += other.squares_err_;
     squares_ref_ += other.squares_ref_;
     squares_of_rows_ += other.squares_of_rows_;
@@ -555,17 +555,17 @@ class Comparison {
     rel_rms_limit = tol.rel_rms_of(
         squares_of_rows_ > 0 ? squares_ref_ * squares_ref_ / squares_of_rows_ : double(rows));
     const double abs_limit = tol.max_abs * std::max(1.0, max_ref_);
-    const double bias = units_ > 0 ? signed_err_ / units_ : 0;
+    const double mean = units_ > 0 ? signed_err_ / units_ : 0;
     if (!(max_abs_err <= abs_limit)) return worst_ + format(" tol=%.3g", abs_limit);
     if (!(rel_rms <= rel_rms_limit)) {
       return format("rel_rms=%.3g tol=%.3g; worst ", rel_rms, rel_rms_limit) + worst_;
     }
     if (!(lse_err <= tol.lse)) return worst_lse_ + format(" tol=%.3g", tol.lse);
-    if (judges_rounding_ && rows >= bias_rows && bias_elements_ >= bias_elements &&
-        !(std::fabs(bias) <= bias_limit)) {
+    if (judges_rounding_ && rows >= least_rows && elements_ >= least_elements &&
+        !(std::fabs(mean) <= mean_limit)) {
       return format(
           "O is not rounded to nearest: its mean error is %.3g units of the last place, tol=%.3g",
-          bias, bias_limit);
+          mean, mean_limit);
     }
     return "";
   }
@@ -577,7 +577,7 @@ class Comparison {
     if (unit > 0 && std::isfinite(got)) {
       signed_err_ += std::fabs(got) - std::fabs(ref);
       units_ += unit;
-      bias_elements_++;
+      elements_++;
     }
     if (std::isfinite(ref)) {
       squares_ref_ += ref * ref;
@@ -594,26 +594,27 @@ class Comparison {
   bool judges_rounding_;
   double squares_err_ = 0, squares_ref_ = 0, max_ref_ = 0;
   double squares_of_rows_ = 0;         // sum over rows of (their share of squares_ref_)^2
-  double signed_err_ = 0, units_ = 0;  // over elements that are normal numbers
-  long bias_elements_ = 0;
+  double signed_err_ = 0, units_ = 0;  // over the elements_ that are normal numbers
+  long elements_ = 0;
   std::string worst_, worst_lse_;
 };
 
 // ---- gradients ----
 //
-//   P = exp(s - LSE)    dP = dO @ V.T    delta = sum(dO * O) - dLSE    dS = P * (dP - delta) * ds/dx
+//   P = exp(x - LSE)    dP = dO @ V.T    delta = sum(dO * O) - dLSE    dS = P * (dP - delta) * dx/ds
 //   dV = P.T @ dO    dK = scale * dS.T @ Q    dQ = scale * dS @ K    dsink = -sum(exp(sink - LSE) * delta)
 //   dbias = sum of P * (dP - delta) over the dimensions that share an element of the bias
 //
-// x = scale * Q @ K.T, and s is the logit: x, the softcap of x, or SCORE_MOD of x, plus a bias. MASK_MOD
+// s = scale * Q @ K.T, and x is the logit: s, the softcap of s, or SCORE_MOD of s, plus a bias. MASK_MOD
 // may hide keys. O and LSE are inputs, since a kernel gets them from a forward pass with rounded results,
-// which is checked separately. Does not support factors.
+// which is checked separately. Does not support descale factors.
 
-// A row of a gradient, and the variance of its error if all roundings of a kernel are random. A
-// gradient is a weighted sum of rows of a tensor; total is their unweighted sum, and rounded is their
-// sum weighted with the rounding errors of the weights.
+// A row of a gradient: a weighted sum of rows of a tensor.
 struct Gradient {
-  std::vector<double> x, variance, total, rounded;
+  std::vector<double> x;         // the sum
+  std::vector<double> variance;  // of the error of x, if all roundings of a kernel are random
+  std::vector<double> total;     // the unweighted sum; of_bias(): the sum of absolute values
+  std::vector<double> rounded;   // the sum weighted with the rounding errors of the weights
   explicit Gradient(int width)
       : x(width, 0.0), variance(width, 0.0), total(width, 0.0), rounded(width, 0.0) {}
 };
@@ -698,21 +699,21 @@ class Backward {
   struct Columns {  // first, first + step, ... below end
     int first, step, end;
   };
-  // The gradient of elements of the bias: of those in some columns of one row, or, with sums_keys, of their
-  // common element. b, h or q is -1 if all batches, heads or queries share the row. Each
-  // term is a sum in fp32. `type` is the type of the results. Does not support packed sequences.
+  // Computes elements of a row of dBias: those in some columns, or with sums_keys one element, the sum over
+  // these columns. b, h or q is -1 if dBias is summed over all batches, heads or queries. A kernel sums in
+  // fp32 and stores dBias as `type`. Does not support packed sequences.
   Gradient of_bias(int b, int h, int q, const Columns& of, bool sums_keys, const Type& type) const {
     Gradient sum(sums_keys ? 1 : (of.end - of.first + of.step - 1) / of.step);
-    const auto all = [](int i, int size) { return i < 0 ? std::make_pair(0, size) : std::make_pair(i, i + 1); };
-    const auto [b_begin, b_end] = all(b, p_.B);
-    const auto [h_begin, h_end] = all(h, p_.Hq);
+    const auto range = [](int i, int size) { return i < 0 ? std::make_pair(0, size) : std::make_pair(i, i + 1); };
+    const auto [b_begin, b_end] = range(b, p_.B);
+    const auto [h_begin, h_end] = range(h, p_.Hq);
     for (int batch = b_begin; batch < b_end; batch++) {
       const Sequence s = sequence_of(p_, batch);
-      const auto [q_begin, q_end] = all(q, s.Sq);
+      const auto [q_begin, q_end] = range(q, s.Sq);
       for (int head = h_begin; head < h_end; head++) {
         for (int query = q_begin; query < std::min(q_end, s.Sq); query++) {
           const size_t i = (size_t(batch) * p_.Hq + head) * p_.Sq + s.first_query + query;
-          double common_error = 0;  // of a row's dP, which all keys share in part
+          double row_error = 0;  // of dP - delta, if the errors of all keys are equal: they share delta
           for (int column = of.first; column < of.end; column += of.step) {
             const int k = p_.bias.of_last_keys ? column + s.Sk - p_.bias.keys : column;
             if (k < int(first_key(p_, s, query)) || k >= int(past_last_key(p_, s, query))) continue;
@@ -724,9 +725,9 @@ class Backward {
             sum.x[at] += pair.dLogit;
             sum.variance[at] += pair.dLogit_variance;
             sum.total[at] += std::fabs(pair.dLogit);
-            common_error += pair.dP_error;
+            row_error += pair.dP_error;
           }
-          if (sums_keys) sum.variance[0] += common_error * common_error;
+          if (sums_keys) sum.variance[0] += row_error * row_error;
         }
       }
     }
@@ -765,7 +766,7 @@ class Backward {
   struct Place {  // of a pair in its sequence
     int b, h, q, k, Sq, Sk;
   };
-  struct Logit {  // of a score x; slope: its derivative by x
+  struct Logit {  // of a scaled score s; slope: its derivative by s
     double value, slope, slope_error;
   };
   struct Pair {  // a query and a visible key
@@ -775,7 +776,7 @@ class Backward {
   };
 
   int group() const { return p_.Hq / p_.Hkv; }
-  // The relative error of P = exp(s - LSE) that comes from LSE being a float.
+  // The relative error of P = exp(x - LSE) that comes from LSE being a float.
   static double lse_error(const OfRow& row) {
     return std::isfinite(row.LSE) ? std::ldexp(std::fabs(row.LSE), -22) : 0;
   }
@@ -791,25 +792,25 @@ class Backward {
     return found;
   }
 
-  // x_error: absolute error of x in a kernel.
-  Logit logit_of(double x, double x_error, const Place& at) const {
+  // s_error: absolute error of s in a kernel.
+  Logit logit_of(double s, double s_error, const Place& at) const {
     if (p_.softcap != 0) {
-      const double t = std::tanh(x / p_.softcap);
-      // The slope falls with |x|, and a small softcap makes it change much within the error of x.
-      const double t_of_least = std::tanh(std::max(std::fabs(x) - x_error, 0.0) / p_.softcap);
-      const double by_x = t * t - t_of_least * t_of_least;
+      const double t = std::tanh(s / p_.softcap);
+      // The slope falls with |s|, and a small softcap makes it change much within the error of s.
+      const double t_of_least = std::tanh(std::max(std::fabs(s) - s_error, 0.0) / p_.softcap);
+      const double by_s = t * t - t_of_least * t_of_least;
       return {p_.softcap * t, 1 - t * t,
-              by_x + 2 * std::fabs(t) * tanh_error_ + std::ldexp(1.0, -21)};
+              by_s + 2 * std::fabs(t) * tanh_error_ + std::ldexp(1.0, -21)};
     }
-    if (!p_.logit) return {x, 1, 0};
+    if (!p_.logit) return {s, 1, 0};
     // Finite differences: kernels compute the slope with dual numbers.
-    const double step = std::ldexp(std::max(1.0, std::fabs(x)), -17);
-    const auto f = [&](double s) { return p_.logit(s, at.b, at.h, at.q, at.k, at.Sq, at.Sk); };
-    const double value = f(x), above = f(x + step), below = f(x - step);
+    const double step = std::ldexp(std::max(1.0, std::fabs(s)), -17);
+    const auto f = [&](double at_s) { return p_.logit(at_s, at.b, at.h, at.q, at.k, at.Sq, at.Sk); };
+    const double value = f(s), above = f(s + step), below = f(s - step);
     const double slope = (above - below) / (2 * step);
     const double curvature = (above - 2 * value + below) / (step * step);
     return {value, slope,
-            std::fabs(curvature) * x_error + std::ldexp(std::fabs(slope), -20) +
+            std::fabs(curvature) * s_error + std::ldexp(std::fabs(slope), -20) +
                 (logit_error_ > 0 ? std::ldexp(1.0, -10) : 0)};
   }
 
@@ -817,18 +818,18 @@ class Backward {
   Pair pair_of(size_t i, size_t j, const Place& place) const {
     const OfRow& row = rows_[i];
     if (row.LSE == -std::numeric_limits<double>::infinity()) return {};  // all weights are 0
-    const double x = scale_of(p_) * dot(p_.Q + i * p_.D, p_.K + j * p_.D, p_.D);
-    const double x_error = std::ldexp(std::fabs(scale_of(p_)) * row.q_norm * k_norms_[j], -23);
-    const auto [of_x, slope, of_slope] = logit_of(x, x_error, place);
-    const double bias = p_.bias.of(place.b, place.h, place.q, place.k, place.Sk), s = of_x + bias;
+    const double s = scale_of(p_) * dot(p_.Q + i * p_.D, p_.K + j * p_.D, p_.D);
+    const double s_error = std::ldexp(std::fabs(scale_of(p_)) * row.q_norm * k_norms_[j], -23);
+    const auto [unbiased, slope, of_slope] = logit_of(s, s_error, place);
+    const double bias = p_.bias.of(place.b, place.h, place.q, place.k, place.Sk), x = unbiased + bias;
     if (bias == -std::numeric_limits<double>::infinity()) return {};
-    const double P = std::exp(s - row.LSE),
+    const double P = std::exp(x - row.LSE),
                  dP = dot(dO_ + i * p_.d_v(), p_.V + j * p_.d_v(), p_.d_v());
     const double dS = P * (dP - row.delta) * slope;
     // Relative errors of P, from the product, the exponent, LSE and tanh; absolute errors of dP -
     // delta and of the slope.
-    const double of_p = std::fabs(slope) * x_error + std::ldexp(std::max(std::fabs(s), std::fabs(of_x)), -22) +
-                        lse_error(row) + tanh_error_ * std::fabs(of_x) + logit_error_;
+    const double of_p = std::fabs(slope) * s_error + std::ldexp(std::max(std::fabs(x), std::fabs(unbiased)), -22) +
+                        lse_error(row) + tanh_error_ * std::fabs(unbiased) + logit_error_;
     const double of_dp = std::ldexp(row.dO_norm * v_norms_[j] + std::fabs(row.delta), -23);
     const double rounding = unit_ * unit_ + of_p * of_p;
     Pair pair;
@@ -860,9 +861,9 @@ class Backward {
     sum.rounded[d] += rounding * x;
   }
   // `error`: a relative error that all terms have in common. Equal weights have equal rounding
-  // errors, which add up: 255 weights of 1/255 in bf16 change the sum by 2^-8. So if the sum of the
-  // rounding errors is larger than that of random ones, it counts. It excludes subnormal numbers,
-  // whose error has the variance tiny_^2.
+  // errors, which add up: 255 weights of 1/255 in bf16 change the sum by 2^-8. So the variance is at
+  // least the square of the sum of the rounding errors. This sum excludes subnormal numbers, whose
+  // error has the variance tiny_^2.
   void finish(Gradient& sum, double scale, double error) const {
     for (size_t d = 0; d < sum.x.size(); d++) {
       sum.variance[d] = std::max(sum.variance[d], std::pow(sum.rounded[d], 2));
@@ -877,7 +878,7 @@ class Backward {
   const Problem& p_;
   const float* const dO_;
   const Type type_;
-  double unit_;  // rms of the relative rounding error
+  double unit_;  // rms of the relative rounding error, see Tolerance::rel_rms_of()
   double tiny_;  // rms of the absolute rounding error of subnormal numbers
   double tanh_error_, logit_error_;
   int copies_;  // number of heads with equal rounding errors
@@ -932,7 +933,7 @@ class GradientComparison {
       return worst_ +
              format(", %.3g times the error of roundings, tol=%g", largest_, largest_limit);
     }
-    // A higher limit for few rows, whose errors are correlated. Equal rows have equal errors.
+    // The limit is higher for few rows, since the errors of a row are correlated. Equal rows have equal errors.
     const double limit = rms_limit * (1 + 3 / std::sqrt(double(std::max<size_t>(distinct_.size(), 1))));
     if (!(rms() <= limit)) {
       return format("%s: rms error is %.3g times that of roundings, tol=%.3g; worst ", name_, rms(),

@@ -19,7 +19,7 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--causal C] [--csv] [
        ./run_all.sh micro [--family F]       the time per iteration of a tile loop, for many tiles. micro --help
        ./run_all.sh fit [--check]            does TUNED_TILES choose well on this GPU? fit --help
        ./run_all.sh list [REGEX]             list the lines, their bases and changes, and the GPUs that they need
-       ./run_all.sh gates [--only REGEX]     registers, spills, shared memory, duplicates, speed-ups
+       ./run_all.sh gates [--only REGEX]     check registers, spills, shared memory, duplicates and speed-ups
        ./run_all.sh profile NAME [--shape S] what limits a line's kernel, measured by ncu
        ./run_all.sh rungs                    time each rung of docs/LADDER.md, and find what limits it
        ./run_all.sh stress [NAME...]         are results bitwise equal while other work runs? stress --help
@@ -473,8 +473,8 @@ main_job() {
   fi
   echo | grep -qE -- "$only" 2>/dev/null
   [ $? -le 1 ] || refuse "--only $only: not a regular expression"
-  [[ ! $only =~ (^|[\(|])[*+?]|\{|\[\[: ]] || refuse "--only $only: CMake reads it, whose regular" \
-    "expressions have no {N} and no [[:CLASS:]], and something before each *, + and ?"
+  [[ ! $only =~ (^|[\(|])[*+?]|\{|\[\[: ]] || refuse "--only $only: CMake reads it: its regular" \
+    "expressions have no {N} and no [[:CLASS:]], and need something before each *, + and ?"
 
   need_tools
   if [ $cpu = 1 ]; then
@@ -655,7 +655,7 @@ test_in() {
   # Build nothing if the options select no test of this set.
   has_tests || return 0
   build_tests || return
-  # Build the next set beside these tests. Its own stage builds again, which reports errors.
+  # Build the next set while these tests run. Its own stage builds again and reports errors.
   [ $stage = $stages ] || start_build "$base" 1
   local outcome=0
   run_ctest || outcome=$?
@@ -749,7 +749,7 @@ prepare_tests() {
       mapfile -t missing < <(grep -lE 'importorskip\("torch"|def need_torch' tests/test_*.py)
       say "---- tests: PyTorch 2.11 is missing, so all or some cases of these files are left out: ${missing[*]#tests/}"
     elif [ $which = ALL ] && ! install_newest_pytorch; then
-      say "---- tests: bindings/pytorch.py is not tried with the newest PyTorch, which could not be installed"
+      say "---- tests: bindings/pytorch.py is not tested with the newest PyTorch, which could not be installed"
     fi
   else
     say "---- tests: those in Python are left out; they need packages of PyPI, which pip could not install"
@@ -790,7 +790,7 @@ run_tests() {
   local options=("$@")
   case " $* " in *' -N '* | *' --show-only'*) listed=1 ;; esac
   if [ $listed = 0 ]; then
-    [ $# = 0 ] || any_tests || refuse "test ${options[*]}: no test is left; ./run_all.sh test -N lists them"
+    [ $# = 0 ] || any_tests || refuse "test ${options[*]}: these options select no test; ./run_all.sh test -N lists them"
     prepare_tests
     if [ $# = 0 ] && [ $which = ON ]; then say "---- tests: two cores take about $test_minutes minutes"; fi
   fi

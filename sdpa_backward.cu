@@ -39,7 +39,7 @@
 // Sections  1 KNOBS  2 PROBLEM  3 BLOCKS  4 KERNELS  5 LAUNCH  6 REFUSALS  7 CALL
 
 #ifndef SDPA_NO_MAIN
-#define SDPA_NO_MAIN  // of sdpa.cu
+#define SDPA_NO_MAIN  // sdpa.cu does not include main()
 #define SDPA_BACKWARD_MAIN
 #endif
 #include "sdpa.cu"
@@ -81,7 +81,7 @@ using Input = KeyValue;  // element type of Q, K, V, dQ, dK and dV
 struct SdpaGradients {
   const Output* dO;             // [B,Hq,Sq,Dv]
   Input *dQ, *dK, *dV;          // shaped like Q, K, V; every element is written; elements must not overlap
-  Strides d_o, d_q, d_k, d_v;   // of dO, dQ, dK, dV. SdpaParams has the rules: of an input for dO, of O for the others
+  Strides d_o, d_q, d_k, d_v;   // of dO, dQ, dK, dV, as in SdpaParams: dO is an input, the others are outputs like O
   const float* dLSE = nullptr;  // [B,Hq,Sq] contiguous, the gradient of LSE; null: 0
   float* dSinks = nullptr;      // USE_SINKS=1: [Hq], every element is written; or null
   void* dBias = nullptr;        // USE_BIAS=1, 3: [B,Hq,Sq,columns], every element is written; or null.
@@ -94,8 +94,8 @@ struct SdpaGradients {
 };
 
 // dQ of a row that sees no key is 0, and so are dK and dV of a key that no row sees. O and LSE may come from
-// another implementation. LSE is a natural logarithm and includes the scale. For a row that sees no key, it
-// is -inf or the row's sink.
+// another implementation. LSE is the natural logarithm of the sum of exp(logit). For a row that sees no key,
+// it is -inf or the sink of its head.
 // USE_BIAS: dBias has the type of the bias, but its own strides. An element is the sum of dS over the
 // dimensions with stride 0, and with dBias_sums_keys=1 also over the keys, in fp32 and in a fixed order.
 // Hidden keys, and keys with a bias of -inf, add 0. The bias_map of the forward pass is ignored.
@@ -149,8 +149,8 @@ template <class B> constexpr int CTA_KEYS = in_clusters<B> ? 64 : B::block_m;
 template <class B> constexpr int CLUSTER_CTAS = in_clusters<B> ? 2 : 1;
 template <class B> constexpr int CLUSTER_KEYS = CTA_KEYS<B> * CLUSTER_CTAS<B>;
 
-// Number of tiles of `size` rows that cover the `rows` rows of a head. With starts, no tile has rows of two
-// sequences, so this is an upper bound. first_tile() is the index of the first tile of sequence b.
+// Number of tiles of `size` rows that cover the `rows` rows of a head. If `starts` is set, no tile has rows of
+// two sequences, so this is an upper bound. first_tile() is the index of the first tile of sequence b.
 __host__ __device__ inline int64_t tiles_of_head(const SdpaParams& p, const int* starts, int rows, int size) {
   return ceil_div(rows, size) + (Defines::use_lengths && starts ? int64_t(p.B) : 0);
 }
@@ -216,8 +216,8 @@ struct BackwardWorkspace {
   }
 };
 
-// The arguments of the backward kernels. `mask` tells which tiles to skip: tiles of rows_of_mask queries and
-// keys_of_mask keys, the part of S of a warp, of a warpgroup (wgmma), or of the CTA (sdpa_backward_bias).
+// The arguments of the backward kernels. KernelArgs::mask is made for tiles of rows_of_mask queries and
+// keys_of_mask keys: the tiles that a warp, a warpgroup (wgmma) or a CTA (sdpa_backward_bias) can skip.
 struct BackwardArgs : KernelArgs, SdpaGradients {
   BackwardWorkspace work;
   float gradient_scale;   // the factor of dQ and dK: scale
@@ -616,7 +616,7 @@ template <class B> constexpr bool has_slope = B::use_softcap != 0 || B::changes_
 template <class B> __device__ __forceinline__ float slope_of_cap(const KernelArgs& a, float tanh) {
   return replaces_scores<B>(a) ? fmaxf(fmaf(-tanh, tanh, 1), 0) : 1;
 }
-// USE_BIAS: adds the bias from global memory. The tile may have more or fewer than BLOCK_N keys.
+// USE_BIAS: adds the bias from global memory to a ScoreTile, which may have more or fewer than BLOCK_N keys.
 struct BiasFromMemory {
   template <class B, class View> __device__ __forceinline__ void add(View& S, const ScoreTile<B>& tile) const {
     BiasInMemory<B>().add(S, tile.a, tile.item, tile.mask.keys.Sk, tile.q0, tile.k0);
@@ -692,7 +692,7 @@ template <class B, class View> struct WeightsOfTile {
   // Without softcap, SCORE_MOD and USE_BIAS=1, 3, `tile` acts as a ScoreTile, and the loop only computes
   // P = exp2(S * scale_log2 - LSE * log2(e)).
   //
-  // q0, k0: the query of P.row() = 0 and the key of P.col() = 0, which other warps may hold
+  // q0, k0: the query of row 0 and the key of column 0, from which P.row() and P.col() count
   // unmasked: the mask hides no key of the tile.   lse: LSE * lse_factor of this thread's queries
   template <class Reader = BiasFromMemory>
   __device__ __forceinline__ void set_p(const BackwardArgs& a, const Item<B>& item, const Mask& mask, int q0, int k0,
@@ -818,7 +818,7 @@ template <class B> struct Products<B, KernelKind::scalar> {
 template <class B> struct Products<B, KernelKind::mma> {
   using Scores = MmaAccumulator<B, B::block_n>;
   using Sums = MmaSums<B>;
-  using Operands = MmaHalves<B>;
+  using Halves = MmaHalves<B>;
   // ONE_PASS: dS.T of all warps, [BLOCK_M][BLOCK_N]. add() needs no scratch: accumulators of T have the lane
   // layout of A operands.
   static constexpr int SCRATCH_STRIDE = B::block_n + 8;  // + 8 avoids bank conflicts
@@ -843,12 +843,12 @@ template <class B> struct Products<B, KernelKind::mma> {
     SDPA_UNROLL for (int step = 0; step < B::head_dim / MMA_K<B>; step++) {
       uint32_t rows[Scores::M_TILES][4];
       SDPA_UNROLL for (int m = 0; m < Scores::M_TILES; m++) {
-        Operands::read(rows[m], tile_step<B>(a_lane, 16 * m, MMA_K<B> * step));
+        Halves::read(rows[m], tile_step<B>(a_lane, 16 * m, MMA_K<B> * step));
       }
       SDPA_UNROLL for (int n = 0; n < B::block_n / 16; n++) {
         uint32_t columns[4];
         ldmatrix_x4<false>(columns, tile_step<B>(b_lane, 16 * n, MMA_K<B> * step));
-        multiply_columns<Operands>(T, n, rows, columns);
+        multiply_columns<Halves>(T, n, rows, columns);
       }
     }
   }
@@ -859,10 +859,10 @@ template <class B> struct Products<B, KernelKind::mma> {
       MmaStepOfP<B> rows;
       SDPA_UNROLL for (int m = 0; m < Sums::M_TILES; m++) {
         SDPA_UNROLL for (int i = 0; i < 4; i++) {
-          rows[m][i] = Operands::pack_p(&T.x[2 * m + i % 2][4 * step + 2 * (i / 2)]);
+          rows[m][i] = Halves::pack_p(&T.x[2 * m + i % 2][4 * step + 2 * (i / 2)]);
         }
       }
-      Operands::pv(sum, rows, streamed_s, step, lane);
+      Halves::pv(sum, rows, streamed_s, step, lane);
     }
   }
 };
@@ -1111,6 +1111,7 @@ __device__ __forceinline__ void add_dq(float* sums_g, int count, const View& dS,
   }
 }
 
+// True if the sums of dK and dV fit into the registers of one launch.
 template <class B> constexpr bool has_room_for_both = accumulator_registers<B>(B::head_dim + B::d_v) <= 192;
 
 // The keys of a CTA: those of KV head h_kv from k0 on.
@@ -1185,7 +1186,8 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_backward_kv(const __grid_c
   clear(dV);
   ByQuery S_by_query(S), dP_by_query(dP);
 
-  typename QkProducts::Operand P_operand, dS_operand;
+  typename VProducts::Operand P_operand;
+  typename QkProducts::Operand dS_operand;
   const int k = k0 + first_skipping_row<B>(warp);  // first of the keys that skip tiles together
   for (int n = 0; n < tiles.count; n++) {
     const int stage = tiles.acquire(n), q0 = query_of_tile(n);
@@ -1422,12 +1424,12 @@ constexpr uint64_t evict_normal = 0x1000000000000000;
 template <int ROWS, int D>
 __device__ __forceinline__ void copy_last_tile(Input* panels_s, const Input* from_g, int64_t row_stride, int width,
                                                int count) {
-  constexpr int lanes_of_row = D / 8, rows_at_once = 32 / lanes_of_row;
+  constexpr int row_lanes = D / 8, rows_at_once = 32 / row_lanes;
   uint32_t lane[] = {threadIdx.x};
   hold(lane);  // without it, values derived from the lane would occupy registers of the consumers
-  const int d = int(lane[0]) % lanes_of_row * 8;
+  const int d = int(lane[0]) % row_lanes * 8;
 #pragma unroll 1  // the producer has few registers
-  for (int r = int(lane[0]) / lanes_of_row; r < ROWS; r += rows_at_once) {
+  for (int r = int(lane[0]) / row_lanes; r < ROWS; r += rows_at_once) {
     cp_async<16>(panels_s + panel_offset<ROWS>(r, d), from_g + r * row_stride + d, r < count && d < width);
   }
   cp_async_commit_group();
@@ -1692,7 +1694,7 @@ __device__ __forceinline__ void store_key_gradient(const BackwardArgs& a, const 
     return;
   }
   if (threadIdx.x % 128 > 0) return;
-  for (int n = 0; n < (a.has_short_rows ? D / 64 : 1); n++) {
+  for (int n = 0; n < (a.has_short_rows ? D / 64 : 1); n++) {  // short rows: one box per panel
     const int box_origin[5] = {n * 64, row, 0, keys.h_kv, batch};
     cp_async_bulk_tensor_store(map, box_origin, panels_s + n * 64 * 64);
   }
@@ -1753,8 +1755,8 @@ __device__ __forceinline__ void consume_backward(BackwardWgmmaShared<B>& s, cons
     const int stage = ds_stage + 1 == Shared::DS_STAGES ? 0 : ds_stage + 1;
     return reinterpret_cast<Bias*>(s.dS[stage] + 64 * 64 * w);
   };
-  const auto prefetch_bias = [&](const QueryTileIterator<B>& of) {
-    if (prefetches_bias) BiasOfStage<B>::load(bias_of_next(), a.p, keys.item, of.h, of.query(), k0);
+  const auto prefetch_bias = [&](const QueryTileIterator<B>& next) {
+    if (prefetches_bias) BiasOfStage<B>::load(bias_of_next(), a.p, keys.item, next.h, next.query(), k0);
   };
 
   // Replaces S by P = exp(logit - LSE). has_slope: packs P.T, then multiplies P by the slope.
@@ -1959,7 +1961,7 @@ __device__ __forceinline__ void consume_in_cluster(BackwardWgmmaShared<B>& s, co
   StageRing<2> ds_ring, ds_before{1};  // stages of dS: of the operand's tile, and of the tile before it
   float* dQ_sums_g = nullptr;          // this warpgroup's piece of the previous tile's dQ sums
 
-  // Called for each tile. Descriptors kept across tiles would occupy registers for every step.
+  // Called for each tile: if descriptors were kept across tiles, those of all steps would occupy registers.
   const auto descriptor_of = [](const void* at_s, int leading_bytes = 16) {
     return wgmma_descriptor(warp_uniform(shared_address(at_s)), leading_bytes, 1024);
   };
@@ -2111,7 +2113,7 @@ template <class B>
 __device__ __forceinline__ void run_backward_roles(BackwardWgmmaShared<B>& s, const BackwardArgs& a,
                                                    const KeyTile<B>& keys, const Mask& mask,
                                                    QueryTileIterator<B> tiles, int warpgroup) {
-  using Registers = WgmmaRegisters<B, 24>;
+  using Registers = WgmmaRegisters<B, 24>;  // a producer thread keeps 24
   if (warpgroup == 0) {
     setmaxnreg_dec<Registers::producer>();
     const int warp = warp_uniform(threadIdx.x / 32);
@@ -2246,7 +2248,7 @@ __global__ void __launch_bounds__(32 * sink_warps) sdpa_backward_sinks(const __g
 // global memory, and bitwise identical results in every run.
 
 // The build of sdpa_backward_bias. has_roles: a wgmma build without roles. There are two stages, if the build has at
-// least two and shared memory has room for them: 227 KB less the other arrays.
+// least two and shared memory has room for them: 227 KB, of which the other arrays take at most 7.
 template <class B> struct OfBias : B {
   static constexpr KernelKind kernel = has_roles<B> ? KernelKind::wgmma_plain : B::kernel;
   static constexpr int block_m = has_roles<B> ? 128 : B::block_m, block_n = has_roles<B> ? 64 : B::block_n;
@@ -2274,7 +2276,7 @@ template <class B, class Args> __host__ __device__ __forceinline__ auto& bias_pl
 // A position in dS or in dBias: batch, head, first query and first column of the bias.
 struct BiasPlace { int b, h, q0, column; };
 template <class B> __device__ __forceinline__ BiasPlace bias_place(const BiasPlan::Dims& dims, uint32_t i) {
-  const uint32_t row = dims.keys.divide(i), head = dims.queries.divide(row);  // row: of tiles, in all heads
+  const uint32_t row = dims.keys.divide(i), head = dims.queries.divide(row);  // row: of tiles, counted in all heads
   return {int(dims.heads.divide(head)), int(dims.heads.remainder(head)), int(dims.queries.remainder(row)) * B::block_m,
           int(dims.keys.remainder(i)) * B::block_n};
 }
@@ -2498,8 +2500,8 @@ template <class B> int64_t kv_ctas(const SdpaParams& p) {
   return clusters * CLUSTER_CTAS<B>;
 }
 
-// USE_BIAS: maximum number of partials of dBias. There is at most one per tile of dS, and at most one per CTA
-// of a grid with 512 threads per SM.
+// USE_BIAS: maximum number of partials of dBias, one per CTA: at most one CTA per tile of dS, and at most 512
+// threads per SM.
 template <class B> int64_t most_bias_partials(const SdpaParams& p) {
   using Own = OfBias<B>;
   if (!p.bias) return 0;
@@ -2662,7 +2664,7 @@ template <class B> struct BackwardKernelOf<B, true> {
   static constexpr auto entry = sdpa_backward_wgmma<B>;
 
   // Returns the number of KV heads per section. `wanted` is the number of heads whose Q, dO and dQ sums fit
-  // into 8/15 of L2, as in grid_of(), but enough for one CTA per SM. The heads are divided into sections of
+  // into 8/15 of L2, as in grid_of(), but at least one CTA per SM. The heads are divided into sections of
   // about equal size, with `wanted` to 2 * wanted heads.
   static int choose_heads_per_section(const SdpaParams& p, int padded_rows) {
     const int64_t heads = int64_t(p.B) * p.Hkv;

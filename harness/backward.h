@@ -35,12 +35,12 @@ class BiasGradient {
       keeps[i] = (i == 3 || names(dims[i].name)) != names(std::toupper(dims[i].name));
       size[i] = keeps[i] ? dims[i].size : 1;
     }
-    // Gaps unless the layout is bhsd; and gigabytes where Q has them.
+    // Gaps of 3 elements unless the layout is bhsd, and of 2^31 more where a stride of Q is as large.
     const int64_t gap = p.layout == "bhsd" ? 0 : 3, far = int64_t(1) << 31;
     const auto gap_of = [&](int64_t of_q) { return gap + (of_q >= far ? far : 0); };
     const int64_t row = size[3] + gap_of(q.row), head = size[2] * row + gap_of(q.head),
                   batch = size[1] * head + gap_of(q.batch);
-    steps_ = {batch, head, row};
+    all_strides_ = {batch, head, row};
     is_far_ = batch >= far;
     strides = {keeps[0] ? batch : 0, keeps[1] ? head : 0, keeps[2] ? row : 0};
     memory_.reset(new Guarded("dBias", size_t(size[0]) * batch * bias_bytes()));
@@ -77,16 +77,17 @@ class BiasGradient {
     return x;
   }
   const int keys;  // that have a bias
-  bool keeps[4];
+  bool keeps[4];   // of [batches,heads,queries,keys]: false if dBias is summed over the dimension
   int size[4];
   Strides strides;
 
  private:
   int64_t place_of(size_t row) const {
-    return int64_t(row) / size[2] / size[1] * steps_.batch + int64_t(row) / size[2] % size[1] * steps_.head +
-           int64_t(row) % size[2] * steps_.row;
+    return int64_t(row) / size[2] / size[1] * all_strides_.batch +
+           int64_t(row) / size[2] % size[1] * all_strides_.head +
+           int64_t(row) % size[2] * all_strides_.row;
   }
-  Strides steps_;
+  Strides all_strides_;  // `strides` is 0 where dBias is summed
   bool is_far_;
   std::unique_ptr<Guarded> memory_;
 };
@@ -324,8 +325,8 @@ class BackwardPass {
   std::unique_ptr<BiasGradient> dBias_;  // null: not computed
   Gradients gradients_{};
   vector<float> dO_, dLSE_values_;
-  vector<reference::Row> q_rows_;  // that are checked, and their dQ
-  vector<reference::Gradient> of_q_;
+  vector<reference::Row> q_rows_;     // the rows of Q that are checked
+  vector<reference::Gradient> of_q_;  // their expected dQ
   Bits held_dO_;
   struct Outputs {
     Bits x[3];  // dQ, dK, dV

@@ -116,7 +116,7 @@ Line describe_build() {
   l.has_key_mask = Defines::use_key_mask;
   l.has_bias_maps = Defines::is_wgmma && Defines::takes_map && !Defines::use_lengths &&
                     (Defines::use_tuned || lists_from_map<Defines>);
-  for (int n = 0; n < 6; n++) l.names[n] = mods_contain(mod_arrays[n]);
+  for (int n = 0; n < 6; n++) l.uses[n] = mods_contain(mod_arrays[n]);
   if (Defines::changes_logits) l.logit = logit_on_host;
   constexpr bool hides_by_expression = Defines::hides_keys && !Defines::use_key_mask;
   if (hides_by_expression) l.sees = sees_on_host;

@@ -85,7 +85,8 @@ class Instance : public Inputs {
     return trouble.empty() ? difference(sentence) : trouble;
   }
 
-  // poison() and launch_pass() apply to the pass that is timed.
+  // poison() and launch_pass() apply to the forward pass, and after check_backward() to the backward
+  // pass.
   void poison() {
     if (backward_ && has_forward_) {
       backward_->poison();
@@ -242,13 +243,13 @@ class Instance : public Inputs {
           launch_reference_kernel<__half, __half>,
           launch_reference_kernel<__nv_bfloat16, __nv_bfloat16>, of_e4m3,
           launch_reference_kernel<uint8_t, uint8_t>};
-      constexpr decltype(of_e4m3) of_both[] = {
+      constexpr decltype(of_e4m3) of_mixed_types[] = {
           launch_reference_kernel<__half, __nv_fp8_e4m3>,
           launch_reference_kernel<__nv_bfloat16, __nv_fp8_e4m3>};
       const auto launch =
-          line.query == line.input ? launches[int(line.input)] : of_both[int(line.query)];
-      SdpaParams plain =
-          params;  // without pages: the page table may have room for more than Sk keys
+          line.query == line.input ? launches[int(line.input)] : of_mixed_types[int(line.query)];
+      // Without pages: the page table may have room for more than Sk keys.
+      SdpaParams plain = params;
       plain.Sk = problem.Sk;
       plain.K = static_cast<const KeyValue*>(tensors[1]->first());
       plain.k = tensors[1]->strides;
@@ -289,15 +290,16 @@ class Instance : public Inputs {
   // - more than 16,384 keys are summed: tensor cores truncate their sums;
   // - P has fewer bits than O, or sums are in fp16: their errors are larger than the rounding of O;
   // - the type is u8: the rounding of a single weight affects a whole row;
-  // - O is a row of 8-bit V and all heads are equal, or the mean of a few rows: there are too few different values.
+  // - V has 8 bits and O has few different values: with --dist huge, or if all heads are equal and a row
+  //   of O is the mean of fewer than 16 rows of V.
   bool judges_rounding() const {
     if ((line.tanh_is_approximate && problem.softcap != 0) || error_by_tanh_approx() > 0)
       return false;
     const auto& mask = problem.key_mask;
-    const bool is_row_of_v =
+    const bool averages_few_rows =
         problem.dist == "stairs" || (!mask.empty() && std::count(mask.begin(), mask.end(), 1) < 16);
     const bool has_one_head = problem.same_heads || problem.B * problem.Hkv == 1;
-    const bool has_few_values = problem.dist == "huge" || (is_row_of_v && has_one_head);
+    const bool has_few_values = problem.dist == "huge" || (averages_few_rows && has_one_head);
     if (has_few_values && element_bytes(line.input) == 1) return false;
     return !line.fp16_acc && line.input != DType::u8 && problem.Sk <= 1 << 14 &&
            query_type.mantissa_bits >= output_type.mantissa_bits;

@@ -34,8 +34,8 @@ void find_peaks(Device& d, const cudaDeviceProp& prop) {
   } rates[] = {{80, 2048}, {86, 1024}, {89, 1024}, {90, 4096}, {100, 8192}, {120, 1024}};
   for (const auto& rate : rates) {
     if (rate.sm != prop.major * 10 + prop.minor) continue;
-    const int in_16_bits = line.query == DType::e4m3 ? 2 : 1;  // rate relative to 16-bit products
-    d.matrix_flops = 1e3 * rate.flops * in_16_bits * prop.multiProcessorCount *
+    const int rate_of_type = line.query == DType::e4m3 ? 2 : 1;  // relative to 16-bit products
+    d.matrix_flops = 1e3 * rate.flops * rate_of_type * prop.multiProcessorCount *
                      device_attribute(cudaDevAttrClockRate, 0);
   }
   d.memory_bytes = 2e3 * device_attribute(cudaDevAttrMemoryClockRate, 0) * prop.memoryBusWidth / 8;
@@ -54,7 +54,7 @@ Device find_device() {
     return d;
   }
   cudaDeviceProp prop;
-  require(cudaGetDeviceProperties(&prop, 0), "asking for the GPU's properties");
+  require(cudaGetDeviceProperties(&prop, 0), "querying the GPU's properties");
   d.name = prop.name;
   if (!has_clock) return d;
   d.sm = to_string(prop.major) + to_string(prop.minor);
@@ -68,7 +68,7 @@ Device find_device() {
     d.missing = format("built for sm_%s and this GPU is sm_%s (%s); build again on this machine",
                        line.archs, d.sm.c_str(), cudaGetErrorString(error));
   } else if (k.shared_bytes > prop.sharedMemPerBlockOptin) {
-    d.missing = format("needs %zu bytes of shared memory a CTA and this GPU has %zu",
+    d.missing = format("needs %zu bytes of shared memory per CTA and this GPU has %zu",
                        k.shared_bytes, prop.sharedMemPerBlockOptin);
   }
   return d;
@@ -81,13 +81,13 @@ struct Resources {  // used by a kernel on this GPU
 Resources resources_of(const KernelFacts& k) {
   cudaFuncAttributes attributes;
   Resources r;
-  require(cudaFuncGetAttributes(&attributes, k.kernel), "asking for the kernel's registers");
+  require(cudaFuncGetAttributes(&attributes, k.kernel), "querying the kernel's registers");
   require(cudaFuncSetAttribute(k.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                int(k.shared_bytes)),
           "setting the kernel's shared memory");
   require(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&r.ctas_per_sm, k.kernel, k.threads,
                                                         k.shared_bytes),
-          "asking for occupancy");
+          "querying the occupancy");
   r.regs = attributes.numRegs;
   r.spill_bytes = int(attributes.localSizeBytes);
   return r;

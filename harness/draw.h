@@ -10,8 +10,8 @@
 namespace SDPA_NAMESPACE {
 namespace {
 
-// In each 8 heads, one has no sink (NaN or inf if the inputs contain those), one has a sink whose
-// weight vanishes, and one has a sink that outweighs all keys, if other heads are left to compare.
+// Of 8 successive heads, one has no sink (NaN or inf if the inputs contain those), one has a sink whose
+// weight vanishes, and one has a sink that outweighs all keys; not the first head, so that one is left.
 vector<float> drawn_sinks(const Problem& p, uint64_t seed) {
   vector<float> sinks(p.Hq);
   for (int h = 0; h < p.Hq; h++) {
@@ -33,7 +33,7 @@ int near_edge(int length, int most, int unit, uint64_t seed, int b) {
 int rows_at_edge() { return std::min(line.tiles[0].block_m, 64); }  // of a warpgroup or a tile
 int keys_at_edge() { return line.tiles[0].block_n; }
 
-// In each 8 sequences, one length exceeds Sk, one is negative, one is 1, and one is Sk or 0.
+// Of 8 successive sequences, one length exceeds Sk, one is negative, one is 1, and one is Sk or 0.
 vector<int> drawn_lengths(const Problem& p, uint64_t seed) {
   const int most = p.page_size && !p.narrow_table ? p.Sk : p.Sk + 9;
   vector<int> lengths(p.B);
@@ -55,7 +55,7 @@ vector<int> drawn_q_lengths(const Problem& p, uint64_t seed) {
   }
   return lengths;
 }
-// In each 8 sequences, one value is negative, one is 0, and one is Sk or more.
+// Of 8 successive sequences, one value is negative, one is 0, and one is Sk or more.
 vector<int> drawn_k_firsts(const Problem& p, uint64_t seed) {
   vector<int> firsts(p.B);
   for (int b = 0; b < p.B; b++) {
@@ -67,8 +67,8 @@ vector<int> drawn_k_firsts(const Problem& p, uint64_t seed) {
   }
   return firsts;
 }
-// The number of keys of each sequence after lengths and most_keys.
-vector<int> keys_that_count(const Problem& p, uint64_t seed) {
+// The number of keys of each sequence: its length, limited by Sk and most_keys.
+vector<int> clamped_k_lengths(const Problem& p, uint64_t seed) {
   vector<int> lengths = p.has_lengths ? drawn_lengths(p, seed) : vector<int>(p.B, p.Sk);
   for (int& length : lengths) {
     length = std::max(0, std::min(length, p.Sk));

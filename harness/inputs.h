@@ -72,20 +72,21 @@ class Inputs {
       sinks_.reset(new Guarded("the sinks", p.Hq * sizeof(float)));
       params.sinks = sinks_->data<float>();
     }
-    const auto hold = [&](bool has, std::unique_ptr<Guarded>& of, const int*& pointer, int count) {
+    const auto allocate = [&](bool has, std::unique_ptr<Guarded>& of, const int*& pointer,
+                              int count) {
       if (!has) return;
       of.reset(new Guarded("the lengths", count * sizeof(int)));
       pointer = of->data<int>();
     };
-    hold(p.has_lengths, lengths_, params.k_lengths, p.B);
-    hold(p.has_q_lengths, q_lengths_, params.q_lengths, p.B);
-    hold(p.has_k_firsts, firsts_, params.k_firsts, p.B);
-    hold(p.packs_q, starts_[0], params.q_starts, p.B + 1);
-    hold(p.packs_k, starts_[1], params.k_starts, p.B + 1);
-    if (!p.bias_kind.empty()) hold_bias();
-    if (!p.key_mask_kind.empty()) hold_key_mask();
-    hold_mods();
-    if (p.page_size) hold_pages();
+    allocate(p.has_lengths, lengths_, params.k_lengths, p.B);
+    allocate(p.has_q_lengths, q_lengths_, params.q_lengths, p.B);
+    allocate(p.has_k_firsts, firsts_, params.k_firsts, p.B);
+    allocate(p.packs_q, starts_[0], params.q_starts, p.B + 1);
+    allocate(p.packs_k, starts_[1], params.k_starts, p.B + 1);
+    if (!p.bias_kind.empty()) allocate_bias();
+    if (!p.key_mask_kind.empty()) allocate_key_mask();
+    allocate_mods();
+    if (p.page_size) allocate_pages();
   }
 
   void set_inputs(uint64_t seed) {
@@ -103,7 +104,7 @@ class Inputs {
     }
     if (lengths_) lengths_->store(drawn_lengths(problem, seed));
     if (problem.has_lengths || problem.most_keys)
-      problem.k_lengths = keys_that_count(problem, seed);
+      problem.k_lengths = clamped_k_lengths(problem, seed);
     if (q_lengths_) q_lengths_->store(problem.q_lengths = drawn_q_lengths(problem, seed));
     if (firsts_) firsts_->store(problem.k_firsts = drawn_k_firsts(problem, seed));
     vector<double>* const factors[] = {&problem.q_factor, &problem.k_factor, &problem.v_factor};
@@ -140,7 +141,7 @@ class Inputs {
   // Allocates paged copies of K and V, which only the tested kernel reads: [pages,Hkv,page_size,D]
   // for the layout bhsd, else [pages,page_size,Hkv,D]; the layout "padded" has gaps between rows
   // and between pages. Each sequence has its own pages, and one more page is shared by all.
-  void hold_pages() {
+  void allocate_pages() {
     const int64_t size = problem.page_size, per_sequence = (problem.Sk + size - 1) / size;
     const int64_t pages = problem.B * per_sequence + 1, H = problem.Hkv;
     const bool by_heads = problem.layout == "bhsd";
@@ -205,7 +206,7 @@ class Inputs {
     table_->store(table);
   }
 
-  void hold_bias() {
+  void allocate_bias() {
     reference::Bias& bias = problem.bias;
     const auto size_of = [&](char dim, int size) {
       return problem.bias_dims.find(dim) == string::npos ? 1 : size;
@@ -249,10 +250,11 @@ class Inputs {
         const uint64_t r = reference::mix(of_row + k);
         bool seen = true;
         if (kind == "causal") seen = k <= q;
-        const int64_t column = int64_t(k) * 16 / bias.keys, of_rows = int64_t(q) * 16 / bias.rows;
-        if (kind == "documents") seen = column == of_rows;
+        const int64_t block_column = int64_t(k) * 16 / bias.keys,
+                      block_row = int64_t(q) * 16 / bias.rows;
+        if (kind == "documents") seen = block_column == block_row;
         if (kind == "blocks")
-          seen = (column ^ of_rows ^ int64_t(row / bias.rows)) % 4 == 0;  // differs between heads
+          seen = (block_column ^ block_row ^ int64_t(row / bias.rows)) % 4 == 0;  // differs between heads
         if (kind ==
             "tree") {  // key k is node k of a binary tree; the parent of node n is (n - 1) / 2
           int node = q % bias.keys;
@@ -267,7 +269,7 @@ class Inputs {
                                   of_row % 32 == 0));
           if (kind == "add") x = 2 * reference::normal(seed + 34, Tensor::O, row * bias.keys + k);
           if (kind == "add" && has_floats) x += 1000;  // 16-bit types have steps of 0.5 or 4 here
-          // With -3.3e38 for all keys, LSE as a float would be no input for a backward pass.
+          // With -3.3e38 for all keys, LSE as a float would lose log(sum), so P could not be recomputed.
           const bool is_least = r % 64 == 33 || (of_row % 32 == 1 && !line.backward);
           if (kind == "add" && has_large && is_special && is_least) x = -3.3e38f;
         }
@@ -300,7 +302,7 @@ class Inputs {
   }
 
   // Rows are contiguous for the layout bhsd. Otherwise row strides and the first address are odd.
-  void hold_key_mask() {
+  void allocate_key_mask() {
     const bool is_shared = problem.key_mask_kind.find(',') != string::npos,
                is_odd = problem.layout != "bhsd";
     key_mask_row_ = is_odd ? problem.Sk / 2 * 2 + 1 : problem.Sk;
@@ -308,7 +310,7 @@ class Inputs {
     params.key_mask = key_mask_->data<uint8_t>() + is_odd;
     params.key_mask_stride = is_shared ? 0 : key_mask_row_;
   }
-  // In each 8 batches, one sees no key, one sees all keys, and one sees a single key.
+  // Of 8 successive batches, one sees no key, one sees all keys, and one sees a single key.
   void set_key_mask(uint64_t seed) {
     const int Sk = problem.Sk, rows = params.key_mask_stride == 0 ? 1 : problem.B;
     const string kind = problem.key_mask_kind.substr(0, problem.key_mask_kind.find(','));
@@ -338,14 +340,14 @@ class Inputs {
 
   // Allocates the arrays that SCORE_MOD and MASK_MOD use. Each has B * Hq * (Sq + Sk) + 1,024
   // elements, so that most index expressions of b, h, q and k are in bounds.
-  void hold_mods() {
+  void allocate_mods() {
     const Problem& p = problem;
     mods_.size = size_t(p.B) * std::max(p.Hq, 1) * (p.Sq + p.Sk) + 1024;
     mods_.outside = &outside_;
     const float** const x[] = {&params.x0, &params.x1, &params.x2, &params.x3};
     const int** const i[] = {&params.i0, &params.i1};
     for (int n = 0; n < 6; n++) {
-      if (!line.names[n]) continue;
+      if (!line.uses[n]) continue;
       mod_arrays_[n].reset(new Guarded(mod_arrays[n], mods_.size * sizeof(float)));
       if (n < 4)
         *x[n] = mod_arrays_[n]->data<float>();

@@ -63,7 +63,7 @@ struct Line {
   int tile_count;
   // SCORE_MOD and MASK_MOD: the arrays that they use, their values in double, and a reference
   // kernel that contains them. Null if the build has none.
-  bool names[6];  // indexed like mod_arrays
+  bool uses[6];  // indexed like mod_arrays
   double (*logit)(double s, const ModPlace&, const ModArrays&, double tanh_error);
   bool (*sees)(const ModPlace&, const ModArrays&);
   LaunchReferenceKernel reference_kernel;

@@ -110,15 +110,15 @@ ExitCode run_problem(const Problem& p, const Options& o, const vector<Option>& o
   } catch (const std::bad_alloc&) {
     stop("error", "the problem does not fit in this machine's memory", exit_cuda);
   }
-  const bool reader = isatty(STDOUT_FILENO);
-  if (reader) print_block(r, device, options);
+  const bool is_terminal = isatty(STDOUT_FILENO);
+  if (is_terminal) print_block(r, device, options);
   if (r.exit != exit_pass) {
     fprintf(stderr, "sdpa_%s: %s %s: %s\n", line.name,
             r.check == "FAIL" ? "FAIL" : r.status.c_str(), p.shape.c_str(), r.note.c_str());
   }
   if (r.exit == exit_wrong)
     fprintf(stderr, "repeat with: %s\n", command_of(options, r.problem).c_str());
-  if (!reader || o.header) print_csv(columns(r, device), false);
+  if (!is_terminal || o.header) print_csv(columns(r, device), false);
   return r.exit;
 }
 

@@ -212,9 +212,9 @@ vector<Option> options_of(Options& o) {
        },
        packed_text},
       {"--bias", "KIND[,bhqmBHQKN]",
-       "a bias for each (query, key) pair; letters: its dimensions besides keys (default q); add, "
-       "bool, tree (of the last keys), causal, documents, blocks or padding; m: one map for all launches; B, H, Q, K: "
-       "dBias does not have this dimension, or it alone has; N: no dBias (builds with USE_BIAS)",
+       "a bias for each (query, key) pair: add, bool, tree (of the last keys), causal, documents, blocks or padding; "
+       "b, h, q: its dimensions besides keys (default q); m: one map for all launches; B, H, Q, K: only the bias or "
+       "only dBias has this dimension; N: no dBias (builds with USE_BIAS)",
        [&o](const string& text) {
          const size_t comma = std::min(text.find(','), text.size());
          o.common.bias_kind = text.substr(0, comma);

@@ -115,8 +115,8 @@ SdpaParams params_of(const Problem& p) {  // without the tensors
   params.most_keys = p.most_keys;
   params.page_size = p.page_size;
   params.batch_invariant = p.batch_invariant;
-  // A page table as wide as a large cache, whatever the lengths are. A build whose sums end after
-  // 65,536 keys gets no more keys than that.
+  // A page table as wide as a large cache, whatever the lengths are. A build that accepts at most
+  // 65,536 keys per query gets no more.
   if (p.page_size && p.has_lengths && !p.narrow_table)
     params.Sk = line.limits_keys && !p.most_keys ? 1 << 16 : 1 << 20;
   return params;

@@ -77,20 +77,21 @@ __global__ void __launch_bounds__(ReferenceKernelShared<D>::THREADS)
     first_key += first;
     Sk -= first;
   }
-  const float of_logit = a.scale * factor(p.q_descale, own, h) * factor(p.k_descale, own, h_kv);
-  // S is Q @ K.T, or with a bias or a SCORE_MOD the logit itself.
-  const float unit = p.softcap != 0 ? p.softcap : of_logit,
-              scale = p.bias || Mods::changes_logits ? 1 : unit;
+  const float score_scale = a.scale * factor(p.q_descale, own, h) * factor(p.k_descale, own, h_kv);
+  // score() returns a score, or with a softcap a tanh, or with a bias or a SCORE_MOD a logit. `scale`
+  // converts the result to a logit.
+  const float logit_scale = p.softcap != 0 ? p.softcap : score_scale,
+              scale = p.bias || Mods::changes_logits ? 1 : logit_scale;
   const float v_factor = a.v_unit * factor(p.v_descale, own, h_kv);
 
   // Query q of a sequence sees key k < Sk if first <= k - q <= last.
   const int none = 2000000000;
   const auto position = [&](Causal by) { return by == Causal::bottom_right ? Sk - Sq : 0; };
-  const int windows_own =
+  const int window_position =
       position(p.window_alignment == Causal::off ? p.causal : p.window_alignment);
-  const int first = p.window_left < 0 ? -none : windows_own - p.window_left;
+  const int first = p.window_left < 0 ? -none : window_position - p.window_left;
   int last = p.causal == Causal::off ? none : position(p.causal);
-  if (p.window_right >= 0) last = min(last, windows_own + p.window_right);
+  if (p.window_right >= 0) last = min(last, window_position + p.window_right);
 
   // If a tile has rows of several sequences, every row iterates over the keys of all sequences.
   const bool is_mixed = p.q_starts && !p.k_starts;
@@ -108,14 +109,14 @@ __global__ void __launch_bounds__(ReferenceKernelShared<D>::THREADS)
     }
     float S = (sum.x + sum.y) + (sum.z + sum.w);
     for (int n = 1; n < W::LANES; n *= 2) S += __shfl_xor_sync(0xffffffffu, S, n);
-    if (p.softcap != 0) S = tanhf(S * of_logit / p.softcap);
+    if (p.softcap != 0) S = tanhf(S * score_scale / p.softcap);
     const int k = k0 + j - first_key, distance = k - (q_row - first_query);
     const bool is_own = (!is_mixed || batch == own) && k >= 0 && k < Sk;
     if (!is_own || distance < first || distance > last) return -INFINITY;
     if (p.key_mask && !p.key_mask[own * p.key_mask_stride + k]) return -INFINITY;
     const ModPlace place{own, h, q_row - first_query, k, Sq, Sk};
     if (!Mods::sees(place, p)) return -INFINITY;
-    if (Mods::changes_logits) S = Mods::logit(S * of_logit, place, p);
+    if (Mods::changes_logits) S = Mods::logit(S * score_scale, place, p);
     const int column = k - (p.bias_keys > 0 ? Sk - p.bias_keys : 0);
     if (!p.bias) return S;
     const int64_t at = own * p.bias_strides.batch + h * p.bias_strides.head +
@@ -124,14 +125,14 @@ __global__ void __launch_bounds__(ReferenceKernelShared<D>::THREADS)
                        : a.use_bias == 2 ? static_cast<const uint8_t*>(p.bias)[at] ? 0 : -INFINITY
                        : a.use_bias == 3 || a.use_bias == 5 ? static_cast<const float*>(p.bias)[at]
                                          : number(static_cast<const T*>(p.bias)[at]);
-    return a.use_bias == 2 && bias == -INFINITY ? bias : S * unit + bias;
+    return a.use_bias == 2 && bias == -INFINITY ? bias : S * logit_scale + bias;
   };
   const auto each_tile = [&](const auto& use) {
     for (int batch = first_batch; batch < first_batch + batches; batch++) {
       const T* const K_g = reinterpret_cast<const T*>(p.K) + batch * p.k.batch + h_kv * p.k.head;
       const T* const V_g = reinterpret_cast<const T*>(p.V) + batch * p.v.batch + h_kv * p.v.head;
       for (int k0 = 0; k0 < p.Sk; k0 += W::KEYS) {
-        __syncthreads();  // WAR hazard: K and V may still be in use
+        __syncthreads();  // hazard: K and V of the previous tile read by all threads
         W::load(s.K, K_g, p.k.row, k0, p.Sk, p.D);
         W::load(s.V, V_g, p.v.row, k0, p.Sk, p.Dv);
         __syncthreads();

@@ -59,10 +59,10 @@ struct Run {
   }
 };
 
-string knob_texts(bool changed_alone) {
+string knob_texts(bool changed_only) {
   string text;
   for (const Knob* k = line.knobs; k < line.knobs + line.knob_count; k++) {
-    if (changed_alone && !k->changed) continue;
+    if (changed_only && !k->changed) continue;
     const string quote = strpbrk(k->value, " ()[]<>*&|?!'\"") ? "'" : "";  // for expressions
     text += (text.empty() ? "" : " ") + string(k->name) + "=" + quote + k->value + quote;
   }
@@ -157,7 +157,7 @@ void print_block(const Run& r, const Device& d, const vector<Option>& options) {
     fprintf(stderr, "\n");
   }
   if (!r.timed()) return;
-  fprintf(stderr, "  time     %.2f us a launch (median), %.2f us in a graph\n", r.timing.p50_us,
+  fprintf(stderr, "  time     %.2f us per launch (median), %.2f us in a graph\n", r.timing.p50_us,
           r.timing.graph_us);
   fprintf(stderr, "  speed    %.1f TFLOP/s", r.tflops());
   if (d.matrix_flops > 0 && d.memory_bytes > 0) {

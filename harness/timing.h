@@ -22,9 +22,9 @@ inline double percentile(vector<double> samples, double fraction) {  // nearest 
   const double rank = std::ceil(fraction * double(samples.size()));
   return samples[size_t(std::max(1.0, rank)) - 1];
 }
-// The number of the lowest of n samples, and of the highest, that are outside a 95% confidence interval
-// of the median: ranks within 1.96 standard deviations of a binomial(n, 1/2) from the middle are inside
-// (David and Nagaraja, Order Statistics, 7.1).
+// Of n samples, the number that are below a 95% confidence interval of the median. As many are above it.
+// Ranks within 1.96 standard deviations of a binomial(n, 1/2) from the middle are inside (David and
+// Nagaraja, Order Statistics, 7.1).
 inline size_t outside_of_interval(size_t n) {
   return size_t(std::max(0.0, (double(n) - 1.96 * std::sqrt(double(n))) / 2));
 }
@@ -113,7 +113,7 @@ class Timer {
   // Times launches with a cold L2 cache.
   void time_cold(int iterations) {
     const size_t bytes = 4 * size_t(device_attribute(cudaDevAttrL2CacheSize, 0)) + (32 << 20);
-    const Guarded other("what flushes L2", bytes);
+    const Guarded other("the buffer that flushes L2", bytes);
     vector<double> us;
     checked("in the last launch with a cold L2 differs", [&] {
       for (int i = 0; i < iterations; i++) {

@@ -571,7 +571,7 @@ Contents drawn_contents(const Problem& p) {
 int longest_sequence(Problem p) {
   p.most_keys = 0;
   p.k_firsts.clear();
-  p.k_lengths = keys_that_count(p, p.seed);
+  p.k_lengths = clamped_k_lengths(p, p.seed);
   if (p.packs_q) p.q_starts = drawn_starts(p, Tensor::Q, p.seed);
   if (p.packs_k) p.k_starts = drawn_starts(p, Tensor::K, p.seed);
   int longest = 0;
@@ -907,7 +907,7 @@ class Kinds {
   }
   // Adds sequences that end next to the edge of a tile, with more rows of the tensor after them.
   template <class Add> static void add_sequences(Problem p, const Add& add) {
-    if (p.has_lengths || p.most_keys) p.k_lengths = keys_that_count(p, p.seed);
+    if (p.has_lengths || p.most_keys) p.k_lengths = clamped_k_lengths(p, p.seed);
     if (p.has_q_lengths) p.q_lengths = drawn_q_lengths(p, p.seed);
     if (p.has_k_firsts) p.k_firsts = drawn_k_firsts(p, p.seed);
     if (p.packs_q) p.q_starts = drawn_starts(p, Tensor::Q, p.seed);

@@ -121,7 +121,7 @@ def test_every_bad_line_is_named_and_the_good_ones_are_built(built):
     ("--onyl x", 2, "--onyl: no such option or command; did you mean --only?"),
     ("--cpu --shape mission --shape 1,3,2,8,8", 2, "--shape 1,3,2,8,8: want small, mission"),
     ("--only=a --cpu --only b", 2, "--only is given twice; write --only 'a|b'"),
-    ("--cpu --only=scalar_vec(8){1}", 2, "--only scalar_vec(8){1}: CMake reads it, whose regular expressions have no {N}"),
+    ("--cpu --only=scalar_vec(8){1}", 2, "--only scalar_vec(8){1}: CMake reads it: its regular expressions have no {N}"),
     ("--cpu -- --check-only --header", 2, "-- --header: only for a single executable; type: build/sdpa_NAME --header"),
     ("test --no-pytroch", 2, "test --no-pytroch: neither --all or --no-pytorch, which come first, nor an option of ctest; "
                              "did you mean --no-pytorch?"),
@@ -308,7 +308,7 @@ def test_a_missing_tool_is_installed_if_the_user_agrees(bare, answer, is_install
 JUDGED = [("extract hoper", "hoper: .* did you mean hopper[?]"), ("ab hopper --shap small", "--shap: .* did you mean --shape[?]"),
           ("gates --time", "gates: it .* and there is no GPU here"),
           # Last, since CMake lists tests in a build folder.
-          pytest.param("test -R nosuch", "test -R nosuch: no test is left", marks=pytest.mark.long)]
+          pytest.param("test -R nosuch", "test -R nosuch: these options select no test", marks=pytest.mark.long)]
 
 
 @pytest.fixture(scope="module")
