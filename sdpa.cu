@@ -365,7 +365,8 @@ struct SdpaParams {
   int B, Hq, Hkv, Sq, Sk;  // Hq is a multiple of Hkv; query head h reads KV head h / (Hq / Hkv)
   int D;                   // HEAD_DIM; USE_WGMMA=1: or a smaller multiple of VEC_WIDTH
   // Strides are multiples of VEC_WIDTH elements or of 16 bytes, whichever is less. Strides of inputs may be 0 or
-  // negative. Strides of O are Dv or more, or -Dv or less. The stride of a dimension of size 1 is ignored.
+  // negative. Strides of O are Dv or more, or -Dv or less. TMA takes no negative strides. The stride of a
+  // dimension of size 1 is ignored.
   Strides q, k, v, o;
   float scale = 0;  // 0: 1/sqrt(D). To give all visible keys the same weight, pass FLT_MIN instead of 0
   Causal causal = Causal::off;
@@ -385,8 +386,8 @@ struct SdpaParams {
   int Dv = 0;                               // length of rows of V and O; limited like D, by HEAD_DIM_V; 0: D
   const void* bias = nullptr;               // USE_BIAS: see bias_row(); or null
   Strides bias_strides = {0, 0, 0};         // in elements, any value; 0 where batches, heads or queries share a bias
-  int bias_keys = 0;                        // only this many last keys of a sequence have a bias; 0: all keys
-  void* bias_map = nullptr;                 // USE_BIAS, MASK_MOD: see sdpa_map_bias(); or null
+  int bias_keys = 0;                        // USE_BIAS=1, 2, 3: the last bias_keys keys have a bias; 0: all keys
+  void* bias_map = nullptr;                 // USE_BIAS=1, 2, 3, MASK_MOD: see sdpa_map_bias(); or null
   size_t bias_map_bytes = 0;                // size of bias_map, from sdpa_bias_map_bytes()
   const int* q_lengths = nullptr;           // USE_LENGTHS=1: see struct Sequence
   int batch_invariant = 0;                  // 1: the bits of a row do not depend on the other sequences of the batch
@@ -425,7 +426,7 @@ __host__ __device__ inline int batches_of(const SdpaParams& p, const int* starts
 }
 
 // Dimensions of the tensor maps: [B][H][panels][S][elements of a panel], where a panel is 128 or 64 bytes of each row.
-// If a TMA box is one panel, for short rows and for pages: [B][H][1][S][D]. PACK_GQA, for Q: [B][1][Hq][Sq][D].
+// Short rows and pages, where a TMA box is one panel: [B][H][1][S][D]. PACK_GQA, for Q: [B][1][Hq][Sq][D].
 struct TensorMaps { CUtensorMap q, k, v, o; };
 struct Nothing {};
 
@@ -441,7 +442,7 @@ struct KeyBounds {
     if (p.window_right >= 0) to = min(window_position + p.window_right + 1, to);
     if (p.window_left >= 0) from = min(max(window_position - p.window_left, -size_limit), to);
   }
-  // True if every query sees every key.
+  // True only if every query sees every key.
   __host__ __device__ bool all() const { return from == -size_limit && to == Sk; }
   // begin(q) <= end(q). Both are nondecreasing in q.
   __host__ __device__ int begin(int q) const { return min(max(q + from, 0), Sk); }
@@ -496,9 +497,9 @@ struct Divisor {
 };
 
 struct PlanArgs {  // USE_LENGTHS: sizes of the plan, the list of items that sdpa_plan() makes in scratch memory
-  // Maximum numbers per group of item_heads heads. free_partials: the partials with which sdpa_plan() balances the load
-  // (batch_invariant: of one sequence); an explicit SPLIT_CTAS adds partials of its own.
-  uint32_t items, partials, free_partials;
+  // Maximum numbers per group of item_heads heads. balancing_partials: those with which sdpa_plan() balances the load
+  // (batch_invariant: per sequence); an explicit SPLIT_CTAS adds others.
+  uint32_t items, partials, balancing_partials;
   Divisor page_size;  // USE_PAGES
   int box_rows = 0;   // keys per TMA box; a box lies within one page and one tile
 };
@@ -506,7 +507,7 @@ struct PlanArgs {  // USE_LENGTHS: sizes of the plan, the list of items that sdp
 struct CapPolynomial {
   float shift = 0, rest = 0, factor = 0;  // factor 0: no polynomial
 };
-struct BiasMap {  // USE_BIAS, MASK_MOD: lists of visible rounds, which items may share; lists null: no map
+struct BiasMap {  // USE_BIAS=1, 2, 3, MASK_MOD: lists of visible rounds, which items may share; lists null: no map
   uint32_t *lists = nullptr, list_words = 0;
   Divisor heads, batches;  // numbers of heads and batches with lists of their own; 1: they share the lists
   uint64_t made_for = 0;  // hash of the problem for which the lists are made; stored in front of them
@@ -519,7 +520,7 @@ struct BiasMap {  // USE_BIAS, MASK_MOD: lists of visible rounds, which items ma
 //   hook_scale        a score                      USE_SOFTCAP: tanh's argument    cap_scores, ScoreMod
 //                                                  SCORE_MOD: s, a logit
 //   logit_scale       a score or a tanh            a logit, before a bias is added  with_bias, scale_scores
-//   score_scale_log2  a score or a tanh            an exponent of 2                 StaleSoftmax, ScoreMod
+//   score_scale_log2  a score or a tanh            an exponent of 2                 ItemScales, ScoreMod
 //   scale_log2        the input of the softmax, m  an exponent of 2                 softmax, merges, LSE
 //
 // KernelArgs has the scales of a launch. item_hook_scale() and item_scale_log2() return those of a work item,
@@ -557,7 +558,7 @@ struct KernelArgs : Grid {
   float hook_scale = 0;          // USE_SOFTCAP: scale / softcap; SCORE_MOD: scale
   float logit_scale = 1;         // USE_BIAS=1, 3, 4, 5: scale for a score, softcap for a tanh
   float score_scale_log2 = 0;    // the value of scale_log2 without SCORE_MOD and bias
-  BiasMap bias_map;              // USE_BIAS, MASK_MOD
+  BiasMap bias_map;              // USE_BIAS=1, 2, 3, MASK_MOD
   std::conditional_t<Defines::is_wgmma, TensorMaps, Nothing> maps;
   std::conditional_t<Defines::use_lengths, PlanArgs, Nothing> plan;
   CapPolynomial cap_polynomial;
@@ -595,7 +596,7 @@ template <class B, bool = B::use_lengths> struct Item {
 };
 
 // ==== 3 PTX ======================================================================================
-// One function per instruction, named after it. The functions convert generic pointers to shared memory addresses.
+// One function per instruction, named after it. The other instructions are in section 5.
 
 #ifdef SDPA_SIMT
 #include "cpu_backend/ptx.h"
@@ -971,8 +972,7 @@ constexpr float ln2 = 0.693147180559945f;
 template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const Item<B>& item) {
   return a.p.sinks ? a.p.sinks[item.h] : -INFINITY;
 }
-// The final row sum: l. USE_SINKS: plus the sink's term, 2^p_log2 * e^(sink - m). If that term is above 2^126, O
-// is 0.
+// The final row sum: l, or with USE_SINKS l + 2^p_log2 * e^(sink - m). If the second term is above 2^126, O is 0.
 template <class B>
 __device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const Item<B>& item) {
   if (!B::use_sinks) return l;
@@ -1054,7 +1054,7 @@ template <class E, int N> __device__ __forceinline__ void load_run(float (&x)[N]
   SDPA_UNROLL for (int i = 0; i < N; i++) x[i] = to_float(e[i]);
 }
 
-// Lane layout of the scalar family: 4 lanes along the rows, 8 along the columns.
+// Lane layout of the next two views: 4 lanes along the rows, 8 along the columns.
 constexpr int ROW_LANES = 4, COL_LANES = 8;
 
 // S or P [BLOCK_M][BLOCK_N]. Columns are interleaved over the lanes, so that adjacent lanes read adjacent keys.
@@ -1164,8 +1164,8 @@ using TileSoftmax = std::conditional_t<B::sync_policy == 1, WarpSoftmax<B, Share
 
 // ---- the path to a kernel ----
 
-// True if a second kernel, sdpa_merge(), merges the partials of an item's ranges. Kernels whose partials pass
-// through shared memory do not need it: the last CTA of an item merges them.
+// True if a second kernel, sdpa_merge(), merges the partials of an item's ranges. With SWAP_AB, and with mma,
+// PACK_GQA and SPLIT_KV > 1, the last CTA of an item merges them instead.
 template <class B>
 constexpr bool merges_by_kernel =
     B::split_ctas != 1 && !B::swap_ab && !(B::kernel == KernelKind::mma && B::pack_gqa && B::split_kv > 1);
@@ -1420,7 +1420,7 @@ static_assert(!(Defines::kernel == KernelKind::mma && Defines::kv_type == DType:
 #endif
 
 // Maximum number of keys that one accumulator of a tensor core sums. Tensor cores truncate each sum: 524,288 equal
-// addends lose 0.13%.
+// addends lose 0.13%. The CPU backend has a variable instead.
 constexpr int most_keys_at_once = 65536;
 
 // An address in shared memory as an integer of 32 bits. Pointers have 64 bits.
@@ -1613,7 +1613,7 @@ template <> struct VectorCopy<true> {
 
 // ---- work items: their rows and their order ----
 
-// Number of query rows that skip a masked K tile together: the rows of a warp, a warpgroup or the CTA.
+// Without PACK_GQA, the number of query rows of a TileBounds: the rows of a warp, a warpgroup or the CTA.
 template <class B>
 constexpr int mask_rows = B::kernel == KernelKind::mma                ? B::block_m / B::split_warps
                           : B::is_wgmma && B::use_warp_specialization ? 64
@@ -1722,8 +1722,8 @@ __device__ __forceinline__ Interval Item<B, PLANNED>::keys_of_cta(const KernelAr
   return {keys.begin + rounds.begin * B::round_keys, min(keys.begin + rounds.end * B::round_keys, keys.end)};
 }
 
-// True if a warpgroup skips an item in which none of its rows has a query. Then shifted_rows() may move the first item
-// of a head to before query 0.
+// True if a warpgroup skips an item in which none of its rows has a query. Then shifted_rows() may start the
+// first item of a head before query 0.
 template <class B>
 constexpr bool skips_empty_warpgroups =
     B::is_wgmma && B::use_warp_specialization && B::split_kv == 1 && !B::use_ping_pong && B::split_ctas == 1;
@@ -1788,7 +1788,7 @@ template <class B> struct ItemScales {
     if constexpr (B::has_row_scales) return {a.scale_log2, a.scale_log2};
     else return a.scale_log2;
   }
-  __device__ __forceinline__ ScoreScale<B> score_scale_log2() const {
+  __device__ __forceinline__ ScoreScale<B> scale_log2_without_bias() const {
     if constexpr (B::adds_bias) return a.score_scale_log2;
     else return scale_log2();
   }
@@ -1807,11 +1807,11 @@ constexpr float lazy_limit = B::product_type == DType::e4m3 ? 448
 // be less than the row max as long as P does not overflow. The row sum does not underflow, since m is a score
 // of the row.
 template <class B, int ROWS> struct StaleSoftmax {
-  ScoreScale<B> tile_scale_log2;  // score_scale_log2, or scale_log2 once the tile contains logits
+  ScoreScale<B> tile_scale_log2;  // scale_log2_without_bias(), or scale_log2 once the tile has its bias
   float m_log2[ROWS], sum[ROWS];
 
   __device__ __forceinline__ StaleSoftmax(const float (&m)[ROWS], const ItemScales<B>& scales)
-      : tile_scale_log2(scales.score_scale_log2()) {
+      : tile_scale_log2(scales.scale_log2_without_bias()) {
     const ScoreScale<B> scale_log2 = scales.scale_log2();
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       m_log2[i] = m[i] * of_row(scale_log2, i) - p_log2<B>;
@@ -1821,7 +1821,7 @@ template <class B, int ROWS> struct StaleSoftmax {
   // True if log2(P) recovers the logits.
   __device__ bool keeps_logits() const { return true; }
   // Adds the sums to l and returns true. If a sum of the warp is NaN or above the limit, it returns false and
-  // leaves l unchanged; P must then be discarded.
+  // leaves l unchanged; P must then be recomputed.
   __device__ __forceinline__ bool add_to(float (&l)[ROWS], float limit = lazy_limit<B>) const {
     float all = 0;
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) all += sum[i];
@@ -1920,7 +1920,8 @@ __device__ __forceinline__ void add_weighted(float* O, const float4& x, float we
   O[3] = fmaf(x.w, weight, O[3]);
 }
 
-// A view of rows that are 8 apart. Four lanes share a row; a lane has RUN adjacent columns of every 4 * RUN.
+// A view of HEIGHT rows that are 8 apart, in a tile of WIDTH columns. Four lanes share a row; a lane has RUN adjacent
+// columns of every 4 * RUN.
 template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
   static constexpr int ROWS = HEIGHT, RUN = LENGTH, COLS = WIDTH / (4 * RUN) * RUN;
   float x[ROWS][COLS];
@@ -1932,7 +1933,8 @@ template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
 // ---- 5b mma.sync: S, P and O in registers (mma) ----
 
 // A warp has M_TILES row tiles of 16 rows. Lane 4g + q has rows g and g + 8 of each row tile, and columns 2q
-// and 2q + 1 of every 8. With an 8-bit V, O has columns 4q to 4q + 3 of every 16 instead: x is that of MmaRuns.
+// and 2q + 1 of every 8. With an 8-bit V, O has columns 4q to 4q + 3 of every 16 instead, as in MmaRuns, and
+// col() does not apply.
 template <class B, int WIDTH>
 struct MmaAccumulator : QuadRuns<B::block_m / B::split_warps / 8, WIDTH, 2> {  // [16 * M_TILES of BLOCK_M][WIDTH]
   static constexpr int M_TILES = B::block_m / B::split_warps / 16, LANES = 4;
@@ -1942,9 +1944,9 @@ template <class B> using MmaStepOfP = uint32_t[MmaSums<B>::M_TILES][4];  // A op
 
 // The address of element (row + r, col + c) of a tile, where `origin` is the address of (row, col). r is a
 // multiple of 8, and c has no bit in common with col. The swizzle XORs the low bits of the column, so the low
-// bits of c are XORed, too. If D > 128 or if D is not a power of 2, the high bits of c are added as an
-// immediate, which saves registers. Otherwise all bits are XORed: with an immediate at D=128, the compiler
-// would keep the few XORed addresses in registers and spill.
+// bits of c are XORed, too. The high bits are added as an immediate if D is not a power of 2, since row * D may
+// have the same bits, and if D > 128, to save registers. Otherwise all bits are XORed: with an immediate at
+// D=128, the compiler would keep the few XORed addresses in registers and spill.
 template <class B, int D = B::head_dim>
 __device__ __forceinline__ SharedAddress tile_step(SharedAddress origin, int r, int c) {
   constexpr int xored = D > 128 || D & (D - 1) ? int(SWIZZLE_GROUP<D / CHUNK<B>>) * CHUNK<B> : D;
@@ -2096,7 +2098,7 @@ template <class B> struct MmaRows {
 
   // S = Q @ K.T   [16 * M_TILES][BLOCK_N] per warp
   __device__ void multiply_qk(Scores& S, const MmaQueries<B>& Q, const Element<B>* K_s, int lane) {
-    // An ldmatrix of 16 keys and MMA_K elements of d reads b0 and b1 of two column tiles.
+    // An ldmatrix of 16 keys and MMA_K elements of d reads b0 and b1 for two groups of 8 columns.
     const int key = lane / 16 * 8 + lane % 8, d = lane / 8 % 2 * CHUNK<B>;
     const SharedAddress lane_address = shared_address(K_s + tile_offset<B>(key, d));
     clear(S);
@@ -6650,7 +6652,7 @@ __device__ __forceinline__ uint32_t invariant_ranges(const KernelArgs& a, const 
   const int limit = B::split_ctas != 0
                         ? rounds_at_once<B>()
                         : invariant_rounds(ceil_div(most_keys, B::round_keys), B::round_keys,
-                                           ceil_div(sequence.Sq, queries), plan_sizes<B>(a).free_partials);
+                                           ceil_div(sequence.Sq, queries), plan_sizes<B>(a).balancing_partials);
   return B::split_ctas == 1 ? 1 : max(ceil_div(rounds, limit), uint32_t(max(B::split_ctas, 1)));
 }
 // One CTA computes the plan. It sorts the items into classes by their number of rounds. Class 0 has the most rounds.
@@ -6712,12 +6714,12 @@ template <class B> struct Planner {
     atomicAdd(&s.rounds_65536, uint32_t(rounds_of_thread / 65536));
   }
   // The limit is at least `even`, so that all partials fit: only tiles of more than `even` rounds are divided, into at
-  // most 2 * rounds / even ranges, in total fewer than free_partials. If `even` exceeds `most`, an accumulator sums
-  // more keys than most_keys_at_once. A tile has at least SPLIT_CTAS ranges, if there is room for them.
+  // most 2 * rounds / even ranges, in total fewer than balancing_partials. If `even` exceeds `most`, an accumulator
+  // sums more keys than most_keys_at_once. A tile has at least SPLIT_CTAS ranges, if there is room for them.
   __device__ __forceinline__ void set_limits() {
     const uint32_t least = least_rounds(B::round_keys);
     const auto& sizes = plan_sizes<B>(a);
-    const uint32_t most = rounds_at_once<B>(), free = sizes.free_partials;
+    const uint32_t most = rounds_at_once<B>(), free = sizes.balancing_partials;
     least_ranges = sizes.partials > free ? B::split_ctas : 1;
     const uint64_t rounds_of_all = uint64_t(s.rounds_65536) * 65536 + s.rounds;
     const uint32_t even = free > 0 ? uint32_t(min(2 * rounds_of_all / free + 1, uint64_t(0x7fffffff))) : 0x7fffffff;
@@ -7700,11 +7702,11 @@ template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   plan.page_size = Divisor(uint32_t(page_size));
   plan.box_rows = bits & -bits;  // the largest power of 2 that divides both
   if (B::split_ctas == 1) return plan;
-  // batch_invariant: free_partials counts those of one sequence, partials those of all sequences. A range has at
+  // batch_invariant: balancing_partials counts those of one sequence, partials those of all sequences. A range has at
   // most a number of rounds from least_limit to most_limit. Sequences of more than most_limit rounds may need
-  // more than free_partials.
+  // more than balancing_partials.
   if (p.batch_invariant) {
-    plan.free_partials = max(sm_count() / int(heads), 1);
+    plan.balancing_partials = max(sm_count() / int(heads), 1);
     const int keys = p.most_keys > 0 ? min(p.most_keys, p.Sk) : p.Sk;
     const int rounds = int(ceil_div(keys, B::round_keys));
     const int least_limit = invariant_rounds(1, B::round_keys, 1, 1), most_limit = rounds_at_once<B>();
@@ -7714,17 +7716,17 @@ template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
     uint64_t partials = all_partials(B::split_ctas > 1 ? most_limit : least_limit);
     if (B::split_ctas == 0) {
       const uint64_t long_partials = rounds > most_limit ? all_partials(most_limit) : 0;
-      partials = rounds > least_limit ? min(partials, uint64_t(p.B) * plan.free_partials + long_partials) : 0;
+      partials = rounds > least_limit ? min(partials, uint64_t(p.B) * plan.balancing_partials + long_partials) : 0;
     }
     plan.partials = uint32_t(min(partials, uint64_t(0x7fffffff)));
     plan.items += plan.partials;
     return plan;
   }
   const uint32_t counters = merges_by_kernel<B> ? 0x7fffffff : most_split_items / heads;
-  plan.free_partials = min(2 * ceil_div(4 * uint32_t(most_resident_ctas<B>() * sm_count()), heads), counters);
+  plan.balancing_partials = min(2 * ceil_div(4 * uint32_t(most_resident_ctas<B>() * sm_count()), heads), counters);
   const uint64_t requested = B::split_ctas > 1 ? uint64_t(B::split_ctas) * tiles : 0;
-  const bool has_room = requested + plan.free_partials <= min(counters, most_split_items);
-  plan.partials = plan.free_partials + (has_room ? uint32_t(requested) : 0);
+  const bool has_room = requested + plan.balancing_partials <= min(counters, most_split_items);
+  plan.partials = plan.balancing_partials + (has_room ? uint32_t(requested) : 0);
   plan.items += plan.partials;
   return plan;
 }

@@ -224,7 +224,7 @@ template <class B> struct PlanCheck {
     const bool is_typed = of_typed > 0 && of_typed + free <= std::min<uint64_t>(most_parts, most_split_items);
     const uint64_t parts = p.batch_invariant ? invariant_parts(most_tiles, share) : free + (is_typed ? of_typed : 0);
     expect(items.heads == heads && items.queries == queries(), "rows of an item");
-    expect(room.free_partials == free && room.partials == parts && room.items == most_tiles + parts,
+    expect(room.balancing_partials == free && room.partials == parts && room.items == most_tiles + parts,
            format("room for %u items and %u parts, want %d and %d", room.items, room.partials, int(most_tiles + parts), int(parts)));
     SdpaParams other = p;  // what the host does not know
     other.Sk = 1;
@@ -318,7 +318,7 @@ template <class B> struct PlanCheck {
     }
     // Maximum K tiles of a split: the limit of an accumulator, unless there is no memory for so
     // many splits. With SPLIT_CTAS=0, at most 256 KB.
-    const uint64_t at_once = this->at_once(), free = room.free_partials;
+    const uint64_t at_once = this->at_once(), free = room.balancing_partials;
     const uint64_t even = p.batch_invariant && free ? 0 : free ? 2 * rounds / free + 1 : uint64_t(1) << 40;
     const uint64_t limit = p.batch_invariant ? ~uint64_t(0) : std::max(even, B::split_ctas == 0 ? std::min(rounds_of_256_kb(), at_once) : at_once);
     if (p.batch_invariant) take_ranges(all, plan, planned, free);
@@ -441,7 +441,7 @@ template <class B> void check_room() {
   for (const auto& [heads, sms] : {std::pair(1, 3), {3, 1}, {300, 3}, {20000, 1}}) {
     simt::gpu.sms[0] = sms;
     const Planned one = problem_of_sizes(1, heads, heads, 1, 1);
-    const int free = int(plan_args<B>(one.p, items_of<B>(one.p)).free_partials);
+    const int free = int(plan_args<B>(one.p, items_of<B>(one.p)).balancing_partials);
     for (const int tiles : {free / 2 - 1, free / 2, free - 1}) {
       for (const int rounds : {free / 2 + 1, free, 3 * free}) {
         if (tiles > 0) check_alike<B>(tiles, heads, rounds, sms, 64);
