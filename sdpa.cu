@@ -2542,7 +2542,8 @@ __device__ __forceinline__ void wait_then_let_next_kernel_start() {
   griddepcontrol_launch_dependents();
 }
 
-// L2 cache policies of loads. Q is read once. K and V are read by many CTAs, with SWAP_AB and PACK_GQA usually by one.
+// L2 cache policies of loads. Q is read once, with SPLIT_CTAS once per range. K and V are read by many CTAs, with
+// SWAP_AB and PACK_GQA usually by one.
 constexpr uint64_t evict_first = 0x12f0000000000000, evict_last = 0x14f0000000000000;
 template <class B> constexpr bool reads_kv_once = B::swap_ab && B::pack_gqa;
 template <class B> constexpr uint64_t kv_cache_policy = reads_kv_once<B> ? evict_first : evict_last;
@@ -2850,9 +2851,10 @@ __device__ __forceinline__ void set_listed(ScoreTile<B>& tile, const WgmmaItem<B
   }
 }
 
-// With a mask or a map, the items of a head are shifted to earlier rows, by 64 rows for each warpgroup of the last item
-// that would have no query. The warpgroups without queries are then in the first item, before query 0, and own_rounds()
-// gives them no rounds. So the first item loads fewer keys. The last item loads all keys in any case.
+// skips_empty_warpgroups, with a mask or a map: the items of a head are shifted to earlier rows, by 64 rows for each
+// warpgroup of the last item that would have no query. The warpgroups without queries are then in the first item,
+// before query 0, and own_rounds() gives them no rounds. With a causal mask, the first item then loads fewer keys, and
+// the last item loads all keys in any case.
 // Example with a causal mask, Sq = 200 and BLOCK_M = 192: the shift is (2 * 192 - 200) / 64 * 64 = 128 rows.
 //
 //               queries of item 0               queries of item 1               keys loaded by items 0, 1
@@ -2861,7 +2863,8 @@ __device__ __forceinline__ void set_listed(ScoreTile<B>& tile, const WgmmaItem<B
 template <class B> __device__ __forceinline__ int shifted_rows(int items_of_head, int Sq) {
   return (items_of_head * B::block_m - Sq) / 64 * 64;
 }
-// Sets an item's first key and number of rounds: at least one, since zero would mean that there are no more items.
+// Shifts an item's rows. Sets its first key and number of rounds: at least one, since zero would mean that there are
+// no more items.
 template <class B> __device__ __forceinline__ void set_rounds(const KernelArgs& a, WgmmaItem<B>& item) {
   if (skips_empty_warpgroups<B> && !B::use_lengths) item.q0 -= shifted_rows<B>(int(a.q_blocks.divisor), a.p.Sq);
   const int last = min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1;
@@ -2892,7 +2895,7 @@ template <class B> __device__ __forceinline__ WgmmaItem<B> wgmma_item(const Kern
 
 // ---- 5c rows of Q without a query (wgmma) ----
 
-// PACK_GQA: zero-fills the rows of Q that have no query. Their contents would affect the rounding of other
+// PACK_GQA: zero-fills the rows of Q past those of the item's heads. Their contents would affect the rounding of other
 // rows, since a warp keeps a stale maximum only if all of its rows allow it.
 template <class B> __device__ __forceinline__ void clear_rows_without_query(Element<B>* Q_s, const KernelArgs& a) {
   if (!B::pack_gqa) return;
@@ -2942,7 +2945,7 @@ __device__ __forceinline__ bool clear_queries_of_others(Element<B>* Q_s, int pan
 //   q_full            the warp that starts the item, and TMA       all readers          Q and s.item were written
 //   q_empty           the last readers of Q, or the warp           the warp that        Q and s.item were read, and
 //                     that has stored O                            starts the item      O was stored
-//   k_full, v_full    TMA, or the warps that copied the tile       consumers            the tile was written
+//   k_full, v_full    TMA, or the warps that wrote the tile        consumers            the tile was written
 //   k_empty, v_empty  all consumer warps of the split              producers            the tile was read
 //   o_done            the 4 warps of a warpgroup                   the warp storing O   O was written over Q
 
@@ -2960,20 +2963,20 @@ template <class B>
 using TileBias =
     std::conditional_t<B::key_bias, KeyBiasTiles<B>, std::conditional_t<B::use_bias != 0, BiasTiles<B>, Nothing>>;
 
-// The stages of a split's K and V tiles, and their mbarriers. full: the tile has landed. empty: all consumers have
+// The stages of a split's K and V tiles, and their mbarriers. full: the tile was written. empty: all consumers have
 // read the tile.
 template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
   using E = Element<B>;
   alignas(1024) E K[B::stages][B::block_n * ROW_BYTES<B::qk_bytes> / sizeof(E)];  // [BLOCK_N][D]
   alignas(1024) E V[B::stages][V_ELEMENTS];                                       // [BLOCK_N][Dv]
   uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
-  // V of the item's last tile has landed. Then its rows past the last key are zero-filled, and v_full completes.
-  std::conditional_t<B::use_lengths, uint64_t, Nothing> v_landed;
+  // V of the item's last round has landed. Then its rows past the last key are zero-filled, and v_full completes.
+  std::conditional_t<B::use_lengths, uint64_t, Nothing> last_v_landed;
   TileBias<B> bias;
   __device__ __forceinline__ void init_full(int k_arrivals, int v_arrivals) {
     mbarriers_init(k_full, k_arrivals);
     mbarriers_init(v_full, v_arrivals);
-    if constexpr (B::use_lengths) mbarrier_init(&v_landed, 1);
+    if constexpr (B::use_lengths) mbarrier_init(&last_v_landed, 1);
   }
   __device__ __forceinline__ void init_empty() {
     mbarriers_init(k_empty, B::split_warps);
@@ -3044,7 +3047,7 @@ template <class B, class Shared, int RING_STAGES = B::stages> struct WgmmaProduc
   const bool issues = threadIdx.x % 32 == 0;
   StageRing<RING_STAGES> ring;         // of the next tile
   StageRing<Shared::Q_STAGES> q_ring;  // of the next item
-  // USE_LENGTHS: keys in the next tile of V, less than BLOCK_N only in an item's last tile; parity of v_landed.
+  // USE_LENGTHS: keys in the next tile of V, less than BLOCK_N only in an item's last round; parity of last_v_landed.
   int keys_in_next_v = B::block_n, landed_parity = 0;
   std::conditional_t<B::has_key_bits, StageRing<list_count<B, Shared::Q_STAGES>>, Nothing> list_ring;
 
@@ -3116,7 +3119,7 @@ template <class B, class Shared, int RING_STAGES = B::stages> struct WgmmaProduc
     box.load(a, map, tile_s, full);
   }
   // Waits until V has landed, zero-fills its rows past the last key, and then signals `full`.
-  __device__ __forceinline__ void finish_last_tile(KeyValue* V_s, uint64_t* landed, uint64_t* full) {
+  __device__ __forceinline__ void finish_v_of_last_round(KeyValue* V_s, uint64_t* landed, uint64_t* full) {
     mbarrier_wait(landed, landed_parity);
     landed_parity ^= 1;
     clear_rows_of_v<B>(V_s, keys_in_next_v, threadIdx.x % 32, 32);
@@ -3133,10 +3136,10 @@ template <class B, class Shared, int RING_STAGES = B::stages> struct WgmmaProduc
     if (!(role & load_v)) return;
     uint64_t* landed = &v.v_full[n];
     if constexpr (B::use_lengths) {
-      if (keys_in_next_v < B::block_n) landed = &s.split[split].v_landed;
+      if (keys_in_next_v < B::block_n) landed = &s.split[split].last_v_landed;
     }
     load<B::d_v>(item, round, split, &maps.v, v.V[n], landed, &v.v_empty[n]);
-    if (B::use_lengths && keys_in_next_v < B::block_n) finish_last_tile(v.V[n], landed, &v.v_full[n]);
+    if (B::use_lengths && keys_in_next_v < B::block_n) finish_v_of_last_round(v.V[n], landed, &v.v_full[n]);
   }
   // Loads a split's tiles of all items. If there are enough warps, separate warps load K and V, so that neither blocks
   // the other. `starts`: this warp also starts each item, by start(item). With persistent CTAs, the others follow it.
@@ -3309,7 +3312,8 @@ template <class B> struct WgmmaRows {
   __device__ __forceinline__ bool may_use_stale_max() const {
     return B::use_lazy_max && uint32_t(k0 - stale_from) < stale_keys;
   }
-  // Sets the first row and column of S. Computed at each use to save registers.
+  // Sets the first row and column of S. Computed at each use to save registers. PACK_GQA: rows of the tile, since q0 is
+  // the item's; otherwise of the warpgroup.
   static __device__ __forceinline__ void locate(Scores& S) {
     const uint32_t tid = B::pack_gqa ? mov_tid_x() - B::producer_threads : mov_tid_x() % 128;
     S.first_row = tid / 32 * 16 + tid % 32 / 4;
@@ -3369,7 +3373,7 @@ template <class B> struct WgmmaRows {
   }
   // Recomputes S = Q @ K.T for this warp only, by mma.sync. Reads K from global memory, since its tile in shared
   // memory may have been overwritten. read_q(q, byte) loads the A operand of Q that begins at `byte` of each
-  // row. Rarely called, so optimized for size.
+  // row. Rarely called, so the loop over bytes is not unrolled.
   template <class ReadQ>
   __device__ __forceinline__ void recompute_qk(Scores& S, const WgmmaItem<B>& item, const ReadQ& read_q) const;
 };
@@ -3403,7 +3407,7 @@ template <class B, class Shared> struct WgmmaConsumer {
   Rows rows;
   StageRing<Shared::Q_STAGES> q_ring;
   StageRing<B::stages> ring;  // stage and parity of this tile's K and V
-  int last_k0 = 0;            // first key of the item's last tile
+  int last_k0 = 0;            // first key of the tile that is computed last
   const WgmmaTurns<B> turns{warpgroup};
 
   __device__ WgmmaConsumer(Shared& s_, const KernelArgs& a_) : s(s_), a(a_), rows(a_) {
@@ -3632,8 +3636,9 @@ __device__ __forceinline__ void merge_splits(const WgmmaRows<B>& rows, SplitPart
 
 // ---- 5c room for a bias (wgmma and USE_WARP_SPECIALIZATION) ----
 
-// True if a row of the bias has at most one 16-byte chunk per lane, and if shared memory has room for the bias next
-// to K, V and q_stages tiles of Q; 3 KB are reserved for barriers and items. USE_BIAS=4, 5: a row of floats per warp.
+// True if a row of the bias has at most one 16-byte chunk per lane, and if shared memory has room for the bias next to
+// K, V, the partials of splits and q_stages tiles of Q; 3 KB are reserved for barriers and items. USE_BIAS=4, 5: a row
+// of floats per warp.
 template <class B> constexpr bool bias_fits(int q_stages) {
   if (!B::key_bias && B::block_n * sizeof(Bias) > 32 * 16) return false;
   const int rows = B::split_kv * B::block_m, ring = B::split_kv * B::stages * B::block_n * (B::head_dim + B::d_v) * 2;
@@ -4197,7 +4202,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   }
   // Called if the stale maximum was too small. Raises m so that alpha is a power of two and no P exceeds
   // 2^p_log2. Rescales P and l by alpha, without using S; the caller rescales O. Returns false and changes
-  // nothing if P may have overflowed or, with the polynomial, have been clamped at 2^127.
+  // nothing if P may have overflowed or, with USE_FAST_EXP, have been clamped at 2^127.
   __device__ __forceinline__ bool raise_max(Scores& P, const StaleSoftmax<B, 2>& softmax, float (&alpha)[2]) {
     constexpr float most = B::use_fast_exp ? 0x1p120f : INFINITY;
     if (!__all_sync(0xffffffffu, softmax.sum[0] + softmax.sum[1] < most)) return false;
@@ -4752,8 +4757,8 @@ template <class B> struct WgmmaColumns {
     mbarrier_wait(&s.q_full, 0);
     const WgmmaItem<B> item = s.item;
     if constexpr (B::use_lengths) {
-      const bool emptied = clear_queries_of_others<B>(s.Q, B::block_m, a, item, 0, B::block_m, int(threadIdx.x));
-      if (emptied) __syncthreads();  // hazard: rows of Q zero-filled by all warps
+      const bool cleared = clear_queries_of_others<B>(s.Q, B::block_m, a, item, 0, B::block_m, int(threadIdx.x));
+      if (cleared) __syncthreads();  // hazard: rows of Q zero-filled by all warps
     }
     Sums O;
     int round = item.rounds - 1;
@@ -4828,8 +4833,9 @@ template <class View, class Load> __device__ __forceinline__ void load_scores(Vi
 // in Q @ K.T and P @ V. S, P, m, l and alpha are in shared memory.
 //
 // SYNC_POLICY=5 has a CTA barrier at every hazard of the tile loop. SYNC_POLICY=2 omits two redundant barriers:
-// the barrier for K and V covers Q, too, and m is read only by the warp that wrote it. With SYNC_POLICY=1, a row
-// has one owner throughout (WarpSoftmax), so warps share only the tiles of K and V, as in the mma kernel.
+// the barrier for K and V covers Q, too, and each lane reads back only m and alpha that it has computed. With
+// SYNC_POLICY=1, a row has one owner throughout (WarpSoftmax), so warps share only the tiles of K and V, as in the
+// mma kernel.
 // SYNC_POLICY=0 has no CTA barrier in the tile loop and is racy.
 template <class B, class Shared> struct CtaSoftmax {
   static constexpr int ROWS = ScalarScores<B>::ROWS;
@@ -5085,7 +5091,8 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
       if constexpr (B::qk_in_fp16) return to_float(ld_shared<__half>(reinterpret_cast<const __half*>(s.P) + i));
       else return ld_shared<float>(s.P + i);
     });
-    // hazard: other lanes still read the fp16 S, which fp32 values overwrite; only its reader overwrites an fp32 S
+    // hazard: fp32 values overwrite the fp16 S, which other lanes still read. With an fp32 S, each lane overwrites only
+    // what it has read.
     if (B::qk_in_fp16) __syncwarp();
     finish_scores<B>(S, a, item, t.mask, item.q0, k0, is_unmasked<B>(a, t.mask, item.q0, k0));
     float alpha[ScalarOutput<B>::ROWS];
