@@ -3415,6 +3415,11 @@ template <class B, class Shared> struct WgmmaConsumer {
   }
 
   __device__ __forceinline__ const WgmmaItem<B>& item() const { return s.item[q_ring.stage]; }
+  // Loads the A operand of the wgmma that begins at byte `step_byte` of each row of Q. tid: the thread in its warpgroup.
+  static __device__ __forceinline__ void load_q(uint32_t (&q)[4], SharedAddress Q_s, uint32_t tid, int step_byte) {
+    const uint32_t row = tid / 32 * 16 + tid % 16, byte = step_byte + tid % 32 / 16 * 16;
+    ldmatrix_x4<false>(q, Q_s + panel_byte<Q_PANEL_ROWS<B>, PANEL_BYTES<B::qk_bytes>>(row, byte));
+  }
   // USE_LENGTHS: with batch_invariant, zero-fills the rows of Q past the sequence's last query. Both splits
   // read the same rows of Q.
   __device__ __forceinline__ void clear_queries() {
@@ -3747,12 +3752,9 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
 
   // Recomputes Q @ K.T with Q from shared memory.
   __device__ __forceinline__ void recompute_qk(Scores& S) const {
-    const uint32_t tid = mov_tid_x() % 128, row = tid / 32 * 16 + tid % 16, byte = tid % 32 / 16 * 16;
+    const uint32_t tid = mov_tid_x() % 128;
     const SharedAddress Q_s = shared_address(s.queries(q_ring.stage, row_group));
-    constexpr int line = PANEL_BYTES<B::qk_bytes>;
-    rows.recompute_qk(S, Base::item(), [&](uint32_t (&q)[4], int step_byte) {
-      ldmatrix_x4<false>(q, Q_s + panel_byte<Q_PANEL_ROWS<B>, line>(row, step_byte + byte));
-    });
+    rows.recompute_qk(S, Base::item(), [&](uint32_t (&q)[4], int step_byte) { Base::load_q(q, Q_s, tid, step_byte); });
   }
   // Called if the stale maximum was too small. Recovers S = log2(P) / scale_log2 + m in place. Recomputes
   // Q @ K.T if P may have overflowed. Reads m and a kernel argument again, since keeping m_log2 or the scale in
@@ -4120,8 +4122,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     const uint32_t tid = mov_tid_x() % 128;
     const SharedAddress Q_s = shared_address(s.queries(0, row_group));
     SDPA_UNROLL for (int step = 0; step < B::qk_bytes / STEP_BYTES; step++) {
-      const uint32_t row = tid / 32 * 16 + tid % 16, byte = step * STEP_BYTES + tid / 16 % 2 * 16;
-      ldmatrix_x4<false>(queries[step], Q_s + panel_byte<Q_PANEL_ROWS<B>, PANEL_BYTES<B::qk_bytes>>(row, byte));
+      Base::load_q(queries[step], Q_s, tid, step * STEP_BYTES);
     }
   }
   // Lets the producer overwrite the buffer of Q.
