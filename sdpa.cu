@@ -5192,8 +5192,8 @@ __device__ __forceinline__ float tanh_exact(float t) {
 template <class B> __device__ __forceinline__ float capped(float x, float hook_scale) {
   return B::use_softcap == 1 ? tanh_approx(x * hook_scale) : tanh_exact(x * hook_scale);
 }
-// USE_SOFTCAP=2 and builds with the polynomial branch on replaces_scores() once per tile, so that the tanh of
-// several scores overlap. Other builds test it per score: there a branch per tile is up to 4% slower.
+// If the tanh is exact or a polynomial, replaces_scores() is tested once per tile, so that the tanh of several
+// scores overlap. Otherwise it is tested per score, since a branch per tile is up to 4% slower.
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, ScoreScale<B> hook_scale, int first, int last) {
   if constexpr (B::use_softcap != 0) {
@@ -5379,22 +5379,22 @@ template <class X, class Y, If<are_operands<X, Y>> = 0> __device__ __forceinline
   if constexpr (is_integer<X> && is_integer<Y>) return int(x) > int(y) ? int(x) : int(y);
   else return Number{fmaxf(float(x), float(y))};
 }
-// An array of floats. NUMBER: 0 to 3 for x0 to x3, -1 for other arrays.
-template <int NUMBER = -1> struct Reals {
+// The array x<NUMBER>.
+template <int NUMBER> struct Reals {
   const float* at;
   __device__ __forceinline__ Number operator[](Head head) const {
-    if constexpr (NUMBER >= 0 && is_read_by_head<NUMBER>) return {head.x[NUMBER < 0 ? 0 : NUMBER]};
+    if constexpr (is_read_by_head<NUMBER>) return {head.x[NUMBER]};
     return {ld_global_nc<float>(at + head.h)};
   }
   __device__ __forceinline__ Number operator[](int64_t i) const { return {ld_global_nc<float>(at + i)}; }
 };
-// The result of mask_mod() in builds that hide no key.
-struct Always {
-  __device__ __forceinline__ constexpr operator bool() const { return true; }
-};
 struct Ints {
   const int* at;
   __device__ __forceinline__ int operator[](int64_t i) const { return ld_global_nc<int>(at + i); }
+};
+// The result of mask_mod() in builds that hide no key.
+struct Always {
+  __device__ __forceinline__ constexpr operator bool() const { return true; }
 };
 
 // SCORE_MOD and MASK_MOD as functions. Their default NONE means s in score_mod() and true in mask_mod().
@@ -5431,12 +5431,12 @@ template <int N> __device__ __forceinline__ float value_of_head(const float* arr
 }
 // True if `text` contains `name` as a whole word.
 constexpr bool contains_word(std::string_view name, std::string_view text) {
-  const auto is_letter = [](char c) {
+  const auto in_word = [](char c) {
     return c == '_' || (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
   };
   for (size_t at = text.find(name); at != text.npos; at = text.find(name, at + 1)) {
     const size_t end = at + name.size();
-    if ((at == 0 || !is_letter(text[at - 1])) && (end == text.size() || !is_letter(text[end]))) return true;
+    if ((at == 0 || !in_word(text[at - 1])) && (end == text.size() || !in_word(text[end]))) return true;
   }
   return false;
 }
@@ -5591,10 +5591,10 @@ __device__ __forceinline__ void modify_scores(View& S, const Tile& tile, bool un
 // would be slower.
 
 template <class Args> void set_cap_polynomial(Args& a) {
-  const double x = a.hook_scale, k0 = 0.9995825, k1 = -0.3226164, k2 = 0.08978852, shift = k1 / (2 * k2);
-  if (x < 1e-7 || x > 1e7) return;  // the powers of x would overflow or underflow
-  a.cap_polynomial = {float(shift / (x * x)), float((k0 / k2 - shift * shift) / (x * x * x * x)),
-                      float(k2 * x * x * x * x * x * a.scale_log2)};
+  const double h = a.hook_scale, k0 = 0.9995825, k1 = -0.3226164, k2 = 0.08978852, shift = k1 / (2 * k2);
+  if (h < 1e-7 || h > 1e7) return;  // the powers of h would overflow or underflow
+  a.cap_polynomial = {float(shift / (h * h)), float((k0 / k2 - shift * shift) / (h * h * h * h)),
+                      float(k2 * h * h * h * h * h * a.scale_log2)};
 }
 
 template <class B> struct CappedSoftmax : StaleSoftmax<B, 2> {
@@ -5662,7 +5662,7 @@ template <class Pair> __device__ __forceinline__ void add_pair(float& x, float& 
   x = with_bias(x, bias[0], a.logit_scale);
   y = with_bias(y, bias[1], a.logit_scale);
 }
-// USE_BIAS=4, 5: load_bias_of_keys() loads the bias of a thread's columns, add_to_keys() adds it to the
+// USE_BIAS=4, 5: load_bias_of_keys() loads the bias of a thread's columns, add_bias_of_keys() adds it to the
 // thread's rows. bias_g: address of the bias of the thread's first column; `columns` columns from there on
 // have a bias.
 template <class View>
@@ -5672,7 +5672,7 @@ __device__ __forceinline__ void load_bias_of_keys(Bias (&bias)[View::COLS], cons
     bias[j] = S.col(j) - S.col(0) < columns ? ld_global_nc<Bias>(bias_g + (S.col(j) - S.col(0))) : rounded<Bias>(0);
   }
 }
-template <class View> __device__ __forceinline__ void add_to_keys(View& S, const KernelArgs& a, const Bias* bias) {
+template <class View> __device__ __forceinline__ void add_bias_of_keys(View& S, const KernelArgs& a, const Bias* bias) {
   SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) S.x[i][j] = fmaf(S.x[i][j], a.logit_scale, to_float(bias[j]));
   }
@@ -5685,7 +5685,7 @@ template <class B> struct BiasInMemory {
     if constexpr (B::key_bias) {
       Bias column_bias[View::COLS];
       load_bias_of_keys(column_bias, S, bias_row<B>(a, item, q0, 0) + col, cols - col);
-      return add_to_keys(S, a, column_bias);
+      return add_bias_of_keys(S, a, column_bias);
     }
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       const Bias* const row = bias_row<B>(a, item, q0, S.row(i)) + col;
@@ -5714,7 +5714,7 @@ __device__ __forceinline__ bool ScoreTile<B>::add_bias(View& S) const {
   if constexpr (B::key_bias) {
     if (listed == ListedTile::unchanged) return false;
   }
-  if constexpr (B::key_bias && B::swap_ab) add_to_keys(S, a, bias_of_columns);
+  if constexpr (B::key_bias && B::swap_ab) add_bias_of_keys(S, a, bias_of_columns);
   else if constexpr (B::use_bias != 0) BiasInMemory<B>().add(S, a, item, mask.keys.Sk, q0, k0 + column_offset<B>(S));
   return true;
 }
@@ -5752,7 +5752,7 @@ template <class B> struct BiasOfWarp<B, true> {
   int column_at_0 = 0;            // per item: bias column of the lane's chunk, for a tile at key 0
   const Bias* chunk_g = nullptr;  // per item: address of this chunk, in the lane's first row
   int rows_left = 0;              // per item: queries that exist from the lane's first row on
-  int unit = 0;                   // per item: alignment of chunks in global memory: 16, 4, or 1 for less
+  int alignment = 0;              // per item: alignment of chunks in global memory: 16, 4, or 1 for less
 
   __device__ void bind(BiasTiles<B>& tiles) {
     tile = &tiles.per_warp[(threadIdx.x - B::producer_threads) / 32 % B::split_warps];
@@ -5773,7 +5773,7 @@ template <class B> struct BiasOfWarp<B, true> {
     // k0 - first gives the alignment of all tiles of the item. With a window, k0 may be any key.
     const uint64_t offsets = uint64_t((elements | (k0 - first)) * int64_t(sizeof(Bias)));
     const uint64_t low = offsets | reinterpret_cast<uintptr_t>(a.p.bias);
-    unit = low % 16 == 0 ? 16 : low % 4 == 0 ? 4 : 1;
+    alignment = low % 16 == 0 ? 16 : low % 4 == 0 ? 4 : 1;
     if (B::pack_gqa) return;
     chunk_g = bias_row<B>(a, item, 0, 0) + q * strides.row + column_at_0;
     rows_left = item.query_count(a.p) - q;
@@ -5786,7 +5786,7 @@ template <class B> struct BiasOfWarp<B, true> {
     const int columns = keys - chunk * Tile::PER_CHUNK + column_at_0;  // columns of the bias: keys - first
     cp_async_wait_group<0>();  // the copy of a tile that was not used may be in flight
     __syncwarp();              // hazard: previous tile read by all lanes
-    if (unit == 16 && column >= 0 && column + Tile::PER_CHUNK <= columns) {
+    if (alignment == 16 && column >= 0 && column + Tile::PER_CHUNK <= columns) {
       const Bias* from = chunk_g + k0;
       SDPA_UNROLL for (int n = 0; n < ceil_div(16, ROWS); n++, from += ROWS * a.p.bias_strides.row) {
         const int r = lane / LANES + ROWS * n;
@@ -5795,7 +5795,7 @@ template <class B> struct BiasOfWarp<B, true> {
           cp_async<16>(tile->at(r, chunk), from, B::pack_gqa || ROWS * n < rows_left);
         }
       }
-    } else if (unit == 4 && k0 >= keys - columns && k0 + B::block_n <= keys) {
+    } else if (alignment == 4 && k0 >= keys - columns && k0 + B::block_n <= keys) {
       copy_words(a, item, q0, column - chunk * Tile::PER_CHUNK);
     } else if (lane < LANES * ROWS) {
       copy_elements(a, item, columns, q0, column);
@@ -5803,15 +5803,15 @@ template <class B> struct BiasOfWarp<B, true> {
     cp_async_commit_group();
     loaded_k0 = k0;
   }
-  // Copies a tile whose keys all have a bias, 4 bytes at a time. Adjacent lanes copy adjacent words. column:
+  // Copies a tile whose keys all have a bias, 4 bytes at a time. Adjacent lanes copy adjacent words. tile_column:
   // the bias column of the tile's first key.
-  __device__ __forceinline__ void copy_words(const KernelArgs& a, const Item<B>& item, int q0, int column) const {
+  __device__ __forceinline__ void copy_words(const KernelArgs& a, const Item<B>& item, int q0, int tile_column) const {
     constexpr int WORDS = B::block_n * sizeof(Bias) / 4, IN_CHUNK = 4;  // words per row, per chunk
     const int lane = int(mov_tid_x() % 32), queries = item.query_count(a.p) - q0 - first_row();
-    const Bias* from = bias_row<B>(a, item, q0, first_row()) + column;
+    const Bias* from = bias_row<B>(a, item, q0, first_row()) + tile_column;
 #pragma unroll 1
     for (int r = 0; r < 16; r++, from += a.p.bias_strides.row) {
-      if (B::pack_gqa) from = bias_row<B>(a, item, q0, first_row() + r) + column;  // rows may have different heads
+      if (B::pack_gqa) from = bias_row<B>(a, item, q0, first_row() + r) + tile_column;  // rows may have different heads
       SDPA_UNROLL for (int n = 0; n < ceil_div(WORDS, 32); n++) {
         const int word = lane + 32 * n;
         if (WORDS % 32 != 0 && word >= WORDS) break;
@@ -5850,9 +5850,9 @@ template <class B> struct BiasOfWarp<B, true> {
     if constexpr (sizeof(Bias) == 4)
       add_as_read(S, a);
     else
-      add_all(S, a);
+      add_after_reads(S, a);
   }
-  template <class View> __device__ __forceinline__ void add_all(View& S, const KernelArgs& a) {
+  template <class View> __device__ __forceinline__ void add_after_reads(View& S, const KernelArgs& a) {
     uint32_t pairs[View::ROWS][View::COLS / 2];
     if constexpr (sizeof(Bias) == 2) {
       // Reads rows 0-7 and 8-15 of two chunks, in the lane layout of the accumulators.
@@ -5961,7 +5961,7 @@ __device__ __forceinline__ constexpr uint32_t low_bits(int count) { return count
 // An element of the key mask or of the bias.
 template <class B> using KeyElement = std::conditional_t<B::key_bias, Bias, uint8_t>;
 // The key mask or the bias of a batch, one element per key; null: no key is hidden.
-template <class B> __device__ __forceinline__ const KeyElement<B>* keys_of_batch(const SdpaParams& p, int b) {
+template <class B> __device__ __forceinline__ const KeyElement<B>* key_elements(const SdpaParams& p, int b) {
   if constexpr (B::key_bias) return p.bias ? static_cast<const Bias*>(p.bias) + b * p.bias_strides.batch : nullptr;
   else return p.key_mask ? p.key_mask + b * p.key_mask_stride : nullptr;
 }
@@ -5977,7 +5977,7 @@ template <class B> struct KeyBits {
   // Reads the bits of the tile at key k0. Each lane reads one key, and a ballot packs 32 keys into a word.
   // Words without a key in [first, last] stay undefined.
   __device__ __forceinline__ KeyBits(const KernelArgs& a, int b, int k0, int first = 0, int last = B::block_n - 1) {
-    const KeyElement<B>* const row = keys_of_batch<B>(a.p, b);
+    const KeyElement<B>* const row = key_elements<B>(a.p, b);
     SDPA_UNROLL for (int w = first / 32; w <= last / 32; w++) {
       const int column = 32 * w + int(threadIdx.x % 32), k = k0 + column;
       bool visible = column < B::block_n && k < a.p.Sk;
@@ -5986,8 +5986,8 @@ template <class B> struct KeyBits {
     }
   }
   // The bits of a thread's columns [first, last) of a view: bit S.col(j) - S.col(0) is column j. The shift moves
-  // none of these bits across a word boundary, so each word is shifted separately. SWAP_AB: the thread has
-  // columns only in words 0, 2, ...
+  // none of these bits across a word boundary, so each word is shifted separately. SWAP_AB: these are bits 0, 8,
+  // 64, 72, ..., so words 1, 3, ... are not used.
   template <class Tile, class View>
   __device__ __forceinline__ KeyBits(const Tile& tile, const View& S, int first, int last) {
     const int from = column_offset<B>(S) + S.col(0), skipped = from / 32;
@@ -6098,7 +6098,7 @@ __device__ __forceinline__ ListedRounds list_rounds_of_mask(const KernelArgs& a,
     const auto existing = [&](int n) {  // number of keys in word n of the lane
       return 16 * n + lane % 4 * 4 < B::round_keys ? min(max(keys - begin - 16 * n, 0), 4) : 0;
     };
-    bool visible = false, changed = false;  // of the round
+    bool visible = false, changed = false;  // of the lane's keys; after the ballots, of the round
     uint32_t bits[ceil_div(B::round_keys, 32)] = {};
     SDPA_UNROLL for (int step = 0; step < STEPS; step += AT_ONCE) {
       uint32_t words[AT_ONCE] = {};
@@ -6209,7 +6209,7 @@ __device__ __forceinline__ void list_visible_rounds(const KernelArgs& a, WgmmaIt
     item.computes_all = 1;
     item.bits_end = no_stored_bits;
   };
-  const KeyElement<B>* const row = keys_of_batch<B>(a.p, item.b);
+  const KeyElement<B>* const row = key_elements<B>(a.p, item.b);
   // An item computes at least one round. For a bias, a list of two rounds costs more time than it saves.
   if (!row || item.rounds <= 1 + B::key_bias || item.rounds > most_listed<B>) return compute_all(row != nullptr);
   griddepcontrol_wait();  // the preceding kernel may write the mask
@@ -6247,7 +6247,7 @@ __device__ __forceinline__ uint64_t* map_header(const BiasMap& map) {
   return reinterpret_cast<uint64_t*>(map.lists) - 1;
 }
 
-// Returns the list of an item. wgmma_item() may have reduced q0 by less than the item's rows, so the division
+// Returns the list of an item. set_rounds() may have reduced q0 by less than the item's rows, so the division
 // rounds up.
 template <class B> __device__ __forceinline__ uint32_t* list_of(const KernelArgs& a, const Item<B>& item) {
   const int queries = queries_of_item<B>(a), block = (item.q0 + queries - 1) / queries;
@@ -6365,7 +6365,7 @@ template <class B> __global__ void __launch_bounds__(map_threads) sdpa_map(const
 // ---- 5g iteration over visible rounds (wgmma and USE_WARP_SPECIALIZATION and USE_BIAS = 1..5, MASK_MOD, USE_KEY_MASK) ----
 
 // USE_KEY_MASK: returns the visible keys of the split's tile at key k0, whose round is changed. bits_index: index of
-// the round's bits, if they are stored; otherwise this reads the key mask.
+// the round's stored bits; if there are none, or if splits share a word, this reads the key mask.
 template <class B>
 __device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, const ListMemory<B>& list, int bits_index,
                                                   int k0) {
@@ -6400,8 +6400,8 @@ template <class B> struct RoundWalk<B, true> {
   template <class Rows> __device__ __forceinline__ void start(const Rows& rows, const WgmmaItem<B>& item, int first) {
     list = item;
     if constexpr (B::use_key_mask) bits_index = item.bits_end;
-    round = first + 1;  // starts one round earlier and advances to the first one
-    entries[0] = entries[1] = list.entry(first);
+    round = first + 1;  // until advance(), the first round counts as the next one
+    entries[0] = entries[1] = list.entry(first);  // step() is 0
     look_ahead(rows);
     advance();
   }
@@ -6420,7 +6420,7 @@ template <class B> struct RoundWalk<B, true> {
       if (entry_changed(warp_uniform(entries[1]))) {
         bits_index--;
         bits = listed_bits<B>(rows.a, rows.b, list.memory(), bits_index, rows.k0 - step());
-      } else if (B::changes_logits) {  // SCORE_MOD changes every tile and reads its bits
+      } else if (B::changes_logits) {  // with SCORE_MOD, every tile reads its bits
         SDPA_UNROLL for (uint32_t& word : bits.word) word = ~0u;
       }
     }
@@ -6467,13 +6467,13 @@ template <class B> struct TileWalk : RoundWalk<B> {
   __device__ __forceinline__ bool needs_modify_scores() const {
     return B::changes_logits || (B::hides_keys && this->may_be_changed());
   }
-  // True if keys of the tile at key k have a bias.
-  __device__ __forceinline__ bool has_bias(int k) const { return B::use_bias != 0 && k + B::block_n > first_biased; }
-  // False if the tile, whose first key is k0, has no bias or a bias without effect.
+  // True if keys of the tile at key k0 have a bias.
+  __device__ __forceinline__ bool has_bias(int k0) const { return B::use_bias != 0 && k0 + B::block_n > first_biased; }
+  // False if this tile, at key k0, has no bias or a bias without effect.
   __device__ __forceinline__ bool needs_bias(int k0) const { return has_bias(k0) && this->may_be_changed(); }
-  // Starts the copy of the bias of the tile at key k, if the tile has one.
-  template <class Rows> __device__ __forceinline__ void prefetch_bias(const Rows& rows, bool may_be_changed, int k) {
-    if (may_be_changed && k >= 0 && has_bias(k)) bias.load(rows.a, *rows.item, rows.mask.keys.Sk, rows.q0, k);
+  // Starts the copy of the bias of the tile at key k0, if the tile has one.
+  template <class Rows> __device__ __forceinline__ void prefetch_bias(const Rows& rows, bool may_be_changed, int k0) {
+    if (may_be_changed && k0 >= 0 && has_bias(k0)) bias.load(rows.a, *rows.item, rows.mask.keys.Sk, rows.q0, k0);
   }
   template <class Rows> __device__ __forceinline__ void prefetch_next_bias(const Rows& rows) {
     prefetch_bias(rows, this->next_may_be_changed(), rows.k0 - this->step());
@@ -6508,23 +6508,28 @@ template <class B> struct TileWalk : RoundWalk<B> {
 
 // ---- 5h ranges of keys ----
 
-// SPLIT_CTAS: maximum number of items per launch that have several ranges; each of them has a counter.
+// SPLIT_CTAS: maximum number of items per launch that have several ranges and a counter.
 // USE_LENGTHS: maximum number of ranges of all these items together.
 constexpr uint32_t most_split_items = Defines::use_lengths ? 131072 : 16384;
 // Number of ranges whose partials a thread loads at once. For up to few_ranges ranges it loads more columns
 // instead.
 constexpr int ranges_at_once = 16, few_ranges = 4;
-// SPLIT_CTAS=0: a range may always have this many rounds: about 256 KB of K and V.
+// SPLIT_CTAS=0: the least limit of rounds per range: about 256 KB of K and V.
 __host__ __device__ __forceinline__ int least_rounds(int round_keys) {
   return max(1, 256 * 1024 / int(round_keys * Defines::head_dim * sizeof(KeyValue) * 2));
 }
+// Maximum number of rounds that one accumulator sums.
+__host__ __device__ __forceinline__ int rounds_at_once(int round_keys) {
+  return max(most_keys_at_once / round_keys, 1);
+}
 // batch_invariant, SPLIT_CTAS=0: maximum number of rounds in a range, for a sequence of `tiles` query tiles
 // with at most `rounds` rounds each. It is chosen so that a head group (the heads of an item) has at most about
-// `partials` ranges of the sequence. It is at least least_rounds(), and has at most most_keys_at_once keys.
+// `partials` ranges of the sequence. It is at least least_rounds() and at most rounds_at_once().
 __host__ __device__ __forceinline__ int invariant_rounds(int rounds, int round_keys, int tiles, int partials) {
   const int share = ceil_div(rounds, max(partials / max(tiles, 1), 1));
-  return min(max(least_rounds(round_keys), share), max(most_keys_at_once / round_keys, 1));
+  return min(max(least_rounds(round_keys), share), rounds_at_once(round_keys));
 }
+// The partial of a range. O is not divided by l.
 template <class B> struct alignas(256) RangePartial {
   float O[B::block_m][B::d_v];
   float2 m_l[B::block_m];
@@ -6593,8 +6598,9 @@ struct alignas(16) PlannedItem {
 // The beginning of the scratch memory: the number of items, of tiles with several ranges, and of items fetched
 // from the queue. The items follow, then the index of the first range of each of these tiles.
 struct Plan { uint32_t count, merges, fetched, unused; };
+constexpr int plan_header_bytes = 256;
 __host__ __device__ constexpr size_t plan_bytes(const PlanArgs& plan) {
-  return 256 + ceil_div(plan.items * (sizeof(PlannedItem) + sizeof(uint32_t)), 256) * 256;
+  return plan_header_bytes + ceil_div(plan.items * (sizeof(PlannedItem) + sizeof(uint32_t)), 256) * 256;
 }
 __device__ __forceinline__ Plan& plan_of(const KernelArgs& a) {
   return *static_cast<Plan*>(a.p.scratch);
@@ -6627,7 +6633,7 @@ template <class B> struct Item<B, true> : PlannedItem {
 };
 
 __device__ __forceinline__ PlannedItem* planned_items(const KernelArgs& a) {
-  return reinterpret_cast<PlannedItem*>(reinterpret_cast<unsigned char*>(&plan_of(a)) + 256);
+  return reinterpret_cast<PlannedItem*>(reinterpret_cast<unsigned char*>(&plan_of(a)) + plan_header_bytes);
 }
 // Item i of the list, for the head group with index head_group.
 template <class B> __device__ __forceinline__ Item<B> planned_item(const KernelArgs& a, uint32_t i, int head_group) {
@@ -6648,17 +6654,13 @@ template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelA
 
 // ---- 5h the planning kernel (USE_LENGTHS) ----
 
-// Maximum number of rounds that one accumulator sums.
-template <class B> __host__ __device__ __forceinline__ int rounds_at_once() {
-  return max(most_keys_at_once / B::round_keys, 1);
-}
 // batch_invariant: number of ranges of a tile with `rounds` rounds, which belongs to the sequence.
 template <class B>
 __device__ __forceinline__ uint32_t invariant_ranges(const KernelArgs& a, const Sequence& sequence, uint32_t rounds) {
   const KeyBounds keys(a.p, sequence.Sq, sequence.Sk);
   const int queries = queries_of_item<B>(a), most_keys = min(sequence.Sk, keys.to - keys.from + queries + B::block_n);
   const int limit = B::split_ctas != 0
-                        ? rounds_at_once<B>()
+                        ? rounds_at_once(B::round_keys)
                         : invariant_rounds(ceil_div(most_keys, B::round_keys), B::round_keys,
                                            ceil_div(sequence.Sq, queries), plan_sizes<B>(a).balancing_partials);
   return B::split_ctas == 1 ? 1 : max(ceil_div(rounds, limit), uint32_t(max(B::split_ctas, 1)));
@@ -6710,7 +6712,7 @@ template <class B> struct Planner {
     }
     if (tid < plan_classes) s.count_of[tid] = 0;
   }
-  // Adds up the rounds. As many lanes as a sequence has tiles share it, at most 32; with q_starts 32.
+  // Adds up the rounds. Lanes per sequence: one per tile, but at most 32; with q_starts always 32.
   __device__ __forceinline__ void count_rounds() {
     while (shift < 5 && (a.p.q_starts || 1 << shift < ceil_div(a.p.Sq, queries_of_item<B>(a)))) shift++;
     uint64_t rounds_of_thread = 0;
@@ -6727,10 +6729,11 @@ template <class B> struct Planner {
   __device__ __forceinline__ void set_limits() {
     const uint32_t least = least_rounds(B::round_keys);
     const auto& sizes = plan_sizes<B>(a);
-    const uint32_t most = rounds_at_once<B>(), free = sizes.balancing_partials;
-    least_ranges = sizes.partials > free ? B::split_ctas : 1;
+    const uint32_t most = rounds_at_once(B::round_keys), balancing = sizes.balancing_partials;
+    least_ranges = sizes.partials > balancing ? B::split_ctas : 1;
     const uint64_t rounds_of_all = uint64_t(s.rounds_65536) * 65536 + s.rounds;
-    const uint32_t even = free > 0 ? uint32_t(min(2 * rounds_of_all / free + 1, uint64_t(0x7fffffff))) : 0x7fffffff;
+    const uint32_t even =
+        balancing > 0 ? uint32_t(min(2 * rounds_of_all / balancing + 1, uint64_t(0x7fffffff))) : 0x7fffffff;
     limit = max(even, B::split_ctas == 0 ? min(least, most) : most);
     longest = max(a.p.batch_invariant ? s.most_rounds : min(s.most_rounds, limit), 1u);
   }
@@ -6799,14 +6802,14 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
   if constexpr (B::is_wgmma) wait_then_let_next_kernel_start();
   Planner<B> planner{a, dynamic_shared<PlanShared>()};
   planner.clear_counters();
-  __syncthreads();  // hazard: counters cleared by these threads
+  __syncthreads();  // hazard: counters cleared by other threads
   planner.count_rounds();
   __syncthreads();  // hazard: rounds added up by all threads
   planner.set_limits();
   planner.count_items();
   __syncthreads();  // hazard: count_of added up by all threads
   planner.order_classes();
-  __syncthreads();  // hazard: first and count written by these threads
+  __syncthreads();  // hazard: first and count written by other threads
   planner.list_items();
   __syncthreads();  // hazard: partials and merges added up by all threads
   planner.write_counts();
@@ -6902,7 +6905,7 @@ __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, con
   }
 }
 
-// ---- 5i the merge kernel (SPLIT_CTAS > 1) ----
+// ---- 5i the merge kernel (SPLIT_CTAS = 0, SPLIT_CTAS > 1) ----
 // A thread merges four columns of a row, so that all SMs share the work. With one CTA per item they would
 // not.
 
@@ -6912,11 +6915,11 @@ template <class B> constexpr int merge_ctas = ceil_div(B::block_m * B::d_v / 4, 
 template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(const __grid_constant__ KernelArgs a) {
   if constexpr (B::is_wgmma) wait_then_let_next_kernel_start();
   if constexpr (B::use_lengths) {  // the plan lists the first ranges of the tiles to merge
-    const uint32_t heads = a.q_heads.divisor, ctas = plan_of(a).merges * heads * merge_ctas<B>;
+    const uint32_t head_groups = a.q_heads.divisor, ctas = plan_of(a).merges * head_groups * merge_ctas<B>;
     const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned_items(a) + plan_sizes<B>(a).items);
     for (uint32_t i = blockIdx.x; i < ctas; i += gridDim.x) {
       const uint32_t merge = i / merge_ctas<B>;
-      const Item<B> item = planned_item<B>(a, merges[merge / heads], int(merge % heads));
+      const Item<B> item = planned_item<B>(a, merges[merge / head_groups], int(merge % head_groups));
       merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + item.first_partial, a, item,
                                          int(i % merge_ctas<B> * merge_threads + threadIdx.x),
                                          merge_ctas<B> * merge_threads);
@@ -7042,7 +7045,7 @@ template <class B> struct MmaPacked {
 
 // K and V are [pages,Hkv,page_size,D]; their batch stride is the stride from page to page. Row k of sequence
 // b is row k % page_size of page page_table[b * page_stride + k / page_size]. A row of the page table covers
-// Sk keys.
+// Sk keys. USE_PAGES=1: key k is row k, since there is no k_firsts.
 
 // Returns the page of the item's keys [k, k + keys), which are in one page. If the item sees none of them,
 // returns p.pages, which is out of bounds, so that TMA zero-fills the box.
@@ -7052,7 +7055,7 @@ __device__ __forceinline__ int page_of(const KernelArgs& a, const Item<B>& item,
   const int index = int(plan_sizes<B>(a).page_size.divide(uint32_t(B::use_pages == 1 ? k : item.k_row(k))));
   return min(max(ld_global<int>(a.p.page_table + int64_t(item.b) * a.p.page_stride + index), 0), a.p.pages - 1);
 }
-// Acts as a pointer to row k of K or V, for rows in pages. head_g: row 0 of page 0.
+// Acts as a pointer to row k of K or V, for rows in pages. head_g: row 0 of the head in page 0.
 template <class B> struct PagedRows {
   const KernelArgs* a;
   const Item<B>* item;
@@ -7370,8 +7373,8 @@ template <class B> __device__ void Wgmma16Consumer<B>::undo_scale_of_q() {
 template <class B> struct WgmmaConverter : WgmmaProducer<B, WgmmaShared<B>, LandedTiles<B>::COUNT> {
   using Base = WgmmaProducer<B, WgmmaShared<B>, LandedTiles<B>::COUNT>;
   using Base::s, Base::a, Base::ring, Base::issues, Base::Base;
-  StageRing<B::stages> tile_ring;  // the 16-bit stage to write
-  // ring: the 8-bit stage to read and reload, in the phase of the reload.
+  // tile_ring: the 16-bit stage to write. ring: the 8-bit stage to read and reload, in the phase of the reload.
+  StageRing<B::stages> tile_ring;
 
   // Converts a tile's rows to fp16. Each warp converts 8 of every 32 rows. Eight lanes convert 64 bytes of
   // each of two rows, whose indices differ in bits 0 and 2. This avoids bank conflicts of the reads and of
@@ -7677,9 +7680,9 @@ bool sq_depends_on_batch(const SdpaParams& p) {
 
 // Partition of a problem into items with one range each.
 Items items_of_tile(const SdpaParams& p, int heads, int queries) {
-  const int64_t groups = p.Hq / heads, tiles = ceil_div(p.Sq, queries);
+  const int64_t head_groups = p.Hq / heads, tiles = ceil_div(p.Sq, queries);
   // q_starts: each sequence may end in a partial tile.
-  return {heads, queries, groups * (Defines::use_lengths && p.q_starts ? p.B + tiles : p.B * tiles)};
+  return {heads, queries, head_groups * (Defines::use_lengths && p.q_starts ? p.B + tiles : p.B * tiles)};
 }
 // PACK_GQA: the number of query heads per item is the largest divisor of Hq / Hkv that is at most block_m.
 Items items_of_packed_tile(const SdpaParams& p, int block_m) {
@@ -7701,23 +7704,23 @@ template <class B> Items items_of(const SdpaParams& p) {
 }
 
 // USE_LENGTHS: the sizes of the plan. It aims at four ranges per resident CTA, so that the last range takes
-// at most a quarter of the time. It has room for twice as many partials, limited by the number of counters.
-// An explicit SPLIT_CTAS adds its partials if there is room.
+// at most a quarter of the time. It has room for twice as many partials, but at most most_split_items
+// unless sdpa_merge() merges them. An explicit SPLIT_CTAS adds its partials if there is room.
 template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
-  const uint32_t heads = uint32_t(max(p.Hq / items.heads, 1)), tiles = uint32_t(items.count / heads);
+  const uint32_t head_groups = uint32_t(max(p.Hq / items.heads, 1)), tiles = uint32_t(items.count / head_groups);
   PlanArgs plan{tiles, 0, 0, {}};
   const int page_size = max(p.page_size, 1), bits = page_size | B::block_n;
   plan.page_size = Divisor(uint32_t(page_size));
   plan.box_rows = bits & -bits;  // the largest power of 2 that divides both
   if (B::split_ctas == 1) return plan;
-  // batch_invariant: balancing_partials counts those of one sequence, partials those of all sequences. A range has at
-  // most a number of rounds from least_limit to most_limit. Sequences of more than most_limit rounds may need
-  // more than balancing_partials.
+  // batch_invariant: balancing_partials counts those of one sequence, partials those of all sequences. The limit of
+  // rounds per range is from least_limit to most_limit. Sequences of more than most_limit rounds may need more
+  // than balancing_partials.
   if (p.batch_invariant) {
-    plan.balancing_partials = max(sm_count() / int(heads), 1);
+    plan.balancing_partials = max(sm_count() / int(head_groups), 1);
     const int keys = p.most_keys > 0 ? min(p.most_keys, p.Sk) : p.Sk;
     const int rounds = int(ceil_div(keys, B::round_keys));
-    const int least_limit = invariant_rounds(1, B::round_keys, 1, 1), most_limit = rounds_at_once<B>();
+    const int least_limit = invariant_rounds(1, B::round_keys, 1, 1), most_limit = rounds_at_once(B::round_keys);
     const auto all_partials = [&](int limit) {  // number of partials with this limit
       return uint64_t(tiles) * max(int(ceil_div(rounds, limit)), B::split_ctas);
     };
@@ -7730,10 +7733,11 @@ template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
     plan.items += plan.partials;
     return plan;
   }
-  const uint32_t counters = merges_by_kernel<B> ? 0x7fffffff : most_split_items / heads;
-  plan.balancing_partials = min(2 * ceil_div(4 * uint32_t(most_resident_ctas<B>() * sm_count()), heads), counters);
+  const uint32_t most_partials = merges_by_kernel<B> ? 0x7fffffff : most_split_items / head_groups;
+  const uint32_t resident = uint32_t(most_resident_ctas<B>() * sm_count());
+  plan.balancing_partials = min(2 * ceil_div(4 * resident, head_groups), most_partials);
   const uint64_t requested = B::split_ctas > 1 ? uint64_t(B::split_ctas) * tiles : 0;
-  const bool has_room = requested + plan.balancing_partials <= min(counters, most_split_items);
+  const bool has_room = requested + plan.balancing_partials <= min(most_partials, most_split_items);
   plan.partials = plan.balancing_partials + (has_room ? uint32_t(requested) : 0);
   plan.items += plan.partials;
   return plan;
@@ -7813,12 +7817,12 @@ SdpaStatus encode_boxes(CUtensorMap& map, const TensorView& t, const RowBoxes& b
   return failure(error, "the driver cannot encode a tensor map of %s: %s", t.name, cudaGetErrorString(error));
 }
 
-// True if the tensors and the rows of a packed tile are the same. Tensor maps also depend on whether q_starts and
-// k_starts are null. The caller compares k_starts; with q_starts, the batch stride of O is 0.
-bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
+// True if two problems have the same tensor maps. These depend on the tensors and the rows of a packed tile, and on
+// whether k_starts and q_starts are null; with q_starts, the batch stride of O is 0, otherwise only if B = 1.
+bool same_tensor_maps(const SdpaParams& a, const SdpaParams& b) {
   constexpr size_t sizes = offsetof(SdpaParams, B), end = offsetof(SdpaParams, scale);  // sizes and strides
   return a.Q == b.Q && a.K == b.K && a.V == b.V && a.O == b.O && a.page_size == b.page_size && a.pages == b.pages &&
-         a.Dv == b.Dv && sq_depends_on_batch(a) == sq_depends_on_batch(b) &&
+         a.Dv == b.Dv && !a.k_starts == !b.k_starts && sq_depends_on_batch(a) == sq_depends_on_batch(b) &&
          memcmp(reinterpret_cast<const char*>(&a) + sizes, reinterpret_cast<const char*>(&b) + sizes, end - sizes) == 0;
 }
 
@@ -7827,7 +7831,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
   SdpaParams& p = a.p;
   thread_local SdpaParams last{};
   thread_local TensorMaps last_maps;
-  if (same_tensors(last, p) && !last.k_starts == !p.k_starts) {
+  if (same_tensor_maps(last, p)) {
     maps = last_maps;
     return {};
   }
@@ -7960,7 +7964,7 @@ template <class B> void set_scales(KernelArgs& a) {
     a.hook_scale = a.scale_log2 * ln2;
     a.scale_log2 = 1 / ln2;
   }
-  // Without a bias, S holds scores instead of logits, since each product with the scale would be rounded.
+  // Without a bias, S holds scores instead of logits, since the product with the scale would add a rounding error.
   if (B::adds_bias && a.p.bias) {
     a.logit_scale = a.scale_log2 * ln2;
     a.scale_log2 = 1 / ln2;
@@ -8152,15 +8156,15 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   set_scales<B>(a);
   if constexpr (B::use_lengths) {
     const PlanArgs plan = plan_args<B>(p, items);
-    const uint64_t heads = p.Hq / items.heads;
-    if (plan.items * heads > most) return failure(refused, "the plan has over %d tiles; split the batch", most);
-    if (!merges_by_kernel<B> && plan.partials * heads > most_split_items) {
+    const uint64_t head_groups = p.Hq / items.heads;
+    if (plan.items * head_groups > most) return failure(refused, "the plan has over %d tiles; split the batch", most);
+    if (!merges_by_kernel<B> && plan.partials * head_groups > most_split_items) {
       return failure(refused, "batch_invariant: %llu ranges of keys exceed the limit of %u; split the batch or "
                               "pass most_keys",
-                     (unsigned long long)(plan.partials * heads), most_split_items);
+                     (unsigned long long)(plan.partials * head_groups), most_split_items);
     }
     [&](auto& args) { args.plan = plan; }(a);  // generic, since other builds have no plan
-    a.work_items = uint32_t(plan.items * heads);
+    a.work_items = uint32_t(plan.items * head_groups);
   }
   if constexpr (B::is_wgmma) {
     const SdpaStatus status = encode_tensor_maps<B>(a.maps, a);
@@ -8264,7 +8268,7 @@ SdpaStatus check_options(const SdpaParams& p) {
   const char* needs_queue = Defines::use_persistent_cta ? "" : "USE_PERSISTENT_CTA=1";
   const char* needs_mods = Defines::modifies_scores ? "" : "SCORE_MOD or MASK_MOD";
   const struct {
-    const char *name, *builds;  // builds: the knobs that support it; empty if this build does
+    const char *name, *needs;  // needs: the knobs that support it; empty if this build does
     uintptr_t value;
     int alignment = 4;
   } options[] = {
@@ -8300,7 +8304,7 @@ SdpaStatus check_options(const SdpaParams& p) {
       {"k_firsts", needs_firsts, uintptr_t(p.k_firsts)},
       {"most_keys", needs_lengths, uintptr_t(p.most_keys), 1}};
   for (const auto& x : options) {
-    if (x.value && *x.builds) return failure(refused, "%s is for builds with %s; set it to 0", x.name, x.builds);
+    if (x.value && *x.needs) return failure(refused, "%s is for builds with %s; set it to 0", x.name, x.needs);
     if (x.value % x.alignment) return failure(refused, "%s is not aligned to %d bytes", x.name, x.alignment);
     if constexpr (Defines::modifies_scores) {
       const bool is_array = x.name[1] >= '0' && x.name[1] <= '9';  // x0 to x3, i0, i1
@@ -8572,6 +8576,7 @@ constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, 
   if (Defines::product_type == DType::e4m3) t.fp8_flush = block_n > 64 ? 8 : 16;
   return t;
 }
+//   D, BLOCK_M, BLOCK_N, NUM_WARPS, STAGES, SPLIT_KV, other knobs, CTAs per SM, item_clocks, scores_per_clock
 constexpr std::array HOPPER_TILES = {
     tile(64, 64, 128, 8, 2, 2, "USE_WARP_SPECIALIZATION", 1, 5020, 6.86),
     tile(64, 32, 128, 16, 1, 4, "SWAP_AB", 1, 4710, 3.99),
@@ -8677,6 +8682,10 @@ constexpr auto TUNED_TILES = [] {
 }();
 constexpr int tile_count = TUNED_TILES.size();
 template <int ROW> constexpr Config config_of() { return TUNED_TILES[ROW]; }
+// merges_by_kernel of the tile's build. check_all() verifies that it is the same.
+constexpr bool merges_by_kernel_of(const TunedTile& t) {
+  return t.split_ctas != 1 && !t.swap_ab && !(t.use_mma_sync && t.pack_gqa && t.split_kv > 1);
+}
 
 // ---- tiles that agree with the knobs as set with -D (typed) ----
 
@@ -8686,12 +8695,12 @@ template <int ROW> constexpr Config config_of() { return TUNED_TILES[ROW]; }
 constexpr bool tile_fits(const TunedTile& t) {
   constexpr Config as_set{};  // with -D
   const bool wgmma = Defines::is_wgmma && !t.use_mma_sync;
-  const bool no_room =
+  const bool is_unsupported =
       (wgmma && (t.swap_ab ? Defines::d_v % 64 != 0 : t.split_kv > 1 && 256 % Defines::d_v != 0)) ||
       (t.head_dim == 192 && t.block_n == 128 && Defines::d_v > 128) ||
       (Defines::takes_map && t.num_warps == 16 && !t.swap_ab) ||  // maps and biases need registers
       (Defines::use_key_mask && t.num_warps == 16 && t.swap_ab);
-  return as_set.use_tuned && t.head_dim == as_set.head_dim && !no_room SDPA_KNOBS(SDPA_AGREES);
+  return as_set.use_tuned && t.head_dim == as_set.head_dim && !is_unsupported SDPA_KNOBS(SDPA_AGREES);
 }
 
 // ---- iteration over the tiles (USE_TUNED) ----
@@ -8708,7 +8717,10 @@ SDPA_REFUSE(Defines::use_tuned && next_tile(0) == tile_count,
             "USE_TUNED=1: no tile of the table has all the knobs that were set; drop some of them or USE_TUNED");
 // N = -1: checks the knobs that were set with -D. Otherwise: checks the tiles from row N on.
 template <int N> constexpr bool check_all() {
-  if constexpr (N < tile_count) return check<BuildOf<N>>() && check_all<(N < 0 ? tile_count : next_tile(N + 1))>();
+  if constexpr (N < tile_count) {
+    static_assert(N < 0 || merges_by_kernel_of(TUNED_TILES[N < 0 ? 0 : N]) == merges_by_kernel<BuildOf<N>>, "");
+    return check<BuildOf<N>>() && check_all<(N < 0 ? tile_count : next_tile(N + 1))>();
+  }
   return true;
 }
 static_assert(check_all<Defines::use_tuned ? next_tile(0) : -1>(), "");
@@ -8721,8 +8733,8 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   const KeyBounds bounds(p, p.Sq, p.Sk);
   const int round_keys = t.block_n * t.split_kv, threads = t.num_warps * 32, Sq = max(p.Sq, 1);
   const Items items = t.pack_gqa ? items_of_packed_tile(p, t.block_m) : items_of_tile(p, 1, t.block_m);
-  // SPLIT_CTAS=0: each CTA takes one range of the keys. by_kernel: merges_by_kernel of the tile's build.
-  const bool by_kernel = t.split_ctas == 0 && !t.swap_ab && !(t.use_mma_sync && t.pack_gqa && t.split_kv > 1);
+  const bool by_kernel = merges_by_kernel_of(t);
+  // SPLIT_CTAS=0: each CTA takes one range of the keys.
   const int ranges = t.split_ctas ? 1 : ranges_of(p, items, by_kernel, round_keys, threads, t.ctas, sms);
   const double merge = by_kernel    ? merge_kernel_clocks(items, p.D, ranges, sms)
                        : ranges > 1 ? 500 + 2000.0 * merge_steps(items, p.D, threads, ranges)
@@ -8754,8 +8766,8 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   // dominates there.
   const double ctas_per_sm = double(items.count) / sms * ranges, ctas = std::ceil(ctas_per_sm);
   const double rate_alone = t.ctas > 1 && !t.swap_ab ? sole_rate : 1, waves = std::ceil(ctas / t.ctas);
-  // Bound 1, the longest item. If items share SMs, it is alone for (keys.most - keys.least) / ctas_per_sm of
-  // its keys. With a mask, the longest items start first, so the items that share its SM last are short.
+  // Bound 1, the longest item. If items share SMs, it runs alone only for its last (keys.most - keys.least) /
+  // ctas_per_sm keys: the longest items start first (with a mask), and short ones fill the SM beside it.
   const bool shares = t.ctas > 1 && ctas_per_sm > 1;
   const double shared_keys = shares ? keys.most - (keys.most - keys.least) / ctas_per_sm : 0;
   const double full_rate_keys = shared_keys * std::fmin(ctas, t.ctas) + (keys.most - shared_keys) / rate_alone;
