@@ -87,13 +87,13 @@ def builds_of(words):
         try:
             named = {name for i, name in enumerate(OPTIONS) if features >> i & 1}
             if len(named & {*BIASES, "key_mask"}) > 1:
-                raise sdpa.Unavailable("a build has a bias or a mask, as a call has")
+                raise sdpa.Unavailable("a build has only one bias or mask")
             if named >= {"pages", "any_pages"}:
-                raise sdpa.Unavailable("a build is for pages of a multiple of 16 keys or of any size")
+                raise sdpa.Unavailable("pages and any_pages exclude each other")
             if named & BIASES and ("kv8" in named or dtype == sdpa.torch.float8_e4m3fn):
-                raise sdpa.Unavailable("a bias goes with k and v of 16 bits alone")
+                raise sdpa.Unavailable("a bias needs 16-bit k and v")
             if expressions and named & ({"softcap"} | BIASES):
-                raise sdpa.Unavailable("a soft cap or a bias beside score_mod and mask_mod is a part of the expression")
+                raise sdpa.Unavailable("softcap and bias cannot be combined with score_mod or mask_mod; write them into the expression")
             builds.append(sdpa.build_of(*sdpa.line_with(gpu, dtype, D, Dv, features, **expressions)))
             if with_backward and not expressions and named <= {"softcap", "sinks", "lengths", "bias", "mask", "fp32_bias"} and dtype != sdpa.torch.float8_e4m3fn:
                 for asked in sdpa.NEEDED, sdpa.NEEDED | sdpa.DETERMINISTIC:

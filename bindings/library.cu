@@ -12,7 +12,7 @@
 
 #include "sdpa.h"
 
-// Member by member tests/test_engine.py compares the header's structs with the kernel's.
+// tests/test_engine.py compares the header's structs with the kernel's member by member.
 static_assert(sizeof(SdpaParams) == sizeof(sdpa::SdpaParams), "bindings/sdpa.h: SdpaParams lacks members");
 static_assert(SDPA_CAUSAL_TOP_LEFT == int(sdpa::Causal::top_left) &&
                   SDPA_CAUSAL_BOTTOM_RIGHT == int(sdpa::Causal::bottom_right), "bindings/sdpa.h: the masks' numbers");
@@ -61,8 +61,8 @@ int sdpa_library_backward(const SdpaBackwardParams* p, CUstream_st* stream, char
 }
 #endif
 
-// The rows of the table of tiles, and the clocks that the cost model gives problems with tiles, which need be none of
-// them: clocks[problem][tile]. For tools/fit.py.
+// For tools/fit.py: the rows of the table of tiles, and the clocks[problem][tile] that the cost model estimates. These tiles
+// need not be in the table.
 int sdpa_library_tiles(const sdpa::TunedTile** first) {
   *first = sdpa::TUNED_TILES.data();
   return sdpa::tile_count;
@@ -76,9 +76,9 @@ void sdpa_library_tile_clocks(const sdpa::TunedTile* tiles, int tile_count, cons
 
 constexpr int first_row = sdpa::Defines::use_tuned ? sdpa::next_tile(0) : -1;
 using FirstBuild = sdpa::BuildOf<first_row>;
-// The launch: threads, bytes of shared memory, BLOCK_M; with USE_TUNED those of its first tile, but the most bytes. Of
-// a library as the sizes of symbols; of device code alone as a constant, which a library leaves out: in the one run
-// with it (79a1375) small kernels took 0.4 us longer.
+// The launch: threads, bytes of shared memory, BLOCK_M. With USE_TUNED: of the first tile, but the maximum of the bytes. In a
+// library they are the sizes of symbols. Device code without host code has them as a constant, with which small kernels took
+// 0.4 us longer (79a1375, one run).
 #ifdef SDPA_DEVICE_CODE_ALONE
 __constant__ int sdpa_library_launch[3] = {FirstBuild::threads, int(most_shared_bytes<first_row>()),
                                            FirstBuild::block_m};

@@ -43,7 +43,7 @@ struct Line {
   decltype(&sdpa_library_map_bias) map_bias;
   char trouble[512];  // the reason for having no line, or empty
 };
-// The features of a problem that the knobs of a line do not cover, as bits. Each combination is a separate build.
+// The features of a problem, as bits. Each combination is a separate build of a line.
 enum Feature {
   softcap = 1,
   sinks = 2,
@@ -195,7 +195,7 @@ static int feature_of(const Tensor& bias, bool has_lengths) {
 // Checks a mask (bool, true: visible) or an additive bias x for these queries and keys of [B,Hq].
 static std::string why_not_bias(const char* name, const Tensor& x, const Tensor& q, int64_t B, int64_t queries,
                                 int64_t keys) {
-  if (x.device() != q.device()) return c10::str(name, " is on ", x.device(), ", not beside q");
+  if (x.device() != q.device()) return c10::str(name, " is on ", x.device(), ", not on q's device");
   const at::ScalarType types[] = {at::kBool, at::kFloat, at::kHalf, at::kBFloat16};
   if (std::count(std::begin(types), std::end(types), x.scalar_type()) == 0) {
     return c10::str(name, " is of ", x.scalar_type(), ", not bool, float32, float16 or bfloat16");
@@ -332,11 +332,11 @@ struct LaunchStream {
 
 static SdpaStrides strides_of(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(2)}; }
 
-static int pages_of(int64_t keys, bool has_firsts) { return keys % 16 || has_firsts ? any_pages : pages; }
+static int pages_feature(int64_t keys, bool has_firsts) { return keys % 16 || has_firsts ? any_pages : pages; }
 static int features_of(const SdpaParams& p, const OptionalTensor& bias, bool in_bf16) {
   const bool has_lengths = p.k_lengths || p.q_lengths || p.q_starts || p.k_starts || p.page_table || p.k_firsts;
   return (p.softcap != 0 ? softcap : 0) | (p.sinks ? sinks : 0) | (has_lengths ? lengths : 0) |
-         (p.page_table ? pages_of(p.page_size, p.k_firsts) : 0) |
+         (p.page_table ? pages_feature(p.page_size, p.k_firsts) : 0) |
          (bias ? feature_of(*bias, has_lengths || p.bias_keys) : 0) | (in_bf16 ? bf16_out : 0);
 }
 

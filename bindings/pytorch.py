@@ -29,7 +29,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-DTYPES = {torch.float16: "", torch.bfloat16: "_bf16", torch.float8_e4m3fn: "_e4m3"}  # and the names of their lines
+DTYPES = {torch.float16: "", torch.bfloat16: "_bf16", torch.float8_e4m3fn: "_e4m3"}  # and the suffixes of their lines
 FEATURES = ("USE_SOFTCAP", "USE_SINKS", "USE_LENGTHS", "USE_PAGES", "USE_BIAS=1", "USE_BIAS=2",
             "OUT_DTYPE=BF16", "KV_DTYPE=FP8_E4M3", "USE_BIAS=3", "USE_PAGES=2", "USE_KEY_MASK", "USE_BIAS=4",
             "USE_BIAS=5")  # in the order of the bits of Feature in pytorch.h
@@ -142,7 +142,7 @@ def widths(capability, D, Dv=0):
         raise Unavailable(f"there is no line for D={D}, Dv={Dv}: both are multiples of 8 from 8 to 256")
     if capability[0] != 9:
         if D % 16 or Dv % 16 or min(D, Dv) < 32:
-            raise Unavailable(f"there is no line for D={D}, Dv={Dv} but on sm_90; here both are multiples of 16 from 32 on")
+            raise Unavailable(f"there is no line for D={D}, Dv={Dv} except on sm_90; here both are multiples of 16 from 32 on")
         return D, Dv
     return tuple(next(size for size in (64, 96, 128, 192, 256) if size >= most) for most in (max(D, Dv), Dv))
 
@@ -153,7 +153,7 @@ def line_of(capability, dtype, D, Dv=0):
     if capability < (8, 0):
         raise Unavailable(f"this GPU is of sm_{capability[0]}{capability[1]}; sdpa's kernels need sm_80 or newer")
     if dtype == torch.float8_e4m3fn and family != "hopper":
-        raise Unavailable("e4m3 has a tuned line for sm_90 alone")
+        raise Unavailable("e4m3 has a tuned line for sm_90 only")
     D, _ = widths(capability, D, Dv)
     size = "" if D <= 64 else "_d128" if D <= 128 else "_d256"
     return family + (DTYPES[dtype] + size if "e4m3" in DTYPES[dtype] else size + DTYPES[dtype])
@@ -240,7 +240,7 @@ GLUE_PARTS = "append attention autograd backward operators own_backward".split()
 GLUE_SOURCES = ("bindings/pytorch.cpp", "bindings/pytorch.h", *(f"bindings/pytorch_{part}.h" for part in GLUE_PARTS),
                 "bindings/append.h", "bindings/sdpa.h")
 APPENDER_SOURCES = "bindings/append.cu", "bindings/append.h"
-FAILED = {}  # by what was built: what it was made of, and the sentence
+FAILED = {}  # {what was built: (its sources and environment, the error)}
 
 
 def tried(key, sources, build):
@@ -284,15 +284,15 @@ def line_with(capability, dtype, D, Dv, features, score_mod="", mask_mod=""):
     """The arguments of library_of() for a problem: its line, and the knobs of its sizes, features and expressions. Expressions
     reach nvcc only through knobs_of_mods()."""
     if features >> FEATURES.index("OUT_DTYPE=BF16") & 1 and dtype != torch.float8_e4m3fn:
-        raise Unavailable("O has the type of q, and another one with e4m3 alone")
+        raise Unavailable("bf16_out is for e4m3 only; otherwise O has the dtype of q")
     if features >> FEATURES.index("KV_DTYPE=FP8_E4M3") & 1:
         if dtype == torch.float8_e4m3fn:
-            raise Unavailable("k and v of e4m3 beside a q of 16 bits (kv8): q is e4m3 itself")
+            raise Unavailable("kv8 is for e4m3 k and v with a 16-bit q, but q is e4m3")
         if capability < (8, 9):
-            raise Unavailable("k and v of e4m3 beside a q of 16 bits have a line from sm_89 on")
+            raise Unavailable("e4m3 k and v with a 16-bit q need sm_89 or newer")
         multiple = 16 if capability[0] == 9 else 32
         if D % multiple or Dv % multiple:
-            raise Unavailable(f"k and v of e4m3 beside a q of 16 bits take D in multiples of {multiple}, not D={D}, Dv={Dv}")
+            raise Unavailable(f"e4m3 k and v with a 16-bit q need D in multiples of {multiple}, not D={D}, Dv={Dv}")
         line = "hopper_kv8_d128_bf16" if capability[0] == 9 else "mma_decode_kv8_d128_bf16"
         D, Dv = widths(capability, D, Dv)
         knobs = [f"HEAD_DIM={D}"] * (D != 128) + ["DTYPE=FP16"] * (dtype == torch.float16)
@@ -379,7 +379,7 @@ def load_line(device, dtype, D, Dv, features, score_mod, mask_mod, line):
             library = tried(asked, LINE_SOURCES, lambda: library_of(*line_with(*asked)))
         for name in LINE_FUNCTIONS:
             setattr(line[0], name, ctypes.cast(getattr(library, "sdpa_library_" + name), ctypes.c_void_p).value)
-    except Exception as trouble:  # exceptions cannot cross into C++, which recognizes an interrupt by the empty line
+    except Exception as trouble:  # exceptions cannot cross into C++, which recognizes an interrupt by the empty Line
         line[0].trouble = (str(trouble) or type(trouble).__name__).encode()[:511]
         if not isinstance(trouble, FailedBefore):
             print(f"sdpa: {trouble}; where PyTorch has a kernel of its own, that runs instead", file=sys.stderr)
@@ -476,8 +476,8 @@ BACKWARD = torch.ops.sdpa.attention_backward.default
 
 # ---- fake tensors ----
 
-# Fake and meta tensors have sizes, strides and types. troubles(), troubles_of_backward() and troubles_of_append() refuse of
-# them what the C++ functions refuse, in the same order and with the same sentences. tests/test_pytorch.py compares them.
+# Fake and meta tensors have sizes, strides and types. troubles(), troubles_of_backward() and troubles_of_append() refuse
+# what the C++ functions refuse, in the same order and with the same sentences. tests/test_pytorch.py compares them.
 
 BAD_ROWS = "the rows of q, k or v are not contiguous or do not all start at a multiple of 16 bytes"
 LENGTHS = "k_lengths", "q_lengths", "q_starts", "k_starts", "page_table", "k_firsts"
@@ -591,18 +591,18 @@ def troubles(call):
     yield not has_lengths and call.most_keys != 0, "most_keys is for sequences of k_lengths, starts or pages"
     softcap = ctypes.c_float(call.softcap).value
     yield call.softcap != 0 and softcap == 0, f"softcap={call.softcap:g} is not from 1e-18 to 1e18"
-    yield call.bf16_out and q.dtype != e4m3, "O has the type of q, and another one with e4m3 alone"
+    yield call.bf16_out and q.dtype != e4m3, "bf16_out is for e4m3 only; otherwise O has the dtype of q"
     is_mask_of_keys = bias is not None and bias.dtype == torch.bool and is_of_keys(bias) and not has_lengths
     yield v.dtype == e4m3 and bias is not None and not (is_mask_of_keys and call.bias_keys == 0), \
-        "e4m3 has no bias but a bool mask of keys, which all queries and heads share, without lengths"
+        "e4m3 supports no bias except a bool mask that all heads and queries share, without lengths and bias_keys"
     yield bias is None and call.bias_keys != 0, "bias_keys is for a bias"
     yield bool(call.score_mod or call.mask_mod) and (call.softcap != 0 or bias is not None), \
-        "softcap and bias are parts of the expression beside score_mod or mask_mod, as in score_mod='30 * tanh(s / 30) + x0[k]'"
+        "softcap and bias cannot be combined with score_mod or mask_mod; write them into the expression, as in score_mod='30 * tanh(s / 30) + x0[k]'"
     tiles, sinks = call.block_mask, call.sinks
     yield tiles is not None and not (tiles.device == q.device and tiles.dtype == torch.uint8 and tiles.is_contiguous()), \
         f"block_mask is not on {q.device}"
     if sinks is not None:
-        yield [sinks.device != q.device, *differ(sinks.shape, q.shape[1:2])], "sinks is not a tensor [Hq] beside q"
+        yield [sinks.device != q.device, *differ(sinks.shape, q.shape[1:2])], "sinks is not a tensor [Hq] on q's device"
     for name in ARRAYS:
         x, dtype = getattr(call, name), torch.float32 if name[0] == "x" else torch.int32
         if x is not None:
@@ -616,7 +616,8 @@ def troubles(call):
             yield [B < 0, holds(B <= 0) and q.numel() != 0], \
                 f"{name} has {starts.numel()} elements; want one more than the number of sequences, which is 0 only if q is empty"
     if table is not None:
-        sentence = f"page_table is not an int32 tensor [{B},pages of a sequence] beside q, without k_starts, of pages of 1 key or more"
+        sentence = (f"page_table is not an int32 tensor [{B},pages of a sequence] with contiguous rows on q's device, or k_starts is given, "
+                    "or a page has 0 keys, or a row over 10^9")
         yield [table.dtype != torch.int32, table.device != q.device, table.dim() != 2, call.k_starts is not None, k.shape[2] == 0], sentence
         yield [table.shape[0] != B, holds(table.stride(1) != 1) and table.shape[1] != 1, table.shape[1] * k.shape[2] > 10**9], sentence
     packs_q = call.q_starts is not None
@@ -626,13 +627,13 @@ def troubles(call):
         x, batches = getattr(call, name), 1 if packs else B
         yield rows.shape[0] != batches, f"q or k has a batch of {rows.shape[0]}, not {batches}"
         if x is not None:
-            yield not is_int_row(x, q, length), f"{name} is not a contiguous int32 tensor [{length}] beside q"
+            yield not is_int_row(x, q, length), f"{name} is not a contiguous int32 tensor [{length}] on q's device"
     Sk = k.shape[2] if table is None else table.shape[1] * k.shape[2]
     if bias is not None:
         queries = q.shape[2] if not packs_q else bias.shape[-2] if bias.dim() > 1 else 1
         covered = call.bias_keys or (torch.sym_min(call.most_keys, Sk) if call.most_keys else Sk)
         sizes = B, q.shape[1], queries, covered
-        yield bias.device != q.device, f"bias is on {bias.device}, not beside q"
+        yield bias.device != q.device, f"bias is on {bias.device}, not on q's device"
         yield bias.dtype not in (torch.bool, torch.float32, torch.float16, torch.bfloat16), \
             f"bias is of {bias.dtype}, not bool, float32, float16 or bfloat16"
         yield not expands(bias.shape, sizes), f"bias is of shape {list(bias.shape)}, which does not expand to {list(sizes)}"
@@ -708,17 +709,17 @@ def refuse_backward(call):
     elif call.score_mod or call.mask_mod:
         why_not_theirs = "PyTorch has no backward with score_mod or mask_mod"
     elif has_lengths:
-        why_not_theirs = "attention() calls no backward of PyTorch's with lengths or starts"
+        why_not_theirs = "attention() does not call PyTorch's backward with lengths or starts"
     elif call.to_bias:
-        why_not_theirs = "attention() calls no backward of PyTorch's for the gradient of a bias"
+        why_not_theirs = "attention() does not call PyTorch's backward for the gradient of a bias"
     elif call.bias is not None and (masked or limited or call.bias_keys):
-        why_not_theirs = "attention() calls no backward of PyTorch's for a bias beside a causal mask, a window or bias_keys"
+        why_not_theirs = "attention() does not call PyTorch's backward for a bias with a causal mask, a window or bias_keys"
     else:
         bottom_right = call.causal != MASKS["tl"] and (not limited or by == MASKS["br"])
         by_flash = call.bias is None and q.shape[3] == v.shape[3] and (same or bottom_right)
         if not by_flash and (limited or call.causal == MASKS["br"] and not same):
-            why_not_theirs = ("no backward of PyTorch's takes top-left windows with Sq != Sk, or v's own D beside a window or a bottom-right "
-                              "mask with Sq != Sk")
+            why_not_theirs = ("PyTorch's backward supports neither top-left windows with Sq != Sk, nor another D of v with a window or with a "
+                              "bottom-right mask and Sq != Sk")
     why_not_ours = ""
     if call.backward == "torch":
         why_not_ours = "backward='torch' was asked for"
@@ -746,10 +747,11 @@ def troubles_of_append(call):
         "k and v, or their caches, differ in shape"
     for name, x, dims, length in (("cache_seqlens", lengths, 1, B), ("cu_seqlens_k_new", starts, 1, B + 1), ("page_table", table, 2, B)):
         if x is not None:
-            yield name == "page_table" and call.k_cache.shape[1] == 0, "page_table is of pages of 0 keys"
+            yield name == "page_table" and call.k_cache.shape[1] == 0, "a page of page_table has 0 keys"
             is_integer = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
-            yield x.device != call.k_cache.device or not is_integer or x.dim() != dims, f"{name} has no {length} integers beside the caches"
-            yield x.shape[0] != length, f"{name} has no {length} integers beside the caches"
+            sentence = f"{name} is not an integer tensor [{length}{',pages of a sequence' if dims == 2 else ''}] on the caches' device"
+            yield x.device != call.k_cache.device or not is_integer or x.dim() != dims, sentence
+            yield x.shape[0] != length, sentence
 
 
 @torch.library.register_fake("sdpa::append")
@@ -784,7 +786,8 @@ def build_ahead(operator, arguments):
 
 
 def first_call(operator):
-    """The operator until pytorch.cpp is loaded, which a trace or compiled graph may need first. Builds the line in parallel."""
+    """The implementation of an operator until pytorch.cpp is loaded: loads it, builds the line in parallel, and calls the operator
+    again. A trace or a compiled graph may make the first call."""
     def load(*arguments):
         if operator in (OPERATOR, BLOCK_MASK):
             threading.Thread(target=build_ahead, args=(operator, arguments), daemon=True).start()
@@ -882,7 +885,7 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
         have e4m3 k and v (sm_90: D is a multiple of 16; sm_89 and other newer GPUs: of 32, in a kernel for few queries).
         Under autocast, q, k and v are converted to its type.
     causal: None; "br" or True (the last query sees the last key); "tl" (the first query sees only the first key).
-    window: (keys before, keys after) the position of a query that it sees, None for all. A third element "br" or "tl" sets
+    window: (keys before, keys after) the position of a query that the query sees; None: all. A third element "br" or "tl" sets
         the alignment of the positions (default: that of causal).
     scale: default 1/sqrt(D). With 0, all visible keys have the same weight.
     q_descale, k_descale, v_descale: nonnegative float32 factors of e4m3 tensors, [B,H] or expandable to it; q's also
@@ -944,7 +947,7 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
             if x is None:
                 continue
             if not isinstance(x, torch.Tensor):
-                raise TypeError(f"sdpa.attention: {name} is a {type(x).__name__}, not a tensor beside q")
+                raise TypeError(f"sdpa.attention: {name} is a {type(x).__name__}, not a tensor")
             if x.device != q.device:
                 raise ValueError(f"sdpa.attention: {name} is on {x.device}, not on {q.device}")
     modifies = score_mod is not None or mask_mod is not None or args not in ((), []) or block_mask is not None

@@ -30,7 +30,7 @@ static SdpaNewRows new_rows_of(const Tensor& cache, const Tensor& x) {
           cache.stride(0) * size, cache.stride(1) * size, cache.stride(2) * size, int(x.size(last - 1) * size)};
 }
 
-// Writes the rows of k and v to the caches, behind the first lengths[b] rows. Returns the new lengths.
+// Writes the rows of k and v to the caches, after the first lengths[b] rows. Returns the new lengths.
 static Tensor append(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k_any, const Tensor& v_any,
                      const Tensor& lengths_any, const OptionalTensor& page_table, const OptionalTensor& starts) {
   const c10::OptionalDeviceGuard guard(k_cache.device());
@@ -40,7 +40,8 @@ static Tensor append(const Tensor& k_cache, const Tensor& v_cache, const Tensor&
   const auto with_rows = [](const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); };
   const auto ints = [&](const char* name, const Tensor& x, int64_t dims, int64_t length) {
     check(x.device() == k_cache.device() && at::isIntegralType(x.scalar_type(), false) && x.dim() == dims &&
-              x.size(0) == length, name, " has no ", length, " integers beside the caches");
+              x.size(0) == length, name, " is not an integer tensor [", length, dims == 2 ? ",pages of a sequence" : "",
+          "] on the caches' device");
     const Tensor whole = x.scalar_type() == at::kInt ? x : x.to(at::kInt);
     return whole.stride(-1) == 1 || whole.size(-1) <= 1 ? whole : whole.contiguous();
   };
@@ -75,7 +76,7 @@ static Tensor append(const Tensor& k_cache, const Tensor& v_cache, const Tensor&
     a.starts = kept[0].const_data_ptr<int>();
   }
   if (page_table) {
-    check(k_cache.size(1) > 0, "page_table is of pages of 0 keys");
+    check(k_cache.size(1) > 0, "a page of page_table has 0 keys");
     kept[1] = ints("page_table", *page_table, 2, B);
     a.page_table = kept[1].const_data_ptr<int>();
     a.page_stride = int(kept[1].stride(0));

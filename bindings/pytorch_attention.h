@@ -101,23 +101,23 @@ static Tensor attend(const Call& call, Tensor& o, Mods* makes = nullptr) {
   const c10::OptionalDeviceGuard guard(call.q.device());
   const Tensor q = readable(call.q, false), k = readable(call.k, true), v = readable(call.v, true);
   const bool e4m3 = q.scalar_type() == at::kFloat8_e4m3fn;
-  TORCH_CHECK(e4m3 || !call.bf16_out, "sdpa.attention: O has the type of q, and another one with e4m3 alone");
+  TORCH_CHECK(e4m3 || !call.bf16_out, "sdpa.attention: bf16_out is for e4m3 only; otherwise O has the dtype of q");
   TORCH_CHECK(v.scalar_type() != at::kFloat8_e4m3fn || !call.bias ||
                   (call.bias->scalar_type() == at::kBool && is_of_keys(*call.bias) && !has_lengths && !call.bias_keys),
-              "sdpa.attention: e4m3 has no bias but a bool mask of keys, which all queries and heads share, "
-              "without lengths");
+              "sdpa.attention: e4m3 supports no bias except a bool mask that all heads and queries share, "
+              "without lengths and bias_keys");
   TORCH_CHECK(call.bias || call.bias_keys == 0, "sdpa.attention: bias_keys is for a bias");
   TORCH_CHECK(
       (mods.score.empty() && mods.mask.empty()) || (call.softcap == 0 && !call.bias),
-      "sdpa.attention: softcap and bias are parts of the expression beside score_mod or mask_mod, as in "
-      "score_mod='30 * tanh(s / 30) + x0[k]'");
+      "sdpa.attention: softcap and bias cannot be combined with score_mod or mask_mod; write them into the "
+      "expression, as in score_mod='30 * tanh(s / 30) + x0[k]'");
   TORCH_CHECK(
       !mods.block_mask || (mods.block_mask->device() == q.device() && mods.block_mask->is_contiguous() &&
                            mods.block_mask->scalar_type() == at::kByte),
       "sdpa.attention: block_mask is not on ", q.device());
   TORCH_CHECK(
       !call.sinks || (call.sinks->device() == q.device() && call.sinks->sizes() == q.sizes().slice(1, 1)),
-      "sdpa.attention: sinks is not a tensor [Hq] beside q");
+      "sdpa.attention: sinks is not a tensor [Hq] on q's device");
   Tensor sinks_kept;
   if (call.sinks) sinks_kept = call.sinks->to(at::kFloat).contiguous();
   SdpaParams p{};
@@ -136,7 +136,8 @@ static Tensor attend(const Call& call, Tensor& o, Mods* makes = nullptr) {
                               (page_table->stride(1) == 1 || page_table->size(1) == 1) && k.size(2) > 0 &&
                               !call.k_starts && page_table->size(1) * k.size(2) <= most_size),
               "sdpa.attention: page_table is not an int32 tensor [", B,
-              ",pages of a sequence] beside q, without k_starts, of pages of 1 key or more");
+              ",pages of a sequence] with contiguous rows on q's device, or k_starts is given, or a page has 0 keys, "
+              "or a row over 10^9");
   const Tensor& keys = page_table ? q : k;  // the tensor whose batch size is the number of sequences
   const bool packs_k = (page_table ? call.q_starts : call.k_starts).has_value();
   // Checks that x is an int32 tensor [length] and returns its data. packs: `packed` has a batch size of 1, otherwise B.
@@ -146,7 +147,7 @@ static Tensor attend(const Call& call, Tensor& o, Mods* makes = nullptr) {
                 ", not ", packs ? 1 : B);
     TORCH_CHECK(!x || (x->scalar_type() == at::kInt && x->device() == q.device() && x->is_contiguous() &&
                        x->dim() == 1 && x->size(0) == length),
-                "sdpa.attention: ", name, " is not a contiguous int32 tensor [", length, "] beside q");
+                "sdpa.attention: ", name, " is not a contiguous int32 tensor [", length, "] on q's device");
     return x ? x->const_data_ptr<int>() : nullptr;
   };
   p.q_starts = ints("q_starts", call.q_starts, B + 1, q, call.q_starts.has_value());

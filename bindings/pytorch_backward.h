@@ -302,14 +302,14 @@ struct PytorchsBackward {
   std::string why_not() const {
     if (call.softcap != 0 || call.sinks) return "PyTorch has no backward with softcap or sinks";
     if (!call.mods.score.empty() || !call.mods.mask.empty()) return "PyTorch has no backward with score_mod or mask_mod";
-    if (call.has_lengths()) return "attention() calls no backward of PyTorch's with lengths or starts";
-    if (call.to_bias) return "attention() calls no backward of PyTorch's for the gradient of a bias";
+    if (call.has_lengths()) return "attention() does not call PyTorch's backward with lengths or starts";
+    if (call.to_bias) return "attention() does not call PyTorch's backward for the gradient of a bias";
     if (call.bias && (masked || limited || call.bias_keys)) {
-      return "attention() calls no backward of PyTorch's for a bias beside a causal mask, a window or bias_keys";
+      return "attention() does not call PyTorch's backward for a bias with a causal mask, a window or bias_keys";
     }
     if (by_flash || by_efficient) return "";
-    return "no backward of PyTorch's takes top-left windows with Sq != Sk, or v's own D beside a window or a bottom-right "
-           "mask with Sq != Sk";
+    return "PyTorch's backward supports neither top-left windows with Sq != Sk, nor another D of v with a window or with a "
+           "bottom-right mask and Sq != Sk";
   }
 
   // Returns {dQ, dK, dV} of O = P @ V for any V.

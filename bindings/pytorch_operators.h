@@ -63,12 +63,12 @@ static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, co
   if (asked.needs_grad) {  // the backward reads the same tensors
     if (!fit(q) || !fit(k) || !fit(v)) return c10::str("gradients are needed, and ", bad_rows);
     if (asked.behind == at::SDPBackend::cudnn_attention && lse_lies_otherwise()) {
-      return "gradients are needed, and TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 lets cuDNN's backward take its own LSE alone";
+      return "gradients are needed, and TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 makes cuDNN's backward accept only its own LSE";
     }
     const bool is_efficients = asked.behind == at::SDPBackend::efficient_attention;
     if (is_efficients && asked.mask && asked.mask->is_floating_point() &&
         asked.mask->scalar_type() != q.scalar_type()) {
-      return "gradients are needed, and PyTorch's memory-efficient backward takes an attn_mask of q's type alone";
+      return "gradients are needed, and PyTorch's memory-efficient backward accepts only an attn_mask of q's type";
     }
   }
   return why_not_line(q, v, asked.mask ? feature_of(*asked.mask, false) : 0);
@@ -351,7 +351,7 @@ static std::string taken(const Tensor& q_any, const Tensor& k_any, const Tensor&
                   .batch_invariant = asked.splits == 1,
                   .bf16_out = q.scalar_type() == at::kFloat8_e4m3fn};
   int features = has_lengths ? lengths : 0;
-  if (asked.page_table) features |= pages_of(k.size(2), false);
+  if (asked.page_table) features |= pages_feature(k.size(2), false);
   if (call.bf16_out) features |= bf16_out;
   why = why_not_line(q, v, features);
   if (why.empty()) lse = attend(call, o);

@@ -84,7 +84,7 @@ static std::string why_not_lengths(const BackwardCall& call) {
   for (const auto& [name, x, size] : all) {
     if (x && (x->scalar_type() != at::kInt || x->device() != call.q.device() || !x->is_contiguous() || x->dim() != 1 ||
               x->size(0) != size)) {
-      return c10::str(name, " is not a contiguous int32 tensor [", size, "] beside q");
+      return c10::str(name, " is not a contiguous int32 tensor [", size, "] on q's device");
     }
   }
   for (const auto& [x, starts] : {std::tie(call.q, call.q_starts), std::tie(call.k, call.k_starts)}) {

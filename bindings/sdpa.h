@@ -4,7 +4,7 @@
            nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -DKNOB=VALUE ... -shared -Xcompiler -fPIC \
                 bindings/library.cu -o libattention.so
    Every library has the same seven names, and those of lines with BACKWARD=1 have two more. A program that needs two
-   lines opens each by dlopen(path, RTLD_LOCAL).
+   lines opens each by dlopen(path, RTLD_NOW | RTLD_LOCAL).
    docs/USING.md has examples that run. */
 #ifndef SDPA_H
 #define SDPA_H
@@ -33,8 +33,8 @@ enum { SDPA_CAUSAL_OFF, SDPA_CAUSAL_BOTTOM_RIGHT, SDPA_CAUSAL_TOP_LEFT };
 
 /* The problem. All pointers point to device memory. SdpaParams in sdpa.cu documents the limits of each member. */
 typedef struct SdpaParams {
-  const void *Q, *K, *V;   /* [B,Hq,Sq,D], [B,Hkv,Sk,D], [B,Hkv,Sk,D]; type DTYPE, or KV_DTYPE for K and V */
-  void* O;                 /* [B,Hq,Sq,D]; type OUT_DTYPE */
+  const void *Q, *K, *V;   /* [B,Hq,Sq,D], [B,Hkv,Sk,D], [B,Hkv,Sk,Dv]; type DTYPE, or KV_DTYPE for K and V */
+  void* O;                 /* [B,Hq,Sq,Dv]; type OUT_DTYPE */
   float* LSE;              /* [B,Hq,Sq] contiguous, natural logarithm; or null */
   int B, Hq, Hkv, Sq, Sk;  /* Hq is a multiple of Hkv */
   int D;                   /* the line's HEAD_DIM. USE_WGMMA=1: or less, a multiple of 8, or of 16 for 8-bit types */
@@ -97,7 +97,7 @@ typedef struct SdpaParams {
 
 /* Lines with BACKWARD=1: the gradients of a call of sdpa_library_forward(), of this library or of another one. */
 typedef struct SdpaBackwardParams {
-  const void* dO;                 /* [B,Hq,Sq,D] of OUT_DTYPE, the gradient of O */
+  const void* dO;                 /* [B,Hq,Sq,Dv] of OUT_DTYPE, the gradient of O */
   void *dQ, *dK, *dV;             /* like Q, K and V, written whole; no element of them may alias another tensor's.
                                      Rows that are no query or key of a sequence get 0 */
   SdpaStrides d_o, d_q, d_k, d_v; /* those of d_o may be 0; the others are at least the D or Dv of their rows */
@@ -106,12 +106,12 @@ typedef struct SdpaBackwardParams {
   /* Lines with USE_BIAS=1 or 3: [B,Hq,Sq,keys] of the bias' type, written whole; or null. A row is contiguous and has
      bias_keys elements; if that is 0, Sk or most_keys elements, whichever is less. A stride of 0: the dimension has size
      1, and dBias is summed over it, in fp32 and in a fixed order. Other strides are at least the number of elements of
-     a row. The strides of the bias may differ. Not with q_starts and k_starts, nor with bias_keys beside k_lengths,
-     k_firsts or most_keys. */
+     a row. The strides of the bias may differ. Not with q_starts and k_starts, nor with bias_keys and any of k_lengths,
+     k_firsts and most_keys. */
   void* dBias;
   SdpaStrides d_bias;
   int dBias_sums_keys;            /* 1: a row of dBias has one element, the sum over the keys; otherwise 0 */
-  void* workspace;                /* sdpa_library_backward_workspace_bytes(), with any contents; one per stream */
+  void* workspace;                /* sdpa_library_backward_workspace_bytes(), 256-byte aligned, any contents; one per stream */
   SdpaParams forward;             /* of that call; O and LSE are inputs here */
 } SdpaBackwardParams;
 
@@ -152,10 +152,10 @@ int sdpa_library_forward(const SdpaParams* p, struct CUstream_st* stream, char* 
 /* Lines with BACKWARD=1: bytes that SdpaBackwardParams::workspace must have for this problem; 0: it may be null. */
 size_t sdpa_library_backward_workspace_bytes(const SdpaParams* forward);
 
-/* Lines with BACKWARD=1: enqueues dQ, dK and dV of p->forward, and dSinks and dBias if they are set. LSE is a natural logarithm,
-   includes the scale, and is -inf for a row that sees no key; such a row has a dQ of 0. With ONE_PASS=1, or
-   USE_WARP_SPECIALIZATION=1 without ORDERED_ADDS=1, the last bits of dQ differ from run to run. Makes the same promises and
-   returns as sdpa_library_forward() does. */
+/* Lines with BACKWARD=1: enqueues dQ, dK and dV of p->forward, and dSinks and dBias if they are set. LSE is a natural logarithm
+   and includes the scale; for a row that sees no key, it is -inf or the row's sink, and dQ is 0. With ONE_PASS=1, or
+   USE_WARP_SPECIALIZATION=1 without ORDERED_ADDS=1, the last bits of dQ differ from run to run. Otherwise like
+   sdpa_library_forward(). */
 int sdpa_library_backward(const SdpaBackwardParams* p, struct CUstream_st* stream, char* text, size_t text_bytes);
 
 #ifdef __GNUC__

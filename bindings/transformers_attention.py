@@ -125,7 +125,7 @@ def numbers_of(batch_size, q_length, kv_length, q_offset, kv_offset, mask_functi
         if holes:
             raise NeedsTensor
     if known is not None and known > kv_end:
-        raise ValueError("sdpa: the queries stand behind the last key of the cache")
+        raise ValueError("sdpa: the queries are past the last key of the cache")
 
     if not causal:
         if not padded and not short:
@@ -181,7 +181,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
         ours = isinstance(attention_mask, torch.Tensor) and dtype == torch.int32 and attention_mask.dim() == 4
         place = attention_mask.shape[1] - 1 if ours else -1
         if not 0 <= place < len(KINDS):
-            raise ValueError("sdpa: attention_mask is none that the kernels can take; pass [batch,tokens] of ones and zeros")
+            raise ValueError("sdpa: attention_mask is not supported; pass [batch,tokens] of ones and zeros")
         form, causal, left, right = KINDS[place]
         if (attention_mask.shape[3] != Sk) if form == "plain" else (attention_mask.shape[0] != B):
             raise ValueError(f"sdpa: attention_mask is of other keys than the {Sk} of the layer")
@@ -190,7 +190,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
     window = (None, None) if left is None else (left, 0) if causal else (left, right, "tl")
     options = dict(causal="br" if causal else None, window=window, scale=scaling, softcap=softcap, sinks=s_aux, bias=bias)
     if cu_seq_lens_q is not None and (form in ("lengths", "starts") or Sq != Sk):
-        raise ValueError("sdpa: cu_seq_lens_q is given beside padding, tokens in a cache or cross attention")
+        raise ValueError("sdpa: cu_seq_lens_q cannot be combined with padding, tokens in a cache or cross attention")
     by_user = cu_seq_lens_q is not None and form == "plain"
     if form == "plain" and not by_user:
         return sdpa.attention(query, key, value, **options).transpose(1, 2).contiguous(), None
@@ -199,7 +199,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
         return sdpa.attention(query, key, value, **options, k_lengths=lengths).transpose(1, 2).contiguous(), None
 
     if bias is not None:
-        raise ValueError("sdpa: a bias or a mask tensor beside sequences that begin at tokens of their own; pad on the right")
+        raise ValueError("sdpa: a bias or a mask tensor is not supported with padding on the left, chunks or packed sequences; pad on the right")
     # Pack the sequences into one batch: as rows [B*S] of all heads, which is a view unless a cache is [B,H,S,D]; then as rows
     # [B*Hkv*S] of one head of K and V with the queries of its group (impossible with sinks, which are per head).
     by_rows = by_user or B == 1 or s_aux is not None or key.stride(0) == Sk * key.stride(2)

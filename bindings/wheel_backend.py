@@ -60,4 +60,4 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
 
 
 def build_sdist(sdist_directory, config_settings=None):
-    raise UnsupportedOperation("sdpa: an archive is the repository's; bindings/ has no sdpa.cu")
+    raise UnsupportedOperation("sdpa: no source distribution, since bindings/ does not contain sdpa.cu")

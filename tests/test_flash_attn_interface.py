@@ -640,7 +640,7 @@ def test_refusals():
     raises("flash_attn_with_kvcache", "cache_seqlens is missing", k=k, v=k, cache_seqlens=None)
     half, new, kvcache = drawn(9, D // 4), dict(k=k[:, :1], v=k[:, :1]), "flash_attn_with_kvcache"
     for one_of, other in (("rotary_cos", "rotary_sin"), ("rotary_sin", "rotary_cos")):
-        raises(kvcache, f"{other} is missing beside {one_of}$", **new, **{one_of: half})
+        raises(kvcache, f"{other} is missing; pass it with {one_of}$", **new, **{one_of: half})
     wrong = drawn(9, D // 4 + 4), drawn(9, D), drawn(9), drawn(9, D // 4, dtype=torch.half if GPU else torch.double)
     for x in wrong:
         raises(kvcache, r"rotary_cos is torch.\w+ \[.*\]; want torch.\w+ \[positions,d / 2\] of both", **new, rotary_cos=x, rotary_sin=x)
@@ -650,10 +650,10 @@ def test_refusals():
     raises(kvcache, "cache_seqlens has 3 elements for 2 sequences$", **new, rotary_cos=half, rotary_sin=half, cache_seqlens=ints(1, 2, 3))
     for name in functions:
         raises(name, "softcap=-3: must be 0, or 1e-18 to 1e18$", alibi_slopes=torch.ones(4), softcap=-3.0)
-    raises("flash_attn_varlen_func", "cu_seqlens_k is not for K and V in pages", page_table=table)
+    raises("flash_attn_varlen_func", "cu_seqlens_k cannot be combined with page_table", page_table=table)
     for run in (lambda: fa.flash_attn_with_kvcache(q, of_0, of_0, page_table=table, cache_seqlens=lengths),
                 lambda: fa.flash_attn_varlen_func(q, of_0, of_0, None, None, 5, 8, page_table=table)):
-        with pytest.raises(ValueError, match="page_table is of pages of 0 keys; .* of 1 key or more$"):
+        with pytest.raises(ValueError, match="a page of page_table has 0 keys; .* of 1 key or more$"):
             run()
     wide = drawn(2, 32, 2, 512)
     for run in (lambda: fa.flash_attn_func(q, k, wide),

@@ -261,8 +261,8 @@ def test_words_that_are_none(nvcc, words, sentence):
 
 def test_words_that_no_build_has_together(nvcc):
     done = program("build", "sm_90a", "bf16", "e4m3", "128", "300", "kv8", "kv8+bias", "mask", **nvcc)
-    q_is_e4m3 = "sdpa: left out: k and v of e4m3 beside a q of 16 bits (kv8): q is e4m3 itself"
-    no_bias = "sdpa: left out: a bias goes with k and v of 16 bits alone"
+    q_is_e4m3 = "sdpa: left out: kv8 is for e4m3 k and v with a 16-bit q, but q is e4m3"
+    no_bias = "sdpa: left out: a bias needs 16-bit k and v"
     size = "sdpa: left out: there is no line for D=300, Dv=300: both are multiples of 8 from 8 to 256"
     left_out = [line for line in done.stderr.splitlines() if "left out" in line]
     assert done.returncode == 0 and {no_bias, q_is_e4m3, size} <= set(left_out)
@@ -275,7 +275,7 @@ def test_expressions(nvcc, monkeypatch):
     done = program("build", "sm_90a", "bf16", "128", "plain", "sinks", "softcap", "mask", *words, **nvcc)
     assert done.stdout.count(" of 4: ") == 4  # glue, append, plain and sinks
     assert [line for line in done.stderr.splitlines() if "left out" in line] == [
-        "sdpa: left out: a soft cap or a bias beside score_mod and mask_mod is a part of the expression"] * 2
+        "sdpa: left out: softcap and bias cannot be combined with score_mod or mask_mod; write them into the expression"] * 2
     for name, value in nvcc.items():
         monkeypatch.setenv(name, value)
     for features in 0, 2:

@@ -60,7 +60,7 @@ def test_lines_have_the_knobs_that_cmake_reads(capability, family):
     for dtype in sdpa.DTYPES:
         for D in SIZES:
             if dtype == torch.float8_e4m3fn and family == "ampere":
-                with pytest.raises(sdpa.Unavailable, match="sm_90 alone"):
+                with pytest.raises(sdpa.Unavailable, match="sm_90 only"):
                     sdpa.line_of(capability, dtype, D)
                 continue
             name = sdpa.line_of(capability, dtype, D)
@@ -93,7 +93,7 @@ def check_line_of_size(turn, D, Dv, line, widths, monkeypatch):
         filled = sdpa.Line()
         sdpa.load_line(device, 1, D, Dv or D, 0b1000, b"", b"", filled)
         if device == 4 and D % 16:
-            assert filled.trouble.decode() == f"there is no line for D={D}, Dv={D} but on sm_90; here both are multiples of 16 from 32 on"
+            assert filled.trouble.decode() == f"there is no line for D={D}, Dv={D} except on sm_90; here both are multiples of 16 from 32 on"
             continue
         name, capability, *knobs = asked.pop()
         size = own[0] if own else {"hopper": 64, "hopper_d128": 128, "hopper_d256": 256}[line]
@@ -116,11 +116,11 @@ def check_line_of_size(turn, D, Dv, line, widths, monkeypatch):
         assert knobs == ["USE_LENGTHS", "OUT_DTYPE=BF16"]
         changes = ["USE_LENGTHS=1", "OUT_DTYPE=BF16"]
         legal.append(builds.changed(tree.config_lines()[name].knobs, changes))
-        with pytest.raises(sdpa.Unavailable, match="^O has the type of q, and another one with e4m3 alone$"):
+        with pytest.raises(sdpa.Unavailable, match="^bf16_out is for e4m3 only; otherwise O has the dtype of q$"):
             sdpa.line_with((9, 0), torch.bfloat16, D, D, 64)
-    for capability, multiple in ((8, 9), 32), ((9, 0), 16):  # k and v in 8 bits beside a q of 16
+    for capability, multiple in ((8, 9), 32), ((9, 0), 16):  # 8-bit k and v with a 16-bit q
         if D % multiple or (Dv or D) % multiple:
-            with pytest.raises(sdpa.Unavailable, match=f"take D in multiples of {multiple}, not "):
+            with pytest.raises(sdpa.Unavailable, match=f"need D in multiples of {multiple}, not "):
                 sdpa.line_with(capability, torch.bfloat16, D, Dv or D, 128)
             continue
         for dtype, type_ in ((torch.bfloat16, "BF16"), (torch.float16, "FP16")):
@@ -134,8 +134,8 @@ def check_line_of_size(turn, D, Dv, line, widths, monkeypatch):
                 legal.append(builds.changed(tree.config_lines()[name].knobs, changes))
         assert name == ("hopper" if capability[0] == 9 else "mma_decode") + "_kv8_d128_bf16"
     for capability, dtype, sentence in (
-            ((8, 6), torch.bfloat16, "k and v of e4m3 beside a q of 16 bits have a line from sm_89 on"),
-            ((9, 0), E4M3, r"k and v of e4m3 beside a q of 16 bits \(kv8\): q is e4m3 itself")):
+            ((8, 6), torch.bfloat16, "e4m3 k and v with a 16-bit q need sm_89 or newer"),
+            ((9, 0), E4M3, "kv8 is for e4m3 k and v with a 16-bit q, but q is e4m3")):
         with pytest.raises(sdpa.Unavailable, match=f"^{sentence}$"):
             sdpa.line_with(capability, dtype, D, D, 128)
     return legal
@@ -699,7 +699,7 @@ def test_refusals():
             with pytest.raises(ValueError, match=f"^sdpa.attention: q, k and v are on {words}, not on one device$"):
                 sdpa.attention(q, k, v)
         for name in ("k_lengths", "q_lengths", "q_starts", "k_starts", "k_firsts", "page_table", "sinks", "bias", "q_descale", "k_descale", "v_descale"):
-            with pytest.raises(TypeError, match=f"^sdpa.attention: {name} is a list, not a tensor beside q$"):
+            with pytest.raises(TypeError, match=f"^sdpa.attention: {name} is a list, not a tensor$"):
                 sdpa.attention(q, q, q, **{name: [1]})
             with pytest.raises(ValueError, match=f"^sdpa.attention: {name} is on cpu, not on cuda:0$"):
                 sdpa.attention(q, q, q, **{name: on_cpu})
@@ -733,7 +733,7 @@ WHY_NOT = [({"attn_mask": half(4, 5)}, "attn_mask is of shape [1, 1, 4, 5], whic
            *(({"attn_mask": torch.ones(4, 4, dtype=dtype)}, f"attn_mask is of {name}, not bool, float32, float16 or bfloat16")
              for dtype, name in ((torch.int, "Int"), (torch.double, "Double"))),
            ({"attn_mask": torch.ones(4, 4, dtype=torch.bfloat16)}, "attn_mask is of BFloat16, and PyTorch takes bool, float32 or q's type"),
-           ({"attn_mask": torch.ones(4, 4, dtype=torch.bool, device="meta")}, "attn_mask is on meta, not beside q"),
+           ({"attn_mask": torch.ones(4, 4, dtype=torch.bool, device="meta")}, "attn_mask is on meta, not on q's device"),
            ({"attn_mask": half(4, 4).requires_grad_()}, "attn_mask needs a gradient, and " + ON_CPU),
            ({"attn_mask": half(4, 4).requires_grad_(), "is_causal": True}, "attn_mask needs a gradient, and there is a causal mask"),
            *(({"attn_mask": mask}, ON_CPU) for mask in (half(4, 4), half(4), half(4, 1), half(2, 4, 4).mT, half(1, 1, 4, 4).float(),
@@ -1787,10 +1787,10 @@ def test_what_append_refuses(append):
                        (dict(k_cache=k[:1]), "there are 1 caches for 2 sequences"),
                        (dict(k_cache=k.mT.contiguous().mT), "rows of the caches are not contiguous"),
                        (dict(k=k[0]), "the caches have 4 dimensions, and k or v 3"),
-                       (dict(lengths=lengths.float()), "cache_seqlens has no 2 integers"),
-                       (dict(starts=lengths, k=k[0], v=k[0]), "cu_seqlens_k_new has no 3 integers"),
-                       (dict(page_table=lengths), "page_table has no 2 integers"),
-                       (dict(page_table=lengths[:, None], k_cache=k[:, :0], v_cache=k[:, :0]), "page_table is of pages of 0 keys")):
+                       (dict(lengths=lengths.float()), r"cache_seqlens is not an integer tensor \[2\]"),
+                       (dict(starts=lengths, k=k[0], v=k[0]), r"cu_seqlens_k_new is not an integer tensor \[3\]"),
+                       (dict(page_table=lengths), r"page_table is not an integer tensor \[2,pages of a sequence\]"),
+                       (dict(page_table=lengths[:, None], k_cache=k[:, :0], v_cache=k[:, :0]), "a page of page_table has 0 keys")):
         given = dict(k_cache=k, v_cache=k, k=k, v=k, lengths=lengths, page_table=None, starts=None) | bad
         with pytest.raises(RuntimeError, match=f"^flash_attn_with_kvcache: {words}"):
             append(**given)
@@ -2168,9 +2168,9 @@ def test_what_modifications_refuse(launches):
             (dict(mask_mod="i0[q] < i1[k]", args=[x, n, n[::2]]), "i1 of args is not a contiguous int32 tensor with elements on cpu"),
             (dict(args=[]), "args has no x0; its float32 tensors are x0"), (dict(args=[x, x]), "args has x1, which neither score_mod nor"),
             (dict(score_mod="s - x0[r]"), "score_mod: 'r' at character 8 is not allowed there"),
-            (dict(softcap=2.0), "softcap and bias are parts of the expression beside score_mod or mask_mod, as in "),
-            (dict(bias=torch.ones(4, 4)), "softcap and bias are parts of the expression beside score_mod or mask_mod, as in "),
-            (dict(score_mod=None, mask_mod="i0[q] < 2", args=[n], softcap=2.0), "softcap and bias are parts")):
+            (dict(softcap=2.0), "softcap and bias cannot be combined with score_mod or mask_mod; write them into the expression, as in "),
+            (dict(bias=torch.ones(4, 4)), "softcap and bias cannot be combined with score_mod or mask_mod; write them into the expression, as in "),
+            (dict(score_mod=None, mask_mod="i0[q] < 2", args=[n], softcap=2.0), "softcap and bias cannot be combined")):
         with pytest.raises((RuntimeError, ValueError), match=f"^sdpa.attention: {words}"):
             sdpa.attention(q, q, q, **dict(score_mod="s - x0[h]", args=[x]) | options)
     assert not launches
@@ -2586,7 +2586,7 @@ def test_our_gradients_of_sequences(backwards, glue, case):
     check_gradients_of_sequences(case, stand_in.attention, torch.bfloat16, count=2)  # by one build
     (q_size, k_size), options, _ = sequences_of(case)
     q, k = drawn(*q_size, 64).requires_grad_(), drawn(*k_size, 64)
-    with pytest.raises(NotImplementedError, match=r"^sdpa.attention: no backward, since backward='torch' was asked for; attention\(\) calls no backward of"):
+    with pytest.raises(NotImplementedError, match=r"^sdpa.attention: no backward, since backward='torch' was asked for; attention\(\) does not call PyTorch's"):
         stand_in.attention(q, k, k, backward="torch", **options).sum().backward()
 
 
@@ -2785,12 +2785,12 @@ def test_which_backward_runs(backwards, glue):
     load()
     of_bias = bias.detach().requires_grad_()
     for options, words in ((dict(backward="torch", softcap=2.0), "backward='torch' was asked for; PyTorch has no backward with softcap or sinks"),
-                           (dict(backward="torch", bias=of_bias), r"backward='torch' was asked for; attention\(\) calls no backward of PyTorch's "
+                           (dict(backward="torch", bias=of_bias), r"backward='torch' was asked for; attention\(\) does not call PyTorch's backward "
                                                                   "for the gradient of a bias"),
                            (dict(bias=of_bias[..., :3], bias_keys=3, k_lengths=int32(5)), "a bias of bias_keys has no gradient with lengths; "
-                            r"attention\(\) calls no backward of PyTorch's with lengths or starts"),
+                            r"attention\(\) does not call PyTorch's backward with lengths or starts"),
                            (dict(bias=of_bias, q_starts=int32(0, 5)), "a bias of packed sequences has no gradient; "
-                            r"attention\(\) calls no backward of PyTorch's with lengths or starts")):
+                            r"attention\(\) does not call PyTorch's backward with lengths or starts")):
         with pytest.raises(NotImplementedError, match=f"^sdpa.attention: no backward, since {words}$"):
             attend(**options)().backward()
     with pytest.raises(ValueError, match="^sdpa.attention: backward='ours' is none of None, 'sdpa', 'deterministic', 'torch'$"):
@@ -3134,14 +3134,14 @@ def test_bias(dtype, D, softcap):
     with torch.autocast("cuda", dtype):
         assert torch.equal(sdpa.attention(q.float(), k, v, **options, bias=bias), sdpa.attention(q, k, v, **options, bias=bias))
     for more, why in (({"bias": bias[..., 1:]}, r"bias is of shape \[8, 1, 2999\], which does not expand to \[2, 8, 5, 3000\]"),
-                      ({"bias": bias, "bias_keys": 50}, "which does not expand to"), ({"bias": bias.cpu()}, "bias is on cpu, not beside q"),
+                      ({"bias": bias, "bias_keys": 50}, "which does not expand to"), ({"bias": bias.cpu()}, "bias is on cpu, not on q's device"),
                       ({"bias": bias.int()}, "bias is of Int, not bool, float32, float16 or bfloat16"),
                       ({"bias": bias.double()}, "bias is of Double, not bool, float32, float16 or bfloat16"), ({"bias_keys": 5}, "bias_keys is for a bias"),
                       ({"bias": torch.ones(3001, device="cuda"), "bias_keys": 3001}, r"bias_keys=3001 is outside \[0, 3000\]"),
                       ({"bias": bias, "bias_keys": -1}, "bias_keys=-1 is outside")):
         with pytest.raises(RuntimeError, match=why):
             sdpa.attention(q, k, v, **options, **more)
-    with pytest.raises(RuntimeError, match="e4m3 has no bias"):
+    with pytest.raises(RuntimeError, match="e4m3 supports no bias"):
         sdpa.attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)), bias=bias)
 
 
@@ -3410,11 +3410,11 @@ def test_softcap_sinks_and_lengths(dtype, D, softcap):
             want, want_lse = reference(*one, visible(int(q1 - q0), int(k1 - k0), mask, (None, None)), None, softcap)
             if q1 > q0:
                 assert rel_rms(out[:, :, q0:q1], want) <= LIMITS[dtype] and (lse[:, :, q0:q1] - want_lse).abs().max() <= 1e-2
-    with pytest.raises(RuntimeError, match=r"k_lengths is not a contiguous int32 tensor \[\d+\] beside q"):
+    with pytest.raises(RuntimeError, match=r"k_lengths is not a contiguous int32 tensor \[\d+\] on q's device"):
         sdpa.attention(q, k, v, k_lengths=torch.zeros(7, dtype=torch.int32, device="cuda"))
-    with pytest.raises(RuntimeError, match=r"page_table is not an int32 tensor \[2,pages of a sequence\] beside q"):
+    with pytest.raises(RuntimeError, match=r"page_table is not an int32 tensor \[2,pages of a sequence\] with contiguous rows on q's device"):
         sdpa.attention(q, *paged, page_table=table[:1])
-    with pytest.raises(RuntimeError, match=r"sinks is not a tensor \[Hq\] beside q"):
+    with pytest.raises(RuntimeError, match=r"sinks is not a tensor \[Hq\] on q's device"):
         sdpa.attention(q, k, v, sinks=torch.zeros(7, device="cuda"))
     with pytest.raises(NotImplementedError, match="^sdpa.attention: no backward for e4m3, pages"):
         sdpa.attention(q.half().requires_grad_(), *(x.half() for x in paged), k_lengths=lengths, page_table=table).sum().backward()
@@ -3532,7 +3532,7 @@ def test_backward_of_attention(glue):
         want = gradients(lambda *x: reference(*x, visible(Sq, Sk, causal, window))[0], wide(tensors), grad.double())
         check_near(got, want, 3e-2, causal, window, Sq, Sk)
     q, k = (torch.randn(1, 2, S, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for S in (60, 170))
-    with pytest.raises(NotImplementedError, match="no backward of PyTorch's takes top-left windows with Sq != Sk"):
+    with pytest.raises(NotImplementedError, match="PyTorch's backward supports neither top-left windows with Sq != Sk"):
         sdpa.attention(q, k, k, window=(20, 9, "tl"), backward="torch").sum().backward()
     q, k, v = tensors = [torch.randn(1, 2, 256, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for D in (192, 192, 128)]
     grad = torch.randn_like(v)

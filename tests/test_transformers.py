@@ -369,9 +369,9 @@ def test_refusals():
     raises("dropout of LlamaAttention", train=True, config=dict(attention_dropout=0.1))
     raises("output_attentions", output_attentions=True)
     raises("some_new_argument", some_new_argument=1)
-    raises("attention_mask is none that", attention_mask=torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.long, device=DEVICE))
+    raises("attention_mask is not supported", attention_mask=torch.ones(2, 1, TOKENS, TOKENS, dtype=torch.long, device=DEVICE))
     starts = torch.tensor([0, TOKENS], device=DEVICE)
-    raises("cu_seq_lens_q is given beside padding", attention_mask=padding((5, 0), (0, 0)), cu_seq_lens_q=starts)
+    raises("cu_seq_lens_q cannot be combined with padding", attention_mask=padding((5, 0), (0, 0)), cu_seq_lens_q=starts)
     q = torch.zeros(2, 2, 8, 64, device=DEVICE, dtype=DTYPE)
     for words, keys in (("other keys than the 8", 9), ("sliding_window is 4", 8)):
         with pytest.raises(ValueError, match=words):
@@ -428,7 +428,7 @@ def test_an_argument_of_a_mask():
         ours.mask(1, 8, 8, cache_position=torch.arange(8))
     q = torch.zeros(2, 2, 8, 64, device=DEVICE, dtype=DTYPE)
     padded = ours.mask(2, 8, 8, attention_mask=padding((5, 0), (0, 0), count=8), device=DEVICE)
-    with pytest.raises(ValueError, match="a bias or a mask tensor beside sequences that begin at tokens of their own; pad on the right"):
+    with pytest.raises(ValueError, match="a bias or a mask tensor is not supported with padding on the left, chunks or packed sequences; pad on the right"):
         ours.attention(torch.nn.Module(), q, q, q, padded, position_bias=torch.zeros(1, 2, 8, 8, device=DEVICE, dtype=DTYPE))
 
 

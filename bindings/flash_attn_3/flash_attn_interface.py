@@ -93,7 +93,7 @@ def rotated(x, cos, sin, first, starts, turns_rows, interleaved):
 def check_rotary(function, q, k, cos, sin):
     for name, x, other in (("rotary_cos", cos, "rotary_sin"), ("rotary_sin", sin, "rotary_cos")):
         if x is None:
-            raise ValueError(f"{function}: {name} is missing beside {other}")
+            raise ValueError(f"{function}: {name} is missing; pass it with {other}")
         sdpa.check_tensors(function, **{name: x})
         if x.dtype != q.dtype or x.dim() != 2 or x.shape != cos.shape or 2 * x.shape[1] > q.shape[-1] or x.shape[1] % 8:
             raise ValueError(f"{function}: {name} is {x.dtype} {list(x.shape)}; want {q.dtype} [positions,d / 2] of both, d a "
@@ -130,7 +130,7 @@ def attend(function, q, k, v, scale, causal, window_size, softcap, q_descale, k_
         causal, right = "br", None if left is None else 0
     window = (None, None) if left is None and right is None else (left, right, "br")
     if page_table is not None and k.shape[1] == 0:
-        raise ValueError(f"{function}: page_table is of pages of 0 keys; sdpa's kernels read pages of 1 key or more")
+        raise ValueError(f"{function}: a page of page_table has 0 keys; sdpa's kernels read pages of 1 key or more")
     numbers = dict(q_starts=q_starts, k_starts=k_starts, k_lengths=k_lengths, page_table=page_table, q_lengths=q_lengths,
                    k_firsts=k_firsts)
     numbers = {name: x if x.dtype == torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
@@ -202,8 +202,7 @@ def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, ma
     check_call("flash_attn_varlen_func", causal, window_size, q=(q, 4 if cu_seqlens_q is None else 3), k=(k, of_keys), v=(v, of_keys))
     check_counts("flash_attn_varlen_func", q, **integers)
     if page_table is not None and cu_seqlens_k is not None:
-        raise ValueError("flash_attn_varlen_func: cu_seqlens_k is not for K and V in pages, whose order is the page_table's "
-                         "alone")
+        raise ValueError("flash_attn_varlen_func: cu_seqlens_k cannot be combined with page_table, which orders the keys")
     most_keys = 0 if isinstance(max_seqlen_k, torch.Tensor) else max_seqlen_k or 0
     out, lse = attend("flash_attn_varlen_func", q, k, v, softmax_scale, causal, window_size, softcap, q_descale,
                       k_descale, v_descale, learnable_sink, alibi_slopes, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table,
