@@ -349,7 +349,7 @@ error_row() {
 racecheck_reports() {
   command -v compute-sanitizer >/dev/null &&
     ! compute-sanitizer --tool racecheck --error-exitcode 9 "$1" --shape small --check-only \
-      >"$build/racecheck.log" 2>&1 && grep -q 'hazard' "$build/racecheck.log"
+      >"$build/racecheck.log" 2>&1 && grep -q 'RACECHECK SUMMARY: [1-9]' "$build/racecheck.log"
 }
 
 # print_table ROWS, print_rows ROWS: print to stdout.

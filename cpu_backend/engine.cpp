@@ -1318,7 +1318,8 @@ bool launch(const Launch& l, void (*body)(const void*), const void* args) {
   launches++;
   launch_failed = false;
   const Index3& n = l.grid_dim;
-  const uint64_t clusters = uint64_t(n.x) * n.y * n.z / l.cluster_ctas;
+  const uint64_t all_clusters = uint64_t(n.x) * n.y * n.z / l.cluster_ctas;
+  const uint64_t clusters = schedule.parts > 1 ? std::max<uint64_t>(all_clusters / schedule.parts, 1) : all_clusters;
   // At least two, so that CTAs run concurrently on any machine.
   const uint64_t cores = std::max(2u, std::thread::hardware_concurrency());
   const int workers = int(std::max<uint64_t>(1, std::min(cores, clusters)));
@@ -1330,7 +1331,7 @@ bool launch(const Launch& l, void (*body)(const void*), const void* args) {
   std::vector<Range> writes;
   std::atomic<uint64_t> next{0};
   std::vector<uint64_t> order_of_clusters(clusters);
-  std::iota(order_of_clusters.begin(), order_of_clusters.end(), 0);
+  std::iota(order_of_clusters.begin(), order_of_clusters.end(), all_clusters - clusters);
   if (order == Order::reverse) std::reverse(order_of_clusters.begin(), order_of_clusters.end());
   if (order == Order::random) {
     std::shuffle(order_of_clusters.begin(), order_of_clusters.end(), std::mt19937_64(schedule.seed));

@@ -208,6 +208,7 @@ struct Schedule {
   Order order = Order::forward;
   uint64_t seed = 0;
   bool alternate = true;  // forward, reverse, forward ...: one order per launch
+  uint64_t parts = 1;     // only the last of so many equal parts of a launch's clusters runs, at least one cluster
 };
 extern Schedule schedule;
 

@@ -10,6 +10,7 @@
 //   --machine M    CPU backend: the emulated GPU, and the maximum length of sums
 //   --alone        no chains of kernels
 //   --tile         CPU backend: cost of an additional K/V tile; fails if its barriers are not those declared
+//   --last-head    CPU backend: gradients of a head that is over 2^31 elements behind the first one
 #ifndef SWEEP_NO_MAIN  // tests/unit.cu has the line and a main of its own
 #define SDPA_HARNESS_ONLY
 #define SDPA_NAMESPACE sweep
@@ -401,6 +402,118 @@ ExitCode print_tile() {
   fprintf(stderr, "sweep: the code declares %d barriers for a tile\n", line.barriers_per_tile);
   return exit_wrong;
 }
+
+// A backward pass of equal heads, of which only the CTAs of the last one run, so that only its memory is touched.
+class EqualHeads {
+ public:
+  static constexpr int rows = 32;
+
+  explicit EqualHeads(int count)
+      : count(count), p(params_of_sizes(1, count, count, rows, rows, line.D, line.Dv)) {
+    set_input(p.Q, Tensor::Q, line.query, line.D);
+    set_input(p.K, Tensor::K, line.input, line.D);
+    set_input(p.V, Tensor::V, line.input, line.Dv);
+    set_input(g.dO, Tensor::dO, line.output, line.Dv);
+    g.d_o = p.v;
+    g.d_q = p.q;
+    g.d_k = p.k;
+    g.d_v = p.v;
+    p.q.head = p.k.head = p.v.head = g.d_o.head = 0;  // the heads share their inputs
+    set(p.O, "O", count * p.o.head * sizeof(uint16_t));
+    set(p.LSE, "LSE", size_t(count) * rows * sizeof(float));
+    set(g.dQ, "dQ", count * g.d_q.head * sizeof(uint16_t));
+    set(g.dK, "dK", count * g.d_k.head * sizeof(uint16_t));
+    set(g.dV, "dV", count * g.d_v.head * sizeof(uint16_t));
+    set(g.workspace, "the workspace of the backward pass", line.backward_workspace_bytes(p));
+  }
+  void run_forward() {
+    const KernelFacts facts = line.facts_of(p);
+    set(p.workspace, "the workspace", facts.workspace_bytes);
+    memory_.back()->fill(0);
+    set(p.scratch, "the scratch memory", facts.scratch_bytes);
+    require_ok(line.forward(p, 0));
+  }
+  // Copies O and LSE of a head alone to the last head.
+  void copy_forward(const EqualHeads& alone) {
+    copy(last(p.O, p.o), alone.p.O, p.o.head * sizeof(uint16_t));
+    copy(p.LSE + int64_t(count - 1) * rows, alone.p.LSE, rows * sizeof(float));
+  }
+  // Returns dQ, dK and dV of the last head.
+  vector<Bits> run_backward() {
+    const struct {
+      void* tensor;
+      const Strides& strides;
+    } gradients[] = {{g.dQ, g.d_q}, {g.dK, g.d_k}, {g.dV, g.d_v}};
+    for (const auto& x : gradients)
+      poison(last(x.tensor, x.strides), x.strides.head * sizeof(uint16_t));
+    // The end of the workspace is the last head's sums of dQ, unless counters follow.
+    const size_t bytes = line.backward_workspace_bytes(p),
+                 end = std::min<size_t>(bytes, rows * line.D * sizeof(float));
+    poison(static_cast<char*>(g.workspace) + bytes - end, end);
+    simt::schedule.parts = count;
+    require_ok(line.backward(p, g, 0));
+    require(cudaDeviceSynchronize(), "running the last head");
+    simt::schedule.parts = 1;
+    vector<Bits> results;
+    for (const auto& x : gradients) {
+      results.emplace_back(x.strides.head);
+      copy(results.back().data(), last(x.tensor, x.strides), x.strides.head * sizeof(uint16_t),
+           cudaMemcpyDeviceToHost);
+    }
+    return results;
+  }
+
+ private:
+  template <class T> void set(T*& pointer, const char* name, size_t bytes) {
+    memory_.emplace_back(new Guarded(name, bytes));
+    pointer = reinterpret_cast<T*>(memory_.back()->data());
+  }
+  template <class T> void set_input(T*& pointer, Tensor tensor, DType type, int width) {
+    vector<float> x(rows * width);
+    for (size_t i = 0; i < x.size(); i++) x[i] = reference::normal(1, tensor, i);
+    set(pointer, name_of(tensor), x.size() * sizeof(uint16_t));
+    memory_.back()->store(round_to_elements(x, 1, type));
+  }
+  void* last(void* tensor, const Strides& strides) const {
+    return static_cast<uint16_t*>(tensor) + (count - 1) * strides.head;
+  }
+  static void copy(void* to, const void* from, size_t bytes,
+                   cudaMemcpyKind kind = cudaMemcpyDeviceToDevice) {
+    require(cudaMemcpy(to, from, bytes, kind), "copying a head");
+  }
+  static void poison(void* at, size_t bytes) {
+    require(cudaMemset(at, 0xff, bytes), "poisoning a head");
+  }
+  static void require_ok(const SdpaStatus& status) {
+    if (!status.ok()) throw CudaError{status.text};
+  }
+
+  const int count;
+  SdpaParams p;
+  Gradients g{};
+  vector<std::unique_ptr<Guarded>> memory_;
+};
+
+// Compares the gradients of a head with those of the same head over 2^31 elements behind the first one: in O, in the
+// gradients, and in the sums of dQ.
+ExitCode check_last_head() {
+  const int64_t far = int64_t(1) << 31;
+  string trouble;
+  try {
+    EqualHeads alone(1), many(int(far / (EqualHeads::rows * std::min(line.D, line.Dv))) + 2);
+    alone.run_forward();
+    many.copy_forward(alone);
+    const vector<Bits> want = alone.run_backward(), got = many.run_backward();
+    for (int i = 0; i < 3; i++) {
+      if (got[i] != want[i]) trouble += string(name_of(gradient_tensors[i])) + " is wrong; ";
+    }
+  } catch (const CudaError& error) {
+    trouble = error.text;
+  }
+  printf("sdpa_%s: %s last head: %s\n", line.name, trouble.empty() ? "PASS" : "FAIL",
+         trouble.c_str());
+  return trouble.empty() ? exit_pass : exit_wrong;
+}
 #else
 constexpr bool has_machines = false;
 string set_schedule(const string&) { return "only the CPU backend has one; a GPU has its own"; }
@@ -409,6 +522,10 @@ void play_machine(const string&) {}
 template <class Draw> string draw_machine(const Draw&) { return ""; }
 ExitCode print_tile() {
   fprintf(stderr, "sweep: --tile: only the CPU backend counts; configure with -DSDPA_CPU=ON\n");
+  return exit_usage;
+}
+ExitCode check_last_head() {
+  fprintf(stderr, "sweep: --last-head: a GPU has no room for it; configure with -DSDPA_CPU=ON\n");
   return exit_usage;
 }
 #endif
@@ -1303,7 +1420,7 @@ vector<Problem> edge_problems() {
 struct SweepOptions : Options {
   int sweep = 0;
   string not_drawn;  // kinds of problems, with all_kinds
-  bool all_kinds = false, edges = false, alone = false, tile = false;
+  bool all_kinds = false, edges = false, alone = false, tile = false, last_head = false;
 };
 
 vector<Option> sweep_options(SweepOptions& o) {
@@ -1378,6 +1495,12 @@ vector<Option> sweep_options(SweepOptions& o) {
        [&o](const string&) {
          o.tile = true;
          return "";
+       }},
+      {"--last-head", "",
+       "CPU backend: check the gradients of a head over 2^31 elements behind the first, and stop",
+       [&o](const string&) {
+         o.last_head = true;
+         return line.backward ? "" : "want a line of the backward pass";
        }}};
   options.insert(options.end(), more.begin(), more.end());
   return options;
@@ -1431,6 +1554,7 @@ int main(int argc, char** argv) {
   const std::string refusal = parse_sweep(options, {argv + 1, argv + argc}, o);
   if (!refusal.empty()) return refuse(refusal);
   if (o.tile) return finish(print_tile());
+  if (o.last_head) return finish(check_last_head());
   if (!o.not_drawn.empty()) {
     fprintf(stderr, "%d problems have none of:%s\n", int(o.problems.size()), o.not_drawn.c_str());
     return finish(exit_wrong);

@@ -150,15 +150,36 @@ def test_few_lines_without_times_are_shown_each(built, german):
     assert code == 2 and "--only zzz=1: no line of " in err
 
 
+def test_a_negative_control_that_passes_its_check(built, tmp_path):
+    """It fails unless racecheck reports a hazard; compute-sanitizer may fail for another reason, such as an unsupported GPU."""
+    summary = "========= RACECHECK SUMMARY: {0} hazards displayed ({0} errors, 0 warnings)".format
+    (tmp_path / "compute-sanitizer").write_text('#!/bin/sh\necho "$SAID"\nexit $CODE\n')
+    (tmp_path / "compute-sanitizer").chmod(0o755)
+    function = re.search(r"^racecheck_reports\(\) {\n.*?^}\n", Path(RUN_ALL).read_text(), re.M | re.S)[0]
+    environment = dict(PATH=f"{tmp_path}:{os.environ['PATH']}", build=str(tmp_path))
+    for said, ended, is_reported in ((summary(2), 9, True), (summary(10), 9, True), (summary(2), 0, False), (summary(0), 1, False), ("", 139, False),
+                                     ("========= Error: Device not supported, so no hazard is reported", 1, False)):
+        code = run("bash", "-c", function + "racecheck_reports any", CODE=str(ended), SAID=said, **environment)[0]
+        assert (code == 0) == is_reported, (said, ended)
+    (tmp_path / "two.txt").write_text("good1 VEC_WIDTH=8 BLOCK_N=64 HEAD_DIM=128 expect=FAIL\nscalar_vec8 VEC_WIDTH=8 expect=FAIL\n")
+    (tmp_path / "compute-sanitizer").write_text(f'#!/bin/sh\ncase "$*" in *good1*) echo "{summary(1)}"; exit 9 ;; esac\necho "{summary(0)}"; exit 1\n')
+    code, out, err = run(RUN_ALL, "--cpu", "--csv", "--shape", "small", "--", "--check-only", SDPA_CONFIGS=str(tmp_path / "two.txt"),
+                         SDPA_BUILD_DIR=str(built[0] / "build"), **environment)
+    assert code == 1 and "sdpa_scalar_vec8 passed, but must fail its check" in err and err.count("must fail its check") == 1, err
+    assert re.findall("^(.*?),.*(?:reported by racecheck)", out, re.M) == ["good1"]
+
+
 def test_ctrl_c_while_running(built):
     """Ctrl-C keeps the rows of finished lines and the first rows of the unfinished one."""
+    names = "good1", "scalar_vec8"
+    runs = [built[0] / f"build-cpu/run/{name}.csv" for name in names]
+    for path in runs:  # of an earlier test
+        path.unlink(missing_ok=True)
     command = [RUN_ALL, "--cpu", "--shape", "small", "--shape", "1,1,1,60000,60000", "--", "--check-only"]
     process = subprocess.Popen(
         command, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL, start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         env={**os.environ, "SDPA_CONFIGS": str(built[0] / "few.txt"), "SDPA_BUILD_DIR": str(built[0] / "build"), "JOBS": "2"})
-    names = "good1", "scalar_vec8"
-    runs = [built[0] / f"build-cpu/run/{name}.csv" for name in names]
     while process.poll() is None and not all(path.exists() and ",small," in path.read_text() for path in runs):
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)

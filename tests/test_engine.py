@@ -290,12 +290,20 @@ def shift_heads(O, LSE):
     O[:] = np.roll(O, 1, axis=1)
 
 
+def lse_of(sees, value):
+    """A harm to LSE of the rows that see a key, or of those that see none. The difference of two infinite numbers is no number."""
+    return lambda O, LSE: LSE.__setitem__((LSE > -np.inf) == sees, value)
+
+
 @pytest.mark.parametrize("shape,harm", [
     *((shape, None) for shape in ("1,4,2,70,90,64,fp16,br", "2,2,1,90,40,64,bf16,br", "1,1,1,1,5,128,fp16,tl", "1,2,1,40,50,64,e4m3,br")),
     *(("1,4,2,70,90,64,fp16,br", harm) for harm in (
         lambda O, LSE: O.fill(0), shift_heads, lambda O, LSE: O.__setitem__((0, 1, 33, 5), 0xffff),
         lambda O, LSE: O.__setitem__((0, 0, 0), O[0, 0, 0] + 8), lambda O, LSE: LSE.__iadd__(0.01),
-        lambda O, LSE: LSE.__setitem__((0, 2, 7), math.nan)))])
+        lambda O, LSE: LSE.__setitem__((0, 2, 7), math.nan), lambda O, LSE: O.__setitem__((0, 1, 0), 0x7c00))),
+    *(("2,2,1,90,40,64,bf16,br", harm) for harm in (
+        lse_of(False, 0), lse_of(False, -1e30), lse_of(False, np.inf), lse_of(True, np.inf), lse_of(True, -np.inf),
+        lambda O, LSE: O.__setitem__((0, 0, 0), 0x3f80)))])  # the first row sees no key
 def test_the_check(shape, harm):
     """A right kernel passes, and one with a fault in O or LSE does not."""
     problem = engine.parse_problem(shape)

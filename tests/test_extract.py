@@ -431,6 +431,15 @@ def test_a_program_finds_one_wrong_element(tmp_path, kind, dtype, Dv, tolerance,
             assert (done.stdout, done.returncode) == (f"0.2 us, {tflops} TFLOP/s, {count} wrong\n", count), (at, wrong)
 
 
+@pytest.mark.parametrize("backward,dtype,kv_dtype,tolerance", [
+    (0, 0, 0, 0.01), (0, 1, 0, 0.01), (0, 2, 0, 0.1), (0, 3, 0, 0.1), (0, 0, 1, 0.01), (0, 1, 1, 0.01), (1, 0, 0, 0.01), (1, 1, 0, 0.02)])
+def test_tolerances_of_programs(backward, dtype, kv_dtype, tolerance):
+    """fp16 and bf16 have the tolerance of fp16, but gradients in bf16 twice as much, and 8-bit types 10%. NaN is wrong."""
+    row = dict(BACKWARD=backward, DTYPE=dtype, KV_DTYPE=kv_dtype, HEAD_DIM=64, HEAD_DIM_V=0)
+    compared = re.findall(r"wrong \+= (.*);", extract_module.program("space", row))
+    assert compared and all(re.fullmatch(rf"!\(fabsf\(.*\) <= {tolerance}f \* largest\)", one) for one in compared), compared
+
+
 SETTINGS = {"USE_THIS": comments.Setting("this_", "1", True), "USE_OTHER": comments.Setting("other_", "0", False),
             "SIZE": comments.Setting("size", "4", False)}
 

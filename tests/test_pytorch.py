@@ -1847,9 +1847,9 @@ def masks_of_keys(name, hidden):
         (row.contiguous(), row[:, 0, 0]), (row[..., :1], row[:, 0, 0, :1]))]
 
 
-def with_pages(K, V):
-    """The members that change with pages of 16 keys, 6 of them, in TABLE_OF_6."""
-    return dict(K=bits_of(K), V=bits_of(V), page_table=TABLE_OF_6.tolist(), page_size=16, pages=6, Sk=32)
+def with_pages(K, V, size=16):
+    """The members that change with 6 pages of this number of keys, in TABLE_OF_6."""
+    return dict(K=bits_of(K), V=bits_of(V), page_table=TABLE_OF_6.tolist(), page_size=size, pages=6, Sk=2 * size)
 
 
 def attention_entries():
@@ -1872,6 +1872,7 @@ def attention_entries():
         (dict(k_starts=STARTS_K, k=k[:1], v=v[:1]), dict(k_starts=[0, 4, 9], K=bits_of(k[:1]), V=bits_of(v[:1]))),
         (dict(most_keys=7, k_lengths=USED), dict(most_keys=7, k_lengths=[3, 2])),
         (dict(page_table=TABLE_OF_6, k=K, v=V), with_pages(K, V) | dict(page_stride=3)),
+        (dict(page_table=TABLE_OF_6, k=K[:, :, :9], v=V[:, :, :9]), with_pages(K[:, :, :9], V[:, :, :9], 9) | dict(page_stride=3)),
         (dict(bias=bias), dict(bias=bits_of(bias, 2, 4, 5, 9), bias_dtype=torch.half)),
         (dict(bias=hidden), dict(bias=bits_of(hidden, 2, 4, 5, 9), bias_dtype=torch.bool)),
         (dict(most_keys=7, k_lengths=USED, bias=bias[..., :7]),
@@ -2116,6 +2117,35 @@ def test_each_argument_reaches_the_kernel(launches, kind):
             covered[name][1] = arguments_of(entry.call if kind != "flash_attn" else getattr(sys.modules["flash_attn_interface"], name))
     for name, (seen, arguments) in covered.items():
         assert arguments <= seen, (name, arguments - seen)
+
+
+@needs_no_gpu
+def test_pairs_of_arguments_reach_the_kernel(launches):
+    """Each pair of arguments changes the members of both, and the build has the features of both: stand_in.recorded() compares
+    them."""
+    ran, refused = 0, Counter()
+    for name, entry in itertools.islice(attention_entries(), 2):
+        plain, _ = entry.run(launches)
+        kinds = {(*changes, want.get("page_size"), "key_mask" in want): (changes, want) for changes, want in entry.rows
+                 if "block_mask" not in changes}  # it was made for a call without other arguments
+        for (a, of_a), (b, of_b) in itertools.combinations(kinds.values(), 2):
+            if a.keys() & b.keys():
+                continue
+            try:
+                got, _ = entry.run(launches, **a, **b)
+            except RuntimeError as error:
+                why = re.match("sdpa.attention: (softcap and bias are parts|bias is of shape|e4m3 has no bias but)", str(error))
+                assert why, (name, list(a), list(b), error)
+                refused[why[1]] += 1
+                continue
+            want = plain | of_a | of_b
+            has_lengths = any(want[member] for member in stand_in.MEMBERS_OF["USE_LENGTHS"].split())
+            if want["bias"] or want["key_mask"]:  # with lengths, a mask of keys is a bias, which has rows for the longest sequence
+                want |= {member: got[member] for member in ("bias", "bias_dtype", "key_mask")} if has_lengths else {}
+                assert bool(got["bias"]) == (not got["key_mask"]), (name, list(a), list(b))
+            assert got == want, (name, list(a), list(b))
+            ran += 1
+    assert ran > 280 and len(refused) == 3 and refused.total() < 60, (ran, refused)
 
 
 @needs_no_gpu
