@@ -128,8 +128,8 @@ inline double scale_of(const Problem& p) {
   return p.scale == 0 ? 1 / std::sqrt(double(p.D)) : p.scale;
 }
 
-// An upper bound of |logit| before a softcap: the largest norm of a row of Q times the largest norm
-// of a row of K (Cauchy-Schwarz). Infinite without inputs.
+// An upper bound of |logit| before a softcap: the scale times the largest norms of rows of Q and K
+// (Cauchy-Schwarz). Infinite without inputs.
 inline double largest_logit(const Problem& p) {
   const auto longest_row = [&](const float* x, Tensor t, const std::vector<double>& factors) {
     double longest = 0;
@@ -216,9 +216,9 @@ struct Row {  // coordinates of a query row in [B,Hq,Sq]
 // sequence. A kernel that multiplies it by a weight of 0 gets NaN, and a kernel that skips the key
 // gets O[d]; both are accepted.
 struct Result {
-  std::vector<double> O;  // [D]
+  std::vector<double> O;  // [Dv]
   double LSE;
-  std::vector<char> open;  // [D]
+  std::vector<char> open;  // [Dv]
 };
 
 // Sequence b: its numbers of queries and keys, and its first rows in the tensors.
@@ -312,7 +312,7 @@ inline double dot(const float* x, const float* y, int n) {  // n must be a multi
   return sum;
 }
 
-// Computes one row. If all logits are -inf or the row sees no key, O = 0 and LSE = -inf.
+// Computes one row. If it sees no key or all logits are -inf, O = 0 and LSE is the sink, or -inf.
 inline Result attend(const Problem& p, const Row& row) {
   const int h_kv = row.h / (p.Hq / p.Hkv), D = p.D, Dv = p.d_v();
   const Sequence s = sequence_of(p, row);
@@ -321,13 +321,13 @@ inline Result attend(const Problem& p, const Row& row) {
   const double infinity = std::numeric_limits<double>::infinity();
   const size_t head = size_t(row.b) * p.Hq + row.h,
                kv_head = size_t(p.packs_k ? 0 : s.b) * p.Hkv + h_kv;
-  const size_t own_kv_head = size_t(s.b) * p.Hkv + h_kv;
+  const size_t factor_head = size_t(s.b) * p.Hkv + h_kv;
   const auto factor = [](const std::vector<double>& of_heads, size_t h) {
     return of_heads.empty() ? 1.0 : of_heads[h];
   };
   const double scale = scale_of(p) * factor(p.q_factor, size_t(s.b) * p.Hq + row.h) *
-                       factor(p.k_factor, own_kv_head);
-  const double v_factor = factor(p.v_factor, own_kv_head);
+                       factor(p.k_factor, factor_head);
+  const double v_factor = factor(p.v_factor, factor_head);
   const float* const Q = p.Q + (head * p.Sq + row.q) * D;
   const float* const K = p.K + kv_head * p.Sk * D;
   const float* const V = p.V + kv_head * p.Sk * Dv;
@@ -460,9 +460,9 @@ struct Type {
 };
 constexpr Type fp16{"fp16", 10, 0x1p-14, 65504, {1e-3, 1e-3, 1e-3}};
 constexpr Type bf16{"bf16", 7, 0x1p-126, 0x1p127, {8e-3, 8e-3, 1e-3}};
-const Type fp32{"fp32", 23, 0x1p-126, 0x1p127, {1e-6, 1e-6, 1e-6}};  // of a bias, not of other tensors
-// Types of inputs only. With e4m3 the weights have 3 mantissa bits and the logits are sums of 14
-// bits. With u8 the weights are fp16.
+const Type fp32{"fp32", 23, 0x1p-126, 0x1p127, {1e-6, 1e-6, 1e-6}};  // only for a bias
+// Types of inputs only. With e4m3 the weights have 3 mantissa bits and the logits are sums with
+// 14 bits. With u8 the weights are fp16.
 constexpr Type e4m3{"e4m3", 3, 0x1p-6, 448, {4e-2, 6e-2, 4e-3, 3}};
 constexpr Type u8{"u8", 10, 1, 127, {1.5e-3, 2e-3, 1e-3}};
 
@@ -607,7 +607,7 @@ class Comparison {
 //
 // s = scale * Q @ K.T, and x is the logit: s, the softcap of s, or SCORE_MOD of s, plus a bias. MASK_MOD
 // may hide keys. O and LSE are inputs, since a kernel gets them from a forward pass with rounded results,
-// which is checked separately. Does not support descale factors.
+// which is checked separately. Does not support descale factors or key masks.
 
 // A row of a gradient: a weighted sum of rows of a tensor.
 struct Gradient {
@@ -702,8 +702,8 @@ class Backward {
   // Computes elements of a row of dBias: those in some columns, or with sums_keys one element, the sum over
   // these columns. b, h or q is -1 if dBias is summed over all batches, heads or queries. A kernel sums in
   // fp32 and stores dBias as `type`. Does not support packed sequences.
-  Gradient of_bias(int b, int h, int q, const Columns& of, bool sums_keys, const Type& type) const {
-    Gradient sum(sums_keys ? 1 : (of.end - of.first + of.step - 1) / of.step);
+  Gradient of_bias(int b, int h, int q, const Columns& columns, bool sums_keys, const Type& type) const {
+    Gradient sum(sums_keys ? 1 : (columns.end - columns.first + columns.step - 1) / columns.step);
     const auto range = [](int i, int size) { return i < 0 ? std::make_pair(0, size) : std::make_pair(i, i + 1); };
     const auto [b_begin, b_end] = range(b, p_.B);
     const auto [h_begin, h_end] = range(h, p_.Hq);
@@ -714,14 +714,14 @@ class Backward {
         for (int query = q_begin; query < std::min(q_end, s.Sq); query++) {
           const size_t i = (size_t(batch) * p_.Hq + head) * p_.Sq + s.first_query + query;
           double row_error = 0;  // of dP - delta, if the errors of all keys are equal: they share delta
-          for (int column = of.first; column < of.end; column += of.step) {
+          for (int column = columns.first; column < columns.end; column += columns.step) {
             const int k = p_.bias.of_last_keys ? column + s.Sk - p_.bias.keys : column;
             if (k < int(first_key(p_, s, query)) || k >= int(past_last_key(p_, s, query))) continue;
             const Place place{batch, head, query, k, s.Sq, s.Sk};
             if (hides(place)) continue;
             const size_t j = (size_t(batch) * p_.Hkv + head / group()) * p_.Sk + s.first_key + k;
             const Pair pair = pair_of(i, j, place);
-            const size_t at = sums_keys ? 0 : (column - of.first) / of.step;
+            const size_t at = sums_keys ? 0 : (column - columns.first) / columns.step;
             sum.x[at] += pair.dLogit;
             sum.variance[at] += pair.dLogit_variance;
             sum.total[at] += std::fabs(pair.dLogit);
@@ -766,7 +766,7 @@ class Backward {
   struct Place {  // of a pair in its sequence
     int b, h, q, k, Sq, Sk;
   };
-  struct Logit {  // of a scaled score s; slope: its derivative by s
+  struct Logit {  // of a scaled score s; slope: its derivative with respect to s
     double value, slope, slope_error;
   };
   struct Pair {  // a query and a visible key
@@ -849,7 +849,7 @@ class Backward {
                            of_flush * of_flush + double(FLT_MIN) * FLT_MIN;
     return pair;
   }
-  // The error of rounding x to nearest; 0 if the result is no normal number.
+  // The error of rounding x to nearest; 0 unless x is a normal number.
   double rounding_error(double x) const {
     const double unit = ulp(type_, x);
     return unit > 0 ? std::nearbyint(x / unit) * unit - x : 0;
@@ -931,12 +931,12 @@ class GradientComparison {
   std::string verdict() const {
     if (!(largest_ <= largest_limit)) {
       return worst_ +
-             format(", %.3g times the error of roundings, tol=%g", largest_, largest_limit);
+             format(", %.3g times the expected rounding error, tol=%g", largest_, largest_limit);
     }
     // The limit is higher for few rows, since the errors of a row are correlated. Equal rows have equal errors.
     const double limit = rms_limit * (1 + 3 / std::sqrt(double(std::max<size_t>(distinct_.size(), 1))));
     if (!(rms() <= limit)) {
-      return format("%s: rms error is %.3g times that of roundings, tol=%.3g; worst ", name_, rms(),
+      return format("%s: rms error is %.3g times the expected one, tol=%.3g; worst ", name_, rms(),
                     limit) +
              worst_;
     }

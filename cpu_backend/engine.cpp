@@ -201,8 +201,8 @@ struct Meeting {  // of some lanes of a warp, in one collective
 
 struct Barrier {
   int count = 0, arrived = 0;
-  bool open = false;  // somebody is here
-  bool all[2];        // votes of even times and of odd ones
+  bool open = false;  // a thread has arrived
+  bool all[2];        // votes of even and of odd uses
   Site at{};
   std::vector<Fiber*> waiting;
   Clocks clocks;
@@ -210,8 +210,8 @@ struct Barrier {
 
 struct Mark {             // the last write to 4 bytes of shared memory through the generic proxy
   uint16_t thread_and_1;  // 0: none
-  uint16_t tracker;       // of cp.async place_of() the mbarrier that tracks it, else 0
-  uint32_t fences;        // that this thread had passed; with a tracker the number of the landing
+  uint16_t tracker;       // written by cp.async: place_of() the mbarrier that tracks it; else 0
+  uint32_t fences;        // that this thread had executed; with a tracker: number of the landing
 };
 
 struct Transfer {  // a bulk copy to shared memory in flight, or the cp.async of a thread that an mbarrier tracks
@@ -279,7 +279,8 @@ struct Range {  // of global memory
 struct Withheld {
   std::vector<Range> ranges;
   std::vector<unsigned char> bytes;  // of the ranges, one behind the other
-  int workers = 0, waiting = 0;      // with CTAs left; whose CTA waits for the launch before
+  int workers = 0;                   // with CTAs left
+  int waiting = 0;                   // of these, at griddepcontrol.wait
   bool back = false;
   std::mutex mutex;
   std::condition_variable came_back;
@@ -322,7 +323,7 @@ struct Block {  // a CTA
   size_t shared_bytes = 0;
   int done = 0;
   Barrier all, named[16];
-  std::vector<std::vector<Meeting>> meetings;  // by warp; none ever moves
+  std::vector<std::vector<Meeting>> meetings;  // by warp; reserved, so that none moves
   std::vector<Mark> marks;
   uint32_t landings = 0;  // of cp.async that mbarriers track
   struct Unfenced {
@@ -912,7 +913,7 @@ void sync_threads(const Site& at) {
 bool named_barrier(int id, int count, bool wait_here, const Site& at, bool vote) {
   const Unobserved unobserved;
   if (id < 0 || id > 15) fail(at, "barrier %d: there are 0 to 15", id);
-  if (count <= 0 || count % 32) fail(at, "barrier %d: %d threads is no multiple of a warp", id, count);
+  if (count <= 0 || count % 32) fail(at, "barrier %d: %d threads: want a multiple of 32", id, count);
   if (self->linear == 0 && wait_here) self->block->counters.barriers++;
   Barrier& barrier = self->block->named[id];
   bool& all = barrier.all[barrier.clocks.odd];
@@ -964,7 +965,7 @@ void warp_collective(unsigned mask, void* mine, Collective compute, const Site& 
     Fiber& f = fiber_of(self);
     Block& b = *self->block;
     const unsigned bit = 1u << self->lane;
-    if (!(mask & bit)) fail(at, "the mask %08x leaves out the lane that names it", mask);
+    if (!(mask & bit)) fail(at, "the mask %08x does not contain the calling lane", mask);
     std::vector<Meeting>& meetings = b.meetings[self->warp];
     Meeting* meeting = nullptr;
     for (Meeting& m : meetings) {

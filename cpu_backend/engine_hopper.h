@@ -1,26 +1,25 @@
 // The part of engine.cpp for instructions of sm_90; only engine.cpp includes it.
 //
-//   bulk loads    The destination is poison from the issue on. A load lands when no thread can go on
-//                 without it: the oldest, the newest or any one first, as the schedule says; in
+//   bulk loads    The destination is poison from the issue on. A load lands when no thread can
+//                 continue without it: the oldest, the newest or any one first, as the schedule says; in
 //                 random order also earlier.
-//   cp.async      that an mbarrier tracks lands as a bulk load does. It writes through the generic
-//                 proxy: who waits for the mbarrier has to pass a fence.proxy.async afterwards.
+//   cp.async      that an mbarrier tracks lands like a bulk load. It writes through the generic proxy:
+//                 a thread that waits for the mbarrier must then execute fence.proxy.async.
 //   bulk copies   from the shared memory of a CTA to that of another one of its cluster read their source
 //                 when they land.
 //   bulk stores   read shared memory at the wait_group.read that covers them, and write global memory
 //                 at the wait_group or at the end of the kernel.
 //   wgmma         reads its operands, registers of A included, at the wait_group that covers it; until
-//                 then the accumulators are poison. Threads do not meet before that wait.
-//   setmaxnreg    waits until others have given back what it asks for.
+//                 then the accumulators are poison. Threads are not synchronized before.
+//   setmaxnreg    waits until other threads have released enough registers.
 //   mbarriers     are initialised for loads from fence.mbarrier_init on.
-//   griddepcontrol.wait  returns when no thread can go on without it, in random order also earlier.
-//                 Until then what the launch before has written is poison, and what is written over
-//                 it is lost.
+//   griddepcontrol.wait  returns when no thread can continue without it, in random order also
+//                 earlier. Until then the results of the previous launch are poison, and writes over
+//                 them are lost.
 //
-// For ThreadSanitizer a bulk load writes when it is issued and is seen by who waits for its
-// mbarrier. Stores, and the products of each warpgroup, are threads of their own: what they read at
-// the wait they have seen no more of than its issuer had at the issue (of a warpgroup, its first
-// thread).
+// For ThreadSanitizer, a bulk load writes when it is issued, and a wait for its mbarrier synchronizes
+// with it. Bulk stores, and the products of each warpgroup, are threads of their own. They read at the
+// wait, but are synchronized with their issuer (of a warpgroup, its first thread) only at the issue.
 #pragma once
 
 namespace simt {
@@ -45,8 +44,8 @@ void observe_write(void* pointer, size_t bytes) {
 #endif
 }
 
-// Has `proxy` read what f() says, as one that has seen what was released on `issue`, and releases
-// what it has done on `proxy`.
+// Runs f(), which declares reads, as the ThreadSanitizer thread `proxy`: acquires `issue` before and
+// releases `proxy` after.
 template <class F> void observe_as(void*& proxy, const void* issue, F f) {
   (void)proxy;
   (void)issue;
@@ -89,7 +88,7 @@ void check_shared_range(const void* pointer, uint64_t bytes, int alignment, cons
 // fence after a wait for the mbarrier.
 void check_marks(uint64_t offset, int bytes, const Site& at) {
   const Block& b = *self->block;
-  if (bytes == 16) {  // mostly there is none: quickly
+  if (bytes == 16) {  // usually there is none: the fast path
     uint64_t marks[4];
     memcpy(marks, &b.marks[offset / 4], sizeof marks);
     if (!(marks[0] | marks[1] | marks[2] | marks[3])) return;
@@ -174,7 +173,7 @@ void for_parts(unsigned char* shared, int line_bytes, const Pieces& pieces, F f)
 
 void check_encoded(const CUtensorMap_st* map, const Site& at) {
   if (reinterpret_cast<uintptr_t>(map) % 64 || map->magic != CUtensorMap_st::MAGIC) {
-    fail(at, "this is no tensor map: none was encoded, or it is not aligned to 64 bytes");
+    fail(at, "this is not a tensor map: none was encoded, or it is not aligned to 64 bytes");
   }
 }
 
@@ -190,7 +189,7 @@ void check_map(const CUtensorMap_st* map, int rank, const int* coordinates, cons
          map->box[0] * element_bytes, line_bytes);
   }
   if (coordinates[0] * int(element_bytes) % 16) {  // an H200 stops with "illegal instruction"
-    fail(at, "the innermost coordinate is %d elements, which is no multiple of 16 bytes",
+    fail(at, "the innermost coordinate is %d elements, which is not a multiple of 16 bytes",
          coordinates[0]);
   }
   check_shared_range(
@@ -345,7 +344,7 @@ void start_warpgroups(Block& b) {
   b.warpgroups.resize((b.fibers.size() + 127) / 128);
   b.proxies.resize(b.warpgroups.size() + 1);
 #if defined(SIMT_TSAN)
-  for (void*& proxy : b.proxies) {  // here, since a new one has seen what its creator has
+  for (void*& proxy : b.proxies) {  // created here, since a new one has seen all that its creator has
     if (!proxy) proxy = __tsan_create_fiber(0);
   }
 #endif
@@ -364,7 +363,7 @@ Step& join(Warpgroup& w, Step::Kind kind, int value, bool& first, const Site& at
   }
   Step& step = w.steps[i];
   if (step.kind != kind || step.value != value || !same_site(step.at, at)) {
-    fail(at, "divergent warpgroup: others have come by %s instead", name_of(step.at).c_str());
+    fail(at, "divergent warpgroup: other threads executed %s instead", name_of(step.at).c_str());
   }
   return step;
 }
@@ -654,7 +653,7 @@ void retire(Warpgroup& w, int groups, const Site& at) {
   for (int t = 1; t < 128; t++) {
     if (w.position[t] != w.position[0]) {
       fail(at,
-           "divergent warpgroup: its thread %d has come by %lld more wgmma instructions than its "
+           "divergent warpgroup: its thread %d has executed %lld more wgmma instructions than its "
            "thread 0",
            t, (long long)(w.position[t] - w.position[0]));
     }
@@ -699,7 +698,7 @@ void leave(Fiber& f) {
   uint64_t number = w.first;
   for (const Step& step : w.steps) {
     if (number++ >= w.position[t.linear % 128]) {
-      fail(step.at, "divergent warpgroup: its thread returns without having come here");
+      fail(step.at, "divergent warpgroup: its thread returns without executing this");
     }
     if (step.kind == Step::Kind::product) {
       fail(step.at,
@@ -721,7 +720,7 @@ void finish_cluster(Runner& c) {
       }
       Warpgroup& w = b.warpgroups[f.thread.linear / 128];
       if (w.position[f.thread.linear % 128] != w.first + w.steps.size()) {
-        report_for(f, w.steps.back().at, "divergent warpgroup: not all of its threads came here");
+        report_for(f, w.steps.back().at, "divergent warpgroup: not all of its threads executed this");
       }
     }
   }
@@ -995,7 +994,7 @@ void wgmma_wait(int groups, const Site& at) {
 void setmaxnreg(int registers, int ctas, bool increase, const Site& at) {
   const Unobserved unobserved;
   if (registers < 24 || registers > 256 || registers % 8) {
-    fail(at, "setmaxnreg: %d registers are no multiple of 8 from 24 to 256", registers);
+    fail(at, "setmaxnreg: %d registers: want a multiple of 8 from 24 to 256", registers);
   }
   bool first;
   join(warpgroup(at), Step::Kind::registers, registers, first, at);

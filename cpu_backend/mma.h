@@ -30,7 +30,7 @@ inline int col_of(int lane, int i) { return 2 * (lane % 4) + i % 2 + i / 4 * 8; 
 
 template <class T> void check(const T* tile, unsigned ldm, const simt::Site& at) {
   if (reinterpret_cast<uintptr_t>(tile) % 32) simt::fail(at, "a wmma tile is not 32-byte aligned");
-  if (ldm * sizeof(T) % 16) simt::fail(at, "wmma: a leading dimension of %u elements is no multiple "
+  if (ldm * sizeof(T) % 16) simt::fail(at, "wmma: a leading dimension of %u elements is not a multiple "
                                            "of 16 bytes", ldm);
   // The first and last element; tiles may be in shared or global memory.
   const unsigned char* const begin = reinterpret_cast<const unsigned char*>(tile);

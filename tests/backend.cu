@@ -150,7 +150,7 @@ TEST_CASE("reports") {
                 },
                 {"divergent warp: lanes "});
   expect_report("mask without the caller", [](const Args) { __ballot_sync(0x1u, true); },
-                {"the mask 00000001 leaves out the lane that names it"});
+                {"the mask 00000001 does not contain the calling lane"});
   expect_report("too little shared memory",
                 [](const Args) {
                   struct Large {
@@ -189,7 +189,7 @@ TEST_CASE("poison") {
   }
   CHECK(launches == std::map<uint32_t, int>{{0, 3}, {~0u, 1}, {0x7b7b7b7b, 1}, {0xfbfbfbfb, 1}});
   out = run(
-      [](const Args a) {  // a copy is not there before its wait, not even what was there before
+      [](const Args a) {  // before its wait, a copy's destination has neither new nor old contents
         Scratch& s = dynamic_shared<Scratch>();
         const int tid = threadIdx.x;
         s.x[tid] = 5;
@@ -265,8 +265,7 @@ constexpr int ROW_STRIDE = 80;
 
 static float tensor_value(int head, int row, int i) { return float(head * 512 + row * 8 + i % 8); }
 
-// One CTA of `threads` threads.
-// With ctas > 1: they are one cluster.
+// Runs a CTA of `threads` threads, or one cluster of `ctas` CTAs.
 static std::vector<float> run_hopper(HopperKernel kernel, std::string& report, int threads = 128,
                                      std::vector<float>* tensor = nullptr, unsigned ctas = 1) {
   HopperArgs a{};
@@ -446,7 +445,7 @@ TEST_CASE("tma_loads") {
         HopperScratch& s = dynamic_shared<HopperScratch>();
         init_barriers(s);
         CUtensorMap four, five;
-        const cuuint64_t sizes[5] = {64, 10, 4, 1, HEADS};  // the rows of a head in fours of ten
+        const cuuint64_t sizes[5] = {64, 10, 4, 1, HEADS};  // the rows of a head in 4 groups of 10
         const cuuint64_t strides[4] = {ROW_STRIDE * 2, 10 * ROW_STRIDE * 2, 16,
                                      ROWS * ROW_STRIDE * 2};
         const cuuint32_t box[5] = {64, 4, 2, 1, 1};
@@ -537,7 +536,7 @@ TEST_CASE("tma_reports") {
         init_barriers(s);
         cp_async_bulk_tensor_load<3>(s.a, &a.map, {4, 0, 0}, &s.barriers[0], 0);
       },
-      {"the innermost coordinate is 4 elements, which is no multiple of 16 bytes"});
+      {"the innermost coordinate is 4 elements, which is not a multiple of 16 bytes"});
   expect_hopper_report(
       "tile past the end",
       [](const HopperArgs a) {
@@ -560,14 +559,14 @@ TEST_CASE("tma_reports") {
                          CUtensorMap map{};
                          cp_async_bulk_tensor_load<3>(s.a, &map, {0, 0, 0}, &s.barriers[0], 0);
                        },
-                       {"this is no tensor map"});
+                       {"this is not a tensor map"});
   expect_hopper_report("no map to prefetch",
                        [](const HopperArgs a) {
                          CUtensorMap map{};
                          prefetch_tensormap(&a.map);
                          prefetch_tensormap(&map);
                        },
-                       {"this is no tensor map"});
+                       {"this is not a tensor map"});
   expect_hopper_report("load to a barrier without init",
                        [](const HopperArgs a) {
                          HopperScratch& s = dynamic_shared<HopperScratch>();
@@ -771,7 +770,7 @@ TEST_CASE("clusters") {
 }
 
 enum class Turn { right, read_only, no_wait, no_signal, descending };
-// Each block adds 256 floats after the blocks before it. The floats are so different that a sum depends on the order.
+// Each block adds 256 floats after the blocks before it. The magnitudes differ so much that a sum depends on the order.
 template <Turn FAULT> static void add_in_turn(const Args a) {
   Scratch& s = dynamic_shared<Scratch>();
   const unsigned blocks = gridDim.x, turn = FAULT == Turn::descending ? blocks - 1 - blockIdx.x : blockIdx.x;
@@ -1074,9 +1073,9 @@ TEST_CASE("wgmma") {
   expect_hopper_report("other descriptor", break_rules<Break::other_descriptor>,
                        {"divergent warpgroup: other threads gave other descriptors"});
   expect_hopper_report("other order", break_rules<Break::other_order>,
-                       {"divergent warpgroup: others have come by backend.cu:"});
+                       {"divergent warpgroup: other threads executed backend.cu:"});
   expect_hopper_report("one warp less", break_rules<Break::one_warp_less>,
-                       {"divergent warpgroup: its thread returns without having come here"});
+                       {"divergent warpgroup: its thread returns without executing this"});
   expect_hopper_report("one warp less, and first", break_rules<Break::one_warp_first>,
                        {"deadlock in ",
                         "96 threads, first warp 0 lane 0 (thread 0), wait for the rest "
@@ -1560,7 +1559,7 @@ TEST_CASE("measure_wgmma") {
       report);
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  printf("wgmma m64n128k16, in chains of 4: %.1f us a warpgroup\n", seconds / 2000 * 1e6);
+  printf("wgmma m64n128k16, in chains of 4: %.1f us per warpgroup\n", seconds / 2000 * 1e6);
 }
 
 TEST_CASE("measure") {
@@ -1580,6 +1579,6 @@ TEST_CASE("measure") {
   const double barrier = seconds([](const Args) {
     for (int i = 0; i < rounds; i++) __syncthreads();
   });
-  printf("mma.sync m16n8k16: %.2f us a warp; __syncthreads: %.0f ns a thread\n",
+  printf("mma.sync m16n8k16: %.2f us per warp; __syncthreads: %.0f ns per thread\n",
          mma / rounds / 2 * 1e6, barrier / rounds / 64 * 1e9);
 }

@@ -9,7 +9,7 @@ All bugs of one build are compiled into one program, in which the environment va
 usage: tests/bugs.py [REGEX] [--sample N | --list]
        tests/bugs.py --drawn N [--few] [--seed S] [--touched] [--only REGEX] [FILE...]
   REGEX       bugs whose names match (default: all)
-  --sample N  at least N of them: whole builds, drawn by the commit, first one for each file that the last commit changes
+  --sample N  at least N of them: all of randomly drawn builds (seed: the commit), first one for each changed file
   --list      print their names and checks, and stop
   --drawn N   N drawn bugs, of FILEs (default: those in C++ that SWITCHED names)
   --few       build random programs only until they reach N drawn bugs; default: all programs
@@ -57,7 +57,7 @@ SANITIZE = {"plain": [], "thread": ["-fsanitize=thread", "-g1"],
 ENGINE = {"plain": [], "thread": ["-DSIMT_TSAN"], "address": ["-DSIMT_ASAN"]}
 # Compiled into the programs in C++.
 SWITCHED = ["sdpa.cu", "sdpa_backward.cu", "reference.cpp", *("harness/" + name for name in sorted(os.listdir(f"{ROOT}/harness")))]
-OF_LINES = ["sdpa.cu", "sdpa_backward.cu"]  # of these the kernels of a line
+OF_LINES = ["sdpa.cu", "sdpa_backward.cu"]  # with the kernels of a line
 PYTORCH = [path for path in Tree().sources("bindings/pytorch.cpp") if "pytorch" in path]  # compiled into the PyTorch binding
 
 
@@ -71,7 +71,7 @@ class Program:
     kind: str = "plain"  # or the sanitizer
     knobs: str = ""
     tests: str = ""  # "": tests/sweep.cu; else contract, plan, batch or unit
-    cases: frozenset = frozenset()  # compiled of tests/TESTS.cu; empty: all
+    cases: frozenset = frozenset()  # to compile of tests/TESTS.cu; empty: all
 
     @property
     def source(self):
@@ -311,7 +311,7 @@ class Bug:
     knobs: str
     options: str
     script: str
-    file: str  # that has the bug: sdpa.cu, or that before the script, with a colon
+    file: str  # with the bug: sdpa.cu, or the one before the script and a colon
     section: str  # of tests/bugs.txt
 
     def program(self, cases=frozenset()):
@@ -334,7 +334,7 @@ class Bug:
         """The text of the file with the bug."""
         edits = re.findall("s~[^~]*~[^~]*~[a-z0-9]*", self.script)
         if re.sub(r"[;\s]", "", self.script) != re.sub(r"[;\s]", "", "".join(edits)):
-            raise Broken(f"{self.name}: not edits alone: {self.script}")
+            raise Broken(f"{self.name}: not only edits: {self.script}")
         text = read(self.file)
         for edit in edits:
             done = subprocess.run(["sed", "-E", edit], input=text, capture_output=True, text=True, check=False)
@@ -417,7 +417,7 @@ def try_program(builder, program, bugs, edited):
         try:
             if bug.number in reached and bug.number not in builder.rejected:
                 found = outcome([executable, *bug.words()], 10 + 10 * seconds, {"MUTANT": str(bug.number)})
-            else:  # no switch can stand in its place
+            else:  # it cannot be switched
                 alone = builder.build(program, {}, ((bug.file, edited[bug.number]),))
                 found = outcome([alone, *bug.words()], 10 + 10 * seconds)
         except Broken as error:
@@ -474,7 +474,7 @@ def git(*words):
 
 
 def takes_long(bug):
-    """True if something else than a line is compiled for this bug: the harness, the CPU backend, tests/unit.cu or the PyTorch binding."""
+    """True if something other than a line is compiled for this bug: the harness, the CPU backend, tests/unit.cu or the PyTorch binding."""
     if bug.net == "pytest":
         return bug.file in PYTORCH or "torch" in read("tests/" + bug.options.split()[0])
     return bug.net in ("thread", "address", "unit") or bug.file not in OF_LINES

@@ -9,7 +9,7 @@ using Hides = reference::Mask;
 using reference::Tolerance;
 
 // The fault of a wrong kernel, set by the tests below.
-static std::function<void(const SdpaParams&, int)> spoil;  // after a launch, with which one it is
+static std::function<void(const SdpaParams&, int)> spoil;  // called after each launch, with its number
 static SdpaStatus (*spoilt)(const SdpaParams&, cudaStream_t) = sdpa_forward;
 
 namespace {
@@ -59,7 +59,7 @@ static bool passes(const Tolerance& tolerance, int bits, double all, double larg
 TEST_CASE("tolerances") {
   const struct {
     Tolerance of;
-    int bits;  // whose units these are
+    int bits;  // mantissa bits, which give the unit
     double all, too_many, largest, too_large, lse;
   } cases[] = {{fp16.tolerance, 10, 1, 2, 2, 3, 1e-3},
                {reference::bf16.tolerance, 7, 1, 2, 2, 3, 1e-3},
@@ -143,8 +143,8 @@ TEST_CASE("merged_rows") {
                 {"O is not rounded to nearest: its mean error is -0.4", usual, 0, 0, 0, 0.4, 1},
                 {"", usual, 0, 0, 0, 0.2, 1},
                 {"rel_rms=0.0422 tol=0.04; worst ", e4m3, 0.0422, 0, 0, 0, 1},
-                {"", e4m3, 0.0422, 0, 0, 0, 1e-3},  // in truth one row
-                {"", usual, 0, 0.01, 0, 0, 64},     // beside elements of 20 the error is small
+                {"", e4m3, 0.0422, 0, 0, 0, 1e-3},  // effectively one row
+                {"", usual, 0, 0.01, 0, 0, 64},     // the error is small relative to elements of 20
                 {"O(b=0,h=0,q=17,d=5) ref=", usual, 0, 0.04, 0, 0, 64}};
   for (const auto& fault : faults) {
     for (int parts : {1, 3, 8}) {
@@ -296,7 +296,7 @@ TEST_CASE("reference_kernel_of_all") {
                                                          reference_kernel_of<__nv_bfloat16, __nv_fp8_e4m3>};
   const char* const dists_of_all[] = {"normal", "outliers", "uniform", "ramps"};
   for (int n = 0; n < 48; n++) {
-    const int types = n % 6;  // of the last two Q has 16 bits, and K and V have 8
+    const int types = n % 6;  // the last two: 16-bit Q, 8-bit K and V
     changed.now.query = DType(types % 4);
     changed.now.input = types > 3 ? DType::e4m3 : changed.now.query;
     changed.now.D = sizes[n / 6 % 8][0];
@@ -446,7 +446,7 @@ TEST_CASE("given") {
     }
     CHECK((same && factors_same));
     if (p.descale == "zeros" && n % 2) CHECK(std::count(want.k_factor.begin(), want.k_factor.end(), 0.0) > 0);
-    if (paged) {  // entries that nobody may follow, and one page for all that has no key
+    if (paged) {  // entries that no visible key needs: out of bounds, or the shared page
       const int* const table = g.page_table;
       const int entries = p.B * g.page_stride;
       CHECK((std::count(table, table + entries, -7) > 0 && std::count(table, table + entries, 2147483647) > 0));
@@ -880,8 +880,8 @@ static SdpaStatus backward_by_reference(const SdpaParams& p, const Gradients& g,
   return {};
 }
 
-// Each gradient has a check for every fault: of its values, of what is not written or written elsewhere, of
-// rows that are no query or no key, and of its bits in a second launch.
+// Faults of each gradient are detected: wrong values, missing writes, writes elsewhere or to unused rows, and
+// bits that differ in a second launch.
 TEST_CASE("spoiled_gradients") {
   ChangedLine changed;
   make_tensor = [](const Problem& p, Tensor t) { return std::make_unique<DeviceTensor>(p, t); };
@@ -939,7 +939,7 @@ TEST_CASE("spoiled_gradients") {
   struct Found {
     const char* name;  // in sentences
     std::function<void*(G)> data;
-    size_t bytes, used, element;  // used: an element
+    size_t bytes, used, element;  // used: the index of an element
   };
   const size_t query = row_of(true, true), key = row_of(false, true);
   const Found all[] = {{"dQ", [](G g) { return g.dQ; }, size_t(B) * H * Sq * D * 2, query * D + 5, 2},
@@ -976,7 +976,7 @@ TEST_CASE("spoiled_gradients") {
   says("dQ(", [&](G g, int n) { if (n == 2) bits_at(g.dQ, query * D) = 0x4500; });
   says("was never written", [&](G g, int n) { if (n == 2) bits_at(g.dQ, query * D) = 0xffff; });
   says("dK", [&](G g, int n) { bits_at(g.dK, key * D) ^= n == 2; });
-  // Inputs stay as they are.
+  // Inputs must not change.
   says("the kernel wrote into dO", [&](G g, int) { bits_at(g.dO, query * D) ^= 1; });
   says("the kernel wrote into Q", [&](G, int) { bits_at(forward.Q, 0) ^= 1; });
   says("the kernel wrote into K", [&](G, int) { bits_at(forward.K, 0) ^= 1; });
@@ -1044,7 +1044,7 @@ TEST_CASE("every_row_by_the_reference_kernel") {
     Swept run = sweep(words);
     CHECK((run.code == 0 && run.of("rows_witnessed") == "420" && std::stoi(run.of("rows_checked")) < 100));
     for (int head = 0; head < 6; head += heads_at_once == 2 ? 1 : 5) {
-      const int row = head * 70 + 37;  // not beside an edge, and not drawn for these
+      const int row = head * 70 + 37;  // not at an edge, and not in these samples
       run = sweep(words, [&](const SdpaParams& p, int) { if (p.LSE) element(p, row, 63) = rounded<Output>(4); });
       CHECK((run.code == 1 && says(run, format("against the reference kernel: O(b=%d,h=%d,q=37,d=63)", head / 3, head % 3))));
       run = sweep(words, [&](const SdpaParams& p, int) { if (p.LSE) p.LSE[row] += 1; });
@@ -1165,7 +1165,7 @@ TEST_CASE("columns") {
     CHECK(cell(one.first.c_str()) == one.second);
     if (cell(one.first.c_str()) != one.second) fprintf(stderr, "%s: %s\n", one.first.c_str(), cell(one.first.c_str()).c_str());
   }
-  // 128 bytes a row of 2 * 4 * 100 rows of Q and O each, and 2 * 2 * 300 of K and V each: 512000
+  // 128 bytes per row: 2 * 4 * 100 rows of Q and O each, 2 * 2 * 300 of K and V each: 512000
   // bytes in 5.12 us
   d.memory_bytes = 1e11;
   CHECK((cell("bound") == "matrix" && r.memory_us(d) == doctest::Approx(5.12)));
@@ -1175,7 +1175,7 @@ TEST_CASE("columns") {
   CHECK((cell("tflops") == "5.13" && cell("causal") == "br"));
   r.problem.mask = Hides::none;
   r.problem.window_left = 9;
-  r.problem.window_right = 0;  // 10 keys, and 45 less at the begin
+  r.problem.window_right = 0;  // 10 keys, and 45 fewer at the beginning
   CHECK((cell("tflops") == "0.20" && cell("window") == "9:0"));
   r.problem.window_alignment = Hides::bottom_right;
   CHECK((cell("tflops") == "0.20" && cell("window") == "9:0:br"));
@@ -1193,7 +1193,7 @@ TEST_CASE("columns") {
   r.problem.k_lengths = {400, 0, 100};
   r.problem.q_starts = {0, 5, 8, 10};
   r.problem.max_ctas = 4;
-  // 5 * 400 + 2 * 100 pairs of 4 * 48 FLOP; 10 rows of 192 bytes, 500 of keys
+  // 5 * 400 + 2 * 100 pairs of 4 * 48 FLOP; 192 bytes per row: 10 rows of queries, 500 of keys
   CHECK((flops_of(r.problem) == doctest::Approx(192 * 2200.0) && r.memory_us(d) == doctest::Approx(510 * 192 / 1e5)));
   CHECK((cell("softcap") == "2.5" && cell("sinks") == "1" && cell("lengths") == "1" && cell("packed") == "q" && cell("pages") == "32"));
   r.check = "";

@@ -1445,7 +1445,7 @@ CASE_IF("failed_maps", Defines::is_wgmma) {
     simt::fail_next("cuTensorMapEncodeTiled", cudaErrorInvalidValue, n);
     const SdpaStatus status = b.call(b.p);
     simt::fail_next("cuTensorMapEncodeTiled", 0);
-    if (status.ok()) {  // O has a map where it is stored by one
+    if (status.ok()) {  // O has a map only if it is stored by TMA
       CHECK((n >= 3 && b.is_right()));
       continue;
     }
@@ -1559,7 +1559,7 @@ CASE_IF("many_keys", Defines::kernel != KernelKind::scalar) {
   p.window_left = 4096;
   p.causal = Causal::bottom_right;
   CHECK(!begins(a.forward(p), "a query sees"));
-  if (Defines::use_lengths) {  // most_keys says how many there are of Sk; the sequence has five
+  if (Defines::use_lengths) {  // keys are limited by Sk and most_keys; the sequence has five
     const Ints length({5});
     for (int most_keys : {0, 65536, 65537, 1 << 20}) {
       SdpaParams few = a.p;

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Covering arrays of builds, on the CPU backend. For each kind of kernel there are builds such that every two values of two
-knobs meet in one of them, except for pairs that sdpa.cu refuses; such a pair is found by trying to complete it.
+"""Covering arrays of builds, on the CPU backend. For each kind of kernel, each pair of values of two knobs
+occurs in a build, except for pairs that sdpa.cu refuses: those with which a random search finds no legal build.
 
-By default the arrays cover all knobs. Every value of a knob meets every value of a member of the problem, and every two
-members meet. Each problem is checked against the reference.
+By default the arrays cover all knobs. Pairs of a knob and a member of the problem, and of two members, are covered too.
+Each problem is checked against the reference.
 
 --features covers the knobs in FEATURES. Each build runs a sweep of four random problems (--quick: eight), one of them also in a chain of
 kernels. Builds that together have each value of each knob run more, until these are of all kinds that the build takes. Each
@@ -48,7 +48,7 @@ KNOBS = dict(
     USE_LAZY_MAX="1 0", SWIZZLE_XOR="1 0", USE_PERSISTENT_CTA="1 0", USE_FAST_EXP="0 1", OVERLAP="1 0", USE_PING_PONG="0 1",
     SKIP_MASKED="1 0", FP8_FLUSH="8 0 1", SYNC_POLICY="1 5", USE_WMMA_PV="1 0", FP16_ACC="NONE BOTH",
     NUM_PRODUCER_WARPS="1 2", USE_WARP_SPECIALIZATION="1 0")
-# Of each kind of kernel what is particular. A tuned build is judged by one of its tiles, and types what TYPED has.
+# The values that replace these in a kind of kernel. TILE stands for the tile of a tuned build, which sets only TYPED.
 ROLES = dict(USE_WGMMA="1", SWAP_AB="0", USE_WARP_SPECIALIZATION="1")
 TILE = dict(BLOCK_M="64", BLOCK_N="64", NUM_WARPS="4", SPLIT_KV="1", SPLIT_CTAS="1", PACK_GQA="0", STAGES="1", USE_LAZY_MAX="1")
 KINDS = dict(
@@ -67,8 +67,8 @@ KINDS = dict(
 TYPED = ("HEAD_DIM", "HEAD_DIM_V", "DTYPE", "OUT_DTYPE", "VEC_WIDTH", "BLOCK_M", "USE_FAST_EXP", "USE_SOFTCAP", "USE_SINKS", "USE_BIAS",
          "USE_KEY_MASK", "USE_LENGTHS", "USE_PAGES", "USE_MMA_SYNC", "USE_WGMMA")
 
-# --features: the knobs of which every two values meet, by the values to try; of a kind also its own. Other knobs take some
-# legal value. USE_SOFTCAP=2 is USE_SOFTCAP=1 with another tanh, but for a kernel that has a polynomial for the latter. USE_BIAS=3 and 5
+# --features: the values of knobs whose pairs are covered; FEATURES_OF has those of a kind. Other knobs have any legal
+# value. USE_SOFTCAP=2 is USE_SOFTCAP=1 with another tanh, but for a kernel that has a polynomial for the latter. USE_BIAS=3 and 5
 # are USE_BIAS=1 and 4 with another type, and USE_PAGES=2 takes the pages of USE_PAGES=1: a kind whose code is the same has one of them.
 FEATURES = dict(DTYPE="FP16 BF16", KV_DTYPE="AUTO", HEAD_DIM="64 96", USE_SOFTCAP="1 0", USE_BIAS="1 2 3 4 0", USE_KEY_MASK="1 0", USE_SINKS="1 0", USE_LENGTHS="1 0", USE_PAGES="0 1 2",
                 SPLIT_KV="1 2", SPLIT_CTAS="1 0", PACK_GQA="0 1", USE_LAZY_MAX="1 0", OVERLAP="1 0", SKIP_MASKED="0 1")
@@ -82,7 +82,7 @@ FEATURES_OF = dict(
     wgmma_transposed=dict(HEAD_DIM="64 128", USE_SOFTCAP="2 0", USE_BIAS="3 2 5 0"),
     wgmma_e4m3=dict(DTYPE="FP8_E4M3", FP8_FLUSH="8 0 1"))
 
-# --features: also all combinations of these values meet. Other features switch off parts of the softmax by a stale maximum,
+# --features: all combinations of these values are covered. Other features switch off parts of the softmax by a stale maximum,
 # and the map of the bias.
 TOGETHER_OF = dict(
     wgmma_roles=[dict(USE_LAZY_MAX="1", USE_SOFTCAP="1", USE_BIAS="0", USE_KEY_MASK="0", SPLIT_CTAS="1", SPLIT_KV="1", DTYPE="BF16"),
@@ -123,12 +123,12 @@ def takes(build, problem):
     return ((not problem["lengths"] + problem["packed"] + problem["most_keys"] or "USE_LENGTHS" in has) and
             bool(problem["pages"]) == ("USE_PAGES" in has) and not (problem["pages"] and "k" in problem["packed"][9:]) and
             (problem["pages"] != "--pages 3" or build["USE_PAGES"] == "2") and
-            # A sink may leave nothing of such keys.
+            # A sink may outweigh all such keys.
             (not problem["sinks"] or "USE_SINKS" in has and dist not in ("negative", "stairs")) and
             (not problem["bias"] or build["USE_BIAS"] != "0" and
              ("add" if build["USE_BIAS"] == "2" else "bool") not in problem["bias"] and
              (build["USE_BIAS"] not in ("4", "5") or problem["bias"] in ("--bias add", "--bias padding")) and
-             # Beside such logits a float loses what is added.
+             # A float cannot hold such a logit plus a bias.
              (build["USE_BIAS"] == "2" or dist not in ("stairs", "huge"))) and
             (not problem["key_mask"] or "USE_KEY_MASK" in has) and
             (not problem["softcap"] or "USE_SOFTCAP" in has) and (not problem["descale"] or is_8bit) and
@@ -169,7 +169,7 @@ static bool is_legal(const Build& b) {
 }
 
 struct Domain { const int* values; int count; };
-// A build with one of these values of each knob, as the legal one that was found first by so many tries; false if none was.
+// Finds the first legal one of `tries` random builds with these values of knobs. Returns false if there is none.
 extern "C" bool complete(const Domain* domains, long tries, unsigned long long state, int* found) {
   for (long n = 0; n < tries; n++) {
     K typed;
@@ -183,7 +183,7 @@ extern "C" bool complete(const Domain* domains, long tries, unsigned long long s
     SDPA_KNOBS(SDPA_DRAW)
     if (typed.num_warps < typed.split_kv) continue;  // Build would divide by 0
     const Build b(typed);
-    // About half of what a CTA may have. sdpa.cu refuses over 227 KB with all that a kernel keeps, where it has the types.
+    // About half of what a CTA may have. sdpa.cu refuses over 227 KB for all that a kernel keeps; this needs its types.
     const int of_keys = b.split_kv * b.stages * b.block_n * (b.head_dim + (b.use_wgmma && b.kv_type == DType::e4m3 ? 2 : 1) * b.d_v);
     const int bytes = (of_keys + b.block_m * b.head_dim) * b.kv_bytes + (b.split_kv > 1 ? 4 * b.block_m * b.d_v : 0);
     if (bytes < 128 * 1024 && is_legal(b)) return true;
@@ -336,7 +336,7 @@ class Problems:
 
     def __init__(self, kind, builds, least):
         self.random, self.builds, self.free = random.Random(kind.name), builds, kind.free
-        # For each build the members that a problem may have beside the first ones of all others.
+        # For each build, the values of each member that are possible with the first values of all others.
         self.domains = []
         for build in builds:
             first = {member: values[build["USE_PAGES"] != "0" and member == "pages"] for member, values in MEMBERS.items()}
@@ -443,7 +443,7 @@ def merge_two(builds, covered_by, wanted):
 
 
 def cross_few_features(kinds):
-    """The builds of --quick. Each has the most that is new of several candidates of each kind."""
+    """The builds of --quick. Each covers the most that is new, of several candidates of each kind."""
     def covers(kind, one):
         return "any" if len(one) == 2 else kind.name, one
 

@@ -1,7 +1,7 @@
 // The parts of sdpa_backward()'s contract that the harness does not test: refusals, problems
 // without rows or keys, strides of dimensions of size 1, the stream of all launches, consecutive launches
 // with one workspace, which queries a tile of keys iterates over, the derivatives of dual numbers, and a bias whose
-// elements are the least floats.
+// elements are the lowest float.
 #define SDPA_NO_MAIN
 #include "../sdpa_backward.cu"
 
@@ -399,7 +399,7 @@ TEST_CASE("bias_of_sequences") {
   simt::gpu = {};
 }
 
-// A row whose biases are all the least finite float has finite gradients, in which rows that see no key have no part.
+// A row whose biases are all the lowest finite float has finite gradients. Rows that see no key add nothing to them.
 TEST_CASE("least_bias") {
   if (!Defines::adds_bias || !Defines::use_sinks) return;
   Gradients g(1, 2, 1, 40, 70);

@@ -38,7 +38,7 @@ Placement place(const Problem& p, Tensor tensor) {
   const int64_t pad = std::min<int64_t>(line.vec_width, 16 / element_bytes(dtype_of(tensor))), far = int64_t(1) << 31;
   Placement at;
   at.strides = nested(D, 0, 0);
-  int together = 3;  // of row, head and batch: the dimensions inside a piece
+  int together = 3;  // of row, head and batch: the number of dimensions inside a piece
   const bool is_dO = tensor == Tensor::dO, is_bshd = p.layout == "bshd" || (p.layout == "packed" && !is_input);
   if (is_dO ? p.layout == "bhsd" : is_bshd) {
     at.strides = {S * H * D, D, H * D};
@@ -102,7 +102,7 @@ class PlacedTensor : public DeviceTensor {
 
   void* first() const override { return data() + (MARGIN + at.first) * int64_t(element_bytes); }
   void poison() override { write({}); }
-  void write(const Bits& x) override {  // nothing: poison alone
+  void write(const Bits& x) override {  // empty: only poison
     for (int64_t row = 0; row < end(); row += step()) {
       Bits piece(piece_elements(), POISON);
       if (!x.empty()) {
@@ -130,7 +130,8 @@ class PlacedTensor : public DeviceTensor {
   int64_t step() const { return std::max<int64_t>(1, at.piece_rows); }
   int64_t end() const { return std::max<int64_t>(1, rows_); }
   size_t piece_elements() const { return size_t(at.piece_span + 2 * MARGIN); }
-  int64_t start(int64_t row) const {  // of the margin before the piece; it is all of it or rises
+  // Offset of the margin before the piece of this first row, which is its lowest row unless there is one piece.
+  int64_t start(int64_t row) const {
     return at.piece_rows == rows_ ? 0 : place_of(row);
   }
   int64_t place_of(int64_t row) const {
@@ -238,7 +239,7 @@ SdpaParams spread_inputs(const Problem& problem, SdpaParams p) {
     }
     *x.data = to;
   }
-  if (p.page_table && is_far[2] && !has_clock) {  // an int, which passes 2^31 from the third sequence on
+  if (p.page_table && is_far[2] && !has_clock) {  // page_stride is an int: offsets pass 2^31 from the third sequence on
     const int64_t stride = INT_MAX, old_stride = p.page_stride;
     copies.emplace_back(new Guarded("a spread page table", size_t((p.B - 1) * stride + old_stride) * sizeof(int)));
     int* const to = copies.back()->data<int>();

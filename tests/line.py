@@ -101,7 +101,7 @@ def numbers():
 
 def gradients():
     """Problems for a line with a backward pass: partial tiles, rows without a key, keys that no row sees, and no key; logits and LSE far
-    from 0; a V that is constant and a dO that is 1; a dO whose rows are one, or that lies in other ways; offsets beyond 2^31."""
+    from 0; a constant V, and a dO of ones; a dO whose rows are shared, or in other layouts; offsets beyond 2^31."""
     ragged = "--shape 2,4,2,33,70 --shape 1,3,1,70,33 --shape 1,4,1,65,127 --shape 1,1,1,200,270"
     tiles = "--shape 2,4,2,33,70 --shape 1,1,1,130,190"  # fewer, of one and of several tiles
     backwards = layout_backwards(run("--shape small")[1])

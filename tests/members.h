@@ -4,7 +4,7 @@
 #include <string>
 #include <type_traits>
 
-#include "sdpa_members.h"  // SDPA_MEMBERS, as bindings/sdpa.h has them: one that is missing does not compile
+#include "sdpa_members.h"  // SDPA_MEMBERS: those of bindings/sdpa.h; compiles only if sdpa.cu has as many
 
 // Calls visit(name, member) for each member, in order.
 template <class Params, class Visit> void visit_members(Params& params, const Visit& visit) {

@@ -132,7 +132,7 @@ template <class B> Planned problem(int n, int sequences, int rows, bool packs_q,
     of.Sq = p.Sq = of.q_starts.back() + n % 2;
     p.q_starts = of.q_starts.data();
   }
-  if (n % 4 != 1) {  // of many magnitudes; every ninth as many as there are, or more
+  if (n % 4 != 1) {  // of many magnitudes; of nine, one has all keys and one none
     for (int b = 0; b < sequences; b++) {
       const int length = draw(1 + (int64_t(most) >> draw(20)));
       of.k_lengths.push_back(b % 9 == 4 ? most : b % 9 == 7 ? 0 : length);
@@ -266,11 +266,11 @@ template <class B> struct PlanCheck {
     const PlannedItem* const planned = planned_items(a);
     const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned + room.items);
     const auto* const end_of_parts = reinterpret_cast<unsigned char*>(range_partials<B>(a) + parts * groups);
-    expect(end_of_parts == scratch + counters_at, "the counters are not behind the partial results");
+    expect(end_of_parts == scratch + counters_at, "the counters do not follow the partial results");
     expect(counters_at + counters * sizeof(uint32_t) == bytes, "the counters do not end with the scratch memory");
     expect(reinterpret_cast<const unsigned char*>(merges + room.items) <= scratch + plan_end, "merges lie in the partial results");
     expect(std::all_of(scratch + plan_end, scratch + std::min(counters_at, plan_end + 4096), [](int x) { return x == 0xa5; }),
-           "written behind the plan");
+           "written past the plan");
     expect(plan.fetched == 0, "the queue does not begin with item 0");
     if (trouble.empty()) check_items(plan, planned, merges, room, is_typed);
     if (trouble.empty()) check_heads(a, plan, planned, groups, parts, counters, has_kernel);
@@ -345,7 +345,7 @@ template <class B> struct PlanCheck {
         const bool same = item.b == t.b && item.h == 0 && item.q0 == t.rows_from && item.range == int(range) &&
                           item.ranges == int(t.ranges) && item.sequence.q_row == t.own.first_query && item.sequence.Sq == t.own.Sq &&
                           item.sequence.k_row == t.own.first_key && item.sequence.Sk == t.own.Sk && item.first_partial == part;
-        const auto expect_of_it = [&](bool good, std::string_view words) {  // most items are good: no text is made of them
+        const auto expect_of_it = [&](bool good, std::string_view words) {  // formats only failures: most items are good
           return good || expect(false, format("b=%d q0=%d range %d of %d ", t.b, t.rows_from, int(range), int(t.ranges)).append(words));
         };
         if (!expect_of_it(same, "is missing or another")) return;

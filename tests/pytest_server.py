@@ -1,7 +1,7 @@
 """Runs pytest in forks of a process that has imported packages, which takes seconds for PyTorch. Used by tests/bugs.py.
 
 usage: pytest_server.py PACKAGE...
-Reads requests from standard input, one JSON list a line: the folder of the tests, environment variables, pytest's words, the file
+Reads requests from standard input, one JSON list per line: the folder of the tests, environment variables, pytest's words, the file
 for the output, and a limit in seconds. Prints the exit code of each; -14 (SIGALRM) past the limit.
 """
 import contextlib

@@ -16,7 +16,7 @@ using namespace SDPA_NAMESPACE;
 enum class Bug {
   none,
   no_wait_for_full,         // wgmma reads a tile whose load may be under way
-  released_before_wait,     // a stage is given back while wgmma may still read it
+  released_before_wait,     // a stage is released while wgmma may still read it
   released_by_one,          // ... while other threads may still read it
   read_before_full,         // a thread reads a tile that others have waited for
   staging_overwritten,      // a store's tile is written again before the store has read it

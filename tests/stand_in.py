@@ -59,7 +59,7 @@ def tensors_of(p, dtype, features):
         strides, size = (strides.batch, strides.head, strides.row), kind.itemsize
         assert getattr(p, name) or 0 in shape, f"{name} is a null pointer"
         assert (getattr(p, name) or 0) % 16 == 0, f"{name} is not aligned to 16 bytes"
-        assert all(n <= 1 or stride * size % 16 == 0 for stride, n in zip(strides, shape)), f"a stride of {name} is no multiple of 16 bytes"
+        assert all(n <= 1 or stride * size % 16 == 0 for stride, n in zip(strides, shape)), f"a stride of {name} is not a multiple of 16 bytes"
         found[name] = view(getattr(p, name), shape, (*strides, 1), kind)
     found["LSE"] = p.LSE and view(p.LSE, (q_batch, p.Hq, p.Sq), (p.Hq * p.Sq, p.Sq, 1), torch.float32)
     for name, length in (("k_lengths", p.B), ("q_lengths", p.B), ("q_starts", p.B + 1), ("k_starts", p.B + 1),

@@ -111,7 +111,7 @@ constexpr int small_jumps = 2;
 enum Way { slowly, at_once, at_keys, after_a_fall };
 struct Ramp {
   Way way;
-  int rise, start;  // of logits; of scores, by 128
+  int rise, start;  // rise of logits; start of scores, in units of 128
 };
 const Ramp& ramp_of(uint64_t seed, uint64_t kv_head) {
   static constexpr Ramp ramps[] = {{slowly, 16, 0}, {at_once, 40, 0}, {at_once, 130, 0}, {at_keys, 200, 0}, {slowly, 300, 32},
@@ -334,7 +334,7 @@ string parse_machine(const string& text, simt::Gpu& gpu) {
   gpu = {};
   if (text.empty()) return "";
   const vector<long long> n = parse_numbers(text, 1, 1000000);
-  if (n.size() != 4) return "want SMs, KB of L2, CTAs to an SM and keys to a sum, such as 132,61440,1,65536";
+  if (n.size() != 4) return "want SMs, KB of L2, CTAs per SM and keys per sum, such as 132,61440,1,65536";
   gpu.sms[0] = int(n[0]);
   gpu.l2_bytes = int(n[1]) << 10;
   gpu.ctas_per_sm = int(n[2]);
@@ -548,9 +548,9 @@ constexpr int DESCALES = 5;
 const char* const descales[DESCALES] = {"heads", "gaps", "shared", "none", "zeros"};
 
 bool packs_heads() { return line.is_tuned || value_of_knob("PACK_GQA") == "1"; }
-// True for builds in which rows of a tile may have different factors of Q; and if O would show a
-// wrong factor.
+// True for builds in which rows of a tile may have different factors of Q.
 bool has_tiles_of_factors() { return packs_heads() && element_bytes(line.query) == 1; }
+// True if O would show that a row has a wrong factor.
 bool shows_factors_of_tile(const Problem& p) {
   return p.Hq > p.Hkv && (p.descale == "heads" || p.descale == "gaps") && (p.dist == "normal" || p.dist == "outliers") && p.Sk > 8;
 }
@@ -670,7 +670,7 @@ Contents contents_of(const SdpaParams& p) {
   return {fetch(p.k_lengths, p.B), fetch(p.q_starts, p.B + 1), fetch(p.k_starts, p.B + 1),
           fetch(p.page_table, size_t(p.B) * p.page_stride), fetch(p.k_firsts, p.B), fetch(p.sinks, p.Hq)};
 }
-// The same before a launch; of pages, one of each kind, as in nearly every table.
+// The same before a launch. `pages` has one entry of each kind, as nearly every table has.
 Contents drawn_contents(const Problem& p) {
   Contents c;
   if (p.has_lengths) c.lengths = drawn_lengths(p, p.seed);
@@ -1179,7 +1179,7 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   const bool far = draw(16) == 0;
   if (far) {
     p.layout = layouts[6 + draw(3)];
-    p.B = p.layout == "far" ? line.has_pages ? 3 : 2 : 1;  // so many, that the int page_stride leaves 2^31 behind
+    p.B = p.layout == "far" ? line.has_pages ? 3 : 2 : 1;  // with the third, offsets by the int page_stride pass 2^31
     p.Hq = p.Hkv = p.layout == "far_heads" ? 2 : 1;
     if (p.layout == "far_rows") {
       // At most 36 GB on a GPU; the CPU backend allocates only memory that is written.
@@ -1331,7 +1331,7 @@ void add_edges(vector<Problem>& problems, int rows, int keys) {
     p.shape = format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
     p.seed = problems.size();
     p.softcap = line.has_softcap ? 20 : 0;
-    p.has_sinks = line.has_sinks && p.dist != "negative";  // beside which nothing would be left of the keys
+    p.has_sinks = line.has_sinks && p.dist != "negative";  // else the sink would outweigh all keys
     p.has_lengths = line.has_lengths;
     problems.push_back(p);
     return problems.back();
@@ -1433,7 +1433,7 @@ vector<Option> sweep_options(SweepOptions& o) {
          return n.size() == 1 ? "" : "want a whole number from 1 to 1000000";
        }},
       {"--all-kinds", "",
-       "with --sweep: and more, until they are of every kind that the build takes; else it fails",
+       "with --sweep: more problems, until every kind that the build takes has occurred; else it fails",
        [&o](const string&) {
          o.all_kinds = true;
          return "";
@@ -1444,9 +1444,8 @@ vector<Option> sweep_options(SweepOptions& o) {
          return "";
        }},
       {"--layout", "L",
-       "how the tensors lie; zero: all heads of an input are one; reversed: rows and heads of "
-       "inputs run "
-       "backwards; far, far_heads, far_rows: batches, heads or rows over 2^31 elements apart",
+       "layout of the tensors; zero: all heads of an input share one; reversed: rows and heads of inputs "
+       "have negative strides; far, far_heads, far_rows: batches, heads or rows over 2^31 elements apart",
        [&o](const string& text) {
          string names;
          for (const char* name : layouts) {
@@ -1460,8 +1459,8 @@ vector<Option> sweep_options(SweepOptions& o) {
        },
        given(&Problem::layout)},
       {"--descale", "D",
-       "factors of 8-bit inputs: heads: one to a head; gaps: with others between them; zeros: some "
-       "are 0; shared: one to a tensor; none",
+       "descale factors of 8-bit inputs: heads: one per head; gaps: with gaps between them; zeros: some "
+       "are 0; shared: one per tensor; none",
        [&o](const string& text) {
          for (const char* name : descales) {
            if (text == name) o.common.descale = text;
@@ -1479,14 +1478,14 @@ vector<Option> sweep_options(SweepOptions& o) {
        "CPU backend: forward, reverse or random:SEED (default: the first two in turn)",
        set_schedule},
       {"--machine", "SMS,L2_KB,CTAS,KEYS",
-       "CPU backend: SMs, L2, CTAs that an SM holds at most, and keys of which a sum is one "
+       "CPU backend: SMs, KB of L2, maximum CTAs per SM and maximum keys per sum "
        "(default: 3,120,1,65536)",
        [&o](const string& text) {
          o.common.machine = text;
          return refuse_machine(text);
        },
        given(&Problem::machine)},
-      {"--alone", "", "leave out the check of kernels that follow each other",
+      {"--alone", "", "no chains of kernels",
        [&o](const string&) {
          o.alone = true;
          return "";

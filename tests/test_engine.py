@@ -115,7 +115,7 @@ def verdicts(count, ratio, us=20.0, budget_s=None, **gpu):
     return found
 
 
-# Of FakeGpu: what stands in the way of a verdict.
+# Options of FakeGpu: disturbances of a comparison.
 QUIET, DRIFTS = dict(), dict(drift=0.02, noise=0.002)
 HICCUPS, DIPS = dict(hiccups=0.05, noise=0.002), dict(us=1000.0, power={"A": 0.8, "B": 0.8}, dips=True)
 

@@ -147,7 +147,7 @@ def test_nothing_can_be_deleted(tmp_path, name):
 @pytest.mark.parametrize("name", [name for name in LINES if not name.startswith(("hopper", "ampere"))])
 def test_one_build_has_no_templates_on_it(texts, name):
     assert not re.search(r"\bclass B\b|<B\b|\bB::|KernelOf|with_build|\bBuild\b", texts[name])
-    # What is defined stands before what names it, so that nothing has to be declared first but what has defaults.
+    # Definitions come before their uses, so only functions with default arguments are declared first.
     assert texts[name].index("__global__") > texts[name].index("// ==== the kernel")
 
 
@@ -246,7 +246,7 @@ std::vector<unsigned char> run(Status (*forward)(const Params&, cudaStream_t), s
   constexpr int D = {d}, Dv = {dv}, B = 2, Hq = 4, Hkv = 2, Sq = 75, Sk = 203, of_q = {q_bytes}, in = {in_bytes}, out = {out_bytes};
   std::mt19937 random(7);
   Memory Q(B * Hq * Sq * D * of_q), K(B * Hkv * Sk * D * in), V(B * Hkv * Sk * Dv * in), O(B * Hq * Sq * Dv * out), LSE(B * Hq * Sq * 4);
-  for (Memory* tensor : {{&Q, &K, &V}}) {{  // numbers of either sign, of which the largest are some times the smallest
+  for (Memory* tensor : {{&Q, &K, &V}}) {{  // of either sign and similar magnitude
     for (size_t i = 0; i < tensor->bytes; i++) tensor->first[i] = i % in == in - 1 ? (random() & 0x87) | 0x30 : random() & 255;
   }}
   Params p{{}};
@@ -301,8 +301,8 @@ def test_bits_on_the_cpu_backend(texts, tmp_path, name):
 
 
 def without_instructions(text, names):
-    """The text with the CPU backend's versions in the place of the functions of these names. A wgmma of which there is one
-    shape is no template: its calls get the arguments of the CPU backend's, which its text has."""
+    """The text with the CPU backend's versions in the place of the functions of these names. A wgmma with a
+    single shape is no template: its calls get the CPU backend's template arguments, derived from the instruction."""
     for kind, accumulators, asm in re.findall(r"void wgmma_(ss|rs)\(float \(&d\)\[(\d+)\](.*?)\n}\n", text, re.DOTALL):
         transposed = re.search(r"p, 1, 1((?:, \d)*);", re.sub(r'"\s*"', "", asm))[1].split(", ")[:0:-1]
         text = re.sub(rf"(?<!void )\bwgmma_{kind}\(", f"wgmma_{kind}<{', '.join(['KeyValue', str(2 * int(accumulators)), *(transposed or '0')])}>(", text)
@@ -346,8 +346,8 @@ int main() { printf("%s\\n%s", scalar_minimal::sdpa_forward({}, 0).text, other::
     assert re.findall(r"HEAD_DIM=(\d+)", subprocess.check_output([tmp_path / "program"], text=True)) == ["64", "128"]
 
 
-# What the program of --main finds on the host: CUDA's functions, and a kernel in double, whose results are right but for one
-# element, which is wrong by so much of the largest one. Between two events each launch takes 0.2 us.
+# What the program of --main finds on the host: CUDA's functions, and a kernel in double, with right results except for
+# element AT, which has an error of WRONG times the largest one. Between two events each launch takes 0.2 us.
 HOST = """#include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -413,7 +413,7 @@ space::SdpaStatus space::sdpa_forward(const SdpaParams& p, void*) {
 
 @pytest.mark.parametrize("kind,dtype,Dv,tolerance,tflops", [("_Float16", 0, 32, 0.01, 7.9), ("uint8_t", 3, 64, 0.1, 10.5)])
 def test_a_program_finds_one_wrong_element(tmp_path, kind, dtype, Dv, tolerance, tflops):
-    """Whatever it is, beyond 1% of the largest one, of 8 bits 10%; and what it says of the time."""
+    """It finds an error of over 1% of the largest element (10% with 8 bits) in the first and the last one, and prints the time."""
     text = extract_module.program("space", dict(BACKWARD=0, DTYPE=dtype, KV_DTYPE=0, HEAD_DIM=64, HEAD_DIM_V=Dv % 64))
     text, changes = re.subn(r"B = 2, H = 16, S = 2048", "B = 1, H = 2, S = 64", text)
     text, launches = re.subn(r"naive<<<ROWS / 64, 64>>>\(\)", "run_naive()", text)

@@ -343,7 +343,7 @@ def test_varlen(calls):
     assert any(call["most_keys"] for call in calls)
 
 
-# Keys of a cache or of a page. Of caches and of rows of the table cache_batch_idx takes the last but one, and others.
+# Keys of a cache or of a page. Indexed: cache_batch_idx selects three of five caches, or rows of the table.
 CACHES = {"plain": 32, "indexed": 32, "indexed, odd": 29, "pages": 16, "pages of 1": 1, "pages of 4": 4, "pages of 128": 128,
           "indexed pages": 16, "indexed pages of 1": 1, "indexed pages of 4": 4}
 LENGTHS, NEW, LEFTPAD, ROTARY_SEQLENS = (7, 0, 20), (3, 1, 4), (2, 1, 9), (5, 2, 0)

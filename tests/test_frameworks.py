@@ -135,7 +135,7 @@ def test_gradients(timed, monkeypatch, capsys, wrong):
         pairs = {"2,4,2,24,64": 8 * 24 * 24, "2,4,2,24,64 causal": 8 * 300, "packed": 16 * 490, "packed causal": 16 * 261}[row["problem"]]
         D = 64 if row["problem"].startswith("2") else 128
         assert row["tflops"] == pytest.approx(10 * D * pairs / row["us"] * 1e-6)
-    if not wrong:  # the order of 4 contenders moves by one place a turn
+    if not wrong:  # the order of 4 contenders moves by one place per turn
         assert [row["us"] for row in rows[:4]] == [8, 5, 6, 7] and [row["ratio"] for row in rows[:4]] == [1, 5 / 8, 1, 7 / 6]
 
 

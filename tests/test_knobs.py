@@ -212,7 +212,7 @@ wgmma_overlap wgmma_d128_tile128 wgmma_d128_causal wgmma_split2 wgmma_swap32 wgm
 hopper"""
 
 
-# What g++ may say of: members of a struct that device code leaves to their defaults. Written out they give nvcc's another order.
+# Lines of device code of which g++ may warn (members left to their defaults). Initializing the members reorders nvcc's code.
 ON_DEVICE = (": Base{s_, a_} {}", ": Base{s, a} {}")
 
 

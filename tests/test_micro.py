@@ -82,7 +82,7 @@ class Gpu(FakeGpu):
 
 
 KEYS = (480, 1440)  # fewer than micro's, which take NumPy seconds
-# A line, the keys of its iteration, what one takes (us); of each a CTA has 64 rows, and 2 fit an SM.
+# {line: (keys per iteration, us per iteration)}. A CTA has 64 rows, and an SM holds two CTAs.
 TIMES = {"mma_split2": (128, 1.0), "mma_split2 BLOCK_N=48": (96, 0.6), "mma_split2 BLOCK_N=80": (160, 0.9),
          "mma_split2 STAGES=3": (128, 0.7), "mma_split2 STAGES=1": (128, 2.0)}
 

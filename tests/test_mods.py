@@ -27,7 +27,7 @@ PATHS = ["scalar_vec8", "wmma_async2", "mma_tile128", "mma_lazy", "mma_split4", 
          "wgmma_kv8", "wgmma_e4m3", "wgmma_lazy USE_LENGTHS=1", "mma_lazy USE_LENGTHS=1 USE_PAGES=1"]
 # Without --all these, with the first features; the sweep mods_wgmma runs wgmma_lazy's path.
 QUICK = ("scalar_vec8", "mma_lazy", "wgmma_decode")
-# Features of one program, each of which the arguments of a call turn on: a row has its knobs and what arguments it takes.
+# The knobs of two features of one program. The arguments in calls_of() turn each on.
 MODS = ["SCORE_MOD=s - x0[h] * real(q + Sk - Sq - k)", "MASK_MOD=i0[q] == i0[k]"]
 KNOBS = ["USE_SOFTCAP=2", "USE_BIAS=1"]
 KEYS = ["USE_KEY_MASK=1", "SCORE_MOD=s - x0[h] * real(q + Sk - Sq - k)"]
@@ -116,7 +116,7 @@ def calls_of(program, features):
         changes = [dict(key_mask=((k % 7 > 1) & (k // 130 != 1)).astype(np.uint8)), dict(x0=slopes)]
     elif features is MODS:
         nothing = dict(x0=np.zeros(HQ, np.float32), i0=np.zeros(SK, np.int32))
-        # Documents in the order of keys, and one key in each tile of a document that all queries see a part of.
+        # Three documents, each with keys in every tile.
         changes = [dict(x0=slopes), dict(i0=(np.arange(SK) % 7 % 3).astype(np.int32))]
     else:
         nothing = {}

@@ -1,8 +1,8 @@
 """Runs ONNX's node tests of the Attention operator with lines of configs.txt on the CPU backend.
 
 A line gets a case's inputs rounded to its type. The expected output is what ONNX's reference computes of the same rounded
-inputs in float32: the outputs that ONNX stores are of inputs that were not rounded, and those in fp16 and bf16 were rounded
-after each step, which leaves them further from the truth than a line's. O must be as near as ONNX wants: within the case's
+inputs in float32. ONNX's stored outputs are those of inputs that were not rounded, and in fp16 and bf16 they were
+rounded after each step, so they are less accurate than a line's. O must be as near as ONNX wants: within the case's
 rtol (1e-3) and atol (1e-7), in bf16 within the rtol of 2^-6 that ONNX's runner takes there. The stored outputs have to agree
 with the reference as nearly.
 D is padded with zeros to HEAD_DIM. Past keys and values are put in front of the new ones here; present_key and
@@ -139,7 +139,7 @@ class Line:
         return tensor
 
     def mask(self, mask, sizes):
-        """[B,Hq,Sq,keys] of which dimensions that the case's mask shares have strides of 0. Keys behind it are hidden."""
+        """[B,Hq,Sq,keys], with stride 0 in dimensions that the case's mask broadcasts. Keys beyond it are hidden."""
         mask = np.asarray(mask)[(None,) * (4 - mask.ndim)]
         whole = np.full((*mask.shape[:3], sizes[3]), False if mask.dtype == bool else -np.inf)
         whole[..., :mask.shape[3]] = mask

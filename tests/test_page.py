@@ -288,7 +288,7 @@ def test_refusals(sample, draw):
     refuses("mine.csv: pages link to the CSVs, so move it to the folder of results/", "mine.csv")
     at = rows.splitlines()[0].split(",").index("graph_us")
     of_number = re.compile(rf"^((?:[^,\n]*,){{{at}}})[0-9.]+,", re.M)
-    for text, words in ((of_number.sub(r"\g<1>-1,", rows), "has '-1' in its column graph_us, which is no such number"),
+    for text, words in ((of_number.sub(r"\g<1>-1,", rows), "has '-1' in its column graph_us, which is not a valid number"),
                         (of_number.sub(r"\g<1>nan,", rows), "has 'nan' in its column graph_us"),
                         ("a,b\n", "lacks the columns config, family"), (rows.splitlines()[0] + "\n", "no rows"),
                         (re.sub("^.*,(mission|long),.*\n", "", rows, flags=re.M), "no row with a time")):

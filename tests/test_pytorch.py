@@ -601,7 +601,7 @@ def test_an_interrupted_build_is_tried_again(monkeypatch):
     assert line.trouble == b"MemoryError"
 
 
-# What the binding uses of PyTorch's inside: operators with the beginning of their schemas, since some have gained arguments at the end,
+# What the binding uses of PyTorch's internals: operators with the beginning of their schemas, since some have gained arguments at the end,
 # and names in Python. The functions of C++ are those that pytorch.cpp compiles against.
 HEAD, SEQUENCES = "(Tensor query, Tensor key, Tensor value, ", "cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, "
 RESULTS = ("(Tensor output, Tensor logsumexp, Tensor " + SEQUENCES + "Tensor philox_seed, Tensor philox_offset, Tensor debug_attn_mask)")
@@ -1914,14 +1914,14 @@ def attention_entries():
         (packed | dict(q_starts=STARTS_Q, k_starts=STARTS_K), of_packed),
         (pages | dict(page_table=TABLE_OF_6, k_lengths=USED), of_pages))]
     yield "attention of e4m3", Entry(stand_in.attention, as_e4m3(dict(q=q, k=k, v=v)), rows, integers="some")
-    # As many query heads to a key head as there are not key heads.
+    # The number of query heads per key head differs from the number of key heads.
     six = as_e4m3(dict(q=drawn(2, 6, 5, 64), k=drawn(2, 3, 9, 64), v=drawn(2, 3, 9, 64, seed=1)))
     by_key_head = drawn(2, 3, dtype=torch.float).abs()
     yield "attention of e4m3 with six heads", Entry(
         stand_in.attention, six, [(dict(q_descale=by_key_head), dict(q_descale=by_key_head.repeat_interleave(2, 1).tolist()))])
     yield "attention of kv8", Entry(stand_in.attention, dict(q=q, k=k.to(E4M3), v=v.to(E4M3)),
                                        [*of_keys, *masks_of_keys("bias", hidden)])
-    # Heads of K and V that are expanded are one, unless a tensor differs between them.
+    # Heads of K and V that are expanded count as one, unless a tensor differs between them.
     own = as_e4m3(dict(q=q, k=k, v=v))
     shared = {name: x if name == "q" else x[:, :1].expand_as(x) for name, x in own.items()}
     two = dict(Hkv=2) | {name.upper(): bits_of(shared[name]) for name in "kv"}
@@ -3036,8 +3036,8 @@ def samples(dtype, D, requires_grad):
     op, = [op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention"]
     make = lambda *shape: torch.randn(shape, device="cuda", dtype=dtype)  # noqa: E731
     for sample in op.sample_inputs("cuda", dtype, requires_grad=requires_grad):
-        # PyTorch's values, to 9, make logits of 200 at D=8: by these the rounding of O alone moves gradients in fp16 by up to 20%, since
-        # each backward of FlashAttention's form takes the sum of dO * O.
+        # PyTorch's values of up to 9 make logits of 200 at D=8. Then rounding O changes gradients in fp16 by up to 20%, since each
+        # backward of FlashAttention's form uses the sum of dO * O.
         if D != 8 or requires_grad:
             sample.input, *sample.args = (make(*x.shape[:-1], D) for x in (sample.input, *sample.args))
         yield sample.input, *sample.args, sample.kwargs

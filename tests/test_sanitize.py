@@ -97,7 +97,7 @@ LONE = RACE[:RACE.index("========= Warning")] + "========= RACECHECK SUMMARY: 1 
     ("wgmma_causal", "racecheck", ITEM.replace(ITEM_LINE, "1"), 0, "FAIL", "16 hazards: Error: Race reported between Read access"),
     ("wgmma", "synccheck", SYNC, 3, "FAIL", "1 times: Barrier error detected. Missing wait., in sdpa_wgmma tile 10 at 0xbb10/0x4320"),
     ("wgmma", "synccheck", OVERFLOW, 0, "FAIL", "Detected overflow of tracked cuda::barrier structures"),
-    # what is no pass although nothing unexpected was read
+    # runs without an unexpected report, some of which fail
     ("scalar_vec8", "memcheck", START, 0, "FAIL", "there is no summary: wgmma_swap32,ok,PASS"),
     ("scalar_vec8", "memcheck", "", 0, "FAIL", "there is no summary: it printed nothing"),
     ("wgmma", "synccheck", SYNC.replace("1 error", "2 errors"), 3, "FAIL", "the summary counts 2 reports, but 1 were parsed"),

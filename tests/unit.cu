@@ -174,7 +174,7 @@ TEST_CASE("reference") {
     CHECK_NEAR(a.row(0, 0, 2).O[0], 6.0, 1e-15);
     CHECK_NEAR(a.row(0, 0, 0).O[0], (0 + 1 + 4) / 3.0, 1e-15);
     CHECK_NEAR(a.row(0, 0, 0).LSE, std::log(3.0), 1e-15);
-    a.p.mask = Mask::top_left;  // query 0 sees key 0 alone
+    a.p.mask = Mask::top_left;  // query 0 sees only key 0
     CHECK((a.row(0, 0, 0).O[0] == 0 && a.row(0, 0, 0).LSE == 0));
     CHECK_NEAR(a.row(0, 0, 1).O[0], 0.5, 1e-15);
     CHECK(reference::visible_pairs(a.p) == 1 + 2 + 3);
@@ -196,14 +196,14 @@ TEST_CASE("reference") {
     a.p.window_alignment = Mask::bottom_right;  // no key in both
     CHECK((a.row(0, 0, 1).O[0] == 0 && a.row(0, 0, 1).LSE == -INFINITY && reference::visible_pairs(a.p) == 0));
   }
-  {  // of 5 keys a sequence has 4 and none: its last query sees its own last key
+  {  // two sequences with 4 and 0 of 5 keys: the last query sees the last key of its sequence
     SmallAttention a(2, 1, 1, 3, 5, Mask::bottom_right);
     for (int k = 0; k < 10; k++) a.V[k * 8] = float(k % 5);
     a.p.k_lengths = {4, 0};
     CHECK((a.row(0, 0, 0).O[0] == 0.5 && a.row(0, 0, 2).O[0] == 1.5 && a.row(1, 0, 2).LSE == -INFINITY));
     CHECK(reference::visible_pairs(a.p) == (2 + 3 + 4) / 2.0);
   }
-  {  // what the kernel takes for visible, with masks and windows from either end
+  {  // KeyBounds agrees with the reference, for masks and windows of any alignment
     SdpaParams p{};
     int tried = 0, right = 0;
     for (int n = 0; n < 6 * 6 * 5 * 5 * 3 * 3; n++, tried++) {
@@ -418,7 +418,7 @@ TEST_CASE("gradient_comparison") {
   };
   CHECK((verdict_of(1, 1).empty() && verdict_of(1.4, 7).empty()));
   CHECK((!verdict_of(2.2, 1).empty() && !verdict_of(1, 9).empty() && !verdict_of(1, NAN).empty() && !verdict_of(1, INFINITY).empty()));
-  CHECK(!verdict_of(1, 1, 1e-30).empty());  // of no pair: 0 and nothing else
+  CHECK(!verdict_of(1, 1, 1e-30).empty());  // no visible pair: must be exactly 0
   CHECK(verdict_of(2.2, 1, 0, false).empty());  // 100 equal rows are one
 }
 
@@ -433,8 +433,8 @@ TEST_CASE("gradient_of_equal_weights") {
   for (int q = 0; q < Sq; q++) of.set_row(q, O.data(), std::log(255.0));
   reference::Gradient dK(8), dV(8);
   of.of_key({0, 0, 3}, dK, dV);
-  // 1 / 255 is rounded to 1 / 256, and each sum by a random error.
-  const double common = 1 / 255.0 - 1 / 256.0, each = std::sqrt(0.541 / 12) / 128 / 255;
+  // 1 / 255 is rounded to 129 / 2^15, and each sum by a random error.
+  const double common = 129 / 32768.0 - 1 / 255.0, each = std::sqrt(0.541 / 12) / 128 / 255;
   CHECK_NEAR(std::sqrt(dV.variance[0]) / Sq, std::sqrt(common * common + each * each), 1e-6);
 }
 
@@ -541,7 +541,7 @@ TEST_CASE("few_rows") {
   CHECK(judged(2000, 0.0395) == "");
   for (int rows : {20, 100, 2000})
     CHECK(judged(rows, 0.0422).find("rel_rms=0.0422 tol=0.04;") == 0);
-  CHECK(judged(2000, 0.0422, 1e-3) == "");  // in truth one row
+  CHECK(judged(2000, 0.0422, 1e-3) == "");  // effectively one row
   for (const reference::Type& type : {fp16, reference::bf16, reference::u8}) {
     for (double rows : {1.0, 3.0, 1e6})
       CHECK(type.tolerance.rel_rms_of(rows) == type.tolerance.rel_rms);
@@ -816,8 +816,8 @@ TEST_CASE("percentile") {
   CHECK((percentile(x, 0.99) == 99 && percentile({7}, 0.99) == 7));
 }
 
-// The interval contains the median with a probability of about 95%: unless as many samples are on one
-// side of it as are outside of the interval, or fewer.
+// The interval contains the median unless outside_of_interval(n) samples or fewer are on one side of
+// it, which has a probability of about 5%.
 TEST_CASE("interval_of_median") {
   CHECK((outside_of_interval(1) == 0 && outside_of_interval(3) == 0));
   for (int n : {30, 100, 300, 1000}) {
@@ -1001,8 +1001,8 @@ TEST_CASE("divisor") {
   CHECK(equal);
 }
 
-// With a mask the longest rows of each part of the heads come first, and the possibly smaller part
-// before the others.
+// With a mask, each group of heads_in_l2 heads starts with its longest rows. A smaller group comes
+// first.
 TEST_CASE("order_of_items") {
   SdpaParams p{};
   p.B = 1;

@@ -50,7 +50,7 @@ def parse(argv, default_shapes):
     if len(passes) > 1:
         raise Refused(f"{passes[True]} computes gradients, and {passes[False]} does not")
     kinds = {(line.D, line.dtype, line.Dv): line for line in contenders if line.D}
-    takes_fewer = all(line.takes_fewer for line in contenders)  # than their own D: then these may differ
+    takes_fewer = all(line.takes_fewer for line in contenders)  # accept a D below their own, so theirs may differ
     if len({kind[takes_fewer:] for kind in kinds}) > 1:
         raise Refused("the contenders do not compute the same: " + ", ".join(
             f"{line.text} has D={D}{f',{Dv}' if Dv else ''} {dtype}" for (D, dtype, Dv), line in kinds.items()))

@@ -11,19 +11,19 @@ Each problem has one batch, 2 heads and 256 queries. Inputs: N(0,1); N(0,1) with
 logits (Q = 0, V between 1 and 2). Prints CSV and writes it to results/accuracy/DATE-DEVICE.csv, with a row for each
 contender, input and number of keys. rel_rms is the rms error divided by the rms of the float64 reference; mean (if V has
 a nonzero mean) is the mean of O divided by the mean of the reference. On Hopper cuDNN rounds O to e4m3, by up to 6%: its
-rel_rms includes this, but its mean is that of 256 launches with other scale factors of O, in which the roundings cancel.
+rel_rms includes this, but its mean is over 256 launches with different scale factors of O, in which the roundings cancel.
 exit: 0, 2 bad usage, 3 the GPU failed
 """
 import builds
 import cli
 import engine
-import numpy as np  # behind cli, which says what to do where it is missing
+import numpy as np  # after cli, which reports a missing package
 from cli import Refused, say
 
 HEADS, QUERIES = 2, 256
 FACTORS_OF_O = 2 ** (np.arange(256) * 0.618034 % 1)
 BINADE = 2 ** (np.arange(65536) / 65536)
-# The mean of x rounded to e4m3 over x, for all x on a logarithmic scale: a little less than 1.
+# Mean of e4m3(x) / x, for x on a logarithmic scale: a little less than 1.
 SHARE_OF_E4M3 = (engine.as_values(engine.as_bits(BINADE.astype(np.float32), "e4m3"), "e4m3") / BINADE).mean()
 COLUMNS = "contender input D dtype Sk rel_rms mean device driver cuda git_sha".split()
 

@@ -68,7 +68,7 @@ def expected(name, ctas, tiles):
     dQ = dS.T @ K if multiplies else np.ones((ROWS, D))
     if added_share(name) < 1:
         dQ[:, np.arange(D) % 64 >= 64 * added_share(name)] = 0
-    # K and V of odd CTAs are twice as large. With its own dS, a pair adds 1 + 2 * 2 times dQ, with that of the other 2 + 2.
+    # K and V of odd CTAs are twice as large. A pair of CTAs adds 1 + 2 * 2 times dQ, or 2 + 2 times if they exchange dS.
     of_pair = (4 if exchanges else 5) if multiplies else 2
     pairs = np.minimum(CTAS_PER_HEAD, ctas - CTAS_PER_HEAD * np.arange(math.ceil(ctas / CTAS_PER_HEAD))) / 2
     first = int(multiplies and exchanges)  # the first tile has no dS of the other CTA yet

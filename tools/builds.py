@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from cli import Refused, nearest, no_line, refuse_full_disk, say
-from elftools.elf.elffile import ELFFile  # behind cli, which says what to do where it is missing
+from elftools.elf.elffile import ELFFile  # after cli, which reports a missing package
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BUILD = os.path.join(ROOT, os.environ.get("SDPA_BUILD_DIR", "build"))
@@ -188,7 +188,7 @@ def parsed_configs(file, source, *_):
 
 def is_of_harness(path):
     """True for sources of the executables that a library does not need."""
-    return path.startswith("harness/") or path in ("harness.cu", "harness_backward.cu", "reference.cpp")  # the last two: in older commits
+    return path.startswith("harness/") or path in ("harness.cu", "harness_backward.cu", "reference.cpp")  # the first two: in older commits
 
 
 def is_backward(line):
@@ -686,7 +686,7 @@ def symbol(elf, table, name):
 
 
 def launch_of(data):
-    """Threads, bytes of shared memory and BLOCK_M. Device code has them in a constant, a library in sizes of symbols."""
+    """Threads, bytes of shared memory and BLOCK_M. Device code has them in a constant, a library as sizes of symbols."""
     for cubin in embedded(data):
         if found := symbol(cubin, ".symtab", "sdpa_library_launch"):
             return struct.unpack_from("<3i", cubin.get_section_by_name(".nv.constant3").data(), found.st_value)

@@ -1,7 +1,8 @@
 """Removes from the comments of an extract what they say about code that it does not contain. Used by tools/extract.py.
 
-A sentence goes if it names an option that is off in the line, or an identifier of sdpa.cu that the extract lacks. "USE_X: "
-and "With USE_X, " go from the start of a sentence if USE_X is on. Rows of tables and drawings are treated as sentences.
+A sentence is removed if it names an option that is off in the line, or an identifier of sdpa.cu that the extract lacks.
+"USE_X: " and "With USE_X, " are removed from the start of a sentence if USE_X is on. Rows of tables and drawings are
+treated as sentences.
 """
 import collections
 import re
@@ -72,7 +73,7 @@ class Comments:
         kept, gone = [], ""
         for part in parts:
             own = self.sentence(part)
-            if not own or gone.endswith(";") and re.match("(?:this|it|they) ", own):  # "x; this is y" goes with x
+            if not own or gone.endswith(";") and re.match("(?:this|it|they) ", own):  # "x; this is y" is removed with x
                 gone = part
                 if part.endswith(".") and kept:
                     kept[-1] = re.sub(";$", ".", kept[-1])
@@ -97,7 +98,7 @@ class Comments:
         return out
 
     def table(self, lines):
-        """A table without the rows that name what is absent. A row goes on in lines that are indented deeper."""
+        """A table without the rows that name what is absent. A row continues in lines that are indented deeper."""
         self.is_prose = False
         least = min(len(line) - len(line.lstrip()) for line in lines)
         rows = []

@@ -488,7 +488,7 @@ class LoadedTorch:
             raise CudaError("it takes no window")
         if not importlib.util.find_spec("cudnn"):
             what = "a window" if p.left >= 0 else p.dtype
-            raise CudaError(f"of {what} it needs cuDNN's front end; install it with: pip install nvidia-cudnn-frontend")
+            raise CudaError(f"for {what} it needs cuDNN's front end; install it with: pip install nvidia-cudnn-frontend")
         import cudnn
         kind, is_e4m3 = cudnn.data_type, p.dtype == "e4m3"
         element = {"e4m3": kind.FP8_E4M3, "fp16": kind.HALF, "bf16": kind.BFLOAT16}[p.dtype]

@@ -12,9 +12,9 @@ how to make a table for another GPU. The times go to results/tuning/DATE-DEVICE-
   --from CSV     fit to these rows without measuring
   --check        check the table in sdpa.cu with rows of results/tuning (default: the newest of the list and of --chunks),
                  without measuring
-exit: 0, 1 with --check: the table chooses badly (a loss above 8% on a problem, 35% if K and V of one query just fill L2,
-or 1% on average; or above 1% on average on a sixth of the problems, with costs fitted to the others) or a tile was never
-timed, 2 bad usage, 3 a tile could not be run
+exit: 0, 1 with --check: the table chooses badly (a loss above 8% on a problem, or 35% with one query and K and V of
+about the size of L2; or above 1% on average, also with costs fitted without the problem) or a tile was never timed,
+2 bad usage, 3 a tile could not be run
 """
 import collections
 import csv
@@ -42,15 +42,16 @@ decode decode1 8,32,8,1,2048 1,32,8,1,4096 128,32,8,1,1024 1,16,16,1,8192 48,8,8
 16,56,7,76,76 41,8,2,125,958 24,8,2,463,463 47,48,6,140,140 55,7,7,1,436 64,16,4,1,300
 32,7,7,1,8192 32,32,32,1,4096 8,32,32,1,4096 64,12,12,1,1000""".split()
 CHUNKS = peers.CHUNKS + "1,16,4,500,2000 1,24,3,200,6000 1,20,20,128,4000".split()
-FEW_ROWS = 1024  # for each key head
+FEW_ROWS = 1024  # query rows per key head
 PACE, BLOCKS = engine.Pace(30e3, 10e3), 1
 COLUMNS = ("D dtype shape B Hq Hkv Sq Sk causal tile us lo_us hi_us clock_mhz check device sms driver cuda "
            "git_sha").split()
 NEW_COSTS = (5000, 6)  # of a tile, before fitting
-LEAST, KEEP = np.log([100, 1e-3]), 0.01  # residual of a cost that changes by a factor of e
+LEAST = np.log([100, 1e-3])  # lower bounds of the logarithms of the costs
+KEEP = 0.01  # residual of a cost that changes by a factor of e
 SLOW = 2  # times slower than this multiple of the fastest tile are ignored
 WORST_LOSS, MEAN_LOSS, FOLDS = 0.08, 0.01, 6
-# Sizes of K and V that just fit into an H200's L2 or not: there, times depend on the other contents of L2.
+# Sizes of K and V close to an H200's L2, where times depend on the other contents of L2.
 L2_EDGE, WORST_LOSS_THERE = (30e6, 55e6), 0.35
 # {line with USE_TUNED=1: its type, and knobs of a build for the host that contains its table}.
 TABLES = {"hopper": ("fp16", ""), "hopper_bf16": ("bf16", "DTYPE=BF16"), "ampere": ("fp16", "USE_MMA_SYNC=1 BLOCK_M=64"),
@@ -72,7 +73,7 @@ class Tile(ctypes.Structure):
 
     @property
     def flags(self):
-        """The knobs that are on. SPLIT_CTAS=0 splits by the problem, 1 does not split."""
+        """The knobs that are on. SPLIT_CTAS=0 chooses the splits by the problem, 1 does not split."""
         return [knob for knob in self.FLAGS if getattr(self, knob.lower()) != (knob == "SPLIT_CTAS")]
 
     @property

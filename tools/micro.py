@@ -74,7 +74,7 @@ def tiles(line, count):
 
 def ctas_per_sm(gpu, facts):
     """Computes the occupancy; each of an SM's four partitions allocates registers to warps in units of 256."""
-    threads, shared, registers, most, reserved = map(gpu.attribute, (39, 81, 82, 106, 111))  # of an SM; 111: by a CTA
+    threads, shared, registers, most, reserved = map(gpu.attribute, (39, 81, 82, 106, 111))  # per SM; 111: reserved per CTA
     by_registers = 4 * 32 * (registers // 4 // (256 * math.ceil(facts.registers / 8)))
     return max(1, min(most, min(threads, by_registers) // facts.threads, shared // (facts.shared_bytes + reserved)))
 

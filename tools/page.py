@@ -3,8 +3,8 @@
        ./run_all.sh results --diffs [REGEX]...
 Updates the generated parts of README.md and docs/ and the pictures of results/ from the CSVs in results/: the given CSVs,
 else the newest of each kind (by name). Generated are the text between <!-- NAME:begin --> and <!-- NAME:end -->, each
-number before <!--=NAME-->, and the call chains of docs/READING.md, which come from sdpa.cu. The last column of the
-story's and the ladder's tables, and the names of problems in README, are written by hand and preserved.
+number before <!--=NAME-->, and the call chains of docs/READING.md, which come from sdpa.cu. The last column of
+the tables `story` and `ladder`, and the names of problems in README, are written by hand and preserved.
   --diffs  update only the diffs of docs/LADDER.md, all or those of matching rungs; takes about 4 minutes
 exit: 0, 2 bad usage or a file that cannot be read
 """

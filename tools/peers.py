@@ -35,7 +35,7 @@ import sys
 import builds
 import cli
 import engine
-import numpy as np  # behind cli, which says what to do where it is missing
+import numpy as np  # after cli, which reports a missing package
 from cli import Refused, say
 
 # FlashAttention-3 and -4 support only bf16. NVIDIA publishes times of cuDNN for the problems with 64 heads.

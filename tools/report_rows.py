@@ -98,7 +98,7 @@ def read(path, kinds):
         except ValueError:
             value = math.nan
         if not 0 <= value < math.inf or (value == 0 and column != "tflops"):
-            raise Refused(f"{path} has {row[column]!r} in its column {column}, which is no such number")
+            raise Refused(f"{path} has {row[column]!r} in its column {column}, which is not a valid number")
         row[column] = value
     return Source(path, kind, rows)
 

@@ -12,8 +12,8 @@ usage: ./run_all.sh ablate NAME [--shape S]... [--causal C] [--svg]
 Measures what each knob of the line NAME of configs.txt contributes. It resets one knob at a time to its default
 (together with others if it cannot be reset alone; HEAD_DIM and DTYPE stay), checks these builds, times them in turns
 with the line, and prints the cost of each reset. The rows go to results/ablation/DATE-DEVICE-NAME.csv.
-  --shape S           the problem, as for ab (the page of ablations knows it by its sizes); repeatable; default mission
-                      and long
+  --shape S           the problem, as for ab (the results show only its name or sizes); repeatable; default mission and
+                      long
   --causal off|br|tl  (default off)
   --svg               also draw results/ablation/NAME.svg
 exit: 0, 1 a build is wrong, 2 bad usage, 3 a build could not be run
@@ -35,7 +35,7 @@ from cli import Refused, say
 from search import PROBLEMS_OWN
 
 COLUMNS = ("unit", "unit_share", "waits_for")
-# Without the kernels that plan or merge, and one for each launch of the backward pass.
+# No kernels that plan or merge; one kernel per launch of the backward pass.
 KERNELS = "sdpa_(scalar|wmma|mma|wgmma|backward_kv|backward_wgmma)"
 
 

@@ -24,7 +24,7 @@ far. At the end, `ab` compares the best candidate with LINE or the best line of 
                   TUNED_TILES are passed to `fit`, which prints the table with them
   --replay LOG    simulate the search on the candidates of an --all log, 20 times, and compare with random search
   --export t4|svg  t4: the log in the T4 results format of the autotuning community; svg: Optuna's plots
-  exit: 0, 1 the best line fails the final check, 2 bad usage, 3 the GPU or the disk failed, 130 Ctrl-C
+exit: 0, 1 the best line fails the final check, 2 bad usage, 3 the GPU or the disk failed, 130 Ctrl-C
 """
 import collections
 import itertools
@@ -269,7 +269,7 @@ class ModelJudge:
 
     def prepare(self, line):
         if chooses(line):
-            return dict(fate="gate", sentence="the cost model knows no line that chooses its tile")
+            return dict(fate="gate", sentence="the cost model does not support lines that choose their tile")
         knobs = knobs_of(line)
         return dict(fate="timed", us={str(p): math.exp(self.features(knobs) @ self.weights) * self.rounds(knobs, p)
                                       for p in self.problems})
