@@ -377,7 +377,7 @@ struct SdpaParams {
   int window_left = -1, window_right = -1;  // keys that a query sees before and after its own position; -1: no limit
   Descale q_descale, k_descale, v_descale;  // 8-bit types: q_descale per query head, the others per KV head
   Causal window_alignment = Causal::off;    // the position that the window is relative to; off: that of `causal`
-  float softcap = 0;                        // USE_SOFTCAP: logits are softcap * tanh(x / softcap); 1e-18 to 1e18; 0: off
+  float softcap = 0;                        // USE_SOFTCAP: logits are softcap * tanh(x / softcap); 1e-18..1e18; 0: off
   const float* sinks = nullptr;             // USE_SINKS=1: [Hq] in device memory; exp(sink) is added to the row sum
   const int *k_lengths = nullptr, *q_starts = nullptr, *k_starts = nullptr;  // USE_LENGTHS=1: see struct Sequence
   int most_keys = 0;                        // USE_LENGTHS=1: maximum number of keys per sequence; 0: Sk
@@ -534,7 +534,7 @@ struct Grid {  // maps the index of an item to its batch, head and rows
   Divisor q_heads;                      // Hq, or with PACK_GQA Hq / item_heads
   Divisor q_heads_per_kv;               // Hq / Hkv
   Divisor items_in_l2;                  // heads_in_l2 * q_blocks
-  uint32_t heads_in_l2 = 1;             // number of q_heads whose K and V take at most 8/15 of L2; at least 1
+  uint32_t heads_in_l2 = 1;             // number of q_heads whose K and V take about 8/15 of L2 at most; at least 1
   // Converts the input of the softmax to an exponent of 2. For a score: scale * log2(e).
   // USE_SOFTCAP: for a tanh, softcap * log2(e). USE_BIAS=1, 3, 4, 5, SCORE_MOD: for a logit, log2(e).
   float scale_log2 = 0;                 // the first line of the constant cache ends here
@@ -702,8 +702,8 @@ template <class B, int D = B::head_dim> __device__ __forceinline__ int tile_offs
 
 // ---- accumulator views ----
 // A view is the part of a tile that a thread holds: ROWS x COLS floats x[i][j] at (row(i), col(j)). LANES adjacent
-// lanes share these rows. In a view of O, every RUN elements of x[i] have adjacent columns. All kernel families share
-// the mask, softmax and epilogue, which use only this interface.
+// lanes share these rows. In a view of O, every RUN elements of x[i] have adjacent columns. The mask, the softmax and
+// the epilogue below use only this interface, so that kernels can share them.
 
 template <class View> __device__ __forceinline__ void clear(View& T) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) { SDPA_UNROLL for (int j = 0; j < View::COLS; j++) T.x[i][j] = 0; }
@@ -811,7 +811,8 @@ template <class B, class View> __device__ __forceinline__ void scale_scores(View
     }
   }
 }
-// True if the tile needs neither mask nor bias: all queries see all of its keys, and no key has a bias.
+// True if the tile needs neither mask nor bias: all queries see all of its keys, and no key has a bias. Only such
+// tiles use a stale maximum in sdpa_mma(). A tile with a bias is masked even where the mask changes nothing.
 template <class B>
 __device__ __forceinline__ bool is_unmasked(const KernelArgs& a, const Mask& mask, int q0, int k0) {
   return mask.tiles.cover(q0, k0) && !has_bias<B>(a, mask, k0);
@@ -982,14 +983,14 @@ __device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a
   return l + ex2_approx_ftz(fminf(above_m + p_log2<B>, 127));  // 127: 1 / sum is flushed to 0
 }
 
-// Stores LSE = ln2 * (m * scale_log2 + log2(sum)) of query q, unless p.LSE is null. sum includes a factor of 2^p_log2.
-// scale_log2 is multiplied by ln2 first, because m * scale_log2 may overflow.
+// Stores LSE = ln2 * (m * scale_log2 + log2(sum / 2^p_log2)) of query q, unless p.LSE is null. scale_log2 is
+// multiplied by ln2 first, because m * scale_log2 may overflow.
 template <class B>
 __device__ __forceinline__ void store_lse(float m, float sum, const KernelArgs& a, const Item<B>& item, int q) {
   if (a.p.LSE) {
     const int64_t row = (int64_t(item.batch(a.p.q_starts)) * a.p.Hq + item.h) * a.p.Sq + item.q_row(q);
     float lse = fmaf(finite_max(m), item_scale_log2<B>(a, item) * ln2, ln2 * (lg2_approx_ftz(sum) - p_log2<B>));
-    if (B::use_sinks) lse = max_nan(lse, sink_of<B>(a, item));
+    if (B::use_sinks) lse = max_nan(lse, sink_of<B>(a, item));  // with_sink() clamps e^(sink - m)
     st_global(a.p.LSE + row, lse);
   }
 }
@@ -1091,7 +1092,7 @@ template <class B> struct ScalarShared {
   Element<B> Q[B::block_m * TILE_STRIDE<B>];              // [BLOCK_M][D]
   Element<B> K[B::stages][B::block_n * TILE_STRIDE<B>];   // [BLOCK_N][D]
   Element<B> V[B::stages][B::block_n * TILE_STRIDE<B, B::d_v>];  // [BLOCK_N][Dv]
-  float P[B::block_m * P_STRIDE];                         // [BLOCK_M][BLOCK_N]: S, overwritten by P
+  float P[B::block_m * P_STRIDE];                         // [BLOCK_M][BLOCK_N]; CtaSoftmax: first S, then P
   float m[B::block_m], l[B::block_m], alpha[B::block_m];  // used if a row moves between warps
 
   __device__ void write_p(const ScalarScores<B>& S) { write_view(P, P_STRIDE, S); }
@@ -1555,7 +1556,7 @@ __device__ __forceinline__ void mma_m16n8k16(float& d0, float& d1, float& d2, fl
     SDPA_MMA("m16n8k16.row.col.f32.bf16.bf16.f32");
   }
 }
-// The same with 32 k. Each register holds four elements: k = 4q to 4q + 3 in a[0], a[1] and b0, and
+// The same for [16][32] @ [32][8]. Each register holds four elements: k = 4q to 4q + 3 in a[0], a[1] and b0, and
 // k = 4q + 16 to 4q + 19 in a[2], a[3] and b1.
 __device__ __forceinline__ void mma_m16n8k32_e4m3(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
                                                   uint32_t b0, uint32_t b1) {
@@ -1670,8 +1671,8 @@ template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelA
 
 // Work item i. Without a mask, the items of a head are consecutive, because they share its K and V in L2.
 // With a mask, the heads are divided into sections whose K and V fit into L2. In each section the longest items
-// come first, so that no long item starts last. Only the first section may have fewer heads; a small last section
-// would leave SMs idle.
+// come first, so that no long item starts last. Sections are counted from the end, so only the first one may have
+// fewer heads; a small last section would leave SMs idle.
 template <class B> __device__ __forceinline__ Item<B> work_item(const KernelArgs& a, uint32_t i) {
   if constexpr (B::use_lengths) return item_of_plan<B>(a, i);
   uint32_t head, block;
@@ -1980,7 +1981,7 @@ template <class B> struct MmaShared {
     Inputs in;
     typename MmaPartials<B>::type partial;  // after the last round
   };
-  Item<B> item;  // the CTA's item, in shared memory to save registers
+  Item<B> item;  // copy of the CTA's item, which finish_scores() and the epilogue read to save registers
 };
 
 // T += A @ B for columns 16 * n to 16 * n + 15 of T. a holds the A operand of each row tile; b holds two
@@ -2102,7 +2103,7 @@ template <class B> struct MmaRows {
     const int key = lane / 16 * 8 + lane % 8, d = lane / 8 % 2 * CHUNK<B>;
     const SharedAddress lane_address = shared_address(K_s + tile_offset<B>(key, d));
     clear(S);
-    SDPA_UNROLL for (int step = 0; step < B::head_dim / MMA_K<B>; step++) {
+    SDPA_UNROLL for (int step = 0; step < Q.STEPS; step++) {
       uint32_t q[Scores::M_TILES][MmaOperands<B>::REGISTERS];
       if (step < Q.KEPT) memcpy(q, Q.kept[step], sizeof q);
       else Q.read(q, step);
