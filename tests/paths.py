@@ -32,7 +32,7 @@ PATHS = [
     Path("a softcap", r"x = B::use_softcap == 2 \|\| replaces_scores<B>\(a\) \?"),
     Path("a softcap by a polynomial", r"S\.x\[i\]\[j\] = softmax_exp2<B>\(fmaf\(s \* fmaf\(y, y, fit\.rest\)"),
     Path("a softcap without its polynomial", r"cap_scores<B>\(S, a, a\.hook_scale, first, last\);"),
-    Path("a cap beyond the polynomial", r"if \(x < 1e-7 \|\| x > 1e7\) return;", whole=True),
+    Path("a cap beyond the polynomial", r"if \(h < 1e-7 \|\| h > 1e7\) return;", whole=True),
     # ---- the bias ----
     Path("a bias by chunks", r"cp_async<16>\(tile->at\(r, chunk\), from"),
     Path("a bias by elements", r"chunks\[n\]\[i\] = exists \?"),
