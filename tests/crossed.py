@@ -533,19 +533,20 @@ def sweep_build(builder, build, parts, taken, scope):
         executable = builder.compile("plain", *coverage, line, *objects, "-o", name)
     except bugs.Broken as error:
         return [f"{build}: {error}"]
-    done = subprocess.run([executable, *build.problems[0].split()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                          errors="replace", timeout=600)
-    words = [line for line in done.stdout.split("\n") if re.search(r"FAIL \S+:|^repeat|missing:|have none|rror", line) and "," not in line[:20]]
-    if not done.returncode and coverage:
+    failed = []
+    for options in build.problems:
+        done = subprocess.run([executable, *options.split()], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                              errors="replace", timeout=600)
+        if done.returncode:
+            words = [line for line in done.stdout.split("\n")
+                     if re.search(r"FAIL \S+:|^repeat|missing:|have none|rror", line) and "," not in line[:20]]
+            failed += words or [f"exit {done.returncode}: " + done.stdout[-500:]]
+    if not failed and coverage:
         for path, is_taken in paths.taken(builder.folder, name, build.knobs, builder.texts["sdpa.cu"]).items():
             key = scope(build.kind), path
             taken[key] = taken.get(key, False) or is_taken
-    if not done.returncode:
-        words = []
-    elif not words:
-        words = [f"exit {done.returncode}: " + done.stdout[-500:]]
     os.remove(executable)
-    return [f"{build}\n  {line[-600:]}" for line in words]
+    return [f"{build}\n  {line[-600:]}" for line in failed]
 
 
 def main():
