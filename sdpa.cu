@@ -6150,8 +6150,8 @@ __device__ __forceinline__ uint32_t word_of_bias(const Bias* from, int count, bo
 // Like list_rounds_of_mask(), for a bias and without bits.
 //
 // A far round has only elements far below 0, as in padding with finfo.min; the other rounds are near. Far
-// rounds come first in the list. The kernel starts with the last entry, so it knows the row max of the near
-// rounds before it computes a far round, for which it is a good stale maximum. An element is far below 0 if its
+// rounds come first in the list. The kernel starts with the last entry. So the row max of the near rounds is
+// known when a far round is computed, and is a good stale maximum for it. An element is far below 0 if its
 // three highest bits are set: fp16 from -512 down, bf16 and fp32 from -2^65 down. Entries of near rounds are
 // written from the middle of the list up, those of far rounds from the middle down.
 template <class B>
@@ -6721,7 +6721,7 @@ template <class B> struct Planner {
       rounds_of_thread += rounds_of(keys);
       atomicMax(&s.most_rounds, rounds_of({0, sequence.Sk}));
     });
-    atomicAdd(&s.rounds, uint32_t(rounds_of_thread % 65536));  // in two halves: shared memory has no 64-bit add
+    atomicAdd(&s.rounds, uint32_t(rounds_of_thread % 65536));  // in two halves: a 64-bit add would be a CAS loop
     atomicAdd(&s.rounds_65536, uint32_t(rounds_of_thread / 65536));
   }
   // The limit is at least `even`, so that all partials fit: only tiles of more than `even` rounds are divided, into at
@@ -6847,7 +6847,7 @@ template <class View> struct OneRow {
   __device__ int col(int j) const { return view.col(j); }
 };
 
-// Stores the result of this CTA: O / l and LSE, or a partial if several CTAs share the item's keys.
+// Stores the CTA's result: O / l and LSE, or a partial if sdpa_merge() merges the item's ranges.
 template <class B, class View, class Rows>
 __device__ __forceinline__ void store_result(const View& O, const Rows& m, const Rows& l, const KernelArgs& a,
                                              const Item<B>& item) {
@@ -6967,8 +6967,8 @@ __device__ __forceinline__ void merge_split_partials(const Partials& partials_s,
   }
 }
 
-// Merges the partials of the splits, s.split, and stores O / l and LSE of the item's rows. SPLIT_CTAS: stores the
-// partial of the CTA's range. The last CTA of the item to do so merges the partials.
+// Merges the partials of the splits, s.split, and stores O / l and LSE of the item's rows. If the item has several
+// ranges, stores the partial of the CTA's range instead. The last CTA of the item to do so merges the partials.
 template <class B, class Shared>
 __device__ __forceinline__ void store_merged(Shared& s, const KernelArgs& a, const Item<B>& item, int thread) {
   const ItemScales<B> scales(a, item);
@@ -7818,8 +7818,8 @@ SdpaStatus encode_boxes(CUtensorMap& map, const TensorView& t, const RowBoxes& b
   return failure(error, "the driver cannot encode a tensor map of %s: %s", t.name, cudaGetErrorString(error));
 }
 
-// True if two problems have the same tensor maps. These depend on the tensors and the rows of a packed tile, and on
-// whether k_starts and q_starts are null; with q_starts, the batch stride of O is 0, otherwise only if B = 1.
+// True if two problems have the same tensor maps. These depend on the tensors, the rows of a packed tile, and whether
+// k_starts and q_starts are null. Strides show q_starts: O has a batch stride of 0 only with q_starts or B = 1.
 bool same_tensor_maps(const SdpaParams& a, const SdpaParams& b) {
   constexpr size_t sizes = offsetof(SdpaParams, B), end = offsetof(SdpaParams, scale);  // sizes and strides
   return a.Q == b.Q && a.K == b.K && a.V == b.V && a.O == b.O && a.page_size == b.page_size && a.pages == b.pages &&
@@ -8740,7 +8740,7 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   const double merge = by_kernel    ? merge_kernel_clocks(items, p.D, ranges, sms)
                        : ranges > 1 ? 500 + 2000.0 * merge_steps(items, p.D, threads, ranges)
                                     : 0;
-  struct { double most, least, mean; } keys{};  // keys per item, in whole rounds
+  struct { double most, least, mean; } keys{};  // keys per item; most and least in whole rounds
   const auto in_rounds = [&](int64_t count) { return double(ceil_div(count, round_keys)) * round_keys; };
   const auto visible_to = [&](int q) { return bounds.end(q) - bounds.begin(q); };
   keys.most = keys.least = std::fmax(in_rounds(visible_to(p.Sq - 1)), round_keys);
