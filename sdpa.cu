@@ -2218,7 +2218,7 @@ __device__ __forceinline__ void rearrange_runs(MmaRuns<B>& R, const MmaSums<B>& 
 // Reads the descale factor of each row of Q; see section 5i.
 template <class B>
 __device__ __forceinline__ void read_q_descale(MmaRows<B>& rows, const KernelArgs& a, const Item<B>& item);
-// Stores O / l and LSE, or a partial if several CTAs share the item's keys; see section 5i.
+// Stores O / l and LSE, or a partial if sdpa_merge() merges the item's ranges; see section 5i.
 template <class B, class View, class Rows>
 __device__ __forceinline__ void store_result(const View& O, const Rows& m, const Rows& l, const KernelArgs& a,
                                              const Item<B>& item);

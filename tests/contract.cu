@@ -1367,7 +1367,7 @@ template <class T> static bool make_set(T*& pointer) {
 static bool make_set(Descale& descale) { return make_set(descale.factor); }
 static bool make_set(Strides&) { return false; }
 template <class T> static std::enable_if_t<!std::is_pointer_v<T> && !std::is_class_v<T>, bool> make_set(T& number) {
-  number = T(1);
+  number = T(std::is_floating_point_v<T> ? 0.5 : 1);
   return true;
 }
 template <class T> static bool move_pointer(T*& pointer, int bytes) {

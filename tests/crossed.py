@@ -413,12 +413,16 @@ def covering(left, builds, covered_by):
 ALL_PROBLEMS = "--sweep 8 --all-kinds"
 # Logits on both sides of the bound of the softcap's polynomial, in tiles that exceed a stale maximum.
 BEYOND_CAP = "--check-only --shape 1,2,2,70,600 --dist outliers --softcap 30"
+# Consecutive items of a CTA have lists of equal length of visible K tiles, which begin with different keys.
+SLIDING_LISTS = "--check-only --shape 1,2,1,700,700 --causal br --window 100,0 --key-mask scattered --max-ctas 1"
 
 
 def problems_of(build, runs_all, count, number):
     """The problems of build `number`: those of all kinds, or `count` random ones."""
-    beyond_cap = [BEYOND_CAP] * (dict(build).get("USE_SOFTCAP") == "1")
-    return ALL_PROBLEMS if runs_all else f"--sweep {count} --seeds {number}", *beyond_cap
+    knobs = dict(build)
+    beyond_cap = [BEYOND_CAP] * (knobs.get("USE_SOFTCAP") == "1")
+    sliding_lists = [SLIDING_LISTS] * (knobs.get("USE_KEY_MASK") == knobs.get("USE_PERSISTENT_CTA") == knobs.get("USE_WGMMA") == "1")
+    return ALL_PROBLEMS if runs_all else f"--sweep {count} --seeds {number}", *beyond_cap, *sliding_lists
 
 
 def cross_features(kind):

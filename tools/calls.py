@@ -1,10 +1,11 @@
 """Finds the calls of each function of a source text, by scope, receiver type and number of arguments, and removes
 functions and parameters that have no effect. Used by tools/concrete.py."""
+import bisect
 import collections
 import functools
 import re
 
-from inlining import edited, source
+from inlining import are_apart, edited, source
 from minimal import ROOTS, descendants, enclosing, listed, name_of, parse, without_sentences, words_of
 
 # A parameter that gets the same one of these values in all calls is replaced by it.
@@ -26,11 +27,31 @@ def declarator_of(function):
     return next(iter(descendants(function, "function_declarator")), None)
 
 
+class Around:
+    """Finds the innermost node of a type around another node."""
+
+    def __init__(self, root, kind):
+        self.nodes = descendants(root, kind)
+        self.starts, self.outer, around = [one.start_byte for one in self.nodes], [], []
+        for n, one in enumerate(self.nodes):
+            while around and self.nodes[around[-1]].end_byte <= one.start_byte:
+                around.pop()
+            self.outer.append(around[-1] if around else -1)
+            around.append(n)
+
+    def __call__(self, node):
+        n = bisect.bisect_right(self.starts, node.start_byte) - 1
+        while n >= 0 and self.nodes[n].end_byte <= node.start_byte:
+            n = self.outer[n]
+        return self.nodes[n] if n >= 0 else None
+
+
 class Calls:
     """of: {offset of a function definition: argument lists of its calls}. Functions in `open_names` may have other calls."""
 
     def __init__(self, text):
-        self.text, self.root, self.locals = text, parse(text), {}
+        self.text, self.root, self.locals, self.owners = text, parse(text), {}, {}
+        self.function_at, self.struct_around = (Around(self.root, kind) for kind in ("function_definition", "struct_specifier"))
         self.structs, self.aliases, self.bases, self.names = {}, {}, collections.defaultdict(list), {}
         for node in descendants(self.root, "struct_specifier"):
             if node.child_by_field_name("body"):
@@ -86,9 +107,12 @@ class Calls:
         return out
 
     def struct_at(self, node):
-        function = enclosing(node, "function_definition")
-        struct = enclosing(node, "struct_specifier")
-        return name_of(struct) if struct else function and self.owner(function)
+        function, struct = self.function_at(node), self.struct_around(node)
+        if struct:
+            return name_of(struct)
+        if function not in self.owners:
+            self.owners[function] = function and self.owner(function)
+        return self.owners[function]
 
     def field(self, struct, name):
         """The type of a member."""
@@ -124,7 +148,7 @@ class Calls:
 
     def local(self, name, node):
         """The type of a variable or parameter of the function around a node; None if it has none of this name."""
-        function = enclosing(node, "function_definition")
+        function = self.function_at(node)
         if function not in self.locals:
             self.locals[function] = {
                 name_of(each): source(one.child_by_field_name("type"), self.text)
@@ -267,8 +291,9 @@ def without_one(nodes, n):
 
 
 def without_needless_parameters(text, but):
-    """Removes one parameter that the function does not read, or that has the same literal in all calls."""
-    calls = Calls(text)
+    """Removes parameters that the function does not read, or that have the same literal in all calls: at most one of each
+    function."""
+    calls, all_edits = Calls(text), []
     for owner, name, node, given in calls.known(but):
         if not given:
             continue
@@ -310,20 +335,26 @@ def without_needless_parameters(text, but):
                 edits.append((at - len(above), at, re.sub(rf"`{own}`|\b{own}\b", value, above)))
             elif own and above:
                 edits.append((at - len(above), at, without_sentences(above, rf"`?{own}`?[:,] ")))
-            return edited(text, edits)
-    return text
+            if are_apart(all_edits, edits):
+                all_edits += edits
+                break
+    return edited(text, all_edits)
 
 
 def without_unread_fields(text):
-    """Removes data members that no code reads or writes, with their initializers, where all accesses to the name are resolved."""
-    calls = Calls(text)
+    """Removes data members that no code reads or writes, with their initializers, where all accesses to the name are resolved: of
+    each struct at most one."""
+    calls, all_edits = Calls(text), []
     used, open_names = set(), set()
+    members = {name_of(one) for node in descendants(calls.root, "field_declaration")
+               for one in node.children_by_field_name("declarator")}
     for node in descendants(calls.root, "field_expression"):
         name, owner = name_of(node.child_by_field_name("field")), calls.type(node.child_by_field_name("argument"))
         used |= {(one, name) for one in calls.family(owner)}
         open_names |= set() if calls.structs.get(owner) else {name}
     for node in descendants(calls.root, "identifier"):
-        struct, name = calls.struct_at(node), source(node, text)
+        name = source(node, text)
+        struct = name in members and calls.struct_at(node)
         if struct and not calls.local(name, node):
             used |= {(one, name) for one in calls.family(struct)}
     for node in descendants(calls.root, "qualified_identifier"):
@@ -331,23 +362,23 @@ def without_unread_fields(text):
     for struct, node in calls.structs.items():
         if not node or not name_of(node) or re.search(rf"\b{struct}\b[^;{{]*\)\s*(?:const )?\{{\s*return \{{|\b{struct}\{{", text):
             continue
-        lists = positional(struct, calls, text)
         fields = [one for one in node.child_by_field_name("body").named_children if one.type == "field_declaration" and not
                   descendants(one, "function_declarator") and b"static" not in [each.text for each in one.children]]
         names = [(name_of(each), one) for one in fields for each in one.children_by_field_name("declarator")]
-        is_open = lists is None or any(len(one) > len(names) for one in lists)
-        for n, (name, field) in enumerate(names):
-            inits = [one for one in descendants(node, "field_initializer") if name_of(one) == name]
-            if is_open or (struct, name) in used or name in open_names or not name or inits:
-                continue
-            whole = [name_of(one) for one in field.children_by_field_name("declarator")]
-            edits = [(*without_one(one, n), "") for one in lists if n < len(one)]
-            if len(whole) == 1:
-                return edited(text, [*edits, line_of(field, text)])
-            declarators = [one for one in field.children if one.type in (
-                "field_identifier", "array_declarator", "reference_declarator", "pointer_declarator")]
-            return edited(text, [*edits, (*without_one(declarators, whole.index(name)), "")])
-    return text
+        made = {name_of(one) for one in descendants(node, "field_initializer")}
+        unread = next(((n, *one) for n, one in enumerate(names)
+                       if one[0] and (struct, one[0]) not in used and one[0] not in open_names | made), None)
+        lists = positional(struct, calls, text) if unread else None
+        if lists is None or any(len(one) > len(names) for one in lists):
+            continue
+        n, name, field = unread
+        whole = [name_of(one) for one in field.children_by_field_name("declarator")]
+        declarators = [one for one in field.children if one.type in (
+            "field_identifier", "array_declarator", "reference_declarator", "pointer_declarator")]
+        edits = [(*without_one(one, n), "") for one in lists if n < len(one)]
+        edits.append(line_of(field, text) if len(whole) == 1 else (*without_one(declarators, whole.index(name)), ""))
+        all_edits += edits if are_apart(all_edits, edits) else []
+    return edited(text, all_edits)
 
 
 def positional(struct, calls, text):

@@ -8,7 +8,7 @@ import textwrap
 
 from calls import line_of, without_idle_functions, without_needless_parameters, without_one, without_unread_fields
 from comments import code_of
-from inlining import edited, inlined, source, type_of_expression
+from inlining import are_apart, edited, inlined, source, type_of_expression
 from minimal import (BANNERS, CALLS, ROOTS, WIDTH, Folding, callee, declared, descendants, enclosing, listed, minimal,
                      name_of, parse, units_of, words_of)
 
@@ -162,8 +162,9 @@ def template_uses(root, text):
 
 
 def without_template_parameters(text, but):
-    """Removes one template parameter for which all uses have the same argument, explicit or deduced."""
-    root = parse(text)
+    """Removes template parameters for which all uses have the same argument, explicit or deduced: at most one of each
+    template."""
+    root, all_edits, changed, inserted = parse(text), [], set(), set()
     defined = collections.defaultdict(list)
     for node in descendants(root, "template_declaration"):
         defined[name_of(declared(node))].append(node)
@@ -233,8 +234,13 @@ def without_template_parameters(text, but):
                 if where and (n < len(arguments) or not rest):
                     edits.append((where.start_byte, where.end_byte, f"<{', '.join(kept)}>" if kept or rest and
                                   not is_function else ""))
-            return edited(text, edits)
-    return text
+            # The arguments of a template that loses a parameter are not copied at the same time.
+            if are_apart(all_edits, edits) and not words & changed and name not in inserted:
+                all_edits += edits
+                changed.add(name)
+                inserted |= words
+                break
+    return edited(text, all_edits)
 
 
 def deduced(node, parameter, call, text):
@@ -290,9 +296,9 @@ def without_unread_parameters(text, but):
             if parameter.type == "comment" or identifier and source(identifier, text) in words_of(code):
                 continue
             if is_known and not deduced_by & words_of(source(parameter, text)):
-                places = [without_one(given, n) for given in calls[name]] + [without_one(parameters, n)]
-                return edited(text, edits + [(start, end, "") for start,
-                                             end in places]) if not edits else edited(text, edits)
+                places = [(*without_one(nodes, n), "") for nodes in (*calls[name], parameters)]
+                edits += places if are_apart(edits, places) else []
+                break
             if identifier and ("__device__" not in head or "__host__" in head):
                 space = len(text[:identifier.start_byte]) - len(text[:identifier.start_byte].rstrip(" "))
                 edits.append((identifier.start_byte - space, identifier.end_byte, ""))
@@ -375,7 +381,7 @@ def without_other_versions(text, but):
 
 def without_aliases(text):
     """Expands aliases of constants, and aliases of types inside functions."""
-    root = parse(text)
+    root, all_edits, changed = parse(text), [], set()
     top = {name for unit in units_of(root, text.split("\n")) for name in unit.names} | {"true", "false"}
     for node in descendants(root, "declaration", "alias_declaration"):
         is_type = node.type == "alias_declaration"
@@ -401,8 +407,11 @@ def without_aliases(text):
         start, end, _ = line_of(node, text)
         if not text[end:].lstrip(" ")[:1].isalpha():  # its comment does not apply to the declarations after it
             start -= len(re.search(r"(?:^ *//(?! ----| ====).*\n)*\Z", text[:start], re.MULTILINE)[0])
-        return edited(text, [(start, end, ""), *((*place, found[2]) for place in places)])
-    return text
+        edits, words = [(start, end, ""), *((*place, found[2]) for place in places)], {found[1], *words_of(found[2])}
+        if not words & changed and are_apart(all_edits, edits):
+            all_edits += edits
+            changed |= words
+    return edited(text, all_edits)
 
 
 def without_unused_constants(text):
@@ -467,7 +476,7 @@ def without_options(text):
 
 def without_unread_members(text):
     """Removes members that are never read, with their initializers and assignments."""
-    root = parse(text)
+    root, edits = parse(text), []
     code = re.sub(r"//.*", lambda m: " " * len(m[0]), text)
     words = collections.Counter(re.findall(r"\w+", code))
     positional = {*re.findall(r"\b([A-Z]\w+)(?: \w+)?\{(?!\})", code),
@@ -496,9 +505,9 @@ def without_unread_members(text):
                                for write in places)
                 if words[name] == declared_in[name] + len(places) and is_plain and (
                         declared_in[name] == 1 or not places):
-                    return edited(text, [place_of(write, text) for write in places] +
-                                  members_without(node, [name], text))
-    return text
+                    own = [place_of(write, text) for write in places] + members_without(node, [name], text)
+                    edits += own if are_apart(edits, own) else []
+    return edited(text, edits)
 
 
 def place_of(write, text):

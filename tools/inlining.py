@@ -35,6 +35,12 @@ def edited(text, edits):
     return "".join([*out, text[at:]])
 
 
+def are_apart(edits, others):
+    """True if no edit overlaps one of the others."""
+    return not any(start < other_end and other_start < end or start == other_start
+                   for start, end, *_ in edits for other_start, other_end, *_ in others)
+
+
 def names_made(node):
     """The names that declarations in a subtree declare."""
     made = {name_of(one) for one in descendants(node, "parameter_declaration", "init_declarator")

@@ -126,6 +126,11 @@ WHOLE = {"condition_clause", "init_declarator", "field_declaration", "return_sta
 SINGLE = {"parenthesized_expression", "type_descriptor", "condition_clause", "compound_statement", "return_statement"}
 
 
+# Nodes whose text depends on constants. The first four may be aliases of types.
+DECIDABLE = {"qualified_identifier", "dependent_type", "type_descriptor", "template_type", "binary_expression", "unary_expression",
+             "call_expression", "template_function", "conditional_expression", "static_assert_declaration", "while_statement",
+             "template_declaration", "expression_statement", "return_statement", "comma_expression", "for_statement", "do_statement",
+             "if_statement", "preproc_function_def"}
 DECIDED = {}  # cache of declarations, by what determines their text
 
 
@@ -319,6 +324,8 @@ class Folding:
     def decided(self, node):
         """emit() for nodes with children."""
         kind, field = node.type, node.child_by_field_name
+        if kind not in DECIDABLE:
+            return self.emit_children(node)
         if kind in ("binary_expression", "unary_expression", "call_expression"):
             value = self.value(node)
             if isinstance(value, bool):
