@@ -64,7 +64,7 @@ LADDERS = {
         hopper_d128      | | | -"""),
     "backward": ladder(SQUARE, r"""
         backward_minimal
-        backward_mma     | | backward_mma HEAD_DIM=128 BLOCK_N=32 | multiply_columns<Operands>\(T|Operands::pv\(sum
+        backward_mma     | | backward_mma HEAD_DIM=128 BLOCK_N=32 | multiply_columns<Halves>\(T|Halves::pv\(sum
         backward_mma5    | | backward_mma5 HEAD_DIM=128 BLOCK_N=32 | ldmatrix_x4<true>\(rows\[0\]|red_global_add_v2\(row|add_dq\(a
         backward_wgmma_plain | backward_mma | | wgmma_ss\(T\.x|wgmma_pv\(sum|VProducts::begin\(dP
         backward_hopper  | | backward_hopper_d128 | barrier_sync\(backward_turn|dS_of\(ds_before|if \(!first\) pass_dq|barrier_arrive\(backward_turn \+ 1"""),
