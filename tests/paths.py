@@ -87,11 +87,16 @@ def places(source):
             for path in PATHS for number, text in enumerate(lines, 1) if re.search(path.line, text)]
 
 
+def without_line(source):
+    """Sentences about paths without a source line."""
+    found = {path for path, _, _ in places(source)}
+    return [f"{path.name}: no line of sdpa.cu is like {path.line}" for path in PATHS if path not in found]
+
+
 def missing(source, of_builds):
     """Sentences about paths without a source line, and about paths that no build has."""
-    found = places(source)
-    without_line = [f"{path.name}: no line of sdpa.cu is like {path.line}" for path in PATHS if path not in {one[0] for one in found}]
-    return without_line + [f"no build has this path: {sentence}" for _, _, sentence in found if sentence not in of_builds]
+    return without_line(source) + [f"no build has this path: {sentence}" for _, _, sentence in places(source)
+                                   if sentence not in of_builds]
 
 
 def taken(folder, name, knobs, source):

@@ -1,11 +1,14 @@
-"""Tests of tests/mutations.py: the mutations of each operator on a few lines, and programs with several mutants."""
+"""Tests of tests/mutations.py: the mutations of each operator on a few lines, and programs with several mutants; and of the
+regular expressions of bugs.txt and paths.py, which a renamed identifier can leave without a match."""
 import os
 import subprocess
 
 import pytest
 
 pytest.importorskip("tree_sitter_cpp")
+import bugs
 import mutations
+import paths
 
 SOURCE = """
 struct Strides { long batch, head; int row; float x; };
@@ -112,3 +115,10 @@ def test_edits_that_cannot_be_switched():
     assert mutations.switches_of(PROGRAM, PROGRAM.replace("<cstdio>", "<stdio.h>"), 0) is None
     struct = "struct S { int x; };\nint g() { return 1; }"
     assert mutations.switches_of(struct, struct.replace("int x", "long x"), 0) is None
+
+
+def test_named_bugs_and_paths_match_the_sources():
+    every = list(bugs.read_bugs(os.path.join(bugs.ROOT, "tests/bugs.txt")))
+    stale = [f"{bug.name}: {edit}" for bug, edit in zip(every, map(bugs.try_edit, every)) if isinstance(edit, bugs.Broken)]
+    stale += paths.without_line(bugs.read("sdpa.cu"))
+    assert len(every) > 300 and not stale, "\n".join(stale)
