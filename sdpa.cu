@@ -2102,6 +2102,8 @@ template <class B> struct MmaRows {
     // An ldmatrix of 16 keys and MMA_K elements of d reads b0 and b1 for two groups of 8 columns.
     const int key = lane / 16 * 8 + lane % 8, d = lane / 8 % 2 * CHUNK<B>;
     const SharedAddress lane_address = shared_address(K_s + tile_offset<B>(key, d));
+    S.first_row = O.first_row;
+    S.first_col = O.first_col;
     clear(S);
     SDPA_UNROLL for (int step = 0; step < Q.STEPS; step++) {
       uint32_t q[Scores::M_TILES][MmaOperands<B>::REGISTERS];
@@ -2120,8 +2122,6 @@ template <class B> struct MmaRows {
   __device__ bool compute_p_by_stale_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScales<B>& scales,
                                          const Item<B>& item, const Mask& mask, int q0, int k0, int lane) {
     Scores S;
-    S.first_row = O.first_row;
-    S.first_col = O.first_col;
     multiply_qk(S, Q, K_s, lane);
     ScoreTile<B> tile{scales.a, item, mask, q0, k0, scales.hook_scale()};
     StaleSoftmax<B, ROWS> softmax(m, scales);
@@ -2137,8 +2137,6 @@ template <class B> struct MmaRows {
                                          const Item<B>& item, const Mask& mask, int q0, int k0, bool unmasked,
                                          int lane) {
     Scores S;
-    S.first_row = O.first_row;
-    S.first_col = O.first_col;
     multiply_qk(S, Q, K_s, lane);
     finish_scores<B>(S, scales.a, item, mask, q0, k0, unmasked);
     float alpha[ROWS];
