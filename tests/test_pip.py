@@ -283,6 +283,17 @@ def test_expressions(nvcc, monkeypatch):
         assert sdpa.built(*calls) in done.stdout.split()
 
 
+@pytest.mark.parametrize("word", ("pages", "any_pages", "sinks+any_pages"))
+def test_pages_have_lengths(nvcc, monkeypatch, word):
+    """The library of a call with pages, which has lengths, too."""
+    done = program("build", "sm_90a", "bf16", "128", word, **nvcc)
+    for name, value in nvcc.items():
+        monkeypatch.setenv(name, value)
+    options = re.findall(r"\w+", re.search(r"OPTIONS = \[(.*?)\]", MAIN, re.DOTALL)[1])
+    features = sum(1 << options.index(name) for name in ["lengths", *word.split("+")])
+    assert sdpa.built(*sdpa.build_of(*sdpa.line_with((9, 0), torch.bfloat16, 128, 128, features, "", ""))) in done.stdout.split()
+
+
 def test_a_relative_cache(nvcc, tmp_path):
     """nvcc runs in the clone; a relative cache path refers to the caller's folder."""
     done = program("build", "sm_90a", "bf16", "128", folder=tmp_path, **nvcc | {"SDPA_CACHE": "of_mine"})

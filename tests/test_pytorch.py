@@ -1166,6 +1166,19 @@ def test_dtensors(glue, tmp_path):
     assert done.returncode == 0, done.stdout
 
 
+def test_what_dtensors_are_sharded_over():
+    """Not over the batch with packed sequences or an expression of b, and not over the heads with an expression of h."""
+    from dtensor_sharding import Replicate, Shard, shardings
+    tensor = lambda *shape: SimpleNamespace(shape=shape, ndim=len(shape), mesh=SimpleNamespace(shape=(2,)), placements=[Replicate()])  # noqa: E731
+    own = dict(q=tensor(2, 4, 5, 64), k=tensor(2, 4, 7, 64), v=tensor(2, 4, 7, 64), lse=tensor(2, 4, 5))
+    starts = tensor(3)
+    for more, ways in (({}, "none batch heads"), ({"q_starts": starts}, "none heads"), ({"k_starts": starts}, "none heads"),
+                       ({"k_lengths": tensor(2)}, "none batch heads"), ({"score_mod": "s + b"}, "none heads"),
+                       ({"mask_mod": "i0[h] < k"}, "none batch"), ({"score_mod": "s * h", "mask_mod": "b < k"}, "none")):
+        places = [outputs[0] for outputs, _ in shardings(None, ("q", "lse"), own | more)]
+        assert places == [dict(none=Replicate(), batch=Shard(0), heads=Shard(1))[way] for way in ways.split()], more
+
+
 def test_autograd_on_stand_ins(on_cpu):
     make = lambda *S: [torch.randn(2, 4, s, 64, dtype=torch.double, requires_grad=True) for s in S]  # noqa: E731
     q, k, v = make(5, 7, 7)
@@ -1802,6 +1815,12 @@ def drawn(*shape, dtype=torch.half, seed=0):
     """Random values that depend only on shape and seed."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(shape, generator=generator).to(dtype)
+
+
+def turned(x):
+    """x with other strides: its dimensions lie in memory in the reverse order."""
+    reverse = range(x.dim())[::-1]
+    return x.permute(*reverse).contiguous().permute(*reverse)
 
 
 def int32(*values):
@@ -2584,7 +2603,7 @@ def check_gradients_of_sequences(case, attend, dtype, device="cpu", D=64, count=
         inputs = [x for x in (q, k, v, sinks) if x is not None]
         out, lse = attend(q, k, v, causal, window, softcap=cap, sinks=sinks, return_lse=True, **options)
         grad = hide(drawn(*out.shape, dtype=dtype, seed=5).to(device), used[0])
-        lse_grad = drawn(*lse.shape, dtype=torch.float, seed=6).to(device) * (lse.detach() > -torch.inf)
+        lse_grad = turned(drawn(*lse.shape, dtype=torch.float, seed=6).to(device) * (lse.detach() > -torch.inf))
         given = slice(0, 1 + of_lse)
         got = torch.autograd.grad((out, lse)[given], inputs, (grad, lse_grad)[given])
         want = [torch.zeros_like(x, dtype=torch.double) for x in inputs]
@@ -2678,7 +2697,7 @@ def check_gradients_of_biases(run, device, chosen=slice(None), D=64, Sq=20, Sk=5
         lengths = dict(k_lengths=int32(Sk, 9).to(device), q_lengths=int32(Sq, 6).to(device)) if has_lengths else {}
         out, lse = run(q, k, v, bias=bias, sinks=sinks, return_lse=True, **options, **lengths)
         inputs = [x for x in (q, k, v, sinks, whole) if x is not None and x.requires_grad]
-        grad, lse_grad = drawn(*out.shape, seed=5).to(device), drawn(*lse.shape, dtype=torch.float, seed=6).to(device)
+        grad, lse_grad = drawn(*out.shape, seed=5).to(device), turned(drawn(*lse.shape, dtype=torch.float, seed=6).to(device))
         keys, queries = torch.arange(Sk, device=device), torch.arange(Sq, device=device)[:, None]
         exists = torch.ones(2, 1, Sq, Sk, dtype=torch.bool, device=device)
         if has_lengths:
