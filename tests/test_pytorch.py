@@ -490,8 +490,9 @@ def test_what_cannot_be_built(monkeypatch, tmp_path, capsys):
     assert "where PyTorch has a kernel of its own, that runs instead" in capsys.readouterr().err
 
 
-def test_a_failed_build_is_tried_again_when_a_source_has_changed(monkeypatch, tmp_path, capsys):
-    """This holds for every library: lines, the append kernel, pytorch.cpp. A full disk may have room at the next call."""
+def test_a_failed_build_is_tried_again_after_a_change(monkeypatch, tmp_path, capsys):
+    """Of a source or of an environment variable, for every library: lines, the append kernel, pytorch.cpp. A full disk may have
+    room at the next call."""
     in_cache(monkeypatch, tmp_path, FAKE_NVCC.replace('sleep 0.3', '') % 'rm -f "$word"; cat "$0.says" >&2; exit 1')
     (tmp_path / "nvcc.says").write_text("x.cu(3): error: no such knob")
     clone = tmp_path / "clone"
@@ -501,6 +502,7 @@ def test_a_failed_build_is_tried_again_when_a_source_has_changed(monkeypatch, tm
     monkeypatch.setattr(sdpa, "ROOT", str(clone))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     line, appender, seconds = sdpa.Line(), sdpa.Appender(), itertools.count()
+    variables = "PATH", "CUDA_HOME", "CUDA_PATH", "SDPA_CACHE"
 
     def touch(path):
         os.utime(clone / path, (next(seconds),) * 2)
@@ -523,6 +525,11 @@ def test_a_failed_build_is_tried_again_when_a_source_has_changed(monkeypatch, tm
         for path in sources:
             touch(path)
             assert runs() == (sentence, 1) and runs() == (sentence, 0), path
+        for name in variables:
+            with monkeypatch.context() as other:  # a value that leads to the same nvcc
+                other.setenv(name, dict(PATH=os.environ["PATH"] + ":/none", SDPA_CACHE=str(tmp_path / "another")).get(name, str(tmp_path / "none")))
+                assert runs() == (sentence, 1) and runs() == (sentence, 0), name
+            assert runs() == (sentence, 1), name
         (tmp_path / "nvcc.says").write_text("fatal error: error writing to /tmp/x: No space left on device")
         touch(sources[0])
         for _ in range(2):
@@ -530,7 +537,7 @@ def test_a_failed_build_is_tried_again_when_a_source_has_changed(monkeypatch, tm
             assert sentence.startswith("no space is left for building ") and "/tmp/x: No space left on device; free some" in sentence
             assert count == 1 and str(tmp_path / "cache") in sentence
         (tmp_path / "nvcc.says").write_text("x.cu(3): error: no such knob")
-    assert capsys.readouterr().err.count("where PyTorch has a kernel of its own, that runs instead") == 2 + len(sdpa.LINE_SOURCES) + 1
+    assert capsys.readouterr().err.count("where PyTorch has a kernel of its own, that runs instead") == 2 + len(sdpa.LINE_SOURCES) + 2 * len(variables) + 1
 
 
 def test_a_cache_without_nvcc(monkeypatch, tmp_path):
