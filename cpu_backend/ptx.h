@@ -125,6 +125,10 @@ inline float rcp_approx_ftz(float x) {
 // NaN results are canonical, as on the hardware.
 inline float canonical_nan() { return simt::float_of_bits(0x7fffffff); }
 
+// CUDA's: of a NaN and a number, the number. Compilers do not inline the C library's, which took a sixth of the tests' time.
+inline float fmaxf(float a, float b) { return a > b || b != b ? a : b; }
+inline float fminf(float a, float b) { return a < b || b != b ? a : b; }
+
 inline float max_nan(float a, float b) {
   if (a != a || b != b) return canonical_nan();
   if (a == b) return std::signbit(a) ? b : a;

@@ -142,7 +142,8 @@ float ramps(const InputAt& i) {
   const int beside_cap = kind_beside_cap(p, i.seed, i.head);
   if (i.tensor == Tensor::V) {
     const bool is_bf16 = line.input == DType::bf16 && line.output == DType::bf16;
-    return of_seed % 4 ? std::ldexp(i.x, is_bf16 ? 64 - std::ilogb(std::max(p.Sk, 1)) : 12) : i.x;
+    const float largest = is_bf16 ? 0x1p64f / float(1 << std::ilogb(std::max(p.Sk, 1))) : 0x1p12f;
+    return of_seed % 4 ? i.x * largest : i.x;
   }
   const float noise = float((i.x > 0.5f) - (i.x < -0.5f));
   if (i.tensor == Tensor::Q) {
