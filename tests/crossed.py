@@ -236,16 +236,21 @@ class Judge:
     def number(self, knob, value):
         return int(value) if value.isdigit() else self.rows[knob][1].index(value)
 
+    @functools.lru_cache(None)
+    def numbers(self, knob, values):
+        """The numbers of a knob's values as an array, and {number: value}."""
+        numbers = [self.number(knob, value) for value in values]
+        return (ctypes.c_int * len(values))(*numbers), dict(zip(numbers[::-1], values[::-1]))
+
     def complete(self, domains, tries):
         """A legal build {knob: value} of {knob: values}, or None."""
-        arrays = [(ctypes.c_int * len(values))(*(self.number(knob, value) for value in values)) for knob, values in domains.items()]
-        found = (ctypes.c_int * len(arrays))()
+        numbers = [self.numbers(knob, tuple(values)) for knob, values in domains.items()]
+        found = (ctypes.c_int * len(numbers))()
         self.seed += 1
-        domains_of = (Domain * len(arrays))(*(Domain(array, len(array)) for array in arrays))
+        domains_of = (Domain * len(numbers))(*(Domain(array, len(array)) for array, _ in numbers))
         if not self.library.complete(domains_of, ctypes.c_long(tries), ctypes.c_ulonglong(self.seed * 0x9e3779b97f4a7c15), found):
             return None
-        return {knob: next(value for value in values if self.number(knob, value) == n)
-                for (knob, values), n in zip(domains.items(), found)}
+        return {knob: value[n] for knob, (_, value), n in zip(domains, numbers, found)}
 
 
 class Domain(ctypes.Structure):
