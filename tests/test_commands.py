@@ -126,7 +126,8 @@ def test_every_bad_line_is_named_and_the_good_ones_are_built(built):
     ("test --no-pytroch", 2, "test --no-pytroch: neither --all or --no-pytorch, which come first, nor an option of ctest; "
                              "did you mean --no-pytorch?"),
     ("list ^scalar_racy", 0, "scalar_racy sm_80, must fail scalar_vec8 SYNC_POLICY=0"),
-    ("list ^hopper_bf16$", 0, "hopper_bf16 sm_90a hopper DTYPE=BF16")])
+    ("list ^hopper_bf16$", 0, "hopper_bf16 sm_90a hopper DTYPE=BF16"),
+    ("list ^mma_decode_kv8", 0, "mma_decode_kv8_d128_bf16 sm_89 mma_decode_d128_bf16 KV_DTYPE=FP8_E4M3 VEC_WIDTH=16 BLOCK_N=32")])
 def test_arguments_are_judged_before_anything_is_built(tmp_path, words, code, sentence):
     found, out, err = run(RUN_ALL, *words.split(), SDPA_BUILD_DIR=str(tmp_path / "none"))
     assert found == code and sentence in " ".join(out.split()) + err

@@ -12,6 +12,7 @@ import pytest
 
 import builds
 import engine
+import report_rows
 import tool
 
 ROOT = Path(builds.ROOT)
@@ -112,6 +113,15 @@ def newest_rows():
         int(word) if word.isdigit() else word for word in re.split(r"(\d+)", path.stem)])
     with open(path, newline="", encoding="utf-8") as file:
         return path.stem, list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("name, slug", [
+    ("2026-11-21-NVIDIA-H200", "NVIDIA-H200"), ("2026-11-21-NVIDIA-H200-12", "NVIDIA-H200"),
+    ("2026-11-21-NVIDIA-GeForce-RTX-4090", "NVIDIA-GeForce-RTX-4090"), ("2026-11-21-NVIDIA-GeForce-RTX-4090-2", "NVIDIA-GeForce-RTX-4090"),
+    ("2026-11-21-NVIDIA-H200-e4m3", "NVIDIA-H200-e4m3"), ("NVIDIA-H200", "NVIDIA-H200")])
+def test_the_device_of_a_file(name, slug):
+    """A number of up to two digits after the device counts the files of a day; a model's number has more."""
+    assert report_rows.device_slug(Path(name + ".csv")) == slug
 
 
 def test_one_file(page):
