@@ -1001,6 +1001,53 @@ TEST_CASE("divisor") {
   CHECK(equal);
 }
 
+// KeyBounds and TileBounds compared with the masks' definition, for all small problems and tiles inside them.
+TEST_CASE("bounds_of_tiles") {
+  bool in_range = true, touches = true, covers = true, intervals = true;
+  const Causal kinds[] = {Causal::off, Causal::bottom_right, Causal::top_left};
+  SdpaParams p{};
+  const auto check = [&](int Sq, int Sk, int rows, int keys) {
+    const KeyBounds bounds(p, Sq, Sk);
+    const TileBounds tile(bounds, rows, keys);
+    const auto position = [&](Causal by, int q) { return by == Causal::bottom_right ? q + Sk - Sq : q; };
+    const auto sees = [&](int q, int k) {
+      const int by_window = position(p.window_alignment == Causal::off ? p.causal : p.window_alignment, q);
+      return (p.causal == Causal::off || k <= position(p.causal, q)) && (p.window_left < 0 || k >= by_window - p.window_left) &&
+             (p.window_right < 0 || k <= by_window + p.window_right);
+    };
+    for (int q = 0; q < Sq; q++) {
+      for (int k = 0; k < Sk; k++) in_range = in_range && sees(q, k) == (k >= bounds.begin(q) && k < bounds.end(q));
+    }
+    for (int q0 = 0; q0 + rows <= Sq; q0++) {
+      for (int k0 = 0; k0 + keys <= Sk; k0++) {
+        int seen = 0;
+        for (int i = 0; i < rows * keys; i++) seen += sees(q0 + i / keys, k0 + i % keys);
+        const Interval covered = tile.covered(q0);
+        // Without a visible key at all, tiles may still count as touched.
+        touches = touches && (bounds.from == bounds.to ? seen == 0 : tile.touch(q0, k0) == (seen > 0));
+        covers = covers && tile.cover(q0, k0) == (seen == rows * keys);
+        intervals = intervals && tile.cover(q0, k0) == (k0 >= covered.begin && k0 < covered.end);
+      }
+      covers = covers && !tile.cover(q0, Sk - keys + 1);  // a key that does not exist
+    }
+  };
+  for (int i = 0; i < 3 * 3 * 5 * 5; i++) {
+    p.causal = kinds[i % 3];
+    p.window_alignment = kinds[i / 3 % 3];
+    p.window_left = i / 9 % 5 - 1;
+    p.window_right = i / 45 - 1;
+    for (int Sq = 1; Sq <= 9; Sq++) {
+      for (int Sk = 1; Sk <= 9; Sk++) {
+        for (int size = 0; size < 9; size++) check(Sq, Sk, 1 + size % 3, 1 + size / 3);
+      }
+    }
+  }
+  CHECK(in_range);
+  CHECK(touches);
+  CHECK(covers);
+  CHECK(intervals);
+}
+
 // With a mask, each group of heads_in_l2 heads starts with its longest rows. A smaller group comes
 // first.
 TEST_CASE("order_of_items") {
