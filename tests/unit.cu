@@ -904,7 +904,7 @@ TEST_CASE("preconditions") {
   CHECK(sdpa_forward(p, 0).ok());
 }
 
-// Every 31st float in [-150, 0], and all floats near multiples of 1/2, where the argument is
+// Every 331st float in [-150, 0], and all floats near multiples of 1/2, where the argument is
 // split. If 2^t is a normal float, the relative error is at most 1e-4; otherwise the result is
 // between 0 and the smallest normal float.
 TEST_CASE("exp2") {
@@ -934,10 +934,10 @@ TEST_CASE("exp2") {
     if (!(largest <= worst)) worst = largest;
     flushed &= all_flushed;
   };
-  const uint32_t first = bits_of(-0.0f), last = bits_of(-150.0f), chunk = 31 << 16;
+  const uint32_t first = bits_of(-0.0f), last = bits_of(-150.0f), chunk = 331 << 13;
   reference::parallel_for((last - first) / chunk + 1, [&](size_t c) {
     const uint32_t begin = first + uint32_t(c) * chunk;
-    check(begin, std::min(last, begin + chunk), 31);
+    check(begin, std::min(last, begin + chunk), 331);
   });
   for (int n = 1; n < 300; n++) {
     const uint32_t half = bits_of(float(-n) / 2);
