@@ -40,7 +40,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-os.environ.pop("SDPA_TEST_QUICK", None)  # the test that must catch a bug may be marked long
 sys.path.insert(0, os.path.join(ROOT, "tools"))
 try:
     import mutations
@@ -662,6 +661,7 @@ def try_drawn(drawn, count, seed, is_few, builder, pool):
 
 
 def main():
+    os.environ.pop("SDPA_TEST_QUICK", None)  # the test that must catch a bug may be marked long
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--sample", type=int)
