@@ -330,7 +330,7 @@ using ElementOf = std::conditional_t<
 using Query = ElementOf<Defines::q_type>;      // of Q
 using KeyValue = ElementOf<Defines::kv_type>;  // of K and V
 using Output = ElementOf<Defines::o_type>;     // of O
-using Bias = std::conditional_t<Defines::use_bias == 2, uint8_t,
+using Bias = std::conditional_t<Defines::use_bias == 2 || Defines::q_bytes == 1, uint8_t,
                                 std::conditional_t<Defines::use_bias == 3 || Defines::use_bias == 5, float, Query>>;
 // Element type of tiles in shared memory. It may differ between the kernels of a build. With mma.sync and
 // KV_DTYPE, an element of Q occupies two of these elements.
@@ -723,8 +723,6 @@ struct RowScales { float factor[2]; };
 template <class B> using ScoreScale = std::conditional_t<B::has_row_scales, RowScales, float>;
 __device__ __forceinline__ float of_row(float scale, int) { return scale; }
 __device__ __forceinline__ float of_row(const RowScales& scales, int i) { return scales.factor[i]; }
-__device__ __forceinline__ float largest_of(float scale) { return scale; }
-__device__ __forceinline__ float largest_of(const RowScales& scales) { return fmaxf(scales.factor[0], scales.factor[1]); }
 template <class B>
 constexpr float element_unit = B::kv_type == DType::u8 ? 448.0f / 127 : 1;  // value per unit of to_float()
 // True if the hook replaces scores by tanh (USE_SOFTCAP) or by logits (SCORE_MOD).
@@ -785,9 +783,9 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
 }
 
 // ---- the score hook ----
-// Between Q @ K.T and the softmax, every kernel passes the scores of a tile through finish_scores(), or with
-// USE_LAZY_MAX through exp_by_stale_max(). Nothing else modifies scores. The steps of finish_scores() are
-// declared first, in the order of the calls.
+// Between Q @ K.T and the softmax, the scores of a tile pass through finish_scores(), or with USE_LAZY_MAX through
+// exp_by_stale_max(). Nothing else modifies scores. The steps of finish_scores() are declared first, in the
+// order of the calls.
 
 // USE_SOFTCAP: x becomes tanh(x * hook_scale) in this thread's columns [first, last) of S.
 template <class B, class View>
@@ -2402,7 +2400,6 @@ template <int N> __device__ __forceinline__ void hold(float (&d)[N]) {
 template <int N> __device__ __forceinline__ void hold(uint32_t (&r)[N]) {
   SDPA_UNROLL for (int i = 0; i < N; i++) asm volatile("" : "+r"(r[i])::"memory");
 }
-__device__ __forceinline__ void hold(const CUtensorMap*& map) { asm volatile("" : "+l"(map)::"memory"); }
 // Declares the values of these registers dead. The registers are free until they are written again.
 template <int N> __device__ __forceinline__ void forget(float (&d)[N]) {
   SDPA_UNROLL for (int i = 0; i < N; i++) asm volatile("" : "=f"(d[i])::"memory");
@@ -2468,6 +2465,10 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// ---- 5d instructions for tensor maps (wgmma and SWAP_AB) ----
+
+// hold() for the address of a tensor map.
+__device__ __forceinline__ void hold(const CUtensorMap*& map) { asm volatile("" : "+l"(map)::"memory"); }
 #endif  // SDPA_SIMT
 
 // ---- 5c wgmma: shared by its kernels (wgmma) ----
@@ -2483,7 +2484,10 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 //   column            0 1    2 3    4 5    6 7   |  8 9  ...
 //   row 16w + g       q = 0  q = 1  q = 2  q = 3 |           d[0] d[1]  |  d[4] d[5]  ...
 //   row 16w + g + 8                              |           d[2] d[3]  |  d[6] d[7]  ...
-struct WgmmaView { static constexpr int ROWS = 2, LANES = 4, RUN = 2; };
+struct WgmmaView {
+  static constexpr int ROWS = 2, LANES = 4;
+  static constexpr int RUN = 2;
+};
 template <int WIDTH> struct WgmmaAccumulator : WgmmaView {  // [64][WIDTH]
   static constexpr int COLS = WIDTH / 4;
   struct Elements {
@@ -3297,7 +3301,8 @@ template <class B> struct WgmmaRows {
     float alpha[ROWS];
     softmax_max<B, Scores, columns>(S, scales.scale_log2(), m, alpha);
     SDPA_UNROLL for (int i = 0; i < 2; i++) m[i] = softmax_input<B>(m[i], a, of_row(scales.hook_scale(), i));
-    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * largest_of(scales.scale_log2()) <= shift_limit_of<B>);
+    const ScoreScale<B> scale = scales.scale_log2();
+    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * fmaxf(of_row(scale, 0), of_row(scale, 1)) <= shift_limit_of<B>);
   }
   // If `fits` is true in all lanes of the warp, the following tiles without a mask may use m as the stale
   // maximum.
@@ -5649,8 +5654,8 @@ __device__ __forceinline__ const Bias* bias_row(const KernelArgs& a, const Item<
          q * p.bias_strides.row;
 }
 __host__ __device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float with_bias(float x, uint8_t visible, float) { return visible ? x : -INFINITY; }
-template <class E> __device__ __forceinline__ float with_bias(float x, E bias, float logit_scale) {
+__device__ __forceinline__ float with_bias(float x, Bias bias, float logit_scale) {
+  if constexpr (Defines::use_bias == 2) return bias ? x : -INFINITY;
   return fmaf(x, logit_scale, to_float(bias));
 }
 using BiasPair = VectorType<2 * sizeof(Bias)>;
@@ -6381,7 +6386,7 @@ __device__ __forceinline__ KeyBits<B> listed_bits(const KernelArgs& a, int b, co
 // Iterates over the item's list of rounds for one warpgroup, from the last entry to the first. Without a
 // list, iterates over all rounds. Rows: WgmmaRows.
 template <class B, bool = may_have_list<B>> struct RoundWalk {
-  template <class Rows> __device__ void start(const Rows&, const WgmmaItem<B>&, int) {}
+  __device__ void start(const WgmmaItem<B>&, int) {}
   // False if the list says that the round of this tile is not changed; next_: the round of the next tile.
   __device__ bool may_be_changed() const { return true; }
   __device__ bool next_may_be_changed() const { return true; }
@@ -6396,13 +6401,12 @@ template <class B> struct RoundWalk<B, true> {
   std::conditional_t<B::use_key_mask, KeyBits<B>, Nothing> bits;
   std::conditional_t<B::use_key_mask, int, Nothing> bits_index;  // of these bits in the list
 
-  template <class Rows> __device__ __forceinline__ void start(const Rows& rows, const WgmmaItem<B>& item, int first) {
+  // Before advance(), the item's first round counts as the next one.
+  __device__ __forceinline__ void start(const WgmmaItem<B>& item, int first) {
     list = item;
     if constexpr (B::use_key_mask) bits_index = item.bits_end;
-    round = first + 1;  // until advance(), the first round counts as the next one
+    round = first + 1;
     entries[0] = entries[1] = list.entry(first);  // step() is 0
-    look_ahead(rows);
-    advance();
   }
   __device__ bool may_be_changed() const { return entry_changed(entries[0]); }
   __device__ bool next_may_be_changed() const { return entry_changed(entries[1]); }
@@ -6446,7 +6450,9 @@ template <class B> struct TileWalk : RoundWalk<B> {
         bias.start(rows.a, *rows.item, first_biased, rows.q0, rows.k0);
       }
     }
-    RoundWalk<B>::start(rows, item, first_round);
+    RoundWalk<B>::start(item, first_round);
+    if constexpr (B::use_key_mask) RoundWalk<B>::look_ahead(rows);
+    this->advance();
     if constexpr (B::use_bias != 0) prefetch_bias(rows, this->may_be_changed(), rows.k0);
   }
   // Stores the bias of the item's first tile, while the warpgroup waits for Q @ K.T.
@@ -7061,12 +7067,15 @@ template <class B> struct PagedRows {
   const Strides* strides;
   const KeyValue* head_g;
   int k;
-  __device__ __forceinline__ void operator+=(int64_t rows) { k += int(rows); }
   __device__ __forceinline__ const KeyValue* operator+(int column) const {
     const int row = int(plan_sizes<B>(*a).page_size.remainder(uint32_t(B::use_pages == 1 ? k : item->k_row(k))));
     return head_g + page_of<B>(*a, *item, k) * strides->batch + row * strides->row + column;
   }
 };
+
+// ---- 5j pages: the steps of a copy (scalar, wmma, mma and USE_PAGES = 1, USE_PAGES = 2) ----
+
+template <class B> __device__ __forceinline__ void operator+=(PagedRows<B>& at, int64_t rows) { at.k += int(rows); }
 
 // ---- 5j pages by TMA (wgmma and USE_PAGES = 1) ----
 
@@ -7514,16 +7523,17 @@ template <class B> struct KernelOf<B, KernelKind::wgmma_converting> : KernelOf<B
 #define SDPA_WGMMA_SS(n, r, r1, r2, r3, r4, ...) SDPA_WGMMA_E(n, r, r1, "%" #r3, "%" #r4 ",%" #r2, "l"(a), "n"(TRANS_A))
 #define SDPA_WGMMA_RS(n, r, r1, r2, r3, r4, r5, r6) \
   SDPA_WGMMA_E(n, r, r1, "{%" #r3 ",%" #r4 ",%" #r5 ",%" #r6 "}", "%" #r2, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]))
+#define SDPA_WGMMA_HAS_N(n, ...) || N == n
 // clang-format on
 
 template <class E, int N, int TRANS_B, int TRANS_A>
 __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
-  static_assert(N == 8 || (N <= 256 && N % 16 == 0), "wgmma: N is 8 or a multiple of 16 up to 256");
+  static_assert(false SDPA_WGMMA_SHAPES(SDPA_WGMMA_HAS_N), "SDPA_WGMMA_SHAPES lacks this number of columns");
   SDPA_WGMMA_SHAPES(SDPA_WGMMA_SS)
 }
 template <class E, int N, int TRANS_B>
 __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-  static_assert(N == 8 || (N <= 256 && N % 16 == 0), "wgmma: N is 8 or a multiple of 16 up to 256");
+  static_assert(false SDPA_WGMMA_SHAPES(SDPA_WGMMA_HAS_N), "SDPA_WGMMA_SHAPES lacks this number of columns");
   SDPA_WGMMA_SHAPES(SDPA_WGMMA_RS)
 }
 
@@ -8102,10 +8112,10 @@ template <class B> SdpaStatus map_bias(const SdpaParams& p, cudaStream_t stream)
 // it reads them.
 struct LaunchMemory { size_t state, scratch; };
 template <class B> constexpr bool has_scratch = B::use_lengths || B::split_ctas != 1 || lists_from_map<B>;
+template <class B> constexpr size_t queue_bytes() { return B::use_persistent_cta ? sizeof(uint32_t) : 0; }
 template <class B> LaunchMemory memory_of(const SdpaParams& p) {
-  const size_t queue_bytes = B::use_persistent_cta ? sizeof(uint32_t) : 0;
-  if (!has_scratch<B>) return {queue_bytes, 0};
-  if (lists_from_map<B>) return {queue_bytes, makes_map<B>(p) ? bias_map_bytes<B>(p) : 0};
+  if (!has_scratch<B>) return {queue_bytes<B>(), 0};
+  if (lists_from_map<B>) return {queue_bytes<B>(), makes_map<B>(p) ? bias_map_bytes<B>(p) : 0};
   const Items items = items_of<B>(p);
   if constexpr (B::use_lengths) {
     const PlanArgs plan = plan_args<B>(p, items);
@@ -8119,16 +8129,14 @@ template <class B> LaunchMemory memory_of(const SdpaParams& p) {
   const size_t partials = size_t(items_per_launch<B>(items)) * size_t(items.ranges);
   return {counters * sizeof(uint32_t), partials * sizeof(RangePartial<B>)};
 }
-template <class B> size_t scratch_bytes(const SdpaParams& p) {
-  const LaunchMemory memory = memory_of<B>(p);
-  return memory.scratch;
-}
+template <class B> size_t scratch_bytes(const SdpaParams& p) { return has_scratch<B> ? memory_of<B>(p).scratch : 0; }
 // Offset of the scratch memory if it is part of the workspace: the maximum size of the state, so that no launch
 // overwrites the state of another.
 constexpr size_t most_state_bytes = Defines::use_lengths ? 0 : most_split_items * sizeof(uint32_t);
 template <class B> size_t workspace_bytes(const SdpaParams& p) {
+  if (!has_scratch<B>) return queue_bytes<B>();
   const LaunchMemory memory = memory_of<B>(p);
-  if (!has_scratch<B> || p.scratch || memory.scratch == 0) return memory.state;
+  if (p.scratch || memory.scratch == 0) return memory.state;
   return most_state_bytes + memory.scratch;
 }
 

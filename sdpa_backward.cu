@@ -416,7 +416,7 @@ template <class B> __device__ __forceinline__ int workspace_row(const SdpaParams
 
 // The build B with head dimension D for all tensors. OfQK: D is that of Q and K. OfV: that of V and dO.
 template <class B, int D> struct OneWidth : B {
-  static constexpr int head_dim = D, head_dim_v = 0, d_v = D, qk_bytes = D * B::element_bytes, v_bytes = qk_bytes;
+  static constexpr int head_dim = D, d_v = D, qk_bytes = D * B::element_bytes, v_bytes = qk_bytes;
 };
 template <class B, int D> using OfWidth = std::conditional_t<B::head_dim == B::d_v, B, OneWidth<B, D>>;
 template <class B> using OfQK = OfWidth<B, B::head_dim>;
@@ -2100,13 +2100,13 @@ template <class B>
 __device__ __forceinline__ void store_zero_gradients(const BackwardArgs& a, const KeyTile<B>& keys) {
   const int rows = min(key_count(a.p, keys.item) - keys.k0, CTA_KEYS<B>);
   const int batch = keys.item.batch(a.p.k_starts), row = keys.item.k_row(0);
-  const auto clear_rows = [&](Input* to_g, int64_t row_stride, int D) {
+  const auto clear_keys = [&](Input* to_g, int64_t row_stride, int D) {
     for (int i = threadIdx.x; i < rows * (D / 8); i += B::threads) {
       st_global(to_g + (keys.k0 + i / (D / 8)) * row_stride + i % (D / 8) * 8, uint4{});
     }
   };
-  clear_rows(head_of(a.dK, a.d_k, batch, keys.h_kv, row), a.d_k.row, a.p.D);
-  clear_rows(head_of(a.dV, a.d_v, batch, keys.h_kv, row), a.d_v.row, a.p.Dv);
+  clear_keys(head_of(a.dK, a.d_k, batch, keys.h_kv, row), a.d_k.row, a.p.D);
+  clear_keys(head_of(a.dV, a.d_v, batch, keys.h_kv, row), a.d_v.row, a.p.Dv);
 }
 
 template <class B>

@@ -106,6 +106,10 @@ class Calls:
             out += [self.resolved(base, None) for base in self.bases[one] if self.resolved(base, None) not in out]
         return out
 
+    def is_known(self, struct):
+        """True if all members of a struct are known: it has one definition, and so have its bases."""
+        return all(map(self.structs.get, self.family(struct) or [None]))
+
     def struct_at(self, node):
         function, struct = self.function_at(node), self.struct_around(node)
         if struct:
@@ -305,6 +309,10 @@ def without_needless_parameters(text, but):
         for n, parameter in enumerate(parameters):
             declarator, default = parameter.child_by_field_name("declarator"), parameter.child_by_field_name("default_value")
             own = name_of(declarator) if declarator else ""
+            if default and all(n < len(one) for one in given):  # a default that no call uses
+                place = [(len(text[:default.start_byte].rstrip("= ")), default.end_byte, "")]
+                all_edits += place if are_apart(all_edits, place) else []
+                break
             deduced_by = templates & words_of(source(parameter, text))
             if deduced_by - {"B"} or deduced_by and not all(one and "<B" in source(one[0].parent.parent, text)[
                     :one[0].parent.start_byte - one[0].parent.parent.start_byte] for one in given) or (
@@ -332,7 +340,8 @@ def without_needless_parameters(text, but):
                 value = next(iter(values))
                 edits += [(one.start_byte, one.end_byte, value) for one in descendants(node, "identifier")
                           if source(one, text) == own and not parameter.start_byte <= one.start_byte < parameter.end_byte]
-                edits.append((at - len(above), at, re.sub(rf"`{own}`|\b{own}\b", value, above)))
+                is_word = re.fullmatch("[a-z]{2,}", own)  # of the language, too
+                edits.append((at - len(above), at, re.sub(rf"`{own}`" + rf"|\b{own}\b" * (not is_word), value, above)))
             elif own and above:
                 edits.append((at - len(above), at, without_sentences(above, rf"`?{own}`?[:,] ")))
             if are_apart(all_edits, edits):
@@ -342,8 +351,8 @@ def without_needless_parameters(text, but):
 
 
 def without_unread_fields(text):
-    """Removes data members that no code reads or writes, with their initializers, where all accesses to the name are resolved: of
-    each struct at most one."""
+    """Removes members that no code reads or writes, with their initializers, where all accesses to the name are resolved: of each
+    struct one data member, and all static ones."""
     calls, all_edits = Calls(text), []
     used, open_names = set(), set()
     members = {name_of(one) for node in descendants(calls.root, "field_declaration")
@@ -351,8 +360,8 @@ def without_unread_fields(text):
     for node in descendants(calls.root, "field_expression"):
         name, owner = name_of(node.child_by_field_name("field")), calls.type(node.child_by_field_name("argument"))
         used |= {(one, name) for one in calls.family(owner)}
-        open_names |= set() if calls.structs.get(owner) else {name}
-    for node in descendants(calls.root, "identifier"):
+        open_names |= set() if calls.is_known(owner) else {name}
+    for node in descendants(calls.root, "identifier", "type_identifier"):
         name = source(node, text)
         struct = name in members and calls.struct_at(node)
         if struct and not calls.local(name, node):
@@ -360,11 +369,14 @@ def without_unread_fields(text):
     for node in descendants(calls.root, "qualified_identifier"):
         open_names.add(name_of(node.child_by_field_name("name")))
     for struct, node in calls.structs.items():
-        if not node or not name_of(node) or re.search(rf"\b{struct}\b[^;{{]*\)\s*(?:const )?\{{\s*return \{{|\b{struct}\{{", text):
+        own = node.child_by_field_name("body").named_children if node and name_of(node) else []
+        own = [one for one in own if one.type == "field_declaration" and not descendants(one, "function_declarator")]
+        static = [one for one in own if b"static" in [each.text for each in one.children]]
+        all_edits += [line_of(one, text) for one in static if not any(
+            (struct, name_of(each)) in used or name_of(each) in open_names for each in one.children_by_field_name("declarator"))]
+        if not own or re.search(rf"\b{struct}\b[^;{{]*\)\s*(?:const )?\{{\s*return \{{|\b{struct}\{{", text):
             continue
-        fields = [one for one in node.child_by_field_name("body").named_children if one.type == "field_declaration" and not
-                  descendants(one, "function_declarator") and b"static" not in [each.text for each in one.children]]
-        names = [(name_of(each), one) for one in fields for each in one.children_by_field_name("declarator")]
+        names = [(name_of(each), one) for one in own if one not in static for each in one.children_by_field_name("declarator")]
         made = {name_of(one) for one in descendants(node, "field_initializer")}
         unread = next(((n, *one) for n, one in enumerate(names)
                        if one[0] and (struct, one[0]) not in used and one[0] not in open_names | made), None)

@@ -17,6 +17,8 @@ SPELLED = {"__half": "fp16 FP16", "__nv_bfloat16": "bf16 BF16", "__nv_fp8_e4m3":
            "uint8_t": "u8 U8"}
 
 
+# Words about several kernels, or about a part of sdpa.cu.
+OF_SEVERAL = r"\bkernel famil|\b(?:scalar|w?mma|wgmma) famil|\b(?:[Ee]very|[Aa]ll|[Mm]ost) kernels?\b|\bIn this template|\bCPU backend|\bsection \d"
 # A knob: its member of the builds, its value as text or None if the builds differ, and whether it is on.
 Setting = collections.namedtuple("Setting", "member value is_on")
 
@@ -33,7 +35,7 @@ class Comments:
         code = {*re.findall(r"\w+", code_of(text))}
         spelled = {word for name in code & SPELLED.keys() for word in SPELLED[name].split()}
         self.absent = {*re.findall(r"\w+", code_of(sdpa)), *knobs} - code - spelled
-        self.knobs, self.words = knobs, re.compile("|".join([*words, r"(?!)"]))
+        self.knobs, self.words = knobs, re.compile("|".join([*words, OF_SEVERAL]))
         self.members = {name: knob.member for name, knob in knobs.items() if name not in code and knob.value is None}
         names = "|".join(sorted(knobs, key=len, reverse=True))
         one = rf"(?:{names})(?:=\w+)?"

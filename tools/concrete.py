@@ -6,9 +6,9 @@ import itertools
 import re
 import textwrap
 
-from calls import line_of, without_idle_functions, without_needless_parameters, without_one, without_unread_fields
+from calls import Around, line_of, without_idle_functions, without_needless_parameters, without_one, without_unread_fields
 from comments import code_of
-from inlining import are_apart, edited, inlined, source, type_of_expression
+from inlining import are_apart, edited, inlined, source, type_of, type_of_expression
 from minimal import (BANNERS, CALLS, ROOTS, WIDTH, Folding, callee, declared, descendants, enclosing, listed, minimal,
                      name_of, parse, units_of, words_of)
 
@@ -267,22 +267,28 @@ def bound_of(name, node, text):
     return found.pop() if len(found) == 1 and not found & {""} else None
 
 
+def name_of_function(node):
+    """The name of a function, or of the variable that a lambda initializes."""
+    return name_of(node.parent if node.type == "lambda_expression" and node.parent.type == "init_declarator" else node)
+
+
 def without_unread_parameters(text, but):
     """Removes unused parameters of functions and lambdas that have one definition of their name, and the arguments. Unused
     parameters of other host functions lose their names, which avoids warnings. but: functions to keep."""
     root, edits, names = parse(text), [], collections.Counter(re.findall(r"\w+", re.sub(r"//.*", "", text)))
     functions = descendants(root, "function_definition", "lambda_expression")
-    made = collections.Counter(name_of(node) for node in functions)
+    made = collections.Counter(map(name_of_function, functions))
     structs, calls = {name_of(node) for node in descendants(root, "struct_specifier")}, collections.defaultdict(list)
     for call in descendants(root, "call_expression"):
         calls[name_of(callee(call))].append(listed(call, "arguments"))
     for node in functions:
-        name, body = name_of(node), node.child_by_field_name("body")
+        name, body = name_of_function(node), node.child_by_field_name("body")
         declarators = descendants(node, "function_declarator", "abstract_function_declarator")
         outer = enclosing(node, "function_definition") or node
         head = text[text.rfind("\n", 0, outer.start_byte) + 1:outer.end_byte].split("{")[0]
         before = text[outer.start_byte - 60:outer.end_byte].split("{")[0]
-        if not body or not declarators or name in but or "__global__" in before:
+        is_kernel = node.type == "function_definition" and "__global__" in before
+        if not body or not declarators or name in but or is_kernel:
             continue
         parameters = listed(declarators[0], "parameters")
         code = re.sub("//.*", "", text[declarators[0].end_byte:node.end_byte])
@@ -379,15 +385,37 @@ def without_other_versions(text, but):
     return text
 
 
+def is_copy(node, name, of, takers, text):
+    """True if a declaration in a block makes `name` equal to another variable of the same type, which does not change in the block."""
+    function = enclosing(node, "function_definition")
+    if node.parent.type != "compound_statement" or function is None or "//" in text[node.end_byte:text.index("\n", node.end_byte)]:
+        return False
+    made = collections.Counter(name_of(each) for one in descendants(
+        function, "declaration", "parameter_declaration", "optional_parameter_declaration", "for_range_loop")
+                               for each in one.children_by_field_name("declarator"))
+    uses = [one for one in descendants(node.parent, "identifier") if source(one, text) == of]
+
+    def may_write(use):
+        parent = use.parent
+        call = parent.parent if parent.type == "argument_list" else None
+        return (parent.type in ("update_expression", "pointer_expression", "lambda_capture_specifier", "initializer_list") or
+                parent.type == "assignment_expression" and parent.child_by_field_name("left") == use or
+                call is not None and name_of(callee(call)) in takers)
+    return made[name] == made[of] == 1 and not any(map(may_write, uses)) and (
+        type_of(of, node, text) == source(node.child_by_field_name("type"), text))
+
+
 def without_aliases(text):
-    """Expands aliases of constants, and aliases of types inside functions."""
+    """Expands aliases of constants, and inside functions aliases of types and copies of variables."""
     root, all_edits, changed = parse(text), [], set()
+    # Functions and lambdas that may change an argument.
+    takers = {*re.findall(r"\b(\w+)(?: = \[[^]]*\])?\([^()]*(?<!const )\b(?:int|bool|float|auto|T)& ", text)}
     top = {name for unit in units_of(root, text.split("\n")) for name in unit.names} | {"true", "false"}
     for node in descendants(root, "declaration", "alias_declaration"):
         is_type = node.type == "alias_declaration"
         scope = enclosing(node, "function_definition", "struct_specifier", "translation_unit")
         found = re.fullmatch(r"using (\w+) = ([^;[]+);" if is_type else
-                             r"const(?:expr)? (?:int|bool|auto) (\w+) = ([A-Za-z]\w*|0);", source(node, text))
+                             r"const(?:expr)? (?:int|bool|auto|float) (\w+) = ([A-Za-z]\w*|0);", source(node, text))
         if not found or is_type and scope.type == "translation_unit" or node.parent.type == "template_declaration":
             continue
         uses = [one for one in descendants(scope, "identifier", "type_identifier", "namespace_identifier")
@@ -398,11 +426,12 @@ def without_aliases(text):
                 rf"(?:typename )?\b{name_of(scope)}::{found[1]}\b", text)]
             if len(re.findall(rf"\b{found[1]}\b", text)) != len(places) + 1:
                 continue
-        most = 99 if found[2] in ("true", "false") else 2 if re.fullmatch(r"[\w:<>]+", found[2]) else 1
+        copies = not is_type and scope.type == "function_definition" and is_copy(node, found[1], found[2], takers, text)
+        most = 99 if found[2] in ("true", "false") or copies else 2 if re.fullmatch(r"[\w:<>]+", found[2]) else 1
         is_local = scope.type != "translation_unit" and found[2] != "0"
         if found[2] == "0" and scope.type != "function_definition":
             continue
-        if is_local and (len(places) > most or not is_type and found[2] not in top):
+        if is_local and (len(places) > most or not is_type and not copies and found[2] not in top):
             continue
         start, end, _ = line_of(node, text)
         if not text[end:].lstrip(" ")[:1].isalpha():  # its comment does not apply to the declarations after it
@@ -518,7 +547,11 @@ def place_of(write, text):
             return len(text[:write.parent.start_byte].rstrip()), write.parent.end_byte, ""
         return (*without_one(nodes, nodes.index(write)), "")
     if write.parent.type == "expression_statement":
-        return line_of(write.parent, text)
+        outer = write.parent.parent
+        if outer.type != "if_statement" or outer.child_by_field_name("alternative"):
+            return line_of(write.parent, text)
+        start, end, _ = line_of(outer, text)  # a branch without another statement, with its comment
+        return start - len(re.search(r"(?:^ *//(?! ----| ====).*\n)*\Z", text[:start], re.MULTILINE)[0]), end, ""
     left, right = write.parent.child_by_field_name("left"), write.parent.child_by_field_name("right")
     return (left.start_byte, right.start_byte, "") if left == write else (left.end_byte, right.end_byte, "")
 
@@ -599,6 +632,9 @@ def in_order(parts):
                 if not part.names & other.names or other.first < part.first:
                     add(other)
         out.append(part)
+        for operator in parts:
+            if not operator.names and operator.unit.types & part.names:
+                add(operator)
     for part in parts:
         add(part)
     return out
@@ -663,11 +699,22 @@ def wgmma(text, rows):
     return text
 
 
+def without_uncalled_shapes(text):
+    """Removes the versions of wgmma functions for transposes that no call has, after unused code is gone."""
+    def version(kind, digits):
+        return kind, *[*map(int, re.findall(r"\d", digits)), 0][:2 if kind == "ss" else 1]
+    called = {version(*one) for one in re.findall(r"(?<!void )\bwgmma_(ss|rs)<\w+, [\w:]+((?:, \d)+)>\(", text)}
+    return re.sub(r"^template <> .*\bvoid wgmma_(ss|rs)<\w+, \d+((?:, \d)+)>\((?:.*\n)*?}\n+",
+                  lambda m: m[0] if version(m[1], m[2]) in called else "", text, flags=re.MULTILINE)
+
+
 def wgmma_shapes(text, rows):
     """Reduces the macros for all wgmma shapes to those with the numbers of columns that a table of tiles has."""
-    words = re.findall(r"\bwgmma_(?:ss|rs)<\w+, B::(block_m|block_n|d_v),", text)
-    sizes = sorted({(row["HEAD_DIM_V"] or row["HEAD_DIM"]) if word == "d_v" else row[word.upper()] for word in words for row in rows
-                    if word == "d_v" or row["SWAP_AB"] == (word == "block_m")})
+    words = re.findall(r"\bwgmma_(?:ss|rs)<(?:\w+|Element<B>), B::(block_m|block_n|d_v),", text)
+    words += ["head_dim"] * ("OfQK" in text)  # of dQ and dK, which are products of the build with one width, as O is of the other
+    widths = [row | {"D_V": row["HEAD_DIM_V"] or row["HEAD_DIM"]} for row in rows if row["is_wgmma"]]
+    sizes = sorted({row[word.upper()] for word in words for row in widths
+                    if word in ("d_v", "head_dim") or row["SWAP_AB"] == (word == "block_m")})
     rows_of = dict(re.findall(r"X\((\d+), (.*?)\)", text[text.index("#define SDPA_WGMMA_SHAPES"):].split("\n\n")[0]))
     text = re.sub(r"(#define SDPA_WGMMA_SHAPES\(X\)) (?:.*\\\n)+.*\n", lambda m: m[1] + "".join(
         f" \\\n  X({n}, {rows_of[str(n)]})" for n in sizes) + "\n", text)
@@ -702,6 +749,28 @@ def wgmma_function(text, kind, name, n, trans_b, trans_a=0, is_alone=False):
         "  // clang-format on", "}", ""])
 
 
+# What is left of statements and expressions after the other changes, and what replaces it.
+LEFT = [(r"\{\s*if \(([\w.]+)\) return;\s*([^{};]+;)\s*\}", r"{\n  if (!\1) \2\n}"),
+        (r"\bunion \{\s*([^;{}]+;)(?: *//.*)?\s*\};", r"\1"),  # of one member
+        (r"(?:const )?[A-Z]\w+ (\w+) = ([^;]*);\s*return \1;", r"return \2;"),
+        (r"\breturn (?:size_t|int64_t|uint32_t|int)\((\d+)\);", r"return \1;"),
+        (r"^( *)status = ([^;]*);\s*return status;", r"\1return \2;"),
+        (r"\bif \([^;{}]*\) return (\w+);\s*return \1;", r"return \1;"),
+        (r"\[\(+([^()\[\]]*)\)+\]", r"[\1]"), (r"(?<=[*+=] )\((\w+\([^()]*\))\)(?=[;),])", r"\1"),
+        (r"^ *(?:\[\[maybe_unused\]\] )?constexpr int (\w+) = (\d+);.*\n#pragma unroll \1\n", r"#pragma unroll \2\n"),
+        (r"(?<=\.|:)template (?=\w+\()", "")]
+
+
+def simplified(text):
+    """Replaces the patterns in LEFT, and removes "template" before names of members outside of templates."""
+    inside = Around(parse(text), "template_declaration")
+    gone = [(one.start_byte, one.named_children[0].start_byte, "") for one in descendants(parse(text), "dependent_name")]
+    text = edited(text, [edit for edit, one in zip(gone, descendants(parse(text), "dependent_name")) if not inside(one)])
+    for pattern, instead in LEFT:
+        text = re.sub(pattern, instead, text, flags=re.MULTILINE)
+    return text
+
+
 def shortest(text, instructions, sizes=()):
     """Evaluates conditions with known values, inlines calls and removes unused code. instructions: functions to keep. sizes:
     constants that keep their names."""
@@ -715,10 +784,7 @@ def shortest(text, instructions, sizes=()):
                        lambda text: without_unused_results(text, instructions),
                        lambda text: minimal(inlined(text, instructions | ROOTS), {*sizes})):
             text = until_stable(change, text)
-        text = re.sub(r"\{\s*if \(([\w.]+)\) return;\s*([^{};]+;)\s*\}", r"{\n  if (!\1) \2\n}", text)
-        text = re.sub(r"(?<=\.|:)template (?=\w+\()", "", text)
-        text = re.sub(r"\bunion \{\s*([^;{}]+;)(?: *//.*)?\s*\};", r"\1", text)  # of one member
-        return re.sub(r"(?:const )?[A-Z]\w+ (\w+) = ([^;]*);\s*return \1;", r"return \2;", text)
+        return simplified(text)
     return until_stable(step, text)
 
 

@@ -46,7 +46,7 @@ def as_code(knob, number):
 
 PRINT_ROWS = r"""
 #define SDPA_PRINT(name, fallback, member, values, families, meaning) printf(" %d", int(B::member));
-template <int N> void print() { using B = BuildOf<N>; printf("%d", N); SDPA_KNOBS(SDPA_PRINT) puts(""); }
+template <int N> void print() { using B = BuildOf<N>; printf("%d", N); SDPA_KNOBS(SDPA_PRINT) PRINT_DERIVED puts(""); }
 template <int N> void print_from() {
   if constexpr (N >= 0 && N < tile_count) print<N>(), print_from<next_tile(N + 1)>();
 }
@@ -54,13 +54,23 @@ int main() { print<-1>(), print_from<Defines::use_tuned ? next_tile(0) : -1>(); 
 """
 
 
+def derived(source):
+    """{member: type} of the constants that a build derives from its knobs."""
+    own = re.search(r"^template <int ROW> struct BuildOf .*?^\};", source, re.MULTILINE | re.DOTALL)[0]
+    lists = re.findall(r"static constexpr (bool|int|DType|KernelKind) ([^;]*);", re.sub("//.*", "", own))
+    return {name: kind for kind, members in lists for name in re.findall(r"(\w+)\s+=\s", members)}
+
+
 def rows_of(tree, name, knobs, words):
-    """{row: {knob: number}} of the builds of a line, computed by the host compiler. Row -1 is the build with the knobs as
-    typed; the others are rows of the table of tiles."""
+    """{row: {knob or derived member: number}} of the builds of a line, computed by the host compiler. Row -1 is the build
+    with the knobs as typed; the others are rows of the table of tiles."""
+    more = derived(tree.read("sdpa.cu"))
+    knobs = [*knobs, *more]
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/rows"
+        printed = PRINT_ROWS.replace("PRINT_DERIVED", "".join(f'printf(" %d", int(B::{member})); ' for member in more))
         done = builds.run([builds.CXX, "-std=c++17", "-w", *builds.definitions(words), "-x", "c++", "-", "-o", program],
-                          input="#include <cstdio>\n" + tree.refusals() + PRINT_ROWS)
+                          input="#include <cstdio>\n" + tree.refusals() + printed)
         if done.returncode:
             raise Refused(f"{name}: {builds.compiler_words(done.stderr)}")
         printed = builds.run([program]).stdout.splitlines()
@@ -155,6 +165,35 @@ def without_expressions(text):
 KNOBS, TYPED_TILES = "// ---- what follows from the knobs", "// ---- tiles that agree with the knobs as set with -D"
 
 
+def with_constants(line, own, rows, members):
+    """A line of a section with the members that are equal in its builds `own`, but not in all rows, as constants. Sizes
+    keep their names; their comparisons with numbers are evaluated. members: {member: (name in the rows, enumerators)}."""
+    def compared(match):
+        values = {minimal.OPERATORS[match[2]](row[match[1]], int(match[3])) for row in own} if match[1] in rows[0] else ()
+        return str(values.pop()).lower() if len(values) == 1 else match[0]
+    line = re.sub(r"(?<![-*+/%] )\bB::(\w+) ([<>]=?|[!=]=) (\d+)\b(?! [-*+/%])", compared, line)
+    if len(own) == len(rows):
+        return line
+
+    def constant(match):
+        name, enumerators = members.get(match[1], (None, None))
+        values = {row[name] for row in own} if name else ()
+        if len(values) != 1 or len({row[name] for row in rows}) == 1:
+            return match[0]
+        value = values.pop()
+        return enumerators[value] if enumerators else str(value)
+    return re.sub(r"\bB::(\w+)\b", constant, line)
+
+
+def members_of_rows(source, knobs):
+    """The argument `members` of with_constants()."""
+    enums = {kind: [f"{kind}::{word}" for word in re.findall(r"\w+", words)] for kind, words in re.findall(
+        r"^enum class (DType|KernelKind) \{([^}]*)\}", re.sub("//.*", "", source), re.MULTILINE)} | {"bool": ("false", "true")}
+    found = {member: (member, enums[kind]) for member, kind in derived(source).items() if kind != "int"}
+    return found | {knob.member: (name, enums["bool"] if type_of(knob) == "bool" else None)
+                    for name, knob in knobs.items() if name not in SIZES}
+
+
 def sections(source, knobs, rows, namespace):
     """The marked region of sdpa.cu without the sections of other lines, with the knobs as constants."""
     chosen = [rows[row] for row in rows if row >= 0] or [rows[-1]]
@@ -167,19 +206,34 @@ def sections(source, knobs, rows, namespace):
     text = re.sub(r"#ifndef SDPA_NAMESPACE.*?#endif\n|#pragma GCC .*?\n", "", text, flags=re.DOTALL)
     text = re.sub(r"#if (USE_\w+)\n(.*?)#endif  // \1\n", lambda m: m[2] * rows[-1][m[1]], text, flags=re.DOTALL)
     text = re.sub(r"^ *// clang-format o.*\n", "", text.replace("SDPA_NAMESPACE", namespace), flags=re.MULTILINE)
-    out, keep, at = [], True, 0
+    out, keep, at, has_condition, members = [], True, 0, False, members_of_rows(source, knobs)
     for line in text.split("\n"):
         if line.startswith(minimal.BANNERS):
             banner = re.fullmatch(r"(// ---- .*) \(((?:typed|scalar|wmma|mma|wgmma|[A-Z_0-9]+)\b[^()]*)\) ----", line)
-            keep = not banner or holds(banner[2], knobs, chosen)
+            own = [row for row in chosen if not banner or holds(banner[2], knobs, [row])]
+            keep, has_condition = bool(own), bool(banner)
             line = banner[1] + " ----" if banner else line
             if line.startswith(KNOBS):
                 at = len(out)
             if banner and banner[1] == TYPED_TILES and rows[-1]["USE_TUNED"]:
                 out += ["constexpr bool tile_fits(const TunedTile&) { return true; }  // the others are left out", ""]
         if keep or line == "}  // namespace":
-            out.append(line)
+            out.append(with_constants(line, own, chosen, members) if len(chosen) > 1 and has_condition else line)
     return "\n".join(out[:at] + numbers("\n".join(out), knobs, rows) + out[at:])
+
+
+def without_typed_config(text):
+    """Removes the Config of row -1 if no constant that depends on it is used."""
+    structs = re.findall(r"^template <int ROW> struct (?:Knobs|BuildOf)\b.*?^\};", text, re.MULTILINE | re.DOTALL)
+    inits = re.findall(r"(\w+) =\s+([^;,]*)", re.sub("//.*", "", "\n".join(structs)))
+    of_config, more = set(), {"config"}
+    while more:
+        of_config |= more
+        more = {name for name, init in inits if of_config & {*re.findall(r"\w+", init)}} - of_config
+    if {*re.findall(r"\b(?:Defines|BuildOf<-1>)::(\w+)", text)} & of_config:
+        return text
+    text = re.sub(r"^template <> constexpr Config config_of<-1>\(\) .*\n", "", text, flags=re.MULTILINE)
+    return text.replace("// -1: the line's numbers alone; else a row of the table of tiles.", "// A row of the table of tiles.")
 
 
 def setting(knob, values):
@@ -287,21 +341,25 @@ def extract(name, namespace="", given=(), is_program=False):
         if "SDPA_WGMMA_SHAPES" in text:
             text = concrete.wgmma_shapes(text, builds_of)
         head, tail = parted(text)
-        body = "\n".join(concrete.chapters(tail))
+        body = without_typed_config("\n".join(concrete.chapters(tail)))
     else:
         if "wgmma_ss" in text:  # with a table of tiles, the code for all shapes is shorter
             text = concrete.wgmma(text, builds_of)
         head, tail = parted(text)
-        body = concrete.concrete(tail, instructions(source) | NAMED_BY_EXPRESSIONS)
+        body = concrete.without_uncalled_shapes(concrete.concrete(tail, instructions(source) | NAMED_BY_EXPRESSIONS))
     text = f"namespace {space} {{\n\n{body}\n}}  // namespace {space}\n"
     if expressions:
         text = re.sub(r"^.*\bvoid expression\((?:.*\n)*?.*}\n", lambda _: expressions, text, flags=re.MULTILINE)
     unused = ["a tile uses only some constants of its row"] * rows[-1]["USE_TUNED"] + [
-        "an expression uses only some of these functions"] * bool(expressions)
+        "an expression uses only some of these functions"] * ("namespace expression {" in text)
     if unused:
         text = f"#pragma nv_diag_suppress 177  // {'; '.join(unused)}\n\n{text}\n#pragma nv_diag_default 177\n"
     text = f"{head}\n{text}"
-    text = Comments(text, source, {name: setting(knob, {row[name] for row in builds_of}) for name, knob in knobs.items()},
+    settings = {name: setting(knob, {row[name] for row in builds_of}) for name, knob in knobs.items()}
+    for knob in own_knobs.keys() - knobs.keys():  # those of sdpa_backward.cu
+        value = next((word.partition("=")[2] for word in reversed(typed) if word.startswith(f"{knob}=")), own_knobs[knob].default)
+        settings[knob] = Setting(own_knobs[knob].member, value, value != own_knobs[knob].default)
+    text = Comments(text, source, settings,
                     [words for name, words in OPTIONS.items() if not any(row[name] for row in builds_of)] +
                     [OF_8_BITS] * (not any(row["DTYPE"] > 1 or row["KV_DTYPE"] for row in builds_of))).cleaned(text)
     arch = builds.Line(tree, name).knob("arch", "80")

@@ -17,6 +17,8 @@ WHOLE = {"argument_list", "initializer_list", "init_declarator", "return_stateme
 ATOMS = {"identifier", "number_literal", "field_expression", "call_expression", "subscript_expression",
          "parenthesized_expression", "true",
          "false", "string_literal", "qualified_identifier", "this", "null"}
+# Functions of CUDA that return float.
+FLOATS = {"__half2float", "__bfloat162float", "fmaxf", "fabsf", "fmaf"}
 NAMES = {"identifier", "field_identifier", "reference_declarator"}  # declarators whose type is the preceding one
 MOST_LINES = 22  # maximum size of a body that is inlined
 
@@ -120,7 +122,7 @@ class Inlining:
             name = source(field("function"), self.text)
             sides = listed(node, "arguments") if name in ("min", "max") else []
             if not sides:
-                return name if name in SCALARS else self.returns.get(name_of(callee(node)))
+                return name if name in SCALARS else "float" if name in FLOATS else self.returns.get(name_of(callee(node)))
         elif kind == "binary_expression" and source(field("operator"),
                                                     self.text) in ("<", ">", "<=", ">=", "==", "!=", "&&", "||"):
             return "bool"
@@ -303,7 +305,9 @@ class Inlining:
         said = "".join(f"{line}\n" for line in self.comment_of(function))
         for name in [name for name, to in plain.items() if said and to in ("true", "false")]:
             said = without_sentences(said, rf"[^.;]*`{name}`")
-        lines = [re.sub(r"\b[A-Za-z_]\w*\b", lambda m: plain.get(m[0], m[0]), line) for line in said.splitlines()] + first
+        # A number takes the place of a name, but not of a word of the language.
+        instead = {name: to for name, to in plain.items() if not to.isdigit() or not re.fullmatch("[a-z]{2,}", name)}
+        lines = [re.sub(r"\b[A-Za-z_]\w*\b", lambda m: instead.get(m[0], m[0]), line) for line in said.splitlines()] + first
         code = textwrap.dedent(self.rendered(body, function, bound, owner)[1:-1].strip("\n").rstrip())
         for one in same:  # already declared by the caller
             code = code.replace(source(one, self.text) + "\n", "", 1)

@@ -16,6 +16,9 @@ import tree_sitter_cpp
 CALLS = {"sdpa_forward", "sdpa_workspace_bytes", "sdpa_scratch_bytes", "sdpa_map_bias", "sdpa_bias_map_bytes", "sdpa_backward",
          "sdpa_backward_workspace_bytes"}
 ROOTS = {*CALLS, "SdpaParams", "SdpaStatus", "ok"}
+# Functions of other files that only compute a value, or ask for a number of the device.
+PURE = {"min", "max", "fabsf", "fmaxf", "fminf", "fmax", "fmin", "ceil", "sqrt", "int", "uint32_t", "int64_t", "size_t", "double", "float",
+        "cudaGetDevice", "cudaDeviceGetAttribute"}
 ELEMENTS = {"__half", "__nv_bfloat16", "__nv_fp8_e4m3"}
 HEADERS = {"cuda.h": r"\bCU[a-z_]", "cuda_bf16.h": "__nv_bf", "cuda_fp8.h": "__nv_fp8", "cuda_fp16.h": "__half",
            "mma.h": "nvcuda", "string_view": "std::string_view", "type_traits": "std::(conditional|common_type)"}
@@ -141,9 +144,10 @@ class Folding:
         self.text, root = text, parse(text)
         self.enums = {name_of(node): [name_of(one) for one in descendants(node, "enumerator")]
                       for node in descendants(root, "enum_specifier")}
-        # Names of variables and parameters, which may hide constants.
-        self.local = {name_of(one) for one in descendants(root, "parameter_declaration", "init_declarator")
-                      if one.type != "init_declarator" or enclosing(one, "compound_statement")}
+        # Names of variables and parameters, which may hide constants: of functions in functions only, of templates everywhere.
+        named = descendants(root, "parameter_declaration", "init_declarator")
+        self.of_templates = {name_of(one) for one in named if one.parent.type == "template_parameter_list"}
+        self.local = {name_of(one) for one in named if one.type != "init_declarator" or enclosing(one, "compound_statement")}
         # {alias template: its parameters and type}.
         self.aliases = {name_of(declared(node)): (parameters_of(node), declared(node).child_by_field_name("type"))
                         for node in descendants(root, "template_declaration")
@@ -151,12 +155,17 @@ class Folding:
         self.bound = {}  # parameters of the alias being expanded
         self.elements = self.find_elements(root)
         # Functions whose overloads all do nothing, and functions with side effects.
-        bodies, self.acting = collections.defaultdict(set), set()
+        bodies, calls, self.acting = collections.defaultdict(set), collections.defaultdict(set), set()
         for node in descendants(root, "function_definition"):
+            calls[name_of(node)] |= self.called(node)
             bodies[name_of(node)].add(self.source(node.child_by_field_name("body") or node))
             if descendants(node, "expression_statement", "gnu_asm_expression"):
                 self.acting.add(name_of(node))
         self.defined = bodies.keys()
+        more = {None}
+        while more:  # functions that call them, or a function of another file
+            more = {name for name, called in calls.items() if called & self.acting or called - self.defined - PURE} - self.acting
+            self.acting |= more
         self.idle = {name for name, texts in bodies.items()
                      if all(re.fullmatch(r"{\s*(return;)?\s*}", text) for text in texts)}
         self.constants = {}  # by name; "name()" for functions
@@ -234,7 +243,8 @@ class Folding:
         if kind in SINGLE:
             return self.value(node.named_children[0]) if len(node.named_children) == 1 else None
         if kind in ("identifier", "type_identifier"):
-            return self.bound.get(text, None if text in self.local else self.constants.get(text))
+            is_local = text in self.local and (text in self.of_templates or enclosing(node, "function_definition"))
+            return self.bound.get(text, None if is_local else self.constants.get(text))
         if kind in ("template_function", "template_type"):
             return self.constants.get(name_of(node))
         if kind == "qualified_identifier":
@@ -270,9 +280,14 @@ class Folding:
         values = [self.value(one) for one in listed(node, "arguments")]
         return values + self.defaults.get(name_of(node), [])[len(values):]
 
+    @staticmethod
+    def called(node):
+        """The names of the functions and types that are called in a subtree."""
+        return {name_of(callee(one)) or callee(one).text.decode() for one in descendants(node, "call_expression")}
+
     def acts(self, node):
         """True if an expression may call a function with side effects."""
-        names = {name_of(callee(one)) for one in descendants(node, "call_expression")}
+        names = self.called(node) - PURE
         return bool(names & self.acting or names - self.defined)
 
     def does_nothing(self, node):
@@ -337,6 +352,9 @@ class Folding:
             value = self.value(field("condition"))
             if value is not None:
                 return self.emit(field("consequence" if value else "alternative"))
+            sides = self.emit(field("consequence")), self.emit(field("alternative"))
+            if sides[0] == sides[1] and not self.acts(field("condition")):
+                return sides[0]
         if kind == "binary_expression" and not descendants(node, "call_expression"):
             is_zero = type(self.value(node)) is int and self.value(node) == 0
             if is_zero or self.source(field("operator")) == "*" and "0" in [self.emit(field(side)) for side in ("left", "right")]:
@@ -405,12 +423,23 @@ class Folding:
             return text.partition("<")[0] + self.source(node.child_by_field_name("arguments"))
         return None if words_of(text) & {*parameters, "conditional_t"} else text
 
-    def is_idle(self, node):
-        """True if a declaration declares an unused local variable whose initializer has no call."""
-        names = [name_of(one) for one in node.children_by_field_name("declarator")]
-        function = enclosing(node, "function_definition")
-        return len(names) == 1 and function is not None and not node.has_error and not descendants(node, "call_expression", "argument_list") and (
-            len(re.findall(rf"\b{names[0]}\b", self.source(function))) == 1)
+    def unread(self, node):
+        """The declarators of a declaration whose local variables no code uses, and whose initializers only compute a value."""
+        if node.has_error:
+            return []
+        named = collections.Counter(re.findall(r"\w+", re.sub("//.*", "", self.source(node.parent))))
+        named.subtract(self.source(one) for one in descendants(node.parent, "field_identifier"))
+        return [one for one in node.children_by_field_name("declarator") if named[name_of(one)] == 1 and not any(
+            each.parent.type != "call_expression" for each in descendants(one, "argument_list")) and (
+                self.called(one) <= PURE | self.defined - self.acting)]
+
+    def emit_declaration(self, node):
+        """The text of a declaration in a block, without unread variables."""
+        own, gone = node.children_by_field_name("declarator"), self.unread(node)
+        kept = [one for one in own if one not in gone]
+        if not gone or not kept:
+            return GONE if gone else self.emit(node)
+        return self.text[node.start_byte:own[0].start_byte] + ", ".join(map(self.emit, kept)) + ";"
 
     def emit_macro(self, node):
         """Evaluates conditions on types in a macro."""
@@ -424,8 +453,8 @@ class Folding:
     def emit_children(self, node):
         out, at, unreachable, in_block = [], node.start_byte, False, node.type == "compound_statement"
         for child in node.children:
-            is_gone = unreachable and child.is_named or in_block and child.type == "declaration" and self.is_idle(child)
-            out += [self.text[at:child.start_byte], GONE if is_gone else self.emit(child)]
+            emit = self.emit_declaration if in_block and child.type == "declaration" else self.emit
+            out += [self.text[at:child.start_byte], GONE if unreachable and child.is_named else emit(child)]
             at = child.end_byte
             chosen = in_block and child.type == "if_statement" and self.chosen(child)
             ends = (child, *((chosen, *chosen.named_children[-1:]) if chosen else ()))
@@ -575,6 +604,10 @@ def without_unused(text):
     for unit, struct in itertools.product(top, top):
         if struct.names & unit.scopes and struct.parts:
             struct.take_names_of(unit)
+    structs = collections.defaultdict(list)
+    for unit in top:
+        for name in unit.names if unit.kind == "struct_specifier" else ():
+            structs[name].append(unit)
     bases = set().union(*(unit.bases for unit in top))
     names, begins, before = set(ROOTS), (), None
 
@@ -589,6 +622,8 @@ def without_unused(text):
         for unit in units:
             if unit.reached or unit in asserts or unit.struct and not unit.struct.reached:
                 continue
+            if unit.scopes and not any(one.reached for name in unit.scopes for one in structs[name]):
+                continue  # a member of an unused struct
             named = is_named(unit)
             if named and any(versions[name] > 1 for name in unit.names) and (
                     unit.types - {name.strip(".(") for name in names}):
