@@ -757,7 +757,7 @@ prepare_tests() {
   stop_build
 }
 
-test_minutes=9
+test_minutes=7
 run_tests() {
   local base=$build failed=0 which=ON wants_pytorch=1 stage=0 stages=1 listed=0 building=''
   case ${1-} in

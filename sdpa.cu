@@ -2465,7 +2465,7 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// ---- 5d instructions for tensor maps (wgmma and SWAP_AB) ----
+// ---- 5c instructions for tensor maps (wgmma and SWAP_AB) ----
 
 // hold() for the address of a tensor map.
 __device__ __forceinline__ void hold(const CUtensorMap*& map) { asm volatile("" : "+l"(map)::"memory"); }
