@@ -410,8 +410,8 @@ struct SdpaParams {
 // NaN and inf propagate as in the formula. NaN and inf of V at a masked key may reach the row, since 0 * inf is
 // NaN. Rows of K and V past the end of a sequence never affect O.
 // Logits may be any finite float. P @ V is accumulated in fp32 and divided by the row sum of P at the end. A
-// row is correct as long as its row sum, at most 2^16 * Sk, times max|V| is below 3.4e38. With DTYPE=BF16, the
-// row sum is at most 2^60 * Sk, so max|V| must be below 2.9e20 / Sk.
+// row is correct as long as its row sum times max|V| is below 3.4e38. The row sum is at most Sk.
+// USE_LAZY_MAX: it is at most 2^16 * Sk, with DTYPE=BF16 2^60 * Sk, so that max|V| must be below 2.9e20 / Sk.
 
 namespace {
 
@@ -425,7 +425,7 @@ __host__ __device__ inline int batches_of(const SdpaParams& p, const int* starts
   return Defines::use_lengths && starts ? min(p.B, 1) : p.B;
 }
 
-// Dimensions of the tensor maps: [B][H][panels][S][elements of a panel], where a panel is 128 or 64 bytes of each row.
+// Dimensions of the tensor maps: [B][H][panels][S][elements of a panel], where a panel is 128 or 64 bytes of a row.
 // Short rows and pages, where a TMA box is one panel: [B][H][1][S][D]. PACK_GQA, for Q: [B][1][Hq][Sq][D].
 struct TensorMaps { CUtensorMap q, k, v, o; };
 struct Nothing {};
@@ -464,7 +464,7 @@ struct TileBounds {
         whole_to(b.Sk - keys) {}
   // True if one of the queries may see one of the keys.
   __device__ __forceinline__ bool touch(int q0, int k0) const { return k0 - q0 >= touch_from && k0 - q0 < touch_to; }
-  // True if all queries see all keys, so that mask_scores() would change nothing.
+  // True if all queries see all keys; mask_scores() would then change nothing.
   __device__ __forceinline__ bool cover(int q0, int k0) const {
     return k0 - q0 >= cover_from && k0 - q0 <= cover_to && k0 <= whole_to;
   }
@@ -535,7 +535,7 @@ struct Grid {  // maps the index of an item to its batch, head and rows
   Divisor q_heads_per_kv;               // Hq / Hkv
   Divisor items_in_l2;                  // heads_in_l2 * q_blocks
   uint32_t heads_in_l2 = 1;             // number of q_heads whose K and V take about 8/15 of L2 at most; at least 1
-  // Converts the input of the softmax to an exponent of 2. For a score: scale * log2(e).
+  // Factor from the input of the softmax to an exponent of 2; if that is a score, scale * log2(e).
   // USE_SOFTCAP: for a tanh, softcap * log2(e). USE_BIAS=1, 3, 4, 5, SCORE_MOD: for a logit, log2(e).
   float scale_log2 = 0;                 // the first line of the constant cache ends here
   Divisor item_queries;                 // PACK_GQA: queries per head of an item
@@ -543,8 +543,7 @@ struct Grid {  // maps the index of an item to its batch, head and rows
   Divisor ranges;                       // SPLIT_CTAS: CTAs per item
 };
 // The argument of a kernel: SdpaParams, and values that the host derives from them. The first line of the
-// constant cache is Grid up to scale_log2, which suffices to locate an item. Reading another line before the
-// first tile costs a kernel about 0.04 us.
+// constant cache is Grid up to scale_log2. Reading another line before the first tile costs a kernel about 0.04 us.
 //
 // sdpa_plan() has the same argument; it runs before the attention kernel and lists its items: the plan. sdpa_map() runs
 // before the attention kernel and lists the visible rounds of all items: the map. sdpa_merge() runs after the attention
@@ -583,7 +582,7 @@ template <class B, bool = B::use_lengths> struct Item {
   __device__ bool ends_before(int) const { return false; }                // true if query_count() < q
   __device__ int keys_in_tile(int) const { return B::block_n; }           // keys of the sequence in the tile at key k0
   static __device__ ItemMask mask(const KernelArgs& a) { return a.mask; }
-  // The keys that the item's rows see, or with SPLIT_CTAS this CTA's range of them. All rounds but the last are full.
+  // The keys that the item's rows see, or with SPLIT_CTAS this CTA's range of them.
   __device__ __forceinline__ Interval keys_of_cta(const KernelArgs& a, const Mask& mask) const;
   // SPLIT_CTAS: number of ranges of the item; index of this CTA's partial; index of the item's first partial;
   // index of the item's counter.
@@ -603,7 +602,7 @@ template <class B, bool = B::use_lengths> struct Item {
 #else
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-#error "these kernels need sm_80 or newer (cp.async, max.NaN); type -arch=sm_80 or -arch=native"
+#error "these kernels need sm_80 or newer; type -arch=sm_80 or -arch=native"
 #endif
 // The dynamic shared memory of the CTA, aligned to 1024 bytes.
 template <class T> __device__ __forceinline__ T& dynamic_shared() {
@@ -703,7 +702,7 @@ template <class B, int D = B::head_dim> __device__ __forceinline__ int tile_offs
 // ---- accumulator views ----
 // A view is the part of a tile that a thread holds: ROWS x COLS floats x[i][j] at (row(i), col(j)). LANES adjacent
 // lanes share these rows. In a view of O, every RUN elements of x[i] have adjacent columns. The mask, the softmax and
-// the epilogue below use only this interface, so that kernels can share them.
+// the epilogue below use only this interface.
 
 template <class View> __device__ __forceinline__ void clear(View& T) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) { SDPA_UNROLL for (int j = 0; j < View::COLS; j++) T.x[i][j] = 0; }
@@ -871,13 +870,14 @@ __device__ __forceinline__ void finish_scores(View& S, Tile& tile, bool unmasked
     if (B::modifies_scores && tile.needs_modify_scores()) modify_scores<B>(S, tile, unmasked);
     if (!tile.add_bias(S)) scale_scores<B>(S, tile.a);
   }
-  if (unmasked) return;
-  tile.locate(S);
-  mask_scores<B>(S, tile.a, tile.mask, tile.q0, tile.k0 + column_offset<B>(S));
+  if (!unmasked) {
+    tile.locate(S);
+    mask_scores<B>(S, tile.a, tile.mask, tile.q0, tile.k0 + column_offset<B>(S));
+  }
 }
 template <class B, class View>
-__device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Item<B>& item, const Mask& mask,
-                                              int q0, int k0, bool unmasked) {
+__device__ __forceinline__ void finish_item_scores(View& S, const KernelArgs& a, const Item<B>& item, const Mask& mask,
+                                                   int q0, int k0, bool unmasked) {
   ScoreTile<B> tile{a, item, mask, q0, k0, item_hook_scale<B>(a, item)};
   finish_scores<B>(S, tile, unmasked);
 }
@@ -897,8 +897,8 @@ template <class B> constexpr float p_log2 = B::product_type == DType::e4m3 ? 3 :
 // The value to subtract from S: m, or 0 for a row without a visible key so far. This avoids -inf - -inf.
 __device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
 
-// m' = max(m, row max of S);  alpha = 2^((m - m') * scale_log2)   [ROWS]   S: the first COLS columns of each thread
-template <class B, class View, int COLS = View::COLS>
+// m' = max(m, row max of S);  alpha = 2^((m - m') * scale_log2)   [ROWS]
+template <class B, class View, int COLS = View::COLS>  // COLS: columns of each thread that it reads
 __device__ __forceinline__ void softmax_max(const View& S, ScoreScale<B> scale_log2, float (&m)[View::ROWS],
                                             float (&alpha)[View::ROWS]) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
@@ -918,7 +918,7 @@ constexpr float shift_limit = 1024;
 // changes by at most 2^-12.
 template <class B> constexpr float shift_limit_of = B::changes_logits ? 8192 : shift_limit;
 
-// P = 2^(S * scale_log2 - m_log2) in place;  sum += P.   For the columns [first, last) of this thread.
+// P = 2^(S * scale_log2 - m_log2) in place;  sum += P
 template <class B, class View>
 __device__ __forceinline__ void softmax_exp(View& S, int first, int last, ScoreScale<B> scale_log2,
                                             const float (&m_log2)[View::ROWS], float (&sum)[View::ROWS]) {
@@ -958,7 +958,7 @@ __device__ __forceinline__ bool softmax_sum(View& S, ScoreScale<B> scale_log2, c
 // registers, which wgmma descriptors require.
 __device__ __forceinline__ int warp_uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-// The sum of x over the LANES lanes that share a row. The order is fixed.
+// The sum of x over the lanes that share a row. The order is fixed.
 template <int LANES> __device__ __forceinline__ float row_sum(float x) {
   SDPA_UNROLL for (int lane = 1; lane < LANES; lane *= 2) { x += __shfl_xor_sync(0xffffffffu, x, lane); }
   return x;
@@ -993,13 +993,13 @@ __device__ __forceinline__ void store_lse(float m, float sum, const KernelArgs& 
   }
 }
 
-// The final row sum, which includes the sink, and the final factor of O: 1 / sum, or 0 for a row without a visible key
-// and without a sink. 8-bit types: times the descale factor of V.
+// The final row sum, which includes the sink, and the final factor of O: 1 / sum, which is inf for a row without a
+// visible key and without a sink. 8-bit types: times the descale factor of V.
 struct FinalSum { float sum, factor; };
 template <class B>
 __device__ __forceinline__ FinalSum final_sum(float m, float l, const KernelArgs& a, const Item<B>& item) {
   const float sum = with_sink<B>(m, l, a, item);
-  return {sum, sum == 0 ? 0 : rcp_approx_ftz(sum) * item_v_descale<B>(a, item)};
+  return {sum, rcp_approx_ftz(sum) * item_v_descale<B>(a, item)};
 }
 
 // ---- the store of O and LSE from views (scalar, wmma, mma, wgmma) ----
@@ -1061,7 +1061,8 @@ template <class B> struct ScalarScores {
   static constexpr int ROWS = B::block_m / (ROW_LANES * B::num_warps);
   static constexpr int COLS = B::block_n / COL_LANES, LANES = COL_LANES;
   float x[ROWS][COLS];
-  int first_row, row_step, first_col;
+  int row_step = ROW_LANES;  // CtaSoftmax has rows of all warps
+  int first_row, first_col;
   __device__ int row(int i) const { return first_row + row_step * i; }
   __device__ int col(int j) const { return first_col + COL_LANES * j; }
 };
@@ -1076,7 +1077,7 @@ template <class B> struct ScalarOutput {
   __device__ int col(int j) const { return first_col + j / RUN * (COL_LANES * RUN) + j % RUN; }
 };
 
-// Rounds a view and stores it in shared memory.
+// Stores a view in shared memory.
 template <class T, class View> __device__ __forceinline__ void write_view(T* P_s, int stride, const View& S) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
@@ -1144,7 +1145,7 @@ template <class B, class Shared> struct WarpSoftmax {
     softmax_sum<B>(S, scale_log2, m, alpha, l);
     s.write_p(S);
     s.write_alpha(S, alpha);
-    __syncwarp();  // hazard: P and alpha were written by other lanes
+    __syncwarp();  // hazard: what other lanes wrote to shared memory is read
   }
   // The final m and l of this thread's rows.
   __device__ void finish(Shared&, const ScalarScores<B>&, float (&m_out)[ROWS], float (&l_out)[ROWS]) {
@@ -1202,15 +1203,14 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(
   ScalarScores<B> S;
   ScalarOutput<B> O;
   S.first_row = warp * (B::block_m / B::num_warps) + lane / COL_LANES;
-  S.row_step = ROW_LANES;
   S.first_col = lane % COL_LANES;
   O.first_row = S.first_row;
   O.first_col = lane % COL_LANES * O.RUN;
 
   const Item<B> item = item_of_cta<B>(a);
   if (!item.exists()) return;
-  const ItemTiles<B> t(a, item, 0, tid, B::threads);
-  t.template copy_q<B::block_m>(s.Q, 0, tid, B::threads);
+  const ItemTiles<B> t(a, item, 0, tid);
+  t.template copy_q<B::block_m, B::threads>(s.Q, 0, tid);
   CopyTogether<B, ScalarShared<B>> pipeline(s, t);
 
   clear(O);
@@ -1221,7 +1221,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(
   for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
     const int stage = pipeline.acquire(k0);
     scalar_qk<B>(S, s.Q, s.K[stage]);
-    finish_scores<B>(S, a, item, t.mask, item.q0, k0, is_unmasked<B>(a, t.mask, item.q0, k0));
+    finish_item_scores<B>(S, a, item, t.mask, item.q0, k0, is_unmasked<B>(a, t.mask, item.q0, k0));
     float alpha[O.ROWS];
     softmax.step(s, S, scale_log2, alpha);
     scalar_pv<B>(O, alpha, s.P, s.V[stage]);
@@ -1259,18 +1259,16 @@ template <> struct VectorCopy<false> {
 
 // ---- tile copies (scalar, wmma, mma) ----
 
-// The vectors of a tile that thread tid of nthreads copies: (row + i * row_step, col + j * col_step), so the
-// addresses of a thread advance by a constant. A row with more vectors than threads takes several passes. If
-// nthreads is not a multiple of the vectors per row, the last threads are idle.
-template <class B, int D = B::head_dim> struct TileCopy {
-  static constexpr int PER_ROW = D / B::vec_width;
-  int row_step, col_step, row, col;
+// The vectors of a tile that a thread copies: (row + i * ROW_STEP, col + j * COL_STEP), so its addresses advance by a
+// constant. A row with more vectors than threads takes several passes. If the number of threads is not a multiple of
+// the vectors per row, the last threads are idle.
+template <class B, int NTHREADS, int D> struct TileCopy {
+  static constexpr int PER_ROW = D / B::vec_width;  // vectors
+  static constexpr int ROW_STEP = NTHREADS > PER_ROW ? NTHREADS / PER_ROW : 1;
+  static constexpr int COL_STEP = NTHREADS > PER_ROW ? D : NTHREADS * B::vec_width;
+  int row, col;
 
-  __device__ __forceinline__ TileCopy(int tid, int nthreads)
-      : row_step(nthreads > PER_ROW ? nthreads / PER_ROW : 1),
-        col_step(nthreads > PER_ROW ? D : nthreads * B::vec_width),
-        row(tid / PER_ROW),
-        col(tid % PER_ROW * B::vec_width) {}
+  __device__ __forceinline__ explicit TileCopy(int tid) : row(tid / PER_ROW), col(tid % PER_ROW * B::vec_width) {}
 
   // Copies a tile to dst_s [ROWS][D]. src_g points to this thread's first vector. `rows`: number of valid rows,
   // counted from the row of this vector; later rows are zero-filled. With USE_CP_ASYNC, the data is valid only
@@ -1280,10 +1278,10 @@ template <class B, int D = B::head_dim> struct TileCopy {
     using Copy = VectorCopy<B::use_cp_async, B::tile_type != B::kv_type>;
     [[maybe_unused]] constexpr int unrolled = B::use_cp_async ? 16 : 8;  // plain loads occupy registers
 #pragma unroll unrolled
-    for (int r = 0; r < ROWS; r += row_step, src_g += row_step * row_stride) {
-      if ((ROWS % row_step != 0 && row + r >= ROWS) || row >= row_step) break;
-      SDPA_UNROLL for (int c = 0; c < D; c += col_step) {
-        if (D % col_step != 0 && col + c >= D) break;
+    for (int r = 0; r < ROWS; r += ROW_STEP, src_g += ROW_STEP * row_stride) {
+      if ((ROWS % ROW_STEP != 0 && row + r >= ROWS) || row >= ROW_STEP) break;
+      SDPA_UNROLL for (int c = 0; c < D; c += COL_STEP) {
+        if (D % COL_STEP != 0 && col + c >= D) break;
         Element<B>* const to_s = dst_s + tile_offset<B, D>(row + r, col + c);
         Copy::template copy<B::vec_width * sizeof(KeyValue)>(to_s, src_g + c, r < rows);
       }
@@ -1312,18 +1310,19 @@ template <class B> struct PagedRows;  // USE_PAGES: replaces a pointer to rows o
 
 // Copies the tiles of an item. The threads of split n copy the K/V tiles n, SPLIT_KV + n, and so on.
 template <class B> struct ItemTiles {
+  static constexpr int THREADS = B::use_warp_specialization ? B::producer_threads : B::split_threads;
   const SdpaParams& p;
   const Item<B>& item;
   typename Item<B>::ItemMask mask;
-  TileCopy<B> k_copy;  // the vectors that this thread copies
-  TileCopy<B, B::d_v> v_copy;
+  TileCopy<B, THREADS, B::head_dim> k_copy;  // the vectors that this thread copies
+  TileCopy<B, THREADS, B::d_v> v_copy;
   using Rows = std::conditional_t<B::use_pages != 0, PagedRows<B>, const KeyValue*>;
   Rows K_g, V_g;  // this thread's first vectors of the next tile
   Interval keys;  // keys that the item's rows see; SPLIT_CTAS: this CTA's range of them
-  int first_key;  // first key of the split
+  int first_key;  // first key to copy
 
-  __device__ __forceinline__ ItemTiles(const KernelArgs& a, const Item<B>& item_, int split, int tid, int nthreads)
-      : p(a.p), item(item_), mask(item.mask(a)), k_copy(tid, nthreads), v_copy(tid, nthreads) {
+  __device__ __forceinline__ ItemTiles(const KernelArgs& a, const Item<B>& item_, int split, int tid)
+      : p(a.p), item(item_), mask(item.mask(a)), k_copy(tid), v_copy(tid) {
     const int h_kv = item.h / (p.Hq / p.Hkv);
     keys = item.keys_of_cta(a, mask);
     first_key = keys.begin + split * B::block_n;
@@ -1339,18 +1338,18 @@ template <class B> struct ItemTiles {
       V_g = first(p.V, p.v, v_copy.row, v_copy.col);
     }
   }
-  // Copies ROWS query rows of the item to Q_s with nthreads threads, beginning at row first_row of the item.
+  // Copies ROWS query rows of the item to Q_s with NTHREADS threads, beginning at row first_row of the item.
   // KV_DTYPE: an element of Q is copied as two elements of K.
-  template <int ROWS>
-  __device__ __forceinline__ void copy_q(Element<B>* Q_s, int first_row, int tid, int nthreads) const {
-    const TileCopy<B, B::d_q> q_copy(tid, nthreads);
+  template <int ROWS, int NTHREADS>
+  __device__ __forceinline__ void copy_q(Element<B>* Q_s, int first_row, int tid) const {
+    const TileCopy<B, NTHREADS, B::d_q> q_copy(tid);
     const int q = item.q0 + first_row;
     const Query* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + item.q_row(q) * p.q.row;
     q_copy.template copy<ROWS>(Q_s, reinterpret_cast<const KeyValue*>(Q_g + q_copy.row * p.q.row) + q_copy.col,
                               (B::q_type != B::kv_type ? 2 : 1) * p.q.row,
                               item.query_count(p) - q - q_copy.row);
   }
-  // Copies the split's next tile of K and V, whose first key is k0, to a stage. Does nothing past the last key.
+  // Copies the next tile of K and V, whose first key is k0, to a stage. Does nothing past the last key.
   template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
     if (k0 < keys.end) {
       const int rows = keys.end - k0;
@@ -1360,7 +1359,7 @@ template <class B> struct ItemTiles {
                                        !B::takes_short_rows || k_copy.col < p.D ? rows - k_copy.row : 0);
       v_copy.template copy<B::block_n>(s.V[stage], V_g, row_stride(p.v),
                                        !B::takes_short_rows || v_copy.col < p.Dv ? rows - v_copy.row : 0);
-      K_g += B::round_keys * row_stride(p.k);  // the split's next tile
+      K_g += B::round_keys * row_stride(p.k);  // the next tile
       V_g += B::round_keys * row_stride(p.v);
     }
   }
@@ -1384,13 +1383,14 @@ template <class B, class Shared> struct CopyTogether {
       Copy::commit();
     }
   }
-  // Waits for the tile at k0. Refills the stage of the previous tile with the tile that is STAGES - 1 tiles
-  // ahead (with one stage: the tile at k0).
+  // Starts the copy of the tile that is STAGES - 1 tiles after the one at k0, and waits for the one at k0.
   __device__ __forceinline__ int acquire(int k0) {
     if (B::stages > 1) stage = stage + 1 == B::stages ? 0 : stage + 1;
     const int previous = B::stages == 1 || stage == 0 ? B::stages - 1 : stage - 1;
     const int next_k0 = k0 + (B::stages - 1) * B::round_keys;
-    split_sync<B>(B::kernel != KernelKind::mma && B::sync_policy == 5);  // hazard: Q copied by all warps (redundant)
+    if constexpr (B::kernel != KernelKind::mma && B::sync_policy == 5) {
+      split_sync<B>(true);  // hazard: Q copied by all warps (redundant)
+    }
     if (!REFILLS_AFTER_BARRIER) {
       t.copy_kv(s, previous, next_k0);
       Copy::commit();
@@ -1737,14 +1737,13 @@ template <int N> struct StageRing {
     }
   }
 };
-// Initializes an array of mbarriers.
 template <int N> __device__ __forceinline__ void mbarriers_init(uint64_t (&barriers_s)[N], int arrivals) {
   for (uint64_t& barrier : barriers_s) mbarrier_init(&barrier, arrivals);
 }
 
 // ---- operand pairs, scales of an item, lazy rescaling (wmma, mma, wgmma) ----
 
-// Rounds two values of a row and packs them into one register of an mma.sync operand.
+// Rounds two values of a row and packs them into one register of an A operand of a tensor core.
 template <class E> __device__ __forceinline__ uint32_t pack(float low, float high) {
   const E e[2] = {rounded<E>(low), rounded<E>(high)};
   uint32_t word;
@@ -2136,7 +2135,7 @@ template <class B> struct MmaRows {
                                          int lane) {
     Scores S;
     multiply_qk(S, Q, K_s, lane);
-    finish_scores<B>(S, scales.a, item, mask, q0, k0, unmasked);
+    finish_item_scores<B>(S, scales.a, item, mask, q0, k0, unmasked);
     float alpha[ROWS];
     softmax_max<B>(S, scales.scale_log2(), m, alpha);
     const bool may_be_kept = softmax_sum<B>(S, scales.scale_log2(), m, alpha, l);
@@ -2229,11 +2228,11 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
 
   const Item<B> item = item_of_cta<B>(a);
   if (!item.exists()) return;
-  const ItemTiles<B> t(a, item, split, tid, B::split_threads);
+  const ItemTiles<B> t(a, item, split, tid);
   if constexpr (B::pack_gqa) {
     MmaPacked<B>::copy_q(s, t, a);
   } else {
-    t.template copy_q<B::block_m>(s.in.Q, 0, threadIdx.x, B::threads);
+    t.template copy_q<B::block_m, B::threads>(s.in.Q, 0, threadIdx.x);
   }
   if (threadIdx.x == 0) s.item = item;
   VectorCopy<B::use_cp_async>::commit();
@@ -2292,7 +2291,7 @@ template <class B> struct KernelOf<B, KernelKind::mma> {
 
 // ---- 5c instructions of sm_90a (wgmma) ----
 // TMA and wgmma access shared memory through the async proxy; ordinary loads and stores use the generic
-// proxy. A generic write requires a proxy fence before an async access to the same data. A generic read after
+// proxy. A generic write requires fence_proxy_async() before an async access to the same data. A generic read after
 // a TMA load only requires the wait for its mbarrier.
 
 #ifndef SDPA_SIMT
@@ -2473,7 +2472,7 @@ __device__ __forceinline__ void hold(const CUtensorMap*& map) { asm volatile("" 
 
 // ---- 5c wgmma: shared by its kernels (wgmma) ----
 // If D is a multiple of 64, a 16-bit tile in shared memory consists of D/64 panels of [rows][64]; a line has
-// 128 bytes. PANEL_BYTES below has the other cases. TMA and wgmma swizzle the 16-byte chunks of each line:
+// 128 bytes. TMA and wgmma swizzle the 16-byte chunks of each line:
 //
 //   line 0 (8, 16, ...)   0 1 2 3 4 5 6 7        line 2   2 3 0 1 6 7 4 5
 //   line 1 (9, 17, ...)   1 0 3 2 5 4 7 6        line r   chunk c at c ^ r % 8
@@ -2578,8 +2577,7 @@ __device__ __forceinline__ void load_rows_of_q(const KernelArgs& a, Element<B>* 
   load_rows<B::head_dim, B::element_bytes, ROWS, B::pack_gqa>(a, Q_s, map, box_origin, full, evict_first);
 }
 
-// Waits until a tile of K or V has landed; does not wait if `has_landed`. Called by the threads that then
-// issue wgmma.
+// Waits until a tile of K or V has landed, unless `has_landed`. Called by the threads that then issue wgmma.
 template <class B>
 __device__ __forceinline__ void wait_for_tile(uint64_t* full, int parity, bool has_landed = false) {
   if (!has_landed) mbarrier_wait(full, parity);
@@ -2640,7 +2638,7 @@ template <class B> using WgmmaProbabilities = uint32_t[B::block_n * B::element_b
 // e4m3: keys per panel of the transposed V [Dv][BLOCK_N], which are also the bytes of a line.
 template <class B> constexpr int V_LINE = B::block_n > 64 ? 128 : 64;
 
-// Issues O [64][Dv] = P @ V (+ O if accumulate). V [BLOCK_N][Dv] is a descriptor. DTYPE=FP8_E4M3: V
+// Issues O [64][Dv] = P @ V, or += if accumulate. V [BLOCK_N][Dv] is a descriptor. DTYPE=FP8_E4M3: V
 // [Dv][BLOCK_N].
 template <class B>
 __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::d_v>& O, const WgmmaProbabilities<B>& P, uint64_t V,
@@ -2772,7 +2770,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
 
     // P, m, l = softmax(S); rescales O
     float alpha[2];
-    finish_scores<B>(S, a, item, mask, item.q0, k0, is_unmasked<B>(a, mask, item.q0, k0));
+    finish_item_scores<B>(S, a, item, mask, item.q0, k0, is_unmasked<B>(a, mask, item.q0, k0));
     softmax_max<B>(S, a.scale_log2, m, alpha);
     softmax_sum<B>(S, a.scale_log2, m, alpha, l);
     scale_rows(O, alpha);
@@ -3881,7 +3879,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       const int q = rows.q0 + first_row + int(lane) / 4 + 8 * i;
       const bool stores = lane % 4 == 0 && q < s.item[stage].query_count(a.p);
       if (stores) store_lse<B>(rows.m[i], total.sum, a, s.item[stage], q);
-      factor[i] = total.factor;
+      factor[i] = rows.l[i] == 0 ? 0 : total.factor;
     }
     SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n++) {
       WgmmaAccumulator<16> columns;
@@ -5069,14 +5067,13 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   ScalarScores<B> S;
   ScalarOutput<B> O;
   S.first_row = first_row + lane / COL_LANES;
-  S.row_step = ROW_LANES;
   S.first_col = lane % COL_LANES;
   O.first_row = S.first_row;
   O.first_col = lane % COL_LANES * O.RUN;
 
   // Each warp copies its own rows of Q.
   Element<B>* const Q_s = s.Q + tile_offset<B>(first_row, 0);
-  t.template copy_q<16>(Q_s, first_row, lane, 32);
+  t.template copy_q<16, 32>(Q_s, first_row, lane);
   VectorCopy<B::use_cp_async>::commit();
   VectorCopy<B::use_cp_async>::template wait<0>();
   __syncwarp();  // hazard: Q was copied by other lanes
@@ -5099,7 +5096,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
     // hazard: fp32 values overwrite the fp16 S, which other lanes still read. With an fp32 S, each lane overwrites only
     // what it has read.
     if (B::qk_in_fp16) __syncwarp();
-    finish_scores<B>(S, a, item, t.mask, item.q0, k0, is_unmasked<B>(a, t.mask, item.q0, k0));
+    finish_item_scores<B>(S, a, item, t.mask, item.q0, k0, is_unmasked<B>(a, t.mask, item.q0, k0));
     float alpha[ScalarOutput<B>::ROWS];
     softmax.step(s, S, scales.scale_log2(), alpha);
     sums.multiply(O, alpha, s, first_row, s.V[stage]);
@@ -5138,11 +5135,11 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(co
   do {
     const Item<B> item = work_item<B>(a, i);
     if constexpr (!B::use_warp_specialization) {
-      const ItemTiles<B> t(a, item, 0, tid, consumers);
+      const ItemTiles<B> t(a, item, 0, tid);
       CopyTogether<B, WmmaShared<B>> pipeline(s, t);
       wmma_consume<B>(s, a, item, t, pipeline);
     } else if (tid >= consumers) {
-      ItemTiles<B> t(a, item, 0, tid - consumers, B::producer_threads);
+      ItemTiles<B> t(a, item, 0, tid - consumers);
       for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
         mbarrier_spin(&s.empty[ring.stage], ring.parity ^ 1);  // no wait at the first use of a stage
         t.copy_kv(s, ring.stage, k0);
@@ -5151,7 +5148,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(co
         ring.advance();
       }
     } else {
-      const ItemTiles<B> t(a, item, 0, tid, consumers);
+      const ItemTiles<B> t(a, item, 0, tid);
       CopyByProducers<B> pipeline{s, ring};
       wmma_consume<B>(s, a, item, t, pipeline);
     }
@@ -7021,7 +7018,7 @@ __device__ __forceinline__ void read_q_descale(MmaRows<B>& rows, const KernelArg
 
 template <class B> struct MmaPacked {
   static __device__ __forceinline__ void copy_q(MmaShared<B>& s, const ItemTiles<B>& t, const KernelArgs& a) {
-    constexpr int per_row = TileCopy<B, B::d_q>::PER_ROW;
+    constexpr int per_row = B::d_q / B::vec_width;
     const SdpaParams& p = a.p;
     const int rows = rows_of_item<B>(a);
     for (int i = threadIdx.x; i < B::block_m * per_row; i += B::threads) {
@@ -7615,7 +7612,7 @@ std::array<TensorView, 4> tensors_of(SdpaParams& p) {
            view_of("O", p.O, p.o, q_batches, p.Hq, p.Sq, p.Dv)}};
 }
 
-// The attribute of the current device, or `otherwise` if there is no device.
+// The attribute of the current device. Without a device: that of an H200.
 int device_attribute(cudaDeviceAttr attribute, int otherwise) {
   int device = 0, value = 0;
   const bool known = !cudaGetDevice(&device) && !cudaDeviceGetAttribute(&value, attribute, device);
@@ -7687,7 +7684,7 @@ bool sq_depends_on_batch(const SdpaParams& p) {
   return Defines::use_lengths && p.batch_invariant && (p.q_starts || p.q_lengths);
 }
 
-// Partition of a problem into items with one range each.
+// Partition of a problem into items.
 Items items_of_tile(const SdpaParams& p, int heads, int queries) {
   const int64_t head_groups = p.Hq / heads, tiles = ceil_div(p.Sq, queries);
   // q_starts: each sequence may end in a partial tile.
@@ -7907,16 +7904,20 @@ template <class Kernel> SdpaStatus allow_shared_bytes(Kernel kernel, size_t byte
 template <class Args>
 SdpaStatus enqueue(void (*kernel)(Args), const Args& a, uint32_t ctas, int threads, size_t shared, bool early,
                    cudaStream_t stream, const char* what) {
+  cudaLaunchConfig_t launch{dim3(ctas), dim3(threads), shared, stream, nullptr, 0};
   cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  const cudaLaunchConfig_t launch{dim3(ctas), dim3(threads), shared, stream, &attribute, early ? 1u : 0u};
+  if (early) {
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    launch.attrs = &attribute;
+    launch.numAttrs = 1;
+  }
   const cudaError_t error = cudaLaunchKernelEx(&launch, kernel, a);
   return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, what);
 }
 
-// Launches the kernel with one CTA per range of `items` items. USE_PERSISTENT_CTA: launches at most the CTAs that are
-// resident, and at most max_ctas.
+// Launches the kernel with one CTA per item. SPLIT_CTAS: with one per range of an item. USE_PERSISTENT_CTA: launches at
+// most the CTAs that are resident, and at most max_ctas.
 template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t stream) {
   uint32_t ctas = items * (B::split_ctas == 1 ? 1 : a.ranges.divisor);
   static_assert(shared_bytes<B> <= 227 * 1024,
@@ -8255,7 +8256,7 @@ SdpaStatus check_sizes(SdpaParams& p) {
     return failure(refused,
                    Defines::is_wgmma
                        ? "D=%d, Dv=%d: this build takes 1 to %d and 1 to %d, in multiples of VEC_WIDTH"
-                       : "D=%d, Dv=%d: this build takes HEAD_DIM=%d, HEAD_DIM_V=%d",
+                       : "D=%d, Dv=%d: this build takes D=%d, Dv=%d",
                    p.D, p.Dv, D, Dv);
   }
   if (p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv)) return failure(refused, "Hq=%d is not a multiple of Hkv=%d", p.Hq, p.Hkv);

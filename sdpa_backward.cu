@@ -467,8 +467,8 @@ __device__ __forceinline__ void copy_pair(PairTile<B, ROWS>& tile, const RowPair
     copy_to_panels<B, ROWS, B::d_v>(tile.y, from.y, from.y_stride, p.Dv, first, from.count);
     return;
   }
-  const TileCopy<OfQK<B>> x_copy(threadIdx.x, B::threads);
-  const TileCopy<OfV<B>> y_copy(threadIdx.x, B::threads);
+  const TileCopy<OfQK<B>, B::threads, B::head_dim> x_copy(threadIdx.x);
+  const TileCopy<OfV<B>, B::threads, B::d_v> y_copy(threadIdx.x);
   const int x_row = first + x_copy.row, y_row = first + y_copy.row;
   x_copy.template copy<ROWS>(tile.x, from.x + x_row * from.x_stride + x_copy.col, from.x_stride, from.count - x_row);
   y_copy.template copy<ROWS>(tile.y, from.y + y_row * from.y_stride + y_copy.col, from.y_stride, from.count - y_row);

@@ -72,6 +72,20 @@ def test_no_knob_is_left(texts, name):
     assert text.startswith("// Compile: nvcc ") and "SPDX-License-Identifier: MIT. Copyright" in text
 
 
+@pytest.mark.parametrize("name,sizes", [("scalar_minimal", "HEAD_DIM=128 BLOCK_M=64 BLOCK_N=64 VEC_WIDTH=8"),
+                                        ("mma_lazy", "HEAD_DIM=96 BLOCK_M=64 BLOCK_N=32 VEC_WIDTH=4")])
+def test_sizes_that_may_be_changed(name, sizes):
+    """An extract says which of its sizes may be changed: these are then all that differs between two extracts."""
+    def constants(text):
+        assert "// HEAD_DIM, BLOCK_M, BLOCK_N, VEC_WIDTH may be changed" in text
+        return re.sub(r"^// From sdpa, line .*\n(//   .*\n)*", "", text, flags=re.MULTILINE)
+    text = constants(text_of(name))
+    for size in sizes.split():
+        knob, _, value = size.partition("=")
+        text = re.sub(rf"(?m)^(constexpr int .*\b{knob} =) \d+", rf"\1 {value}", text)
+    assert text == constants(extract_module.extract(name, given=sizes.split()))
+
+
 # Declarations with which a host compiler can check an extract: CUDA's functions, and a function for asm operands.
 CHECKED_BY = """#include <cstdint>
 #define __shared__
@@ -253,8 +267,8 @@ struct Memory {{
   ~Memory() {{ cudaFree(first); }}
 }};
 
-template <class Params, class Status, class Causal>
-std::vector<unsigned char> run(Status (*forward)(const Params&, cudaStream_t), size_t (*workspace)(Params), Causal causal) {{
+template <class Params, class Status, class Causal, class Prepare>
+std::vector<unsigned char> run(Status (*forward)(const Params&, cudaStream_t), Causal causal, const Prepare& prepare) {{
   constexpr int D = {d}, Dv = {dv}, B = 2, Hq = 4, Hkv = 2, Sq = 75, Sk = 203, of_q = {q_bytes}, in = {in_bytes}, out = {out_bytes};
   std::mt19937 random(7);
   Memory Q(B * Hq * Sq * D * of_q), K(B * Hkv * Sk * D * in), V(B * Hkv * Sk * Dv * in), O(B * Hq * Sq * Dv * out), LSE(B * Hq * Sq * 4);
@@ -266,8 +280,8 @@ std::vector<unsigned char> run(Status (*forward)(const Params&, cudaStream_t), s
   p.LSE = (float*)LSE.first, p.B = B, p.Hq = Hq, p.Hkv = Hkv, p.Sq = Sq, p.Sk = Sk, p.D = D, p.Dv = Dv, p.causal = causal;
   p.q = {{int64_t(Hq) * Sq * D, int64_t(Sq) * D, D}}, p.k = {{int64_t(Hkv) * Sk * D, int64_t(Sk) * D, D}};
   p.v = {{int64_t(Hkv) * Sk * Dv, int64_t(Sk) * Dv, Dv}}, p.o = {{int64_t(Hq) * Sq * Dv, int64_t(Sq) * Dv, Dv}};
-  Memory room(workspace(p) + 1);
-  p.workspace = workspace(p) > 0 ? room.first : nullptr;
+  Memory room(1 << 20);
+  prepare(p, room.first);
   const Status status = forward(p, nullptr);
   if (!status.ok()) printf("%s\\n", status.text), exit(1);
   cudaDeviceSynchronize();
@@ -279,8 +293,8 @@ int main() {{
   const auto all = [](auto own) {{
     int different = 0, nonzero = 0;
     for (int causal = 0; causal < 3; causal++) {{
-      const auto line = run(sdpa::sdpa_forward, sdpa::sdpa_workspace_bytes, sdpa::Causal(causal));
-      const auto extracted = run({name}::sdpa_forward, {name}::sdpa_workspace_bytes, {name}::Causal(causal));
+      const auto line = run(sdpa::sdpa_forward, sdpa::Causal(causal), [](auto& p, void* room) {{ p.workspace = room; }});
+      const auto extracted = run({name}::sdpa_forward, {name}::Causal(causal), [](auto& p, void* room) {{ {prepare}; }});
       for (size_t i = 0; i < line.size(); i++) different += line[i] != extracted[i], nonzero += line[i] != 0;
     }}
     printf("%d different, %s\\n", different, nonzero > own ? "of many" : "of few");
@@ -300,7 +314,8 @@ def test_bits_on_the_cpu_backend(texts, tmp_path, name):
     (tmp_path / f"{name}.cu").write_text(text)
     sizes = [2, 2, 1, 1]
     (tmp_path / "program.cu").write_text(CPU_PROGRAM.format(
-        undefined="\n".join(f"#undef {knob}" for knob in tree.knobs()), name=name, d=row["HEAD_DIM"], dv=row["HEAD_DIM_V"] or row["HEAD_DIM"], q_bytes=sizes[row["DTYPE"]], in_bytes=1 if row["KV_DTYPE"] else sizes[row["DTYPE"]],
+        undefined="\n".join(f"#undef {knob}" for knob in tree.knobs()), name=name,
+        prepare="p.workspace = room" * ("sdpa_workspace_bytes" in text), d=row["HEAD_DIM"], dv=row["HEAD_DIM_V"] or row["HEAD_DIM"], q_bytes=sizes[row["DTYPE"]], in_bytes=1 if row["KV_DTYPE"] else sizes[row["DTYPE"]],
         out_bytes=2 if row["OUT_DTYPE"] == 0 or row["OUT_DTYPE"] < 3 else 1))
     backend = os.path.join(ROOT, "cpu_backend")
     command = [builds.CXX, "-std=c++17", "-O0", "-march=native", "-ffp-contract=off", "-w", "-pthread", "-I" + ROOT, "-I" + backend,

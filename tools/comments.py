@@ -19,6 +19,9 @@ SPELLED = {"__half": "fp16 FP16", "__nv_bfloat16": "bf16 BF16", "__nv_fp8_e4m3":
 
 # Words about several kernels, or about a part of sdpa.cu.
 OF_SEVERAL = r"\bkernel famil|\b(?:scalar|w?mma|wgmma) famil|\b(?:[Ee]very|[Aa]ll|[Mm]ost) kernels?\b|\bIn this template|\bCPU backend|\bsection \d"
+# Words about instructions, and what the code has if it uses these.
+INSTRUCTIONS = {r"\bTMA\b": r"CUtensorMap|cp_async_bulk", r"\bcp\.async": r"cp_async", r"griddepcontrol": "griddepcontrol",
+                r"\bwgmma\b": "wgmma_", r"\bmma\.sync\b": r"\bmma_m16", r"[Pp]roxy": "fence_proxy"}
 # A knob: its member of the builds, its value as text or None if the builds differ, and whether it is on.
 Setting = collections.namedtuple("Setting", "member value is_on")
 
@@ -35,7 +38,8 @@ class Comments:
         code = {*re.findall(r"\w+", code_of(text))}
         spelled = {word for name in code & SPELLED.keys() for word in SPELLED[name].split()}
         self.absent = {*re.findall(r"\w+", code_of(sdpa)), *knobs} - code - spelled
-        self.knobs, self.words = knobs, re.compile("|".join([*words, OF_SEVERAL]))
+        absent = [word for word, of in INSTRUCTIONS.items() if not re.search(of, code_of(text))]
+        self.knobs, self.words = knobs, re.compile("|".join([*words, *absent, OF_SEVERAL]))
         self.members = {name: knob.member for name, knob in knobs.items() if name not in code and knob.value is None}
         names = "|".join(sorted(knobs, key=len, reverse=True))
         one = rf"(?:{names})(?:=\w+)?"

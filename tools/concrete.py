@@ -11,6 +11,7 @@ from comments import code_of
 from inlining import are_apart, edited, inlined, source, type_of, type_of_expression
 from minimal import (BANNERS, CALLS, ROOTS, WIDTH, Folding, callee, declared, descendants, enclosing, listed, minimal,
                      name_of, parse, units_of, words_of)
+from values import comment_above, with_single_values, without_bundles, without_conditions_of_loops, without_needless_blocks, without_same_casts
 
 PUBLIC = {"Causal", "Strides", "Descale", "SdpaParams", "SdpaStatus"}
 
@@ -488,6 +489,7 @@ def without_options(text):
     if not is_open:
         text = re.sub(r"^ *if \(x\.value && \*x\.\w+\) return .*\n", "", text, flags=re.MULTILINE)
         text = re.sub(r"const char \*name, \*\w+;.*\n", "const char* name;\n", text)
+        text = text.replace("// Refuses options that this build does not support, and pointers", "// Refuses pointers")
     text = re.sub(r"^ *const char ?\*[^;]*\bneeds_\w+ = \"[^;]*;\n", "", text, flags=re.MULTILINE)
     gone = {name for name, *_ in rows} - {name for name, *_ in kept}
     gone |= {name for option in gone for name in WITH.get(option, ())}
@@ -499,6 +501,20 @@ def without_options(text):
     return edited(text, [edit for node in descendants(params, "field_declaration")
                          if gone & {name_of(one) for one in node.children_by_field_name("declarator")}
                          for edit in members_without(node, gone, text)])
+
+
+def without_memory(text):
+    """Removes the workspace and the scratch memory of the forward pass if no problem needs any."""
+    for name in ("workspace", "scratch"):
+        without = re.sub(rf"^(?://.*\n)*.*\bsdpa_{name}_bytes\(SdpaParams\) \{{\s*return 0;\s*\}}\n", "", text, flags=re.MULTILINE)
+        if without == text:
+            continue
+        text = re.sub(rf"\{{\"{name}\", uintptr_t\(p\.[^{{}}]*\}},\s*", "", without)
+        params = next(one for one in descendants(parse(text), "struct_specifier") if name_of(one) == "SdpaParams")
+        start, end, _ = next(line_of(one, text) for one in descendants(params, "field_declaration")
+                             if name_of(one.child_by_field_name("declarator")) == name)
+        text = text[:start - len(comment_above(start, text))] + text[end:]
+    return text if "sdpa_scratch_bytes" in text else text.replace("; smaller if `scratch` is set", "")
 
 
 # ---- unused members ----
@@ -775,21 +791,22 @@ def shortest(text, instructions, sizes=()):
     """Evaluates conditions with known values, inlines calls and removes unused code. instructions: functions to keep. sizes:
     constants that keep their names."""
     def step(text):
-        for change in (lambda text: minimal(text, {*sizes}), without_aliases, without_unused_constants, with_numbers,
+        for change in (lambda text: minimal(text, {*sizes}), without_memory, without_aliases, without_unused_constants, with_numbers,
                        lambda text: without_other_versions(text, instructions),
                        lambda text: without_template_parameters(text, instructions),
                        lambda text: without_unread_parameters(text, instructions), without_unread_members,
                        lambda text: without_idle_functions(text, instructions),
                        lambda text: without_needless_parameters(text, instructions), without_unread_fields,
-                       lambda text: without_unused_results(text, instructions),
+                       lambda text: without_unused_results(text, instructions), without_same_casts, without_bundles,
+                       lambda text: with_single_values(text, PUBLIC), without_conditions_of_loops, without_needless_blocks,
                        lambda text: minimal(inlined(text, instructions | ROOTS), {*sizes})):
             text = until_stable(change, text)
         return simplified(text)
     return until_stable(step, text)
 
 
-def concrete(text, instructions):
-    """The text of a single build in chapters. instructions: functions to keep."""
+def concrete(text, instructions, sizes):
+    """The text of a single build in chapters. instructions: functions to keep. sizes: constants that may be changed."""
     text, constants = without_build(text)
     text = re.sub(r"(?=^// ==== 2 PROBLEM)", lambda m: constants + "\n", text, count=1, flags=re.MULTILINE)
-    return "\n".join(chapters(shortest(text, instructions)))
+    return "\n".join(chapters(shortest(text, instructions, sizes)))

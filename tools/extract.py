@@ -27,6 +27,8 @@ from comments import Comments, Setting
 OPTIONS = {"USE_SINKS": "sinks?", "USE_PAGES": "[Pp]ages?", "USE_BIAS": "(?<!exponent )bias",
            "USE_SOFTCAP": "[Ss]oftcap|hook_scale|Caps"}
 OF_8_BITS = "8-bit|descale"
+# The sizes that may be changed in an extract without wgmma and without a table of tiles.
+OPEN_SIZES = ["HEAD_DIM", "BLOCK_M", "BLOCK_N", "VEC_WIDTH"]
 SIZES = {"HEAD_DIM", "BLOCK_M", "BLOCK_N", "NUM_WARPS", "STAGES", "VEC_WIDTH"}
 
 
@@ -333,6 +335,7 @@ def extract(name, namespace="", given=(), is_program=False):
         own = re.sub(r",\s*(?:\{\"batch_invariant\".*?\}|p\.batch_invariant)(?=\};)", "", own)
         own = re.sub(r"\b(?:a\.)?p\.batch_invariant", "false", own)
     text = concrete.without_options(minimal.minimal(own, sizes))
+    open_sizes = []
     if rows[-1]["USE_TUNED"] or has_two_widths:  # removes rows of the table of tiles that do not fit
         number = itertools.count()
         text = re.sub(r"^    tile\(.*\n", lambda m: m[0] * (next(number) in rows), text, flags=re.MULTILINE)
@@ -346,7 +349,9 @@ def extract(name, namespace="", given=(), is_program=False):
         if "wgmma_ss" in text:  # with a table of tiles, the code for all shapes is shorter
             text = concrete.wgmma(text, builds_of)
         head, tail = parted(text)
-        body = concrete.without_uncalled_shapes(concrete.concrete(tail, instructions(source) | NAMED_BY_EXPRESSIONS))
+        open_sizes = [] if rows[-1]["USE_WGMMA"] or rows[-1]["BACKWARD"] else OPEN_SIZES
+        body = concrete.without_uncalled_shapes(concrete.concrete(
+            tail, instructions(source) | NAMED_BY_EXPRESSIONS, open_sizes))
     text = f"namespace {space} {{\n\n{body}\n}}  // namespace {space}\n"
     if expressions:
         text = re.sub(r"^.*\bvoid expression\((?:.*\n)*?.*}\n", lambda _: expressions, text, flags=re.MULTILINE)
@@ -372,8 +377,9 @@ def extract(name, namespace="", given=(), is_program=False):
         textwrap.fill(f"// From sdpa, line {name}: " + (
             " ".join(re.sub(r"^(SCORE_MOD|MASK_MOD)=(.*)$", r"\1='\2'", word) for word in typed if "=" in word) or
             "all knobs as they are by default"), minimal.WIDTH, subsequent_indent="//   "),
+        *[f"// {', '.join(open_sizes)} may be changed to other values that sdpa.cu takes with these knobs."] * bool(open_sizes),
         "// SPDX-License-Identifier: MIT. " + tree.read("LICENSE").strip().split("\n\n")[1].replace("\n", " "), "",
-        text.strip(), program(space, builds_of[0]) * is_program]))
+        text.strip(), program(space, builds_of[0], "sdpa_workspace_bytes" in text) * is_program]))
 
 
 def bounds_of_defines(match):
@@ -381,7 +387,7 @@ def bounds_of_defines(match):
     return match[0] if "class B" in match[0] else match[0].replace("B::", "Defines::")
 
 
-def program(space, row):
+def program(space, row, has_workspace=True):
     """The program that --main adds: extract_main.cu or extract_backward_main.cu with the types and sizes of a build."""
     is_8bit, is_u8, mixes_types = row["DTYPE"] >= 2, row["DTYPE"] == 3, row["KV_DTYPE"] > 0  # one row of Q has as many bytes as two of K
     D, Dv = row["HEAD_DIM"], width_of_v(row)
@@ -391,6 +397,8 @@ def program(space, row):
              "TOLERANCE": "0.1f" if is_8bit else "0.02f" if row["BACKWARD"] and row["DTYPE"] else "0.01f"}
     text = re.sub(r"NUMBER\((\w+(?:\[\d\])?\[.*?\])\)", r"(\1 - 128) * 3.5275591f" if is_u8 else r"float(\1)",
                   builds.Tree().read(f"tools/extract_{'backward_' * row['BACKWARD']}main.cu"))
+    if not has_workspace:
+        text = re.sub(r"^  if \(.* = sdpa_workspace_bytes\(\w\)\) \{\n(?:    .*\n)*  \}\n", "", text, flags=re.MULTILINE)
     return re.sub(r"\b(?:" + "|".join(words) + r")\b", lambda m: str(words[m[0]]), text)
 
 

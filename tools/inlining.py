@@ -5,7 +5,7 @@ import itertools
 import re
 import textwrap
 
-from minimal import (callee, declared, descendants, enclosing, listed, name_of, parameters_of, parse, without_sentences,
+from minimal import (callee, declared, descendants, enclosing, listed, name_of, parse, without_sentences,
                      words_of)
 
 SCALARS = {"int", "unsigned", "uint32_t", "int64_t", "uint64_t", "size_t", "float", "double", "bool", "uint16_t",
@@ -58,7 +58,7 @@ def is_static(node):
 
 
 class Inlining:
-    """Inlines calls; the result is `out`."""
+    """Inlines calls, except of the functions `but`; the result is `out`. None: of all functions."""
 
     def __init__(self, text, but):
         self.text, self.root = text, parse(text)
@@ -78,6 +78,9 @@ class Inlining:
             calls[name_of(callee(call))].append(call)
         for one in descendants(self.root, "identifier", "type_identifier"):
             used[one.text.decode()] += one.parent.type not in ("function_declarator", "parameter_declaration")
+        self.out = text
+        if but is None:
+            return
         edits, busy = [], set()
         for name, nodes in functions.items():
             is_method = enclosing(nodes[0].parent, "struct_specifier") is not None
@@ -226,7 +229,9 @@ class Inlining:
                 struct.parent.type == "template_declaration" or name_of(struct) == name_of(function) or
                 any(one.type == "base_class_clause" for one in struct.children)):
             return []
-        is_expression = [one.type for one in statements] == ["return_statement"] and statements[0].named_children
+        kinds = [one.type for one in statements]
+        is_expression = kinds == ["return_statement"] and statements[0].named_children or kinds == [
+            "expression_statement"] and statements[0].named_children[0].type == "call_expression" and len(calls) > 1
         if is_expression:
             value = statements[0].named_children[0]
             text = source(value, self.text)
@@ -235,9 +240,6 @@ class Inlining:
             if len(text) > (40 if struct is not None else 110) or len(calls) > 1 and not re.fullmatch(
                     r"[\w.]+(\([\w., ]*\))?", text):
                 return []
-            own = parameters_of(descendants(function, "function_declarator", "abstract_function_declarator")[0])
-            if struct is not None and len(calls) > 1 and text in own:
-                return []  # a member that returns its argument: nvcc would order instructions differently
             if value.type in ("initializer_list", "lambda_expression"):
                 return []
             return self.expressions(function, value, calls)

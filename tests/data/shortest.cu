@@ -125,6 +125,17 @@ struct Tile {
   int k;
 };
 
+// Goes: it holds what its user has, and a value, which gets a name.
+struct Ends {
+  const Args& a;
+  int low, high;
+};
+// Loses the rate, which is 2.
+struct Rates {
+  int count;
+  int rate = 2;
+};
+
 // Keeps the overload for the elements that the loop has.
 template <int N> __device__ void hold(float (&d)[N]) { asm volatile("" : "+f"(d[0])); }
 template <int N> __device__ void hold(unsigned (&d)[N]) { asm volatile("" : "+r"(d[0])); }
@@ -174,7 +185,19 @@ int sdpa_forward(const Args& a, float x, int lane) {
   Copier copier(k, 2);
   copier.start(total);
   Tile tile{k, x, lane};
+  use(tile);
   total += copier.copy(k, 0) + copier.copy(lane, 0) + tile.q + tile.k;
+  const Ends ends{a, k, k + 1};
+  Rates rates{total};
+  use(rates);
+  for (int i = 0; i < k; i++) {
+    if (i < k) {
+      total += int(lane) + ends.a.Sk + ends.low + ends.high * ends.high;
+    }
+    {
+      use(rates.count * rates.rate);
+    }
+  }
   for (int i = 0; i < 0; i++) total += k;
   Blocks blocks;
   for (int i = 0; i < k; i++) blocks.hold_all();
@@ -268,6 +291,9 @@ struct Copier {
 // Loses the member in the middle, in its list too.
 struct Tile { int q; int k; };
 
+// Loses the rate, which is 2.
+struct Rates { int count; };
+
 // Keeps the overload for the elements that the loop has.
 template <int N> __device__ void hold(float (&d)[N]) { asm volatile("" : "+f"(d[0])); }
 struct Blocks {
@@ -316,7 +342,15 @@ int sdpa_forward(const Args& a, float x, int lane) {
   }
   Copier copier(k);
   Tile tile{k, lane};
+  use(tile);
   total += copier.copy(k) + copier.copy(lane) + tile.q + tile.k;
+  const int high = k + 1;
+  Rates rates{total};
+  use(rates);
+  for (int i = 0; i < k; i++) {
+    total += lane + a.Sk + k + high * high;
+    use(rates.count * 2);
+  }
   Blocks blocks;
   for (int i = 0; i < k; i++) blocks.hold_all();
   const Bounds bounds(k);
