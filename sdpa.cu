@@ -898,7 +898,7 @@ template <class B> constexpr float p_log2 = B::product_type == DType::e4m3 ? 3 :
 __device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
 
 // m' = max(m, row max of S);  alpha = 2^((m - m') * scale_log2)   [ROWS]
-template <class B, class View, int COLS = View::COLS>  // COLS: columns of each thread that it reads
+template <class B, class View, int COLS = View::COLS>
 __device__ __forceinline__ void softmax_max(const View& S, ScoreScale<B> scale_log2, float (&m)[View::ROWS],
                                             float (&alpha)[View::ROWS]) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
@@ -1290,8 +1290,8 @@ template <class B, int NTHREADS, int D> struct TileCopy {
 };
 
 // ---- barriers ----
-// Synchronizes all warps of the split if across_warps (a compile-time constant), otherwise only the lanes of
-// the warp. Split n uses named barrier 1 + n; barrier 0 is __syncthreads().
+// Synchronizes all warps of the CTA if across_warps (a compile-time constant), otherwise only the lanes of the warp.
+// SPLIT_KV: all warps of split n, by named barrier 1 + n, since barrier 0 is that of __syncthreads().
 template <class B> __device__ __forceinline__ void split_sync(bool across_warps) {
   if (!across_warps || B::split_threads == 32) {
     __syncwarp();
@@ -1308,7 +1308,7 @@ template <class B> __device__ __forceinline__ void split_sync(bool across_warps)
 
 template <class B> struct PagedRows;  // USE_PAGES: replaces a pointer to rows of K or V
 
-// Copies the tiles of an item. The threads of split n copy the K/V tiles n, SPLIT_KV + n, and so on.
+// Copies the tiles of an item. SPLIT_KV: the threads of split n copy the K/V tiles n, SPLIT_KV + n, and so on.
 template <class B> struct ItemTiles {
   static constexpr int THREADS = B::use_warp_specialization ? B::producer_threads : B::split_threads;
   const SdpaParams& p;
@@ -1365,8 +1365,8 @@ template <class B> struct ItemTiles {
   }
 };
 
-// All threads of a split copy its tiles of K and V, STAGES - 1 tiles ahead of the current one. Past the last
-// tile they commit empty groups of copies, so that the wait counts stay constant.
+// All threads copy the tiles of K and V, STAGES - 1 tiles ahead of the current one. Past the last tile they commit
+// empty groups of copies, so that the wait counts stay constant. SPLIT_KV: the threads of a split copy its tiles.
 template <class B, class Shared> struct CopyTogether {
   using Copy = VectorCopy<B::use_cp_async>;
   ItemTiles<B> t;
@@ -2248,7 +2248,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
   Q.start(s.in.Q, warp, lane);
   rows.start(warp * WARP_ROWS + lane / 4, lane % 4 * 2);
   if constexpr (B::has_row_descale) read_q_descale(rows, a, s.item);
-  // All splits take part in all rounds. In the last round, a split may have no tile.
+  // SPLIT_KV: all splits take part in all rounds, though a split may have no tile in the last one.
   for (int round_k0 = t.keys.begin; round_k0 < t.keys.end; round_k0 += B::round_keys) {
     const int k0 = round_k0 + split * B::block_n;
     const int stage = pipeline.acquire(k0);
@@ -2602,7 +2602,9 @@ template <class B, int D, bool = B::use_pages != 0> struct TileBox {
   __device__ __forceinline__ void load(const KernelArgs& a, const CUtensorMap* map, KeyValue* to_s,
                                        uint64_t* full) const {
     if (threadIdx.x % 32 > 0) return;
-    if (a.mask.keys.Sk == 0) return mbarrier_arrive(full);  // all scores of this tile are masked
+    if (B::use_warp_specialization && a.mask.keys.Sk == 0) {
+      return mbarrier_arrive(full);  // all scores of this tile are masked
+    }
     mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D * B::kv_bytes>);
     load_rows<D, B::kv_bytes, B::block_n>(a, to_s, map, box_origin, full, kv_cache_policy<B>);
   }
@@ -7841,24 +7843,14 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
     maps = last_maps;
     return {};
   }
-  CUtensorMap* map = &maps.q;
-  for (const TensorView& t : tensors_of(p)) {
-    const bool is_q = map == &maps.q, is_q_or_o = is_q || map == &maps.o;
-    const int S = t.dims[0].size;
-    // Tensors that TMA does not copy: K and V without keys or copied by cp.async, and O in most kernels. Their
-    // maps are prefetched and must be valid.
-    if (S == 0 || (map == &maps.o && !stores_by_tma<B>) || (B::copies_rows && !is_q_or_o)) {
-      *map++ = maps.q;
-      continue;
-    }
-    const bool by_panels = a.has_short_rows || (B::pack_gqa && is_q) || (B::use_pages != 0 && !is_q_or_o);
-    const int D = map < &maps.v ? B::head_dim : B::d_v;
+  const auto encode_rows = [&](CUtensorMap& map, const TensorView& t, int D, bool is_q, bool is_kv) {
+    const bool by_panels = a.has_short_rows || (B::pack_gqa && is_q) || (B::use_pages != 0 && is_kv);
     RowBoxes boxes;
-    SdpaStatus status = boxes_of_rows(boxes, t, D, by_panels ? t.width : 0,
-                                      !is_q_or_o ? B::block_n : B::swap_ab ? B::block_m : 64);
+    const int rows = is_kv ? B::block_n : B::swap_ab ? B::block_m : 64;
+    const SdpaStatus status = boxes_of_rows(boxes, t, D, by_panels ? t.width : 0, rows);
     if (!status.ok()) return status;
     if constexpr (B::use_pages != 0) {
-      if (!is_q_or_o) boxes.box[1] = uint32_t(plan_sizes<B>(a).box_rows);
+      if (is_kv) boxes.box[1] = uint32_t(plan_sizes<B>(a).box_rows);
     }
     if (B::pack_gqa && is_q) {  // the heads of an item are rows of its panels
       boxes.sizes[2] = boxes.sizes[3];
@@ -7867,9 +7859,20 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
       boxes.box[1] = a.item_queries.divisor;
       boxes.box[2] = uint32_t(a.item_heads);
     }
-    status = encode_boxes(*map++, t, boxes, reads_kv_once<B>);
-    if (!status.ok()) return status;
+    return encode_boxes(map, t, boxes, reads_kv_once<B>);
+  };
+  const std::array<TensorView, 4> tensors = tensors_of(p);  // Q, K, V, O
+  SdpaStatus status = encode_rows(maps.q, tensors[0], B::head_dim, true, false);
+  if (B::copies_rows || tensors[1].dims[0].size == 0) {  // TMA copies no K and V, but the maps are prefetched
+    maps.k = maps.v = maps.q;
+  } else {
+    if (status.ok()) status = encode_rows(maps.k, tensors[1], B::head_dim, false, true);
+    if (status.ok()) status = encode_rows(maps.v, tensors[2], B::d_v, false, true);
   }
+  if constexpr (stores_by_tma<B>) {
+    if (status.ok()) status = encode_rows(maps.o, tensors[3], B::d_v, false, false);
+  }
+  if (!status.ok()) return status;
   last = p;
   last_maps = maps;
   return {};
@@ -8196,8 +8199,6 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
 
 // ---- the checks ----
 
-// Advice for a tensor that is not aligned. With wgmma there is none: TMA needs 16 bytes.
-constexpr const char* or_lower_width = Defines::use_wgmma ? "" : " or lower VEC_WIDTH";
 // Refuses strides of an output with which rows overlap: those below the row's width.
 SdpaStatus check_overlap(const TensorView& t) {
   for (const auto& dim : t.dims) {
@@ -8215,13 +8216,18 @@ SdpaStatus check_tensor(const TensorView& t, bool is_output) {
   const bool has_rows = t.dims[0].size > 0;
   if (has_rows && !t.data) return failure(refused, "%s is a null pointer", t.name);
   if (has_rows && reinterpret_cast<uintptr_t>(t.data) % alignment) {
-    return failure(refused, "%s is not aligned to %d bytes; align it%s", t.name, alignment, or_lower_width);
+    return failure(refused,
+                   Defines::use_wgmma ? "%s is not aligned to %d bytes; align it"
+                                      : "%s is not aligned to %d bytes; align it or lower VEC_WIDTH",
+                   t.name, alignment);
   }
   for (const auto& dim : t.dims) {
     if (dim.size <= 1) dim.stride = 0;
     if (has_rows && dim.stride % vec) {
-      return failure(refused, "%s has a %s stride of %lld; pad it to a multiple of %d%s", t.name, dim.name,
-                     (long long)dim.stride, vec, or_lower_width);
+      return failure(refused,
+                     Defines::use_wgmma ? "%s has a %s stride of %lld; pad it to a multiple of %d"
+                                        : "%s has a %s stride of %lld; pad it to a multiple of %d or lower VEC_WIDTH",
+                     t.name, dim.name, (long long)dim.stride, vec);
     }
   }
   return is_output ? check_overlap(t) : SdpaStatus{};

@@ -223,13 +223,16 @@ def without_template_parameters(text, but):
                 return [(one.start_byte, one.end_byte, own_value)
                         for one in descendants(part, "identifier", "type_identifier", "namespace_identifier")
                         if source(one, text) == name_of(parameter)]
-            edits = instead(body) + [line_of(one, text) for one in defined[name] if one != node]
             rest = [edited(text, instead(one) + [(one.end_byte, len(text), "")])[one.start_byte:]
                     for one in parameters if one != parameter]
-            lists = node.child_by_field_name("parameters")
-            after = lists.end_byte + len(re.match(r"\s*", text[lists.end_byte:])[0])
-            edits.append((lists.start_byte, lists.end_byte, f"<{', '.join(rest)}>") if rest
-                         else (node.start_byte, after, ""))
+            forward = [one for one in defined[name] if one != node]
+            is_outside = is_function and owner_of(body)  # of a struct, which has its declaration
+            edits = [] if is_outside else [line_of(one, text) for one in forward]
+            for one in [node, *forward * bool(is_outside)]:
+                lists = one.child_by_field_name("parameters")
+                after = lists.end_byte + len(re.match(r"\s*", text[lists.end_byte:])[0])
+                edits += instead(declared(one))
+                edits.append((lists.start_byte, lists.end_byte, f"<{', '.join(rest)}>") if rest else (one.start_byte, after, ""))
             for where, arguments in uses[name]:
                 kept = arguments[:n] + arguments[n + 1:]
                 if where and (n < len(arguments) or not rest):

@@ -338,7 +338,8 @@ class Inlining:
         else:
             return []
         busy.add(outer.start_byte)
-        return [(place.start_byte, place.end_byte, textwrap.indent(text, " " * place.start_point[1]).lstrip())]
+        is_in_line = self.text[self.text.rfind("\n", 0, place.start_byte) + 1:place.start_byte].strip()  # of the function
+        return [(place.start_byte, place.end_byte, "\n" * bool(is_in_line) + textwrap.indent(text, " " * place.start_point[1]).lstrip())]
 
     @staticmethod
     def struct_of(function):

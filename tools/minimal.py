@@ -19,6 +19,7 @@ ROOTS = {*CALLS, "SdpaParams", "SdpaStatus", "ok"}
 # Functions of other files that only compute a value, or ask for a number of the device.
 PURE = {"min", "max", "fabsf", "fmaxf", "fminf", "fmax", "fmin", "ceil", "sqrt", "int", "uint32_t", "int64_t", "size_t", "double", "float",
         "cudaGetDevice", "cudaDeviceGetAttribute"}
+BYTES = {"__half": 2, "__nv_bfloat16": 2, "__nv_fp8_e4m3": 1, "uint8_t": 1}
 ELEMENTS = {"__half", "__nv_bfloat16", "__nv_fp8_e4m3"}
 HEADERS = {"cuda.h": r"\bCU[a-z_]", "cuda_bf16.h": "__nv_bf", "cuda_fp8.h": "__nv_fp8", "cuda_fp16.h": "__half",
            "mma.h": "nvcuda", "string_view": "std::string_view", "type_traits": "std::(conditional|common_type)"}
@@ -153,6 +154,7 @@ class Folding:
                         for node in descendants(root, "template_declaration")
                         if declared(node).type == "alias_declaration"}
         self.bound = {}  # parameters of the alias being expanded
+        self.types = dict(re.findall(r"^using (\w+) = (\w+);", text, re.MULTILINE))  # of elements
         self.elements = self.find_elements(root)
         # Functions whose overloads all do nothing, and functions with side effects.
         bodies, calls, self.acting = collections.defaultdict(set), collections.defaultdict(set), set()
@@ -247,6 +249,8 @@ class Folding:
             return self.bound.get(text, None if is_local else self.constants.get(text))
         if kind in ("template_function", "template_type"):
             return self.constants.get(name_of(node))
+        if kind == "sizeof_expression":
+            return BYTES.get(self.types.get(name_of(node.named_children[0])))
         if kind == "qualified_identifier":
             scope, _, name = text.rpartition("::")
             if name in self.enums.get(scope, ()):

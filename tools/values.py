@@ -117,7 +117,8 @@ def overlap(one, other):
 
 
 def without_conditions_of_loops(text):
-    """Removes an if with the condition of the enclosing for, if the loop's body does not write what the condition reads."""
+    """Removes an if with the condition of the enclosing for, or this operand of &&, if the loop's body does not write what the
+    condition reads."""
     for loop in descendants(parse(text), "for_statement"):
         condition, body = loop.child_by_field_name("condition"), loop.child_by_field_name("body")
         if condition is None or condition.type != "binary_expression":
@@ -134,6 +135,12 @@ def without_conditions_of_loops(text):
         for one in descendants(body, "if_statement"):
             block = one.child_by_field_name("consequence")
             own = one.child_by_field_name("condition").named_children
+            for part in descendants(one.child_by_field_name("condition"), "binary_expression") if one.parent == body else []:
+                sides = [part.child_by_field_name(side) for side in ("left", "right")]
+                if source(part.child_by_field_name("operator"), text) == "&&" and source(condition, text) in [
+                        source(side, text) for side in sides]:
+                    rest = next(side for side in sides if source(side, text) != source(condition, text))
+                    return edited(text, [(part.start_byte, part.end_byte, source(rest, text))])
             if [source(each, text) for each in own] == [source(condition, text)] and one.parent == body and (
                     block.type == "compound_statement" and not one.child_by_field_name("alternative")):
                 return edited(text, [(one.start_byte, one.end_byte, outdented(block, text))])
