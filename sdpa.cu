@@ -1310,12 +1310,12 @@ template <class B> struct PagedRows;  // USE_PAGES: replaces a pointer to rows o
 
 // Copies the tiles of an item. SPLIT_KV: the threads of split n copy the K/V tiles n, SPLIT_KV + n, and so on.
 template <class B> struct ItemTiles {
-  static constexpr int THREADS = B::use_warp_specialization ? B::producer_threads : B::split_threads;
+  static constexpr int COPY_THREADS = B::use_warp_specialization ? B::producer_threads : B::split_threads;
   const SdpaParams& p;
   const Item<B>& item;
   typename Item<B>::ItemMask mask;
-  TileCopy<B, THREADS, B::head_dim> k_copy;  // the vectors that this thread copies
-  TileCopy<B, THREADS, B::d_v> v_copy;
+  TileCopy<B, COPY_THREADS, B::head_dim> k_copy;  // the vectors that this thread copies
+  TileCopy<B, COPY_THREADS, B::d_v> v_copy;
   using Rows = std::conditional_t<B::use_pages != 0, PagedRows<B>, const KeyValue*>;
   Rows K_g, V_g;  // this thread's first vectors of the next tile
   Interval keys;  // keys that the item's rows see; SPLIT_CTAS: this CTA's range of them
@@ -2602,7 +2602,7 @@ template <class B, int D, bool = B::use_pages != 0> struct TileBox {
   __device__ __forceinline__ void load(const KernelArgs& a, const CUtensorMap* map, KeyValue* to_s,
                                        uint64_t* full) const {
     if (threadIdx.x % 32 > 0) return;
-    if (B::use_warp_specialization && a.mask.keys.Sk == 0) {
+    if (B::kernel != KernelKind::wgmma_plain && a.mask.keys.Sk == 0) {
       return mbarrier_arrive(full);  // all scores of this tile are masked
     }
     mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D * B::kv_bytes>);

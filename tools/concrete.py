@@ -181,6 +181,8 @@ def without_template_parameters(text, but):
                                                  "optional_type_parameter_declaration")}
     inner |= {name_of(one) for node in descendants(root, "template_parameter_list")
               for one in descendants(node, "parameter_declaration", "optional_parameter_declaration")}
+    inner |= {name_of(one) for node in descendants(root, "field_declaration") if b"static" in [each.text for each in node.children]
+              for one in node.children_by_field_name("declarator")}  # may hide a constant of the file
     top = {name for unit in units_of(root, text.split("\n"))
            for name in unit.names} | {"true", "false", "float", "uint32_t", "float4"}
     for name, nodes in defined.items():
