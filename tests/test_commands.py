@@ -35,7 +35,7 @@ novalue BLOCK_N=
 9lives VEC_WIDTH=8
 semi;colon VEC_WIDTH=8;rm
 maybe expect=PERHAPS
-where arch=hopper
+illegal2 arch=hopper
 illegal HEAD_DIM=24
 gated1 gate:regs=120
 gated2 gate:spill<=16
@@ -201,6 +201,14 @@ def test_environment_that_no_command_takes(name, value, sentence, tmp_path):
     code, out, err = run(RUN_ALL, "--cpu", cwd=tmp_path, **{"SDPA_BUILD_DIR": str(tmp_path / "build"), name: value})
     assert code == 2 and not out and sentence in err and value in err
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_line_is_built_again_when_it_is_corrected(built):
+    folder = built[0]
+    (folder / "corrected.txt").write_text("illegal HEAD_DIM=32 VEC_WIDTH=8\n")
+    code, out, err = run(RUN_ALL, "--cpu", "--csv", "--shape", "small", "--", "--check-only", SDPA_CONFIGS=str(folder / "corrected.txt"),
+                         SDPA_BUILD_DIR=str(folder / "build"), CXX=tool.unoptimized(folder))
+    assert (code, "does not compile" in err, "illegal,scalar" in out, ",ok,PASS" in out) == (0, False, True, True), err
 
 
 @pytest.mark.long

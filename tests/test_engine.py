@@ -502,6 +502,18 @@ def test_contenders_are_found(repository):
     assert a.effective_knobs() == ["HEAD_DIM=64", "STAGES=3"]
 
 
+
+def test_a_file_of_ones_own_lines_is_not_that_of_a_commit(repository, tmp_path, monkeypatch):
+    """SDPA_CONFIGS replaces the lines of the working tree alone."""
+    (tmp_path / "mine.txt").write_text("mine STAGES=3\n")
+    monkeypatch.setenv("SDPA_CONFIGS", str(tmp_path / "mine.txt"))
+    a, b = builds.parse_contenders("HEAD:old mine".split())
+    assert (a.text, b.knob("STAGES")) == ("HEAD:old", "3")
+    for word in ("HEAD:mine", "old"):
+        with pytest.raises(builds.Refused):
+            builds.parse_contenders([word, "mine"])
+
+
 @pytest.mark.parametrize("words,sentence", [
     ("gone:kept kept", "gone: no such commit in this repository"),
     ("HEAD:wide kept", "HEAD:wide: no line of configs.txt has that name; ./run_all.sh list has them all"),

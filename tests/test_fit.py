@@ -113,6 +113,14 @@ def test_check_tells_a_good_table_from_a_bad_one(model, tmp_path):
     assert code == 1 and "never timed: HEAD_DIM=64 BLOCK_M=64" in out
 
 
+@pytest.mark.parametrize("shape,loss", [
+    ("8,32,8,1,2048,128,bf16", 0.08), ("8,32,8,1,2048,128,bf16/e4m3", 0.35), ("8,32,8,2,2048,128,bf16/e4m3", 0.08),
+    ("4,32,8,1,2048,128,bf16", 0.35), ("4,32,8,1,2048,128,bf16/e4m3", 0.08), ("8,32,8,1,2048,128,e4m3", 0.35)])
+def test_the_acceptable_loss(shape, loss):
+    """More where one query row reads K and V of about the size of L2, which depends on their element type alone."""
+    assert fit.worst_loss(engine.parse_problem(shape)) == loss
+
+
 def test_from_rows_prints_a_table_to_paste(model, tmp_path):
     code, out, _ = run("--from", write_rows(tmp_path / "rows.csv", model, model.tiles), "--head-dim", "256")
     pasted = re.findall(r"^    tile\(256, .*\),$", out, re.MULTILINE)

@@ -245,3 +245,12 @@ def test_clang():
     with ThreadPoolExecutor(builds.JOBS) as pool:
         for done in pool.map(lambda words: parsed("clang++ -w", words), ["-DSDPA_HARNESS_ONLY", *("@" + name for name in KINDS.split())]):
             assert done.returncode == 0, done.stderr
+
+
+def test_a_line_changes_the_knobs_of_another(tmp_path):
+    """The changed knobs alone: not those whose names begin with theirs."""
+    (tmp_path / "lines.txt").write_text("base HEAD_DIM_V=128 HEAD_DIM=192 STAGES=2\nother : base HEAD_DIM=128 USE_CP_ASYNC=1\n")
+    done = subprocess.run(["cmake", f"-DCONFIGS={tmp_path}/lines.txt", "-P", f"{ROOT}/configs.cmake"], capture_output=True, text=True)
+    words = [set(line.split()) for line in done.stdout.splitlines()]
+    assert not done.stderr and words == [{"base", "PASS", "HEAD_DIM_V=128", "HEAD_DIM=192", "STAGES=2"},
+                                         {"other", "base", "PASS", "HEAD_DIM_V=128", "HEAD_DIM=128", "STAGES=2", "USE_CP_ASYNC=1"}]

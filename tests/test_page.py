@@ -48,6 +48,19 @@ def texts(svg):
 
 # ---- the pages equal results/ ----
 
+@pytest.mark.parametrize("names,newest", [
+    (["2026-01-09-X", "2026-01-10-X"], 1), (["2026-01-09-X-2", "2026-01-09-X"], 0), (["2026-01-09-X-10", "2026-01-09-X-9"], 0),
+    (["2026-01-09-X", "2026-01-10-X-more", "2026-01-10-Y"], 0), ([], None)])
+def test_the_newest_file(tmp_path, monkeypatch, names, newest):
+    """Of several files of a day, the one with the largest number. Other names do not count."""
+    monkeypatch.setattr(page, "ROOT", tmp_path)
+    folder = tmp_path / "results/peers"
+    folder.mkdir(parents=True)
+    for name in names:
+        (folder / f"{name}.csv").write_text("")
+    assert page.latest("peers", "X") == (None if newest is None else folder / f"{names[newest]}.csv")
+
+
 def test_pages_are_those_of_results(tmp_path, draw):
     """Compares committed files only: an uncommitted measurement needs no page yet."""
     own = copy(tmp_path, "README.md", "docs", "results", "configs.txt", "configs.cmake", "sdpa.cu", "sdpa_backward.cu", "harness")

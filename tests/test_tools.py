@@ -227,18 +227,20 @@ class ChangingGradients(engine.LoadedBackward):
             launch()
             gpu.synchronize()
             if next(runs) == 3:
-                gpu.memory[tensors.address[self.name]].view(np.float16)[self.at] *= self.factor
+                for name in self.names:
+                    gpu.memory[tensors.address[name]].view(np.float16)[self.at] *= self.factor
         return changed, outputs, workspace
 
 
-@pytest.mark.parametrize("name,factor,sentence", [
+@pytest.mark.parametrize("names,factor,sentence", [
     ("dV", 1.001, "run 3 differs from the first one in 1 elements of dV, the first dV(0,0,7,7)"),
+    ("dQ dV", 1.001, "run 3 differs from the first one in 1 elements of dV, the first dV(0,0,7,7)"),
     ("dQ", 1.001, ""), ("dQ", -1.0, "run 3 differs from the first one by a rel_rms of"), ("dQ", math.nan, "run 3 differs from")])
-def test_stress_of_gradients(name, factor, sentence):
+def test_stress_of_gradients(names, factor, sentence):
     """Bits of dK and dV must repeat. dQ of backward_mma5 is a sum in any order, so it may differ by rounding."""
     line, = builds.parse_contenders(["backward_mma5"])
     kernel = ChangingGradients(line, builds.host_library(*line.words, program="tests/host_library.cu"))
-    kernel.name, kernel.at, kernel.factor = name, 7 * 64 + 7, factor
+    kernel.names, kernel.at, kernel.factor = names.split(), 7 * 64 + 7, factor
     problem = engine.parse_problem("1,2,1,20,30,64,fp16,br")
     other = engine.LoadedBackward(line, kernel.library._name)
     found = dict(stress.stress(HostGpu(kernel.library), other, {"bad": kernel}, None, problem, 4))
