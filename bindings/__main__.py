@@ -13,10 +13,11 @@ one per core):
                        bf16 O of e4m3; kv8: e4m3 k and v with a 16-bit q
   backward             also sdpa's backward kernels for these builds, where a line has them
   score_mod=TEXT mask_mod=TEXT    these arguments of attention(), for all builds
-  and also the interface to PyTorch and the kernel that appends to caches. A program that finds all of its builds in the
-  cache does not need nvcc.
-  path prints the folder for PYTHONPATH, with which `import flash_attn_interface` finds sdpa's module, and transformers finds
-  a FlashAttention-3."""
+It also builds the interface to PyTorch and the kernel that appends to caches. A program that finds all of its builds in the
+cache does not need nvcc.
+
+path prints the folder for PYTHONPATH, with which `import flash_attn_interface` finds sdpa's module, and transformers finds a
+FlashAttention-3."""
 import difflib
 import itertools
 import os

@@ -891,7 +891,8 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
     q_descale, k_descale, v_descale: nonnegative float32 factors of e4m3 tensors, [B,H] or expandable to it; q's also
         [B,Hkv].
     out_dtype: type of O for e4m3 inputs, float16 (default) or bfloat16.
-    softcap: replaces each logit x by softcap * tanh(x / softcap), with tanh.approx.
+    softcap: replaces each logit x by softcap * tanh(x / softcap), by tanh.approx or, in 16-bit wgmma kernels with D <= 128, a
+        polynomial.
     sinks [Hq]: exp(sink) is added to the row sums, and so to the LSE.
     k_lengths, q_lengths [B], int32: numbers of keys and of queries of each sequence, also for the mask.
     k_firsts [B], int32: number of first keys of each sequence that are hidden; positions count from the next one.

@@ -120,7 +120,7 @@ static std::string why_not_gradient_of_mask(const Tensor& q, const Tensor& k, co
   const std::string needed = "attn_mask needs a gradient, and ";
   if (preference == Preference::pytorchs) return needed + "PyTorch's backward was asked for";
   if (causal) return needed + "there is a causal mask";
-  if (!is_plain(q, k, v, mask)) return needed + "a tensor is traced";
+  if (!is_plain(q, k, v, mask)) return needed + "a tensor is traced, negated lazily or a dual number";
   const OptionalTensor read = mask.detach();
   std::string why = why_not(q, k, v, {at::SDPBackend::flash_attention, read, dropout, false, false, true, scale});
   if (why.empty() && q.size(1) != k.size(1) && !gqa) why = "the heads of q are no multiple of those of k";

@@ -4,7 +4,7 @@ import re
 
 from calls import Calls, line_of, positional, without_one
 from inlining import ATOMS, WHOLE, Inlining, are_apart, edited, source, type_of
-from minimal import callee, descendants, enclosing, listed, name_of, parse, words_of
+from minimal import callee, descendants, enclosing, listed, name_of, parse
 
 NUMBER = re.compile(r"\d+|true|false|[A-Z][A-Z0-9_]+")  # or the name of a constant
 NUMERIC = {"int", "bool", "unsigned", "uint32_t", "int64_t", "size_t"}
@@ -170,61 +170,59 @@ def without_bundles(text):
     """Replaces the members of a local struct that only holds names of other variables, or values that do not change, by these."""
     calls = Calls(text)
     for node in descendants(calls.root, "declaration"):
-        kind, declarators = node.child_by_field_name("type"), node.children_by_field_name("declarator")
-        struct = kind and source(kind, text)
-        function = enclosing(node, "function_definition")
-        if not calls.structs.get(struct) or len(declarators) != 1 or function is None or node.parent.type != "compound_statement":
-            continue
-        name, of = name_of(declarators[0]), calls.structs[struct]
-        # `X x(a, b);` is parsed as the declaration of a function.
-        value = declarators[0].child_by_field_name("value") or declarators[0].child_by_field_name("parameters")
-        members = data_members(of)
-        if value is None or value.type not in ("argument_list", "initializer_list", "parameter_list") or calls.bases[struct]:
-            continue
-        made = constructor_values(struct, of, [source(one, text) for one in value.named_children], calls, text)
-        if not made or {one for one, _, _ in members} != made.keys():
-            continue
-        scope = node.parent
-        uses = [one for one in descendants(scope, "identifier") if source(one, text) == name and one.start_byte > node.end_byte]
-        words = re.findall(rf"\b{name}\b", re.sub(r"//.*", "", text[node.end_byte:scope.end_byte]))
-        if not uses or len(words) != len(uses) or any(
-                one.parent.type != "field_expression" or one.parent.child_by_field_name("argument") != one for one in uses):
-            continue
-        whole = [one.parent for one in uses]
-        written = {name_of(one.child_by_field_name("field")) for one in whole if is_written(one)}
-        types = {one: source(field.child_by_field_name("type"), text) for one, _, field in members}
-        is_const = re.match("const ", source(node, text)) is not None
-        lines, edits, names = [], [], words_of(re.sub("//.*", "", source(function, text)))
-        for member, to in made.items():
-            is_path = re.fullmatch(r"\w+(\.\w+)*", to)
-            declarator = next(each for one, each, _ in members if one == member)
-            if is_path and (is_const or member not in written) and not changes(to, node, scope, text):
-                instead = to
-            elif is_path and (declarator.type == "reference_declarator" or copied(to, name, member, node, scope, text)):
-                instead = to
-            elif is_const and declarator.type == "field_identifier" and member not in names - {member} and (
-                    len(re.findall(rf"\b{member}\b", source(function, text))) == len(re.findall(rf"\b{name}\.{member}\b", source(function, text)))):
-                instead = member
-                lines.append(f"const {types[member]} {member} = {to};")
-            else:
-                break
-            edits += [(one.start_byte, one.end_byte, instead) for one in whole
-                      if name_of(one.child_by_field_name("field")) == member]
-        else:
-            indent = " " * node.start_point[1]
-            place = (node.start_byte, node.end_byte, f"\n{indent}".join(lines)) if lines else line_of(node, text)
-            first = [one for to in {*made.values()} for one in descendants(function, "declaration")
-                     if re.match(rf"const \w+ {to}\(", source(one, text)) and any(
-                         made[member] == to and (member in written or declarator_writes(name, member, scope, text)) for member in made)]
-            edits += [(one.start_byte, one.start_byte + len("const "), "") for one in first]
-            return edited(text, [place, *edits])
+        if edits := bundle_edits(node, calls, text):
+            return edited(text, edits)
     return text
 
 
-def declarator_writes(name, member, scope, text):
-    """True if a part of a member is assigned to."""
-    return any(source(one.child_by_field_name("left"), text).startswith(f"{name}.{member}.")
-               for one in descendants(scope, "assignment_expression"))
+def bundle_edits(node, calls, text):
+    """The edits that replace a local struct, which a declaration makes; empty if it must stay."""
+    kind, declarators = node.child_by_field_name("type"), node.children_by_field_name("declarator")
+    function, struct = enclosing(node, "function_definition"), kind and calls.structs.get(source(kind, text))
+    if not struct or len(declarators) != 1 or function is None or node.parent.type != "compound_statement" or (
+            calls.bases[name_of(struct)]):
+        return []
+    name, scope, members = name_of(declarators[0]), node.parent, data_members(struct)
+    # `X x(a, b);` is parsed as the declaration of a function.
+    value = declarators[0].child_by_field_name("value") or declarators[0].child_by_field_name("parameters")
+    if value is None or value.type not in ("argument_list", "initializer_list", "parameter_list"):
+        return []
+    made = constructor_values(name_of(struct), struct, [source(one, text) for one in value.named_children], calls, text)
+    if not made or {one for one, _, _ in members} != made.keys():
+        return []
+    rest = re.sub(r"//.*", "", text[node.end_byte:scope.end_byte])
+    uses = [one.parent for one in descendants(scope, "identifier")
+            if source(one, text) == name and one.start_byte > node.end_byte and one.parent.type == "field_expression" and
+            one.parent.child_by_field_name("argument") == one]
+    if not uses or len(uses) != len(re.findall(rf"\b{name}\b", rest)):
+        return []
+    written = [source(one.child_by_field_name("left") or one.child_by_field_name("argument"), text)
+               for one in descendants(scope, "assignment_expression", "update_expression")]
+    is_const, code = source(node, text).startswith("const "), re.sub(r"//.*", "", source(function, text))
+    lines, edits = [], []
+    for member, declarator, field in members:
+        to, own = made[member], f"{name}.{member}"
+        parts = {one.removeprefix(own + ".").split("[")[0] for one in written if one.startswith(own + ".")}
+        is_path = re.fullmatch(r"\w+(\.\w+)*", to)
+        # A copy that changes may stand for the variable if nobody reads from the variable what changes.
+        is_free = not any(re.search(rf"(?<![\w.]){to}{part}\b", rest) for part in [rf"\.{one}" for one in parts] + [r"(?![\w.])"] * bool(parts))
+        if is_path and own not in written and (
+                declarator.type == "reference_declarator" or is_free if parts else not changes(to, node, scope, text)):
+            instead = to
+            if parts and declarator.type != "reference_declarator":  # it is no longer constant
+                edits += [(one.start_byte, one.start_byte + len("const "), "") for one in descendants(function, "declaration")
+                          if re.match(rf"const \w+ {to}\(", source(one, text))]
+        elif is_path and declarator.type == "reference_declarator":
+            instead = to
+        elif is_const and declarator.type == "field_identifier" and (
+                len(re.findall(rf"\b{member}\b", code)) == len(re.findall(rf"\b{name}\.{member}\b", code))):
+            instead = member
+            lines.append(f"const {source(field.child_by_field_name('type'), text)} {member} = {to};")
+        else:
+            return []
+        edits += [(one.start_byte, one.end_byte, instead) for one in uses if name_of(one.child_by_field_name("field")) == member]
+    indent = "\n" + " " * node.start_point[1]
+    return [*edits, (node.start_byte, node.end_byte, indent.join(lines)) if lines else line_of(node, text)]
 
 
 def changes(path, after, scope, text):
@@ -235,16 +233,6 @@ def changes(path, after, scope, text):
     return any(overlap(path, source(one, text)) for one in given) or any(one.start_byte > after.end_byte and overlap(path, source(
         one.child_by_field_name("left") or one.child_by_field_name("argument"), text))
         for one in descendants(scope, "assignment_expression", "update_expression"))
-
-
-def copied(path, name, member, node, scope, text):
-    """True if what is written to a copy of a variable is not read from the variable afterwards."""
-    written = {source(one.child_by_field_name("left"), text).removeprefix(f"{name}.{member}.").split("[")[0]
-               for one in descendants(scope, "assignment_expression")
-               if source(one.child_by_field_name("left"), text).startswith(f"{name}.{member}.")}
-    rest = re.sub(r"//.*", "", text[node.end_byte:scope.end_byte])
-    return not re.search(rf"(?<![\w.]){path}(?!\w|\.)", rest) and not any(
-        re.search(rf"(?<![\w.]){path}\.{one}\b", rest) for one in written)
 
 
 def without_needless_blocks(text):
