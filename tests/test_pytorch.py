@@ -141,6 +141,19 @@ def check_line_of_size(turn, D, Dv, line, widths, monkeypatch):
     return legal
 
 
+@pytest.mark.parametrize("capability,D,Dv,sizes", [
+    ((8, 0), 32, 256, (32, 256)), ((8, 0), 256, 32, (256, 32)), ((8, 9), 48, 0, (48, 48)), ((8, 0), 64, 16, None), ((8, 0), 16, 64, None),
+    ((12, 0), 72, 64, None), ((8, 0), 64, 72, None), ((9, 0), 8, 8, (64, 64)), ((9, 0), 64, 136, (192, 192)), ((9, 0), 192, 128, (192, 128)),
+    ((9, 0), 256, 96, (256, 96)), ((9, 0), 264, 8, None), ((9, 0), 8, 264, None), ((9, 0), 12, 16, None), ((9, 0), 16, 12, None)])
+def test_sizes_of_builds(capability, D, Dv, sizes):
+    """None: there is no line. Both sizes are checked."""
+    if sizes:
+        assert sdpa.widths(capability, D, Dv) == sizes
+    else:
+        with pytest.raises(sdpa.Unavailable, match=f"^there is no line for D={D}, Dv={Dv}"):
+            sdpa.widths(capability, D, Dv)
+
+
 def test_lines_of_all_sizes(monkeypatch):
     """On sm_90 the sizes share the next larger build, elsewhere they have their own. A compiler checks that all builds are legal."""
     legal = [words for turn, size in enumerate(LINES_OF_SIZES) for words in check_line_of_size(turn, *size, monkeypatch)]
