@@ -41,13 +41,15 @@ def milliseconds(run, repeats=5, calls=4):
 def main():
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("--shape", default="1,16,16,131072,128")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16"])
     options = parser.parse_args()
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*){4}", options.shape):
         parser.error(f"--shape {options.shape}: want B,Hq,Hkv,S,D")
+    B, Hq, Hkv, S, D = map(int, options.shape.split(","))
+    if Hq % Hkv:
+        parser.error(f"--shape {options.shape}: Hq is not a multiple of Hkv")
     if "LOCAL_RANK" not in os.environ:
         parser.error("start it with torchrun --nproc-per-node=N")
-    B, Hq, Hkv, S, D = map(int, options.shape.split(","))
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     torch.manual_seed(0)  # the same tensors on all GPUs

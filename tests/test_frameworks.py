@@ -258,3 +258,16 @@ def test_context_parallel(monkeypatch, capsys):
     assert course == ["shared", "whole", "ours", "shared", "whole", "end"]
     times = "1 GPU     6.00 ms   2 GPUs     2.00 ms   3.00 times as fast   rel_rms 1.0e-02"  # of the slowest GPU
     assert capsys.readouterr().out == f"PyTorch  {times}\nsdpa     {times}\n"
+
+
+@pytest.mark.parametrize("words,sentence", [
+    *((f"--shape {shape}", f"--shape {shape}: want B,Hq,Hkv,S,D") for shape in ("1,8,8,64", "1,8,8,64,64,7", "1,8,8,64,64x", "1,8,0,64,64", "x1,8,8,64,64")),
+    ("--shape 1,8,3,64,64", "--shape 1,8,3,64,64: Hq is not a multiple of Hkv"), ("--dtype half", "argument --dtype: invalid choice: 'half'"),
+    ("--shape 1,8,8,64,64", "start it with torchrun")])
+def test_context_parallel_refuses(monkeypatch, capsys, words, sentence):
+    context_parallel = pytest.importorskip("context_parallel")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["context_parallel.py", *words.split()])
+    with pytest.raises(SystemExit) as end:
+        context_parallel.main()
+    assert end.value.code == 2 and f"error: {sentence}" in capsys.readouterr().err

@@ -259,6 +259,17 @@ def test_words_that_are_none(nvcc, words, sentence):
     assert not os.path.exists(nvcc["CALLS"])
 
 
+@pytest.mark.parametrize("size", ["64x128", "128x64", "128"])
+def test_gradients_have_the_builds_of_the_larger_size(nvcc, monkeypatch, size):
+    """As a call asks for them: D and D of V are padded to the larger one."""
+    need_torch()
+    monkeypatch.setenv("PATH", nvcc["PATH"])
+    main = runpy.run_path(os.path.join(ROOT, "bindings", "__main__.py"), run_name="words")
+    sdpa, found = main["sdpa"], main["builds_of"](["sm_90a", "bf16", size, "backward"])
+    for asked in sdpa.NEEDED, sdpa.NEEDED | sdpa.DETERMINISTIC:
+        assert sdpa.build_of(*sdpa.backward_line_with((9, 0), sdpa.torch.bfloat16, 128, 0, asked)[0]) in found
+
+
 def test_words_that_no_build_has_together(nvcc):
     done = program("build", "sm_90a", "bf16", "e4m3", "128", "300", "kv8", "kv8+bias", "mask", **nvcc)
     q_is_e4m3 = "sdpa: left out: kv8 is for e4m3 k and v with a 16-bit q, but q is e4m3"
