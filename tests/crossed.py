@@ -420,14 +420,22 @@ ALL_PROBLEMS = "--sweep 8 --all-kinds"
 BEYOND_CAP = "--check-only --shape 1,2,2,70,600 --dist outliers --softcap 30"
 # Consecutive items of a CTA have lists of equal length of visible K tiles, which begin with different keys.
 SLIDING_LISTS = "--check-only --shape 1,2,1,700,700 --causal br --window 100,0 --key-mask scattered --max-ctas 1"
+# The last row of a warpgroup sees one key of a round, the first one, for tiles of 32, 64 and 128 keys.
+FIRST_KEYS = "--check-only --shape 1,1,1,200,265 --causal br"
+# The heads of a tile have different factors of Q, and ranges of keys very different maxima.
+RANGES_OF_HEADS = "--check-only --shape 1,8,2,1,3000 --dist outliers --descale heads"
+# {problem: whether a build with these knobs runs it}.
+OWN_PROBLEMS = {
+    BEYOND_CAP: lambda knobs: knobs.get("USE_SOFTCAP") == "1",
+    SLIDING_LISTS: lambda knobs: knobs.get("USE_KEY_MASK") == knobs.get("USE_PERSISTENT_CTA") == knobs.get("USE_WGMMA") == "1",
+    FIRST_KEYS: lambda knobs: knobs.get("SKIP_MASKED") == "1",
+    RANGES_OF_HEADS: lambda knobs: knobs.get("DTYPE") == "FP8_E4M3" and knobs.get("PACK_GQA") == "1" and knobs.get("SPLIT_CTAS", "1") != "1"}
 
 
 def problems_of(build, runs_all, count, number):
-    """The problems of build `number`: those of all kinds, or `count` random ones."""
-    knobs = dict(build)
-    beyond_cap = [BEYOND_CAP] * (knobs.get("USE_SOFTCAP") == "1")
-    sliding_lists = [SLIDING_LISTS] * (knobs.get("USE_KEY_MASK") == knobs.get("USE_PERSISTENT_CTA") == knobs.get("USE_WGMMA") == "1")
-    return ALL_PROBLEMS if runs_all else f"--sweep {count} --seeds {number}", *beyond_cap, *sliding_lists
+    """The problems of build `number`: those of all kinds, or `count` random ones, and its own."""
+    own = [problem for problem, runs in OWN_PROBLEMS.items() if runs(dict(build))]
+    return ALL_PROBLEMS if runs_all else f"--sweep {count} --seeds {number}", *own
 
 
 def cross_features(kind):

@@ -1,6 +1,7 @@
 """Tests of tools/engine.py and tools/builds.py without a GPU: the error rates of the verdict on simulated GPUs, the faults that
 the check detects, and refusals."""
 import contextlib
+import ctypes
 import csv
 import itertools
 import math
@@ -694,6 +695,20 @@ def test_what_python_shares_with_the_sources():
     assert engine.LIMITS == limits | {f"{name}/e4m3": limits[name] for name in ("fp16", "bf16")}  # of Q and of K and V
     sums = re.search(r"constexpr Tolerance fp16_sums{(.*?)}", builds.Tree().read("reference.cpp"))[1]
     assert engine.FP16_SUMS == tuple(map(float, sums.split(", ")))
+
+
+def test_a_refusal_in_a_short_buffer():
+    """The library writes no byte behind the caller's buffer, and ends the text in it."""
+    line, = builds.parse_contenders(["scalar_e4m3"])
+    library = engine.LoadedLine(line, builds.host_library(*line.words, program="tests/host_library.cu")).library
+    p = engine.SdpaParams()
+    library.sdpa_library_defaults(ctypes.byref(p))
+    p.B = -1
+    for size in (0, 1, 8, 13, 64):
+        text = ctypes.create_string_buffer(b"x" * 80, 80)
+        assert library.sdpa_library_forward(ctypes.byref(p), None, text, ctypes.c_size_t(size)) == 1
+        told = b"B=-1 is outside [0, 1000000000]"[:size - 1] + b"\0" if size else b""
+        assert text.raw == told.ljust(80, b"x")
 
 
 def test_the_structs_of_the_header():
