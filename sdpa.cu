@@ -3316,8 +3316,8 @@ template <class B> struct WgmmaRows {
   __device__ __forceinline__ bool may_use_stale_max() const {
     return B::use_lazy_max && uint32_t(k0 - stale_from) < stale_keys;
   }
-  // Sets the first row and column of S. Computed at each use to save registers. PACK_GQA: rows of the tile, since q0 is
-  // the item's; otherwise of the warpgroup.
+  // Sets the first row and column of S, counted from q0. Computed at each use to save registers. PACK_GQA: q0 is the
+  // first query of the item, otherwise of the warpgroup.
   static __device__ __forceinline__ void locate(Scores& S) {
     const uint32_t tid = B::pack_gqa ? mov_tid_x() - B::producer_threads : mov_tid_x() % 128;
     S.first_row = tid / 32 * 16 + tid % 32 / 4;

@@ -10,7 +10,7 @@ from calls import Around, line_of, without_idle_functions, without_needless_para
 from comments import code_of
 from inlining import are_apart, edited, inlined, source, type_of, type_of_expression
 from minimal import (BANNERS, CALLS, ROOTS, WIDTH, Folding, callee, declared, descendants, enclosing, listed, minimal,
-                     name_of, parse, units_of, words_of)
+                     name_of, parse, units_of, without_sentences, words_of)
 from values import comment_above, with_single_values, without_bundles, without_conditions_of_loops, without_needless_blocks, without_same_casts
 
 PUBLIC = {"Causal", "Strides", "Descale", "SdpaParams", "SdpaStatus"}
@@ -309,6 +309,10 @@ def without_unread_parameters(text, but):
                 continue
             if is_known and not deduced_by & words_of(source(parameter, text)):
                 places = [(*without_one(nodes, n), "") for nodes in (*calls[name], parameters)]
+                top = node.parent if node.parent.type == "template_declaration" else node
+                at = text.rfind("\n", 0, top.start_byte) + 1
+                if identifier and node.type == "function_definition" and (above := comment_above(at, text)):
+                    places.append((at - len(above), at, without_sentences(above, rf"`?{source(identifier, text)}`?[:,] ")))
                 edits += places if are_apart(edits, places) else []
                 break
             if identifier and ("__device__" not in head or "__host__" in head):
@@ -777,7 +781,7 @@ LEFT = [(r"\{\s*if \(([\w.]+)\) return;\s*([^{};]+;)\s*\}", r"{\n  if (!\1) \2\n
         (r"\breturn (?:size_t|int64_t|uint32_t|int)\((\d+)\);", r"return \1;"),
         (r"^( *)status = ([^;]*);\s*return status;", r"\1return \2;"),
         (r"\bif \([^;{}]*\) return (\w+);\s*return \1;", r"return \1;"),
-        (r"\[\(+([^()\[\]]*)\)+\]", r"[\1]"), (r"(?<=[*+=] )\((\w+\([^()]*\))\)(?=[;),])", r"\1"),
+        (r"\bint\(true\)", "1"), (r"\[\(+([^()\[\]]*)\)+\]", r"[\1]"), (r"(?<=[*+=] )\((\w+\([^()]*\))\)(?=[;),])", r"\1"),
         (r"^ *(?:\[\[maybe_unused\]\] )?constexpr int (\w+) = (\d+);.*\n#pragma unroll \1\n", r"#pragma unroll \2\n"),
         (r"(?<=\.|:)template (?=\w+\()", "")]
 

@@ -654,6 +654,7 @@ def tidy(text):
     text = re.sub(r"#if .*\n#endif.*\n", "", text)
     for banner, ends in (("----", "[-=]{4}"), ("====", "====")):
         text = re.sub(rf"^// {banner} .*\n((?:(?!// {ends}).*\n)*)", section, text, flags=re.MULTILINE)
+    text = re.sub(r"^( +)// ---- .* ----\n(?:[ \n]*\n)?(?=\1// ----| *\};)", "", text, flags=re.MULTILINE)  # in a struct
     code = re.sub("//.*", "", text)
     text = re.sub(r"^#include <(.*)>\n", lambda m: m[0] if re.search(HEADERS.get(m[1], ""), code) else "", text,
                   flags=re.MULTILINE)
