@@ -11,7 +11,8 @@ one per core):
                        any_pages: other page sizes, or k_firsts; bias: of q's type; fp32_bias: of another type; mask: a bias
                        of bools; key_bias, key_mask, fp32_key_bias: the same, if all heads and queries share it; bf16_out:
                        bf16 O of e4m3; kv8: e4m3 k and v with a 16-bit q
-  backward             also sdpa's backward kernels for these builds, where a line has them
+  backward             also sdpa's backward kernels for these builds, except for those with masks or biases of keys, e4m3 or
+                       expressions, and for problems with at most 64 queries and keys
   score_mod=TEXT mask_mod=TEXT    these arguments of attention(), for all builds
 It also builds the interface to PyTorch and the kernel that appends to caches. A program that finds all of its builds in the
 cache does not need nvcc.

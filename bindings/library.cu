@@ -61,8 +61,8 @@ int sdpa_library_backward(const SdpaBackwardParams* p, CUstream_st* stream, char
 }
 #endif
 
-// For tools/fit.py: the rows of the table of tiles, and the clocks[problem][tile] that the cost model estimates. These tiles
-// need not be in the table.
+// For tools/fit.py. sdpa_library_tiles() returns the rows of the table of tiles and their number.
+// sdpa_library_tile_clocks() writes the estimated clocks[problem][tile] of any tiles, in the table or not.
 int sdpa_library_tiles(const sdpa::TunedTile** first) {
   *first = sdpa::TUNED_TILES.data();
   return sdpa::tile_count;
@@ -76,9 +76,9 @@ void sdpa_library_tile_clocks(const sdpa::TunedTile* tiles, int tile_count, cons
 
 constexpr int first_row = sdpa::Defines::use_tuned ? sdpa::next_tile(0) : -1;
 using FirstBuild = sdpa::BuildOf<first_row>;
-// The launch: threads, bytes of shared memory, BLOCK_M. With USE_TUNED: of the first tile, but the maximum of the bytes. In a
-// library they are the sizes of symbols. Device code without host code has them as a constant, with which small kernels took
-// 0.4 us longer (79a1375, one run).
+// The launch: threads, bytes of shared memory, BLOCK_M. With USE_TUNED: of the first tile, but the maximum of the bytes. A
+// library has them as the sizes of three arrays, which tools read from its symbols: a __constant__ made small kernels 0.4 us
+// slower (79a1375, one run). Device code without host code has no such symbols, and a __constant__.
 #ifdef SDPA_DEVICE_CODE_ALONE
 __constant__ int sdpa_library_launch[3] = {FirstBuild::threads, int(most_shared_bytes<first_row>()),
                                            FirstBuild::block_m};

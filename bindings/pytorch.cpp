@@ -51,7 +51,7 @@ void sdpa_torch_activate(bool on) {
   } quiet;  // no warning that a kernel is overridden
   const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
-  put_behind(*library);
+  register_operators(*library);
   const auto for_all = c10::DispatchKey::CompositeImplicitAutograd;
   composite = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", for_all, __FILE__, __LINE__);
   composite->impl("scaled_dot_product_attention", chosen);
@@ -67,7 +67,7 @@ void sdpa_torch_activate_on_cpu(bool on) {
   if (!on) return;
   const auto key = c10::DispatchKey::CPU;
   library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
-  put_behind(*library);
+  register_operators(*library);
   own = std::make_unique<torch::Library>(torch::Library::IMPL, "sdpa", key, __FILE__, __LINE__);
   own->impl("attention", with_call<attention>);
   own->impl("block_mask", with_call<block_mask>);

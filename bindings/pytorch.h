@@ -54,9 +54,9 @@ enum Feature {
   bf16_out = 64,
   kv_in_8_bits = 128,
   biases_in_fp32 = 256,
-  any_pages = 512,  // instead of pages
+  any_pages = 512,  // page sizes that are no multiples of 16, or k_firsts; excludes pages
   key_mask = 1024,
-  key_biases = 2048,         // instead of biases, biases_in_fp32
+  key_biases = 2048,  // one row for all heads and queries; excludes biases and biases_in_fp32
   key_biases_in_fp32 = 4096
 };
 // The arguments of attention() that modify scores, and the map of hidden tiles that block_mask() returned.
@@ -119,7 +119,8 @@ static const Line& line_for(const LineKey& key) {
 
 // Each function why_not...() returns the reason why the kernels cannot compute the problem, or an empty string.
 
-// Checks shapes, types and devices. own: called by sdpa::attention, which also supports e4m3 and other head sizes.
+// Checks shapes, types and devices. own: also accepts e4m3, and a v whose D differs from that of q and k, which
+// F.scaled_dot_product_attention does not pass to these kernels.
 static std::string why_not_tensors(const Tensor& q, const Tensor& k, const Tensor& v, bool own, bool has_lengths) {
   for (const Tensor* x : {&q, &k, &v}) {
     if (x->dim() != 4) return c10::str("a tensor has ", x->dim(), " dimensions, not [B,H,S,D]");
@@ -315,8 +316,8 @@ static Tensor empty_like(const Tensor& x, at::ScalarType dtype) {
   return at::detail::empty_strided_cuda(x.sizes(), x.strides(), dtype, x.device());
 }
 
-// The current stream of the tensor's device. During its lifetime, a launch may load a module and allocate memory even while a
-// graph is being captured.
+// The current stream; the caller has set the device. While the object exists, a launch may load a module and allocate memory
+// even during the capture of a graph.
 struct LaunchStream {
   cudaStream_t stream = nullptr;
   bool captured = false;

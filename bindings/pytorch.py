@@ -139,10 +139,10 @@ def widths(capability, D, Dv=0):
     """HEAD_DIM and HEAD_DIM_V of the build for a problem with D and Dv: on sm_90 the next larger ones with tuned tiles."""
     Dv = Dv or D
     if min(D, Dv) < 8 or max(D, Dv) > 256 or D % 8 or Dv % 8:
-        raise Unavailable(f"there is no line for D={D}, Dv={Dv}: both are multiples of 8 from 8 to 256")
+        raise Unavailable(f"there is no line for D={D}, Dv={Dv}: both must be multiples of 8 from 8 to 256")
     if capability[0] != 9:
         if D % 16 or Dv % 16 or min(D, Dv) < 32:
-            raise Unavailable(f"there is no line for D={D}, Dv={Dv} except on sm_90; here both are multiples of 16 from 32 on")
+            raise Unavailable(f"there is no line for D={D}, Dv={Dv} except on sm_90; here both must be multiples of 16 from 32 on")
         return D, Dv
     return tuple(next(size for size in (64, 96, 128, 192, 256) if size >= most) for most in (max(D, Dv), Dv))
 
@@ -197,7 +197,7 @@ def digest(*parts):
 
 def built(what, sources, *options):
     """The path of a shared library that nvcc compiles from the first source, which includes the others, or from the cache. The
-    name contains a hash of all inputs and one of nvcc's version, so it can be found without nvcc."""
+    name contains a hash of all inputs and one of nvcc's version. Without nvcc, the newest file with the first hash is used."""
     folder = pathlib.Path(os.environ.get("SDPA_CACHE") or "~/.cache/sdpa").expanduser().absolute()  # absolute, since nvcc runs in another folder
     texts = [pathlib.Path(ROOT, path).read_bytes() for path in sources]
     own = [os.fsencode(x) for x in options if x[:2] not in ("-I", "-L")]  # independent of the location of PyTorch
@@ -310,11 +310,14 @@ def knobs_of_mods(score_mod, mask_mod):
             for argument, text in (("score_mod", score_mod), ("mask_mod", mask_mod)) if text]
 
 
-# The lines of the backward pass, by preference. sizes: the HEAD_DIMs that are built, with their knobs; a problem takes the
-# next one. pads: D must be HEAD_DIM, so smaller ones are padded. repeats: two runs give the same bits. faster: the values of D
-# for which the line is at least as fast as PyTorch's backward (results/backward) without expressions and the features of
-# NOT_MEASURED; elsewhere it runs only where PyTorch has none, may return NaN or must be deterministic. A smaller D takes as long
-# as HEAD_DIM, so it is not listed. is_short: only for at most 64 queries and keys, for which tiles of 128 are mostly empty.
+# The lines of the backward pass, by preference.
+# sizes: the HEAD_DIMs that are built, with their knobs; a problem takes the next larger one.
+# pads: D must be HEAD_DIM, so smaller ones are padded.
+# repeats: two runs give the same bits.
+# faster: the D for which the line was measured to be at least as fast as PyTorch's backward (results/backward). For another D,
+#   which takes as long as the next HEAD_DIM, and with expressions or a feature of NOT_MEASURED, it runs only if it is needed:
+#   PyTorch has no backward, or one that may return NaN or is not deterministic.
+# is_short: only for at most 64 queries and keys, for which tiles of 128 are mostly empty.
 BackwardRow = collections.namedtuple("BackwardRow", "name capabilities sizes pads repeats faster is_short", defaults=(False,))
 BACKWARD_LINES = (
     BackwardRow("backward_mma5", (9,), {32: (), 64: ()}, True, False, (), True),
@@ -328,8 +331,8 @@ NEEDED, DETERMINISTIC, SHORT = 1, 2, 4  # of pytorch_own_backward.h's BackwardKe
 
 
 def backward_line_with(capability, dtype, D, features, asked, score_mod="", mask_mod=""):
-    """The arguments of library_of() for the gradients of a problem, and the D to which it is padded, or 0. None if PyTorch's
-    backward is faster and not NEEDED is asked."""
+    """The arguments of library_of() for the gradients of a problem, and the D to which it is padded, or 0. None without NEEDED
+    if the line is not known to be faster than PyTorch's backward."""
     for row in BACKWARD_LINES:
         size = next((size for size in row.sizes if size >= D), None)
         if size is None or capability[0] not in row.capabilities or asked & DETERMINISTIC and not row.repeats:
@@ -395,7 +398,7 @@ def load_backward(device, dtype, D, features, asked, score_mod, mask_mod, line):
         problem = torch.cuda.get_device_capability(device), list(DTYPES)[dtype], D, features
         found = backward_line_with(*problem, asked, score_mod.decode(), mask_mod.decode())
         if found is None:
-            line[0].trouble, line[0].is_final = b"PyTorch's backward is faster", 1
+            line[0].trouble, line[0].is_final = b"our backward is not known to be faster than PyTorch's", 1
             return
         words, line[0].head_dim = found
         with BUILDING:
@@ -476,8 +479,8 @@ BACKWARD = torch.ops.sdpa.attention_backward.default
 
 # ---- fake tensors ----
 
-# Fake and meta tensors have sizes, strides and types. troubles(), troubles_of_backward() and troubles_of_append() refuse
-# what the C++ functions refuse, in the same order and with the same sentences. tests/test_pytorch.py compares them.
+# Fake and meta tensors have sizes, strides and types. troubles(), refuse_backward() and troubles_of_append() refuse what
+# the C++ functions refuse, in the same order and with the same sentences. tests/test_pytorch.py compares them.
 
 BAD_ROWS = "the rows of q, k or v are not contiguous or do not all start at a multiple of 16 bytes"
 LENGTHS = "k_lengths", "q_lengths", "q_starts", "k_starts", "page_table", "k_firsts"
@@ -616,10 +619,12 @@ def troubles(call):
             yield [B < 0, holds(B <= 0) and q.numel() != 0], \
                 f"{name} has {starts.numel()} elements; want one more than the number of sequences, which is 0 only if q is empty"
     if table is not None:
-        sentence = (f"page_table is not an int32 tensor [{B},pages of a sequence] with contiguous rows on q's device, or k_starts is given, "
-                    "or a page has 0 keys, or a row over 10^9")
-        yield [table.dtype != torch.int32, table.device != q.device, table.dim() != 2, call.k_starts is not None, k.shape[2] == 0], sentence
-        yield [table.shape[0] != B, holds(table.stride(1) != 1) and table.shape[1] != 1, table.shape[1] * k.shape[2] > 10**9], sentence
+        sentence = f"page_table is not an int32 tensor [{B},pages of a sequence] with contiguous rows on q's device"
+        yield [table.dtype != torch.int32, table.device != q.device, table.dim() != 2], sentence
+        yield [table.shape[0] != B, holds(table.stride(1) != 1) and table.shape[1] != 1], sentence
+        yield [call.k_starts is not None], "page_table and k_starts exclude each other"
+        yield [k.shape[2] == 0], "the pages of k and v have 0 keys"
+        yield [table.shape[1] * k.shape[2] > 10**9], "a row of page_table has pages for over 10^9 keys"
     packs_q = call.q_starts is not None
     keys, packs_k = (k, call.k_starts is not None) if table is None else (q, packs_q)
     for name, length, rows, packs in (("q_starts", B + 1, q, packs_q), ("k_starts", B + 1, keys, packs_k), ("k_lengths", B, keys, packs_k),
@@ -718,8 +723,10 @@ def refuse_backward(call):
         bottom_right = call.causal != MASKS["tl"] and (not limited or by == MASKS["br"])
         by_flash = call.bias is None and q.shape[3] == v.shape[3] and (same or bottom_right)
         if not by_flash and (limited or call.causal == MASKS["br"] and not same):
-            why_not_theirs = ("PyTorch's backward supports neither top-left windows with Sq != Sk, nor another D of v with a window or with a "
-                              "bottom-right mask and Sq != Sk")
+            why_not_theirs = "PyTorch has no backward with a top-left window and Sq != Sk"
+            if q.shape[3] != v.shape[3]:
+                case = "a window" if limited else "a bottom-right mask and Sq != Sk"
+                why_not_theirs = f"PyTorch has no backward with {case} if v has another D than q"
     why_not_ours = ""
     if call.backward == "torch":
         why_not_ours = "backward='torch' was asked for"
@@ -766,14 +773,20 @@ def fake_append(*arguments):
 @register_flop_formula(torch.ops.sdpa.attention)
 def flops(q, k, v, *rest, out_shape=None, **given):
     given.update(zip((argument.name for argument in OPERATOR._schema.arguments[3:]), rest))
-    table, starts = given.get("page_table"), given.get("k_starts") or given.get("q_starts")
-    keys = table[1] * k[2] if table else k[0] * k[2] // max(starts[0] - 1 if starts else q[0], 1)  # maximum keys of a sequence
-    return 2 * q[0] * q[1] * q[2] * keys * (q[3] + v[3])
+    return 2 * pairs_of(q, k, **given) * (q[3] + v[3])
 
 
 @register_flop_formula(torch.ops.sdpa.attention_backward)
-def flops_backward(grad, q, k, v, *_, out_shape=None, **__):
-    return 2 * q[0] * q[1] * q[2] * k[2] * (3 * q[3] + 2 * v[3])
+def flops_backward(grad, q, k, v, *rest, out_shape=None, **given):
+    given.update(zip((argument.name for argument in BACKWARD._schema.arguments[4:]), rest))
+    return 2 * pairs_of(q, k, **given) * (3 * q[3] + 2 * v[3])
+
+
+def pairs_of(q, k, page_table=None, k_starts=None, q_starts=None, **_):
+    """The number of pairs of a query and a key of its sequence, from shapes."""
+    starts = k_starts or q_starts
+    keys = page_table[1] * k[2] if page_table else k[0] * k[2] // max(starts[0] - 1 if starts else q[0], 1)  # of a sequence
+    return q[0] * q[1] * q[2] * keys
 
 
 def build_ahead(operator, arguments):
@@ -894,7 +907,7 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
     softcap: replaces each logit x by softcap * tanh(x / softcap), by tanh.approx or, in 16-bit wgmma kernels with D <= 128, a
         polynomial.
     sinks [Hq]: exp(sink) is added to the row sums, and so to the LSE.
-    k_lengths, q_lengths [B], int32: numbers of keys and of queries of each sequence, also for the mask.
+    k_lengths, q_lengths [B], int32: numbers of keys and of queries of each sequence. Masks and windows are aligned to them.
     k_firsts [B], int32: number of first keys of each sequence that are hidden; positions count from the next one.
     q_starts, k_starts [B+1], int32: packed sequences. The batch of q, or of k and v, is 1, and sequence b has the rows from
         starts[b] to starts[b+1]. Rows of O and LSE that belong to no query are not written and may contain NaN.
@@ -965,7 +978,8 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
 
 def block_mask(q, k, v, **options):
     """A map of the tiles that mask_mod or a bias hides, for attention(q, k, v, **options, block_mask=...) with the same
-    options. Without it, each call makes its own map, or computes hidden tiles if the mask differs between heads. The map
+    options. Without it, each call makes its own map, or computes hidden tiles if the mask differs between heads or there are
+    fewer than 16 tiles of keys. The map
     depends on the current contents of args and bias, but not on q, k, v, scale and the values of sinks. attention() refuses a
     map that was made for other expressions, shapes, options or GPUs. Call block_mask() outside of compiled functions."""
     if torch.compiler.is_compiling():

@@ -76,9 +76,9 @@ static void set_arrays(SdpaParams& p, const Mods& mods, const Tensor& q) {
   }
 }
 
-// Computes O and returns LSE. O is written into `o`, or into a new tensor if `o` is undefined. makes: writes the block_mask of
-// such a call to *makes instead.
-static Tensor attend(const Call& call, Tensor& o, Mods* makes = nullptr) {
+// Computes O and returns LSE. O is written into `o`, or into a new tensor if `o` is undefined. map_out: only writes the
+// block_mask of this call to *map_out, and does not compute O and LSE.
+static Tensor attend(const Call& call, Tensor& o, Mods* map_out = nullptr) {
   const OptionalTensor& page_table = call.page_table;
   const Mods& mods = call.mods;
   const auto check = [](const std::string& why) { TORCH_CHECK(why.empty(), "sdpa.attention: ", why); };
@@ -133,12 +133,14 @@ static Tensor attend(const Call& call, Tensor& o, Mods* makes = nullptr) {
   count_by("k_starts", call.k_starts);
   TORCH_CHECK(!page_table || (page_table->scalar_type() == at::kInt && page_table->device() == q.device() &&
                               page_table->dim() == 2 && page_table->size(0) == B &&
-                              (page_table->stride(1) == 1 || page_table->size(1) == 1) && k.size(2) > 0 &&
-                              !call.k_starts && page_table->size(1) * k.size(2) <= most_size),
+                              (page_table->stride(1) == 1 || page_table->size(1) == 1)),
               "sdpa.attention: page_table is not an int32 tensor [", B,
-              ",pages of a sequence] with contiguous rows on q's device, or k_starts is given, or a page has 0 keys, "
-              "or a row over 10^9");
-  const Tensor& keys = page_table ? q : k;  // the tensor whose batch size is the number of sequences
+              ",pages of a sequence] with contiguous rows on q's device");
+  TORCH_CHECK(!page_table || !call.k_starts, "sdpa.attention: page_table and k_starts exclude each other");
+  TORCH_CHECK(!page_table || k.size(2) > 0, "sdpa.attention: the pages of k and v have 0 keys");
+  TORCH_CHECK(!page_table || page_table->size(1) * k.size(2) <= most_size,
+              "sdpa.attention: a row of page_table has pages for over 10^9 keys");
+  const Tensor& batched = page_table ? q : k;  // its batch size is the number of sequences; k has pages instead
   const bool packs_k = (page_table ? call.q_starts : call.k_starts).has_value();
   // Checks that x is an int32 tensor [length] and returns its data. packs: `packed` has a batch size of 1, otherwise B.
   const auto ints = [&](const char* name, const OptionalTensor& x, int64_t length, const Tensor& packed,
@@ -151,10 +153,10 @@ static Tensor attend(const Call& call, Tensor& o, Mods* makes = nullptr) {
     return x ? x->const_data_ptr<int>() : nullptr;
   };
   p.q_starts = ints("q_starts", call.q_starts, B + 1, q, call.q_starts.has_value());
-  p.k_starts = ints("k_starts", call.k_starts, B + 1, keys, packs_k);
-  p.k_lengths = ints("k_lengths", call.k_lengths, B, keys, packs_k);
+  p.k_starts = ints("k_starts", call.k_starts, B + 1, batched, packs_k);
+  p.k_lengths = ints("k_lengths", call.k_lengths, B, batched, packs_k);
   p.q_lengths = ints("q_lengths", call.q_lengths, B, q, call.q_starts.has_value());
-  p.k_firsts = ints("k_firsts", call.k_firsts, B, keys, packs_k);
+  p.k_firsts = ints("k_firsts", call.k_firsts, B, batched, packs_k);
   if (page_table) {
     // A table without columns has no data. The kernel does not read it, but the pointer must not be null.
     p.page_table =
@@ -191,8 +193,8 @@ static Tensor attend(const Call& call, Tensor& o, Mods* makes = nullptr) {
   }
   const Tensor written = fit(o) ? o : empty(o.sizes(), type, q);
   const Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, at::kFloat, q);
-  if (makes) {
-    check(make_block_mask(q, k, v, written, lse, p, bias, call.bf16_out, *makes));
+  if (map_out) {
+    check(make_block_mask(q, k, v, written, lse, p, bias, call.bf16_out, *map_out));
     return lse;
   }
   check(launch(q, k, v, written, lse, p, bias, call.bf16_out, mods));

@@ -91,8 +91,8 @@ static std::tuple<Tensor, Tensor, Tensor> efficient_backward(const Tensor& grad,
   return {dq.to(q.scalar_type()), by_key_heads(dk), by_key_heads(dv)};
 }
 
-// True if cuDNN's backward may return NaN. It does so if the LSE of a row is below about -88, and there is a single query, or
-// a bias and at most 64 queries in the last tile of 128. LSE is not known on the host, so only the shape decides.
+// True if cuDNN's backward may return NaN. It does so for rows with an LSE below about -88 in two cases: a single query; or a
+// bias, D <= 64 and 1 to 64 queries in the last tile of 128. LSE is not known on the host, so only the shape decides.
 static bool cudnn_may_give_nan(const Tensor& q, const Tensor& bias) {
   const int64_t last = q.size(2) % 128;
   return q.size(2) == 1 || (bias.defined() && q.size(3) <= 64 && last >= 1 && last <= 64);
@@ -143,7 +143,7 @@ static auto preference = Preference::faster;
 static bool is_deterministic() { return at::globalContext().deterministicAlgorithms(); }
 
 // Computes the gradients of one of PyTorch's operators by our kernels. Returns false if PyTorch's kernels are to run instead.
-// is_needed: PyTorch's kernel may return NaN.
+// is_needed: also if PyTorch's are faster, since they may return NaN, are slow for this bias, or need an LSE that is missing.
 static bool ours_instead(const BackwardCall& call, bool is_needed, Gradients& d) {
   const std::string why = why_not_tensors(call.q, call.k, call.v, true, call.has_lengths());
   if (preference == Preference::pytorchs || !why.empty()) return false;
@@ -298,7 +298,7 @@ struct PytorchsBackward {
     by_efficient = !limited && (call.causal != SDPA_CAUSAL_BOTTOM_RIGHT || Sq == Sk);
   }
 
-  // Returns the reason for having none, or an empty string.
+  // Returns the reason why PyTorch has no backward for this call, or an empty string.
   std::string why_not() const {
     if (call.softcap != 0 || call.sinks) return "PyTorch has no backward with softcap or sinks";
     if (!call.mods.score.empty() || !call.mods.mask.empty()) return "PyTorch has no backward with score_mod or mask_mod";
@@ -308,8 +308,11 @@ struct PytorchsBackward {
       return "attention() does not call PyTorch's backward for a bias with a causal mask, a window or bias_keys";
     }
     if (by_flash || by_efficient) return "";
-    return "PyTorch's backward supports neither top-left windows with Sq != Sk, nor another D of v with a window or with a "
-           "bottom-right mask and Sq != Sk";
+    if (q.size(3) != v.size(3)) {
+      return limited ? "PyTorch has no backward with a window if v has another D than q"
+                     : "PyTorch has no backward with a bottom-right mask and Sq != Sk if v has another D than q";
+    }
+    return "PyTorch has no backward with a top-left window and Sq != Sk";
   }
 
   // Returns {dQ, dK, dV} of O = P @ V for any V.
@@ -336,8 +339,8 @@ struct PytorchsBackward {
     if (call.grad) std::tie(d.q, d.k, d.v) = of_product(*call.grad, v, call.o);
     if (!call.grad) d.v = at::zeros_like(v);
     if (!call.grad_lse) return;
-    // The gradients of LSE are scale * P @ K for Q and scale * P.T @ Q for K. P.T @ (dLSE * scale * Q) is dV of a product
-    // whose V is K.
+    // dLSE adds dLSE * scale * (P @ K) to dQ, and P.T @ (dLSE * scale * Q) to dK. P @ K is the O of a call whose V is K. The
+    // sum for dK is dV for dO = dLSE * scale * Q; it does not depend on V, so K is passed for its shape.
     const Tensor factor = (*call.grad_lse * call.scale.value_or(1 / std::sqrt(double(q.size(3))))).unsqueeze(-1);
     const auto scaled = [&](const Tensor& rows) { return (factor * rows).to(rows.scalar_type()); };
     Tensor sums;
@@ -409,5 +412,5 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   for (Tensor* x : {&d.sinks, &d.bias}) {
     if (!x->defined()) *x = empty({0}, at::kFloat, q);
   }
-  return {laid_out_as(d.q, q), laid_out_as(d.k, k), laid_out_as(d.v, v), d.sinks, d.bias};
+  return {with_strides_of(d.q, q), with_strides_of(d.k, k), with_strides_of(d.v, v), d.sinks, d.bias};
 }

@@ -107,13 +107,13 @@ struct Given {
   }
 };
 
-// True if the memory does not contain the elements: a dual number, a negated view, or a tensor of zeros without memory.
-static bool is_more(const Tensor& x) { return x._fw_grad(0).defined() || x.is_neg() || x._is_zerotensor(); }
+// True if the memory alone does not say the value: a dual number, a lazily negated view, or zeros without memory.
+static bool has_lazy_state(const Tensor& x) { return x._fw_grad(0).defined() || x.is_neg() || x._is_zerotensor(); }
 static bool is_plain(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mask) {
-  return !at::areAnyTensorSubclassLike({q, k, v, mask}) && !is_more(q) && !is_more(k) && !is_more(v) && !is_more(mask);
+  return !at::areAnyTensorSubclassLike({q, k, v, mask}) && !has_lazy_state(q) && !has_lazy_state(k) && !has_lazy_state(v) && !has_lazy_state(mask);
 }
 
-// Returns the reason why sdpa's kernels do not compute the gradient of attn_mask, or an empty string. In this case,
+// Returns the reason why sdpa's kernels do not compute the gradient of attn_mask. If it is empty,
 // F.scaled_dot_product_attention calls sdpa::attention, which sums the gradient over the dimensions that the mask lacks.
 static std::string why_not_gradient_of_mask(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mask,
                                             double dropout, bool causal, std::optional<double> scale, bool gqa) {
@@ -152,7 +152,7 @@ static std::string why_not_op(const Tensor& q_any, const Tensor& k_any, const Te
 // Computes o and lse and returns true if a line supports the problem. O has the strides that PyTorch's meta functions promise:
 // those of empty_like(q), even if rows that do not fit() are copied, or those of [B,Sq,H,D] for the memory-efficient operator.
 // cuDNN's LSE has a last dimension of size 1.
-static bool taken(const Tensor& q, const Tensor& k, const Tensor& v, const Asked& asked, Tensor& o, Tensor& lse) {
+static bool run_dense(const Tensor& q, const Tensor& k, const Tensor& v, const Asked& asked, Tensor& o, Tensor& lse) {
   if (!why_not(q, k, v, asked).empty()) return false;
   const bool is_cudnns = asked.behind == at::SDPBackend::cudnn_attention;
   const bool is_flashs = asked.behind == at::SDPBackend::flash_attention;
@@ -198,7 +198,7 @@ static Result cudnn(const Tensor& q, const Tensor& k, const Tensor& v, const Opt
   const c10::OptionalDeviceGuard guard(q.device());
   const Asked asked{at::SDPBackend::cudnn_attention, mask, dropout, causal, debug_mask, with_lse, scale};
   Tensor o, lse;
-  const bool is_ours = taken(q, k, v, asked, o, lse);
+  const bool is_ours = run_dense(q, k, v, asked, o, lse);
   if (!is_ours && mask && is_wide(*mask, q) && dropout == 0 && !debug_mask && !lse_lies_otherwise()) {
     std::tie(o, lse) = efficient_in_fp32(q, k, v, *mask, causal, scale);
     lse = lse.unsqueeze(-1);
@@ -218,7 +218,7 @@ static Result flash(const Tensor& q_any, const Tensor& k_any, const Tensor& v_an
   const bool with_grad = needs_grad(q_any, k_any, v_any);
   const Asked asked{at::SDPBackend::flash_attention, {}, dropout, causal, debug_mask, with_grad, scale};
   Tensor o, lse;
-  if (taken(q_any, k_any, v_any, asked, o, lse)) {
+  if (run_dense(q_any, k_any, v_any, asked, o, lse)) {
     const auto unused = [&](at::IntArrayRef sizes, at::ScalarType type) { return empty(sizes, type, q_any); };
     return {o,
             lse,
@@ -247,7 +247,7 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(const Tensor& q, con
   const c10::OptionalDeviceGuard guard(q.device());
   const Asked asked{at::SDPBackend::efficient_attention, mask, dropout, causal, false, with_lse, scale};
   Tensor o, lse;
-  if (!taken(q, k, v, asked, o, lse)) {
+  if (!run_dense(q, k, v, asked, o, lse)) {
     return at::native::_scaled_dot_product_efficient_attention_cuda(q, k, v, mask, with_lse, dropout, causal, scale);
   }
   const auto unused = [&] { return empty({}, at::kLong, q); };
@@ -270,7 +270,7 @@ static Tensor chosen(const Tensor& q_any, const Tensor& k_any, const Tensor& v_a
   } else if (mask && dropout == 0 && !causal && !needs_grad(q, k, v) && !needs_grad(mask) && is_plain(q, k, v, *mask)) {
     const c10::OptionalDeviceGuard guard(q.device());
     const auto choice = at::SDPBackend(at::_fused_sdp_choice(q, k, v, mask, 0, false, scale, gqa));
-    if (choice != at::SDPBackend::math) taken(q, k, v, {choice, mask, 0, false, false, false, scale}, o, lse);
+    if (choice != at::SDPBackend::math) run_dense(q, k, v, {choice, mask, 0, false, false, false, scale}, o, lse);
   }
   if (!o.defined()) o = pytorchs(q, k, v, mask);
   return is_3d ? o.squeeze(0) : o;
@@ -320,7 +320,7 @@ static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, co
 
 // Computes O and LSE of tensors [1 or B,H,S,D]. If o is defined, it is overwritten. Returns the reason for refusing, or an
 // empty string.
-static std::string taken(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any, const Sequences& asked,
+static std::string run_sequences(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any, const Sequences& asked,
                          const Descales& descales, Tensor& o, Tensor& lse) {
   std::string why = why_not(q_any, k_any, v_any, asked);
   if (!why.empty()) return why;
@@ -358,8 +358,8 @@ static std::string taken(const Tensor& q_any, const Tensor& k_any, const Tensor&
   return why;
 }
 
-// taken() for tensors in the layout of these operators. LSE is [H,rows] with starts, otherwise [B,H,S].
-static std::string rows_taken(const Tensor& q, const Tensor& k, const Tensor& v, const Sequences& asked,
+// run_sequences() for tensors in the layout of these operators. LSE is [H,rows] with starts, otherwise [B,H,S].
+static std::string run_rows(const Tensor& q, const Tensor& k, const Tensor& v, const Sequences& asked,
                               const Descales& descales, Tensor& o, Tensor& lse) {
   if (q.dim() != (asked.q_starts ? 3 : 4)) return c10::str("q has ", q.dim(), " dimensions");
   if (k.dim() != (asked.page_table ? 4 : q.dim()) || v.dim() != k.dim()) {
@@ -369,7 +369,7 @@ static std::string rows_taken(const Tensor& q, const Tensor& k, const Tensor& v,
     return "out is of another shape or type than q";
   }
   Tensor by_heads = o.defined() ? heads_first(o) : o;
-  std::string why = taken(heads_first(q), heads_first(k), heads_first(v), asked, descales, by_heads, lse);
+  std::string why = run_sequences(heads_first(q), heads_first(k), heads_first(v), asked, descales, by_heads, lse);
   if (!why.empty()) return why;
   if (!o.defined()) o = by_heads.transpose(1, 2);
   if (asked.q_starts) {
@@ -411,7 +411,7 @@ static FlashResult flash_forward(const Tensor& q, const Tensor& k, const Tensor&
 #endif
   Tensor o, lse;
   const std::string why =
-      rows_taken(q, k, v, {q_starts, k_starts, k_lengths, page_table, most_k, dropout, causal, debug_mask, scale, left,
+      run_rows(q, k, v, {q_starts, k_starts, k_lengths, page_table, most_k, dropout, causal, debug_mask, scale, left,
                            right, false, slopes.has_value(), splits}, {}, o, lse);
   if (why.empty()) return std::tuple_cat(std::make_tuple(o, lse), unused_of_flash(q));
   warn_of_pytorchs(why);
@@ -429,7 +429,7 @@ static Tensor flash_forward_into(Tensor& out, const Tensor& q, const Tensor& k, 
                                  const OptionalTensor& slopes MORE_OF_FLASH) {
   Tensor lse;
   const std::string why =
-      rows_taken(q, k, v, {q_starts, k_starts, k_lengths, page_table, most_k, dropout, causal, debug_mask, scale, left,
+      run_rows(q, k, v, {q_starts, k_starts, k_lengths, page_table, most_k, dropout, causal, debug_mask, scale, left,
                            right, false, slopes.has_value(), splits}, {}, out, lse);
   if (why.empty()) return lse;
   warn_of_pytorchs(why);
@@ -450,7 +450,7 @@ static FlashResult flash_forward_8_bits(const Tensor& q, const Tensor& k, const 
                                         const OptionalTensor& k_lengths, const OptionalTensor& slopes) {
   Tensor o, lse;
   const std::string why =
-      rows_taken(q, k, v, {q_starts, k_starts, k_lengths, {}, most_k, dropout, causal, debug_mask, scale, left, right,
+      run_rows(q, k, v, {q_starts, k_starts, k_lengths, {}, most_k, dropout, causal, debug_mask, scale, left, right,
                            false, slopes.has_value()}, {q_descale, k_descale, v_descale}, o, lse);
   if (!why.empty()) refuse_8_bits(why);
   return std::tuple_cat(std::make_tuple(o, lse), unused_of_flash(q));
@@ -460,7 +460,7 @@ static Result flash_8_bits(const Tensor& q, const Tensor& k, const Tensor& v, co
                            bool causal, bool debug_mask, std::optional<double> scale) {
   Tensor o, lse;
   const OptionalTensor none;
-  const std::string why = taken(q, k, v, {none, none, none, none, 0, dropout, causal, debug_mask, scale},
+  const std::string why = run_sequences(q, k, v, {none, none, none, none, 0, dropout, causal, debug_mask, scale},
                                 {q_descale, k_descale, v_descale}, o, lse);
   if (!why.empty()) refuse_8_bits(why);
   const auto [state, offset, mask] = unused_of_flash(q);
@@ -470,11 +470,11 @@ static Result flash_8_bits(const Tensor& q, const Tensor& k, const Tensor& v, co
 #if PYTORCH_2(14)
 // varlen_attn may call cuDNN, whose causal mask is top-left unless there are lengths. From PyTorch 2.14 on, its LSE is [H,rows].
 // Calls without starts come from F.scaled_dot_product_attention.
-static std::string cudnn_rows_taken(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& q_starts,
+static std::string run_cudnn_rows(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& q_starts,
                                     const OptionalTensor& k_starts, int64_t most_k, double dropout, bool causal,
                                     bool debug_mask, std::optional<double> scale, const OptionalTensor& k_lengths,
                                     const OptionalTensor& page_table, Tensor& o, Tensor& lse) {
-  return rows_taken(q, k, v, {q_starts, k_starts, k_lengths, page_table, most_k, dropout, causal, debug_mask, scale, {},
+  return run_rows(q, k, v, {q_starts, k_starts, k_lengths, page_table, most_k, dropout, causal, debug_mask, scale, {},
                               {}, !k_lengths}, {}, o, lse);
 }
 static Result cudnn_forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
@@ -484,7 +484,7 @@ static Result cudnn_forward(const Tensor& q, const Tensor& k, const Tensor& v, c
                             const OptionalTensor& page_table) {
   if (q_starts && !bias) {
     Tensor o, lse;
-    const std::string why = cudnn_rows_taken(q, k, v, q_starts, k_starts, most_k, dropout, causal, debug_mask, scale,
+    const std::string why = run_cudnn_rows(q, k, v, q_starts, k_starts, most_k, dropout, causal, debug_mask, scale,
                                              k_lengths, page_table, o, lse);
     if (why.empty()) {
       const Tensor unused = at::empty({}, q.options().dtype(at::kLong));
@@ -504,7 +504,7 @@ static Tensor cudnn_forward_into(Tensor& out, const Tensor& q, const Tensor& k, 
                                  int64_t most_k, bool causal, std::optional<double> scale,
                                  const OptionalTensor& k_lengths, const OptionalTensor& page_table) {
   Tensor lse;
-  const std::string why = cudnn_rows_taken(q, k, v, q_starts, k_starts, most_k, 0, causal, false, scale, k_lengths,
+  const std::string why = run_cudnn_rows(q, k, v, q_starts, k_starts, most_k, 0, causal, false, scale, k_lengths,
                                            page_table, out, lse);
   if (why.empty()) return lse;
   warn_of_pytorchs(why);
@@ -514,7 +514,8 @@ static Tensor cudnn_forward_into(Tensor& out, const Tensor& q, const Tensor& k, 
 }
 #endif
 
-static void put_behind(torch::Library& m) {
+// Registers the functions above for PyTorch's operators.
+static void register_operators(torch::Library& m) {
   m.impl("_scaled_dot_product_cudnn_attention", cudnn);
   m.impl("_scaled_dot_product_cudnn_attention_backward", behind_cudnn_backward);
   m.impl("_scaled_dot_product_flash_attention", flash);

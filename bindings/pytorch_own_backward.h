@@ -64,7 +64,7 @@ static Tensor padded_rows(const Tensor& x, int64_t D) {
   return padded;
 }
 // Returns dx in the layout of x, as the fake kernel promises.
-static Tensor laid_out_as(const Tensor& dx, const Tensor& x) {
+static Tensor with_strides_of(const Tensor& dx, const Tensor& x) {
   const bool already = x.is_non_overlapping_and_dense() && dx.strides() == x.strides();
   return already ? dx : empty_like(x, x.scalar_type()).copy_(dx);
 }
@@ -193,7 +193,7 @@ static std::string our_backward(const BackwardCall& call, bool is_needed, bool i
   char text[256];
   if (line.backward(&p, at.stream, text, sizeof text)) return text;
   const auto without_padding = [](const Tensor& dx, const Tensor& x) {
-    return laid_out_as(dx.size(3) == x.size(3) ? dx : dx.narrow(3, 0, x.size(3)), x);
+    return with_strides_of(dx.size(3) == x.size(3) ? dx : dx.narrow(3, 0, x.size(3)), x);
   };
   d.q = without_padding(dq, q_any);
   d.k = without_padding(dk, call.k);

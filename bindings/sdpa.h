@@ -41,8 +41,8 @@ typedef struct SdpaParams {
   SdpaStrides q, k, v, o;  /* of inputs: may be 0; of O: at least Dv. Ignored for dimensions of size 1 */
   float scale;             /* 0: 1/sqrt(D). For equal weights of all visible keys (a scale of 0), pass FLT_MIN */
   int causal;              /* SDPA_CAUSAL_... */
-  void* workspace;         /* sdpa_library_workspace_bytes(), zeroed once; one per library and stream */
-  int max_ctas;            /* upper limit of CTAs; 0: all that are resident */
+  void* workspace;         /* sdpa_library_workspace_bytes(), 256-byte aligned, zeroed once; one per library and stream */
+  int max_ctas;            /* lines with USE_PERSISTENT_CTA: upper limit of CTAs; 0: all that are resident */
   int window_left, window_right; /* keys that a query sees before and after its own position; -1: no limit */
   SdpaDescale q_descale, k_descale, v_descale;
   int window_alignment; /* the position that the window is relative to: SDPA_CAUSAL_...; OFF: that of causal */
@@ -75,7 +75,8 @@ typedef struct SdpaParams {
   const void* bias;
   SdpaStrides bias_strides;
   int bias_keys;
-  void* bias_map;          /* from sdpa_library_map_bias(), 8-byte aligned; null: each launch makes its own map */
+  void* bias_map;          /* from sdpa_library_map_bias(), 8-byte aligned. Null: a launch makes its own map
+                              if all heads share it and there are at least 16 tiles of keys, or skips no tile */
   size_t bias_map_bytes;   /* sdpa_library_bias_map_bytes() */
   const int* q_lengths;    /* lines with USE_LENGTHS: [B], number of queries of each sequence; or null */
   int batch_invariant;     /* 1: the bits of a row do not depend on the rest of the batch; see docs/USING.md */

@@ -26,7 +26,7 @@ IGNORED = {"position_ids", "position_embeddings", "use_cache", "cache", "past_ke
            "max_length_q", "max_length_k"}
 IGNORED_BY_MASK = {"allow_is_causal_skip", "allow_is_bidirectional_skip", "local_size", "dtype", "config"}
 
-# Mask functions are closures; those of one factory share their code object. 5.22 has no positions of packed sequences.
+# Mask functions are closures; those of one factory share their code object. Not all versions of transformers have all of these.
 FACTORIES = {"and": ("and_masks", bool), "causal window": ("sliding_window_overlay", 1), "chunks": ("chunked_overlay", 1, None),
              "window": ("sliding_window_bidirectional_overlay", 1), "packed": ("packed_sequence_mask_function", None),
              "positions": ("remap_positions_for_packed_sequence", None, None)}
@@ -70,9 +70,9 @@ KINDS = []  # (form, causal, left, right) of the masks so far
 
 def described(form, says, numbers):
     """The tensor that a model passes to its layers instead of a mask: int32 [B,1 + index in KINDS,n,2]. The kind is encoded in
-    the shape, which survives .to(), .contiguous(), graphs and splitting the batch. "lengths": n is 1, the number of keys of a
-    sequence. "starts" and "packed": the first rows in K and Q of the n sequences of each b. "plain": n is 0, and the last
-    dimension is Sk."""
+    the shape, which survives .to(), .contiguous(), graphs and splitting the batch. "plain": no numbers, [B,.,0,Sk]. "lengths": the
+    number of keys of a sequence, twice, [B,.,1,2]. "starts" and "packed": the first row in K and in Q of each of n sequences,
+    [B,.,n,2]."""
     kind = form, says.get("causal", False), says.get("left"), says.get("right")
     if kind not in KINDS:
         KINDS.append(kind)
@@ -135,7 +135,8 @@ def numbers_of(batch_size, q_length, kv_length, q_offset, kv_offset, mask_functi
             return described("lengths", says, k[:, None, 2:].expand(-1, 1, 2))
         if "left" in says and q_length != kv_length:
             raise NeedsTensor
-        # With a window, queries are the tokens with the same positions. Otherwise all belong to the middle sequence.
+        # Three sequences: padding on the left, the tokens, and padding on the right. With a window, the queries are split as
+        # the keys; otherwise all of them belong to the tokens.
         return described("starts", says, torch.stack([k, k if "left" in says else k * 0 + q_length * (arange(3) > 1)], 2))
 
     # Tokens after the end of a sequence are visible only to such tokens, whose outputs are unused, so `last` is irrelevant.
@@ -171,8 +172,8 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
     elif attention_mask is None:  # no mask was requested
         form, right = "plain", None
         if Sq > 1 and is_causal is None and getattr(module, "is_causal", True):  # 'sdpa' and 'eager' interpret this differently
-            raise ValueError(f"sdpa: {type(module).__name__} has is_causal and no attention_mask, which does not say what its queries "
-                             "see; pass is_causal, or take 'eager' attention for it")
+            raise ValueError(f"sdpa: attention_mask and the argument is_causal are None, which does not say what the queries of "
+                             f"{type(module).__name__} see; pass is_causal, or take 'eager' attention for it")
         causal = Sq > 1 and bool(is_causal)
         left = sliding_window - 1 if sliding_window else None
         if (causal and Sq != Sk) or (sliding_window and not causal):
@@ -183,8 +184,10 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
         if not 0 <= place < len(KINDS):
             raise ValueError("sdpa: attention_mask is not supported; pass [batch,tokens] of ones and zeros")
         form, causal, left, right = KINDS[place]
-        if (attention_mask.shape[3] != Sk) if form == "plain" else (attention_mask.shape[0] != B):
-            raise ValueError(f"sdpa: attention_mask is of other keys than the {Sk} of the layer")
+        if form == "plain" and attention_mask.shape[3] != Sk:
+            raise ValueError(f"sdpa: attention_mask is for {attention_mask.shape[3]} keys, and the layer has {Sk}")
+        if form != "plain" and attention_mask.shape[0] != B:
+            raise ValueError(f"sdpa: attention_mask is for {attention_mask.shape[0]} sequences, and the layer has {B}")
         if sliding_window and (left is None or (causal and left != sliding_window - 1)) and Sk > sliding_window:
             raise ValueError(f"sdpa: sliding_window is {sliding_window}, and of attention_mask it is {left and left + 1}")
     window = (None, None) if left is None else (left, 0) if causal else (left, right, "tl")
@@ -200,8 +203,8 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
 
     if bias is not None:
         raise ValueError("sdpa: a bias or a mask tensor is not supported with padding on the left, chunks or packed sequences; pad on the right")
-    # Pack the sequences into one batch: as rows [B*S] of all heads, which is a view unless a cache is [B,H,S,D]; then as rows
-    # [B*Hkv*S] of one head of K and V with the queries of its group (impossible with sinks, which are per head).
+    # Pack all sequences into a batch of 1: [1,H,B*S,D] if that is a view. It would copy a cache [B,H,S,D]; then each head of K
+    # and V becomes a sequence, [1,1,B*Hkv*S,D], and Q is [1,group,B*Hkv*S,D]. Sinks are per head and need the first layout.
     by_rows = by_user or B == 1 or s_aux is not None or key.stride(0) == Sk * key.stride(2)
     if by_rows:
         q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))

@@ -274,7 +274,7 @@ def test_words_that_no_build_has_together(nvcc):
     done = program("build", "sm_90a", "bf16", "e4m3", "128", "300", "kv8", "kv8+bias", "mask", **nvcc)
     q_is_e4m3 = "sdpa: left out: kv8 is for e4m3 k and v with a 16-bit q, but q is e4m3"
     no_bias = "sdpa: left out: a bias needs 16-bit k and v"
-    size = "sdpa: left out: there is no line for D=300, Dv=300: both are multiples of 8 from 8 to 256"
+    size = "sdpa: left out: there is no line for D=300, Dv=300: both must be multiples of 8 from 8 to 256"
     left_out = [line for line in done.stderr.splitlines() if "left out" in line]
     assert done.returncode == 0 and {no_bias, q_is_e4m3, size} <= set(left_out)
     assert done.stdout.count(" of 4: ") == 4  # glue, append, and of bf16 kv8 and mask

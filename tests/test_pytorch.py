@@ -93,7 +93,7 @@ def check_line_of_size(turn, D, Dv, line, widths, monkeypatch):
         filled = sdpa.Line()
         sdpa.load_line(device, 1, D, Dv or D, 0b1000, b"", b"", filled)
         if device == 4 and D % 16:
-            assert filled.trouble.decode() == f"there is no line for D={D}, Dv={D} except on sm_90; here both are multiples of 16 from 32 on"
+            assert filled.trouble.decode() == f"there is no line for D={D}, Dv={D} except on sm_90; here both must be multiples of 16 from 32 on"
             continue
         name, capability, *knobs = asked.pop()
         size = own[0] if own else {"hopper": 64, "hopper_d128": 128, "hopper_d256": 256}[line]
@@ -927,7 +927,9 @@ def test_flops():
                             (lambda: sdpa.attention(q, pages, pages, k_lengths=starts[:2], page_table=table), 2 * 8 * 100 * 112 * 2 * 256),
                             (lambda: sdpa.attention(q[:0], k[:0], v[:0]), 0),
                             (lambda: torch.ops.sdpa.attention_backward(o, q, k, v, o, o[..., 0].float(), 0, -1, -1, 0, None),
-                             2 * 8 * 100 * 300 * 2 * (3 * 128 + 2 * 64))):
+                             2 * 8 * 100 * 300 * 2 * (3 * 128 + 2 * 64)),
+                            (lambda: torch.ops.sdpa.attention_backward(q[:1], q[:1], q[:1], q[:1], q[:1], q[:1, ..., 0].float(), 0, -1, -1, 0, None,
+                                                                       q_starts=starts, k_starts=starts), 5 * 8 * 20 * 20 * 2 * 5 * 128)):
             before = counter.get_total_flops()
             call()
             assert counter.get_total_flops() - before == count
@@ -2952,7 +2954,7 @@ def test_the_lines_of_the_backward(monkeypatch, capsys):
     library.sdpa_library_backward_workspace_bytes, library.sdpa_library_backward = library.malloc, library.free
     monkeypatch.setattr(sdpa, "library_of", lambda *x: asked.append(x) or library)
     monkeypatch.setattr(sdpa, "FAILED", {})
-    for arguments, want in (((0, 1, 128, 3, 0), (0, 1, b"")), ((1, 0, 100, 0, sdpa.NEEDED), (128, 1, b"")), ((1, 0, 100, 0, 0), (0, 1, b"PyTorch's backward is faster")),
+    for arguments, want in (((0, 1, 128, 3, 0), (0, 1, b"")), ((1, 0, 100, 0, sdpa.NEEDED), (128, 1, b"")), ((1, 0, 100, 0, 0), (0, 1, b"our backward is not known to be faster than PyTorch's")),
                             ((1, 0, 136, 0, 0), (0, 0, b"there is no line of the backward pass for D=136 on sm_80"))):
         line = sdpa.BackwardLine()
         sdpa.load_backward(*arguments, b"", b"", line)
@@ -3601,7 +3603,7 @@ def test_backward_of_attention(glue):
         want = gradients(lambda *x: reference(*x, visible(Sq, Sk, causal, window))[0], wide(tensors), grad.double())
         check_near(got, want, 3e-2, causal, window, Sq, Sk)
     q, k = (torch.randn(1, 2, S, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for S in (60, 170))
-    with pytest.raises(NotImplementedError, match="PyTorch's backward supports neither top-left windows with Sq != Sk"):
+    with pytest.raises(NotImplementedError, match="PyTorch has no backward with a top-left window and Sq != Sk"):
         sdpa.attention(q, k, k, window=(20, 9, "tl"), backward="torch").sum().backward()
     q, k, v = tensors = [torch.randn(1, 2, 256, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for D in (192, 192, 128)]
     grad = torch.randn_like(v)

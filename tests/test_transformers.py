@@ -373,9 +373,11 @@ def test_refusals():
     starts = torch.tensor([0, TOKENS], device=DEVICE)
     raises("cu_seq_lens_q cannot be combined with padding", attention_mask=padding((5, 0), (0, 0)), cu_seq_lens_q=starts)
     q = torch.zeros(2, 2, 8, 64, device=DEVICE, dtype=DTYPE)
-    for words, keys in (("other keys than the 8", 9), ("sliding_window is 4", 8)):
+    for words, keys in (("is for 9 keys, and the layer has 8", 9), ("sliding_window is 4", 8)):
         with pytest.raises(ValueError, match=words):
             ours.attention(torch.nn.Module(), q, q, q, ours.mask(2, keys, keys, device=DEVICE), sliding_window=4)
+    with pytest.raises(ValueError, match="is for 3 sequences, and the layer has 2"):
+        ours.attention(torch.nn.Module(), q, q, q, ours.described("lengths", {"causal": True}, torch.zeros(3, 1, 2, device=DEVICE)))
     model = model_of("Llama")
     model.set_attn_implementation(ours.NAME)
     cache = DynamicCache(config=model.config)
@@ -392,7 +394,7 @@ def test_an_argument_that_it_does_not_know(name):
     with pytest.raises(ValueError, match=f"cannot honour {name} of Module"):
         ours.attention(torch.nn.Module(), q, q, q, None, **{name: 0.5})
     for words, more in (("what 8 queries see of 4 keys", dict(key=q[:, :, :4], value=q[:, :, :4], is_causal=True)),
-                        ("Module has is_causal and no attention_mask", {}),
+                        ("attention_mask and the argument is_causal are None, which does not say what the queries of Module see", {}),
                         ("what 8 queries see of 8 keys", dict(is_causal=False, sliding_window=4))):
         with pytest.raises(ValueError, match=words):
             ours.attention(torch.nn.Module(), **{**dict(query=q, key=q, value=q, attention_mask=None), **more})

@@ -16,7 +16,7 @@ MOST_KEYS = 10**9  # the limit of sdpa's kernels; a larger window is no window
 
 # Unsupported arguments of FlashAttention-2 and -3, and alternatives.
 UNKNOWN = {
-    "leftpad_k": "pass keys that begin with the first one",
+    "leftpad_k": "pass k and v without the padding, or use flash_attn_with_kvcache with cache_leftpad",
     "qv": "leave it out", "dropout_p": "pass 0",
     "attention_chunk": "make each chunk a sequence of flash_attn_varlen_func"}
 
@@ -27,7 +27,7 @@ def refuse(function, **arguments):
         if name not in UNKNOWN:
             raise TypeError(f"{function}() has no argument {name}")
         if isinstance(value, torch.Tensor) or value:
-            raise ValueError(f"{function}: sdpa's kernels have no {name}; {UNKNOWN[name]}")
+            raise ValueError(f"{function}: {name} is not supported; {UNKNOWN[name]}")
 
 
 def check_call(function, causal, window_size, **tensors):
