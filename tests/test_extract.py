@@ -370,7 +370,7 @@ int main() { printf("%s\\n%s", scalar_minimal::sdpa_forward({}, 0).text, other::
 """)
     command = "-std=c++17 -arch=sm_80 program.cu -o program".split()
     subprocess.run([builds.nvcc(), *command], cwd=tmp_path, check=True)
-    assert re.findall(r"HEAD_DIM=(\d+)", subprocess.check_output([tmp_path / "program"], text=True)) == ["64", "128"]
+    assert re.findall(r"takes D=(\d+)", subprocess.check_output([tmp_path / "program"], text=True)) == ["64", "128"]
 
 
 # What the program of --main finds on the host: CUDA's functions, and a kernel in double, with right results except for
