@@ -57,8 +57,8 @@ void sdpa_torch_activate(bool on) {
   composite->impl("scaled_dot_product_attention", chosen);
 }
 
-// For tests without a GPU: registers these operators and sdpa's own ones for tensors on the CPU. The Load and LoadAppender of
-// the test return kernels that run there.
+// For tests without a GPU: registers these operators and sdpa's own ones for tensors on the CPU. The test's loaders
+// (Load, LoadAppender, LoadBackward) return functions that run on the CPU.
 void sdpa_torch_activate_on_cpu(bool on) {
   static std::unique_ptr<torch::Library> library, own;
   library.reset();

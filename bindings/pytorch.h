@@ -45,26 +45,26 @@ struct Line {
 };
 // The features of a problem, as bits. Each combination is a separate build of a line.
 enum Feature {
-  softcap = 1,
-  sinks = 2,
-  lengths = 4,
-  pages = 8,
-  biases = 16,
-  masks = 32,
-  bf16_out = 64,
-  kv_in_8_bits = 128,
-  biases_in_fp32 = 256,
-  any_pages = 512,  // page sizes that are no multiples of 16, or k_firsts; excludes pages
-  key_mask = 1024,
-  key_biases = 2048,  // one row for all heads and queries; excludes biases and biases_in_fp32
-  key_biases_in_fp32 = 4096
+  use_softcap = 1,
+  use_sinks = 2,
+  use_lengths = 4,
+  use_pages = 8,
+  use_bias = 16,
+  use_mask = 32,
+  use_bf16_out = 64,
+  use_8_bit_kv = 128,
+  use_fp32_bias = 256,
+  use_any_pages = 512,  // page sizes that are no multiples of 16, or k_firsts; excludes use_pages
+  use_key_mask = 1024,  // one row for all heads and queries; excludes use_mask
+  use_key_bias = 2048,  // likewise; excludes use_bias
+  use_fp32_key_bias = 4096  // excludes use_fp32_bias
 };
 // The arguments of attention() that modify scores, and the map of hidden tiles that block_mask() returned.
 struct Mods {
   std::string score{}, mask{};             // expressions; empty: none
   std::array<OptionalTensor, 6> arrays{};  // x0 to x3, i0, i1
   OptionalTensor block_mask{};
-  std::string made_for{};  // dependencies_of() the call for which the map was made
+  std::string made_for{};  // result of dependencies_of() for the call that made the map
 };
 // Device, dtype, D, D of v, features, SCORE_MOD and MASK_MOD.
 using LineKey = std::tuple<std::array<int, 5>, std::string, std::string>;
@@ -88,7 +88,8 @@ static const Value& loaded_for(std::map<Key, Value>& known, const Key& key, cons
   return known.emplace(key, loaded).first->second;
 }
 
-// Set by tests: attend() also accepts tensors on the CPU, for kernels that run there.
+// Set by tests, whose kernels run on the CPU: why_not_line() and our_backward() accept tensors on the CPU, and the test's
+// operators replace PyTorch's backward kernels.
 static bool on_cpu = false;
 
 // pytorch.py's function that builds a line if necessary and fills *line.
@@ -100,7 +101,7 @@ static int dtype_of(const Tensor& q) {
   return q.scalar_type() == at::kHalf ? 0 : q.scalar_type() == at::kBFloat16 ? 1 : 2;
 }
 static LineKey key_of(const Tensor& q, const Tensor& v, int features, const Mods& mods) {
-  if (v.scalar_type() != q.scalar_type()) features |= kv_in_8_bits;
+  if (v.scalar_type() != q.scalar_type()) features |= use_8_bit_kv;
   return {{q.get_device(), dtype_of(q), int(q.size(3)), int(v.size(3)), features}, mods.score, mods.mask};
 }
 
@@ -185,12 +186,12 @@ static bool is_of_keys(const Tensor& mask) {
   const auto is_shared = [&](int64_t dim) { return dim < 0 || mask.size(dim) == 1 || mask.stride(dim) == 0; };
   return is_shared(mask.dim() - 2) && is_shared(mask.dim() - 3);
 }
-// The Feature of a bias. Builds with USE_LENGTHS have no kernels for masks and biases of keys.
-static int feature_of(const Tensor& bias, bool has_lengths) {
-  const bool of_keys = is_of_keys(bias) && !has_lengths;
-  if (bias.scalar_type() == at::kBool) return of_keys ? key_mask : masks;
-  if (bias.scalar_type() == at::kFloat) return of_keys ? key_biases_in_fp32 : biases_in_fp32;
-  return of_keys ? key_biases : biases;
+// The Feature of a bias. no_key_bias: the build has no kernels for masks and biases of keys, as with USE_LENGTHS.
+static int feature_of(const Tensor& bias, bool no_key_bias) {
+  const bool of_keys = is_of_keys(bias) && !no_key_bias;
+  if (bias.scalar_type() == at::kBool) return of_keys ? use_key_mask : use_mask;
+  if (bias.scalar_type() == at::kFloat) return of_keys ? use_fp32_key_bias : use_fp32_bias;
+  return of_keys ? use_key_bias : use_bias;
 }
 
 // Checks a mask (bool, true: visible) or an additive bias x for these queries and keys of [B,Hq].
@@ -333,12 +334,12 @@ struct LaunchStream {
 
 static SdpaStrides strides_of(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(2)}; }
 
-static int pages_feature(int64_t keys, bool has_firsts) { return keys % 16 || has_firsts ? any_pages : pages; }
+static int pages_feature(int64_t keys, bool has_firsts) { return keys % 16 || has_firsts ? use_any_pages : use_pages; }
 static int features_of(const SdpaParams& p, const OptionalTensor& bias, bool in_bf16) {
   const bool has_lengths = p.k_lengths || p.q_lengths || p.q_starts || p.k_starts || p.page_table || p.k_firsts;
-  return (p.softcap != 0 ? softcap : 0) | (p.sinks ? sinks : 0) | (has_lengths ? lengths : 0) |
+  return (p.softcap != 0 ? use_softcap : 0) | (p.sinks ? use_sinks : 0) | (has_lengths ? use_lengths : 0) |
          (p.page_table ? pages_feature(p.page_size, p.k_firsts) : 0) |
-         (bias ? feature_of(*bias, has_lengths || p.bias_keys) : 0) | (in_bf16 ? bf16_out : 0);
+         (bias ? feature_of(*bias, has_lengths || p.bias_keys) : 0) | (in_bf16 ? use_bf16_out : 0);
 }
 
 // SdpaParams::scale, where 0 means the default. A scale of 0, or one too small for a float, becomes FLT_MIN, so that all
@@ -355,7 +356,7 @@ static void set_bias(SdpaParams& p, const Tensor& bias) {
 // be undefined.
 static void set_tensors(SdpaParams& p, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o,
                         const Tensor& lse, const OptionalTensor& bias) {
-  if (bias && features_of(p, bias, false) & key_mask) {
+  if (bias && features_of(p, bias, false) & use_key_mask) {
     p.key_mask = static_cast<const uint8_t*>(bias->const_data_ptr());
     p.key_mask_stride = bias->size(0) == 1 ? 0 : bias->stride(0);
   } else if (bias) {

@@ -330,17 +330,17 @@ NOT_MEASURED = "USE_LENGTHS", "USE_BIAS=1", "USE_BIAS=2", "USE_BIAS=3"
 NEEDED, DETERMINISTIC, SHORT = 1, 2, 4  # of pytorch_own_backward.h's BackwardKey
 
 
-def backward_line_with(capability, dtype, D, features, asked, score_mod="", mask_mod=""):
+def backward_line_with(capability, dtype, D, features, requirements, score_mod="", mask_mod=""):
     """The arguments of library_of() for the gradients of a problem, and the D to which it is padded, or 0. None without NEEDED
     if the line is not known to be faster than PyTorch's backward."""
     for row in BACKWARD_LINES:
         size = next((size for size in row.sizes if size >= D), None)
-        if size is None or capability[0] not in row.capabilities or asked & DETERMINISTIC and not row.repeats:
+        if size is None or capability[0] not in row.capabilities or requirements & DETERMINISTIC and not row.repeats:
             continue
-        if row.is_short and not (asked & NEEDED and asked & SHORT):
+        if row.is_short and not (requirements & NEEDED and requirements & SHORT):
             continue
         is_measured = not (score_mod or mask_mod or any(features >> FEATURES.index(feature) & 1 for feature in NOT_MEASURED))
-        if not asked & NEEDED and not (is_measured and D in row.faster):
+        if not requirements & NEEDED and not (is_measured and D in row.faster):
             return None
         knobs = [f"HEAD_DIM={size}", *row.sizes[size], *["DTYPE=BF16"] * (dtype == torch.bfloat16)]
         knobs += [knob for bit, knob in enumerate(FEATURES) if features >> bit & 1]
@@ -393,10 +393,10 @@ LOAD_BACKWARD = ctypes.CFUNCTYPE(None, *[ctypes.c_int] * 5, ctypes.c_char_p, cty
 
 
 @LOAD_BACKWARD
-def load_backward(device, dtype, D, features, asked, score_mod, mask_mod, line):
+def load_backward(device, dtype, D, features, requirements, score_mod, mask_mod, line):
     try:
         problem = torch.cuda.get_device_capability(device), list(DTYPES)[dtype], D, features
-        found = backward_line_with(*problem, asked, score_mod.decode(), mask_mod.decode())
+        found = backward_line_with(*problem, requirements, score_mod.decode(), mask_mod.decode())
         if found is None:
             line[0].trouble, line[0].is_final = b"our backward is not known to be faster than PyTorch's", 1
             return
@@ -522,7 +522,7 @@ def is_int_row(x, q, length):
 
 
 def is_shared(x, n):
-    """True if the n-th last dimension of a tensor, if it has one, has size 1 or stride 0."""
+    """True if the n-th dimension from the end is missing, or has size 1 or stride 0."""
     return x.dim() < n or holds(x.shape[-n] == 1) or holds(x.stride(-n) == 0)
 
 
@@ -912,7 +912,7 @@ def attention(q, k, v, causal=None, window=None, scale=None, q_descale=None, k_d
     q_starts, k_starts [B+1], int32: packed sequences. The batch of q, or of k and v, is 1, and sequence b has the rows from
         starts[b] to starts[b+1]. Rows of O and LSE that belong to no query are not written and may contain NaN.
     page_table [B,N], int32: paged k and v [pages,Hkv,page size,D]; row b lists the pages of sequence b in order.
-    most_keys: an upper bound of the keys of a sequence; 0: Sk.
+    most_keys: maximum number of keys per sequence; later keys are ignored; 0: Sk.
     bias: expandable to [B,Hq,Sq,keys], not copied if its keys are contiguous. A bool bias hides keys where it is False. Other
         types are added to the logits after the softcap, in q's type or float32 (another 16-bit type is converted to
         float32). causal and window apply too. The bias covers all keys of a sequence, or with bias_keys only that many last

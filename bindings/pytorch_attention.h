@@ -46,7 +46,7 @@ struct Call {
   bool has_lengths() const { return k_lengths || q_lengths || q_starts || k_starts || page_table || k_firsts; }
 };
 
-// Returns a window limit of PyTorch's operators as Call has it: -1 if there is none.
+// Converts a window limit of PyTorch's operators: none or a negative one becomes -1.
 static int64_t limit(std::optional<int64_t> keys) { return std::clamp<int64_t>(keys.value_or(-1), -1, most_size); }
 
 // Sets the mask, the softcap and the maximum number of keys, both for the forward and the backward pass.
@@ -142,10 +142,10 @@ static Tensor attend(const Call& call, Tensor& o, Mods* map_out = nullptr) {
               "sdpa.attention: a row of page_table has pages for over 10^9 keys");
   const Tensor& batched = page_table ? q : k;  // its batch size is the number of sequences; k has pages instead
   const bool packs_k = (page_table ? call.q_starts : call.k_starts).has_value();
-  // Checks that x is an int32 tensor [length] and returns its data. packs: `packed` has a batch size of 1, otherwise B.
-  const auto ints = [&](const char* name, const OptionalTensor& x, int64_t length, const Tensor& packed,
+  // Checks that x is an int32 tensor [length] and returns its data. packs: `rows` has a batch size of 1, otherwise B.
+  const auto ints = [&](const char* name, const OptionalTensor& x, int64_t length, const Tensor& rows,
                         bool packs) {
-    TORCH_CHECK(packed.size(0) == (packs ? 1 : B), "sdpa.attention: q or k has a batch of ", packed.size(0),
+    TORCH_CHECK(rows.size(0) == (packs ? 1 : B), "sdpa.attention: q or k has a batch of ", rows.size(0),
                 ", not ", packs ? 1 : B);
     TORCH_CHECK(!x || (x->scalar_type() == at::kInt && x->device() == q.device() && x->is_contiguous() &&
                        x->dim() == 1 && x->size(0) == length),

@@ -21,9 +21,9 @@
 #include "pytorch_own_backward.h"
 
 // True if a PyTorch setting makes cuDNN's backward expect a different layout of LSE than ours.
-static bool lse_lies_otherwise() {
-  static const bool it_does = c10::utils::check_env("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == true;
-  return it_does;
+static bool cudnn_lse_layout_differs() {
+  static const bool differs = c10::utils::check_env("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == true;
+  return differs;
 }
 
 // Replaces the LSE of rows that see no key, -inf, by +inf. Then their P is 0 in a backward, instead of exp(inf).
@@ -81,7 +81,7 @@ static std::tuple<Tensor, Tensor, Tensor> efficient_backward(const Tensor& grad,
     return (group == 1 ? dx : dx.unflatten(1, {key_heads, group}).sum(2)).to(q.scalar_type());
   };
   const Tensor unused = empty({}, at::kLong, q);  // state of the random generator, only read with dropout
-  // Not through the dispatcher, which would call behind_efficient_backward(). On the CPU, tests register their own operator.
+  // Not through the dispatcher, which would call efficient_backward_op(). On the CPU, tests register their own operator.
   const auto kernel = on_cpu ? at::_scaled_dot_product_efficient_attention_backward
                              : at::native::_scaled_dot_product_efficient_attention_backward_cuda;
   const auto [dq, dk, dv, of_bias] = kernel(
@@ -107,7 +107,7 @@ static std::tuple<Tensor, Tensor, Tensor> cudnn_backward(const Tensor& grad, con
                                                          int64_t most_k, double dropout, bool causal,
                                                          std::optional<double> scale) {
   const c10::OptionalDeviceGuard guard(q.device());
-  const bool is_plain = dropout == 0 && !q_starts.defined() && !lse_lies_otherwise();
+  const bool is_plain = dropout == 0 && !q_starts.defined() && !cudnn_lse_layout_differs();
   if (is_plain && (cudnn_may_give_nan(q, bias) || is_wide(bias, q))) {
     return efficient_backward(grad, q, k, v, o, lse.reshape(q.sizes().slice(0, 3)), bias, causal, scale);
   }
@@ -116,7 +116,7 @@ static std::tuple<Tensor, Tensor, Tensor> cudnn_backward(const Tensor& grad, con
                                        most_q, most_k, dropout, causal, scale);
 }
 
-// FlashAttention-2's backward. Not through the dispatcher, which would call behind_flash_rows_backward(). On the CPU, tests
+// FlashAttention-2's backward. Not through the dispatcher, which would call flash_rows_backward_op(). On the CPU, tests
 // register their own operator.
 static std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, const Tensor& q, const Tensor& k,
                                                          const Tensor& v, const Tensor& o, const Tensor& lse,
@@ -134,7 +134,7 @@ static std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad, con
                                                causal, seed, offset, scale, left, right);
 }
 
-// ---- behind PyTorch's operators ----
+// ---- the backward of PyTorch's operators ----
 
 // Which backward PyTorch's operators run: the faster one, ours if a line supports the problem, or PyTorch's.
 enum class Preference { faster, ours, pytorchs };
@@ -151,12 +151,12 @@ static bool ours_instead(const BackwardCall& call, bool is_needed, Gradients& d)
   return our_backward(call, is_needed, is_deterministic(), d).empty();
 }
 
-static std::tuple<Tensor, Tensor, Tensor> behind_cudnn_backward(
+static std::tuple<Tensor, Tensor, Tensor> cudnn_backward_op(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
     const Tensor& seed, const Tensor& offset, const Tensor& bias, const Tensor& q_starts, const Tensor& k_starts,
     int64_t most_q, int64_t most_k, double dropout, bool causal, std::optional<double> scale) {
   const c10::OptionalDeviceGuard guard(q.device());
-  if (dropout == 0 && !q_starts.defined() && !lse_lies_otherwise()) {
+  if (dropout == 0 && !q_starts.defined() && !cudnn_lse_layout_differs()) {
     const Tensor rows_lse = lse.reshape(q.sizes().slice(0, 3));
     const int mask = causal ? SDPA_CAUSAL_TOP_LEFT : SDPA_CAUSAL_OFF;
     const OptionalTensor its_bias = bias.defined() ? OptionalTensor(bias) : std::nullopt;
@@ -168,7 +168,7 @@ static std::tuple<Tensor, Tensor, Tensor> behind_cudnn_backward(
 }
 
 // FlashAttention-2 takes [B,S,H,D].
-static std::tuple<Tensor, Tensor, Tensor> behind_flash_backward(
+static std::tuple<Tensor, Tensor, Tensor> flash_backward_op(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
     const Tensor& q_starts, const Tensor& k_starts, int64_t most_q, int64_t most_k, double dropout, bool causal,
     const Tensor& seed, const Tensor& offset, std::optional<double> scale) {
@@ -186,7 +186,7 @@ static std::tuple<Tensor, Tensor, Tensor> behind_flash_backward(
 }
 
 // The operator of varlen_attn and of nested tensors: with starts, tensors are [rows,H,D] and LSE is [H,rows].
-static std::tuple<Tensor, Tensor, Tensor> behind_flash_rows_backward(
+static std::tuple<Tensor, Tensor, Tensor> flash_rows_backward_op(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
     const Tensor& q_starts, const Tensor& k_starts, int64_t most_q, int64_t most_k, double dropout, bool causal,
     const Tensor& seed, const Tensor& offset, std::optional<double> scale, std::optional<int64_t> left,
@@ -218,7 +218,7 @@ static std::tuple<Tensor, Tensor, Tensor> behind_flash_rows_backward(
                         left, right);
 }
 
-static std::tuple<Tensor, Tensor, Tensor, Tensor> behind_efficient_backward(
+static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward_op(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& bias, const Tensor& o,
     const Tensor& lse, const Tensor& seed, const Tensor& offset, double dropout, std::array<bool, 4> wanted, bool causal,
     std::optional<double> scale) {
@@ -249,7 +249,7 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> behind_efficient_backward(
 // function is top-left.
 static bool is_for_cudnn(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias, int64_t causal,
                          bool limited, std::optional<double> scale) {
-  if (limited || lse_lies_otherwise() || (causal == SDPA_CAUSAL_BOTTOM_RIGHT && q.size(2) != k.size(2))) return false;
+  if (limited || cudnn_lse_layout_differs() || (causal == SDPA_CAUSAL_BOTTOM_RIGHT && q.size(2) != k.size(2))) return false;
   try {
     const bool masked = causal != SDPA_CAUSAL_OFF;
     const at::AutoGradMode with_gradients(true);  // for some sizes, there is a forward, but no backward
@@ -261,9 +261,9 @@ static bool is_for_cudnn(const Tensor& q, const Tensor& k, const Tensor& v, cons
   }
 }
 
-// Returns O in the layout in which PyTorch's cuDNN operator would return it: that of q, with v's D. Plans are cached by q's
+// Returns o in the layout in which PyTorch's cuDNN operator would return it: that of q, with v's D. Plans are cached by q's
 // layout.
-static Tensor laid_out_by(const Tensor& q, const Tensor& o) {
+static Tensor in_cudnn_layout(const Tensor& o, const Tensor& q) {
   if (o.strides() == q.strides() && o.sizes() == q.sizes() && q.is_non_overlapping_and_dense()) return o;
   std::array<int64_t, 4> order{0, 1, 2, 3}, strides;
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return q.stride(a) < q.stride(b); });
@@ -323,7 +323,7 @@ struct PytorchsBackward {
     const Tensor its_bias = bias.value_or(Tensor());
     if (is_for_cudnn(q, k, of_v, bias, call.causal, limited, call.scale)) {
       const Tensor unused = empty({}, at::kLong, q);
-      return cudnn_backward(grad, q, k, of_v, laid_out_by(q, o), lse.unsqueeze(-1), unused, unused, its_bias, {}, {}, Sq,
+      return cudnn_backward(grad, q, k, of_v, in_cudnn_layout(o, q), lse.unsqueeze(-1), unused, unused, its_bias, {}, {}, Sq,
                             Sk, 0, masked, call.scale);
     }
     if (!by_flash) return efficient_backward(grad, q, k, of_v, o, lse, its_bias, masked, call.scale);

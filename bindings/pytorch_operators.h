@@ -30,7 +30,7 @@
 
 // The arguments with which F.scaled_dot_product_attention calls one of its operators.
 struct Asked {
-  at::SDPBackend behind;  // the backend to which the operator belongs
+  at::SDPBackend backend;  // to which the operator belongs
   const OptionalTensor& mask;
   double dropout;
   bool causal, debug_mask, needs_grad;
@@ -62,11 +62,11 @@ static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, co
   if (q.stride(3) != 1 || k.stride(3) != 1 || v.stride(3) != 1) return bad_rows;
   if (asked.needs_grad) {  // the backward reads the same tensors
     if (!fit(q) || !fit(k) || !fit(v)) return c10::str("gradients are needed, and ", bad_rows);
-    if (asked.behind == at::SDPBackend::cudnn_attention && lse_lies_otherwise()) {
+    if (asked.backend == at::SDPBackend::cudnn_attention && cudnn_lse_layout_differs()) {
       return "gradients are needed, and TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 makes cuDNN's backward accept only its own LSE";
     }
-    const bool is_efficients = asked.behind == at::SDPBackend::efficient_attention;
-    if (is_efficients && asked.mask && asked.mask->is_floating_point() &&
+    const bool is_efficient = asked.backend == at::SDPBackend::efficient_attention;
+    if (is_efficient && asked.mask && asked.mask->is_floating_point() &&
         asked.mask->scalar_type() != q.scalar_type()) {
       return "gradients are needed, and PyTorch's memory-efficient backward accepts only an attn_mask of q's type";
     }
@@ -110,7 +110,8 @@ struct Given {
 // True if the memory alone does not say the value: a dual number, a lazily negated view, or zeros without memory.
 static bool has_lazy_state(const Tensor& x) { return x._fw_grad(0).defined() || x.is_neg() || x._is_zerotensor(); }
 static bool is_plain(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mask) {
-  return !at::areAnyTensorSubclassLike({q, k, v, mask}) && !has_lazy_state(q) && !has_lazy_state(k) && !has_lazy_state(v) && !has_lazy_state(mask);
+  return !at::areAnyTensorSubclassLike({q, k, v, mask}) && !has_lazy_state(q) && !has_lazy_state(k) &&
+         !has_lazy_state(v) && !has_lazy_state(mask);
 }
 
 // Returns the reason why sdpa's kernels do not compute the gradient of attn_mask. If it is empty,
@@ -125,8 +126,9 @@ static std::string why_not_gradient_of_mask(const Tensor& q, const Tensor& k, co
   std::string why = why_not(q, k, v, {at::SDPBackend::flash_attention, read, dropout, false, false, true, scale});
   if (why.empty() && q.size(1) != k.size(1) && !gqa) why = "the heads of q are no multiple of those of k";
   if (!why.empty()) return needed + why;
-  const int features = feature_of(bias_of(*read, q, k.size(2)), true), asked = asked_of(q, k, true, is_deterministic());
-  return backward_line_for({{q.get_device(), dtype_of(q), int(q.size(3)), features, asked}, "", ""}).trouble;
+  const int features = feature_of(bias_of(*read, q, k.size(2)), true);
+  const int requirements = requirements_of(q, k, true, is_deterministic());
+  return backward_line_for({{q.get_device(), dtype_of(q), int(q.size(3)), features, requirements}, "", ""}).trouble;
 }
 
 static std::string why_not_op(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any,
@@ -142,9 +144,11 @@ static std::string why_not_op(const Tensor& q_any, const Tensor& k_any, const Te
     choice = at::SDPBackend::error;
   }
   const std::string why = why_not(q, k, v, {choice, mask, dropout, causal, false, needs_grad(q, k, v), scale});
-  if (choice == at::SDPBackend::error && why.empty()) return "PyTorch has no kernel: those that take this are disabled";
+  if (choice == at::SDPBackend::error && why.empty()) {
+    return "PyTorch has no kernel: those that support this problem are disabled";
+  }
   if (!why.empty() || choice != at::SDPBackend::math) return why;
-  return "PyTorch chooses its math kernel: the others are disabled or do not take this";
+  return "PyTorch chooses its math kernel: the others are disabled or do not support this problem";
 }
 
 // ---- the operators that F.scaled_dot_product_attention chooses from ----
@@ -154,17 +158,17 @@ static std::string why_not_op(const Tensor& q_any, const Tensor& k_any, const Te
 // cuDNN's LSE has a last dimension of size 1.
 static bool run_dense(const Tensor& q, const Tensor& k, const Tensor& v, const Asked& asked, Tensor& o, Tensor& lse) {
   if (!why_not(q, k, v, asked).empty()) return false;
-  const bool is_cudnns = asked.behind == at::SDPBackend::cudnn_attention;
-  const bool is_flashs = asked.behind == at::SDPBackend::flash_attention;
+  const bool is_cudnn = asked.backend == at::SDPBackend::cudnn_attention;
+  const bool is_flash = asked.backend == at::SDPBackend::flash_attention;
   const std::array<int64_t, 4> sizes{q.size(0), q.size(1), q.size(2), 1};
-  if (is_flashs || asked.needs_grad) lse = empty(at::IntArrayRef(sizes).slice(0, 3 + is_cudnns), at::kFloat, q);
-  if (is_cudnns || is_flashs)
+  if (is_flash || asked.needs_grad) lse = empty(at::IntArrayRef(sizes).slice(0, 3 + is_cudnn), at::kFloat, q);
+  if (is_cudnn || is_flash)
     o = empty_like(q, q.scalar_type());
   else
     o = empty({q.size(0), q.size(2), q.size(1), q.size(3)}, q.scalar_type(), q).transpose(1, 2);
   const Tensor written = fit(o) ? o : empty(q.sizes(), q.scalar_type(), q);
   SdpaParams p{};
-  p.causal = !asked.causal ? SDPA_CAUSAL_OFF : is_flashs ? SDPA_CAUSAL_BOTTOM_RIGHT : SDPA_CAUSAL_TOP_LEFT;
+  p.causal = !asked.causal ? SDPA_CAUSAL_OFF : is_flash ? SDPA_CAUSAL_BOTTOM_RIGHT : SDPA_CAUSAL_TOP_LEFT;
   p.window_left = p.window_right = -1;
   p.scale = scale_of(asked.scale);
   OptionalTensor bias;
@@ -199,7 +203,7 @@ static Result cudnn(const Tensor& q, const Tensor& k, const Tensor& v, const Opt
   const Asked asked{at::SDPBackend::cudnn_attention, mask, dropout, causal, debug_mask, with_lse, scale};
   Tensor o, lse;
   const bool is_ours = run_dense(q, k, v, asked, o, lse);
-  if (!is_ours && mask && is_wide(*mask, q) && dropout == 0 && !debug_mask && !lse_lies_otherwise()) {
+  if (!is_ours && mask && is_wide(*mask, q) && dropout == 0 && !debug_mask && !cudnn_lse_layout_differs()) {
     std::tie(o, lse) = efficient_in_fp32(q, k, v, *mask, causal, scale);
     lse = lse.unsqueeze(-1);
   } else if (!is_ours) {
@@ -279,7 +283,7 @@ static Tensor chosen(const Tensor& q_any, const Tensor& k_any, const Tensor& v_a
 // ---- PyTorch's FlashAttention and cuDNN operators, which varlen_attn calls, and 8-bit attention ----
 
 // The arguments other than q, k and v, which are [rows,H,D] with starts, otherwise [B,S,H,D]. Masks and windows are
-// bottom-right, except for packed sequences in cuDNN's operator.
+// bottom-right, except in cuDNN's operator without lengths.
 struct Sequences {
   const OptionalTensor &q_starts, &k_starts, &k_lengths, &page_table;  // with page_table, k and v are [pages,keys,Hkv,D]
   int64_t most_keys;
@@ -350,9 +354,9 @@ static std::string run_sequences(const Tensor& q_any, const Tensor& k_any, const
                   .most_keys = has_lengths ? std::clamp<int64_t>(asked.most_keys, 0, most_size) : 0,
                   .batch_invariant = asked.splits == 1,
                   .bf16_out = q.scalar_type() == at::kFloat8_e4m3fn};
-  int features = has_lengths ? lengths : 0;
+  int features = has_lengths ? use_lengths : 0;
   if (asked.page_table) features |= pages_feature(k.size(2), false);
-  if (call.bf16_out) features |= bf16_out;
+  if (call.bf16_out) features |= use_bf16_out;
   why = why_not_line(q, v, features);
   if (why.empty()) lse = attend(call, o);
   return why;
@@ -392,11 +396,11 @@ static std::tuple<Tensor, Tensor, Tensor> unused_of_flash(const Tensor& q) {
 }
 
 #if PYTORCH_2(12)
-#define MORE_OF_FLASH , const OptionalTensor &page_table, std::optional<int64_t> splits
-#define ITS_MORE , page_table, splits
+#define PAGED_PARAMETERS , const OptionalTensor &page_table, std::optional<int64_t> splits
+#define PAGED_ARGUMENTS , page_table, splits
 #else
-#define MORE_OF_FLASH
-#define ITS_MORE
+#define PAGED_PARAMETERS
+#define PAGED_ARGUMENTS
 #endif
 
 using FlashResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -404,7 +408,7 @@ static FlashResult flash_forward(const Tensor& q, const Tensor& k, const Tensor&
                                  const OptionalTensor& k_starts, int64_t most_q, int64_t most_k, double dropout,
                                  bool causal, bool debug_mask, std::optional<double> scale,
                                  std::optional<int64_t> left, std::optional<int64_t> right,
-                                 const OptionalTensor& k_lengths, const OptionalTensor& slopes MORE_OF_FLASH) {
+                                 const OptionalTensor& k_lengths, const OptionalTensor& slopes PAGED_PARAMETERS) {
 #if !PYTORCH_2(12)
   const OptionalTensor page_table;
   const std::optional<int64_t> splits;
@@ -417,7 +421,7 @@ static FlashResult flash_forward(const Tensor& q, const Tensor& k, const Tensor&
   warn_of_pytorchs(why);
   const c10::OptionalDeviceGuard guard(q.device());
   return at::native::_flash_attention_forward(q, k, v, q_starts, k_starts, most_q, most_k, dropout, causal, debug_mask,
-                                              scale, left, right, k_lengths, slopes ITS_MORE);
+                                              scale, left, right, k_lengths, slopes PAGED_ARGUMENTS);
 }
 
 #if PYTORCH_2(12)
@@ -426,7 +430,7 @@ static Tensor flash_forward_into(Tensor& out, const Tensor& q, const Tensor& k, 
                                  int64_t most_k, double dropout, bool causal, bool debug_mask,
                                  std::optional<double> scale, std::optional<int64_t> left,
                                  std::optional<int64_t> right, const OptionalTensor& k_lengths,
-                                 const OptionalTensor& slopes MORE_OF_FLASH) {
+                                 const OptionalTensor& slopes PAGED_PARAMETERS) {
   Tensor lse;
   const std::string why =
       run_rows(q, k, v, {q_starts, k_starts, k_lengths, page_table, most_k, dropout, causal, debug_mask, scale, left,
@@ -436,7 +440,7 @@ static Tensor flash_forward_into(Tensor& out, const Tensor& q, const Tensor& k, 
   const c10::OptionalDeviceGuard guard(q.device());
   return at::native::_flash_attention_forward_no_dropout_inplace(out, q, k, v, q_starts, k_starts, most_q, most_k,
                                                                  dropout, causal, debug_mask, scale, left, right,
-                                                                 k_lengths, slopes ITS_MORE);
+                                                                 k_lengths, slopes PAGED_ARGUMENTS);
 }
 #endif
 
@@ -517,13 +521,13 @@ static Tensor cudnn_forward_into(Tensor& out, const Tensor& q, const Tensor& k, 
 // Registers the functions above for PyTorch's operators.
 static void register_operators(torch::Library& m) {
   m.impl("_scaled_dot_product_cudnn_attention", cudnn);
-  m.impl("_scaled_dot_product_cudnn_attention_backward", behind_cudnn_backward);
+  m.impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward_op);
   m.impl("_scaled_dot_product_flash_attention", flash);
-  m.impl("_scaled_dot_product_flash_attention_backward", behind_flash_backward);
+  m.impl("_scaled_dot_product_flash_attention_backward", flash_backward_op);
   m.impl("_scaled_dot_product_efficient_attention", efficient);
-  if (!on_cpu) m.impl("_scaled_dot_product_efficient_attention_backward", behind_efficient_backward);
+  if (!on_cpu) m.impl("_scaled_dot_product_efficient_attention_backward", efficient_backward_op);
   m.impl("_flash_attention_forward", flash_forward);
-  m.impl("_flash_attention_backward", behind_flash_rows_backward);
+  m.impl("_flash_attention_backward", flash_rows_backward_op);
   m.impl("_flash_attention_forward.quantized", flash_forward_8_bits);
   m.impl("_scaled_dot_product_flash_attention.quantized", flash_8_bits);
 #if PYTORCH_2(12)

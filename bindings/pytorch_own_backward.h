@@ -14,12 +14,12 @@ struct BackwardLine {
   int64_t is_final;   // 1: the next call would get the same answer
   char trouble[512];  // the reason for having no line, or empty
 };
-// Device, dtype, max(D, Dv), features, asked_of() the call; SCORE_MOD and MASK_MOD.
+// Device, dtype, max(D, Dv), features and the result of requirements_of() for the call; SCORE_MOD and MASK_MOD.
 using BackwardKey = std::tuple<std::array<int, 5>, std::string, std::string>;
 static auto& backward_lines = *new std::map<BackwardKey, BackwardLine>;
 // pytorch.py's function that builds a line if necessary and fills *line. Unless the line is needed, it is refused where
-// PyTorch's backward is faster.
-using LoadBackward = void (*)(int device, int dtype, int D, int features, int asked, const char* score_mod,
+// it is not known to be faster than PyTorch's backward.
+using LoadBackward = void (*)(int device, int dtype, int D, int features, int requirements, const char* score_mod,
                               const char* mask_mod, BackwardLine* line);
 static LoadBackward load_backward;
 
@@ -27,14 +27,14 @@ static bool is_final(const BackwardLine& line) { return line.is_final != 0; }
 static const BackwardLine& backward_line_for(const BackwardKey& key) {
   return loaded_for(backward_lines, key, [&](BackwardLine* line) {
     const auto& [numbers, score_mod, mask_mod] = key;
-    const auto [device, dtype, D, features, asked] = numbers;
-    load_backward(device, dtype, D, features, asked, score_mod.c_str(), mask_mod.c_str(), line);
+    const auto [device, dtype, D, features, requirements] = numbers;
+    load_backward(device, dtype, D, features, requirements, score_mod.c_str(), mask_mod.c_str(), line);
     if (!line->backward && !*line->trouble) strcpy(line->trouble, interrupted);
   });
 }
 
 // 1 if our line is needed, plus 2 if it must be deterministic, plus 4 if there are at most 64 queries and keys.
-static int asked_of(const Tensor& q, const Tensor& k, bool is_needed, bool is_deterministic) {
+static int requirements_of(const Tensor& q, const Tensor& k, bool is_needed, bool is_deterministic) {
   return int(is_needed) + 2 * int(is_deterministic) + 4 * int(q.size(2) <= 64 && k.size(2) <= 64);
 }
 
@@ -122,11 +122,12 @@ static std::string our_backward(const BackwardCall& call, bool is_needed, bool i
     const int64_t keys = call.most_keys ? std::min(call.most_keys, call.k.size(2)) : call.k.size(2);
     bias = bias_of(call.bias->detach(), q_any, call.bias_keys ? call.bias_keys : keys);
   }
-  const int features = (call.softcap != 0 ? softcap : 0) | (call.sinks ? sinks : 0) | (call.has_lengths() ? lengths : 0) |
+  const int features = (call.softcap != 0 ? use_softcap : 0) | (call.sinks ? use_sinks : 0) |
+                       (call.has_lengths() ? use_lengths : 0) |
                        (bias ? feature_of(*bias, true) : 0);  // the kernels have no masks or biases of keys
   const int most = int(std::max(q_any.size(3), call.v.size(3)));
   const BackwardLine& line = backward_line_for(
-      {{q_any.get_device(), dtype_of(q_any), most, features, asked_of(q_any, call.k, is_needed, is_deterministic)},
+      {{q_any.get_device(), dtype_of(q_any), most, features, requirements_of(q_any, call.k, is_needed, is_deterministic)},
        call.mods.score,
        call.mods.mask});
   if (!line.backward) return line.trouble;

@@ -84,7 +84,7 @@ typedef struct SdpaParams {
      name. */
   const float *x0, *x1, *x2, *x3;
   const int *i0, *i1;
-  /* sdpa_library_scratch_bytes(), with any contents; used only by this launch. The workspace is then at most 64
+  /* sdpa_library_scratch_bytes(), 256-byte aligned, any contents; used only by this launch. The workspace is then at most 64
      KB, and all libraries may share one workspace per stream. Null: scratch memory is part of the workspace. */
   void* scratch;
   /* Lines with USE_LENGTHS but without USE_PAGES=1: [B], number of keys to skip at the start of each sequence; or

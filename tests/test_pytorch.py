@@ -168,9 +168,9 @@ def test_numbers_that_python_and_cpp_share(monkeypatch):
     cpp = re.sub("//.*", "", "".join(builds.Tree().sources("bindings/pytorch.cpp").values()))
     header = builds.Tree().read("bindings/sdpa.h")
     bits = re.findall(r"(\w+) = (\d+)", re.search(r"enum Feature {(.*?)}", cpp, re.DOTALL)[1])
-    knobs = {**{name: "USE_" + name.upper() for name, _ in bits}, "biases": "USE_BIAS=1", "masks": "USE_BIAS=2",
-             "bf16_out": "OUT_DTYPE=BF16", "kv_in_8_bits": "KV_DTYPE=FP8_E4M3", "biases_in_fp32": "USE_BIAS=3", "any_pages": "USE_PAGES=2",
-             "key_biases": "USE_BIAS=4", "key_biases_in_fp32": "USE_BIAS=5"}
+    knobs = {**{name: name.upper() for name, _ in bits}, "use_bias": "USE_BIAS=1", "use_mask": "USE_BIAS=2",
+             "use_bf16_out": "OUT_DTYPE=BF16", "use_8_bit_kv": "KV_DTYPE=FP8_E4M3", "use_fp32_bias": "USE_BIAS=3", "use_any_pages": "USE_PAGES=2",
+             "use_key_bias": "USE_BIAS=4", "use_fp32_key_bias": "USE_BIAS=5"}
     assert [(knobs[name], int(bit)) for name, bit in bits] == [(knob, 1 << i) for i, knob in enumerate(sdpa.FEATURES)]
     assert {knob.partition("=")[0] for knob in sdpa.FEATURES} <= set(builds.Tree().knobs())
     types = re.findall(r"scalar_type\(\) == at::k(\w+) \? (\d)", cpp)
@@ -941,6 +941,20 @@ def test_flops():
         with FlopCounterMode(display=False) as counter:
             run()
         assert counter.get_total_flops() == ours
+
+
+def test_refusals_of_a_page_table():
+    """test_fake_tensors_refuse_what_kernels_refuse compares these sentences with those of C++."""
+    with FakeTensorMode():
+        q, pages, none = (torch.empty(*shape, 64, device="cuda", dtype=torch.half) for shape in ((2, 4, 6), (5, 2, 16), (5, 2, 0)))
+        table, wide, large, starts = (torch.empty(*shape, device="cuda", dtype=torch.int32) for shape in ((2, 3), (2, 6), (2, 10**8), (3,)))
+        shape = r"page_table is not an int32 tensor \[2,pages of a sequence\] with contiguous rows on q's device"
+        for words, k, table, more in (("page_table and k_starts exclude each other", pages, table, dict(k_starts=starts)),
+                                      ("the pages of k and v have 0 keys", none, table, {}),
+                                      (shape, pages, table.long(), {}), (shape, pages, table[:1], {}), (shape, pages, wide[:, ::2], {}),
+                                      ("a row of page_table has pages for over 10\\^9 keys", pages, large, {})):
+            with pytest.raises(RuntimeError, match=f"^sdpa.attention: {words}$"):
+                sdpa.attention(q, k, k, page_table=table, **more)
 
 
 BIASES = [(5, 7), (7,), (1, 1), (5, 1), (3, 5, 7), (3, 1, 7), (2, 1, 1, 7), (1, 3, 5, 1), (2, 3, 5, 7)]  # of [2,3,5,7]
@@ -4117,7 +4131,7 @@ def test_why_not_is_never_silent(active):
         x = q.float()
         assert sdpa.why_not(x, x, x) == "" and any("sdpa::" in name for name in kernels(lambda: F.scaled_dot_product_attention(x, x, x))[1])
     with sdpa_kernel(SDPBackend.MATH):
-        assert sdpa.why_not(q, q, q) == "PyTorch chooses its math kernel: the others are disabled or do not take this"
+        assert sdpa.why_not(q, q, q) == "PyTorch chooses its math kernel: the others are disabled or do not support this problem"
 
 
 @needs_gpu
