@@ -723,7 +723,7 @@ def refuse_backward(call):
         bottom_right = call.causal != MASKS["tl"] and (not limited or by == MASKS["br"])
         by_flash = call.bias is None and q.shape[3] == v.shape[3] and (same or bottom_right)
         if not by_flash and (limited or call.causal == MASKS["br"] and not same):
-            why_not_theirs = "PyTorch has no backward with a top-left window and Sq != Sk"
+            why_not_theirs = "PyTorch has a backward for a window and Sq != Sk only if the window and the mask are bottom-right"
             if q.shape[3] != v.shape[3]:
                 case = "a window" if limited else "a bottom-right mask and Sq != Sk"
                 why_not_theirs = f"PyTorch has no backward with {case} if v has another D than q"

@@ -312,7 +312,7 @@ struct PytorchsBackward {
       return limited ? "PyTorch has no backward with a window if v has another D than q"
                      : "PyTorch has no backward with a bottom-right mask and Sq != Sk if v has another D than q";
     }
-    return "PyTorch has no backward with a top-left window and Sq != Sk";
+    return "PyTorch has a backward for a window and Sq != Sk only if the window and the mask are bottom-right";
   }
 
   // Returns {dQ, dK, dV} of O = P @ V for any V.

@@ -33,6 +33,7 @@ def test_every_rung_has_its_paragraph_and_its_diff():
     assert [*BLOCKS] == [name for name, rung in RUNGS.items() if rung.base and rung.shows != "-"]
     for name, block in BLOCKS.items():
         assert bool(re.findall(r"^[-+ ]", block, re.M)) == bool(RUNGS[name].shows), name
+        assert all(re.search(pattern, block) for pattern in ladders.patterns(RUNGS[name])), name
 
 
 def test_rungs_are_lines_one_step_from_their_base():

@@ -781,7 +781,7 @@ LEFT = [(r"\{\s*if \(([\w.]+)\) return;\s*([^{};]+;)\s*\}", r"{\n  if (!\1) \2\n
         (r"\breturn (?:size_t|int64_t|uint32_t|int)\((\d+)\);", r"return \1;"),
         (r"^( *)status = ([^;]*);\s*return status;", r"\1return \2;"),
         (r"\bif \([^;{}]*\) return (\w+);\s*return \1;", r"return \1;"),
-        (r"\bint\(true\)", "1"), (r"\[\(+([^()\[\]]*)\)+\]", r"[\1]"), (r"(?<=[*+=] )\((\w+\([^()]*\))\)(?=[;),])", r"\1"),
+        (r"\bint\(true\)", "1"), (r"<\((\w+(?: [-+*] \w+)*)\)>", r"<\1>"), (r"\[\(+([^()\[\]]*)\)+\]", r"[\1]"), (r"(?<=[*+=] )\((\w+\([^()]*\))\)(?=[;),])", r"\1"),
         (r"^ *(?:\[\[maybe_unused\]\] )?constexpr int (\w+) = (\d+);.*\n#pragma unroll \1\n", r"#pragma unroll \2\n"),
         (r"(?<=\.|:)template (?=\w+\()", "")]
 

@@ -35,7 +35,7 @@ def ladder(problems, text):
 LADDERS = {
     "scalar": ladder(SQUARE, r"""
         scalar_minimal
-        scalar_vec8      | | | PER_ROW = |VEC_WIDTH \* sizeof
+        scalar_vec8
         scalar_swizzle   | | | SWIZZLE_GROUP =|tile_offset\(int
         scalar_tile32x64
         scalar_async2    | | | \.copy_kv|cp_async<BYTES>|wait_group<STAGES
@@ -67,7 +67,7 @@ LADDERS = {
         backward_mma     | | backward_mma HEAD_DIM=128 BLOCK_N=32 | multiply_columns<Halves>\(T|Halves::pv\(sum
         backward_mma5    | | backward_mma5 HEAD_DIM=128 BLOCK_N=32 | ldmatrix_x4<true>\(rows\[0\]|red_global_add_v2\(row|add_dq\(a
         backward_wgmma_plain | backward_mma | | wgmma_ss\(T\.x|wgmma_pv\(sum|VProducts::begin\(dP
-        backward_hopper  | | backward_hopper_d128 | barrier_sync\(backward_turn|dS_of\(ds_before|if \(!first\) pass_dq|barrier_arrive\(backward_turn \+ 1"""),
+        backward_hopper  | | backward_hopper_d128 | barrier_sync\(backward_turn|dS_of\(ds_before|if \(!first\) add_to_dq_sums|barrier_arrive\(backward_turn \+ 1"""),
 }
 
 
@@ -143,14 +143,20 @@ def excerpts(passage, pattern):
     return list(filter(None, parts))
 
 
+def patterns(rung):
+    """The alternatives that a rung shows lines of: its parts between | outside of parentheses."""
+    return re.split(r"\|(?![^(]*\))", rung.shows) if rung.shows else []
+
+
 def diff_section(rung, base):
     """The knobs that a rung changes, and the selected parts of its diff."""
     if not rung.shows:
         return f"`{base.name}` with `{step(rung, base)}`: no new code.\n"
     found = passages(code(line_of(base.line)), code(line_of(rung.line)))
+    for pattern in patterns(rung):
+        if not any(re.search(pattern, line) for passage in found for line in passage):
+            raise builds.Refused(f"{rung.name}: no line of its diff to {base.name} has {pattern}")
     shown = [part for passage in found for part in excerpts(passage, rung.shows)]
-    if not shown:
-        raise builds.Refused(f"{rung.name}: no line of its diff to {base.name} has {rung.shows}")
     text = "\n...\n".join("\n".join(part) for part in shown)
     return f"```diff\n@@ {base.name} with {step(rung, base)} @@\n{text}\n```\n"
 
