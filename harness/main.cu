@@ -57,9 +57,7 @@ void measure(Run& r, const Options& o) {
   string trouble;
   for (uint64_t seed : r.seeds) {
     instance.set_inputs(r.problem.seed = seed);
-    r.problem.k_lengths = instance.problem.k_lengths;
-    r.problem.q_starts = instance.problem.q_starts;
-    r.problem.k_starts = instance.problem.k_starts;
+    take_sequences(r.problem, instance.problem);
     trouble = instance.check(r.figures, o.repeats);
     if (!trouble.empty()) break;
   }

@@ -173,6 +173,15 @@ template <class F> void for_all(size_t n, const F& f) {
   });
 }
 
+// Copies what was drawn for the sequences of a problem, which decides how many pairs of a query and a key are visible.
+void take_sequences(Problem& to, const Problem& from) {
+  to.k_lengths = from.k_lengths;
+  to.q_lengths = from.q_lengths;
+  to.k_firsts = from.k_firsts;
+  to.q_starts = from.q_starts;
+  to.k_starts = from.k_starts;
+}
+
 // Rounds x / step to an element type. Returns the bits and replaces x by the rounded numbers.
 Bits round_to_elements(vector<float>& x, float step, DType type = line.input) {
   Bits bits(x.size());

@@ -1195,6 +1195,12 @@ TEST_CASE("columns") {
   r.problem.max_ctas = 4;
   // 5 * 400 + 2 * 100 pairs of 4 * 48 FLOP; 192 bytes per row: 10 rows of queries, 500 of keys
   CHECK((flops_of(r.problem) == doctest::Approx(192 * 2200.0) && r.memory_us(d) == doctest::Approx(510 * 192 / 1e5)));
+  for (vector<int> Problem::*drawn : {&Problem::k_lengths, &Problem::q_lengths, &Problem::k_firsts}) {
+    Problem with = r.problem, own = r.problem;
+    (with.*drawn).assign(with.B, 3);
+    take_sequences(own, with);
+    CHECK((flops_of(own) == flops_of(with) && flops_of(own) < flops_of(r.problem)));
+  }
   CHECK((cell("softcap") == "2.5" && cell("sinks") == "1" && cell("lengths") == "1" && cell("packed") == "q" && cell("pages") == "32"));
   r.check = "";
   r.timing = {};
