@@ -41,14 +41,14 @@ LADDERS = {
         scalar_async2    | | | \.copy_kv|cp_async<BYTES>|wait_group<STAGES
         wmma_async2      | | wmma_async2 HEAD_DIM=128 BLOCK_N=32 | mma_sync\(S
         wmma_ws1         | | wmma_ws1 HEAD_DIM=128 BLOCK_N=32 | mbarrier_spin\(&|mbarrier_arrive_noinc\(&s
-        mma_tile64       | wmma_async2 | | multiply_columns<MmaHalves>\(S|k = Q @|P\[step\]\[m\]\[i\] =
+        mma_tile64       | wmma_async2 | | multiply_columns<MmaHalves>\(S|P\[step\]\[m\]\[i\] =
         mma_lazy         | | | = __all_sync|keeps_max && unmasked|if \(!__all_sync
         mma_fast_exp     | | | fmaf\(fmaf\(fmaf
         mma_split2       | mma_lazy | | s\.partial|barrier_sync\(1
         mma_split4"""),
     "wgmma": ladder(SQUARE, r"""
         wgmma_plain      | | wgmma_d128_plain
-        wgmma_ws         | | wgmma_d128_ws | mbarrier_wait\(empty|setmaxnreg_(dec|inc)<R|rds\(\);  // hazard: K
+        wgmma_ws         | | wgmma_d128_ws | mbarrier_wait\(empty|setmaxnreg_(dec|inc)<Wgmma|ads\(\);  // hazard: K
         wgmma_overlap    | | wgmma_d128_ws OVERLAP=1 | issue_qk\(S, next
         wgmma_lazy       | | wgmma_d128_lazy | if \(rows\.may_use_stale|keep_max\(softmax
         wgmma            | | wgmma_d128_tile128 | barrier_(sync|arrive)\(turn_barrier \+|atomicInc
