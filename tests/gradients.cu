@@ -257,6 +257,10 @@ TEST_CASE("empty") {
   p.forward.LSE = nullptr;
   p.forward.O = nullptr;
   p.forward.Q = nullptr;
+  const int lengths[] = {5, 20};  // the other keys are padding
+  Memory<int> k_lengths(2);
+  cudaMemcpy(k_lengths.data, lengths, sizeof lengths, cudaMemcpyHostToDevice);
+  if (Defines::use_lengths) p.forward.k_lengths = k_lengths.data;
   CHECK((without_queries.run() && all_zero(without_queries.dK.bytes()) && all_zero(without_queries.dV.bytes())));
   std::vector<uint8_t> of_sinks = without_queries.dSinks.bytes();
   of_sinks.resize(4 * sizeof(float));
