@@ -1061,8 +1061,7 @@ template <class B> struct ScalarScores {
   static constexpr int ROWS = B::block_m / (ROW_LANES * B::num_warps);
   static constexpr int COLS = B::block_n / COL_LANES, LANES = COL_LANES;
   float x[ROWS][COLS];
-  int row_step = ROW_LANES;  // CtaSoftmax has rows of all warps
-  int first_row, first_col;
+  int first_row, row_step, first_col;
   __device__ int row(int i) const { return first_row + row_step * i; }
   __device__ int col(int j) const { return first_col + COL_LANES * j; }
 };
@@ -1203,6 +1202,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(
   ScalarScores<B> S;
   ScalarOutput<B> O;
   S.first_row = warp * (B::block_m / B::num_warps) + lane / COL_LANES;
+  S.row_step = ROW_LANES;
   S.first_col = lane % COL_LANES;
   O.first_row = S.first_row;
   O.first_col = lane % COL_LANES * O.RUN;
@@ -1338,7 +1338,7 @@ template <class B> struct ItemTiles {
       V_g = first(p.V, p.v, v_copy.row, v_copy.col);
     }
   }
-  // Copies ROWS query rows of the item to Q_s with NTHREADS threads, beginning at row first_row of the item.
+  // Copies query rows to shared memory, beginning at row first_row of the item.
   // KV_DTYPE: an element of Q is copied as two elements of K.
   template <int ROWS, int NTHREADS>
   __device__ __forceinline__ void copy_q(Element<B>* Q_s, int first_row, int tid) const {
@@ -5069,6 +5069,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   ScalarScores<B> S;
   ScalarOutput<B> O;
   S.first_row = first_row + lane / COL_LANES;
+  S.row_step = ROW_LANES;
   S.first_col = lane % COL_LANES;
   O.first_row = S.first_row;
   O.first_col = lane % COL_LANES * O.RUN;

@@ -503,7 +503,6 @@ def test_contenders_are_found(repository):
     assert a.effective_knobs() == ["HEAD_DIM=64", "STAGES=3"]
 
 
-
 def test_a_file_of_ones_own_lines_is_not_that_of_a_commit(repository, tmp_path, monkeypatch):
     """SDPA_CONFIGS replaces the lines of the working tree alone."""
     (tmp_path / "mine.txt").write_text("mine STAGES=3\n")

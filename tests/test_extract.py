@@ -30,7 +30,7 @@ if IS_QUICK := bool(os.environ.get("SDPA_TEST_QUICK")):
 # Share of a kernel's instructions that may differ from the line's: nvcc orders reads of arguments, addresses and moves anew when
 # unused arguments, or unused reads of the thread index, are left out. With lengths, the loops of sdpa_backward_padding()
 # contain little else.
-MOST = {"scalar_minimal": 0.05, "wgmma_plain": 0.04, "mma_decode_kv8_d128_bf16": 0.05, "backward_hopper USE_LENGTHS=1 USE_SINKS=1": 0.07}
+MOST = {"mma_decode_kv8_d128_bf16": 0.05, "backward_hopper USE_LENGTHS=1 USE_SINKS=1": 0.07}
 # Builds that no line has: with features, which need parts of other chapters, and programs. Without --all one of the last five.
 CHANGED = ["wgmma_d128_lazy USE_BIAS=2", "scalar_vec8 USE_LENGTHS=1 USE_PAGES=1", "wgmma_decode_d128 USE_LENGTHS=1 USE_PAGES=2",
            "mma_lazy USE_LENGTHS=1", "wgmma_d128_lazy USE_LENGTHS=1 USE_PAGES=1", "wgmma_d128_lazy USE_SOFTCAP=1 DTYPE=BF16",

@@ -52,7 +52,8 @@ def texts(svg):
     (["2026-01-09-X", "2026-01-10-X"], 1), (["2026-01-09-X-2", "2026-01-09-X"], 0), (["2026-01-09-X-10", "2026-01-09-X-9"], 0),
     (["2026-01-09-X", "2026-01-10-X-more", "2026-01-10-Y"], 0), ([], None)])
 def test_the_newest_file(tmp_path, monkeypatch, names, newest):
-    """Of several files of a day, the one with the largest number. Other names do not count."""
+    """The newest file is that of the last day and, among those of one day, the one with the largest number. Files of other
+    names are ignored."""
     monkeypatch.setattr(page, "ROOT", tmp_path)
     folder = tmp_path / "results/peers"
     folder.mkdir(parents=True)

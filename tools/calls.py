@@ -5,8 +5,8 @@ import collections
 import functools
 import re
 
-from inlining import are_apart, edited, source
-from minimal import ROOTS, descendants, enclosing, listed, name_of, parse, without_sentences, words_of
+from inlining import are_apart, comment_above, edited, source
+from minimal import ROOTS, callee, descendants, enclosing, listed, name_of, parse, without_sentences, words_of
 
 # A parameter that gets the same one of these values in all calls is replaced by it.
 LITERALS = {"0", "1", "true", "false"}
@@ -269,7 +269,7 @@ def without_idle_functions(text, but):
             continue
         whole = node.parent if node.parent.type == "template_declaration" else node
         start = text.rfind("\n", 0, whole.start_byte) + 1
-        above = re.search(r"(?:^ *//(?! ----| ====).*\n)*\Z", text[:start], re.MULTILINE)[0]
+        above = comment_above(start, text)
         lines = [(text.rfind("\n", 0, place.start_byte) + 1, text.index("\n", place.end_byte) + 1) for place in places]
         edits.append((start - len(above), text.index("\n", whole.end_byte) + 1, ""))
         for place, (first, last) in zip(places, lines):
@@ -334,7 +334,7 @@ def without_needless_parameters(text, but):
                          re.sub(r"\s", "", inside) != re.sub(r"\s", "", text[declarator_of(same[0]).end_byte:same[0].end_byte])):
                 continue  # the two would be ambiguous
             at = text.rfind("\n", 0, node.start_byte) + 1
-            above = re.search(r"(?:^ *//(?! ----| ====).*\n)*\Z", text[:at], re.MULTILINE)[0]
+            above = comment_above(at, text)
             edits = [line_of(node, text)] * bool(same) + [(*without_one(one, n), "") for one in [parameters, *(each for each in given if n < len(each))]]
             if is_read:
                 value = next(iter(values))
@@ -369,14 +369,12 @@ def without_unread_fields(text):
     for node in descendants(calls.root, "qualified_identifier"):
         open_names.add(name_of(node.child_by_field_name("name")))
     for struct, node in calls.structs.items():
-        own = node.child_by_field_name("body").named_children if node and name_of(node) else []
-        own = [one for one in own if one.type == "field_declaration" and not descendants(one, "function_declarator")]
-        static = [one for one in own if b"static" in [each.text for each in one.children]]
+        fields, static = data_members(node) if node and name_of(node) else ([], [])
         all_edits += [line_of(one, text) for one in static if not any(
             (struct, name_of(each)) in used or name_of(each) in open_names for each in one.children_by_field_name("declarator"))]
-        if not own or re.search(rf"\b{struct}\b[^;{{]*\)\s*(?:const )?\{{\s*return \{{|\b{struct}\{{", text):
+        if not fields:
             continue
-        names = [(name_of(each), one) for one in own if one not in static for each in one.children_by_field_name("declarator")]
+        names = [(name, field) for name, _, field in fields]
         made = {name_of(one) for one in descendants(node, "field_initializer")}
         unread = next(((n, *one) for n, one in enumerate(names)
                        if one[0] and (struct, one[0]) not in used and one[0] not in open_names | made), None)
@@ -393,8 +391,32 @@ def without_unread_fields(text):
     return edited(text, all_edits)
 
 
+def data_members(struct):
+    """([(name, declarator, declaration)] of the members that each object has, the declarations of static ones)."""
+    own = [one for one in struct.child_by_field_name("body").named_children
+           if one.type == "field_declaration" and not descendants(one, "function_declarator")]
+    static = [one for one in own if b"static" in [each.text for each in one.children]]
+    return [(name_of(each), each, one) for one in own if one not in static for each in one.children_by_field_name("declarator")], static
+
+
+def takers_of(text):
+    """The names of the functions and lambdas that may change an argument."""
+    return {*re.findall(r"\b(\w+)(?: = \[[^]]*\])?\([^()]*(?<!const )\b(?:int|bool|float|auto|T)& ", text)}
+
+
+def may_write(use, takers):
+    """True if a use of a variable or member may change it: it is assigned to, referenced, or passed to a taker."""
+    parent = use.parent
+    call = parent.parent if parent.type == "argument_list" else None
+    return (parent.type in ("update_expression", "pointer_expression", "lambda_capture_specifier", "initializer_list") or
+            parent.type == "assignment_expression" and parent.child_by_field_name("left") == use or
+            call is not None and name_of(callee(call)) in takers)
+
+
 def positional(struct, calls, text):
     """The lists that initialize objects of a struct by position; None if there may be others."""
+    if re.search(rf"\b{struct}\b[^;{{]*\)\s*(?:const )?\{{\s*return \{{|\b{struct}\{{", text):
+        return None
     found = []
     for other in calls.structs.values():
         for field in descendants(other, "field_declaration") if other else []:

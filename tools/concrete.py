@@ -6,12 +6,13 @@ import itertools
 import re
 import textwrap
 
-from calls import Around, line_of, without_idle_functions, without_needless_parameters, without_one, without_unread_fields
+from calls import (Around, line_of, may_write, takers_of, without_idle_functions, without_needless_parameters, without_one,
+                   without_unread_fields)
 from comments import code_of
-from inlining import are_apart, edited, inlined, source, type_of, type_of_expression
-from minimal import (BANNERS, CALLS, ROOTS, WIDTH, Folding, callee, declared, descendants, enclosing, listed, minimal,
+from inlining import are_apart, comment_above, edited, inlined, source, type_of, type_of_expression
+from minimal import (BANNERS, CALLS, ROOTS, WIDTH, Folding, aliases_of, callee, declared, descendants, enclosing, listed, minimal,
                      name_of, parse, units_of, without_sentences, words_of)
-from values import comment_above, with_single_values, without_bundles, without_conditions_of_loops, without_needless_blocks, without_same_casts
+from values import with_single_values, without_bundles, without_conditions_of_loops, without_needless_blocks, without_same_casts
 
 PUBLIC = {"Causal", "Strides", "Descale", "SdpaParams", "SdpaStatus"}
 
@@ -335,7 +336,7 @@ def without_unused_results(text, but):
                     call.parent.type == "expression_statement" for call in calls[name]):
             top = node.parent if node.parent.type == "template_declaration" else node
             at = text.rfind("\n", 0, top.start_byte) + 1
-            above = re.search(r"(?:^ *//(?! ----| ====).*\n)*\Z", text[:at], re.MULTILINE)[0]
+            above = comment_above(at, text)
             said = re.split(r"(?<=[.;])\s+", " ".join(line.strip()[3:] for line in above.splitlines()))
             kept = textwrap.wrap(" ".join(one for one in said if not re.match("Returns |True if ", one)), WIDTH - 3)
             return edited(text, [(at - len(above), at, "".join(f"// {line}\n" for line in kept)),
@@ -365,7 +366,7 @@ def without_unused_results(text, but):
 
 def without_other_versions(text, but):
     """Replaces a template with specializations by the one that all uses select."""
-    known = dict(re.findall(r"^using (\w+) = (\w+);", text, re.MULTILINE))  # aliases of types
+    known = aliases_of(text)
     root, defined, lists = parse(text), collections.defaultdict(list), collections.defaultdict(list)
     for node in descendants(root, "template_declaration"):
         defined[name_of(declared(node))].append(node)
@@ -404,22 +405,14 @@ def is_copy(node, name, of, takers, text):
         function, "declaration", "parameter_declaration", "optional_parameter_declaration", "for_range_loop")
                                for each in one.children_by_field_name("declarator"))
     uses = [one for one in descendants(node.parent, "identifier") if source(one, text) == of]
-
-    def may_write(use):
-        parent = use.parent
-        call = parent.parent if parent.type == "argument_list" else None
-        return (parent.type in ("update_expression", "pointer_expression", "lambda_capture_specifier", "initializer_list") or
-                parent.type == "assignment_expression" and parent.child_by_field_name("left") == use or
-                call is not None and name_of(callee(call)) in takers)
-    return made[name] == made[of] == 1 and not any(map(may_write, uses)) and (
+    return made[name] == made[of] == 1 and not any(may_write(use, takers) for use in uses) and (
         type_of(of, node, text) == source(node.child_by_field_name("type"), text))
 
 
 def without_aliases(text):
     """Expands aliases of constants, and inside functions aliases of types and copies of variables."""
     root, all_edits, changed = parse(text), [], set()
-    # Functions and lambdas that may change an argument.
-    takers = {*re.findall(r"\b(\w+)(?: = \[[^]]*\])?\([^()]*(?<!const )\b(?:int|bool|float|auto|T)& ", text)}
+    takers = takers_of(text)
     top = {name for unit in units_of(root, text.split("\n")) for name in unit.names} | {"true", "false"}
     for node in descendants(root, "declaration", "alias_declaration"):
         is_type = node.type == "alias_declaration"
@@ -445,7 +438,7 @@ def without_aliases(text):
             continue
         start, end, _ = line_of(node, text)
         if not text[end:].lstrip(" ")[:1].isalpha():  # its comment does not apply to the declarations after it
-            start -= len(re.search(r"(?:^ *//(?! ----| ====).*\n)*\Z", text[:start], re.MULTILINE)[0])
+            start -= len(comment_above(start, text))
         edits, words = [(start, end, ""), *((*place, found[2]) for place in places)], {found[1], *words_of(found[2])}
         if not words & changed and are_apart(all_edits, edits):
             all_edits += edits
@@ -576,7 +569,7 @@ def place_of(write, text):
         if outer.type != "if_statement" or outer.child_by_field_name("alternative"):
             return line_of(write.parent, text)
         start, end, _ = line_of(outer, text)  # a branch without another statement, with its comment
-        return start - len(re.search(r"(?:^ *//(?! ----| ====).*\n)*\Z", text[:start], re.MULTILINE)[0]), end, ""
+        return start - len(comment_above(start, text)), end, ""
     left, right = write.parent.child_by_field_name("left"), write.parent.child_by_field_name("right")
     return (left.start_byte, right.start_byte, "") if left == write else (left.end_byte, right.end_byte, "")
 

@@ -335,8 +335,9 @@ def extract(name, namespace="", given=(), is_program=False):
         own = re.sub(r",\s*(?:\{\"batch_invariant\".*?\}|p\.batch_invariant)(?=\};)", "", own)
         own = re.sub(r"\b(?:a\.)?p\.batch_invariant", "false", own)
     text = concrete.without_options(minimal.minimal(own, sizes))
-    open_sizes = []
-    if rows[-1]["USE_TUNED"] or has_two_widths:  # removes rows of the table of tiles that do not fit
+    has_table = rows[-1]["USE_TUNED"] or has_two_widths
+    open_sizes = [] if has_table or rows[-1]["USE_WGMMA"] or rows[-1]["BACKWARD"] else OPEN_SIZES
+    if has_table:  # removes rows of the table of tiles that do not fit
         number = itertools.count()
         text = re.sub(r"^    tile\(.*\n", lambda m: m[0] * (next(number) in rows), text, flags=re.MULTILINE)
         text = concrete.shortest(text, instructions(source) | NAMED_BY_EXPRESSIONS, sizes)
@@ -349,7 +350,6 @@ def extract(name, namespace="", given=(), is_program=False):
         if "wgmma_ss" in text:  # with a table of tiles, the code for all shapes is shorter
             text = concrete.wgmma(text, builds_of)
         head, tail = parted(text)
-        open_sizes = [] if rows[-1]["USE_WGMMA"] or rows[-1]["BACKWARD"] else OPEN_SIZES
         body = concrete.without_uncalled_shapes(concrete.concrete(
             tail, instructions(source) | NAMED_BY_EXPRESSIONS, open_sizes))
     text = f"namespace {space} {{\n\n{body}\n}}  // namespace {space}\n"

@@ -37,6 +37,11 @@ def edited(text, edits):
     return "".join([*out, text[at:]])
 
 
+def comment_above(at, text):
+    """The comment that ends at the start of a line, as text."""
+    return re.search(r"(?:^ *//(?! ----| ====).*\n)*\Z", text[:at], re.MULTILINE)[0]
+
+
 def are_apart(edits, others):
     """True if no edit overlaps one of the others."""
     return not any(start < other_end and other_start < end or start == other_start

@@ -121,6 +121,11 @@ def parameters_of(node):
     return [name_of(one) for one in listed(node, "parameters")]
 
 
+def aliases_of(text):
+    """{alias: type} of the aliases of types in a file."""
+    return dict(re.findall(r"^using (\w+) = (\w+);", text, re.MULTILINE))
+
+
 # ---- conditions that depend on knobs ----
 
 GONE = "\0"  # marks a removed statement
@@ -154,7 +159,7 @@ class Folding:
                         for node in descendants(root, "template_declaration")
                         if declared(node).type == "alias_declaration"}
         self.bound = {}  # parameters of the alias being expanded
-        self.types = dict(re.findall(r"^using (\w+) = (\w+);", text, re.MULTILINE))  # of elements
+        self.types = aliases_of(text)
         self.elements = self.find_elements(root)
         # Functions whose overloads all do nothing, and functions with side effects.
         bodies, calls, self.acting = collections.defaultdict(set), collections.defaultdict(set), set()

@@ -2,37 +2,17 @@
 the same type, conditions of the enclosing loop, and local structs that only hold other variables. Used by tools/concrete.py."""
 import re
 
-from calls import Calls, line_of, positional, without_one
-from inlining import ATOMS, WHOLE, Inlining, are_apart, edited, source, type_of
-from minimal import callee, descendants, enclosing, listed, name_of, parse
+from calls import Calls, data_members, line_of, may_write, positional, takers_of, without_one
+from inlining import ATOMS, WHOLE, Inlining, are_apart, comment_above, edited, source, type_of
+from minimal import aliases_of, callee, descendants, enclosing, listed, name_of, parse
 
 NUMBER = re.compile(r"\d+|true|false|[A-Z][A-Z0-9_]+")  # or the name of a constant
 NUMERIC = {"int", "bool", "unsigned", "uint32_t", "int64_t", "size_t"}
 
 
-def comment_above(start, text):
-    """The comment that ends at the start of a line."""
-    return re.search(r"(?:^ *//(?! ----| ====).*\n)*\Z", text[:start], re.MULTILINE)[0]
-
-
-def is_written(node):
-    """True if an expression is assigned to, or its address is taken."""
-    parent = node.parent
-    return parent.type in ("update_expression", "pointer_expression") or (
-        parent.type == "assignment_expression" and parent.child_by_field_name("left") == node)
-
-
-def data_members(struct):
-    """[(name, declarator, declaration)] of a struct's members with a place in each object."""
-    own = [one for one in struct.child_by_field_name("body").named_children
-           if one.type == "field_declaration" and not descendants(one, "function_declarator") and
-           b"static" not in [each.text for each in one.children]]
-    return [(name_of(each), each, one) for one in own for each in one.children_by_field_name("declarator")]
-
-
 def with_single_values(text, but):
     """Replaces a member by its value if that is the same number in all objects and never changes: at most one of each struct."""
-    calls, all_edits = Calls(text), []
+    calls, all_edits, takers = Calls(text), [], takers_of(text)
     fields, inside = {}, {}
     for node in descendants(calls.root, "field_expression"):
         owner = calls.type(node.child_by_field_name("argument"))
@@ -46,10 +26,9 @@ def with_single_values(text, but):
         if not node or struct in but or node.parent.type == "template_declaration" or calls.bases[struct] or (
                 any(struct in bases for bases in calls.bases.values())):
             continue
-        members = data_members(node)
+        members, _ = data_members(node)
         lists = positional(struct, calls, text)
-        is_returned = re.search(rf"\b{struct}\b[^;{{]*\)\s*(?:const )?\{{\s*return \{{|\b{struct}\{{", text)
-        if lists is None or is_returned or len(members) < 2:
+        if lists is None or len(members) < 2:
             continue
         for n, (name, declarator, field) in enumerate(members):
             default = field.child_by_field_name("default_value")
@@ -64,7 +43,7 @@ def with_single_values(text, but):
             value = values.pop()
             places = [one for _, one in fields.get(name, [])] + inside.get((struct, name), [])
             if values or not NUMBER.fullmatch(value) or any(owner != struct for owner, _ in fields.get(name, [])) or (
-                    any(map(is_written, places)) or not places or f"::{name}" in text):
+                    any(may_write(one, takers) for one in places) or not places or f"::{name}" in text):
                 continue
             whole = field.children_by_field_name("declarator")
             edits = [(one.start_byte, one.end_byte, value) for one in places]
@@ -85,7 +64,7 @@ def with_single_values(text, but):
 def without_same_casts(text):
     """Removes conversions of an expression to the type that it has."""
     kinds, edits = Inlining(text, None), []
-    alias = dict(re.findall(r"^using (\w+) = (\w+);", text, re.MULTILINE))
+    alias = aliases_of(text)
     for call in descendants(kinds.root, "call_expression"):
         given, function = listed(call, "arguments"), source(call.child_by_field_name("function"), text)
         if len(given) != 1:
@@ -129,7 +108,7 @@ def without_conditions_of_loops(text):
         given = [source(one, text) for call in descendants(body, "call_expression") for one in listed(call, "arguments")]
         given += [source(one.child_by_field_name("argument"), text) for call in descendants(body, "call_expression")
                   for one in [call.child_by_field_name("function")] if one.type == "field_expression"]
-        changed = written + [one for one in given if any(one != each and overlap(each, one) and each.startswith(one) for each in read)]
+        changed = written + [one for one in given if any(each.startswith((f"{one}.", f"{one}[")) for each in read)]
         if any(overlap(one, each) for one in read for each in changed):
             continue
         for one in descendants(body, "if_statement"):
@@ -152,7 +131,7 @@ def constructor_values(struct, node, arguments, calls, text):
     own = calls.functions.get((struct, struct), [])
     methods = [one for (owner, _), nodes in calls.functions.items() if owner == struct for one in nodes]
     if not own:
-        return None if methods else {name: value for (name, _, _), value in zip(data_members(node), arguments)}
+        return None if methods else {name: value for (name, _, _), value in zip(data_members(node)[0], arguments)}
     if len(own) != 1 or len(methods) != 1 or own[0].child_by_field_name("body").named_children:
         return None
     parameters = [name_of(one) for one in calls.parameters(own[0])]
@@ -182,7 +161,7 @@ def bundle_edits(node, calls, text):
     if not struct or len(declarators) != 1 or function is None or node.parent.type != "compound_statement" or (
             calls.bases[name_of(struct)]):
         return []
-    name, scope, members = name_of(declarators[0]), node.parent, data_members(struct)
+    name, scope, members = name_of(declarators[0]), node.parent, data_members(struct)[0]
     # `X x(a, b);` is parsed as the declaration of a function.
     value = declarators[0].child_by_field_name("value") or declarators[0].child_by_field_name("parameters")
     if value is None or value.type not in ("argument_list", "initializer_list", "parameter_list"):
@@ -227,7 +206,7 @@ def bundle_edits(node, calls, text):
 
 def changes(path, after, scope, text):
     """True if a variable, or a member of one, is assigned to after a node, or passed to a function that may do so."""
-    takers = {*re.findall(r"\b(\w+)(?: = \[[^]]*\])?\([^()]*(?<!const )\b(?:int|bool|float|auto|T)& ", text)}
+    takers = takers_of(text)
     given = [one for call in descendants(scope, "call_expression") if call.start_byte > after.end_byte and name_of(callee(call)) in takers
              for one in listed(call, "arguments")]
     return any(overlap(path, source(one, text)) for one in given) or any(one.start_byte > after.end_byte and overlap(path, source(
